@@ -23,7 +23,7 @@ from pathlib import Path
 import numpy as np
 
 from bench import results
-from mpipar.config import flags
+from bench.program import Outcome, Program
 from mpipar.errors import EnvironmentProblem
 from mpipar.job import blas
 from mpipar.job.environment import THREAD_VARIABLES
@@ -95,18 +95,9 @@ def with_others(path: str | None, rows: list[dict]) -> list[dict]:
     return [row for row in kept if (row["processor"], row["vector_units"]) not in own] + rows
 
 
-def main(argv, session) -> int:
-    """Measure, print the table, write the file."""
-    parser = flags.Parser(prog="python -m bench.blas_kernels", description=__doc__)
-    parser.add_argument("--rounds", type=flags.count, default=3, help="processes of each (3)")
-    parser.add_argument("--json", help="write the result to this file")
-    args = parser.parse_args(argv)
-    results.check_writable(args.json)
-    rows = measure(args.rounds)
-    print(results.markdown_table(rows))
-    results.write(args.json, "bench.blas_kernels", with_others(args.json, rows), rounds=args.rounds)
-    return 0
-
+main = Program("blas_kernels", __doc__, lambda args, session: Outcome(
+    with_others(args.json, measure(args.rounds)), {"rounds": args.rounds}),
+    counts={"--rounds": (3, "processes of each")})
 
 if __name__ == "__main__":
     guard(main)

@@ -22,7 +22,7 @@ from time import perf_counter
 
 import numpy as np
 
-from bench import results
+from bench.program import Outcome, Program
 from mpipar import ops as ops_module
 from mpipar.checkpoint.disk import BLOCK_BYTES
 from mpipar.checkpoint.load import load_state
@@ -31,7 +31,6 @@ from mpipar.checkpoint.save import Saver
 from mpipar.comm.facts import broadcast_text, gather_numbers
 from mpipar.comm.grid import Grid
 from mpipar.comm.record import Recorder
-from mpipar.config import flags
 from mpipar.config.grid import GridConfig
 from mpipar.config.model import DecoderConfig
 from mpipar.config.resolve import resolve
@@ -220,25 +219,28 @@ def rows_of(found: dict, sizes: dict, layout: str, ranks: int) -> list[dict]:
     return rows
 
 
-def main(argv, session) -> int:
-    """Check, measure, print; 1 if a save takes more than LIMIT times its parts."""
-    parser = flags.Parser(prog="python -m bench.checkpoint", description=__doc__)
+def add_flags(parser) -> None:
+    """Add how much is written, and where."""
     parser.add_argument("--size", default="256M", help="bytes of the state of all ranks (256M)")
-    parser.add_argument("--repeats", type=int, default=7, help="how often all take turns (7)")
     parser.add_argument("--folder", default=".", help="where to write (here); removed at the end")
-    parser.add_argument("--json", help="write the result to this file")
-    args = parser.parse_args(argv)
+
+
+def check_size(args, parser) -> None:
+    """Read --size. Raises UsageError."""
     try:
-        size = read_bytes(args.size)
+        args.bytes = read_bytes(args.size)
     except ValueError as error:
         raise UsageError(f"--size {args.size}: {error}") from None
-    world = session.start()
-    results.check_writable(args.json, session)
+
+
+def measure_job(args, session) -> Outcome | int:
+    """Check, measure; code 1 if a save takes more than LIMIT times its parts."""
+    world = session.world
     made = session.agree(lambda: tempfile.mkdtemp(prefix="checkpoint-", dir=args.folder)
                          if world.rank == 0 else "")
     folder = Path(broadcast_text(world, made or ""))
     try:
-        bench = Bench(world, size, folder)
+        bench = Bench(world, args.bytes, folder)
         bench.check()
         found = measure(bench, args.repeats)
         sizes = bytes_of(bench, found)
@@ -246,23 +248,25 @@ def main(argv, session) -> int:
         world.Barrier()
         if world.rank == 0:
             shutil.rmtree(folder)
-    return report(args, found, sizes, bench.layout, world.size) if world.rank == 0 else 0
+    return outcome(args, found, sizes, bench.layout, world.size) if world.rank == 0 else 0
 
 
-def report(args, found: dict, sizes: dict, layout: str, ranks: int) -> int:
-    """Print the table, compare the save with its parts, write the file; the exit code."""
+def outcome(args, found: dict, sizes: dict, layout: str, ranks: int) -> Outcome:
+    """The table, and the save beside its parts."""
     rows, state_bytes = rows_of(found, sizes, layout, ranks), sizes["save"]
     medians = {what: statistics.median(seconds) for what, seconds in found.items()}
     ratio = medians["save"] / (medians["write + fsync"] + medians["SHA-256"])
-    print(f"state of {state_bytes / 2**20:.0f} MiB, {counted(ranks, 'rank')}, saved by {layout}\n"
-          f"{results.markdown_table(rows)}\n\n"
-          f"a save takes {ratio:.2f} times its two parts; limit {LIMIT}")
-    results.write(args.json, "bench.checkpoint", rows, ranks=ranks,
-                  state_MiB=round(state_bytes / 2**20, 1), repeats=args.repeats,
-                  save_over_parts=round(ratio, 3))
-    if ratio > LIMIT:
-        print("the limit is not kept")
-    return EXIT_CHECK_FAILED if ratio > LIMIT else 0
+    kept = ratio <= LIMIT
+    told = f"\na save takes {ratio:.2f} times its two parts; limit {LIMIT}"
+    return Outcome(
+        rows, {"ranks": ranks, "state_MiB": round(state_bytes / 2**20, 1), "repeats": args.repeats,
+               "save_over_parts": round(ratio, 3)}, 0 if kept else EXIT_CHECK_FAILED,
+        head=f"state of {state_bytes / 2**20:.0f} MiB, {counted(ranks, 'rank')}, saved by {layout}",
+        end=told if kept else f"{told}\nthe limit is not kept")
+
+
+main = Program("checkpoint", __doc__, measure_job, together=True, add=add_flags, check=check_size,
+               counts={"--repeats": (7, "how often all take turns")})
 
 
 if __name__ == "__main__":

@@ -28,6 +28,7 @@ import numpy as np
 from threadpoolctl import threadpool_limits
 
 from bench import results
+from bench.program import Outcome, Program
 from mpipar.checkpoint import weights as checkpoint
 from mpipar.comm.grid import Grid
 from mpipar.comm.record import Recorder
@@ -48,22 +49,14 @@ TOLERANCE = 1e-4  # of the largest logit: how much likelier another token may be
 SINGLE_TOKENS = 3  # that are timed without a cache
 
 
-def parse(argv):
-    """Read the flags."""
-    parser = flags.Parser(prog="python -m bench.generate", description=__doc__)
+def add_flags(parser) -> None:
+    """Add the models and what they generate."""
     parser.add_argument("--presets", nargs="+", default=["llama-15m", "llama-110m"],
                         choices=sorted(PRESETS), help="models (llama-15m llama-110m)")
     parser.add_argument("--batch-sizes", nargs="+", type=flags.count, default=[1, 8],
                         help="prompts at one time (1 8)")
     parser.add_argument("--contexts", nargs="+", type=flags.count,
                         help="lengths of a text at which a token is timed with cache and without")
-    for flag, default, text in (("--prompt-tokens", 128, "tokens of each prompt"),
-                                ("--new-tokens", 128, "tokens added to each prompt"),
-                                ("--repeats", 5, "repetitions")):
-        parser.add_argument(flag, type=flags.count, default=default, help=f"{text} ({default})")
-    parser.add_argument("--threads", type=flags.count, help="threads of each rank (1)")
-    parser.add_argument("--json", help="write the result to this file")
-    return parser.parse_args(argv)
 
 
 class WrongTextError(UserError):
@@ -221,21 +214,23 @@ def over_contexts(preset, args, world) -> list[dict]:
     return made
 
 
-def main(argv, session) -> int:
-    """Measure on all ranks; returns the exit code."""
-    args = parse(argv)
-    world = session.start()
-    results.check_writable(args.json, session)
-    args.threads = args.threads or 1
+def measure_all(args, session) -> Outcome | int:
+    """Measure on all ranks."""
+    world = session.world
     table = over_contexts if args.contexts else over_sides
     with threadpool_limits(args.threads):
         made = [row for preset in args.presets for row in table(preset, args, world)]
-    if world.rank == 0:
-        print(results.markdown_table(made))
-        results.write(args.json, "bench.generate", made, ranks=world.size, threads=args.threads,
-                      prompt_tokens=args.prompt_tokens, new_tokens=args.new_tokens,
-                      repeats=args.repeats, **results.versions("torch", "transformers", "numba"))
-    return 0
+    facts = {name: getattr(args, name)
+             for name in ("threads", "prompt_tokens", "new_tokens", "repeats")}
+    return 0 if world.rank else Outcome(made, {"ranks": world.size} | facts | results.versions(
+        "torch", "transformers", "numba"))
+
+
+main = Program(
+    "generate", __doc__, measure_all, together=True, add=add_flags, counts={
+        "--prompt-tokens": (128, "tokens of each prompt"),
+        "--new-tokens": (128, "tokens added to each prompt"), "--repeats": (5, "repetitions"),
+        "--threads": (1, "threads of each rank")})
 
 
 if __name__ == "__main__":

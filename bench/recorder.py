@@ -21,7 +21,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from bench import results
+from bench.program import Outcome, Program
 from mpipar import ops as ops_module
 from mpipar.comm.connect import Options
 from mpipar.comm.grid import Grid
@@ -29,7 +29,6 @@ from mpipar.comm.group import Comm
 from mpipar.comm.hosts import quiet_barrier
 from mpipar.comm.record import Recorder
 from mpipar.comm.transport import DirectTransport
-from mpipar.config import flags
 from mpipar.config.resolve import resolve
 from mpipar.config.sections import Config
 from mpipar.data.rows import Rows
@@ -140,16 +139,9 @@ def measure_step(world, steps: int) -> tuple[int, int, float]:
     return len(recorder.records), len(recorder.spans), statistics.median(durations[1:])
 
 
-def main(argv, session) -> int:
-    """Measure, print; 1 if a limit is not kept."""
-    parser = flags.Parser(prog="python -m bench.recorder", description=__doc__)
-    parser.add_argument("--repeats", type=int, default=400, help="batches of each case (400)")
-    parser.add_argument("--steps", type=int, default=6,
-                        help="training steps (6), the first not counted")
-    parser.add_argument("--json", help="write the result to this file")
-    args = parser.parse_args(argv)
-    world = session.start()
-    results.check_writable(args.json, session)
+def measure(args, session) -> Outcome | int:
+    """Measure both parts; code 1 if a limit is not kept."""
+    world = session.world
     costs = measure_calls(args.repeats) if world.rank == 0 else None
     quiet_barrier(world)
     records, spans, step_ns = measure_step(world, args.steps)
@@ -157,21 +149,25 @@ def main(argv, session) -> int:
     if world.rank > 0:
         return 0
     rows = [dict(zip(COLUMNS, (name, *numbers), strict=True)) for name, numbers in costs.items()]
-    print(f"per record; limit {CALL_LIMIT_NS} ns\n{results.markdown_table(rows)}")
     worst = max(cost for name, (_, _, cost, _) in costs.items() if name != "span")
     shares = [(r * worst + s * costs["span"][2]) / ns for r, s, ns in everything]
     busiest = max(range(world.size), key=shares.__getitem__)
     records, spans, step_ns = everything[busiest]
-    print(f"\ndefault model on {counted(world.size, 'rank')}: {records} records and {spans} spans"
+    told = (f"\ndefault model on {counted(world.size, 'rank')}: {records} records and {spans} spans"
           f" in a step of {step_ns * 1e-6:.1f} ms on rank {busiest}: {shares[busiest]:.3%} of it;"
           f" limit {SHARE_LIMIT:.0%}")
-    results.write(args.json, "bench.recorder", rows, ranks=world.size, records_per_step=records,
-                  spans_per_step=spans, step_ms=round(step_ns * 1e-6, 1),
-                  percent_of_step=round(100 * shares[busiest], 3))
+    facts = {"ranks": world.size, "records_per_step": records, "spans_per_step": spans,
+             "step_ms": round(step_ns * 1e-6, 1), "percent_of_step": round(
+                 100 * shares[busiest], 3)}
     kept = worst <= CALL_LIMIT_NS and shares[busiest] <= SHARE_LIMIT
-    if not kept:
-        print("a limit is not kept")
-    return 0 if kept else EXIT_CHECK_FAILED
+    return Outcome(rows, facts, 0 if kept else EXIT_CHECK_FAILED,
+                   head=f"per record; limit {CALL_LIMIT_NS} ns",
+                   end=told if kept else f"{told}\na limit is not kept")
+
+
+main = Program("recorder", __doc__, measure, together=True, counts={
+    "--repeats": (400, "batches of each case"),
+    "--steps": (6, "training steps, the first not counted")})
 
 
 if __name__ == "__main__":

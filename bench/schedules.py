@@ -16,13 +16,12 @@ import time
 
 import numpy as np
 
-from bench import results
+from bench.program import Outcome, Program
 from mpipar import ops as ops_module
 from mpipar.comm.facts import gather_numbers
 from mpipar.comm.grid import Grid
 from mpipar.comm.group import Comms
 from mpipar.comm.record import Recorder
-from mpipar.config import flags
 from mpipar.job.session import guard
 from mpipar.pipeline.costs import Costs
 from mpipar.pipeline.engine import Engine, WholeWeights
@@ -108,17 +107,9 @@ def one_schedule(world, ops, name, num_microbatches: int, cell: float, repeats: 
     }
 
 
-def main(argv, session) -> int:
-    """Run all schedules that take these counts; exit 1 if one is over 5 % off its simulation."""
-    parser = flags.Parser(prog="python -m bench.schedules", description=__doc__)
-    parser.add_argument("--num-microbatches", type=int, default=8)
-    parser.add_argument("--cell-ms", type=float, default=25.0, help="forward pass of a worker (25)")
-    parser.add_argument("--repeats", type=int, default=3, help="repetitions; the median counts (3)")
-    parser.add_argument("--json", help="write the result to this file")
-    args = parser.parse_args(argv)
-    world = session.start()
-    results.check_writable(args.json, session)
-    ops = ops_module.make("cpu", "float32")
+def measure(args, session) -> Outcome | int:
+    """Run all schedules that take these counts; code 1 if one is over 5 % off its simulation."""
+    world, ops = session.world, ops_module.make("cpu", "float32")
     rows = [one_schedule(world, ops, name, args.num_microbatches, args.cell_ms * 1e-3, args.repeats)
             for name in SCHEDULES
             if not schedule_problems(name, world.size, args.num_microbatches)]
@@ -129,10 +120,17 @@ def main(argv, session) -> int:
     rows.sort(key=lambda row: row["step_ms"])
     for row in rows:
         row["idle_recovered"] = 1 - (1 - row["busy_measured"]) / idle
-        print("  ".join(f"{key} {results.text(value)}" for key, value in row.items()))
-    results.write(args.json, "bench.schedules", rows, ranks=world.size,
-                  num_microbatches=args.num_microbatches, cell_ms=args.cell_ms)
-    return int(any(abs(row["measured_over_simulated"] - 1) > TOLERANCE for row in rows))
+    facts = {"ranks": world.size, "num_microbatches": args.num_microbatches,
+             "cell_ms": args.cell_ms}
+    off = any(abs(row["measured_over_simulated"] - 1) > TOLERANCE for row in rows)
+    return Outcome(rows, facts, code=int(off))
+
+
+main = Program(
+    "schedules", __doc__, measure, together=True, counts={
+        "--num-microbatches": (8, "of a step"), "--repeats": (3, "repetitions; the median counts")},
+    add=lambda parser: parser.add_argument(
+        "--cell-ms", type=float, default=25.0, help="forward pass of a worker (25)"))
 
 
 if __name__ == "__main__":

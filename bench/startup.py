@@ -20,8 +20,8 @@ import time
 from pathlib import Path
 from statistics import median
 
-from bench import results
 from bench.interconnect.launches import environment_of_jobs, own_launcher
+from bench.program import Outcome, Program
 from mpipar.config import flags
 from mpipar.errors import EnvironmentProblem
 from mpipar.job.session import guard
@@ -30,15 +30,11 @@ from mpipar.ops import KERNELS
 FLAGS = "--steps 3 --log-interval 1 --eval-tokens 100 --sample-tokens 0 --progress plain".split()
 
 
-def parse(argv):
-    """Read the flags."""
-    parser = flags.Parser(prog="python -m bench.startup", description=__doc__)
+def add_flags(parser) -> None:
+    """Add what a run is started with."""
     parser.add_argument("--ranks", type=flags.counts, default=(1, 2, 4), metavar="N,N",
                         help="numbers of ranks (1,2,4)")
     parser.add_argument("--kernels", choices=KERNELS["cpu"], help="as of mpipar train")
-    parser.add_argument("--repeats", type=flags.count, default=5, help="timed starts of each (5)")
-    parser.add_argument("--json", help="write the result to this file")
-    return parser.parse_args(argv)
 
 
 def command(num_ranks: int, kernels: str | None) -> list[str]:
@@ -77,15 +73,9 @@ def row(num_ranks: int, kernels: str | None, repeats: int) -> dict:
             "later_step_ms": 1e3 * median(min(one[1:]) for _, one in found)}
 
 
-def main(argv, session) -> int:
-    """Measure each number of ranks, print the table, write the file."""
-    args = parse(argv)
-    results.check_writable(args.json)
-    rows = [row(one, args.kernels, args.repeats) for one in args.ranks]
-    print(results.markdown_table(rows))
-    results.write(args.json, "bench.startup", rows, repeats=args.repeats)
-    return 0
-
+main = Program("startup", __doc__, lambda args, session: Outcome(
+    [row(one, args.kernels, args.repeats) for one in args.ranks], {"repeats": args.repeats}),
+    add=add_flags, counts={"--repeats": (5, "timed starts of each")})
 
 if __name__ == "__main__":
     guard(main)

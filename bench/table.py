@@ -1,6 +1,6 @@
 """Prints tables of a benchmark's rows, with the columns and conventions of nccl-tests.
 
-    python -m bench.table FILE.jsonl [--format text|csv|markdown] [--machine machine.json]
+    python -m bench.table FILE.jsonl [--format text|csv|markdown|osu] [--machine machine.json]
 
 algbw is size over median time; busbw is the part of it that the busiest link carries. Both are in
 GB/s = 1e9 B/s. Of one launch, "low" and "high" enclose its median with 95 % confidence, and say
@@ -25,9 +25,12 @@ import io
 import math
 import sys
 
+import numpy as np
+
 from bench import results
 from bench.interconnect import records
 from bench.interconnect.between import combined
+from bench.interconnect.statistics import times_us
 from bench.machine.predicted import beside
 from mpipar.config import flags
 from mpipar.errors import EXIT_OK
@@ -35,6 +38,8 @@ from mpipar.job.session import guard
 from mpipar.plan import machine_file
 
 SKEW_SHARE = 0.1
+TAILS = (50, 90, 99)  # percentiles
+OSU_COLUMNS = ("Avg Latency(us)", *(f"P{tail} Tail Lat(us)" for tail in TAILS))
 UNCHECKED = "unchecked"
 WHERE_KNOWN = ("messages_per_s", "bound_percent", "alone_us", "computing_us", "overlap_percent",
                "predicted_us", "measured_over_predicted")
@@ -139,7 +144,26 @@ def as_text(rows) -> str:
     return "\n\n".join(f"{title(rows[0])}\n{text(rows)}" for rows in by_table(rows))
 
 
-FORMATS = {"text": as_text, "csv": as_csv, "markdown": as_markdown}
+def as_osu(rows) -> str:
+    """The columns of OSU 7.5 with its option for tails: size, mean, and percentiles of the times.
+
+    OSU takes the mean over iterations and ranks; here it is that of the iterations' times.
+    """
+    blocks = []
+    for some in by_table(rows):
+        for via in dict.fromkeys(row["via"] for row in some):
+            lines = []
+            for row in sorted((row for row in some if row["via"] == via),
+                              key=lambda row: row["size_bytes"]):
+                times = times_us(row)
+                values = (times.mean(), *np.percentile(times, TAILS))
+                lines.append({"# Size": row["size_bytes"]} | {
+                    name: f"{value:.2f}" for name, value in zip(OSU_COLUMNS, values, strict=True)})
+            blocks.append(f"# mpipar {some[0]['case']}, {via}\n{results.text_table(lines)}")
+    return "\n\n".join(blocks)
+
+
+FORMATS = {"text": as_text, "csv": as_csv, "markdown": as_markdown, "osu": as_osu}
 
 
 def main(argv, session) -> int:

@@ -48,10 +48,10 @@ from functools import partial
 import numpy as np
 from threadpoolctl import threadpool_limits
 
-from bench import results
 from bench.kernels import gpu_products
 from bench.kernels.gpu_attention import HEAD_WIDTH, backward, parts
 from bench.kernels.gpu_memory import ADAMW
+from bench.program import Outcome, Program
 from bench.step import blas
 from mpipar.config import flags
 from mpipar.errors import EXIT_CHECK_FAILED, EnvironmentProblem
@@ -80,29 +80,20 @@ class Chain:
     constant: tuple = (numpy_ops, "TILE")
 
 
-def parse(argv):
-    """Read the flags: sizes of the arrays and of the measurement."""
-    parser = flags.Parser(prog="python -m bench.tiles", description=__doc__)
-    for name, default, text in (
-        ("rows", 8192, "tokens of the chains"),
-        ("width", 1536, "elements of each"),
-        ("seq-len", 1024, "tokens of a sequence in attention"),
-        ("heads", 6, f"attention heads, of {HEAD_WIDTH} elements each"),
-    ):
-        parser.add_argument(f"--{name}", type=flags.count, default=default,
-                            help=f"{text} ({default})")
+def add_flags(parser) -> None:
+    """Add what is measured, and on which device."""
     parser.add_argument("--products", action="store_true", help="one product, from loops to BLAS")
     parser.add_argument("--size", type=flags.count,
                         help=f"sides of its matrices, a multiple of 4 ({SIZE})")
     parser.add_argument("--tables", nargs="+", choices=gpu_products.TABLES,
                         default=list(gpu_products.TABLES), help="on a GPU (all four)")
-    parser.add_argument("--largest", type=flags.count, default=LARGEST, help="on a GPU: longer"
-                        f" sides of the ladder's products are cut to it ({LARGEST})")
     parser.add_argument("--device", choices=REPEATS, default="cpu")
     parser.add_argument("--repeats", type=flags.count,
                         help="timed calls (CPU: 5, the best counts; GPU: 20, the median)")
-    parser.add_argument("--json", help="write the result to this file; GPU: to this folder")
-    args = parser.parse_args(argv)
+
+
+def check_flags(args, parser) -> None:
+    """Look at flags that hold together, and set what depends on others. Raises UsageError."""
     if args.width < 2:
         parser.error("--width 1: a norm needs at least 2 elements")
     if args.size and not args.products:
@@ -116,7 +107,6 @@ def parse(argv):
     if args.products and args.device != "cpu":
         parser.error("--products runs on the CPU; on a GPU the products of the ladder always run")
     args.repeats = args.repeats or REPEATS[args.device]
-    return args
 
 
 def chains(args) -> dict[str, Chain]:
@@ -222,28 +212,22 @@ def sweep(name, chain, args, peak) -> list[dict]:
     return [one | {"over_best": one["ms"] / fastest} for one in found]
 
 
-def run(args) -> None:
-    """Sweep the tiles of the CPU, print, write.
-
-    Raises OutputError, and ValueError if a result is wrong.
-    """
-    results.check_writable(args.json)
+def run(args) -> Outcome:
+    """Sweep the tiles of the CPU. Raises ValueError if a result is wrong."""
     with threadpool_limits(1):
         peak = peaks(args.repeats)
         rows = [row for name, chain in chains(args).items()
                 for row in sweep(name, chain, args, peak)]
-    print("one thread: product {gemm_gflops:.0f} GFLOP/s, copy {copy_gbs:.1f} GB/s".format(**peak))
-    print(results.markdown_table(rows))
-    results.write(args.json, "bench.tiles", rows, tokens=args.rows, width=args.width,
-                  seq_len=args.seq_len, heads=args.heads, repeats=args.repeats, **peak)
+    facts = {name: getattr(args, name) for name in ("width", "seq_len", "heads", "repeats")}
+    return Outcome(rows, {"tokens": args.rows} | facts | peak, head=(
+        "one thread: product {gemm_gflops:.0f} GFLOP/s, copy {copy_gbs:.1f} GB/s".format(**peak)))
 
 
-def run_products(args) -> None:
-    """One product from loops to BLAS, print, write.
+def run_products(args) -> Outcome:
+    """One product from loops to BLAS.
 
-    Raises OutputError, EnvironmentProblem without Numba, ValueError if a result is wrong.
+    Raises EnvironmentProblem without Numba, ValueError if a result is wrong.
     """
-    results.check_writable(args.json)
     if importlib.util.find_spec("numba") is None:
         raise EnvironmentProblem("--products needs Numba: pip install '.[cpu]'")
     from bench.kernels import products
@@ -251,23 +235,29 @@ def run_products(args) -> None:
     with threadpool_limits(1):
         copy_gbs = peaks(args.repeats)["copy_gbs"]
         rows = products.rows(args.size, partial(best_seconds, repeats=args.repeats))
-    print(f"one thread: copy {copy_gbs:.1f} GB/s, {blas.numpy_blas()}")
-    print(results.markdown_table(rows))
-    results.write(args.json, "bench.tiles --products", rows, size=args.size,
-                  repeats=args.repeats, blas=blas.numpy_blas(), copy_gbs=copy_gbs,
-                  blas_gflops=rows[-1]["gflops"])
+    facts = {"size": args.size, "repeats": args.repeats, "blas": blas.numpy_blas(),
+             "copy_gbs": copy_gbs, "blas_gflops": rows[-1]["gflops"]}
+    return Outcome(rows, facts, variant="--products",
+                   head=f"one thread: copy {copy_gbs:.1f} GB/s, {blas.numpy_blas()}")
 
 
-def main(argv, session) -> int:
-    """Measure one device; returns the exit code."""
-    args = parse(argv)
+def measure_device(args, session) -> Outcome | int:
+    """Measure one device; code 1 if a result is wrong."""
     measure = gpu_products.run if args.device == "cuda" else run_products if args.products else run
     try:
-        measure(args)
+        return measure(args)
     except ValueError as error:
         print(f"not timed: {error}", file=sys.stderr)
         return EXIT_CHECK_FAILED
-    return 0
+
+
+main = Program(
+    "tiles", __doc__, measure_device, add=add_flags, check=check_flags,
+    json="write the result to this file; GPU: to this folder", counts={
+        "--rows": (8192, "tokens of the chains"), "--width": (1536, "elements of each"),
+        "--seq-len": (1024, "tokens of a sequence in attention"),
+        "--heads": (6, f"attention heads, of {HEAD_WIDTH} elements each"), "--largest": (
+            LARGEST, "on a GPU: longer sides of the ladder's products are cut to it")})
 
 
 if __name__ == "__main__":

@@ -7,7 +7,7 @@ because the command has to set the number of BLAS threads before NumPy is loaded
 
 import importlib
 
-__version__ = "0.1.0"
+__version__ = "0.3.0"
 
 LIBRARY = {  # name: where it is
     "CUTS": "partition.CUTS",

@@ -72,25 +72,6 @@ def missing_gpu() -> str | None:
 
 
 @functools.cache
-def missing_peers() -> str | None:
-    """Return why the tests marked peers cannot run here, or None."""
-    return None if importlib.util.find_spec("torch") else "PyTorch is not installed"
-
-
-@functools.cache
-def missing_text() -> str | None:
-    """Return why the tests marked text cannot run here, or None."""
-    return None if importlib.util.find_spec("tokenizers") else "tokenizers is not installed"
-
-
-@functools.cache
-def missing_tensorboard() -> str | None:
-    """Return why the tests marked tensorboard cannot run here, or None."""
-    found = importlib.util.find_spec("tensorboard")
-    return None if found else "tensorboard is not installed"
-
-
-@functools.cache
 def missing_slurm() -> str | None:
     """Return why the tests marked slurm cannot run here, or None."""
     names = slurm_cluster.missing_programs()
@@ -105,14 +86,9 @@ def missing_browser() -> str | None:
 
 
 @functools.cache
-def missing_numba() -> str | None:
-    """Return why the tests marked numba cannot run here, or None."""
-    return None if importlib.util.find_spec("numba") else "Numba is not installed"
-
-
-def missing_cupy() -> str | None:
-    """Return why the tests marked cupy cannot run here, or None."""
-    return None if importlib.util.find_spec("cupy") else "CuPy is not installed"
+def missing_package(name: str, title: str) -> str | None:
+    """Return why the tests that import a package cannot run here, or None."""
+    return None if importlib.util.find_spec(name) else f"{title} is not installed"
 
 
 def missing_compiler() -> str | None:
@@ -120,10 +96,15 @@ def missing_compiler() -> str | None:
     return None if shutil.which("g++") else "g++ is not installed"
 
 
+PACKAGES = {
+    "peers": ("torch", "PyTorch"), "numba": ("numba", "Numba"), "cupy": ("cupy", "CuPy"),
+    "text": ("tokenizers", "tokenizers"), "tensorboard": ("tensorboard", "tensorboard"),
+    "reframe": ("reframe", "ReFrame"),
+}
 NEEDS = {
-    "gpu": missing_gpu, "peers": missing_peers, "slurm": missing_slurm, "browser": missing_browser,
-    "numba": missing_numba, "cupy": missing_cupy, "text": missing_text,
-    "tensorboard": missing_tensorboard, "shim": missing_compiler, "nvrtc": nvrtc.missing,
+    "gpu": missing_gpu, "slurm": missing_slurm, "browser": missing_browser,
+    "shim": missing_compiler, "nvrtc": nvrtc.missing,
+    **{marker: functools.partial(missing_package, *names) for marker, names in PACKAGES.items()},
 }
 
 

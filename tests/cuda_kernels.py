@@ -46,8 +46,8 @@ def of_chains():
     files["cross_entropy.cu"] += ("cross_entropy_combine",)
     files["adamw.cu"] = (
         "adamw", *(fused.by_type("adamw_with_copy", dtype) for dtype in DTYPES[1:]))
-    files[embedding.FILE] = (
-        embedding.SORT, *(name for names in embedding.NAMES.values() for name in names))
+    files[embedding.FILE] = (embedding.SORT, embedding.MERGE, *(
+        name for names in embedding.NAMES.values() for name in names))
     return files
 
 

@@ -70,13 +70,17 @@ def plant(place: str, how: str) -> None:
         Worker.train_step = train_step
 
 
-if __name__ == "__main__":
+def main():
     rank, place, how = sys.argv[1:4]
     del sys.argv[1:4]
     launched = os.environ.get("PMI_RANK", os.environ.get("OMPI_COMM_WORLD_RANK", "0"))
     if rank == launched:
         plant(place, how)
 
-    from mpipar.__main__ import main
+    from mpipar.__main__ import main as mpipar
 
+    mpipar()
+
+
+if __name__ == "__main__":
     main()

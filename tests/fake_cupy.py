@@ -7,6 +7,7 @@ streams run as late as CUDA allows (tests/fake_streams.py).
 """
 
 import ctypes
+import time
 import types
 
 import cuda_kernels
@@ -47,6 +48,9 @@ class Stream:
     def synchronize(self):
         self.busy = self.reads_host = False
         self.synchronized += 1
+
+    def record(self):
+        return Event()
 
 
 stream = default = Stream()
@@ -227,11 +231,18 @@ def _queued(function):
 class Event:
     """An event; here everything queued before it is done at once."""
 
+    def __init__(self):
+        self.record()
+
     def record(self):
-        """Do nothing: there is no queue to mark."""
+        self.time = time.perf_counter()
 
     def synchronize(self):
         stream.synchronize()
+
+
+def elapsed_ms(start, stop):
+    return 1e3 * (stop.time - start.time)
 
 
 def alloc_pinned_memory(nbytes):
@@ -250,7 +261,7 @@ cuda = types.SimpleNamespace(
     Device=lambda number=0: types.SimpleNamespace(
         id=number, use=lambda: None, pci_bus_id="0000:3B:00.0",
         compute_capability="90", attributes={"MultiProcessorCount": 3, "L2CacheSize": 256}),
-    Event=Event, Stream=fake_streams.Stream, get_elapsed_time=lambda start, stop: 1.0,  # ms
+    Event=Event, Stream=fake_streams.Stream, get_elapsed_time=elapsed_ms,
     runtime=types.SimpleNamespace(
         getDeviceCount=lambda: 1, runtimeGetVersion=lambda: 0,  # of which there is no cuBLASLt
         getDeviceProperties=lambda number: {"name": b"NVIDIA H200"}, **{

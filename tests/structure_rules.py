@@ -7,17 +7,20 @@ import sys
 
 from helpers import REPOSITORY
 
-from bench.docs.code_map import FLOORS
+from docs.build.tables import FLOORS
 
 PACKAGE = REPOSITORY / "mpipar"
 WIRE = {"comm.checked", "comm.connect", "comm.device", "comm.group", "comm.narrow", "comm.nccl",
-        "comm.transport"}
+        "comm.transport", "comm.levels", "comm.algorithms.own", "comm.algorithms.steps",
+        "comm.algorithms.ring", "comm.algorithms.halves", "comm.algorithms.shared",
+        "comm.algorithms.window", "comm.algorithms.auto"}
 REPORTS = {"comm.facts", "comm.clock", "comm.hosts"}  # what they send stays out of the records
 IMPORT_MPI = WIRE | REPORTS | {"job.mpi", "commands.doctor"}
 CALL_MPI = WIRE | REPORTS | {"job.session", "job.mpi"}
 MPI_CALLS = set(
-    """Allgather Allgatherv Allreduce Alltoall Alltoallv Barrier Bcast Gather Gatherv Iallreduce
-    Ibarrier Irecv Isend Issend Probe Recv Reduce Reduce_scatter_block Scatter Send Sendrecv Split
+    """Allgather Allgatherv Allreduce Alltoall Alltoallv Barrier Bcast Gather Gatherv
+    Iallgather Iallgatherv Iallreduce Ibarrier Ireduce_scatter Ireduce_scatter_block Irecv
+    Isend Issend Probe Recv Reduce Reduce_scatter_block Scatter Send Sendrecv Split
     Split_type Ssend""".split()
 )
 PICKLING = {"bcast", "allgather", "allreduce", "alltoall"}  # mpi4py's lower-case methods
@@ -112,7 +115,7 @@ def outside_problems(module, source):
     found = []
     for line, name, late in imports(module, source):
         top = name.split(".")[0]
-        if top in ("tests", "bench"):
+        if top in ("tests", "bench", "docs"):
             found.append(f"{module}:{line}: the package imports {name}")
         elif not late and target(name) in EXTRAS:
             found.append(f"{module}:{line}: {name} is an extra's: import it where it is needed")

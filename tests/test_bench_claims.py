@@ -6,9 +6,11 @@ import pytest
 
 from bench import results
 from bench.claims import __main__ as claims
+from bench.claims import layouts, scaling
+from mpipar.plan.predict import predict
 
 pytestmark = pytest.mark.slow
-M, L = 8, claims.MODEL["layers"]
+M, L = 8, layouts.MODEL["layers"]
 
 
 @pytest.fixture(scope="module")
@@ -93,8 +95,33 @@ def test_two_layers_cut_as_a_pair_meet_half_as_often_for_a_fifth_of_the_bytes():
                 assert alone["payload_MiB"] == 5 * pair["payload_MiB"]  # F = 4 D, twice D + F
 
 
+def test_tensor_parallelism_divides_flops_and_not_barriers_or_the_width_of_the_stream():
+    """For B 2, T 128, D 256, F 1024 in float32: 24 B T D^2 + 4 B T^2 D FLOPs forward."""
+    rows = {(row["part"], row["tp"]): row for row in scaling.scaling()}
+    alone, sum_bytes = rows["one block", 1], 2 * 128 * 256 * 4
+    assert alone["MFLOP"] * 1e6 == 3 * (24 * 2 * 128 * 256**2 + 4 * 2 * 128**2 * 256)
+    assert alone["weights_KiB"] * 1024 == 12 * 256**2 * 4
+    for tp in (2, 4, 8):
+        row = rows["one block", tp]
+        assert row["MFLOP"] == alone["MFLOP"] / tp
+        assert (row["times_ranks"], row["barriers"]) == (1, 4)
+        assert row["sent_KiB"] * 1024 == 8 * (tp - 1) / tp * sum_bytes
+        # Four arrays of the stream and the statistics of two norms stay whole.
+        whole = 4 * sum_bytes + 4 * 2 * 128 * 4
+        assert row["stash_KiB"] * 1024 == whole + (alone["stash_KiB"] * 1024 - whole) / tp
+
+
+@pytest.mark.parametrize("tp", [1, 4])
+def test_the_flops_of_a_convnet_are_those_of_a_step(tp):
+    row, = [one for one in scaling.scaling() if (one["part"], one["tp"]) == ("convnet", tp)]
+    config = layouts.as_convnet(layouts.configure({"tp": tp}))
+    counted = predict(config, 0).flops
+    assert row["MFLOP"] * 1e6 * config.grid.num_microbatches == sum(counted.values())
+
+
 def test_result_files_without_times_are_what_the_code_says(barriers, memory):
     for name, rows in (("barriers", list(barriers.values())), ("memory", list(memory.values())),
-                       ("convolution", claims.convolution()), ("context", claims.context())):
+                       ("convolution", claims.convolution()), ("context", claims.context()),
+                       ("scaling", scaling.scaling())):
         path = results.ROOT / "bench" / "results" / f"claims_{name}.json"
         assert json.loads(path.read_text())["rows"] == rows, f"run python -m bench.claims {name}"

@@ -122,7 +122,7 @@ def test_pictures_of_every_kind(quick, tmp_path):
 @pytest.mark.slow
 def test_layout_on_four_ranks(tmp_path):
     path = tmp_path / "rows.jsonl"
-    done = bench(4, "all-reduce", "two-level-all-reduce", "stage-chain", "--layout", "pp=2,tp=2",
+    done = bench(4, "all-reduce", "stage-chain", "--layout", "pp=2,tp=2",
                  "--bound-GBps", "2.5", *SHORT, "--json", str(path))
     assert done.returncode == 0, done.tail()
     rows = [row for row in records.rows_of([str(path)]) if row["via"] == COMM]
@@ -132,7 +132,7 @@ def test_layout_on_four_ranks(tmp_path):
         ("pp", ((0, 2), (1, 3))), ("tp", ((0, 1), (2, 3))))
         for mode in ("alone", "together") for ranks in both}
     assert {row["case"] for row in rows if row["axis"] == "pp"} == {
-        "all-reduce", "two-level-all-reduce 2x1", "stage-chain 1f1b", "stage-chain interleaved"}
+        "all-reduce", "stage-chain 1f1b", "stage-chain interleaved"}
     assert "more ranks than cores" in done.stderr or len(os.sched_getaffinity(0)) >= 4
     assert "# contention: together over alone" in done.stdout
     assert {(row["bound"], row["bound_GBps"]) for row in rows} == {("--bound-GBps", 2.5)}
@@ -269,8 +269,6 @@ def test_help_under_a_launcher_is_printed_once(name):
     (2, "ring --wind 3", "--wind 3"),
 ])
 def test_bad_input_is_refused(ranks, words, message, monkeypatch):
-    monkeypatch.setattr(interconnect, "ranks_of_a_host", lambda world, host_ranks: world.size)
-    monkeypatch.setattr(StandIn, "host_ranks", (), raising=False)
     with pytest.raises(UsageError) as caught:
         interconnect.main(words.split(), StandIn(ranks))
     assert str(caught.value).count(message) == 1

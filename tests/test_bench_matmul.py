@@ -64,10 +64,10 @@ def test_a_wrong_cut_is_not_timed():
     assert "median_ms" not in done.stdout
 
 
-@pytest.mark.parametrize("bench", [matmul, step, tiles])
+@pytest.mark.parametrize("parse", [matmul.main.parse, step.parse, tiles.main.parse])
 @pytest.mark.parametrize("number", ["0", "-3", "x", "1.5"])
-def test_a_size_is_a_whole_number_above_zero(bench, number, capsys):
+def test_a_size_is_a_whole_number_above_zero(parse, number, capsys):
     with pytest.raises((UsageError, SystemExit)) as caught:
-        bench.parse(["--repeats", number])
+        parse(["--repeats", number])
     said = str(caught.value) + capsys.readouterr().err
     assert f"argument --repeats: '{number}': must be a whole number above 0" in said

@@ -5,9 +5,8 @@ import sys
 import pytest
 from helpers import run_ranks
 
-from bench import results, schedules, tiles
+from bench import reading_path, results, schedules, tiles
 from bench.claims import __main__ as claims
-from bench.docs import reading_path
 from bench.kernels import __main__ as kernels
 from bench.matmul import __main__ as matmul
 from bench.step import __main__ as step

@@ -6,14 +6,13 @@ from bench import calibrate, verify
 from bench.interconnect import __main__ as interconnect
 from bench.interconnect import plans
 from bench.interconnect.buffers import Arena
-from bench.interconnect.compositions import blocks
 from bench.machine import needed
 from mpipar import ops
 from mpipar.errors import UsageError
 
 
 def test_pairs_take_an_even_number_of_ranks():
-    (one,) = plans.world_sections(["multi-bandwidth"], 5, (8,), 5)
+    (one,) = plans.world_sections(["multi-bandwidth"], 5, (8,))
     assert one.groups == ((0, 1, 2, 3),)
     layout = plans.read_layout("dp=3", 3)
     assert plans.layout_sections(["multi-latency"], layout, (8,))[0].groups == ((0, 1),)
@@ -34,7 +33,7 @@ def test_sizes_begin_with_nothing():
     ("noise --ways mpipar.comm", "Python"), ("gather --ways mpipar.comm", None)])
 def test_ways_are_those_that_the_job_can_run(words, ways):
     args = interconnect.parse(words.split())
-    wanted = interconnect.chosen_sections(args, 2, 2)
+    wanted = interconnect.chosen_sections(args, 2)
     job = interconnect.chosen_job(args, interconnect.can_run_in_c(args) or None)
     if ways is None:
         with pytest.raises(UsageError, match="add a case or a way"):
@@ -43,7 +42,7 @@ def test_ways_are_those_that_the_job_can_run(words, ways):
     (one,) = interconnect.chosen_to_run(args, wanted, job)
     assert ",".join(job.ways(one)) == ways.replace("all", "mpipar.comm,mpi4py,mpi4py persistent,C")
     more = interconnect.parse(["gather", "reduce", *words.split()])
-    every = interconnect.chosen_sections(more, 2, 2)
+    every = interconnect.chosen_sections(more, 2)
     kept = interconnect.chosen_to_run(more, every, job)
     lines = plans.left_out(more.cases, None, every, job)
     assert len(lines) == (len(kept) < len(every))
@@ -52,7 +51,7 @@ def test_ways_are_those_that_the_job_can_run(words, ways):
 def test_every_size_that_is_none_is_named_with_all_other_problems():
     words = "ring --begin-bytes 3x --end-bytes 4Q --footprint x --seconds 0 --layout dp=3".split()
     with pytest.raises(UsageError) as caught:
-        interconnect.chosen_sections(interconnect.parse(words), 2, 2)
+        interconnect.chosen_sections(interconnect.parse(words), 2)
     assert [text.split(":")[0].split(" is ")[0] for text in caught.value.problems] == [
         "--window, --seconds and --target must be above 0", "--begin-bytes '3x'",
         "--end-bytes '4Q'", "--footprint 'x'", "--layout dp=3"]
@@ -85,39 +84,14 @@ def test_sections_of_a_layout_are_its_groups_alone_and_together():
     ]
 
 
-def test_levels_are_blocks_of_consecutive_ranks():
-    layout = plans.read_layout("dp=4,tp=2", 8)
-    found = plans.layout_sections(["two-level-all-reduce"], layout, (8,), 4)
-    assert [(one.title, one.mode, one.groups[0]) for one in found if one.groups[0][0] == 0] == [
-        ("two-level-all-reduce 2x2", "alone", (0, 2, 4, 6)),
-        ("two-level-all-reduce 2x2", "together", (0, 2, 4, 6)),
-        ("two-level-all-reduce 2x1", "alone", (0, 1)),
-        ("two-level-all-reduce 2x1", "together", (0, 1))]
-    (one,) = plans.world_sections(["two-level-all-reduce"], 6, (8,), 2)
-    assert one.title == "two-level-all-reduce 2x3"
-    assert blocks((1, 3, 4, 7), 4) == [(1, 3), (4, 7)]
-
-
-@pytest.mark.parametrize(("layout", "host_size", "titles"), [
-    ("dp=4", 3, {"4x1"}), ("dp=3,tp=2", 3, {"3x1", "2x1"}), ("dp=3,tp=2", 2, {"1x3", "2x1"})])
-def test_an_axis_that_hosts_cut_unevenly_is_one_level(layout, host_size, titles):
-    words = ["two-level-all-reduce", "--layout", layout]
-    found = interconnect.chosen_sections(
-        interconnect.parse(words), 4 if layout == "dp=4" else 6, host_size)
-    assert {one.title.split()[1] for one in found} == titles
-    for one in found:
-        inside = {len(blocks(group, one.make.keywords["count"])) for group in one.groups}
-        assert inside == {int(one.title.split("x")[1])}
-
-
 def test_all_that_can_be_overlapped_is_what_is_posted():
-    found = interconnect.chosen_sections(interconnect.parse(["all", "--overlap", "3"]), 2, 2)
+    found = interconnect.chosen_sections(interconnect.parse(["all", "--overlap", "3"]), 2)
     assert {one.num_tests for one in found} == {3}
     assert {one.title.removesuffix(" overlapped K=3") for one in found} == {
         "ring", "iall-reduce", "fan-in", "fan-out", "stage-chain hop", "stage-chain hops 1f1b",
         "stage-chain hops interleaved"}
     args = interconnect.parse(["all", "--overlap", "0", "--layout", "dp=2"])
-    found = interconnect.chosen_sections(args, 2, 2)
+    found = interconnect.chosen_sections(args, 2)
     assert {one.title for one in found} == {
         f"{name} overlapped K=0" for name in ("ring", "iall-reduce", "fan-in", "fan-out")}
 
@@ -128,7 +102,7 @@ def test_all_that_can_be_overlapped_is_what_is_posted():
     ("ring --overlap -1", "0 or more")])
 def test_overlap_that_cannot_be_is_refused(words, message):
     with pytest.raises(UsageError, match=message):
-        interconnect.chosen_sections(interconnect.parse(words.split()), 2, 2)
+        interconnect.chosen_sections(interconnect.parse(words.split()), 2)
 
 
 def test_a_chain_of_one_stage_is_refused():
@@ -142,7 +116,7 @@ def test_a_chain_of_one_stage_is_refused():
     ("all-reduce --layout dp=2", 2, ""), ("all", 2, "")])
 def test_a_chain_that_is_left_out_is_said(words, ranks, line):
     args = interconnect.parse(words.split())
-    wanted = interconnect.chosen_sections(args, ranks, ranks)
+    wanted = interconnect.chosen_sections(args, ranks)
     found = plans.left_out(args.cases, args.layout, wanted, plans.Job())
     assert len(found) == bool(line)
     assert line in "".join(found)
@@ -173,4 +147,4 @@ def test_seconds_that_are_none_are_refused(words, wrong):
 def test_bound_that_is_no_rate_is_refused(wrong):
     with pytest.raises(UsageError, match="--bound-GBps must be above 0"):
         interconnect.chosen_sections(
-            interconnect.parse(["ring", f"--bound-GBps={wrong}"]), 2, 2)
+            interconnect.parse(["ring", f"--bound-GBps={wrong}"]), 2)

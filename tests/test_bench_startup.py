@@ -34,7 +34,7 @@ def test_a_start_that_fails_is_said():
     with pytest.raises(EnvironmentProblem, match="failed"):
         startup.one_start([sys.executable, "-c", RUN, "3"])
     with pytest.raises(UsageError, match="--ranks"):
-        startup.parse(["--ranks", "1,x"])
+        startup.main.parse(["--ranks", "1,x"])
 
 
 def test_the_command_is_that_of_a_user():

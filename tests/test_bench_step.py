@@ -10,10 +10,10 @@ import numpy as np
 import pytest
 from helpers import run_command, run_ranks
 
-from bench.docs import tables
 from bench.step import __main__ as step
 from bench.step import against, blas, freed, products
 from bench.step.sides import losses, measure_steps, torch_side
+from docs.build import tables
 from mpipar.comm.one_rank import OneRank
 from mpipar.errors import UsageError
 from mpipar.ops.numpy_ops import NumpyOps
@@ -21,7 +21,7 @@ from mpipar.ops.numpy_ops import NumpyOps
 SIZES = """--layers 2 --d-model 24 --heads 4 --seq-len 20 --batch-size 2 --vocab-size 31 --repeats 2
     --no-compiled"""
 WRONG_GRADIENT = """
-from bench.docs import tables
+from docs.build import tables
 from bench.step import __main__ as step
 from mpipar.errors import UsageError
 from mpipar.job.session import guard

@@ -85,7 +85,7 @@ def test_products_climb_from_loops_to_blas(tmp_path, monkeypatch, capsys):
     ("--products --device cuda", "--products runs on the CPU")])
 def test_sizes_that_cannot_be_are_refused(words, message):
     with pytest.raises(UsageError, match=message):
-        tiles.parse(words.split())
+        tiles.main.parse(words.split())
 
 
 def test_products_say_what_they_need(monkeypatch):

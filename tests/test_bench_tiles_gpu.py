@@ -59,7 +59,7 @@ def test_sweep(card, monkeypatch):
 @pytest.mark.shim
 @pytest.mark.slow
 def test_kernels_between_the_products(card):
-    found = gpu_memory.rows(card, tiles.parse(GPU_SIZES))
+    found = gpu_memory.rows(card, tiles.main.parse(GPU_SIZES))
     rows = {(row["kernel"], row["dtype"]): row for row in found}
     public = {name for name in vars(Fused) if not name.startswith("_")}
     assert {name for name, _ in rows} == public
@@ -81,7 +81,7 @@ def test_kernels_between_the_products(card):
 def test_attention(card, monkeypatch):
     assert gpu_attention.HEAD_WIDTH <= MOST_WIDTH
     monkeypatch.setattr(gpu_attention, "HEAD_WIDTH", 10)  # independent of the width of the chains
-    found = gpu_attention.rows(card, tiles.parse([*GPU_SIZES, "--width", "900"]))
+    found = gpu_attention.rows(card, tiles.main.parse([*GPU_SIZES, "--width", "900"]))
     rows = {(row["kernel"], row["pass"], row["dtype"]): row for row in found}
     assert {name for name, _, _ in rows} == {"whole scores", "tiles", "cuda-tile"}
     scores = 2 * 2 * 12 * 12  # of batch and heads
@@ -94,7 +94,7 @@ def test_attention(card, monkeypatch):
         assert row["times_whole_scores"] == 1.0
     monkeypatch.setattr(Attention, "backward", lambda self, *arrays, **named: None)
     with pytest.raises(ValueError, match="attention backward, tiles, float32: off by"):
-        gpu_attention.rows(card, tiles.parse(GPU_SIZES))
+        gpu_attention.rows(card, tiles.main.parse(GPU_SIZES))
 
 
 @pytest.mark.shim
@@ -112,7 +112,7 @@ def test_a_wrong_product_ends_the_run(card, monkeypatch, capsys):
 def test_a_kernel_that_does_nothing_is_not_timed(card, monkeypatch, kernel):
     monkeypatch.setattr(Fused, kernel, lambda self, *arrays, **named: None)
     with pytest.raises(ValueError, match=f"{kernel}, float32: off by"):
-        gpu_memory.rows(card, tiles.parse(GPU_SIZES))
+        gpu_memory.rows(card, tiles.main.parse(GPU_SIZES))
 
 
 def test_every_call_is_timed_after_the_caches_are_emptied(card, monkeypatch):
@@ -172,7 +172,7 @@ def test_one_table_of_smaller_products(card, tmp_path, monkeypatch):
         (1024, 1024, 1023))}
     assert {path.name for path in tmp_path.iterdir()} == {"gpu_products.json", "gpu_tiles.json"}
     with pytest.raises(UsageError, match="--tables and --largest are for a GPU"):
-        tiles.parse(["--largest", "64"])
+        tiles.main.parse(["--largest", "64"])
 
 
 def test_without_a_gpu_it_says_so(monkeypatch):

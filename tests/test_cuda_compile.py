@@ -17,10 +17,11 @@ MOST_SHARED = 48 << 10  # static shared memory that any GPU gives a block
 WIDE = {
     "gelu.cu": "gelu", "residual.cu": "bias_residual", "swiglu.cu": "swiglu", "rope.cu": "rotate",
     "norm.cu": "norm", "columns.cu": "column_sums", "adamw.cu": "adamw",
-    "cross_entropy.cu": "cross_entropy_(stats|backward)",
+    "cross_entropy.cu": "cross_entropy_(stats|backward)", "softmax.cu": "softmax",
+    "embedding.cu": "embedding_forward|position_forward|add_rows",
 }
 SUMS = "column_sums|slabs|stats"  # write a few numbers for what they read
-WIDE_MOVE = r"{}\.global(\.nc)?\.v4\.[bfsu]32"
+WIDE_MOVE = r"{}\.global(\.nc)?\.(v4\.[bfsu]32|v2\.[bfsu]64)"
 SLOW = r"\b(div|rem)\.[su]64"  # about 70 instructions
 
 

@@ -1,11 +1,13 @@
 """The kernels of embeddings: against the plain functions, the same bits each time, broken twins."""
 
+from types import SimpleNamespace
+
 import numpy as np
 import pytest
 from cuda_fused import BOUNDS, DTYPES, HostLoader, Poisoned, hosts, place, relative
 from ops_cases import plain
 
-from mpipar.ops.cuda.embedding import SORT, SORT_THREADS, Embedding
+from mpipar.ops.cuda.embedding import MERGE, SORT, SORT_THREADS, Embedding
 
 EVERY = DTYPES | {"float64": np.float64}
 TOL = BOUNDS | {"float64": 1e-15}
@@ -88,27 +90,36 @@ def test_the_order_of_threads_changes_no_bit(rng):
     assert np.array_equal(*found)
 
 
-def places(ids, order=1, edit=None):
-    """What the kernel of the sort makes of ids."""
-    found = np.full(len(ids), -1, np.int32)
-    HostLoader(order, edited="embedding.cu", edit=edit).launch(
-        "embedding.cu", SORT, (-(-len(ids) // SORT_THREADS),), (SORT_THREADS,),
-        (len(ids), ids, found))
-    return found
-
-
 @pytest.mark.shim
-@pytest.mark.parametrize("edit", [None, ("|| (tile[i] == id && first + i < own)", ""), (
-    "__syncthreads();  // the last tile has been read", "")])
-def test_ids_are_sorted_and_equal_ones_stay_in_order(rng, edit):
-    ids = rng.integers(-3, 9, 2 * SORT_THREADS + 5)
-    right = [np.array_equal(places(ids, order, edit), np.argsort(ids, kind="stable"))
-             for order in (1, -1)]
+@pytest.mark.parametrize(("tiles", "edit"), [
+    (5, None), (0, ("|| (tile[i] == id && i < int(threadIdx.x))", "")),
+    (0, ("__syncthreads();  // all ids are there", "")),
+    (1, ("(second && there == id)", "there == id")),
+    (1, ("high = min(other + length, n)", "high = min(other + length, n - 1)"))])
+def test_ids_are_sorted_and_equal_ones_stay_in_order(rng, tiles, edit):
+    """Six tiles: whole and half pairs of runs, and a last run that is short.
+
+    What a broken kernel makes is no index, so none is read in a twin.
+    """
+    right = []
+    for order in (1, -1):
+        ids = rng.integers(-3, 9, tiles * SORT_THREADS + 5)
+        loader = HostLoader(order, edited="embedding.cu", edit=edit)
+        found = Embedding(Poisoned, loader)._order(ids)
+        right.append(np.array_equal(found, np.argsort(ids, kind="stable")))
     assert all(right) == (edit is None)
 
 
+def test_the_steps_of_a_sort():
+    """One for each doubling of a run, in which an id is compared with a few: n^2 would be more."""
+    started = []
+    loader = SimpleNamespace(launch=lambda file, name, *rest: started.append(name))
+    Embedding(Poisoned, loader)._order(np.zeros(64 * SORT_THREADS, np.int64))
+    assert started == [SORT, *6 * [MERGE]]
+
+
 TWINS = [
-    ("inside ? row[j]", "true ? row[j]"),
+    ("if (inside)", "if (true)"),
     ("blockIdx.x % n", "blockIdx.x % 2 % n"),
     ("(first > 0 && ids[order[first - 1]] == id)", "false"),
     ("i < n && ids[order[i]] == id", "i < n"),

@@ -1,5 +1,7 @@
 """The kernels of a file that have the same template arguments are compiled by one call of NVRTC."""
 
+import re
+from pathlib import Path
 from types import SimpleNamespace
 
 import cuda_kernels
@@ -38,9 +40,9 @@ def test_a_file_of_one_type_is_compiled_once(file):
 def test_names_of_one_file():
     text = source("embedding.cu")
     assert together("position_forward<half, float, 64>", text) == (
-        "embedding_forward<half, 64>", "position_forward<half, float, 64>", "places_by_id<64>",
-        "add_rows<half, float>")
-    assert together("add_rows<half, float>", text) == ("add_rows<half, float>",)
+        "embedding_forward<half, 64>", "position_forward<half, float, 64>", "places_in_tiles<64>",
+        "merge_runs", "add_rows<half, float>")
+    assert together("add_rows<half, float>", text) == ("merge_runs", "add_rows<half, float>")
     assert together("adamw", source("adamw.cu")) == ("adamw",)
     with pytest.raises(ValueError, match="zip"):
         together("add_rows<half, float, 7>", text)
@@ -65,3 +67,15 @@ def test_the_loader_compiles_each_module_once():
         loader.launch("gelu.cu", name, (1,), (1,), ())
     assert started == names
     assert made == [("gelu_forward<bf16>", "bias_gelu_forward<bf16>", "gelu_backward<bf16>")]
+
+
+def test_every_mistake_of_the_gpu_path_has_a_test_that_exists():
+    here = Path(__file__).parent
+    lines = (here / "cuda_machine" / "README.md").read_text().partition("What was wrong")[2]
+    rows = [line for line in lines.splitlines() if line.startswith("| ")][2:]
+    assert len(rows) > 20
+    for row in rows:
+        named = re.findall(r"`([\w/]+\.py)::(test_\w+)`", row)
+        assert named, row
+        for file, name in named:
+            assert f"\ndef {name}(" in (here / file).read_text(), row

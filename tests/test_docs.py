@@ -7,10 +7,11 @@ from pathlib import Path
 import pytest
 from helpers import REPOSITORY
 
-from bench import places
-from bench.docs import __main__ as program
-from bench.docs import code_map, commands, floors, measured, pages, pictures, reading_path
-from bench.docs.blocks import PageError, blocks_of, update
+from bench import places, reading_path
+from bench.kernels import floors
+from docs.build import __main__ as program
+from docs.build import commands, measured, pages, pictures, tables
+from docs.build.blocks import PageError, blocks_of, update
 from mpipar.errors import DataError
 from mpipar.plan.predict import predict
 
@@ -58,7 +59,7 @@ def test_a_line_becomes_its_function_and_columns_stay(tmp_path):
 
 
 def test_the_path_of_a_step_is_as_long_as_the_pages_say():
-    """Run bench.docs.reading_path again when the files that a step opens have changed much."""
+    """Run bench.reading_path again when the files that a step opens have changed much."""
     result = json.loads((REPOSITORY / "bench/results/reading_path.json").read_text())
     counted, before = result["rows"][-2:]
     assert (counted["stop"], before["stop"]) == (reading_path.STEP, reading_path.CONSTRUCTION)
@@ -118,8 +119,8 @@ def test_every_picture_has_a_text_and_follows_the_page():
 
 def test_the_map_has_a_line_for_every_file():
     page = PAGES["docs/map.md"]
-    files = [path for folder in ("mpipar", "bench")
-             for path in code_map.files_below(REPOSITORY / folder)]
+    files = [path for folder in ("mpipar", "bench", "docs/build")
+             for path in tables.files_below(REPOSITORY / folder)]
     folders = {path.parent for path in files if path.name == "__init__.py"}
     listed = re.findall(r"^\| `([^`]+\.\w+)` \|", page, re.MULTILINE)
     assert len(listed) >= len(files) - len(folders)
@@ -128,11 +129,10 @@ def test_the_map_has_a_line_for_every_file():
             str(path).endswith(f"/{one}") for one in listed), f"{path}: run python -m bench.docs"
 
 
-def test_a_file_that_says_nothing_is_refused(tmp_path, monkeypatch):
-    monkeypatch.setattr(code_map, "ROOT", tmp_path)
+def test_a_file_that_says_nothing_is_refused(tmp_path):
     (tmp_path / "silent.py").write_text("x = 1\n")
     with pytest.raises(LookupError, match=r"silent\.py: say in its first line"):
-        code_map.first_sentence(tmp_path / "silent.py")
+        tables.first_sentence(tmp_path / "silent.py")
 
 
 # --- blocks
@@ -174,7 +174,7 @@ def test_functions_are_listed_by_name():
     assert "shard_axis = 0\n\n\ndef forward(\n    product: Product, ops: Ops, x: Array" in page
     assert ") -> Array:\n    return" in page
     assert "From [mpipar/partition/row.py](../mpipar/partition/row.py)." in page
-    method = written("<!-- code: bench/docs/blocks.py Block.problem -->")
+    method = written("<!-- code: docs/build/blocks.py Block.problem -->")
     assert "\n```python\ndef problem(self" in method
 
 
@@ -213,8 +213,8 @@ def test_what_a_step_moves_and_computes_follows_from_its_shapes():
     ("picture: one circle", "use a name and one of the kinds timeline"),
     ("picture: one timeline made-up", "made-up"),
     ("picture: one roofline bench/results/gone.json", "gone.json"),
-    ("table: gone", "use exit codes"), ("exercise: 99z", "no exercise 99z"),
-    ("map: gone", "use one of folders"),
+    ("table: gone", "use folders, files, exit codes"), ("exercise: 99z", "no exercise 99z"),
+    ("map: gone", "use folders"),
     ("made-up: x", "PLAIN TEXT"), ("made: x", "no block is of this kind")])
 def test_a_wrong_block_is_refused(comment, message):
     if message == "PLAIN TEXT":
@@ -246,9 +246,9 @@ def test_output_that_only_this_host_prints_is_refused(number):
 
 def test_a_block_without_an_end_is_refused():
     with pytest.raises(PageError, match="no <!-- end -->"):
-        update(PAGE, "<!-- map: folders -->\ntext\n", lambda block, body: body)
+        update(PAGE, "<!-- map: folders -->\ntext\n", lambda block: block.body)
     with pytest.raises(PageError, match="before line 2"):
-        update(PAGE, "<!-- map: folders -->\n<!-- map: files -->\n", lambda block, body: body)
+        update(PAGE, "<!-- map: folders -->\n<!-- map: files -->\n", lambda block: block.body)
 
 
 def test_a_block_in_a_listing_is_text():
@@ -281,7 +281,6 @@ def test_a_failing_command_is_not_kept(tmp_path):
 
 
 def test_check_names_the_page_that_is_out_of_date(tmp_path, monkeypatch, capsys):
-    monkeypatch.setattr(program, "ROOT", tmp_path)
     monkeypatch.setattr(pages, "ROOT", tmp_path)
     page = tmp_path / "page.md"
     page.write_text("<!-- table: exit codes -->\n<!-- end -->\n")

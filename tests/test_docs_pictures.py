@@ -8,10 +8,11 @@ from pathlib import Path
 import pytest
 
 from bench import results
-from bench.docs import measured, pictures
-from bench.docs.blocks import Block, PageError
-from bench.docs.pictures import ring, shapes
-from bench.docs.pictures.memory import Watching, watch
+from bench.shapes import config_of
+from docs.build import measured, pictures
+from docs.build.blocks import Block, PageError
+from docs.build.pictures.boxes import hops
+from docs.build.pictures.shapes import watch
 from mpipar.plan.predict import predict
 
 LADDER = [{"product": name, "flop_per_byte": intensity, "gflops": speed, "percent_of_blas": speed}
@@ -24,7 +25,7 @@ SPANS = [{"what": what, "rank": rank, "kind": kind, "stage": rank, "mb": 0,
 
 def drawn(words, root=Path()):
     """(the elements of a picture, its alt text)."""
-    path, text, line = pictures.draw(Block("picture", f"one {words}", page=Path("docs/a.md")), root)
+    path, text, line = pictures.draw(Block("picture", f"one {words}", {}, Path("docs/a.md")), root)
     assert path == Path("docs/pictures/one.svg")
     alt = re.fullmatch(r"!\[(.*)\]\(pictures/one\.svg\)", line)[1]
     return list(ET.fromstring(text).iter()), alt  # noqa: S314 (our own picture)
@@ -66,22 +67,17 @@ def test_each_kind_draws(words, said, files):
                for one in elements if one.tag.endswith("rect") and one.get("x"))
 
 
-def test_every_kind_is_listed():
-    folder = Path(pictures.__file__).parent
-    assert {*pictures.KINDS} <= {path.stem for path in folder.glob("*.py")}
-
-
 @pytest.mark.parametrize("size", [2, 3, 4, 8])
 def test_a_ring_adds_everything(size):
-    states = ring.hops(size)
+    states = hops(size)
     assert len(states) == 2 * (size - 1) + 1
     assert states[0][0] == [[10**rank] * size for rank in range(size)]
     assert states[-1][0] == [[sum(10**rank for rank in range(size))] * size] * size
 
 
 def test_memory_over_a_step_reaches_its_peak():
-    config = shapes.config_of(["--layout", "pp=2", "--num-microbatches", "4"])
-    most = max(sum(live.values()) for *_, live in watch(config, 0, Watching()).seen)
+    config = config_of(["--layout", "pp=2", "--num-microbatches", "4"])
+    most = max(sum(look.live.values()) for look in watch(config, 0).seen)
     assert 0.9 < most / predict(config, 0).peak_total <= 1
 
 

@@ -1,26 +1,25 @@
-"""Documents in pieces: separators across pieces, windows that overlap, and what is held out."""
+"""Documents in parts: separators across pieces, long documents, and what is held out."""
 
 import json
-from itertools import product
 
 import pytest
-from hypothesis import example, given, settings
+from hypothesis import given, settings
 from hypothesis import strategies as st
-from tokenizers_made import save_like_llama, save_of_words, save_tokenizer
+from tokenizers_made import save_like_llama, save_tokenizer
 
 from mpipar.data.documents import (
     HELD_OUT,
     End,
     Survey,
     cut_at,
+    encoded_documents,
     head_hash,
+    parts,
     read_documents,
     split,
     survey,
     whole,
-    windows,
 )
-from mpipar.data.joined import encoded_documents
 from mpipar.data.tokenizer import byte_tokenizer, load_tokenizer
 from mpipar.errors import DataError
 
@@ -74,50 +73,49 @@ def test_documents_are_files_or_what_is_between_separators(tmp_path):
 
 @given(text=LETTERS, sizes=SIZES, cut=st.integers(1, 70))
 def test_a_document_is_cut_behind_so_many_characters(text, sizes, cut):
-    parts, part = [], ""
+    found, part = [], ""
     for piece, end in cut_at(whole(in_pieces(text, sizes)), cut):
         part += piece
         if end is not End.NOTHING:
-            parts.append((part, end))
+            found.append((part, end))
             part = ""
     expected = [(text[:cut], End.CUT), (text[cut:], End.DOCUMENT)]
-    assert parts == (expected if cut <= len(text) else [(text, End.DOCUMENT)])
+    assert found == (expected if cut <= len(text) else [(text, End.DOCUMENT)])
 
 
 @given(texts=st.lists(LETTERS.filter(bool), min_size=1, max_size=3), sizes=SIZES,
-       size=st.integers(1, 20), overlap=st.integers(0, 9))
-def test_windows_overlap_and_cover_each_document(texts, sizes, size, overlap):
+       longest=st.integers(1, 70))
+def test_parts_cover_each_document_and_end_with_a_line(texts, sizes, longest):
     found, text = [], ""
     pieces = [one for text in texts for one in whole(in_pieces(text, sizes))]
-    for window in windows(pieces, size, overlap):
-        assert len(window.text) <= size + overlap
-        if window.first:
-            text = window.text
-        else:
-            assert text.endswith(window.text[:overlap])
-            text += window.text[overlap:]
-        assert window.end is End.DOCUMENT or len(window.text) == size + overlap
-        if window.end is End.DOCUMENT:
-            found.append(text)
-    assert found == texts
+    for part in parts(pieces, longest):
+        assert len(part.text) <= longest
+        text += part.text
+        if part.end is End.DOCUMENT:
+            found.append((text, part.head))
+            text = ""
+        elif not part.text.endswith("\n"):
+            assert len(part.text) == longest
+    assert [one for one, _ in found] == texts
+    assert all(head == head_hash(one) for one, head in found if len(one) <= longest)
 
 
-def ids_of(tokenizer, pieces, size, overlap):
+def ids_of(tokenizer, pieces, longest):
     """The ids of each document of a stream of pieces."""
     found, ids = [], []
-    for some, end, _ in encoded_documents(tokenizer, pieces, size, overlap):
+    for some, part in encoded_documents(tokenizer, pieces, longest):
         ids += some.tolist()
-        if end is End.DOCUMENT:
+        if part.end is End.DOCUMENT:
             found.append(ids)
             ids = []
     assert not ids
     return found
 
 
-@given(texts=st.lists(LETTERS.filter(bool), max_size=3), sizes=SIZES, size=st.integers(1, 20))
-def test_bytes_of_windows_are_those_of_the_documents(texts, sizes, size):
+@given(texts=st.lists(LETTERS.filter(bool), max_size=3), sizes=SIZES, longest=st.integers(1, 20))
+def test_bytes_of_parts_are_those_of_the_documents(texts, sizes, longest):
     pieces = [one for text in texts for one in whole(in_pieces(text, sizes))]
-    assert ids_of(byte_tokenizer(True), pieces, size, 9) == [list(one.encode()) for one in texts]
+    assert ids_of(byte_tokenizer(True), pieces, longest) == [list(one.encode()) for one in texts]
 
 
 @pytest.fixture(scope="module")
@@ -129,63 +127,36 @@ def tokenizer(tmp_path_factory):
 
 WORDS = st.lists(st.sampled_from(
     ["the", "encoder", "JSON", "\u00e4", "\u4e2d\u6587", "\U0001f600", "\n\n", "  ", " ", ", ",
-     "1234", "it's", "object", "_", "(self)"]), max_size=200).map("".join)
+     "1234", "it's", "object", "_", "(self)", ".\n"]), max_size=40).map("".join)
+LINES = st.lists(WORDS, max_size=8).map("\n".join)
 
 
 @pytest.mark.text
 @settings(max_examples=200)
-@given(texts=st.lists(WORDS.filter(bool), min_size=1, max_size=3), size=st.integers(50, 200))
-def test_ids_of_windows_are_those_of_the_documents(texts, size, tokenizer):
+@given(texts=st.lists(LINES.filter(bool), min_size=1, max_size=3), longest=st.integers(300, 600))
+def test_ids_of_parts_are_those_of_the_documents(texts, longest, tokenizer):
+    """Each second half of `longest` characters has the end of a line here."""
+    texts = ["\n".join(f"x{line[:100]}." for line in text.split("\n")) for text in texts]
     pieces = [one for text in texts for one in whole(in_pieces(text, [17, 40]))]
-    assert ids_of(tokenizer, pieces, size, 200) == [tokenizer.encode(text) for text in texts]
+    assert ids_of(tokenizer, pieces, longest) == [tokenizer.encode(text) for text in texts]
 
 
 @pytest.mark.text
-@settings(max_examples=100)
-@given(text=st.text(min_size=1, alphabet="ab \u00e4\U0001f600\n", max_size=300),
-       size=st.integers(1, 30), overlap=st.integers(1, 30))
-@example(text="a    a", size=1, overlap=3)
-def test_windows_without_a_common_id_still_give_back_the_text(text, size, overlap, tokenizer):
-    ids, = ids_of(tokenizer, whole([text]), size, overlap)
-    assert tokenizer.decode(ids) == text
-
-
-@pytest.mark.text
-def test_windows_of_a_tokenizer_that_does_not_cut_words_apart(tmp_path):
+def test_a_document_of_the_longest_part_has_its_own_ids_with_any_tokenizer(tmp_path):
+    """Llama 2's joins text across lines, so a cut gives other ids: this is seen."""
     save_like_llama(tmp_path)
     tokenizer, text = load_tokenizer(tmp_path), json.__doc__ * 3 + "\u00e4 \u4e2d\u6587" * 9
-    for size, overlap in ((900, 200), (512, 300)):
-        ids, = ids_of(tokenizer, whole([text]), size, overlap)
-        assert ids == tokenizer.encode(text)
+    assert ids_of(tokenizer, whole([text]), len(text)) == [tokenizer.encode(text)]
+    assert ids_of(tokenizer, whole([text]), len(text) - 1) != [tokenizer.encode(text)]
 
 
 @pytest.mark.text
-def test_one_word_longer_than_all_windows(tokenizer):
-    """Equal letters pair from where a window begins, so that windows may not agree on any id."""
-    text = "ab" * 20 + "x" * 5000 + "\u00e4" * 777
-    for size, overlap in ((1000, 100), (997, 3), (1000, 1)):
-        ids, = ids_of(tokenizer, whole(in_pieces(text, [640])), size, overlap)
-        assert tokenizer.decode(ids) == text
-
-
-@pytest.mark.text
-@pytest.mark.parametrize("kind", ["WordPiece", "WordLevel"])
-def test_an_unknown_word_longer_than_all_windows_has_one_id(kind, tmp_path):
-    tokenizer = save_of_words(tmp_path, kind)
-    for before, letters, behind in product(
-            ("", "the ", "the a " * 900), (150, 270, 999, 1200, 5000), ("", " a", " b" * 500)):
-        text = before + "a" * letters + behind
-        for size, overlap in ((500, 200), (1000, 201)):
-            assert ids_of(tokenizer, whole(in_pieces(text, [640])), size, overlap) == [
-                tokenizer.encode(text)], (len(before), letters, len(behind), size)
-
-
-@pytest.mark.text
-def test_windows_without_common_text_are_caught(tokenizer):
-    """The broken twin: where a window ends in a word, its ids are not those of the document."""
-    text = "the encoder of an object " * 40
-    assert ids_of(tokenizer, whole([text]), 101, 60) == [tokenizer.encode(text)]
-    assert ids_of(tokenizer, whole([text]), 101, 0) != [tokenizer.encode(text)]
+def test_one_word_longer_than_all_parts(tokenizer):
+    """The broken twin: a cut inside a word gives other ids, but the same text."""
+    text = "ab" * 20 + "the encoder of an object " * 40 + "\u00e4" * 777
+    ids, = ids_of(tokenizer, whole(in_pieces(text, [640])), 101)
+    assert tokenizer.decode(ids) == text
+    assert ids != tokenizer.encode(text)
 
 
 # --- what is held out

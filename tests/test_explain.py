@@ -286,11 +286,14 @@ def test_every_barrier_is_listed_in_order_with_bytes_group_and_source():
     lines = text.splitlines()
     assert lines[0].startswith("rank 5 of 8: pp1 dp0 tp1; stages 1: block 1, head, loss")
     listed = [line.split() for line in lines[3:lines.index("by name, per step:") - 1]]
-    names = [(row[4], row[5], row[6]) for row in listed[1:]]
+    moved = [[*row[:6], *row[7 if row[6] == "moved" else 9:]] for row in listed[1:]]
+    names = [(row[4], row[5], row[6]) for row in moved]
     assert names[:3] == [("pp", "recv", "activations"), ("tp", "all_reduce", "block1.attn.proj"),
                          ("tp", "all_reduce", "block1.ffn.down")]
     assert names[-1] == ("world", "all_reduce", "step.norm")
-    row = listed[2]
+    assert listed[1][6] == "moved"
+    assert listed[2][6:9] == ["partial", "->", "whole"]
+    row = moved[1]
     # B 1 row, T 64 tokens, D 128, 4 bytes; the tp group of rank 5 is ranks 4 and 5.
     assert row[7:13] == ["4,5", "float32", "32.0", "KiB", "B*T*D*e", "32.0"]
     for other, layer in ((listed[2], "attention"), (listed[3], "ffn")):

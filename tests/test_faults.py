@@ -19,6 +19,7 @@ from mpipar.checkpoint.manifest import committed_steps, damage
 
 pytestmark = pytest.mark.skipif(find_launcher() is None, reason="no mpiexec: install .[mpich]")
 DYING = [sys.executable, str(REPOSITORY / "tests" / "dying_run.py")]
+OVER_NCCL = [sys.executable, str(REPOSITORY / "tests" / "nccl_run.py")]
 RUN = """train --data text.txt --out run --pp 2 --layers 3 --d-model 8 --heads 2 --seq-len 5
     --batch-size 4 --num-microbatches 2 --steps 6 --save-interval 2 --sample-tokens 0
     --resume auto""".split()
@@ -116,6 +117,24 @@ def test_a_rank_goes_wrong_and_a_resume_loses_nothing(case, here, whole, record_
     resumed = mpipar(*RUN, "--pp", case.ranks, ranks=case.ranks, cwd=here)
     assert resumed.returncode == 0, resumed.tail()
     assert left_by(here / "run") == whole(case.ranks)
+
+
+@pytest.mark.slow
+@pytest.mark.shim
+@pytest.mark.parametrize(("layout", "how", "code"), [
+    ("pp=2", "kill", 69), ("dp=2", "kill", 69), ("pp=2", "raise", 70)])
+def test_a_peer_over_nccl_goes_wrong_and_a_resume_without_gpus_goes_on(layout, how, code, here):
+    """The other rank waits for a message, or for a sum, that NCCL will never bring."""
+    run = [*RUN[:3], "--out", "run", *RUN[7:], "--layout", layout, "--dtype", "float64"]
+    command = [*OVER_NCCL, "1", "forward", how, *run, "--device", "cuda"]
+    result = run_ranks(2, command, LIMIT, environment(), here)
+    assert result.returncode == code, result.tail()
+    assert "messages are carried by NCCL" in result.stdout
+    assert "rank 1 of 2" in one_block(result)[1]
+    assert_whole(here / "run")
+    resumed = mpipar(*run, "--device", "cpu", "--kernels", "numpy", ranks=2, cwd=here)
+    assert resumed.returncode == 0, resumed.tail()
+    assert [line["step"] for line in metrics(here / "run")] == list(range(1, 7))
 
 
 LAUNCHER = [(28, signal.SIGTERM), (29, signal.SIGINT), (34, signal.SIGKILL)]

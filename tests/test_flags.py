@@ -14,7 +14,7 @@ from mpipar.config.reading import to_toml
 from mpipar.config.resolve import resolve
 from mpipar.config.sections import CHOICES, FIELDS, settings
 from mpipar.config.setting import flag, kind
-from mpipar.config.words import COUNTERPARTS, NOT_BUILT, OTHERWISE, SYNONYMS
+from mpipar.config.words import COUNTERPARTS, EXAMPLES, NOT_BUILT, OTHERWISE, SYNONYMS
 
 
 def test_flags_win_over_the_file_and_the_file_over_the_preset(tmp_path):
@@ -44,8 +44,10 @@ def sample(field):
 
 def chosen(name):
     """The words for the choice that a field belongs to; the choice's field and value."""
-    choice, value, *_ = CHOICES.get(name, ("model", "decoder"))
-    return [] if name == "model" else [flag(choice), str(value)], choice, value
+    choice, *values = CHOICES.get(name, ("model", "decoder"))
+    value = (*values, EXAMPLES.get(choice))[0]
+    before = chosen(choice)[0] if choice in CHOICES else []
+    return [] if name == "model" else [*before, flag(choice), str(value)], choice, value
 
 
 @pytest.mark.parametrize("name", FIELDS)
@@ -68,8 +70,9 @@ def test_every_field_is_read_from_flag_and_file(tmp_path, name):
 def others(name):
     """The words for another value of the choice that a field belongs to."""
     choice, *values = CHOICES[name]
-    return [flag(choice), next(str(one) for one in FIELDS[choice].metadata["choices"]
-                               if one not in values)]
+    other = [flag(choice), next(str(one) for one in FIELDS[choice].metadata["choices"]
+                                if one not in values)] if values else []
+    return [*(chosen(choice)[0] if choice in CHOICES and values else []), *other]
 
 
 @pytest.mark.parametrize("name", CHOICES)
@@ -78,8 +81,8 @@ def test_a_field_of_a_choice_that_is_not_taken_is_refused(tmp_path, name):
     _, choice, value = chosen(name)
     (problem,) = reading_of(*others(name), *words).problems
     shown, choice = flag(name), flag(choice)
-    values = " or ".join(map(str, CHOICES[name][1:]))
-    assert problem.startswith(f"{shown}: belongs to {choice} {values}, but {choice} is ")
+    whose = " ".join([choice, *filter(None, [" or ".join(map(str, CHOICES[name][1:]))])])
+    assert problem.startswith(f"{shown}: belongs to {whose}, but {choice} is ")
     cure = {"d_model": "type --channels 3", "channels": "type --d-model 3",
             "vocab_size": "type --classes 3", "classes": "type --vocab-size 3"}.get(
         name, "leave it out")

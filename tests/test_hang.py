@@ -29,9 +29,11 @@ def faulty(fault, *arguments, tmp_path, ranks=2):
                      env={"PYTHONPATH": str(REPOSITORY)})
 
 
-@pytest.mark.parametrize("fault", ["sleep", pytest.param("spin", marks=pytest.mark.slow)])
-def test_a_stuck_rank_is_named_with_what_it_does(fault, tmp_path):
-    result = faulty(fault, *QUICK, "--layout", "tp=2", tmp_path=tmp_path)
+@pytest.mark.parametrize(("fault", "more"), [
+    ("sleep", ()), *(pytest.param(fault, more, marks=pytest.mark.slow) for fault, more in (
+        ("spin", ()), ("sleep", ("--all-reduce", "window"))))])
+def test_a_stuck_rank_is_named_with_what_it_does(fault, more, tmp_path):
+    result = faulty(fault, *QUICK, *more, "--layout", "tp=2", tmp_path=tmp_path)
     text = result.stderr
     assert result.returncode == 76, result.tail()
     assert "no progress for 1 s" in text  # the warning came first
@@ -52,8 +54,9 @@ def test_a_stuck_stage_is_named_by_the_one_that_waits_for_its_message(tmp_path):
     assert "late: rank 1 is in no communication" in result.stderr
 
 
-def test_a_stopped_process_is_missing(tmp_path):
-    result = faulty("stopped", *QUICK, "--layout", "tp=2", tmp_path=tmp_path)
+@pytest.mark.parametrize("sums", ["mpi", pytest.param("window", marks=pytest.mark.slow)])
+def test_a_stopped_process_is_missing(sums, tmp_path):
+    result = faulty("stopped", *QUICK, "--layout", "tp=2", "--all-reduce", sums, tmp_path=tmp_path)
     assert result.returncode == 76, result.tail()
     assert "late: rank 1 has written nothing" in result.stderr
 

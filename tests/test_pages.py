@@ -14,10 +14,10 @@ from english import MOST_WORDS, NO_TEXT, long_sentences, page_paragraphs
 from helpers import REPOSITORY
 from program import mpipar
 
-from bench.docs import commands as docs_commands
-from bench.docs import measured
-from bench.docs import pages as docs_pages
-from bench.docs.blocks import blocks_of
+from docs.build import commands as docs_commands
+from docs.build import measured
+from docs.build import pages as docs_pages
+from docs.build.blocks import blocks_of
 from mpipar import cli
 from mpipar.config import flags
 from mpipar.config.reading import read_arguments

@@ -14,7 +14,8 @@ from mpipar.comm import group, transport
 from mpipar.comm.grid import Grid
 from mpipar.comm.hosts import Cores, finish_passes_first
 from mpipar.comm.record import Recorder
-from mpipar.comm.transport import POLLS_BEFORE_SLEEP, HostTransport, PatientRequest
+from mpipar.comm.request import POLLS_BEFORE_SLEEP, PatientRequest
+from mpipar.comm.transport import HostTransport
 from mpipar.config.run import RunConfig
 
 

@@ -31,6 +31,27 @@ def test_the_textbook_picture():
     ])
 
 
+def test_the_picture_in_the_orientation_of_the_book(capsys):
+    """The last worker is on top, block l is on worker l, and both passes are equally wide."""
+    text = run("naive --book --pp 3 --num-microbatches 1", capsys)
+    assert text.split("\n\n")[1].splitlines() == [
+        "time     0                   5",
+        "worker 3 .   .   B3\u2191 B3\u2193 .   .",
+        "worker 2 .   B2\u2191 .   .   B2\u2193 .",
+        "worker 1 B1\u2191 .   .   .   .   B1\u2193"]
+    assert "worker  busy" not in text
+    assert "m(p-1)(f+b) = 4" in text
+    assert "B3,1\u2191 B3,2\u2191" in run("gpipe --book --pp 3 --num-microbatches 2", capsys)
+    assert "B 2" in run("naive --book --costs 1,1,1", capsys).splitlines()[0]
+
+
+def test_the_book_on_a_terminal_without_arrows():
+    done = subprocess.run(
+        [sys.executable, "-m", "mpipar", "schedule", "naive", "--book", "--pp", "2"], text=True,
+        env={"PYTHONIOENCODING": "ascii"}, capture_output=True, check=True, timeout=60)
+    assert "B2,1^ B2,1v" in done.stdout
+
+
 def test_several_stages_and_overlaps_are_named():
     assert draw.grid(simulate(make_schedule("dualpipe", 2, 4), Costs())) == "\n".join([
         "time     0                   5                   10",
@@ -217,6 +238,9 @@ def test_csv_in_both_directions(form, tmp_path, capsys):
         ("1f1b --json --csv -", ["--json and --csv - both print"]),
         ("dualpipe --pp 3 --costs 1,x --latency -1",
          ["'x' is not a number", "--latency: -1 must be at least 0", "--pp 3 with"]),
+        ("zb-h1 --book", ["--book: zb-h1 has the passes I, W"]),
+        ("1f1b --book --symbols", ["--book and --symbols: give one"]),
+        ("--compare --book", ["leave --book out"]),
         ("1f1b --costs 1,1", ["--costs 1,1: use three numbers"]),
         ("1f1b --costs 0,1,1", ["--costs: 0 must be more than 0"]),
         ("1f1b --costs 1,1/0,1", ["'1/0' is not a number"]),

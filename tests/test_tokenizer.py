@@ -27,7 +27,7 @@ def test_bytes_round_trip(text):
         ids = tokenizer.encode(text)
         assert bytes(ids) == text.encode()
         assert tokenizer.decode(ids) == text
-        np.testing.assert_array_equal(tokenizer.encode_all([text, ""])[0][0], ids)
+        np.testing.assert_array_equal(tokenizer.encode_all([text, ""])[0], ids)
 
 
 def test_bytes_have_a_file_that_is_known_again(tmp_path):
@@ -92,7 +92,7 @@ def test_ids_are_those_of_transformers(save, tmp_path):
     for text in TEXTS:
         assert tokenizer.encode_prompt(text) == theirs(text)["input_ids"], text
         plain = theirs(text, split_special_tokens=True)["input_ids"]
-        assert tokenizer.encode(text) == tokenizer.encode_all([text])[0][0].tolist(), text
+        assert tokenizer.encode(text) == tokenizer.encode_all([text])[0].tolist(), text
         if END not in text:
             assert tokenizer.encode(text) == plain, text
         assert tokenizer.decode(tokenizer.encode(text)) == text

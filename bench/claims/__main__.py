@@ -3,10 +3,12 @@
     python -m bench.claims barriers [--json FILE]         # barriers and bytes of a step, by layout
     python -m bench.claims memory [--json FILE]           # bytes per rank against dp, pp and tp
     python -m bench.claims convolution [--json FILE]      # barriers of one layer: convnet, decoder
+    python -m bench.claims scaling [--json FILE]          # FLOPs and bytes of a rank against tp
     python -m bench.claims context [--json FILE]          # pairs that ranks of a long row multiply
     mpiexec -n 4 python -m bench.claims hybrids [--json FILE]   # how four workers spend their time
     mpiexec -n 4 python -m bench.claims sharing [--json FILE]   # recomputation, ZeRO: their price
     mpiexec -n 4 python -m bench.claims limit [--json FILE]     # a model too large for one device
+    mpiexec -n 2 python -m bench.claims shipped [--json FILE]   # published bugs, and who sees them
 
 Barriers and memory come from the shapes-only run; tests prove it equal to the records of real runs.
 Hybrids, limit, and the times of sharing are real training steps.
@@ -22,17 +24,15 @@ from dataclasses import replace
 from math import prod
 from pathlib import Path
 
-from bench import results
-from bench.claims import too_large
+from bench.claims import shipped, too_large
+from bench.claims.layouts import MODEL, as_convnet, configure, layout_name
+from bench.claims.scaling import scaling
+from bench.program import Outcome, Program
 from mpipar import ops as ops_module
 from mpipar.comm.facts import broadcast_text, gather_facts
 from mpipar.comm.grid import PIECES_PER_RANK, Grid, token_pieces
 from mpipar.comm.record import COMPUTE, POINT_TO_POINT, Recorder, Sums
 from mpipar.commands.memory_limit import fullest
-from mpipar.config import flags
-from mpipar.config.model import ConvnetConfig
-from mpipar.config.resolve import resolve
-from mpipar.config.sections import OF_EVERY_FAMILY, build
 from mpipar.data.rows import Rows
 from mpipar.data.source import load_source
 from mpipar.job.session import guard
@@ -43,24 +43,11 @@ from mpipar.trace.analysis import analyse
 from mpipar.trace.tracer import Tracer
 from mpipar.train.worker import Worker
 
-MODEL = {"layers": 8, "d_model": 256, "heads": 8, "seq_len": 128}
 LAYOUTS = [
     {"tp": 1}, {"tp": 2}, {"tp": 4}, {"tp": 8}, {"pp": 2}, {"pp": 4}, {"pp": 8},
     {"dp": 2}, {"dp": 4}, {"dp": 8}, {"dp": 2, "pp": 2, "tp": 2},
 ]
 STEPS = 6  # of each hybrid; the first is not counted
-
-
-def configure(layout: dict, num_microbatches: int = 8, schedule: str = "1f1b", **settings):
-    """The claims' model in a layout, 16 rows per step, with some other settings."""
-    values = {"dp": 1, "pp": 1, "tp": 1, "batch_size": 16} | MODEL | layout | settings
-    values |= {"num_microbatches": num_microbatches // values["dp"], "schedule": schedule}
-    return resolve(build(values), prod(layout.values()))[0]
-
-
-def layout_name(layout: dict) -> str:
-    """The axes with their sizes, as in "pp 2 x dp 2"."""
-    return " x ".join(f"{axis} {size}" for axis, size in layout.items())
 
 
 def table_cases() -> list[tuple]:
@@ -144,8 +131,7 @@ CUTS = {"gather": "output channels", "reduce": "input channels", "pair": "pair"}
 def convolution() -> list[dict]:
     """Barriers of one layer, forward and backward of a microbatch, by cut and tp; bytes per rank.
 
-    The convnet has the decoder's widths. Behind its stem an image has as many places as a row has
-    tokens. Attention is always cut as a pair.
+    The convnet is that of `as_convnet`. Attention is always cut as a pair.
     """
     rows = []
     for model, layer, prefix in LAYERS:
@@ -154,9 +140,7 @@ def convolution() -> list[dict]:
                 continue
             config = configure({"tp": size}, ffn_cut=cut)
             if model == "convnet":
-                same = {name: getattr(config.model, name) for name in OF_EVERY_FAMILY - {"model"}}
-                config = replace(config, model=ConvnetConfig(
-                    channels=config.model.d_model, image_shape=(16, 32, 3), **same))
+                config = as_convnet(config)
             records = [one for one in predict(config, 0).recorder.records
                        if one.name.startswith(prefix) and one.mb == 0]
             rows.append({
@@ -265,25 +249,26 @@ def time_shares(analysis) -> dict[str, float]:
     return {name: length / sums.total() for name, length in shares.items()}
 
 
-def main(argv, session) -> int:
-    """Measure or compute the table that the first word names, and print it."""
-    parser = flags.Parser(prog="python -m bench.claims", description=__doc__)
-    computed = {"barriers": barriers, "memory": memory, "convolution": convolution,
-                "context": context}
-    measured = {"hybrids": hybrids, "sharing": sharing, "limit": too_large.too_large}
-    parser.add_argument("table", choices=(*computed, *measured))
-    parser.add_argument("--json", help="write the result to this file")
-    args = parser.parse_args(argv)
-    world = session.start() if args.table in measured else None
-    results.check_writable(args.json, session if world else None)
-    rows = measured[args.table](world) if world else computed[args.table]()
-    if rows is None:
+COMPUTED = {"barriers": barriers, "memory": memory, "convolution": convolution, "context": context,
+            "scaling": scaling}
+MEASURED = {"hybrids": hybrids, "sharing": sharing, "limit": too_large.too_large,
+            "shipped": shipped.shipped}
+FACTS = {"limit": too_large.MODEL, "shipped": shipped.MODEL | shipped.TRAINING}
+
+
+def make_table(args, session) -> Outcome | int:
+    """Measure or compute the table that the first word names."""
+    if args.table in COMPUTED:
+        rows = COMPUTED[args.table]()
+    elif (rows := MEASURED[args.table](session.world)) is None:
         return 0
-    print(results.markdown_table(rows))
-    facts = too_large.MODEL if args.table == "limit" else {
-        "rows_per_step": 16, "microbatches": 8, **MODEL}
-    results.write(args.json, f"bench.claims {args.table}", rows, **facts)
-    return 0
+    facts = FACTS.get(args.table, {"rows_per_step": 16, "microbatches": 8, **MODEL})
+    return Outcome(rows, facts, variant=args.table)
+
+
+main = Program(
+    "claims", __doc__, make_table, together=lambda args: args.table in MEASURED,
+    add=lambda parser: parser.add_argument("table", choices=(*COMPUTED, *MEASURED)))
 
 
 if __name__ == "__main__":

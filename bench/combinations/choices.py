@@ -11,6 +11,7 @@ from collections.abc import Mapping
 
 from mpipar.commands.resolve import resolve
 from mpipar.config.reading import Reading, over
+from mpipar.config.run import SUMS
 from mpipar.errors import UserError
 from mpipar.pipeline.schedules.catalog import SCHEDULES
 
@@ -41,6 +42,16 @@ CHOICES = {
     "ffn": (31, None),  # 31 is padded for every tp
     "vocab_size": (None, 259),
     "ffn_cut": (None, "gather", "reduce"),
+    "experts": (None, 4),
+    "experts_per_token": (None, 1, 3),
+    "expert_ffn": (None, 13),
+    "expert_interval": (None, 2),
+    "shared_expert_ffn": (None, 11),
+    "router_balance": (None, "none", "bias"),
+    "router_loss_coef": (None, 0.1),
+    "router_bias_rate": (None, 0.01),
+    "ep": (None, 2),
+    "expert_dispatch": (None, "all-gather"),
     "sequence_parallel": (None, True),
     "tp_matmul": (None, "ring"),
     "stem_stride": (None, 2),
@@ -84,6 +95,7 @@ CHOICES = {
     "progress": (None, "line"),
     "sync_sends": (None, True),
     "check_comm": (None, True),
+    "all_reduce": (None, *SUMS[1:]),
     "check_replicas": (None, 1, 0),
     "trace": (None, "2:3"),
     "trace_ops": (None, True),

@@ -3,6 +3,7 @@
     python -m bench.interconnect latency all-reduce [options]
     python -m bench.interconnect all-reduce ring --launches 3 --start "mpiexec -n 4"
     mpiexec -n 4 python -m bench.interconnect all-reduce ring --layout dp=2,tp=2
+    mpiexec -n 8 python -m bench.interconnect vet    # who is slow: see vet.py
 
 Without a launcher it starts five jobs of its own, one after the other, and joins their rows. So the
 intervals that it prints hold for another launch too. Under a launcher it is one such job.
@@ -20,10 +21,19 @@ import random
 import sys
 
 from bench import table
-from bench.interconnect import compiled, conclusions, cuda_probe, launches, places, plans, quick
+from bench.interconnect import (
+    compiled,
+    conclusions,
+    cuda_probe,
+    launches,
+    places,
+    plans,
+    quick,
+    vet,
+)
 from bench.interconnect.bounds import Bounds
 from bench.interconnect.buffers import POLICIES
-from bench.interconnect.groups import WIRES, ranks_of_a_host
+from bench.interconnect.groups import WIRES
 from bench.interconnect.launches import START
 from bench.interconnect.records import COMPLETE, INTERRUPTED, Writer
 from bench.interconnect.sampling import Plan
@@ -83,7 +93,7 @@ def parse(argv):
                         help="of the numbers; MPI adds no 16-bit ones, mpipar.comm does (float32)")
     parser.add_argument("--ways", default="mpipar.comm,mpi4py,persistent", metavar="WAY,WAY",
                         help=f"how to do it, of {', '.join(plans.WAYS)}, or all; C where there is "
-                             "a compiler (all but C)")
+                             "a compiler, algorithms beside MPI's own (the first three)")
     parser.add_argument("--transport", choices=tuple(WIRES), default="mpi-host")
     parser.add_argument("--buffers", choices=POLICIES, default="rotated")
     parser.add_argument("--footprint", default="0", metavar="SIZE",
@@ -137,8 +147,8 @@ def chosen_sizes(args) -> tuple[int, ...]:
                            args.factor)
 
 
-def chosen_sections(args, world_size: int, host_size: int) -> list[plans.Section]:
-    """The sections to measure; host_size: ranks of a host. Raises UsageError with all problems."""
+def chosen_sections(args, world_size: int) -> list[plans.Section]:
+    """The sections to measure. Raises UsageError with all problems."""
     found = plans.case_problems(args.cases, args.layout, world_size)
     if args.overlap is not None:
         found += plans.overlap_problems(args.cases, args.layout, args.overlap)
@@ -159,9 +169,9 @@ def chosen_sections(args, world_size: int, host_size: int) -> list[plans.Section
     if found:
         raise UsageError(found)
     if args.layout is not None:
-        found = plans.layout_sections(args.cases, layout, sizes, host_size)
+        found = plans.layout_sections(args.cases, layout, sizes)
     else:
-        found = plans.world_sections(args.cases, world_size, sizes, host_size)
+        found = plans.world_sections(args.cases, world_size, sizes)
     return found if args.overlap is None else plans.overlapped(found, args.overlap)
 
 
@@ -304,6 +314,8 @@ def sweep(bench, turns, writer, bounds: Bounds | None) -> list[dict]:
 
 def main(argv, session) -> int:
     """Check, measure, print; 1 if a payload was wrong."""
+    if argv[:1] == ["vet"]:
+        return vet.main(argv[1:], session)
     args = parse(argv)
     if session.launcher.name is None or args.launches is not None:
         return launches.run(session, args, argv)
@@ -313,9 +325,8 @@ def main(argv, session) -> int:
     tried = "" if args.transport == "mpi-host" or session.launcher.rank else cuda_probe.probe(
         cuda_probe.command())  # before MPI starts here: a child job is a job of its own
     world = session.start()
-    host_size = ranks_of_a_host(world, session.host_ranks)
     wanted, footprint = session.agree(lambda: (
-        chosen_sections(args, world.size, host_size), read_bytes(args.footprint)))
+        chosen_sections(args, world.size), read_bytes(args.footprint)))
     loops = loops_for(session, args)
     job = chosen_job(args, loops)
     sections = session.agree(lambda: chosen_to_run(args, wanted, job))

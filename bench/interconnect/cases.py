@@ -19,15 +19,19 @@ import numpy as np
 from ml_dtypes import finfo
 
 from bench.interconnect import compiled
-from bench.interconnect.buffers import Arena
+from bench.interconnect.buffers import Arena, Slots
 from mpipar.comm.group import Comm
 from mpipar.comm.record import wire_bytes
+from mpipar.config.run import SUMS
 
 COMM, BARE, BARE_UNEVEN = "mpipar.comm", "mpi4py", "mpi4py Reduce_scatter"
 BARE_PARTS = "mpi4py messages"
 PERSISTENT, PREPARED, IN_C = "mpi4py persistent", "mpi4py prepared", "C"
-METHODS = {COMM: "through_comm", BARE: "bare", BARE_UNEVEN: "uneven", BARE_PARTS: "messages",
-           PREPARED: "prepared", IN_C: "c"}
+ALGORITHMS = "algorithms"  # the kind of the ways by an algorithm of mpipar.comm
+BY = {f"by {name}": name for name in SUMS if name not in ("mpi", "auto")}
+IN_WINDOW = "by window, in it"  # of an array that lies there, as gradients do
+METHODS = dict.fromkeys((COMM, *BY, IN_WINDOW), "through_comm") | {
+    BARE: "bare", BARE_UNEVEN: "uneven", BARE_PARTS: "messages", PREPARED: "prepared", IN_C: "c"}
 MOST_BITS = 24  # of the numbers in a payload: float32 holds every integer up to there
 APART = 1_000_003  # distance of neighbours' patterns; a prime, so that few patterns coincide
 NAME = "bench"  # of the barrier in the records
@@ -37,7 +41,7 @@ class Setup(NamedTuple):
     """What a case runs on: the group as a Comm and as a bare communicator, memory, size.
 
     size: bytes asked for. window: messages in flight. loops: the library of `compiled`.
-    connect(mpi): a transport on another communicator.
+    comms(algorithm): groups of which "dp" is this one, whose sums travel so.
     """
 
     comm: Comm
@@ -46,7 +50,7 @@ class Setup(NamedTuple):
     size: int
     window: int = 64
     loops: object = None
-    connect: object = None
+    comms: object = None
 
 
 def pattern(index: int, num_elements: int, dtype, terms: int = 1):
@@ -238,11 +242,29 @@ class Collective(Case):
 
 
 class AllReduce(Collective):
-    """An all-reduce: the sum of all ranks' vectors, in place."""
+    """An all-reduce: the sum of all ranks' vectors, in place.
+
+    Comm: by an algorithm, that of making a group of its own.
+    """
 
     name, in_place, sums = "all-reduce", True, True
     operation = "all_reduce"  # also that of the other forms of it
-    vias = (COMM, BARE, PREPARED, IN_C)
+    vias = (COMM, BARE, PREPARED, IN_C, *BY, IN_WINDOW)
+    own = None  # groups that this case alone has
+
+    def __init__(self, setup: Setup, via: str):
+        if via in (*BY, IN_WINDOW):
+            self.own = setup.comms(BY.get(via, "window"))
+            setup = setup._replace(comm=self.own["dp"])
+        super().__init__(setup, via)
+        if via == IN_WINDOW:
+            shape = len(self.inputs.views), self.elements()
+            held = self.comm.zeros(shape, self.ops.dtype, "buffers")
+            self.inputs = Slots([*held], self.ops, 1, self.elements())
+
+    def close(self):
+        if self.own is not None:
+            self.own.close()
 
     def through_comm(self, x, y):
         return partial(self.comm.all_reduce, x, NAME)

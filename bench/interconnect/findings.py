@@ -6,8 +6,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from bench.interconnect.cases import BARE, BARE_PARTS, BARE_UNEVEN, COMM
-from bench.interconnect.compositions import ReduceScatterAllGather, TwoLevel
+from bench.interconnect.cases import BARE, BARE_PARTS, BARE_UNEVEN, BY, COMM
 
 LEAST_FACTOR = 1.1  # smaller gains are not worth a change of the program
 SLOW_PAIR = 2.0  # times the median pair
@@ -18,7 +17,7 @@ SAME_SIZE = 0.02  # rounding to a multiple of the ranks changes a size by no mor
 # guidelines, TPDS 2010.
 GUIDELINES = (
     (("all-reduce", None), (("reduce-scatter", None), ("all-gather", None))),
-    (("all-reduce", None), ((ReduceScatterAllGather.name, None),)),
+    *((("all-reduce", COMM), (("all-reduce", via),)) for via in BY),
     (("reduce-scatter", BARE), (("reduce-scatter", BARE_UNEVEN),)),
     (("reduce-scatter", None), (("all-reduce", None),)),
     (("all-gather", None), (("all-to-all", None),)),
@@ -79,9 +78,7 @@ def guidelines(rows) -> list[Finding]:
 def _broken(ways) -> list[Finding]:
     """The guidelines that one group breaks in one launch."""
     found = _self_consistent(ways)
-    two_level = sorted({case for case, _ in ways if case.startswith(TwoLevel.name)})
-    guidelines = [*GUIDELINES, *((("all-reduce", None), ((case, None),)) for case in two_level)]
-    for left, right in guidelines:
+    for left, right in GUIDELINES:
         for via in (COMM, BARE) if left[1] is None else (left[1],):
             own = ways.get((left[0], via), {})
             others = [ways.get((case, way or via), {}) for case, way in right]

@@ -12,9 +12,11 @@ import numpy as np
 
 from mpipar.comm.connect import has_nccl, narrow
 from mpipar.comm.device import DeviceTransport, StagedTransport
-from mpipar.comm.group import Comm
+from mpipar.comm.grid import Grid
+from mpipar.comm.group import Comm, Comms
 from mpipar.comm.nccl import NcclTransport
-from mpipar.comm.transport import DirectTransport, Options
+from mpipar.comm.request import Options
+from mpipar.comm.transport import DirectTransport
 from mpipar.errors import EnvironmentProblem
 
 POLL_SECONDS = 0.5e-3
@@ -78,6 +80,15 @@ def make_group(groups, axis: str, transport: str, ops, world, recorder) -> Group
     return Group(groups, Comm(axis, groups[mine], key, wire, recorder), mpi, team)
 
 
+def comms_by(mpi, ops, recorder, algorithm: str) -> Comms:
+    """Groups of which "dp" is all of a communicator, whose sums travel by an algorithm.
+
+    Comm: that of `Comms` over the communicator.
+    """
+    return Comms(Grid(mpi.rank, {"dp": mpi.size}), ops, recorder, mpi,
+                 Options(all_reduce=algorithm))
+
+
 def largest(mpi, numbers) -> list[int]:
     """The largest of all ranks' numbers, each by itself. Comm: one all-reduce."""
     from mpi4py import MPI
@@ -85,17 +96,6 @@ def largest(mpi, numbers) -> list[int]:
     values = np.array(numbers, np.int64)
     mpi.Allreduce(MPI.IN_PLACE, values, op=MPI.MAX)
     return values.tolist()
-
-
-def ranks_of_a_host(world, host_ranks) -> int:
-    """The number of consecutive world ranks of each host; all ranks if hosts differ.
-
-    host_ranks: those of this rank's host. Comm: one all-reduce over the world.
-    """
-    count, first = len(host_ranks), host_ranks[0]
-    regular = first % count == 0 and host_ranks == tuple(range(first, first + count))
-    most, least, odd = largest(world, [count, -count, not regular])
-    return count if most == -least and not odd else world.size
 
 
 def wait_politely(world, progress) -> None:

@@ -8,9 +8,12 @@ from itertools import combinations
 from typing import NamedTuple
 
 from bench.interconnect.cases import (
+    ALGORITHMS,
     BARE,
+    BY,
     COMM,
     IN_C,
+    IN_WINDOW,
     PERSISTENT,
     PREPARED,
     AllGather,
@@ -21,7 +24,6 @@ from bench.interconnect.cases import (
     ReduceScatter,
 )
 from bench.interconnect.chain import Hops, Program, hops_of
-from bench.interconnect.compositions import ReduceScatterAllGather, TwoLevel, UnevenAllToAll, blocks
 from bench.interconnect.messages import Barrier, Bisection, FanIn, FanOut, Ring
 from bench.interconnect.noise import PLAIN, Noise
 from bench.interconnect.paired import (
@@ -32,6 +34,7 @@ from bench.interconnect.paired import (
     MultiLatency,
 )
 from bench.interconnect.rooted import Broadcast, Gather, Reduce, Scatter
+from bench.interconnect.uneven import UnevenAllToAll
 from mpipar.comm.grid import AXES, Grid
 from mpipar.config.reading import expand_layout
 from mpipar.config.sizes import read_bytes
@@ -43,14 +46,16 @@ LEAST_FACTOR = 1.01  # from one size to the next
 PAIR_CASES = {case.name: case for case in (Latency, Bandwidth, Bidirectional)}
 GROUP_CASES = {case.name: case for case in (
     MultiLatency, MultiBandwidth, Bisection, Ring, AllReduce, PostedAllReduce, Reduce, AllGather,
-    ReduceScatter, ReduceScatterAllGather, Gather, Scatter, Broadcast, AllToAll, UnevenAllToAll,
+    ReduceScatter, Gather, Scatter, Broadcast, AllToAll, UnevenAllToAll,
     FanIn, FanOut, Barrier, Noise)}
-CASES = (*PAIR_CASES, "pairs", *GROUP_CASES, TwoLevel.name, "stage-chain")
+CASES = (*PAIR_CASES, "pairs", *GROUP_CASES, "stage-chain")
 WITHOUT_LAYOUT = (*PAIR_CASES, "pairs", Noise.name)  # do not run on the groups of a layout
 IN_PAIRS = (MultiLatency.name, MultiBandwidth.name)  # need an even number of ranks
-WAYS = {"mpipar.comm": COMM, "mpi4py": BARE, "persistent": PERSISTENT, "C": IN_C}
+WAYS = {"mpipar.comm": COMM, "mpi4py": BARE, "persistent": PERSISTENT, "C": IN_C,
+        "algorithms": ALGORITHMS}
 PLAIN_WAYS = (COMM, BARE)
-KINDS = {via: via for via in WAYS.values()} | {PREPARED: PERSISTENT}  # others: of mpi4py's
+KINDS = {via: via for via in WAYS.values()} | {PREPARED: PERSISTENT} | dict.fromkeys(
+    (*BY, IN_WINDOW), ALGORITHMS)  # others: of mpi4py's
 POSTED_CASES = (*(name for name, case in GROUP_CASES.items() if issubclass(case, Posted)),
                 "stage-chain")
 LEAST_BYTES = 8  # after 0
@@ -103,6 +108,7 @@ class Job(NamedTuple):
         plain_only = self.buffers == "cold" or section.title.startswith("pairs ")
         return kind in self.kinds and not (
             (self.transport in ("staged", "nccl") and via != COMM)
+            or (self.transport != "mpi-host" and kind == ALGORITHMS)
             or (plain_only and kind not in PLAIN_WAYS)
             or (self.dtype in MIXED and case.sums and (via != COMM or case.wide)))
 
@@ -185,11 +191,8 @@ def overlapped(sections, num_tests: int) -> list[Section]:
             for one in sections if issubclass(one.case, Posted)]
 
 
-def world_sections(cases, world_size: int, sizes, host_ranks: int = 1) -> list[Section]:
-    """Every chosen case on all ranks; two-rank cases on the first and the last.
-
-    host_ranks: consecutive world ranks of a host.
-    """
+def world_sections(cases, world_size: int, sizes) -> list[Section]:
+    """Every chosen case on all ranks; two-rank cases on the first and the last."""
     everybody = (tuple(range(world_size)),)
     found = []
     for name in cases:
@@ -201,8 +204,6 @@ def world_sections(cases, world_size: int, sizes, host_ranks: int = 1) -> list[S
                     found.append(Section(f"pairs {case.name}", case, (one,), (size,), "pair"))
         elif name == "stage-chain":
             found += chain_sections(world_size, sizes)
-        elif name == TwoLevel.name:
-            found.append(Section(*two_level(everybody, host_ranks), everybody, sizes))
         else:
             case = GROUP_CASES[name]
             found.append(Section(name, case, in_pairs(name, everybody),
@@ -213,19 +214,6 @@ def world_sections(cases, world_size: int, sizes, host_ranks: int = 1) -> list[S
 def in_pairs(name: str, groups):
     """The groups of a case; where it needs pairs, the last rank of an odd number is left out."""
     return tuple(group[:len(group) // 2 * 2] for group in groups) if name in IN_PAIRS else groups
-
-
-def two_level(groups, host_ranks: int) -> tuple[str, object]:
-    """(title, make) of the all-reduce on two levels; the title has the sizes of both levels.
-
-    Groups that hosts cut unevenly are one level.
-    """
-    shapes = {tuple(map(len, blocks(group, host_ranks))) for group in groups}
-    if len(shapes) > 1 or len(set(*shapes)) > 1:
-        host_ranks = 1 + max(map(max, groups))
-        shapes = {(len(group),) for group in groups}
-    (first,) = shapes
-    return f"{TwoLevel.name} {first[0]}x{len(first)}", partial(TwoLevel, count=host_ranks)
 
 
 def chain_sections(world_size: int, sizes) -> list[Section]:
@@ -256,10 +244,10 @@ def left_out(cases, layout: str | None, wanted, job: Job) -> list[str]:
                     for reason, titles in reasons.items()]
 
 
-def layout_sections(cases, layout: dict[str, int], sizes, host_ranks: int = 1) -> list[Section]:
+def layout_sections(cases, layout: dict[str, int], sizes) -> list[Section]:
     """The chosen cases on every group of every axis: one group at a time, then all at once.
 
-    host_ranks: consecutive world ranks of a host. Raises UsageError where there is nothing to run.
+    Raises UsageError where there is nothing to run.
     """
     world_size = math.prod(layout.values())
     grids = [Grid(place, layout)
@@ -270,9 +258,7 @@ def layout_sections(cases, layout: dict[str, int], sizes, host_ranks: int = 1) -
         modes = [((group,), "alone") for group in groups]
         modes += [(groups, "together")] if len(groups) > 1 else []
         for name in cases:
-            if name == TwoLevel.name:
-                makes = dict([two_level(groups, host_ranks)])
-            elif name == "stage-chain":
+            if name == "stage-chain":
                 makes = {f"{name} {schedule}": partial(Program, schedule_name=schedule)
                          for schedule in CHAIN_SCHEDULES} if axis == "pp" else {}
             else:

@@ -15,7 +15,7 @@ from bench import results
 from bench.interconnect import overlap
 from bench.interconnect.buffers import Arena, cache_bytes
 from bench.interconnect.cases import Setup
-from bench.interconnect.groups import largest, link_of, make_group, make_wire, wait_politely
+from bench.interconnect.groups import comms_by, largest, link_of, make_group, wait_politely
 from bench.interconnect.places import place_fact
 from bench.interconnect.plans import Job
 from bench.interconnect.sampling import (
@@ -165,7 +165,7 @@ class Bench:
         fact: dict = {"ways": {}, "volume": {}}
         if group.team is not None:
             setup = Setup(group.comm, group.mpi, self.arena, size, self.window, self.loops,
-                          partial(make_wire, self.job.transport, self.ops))
+                          partial(comms_by, group.mpi, self.ops, self.recorder))
             cases = {via: section.make(setup, via) for via in self.job.ways(section)}
             if section.num_tests is not None:
                 cases = overlap.with_computing(group.team, section, setup, cases, self.progress)

@@ -21,8 +21,7 @@ EACH_ALONE = "noise"  # nothing is sent: the slowest rank's own time counts
 # Bus bandwidth over algorithm bandwidth for P ranks: what the busiest link carries per byte of the
 # result. Source: PERFORMANCE.md of nccl-tests.
 BUS_FACTORS = {
-    **dict.fromkeys(("all-reduce", "iall-reduce", "reduce-scatter+all-gather",
-                     "two-level-all-reduce"), lambda ranks: 2 * (ranks - 1) / ranks),
+    **dict.fromkeys(("all-reduce", "iall-reduce"), lambda ranks: 2 * (ranks - 1) / ranks),
     **dict.fromkeys(("all-gather", "reduce-scatter", "all-to-all", "all-to-allv", "gather",
                      "scatter"), lambda ranks: (ranks - 1) / ranks),
     **dict.fromkeys(("multi-bandwidth", "bisection"), lambda ranks: 1 / (ranks // 2)),  # one pair's

@@ -11,9 +11,8 @@ from __future__ import annotations
 
 from math import prod
 
-from bench import results
 from bench.kernels import nvrtc
-from mpipar.config import flags
+from bench.program import Outcome, Program
 from mpipar.errors import EnvironmentProblem
 from mpipar.job.session import guard
 from mpipar.ops.cuda import kernels, ladder
@@ -40,18 +39,14 @@ def rows() -> list[dict]:
     return found
 
 
-def main(argv, session) -> int:
-    """Print the table; returns the exit code."""
-    parser = flags.Parser(prog="python -m bench.kernels", description=__doc__)
-    parser.add_argument("--json", help="write the rows to this file")
-    args = parser.parse_args(argv)
-    results.check_writable(args.json)
+def measure(args, session) -> Outcome:
+    """Compile every rung. Raises EnvironmentProblem without the compiler."""
     if (missing := nvrtc.missing()) is not None:
         raise EnvironmentProblem(f"{missing}: pip install '.[nvrtc]'")
-    found = rows()
-    results.write(args.json, "bench.kernels", found, nvrtc=nvrtc.Nvrtc().version())
-    print(results.markdown_table(found))
-    return 0
+    return Outcome(rows(), {"nvrtc": nvrtc.Nvrtc().version()})
+
+
+main = Program("kernels", __doc__, measure)
 
 
 if __name__ == "__main__":

@@ -108,7 +108,7 @@ def cut_to(largest: int, sizes) -> tuple:
     return tuple(dict.fromkeys(tuple(min(side, largest) for side in one) for one in sizes))
 
 
-def run(args) -> None:
+def run(args) -> int:
     """Measure and print the tables of args.tables, write each at once to the folder args.json.
 
     Raises ValueError if a result is wrong, EnvironmentProblem without a usable GPU, OutputError.
@@ -129,3 +129,4 @@ def run(args) -> None:
         if args.json:
             results.write(str(Path(args.json) / f"gpu_{name}.json"), "bench.tiles", rows,
                           **gpu.facts(), **facts)
+    return 0

@@ -20,12 +20,11 @@ from pathlib import Path
 
 import numpy as np
 
-from bench import results
 from bench.matmul.cut_product import PHASES, CutProduct, Sizes, cases, connect, shown, whole
+from bench.program import Outcome, Program
 from mpipar import ops as ops_module
 from mpipar.comm.facts import gather_facts
 from mpipar.comm.record import POINT_TO_POINT, Recorder, Sums
-from mpipar.config import flags
 from mpipar.errors import EXIT_CHECK_FAILED, DataError
 from mpipar.files.bounded import read_json
 from mpipar.job.session import guard
@@ -102,19 +101,6 @@ def row(case, num_ranks, facts) -> dict:
     }
 
 
-def parse(argv):
-    """Read the flags: sizes of the product and of the measurement."""
-    parser = flags.Parser(prog="python -m bench.matmul", description=__doc__)
-    parser.add_argument("--tokens", type=flags.count, default=1024, help="rows T of x (1024)")
-    parser.add_argument("--inner", type=flags.count, default=1024, help="columns K of x (1024)")
-    parser.add_argument("--outer", type=flags.count, default=1024, help="columns N of w (1024)")
-    parser.add_argument("--dtype", choices=tuple(TOLERANCE), default="float32")
-    parser.add_argument("--repeats", type=flags.count, default=7, help="repetitions (7)")
-    parser.add_argument("--json",
-                        help="write the rows to this file; it keeps those of other rank counts")
-    return parser.parse_args(argv)
-
-
 def former(path: str, sizes: Sizes, num_ranks: int) -> list[dict]:
     """Rows of the file for the same product on other numbers of ranks.
 
@@ -131,12 +117,9 @@ def former(path: str, sizes: Sizes, num_ranks: int) -> list[dict]:
                         "name another") from error
 
 
-def main(argv, session) -> int:
-    """Measure every cut that these ranks allow; exit 1 if one computes something else."""
-    args = parse(argv)
-    world = session.start()
-    sizes = Sizes(1, args.tokens, args.inner, args.outer)
-    results.check_writable(args.json, session)
+def measure(args, session) -> Outcome | int:
+    """Measure every cut that these ranks allow; code 1 if one computes something else."""
+    world, sizes = session.world, Sizes(1, args.tokens, args.inner, args.outer)
     rows = session.agree(lambda: former(args.json, sizes, world.size)
                          if args.json and world.rank == 0 else [])
     full = whole(sizes, args.dtype)
@@ -152,11 +135,16 @@ def main(argv, session) -> int:
             return EXIT_CHECK_FAILED
         if facts is not None:
             rows.append(row(case, world.size, facts))
-    if world.rank == 0:
-        rows.sort(key=lambda one: one["ranks"])
-        print(results.markdown_table(rows))
-        results.write(args.json, "bench.matmul", rows, **sizes._asdict(), dtype=args.dtype)
-    return 0
+    rows.sort(key=lambda one: one["ranks"])
+    return 0 if world.rank else Outcome(rows, sizes._asdict() | {"dtype": args.dtype})
+
+
+main = Program(
+    "matmul", __doc__, measure, together=True, counts={
+        "--tokens": (1024, "rows T of x"), "--inner": (1024, "columns K of x"),
+        "--outer": (1024, "columns N of w"), "--repeats": (7, "repetitions")},
+    json="write the rows to this file; it keeps those of other rank counts",
+    add=lambda parser: parser.add_argument("--dtype", choices=tuple(TOLERANCE), default="float32"))
 
 
 if __name__ == "__main__":

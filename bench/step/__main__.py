@@ -8,6 +8,7 @@
     python -m bench.step --arch llama --kv-heads 2
     python -m bench.step --device cuda --dtype bfloat16 [--peak-tflops 800]
     python -m bench.step --sides best             # the fastest form of each, or with `own` of ours
+    mpiexec -n 2 python -m bench.step --sides own --all-reduce window,auto
     python -m bench.step --cable 200,1000         # on two hosts: see bench/step/cable.py
     python -m bench.step.against ../before        # the step of another checkout
 
@@ -75,6 +76,7 @@ from bench.step.sides import (
 )
 from mpipar.comm.facts import gather_numbers
 from mpipar.config import flags
+from mpipar.config.run import SUMS
 from mpipar.errors import EXIT_CHECK_FAILED
 from mpipar.files.text import counted
 from mpipar.job.session import guard
@@ -111,6 +113,9 @@ def parse(argv):
     parser.add_argument("--cable", type=flags.counts, metavar="MBIT[,MBIT]",
                         help="time mpipar's step on two hosts that a cable of each of these rates"
                         " joins, without and with what hides messages (see bench/step/cable.py)")
+    parser.add_argument("--all-reduce", type=lambda text: text.split(","), default=[],
+                        metavar="NAME,NAME", help="data and tensor parallelism also with these"
+                        " algorithms of train's --all-reduce")
     parser.add_argument("--json", help="write the result to this file")
     if parser.parse_known_args(argv)[0].recipe:
         parser.set_defaults(**RECIPE)
@@ -120,6 +125,8 @@ def parse(argv):
     if args.cable and others:
         parser.error("--cable compares ways to send, with gpt2 in float32 on the CPU, one thread "
                      f"for each rank; leave out {', '.join(others)}")
+    if wrong := [name for name in args.all_reduce if name not in SUMS]:
+        parser.error(f"--all-reduce: no {wrong[0]!r}; choose from {', '.join(SUMS)}")
     if args.compiled is None:
         args.compiled = any(map(shutil.which, COMPILERS[args.device]))
     if args.peak_tflops is not None and not 0 < args.peak_tflops < math.inf:
@@ -138,6 +145,8 @@ def layouts_of(args, num_ranks: int) -> tuple[dict[str, dict], dict[str, dict]]:
     found = {f", {axis} {num_ranks}": {axis: num_ranks}
              for axis, count in (("dp", args.batch_size), ("tp", args.heads))
              if count % num_ranks == 0}
+    found |= {f"{behind} {name}": layout | {"all_reduce": name}
+              for behind, layout in found.items() for name in args.all_reduce}
     if args.device == "cpu" and args.layers >= num_ranks:
         piped = {"pp": num_ranks, "num_microbatches": math.gcd(args.batch_size, MICROBATCHES)}
         found |= {f", pp {num_ranks} {name}": piped | {"schedule": name} for name in SCHEDULES}

@@ -15,7 +15,6 @@ code is 1. before_ms, now_ms: medians over the processes.
 from __future__ import annotations
 
 import json
-import math
 import statistics
 import subprocess
 import sys
@@ -24,8 +23,9 @@ from pathlib import Path
 
 from bench import results
 from bench.interconnect.launches import environment_of_jobs, own_launcher, run_job
+from bench.interconnect.statistics import scipy_stats
+from bench.program import Outcome, Program
 from bench.step.sides import add_sizes
-from mpipar.config import flags
 from mpipar.errors import EXIT_CHECK_FAILED, EXIT_INTERRUPTED, EXIT_OK, UsageError
 from mpipar.job.session import guard
 
@@ -36,12 +36,7 @@ SIZES = ("arch", "layers", "d_model", "heads", "seq_len", "batch_size", "vocab_s
 
 def interval(values) -> tuple[float, float]:
     """The exact interval of the median at 95 % or a little more, from order statistics."""
-    ordered, count, outside = sorted(values), len(values), 1
-    cut = 0  # values left out at each end: the chance of more is sum of C(count, k) / 2 ** count
-    while 2 * (outside + math.comb(count, cut + 1)) <= 0.05 * 2**count:
-        cut += 1
-        outside += math.comb(count, cut)
-    return ordered[cut], ordered[-1 - cut]
+    return scipy_stats().quantile_test(values, p=0.5).confidence_interval(0.95)
 
 
 def rows_of_pairs(pairs: list[tuple[dict, dict]]) -> list[dict]:
@@ -88,18 +83,16 @@ def measure(session, root: Path, args, folder: Path) -> dict[str, float]:
             if row["side"].startswith("mpipar ")}
 
 
-def main(argv, session) -> int:
-    """Measure all pairs, print the table, write the file; return 1 if a side is slower."""
-    parser = flags.Parser(prog="python -m bench.step.against", description=__doc__)
+def add_flags(parser) -> None:
+    """Add the other checkout, and the sizes of the model."""
     parser.add_argument("other", type=Path, metavar="PATH", help="the checkout to compare with")
-    parser.add_argument("--ranks", type=flags.count, default=1, help="of each job (1)")
-    parser.add_argument("--pairs", type=flags.count, default=10, help="of processes (10)")
     add_sizes(parser)
-    parser.add_argument("--json", help="write the result to this file")
-    args = parser.parse_args(argv)
+
+
+def compare(args, session) -> Outcome | int:
+    """Measure all pairs; code 1 if a side is slower."""
     if args.pairs < LEAST:
         raise UsageError(f"--pairs {args.pairs}: fewer than {LEAST} have no 95 % interval")
-    results.check_writable(args.json)
     roots, pairs = (args.other.resolve(), results.ROOT), []
     for root in roots:
         check_checkout(root)
@@ -113,10 +106,13 @@ def main(argv, session) -> int:
                 return EXIT_CHECK_FAILED
             pairs.append((found[roots[0]], found[roots[1]]))
     rows = rows_of_pairs(pairs)
-    print(results.markdown_table(rows))
-    results.write(args.json, "bench.step.against", rows, ranks=args.ranks, pairs=args.pairs,
-                  **{size: getattr(args, size) for size in SIZES})
-    return EXIT_CHECK_FAILED if any(row["slower"] == "yes" for row in rows) else EXIT_OK
+    slower = any(row["slower"] == "yes" for row in rows)
+    return Outcome(rows, {name: getattr(args, name) for name in ("ranks", "pairs", *SIZES)},
+                   EXIT_CHECK_FAILED if slower else EXIT_OK)
+
+
+main = Program("step.against", __doc__, compare, add=add_flags, counts={
+    "--ranks": (1, "of each job"), "--pairs": (10, "of processes")})
 
 
 if __name__ == "__main__":

@@ -11,6 +11,7 @@ from dataclasses import replace
 
 import numpy as np
 
+from bench.program import add_counts
 from bench.step.torch_decoder import TorchDecoder
 from mpipar.comm.grid import Grid
 from mpipar.comm.hosts import quiet_barrier
@@ -46,28 +47,26 @@ def add_sizes(parser) -> None:
     """Add the flags of the model's sizes and of the number of steps."""
     parser.add_argument("--arch", choices=tuple(ARCHS), default="gpt2", help="(gpt2)")
     parser.add_argument("--kv-heads", type=flags.count, help="heads of keys (as many as queries)")
-    for flag, default, text in (
-        ("--layers", 6, "transformer blocks"),
-        ("--d-model", 384, "model width"),
-        ("--heads", 6, "attention heads"),
-        ("--seq-len", 256, "tokens per row"),
-        ("--batch-size", 4, "rows per step"),
-        ("--vocab-size", 256, "tokens in the vocabulary"),
-        ("--repeats", 20, "timed steps"),
-    ):
-        parser.add_argument(flag, type=flags.count, default=default,
-                            help=f"{text} ({default})")
+    add_counts(parser, {
+        "--layers": (6, "transformer blocks"), "--d-model": (384, "model width"),
+        "--heads": (6, "attention heads"), "--seq-len": (256, "tokens per row"),
+        "--batch-size": (4, "rows per step"), "--vocab-size": (256, "tokens in the vocabulary"),
+        "--repeats": (20, "timed steps")})
 
 
 def configure(args, layout: dict, num_ranks: int):
-    """The resolved configuration of the model in a layout: settings of the grid."""
+    """The resolved configuration of the model in a layout: settings of the grid.
+
+    all_reduce among them is the run's.
+    """
     model = model_config({
         "arch": args.arch, "layers": args.layers, "d_model": args.d_model, "heads": args.heads,
         "kv_heads": args.kv_heads, "seq_len": args.seq_len, "vocab_size": args.vocab_size})
     train = TrainConfig(batch_size=args.batch_size, **(
         RECIPE_TRAIN if getattr(args, "recipe", None) else {"warmup_steps": 0}))
     axes = {"dp": 1, "pp": 1, "tp": 1, "num_microbatches": 1} | layout
-    run = RunConfig(device=args.device, dtype=args.dtype)
+    run = RunConfig(device=args.device, dtype=args.dtype,
+                    all_reduce=axes.pop("all_reduce", "mpi"))
     config, _ = resolve(
         Config(model, GridConfig(**axes), train, run), num_ranks)
     return config

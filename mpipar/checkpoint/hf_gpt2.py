@@ -25,7 +25,7 @@ COMPUTED = {
 }
 # What this form says of a decoder without a word.
 ALWAYS = {"model": "decoder", "arch": "gpt2", "norm": "layer", "activation": "gelu",
-          "positions": "learned", "bias": "all"}
+          "positions": "learned", "bias": "all", "experts": None}
 READ = {*COMPUTED, "n_layer", "n_embd", "n_head", "n_inner", "n_positions", "n_ctx", "vocab_size",
         "tie_word_embeddings", "layer_norm_epsilon"}
 

@@ -77,7 +77,8 @@ class LlamaForm:
     def describes(self, model) -> bool:
         """Whether config.json can say what a ModelConfig computes."""
         return (model.model == "decoder" and model.arch == self.kind and model.norm == "rms"
-                and model.activation == "swiglu" and model.positions == "rope"
+                and model.experts is None and model.activation == "swiglu"
+                and model.positions == "rope"
                 and model.bias in self.biases and model.d_model % model.heads == 0)
 
     def to_json(self, model, dtype: str) -> dict:

@@ -9,6 +9,7 @@ import math
 from dataclasses import fields
 
 from mpipar.config.model import CUTS, FAMILIES
+from mpipar.config.sections import not_taken
 from mpipar.config.setting import kind
 from mpipar.files.text import shown
 
@@ -37,16 +38,22 @@ def disk_shape(param) -> tuple[int, ...]:
 
 def to_json(model, dtype: str) -> dict:
     """The config.json of a resolved ModelConfig whose weights are written as `dtype`."""
-    values = {one.name: getattr(model, one.name) for one in of_weights(model.model)}
-    return {"model_type": KIND + model.model, "torch_dtype": dtype,
-            **{name: value for name, value in values.items() if value is not None}}
+    values = vars(model)
+    return {"model_type": KIND + model.model, "torch_dtype": dtype, **{
+        one.name: values[one.name] for one in of_weights(model.model)
+        if values[one.name] is not None and not_taken(one.name, values) is None}}
 
 
 def settings(found: dict) -> dict:
     """The ModelConfig fields that a config.json fixes; raises KeyError or TypeError."""
     model = found["model_type"].removeprefix(KIND)
-    return {"model": model, **{one.name: _value(one, found[one.name]) for one in of_weights(model)
-                               if one.name in found or one.default is not None}}
+    given = {"model": model, **{one.name: _value(one, found[one.name])
+                                for one in of_weights(model) if one.name in found}}
+    values = {one.name: one.default for one in of_weights(model)} | given
+    for one in of_weights(model):
+        if one.default is not None and not_taken(one.name, values) is None:
+            given[one.name] = _value(one, found[one.name])
+    return given
 
 
 def _value(field, raw):

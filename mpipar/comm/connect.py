@@ -13,13 +13,8 @@ from mpipar.comm.device import DeviceTransport, StagedTransport
 from mpipar.comm.facts import all_gather_facts
 from mpipar.comm.narrow import NarrowTransport
 from mpipar.comm.nccl import NcclTransport
-from mpipar.comm.transport import (
-    DirectTransport,
-    HostTransport,
-    NoTransport,
-    Options,
-    Transport,
-)
+from mpipar.comm.request import Options
+from mpipar.comm.transport import DirectTransport, HostTransport, NoTransport, Transport
 
 if TYPE_CHECKING:
     from mpi4py import MPI
@@ -43,16 +38,22 @@ def connect(ops: Any, mpi_world: MPI.Intracomm | None, ranks: tuple[int, ...],
     if mpi_world is None:
         return narrow(NoTransport(ops), ops, len(ranks))
     mpi_comm = split(mpi_world, ranks)
-    return narrow(kind_of(ops, mpi_comm)(ops, mpi_comm, options), ops, len(ranks))
+    if len(ranks) == 1 or options.all_reduce == "levels":  # these are groups of their own
+        options = options._replace(all_reduce="mpi")
+    kind = kind_of(ops, mpi_comm, options.all_reduce)
+    return narrow(kind(ops, mpi_comm, options), ops, len(ranks))
 
 
-def kind_of(ops: Any, mpi_comm: MPI.Intracomm) -> type[HostTransport]:
+def kind_of(ops: Any, mpi_comm: MPI.Intracomm, all_reduce: str) -> type[HostTransport]:
     """Who carries the arrays of a group: MPI, or NCCL where each rank has a GPU of its own.
 
-    MPIPAR_NCCL=no leaves NCCL out. Comm: for a GPU, one or two gathers of facts over the group.
+    MPIPAR_NCCL=no leaves NCCL out. all_reduce: an algorithm of ours adds up in host memory.
+    Comm: for a GPU, one or two gathers of facts over the group.
     """
     if ops.device == "cpu":
         return DirectTransport
+    if all_reduce != "mpi":
+        return StagedTransport
     gpu = f"{platform.node()} {ops.xp.cuda.Device().pci_bus_id}"
     alone = len(set(all_gather_facts(mpi_comm, gpu))) == mpi_comm.size > 1
     if alone and all(all_gather_facts(mpi_comm, has_nccl())):

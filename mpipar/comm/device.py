@@ -13,7 +13,8 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
-from mpipar.comm.transport import Array, Counts, Done, Exchanged, HostTransport, Options, Request
+from mpipar.comm.request import Array, Done, Options, Request
+from mpipar.comm.transport import Counts, Exchanged, HostTransport
 
 if TYPE_CHECKING:
     from mpi4py import MPI
@@ -79,7 +80,7 @@ class DeviceTransport(HostTransport):
         return Done()
 
     def ireduce_scatter(self, x: Array) -> Request:
-        self.mpi.Reduce_scatter_block(self.in_place, x)
+        self.travel.ireduce_scatter(x).Wait()
         return Done()
 
 
@@ -132,6 +133,9 @@ class StagedTransport(HostTransport):
         if self.checked:  # --check-comm blocks in MPI before each collective
             self.copies.hand_over(wait=True)
         return leaving
+
+    def zeros(self, shape: tuple[int, ...], dtype: Any, label: str) -> Array:
+        return self.ops.zeros(shape, dtype, label=label)
 
     def all_reduce(self, x: Array, op: str) -> None:
         self._in_place(super().all_reduce, x, op)

@@ -15,6 +15,7 @@ from itertools import accumulate, pairwise, product
 from typing import Any, NamedTuple
 
 AXES = ("pp", "dp", "cp", "tp")
+LAYOUT = (*AXES, "ep")  # what a layout names: ep divides dp x cp, and multiplies no ranks
 
 
 def share(length: int, parts: int, multiple: int = 1) -> int:
@@ -77,7 +78,8 @@ class Part(NamedTuple):
 PRODUCTS = {"data": ("dp", "cp")}
 # Divided groups: {runs of neighbours: (what is divided, the ranks at the same place of all runs)}.
 # Where tp has more ranks than there are heads of keys and values, each run holds the same head.
-DIVIDED = {"kv": ("tp", "kv_heads")}
+# Of the ranks of data, each run shares out the experts of a block.
+DIVIDED = {"kv": ("tp", "kv_heads"), "expert": ("data", "expert_data")}
 
 
 @dataclass(frozen=True)
@@ -111,7 +113,7 @@ class Grid:
     @classmethod
     def of(cls, config: Any, world_rank: int) -> Grid:
         """The place of `world_rank` in the layout of a resolved GridConfig."""
-        sizes = {axis: getattr(config, axis) for axis in AXES}
+        sizes = {axis: getattr(config, axis) for axis in AXES} | {"expert": config.ep}
         return cls(world_rank, sizes, tuple(config.rank_order.split(",")))
 
     @property
@@ -179,18 +181,28 @@ class Grid:
             return ()
         for run, (divided, others) in DIVIDED.items():
             if divided == whole and {run, others} & {*cut}:
-                return tuple(part for part in (run, others)
-                             if part not in cut and self.size(part) > 1)
+                return tuple(part for part in (run, others) if part not in cut)
         return (whole,)
 
     def same_as(self, group: str) -> str:
-        """The axis that a product of axes is where its others have one rank; else its name."""
-        first, *others = PRODUCTS.get(group, (group,))
-        return first if all(self.size(axis) == 1 for axis in others) else group
+        """The axis or product that a group is, where it has the same ranks; else its name.
+
+        A product of axes is its first one where the others have one rank. What is left of a divided
+        group is all of it where the runs have one rank.
+        """
+        for run, (whole, others) in DIVIDED.items():
+            if group == others and self.size(run) == 1:
+                return self.same_as(whole)
+        first, *more = PRODUCTS.get(group, (group,))
+        return first if all(self.size(axis) == 1 for axis in more) else group
 
     def groups(self) -> list[str]:
-        """Names of all groups in which ranks send: axes, products of several, and runs."""
-        return [*AXES, *(name for name in PRODUCTS if self.same_as(name) == name), *DIVIDED]
+        """Names of all groups of ranks: axes, products of several, and both parts of divided ones.
+
+        Those that are the same as another one are left out.
+        """
+        divided = [name for run, (_, others) in DIVIDED.items() for name in (run, others)]
+        return [*AXES, *(name for name in (*PRODUCTS, *divided) if self.same_as(name) == name)]
 
     def partition(self, axis: str, groups: Iterable[Iterable[int]]) -> list[tuple[int, ...]]:
         """World ranks of groups of coordinates along `axis`.

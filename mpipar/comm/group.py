@@ -23,6 +23,7 @@ from mpipar.comm.checked import CallCheck
 from mpipar.comm.connect import connect, split
 from mpipar.comm.grid import Grid
 from mpipar.comm.hosts import cores_of, finish_passes_first
+from mpipar.comm.levels import LEVELED, Levels, hosts_of, near_and_far
 from mpipar.comm.record import (
     DONE,
     NO_ENTRY,
@@ -35,15 +36,8 @@ from mpipar.comm.record import (
     as_record,
     close,
 )
-from mpipar.comm.transport import (
-    Alone,
-    Array,
-    Counts,
-    Exchanged,
-    Options,
-    Request,
-    Transport,
-)
+from mpipar.comm.request import Array, Options, Request
+from mpipar.comm.transport import Alone, Counts, Exchanged, Transport
 
 if TYPE_CHECKING:
     from mpi4py import MPI
@@ -85,21 +79,26 @@ class Pending:
             self.request = None
         return self.array
 
+    Test, Wait = test, wait  # itself a request, of which others are made
+
 
 class Comm:
     """One group of ranks along `axis`: their world ranks, and this rank's place `index`.
 
     wire: its transport; None for a rank that is alone.
     check: compares a collective over the group before it is made (--check-comm), or None.
+    levels: how sums travel where the group lies on several hosts, or None.
     """
 
     def __init__(self, axis: str, ranks: tuple[int, ...], index: int, wire: Transport | None,
-                 recorder: Recorder, check: CallCheck | None = None):
+                 recorder: Recorder, check: CallCheck | None = None,
+                 levels: Levels | None = None):
         self.axis = axis
         self.ranks = ranks
         self.index = index
         self.size = len(ranks)
-        self._held = [held for held in (check, wire) if held is not None]
+        self.levels = levels
+        self._held = [held for held in (check, wire, levels) if held is not None]
         self.wire: Transport = Alone() if wire is None or self.size == 1 else wire
         self.recorder = recorder
         self.check = check if self.size > 1 else None
@@ -147,12 +146,16 @@ class Comm:
 
     def all_reduce(self, x: Array, name: str, op: str = "sum") -> Array:
         """Reduce x over the group in place (op: sum or max) and return it."""
+        if self.levels is not None and op == "sum":
+            return self.levels.all_reduce(x, name)
         entry = self._open("all_reduce", name, x, x.nbytes)
         self.wire.all_reduce(x, op)
         return close(entry, x)
 
     def iall_reduce(self, x: Array, name: str) -> Pending:
         """Post an in-place sum of x over the group; x is done after `wait`."""
+        if self.levels is not None:
+            return Pending(self.levels.iall_reduce(x, name), NO_ENTRY, x)
         entry = self._open("all_reduce", name, x, x.nbytes)
         return Pending(self.wire.iall_reduce(x), entry, x)
 
@@ -263,6 +266,14 @@ class Comm:
         entry[TALLY].nanoseconds += done - entry[WAITED]
         return x
 
+    def zeros(self, shape: tuple[int, ...], dtype: Any, label: str) -> Array:
+        """A new array of zeros, in the memory that suits the group's sums best.
+
+        Do not use it any more after `close`. Comm: perhaps a window, by every member.
+        """
+        place = self.wire if self.levels is None else self.levels.near.wire
+        return place.zeros(shape, dtype, label)
+
     def neighbor(self, steps: int) -> int:
         """The place `steps` further round the ring of the group's members."""
         return (self.index + steps) % self.size
@@ -291,25 +302,34 @@ class Comms:
     def __init__(self, grid: Grid, ops: Any, recorder: Recorder,
                  mpi_world: MPI.Intracomm | None = None, options: Options | None = None,
                  partitions: Partitions | None = None, messages: Collection[str] = ()):
-        self.grid, self.recorder, self.mpi_world = grid, recorder, mpi_world
+        self.grid, self.recorder, self.mpi_world, self.ops = grid, recorder, mpi_world, ops
         crowded = cores_of(mpi_world).crowded
-        options = (options or Options())._replace(patient=crowded)
+        self.options = options = (options or Options())._replace(patient=crowded)
         if crowded:
             finish_passes_first()
+        hosts = None
+        if mpi_world is not None and options.all_reduce in LEVELED:
+            hosts = hosts_of(mpi_world)
 
         def make(axis: str, ranks: tuple[int, ...], alone: bool = False) -> Comm:
             """My group's Comm. alone: no group on this axis has several ranks, so there is no
             split.
             """
-            wire = check = None
-            if not alone:
-                stages = {grid.place_of(member, "pp") for member in ranks}
-                own = options._replace(uneven=len(stages) > 1,
-                                       reach=max(options.reach, axis in messages))
-                wire = connect(ops, mpi_world, ranks, own)
-                if options.check and mpi_world is not None:
-                    check = CallCheck(split(mpi_world, ranks), ranks)
-            return Comm(axis, ranks, ranks.index(grid.world_rank), wire, recorder, check)
+            if alone:
+                return Comm(axis, ranks, 0, None, recorder)
+            stages, check, levels = {grid.place_of(member, "pp") for member in ranks}, None, None
+            own = self.options._replace(uneven=len(stages) > 1, group=f"{axis} {list(ranks)}",
+                                        reach=max(options.reach, axis in messages))
+            if axis == "world":  # it sums a few numbers
+                own = own._replace(all_reduce="mpi")
+            elif hosts is not None and len(set(hosts)) > 1:
+                levels, own = self._levels(axis, ranks, own, hosts)
+            wire = connect(ops, mpi_world, ranks, own)
+            if options.check and mpi_world is not None:
+                check = CallCheck(split(mpi_world, ranks), ranks)
+                if levels is not None:
+                    levels.near.check = check
+            return Comm(axis, ranks, ranks.index(grid.world_rank), wire, recorder, check, levels)
 
         self.alone = Comm("alone", (grid.world_rank,), 0, None, recorder)
         world = tuple(range(grid.world_size))
@@ -322,6 +342,27 @@ class Comms:
                         (grid.world_rank,))
             self.groups[name] = make(name, mine, all(len(ranks) == 1 for ranks in groups))
         self.groups["world"] = self.world
+
+    def _levels(self, axis: str, ranks: tuple[int, ...], options: Options, hosts: list[int],
+                ) -> tuple[Levels | None, Options]:
+        """The levels of my group if it needs them, and the options of its own transport.
+
+        Comm: three splits over the world, also by ranks whose group has no levels.
+        """
+        own = self.grid.world_rank
+        found = near_and_far(ranks, hosts, own)
+        near, far = found or ((own,), (own,))
+        inside = "mpi" if options.all_reduce == "levels" else options.all_reduce
+
+        def level(members: tuple[int, ...], algorithm: str) -> Comm:
+            wire = connect(self.ops, self.mpi_world, members, options._replace(
+                all_reduce=algorithm, group=f"{axis} {list(members)}"))
+            return Comm(axis, members, members.index(own), wire, self.recorder)
+
+        groups = level(near, inside), level(far, "mpi"), level(near, "mpi")
+        one_host = len({hosts[member] for member in ranks}) == 1
+        return Levels(*groups) if found else None, options if one_host else options._replace(
+            all_reduce="mpi")
 
     def __getitem__(self, name: str) -> Comm:
         """This rank's group of a name."""

@@ -14,7 +14,8 @@ from __future__ import annotations
 from typing import Any
 
 from mpipar.comm.grid import share
-from mpipar.comm.transport import Array, Counts, Exchanged, Request, Transport
+from mpipar.comm.request import Array, Request
+from mpipar.comm.transport import Counts, Exchanged, Transport
 
 
 class NarrowTransport:
@@ -23,6 +24,7 @@ class NarrowTransport:
     def __init__(self, wire: Transport, ops: Any, group_size: int):
         self.wire, self.ops, self.group_size = wire, ops, group_size
         self.barrier, self.max_tag, self.close = wire.barrier, wire.max_tag, wire.close
+        self.zeros = wire.zeros
         self.carrier, self.in_order = wire.carrier, wire.in_order
 
     def _is_narrow(self, x: Array) -> bool:

@@ -24,7 +24,8 @@ from typing import TYPE_CHECKING, Any
 
 from mpipar.comm.device import StagedTransport
 from mpipar.comm.grid import runs
-from mpipar.comm.transport import Array, Counts, Exchanged, HostTransport, Options, Request
+from mpipar.comm.request import Array, Options, Request
+from mpipar.comm.transport import Counts, Exchanged, HostTransport
 
 if TYPE_CHECKING:
     from mpi4py import MPI

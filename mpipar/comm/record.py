@@ -23,10 +23,19 @@ from types import CodeType, FrameType
 from typing import Any, NamedTuple, TypeAlias, TypeVar
 
 PACKAGE = f"{Path(__file__).resolve().parents[2]}/"
-CUTS = ("mpipar.partition", "mpipar.layers.linear")  # modules that cross barriers for a layer
+# Modules that cross barriers for a layer, or for a group.
+CUTS = ("mpipar.partition", "mpipar.layers.linear", "mpipar.comm.levels", "mpipar.comm.algorithms",
+        "mpipar.comm.group")
 POINT_TO_POINT = ("send", "recv")
 PASSES = ("F", "B", "I", "W")  # kinds of spans that a schedule orders
 COMPUTE = (*PASSES, "opt", "data")  # kinds of spans in which a rank computes; none contains another
+# The state of an array over a group before a collective, and after it. whole: every rank has all of
+# it, the same numbers. cut: each rank has its own piece. partial: the ranks' arrays add up to it.
+# one: one rank has it. A collective changes the state and never the array.
+TURNS = {
+    "all_reduce": ("partial", "whole"), "reduce_scatter": ("partial", "cut"),
+    "reduce": ("partial", "one"), "all_gather": ("cut", "whole"), "all_to_all": ("cut", "cut"),
+    "all_to_allv": ("cut", "cut"), "broadcast": ("one", "whole")}
 # All that keeps a rank busy; garbage collection lies in others.
 BUSY = (*COMPUTE, "eval", "save", "gc")
 
@@ -189,6 +198,11 @@ def wire_bytes(operation: str, payload: int, group_size: int) -> int:
     return payload if operation in ("send", "all_to_allv") else 0
 
 
+def turns(operation: str) -> str:
+    """What a collective turns an array into, as in `partial -> whole`; messages only move one."""
+    return " -> ".join(TURNS.get(operation, ("moved",)))
+
+
 def family(name: str) -> str:
     """A barrier's name without its numbers: block3.ffn.down -> block*.ffn.down."""
     return re.sub(r"\d+", "*", name)
@@ -285,6 +299,8 @@ class Recorder:
         # A blocking send under way: the group, array, peer, tag, name, start, and caller's frame.
         self.open_send: tuple[Any, Any, int, int, str, int, FrameType] | None = None
         self._spans: deque[tuple[Any, ...]] = deque(maxlen=capacity)
+        # Spans between marks on a device.
+        self._late: deque[tuple[Any, ...]] = deque(maxlen=capacity)
         self.operations: list[LayerOperation] = []
         self.tallies: dict[tuple[Any, ...], Tally] = {}  # by what tells their calls from others
         self.busy_ns: dict[str, int] = {}
@@ -331,6 +347,7 @@ class Recorder:
         """Give both rings room for `capacity` entries (None: for all). The newest ones are kept."""
         self.entries = deque(self.entries, maxlen=capacity)
         self._spans = deque(self._spans, maxlen=capacity)
+        self._late = deque(self._late, maxlen=capacity)
 
     def reset_counters(self) -> None:
         """Start counting anew (the rings stay)."""
@@ -342,6 +359,7 @@ class Recorder:
         """Empty both rings and start counting anew."""
         self.entries.clear()
         self._spans.clear()
+        self._late.clear()
         self.reset_counters()
 
     @property
@@ -367,11 +385,32 @@ class Recorder:
                 *line, place(site.f_code.co_filename, site.f_lineno), cut))
         return found
 
-    def span(self, kind: str, start_ns: int, stage: int = -1, mb: int = -1) -> None:
-        """Append a compute span that began at `start_ns` and ends now."""
-        end = perf_counter_ns()
-        self._spans.append((kind, start_ns, end, self.step, stage, mb))
-        self.busy_ns[kind] = self.busy_ns.get(kind, 0) + end - start_ns
+    def span(self, kind: str, start: Any, stage: int = -1, mb: int = -1, end: Any = None) -> None:
+        """Append a compute span from `start` to `end` (default: now).
+
+        Both are ns, or marks on a device (`ops.instant`). Then `settle` appends the span.
+        """
+        span = kind, start, perf_counter_ns() if end is None else end, self.step, stage, mb
+        if type(start) is int:
+            self._append(span)
+        else:
+            self._late.append(span)
+
+    def _append(self, span: tuple[Any, ...]) -> None:
+        kind, start_ns, end_ns, *_ = span
+        self._spans.append(span)
+        self.busy_ns[kind] = self.busy_ns.get(kind, 0) + end_ns - start_ns
+
+    def settle(self, nanoseconds: Callable[[list[Any]], list[int]]) -> None:
+        """Append the spans between marks on a device, now that it has passed them.
+
+        nanoseconds(marks): see `ops.nanoseconds`.
+        """
+        late = list(self._late)
+        self._late.clear()
+        times = iter(nanoseconds([mark for span in late for mark in span[1:3]]) if late else ())
+        for kind, _, _, *where in late:
+            self._append((kind, next(times), next(times), *where))
 
     def totals(self, *fields: str) -> dict[tuple[str, ...], Sums]:
         """The counters summed over everything but these fields of a Key."""

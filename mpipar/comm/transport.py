@@ -7,47 +7,19 @@ each group. Device memory has its own transports (`mpipar/comm/device.py`).
 from __future__ import annotations
 
 import math
-import time
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, Any, NamedTuple, Protocol, TypeAlias, cast
+from typing import TYPE_CHECKING, Any, Protocol, TypeAlias, cast
 
 import numpy as np
+
+from mpipar.comm.algorithms import ALGORITHMS
+from mpipar.comm.request import Array, Done, Options, PatientRequest, Request
 
 if TYPE_CHECKING:
     from mpi4py import MPI
 
-# An array of NumPy or CuPy, or one of shapes only: they have no common type.
-Array: TypeAlias = Any
 Counts: TypeAlias = Sequence[int]  # rows for each rank of a group, or from each
 Exchanged: TypeAlias = tuple[Array, Counts]  # what arrived, and the rows from each rank
-
-POLLS_BEFORE_SLEEP = 20  # no sleep for a message that is nearly there
-NAP_SECONDS, MOST_NAP_SECONDS = 50e-6, 200e-6  # the first sleep between two polls, and the longest
-
-
-class Options(NamedTuple):
-    """How the wire behaves.
-
-    sync_sends: a send is done only when it is matched.
-    check: compare every collective over its group first.
-    patient: a rank that waits for a message gives its core away in between.
-    uneven: the members hold different stages, so they come to a sum at different times.
-    reach: how many places apart around the group members may be that exchange messages all the
-    time. NCCL connects these; others may exchange messages too, but more slowly.
-    """
-
-    sync_sends: bool = False
-    check: bool = False
-    patient: bool = False
-    uneven: bool = False
-    reach: int = 0
-
-
-class Request(Protocol):
-    """What an operation that is only posted returns, called like an mpi4py request."""
-
-    def Test(self) -> bool: ...
-    def Wait(self) -> Any: ...
 
 
 class Transport(Protocol):
@@ -64,6 +36,7 @@ class Transport(Protocol):
     carrier: str
     in_order: bool
 
+    def zeros(self, shape: tuple[int, ...], dtype: Any, label: str) -> Array: ...
     def all_reduce(self, x: Array, op: str) -> None: ...
     def all_gather(self, x: Array, group_size: int) -> Array: ...
     def reduce_scatter(self, x: Array) -> Array: ...
@@ -83,16 +56,6 @@ class Transport(Protocol):
     def close(self) -> None: ...
 
 
-class Done:
-    """The request of an operation that needs no waiting."""
-
-    def Test(self) -> bool:
-        return True
-
-    def Wait(self) -> None:
-        pass
-
-
 class NoTransport:
     """One process and no data: the shapes-only run. Receives leave the array, which has no numbers,
     as it is.
@@ -108,6 +71,9 @@ class NoTransport:
 
     def _done(self, *_: Any) -> Request:
         return Done()
+
+    def zeros(self, shape: tuple[int, ...], dtype: Any, label: str) -> Array:
+        return self.ops.zeros(shape, dtype, label=label)
 
     all_reduce = broadcast = reduce = barrier = send = recv = close = _nothing
     iall_reduce = iall_gather = ireduce_scatter = isend = irecv = _done
@@ -157,30 +123,6 @@ def balanced(total: int, parts: int) -> list[int]:
     return [total * (part + 1) // parts - total * part // parts for part in range(parts)]
 
 
-class PatientRequest:
-    """A message that polls with short sleeps, for hosts with more ranks than cores.
-
-    MPI's own wait spins, and takes the core that the awaited rank needs. Measured with 4 ranks on 2
-    cores: the default run's step takes 76 ms with sleeps of 50 us and 85 ms with Wait. Polls take
-    some of the core too, so the sleeps of a long wait grow. That saves another 3 % of this step,
-    and 7 % of that of 1f1b on four stages. Collectives stay with MPI, because their members arrive
-    less than one sleep apart. Sums over ranks that hold different stages are the exception.
-    """
-
-    def __init__(self, request: Request):
-        self.request = request
-        self.Test = request.Test
-
-    def Wait(self) -> None:
-        for _ in range(POLLS_BEFORE_SLEEP):
-            if self.request.Test():
-                return
-        nap = NAP_SECONDS
-        while not self.request.Test():
-            time.sleep(nap)
-            nap = min(2 * nap, MOST_NAP_SECONDS)
-
-
 class HostTransport:
     """Hands arrays straight to MPI."""
 
@@ -189,10 +131,8 @@ class HostTransport:
     def __init__(self, ops: Any, mpi_comm: MPI.Intracomm, options: Options):
         from mpi4py import MPI
 
-        self.ops = ops
-        self.mpi = mpi_comm
-        self.in_place = MPI.IN_PLACE
-        self.reduce_ops = {"sum": MPI.SUM, "max": MPI.MAX}
+        self.ops, self.mpi = ops, mpi_comm
+        self.travel = ALGORITHMS[options.all_reduce](ops, mpi_comm, options)
         # Synchronous sends return only when matched. A program that works with them never relies on
         # buffers inside MPI, whatever the message size.
         self._send, self._isend = (mpi_comm.Ssend, mpi_comm.Issend) if options.sync_sends else (
@@ -205,6 +145,9 @@ class HostTransport:
         """A new array to receive into."""
         return self.ops.empty(shape, dtype, label="buffers")
 
+    def zeros(self, shape: tuple[int, ...], dtype: Any, label: str) -> Array:
+        return self.travel.zeros(shape, dtype, label)
+
     def all_reduce(self, x: Array, op: str) -> None:
         """Sum or maximum, in place. A rank whose stage is done early sleeps until all are here.
 
@@ -213,28 +156,25 @@ class HostTransport:
         """
         if self.sleeps_before_sums:
             PatientRequest(self.mpi.Ibarrier()).Wait()
-        self.mpi.Allreduce(self.in_place, x, self.reduce_ops[op])
+        self.travel.all_reduce(x, op)
 
     def iall_reduce(self, x: Array) -> Request:
-        request: Request = self.mpi.Iallreduce(self.in_place, x)
-        return request
+        return self.travel.iall_reduce(x)
 
     def ireduce_scatter(self, x: Array) -> Request:
-        request: Request = self.mpi.Ireduce_scatter_block(self.in_place, x)
-        return request
+        return self.travel.ireduce_scatter(x)
 
     def iall_gather(self, x: Array) -> Request:
-        request: Request = self.mpi.Iallgather(self.in_place, x)
-        return request
+        return self.travel.iall_gather(x)
 
     def all_gather(self, x: Array, group_size: int) -> Array:
         y = self._new((group_size, *x.shape), x.dtype)
-        self.mpi.Allgather(x, y)
+        self.travel.all_gather(x, y)
         return y
 
     def reduce_scatter(self, x: Array) -> Array:
         y = self._new(x.shape[1:], x.dtype)
-        self.mpi.Reduce_scatter_block(x, y)
+        self.travel.reduce_scatter(x, y)
         return y
 
     def all_to_all(self, x: Array) -> Array:
@@ -262,7 +202,7 @@ class HostTransport:
 
     def reduce(self, x: Array, root: int) -> None:
         here = self.mpi.rank == root
-        self.mpi.Reduce(self.in_place if here else x, x if here else None, root=root)
+        self.mpi.Reduce(self.travel.in_place if here else x, x if here else None, root=root)
 
     def barrier(self) -> None:
         self.mpi.Barrier()
@@ -289,6 +229,7 @@ class HostTransport:
         return int(self.tag_ub)
 
     def close(self) -> None:
+        self.travel.close()
         self.mpi.Free()
 
 

@@ -8,6 +8,7 @@ from dataclasses import dataclass, replace
 
 from mpipar import models
 from mpipar.comm.grid import AXES, Grid
+from mpipar.comm.record import turns
 from mpipar.commands.command import OF_A_STEP, Command, Context
 from mpipar.commands.resolve import resolve
 from mpipar.config.grid import AUTO
@@ -172,9 +173,9 @@ def step_time(estimate) -> str:
 
 
 def in_order(prediction, config) -> str:
-    """One row per barrier or message, in the rank's order. For site and cut see record.py."""
-    rows = [("", "phase", "stage", "mb", "axis", "operation", "name", "ranks", "dtype", "payload",
-             "formula", "sent", "factor", "site", "cut")]
+    """One row per barrier or message, in the rank's order. Turns, site and cut: see record.py."""
+    rows = [("", "phase", "stage", "mb", "axis", "operation", "turns", "name", "ranks", "dtype",
+             "payload", "formula", "sent", "factor", "site", "cut")]
     for i, record in enumerate(prediction.recorder.records, 1):
         ranks = prediction.groups[record.axis]
         dtype = record.dtype
@@ -186,9 +187,10 @@ def in_order(prediction, config) -> str:
             shown = ",".join(map(str, ranks))
         rows.append((
             i, record.phase, record.stage, record.mb, record.axis, record.operation,
-            record.name, shown, dtype, nbytes(record.payload_bytes), formula[0] if formula else "",
-            nbytes(record.wire_bytes), formulas.sent(record), record.site, record.cut))
-    return table(rows, left=9)
+            turns(record.operation), record.name, shown, dtype, nbytes(record.payload_bytes),
+            formula[0] if formula else "", nbytes(record.wire_bytes), formulas.sent(record),
+            record.site, record.cut))
+    return table(rows, left=10)
 
 
 def without_times(text: str) -> str:
@@ -231,5 +233,5 @@ def memory_forms(prediction, config) -> str:
 
 COMMAND = Command(
     run, arguments=Arguments, fields=(OF_A_STEP | {"save_async"}) - {  # its copy of the state
-        "hang_warn", "hang_stop", "lr", "data", "seed", "sync_sends", "check_comm", "loss_scale",
-        "loss_scale_interval"})
+        "hang_warn", "hang_stop", "lr", "data", "seed", "sync_sends", "check_comm", "all_reduce",
+        "loss_scale", "loss_scale_interval"})

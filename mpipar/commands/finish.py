@@ -30,6 +30,7 @@ def report_step(world, worker, fact, memory, steps, log) -> None:
     number of steps.
     Comm: one gather over the world.
     """
+    worker.settle()
     fact = fact | {
         "counters": [[*key, *counter] for key, counter in worker.recorder.counters.items()
                      if key.phase in ("F", "I", "recompute", "W", "sync", "opt")],

@@ -60,10 +60,14 @@ class Arguments:
         metavar="G")
     costs: str | None = setting(
         None, "time of forward, input gradient, weight gradient and, if it is less than the sum, of"
-        " an overlapped forward and backward (default 1,1,1)", metavar="F,I,W[,FB]")
+        " an overlapped forward and backward (default 1,1,1; with --book 1,1/2,1/2)",
+        metavar="F,I,W[,FB]")
     latency: str | None = setting(
         None, "time of a message between workers (default 0)", metavar="C")
     symbols: bool = switch("print F_k and B_k in time order, not the grid")
+    book: bool = switch(
+        "draw the grid as textbooks do: the last worker on top, an arrow up for a forward pass of"
+        " block l and an arrow down for its backward pass, both equally wide")
     compare: bool = switch("table all schedules for these counts")
     svg: str | None = setting(None, "draw into an SVG file", metavar="FILE")
     json: bool = switch("print everything as JSON and nothing else")
@@ -98,7 +102,7 @@ def problems(args: Arguments) -> list[UsageError]:
                         "--chunks", "--group-size")
     elif args.compare:
         found += unread(args, "--compare prints one table of all schedules", "NAME",
-                        "--group-size", "--symbols", "--svg", "--json", "--csv")
+                        "--group-size", "--symbols", "--book", "--svg", "--json", "--csv")
         if args.pp * args.num_microbatches > MOST_COMPARED and min(
                 args.pp, args.num_microbatches) > 0:
             found.append(f"--compare makes every schedule: --pp times --num-microbatches is"
@@ -106,6 +110,8 @@ def problems(args: Arguments) -> list[UsageError]:
                          f" {MOST_COMPARED:,}")
     else:
         found += name_problems(args)
+    if args.book and args.symbols:
+        found.append("--book and --symbols: give one of them")
     if args.json and args.csv == STDOUT:
         found.append("--json and --csv - both print; name a file for --csv, or leave --json out")
     return [UsageError(found)] if found else []
@@ -133,14 +139,15 @@ def run(context: Context) -> int:
 
 def costs_of(args: Arguments) -> Costs:
     """The exact costs of --costs and --latency. Raises UsageError."""
-    return parse_costs("1,1,1" if args.costs is None else args.costs,
+    usual = "1,1/2,1/2" if args.book else "1,1,1"
+    return parse_costs(usual if args.costs is None else args.costs,
                        "0" if args.latency is None else args.latency)
 
 
 def page_problems(args: Arguments) -> list[str]:
     """What is wrong with the flags beside --html."""
     found = unread(args, "--html writes one page and nothing else", "--compare", "--symbols",
-                   "--svg", "--json", "--csv")
+                   "--book", "--svg", "--json", "--csv")
     if args.from_run is not None:
         return found + unread(args, "--from-run brings its own schedule and costs", "NAME",
                               "--chunks", "--group-size", "--costs", "--latency", "--from-csv")
@@ -210,13 +217,34 @@ def show(args: Arguments, schedule: Schedule, costs: Costs) -> None:
     picture = draw.grid(timeline)
     if args.symbols:
         picture = f"{draw.symbols(timeline)}\n\n{draw.notation(schedule)}"
-    blocks = [headline(schedule, costs), picture, summary(timeline, form), workers(timeline)]
-    print("\n\n".join(blocks))
+    elif args.book:
+        picture = book_picture(timeline)
+    blocks = [headline(schedule, costs), picture, summary(timeline, form)]
+    print("\n\n".join(blocks if args.book else [*blocks, workers(timeline)]))
     for path in (args.svg, args.csv):
         if path:
             print(f"wrote {path}")
     if args.csv and len(schedule.homes) > 1:
         print("its form is mpipar's own: torch.distributed.pipelining has one copy of each stage")
+
+
+def book_picture(timeline: Timeline) -> str:
+    """The grid in a textbook's notation, and what it means.
+
+    Raises UsageError for passes that textbooks do not have.
+    """
+    schedule = timeline.schedule
+    others = sorted({cell.instr.kind for row in draw.layout(timeline) for cell in row}
+                    - draw.ARROWS.keys())
+    if others:
+        raise UsageError(f"--book: {schedule.name} has the passes {', '.join(others)}, which no"
+                         " textbook draws: leave --book out, or use naive, gpipe or 1f1b")
+    picture = f"{draw.grid(timeline, book=True)}\n\n{draw.book_notation(schedule)}"
+    try:
+        picture.encode(sys.stdout.encoding or "utf-8")
+    except UnicodeEncodeError:
+        return picture.translate(draw.PLAIN_ARROWS)
+    return picture
 
 
 def headline(schedule: Schedule, costs: Costs) -> str:

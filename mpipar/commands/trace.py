@@ -12,7 +12,7 @@ from mpipar.console.tables import nbytes, table
 from mpipar.errors import EXIT_OK, UsageError
 from mpipar.files.text import counted, harmless
 from mpipar.trace import html, perfetto, pop, trace_file, waits
-from mpipar.trace.analysis import CATEGORIES, Analysis, analyse, category_ns
+from mpipar.trace.analysis import CATEGORIES, Analysis, analyse, cause_rows, rank_rows
 from mpipar.trace.timeline import median_step, timeline
 
 WIDTH = 100  # characters of a line of text
@@ -96,10 +96,8 @@ def print_findings(analysis: Analysis) -> None:
         print(textwrap.fill(text, WIDTH, subsequent_indent="  "))
     print("\nwhere the time went, ms per step:")
     rows = [("rank", "place", *CATEGORIES)]
-    for traced, own in zip(analysis.trace.ranks, analysis.segments, strict=True):
-        sums = category_ns(own, traced.start, traced.end)
-        rows.append((traced.world_rank, analysis.trace.place(traced), *(
-            f"{sums[name] * 1e-6 / analysis.trace.num_steps:.1f}" for name in CATEGORIES)))
+    rows += [(one["rank"], one["place"], *(f"{ms:.1f}" for ms in one["ms"]))
+             for one in rank_rows(analysis)]
     print(table(rows, left=2))
 
 
@@ -107,7 +105,7 @@ def print_waits(analysis: Analysis) -> None:
     """Print causes of waiting, and totals by axis, barrier, source line and rank."""
     steps = analysis.trace.num_steps
     print("\nwhat others waited for, ms per step (waiting summed over ranks):")
-    print(cause_table(analysis.costs, steps))
+    print(cause_table(analysis))
     for title, key in (
             ("axis", lambda call: call.record.axis),
             ("barrier", lambda call: f"{call.record.axis} {family(call.record.name)}"),
@@ -117,18 +115,12 @@ def print_waits(analysis: Analysis) -> None:
         print(wait_table(title, waits.totals(analysis.waits, key), steps))
 
 
-def cause_table(costs: dict, steps: int) -> str:
+def cause_table(analysis: Analysis) -> str:
     """What ranks did while others waited for them, the longest wait first."""
-    if not costs:
-        return "nobody waited"
-    total = sum(cost.wait_ns for cost in costs.values())
     rows = [("cause", "ms", "share", "mostly waiting", "at")]
-    for cause, cost in list(costs.items())[:MOST]:
-        waiting = cost.by_rank.most_common(1)[0][0]
-        axis, name = cost.by_barrier.most_common(1)[0][0]
-        rows.append((cause.text(), f"{cost.wait_ns * 1e-6 / steps:.2f}",
-                     f"{cost.wait_ns / total:.0%}", f"rank {waiting}", f"{axis} {name}"))
-    return table(rows)
+    rows += [(one["text"], f"{one['ms']:.2f}", f"{one['share']:.0%}", f"rank {one['rank']}",
+              one["barrier"]) for one in cause_rows(analysis, MOST)]
+    return table(rows) if analysis.costs else "nobody waited"
 
 
 def wait_table(title: str, sums: dict, steps: int) -> str:

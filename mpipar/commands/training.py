@@ -14,6 +14,7 @@ from mpipar.comm.facts import gather_facts
 from mpipar.comm.grid import Grid
 from mpipar.comm.record import Recorder
 from mpipar.commands import finish, loops, report, resume
+from mpipar.commands.algorithms import keep_choices, known_choices
 from mpipar.commands.auto import legal_layouts, with_choices
 from mpipar.commands.evaluation import Evaluation
 from mpipar.commands.inputs import prepare
@@ -179,13 +180,16 @@ class Run:
     def allocate(self) -> None:
         """Make the worker and its weights, data, metrics, tracer and what saves.
 
-        Comm: the worker's groups; that of `restore` and of a new `Saver`.
+        Comm: the worker's groups; that of `known_choices`, `keep_choices`, `restore` and of a new
+        `Saver`.
         """
         config, ops, recorder = self.config, self.inputs.ops, self.recorder
         self.memory = PeakMemory(ops)
         self.memory.start()
         timed_ops = TimedOps(ops, recorder) if config.run.trace_ops else None
-        self.worker = Worker(config, self.grid, timed_ops or ops, recorder, self.world)
+        chosen = known_choices(self.session, config.run, self.folder)
+        self.worker = Worker(config, self.grid, timed_ops or ops, recorder, self.world, chosen)
+        self.written |= keep_choices(self.world, self.folder, chosen)
         if carriers := self.worker.comms.carriers:
             self.log(f"messages are carried by {' and '.join(carriers)}")
         self.replicas = Replicas(self.worker)

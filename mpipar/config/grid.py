@@ -25,6 +25,12 @@ class GridConfig:
         " ranks exchange tokens for heads", choices=tuple(PIECES_PER_RANK))
     tp: int | None = setting(None, "tensor-parallel ranks (default 2 from 4 ranks on)", low=1,
                              high=2**16)
+    ep: int = setting(
+        1, "expert-parallel ranks: neighbours in dp x cp that share out the experts of a block, and"
+        " exchange tokens", low=1, high=2**12)
+    expert_dispatch: str = setting(
+        "all-to-all", "how tokens reach the ranks of --ep: each row is sent to the experts of its"
+        " token; or all-gather: every rank gets all rows", choices=("all-to-all", "all-gather"))
     rank_order: str = setting(
         "pp,dp,cp,tp", "axes from outermost to innermost; neighbours of the last are nearest")
     schedule: str = setting(

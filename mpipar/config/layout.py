@@ -10,9 +10,9 @@ Layout = tuple[int, int, int]  # (dp, pp, tp)
 
 
 def shown_axes(sizes: Mapping[str, int]) -> list[tuple[str, int]]:
-    """(axis, size) in the order in which layouts are written; cp only where it is cut."""
-    return [(axis, sizes[axis]) for axis in ("dp", "pp", "cp", "tp")
-            if axis != "cp" or sizes[axis] > 1]
+    """(axis, size) in the order in which layouts are written; cp and ep only where they cut."""
+    return [(axis, sizes[axis]) for axis in ("dp", "pp", "cp", "tp", "ep")
+            if axis not in ("cp", "ep") or sizes.get(axis, 1) > 1]
 
 
 def sizes_text(sizes: Mapping[str, int]) -> str:

@@ -12,6 +12,7 @@ from mpipar.config.arch import ARCHS
 from mpipar.config.setting import setting
 
 OF_ROPE = ("positions", "rope")
+OF_EXPERTS = ("experts",)  # whatever their number
 SCALING = "8,1,4,8192"  # of rotations, in Llama 3.1
 CUTS = {"ffn_cut", "sequence_parallel", "tp_matmul"}  # how a layer is cut: not the model's shape
 
@@ -98,6 +99,29 @@ class DecoderConfig(ModelConfig):
     bias: str = setting("all", "which products of a block add a bias; qkv: of queries, keys and"
                         " values", choices=("all", "qkv", "none"))
     tied: bool = setting(True, "the head uses the token embedding's weights (one matrix less)")
+    experts: int | None = setting(
+        None, "experts of a block: feed-forward networks of which a router gives each token some"
+        " (default: one network for all tokens)", low=2, high=2**12)
+    experts_per_token: int = setting(
+        2, "experts that each token passes", low=1, high=2**12, only=OF_EXPERTS)
+    expert_ffn: int | None = setting(
+        None, "width inside an expert, padded for tp (default: --ffn)", low=1, high=2**20,
+        only=OF_EXPERTS)
+    expert_interval: int = setting(
+        1, "every N-th block has experts, and the others one network", low=1, high=1024,
+        only=OF_EXPERTS)
+    shared_expert_ffn: int | None = setting(
+        None, "width of one more network that all tokens pass beside their experts (default: none)",
+        low=1, high=2**20, only=OF_EXPERTS)
+    router_balance: str = setting(
+        "loss", "what makes experts get equally many tokens: loss = one more loss of each row; bias"
+        " = a number of each expert, changed once a step, that the choice adds; none",
+        choices=("none", "loss", "bias"), only=OF_EXPERTS)
+    router_loss_coef: float = setting(
+        0.01, "factor of the loss that balances experts", low=0.0, only=("router_balance", "loss"))
+    router_bias_rate: float = setting(
+        0.001, "what a step adds to or takes from the number of each expert", low=0.0,
+        only=("router_balance", "bias"))
     sequence_parallel: bool = setting(
         False, "cut tokens over tp between the products: norms, stash and pipeline messages shrink "
         "to 1/tp, but there are more barriers")
@@ -129,8 +153,9 @@ class DecoderConfig(ModelConfig):
         return self.seq_len
 
     def block_kind(self, index: int) -> str:
-        """The row of the model's BLOCKS for the block of this index: one for all."""
-        return "dense"
+        """The row of the model's BLOCKS for the block of this index."""
+        has_experts = self.experts and (index + 1) % self.expert_interval == 0
+        return "experts" if has_experts else "dense"
 
     def completed(self) -> Self:
         """The same with every None replaced by what it stands for."""
@@ -139,7 +164,9 @@ class DecoderConfig(ModelConfig):
         if self.positions == "rope" and positions is None:
             scaling = self.rope_scaling or (0.0,)
             positions = max(self.seq_len, round(scaling[0] * scaling[-1]))
-        return replace(self, ffn=self.ffn or ffn, kv_heads=self.whole_kv_heads,
+        ffn = self.ffn or ffn
+        return replace(self, ffn=ffn, kv_heads=self.whole_kv_heads,
+                       expert_ffn=self.expert_ffn or (ffn if self.experts else None),
                        head_dim=self.head_dim or self.d_model // self.heads,
                        max_positions=positions)
 

@@ -20,6 +20,11 @@ def _llama3(layers, d_model, heads, factor=8.0, **shape):
                   lr=3e-4) | shape
 
 
+def _mixtral(layers, d_model, heads, **shape):
+    return _llama(layers, d_model, heads, kv_heads=8, seq_len=4096, rope_theta=1e6, experts=8,
+                  router_loss_coef=0.02, lr=3e-4, **shape)
+
+
 PRESETS = {
     "tiny": {"batch_size": 16, "num_microbatches": 4},
     "digits": {
@@ -35,8 +40,14 @@ PRESETS = {
     "llama-1b": _llama3(16, 2048, 32, 32.0, ffn=8192, tied=True),
     "llama-8b": _llama3(32, 4096, 32, ffn=14336),
     "llama-70b": _llama3(80, 8192, 64, ffn=28672),
+    # A mixture of experts that trains in a minute on a processor.
+    "moe-tiny": {
+        "arch": "llama", "layers": 4, "ffn": 256, "experts": 8, "expert_ffn": 128,
+        "batch_size": 16, "num_microbatches": 4},
     # For planning.
     "llama-405b": _llama3(126, 16384, 128, ffn=53248),
+    "mixtral-8x7b": _mixtral(32, 4096, 32, ffn=14336, max_positions=32768),
+    "mixtral-8x22b": _mixtral(56, 6144, 48, ffn=16384, vocab_size=32768, max_positions=65536),
     "gpt3-175b": _gpt2(96, 12288, 96) | {"seq_len": 2048, "batch_size": 1536},
     # MPT has ALiBi in place of positions. Learned ones are nearest: they add T D numbers.
     "mpt-30b": _gpt2(48, 7168, 64) | {"seq_len": 8192, "vocab_size": 50432, "bias": "none"},

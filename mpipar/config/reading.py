@@ -8,10 +8,10 @@ later checks do not judge it.
 import dataclasses
 import json
 import re
-from collections.abc import Iterable, Mapping
+from collections.abc import Collection, Iterable, Mapping
 from dataclasses import dataclass
 
-from mpipar.comm.grid import AXES
+from mpipar.comm.grid import AXES, LAYOUT
 from mpipar.config.grid import AUTO
 from mpipar.config.sections import FIELDS, Config, build, not_taken, settings
 from mpipar.config.setting import argument, field_problem, flag, kind
@@ -60,9 +60,9 @@ def read(typed: Mapping[str, object], problems: Iterable[str] = (),
         if "layout" in source:
             chooses = source["layout"] == AUTO
         if chooses and "layout" in source:  # axes that a file names give way to a flag
-            values = {name: value for name, value in values.items() if name not in AXES}
+            values = {name: value for name, value in values.items() if name not in LAYOUT}
             del source["layout"]
-        for name, raw in expand_layout(source, problems).items():
+        for name, raw in expand_layout(source, problems, LAYOUT).items():
             try:
                 values[name] = _value(FIELDS[name], raw, is_text)
             except ValueError as error:
@@ -115,13 +115,14 @@ def choice_problems(config: Config, given: dict) -> list[str]:
     values, found = {one.name: value for _, one, value in settings(config)}, []
     for name, value in given.items():
         choice, *wanted = not_taken(name, values) or (None,)
-        if choice and all(values[one] in FIELDS[one].metadata["choices"]
+        if choice and all(values[one] in (FIELDS[one].metadata["choices"] or (None,))
                           for one in (choice, "preset")):
             other = COUNTERPARTS.get(name)
             cure = f"type {flag(other)} {value}" if other else "leave it out"
-            found.append(f"{flag(name)}: belongs to {flag(choice)} {' or '.join(map(str, wanted))},"
-                         f" but {flag(choice)} is {values[choice]}; {cure}, or type {flag(choice)}"
-                         f" {wanted[0]}")
+            whose = f"{flag(choice)} {' or '.join(map(str, wanted))}".rstrip()
+            now = "not given" if values[choice] is None else values[choice]
+            found.append(f"{flag(name)}: belongs to {whose}, but {flag(choice)} is {now}; {cure},"
+                         f" or type {flag(choice)} {(*wanted, EXAMPLES.get(choice))[0]}")
     return found
 
 
@@ -149,10 +150,10 @@ def _read_file(path: str, problems: list[str]) -> dict:
     return found
 
 
-def expand_layout(source: dict, problems: list[str]) -> dict:
+def expand_layout(source: dict, problems: list[str], names: Collection[str] = AXES) -> dict:
     """Replace layout="dp=2,pp=2" by the single axes. Both may be given if they agree.
 
-    What is wrong joins `problems`.
+    What is wrong joins `problems`. names: what a layout may name.
     """
     layer = dict(source)
     text = layer.pop("layout", None)
@@ -162,9 +163,9 @@ def expand_layout(source: dict, problems: list[str]) -> dict:
     seen = set()
     for part in map(str.strip, text.split(",")):
         name, _, value = part.partition("=")
-        if name not in AXES or not RANKS.fullmatch(value) or name in seen:
+        if name not in names or not RANKS.fullmatch(value) or name in seen:
             problems.append(f"--layout {brief(text)}: {shown(part)} is not understood; each of "
-                            f"{', '.join(AXES)} at most once, as in dp=2,pp=2,tp=2")
+                            f"{', '.join(names)} at most once, as in dp=2,pp=2,tp=2")
         elif name in layer and str(layer[name]) != value:
             problems.append(f"--layout {brief(text)}: contradicts {flag(name)}"
                             f" {brief(str(layer[name]))}; give one")

@@ -4,7 +4,7 @@ import math
 from collections.abc import Mapping
 from dataclasses import fields, replace
 
-from mpipar.comm.grid import AXES
+from mpipar.comm.grid import AXES, LAYOUT
 from mpipar.config.grid import AUTO
 from mpipar.config.model import CUTS, FAMILIES
 from mpipar.config.reading import Reading, over
@@ -31,14 +31,14 @@ def resumed(reading: Reading, saved: Mapping[str, object], world_size: int) -> R
              if (name, value) != ("schedule", AUTO)}
     problems = [*reading.unread, *unchangeable(given, saved)]
     fits = world_size == math.prod(saved.get(axis, 1) for axis in AXES)
-    named = any(axis in given for axis in AXES)
+    named = any(axis in given for axis in LAYOUT)
     reading = replace(reading, given=given, unread=tuple(problems),
                       chooses_layout=reading.chooses_layout and (named or not fits))
     dropped = set(OF_A_START)
     if any(name in given for name in ORDER):
         dropped |= set(ORDER)
     if named or not fits:
-        dropped |= {*AXES, *ORDER, "cp_attention"} - {"schedule"}
+        dropped |= {*LAYOUT, *ORDER, "cp_attention"} - {"schedule"}
     return over({name: value for name, value in saved.items() if name not in dropped}, reading)
 
 

@@ -11,6 +11,7 @@ OF_TEXT = ("model", "decoder")
 OF_GPU = ("device", "cuda")
 OF_FLOAT16 = ("dtype", "float16")
 RUNS = Path("runs")  # parent of the folders that --out does not name
+SUMS = ("mpi", "ring", "doubling", "halves", "levels", "window", "auto")  # of --all-reduce
 NEVER, AUTO = "never", "auto"  # of --resume
 
 
@@ -67,6 +68,9 @@ class RunConfig:
     tensorboard: bool = setting(
         False, "write event files for TensorBoard into the run folder (extra: tensorboard)")
     sync_sends: bool = setting(False, "synchronous sends: finds code that relies on buffering")
+    all_reduce: str = setting(
+        "mpi", "how sums travel: mpi = as the library does; auto = what a measurement at the start"
+        " finds fastest", choices=SUMS)
     check_comm: bool = setting(
         False, "before each collective, check that all ranks of the group make the same call")
     check_replicas: int = setting(

@@ -40,6 +40,7 @@ ROWS = {family: tuple((section, one) for section, parts in SECTIONS.items()
                       for one in dataclasses.fields(family if section == "model" else parts[0]))
         for family in FAMILIES.values()}
 # Field -> (field, value, ...) of the choice that it belongs to. That field may belong to another.
+# Without values it is one that is not given by default: whatever its value.
 CHOICES = {one.name: ("model", name) for name, part in FAMILIES.items()
            for one in dataclasses.fields(part) if one.name not in OF_EVERY_FAMILY}
 CHOICES |= {name: one.metadata["only"] for name, one in FIELDS.items() if one.metadata["only"]}
@@ -59,8 +60,10 @@ def not_taken(name: str, values: dict) -> tuple[str, ...] | None:
     if name not in CHOICES:
         return None
     choice, *wanted = CHOICES[name]
-    return not_taken(choice, values) or (
-        None if values[choice] in wanted else (choice, *wanted))
+    other = not_taken(choice, values)
+    if other is None and (values[choice] in wanted if wanted else values[choice] is not None):
+        return None
+    return other or (choice, *wanted)
 
 
 def is_in_force(config: Config, name: str) -> bool:

@@ -27,6 +27,15 @@ SYNONYMS = {  # other programs' names -> field
     "cp_comm_type": "cp_attention",
     "layer_norm_epsilon": "norm_eps", "norm_epsilon": "norm_eps", "hidden_act": "activation",
     "activation_function": "activation", "intermediate_size": "ffn",
+    "num_experts": "experts", "num_local_experts": "experts", "n_routed_experts": "experts",
+    "moe_router_topk": "experts_per_token", "num_experts_per_tok": "experts_per_token",
+    "moe_ffn_hidden_size": "expert_ffn", "moe_intermediate_size": "expert_ffn",
+    "moe_layer_freq": "expert_interval", "decoder_sparse_step": "expert_interval",
+    "moe_shared_expert_intermediate_size": "shared_expert_ffn",
+    "moe_router_load_balancing_type": "router_balance", "moe_aux_loss_coeff": "router_loss_coef",
+    "router_aux_loss_coef": "router_loss_coef",
+    "moe_router_bias_update_rate": "router_bias_rate", "expert_model_parallel_size": "ep",
+    "moe_token_dispatcher_type": "expert_dispatch",
     "position_embedding_type": "positions", "tie_word_embeddings": "tied", "model_type": "arch",
 }
 ACCUMULATION = ("--num-microbatches, with the same number: a step adds the gradients of so many"
@@ -54,14 +63,14 @@ NOT_BUILT = {  # known names for what these programs do not do -> what to do ins
     "dropout": "leave it out", "attention_dropout": "leave it out",
     "hidden_dropout": "leave it out", "compile": "leave it out", "fp8": "use --dtype bfloat16",
     "fp8_format": "use --dtype bfloat16",
-    "num_experts": "leave it out", "expert_model_parallel_size": "leave it out",
     "wandb_project": "leave it out: a run folder has metrics.jsonl",
 }
 COUNTERPARTS = {  # a field -> its name in the other family of models
     "d_model": "channels", "channels": "d_model", "vocab_size": "classes", "classes": "vocab_size",
 }
 EXAMPLES = {"stage_layers": "3,2,2,1", "image_shape": "8,8,1", "data": "text.txt",
-            "val_data": "held-out.txt", "rope_scaling": "8,1,4,8192", "stop_token": "50256"}
+            "val_data": "held-out.txt", "rope_scaling": "8,1,4,8192", "stop_token": "50256",
+            "experts": "8"}
 
 
 def unknown_word(word: str, names, what: str) -> str:

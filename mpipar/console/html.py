@@ -1,6 +1,7 @@
 """One self-contained HTML page from its parts: it needs no network and no other files.
 
-The folder page/ holds what every page has: base.css, with the colours of both themes, and base.js.
+The folder page/ holds what every page has: page.html, base.css with the colours of both themes, and
+base.js.
 """
 
 from __future__ import annotations
@@ -15,9 +16,9 @@ from mpipar.files.text import harmless
 
 
 def build(folder: Traversable, scripts: tuple[str, ...], data: dict, **more: str) -> str:
-    """The page of a folder with page.html, page.css and these scripts, which shows `data`.
+    """The page of a folder with body.html, page.css and these scripts, which shows `data`.
 
-    data: values for JSON, one of them `title`. more: texts for other marks of page.html, such as
+    data: values for JSON, one of them `title`. more: texts for other marks of body.html, such as
     [[ORDERS]].
     """
     base = files("mpipar.console") / "page"
@@ -28,7 +29,7 @@ def build(folder: Traversable, scripts: tuple[str, ...], data: dict, **more: str
     texts = {"TITLE": escape(harmless(data["title"])), "STYLE": joined(style),
              "SCRIPT": joined(script), "DATA": numbers, **more}
     # All marks at once: a run may be named [[DATA]].
-    skeleton = joined([folder / "page.html"])
+    skeleton = joined([base / "page.html"]).replace("[[BODY]]", joined([folder / "body.html"]))
     return re.sub(r"\[\[([A-Z]+)\]\]", lambda mark: texts[mark[1]], skeleton)
 
 

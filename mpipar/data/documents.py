@@ -1,25 +1,29 @@
-"""Documents of text files, in pieces: no file and no document is ever held as a whole.
+"""Documents of text files, as parts that a tokenizer gets at once.
 
-A document is a file, or what a separator separates in it. A long one is cut into windows that
-overlap. A tokenizer sees one window at a time, and the ids of two windows are joined where both
-cut the common text alike. What lies far from a place does not change how a tokenizer cuts it, so
-the joined ids are those of the whole document.
+A document is a file, or what a separator separates in it. One of up to LONGEST characters is one
+part. A longer one is cut where a line ends, so that it is never held as a whole. The ids of its
+parts are those of the whole document for every tokenizer that does not join text across the end of
+a line. Those of GPT-2 and Llama 3 do not.
 """
 
 from __future__ import annotations
 
 import hashlib
+import re
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from enum import Enum
 from pathlib import Path
 
+import numpy as np
+
 from mpipar.errors import DataError
 from mpipar.files.bounded import open_regular, problems_as
 from mpipar.files.utf8 import blocks_of, text_pieces
 
-WINDOW = 1 << 17  # characters that a tokenizer gets at once of a long document
-OVERLAP = 1 << 12  # of them that the next window has too
+LONGEST = 1 << 20  # characters that a tokenizer gets at once
+BATCH = 4 * LONGEST  # characters of several parts, for the threads of the library
+LINE_END = re.compile(r"(?<=\S)\n(?=\S)")  # where more white space would be one token with it
 HEAD = 1 << 16  # characters at the beginning of a document that decide where it belongs
 HELD_OUT = 10  # one part in ten is held out
 
@@ -33,14 +37,10 @@ class End(Enum):
 
 
 @dataclass(frozen=True)
-class Window:
-    """Text of one document. first: it begins it. end: what ends with it. head: `head_hash`.
-
-    Without `first`, the first characters are those with which the window before ends.
-    """
+class TextPart:
+    """Text of one document. end: what ends with it. head: the `head_hash` of its document."""
 
     text: str
-    first: bool
     end: End
     head: int
 
@@ -103,20 +103,37 @@ def cut_at(pieces: Iterable[tuple[str, End]], characters: int) -> Iterator[tuple
         left -= len(text)
 
 
-def windows(pieces: Iterable[tuple[str, End]], size: int = WINDOW,
-            overlap: int = OVERLAP) -> Iterator[Window]:
-    """The windows of all documents: `size` characters, and `overlap` more that the next has too."""
-    text, first, head = "", True, 0
+def parts(pieces: Iterable[tuple[str, End]], longest: int = LONGEST) -> Iterator[TextPart]:
+    """The parts of all documents: at most so many characters, and only the last one is empty."""
+    text, head = "", None
     for piece, end in pieces:
         text += piece
-        while len(text) > size + overlap:
-            head = head_hash(text) if first else head
-            yield Window(text[:size + overlap], first, End.NOTHING, head)
-            text, first = text[size:], False
+        while len(text) > longest:
+            head = head_hash(text) if head is None else head
+            stop = max((found.end() for found in LINE_END.finditer(text, longest // 2, longest)),
+                       default=longest)
+            yield TextPart(text[:stop], End.NOTHING, head)
+            text = text[stop:]
         if end is not End.NOTHING:
-            head = head_hash(text) if first else head
-            yield Window(text, first, end, head)
-            text, first = "", True
+            yield TextPart(text, end, head_hash(text) if head is None else head)
+            text, head = "", None
+
+
+def encoded_documents(tokenizer, pieces: Iterable[tuple[str, End]],
+                      longest: int = LONGEST) -> Iterator[tuple[np.ndarray, TextPart]]:
+    """The ids of each part of all documents, in order; many parts are encoded at a time."""
+    batch, characters = [], 0
+    for part in parts(pieces, longest):
+        batch.append(part)
+        characters += len(part.text)
+        if characters >= BATCH:
+            yield from _of_batch(tokenizer, batch)
+            batch, characters = [], 0
+    yield from _of_batch(tokenizer, batch)
+
+
+def _of_batch(tokenizer, batch: list[TextPart]) -> Iterator[tuple[np.ndarray, TextPart]]:
+    return zip(tokenizer.encode_all([part.text for part in batch]), batch, strict=True)
 
 
 def head_hash(text: str) -> int:
@@ -154,10 +171,10 @@ def survey(pieces: Iterable[tuple[str, End]]) -> Survey:
     """Look at all documents. Raises DataError where nothing can be held out."""
     documents = characters = 0
     smallest, largest = 2**64, -1
-    for window in windows(pieces, HEAD, 0):
-        characters += len(window.text)
-        documents += window.end is End.DOCUMENT
-        smallest, largest = min(smallest, window.head), max(largest, window.head)
+    for part in parts(pieces):
+        characters += len(part.text)
+        documents += part.end is End.DOCUMENT
+        smallest, largest = min(smallest, part.head), max(largest, part.head)
     if not documents:
         raise DataError("there is no text: all files are empty; give files with text")
     if documents == 1 and characters < HELD_OUT:

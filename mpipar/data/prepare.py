@@ -1,7 +1,7 @@
 """Writes a prepared folder: the tokens of all documents, in files that `mpipar.data.dataset` reads.
 
 Text is read from its files three times: to look at it, to train a tokenizer if one is asked for,
-and to encode it. So nothing is held in memory but some windows of text.
+and to encode it. So nothing is held in memory but some parts of the text.
 """
 
 from __future__ import annotations
@@ -16,8 +16,7 @@ import numpy as np
 
 from mpipar.data.bpe import train_tokenizer
 from mpipar.data.dataset import FORMAT, NAME, PARTS, Dataset, File
-from mpipar.data.documents import End, cut_at, read_documents, survey
-from mpipar.data.joined import encoded_documents
+from mpipar.data.documents import End, cut_at, encoded_documents, read_documents, survey
 from mpipar.data.tokenizer import Tokenizer, byte_tokenizer, load_tokenizer
 from mpipar.errors import DataError
 
@@ -138,13 +137,13 @@ def _encode(texts: Texts, tokenizer: Tokenizer, found, parts: list[Part]) -> Non
     if found.cut is not None:
         pieces = cut_at(pieces, found.cut)
     part = train
-    for ids, end, head in encoded_documents(tokenizer, pieces):
+    for ids, text in encoded_documents(tokenizer, pieces):
         if found.cut is None:
-            part = held_out if found.is_held_out(head) else train
+            part = held_out if found.is_held_out(text.head) else train
         part.write(ids)
-        if end is End.DOCUMENT:
+        if text.end is End.DOCUMENT:
             part.end_document(tokenizer.end)
-        elif end is End.CUT:
+        elif text.end is End.CUT:
             part = held_out
     for one in parts:
         one.close()

@@ -11,7 +11,7 @@ from __future__ import annotations
 import hashlib
 import json
 import os
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -57,12 +57,9 @@ class Tokenizer:
         """The ids of a prompt as transformers makes them: with special tokens, and a first one."""
         return self.encode(text)
 
-    def encode_all(self, texts: list[str]) -> list[tuple[np.ndarray, Callable]]:
-        """(ids, span_of(place) -> characters of an id, from, to) of many texts, on all threads.
-
-        Bytes have no span_of.
-        """
-        return [(np.frombuffer(text.encode(), np.uint8), None) for text in texts]
+    def encode_all(self, texts: list[str]) -> list[np.ndarray]:
+        """The ids of many texts, on all threads."""
+        return [np.frombuffer(text.encode(), np.uint8) for text in texts]
 
     def decode(self, ids: Iterable[int]) -> str:
         """The text of ids, special tokens included; what is not UTF-8 becomes replacement marks."""
@@ -117,9 +114,9 @@ class HuggingFace(Tokenizer):
         finally:
             self.library.encode_special_tokens = True
 
-    def encode_all(self, texts: list[str]) -> list[tuple[np.ndarray, Callable]]:
-        found = self.library.encode_batch(texts, add_special_tokens=False)
-        return [(np.array(one.ids, np.uint32), one.token_to_chars) for one in found]
+    def encode_all(self, texts: list[str]) -> list[np.ndarray]:
+        found = self.library.encode_batch_fast(texts, add_special_tokens=False)
+        return [np.array(one.ids, np.uint32) for one in found]
 
     def decode(self, ids: Iterable[int]) -> str:
         return self.library.decode(list(map(int, ids)), skip_special_tokens=False)

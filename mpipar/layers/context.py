@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any
 
 from mpipar.comm.group import Comm, Comms
@@ -12,7 +12,8 @@ from mpipar.layers.param import Copies
 from mpipar.layers.recompute import Recomputed
 from mpipar.partition import context_again, context_whole
 from mpipar.partition.context import attention_over
-from mpipar.partition.contracts import ContextCut
+from mpipar.partition.contracts import ContextCut, Dispatch
+from mpipar.partition.experts import DISPATCHES
 from mpipar.partition.tokens import WholeTokens
 
 if TYPE_CHECKING:
@@ -20,6 +21,16 @@ if TYPE_CHECKING:
 
 
 ALONE = Copies()
+
+
+class LossFactor:
+    """What multiplies the gradient of the sum of all token losses; a step sets it.
+
+    It is loss scale / number of tokens in the global batch. So the gradients of all microbatches
+    and data-parallel ranks add up to those of the mean loss.
+    """
+
+    value = 1.0
 
 
 @dataclass(frozen=True)
@@ -30,8 +41,9 @@ class Context:
     which tokens this rank holds between two products, by default all of them. attention: how the
     ranks of cp attend to each other's tokens, see `partition.context`. again: how many of a stage's
     first blocks make something again. attention_again: how these attend if they make only scores
-    again; None if they keep only their input. sharding: what the data group shares out. copies:
-    those of the stage's parameters. tied: those of a table that the first and the last stage share.
+    again; None if they keep only their input. dispatch: how tokens reach experts on other ranks.
+    factor: of the loss. sharding: what the data group shares out. copies: those of the stage's
+    parameters. tied: those of a table that the first and the last stage share.
     """
 
     ops: Any
@@ -40,6 +52,8 @@ class Context:
     attention: ContextCut = context_whole
     again: int = 0
     attention_again: ContextCut | None = None
+    dispatch: Dispatch = DISPATCHES["all-to-all"]
+    factor: LossFactor = field(default_factory=LossFactor)
     sharding: Sharding = WHOLE
     copies: Copies = ALONE
     tied: Copies = ALONE
@@ -83,13 +97,14 @@ class Context:
 
 
 def made_again(config: Any) -> dict[str, Any]:
-    """The fields of a Context that say how a Config attends, and what its blocks make again."""
+    """The fields of a Context that say how a Config computes, and what its blocks make again."""
     memory = config.memory
     scores = memory.recompute == "attention"
     every = config.model.layers if memory.recompute_layers is None else memory.recompute_layers
     method = config.grid.cp_attention if config.grid.cp > 1 else None
     return {"attention": attention_over(method), "again": every * (memory.recompute != "none"),
-            "attention_again": attention_over(method, context_again) if scores else None}
+            "attention_again": attention_over(method, context_again) if scores else None,
+            "dispatch": DISPATCHES[config.grid.expert_dispatch]}
 
 
 def recomputed_blocks(config: Any) -> int:

@@ -62,7 +62,7 @@ class Kind(NamedTuple):
 
     operations: tuple[str, ...]
     rounds: Callable[[int], int]
-    pieces: Callable[[int], int]
+    pieces: Callable[[int], float]
 
 
 def once(_q: int) -> int:
@@ -80,6 +80,7 @@ KINDS = {
     "all_gather": Kind(("all_gather",), once, all_of),
     "reduce_scatter": Kind(("reduce_scatter",), once, all_of),
     "all_to_all": Kind(("all_to_all",), once, once),
+    "all_to_allv": Kind(("all_to_allv",), once, lambda q: (q - 1) / q),  # of equal parts
     "ring": Kind(("send", "recv"), lambda q: q - 1, once),
     "ring_home": Kind(("send", "recv"), all_of, once),  # the last message brings a sum home
 }

@@ -13,7 +13,7 @@ from operator import attrgetter
 from typing import Any, NamedTuple
 
 from mpipar.comm.grid import runs
-from mpipar.comm.group import Comm, Pending
+from mpipar.comm.group import Comm, Comms, Pending
 from mpipar.comm.record import Recorder
 from mpipar.layers.param import Param
 from mpipar.ops.signature import Array
@@ -35,13 +35,18 @@ class Sharding(NamedTuple):
 
     level: of ZeRO. comm: the group that shares; with level 0 every rank is alone and keeps all.
     bucket: most elements of a segment of level 1. whole_grads: whether a rank keeps whole gradients
-    during a step.
+    during a step. data: the group that sums gradients, or None without a group.
     """
 
     level: int
     comm: Comm
     bucket: int = 1
     whole_grads: bool = True
+    data: Comm | None = None
+
+    def travels(self, kind: str) -> bool:
+        """Whether a buffer is summed or gathered where it lies."""
+        return not self.shares(kind) and (kind == "grad" or (kind == "data" and self.level > 0))
 
     def shares(self, kind: str) -> bool:
         """Whether a rank keeps its own pieces alone of data, grad, master or a moment."""
@@ -91,17 +96,19 @@ class FlatParams:
     behind the other.
 
     groups: names of the groups over which the gradients are summed; the last one is the data group.
-    size: elements of all parameters, without those zeros. total: with them. units: {unit: slice},
-    in the order of the buffers. segments: what ranks share out one by one; own: this rank's piece
-    of each. updates: for each segment, (decay, slice of the own piece) of each run. counted:
-    (whether this rank counts it in norms, segment, slice of the own piece) of each run; all that it
-    does not count are copies. moments: {kind: buffer}, made by the optimizer. summed: for each
-    segment, the array that holds the own piece of the gradient when all ranks have added theirs.
+    sign_rate: see `Param`. size: elements of all parameters, without those zeros. total: with them.
+    units: {unit: slice}, in the order of the buffers. segments: what ranks share out one by one;
+    own: this rank's piece of each. updates: for each segment, (decay, slice of the own piece) of
+    each run. counted: (whether this rank counts it in norms, segment, slice of the own piece) of
+    each run; all that it does not count are copies. moments: {kind: buffer}, made by the optimizer.
+    summed: for each segment, the array that holds the own piece of the gradient when all ranks have
+    added theirs.
     """
 
     def __init__(self, ops: Any, params: Iterable[Param], sharding: Sharding = WHOLE,
-                 groups: tuple[str, ...] = ()):
+                 groups: tuple[str, ...] = (), sign_rate: float = 0.0):
         self.ops, self.sharding, self.groups = ops, sharding, groups
+        self.sign_rate = sign_rate
         self.params = sorted(params, key=lambda param: (-param.unit, not param.decay))
         largest = max(self.params, key=lambda p: p.size).name if self.params else "none"
         # for the error that reports a lack of memory
@@ -143,7 +150,13 @@ class FlatParams:
         self.counted = list(self._within_own(self._runs(attrgetter("owner"))))
 
     def _zeros(self, kind: str, dtype: Any, label: str) -> Array:
-        """A new buffer of a kind: whole, or as large as this rank's pieces."""
+        """A new buffer of a kind: whole, or as large as this rank's pieces.
+
+        Comm: perhaps a window, by every member of the group that sums it.
+        """
+        data = self.sharding.data
+        if data is not None and data.size > 1 and self.sharding.travels(kind):
+            return data.zeros((self.total,), dtype, label)
         size = self.total // self.sharding.comm.size if self.shares(kind) else self.total
         return self.ops.zeros((size,), dtype, label=label)
 
@@ -293,16 +306,23 @@ class FlatParams:
         return comm.iall_gather(parts, "weights.bucket")
 
 
-def flats_of(ops: Any, params: Iterable[Param], sharding: Sharding) -> list[FlatParams]:
-    """One FlatParams for each set of groups over which gradients are partial.
+def flats_of(
+    ops: Any, params: Iterable[Param], sharding: Sharding, comms: Comms
+) -> list[FlatParams]:
+    """One FlatParams for each set of groups over which gradients are partial, and each update.
 
-    Those that only the data group sums come first: their sums begin while passes still run.
+    Those that only the data group sums come first: their sums begin while passes still run. Each
+    set has a data group of its own, which shares out what the sharding says.
     """
-    by_groups: dict[tuple[str, ...], list[Param]] = {}
+    sets: dict[tuple[tuple[str, ...], float], list[Param]] = {}
     for param in params:
-        by_groups.setdefault(param.grad_groups, []).append(param)
-    return [FlatParams(ops, by_groups[groups], sharding, groups)
-            for groups in sorted(by_groups, key=lambda groups: (len(groups), groups))]
+        sets.setdefault((param.grad_groups, param.sign_rate), []).append(param)
+
+    def shared(groups: tuple[str, ...]) -> Sharding:
+        return sharding._replace(comm=comms[groups[-1]]) if sharding.level else sharding
+
+    return [FlatParams(ops, sets[groups, rate], shared(groups), groups, rate)
+            for groups, rate in sorted(sets, key=lambda one: (len(one[0]), one))]
 
 
 def padded(length: int, count: int) -> int:

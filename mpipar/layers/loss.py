@@ -62,12 +62,7 @@ class Head:
 
 
 class CrossEntropy:
-    """Sum over the microbatch of -log softmax(logits)[target].
-
-    `scale` is set before the first backward of a step. It is 1 / number of tokens in the global
-    batch. So the gradients of all microbatches and data-parallel ranks add up to those of the mean
-    loss.
-    """
+    """Sum over the microbatch of -log softmax(logits)[target]."""
 
     params: tuple[Param, ...] = ()
 
@@ -75,7 +70,7 @@ class CrossEntropy:
         self.ops, self.comm, self.name = context.ops, context.tp, "loss"
         self.vocab_size = table.shape[0]
         self.start = table.shard * table.local_shape[0]
-        self.scale = 1.0
+        self.factor = context.factor
 
     @staticmethod
     def cost(rows: str = "B*T") -> Cost:
@@ -100,7 +95,7 @@ class CrossEntropy:
         """dlogits (N, V/tp), written over the logits; dy is None."""
         logits, targets, sums = stash.pop((self.name, "logits"))
         return self.ops.cross_entropy_backward_input(
-            logits, targets, sums, self.start, self.vocab_size, self.scale)
+            logits, targets, sums, self.start, self.vocab_size, self.factor.value)
 
     def backward_weight(self, stash: Stash) -> None:
         """There is no weight."""

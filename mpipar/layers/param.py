@@ -48,7 +48,8 @@ class Param:
     decay: whether weight decay applies: to matrices and embeddings, not to biases and norms.
     partial_groups: groups whose ranks each make a part of the gradient. copies: see `Copies`; by
     default the stage's. multiple: of what the length of a shard is, on each dimension that is cut;
-    zeros fill it up.
+    zeros fill it up. sign_rate: what an update subtracts where the gradient is positive, and adds
+    where it is negative. Such a parameter has no part in optimizer, norm and clipping. 0: it has.
 
     grad_groups: names of all groups over which the gradient is still partial after the step's last
     backward. The last one is the data group, whose ranks read different data. copy_groups: those of
@@ -69,18 +70,19 @@ class Param:
                  placement: Mapping[str, int] | None = None, std: float = 0.0,
                  fill: float | None = None, decay: bool = True,
                  partial_groups: tuple[str, ...] = (), copies: Copies | None = None,
-                 multiple: int = 1) -> None:
+                 multiple: int = 1, sign_rate: float = 0.0) -> None:
         grid, copies = context.comms.grid, copies or context.copies
         self.name = name
         self.shape = tuple(shape)
         self.placement = dict(placement or {})
         assert len({*self.placement.values()}) == len(self.placement), (name, placement)
-        self.std, self.multiple = std, multiple
+        self.std, self.multiple, self.sign_rate = std, multiple, sign_rate
         self.fill = fill
         self.decay = decay
         replicas = grid.uncut("tp", self.placement)
         data = tuple(context.comms[group].axis for group in grid.uncut("data", self.placement))
-        self.grad_groups: tuple[str, ...] = (*partial_groups, *copies.groups, *data)
+        partial = [group for group in partial_groups if grid.size(group) > 1]
+        self.grad_groups: tuple[str, ...] = (*partial, *copies.groups, *data)
         self.copy_groups = (*copies.groups, *replicas)
         self.owner = copies.owner and all(grid.place(group) == 0 for group in replicas)
         local, self.shard = list(self.shape), 0

@@ -8,7 +8,7 @@ from collections import Counter
 from mpipar.console.tables import table
 from mpipar.learn import small_model
 from mpipar.learn.exercise import Asked, Exercise, Verdict, one_of, said
-from mpipar.learn.twins import TWINS, Twin, by_letter
+from mpipar.learn.twins import GITHUB, TWINS, Twin, by_letter
 
 MOST = 8  # tensors of a kind that are shown
 
@@ -70,7 +70,8 @@ def judge_of(number: str):
         twin = TWINS[number]
         verdict = said(given, letter, f"{twin.cause}. {twin.lesson}")
         planted = inspect.getsource(twin.plant).rstrip()
-        return Verdict(verdict.right, [*verdict.lines, "as it is planted in mpipar/learn/twins.py:",
-                                       "", planted])
+        threads = [f"published: {GITHUB}{thread}" for thread in twin.threads]
+        return Verdict(verdict.right, [*verdict.lines, *threads,
+                                       "as it is planted in mpipar/learn/twins.py:", "", planted])
 
     return judge

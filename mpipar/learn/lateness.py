@@ -14,7 +14,7 @@ from mpipar.console.tables import table
 from mpipar.errors import UsageError
 from mpipar.files.text import shown
 from mpipar.learn.exercise import Asked, Exercise, Number, Verdict, numbers, one_of, said
-from mpipar.trace.analysis import CATEGORIES, Analysis, analyse, barrier_rows, category_ns
+from mpipar.trace.analysis import CATEGORIES, Analysis, analyse, barrier_rows, rank_rows
 from mpipar.trace.planted import Run, Simulator, record
 from mpipar.trace.timeline import median_step, timeline
 from mpipar.trace.waits import Call
@@ -84,11 +84,8 @@ def show_of(make: Callable[[int], Planted]):
         trace = analysis.trace
         step, window = median_step(trace)
         rows = [("rank", "place", "stages", *CATEGORIES)]
-        for traced, own in zip(trace.ranks, analysis.segments, strict=True):
-            sums = category_ns(own, traced.start, traced.end)
-            stages = "; ".join(trace.meta["stages"][stage] for stage in traced.stages)
-            rows.append((traced.world_rank, trace.place(traced), stages, *(
-                f"{sums[name] * 1e-6 / trace.num_steps:.1f}" for name in CATEGORIES)))
+        rows += [(one["rank"], one["place"], "; ".join(one["stages"]),
+                  *(f"{ms:.1f}" for ms in one["ms"])) for one in rank_rows(analysis)]
         meetings = [("axis", "barrier", "wait ms", "transfer ms", "mostly waited for")]
         meetings += [(one["axis"], one["name"], f"{one['wait_ms']:.2f}",
                       f"{one['transfer_ms']:.2f}", f"rank {one['last']}" if one["times"] else "")

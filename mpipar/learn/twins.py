@@ -8,7 +8,7 @@ No twin leaves a message pending at the end of its step.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager, ExitStack
 from typing import NamedTuple
 
@@ -20,6 +20,7 @@ from mpipar.pipeline.engine import Engine
 from mpipar.train.gradsync import GradSync
 from mpipar.train.worker import Worker
 
+GITHUB = "https://github.com/"
 DP, PP, TP = {"dp": 2}, {"pp": 2}, {"tp": 2}
 
 
@@ -27,7 +28,9 @@ class Twin(NamedTuple):
     """A planted bug.
 
     cause: what is wrong. plant() -> a context manager in which it is. lesson: why it shows as it
-    does. layouts: those on which a comparison fails. schedule: the one that it needs.
+    does. layouts: those on which a comparison fails. schedule, model: what it needs; the latter are
+    changes of the small model. threads: where it was published, below GITHUB. desync: whether ranks
+    make different calls, so that it hangs without --check-comm.
     """
 
     cause: str
@@ -35,6 +38,9 @@ class Twin(NamedTuple):
     lesson: str
     layouts: tuple[dict[str, int], ...]
     schedule: str = "1f1b"
+    threads: tuple[str, ...] = ()
+    model: Mapping[str, object] = {}
+    desync: bool = False
 
 
 def reduce_dropped():
@@ -196,46 +202,57 @@ TWINS = {
         "a receive buffer is used again before backward has read it", buffer_aliased,
         "With one microbatch under way nothing differs. With more, backward finds the newest input"
         " under every microbatch, and only weights that read it get wrong gradients.",
-        (PP,), "gpipe"),
+        (PP,), "gpipe",
+        threads=("deepspeedai/DeepSpeed/issues/2800",)),
     "5e": Twin(
         "the last stage reads the rows of another microbatch than the first", microbatches_swapped,
         "Tokens of one row meet the targets of another. The loss is wrong, and so are all"
-        " gradients; no shape is.", (PP,)),
+        " gradients; no shape is.", (PP,),
+        threads=("deepspeedai/DeepSpeed/issues/5729",)),
     "6c": Twin(
         "the bias of a row cut is added on every rank, before the sum", bias_on_every_rank,
         "The sum over q ranks counts the bias q times. Where biases start at zero, nothing shows"
-        " until they have learned something.", (TP,)),
+        " until they have learned something.", (TP,),
+        threads=("huggingface/text-generation-inference/issues/1036", "awslabs/slapo/issues/10")),
     "6d": Twin(
         "one product leaves out the sum over its tensor-parallel group", reduce_dropped,
         "Every rank goes on with its own part. In front of the product, forward is right and"
-        " gradients are wrong. Ranks now also differ in what must be equal.", (TP,)),
+        " gradients are wrong. Ranks now also differ in what must be equal.", (TP,),
+        threads=("NovaSky-AI/SkyRL/pull/1886",)),
     "8b": Twin(
         "the loss is divided by the tokens of a microbatch, not of the step", loss_of_a_microbatch,
         "Every gradient is too large by the number of microbatches. AdamW divides by their size"
-        " and hides it; plain SGD does not.", (PP,)),
+        " and hides it; plain SGD does not.", (PP,),
+        threads=("karpathy/nanoGPT/issues/168", "meta-pytorch/torchtune/pull/1875")),
     "8c": Twin(
         "the sum of one gradient bucket is lost", bucket_dropped,
         "A few neighbouring parameters keep this rank's own gradient. All others are right, and"
-        " the loss of the step is too.", (DP,)),
+        " the loss of the step is too.", (DP,),
+        threads=("pytorch/pytorch/issues/109191",)),
     "8d": Twin(
         "gradients are summed over the copies twice", reduce_doubled,
         "All gradients of a stage are multiplied by the number of copies, after one sum too many.",
-        (DP,)),
+        (DP,),
+        threads=("NVIDIA/Megatron-LM/issues/775", "pytorch/pytorch/issues/160285")),
     "8e": Twin(
         "gradients are summed before the last weight gradient is in them", summed_early,
         "The last microbatch of each copy stays at home. The loss is right, and every gradient is"
-        " a little wrong.", (DP,)),
+        " a little wrong.", (DP,),
+        threads=("deepspeedai/DeepSpeed/issues/8061",)),
     "9c": Twin(
         "the two ends of the pipeline do not sum the gradient of the tied table", tie_forgotten,
         "Embedding and head share one table. Each end has only its own part of the gradient, and"
-        " the two copies drift apart.", (PP,)),
+        " the two copies drift apart.", (PP,),
+        threads=("uw-syfi/piper/issues/13",)),
     "9d": Twin(
         "the gradient of the tied table is summed over both ends twice", tied_twice,
-        "Exactly one tensor has twice its gradient.", (PP,)),
+        "Exactly one tensor has twice its gradient.", (PP,),
+        threads=("NVIDIA/Megatron-LM/issues/844",)),
     "9e": Twin(
         "the gradient norm counts what several ranks hold once for each", norm_counts_copies,
         "Every gradient is right. Only the norm is too large, and with it clipping is wrong.",
-        (PP, TP)),
+        (PP, TP),
+        threads=("NVIDIA-NeMo/RL/pull/3788", "ROCm/TransformerEngine/pull/715")),
     "10c": Twin(
         "one weight gradient of one microbatch is left out", weight_gradient_skipped,
         "One layer lacks one microbatch. Nothing else differs, because no other pass reads a"

@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import replace
+from typing import Any
 
 from mpipar.comm.grid import share
 from mpipar.config.model import DecoderConfig
@@ -22,12 +23,14 @@ from mpipar.layers.context import Context
 from mpipar.layers.contracts import Layer
 from mpipar.layers.costs import Cost, array, together
 from mpipar.layers.embedding import EMBEDDINGS, TokenEmbedding
-from mpipar.layers.ffn import FFNS
+from mpipar.layers.ffn import FFNS, FeedForward
 from mpipar.layers.loss import CrossEntropy, Head
+from mpipar.layers.moe import Beside, MixtureOfExperts
 from mpipar.layers.norm import NORMS, Norm, Residual
 from mpipar.layers.param import Param
 from mpipar.layers.rotation import ROTATIONS, NoRotation, Rotation
 from mpipar.models.stage import BlockKind, LayerRun, UnitCosts, block_costs, stage_parts
+from mpipar.partition.experts import DISPATCHES
 from mpipar.partition.tokens import WholeTokens, holder
 
 STD = 0.02  # GPT-2's standard deviation of initial weights
@@ -35,8 +38,9 @@ ENTRY = "embedding"  # what the first stage holds below its blocks
 LETTERS = """\
 B rows of a microbatch, T tokens of each on a rank, A tokens of a whole row, D model width, F ffn
 width, V vocabulary, f and v a rank's pieces of F and V, t its tokens between products where they
-are cut, Q and K widths of a rank's queries and keys, h its heads of queries, e bytes of a number, s
-bytes of one in a sum"""
+are cut, Q and K widths of a rank's queries and keys, h its heads of queries, E experts, x those of
+a rank, k experts that a token passes, g a rank's piece of the width in an expert, e bytes of a
+number, s bytes of one in a sum, i bytes of an id"""
 CUT = "heads, ffn, vocabulary"  # what tp divides
 TOKENS = "embedding.tokens"  # the table that a tied head shares
 
@@ -50,29 +54,82 @@ def dense_block(
     pair, or where the held tokens are cut, they are those of the cuts.
     """
     assert config.ffn, "completed"
+    ffn = feed_forward(context, config, f"block{index}.ffn", config.ffn)
+    return block_around(context, config, index, rotation, ffn)
+
+
+def expert_block(
+    context: Context, config: DecoderConfig, index: int, rotation: Rotation | NoRotation
+) -> list[Layer]:
+    """The layers of a pre-norm block whose tokens pass experts, and perhaps one network besides."""
+    branch: Any = MixtureOfExperts(
+        context, f"block{index}.moe", config, std=STD, out_std=out_std(config))
+    if config.shared_expert_ffn:
+        name = f"block{index}.shared"
+        branch = Beside(feed_forward(context, config, name, config.shared_expert_ffn), branch)
+    return block_around(context, config, index, rotation, branch)
+
+
+def out_std(config: DecoderConfig) -> float:
+    """The standard deviation of the weights that end residual branches.
+
+    As in GPT-2 they start smaller, so that the stream's variance does not grow with depth.
+    """
+    return STD / math.sqrt(2 * config.layers)
+
+
+def feed_forward(context: Context, config: DecoderConfig, name: str, ffn: int) -> FeedForward:
+    """The feed-forward network of this width."""
+    return FFNS[config.activation](
+        context, name, config.d_model, ffn, cuts=context.pair(config.ffn_cut), std=STD,
+        out_std=out_std(config), bias=config.bias == "all", rows=config.rows)
+
+
+def block_around(
+    context: Context, config: DecoderConfig, index: int, rotation: Rotation | NoRotation,
+    branch: Any,
+) -> list[Layer]:
+    """The layers of a block: attention, and then the branch."""
     name = f"block{index}"
-    # As in GPT-2, residual branches start smaller so that the stream's variance does not grow with
-    # depth.
-    out_std = STD / math.sqrt(2 * config.layers)
     norm1 = norm_layer(context, f"{name}.norm1", config)
-    attn = Attention(context, f"{name}.attn", config, rotation, std=STD, out_std=out_std)
+    attn = Attention(context, f"{name}.attn", config, rotation, std=STD, out_std=out_std(config))
     norm2 = norm_layer(context, f"{name}.norm2", config)
-    ffn = FFNS[config.activation](
-        context, f"{name}.ffn", config.d_model, config.ffn, cuts=context.pair(config.ffn_cut),
-        std=STD, out_std=out_std, bias=config.bias == "all", rows=config.rows)
-    return [Residual(norm1, attn), Residual(norm2, ffn)]
+    return [Residual(norm1, attn), Residual(norm2, branch)]
 
 
 def dense_cost(config: DecoderConfig, method: str | None, scores: bool) -> Cost:
     """The Cost of a dense block. method, scores: see `Attention.cost`."""
+    return cost_around(config, method, scores, ffn_cost(config, "block*.ffn"))
+
+
+def expert_cost(config: DecoderConfig, method: str | None, scores: bool) -> Cost:
+    """The Cost of a block with experts. method, scores: see `Attention.cost`."""
+    held = holder(config.sequence_parallel, config.tp_matmul)
+    parts = [MixtureOfExperts.cost("block*.moe", held, config.activation,
+                                   DISPATCHES["all-to-all"], config.router_balance)]
+    if config.shared_expert_ffn:
+        parts.insert(0, ffn_cost(config, "block*.shared"))
+    return cost_around(config, method, scores, *parts)
+
+
+def ffn_cost(config: DecoderConfig, name: str) -> Cost:
+    """The Cost of a feed-forward network of width F."""
     held = holder(config.sequence_parallel, config.tp_matmul)
     cuts = held.cuts if config.ffn_cut == "pair" else (config.ffn_cut,) * 2
+    return FFNS[config.activation].cost(name, cuts)
+
+
+def cost_around(
+    config: DecoderConfig, method: str | None, scores: bool, *branch: Cost
+) -> Cost:
+    """The Cost of a block: attention, and then the branch."""
+    held = holder(config.sequence_parallel, config.tp_matmul)
     norm = NORMS[config.norm].cost(held.rows)
-    return together(norm, Attention.cost("block*.attn", held, method, scores),
-                    norm, FFNS[config.activation].cost("block*.ffn", cuts))
+    return together(norm, Attention.cost("block*.attn", held, method, scores), norm, *branch)
 
 
-BLOCKS = {"dense": BlockKind(dense_block, dense_cost)}  # by config.block_kind(index)
+BLOCKS = {"dense": BlockKind(dense_block, dense_cost),  # by config.block_kind(index)
+          "experts": BlockKind(expert_block, expert_cost)}
 
 
 def norm_layer(context: Context, name: str, config: DecoderConfig) -> Norm:
@@ -118,7 +175,9 @@ def letters(
         "D": config.d_model, "F": config.ffn, "V": config.vocab_size,
         "d": share(config.d_model, tp), "f": share(config.ffn, tp),
         "v": share(config.vocab_size, tp, table_multiple), "Q": heads * config.head_dim,
-        "K": share(config.whole_kv_heads, tp) * config.head_dim, "h": heads}
+        "K": share(config.whole_kv_heads, tp) * config.head_dim, "h": heads,
+        "E": config.experts or 0, "x": config.experts or 0, "k": config.experts_per_token,
+        "g": share(config.expert_ffn or 0, tp), "i": 8}
 
 
 def describe_model(config: DecoderConfig) -> str:

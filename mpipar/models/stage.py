@@ -40,7 +40,7 @@ class LayerRun:
         loss: CrossEntropy | None = None, elsewhere: Collection[str] = (),
     ):
         self.ops, self.stage, self.units, self.loss = context.ops, stage, units, loss
-        self.recorder = context.comms.recorder
+        self.recorder, self.factor = context.comms.recorder, context.factor
         # There is one Param per name: a tied table may be in two layers here, or belong to another
         # stage's buffers. Its gradient is complete with that of the first unit that has it.
         own: dict[str, Param] = {}
@@ -49,7 +49,7 @@ class LayerRun:
                 if param.name not in elsewhere and param.name not in own:
                     own[param.name] = param
                     param.unit = unit
-        self.flats = flats_of(context.ops, own.values(), context.sharding)
+        self.flats = flats_of(context.ops, own.values(), context.sharding, context.comms)
 
     @property
     def params(self) -> list[Param]:
@@ -57,9 +57,8 @@ class LayerRun:
         return [param for flat in self.flats for param in flat.params]
 
     def set_loss_scale(self, scale: float) -> None:
-        """Set the loss's backward factor: loss scale / number of targets in the global batch."""
-        if self.loss is not None:
-            self.loss.scale = scale
+        """Set what multiplies gradients of losses: loss scale / targets in the global batch."""
+        self.factor.value = scale
 
     def forward(self, x: Array, stash: Stash, engine: Passing) -> Array:
         """Activations for the next stage; on the last stage the sum of the losses."""

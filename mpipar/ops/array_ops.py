@@ -14,6 +14,7 @@ B batch, T tokens, N tokens of a microbatch (B*T). D model width, H heads, d = D
 
 import math
 from collections.abc import Iterator, Sequence
+from time import perf_counter_ns
 from typing import Any
 
 import numpy as np
@@ -76,8 +77,35 @@ class ArrayOps(Ops):
         """Return x in such a host array (on the CPU: x itself)."""
         return self.to_host(x)
 
+    def row_counts(self, counts: Array, total: int) -> list[int]:
+        """Return the numbers of an array, flattened, on the host; their sum is about `total`.
+
+        On shapes, which have no numbers, it is `total`, shared out equally.
+        """
+        return [int(count) for count in self.to_host(counts.reshape(-1))]
+
+    def block_order(self, blocks: Sequence[Sequence[int]]) -> tuple[Array, Array]:
+        """Return what sorts by column the rows of blocks that lie row by row, and what undoes it.
+
+        blocks: numbers of rows of each, on the host.
+        """
+        sizes = np.asarray(blocks)
+        starts = np.cumsum(sizes).reshape(sizes.shape) - sizes
+        order = np.concatenate([
+            np.arange(start, start + size)
+            for start, size in zip(starts.T.flat, sizes.T.flat, strict=True)])
+        return self.asarray(order), self.asarray(np.argsort(order))
+
     def synchronize(self) -> None:
         """Wait until everything queued on the device is done (on the CPU: nothing is queued)."""
+
+    def instant(self) -> Any:
+        """Return when all that is queued now is done: a mark on the device, or (CPU) the time."""
+        return perf_counter_ns()
+
+    def nanoseconds(self, instants: Sequence[Any]) -> list[int]:
+        """Return instants as ns of the host's clock. Whoever asks has waited for the device."""
+        return list(instants)
 
     def fill(self, x: Array, value: float) -> None:
         """Set every element of x to value."""
@@ -203,6 +231,134 @@ class ArrayOps(Ops):
         """Add the sum of dy (..., M) over its leading dimensions to db (M,)."""
         assert dy.shape[-1:] == db.shape, (dy.shape, db.shape)
         db += self._column_sums(dy)
+
+    def row_dots(self, x: Array, y: Array) -> Array:
+        """Return the sum of each row of x y, both (..., D)."""
+        assert x.shape == y.shape, (x.shape, y.shape)
+        return self._row_dots(x, y)
+
+    def scale_rows(self, x: Array, factors: Array) -> Array:
+        """Multiply each row of x (..., D) by its factor (...) in place and return x."""
+        x *= factors[..., None]
+        return x
+
+    # Experts: a product for each of them, over its own rows, which lie one behind the other.
+
+    def grouped_matmul(self, x: Array, w: Array, counts: Sequence[int]) -> Array:
+        """Return x w[e] (R, M) of x (R, K) and w (E, K, M): expert e has the next counts[e] rows.
+
+        An expert without rows is skipped.
+        """
+        y = self.xp.empty((len(x), w.shape[2]), x.dtype)
+        for expert, rows in _groups(counts, x):
+            y[rows] = self.matmul(x[rows], w[expert])
+        return y
+
+    def grouped_matmul_nt(self, x: Array, w: Array, counts: Sequence[int]) -> Array:
+        """Return x w[e]^T (R, K) of x (R, M) and w (E, K, M), as `grouped_matmul`."""
+        y = self.xp.empty((len(x), w.shape[1]), x.dtype)
+        for expert, rows in _groups(counts, x):
+            y[rows] = self.matmul_nt(x[rows], w[expert])
+        return y
+
+    def grouped_matmul_tn_add(
+        self, x: Array, y: Array, out: Array, counts: Sequence[int]
+    ) -> None:
+        """Add x^T y over the rows of each expert to out[e]: (R, K) and (R, M) give (E, K, M)."""
+        for expert, rows in _groups(counts, x):
+            self.matmul_tn_add(x[rows], y[rows], out[expert])
+
+    def router_forward(self, x: Array, w: Array) -> Array:
+        """Return the logits x w^T (N, E) of x (N, D) and w (E, D), in the type of sums."""
+        return self.matmul_nt(x, w)
+
+    def router_backward_input(self, dlogits: Array, w: Array) -> Array:
+        """Return dx = dlogits w (N, D)."""
+        return self.matmul(dlogits, w)
+
+    def router_backward_weight(self, dlogits: Array, x: Array, dw: Array) -> None:
+        """Add dlogits^T x to dw (E, D)."""
+        self.matmul_tn_add(dlogits, x, dw)
+
+    def choice_forward(
+        self, logits: Array, count: int, bias: Array | None = None
+    ) -> tuple[Array, Array]:
+        """Return (ids (N, count) of the experts of each token, their probabilities (N, count)).
+
+        They are those of the largest logits (N, E), the largest first; of equal ones the lowest id.
+        The probabilities are the softmax over these alone. bias (E,): what the choice adds to the
+        softmax over all logits; the probabilities do not (arXiv 2408.15664).
+        """
+        scores = logits if bias is None else self._row_softmax(logits) + bias
+        ids = self.xp.argsort(-scores, axis=-1, kind="stable")[:, :count]
+        ids = self.xp.ascontiguousarray(ids, np.int64)
+        return ids, self._row_softmax(logits[self.xp.arange(len(ids))[:, None], ids])
+
+    def _row_softmax(self, logits: Array) -> Array:
+        """Return the softmax over the last dimension."""
+        probs = self.xp.exp(logits - logits.max(axis=-1, keepdims=True))
+        probs /= probs.sum(axis=-1, keepdims=True)
+        return probs
+
+    def choice_backward_input(
+        self, dprobs: Array, probs: Array, ids: Array, experts: int
+    ) -> Array:
+        """Return dlogits (N, E) of dprobs (N, K): zero for experts that were not chosen."""
+        dlogits = self.xp.zeros((len(ids), experts), probs.dtype)
+        inner = (dprobs - self._row_dots(probs, dprobs)[:, None]) * probs
+        dlogits[self.xp.arange(len(ids))[:, None], ids] = inner
+        return dlogits
+
+    def expert_loads(self, ids: Array, experts: int) -> Array:
+        """Return how often each expert occurs in each row of ids (B, M): (B, E).
+
+        Ids beyond the experts do not count.
+        """
+        width = experts + 1
+        places = self.xp.minimum(ids, experts) + width * self.xp.arange(len(ids))[:, None]
+        loads = self.xp.bincount(places.reshape(-1), minlength=width * len(ids))
+        return self.xp.ascontiguousarray(loads.reshape(-1, width)[:, :experts], self.dtype)
+
+    def expert_order(self, ids: Array) -> ThreeArrays:
+        """Return what sorts the choices of ids (N, K) by expert, then by token, all flat (N, K).
+
+        order: the number of each choice, sorted. tokens: its token. places: of each choice among
+        those that are sorted.
+        """
+        order = self.xp.argsort(ids.reshape(-1), kind="stable")
+        places = self.xp.empty_like(order)
+        places[order] = self.xp.arange(len(order))
+        shape = ids.shape
+        return order.reshape(shape), (order // shape[1]).reshape(shape), places.reshape(shape)
+
+    def combine_rows(self, rows: Array, probs: Array | None = None) -> Array:
+        """Return the sum (N, D) over the K rows of each token (N, K, D), in the order of choices.
+
+        probs (N, K): what each row is multiplied by, if given.
+        """
+        y = rows[:, 0] * (1 if probs is None else probs[:, :1])
+        for k in range(1, rows.shape[1]):
+            y += rows[:, k] * (1 if probs is None else probs[:, k : k + 1])
+        return y
+
+    def balance_backward_input(
+        self, dlogits: Array, logits: Array, loads: Array, factor: float
+    ) -> None:
+        """Add the gradient of factor * sum_e loads[b, e] P[b, t, e] to dlogits (B, T, E).
+
+        P is the softmax over all logits. loads (B, E): how often a row chose each expert, which has
+        no gradient (arXiv 2101.03961, section 2.2).
+        """
+        probs = self._row_softmax(logits)
+        inner = loads[:, None, :] - (probs * loads[:, None, :]).sum(axis=-1, keepdims=True)
+        inner *= probs
+        inner *= self.scalar(factor)
+        dlogits += inner
+
+    def add_excess(self, loads: Array, excess: Array) -> None:
+        """Add E times what each expert has more than the mean, a whole number, to excess (E,)."""
+        total = loads.sum(axis=0)
+        excess += total * self.scalar(len(excess)) - total.sum()
 
     # Elementwise chains. One temporary, on which a chain works in place, is what makes them fast:
     # it is the result, and `out` says where it lies. x * x * x, never x**3: a power is computed
@@ -364,6 +520,8 @@ class ArrayOps(Ops):
     def embedding_forward(self, ids: Array, table: Array, start: int) -> Array:
         """Return table[ids - start] (..., D), zeros where an id belongs to another shard."""
         local, inside = self._local_rows(ids, start, table.shape[0])
+        if not len(table):
+            return self.xp.zeros((*ids.shape, table.shape[1]), table.dtype)
         y = table[local]
         y[~inside] = self.scalar(0.0)
         return y
@@ -722,6 +880,10 @@ class ArrayOps(Ops):
 
     # Updates of flat buffers in place.
 
+    def sign_step(self, data: Array, grad: Array, rate: float) -> None:
+        """Subtract rate from data where grad is positive, and add it where grad is negative."""
+        data -= self.scalar(rate) * self.xp.sign(grad)
+
     def sgd_step(self, data: Array, grad: Array, lr: float) -> None:
         """Subtract lr * grad from data."""
         data -= self.scalar(lr) * grad
@@ -766,6 +928,16 @@ class ArrayOps(Ops):
                 data[run], grad[run], m[run], v[run], lr=lr, beta1=beta1, beta2=beta2, eps=eps,
                 weight_decay=weight_decay if decays else 0.0, step=step,
                 copy=None if copy is None else copy[run])
+
+
+def _groups(counts: Sequence[int], x: Array) -> Iterator[tuple[int, slice]]:
+    """Yield (expert, its rows) of the experts that have some of the rows of x."""
+    first = 0
+    for expert, count in enumerate(counts):
+        if count:
+            yield expert, slice(first, first + count)
+        first += count
+    assert first == len(x), (counts, len(x))
 
 
 def as_rows(x: Array) -> Array:

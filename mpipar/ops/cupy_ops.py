@@ -3,6 +3,7 @@
 import math
 from collections.abc import Callable, Sequence
 from functools import partial
+from time import perf_counter_ns
 from types import ModuleType
 from typing import Any
 
@@ -55,6 +56,7 @@ class CupyOps(ArrayOps):
         # Without a copy of what they read: that would be as large as all gradients.
         self._squares = self.xp.ReductionKernel(
             "T x", "float64 y", "double(x) * double(x)", "a + b", "y = a", "0", "square_sum")
+        self._mark = self.instant(), perf_counter_ns()  # of the newest `numbers`
         self._descend = self.xp.ElementwiseKernel(
             "T grad, T lr", "T data", "data -= lr * grad", "sgd_step")
         if gemm == "tile":
@@ -112,7 +114,12 @@ class CupyOps(ArrayOps):
 
     def numbers(self, xs: Sequence[Any]) -> list[float]:
         """Return the results of `sum` and `square_sum` as floats of the host, all in one copy."""
-        return list(map(float, self.to_host(self.xp.stack(xs)))) if xs else []
+        if not xs:
+            return []
+        stacked, mark = self.xp.stack(xs), self.instant()
+        found = list(map(float, self.to_host(stacked)))
+        self._mark = mark, perf_counter_ns()
+        return found
 
     def sgd_step(self, data: Array, grad: Array, lr: float) -> None:
         """Subtract lr * grad from data."""
@@ -139,6 +146,20 @@ class CupyOps(ArrayOps):
     def synchronize(self) -> None:
         """Wait until everything queued on the current stream is done."""
         self.xp.cuda.get_current_stream().synchronize()
+
+    def instant(self) -> Any:
+        """Return a mark behind all that is queued on the current stream now: an event."""
+        return self.xp.cuda.get_current_stream().record()
+
+    def nanoseconds(self, instants: Sequence[Any]) -> list[int]:
+        """Return when the device passed these marks, in ns of the host's clock.
+
+        The newest `numbers`, behind which the host waited anyway, knows both clocks at once, or
+        the host's a little late. Whoever asks has waited for the device: nothing is later than now.
+        """
+        (mark, then), now = self._mark, perf_counter_ns()
+        elapsed = self.xp.cuda.get_elapsed_time  # in ms
+        return [min(now, then + round(1e6 * elapsed(mark, one))) for one in instants]
 
 
 def cuda_tile() -> ModuleType:

@@ -62,7 +62,15 @@ class Ops:
     @memory
     def to_pinned(self, x: Array) -> np.ndarray: ...
     @memory
+    def row_counts(self, counts: Array, total: int) -> list[int]: ...
+    @memory
+    def block_order(self, blocks: Sequence[Sequence[int]]) -> tuple[Array, Array]: ...
+    @memory
     def synchronize(self) -> None: ...
+    @memory
+    def instant(self) -> Any: ...
+    @memory
+    def nanoseconds(self, instants: Sequence[Any]) -> list[int]: ...
 
     @shapes("x[..]+ value ->")
     def fill(self, x: Array, value: float) -> None: ...
@@ -107,6 +115,49 @@ class Ops:
     def bias_residual_forward(self, y: Array, b: Array, residual: Array) -> Array: ...
     @shapes("dy[..M] db[M]+ ->")
     def bias_backward_weight(self, dy: Array, db: Array) -> None: ...
+
+    @shapes("x[..D] y[..D] -> dots[..]:sum")
+    def row_dots(self, x: Array, y: Array) -> Array: ...
+    @shapes("x[..D]+ factors[..] -> x")
+    def scale_rows(self, x: Array, factors: Array) -> Array: ...
+
+    # Experts: E of them, of which each of N tokens passes K. R rows in the order of their experts;
+    # counts says how many of them each expert has.
+
+    @shapes("x[RK] w[EKM] counts -> y[RM]")
+    def grouped_matmul(self, x: Array, w: Array, counts: Sequence[int]) -> Array: ...
+    @shapes("x[RM] w[EKM] counts -> y[RK]")
+    def grouped_matmul_nt(self, x: Array, w: Array, counts: Sequence[int]) -> Array: ...
+    @shapes("x[RK] y[RM] out[EKM]+ counts ->")
+    def grouped_matmul_tn_add(
+        self, x: Array, y: Array, out: Array, counts: Sequence[int]
+    ) -> None: ...
+    @shapes("x[ND] w[ED] -> logits[NE]:sum")
+    def router_forward(self, x: Array, w: Array) -> Array: ...
+    @shapes("dlogits[NE] w[ED] -> dx[ND]")
+    def router_backward_input(self, dlogits: Array, w: Array) -> Array: ...
+    @shapes("dlogits[NE] x[ND] dw[ED]+ ->")
+    def router_backward_weight(self, dlogits: Array, x: Array, dw: Array) -> None: ...
+    @shapes("logits[NE] count=K bias[E]? -> ids[NK]:int64 probs[NK]:sum")
+    def choice_forward(
+        self, logits: Array, count: int, bias: Array | None = None
+    ) -> tuple[Array, Array]: ...
+    @shapes("dprobs[NK] probs[NK] ids[NK] experts=E -> dlogits[NE]:sum")
+    def choice_backward_input(
+        self, dprobs: Array, probs: Array, ids: Array, experts: int
+    ) -> Array: ...
+    @shapes("ids[BM] experts=E -> loads[BE]:sum")
+    def expert_loads(self, ids: Array, experts: int) -> Array: ...
+    @shapes("ids[NK] -> order[NK]:int64 tokens[NK]:int64 places[NK]:int64")
+    def expert_order(self, ids: Array) -> ThreeArrays: ...
+    @shapes("rows[NKD] probs[NK]? -> y[ND]")
+    def combine_rows(self, rows: Array, probs: Array | None = None) -> Array: ...
+    @shapes("dlogits[BTE]+ logits[BTE] loads[BE] factor ->")
+    def balance_backward_input(
+        self, dlogits: Array, logits: Array, loads: Array, factor: float
+    ) -> None: ...
+    @shapes("loads[BE] excess[E]+ ->")
+    def add_excess(self, loads: Array, excess: Array) -> None: ...
 
     # Activations. Two of h are gate and up.
 
@@ -229,6 +280,8 @@ class Ops:
 
     # Updates.
 
+    @shapes("data[..]+ grad[..] rate ->")
+    def sign_step(self, data: Array, grad: Array, rate: float) -> None: ...
     @shapes("data[..]+ grad[..] lr ->")
     def sgd_step(self, data: Array, grad: Array, lr: float) -> None: ...
     @shapes("data[..]+ grad[..] m[..]+ v[..]+ lr beta1 beta2 eps weight_decay step copy[..]+? ->")
@@ -253,12 +306,16 @@ FUNCTIONS = {name: function for name, function in DECLARED.items() if name not i
 EPILOGUES = (
     "matmul_bias", "matmul_bias_gelu", "matmul_nt_gelu_backward", "matmul_tn_add_sums")
 FLOPS = dict.fromkeys(("matmul", "matmul_nt", "matmul_tn_add", *EPILOGUES), "2..KM")
+FLOPS |= dict.fromkeys(
+    ("grouped_matmul", "grouped_matmul_nt", "grouped_matmul_tn_add"), "2RKM")
+FLOPS |= dict.fromkeys(
+    ("router_forward", "router_backward_input", "router_backward_weight"), "2NED")
 # These take 16 bits as they are. They move values, add two numbers of one type (which rounds once),
 # or work on arrays that are float32 anyway.
 EXACT_IN_16_BITS = (
     "fill", "copy", "scale", "accumulate", "bias_forward", "bias_residual_forward",
     "embedding_forward", "sum", "square_sum", "checksum", "attention_merge",
-    "cross_entropy_combine", "sgd_step", "adamw_step", "adamw_runs",
+    "cross_entropy_combine", "sign_step", "sgd_step", "adamw_step", "adamw_runs",
 )
 # Two functions one after the other, which a device may have as one that rounds once.
 COMPOSED = (*EPILOGUES, "bias_gelu_forward", "layernorm_residual_backward_input",

@@ -7,6 +7,7 @@ count as *scratch*, on request. The table of `functions` gives the shapes and ty
 
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
+from time import perf_counter_ns
 from typing import Any, TypeAlias
 
 import numpy as np
@@ -93,8 +94,26 @@ class ShapeOps(Ops):
         """Return a NumPy array of zeros in the shape of x."""
         return self.to_host(x)
 
+    def row_counts(self, counts: Array, total: int) -> list[int]:
+        """Return as many numbers as counts has: they differ by one at most, their sum is total."""
+        parts = counts.size
+        return [total * (part + 1) // parts - total * part // parts for part in range(parts)]
+
+    def block_order(self, blocks: Sequence[Sequence[int]]) -> tuple[Array, Array]:
+        """Return two new arrays of a number for each row."""
+        rows = sum(map(sum, blocks))
+        return self.empty((rows,), np.int64), self.empty((rows,), np.int64)
+
     def synchronize(self) -> None:
         """Do nothing."""
+
+    def instant(self) -> Any:
+        """Return the time."""
+        return perf_counter_ns()
+
+    def nanoseconds(self, instants: Sequence[Any]) -> list[int]:
+        """Return the instants as they are."""
+        return list(instants)
 
     # All functions that have no method here.
 
@@ -134,7 +153,7 @@ class ShapeOps(Ops):
             return 0.0
         if part.name in given:
             return given[part.name]
-        dtype = {"": real[0], "sum": self.statistics}.get(part.kind, part.kind)
+        dtype = {"": (*real, None)[0], "sum": self.statistics}.get(part.kind, part.kind)
         return self.empty(shape_of(part.dims or (), sizes), dtype)
 
     # Attention: FLOPs of the full square, the convention of published model FLOPs.

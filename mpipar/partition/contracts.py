@@ -18,7 +18,7 @@ it (gather, reduce, *_sp, *_ring).
 
 from __future__ import annotations
 
-from typing import NamedTuple, Protocol, TypeAlias, TypeVar
+from typing import Any, NamedTuple, Protocol, TypeAlias, TypeVar
 
 from mpipar.comm.group import Comm
 from mpipar.data.rows import Batch
@@ -105,6 +105,48 @@ class LayerCut(Cut[Comm], Protocol):
 
     @property
     def barriers(self) -> tuple[tuple[str, str, str], ...]: ...
+
+
+class Choice(NamedTuple):
+    """What a router has chosen for N tokens: ids (N, K) of experts, and probs (N, K)."""
+
+    ids: Array
+    probs: Array
+
+
+class Plan(Protocol):
+    """What a Dispatch knows of the rows of a microbatch. counts: of each expert of this rank."""
+
+    @property
+    def counts(self) -> list[int]: ...
+
+
+class Dispatch(Protocol):
+    """How N tokens of each rank reach their experts on the ranks of a group; see experts.py.
+
+    R are the rows that this rank gets. barriers: (phase, what the name ends with, kind, bytes in
+    letters) of each barrier, see `layers/costs.py`.
+    """
+
+    @property
+    def barriers(self) -> tuple[tuple[str, str, str, str], ...]: ...
+
+    def plan(self, ops: Ops, choice: Choice, experts: int, comm: Comm, name: str, /) -> Any:
+        """Return the Plan of a choice among so many experts."""
+
+    def rows(self, ops: Ops, x: Array, plan: Any, comm: Comm, name: str, /) -> Array:
+        """Return (R, D): rows of x (N, D), sorted by expert."""
+
+    def factors(self, ops: Ops, plan: Any, comm: Comm, name: str, /) -> Array:
+        """Return (R,): the probability of each of these rows."""
+
+    def combine(
+        self, ops: Ops, rows: Array, plan: Any, weighted: bool, comm: Comm, name: str, /
+    ) -> Array:
+        """Return (N, D): the sum of the rows of each token, weighted by its probabilities."""
+
+    def factors_back(self, ops: Ops, factors: Array, plan: Any, comm: Comm, name: str, /) -> Array:
+        """Return (N, K) of what belongs to the rows (R,)."""
 
 
 class ContextCut(Protocol):

@@ -31,6 +31,8 @@ WORDS = {
     "W": "W weight gradient",
     "OVERLAP_F_B": "F&B overlapped",
 }
+ARROWS = {"F": "\u2191", "B": "\u2193"}  # the direction of a pass in a textbook's drawing
+PLAIN_ARROWS = str.maketrans("\u2191\u2193", "^v")  # for a terminal that has no arrows
 # Each kind of pass has a CSS class. .late marks the second half of a worker's stages.
 STYLE = """
 svg { font: 11px sans-serif; background: #ffffff; }
@@ -103,13 +105,18 @@ def short_number(value: Number) -> str:
 # As text.
 
 
-def grid(timeline: Timeline, width: int = WIDTH) -> str:
+def grid(timeline: Timeline, width: int = WIDTH, book: bool = False) -> str:
     """The worker x time grid in lines of at most `width` characters.
 
-    Long steps are cut into panels; very long ones show one letter for each slice of time.
+    Long steps are cut into panels; very long ones show one letter for each slice of time. book: as
+    textbooks draw it, see `book_label`: workers count from 1, and the last one is on top.
     """
     rows = layout(timeline)
-    heads = [f"worker {pp_rank} " for pp_rank in range(len(rows))]
+    heads = [f"worker {pp_rank + book} " for pp_rank in range(len(rows))]
+    if book:
+        heads.reverse()
+        rows = [[cell._replace(text=book_label(timeline.schedule, cell.instr)) for cell in row]
+                for row in reversed(rows)]
     head_width = len(max(heads, key=len))
     room = width - head_width
     scale: Number
@@ -133,6 +140,15 @@ def grid(timeline: Timeline, width: int = WIDTH) -> str:
         ]
         blocks.append("\n".join(line.rstrip() for line in block))
     return "\n\n".join(blocks)
+
+
+def book_label(schedule: Schedule, instr: Instr) -> str:
+    """A pass in a textbook's notation: block l from 1, its microbatch k, and the direction.
+
+    B2 with an arrow up is the forward pass of block 2; B2,3 is that of its microbatch 3.
+    """
+    number = f",{instr.mb + 1}" if schedule.num_microbatches > 1 else ""
+    return f"B{instr.stage + 1}{number}{ARROWS[instr.kind]}"
 
 
 def named_line(row: list[Cell], length: int, scale: Number, unit: int) -> str:
@@ -211,6 +227,15 @@ def notation(schedule: Schedule) -> str:
                  "Their B_l up is F here, in the column of the worker that holds block l.\n"
                  "Their B_l down is the backward pass there: B, or I and W.")
     return "\n".join(lines)
+
+
+def book_notation(schedule: Schedule) -> str:
+    """What the marks of a textbook's drawing mean, and where mpipar counts otherwise."""
+    mark, of = ("Bl,k", "block l for microbatch k") if schedule.num_microbatches > 1 else (
+        "Bl", "block l")
+    return (f"{mark}{ARROWS['F']} is the forward pass of {of}, {mark}{ARROWS['B']} its backward"
+            " pass.\nBlocks and workers count from 1 here: worker 1 is worker 0 elsewhere, and"
+            " block 1 is stage 0.")
 
 
 def symbol(schedule: Schedule, instr: Instr) -> str:

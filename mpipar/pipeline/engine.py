@@ -280,11 +280,11 @@ class Engine:
     def _reduce_grad(self, instr: Instr) -> None:
         self.gradsync.start(instr.stage)
 
-    def _begin(self, instr: Instr) -> int:
+    def _begin(self, instr: Instr) -> Any:
         """Note which pass runs now; return the instant."""
         self.passing = instr
-        return perf_counter_ns()
+        return self.ops.instant()
 
-    def _span(self, kind: str, start: int, stage: int, mb: int) -> None:
-        self.ops.synchronize()  # a span ends when the device is done, not when the work is queued
-        self.recorder.span(kind, start, stage, mb)
+    def _span(self, kind: str, start: Any, stage: int, mb: int) -> None:
+        # A span ends when the device is done, not when the work is queued.
+        self.recorder.span(kind, start, stage, mb, self.ops.instant())

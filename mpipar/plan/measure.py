@@ -20,7 +20,7 @@ from mpipar.comm.grid import Grid
 from mpipar.comm.group import Comms
 from mpipar.comm.hosts import cores_of, in_turns, quiet_barrier
 from mpipar.comm.record import Recorder
-from mpipar.comm.transport import NAP_SECONDS
+from mpipar.comm.request import NAP_SECONDS
 from mpipar.config.memory import MemoryConfig
 from mpipar.layers.context import Context, made_again
 from mpipar.layers.stash import Stash

@@ -57,6 +57,32 @@ def category_ns(own: list[segments.Segment], start: int, end: int) -> Counter:
     return sums
 
 
+def rank_rows(analysis: Analysis) -> list[dict]:
+    """Place, stages and milliseconds per step by category of each rank."""
+    trace, rows = analysis.trace, []
+    for rank, own in zip(trace.ranks, analysis.segments, strict=True):
+        sums = category_ns(own, rank.start, rank.end)
+        rows.append({
+            "rank": rank.world_rank, "host": rank.host, "place": trace.place(rank),
+            "coordinates": rank.place,
+            "stages": [trace.meta["stages"][stage] for stage in rank.stages],
+            "ms": [sums[name] * 1e-6 / trace.num_steps for name in CATEGORIES]})
+    return rows
+
+
+def cause_rows(analysis: Analysis, most: int) -> list[dict]:
+    """The causes of waiting: milliseconds per step, share, who waited most and where."""
+    total = sum(cost.wait_ns for cost in analysis.costs.values())
+    rows = []
+    for cause, cost in list(analysis.costs.items())[:most]:
+        axis, name = cost.by_barrier.most_common(1)[0][0]
+        rows.append({
+            "text": cause.text(), "ms": cost.wait_ns * 1e-6 / analysis.trace.num_steps,
+            "share": cost.wait_ns / total, "rank": cost.by_rank.most_common(1)[0][0],
+            "barrier": f"{axis} {name}"})
+    return rows
+
+
 def barrier_rows(analysis: Analysis) -> list[dict]:
     """One row per axis, barrier name without block number, and operation, the costliest first.
 

@@ -15,9 +15,10 @@ from mpipar.config.model import model_config
 from mpipar.console import html, output, series
 from mpipar.files.text import counted
 from mpipar.trace import pop
-from mpipar.trace.analysis import CATEGORIES, Analysis, barrier_rows, category_ns
+from mpipar.trace.analysis import CATEGORIES, Analysis, barrier_rows, cause_rows, rank_rows
 
 MOST_SLICES = 60_000  # more make the page slow to load; a step of 8 ranks has a few thousand
+MOST_CAUSES = 10
 LONGEST_CHAIN = 6  # steps of a chain of waits that a tooltip shows
 SCRIPTS = ("timeline.js", "pointer.js", "page.js", "figures.js")
 
@@ -51,38 +52,12 @@ def page_data(analysis: Analysis, most_slices: int = MOST_SLICES) -> dict:
         "efficiency": analysis.efficiency.rows(),
         "findings": [{"kind": one.kind, "lost_ms": one.lost_ms, "text": one.text}
                      for one in analysis.findings],
-        "causes": cause_rows(analysis), "barriers": barrier_rows(analysis),
+        "causes": cause_rows(analysis, MOST_CAUSES), "barriers": barrier_rows(analysis),
         "categories": CATEGORIES, "ranks": rank_rows(analysis), "timeline": slices,
         "order": meta["rank_order"], "sizes": meta["layout"],
         "curves": series.curves(trace.metrics, []),
         "pipeline": pipeline_data(analysis),
     }
-
-
-def rank_rows(analysis: Analysis) -> list[dict]:
-    """Place, stages and milliseconds per step by category of each rank."""
-    trace, rows = analysis.trace, []
-    for rank, own in zip(trace.ranks, analysis.segments, strict=True):
-        sums = category_ns(own, rank.start, rank.end)
-        rows.append({
-            "rank": rank.world_rank, "host": rank.host, "place": trace.place(rank),
-            "coordinates": rank.place,
-            "stages": [trace.meta["stages"][stage] for stage in rank.stages],
-            "ms": [sums[name] * 1e-6 / trace.num_steps for name in CATEGORIES]})
-    return rows
-
-
-def cause_rows(analysis: Analysis, most: int = 10) -> list[dict]:
-    """The causes of waiting: milliseconds per step, share, who waited most and where."""
-    total = sum(cost.wait_ns for cost in analysis.costs.values())
-    rows = []
-    for cause, cost in list(analysis.costs.items())[:most]:
-        axis, name = cost.by_barrier.most_common(1)[0][0]
-        rows.append({
-            "text": cause.text(), "ms": cost.wait_ns * 1e-6 / analysis.trace.num_steps,
-            "share": cost.wait_ns / total, "rank": cost.by_rank.most_common(1)[0][0],
-            "barrier": f"{axis} {name}"})
-    return rows
 
 
 def timeline_data(analysis: Analysis, most_slices: int) -> tuple[dict, str | None]:

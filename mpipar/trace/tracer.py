@@ -70,6 +70,7 @@ class Tracer:
             if problem := self._write(complete=False):
                 warn(f"the trace can't be written: {problem}")
             raise
+        self.worker.settle()  # a device may lag behind, but not beyond the end of a traced step
         self.steps.append((number, start, perf_counter_ns()))
         if number == self.last:
             self.finish()

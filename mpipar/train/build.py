@@ -11,7 +11,7 @@ from mpipar import models
 from mpipar.comm.grid import Grid
 from mpipar.comm.group import Comms
 from mpipar.comm.record import Recorder
-from mpipar.comm.transport import Options
+from mpipar.comm.request import Choices, Options
 from mpipar.config.grid import GridConfig
 from mpipar.config.memory import MemoryConfig
 from mpipar.config.model import ModelConfig
@@ -63,8 +63,8 @@ def holders(schedule: Schedule, stages: Iterable[int]) -> tuple[int, ...]:
 
 
 def groups_of(config: Config, grid: Grid, schedule: Schedule, ops: Any, recorder: Recorder,
-              mpi_world: Any) -> Comms:
-    """All groups of a rank.
+              mpi_world: Any, chosen: Choices | None = None) -> Comms:
+    """All groups of a rank. chosen: see `Options`.
 
     Some tensors have copies on several pipeline ranks: tied tables at both ends ("tie"), and stages
     that a bidirectional schedule holds twice ("mirror"). Their gradients are summed over these
@@ -75,7 +75,8 @@ def groups_of(config: Config, grid: Grid, schedule: Schedule, ops: Any, recorder
     mirrors = {holders(schedule, (stage,)) for stage in range(last + 1)}
     partitions = {"tie": grid.partition("pp", [holders(schedule, (0, last))]),
                   "mirror": grid.partition("pp", sorted(mirrors))}
-    options = Options(config.run.sync_sends, config.run.check_comm)
+    run = config.run
+    options = Options(run.sync_sends, run.check_comm, all_reduce=run.all_reduce, chosen=chosen)
     rings = {"tp": vars(config.model).get("tp_matmul"), "cp": config.grid.cp_attention}
     messages = {"pp", *(axis for axis, method in rings.items() if method == "ring")}
     return Comms(grid, ops, recorder, mpi_world, options, partitions, messages)
@@ -90,7 +91,8 @@ def stages_of(config: Config, schedule: Schedule, stage_layers: tuple[int, ...],
     model, memory, pp_rank = models.model_of(config.model), config.memory, comms.grid.place("pp")
     sharding = Sharding(
         memory.zero, comms["data"] if memory.zero else comms.alone,
-        config.train.bucket_bytes // ops.statistics.itemsize, not memory.keeps_pieces_of_gradients)
+        config.train.bucket_bytes // ops.statistics.itemsize, not memory.keeps_pieces_of_gradients,
+        comms["data"])
     tied = Copies(("tie",) if schedule.num_stages > 1 else (), schedule.rank_of(0, 0) == pp_rank)
     context = Context(ops, comms, **made_again(config), sharding=sharding, tied=tied)
     tables: dict[str, Param] = {}

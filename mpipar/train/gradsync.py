@@ -41,6 +41,7 @@ class GradSync:
         # In one order on every rank: sums over further groups come in it.
         self.flats: list[FlatParams] = [
             flat for number in sorted(stages) for flat in stages[number].flats]
+        self.updated = [flat for flat in self.flats if not flat.sign_rate]  # by the optimizer
         self.bucket = max(1, bucket_bytes // ops.statistics.itemsize)  # elements
         self.pending: list[Pending] = []
         self.started: set[tuple[int, int]] = set()  # (stage, unit)
@@ -136,7 +137,7 @@ class GradSync:
         the same.
         """
         return [(self.ops.square_sum(flat.summed[segment][place]), owned and self.counts(flat))
-                for flat in self.flats for owned, segment, place in flat.counted]
+                for flat in self.updated for owned, segment, place in flat.counted]
 
     def unscale(self, loss_scale: float) -> None:
         """Divide all gradients by the factor that multiplied the loss."""
@@ -149,7 +150,7 @@ class GradSync:
             self._scale(limit / (norm + 1e-6))
 
     def _scale(self, factor: float) -> None:
-        for flat in self.flats:
+        for flat in self.updated:
             for summed in flat.summed:
                 self.ops.scale(summed, factor)
 

@@ -50,11 +50,21 @@ class Sgd:
         pending = []
         for flat in self.flats:
             for segment in range(len(flat.segments)):
-                self.update(flat, segment, lr, step)
+                if flat.sign_rate:
+                    self.follow_signs(flat, segment)
+                else:
+                    self.update(flat, segment, lr, step)
                 if not flat.shares("data"):
                     pending.append(flat.gather(segment))
         for one in pending:
             one.wait()
+
+    def follow_signs(self, flat: FlatParams, segment: int) -> None:
+        """Update the own piece of a segment by the signs of its gradients; see `Param`."""
+        master, data = flat.piece("master", segment), flat.piece("data", segment)
+        self.ops.sign_step(master, flat.summed[segment], flat.sign_rate)
+        if flat.rounds:
+            self.ops.copy(data, master)
 
     def update(self, flat: FlatParams, segment: int, lr: float, step: int) -> None:
         """Update the own piece of a segment, and round it to the data."""

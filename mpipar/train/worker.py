@@ -17,6 +17,7 @@ from mpipar import models
 from mpipar.checkpoint.params import all_params
 from mpipar.comm.grid import Grid
 from mpipar.comm.record import Recorder
+from mpipar.comm.request import Choices
 from mpipar.config.sections import Config
 from mpipar.errors import NonFiniteError
 from mpipar.pipeline.engine import Engine, forward_only
@@ -86,12 +87,11 @@ class Worker:
         self.loss_scale.update(overflow)
         lr = learning_rate(self.config.train, step)
         with self.recorder.at("opt"):
-            opt_start = perf_counter_ns()
+            opt_start = self.ops.instant()
             if not overflow:
                 self.gradsync.clip(norm, self.config.train.clip)
                 self.optimizer.step(lr, step - self.loss_scale.skipped)
-            self.ops.synchronize()
-            self.recorder.span("opt", opt_start)
+            self.recorder.span("opt", opt_start, end=self.ops.instant())
         seconds = (perf_counter_ns() - start) * 1e-9
         shown = scale if self.loss_scale.dynamic else None
         return StepResult(step, loss, norm, lr, seconds, agreed, shown, overflow)
@@ -111,10 +111,10 @@ class Worker:
         self.gradsync.zero()
         for stage in self.stages.values():
             stage.set_loss_scale(self.loss_scale.value / self.num_tokens)
-        start = perf_counter_ns()
+        start = self.ops.instant()
         with self.recorder.at("sync"):
             self.losses = self.engine.run(self.program, get_batch)
-            self.recorder.span("pipeline", start)
+            self.recorder.span("pipeline", start, end=self.ops.instant())
             self.gradsync.finish()
             self.gradsync.unscale(self.loss_scale.value)
             loss, squares = self._loss_and_squares()
@@ -131,24 +131,26 @@ class Worker:
         """
         parts = self.gradsync.square_sums()
         numbers = iter(self.ops.numbers([*self.losses.values(), *(part for part, _ in parts)]))
+        self.recorder.settle(self.ops.nanoseconds)
         self.losses = {mb: next(numbers) for mb in self.losses}
         # tp ranks know the same loss: one of them reports it.
         loss = seen(sum(self.losses.values()), self.comms["tp"].index == 0)
         return loss, seen_sum((next(numbers), counts) for _, counts in parts)
 
     def __init__(self, config: Config, grid: Grid, ops: Any, recorder: Recorder,
-                 mpi_world: Any = None):
+                 mpi_world: Any = None, chosen: Choices | None = None):
         """Build what the steps of one rank work on.
 
         config: resolved. grid: this rank's place. mpi_world: an mpi4py communicator, or None
-        without MPI.
+        without MPI. chosen: what `--all-reduce auto` has chosen before; new choices are added.
         Comm: makes the groups with one split over the world each; every rank must build its Worker.
         """
         self.config, self.ops, self.recorder, self.mpi_world = config, ops, recorder, mpi_world
         self.grid = build.with_shared_heads(grid, config.model)
         self.schedule = build.configured_schedule(config.grid)
         self.program = build.lowered(config, self.schedule, grid.place("pp"))
-        self.comms = build.groups_of(config, self.grid, self.schedule, ops, recorder, mpi_world)
+        self.comms = build.groups_of(
+            config, self.grid, self.schedule, ops, recorder, mpi_world, chosen)
         self.stage_layers = models.layer_split(config, self.schedule)
         self.stages = build.stages_of(config, self.schedule, self.stage_layers, ops, self.comms)
         self.flats = [flat for stage in self.stages.values() for flat in stage.flats]
@@ -175,6 +177,11 @@ class Worker:
         """
         for flat in self.flats:
             flat.initialize(self.config.run.seed, spread)
+
+    def settle(self) -> None:
+        """Wait for the device, and record what it has done since the last step's loss."""
+        self.ops.synchronize()
+        self.recorder.settle(self.ops.nanoseconds)
 
     def close(self) -> None:
         """Free the groups when nothing more will be sent. Comm: every rank must call it."""

@@ -57,6 +57,7 @@ Ref submit(void *handle, std::function<void()> run) {
     auto made = std::make_shared<Operation>();
     if (is_null()) {
         made->done = true;
+        made->ended = std::chrono::steady_clock::now();
         return made;
     }
     Hold hold(lock);
@@ -82,6 +83,7 @@ static void execute(Operation &now) {
     auto run = std::move(now.run);
     now.run = nullptr;
     if (run) run();
+    now.ended = std::chrono::steady_clock::now();
     now.after.clear();
 }
 

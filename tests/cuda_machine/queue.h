@@ -5,6 +5,7 @@
 // at once; CUDA_MACHINE_NULL=1 runs nothing, so that what Python needs alone can be timed.
 #pragma once
 
+#include <chrono>
 #include <cstdint>
 #include <cstdio>
 #include <cstdlib>
@@ -23,6 +24,7 @@ struct Operation {
     std::vector<std::shared_ptr<Operation>> after;
     std::function<void()> run;
     bool done = false;
+    std::chrono::steady_clock::time_point ended;
 };
 using Ref = std::shared_ptr<Operation>;
 

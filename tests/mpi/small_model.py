@@ -129,7 +129,7 @@ def computed_once(config, part):
     assert part is tokens()
     serial = serial_config(config)
     model = replace(serial.model, sequence_parallel=False, tp_matmul="plain", ffn_cut="pair")
-    run = replace(serial.run, sync_sends=False)
+    run = replace(serial.run, sync_sends=False, all_reduce="mpi")
     return _step_on_one_rank(replace(serial, model=model, run=run))
 
 

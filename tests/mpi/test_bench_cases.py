@@ -16,12 +16,13 @@ from small_model import slow_unless
 
 from bench.interconnect import compiled, overlap, plans, sampling, session
 from bench.interconnect.buffers import POLICIES, Arena
-from bench.interconnect.cases import BARE, COMM, IN_C, PERSISTENT, Setup
-from bench.interconnect.compositions import TwoLevel, UnevenAllToAll
-from bench.interconnect.groups import make_group, make_wire, ranks_of_a_host
+from bench.interconnect.cases import ALGORITHMS, BARE, BY, COMM, IN_C, IN_WINDOW, PERSISTENT, Setup
+from bench.interconnect.groups import comms_by, make_group
 from bench.interconnect.plans import Job
 from bench.interconnect.sampling import Plan, Progress, measure_cases
+from bench.interconnect.uneven import UnevenAllToAll
 from mpipar import ops as ops_module
+from mpipar.comm.algorithms.doubling import Doubling
 from mpipar.comm.record import Recorder
 from mpipar.errors import EnvironmentProblem
 
@@ -29,7 +30,7 @@ WORLD = MPI.COMM_WORLD
 pytestmark = pytest.mark.ranks(2, 4)
 SESSION = types.SimpleNamespace(world=WORLD, agree=lambda function: function(), host_rank=0)
 PLAN = Plan(warm_up=0, exactly=1)
-USUAL = (COMM, BARE, PERSISTENT)
+USUAL = (COMM, BARE, PERSISTENT, ALGORITHMS)
 
 
 @pytest.fixture(autouse=True)
@@ -41,7 +42,7 @@ def one_sample_of_each_way(monkeypatch):
 
 def sections():
     cases = [case for case in plans.CASES if case != "pairs"]
-    return plans.world_sections(cases, WORLD.size, (48,), 2)
+    return plans.world_sections(cases, WORLD.size, (48,))
 
 
 def outcomes(section, job, ops, loops=None, window=3):
@@ -50,7 +51,7 @@ def outcomes(section, job, ops, loops=None, window=3):
     found = {}
     if group.team is not None:
         setup = Setup(group.comm, group.mpi, Arena(ops, job.buffers, 1 << 12), section.sizes[0],
-                      window, loops, partial(make_wire, job.transport, ops))
+                      window, loops, partial(comms_by, group.mpi, ops, Recorder()))
         cases = {via: section.make(setup, via) for via in job.ways(section)}
         if section.num_tests is not None:
             cases = overlap.with_computing(group.team, section, setup, cases, Progress())
@@ -147,19 +148,16 @@ def test_wrong_payload_of_one_rank_is_everybodys():
     assert found["mpi4py"].problems == []
 
 
-def test_second_level_that_is_left_out_shows():
-    class Wrong(TwoLevel):
-        def through_comm(self, x, y):
-            return lambda: self.near.all_gather(self.near.reduce_scatter(x, ""), "")
-
+def test_an_algorithm_that_adds_wrong_numbers_shows(monkeypatch):
     ops = ops_module.make("cpu", "float32")
-    (section,) = plans.world_sections([TwoLevel.name], WORLD.size, (48,), WORLD.size // 2)
-    assert section.title.endswith(f" {WORLD.size // 2}x2")
-    for case, good in ((TwoLevel, True), (Wrong, False)):
-        changed = section._replace(make=partial(case, count=WORLD.size // 2))
-        found = outcomes(changed, Job(), ops)
-        assert (found[COMM].problems == []) == good
-        assert found["mpi4py"].problems == []
+    (section,) = plans.world_sections(["all-reduce"], WORLD.size, (48,))
+    job = Job(kinds=(COMM, ALGORITHMS))
+    found = outcomes(section, job, ops)
+    assert [*found] == [COMM, *BY, IN_WINDOW]
+    assert all(outcome.problems == [] for outcome in found.values())
+    monkeypatch.setattr(Doubling, "summed", lambda doubling, x: iter(()))
+    found = outcomes(section, job, ops)
+    assert [via for via, outcome in found.items() if outcome.problems] == ["by doubling"]
 
 
 def test_hot_expert_gets_twice_as_much_as_each_other():
@@ -194,14 +192,6 @@ def test_bytes_on_the_wire_are_those_that_a_rank_sends(title, sent):
         assert volume["wire_bytes"] == volume["bytes_in"] == wanted
         if title.startswith("stage-chain"):
             assert volume["counted_bytes"] == wanted  # the busiest rank's counts, see _row
-
-
-def test_hosts_that_differ_are_one_level():
-    even = WORLD.rank // 2 * 2
-    assert ranks_of_a_host(WORLD, (even, even + 1)) == 2
-    assert ranks_of_a_host(WORLD, (WORLD.rank, WORLD.size)) == WORLD.size  # not consecutive
-    uneven = (0,) if WORLD.rank == 0 else tuple(range(1, WORLD.size))
-    assert ranks_of_a_host(WORLD, uneven) == (1 if WORLD.size == 2 else WORLD.size)
 
 
 def test_hosts_with_other_caches_walk_through_as_much(monkeypatch):

@@ -13,8 +13,8 @@ import pytest
 from helpers import REPOSITORY
 from small_model import WORLD, poison_unwritten
 
-from bench.docs.commands import FILE
 from bench.matmul.cut_product import PHASES, CutProduct, Sizes, cases, connect, whole
+from docs.build.commands import FILE
 from mpipar import ops as ops_module
 from mpipar.comm.connect import Options
 from mpipar.comm.grid import Grid, piece, share

@@ -18,7 +18,7 @@ from small_model import (
 
 from mpipar.comm.group import Pending
 from mpipar.comm.record import NO_ENTRY
-from mpipar.comm.transport import Done
+from mpipar.comm.request import Done
 from mpipar.config.memory import MemoryConfig
 from mpipar.config.model import DecoderConfig
 from mpipar.layers.flat import Sharding

@@ -94,7 +94,7 @@ class Explorer {
       panel.draw({ zoom: find("zoom").valueAsNumber, longest, arrows: find("arrows").checked,
                    path: find("path").checked, unit: page.unit });
     const costs = FIELDS.map(name => `${NAMES[name]} ${find(name).value}`).join(", ");
-    find("settings").textContent = find("by-stage").querySelector("input").checked
+    find("subtitle").textContent = find("by-stage").querySelector("input").checked
       ? `costs of each stage as measured, hop ${find("hop").value}`
       : `${costs} of ${find("share").value === "worker" ? "a worker's layers" : "each stage"}`;
     this.legend();
@@ -123,7 +123,7 @@ class Explorer {
     const rows = [["", ...shown.map(panel => panel.part("h2").textContent.split(":")[0])]];
     for (const [name, value] of FIGURES)
       rows.push([name, ...shown.map(panel => panel.problems.length ? "-" : value(panel))]);
-    fillTable(find("figures"), rows);
+    listed("figures", rows);
   }
 
   workers() {
@@ -133,7 +133,7 @@ class Explorer {
       timeline.busy.forEach((busy, rank) => rows.push([`${schedule.name} ${rank}`, number(busy),
         percent(busy / timeline.makespan), number(timeline.idle[rank]), timeline.peakStash[rank],
         timeline.sent[rank]]));
-    fillTable(find("workers"), rows);
+    listed("workers", rows);
   }
 }
 
@@ -163,15 +163,9 @@ const FIGURES = [
   ["critical path", pathWords],
 ];
 
-function fillTable(table, rows) {
-  const [head, ...others] = rows.map(cells => {
-    const line = element("tr");
-    line.append(...cells.map(text => element(cells === rows[0] ? "th" : "td", text)));
-    return line;
-  });
-  table.replaceChildren(element("thead"), element("tbody"));
-  table.tHead.append(head);
-  table.tBodies[0].append(...others);
+/** A table of rows of texts, the names of the columns first. */
+function listed(id, [names, ...rows]) {
+  fillTable(find(id), names.map((name, i) => [name, row => row[i]]), rows);
 }
 
 document.title = find("title").textContent = page.title;

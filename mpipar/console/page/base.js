@@ -1,4 +1,4 @@
-// What every page has: its data, elements, numbers for people, and the choice of a theme.
+// What every page has: its data, elements, numbers, tables that sort, and the choice of a theme.
 const page = JSON.parse(document.getElementById("data").textContent);
 const find = id => document.getElementById(id);
 
@@ -33,6 +33,57 @@ function ticks(low, high, count = 5) {
   for (let value = Math.ceil(low / step) * step; value <= high + 1e-9 * span; value += step)
     found.push(+value.toPrecision(10));
   return found;
+}
+
+/** What a click does, the keyboard does too. */
+function onPress(target, act) {
+  target.tabIndex = 0;
+  target.onclick = act;
+  target.onkeydown = event => {
+    if (event.key !== "Enter" && event.key !== " ") return;
+    event.preventDefault();  // a space would scroll
+    act();
+  };
+}
+
+/** How much a text such as `1,024 KiB` says; NaN for other texts. */
+function amount(text) {
+  const [, digits, unit] = /^([\d,.]+) ?([kKMG]?)/.exec(text) ?? [];
+  return digits ? +digits.replaceAll(",", "") * ({ k: 1e3, K: 1e3, M: 1e6, G: 1e9 }[unit] ?? 1)
+    : NaN;
+}
+
+function compare(one, other) {
+  if (typeof one === "number") return one - other;
+  return amount(one) - amount(other) || one.localeCompare(other, "en", { numeric: true });
+}
+
+/** Fill a table, which a press on the name of a column sorts. columns: [name, the value of a row,
+    what its cell shows: text or an element]. press(row, line): what a press on a row does. */
+function fillTable(table, columns, rows, press) {
+  const head = element("tr"), lines = rows.map(row => Object.assign(element("tr"), { row }));
+  for (const [name, value, show = value] of columns) {
+    const isText = rows.some(row => typeof value(row) === "string");
+    const title = element("th", name, { scope: "col", class: isText ? "text" : "" });
+    onPress(title, () => {
+      const before = title.getAttribute("aria-sort");
+      const down = before === "ascending" || !before && !isText;
+      for (const other of head.cells) other.removeAttribute("aria-sort");
+      title.setAttribute("aria-sort", down ? "descending" : "ascending");
+      table.tBodies[0].append(...lines.sort((a, b) => (down ? -1 : 1)
+        * compare(value(a.row), value(b.row))));
+    });
+    head.append(title);
+    for (const line of lines) {
+      const cell = element("td", "", { class: isText ? "text" : "" });
+      cell.append(...[show(line.row)].flat());
+      line.append(cell);
+    }
+  }
+  if (press) for (const line of lines) onPress(line, () => press(line.row, line));
+  table.replaceChildren(element("thead"), element("tbody"));
+  table.tHead.append(head);
+  table.tBodies[0].append(...lines);
 }
 
 /** The button of the theme. recolour: draws again what does not follow the style sheet. */

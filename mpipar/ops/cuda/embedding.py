@@ -15,12 +15,13 @@ from mpipar.ops.signature import Array
 
 FILE = "embedding.cu"
 ROW_THREADS = 128  # threads that share a row
-SORT_THREADS = 256
-SUM_BLOCK = (32, 8)  # as in columns.cuh
+SORT_THREADS = 512
+SUM_BLOCK = (32, 8)  # as in embedding.cu
+SUM_BYTES = 32 * 16  # of a row, that a block of the sums reads
 
 
 TYPES = {**C_TYPES, "float64": "double"}
-SORT = f"places_by_id<{SORT_THREADS}>"
+SORT, MERGE = f"places_in_tiles<{SORT_THREADS}>", "merge_runs"
 
 
 def names(dtype: str) -> tuple[str, ...]:
@@ -70,13 +71,22 @@ class Embedding:
             return
         assert dtable.flags.c_contiguous, (dtable.shape, dtable.strides)
         ids, dy = self._ids(ids), self._xp.ascontiguousarray(dy)
-        order = self._xp.empty((n,), np.int32)
-        self._loader.launch(FILE, SORT, (ceil(n / SORT_THREADS),), (SORT_THREADS,),
-                            (n, ids, order))
         self._loader.launch(
-            FILE, NAMES[dy.dtype.name][2], (n, ceil(columns / SUM_BLOCK[0])), SUM_BLOCK,
-            (columns, n, dy.size // columns // n, ids, order, dy, np.int64(start),
+            FILE, NAMES[dy.dtype.name][2], (n, ceil(columns * dy.itemsize / SUM_BYTES)), SUM_BLOCK,
+            (columns, n, dy.size // columns // n, ids, self._order(ids), dy, np.int64(start),
              np.int64(len(dtable)), dtable))
+
+    def _order(self, ids: Array) -> Array:
+        """Return the places of the ids from the lowest to the highest, equal ones as they come."""
+        n, length = ids.size, SORT_THREADS
+        grid, block = (ceil(n / SORT_THREADS),), (SORT_THREADS,)
+        order = self._xp.empty((n,), np.int32)
+        self._loader.launch(FILE, SORT, grid, block, (n, ids, order))
+        while length < n:
+            merged = self._xp.empty((n,), np.int32)
+            self._loader.launch(FILE, MERGE, grid, block, (n, length, ids, order, merged))
+            order, length = merged, 2 * length
+        return order
 
     def _ids(self, x: Array) -> Array:
         assert x.dtype == np.int64, x.dtype

@@ -11,7 +11,10 @@
 template <typename T> constexpr int WIDE = 16 / sizeof(T);
 
 // Width neighbours of an array from `first` on.
-template <int Width, typename Index> struct At { Index first; };
+template <int Width, typename Index> struct At {
+    static constexpr int width = Width;
+    Index first;
+};
 
 // Their values.
 template <int Width> struct Pack {
@@ -41,10 +44,21 @@ __device__ inline Pack<Width> each(At<Width, Index>, Value value) {
     return pack;
 }
 
+// What lies there, as it is; and back.
 template <int Width, typename Index, typename T>
-__device__ inline Pack<Width> load(const T *x, At<Width, Index> at) {
+__device__ inline Stored<T, Width> fetch(const T *x, At<Width, Index> at) {
     Stored<T, Width> stored;
     stored.words = *reinterpret_cast<const decltype(stored.words) *>(x + at.first);
+    return stored;
+}
+template <int Width, typename Index, typename T>
+__device__ inline void put(T *x, At<Width, Index> at, const Stored<T, Width> &stored) {
+    *reinterpret_cast<Words<Width * sizeof(T)> *>(x + at.first) = stored.words;
+}
+
+template <int Width, typename Index, typename T>
+__device__ inline Pack<Width> load(const T *x, At<Width, Index> at) {
+    auto stored = fetch(x, at);
     return each(at, [&](int i) { return to_float(stored.values[i]); });
 }
 
@@ -54,7 +68,7 @@ __device__ inline Pack<Width> store(T *x, At<Width, Index> at, Value value) {
     Stored<T, Width> stored;
 #pragma unroll
     for (int i = 0; i < Width; ++i) stored.values[i] = from_float<T>(value(i));
-    *reinterpret_cast<decltype(stored.words) *>(x + at.first) = stored.words;
+    put(x, at, stored);
     return each(at, [&](int i) { return to_float(stored.values[i]); });
 }
 

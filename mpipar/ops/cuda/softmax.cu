@@ -14,17 +14,29 @@ causal_softmax_forward(int keys, int queries, const long long *q_pos, const long
                        float factor, T *scores) {
     T *row = scores + size_t(blockIdx.x) * keys;
     long long query = q_pos[blockIdx.x % queries];
-    auto score = [&](int j) {
-        return k_pos[j] <= query ? factor * to_float(row[j]) : -infinity();
+    auto each_score = [&](auto use) {  // use(at, the scores there)
+        bool wide = fits<WIDE<T>>(keys, row, k_pos);
+        for_each_of_block<WIDE<T>, Threads>(wide, keys, [&](auto at) {
+            auto x = load(row, at);
+            auto place = fetch(k_pos, at);
+            use(at, each(at, [&](int i) {
+                return place.values[i] <= query ? factor * x[i] : -infinity();
+            }));
+        });
     };
-    float top = lowest(), sum = 0.0f;
-    for (int j = threadIdx.x; j < keys; j += Threads) top = fmaxf(top, score(j));
+    float top = lowest(), total = 0.0f;
+    each_score([&](auto at, auto x) {
+        for (float one : x.values) top = fmaxf(top, one);
+    });
     top = block_max<Threads>(top);
-    for (int j = threadIdx.x; j < keys; j += Threads) sum += expf(score(j) - top);
-    sum = block_sum<Threads>(sum);
-    if (sum == 0.0f) sum = 1.0f;
-    for (int j = threadIdx.x; j < keys; j += Threads)
-        row[j] = from_float<T>(expf(score(j) - top) / sum);
+    each_score([&](auto at, auto x) {
+        total += sum(at, [&](int i) { return expf(x[i] - top); });
+    });
+    total = block_sum<Threads>(total);
+    if (total == 0.0f) total = 1.0f;
+    each_score([&](auto at, auto x) {
+        store(row, at, [&](int i) { return expf(x[i] - top) / total; });
+    });
 }
 
 // dprobs = factor probs (dprobs - sum(probs dprobs)): the gradient of the scores. Hidden: 0.
@@ -33,10 +45,15 @@ __global__ void __launch_bounds__(Threads)
 causal_softmax_backward(int keys, float factor, const T *probs, T *dprobs) {
     probs += size_t(blockIdx.x) * keys;
     dprobs += size_t(blockIdx.x) * keys;
-    float sum = 0.0f;
-    for (int j = threadIdx.x; j < keys; j += Threads)
-        sum += to_float(probs[j]) * to_float(dprobs[j]);
-    sum = block_sum<Threads>(sum);
-    for (int j = threadIdx.x; j < keys; j += Threads)
-        dprobs[j] = from_float<T>(factor * to_float(probs[j]) * (to_float(dprobs[j]) - sum));
+    bool wide = fits<WIDE<T>>(keys, probs, dprobs);
+    float total = 0.0f;
+    for_each_of_block<WIDE<T>, Threads>(wide, keys, [&](auto at) {
+        auto p = load(probs, at), dp = load(dprobs, at);
+        total += sum(at, [&](int i) { return p[i] * dp[i]; });
+    });
+    total = block_sum<Threads>(total);
+    for_each_of_block<WIDE<T>, Threads>(wide, keys, [&](auto at) {
+        auto p = load(probs, at), dp = load(dprobs, at);
+        store(dprobs, at, [&](int i) { return factor * p[i] * (dp[i] - total); });
+    });
 }

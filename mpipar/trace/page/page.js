@@ -50,15 +50,10 @@ function tables() {
     card.append(element("h2", title), scroll);
     if (words) card.firstChild.append(element("small", words, { class: "soft" }));
     scroll.append(table);
-    if (head) {
-      const line = table.createTHead().insertRow();
-      for (const name of head) line.append(element("th", name, { class: "text" }));
-    }
-    const body = table.createTBody();
-    for (const row of rows) {
-      const line = body.insertRow();
-      row.forEach((text, i) => line.append(
-        element("td", text, { class: head || i ? "text" : "text name" })));
+    if (head) fillTable(table, head.map((name, i) => [name, row => row[i]]), rows);
+    else for (const row of rows) {
+      const line = table.insertRow();
+      row.forEach((text, i) => line.append(element("td", text, { class: i ? "text" : "name" })));
     }
     find("tables").append(card);
   }
@@ -109,78 +104,31 @@ function focus(timeline, row) {
 }
 
 function causes() {
-  const table = find("causes"), widest = Math.max(...page.causes.map(row => row.ms), 1e-9);
-  if (!page.causes.length) return table.append(element("caption", "nobody waited"));
-  const line = element("tr");
-  for (const name of ["cause", "ms", "share", "mostly waiting", "at"])
-    line.append(element("th", name, { class: name === "cause" || name === "at" ? "text" : "" }));
-  table.append(element("thead"), element("tbody"));
-  table.tHead.append(line);
-  for (const row of page.causes) {
-    const made = element("tr"), ms = element("td");
-    const bar = element("i", "", { class: "bar", style: `width:${120 * row.ms / widest}px` });
-    ms.append(bar, short(row.ms));
-    made.append(element("td", row.text, { class: "text" }), ms, element("td", percent(row.share)),
-      element("td", `rank ${row.rank}`), element("td", row.barrier, { class: "text" }));
-    table.tBodies[0].append(made);
-  }
+  const widest = Math.max(...page.causes.map(row => row.ms), 1e-9);
+  const bar = ms => element("i", "", { class: "bar", style: `width:${120 * ms / widest}px` });
+  fillTable(find("causes"), [
+    ["cause", row => row.text], ["ms", row => row.ms, row => [bar(row.ms), short(row.ms)]],
+    ["share", row => row.share, row => percent(row.share)],
+    ["mostly waiting", row => row.rank, row => `rank ${row.rank}`], ["at", row => row.barrier],
+  ], page.causes);
+  if (!page.causes.length) find("causes").replaceChildren(element("caption", "nobody waited"));
 }
 
-const COLUMNS = [
-  ["axis", "axis", row => row.axis], ["barrier", "name", row => row.name],
-  ["operation", "operation", row => row.operation],
-  ["calls", "calls", row => `${+row.calls.toFixed(2)}`],
-  ["bytes", "bytes", row => bytes(row.bytes)], ["sent", "sent", row => bytes(row.sent)],
-  ["wait ms", "wait_ms", row => row.wait_ms.toFixed(2)],
-  ["transfer ms", "transfer_ms", row => row.transfer_ms.toFixed(2)],
-  ["longest wait ms", "longest_ms", row => row.longest_ms.toFixed(2)],
-  ["mostly last", "last", row => row.last < 0 ? "" : `rank ${row.last} (${row.times} of `
+const BARRIER = [
+  ["axis", row => row.axis, row => [swatch(`axis-${row.axis}`), ` ${row.axis}`]],
+  ["barrier", row => row.name], ["operation", row => row.operation],
+  ["calls", row => row.calls, row => `${+row.calls.toFixed(2)}`],
+  ["bytes", row => row.bytes, row => bytes(row.bytes)],
+  ["sent", row => row.sent, row => bytes(row.sent)],
+  ["wait ms", row => row.wait_ms, row => row.wait_ms.toFixed(2)],
+  ["transfer ms", row => row.transfer_ms, row => row.transfer_ms.toFixed(2)],
+  ["longest wait ms", row => row.longest_ms, row => row.longest_ms.toFixed(2)],
+  ["mostly last", row => row.last, row => row.last < 0 ? "" : `rank ${row.last} (${row.times} of `
     + `${row.events})`],
-  ["source", "source", row => row.source],
+  ["source", row => row.source, row => element("code", row.source)],
 ];
-const TEXT = new Set(["axis", "name", "operation", "source"]);
-
-/** What a click does, the keyboard does too. */
-function onPress(target, act) {
-  target.tabIndex = 0;
-  target.onclick = act;
-  target.onkeydown = event => {
-    if (event.key !== "Enter" && event.key !== " ") return;
-    event.preventDefault();  // a space would scroll
-    act();
-  };
-}
 
 function barriers(timeline) {
-  const table = find("barriers"), line = element("tr");
-  table.append(element("thead"), element("tbody"));
-  table.tHead.append(line);
-  for (const [name, key] of COLUMNS) {
-    const cell = element("th", name, { scope: "col", "data-key": key,
-                                       class: TEXT.has(key) ? "text" : "" });
-    onPress(cell, () => {
-      const down = cell.getAttribute("aria-sort") !== "descending" && !TEXT.has(key)
-        || cell.getAttribute("aria-sort") === "ascending";
-      for (const other of line.cells) other.removeAttribute("aria-sort");
-      cell.setAttribute("aria-sort", down ? "descending" : "ascending");
-      const sign = down ? -1 : 1;
-      const rows = [...table.tBodies[0].rows].sort((a, b) => sign * (TEXT.has(key)
-        ? String(a.row[key]).localeCompare(b.row[key], "en", { numeric: true })
-        : a.row[key] - b.row[key]));
-      table.tBodies[0].append(...rows);
-    });
-    line.append(cell);
-  }
-  for (const row of page.barriers) {
-    const made = element("tr");
-    made.row = row;
-    for (const [, key, show] of COLUMNS) {
-      const cell = element("td", "", { class: TEXT.has(key) ? "text" : "" });
-      if (key === "axis") cell.append(swatch(`axis-${row.axis}`), ` ${row.axis}`);
-      else cell.append(key === "source" ? element("code", show(row)) : show(row));
-      made.append(cell);
-    }
-    onPress(made, () => focus(timeline, made.classList.contains("chosen") ? null : row));
-    table.tBodies[0].append(made);
-  }
+  fillTable(find("barriers"), BARRIER, page.barriers, (row, line) =>
+    focus(timeline, line.classList.contains("chosen") ? null : row));
 }

@@ -1,0 +1,75 @@
+"""Which algorithm sums fastest, by size: the rows of `--ways mpipar.comm,algorithms` side by side.
+
+    python -m bench.interconnect all-reduce --ways mpipar.comm,algorithms --launches 7 --json FILE
+    python -m bench.interconnect.algorithms FILE... [--write]    # --write: into bench/results/
+
+All algorithms run in the same processes, in turns. `mpi_us` is MPI's own. `in_it_us` is the window
+with an array that lies in it, as gradients do. Times are medians over launches. A gain is MPI's
+time over the other one, a median over launches with the smallest and the largest.
+"""
+
+from __future__ import annotations
+
+from statistics import median
+
+from bench import results
+from bench.interconnect import records
+from bench.interconnect.cases import BY, COMM, IN_WINDOW
+from mpipar.config import flags
+from mpipar.errors import EXIT_OK, DataError
+from mpipar.job.session import guard
+
+RESULT = "bench/results/algorithms.json"
+COLUMNS = {COMM: "mpi_us", **{via: f"{name}_us" for via, name in BY.items()},
+           IN_WINDOW: "in_it_us"}
+GAINS = {"window_gain": "by window", "in_it_gain": IN_WINDOW}
+
+
+def compared(rows) -> list[dict]:
+    """A line for each number of ranks and size of an all-reduce that was done in several ways."""
+    found: dict = {}
+    for row in rows:
+        if row["case"] == "all-reduce" and row["via"] in COLUMNS:
+            times = found.setdefault((len(row["ranks"]), row["size_bytes"]), {})
+            times.setdefault(row["via"], {})[row["launch"]] = row["median_us"]
+    lines = []
+    for (ranks, size), ways in sorted(found.items()):
+        if len(ways) < 2 or COMM not in ways:
+            continue
+        middle = {via: median(own.values()) for via, own in ways.items()}
+        line = {"ranks": ranks, "size_bytes": size, "launches": len(ways[COMM])}
+        line |= {name: middle.get(via, "-") for via, name in COLUMNS.items()}
+        line["fastest"] = min(set(middle) - {IN_WINDOW}, key=middle.__getitem__).removeprefix(
+            "by ").replace(COMM, "mpi")
+        lines.append(line | {name: gain(ways[COMM], ways.get(via)) for name, via in GAINS.items()})
+    return lines
+
+
+def gain(own: dict, other: dict | None) -> str:
+    """MPI's time over another one, launch by launch: the median, and from where to where."""
+    if other is None:
+        return "-"
+    factors = [own[launch] / other[launch] for launch in own if launch in other]
+    return f"{median(factors):.1f} ({min(factors):.1f} to {max(factors):.1f})"
+
+
+def main(argv, session) -> int:
+    """Print the lines; write the result file."""
+    parser = flags.Parser(prog="python -m bench.interconnect.algorithms", description=__doc__)
+    parser.add_argument("files", metavar="FILE", nargs="+", help="of bench.interconnect --json")
+    parser.add_argument("--write", action="store_true", help=f"write {RESULT}")
+    args = parser.parse_args(argv)
+    lines = compared(records.rows_of(args.files, tell=True))
+    if not lines:
+        raise DataError(f"{', '.join(args.files)}: no all-reduce by several algorithms: measure"
+                        " with --ways mpipar.comm,algorithms")
+    print(results.markdown_table(lines))
+    if args.write:
+        head = records.read(args.files[0])[0].head
+        results.write(str(results.ROOT / RESULT), "bench.interconnect.algorithms", lines,
+                      **{name: head[name] for name in ("library", "buffers", "dtype")})
+    return EXIT_OK
+
+
+if __name__ == "__main__":
+    guard(main)

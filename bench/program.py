@@ -1,0 +1,79 @@
+"""A program of this folder: its flags, what it measures, a table on the screen and in a file."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from typing import Any, NamedTuple
+
+from bench import results
+from mpipar.config import flags
+
+Counts = Mapping[str, tuple[int, str]]  # flag: its default, its help
+
+
+class Outcome(NamedTuple):
+    """What a program has found, on world rank 0.
+
+    facts: what the figures depend on. beside: more keys of the file. variant: of the program's name
+    in the file. head, end: printed above and below the table.
+    """
+
+    rows: list[dict]
+    facts: dict[str, Any] | None = None
+    code: int = 0
+    beside: dict[str, Any] | None = None
+    variant: str = ""
+    head: str = ""
+    end: str = ""
+
+
+class Program:
+    """`main` of a program: flags, a look at the file of --json, measuring, the table, the file.
+
+    measure(args, session) -> Outcome, or the exit code where there is nothing to tell. together, or
+    together(args): whether all ranks of a job measure. json: the help of --json. counts: see
+    `add_counts`. add(parser): adds flags of other kinds. check(args, parser): looks at what was
+    typed.
+    """
+
+    def __init__(self, name: str, doc: str, measure: Callable[..., Outcome | int], *,
+                 together: Callable[..., bool] | bool = False,
+                 json: str = "write the result to this file",
+                 add: Callable[[flags.Parser], Any] | None = None,
+                 check: Callable[..., None] | None = None, counts: Counts | None = None):
+        self.name, self.measure, self.together = f"bench.{name}", measure, together
+        self.check, self.parser = check, flags.Parser(
+            prog=f"python -m {self.name}", description=doc)
+        if add:
+            add(self.parser)
+        add_counts(self.parser, counts or {})
+        self.parser.add_argument("--json", metavar="FILE", help=json)
+
+    def parse(self, argv: list[str]) -> Any:
+        """The flags. Raises UsageError."""
+        args = self.parser.parse_args(argv)
+        if self.check:
+            self.check(args, self.parser)
+        return args
+
+    def __call__(self, argv: list[str], session: Any) -> int:
+        """Measure and tell; the exit code. Comm: that of `measure`, where ranks take part."""
+        args = self.parse(argv)
+        together = self.together(args) if callable(self.together) else self.together
+        if together:
+            session.start()
+        results.check_writable(args.json, session if together else None)
+        found = self.measure(args, session)
+        if isinstance(found, int):
+            return found
+        print("\n".join(filter(None, (
+            found.head, results.markdown_table(found.rows), found.end))))
+        results.write(args.json, f"{self.name} {found.variant}".rstrip(), found.rows,
+                      beside=found.beside, **(found.facts or {}))
+        return found.code
+
+
+def add_counts(parser: flags.Parser, counts: Counts) -> None:
+    """Add flags whose values are whole numbers above 0."""
+    for name, (default, text) in counts.items():
+        parser.add_argument(name, type=flags.count, default=default, help=f"{text} ({default})")

@@ -1,0 +1,152 @@
+"""Counts files and lines to open for one default training step, and the lines that it runs.
+
+    mpiexec -n 4 python -m bench.reading_path [--json bench/results/reading_path.json]
+
+Every rank takes one step of the default layout under a profile hook. A file is opened if any of its
+functions ran on any rank. The lines that run are those of these functions, with their comments and
+docstrings, because a reader reads these too.
+
+The step is one call of `Worker.train_step`. What runs before it constructs the worker, its initial
+values and its rows. That has a row of its own, with what it opens and runs beside the step.
+docs/map.md shows the counts by stop.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable
+from pathlib import Path
+
+from bench import results
+from bench.program import Outcome, Program
+from mpipar import ops as ops_module
+from mpipar.comm.facts import gather_facts
+from mpipar.comm.grid import Grid
+from mpipar.comm.record import Recorder
+from mpipar.config.resolve import resolve
+from mpipar.config.sections import Config
+from mpipar.data.rows import Rows
+from mpipar.data.source import load_source
+from mpipar.job.session import guard
+from mpipar.train.worker import Worker
+
+PACKAGE = results.ROOT / "mpipar"
+STOPS = {
+    "train/worker": "the step, in execution order",
+    "pipeline/engine": "one method per instruction",
+    "pipeline/schedules": "who computes what in which order",
+    "models/decoder": "the layers of a stage",
+    "layers": "forward, input gradient, weight gradient, and the names of barriers",
+    "partition": "one product cut over ranks: where the barriers are",
+    "ops": "the arithmetic",
+    "comm": "the wire, and the record of each call",
+    "train/gradsync": "sums over data-parallel copies and ties, the norm, the loss scale",
+    "train/optim": "AdamW over flat buffers, and the learning rate",
+}
+ALIAS = {"models/stage": "models/decoder", "pipeline/instructions": "pipeline/schedules"}
+LIMIT = 1800  # lines that run in a step
+STEP, CONSTRUCTION = "one step", "construction, besides"  # rows of the result
+
+
+def stop_of(path: str) -> str | None:
+    """The stop that a file belongs to; path: as in the repository."""
+    name = path.removeprefix("mpipar/").removesuffix(".py")
+    name = ALIAS.get(name, name)
+    return next((stop for stop in STOPS if name == stop or name.startswith(f"{stop}/")), None)
+
+
+def ran_lines(call: Callable[[], object]) -> dict[str, set[int]]:
+    """{path in the repository: line numbers} of the functions that a call runs on this rank."""
+    lines: dict[str, set[int]] = {}
+    seen = set()
+
+    def hook(frame, event, argument):
+        code = frame.f_code
+        if code in seen or not code.co_filename.startswith(str(PACKAGE)):
+            return
+        seen.add(code)
+        path = str(Path(code.co_filename).relative_to(results.ROOT))
+        last = max(line for _, _, line in code.co_lines() if line)
+        lines.setdefault(path, set()).update(range(code.co_firstlineno, last + 1))
+
+    sys.setprofile(hook)
+    try:
+        call()
+    finally:
+        sys.setprofile(None)
+    return lines
+
+
+class DefaultStep:
+    """A rank's worker of the default layout, and one step of it."""
+
+    def __init__(self, world):
+        self.world = world
+        self.config, _ = resolve(Config(), world.size)
+        self.ops = ops_module.make("cpu", "float32")
+        self.tokens = load_source((), self.config.model.vocab_size).tokens
+
+    def construct(self) -> None:
+        """Make the worker and its rows. Comm: makes the worker's groups."""
+        grid = Grid.of(self.config.grid, self.world.rank)
+        self.worker = Worker(self.config, grid, self.ops, Recorder(), self.world)
+        self.worker.initialize()
+        self.rows = Rows(self.ops, self.tokens, self.config, self.worker.grid)
+
+    def step(self) -> None:
+        """Comm: everything of a training step."""
+        self.worker.train_step(1, lambda mb: self.rows.train(1, mb))
+
+
+def lines_of_ranks(facts) -> dict[str, set[int]]:
+    """{path: line numbers} that any rank runs. facts: {path: line numbers} of each rank."""
+    return {path: set().union(*(fact.get(path, ()) for fact in facts))
+            for path in sorted(set().union(*facts))}
+
+
+def count(args, session) -> Outcome | int:
+    """Count the stops; code 1 if the step runs more lines than the limit."""
+    default = DefaultStep(session.world)
+    ran = [{path: sorted(lines) for path, lines in ran_lines(call).items()}
+           for call in (default.construct, default.step)]
+    facts = gather_facts(session.world, ran)
+    if facts is None:
+        return 0
+    before, step = map(lines_of_ranks, zip(*facts, strict=True))
+    files = {path: len(lines) for path, lines in step.items()}
+    rows = [counts(f"`mpipar/{stop}`", what, {
+        path: lines for path, lines in files.items() if stop_of(path) == stop})
+        for stop, what in STOPS.items()]
+    rows.append(counts("elsewhere", "rows of data", {
+        path: lines for path, lines in files.items() if stop_of(path) is None}))
+    rows.append(counts(STEP, "all of this", files))
+    rows.append(construction(before, step))
+    wrong = rows[-2]["lines that run"] > LIMIT or not all(row["files"] for row in rows)
+    return Outcome(rows, code=int(wrong), beside={"files": files},
+                   end=f"lines that run in a step: at most {LIMIT}")
+
+
+def construction(before: dict[str, set[int]], step: dict[str, set[int]]) -> dict:
+    """The row of what construction opens and runs beside the step: {path: line numbers} of both."""
+    row = counts(CONSTRUCTION, "groups, schedule, layers, buffers, initial values",
+                 {path: 0 for path in before if path not in step})
+    more = sum(len(lines - step.get(path, set())) for path, lines in before.items())
+    return row | {"lines that run": more}
+
+
+def counts(stop: str, what: str, files: dict[str, int]) -> dict:
+    """The row of a stop. files: {path in the repository: its lines that run}."""
+    return {"stop": stop, "what": what, "files": len(files),
+            "lines to open": sum(map(lines_of, files)), "lines that run": sum(files.values())}
+
+
+def lines_of(path: str) -> int:
+    """Lines of a file in the repository."""
+    return len((results.ROOT / path).read_text(encoding="utf-8").splitlines())
+
+
+main = Program("reading_path", __doc__, count, together=True)
+
+
+if __name__ == "__main__":
+    guard(main)

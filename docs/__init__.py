@@ -1,0 +1,1 @@
+"""The pages, the programs that they show, and the generator of their parts."""

@@ -1,0 +1,1 @@
+"""The generator of the pages: what a program knows is never typed into them."""

@@ -1,0 +1,78 @@
+"""Writes the generated blocks of the pages, and says which pages are out of date: `bench.docs`."""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import difflib
+import sys
+from pathlib import Path
+
+import bench.docs
+from docs.build import measured, pages
+from docs.build.blocks import PageError
+from docs.build.commands import Workplace
+from mpipar.errors import DataError, UserError
+
+MOST_SHOWN, WIDEST = 20, 200  # lines of a difference, and characters of a line
+
+
+def main(argv: list[str] | None = None) -> int:
+    """Write or check pages, or measure; returns the exit code."""
+    argv = sys.argv[1:] if argv is None else argv
+    try:
+        if argv[:1] == ["measure"]:
+            if len(argv) == 1:
+                raise DataError("measure: name a FILE.json, and the commands if it is new")
+            measured.measure(Path(argv[1]), argv[2:])
+            return 0
+        parser = argparse.ArgumentParser(
+            prog="python -m bench.docs", description=bench.docs.__doc__,
+            formatter_class=argparse.RawDescriptionHelpFormatter)
+        parser.add_argument("pages", nargs="*", type=Path, help="default: all")
+        parser.add_argument("--check", action="store_true", help="write nothing")
+        parser.add_argument("--no-run", action="store_true", help="run no command of a page")
+        args = parser.parse_args(argv)
+        chosen = [known_page(path) for path in args.pages] or pages.pages()
+    except UserError as error:
+        print(error, file=sys.stderr)
+        return 1
+    return max([write(page, check=args.check, run=not args.no_run) for page in chosen])
+
+
+def known_page(path: Path) -> Path:
+    """A page that the user names, as a path in the repository. Raises DataError."""
+    whole = path.resolve()
+    if whole.suffix != ".md" or not whole.is_relative_to(pages.ROOT) or not whole.is_file():
+        raise DataError(f"{path}: no such page; name README.md or a page of docs/")
+    return whole.relative_to(pages.ROOT)
+
+
+def write(page: Path, *, check: bool, run: bool) -> int:
+    """Write a page and its pictures, or say what of them is out of date; returns the exit code."""
+    text = pages.read_page(page)
+    try:
+        with contextlib.closing(Workplace(text)) as workplace:
+            written = pages.write_page(page, text, workplace if run else None)
+    except PageError as error:
+        print(error, file=sys.stderr)
+        return 1
+    code = 0
+    for path, text in written.items():
+        file = pages.ROOT / path
+        before = file.read_text(encoding="utf-8") if file.exists() else ""
+        if text != before and check:
+            code = 1
+            print(f"{path}: out of date; run python -m bench.docs {page}")
+            lines = difflib.unified_diff(
+                before.splitlines(), text.splitlines(), "old", "new", lineterm="", n=0)
+            print("\n".join(line[:WIDEST] for line in list(lines)[:MOST_SHOWN]))
+        elif text != before:
+            file.parent.mkdir(parents=True, exist_ok=True)
+            file.write_text(text, encoding="utf-8")
+            print(f"{path}: written")
+    return code
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,144 @@
+"""Runs the commands that a page shows, in one empty folder for each page, from top to bottom."""
+
+from __future__ import annotations
+
+import contextlib
+import io
+import os
+import platform
+import re
+import shlex
+import socket
+import subprocess
+import sys
+import tempfile
+import time
+from pathlib import Path
+
+import numpy as np
+
+from bench.interconnect.launches import environment_of_jobs
+from bench.results import ROOT
+from docs.build.blocks import Block
+from mpipar import cli
+from mpipar.errors import UserError
+from mpipar.job.environment import Launcher
+from mpipar.job.session import Session
+
+LIMIT = 100  # seconds for one command
+FILE = re.compile(r"^```\w+ ([\w-]+\.\w+)\n(.*?)^```$", re.MULTILINE | re.DOTALL)
+TYPED = re.compile(r"^```bash\n(.*?)^```$", re.MULTILINE | re.DOTALL)
+SHELL = re.compile(r"[|<>;*$&]")  # what only a shell understands
+# What programs print depends on nothing but these. Ranks that share cores must not spin.
+SETTINGS = {"COLUMNS": "80", "LC_ALL": "C.UTF-8", "PYTHONPATH": str(ROOT), "NO_COLOR": "1",
+            "MPIR_CVAR_ENABLE_HEAVY_YIELD": "1", "MPIR_CVAR_POLLS_BEFORE_YIELD": "1",
+            "OMPI_ALLOW_RUN_AS_ROOT": "1", "OMPI_ALLOW_RUN_AS_ROOT_CONFIRM": "1"}
+
+
+class Workplace:
+    """The folder in which the commands of one page run, and what they have printed.
+
+    page: its text; fences with the name of a file, as in ```python my_row.py, are files there.
+    """
+
+    def __init__(self, page: str = ""):
+        self.page, self.place = page, None
+        self.outputs: dict[str, tuple[int, str]] = {}
+
+    def run(self, command: str) -> tuple[int, str]:
+        """(exit code, output) of a command; the same command of the same page runs once."""
+        if command not in self.outputs:
+            self.outputs[command] = execute(command, self.folder())
+        return self.outputs[command]
+
+    def folder(self) -> Path:
+        """The folder, made when the first command needs it."""
+        if self.place is None:
+            self.place = tempfile.TemporaryDirectory(prefix="mpipar-page-")
+            for name, text in FILE.findall(self.page):
+                (Path(self.place.name) / name).write_text(text, encoding="utf-8")
+        return Path(self.place.name)
+
+    def close(self) -> None:
+        """Remove the folder."""
+        if self.place is not None:
+            self.place.cleanup()
+
+
+def typed(page: str) -> list[str]:
+    """The commands of a page in order: lines of its fences ```bash, but not of ```bash not-run."""
+    lines = [line for block in TYPED.findall(page)
+             for line in re.sub(r"\\\n\s*", "", block).splitlines()]
+    commands = (re.split(r"(?:^|\s+)#", line)[0].strip() for line in lines)
+    return [command for command in commands if command]
+
+
+def execute(command: str, folder: Path) -> tuple[int, str]:
+    """(exit code, output) of a command line in a folder; `&&` joins several.
+
+    Commands of mpipar that need no MPI run in this process, which takes a tenth of the time.
+    """
+    output, code = [], 0
+    for one in command.split(" && "):
+        words = shlex.split(one)
+        inside = words[0] == "mpipar" and not SHELL.search(one) and words[1] in cli.COMMANDS and (
+            not cli.command_of(words[1]).needs_mpi)
+        found = run_inside(words[1:], folder) if inside else None
+        code, text = found or run_outside(one, folder)
+        output.append(text)
+        if code:
+            break
+    return code, "".join(output).replace(f"{folder}/", "")
+
+
+def run_inside(words: list[str], folder: Path) -> tuple[int, str] | None:
+    """As `execute`, in this process; None if the program refuses: then it must print that."""
+    text, before = io.StringIO(), dict(os.environ)
+    os.environ.update(SETTINGS)
+    try:
+        with contextlib.chdir(folder), contextlib.redirect_stdout(text), \
+                contextlib.redirect_stderr(text):
+            return cli.main(words, Session(Launcher("none", 0, 1, 0, 1))), text.getvalue()
+    except UserError:
+        return None
+    except SystemExit as leaving:  # argparse, after --help
+        return int(leaving.code or 0), text.getvalue()
+    finally:
+        os.environ.clear()
+        os.environ.update(before)
+
+
+def run_outside(command: str, folder: Path) -> tuple[int, str]:
+    """As `execute`, by a shell and in processes of its own."""
+    path = f"{Path(sys.prefix) / 'bin'}{os.pathsep}{os.environ['PATH']}"
+    kept = {key: value for key, value in environment_of_jobs().items()
+            if not key.startswith("PYTEST_")}
+    done = subprocess.run(["bash", "-c", command], cwd=folder, check=False, text=True,
+                          env={**kept, **SETTINGS, "PATH": path}, stdin=subprocess.DEVNULL,
+                          stdout=subprocess.PIPE, stderr=subprocess.STDOUT, timeout=LIMIT)
+    return done.returncode, done.stdout
+
+
+def passing_words() -> list[str]:
+    """Words that only this host and this day have: no page may show them."""
+    return [socket.gethostname(), str(ROOT), platform.python_version(), np.__version__,
+            os.path.expanduser("~/"), "/tmp/", time.strftime("%Y-%m-%d")]  # noqa: S108
+
+
+def shown(block: Block, workplace: Workplace) -> str:
+    """The command of a `run` block and what it prints. Raises PageError."""
+    code, text = workplace.run(block.words)
+    expected = int(block.options.get("exit", 0))
+    if code != expected:
+        raise block.problem(f"exit code {code}, not {expected}\n{text}")
+    for word in passing_words():
+        if re.search(rf"(?<!\w){re.escape(word)}(?!\w)", text):
+            raise block.problem(f"prints {word}, which changes from host to host: use `measured`")
+    return console(block, block.words, text)
+
+
+def console(block: Block, command: str, output: str, info: str = "bash") -> str:
+    """A command in one fence, its output, or the part that is asked for, in another."""
+    text = "\n".join(line.rstrip() for line in block.part(output.rstrip().splitlines()))
+    output = f"```text\n{text}\n```"
+    return output if "output" in block.options else f"```{info}\n{command}\n```\n\n{output}"

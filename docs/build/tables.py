@@ -1,0 +1,205 @@
+"""Tables of the pages: results of benchmarks, and what the program knows about itself."""
+
+from __future__ import annotations
+
+import argparse
+import ast
+import json
+import re
+import textwrap
+from collections.abc import Iterable
+from pathlib import Path
+
+from bench import results
+from bench.kernels.floors import floors
+from docs.build import combinations
+from docs.build.blocks import Block
+from mpipar import cli, errors
+from mpipar.learn.catalog import EXERCISES
+
+# From the ground up: a folder imports only from itself and from the folders named before it.
+FLOORS = """errors files ops comm data partition job config layers models pipeline checkpoint
+    console trace train plan inference learn commands cli __main__""".split()
+SOURCES = (".py", ".cu", ".cuh", ".js", ".css", ".html")
+COMMENT = re.compile(r"^((?://.*\n)+)|^/\*(.*?)\*/|<!--(.*?)-->", re.MULTILINE | re.DOTALL)
+
+
+def table(block: Block, root: Path) -> str:
+    """The table that a block names, by TABLES. Raises PageError."""
+    name = next((name for name in TABLES if f"{block.words} ".startswith(f"{name} ")), None)
+    if name is None:
+        raise block.problem(f"use {', '.join(TABLES)}")
+    return TABLES[name](block.words.removeprefix(name).split(), root)
+
+
+def result(block: Block, root: Path) -> str:
+    """The rows of a result file; `where tp=4` selects rows, `:: columns a,b` columns."""
+    name, _, condition = block.words.partition(" where ")
+    found = json.loads(block.file(root, name).read_text())
+    if condition:
+        key, _, value = condition.partition("=")
+        found["rows"] = [row for row in found["rows"] if results.text(row[key]) == value]
+    if "columns" in block.options:
+        chosen = block.options["columns"].split(",")
+        found["rows"] = [{key: row[key] for key in chosen} for row in found["rows"]]
+    return results.markdown(found)
+
+
+def exercises(block: Block, root: Path) -> str:
+    """The tasks of `exercise: 4a 4b`, each with the command that judges an answer."""
+    unknown = [name for name in block.words.split() if name not in EXERCISES]
+    if unknown:
+        raise block.problem(f"no exercise {', '.join(unknown)}")
+    parts = []
+    for one in map(EXERCISES.get, block.words.split()):
+        task = textwrap.fill(f"**{one.id}.** {one.task}", 118, break_on_hyphens=False)
+        parts.append(f"{task}\n\n```bash not-run\n{one.command}\n```")
+    return "\n\n".join(parts)
+
+
+def lead(rows: list[dict]) -> str:
+    """What one rank's sides take of the time of PyTorch's best, and what loops both rest on."""
+    theirs = min((row for row in rows if row["side"].startswith("torch")),
+                 key=lambda row: row["step_ms"])
+    ours = {row["side"].split()[1]: row for row in rows if row["side"].startswith("mpipar ")}
+    shown = " and ".join(f"{row['step_ms'] / theirs['step_ms']:.2f} ({name})"
+                         for name, row in ours.items())
+    loops = [row["blas"].split()[-1] for row in (next(iter(ours.values())), theirs)]
+    return (f"A step takes {shown} of the time of PyTorch's best form, with {loops[0]} and"
+            f" {loops[1]} products.")
+
+
+def chapters(root: Path) -> str:
+    """A line for each chapter of the tour: its title and what stands behind it."""
+    titles = ((path, path.read_text(encoding="utf-8").partition("\n")[0].removeprefix("# "))
+              for path in sorted((root / "docs" / "tour").glob("*.md")))
+    return "\n".join(f"- [{title}](tour/{path.name})" for path, title in titles)
+
+
+def rows_of(head: str, rows: Iterable[Iterable]) -> str:
+    """A Markdown table of these cells. head: the names of the columns, with commas between."""
+    return results.cells_table(head.split(", "), (map(cell, row) for row in rows))
+
+
+def cell(value) -> str:
+    """Text that stays in its cell."""
+    text = " ".join(str(value).split()).replace("|", "\\|")
+    return re.sub(r"(?<![`\w])<([^>]*)>", r"`<\1>`", text)
+
+
+# --- the flags of commands
+
+
+def flags_of(command: str) -> str:
+    """The arguments and flags of a command, a table for each group of its help."""
+    parser, parts = cli.command_parser(command, every=True), [f"## mpipar {command}"]
+    for group in parser._action_groups:
+        rows = [(f"`{flag_of(action)}`",
+                 (action.help or "") % {"prog": parser.prog, **vars(action)})
+                for action in group._group_actions
+                if action.help != argparse.SUPPRESS and "--help" not in action.option_strings]
+        title = {"positional arguments": "arguments", "options": "flags"}.get(
+            group.title, group.title)
+        if rows:
+            parts.append(f"### {command}: {title}\n\n{rows_of('flag, meaning', rows)}")
+    return "\n\n".join(parts)
+
+
+def flag_of(action: argparse.Action) -> str:
+    """A flag as it is typed, with the form of its value."""
+    names = ", ".join(action.option_strings) or action.metavar or action.dest
+    takes = action.nargs != 0 and not isinstance(action, argparse.BooleanOptionalAction)
+    if not takes or not action.option_strings:
+        return names
+    choices = "{" + ",".join(map(str, action.choices)) + "}" if action.choices else ""
+    return f"{names} {action.metavar or choices or action.dest.upper()}"
+
+
+# --- the map of the sources; the lines that a default training step runs are of bench.reading_path
+
+
+def first_sentence(path: Path) -> str:
+    """The first sentence of a file's docstring. Raises LookupError if there is none."""
+    source = path.read_text(encoding="utf-8")
+    if path.suffix == ".py":
+        text = ast.get_docstring(ast.parse(source)) or ""
+    else:
+        match = COMMENT.search(source)
+        text = next(filter(None, match.groups())) if match else ""
+        text = re.sub(r"^//", "", text, flags=re.MULTILINE)
+    words = " ".join(re.split(r"\n\s*\n", text.strip())[0].split())
+    if not words:
+        raise LookupError(f"{path}: say in its first line what is in it")
+    return re.match(r".*?[.!](?=\s|$)|.*", words)[0]
+
+
+def files_below(folder: Path) -> list[Path]:
+    """The sources in a folder and below, in alphabetical order, files before folders."""
+    found = [path for path in folder.rglob("*")
+             if path.suffix in SOURCES and "__pycache__" not in path.parts]
+    return sorted(found, key=lambda path: (path.parent, path.name))
+
+
+def counted(root: Path) -> dict:
+    """The result of bench.reading_path."""
+    return json.loads((root / "bench" / "results" / "reading_path.json").read_text())
+
+
+def path_of_a_step(root: Path) -> str:
+    """How much a reader of one step opens, how much of that runs, and what construction adds."""
+    step, before = counted(root)["rows"][-2:]
+    return (f"To open for one step: {step['files']} files with {step['lines to open']:,} lines,"
+            f" of which {step['lines that run']:,} run; to construct the worker: {before['files']}"
+            f" more with {before['lines to open']:,} lines.")
+
+
+def map_rows(root: Path, base: Path, places: dict[Path, list[Path]]) -> Iterable[tuple]:
+    """(name below `base`, first sentence, lines that a step runs) of each {place: its files}."""
+    lines = counted(root)["files"]
+    for place, files in places.items():
+        count = sum(lines.get(str(path.relative_to(root)), 0) for path in files)
+        file = place / "__init__.py" if place.is_dir() else place
+        name = f"{place.relative_to(base)}{'/' * place.is_dir()}"
+        yield f"`{name}`", first_sentence(file), count or "-"
+
+
+def folders(root: Path) -> list[Path]:
+    """The folders of the package, from the ground up."""
+    return [path for path in (root / "mpipar" / floor for floor in FLOORS) if path.is_dir()]
+
+
+def folder_table(root: Path) -> str:
+    """What a reader of one step opens, and a line for each folder with what of it runs."""
+    rows = map_rows(root, root / "mpipar", {one: files_below(one) for one in folders(root)})
+    return f"{path_of_a_step(root)}\n\n{rows_of('folder, what is in it, lines', rows)}"
+
+
+def file_tables(root: Path) -> str:
+    """A table for each folder of the package, one for its root, and one for those beside it."""
+    package, parts = root / "mpipar", []
+    for folder in [*folders(root), package, root / "bench", root / "docs" / "build"]:
+        files = sorted(package.glob("*.py")) if folder == package else files_below(folder)
+        rows = map_rows(root, folder, {
+            one: [one] for one in files if one != folder / "__init__.py"})
+        parts.append(f"## {folder.relative_to(root)}/\n\n{first_sentence(folder / '__init__.py')}"
+                     f"\n\n{rows_of('file, what is in it, lines', rows)}")
+    return "\n\n".join(parts)
+
+
+# Each: (words behind its name, root of the repository) -> text. `lead FILE` is a sentence about a
+# result of bench.step; `floors MACHINE [flags of explain]` is the least time of a step.
+TABLES = {
+    "folders": lambda words, root: folder_table(root),
+    "files": lambda words, root: file_tables(root),
+    "exit codes": lambda words, root: rows_of("exit code, meaning", errors.EXIT_CODES.items()),
+    "commands": lambda words, root: rows_of(
+        "command, what it does", ((f"`mpipar {one}`", text) for one, text in cli.COMMANDS.items())),
+    "flags": lambda words, root: "\n\n".join(map(flags_of, cli.COMMANDS)),
+    "combinations": lambda words, root: rows_of(
+        "illegal, why, type instead", combinations.rows()),
+    "choices": lambda words, root: rows_of("only with, flags", combinations.choices()),
+    "tour": lambda words, root: chapters(root),
+    "path": lambda words, root: path_of_a_step(root),
+    "lead": lambda words, root: lead(json.loads((root / words[0]).read_text())["rows"]),
+    "floors": lambda words, root: floors(words[0], words[1:]),
+}

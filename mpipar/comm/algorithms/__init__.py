@@ -1,0 +1,19 @@
+"""How a sum travels over a group: a file and a row here for each way, for training and benchmark.
+
+`--all-reduce` names a row. `levels` is not among them: it is made of groups, see
+`mpipar.comm.levels`.
+"""
+
+from collections.abc import Callable
+from functools import partial
+
+from mpipar.comm.algorithms.auto import Auto
+from mpipar.comm.algorithms.doubling import Doubling
+from mpipar.comm.algorithms.halves import Halves
+from mpipar.comm.algorithms.own import MpiOwn
+from mpipar.comm.algorithms.ring import Ring
+from mpipar.comm.algorithms.window import Window
+
+KINDS: dict[str, type[MpiOwn]] = {
+    "mpi": MpiOwn, "ring": Ring, "doubling": Doubling, "halves": Halves, "window": Window}
+ALGORITHMS: dict[str, Callable[..., MpiOwn]] = {**KINDS, "auto": partial(Auto, kinds=KINDS)}

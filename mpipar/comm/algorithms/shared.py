@@ -1,0 +1,143 @@
+"""Memory of one host that several ranks read and write, and how they meet in it.
+
+The memory is an MPI-3 window (`MPI_Win_allocate_shared`) in one passive epoch that lasts as long as
+the window. Inside it there are two rules. A rank shows what it wrote by a fence (`Win.Sync`), and
+then by a mark. A rank that has seen the mark of another one makes a fence too, before it reads what
+that one wrote. This is the way of the MPI standard, section "Window Synchronization", where it
+polls a flag. Only the owner of a mark writes it, and marks grow.
+
+A rank that waits for marks asks MPI now and then, so that its messages progress meanwhile.
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from mpipar.comm.request import Array, PatientRequest
+from mpipar.errors import EnvironmentProblem
+
+if TYPE_CHECKING:
+    from mpi4py import MPI
+
+LINE = 64  # bytes of a cache line: marks of different operations do not share one
+PAGE = 4096
+POLLS = 50  # looks at the marks between two questions to MPI
+SHARED_MEMORY = Path("/dev", "shm")  # where MPI libraries keep it on Linux
+
+
+class SharedMemory:
+    """So many bytes of each rank of a group on one host; all of them see all.
+
+    of: the bytes of each rank. begin: address of this rank's. Raises EnvironmentProblem on all of
+    them if the host has less room: whoever wrote there would be killed.
+    Comm: an all_reduce of a number, the window's, and a barrier.
+    """
+
+    def __init__(self, mpi_comm: MPI.Intracomm, nbytes: int):
+        from mpi4py import MPI
+
+        self.nbytes = -(-nbytes // PAGE) * PAGE
+        left, needed = np.array([room_left()]), self.nbytes * mpi_comm.size
+        mpi_comm.Allreduce(MPI.IN_PLACE, left, op=MPI.MIN)
+        if left[0] < needed:
+            raise EnvironmentProblem(
+                f"{SHARED_MEMORY} has {left[0] >> 20} MiB left, and a window of {mpi_comm.size}"
+                f" ranks needs {-(-needed >> 20)} MiB: take --all-reduce mpi, or more of it (docker"
+                " run --shm-size)")
+        self.window = MPI.Win.Allocate_shared(self.nbytes, 1, MPI.INFO_NULL, mpi_comm)
+        self.window.Lock_all(MPI.MODE_NOCHECK)
+        memories: list[Any] = [self.window.Shared_query(place)[0]
+                               for place in range(mpi_comm.size)]
+        self.of = [np.frombuffer(one, np.uint8, self.nbytes) for one in memories]
+        own = self.of[mpi_comm.rank]
+        own[:] = 0  # its pages become near to this rank
+        self.begin = address(own)
+        self.window.Sync()
+        mpi_comm.Barrier()
+        self.window.Sync()
+
+    def views(self, start: int, shape: tuple[int, ...], dtype: Any) -> list[Array]:
+        """An array at the same place in the bytes of each rank."""
+        size = int(np.prod(shape)) * np.dtype(dtype).itemsize
+        return [one[start:start + size].view(dtype).reshape(shape) for one in self.of]
+
+    def free(self) -> None:
+        """End the window; arrays in it are not to be used any more. Comm: every member."""
+        self.window.Unlock_all()
+        self.window.Free()
+
+
+class Meeting:
+    """A request that is done when all ranks have come as far as a mark.
+
+    marks: of the other ranks. fence: makes visible what they wrote. ask: lets messages progress.
+    """
+
+    __slots__ = ("ask", "fence", "mark", "marks")
+
+    def __init__(self, marks: Sequence[memoryview], mark: int, fence: Any, ask: Any):
+        self.marks, self.mark, self.fence, self.ask = marks, mark, fence, ask
+
+    def _is_done(self) -> bool:
+        for other in self.marks:
+            if other[0] < self.mark:
+                return False
+        self.fence()
+        return True
+
+    def Test(self) -> bool:
+        if self._is_done():
+            return True
+        self.ask()
+        return False
+
+    def Wait(self) -> None:
+        while True:
+            for _ in range(POLLS):
+                if self._is_done():
+                    return
+            self.ask()
+            os.sched_yield()  # whom it waits for may have no core
+
+
+class Marks:
+    """A row of marks of each rank; `meet` is the one way to pass them."""
+
+    def __init__(self, mpi_comm: MPI.Intracomm, rows: int, patient: bool):
+        self.memory = SharedMemory(mpi_comm, rows * LINE)
+        own, self.patient = mpi_comm.rank, patient
+        rows_of: list[Any] = [one[:rows * LINE].view(np.int64) for one in self.memory.of]
+        views = [memoryview(one) for one in rows_of]
+        step = LINE // 8
+        self.own = [views[own][row * step:row * step + 1] for row in range(rows)]
+        self.others = [[view[row * step:row * step + 1] for place, view in enumerate(views)
+                        if place != own] for row in range(rows)]
+        self.fence, self.ask = self.memory.window.Sync, mpi_comm.Iprobe
+
+    def meet(self, row: int, mark: int) -> Any:
+        """Show what this rank wrote and set its mark; the request is done when all have."""
+        self.fence()
+        self.own[row][0] = mark
+        meeting = Meeting(self.others[row], mark, self.fence, self.ask)
+        return PatientRequest(meeting) if self.patient else meeting
+
+
+def address(x: Array) -> int:
+    """Where an array of host memory begins."""
+    place: int = x.__array_interface__["data"][0]
+    return place
+
+
+def room_left() -> int:
+    """Bytes that are left for shared memory on this host; very many where it does not say so."""
+    try:
+        found = os.statvfs(SHARED_MEMORY)
+    except OSError:
+        return sys.maxsize
+    return found.f_bavail * found.f_frsize

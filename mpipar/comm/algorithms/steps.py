@@ -1,0 +1,159 @@
+"""Algorithms written as steps: a generator that yields what it waits for.
+
+The same text serves a blocking call, which waits for each step, and one that is only posted. That
+one goes on whenever somebody asks for it: between layers, in `Pending.test`.
+
+No step relies on buffers inside MPI: a rank that sends has posted its receive. All ranks wait for
+posted sums in the order in which they posted them. So a rank that computes meanwhile, and makes no
+progress, delays the others and no more.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Iterator
+from typing import TYPE_CHECKING, Any, TypeAlias
+
+import numpy as np
+
+from mpipar.comm.algorithms.own import MpiOwn
+from mpipar.comm.grid import piece
+from mpipar.comm.request import Array, Options, PatientRequest, Request
+
+if TYPE_CHECKING:
+    from mpi4py import MPI
+
+Steps: TypeAlias = Iterator[Request]
+TAGS = 1 << 14  # operations that may be under way at once; MPI has at least twice as many tags
+
+
+class Posted:
+    """A request that goes through the steps of an operation.
+
+    before: operations of the same kind that are under way, in their order. Where a step is a
+    collective, all ranks must post it in one order: an operation then waits for those before it.
+    """
+
+    def __init__(self, steps: Steps, before: deque[Posted] | None = None):
+        self.steps, self.before = steps, before
+        self.now = next(steps, None)
+        if before is not None:
+            before.append(self)
+
+    def _first(self, wait: bool) -> bool:
+        """Whether those before it are done. wait: see to it."""
+        while self.before and self.before[0] is not self and self in self.before:
+            first = self.before[0]
+            if wait:
+                first.Wait()
+            elif not first.Test():
+                return False
+        return True
+
+    def Test(self) -> bool:
+        if self.now is None:
+            return True
+        if not self._first(wait=False):
+            return False
+        while self.now is not None:
+            if not self.now.Test():
+                return False
+            self._step()
+        return True
+
+    def Wait(self) -> None:
+        if self.now is not None:
+            self._first(wait=True)
+        while self.now is not None:
+            self.now.Wait()
+            self._step()
+
+    def _step(self) -> None:
+        self.now = next(self.steps, None)
+        if self.now is None and self.before:
+            self.before.popleft()
+
+
+class Messages:
+    """Several messages at once."""
+
+    def __init__(self, requests: list[MPI.Request]):
+        from mpi4py import MPI
+
+        self.requests, self.kind = requests, MPI.Request
+
+    def Test(self) -> bool:
+        return bool(self.kind.Testall(self.requests))
+
+    def Wait(self) -> None:
+        self.kind.Waitall(self.requests)
+
+
+class Stepwise(MpiOwn):
+    """Base of the algorithms that exchange messages, on a communicator of their own.
+
+    Each has `summed`; where it has nothing else, reduce-scatters and all-gathers are MPI's own, as
+    are maxima. Comm: one Dup of the group.
+    """
+
+    def __init__(self, ops: Any, mpi_comm: MPI.Intracomm, options: Options):
+        super().__init__(ops, mpi_comm, options)
+        self.own = mpi_comm.Dup()
+        self.size, self.index = mpi_comm.size, mpi_comm.rank
+        self.number = 0  # of the operation: the tag of its messages
+        self.before: deque[Posted] | None = None
+
+    def summed(self, x: Array) -> Steps:
+        """Leave the sum of all ranks' x (n,) in x."""
+        raise AssertionError("each algorithm has its own steps")
+
+    def all_reduce(self, x: Array, op: str) -> None:
+        if op == "sum":
+            self.iall_reduce(x).Wait()
+        else:
+            super().all_reduce(x, op)
+
+    def iall_reduce(self, x: Array) -> Request:
+        return Posted(self.summed(in_line(x)), self.before)
+
+    def next_tag(self) -> int:
+        """The tag of a new operation. All ranks make them in one order."""
+        self.number += 1
+        return self.number % TAGS
+
+    def exchange(self, tag: int, sent: Array, to: int, received: Array, source: int) -> Request:
+        """Post a receive, then a send."""
+        return self.messages([self.own.Irecv(received, source, tag), self._send(sent, to, tag)])
+
+    def send(self, tag: int, x: Array, to: int) -> Request:
+        return self.messages([self._send(x, to, tag)])
+
+    def receive(self, tag: int, x: Array, source: int) -> Request:
+        return self.messages([self.own.Irecv(x, source, tag)])
+
+    def _send(self, x: Array, to: int, tag: int) -> MPI.Request:
+        post = self.own.Issend if self.options.sync_sends else self.own.Isend
+        return post(x, to, tag)
+
+    def messages(self, requests: list[MPI.Request]) -> Request:
+        """These at once; a patient rank sleeps between two looks."""
+        messages = Messages(requests)
+        return PatientRequest(messages) if self.options.patient else messages
+
+    def pieces(self, x: Array) -> list[Array]:
+        """x (n,) in a piece for each rank; the last ones may be shorter or empty."""
+        return [x[piece(len(x), self.size, place)] for place in range(self.size)]
+
+    def close(self) -> None:
+        self.own.Free()
+
+
+def in_line(x: Array) -> Array:
+    """The same memory as an array (n,)."""
+    assert x.flags.c_contiguous, (x.shape, x.strides)
+    return x.reshape(-1)
+
+
+def add(x: Array, y: Array) -> None:
+    """Add y to x, both in host memory."""
+    np.add(x, y, out=x)

@@ -1,0 +1,236 @@
+"""Shared-memory windows: the ranks of a host add up each other's numbers where they lie.
+
+Of p ranks each adds one p-th of all arrays. Numbers in a window (`zeros`) are not copied at all.
+Between two meetings a rank adds its piece of all arrays, and writes the sum into all of them. Other
+arrays go through rooms of the window, a tile at a time, so that the rooms stay in the caches.
+
+A piece is summed by one rank alone, which begins with its own numbers and goes on around the group.
+So every rank has the same bits, and every run too.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from mpipar.comm.algorithms.own import MpiOwn
+from mpipar.comm.algorithms.shared import Marks, SharedMemory, address
+from mpipar.comm.algorithms.steps import Posted, Steps, add, in_line
+from mpipar.comm.grid import piece
+from mpipar.comm.request import Array, Options, Request
+
+if TYPE_CHECKING:
+    from mpi4py import MPI
+
+TILE = 1 << 19  # bytes of an array in a room
+SMALL = 1 << 15  # bytes of an array that more than two ranks sum whole: that takes one meeting
+ROOMS = 3  # in one is written, in one added, from one read
+POSTED = 256  # operations that may be under way at once
+PASSES = 1 << 20  # more meetings than one operation has
+
+
+class Window(MpiOwn):
+    """Sums and gathers of the ranks of one host through a shared window.
+
+    What is only posted takes it where the array lies in the window; else it is MPI's own, which
+    needs no rank to wait. Maxima are MPI's own too.
+    Comm: two windows over the group; one more for each array that `zeros` makes.
+    """
+
+    def __init__(self, ops: Any, mpi_comm: MPI.Intracomm, options: Options):
+        super().__init__(ops, mpi_comm, options)
+        self.size, self.index = mpi_comm.size, mpi_comm.rank
+        self.marks = Marks(mpi_comm, POSTED + 1, options.patient)
+        self.rooms = SharedMemory(mpi_comm, ROOMS * TILE)
+        self.turn = self.passed = self.number = 0  # rooms, meetings, and posted operations so far
+        self.under_way: dict[int, Posted] = {}  # by the row of their marks
+        self.arrays: list[SharedMemory] = []
+        self.found: dict[tuple[int, int, Any], list[Array]] = {}  # by address, size and type
+        self.cuts: dict[int, list[slice]] = {}  # by length
+        self.typed: dict[tuple[int, Any], list[Array]] = {}  # the rooms of a turn
+
+    def zeros(self, shape: tuple[int, ...], dtype: Any, label: str) -> Array:
+        """Zeros that lie in the window, so that their sums are not copied. Comm: a new window."""
+        dtype = np.dtype(dtype)
+        memory = SharedMemory(self.mpi, int(np.prod(shape)) * dtype.itemsize)
+        self.arrays.append(memory)
+        return memory.views(0, shape, dtype)[self.index]
+
+    def find(self, x: Array) -> list[Array] | None:
+        """The arrays of all ranks at the place of x, if x lies in the window."""
+        begin = address(x)
+        for memory in self.arrays:
+            if 0 <= begin - memory.begin < memory.nbytes:
+                key = begin, x.size, x.dtype
+                if key not in self.found:
+                    self.found[key] = memory.views(begin - memory.begin, (x.size,), x.dtype)
+                return self.found[key]
+        return None
+
+    def meet(self) -> None:
+        """Wait until all ranks have come here. All blocking operations share one row of marks."""
+        self.passed += 1
+        self.marks.meet(POSTED, self.passed).Wait()
+
+    def post(self, steps: Any) -> Request:
+        """Begin an operation. steps: its text, of the number that names its marks."""
+        self.number += 1
+        row, turn = self.number % POSTED, self.number // POSTED * PASSES
+        before = self.under_way.pop(row, None)
+        if before is not None:
+            before.Wait()
+        posted = self.under_way[row] = Posted(steps(
+            lambda meeting: self.marks.meet(row, turn + meeting)))
+        return posted
+
+    def add_up(self, sum_: Array, parts: list[Array]) -> None:
+        """Add to sum_, this rank's numbers, those of the others, beginning with the next rank."""
+        for ahead in range(1, self.size):
+            add(sum_, parts[(self.index + ahead) % self.size])
+
+    def summed(self, arrays: list[Array], meet: Any) -> Steps:
+        """Sum arrays that lie in the window. meet(n): the n-th meeting of this operation."""
+        own = self.cut(len(arrays[0]))[self.index]
+        parts = [one[own] for one in arrays]
+        yield meet(1)
+        self.add_up(parts[self.index], parts)
+        for ahead in range(1, self.size):
+            parts[(self.index + ahead) % self.size][:] = parts[self.index]
+        yield meet(2)
+
+    def scattered(self, arrays: list[Array], meet: Any) -> Steps:
+        """Sum this rank's part of arrays (size, ...); the sum ends in the first part."""
+        parts = [one.reshape(self.size, -1)[self.index] for one in arrays]
+        yield meet(1)
+        self.add_up(parts[self.index], parts)
+        yield meet(2)
+        if self.index > 0:
+            arrays[self.index].reshape(self.size, -1)[0] = parts[self.index]
+
+    def gathered(self, arrays: list[Array], meet: Any) -> Steps:
+        """Write this rank's part of arrays (size, ...) into everybody's."""
+        parts = [one.reshape(self.size, -1)[self.index] for one in arrays]
+        yield meet(1)
+        for ahead in range(1, self.size):
+            parts[(self.index + ahead) % self.size][:] = parts[self.index]
+        yield meet(2)
+
+    def iall_reduce(self, x: Array) -> Request:
+        arrays = self.find(x)
+        return super().iall_reduce(x) if arrays is None else self.post(
+            lambda meet: self.summed(arrays, meet))
+
+    def ireduce_scatter(self, x: Array) -> Request:
+        arrays = self.find(x)
+        return super().ireduce_scatter(x) if arrays is None else self.post(
+            lambda meet: self.scattered(arrays, meet))
+
+    def iall_gather(self, x: Array) -> Request:
+        arrays = self.find(x)
+        return super().iall_gather(x) if arrays is None else self.post(
+            lambda meet: self.gathered(arrays, meet))
+
+    def room(self, size: int, dtype: Any) -> list[Array]:
+        """The next room of each rank. A rank writes to it while others read the two before it."""
+        self.turn = (self.turn + 1) % ROOMS
+        key = self.turn, dtype
+        if key not in self.typed:
+            self.typed[key] = self.rooms.views(
+                self.turn * TILE, (TILE // dtype.itemsize,), dtype)
+        return [room[:size] for room in self.typed[key]]
+
+    def all_reduce(self, x: Array, op: str) -> None:
+        if op != "sum":
+            super().all_reduce(x, op)
+        elif self.find(x) is not None:
+            self.iall_reduce(x).Wait()
+        elif self.size == 2 or x.nbytes <= SMALL:
+            self.sum_whole(self.tiles(x))
+        else:
+            self.sum_pieces(self.tiles(x))
+
+    def tiles(self, x: Array) -> list[Array]:
+        """x in parts (n,) of the size of a room."""
+        x, width = in_line(x), TILE // x.itemsize
+        return [x[first:first + width] for first in range(0, len(x), width)]
+
+    def sum_whole(self, tiles: list[Array]) -> None:
+        """Show each tile to all, and add up everybody's, in the order of the group. Two ranks would
+        move as many bytes with a piece for each, and meet more often.
+        """
+        for tile in tiles:
+            rooms = self.room(len(tile), tile.dtype)
+            rooms[self.index][:] = tile
+            self.meet()
+            np.add(rooms[0], rooms[1], out=tile)
+            for room in rooms[2:]:
+                add(tile, room)
+
+    def sum_pieces(self, tiles: list[Array]) -> None:
+        """Sum a piece of each tile. A tile is shown while the one before is added, and the one
+        before that read. So there is one meeting for each tile, and two more.
+        """
+        shown: list[list[Array]] = []
+        for number in range(len(tiles) + 2):
+            if number < len(tiles):
+                shown.append(self.show(tiles[number]))
+            if 0 < number <= len(tiles):
+                self.add_piece(tiles[number - 1], shown[number - 1])
+            if number > 1:
+                self.take(tiles[number - 2], shown[number - 2])
+            if number <= len(tiles):
+                self.meet()
+
+    def cut(self, length: int) -> list[slice]:
+        """The piece of each rank."""
+        if length not in self.cuts:
+            self.cuts[length] = [piece(length, self.size, place) for place in range(self.size)]
+        return self.cuts[length]
+
+    def show(self, x: Array) -> list[Array]:
+        """Copy into this rank's room what the others add; return all rooms."""
+        rooms = self.room(len(x), x.dtype)
+        for place, part in enumerate(self.cut(len(x))):
+            if place != self.index:
+                rooms[self.index][part] = x[part]
+        return rooms
+
+    def add_piece(self, x: Array, rooms: list[Array]) -> None:
+        """Sum this rank's piece and show the sum in its room."""
+        part = self.cut(len(x))[self.index]
+        self.add_up(x[part], [room[part] for room in rooms])
+        rooms[self.index][part] = x[part]
+
+    def take(self, x: Array, rooms: list[Array]) -> None:
+        """Copy the other pieces, each from the room of the rank that has summed it."""
+        for place, part in enumerate(self.cut(len(x))):
+            if place != self.index:
+                x[part] = rooms[place][part]
+
+    def reduce_scatter(self, x: Array, y: Array) -> None:
+        sum_, parts = in_line(y), in_line(x).reshape(self.size, -1)
+        width = TILE // x.itemsize // self.size
+        for first in range(0, len(sum_), width):
+            columns = slice(first, first + width)
+            shown = parts[:, columns]
+            rooms = [room.reshape(shown.shape) for room in self.room(shown.size, x.dtype)]
+            rooms[self.index][:] = shown
+            self.meet()
+            sum_[columns] = rooms[self.index][self.index]
+            self.add_up(sum_[columns], [room[self.index] for room in rooms])
+
+    def all_gather(self, x: Array, y: Array) -> None:
+        own, parts = in_line(x), in_line(y).reshape(self.size, -1)
+        width = TILE // x.itemsize
+        for first in range(0, len(own), width):
+            columns = slice(first, first + width)
+            rooms = self.room(len(own[columns]), x.dtype)
+            rooms[self.index][:] = own[columns]
+            self.meet()
+            for place, room in enumerate(rooms):
+                parts[place, columns] = room
+
+    def close(self) -> None:
+        for memory in (*self.arrays, self.rooms, self.marks.memory):
+            memory.free()

@@ -1,0 +1,134 @@
+"""A sum on two levels: inside each host, across the hosts, and inside again.
+
+The ranks of a host sum a share each. The ranks that have the same share sum it across the hosts. So
+only a share of the bytes of a rank crosses the slow links. Then the shares are gathered inside the
+host. Each level is a call of a group of its own, and so a barrier of its own in the
+record: `NAME/host`, `NAME/across`, `NAME/host`.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Any, Protocol
+
+import numpy as np
+
+from mpipar.comm.algorithms.steps import Posted, Steps
+from mpipar.comm.grid import share
+from mpipar.comm.request import Array, Request
+
+if TYPE_CHECKING:
+    from mpi4py import MPI
+
+
+LEVELED = ("levels", "window", "auto")  # rows of --all-reduce that take levels between hosts
+
+
+class Waited(Request, Protocol):
+    """A posted operation of a group; see `group.Pending`."""
+
+    def wait(self) -> Array: ...
+
+
+class Group(Protocol):
+    """What a level needs of a `group.Comm`."""
+
+    size: int
+    index: int
+    wire: Any
+    check: Any
+
+    def all_reduce(self, x: Array, name: str, op: str = "sum") -> Array: ...
+    def reduce_scatter(self, x: Array, name: str) -> Array: ...
+    def all_gather(self, x: Array, name: str) -> Array: ...
+    def iall_reduce(self, x: Array, name: str) -> Waited: ...
+    def ireduce_scatter(self, x: Array, name: str) -> Waited: ...
+    def iall_gather(self, x: Array, name: str) -> Waited: ...
+    def close(self) -> None: ...
+
+
+class Levels:
+    """The levels of one group. near: this rank's host; far: the ranks at its place of all hosts.
+
+    back: the host once more. What is posted behind a sum across hosts comes at another time on each
+    rank, so it needs a communicator of its own. Sums that are posted finish in their order.
+    """
+
+    def __init__(self, near: Group, far: Group, back: Group):
+        self.near, self.far, self.back = near, far, back
+        self.ops = near.wire.ops
+        self.before: deque[Posted] = deque()
+
+    def shares(self, x: Array) -> Array:
+        """x in a share for each rank of the host: its own memory, or a copy with zeros behind."""
+        size, count = x.size, self.near.size
+        if size % count == 0:
+            return x.reshape(count, -1)
+        parts = self.ops.zeros((count, share(size, count)), x.dtype, label="buffers")
+        self.ops.copy(parts.reshape(-1)[:size], x.reshape(-1))
+        return parts
+
+    def all_reduce(self, x: Array, name: str) -> Array:
+        """Sum x in place. Comm: a reduce_scatter, an all_reduce, an all_gather of the levels."""
+        while self.before:
+            self.before[0].Wait()
+        own = self.near.reduce_scatter(self.shares(x), f"{name}/host")
+        self.far.all_reduce(own, f"{name}/across")
+        whole = self.near.all_gather(own, f"{name}/host")
+        self.ops.copy(x.reshape(-1), whole.reshape(-1)[:x.size])
+        return x
+
+    def iall_reduce(self, x: Array, name: str) -> Request:
+        """Post the sum of x in place. Comm: as `all_reduce`, each level behind the one before."""
+        return Posted(self.steps(x, name), self.before)
+
+    def steps(self, x: Array, name: str) -> Steps:
+        """The levels, one after another."""
+        parts, near = self.shares(x), self.near
+        yield near.ireduce_scatter(parts, f"{name}/host")
+        yield self.far.iall_reduce(parts[0], f"{name}/across")
+        if near.index > 0:
+            self.ops.copy(parts[near.index], parts[0])
+        yield self.back.iall_gather(parts, f"{name}/host")
+        if x.size % near.size:
+            self.ops.copy(x.reshape(-1), parts.reshape(-1)[:x.size])
+
+    def close(self) -> None:
+        """Free the groups. Comm: every member."""
+        self.near.check = None  # it is the whole group's
+        for group in (self.near, self.far, self.back):
+            group.close()
+
+
+def hosts_of(mpi_world: MPI.Intracomm) -> list[int]:
+    """For each world rank the lowest rank of its host.
+
+    Comm: a split and an all_gather over the world, an all_reduce inside each host.
+    """
+    from mpi4py import MPI
+
+    first, found = np.array([mpi_world.rank]), np.empty(mpi_world.size, np.int64)
+    host = mpi_world.Split_type(MPI.COMM_TYPE_SHARED)
+    host.Allreduce(MPI.IN_PLACE, first, op=MPI.MIN)
+    host.Free()
+    mpi_world.Allgather(first, found)
+    return [int(place) for place in found]
+
+
+def near_and_far(ranks: Sequence[int], hosts: Sequence[int], own: int,
+                 ) -> tuple[tuple[int, ...], tuple[int, ...]] | None:
+    """The members of a group on the host of `own`, and those at its place of each host.
+
+    None where two levels make no sense: on one host, with one rank on each, or with different
+    numbers of them.
+    """
+    members: dict[int, list[int]] = {}
+    for member in ranks:
+        members.setdefault(hosts[member], []).append(member)
+    counts = {len(there) for there in members.values()}
+    if len(members) == 1 or len(counts) > 1 or counts == {1}:
+        return None
+    near = members[hosts[own]]
+    place = near.index(own)
+    return tuple(near), tuple(there[place] for there in members.values())

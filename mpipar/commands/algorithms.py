@@ -1,0 +1,60 @@
+"""What `--all-reduce auto` chose, in the run folder: a run that goes on sums as it did before."""
+
+from __future__ import annotations
+
+import json
+import os
+from pathlib import Path
+
+from mpipar.comm.algorithms import KINDS
+from mpipar.comm.algorithms.auto import SIZES, WAYS
+from mpipar.comm.facts import broadcast_text, gather_facts
+from mpipar.config.run import AUTO
+from mpipar.errors import DataError
+from mpipar.files.bounded import parse_json, problems_as, read_text
+from mpipar.files.replace import replace_file
+
+NAME = "algorithms.json"
+
+
+def is_choice(value) -> bool:
+    """Whether a value is what `auto` chooses for a group: an algorithm for each size and way."""
+    return isinstance(value, dict) and value.keys() == {*WAYS} and all(
+        isinstance(names, list) and len(names) == len(SIZES)
+        and all(name in [*KINDS] for name in names) for names in value.values())
+
+
+def known_choices(session, run, folder: Path) -> dict:
+    """{group: what was chosen} of the run in this folder; {} where nothing was.
+
+    Raises DataError on every rank for a damaged file. Comm: an agreement; a text of world rank 0.
+    """
+    if run.all_reduce != AUTO:
+        return {}
+
+    def read() -> str:
+        path = folder / NAME
+        if session.world.rank > 0 or not os.path.lexists(path):
+            return "{}"
+        with problems_as(DataError, str(path), "remove it, and it is measured again"):
+            found = parse_json(text := read_text(NAME, root=folder))
+            if not isinstance(found, dict) or not all(map(is_choice, found.values())):
+                raise ValueError("must have algorithms for each group")
+            return text
+
+    return json.loads(broadcast_text(session.world, session.agree(read)))
+
+
+def keep_choices(world, folder: Path, chosen: dict) -> dict[str, bytes]:
+    """Write what any rank knows; return what was written, on world rank 0.
+
+    Comm: a gather of facts over the world.
+    """
+    facts = gather_facts(world, chosen)
+    if not facts or not any(facts):
+        return {}
+    groups = {name: found for fact in facts for name, found in sorted(fact.items())}
+    content = (json.dumps(groups, indent=1) + "\n").encode()
+    replace_file(NAME, [content], root=folder)
+    return {NAME: content}
+

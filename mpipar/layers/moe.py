@@ -1,0 +1,269 @@
+"""Mixture of experts: a router gives each token some of many feed-forward networks.
+
+    y = sum over the chosen e of p_e expert_e(x);   p = softmax over the chosen logits x w^T
+
+Ranks of the group `expert` share out the experts, which lie side by side in two tensors. Rows of
+tokens travel to their experts and back, see partition/experts.py: two barriers forward and two
+backward, and a small one for each. tp cuts every expert as it cuts a dense network. Each of its
+ranks routes all tokens alike and has only a part of each expert's result. So one sum over tp comes
+behind the experts, forward and backward; it adds up the gradients that pass through the router,
+too. W crosses no barrier. Experts have no biases. Sources: Shazeer et al., arXiv 1701.06538;
+Lepikhin et al., arXiv 2006.16668; Jiang et al. (Mixtral), arXiv 2401.04088.
+
+Letters: B batch, T tokens, N = B*T, D model width, E experts, K of them for each token. F is the
+width inside an expert; R are the rows that this rank's experts get.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+from mpipar.layers.context import Context
+from mpipar.layers.costs import Barrier, Cost, array, term, token_barriers, total
+from mpipar.layers.param import Param
+from mpipar.layers.stash import Stash
+from mpipar.ops.functions import Ops
+from mpipar.ops.signature import Array
+from mpipar.partition.contracts import Choice, Dispatch
+from mpipar.partition.tokens import WholeTokens
+
+
+class Bend(NamedTuple):
+    """What an expert does between its two products. wide: letters of what the first one makes.
+
+    forward(ops, h (R, F or 2F)) gives a (R, F). backward_input(ops, da, h) gives (dh, a).
+    """
+
+    wide: str
+    forward: Callable[[Ops, Array], Array]
+    backward_input: Callable[[Ops, Array, Array], tuple[Array, Array]]
+
+
+def _gelu(ops: Ops, h: Array) -> Array:
+    return ops.gelu_forward(h)
+
+
+def _gelu_backward(ops: Ops, da: Array, h: Array) -> tuple[Array, Array]:
+    return ops.gelu_backward_input(da, h), ops.gelu_forward(h)
+
+
+def _swiglu(ops: Ops, h: Array) -> Array:
+    return ops.swiglu_forward(h.reshape(len(h), 2, -1))
+
+
+def _swiglu_backward(ops: Ops, da: Array, h: Array) -> tuple[Array, Array]:
+    dh, a = ops.swiglu_backward_input(da, h.reshape(len(h), 2, -1))
+    return dh.reshape(h.shape), a
+
+
+BENDS = {"gelu": Bend("g", _gelu, _gelu_backward),  # --activation
+         "swiglu": Bend("gg", _swiglu, _swiglu_backward)}
+
+
+class Router:
+    """Chooses K of E experts for each token, and keeps them equally busy as --router-balance says.
+
+    none: it does not. loss: each row of data has one more loss, coef * E sum_e f_e P_e. f_e is the
+    share of the row's choices that fell on e, and P_e the mean of its softmax. A row lies in one
+    microbatch of one replica, so the loss is that of every layout; one of a microbatch would not
+    be. Under cp one all_reduce adds up the choices of a row. bias: the choice adds a number of each
+    expert to the softmax. After a step it falls where an expert had more tokens than the mean, and
+    rises where it had fewer (arXiv 2408.15664).
+
+    config: a completed DecoderConfig.
+    """
+
+    def __init__(self, context: Context, name: str, config: Any, std: float) -> None:
+        self.ops, self.name, self.config = context.ops, name, config
+        self.cp, self.factor = context.comms["cp"], context.factor
+        # What a choice adds to coef * E f_e. The ranks of tp have the same choices, and the sum
+        # over them comes later.
+        self.part = config.router_loss_coef * config.experts / (
+            config.experts_per_token * config.seq_len * context.tp.size)
+        # Each rank of tp makes the gradients of its own part of the experts.
+        self.w = Param(context, f"{name}.w", (config.experts, config.d_model), std=std,
+                       partial_groups=("tp",))
+        self.params = [self.w]
+        self.bias = None
+        if config.router_balance == "bias":
+            self.bias = Param(context, f"{name}.bias", (config.experts,), fill=0.0, decay=False,
+                              sign_rate=config.router_bias_rate)
+            self.params.append(self.bias)
+
+    def forward(self, x: Array, stash: Stash) -> Choice:
+        """The Choice for x (N, D)."""
+        logits = self.ops.router_forward(x, self.w.data)
+        choice = Choice(*self.ops.choice_forward(
+            logits, self.config.experts_per_token, self.bias and self.bias.data))
+        stash[self.name, "x"], stash[self.name, "logits"] = x, logits
+        stash[self.name, "choice"] = choice
+        return choice
+
+    def backward_input(self, dprobs: Array, stash: Stash) -> Array:
+        """This rank's part of dx (N, D), of its part of dprobs (N, K).
+
+        Comm: one all_reduce over cp if there is anything to balance.
+        """
+        choice, logits = stash.pop((self.name, "choice")), stash.pop((self.name, "logits"))
+        dlogits = self.ops.choice_backward_input(dprobs, choice.probs, choice.ids,
+                                                 self.config.experts)
+        rows = stash.batch.shape[0]
+        loads = self.ops.expert_loads(choice.ids.reshape(rows, -1), self.config.experts)
+        if self.config.router_balance == "loss":
+            by_row = rows, -1, self.config.experts
+            loads = self.ops.scale(self.cp.all_reduce(loads, f"{self.name}.loads"), self.part)
+            self.ops.balance_backward_input(
+                dlogits.reshape(by_row), logits.reshape(by_row), loads, self.factor.value)
+        elif self.bias is not None:
+            stash[self.name, "loads"] = loads
+        stash[self.name, "dlogits"] = dlogits
+        return self.ops.router_backward_input(dlogits, self.w.data)
+
+    def backward_weight(self, stash: Stash) -> None:
+        """Accumulate the gradient of the weights, and what tells the next bias."""
+        x, dlogits = stash.pop((self.name, "x")), stash.pop((self.name, "dlogits"))
+        self.ops.router_backward_weight(dlogits, x, self.w.grad)
+        if self.bias is not None:
+            self.ops.add_excess(stash.pop((self.name, "loads")), self.bias.grad)
+
+
+class MixtureOfExperts:
+    """y = sum over the chosen experts e of p_e down_e(bend(up_e(x))).
+
+    config: a completed DecoderConfig. up holds (E, F, D), or (E, 2, F, D) for gate and up; down
+    holds (E, D, F).
+    """
+
+    def __init__(self, context: Context, name: str, config: Any, *, std: float,
+                 out_std: float) -> None:
+        self.ops, self.name, self.held = context.ops, name, context.held
+        self.expert, self.dispatch = context.comms["expert"], context.dispatch
+        self.experts, self.bend = config.experts, BENDS[config.activation]
+        parts = len(self.bend.wide)
+        wide = (config.expert_ffn,) if parts == 1 else (parts, config.expert_ffn)
+        self.router = Router(context, f"{name}.router", config, std)
+        self.up = Param(context, f"{name}.up.w", (config.experts, *wide, config.d_model), std=std,
+                        placement={"expert": 0, "tp": len(wide)})
+        self.down = Param(
+            context, f"{name}.down.w", (config.experts, config.d_model, config.expert_ffn),
+            std=out_std, placement={"expert": 0, "tp": 2})
+        self.params = [*self.router.params, self.up, self.down]
+
+    def _up(self, kind: str) -> Array:
+        """The first product's weights or gradients of this rank's experts, (E/q, F, D): a view."""
+        w = getattr(self.up, kind)
+        return w.reshape(len(w), -1, w.shape[-1])
+
+    def forward(self, x: Array, stash: Stash, residual: Array | None = None) -> Array:
+        """y (B, T, D) of x (B, T, D), plus residual.
+
+        Comm: held.gather over tp; over expert plan, rows and combine of the dispatch; held.scatter
+        over tp.
+        """
+        plan, h = self._widen(x, stash)
+        rows = self.ops.grouped_matmul_nt(
+            self.bend.forward(self.ops, h), self.down.data, plan.counts)
+        y = self.dispatch.combine(self.ops, rows, plan, True, self.expert, self.name)
+        y = self.held.scatter(self._by_row(y, stash), f"{self.name}.down")
+        return y if residual is None else self.ops.accumulate(y, residual)
+
+    def recompute(self, x: Array, stash: Stash) -> None:
+        """Fill the stash as forward does. Comm: held.gather, and plan and rows of the dispatch."""
+        self._widen(x, stash)
+
+    def _widen(self, x: Array, stash: Stash) -> tuple[Any, Array]:
+        """(plan, h (R, F or 2F)). Comm: held.gather, and plan and rows of the dispatch."""
+        x = self.held.gather(x, stash.batch.shape[1], f"{self.name}.up")
+        x = x.reshape(-1, x.shape[-1])
+        choice = self.router.forward(x, stash)
+        plan = self.dispatch.plan(self.ops, choice, self.experts, self.expert, self.name)
+        rows = self.dispatch.rows(self.ops, x, plan, self.expert, self.name)
+        h = self.ops.grouped_matmul_nt(rows, self._up("data"), plan.counts)
+        stash[self.name, "plan"], stash[self.name, "x"], stash[self.name, "h"] = plan, rows, h
+        return plan, h
+
+    def _by_row(self, x: Array, stash: Stash) -> Array:
+        """The view (B, T, D) of x (N, D)."""
+        return x.reshape(*stash.batch.shape, x.shape[-1])
+
+    def backward_input(self, dy: Array, stash: Stash) -> Array:
+        """dx (B, T, D) of dy (B, T, D).
+
+        The rows of dy are not weighted where they are sent. So what the router learns of an expert
+        is the product of its da and its a, and no result is kept for that.
+        Comm: held.gather over tp; over expert rows, factors, combine and factors_back of the
+        dispatch; the router's; held.scatter over tp.
+        """
+        ops, dispatch, expert, name = self.ops, self.dispatch, self.expert, self.name
+        plan, h = stash.pop((name, "plan")), stash.pop((name, "h"))
+        dy = self.held.gather(dy, stash.batch.shape[1], f"{name}.down")
+        dy = dispatch.rows(ops, dy.reshape(-1, dy.shape[-1]), plan, expert, name)
+        factors = dispatch.factors(ops, plan, expert, name)
+        da = ops.grouped_matmul(dy, self.down.data, plan.counts)
+        dh, a = self.bend.backward_input(ops, da, h)
+        dprobs = dispatch.factors_back(ops, ops.row_dots(da, a), plan, expert, name)
+        dh, dy = ops.scale_rows(dh, factors), ops.scale_rows(dy, factors)
+        dx = dispatch.combine(ops, ops.grouped_matmul(dh, self._up("data"), plan.counts), plan,
+                              False, expert, name)
+        dx = ops.accumulate(dx, self.router.backward_input(dprobs, stash))
+        stash[name, "dh"], stash[name, "a"], stash[name, "dy"] = dh, a, dy
+        stash[name, "counts"] = plan.counts
+        return self.held.scatter(self._by_row(dx, stash), f"{name}.up")
+
+    def backward_weight(self, stash: Stash) -> None:
+        """Accumulate the gradients of the router and of this rank's experts."""
+        x, a, counts = (stash.pop((self.name, kind)) for kind in ("x", "a", "counts"))
+        dh, dy = stash.pop((self.name, "dh")), stash.pop((self.name, "dy"))
+        self.ops.grouped_matmul_tn_add(dh, x, self._up("grad"), counts)
+        self.ops.grouped_matmul_tn_add(dy, a, self.down.grad, counts)
+        self.router.backward_weight(stash)
+
+    @staticmethod
+    def cost(name: str, held: type[WholeTokens], activation: str, dispatch: Dispatch,
+             balance: str) -> Cost:
+        """Its Cost, with the letters of models/decoder.py: the experts are equally popular."""
+        wide, rows = BENDS[activation].wide, "B*T*k"
+        barriers = [
+            *token_barriers(f"{name}.up", held, scatter="I", gather="F"),
+            *(Barrier(f"{name}.{ending}", phase, kind, term(carries), "expert", phase == "F")
+              for phase, ending, kind, carries in dispatch.barriers),
+            *token_barriers(f"{name}.down", held, scatter="F", gather="I")]
+        if balance == "loss":
+            barriers.append(
+                Barrier(f"{name}.router.loads", "I", "all_reduce", term("B*E*s"), "cp"))
+        h, x, matrices = array(rows, wide), array(rows, "D"), f"{wide}g"
+        return Cost(
+            (("B*T", "D", "E"), (rows, "D", wide), (rows, "g", "D")),
+            total((term("E*D"), *(term(f"x*D*{one}") for one in matrices))),
+            total((term("B*T*D*E", 2), *(term(f"{rows}*D*{one}", 2) for one in matrices))),
+            stash=total((array("B*T", "D"), term("B*T*E*s"), term(f"{rows}*s"), x, h)),
+            kept=total((array("B*T", "D"), term("B*T*E*s"), x, x, h, array(rows, "g"))),
+            remade=array(rows, "g"), barriers=tuple(barriers))
+
+
+class Beside:
+    """y = one(x) + other(x): two networks that read the same tokens."""
+
+    def __init__(self, one: Any, other: Any):
+        self.ops, self.one, self.other = other.ops, one, other
+        self.params = [*one.params, *other.params]
+
+    def forward(self, x: Array, stash: Stash, residual: Array | None = None) -> Array:
+        """y (B, T, D) of x (B, T, D), plus residual. Comm: forward of both."""
+        return self.other.forward(x, stash, self.one.forward(x, stash, residual))
+
+    def recompute(self, x: Array, stash: Stash) -> None:
+        """Fill the stash as forward does. Comm: recompute of both."""
+        self.one.recompute(x, stash)
+        self.other.recompute(x, stash)
+
+    def backward_input(self, dy: Array, stash: Stash) -> Array:
+        """dx (B, T, D) of dy (B, T, D). Comm: backward_input of both."""
+        dx = self.other.backward_input(dy, stash)
+        return self.ops.accumulate(dx, self.one.backward_input(dy, stash))
+
+    def backward_weight(self, stash: Stash) -> None:
+        """Accumulate the gradients of both. Comm: backward_weight of both."""
+        self.other.backward_weight(stash)
+        self.one.backward_weight(stash)

@@ -1,0 +1,179 @@
+"""Further bugs that programs for many ranks have shipped with, planted as those of twins.py are.
+
+Each was published in a thread of a program that people train with. No exercise asks for them:
+docs/bugs.md shows all, what they do to a run, and which check sees them.
+"""
+
+from __future__ import annotations
+
+import math
+
+from mpipar.comm.group import Comm
+from mpipar.data.rows import Rows
+from mpipar.layers.loss import CrossEntropy
+from mpipar.layers.param import Param
+from mpipar.learn.replaced import replaced
+from mpipar.learn.twins import DP, PP, TP, Twin
+from mpipar.pipeline.engine import Engine
+from mpipar.train.gradsync import GradSync
+
+
+def loss_times_cp():
+    """The gradient of the loss is multiplied by the two ranks of cp, as for a mean over them."""
+    plain = CrossEntropy.backward_input
+
+    def backward_input(self, dy, stash):
+        self.scale *= 2
+        try:
+            return plain(self, dy, stash)
+        finally:
+            self.scale /= 2
+
+    return replaced(CrossEntropy, backward_input=backward_input)
+
+
+def norm_sums_dropped():
+    """The gradients of norms are not summed over tp, whose ranks hold different tokens."""
+    plain = Comm.all_reduce
+
+    def all_reduce(self, x, name, op="sum"):
+        return x if name == "grads.tp" else plain(self, x, name, op)
+
+    return replaced(Comm, all_reduce=all_reduce)
+
+
+def shared_heads_dropped():
+    """Two ranks hold one head of keys and values, and each keeps its own gradient of it."""
+    plain = Comm.all_reduce
+
+    def all_reduce(self, x, name, op="sum"):
+        return x if self.axis == "kv" else plain(self, x, name, op)
+
+    return replaced(Comm, all_reduce=all_reduce)
+
+
+def same_shards():
+    """Every rank draws its shard of a weight as if it were the first one."""
+    plain = Param.initial_rows
+
+    def initial_rows(self, *given):
+        box, self.box = self.box, tuple((0, stop - start) for start, stop in self.box)
+        try:
+            yield from plain(self, *given)
+        finally:
+            self.box = box
+
+    return replaced(Param, initial_rows=initial_rows)
+
+
+def same_rows():
+    """Every copy of the model reads the rows of the first one."""
+    plain = Rows.train
+
+    def train(self, step, mb):
+        place, self.dp_rank = self.dp_rank, 0
+        try:
+            return plain(self, step, mb)
+        finally:
+            self.dp_rank = place
+
+    return replaced(Rows, train=train)
+
+
+def own_norm():
+    """Every rank clips by the norm of what it holds itself."""
+    plain = GradSync.clip
+
+    def clip(self, norm, limit):
+        own = self.ops.numbers([part for part, _ in self.square_sums()])
+        plain(self, math.sqrt(sum(own)), limit)
+
+    return replaced(GradSync, clip=clip)
+
+
+def wiped():
+    """Gradients are set to zero before each backward pass, so the last microbatch alone counts."""
+    plain = Engine._backward
+
+    def _backward(self, instr):
+        self.gradsync.zero()
+        plain(self, instr)
+
+    return replaced(Engine, _backward=_backward)
+
+
+def buckets_crossed():
+    """The second rank sums the first two buckets of a unit in the other order."""
+    def post(self, flat, unit):
+        run, data = flat.units[unit], self.comms[flat.groups[-1]]
+        firsts = list(range(run.start, run.stop, self.bucket))
+        if data.index == 1 and len(firsts) > 2:
+            firsts[:2] = firsts[1::-1]
+        for first in firsts:
+            piece = flat.grad[first:min(first + self.bucket, run.stop)]
+            self.pending.append(data.iall_reduce(piece, "grads.bucket"))
+
+    return replaced(GradSync, post=post)
+
+
+def unit_left_out():
+    """The second rank has not used a block, and sums no gradients of it."""
+    plain = GradSync.post
+
+    def post(self, flat, unit):
+        if unit != 1 or self.comms[flat.groups[-1]].index == 0:
+            plain(self, flat, unit)
+
+    return replaced(GradSync, post=post)
+
+
+SHIPPED = {
+    "cp scale": Twin(
+        "the loss is multiplied by the ranks of cp before its gradients are summed over them",
+        loss_times_cp,
+        "A sum over ranks that share a row needs no such factor; a mean would. All gradients are"
+        " doubled, and the printed loss is not.",
+        ({"cp": 2},), model={"seq_len": 8},
+        threads=("NVIDIA/Megatron-LM/issues/906", "NVIDIA/Megatron-LM/pull/3959")),
+    "norms of sp": Twin(
+        "gradients of norms are not summed over tp where tokens are cut", norm_sums_dropped,
+        "With sequence parallelism a norm sees the tokens of its rank alone. Its copies get"
+        " different gradients and drift apart.",
+        (TP,), model={"sequence_parallel": True},
+        threads=("NVIDIA/Megatron-LM/issues/1446", "EleutherAI/gpt-neox/pull/1259")),
+    "shared kv": Twin(
+        "ranks that hold one head of keys and values do not sum its gradient",
+        shared_heads_dropped,
+        "Each copy of the head hears of its own queries alone, and the copies drift apart.",
+        (TP,), model={"arch": "llama", "kv_heads": 1},
+        threads=("bigcode-project/Megatron-LM/pull/37",)),
+    "same shards": Twin(
+        "all ranks of tp draw the same initial numbers for their shards", same_shards,
+        "The weights are not those of one rank, and every second neuron repeats another one. Each"
+        " step after that is right.",
+        (TP,), threads=("InternLM/InternLM/pull/405", "modelscope/ms-swift/pull/7944")),
+    "same rows": Twin(
+        "every copy reads the same rows", same_rows,
+        "Two copies do the work of one. Nothing disagrees: the batch is half as large as it says.",
+        (DP,), threads=("yaak-ai/rbyte/pull/106", "vllm-project/speculators/pull/427")),
+    "own norm": Twin(
+        "each rank clips by the norm of its own gradients", own_norm,
+        "Ranks scale by different factors. Copies of one tensor drift apart; where there are none,"
+        " parts of the model take steps of another length, and nothing shows it.",
+        (TP, PP), model={"tied": False},
+        threads=("bigscience-workshop/Megatron-DeepSpeed/pull/270",
+                 "pytorch/torchtitan/issues/596")),
+    "wiped": Twin(
+        "gradients are set to zero between the microbatches of a step", wiped,
+        "The last microbatch alone trains the model. The loss is summed apart, so it looks right.",
+        (PP,), threads=("NVIDIA-NeMo/Automodel/pull/3530",)),
+    "crossed": Twin(
+        "two ranks sum their buckets in different orders", buckets_crossed,
+        "Equal sizes meet, so no call fails. Each rank stores a sum of gradients of different"
+        " weights.", (DP,), threads=("deepspeedai/DeepSpeed/issues/2343",)),
+    "left out": Twin(
+        "a rank that has not used a layer leaves its sums out", unit_left_out,
+        "From there on each sum of this rank meets another one of its neighbour. The job hangs, or"
+        " ends with garbage.", (DP,), threads=(
+            "pytorch/pytorch/issues/158719", "pytorch/pytorch/issues/64629"), desync=True),
+}

@@ -1,0 +1,298 @@
+"""How sums travel: every algorithm against integers and against one rank, and its twins."""
+
+import time
+from dataclasses import replace
+
+import numpy as np
+import pytest
+from small_model import (
+    WORLD,
+    assert_equals_one_rank,
+    computed_once,
+    poison_unwritten,
+    small_config,
+    with_sync_sends,
+)
+
+from mpipar import ops as ops_module
+from mpipar.comm import group
+from mpipar.comm.algorithms import KINDS, shared
+from mpipar.comm.algorithms.auto import SIZES, WAYS, Auto
+from mpipar.comm.algorithms.ring import Ring
+from mpipar.comm.algorithms.shared import Marks
+from mpipar.comm.algorithms.steps import add
+from mpipar.comm.algorithms.window import SMALL, TILE, Window
+from mpipar.comm.grid import Grid
+from mpipar.comm.group import Comms
+from mpipar.comm.levels import Levels, near_and_far
+from mpipar.comm.record import Recorder
+from mpipar.comm.request import Done, Options
+from mpipar.config.memory import MemoryConfig
+from mpipar.config.run import SUMS
+from mpipar.errors import EnvironmentProblem, HangError
+
+pytestmark = pytest.mark.ranks(2, 3, 4)
+RANKS, HERE = WORLD.size, WORLD.rank
+NAMES = [name for name in SUMS if name != "auto"]
+# One element, fewer than ranks, odd ones, and more than a small array and a tile of the window.
+LENGTHS = (1, 2, 7, 1001, SMALL // 8 + 1, TILE // 8 * 2 + 3)
+everyone = pytest.mark.parametrize("name", NAMES)
+
+
+@pytest.fixture(autouse=True)
+def poisoned_memory(monkeypatch):
+    """Every newly allocated array, receive buffers included, is full of NaN."""
+    poison_unwritten(monkeypatch)
+
+
+@pytest.fixture
+def two_hosts(monkeypatch):
+    """Let pairs of ranks count as hosts."""
+    monkeypatch.setattr(group, "hosts_of", lambda world: [
+        place // 2 * 2 for place in range(world.size)])
+
+
+def numbers(place: int, length: int) -> np.ndarray:
+    """What a rank adds: integers, so that sums are exact in every order."""
+    return (np.arange(length) * 7 % 11 + place**2 + 1).astype(float)
+
+
+def total(length: int) -> np.ndarray:
+    return sum(numbers(place, length) for place in range(RANKS))
+
+
+def comms_for(name: str, recorder=None, chosen=None, **options) -> Comms:
+    """One group of all ranks."""
+    return Comms(Grid(HERE, {"dp": RANKS}), ops_module.make("cpu", "float64"),
+                 recorder or Recorder(), WORLD, Options(all_reduce=name, chosen=chosen, **options))
+
+
+def wrong_sums(name: str, **options) -> int:
+    """On any rank: sums of any kind that are wrong, after all orders of waiting."""
+    comms = comms_for(name, **options)
+    dp, bad = comms["dp"], 0
+    for length in LENGTHS:
+        arrays = [np.empty(length), np.empty(length), dp.zeros((length,), "float64", "gradients")]
+        for x in arrays:
+            x[:] = numbers(HERE, length)
+        pending = [dp.iall_reduce(x, "posted") for x in arrays[1:]]
+        dp.all_reduce(arrays[0], "blocking")
+        pending[HERE % 2].test()
+        for one in pending:
+            one.wait()
+        bad += sum(not np.array_equal(x, total(length)) for x in arrays)
+    comms.close()
+    return WORLD.allreduce(bad)
+
+
+@everyone
+@pytest.mark.parametrize("sync_sends", [False, True], ids=["", "sync"])
+def test_sums_of_any_length(name, sync_sends):
+    assert wrong_sums(name, sync_sends=sync_sends, check=sync_sends) == 0
+
+
+@pytest.mark.ranks(4)
+@pytest.mark.parametrize("name", ["levels", "window", "auto"])
+def test_sums_over_two_hosts(name, two_hosts):
+    assert wrong_sums(name, check=True) == 0
+
+
+@everyone
+def test_parts(name):
+    comms = comms_for(name)
+    dp = comms["dp"]
+    for length in LENGTHS:
+        given = np.stack([numbers(RANKS * HERE + part, length) for part in range(RANKS)])
+        due = sum(numbers(RANKS * place + HERE, length) for place in range(RANKS))
+        whole = np.stack([numbers(place, length) for place in range(RANKS)])
+        assert np.array_equal(dp.reduce_scatter(given.copy(), "parts"), due)
+        assert np.array_equal(dp.all_gather(numbers(HERE, length), "parts"), whole)
+        for x in (given.copy(), dp.zeros(given.shape, "float64", "gradients")):
+            x[:] = given
+            assert np.array_equal(dp.ireduce_scatter(x, "parts").wait()[0], due)
+            x[:] = np.nan
+            x[HERE] = numbers(HERE, length)
+            assert np.array_equal(dp.iall_gather(x, "parts").wait(), whole)
+    comms.close()
+
+
+@everyone
+def test_many_posted_sums_are_waited_for_in_any_order(name):
+    """More than there are rows of marks, with every other rank asleep in between."""
+    comms = comms_for(name)
+    x = comms["dp"].zeros((600, 3), "float64", "gradients")
+    x[:] = numbers(HERE, 3)
+    pending = [comms["dp"].iall_reduce(row, "posted") for row in x]
+    if HERE % 2:
+        time.sleep(0.01)
+        pending[3].test()
+    for one in pending:
+        one.wait()
+    assert (x == total(3)).all()
+    comms.close()
+
+
+@everyone
+def test_maxima(name):
+    comms = comms_for(name)
+    x = np.array([HERE, -HERE, 5.0])
+    assert comms["dp"].all_reduce(x, "largest", op="max").tolist() == [RANKS - 1, 0, 5]
+    comms.close()
+
+
+@everyone
+def test_every_rank_and_run_has_the_same_bits(name):
+    rows = []
+    for _ in range(2):
+        comms = comms_for(name)
+        for length in LENGTHS:
+            x = np.random.default_rng(HERE).standard_normal(length)
+            rows.append(WORLD.allgather(comms["dp"].all_reduce(x, "sum").tobytes()))
+        comms.close()
+    assert rows[:len(LENGTHS)] == rows[len(LENGTHS):]
+    if name != "mpi":  # what MPI does is MPI's
+        assert all(len(set(row)) == 1 for row in rows)
+
+
+def test_too_little_shared_memory_is_said_on_every_rank(monkeypatch):
+    monkeypatch.setattr(shared, "room_left", lambda: (1 << 20) + (HERE << 30))
+    with pytest.raises(EnvironmentProblem, match=r"1 MiB left.*--all-reduce mpi"):
+        comms_for("window")
+
+
+# --- twins: each must be caught by the tests above
+
+def no_fence(marks, row, mark):
+    """A meeting that nobody waits for."""
+    marks.own[row][0] = mark
+    time.sleep(0.001 * HERE)
+    return Done()
+
+
+def added_twice(window, sum_, parts):
+    for ahead in (1, *range(1, window.size)):
+        add(sum_, parts[(window.index + ahead) % window.size])
+
+
+def hop_too_many(ring, pieces, tag, plain=Ring.scattered):
+    yield from plain(ring, pieces, tag)
+    add(pieces[ring.index], pieces[ring.index])
+
+
+def too_early(levels, x, name):
+    """The shares go back into the host before they are summed across."""
+    parts = levels.shares(x)
+    yield levels.near.ireduce_scatter(parts, f"{name}/host")
+    parts[levels.near.index] = parts[0]
+    yield levels.back.iall_gather(parts, f"{name}/host")
+    yield levels.far.iall_reduce(parts[0].copy(), f"{name}/across")
+    x.reshape(-1)[:] = parts.reshape(-1)[:x.size]
+
+
+@pytest.mark.parametrize(("name", "kind", "method", "twin"), [
+    ("window", Marks, "meet", no_fence), ("window", Window, "add_up", added_twice),
+    ("ring", Ring, "scattered", hop_too_many)])
+def test_a_twin_is_caught(name, kind, method, twin, monkeypatch):
+    monkeypatch.setattr(kind, method, twin)
+    assert wrong_sums(name) > 0
+
+
+@pytest.mark.ranks(4)
+def test_a_level_that_forwards_too_early_is_caught(two_hosts, monkeypatch):
+    monkeypatch.setattr(Levels, "steps", too_early)
+    assert wrong_sums("levels") > 0
+
+
+# --- the record and the check
+
+def names_of(recorder) -> list[tuple[str, str]]:
+    return [(record.operation, record.name) for record in recorder.records]
+
+
+@pytest.mark.ranks(4)
+def test_each_level_is_a_barrier_of_its_own(two_hosts):
+    recorder = Recorder()
+    comms = comms_for("levels", recorder)
+    comms["dp"].all_reduce(np.ones(4), "sum")
+    comms["dp"].iall_reduce(np.ones(4), "grads.bucket").wait()
+    due = [("reduce_scatter", "/host"), ("all_reduce", "/across"), ("all_gather", "/host")]
+    assert names_of(recorder) == [(operation, f"{name}{level}") for name in ("sum", "grads.bucket")
+                                  for operation, level in due]
+    records = recorder.records
+    assert [record.payload_bytes for record in records] == [32, 16, 32] * 2
+    assert [record.wire_bytes for record in records] == [16, 16, 16] * 2
+    assert all("test_algorithms.py" in record.site and record.done_ns for record in records)
+    comms.close()
+
+
+@everyone
+def test_one_host_has_one_barrier(name):
+    recorder = Recorder()
+    comms = comms_for(name, recorder)
+    comms["dp"].iall_reduce(np.ones(4), "grads.bucket").wait()
+    assert names_of(recorder) == [("all_reduce", "grads.bucket")]
+    comms.close()
+
+
+@pytest.mark.ranks(4)
+@pytest.mark.parametrize("posted", [False, True])
+def test_the_check_names_a_call_that_differs(posted, two_hosts):
+    comms = comms_for("levels", check=True)
+    call = comms["dp"].iall_reduce if posted else comms["dp"].all_reduce
+    with pytest.raises(HangError, match=r"rank 3 calls reduce_scatter other/host.*differs"):
+        call(np.ones(4), "other" if HERE == 3 else "sum")
+    comms.close()
+
+
+def test_levels_need_equal_hosts():
+    assert near_and_far((0, 1, 2, 3), [0, 0, 2, 2], 3) == ((2, 3), (1, 3))
+    assert near_and_far((1, 3), [0, 0, 2, 2], 1) is None  # one on each
+    assert near_and_far((0, 1), [0, 0, 2, 2], 0) is None  # one host
+    assert near_and_far((0, 1, 2), [0, 0, 2, 2], 0) is None  # two and one
+
+
+# --- auto
+
+def test_auto_takes_what_is_known(monkeypatch):
+    chosen = {}
+    comms_for("auto", chosen=chosen).close()
+    assert [*chosen] == [f"dp {list(range(RANKS))}"]
+    assert len({str(one) for one in WORLD.allgather(chosen)}) == 1
+    for names in chosen[f"dp {list(range(RANKS))}"].values():
+        assert len(names) == len(SIZES)
+        assert {*names} <= {*KINDS}
+    monkeypatch.setattr(Auto, "choose", None)  # nothing is left to measure
+    known = {f"dp {list(range(RANKS))}": dict.fromkeys(WAYS, ["ring", "mpi"] * 3)}
+    comms = comms_for("auto", chosen=known)
+    auto = comms["dp"].wire.travel
+    assert [type(auto.of(np.empty(size // 8))).__name__ for size in (8, *SIZES, 1 << 24)] == [
+        "Ring", *["Ring", "MpiOwn"] * 3, "MpiOwn"]
+    comms.close()
+
+
+# --- training
+
+def config_for(name, layout, cp=1, memory=None, **more):
+    config = small_config(layout, 5, rows_per_mb=2, cp=cp, **more)
+    return replace(config, run=replace(config.run, all_reduce=name),
+                   memory=memory or MemoryConfig())
+
+
+LAYOUTS = {2: [((2, 1, 1), 1, 0), ((1, 1, 2), 1, 0), ((2, 1, 1), 1, 1), ((2, 1, 1), 1, 3)],
+           3: [((1, 1, 3), 1, 0)],
+           4: [((2, 1, 2), 1, 0), ((2, 2, 1), 1, 1), ((4, 1, 1), 1, 0), ((1, 2, 1), 2, 3)]}
+
+
+@everyone
+@pytest.mark.parametrize(("layout", "cp", "zero"), [
+    pytest.param(*case, marks=() if place == 0 else pytest.mark.slow)
+    for place, case in enumerate(LAYOUTS.get(RANKS, []))])
+def test_training_equals_one_rank(name, layout, cp, zero):
+    config = config_for(name, layout, cp, MemoryConfig(zero=zero))
+    assert_equals_one_rank(with_sync_sends(config), expected=computed_once)
+
+
+@pytest.mark.ranks(4)
+@pytest.mark.parametrize("name", ["levels", "window"])
+def test_training_over_two_hosts_equals_one_rank(name, two_hosts):
+    assert_equals_one_rank(config_for(name, (4, 1, 1)), expected=computed_once)

@@ -1,0 +1,78 @@
+"""`--all-reduce` as a user types it: the same losses, what auto keeps, and a rank that dies."""
+
+import json
+import signal
+import sys
+
+import pytest
+from helpers import REPOSITORY, find_launcher, run_ranks
+from program import TEXT, mpipar
+
+from mpipar.commands.algorithms import NAME
+
+pytestmark = pytest.mark.skipif(find_launcher() is None, reason="no mpiexec: install .[mpich]")
+SMALL = ("train --layers 2 --d-model 16 --heads 2 --seq-len 8 --batch-size 4 --num-microbatches 1"
+         " --steps 4 --sample-tokens 0 --log-interval 1 --dtype float64").split()
+
+
+def losses(folder) -> list[float]:
+    lines = (folder / "metrics.jsonl").read_text().splitlines()
+    return [json.loads(line)["loss"] for line in lines]
+
+
+@pytest.mark.slow
+def test_auto_is_kept_and_used_again(tmp_path):
+    run = tmp_path / "run"
+    words = [*SMALL, *TEXT, "--layout", "dp=2", "--out", run, "--all-reduce", "auto"]
+    done = mpipar(*words, "--steps", "2", ranks=2)
+    assert done.returncode == 0, done.tail()
+    known = json.loads((run / NAME).read_text())
+    assert [*known] == ["dp [0, 1]"]
+    known["dp [0, 1]"] = {way: ["ring"] * len(names) for way, names in known["dp [0, 1]"].items()}
+    (run / NAME).write_text(json.dumps(known))
+    again = [*SMALL, *TEXT, "--layout", "dp=2", "--out", run, "--resume", "auto"]
+    done = mpipar(*again, ranks=2)
+    assert done.returncode == 0, done.tail()
+    assert json.loads((run / NAME).read_text()) == known
+    plain = tmp_path / "plain"
+    assert mpipar(*SMALL, *TEXT, "--layout", "dp=2", "--out", plain, ranks=2).returncode == 0
+    assert losses(run) == pytest.approx(losses(plain), rel=1e-12)
+    (run / NAME).write_text('{"dp [0, 1]": {"own": ["fast"], "window": []}}')
+    done = mpipar(*again, "--steps", "6", ranks=2)
+    assert done.returncode == 65, done.tail()
+    assert f"{NAME}: must have algorithms" in done.stderr
+    assert "measured again" in done.stderr
+
+
+@pytest.mark.parametrize("name", ["windows", "MPI"])
+def test_an_unknown_algorithm_is_refused(name):
+    done = mpipar(*SMALL, "--all-reduce", name)
+    assert done.returncode == 2, done.tail()
+    assert "--all-reduce" in done.stderr
+    assert "window" in done.stderr
+
+
+DIES = """
+import os, signal, sys
+from mpipar.comm.algorithms.shared import Marks
+plain, seen = Marks.meet, []
+def meet(marks, row, mark):
+    seen.append(row)
+    place = os.environ.get("PMI_RANK", os.environ.get("OMPI_COMM_WORLD_RANK"))
+    if len(seen) == 20 and place == "1":
+        os.kill(os.getpid(), signal.SIGKILL)
+    return plain(marks, row, mark)
+Marks.meet = meet
+from mpipar.__main__ import main
+main()
+"""
+
+
+@pytest.mark.slow
+def test_a_rank_that_dies_inside_a_window_ends_the_job(tmp_path):
+    """The launcher or the watchdog does, well within the time limit."""
+    result = run_ranks(2, [
+        sys.executable, "-c", DIES, *SMALL, *TEXT, "--layout", "tp=2", "--all-reduce", "window",
+        "--steps", "1000", "--hang-stop", "5", "--out", str(tmp_path / "run")], timeout=100,
+        env={"PYTHONPATH": str(REPOSITORY)})
+    assert result.returncode in (76, 128 + signal.SIGKILL, -signal.SIGKILL, signal.SIGKILL)

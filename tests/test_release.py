@@ -1,0 +1,135 @@
+"""What a site meets first: versions, citation, containers and scripts of other launchers."""
+
+import json
+import os
+import re
+import sys
+from collections.abc import Mapping
+from configparser import ConfigParser
+from pathlib import Path
+
+import pytest
+from helpers import OVERSUBSCRIBED, REPOSITORY, run_command, run_ranks
+from program import LIMIT, PROGRAM, environment
+
+import mpipar
+
+DEPLOY = REPOSITORY / "deploy"
+CITATION = (REPOSITORY / "CITATION.cff").read_text()
+CHANGES = (REPOSITORY / "CHANGELOG.md").read_text()
+WORKFLOW = (REPOSITORY / ".github" / "workflows" / "check.yml").read_text()
+
+
+def run_well(
+    argv: list[str], env: Mapping[str, str] | None = None, cwd: Path | str | None = None
+) -> str:
+    """Return what a command has printed that must end with 0."""
+    done = run_command(argv, LIMIT, env, cwd)
+    assert done.returncode == 0, done.tail()
+    return done.stdout
+
+
+def copied() -> dict[str, list[str]]:
+    """Return what each definition of a container copies into it, from the top of the repository."""
+    docker = (REPOSITORY / "Dockerfile").read_text()
+    apptainer = (DEPLOY / "apptainer.def").read_text()
+    files = re.search(r"^%files\n((?: +\S+ \S+\n)+)", apptainer, re.MULTILINE)
+    return {"Dockerfile": [name for line in re.findall(r"^COPY (.*) \S+$", docker, re.MULTILINE)
+                           for name in line.split()],
+            "apptainer.def": [line.split()[0] for line in files[1].splitlines()]}
+
+
+def test_one_version_everywhere():
+    metadata = ConfigParser()
+    metadata.read(REPOSITORY / "setup.cfg")
+    first = re.search(r"^## (\S+?),? ", CHANGES + " ", re.MULTILINE)[1]
+    cited = re.search(r"^version: (\S+)$", CITATION, re.MULTILINE)[1]
+    assert {metadata["metadata"]["version"], first, cited} == {mpipar.__version__}
+    assert "author = The mpipar authors" in (REPOSITORY / "setup.cfg").read_text()
+
+
+def test_the_forge_runs_the_whole_check():
+    assert "bash .ci/run" in WORKFLOW
+    doctor = (REPOSITORY / ".github" / "ISSUE_TEMPLATE" / "problem.yml").read_text()
+    assert "mpipar doctor" in doctor
+
+
+@pytest.mark.parametrize("name", copied())
+def test_containers_copy_what_is_there(name):
+    names = copied()[name]
+    assert names == ["setup.cfg", "pyproject.toml", "README.md", "LICENSE", "mpipar"]
+    let_through = (REPOSITORY / ".dockerignore").read_text().splitlines()
+    for one in names:
+        assert (REPOSITORY / one).exists()
+        assert f"!{one}" in let_through
+
+
+@pytest.mark.slow
+def test_what_containers_install_is_enough(tmp_path):
+    install = {re.search(r"pip install --no-cache-dir '(.*)'$", path.read_text(), re.MULTILINE)[1]
+               for path in (REPOSITORY / "Dockerfile", DEPLOY / "apptainer.def")}
+    assert install == {".[mpich,cpu,text]"}
+    for name in copied()["Dockerfile"]:
+        run_well(["cp", "-r", str(REPOSITORY / name), str(tmp_path)])
+    programs = tmp_path / "venv" / "bin"
+    run_well([sys.executable, "-m", "venv", str(tmp_path / "venv")])
+    run_well([str(programs / "pip"), "install", "-q", *install], cwd=tmp_path)
+    doctor = [str(programs / "mpiexec"), "-n", "2", str(programs / "mpipar"), "doctor"]
+    assert f"mpipar {mpipar.__version__}" in run_well(doctor, OVERSUBSCRIBED, "/")
+
+
+@pytest.fixture
+def site(tmp_path):
+    """A folder to submit from, with the environment that scripts of sites activate."""
+    (tmp_path / ".venv" / "bin").mkdir(parents=True)
+    programs = Path(sys.executable).parent
+    (tmp_path / ".venv" / "bin" / "activate").write_text(f'export PATH="{programs}:$PATH"\n')
+    (tmp_path / "nodes").write_text("localhost\nlocalhost\n")
+    return tmp_path
+
+
+@pytest.mark.slow
+def test_pbs(site):
+    job = {"PBS_O_WORKDIR": str(site), "PBS_NODEFILE": str(site / "nodes"),
+           "PBS_JOBID": "12.server", "MPIPAR_FLAGS": "--steps 2 --layout dp=2 --save-interval 1"}
+    for expected in ("dp 2", "step 2"):  # the second time it continues
+        printed = run_well(["bash", str(DEPLOY / "train.pbs")], environment(job), site)
+        assert expected in printed
+        assert "runs/job-12" in printed
+
+
+@pytest.mark.slow
+def test_flux(site):
+    script = ["bash", str(DEPLOY / "train.flux"), "--run-name", "first", "--steps", "2"]
+    done = run_ranks(2, script, LIMIT, environment(), site)
+    assert done.returncode == 0, done.tail()
+    assert "runs/first" in done.stdout
+
+
+def test_the_job_of_kubernetes_is_a_command_that_trains():
+    text = (DEPLOY / "mpijob.yaml").read_text()
+    words = re.search(r"command: \[(.*?)\]", text, re.DOTALL)[1].split(", ")[:7]
+    launcher, dash_n, ranks, program, command, flag, layout = [one.strip('"') for one in words]
+    assert (launcher, dash_n, program, command, flag) == (
+        "mpiexec", "-n", "mpipar", "train", "--layout")
+    slots = re.search(r"slotsPerWorker: (\d+)", text)[1]
+    workers = re.search(r"Worker:\n +replicas: (\d+)", text)[1]
+    assert int(ranks) == int(slots) * int(workers)
+    explained = run_well([*PROGRAM, "explain", "--layout", layout], environment())
+    assert f"rank 0 of {ranks}: " in explained
+
+
+@pytest.mark.reframe
+def test_reframe_runs_the_checks(tmp_path):
+    partition = {"name": "cpu", "scheduler": "local", "launcher": "mpirun", "environs": ["here"]}
+    site = {"systems": [{"name": "here", "hostnames": [".*"], "partitions": [partition]}],
+            "environments": [{"name": "here"}]}
+    (tmp_path / "site.py").write_text(f"site_configuration = {json.dumps(site)}\n")
+    path = f"{Path(sys.executable).parent}:{os.environ['PATH']}"
+    checks = ["-c", str(DEPLOY / "reframe_checks.py"), "-r", "--performance-report"]
+    printed = run_well(["reframe", "-C", "site.py", "--exec-policy=serial", *checks],
+                       environment({"PATH": path, "HOME": str(tmp_path)}), tmp_path)
+    assert "Ran 3/3 test case(s) from 3 check(s) (0 failure(s)" in printed
+    figures = [float(value) for value in re.findall(r"^P: \w+: (\S+)", printed, re.MULTILINE)]
+    assert len(figures) == 3
+    assert min(figures) > 0
