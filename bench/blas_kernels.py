@@ -97,7 +97,7 @@ def with_others(path: str | None, rows: list[dict]) -> list[dict]:
 
 main = Program("blas_kernels", __doc__, lambda args, session: Outcome(
     with_others(args.json, measure(args.rounds)), {"rounds": args.rounds}),
-    rounds=(3, "processes of each"))
+    counts={"--rounds": (3, "processes of each")})
 
 if __name__ == "__main__":
     guard(main)

@@ -266,7 +266,7 @@ def outcome(args, found: dict, sizes: dict, layout: str, ranks: int) -> Outcome:
 
 
 main = Program("checkpoint", __doc__, measure_job, together=True, add=add_flags, check=check_size,
-               repeats=(7, "how often all take turns"))
+               counts={"--repeats": (7, "how often all take turns")})
 
 
 if __name__ == "__main__":

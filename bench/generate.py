@@ -227,9 +227,10 @@ def measure_all(args, session) -> Outcome | int:
 
 
 main = Program(
-    "generate", __doc__, measure_all, together=True, add=add_flags,
-    prompt_tokens=(128, "tokens of each prompt"), new_tokens=(128, "tokens added to each prompt"),
-    repeats=(5, "repetitions"), threads=(1, "threads of each rank"))
+    "generate", __doc__, measure_all, together=True, add=add_flags, counts={
+        "--prompt-tokens": (128, "tokens of each prompt"),
+        "--new-tokens": (128, "tokens added to each prompt"), "--repeats": (5, "repetitions"),
+        "--threads": (1, "threads of each rank")})
 
 
 if __name__ == "__main__":

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any, NamedTuple
 
 from bench import results
 from mpipar.config import flags
+
+Counts = Mapping[str, tuple[int, str]]  # flag: its default, its help
 
 
 class Outcome(NamedTuple):
@@ -29,22 +31,22 @@ class Program:
     """`main` of a program: flags, a look at the file of --json, measuring, the table, the file.
 
     measure(args, session) -> Outcome, or the exit code where there is nothing to tell. together, or
-    together(args): whether all ranks of a job measure. json: the help of --json. add(parser): adds
-    flags of other kinds than counts, which are whole numbers above 0, as in repeats=(5, "timed
-    steps"). check(args, parser): looks at what was typed, by `parser.error`.
+    together(args): whether all ranks of a job measure. json: the help of --json. counts: see
+    `add_counts`. add(parser): adds flags of other kinds. check(args, parser): looks at what was
+    typed.
     """
 
     def __init__(self, name: str, doc: str, measure: Callable[..., Outcome | int], *,
                  together: Callable[..., bool] | bool = False,
                  json: str = "write the result to this file",
                  add: Callable[[flags.Parser], Any] | None = None,
-                 check: Callable[..., None] | None = None, **counts: tuple[int, str]):
+                 check: Callable[..., None] | None = None, counts: Counts | None = None):
         self.name, self.measure, self.together = f"bench.{name}", measure, together
         self.check, self.parser = check, flags.Parser(
             prog=f"python -m {self.name}", description=doc)
         if add:
             add(self.parser)
-        add_counts(self.parser, **counts)
+        add_counts(self.parser, counts or {})
         self.parser.add_argument("--json", metavar="FILE", help=json)
 
     def parse(self, argv: list[str]) -> Any:
@@ -71,8 +73,7 @@ class Program:
         return found.code
 
 
-def add_counts(parser: flags.Parser, **counts: tuple[int, str]) -> None:
-    """Add flags of whole numbers above 0: seq_len=(256, "tokens per row") is --seq-len."""
+def add_counts(parser: flags.Parser, counts: Counts) -> None:
+    """Add flags whose values are whole numbers above 0."""
     for name, (default, text) in counts.items():
-        parser.add_argument(f"--{name.replace('_', '-')}", type=flags.count, default=default,
-                            help=f"{text} ({default})")
+        parser.add_argument(name, type=flags.count, default=default, help=f"{text} ({default})")

@@ -165,8 +165,9 @@ def measure(args, session) -> Outcome | int:
                    end=told if kept else f"{told}\na limit is not kept")
 
 
-main = Program("recorder", __doc__, measure, together=True, repeats=(400, "batches of each case"),
-               steps=(6, "training steps, the first not counted"))
+main = Program("recorder", __doc__, measure, together=True, counts={
+    "--repeats": (400, "batches of each case"),
+    "--steps": (6, "training steps, the first not counted")})
 
 
 if __name__ == "__main__":

@@ -127,8 +127,9 @@ def measure(args, session) -> Outcome | int:
 
 
 main = Program(
-    "schedules", __doc__, measure, together=True, num_microbatches=(8, "of a step"),
-    repeats=(3, "repetitions; the median counts"), add=lambda parser: parser.add_argument(
+    "schedules", __doc__, measure, together=True, counts={
+        "--num-microbatches": (8, "of a step"), "--repeats": (3, "repetitions; the median counts")},
+    add=lambda parser: parser.add_argument(
         "--cell-ms", type=float, default=25.0, help="forward pass of a worker (25)"))
 
 

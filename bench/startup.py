@@ -75,7 +75,7 @@ def row(num_ranks: int, kernels: str | None, repeats: int) -> dict:
 
 main = Program("startup", __doc__, lambda args, session: Outcome(
     [row(one, args.kernels, args.repeats) for one in args.ranks], {"repeats": args.repeats}),
-    add=add_flags, repeats=(5, "timed starts of each"))
+    add=add_flags, counts={"--repeats": (5, "timed starts of each")})
 
 if __name__ == "__main__":
     guard(main)

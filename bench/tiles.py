@@ -253,10 +253,11 @@ def measure_device(args, session) -> Outcome | int:
 
 main = Program(
     "tiles", __doc__, measure_device, add=add_flags, check=check_flags,
-    json="write the result to this file; GPU: to this folder", rows=(8192, "tokens of the chains"),
-    width=(1536, "elements of each"), seq_len=(1024, "tokens of a sequence in attention"),
-    heads=(6, f"attention heads, of {HEAD_WIDTH} elements each"), largest=(
-        LARGEST, "on a GPU: longer sides of the ladder's products are cut to it"))
+    json="write the result to this file; GPU: to this folder", counts={
+        "--rows": (8192, "tokens of the chains"), "--width": (1536, "elements of each"),
+        "--seq-len": (1024, "tokens of a sequence in attention"),
+        "--heads": (6, f"attention heads, of {HEAD_WIDTH} elements each"), "--largest": (
+            LARGEST, "on a GPU: longer sides of the ladder's products are cut to it")})
 
 
 if __name__ == "__main__":

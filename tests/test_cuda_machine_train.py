@@ -13,12 +13,17 @@ from helpers import run_ranks
 from program import LIMIT, TEXT, environment, metrics, mpipar, weights
 from test_cuda_machine import pytestmark  # noqa: F401  (gpu, and the machine alone)
 
+from mpipar.comm.record import PASSES
+from mpipar.trace import trace_file
+from mpipar.trace.analysis import analyse
+
 MODEL = ("--d-model", 32, "--heads", 4, "--layers", 2, "--seq-len", 16, "--batch-size", 4,
          "--num-microbatches", 2, "--steps", 3, "--eval-tokens", 64, "--sample-tokens", 4,
          *TEXT)
 CLOSE = {"float64": 1e-12, "bfloat16": 2e-4}
 
 
+MARGIN = 10**6  # ns between the clocks of host and device
 AWARE = {"MPIPAR_CUDA_AWARE": "yes", "CUDA_MACHINE_AWARE": "1"}
 WITHOUT_DRAINS = """
 import sys
@@ -84,6 +89,23 @@ def test_an_odd_vocabulary_goes_from_the_cpu_to_the_device_and_back(tmp_path):
     assert len(mixed_weights["transformer.wte.weight"]) == 131
     for name, x in cpu_weights.items():
         assert np.abs(mixed_weights[name] - x).max() <= 1e-12 * np.abs(x).max(), name
+
+
+def test_passes_end_on_the_device_within_their_traced_step(tmp_path):
+    """The host waits once a step, so the ends of passes are times of events; none overlap."""
+    done = mpipar(*words(tmp_path, "cuda", *FLOAT64, "--layout", "pp=2", "--trace", "2:3"), ranks=2)
+    assert done.returncode == 0, done.tail()
+    trace = trace_file.read(tmp_path / "cuda")
+    assert analyse(trace)
+    for rank in trace.ranks:
+        for step, start, end in rank.steps:
+            spans = sorted((span.start_ns, span.end_ns, span.kind) for span in rank.spans
+                           if span.step == step and span.kind in (*PASSES, "opt"))
+            assert [kind for *_, kind in spans].count("F") == 2
+            assert spans[-1][2] == "opt"
+            ends = [start - MARGIN, *(time for first, last, _ in spans for time in (first, last)),
+                    end + MARGIN]
+            assert ends == sorted(ends), (step, spans)
 
 
 def test_device_pointers_in_the_hands_of_mpi(tmp_path):

@@ -6,6 +6,7 @@ tests/fake_cuda_tile.py.
 """
 
 from functools import partial
+from time import perf_counter_ns
 
 import ml_dtypes
 import numpy as np
@@ -206,3 +207,19 @@ def test_a_message_goes_to_the_host_and_back_while_products_run(rng, cupy):
     ops.scale(y, 2.0)
     assert np.array_equal(ops.to_host(y), 2 * message)
     assert np.all(ops.to_host(product) == 64)
+
+
+@pytest.mark.shim
+def test_instants_of_a_device_are_times_of_the_host(cupy):
+    ops = make("cuda", "float32")
+    x, before = ops.zeros((64, 64)), perf_counter_ns()
+    marks = [ops.instant()]
+    for _ in range(3):
+        x = ops.matmul(x, x)
+        marks.append(ops.instant())
+    ops.numbers([ops.sum(x)])
+    times, after = ops.nanoseconds(marks), perf_counter_ns()
+    assert times == sorted(times)
+    assert times[0] < times[-1]
+    assert before - 10**6 <= times[0]
+    assert times[-1] <= after + 10**6

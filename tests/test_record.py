@@ -12,7 +12,7 @@ from helpers import REPOSITORY
 
 from mpipar.comm.grid import Grid
 from mpipar.comm.group import Comms
-from mpipar.comm.record import Recorder
+from mpipar.comm.record import Recorder, Span
 from mpipar.config.resolve import resolve
 from mpipar.ops import make
 from mpipar.partition import CUTS, Sizes
@@ -209,3 +209,22 @@ def test_messages_and_collectives_are_numbered_apart():
     comm.barrier("second")
     assert [(record.operation, record.seq) for record in recorder.records] == [
         ("barrier", 1), ("send", 1), ("recv", 2), ("barrier", 2)]
+
+
+def test_spans_between_marks_come_when_a_device_has_told_their_times():
+    recorder, asked = Recorder(), []
+    recorder.step = 3
+    recorder.span("F", "begun", 1, 2, "ended")
+    recorder.step = 4
+    recorder.span("data", 0)
+    assert [span.kind for span in recorder.spans] == ["data"]
+
+    def nanoseconds(marks):
+        asked.append(marks)
+        return [{"begun": 5, "ended": 9}[mark] for mark in marks]
+
+    for _ in range(2):  # nothing is left for the second
+        recorder.settle(nanoseconds)
+    assert asked == [["begun", "ended"]]
+    assert recorder.spans[1:] == [Span("F", 5, 9, 3, 1, 2)]
+    assert recorder.busy_ns["F"] == 4

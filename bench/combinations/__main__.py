@@ -18,10 +18,10 @@ from pathlib import Path
 from time import perf_counter
 
 from bench import results
-from bench.combinations import inside
 from bench.combinations.array import Completion, Coverage, pairs, triples
 from bench.combinations.choices import CHOICES, settings_of, words_of
 from bench.combinations.life import live_all
+from mpipar.comm.hosts import quiet_barrier
 from mpipar.config import flags
 from mpipar.errors import EXIT_CHECK_FAILED, EXIT_OK, UsageError
 from mpipar.job.session import guard
@@ -47,7 +47,7 @@ def main(argv, session) -> int:
                          f" -n {RANKS}")
     results.check_writable(args.json, session)
     tally = Tally(args) if world.rank == 0 else None
-    inside.quiet_barrier(world)
+    quiet_barrier(world)
     with tempfile.TemporaryDirectory(prefix="mpipar-lives-") as own:
         folder = Path(world.bcast(own))
 
@@ -57,7 +57,7 @@ def main(argv, session) -> int:
         for case, check in live_all(world, folder, tally and tally.cases(), where=where):
             if tally:
                 tally.add(case, check)
-        inside.quiet_barrier(world)
+        quiet_barrier(world)
     code = tally.tell() if tally else EXIT_OK
     return world.bcast(code)
 

@@ -5,15 +5,12 @@ from __future__ import annotations
 import contextlib
 import io
 import os
-import time
 from unittest import mock
 
 from mpipar import cli
 from mpipar.job.environment import Launcher
 from mpipar.job.session import AgreedError, Session
 from mpipar.train.worker import Worker
-
-NAP_SECONDS = 0.002  # of ranks that wait for others, so that these have the cores
 
 
 class Inside(Session):
@@ -82,10 +79,3 @@ def run(comm, *words: object) -> tuple[int, str]:
             code = agreed.exit_code
         code = session.finish(code)
     return code, text.getvalue()
-
-
-def quiet_barrier(comm) -> None:
-    """Wait for all ranks, and leave the cores to those that work."""
-    request = comm.Ibarrier()
-    while not request.Test():
-        time.sleep(NAP_SECONDS)

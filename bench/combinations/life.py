@@ -36,6 +36,7 @@ from bench.combinations.truth import (
     weights_in,
     write_data,
 )
+from mpipar.comm.hosts import quiet_barrier
 from mpipar.commands.resolve import resolve
 from mpipar.config.reading import Reading, over, to_toml, values_of
 from mpipar.config.resumed import FIXED, resumed
@@ -91,7 +92,7 @@ class Lives:
                     code, text = inside.run(self.comms[size], *words)
             except UserError as error:
                 code, text = error.exit_code, str(error)
-        inside.quiet_barrier(self.world)
+        quiet_barrier(self.world)
         if check and code:
             check.wrong.append(f"{' '.join(map(str, words[:2]))} ended with {code}:\n"
                                f"{text[-1500:]}")
@@ -147,7 +148,7 @@ class Lives:
         given = {name: case[name] for name in names if case[name] is not None} | {
             "sample_tokens": room if case["sample_tokens"] is None else case["sample_tokens"],
             "dp": other["dp"] * other["cp"], "pp": other["pp"], "tp": other["tp"]}
-        inside.quiet_barrier(self.world)
+        quiet_barrier(self.world)
         told = self.on(check, ranks_of(other), "generate", weights, "--prompts", prompts,
                 "--answers", answers, *words_of(given))
         if check:
@@ -200,12 +201,12 @@ def live_all(world, folder: Path, cases, planted=contextlib.nullcontext, where=p
                 numbered = {**case, "number": len(before)}
                 batch.append((numbered, other_of(numbered, before)))
                 before.append(numbered)
-        inside.quiet_barrier(world)
+        quiet_barrier(world)
         batch = world.bcast(batch)
         if not batch:
             return
         own = truth_of(batch[world.rank][0], folder) if world.rank < len(batch) else None
-        inside.quiet_barrier(world)
+        quiet_barrier(world)
         truths = world.gather(own) or [None] * len(batch)
         for (case, other), truth in zip(batch, truths, strict=False):
             where(f"case {case['number']}: {' '.join(words_of(settings_of(case)))}, and goes on as"

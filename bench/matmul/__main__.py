@@ -140,8 +140,9 @@ def measure(args, session) -> Outcome | int:
 
 
 main = Program(
-    "matmul", __doc__, measure, together=True, tokens=(1024, "rows T of x"),
-    inner=(1024, "columns K of x"), outer=(1024, "columns N of w"), repeats=(7, "repetitions"),
+    "matmul", __doc__, measure, together=True, counts={
+        "--tokens": (1024, "rows T of x"), "--inner": (1024, "columns K of x"),
+        "--outer": (1024, "columns N of w"), "--repeats": (7, "repetitions")},
     json="write the rows to this file; it keeps those of other rank counts",
     add=lambda parser: parser.add_argument("--dtype", choices=tuple(TOLERANCE), default="float32"))
 

@@ -15,7 +15,6 @@ code is 1. before_ms, now_ms: medians over the processes.
 from __future__ import annotations
 
 import json
-import math
 import statistics
 import subprocess
 import sys
@@ -24,6 +23,7 @@ from pathlib import Path
 
 from bench import results
 from bench.interconnect.launches import environment_of_jobs, own_launcher, run_job
+from bench.interconnect.statistics import scipy_stats
 from bench.program import Outcome, Program
 from bench.step.sides import add_sizes
 from mpipar.errors import EXIT_CHECK_FAILED, EXIT_INTERRUPTED, EXIT_OK, UsageError
@@ -36,12 +36,7 @@ SIZES = ("arch", "layers", "d_model", "heads", "seq_len", "batch_size", "vocab_s
 
 def interval(values) -> tuple[float, float]:
     """The exact interval of the median at 95 % or a little more, from order statistics."""
-    ordered, count, outside = sorted(values), len(values), 1
-    cut = 0  # values left out at each end: the chance of more is sum of C(count, k) / 2 ** count
-    while 2 * (outside + math.comb(count, cut + 1)) <= 0.05 * 2**count:
-        cut += 1
-        outside += math.comb(count, cut)
-    return ordered[cut], ordered[-1 - cut]
+    return scipy_stats().quantile_test(values, p=0.5).confidence_interval(0.95)
 
 
 def rows_of_pairs(pairs: list[tuple[dict, dict]]) -> list[dict]:
@@ -116,8 +111,8 @@ def compare(args, session) -> Outcome | int:
                    EXIT_CHECK_FAILED if slower else EXIT_OK)
 
 
-main = Program("step.against", __doc__, compare, add=add_flags, ranks=(1, "of each job"),
-               pairs=(10, "of processes"))
+main = Program("step.against", __doc__, compare, add=add_flags, counts={
+    "--ranks": (1, "of each job"), "--pairs": (10, "of processes")})
 
 
 if __name__ == "__main__":

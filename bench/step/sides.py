@@ -47,10 +47,11 @@ def add_sizes(parser) -> None:
     """Add the flags of the model's sizes and of the number of steps."""
     parser.add_argument("--arch", choices=tuple(ARCHS), default="gpt2", help="(gpt2)")
     parser.add_argument("--kv-heads", type=flags.count, help="heads of keys (as many as queries)")
-    add_counts(parser, layers=(6, "transformer blocks"), d_model=(384, "model width"),
-               heads=(6, "attention heads"), seq_len=(256, "tokens per row"),
-               batch_size=(4, "rows per step"), vocab_size=(256, "tokens in the vocabulary"),
-               repeats=(20, "timed steps"))
+    add_counts(parser, {
+        "--layers": (6, "transformer blocks"), "--d-model": (384, "model width"),
+        "--heads": (6, "attention heads"), "--seq-len": (256, "tokens per row"),
+        "--batch-size": (4, "rows per step"), "--vocab-size": (256, "tokens in the vocabulary"),
+        "--repeats": (20, "timed steps")})
 
 
 def configure(args, layout: dict, num_ranks: int):

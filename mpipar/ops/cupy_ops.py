@@ -154,12 +154,12 @@ class CupyOps(ArrayOps):
     def nanoseconds(self, instants: Sequence[Any]) -> list[int]:
         """Return when the device passed these marks, in ns of the host's clock.
 
-        The newest `numbers`, behind which the host waited anyway, knows both clocks at once.
-        Whoever asks has waited for the device.
+        The newest `numbers`, behind which the host waited anyway, knows both clocks at once, or
+        the host's a little late. Whoever asks has waited for the device: nothing is later than now.
         """
-        mark, now = self._mark
+        (mark, then), now = self._mark, perf_counter_ns()
         elapsed = self.xp.cuda.get_elapsed_time  # in ms
-        return [now + round(1e6 * elapsed(mark, one)) for one in instants]
+        return [min(now, then + round(1e6 * elapsed(mark, one))) for one in instants]
 
 
 def cuda_tile() -> ModuleType:

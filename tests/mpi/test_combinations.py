@@ -11,8 +11,8 @@ from small_model import WORLD
 
 from bench.combinations.array import pairs, singles
 from bench.combinations.choices import CHOICES, small_choices
-from bench.combinations.inside import quiet_barrier
 from bench.combinations.life import live_all
+from mpipar.comm.hosts import quiet_barrier
 from mpipar.commands import training
 from mpipar.data import rows
 from mpipar.layers.recompute import Recomputed
