@@ -23,6 +23,7 @@ GPU_SIZES = ["--device", "cuda", *SIZES]
 def card(monkeypatch):
     """A device called H200 on which everything takes a millisecond."""
     stand_in.put_in(monkeypatch)
+    monkeypatch.setattr(fake_cupy.cuda, "get_elapsed_time", lambda start, stop: 1.0)
     monkeypatch.setattr(gpu_memory, "VOCABULARY", 300)
     return gpu.Gpu(repeats=2)
 

@@ -111,9 +111,12 @@ def test_a_configuration_is_written_with_the_fields_of_its_family_only(model):
     taken = {("model", model), ("optimizer", "adamw"), ("zero", 0, 1),
              ("lr_schedule", "cosine", "linear", "wsd")}
     assert {CHOICES[name] for name in names & CHOICES.keys()} == taken
-    of_rope = {name for name, choice in CHOICES.items() if choice == ("positions", "rope")}
-    assert names >= {field.name for field in dataclasses.fields(FAMILIES[model])} - of_rope
-    assert not names & of_rope
+    # rotary positions and experts are not the default
+    others = {"experts", *(name for name, choice in CHOICES.items()
+                           if choice in {("positions", "rope"), ("experts",)}
+                           or choice[0] == "router_balance")}
+    assert names >= {field.name for field in dataclasses.fields(FAMILIES[model])} - others
+    assert not names & others
     assert ("prompt" in names) == (model == "decoder")
 
 

@@ -25,7 +25,7 @@ causal_softmax_forward(int keys, int queries, const long long *q_pos, const long
         });
     };
     float top = lowest(), total = 0.0f;
-    each_score([&](auto at, auto x) {
+    each_score([&](auto, auto x) {
         for (float one : x.values) top = fmaxf(top, one);
     });
     top = block_max<Threads>(top);
