@@ -107,6 +107,7 @@ def check_flags(args, parser) -> None:
     if args.products and args.device != "cpu":
         parser.error("--products runs on the CPU; on a GPU the products of the ladder always run")
     args.repeats = args.repeats or REPEATS[args.device]
+    args.folder, args.json = (args.json, None) if args.device == "cuda" else (None, args.json)
 
 
 def chains(args) -> dict[str, Chain]:

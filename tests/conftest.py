@@ -125,8 +125,13 @@ def pytest_ignore_collect(collection_path: Path, config: pytest.Config) -> bool 
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Start the slowest tests first, so that two processes (-n 2) end at about the same time."""
-    items.sort(key=lambda item: item.path.name != "test_mpi_sessions.py")
+    """Start the sessions first, of most ranks first, so that two processes (-n 2) end together."""
+    def place(item: pytest.Item) -> tuple[bool, int]:
+        of = getattr(item, "callspec", None)
+        ranks = of.params.get("num_ranks", 0) if of else 0
+        return item.path.name != "test_mpi_sessions.py", -ranks
+
+    items.sort(key=place)
 
 
 def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:

@@ -1,6 +1,7 @@
 """The rules of the house, each a function: a module's name and source -> what is wrong in it."""
 
 import ast
+import functools
 import re
 import sys
 
@@ -26,6 +27,7 @@ PICKLING = {"bcast", "allgather", "allreduce", "alltoall"}  # mpi4py's lower-cas
 # Modules that are an extra's from their first line on: nobody imports them at the top.
 EXTRAS = {"ops.numba_kernels": "numba"}
 CORE = {"numpy", "mpi4py", "safetensors", "ml_dtypes", "threadpoolctl", "mpipar"}
+parsed = functools.cache(ast.parse)  # each rule reads every source
 
 
 def module_name(path):
@@ -40,7 +42,7 @@ SOURCES = {module_name(path): path.read_text() for path in sorted(PACKAGE.rglob(
 def imports(module, source):
     """(line, module of this package or outside name, inside a function?) of each import."""
     found = []
-    tree = ast.parse(source)
+    tree = parsed(source)
     for node in ast.walk(tree):
         if isinstance(node, ast.Import):
             names = [alias.name for alias in node.names]
@@ -132,7 +134,7 @@ def mpi_problems(module, source):
                 found.append(f"{module}:{line}: imports {name}")
             if not late:
                 found.append(f"{module}:{line}: {name} starts MPI as soon as this is imported")
-    for node in ast.walk(ast.parse(source)):
+    for node in ast.walk(parsed(source)):
         if isinstance(node, ast.Call) and isinstance(node.func, ast.Attribute):
             if node.func.attr in MPI_CALLS and module not in CALL_MPI:
                 found.append(f"{module}:{node.lineno}: calls {node.func.attr}")
@@ -155,7 +157,7 @@ def array_math_problems(module, source):
     """
     if module.split(".")[0] not in ("layers", "models", "partition"):
         return []
-    tree, found = ast.parse(source), []
+    tree, found = parsed(source), []
     if module != "layers.param":
         found += [f"{module}:{line}: imports {name}" for line, name, _ in imports(module, source)
                   if name.split(".")[0] in ("numpy", "cupy")]
@@ -195,7 +197,7 @@ def name_problems(module, source):
     if module in ("comm.grid", "comm.facts", "comm.clock") or folder(module) in (
             "console", "job", "plan", "trace"):
         return []
-    found, tree = set(), ast.parse(source)
+    found, tree = set(), parsed(source)
     flags = {field.target for node in tree.body if getattr(node, "name", "") == "Arguments"
              for field in node.body if isinstance(field, ast.AnnAssign)}
     for node in ast.walk(tree):
@@ -213,7 +215,7 @@ MUTATORS = set(
 
 def state_problems(module, source):
     """Nothing at module level changes: there are only constants, no globals and no caches."""
-    tree, found, constants = ast.parse(source), [], set()
+    tree, found, constants = parsed(source), [], set()
     for node in tree.body:
         targets = node.targets if isinstance(node, ast.Assign) else [
             node.target] if isinstance(node, (ast.AnnAssign, ast.AugAssign)) else []
@@ -247,7 +249,7 @@ def stash_problems(module, source):
     if folder(module) not in ("layers", "models", "partition") or module == "layers.stash":
         return []
     return [f"{module}:{node.lineno}: makes a Stash; derive one by inner()"
-            for node in ast.walk(ast.parse(source)) if isinstance(node, ast.Call)
+            for node in ast.walk(parsed(source)) if isinstance(node, ast.Call)
             and getattr(node.func, "attr", getattr(node.func, "id", "")) == "Stash"]
 
 

@@ -1,7 +1,7 @@
 """The stand-in for CuPy's NCCL has the names and the arguments of the real one.
 
 The CUDA machine of tests/cuda_machine runs all of CuPy that mpipar calls, but for NCCL. That module
-needs a library of CUDA, so it is read as a file: Cython writes every name into it, and the
+needs a library of CUDA, so it is read as a file. Cython writes into it every name, and the
 signature of every function.
 """
 

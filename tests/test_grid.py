@@ -85,8 +85,22 @@ def test_what_is_left_of_a_group():
         assert grid.uncut("tp", {}) == ("tp",)
         assert grid.uncut("tp", {"tp": 1}) == ()
         assert grid.uncut("data", {"tp": 1}) == ("data",)
-    assert whole.uncut("tp", {"kv_heads": 0}) == ()
+    # Also where that is this rank alone: a gradient has a data group, of whatever size.
+    assert whole.uncut("tp", {"kv_heads": 0}) == ("kv",)
+    assert whole.group("kv") == (0,)
     assert whole.group("kv_heads") == whole.group("tp")
+
+
+def test_experts_divide_the_ranks_that_read_other_data():
+    """Neighbours in dp x cp share out the experts; those that hold the same ones are apart."""
+    grid = Grid(5, {"dp": 4, "cp": 2, "tp": 2, "expert": 4})  # data rank 2 of 8, tp rank 1
+    assert grid.group("expert") == (1, 3, 5, 7)
+    assert grid.group("expert_data") == (5, 13)
+    assert (grid.place("expert"), grid.place("expert_data")) == (2, 0)
+    assert grid.uncut("data", {"expert": 0, "tp": 1}) == ("expert_data",)
+    assert grid.same_as("expert_data") == "expert_data"
+    assert Grid(5, {"dp": 8}).same_as("expert_data") == "dp"
+    assert Grid(5, {"dp": 4, "cp": 2}).same_as("expert_data") == "data"
 
 
 def test_data_is_dp_where_rows_are_not_cut():

@@ -93,6 +93,17 @@ def test_code_tables_and_short_sentences_do_not_count(page):
     assert not long_sentences(page_paragraphs(page))
 
 
+def test_every_scenario_has_a_command_and_an_answer():
+    """The titles of the course's six cases stand word for word, and every row leads somewhere."""
+    table = PAGES["docs/questions.md"].split("## Scenarios")[1].split("\n\n")[2]
+    rows = [row.strip("| ").split(" | ") for row in table.splitlines()[2:]]
+    assert sum(title.startswith("[") and "](https://1cademy.com/node/" in title
+               for title, _, _ in rows) == 6
+    for title, command, answer in rows:
+        assert command_problem(command.strip("`")) is None, title
+        assert re.search(r"\]\([\w/.#-]+\)", answer), title
+
+
 # --- links and the picture
 
 

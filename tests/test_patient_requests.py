@@ -10,7 +10,7 @@ from types import SimpleNamespace
 import pytest
 
 from mpipar import ops
-from mpipar.comm import group, transport
+from mpipar.comm import group, request, transport
 from mpipar.comm.grid import Grid
 from mpipar.comm.hosts import Cores, finish_passes_first
 from mpipar.comm.record import Recorder
@@ -33,7 +33,7 @@ class Late:
 @pytest.fixture
 def naps(monkeypatch):
     found = []
-    monkeypatch.setattr(transport, "time", SimpleNamespace(sleep=found.append))
+    monkeypatch.setattr(request, "time", SimpleNamespace(sleep=found.append))
     return found
 
 

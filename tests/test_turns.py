@@ -1,7 +1,8 @@
 """What a barrier turns an array into, and that a backward barrier is the transpose of its forward.
 
 A gradient is cut where its array is, and whole where its array was partial. Where an array was
-whole it is partial if each rank used it for its own part, and whole if all did the same with it.
+whole, it depends. If each rank used it for its own part, the gradient is partial. If all did the
+same with it, the gradient is whole.
 tests/mpi/test_turns.py holds the words to numbers.
 """
 
@@ -23,7 +24,7 @@ GRADIENT = {"cut": "cut", "partial": "whole", "whole": "partial"}
 def is_transpose(forward: list[str], backward: list[str]) -> bool:
     """Whether collectives of F and I at one place are each other's transposes.
 
-    One alone needs no other where it ends in a whole array that all ranks use alike: the way back
+    One alone needs no other where it ends in a whole array that all ranks use alike. The way back
     leaves everything out but the own piece, and sends nothing.
     """
     if not (forward and backward):

@@ -1,7 +1,7 @@
 """Bugs that shipped: what each does to the loss and to the gradient, and which check sees it.
 
-Two ranks run each twin of mpipar.learn for a second: a step beside one rank's, and a short training
-run beside the same run without the bug.
+Two ranks run each twin of mpipar.learn for a second. They compare a step with one rank's, and a
+short training run with the same run without the bug.
 """
 
 from __future__ import annotations

@@ -31,6 +31,8 @@ NUMBERS = (  # the choices that decide the numbers; with other ones a run has th
     "model", "arch", "norm", "activation", "positions", "rope_theta", "rope_scaling",
     "max_positions", "bias", "tied", "kv_heads", "head_dim", "ffn", "vocab_size", "stem_stride",
     "classes", "optimizer", "lr_schedule", "min_lr_ratio", "decay_ratio", "warmup_steps",
+    "experts", "experts_per_token", "expert_ffn", "expert_interval", "shared_expert_ffn",
+    "router_balance", "router_loss_coef", "router_bias_rate",
     "weight_decay", "beta1", "beta2", "clip", "seed", "eval_tokens", "sample_tokens", "prompt",
     "temperature", "top_k", "top_p", "stop_token")
 SPREAD = 0.05  # of the weights that --init-from brings: no bias is zero

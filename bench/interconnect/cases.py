@@ -259,7 +259,7 @@ class AllReduce(Collective):
         super().__init__(setup, via)
         if via == IN_WINDOW:
             shape = len(self.inputs.views), self.elements()
-            held = self.comm.zeros(shape, self.ops.dtype, "buffers")
+            held = self.comm.zeros(self.ops, shape, self.ops.dtype, "buffers")
             self.inputs = Slots([*held], self.ops, 1, self.elements())
 
     def close(self):

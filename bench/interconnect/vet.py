@@ -9,8 +9,10 @@ other neighbours. Of each rank and pair the best time counts: other programs spo
 A pair is compared with the median pair on the same kind of link. A rank is as slow as its median
 partner says, so that one slow rank does not spoil the others. It is a suspect if it takes --limit
 times the median of all, and is further from it than five times the usual distance (MAD). A pair is
-one if it is as slow and neither of its ranks is. The last line names hosts for --exclude of sbatch
-and srun. Exit codes: 0 none is suspected, 1 some are, 2 there are too few to compare.
+one if it is as slow and neither of its ranks is. Where ranks share cores, a message takes as long
+as its receiver waits for one, so that computing alone is compared. The last line names hosts for
+--exclude of sbatch and srun. Exit codes: 0 none is suspected, 1 some are, 2 there are too few to
+compare.
 """
 
 from __future__ import annotations
@@ -28,6 +30,7 @@ from bench.interconnect.groups import link_of
 from bench.interconnect.noise import BASE, MODULUS, Noise
 from bench.interconnect.places import place_fact
 from mpipar.comm.facts import broadcast_text, gather_facts, gather_numbers
+from mpipar.comm.hosts import cores_of
 from mpipar.config import flags
 from mpipar.errors import EXIT_CHECK_FAILED, EXIT_OK, EXIT_USAGE
 from mpipar.job.session import guard
@@ -176,17 +179,23 @@ def main(argv, session) -> int:
     with session.watch.following(
             lambda: len(steps), lambda: state_of(where="vetting"), 60.0):
         found = measure(world, args.rounds, lambda: steps.append(1))
-    code = say(found, places, args.limit) if found else EXIT_OK
+    crowded = cores_of(world).crowded
+    code = say(found, places, args.limit, crowded) if found else EXIT_OK
     return int(broadcast_text(world, str(code)))
 
 
-def say(found, places, limit: float) -> int:
-    """Print what was measured and who is suspected (world rank 0); return the exit code."""
+def say(found, places, limit: float, crowded: bool = False) -> int:
+    """Print what was measured and who is suspected (world rank 0); return the exit code.
+
+    crowded: ranks share cores, so messages say nothing.
+    """
     work, pairs = found
     hosts = [place["host"] for place in places]
     links = {pair: link_of(places, pair) for pair in pairs["latency"]}
     print(results.text_table(lines_of(work, pairs, hosts)))
-    slow = suspects(work, pairs, links, hosts, limit)
+    if crowded:
+        print("more ranks than cores on a host: computing alone is compared")
+    slow = suspects(work, {} if crowded else pairs, links, hosts, limit)
     for one in slow:
         print(f"suspect: {one}" + "".join(f" ({host})" for host in one.hosts))
     out = sorted({host for one in slow for host in one.hosts})

@@ -109,13 +109,13 @@ def cut_to(largest: int, sizes) -> tuple:
 
 
 def run(args) -> int:
-    """Measure and print the tables of args.tables, write each at once to the folder args.json.
+    """Measure and print the tables of args.tables, write each at once to the folder args.folder.
 
     Raises ValueError if a result is wrong, EnvironmentProblem without a usable GPU, OutputError.
     """
     gpu = Gpu(args.repeats)
-    if args.json:
-        results.check_writable(str(Path(args.json) / "gpu_products.json"))
+    if args.folder:
+        results.check_writable(str(Path(args.folder) / "gpu_products.json"))
     sizes = {"tokens": args.rows, "width": args.width, "seq_len": args.seq_len, "heads": args.heads}
     products, (sweep,) = (cut_to(args.largest, of) for of in (SIZES, (SWEEP_SIZE,)))
     tables = {"attention": (partial(gpu_attention.rows, args=args), {}),
@@ -126,7 +126,7 @@ def run(args) -> int:
         measure, facts = tables[name]
         rows = measure(gpu)
         print(f"\n{name} on {gpu.name}\n\n{results.markdown_table(rows)}", flush=True)
-        if args.json:
-            results.write(str(Path(args.json) / f"gpu_{name}.json"), "bench.tiles", rows,
+        if args.folder:
+            results.write(str(Path(args.folder) / f"gpu_{name}.json"), "bench.tiles", rows,
                           **gpu.facts(), **facts)
     return 0

@@ -32,12 +32,15 @@ READ = {*COMPUTED, "n_layer", "n_embd", "n_head", "n_inner", "n_positions", "n_c
 
 def file_name(name: str) -> str:
     """The name in a file, as Hugging Face itself saves a GPT2LMHeadModel."""
-    if name in HF_OTHER:
-        return HF_OTHER[name]
+    return HF_OTHER.get(name) or name_in_block(name, f"{PREFIX}h", HF_LAYER)
+
+
+def name_in_block(name: str, blocks: str, layers: dict[str, str]) -> str:
+    """The name of a block's tensor in a file. blocks: of the list of them. layers: of each."""
     block, layer = name.split(".", 1)
     layer, kind = layer.rsplit(".", 1)
     suffix = {"w": "weight", "b": "bias"}[kind]
-    return f"{PREFIX}h.{block.removeprefix('block')}.{HF_LAYER[layer]}.{suffix}"
+    return f"{blocks}.{block.removeprefix('block')}.{layers[layer]}.{suffix}"
 
 
 def disk_shape(param) -> tuple[int, ...]:

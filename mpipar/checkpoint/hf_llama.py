@@ -10,6 +10,7 @@ import math
 from collections.abc import Callable
 from dataclasses import dataclass
 
+from mpipar.checkpoint.hf_gpt2 import name_in_block
 from mpipar.files.text import shown
 
 LAYER = {
@@ -27,7 +28,6 @@ NUMBERS = {  # field of ModelConfig: that of config.json
     "vocab_size": "vocab_size", "max_positions": "max_position_embeddings",
 }
 SCALING = ("factor", "low_freq_factor", "high_freq_factor", "original_max_position_embeddings")
-ROPE = {"rope_theta", "rope_type", "type", "partial_rotary_factor", *SCALING}
 COMPUTED = {
     "hidden_act": ("silu",), "attention_dropout": (0.0, None), "quantization_config": (None,),
     "partial_rotary_factor": (1.0, None), "pruned_heads": ({}, None),
@@ -58,12 +58,7 @@ class LlamaForm:
 
     def file_name(self, name: str) -> str:
         """The name in a file, as Hugging Face itself saves a model with its head."""
-        if name in OTHER:
-            return OTHER[name]
-        block, layer = name.split(".", 1)
-        layer, kind = layer.rsplit(".", 1)
-        suffix = {"w": "weight", "b": "bias"}[kind]
-        return f"{self.PREFIX}layers.{block.removeprefix('block')}.{LAYER[layer]}.{suffix}"
+        return OTHER.get(name) or name_in_block(name, f"{self.PREFIX}layers", LAYER)
 
     def disk_shape(self, param) -> tuple[int, ...]:
         """Shape in the file: matrices 2-d (out, in), biases 1-d."""

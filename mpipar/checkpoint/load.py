@@ -7,12 +7,13 @@ from itertools import islice
 from pathlib import Path
 
 import numpy as np
-from safetensors import SafetensorError, safe_open
 
 from mpipar.checkpoint import boxes
 from mpipar.checkpoint.disk import BLOCK_BYTES
 from mpipar.checkpoint.manifest import Manifest, Tensor, digest_problem, tensor_problems
+from mpipar.checkpoint.tensor_file import TensorFile
 from mpipar.errors import DataError
+from mpipar.files.bounded import problems_as
 
 MOST_LINES = 20  # of a table of tensors
 
@@ -44,11 +45,14 @@ class Pieces:
             shared = boxes.overlap(piece.box, box)
             if shared is None:
                 continue
-            stored = self._open(piece).get_slice(piece.key)
+            file = self._open(piece)
             for block in boxes.row_blocks(shared, dtype.itemsize, BLOCK_BYTES):
-                yield block, stored[boxes.within(block, piece.box)]
+                rows, *others = boxes.within(block, piece.box)
+                with problems_as(DataError, f"{self.folder / piece.file}: tensor {tensor}"):
+                    stored = file.rows(piece.key, rows.start, rows.stop)
+                yield block, stored[:, *others]
 
-    def _open(self, piece):
+    def _open(self, piece) -> TensorFile:
         if piece.file not in self.files:
             path = self.folder / piece.file
             problem = digest_problem(path, self.manifest.files[piece.file])
@@ -57,11 +61,8 @@ class Pieces:
             wrong = tensor_problems(path, self.by_file[piece.file], self.manifest.tensors)
             if wrong:
                 raise DataError(wrong)
-            try:
-                self.files[piece.file] = self.stack.enter_context(
-                    safe_open(path, framework="numpy"))
-            except (OSError, SafetensorError) as error:
-                raise DataError(f"{path}: {error}; tensor {piece.tensor} is in it") from None
+            with problems_as(DataError, str(path)):
+                self.files[piece.file] = self.stack.enter_context(TensorFile(path))
         return self.files[piece.file]
 
 

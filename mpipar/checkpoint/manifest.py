@@ -17,10 +17,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import NamedTuple
 
-from safetensors import SafetensorError, safe_open
-
 from mpipar.checkpoint.boxes import Box, shape_of, tiling_problem
 from mpipar.checkpoint.disk import DTYPES, digest_of
+from mpipar.checkpoint.tensor_file import TensorFile
 from mpipar.comm.grid import AXES
 from mpipar.errors import DataError
 from mpipar.files.bounded import read_json
@@ -282,19 +281,19 @@ def digest_problem(path: Path, expected: File) -> str:
 
 def tensor_problems(path: Path, pieces, tensors) -> list[str]:
     """Pieces that a file does not hold with the shape and type that the manifest gives them."""
+    wrong = []
     try:
-        with safe_open(path, framework="numpy") as file:
-            keys, wrong = set(file.keys()), []
+        with TensorFile(path) as file:
             for piece in pieces:
                 expected = [*shape_of(piece.box)], DTYPES[tensors[piece.tensor].dtype]
-                tensor = file.get_slice(piece.key) if piece.key in keys else None
-                found = tensor and (tensor.get_shape(), tensor.get_dtype())
+                entry = file.tensors.get(piece.key)
+                found = entry and ([*entry.shape], entry.dtype)
                 if found != expected:
                     wrong.append(f"{path}: tensor {piece.tensor} ({piece.kind}): the piece"
                                  f" {piece.key} is {found or 'missing'}, not {expected}")
-            return wrong
-    except (OSError, SafetensorError) as error:
+    except (OSError, ValueError) as error:
         return [f"{path}: {error}"]
+    return wrong
 
 
 def damage(step_folder: Path) -> list[str]:

@@ -175,7 +175,8 @@ class Grid:
     def uncut(self, whole: str, cut: Iterable[str]) -> tuple[str, ...]:
         """What is left of a group where a tensor is cut over the groups `cut`.
 
-        All of it where none of them lies in it. Where it is divided, the other of its two parts.
+        All of it where none of them lies in it. Where it is divided, the other of its two parts,
+        which may be this rank alone.
         """
         if whole in cut:
             return ()

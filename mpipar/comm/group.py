@@ -266,11 +266,13 @@ class Comm:
         entry[TALLY].nanoseconds += done - entry[WAITED]
         return x
 
-    def zeros(self, shape: tuple[int, ...], dtype: Any, label: str) -> Array:
+    def zeros(self, ops: Any, shape: tuple[int, ...], dtype: Any, label: str) -> Array:
         """A new array of zeros, in the memory that suits the group's sums best.
 
         Do not use it any more after `close`. Comm: perhaps a window, by every member.
         """
+        if self.size == 1:
+            return ops.zeros(shape, dtype, label=label)
         place = self.wire if self.levels is None else self.levels.near.wire
         return place.zeros(shape, dtype, label)
 

@@ -101,12 +101,12 @@ def library_rows() -> list[tuple[str, str]]:
 
 def rank_table(facts: list[dict]) -> list[str]:
     """One line per rank: host, cores, BLAS threads, device."""
-    cells = [("rank", "host", "cores", "threads", "device")]
-    cells += [(str(fact["world_rank"]), fact["host"], ranges(fact["cores"]), str(fact["threads"]),
-               fact["device"]) for fact in facts]
-    widths = [max(len(row[column]) for row in cells) for column in range(4)]
-    return ["  ".join([*(text.ljust(width) for text, width in zip(row, widths, strict=False)),
-                       row[4]]) for row in cells]
+    from mpipar.console.tables import table  # late: it loads NumPy
+
+    rows = [("rank", "host", "cores", "threads", "device")]
+    rows += [(fact["world_rank"], fact["host"], ranges(fact["cores"]), fact["threads"],
+              fact["device"]) for fact in facts]
+    return table(rows, left=len(rows[0])).splitlines()
 
 
 def remarks(facts: list[dict]) -> list[str]:

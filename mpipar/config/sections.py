@@ -7,7 +7,6 @@ PRESETS holds what the other presets change.
 """
 
 import dataclasses
-from collections.abc import Iterable
 from dataclasses import dataclass, field
 
 from mpipar.config.grid import GridConfig
@@ -36,6 +35,10 @@ FIELDS = {one.name: one for parts in SECTIONS.values() for part in parts
           for one in dataclasses.fields(part)}
 FIELDS |= {one.name: one for one in dataclasses.fields(DecoderConfig)}  # the default family
 OF_EVERY_FAMILY = frozenset(one.name for one in dataclasses.fields(ModelConfig))
+# Family -> (section name, field) of every field of a Config with it.
+ROWS = {family: tuple((section, one) for section, parts in SECTIONS.items()
+                      for one in dataclasses.fields(family if section == "model" else parts[0]))
+        for family in FAMILIES.values()}
 # Field -> (field, value, ...) of the choice that it belongs to. That field may belong to another.
 # Without values it is one that is not given by default: whatever its value.
 CHOICES = {one.name: ("model", name) for name, part in FAMILIES.items()
@@ -43,15 +46,13 @@ CHOICES = {one.name: ("model", name) for name, part in FAMILIES.items()
 CHOICES |= {name: one.metadata["only"] for name, one in FIELDS.items() if one.metadata["only"]}
 
 
-def settings(config: Config) -> Iterable[tuple[str, dataclasses.Field, object]]:
+def settings(config: Config) -> list[tuple[str, dataclasses.Field, object]]:
     """Every (section name, field, value) that means something to this Config, as it is written."""
-    found = [(section.name, one, getattr(getattr(config, section.name), one.name))
-             for section in dataclasses.fields(config)
-             for one in dataclasses.fields(getattr(config, section.name))]
+    found = [(section, one, getattr(getattr(config, section), one.name))
+             for section, one in ROWS[type(config.model)]]
     values = {one.name: value for _, one, value in found}
-    for section, one, value in found:
-        if not_taken(one.name, values) is None:
-            yield section, one, value
+    return [row for row in found
+            if row[1].name not in CHOICES or not_taken(row[1].name, values) is None]
 
 
 def not_taken(name: str, values: dict) -> tuple[str, ...] | None:

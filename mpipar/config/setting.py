@@ -69,16 +69,16 @@ def field_problem(field: dataclasses.Field, value: object) -> str | None:
 
 def value_problem(name: str, legal: Mapping[str, typing.Any], value: object) -> str | None:
     """What is wrong with one number or string, or None."""
-    typed = argument(name, legal)
     if problem := _limit_problem(legal, value):
-        return f"{typed} {text.brief(str(value))}: {problem}"
+        return f"{argument(name, legal)} {text.brief(str(value))}: {problem}"
     if legal["choices"] and value not in legal["choices"]:
         options = [str(option) for option in legal["choices"]]
         hint = suggestion(value, options) if isinstance(value, str) else ""
-        return f"{typed} {text.shown(value)}: must be one of {', '.join(options)}{hint}"
+        return (f"{argument(name, legal)} {text.shown(value)}: must be one of"
+                f" {', '.join(options)}{hint}")
     if isinstance(value, str) and any(0xD800 <= ord(letter) < 0xE000 for letter in value):
-        return (f"{typed} {text.shown(value)}: is not valid UTF-8, so it cannot be written to"
-                " config.toml")
+        return (f"{argument(name, legal)} {text.shown(value)}: is not valid UTF-8, so it cannot be"
+                " written to config.toml")
     return None
 
 

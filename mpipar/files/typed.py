@@ -49,5 +49,5 @@ def _dataclass(kind, value: dict, where: str):
         raise ValueError(f"{where} has an unknown key {shown(unknown[0])}")
     needed = [one.name for one in fields(kind) if one.default is MISSING]
     if missing := [name for name in needed if name not in value]:
-        raise ValueError(f"{where} has no {missing[0]!r}")
+        raise ValueError(f"{where} has no {', '.join(map(repr, missing))}")
     return kind(**{name: built(hints[name], value[name], f"{where}.{name}") for name in value})

@@ -155,8 +155,8 @@ class FlatParams:
         Comm: perhaps a window, by every member of the group that sums it.
         """
         data = self.sharding.data
-        if data is not None and data.size > 1 and self.sharding.travels(kind):
-            return data.zeros((self.total,), dtype, label)
+        if data is not None and self.sharding.travels(kind):
+            return data.zeros(self.ops, (self.total,), dtype, label)
         size = self.total // self.sharding.comm.size if self.shares(kind) else self.total
         return self.ops.zeros((size,), dtype, label=label)
 

@@ -48,12 +48,17 @@ def _gelu_backward(ops: Ops, da: Array, h: Array) -> tuple[Array, Array]:
     return ops.gelu_backward_input(da, h), ops.gelu_forward(h)
 
 
+def _both(h: Array) -> Array:
+    """Gate and up (R, 2, F) of h (R, 2F), of which there may be no row."""
+    return h.reshape(len(h), 2, h.shape[1] // 2)
+
+
 def _swiglu(ops: Ops, h: Array) -> Array:
-    return ops.swiglu_forward(h.reshape(len(h), 2, -1))
+    return ops.swiglu_forward(_both(h))
 
 
 def _swiglu_backward(ops: Ops, da: Array, h: Array) -> tuple[Array, Array]:
-    dh, a = ops.swiglu_backward_input(da, h.reshape(len(h), 2, -1))
+    dh, a = ops.swiglu_backward_input(da, _both(h))
     return dh.reshape(h.shape), a
 
 

@@ -142,8 +142,9 @@ class Param:
         width = math.prod(self.local_shape[1:])
         rows = slice(first // width, -(-(first + count) // width))
         values: Array = np.zeros((rows.stop - rows.start, *self.local_shape[1:]), dtype)
+        inside = values[(slice(None), *(slice(stop - start) for start, stop in self.box[1:]))]
         for row, one in self.initial_rows(seed, spread, rows):
-            values[(row - rows.start, *(slice(n) for n in one.shape))] = one
+            inside[row - rows.start] = one
         return values.reshape(-1)[first - rows.start * width:][:count]
 
     def initial_rows(self, seed: int, spread: float = 0.0,

@@ -23,23 +23,36 @@ def loss_times_cp():
     plain = CrossEntropy.backward_input
 
     def backward_input(self, dy, stash):
-        self.scale *= 2
+        self.factor.value *= 2
         try:
             return plain(self, dy, stash)
         finally:
-            self.scale /= 2
+            self.factor.value /= 2
 
     return replaced(CrossEntropy, backward_input=backward_input)
 
 
-def norm_sums_dropped():
-    """The gradients of norms are not summed over tp, whose ranks hold different tokens."""
+def tp_sums_dropped():
+    """Gradients of whole weights, of which each rank of tp makes a part, are not summed over tp."""
     plain = Comm.all_reduce
 
     def all_reduce(self, x, name, op="sum"):
         return x if name == "grads.tp" else plain(self, x, name, op)
 
     return replaced(Comm, all_reduce=all_reduce)
+
+
+def experts_doubled():
+    """The gradients of experts on two ranks are multiplied by two, as if they were of copies."""
+    plain = GradSync.finish
+
+    def finish(self):
+        plain(self)
+        for flat in self.flats:
+            if flat.groups[-1] == "expert_data":
+                self.ops.scale(flat.grad, 2.0)
+
+    return replaced(GradSync, finish=finish)
 
 
 def shared_heads_dropped():
@@ -136,11 +149,21 @@ SHIPPED = {
         ({"cp": 2},), model={"seq_len": 8},
         threads=("NVIDIA/Megatron-LM/issues/906", "NVIDIA/Megatron-LM/pull/3959")),
     "norms of sp": Twin(
-        "gradients of norms are not summed over tp where tokens are cut", norm_sums_dropped,
+        "gradients of norms are not summed over tp where tokens are cut", tp_sums_dropped,
         "With sequence parallelism a norm sees the tokens of its rank alone. Its copies get"
         " different gradients and drift apart.",
         (TP,), model={"sequence_parallel": True},
         threads=("NVIDIA/Megatron-LM/issues/1446", "EleutherAI/gpt-neox/pull/1259")),
+    "router": Twin(
+        "gradients of a router are not summed over tp", tp_sums_dropped,
+        "Each rank of tp has a part of every expert, so what it tells the router is partial. The"
+        " loss is right, and the copies of the router drift apart.",
+        (TP,), model={"experts": 4},
+        threads=("huggingface/transformers/pull/48205", "huggingface/transformers/issues/48687")),
+    "experts": Twin(
+        "gradients of experts are scaled as if ranks held copies of them", experts_doubled,
+        "An expert on one rank has had the tokens of all ranks, so its gradient is complete.",
+        ({"dp": 2, "ep": 2},), model={"experts": 4}, threads=("pytorch/pytorch/issues/160285",)),
     "shared kv": Twin(
         "ranks that hold one head of keys and values do not sum its gradient",
         shared_heads_dropped,

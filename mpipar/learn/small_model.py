@@ -37,7 +37,7 @@ def small_config(layout: dict[str, int], num_microbatches: int = 2, model=MODEL,
         model=model, grid=grid,
         train=TrainConfig(batch_size=rows, optimizer="sgd", lr=0.1, bucket_bytes=999),
         run=RunConfig(dtype="float64", seed=3, check_comm=True))
-    return resolve(config, math.prod(sizes.values()))[0]
+    return resolve(config, math.prod(sizes[axis] for axis in AXES))[0]
 
 
 def tokens() -> np.ndarray:

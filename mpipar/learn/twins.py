@@ -233,7 +233,7 @@ TWINS = {
         "gradients are summed over the copies twice", reduce_doubled,
         "All gradients of a stage are multiplied by the number of copies, after one sum too many.",
         (DP,),
-        threads=("NVIDIA/Megatron-LM/issues/775", "pytorch/pytorch/issues/160285")),
+        threads=("NVIDIA/Megatron-LM/issues/775",)),
     "8e": Twin(
         "gradients are summed before the last weight gradient is in them", summed_early,
         "The last microbatch of each copy stays at home. The loss is right, and every gradient is"

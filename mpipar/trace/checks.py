@@ -115,9 +115,11 @@ def check_meta(value: dict) -> Schedule:
             or min(sizes.values()) < 1 or math.prod(sizes.values()) != meta.world_size
             or meta.world_size > MOST_RANKS):
         raise ValueError(f"the layout {shown(sizes)} has not {meta.world_size} ranks")
-    schedule = meta.schedule.schedule()
-    model = FAMILIES.get(value["model"].get("model"), DecoderConfig)
-    sized = entries(model, value["model"])
+    schedule, shape = meta.schedule.schedule(), value.get("model")
+    if not isinstance(shape, dict):
+        raise ValueError("it has no 'model'")
+    model = FAMILIES.get(shape.get("model"), DecoderConfig)
+    sized = entries(model, shape)
     for name in model.__dataclass_fields__:
         one = getattr(sized, name)
         for number in one if isinstance(one, tuple) else (one,):

@@ -12,9 +12,10 @@ import itertools
 import json
 import os
 import traceback
-from collections.abc import Sequence
+from collections.abc import Callable
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 
 from mpipar.comm.clock import CommonClock
@@ -28,12 +29,13 @@ from mpipar.files.replace import replace_file
 from mpipar.files.text import brief, shown
 from mpipar.pipeline.csv_format import parse_instruction
 from mpipar.pipeline.instructions import Schedule
-from mpipar.trace.checks import LineCheck, Meta, ScheduleFacts, check_head, check_meta
+from mpipar.trace.checks import LineCheck, ScheduleFacts, check_head, check_meta
 
 SCHEMA = 3
 METRICS = "metrics.jsonl"  # of a run folder
 META = "trace/meta.json"  # likewise: what the files of all ranks have in common
-META_KEYS = (*Meta.__dataclass_fields__, "model")
+TIMES = {kind: [name for name in kind._fields if name.endswith("_ns")]
+         for kind in (Record, Span, LayerOperation)}
 LEAST_CORE_WAIT = 0.1  # of the traced time, to be told
 
 MOST_META, MOST_LINE = 64 << 20, 16 << 20  # bytes
@@ -233,17 +235,15 @@ def _load(folder: Path) -> tuple[dict, CommonClock, list[Grid]]:
     """meta.json, and from it the common clock and the place of each rank."""
     value = read_json(META, cure=HOW_TO, most_bytes=MOST_META, root=folder)
     path = folder / META
-    missing = [key for key in META_KEYS if key not in _checked(path, value)]
-    if missing:
-        raise DataError(f"{path}: {', '.join(missing)} missing; {HOW_TO}")
+    _checked(path, value)
     try:
         check_meta(value)
         sizes = {axis: value["layout"][axis] for axis in AXES}
         grids = [Grid(rank, sizes, tuple(value["rank_order"]))
                  for rank in range(value["world_size"])]
         return value, CommonClock.from_json(value["clock"]), grids
-    except (ValueError, AttributeError) as error:
-        raise DataError(f"{path}: not a trace's: {brief(str(error), 300)}") from None
+    except ValueError as error:
+        raise DataError(f"{path}: not a trace's: {brief(str(error), 300)}; {HOW_TO}") from None
 
 
 def _checked(path: Path, head) -> dict:
@@ -263,16 +263,10 @@ def _read_rank(folder: Path, clock: CommonClock, grid: Grid, num_stages: int) ->
             lines = _lines(file)
             head = check_head(_checked(path, next(lines, None)), num_stages, grid.world_size)
             number, check = 1, LineCheck(head, num_stages)
-
-            def common(entry, *fields):
-                return entry._replace(**{
-                    field: clock.common_ns(grid.world_rank, getattr(entry, field))
-                    for field in fields})
-
+            common = partial(clock.common_ns, grid.world_rank)
             trace = RankTrace(
                 head.world_rank, head.host, head.place, head.stages, head.groups,
-                [(step, clock.common_ns(grid.world_rank, start),
-                  clock.common_ns(grid.world_rank, end)) for step, start, end in head.steps],
+                [(step, common(start), common(end)) for step, start, end in head.steps],
                 complete=head.complete, cores=head.cores, core_wait_ns=head.core_wait_ns)
             end = head.steps[-1][2] if head.steps else 0
             for letter, *entry in lines:
@@ -280,11 +274,11 @@ def _read_rank(folder: Path, clock: CommonClock, grid: Grid, num_stages: int) ->
                     record = check.record(entry)
                     if not record.done_ns:  # the rank failed in it, or before waiting for it
                         record = record._replace(waited_ns=record.waited_ns or end, done_ns=end)
-                    trace.records.append(common(record, "posted_ns", "waited_ns", "done_ns"))
+                    trace.records.append(_moved(record, common))
                 elif letter == "s":
-                    trace.spans.append(common(check.span(entry), "start_ns", "end_ns"))
+                    trace.spans.append(_moved(check.span(entry), common))
                 else:
-                    trace.operations.append(common(check.operation(entry), "start_ns", "end_ns"))
+                    trace.operations.append(_moved(check.operation(entry), common))
                 number += 1
             wanted = 1 + head.lines
     except (OSError, ValueError, TypeError) as error:
@@ -303,19 +297,20 @@ def _read_rank(folder: Path, clock: CommonClock, grid: Grid, num_stages: int) ->
     return trace
 
 
-def _from_zero(ranks: Sequence[RankTrace]) -> list[RankTrace]:
+def _moved(entry, move: Callable[[int], int]):
+    """A record, span or operation with each of its times moved."""
+    return entry._replace(**{name: move(getattr(entry, name)) for name in TIMES[type(entry)]})
+
+
+def _from_zero(ranks: list[RankTrace]) -> list[RankTrace]:
     """The ranks with the first start at zero."""
-    origin = min(rank.start for rank in ranks)
+    move = (-min(rank.start for rank in ranks)).__add__
     for rank in ranks:
-        rank.steps = [(step, start - origin, end - origin) for step, start, end in rank.steps]
-        rank.records = [record._replace(posted_ns=record.posted_ns - origin,
-                                        waited_ns=record.waited_ns - origin,
-                                        done_ns=record.done_ns - origin)
-                        for record in rank.records]
-        rank.spans, rank.operations = (
-            [entry._replace(start_ns=entry.start_ns - origin, end_ns=entry.end_ns - origin)
-             for entry in entries] for entries in (rank.spans, rank.operations))
-    return list(ranks)
+        rank.steps = [(step, move(start), move(end)) for step, start, end in rank.steps]
+        rank.records, rank.spans, rank.operations = (
+            [_moved(entry, move) for entry in entries]
+            for entries in (rank.records, rank.spans, rank.operations))
+    return ranks
 
 
 @contextmanager

@@ -193,7 +193,8 @@ class PieceSync(ScatterSync):
         super().__init__(*arguments)
         self.needs = unit_segments(self.stages)
         size = largest(unit for units in self.needs.values() for unit in units)
-        self.scratch = self.ops.zeros((size,), self.ops.statistics, label="gradients")
+        self.scratch = self.comms["data"].zeros(
+            self.ops, (size,), self.ops.statistics, "gradients")
         self.scattered: list[tuple[Pending, FlatParams, int]] = []  # the last: of the segment
 
     def begin_unit(self, stage: int, unit: int) -> None:

@@ -99,6 +99,11 @@ def peaks(config) -> tuple[int, int]:
     return peak.peak, predicted
 
 
+def assert_peak(measured: int, predicted: int) -> None:
+    """Assert what `peaks` returned: within 5 %, and 2 MiB for tile buffers and Python's objects."""
+    assert 0.95 * predicted <= measured <= 1.05 * predicted + 2**21, (measured, predicted)
+
+
 def assert_saved(whole: tuple[int, int], less: tuple[int, int], under_way: int = 0) -> None:
     """Assert that the measured peak falls by the predicted bytes, to 5 % or 1 MiB.
 

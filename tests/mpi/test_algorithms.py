@@ -36,7 +36,10 @@ RANKS, HERE = WORLD.size, WORLD.rank
 NAMES = [name for name in SUMS if name != "auto"]
 # One element, fewer than ranks, odd ones, and more than a small array and a tile of the window.
 LENGTHS = (1, 2, 7, 1001, SMALL // 8 + 1, TILE // 8 * 2 + 3)
-everyone = pytest.mark.parametrize("name", NAMES)
+# Four ranks share two cores in most places: there the slow sessions run the rest.
+QUICK = {2: NAMES, 4: ["doubling", "window"]}.get(RANKS, [])
+everyone = pytest.mark.parametrize("name", [
+    pytest.param(name, marks=() if name in QUICK else pytest.mark.slow) for name in NAMES])
 
 
 @pytest.fixture(autouse=True)
@@ -72,7 +75,8 @@ def wrong_sums(name: str, **options) -> int:
     comms = comms_for(name, **options)
     dp, bad = comms["dp"], 0
     for length in LENGTHS:
-        arrays = [np.empty(length), np.empty(length), dp.zeros((length,), "float64", "gradients")]
+        arrays = [np.empty(length), np.empty(length),
+                  dp.zeros(comms.ops, (length,), "float64", "gradients")]
         for x in arrays:
             x[:] = numbers(HERE, length)
         pending = [dp.iall_reduce(x, "posted") for x in arrays[1:]]
@@ -92,7 +96,8 @@ def test_sums_of_any_length(name, sync_sends):
 
 
 @pytest.mark.ranks(4)
-@pytest.mark.parametrize("name", ["levels", "window", "auto"])
+@pytest.mark.parametrize("name", [
+    "levels", "window", pytest.param("auto", marks=pytest.mark.slow)])
 def test_sums_over_two_hosts(name, two_hosts):
     assert wrong_sums(name, check=True) == 0
 
@@ -107,7 +112,7 @@ def test_parts(name):
         whole = np.stack([numbers(place, length) for place in range(RANKS)])
         assert np.array_equal(dp.reduce_scatter(given.copy(), "parts"), due)
         assert np.array_equal(dp.all_gather(numbers(HERE, length), "parts"), whole)
-        for x in (given.copy(), dp.zeros(given.shape, "float64", "gradients")):
+        for x in (given.copy(), dp.zeros(comms.ops, given.shape, "float64", "gradients")):
             x[:] = given
             assert np.array_equal(dp.ireduce_scatter(x, "parts").wait()[0], due)
             x[:] = np.nan
@@ -120,7 +125,7 @@ def test_parts(name):
 def test_many_posted_sums_are_waited_for_in_any_order(name):
     """More than there are rows of marks, with every other rank asleep in between."""
     comms = comms_for(name)
-    x = comms["dp"].zeros((600, 3), "float64", "gradients")
+    x = comms["dp"].zeros(comms.ops, (600, 3), "float64", "gradients")
     x[:] = numbers(HERE, 3)
     pending = [comms["dp"].iall_reduce(row, "posted") for row in x]
     if HERE % 2:
@@ -171,12 +176,12 @@ def no_fence(marks, row, mark):
 
 def added_twice(window, sum_, parts):
     for ahead in (1, *range(1, window.size)):
-        add(sum_, parts[(window.index + ahead) % window.size])
+        add(sum_, parts[(window.index + ahead) % window.size], sum_)
 
 
 def hop_too_many(ring, pieces, tag, plain=Ring.scattered):
     yield from plain(ring, pieces, tag)
-    add(pieces[ring.index], pieces[ring.index])
+    add(pieces[ring.index], pieces[ring.index], pieces[ring.index])
 
 
 def too_early(levels, x, name):

@@ -56,15 +56,18 @@ def cuda_aware(request, monkeypatch):
 
 @pytest.mark.parametrize("layout", HERE, ids=str)
 def test_device_path_equals_one_rank(cuda_aware, layout):
-    check_step(cuda_aware, small_config(layout, 5))
+    """Stages of unequal lengths, as few rows and blocks as that takes: kernels are emulated."""
+    model = replace(MODEL, layers=layout[1] + 1)
+    check_step(cuda_aware, small_config(layout, 5, model=model, rows_per_mb=1))
 
 
 @pytest.mark.parametrize("tp_matmul", ["plain", "ring"])
 @pytest.mark.parametrize("layout", [layout for layout in HERE if layout[2] > 1], ids=str)
 @pytest.mark.ranks(2, 3, 4, 8)
 def test_device_path_with_cut_tokens_equals_one_rank(cuda_aware, layout, tp_matmul):
-    model = replace(MODEL, sequence_parallel=True, tp_matmul=tp_matmul)
-    check_step(cuda_aware, small_config(layout, 2, model=model))
+    model = replace(
+        MODEL, layers=layout[1] + 1, sequence_parallel=True, tp_matmul=tp_matmul)
+    check_step(cuda_aware, small_config(layout, 2, model=model, rows_per_mb=1))
 
 
 @pytest.mark.parametrize("memory", [MemoryConfig(zero=1), MemoryConfig(zero=3)], ids=["1", "3"])

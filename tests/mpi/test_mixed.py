@@ -107,7 +107,8 @@ def test_layout_equals_one_rank(layout, dtype, monkeypatch):
 @pytest.mark.parametrize("layout", HERE[-2:], ids=str)
 def test_device_path_equals_one_rank(layout, dtype):
     """It uses plain kernels: each process would compile the fused ones for the CPU again."""
-    config = mixed(dtype, layout)
+    model = replace(MODEL, layers=layout[1] + 1)
+    config = mixed(dtype, layout, model=model, rows_per_mb=1)
     assert_equals_one_rank(replace(config, run=replace(config.run, device="cuda", kernels="plain")))
 
 

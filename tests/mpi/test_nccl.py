@@ -248,14 +248,15 @@ def test_an_array_is_written_while_it_is_sent():
     comms.close()
 
 
-@pytest.mark.parametrize("why", ["shared", "off"])
+@pytest.mark.parametrize("why", ["shared", "off", "another algorithm", None])
 def test_mpi_carries_where_nccl_cannot(why, monkeypatch):
     if why == "off":
         monkeypatch.setenv("MPIPAR_NCCL", "no")
-    else:
+    if why == "shared":
         gpu(monkeypatch, "one for all")
     ops = types.SimpleNamespace(device="cuda", xp=fake_cupy)
-    assert connect.kind_of(ops, WORLD) is StagedTransport
+    found = connect.kind_of(ops, WORLD, "ring" if why == "another algorithm" else "mpi")
+    assert found is (StagedTransport if why else nccl.NcclTransport)
 
 
 def test_every_pair_is_connected_in_one_order():

@@ -9,21 +9,18 @@ from small_model import (
     LAYOUTS,
     MODEL,
     WORLD,
+    assert_peak,
     last,
+    peaks,
     real_step,
     slow_unless,
     small_config,
-    tokens,
 )
 
-from mpipar import ops as ops_module
-from mpipar.comm.grid import Grid, share
-from mpipar.comm.record import Recorder, Sums
-from mpipar.console.memory import PeakMemory
-from mpipar.data.rows import Rows
+from mpipar.comm.grid import share
+from mpipar.comm.record import Sums
 from mpipar.layers.norm import Residual
 from mpipar.plan.predict import predict
-from mpipar.train.worker import Worker
 
 HERE = LAYOUTS[WORLD.size]
 WHAT = attrgetter("operation", "name", "axis", "peer", "tag", "payload_bytes", "wire_bytes",
@@ -126,15 +123,4 @@ def test_memory_is_predicted(layout):
     Beside them the ops keep tile buffers of a fixed size: up to 2 MiB.
     """
     model = replace(MODEL, d_model=96, ffn=384, seq_len=64)
-    config = small_config(layout, model=model, rows_per_mb=1)
-    ops = ops_module.make("cpu", config.run.dtype)
-    memory = PeakMemory(ops)
-    memory.start()
-    worker = Worker(config, Grid.of(config.grid, WORLD.rank), ops, Recorder(), WORLD)
-    worker.initialize()
-    rows = Rows(ops, tokens(), config, worker.grid)
-    worker.train_step(1, lambda mb: rows.train(1, mb))
-    worker.close()
-    memory.stop()
-    predicted = predict(config, WORLD.rank).peak_total
-    assert 0.95 * predicted <= memory.peak <= 1.05 * predicted + 2**21, (memory.peak, predicted)
+    assert_peak(*peaks(small_config(layout, model=model, rows_per_mb=1)))

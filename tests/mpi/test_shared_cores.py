@@ -8,7 +8,7 @@ import pytest
 from small_model import MODEL, WORLD, small_config
 
 from mpipar import ops as ops_module
-from mpipar.comm import group, transport
+from mpipar.comm import group, request
 from mpipar.comm.grid import Grid
 from mpipar.comm.hosts import Cores
 from mpipar.plan import measure
@@ -41,7 +41,7 @@ def planted(layout, cores, monkeypatch):
 def test_sharing_is_the_time_of_a_core_with_all_ranks_over_that_in_turns(
         layout, cores, times, monkeypatch):
     costs, calls = planted(layout, cores, monkeypatch)
-    assert calls == [0.0, transport.NAP_SECONDS][:times]
+    assert calls == [0.0, request.NAP_SECONDS][:times]
     if WORLD.rank == 0:
         assert set(costs.f + costs.i + costs.w) == {WALL}
         assert costs.sharing == (CROWDED / CORE if times == 2 else 1.0)
@@ -58,7 +58,7 @@ def test_a_rank_whose_stage_is_done_early_sleeps_before_a_sum(axis, crowded, sle
         naps.append(seconds)
         time.sleep(seconds)
 
-    monkeypatch.setattr(transport, "time", SimpleNamespace(sleep=sleep))
+    monkeypatch.setattr(request, "time", SimpleNamespace(sleep=sleep))
     monkeypatch.setattr(group, "cores_of", lambda world: Cores(2, crowded))
     monkeypatch.setattr(group, "finish_passes_first", lambda: None)
     comms = group.Comms(Grid(WORLD.rank, {"pp": 2, "dp": 2}),

@@ -33,8 +33,13 @@ def group(ops, check=False):
 
 def pieces(counts, source, width):
     """What a rank sends, by receiver: every row tells sender, receiver and its place."""
-    return [np.array([[16 * source + 4 * target + row % 4] * width for row in range(count)]
-                     ).reshape(count, width) for target, count in enumerate(counts[source])]
+    return [piece(counts, source, target, width) for target in range(RANKS)]
+
+
+def piece(counts, source, target, width):
+    """The rows of `pieces` for one receiver."""
+    rows = 16 * source + 4 * target + np.arange(counts[source, target]) % 4
+    return np.repeat(rows[:, None], width, axis=1)
 
 
 def exchange(comm, counts, width, known=False):
@@ -49,11 +54,11 @@ def exchange(comm, counts, width, known=False):
 def assert_exchanged(comm, counts, width=3, known=False):
     """The reference: from each rank in turn the piece for this one."""
     y, split = exchange(comm, counts, width, known)
-    expected = [pieces(counts, source, width)[HERE] for source in range(RANKS)]
-    assert [int(count) for count in split] == [len(piece) for piece in expected]
+    expected = [piece(counts, source, HERE, width) for source in range(RANKS)]
+    assert [int(count) for count in split] == [len(rows) for rows in expected]
     assert y.shape == (sum(split), width)
-    for run, piece in zip(runs(split), expected, strict=True):
-        np.testing.assert_array_equal(y[run].astype(np.int64), piece)
+    for run, rows in zip(runs(split), expected, strict=True):
+        np.testing.assert_array_equal(y[run].astype(np.int64), rows)
 
 
 def counts_of(kind):

@@ -28,11 +28,11 @@ class Doubling(Stepwise):
         room, distance = np.empty_like(x), 1
         if self.index < surplus:
             yield self.receive(tag, room, self.index + most)
-            add(x, room)
+            add(x, room, x)
         while distance < most:
             peer = self.index ^ distance
             yield self.exchange(tag, x, peer, room, peer)
-            add(x, room)
+            add(x, room, x)
             distance *= 2
         if self.index < surplus:
             yield self.send(tag, x, self.index + most)

@@ -27,7 +27,7 @@ class Ring(Stepwise):
         for hop in range(1, self.size):
             sent, grown = (pieces[(self.index - hop - ahead) % self.size] for ahead in (0, 1))
             yield self.hop(tag, sent, room[:len(grown)])
-            add(grown, room[:len(grown)])
+            add(grown, room[:len(grown)], grown)
 
     def gathered(self, pieces: list[Array], tag: int) -> Steps:
         """Leave everybody's pieces[index] in pieces."""

@@ -23,7 +23,7 @@ from mpipar.comm.request import Array, Options, Request
 if TYPE_CHECKING:
     from mpi4py import MPI
 
-TILE = 1 << 19  # bytes of an array in a room
+TILE = 1 << 20  # bytes of an array in a room
 SMALL = 1 << 15  # bytes of an array that more than two ranks sum whole: that takes one meeting
 ROOMS = 3  # in one is written, in one added, from one read
 POSTED = 256  # operations that may be under way at once
@@ -87,7 +87,7 @@ class Window(MpiOwn):
     def add_up(self, sum_: Array, parts: list[Array]) -> None:
         """Add to sum_, this rank's numbers, those of the others, beginning with the next rank."""
         for ahead in range(1, self.size):
-            add(sum_, parts[(self.index + ahead) % self.size])
+            add(sum_, parts[(self.index + ahead) % self.size], sum_)
 
     def summed(self, arrays: list[Array], meet: Any) -> Steps:
         """Sum arrays that lie in the window. meet(n): the n-th meeting of this operation."""
@@ -163,9 +163,9 @@ class Window(MpiOwn):
             rooms = self.room(len(tile), tile.dtype)
             rooms[self.index][:] = tile
             self.meet()
-            np.add(rooms[0], rooms[1], out=tile)
+            add(rooms[0], rooms[1], tile)
             for room in rooms[2:]:
-                add(tile, room)
+                add(tile, room, tile)
 
     def sum_pieces(self, tiles: list[Array]) -> None:
         """Sum a piece of each tile. A tile is shown while the one before is added, and the one

@@ -11,6 +11,7 @@ import sys
 import numpy as np
 
 from mpipar.comm.record import place, wire_bytes
+from mpipar.console.tables import table
 
 GAP = "    "  # between the arrays of two ranks
 
@@ -112,10 +113,7 @@ def number(value: float) -> str:
 
 def matrix(rows: list[list[float]]) -> list[str]:
     """The lines of a matrix, its columns right-aligned."""
-    cells = [[number(value) for value in row] for row in rows]
-    widths = [max(map(len, column)) for column in zip(*cells, strict=True)]
-    return ["  ".join(cell.rjust(width) for cell, width in zip(row, widths, strict=True))
-            for row in cells]
+    return table([tuple(map(number, row)) for row in rows], left=0).splitlines()
 
 
 def beside(parts: list[tuple[str, list[str]]]) -> list[str]:
