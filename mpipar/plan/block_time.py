@@ -22,7 +22,7 @@ STREAM, WIDE, HEADS = (10, 12), (2, 3), (3, 4)
 SCORES = (4, 5)  # scale, mask, softmax and dropout over scores that lie in memory
 LOGITS = 10  # how often a loss moves each logit, forward and backward
 BACKWARD = 2.5  # FLOPs of fused attention backward, over those forward: scores are made again
-SLOWED = 0.5  # seconds that products lose for a second of transfers beside them: Galvatron-BMW
+SLOWED = 0.5  # seconds that products lose for a second of transfers beside them: chosen on steps
 SUM_OF_PARTS = 1.2  # a reduce-scatter and an all-gather over an all-reduce of the same bytes
 BESIDE = 0.5  # of gathers for weight gradients: they run beside other products
 
