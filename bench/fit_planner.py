@@ -1,35 +1,37 @@
-"""Find the planner's constants from measured products, collectives and steps.
+"""Find the planner's constants from measured products and steps, and judge them on other sources.
 
     python -m bench.fit_planner
 
-prints them as they stand in mpipar/plan/machines/*.toml, in STACKS of mpipar/plan/cluster.py and in
-mpipar/plan/step_time.py. Products and collectives of a device come from its own tables alone. The
-constants of stacks, and what has no table, come from steps. No constant belongs to a source, a
-model or a row. SciPy is needed, which scikit-learn brings along.
+prints the constants as they stand in mpipar/plan/machines/*.toml and in STACKS of
+mpipar/plan/cluster.py. Those of products come from a device's own table alone; those of stacks from
+steps. Then the stacks are fitted once more without each source, and the errors printed are those of
+the steps that were left out. No constant belongs to a source, a model or a row. SciPy is needed,
+which scikit-learn brings along.
 """
 
 from __future__ import annotations
 
 import math
-from contextlib import contextmanager
+from collections import defaultdict
+from collections.abc import Iterable
 from dataclasses import replace
 
-from mpipar.plan import block_time, collectives, step_time
-from mpipar.plan import cluster as clusters
-from mpipar.plan.published import read_rows, read_runs
+from mpipar.plan.cluster import CONSTANTS
+from mpipar.plan.published import Run, published_runs, read_rows, read_runs, stack_name
+from mpipar.plan.step_time import step_time
 
 PRODUCTS = {"a100-80": "A100-80-SXM", "h100": "H100-SXM", "b200": "B200-SXM"}
-CONSTANTS = ("products", "elementwise", "attention")
-OF_STACKS = [(stack, name) for stack in (
-    "megatron", "megatron-unfused", "zero-bubble", "deepspeed", "fsdp", "torchtitan")
-    for name in CONSTANTS]
-OF_MACHINES = [("a100-80", "layer_us"), ("h100", "layer_us")]
-OF_STEPS = [(collectives, "NETWORK"), (collectives, "SHARED"), (block_time, "SLOWED"),
-            (step_time, "UPDATE")]
-LEFT_OUT = ("r0011", "r0012", "r0013", "r0014", "r0015", "r0016")  # DeepSpeed ZeRO-3 of 2021
+FIRST = {"products": 0.9, "elementwise": 1.0, "attention": 1.0, "starts_us": 300.0}
 CLOSE = 0.05  # errors beyond this count linearly: some measurements are outliers
 TRUST = 0.15  # how hard a constant is held to its first value
-SINGLE_NODE = 0.05  # weight of a small model's step on one node
+EVERY, ONE_NODE = 5, 0.15  # of the steps on one node, and their weight
+PAPERS = ("vTrain", "2104.04473", "2205.05198", "2401.10241", "2402.15627", "llm-foundry",
+          "torchtitan", "dgxc", "README images")  # parts of the column `source`
+
+
+def paper_of(run: Run) -> str:
+    """The source that is left out as a whole: all tables of a paper or of a repository."""
+    return next((part for part in PAPERS if part in run.source), "others")
 
 
 def table_rows(device: str, operation: str) -> list[dict[str, str]]:
@@ -58,7 +60,7 @@ def fit_products(device: str) -> dict[str, float]:
             "product_gbytes_s": memory / 1e9}
 
 
-def trust(run) -> float:
+def trust(run: Run) -> float:
     """The weight of a run: more if its source states everything, less if not even the layout."""
     missing = run.row["missing"]
     if not missing:
@@ -66,64 +68,71 @@ def trust(run) -> float:
     return 0.3 if "recompute" in missing and "mbs" in missing else 1.0
 
 
-def training_runs():
+def training_runs() -> list[tuple[Run, float]]:
     """(run, weight) of the measured steps that the constants are found from."""
-    found = [(run, trust(run)) for run in read_runs("published.csv")
-             if run.row["id"] not in LEFT_OUT]
-    return found + [(run, SINGLE_NODE) for run in read_runs("single_node.csv")]
+    return ([(run, trust(run)) for run in published_runs()]
+            + [(run, ONE_NODE) for run in read_runs("single_node.csv")[::EVERY]])
 
 
-@contextmanager
-def constants(values: dict):
-    """The planner with other constants, for the length of a block."""
-    stacks, machines = dict(clusters.STACKS), {}
-    before = {(module, name): getattr(module, name) for module, name in OF_STEPS}
-    for (owner, name), value in values.items():
-        if owner in stacks:
-            stacks[owner] = replace(stacks[owner], **{name: value})
-        elif isinstance(owner, str):
-            machines.setdefault(owner, {})[name] = value
-        else:
-            setattr(owner, name, value)
-    try:
-        yield stacks, machines
-    finally:
-        for (module, name), value in before.items():
-            setattr(module, name, value)
+Known = dict[tuple[str, str], dict[str, float]]  # {(stack, generation of machines): constants}
 
 
-def predicted(run, stacks, machines) -> float:
-    """A run's step with other constants; devices of one generation share theirs."""
-    known = {id(one): name for name, one in clusters.STACKS.items()}
-    name = known.get(id(run.stack), "fsdp")  # a stack of 16-bit states is a copy of fsdp
-    base = stacks[name]
-    stack = replace(run.stack, **{part: getattr(base, part) for part in CONSTANTS})
-    generation = "h100" if run.cluster.name.startswith("h100") else "a100-80"
-    cluster = replace(run.cluster, **machines[generation])
-    return step_time.step_time(run.shape, run.layout, cluster, stack).total
+def kind_of(run: Run) -> tuple[str, str]:
+    """The stack of a run, and the generation of its machine: what has constants."""
+    return stack_name(run.row), run.cluster.efficiency
 
 
-def first_values() -> dict:
-    """Where the search begins: a stack that makes of a machine what its tables promise."""
-    values = dict.fromkeys((*OF_STACKS, *OF_STEPS), 1.0)
-    return values | dict.fromkeys(OF_MACHINES, 500.0)
+def with_constants(run: Run, constants: dict[str, float]) -> float:
+    """A run's step with other constants of its stack."""
+    stack = replace(run.stack, **constants, sets=())
+    return step_time(run.shape, run.layout, run.cluster, stack).total
 
 
-def fit_steps(runs) -> dict:
-    """The constants that make the runs' predicted steps closest to the measured ones."""
+def fit_stack(runs: list[tuple[Run, float]]) -> dict[str, float]:
+    """The constants of a stack that make its runs' predicted steps closest to the measured ones."""
     from scipy.optimize import least_squares
-    first = first_values()
-    start = [math.log(value) for value in first.values()]
+    start = [math.log(FIRST[name]) for name in CONSTANTS]
 
     def misfit(x):
-        values = dict(zip(first, map(math.exp, x), strict=True))
-        with constants(values) as (stacks, machines):
-            steps = [weight * math.log(predicted(run, stacks, machines) / run.seconds)
-                     for run, weight in runs]
+        constants = dict(zip(CONSTANTS, map(math.exp, x), strict=True))
+        steps = [weight * math.log(with_constants(run, constants) / run.seconds)
+                 for run, weight in runs]
         return steps + [TRUST * (now - before) for now, before in zip(x, start, strict=True)]
 
-    found = least_squares(misfit, start, loss="soft_l1", f_scale=CLOSE, max_nfev=40)
-    return dict(zip(first, map(math.exp, found.x), strict=True))
+    found = least_squares(misfit, start, loss="soft_l1", f_scale=CLOSE, max_nfev=12)
+    return dict(zip(CONSTANTS, map(math.exp, found.x), strict=True))
+
+
+def fit_stacks(runs: Iterable[tuple[Run, float]]) -> Known:
+    """The constants of each stack and generation that some of the runs have."""
+    mine = defaultdict(list)
+    for run, weight in runs:
+        mine[kind_of(run)].append((run, weight))
+    return {kind: fit_stack(own) for kind, own in mine.items()}
+
+
+def nearest(known: Known, run: Run) -> dict[str, float]:
+    """A run's constants; those of the same stack on another machine where there are no others."""
+    stack, _ = kind = kind_of(run)
+    return known.get(kind) or next(one for (name, _), one in known.items() if name == stack)
+
+
+def left_out(one_node: bool = True) -> dict[str, list[tuple[Run, float]]]:
+    """{source: [(run, error)]} by constants that were fitted without this source.
+
+    one_node: also the steps on one node, whose source is that of others on many nodes.
+    """
+    runs, found, known = training_runs(), {}, fit_stacks(training_runs())
+    judged = [*published_runs(), *(read_runs("single_node.csv") if one_node else ())]
+    for paper in dict.fromkeys(map(paper_of, judged)):
+        own = [run for run in judged if paper_of(run) == paper]
+        kinds = set(map(kind_of, own))
+        refit = [one for one in runs if paper_of(one[0]) != paper and kind_of(one[0]) in kinds]
+        without = {kind: one for kind, one in known.items() if kind not in kinds}
+        without |= fit_stacks(refit)
+        found[paper] = [(run, with_constants(run, nearest(without, run)) / run.seconds - 1)
+                        for run in own]
+    return found
 
 
 def main() -> None:
@@ -131,8 +140,8 @@ def main() -> None:
     for name, device in PRODUCTS.items():
         for constant, value in fit_products(device).items():
             print(f"{name}.{constant} = {value:.4g}")
-    for (owner, name), value in fit_steps(training_runs()).items():
-        print(f"{owner if isinstance(owner, str) else owner.__name__}.{name} = {value:.3g}")
+    for kind, constants in fit_stacks(training_runs()).items():
+        print(f"{' on '.join(kind)}: {', '.join(f'{one:.3g}' for one in constants.values())}")
 
 
 if __name__ == "__main__":

@@ -2,11 +2,11 @@
 
     python -m bench.published [--worst N] [--out FOLDER]
 
-For each source: errors of step time, beside those of one constant utilization (MFU) for the source.
-Then: how good the choice among measured layouts is, whether what ran is said to fit, and whether
-reported utilization follows from its stated rule. At last: which places publishers' layouts have in
-plans. All constants are frozen: bench.fit_planner says where they come from. The default folder is
-bench/results.
+For each source: errors of step time, by the constants of the package, and by constants that were
+fitted without this source. Beside them: one constant utilization (MFU) for the source, and a closed
+form of forty lines. Then: how good the choice among measured layouts is, whether what ran is said
+to fit, and whether reported utilization follows from its stated rule. At last: which places
+publishers' layouts have in plans. The default folder is bench/results.
 """
 
 from __future__ import annotations
@@ -17,6 +17,8 @@ from pathlib import Path
 from statistics import fmean, median
 
 from bench import results
+from bench.closed_form import closed_form
+from bench.fit_planner import left_out
 from mpipar.config.layout import sizes_text
 from mpipar.plan.footprint import footprint
 from mpipar.plan.published import (
@@ -30,13 +32,13 @@ from mpipar.plan.published import (
 from mpipar.plan.report import why_not
 from mpipar.plan.search import Question, search
 from mpipar.plan.shape import utilization
-from mpipar.plan.step_time import shortest
 
 OUT = Path(__file__).parent / "results"
 COUNTED = (  # a part of the column `source`, how it counts FLOPs; all others: "model"
     ("2104.04473", "hardware"), ("2201.11990", "hardware"), ("Megatron-Bridge", "causal"),
     ("v25.02.01 nemotron", "whole-heads"))
 CHOSEN = ("dgxc", "Nemotron", "Llama 3")
+ONE_NODE = "vTrain, one node"
 PRINTED = 5  # layouts that a plan prints
 GROUPS = (  # title, a part of the column `source`, of `system`
     ("vTrain, many nodes", "ground_truth_multi", ""),
@@ -90,7 +92,22 @@ def accuracy(runs) -> dict:
     return {"runs": len(runs), "mean %": mean_error(errors),
             "median %": 100 * median(map(abs, errors)), "worst %": 100 * worst.error,
             "worst row": worst.row["id"], "bias %": 100 * fmean(errors),
-            "one MFU for the source, mean %": constant_utilization(runs)}
+            "one MFU for the source, mean %": constant_utilization(runs),
+            "40 lines, mean %": mean_error(closed_form(run) / run.seconds - 1 for run in runs)}
+
+
+def without_source(groups: dict[str, list[Run]]) -> dict[str, dict]:
+    """Errors of each group by constants that were fitted without its source, in percent."""
+    errors = {key_of(run): error for found in left_out().values() for run, error in found}
+    return {title: {
+        "left out: mean %": mean_error(errors[key_of(run)] for run in runs),
+        "left out: median %": 100 * median(abs(errors[key_of(run)]) for run in runs)}
+        for title, runs in groups.items()}
+
+
+def key_of(run: Run) -> tuple[str, str]:
+    """What names a row: two files number theirs alike."""
+    return run.source, run.row["id"]
 
 
 def regrets(runs, least: int) -> list[tuple[float, Run, Run, int]]:
@@ -106,8 +123,7 @@ def regrets(runs, least: int) -> list[tuple[float, Run, Run, int]]:
     found = []
     for runs_of_job in jobs.values():
         if len(runs_of_job) >= least:
-            chosen = runs_of_job[shortest({
-                place: run.step for place, run in enumerate(runs_of_job)})]
+            chosen = min(runs_of_job, key=lambda run: run.predicted)
             best = min(runs_of_job, key=lambda run: run.seconds)
             found.append((chosen.seconds / best.seconds - 1, chosen, best, len(runs_of_job)))
     return found
@@ -254,8 +270,10 @@ def main() -> None:
     parser.add_argument("--out", type=Path, default=OUT, help="folder of the results")
     args = parser.parse_args()
     groups = by_group(published_runs())
-    accuracies = [{"source": title} | accuracy(runs)
-                  for title, runs in (groups | {"all": published_runs()}).items()]
+    judged = groups | {"all": list(published_runs()), ONE_NODE: read_runs("single_node.csv")}
+    blind = without_source(judged)
+    accuracies = [{"source": title} | accuracy(runs) | blind[title]
+                  for title, runs in judged.items()]
     for name, rows in (("published", accuracies), ("published_answers", answers(groups)),
                        ("published_mfu", utilization_rows()),
                        ("published_layouts", publishers(published_runs()))):

@@ -14,7 +14,7 @@ from mpipar.plan.step_time import step_time
 
 SHAPE = Shape(32, 4096, 16384, 32, 32, 128, 50304, 2048)
 LAYOUT = Layout(dp=4, pp=4, tp=2, num_microbatches=16)
-QUESTION = Question(SHAPE, load_cluster("a100-80"), STACKS["megatron-unfused"], 32, 64, 80.0, {})
+QUESTION = Question(SHAPE, load_cluster("a100-80"), STACKS["megatron"].unfused(), 32, 64, 80.0, {})
 ONE = Candidate(LAYOUT, step_time(SHAPE, LAYOUT, QUESTION.cluster, QUESTION.stack), None)
 
 

@@ -33,7 +33,7 @@ SAVE_SECONDS = 30.0
 
 
 def run(context: Context) -> int:
-    """Print the plan; return 0 if a layout fits, else 1.
+    """Print the plan; return 0 if a layout fits, also by --confirm, else 1.
 
     Raises UsageError with what is wrong for this model, DataError for files that cannot be read.
     """
@@ -45,9 +45,11 @@ def run(context: Context) -> int:
         if kinds:
             return run_mixed(args, question, kinds, job, tell)
         question, plan, batches = chosen_batch(args, question, tell)
-    text = ""
+    text, own = "", None
+    if args.confirm and plan.best:
+        own = confirm(question, job.config, plan.best[0].layout)
     if args.html is not None or not (args.json or args.csv):
-        text = answer(args, question, plan, batches, job)
+        text = answer(args, question, plan, batches, job, own)
     if args.html is not None:
         output.write_text(Path(args.html), page(question, plan, text))
     if args.json:
@@ -56,7 +58,8 @@ def run(context: Context) -> int:
         csv.writer(sys.stdout, lineterminator="\n").writerows(plan_report.csv_rows(question, plan))
     else:
         print(text)
-    return EXIT_OK if plan.best else EXIT_CHECK_FAILED
+    good = plan.best and (own is None or plan_report.confirmed(question, own[0]))
+    return EXIT_OK if good else EXIT_CHECK_FAILED
 
 
 def run_mixed(args, question: Question, kinds, job: Job, tell) -> int:
@@ -72,14 +75,14 @@ def run_mixed(args, question: Question, kinds, job: Job, tell) -> int:
     return EXIT_OK if plan.best else EXIT_CHECK_FAILED
 
 
-def answer(args, question: Question, plan: Plan, batches: dict[int, Plan], job: Job) -> str:
-    """The report, and what further flags ask for."""
+def answer(args, question: Question, plan: Plan, batches: dict[int, Plan], job: Job, own) -> str:
+    """The report, and what further flags ask for. own: what `confirm` found, or None."""
     parts = [plan_report.report(question, plan, job)]
     if plan.best:
         best = plan.best[0]
         parts.append(refusal(question, job, best.layout))
-        if args.confirm:
-            parts.append(plan_report.own_table(*confirm(question, job.config, best.layout)))
+        if own is not None:
+            parts.append(plan_report.own_table(question, *own))
         if args.failure_hours:
             parts.append(plan_report.saving(
                 question, best.step.total, args.save_seconds or SAVE_SECONDS, args.failure_hours))

@@ -20,6 +20,7 @@ from mpipar.plan.search import FIXED, SCHEDULES, Question
 from mpipar.plan.shape import MFU_RULES, Shape
 from mpipar.plan.sites import Sites
 
+GRADIENTS = {"float32": 4, "bfloat16": 2, "float16": 2}  # format: bytes of a number
 MOST_RANKS = 1 << 17
 MOST_ROWS = 1 << 24  # of a step
 ACTIVATIONS = ("gelu", "swiglu", "relu2")
@@ -49,7 +50,7 @@ class Arguments:
     activation: str | None = setting(
         None, "of the feed-forward network (default: the model's); relu2, the square of a ReLU, can"
         " be planned, and not be trained here", choices=ACTIVATIONS)
-    stack: str = setting("megatron", "software whose efficiency is assumed", choices=tuple(STACKS))
+    stack: str = setting("mpipar", "software whose efficiency is assumed", choices=tuple(STACKS))
     memory_limit: int | None = setting(
         None, "of a device, as 40G (default: the machine's)", in_bytes=True, low=1, below=2**63,
         metavar="BYTES")
@@ -69,6 +70,9 @@ class Arguments:
     zero: int | None = setting(None, "take this sharding of states",
                                choices=FIELDS["zero"].metadata["choices"])
     sequence_parallel: bool | None = setting(None, "take sequence parallelism, or leave it out")
+    grad_dtype: str | None = setting(
+        None, "format in which gradients of 16-bit weights are kept (default: the software's)",
+        choices=tuple(GRADIENTS))
     mfu_rule: str = setting("model", "which FLOPs count as used: " + "; ".join(
         f"{name} = {text}" for name, text in MFU_RULES.items()), choices=tuple(MFU_RULES))
     top: int = setting(5, "layouts to print", low=1, high=100, metavar="K")
@@ -103,6 +107,10 @@ def problems(args: Arguments) -> list[UserError]:
             read_text(text or "")
         except UsageError as error:
             found += error.problems if text is not None else []
+    count = (args.sites or "").partition(":")[0]
+    if count.isdecimal() and int(count) and args.ranks % int(count):
+        found.append(f"--sites {brief(args.sites)}: {args.ranks} devices do not make {count} equal"
+                     " sites")
     if args.batch_range is not None and args.batch_size is not None:
         found.append("--batch-size and --batch-range: give one of them")
     return [UsageError(found), *errors] if found else errors
@@ -175,13 +183,21 @@ def question_of(args: Arguments, job: Job) -> tuple[Question, tuple[Kind, ...]]:
     devices = sum(kind.ranks for kind in kinds)
     if kinds and devices != args.ranks:
         problems.append(f"--ranks {args.ranks}: the kinds of --machine have {devices} devices")
+    dp = fixed_parts(args, []).get("dp", 1)
+    if dp > 0 and batch % dp and args.batch_range is None:
+        near = [rows for rows in (batch - batch % dp, batch + dp - batch % dp) if rows]
+        problems.append(f"--batch-size {batch}: is not a multiple of --dp {dp}; use"
+                        f" {' or '.join(map(str, near))}")
     if problems:
         raise UsageError(problems)
     gib = clusters[0].memory_gib if args.memory_limit is None else args.memory_limit / (1 << 30)
     # Groups of tp lie inside the nodes of every kind.
     cluster = min(clusters, key=Cluster.per_node)
+    stack = STACKS[args.stack].with_dtype(dtype)
+    if args.grad_dtype:
+        stack = replace(stack, gradient_bytes=GRADIENTS[args.grad_dtype])
     question = Question(
-        shape_of(model, args.activation), cluster, STACKS[args.stack].with_dtype(dtype), args.ranks,
+        shape_of(model, args.activation), cluster, stack, args.ranks,
         batch, room(gib, args.headroom), fixed_parts(args, []), args.mfu_rule, dtype)
     return question, kinds
 

@@ -19,10 +19,10 @@ from mpipar.plan.shape import Shape
 # How often an activation crosses memory, forward and backward, beside the products: two norms and
 # two residual sums with dropout; the activation function; the copies of q, k and v.
 STREAM, WIDE, HEADS = (10, 12), (2, 3), (3, 4)
-SCORES = (8, 10)  # scale, mask, softmax and dropout over scores that lie in memory
-LOGITS = 7  # how often a loss moves each logit, forward and backward
+SCORES = (4, 5)  # scale, mask, softmax and dropout over scores that lie in memory
+LOGITS = 10  # how often a loss moves each logit, forward and backward
 BACKWARD = 2.5  # FLOPs of fused attention backward, over those forward: scores are made again
-SLOWED = 1.2  # seconds that products lose for a second of transfers beside them
+SLOWED = 0.5  # seconds that products lose for a second of transfers beside them: chosen on steps
 SUM_OF_PARTS = 1.2  # a reduce-scatter and an all-gather over an all-reduce of the same bytes
 BESIDE = 0.5  # of gathers for weight gradients: they run beside other products
 
@@ -32,7 +32,10 @@ BYTES = {widths: array("B*T", widths) for widths in ("f", "ff", "Q", "v")} | {
 
 
 class Times(NamedTuple):
-    """Seconds of a pass of a block, by what takes them."""
+    """Seconds of a pass of a block, by what takes them.
+
+    starts: how much longer a processor takes to start its operations than they run.
+    """
 
     products: float = 0.0
     attention: float = 0.0
@@ -62,10 +65,14 @@ class BlockTimes(NamedTuple):
         return self.f.total + self.i.total + self.w.total + self.again.total
 
 
+def product_rate(cluster: Cluster, stack: Stack) -> float:
+    """FLOPs a second of a large product: no more than the fastest that was ever measured."""
+    return min(cluster.ceiling_tflops, cluster.product_tflops * stack.products) * 1e12
+
+
 def product_seconds(m: float, n: float, k: float, cluster: Cluster, stack: Stack) -> float:
     """Seconds of a product (m, k) x (k, n)."""
-    return (cluster.product_us * 1e-6
-            + 2 * m * n * k / (cluster.product_tflops * 1e12 * stack.products)
+    return (cluster.product_us * 1e-6 + 2 * m * n * k / product_rate(cluster, stack)
             + stack.number_bytes * (m * k + k * n + m * n) / (cluster.product_gbytes_s * 1e9))
 
 
@@ -89,6 +96,7 @@ def barrier_seconds(barrier: Barrier, sizes: Letters, cluster: Cluster, ranks: i
 
 def block_times(shape: Shape, layout: Layout, cluster: Cluster, stack: Stack) -> BlockTimes:
     """The passes of one block on one microbatch, and those of the head."""
+    stack = stack.on(cluster)
     sizes = shape.letters(layout.rows, layout.tp, layout.cp, stack.number_bytes)
     units = shape.costs(layout.sequence_parallel)
     cost = units.block
@@ -100,41 +108,72 @@ def block_times(shape: Shape, layout: Layout, cluster: Cluster, stack: Stack) ->
     stream = value(units.stream, sizes)
     elementwise = [(STREAM[way] * stream + WIDE[way] * wide + HEADS[way] * heads) / memory
                    for way in (0, 1)]
-    start = cluster.layer_us * 1e-6
+    start = stack.starts_us * 1e-6
     tp = {phase: sum(barrier_seconds(one, sizes, cluster, layout.tp) for one in cost.barriers
                      if (one.axis, one.phase) == ("tp", phase)) for phase in "FIW"}
     cp = context_seconds(cost, sizes, layout, cluster, attention)
-    f = Times(products[0], attention[0], elementwise[0] + scores[0], start, tp["F"], cp[0])
-    i = Times(products[1], attention[1], elementwise[1] + scores[1], start, tp["I"], cp[1])
-    w = Times(products[2], starts=start, tp=tp["W"] * BESIDE)
-    again = {"none": Times(), "block": f,
-             "attention": Times() if stack.fused else Times(
-                 attention=attention[0], elementwise=scores[0])}[layout.recompute]
+    f = started(start, products[0], attention[0], elementwise[0] + scores[0], tp["F"], cp[0])
+    i = started(start, products[1], attention[1], elementwise[1] + scores[1], tp["I"], cp[1])
+    w = started(start, products[2], 0.0, added_up(cost, sizes, layout, cluster, stack),
+                tp["W"] * BESIDE)
+    selected = Times(attention=attention[0], elementwise=scores[0])
+    if stack.fused:
+        half = Times(products[0] / 2, elementwise=elementwise[0])
+        selected = half if stack.every_other else Times()
+    again = {"none": Times(), "block": f, "attention": selected}[layout.recompute]
     block = BlockTimes(f, i, w, again, head_seconds(units.head, sizes, cluster, stack) + tp["F"])
     return with_gathers(shape, layout, cluster, stack, block) if layout.zero > 1 else block
+
+
+def added_up(cost: Cost, sizes: Letters, layout: Layout, cluster: Cluster, stack: Stack) -> float:
+    """Seconds of adding a microbatch's weight gradients to those of the step, which lie in memory.
+
+    Where weights are sharded, gradients leave instead.
+    """
+    moved = value(cost.weights, sizes) * 2 * stack.gradient_bytes if layout.zero < 2 else 0.0
+    return moved / (cluster.hbm_gbytes_s * 1e9)
+
+
+def started(starts: float, products: float, attention: float = 0.0, elementwise: float = 0.0,
+            tp: float = 0.0, cp: float = 0.0) -> Times:
+    """A pass whose operations take so many seconds to start: it takes the longer of the two."""
+    exposed = max(0.0, starts - products - attention - elementwise - tp - cp)
+    return Times(products, attention, elementwise, exposed, tp, cp)
 
 
 def attention_seconds(cost: Cost, sizes: Letters, cluster: Cluster, stack: Stack):
     """((forward, backward) seconds of its products, and of crossing memory with its scores).
 
-    Fused attention computes the half of the square that is seen.
+    Fused attention computes the half of the square that is seen. Otherwise its products are as
+    others, and each writes or reads all scores.
     """
     flops = value(cost.attention, sizes)
-    rate = cluster.attention_tflops * 1e12 * stack.attention
     if stack.fused:
+        rate = min(cluster.ceiling_tflops, cluster.attention_tflops * stack.attention) * 1e12
         return (flops / 2 / rate, BACKWARD * flops / 2 / rate), (0.0, 0.0)
     scores = value(BYTES["scores"], sizes)
     memory = cluster.hbm_gbytes_s * 1e9 / stack.elementwise
-    return (flops / rate, 2 * flops / rate), tuple(count * scores / memory for count in SCORES)
+    forward = flops / product_rate(cluster, stack) + 2 * scores / (cluster.product_gbytes_s * 1e9)
+    return (forward, 2 * forward), tuple(count * scores / memory for count in SCORES)
 
 
 def context_seconds(cost: Cost, sizes: Letters, layout: Layout, cluster: Cluster, attention):
-    """(forward, backward) seconds that a ring of keys and values adds to attention."""
+    """(forward, backward) seconds that a ring of keys and values adds to attention.
+
+    A round's products hide its message, and lose by it; the first round has none to wait for.
+    """
     if layout.cp == 1:
         return 0.0, 0.0
     ring = next(one for one in cost.barriers if (one.axis, one.phase) == ("cp", "F"))
-    hops = (layout.cp - 1) * exchange(cluster, ring.payload(sizes, layout.cp), layout.tp)
-    return max(0.0, hops - attention[0]), max(0.0, 2 * hops - attention[1])
+    hop = exchange(cluster, ring.payload(sizes, layout.cp), layout.tp)
+    return tuple((layout.cp - 1) * beside(often * hop, part / layout.cp)
+                 for often, part in zip((1, 2), attention, strict=True))
+
+
+def beside(moved: float, window: float) -> float:
+    """Seconds that transfers add to a window that computes: those it leaves, and its loss."""
+    exposed = max(0.0, moved - window)
+    return exposed + SLOWED * (moved - exposed)
 
 
 def head_seconds(head: Cost, sizes: Letters, cluster: Cluster, stack: Stack) -> float:
@@ -157,9 +196,8 @@ def with_gathers(shape, layout, cluster, stack, block: BlockTimes) -> BlockTimes
     scatter = gather * stack.wire_bytes / stack.number_bytes
     often = 1.0 if layout.zero == 3 else 1 / layout.num_microbatches
 
-    def added(moved: float, beside: float) -> float:
-        exposed = max(0.0, moved - beside) if stack.overlap else moved
-        return often * (exposed + SLOWED * (moved - exposed))
+    def added(moved: float, window: float) -> float:
+        return often * (beside(moved, window) if stack.overlap else moved)
     f, i = block.f, block.i
     backward = i.total + block.w.total + block.again.total
     return block._replace(f=f._replace(gathers=added(gather, f.total)),

@@ -22,7 +22,6 @@ from mpipar.plan.machine import Machine
 from mpipar.plan.measure import unit_counts
 from mpipar.plan.sharing import EQUAL_SHARES
 from mpipar.plan.step import StepEstimate, schedule_costs, step_estimate
-from mpipar.plan.step_time import TIE, shortest
 from mpipar.train.build import configured_schedule
 
 
@@ -52,7 +51,7 @@ def choose(configs: list[Config], machine: Machine) -> tuple[Config, list[str]]:
     ranked.sort(key=lambda one: one.seconds)
     judged: dict[int, StepEstimate] = {}
     for place, one in enumerate(ranked):
-        if judged and one.seconds > (1 + TIE) * min(step.total for step in judged.values()):
+        if judged and one.seconds > min(step.total for step in judged.values()):
             break
         try:
             judged[place] = fitting_estimate(one.config, machine)
@@ -60,7 +59,7 @@ def choose(configs: list[Config], machine: Machine) -> tuple[Config, list[str]]:
             rejected[words(one.config)] = error.problems[0]
     if not judged:
         raise UsageError([f"--layout auto: {name}: {reason}" for name, reason in rejected.items()])
-    first = shortest(judged)
+    first = min(judged, key=lambda place: judged[place].total)
     notes = [(f"--layout auto: {words(ranked[first].config)} has the shortest predicted step of"
               f" {len(configs)} layouts"), ranking(ranked, judged, first, rejected)]
     if judged[first].extrapolated:
@@ -131,8 +130,6 @@ def why_not(first: StepEstimate, other: StepEstimate) -> str:
             "update": other.update - first.update}
     worst = max(more, key=more.get)
     percent = 100 * (other.total / first.total - 1)
-    if percent <= 100 * TIE:
-        return f"{percent:+.1f} %, too close to tell; its sums take {other.between * 1e3:.1f} ms"
     return f"{percent:+.0f} %, most of it in {worst}"
 
 

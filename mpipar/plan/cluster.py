@@ -14,7 +14,11 @@ from mpipar.files.bounded import problems_as, read_toml
 from mpipar.files.text import brief
 from mpipar.files.typed import built
 
+OLD_START = 3.5  # of collectives: two tables of A100, by versions of NCCL
 MACHINES = Path(__file__).parent / "machines"
+
+
+CONSTANTS = ("products", "elementwise", "attention", "starts_us")  # of a Stack, fitted
 
 
 @dataclass(frozen=True)
@@ -36,9 +40,9 @@ class Cluster:
 
     peak_tflops: by number format. product_*: a product of 16-bit numbers takes product_us +
     FLOPs / product_tflops + bytes / product_gbytes_s. attention_tflops: fused attention forward.
-    fused_attention: whether software that does not say it keeps scores out of the memory.
-    layer_us: what starting the operations of a block's forward adds. basis: what the figures rest
-    on.
+    ceiling_tflops: the fastest product that was measured, or 0.9 of the peak; nothing computes
+    faster. efficiency: the generation whose constants of a Stack it has. fused_attention: whether
+    software that does not say it keeps scores out of the memory. basis: what the figures rest on.
     """
 
     name: str
@@ -50,8 +54,9 @@ class Cluster:
     product_tflops: float
     product_gbytes_s: float
     attention_tflops: float
+    ceiling_tflops: float
+    efficiency: str
     fused_attention: bool
-    layer_us: float
     links: tuple[Link, ...]
 
     def per_node(self) -> int:
@@ -70,7 +75,13 @@ class Cluster:
             return self
         return replace(self, product_tflops=self.product_tflops * share,
                        attention_tflops=self.attention_tflops * share,
+                       ceiling_tflops=self.ceiling_tflops * share,
                        basis=f"{self.basis}; {dtype} in proportion to its peak")
+
+    def with_old_collectives(self) -> Cluster:
+        """The same devices with libraries before 2023, which have only the later start."""
+        return replace(self, links=tuple(replace(
+            link, latency_us=OLD_START * link.latency_us) for link in self.links))
 
     def with_network(self, gbits_per_device: float) -> Cluster:
         """The same devices behind a network of another rate."""
@@ -82,25 +93,44 @@ class Cluster:
 class Stack:
     """What a software stack makes of a machine.
 
-    products: share of the machine's rate of products. elementwise: how often activations cross the
-    memory, over once for each operation. attention: share of the machine's rate of attention.
-    These three are fitted. The others are what the stack does: fused: attention without scores in
-    memory. *_bytes: of a parameter. overlap: whether gathers and sums run beside the products.
-    number_bytes: of a number that is computed with.
+    sets: (generation, constants) of machines; those of the first one are also the fields, which
+    `on` replaces. products: share of the machine's rate of products. elementwise: how often
+    activations cross the memory, over once for each operation. attention: share of the
+    machine's rate of attention. starts_us: what a processor takes to start the operations of a
+    block's forward. These four are fitted. The others are what the stack does: fused: attention
+    without scores in memory. *_bytes: of a parameter. overlap: whether gathers and sums run beside
+    the products. unit: blocks that are gathered at once. every_other: selective recompute runs
+    every other product again, and what lies between them. remakes: backward makes again what its
+    layers can, as mpipar's own do. norm_bytes: of a number that a norm keeps, 0 for those of other
+    numbers. logit_bytes: of a logit, beside the number: in 32 bits it, the logarithm of its
+    softmax, and its gradient; a fused loss has one. number_bytes: of a number that is computed
+    with. evidence: measured steps behind it.
     """
 
     products: float
     elementwise: float
     attention: float
-    fused: bool
+    starts_us: float
+    fused: bool = True
     weight_bytes: float = 2
     gradient_bytes: float = 4
     optimizer_bytes: float = 12
     wire_bytes: float = 2
     unit: float = 1.0
-    selective: float = 1.0
-    overlap: bool = False
+    overlap: bool = True
+    every_other: bool = False
+    remakes: bool = False
+    norm_bytes: float = 0
+    logit_bytes: float = 12
     number_bytes: float = 2
+    evidence: str = ""
+    sets: tuple[tuple[str, tuple[float, float, float, float]], ...] = ()
+
+    def on(self, cluster: Cluster) -> Stack:
+        """The same stack with its constants on a machine."""
+        known = dict(self.sets).get(cluster.efficiency)
+        return self if known is None else replace(
+            self, **dict(zip(CONSTANTS, known, strict=True)), sets=())
 
     def with_states(self, weight: float, gradient: float, optimizer: float) -> Stack:
         """The same stack with other bytes of a parameter."""
@@ -113,21 +143,37 @@ class Stack:
             return self
         return replace(self.with_states(4, 4, 8), number_bytes=4, wire_bytes=4)
 
+    def unfused(self) -> Stack:
+        """The same stack as it was before 2023: scores in memory, and nothing beside products."""
+        return replace(self, fused=False, overlap=False)
 
+
+def stack_of(sets: dict[str, tuple[float, float, float, float]], evidence: str, **parts) -> Stack:
+    """A Stack with its constants on each generation of machines."""
+    return Stack(*next(iter(sets.values())), evidence=evidence, sets=tuple(sets.items()), **parts)
+
+
+MEGATRON = {"a100": (0.942, 1.76, 1.04, 897.0), "h100": (1.03, 1.01, 0.889, 300.0)}
+FSDP = {"a100": (0.881, 2.27, 0.529, 300.0), "h100": (0.831, 3.1, 0.499, 300.0)}
 STACKS = {
-    "megatron": Stack(1.1, 0.948, 1.12, fused=True, overlap=True),
-    "megatron-unfused": Stack(0.938, 1.14, 1.03, fused=False),
-    "zero-bubble": Stack(0.854, 0.735, 0.936, fused=False),
-    "deepspeed": Stack(0.906, 1.05, 0.891, fused=False, gradient_bytes=2, unit=0.25),
-    "fsdp": Stack(0.945, 2.4, 0.512, fused=True, weight_bytes=4, optimizer_bytes=8, overlap=True),
-    "torchtitan": Stack(1.32, 1.03, 0.224, fused=True, weight_bytes=4, optimizer_bytes=8,
-                        overlap=True, selective=0.6),
+    "mpipar": stack_of(MEGATRON, "none of its steps is measured on a GPU: it is given Megatron-LM's"
+                       " constants, and keeps in memory what its own layers say", remakes=True,
+                       logit_bytes=4),
+    "megatron": stack_of(MEGATRON, "170 published steps of Megatron-LM and its relatives, and 730"
+                         " on one node"),
+    "fsdp": stack_of(FSDP, "108 published steps of PyTorch FSDP", weight_bytes=4,
+                     optimizer_bytes=8, every_other=True, logit_bytes=4),
 }
 
 
 def machine_names() -> list[str]:
     """The machines that the package knows."""
     return sorted(path.stem for path in MACHINES.glob("*.toml"))
+
+
+def like(name: str, names: list[str]) -> list[str]:
+    """The names that begin like another one, whatever its capitals; all if there are none."""
+    return [one for one in names if one.startswith(name.lower())] or names
 
 
 def load_cluster(name: str) -> Cluster:
@@ -142,8 +188,11 @@ def load_cluster(name: str) -> Cluster:
     else:
         names = machine_names()
         wrong = "does not end in .toml" if Path(name).exists() else "does not exist"
-        raise UsageError(f"--machine {brief(name)} {wrong}{suggestion(name, names)}; use"
-                         f" one of {', '.join(names)}, or a file that ends in .toml")
+        if name.endswith(".json"):
+            wrong = "is no data sheet; what bench.calibrate measures is for explain and train"
+        close = suggestion(name.lower(), like(name, names))
+        raise UsageError(f"--machine {brief(name)} {wrong}{close}; use one of"
+                         f" {', '.join(names)}, or a file that ends in .toml")
     values = read_toml(path, DataError)
     with problems_as(DataError, str(path)):
         cluster = built(Cluster, {"name": path.stem} | values, "the file")

@@ -1,19 +1,19 @@
 """How long messages and collectives take on a cluster's links: latency and bytes over a rate.
 
-A group of q ranks whose neighbours lie `stride` ranks apart has g members in each node. Inside a
-node a ring moves its bytes over the fastest links. Across nodes a group that fills its nodes drives
-all their adapters. One that shares them with other groups gets fewer than g. Source of the volumes:
-rings (Patarasuk and Yuan 2009).
+A group of q ranks whose neighbours lie `stride` ranks apart has some members in each node. Inside a
+node a ring moves its bytes over the fastest links. Across nodes each member in a node drives its
+own adapter, and the node with the fewest members sets the pace. Source of the volumes: rings
+(Patarasuk and Yuan 2009).
 """
 
 from __future__ import annotations
 
 import math
 
-from mpipar.plan.cluster import Cluster
+from mpipar.plan.cluster import Cluster, Link
 
-SHARED = 0.435  # a group of g of a node's devices drives g**SHARED adapters, if not all
-NETWORK = 0.91  # share of an adapter's rate that collectives reach
+SHORT, LATE = 0.66, 3.5  # of a node's links: the rate of short messages, the start of long ones
+NETWORK = 0.9  # share of an adapter's rate that collectives reach
 
 
 def all_reduce(cluster: Cluster, nbytes: float, ranks: int, stride: int = 1) -> float:
@@ -33,15 +33,46 @@ def exchange(cluster: Cluster, nbytes: float, stride: int) -> float:
     return link.latency_us * 1e-6 / 2 + nbytes / (link.gbytes_s * 1e9 * share)
 
 
+def members_in_a_node(ranks: int, stride: int, per_node: int) -> int:
+    """The fewest members that a group has in a node which it touches; `ranks` if it leaves none.
+
+    Groups lie one behind the other, so that those of 6 ranks on nodes of 8 are 6, 2 + 4, 4 + 2, 6.
+    """
+    span = ranks * stride
+    if per_node % span == 0:
+        return ranks
+    if stride % per_node == 0:
+        return 1
+    if per_node % stride == 0 and span % per_node == 0:
+        return per_node // stride
+    fewest = ranks
+    for group in range(per_node // math.gcd(span, per_node)):
+        for first in range(group * span % per_node, group * span % per_node + stride):
+            last = first + (ranks - 1) * stride
+            if first // per_node != last // per_node:
+                begins = math.ceil((per_node - first % per_node) / stride)
+                fewest = min(fewest, begins, last % per_node // stride + 1,
+                             max(1, per_node // stride))
+    return fewest
+
+
+def in_a_node(link: Link, moved: float) -> float:
+    """Seconds of a collective by a node's links: the quicker of two ways that libraries have.
+
+    One starts at once, and reaches a share of the rate. The other reaches all of it, later.
+    """
+    rate, start = link.gbytes_s * 1e9, link.latency_us * 1e-6
+    return min(start + moved / (SHORT * rate), LATE * start + moved / rate)
+
+
 def _collective(cluster: Cluster, nbytes: float, ranks: int, stride: int) -> float:
     if ranks == 1:
         return 0.0
     inner, outer = cluster.links[0], cluster.links[-1]
     moved = (ranks - 1) / ranks * nbytes
-    if ranks * stride <= inner.joins or inner is outer:
-        return inner.latency_us * 1e-6 + moved / (inner.gbytes_s * 1e9)
-    members = max(1, min(ranks, inner.joins // stride))
-    adapters = members if members == inner.joins else members**SHARED
-    rate = min(inner.gbytes_s, adapters * outer.gbytes_s * NETWORK) * 1e9
+    members = ranks if inner is outer else members_in_a_node(ranks, stride, inner.joins)
+    if members == ranks:
+        return in_a_node(inner, moved)
+    rate = min(inner.gbytes_s, members * outer.gbytes_s * NETWORK) * 1e9
     return (inner.latency_us * (members > 1) + outer.latency_us * math.log2(
         max(2, ranks / members))) * 1e-6 + moved / rate

@@ -58,7 +58,7 @@ def train_config(question: Question, config: Config, layout: Layout, num_microba
     train = replace(config.train, batch_size=layout.dp * layout.rows * num_microbatches)
     memory = replace(config.memory, recompute=layout.recompute, zero=layout.zero,
                      zero_grads="sharded" if layout.zero == 3 else "full")
-    run = replace(config.run, dtype=question.dtype)
+    run = replace(config.run, dtype=question.dtype, device="cuda")
     return replace(config, grid=grid, model=model, train=train, memory=memory, run=run)
 
 

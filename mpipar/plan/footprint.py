@@ -18,8 +18,8 @@ from mpipar.plan.shape import Shape
 
 GIB = 1 << 30
 AGAIN = 2.5  # a block that runs again holds what it keeps, and gradients beside it, in two widths
-LOGITS = 4  # bytes of a logit; its gradient has a number's
-RESERVE = 1.75 * GIB  # contexts, libraries and buffers of collectives, and what lies between arrays
+RESERVE = 1.75 * GIB  # contexts, libraries and buffers of collectives
+BETWEEN = 0.03  # of what comes and goes in a step: memory that lies unused between arrays
 
 
 class Footprint(NamedTuple):
@@ -32,8 +32,13 @@ class Footprint(NamedTuple):
     buffers: float
 
     @property
+    def reserve(self) -> float:
+        """What no array has, and what lies between arrays."""
+        return RESERVE + BETWEEN * (self.stash + self.buffers)
+
+    @property
     def total(self) -> float:
-        return sum(self) + RESERVE
+        return sum(self) + self.reserve
 
 
 def stash_per_block(shape: Shape, layout: Layout, stack: Stack) -> dict[str, float]:
@@ -46,14 +51,17 @@ def stash_per_block(shape: Shape, layout: Layout, stack: Stack) -> dict[str, flo
     sizes = shape.letters(layout.rows, layout.tp, layout.cp, size)
     units = shape.costs(layout.sequence_parallel)
     block, once = units.block, value(units.stream, sizes)
-    kept = value(block.stash, sizes) + value(block.remade, sizes)
+    kept = value(block.stash, sizes) + (0.0 if stack.remakes else value(block.remade, sizes))
+    if stack.norm_bytes:  # in place of numbers as wide as others
+        kept += 2 * once * (stack.norm_bytes / size - 1)
     scores = 0.0
     if not stack.fused:
         whole = shape.costs(layout.sequence_parallel, scores=True).block
         scores = value(whole.stash, sizes) - value(block.stash, sizes)
         scores *= 2 + 1 / size
         kept += 2 * once / size
-    return {"block": once, "attention": kept * stack.selective, "none": kept + scores}
+    selected = kept * (0.6 if stack.every_other else 1)
+    return {"block": once, "attention": selected, "none": kept + scores}
 
 
 def in_flight(layout: Layout, rank: int) -> int:
@@ -90,7 +98,7 @@ def _rank_footprint(shape, layout, stack, rank: int, counts, stash) -> Footprint
     if layout.recompute == "block":
         buffers = (AGAIN - 1) * stash["attention"] - kept + stash["none"]
     if rank == layout.last_rank:
-        buffers += (LOGITS + size) * tokens * shape.vocab / layout.tp
+        buffers += (stack.logit_bytes + size) * tokens * shape.vocab / layout.tp
     if layout.zero >= 3:
         buffers += 2 * unit * size + unit * stack.gradient_bytes
     elif layout.zero == 2:

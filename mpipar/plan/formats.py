@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from mpipar.plan.block_time import product_rate
 from mpipar.plan.footprint import GIB
 from mpipar.plan.search import Plan, Question, search
 
@@ -47,7 +48,7 @@ def least_seconds(question: Question) -> float:
     """Seconds of the products of weights alone, on devices that are never idle."""
     shape = question.shape
     weights = shape.layers * shape.block_parameters + shape.vocab * shape.width
-    rate = question.cluster.product_tflops * 1e12 * question.stack.products
+    rate = product_rate(question.cluster, question.stack.on(question.cluster))
     return 6 * question.batch_size * shape.tokens * weights / (question.ranks * rate)
 
 

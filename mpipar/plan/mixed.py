@@ -21,15 +21,13 @@ from mpipar.plan.layout import Layout, blocks_of_stages, rank_parameters
 from mpipar.plan.pipeline_time import Pipelines
 from mpipar.plan.search import Question, layouts, search
 from mpipar.plan.step_time import (
-    STEP,
-    TIE,
     StepTime,
     compute_of,
     hop_seconds,
-    shortest,
     sum_seconds,
     tp_of,
     update_seconds,
+    window_of,
 )
 
 
@@ -100,7 +98,7 @@ def search_mixed(question: Question, kinds: tuple[Kind, ...], count: int = 5,
     pipelines = Pipelines()
     for below, layout, order in ranked:
         known = sorted(one.step.total for one in best.values())[:count]
-        if len(known) == count and below > known[-1] * (1 + TIE):
+        if len(known) == count and below > known[-1]:
             break
         tell(f"{len(ranked):,} layouts of several kinds, the best {known[0] if known else 0:.3f} s")
         found = judged(question, layout, order, pipelines)
@@ -108,10 +106,7 @@ def search_mixed(question: Question, kinds: tuple[Kind, ...], count: int = 5,
             rejected["does not fit in memory"] += 1
         elif layout.grid not in best or found.step.total < best[layout.grid].step.total:
             best[layout.grid] = found
-    ordered = []
-    if best:
-        first = shortest({grid: one.step for grid, one in best.items()})
-        ordered = [best.pop(first), *sorted(best.values(), key=lambda one: one.step.total)]
+    ordered = sorted(best.values(), key=lambda one: one.step.total)
     slowest = min(kinds, key=lambda kind: kind.cluster.product_tflops)
     alike = question._replace(
         cluster=slowest.cluster, gib=min(kind.gib for kind in kinds))
@@ -212,15 +207,16 @@ def step_of(question: Question, layout: Layout, by_rank: list[Kind], blocks: lis
     block, times = blocks[rank], m * counts[rank]
     head = (rank == layout.last_rank) * m * block.head
     elements = [rank_parameters(shape, layout, one, counts) for one in range(layout.pp)]
-    sums = max(sum_seconds(shape, layout, kind.cluster, stack, size)
-               for kind, size in zip(by_rank, elements, strict=True))
+    sums = max(sum_seconds(shape, layout, kind.cluster, stack, size, window_of(layout, *own))
+               for kind, size, own in zip(by_rank, elements, zip(blocks, counts, strict=True),
+                                          strict=True))
     update = max(update_seconds(layout, kind.cluster, stack, size)
                  for kind, size in zip(by_rank, elements, strict=True))
     return StepTime(
         times * compute_of(block) + head, times * block.again.total, times * tp_of(block),
         times * (block.f.cp + block.i.cp), whole - busy[rank],
         messages_seconds(question, layout, by_rank),
-        times * (block.f.gathers + block.i.gathers) + sums, update + STEP)
+        times * (block.f.gathers + block.i.gathers) + sums, update)
 
 
 def messages_seconds(question: Question, layout: Layout, by_rank: list[Kind]) -> float:

@@ -9,7 +9,7 @@ from __future__ import annotations
 from html import escape
 
 from mpipar.files.text import harmless
-from mpipar.plan.footprint import GIB, RESERVE
+from mpipar.plan.footprint import GIB
 from mpipar.plan.report import PARTS, layout_words
 from mpipar.plan.search import Candidate, Plan, Question
 
@@ -79,7 +79,7 @@ def memory_names() -> list[str]:
 
 def memory_values(one: Candidate) -> list[float]:
     """The GiB of each label."""
-    return [size / GIB for size in (*one.memory, RESERVE)]
+    return [size / GIB for size in (*one.memory, one.memory.reserve)]
 
 
 def legend(names) -> str:

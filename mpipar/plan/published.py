@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import csv
 import math
+from dataclasses import replace
 from typing import NamedTuple
 
 from mpipar.plan.cluster import MACHINES, STACKS, Cluster, Stack, load_cluster
@@ -22,6 +23,9 @@ MACHINE_OF = {"A100-80-SXM": "a100-80", "A100-40-SXM": "a100-40", "H100-80-SXM":
 SIXTEEN_BITS = ("bf16", "fp16", "amp_bf16", "bf16 PURE")
 ACTIVATION = {"gpt": "gelu", "llama": "swiglu", "sqrelu": "relu2"}
 RECOMPUTE = {"full": "block", "selective": "attention", "selective?": "attention", "none": "none"}
+
+
+FUSED_NORMS = ("Megatron", "MegaScale", "Meta", "FSDP", "torchtitan")  # parts of `system`
 
 
 class Run(NamedTuple):
@@ -59,30 +63,38 @@ class Run(NamedTuple):
         return footprint(self.shape, self.layout, self.stack).total / (1 << 30)
 
 
-def stack_of(row: dict[str, str], cluster: Cluster) -> str:
-    """The name of a row's software stack, by its columns `system` and `attn`.
-
-    Megatron-LM without a word on attention has the usual kind of its device.
-    """
-    system, attention = row["system"], row["attn"]
-    for part, name in (("FSDP", "fsdp"), ("torchtitan", "torchtitan"), ("DeepSpeed", "deepspeed"),
-                       ("sail-sg", "zero-bubble")):
-        if part in system:
-            return name
-    fused = attention != "unfused" if attention else cluster.fused_attention
-    return "megatron" if fused else "megatron-unfused"
+def stack_name(row: dict[str, str]) -> str:
+    """The name of a row's software stack, by its column `system`."""
+    return "fsdp" if any(part in row["system"] for part in ("FSDP", "torchtitan")) else "megatron"
 
 
 def stack_for(row: dict[str, str], cluster: Cluster) -> Stack:
-    """The Stack of a row; weights, gradients and moments all of 16 bits where it says so."""
-    stack = STACKS[stack_of(row, cluster)]
+    """The Stack of a row, with what its columns `system`, `attn` and `precision` say of it.
+
+    Software without a word on attention has the usual kind of its device. DeepSpeed keeps gradients
+    in 16 bits, as does software that is not known here. That has a kernel for norms only where
+    `attn` names one, and else keeps their inputs in 32 bits. Weights, gradients and
+    moments are all of 16 bits where a row says so.
+    """
+    stack, attention = STACKS[stack_name(row)], row["attn"]
+    if not (attention != "unfused" if attention else cluster.fused_attention):
+        stack = stack.unfused()
+    if "DeepSpeed" in row["system"]:
+        stack = replace(stack, gradient_bytes=2, unit=0.25)
+    elif not any(part in row["system"] for part in FUSED_NORMS):
+        own = "rms" in attention.lower() or "norm" in attention.lower()
+        stack = replace(stack, gradient_bytes=2, norm_bytes=0 if own else 4)
     if row["precision"].endswith("PURE"):
         return stack.with_states(2, 2, 4)
     return stack
 
 
 def layout_of(row: dict[str, str]) -> Layout:
-    """The Layout of a row. What it does not say is what it needs least: one chunk, no recompute."""
+    """The Layout of a row.
+
+    Assumed of what it does not say: one chunk, and no recompute. Weights that are gathered for
+    each microbatch go with full recompute, the default of MaxText, whose rows do not say it.
+    """
     dp, rows = int(row["dp"]), int(row["mbs"])
     microbatches = max(1, round(int(row["gbs"]) / (dp * rows)))
     zero = {"0": 0, "1": 1, "2": 2, "3": 3}.get(row["zero"], 1)
@@ -91,9 +103,10 @@ def layout_of(row: dict[str, str]) -> Layout:
         schedule = "interleaved"
     if zero == 2 and row["system"] == "MegaScale":  # shards what 1 shards, and gathers no weights
         zero = 1
+    recompute = RECOMPUTE.get(row["recompute"], "block" if zero == 3 else "none")
     return Layout(
         dp, int(row["pp"]), int(row["cp"] or 1), int(row["tp"]), rows, microbatches,
-        schedule, chunks, row["seq_par"] == "1", RECOMPUTE.get(row["recompute"], "none"), zero)
+        schedule, chunks, row["seq_par"] == "1", recompute, zero)
 
 
 def shape_of(row: dict[str, str]) -> Shape | None:
@@ -118,10 +131,9 @@ def run_of(row: dict[str, str], clusters: dict[str, Cluster]) -> Run | None:
     cluster = clusters[row["device"]]
     if row["net_per_gpu_gbps"]:
         cluster = cluster.with_network(float(row["net_per_gpu_gbps"]))
-    run = Run(row, shape, layout_of(row), cluster, stack_for(row, cluster), float(row["step_s"]))
-    if not row["recompute"] and run.gib > cluster.memory_gib:  # it must have run something again
-        run = run._replace(layout=run.layout._replace(recompute="block"))
-    return run
+    stack = stack_for(row, cluster)
+    cluster = cluster if stack.fused else cluster.with_old_collectives()
+    return Run(row, shape, layout_of(row), cluster, stack, float(row["step_s"]))
 
 
 def read_runs(name: str) -> list[Run]:

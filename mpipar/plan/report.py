@@ -9,6 +9,7 @@ from dataclasses import replace
 from mpipar.config.layout import sizes_text
 from mpipar.console.tables import short_count, table
 from mpipar.files.text import counted
+from mpipar.plan.cluster import STACKS
 from mpipar.plan.confirm import Confirmed, Job, command_line
 from mpipar.plan.footprint import GIB, RESERVE, Footprint, footprint, rank_footprints
 from mpipar.plan.layout import Layout, blocks_of_stages
@@ -17,7 +18,7 @@ from mpipar.plan.published import nearest_runs
 from mpipar.plan.search import Candidate, Plan, Question, layouts, other_order
 from mpipar.plan.shape import MFU_RULES, utilization
 from mpipar.plan.sites import Sites, crossings, needed_gbits
-from mpipar.plan.step_time import TIE, StepTime, rank_times, shortest, step_time
+from mpipar.plan.step_time import StepTime, rank_times, step_time
 
 PARTS = {"compute": "products, attention, elementwise", "again": "forward passes again",
          "tp": "tp barriers", "cp": "cp messages", "bubble": "idle in the pipeline",
@@ -61,7 +62,8 @@ def headline(question: Question) -> str:
     return (f"{shape.parameters / 1e9:.2f} billion parameters in {question.dtype},"
             f" {counted(question.batch_size, 'row')} of {shape.tokens} tokens a step, on"
             f" {question.ranks} x {cluster.name}\n"
-            f"the machine's figures: {cluster.basis}")
+            f"the machine's figures: {cluster.basis}\n"
+            f"the software's: {question.stack.evidence}")
 
 
 def verdict(question: Question, best: Candidate) -> str:
@@ -72,7 +74,16 @@ def verdict(question: Question, best: Candidate) -> str:
             f" {seconds:.3f} s a step, {short_count(tokens)} tokens/s,"
             f" {short_count(tokens / question.ranks)} on each device\n"
             f"MFU {100 * mfu(question, best):.1f} % of {peak(question):.0f} TFLOP/s, with"
-            f" {MFU_RULES[question.mfu_rule]}; it is bound by {PARTS[bound_by(best.step)]}")
+            f" {MFU_RULES[question.mfu_rule]}; it is bound by {PARTS[bound_by(best.step)]}\n"
+            f"a step of this layout by the constants of other software: {others(question, best)}")
+
+
+def others(question: Question, best: Candidate) -> str:
+    """What a layout takes by the constants of each stack that differs."""
+    found = {name: step_time(question.shape, best.layout, question.cluster,
+                             stack.with_dtype(question.dtype)).total
+             for name, stack in STACKS.items() if stack.evidence != question.stack.evidence}
+    return ", ".join(f"{seconds:.3f} s {name}" for name, seconds in found.items())
 
 
 def peak(question: Question) -> float:
@@ -119,7 +130,7 @@ def nodes(question: Question, best: Candidate) -> str:
 
 def parts_table(question: Question, best: Candidate) -> str:
     """Seconds of the step, and bytes of the fullest rank."""
-    memory = [*best.memory._asdict().items(), ("reserve", RESERVE)]
+    memory = [*best.memory._asdict().items(), ("reserve", best.memory.reserve)]
     parts = {name: max(seconds, 0.0) for name, seconds in best.step._asdict().items()}
     time = [(PARTS[name], f"{seconds:.3f}", f"{100 * seconds / best.step.total:.1f} %")
             for name, seconds in parts.items()]
@@ -159,15 +170,22 @@ def in_short(rows: list[tuple]) -> list[tuple]:
     return rows if len(rows) <= 10 else [*rows[:5], ("...", *[""] * (len(rows[0]) - 1)), *rows[-3:]]
 
 
-def own_table(found: list[Confirmed], why_not: str) -> str:
-    """What mpipar's own code would have on its first and last pipeline rank."""
+def own_table(question: Question, found: list[Confirmed], why_not: str) -> str:
+    """What mpipar's own code would have on its first and last pipeline rank, and its verdict."""
     if why_not:
         return f"mpipar cannot run this layout: {why_not}"
     rows = [("mpipar's own step, on shapes", "states GiB", "the rest GiB", "sent in a step GiB")]
     rows += [(f"rank {one.rank}", f"{one.states / GIB:.2f}", f"{one.rest / GIB:.2f}",
               f"{one.sent / GIB:.2f}") for one in found]
-    return (f"{table(rows)}\nits plain attention keeps scores, unless --recompute attention or"
-            " block makes them again")
+    most = max(one.states + one.rest for one in found) / GIB
+    fits = "it fits" if confirmed(question, found) else "it does not fit"
+    return f"{table(rows)}\n{fits}: {most:.1f} of {question.gib:.1f} GiB, without what no array has"
+
+
+def confirmed(question: Question, found: list[Confirmed]) -> bool:
+    """Whether mpipar's own step ran on shapes, and fits."""
+    room = question.gib * GIB - RESERVE
+    return bool(found) and all(one.states + one.rest <= room for one in found)
 
 
 def sites_table(question: Question, plan: Plan, sites: Sites) -> str:
@@ -234,8 +252,6 @@ def why_not(first: Candidate, other: Candidate) -> str:
     text = f"{more[worse]:+.2f} s {PARTS[worse]}"
     if more[better] < -0.005:
         text += f", {more[better]:+.2f} s {PARTS[better]}"
-    if other.step.total < first.step.total:  # see `shortest`
-        text += f"; within {100 * TIE:.0f} %, and needs the network more"
     return text
 
 
@@ -311,7 +327,8 @@ def changes(question: Question, plan: Plan) -> list[dict]:
             cluster = changed(question.cluster, by)
             steps.append([step_time(question.shape, one.layout, cluster, question.stack,
                                     pipelines.simulated) for one in plan.best])
-        firsts = [plan.best[shortest(dict(enumerate(each)))] for each in steps]
+        firsts = [plan.best[min(range(len(each)), key=lambda place: each[place].total)]
+                  for each in steps]
         found.append({"input": name, "steps_s": [each[0].total for each in steps],
                       "first": [one.layout for one in firsts]})
     return [*found, {"input": "memory of a device",
@@ -353,7 +370,8 @@ def csv_rows(question: Question, plan: Plan) -> list[list]:
     """A header, and a row for each layout, with units in the names."""
     names = [*Layout._fields, "step_s", *(f"{name}_s" for name in StepTime._fields), "memory_gib",
              "mfu_percent"]
-    return [names, *([*one.layout, f"{one.step.total:.6g}", *(f"{part:.6g}" for part in one.step),
+    return [names, *([*one.layout, f"{one.step.total:.6g}",
+                      *(f"{max(part, 0):.6g}" for part in one.step),
                       f"{one.memory.total / GIB:.3f}",
                       f"{100 * mfu(question, one):.2f}"] for one in plan.best)]
 

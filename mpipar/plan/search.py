@@ -19,7 +19,7 @@ from mpipar.plan.footprint import GIB, Footprint, footprint
 from mpipar.plan.layout import Layout
 from mpipar.plan.pipeline_time import Pipelines, bound
 from mpipar.plan.shape import Shape
-from mpipar.plan.step_time import TIE, StepTime, shortest, step_time
+from mpipar.plan.step_time import StepTime, step_time
 
 CHUNKS = (2, 3, 4, 5, 6, 7, 8, 10, 12)
 SCHEDULES = tuple(name for name, family in FAMILIES.items() if family.planned)
@@ -196,7 +196,7 @@ def judged(question: Question, ranked: list[tuple], count: int, pipelines: Pipel
     tried = 0
     for below, layout, memory in ranked:
         known = best.get(layout.grid)
-        if len(best) >= count and below > kth_best(best, count) * (1 + TIE):
+        if len(best) >= count and below > kth_best(best, count):
             break
         if known is None or below < known.step.total:
             tried += 1
@@ -217,12 +217,12 @@ def other_order(layout: Layout, cluster: Cluster) -> Layout | None:
 
 
 def with_best_order(question: Question, one: Candidate, pipelines: Pipelines) -> Candidate:
-    """The candidate with dp as its outermost axis, if that makes the step clearly shorter."""
+    """The candidate with dp as its outermost axis, if that makes the step shorter."""
     other = other_order(one.layout, question.cluster)
     if other is None:
         return one
     step = step_time(question.shape, other, question.cluster, question.stack, pipelines.simulated)
-    return one._replace(layout=other, step=step) if step.total * (1 + TIE) < one.step.total else one
+    return one._replace(layout=other, step=step) if step.total < one.step.total else one
 
 
 def trade_off(ranked: list[tuple]) -> list[tuple[float, float, Layout]]:
@@ -241,9 +241,5 @@ def kth_best(best: dict[tuple, Candidate], count: int) -> float:
 
 
 def in_order(best: dict[tuple, Candidate]) -> list[Candidate]:
-    """The candidates: first the one that `shortest` takes, then the others by their steps."""
-    if not best:
-        return []
-    first = best[shortest({grid: one.step for grid, one in best.items()})]
-    others = (one for one in best.values() if one is not first)
-    return [first, *sorted(others, key=lambda one: one.step.total)]
+    """The candidates by their steps."""
+    return sorted(best.values(), key=lambda one: one.step.total)

@@ -46,11 +46,6 @@ class StepEstimate:
     def total(self) -> float:
         return self.pipeline + self.barriers + self.update
 
-    @property
-    def between(self) -> float:
-        """Seconds in which only the network works."""
-        return self.barriers
-
 
 def microbatch_rows(config) -> int:
     """Rows of one microbatch of a resolved config."""

@@ -10,15 +10,11 @@ from collections.abc import Callable
 from typing import NamedTuple
 
 from mpipar.pipeline.forms import Letters
-from mpipar.plan.block_time import BlockTimes, block_times
+from mpipar.plan.block_time import BlockTimes, beside, block_times
 from mpipar.plan.cluster import Cluster, Stack
 from mpipar.plan.collectives import all_gather, exchange
 from mpipar.plan.layout import Layout, blocks_of_stages, rank_parameters
 from mpipar.plan.shape import Shape
-
-UPDATE = 0.919  # how often masters, moments and gradients cross memory in an update
-TIE = 0.03  # steps that are closer than this are the same to the closed forms
-STEP = 0.005  # seconds of what happens once in a step: data, norm, logging
 
 
 class StepTime(NamedTuple):
@@ -37,21 +33,6 @@ class StepTime(NamedTuple):
     def total(self) -> float:
         return sum(self)
 
-    @property
-    def between(self) -> float:
-        """Seconds of what goes between nodes."""
-        return self.hops + self.sums
-
-
-def shortest(steps: dict) -> object:
-    """The key of the shortest of some StepTimes.
-
-    Among those within TIE of the shortest the one wins that needs the network least: there the
-    measured steps vary most.
-    """
-    least = min(step.total for step in steps.values())
-    close = {key: step for key, step in steps.items() if step.total <= (1 + TIE) * least}
-    return min(close, key=lambda key: (close[key].between, close[key].total))
 
 
 def step_time(shape: Shape, layout: Layout, cluster: Cluster, stack: Stack,
@@ -93,8 +74,18 @@ def rank_time(shape, layout, cluster, stack, rank: int, block: BlockTimes,
         passes - m * blocks * block.total - head,
         hop_seconds(shape, layout, cluster, stack),
         m * blocks * (block.f.gathers + block.i.gathers)
-        + sum_seconds(shape, layout, cluster, stack, elements),
-        update_seconds(layout, cluster, stack, elements) + STEP)
+        + sum_seconds(shape, layout, cluster, stack, elements, window_of(layout, block, blocks)),
+        update_seconds(layout, cluster, stack, elements))
+
+
+def window_of(layout: Layout, block: BlockTimes, blocks: int) -> tuple[float, float]:
+    """Seconds of computing (beside the sums of gradients, beside the gathers of weights).
+
+    Sums begin when the last microbatch's backward has left its last chunk's first block. Weights
+    are gathered beside the first microbatch's forward.
+    """
+    each = max(0, blocks - 1)
+    return (each * (block.i.total + block.w.total + block.again.total), each * block.f.total)
 
 
 def busy_seconds(layout: Layout, block: BlockTimes, counts: tuple[int, ...]) -> list[float]:
@@ -136,9 +127,9 @@ def bubble_of(layout: Layout, block: BlockTimes, counts: tuple[int, ...]) -> lis
 def hop_seconds(shape: Shape, layout: Layout, cluster: Cluster, stack: Stack) -> float:
     """Seconds of messages between stages that nothing hides.
 
-    They go down once and up once. With chunks each rank also has messages on both sides of each
-    pass. A stack without overlap waits for them: once for a forward and a backward, whose messages
-    cross a link in both directions at once. The slowest link sets the pace.
+    They go down once and up once. A stack without overlap also waits for those of each chunk and
+    microbatch. It waits once for a forward and a backward, whose messages cross a link in both
+    directions at once. The slowest link sets the pace.
     """
     if layout.pp == 1:
         return 0.0
@@ -149,28 +140,32 @@ def hop_seconds(shape: Shape, layout: Layout, cluster: Cluster, stack: Stack) ->
     across = min(hops, layout.chunks * nodes - 1) if nodes > 1 else 0
     near, far = (exchange(cluster, message, to) for to in (stride, max(stride, each)))
     seconds = 2 * ((hops - across) * near + across * far)
-    if layout.chunks > 1 and not stack.overlap:
+    if not stack.overlap:
         seconds += layout.num_microbatches * layout.chunks * (far if across else near)
     return seconds
 
 
-def sum_seconds(shape, layout, cluster, stack, elements: float) -> float:
-    """Seconds of sums of a rank's parameters over the data ranks, behind the last backward."""
+def sum_seconds(shape, layout, cluster, stack, elements: float,
+                windows: tuple[float, float]) -> float:
+    """Seconds of sums of a rank's parameters over the data ranks that no window covers."""
     sums = all_gather(cluster, elements * stack.wire_bytes, layout.data_ranks, layout.data_stride)
     weights = all_gather(
         cluster, elements * stack.number_bytes, layout.data_ranks, layout.data_stride)
+    beside_backward, beside_forward = windows
     if layout.zero == 0:
-        return 2 * sums
+        return beside(2 * sums, beside_backward) if stack.overlap else 2 * sums
     if layout.zero > 1:  # the tables are units, too
         often = layout.num_microbatches if layout.zero == 3 else 1
         tables = shape.table_parameters * stack.number_bytes / layout.tp
         return often * all_gather(cluster, tables, layout.data_ranks, layout.data_stride)
-    return (sums + weights) * (0.2 if stack.overlap else 1.0)
+    if not stack.overlap:
+        return sums + weights
+    return beside(sums, beside_backward) + beside(weights, beside_forward)
 
 
 def update_seconds(layout, cluster, stack, elements: float) -> float:
     """Seconds of clearing gradients, norm, and optimizer: bytes over the memory's rate."""
     if layout.zero:
         elements /= layout.data_ranks
-    moved = elements * (stack.gradient_bytes + stack.optimizer_bytes) * UPDATE
+    moved = elements * (stack.gradient_bytes + stack.optimizer_bytes)
     return moved / (cluster.hbm_gbytes_s * 1e9)
