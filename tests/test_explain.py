@@ -102,6 +102,21 @@ def test_a_decoder_s_calls_and_bytes_follow_the_closed_forms(layout, settings):
     assert_closed_forms(replace(config, model=replace(config.model, **settings)))
 
 
+@pytest.mark.parametrize("memory", [
+    MemoryConfig(), MemoryConfig("block"), MemoryConfig(zero=1), MemoryConfig(zero=3)], ids=str)
+@pytest.mark.parametrize(("settings", "grid"), [
+    ({}, {}), ({"shared_expert_ffn": 10}, {"expert_dispatch": "all-gather"}),
+    ({"expert_interval": 2}, {"pp": 2}), ({"sequence_parallel": True}, {"dp": 2, "cp": 2}),
+], ids=str)
+def test_the_calls_and_bytes_of_experts_follow_the_closed_forms(settings, grid, memory):
+    """Blocks with experts and without them, of which a stage holds two or three."""
+    config = configure((1, 1, 1), "1f1b", "pair")
+    config = replace(
+        config, memory=memory, grid=replace(config.grid, **{"dp": 4, "tp": 2, "ep": 2} | grid),
+        model=replace(config.model, experts=4, seq_len=24, **settings))
+    assert_closed_forms(resolve(config, config.grid.num_ranks)[0])
+
+
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize(
     ("method", "cp"), [("ring", 2), ("ring", 4), ("gather", 4), ("ulysses", 2)])

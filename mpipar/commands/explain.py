@@ -207,7 +207,8 @@ def closed_forms(prediction, config, schedule, split, grid) -> str:
               for axis in formulas.counted(records)}
     if block := formulas.one_block(records):
         groups["tp, one block"] = block
-        expected["tp, one block"] = formulas.layer(config, grid.size("tp"))
+        index = int(block[0].name.split(".")[0].removeprefix("block"))
+        expected["tp, one block"] = formulas.layer(config, grid.size("tp"), index)
     rows = [("axis", "calls", "closed form", "", "sent", "closed form", "")]
     for axis, own in groups.items():
         formula, count, text, size = expected.get(axis, formulas.Expected())

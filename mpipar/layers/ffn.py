@@ -36,21 +36,24 @@ class FeedForward:
         self.params = [*self.up.params, *self.down.params]
 
     @classmethod
-    def cost(cls, name: str, cuts: tuple[str, str], rows: str = "B*T", patch: str = "") -> Cost:
-        """Its Cost. rows, patch: see `product_cost`."""
-        up, down, h = cls._costs(name, cuts, "F", rows, patch)
+    def cost(
+        cls, name: str, cuts: tuple[str, str], rows: str = "B*T", patch: str = "", width: str = "F",
+    ) -> Cost:
+        """Its Cost. rows, patch: see `product_cost`. width: the letter of its own width."""
+        up, down, h = cls._costs(name, cuts, width, 1, rows, patch)
         return together(up, Cost(stash=h), down)
 
     @staticmethod
     def _costs(
-        name: str, cuts: tuple[str, str], wide: str, rows: str, patch: str
+        name: str, cuts: tuple[str, str], width: str, often: int, rows: str, patch: str
     ) -> tuple[Cost, Cost, Sum]:
         """The Costs of both products, and the bytes of what the first one makes.
 
-        wide: the letters of its outputs.
+        That is `often` times as wide as what the second one takes.
         """
+        wide = width * often
         return (product_cost(f"{name}.up", cuts[0], "D", wide, rows, patch=patch),
-                product_cost(f"{name}.down", cuts[1], "F", "D", rows, patch=patch, again=False),
+                product_cost(f"{name}.down", cuts[1], width, "D", rows, patch=patch, again=False),
                 array(rows, sides(cuts[0], "D", wide)["y"][1]))
 
     def forward(self, x: Array, stash: Stash, residual: Array | None = None) -> Array:
@@ -88,9 +91,11 @@ class GatedFeedForward(FeedForward):
     tensors = ("gate", "up")
 
     @classmethod
-    def cost(cls, name: str, cuts: tuple[str, str], rows: str = "B*T", patch: str = "") -> Cost:
+    def cost(
+        cls, name: str, cuts: tuple[str, str], rows: str = "B*T", patch: str = "", width: str = "F",
+    ) -> Cost:
         """Its Cost."""
-        up, down, h = cls._costs(name, cuts, "FF", rows, patch)
+        up, down, h = cls._costs(name, cuts, width, 2, rows, patch)
         return together(up, Cost(stash=h), down._replace(stash={}, remade=down.stash))
 
     def forward(self, x: Array, stash: Stash, residual: Array | None = None) -> Array:

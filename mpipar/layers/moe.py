@@ -230,8 +230,10 @@ class MixtureOfExperts:
         """Its Cost, with the letters of models/decoder.py: the experts are equally popular."""
         wide, rows = BENDS[activation].wide, "B*T*k"
         barriers = [
-            *token_barriers(f"{name}.up", held, scatter="I", gather="F"),
-            *(Barrier(f"{name}.{ending}", phase, kind, term(carries), "expert", phase == "F")
+            *(one._replace(again=one.phase == "F")
+              for one in token_barriers(f"{name}.up", held, scatter="I", gather="F")),
+            *(Barrier(f"{name}.{ending}", phase, kind, term(carries), "expert",
+                      phase == "F" and ending != "combine")  # see `recompute`
               for phase, ending, kind, carries in dispatch.barriers),
             *token_barriers(f"{name}.down", held, scatter="F", gather="I")]
         if balance == "loss":

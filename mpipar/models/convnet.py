@@ -134,8 +134,10 @@ def pair_cost(config: ConvnetConfig) -> Cost:
 BLOCKS = {"pair": BlockKind(pair_block, pair_cost)}  # by config.block_kind(index)
 
 
-def unit_costs(config: ConvnetConfig, method: str | None = None, scores: bool = False) -> UnitCosts:
-    """What the units cost. There is no attention, so `method` and `scores` say nothing."""
+def unit_costs(
+    config: ConvnetConfig, method: str | None = None, scores: bool = False, dispatch: str = "",
+) -> UnitCosts:
+    """What the units cost. There are neither attention nor experts, so the others say nothing."""
     head = together(NORMS[config.norm].cost("B*S"), Head.cost(WholeTokens, "B"),
                     CrossEntropy.cost("B"))
     return UnitCosts(Stem.cost(), block_costs(BLOCKS, config), head, array("B*S", "D"))

@@ -39,8 +39,8 @@ LETTERS = """\
 B rows of a microbatch, T tokens of each on a rank, A tokens of a whole row, D model width, F ffn
 width, V vocabulary, f and v a rank's pieces of F and V, t its tokens between products where they
 are cut, Q and K widths of a rank's queries and keys, h its heads of queries, E experts, x those of
-a rank, k experts that a token passes, g a rank's piece of the width in an expert, e bytes of a
-number, s bytes of one in a sum, i bytes of an id"""
+a rank, k experts that a token passes, g a rank's piece of the width in an expert, W and w those of
+the shared expert, e bytes of a number, s bytes of one in a sum, i bytes of an id"""
 CUT = "heads, ffn, vocabulary"  # what tp divides
 TOKENS = "embedding.tokens"  # the table that a tied head shares
 
@@ -97,26 +97,26 @@ def block_around(
     return [Residual(norm1, attn), Residual(norm2, branch)]
 
 
-def dense_cost(config: DecoderConfig, method: str | None, scores: bool) -> Cost:
-    """The Cost of a dense block. method, scores: see `Attention.cost`."""
+def dense_cost(config: DecoderConfig, method: str | None, scores: bool, dispatch: str) -> Cost:
+    """The Cost of a dense block. method, scores: see `Attention.cost`. No row is dispatched."""
     return cost_around(config, method, scores, ffn_cost(config, "block*.ffn"))
 
 
-def expert_cost(config: DecoderConfig, method: str | None, scores: bool) -> Cost:
+def expert_cost(config: DecoderConfig, method: str | None, scores: bool, dispatch: str) -> Cost:
     """The Cost of a block with experts. method, scores: see `Attention.cost`."""
     held = holder(config.sequence_parallel, config.tp_matmul)
     parts = [MixtureOfExperts.cost("block*.moe", held, config.activation,
-                                   DISPATCHES["all-to-all"], config.router_balance)]
+                                   DISPATCHES[dispatch], config.router_balance)]
     if config.shared_expert_ffn:
-        parts.insert(0, ffn_cost(config, "block*.shared"))
+        parts.insert(0, ffn_cost(config, "block*.shared", "W"))
     return cost_around(config, method, scores, *parts)
 
 
-def ffn_cost(config: DecoderConfig, name: str) -> Cost:
-    """The Cost of a feed-forward network of width F."""
+def ffn_cost(config: DecoderConfig, name: str, width: str = "F") -> Cost:
+    """The Cost of a feed-forward network of this width, a letter."""
     held = holder(config.sequence_parallel, config.tp_matmul)
     cuts = held.cuts if config.ffn_cut == "pair" else (config.ffn_cut,) * 2
-    return FFNS[config.activation].cost(name, cuts)
+    return FFNS[config.activation].cost(name, cuts, width=width)
 
 
 def cost_around(
@@ -152,12 +152,15 @@ def shared_table(
     return tables[name]
 
 
-def unit_costs(config: DecoderConfig, method: str | None = None, scores: bool = False) -> UnitCosts:
-    """What the units cost. method, scores: see `Attention.cost`."""
+def unit_costs(
+    config: DecoderConfig, method: str | None = None, scores: bool = False,
+    dispatch: str = "all-to-all",
+) -> UnitCosts:
+    """What the units cost. method, scores: see `Attention.cost`; dispatch: --expert-dispatch."""
     held = holder(config.sequence_parallel, config.tp_matmul)
     head = together(NORMS[config.norm].cost(held.rows), Head.cost(held), CrossEntropy.cost())
-    return UnitCosts(TokenEmbedding.cost(held), block_costs(BLOCKS, config, method, scores), head,
-                     array(held.rows, "D"))
+    blocks = block_costs(BLOCKS, config, method, scores, dispatch)
+    return UnitCosts(TokenEmbedding.cost(held), blocks, head, array(held.rows, "D"))
 
 
 def letters(
@@ -177,7 +180,8 @@ def letters(
         "v": share(config.vocab_size, tp, table_multiple), "Q": heads * config.head_dim,
         "K": share(config.whole_kv_heads, tp) * config.head_dim, "h": heads,
         "E": config.experts or 0, "x": config.experts or 0, "k": config.experts_per_token,
-        "g": share(config.expert_ffn or 0, tp), "i": 8}
+        "g": share(config.expert_ffn or 0, tp), "W": config.shared_expert_ffn or 0,
+        "w": share(config.shared_expert_ffn or 0, tp), "i": 8}
 
 
 def describe_model(config: DecoderConfig) -> str:

@@ -123,11 +123,15 @@ class UnitCosts(NamedTuple):
     stream: Sum
 
     @property
+    def kinds(self) -> list[Cost]:
+        """The Costs that blocks have, each once, in the order of the blocks."""
+        return list({id(one): one for one in self.blocks}.values())
+
+    @property
     def block(self) -> Cost:
         """The Cost of every block, of a model that has one kind."""
-        first, *others = self.blocks
-        assert all(one is first for one in others), "blocks of several kinds"
-        return first
+        (one,) = self.kinds
+        return one
 
 
 class BlockKind(NamedTuple):

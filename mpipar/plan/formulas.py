@@ -22,9 +22,10 @@ from mpipar.ops import shapes_for
 from mpipar.partition.context import keeps_scores
 
 FACTORS = {"all_reduce": "2(q-1)/q", "all_gather": "(q-1)/q", "reduce_scatter": "(q-1)/q",
-           "all_to_all": "(q-1)/q"}
+           "all_to_all": "(q-1)/q", "all_to_allv": "1"}  # a payload of rows for others alone
 # By kind of barrier: how often a rank sends what the Barrier says, a number and a factor.
-SENT = {"all_reduce": (2, "(q-1)/q"), "all_to_all": (1, "(q-1)/q"), "all_gather": (1, "(q-1)"),
+SENT = {"all_reduce": (2, "(q-1)/q"), "all_to_all": (1, "(q-1)/q"),
+        "all_to_allv": (1, "(q-1)/q"), "all_gather": (1, "(q-1)"),
         "reduce_scatter": (1, "(q-1)"), "ring": (1, "(q-1)"), "ring_home": (1, "q")}
 
 
@@ -37,22 +38,24 @@ def units_of(config) -> tuple[UnitCosts, Letters]:
         scores = keeps_scores(method, config.model.head_dim, ops.tiled_head_width)
     sizes = model.letters(config.model, rows_per_microbatch(config), grid.tp, grid.cp,
                           ops.table_multiple)
-    return model.unit_costs(config.model, method, scores), sizes | {"e": e, "s": s}
+    costs = model.unit_costs(config.model, method, scores, grid.expert_dispatch)
+    return costs, sizes | {"e": e, "s": s}
 
 
 def text(form: Sum) -> str:
     """The formula of a Sum; what differs in one width alone is put together."""
     groups: dict[tuple[str, str], list[tuple[float, str]]] = {}
-    for (*rows, width, number), often in form.items():
-        groups.setdefault(("*".join(rows), number), []).append((often, width))
+    for (*letters, number), often in form.items():
+        width = letters.pop() if letters else ""
+        groups.setdefault(("*".join(letters), number), []).append((often, width))
     found = []
     for (rows, number), widths in groups.items():
         (often, width), *others = widths
         if others:
             inside = [f"{often:.0f}{width}" if often > 1 else width for often, width in widths]
-            found.append(f"{rows}*({' + '.join(inside)})*{number}")
-        else:
-            found.append((f"{often:.0f}*" if often > 1 else "") + f"{rows}*{width}*{number}")
+            width, often = f"({' + '.join(inside)})", 1
+        found.append("*".join([f"{often:.0f}"] * (often > 1) + [rows] * bool(rows)
+                              + [width] * bool(width) + [number]))
     return " + ".join(found)
 
 
@@ -69,7 +72,8 @@ def sent_text(barriers: Iterable[Barrier]) -> str:
 
 def payload_text(barrier: Barrier) -> str:
     """The formula of one operation's payload."""
-    return "q * " * (KINDS[barrier.kind].pieces(2) == 2) + text(barrier.carries)
+    factor = {2: "q * ", 0.5: "(q-1)/q * "}.get(KINDS[barrier.kind].pieces(2), "")
+    return factor + text(barrier.carries)
 
 
 def payload(record, config, group_size: int) -> tuple[str, float] | None:
@@ -82,7 +86,7 @@ def payload(record, config, group_size: int) -> tuple[str, float] | None:
         return text(units.stream), value(units.stream, sizes)
     phase = "F" if record.phase == "recompute" else record.phase
     found = ((payload_text(barrier), barrier.payload(sizes, group_size))
-             for cost in (units.entry, *units.blocks[:1], units.head) for barrier in cost.barriers
+             for cost in (units.entry, *units.kinds, units.head) for barrier in cost.barriers
              if (barrier.name, barrier.phase) == (family(record.name), phase)
              and record.operation in KINDS[barrier.kind].operations)
     return next((one for one in found if sizes[one[0][-1]] == record.dtype.itemsize), None)
@@ -125,7 +129,7 @@ def expected(config, schedule, stage_layers, grid, prediction) -> dict[str, Expe
     parts = [stage_parts(stage, stage_layers) for stage in stages]
     m = config.grid.num_microbatches // (1 + mirror), "m/2" if mirror else "m"
     found = {axis: _layers(config, axis, parts, *m, len(prediction.groups[axis]))
-             for axis in ("tp", "cp", "kv") if len(prediction.groups.get(axis, ())) > 1}
+             for axis in ("tp", "cp", "kv", "expert") if len(prediction.groups.get(axis, ())) > 1}
     if grid.size("pp") > 1:
         # Neighbouring stages on one rank need no message. A mirror's stages are of two directions.
         hops = sum(0 <= other < schedule.num_stages and (mirror or other not in stages)
@@ -139,7 +143,10 @@ def expected(config, schedule, stage_layers, grid, prediction) -> dict[str, Expe
         found["tp"] = _plus(found["tp"], sums)
     copies = grid.size("dp") * grid.size("cp")
     if copies > 1:
-        found["data" if grid.size("cp") > 1 else "dp"] = _data(config, prediction, copies, *m)
+        for groups, _ in prediction.segments:  # the last group sums: expert_data, and all copies
+            ranks = prediction.groups.get(groups[-1], ())
+            if len(ranks) > 1:
+                found[groups[-1]] = _data(config, prediction, groups[-1], len(ranks), *m)
     if grid.world_size > 1:
         found["world"] = Expected("1 (the norm)", 1)
     return found
@@ -148,17 +155,23 @@ def expected(config, schedule, stage_layers, grid, prediction) -> dict[str, Expe
 def _layers(config, axis: str, parts, m: int, m_text: str, q: int) -> Expected:
     """The Expected of an axis that layers cross: blocks, those that run again, and the ends."""
     units, sizes = units_of(config)
-    counts = [len(part[0]) for part in parts]
-    block = [one for one in units.block.barriers if one.axis == axis]
-    again = [one for one in block if one.again]
     ends = [one for place, cost in ((1, units.entry), (2, units.head)) for part in parts
             for one in cost.barriers * part[place] if one.axis == axis]
-    runs = [("L", sum(counts), block),
-            ("R", sum(min(count, recomputed_blocks(config)) for count in counts), again)]
-    calls = [f"{_calls(barriers, q)}{letter}" for letter, count, barriers in runs if count]
+    runs = []
+    for number, kind in enumerate(units.kinds, 1):
+        # The blocks of this kind, by stage: their places among the stage's blocks.
+        places = [[place for place, block in enumerate(part[0]) if units.blocks[block] is kind]
+                  for part in parts]
+        again = [place for own in places for place in own if place < recomputed_blocks(config)]
+        barriers, letter = [one for one in kind.barriers if one.axis == axis], ""
+        if len(units.kinds) > 1:
+            letter = str(number)
+        runs += [(f"L{letter}", sum(map(len, places)), barriers),
+                 (f"R{letter}", len(again), [one for one in barriers if one.again])]
+    calls = [f"{_calls(barriers, q)}{letter}" for letter, count, barriers in runs if count and barriers]
     bytes_sent = [f"{letter} * ({sent_text(barriers) or 0})"
-                  for letter, count, barriers in runs if count]
-    if axis == "tp" and bytes_sent:
+                  for letter, count, barriers in runs if count and barriers]
+    if axis == "tp" and bytes_sent and len(units.kinds) == 1:
         bytes_sent[0] = "L * one block"  # which has a row of its own
     calls += [f"{_calls(ends, q)}"] * bool(ends)
     bytes_sent += [sent_text(ends)] * bool(ends)
@@ -198,25 +211,29 @@ def _plus(one: Expected, two: Expected) -> Expected:
                     f"{one.sent_formula} + {two.sent_formula}", one.sent + two.sent)
 
 
-def _data(config, prediction, group_size: int, m: int, m_text: str) -> Expected:
-    """The Expected of the ranks that sum gradients, and share out what they keep (--zero).
+def _data(
+    config, prediction, group: str, group_size: int, m: int, m_text: str
+) -> Expected:
+    """The Expected of a group that sums gradients, and shares out what it keeps (--zero).
 
     Segments are shared out one by one. Reads are the segments that all units read: those of a tied
     table count for each of its users. Source: arXiv 1910.02054, for a split backward.
     """
     (itemsize, sum_itemsize), memory = bytes_of_numbers(config), config.memory
     factor = (group_size - 1) / group_size
+    own = [length for groups, length in prediction.segments if groups[-1] == group]
+    numbers = sum(own)
     if memory.zero == 0:  # the number of calls depends on buckets and further groups
         return Expected(sent_formula="2(q-1)/q * gradients",
-                        sent=2 * factor * prediction.num_params * sum_itemsize)
-    numbers = sum(length for _, length in prediction.segments)
+                        sent=2 * factor * numbers * sum_itemsize)
     if memory.zero == 1:
-        return Expected("2 segments", 2 * len(prediction.segments),
+        return Expected("2 segments", 2 * len(own),
                         "(q-1)/q * (gradients + weights)",
                         factor * numbers * (sum_itemsize + itemsize))
-    lengths = [one for units in prediction.reads.values() for unit in units for one in unit]
+    lengths = [length for units in prediction.reads.values() for unit in units
+               for groups, length in unit if groups[-1] == group]
     gathers, gathers_text = (1, "") if memory.gathers == "stage" else (2 * m, f"2*{m_text} ")
-    calls, sums, words = len(prediction.segments), numbers, "gradients"
+    calls, sums, words = len(own), numbers, "gradients"
     calls_text = f"{gathers_text}reads + segments"
     if memory.keeps_pieces_of_gradients:
         calls, sums, words = m * len(lengths), m * sum(lengths), f"{m_text} gradients"
@@ -232,10 +249,10 @@ def bytes_of_numbers(config) -> tuple[int, int]:
     return itemsize, max(itemsize, 4)
 
 
-def layer(config, q: int) -> Expected:
-    """The Expected of tp for both passes of one block and microbatch."""
+def layer(config, q: int, block: int = 0) -> Expected:
+    """The Expected of tp for both passes of one microbatch in the block of this index."""
     units, sizes = units_of(config)
-    barriers = [one for one in units.block.barriers if one.axis == "tp"]
+    barriers = [one for one in units.blocks[block].barriers if one.axis == "tp"]
     return Expected("", _calls(barriers, q), sent_text(barriers), _sent(barriers, sizes, q))
 
 

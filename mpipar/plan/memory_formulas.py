@@ -30,37 +30,40 @@ def states(config, prediction) -> dict[str, Form]:
     u is the larger of both. Source: arXiv 1910.02054, for a split backward.
     """
     e, s = bytes_of_numbers(config)
-    level, x = config.memory.zero, config.grid.dp * config.grid.cp if config.memory.zero else 1
-    over = "/x" if x > 1 else ""
+    level = config.memory.zero
+    over = "/x" if level and config.grid.dp * config.grid.cp > 1 else ""
     numbers = sum(length for _, length in prediction.segments)
-    units = [[sum(unit) for unit in units] for units in prediction.reads.values()]
+    pieces = sum(length // (len(prediction.groups.get(groups[-1], "1")) if level else 1)
+                 for groups, length in prediction.segments)  # what this rank keeps of them
+    units = [[sum(length for _, length in unit) for unit in units]
+             for units in prediction.reads.values()]
     turns = [max((size for stage in units for size in stage[odd::2]), default=0)
              for odd in (0, 1)]
     found = {"weights": Form("N*e", numbers * e), "gradients": Form("N*s", numbers * s)}
     if level == 3:
-        own = numbers // x * e
+        own = pieces * e
         found["weights"] = Form("N*e/x + (u0 + u1)*e", own + sum(turns) * e)
         if config.memory.gathers == "stage":
             found["weights"] = Form("N*e/x + the stage's units",
                                     own + sum(units[0]) * e) if len(units) == 1 else Form()
         if config.memory.keeps_pieces_of_gradients:
-            found["gradients"] = Form("N*s/x + u*s", numbers // x * s + max(turns) * s)
+            found["gradients"] = Form("N*s/x + u*s", pieces * s + max(turns) * s)
     masters = int(np.dtype(config.run.dtype).itemsize < s)
     copies = len(OPTIMIZERS[config.train.optimizer].kinds) + masters
     if copies:
-        found["optimizer"] = Form(f"{copies}N*s{over}", copies * (numbers // x) * s)
+        found["optimizer"] = Form(f"{copies}N*s{over}", copies * pieces * s)
     return found
 
 
 def block(config) -> dict[str, Form]:
-    """{from F to I, from I to W: Form} of what a block keeps of one microbatch.
+    """{from F to I, from I to W: Form} of what the first block keeps of one microbatch.
 
     From F to I these are inputs of norms, of products and of the activation function, and what
     attention saves. From I to W they are inputs and gradients of the results of norms and products.
     Source: arXiv 2205.05198, without dropout.
     """
     units, sizes = units_of(config)
-    block = units.block
+    block = units.blocks[0]
     if config.memory.recompute == "block":
         block = Recomputed.cost(block, units.stream)
     return {f"one block, from {when}": Form(text(kept), value(kept, sizes))

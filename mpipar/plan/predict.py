@@ -25,8 +25,7 @@ class Prediction:
     peak_bytes: {label: bytes} at the instant of the largest sum. flops: {phase: FLOPs of products}.
     recorder: the records and counters of the step. groups: {axis: world ranks} of this rank.
     num_params: of its stages, without padding. segments: (groups, length) of each segment of its
-    flat buffers, see `layers/flat.py`. reads: {stage: [lengths of the segments that a unit
-    reads, ...]}.
+    flat buffers, see `layers/flat.py`. reads: {stage: [those that a unit reads, ...]}.
     """
 
     world_rank: int
@@ -58,6 +57,6 @@ def predict(config, world_rank: int) -> Prediction:
                       sum(flat.size for flat in worker.flats),
                       [(flat.groups, flat.length(number)) for flat in worker.flats
                        for number in range(len(flat.segments))],
-                      {number: [[flat.length(segment) for flat, segment in needs]
+                      {number: [[(flat.groups, flat.length(segment)) for flat, segment in needs]
                                 for needs in units]
                        for number, units in unit_segments(worker.stages).items()})

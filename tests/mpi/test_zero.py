@@ -118,7 +118,7 @@ def test_weights_gradients_and_state_follow_the_closed_forms():
         config = config_for(((2, 1, 1), 1, "1f1b", MODEL, memory), optimizer="adamw")
         found = predict(config, WORLD.rank)
         total = 8 * sum(length for _, length in found.segments)
-        units = [8 * sum(lengths) for lengths in found.reads[0]]
+        units = [8 * sum(length for _, length in unit) for unit in found.reads[0]]
         two, one = max(units[::2]) + max(units[1::2]), max(units)
         assert found.peak_bytes["optimizer"] == 2 * total // 2
         assert found.peak_bytes["weights"] == (total if memory is ONE else total // 2 + two)
