@@ -40,18 +40,17 @@ class FeedForward:
         cls, name: str, cuts: tuple[str, str], rows: str = "B*T", patch: str = "", width: str = "F",
     ) -> Cost:
         """Its Cost. rows, patch: see `product_cost`. width: the letter of its own width."""
-        up, down, h = cls._costs(name, cuts, width, 1, rows, patch)
+        up, down, h = cls._costs(name, cuts, width, width, rows, patch)
         return together(up, Cost(stash=h), down)
 
     @staticmethod
     def _costs(
-        name: str, cuts: tuple[str, str], width: str, often: int, rows: str, patch: str
+        name: str, cuts: tuple[str, str], wide: str, width: str, rows: str, patch: str
     ) -> tuple[Cost, Cost, Sum]:
         """The Costs of both products, and the bytes of what the first one makes.
 
-        That is `often` times as wide as what the second one takes.
+        wide: the letters of its outputs; width: that of what the second one takes.
         """
-        wide = width * often
         return (product_cost(f"{name}.up", cuts[0], "D", wide, rows, patch=patch),
                 product_cost(f"{name}.down", cuts[1], width, "D", rows, patch=patch, again=False),
                 array(rows, sides(cuts[0], "D", wide)["y"][1]))
@@ -95,7 +94,7 @@ class GatedFeedForward(FeedForward):
         cls, name: str, cuts: tuple[str, str], rows: str = "B*T", patch: str = "", width: str = "F",
     ) -> Cost:
         """Its Cost."""
-        up, down, h = cls._costs(name, cuts, width, 2, rows, patch)
+        up, down, h = cls._costs(name, cuts, f"{width}{width}", width, rows, patch)
         return together(up, Cost(stash=h), down._replace(stash={}, remade=down.stash))
 
     def forward(self, x: Array, stash: Stash, residual: Array | None = None) -> Array:

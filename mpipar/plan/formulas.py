@@ -168,9 +168,9 @@ def _layers(config, axis: str, parts, m: int, m_text: str, q: int) -> Expected:
             letter = str(number)
         runs += [(f"L{letter}", sum(map(len, places)), barriers),
                  (f"R{letter}", len(again), [one for one in barriers if one.again])]
-    calls = [f"{_calls(barriers, q)}{letter}" for letter, count, barriers in runs if count and barriers]
-    bytes_sent = [f"{letter} * ({sent_text(barriers) or 0})"
-                  for letter, count, barriers in runs if count and barriers]
+    runs = [(letter, count, barriers) for letter, count, barriers in runs if count and barriers]
+    calls = [f"{_calls(barriers, q)}{letter}" for letter, _, barriers in runs]
+    bytes_sent = [f"{letter} * ({sent_text(barriers)})" for letter, _, barriers in runs]
     if axis == "tp" and bytes_sent and len(units.kinds) == 1:
         bytes_sent[0] = "L * one block"  # which has a row of its own
     calls += [f"{_calls(ends, q)}"] * bool(ends)
