@@ -137,6 +137,7 @@ BESIDE = {
     "commands.generation.layout_problems": "what generate can't do",
     "commands.memory_limit._problems": "known once memory is short",
     "commands.plan_question.fixed_problems": "arguments of plan",
+    "commands.plan_question.question_of": "arguments of plan, and a model",
     "commands.resolve.with_weights_shape": "compares with weights",
     "commands.resume.check_begin": "compares with what the run began with",
     "commands.schedule.problems": "arguments of schedule",

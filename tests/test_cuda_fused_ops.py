@@ -136,7 +136,7 @@ def test_nothing_between_products_is_plain_or_widened(monkeypatch, attention, dt
             **{f"{norm}norm_{part}": norms for part in ("forward", "backward", "slabs")},
             **dict.fromkeys(kernels, blocks),
             "bias_residual_forward": 2 * blocks, "embedding_forward": 1, "position_forward": 1,
-            "places_by_id": 2, "add_rows": 2, "cross_entropy_stats": 1,
+            "places_in_tiles": 2, "add_rows": 2, "cross_entropy_stats": 1,
             "cross_entropy_combine": 1, "cross_entropy_backward": 1}
     counts = {name: microbatches * count for name, count in once.items()}
     updates = "adamw" if dtype == "float32" else "adamw_with_copy"

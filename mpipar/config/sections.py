@@ -48,8 +48,8 @@ CHOICES |= {name: one.metadata["only"] for name, one in FIELDS.items() if one.me
 
 def settings(config: Config) -> list[tuple[str, dataclasses.Field, object]]:
     """Every (section name, field, value) that means something to this Config, as it is written."""
-    found = [(section, one, getattr(getattr(config, section), one.name))
-             for section, one in ROWS[type(config.model)]]
+    rows = next(rows for family, rows in ROWS.items() if isinstance(config.model, family))
+    found = [(section, one, getattr(getattr(config, section), one.name)) for section, one in rows]
     values = {one.name: value for _, one, value in found}
     return [row for row in found
             if row[1].name not in CHOICES or not_taken(row[1].name, values) is None]
