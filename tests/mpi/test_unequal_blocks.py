@@ -58,13 +58,13 @@ def wide_cost(*args):
     return together(*[decoder.dense_cost(*args)] * 3)
 
 
-def attention_cost(config, method, scores):
+def attention_cost(config, method, scores, dispatch):
     held = holder(config.sequence_parallel, config.tp_matmul)
     return together(NORMS[config.norm].cost(held.rows),
                     Attention.cost("block*.attn", held, method, scores))
 
 
-def ffn_cost(config, method, scores):
+def ffn_cost(config, method, scores, dispatch):
     held = holder(config.sequence_parallel, config.tp_matmul)
     return together(NORMS[config.norm].cost(held.rows), FeedForward.cost("block*.ffn", held.cuts))
 
