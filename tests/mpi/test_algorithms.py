@@ -6,6 +6,7 @@ from dataclasses import replace
 import numpy as np
 import pytest
 from small_model import (
+    MODEL,
     WORLD,
     assert_equals_one_rank,
     computed_once,
@@ -278,7 +279,8 @@ def test_auto_takes_what_is_known(monkeypatch):
 # --- training
 
 def config_for(name, layout, cp=1, memory=None, **more):
-    config = small_config(layout, 5, rows_per_mb=2, cp=cp, **more)
+    model = MODEL if cp == 1 else replace(MODEL, seq_len=8)  # equal pieces of a row
+    config = small_config(layout, 5, model=model, rows_per_mb=2, cp=cp, **more)
     return replace(config, run=replace(config.run, all_reduce=name),
                    memory=memory or MemoryConfig())
 
