@@ -300,6 +300,10 @@ class Check:
             return
         largest = max(rms(end[name] - start[name]) for name in end)
         for name, expected in end.items():
+            # Where numbers are rounded some tokens choose other experts, and the bias makes whole
+            # steps by the signs of what was counted.
+            if name.endswith("router.bias") and self.unit > UNIT["float64"]:
+                continue
             rounded = LATER * self.master * rms(expected)  # in each update
             error = max(0.0, rms(found[name] - expected) - rounded) / max(
                 rms(expected - start[name]), self.floor * largest) / self.unit
