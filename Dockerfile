@@ -2,7 +2,7 @@
 #
 #     docker build -t mpipar .
 #     docker run --rm mpipar                                      # four ranks train a small model
-#     docker run --rm -v "$PWD/runs:/work/runs" mpipar mpiexec -n 4 mpipar train --steps 50
+#     docker run --rm -v "$PWD/runs:/home/mpipar/runs" mpipar mpiexec -n 4 mpipar train --steps 50
 #
 # Several hosts, from a cluster's own MPI: see deploy/apptainer.def.
 FROM python:3.12-slim
@@ -13,9 +13,9 @@ COPY mpipar ./mpipar
 RUN pip install --no-cache-dir '.[mpich,cpu,text]'
 
 # Training writes below the working folder; nothing needs to be done as root.
-RUN useradd --create-home mpipar && mkdir -p /work && chown mpipar /work
+RUN useradd --create-home mpipar
 USER mpipar
-WORKDIR /work
+WORKDIR /home/mpipar
 
 # Ranks of one container share its memory: MPICH's ring buffers need more than Docker's 64 MiB of
 # /dev/shm for many ranks (docker run --shm-size=1g).
