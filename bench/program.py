@@ -33,15 +33,17 @@ class Program:
     measure(args, session) -> Outcome, or the exit code where there is nothing to tell. together, or
     together(args): whether all ranks of a job measure. json: the help of --json. counts: see
     `add_counts`. add(parser): adds flags of other kinds. check(args, parser): looks at what was
-    typed.
+    typed. takes_words: whether what is no flag here is left in args.words.
     """
 
     def __init__(self, name: str, doc: str, measure: Callable[..., Outcome | int], *,
                  together: Callable[..., bool] | bool = False,
                  json: str = "write the result to this file",
                  add: Callable[[flags.Parser], Any] | None = None,
-                 check: Callable[..., None] | None = None, counts: Counts | None = None):
+                 check: Callable[..., None] | None = None, counts: Counts | None = None,
+                 takes_words: bool = False):
         self.name, self.measure, self.together = f"bench.{name}", measure, together
+        self.takes_words = takes_words
         self.check, self.parser = check, flags.Parser(
             prog=f"python -m {self.name}", description=doc)
         if add:
@@ -51,7 +53,11 @@ class Program:
 
     def parse(self, argv: list[str]) -> Any:
         """The flags. Raises UsageError."""
-        args = self.parser.parse_args(argv)
+        args, words = self.parser.parse_known_args(argv)
+        if self.takes_words:
+            args.words = words
+        elif words:
+            self.parser.error(f"unrecognized arguments: {' '.join(words)}")
         if self.check:
             self.check(args, self.parser)
         return args

@@ -1,0 +1,327 @@
+"""A training step without its model: all its messages and collectives, on your own wires.
+
+    mpiexec -n 4 python -m bench.rehearse llama-8b --layout pp=2,tp=2 --schedule zb-h1
+
+The first word is a preset; what is no flag of this program is one of `mpipar explain`. Each rank
+runs the real step on shapes, and notes what it sends and waits for, and in which order. Then it
+plays that again and again on real wires, in the groups, phases and places of training. There are no
+weights. In the first step, which is not timed, every payload is checked on every rank.
+
+Computing takes no time. With --compute X it takes X times the modelled time: that of --machine FILE
+(see bench.calibrate), or FLOPs of products over --gflops. A rank keeps its core busy meanwhile, or
+gives it away with --sleep. Neither takes bandwidth from memory, as computing does.
+
+Columns: calls and bytes of a step, summed over ranks. waited_ms: how long a rank was held up, mean
+over ranks and steps; most_ms: of the rank with the most. flight_ms: from posting to the end.
+bound_ms: the bytes that a rank sends over --bound-GBps, or over the rate of a memory copy inside
+one host. predicted_ms: what --machine says of the calls.
+
+--beside 'PRESET --layout ...' rehearses another job on every second rank: each alone, then both.
+"""
+
+from __future__ import annotations
+
+import math
+import re
+import shlex
+import statistics
+import sys
+from collections import defaultdict
+from dataclasses import replace
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from bench.interconnect.session import copy_rate
+from bench.program import Outcome, Program
+from bench.rehearse.pace import Pace
+from bench.rehearse.player import Player, Steps, room_needed
+from bench.shapes import config_of
+from mpipar import ops as ops_module
+from mpipar.comm.algorithms import ALGORITHMS
+from mpipar.comm.facts import all_gather_facts, broadcast_text, gather_facts
+from mpipar.comm.grid import Grid
+from mpipar.comm.hosts import quiet_barrier
+from mpipar.comm.record import family
+from mpipar.config.grid import AUTO
+from mpipar.console.tables import layout_text, microbatches_text, nbytes
+from mpipar.errors import EXIT_CHECK_FAILED, EXIT_OK, OutputError, UsageError
+from mpipar.files.text import counted, shown
+from mpipar.job.session import guard
+from mpipar.plan.script import script_of
+from mpipar.trace.tracer import Tracer
+
+WARM_UP, TRACED = 2, 3  # steps
+SUMS = ("calls", "payload", "sent", "waited_ns", "flight_ns", "predicted")
+
+
+class Job(NamedTuple):
+    """A rehearsal: its words, its configuration, and the world ranks that play it."""
+
+    words: tuple[str, ...]
+    config: Any
+    ranks: tuple[int, ...]
+
+
+def add_flags(parser) -> None:
+    """Add what is not a flag of `mpipar explain`."""
+    parser.add_argument("preset", metavar="PRESET", help="the model, as --preset of training")
+    parser.add_argument("--compute", metavar="X", type=scale, default=0.0,
+                        help="computing takes X times its modelled time; none: no time (none)")
+    parser.add_argument("--gflops", metavar="N", type=positive,
+                        help="the model of computing: this rate of a rank's products")
+    parser.add_argument("--machine", metavar="FILE", help="the model of computing and of messages")
+    parser.add_argument("--sleep", action="store_true", help="sleep instead of keeping a core busy")
+    parser.add_argument("--bound-GBps", metavar="N", type=positive,
+                        help="rate of a rank's link, one way")
+    parser.add_argument("--all-reduce", choices=["levels", *ALGORITHMS], default="mpi",
+                        help="how sums travel, as in training (mpi)")
+    parser.add_argument("--sync-sends", action="store_true", help="as in training")
+    parser.add_argument("--beside", metavar="'WORDS'", help="another rehearsal at the same time")
+    parser.add_argument("--trace", metavar="FOLDER", help="write the last three steps as a trace")
+
+
+def positive(text: str) -> float:
+    """A number above 0: the type of an argument."""
+    number = float(text)
+    if not 0 < number < float("inf"):
+        raise ValueError(text)
+    return number
+
+
+def scale(text: str) -> float:
+    """none, or a number above 0."""
+    return 0.0 if text == "none" else positive(text)
+
+
+def check(args, parser) -> None:
+    """Refuse what does not fit together."""
+    if args.compute and (args.gflops is None) == (args.machine is None):
+        raise UsageError("--compute X: needs the time of computing to scale; give one of --gflops N"
+                         " and --machine FILE")
+    if args.gflops is not None and not args.compute:
+        raise UsageError("--gflops N: is the rate of what --compute X lets a rank compute; add"
+                         " --compute 1")
+    if args.trace is not None and args.beside is not None:
+        raise UsageError("--trace, --beside: a trace is of one job; give one of them")
+
+
+def words_of(text: str) -> list[str]:
+    """The words of --beside. Raises UsageError."""
+    try:
+        return shlex.split(text)
+    except ValueError as error:
+        raise UsageError(f"--beside {shown(text)}: {error}") from None
+
+
+def make_folder(name: str | None) -> None:
+    """Make the folder of --trace. Raises OutputError, also if it has a trace already."""
+    if name is None:
+        return
+    try:
+        Path(name).mkdir(parents=True, exist_ok=True)
+        if (Path(name) / "trace").exists():
+            raise OutputError(f"--trace {name}: has a trace; name another folder")
+    except OSError as error:
+        raise OutputError(f"--trace {name}: {error.strerror}") from error
+
+
+def configured(words: list[str], args) -> Any:
+    """The resolved config of a rehearsal's words."""
+    if not words or words[0].startswith("-"):
+        raise UsageError("--beside 'PRESET --layout ...': the first word is a preset")
+    config = config_of(["--preset", *words])
+    if config.grid.schedule == AUTO:
+        raise UsageError("--schedule auto: measures first, which a rehearsal does not; name one")
+    run = replace(config.run, all_reduce=args.all_reduce, sync_sends=args.sync_sends)
+    return replace(config, run=run)
+
+
+def jobs_of(args, num_ranks: int) -> list[Job]:
+    """The rehearsals of this job, and who plays them: with two, every second rank each."""
+    texts = [[args.preset, *args.words]]
+    if args.beside is not None:
+        texts.append(words_of(args.beside))
+    configs = [configured(words, args) for words in texts]
+    needed = [Grid.of(config.grid, 0).world_size for config in configs]
+    if sum(needed) != num_ranks or 1 in needed:
+        which = " and ".join(f"{layout_text(config.grid)} ({counted(count, 'rank')})"
+                             for config, count in zip(configs, needed, strict=True))
+        raise UsageError(f"{which}: this job has {counted(num_ranks, 'rank')}; start"
+                         f" mpiexec -n {max(2, sum(needed))}, with two ranks or more in each"
+                         " layout")
+    left, owners = dict(enumerate(needed)), []
+    while left:
+        for number in [*left]:
+            owners.append(number)
+            left[number] -= 1
+            if not left[number]:
+                del left[number]
+    return [Job(tuple(words), config, tuple(
+        rank for rank, owner in enumerate(owners) if owner == number))
+        for number, (words, config) in enumerate(zip(texts, configs, strict=True))]
+
+
+def memory_left() -> int:
+    """Bytes that this host can still give; very many where it does not say so."""
+    try:
+        text = Path("/proc/meminfo").read_text()
+    except OSError:
+        return sys.maxsize
+    found = re.search(r"^MemAvailable: +(\d+) kB$", text, re.MULTILINE)
+    return int(found[1]) << 10 if found else sys.maxsize
+
+
+def script_with_room(config, rank: int, on_host: int):
+    """The script of a rank. Raises UsageError if its payloads find no room in its host's memory."""
+    script = script_of(config, rank)
+    needed, free = room_needed(script), memory_left() // on_host
+    if needed > free:
+        raise UsageError(f"the payloads of rank {rank} need {nbytes(needed)}, and {nbytes(free)}"
+                         " are free for each rank of its host; take more ranks or a smaller model")
+    return script
+
+
+def player_of(job: Job, pace: Pace, args, session) -> Player:
+    """This rank's part of its job. Comm: a split of the world, an agreement, that of `Player`."""
+    mine = session.world.Split(job.ranks[0], session.world.rank)
+    ops = session.agree(lambda: ops_module.make_for(job.config.run, session.host_rank))
+    script = session.agree(
+        lambda: script_with_room(job.config, mine.rank, len(session.host_ranks)))
+    player = Player(job.config, mine, ops, script)
+    player.seconds, player.sleeps = pace.seconds(script), args.sleep
+    return player
+
+
+def measure(args, session) -> Outcome | int:
+    """Check the payloads, play alone and, with --beside, both at once; say what it took."""
+    world = session.world
+    jobs = session.agree(lambda: jobs_of(args, world.size))
+    session.agree(lambda: make_folder(args.trace if world.rank == 0 else None))
+    number = next(at for at, job in enumerate(jobs) if world.rank in job.ranks)
+    pace = session.agree(lambda: Pace.of(args, jobs[number].config))
+    player = player_of(jobs[number], pace, args, session)
+    wrong = [f"rank {rank}: {text}" for rank, text in enumerate(
+        gather_facts(world, player.check()) or ()) if text]
+    if broadcast_text(world, "wrong" if wrong else ""):
+        print("\n".join(wrong), end="\n" if wrong else "")
+        return EXIT_CHECK_FAILED
+    alone, together = Steps([], []), Steps([], [])
+    for turn in range(len(jobs)):
+        if turn == number:
+            player.steps(WARM_UP)
+            alone = played(player, args)
+        quiet_barrier(world)
+    if len(jobs) > 1:
+        together = player.steps(args.steps, max(all_gather_facts(world, sum(alone.seconds))))
+    steps, slowdown = slowest(player.world, alone.seconds), None
+    if together.seconds:
+        both = slowest(player.world, together.seconds)
+        slowdown = statistics.median(both) / statistics.median(steps)
+    facts = gather_facts(world, Share(number, steps, slowdown, sums_of(player, pace, alone)))
+    player.close()
+    return EXIT_OK if facts is None else outcome(
+        jobs, pace, [Share(*fact) for fact in facts], args, session)
+
+
+class Share(NamedTuple):
+    """What a rank tells. job: its number. steps: the seconds of its job's steps.
+
+    slowdown: how much longer these take beside another job. sums: those of `sums_of`.
+    """
+
+    job: int
+    steps: list[float]
+    slowdown: float | None
+    sums: list
+
+
+def played(player: Player, args) -> Steps:
+    """The steps of a job that plays alone; the last ones are traced. Comm: that of the steps."""
+    steps = player.steps(args.steps)
+    if args.trace is not None:
+        run = replace(player.config.run, trace=f"1:{TRACED}")
+        player.config = replace(player.config, run=run)
+        tracer = Tracer(player, player.world, Path(args.trace))
+        player.steps(TRACED, around=tracer.step)
+    return steps
+
+
+def slowest(world, seconds: list[float]) -> list[float]:
+    """The time of each step of the rank that took longest. Comm: a gather of facts to all."""
+    return [max(times) for times in zip(*all_gather_facts(world, seconds), strict=True)]
+
+
+def sums_of(player: Player, pace: Pace, steps: Steps) -> list:
+    """[[barrier, sums of a step], ...] of this rank. A barrier: axis, name, operation, phase."""
+    sums: dict = defaultdict(lambda: [0.0] * len(SUMS))
+    for record in (record for records in steps.records for record in records):
+        ranks = len(player.comms.groups[record.axis].ranks)
+        predicted = pace.call_seconds(record, record.posted_ns < record.waited_ns, ranks)
+        key = record.axis, family(record.name), record.operation, record.phase
+        values = (1, record.payload_bytes, record.wire_bytes, record.done_ns - record.waited_ns,
+                  record.done_ns - record.posted_ns, math.nan if predicted is None else predicted)
+        sums[key] = [one + more for one, more in zip(sums[key], values, strict=True)]
+    return [[key, [value / len(steps.seconds) for value in found]] for key, found in sums.items()]
+
+
+def outcome(jobs: list[Job], pace: Pace, shares: list[Share], args, session) -> Outcome:
+    """What world rank 0 says of all jobs."""
+    rate = args.bound_GBps
+    if rate is None and len(session.host_ranks) == session.world.size:
+        rate = copy_rate()
+    rows, head = [], []
+    for number, job in enumerate(jobs):
+        own = [share for share in shares if share.job == number]
+        rows += [({"job": number + 1} if len(jobs) > 1 else {}) | row
+                 for row in barrier_rows([share.sums for share in own], rate)]
+        head.append(headline(job, own[0], pace if len(jobs) == 1 else None, args))
+    source = ("" if rate is None else f"\n\nbound: {rate:.4g} GB/s one way, "
+              + ("the rate of a memory copy" if args.bound_GBps is None else "as stated"))
+    facts = {"ranks": session.world.size, "words": [" ".join(job.words) for job in jobs],
+             "compute": args.compute, "steps": args.steps,
+             "step_ms": [1e3 * statistics.median(next(
+                 share.steps for share in shares if share.job == number))
+                 for number in range(len(jobs))]}
+    return Outcome(rows, facts, head="\n".join(head) + "\n", end=source.lstrip("\n"))
+
+
+def headline(job: Job, share: Share, pace: Pace | None, args) -> str:
+    """The job, and how long its step takes."""
+    grid, times = job.config.grid, sorted(1e3 * seconds for seconds in share.steps)
+    computing = f"{args.compute:g} times its modelled time" if args.compute else "no time"
+    predicted = pace.step_seconds() if pace is not None else None
+    said = "" if predicted is None else f"; predicted {predicted * 1e3:.2f} ms"
+    slower = "" if share.slowdown is None else f"; {share.slowdown:.2f} times as long beside"
+    return (f"{' '.join(job.words)}: {counted(len(job.ranks), 'rank')}, {layout_text(grid)},"
+            f" {grid.schedule_csv or grid.schedule}, {microbatches_text(grid.num_microbatches)},"
+            f" {job.config.run.dtype}; every payload as it should be\n"
+            f"a step takes {statistics.median(times):.2f} ms ({times[0]:.2f} to {times[-1]:.2f},"
+            f" {counted(len(times), 'step')}), computing {computing}{said}{slower}")
+
+
+def barrier_rows(everybody: list[list], rate: float | None) -> list[dict]:
+    """A row for each barrier of a job. rate: GB/s of a rank's link, one way, or None."""
+    found: dict = defaultdict(list)
+    for sums in everybody:
+        for key, values in sums:
+            found[tuple(key)].append(dict(zip(SUMS, values, strict=True)))
+    rows = []
+    for key, ranks in sorted(found.items()):
+        row = dict(zip(("axis", "barrier", "operation", "phase"), key, strict=True))
+        mean = {name: sum(one[name] for one in ranks) / len(everybody) for name in SUMS}
+        row |= {"calls": round(sum(one["calls"] for one in ranks)),
+                "bytes": round(sum(one["payload"] for one in ranks)),
+                "waited_ms": mean["waited_ns"] * 1e-6,
+                "most_ms": max(one["waited_ns"] for one in ranks) * 1e-6,
+                "flight_ms": mean["flight_ns"] * 1e-6}
+        row["bound_ms"] = "" if rate is None else mean["sent"] / rate * 1e-6
+        row["predicted_ms"] = "" if math.isnan(mean["predicted"]) else mean["predicted"] * 1e3
+        rows.append(row)
+    return rows
+
+
+main = Program("rehearse", __doc__, measure, together=True, add=add_flags, check=check,
+               counts={"--steps": (20, "timed steps")}, takes_words=True)
+
+if __name__ == "__main__":
+    guard(main)

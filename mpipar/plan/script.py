@@ -1,0 +1,211 @@
+"""The script of a rank: what it sends, waits for and computes in one step, in order.
+
+The real Worker takes its step on shapes, and this module listens. A posted message is not done
+before the step waits for it, so the script knows where a rank would wait. It can be played again on
+real wires (bench.rehearse), and written down for other programs (plan/goal.py, plan/chakra.py).
+"""
+
+from __future__ import annotations
+
+from bisect import bisect_left
+from collections.abc import Iterator
+from functools import lru_cache
+from time import perf_counter_ns
+from typing import Any, NamedTuple
+
+from mpipar import data
+from mpipar import ops as ops_module
+from mpipar.comm.grid import Grid
+from mpipar.comm.record import Record, Recorder
+from mpipar.comm.request import Array, Request
+from mpipar.comm.transport import Counts, Exchanged, NoTransport
+from mpipar.config.sections import Config
+from mpipar.train.build import with_shared_heads
+from mpipar.train.worker import Worker
+
+CALL, WAIT, LOOK, SPAN = "call", "wait", "look", "span"
+MOST_KEPT = 256  # scripts of other ranks, for those that do the same
+
+
+class Call(NamedTuple):
+    """An operation of a `Comm`. shape: of the array that it is given.
+
+    posted: whether the rank goes on, and waits later. looked: whether it asks meanwhile if the
+    operation is done. argument: the `op` of an all_reduce; the counts of an all_to_allv, those sent
+    and those received.
+    """
+
+    record: Record
+    shape: tuple[int, ...]
+    posted: bool
+    looked: bool
+    argument: Any
+
+
+class Event(NamedTuple):
+    """One point of a step. flops: what the rank computes since the event before.
+
+    action: CALL begins the call of this number, and WAIT waits for it. SPAN ends the pass of this
+    number. LOOK lets all that is posted progress.
+    """
+
+    flops: int
+    action: str
+    number: int
+
+
+class Pass(NamedTuple):
+    """A stretch of computing. kind, stage, mb: see `record.Span`. first: the event it begins at."""
+
+    kind: str
+    stage: int
+    mb: int
+    first: int
+
+
+class Script(NamedTuple):
+    """One training step of one rank. groups: {axis: world ranks}."""
+
+    world_rank: int
+    calls: tuple[Call, ...]
+    events: tuple[Event, ...]
+    passes: tuple[Pass, ...]
+    groups: dict[str, tuple[int, ...]]
+    num_params: int
+
+
+class Notes(Recorder):
+    """A recorder that also notes what becomes of each operation."""
+
+    def __init__(self) -> None:
+        super().__init__(None)
+        self.events: list[Event] = []
+        self.passes: list[Pass] = []
+        self.instants: list[int] = []  # of the events
+        self.given: list[tuple[Any, ...]] = []  # what each call gets: see `Call`
+        self.looked: set[int] = set()
+        self.ops: Any = None
+        self.computed = 0
+
+    def note(self, action: str, number: int) -> None:
+        """Append an event."""
+        computed = sum(self.ops.flops.values())
+        self.events.append(Event(computed - self.computed, action, number))
+        self.instants.append(perf_counter_ns())
+        self.computed = computed
+
+    def call(self, shape: tuple[int, ...], posted: bool = False, argument: Any = None) -> int:
+        """Note an operation, whose record is the newest; return its number."""
+        self.given.append((shape, posted, argument))
+        self.note(CALL, len(self.given) - 1)
+        return len(self.given) - 1
+
+    def look(self, number: int) -> None:
+        """Note that the step asks whether a call is done."""
+        self.looked.add(number)
+        if self.events[-1].action != LOOK or sum(self.ops.flops.values()) != self.computed:
+            self.note(LOOK, -1)
+
+    def span(self, kind: str, start: Any, stage: int = -1, mb: int = -1, end: Any = None) -> None:
+        """Note the end of a pass."""
+        super().span(kind, start, stage, mb, end)
+        self.passes.append(Pass(kind, stage, mb, bisect_left(self.instants, start)))
+        self.note(SPAN, len(self.passes) - 1)
+
+
+class Noted:
+    """The request of an operation that is done when it is waited for, and not before."""
+
+    def __init__(self, notes: Notes, number: int):
+        self.notes, self.number = notes, number
+
+    def Test(self) -> bool:
+        self.notes.look(self.number)
+        return False
+
+    def Wait(self) -> None:
+        self.notes.note(WAIT, self.number)
+
+
+class Listening(NoTransport):
+    """A transport that sends nothing and notes each call."""
+
+    def __init__(self, ops: Any, notes: Notes):
+        super().__init__(ops)
+        self.notes = notes
+
+    def _posted(self, x: Array, *_: Any) -> Request:
+        return Noted(self.notes, self.notes.call(x.shape, posted=True))
+
+    iall_reduce = iall_gather = ireduce_scatter = isend = irecv = _posted
+
+    def _blocking(self, x: Array, *_: Any) -> None:
+        self.notes.call(x.shape)
+
+    broadcast = reduce = _blocking
+
+    def all_reduce(self, x: Array, op: str) -> None:
+        self.notes.call(x.shape, argument=op)
+
+    def barrier(self) -> None:
+        self.notes.call(())
+
+    def all_gather(self, x: Array, group_size: int) -> Array:
+        self.notes.call(x.shape)
+        return super().all_gather(x, group_size)
+
+    def reduce_scatter(self, x: Array) -> Array:
+        self.notes.call(x.shape)
+        return super().reduce_scatter(x)
+
+    def all_to_all(self, x: Array) -> Array:
+        self.notes.call(x.shape)
+        return super().all_to_all(x)
+
+    def all_to_allv(self, x: Array, counts: Counts, received: Counts | None) -> Exchanged:
+        self.notes.call(x.shape, argument=(counts, received))
+        return super().all_to_allv(x, counts, received)
+
+
+def script_of(config: Config, world_rank: int) -> Script:
+    """The script of a rank in the layout of a resolved config."""
+    notes = Notes()
+    notes.ops = ops = ops_module.shapes_for(config.run, notes)
+    worker = Worker(config, Grid.of(config.grid, world_rank), ops, notes)
+    for comm in worker.comms.groups.values():
+        if comm.size > 1:
+            comm.wire = Listening(ops, notes)
+    blank_batch = data.data_of(config.model).blank_batch
+    worker.train_step(1, lambda mb: blank_batch(ops, config))
+    calls = [Call(record, shape, posted, number in notes.looked, argument)
+             for number, (record, (shape, posted, argument))
+             in enumerate(zip(notes.records, notes.given, strict=True))]
+    return Script(world_rank, tuple(calls), tuple(notes.events), tuple(notes.passes),
+                  {axis: comm.ranks for axis, comm in worker.comms.groups.items()},
+                  sum(flat.size for flat in worker.flats))
+
+
+def all_scripts(config: Config) -> Iterator[Script]:
+    """The script of each rank of a layout, in the order of ranks, one at a time.
+
+    Copies of the data differ in nothing but in who is in their groups. So one rank of each place
+    takes its step, and the other copies take its script.
+    """
+    shared = lru_cache(MOST_KEPT)(lambda first: script_of(config, first))
+    for rank in range(Grid.of(config.grid, 0).world_size):
+        grid = with_shared_heads(Grid.of(config.grid, rank), config.model)
+        yield moved(shared(first_copy(grid)), rank)
+
+
+def moved(script: Script, world_rank: int) -> Script:
+    """The script of a copy's rank: it is in the same groups, or in those of its own copy."""
+    away = world_rank - script.world_rank
+    return script._replace(world_rank=world_rank, groups={
+        axis: ranks if world_rank in ranks else tuple(rank + away for rank in ranks)
+        for axis, ranks in script.groups.items()})
+
+
+def first_copy(grid: Grid) -> int:
+    """The first world rank that does the same as this one, on other rows."""
+    found = grid.at(dp=0, expert=grid.place("expert"))
+    return found if grid.place_of(found, "cp") == grid.place("cp") else grid.world_rank

@@ -1,0 +1,109 @@
+"""A rehearsal makes the calls of a training step: record by record those of a real one."""
+
+from dataclasses import replace
+
+import numpy as np
+import pytest
+from small_model import LAYOUTS, MODEL, WORLD, cut_model, real_step, slow_unless, small_config
+from test_experts import EXPERTS
+from test_records import WHAT
+
+from bench.rehearse.player import Player
+from mpipar import ops as ops_module
+from mpipar.comm.group import Comm
+from mpipar.comm.transport import HostTransport
+from mpipar.config.memory import MemoryConfig
+
+PIPELINE = {2: (1, 2, 1), 4: (2, 2, 1)}.get(WORLD.size, (1, 1, 1))
+TENSOR = {2: (1, 1, 2), 4: (2, 1, 2)}.get(WORLD.size, (1, 1, 1))
+DATA = {2: (2, 1, 1), 4: (4, 1, 1)}.get(WORLD.size, (1, 1, 1))
+CONTEXT = {2: (1, 1, 1), 4: (1, 1, 2)}.get(WORLD.size, (1, 1, 1))
+
+
+def with_zero(config, **memory):
+    return replace(config, memory=MemoryConfig(**memory))
+
+
+CASES = {
+    **{f"1f1b {layout}": lambda layout=layout: small_config(layout, schedule="1f1b")
+       for layout in LAYOUTS.get(WORLD.size, ())},
+    "zb-h1": lambda: small_config(PIPELINE, 4, schedule="zb-h1"),
+    "dualpipe": lambda: small_config(PIPELINE, 4, schedule="dualpipe"),
+    "ring": lambda: small_config(TENSOR, model=cut_model("ring")),
+    "context": lambda: small_config(
+        CONTEXT, cp=2, cp_attention="ring", model=replace(MODEL, seq_len=8)),
+    "experts": lambda: small_config(DATA, model=EXPERTS, ep=2),
+    "zero 3": lambda: with_zero(small_config(PIPELINE), zero=3),
+    "sharded gradients": lambda: with_zero(small_config(DATA), zero=3, zero_grads="sharded"),
+    "bfloat16": lambda: in_format(small_config(TENSOR), "bfloat16"),
+    "window": lambda: summed_by(small_config(DATA), "window"),
+}
+
+
+def in_format(config, dtype):
+    return replace(config, run=replace(config.run, dtype=dtype))
+
+
+def summed_by(config, algorithm):
+    return replace(config, run=replace(config.run, all_reduce=algorithm, sync_sends=True))
+
+
+def player_of(config) -> Player:
+    return Player(config, WORLD, ops_module.make_for(config.run))
+
+
+IN_SHORT = {2: ("zb-h1", "experts", "zero 3"), 4: ()}.get(WORLD.size, ())
+
+
+@pytest.mark.ranks(2, 4)
+@pytest.mark.parametrize("case", slow_unless(
+    lambda case: case in (*IN_SHORT, f"1f1b {LAYOUTS[WORLD.size][-1]}"),
+    [(case,) for case in CASES]))
+def test_records_are_those_of_a_real_step(case):
+    """Only what experts send depends on numbers: tokens choose them."""
+    config = CASES[case]()
+    player = player_of(config)
+    assert player.check() == ""
+    _, ((*played,),) = player.steps(1)
+    _, recorder = real_step(config)
+    player.close()
+    assert played
+
+    def known(record):
+        chosen = record.operation == "all_to_allv"
+        return WHAT(record._replace(payload_bytes=0, wire_bytes=0) if chosen else record)
+
+    assert list(map(known, played)) == list(map(known, recorder.records))
+
+
+def wrong_on_some_rank(config) -> bool:
+    player = player_of(config)
+    found = np.array([len(player.check())])
+    player.close()
+    WORLD.Allreduce(found.copy(), found)
+    return bool(found[0])
+
+
+@pytest.mark.ranks(2)
+def test_a_sum_that_lacks_a_part_is_found(monkeypatch):
+    plain = HostTransport.all_reduce
+    monkeypatch.setattr(HostTransport, "all_reduce", lambda wire, x, op: (
+        x.fill(0) if wire.mpi.rank == 0 else None, plain(wire, x, op)))
+    assert wrong_on_some_rank(small_config(TENSOR))
+
+
+@pytest.mark.ranks(2)
+def test_exchanged_messages_are_found(monkeypatch):
+    """All activations of two microbatches have one form; each brings the number of its tag."""
+    plain = Comm.isend
+    monkeypatch.setattr(Comm, "isend", lambda comm, x, peer, tag, name: plain(
+        comm, x, peer, tag ^ 2 if name == "activations" else tag, name))
+    assert wrong_on_some_rank(small_config(PIPELINE, 2, schedule="gpipe"))
+
+
+@pytest.mark.ranks(2)
+def test_parts_of_the_wrong_ranks_are_found(monkeypatch):
+    plain = HostTransport.all_gather
+    monkeypatch.setattr(HostTransport, "all_gather", lambda wire, x, size: np.ascontiguousarray(
+        plain(wire, x, size)[::-1]))
+    assert wrong_on_some_rank(small_config(TENSOR, model=cut_model()))
