@@ -10,6 +10,7 @@ from mpipar import models
 from mpipar.comm.grid import AXES, Grid
 from mpipar.comm.record import turns
 from mpipar.commands.command import OF_A_STEP, Command, Context
+from mpipar.commands.export import write_chakra, write_goal
 from mpipar.commands.resolve import resolve
 from mpipar.config.grid import AUTO
 from mpipar.config.setting import setting, switch
@@ -49,6 +50,28 @@ class Arguments:
     machine: str | None = setting(
         None, "cost model of bench.calibrate: predict the time of a step; --schedule auto chooses"
         " by it", metavar="FILE")
+    goal: str | None = setting(
+        None, "write the step of all ranks as GOAL text, for LogGOPSim; needs --gflops",
+        metavar="FILE")
+    chakra: str | None = setting(
+        None, "write the step of each rank as a Chakra trace, for ASTRA-sim", metavar="FOLDER")
+    gflops: float | None = setting(
+        None, "rate of a rank's products in these files, in GFLOP/s", above=0)
+
+
+def format_problems(args: Arguments) -> list[str]:
+    """What is wrong with the formats that are asked for."""
+    asked = args.goal is not None or args.chakra is not None
+    found = []
+    if args.goal is not None and args.gflops is None:
+        found.append(f"--goal {args.goal}: counts the time of computing; give the rate of a rank's"
+                     " products, such as --gflops 1000")
+    if args.gflops is not None and not asked:
+        found.append("--gflops: is a rate for --goal FILE or --chakra FOLDER; give one of them")
+    if asked and (args.all_ranks or args.summary or args.rank is not None):
+        found.append("--goal, --chakra: write all ranks and show none; leave --rank, --all-ranks"
+                     " and --summary out")
+    return found
 
 
 def run(context: Context) -> int:
@@ -58,7 +81,12 @@ def run(context: Context) -> int:
     config = configured(reading, args, machine)
     schedule = configured_schedule(config.grid)
     estimate = step_estimate(machine, config) if machine else None
-    if args.all_ranks:
+    if args.goal is not None or args.chakra is not None:
+        if args.goal is not None:
+            print(write_goal(config, args.goal, args.gflops))
+        if args.chakra is not None:
+            print(write_chakra(config, args.chakra, args.gflops))
+    elif args.all_ranks:
         print_all_ranks(config, schedule, args.summary)
     else:
         print_rank(config, schedule, predict(config, args.rank or 0), args.summary)
@@ -86,7 +114,7 @@ def configured(reading, args, machine):
         raise UsageError(f"--layout {axes}: has {world_size:,} ranks; at most {MOST_RANKS:,} are"
                          " explained")
     config, notes = resolve(reading, world_size)
-    problems = []
+    problems = format_problems(args)
     if args.rank is not None and not 0 <= args.rank < world_size:
         problems.append(f"--rank {args.rank}: the layout has ranks 0 to {world_size - 1}")
     if args.all_ranks and args.rank is not None:

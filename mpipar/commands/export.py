@@ -1,0 +1,82 @@
+"""A step of every rank of a layout in the formats of other programs: `explain --goal, --chakra`.
+
+A file has its name when it is whole, and so has a folder.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import tempfile
+from collections.abc import Iterable, Iterator
+from pathlib import Path
+
+from mpipar.comm.grid import Grid
+from mpipar.config.sections import Config
+from mpipar.console.tables import nbytes
+from mpipar.errors import OutputError
+from mpipar.files.replace import replace_file
+from mpipar.files.text import counted
+from mpipar.plan.chakra import Groups, trace_of
+from mpipar.plan.goal import goal_text
+from mpipar.plan.script import all_scripts
+
+PREFIX, GROUPS = "step", "comm_groups.json"  # names in the folder of --chakra
+
+
+def checked_size(pieces: Iterable[bytes], place: Path, files: int) -> Iterator[bytes]:
+    """The pieces of files as they are; raises OutputError if those of `files` ranks do not fit.
+
+    The first rank's size tells that of all. place: a folder on the disk.
+    """
+    for number, piece in enumerate(pieces):
+        if number == 1:
+            needed, free = files * len(piece), shutil.disk_usage(place).free
+            if needed > free:
+                raise OutputError(f"{counted(files, 'rank')} need about {nbytes(needed)}, and"
+                                  f" {place} has {nbytes(free)} left: take a smaller layout, fewer"
+                                  " microbatches, or a larger --bucket-bytes")
+        yield piece
+
+
+def write_goal(config: Config, name: str, gflops: float) -> str:
+    """Write the GOAL text of all ranks; return what there is to say. Raises OutputError."""
+    path, num_ranks = Path(name), Grid.of(config.grid, 0).world_size
+    try:
+        if path.is_dir():
+            raise OutputError(f"--goal {name}: is a folder; name a file")
+        text = goal_text(all_scripts(config), num_ranks, gflops)
+        replace_file(path, checked_size(text, path.parent, num_ranks), sync=False)
+    except OSError as error:
+        raise OutputError(f"--goal {name}: {error.strerror}; name another file") from error
+    size = nbytes(path.stat().st_size)
+    return (f"{name}: GOAL of {counted(num_ranks, 'rank')}, {size}; computing, in ns, at"
+            f" {gflops:g} GFLOP/s")
+
+
+def write_chakra(config: Config, name: str, gflops: float | None) -> str:
+    """Write a Chakra trace of each rank; return what there is to say. Raises OutputError."""
+    path, num_ranks, groups = Path(name), Grid.of(config.grid, 0).world_size, Groups()
+    unfinished = None
+    try:
+        if os.path.lexists(path):
+            raise OutputError(f"--chakra {name}: exists already; name a new folder")
+        unfinished = Path(tempfile.mkdtemp(prefix=f".{path.name}.", dir=path.parent))
+        for script in all_scripts(config):
+            file = unfinished / f"{PREFIX}.{script.world_rank}.et"
+            file.write_bytes(b"".join(trace_of(script, groups, gflops)))
+            if script.world_rank == 0:
+                list(checked_size([b"", file.read_bytes()], unfinished, num_ranks))
+        (unfinished / GROUPS).write_text(json.dumps(groups.listed()) + "\n")
+        size = sum(file.stat().st_size for file in unfinished.iterdir())
+        unfinished.chmod(0o755)
+        unfinished.rename(path)
+        unfinished = None
+    except OSError as error:
+        raise OutputError(f"--chakra {name}: {error.strerror}; name another folder") from error
+    finally:
+        if unfinished is not None:
+            shutil.rmtree(unfinished, ignore_errors=True)
+    return (f"{name}: Chakra traces of {counted(num_ranks, 'rank')}, {nbytes(size)};"
+            f" {PREFIX}.0.et and so on, and the groups in {GROUPS}")
