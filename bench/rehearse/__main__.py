@@ -43,7 +43,7 @@ from mpipar.comm.grid import Grid
 from mpipar.comm.hosts import quiet_barrier
 from mpipar.comm.record import family
 from mpipar.config.grid import AUTO
-from mpipar.console.tables import layout_text, microbatches_text, nbytes
+from mpipar.console.tables import layout_text, nbytes
 from mpipar.errors import EXIT_CHECK_FAILED, EXIT_OK, OutputError, UsageError
 from mpipar.files.text import counted, shown
 from mpipar.job.session import guard
@@ -288,13 +288,13 @@ def outcome(jobs: list[Job], pace: Pace, shares: list[Share], args, session) -> 
 def headline(job: Job, share: Share, pace: Pace | None, args) -> str:
     """The job, and how long its step takes."""
     grid, times = job.config.grid, sorted(1e3 * seconds for seconds in share.steps)
+    order = f"{grid.schedule_csv or grid.schedule}, {counted(grid.num_microbatches, 'microbatch')}"
     computing = f"{args.compute:g} times its modelled time" if args.compute else "no time"
     predicted = pace.step_seconds() if pace is not None else None
     said = "" if predicted is None else f"; predicted {predicted * 1e3:.2f} ms"
     slower = "" if share.slowdown is None else f"; {share.slowdown:.2f} times as long beside"
-    return (f"{' '.join(job.words)}: {counted(len(job.ranks), 'rank')}, {layout_text(grid)},"
-            f" {grid.schedule_csv or grid.schedule}, {microbatches_text(grid.num_microbatches)},"
-            f" {job.config.run.dtype}; every payload as it should be\n"
+    return (f"{' '.join(job.words)}: {counted(len(job.ranks), 'rank')}, {order};"
+            " every payload as it should be\n"
             f"a step takes {statistics.median(times):.2f} ms ({times[0]:.2f} to {times[-1]:.2f},"
             f" {counted(len(times), 'step')}), computing {computing}{said}{slower}")
 
@@ -314,9 +314,11 @@ def barrier_rows(everybody: list[list], rate: float | None) -> list[dict]:
                 "waited_ms": mean["waited_ns"] * 1e-6,
                 "most_ms": max(one["waited_ns"] for one in ranks) * 1e-6,
                 "flight_ms": mean["flight_ns"] * 1e-6}
-        row["bound_ms"] = "" if rate is None else mean["sent"] / rate * 1e-6
-        row["predicted_ms"] = "" if math.isnan(mean["predicted"]) else mean["predicted"] * 1e3
+        row |= {} if rate is None else {"bound_ms": mean["sent"] / rate * 1e-6}
+        row |= {"predicted_ms": mean["predicted"] * 1e3}
         rows.append(row)
+    if all(math.isnan(row["predicted_ms"]) for row in rows):
+        return [{name: row[name] for name in row if name != "predicted_ms"} for row in rows]
     return rows
 
 

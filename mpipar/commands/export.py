@@ -52,7 +52,8 @@ def write_goal(config: Config, name: str, gflops: float) -> str:
         raise OutputError(f"--goal {name}: {error.strerror}; name another file") from error
     size = nbytes(path.stat().st_size)
     return (f"{name}: GOAL of {counted(num_ranks, 'rank')}, {size}; computing, in ns, at"
-            f" {gflops:g} GFLOP/s")
+            f" {gflops:g} GFLOP/s\nsimulate it: txt2bin -i {name} -o {name}.bin && LogGOPSim -f"
+            f" {name}.bin")
 
 
 def write_chakra(config: Config, name: str, gflops: float | None) -> str:
@@ -78,5 +79,6 @@ def write_chakra(config: Config, name: str, gflops: float | None) -> str:
     finally:
         if unfinished is not None:
             shutil.rmtree(unfinished, ignore_errors=True)
-    return (f"{name}: Chakra traces of {counted(num_ranks, 'rank')}, {nbytes(size)};"
-            f" {PREFIX}.0.et and so on, and the groups in {GROUPS}")
+    return (f"{name}: Chakra traces of {counted(num_ranks, 'rank')}, {nbytes(size)}, and their"
+            f" groups\nsimulate them: astra-sim with --workload-configuration={name}/{PREFIX}"
+            f" --comm-group-configuration={name}/{GROUPS}")

@@ -5,8 +5,8 @@ schema is used stands here, so that no library is needed. Source: mlcommons/chak
 schema/protobuf/et_def.proto.
 
 A node begins when those that it depends on are done. A rank computes and waits one thing after the
-other; what it only posts depends on what came before, and later nodes depend on it where the rank
-waits. `comm_size` is what a rank puts in, as in ASTRA-sim: of an all-gather one part.
+other. What it only posts depends on what came before. Nodes behind the wait depend on that too.
+`comm_size` is what a rank puts in, as in ASTRA-sim: of an all-gather one part.
 """
 
 from __future__ import annotations

@@ -1,10 +1,11 @@
 """One training step of all ranks as GOAL text, which LogGOPSim and ATLAHS simulate.
 
 GOAL has three operations: `calc`, `send` and `recv`. `a requires b` starts a when b is done, and
-`a irequires b` when b has begun. So a collective is written as the messages of an algorithm. Parts
-are gathered in ceil(log2 q) rounds, in each of which a rank passes on what it has; a reduce-scatter
-is that backward, and an all-reduce is both. They send the bytes of a ring in fewer rounds. Source
-of the rounds: Bruck et al., IEEE TPDS 8(11), 1997. Of the grammar: txt2bin of spcl/LogGOPSim.
+`a irequires b` when b has begun. So a collective is written as the messages of an algorithm.
+Parts are gathered in ceil(log2 q) rounds, in each of which a rank passes on what it has. A
+reduce-scatter is that backward, and an all-reduce is both. They send the bytes of a ring in fewer
+rounds. Source of the rounds: Bruck et al., IEEE TPDS 8(11), 1997. Of the grammar: txt2bin of
+spcl/LogGOPSim.
 """
 
 from __future__ import annotations
