@@ -317,9 +317,12 @@ def barrier_rows(everybody: list[list], rate: float | None) -> list[dict]:
         row |= {} if rate is None else {"bound_ms": mean["sent"] / rate * 1e-6}
         row |= {"predicted_ms": mean["predicted"] * 1e3}
         rows.append(row)
-    if all(math.isnan(row["predicted_ms"]) for row in rows):
-        return [{name: row[name] for name in row if name != "predicted_ms"} for row in rows]
-    return rows
+    known = [row for row in rows if not math.isnan(row["predicted_ms"])]
+    for row in rows:
+        if row not in known:
+            row["predicted_ms"] = ""
+    return rows if known else [
+        {name: row[name] for name in row if name != "predicted_ms"} for row in rows]
 
 
 main = Program("rehearse", __doc__, measure, together=True, add=add_flags, check=check,

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Any, NamedTuple
 
 from mpipar.comm.record import POINT_TO_POINT, Record
@@ -13,6 +14,25 @@ from mpipar.plan.predict import predict
 from mpipar.plan.script import SPAN, Script
 from mpipar.plan.step import HALVES, costs_of, largest_message, measured_units, step_estimate
 from mpipar.train.build import configured_schedule
+
+
+def spread(script: Script, seconds: Mapping[tuple[str, int], float]) -> list[float]:
+    """Seconds of computing before each event of a script, from those of (kind, stage) of a pass.
+
+    Within a pass they lie where its FLOPs are, or at its end where it has none.
+    """
+    found = [0.0] * len(script.events)
+    for last, event in enumerate(script.events):
+        if event.action == SPAN:
+            one = script.passes[event.number]
+            total = seconds.get((one.kind, one.stage), 0.0)
+            within = range(one.first, last + 1)
+            flops = sum(script.events[place].flops for place in within)
+            if not flops:
+                found[last] += total
+            for place in within if flops else ():
+                found[place] += total * script.events[place].flops / flops
+    return found
 
 
 class Pace(NamedTuple):
@@ -46,19 +66,8 @@ class Pace(NamedTuple):
             return None
         if not self.modelled:
             return [self.scale * event.flops / (self.gflops * 1e9) for event in script.events]
-        found = [0.0] * len(script.events)
-        of_pass = self._pass_seconds(script)
-        for last, event in enumerate(script.events):
-            if event.action == SPAN:
-                one = script.passes[event.number]
-                total = self.scale * of_pass.get((one.kind, one.stage), 0.0)
-                within = range(one.first, last + 1)
-                flops = sum(script.events[place].flops for place in within)
-                for place in within if total and flops else ():
-                    found[place] += total * script.events[place].flops / flops
-                if total and not flops:
-                    found[last] += total
-        return found
+        scaled = {key: self.scale * time for key, time in self._pass_seconds(script).items()}
+        return spread(script, scaled)
 
     def _pass_seconds(self, script: Script) -> dict[tuple[str, int], float]:
         """{(kind, stage): seconds} of each pass, and of the update."""

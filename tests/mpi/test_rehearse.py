@@ -8,6 +8,7 @@ from small_model import LAYOUTS, MODEL, WORLD, cut_model, real_step, slow_unless
 from test_experts import EXPERTS
 from test_records import WHAT
 
+from bench.rehearse import against
 from bench.rehearse.player import Player
 from mpipar import ops as ops_module
 from mpipar.comm.group import Comm
@@ -107,3 +108,14 @@ def test_parts_of_the_wrong_ranks_are_found(monkeypatch):
     monkeypatch.setattr(HostTransport, "all_gather", lambda wire, x, size: np.ascontiguousarray(
         plain(wire, x, size)[::-1]))
     assert wrong_on_some_rank(small_config(TENSOR, model=cut_model()))
+
+
+@pytest.mark.slow
+@pytest.mark.ranks(2)
+@pytest.mark.parametrize("words", ["dp=2 --zero 3", "pp=2 --schedule zb-h1"])
+def test_a_real_step_and_its_rehearsal_take_turns(words, monkeypatch):
+    monkeypatch.setattr(against, "SIZES", "--preset tiny --layers 2 --batch-size 8")
+    times, alike = against.one_layout(WORLD, words, 2)
+    assert alike
+    assert times.shape == (2, 2)
+    assert (times > 0).all()

@@ -1,0 +1,97 @@
+"""bench.rehearse without ranks: who plays what, how long computing takes, and what is refused."""
+
+import pytest
+
+from bench.rehearse import __main__ as rehearse
+from bench.rehearse.pace import Pace, spread
+from bench.rehearse.player import lay_out, room_needed
+from bench.shapes import config_of
+from mpipar.errors import DataError, OutputError, UsageError
+from mpipar.plan.script import CALL, WAIT, script_of
+
+
+def parsed(*words):
+    return rehearse.main.parse([*words])
+
+
+def test_two_rehearsals_take_turns_over_the_ranks():
+    """Both lie on all hosts; the larger one has the ranks that are left."""
+    args = parsed("tiny", "--layout", "dp=4", "--beside", "tiny --layout tp=2")
+    first, second = rehearse.jobs_of(args, 6)
+    assert (first.ranks, second.ranks) == ((0, 2, 4, 5), (1, 3))
+    (alone,) = rehearse.jobs_of(parsed("tiny", "--layout", "dp=2"), 2)
+    assert alone.ranks == (0, 1)
+
+
+@pytest.mark.parametrize(("words", "ranks", "text"), [
+    (["tiny", "--layout", "dp=4"], 2, "start mpiexec -n 4"),
+    (["tiny"], 1, "two ranks or more"),
+    (["tiny", "--layout", "dp=2", "--beside", "tiny --layout tp=2"], 2, "mpiexec -n 4"),
+    (["tiny", "--layout", "dp=2", "--beside", "tiny'"], 4, "No closing quotation"),
+    (["tiny", "--layout", "dp=2", "--beside", "--layout dp=2"], 4, "first word is a preset"),
+    (["tiny", "--layout", "pp=2", "--schedule", "auto"], 2, "name one"),
+    (["tiny", "--layout", "dp=2", "--nonsense"], 2, "unknown flag"),
+    (["nobody", "--layout", "dp=2"], 2, "must be one of tiny"),
+])
+def test_what_cannot_be_played_is_refused(words, ranks, text):
+    with pytest.raises(UsageError, match=text):
+        rehearse.jobs_of(parsed(*words), ranks)
+
+
+@pytest.mark.parametrize(("words", "text"), [
+    (["--compute", "1"], "give one of --gflops"),
+    (["--compute", "1", "--gflops", "1", "--machine", "m.json"], "give one of"),
+    (["--gflops", "1"], "add --compute 1"),
+    (["--compute", "some", "--gflops", "1"], "--compute"),
+    (["--compute", "1", "--gflops", "-1"], "--gflops"),
+    (["--trace", "t", "--beside", "tiny --layout dp=2"], "give one of them"),
+])
+def test_flags_that_do_not_fit_together_are_refused(words, text):
+    with pytest.raises(UsageError, match=text):
+        parsed("tiny", "--layout", "dp=2", *words)
+
+
+def test_a_folder_with_a_trace_and_a_missing_machine_are_refused(tmp_path):
+    (tmp_path / "trace").mkdir()
+    with pytest.raises(OutputError, match="has a trace"):
+        rehearse.make_folder(str(tmp_path))
+    args = parsed("tiny", "--layout", "dp=2", "--compute", "1", "--machine", "/nowhere.json")
+    with pytest.raises(DataError, match="nowhere"):
+        Pace.of(args, config_of(["--layout", "dp=2"]))
+
+
+def test_payloads_that_find_no_room_are_refused(monkeypatch):
+    config = config_of(["--layout", "dp=2"])
+    monkeypatch.setattr(rehearse, "memory_left", lambda: 1 << 20)
+    with pytest.raises(UsageError, match="take more ranks or a smaller model"):
+        rehearse.script_with_room(config, 0, 2)
+
+
+def test_arrays_are_shared_by_calls_that_are_not_under_way_together():
+    """No array belongs to two calls at once, and tensor-parallel sums need one between them."""
+    script = script_of(config_of(["--layout", "pp=2,tp=2"]), 0)
+    forms, chosen = lay_out(script)
+    held = set()
+    for event in script.events:
+        if event.action == CALL:
+            call = script.calls[event.number]
+            assert chosen[event.number] not in held
+            assert forms[chosen[event.number]].shape == call.shape
+            held |= {chosen[event.number]} if call.posted else set()
+        elif event.action == WAIT:
+            held.remove(chosen[event.number])
+    assert not held
+    assert len(forms) < len(script.calls) / 3
+    assert room_needed(script) < sum(call.record.payload_bytes for call in script.calls) / 2
+
+
+def test_computing_lies_where_its_flops_are():
+    config = config_of(["--layout", "pp=2"])
+    script = script_of(config, 0)
+    args = parsed("tiny", "--layout", "pp=2", "--compute", "2", "--gflops", "3")
+    found = Pace.of(args, config).seconds(script)
+    assert sum(found) == pytest.approx(
+        2 * sum(event.flops for event in script.events) / 3e9, rel=1e-12)
+    assert Pace.of(parsed("tiny", "--layout", "pp=2"), config).seconds(script) is None
+    seconds = {("F", 0): 0.5, ("B", 0): 1.5, ("opt", -1): 0.25}
+    assert sum(spread(script, seconds)) == pytest.approx(4 * 0.5 + 4 * 1.5 + 0.25, rel=1e-12)
