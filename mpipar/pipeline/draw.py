@@ -275,7 +275,7 @@ def svg(timeline: Timeline, title: str, moving: bool = False) -> str:
         x += 14 * len(names) + 2
         elements.append(f'<text x="{x}" y="34">{escape(text)}</text>')
         x += ceil(CHARACTER * len(text)) + LEGEND
-    for pp_rank, row in enumerate(rows):
+    for pp_rank in range(len(rows)):
         y = TOP + ROW * pp_rank
         elements.append(f'<text x="4" y="{y + 16}">worker {pp_rank}</text>')
         area = f'x="{LEFT}" y="{y}" width="{width:.2f}" height="{ROW - 4}"'
@@ -295,14 +295,15 @@ def shown_in_time(passes: list[str], width: float, height: int) -> list[str]:
     """The passes, cut off at a line that moves to the right."""
     clock = (f'dur="{STEP_SECONDS}s" repeatCount="{REPEATS}" fill="freeze" '
              f'keyTimes="0;{DONE};1" values=')
-    return [
+    past = (
         f'<clipPath id="past"><rect x="0" y="0" width="{LEFT + width:.0f}" height="{TOP + height}">'
         f'<animate attributeName="width" {clock}"{LEFT};{LEFT + width:.0f};{LEFT + width:.0f}"/>'
-        "</rect></clipPath>",
-        '<g clip-path="url(#past)">', *passes, "</g>",
+        "</rect></clipPath>")
+    line = (
         f'<path class="message" d="M{LEFT} {TOP - 4}V{TOP + height}">'
         f'<animateTransform attributeName="transform" type="translate" {clock}'
-        f'"0;{width:.0f};{width:.0f}"/></path>']
+        f'"0;{width:.0f};{width:.0f}"/></path>')
+    return [past, '<g clip-path="url(#past)">', *passes, "</g>", line]
 
 
 def escape(text: str) -> str:
