@@ -138,6 +138,15 @@ def test_rows_may_be_shorter_than_the_positions_reach(tmp_path):
         resolve(reading_of(*words, "--seq-len", "32769"), 1)
 
 
+def test_routers_may_be_trained_otherwise(tmp_path):
+    start = ("--arch", "mixtral", "--init-from", written(tmp_path, MIXTRAL_01), "--seq-len", "8",
+             "--batch-size", "4")
+    for words, balance, coef in (((), "loss", 0.02), (("--router-balance", "none"), "none", 0.02),
+                                 (("--router-loss-coef", "0.5"), "loss", 0.5)):
+        model = resolve(reading_of(*start, *words), 1)[0].model
+        assert (model.router_balance, model.router_loss_coef) == (balance, coef)
+
+
 REFUSED = {
     "hidden_act": ("llama", {"hidden_act": "gelu"}, "hidden_act is 'gelu'; mpipar computes 'silu'"),
     "dropout": ("llama", {"attention_dropout": 0.1}, "attention_dropout is 0.1; mpipar computes"),
@@ -189,6 +198,10 @@ def test_what_does_not_fit_is_told_as_flags_are(tmp_path):
         resolve(reading_of("--init-from", folder), 1)
     with pytest.raises(UsageError, match=r"--experts 4: contradicts --init-from .* it is None"):
         resolve(reading_of("--init-from", folder, "--experts", "4"), 1)
+    folder = written(tmp_path, MIXTRAL_01)
+    with pytest.raises(UsageError, match=r"--router-balance bias: contradicts .* it is loss"):
+        resolve(reading_of(
+            "--init-from", folder, "--arch", "mixtral", "--router-balance", "bias"), 1)
     folder = written(tmp_path, MIXTRAL_01, num_experts_per_tok=9)
     with pytest.raises(UsageError, match="--experts-per-token 9 with --experts 8"):
         resolve(reading_of("--init-from", folder), 1)
