@@ -277,7 +277,7 @@ def test_ranks_that_exchange_rows_are_measured_at_the_same_time(layout, monkeypa
 
     def in_turns(mpi_world, group, num_groups, cores_each, run):
         turns.append((group, num_groups, cores_each))
-        return run()
+        return {kind: dict.fromkeys(range(EXPERTS.layers + 2), (1.0, 1.0)) for kind in "fiw"}
 
     monkeypatch.setattr(measure, "in_turns", in_turns)
     config = expert_config(layout)
