@@ -99,7 +99,7 @@ def missing_compiler() -> str | None:
 PACKAGES = {
     "peers": ("torch", "PyTorch"), "numba": ("numba", "Numba"), "cupy": ("cupy", "CuPy"),
     "text": ("tokenizers", "tokenizers"), "tensorboard": ("tensorboard", "tensorboard"),
-    "reframe": ("reframe", "ReFrame"),
+    "reframe": ("reframe", "ReFrame"), "sphinx": ("myst_parser", "Sphinx with MyST"),
 }
 NEEDS = {
     "gpu": missing_gpu, "slurm": missing_slurm, "browser": missing_browser,

@@ -73,6 +73,7 @@ def call_every_op(ops, sizes=SMALL, kind="increasing", seed=5, rounded=None):
         **_updates(ops, make, sizes),
         **_llama(ops, make, sizes),
         **_residual(ops, make, sizes),
+        **_experts(ops, make, sizes),
     }
 
 
@@ -287,3 +288,62 @@ def _llama(ops, make, sizes):
             getattr(ops, function)(x[:, :, : sizes.heads], positions, table)
             out[function + name] = x
     return out
+
+
+def _experts(ops, make, sizes):
+    """Five experts, one of which gets no row; many logits are equal."""
+    tokens, rows, chosen = sizes.tokens, 3 * sizes.tokens, 3
+    counts = [tokens, 0, 1, rows - tokens - 2, 1]
+    x, w = make.real(rows, sizes.width), make.real(5, sizes.width, sizes.inner)
+    dy, dw = make.real(rows, sizes.inner), make.sums(*w.shape)
+    ops.grouped_matmul_tn_add(x, dy, dw, counts)
+    logits = ops.asarray(make.rng.integers(-2, 3, (tokens, 5)).astype(ops.statistics))
+    ids, probs = ops.choice_forward(logits, chosen)
+    biased, _ = ops.choice_forward(logits, chosen, make.sums(5))
+    loads = ops.expert_loads(ids.reshape(1, -1), 5)
+    order, of_tokens, places = ops.expert_order(ids)
+    router, drouter, dlogits = make.real(5, sizes.width), make.sums(5, sizes.width), make.sums(
+        tokens, 5)
+    whole = make.real(tokens, sizes.width)
+    ops.router_backward_weight(dlogits, whole, drouter)
+    balanced, excess = make.sums(1, tokens, 5), make.sums(5)
+    ops.balance_backward_input(balanced, logits.reshape(1, tokens, 5), loads, 0.3)
+    ops.add_excess(loads, excess)
+    each = make.real(tokens, chosen, sizes.width)
+    by_expert, by_rank = ops.block_order([[2, 0, 3], [1, 4, 0]])
+    none = make.real(0, 2, sizes.inner)
+    return {
+        "grouped_matmul": ops.grouped_matmul(x, w, counts),
+        "grouped_matmul_nt": ops.grouped_matmul_nt(dy, w, counts),
+        "grouped_matmul_tn_add": dw,
+        "router_forward": ops.router_forward(whole, router),
+        "router_backward_input": ops.router_backward_input(dlogits, router),
+        "router_backward_weight": drouter,
+        "choice_forward ids": ids,
+        "choice_forward probs": probs,
+        "choice_forward biased ids": biased,
+        "choice_backward_input": ops.choice_backward_input(
+            make.sums(*ids.shape), probs, ids, 5),
+        "expert_loads": loads,
+        "expert_order": order,
+        "expert_order tokens": of_tokens,
+        "expert_order places": places,
+        "combine_rows": ops.combine_rows(each),
+        "combine_rows probs": ops.combine_rows(each, probs),
+        "balance_backward_input": balanced,
+        "add_excess": excess,
+        "block_order": by_expert,
+        "block_order undone": by_rank,
+        "row_dots": ops.row_dots(x, make.real(*x.shape)),
+        "scale_rows": ops.scale_rows(make.real(*x.shape), make.sums(rows)),
+        # A rank may get no row at all.
+        "grouped_matmul of none": ops.grouped_matmul_nt(none[:, 0], w, [0] * 5),
+        "swiglu_forward of none": ops.swiglu_forward(none),
+        "swiglu_backward_input of none": ops.swiglu_backward_input(none[:, 0], none)[0],
+        "gelu_forward of none": ops.gelu_forward(none),
+        "gelu_backward_input of none": ops.gelu_backward_input(none, none),
+        "row_dots of none": ops.row_dots(none, none),
+        "scale_rows of none": ops.scale_rows(none, make.sums(0, 2)),
+        "embedding_forward of none": ops.embedding_forward(make.ids(3, 0), whole, 0),
+        "combine_rows of none": ops.combine_rows(none),
+    }

@@ -52,10 +52,12 @@ def trained(folder, device, *options, ranks=2, env=None):
 
 
 @pytest.mark.parametrize("layout", [
-    "dp=2", "pp=2", "tp=2", "cp=2", "dp=2 --zero 3", "pp=2,tp=2", "dp=2,cp=2 --zero 3"])
+    "dp=2", "pp=2", "tp=2", "cp=2", "dp=2 --zero 3", "pp=2,tp=2", "dp=2,cp=2 --zero 3",
+    "dp=2,ep=2 --arch mixtral", "tp=2 --experts 4 --expert-dispatch all-gather"])
 @pytest.mark.parametrize("dtype", CLOSE)
 def test_training_equals_the_cpu(tmp_path, layout, dtype):
-    options, ranks = ("--layout", *layout.split(), "--dtype", dtype), 2 ** layout.count("=")
+    options = ("--layout", *layout.split(), "--dtype", dtype)
+    ranks = 2 ** (layout.count("=") - layout.count("ep="))
     (cpu, cpu_weights), (cuda, cuda_weights) = (
         trained(tmp_path, device, *options, ranks=ranks) for device in ("cpu", "cuda"))
     assert cuda == pytest.approx(cpu, rel=CLOSE[dtype], abs=0)

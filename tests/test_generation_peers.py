@@ -1,4 +1,4 @@
-"""Greedy texts are those of transformers' own generate: GPT-2, Llama, Mistral, Qwen2; float64."""
+"""Greedy texts are those of transformers' own generate, of every form, in float64."""
 
 import numpy as np
 import pytest
@@ -47,7 +47,7 @@ def our_texts(folder, prompts, stop=()):
     return texts
 
 
-@pytest.mark.parametrize("name", ["gpt2", "llama", "mistral", "qwen2", "llama 3"])
+@pytest.mark.parametrize("name", ["gpt2", "llama", "mistral", "qwen2", "mixtral", "llama 3"])
 def test_texts_of_prompts_of_any_length(name, tmp_path):
     model = lively(name)
     model.save_pretrained(tmp_path)

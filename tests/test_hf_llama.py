@@ -1,6 +1,7 @@
-"""What a config.json of Llama, Mistral or Qwen2 says, in both spellings, and what is refused."""
+"""What a config.json of Llama and its kin says, in both spellings, and what is refused."""
 
 import json
+import math
 import re
 import shutil
 from dataclasses import replace
@@ -11,12 +12,13 @@ from config_helpers import reading_of
 from in_process import assert_refused
 from one_rank import fresh, loaded
 from program import mpipar
-from safetensors.numpy import load_file
+from safetensors.numpy import load_file, save_file
 
 from mpipar.checkpoint import own
 from mpipar.checkpoint import weights as checkpoint
 from mpipar.checkpoint.companions import read_companions
 from mpipar.checkpoint.formats import format_of, model_settings, start_notes
+from mpipar.checkpoint.params import all_params
 from mpipar.commands.inputs import tokenizer_notes
 from mpipar.commands.resolve import resolve
 from mpipar.data.tokenizer import byte_tokenizer
@@ -54,7 +56,17 @@ QWEN_25 = {
     "transformers_version": "4.40.1", "use_cache": True, "use_mrope": False,
     "use_sliding_window": False, "vocab_size": 151936,
 }  # fmt: skip
-REAL = {"llama": LLAMA_32, "mistral": MISTRAL_01, "qwen2": QWEN_25}
+MIXTRAL_01 = {
+    "architectures": ["MixtralForCausalLM"], "attention_dropout": 0.0, "bos_token_id": 1,
+    "eos_token_id": 2, "hidden_act": "silu", "hidden_size": 4096, "initializer_range": 0.02,
+    "intermediate_size": 14336, "max_position_embeddings": 32768, "model_type": "mixtral",
+    "num_attention_heads": 32, "num_experts_per_tok": 2, "num_hidden_layers": 32,
+    "num_key_value_heads": 8, "num_local_experts": 8, "output_router_logits": False,
+    "rms_norm_eps": 1e-05, "rope_theta": 1000000.0, "router_aux_loss_coef": 0.02,
+    "sliding_window": None, "tie_word_embeddings": False, "torch_dtype": "bfloat16",
+    "transformers_version": "4.36.0.dev0", "use_cache": True, "vocab_size": 32000,
+}  # fmt: skip
+REAL = {"llama": LLAMA_32, "mistral": MISTRAL_01, "qwen2": QWEN_25, "mixtral": MIXTRAL_01}
 
 
 def written(folder, config, **changes):
@@ -94,6 +106,23 @@ def test_what_published_models_are(tmp_path):
     # Further tokens than its window are another model than mpipar's.
     found = model_settings(written(tmp_path, MISTRAL_01))
     assert (found["max_positions"], found["seq_len"], found["tied"]) == (4096, 4096, False)
+    # What trains in the preset's shape is this model.
+    found = model_settings(written(tmp_path, MIXTRAL_01))
+    preset = resolve(reading_of("--preset", "mixtral-8x7b", "--seq-len", "32768"), 1)[0].model
+    assert found == {name: getattr(preset, name) for name in found}
+    assert (found["experts"], found["router_balance"], found["expert_ffn"]) == (8, "loss", 14336)
+    written(tmp_path, MIXTRAL_01, router_aux_loss_coef=0, sliding_window=100)
+    found = model_settings(str(tmp_path))
+    assert (found["router_balance"], found["max_positions"]) == ("none", 100)
+    assert "router_loss_coef" not in found
+
+
+@pytest.mark.parametrize(("preset", "billions"), [
+    ("mixtral-8x7b", 46.70), ("mixtral-8x22b", 140.6)])
+def test_presets_have_as_many_parameters_as_is_published(preset, billions):
+    model = resolve(reading_of("--preset", preset), 1)[0].model
+    count = sum(math.prod(param.shape) for _, param in all_params(model, (model.layers,)))
+    assert round(count / 1e9, 1 if billions > 100 else 2) == billions
 
 
 def test_rows_may_be_shorter_than_the_positions_reach(tmp_path):
@@ -107,6 +136,15 @@ def test_rows_may_be_shorter_than_the_positions_reach(tmp_path):
     assert resolve(reading_of(*words, "--seq-len", "5000"), 1)[0].model.max_positions == 32768
     with pytest.raises(UsageError, match="--seq-len 32769 with --max-positions 32768"):
         resolve(reading_of(*words, "--seq-len", "32769"), 1)
+
+
+def test_routers_may_be_trained_otherwise(tmp_path):
+    start = ("--arch", "mixtral", "--init-from", written(tmp_path, MIXTRAL_01), "--seq-len", "8",
+             "--batch-size", "4")
+    for words, balance, coef in (((), "loss", 0.02), (("--router-balance", "none"), "none", 0.02),
+                                 (("--router-loss-coef", "0.5"), "loss", 0.5)):
+        model = resolve(reading_of(*start, *words), 1)[0].model
+        assert (model.router_balance, model.router_loss_coef) == (balance, coef)
 
 
 REFUSED = {
@@ -137,6 +175,13 @@ REFUSED = {
     "enormous": ("llama", {"hidden_size": 1 << 40}, "d-model 1099511627776: must be at most"),
     "tied": ("llama", {"tie_word_embeddings": 1}, "tie_word_embeddings is 1"),
     "eps": ("llama", {"rms_norm_eps": None}, "rms_norm_eps is None"),
+    "noise": ("mixtral", {"router_jitter_noise": 0.1}, "router_jitter_noise is 0.1; mpipar comp"),
+    "no experts": ("mixtral", {"num_local_experts": ...}, "num_local_experts is None"),
+    "one expert": ("mixtral", {"num_local_experts": 1}, "experts 1: must be at least 2"),
+    "none of them": ("mixtral", {"num_experts_per_tok": 0}, "num_experts_per_tok is 0"),
+    "factor of text": ("mixtral", {"router_aux_loss_coef": "0"}, "router_aux_loss_coef is '0'"),
+    "factor below 0": ("mixtral", {"router_aux_loss_coef": -1}, "router-loss-coef -1.0: must be"),
+    "experts of text": ("mixtral", {"hidden_act": "gelu"}, "hidden_act is 'gelu'"),
 }
 
 
@@ -147,9 +192,18 @@ def test_another_model_is_refused_by_name(case, tmp_path):
         model_settings(written(tmp_path, REAL[name], **changes))
 
 
-def test_heads_that_do_not_fit_are_told_as_flags_are(tmp_path):
+def test_what_does_not_fit_is_told_as_flags_are(tmp_path):
     folder = written(tmp_path, LLAMA_32, num_key_value_heads=5)
     with pytest.raises(UsageError, match="--kv-heads 5 with --heads 32"):
+        resolve(reading_of("--init-from", folder), 1)
+    with pytest.raises(UsageError, match=r"--experts 4: contradicts --init-from .* it is None"):
+        resolve(reading_of("--init-from", folder, "--experts", "4"), 1)
+    folder = written(tmp_path, MIXTRAL_01)
+    with pytest.raises(UsageError, match=r"--router-balance bias: contradicts .* it is loss"):
+        resolve(reading_of(
+            "--init-from", folder, "--arch", "mixtral", "--router-balance", "bias"), 1)
+    folder = written(tmp_path, MIXTRAL_01, num_experts_per_tok=9)
+    with pytest.raises(UsageError, match="--experts-per-token 9 with --experts 8"):
         resolve(reading_of("--init-from", folder), 1)
 
 
@@ -185,23 +239,66 @@ SMALL = {"layers": 2, "d_model": 12, "heads": 4, "kv_heads": 2, "ffn": 20, "seq_
          "vocab_size": 17}
 
 
-@pytest.mark.parametrize(("arch", "values"), [
+IN_WORDS = [  # (arch, its values) that config.json of the same name can say
     ("llama", {"head_dim": 6, "rope_scaling": (4.0, 1.0, 3.0, 12.0), "norm_eps": 1e-5}),
     ("llama", {"bias": "all", "tied": True, "head_dim": 4}), ("mistral", {"head_dim": 8}),
-    ("qwen2", {"rope_theta": 77.0, "head_dim": 4}), ("llama", {"d_model": 14, "head_dim": 6}),
-    ("llama", {"bias": "qkv", "head_dim": 4}), ("mistral", {"norm": "layer", "head_dim": 2})])
+    ("qwen2", {"rope_theta": 77.0, "head_dim": 4, "bias": "qkv"}),
+    ("mixtral", {"experts": 3, "ffn": 24, "router_loss_coef": 0.25, "head_dim": 6}),
+    ("mixtral", {"experts": 5, "experts_per_token": 3, "router_balance": "none", "tied": True})]
+MIXED = [
+    ("llama", {"d_model": 14, "head_dim": 6}), ("llama", {"bias": "qkv"}),
+    ("mistral", {"norm": "layer", "head_dim": 2}), ("llama", {"experts": 3}),
+    ("mixtral", {"experts": 3, "shared_expert_ffn": 8}),
+    ("mixtral", {"experts": 3, "expert_interval": 2}),
+    ("mixtral", {"experts": 3, "router_balance": "bias"})]
+
+
+@pytest.mark.parametrize(("arch", "values"), [*IN_WORDS, *MIXED])
 def test_what_is_written_is_read_as_the_same_model(arch, values, tmp_path):
     worker = fresh(**SMALL | {"arch": arch, "norm": "rms", "activation": "swiglu",
-                              "positions": "rope", "bias": "qkv" if arch == "qwen2" else "none",
-                              "tied": False} | values)
+                              "positions": "rope", "bias": "none", "tied": False,
+                              "head_dim": 4} | values)
     checkpoint.save(worker, tmp_path)
     again = loaded(tmp_path)
     assert replace(again.config.model, seq_len=6) == worker.config.model
-    np.testing.assert_array_equal(again.flats[0].master, worker.flats[0].master)
-    mixed = values.get("d_model") == 14 or "norm" in values or values.get("bias") == "qkv"
+    for one, other in zip(again.flats, worker.flats, strict=True):
+        np.testing.assert_array_equal(one.master, other.master)
     form = format_of(worker.config.model)
-    assert (form is own) == mixed
-    assert mixed or form.kind == arch
+    assert form is own if (arch, values) in MIXED else form.kind == arch
+
+
+def test_all_that_is_wrong_with_experts_at_once(tmp_path):
+    """Those that are missing or of another size, and another number of them than the file's."""
+    checkpoint.save(fresh(**SMALL, arch="mixtral", experts=3, norm="rms", activation="swiglu",
+                          positions="rope", bias="none", tied=False, head_dim=4), tmp_path)
+    path, block = tmp_path / "model.safetensors", "model.layers.1.block_sparse_moe"
+    tensors = load_file(path)
+    assert sum("experts" in name for name in tensors) == 2 * 3 * 3
+    bad = tensors | {f"{block}.experts.2.w2.weight": np.zeros((12, 19))}
+    del bad[f"{block}.experts.0.w3.weight"]
+    save_file(bad, path)
+    assert problems_of(tmp_path) == [
+        f"{block}.experts.2.w2.weight is [12, 19] in the file, [12, 20] in the model",
+        "layers.1.block_sparse_moe.experts.0.w3.weight is missing"]
+    save_file(tensors | {f"{block}.experts.1.w1.weight": np.full((20, 12), np.nan)}, path)
+    with pytest.raises(DataError, match=rf"tensor {block}.experts.1.w1.weight: not all numbers"):
+        loaded(tmp_path)
+    save_file(tensors, path)
+    config = json.loads((tmp_path / "config.json").read_text())
+    written(tmp_path, config, num_local_experts=2)
+    assert problems_of(tmp_path)[1] == (
+        f"{block}.gate.weight is [3, 12] in the file, [2, 12] in the model")
+    written(tmp_path, config, num_local_experts=9)
+    *_, last = problems_of(tmp_path)
+    assert last == "and 18 other tensors"
+
+
+def problems_of(folder):
+    """What loading a folder finds wrong with its tensors, without the words before."""
+    with pytest.raises(DataError) as caught:
+        loaded(folder)
+    return [text.split("tensor ")[-1].split(f"--init-from {folder}: ")[-1]
+            for text in caught.value.problems]
 
 
 # --- what travels with weights

@@ -1,4 +1,4 @@
-"""GPT-2, Llama, Mistral and Qwen2 against transformers: in, computed, trained, and out again."""
+"""Every form of weights against transformers: in, computed, trained, and out again."""
 
 import io
 import logging
@@ -10,9 +10,9 @@ import pytest
 from helpers import assert_all_close, assert_close
 from one_rank import loaded, logits
 
-from mpipar.checkpoint import hf_llama
+from mpipar.checkpoint import hf_llama, hf_mixtral
 from mpipar.checkpoint import weights as checkpoint
-from mpipar.checkpoint.formats import format_of
+from mpipar.checkpoint.formats import apart, format_of
 from mpipar.checkpoint.weight_files import INDEX, WeightFiles
 from mpipar.data.rows import Batch
 from mpipar.train.optim import learning_rate
@@ -22,6 +22,8 @@ transformers = pytest.importorskip("transformers", reason="peers: transformers i
 pytestmark = pytest.mark.peers
 
 T = 9  # tokens of a row
+STEPS = 6
+EAGER = {"attn_implementation": "eager", "experts_implementation": "eager"}
 SIZES = {"vocab_size": 29, "hidden_size": 12, "intermediate_size": 22, "num_hidden_layers": 2,
          "num_attention_heads": 4, "num_key_value_heads": 2, "max_position_embeddings": 48,
          "bos_token_id": 1, "eos_token_id": 2, "initializer_range": 0.4}
@@ -39,6 +41,10 @@ MODELS = {
     "qwen2": ("Qwen2", {"hidden_size": 16, "num_key_value_heads": 4}),
     "qwen2, tied": ("Qwen2", {"hidden_size": 24, "tie_word_embeddings": True,
                               "num_key_value_heads": 1}),
+    "mixtral": ("Mixtral", {"num_local_experts": 4, "head_dim": 6,
+                            "rope_parameters": {"rope_type": "default", "rope_theta": 77.0}}),
+    "mixtral, tied": ("Mixtral", {"num_local_experts": 5, "num_experts_per_tok": 3, "head_dim": 4,
+                                  "sliding_window": 40, "tie_word_embeddings": True}),
     "gpt2": ("GPT2", {"n_embd": 12, "n_head": 3, "n_layer": 2, "n_positions": T, "n_inner": 22,
                       "vocab_size": 29, "layer_norm_epsilon": 1e-6}),
 }
@@ -47,7 +53,7 @@ MODELS = {
 def theirs(name, dtype=torch.float64):
     """A random model of transformers; no norm's weight is 1 and no bias 0."""
     kind, values = MODELS[name]
-    values = {"attn_implementation": "eager"} | (values if kind == "GPT2" else SIZES | values)
+    values = EAGER | (values if kind == "GPT2" else SIZES | values)
     config = getattr(transformers, f"{kind}Config")(**values)
     torch.manual_seed(3)
     head = "LMHeadModel" if kind == "GPT2" else "ForCausalLM"
@@ -70,7 +76,7 @@ class Float64Torch:
 @pytest.fixture
 def exact(monkeypatch):
     """transformers computes norms, rotations and softmax in float64 too, as mpipar does."""
-    for kind in ("llama", "mistral", "qwen2"):
+    for kind in ("llama", "mistral", "qwen2", "mixtral"):
         monkeypatch.setattr(f"transformers.models.{kind}.modeling_{kind}.torch", Float64Torch())
         monkeypatch.setattr(f"transformers.models.{kind}.modeling_{kind}.nn.functional.softmax",
                             lambda x, dim, dtype=None: torch.softmax(x, dim))
@@ -98,7 +104,7 @@ def read_back(folder, dtype=torch.float64):
     """The model that transformers makes of a folder, without any warning."""
     with no_warning():
         model = transformers.AutoModelForCausalLM.from_pretrained(
-            folder, attn_implementation="eager")
+            folder, **EAGER)
     return model.to(dtype).eval()
 
 
@@ -137,50 +143,88 @@ def test_names_that_are_swapped_would_be_seen(swap, rng, tmp_path, monkeypatch):
 
 
 @pytest.mark.usefixtures("exact")
+def test_matrices_of_experts_that_are_swapped_would_be_seen(rng, tmp_path, monkeypatch):
+    monkeypatch.setitem(hf_mixtral.EXPERT, "moe.up.w", ("w3", "w1"))
+    with pytest.raises(AssertionError, match="logits: difference"):
+        test_logits("mixtral", rng, tmp_path)
+
+
+@pytest.mark.usefixtures("exact")
 @pytest.mark.parametrize("name", MODELS)
-def test_a_step_of_adamw(name, rng, tmp_path):
-    """Loss, norm, every gradient, and every weight after the step, to 1e-9."""
+def test_steps_of_adamw(name, rng, tmp_path):
+    """Loss, norm, every gradient, and every weight after six steps, to 1e-9.
+
+    Those of Mixtral's router are among them; nothing balances its experts.
+    """
     model = theirs(name)
     model.save_pretrained(tmp_path)
-    worker = loaded(tmp_path, "float64", *([] if name == "gpt2" else ["--seq-len", str(T)]))
+    worker = loaded(tmp_path, "float64", *([] if name == "gpt2" else ["--seq-len", str(T)]),
+                    *(["--arch", "mixtral", "--router-balance", "none"]
+                      if "mixtral" in name else []))
     rows, train = rows_of(rng, model.config.vocab_size), worker.config.train
     batch = Batch(rows[:, :-1].copy(), rows[:, 1:].copy(), np.arange(T))
     assert train.optimizer == "adamw"
     assert train.weight_decay > 0
     found = theirs_after(model, train, rows)
     loss, norm, _ = worker.gradients(1, lambda mb: batch)
-    assert_close(loss, found["loss"], 1e-9, "loss")
-    assert_close(norm, found["norm"], 1e-9, "norm")
+    assert_close(loss, found["losses"][0], 1e-9, "loss")
+    assert_close(norm, found["norms"][0], 1e-9, "norm")
     assert_all_close(in_files(worker, "grad"), found["gradients"], 1e-9)
-    result = worker.train_step(1, lambda mb: batch)
-    assert_close(result.grad_norm, found["norm"], 1e-9, "norm of the step")
+    results = [worker.train_step(step, lambda mb: batch) for step in range(1, STEPS + 1)]
+    assert_close([one.loss for one in results], found["losses"], 1e-9, "losses")
+    assert_close([one.grad_norm for one in results], found["norms"], 1e-9, "norms of the steps")
     assert_all_close(in_files(worker, "master"), found["weights"], 1e-9)
 
 
 def theirs_after(model, train, rows):
-    """Loss, norm, gradients and weights of one step of transformers and PyTorch."""
-    ids = torch.tensor(rows)
+    """Losses, norms, the first gradients, and the weights of steps of transformers and PyTorch."""
+    ids, found = torch.tensor(rows), {"losses": [], "norms": []}
     weights = dict(model.named_parameters())
-    optimizer = torch.optim.AdamW(
-        [{"params": [w for w in weights.values() if w.ndim > 1]},
-         {"params": [w for w in weights.values() if w.ndim == 1], "weight_decay": 0.0}],
-        lr=learning_rate(train, 1), betas=(train.beta1, train.beta2), eps=train.eps,
-        weight_decay=train.weight_decay)
-    logits = model(ids[:, :-1]).logits
-    loss = torch.nn.functional.cross_entropy(logits.flatten(0, 1), ids[:, 1:].flatten())
-    loss.backward()
-    gradients = {name: w.grad.numpy().copy() for name, w in weights.items()}
-    norm = torch.nn.utils.clip_grad_norm_(weights.values(), train.clip).item()
-    optimizer.step()
-    return {"loss": loss.item(), "norm": norm, "gradients": gradients,
-            "weights": {name: w.detach().numpy() for name, w in weights.items()}}
+    groups = [{"params": [w for w in weights.values() if w.ndim > 1]},
+              {"params": [w for w in weights.values() if w.ndim == 1], "weight_decay": 0.0}]
+    optimizer = torch.optim.AdamW(groups, betas=(train.beta1, train.beta2), eps=train.eps,
+                                  weight_decay=train.weight_decay)
+    for step in range(1, STEPS + 1):
+        for group in optimizer.param_groups:
+            group["lr"] = learning_rate(train, step)
+        optimizer.zero_grad()
+        logits = model(ids[:, :-1]).logits
+        loss = torch.nn.functional.cross_entropy(logits.flatten(0, 1), ids[:, 1:].flatten())
+        loss.backward()
+        found["losses"].append(loss.item())
+        if step == 1:
+            found["gradients"] = apart_in_files(
+                {name: w.grad.numpy().copy() for name, w in weights.items()})
+        found["norms"].append(
+            torch.nn.utils.clip_grad_norm_(weights.values(), train.clip).item())
+        optimizer.step()
+    return found | {"weights": apart_in_files(
+        {name: w.detach().numpy() for name, w in weights.items()})}
+
+
+FUSED = {"gate_up_proj": ("w1", "w3"), "down_proj": ("w2",)}  # by what ends its name in memory
+
+
+def apart_in_files(tensors):
+    """The same tensors by their names in files, where each matrix of an expert has its own."""
+    found = {}
+    for name, x in tensors.items():
+        start, *kind = name.split(".mlp.experts.")
+        if not kind:
+            found[name.replace("mlp.gate.weight", "block_sparse_moe.gate.weight")] = x
+            continue
+        keys = FUSED[kind[0]]
+        for expert, matrices in enumerate(x):
+            for key, part in zip(keys, np.split(matrices, len(keys)), strict=True):
+                found[f"{start}.block_sparse_moe.experts.{expert}.{key}.weight"] = part
+    return found
 
 
 def in_files(worker, kind):
     """{name in a file: weights or gradients in the file's shape} of one rank."""
     form = format_of(worker.config.model)
-    return {form.file_name(param.name): getattr(param, kind).reshape(form.disk_shape(param)).copy()
-            for param in worker.stages[0].params}
+    return {name: part.copy() for param in worker.stages[0].params
+            for name, part in apart(form.tensors(param), getattr(param, kind)).items()}
 
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])

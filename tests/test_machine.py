@@ -66,7 +66,7 @@ BROKEN = {
     "the file.contention[0].factor is -5: must not be below 0":
         lambda value: value["contention"][0].update(factor=-5),
     "products: every combination": lambda value: value["products"].pop(),
-    "units: rows and tp": lambda value: value["units"][0].update(rows=0),
+    "units: rows, tp and ep": lambda value: value["units"][0].update(rows=0),
     "units: sharing must be at least 1": lambda value: value["units"][0].update(sharing=0.5),
     "units[0].block has no 'w'": lambda value: value["units"][0]["block"].pop("w"),
     "ranks is True, not a legal int": lambda value: value["curves"][0].update(ranks=True),

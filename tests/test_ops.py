@@ -235,7 +235,7 @@ def test_float32_stays_float32_and_is_close(implementation):
     ops = implementation_of(implementation, "float32")
     expected = call_every_op(plain("float64"), LARGE)
     for name, value in call_every_op(ops, LARGE).items():
-        if not name.startswith("top") and not isinstance(value, float):
+        if not isinstance(value, float) and value.dtype != np.int64 and name[:3] != "top":
             assert value.dtype == np.float32, name
         assert_close(value, expected[name], 2e-5, name)
 

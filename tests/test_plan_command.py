@@ -181,6 +181,8 @@ def test_the_batch_is_chosen_by_its_rate():
 
 @pytest.mark.parametrize(("words", "problems"), [
     (("plan", "nosuch", "--machine", "h100", "--ranks", "8"), ["is no preset"]),
+    (("plan", "mixtral-8x7b", "--machine", "h100", "--ranks", "12"),
+     ["has experts", "mpipar explain --preset mixtral-8x7b --layout dp=12,ep=4"]),
     (("plan", "llama-8", "--machine", "h100", "--ranks", "8"), ["did you mean llama-8b?"]),
     (("plan", "digits", "--machine", "h100", "--ranks", "0"), ["is a convnet", "--ranks 0"]),
     ((*WORDS, "--dp", "0", "--headroom", "200", "--memory-limit", "x"),

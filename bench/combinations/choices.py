@@ -28,7 +28,7 @@ CHOICES = {
     "stage_layers": (None, (3, 1), (0, 2, 2, 0)),
     "rank_order": (None, "tp,cp,dp,pp"),
     "cp_attention": (None, "ring", "gather", "ulysses"),
-    "arch": (None, "llama", "mistral", "qwen2"),
+    "arch": (None, "llama", "mistral", "qwen2", "mixtral"),
     "norm": (None, "layer", "rms"),
     "activation": (None, "gelu", "swiglu"),
     "positions": (None, "learned", "rope"),

@@ -120,8 +120,8 @@ def tensors_of(worker) -> dict:
     """All weights, by their names and in their shapes in files."""
     model, found = worker.config.model, full_tensors(worker, "master")
     form = formats.format_of(model)
-    return {form.file_name(param.name): found[param.name].reshape(form.disk_shape(param))
-            for _, param in all_params(model, (model.layers,))}
+    return {name: part for _, param in all_params(model, (model.layers,))
+            for name, part in formats.apart(form.tensors(param), found[param.name]).items()}
 
 
 def continued(worker, inputs) -> tuple[list[int], list]:

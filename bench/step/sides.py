@@ -45,7 +45,8 @@ RECIPE_TRAIN = {"steps": 2000, "lr": 1e-3, "min_lr_ratio": 0.1, "warmup_steps": 
 
 def add_sizes(parser) -> None:
     """Add the flags of the model's sizes and of the number of steps."""
-    parser.add_argument("--arch", choices=tuple(ARCHS), default="gpt2", help="(gpt2)")
+    archs = [name for name, values in ARCHS.items() if "experts" not in values]
+    parser.add_argument("--arch", choices=archs, default="gpt2", help="(gpt2)")
     parser.add_argument("--kv-heads", type=flags.count, help="heads of keys (as many as queries)")
     add_counts(parser, {
         "--layers": (6, "transformer blocks"), "--d-model": (384, "model width"),

@@ -2,18 +2,25 @@
 
 A form is a module. PREFIX begins the names of tensors, and may be missing in a file. COMPUTED is
 {field of config.json: values that mpipar computes, the first one if the field is missing}. READ are
-all fields that are read. Its functions are `file_name`, `disk_shape`, `describes`, `to_json`,
-`settings`, and `differences`, which names what else is not computed.
+all fields that are read. Its function `tensors` gives {name: shape} of the tensors of the files
+that hold a parameter's numbers, one after another; mostly there is one. The others are `describes`,
+`to_json`, `settings`, and `differences`, which names what else is not computed.
 """
 
 from __future__ import annotations
 
+import itertools
+import math
 import os
+from collections.abc import Iterator
 from dataclasses import fields
 from pathlib import Path
 
+import numpy as np
+
 from mpipar.checkpoint import hf_gpt2, own
 from mpipar.checkpoint.hf_llama import LLAMA, MISTRAL, QWEN2
+from mpipar.checkpoint.hf_mixtral import MIXTRAL
 from mpipar.checkpoint.manifest import NAME, read_manifest
 from mpipar.config.model import CUTS
 from mpipar.config.reading import values_of
@@ -23,7 +30,8 @@ from mpipar.errors import DataError
 from mpipar.files.bounded import read_json
 from mpipar.files.text import brief, shown
 
-FORMS = {"gpt2": hf_gpt2, "llama": LLAMA, "mistral": MISTRAL, "qwen2": QWEN2}  # by model_type
+FORMS = {"gpt2": hf_gpt2, "llama": LLAMA, "mistral": MISTRAL, "qwen2": QWEN2,
+         "mixtral": MIXTRAL}  # by model_type
 # Fields that tell how a model is kept, made or run elsewhere, and not what it computes.
 OUTSIDE = {"model_type", "architectures", "dtype", "torch_dtype", "transformers_version",
            "bos_token_id", "eos_token_id", "pad_token_id", "_name_or_path"}
@@ -35,6 +43,28 @@ MOST_NAMED = 12  # ignored fields in a line
 def format_of(model):
     """The form of a ModelConfig's model: Hugging Face's if that can describe it, or mpipar's."""
     return next((form for form in FORMS.values() if form.describes(model)), own)
+
+
+def runs(tensors: dict[str, tuple[int, ...]], first: int,
+         stop: int) -> Iterator[tuple[str, int, int]]:
+    """Yield (name, first, stop) of the runs of numbers in the files that hold [first, stop) of all.
+
+    tensors: those of a parameter, see above.
+    """
+    start = 0
+    for name, shape in tensors.items():
+        end = start + math.prod(shape)
+        if first < end and start < stop:
+            yield name, max(first - start, 0), min(stop, end) - start
+        start = end
+
+
+def apart(tensors: dict[str, tuple[int, ...]], x) -> dict:
+    """{name: array} of the tensors of the files, of all numbers x of a parameter."""
+    ends = list(itertools.accumulate(map(math.prod, tensors.values())))
+    parts = np.split(x.reshape(-1), ends[:-1])
+    return {name: part.reshape(shape)
+            for (name, shape), part in zip(tensors.items(), parts, strict=True)}
 
 
 def is_step(folder) -> bool:

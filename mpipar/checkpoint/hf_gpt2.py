@@ -30,9 +30,17 @@ READ = {*COMPUTED, "n_layer", "n_embd", "n_head", "n_inner", "n_positions", "n_c
         "tie_word_embeddings", "layer_norm_epsilon"}
 
 
-def file_name(name: str) -> str:
-    """The name in a file, as Hugging Face itself saves a GPT2LMHeadModel."""
-    return HF_OTHER.get(name) or name_in_block(name, f"{PREFIX}h", HF_LAYER)
+def tensors(param) -> dict[str, tuple[int, ...]]:
+    """As Hugging Face itself saves a GPT2LMHeadModel: matrices (in, out), biases 1-d."""
+    name, shape = param.name, param.shape
+    there = HF_OTHER.get(name) or name_in_block(name, f"{PREFIX}h", HF_LAYER)
+    if name.endswith(".b"):
+        return {there: (math.prod(shape),)}
+    if name.endswith("qkv.w"):
+        return {there: (shape[0], math.prod(shape[1:]))}
+    if name.endswith("proj.w"):
+        return {there: (math.prod(shape[:-1]), shape[-1])}
+    return {there: shape}
 
 
 def name_in_block(name: str, blocks: str, layers: dict[str, str]) -> str:
@@ -41,18 +49,6 @@ def name_in_block(name: str, blocks: str, layers: dict[str, str]) -> str:
     layer, kind = layer.rsplit(".", 1)
     suffix = {"w": "weight", "b": "bias"}[kind]
     return f"{blocks}.{block.removeprefix('block')}.{layers[layer]}.{suffix}"
-
-
-def disk_shape(param) -> tuple[int, ...]:
-    """Shape in the file: matrices 2-d (in, out), biases 1-d."""
-    name, shape = param.name, param.shape
-    if name.endswith(".b"):
-        return (math.prod(shape),)
-    if name.endswith("qkv.w"):
-        return (shape[0], math.prod(shape[1:]))
-    if name.endswith("proj.w"):
-        return (math.prod(shape[:-1]), shape[-1])
-    return tuple(shape)
 
 
 def describes(model) -> bool:

@@ -17,6 +17,7 @@ LAYER = {
     "norm1": "input_layernorm", "norm2": "post_attention_layernorm", "attn.q": "self_attn.q_proj",
     "attn.k": "self_attn.k_proj", "attn.v": "self_attn.v_proj", "attn.proj": "self_attn.o_proj",
     "ffn.gate": "mlp.gate_proj", "ffn.up": "mlp.up_proj", "ffn.down": "mlp.down_proj",
+    "moe.router": "block_sparse_moe.gate",
 }
 OTHER = {
     "embedding.tokens": "model.embed_tokens.weight", "final_norm.w": "model.norm.weight",
@@ -47,27 +48,25 @@ class LlamaForm:
     biases: dict[str, dict[str, bool]]
     window: Callable[[dict], object] = lambda found: None
     PREFIX = "model."
+    NUMBERS = NUMBERS
     COMPUTED = COMPUTED
 
     @property
     def READ(self) -> set[str]:
-        return {*COMPUTED, *NUMBERS.values(), "rms_norm_eps", "tie_word_embeddings", "rope_theta",
-                "rope_scaling", "rope_parameters", "sliding_window", "use_sliding_window",
-                "max_window_layers", "layer_types", *(key for one in self.biases.values()
-                                                      for key in one)}
+        return {*self.COMPUTED, *self.NUMBERS.values(), "rms_norm_eps", "tie_word_embeddings",
+                "rope_theta", "rope_scaling", "rope_parameters", "sliding_window",
+                "use_sliding_window", "max_window_layers", "layer_types",
+                *(key for one in self.biases.values() for key in one)}
 
-    def file_name(self, name: str) -> str:
-        """The name in a file, as Hugging Face itself saves a model with its head."""
-        return OTHER.get(name) or name_in_block(name, f"{self.PREFIX}layers", LAYER)
-
-    def disk_shape(self, param) -> tuple[int, ...]:
-        """Shape in the file: matrices 2-d (out, in), biases 1-d."""
+    def tensors(self, param) -> dict[str, tuple[int, ...]]:
+        """As Hugging Face itself saves a model with its head: matrices (out, in), biases 1-d."""
         shape = param.shape
+        name = OTHER.get(param.name) or name_in_block(param.name, f"{self.PREFIX}layers", LAYER)
         if param.name.endswith(".b"):
-            return (math.prod(shape),)
+            return {name: (math.prod(shape),)}
         if param.name.endswith("proj.w"):
-            return (shape[0], math.prod(shape[1:]))
-        return (math.prod(shape[:-1]), shape[-1]) if len(shape) > 1 else tuple(shape)
+            return {name: (shape[0], math.prod(shape[1:]))}
+        return {name: (math.prod(shape[:-1]), shape[-1]) if len(shape) > 1 else shape}
 
     def describes(self, model) -> bool:
         """Whether config.json can say what a ModelConfig computes."""
@@ -84,7 +83,7 @@ class LlamaForm:
         kind = {"rope_type": "llama3" if scaling else "default"}
         return {
             "architectures": [f"{self.name}ForCausalLM"], "model_type": self.kind,
-            **{key: getattr(model, name) for name, key in NUMBERS.items()},
+            **{key: getattr(model, name) for name, key in self.NUMBERS.items()},
             "hidden_act": "silu", "rms_norm_eps": model.norm_eps, "attention_dropout": 0.0,
             **self.biases[model.bias], "sliding_window": None,
             "rope_theta": model.rope_theta, "rope_scaling": kind | scaling if scaling else None,
@@ -94,12 +93,12 @@ class LlamaForm:
 
     def settings(self, found: dict) -> dict:
         """The ModelConfig fields that a config.json fixes; raises KeyError or TypeError."""
-        values = {name: found.get(key) for name, key in NUMBERS.items()}
+        values = {name: found.get(key) for name, key in self.NUMBERS.items()}
         values["head_dim"] = values["head_dim"] or found["hidden_size"] // (
             found["num_attention_heads"] or 1)  # that of 0 heads is refused below
         if self.kind == "llama":  # the first Llamas do not name them
             values["kv_heads"] = values["kv_heads"] or values["heads"]
-        for name, key in NUMBERS.items():
+        for name, key in self.NUMBERS.items():
             if type(values[name]) is not int or values[name] < 1:
                 raise TypeError(f"{key} is {shown(found.get(key))}")
         tied, eps = found.get("tie_word_embeddings", False), found.get("rms_norm_eps", 1e-6)
@@ -111,12 +110,12 @@ class LlamaForm:
         window = self.window(found)
         if type(window) is int and window > 0:  # further tokens would be seen by mpipar alone
             values["max_positions"] = min(values["max_positions"], window)
-        return values | {
+        return {"experts": None} | values | {
             "model": "decoder", "arch": self.kind, "norm": "rms", "activation": "swiglu",
             "positions": "rope", "bias": bias or next(iter(self.biases)), "tied": tied,
-            "norm_eps": _number("rms_norm_eps", eps), "seq_len": values["max_positions"],
-            "rope_theta": _number("rope_theta", rope.get("rope_theta", 10000.0)),
-            "rope_scaling": tuple(_number(key, rope.get(key)) for key in SCALING
+            "norm_eps": number("rms_norm_eps", eps), "seq_len": values["max_positions"],
+            "rope_theta": number("rope_theta", rope.get("rope_theta", 10000.0)),
+            "rope_scaling": tuple(number(key, rope.get(key)) for key in SCALING
                                   if _kind(rope) == "llama3"),
         }
 
@@ -165,7 +164,8 @@ def _kind(rope: dict):
     return rope.get("rope_type", rope.get("type", "default"))
 
 
-def _number(key: str, value) -> float:
+def number(key: str, value) -> float:
+    """The value of a field of config.json; TypeError if it is no number."""
     if type(value) not in (int, float):
         raise TypeError(f"{key} is {shown(value)}")
     return float(value)

@@ -26,14 +26,9 @@ def of_weights(model: str) -> list:
 READ = {one.name for model in FAMILIES for one in of_weights(model)}
 
 
-def file_name(name: str) -> str:
-    """The name in mpipar's files."""
-    return name
-
-
-def disk_shape(param) -> tuple[int, ...]:
-    """Shape in the file: a convolution's weight is (k, k, C, N), that of qkv (D, 3, H, d)."""
-    return tuple(param.shape)
+def tensors(param) -> dict[str, tuple[int, ...]]:
+    """The parameter itself: a convolution's weight is (k, k, C, N), that of qkv (D, 3, H, d)."""
+    return {param.name: param.shape}
 
 
 def to_json(model, dtype: str) -> dict:

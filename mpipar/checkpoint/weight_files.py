@@ -141,7 +141,7 @@ def _bytes(tensor) -> int:
 
 @contextmanager
 def new_weights(folder: Path, texts: dict[str, str], tensors, most_bytes: int):
-    """Yield a function put(tensor, row, array), which writes an array of rows from this row on.
+    """Yield a function put(tensor, first, numbers), which writes a flat array from this number on.
 
     All files get their names when the block ends; the old ones stay until then. The folder is made
     if need be, and is no link. texts: {name: text} of files to write beside the weights. tensors,
@@ -163,10 +163,10 @@ def new_weights(folder: Path, texts: dict[str, str], tensors, most_bytes: int):
                 places[tensor[0]] = files[name].fileno(), offset, tensor[1]
                 offset += _bytes(tensor)
 
-        def put(tensor: str, first: int, array: np.ndarray) -> None:
+        def put(tensor: str, first: int, numbers: np.ndarray) -> None:
             number, offset, dtype = places[tensor]
-            view = memoryview(np.ascontiguousarray(array, dtype).reshape(-1).view(np.uint8))
-            offset += first * (len(view) // len(array))
+            view = memoryview(np.ascontiguousarray(numbers, dtype).view(np.uint8))
+            offset += first * dtype.itemsize
             done = 0
             while done < len(view):
                 done += os.pwrite(number, view[done:], offset + done)

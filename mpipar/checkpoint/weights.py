@@ -3,11 +3,12 @@
 Weights are written and read in row blocks, so that no rank ever holds a tensor it does not own. A
 row is an index of a parameter's first logical axis. In the file a row is a contiguous run of bytes.
 The reason is that the logical shape only splits axes of the file's shape: (D, 3, H, d) is stored as
-(D, 3*D).
+(D, 3*D). Or a row is several tensors of the file, as the matrices of an expert are.
 """
 
 from __future__ import annotations
 
+import math
 from dataclasses import asdict
 from pathlib import Path
 
@@ -24,6 +25,8 @@ from mpipar.config.model import model_config
 from mpipar.errors import DataError, OutputError
 from mpipar.files import own
 from mpipar.files.text import brief
+
+MOST_TOLD = 20  # problems of tensors
 
 
 def _blocks(box, itemsize):
@@ -113,14 +116,18 @@ def write(folder: Path, config, dtype, blocks, most_bytes: int | None = None) ->
     Raises OutputError if the disk cannot take them.
     """
     form = formats.format_of(config.model)
-    params = [param for _, param in all_params(config.model, (config.model.layers,))]
-    tensors = [(form.file_name(param.name), dtype, form.disk_shape(param)) for param in params]
+    tensors = {param.name: form.tensors(param)
+               for _, param in all_params(config.model, (config.model.layers,))}
+    made = [(name, dtype, shape) for found in tensors.values() for name, shape in found.items()]
     try:
         own.make_root(folder.parent)
         texts = companions.config_texts(folder, form.to_json(config.model, dtype.name))
-        with new_weights(folder, texts, tensors, most_bytes or config.run.max_shard_size) as put:
-            for name, first, block in blocks:
-                put(form.file_name(name), first, block)
+        with new_weights(folder, texts, made, most_bytes or config.run.max_shard_size) as put:
+            for param, row, block in blocks:
+                numbers, first = block.reshape(-1), row * (block.size // len(block))
+                for name, start, stop in formats.runs(tensors[param], first, first + block.size):
+                    here, numbers = np.split(numbers, [stop - start])
+                    put(name, start, here)
     except OSError as error:
         raise OutputError(f"{folder}: the weights could not be written: {error.strerror}") from None
 
@@ -173,31 +180,34 @@ def load(worker, folder: str) -> None:
             bad = _fill(worker, lambda param, held: _read(files, found[param.name], param, held))
     if bad:
         more = f" and {len(bad) - 1} others" if len(bad) > 1 else ""
-        raise DataError(f"--init-from {folder}: tensor {found.get(bad[0], bad[0])}{more}: not all"
-                        f" numbers are finite in {worker.ops.statistics.name}; give other weights")
+        param, place = next(iter(bad.items()))
+        name = next((one for one, *_ in formats.runs(found.get(param, {}), place, place + 1)),
+                    param)
+        raise DataError(f"--init-from {folder}: tensor {name}{more}: not all numbers are finite in"
+                        f" {worker.ops.statistics.name}; give other weights")
 
 
-def _fill(worker, blocks_of) -> list[str]:
-    """Fill this rank's shards; return the names of those in which a number is not finite.
+def _fill(worker, blocks_of) -> dict[str, int]:
+    """Fill this rank's shards; return {tensor: place of a number in it that is not finite}.
 
     blocks_of(param, its box): (box, array) of parts that cover the box. Padding stays zero.
     """
-    ops, bad = worker.ops, []
+    ops, bad = worker.ops, {}
     for flat in worker.flats:
         for param in flat.params:
-            held, finite, shard = param.box, True, param.master
+            held, shard = param.box, param.master
             if shard is None:  # the data group shares it out: a rank keeps its pieces
                 shard = ops.zeros(param.local_shape, ops.statistics, label="buffers")
             for box, block in blocks_of(param, held):
                 # A float64 that float32 cannot hold is not finite.
                 with np.errstate(over="ignore", invalid="ignore"):
                     values = np.ascontiguousarray(block, dtype=ops.statistics)
-                finite = finite and bool(np.isfinite(values).all())
+                if not np.isfinite(values).all():
+                    place = np.argwhere(~np.isfinite(values))[0] + [first for first, _ in box]
+                    bad[param.name] = int(np.ravel_multi_index(place, param.shape))
                 ops.copy(shard[boxes.within(box, held)], ops.asarray(values))
             if param.master is None:
                 flat.keep(param, shard)
-            if not finite:
-                bad.append(param.name)
         flat.publish()
     return bad
 
@@ -206,34 +216,42 @@ def _open(folder: str) -> WeightFiles:
     return WeightFiles(folder, f"--init-from {folder}")
 
 
-def _find(files: WeightFiles, model) -> tuple[dict[str, str], list[str]]:
-    """({parameter: name of its tensor in the files}, what is missing or does not fit).
+def _find(files: WeightFiles, model) -> tuple[dict[str, dict], list[str]]:
+    """({parameter: its tensors, by their names in the files}, what is missing or does not fit).
 
     A model without its head is saved without the prefix of the names.
     """
     found, wrong, form = {}, [], formats.format_of(model)
     for _, param in all_params(model, (model.layers,)):
-        full = form.file_name(param.name)
-        options = [full, full.removeprefix(form.PREFIX)]
-        name = next((option for option in options if option in files.tensors), None)
-        if name is None:
-            wrong.append(f"{files.where}: tensor {options[1]} is missing")
-            continue
-        found[param.name], tensor, needed = name, files.tensors[name], form.disk_shape(param)
-        where = f"{files.where}: tensor {name} is"
-        if tensor.dtype not in NUMBERS:
-            wrong.append(f"{where} {brief(tensor.dtype)}, not one of {', '.join(NUMBERS)}")
-        elif tensor.shape != tuple(needed):
-            wrong.append(f"{where} {[*tensor.shape]} in the file, {[*needed]} in the model")
+        found[param.name] = {}
+        for full, needed in form.tensors(param).items():
+            options = [full, full.removeprefix(form.PREFIX)]
+            name = next((option for option in options if option in files.tensors), None)
+            if name is None:
+                wrong.append(f"{files.where}: tensor {options[1]} is missing")
+                continue
+            found[param.name][name], tensor = needed, files.tensors[name]
+            where = f"{files.where}: tensor {name} is"
+            if tensor.dtype not in NUMBERS:
+                wrong.append(f"{where} {brief(tensor.dtype)}, not one of {', '.join(NUMBERS)}")
+            elif tensor.shape != needed:
+                wrong.append(f"{where} {[*tensor.shape]} in the file, {[*needed]} in the model")
+    if len(wrong) > MOST_TOLD:
+        wrong[MOST_TOLD:] = [f"{files.where}: and {len(wrong) - MOST_TOLD} other tensors"]
     return found, wrong
 
 
-def _read(files: WeightFiles, name: str, param, held):
-    """Yield (box, array) of the parts of a tensor of the files that a shard holds, `held`."""
-    per_row = files.tensors[name].shape[0] // param.shape[0]  # rows of the file in a logical row
+def _read(files: WeightFiles, tensors: dict, param, held):
+    """Yield (box, array) of the parts of a parameter's tensors that a shard holds, `held`."""
+    row = math.prod(param.shape[1:])
     for rows in _blocks((held[0], *boxes.whole_box(param.shape)[1:]), 4):
         first, last = rows[0]
-        block = files.rows(name, first * per_row, last * per_row).reshape(boxes.shape_of(rows))
+        parts = []
+        for name, start, stop in formats.runs(tensors, first * row, last * row):
+            width = math.prod(tensors[name][1:])
+            parts.append(files.rows(name, start // width, stop // width).reshape(-1))
+        block = (np.concatenate(parts) if len(parts) > 1 else parts[0]).reshape(
+            boxes.shape_of(rows))
         wanted = (rows[0], *held[1:])
         yield wanted, block[boxes.within(wanted, rows)]
 

@@ -51,11 +51,14 @@ def with_choices(session, inputs, readings: list[Reading], machine_path: str | N
     """
     config, world = inputs.config, session.world
     machine, notes = None, []
+    if readings[0].chooses_layout and getattr(config.model, "experts", None):
+        notes.append(f"--layout auto: keeps ep {config.grid.ep}, as it keeps cp; --ep N names"
+                     " another number of ranks that share out experts")
     if machine_path is not None:
         machine = session.agree(
             lambda: machine_file.load(machine_path) if world.rank == 0 else None)
     if readings[0].chooses_layout and len(readings) == 1:
-        notes = [(f"--layout auto: {sizes_text(vars(config.grid))} is the only layout that these"
+        notes += [(f"--layout auto: {sizes_text(vars(config.grid))} is the only layout that these"
                   f" ranks can have for this model and {config.train.batch_size} rows a step")]
     if config.grid.schedule != AUTO and len(readings) == 1:
         return replace(inputs, notes=[*inputs.notes, *notes])

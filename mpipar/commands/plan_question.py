@@ -1,5 +1,6 @@
 """What `mpipar plan` is asked: model, machine, batch and given parts of the layout, all checked."""
 
+import math
 import os
 import shlex
 from dataclasses import MISSING, dataclass, replace
@@ -170,6 +171,12 @@ def question_of(args: Arguments, job: Job) -> tuple[Question, tuple[Kind, ...]]:
     model, problems = job.config.model, []
     if model.model != "decoder":
         problems.append(f"MODEL {brief(args.model)}: is a {model.model}; plans are for decoders")
+    elif model.experts:
+        ep = math.gcd(model.experts, args.ranks)
+        problems.append(
+            f"MODEL {brief(args.model)}: has experts, and plans are for models whose tokens all"
+            " pass one network: they do not look at --ep; see what a layout keeps and sends by"
+            f" mpipar explain {job.flags} --layout dp={args.ranks},ep={ep}")
     elif args.seq_len is not None:
         if job.flags.startswith("--init-from"):
             problems += row_problems(model, args.seq_len)

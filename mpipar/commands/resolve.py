@@ -19,6 +19,9 @@ from mpipar.pipeline.combinations import RULES
 from mpipar.pipeline.csv_format import read_csv
 from mpipar.pipeline.instructions import Schedule
 
+# How routers are trained, whatever the weights say; but a bias of each expert is one of them.
+ROUTING = ("router_balance", "router_loss_coef", "router_bias_rate")
+
 
 def resolve(reading: Reading, world_size: int, checks: Iterable[Check] = (),
             machine: str | None = None) -> tuple[Config, list[str]]:
@@ -76,11 +79,13 @@ def with_weights_shape(reading: Reading, shape: dict, source: str) -> Config:
     if shape["model"] != typed["model"]:
         raise UsageError(f"--init-from {typed['init_from']}: holds a {shape['model']}, but --model"
                          f" is {typed['model']}; type --model {shape['model']}")
+    given = typed.keys() & reading.given.keys() - reading.bad
+    shape = {name: value for name, value in shape.items() if not (
+        name in ROUTING and name in given and "bias" not in (value, typed[name]))}
     found = [f"{flag(name)} {typed[name]}: contradicts --init-from {typed['init_from']}, where it "
              f"is {value}; leave {flag(name)} out"
              for name, value in shape.items()
-             if name in typed.keys() & reading.given.keys() - reading.bad
-             and typed[name] not in (None, value)]
+             if name in given and typed[name] not in (None, value)]
     if found:
         raise UsageError(found)
     named = {name: value for name, value in typed.items() if value is not None}

@@ -21,7 +21,7 @@ def _llama3(layers, d_model, heads, factor=8.0, **shape):
 
 
 def _mixtral(layers, d_model, heads, **shape):
-    return _llama(layers, d_model, heads, kv_heads=8, seq_len=4096, rope_theta=1e6, experts=8,
+    return _llama(layers, d_model, heads, arch="mixtral", kv_heads=8, seq_len=4096,
                   router_loss_coef=0.02, lr=3e-4, **shape)
 
 

@@ -38,7 +38,8 @@ class CupyOps(ArrayOps):
     """
 
     takes_16_bits: tuple[str, ...] = (
-        "matmul", "matmul_nt", "matmul_tn_add", "embedding_backward_weight", "position_forward",
+        "matmul", "matmul_nt", "matmul_tn_add", "grouped_matmul", "grouped_matmul_nt",
+        "grouped_matmul_tn_add", "embedding_backward_weight", "position_forward",
         "position_backward_weight")
     table_multiple = 128
     checksum_block = 1 << 22  # few kernels, 64 MiB in between

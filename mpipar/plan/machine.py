@@ -123,8 +123,9 @@ class Units:
     """Passes of the parts of a model, measured with microbatches of `rows` rows.
 
     model: the ModelConfig's fields except the number of layers, since every block costs the same.
-    tp: ranks that share a block; the times include their barriers. update_seconds_per_parameter:
-    everything that a step does once for each parameter, from clearing gradients to the optimizer.
+    tp, ep: ranks that share a block, and its experts; the times include their barriers.
+    update_seconds_per_parameter: everything that a step does once for each parameter, from clearing
+    gradients to the optimizer.
     sharing: how many times as much time of a core passes take while ranks share it. It is 1 where
     every rank has a core, or where nobody measured it.
     """
@@ -139,6 +140,7 @@ class Units:
     head: Passes
     update_seconds_per_parameter: float
     sharing: float = 1.0
+    ep: int = 1
 
 
 @dataclass(frozen=True)
@@ -241,13 +243,14 @@ class Machine:
         scale = m * k * n / math.prod(inside)
         return Estimate(math.exp(total) * scale, inside != [m, k, n])
 
-    def units_of(self, model, dtype: str, tp: int, rows: int) -> Units:
+    def units_of(self, model, dtype: str, tp: int, rows: int, ep: int = 1) -> Units:
         """The measured passes of a model (a ModelConfig), of the nearest number of rows.
 
         Raises UsageError, which lists the available ones.
         """
-        wanted = settings_of(model) | {"dtype": dtype, "tp": tp}
-        others = [units.model | {"dtype": units.dtype, "tp": units.tp} for units in self.units]
+        wanted = settings_of(model) | {"dtype": dtype, "tp": tp, "ep": ep}
+        others = [units.model | {"dtype": units.dtype, "tp": units.tp, "ep": units.ep}
+                  for units in self.units]
         same = [units for units, have in zip(self.units, others, strict=True) if have == wanted]
         if same:
             return min(same, key=lambda units: abs(math.log(units.rows / rows)))

@@ -81,8 +81,8 @@ def _problems(machine: Machine) -> list[str]:
     if len(shapes) != (grid if shapes else 0) or any(
             min(one.m, one.k, one.n, one.seconds) <= 0 for one in machine.products):
         found.append("products: every combination of some M, K and N once, all above 0")
-    if any(min(units.rows, units.tp) < 1 for units in machine.units):
-        found.append("units: rows and tp must be at least 1")
+    if any(min(units.rows, units.tp, units.ep) < 1 for units in machine.units):
+        found.append("units: rows, tp and ep must be at least 1")
     if any(units.sharing < 1 for units in machine.units):
         found.append("units: sharing must be at least 1")
     if min(machine.ranks, machine.cores) < 1:

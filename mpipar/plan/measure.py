@@ -1,12 +1,13 @@
 """Costs of this model on this machine: f, i, w and memory of each layer.
 
-Times come from the real layers in the real tensor-parallel groups, all stages at once, as in a
+Times come from the real layers in the real groups of tp and ep, all stages at once, as in a
 step. Memory comes from running the layers on shapes. The result is one `Costs` whose values are by
 *unit*: embedding, each block, head and loss. `merged` adds them up to the stages of any schedule.
 """
 
 from __future__ import annotations
 
+import math
 from dataclasses import replace
 from statistics import median
 from time import perf_counter, sleep, thread_time
@@ -170,21 +171,24 @@ def measure_costs(config, grid, ops, mpi_world=None, repeats: int = REPEATS) -> 
     a moment behind each unit, as ranks of a pipeline do while they wait, so that others fill the
     caches.
 
-    Comm: makes the groups of a worker. Then a few passes of every layer over tp and cp, barriers
-    and a gather over the world.
+    Comm: makes the groups of a worker. Then a few passes of every layer over tp, cp and expert,
+    barriers and a gather over the world.
     """
     plain = replace(config, grid=replace(
         config.grid, schedule="gpipe", chunks=None, stage_layers=None))
     worker = Worker(plain, grid, ops, Recorder(), mpi_world)
     worker.initialize()
-    times = in_turns(mpi_world, grid.place("pp") * grid.size("dp") + grid.place("dp"),
-                     grid.size("pp") * grid.size("dp"), grid.size("cp") * grid.size("tp"),
+    # Ranks of data that wait for each other inside of passes: neighbours that exchange tokens.
+    together = math.lcm(grid.size("cp"), grid.size("expert"))
+    runs = grid.size("data") // together
+    times = in_turns(mpi_world, grid.place("pp") * runs + grid.place("data") // together,
+                     grid.size("pp") * runs, together * grid.size("tp"),
                      lambda: measure_times(worker, repeats))
     cores = cores_of(mpi_world).cores
     share = pipeline_cores(config.grid, cores)
     shared = None
     # A group that waits for each other takes cores for that, too, so its passes do not show it.
-    single = config.grid.tp == config.grid.cp == 1
+    single = config.grid.tp * together == 1
     if share is not None and single and repeats and ops.device == "cpu":
         quiet_barrier(mpi_world)
         shared = measure_times(worker, repeats, NAP_SECONDS)

@@ -68,7 +68,7 @@ def units_of(config, spells: list[list[Costs]]) -> Units:
         microbatch_rows(config),
         embedding=Passes(*times[0]), head=Passes(*times[-1]),
         block=Passes(*map(mean, zip(*times[1:-1], strict=True))),
-        update_seconds_per_parameter=0.0, sharing=sharing)
+        update_seconds_per_parameter=0.0, sharing=sharing, ep=config.grid.ep)
 
 
 def update_seconds(config, ops, mpi_world, rounds: int, updates: int = UPDATES) -> float:

@@ -62,7 +62,7 @@ def measured_units(machine: Machine, config):
         raise UsageError(f"cp {config.grid.cp}: a cost model has no passes of a part of the tokens;"
                          " leave --machine out, or predict a layout with cp 1")
     return machine.units_of(config.model, config.run.dtype, config.grid.tp,
-                            microbatch_rows(config))
+                            microbatch_rows(config), config.grid.ep)
 
 
 def costs_of(machine: Machine, config, message_bytes: int) -> Costs:

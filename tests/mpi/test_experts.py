@@ -17,8 +17,14 @@ from small_model import (
     with_sync_sends,
 )
 
+from mpipar import ops as ops_module
+from mpipar.comm.grid import Grid
 from mpipar.config.memory import MemoryConfig
 from mpipar.data.rows import Rows
+from mpipar.layers.param import Param
+from mpipar.ops.numpy_ops import NumpyOps
+from mpipar.partition import experts_all_to_all, experts_gather
+from mpipar.plan import measure
 from mpipar.train.verify import differences, full_tensors
 
 EXPERTS = replace(MODEL, layers=2, seq_len=8, experts=4, expert_ffn=13, router_loss_coef=0.5)
@@ -143,3 +149,145 @@ def test_clipped_updates_of_adamw_equal_one_rank(layout, zero):
     np.testing.assert_allclose(*results, rtol=1e-12)
     if WORLD.rank == 0:
         assert not [one for one in differences("weight", *whole) if not one.ok]
+
+
+# --- broken twins: the comparisons above must fail. Those with `comm` are right on one rank.
+
+TWO = ((2, 1, 1), 1, 2)
+
+
+def summed_over_data(monkeypatch):
+    """Experts of other ranks are added as if they were copies."""
+    plain = Grid.uncut
+    monkeypatch.setattr(Grid, "uncut", lambda self, group, cut: plain(
+        self, group, cut if group == "tp" else ()))
+
+
+def weighted_twice(monkeypatch):
+    plain = experts_all_to_all.combine
+
+    def combine(ops, rows, plan, weighted, comm, name):
+        if comm.size > 1:
+            plan = plan._replace(probs=plan.probs**2)
+        return plain(ops, rows, plan, weighted, comm, name)
+
+    monkeypatch.setattr(experts_all_to_all, "combine", combine)
+
+
+def in_order_of_sending(monkeypatch):
+    """Results are not put back to their tokens."""
+    plain = experts_all_to_all.combine
+
+    def combine(ops, rows, plan, weighted, comm, name):
+        if comm.size > 1:
+            plan = plan._replace(places=np.arange(plan.places.size).reshape(plan.places.shape))
+        return plain(ops, rows, plan, weighted, comm, name)
+
+    monkeypatch.setattr(experts_all_to_all, "combine", combine)
+
+
+def balanced_by_microbatch(monkeypatch):
+    """One rank has it, too. Its microbatches have other rows than those of two."""
+    plain = NumpyOps.balance_backward_input
+
+    def balance(self, dlogits, logits, loads, factor):
+        plain(self, dlogits, logits, np.broadcast_to(loads.mean(axis=0), loads.shape), factor)
+
+    monkeypatch.setattr(NumpyOps, "balance_backward_input", balance)
+
+
+def router_detached(monkeypatch):
+    """Its gradient does not cross the border between ranks."""
+    plain = experts_all_to_all.factors_back
+
+    def factors_back(ops, factors, plan, comm, name):
+        return plain(ops, factors * (comm.size == 1), plan, comm, name)
+
+    monkeypatch.setattr(experts_all_to_all, "factors_back", factors_back)
+
+
+def router_unsummed(monkeypatch):
+    """A rank keeps what its own experts say to the router, as behind a plain all-gather."""
+    def factors_back(ops, factors, plan, comm, name):
+        whole = ops.embedding_forward(plan.places, factors.reshape(-1, 1), plan.start)
+        return whole.reshape(comm.size, -1, *plan.places.shape[1:])[comm.index][:plan.length]
+
+    monkeypatch.setattr(experts_gather, "factors_back", factors_back)
+
+
+def counts_of_another(monkeypatch):
+    """Rows are shared out among this rank's experts by the counts of the microbatch before."""
+    plain, last = experts_all_to_all.plan, {}
+
+    def plan(ops, choice, experts, comm, name):
+        found = plain(ops, choice, experts, comm, name)
+        if comm.size == 1:
+            return found
+        first = min(last.get(name, found.counts)[0], sum(found.counts))
+        last[name] = found.counts
+        return found._replace(counts=[first, sum(found.counts) - first])
+
+    monkeypatch.setattr(experts_all_to_all, "plan", plan)
+
+
+TWINS = {
+    summed_over_data: {}, weighted_twice: {}, in_order_of_sending: {}, balanced_by_microbatch: {},
+    router_detached: {}, router_unsummed: {"expert_dispatch": "all-gather"}, counts_of_another: {}}
+
+
+@pytest.mark.ranks(2)
+@pytest.mark.parametrize("twin", TWINS, ids=lambda twin: twin.__name__)
+def test_a_planted_bug_is_seen(twin, monkeypatch):
+    twin(monkeypatch)
+    with pytest.raises(AssertionError, match="tensors differ"):
+        assert_equals_one_rank(expert_config(TWO, **TWINS[twin]))
+
+
+@pytest.mark.ranks(2)
+def test_ties_are_broken_alike_on_all_ranks(monkeypatch):
+    """The router's weights of two experts are equal, so that each token likes both as much."""
+    plain, choose = Param.initial_rows, NumpyOps.choice_forward
+
+    def initial_rows(self, *given):
+        first = None
+        for row, values in plain(self, *given):
+            first = values if row % 2 == 0 else first
+            yield row, first if "router" in self.name else values
+
+    def highest_first(self, logits, count, bias=None):
+        if WORLD.rank == 0:
+            return choose(self, logits, count, bias)
+        ids, probs = choose(self, np.ascontiguousarray(logits[:, ::-1]), count, bias)
+        return logits.shape[1] - 1 - ids, probs
+
+    monkeypatch.setattr(Param, "initial_rows", initial_rows)
+    config = expert_config(TWO, model=replace(EXPERTS, experts_per_token=1))
+    assert_equals_one_rank(config)
+    monkeypatch.setattr(NumpyOps, "choice_forward", highest_first)
+    with pytest.raises(AssertionError, match="tensors differ"):
+        assert_equals_one_rank(config)
+
+
+@pytest.mark.ranks(4)
+@pytest.mark.parametrize("layout", [
+    ((2, 2, 1), 1, 2), ((1, 1, 2), 2, 2), ((2, 1, 1), 2, 2)], ids=str)
+def test_ranks_that_exchange_rows_are_measured_at_the_same_time(layout, monkeypatch):
+    """Costs are measured in turns; a rank must not wait for one whose turn comes later."""
+    turns = []
+
+    def in_turns(mpi_world, group, num_groups, cores_each, run):
+        turns.append((group, num_groups, cores_each))
+        return {kind: dict.fromkeys(range(EXPERTS.layers + 2), (1.0, 1.0)) for kind in "fiw"}
+
+    monkeypatch.setattr(measure, "in_turns", in_turns)
+    config = expert_config(layout)
+    grid = Grid.of(config.grid, WORLD.rank)
+    costs = measure.measure_costs(
+        config, grid, ops_module.make("cpu", "float64"), WORLD, repeats=0)
+    assert (costs is None) == (WORLD.rank > 0)
+    (group, num_groups, cores_each), = turns
+    assert num_groups * cores_each == WORLD.size
+    groups = WORLD.allgather(group)
+    assert sorted(groups) == sorted([*range(num_groups)] * cores_each)
+    for name in ("expert", "tp", "cp"):
+        assert {groups[rank] for rank in grid.group(name)} == {group}, name

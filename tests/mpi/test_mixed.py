@@ -102,6 +102,20 @@ def test_layout_equals_one_rank(layout, dtype, monkeypatch):
         assert_equals_one_rank(mixed(dtype, layout, model=cut_model("ring")))
 
 
+EXPERTS = replace(MODEL, layers=2, seq_len=8, experts=4, expert_ffn=13)
+
+
+@pytest.mark.parametrize(("layout", "kernels"), slow_unless(
+    lambda layout, kernels: layout == DP and kernels == "numpy",
+    [(layout, kernels) for layout in {2: [DP], 4: [(2, 1, 2)]}.get(WORLD.size, [])
+     for kernels in ("numpy", "numba")]))
+def test_experts_equal_one_rank(layout, kernels, dtype, monkeypatch):
+    """Routers compute in float32, so that every layout chooses the same experts."""
+    poison_unwritten(monkeypatch)
+    config = mixed(dtype, layout, model=EXPERTS, ep=2)
+    assert_equals_one_rank(replace(config, run=replace(config.run, kernels=kernels)))
+
+
 @pytest.mark.ranks(1, 2, 4)
 @pytest.mark.usefixtures("cuda_aware")
 @pytest.mark.parametrize("layout", HERE[-2:], ids=str)

@@ -1,0 +1,62 @@
+"""Hugging Face's form of Mixtral: that of Mistral, with a router and experts in each block.
+
+In the files an expert has three matrices: w1 is the gate, w3 goes up, and w2 goes down. In memory
+transformers 5 holds those of all experts side by side; it writes them apart, as version 4 does.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+
+from mpipar.checkpoint.hf_llama import COMPUTED, NUMBERS, LlamaForm, number
+
+EXPERT = {"moe.up.w": ("w1", "w3"), "moe.down.w": ("w2",)}  # in the order of the parameter
+COEF = "router_aux_loss_coef"
+MISSING = {"rope_theta": 1e6, "rms_norm_eps": 1e-5, COEF: 0.001}  # if they are
+
+
+@dataclass(frozen=True)
+class MixtralForm(LlamaForm):
+    """See `mpipar.checkpoint.formats` for what a form is."""
+
+    NUMBERS = NUMBERS | {
+        "expert_ffn": "intermediate_size", "experts": "num_local_experts",
+        "experts_per_token": "num_experts_per_tok"}
+    COMPUTED = COMPUTED | {"router_jitter_noise": (0.0, None)}
+
+    @property
+    def READ(self) -> set[str]:
+        return super().READ | {COEF}
+
+    def tensors(self, param) -> dict[str, tuple[int, ...]]:
+        """Of all experts, one after another, and otherwise as in Mistral's files."""
+        block, _, layer = param.name.partition(".")
+        if layer not in EXPERT:
+            return super().tensors(param)
+        start = f"{self.PREFIX}layers.{block.removeprefix('block')}.block_sparse_moe.experts"
+        return {f"{start}.{expert}.{name}.weight": param.shape[-2:]
+                for expert in range(param.shape[0]) for name in EXPERT[layer]}
+
+    def describes(self, model) -> bool:
+        """Whether config.json can say what a ModelConfig computes."""
+        return (model.model == "decoder" and super().describes(replace(model, experts=None))
+                and model.experts is not None and model.expert_interval == 1
+                and model.shared_expert_ffn is None and model.router_balance != "bias")
+
+    def to_json(self, model, dtype: str) -> dict:
+        """The config.json of a resolved ModelConfig whose weights are written as `dtype`."""
+        coef = model.router_loss_coef if model.router_balance == "loss" else 0.0
+        return super().to_json(model, dtype) | {COEF: coef}
+
+    def settings(self, found: dict) -> dict:
+        """The ModelConfig fields that a config.json fixes; raises KeyError or TypeError."""
+        found = MISSING | found
+        coef = number(COEF, found[COEF])
+        balance = {"router_balance": "loss", "router_loss_coef": coef} if coef else {
+            "router_balance": "none"}
+        return super().settings(found) | {
+            "expert_interval": 1, "shared_expert_ffn": None} | balance
+
+
+MIXTRAL = MixtralForm("mixtral", "Mixtral", {"none": {}},
+                      window=lambda found: found.get("sliding_window"))
