@@ -77,7 +77,7 @@ def add_flags(parser) -> None:
                         help="how sums travel, as in training (mpi)")
     parser.add_argument("--sync-sends", action="store_true", help="as in training")
     parser.add_argument("--beside", metavar="'WORDS'", help="another rehearsal at the same time")
-    parser.add_argument("--trace", metavar="FOLDER", help="write the last three steps as a trace")
+    parser.add_argument("--trace", metavar="FOLDER", help="write a trace of three more steps")
 
 
 def positive(text: str) -> float:
@@ -188,7 +188,7 @@ def player_of(job: Job, pace: Pace, args, session) -> Player:
     script = session.agree(
         lambda: script_with_room(job.config, mine.rank, len(session.host_ranks)))
     player = Player(job.config, mine, ops, script)
-    player.seconds, player.sleeps = pace.seconds(script), args.sleep
+    player.seconds, player.sleeps = session.agree(lambda: pace.seconds(script)), args.sleep
     return player
 
 
@@ -199,6 +199,7 @@ def measure(args, session) -> Outcome | int:
     session.agree(lambda: make_folder(args.trace if world.rank == 0 else None))
     number = next(at for at, job in enumerate(jobs) if world.rank in job.ranks)
     pace = session.agree(lambda: Pace.of(args, jobs[number].config))
+    predicted = session.agree(pace.step_seconds)
     player = player_of(jobs[number], pace, args, session)
     wrong = [f"rank {rank}: {text}" for rank, text in enumerate(
         gather_facts(world, player.check()) or ()) if text]
@@ -217,20 +218,23 @@ def measure(args, session) -> Outcome | int:
     if together.seconds:
         both = slowest(player.world, together.seconds)
         slowdown = statistics.median(both) / statistics.median(steps)
-    facts = gather_facts(world, Share(number, steps, slowdown, sums_of(player, pace, alone)))
+    facts = gather_facts(
+        world, Share(number, steps, predicted, slowdown, sums_of(player, pace, alone)))
     player.close()
     return EXIT_OK if facts is None else outcome(
-        jobs, pace, [Share(*fact) for fact in facts], args, session)
+        jobs, [Share(*fact) for fact in facts], args, session)
 
 
 class Share(NamedTuple):
     """What a rank tells. job: its number. steps: the seconds of its job's steps.
 
-    slowdown: how much longer these take beside another job. sums: those of `sums_of`.
+    predicted: seconds of a step, or None. slowdown: how much longer these take beside another job.
+    sums: those of `sums_of`.
     """
 
     job: int
     steps: list[float]
+    predicted: float | None
     slowdown: float | None
     sums: list
 
@@ -264,7 +268,7 @@ def sums_of(player: Player, pace: Pace, steps: Steps) -> list:
     return [[key, [value / len(steps.seconds) for value in found]] for key, found in sums.items()]
 
 
-def outcome(jobs: list[Job], pace: Pace, shares: list[Share], args, session) -> Outcome:
+def outcome(jobs: list[Job], shares: list[Share], args, session) -> Outcome:
     """What world rank 0 says of all jobs."""
     rate = args.bound_GBps
     if rate is None and len(session.host_ranks) == session.world.size:
@@ -274,24 +278,28 @@ def outcome(jobs: list[Job], pace: Pace, shares: list[Share], args, session) -> 
         own = [share for share in shares if share.job == number]
         rows += [({"job": number + 1} if len(jobs) > 1 else {}) | row
                  for row in barrier_rows([share.sums for share in own], rate)]
-        head.append(headline(job, own[0], pace if len(jobs) == 1 else None, args))
-    source = ("" if rate is None else f"\n\nbound: {rate:.4g} GB/s one way, "
-              + ("the rate of a memory copy" if args.bound_GBps is None else "as stated"))
+        head.append(headline(job, own[0], args))
+    end = []
+    if rate is not None:
+        source = "the rate of a memory copy" if args.bound_GBps is None else "as stated"
+        end.append(f"bound: {rate:.4g} GB/s one way, {source}")
+    if args.trace is not None:
+        end.append(f"the trace of {TRACED} more steps is in {args.trace}; see it with: mpipar trace"
+                   f" {args.trace}")
     facts = {"ranks": session.world.size, "words": [" ".join(job.words) for job in jobs],
              "compute": args.compute, "steps": args.steps,
              "step_ms": [1e3 * statistics.median(next(
                  share.steps for share in shares if share.job == number))
                  for number in range(len(jobs))]}
-    return Outcome(rows, facts, head="\n".join(head) + "\n", end=source.lstrip("\n"))
+    return Outcome(rows, facts, head="\n".join(head) + "\n", end="\n".join(end))
 
 
-def headline(job: Job, share: Share, pace: Pace | None, args) -> str:
+def headline(job: Job, share: Share, args) -> str:
     """The job, and how long its step takes."""
     grid, times = job.config.grid, sorted(1e3 * seconds for seconds in share.steps)
     order = f"{grid.schedule_csv or grid.schedule}, {counted(grid.num_microbatches, 'microbatch')}"
     computing = f"{args.compute:g} times its modelled time" if args.compute else "no time"
-    predicted = pace.step_seconds() if pace is not None else None
-    said = "" if predicted is None else f"; predicted {predicted * 1e3:.2f} ms"
+    said = "" if share.predicted is None else f"; predicted {share.predicted * 1e3:.2f} ms"
     slower = "" if share.slowdown is None else f"; {share.slowdown:.2f} times as long beside"
     return (f"{' '.join(job.words)}: {counted(len(job.ranks), 'rank')}, {order};"
             " every payload as it should be\n"
