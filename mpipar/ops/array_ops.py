@@ -286,8 +286,8 @@ class ArrayOps(Ops):
         """Return (ids (N, count) of the experts of each token, their probabilities (N, count)).
 
         They are those of the largest logits (N, E), the largest first; of equal ones the lowest id.
-        The probabilities are the softmax over these alone. bias (E,): what the choice adds to the
-        softmax over all logits; the probabilities do not (arXiv 2408.15664).
+        The probabilities are the softmax over these alone. bias (E,) or (N, E): what the choice
+        adds to the softmax over all logits; the probabilities do not (arXiv 2408.15664).
         """
         scores = logits if bias is None else self._row_softmax(logits) + bias
         ids = self.xp.argsort(-scores, axis=-1, kind="stable")[:, :count]
