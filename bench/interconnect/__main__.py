@@ -108,8 +108,7 @@ def parse(argv):
                         help=f"also measure beside equally long computing with K tests; cases: "
                              f"{', '.join(plans.POSTED_CASES)}")
     parser.add_argument("--routing", metavar="NAME,NAME",
-                        help="all-to-allv by these shares of the ranks, which training has, too:"
-                             f" {', '.join(ROUTINGS)}, or all (hot)")
+                        help=f"parts of all-to-allv: {', '.join(ROUTINGS)}, or all (hot)")
     parser.add_argument("--bound-GBps", type=float, metavar="X",
                         help="give busbw in percent of this one-way rate of a rank's link; it "
                              "applies between hosts if there are several; inside a host a "

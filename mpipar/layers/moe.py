@@ -166,6 +166,7 @@ class MixtureOfExperts:
                  out_std: float) -> None:
         self.ops, self.name, self.held = context.ops, name, context.held
         self.expert, self.dispatch = context.comms["expert"], context.dispatch
+        self.recorder = context.comms.recorder
         self.experts, self.bend = config.experts, BENDS[config.activation]
         parts = len(self.bend.wide)
         wide = (config.expert_ffn,) if parts == 1 else (parts, config.expert_ffn)
@@ -205,6 +206,7 @@ class MixtureOfExperts:
         x = x.reshape(-1, x.shape[-1])
         choice = self.router.forward(x, stash)
         plan = self.dispatch.plan(self.ops, choice, self.experts, self.expert, self.name)
+        self.recorder.load(self.name, self.expert.index, plan.counts)
         rows = self.dispatch.rows(self.ops, x, plan, self.expert, self.name)
         h = self.ops.grouped_matmul_nt(rows, self._up("data"), plan.counts)
         stash[self.name, "plan"], stash[self.name, "x"], stash[self.name, "h"] = plan, rows, h
