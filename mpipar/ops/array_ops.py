@@ -77,10 +77,14 @@ class ArrayOps(Ops):
         """Return x in such a host array (on the CPU: x itself)."""
         return self.to_host(x)
 
-    def row_counts(self, counts: Array, total: int) -> list[int]:
+    def row_counts(
+        self, counts: Array, total: int, most: Shape = (), own: slice | None = None
+    ) -> list[int]:
         """Return the numbers of an array, flattened, on the host; their sum is about `total`.
 
-        On shapes, which have no numbers, it is `total`, shared out equally.
+        On shapes, which have no numbers, it is `total`, shared out equally. Where the worst case is
+        asked for, the sum is the product of `most`, which those in `own` can't exceed: they have
+        all of it.
         """
         return [int(count) for count in self.to_host(counts.reshape(-1))]
 
