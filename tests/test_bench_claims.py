@@ -143,7 +143,6 @@ def test_experts_exchange_what_is_predicted_and_choose_alike():
         if row["routing"] == "one-hot":
             assert row["busiest_expert"] == 8 / 2
         if row["routing"] == "uniform" or row["dispatch"] == "all-gather":
-            config = layouts.configure({"dp": 4, "ep": row["ep"]}, **experts.MODEL | {
-                "expert_dispatch": row["dispatch"]})
+            config = experts.configured(row["ep"], row["dispatch"], "uniform")
             sent = predict(config, 0).recorder.totals("axis")["expert",].wire_bytes
             assert row["sent_MiB"] * 2**20 == sent

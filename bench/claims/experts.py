@@ -33,8 +33,7 @@ def experts(world: Any) -> list[dict] | None:
     """
     rows, tokens = [], load_source((), 256).tokens
     for ep, dispatch, routing in CASES:
-        config = configure({"dp": 4, "ep": 1}, **MODEL | {
-            "ep": ep, "expert_dispatch": dispatch, "routing": routing})
+        config = configured(ep, dispatch, routing)
         config = replace(config, run=replace(config.run, trace=f"2:{STEPS}"))
         with tempfile.TemporaryDirectory() as own:
             folder = broadcast_text(world, own)
@@ -45,6 +44,12 @@ def experts(world: Any) -> list[dict] | None:
                              **exchanged(found.trace), "waiting": time_shares(found)["waiting"],
                              "step_ms": max(seconds) * 1e3})
     return rows if world.rank == 0 else None
+
+
+def configured(ep: int, dispatch: str, routing: str) -> Any:
+    """The resolved configuration of a row, without a trace."""
+    return configure({"dp": 4}, **MODEL | {
+        "ep": ep, "expert_dispatch": dispatch, "routing": routing})
 
 
 def exchanged(trace) -> dict[str, float]:
