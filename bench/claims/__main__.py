@@ -9,6 +9,7 @@
     mpiexec -n 4 python -m bench.claims sharing [--json FILE]   # recomputation, ZeRO: their price
     mpiexec -n 4 python -m bench.claims limit [--json FILE]     # a model too large for one device
     mpiexec -n 2 python -m bench.claims shipped [--json FILE]   # published bugs, and who sees them
+    mpiexec -n 2 python -m bench.claims curves [--json FILE]    # loss curves of bugs of experts
     mpiexec -n 4 python -m bench.claims moe [--json FILE]       # experts by ep and routing
 
 Barriers and memory come from the shapes-only run; tests prove it equal to the records of real runs.
@@ -220,9 +221,9 @@ def sharing(world) -> list[dict] | None:
 COMPUTED = {"barriers": barriers, "memory": memory, "convolution": convolution, "context": context,
             "scaling": scaling}
 MEASURED = {"hybrids": hybrids, "sharing": sharing, "limit": too_large.too_large,
-            "shipped": shipped.shipped, "moe": experts.experts}
+            "shipped": shipped.shipped, "curves": shipped.curves, "moe": experts.experts}
 FACTS = {"limit": too_large.MODEL, "moe": experts.MODEL,
-         "shipped": shipped.MODEL | shipped.TRAINING}
+         **dict.fromkeys(("shipped", "curves"), shipped.MODEL | shipped.TRAINING)}
 
 
 def make_table(args, session) -> Outcome | int:
