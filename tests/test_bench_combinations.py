@@ -4,8 +4,17 @@ import itertools
 
 import pytest
 
+from bench.combinations import kept
 from bench.combinations.array import Completion, Coverage, kind_of, pairs, triples
-from bench.combinations.choices import BASE, BASE_OF, CHOICES, OUTSIDE, refusals, words_of
+from bench.combinations.choices import (
+    BASE,
+    BASE_OF,
+    CHOICES,
+    OUTSIDE,
+    refusals,
+    small_choices,
+    words_of,
+)
 from mpipar.config.sections import FIELDS
 
 FEW = {name: CHOICES[name] for name in (
@@ -16,6 +25,23 @@ def test_each_setting_is_a_choice_or_stands_outside_with_its_reason():
     """A new flag must join one of the lists: else no life has it."""
     base = {*BASE, *(name for settings in BASE_OF.values() for name in settings)}
     assert FIELDS.keys() == {*CHOICES, *base, *OUTSIDE}
+
+
+def test_the_kept_arrays_hold_each_value_and_each_pair():
+    """What the ranks of the sessions live. A choice or value that is new asks for a new array."""
+    arrays = kept.read()
+    assert all(not refusals(case) for case in arrays["pairs"])
+    assert all(not refusals(case, 2) and case["dtype"] == "float64" for case in arrays["few"])
+    coverage = Coverage(2)
+    for case in arrays["pairs"]:
+        coverage.add(case)
+    illegal = coverage.holding([part for part, _ in arrays["illegal"]])
+    assert (coverage.seen | illegal)[coverage.different()].all()
+    assert not (coverage.seen & illegal).any()
+    for name, values in small_choices().items():
+        lived = {case[name] for case in arrays["few"]}
+        legal = {value for value in values if Completion(small_choices(), 2).of({name: value})}
+        assert lived == legal, name
 
 
 @pytest.fixture(scope="module")

@@ -18,7 +18,8 @@ from pathlib import Path
 from time import perf_counter
 
 from bench import results
-from bench.combinations.array import Completion, Coverage, pairs, triples
+from bench.combinations import kept
+from bench.combinations.array import Completion, Coverage, triples
 from bench.combinations.choices import CHOICES, settings_of, words_of
 from bench.combinations.life import live_all
 from mpipar.comm.hosts import quiet_barrier
@@ -67,9 +68,9 @@ class Tally:
 
     def __init__(self, args):
         self.args = args
-        start = perf_counter()
-        self.array, self.illegal = pairs()
-        self.making, self.start = perf_counter() - start, perf_counter()
+        arrays = kept.read()
+        self.array, self.illegal = arrays["pairs"], arrays["illegal"]
+        self.start = perf_counter()
         self.seen = {2: Coverage(2), **({3: Coverage(3)} if args.triples else {})}
         self.count, self.wrong, self.rows = 0, [], []
 

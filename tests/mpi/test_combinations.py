@@ -3,14 +3,12 @@
 The broken twins plant a fault into the lives, but not into their truths. See bench/combinations.
 """
 
-import functools
 from contextlib import contextmanager
 
 import pytest
 from small_model import WORLD
 
-from bench.combinations.array import pairs, singles
-from bench.combinations.choices import CHOICES, small_choices
+from bench.combinations import kept
 from bench.combinations.life import live_all
 from mpipar.comm.hosts import quiet_barrier
 from mpipar.commands import training
@@ -22,16 +20,15 @@ from mpipar.train import worker
 PARTS = 6  # of the lives of all pairs: a test has a limit of time
 
 
-@functools.cache
 def few():
     """The fixed part: some cases in which each value occurs."""
-    return singles(small_choices(), 2)
+    return kept.read()["few"]
 
 
-@functools.cache
 def many():
     """Cases in which each pair of values occurs, without kernels that are compiled first."""
-    return pairs(CHOICES | {"kernels": (None, "numpy")})[0]
+    return [{**case, "kernels": "numpy"} if case["kernels"] == "numba" else case
+            for case in kept.read()["pairs"]]
 
 
 def lives(folder, cases, **named):
