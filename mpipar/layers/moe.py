@@ -104,8 +104,8 @@ class Router:
             expert = context.comms["expert"]
             table = scores(config.routing, config.seq_len, config.experts,
                            config.experts_per_token, expert.index, expert.size)
-            self.forced = self.ops.empty(table.shape, self.ops.statistics, label="buffers")
-            self.ops.copy(self.forced, self.ops.asarray(table.astype(self.ops.statistics)))
+            self.forced = self.ops.empty(table.shape, label="buffers")
+            self.ops.copy(self.forced, self.ops.asarray(table.astype(self.ops.dtype)))
 
     def forward(self, x: Array, stash: Stash) -> Choice:
         """The Choice for x (N, D)."""
