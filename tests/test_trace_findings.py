@@ -104,7 +104,8 @@ EXPERTS = ["--experts", "4", "--experts-per-token", "1", "--expert-ffn", "512", 
            "--layout", "dp=2,ep=2", "--num-microbatches", "2", "--trace-ops"]
 
 
-@pytest.mark.parametrize("routing", ["one-hot", "uniform"])
+@pytest.mark.parametrize("routing", [
+    "one-hot", pytest.param("uniform", marks=pytest.mark.slow)])
 def test_a_hot_expert_alone_is_named(routing, tmp_path):
     found = found_in(traced(tmp_path / "run", *EXPERTS, "--routing", routing))
     if routing == "uniform":
