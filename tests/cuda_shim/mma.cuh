@@ -7,30 +7,30 @@
 
 template <typename T>
 inline void mma_16x8x16(float (&d)[4], const unsigned (&a)[4], const unsigned (&b)[2]) {
-    struct Piece { T a[4][2], b[2][2]; } mine, all[shim::WARP];
+    struct Piece { T a[4][2], b[2][2]; } mine;
     static_assert(sizeof(Piece) == 24);
     memcpy(mine.a, a, sizeof mine.a);
     memcpy(mine.b, b, sizeof mine.b);
-    shim::exchange(mine, all);
-    for (int i = 0; i < 4; ++i) {
-        int row = shim::current->lane / 4 + i / 2 * 8, column = shim::current->lane % 4 * 2 + i % 2;
-        for (int k = 0; k < 16; ++k) {
-            T left = all[row % 8 * 4 + k % 8 / 2].a[row / 8 + k / 8 * 2][k % 2];
-            T right = all[column * 4 + k % 8 / 2].b[k / 8][k % 2];
-            d[i] += to_float(left) * to_float(right);
+    auto all = shim::exchange(mine);
+    int row = shim::current->lane / 4, column = shim::current->lane % 4 * 2;
+    for (int half = 0; half < 2; ++half)
+        for (int t = 0; t < 4; ++t) {
+            Piece left = all[4 * row + t], right[] = {all[4 * column + t], all[4 * column + 4 + t]};
+            for (int k = 0; k < 2; ++k)
+                for (int i = 0; i < 4; ++i)
+                    d[i] += to_float(left.a[i / 2 + 2 * half][k]) *
+                            to_float(right[i % 2].b[half][k]);
         }
-    }
 }
 
 template <bool Transposed> inline void load_matrices(unsigned (&r)[4], const void *row) {
     if (reinterpret_cast<uintptr_t>(row) % 16) shim::fail("a matrix row off its 16 bytes");
-    const unsigned short *rows[shim::WARP];
-    shim::exchange(static_cast<const unsigned short *>(row), rows);
+    auto rows = shim::exchange(static_cast<const unsigned short *>(row));
     int g = shim::current->lane / 4, t = shim::current->lane % 4;
     for (int i = 0; i < 4; ++i) {
-        const unsigned short *const *matrix = rows + 8 * i;
-        unsigned short low = Transposed ? matrix[2 * t][g] : matrix[g][2 * t];
-        unsigned short high = Transposed ? matrix[2 * t + 1][g] : matrix[g][2 * t + 1];
+        int first = 8 * i;
+        unsigned short low = Transposed ? rows[first + 2 * t][g] : rows[first + g][2 * t];
+        unsigned short high = Transposed ? rows[first + 2 * t + 1][g] : rows[first + g][2 * t + 1];
         r[i] = low | unsigned(high) << 16;
     }
     __syncwarp();

@@ -19,6 +19,7 @@
 
 #include <algorithm>
 #include <atomic>
+#include <bit>
 #include <chrono>
 #include <cmath>
 #include <cstdint>
@@ -94,13 +95,12 @@ class Barrier {
 };
 #else
 class Barrier {
-    int expected, arrived = 0;
-    unsigned generation = 0;
+    int expected;
+    std::vector<int> waiting;  // numbers of threads
 
   public:
     explicit Barrier(int expected) : expected(expected) {}
     void wait();
-    bool is_open(unsigned since) const { return generation != since; }
 };
 #endif
 
@@ -109,17 +109,18 @@ struct Copy { void *to; const void *from; bool valid; };  // of 16 bytes: cp.asy
 struct Thread {
     uint3 index;
     int lane, warp;
-    bool done = false, started = false;
-    Barrier *waits_for = nullptr;
-    unsigned generation = 0;
+    bool started = false;
+    int turn = 0;  // which slots of its warp are next
     std::vector<std::vector<Copy>> groups = std::vector<std::vector<Copy>>(1);
     jmp_buf state;
     ucontext_t first;
 };
 
+// What the lanes of a warp exchange. Two sets of slots in turn: who writes one of them has met
+// everybody behind the reading of what it held before.
 struct Warp {
     Barrier barrier;
-    alignas(16) unsigned char slot[WARP][32];
+    alignas(16) unsigned char slots[2][WARP][32];
     explicit Warp(int threads) : barrier(threads) {}
 };
 
@@ -129,6 +130,8 @@ struct Block {
     std::vector<std::unique_ptr<Warp>> warps;
     std::vector<Thread> threads;
     std::unique_ptr<void, decltype(&free)> shared{nullptr, free};
+    std::vector<uint64_t> ready;  // bits of the threads that wait for nothing
+    size_t done = 0;
 
     Block(uint3 index, dim3 size, size_t shared_bytes)
         : index(index), barrier(size.x * size.y * size.z), threads(size.x * size.y * size.z) {
@@ -140,11 +143,15 @@ struct Block {
             threads[i].lane = i % WARP;
             threads[i].warp = i / WARP;
         }
+        ready.resize((count + 63) / 64);
+        for (int i = 0; i < count; ++i) set_ready(i);
         void *bytes = nullptr;
         if (posix_memalign(&bytes, 128, shared_bytes + 1)) abort();
         shared.reset(bytes);
         memset(bytes, POISON, shared_bytes);
     }
+    void set_ready(int i) { ready[i / 64] |= uint64_t(1) << i % 64; }
+    void clear_ready(int i) { ready[i / 64] &= ~(uint64_t(1) << i % 64); }
 };
 
 inline dim3 grid_size, block_size;
@@ -158,14 +165,23 @@ inline char error[200];
 
 inline Warp &warp() { return *block->warps[current->warp]; }
 
-// Every thread of the warp calls this; returns the slots that all have written.
-template <typename T> const T *exchange(const T &value, T (&all)[WARP]) {
-    static_assert(sizeof(T) <= sizeof(Warp::slot[0]));
-    memcpy(warp().slot[current->lane], &value, sizeof(T));
+// The values of all lanes, until the next exchange but one.
+template <typename T> struct Lanes {
+    const unsigned char (*slots)[32];
+    T operator[](int lane) const {
+        T value;
+        memcpy(&value, slots[lane], sizeof(T));
+        return value;
+    }
+};
+
+// Every thread of the warp calls this; returns what all have given.
+template <typename T> Lanes<T> exchange(const T &value) {
+    static_assert(sizeof(T) <= sizeof(Warp::slots[0][0]));
+    auto &slots = warp().slots[current->turn ^= 1];
+    memcpy(slots[current->lane], &value, sizeof(T));
     warp().barrier.wait();
-    for (int i = 0; i < WARP; ++i) memcpy(&all[i], warp().slot[i], sizeof(T));
-    warp().barrier.wait();
-    return all;
+    return {slots};
 }
 
 }  // namespace shim
@@ -193,9 +209,8 @@ inline void __syncwarp(unsigned mask = 0xffffffffu) {
 }
 template <typename T> T __shfl_sync(unsigned mask, T value, int source, int width = 32) {
     shim_full_mask(mask);
-    T all[shim::WARP];
     int lane = shim::current->lane;
-    return shim::exchange(value, all)[lane / width * width + source % width];
+    return shim::exchange(value)[lane / width * width + source % width];
 }
 template <typename T> T __shfl_xor_sync(unsigned mask, T value, int flip, int width = 32) {
     int lane = shim::current->lane, other = lane ^ flip;
@@ -211,9 +226,10 @@ template <typename T> T __shfl_up_sync(unsigned mask, T value, int delta, int wi
 }
 inline int __any_sync(unsigned mask, int condition) {
     shim_full_mask(mask);
-    int all[shim::WARP];
-    shim::exchange(int(condition != 0), all);
-    return std::any_of(all, all + shim::WARP, [](int one) { return one == 1; });
+    auto all = shim::exchange(int(condition != 0));
+    for (int i = 0; i < shim::WARP; ++i)
+        if (all[i] == 1) return 1;
+    return 0;
 }
 inline void __threadfence() {}  // blocks run one after another
 template <typename T> T atomicAdd(T *at, T value) {

@@ -35,40 +35,50 @@ inline void fail(const char *message) {
     _longjmp(home, 1);
 }
 
+// The number of the first thread that can run, counted in the direction; -1 if none can.
+inline int first_ready() {
+    const std::vector<uint64_t> &ready = block->ready;
+    int words = int(ready.size());
+    for (int n = 0; n < words; ++n) {
+        int i = direction > 0 ? n : words - 1 - n;
+        if (ready[i])
+            return 64 * i + (direction > 0 ? std::countr_zero(ready[i])
+                                           : 63 - std::countl_zero(ready[i]));
+    }
+    return -1;
+}
+
 // Goes on with the first thread that can run; never returns to the caller. That is the least fair
 // choice: a warp runs ahead of the others as far as barriers let it.
 inline void next() {
-    int count = int(block->threads.size());
-    bool all_done = true;
-    for (int i = 0; i < count; ++i) {
-        Thread &thread = block->threads[direction > 0 ? i : count - 1 - i];
-        all_done &= thread.done;
-        if (thread.done || (thread.waits_for && !thread.waits_for->is_open(thread.generation)))
-            continue;
-        thread.waits_for = nullptr;
-        current = &thread;
-        if (thread.started) _longjmp(thread.state, 1);
-        thread.started = true;
-        setcontext(&thread.first);
+    int number = first_ready();
+    if (number < 0) {
+        if (block->done == block->threads.size()) _longjmp(home, 2);
+        fail("a barrier that not all threads reach");
     }
-    if (all_done) _longjmp(home, 2);
-    fail("a barrier that not all threads reach");
+    current = &block->threads[number];
+    if (current->started) _longjmp(current->state, 1);
+    current->started = true;
+    setcontext(&current->first);
 }
+
+inline int number_of_current() { return int(current - block->threads.data()); }
 
 inline void fiber() {
     (*running_body)();
-    current->done = true;
+    ++block->done;
+    block->clear_ready(number_of_current());
     next();
 }
 
 inline void Barrier::wait() {
-    if (++arrived == expected) {
-        arrived = 0;
-        ++generation;
+    if (int(waiting.size()) + 1 == expected) {
+        for (int number : waiting) block->set_ready(number);
+        waiting.clear();
         return;
     }
-    current->waits_for = this;
-    current->generation = generation;
+    waiting.push_back(number_of_current());
+    block->clear_ready(number_of_current());
     if (_setjmp(current->state) == 0) next();
 }
 
