@@ -216,6 +216,26 @@ def test_svg_legend_has_both_shades_only_where_both_are_drawn(tmp_path, capsys):
     assert "prefers-color-scheme: dark" in path.read_text()
 
 
+def test_a_moving_picture_hides_what_is_later_and_ends_whole(tmp_path, capsys):
+    still, _ = drawn("1f1b", tmp_path / "still.svg", capsys)
+    moving, width = drawn("1f1b --animate", tmp_path / "moving.svg", capsys)
+
+    def passes(elements):
+        return [each.attrib for each in elements if "pass" in each.get("class", "").split()]
+
+    group, = (each for each in moving if each.get("clip-path") == "url(#past)")
+    assert passes(group.iter()) == passes(still) == passes(moving) != []
+    past, line = (each for each in moving if each.tag.startswith(f"{SVG}animate"))
+    first, *_, last = map(float, past.get("values").split(";"))
+    ends = [float(each["x"]) + float(each["width"]) for each in passes(moving)]
+    starts = [float(each["x"]) for each in passes(moving)]
+    assert min(starts) == first < max(ends) <= last < width
+    assert float(line.get("values").split(";")[-1]) == last - first
+    for each in (past, line):
+        assert each.get("fill") == "freeze"
+        assert int(each.get("repeatCount")) < 10  # nothing moves for ever
+
+
 @pytest.mark.parametrize("form", ["compute_only", "compute_comms"])
 def test_csv_in_both_directions(form, tmp_path, capsys):
     path = tmp_path / "order.csv"

@@ -70,6 +70,7 @@ class Arguments:
         " block l and an arrow down for its backward pass, both equally wide")
     compare: bool = switch("table all schedules for these counts")
     svg: str | None = setting(None, "draw into an SVG file", metavar="FILE")
+    animate: bool = switch("with --svg: passes appear while the time goes on")
     json: bool = switch("print everything as JSON and nothing else")
     csv: str | None = setting(
         None, "write in the format of torch.distributed.pipelining; with - print that and nothing"
@@ -102,7 +103,8 @@ def problems(args: Arguments) -> list[UsageError]:
                         "--chunks", "--group-size")
     elif args.compare:
         found += unread(args, "--compare prints one table of all schedules", "NAME",
-                        "--group-size", "--symbols", "--book", "--svg", "--json", "--csv")
+                        "--group-size", "--symbols", "--book", "--svg", "--animate", "--json",
+                        "--csv")
         if args.pp * args.num_microbatches > MOST_COMPARED and min(
                 args.pp, args.num_microbatches) > 0:
             found.append(f"--compare makes every schedule: --pp times --num-microbatches is"
@@ -110,6 +112,8 @@ def problems(args: Arguments) -> list[UsageError]:
                          f" {MOST_COMPARED:,}")
     else:
         found += name_problems(args)
+    if args.animate and not (args.svg or args.compare or args.html):
+        found.append("--animate: moves a picture; add --svg FILE")
     if args.book and args.symbols:
         found.append("--book and --symbols: give one of them")
     if args.json and args.csv == STDOUT:
@@ -147,7 +151,7 @@ def costs_of(args: Arguments) -> Costs:
 def page_problems(args: Arguments) -> list[str]:
     """What is wrong with the flags beside --html."""
     found = unread(args, "--html writes one page and nothing else", "--compare", "--symbols",
-                   "--book", "--svg", "--json", "--csv")
+                   "--book", "--svg", "--animate", "--json", "--csv")
     if args.from_run is not None:
         return found + unread(args, "--from-run brings its own schedule and costs", "NAME",
                               "--chunks", "--group-size", "--costs", "--latency", "--from-csv")
@@ -205,7 +209,7 @@ def show(args: Arguments, schedule: Schedule, costs: Costs) -> None:
     timeline = simulate(schedule, costs)
     form = None if args.group_size or args.from_csv else closed_form(schedule, costs)
     if args.svg:
-        output.write_text(Path(args.svg), svg(timeline, title(schedule)))
+        output.write_text(Path(args.svg), svg(timeline, title(schedule), args.animate))
     if args.csv == STDOUT:
         csv_format.print_csv(schedule, sys.stdout, args.csv_format)
         return

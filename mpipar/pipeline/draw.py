@@ -24,6 +24,8 @@ CHARACTER, LETTER = 6.2, 8.5  # width of a character in words, and in a label su
 NARROWEST, WIDEST = 360, 4000  # width of the part with the passes
 LEGEND, TICK = 24, 56  # space after a legend's text; least distance of two ticks
 MOST_ARROWS = 100  # more of them would hide the passes
+STEP_SECONDS, REPEATS = 10, 5  # of a moving picture: it stops, as nothing should move for ever
+DONE = 0.85  # of these seconds the step itself; then the whole picture stands
 WORDS = {
     "F": "F forward",
     "B": "B backward",
@@ -250,8 +252,11 @@ def symbol(schedule: Schedule, instr: Instr) -> str:
 Legend = list[tuple[tuple[str, ...], str]]  # (classes of the boxes, text) of each entry
 
 
-def svg(timeline: Timeline, title: str) -> str:
-    """The picture as text; every box has a tooltip, and names its pass where there is room."""
+def svg(timeline: Timeline, title: str, moving: bool = False) -> str:
+    """The picture as text; every box has a tooltip, and names its pass where there is room.
+
+    moving: passes and messages appear while the time goes on, in all browsers without a script.
+    """
     rows = layout(timeline)
     legend = legend_entries(timeline, rows)
     width = drawing_width(timeline, rows, legend, title)
@@ -270,19 +275,35 @@ def svg(timeline: Timeline, title: str) -> str:
         x += 14 * len(names) + 2
         elements.append(f'<text x="{x}" y="34">{escape(text)}</text>')
         x += ceil(CHARACTER * len(text)) + LEGEND
-    for pp_rank, row in enumerate(rows):
+    for pp_rank in range(len(rows)):
         y = TOP + ROW * pp_rank
         elements.append(f'<text x="4" y="{y + 16}">worker {pp_rank}</text>')
         area = f'x="{LEFT}" y="{y}" width="{width:.2f}" height="{ROW - 4}"'
         elements.append(f'<rect {area} class="area"/>')
-        for cell in row:
-            elements += box(cell, y, scale)
-    elements += arrows(timeline.schedule, rows, scale)
+    passes = [part for pp_rank, row in enumerate(rows) for cell in row
+              for part in box(cell, TOP + ROW * pp_rank, scale)]
+    passes += arrows(timeline.schedule, rows, scale)
+    elements += shown_in_time(passes, width, ROW * len(rows)) if moving else passes
     least = max(TICK, CHARACTER * (len(short_number(timeline.makespan)) + 2) + 8) / scale
     elements += [f'<text x="{LEFT + float(time) * scale:.2f}" y="{TOP + ROW * len(rows) + 14}"'
               f' text-anchor="middle">{short_number(time)}</text>'
               for time in round_times(0, timeline.makespan, least)]
     return "\n".join([*elements, "</svg>", ""])
+
+
+def shown_in_time(passes: list[str], width: float, height: int) -> list[str]:
+    """The passes, cut off at a line that moves to the right."""
+    clock = (f'dur="{STEP_SECONDS}s" repeatCount="{REPEATS}" fill="freeze" '
+             f'keyTimes="0;{DONE};1" values=')
+    past = (
+        f'<clipPath id="past"><rect x="0" y="0" width="{LEFT + width:.0f}" height="{TOP + height}">'
+        f'<animate attributeName="width" {clock}"{LEFT};{LEFT + width:.0f};{LEFT + width:.0f}"/>'
+        "</rect></clipPath>")
+    line = (
+        f'<path class="message" d="M{LEFT} {TOP - 4}V{TOP + height}">'
+        f'<animateTransform attributeName="transform" type="translate" {clock}'
+        f'"0;{width:.0f};{width:.0f}"/></path>')
+    return [past, '<g clip-path="url(#past)">', *passes, "</g>", line]
 
 
 def escape(text: str) -> str:

@@ -49,7 +49,10 @@ class Lanes:
 
 
 def timeline(words: list[str], root: Path) -> Picture:
-    """`timeline SCHEDULE --pp P ...`: worker x time, with the flags of `mpipar schedule`."""
+    """`timeline SCHEDULE --pp P ...`: worker x time, with the flags of `mpipar schedule`.
+
+    `--svg -` comes before `--animate`.
+    """
     args = cli.context_of(None, "schedule", words).args
     found = simulate(make_schedule(args.name, args.pp, args.num_microbatches, args.chunks,
                                    args.group_size), costs_of(args))
@@ -57,7 +60,7 @@ def timeline(words: list[str], root: Path) -> Picture:
     busy = f"{min(shares):.1f} %" if max(shares) - min(shares) < 0.05 else (
         f"{min(shares):.1f} to {max(shares):.1f} %")
     name = title(found.schedule)
-    return svg(found, name), (
+    return svg(found, name, args.animate), (
         f"Timeline of {name}: a row for each worker, time to the right. Each worker computes {busy}"
         " of the time; idle time is hatched")
 
