@@ -15,7 +15,9 @@ memory copy; bidirectional has twice the bound. overlap_percent is the share of 
 computing_us hides; time_us then covers both. With --machine rows that its cost model covers have
 two more columns. p5 to max are percentiles of the iterations. skew_us is how far apart the ranks
 began. "slowest" is the rank that was most often the last to leave, and how often. "#wrong" is 0
-where the payload was right. messages_per_s counts all pairs. Cells without a value are empty.
+where the payload was right. messages_per_s counts all pairs. least_to_peer_bytes and most_ are the
+shortest and the longest part of all-to-allv that a rank sends to another. Cells without a value are
+empty.
 """
 
 from __future__ import annotations
@@ -41,8 +43,9 @@ SKEW_SHARE = 0.1
 TAILS = (50, 90, 99)  # percentiles
 OSU_COLUMNS = ("Avg Latency(us)", *(f"P{tail} Tail Lat(us)" for tail in TAILS))
 UNCHECKED = "unchecked"
-WHERE_KNOWN = ("messages_per_s", "bound_percent", "alone_us", "computing_us", "overlap_percent",
-               "predicted_us", "measured_over_predicted")
+WHERE_KNOWN = ("least_to_peer_bytes", "most_to_peer_bytes", "messages_per_s", "bound_percent",
+               "alone_us", "computing_us", "overlap_percent", "predicted_us",
+               "measured_over_predicted")
 
 
 def digits(value: float) -> str:

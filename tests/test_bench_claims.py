@@ -6,7 +6,7 @@ import pytest
 
 from bench import results
 from bench.claims import __main__ as claims
-from bench.claims import layouts, scaling
+from bench.claims import experts, layouts, scaling
 from mpipar.plan.predict import predict
 
 pytestmark = pytest.mark.slow
@@ -125,3 +125,24 @@ def test_result_files_without_times_are_what_the_code_says(barriers, memory):
                        ("scaling", scaling.scaling())):
         path = results.ROOT / "bench" / "results" / f"claims_{name}.json"
         assert json.loads(path.read_text())["rows"] == rows, f"run python -m bench.claims {name}"
+
+
+def test_experts_exchange_what_is_predicted_and_choose_alike():
+    """Of 4 blocks and 2 microbatches; an expert that every token passes has E/K times the mean."""
+    path = results.ROOT / "bench" / "results" / "claims_moe.json"
+    rows = json.loads(path.read_text())["rows"]
+    assert [(row["ep"], row["dispatch"], row["routing"]) for row in rows] == [
+        (ep, dispatch if ep > 1 else "-", routing) for ep, dispatch, routing in experts.CASES]
+    for routing in experts.ROUTINGS:  # the same experts, wherever they are
+        assert len({row["busiest_expert"] for row in rows if row["routing"] == routing}) == 1
+    for row in rows:
+        if row["ep"] == 1:
+            continue
+        calls = {"all-to-all": 7, "all-gather": 8}[row["dispatch"]]
+        assert row["barriers"] == 4 * 2 * calls
+        if row["routing"] == "one-hot":
+            assert row["busiest_expert"] == 8 / 2
+        if row["routing"] == "uniform" or row["dispatch"] == "all-gather":
+            config = experts.configured(row["ep"], row["dispatch"], "uniform")
+            sent = predict(config, 0).recorder.totals("axis")["expert",].wire_bytes
+            assert row["sent_MiB"] * 2**20 == sent

@@ -1,11 +1,14 @@
 """The plan of bench.interconnect: flags, sizes, groups and their sections; no MPI."""
 
+from types import SimpleNamespace
+
 import pytest
 
 from bench import calibrate, verify
 from bench.interconnect import __main__ as interconnect
 from bench.interconnect import plans
 from bench.interconnect.buffers import Arena
+from bench.interconnect.cases import COMM, Setup
 from bench.machine import needed
 from mpipar import ops
 from mpipar.errors import UsageError
@@ -103,6 +106,35 @@ def test_all_that_can_be_overlapped_is_what_is_posted():
 def test_overlap_that_cannot_be_is_refused(words, message):
     with pytest.raises(UsageError, match=message):
         interconnect.chosen_sections(interconnect.parse(words.split()), 2)
+
+
+@pytest.mark.parametrize(("words", "message"), [
+    ("all-to-allv --routing zip", r"no routing 'zip'; did you mean zipf\?"),
+    ("ring --routing zipf", "is of all-to-allv, which is not run")])
+def test_a_routing_that_cannot_be_is_refused(words, message):
+    with pytest.raises(UsageError, match=message):
+        interconnect.chosen_sections(interconnect.parse(words.split()), 2)
+
+
+# Elements from each of 4 ranks to each. 48 bytes are 12 elements of the busiest rank.
+PARTS = {
+    "uniform": [[3, 3, 3, 3]] * 4,
+    "hot": [[3, 2, 2, 2]] * 4,  # 1.5, in whole elements
+    "one-hot": [[3, 0, 0, 0]] * 4,
+    "zipf": [[3, 2, 1, 1]] * 4,  # 3/1, 3/2, 3/3, 3/4
+    "adversarial": [[0, 12, 0, 0], [0, 0, 12, 0], [0, 0, 0, 12], [12, 0, 0, 0]]}
+
+
+def test_parts_of_each_routing_are_as_counted_by_hand():
+    args = interconnect.parse("all-to-allv --routing all -b 48 -e 48".split())
+    arena = Arena(ops.make("cpu", "float32"), "reused", 1 << 12)
+    seen = {}
+    for section in interconnect.chosen_sections(args, 4):
+        comm = SimpleNamespace(size=4, index=1)
+        case = section.make(Setup(comm, None, arena, 48), COMM)
+        seen[section.title.removeprefix("all-to-allv ")] = case.parts.tolist()
+        assert case.volume()["size_bytes"] == 48
+    assert seen == PARTS
 
 
 def test_a_chain_of_one_stage_is_refused():

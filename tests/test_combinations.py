@@ -152,7 +152,7 @@ BESIDE = {
 CHECKS = {
     "folder_problems": "the disk", "problems": "the step of a checkpoint",
     "read_text": "the prompt and a tokenizer", "prompt_problems": "the same, of generate",
-    "layout_problems": "what generate can't do", "schedule_problems": "what verify can't do",
+    "layout_problems": "what generate can't do", "other_than_one_rank": "what verify can't do",
 }
 FLAGS = {"--layout", "--machine", *map(flag, FIELDS)}
 A_FLAG = "--some-flag"  # in place of a name that is put together

@@ -24,7 +24,7 @@ from mpipar.checkpoint import manifest
 from mpipar.checkpoint import weights as checkpoint
 from mpipar.checkpoint.companions import config_texts, read_companions
 from mpipar.checkpoint.formats import start_notes
-from mpipar.comm.record import LayerOperation
+from mpipar.comm.record import LayerOperation, Load
 from mpipar.data import images
 from mpipar.data.source import load_source
 from mpipar.errors import DataError, UsageError
@@ -62,7 +62,8 @@ def write_trace(folder):
         shifted = [record._replace(posted_ns=record.posted_ns + 1, waited_ns=record.waited_ns + 1,
                                    done_ns=record.done_ns + 1) for record in rank.records]
         operations = [LayerOperation("block0.ffn", "matmul", 5, 9, 1, 0, 0, "F")]
-        trace_file.write_rank(folder, head, shifted, rank.spans, operations)
+        loads = [Load("block0.moe", 0, 1, 0, 0, [3, 5])]
+        trace_file.write_rank(folder, head, shifted, rank.spans, operations, loads)
     model = {"model": "decoder", "norm": "layer", "layers": 2, "ffn_cut": "pair"}
     trace_file.write_meta(folder, made.meta | {
         "clock": made.clock.to_json(), "device": "cpu", "per_operation": True,

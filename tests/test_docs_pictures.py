@@ -54,6 +54,7 @@ def files(tmp_path):
     ("memory --layout dp=1", "weights 3.2 MiB"), ("buckets --layout dp=2", "6 buckets"),
     ("bars dp=2 tp=2+sp --memory 0.01", "the device has 10.2 MiB"),
     ("tokens --cp 4 --seq-len 4096", "524,800 to 3,670,528 pairs"),
+    ("rows --ep 4 --experts 8 --tokens 64", "zipf: 48 to 284 rows"),  # 64 (.736 + .368), 4 times
     ("range", "float16: 2^-24 to 6.55e+04"), ("roofline ladder.json", "BLAS 99 GFLOP/s"),
     ("barrier trace.json", "all_reduce x"), ("predicted trace.json", "measured 5.0 ms below")])
 def test_each_kind_draws(words, said, files):

@@ -18,9 +18,10 @@ from mpipar.config.grid import GridConfig
 from mpipar.config.memory import MemoryConfig
 from mpipar.config.model import ConvnetConfig, DecoderConfig, model_config
 from mpipar.config.resolve import resolve
+from mpipar.config.run import RunConfig
 from mpipar.config.sections import Config
 from mpipar.config.train import TrainConfig
-from mpipar.plan import formulas, memory_formulas
+from mpipar.plan import expert_forms, formulas, memory_formulas
 from mpipar.plan.measure import unit_memory
 from mpipar.plan.predict import predict
 from mpipar.train.build import configured_schedule
@@ -115,6 +116,58 @@ def test_the_calls_and_bytes_of_experts_follow_the_closed_forms(settings, grid, 
         config, memory=memory, grid=replace(config.grid, **{"dp": 4, "tp": 2, "ep": 2} | grid),
         model=replace(config.model, experts=4, seq_len=24, **settings))
     assert_closed_forms(resolve(config, config.grid.num_ranks)[0])
+
+
+def of_experts(ffn, dispatch):
+    """A step of one block with 16 tokens on each of 4 ranks; 2 of 8 experts are on each."""
+    config = Config(
+        DecoderConfig(layers=1, d_model=34, heads=2, seq_len=16, vocab_size=16, experts=8,
+                      expert_ffn=ffn),
+        GridConfig(dp=4, ep=4, pp=1, tp=1, num_microbatches=1, expert_dispatch=dispatch),
+        TrainConfig(batch_size=4), RunConfig(dtype="float64"))
+    return resolve(config, 4)[0]
+
+
+@pytest.mark.parametrize("dispatch", ["all-to-all", "all-gather"])
+@pytest.mark.parametrize("rank", [0, 3])
+def test_the_worst_case_of_experts_has_all_rows_on_one_rank(dispatch, rank):
+    """128 rows are there, and 32 are the rank's if all experts are equally popular."""
+    more = []
+    for ffn in (512, 513):
+        config = of_experts(ffn, dispatch)
+        usual, worst = (predict(config, rank, case) for case in (False, True))
+        assert {name: worst.peak_bytes[name] for name in ("weights", "gradients")} == {
+            name: usual.peak_bytes[name] for name in ("weights", "gradients")}
+        more.append((worst.peak_bytes["stash"] - usual.peak_bytes["stash"]) / (8 * (128 - 32)))
+    assert more[1] - more[0] == pytest.approx(4)  # h, a and their gradients are as wide as ffn
+    if dispatch == "all-gather":  # x, dy and dx of a row, and its probability
+        assert more[0] == pytest.approx(4 * 512 + 3 * 34 + 1)
+    loads = [load.rows for load in worst.recorder.loads]
+    assert loads == [[64, 64]]  # all 64 tokens pass both experts of the rank
+
+
+def test_words_about_experts_are_as_counted_by_hand():
+    """zipf: shares 1, 1/2 .. 1/8 of a sum of 2.718; two experts of a token, and two on a rank."""
+    config = of_experts(512, "all-to-all")
+    assert expert_forms.exchanged(config) == (
+        "experts: 2 of 8 on a rank. It sends k(ep-1)/ep = 1.5 times its tokens in each of 2"
+        " exchanges of rows forward and 2 backward, of 7 calls for a block and a microbatch")
+    assert "sends ep-1 = 3 times" in expert_forms.exchanged(of_experts(512, "all-gather"))
+    assert expert_forms.imbalance(config) == ""
+    zipf = replace(config, model=replace(config.model, routing="zipf"))
+    assert expert_forms.imbalance(zipf) == (
+        "routing zipf: the busiest expert gets 2.94 times the mean, the busiest rank 2.21 times")
+    calls = predict(config, 0).recorder.totals("axis")["expert",].calls
+    assert calls == 7
+
+
+def test_explain_prints_the_worst_case_of_experts():
+    text = printed("explain", "--preset", "moe-tiny", "--layout", "dp=2,ep=2", "--summary")
+    together = [float(one) for one in re.findall(r"together ([\d.]+) MiB", text)]
+    assert len(together) == 2
+    assert together[0] < together[1]
+    assert "pass experts of this one: stash " in text
+    assert "k(ep-1)/ep = 1 times" in text
 
 
 @pytest.mark.parametrize("dtype", DTYPES)

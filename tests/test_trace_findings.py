@@ -1,13 +1,15 @@
 """Planted faults alone are named: an uneven stage, a heavy head, a slow rank, a slow link."""
 
+import re
 import sys
 
 import numpy as np
 import pytest
 from helpers import REPOSITORY, find_launcher, run_ranks
 from program import TEXT, environment
-from trace_cases import span, trace
+from trace_cases import blocking, span, trace
 
+from mpipar.comm.record import Load
 from mpipar.trace import trace_file, waits
 from mpipar.trace.analysis import analyse
 from mpipar.trace.planted import Run, Simulator
@@ -96,6 +98,58 @@ def test_a_slow_rank_beside_a_stage_without_blocks_is_named():
     finding = found_in(run)["slow rank"]
     assert "rank 1 on host1 slow" in finding.text
     assert finding.lost_ms == pytest.approx(200, rel=0.05)
+
+
+EXPERTS = ["--experts", "4", "--experts-per-token", "1", "--expert-ffn", "512", "--layers", "2",
+           "--layout", "dp=2,ep=2", "--num-microbatches", "2", "--trace-ops"]
+
+
+@pytest.mark.parametrize("routing", [
+    "one-hot", pytest.param("uniform", marks=pytest.mark.slow)])
+def test_a_hot_expert_alone_is_named(routing, tmp_path):
+    found = found_in(traced(tmp_path / "run", *EXPERTS, "--routing", routing))
+    if routing == "uniform":
+        assert "hot expert" not in found
+        return
+    assert "slow rank" not in found
+    text = found["hot expert"].text
+    assert re.fullmatch(r"expert 0 of block [01] received 4\.0 times the mean; rank 0 on \S+ made"
+                        r" the others wait [\d.]+ ms per step", text), text
+    assert found["hot expert"].lost_ms > 0
+
+
+def by_experts(rows, wait_ms):
+    """Two ranks with two experts each: rank 0 lets rank 1 wait in each of two steps."""
+    def exchange(rank, step):
+        posted = 100 * step + (10 if rank else 10 + wait_ms)
+        return blocking("all_to_allv", "block2.moe.combine", "expert", posted,
+                        100 * step + 11 + wait_ms, step=step + 1)
+
+    groups = [dict.fromkeys(("tp", "pp", "world", "expert"), (0, 1))] * 2
+    made = trace([[exchange(rank, step) for step in (0, 1)] for rank in (0, 1)],
+                 end=200, groups=groups, steps=2)
+    for rank in made.ranks:
+        rank.loads = [Load("block2.moe", 2 * rank.world_rank, step, 0, 0,
+                           rows[step - 1][2 * rank.world_rank:][:2]) for step in (1, 2)]
+    return made
+
+
+HOT = [[6, 8, 1, 1], [2, 10, 2, 2]]  # expert 1: 2 and 2.5 times the mean
+
+
+@pytest.mark.parametrize(("rows", "wait_ms", "named"), [
+    (HOT, 31, True),
+    (HOT, 2, False),  # nobody waits for long
+    ([HOT[0], [4, 4, 4, 4]], 31, False),  # in one step alone
+    ([[5, 5, 5, 1]] * 2, 31, False)])  # 1.25 times the mean: rank 0 is late for another reason
+def test_a_hot_expert_is_named_if_others_wait(rows, wait_ms, named):
+    found = found_in(by_experts(rows, wait_ms))
+    assert ("hot expert" in found) == named
+    if named:
+        assert found["hot expert"].text == (
+            "expert 1 of block 2 received 2.0 times the mean; rank 0 on host0 made the others wait"
+            " 31.0 ms per step")
+        assert found["hot expert"].lost_ms == pytest.approx(31)
 
 
 def test_once_may_be_chance():

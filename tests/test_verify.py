@@ -66,6 +66,8 @@ def test_says_no_and_where():
 def test_a_schedule_that_is_chosen_later_is_refused_once():
     assert_refused(2, ["--schedule auto: measures first, which verify does not"],
                    "verify", *SMALL, "--schedule", "auto")
+    assert_refused(2, ["--routing adversarial: sends to the next rank"],
+                   "verify", *SMALL, "--experts", "4", "--routing", "adversarial")
 
 
 def test_a_schedule_from_a_file_or_with_groups_is_none_of_the_one_rank_s(tmp_path):

@@ -9,45 +9,40 @@
     mpiexec -n 4 python -m bench.claims sharing [--json FILE]   # recomputation, ZeRO: their price
     mpiexec -n 4 python -m bench.claims limit [--json FILE]     # a model too large for one device
     mpiexec -n 2 python -m bench.claims shipped [--json FILE]   # published bugs, and who sees them
+    mpiexec -n 2 python -m bench.claims curves [--json FILE]    # loss curves of bugs of experts
+    mpiexec -n 4 python -m bench.claims moe [--json FILE]       # experts by ep and routing
 
 Barriers and memory come from the shapes-only run; tests prove it equal to the records of real runs.
-Hybrids, limit, and the times of sharing are real training steps.
+Hybrids, limit, moe, and the times of sharing are real training steps.
 """
 
 from __future__ import annotations
 
 import itertools
-import statistics
 import tempfile
-from collections import Counter
 from dataclasses import replace
 from math import prod
-from pathlib import Path
 
-from bench.claims import shipped, too_large
+from bench.claims import experts, shipped, too_large
 from bench.claims.layouts import MODEL, as_convnet, configure, layout_name
 from bench.claims.scaling import scaling
+from bench.claims.steps import STEPS, median_step, time_shares
 from bench.program import Outcome, Program
-from mpipar import ops as ops_module
 from mpipar.comm.facts import broadcast_text, gather_facts
-from mpipar.comm.grid import PIECES_PER_RANK, Grid, token_pieces
-from mpipar.comm.record import COMPUTE, POINT_TO_POINT, Recorder, Sums
+from mpipar.comm.grid import PIECES_PER_RANK, token_pieces
+from mpipar.comm.record import POINT_TO_POINT, Sums
 from mpipar.commands.memory_limit import fullest
-from mpipar.data.rows import Rows
 from mpipar.data.source import load_source
 from mpipar.job.session import guard
 from mpipar.ops.shape_array import MEMORY_LABELS
 from mpipar.plan.predict import predict
-from mpipar.trace import segments, trace_file
+from mpipar.trace import trace_file
 from mpipar.trace.analysis import analyse
-from mpipar.trace.tracer import Tracer
-from mpipar.train.worker import Worker
 
 LAYOUTS = [
     {"tp": 1}, {"tp": 2}, {"tp": 4}, {"tp": 8}, {"pp": 2}, {"pp": 4}, {"pp": 8},
     {"dp": 2}, {"dp": 4}, {"dp": 8}, {"dp": 2, "pp": 2, "tp": 2},
 ]
-STEPS = 6  # of each hybrid; the first is not counted
 
 
 def table_cases() -> list[tuple]:
@@ -223,37 +218,12 @@ def sharing(world) -> list[dict] | None:
     return rows if world.rank == 0 else None
 
 
-def median_step(config, tokens, world, folder: str) -> float:
-    """Train STEPS steps with a trace in `folder`; median seconds of this rank's traced ones.
-
-    Comm: everything of those steps and of their trace.
-    """
-    ops, recorder = ops_module.make("cpu", "float32"), Recorder(1 << 16)
-    worker = Worker(config, Grid.of(config.grid, world.rank), ops, recorder, world)
-    worker.initialize()
-    data, tracer = Rows(ops, tokens, config, worker.grid), Tracer(worker, world, Path(folder))
-    seconds = []
-    for step in range(1, STEPS + 1):
-        with tracer.step(step):
-            result = worker.train_step(step, lambda mb, step=step: data.train(step, mb))
-        seconds.append(result.step_seconds)
-    worker.close()
-    return statistics.median(seconds[1:])
-
-
-def time_shares(analysis) -> dict[str, float]:
-    """useful, waiting, transfer and idle of an analysed trace; they add to 1."""
-    sums = sum(map(segments.by_kind, analysis.segments), Counter())
-    shares = {"useful": sum(sums[kind] for kind in COMPUTE), "waiting": sums["wait"],
-              "transfer": sums["transfer"], "idle": sums["other"]}
-    return {name: length / sums.total() for name, length in shares.items()}
-
-
 COMPUTED = {"barriers": barriers, "memory": memory, "convolution": convolution, "context": context,
             "scaling": scaling}
 MEASURED = {"hybrids": hybrids, "sharing": sharing, "limit": too_large.too_large,
-            "shipped": shipped.shipped}
-FACTS = {"limit": too_large.MODEL, "shipped": shipped.MODEL | shipped.TRAINING}
+            "shipped": shipped.shipped, "curves": shipped.curves, "moe": experts.experts}
+FACTS = {"limit": too_large.MODEL, "moe": experts.MODEL,
+         **dict.fromkeys(("shipped", "curves"), shipped.MODEL | shipped.TRAINING)}
 
 
 def make_table(args, session) -> Outcome | int:

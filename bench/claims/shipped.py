@@ -6,6 +6,7 @@ short training run with the same run without the bug.
 
 from __future__ import annotations
 
+import itertools
 import statistics
 from collections.abc import Iterator
 from contextlib import AbstractContextManager, ExitStack
@@ -30,6 +31,7 @@ from mpipar.train.worker import Worker
 STEPS, LAST = 40, 5  # of a training run, and those whose mean loss is shown
 TRAINING = {"steps": STEPS, "optimizer": "adamw", "lr": 0.01, "warmup_steps": 5, "clip": 1.0}
 MODEL = {name: getattr(small_model.MODEL, name) for name in ("layers", "d_model", "heads")}
+OF_EXPERTS, SHOWN = ("experts", "router"), (1, 5, 10, 20, 30, 40)  # of `curves`
 LOOKS_RIGHT = 0.1  # nats: two runs with other rows or first weights differ by as much
 
 
@@ -70,6 +72,23 @@ def row(name: str, twin: Twin, layout: dict[str, int], world: Any) -> dict:
             **{column: found.get(column, "-") for column in columns},
             "seen_by": ", ".join(seen) or "none",
             "published": ", ".join(f"[{short(one)}]({GITHUB}{one})" for one in twin.threads) or "-"}
+
+
+def curves(world: Any) -> list[dict] | None:
+    """Losses of the twins of experts at some steps, and without the bug; None but on world rank 0.
+
+    Comm: everything of two training runs per twin.
+    """
+    rows = []
+    for name, of_run in itertools.product(OF_EXPERTS, ("right", "with the bug")):
+        twin = SHIPPED[name]
+        config = small_model.small_config(
+            twin.layouts[0], model=replace(small_model.MODEL, **twin.model))
+        planted = ExitStack() if of_run == "right" else twin.plant()
+        losses, _ = train(config, planted, world)
+        rows.append({"twin": name, "layout": layouts.layout_name(twin.layouts[0]), "loss": of_run}
+                    | {f"step_{step}": losses[step - 1] for step in SHOWN})
+    return rows if world.rank == 0 else None
 
 
 def short(thread: str) -> str:

@@ -123,6 +123,7 @@ OUTSIDE = {  # settings that no case has
     "schedule_csv": "brings a schedule that has a name here",
     "tensorboard": "needs an extra, and writes what metrics.jsonl has",
     "norm_eps": "is a number in one formula",
+    "routing": "is for study, and adversarial is another routing on every layout",
 }
 
 

@@ -43,6 +43,7 @@ from mpipar.comm.connect import cuda_aware
 from mpipar.comm.facts import broadcast_text
 from mpipar.config import flags
 from mpipar.config.sizes import read_bytes
+from mpipar.data.routing import ROUTINGS
 from mpipar.errors import (
     EXIT_CHECK_FAILED,
     EXIT_INTERRUPTED,
@@ -106,6 +107,8 @@ def parse(argv):
     parser.add_argument("--overlap", type=int, metavar="K",
                         help=f"also measure beside equally long computing with K tests; cases: "
                              f"{', '.join(plans.POSTED_CASES)}")
+    parser.add_argument("--routing", metavar="NAME,NAME",
+                        help=f"parts of all-to-allv: {', '.join(ROUTINGS)}, or all (hot)")
     parser.add_argument("--bound-GBps", type=float, metavar="X",
                         help="give busbw in percent of this one-way rate of a rank's link; it "
                              "applies between hosts if there are several; inside a host a "
@@ -155,6 +158,9 @@ def chosen_sections(args, world_size: int) -> list[plans.Section]:
     if not args.cases:
         found.append(f"name the cases to run: {', '.join(plans.CASES)}, or all")
     found += way_problems(args)
+    routings = chosen_routings(args)
+    if routings is not None:
+        found += plans.routing_problems(routings, args.cases)
     if args.warm_up < 0 or not 0 <= args.iterations <= MOST_ITERATIONS:
         found.append(f"--warm-up must be 0 or above, --iterations from 0 to {MOST_ITERATIONS}")
     if args.window < 1 or not 0 < args.seconds < math.inf or not 0 < args.target < math.inf:
@@ -172,7 +178,16 @@ def chosen_sections(args, world_size: int) -> list[plans.Section]:
         found = plans.layout_sections(args.cases, layout, sizes)
     else:
         found = plans.world_sections(args.cases, world_size, sizes)
+    if routings is not None:
+        found = plans.routed(found, routings)
     return found if args.overlap is None else plans.overlapped(found, args.overlap)
+
+
+def chosen_routings(args) -> tuple[str, ...] | None:
+    """The names in --routing; None without it."""
+    if args.routing in (None, "all"):
+        return args.routing and tuple(ROUTINGS)
+    return tuple(args.routing.split(","))
 
 
 def chosen_ways(args) -> tuple[str, ...]:

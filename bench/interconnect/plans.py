@@ -38,6 +38,7 @@ from bench.interconnect.uneven import UnevenAllToAll
 from mpipar.comm.grid import AXES, Grid
 from mpipar.config.reading import expand_layout
 from mpipar.config.sizes import read_bytes
+from mpipar.data.routing import ROUTINGS
 from mpipar.errors import UsageError, suggestion
 from mpipar.files.text import counted
 from mpipar.ops.mixed_ops import DTYPES as MIXED
@@ -208,6 +209,23 @@ def world_sections(cases, world_size: int, sizes) -> list[Section]:
             case = GROUP_CASES[name]
             found.append(Section(name, case, in_pairs(name, everybody),
                                  sizes if case.sized else (0,)))
+    return found
+
+
+def routed(sections, routings) -> list[Section]:
+    """The sections, with one of all-to-allv for each of some routings."""
+    return [one if one.case is not UnevenAllToAll else one._replace(
+                title=f"{one.title} {name}", make=partial(UnevenAllToAll, routing=name))
+            for one in sections
+            for name in (routings if one.case is UnevenAllToAll else ("",))]
+
+
+def routing_problems(routings, cases) -> list[str]:
+    """The problems of the choice of routings."""
+    found = [f"--routing: no routing {name!r}{suggestion(name, tuple(ROUTINGS))}; give some of"
+             f" {','.join(ROUTINGS)}, or all" for name in routings if name not in ROUTINGS]
+    if UnevenAllToAll.name not in cases:
+        found.append(f"--routing: is of {UnevenAllToAll.name}, which is not run; name it too")
     return found
 
 

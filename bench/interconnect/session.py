@@ -42,6 +42,7 @@ from mpipar.errors import EnvironmentProblem
 from mpipar.job import watchdog
 
 COPY_BYTES = 64 << 20
+PEERS = ("least_to_peer_bytes", "most_to_peer_bytes")  # of an exchange whose parts differ
 VARIABLES = re.compile(r"(MPI|UCX|FI_|OMPI|NCCL|SLURM_(JOB_ID|NNODES|NTASKS)|.*_NUM_THREADS)")
 
 
@@ -240,6 +241,7 @@ class Bench:
         line = summary(times)
         if "messages" in volumes[0]:
             row["messages_per_s"] = volumes[0]["messages"] * 1e6 / line["median_us"]
+        row |= {name: volumes[0][name] for name in PEERS if name in volumes[0]}
         return row | line | {
             "converged": half_width(times) <= self.plan.target, "skew_us": skew_us(row),
             **bandwidths(section.title, len(ranks), counted, line["median_us"])}

@@ -98,6 +98,17 @@ class LayerOperation(NamedTuple):
     phase: str
 
 
+class Load(NamedTuple):
+    """Rows that a rank's experts get in a forward pass. first: the number of the first of them."""
+
+    layer: str
+    first: int
+    step: int
+    stage: int
+    mb: int
+    rows: list[int]
+
+
 class Key(NamedTuple):
     """What is counted together."""
 
@@ -302,6 +313,7 @@ class Recorder:
         # Spans between marks on a device.
         self._late: deque[tuple[Any, ...]] = deque(maxlen=capacity)
         self.operations: list[LayerOperation] = []
+        self.loads: deque[Load] = deque(maxlen=capacity)
         self.tallies: dict[tuple[Any, ...], Tally] = {}  # by what tells their calls from others
         self.busy_ns: dict[str, int] = {}
         self.step = 0
@@ -344,10 +356,11 @@ class Recorder:
         return self.entries.maxlen
 
     def resize(self, capacity: int | None) -> None:
-        """Give both rings room for `capacity` entries (None: for all). The newest ones are kept."""
+        """Give all rings room for `capacity` entries (None: for all). The newest ones are kept."""
         self.entries = deque(self.entries, maxlen=capacity)
         self._spans = deque(self._spans, maxlen=capacity)
         self._late = deque(self._late, maxlen=capacity)
+        self.loads = deque(self.loads, maxlen=capacity)
 
     def reset_counters(self) -> None:
         """Start counting anew (the rings stay)."""
@@ -356,10 +369,11 @@ class Recorder:
         self.busy_ns = {}
 
     def clear(self) -> None:
-        """Empty both rings and start counting anew."""
+        """Empty all rings and start counting anew."""
         self.entries.clear()
         self._spans.clear()
         self._late.clear()
+        self.loads.clear()
         self.reset_counters()
 
     @property
@@ -395,6 +409,15 @@ class Recorder:
             self._append(span)
         else:
             self._late.append(span)
+
+    def load(self, layer: str, index: int, rows: list[int]) -> None:
+        """Append how many rows each of this rank's experts gets, if this is a forward pass.
+
+        index: of this rank in the group, whose ranks have equally many experts.
+        """
+        if self.phase == "F":
+            self.loads.append(
+                Load(layer, index * len(rows), self.step, self.stage, self.mb, rows))
 
     def _append(self, span: tuple[Any, ...]) -> None:
         kind, start_ns, end_ns, *_ = span

@@ -27,7 +27,7 @@ from mpipar.data.rows import rows_per_microbatch
 from mpipar.errors import EXIT_OK, UsageError
 from mpipar.files.text import counted
 from mpipar.ops.shape_array import labels_of
-from mpipar.plan import formulas, machine_file, memory_formulas
+from mpipar.plan import expert_forms, formulas, machine_file, memory_formulas
 from mpipar.plan.choose_layout import choose
 from mpipar.plan.measure import unit_memory
 from mpipar.plan.predict import predict
@@ -185,8 +185,19 @@ def print_rank(config, schedule, prediction, summary: bool) -> None:
         f"{label} {nbytes(prediction.peak_bytes.get(label, 0))}"
         for label in labels_of([prediction.peak_bytes]))
         + f"; together {nbytes(prediction.peak_total)}")
+    if len(prediction.groups.get("expert", ())) > 1:
+        print_experts(prediction, config)
     if (limit := config.run.memory_limit) is not None and prediction.peak_total > limit:
         print(f"that is more than --memory-limit {limit} ({nbytes(limit)})")
+
+
+def print_experts(prediction, config) -> None:
+    """Print what a rank exchanges with those of its experts, and memory in the worst case."""
+    worst = predict(config, prediction.world_rank, worst_case=True)
+    print(f"if all tokens of the {config.grid.ep} ranks pass experts of this one: stash "
+          f"{nbytes(worst.peak_bytes.get('stash', 0))}; together {nbytes(worst.peak_total)}")
+    print("\n".join(filter(None, (expert_forms.exchanged(config),
+                                  expert_forms.imbalance(config)))))
 
 
 def step_time(estimate) -> str:

@@ -25,7 +25,7 @@ def run(context: Context) -> int:
     session, reading = context.session, context.reading
     world = session.start()
     inputs = session.agree(lambda: prepare(exact(reading), world.size, session.host_rank,
-                                           [(schedule_problems, UsageError)]))
+                                           [(other_than_one_rank, UsageError)]))
     compare_inputs(session, inputs)
     grid = inputs.config.grid
     found = verify.compare_with_one_rank(inputs.config, inputs.train_part, world,
@@ -51,10 +51,15 @@ def run(context: Context) -> int:
     return EXIT_CHECK_FAILED if bad else EXIT_OK
 
 
-def schedule_problems(config) -> list[str]:
-    """What is wrong with --schedule: verify needs a named one, not auto."""
-    return ["--schedule auto: measures first, which verify does not; name a schedule"
-            ] if config.grid.schedule == AUTO else []
+def other_than_one_rank(config) -> list[str]:
+    """What cannot be compared with one rank: a schedule yet to be chosen, a routing by rank."""
+    found = []
+    if config.grid.schedule == AUTO:
+        found.append("--schedule auto: measures first, which verify does not; name a schedule")
+    if getattr(config.model, "routing", "") == "adversarial":
+        found.append("--routing adversarial: sends to the next rank, so on one rank it is another;"
+                     " use one-hot, or another routing")
+    return found
 
 
 def exact(reading):

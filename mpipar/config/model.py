@@ -10,6 +10,7 @@ from typing import Self
 
 from mpipar.config.arch import ARCHS
 from mpipar.config.setting import setting
+from mpipar.data.routing import ROUTINGS
 
 OF_ROPE = ("positions", "rope")
 OF_EXPERTS = ("experts",)  # whatever their number
@@ -122,6 +123,10 @@ class DecoderConfig(ModelConfig):
     router_bias_rate: float = setting(
         0.001, "what a step adds to or takes from the number of each expert", low=0.0,
         only=("router_balance", "bias"))
+    routing: str = setting(
+        "learned", "for study: which experts tokens pass, whatever the router says; one-hot = the"
+        " first one, and others; zipf = the n-th has 1/n of the first; adversarial = all of a rank"
+        " are on the next rank", choices=("learned", *ROUTINGS), only=OF_EXPERTS, rare=True)
     sequence_parallel: bool = setting(
         False, "cut tokens over tp between the products: norms, stash and pipeline messages shrink "
         "to 1/tp, but there are more barriers")

@@ -19,6 +19,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
+from mpipar.data.routing import scores
 from mpipar.layers.context import Context
 from mpipar.layers.costs import Barrier, Cost, array, term, token_barriers, total
 from mpipar.layers.param import Param
@@ -76,6 +77,9 @@ class Router:
     expert to the softmax. After a step it falls where an expert had more tokens than the mean, and
     rises where it had fewer (arXiv 2408.15664).
 
+    --routing chooses instead by the place in a row, see data/routing.py. The probabilities are
+    still the router's, and so are its gradients.
+
     config: a completed DecoderConfig.
     """
 
@@ -95,15 +99,33 @@ class Router:
             self.bias = Param(context, f"{name}.bias", (config.experts,), fill=0.0, decay=False,
                               sign_rate=config.router_bias_rate)
             self.params.append(self.bias)
+        self.forced = None
+        if config.routing != "learned":
+            expert = context.comms["expert"]
+            table = scores(config.routing, config.seq_len, config.experts,
+                           config.experts_per_token, expert.index, expert.size)
+            self.forced = self.ops.empty(table.shape, label="buffers")
+            self.ops.copy(self.forced, self.ops.asarray(table.astype(self.ops.dtype)))
 
     def forward(self, x: Array, stash: Stash) -> Choice:
         """The Choice for x (N, D)."""
         logits = self.ops.router_forward(x, self.w.data)
         choice = Choice(*self.ops.choice_forward(
-            logits, self.config.experts_per_token, self.bias and self.bias.data))
+            logits, self.config.experts_per_token, self._added(stash.batch)))
         stash[self.name, "x"], stash[self.name, "logits"] = x, logits
         stash[self.name, "choice"] = choice
         return choice
+
+    def _added(self, batch: Any) -> Array:
+        """What the choice adds to the softmax: (E,), or (N, E) where it is forced; None: nothing.
+
+        A softmax is at most 1, and what is forced adds 2.
+        """
+        if self.forced is None:
+            return self.bias and self.bias.data
+        zeros = self.ops.zeros((*batch.shape, self.config.experts), label="buffers")
+        added = self.ops.position_forward(zeros, batch.positions, self.forced)
+        return added.reshape(-1, self.config.experts)
 
     def backward_input(self, dprobs: Array, stash: Stash) -> Array:
         """This rank's part of dx (N, D), of its part of dprobs (N, K).
@@ -144,6 +166,7 @@ class MixtureOfExperts:
                  out_std: float) -> None:
         self.ops, self.name, self.held = context.ops, name, context.held
         self.expert, self.dispatch = context.comms["expert"], context.dispatch
+        self.recorder = context.comms.recorder
         self.experts, self.bend = config.experts, BENDS[config.activation]
         parts = len(self.bend.wide)
         wide = (config.expert_ffn,) if parts == 1 else (parts, config.expert_ffn)
@@ -183,6 +206,7 @@ class MixtureOfExperts:
         x = x.reshape(-1, x.shape[-1])
         choice = self.router.forward(x, stash)
         plan = self.dispatch.plan(self.ops, choice, self.experts, self.expert, self.name)
+        self.recorder.load(self.name, self.expert.index, plan.counts)
         rows = self.dispatch.rows(self.ops, x, plan, self.expert, self.name)
         h = self.ops.grouped_matmul_nt(rows, self._up("data"), plan.counts)
         stash[self.name, "plan"], stash[self.name, "x"], stash[self.name, "h"] = plan, rows, h

@@ -16,7 +16,7 @@ CHAPTERS = (  # of docs/tour/, from 1
     "Five minutes", "One worker", "A wire", "Layers on workers, and why they idle", "Microbatches",
     "One product split", "Attention, vocabulary, loss", "Copies", "Hybrids", "I and W apart",
     "Who waits for whom", "Tiles", "16 bits", "Predicted and measured", "Is this run possible?",
-    "Long context and sharded state")
+    "Long context and sharded state", "Experts")
 PARTS = (workers, products, machines, readers_code, readers_schedule, readers_layout, lateness,
          bugs)
 

@@ -77,10 +77,14 @@ class ArrayOps(Ops):
         """Return x in such a host array (on the CPU: x itself)."""
         return self.to_host(x)
 
-    def row_counts(self, counts: Array, total: int) -> list[int]:
+    def row_counts(
+        self, counts: Array, total: int, most: Shape = (), own: slice | None = None
+    ) -> list[int]:
         """Return the numbers of an array, flattened, on the host; their sum is about `total`.
 
-        On shapes, which have no numbers, it is `total`, shared out equally.
+        On shapes, which have no numbers, it is `total`, shared out equally. Where the worst case is
+        asked for, the sum is the product of `most`, which those in `own` can't exceed: they have
+        all of it.
         """
         return [int(count) for count in self.to_host(counts.reshape(-1))]
 
@@ -286,8 +290,8 @@ class ArrayOps(Ops):
         """Return (ids (N, count) of the experts of each token, their probabilities (N, count)).
 
         They are those of the largest logits (N, E), the largest first; of equal ones the lowest id.
-        The probabilities are the softmax over these alone. bias (E,): what the choice adds to the
-        softmax over all logits; the probabilities do not (arXiv 2408.15664).
+        The probabilities are the softmax over these alone. bias (E,) or (N, E): what the choice
+        adds to the softmax over all logits; the probabilities do not (arXiv 2408.15664).
         """
         scores = logits if bias is None else self._row_softmax(logits) + bias
         ids = self.xp.argsort(-scores, axis=-1, kind="stable")[:, :count]

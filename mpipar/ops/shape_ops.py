@@ -5,6 +5,7 @@ function allocates what the one of `NumpyOps` allocates. Buffers that `NumpyOps`
 count as *scratch*, on request. The table of `functions` gives the shapes and types of results.
 """
 
+import math
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from time import perf_counter_ns
@@ -39,6 +40,7 @@ class ShapeOps(Ops):
         self.xp = None
         self.dtype = self.statistics = np.dtype(dtype)
         self.device = "shapes"
+        self.worst_case = False  # whether the experts of this rank get all rows that they could
         self.recorder = recorder
         self.flops: Counter[str] = Counter()
         self._ledger = Ledger()
@@ -94,10 +96,20 @@ class ShapeOps(Ops):
         """Return a NumPy array of zeros in the shape of x."""
         return self.to_host(x)
 
-    def row_counts(self, counts: Array, total: int) -> list[int]:
-        """Return as many numbers as counts has: they differ by one at most, their sum is total."""
-        parts = counts.size
-        return [total * (part + 1) // parts - total * part // parts for part in range(parts)]
+    def row_counts(
+        self, counts: Array, total: int, most: Shape = (), own: slice | None = None
+    ) -> list[int]:
+        """Return as many numbers as counts has: they differ by one at most, their sum is total.
+
+        In the worst case those in `own` add up to the product of `most`, and others are 0.
+        """
+        found = [0] * counts.size
+        worst = bool(most) and self.worst_case
+        places = range(counts.size)[(worst and own) or slice(None)]
+        total, parts = math.prod(most) if worst else total, len(places)
+        for part, place in enumerate(places):
+            found[place] = total * (part + 1) // parts - total * part // parts
+        return found
 
     def block_order(self, blocks: Sequence[Sequence[int]]) -> tuple[Array, Array]:
         """Return two new arrays of a number for each row."""

@@ -48,7 +48,8 @@ def plan(ops: Ops, choice: Choice, experts: int, comm: Comm, name: str) -> Plan:
     order, tokens, places = ops.expert_order(choice.ids)
     loads = ops.expert_loads(choice.ids.reshape(1, -1), experts).reshape(comm.size, -1)
     here = ops.row_counts(loads, order.size)
-    coming = ops.row_counts(comm.all_to_all(loads, f"{name}.counts"), order.size)
+    most = comm.size, len(choice.ids), min(choice.ids.shape[1], loads.shape[1])
+    coming = ops.row_counts(comm.all_to_all(loads, f"{name}.counts"), order.size, most)
     # By rank, and by the experts of the rank that gets them.
     each = runs(loads.shape[1] for _ in range(comm.size))
     sent, received = ([counts[one] for one in each] for counts in (here, coming))

@@ -7,6 +7,7 @@ rows of the first way.
 
 from __future__ import annotations
 
+import itertools
 from typing import NamedTuple
 
 from mpipar.comm.grid import runs, share
@@ -57,10 +58,12 @@ def plan(ops: Ops, choice: Choice, experts: int, comm: Comm, name: str) -> Plan:
     ids = comm.all_gather(own, f"{name}.counts").reshape(-1, width)
     probs = comm.all_gather(shares.pad(ops, choice.probs, 0, most), f"{name}.counts")
     order, tokens, places = ops.expert_order(ids)
-    loads = ops.row_counts(ops.expert_loads(ids.reshape(1, -1), experts), ids.size)
     each = share(experts, comm.size)
-    counts = loads[comm.index * each:][:each]
-    before, mine = runs([sum(loads[:comm.index * each]), sum(counts)])
+    here = runs(itertools.repeat(each, comm.size))[comm.index]
+    loads = ops.row_counts(ops.expert_loads(ids.reshape(1, -1), experts), ids.size,
+                           (len(ids), min(width, each)), here)
+    counts = loads[here]
+    before, mine = runs([sum(loads[:here.start]), sum(counts)])
     return Plan(counts, length, most, probs.reshape(-1, width), places, before.stop,
                 order.reshape(-1)[mine], tokens.reshape(-1)[mine])
 

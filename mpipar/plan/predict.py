@@ -42,10 +42,14 @@ class Prediction:
         return sum(self.peak_bytes.values())
 
 
-def predict(config, world_rank: int) -> Prediction:
-    """Run one step of `world_rank` in the layout of a resolved config, on shapes."""
+def predict(config, world_rank: int, worst_case: bool = False) -> Prediction:
+    """Run one step of `world_rank` in the layout of a resolved config, on shapes.
+
+    Experts are equally popular. In the worst case all rows of the group pass those of this rank.
+    """
     recorder = Recorder(capacity=1 << 20)
     ops = ops_module.shapes_for(config.run, recorder)
+    getattr(ops, "exact", ops).worst_case = worst_case
     worker = Worker(config, Grid.of(config.grid, world_rank), ops, recorder)
     if config.run.save_async and config.run.device == "cpu":  # a GPU's copy lies on its host
         elements = num_elements(own_pieces(worker))

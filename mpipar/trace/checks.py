@@ -10,7 +10,7 @@ from dataclasses import dataclass
 
 from mpipar.comm.clock import Sample
 from mpipar.comm.grid import AXES
-from mpipar.comm.record import LayerOperation, Record, Span
+from mpipar.comm.record import LayerOperation, Load, Record, Span
 from mpipar.config.model import FAMILIES, DecoderConfig
 from mpipar.config.sections import FIELDS
 from mpipar.config.setting import value_problem
@@ -29,6 +29,7 @@ LATEST = 1 << 62  # ns; differences of times still fit 64 bits
 RECORD = (int, int, int, str, str, str, int, int, int, int, int, str, int, int, int, str, int, int)
 SPAN = (str, int, int, int, int, int)
 OPERATION = (str, str, int, int, int, int, int, str)
+LOAD = (str, int, int, int, int)  # and a list of rows
 
 
 @dataclass(frozen=True)
@@ -184,6 +185,18 @@ class LineCheck:
     def operation(self, entry: list) -> LayerOperation:
         """An operation of a layer."""
         return self._ordered(LayerOperation(*self._typed(entry, OPERATION, "operation")))
+
+    def load(self, entry: list) -> Load:
+        """Rows of a rank's experts."""
+        *facts, rows = entry
+        if type(rows) is not list:
+            raise ValueError(f"{shown(entry)} is no load")
+        self._typed([*facts, *rows], (*LOAD, *[int] * len(rows)), "load")
+        found = Load(*facts, rows)
+        if min(found.first, *rows, 0) < 0:
+            raise ValueError(f"{shown(entry)}: a negative number in a load")
+        self._in_step(found)
+        return found
 
     def _typed(self, entry, kinds, what) -> list:
         if tuple(map(type, entry)) != kinds:

@@ -17,8 +17,9 @@ from mpipar import models
 from mpipar.comm.record import PASSES
 from mpipar.config.model import model_config
 from mpipar.models.split import balanced_layers, stage_flops
-from mpipar.trace import pop
+from mpipar.trace import hot_experts, pop
 from mpipar.trace.causes import Cause, Causes, Cost
+from mpipar.trace.hot_experts import HotExpert
 from mpipar.trace.idle_pipeline import one_at_a_time
 from mpipar.trace.links import slow_links
 from mpipar.trace.segments import Segment
@@ -38,7 +39,8 @@ KINDS = {"data": "data loading", "opt": "optimizer", "other": "time between span
 class Finding:
     """A problem that a trace shows.
 
-    kind: uneven stage, heavy head, slow rank, slow link, one active rank, or a value of KINDS.
+    kind: uneven stage, heavy head, slow rank, hot expert, slow link, one active rank, or a value of
+    KINDS.
     lost_ms: the approximate loss per step.
     """
 
@@ -51,9 +53,10 @@ def find(trace: Trace, waits: Waits, segments: list[list[Segment]], causes: Caus
          costs: dict[Cause, Cost]) -> list[Finding]:
     """All findings, the costliest first."""
     work = Passes(trace, segments, causes)
-    found = [one for one in stages(work) + replicas(work)
+    hot = hot_experts.find(trace, waits)
+    found = [one for one in stages(work) + replicas(work, hot)
              if one.kind != "slow rank" or trace.num_steps > 1]
-    found += held_up(trace, costs)
+    found += held_up(trace, costs) + busy_experts(trace, hot)
     found += [Finding("slow link", text, time * 1e-6 / trace.num_steps)
               for text, time in slow_links(trace, waits, segments)]
     found += [Finding("one active rank", text, lost) for text, lost in one_at_a_time(trace)]
@@ -175,10 +178,15 @@ def stages(work: Passes) -> list[Finding]:
     return [Finding("uneven stage", f"{measured}; by FLOPs {ratio(flops):.1f}x{cure}", lost)]
 
 
-def replicas(work: Passes) -> list[Finding]:
-    """Ranks that compute notably longer than the others of their stage, which do equal work."""
+def replicas(work: Passes, hot: list[HotExpert]) -> list[Finding]:
+    """Ranks that compute notably longer than the others of their stage, which do equal work.
+
+    Those that hold a hot expert have more to do.
+    """
     found = []
     for rank in work.trace.ranks:
+        if any(rank.world_rank in one.ranks for one in hot):
+            continue
         mates = [other for other in work.trace.ranks
                  if other.place["pp"] == rank.place["pp"] and other is not rank]
         if mates and all(length > work.limit(NOTABLE) * median(
@@ -209,6 +217,21 @@ def held_up(trace: Trace, costs: dict[Cause, Cost]) -> list[Finding]:
         found.append(Finding(
             KINDS[cause.kind], f"{_names([rank])}, {cause.what}: rank {waiting} waits {lost:.1f} ms"
             f" per step for it, mostly at {axis} {name}", lost))
+    return found
+
+
+def busy_experts(trace: Trace, hot: list[HotExpert]) -> list[Finding]:
+    """Hot experts whose ranks make others wait, in more than one step."""
+    found = []
+    least = LARGE_SHARE * (2 if trace.crowded() else 1) * (trace.end - trace.start)
+    for one in hot:
+        longest = max(one.waits.values(), default=0)
+        if trace.num_steps > 1 and longest >= least:
+            lost = longest * 1e-6 / trace.num_steps
+            found.append(Finding(
+                "hot expert", f"{one.text} received {one.times:.1f} times the mean;"
+                f" {_names([trace.ranks[rank] for rank in one.ranks])} made the others wait"
+                f" {lost:.1f} ms per step", lost))
     return found
 
 

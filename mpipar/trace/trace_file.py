@@ -1,9 +1,9 @@
 """A trace on disk: writes and reads one file per rank and `trace/meta.json`, without MPI.
 
 A rank's file is JSON lines. The head says what the numbers mean, call sites, steps, groups, and how
-many lines follow. Then comes one line per record ("r"), compute span ("s") and operation of a layer
-("o"). Times on disk are those of the rank's own clock. The reader translates them to world rank 0's
-clock and starts at zero.
+many lines follow. Then comes one line per record ("r"), compute span ("s"), operation of a layer
+("o"), and load of a rank's experts ("e"). Times on disk are those of the rank's own clock. The
+reader translates them to world rank 0's clock and starts at zero.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from pathlib import Path
 
 from mpipar.comm.clock import CommonClock
 from mpipar.comm.grid import AXES, Grid
-from mpipar.comm.record import LayerOperation, Record, Span
+from mpipar.comm.record import LayerOperation, Load, Record, Span
 from mpipar.console.series import lines_of
 from mpipar.errors import DataError, UsageError
 from mpipar.files import own
@@ -62,6 +62,7 @@ class RankTrace:
     records: list[Record] = field(default_factory=list)
     spans: list[Span] = field(default_factory=list)
     operations: list[LayerOperation] = field(default_factory=list)
+    loads: list[Load] = field(default_factory=list)
     complete: bool = True
     cores: tuple[int, ...] = ()
     core_wait_ns: int = 0
@@ -167,7 +168,7 @@ def remove(folder: Path, world_rank: int) -> None:
         (folder / "trace").rmdir()
 
 
-def write_rank(folder: Path, head: dict, records, spans, operations) -> None:
+def write_rank(folder: Path, head: dict, records, spans, operations, loads=()) -> None:
     """Write a rank's file. Its head holds the number of lines, so a reader knows if it is cut.
 
     head: world_rank, host, place, stages, groups, steps, complete, cores.
@@ -181,11 +182,11 @@ def write_rank(folder: Path, head: dict, records, spans, operations) -> None:
             for record in records]
     head = {
         "mpipar_trace": SCHEMA, **head, "fields": Record._fields, "span_fields": Span._fields,
-        "operation_fields": LayerOperation._fields, "sites": list(sites),
-        "lines": len(records) + len(spans) + len(operations),
+        "operation_fields": LayerOperation._fields, "load_fields": Load._fields,
+        "sites": list(sites), "lines": sum(map(len, (records, spans, operations, loads))),
     }
     lines = itertools.chain([head], ([letter, *entry] for letter, entries in (
-        ("r", rows), ("s", spans), ("o", operations)) for entry in entries))
+        ("r", rows), ("s", spans), ("o", operations), ("e", loads)) for entry in entries))
     replace_file(rank_name(head["world_rank"]), (
         f"{json.dumps(line)}\n".encode() for line in lines), sync=False, root=folder)
 
@@ -277,6 +278,8 @@ def _read_rank(folder: Path, clock: CommonClock, grid: Grid, num_stages: int) ->
                     trace.records.append(_moved(record, common))
                 elif letter == "s":
                     trace.spans.append(_moved(check.span(entry), common))
+                elif letter == "e":
+                    trace.loads.append(check.load(entry))
                 else:
                     trace.operations.append(_moved(check.operation(entry), common))
                 number += 1

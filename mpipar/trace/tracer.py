@@ -152,7 +152,8 @@ class Tracer:
         }
         trace_file.write_rank(
             self.folder, head, [record for record in recorder.records if record.step in numbers],
-            [span for span in recorder.spans if span.step in numbers], recorder.operations)
+            [span for span in recorder.spans if span.step in numbers], recorder.operations,
+            [load for load in recorder.loads if load.step in numbers])
 
     def _write_meta(self, after: dict | None = None) -> None:
         clock = CommonClock(tuple(self.owners), self.before, after or {})

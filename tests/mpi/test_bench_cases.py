@@ -24,6 +24,7 @@ from bench.interconnect.uneven import UnevenAllToAll
 from mpipar import ops as ops_module
 from mpipar.comm.algorithms.doubling import Doubling
 from mpipar.comm.record import Recorder
+from mpipar.data.routing import ROUTINGS
 from mpipar.errors import EnvironmentProblem
 
 WORLD = MPI.COMM_WORLD
@@ -74,6 +75,14 @@ def test_payload_of_every_case_through_host_memory(policy):
             assert outcome.problems == [], (section.title, via)
             assert len(outcome.entered) == len(outcome.left) >= 1
             assert np.all(np.subtract(outcome.left, outcome.entered) > 0)
+
+
+def test_parts_of_every_routing_arrive():
+    ops, job = ops_module.make("cpu", "float32"), Job(buffers="reused", kinds=USUAL)
+    plain = plans.world_sections(["all-to-allv"], WORLD.size, (48 * WORLD.size,))
+    for section in plans.routed(plain, ROUTINGS):
+        for via, outcome in outcomes(section, job, ops).items():
+            assert outcome.problems == [], (section.title, via)
 
 
 @pytest.mark.parametrize("size", [0, 48])
@@ -169,7 +178,9 @@ def test_hot_expert_gets_twice_as_much_as_each_other():
     received = 256 if WORLD.rank == 0 else 128
     sent_on = 128 // WORLD.size * (others if WORLD.rank == 0 else others + 1)
     assert volume == {"size_bytes": 256, "bytes_in": 128 + 128 // WORLD.size,
-                      "bytes_out": received, "wire_bytes": sent_on}
+                      "bytes_out": received, "wire_bytes": sent_on,
+                      "least_to_peer_bytes": 128 // WORLD.size,
+                      "most_to_peer_bytes": 256 // WORLD.size}
 
 
 @pytest.mark.parametrize(("title", "sent"), [  # messages of the first rank, of a last one

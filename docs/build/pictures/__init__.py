@@ -14,7 +14,7 @@ KINDS = {"timeline": lanes.timeline, "blocks": boxes.blocks, "ring": boxes.ring,
          "grid": boxes.grid, "memory": plots.memory, "tradeoff": plots.tradeoff,
          "barrier": lanes.barrier, "roofline": plots.roofline, "predicted": lanes.predicted,
          "chain": boxes.chain, "buckets": lanes.buckets, "range": lanes.ranges,
-         "bars": lanes.bars, "tokens": lanes.tokens}
+         "bars": lanes.bars, "tokens": lanes.tokens, "rows": lanes.rows}
 
 
 def draw(block: Block, root: Path) -> tuple[Path, str, str]:

@@ -20,6 +20,7 @@ from mpipar.commands.memory_limit import fullest
 from mpipar.commands.schedule import costs_of, title
 from mpipar.config.flags import Parser
 from mpipar.console.tables import nbytes
+from mpipar.data.routing import scores
 from mpipar.errors import DataError, UsageError
 from mpipar.pipeline.draw import svg
 from mpipar.pipeline.schedules.catalog import make_schedule
@@ -256,3 +257,31 @@ def buckets(words: list[str], root: Path) -> Picture:
     return canvas.svg("Buckets of gradients in flight", (
         f"{len(sums)} buckets of gradients are posted one after the other during the backward pass,"
         " and waited for at its end"))
+
+
+def rows(words: list[str], root: Path) -> Picture:
+    """`rows --ep Q --experts E --tokens T`: rows that ranks get for their experts, by routing."""
+    args, told, y = arguments("rows", words, ep=4, experts=8, tokens=64), [], 80
+    ranks, per_token = range(args.ep), 2
+    canvas = Drawing(
+        f"Rows that each of {args.ep} ranks gets for its experts, by the rank that sends them"
+        f" ({args.tokens} tokens each, {per_token} of {args.experts} experts)",
+        [(f"r{rank}", f"from rank {rank}") for rank in ranks])
+    lanes = Lanes(canvas, 150, 0.8 * 560 / (args.tokens * per_token * args.ep * 0.6), 14)
+    for routing in ("uniform", "zipf", "adversarial"):
+        canvas.text(0, y + 12, routing)
+        parts = [scores(routing, args.tokens, args.experts, per_token, rank, args.ep).sum(axis=0)
+                 .reshape(args.ep, -1).sum(axis=1) / 2 for rank in ranks]
+        for receiver in ranks:
+            start = 0
+            for rank in ranks:
+                count = round(parts[rank][receiver])
+                if count:
+                    lanes.box(y, start, start + count, f"r{rank}", tip=f"{count} rows")
+                start += count
+            canvas.note(lanes.at(start) + 8, y + 11, f"rank {receiver}: {start} rows", "start")
+            y += 17
+        got = sum(parts)
+        told.append(f"{routing}: {got.min():.0f} to {got.max():.0f} rows")
+        y += 16
+    return canvas.svg("Rows of each rank", f"Rows that {args.ep} ranks get. {'; '.join(told)}")

@@ -1,4 +1,4 @@
-"""Questions of chapters 13 to 16: 16 bits, predictions, memory, long context, sharded state."""
+"""Questions of chapters 13 to 17: 16 bits, predictions, memory, long context, state, experts."""
 
 from __future__ import annotations
 
@@ -9,8 +9,10 @@ import ml_dtypes
 import numpy as np
 
 from mpipar.comm.grid import share, token_pieces
+from mpipar.data.routing import shares
 from mpipar.learn.exercise import Exercise, Number, numbers, plain
 from mpipar.learn.questions.counted import MIB, predicted, ring_messages, sent, simulated
+from mpipar.plan.expert_forms import SENDS
 from mpipar.train.gradsync import LossScale
 
 STATES = ("weights", "gradients", "optimizer")  # labels of what a rank keeps between steps
@@ -43,6 +45,15 @@ def exercises() -> list[Exercise]:
         numbers("16c", "4 copies train with `--zero 3` and 8 microbatches. Each rank keeps whole"
                 " gradients during a step. How many times the size of all weights does a rank send"
                 " in a step?", "TIMES", bytes_of_zero_3),
+        numbers("17a", "4 ranks share out 8 equally popular experts, and a token passes 2 of them."
+                " Each rank has 64 tokens of width 128 in float32. How many KiB does it send in one"
+                " dispatch?", "KIB", bytes_of_dispatch),
+        numbers("17b", "Every token passes the first of 8 experts, and one of the other 7, which"
+                " are equally popular. 4 ranks hold 2 experts each. How many times the mean do the"
+                " first expert and its rank get?", "EXPERT RANK", times_the_mean),
+        numbers("17c", "4 ranks share out 8 experts. How many of them must a token pass at least,"
+                " so that an all-gather of all tokens sends less than an all-to-all?", "EXPERTS",
+                gathers_less),
     ]
 
 
@@ -141,3 +152,32 @@ def bytes_of_zero_3():
     return [Number("times", round(times, 2), 0.3)], (
         "each microbatch gathers the weights for F and again for B, and gradients are scattered"
         " once: (q-1)/q * (2 * 8 + 1) = 12.75")
+
+
+def bytes_of_dispatch():
+    """Of the first exchange of a predicted step."""
+    found = predicted(dp=4, ep=4, experts=8, num_microbatches=1, batch_size=4, d_model=128,
+                      seq_len=64)
+    sent_bytes = next(one.wire_bytes for one in found.recorder.records
+                      if one.name.endswith("moe.dispatch"))
+    return [Number("KiB", sent_bytes / 1024)], (
+        "2 rows for each of 64 tokens, 3/4 of them for experts of other ranks, 512 bytes each")
+
+
+def times_the_mean():
+    """Of the shares that --routing one-hot has."""
+    loads = shares("one-hot", 8, 2)
+    ranks = loads.reshape(4, -1).sum(axis=1)
+    return [Number("expert", loads.max() / loads.mean()),
+            Number("rank", ranks.max() / ranks.mean(), 0.01)], (
+        "all tokens pass the expert, and the mean is 2/8 of them. Its rank has 1 + 1/7 rows for a"
+        " token, and the mean is 2/4")
+
+
+def gathers_less():
+    """By the factors of both dispatches."""
+    (_, exchanged), (_, gathered) = (SENDS[name] for name in ("all-to-all", "all-gather"))
+    least = next(k for k in range(1, 9) if gathered(k, 4) < exchanged(k, 4))
+    return [Number("experts", least)], (
+        "an all-to-all sends 3k/4 times a rank's tokens and an all-gather 3 times, so k must be"
+        " above 4")
