@@ -3,8 +3,8 @@
     pip install -e '.[docs]'
     python -m docs.build.site build/site
 
-It builds the pages as they stand, without network or MPI. Sphinx warns about nothing: a warning ends
-it with exit code 1. The file to open is index.html.
+It builds the pages as they stand, without network or MPI. Sphinx warns about nothing: a warning
+ends it with exit code 1. The file to open is index.html.
 """
 
 from __future__ import annotations

@@ -52,7 +52,7 @@ def with_choices(session, inputs, readings: list[Reading], machine_path: str | N
     config, world = inputs.config, session.world
     machine, notes = None, []
     if readings[0].chooses_layout and getattr(config.model, "experts", None):
-        notes.append(f"--layout auto: keeps ep {config.grid.ep}, as it keeps cp; --ep N names"
+        notes.append(f"layout auto keeps ep {config.grid.ep}, as it keeps cp; --ep N names"
                      " another number of ranks that share out experts")
     if machine_path is not None:
         machine = session.agree(

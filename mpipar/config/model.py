@@ -10,9 +10,9 @@ from typing import Self
 
 from mpipar.config.arch import ARCHS
 from mpipar.config.setting import setting
-from mpipar.data.routing import ROUTINGS
 
 OF_ROPE = ("positions", "rope")
+ROUTINGS = ("learned", "uniform", "hot", "one-hot", "zipf", "adversarial")  # of --routing
 OF_EXPERTS = ("experts",)  # whatever their number
 SCALING = "8,1,4,8192"  # of rotations, in Llama 3.1
 CUTS = {"ffn_cut", "sequence_parallel", "tp_matmul"}  # how a layer is cut: not the model's shape
@@ -126,7 +126,7 @@ class DecoderConfig(ModelConfig):
     routing: str = setting(
         "learned", "for study: which experts tokens pass, whatever the router says; one-hot = the"
         " first one, and others; zipf = the n-th has 1/n of the first; adversarial = all of a rank"
-        " are on the next rank", choices=("learned", *ROUTINGS), only=OF_EXPERTS, rare=True)
+        " are on the next rank", choices=ROUTINGS, only=OF_EXPERTS, rare=True)
     sequence_parallel: bool = setting(
         False, "cut tokens over tp between the products: norms, stash and pipeline messages shrink "
         "to 1/tp, but there are more barriers")
