@@ -105,6 +105,23 @@ def test_a_killed_run_goes_on_as_if_nothing_had_been(words, here):
 
 
 @needs_mpiexec
+@pytest.mark.slow
+def test_experts_of_a_killed_run_go_on_elsewhere(here):
+    """Their weights and state lie on four ranks, and are put together for a layout without ep."""
+    words = [*TINY, "--dtype", "float64", "--experts", "4", "--experts-per-token", "2",
+             "--router-balance", "bias"]
+    train(here, *words, "--out", "whole")
+    result = ended(here, "kill", 7, *words, "--num-microbatches", "1", "--layout", "dp=4,ep=4",
+                   "--zero", "3", "--save-interval", "4", "--out", "killed", ranks=4)
+    assert result.returncode == EXIT_ENVIRONMENT, result.tail()
+    text = train(here, "--resume", "auto", "--out", "killed", "--layout", "tp=2,pp=2", ranks=4)
+    assert "resumed behind step 4" in text
+    pairs = [[line["loss"] for line in metrics(here / name)] for name in ("whole", "killed")]
+    np.testing.assert_allclose(*pairs, rtol=1e-12)
+    assert len(pairs[0]) == 10
+
+
+@needs_mpiexec
 @pytest.mark.parametrize("form", [
     pytest.param("--no-save-async", marks=pytest.mark.slow), "--save-async"])
 def test_two_ranks_killed_twice(form, here):

