@@ -280,9 +280,10 @@ def test_chakra_traces_wait_for_what_the_step_waits_for(tmp_path):
     assert nodes[0]["duration_micros"] == round(first * 1e-3)
 
 
+@pytest.mark.tensorboard
 def test_protocol_buffers_of_a_library_read_the_same(tmp_path):
-    """The schema by a real library, where one is installed."""
-    descriptor = pytest.importorskip("google.protobuf.descriptor_pb2")
+    """The schema by a real library, which comes with tensorboard."""
+    from google.protobuf import descriptor_pb2 as descriptor
     from google.protobuf import descriptor_pool, message_factory
 
     def message(file, name, *members):
