@@ -58,11 +58,12 @@ def test_a_row_that_b_lacks_fails_the_check(tmp_path, capsys):
 def test_several_launches_are_told_by_all_of_them():
     """Each launch has its own skew, overlap and rate; the middle one counts."""
     rows = [row(median=median, skew_us=skew, overlap_percent=skew, launch=number,
-                bound_percent=100 / median)
+                bound_percent=100 / median, most_to_peer_bytes=64)
             for number, (median, skew) in enumerate([(10, 8), (20, 2), (40, 3)])]
     (one,) = between.combined(rows)
     assert (one["median_us"], one["skew_us"], one["overlap_percent"]) == (20, 3, 3)
     assert one["bound_percent"] == pytest.approx(5)
+    assert one["most_to_peer_bytes"] == 64  # bytes do not follow the time
 
 
 def test_a_start_is_compared_with_a_whole_sample():

@@ -74,8 +74,7 @@ def combined(rows) -> list[dict]:
         low, high = next_launch(values) if len(values) > 1 else (first["low_us"], first["high_us"])
         scale = first["median_us"] / middle if middle else 0.0
         rates = {name: first[name] * scale for name in (
-            "algbw_GBps", "busbw_GBps", "messages_per_s", "bound_percent", "least_to_peer_bytes",
-            "most_to_peer_bytes") if name in first}
+            "algbw_GBps", "busbw_GBps", "messages_per_s", "bound_percent") if name in first}
         every = [row for own in launches for row in own]
         rates |= {name: float(np.median([row[name] for row in every if name in row]))
                   for name in ("skew_us", "alone_us", "computing_us", "overlap_percent",

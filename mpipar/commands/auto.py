@@ -58,8 +58,8 @@ def with_choices(session, inputs, readings: list[Reading], machine_path: str | N
         machine = session.agree(
             lambda: machine_file.load(machine_path) if world.rank == 0 else None)
     if readings[0].chooses_layout and len(readings) == 1:
-        notes += [(f"--layout auto: {sizes_text(vars(config.grid))} is the only layout that these"
-                  f" ranks can have for this model and {config.train.batch_size} rows a step")]
+        notes.append(f"--layout auto: {sizes_text(vars(config.grid))} is the only layout that these"
+                     f" ranks can have for this model and {config.train.batch_size} rows a step")
     if config.grid.schedule != AUTO and len(readings) == 1:
         return replace(inputs, notes=[*inputs.notes, *notes])
     others = (resolve(one, world.size)[0] for one in readings[1:])
