@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from bench.interconnect.cases import COMM
-from bench.interconnect.chain import microbatches
+from bench.interconnect.messages import microbatches
 from mpipar.errors import UsageError
 from mpipar.pipeline.costs import Costs
 from mpipar.pipeline.schedules.catalog import make_schedule
