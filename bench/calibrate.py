@@ -32,17 +32,18 @@ from bench.machine.compute import (
     measure_reduction,
     step_config,
 )
-from bench.machine.curves import (
+from bench.machine.fitting import (
+    LEAST_SIZES,
     REDUCTION,
     contention,
     curves,
     describe_machine,
     duplex,
+    fit,
     fittable,
     overhead,
     quietest,
 )
-from bench.machine.fitting import LEAST_SIZES, fit
 from bench.machine.needed import (
     BEGIN_BYTES,
     END_BYTES,

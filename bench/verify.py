@@ -36,9 +36,8 @@ from bench.interconnect.launches import START, alone, launcher_words, run_job
 from bench.interconnect.plans import GROUP_CASES, PAIR_CASES, Section
 from bench.interconnect.records import Writer
 from bench.machine import goals
-from bench.machine.algorithms import all_reduce_models
-from bench.machine.compute import HELD_OUT_SIDES, measure_products
-from bench.machine.curves import REDUCTION, quietest
+from bench.machine.compute import HELD_OUT_SIDES, measure_products, verify_steps
+from bench.machine.fitting import REDUCTION, quietest
 from bench.machine.needed import (
     STALL_SECONDS,
     no_refused,
@@ -46,9 +45,16 @@ from bench.machine.needed import (
     pairs_by_link,
     run_rounds,
 )
-from bench.machine.predicted import BOTH_WAYS, CHAIN, predicted
-from bench.machine.steps import verify_steps
-from bench.machine.verdicts import Subject, judge, line, shown
+from bench.machine.predicted import (
+    BOTH_WAYS,
+    CHAIN,
+    Subject,
+    all_reduce_models,
+    judge,
+    line,
+    predicted,
+    shown,
+)
 from mpipar import ops as ops_module
 from mpipar.config import flags
 from mpipar.errors import (

@@ -3,10 +3,18 @@
 import numpy as np
 import pytest
 
-from bench.machine.algorithms import all_reduce_models
-from bench.machine.curves import contention, curves, duplex, overhead, quietest
-from bench.machine.fitting import best_breaks, fit, held_out, robust_line
-from bench.machine.verdicts import judge
+from bench.machine.fitting import (
+    best_breaks,
+    contention,
+    curves,
+    duplex,
+    fit,
+    held_out,
+    overhead,
+    quietest,
+    robust_line,
+)
+from bench.machine.predicted import all_reduce_models, judge
 from bench.verify import held_out_sizes
 
 SIZES = [8 * 2**k for k in range(20)]

@@ -14,9 +14,9 @@ from machine_models import config_of, machine
 from bench import verify
 from bench.interconnect import two_hosts
 from bench.interconnect.launches import environment_of_jobs
-from bench.machine import goals, steps
-from bench.machine.steps import SCHEDULES, layouts
-from bench.machine.verdicts import Subject, line
+from bench.machine import compute, goals
+from bench.machine.compute import SCHEDULES, layouts
+from bench.machine.predicted import Subject, line
 from mpipar.errors import EnvironmentProblem, UsageError
 from mpipar.job.environment import THREAD_VARIABLES
 from mpipar.pipeline.costs import Costs
@@ -55,8 +55,8 @@ def test_rounds_go_through_all_layouts_and_the_quietest_counts(monkeypatch):
         layouts_of_calls.append(config.grid.dp)
         return next(took)
 
-    monkeypatch.setattr(steps, "step_seconds", step_seconds)
-    lines = steps.verify_steps(SimpleNamespace(size=2), machine(), Endless())
+    monkeypatch.setattr(compute, "step_seconds", step_seconds)
+    lines = compute.verify_steps(SimpleNamespace(size=2), machine(), Endless())
     assert [one["measured_us"] for one in lines] == [5e6, 1e6, 2e6, 3e6, 4e6]
     assert layouts_of_calls == [2, 1, 1, 1, 1] * 3
 

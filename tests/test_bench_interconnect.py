@@ -20,10 +20,10 @@ from bench.interconnect import (
     session,
     statistics,
 )
-from bench.interconnect.bounds import Bounds
 from bench.interconnect.cases import BY
 from bench.interconnect.plans import Job
 from bench.interconnect.sampling import TURNS, Plan, batch_size, enough
+from bench.interconnect.session import Bounds
 from mpipar import ops as ops_module
 from mpipar.errors import DataError, EnvironmentProblem, OutputError
 

@@ -23,7 +23,7 @@ from helpers import (
 from in_process import StandIn
 
 from bench.interconnect import __main__ as interconnect
-from bench.interconnect import overlap, plans, records, starts
+from bench.interconnect import overlap, plans, records, sampling
 from bench.interconnect.cases import BARE, COMM, PREPARED
 from mpipar.errors import EXIT_CHECK_FAILED, EXIT_INTERRUPTED, EXIT_USAGE, UsageError
 
@@ -207,7 +207,7 @@ def test_start_of_iterations_is_said_in_table_and_file(sync, title, tmp_path):
     assert done.returncode == 0, done.tail()
     assert f"{title}; low, high: within this launch\n" in done.stdout
     (run,) = records.read(str(path))
-    assert starts.MEANING[sync] == run.head["start"]
+    assert sampling.MEANING[sync] == run.head["start"]
     for row in run.rows:
         assert row["sync"] == sync
         assert row["late"] == len(row["late_at"])

@@ -11,7 +11,7 @@ import pytest
 from helpers import run_command, run_ranks
 
 from bench.step import __main__ as step
-from bench.step import against, blas, freed, products
+from bench.step import against, blas
 from bench.step.sides import losses, measure_steps, torch_side
 from docs.build import tables
 from mpipar.comm.one_rank import OneRank
@@ -106,21 +106,21 @@ def test_a_recipe_with_freed_libraries(tmp_path):
 def test_products_of_a_step_are_all_of_its_products():
     args = step.parse(SIZES.split())
     names, sides = step.our_sides(args, step.rows_of(args), ONE)
-    taken = products.products_of(sides[names[0]], 1)
+    taken = sides.products_of(sides[names[0]], 1)
     attention = 12 * 2 * 2 * 20**2 * 24  # one tile: the full square
     dense = step.step_flops(args) - attention
-    assert products.flops(taken) == dense + attention
+    assert sides.flops(taken) == dense + attention
 
 
 def test_mkl_is_answered_with_yes(monkeypatch, tmp_path):
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
-    path = freed.mkl_answer()
+    path = blas.mkl_answer()
     if path is None:
         pytest.skip("no C compiler is installed")
     assert ctypes.CDLL(str(path)).mkl_serv_intel_cpu_true() == 1
-    monkeypatch.setattr(freed, "COMPILERS", ())
-    assert freed.mkl_answer() is None
-    assert not freed.free_mkl()
+    monkeypatch.setattr(blas, "COMPILERS", ())
+    assert blas.mkl_answer() is None
+    assert not blas.free_mkl()
 
 
 @pytest.mark.peers
@@ -298,7 +298,7 @@ def test_the_readme_says_what_the_lead_rests_on():
             row("torch", "mkl AVX2", 120.0), row("torch compiled", "mkl AVX2", 100.0),
             row("products, torch", "mkl AVX2", 50.0)]
     assert tables.lead(rows) == ("A step takes 0.90 (numpy) and 0.80 (numba) of the time of"
-                                 " PyTorch's best form, with Zen and AVX2 products.")
+                                 " PyTorch's best form, with Zen and AVX2 sides.")
 
 
 def test_a_step_that_takes_longer_than_before_is_told_from_noise():

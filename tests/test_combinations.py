@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from in_process import refusal
 from structure_rules import SOURCES
 
-from docs.build.combinations import broken, folder_of_examples, read_words
+from docs.build.tables import broken, folder_of_examples, read_words
 from mpipar.comm.grid import AXES
 from mpipar.config.resolve import complete
 from mpipar.config.sections import FIELDS

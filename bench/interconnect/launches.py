@@ -13,7 +13,7 @@ import time
 from pathlib import Path
 
 from bench import results, table
-from bench.interconnect import conclusions, records, two_hosts
+from bench.interconnect import findings, records, two_hosts
 from bench.interconnect.compiled import program_of_mpi
 from bench.interconnect.statistics import scipy_stats
 from mpipar.errors import (
@@ -163,7 +163,7 @@ def print_outcome(rows, count: int) -> None:
         return
     if plain := [row for row in rows if not row["case"].startswith("pairs ")]:
         print("\n" + table.as_text(plain))
-    conclusions.say(rows)
+    findings.say(rows)
 
 
 @contextlib.contextmanager

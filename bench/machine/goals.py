@@ -19,7 +19,7 @@ from typing import NamedTuple
 from bench import results
 from bench.interconnect import two_hosts
 from bench.interconnect.launches import alone, job_of
-from bench.machine.verdicts import judge, shown
+from bench.machine.predicted import judge, shown
 from mpipar.errors import EXIT_CHECK_FAILED, EXIT_INTERRUPTED, EXIT_OK, EnvironmentProblem
 
 ROWS = 2  # of a microbatch

@@ -10,9 +10,8 @@ from math import log10
 from pathlib import Path
 
 from bench.shapes import config_of, context_of
-from docs.build.pictures.shapes import layout_words, watch
+from docs.build.pictures.shapes import layout_words, load, watch
 from docs.build.pictures.svg import CHARACTER, Drawing
-from docs.build.pictures.words import load
 from mpipar import cli
 from mpipar.commands.schedule import cost_words, costs_of
 from mpipar.console.tables import nbytes
