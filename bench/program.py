@@ -33,7 +33,8 @@ class Program:
     measure(args, session) -> Outcome, or the exit code where there is nothing to tell. together, or
     together(args): whether all ranks of a job measure. json: the help of --json. counts: see
     `add_counts`. add(parser): adds flags of other kinds. check(args, parser): looks at what was
-    typed. takes_words: whether what is no flag here is left in args.words.
+    typed. takes_words: whether what is no flag here is left in args.words. kept: a file in
+    bench/results/ that --write writes, in place of --json.
     """
 
     def __init__(self, name: str, doc: str, measure: Callable[..., Outcome | int], *,
@@ -41,15 +42,20 @@ class Program:
                  json: str = "write the result to this file",
                  add: Callable[[flags.Parser], Any] | None = None,
                  check: Callable[..., None] | None = None, counts: Counts | None = None,
-                 takes_words: bool = False):
+                 takes_words: bool = False, kept: str = ""):
         self.name, self.measure, self.together = f"bench.{name}", measure, together
-        self.takes_words = takes_words
+        self.takes_words, self.kept = takes_words, kept
         self.check, self.parser = check, flags.Parser(
             prog=f"python -m {self.name}", description=doc)
         if add:
             add(self.parser)
         add_counts(self.parser, counts or {})
-        self.parser.add_argument("--json", metavar="FILE", help=json)
+        if kept:
+            self.parser.add_argument(
+                "--write", dest="json", action="store_const", const=str(results.ROOT / kept),
+                help=f"write {kept}")
+        else:
+            self.parser.add_argument("--json", metavar="FILE", help=json)
 
     def parse(self, argv: list[str]) -> Any:
         """The flags. Raises UsageError."""

@@ -13,21 +13,16 @@ median over turns, with the quartiles.
 
 from __future__ import annotations
 
-import json
 import sys
-import tempfile
 import time
 from collections import defaultdict
 from collections.abc import Callable
-from contextlib import ExitStack
-from pathlib import Path
 from statistics import median
 
 import numpy as np
 from threadpoolctl import threadpool_limits
 
-from bench.interconnect.launches import job_of
-from bench.interconnect.two_hosts import missing
+from bench.interconnect.launches import over_cable
 from bench.program import Outcome, Program
 from bench.rehearse.pace import spread
 from bench.rehearse.player import Player
@@ -38,7 +33,7 @@ from mpipar.comm.grid import Grid
 from mpipar.comm.record import Record, Recorder
 from mpipar.config import flags
 from mpipar.data.rows import Rows
-from mpipar.errors import EXIT_CHECK_FAILED, EnvironmentProblem, UsageError
+from mpipar.errors import EXIT_CHECK_FAILED, UsageError
 from mpipar.job.session import guard
 from mpipar.train.worker import Worker
 
@@ -102,7 +97,7 @@ def one_layout(world, words: str, steps: int) -> tuple[np.ndarray, bool]:
 def measure(args, session) -> Outcome | int:
     """Measure all layouts, here or over a cable; code 1 if records differ."""
     if args.cable:
-        return over_cable(args, session)
+        return on_cable(args, session)
     world, rows, code = session.world, [], 0
     if world.size != 2:
         raise UsageError("needs two ranks: mpiexec -n 2 python -m bench.rehearse.against")
@@ -118,21 +113,15 @@ def measure(args, session) -> Outcome | int:
     return Outcome(rows, {"steps": args.steps, "model": SIZES}, code) if world.rank == 0 else code
 
 
-def over_cable(args, session) -> Outcome | int:
-    """The outcome of two ranks, each in a network namespace with an end of a cable."""
-    if reason := missing():
-        raise EnvironmentProblem(f"--cable: no network namespaces here: {reason}")
-    with tempfile.TemporaryDirectory() as name, session.stop_on_request(), ExitStack() as stack:
-        path = Path(name) / "rows.json"
-        start = stack.enter_context(job_of(Path(name), 2, args.cable))
-        code = start(session, ["bench.rehearse.against", "--steps", str(args.steps),
-                               "--json", str(path)])
-        if not path.exists():
-            print("the ranks on two hosts have ended early", file=sys.stderr)
-            return abs(code) or EXIT_CHECK_FAILED
-        found = json.loads(path.read_text())
-    rows = [{"cable_mbit": args.cable, **row} for row in found["rows"]]
-    return Outcome(rows, {"steps": args.steps, "model": SIZES}, abs(code))
+def on_cable(args, session) -> Outcome | int:
+    """The outcome of two ranks with a cable between them."""
+    with session.stop_on_request():
+        code, found = over_cable(session, args.cable, [
+            "bench.rehearse.against", "--steps", str(args.steps)])
+    if found is None:
+        print("the ranks on two hosts have ended early", file=sys.stderr)
+        return abs(code) or EXIT_CHECK_FAILED
+    return Outcome(found["rows"], {"steps": args.steps, "model": SIZES}, abs(code))
 
 
 main = Program(

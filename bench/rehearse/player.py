@@ -284,48 +284,66 @@ def place_of(call: Call, index: int, size: int) -> Place:
     return Place(index, size, record.tag if record.tag >= 0 else record.seq)
 
 
+class Payload(NamedTuple):
+    """What an operation brings.
+
+    given: yields (part, value) that this rank gives. wanted: (part, value) behind the call; result:
+    what it returned. A posted call leaves its result in x.
+    """
+
+    given: Callable[[Any, Call, Place], Any]
+    wanted: Callable[[Any, Any, Call, Place], Any]
+
+
+def to_all(parts: Any, place: Place) -> list[tuple[Any, int]]:
+    """The part for each rank, and what it holds."""
+    return [(part, place.value(place.index, receiver)) for receiver, part in enumerate(parts)]
+
+
+def from_all(parts: Any, place: Place, receiver: int = 0) -> list[tuple[Any, int]]:
+    """The part of each rank, and what it holds."""
+    return [(part, place.value(sender, receiver)) for sender, part in enumerate(parts)]
+
+
+def own(x: Any, call: Call, place: Place) -> list[tuple[Any, int]]:
+    """The same number for all ranks."""
+    return [(x, place.value(place.index))]
+
+
+PAYLOADS = {
+    "all_reduce": Payload(own, lambda x, result, call, place: [(
+        x, max(map(place.value, range(place.size))) if call.argument == "max"
+        else place.summed())]),
+    "reduce": Payload(own, lambda x, result, call, place: [
+        (x, place.summed())] * (call.record.peer == place.index)),
+    "broadcast": Payload(
+        lambda x, call, place: own(x, call, place) * (call.record.peer == place.index),
+        lambda x, result, call, place: [(x, place.value(call.record.peer))]),
+    "all_gather": Payload(
+        lambda x, call, place: own(x[place.index] if call.posted else x, call, place),
+        lambda x, result, call, place: from_all(x if call.posted else result, place)),
+    "reduce_scatter": Payload(
+        lambda x, call, place: to_all(x, place),
+        lambda x, result, call, place: [
+            (x[0] if call.posted else result, place.summed(place.index))]),
+    "all_to_all": Payload(
+        lambda x, call, place: to_all(x, place),
+        lambda x, result, call, place: from_all(result, place, place.index)),
+    "all_to_allv": Payload(
+        lambda x, call, place: to_all(rows_of(x, call.argument[0]), place),
+        lambda x, result, call, place: from_all(rows_of(*result), place, place.index)),
+    "send": Payload(lambda x, call, place: [(x, place.value(place.index, call.record.peer))],
+                    lambda x, result, call, place: []),
+    "recv": Payload(lambda x, call, place: [],
+                    lambda x, result, call, place: [
+                        (x, place.value(call.record.peer, place.index))])}
+
+
 def fill(x: Any, call: Call, place: Place) -> None:
     """Write what this rank gives to a call."""
     x[...] = POISON
-    FILLS[call.record.operation](x, call, place)
-
-
-def _fill_whole(x: Any, call: Call, place: Place) -> None:
-    x[...] = place.value(place.index)
-
-
-def _fill_root(x: Any, call: Call, place: Place) -> None:
-    if call.record.peer == place.index:
-        _fill_whole(x, call, place)
-
-
-def _fill_message(x: Any, call: Call, place: Place) -> None:
-    x[...] = place.value(place.index, call.record.peer)
-
-
-def _fill_nothing(x: Any, call: Call, place: Place) -> None:
-    """A receive gives nothing."""
-
-
-def _fill_own(x: Any, call: Call, place: Place) -> None:
-    whole = x[place.index] if call.posted else x
-    whole[...] = place.value(place.index)
-
-
-def _fill_parts(x: Any, call: Call, place: Place) -> None:
-    for receiver, part in enumerate(x):
-        part[...] = place.value(place.index, receiver)
-
-
-def _fill_rows(x: Any, call: Call, place: Place) -> None:
-    for receiver, rows in enumerate(rows_of(x, call.argument[0])):
-        rows[...] = place.value(place.index, receiver)
-
-
-FILLS: dict[str, Callable[[Any, Call, Place], None]] = {
-    "all_reduce": _fill_whole, "reduce": _fill_whole, "broadcast": _fill_root,
-    "all_gather": _fill_own, "reduce_scatter": _fill_parts, "all_to_all": _fill_parts,
-    "all_to_allv": _fill_rows, "send": _fill_message, "recv": _fill_nothing}
+    for part, value in PAYLOADS[call.record.operation].given(x, call, place):
+        part[...] = value
 
 
 def rows_of(x: Any, counts: Any) -> list[Any]:
@@ -335,46 +353,9 @@ def rows_of(x: Any, counts: Any) -> list[Any]:
 
 def problem(x: Any, result: Any, call: Call, place: Place) -> str:
     """What is wrong behind a call, or "". x: what was given. result: what was returned."""
-    for part, value in WANTED[call.record.operation](x, result, call, place):
+    for part, value in PAYLOADS[call.record.operation].wanted(
+            x, result, call, place):
         if not bool((part == np.asarray(value).astype(part.dtype)).all()):
             found = part.reshape(-1)[:1].tolist()
             return f"{call.record.name}: {call.record.operation} brought {found} for {value}"
     return ""
-
-
-def _want_sum(x: Any, result: Any, call: Call, place: Place) -> list[tuple[Any, int]]:
-    if call.argument == "max":
-        return [(x, max(map(place.value, range(place.size))))]
-    return [(x, place.summed())]
-
-
-def _want_at_root(x: Any, result: Any, call: Call, place: Place) -> list[tuple[Any, int]]:
-    return [(x, place.summed())] if call.record.peer == place.index else []
-
-
-def _want_from_root(x: Any, result: Any, call: Call, place: Place) -> list[tuple[Any, int]]:
-    return [(x, place.value(call.record.peer))]
-
-
-def _want_whole(x: Any, result: Any, call: Call, place: Place) -> list[tuple[Any, int]]:
-    return [(part, place.value(sender)) for sender, part in enumerate(x if call.posted else result)]
-
-
-def _want_part(x: Any, result: Any, call: Call, place: Place) -> list[tuple[Any, int]]:
-    return [(x[0] if call.posted else result, place.summed(place.index))]
-
-
-def _want_from(parts: Any, place: Place) -> list[tuple[Any, int]]:
-    return [(part, place.value(sender, place.index)) for sender, part in enumerate(parts)]
-
-
-def _want_message(x: Any, result: Any, call: Call, place: Place) -> list[tuple[Any, int]]:
-    return [(x, place.value(call.record.peer, place.index))]
-
-
-WANTED: dict[str, Callable[[Any, Any, Call, Place], list[tuple[Any, int]]]] = {
-    "all_reduce": _want_sum, "reduce": _want_at_root, "broadcast": _want_from_root,
-    "all_gather": _want_whole, "reduce_scatter": _want_part,
-    "all_to_all": lambda x, result, call, place: _want_from(result, place),
-    "all_to_allv": lambda x, result, call, place: _want_from(rows_of(*result), place),
-    "send": lambda x, result, call, place: [], "recv": _want_message}
