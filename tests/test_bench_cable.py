@@ -4,6 +4,7 @@ import json
 import os
 import re
 import sys
+from contextlib import nullcontext
 from types import SimpleNamespace
 
 import numpy as np
@@ -51,7 +52,8 @@ def test_a_cable_that_cannot_be_is_refused(words, message, capsys):
 
 
 def test_ranks_are_not_started_by_hand():
-    session = SimpleNamespace(launcher=SimpleNamespace(size=2, name="mpiexec"))
+    session = SimpleNamespace(launcher=SimpleNamespace(size=2, name="mpiexec"),
+                              stop_on_request=nullcontext)
     with pytest.raises(UsageError, match="starts its ranks itself: run it without mpiexec"):
         cable.on_each_cable(session, step.parse(["--cable", "200"]))
     code, block = one_block(run_command(

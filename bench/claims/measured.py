@@ -18,20 +18,17 @@ from typing import Any
 
 from bench.claims.layouts import configure, layout_name
 from bench.places import by_function
+from bench.training import Trained
 from mpipar import ops as ops_module
 from mpipar.comm.facts import broadcast_text, gather_facts
-from mpipar.comm.grid import Grid
 from mpipar.comm.record import COMPUTE, Recorder
 from mpipar.commands.memory_limit import MemoryLimit, fullest
-from mpipar.data.rows import Rows
-from mpipar.data.source import load_source
 from mpipar.errors import OutOfMemory
 from mpipar.partition.experts import DISPATCHES
 from mpipar.plan.predict import predict
 from mpipar.trace import segments, trace_file
 from mpipar.trace.analysis import analyse
 from mpipar.trace.tracer import Tracer
-from mpipar.train.worker import Worker
 
 STEPS = 6  # of each run; the first is not counted
 Table = Callable[[Any], list[dict] | None]
@@ -43,17 +40,12 @@ def median_step(config, world, folder: str) -> float:
 
     Comm: everything of those steps and of their trace.
     """
-    ops, recorder = ops_module.make("cpu", "float32"), Recorder(1 << 16)
-    tokens = load_source((), config.model.vocab_size).tokens
-    worker = Worker(config, Grid.of(config.grid, world.rank), ops, recorder, world)
-    worker.initialize()
-    data, tracer = Rows(ops, tokens, config, worker.grid), Tracer(worker, world, Path(folder))
-    seconds = []
+    trained, seconds = Trained(config, world, Recorder(1 << 16)), []
+    tracer = Tracer(trained.worker, world, Path(folder))
     for step in range(1, STEPS + 1):
         with tracer.step(step):
-            result = worker.train_step(step, lambda mb, step=step: data.train(step, mb))
-        seconds.append(result.step_seconds)
-    worker.close()
+            seconds.append(trained.step(step).step_seconds)
+    trained.worker.close()
     return statistics.median(seconds[1:])
 
 
@@ -61,8 +53,8 @@ def from_steps(cases: Iterable[tuple], configured: Callable, row: Callable,
                traced: bool = False) -> Table:
     """The function of a table: a row for each case, on world rank 0, None elsewhere.
 
-    configured(*case): its config. row(config, case, seconds, analysis): its row from the seconds
-    of a step of the slowest rank and from the analysis of the trace, None without one.
+    configured(*case): its config. row(config, case, seconds, analysis): its row. seconds: of a
+    step of the slowest rank. analysis: of the trace; None if not traced.
     Comm: everything of a few training steps per row.
     """
     def table(world: Any) -> list[dict] | None:
@@ -191,16 +183,12 @@ def attempt(config, world) -> str:
     Comm: everything of those steps.
     """
     ops, recorder = ops_module.make("cpu", "float32"), Recorder(1 << 16)
-    tokens = load_source((), config.model.vocab_size).tokens
     try:
         with MemoryLimit(config, ops, recorder):
-            grid = Grid.of(config.grid, world.rank)
-            worker = Worker(config, grid, ops, recorder, world)
-            worker.initialize()
-            rows = Rows(ops, tokens, config, grid)
+            trained = Trained(config, world, recorder, ops=ops)
             for step in (1, 2):
-                worker.train_step(step, lambda mb, step=step: rows.train(step, mb))
-            worker.close()
+                trained.step(step)
+            trained.worker.close()
     except OutOfMemory as error:
         return by_function(error.problems[0].partition(", but")[0])
     return "trains"

@@ -27,15 +27,13 @@ from bench.program import Outcome, Program
 from bench.rehearse.pace import spread
 from bench.rehearse.player import Player
 from bench.shapes import config_of
+from bench.training import Trained
 from mpipar import ops as ops_module
 from mpipar.comm.facts import all_gather_facts
-from mpipar.comm.grid import Grid
 from mpipar.comm.record import Record, Recorder
 from mpipar.config import flags
-from mpipar.data.rows import Rows
 from mpipar.errors import EXIT_CHECK_FAILED, UsageError
 from mpipar.job.session import guard
-from mpipar.train.worker import Worker
 
 LAYOUTS = {
     "dp 2": "dp=2", "dp 2, zero 3": "dp=2 --zero 3", "pp 2, 1f1b": "pp=2",
@@ -67,15 +65,10 @@ def one_layout(world, words: str, steps: int) -> tuple[np.ndarray, bool]:
     """
     config = config_of([*SIZES.split(), "--layout", *words.split()])
     ops, recorder = ops_module.make_for(config.run), Recorder(None)
-    worker = Worker(config, Grid.of(config.grid, world.rank), ops, recorder, world)
-    worker.initialize()
     text = np.random.default_rng(0).integers(0, config.model.vocab_size, TOKENS).astype(np.uint16)
-    rows, player = Rows(ops, text, config, worker.grid), Player(config, world, ops)
+    trained, player = Trained(config, world, recorder, text, ops), Player(config, world, ops)
 
-    def real(step: int) -> None:
-        worker.train_step(step, lambda mb: rows.train(step, mb))
-
-    def timed(step: int, take: Callable[[int], None], one: Recorder) -> float:
+    def timed(step: int, take: Callable[[int], object], one: Recorder) -> float:
         one.clear()
         world.Barrier()
         start = time.perf_counter()
@@ -84,12 +77,12 @@ def one_layout(world, words: str, steps: int) -> tuple[np.ndarray, bool]:
 
     times, alike = [], True
     for step in range(1, 1 + WARM_UP + steps):
-        taken = timed(step, real, recorder)
+        taken = timed(step, trained.step, recorder)
         player.seconds = spread(player.script, pass_seconds(recorder))
         times.append((taken, timed(step, player.play, player.recorder)))
         alike = alike and comparable(recorder) == comparable(player.recorder)
     player.close()
-    worker.close()
+    trained.worker.close()
     everybody = all_gather_facts(world, (times[WARM_UP:], alike))
     return np.max([one for one, _ in everybody], axis=0), all(same for _, same in everybody)
 
