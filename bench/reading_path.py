@@ -26,7 +26,6 @@ from mpipar.comm.record import Recorder
 from mpipar.config.resolve import resolve
 from mpipar.config.sections import Config
 from mpipar.data.source import load_source
-from mpipar.job.session import guard
 
 PACKAGE = results.ROOT / "mpipar"
 STOPS = {
@@ -125,8 +124,4 @@ def lines_of(path: str) -> int:
     return len((results.ROOT / path).read_text(encoding="utf-8").splitlines())
 
 
-main = Program("reading_path", __doc__, count, together=True)
-
-
-if __name__ == "__main__":
-    guard(main)
+main = Program("reading_path", __doc__, count, together=True).started(__name__)

@@ -33,7 +33,6 @@ from mpipar.config.resolve import resolve
 from mpipar.config.sections import Config
 from mpipar.errors import EXIT_CHECK_FAILED
 from mpipar.files.text import counted
-from mpipar.job.session import guard
 
 CALL_LIMIT_NS, SHARE_LIMIT = 1500, 0.02
 BATCH = 200  # calls between two looks at the clock: short enough to fall between two interruptions
@@ -162,8 +161,4 @@ def measure(args, session) -> Outcome | int:
 
 main = Program("recorder", __doc__, measure, together=True, counts={
     "--repeats": (400, "batches of each case"),
-    "--steps": (6, "training steps, the first not counted")})
-
-
-if __name__ == "__main__":
-    guard(main)
+    "--steps": (6, "training steps, the first not counted")}).started(__name__)

@@ -21,7 +21,6 @@ from __future__ import annotations
 from bench.claims import computed, measured, shipped
 from bench.claims.layouts import MODEL
 from bench.program import Outcome, Program
-from mpipar.job.session import guard
 
 COMPUTED = {"barriers": computed.barriers, "memory": computed.memory,
             "convolution": computed.convolution, "context": computed.context,
@@ -43,8 +42,5 @@ def make_table(args, session) -> Outcome | int:
 
 main = Program(
     "claims", __doc__, make_table, together=lambda args: args.table in MEASURED,
-    add=lambda parser: parser.add_argument("table", choices=(*COMPUTED, *MEASURED)))
-
-
-if __name__ == "__main__":
-    guard(main)
+    add=lambda parser: parser.add_argument("table", choices=(*COMPUTED, *MEASURED)),
+).started(__name__)

@@ -17,7 +17,6 @@ from bench.interconnect import records
 from bench.interconnect.cases import BY, COMM, IN_WINDOW
 from bench.program import Outcome, Program
 from mpipar.errors import DataError
-from mpipar.job.session import guard
 
 COLUMNS = {COMM: "mpi_us", **{via: f"{name}_us" for via, name in BY.items()},
            IN_WINDOW: "in_it_us"}
@@ -70,8 +69,4 @@ def measured(args, session) -> Outcome:
 main = Program(
     "interconnect.algorithms", __doc__, measured, kept="bench/results/algorithms.json",
     add=lambda parser: parser.add_argument(
-        "files", metavar="FILE", nargs="+", help="of bench.interconnect --json"))
-
-
-if __name__ == "__main__":
-    guard(main)
+        "files", metavar="FILE", nargs="+", help="of bench.interconnect --json")).started(__name__)

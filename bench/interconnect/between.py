@@ -25,7 +25,6 @@ from bench.interconnect import records
 from bench.interconnect.statistics import scipy_stats
 from bench.program import Outcome, Program
 from mpipar.errors import DataError
-from mpipar.job.session import guard
 
 RESULT = "bench/results/launches.json"
 LEAST_LAUNCHES, DRAWS = 20, 1000
@@ -116,8 +115,5 @@ def measured(args, session) -> Outcome:
 main = Program(
     "interconnect.between", __doc__, measured, kept=RESULT,
     add=lambda parser: parser.add_argument(
-        "file", metavar="FILE", help="of bench.interconnect --launches 30 --json"))
-
-
-if __name__ == "__main__":
-    guard(main)
+        "file", metavar="FILE", help="of bench.interconnect --launches 30 --json"),
+).started(__name__)

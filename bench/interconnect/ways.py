@@ -22,7 +22,6 @@ from bench.interconnect import launches, records
 from bench.interconnect.cases import BARE, COMM, IN_C, PERSISTENT, PREPARED
 from bench.program import Outcome, Program
 from mpipar.errors import EXIT_CHECK_FAILED, EXIT_OK, DataError
-from mpipar.job.session import guard
 
 COLUMNS = {IN_C: "C_us", BARE: "mpi4py_us", PERSISTENT: "prepared_us", PREPARED: "prepared_us",
            COMM: "mpipar_comm_us"}
@@ -121,8 +120,4 @@ def measured(args, session) -> Outcome:
 main = Program(
     "interconnect.ways", __doc__, measured, kept="bench/results/interconnect.json",
     add=lambda parser: parser.add_argument(
-        "file", metavar="FILE", help="of bench.interconnect --json"))
-
-
-if __name__ == "__main__":
-    guard(main)
+        "file", metavar="FILE", help="of bench.interconnect --json")).started(__name__)

@@ -33,7 +33,6 @@ from mpipar.comm.facts import all_gather_facts
 from mpipar.comm.record import Record, Recorder
 from mpipar.config import flags
 from mpipar.errors import EXIT_CHECK_FAILED, UsageError
-from mpipar.job.session import guard
 
 LAYOUTS = {
     "dp 2": "dp=2", "dp 2, zero 3": "dp=2 --zero 3", "pp 2, 1f1b": "pp=2",
@@ -122,7 +121,4 @@ main = Program(
     add=lambda parser: parser.add_argument(
         "--cable", type=flags.count, default=0, metavar="MBIT",
         help="two hosts, each in a network namespace, joined by a cable of this rate"),
-    counts={"--steps": (20, "turns")})
-
-if __name__ == "__main__":
-    guard(main)
+    counts={"--steps": (20, "turns")}).started(__name__)

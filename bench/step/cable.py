@@ -44,7 +44,6 @@ from mpipar.errors import (
     EXIT_OK,
     UsageError,
 )
-from mpipar.job.session import guard
 from mpipar.ops import make
 
 NOTHING = "nothing"
@@ -146,8 +145,4 @@ def measure(args, session) -> Outcome | int:
     return Outcome(rows) if world.rank == 0 else EXIT_OK
 
 
-main = Program("step.cable", __doc__, measure, together=True, add=add_sizes)
-
-
-if __name__ == "__main__":
-    guard(main)
+main = Program("step.cable", __doc__, measure, together=True, add=add_sizes).started(__name__)
