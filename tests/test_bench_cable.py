@@ -19,7 +19,7 @@ from bench import verify
 from bench.interconnect import two_hosts
 from bench.interconnect.launches import environment_of_jobs
 from bench.interconnect.two_hosts import missing
-from bench.machine import compute, goals
+from bench.machine import compute
 from bench.machine.compute import SCHEDULES, layouts
 from bench.machine.predicted import Subject, line
 from bench.step import __main__ as step
@@ -191,11 +191,11 @@ def test_verdicts_have_the_setting_its_tolerance_and_the_worst(monkeypatch, tmp_
             return 0
         yield start
 
-    monkeypatch.setattr(goals, "job_of", job_of)
+    monkeypatch.setattr(verify, "job_of", job_of)
     monkeypatch.setattr(two_hosts, "missing", lambda: "needs root")
     path = tmp_path / "verify.json"
     args = verify.parse(["--goals", "--launches", "3", "--json", str(path)])
-    assert goals.run(Alone, args) == 1
+    assert verify.run_goals(Alone, args) == 1
     rows = json.loads(path.read_text())["rows"]
     assert [(row["link"], row["verdict"], row["cases"]) for row in rows] == [
         ("this host, 2 ranks", "NOT KEPT", 3), ("this host, 4 ranks", "kept", 3)]
@@ -219,9 +219,9 @@ def test_a_job_that_left_no_file_does_not_count_with_that_of_the_launch_before(m
             return 1
         yield start
 
-    monkeypatch.setattr(goals, "job_of", job_of)
-    with pytest.raises(EnvironmentProblem, match=r"bench\.calibrate .* ended with 1"):
-        goals.measured(Alone, verify.parse(["--goals", "--launches", "2"]), goals.SETTINGS[0])
+    monkeypatch.setattr(verify, "job_of", job_of)
+    with pytest.raises(EnvironmentProblem, match=r"bench\.calibrate .* ended with code 1"):
+        verify.measured(Alone, verify.parse(["--goals", "--launches", "2"]), verify.SETTINGS[0])
     assert started == ["bench.calibrate", "bench.verify", "bench.calibrate"]
 
 
