@@ -42,12 +42,10 @@ def rows_of(path, sides):
 
 
 @pytest.mark.peers
-def test_one_rank_is_timed_beside_pytorch(tmp_path):
+def test_one_rank_is_timed_beside_pytorch(tmp_path, capsys):
     path = tmp_path / "step.json"
-    argv = [sys.executable, "-m", "bench.step", *SIZES.split(), "--json", path]
-    done = run_command(argv, timeout=100)
-    assert done.returncode == 0, done.tail()
-    assert "1 rank, 1 thread, 2 steps, losses equal" in done.stdout
+    assert step.main([*SIZES.split(), "--json", str(path)], SESSION) == 0
+    assert "1 rank, 1 thread, 2 steps, losses equal" in capsys.readouterr().out
     rows = rows_of(path, ["mpipar numpy", *THEIRS, *ALONE])
     assert rows["mpipar numpy"]["over_products"] > 1
     assert rows["products, numpy"]["over_products"] == "-"
@@ -113,6 +111,15 @@ def test_mkl_is_answered_with_yes(monkeypatch, tmp_path):
     monkeypatch.setattr(blas, "COMPILERS", ())
     assert blas.mkl_answer() is None
     assert not blas.free_mkl()
+
+
+@pytest.mark.peers
+def test_a_wrong_gradient_is_not_timed(monkeypatch, capsys):
+    monkeypatch.setattr(NumpyOps, "gelu_backward_input", lambda self, dy, x: dy.copy())
+    assert step.main(SIZES.split(), SESSION) == 1
+    out, err = capsys.readouterr()
+    assert "mpipar numpy, step 2: loss" in err
+    assert not out
 
 
 @pytest.mark.peers

@@ -20,6 +20,7 @@ import shutil
 import subprocess
 import sys
 from contextlib import suppress
+from functools import cache
 from pathlib import Path
 
 from mpipar.files.cache import cache_folder
@@ -40,6 +41,7 @@ def numpy_blas() -> str:
     return next(own, "unknown").replace(", kernels for", "")
 
 
+@cache
 def torch_blas(freed: bool = False) -> str:
     """PyTorch's library as MKL's log names it; "unknown" where PyTorch has another one.
 
