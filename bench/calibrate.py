@@ -25,13 +25,6 @@ from bench.interconnect import plans, records
 from bench.interconnect.budget import SECONDS, Budget, add_seconds, seconds_problems
 from bench.interconnect.buffers import Arena, cache_bytes
 from bench.interconnect.cases import COMM
-from bench.machine.compute import (
-    ROUNDS,
-    measure_passes,
-    measure_products,
-    measure_reduction,
-    step_config,
-)
 from bench.machine.fitting import (
     LEAST_SIZES,
     REDUCTION,
@@ -44,13 +37,18 @@ from bench.machine.fitting import (
     overhead,
     quietest,
 )
-from bench.machine.needed import (
+from bench.machine.measuring import (
     BEGIN_BYTES,
     END_BYTES,
     FACTOR,
+    ROUNDS,
+    measure_passes,
+    measure_products,
+    measure_reduction,
     measure_rows,
     measure_sends,
     several,
+    step_config,
 )
 from mpipar import ops as ops_module
 from mpipar.comm.hosts import cores_of

@@ -42,14 +42,16 @@ from bench.interconnect.groups import link_of
 from bench.interconnect.launches import START, alone, job_of, launcher_words, run_job
 from bench.interconnect.plans import GROUP_CASES, PAIR_CASES, Section
 from bench.interconnect.records import Writer
-from bench.machine.compute import HELD_OUT_SIDES, measure_products, verify_steps
 from bench.machine.fitting import REDUCTION, quietest
-from bench.machine.needed import (
+from bench.machine.measuring import (
+    HELD_OUT_SIDES,
     STALL_SECONDS,
+    measure_products,
     no_refused,
     open_bench,
     pairs_by_link,
     run_rounds,
+    verify_steps,
 )
 from bench.machine.predicted import (
     BOTH_WAYS,

@@ -19,8 +19,8 @@ from bench import verify
 from bench.interconnect import two_hosts
 from bench.interconnect.launches import environment_of_jobs
 from bench.interconnect.two_hosts import missing
-from bench.machine import compute
-from bench.machine.compute import SCHEDULES, layouts
+from bench.machine import measuring
+from bench.machine.measuring import SCHEDULES, layouts
 from bench.machine.predicted import Subject, line
 from bench.step import __main__ as step
 from bench.step import cable
@@ -139,8 +139,8 @@ def test_rounds_go_through_all_layouts_and_the_quietest_counts(monkeypatch):
         layouts_of_calls.append(config.grid.dp)
         return next(took)
 
-    monkeypatch.setattr(compute, "step_seconds", step_seconds)
-    lines = compute.verify_steps(SimpleNamespace(size=2), machine(), Endless())
+    monkeypatch.setattr(measuring, "step_seconds", step_seconds)
+    lines = measuring.verify_steps(SimpleNamespace(size=2), machine(), Endless())
     assert [one["measured_us"] for one in lines] == [5e6, 1e6, 2e6, 3e6, 4e6]
     assert layouts_of_calls == [2, 1, 1, 1, 1] * 3
 

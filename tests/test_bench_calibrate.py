@@ -15,7 +15,7 @@ from program import LIMIT, environment, one_block
 
 from bench import calibrate
 from bench.interconnect.budget import LEAST_SIZES
-from bench.machine.compute import layouts
+from bench.machine.measuring import layouts
 from mpipar.config.memory import MemoryConfig
 from mpipar.config.sections import Config
 from mpipar.errors import DataError

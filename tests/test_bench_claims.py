@@ -6,11 +6,11 @@ import pytest
 
 from bench import results
 from bench.claims import computed as claims
-from bench.claims import layouts, measured
+from bench.claims import measured
 from mpipar.plan.predict import predict
 
 pytestmark = pytest.mark.slow
-M, L = 8, layouts.MODEL["layers"]
+M, L = 8, claims.MODEL["layers"]
 
 
 @pytest.fixture(scope="module")
@@ -114,7 +114,7 @@ def test_tensor_parallelism_divides_flops_and_not_barriers_or_the_width_of_the_s
 @pytest.mark.parametrize("tp", [1, 4])
 def test_the_flops_of_a_convnet_are_those_of_a_step(tp):
     row, = [one for one in claims.scaling() if (one["part"], one["tp"]) == ("convnet", tp)]
-    config = layouts.as_convnet(layouts.configure({"tp": tp}))
+    config = claims.as_convnet(claims.configure({"tp": tp}))
     counted = predict(config, 0).flops
     assert row["MFLOP"] * 1e6 * config.grid.num_microbatches == sum(counted.values())
 

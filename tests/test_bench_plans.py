@@ -9,7 +9,7 @@ from bench.interconnect import __main__ as interconnect
 from bench.interconnect import plans
 from bench.interconnect.buffers import Arena
 from bench.interconnect.cases import COMM, Setup
-from bench.machine import needed
+from bench.machine import measuring
 from mpipar import ops
 from mpipar.config import model
 from mpipar.data import routing
@@ -65,7 +65,7 @@ def test_every_size_that_is_none_is_named_with_all_other_problems():
     with pytest.raises(UsageError, match=r"^--end-bytes 7: a line needs 3 sizes; give 32 or more$"):
         calibrate.parse(["--end-bytes", "7"])
     with pytest.raises(UsageError, match="messages need at least 2 ranks"):
-        needed.several(1)
+        measuring.several(1)
 
 
 def test_short_flags_are_those_of_nccl_tests():

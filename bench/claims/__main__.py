@@ -19,7 +19,7 @@ Hybrids, limit, moe, and the times of sharing are real training steps.
 from __future__ import annotations
 
 from bench.claims import computed, measured, shipped
-from bench.claims.layouts import MODEL
+from bench.claims.computed import MODEL
 from bench.program import Outcome, Program
 
 COMPUTED = {"barriers": computed.barriers, "memory": computed.memory,

@@ -1,15 +1,21 @@
-"""The tables of bench.claims that shapes and formulas give, without a training step."""
+"""The tables of bench.claims that shapes and formulas give, without a training step.
+
+And the model of bench.claims in any layout, as a decoder or a convnet; layouts in words.
+"""
 
 from __future__ import annotations
 
 import itertools
+from dataclasses import replace
 from math import prod
 from typing import Any
 
-from bench.claims.layouts import as_convnet, configure, layout_name
 from mpipar.comm.grid import PIECES_PER_RANK, token_pieces
 from mpipar.comm.record import POINT_TO_POINT, Sums
 from mpipar.commands.memory_limit import fullest
+from mpipar.config.model import ConvnetConfig
+from mpipar.config.resolve import resolve
+from mpipar.config.sections import OF_EVERY_FAMILY, build
 from mpipar.layers.costs import Cost, Letters, together, value
 from mpipar.ops.shape_array import MEMORY_LABELS
 from mpipar.plan.formulas import units_of
@@ -165,3 +171,28 @@ def part(what: str, config: Any) -> tuple[Cost, Cost, Letters]:
         return Cost(), units.block, letters
     units, letters = units_of(as_convnet(config))
     return units.entry, together(units.entry, *units.blocks, units.head), letters
+
+
+MODEL = {"layers": 8, "d_model": 256, "heads": 8, "seq_len": 128}
+
+
+def configure(layout: dict, num_microbatches: int = 8, schedule: str = "1f1b", **settings):
+    """The claims' model in a layout, 16 rows per step, with some other settings."""
+    values = {"dp": 1, "pp": 1, "tp": 1, "batch_size": 16} | MODEL | layout | settings
+    values |= {"num_microbatches": num_microbatches // values["dp"], "schedule": schedule}
+    return resolve(build(values), prod(layout.values()))[0]
+
+
+def as_convnet(config):
+    """The same with a convnet of the decoder's widths.
+
+    Behind its stem an image has as many places as a row of the decoder has tokens.
+    """
+    same = {name: getattr(config.model, name) for name in OF_EVERY_FAMILY - {"model"}}
+    return replace(config, model=ConvnetConfig(
+        channels=config.model.d_model, image_shape=(16, 32, 3), **same))
+
+
+def layout_name(layout: dict) -> str:
+    """The axes with their sizes, as in "pp 2 x dp 2"."""
+    return " x ".join(f"{axis} {size}" for axis, size in layout.items())

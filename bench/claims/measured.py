@@ -16,7 +16,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from bench.claims.layouts import configure, layout_name
+from bench.claims.computed import configure, layout_name
 from bench.places import by_function
 from bench.training import Trained
 from mpipar import ops as ops_module

@@ -15,7 +15,7 @@ from typing import Any
 
 import numpy as np
 
-from bench.claims import layouts
+from bench.claims.computed import layout_name
 from bench.training import Trained
 from mpipar import ops as ops_module
 from mpipar.comm.facts import broadcast_text
@@ -66,7 +66,7 @@ def row(name: str, twin: Twin, layout: dict[str, int], world: Any) -> dict:
         found |= {"loss_right": end(right), "loss_with_bug": end(losses),
                   "curve": looks(losses, end(right))}
     columns = ("loss_right", "loss_with_bug", "curve", "gradient_error", "wrong_gradients")
-    return {"twin": name, "bug": twin.cause, "layout": layouts.layout_name(layout),
+    return {"twin": name, "bug": twin.cause, "layout": layout_name(layout),
             **{column: found.get(column, "-") for column in columns},
             "seen_by": ", ".join(seen) or "none",
             "published": ", ".join(f"[{short(one)}]({GITHUB}{one})" for one in twin.threads) or "-"}
@@ -84,7 +84,7 @@ def curves(world: Any) -> list[dict] | None:
             twin.layouts[0], model=replace(small_model.MODEL, **twin.model))
         planted = ExitStack() if of_run == "right" else twin.plant()
         losses, _ = train(config, planted, world)
-        rows.append({"twin": name, "layout": layouts.layout_name(twin.layouts[0]), "loss": of_run}
+        rows.append({"twin": name, "layout": layout_name(twin.layouts[0]), "loss": of_run}
                     | {f"step_{step}": losses[step - 1] for step in SHOWN})
     return rows if world.rank == 0 else None
 

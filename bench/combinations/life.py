@@ -5,7 +5,7 @@ Train, evaluate, sample and save; resume; verify and export; generate.
 Each command runs on the layout of a case, those behind the first on that of another case. What it
 leaves behind is compared with the truth of one rank.
 
-A job inside a job: commands of mpipar run on some ranks of one that has begun already.
+The commands are jobs inside a job: they run on some ranks of one that has begun already.
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
 """Findings from several rows: contention of groups, broken guidelines, slow pairs.
 
-What the rows of a benchmark say together, of one launch or of several.
+`say` prints what the rows of a benchmark say together, of one launch or of several.
 """
 
 from __future__ import annotations

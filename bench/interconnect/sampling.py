@@ -4,12 +4,11 @@ An operation can be done in several ways: through mpipar.comm, or by bare calls.
 in short batches, so that a slow spell of the machine hits all of them. One rank of the team decides
 how many more samples each needs and tells the others, so that no rank leaves a loop alone.
 
-How the ranks of a team begin an iteration: after a `barrier`, at a `deadline`, or at once.
-
-Ranks leave a barrier one after the other. Their distance is added to a short operation or hidden in
-it. A deadline is an instant on the common clock, far enough ahead for every rank to hear of it. A
-rank that has not heard of it is late, and the iteration does not count. Between hosts that clock is
-an estimate: starts differ by up to its error, and no time on that clock shows it. With `none` calls
+The ranks of a team begin an iteration after a `barrier`, at a `deadline`, or at once. Ranks leave a
+barrier one after the other. Their distance is added to a short operation or hidden in it. A
+deadline is an instant on the common clock, far enough ahead for every rank to hear of it. A rank
+that has not heard of it is late, and the iteration does not count. Between hosts that clock is an
+estimate: starts differ by up to its error, and no time on that clock shows it. With `none` calls
 follow each other as fast as they can. That gives throughput, not the time of one call.
 """
 

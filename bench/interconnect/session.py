@@ -1,11 +1,10 @@
 """The parts that one benchmark launch shares: ranks and their places, memory, clock, file.
 
-The bound of bus bandwidth (busbw): a link rate that the user states, or that of a memory copy.
-
-The rate is that of one rank's link, one way. A stated rate belongs to the slowest kind of link in
-the job: the link between hosts, if there are several. Inside a host MPI copies memory. So the copy
-rate measured at the start is shown there, for orientation. A message that is copied twice stays
-below half of it; one that stays in the cache may exceed it.
+Bus bandwidth (busbw) has a bound: a link rate that the user states, or that of a memory copy. It
+is the rate of one rank's link, one way. A stated rate belongs to the slowest kind of link in the
+job: the link between hosts, if there are several. Inside a host MPI copies memory. So the copy rate
+measured at the start is shown there, for orientation. A message that is copied twice stays below
+half of it; one that stays in the cache may exceed it.
 """
 
 from __future__ import annotations

@@ -4,7 +4,7 @@ Errors are relative to the time, so that small messages matter as much as large 
 parameter may be negative. Dynamic programming places the breaks between pieces, and the Bayesian
 information criterion chooses their number. A break stays only if most bootstrap resamples have it.
 
-Turns rows of bench.interconnect into the values of the cost model: pure functions.
+Rows of bench.interconnect become the values of the cost model.
 """
 
 from __future__ import annotations

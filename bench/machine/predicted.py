@@ -1,8 +1,7 @@
 """What a cost model of the machine says of a row of bench.interconnect.
 
-The time of an all-reduce by each of its algorithms, composed of messages and local sums.
-
-Compares predicted with measured times, and judges the errors.
+It also composes the time of an all-reduce by each of its algorithms, of messages and local sums.
+Here predicted and measured times are compared, and the errors are judged.
 """
 
 from __future__ import annotations

@@ -35,7 +35,7 @@ from bench.interconnect.session import copy_rate
 from bench.program import Outcome, Program
 from bench.rehearse.pace import Pace
 from bench.rehearse.player import Player, Steps, room_needed
-from bench.shapes import config_of
+from bench.training import config_of
 from mpipar import ops as ops_module
 from mpipar.comm.algorithms import ALGORITHMS
 from mpipar.comm.facts import all_gather_facts, broadcast_text, gather_facts

@@ -26,8 +26,7 @@ from bench.interconnect.launches import over_cable
 from bench.program import Outcome, Program
 from bench.rehearse.pace import spread
 from bench.rehearse.player import Player
-from bench.shapes import config_of
-from bench.training import Trained
+from bench.training import Trained, config_of
 from mpipar import ops as ops_module
 from mpipar.comm.facts import all_gather_facts
 from mpipar.comm.record import Record, Recorder

@@ -1,9 +1,8 @@
 """Plays the script of a rank on real wires: the step of a training run, without its model.
 
-Numbers that show whether an operation brought what it should, to whom it should.
-
-A number tells who sent it, to whom, and in which call of the group. All are small and whole, so
-that their sums are exact in every type.
+Payloads show whether an operation brought what it should, to whom it should. A number tells who
+sent it, to whom, and in which call of the group. All are small and whole, so that their sums are
+exact in every type.
 """
 
 from __future__ import annotations

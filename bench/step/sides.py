@@ -3,11 +3,10 @@
 A side has `forward_backward(step)`, which returns the loss and finishes all gradients,
 `update(step)` and `synchronize()`; steps count from 1.
 
-The products of one training step, taken out of it and multiplied alone: what a step rests on.
-
-They are those of one rank's step with NumPy's kernels, in their order, on the step's own arrays.
-PyTorch multiplies the same arrays. So the rates of both libraries compare, and the time of a step
-over that of its products says what everything else costs.
+Other sides multiply alone what one training step multiplies: what a step rests on. The products are
+those of one rank's step with NumPy's kernels, in their order, on the step's own arrays. PyTorch
+multiplies the same arrays. So the rates of both libraries compare, and the time of a step over that
+of its products says what everything else costs.
 """
 
 from __future__ import annotations

@@ -6,7 +6,7 @@ from itertools import pairwise
 from math import sqrt
 from pathlib import Path
 
-from bench.shapes import config_of
+from bench.training import config_of
 from docs.build.pictures.shapes import arguments, layout_words
 from docs.build.pictures.svg import Drawing
 from mpipar.comm.grid import AXES, Grid, piece

@@ -9,7 +9,7 @@ from pathlib import Path
 import ml_dtypes
 import numpy as np
 
-from bench.shapes import config_of
+from bench.training import config_of
 from docs.build.pictures.plots import PURPOSES, purposes_of
 from docs.build.pictures.shapes import arguments, layout_words, load_trace, watch
 from docs.build.pictures.svg import Drawing

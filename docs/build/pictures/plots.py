@@ -9,7 +9,7 @@ from itertools import pairwise
 from math import log10
 from pathlib import Path
 
-from bench.shapes import config_of, context_of
+from bench.training import config_of, context_of
 from docs.build.pictures.shapes import layout_words, load, watch
 from docs.build.pictures.svg import CHARACTER, Drawing
 from mpipar import cli

@@ -1,6 +1,6 @@
-"""Watches steps on shapes for the pictures: what a rank of any layout holds, and when it sends.
+"""Sources of the pictures: steps on shapes, the words behind a picture's kind, and result files.
 
-What the words behind a picture's kind mean: numbers, and result files.
+A step that is watched says what a rank of any layout holds, and when it sends.
 """
 
 from __future__ import annotations
@@ -10,7 +10,7 @@ import json
 from pathlib import Path
 from typing import NamedTuple
 
-from bench.shapes import take_step
+from bench.training import take_step
 from mpipar import ops as ops_module
 from mpipar.comm.grid import AXES
 from mpipar.comm.record import Recorder
