@@ -63,6 +63,7 @@ from bench.machine.predicted import (
     predicted,
     shown,
 )
+from bench.program import Program
 from mpipar import ops as ops_module
 from mpipar.config import flags
 from mpipar.errors import (
@@ -74,7 +75,6 @@ from mpipar.errors import (
     UsageError,
 )
 from mpipar.files.text import counted
-from mpipar.job.session import guard
 from mpipar.plan import machine_file
 from mpipar.plan.machine import HOP
 
@@ -88,9 +88,8 @@ GOAL_LAUNCHES, GOAL_SECONDS = 5, 20.0  # of a launch: its jobs start one after t
 CALIBRATION = 0.5  # of a launch's time
 
 
-def parse(argv):
-    """Read and check the flags. Raises UsageError."""
-    parser = flags.Parser(prog="python -m bench.verify", description=__doc__)
+def add_flags(parser) -> None:
+    """Add the model and what is compared."""
     parser.add_argument("machine", nargs="?", metavar="MACHINE",
                         help="cost model of bench.calibrate; --goals makes its own")
     parser.add_argument("--sizes", type=flags.count, default=8,
@@ -107,10 +106,12 @@ def parse(argv):
                         "with --goals, how often to calibrate and compare (5)")
     parser.add_argument("--start", metavar="COMMAND",
                         help=f"how --launches starts a job ({START})")
-    parser.add_argument("--json", metavar="FILE", help="write the verdicts as a result file")
     parser.add_argument("--details", metavar="FILE",
                         help="write every comparison as a line of JSON")
-    args = parser.parse_args(argv)
+
+
+def check(args, parser) -> None:
+    """Refuse what does not fit together. Raises UsageError."""
     if args.goals:
         args.launches = args.launches or GOAL_LAUNCHES
     found = seconds_problems(args.seconds)
@@ -132,7 +133,6 @@ def parse(argv):
                      "or type the command in front of python")
     if found:
         raise UsageError(found)
-    return args
 
 
 def held_out_sizes(fitted, count: int) -> tuple[int, ...]:
@@ -230,7 +230,6 @@ def prepared(args, world_rank: int = 0):
     asked for cannot be written.
     """
     if world_rank == 0:
-        results.check_writable(args.json)
         results.check_writable(args.details, flag="--details")
     return machine_file.load(args.machine)
 
@@ -330,8 +329,7 @@ SETTINGS = (
 def run_goals(session, args) -> int:
     """Run all settings, print and write the verdicts; the exit code."""
     alone(session, "mpiexec")
-    for path, flag in ((args.json, "--json"), (args.details, "--details")):
-        results.check_writable(path, flag=flag)
+    results.check_writable(args.details, flag="--details")
     lines, verdicts, reason = [], [], two_hosts.missing()
     with session.stop_on_request():
         for setting in SETTINGS:
@@ -376,15 +374,13 @@ def concluded(args, bench: str, verdicts: list[dict]) -> int:
     return EXIT_OK if kept else EXIT_CHECK_FAILED
 
 
-def main(argv, session) -> int:
+def compare(args, session) -> int:
     """Predict, measure, compare. Every rank must run it."""
-    args = parse(argv)
     if args.goals:
         return run_goals(session, args)
     if args.launches:
         lines = all_launches(session, args)
     else:
-        session.start()
         lines = one_launch(session, args)
     if lines is None:
         return EXIT_INTERRUPTED
@@ -397,5 +393,6 @@ def main(argv, session) -> int:
     return concluded(args, "bench.verify", verdicts)
 
 
-if __name__ == "__main__":
-    guard(main)
+main = Program(
+    "verify", __doc__, compare, together=lambda args: not args.launches, add=add_flags, check=check,
+    json="write the verdicts as a result file").started(__name__)

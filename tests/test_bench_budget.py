@@ -87,7 +87,7 @@ def test_what_one_thing_leaves_goes_to_the_others(clock):
 def test_seconds_that_are_none_are_refused(text):
     words = ["machine.json", "--seconds", text, "--launches", "-1"]
     with pytest.raises(UsageError, match=r"--seconds .*, above 0, as 60\n--launches -1"):
-        verify.parse(words)
+        verify.main.parse(words)
 
 
 class SlowLink:

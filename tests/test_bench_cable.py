@@ -116,7 +116,7 @@ def test_each_side_is_timed_at_each_rate(tmp_path):
 ])
 def test_flags_that_contradict_each_other(words, message):
     with pytest.raises(UsageError, match=message):
-        verify.parse(words)
+        verify.main.parse(words)
 
 
 def test_every_schedule_and_layout_is_a_step():
@@ -194,7 +194,7 @@ def test_verdicts_have_the_setting_its_tolerance_and_the_worst(monkeypatch, tmp_
     monkeypatch.setattr(verify, "job_of", job_of)
     monkeypatch.setattr(two_hosts, "missing", lambda: "needs root")
     path = tmp_path / "verify.json"
-    args = verify.parse(["--goals", "--launches", "3", "--json", str(path)])
+    args = verify.main.parse(["--goals", "--launches", "3", "--json", str(path)])
     assert verify.run_goals(Alone, args) == 1
     rows = json.loads(path.read_text())["rows"]
     assert [(row["link"], row["verdict"], row["cases"]) for row in rows] == [
@@ -221,7 +221,8 @@ def test_a_job_that_left_no_file_does_not_count_with_that_of_the_launch_before(m
 
     monkeypatch.setattr(verify, "job_of", job_of)
     with pytest.raises(EnvironmentProblem, match=r"bench\.calibrate .* ended with code 1"):
-        verify.measured(Alone, verify.parse(["--goals", "--launches", "2"]), verify.SETTINGS[0])
+        verify.measured(
+            Alone, verify.main.parse(["--goals", "--launches", "2"]), verify.SETTINGS[0])
     assert started == ["bench.calibrate", "bench.verify", "bench.calibrate"]
 
 

@@ -61,9 +61,9 @@ def test_every_size_that_is_none_is_named_with_all_other_problems():
         "--window, --seconds and --target must be above 0", "--begin-bytes '3x'",
         "--end-bytes '4Q'", "--footprint 'x'", "--layout dp=3"]
     with pytest.raises(UsageError, match=r"^--end-bytes 'x': must be bytes: .*\n--seconds 0:"):
-        calibrate.parse(["--end-bytes", "x", "--seconds", "0"])
+        calibrate.main.parse(["--end-bytes", "x", "--seconds", "0"])
     with pytest.raises(UsageError, match=r"^--end-bytes 7: a line needs 3 sizes; give 32 or more$"):
-        calibrate.parse(["--end-bytes", "7"])
+        calibrate.main.parse(["--end-bytes", "7"])
     with pytest.raises(UsageError, match="messages need at least 2 ranks"):
         measuring.several(1)
 
@@ -178,7 +178,7 @@ def test_buffers_beyond_the_memory_of_the_host_are_refused(policy):
 def test_seconds_that_are_none_are_refused(words, wrong):
     bench, *words = words
     with pytest.raises(UsageError, match="time of the whole command, above 0"):
-        bench.parse([*words, "--seconds", wrong])
+        bench.main.parse([*words, "--seconds", wrong])
 
 
 @pytest.mark.parametrize("wrong", ["0", "-1", "nan", "inf"])

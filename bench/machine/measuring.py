@@ -201,7 +201,7 @@ CONTENTION_SIZES = (4 << 10, 64 << 10, 1 << 20)
 BEGIN_BYTES, FACTOR = 8, 2.0
 EAGER_BYTES, EAGER_FACTOR = 16 << 10, 4.0
 END_BYTES = "4M"
-ROUNDS, SIZE_SECONDS = 5, 0.02  # rounds at most; seconds for each way of a size in a round
+MESSAGE_ROUNDS, SIZE_SECONDS = 5, 0.02  # rounds at most; seconds for each way of a size in a round
 STALL_SECONDS = 60.0
 
 
@@ -245,7 +245,7 @@ def run_rounds(bench, chosen, budget, seed: int, writer) -> list[dict]:
     """
     rows, shuffled = [], random.Random(seed)  # noqa: S311 - an order, the same on all ranks
     known: list[list[int]] = [[] for _ in chosen]
-    for number in budget.rounds(ROUNDS):
+    for number in budget.rounds(MESSAGE_ROUNDS):
         for (section, own), sizes in zip(budget.shares(chosen), known, strict=True):
             order = shuffled.sample(sizes, len(sizes)) if number else kept(own, section, sizes)
             for row in bench.run(section, order):
