@@ -7,7 +7,7 @@ import types
 import fake_cupy
 import numpy as np
 import pytest
-from bench_rows import BARE, row, write_file
+from bench_rows import BARE, COMM, row, write_file
 
 from bench import table
 from bench.interconnect import __main__ as interconnect
@@ -20,7 +20,7 @@ from bench.interconnect import (
     session,
     statistics,
 )
-from bench.interconnect.cases import APART, BY, pattern
+from bench.interconnect.cases import APART, BARE_PARTS, BARE_UNEVEN, BY, pattern
 from bench.interconnect.messages import MOST_MESSAGES
 from bench.interconnect.plans import Job
 from bench.interconnect.sampling import TURNS, Plan, batch_size, enough
@@ -210,60 +210,37 @@ def test_percent_of_the_bound_stands_in_every_table():
         "bound_percent", "---", "25.00", ""]
 
 
-def test_broken_guidelines_are_found_with_their_factor():
-    rows = [row(median=30.0), row("reduce-scatter", median=8.0), row("all-gather", median=7.0)]
-    (one,) = [x for x in findings.guidelines(rows) if x.case == "all-reduce"]
-    assert (one.factor, one.instead) == (2.0, "reduce-scatter + all-gather")
-    kept = [row(median=14.0), *rows[1:]]
-    assert findings.guidelines(kept) == []
+SLOW = [row(median=30.0), row("reduce-scatter", median=8.0), row("all-gather", median=7.0)]
+FINE = [row(median=14.0), *SLOW[1:]]
+
+
+@pytest.mark.parametrize(("rows", "broken"), [
+    (SLOW, ("all-reduce", COMM, 2.0, "reduce-scatter + all-gather")), (FINE, None),
+    ([row("reduce-scatter", BARE, median=20.0), row("reduce-scatter", BARE_UNEVEN, median=5.0)],
+     ("reduce-scatter", BARE, 4.0, f"reduce-scatter ({BARE_UNEVEN})")),
+    *(([row(median=30.0), row(via=via, median=10.0)],
+       ("all-reduce", COMM, 3.0, f"all-reduce ({via})")) for via in BY),
+    ([row("all-to-allv", BARE, median=30.0), row("all-to-allv", BARE_PARTS, median=10.0)],
+     ("all-to-allv", BARE, 3.0, f"all-to-allv ({BARE_PARTS})")),
+    ([row(median=30.0), row(size=2048)], ("all-reduce", COMM, 3.0, "the same with twice the size")),
+    ([row(), row(size=2048, median=30.0)], ("all-reduce", COMM, 1.5, "twice with half the size")),
+    *(([row(median=30.0), row(via="by ring", median=10.0, size=size)],  # rounded to the ranks
+       near and ("all-reduce", COMM, 3.0, "all-reduce (by ring)"))
+      for size, near in ((1020, True), (1032, True), (960, False), (1100, False)))])
+def test_broken_guidelines_are_found_with_their_factor(rows, broken):
+    assert [(one.case, one.via, one.factor, one.instead) for one in findings.guidelines(rows)] == (
+        [broken] if broken else [])
 
 
 def test_guideline_that_the_intervals_leave_open_is_not_called_broken(rng):
-    noisy = rng.uniform(5, 30, 15)
-    rows = [row(times=noisy), row("reduce-scatter", median=7.0), row("all-gather", median=7.0)]
-    assert findings.guidelines(rows) == []
-
-
-def test_block_form_that_is_slower_than_the_uneven_one_is_found():
-    rows = [row("reduce-scatter", BARE, median=20.0),
-            row("reduce-scatter", "mpi4py Reduce_scatter", median=5.0)]
-    (one,) = findings.guidelines(rows)
-    assert (one.via, one.factor) == (BARE, 4.0)
-    assert "Reduce_scatter" in one.instead
-
-
-@pytest.mark.parametrize("via", BY)
-def test_all_reduce_that_is_slower_than_by_an_algorithm_is_found(via):
-    (one,) = findings.guidelines([row(median=30.0), row(via=via, median=10.0)])
-    assert (one.case, one.factor, one.instead) == ("all-reduce", 3.0, f"all-reduce ({via})")
-
-
-def test_form_for_any_parts_that_is_slower_than_messages_is_found():
-    (one,) = findings.guidelines([row("all-to-allv", BARE, median=30.0),
-                                  row("all-to-allv", "mpi4py messages", median=10.0)])
-    assert (one.factor, one.instead) == (3.0, "all-to-allv (mpi4py messages)")
-
-
-def test_sizes_that_contradict_each_other_are_found():
-    assert [x.instead for x in findings.guidelines([row(median=30.0), row(size=2048)])] == [
-        "the same with twice the size"]
-    assert [x.instead for x in findings.guidelines([row(), row(size=2048, median=30.0)])] == [
-        "twice with half the size"]
-
-
-@pytest.mark.parametrize(("size", "count"), [(1020, 1), (1032, 1), (960, 0), (1100, 0)])
-def test_sizes_that_were_rounded_to_the_ranks_are_compared(size, count):
-    rows = [row(median=30.0), row(via="by ring", median=10.0, size=size)]
-    assert len(findings.guidelines(rows)) == count
+    assert findings.guidelines([row(times=rng.uniform(5, 30, 15)), *SLOW[1:]]) == []
 
 
 def test_guideline_must_be_broken_in_every_launch():
-    bad = [row(median=30.0), row("reduce-scatter", median=8.0), row("all-gather", median=7.0)]
-    good = [row(median=14.0), *bad[1:]]
-    both = [one | {"launch": 0} for one in bad]
-    (one,) = findings.guidelines(both + [one | {"launch": 1} for one in bad])
+    both = [one | {"launch": 0} for one in SLOW]
+    (one,) = findings.guidelines(both + [one | {"launch": 1} for one in SLOW])
     assert one.factor == 2.0
-    assert findings.guidelines(both + [one | {"launch": 1} for one in good]) == []
+    assert findings.guidelines(both + [one | {"launch": 1} for one in FINE]) == []
 
 
 def test_contention_is_the_worst_group_over_itself_alone():
