@@ -11,6 +11,7 @@ from types import SimpleNamespace
 
 import numpy as np
 import pytest
+from bench_rows import ALONE
 from helpers import OVERSUBSCRIBED, REPOSITORY, find_launcher, run_command
 from machine_models import config_of, machine
 from program import one_block
@@ -167,16 +168,6 @@ def test_ranks_of_a_job_choose_their_own_number_of_threads(monkeypatch):
     assert environment_of_jobs()[THREAD_VARIABLES[0]] == "77"
 
 
-class Alone:
-    """A session without a launcher."""
-
-    class launcher:
-        size = 1
-
-    stop_requested = False
-    stop_on_request = staticmethod(contextlib.nullcontext)
-
-
 def test_verdicts_have_the_setting_its_tolerance_and_the_worst(monkeypatch, tmp_path, capsys):
     """Errors of 12 % are kept on 4 ranks, not on 2; cables are left out without root, by name."""
     started = []
@@ -197,7 +188,7 @@ def test_verdicts_have_the_setting_its_tolerance_and_the_worst(monkeypatch, tmp_
     monkeypatch.setattr(two_hosts, "missing", lambda: "needs root")
     path = tmp_path / "verify.json"
     args = verify.main.parse(["--goals", "--launches", "3", "--json", str(path)])
-    assert verify.run_goals(Alone, args) == 1
+    assert verify.run_goals(ALONE, args) == 1
     rows = json.loads(path.read_text())["rows"]
     assert [(row["link"], row["verdict"], row["cases"]) for row in rows] == [
         ("this host, 2 ranks", "NOT KEPT", 3), ("this host, 4 ranks", "kept", 3)]
@@ -224,7 +215,7 @@ def test_a_job_that_left_no_file_does_not_count_with_that_of_the_launch_before(m
     monkeypatch.setattr(verify, "job_of", job_of)
     with pytest.raises(EnvironmentProblem, match=r"bench\.calibrate .* ended with code 1"):
         verify.measured(
-            Alone, verify.main.parse(["--goals", "--launches", "2"]), verify.SETTINGS[0])
+            ALONE, verify.main.parse(["--goals", "--launches", "2"]), verify.SETTINGS[0])
     assert started == ["bench.calibrate", "bench.verify", "bench.calibrate"]
 
 
