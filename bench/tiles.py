@@ -49,8 +49,8 @@ import numpy as np
 from threadpoolctl import threadpool_limits
 
 from bench.kernels import gpu_products
-from bench.kernels.gpu_attention import HEAD_WIDTH, backward, parts
 from bench.kernels.gpu_memory import ADAMW
+from bench.kernels.gpu_products import HEAD_WIDTH, backward, parts
 from bench.program import Outcome, Program
 from bench.step import blas
 from mpipar.config import flags

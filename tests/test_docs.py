@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 from helpers import REPOSITORY
 
-from bench import places, reading_path
+from bench import reading_path, results
 from bench.kernels import floors
 from docs.build import __main__ as program
 from docs.build import commands, measured, pages, pictures, tables
@@ -42,8 +42,8 @@ def test_results_name_functions_that_exist():
     assert len(files) > 30
     for file in files:
         text = file.read_text()
-        assert not places.LINE.findall(text), file
-        assert places.unknown_places(text) == [], file
+        assert not results.LINE.findall(text), file
+        assert results.unknown_places(text) == [], file
 
 
 def test_a_line_becomes_its_function_and_columns_stay(tmp_path):
@@ -51,11 +51,11 @@ def test_a_line_becomes_its_function_and_columns_stay(tmp_path):
     (tmp_path / "mpipar" / "a.py").write_text("class A:\n    def send(self):\n        1\n\n"
                                               "    def wait(self):\n        2\n")
     table = "place          calls\nmpipar/a.py:3      2\nmpipar/a.py:6     10\n\nother    1"
-    assert places.by_function(table, tmp_path) == (
+    assert results.by_function(table, tmp_path) == (
         "place             calls\nmpipar/a.py:send      2\nmpipar/a.py:wait     10\n\nother    1")
     with pytest.raises(LookupError):
-        places.by_function("mpipar/a.py:1", tmp_path)
-    assert places.unknown_places("mpipar/a.py:send mpipar/a.py:gone mpipar/b.py", tmp_path) == [
+        results.by_function("mpipar/a.py:1", tmp_path)
+    assert results.unknown_places("mpipar/a.py:send mpipar/a.py:gone mpipar/b.py", tmp_path) == [
         "mpipar/a.py:gone", "mpipar/b.py"]
 
 

@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import Any
 
 from bench.claims.computed import configure, layout_name
-from bench.places import by_function
+from bench.results import by_function
 from bench.training import Trained
 from mpipar import ops as ops_module
 from mpipar.comm.facts import broadcast_text, gather_facts
