@@ -56,12 +56,6 @@ def in_a_step(number: str, task: str, file: str, owner, names: tuple[str, ...],
 
     file: as the reader's file is called. original: the program's file, of which it is a copy.
     """
-    return Exercise(number, task, f"--file {file}", judge_step(owner, names, original), ranks=(2,),
-                    alone=False, original=original)
-
-
-def judge_step(owner, names: tuple[str, ...], original: str):
-    """judge(asked) of functions that replace those of a module or class in a step with tp=2."""
     inside = owner.__name__ if isinstance(owner, type) else None
 
     def judge(asked: Asked) -> Verdict:
@@ -74,7 +68,8 @@ def judge_step(owner, names: tuple[str, ...], original: str):
         return Verdict(not found.wrong and not sends_more(found, usual),
                        described(found, usual, original))
 
-    return judge
+    return Exercise(number, task, f"--file {file}", judge, ranks=(2,), alone=False,
+                    original=original)
 
 
 def described(found, usual, original: str) -> list[str]:
