@@ -192,28 +192,6 @@ def test_written_model_computes_the_same_elsewhere(tmp_path):
     assert_close(logits(worker, ids), gpt2.logits(tensors, HEADS, np.array(ids)), 1e-13, "logits")
 
 
-def test_there_and_back_changes_nothing(model, tmp_path):
-    folder, tensors = model(tied=False)
-    checkpoint.save(loaded(folder), tmp_path / "again")
-    again = gpt2.read_file(tmp_path / "again" / "model.safetensors")
-    for name, x in tensors.items():
-        full = name if name == "lm_head.weight" else f"transformer.{name}"
-        np.testing.assert_array_equal(again[full], x, err_msg=name)
-
-
-@pytest.mark.parametrize("block_bytes", [1, 200, 999])
-def test_small_row_blocks_change_no_byte(block_bytes, tmp_path, monkeypatch):
-    checkpoint.save(fresh(), tmp_path / "whole")
-    monkeypatch.setattr(checkpoint, "BLOCK_BYTES", block_bytes)
-    checkpoint.save(fresh(), tmp_path / "blocks")
-    whole, blocks = (
-        (tmp_path / name / "model.safetensors").read_bytes() for name in ("whole", "blocks")
-    )
-    assert whole == blocks
-    again = loaded(tmp_path / "blocks")
-    np.testing.assert_array_equal(again.flats[0].data, fresh().flats[0].data)
-
-
 def test_a_crash_while_writing_leaves_the_former_file(tmp_path, monkeypatch):
     checkpoint.save(fresh(), tmp_path)
     before = {path.name: path.read_bytes() for path in tmp_path.iterdir()}

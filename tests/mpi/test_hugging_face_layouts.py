@@ -1,5 +1,4 @@
-"""Files of Llama and its kin on every layout, kv heads and experts shared by ranks among them."""
-
+"""Files of Llama and its kin, and of mpipar's own form, on every layout; ranks share kv heads."""
 
 import numpy as np
 import pytest
@@ -17,15 +16,16 @@ from mpipar.train.worker import Worker
 SHAPE = {"layers": 4, "d_model": 16, "heads": 8, "head_dim": 6, "ffn": 31, "seq_len": 16,
          "vocab_size": 29}
 ARCHS = {"llama": {"kv_heads": 2, "bias": "all"}, "mistral": {"kv_heads": 4},
-         "qwen2": {"kv_heads": 1, "tied": True}, "mixtral": {"kv_heads": 2, "experts": 4}}
+         "qwen2": {"kv_heads": 1, "tied": True}, "mixtral": {"kv_heads": 2, "experts": 4},
+         "gpt2": {"norm": "rms"}}  # mpipar's own form, whose files have all axes of the tensors
 HERE = {2: LAYOUTS[2], 4: [(1, 2, 2), (1, 1, 4)]}.get(WORLD.size, [])  # the last: tp above kv heads
-EXPERTS_HERE = {4: [(2, 1, 2)]}.get(WORLD.size, [])
+OTHERS_HERE = {4: [(2, 1, 2)]}.get(WORLD.size, [])
 
 
 @pytest.mark.ranks(2, 4)
 @pytest.mark.parametrize(("layout", "arch"), [
     *((layout, arch) for layout in HERE for arch in ARCHS),
-    *((layout, "mixtral") for layout in EXPERTS_HERE)], ids=str)
+    *((layout, arch) for layout in OTHERS_HERE for arch in ("mixtral", "gpt2"))], ids=str)
 def test_every_layout_writes_and_reads_the_same_bytes(layout, arch, folder, monkeypatch):
     monkeypatch.setattr(checkpoint, "BLOCK_BYTES", 300)
     model = model_config({"arch": arch} | SHAPE | ARCHS[arch])

@@ -1,6 +1,5 @@
 """Weights in and out, and generated text: every layout has one rank's bytes, logits, tokens."""
 
-import json
 from dataclasses import replace
 
 import gpt2_reference as gpt2
@@ -133,29 +132,6 @@ def test_there_and_back_in_small_blocks_changes_nothing(layout, block_bytes, fol
             np.testing.assert_array_equal(again[full], x, err_msg=name)
 
 
-@pytest.mark.ranks(2, 4)
-@pytest.mark.parametrize("layout", HERE, ids=str)
-def test_mpipars_own_form_has_the_same_bytes_on_every_layout(layout, folder, monkeypatch):
-    """With RMSNorm the file has all axes of the tensors, and any layout reads them back."""
-    monkeypatch.setattr(checkpoint, "BLOCK_BYTES", 300)
-    config = small_config(layout, model=replace(MODEL, norm="rms"))
-    worker, again = worker_of(config), worker_of(config)
-    worker.initialize(0.5)
-    checkpoint.save(worker, folder / "here")
-    WORLD.Barrier()
-    checkpoint.load(again, str(folder / "here"))
-    for flat, other in zip(worker.flats, again.flats, strict=True):
-        np.testing.assert_array_equal(other.data, flat.data)
-    worker.close()
-    again.close()
-    if WORLD.rank == 0:
-        alone = worker_of(config, alone=True)
-        alone.initialize(0.5)
-        checkpoint.save(alone, folder / "alone")
-        for name in ("model.safetensors", "config.json"):
-            assert (folder / "here" / name).read_bytes() == (folder / "alone" / name).read_bytes()
-
-
 @pytest.mark.parametrize("layout", HERE, ids=str)
 def test_no_rank_holds_more_than_its_shards(layout, folder, monkeypatch):
     """Rank 0 receives row blocks, never a whole tensor; a block goes only where it is needed."""
@@ -224,15 +200,3 @@ def test_equal_logits_take_the_lowest_id_on_every_layout(layout, folder):
     assert max(drawn) < MODEL.vocab_size
     assert len(set(drawn)) > 15
     worker.close()
-
-
-def test_config_of_the_written_model(folder):
-    worker = worker_of(config_of(HERE[0]))
-    worker.initialize()
-    checkpoint.save(worker, folder)
-    worker.close()
-    if WORLD.rank == 0:
-        found = json.loads((folder / "config.json").read_text())
-        wanted = gpt2.configuration(**SHAPE, heads=MODEL.heads, tied=True)
-        assert {key: found.get(key) for key in ("n_layer", "n_inner", "vocab_size")} == {
-            key: wanted[key] for key in ("n_layer", "n_inner", "vocab_size")}
