@@ -8,7 +8,9 @@ import array
 import contextlib
 import io
 import signal
+import sys
 from types import SimpleNamespace
+from unittest import mock
 
 import pytest
 
@@ -92,9 +94,11 @@ class Alone(StandIn):
 def ran(*words, code=0, folder="."):
     """(standard output, standard error) of a command that computes on one rank, in `folder`."""
     session, out, err = Alone(), io.StringIO(), io.StringIO()
+    argv = [str(word) for word in words]
     with contextlib.chdir(folder), contextlib.redirect_stdout(out), \
-            contextlib.redirect_stderr(err), contextlib.closing(session.ending):
-        assert cli.main([str(word) for word in words], session) == code
+            contextlib.redirect_stderr(err), contextlib.closing(session.ending), \
+            mock.patch.object(sys, "argv", ["mpipar", *argv]):
+        assert cli.main(argv, session) == code
     return out.getvalue(), err.getvalue()
 
 
