@@ -21,7 +21,6 @@ from mpipar.train.worker import Worker
 HERE = LAYOUTS[WORLD.size]
 SHAPE = {"layers": MODEL.layers, "D": MODEL.d_model, "F": MODEL.ffn, "T": MODEL.seq_len,
          "V": MODEL.vocab_size}  # fmt: skip
-PROMPTS = {"one": [5], "odd": [28, 0, 7], "full": [1, 2, 3, 4, 5, 6, 7]}
 
 
 def worker_of(config, alone=False):
@@ -151,40 +150,6 @@ def test_no_rank_holds_more_than_its_shards(layout, folder, monkeypatch):
     worker.close()
 
 
-def text_of(worker, prompt, temperature, seed=3, count=9):
-    return list(continue_one(worker, prompt, Sampling(count, temperature, seed)))
-
-
-@pytest.mark.ranks(1)
-@pytest.mark.parametrize("temperature", [0.0, 0.7], ids=["greedy", "sampled"])
-def test_text_fills_the_model_and_is_gpt2_s(temperature, folder):
-    """test_generation.py compares other layouts with one rank."""
-    tensors = random_tensors()
-    write(folder, tensors)
-    worker = worker_of(config_of(HERE[0]))
-    checkpoint.load(worker, str(folder))
-    for name, prompt in PROMPTS.items():
-        found = text_of(worker, prompt, temperature)
-        assert len(prompt) + len(found) == MODEL.seq_len + 1, "the model is full"
-        if temperature == 0:
-            expected = gpt2.greedy(tensors, MODEL.heads, prompt, len(found), MODEL.seq_len)
-            assert found == expected, name
-    worker.close()
-
-
-@pytest.mark.ranks(1, 2)
-def test_sampling_follows_seed_and_temperature(folder):
-    write(folder, random_tensors())
-    worker = worker_of(config_of(HERE[0]))
-    checkpoint.load(worker, str(folder))
-    cold = text_of(worker, [1, 2], 0.0)
-    assert text_of(worker, [1, 2], 1e-9) == cold
-    warm = {tuple(text_of(worker, [1, 2], 5.0, seed)) for seed in range(4)}
-    assert len(warm) == 4
-    assert tuple(cold) not in warm
-    worker.close()
-
-
 @pytest.mark.parametrize("layout", HERE, ids=str)
 def test_equal_logits_take_the_lowest_id_on_every_layout(layout, folder):
     """All logits are -D, exactly: padding, whose logits are 0, must not win."""
@@ -194,9 +159,10 @@ def test_equal_logits_take_the_lowest_id_on_every_layout(layout, folder):
     write(folder, tensors, tied=False)
     worker = worker_of(config_of(layout, tied=False))
     checkpoint.load(worker, str(folder))
-    assert text_of(worker, [4], 0.0, count=3) == [0, 0, 0]
+    assert list(continue_one(worker, [4], Sampling(3))) == [0, 0, 0]
     # In draws among equals each id occurs, and none beyond the vocabulary.
-    drawn = [token for seed in range(9) for token in text_of(worker, [4], 1.0, seed)]
+    drawn = [token for seed in range(9)
+             for token in continue_one(worker, [4], Sampling(9, 1.0, seed))]
     assert max(drawn) < MODEL.vocab_size
     assert len(set(drawn)) > 15
     worker.close()
