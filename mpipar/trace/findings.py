@@ -25,7 +25,7 @@ from mpipar.pipeline.simulate import simulate
 from mpipar.trace import pop
 from mpipar.trace.causes import Cause, Causes, Cost
 from mpipar.trace.links import slow_links
-from mpipar.trace.segments import Segment
+from mpipar.trace.segments import Segment, by_kind
 from mpipar.trace.trace_file import RankTrace, Trace
 from mpipar.trace.waits import Waits
 
@@ -92,7 +92,9 @@ class Passes:
         self.trace, self.causes = trace, causes
         # More ranks than cores also wait for cores, some for longer than others.
         self.patience = 2 if trace.crowded() else 1
-        self.steps = [_by_step(own) for own in segments]
+        # by rank: {step: nanoseconds that it computes in passes}
+        self.steps = [by_kind((one for one in own if one.kind in PASSES),
+                              kind=lambda one: one.span.step) for own in segments]
         self.segments = segments
         self.model, self.split = model_config(trace.meta["model"]), trace.meta["stage_layers"]
         self.units = models.unit_flops(self.model)
@@ -144,15 +146,6 @@ class Passes:
                     found[cause] = length - median(others)
         (cause, extra), = found.most_common(1) or [(None, 0)]
         return f", most of it in the {cause.what}" if extra > 0 else ""
-
-
-def _by_step(own: list[Segment]) -> Counter:
-    """{step: nanoseconds that a rank computes in passes}."""
-    sums: Counter = Counter()
-    for one in own:
-        if one.kind in PASSES:
-            sums[one.span.step] += one.length
-    return sums
 
 
 def stages(work: Passes) -> list[Finding]:
