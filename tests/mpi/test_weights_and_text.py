@@ -13,7 +13,7 @@ from mpipar.checkpoint import weights as checkpoint
 from mpipar.comm.grid import Grid
 from mpipar.comm.record import Recorder, Sums
 from mpipar.data.rows import Batch
-from mpipar.inference.generate import continue_one
+from mpipar.inference.generate import Text, continue_one, generate
 from mpipar.inference.sampling import Sampling
 from mpipar.train.verify import serial_config
 from mpipar.train.worker import Worker
@@ -161,8 +161,10 @@ def test_equal_logits_take_the_lowest_id_on_every_layout(layout, folder):
     checkpoint.load(worker, str(folder))
     assert list(continue_one(worker, [4], Sampling(3))) == [0, 0, 0]
     # In draws among equals each id occurs, and none beyond the vocabulary.
-    drawn = [token for seed in range(9)
-             for token in continue_one(worker, [4], Sampling(9, 1.0, seed))]
+    texts = [Text(number, [4]) for number in range(9)]
+    for _ in generate(worker, texts, Sampling(9, 1.0)):
+        pass
+    drawn = [token for text in texts for token in text.tokens[1:]]
     assert max(drawn) < MODEL.vocab_size
     assert len(set(drawn)) > 15
     worker.close()
