@@ -13,7 +13,7 @@ from one_rank import loaded, logits
 from mpipar.checkpoint import hf_llama, hf_mixtral
 from mpipar.checkpoint import weights as checkpoint
 from mpipar.checkpoint.formats import apart, format_of
-from mpipar.checkpoint.weight_files import INDEX, WeightFiles
+from mpipar.checkpoint.weight_files import WeightFiles
 from mpipar.data.rows import Batch
 from mpipar.layers.attention import Attention
 from mpipar.layers.ffn import GatedFeedForward
@@ -287,15 +287,17 @@ def in_files(worker, kind):
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 @pytest.mark.parametrize("name", MODELS)
 def test_files_there_and_back_byte_for_byte(name, dtype, tmp_path):
-    kind = getattr(torch, dtype)
+    """In bfloat16 ours are several files with an index; transformers warns of neither form."""
+    kind, several = getattr(torch, dtype), dtype == "bfloat16"
     model = theirs(name, kind)
     model.save_pretrained(tmp_path / "theirs", max_shard_size="3KB")
     worker = loaded(tmp_path / "theirs", "float32")
     checkpoint.write(tmp_path / "ours", worker.config, np.dtype(dtype),
-                     checkpoint.stream(worker, "master"))
+                     checkpoint.stream(worker, "master"), 2000 if several else None)
     with WeightFiles(tmp_path / "theirs", "theirs") as files, WeightFiles(
             tmp_path / "ours", "ours") as own:
-        assert len(files.files) > len(own.files) == 1
+        assert len(files.files) > 1
+        assert (len(own.files) > 1) == several
         assert own.tensors.keys() == files.tensors.keys()
         for key, entry in files.tensors.items():
             assert own.tensors[key][:2] == entry[:2], key
@@ -305,21 +307,3 @@ def test_files_there_and_back_byte_for_byte(name, dtype, tmp_path):
     again = read_back(tmp_path / "ours", kind)
     with torch.no_grad():
         assert torch.equal(again(ids).logits, model(ids).logits)
-
-
-@pytest.mark.parametrize("name", MODELS)
-def test_our_files_load_without_a_warning(name, rng, tmp_path):
-    theirs(name).save_pretrained(tmp_path / "theirs")
-    worker = loaded(tmp_path / "theirs", "float32")
-    worker.initialize(0.2)
-    checkpoint.save(worker, tmp_path / "one")
-    many = tmp_path / "many"
-    checkpoint.write(many, worker.config, np.dtype(np.float32),
-                     checkpoint.stream(worker, "master"), 5000)
-    assert (many / INDEX).exists()
-    ids = rows_of(rng, 29, 1)[0, :T]
-    for folder in (tmp_path / "one", many):
-        model = read_back(folder)
-        with torch.no_grad():
-            expected = model(torch.tensor(ids[None])).logits[0].numpy()
-        assert_close(logits(worker, list(ids)), expected, 1e-5, "logits")
