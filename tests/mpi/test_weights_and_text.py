@@ -12,6 +12,7 @@ from mpipar import ops as ops_module
 from mpipar.checkpoint import weights as checkpoint
 from mpipar.comm.grid import Grid
 from mpipar.comm.record import Recorder, Sums
+from mpipar.config.model import model_config
 from mpipar.data.rows import Batch
 from mpipar.inference.generate import Text, continue_one, generate
 from mpipar.inference.sampling import Sampling
@@ -95,22 +96,48 @@ def test_written_file_has_the_same_bytes_on_every_layout(
 @pytest.mark.parametrize(("schedule", "split"), EMPTY_STAGES, ids=str)
 @pytest.mark.parametrize("layout", [one for one in HERE if one[1] == 2], ids=str)
 def test_stages_without_blocks_are_written_and_read(layout, schedule, split, folder):
-    config = small_config(layout, 4, schedule=schedule, stage_layers=split)
+    assert_written_and_read(small_config(layout, 4, schedule=schedule, stage_layers=split), folder)
+
+
+def assert_written_and_read(config, folder):
+    """A layout reads what it has written, and that has the bytes of one rank."""
     worker, again = worker_of(config), worker_of(config)
-    worker.initialize()
+    worker.initialize(0.5)
     checkpoint.save(worker, folder / "here")
     WORLD.Barrier()
     checkpoint.load(again, str(folder / "here"))
     for flat, other in zip(worker.flats, again.flats, strict=True):
-        assert np.array_equal(other.data, flat.data), flat.name
-    again.close()
+        np.testing.assert_array_equal(other.data, flat.data)
+    for each in (worker, again):
+        each.close()
     if WORLD.rank == 0:
         alone = worker_of(config, alone=True)
-        alone.initialize()
+        alone.initialize(0.5)
         checkpoint.save(alone, folder / "alone")
-        here, one = (folder / name / "model.safetensors" for name in ("here", "alone"))
-        assert here.read_bytes() == one.read_bytes()
-    worker.close()
+        for name in ("model.safetensors", "config.json"):
+            assert (folder / "here" / name).read_bytes() == (folder / "alone" / name).read_bytes()
+
+
+# 8 heads of width 6, which is not D / H; ffn 31 and 29 tokens in the vocabulary are padded.
+WIDE = {"layers": 4, "d_model": 16, "heads": 8, "head_dim": 6, "ffn": 31, "seq_len": 16,
+        "vocab_size": 29}
+ARCHS = {"llama": {"kv_heads": 2, "bias": "all"}, "mistral": {"kv_heads": 4},
+         "qwen2": {"kv_heads": 1, "tied": True}, "mixtral": {"kv_heads": 2, "experts": 4},
+         "gpt2": {"norm": "rms"}}  # mpipar's own form, whose files have all axes of the tensors
+OF_ARCHS = {2: LAYOUTS[2], 4: [(1, 2, 2), (1, 1, 4)]}.get(WORLD.size, [])  # tp above kv heads
+OTHERS = {4: [(2, 1, 2)]}.get(WORLD.size, [])
+
+
+@pytest.mark.ranks(2, 4)
+@pytest.mark.parametrize(("layout", "arch"), [
+    *((layout, arch) for layout in OF_ARCHS for arch in ARCHS),
+    *((layout, arch) for layout in OTHERS for arch in ("mixtral", "gpt2"))], ids=str)
+def test_every_form_is_written_and_read(layout, arch, folder, monkeypatch):
+    """Llama and its kin, and mpipar's own form: ranks share kv heads and experts."""
+    monkeypatch.setattr(checkpoint, "BLOCK_BYTES", 300)
+    model = model_config({"arch": arch} | WIDE | ARCHS[arch])
+    assert_written_and_read(
+        small_config(layout, model=model, ep=layout[0] if model.experts else 1), folder)
 
 
 @pytest.mark.parametrize("block_bytes", [1, pytest.param(300, marks=pytest.mark.slow)])
