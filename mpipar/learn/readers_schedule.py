@@ -109,8 +109,8 @@ def times(schedule, budget: Budget):
 def by_engine(asked: Asked, budget: Budget) -> tuple[bool, list[str]]:
     """(whether the engine's step equals one rank's, lines that say so)."""
     config = small_model.small_config(
-        {"pp": budget.p}, budget.m, model=replace(small_model.MODEL, layers=budget.p))
-    config = small_model.on_schedule(config, asked.file)
+        {"pp": budget.p}, budget.m, model=replace(small_model.MODEL, layers=budget.p),
+        schedule_csv=str(asked.file))
     expected = small_model.expected_tensors(config, asked.world)
     outcome = small_model.step_beside(config, asked.world, expected)
     wrong = outcome.wrong
