@@ -15,7 +15,6 @@ from config_helpers import reading_of
 from helpers import assert_close
 from in_process import assert_refused, refusal
 from one_rank import fresh, loaded, logits, worker_for
-from program import mpipar, one_block
 from safetensors.numpy import load_file, save_file
 
 from mpipar.checkpoint import weights as checkpoint
@@ -240,9 +239,9 @@ def test_broken_weights_are_told_once_with_everything_else(model, tmp_path):
     del tensors["wpe.weight"], tensors["h.0.ln_1.bias"]
     gpt2.write_file(folder / "model.safetensors", tensors)
     words = ["train", "--init-from", folder, "--out", tmp_path / "run", "--data", "nowhere"]
-    code, block = one_block(mpipar(*words, ranks=2))
-    assert code == 65
+    found = refusal(*words, ranks=2)
+    assert found.exit_code == 65
     for part in ("tensor wpe.weight is missing", "tensor h.0.ln_1.bias is missing", "nowhere"):
-        assert block.count(part) == 1
+        assert str(found).count(part) == 1
     assert not (tmp_path / "run").exists()
     assert str(refusal("generate", folder)).count("is missing") == 2
