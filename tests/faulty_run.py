@@ -9,7 +9,6 @@ import numpy as np
 
 from mpipar.checkpoint import weights
 from mpipar.comm.group import Comm
-from mpipar.comm.transport import HostTransport
 from mpipar.commands import inputs, report
 from mpipar.job import mpi, watchdog
 from mpipar.layers.norm import LayerNorm
@@ -111,7 +110,7 @@ if FAULT == "slow-report":  # of a long trace
 if FAULT == "slow-first-start" and os.environ.get("SLURM_RESTART_COUNT", "0") == "0":
     plain_step = Worker.train_step
     Worker.train_step = lambda *arguments: (time.sleep(2), plain_step(*arguments))[1]
-if (RANK, FAULT) in ((1, "delay"), (0, "delay0")):  # late in every microbatch
+if (RANK, FAULT) == (1, "delay"):  # late in every microbatch
     plain_forward = LayerNorm.forward
     microbatches = iter(range(6 * 2))  # of the training steps, not of the evaluation after them
 
@@ -122,26 +121,6 @@ if (RANK, FAULT) in ((1, "delay"), (0, "delay0")):  # late in every microbatch
         return plain_forward(self, x, stash)
 
     LayerNorm.forward = late_forward
-if (RANK, FAULT) == (1, "slow-link"):  # a microbatch's activations need 20 ms from rank 0 to rank 1
-    plain_irecv = HostTransport.irecv
-    messages = iter(range(5 * 4))  # of the training steps, not of the evaluation after them
-
-    class SlowRequest:
-        def __init__(self, request):
-            self.request = request
-
-        def Test(self):
-            return False
-
-        def Wait(self):
-            self.request.Wait()
-            time.sleep(0.02)
-
-    def slow_irecv(self, x, peer, tag):
-        request = plain_irecv(self, x, peer, tag)
-        return request if next(messages, None) is None else SlowRequest(request)
-
-    HostTransport.irecv = slow_irecv
 if RANK == 1 and FAULT in ("missing", "mismatch"):
     plain_reduce = Comm.all_reduce
 

@@ -1,4 +1,4 @@
-"""Runs commands in this process, to see what they print and refuse; MPI is not started.
+"""Runs commands in this process, to see what they print, refuse and write; without MPI.
 
 Other tests start programs. They show that an exit code reaches the shell, with one block for all
 ranks: test_cli.py, test_launch.py and test_refusals.py.
@@ -8,11 +8,14 @@ import array
 import contextlib
 import io
 import signal
+import sys
 from types import SimpleNamespace
+from unittest import mock
 
 import pytest
 
 from mpipar import cli
+from mpipar.comm.one_rank import OneRank
 from mpipar.errors import UserError
 from mpipar.job.environment import Launcher
 from mpipar.job.session import Session
@@ -75,6 +78,28 @@ def assert_refused(code, parts, *words, ranks=1, folder="."):
     assert found.exit_code == code, found
     missing = [part for part in parts if part not in str(found)]
     assert not missing, f"{missing} in\n{found}"
+
+
+class Alone(StandIn):
+    """The session of a command that computes here, on one rank."""
+
+    def start(self):
+        self.world, self.host_rank = OneRank("a test needs none"), 0
+        return self.world
+
+    def leave_mpi(self, exit_code):
+        return exit_code
+
+
+def ran(*words, code=0, folder="."):
+    """(standard output, standard error) of a command that computes on one rank, in `folder`."""
+    session, out, err = Alone(), io.StringIO(), io.StringIO()
+    argv = [str(word) for word in words]
+    with contextlib.chdir(folder), contextlib.redirect_stdout(out), \
+            contextlib.redirect_stderr(err), contextlib.closing(session.ending), \
+            mock.patch.object(sys, "argv", ["mpipar", *argv]):
+        assert cli.main(argv, session) == code
+    return out.getvalue(), err.getvalue()
 
 
 class LateError(BaseException):

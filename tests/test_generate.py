@@ -15,9 +15,9 @@ from config_helpers import reading_of
 from helpers import find_launcher
 from hypothesis import example, given
 from hypothesis import strategies as st
-from in_process import assert_refused
+from in_process import assert_refused, ran
 from one_rank import fresh, worker_for
-from program import mpipar
+from program import TEXT, mpipar
 from safetensors.numpy import load_file, save_file
 
 from mpipar.checkpoint import weights as checkpoint
@@ -70,10 +70,9 @@ def models(tmp_path_factory):
 
 
 def generated(models, name, *words):
-    result = mpipar("generate", models[0] / name, "--dtype", "float64", *words)
-    assert result.returncode == 0, result.tail()
-    assert result.stderr in ("", FULL)
-    return result.stdout
+    text, said = ran("generate", models[0] / name, "--dtype", "float64", *words)
+    assert said in ("", FULL)
+    return text
 
 
 def expected_text(models, name, prompt, count):
@@ -152,21 +151,19 @@ def test_prompts_of_a_file_are_answered_in_their_order(models, tmp_path):
     (tmp_path / "p.txt").write_text("\n".join(prompts), "utf-8")
     words = ["generate", models[0] / "bytes", "--dtype", "float64", "--temperature", "0",
              "--sample-tokens", "3", "--batch-size", "3"]
-    done = mpipar(*words, "--prompts", "p.jsonl", cwd=tmp_path)
-    assert done.returncode == 0, done.tail()
-    found = [json.loads(line) for line in done.stdout.splitlines()]
+    text, _ = ran(*words, "--prompts", "p.jsonl", folder=tmp_path)
+    found = [json.loads(line) for line in text.splitlines()]
     assert [one["prompt"] for one in found] == prompts
     assert [one["end"] for one in found] == ["length", "length", "length", "length", "seq_len"]
     for one in found:
         text = expected_text(models, "bytes", one["prompt"], 3)
         assert harmless(one["prompt"] + one["text"]) + "\n" == text
         assert len(one["tokens"]) == (1 if one["end"] == "seq_len" else 3)
-    done = mpipar(*words, "--prompts", "p.txt", "--answers", "a.jsonl", cwd=tmp_path)
-    assert done.returncode == 0, done.tail()
+    words += ["--prompts", "p.txt", "--answers", "a.jsonl"]
+    ran(*words, folder=tmp_path)
     assert [json.loads(line) for line in (tmp_path / "a.jsonl").read_text().splitlines()] == found
-    again = mpipar(*words, "--prompts", "p.txt", "--answers", "a.jsonl", cwd=tmp_path)
-    assert again.returncode == 2
-    assert "--answers a.jsonl: is there already; give a new file" in again.stderr
+    with pytest.raises(UsageError, match=r"--answers a.jsonl: is there already; give a new file"):
+        ran(*words, folder=tmp_path)
 
 
 def test_a_stop_token_ends_the_text_and_is_not_shown(models):
@@ -210,10 +207,9 @@ def test_a_model_of_ids_continues_its_own_data_by_default(tmp_path):
     words = ["--data", tmp_path / "tokens.bin", "--vocab-size", "620", "--steps", "1",
              "--layers", "1", "--d-model", "4", "--heads", "1", "--seq-len", "8",
              "--sample-tokens", "3", "--batch-size", "4"]
-    result = mpipar("train", *words, "--out", tmp_path / "run")
-    assert result.returncode == 0, result.tail()
-    assert "bigram" not in result.stdout, "that model is one of bytes"
-    text = result.stdout.split("text generated from '600':\n")[1].splitlines()[0]
+    said, _ = ran("train", *words, "--out", tmp_path / "run")
+    assert "bigram" not in said, "that model is one of bytes"
+    text = said.split("text generated from '600':\n")[1].splitlines()[0]
     assert len(text.removeprefix("| ").split()) == 4
     assert text.startswith("| 600 ")
     assert_refused(2, ["--prompt 'Once'"], "train", *words, "--prompt", "Once",
@@ -254,10 +250,8 @@ def test_text_with_another_vocabulary_than_256_is_bytes(tmp_path):
 
 def test_a_prompt_that_the_trained_model_cannot_read_is_refused(tmp_path):
     """The default one, which nobody typed, gives way to the held-out part."""
-    words = ["--steps", "1", "--layers", "1", "--d-model", "4", "--heads", "1", "--seq-len", "3",
-             "--sample-tokens", "4", "--batch-size", "4"]
+    words = [*TEXT, "--steps", "1", "--layers", "1", "--d-model", "4", "--heads", "1", "--seq-len",
+             "3", "--sample-tokens", "4", "--batch-size", "4"]
     assert_refused(2, ["--prompt: has 4 tokens", "reads at most 3"], "train", *words,
                    "--prompt", "abcd", "--out", tmp_path / "typed")
-    result = mpipar("train", *words, "--out", tmp_path / "run")
-    assert result.returncode == 0, result.tail()
-    assert "text generated from '" in result.stdout
+    assert "text generated from '" in ran("train", *words, "--out", tmp_path / "run")[0]

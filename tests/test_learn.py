@@ -142,7 +142,7 @@ def test_a_bug_hunt_has_one_right_letter(number):
     right = next(letter for letter, one in letters.items() if one == number)
     said = check(number, right)
     assert TWINS[number].cause in said.replace("\n  ", " ")
-    assert f"def {TWINS[number].plant.__name__}():" in said
+    assert f"def {TWINS[number].plant.__name__}(" in said
     assert "WRONG" in check(number, "a" if right != "a" else "b", code=EXIT_CHECK_FAILED)
 
 

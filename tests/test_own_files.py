@@ -24,8 +24,7 @@ from mpipar.checkpoint.companions import write_companions
 from mpipar.checkpoint.manifest import committed_steps
 from mpipar.commands import run_folder
 from mpipar.commands.source import find_source
-from mpipar.console.log import Log
-from mpipar.console.output import GrowingFile
+from mpipar.console.output import GrowingFile, Log
 from mpipar.errors import DataError, OutputError, UsageError
 from mpipar.files import bounded, replace
 from mpipar.job import lock

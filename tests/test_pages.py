@@ -153,7 +153,7 @@ def test_every_page_can_be_reached_from_the_readme():
 
 
 def test_the_picture_is_small():
-    """tests/test_trace_page_looks.py makes it."""
+    """tests/test_pages_look.py makes it."""
     picture = (REPOSITORY / "docs" / "report.png").read_bytes()
     assert picture.startswith(b"\x89PNG\r\n\x1a\n")
     assert len(picture) <= 200 * 1024

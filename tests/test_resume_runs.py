@@ -8,6 +8,7 @@ import sys
 import numpy as np
 import pytest
 from helpers import find_launcher, run_command, run_ranks
+from in_process import ran
 from program import LIMIT, REPOSITORY, environment, metrics, mpipar, one_block
 
 from mpipar.checkpoint.manifest import committed_steps, read_manifest
@@ -40,6 +41,8 @@ def prepare(folder):
 
 def train(here, *words, ranks=None, code=0):
     """Train in a folder; return what was printed. The run must end with this code."""
+    if ranks is None and not code:
+        return "".join(ran("train", *words, folder=here))
     result = mpipar("train", *words, ranks=ranks, cwd=here)
     assert result.returncode == code, result.tail()
     return result.stdout + result.stderr

@@ -204,6 +204,7 @@ HOSTILE = {
     "a negative counter": (entry("loss_scale", "skipped", value=-1), "whole number"),
     "a counter with a point": (entry("loss_scale", "good", value=5.0), "whole number"),
     "a huge step": (entry("step", value=2**60), "whole number"),
+    "an unknown axis": (entry("layout", "zp", value=2), "axis 'zp'"),
     "a layout of texts": (entry("layout", "dp", value="2"), "whole number"),
     "an entry more": (entry("more", value=1), "is not a manifest"),
     "lists in lists": (entry("data", "x", value=json.loads("[" * 100 + "]" * 100)), "deep inside"),
@@ -219,6 +220,11 @@ def test_a_hostile_manifest_is_refused(case, folder):
     with pytest.raises(DataError, match=part):
         read_manifest(folder)
     assert damage(folder)
+
+
+def test_an_axis_that_a_checkpoint_does_not_name_had_one_rank(folder):
+    rewrite(folder, without("layout", "cp"))
+    assert read_manifest(folder).layout == {"pp": 1, "dp": 2, "cp": 1, "tp": 1}
 
 
 @pytest.mark.parametrize("text", [

@@ -36,10 +36,9 @@ from mpipar.commands.saving import Saving
 from mpipar.config.grid import AUTO
 from mpipar.config.reading import to_toml
 from mpipar.console import tables as console
-from mpipar.console.log import Log
 from mpipar.console.memory import PeakMemory
 from mpipar.console.metrics import Metrics
-from mpipar.console.output import GrowingFile
+from mpipar.console.output import GrowingFile, Log
 from mpipar.console.progress import status_line
 from mpipar.console.tensorboard import Events, tensorboard_problems
 from mpipar.errors import (
