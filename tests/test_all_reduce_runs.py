@@ -4,12 +4,11 @@ import json
 import sys
 
 import pytest
-from helpers import REPOSITORY, find_launcher, run_ranks
+from helpers import REPOSITORY, run_ranks
 from program import TEXT, mpipar
 
 from mpipar.commands.algorithms import NAME
 
-pytestmark = pytest.mark.skipif(find_launcher() is None, reason="no mpiexec: install .[mpich]")
 SMALL = ("train --layers 2 --d-model 16 --heads 2 --seq-len 8 --batch-size 4 --num-microbatches 1"
          " --steps 4 --sample-tokens 0 --log-interval 1 --dtype float64").split()
 
@@ -41,14 +40,6 @@ def test_auto_is_kept_and_used_again(tmp_path):
     assert done.returncode == 65, done.tail()
     assert f"{NAME}: must have algorithms" in done.stderr
     assert "measured again" in done.stderr
-
-
-@pytest.mark.parametrize("name", ["windows", "MPI"])
-def test_an_unknown_algorithm_is_refused(name):
-    done = mpipar(*SMALL, "--all-reduce", name)
-    assert done.returncode == 2, done.tail()
-    assert "--all-reduce" in done.stderr
-    assert "window" in done.stderr
 
 
 DIES = """

@@ -264,7 +264,7 @@ def test_mistake_is_refused(words, parts):
     assert all(part in found[0] for part in parts), found
 
 
-def test_all_mistakes_of_all_floors_at_once(tmp_path):
+def test_all_mistakes_of_flags_and_a_file_at_once(tmp_path):
     file = tmp_path / "a.toml"
     file.write_text("bath-size = 3\nlr = nan\n")
     words = "--learning-rat 3 --stps 5 --steps x --tp 3 --batch-size 7 --schedule no".split()
@@ -275,24 +275,6 @@ def test_all_mistakes_of_all_floors_at_once(tmp_path):
         "--heads 4", "--schedule no",
     ]  # fmt: skip
     assert [word for word in expected if word not in text] == [], text
-
-
-def test_wrong_flags_end_the_command_with_code_2_and_one_block():
-    result = run_ranks(
-        3, [*MPIPAR, "train", "--print-config", "--lr", "nan", "--laers", "2"], LIMIT
-    )
-    assert result.returncode == 2, result.tail()
-    assert result.stdout == ""
-    assert result.stderr.count("mpipar: stopped, exit code 2") == 1, result.tail()
-    assert "--lr nan: must be a finite number" in result.stderr
-    assert "--laers: unknown flag; did you mean --layers?" in result.stderr
-    assert "Traceback" not in result.stderr
-
-
-def test_one_process_says_the_same():
-    result = run_command([*MPIPAR, "train", "--tp", "2", "--print-config"], LIMIT)
-    assert result.returncode == 2, result.tail()
-    assert "start them with mpiexec -n 2" in result.stderr
 
 
 def test_help_under_a_launcher_is_printed_once():

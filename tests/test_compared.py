@@ -8,15 +8,13 @@ import contextlib
 import json
 import os
 import shutil
-import sys
 
 import numpy as np
 import pytest
 from fault_table import fault
-from helpers import find_launcher, run_command
 from in_process import StandIn
 from one_rank import fresh
-from program import LIMIT, environment, one_block
+from program import one_block, pair
 from tokenizers_made import save_tokenizer
 
 from mpipar import cli, data
@@ -132,14 +130,10 @@ def test_the_files_of_a_tokenizer_are_compared(hosts):
 
 @fault(11, "other tokens in the middle of one host's copy", 69)
 @pytest.mark.slow
-@pytest.mark.skipif(find_launcher() is None, reason="no mpiexec: install .[mpich]")
 def test_ranks_with_other_copies_end_before_the_first_step(hosts):
     flip(hosts[1] / "tokens.bin")
-    words = [sys.executable, "-m", "mpipar", *map(str, (*TRAIN, *SMALL)), "--dp", "2", "--out",
-             str(hosts[0] / "run")]
-    done = run_command([find_launcher(), "-n", "1", "-wdir", str(hosts[0]), *words, ":", "-n", "1",
-                        "-wdir", str(hosts[1]), *words], LIMIT, environment())
-    code, block = one_block(done)
+    words = [*TRAIN, *SMALL, "--dp", "2", "--out", hosts[0] / "run"]
+    code, block = one_block(pair(words, words, hosts))
     assert code == 69
     assert [line.split()[:2] for line in block.splitlines() if "data  " in line] == [
         ["data", "0"], ["data", "1"]]

@@ -4,12 +4,10 @@ import re
 
 import numpy as np
 import pytest
-from helpers import find_launcher, run_command
+from helpers import run_command
 from program import CASES, LIMIT, PROGRAM, cells, environment, metrics, section
 
 from mpipar.console.tables import step_line
-
-pytestmark = pytest.mark.skipif(find_launcher() is None, reason="no mpiexec: install .[mpich]")
 
 
 def test_console_shows_layout_and_who_holds_what(run_of):

@@ -7,7 +7,6 @@ from dataclasses import replace
 
 import numpy as np
 import pytest
-from helpers import find_launcher
 from in_process import assert_refused
 from program import layout_flags, metrics, mpipar, weights
 
@@ -15,7 +14,6 @@ from mpipar.config.sections import Config
 from mpipar.data import images
 from mpipar.errors import DataError
 
-needs_launcher = pytest.mark.skipif(find_launcher() is None, reason="no mpiexec: install .[mpich]")
 CONVNET = ("train", "--model", "convnet")
 
 
@@ -29,7 +27,6 @@ def npz(folder, **changes):
 
 
 @pytest.mark.slow
-@needs_launcher
 def test_learns_the_digits_and_its_weights_go_on_in_another_layout(tmp_path):
     pytest.importorskip("sklearn", reason="digits: scikit-learn is not installed")
     run, more = tmp_path / "run", tmp_path / "more"
@@ -49,7 +46,6 @@ def test_learns_the_digits_and_its_weights_go_on_in_another_layout(tmp_path):
     assert_refused(2, ["type --model convnet"], "train", "--init-from", run / "weights")
 
 
-@needs_launcher
 def test_images_of_the_users_own_and_verify(tmp_path):
     shape = ("--data", npz(tmp_path), "--image-shape", "6,5,1", "--classes", 3, "--channels", 5,
              "--batch-size", 8, "--num-microbatches", 2)

@@ -13,12 +13,9 @@ from pathlib import Path
 import numpy as np
 import pytest
 from fault_table import fault
-from helpers import find_launcher
 from program import metrics, mpipar, one_block
 
-pytestmark = [
-    pytest.mark.slow,
-    pytest.mark.skipif(find_launcher() is None, reason="no mpiexec: install .[mpich]")]
+pytestmark = pytest.mark.slow
 TEXT = "a short text, again and again. " * 30
 RUN = """train --pp 2 --layers 3 --d-model 8 --heads 2 --seq-len 5 --batch-size 4
     --num-microbatches 2 --steps 4 --save-interval 2 --sample-tokens 0""".split()

@@ -4,7 +4,7 @@ import re
 import sys
 
 import pytest
-from helpers import REPOSITORY, find_launcher, run_ranks
+from helpers import REPOSITORY, run_ranks
 from in_process import assert_refused, refusal
 from one_rank import fresh
 from program import LIMIT, environment, metrics, one_block
@@ -14,7 +14,6 @@ from mpipar.trace import trace_file
 from mpipar.trace import tracer as tracer_module
 from mpipar.trace.tracer import Tracer
 
-needs_mpiexec = pytest.mark.skipif(find_launcher() is None, reason="no mpiexec: install .[mpich]")
 SMALL = ("--layers 2 --d-model 16 --heads 2 --seq-len 8 --batch-size 4 --num-microbatches 1"
          " --steps 6 --sample-tokens 0 --log-interval 1").split()
 
@@ -30,7 +29,6 @@ def faulty(name, *flags, folder):
     return one_block(run_ranks(2, command, LIMIT, environment()))
 
 
-@needs_mpiexec
 @pytest.mark.parametrize(("layout", "every", "step"), [
     pytest.param("dp=2", 4, 4, marks=fault(33, "one weight changes on one data-parallel copy", 76)),
     pytest.param("tp=2", 100, 6,
@@ -49,7 +47,6 @@ def test_a_weight_that_changes_on_one_copy_is_found_before_the_last_save(
     assert not (folder / "weights" / "model.safetensors").exists()
 
 
-@needs_mpiexec
 @pytest.mark.slow
 def test_a_weight_that_is_loaded_otherwise_on_one_copy_is_found_before_the_first_step(tmp_path):
     checkpoint.save(fresh(layers=2, d_model=16, heads=2, seq_len=8, vocab_size=256), tmp_path / "m")
@@ -61,7 +58,6 @@ def test_a_weight_that_is_loaded_otherwise_on_one_copy_is_found_before_the_first
     assert not (folder / "metrics.jsonl").read_text()
 
 
-@needs_mpiexec
 @pytest.mark.parametrize("layout", [
     pytest.param("dp=2", marks=fault(32, "NaN in a gradient on one data-parallel rank", 79)),
     pytest.param("pp=2", marks=fault(32, "NaN in a gradient of one stage", 79)),
@@ -80,7 +76,6 @@ def test_a_gradient_that_is_not_finite_on_one_rank_ends_all(layout, tmp_path):
     assert not (folder / "weights" / "model.safetensors").exists()
 
 
-@needs_mpiexec
 @fault(32, "NaN in the loss, which the last stage alone sees", 79)
 def test_a_loss_that_is_not_finite_on_the_last_stage_ends_all(tmp_path):
     folder = tmp_path / "run"
@@ -92,7 +87,6 @@ def test_a_loss_that_is_not_finite_on_the_last_stage_ends_all(tmp_path):
     assert not list(folder.rglob("*.safetensors"))
 
 
-@needs_mpiexec
 def test_a_traced_run_that_failed_inside_says_so_when_its_trace_is_read(tmp_path):
     folder = tmp_path / "run"
     code, _ = faulty("raise", "--layout", "tp=2", "--trace", "2:4", folder=folder)
@@ -102,7 +96,6 @@ def test_a_traced_run_that_failed_inside_says_so_when_its_trace_is_read(tmp_path
     assert_refused(65, parts, "trace", folder)
 
 
-@needs_mpiexec
 @pytest.mark.parametrize("interval", ["0", "1"])
 def test_weights_that_an_update_ruined_are_not_saved(interval, tmp_path):
     """Else the newest checkpoint, with which a run goes on, would be of no use."""

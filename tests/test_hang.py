@@ -7,14 +7,13 @@ import sys
 import time
 
 import pytest
-from helpers import REPOSITORY, find_launcher, run_ranks
+from helpers import REPOSITORY, run_ranks
 from program import TEXT, mpipar
 
 from mpipar.comm.record import Recorder
 from mpipar.job import watchdog
 from mpipar.job.watchdog import Watchdog
 
-pytestmark = pytest.mark.skipif(find_launcher() is None, reason="no mpiexec: install .[mpich]")
 FAULTY = [sys.executable, str(REPOSITORY / "tests" / "faulty_run.py")]
 SHORT = ["--hang-warn", "0", "--hang-stop", "1"]
 SMALL = ("--layers 2 --d-model 16 --heads 2 --seq-len 8 --batch-size 4 --num-microbatches 1"

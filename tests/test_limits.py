@@ -64,7 +64,6 @@ def namespaces():
 
 
 @pytest.mark.slow
-@pytest.mark.skipif(find_launcher() is None, reason="no mpiexec: install .[mpich]")
 @pytest.mark.parametrize(("before", "said"), [
     pytest.param(before, said, marks=fault(43, what, 69)) for what, before, said in (
         ("ulimit -v 300000", "ulimit -v 300000", "the limit of address space is 293 MiB"),

@@ -5,7 +5,6 @@ import functools
 import numpy as np
 import pytest
 from config_helpers import changed
-from helpers import find_launcher
 from in_process import assert_refused
 from program import TEXT, cells, metrics, mpipar, section, weights
 
@@ -13,7 +12,6 @@ from mpipar.config.resolve import resolve
 from mpipar.plan.measure import unit_memory
 from mpipar.plan.predict import predict
 
-pytestmark = pytest.mark.skipif(find_launcher() is None, reason="no mpiexec: install .[mpich]")
 SMALL = """--layers 2 --d-model 64 --seq-len 32 --log-interval 10 --sample-tokens 0
     --eval-tokens 1024""".split()
 TINY = ["--layers", 2, "--d-model", 16, "--heads", 2, "--seq-len", 8, "--batch-size", 8,

@@ -4,7 +4,7 @@ import json
 
 import numpy as np
 import pytest
-from helpers import REPOSITORY, find_launcher, run_command, run_ranks
+from helpers import REPOSITORY, run_command, run_ranks
 from program import BLOCK, LIMIT, PROGRAM, TEXT, environment, metrics, mpipar, one_block, weights
 
 from mpipar.comm.one_rank import OneRank
@@ -96,7 +96,6 @@ def test_a_failure_still_ends_with_one_block(tmp_path):
     assert (code, "the data has 5 tokens" in block) == (65, True)
 
 
-@pytest.mark.skipif(find_launcher() is None, reason="no mpiexec is installed")
 def test_several_ranks_are_refused(tmp_path):
     result = run_ranks(2, [*PROGRAM, *TRAIN], LIMIT, environment(NOWHERE), tmp_path)
     code, block = one_block(result)

@@ -6,9 +6,8 @@ import shutil
 
 import numpy as np
 import pytest
-from in_process import assert_refused, printed
+from in_process import alone, assert_refused, printed
 from one_rank import fresh
-from program import mpipar
 from tokenizers_made import save_tokenizer
 
 from mpipar.checkpoint.weights import save
@@ -78,7 +77,7 @@ def test_train_go_on_and_generate_with_the_tokenizer_of_the_data(here):
     """The run keeps the tokenizer from its first step on; another data folder is refused."""
     save_tokenizer(here / "model")
     prepare("model", "data")
-    result = mpipar("train", "--data", "data", "--out", "run", "--steps", 2, *SMALL,
+    result = alone("train", "--data", "data", "--out", "run", "--steps", 2, *SMALL,
                     "--prompt", "The object", "--sample-tokens", 5, "--temperature", 0, cwd=here)
     assert result.returncode == 0, result.tail()
     assert "V 400, tied head" in result.stdout
@@ -93,7 +92,7 @@ def test_train_go_on_and_generate_with_the_tokenizer_of_the_data(here):
         "eos_token_id"] == kept.end == 0
     assert {path.name for path in (here / "run" / "weights").iterdir()} & {*FILES} == {
         "tokenizer.json"}
-    again = mpipar("generate", "run", "--prompt", "The object", "--sample-tokens", 5,
+    again = alone("generate", "run", "--prompt", "The object", "--sample-tokens", 5,
                    "--temperature", 0, cwd=here)
     assert harmless(again.stdout).rstrip() == said.rstrip()
     shutil.copytree("data", "other")
@@ -112,7 +111,7 @@ def test_train_go_on_and_generate_with_the_tokenizer_of_the_data(here):
 
 def test_a_large_vocabulary_has_no_table_of_pairs(here):
     """The square of 50,257 numbers would take 20 GB."""
-    done = mpipar("train", "--data", "bytes", *SMALL, "--vocab-size", 600, "--steps", 1,
+    done = alone("train", "--data", "bytes", *SMALL, "--vocab-size", 600, "--steps", 1,
                   "--sample-tokens", 0, "--eval-tokens", 64, cwd=here)
     assert done.returncode == 0, done.tail()
     assert "byte-bigram" not in done.stdout

@@ -8,8 +8,8 @@ import shutil
 
 import pytest
 from config_helpers import reading_of
-from in_process import assert_refused, printed
-from program import metrics, mpipar
+from in_process import alone, assert_refused, printed
+from program import LETTERS, metrics
 
 from mpipar.commands.elsewhere import changes, legal
 from mpipar.commands.resolve import resolve
@@ -26,8 +26,8 @@ TINY = """--data text.txt --layers 2 --d-model 8 --heads 2 --ffn 12 --seq-len 5 
 def made(tmp_path_factory):
     """A folder with a run that has ended, and its data."""
     folder = tmp_path_factory.mktemp("made")
-    (folder / "text.txt").write_text("a short text, again and again. " * 30)
-    result = mpipar("train", *TINY, "--out", "run", cwd=folder)
+    (folder / "text.txt").write_text(LETTERS)
+    result = alone("train", *TINY, "--out", "run", cwd=folder)
     assert result.returncode == 0, result.tail()
     return folder
 
@@ -270,8 +270,8 @@ def test_a_damaged_checkpoint_is_not_exported(here):
 def test_going_back_to_an_earlier_step_keeps_the_later_ones_aside(here):
     (here / "run" / "result.json").unlink()
     before = (here / "run" / "metrics.jsonl").read_text()
-    result = mpipar("train", "--resume", "run/checkpoints/step-00000002", "--save-interval", "3",
-                    cwd=here)
+    result = alone("train", "--resume", "run/checkpoints/step-00000002", "--save-interval", "3",
+                   cwd=here)
     assert result.returncode == 0, result.tail()
     names = sorted(path.name for path in (here / "run" / "checkpoints").iterdir())
     assert names == ["step-00000002", "step-00000003", "step-00000004.aside-1", "step-00000006",

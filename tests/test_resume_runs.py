@@ -1,20 +1,21 @@
 """Runs that are killed or stopped, and go on: they end as one that was never interrupted."""
 
 import contextlib
+import functools
 import json
 import shutil
 import sys
 
 import numpy as np
 import pytest
-from helpers import find_launcher, run_command, run_ranks
-from program import LIMIT, REPOSITORY, environment, metrics, mpipar, one_block
+from helpers import run_command, run_ranks
+from in_process import alone
+from program import LETTERS, LIMIT, REPOSITORY, environment, metrics, mpipar, one_block
 
 from mpipar.checkpoint.manifest import committed_steps, read_manifest
 from mpipar.commands.run_folder import newest_step
 from mpipar.errors import EXIT_ENVIRONMENT
 
-needs_mpiexec = pytest.mark.skipif(find_launcher() is None, reason="no mpiexec: install .[mpich]")
 TINY = """--data text.txt --layers 2 --d-model 8 --heads 2 --ffn 12 --seq-len 5 --batch-size 4
     --num-microbatches 2 --sample-tokens 4 --steps 10 --warmup-steps 2 --log-interval 4""".split()
 # float16 whose scale overflows at first, and doubles after three good steps
@@ -33,14 +34,15 @@ def here(tmp_path):
 
 def prepare(folder):
     """Write the text and the images."""
-    (folder / "text.txt").write_text("a short text, again and again. " * 30)
+    (folder / "text.txt").write_text(LETTERS)
     rng = np.random.default_rng(0)
     np.savez(folder / "images.npz", x=rng.normal(size=(60, 4, 4)), y=rng.integers(3, size=60))
 
 
 def train(here, *words, ranks=None, code=0):
     """Train in a folder; return what was printed. The run must end with this code."""
-    result = mpipar("train", *words, ranks=ranks, cwd=here)
+    start = functools.partial(mpipar, ranks=ranks) if ranks else alone
+    result = start("train", *words, cwd=here)
     assert result.returncode == code, result.tail()
     return result.stdout + result.stderr
 
@@ -104,7 +106,6 @@ def test_a_killed_run_goes_on_as_if_nothing_had_been(words, here):
     assert "this run ended with step 10" in text
 
 
-@needs_mpiexec
 @pytest.mark.slow
 def test_experts_of_a_killed_run_go_on_elsewhere(here):
     """Their weights and state lie on four ranks, and are put together for a layout without ep."""
@@ -121,7 +122,6 @@ def test_experts_of_a_killed_run_go_on_elsewhere(here):
     assert len(pairs[0]) == 10
 
 
-@needs_mpiexec
 @pytest.mark.parametrize("form", [
     pytest.param("--no-save-async", marks=pytest.mark.slow), "--save-async"])
 def test_two_ranks_killed_twice(form, here):
@@ -207,7 +207,6 @@ def flip(path):
     path.write_bytes(data)
 
 
-@needs_mpiexec
 def test_damage_on_one_rank_makes_all_fall_back(here):
     """Only rank 1 reads the damaged file."""
     train(here, *TINY, "--pp", "2", "--save-interval", "5", "--out", "run", ranks=2)

@@ -5,7 +5,7 @@ import re
 import tomllib
 
 import pytest
-from helpers import REPOSITORY, find_launcher, run_ranks
+from helpers import REPOSITORY, run_ranks
 from in_process import assert_refused, printed
 from program import PROGRAM, TEXT, environment, mpipar
 
@@ -14,7 +14,6 @@ from mpipar.config.sections import Config
 from mpipar.plan.choose_layout import with_schedule_name
 from mpipar.train.build import configured_schedule
 
-pytestmark = pytest.mark.skipif(find_launcher() is None, reason="no mpiexec: install .[mpich]")
 SMALL = [*TEXT, *"""--layers 4 --d-model 16 --heads 2 --seq-len 8 --batch-size 8
     --num-microbatches 4 --steps 3 --sample-tokens 3 --dtype float64 --layout pp=2""".split()]
 

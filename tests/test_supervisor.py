@@ -10,17 +10,15 @@ from pathlib import Path
 
 import pytest
 from fault_table import fault
-from helpers import find_launcher, run_command, run_ranks
+from helpers import run_command, run_ranks
 from program import LIMIT, environment, one_block
 
 from mpipar.job import environment as job_environment
 from mpipar.job.environment import own_folder, scratch
 
 JOB = [sys.executable, Path(__file__).parent / "launch_job.py"]
-needs_mpiexec = pytest.mark.skipif(find_launcher() is None, reason="no mpiexec: install .[mpich]")
 
 
-@needs_mpiexec
 @pytest.mark.parametrize("ranks", [1, 3])
 def test_a_library_that_ends_every_rank_is_told_once(ranks):
     code, block = one_block(run_ranks(ranks, [*JOB, "leave"], LIMIT, environment()))
@@ -28,17 +26,14 @@ def test_a_library_that_ends_every_rank_is_told_once(ranks):
     assert "has ended with exit code 0 before its job had ended" in block
 
 
-@needs_mpiexec
 def test_a_defect_of_all_ranks_is_told_once():
     assert one_block(run_ranks(4, [*JOB, "all"], LIMIT, environment()))[0] == 70
 
 
-@needs_mpiexec
 def test_console_that_takes_nothing_does_not_keep_the_job():
     assert run_ranks(2, [*JOB, "unheard"], LIMIT, environment()).returncode == 70
 
 
-@needs_mpiexec
 def test_what_one_rank_does_at_the_end_keeps_no_other_waiting():
     assert run_ranks(3, [*JOB, "alone"], LIMIT, environment()).returncode == 0
 
@@ -46,7 +41,6 @@ def test_what_one_rank_does_at_the_end_keeps_no_other_waiting():
 STARTED = "from mpi4py import MPI; from mpipar.job.session import guard; guard(lambda *_: 0)"
 
 
-@needs_mpiexec
 def test_an_mpi_that_has_started_before_the_fork_is_refused():
     """MPI_Finalize would wait for threads that only the parent has."""
     code, block = one_block(run_command([sys.executable, "-c", STARTED], LIMIT, environment()))
@@ -149,7 +143,6 @@ def test_temporary_files_lie_in_the_user_s_own_folder_if_there_is_one(tmp_path, 
     assert scratch("name").parent == Path("/somewhere")
 
 
-@needs_mpiexec
 def test_planted_records_choose_neither_exit_code_nor_silence(tmp_path):
     """Files of the names that earlier jobs have used for a decision."""
     target = tmp_path / "target"

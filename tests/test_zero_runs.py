@@ -2,11 +2,11 @@
 
 import pytest
 from program import metrics, mpipar
-from test_resume_runs import ended, needs_mpiexec, prepare
+from test_resume_runs import ended, prepare
 
 from mpipar.checkpoint.manifest import committed_steps
 
-pytestmark = [pytest.mark.slow, needs_mpiexec]
+pytestmark = pytest.mark.slow
 TEXT = """--data text.txt --layers 4 --d-model 16 --heads 4 --ffn 24 --seq-len 8 --batch-size 8
     --num-microbatches 2 --sample-tokens 0 --steps 10 --dtype float64""".split()
 
