@@ -133,6 +133,7 @@ def test_weights_that_fix_the_shape_leave_the_rest_to_change():
 
 # Functions whose refusals name two settings of `train`, and why no row of the table does it.
 BESIDE = {
+    "commands.elsewhere.unchangeable": "compares with a checkpoint",
     "commands.explain.configured": "arguments of explain",
     "commands.generation.layout_problems": "what generate can't do",
     "commands.memory_limit._problems": "known once memory is short",
@@ -143,7 +144,6 @@ BESIDE = {
     "commands.schedule.problems": "arguments of schedule",
     "config.reading.choice_problems": "the settings of a choice: see `only` of a setting",
     "config.reading.expand_layout": "one setting in two spellings",
-    "config.resumed.unchangeable": "compares with a checkpoint",
     "data.dataset.open_dataset": "compares with data", "data.images.load": "compares with data",
     "data.rows.load": "compares with data", "data.source._not_bytes": "compares with data",
     "pipeline.choose.choose_schedule": "known once costs are",
