@@ -28,6 +28,7 @@ from helpers import (
 from safetensors.numpy import load_file
 
 PROGRAM = (sys.executable, "-m", "mpipar")
+FAULTY = (sys.executable, str(REPOSITORY / "tests" / "faulty_run.py"))
 LIMIT = 200.0  # seconds for one command: much more than it takes, for a machine under load
 BLOCK = "mpipar: stopped, exit code "
 # A short text. A run reads all of its held-out part; of the default text that takes seconds.

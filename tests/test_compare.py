@@ -2,16 +2,15 @@
 
 import json
 import shutil
-import sys
 from dataclasses import replace
 from pathlib import Path
 from random import Random
 
 import pytest
-from helpers import REPOSITORY, find_launcher, run_ranks
+from helpers import run_ranks
 from in_process import assert_refused, printed
 from machine_models import machine
-from program import environment
+from program import FAULTY, environment
 from test_trace import SMALL
 from trace_cases import MS, blocking, record, span, trace
 
@@ -206,13 +205,11 @@ def folders(tmp_path_factory):
 
     Of five traced steps one may be held up by other work: the quartiles do not see it.
     """
-    if find_launcher() is None:
-        pytest.skip("no mpiexec: install .[mpich]")
     base, made = tmp_path_factory.mktemp("compare"), {}
     for fault in ("none", "delay"):
         made[fault] = base / fault
-        command = [sys.executable, str(REPOSITORY / "tests" / "faulty_run.py"), fault, "train",
-                   *SMALL, "--layout", "tp=2", "--trace", "2:6", "--out", str(made[fault])]
+        command = [*FAULTY, fault, "train", *SMALL, "--layout", "tp=2", "--trace", "2:6", "--out",
+                   str(made[fault])]
         result = run_ranks(2, command, 60, environment())
         assert result.returncode == 0, result.tail()
     return made

@@ -11,9 +11,9 @@ import time
 
 import numpy as np
 import pytest
-from helpers import REPOSITORY, run_command
+from helpers import run_command
 from in_process import alone
-from program import BLOCK, LIMIT, PROGRAM, environment, metrics, running, weights
+from program import BLOCK, FAULTY, LIMIT, PROGRAM, environment, metrics, running, weights
 
 from mpipar.checkpoint.manifest import committed_steps
 from mpipar.job.signals import Interruptible, obeyed
@@ -84,8 +84,8 @@ def test_sigusr2_to_one_rank_saves_and_the_run_goes_on(text_folder):
 def test_a_save_that_takes_long_is_not_cut(sign, text_folder):
     """No other rank says that the weights are there while one writes, and no timer ends it."""
     folder = text_folder / "run" / "weights"
-    slow_disk = [sys.executable, str(REPOSITORY / "tests" / "faulty_run.py"), "slow-disk"]
-    with started(text_folder, 2, "--steps", "2", "--sample-tokens", "1", program=slow_disk) as job:
+    with started(text_folder, 2, "--steps", "2", "--sample-tokens", "1",
+                 program=(*FAULTY, "slow-disk")) as job:
         job.wait_until((folder / "model.safetensors.partial").exists)
         assert job.interrupt(sign) == 75, job.output()
         text = job.output()

@@ -4,18 +4,25 @@ The numbers are those of the table in docs/failures.md. Other tests carry the ma
 """
 
 import signal
-import sys
 from dataclasses import dataclass
 
 import pytest
 from fault_table import fault
-from helpers import REPOSITORY, run_ranks
-from program import LETTERS, LIMIT, PROGRAM, environment, metrics, mpipar, one_block, running
+from helpers import run_ranks
+from program import (
+    FAULTY,
+    LETTERS,
+    LIMIT,
+    PROGRAM,
+    environment,
+    metrics,
+    mpipar,
+    one_block,
+    running,
+)
 
 from mpipar.checkpoint.manifest import committed_steps, damage
 
-DYING = [sys.executable, str(REPOSITORY / "tests" / "dying_run.py")]
-OVER_NCCL = [sys.executable, str(REPOSITORY / "tests" / "nccl_run.py")]
 RUN = """train --data text.txt --out run --pp 2 --layers 3 --d-model 8 --heads 2 --seq-len 5
     --batch-size 4 --num-microbatches 2 --steps 6 --save-interval 2 --sample-tokens 0
     --resume auto""".split()
@@ -25,7 +32,7 @@ ANY = None  # the launcher's own code for ranks that were killed
 
 @dataclass(frozen=True)
 class Case:
-    """A fault: its number, what happens, where (see dying_run.py), to which rank, the exit code."""
+    """A fault: its number, what happens, where (in faulty_run.py), to which rank, exit code."""
 
     number: int
     what: str
@@ -97,7 +104,7 @@ def assert_whole(folder):
 
 @pytest.mark.parametrize("case", [case.parameter() for case in (*KILLED, *LEFT, *RAISED, *STOPPED)])
 def test_a_rank_goes_wrong_and_a_resume_loses_nothing(case, text_folder, whole, record_property):
-    command = [*DYING, str(case.rank), case.place, case.how, *RUN, "--pp", str(case.ranks)]
+    command = [*FAULTY, f"{case.place}/{case.how}/{case.rank}", *RUN, "--pp", str(case.ranks)]
     result = run_ranks(case.ranks, command, LIMIT, environment(), text_folder)
     record_property("exit_code", result.returncode)
     assert result.returncode == case.code, result.tail()
@@ -117,7 +124,7 @@ def test_a_peer_over_nccl_goes_wrong_and_a_resume_without_gpus_goes_on(
         layout, how, code, text_folder):
     """The other rank waits for a message, or for a sum, that NCCL will never bring."""
     run = [*RUN[:3], "--out", "run", *RUN[7:], "--layout", layout, "--dtype", "float64"]
-    command = [*OVER_NCCL, "1", "forward", how, *run, "--device", "cuda"]
+    command = [*FAULTY, f"nccl/forward/{how}/1", *run, "--device", "cuda"]
     result = run_ranks(2, command, LIMIT, environment(), text_folder)
     assert result.returncode == code, result.tail()
     assert "messages are carried by NCCL" in result.stdout

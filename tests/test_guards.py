@@ -1,13 +1,13 @@
 """Drift, numbers that are not finite and failures beside training, through the front door."""
 
 import re
-import sys
 
 import pytest
-from helpers import REPOSITORY, run_ranks
+from fault_table import fault
+from helpers import run_ranks
 from in_process import assert_refused, refusal
 from one_rank import fresh
-from program import LIMIT, environment, metrics, one_block
+from program import FAULTY, LIMIT, environment, metrics, one_block
 
 from mpipar.checkpoint import weights as checkpoint
 from mpipar.trace import trace_file
@@ -18,14 +18,8 @@ SMALL = ("--layers 2 --d-model 16 --heads 2 --seq-len 8 --batch-size 4 --num-mic
          " --steps 6 --sample-tokens 0 --log-interval 1").split()
 
 
-def fault(*words):
-    """A row of the table in docs/failures.md: number, what happens, exit code."""
-    return pytest.mark.fault(*words)
-
-
 def faulty(name, *flags, folder):
-    command = [sys.executable, str(REPOSITORY / "tests" / "faulty_run.py"), name, "train", *SMALL,
-               "--out", str(folder), *flags]
+    command = [*FAULTY, name, "train", *SMALL, "--out", str(folder), *flags]
     return one_block(run_ranks(2, command, LIMIT, environment()))
 
 

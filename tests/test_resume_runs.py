@@ -4,13 +4,12 @@ import contextlib
 import functools
 import json
 import shutil
-import sys
 
 import numpy as np
 import pytest
 from helpers import run_command, run_ranks
 from in_process import alone
-from program import LETTERS, LIMIT, REPOSITORY, environment, metrics, mpipar, one_block
+from program import FAULTY, LETTERS, LIMIT, environment, metrics, mpipar, one_block
 
 from mpipar.checkpoint.manifest import committed_steps, read_manifest
 from mpipar.commands.run_folder import newest_step
@@ -48,9 +47,8 @@ def train(here, *words, ranks=None, code=0):
 
 
 def ended(here, how, number, *words, ranks=None):
-    """A run that ended_run.py ends too early."""
-    argv = [sys.executable, str(REPOSITORY / "tests" / "ended_run.py"), how, str(number), "train",
-            *map(str, words)]
+    """A run that faulty_run.py ends too early."""
+    argv = [*FAULTY, f"{how}@{number}", "train", *map(str, words)]
     if ranks is None:
         return run_command(argv, LIMIT, environment(), here)
     return run_ranks(ranks, argv, LIMIT, environment(), here)

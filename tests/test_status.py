@@ -1,12 +1,11 @@
 """A rank that a signal has killed is named; a run folder that a host does not see is refused."""
 
 import re
-import sys
 
 import pytest
-from helpers import REPOSITORY, run_ranks
+from helpers import run_ranks
 from in_process import printed
-from program import LIMIT, environment, mpipar, one_block, pair
+from program import FAULTY, LIMIT, environment, mpipar, one_block, pair
 
 from mpipar.errors import OutputError
 from mpipar.job import lock, status
@@ -16,9 +15,8 @@ SMALL = ("train --layers 2 --d-model 8 --heads 2 --seq-len 5 --batch-size 4 --sa
 
 
 def test_a_killed_rank_is_named_by_ls_and_by_the_next_start(text_folder):
-    fault = [sys.executable, str(REPOSITORY / "tests" / "faulty_run.py"), "killed"]
     words = [*SMALL, "--layout", "tp=2", "--steps", "8"]
-    killed = run_ranks(2, [*fault, *words], LIMIT, environment(), text_folder)
+    killed = run_ranks(2, [*FAULTY, "killed", *words], LIMIT, environment(), text_folder)
     assert killed.returncode not in (0, 1), killed.tail()
     named = r"was killed .*(\n.*)*rank 1 on \S+ \(pid \d+\), in step \d, phase F, since"
     assert re.search(named, printed("ckpt", "ls", text_folder / "run"))
