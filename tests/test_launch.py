@@ -107,13 +107,19 @@ def test_mistake_of_the_user_is_told_once_and_needs_no_abort(how, code, words, a
     assert "Traceback" not in result.stderr
 
 
-def test_failure_that_cannot_even_be_told_ends_the_job():
-    assert launch(3, "reporting-fails").returncode == 70
+@pytest.mark.parametrize(("how", "ranks", "code"), [
+    ("agree", 3, 0), ("ranks-leave-with-different-codes", 3, 1),
+    ("alone", 3, 0),  # what one rank does at the end keeps no other waiting
+    ("reporting-fails", 3, 70), ("unheard", 2, 70)])  # a failure that cannot be told
+def test_ends_without_a_block(how, ranks, code):
+    assert launch(ranks, how).returncode == code
 
 
-def test_regular_ends():
-    assert launch(3, "agree").returncode == 0
-    assert launch(3, "ranks-leave-with-different-codes").returncode == 1
+@pytest.mark.parametrize(("how", "ranks"), [("leave", 1), ("leave", 3), ("all", 4)])
+def test_what_ends_every_rank_is_told_once(how, ranks):
+    code, block = one_block(launch(ranks, how))
+    assert code == 70
+    assert ("has ended with exit code 0 before its job had ended" in block) == (how == "leave")
 
 
 def test_installed_console_script_is_guarded(tmp_path):

@@ -134,19 +134,6 @@ def test_two_ranks_killed_twice(form, here):
     assert_same_run(here / "whole", here / "killed")
 
 
-@pytest.mark.slow
-def test_killed_in_the_evaluation_only_that_is_left(here):
-    train(here, *TINY, "--out", "whole")
-    result = ended(here, "evaluate", 0, *TINY, "--out", "killed")
-    assert result.returncode == EXIT_ENVIRONMENT, result.tail()
-    before = (here / "killed" / "metrics.jsonl").read_bytes()
-    text = train(here, *TINY, "--resume", "auto", "--out", "killed")
-    assert "step 10/10" not in text
-    assert "held-out loss" in text
-    assert (here / "killed" / "metrics.jsonl").read_bytes() == before
-    assert_same_run(here / "whole", here / "killed")
-
-
 def test_a_stop_saves_and_the_run_goes_on(here):
     train(here, *TINY, "--out", "whole")
     result = ended(here, "stop", 7, *TINY, "--out", "stopped")
@@ -160,13 +147,17 @@ def test_a_stop_saves_and_the_run_goes_on(here):
 
 
 @pytest.mark.slow
-def test_killed_before_the_first_save_it_starts_at_step_1(here):
+@pytest.mark.parametrize(("how", "number", "lines", "said"), [
+    ("kill", 6, 4, "no checkpoint: the run starts at step 1"),  # before the first save
+    ("evaluate", 0, 10, "held-out loss")])  # only that is left
+def test_killed_without_an_interval_of_saves(how, number, lines, said, here):
     train(here, *TINY, "--out", "whole")
-    result = ended(here, "kill", 6, *TINY, "--out", "killed")
+    result = ended(here, how, number, *TINY, "--out", "killed")
     assert result.returncode == EXIT_ENVIRONMENT, result.tail()
-    assert len(metrics(here / "killed")) == 4
+    assert len(metrics(here / "killed")) == lines
     text = train(here, *TINY, "--resume", "auto", "--out", "killed")
-    assert "no checkpoint: the run starts at step 1" in text
+    assert said in text
+    assert ("step 10/10" in text) == (lines < 10)
     assert_same_run(here / "whole", here / "killed")
 
 

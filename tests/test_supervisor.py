@@ -1,6 +1,6 @@
 """Who ends without the job's own end is not exit code 0; and nobody else's files are trusted.
 
-Ranks that die inside a run are in test_faults.py.
+Ranks that die inside a run are in test_faults.py, other ends of a job in test_launch.py.
 """
 
 import os
@@ -17,25 +17,6 @@ from mpipar.job import environment as job_environment
 from mpipar.job.environment import own_folder, scratch
 
 JOB = [sys.executable, Path(__file__).parent / "launch_job.py"]
-
-
-@pytest.mark.parametrize("ranks", [1, 3])
-def test_a_library_that_ends_every_rank_is_told_once(ranks):
-    code, block = one_block(run_ranks(ranks, [*JOB, "leave"], LIMIT, environment()))
-    assert code == 70
-    assert "has ended with exit code 0 before its job had ended" in block
-
-
-def test_a_defect_of_all_ranks_is_told_once():
-    assert one_block(run_ranks(4, [*JOB, "all"], LIMIT, environment()))[0] == 70
-
-
-def test_console_that_takes_nothing_does_not_keep_the_job():
-    assert run_ranks(2, [*JOB, "unheard"], LIMIT, environment()).returncode == 70
-
-
-def test_what_one_rank_does_at_the_end_keeps_no_other_waiting():
-    assert run_ranks(3, [*JOB, "alone"], LIMIT, environment()).returncode == 0
 
 
 STARTED = "from mpi4py import MPI; from mpipar.job.session import guard; guard(lambda *_: 0)"
