@@ -55,7 +55,7 @@ ELSEWHERE = (
     (34, "kill -9 of the launcher and its daemon while ranks compute", None,
      "test_launch.py::test_ranks_whose_launcher_was_killed_end[[]computing*"),
     (37, "hosts with other versions of Python, NumPy or mpi4py", 69,
-     "test_alike.py::test_the_table_names_field_ranks_and_values"),
+     "test_compared.py::test_the_table_names_field_ranks_and_values"),
     (35, "a launcher of another MPI library", 69,
      "test_launch.py::test_open_mpi_under_mpich_s_launcher_and_the_reverse"),
     (38, "MPI without MPI_THREAD_MULTIPLE", 70,

@@ -113,14 +113,6 @@ def test_help_shows_the_usual_flags_and_names_help_all(command):
         assert not hidden
 
 
-def test_generate_takes_a_run_and_a_layout_but_no_shape():
-    text = printed("generate", "--help")
-    assert "RUN" in text
-    assert "--prompt" in text
-    assert "--tp" in text
-    assert "--d-model" not in text
-
-
 @pytest.mark.parametrize(("words", "refused_flags"), [
     (["verify", "--print-config", "--trace", "2:3", "--memory-limit=9", "--no-memory"],
      ["--trace", "--memory-limit", "--no-memory"]),
@@ -157,24 +149,26 @@ def test_version_is_that_of_the_package():
 # --- what is loaded
 
 
-def test_nothing_heavy_is_loaded_before_the_guard_has_set_the_threads():
-    program = (
-        "import sys, mpipar.__main__\n"
-        "print([name for name in ('numpy', 'mpi4py', 'safetensors') if name in sys.modules])"
-    )
-    result = run_command([sys.executable, "-c", program], LIMIT)
-    assert result.stdout.strip() == "[]", result.tail()
+LOADED = """
+import sys, mpipar.__main__
+from mpipar import cli
+def loaded(*names):
+    return [name for name in names if name in sys.modules]
+print("start", loaded("numpy", "mpi4py", "safetensors"))
+for command, words in (("train", []), ("generate", ["RUN"]), ("verify", []), ("doctor", [])):
+    cli.context_of(None, command, words)
+    print(command, loaded("numpy", "mpi4py.MPI", "safetensors"))
+import mpipar.commands.loops
+print("loops", loaded("numpy"))
+"""
 
 
-@pytest.mark.parametrize("command", ["train", "generate", "verify", "doctor"])
-def test_flags_are_read_before_numpy_is_loaded(command):
-    program = (
-        "import sys\nfrom mpipar import cli\n"
-        f"cli.context_of(None, {command!r}, ['RUN'] * {command == 'generate'})\n"
-        "print([name for name in ('numpy', 'mpi4py.MPI', 'safetensors') if name in sys.modules])"
-    )
-    result = run_command([sys.executable, "-c", program], LIMIT)
-    assert result.stdout.strip() == "[]", result.tail()
+def test_flags_are_read_and_kernels_chosen_before_numpy_is_loaded():
+    """And nothing heavy is loaded before the guard has set the number of threads."""
+    result = run_command([sys.executable, "-c", LOADED], LIMIT)
+    assert result.stdout.splitlines() == [
+        f"{what} []" for what in ("start", "train", "generate", "verify", "doctor", "loops")
+    ], result.tail()
 
 
 def test_every_command_is_a_module_with_one_object():

@@ -151,7 +151,7 @@ BESIDE = {
 # Checks of a command that end with exit code 2, beside the table.
 CHECKS = {
     "folder_problems": "the disk", "problems": "the step of a checkpoint",
-    "read_text": "the prompt and a tokenizer", "prompt_problems": "the same, of generate",
+    "read_text": "the prompt and a tokenizer", "read_texts": "the same, of generate",
     "layout_problems": "what generate can't do", "other_than_one_rank": "what verify can't do",
 }
 FLAGS = {"--layout", "--machine", *map(flag, FIELDS)}

@@ -15,7 +15,7 @@ SIZES = "--layers 2 --d-model 16 --heads 2 --seq-len 16 --batch-size 4".split()
 TRAIN = ("train", *SIZES, *TEXT, "--steps", "3", "--sample-tokens", "0")
 EXPLAIN = "explain --layout dp=2,tp=2 --num-microbatches 2"
 STEP = ("--layers 1 --d-model 16 --heads 2 --seq-len 8 --batch-size 2 --repeats 1"
-        " --no-compiled --json step.json")
+        " --no-compiled --sides own --json step.json")
 
 
 @pytest.fixture
