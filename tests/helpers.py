@@ -76,6 +76,11 @@ class Finished:
     stderr: str
     seconds: float
 
+    def ended(self, code: int = 0) -> "Finished":
+        """Return this command, which must have ended with this exit code."""
+        assert self.returncode == code, self.tail()
+        return self
+
     def tail(self, lines: int = 150) -> str:
         """Return the command, its exit code and the end of both streams, for a failing test."""
         parts = [f"$ {' '.join(self.argv)}", f"exit {self.returncode} after {self.seconds:.1f} s"]

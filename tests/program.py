@@ -142,6 +142,15 @@ def one_block(result: Finished) -> tuple[int, str]:
     return code, blocks[0]
 
 
+def block_of(result: Finished, code: int, *parts: str) -> str:
+    """Return the only error block of a job that must have this exit code, with all the parts."""
+    found, block = one_block(result)
+    assert found == code, result.tail()
+    missing = [part for part in parts if part not in block]
+    assert not missing, f"{missing} in\n{result.tail()}"
+    return block
+
+
 def section(text: str, title: str) -> list[str]:
     """Return the lines of the console below one that starts with ``title``, up to an empty one.
 

@@ -14,7 +14,7 @@ import pytest
 from fault_table import fault
 from in_process import StandIn
 from one_rank import fresh
-from program import one_block, pair
+from program import block_of, pair
 from tokenizers_made import save_tokenizer
 
 from mpipar import cli, data
@@ -133,8 +133,7 @@ def test_the_files_of_a_tokenizer_are_compared(hosts):
 def test_ranks_with_other_copies_end_before_the_first_step(hosts):
     flip(hosts[1] / "tokens.bin")
     words = [*TRAIN, *SMALL, "--dp", "2", "--out", hosts[0] / "run"]
-    code, block = one_block(pair(words, words, hosts))
-    assert code == 69
+    block = block_of(pair(words, words, hosts), 69)
     assert [line.split()[:2] for line in block.splitlines() if "data  " in line] == [
         ["data", "0"], ["data", "1"]]
     assert not (hosts[0] / "run").exists()

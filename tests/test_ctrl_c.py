@@ -146,6 +146,5 @@ launch.guard(main, [])
 
 
 def test_when_mpi_has_ended_nothing_is_asked_of_it():
-    result = run_command([sys.executable, "-c", AT_THE_END], LIMIT, environment())
-    assert result.returncode == 130, result.tail()
+    result = run_command([sys.executable, "-c", AT_THE_END], LIMIT, environment()).ended(130)
     assert result.stderr.count(BLOCK) == 1, result.tail()

@@ -79,8 +79,7 @@ def whole(tmp_path_factory):
         if ranks not in done:
             folder = tmp_path_factory.mktemp("whole")
             (folder / "text.txt").write_text(LETTERS)
-            result = mpipar(*RUN, "--pp", ranks, ranks=ranks, cwd=folder)
-            assert result.returncode == 0, result.tail()
+            mpipar(*RUN, "--pp", ranks, ranks=ranks, cwd=folder).ended()
             done[ranks] = left_by(folder / "run")
         return done[ranks]
 
@@ -111,8 +110,7 @@ def test_a_rank_goes_wrong_and_a_resume_loses_nothing(case, text_folder, whole, 
     if case.code in (69, 70):
         assert f"rank {case.rank} of {case.ranks}" in one_block(result)[1]
     assert_whole(text_folder / "run")
-    resumed = mpipar(*RUN, "--pp", case.ranks, ranks=case.ranks, cwd=text_folder)
-    assert resumed.returncode == 0, resumed.tail()
+    mpipar(*RUN, "--pp", case.ranks, ranks=case.ranks, cwd=text_folder).ended()
     assert left_by(text_folder / "run") == whole(case.ranks)
 
 
@@ -125,8 +123,7 @@ def test_a_peer_over_nccl_goes_wrong_and_a_resume_without_gpus_goes_on(
     """The other rank waits for a message, or for a sum, that NCCL will never bring."""
     run = [*RUN[:3], "--out", "run", *RUN[7:], "--layout", layout, "--dtype", "float64"]
     command = [*FAULTY, f"nccl/forward/{how}/1", *run, "--device", "cuda"]
-    result = run_ranks(2, command, LIMIT, environment(), text_folder)
-    assert result.returncode == code, result.tail()
+    result = run_ranks(2, command, LIMIT, environment(), text_folder).ended(code)
     assert "messages are carried by NCCL" in result.stdout
     assert "rank 1 of 2" in one_block(result)[1]
     assert_whole(text_folder / "run")
@@ -151,6 +148,5 @@ def test_a_signal_to_the_launcher_leaves_a_checkpoint_that_loads(
     assert code != 0
     assert_whole(text_folder / "run")
     step = committed_steps(text_folder / "run" / "checkpoints")[-1][0]
-    resumed = mpipar(*RUN, "--steps", step + 2, ranks=2, cwd=text_folder)
-    assert resumed.returncode == 0, resumed.tail()
+    mpipar(*RUN, "--steps", step + 2, ranks=2, cwd=text_folder).ended()
     assert [line["step"] for line in metrics(text_folder / "run")] == list(range(1, step + 3))

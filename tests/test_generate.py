@@ -67,8 +67,7 @@ def models(tmp_path_factory):
 
 
 def generated(models, name, *words):
-    result = alone("generate", models[0] / name, "--dtype", "float64", *words)
-    assert result.returncode == 0, result.tail()
+    result = alone("generate", models[0] / name, "--dtype", "float64", *words).ended()
     assert result.stderr in ("", FULL)
     return result.stdout
 
@@ -96,8 +95,7 @@ def test_any_number_of_tokens(models):
 
 
 def test_float32_is_the_default(models):
-    result = alone("generate", models[0] / "bytes" / "weights", "--prompt", "a")
-    assert result.returncode == 0, result.tail()
+    result = alone("generate", models[0] / "bytes" / "weights", "--prompt", "a").ended()
     assert result.stdout.startswith("a")
 
 
@@ -149,8 +147,7 @@ def test_prompts_of_a_file_are_answered_in_their_order(models, tmp_path):
     (tmp_path / "p.txt").write_text("\n".join(prompts), "utf-8")
     words = ["generate", models[0] / "bytes", "--dtype", "float64", "--temperature", "0",
              "--sample-tokens", "3", "--batch-size", "3"]
-    done = alone(*words, "--prompts", "p.jsonl", cwd=tmp_path)
-    assert done.returncode == 0, done.tail()
+    done = alone(*words, "--prompts", "p.jsonl", cwd=tmp_path).ended()
     found = [json.loads(line) for line in done.stdout.splitlines()]
     assert [one["prompt"] for one in found] == prompts
     assert [one["end"] for one in found] == ["length", "length", "length", "length", "seq_len"]
@@ -158,11 +155,9 @@ def test_prompts_of_a_file_are_answered_in_their_order(models, tmp_path):
         text = expected_text(models, "bytes", one["prompt"], 3)
         assert harmless(one["prompt"] + one["text"]) + "\n" == text
         assert len(one["tokens"]) == (1 if one["end"] == "seq_len" else 3)
-    done = alone(*words, "--prompts", "p.txt", "--answers", "a.jsonl", cwd=tmp_path)
-    assert done.returncode == 0, done.tail()
+    done = alone(*words, "--prompts", "p.txt", "--answers", "a.jsonl", cwd=tmp_path).ended()
     assert [json.loads(line) for line in (tmp_path / "a.jsonl").read_text().splitlines()] == found
-    again = alone(*words, "--prompts", "p.txt", "--answers", "a.jsonl", cwd=tmp_path)
-    assert again.returncode == 2
+    again = alone(*words, "--prompts", "p.txt", "--answers", "a.jsonl", cwd=tmp_path).ended(2)
     assert "--answers a.jsonl: is there already; give a new file" in again.stderr
 
 
@@ -207,8 +202,7 @@ def test_a_model_of_ids_continues_its_own_data_by_default(tmp_path):
     words = ["--data", tmp_path / "tokens.bin", "--vocab-size", "620", "--steps", "1",
              "--layers", "1", "--d-model", "4", "--heads", "1", "--seq-len", "8",
              "--sample-tokens", "3", "--batch-size", "4"]
-    result = alone("train", *words, "--out", tmp_path / "run")
-    assert result.returncode == 0, result.tail()
+    result = alone("train", *words, "--out", tmp_path / "run").ended()
     assert "bigram" not in result.stdout, "that model is one of bytes"
     text = result.stdout.split("text generated from '600':\n")[1].splitlines()[0]
     assert len(text.removeprefix("| ").split()) == 4
@@ -255,6 +249,5 @@ def test_a_prompt_that_the_trained_model_cannot_read_is_refused(tmp_path):
              "--sample-tokens", "4", "--batch-size", "4", "--eval-tokens", "9"]
     assert_refused(2, ["--prompt: has 4 tokens", "reads at most 3"], "train", *words,
                    "--prompt", "abcd", "--out", tmp_path / "typed")
-    result = alone("train", *words, "--out", tmp_path / "run")
-    assert result.returncode == 0, result.tail()
+    result = alone("train", *words, "--out", tmp_path / "run").ended()
     assert "text generated from '" in result.stdout

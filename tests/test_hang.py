@@ -65,8 +65,7 @@ def test_a_stopped_process_is_missing(sums, tmp_path):
     *(pytest.param(place, marks=pytest.mark.slow) for place in ("start", "data", "setup", "end"))])
 def test_a_process_that_stops_before_or_after_the_steps_is_missing(place, tmp_path):
     """`start` is MPI_Init and `end` MPI_Finalize."""
-    result = faulty(f"stopped-{place}", *SHORT, "--layout", "tp=2", tmp_path=tmp_path)
-    assert result.returncode == 76, result.tail()
+    result = faulty(f"stopped-{place}", *SHORT, "--layout", "tp=2", tmp_path=tmp_path).ended(76)
     assert re.search(r"(late: )?rank 1 has written nothing", result.stderr), result.tail()
     assert result.stderr.count("mpipar: stopped") == 1
 
@@ -76,12 +75,10 @@ def test_a_process_that_stops_before_or_after_the_steps_is_missing(place, tmp_pa
 def test_a_process_that_stops_in_another_command_is_missing(command, tmp_path):
     words = ["verify", *"--layers 2 --d-model 16 --heads 2 --seq-len 8 --batch-size 4".split()]
     if command == "generate":
-        run = mpipar("train", *SMALL, "--out", tmp_path / "run")
-        assert run.returncode == 0, run.tail()
+        mpipar("train", *SMALL, "--out", tmp_path / "run").ended()
         words = ["generate", str(tmp_path / "run"), "--prompt", "a"]
     result = run_ranks(2, [*FAULTY, f"stopped-{command}", *words, "--layout", "tp=2", *SHORT],
-                       timeout=150, env={"PYTHONPATH": str(REPOSITORY)})
-    assert result.returncode == 76, result.tail()
+                       timeout=150, env={"PYTHONPATH": str(REPOSITORY)}).ended(76)
     assert "rank 1 has written nothing" in result.stderr
 
 
@@ -153,8 +150,7 @@ def test_a_missing_collective_ends_with_the_two_places(tmp_path):
 
 
 def test_a_mismatched_collective_is_the_same_error_everywhere(tmp_path):
-    result = faulty("mismatch", "--layout", "tp=2", "--check-comm", tmp_path=tmp_path)
-    assert result.returncode == 76, result.tail()
+    result = faulty("mismatch", "--layout", "tp=2", "--check-comm", tmp_path=tmp_path).ended(76)
     assert "ranks disagree at collective" in result.stderr
     assert re.search(r"rank 1 calls all_gather block1\.attn\.proj .*<- differs|"
                      r"rank 0 calls all_reduce block1\.attn\.proj .*<- differs", result.stderr)
@@ -163,15 +159,13 @@ def test_a_mismatched_collective_is_the_same_error_everywhere(tmp_path):
 
 @pytest.mark.slow
 def test_a_report_that_is_drawn_for_long_is_no_hang(tmp_path):
-    result = faulty("slow-report", *SHORT, *TEXT, "--layout", "tp=2", tmp_path=tmp_path)
-    assert result.returncode == 0, result.tail()
+    faulty("slow-report", *SHORT, *TEXT, "--layout", "tp=2", tmp_path=tmp_path).ended()
     assert (tmp_path / "run" / "report.html").exists()
 
 
 @pytest.mark.slow
 def test_a_healthy_run_reports_nothing(tmp_path):
     limits = ["--hang-warn", "3", "--hang-stop", "30"]  # a disk may need two seconds for a file
-    result = faulty("none", *limits, "--layout", "tp=2", "--check-comm", tmp_path=tmp_path)
-    assert result.returncode == 0, result.tail()
+    result = faulty("none", *limits, "--layout", "tp=2", "--check-comm", tmp_path=tmp_path).ended()
     assert "no progress" not in result.stderr
     assert not (tmp_path / "run" / "hang").exists()

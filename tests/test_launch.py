@@ -12,7 +12,7 @@ from pathlib import Path
 
 import pytest
 from helpers import REPOSITORY, find_launcher, launcher, run_command, run_ranks
-from program import BLOCK, PROGRAM, mpipar, one_block, pair, running
+from program import BLOCK, PROGRAM, block_of, mpipar, one_block, pair, running
 
 JOB = [sys.executable, str(Path(__file__).parent / "launch_job.py")]
 LIMIT = 60.0  # for the whole command, start under load included
@@ -58,9 +58,7 @@ def launch(num_ranks, *argv):
 )
 def test_failure_on_one_rank_ends_the_job(how, code, words):
     result = launch(3, how)
-    found, block = one_block(result)
-    assert found == code
-    assert all(word in block for word in words), result.tail()
+    block_of(result, code, *words)
     assert ("Traceback" in result.stderr) == (code == 70), result.tail()
 
 
@@ -100,9 +98,7 @@ def test_a_launcher_that_kills_late_gives_no_rank_time_for_a_second_block(tmp_pa
 )
 def test_mistake_of_the_user_is_told_once_and_needs_no_abort(how, code, words, absent):
     result = launch(3, how)
-    found, block = one_block(result)
-    assert found == code
-    assert all(word in block for word in words), result.tail()
+    block = block_of(result, code, *words)
     assert absent not in block, result.tail()
     assert "Traceback" not in result.stderr
 
@@ -117,8 +113,7 @@ def test_ends_without_a_block(how, ranks, code):
 
 @pytest.mark.parametrize(("how", "ranks"), [("leave", 1), ("leave", 3), ("all", 4)])
 def test_what_ends_every_rank_is_told_once(how, ranks):
-    code, block = one_block(launch(ranks, how))
-    assert code == 70
+    block = block_of(launch(ranks, how), 70)
     assert ("has ended with exit code 0 before its job had ended" in block) == (how == "leave")
 
 
@@ -133,10 +128,7 @@ def test_installed_console_script_is_guarded(tmp_path):
         "    gather.gather_facts = lambda *facts: 1 / 0\n"
     )
     env = {"PYTHONPATH": f"{tmp_path}:{REPOSITORY}"}
-    result = run_ranks(3, [*command, "doctor"], LIMIT, env)
-    code, block = one_block(result)
-    assert code == 70
-    assert "ZeroDivisionError" in block
+    block_of(run_ranks(3, [*command, "doctor"], LIMIT, env), 70, "ZeroDivisionError")
 
 
 # --- Ctrl-C
@@ -240,16 +232,13 @@ def alone(**variables):
 
 def test_one_of_many_that_finds_itself_alone_stops():
     result = alone(SLURM_STEP_NUM_TASKS="4", SLURM_NTASKS="4", SLURM_PROCID="0", SLURM_LOCALID="0")
-    code, block = one_block(result)
-    assert code == 69
-    assert all(word in block for word in ("alone", "srun started 4", "--mpi=pmi2", "--mpi=pmix"))
+    block_of(result, 69, "alone", "srun started 4", "--mpi=pmi2", "--mpi=pmix")
     assert "RuntimeWarning" not in result.stderr
 
 
 def test_only_one_of_them_tells():
     variables = {"SLURM_STEP_NUM_TASKS": "2", "SLURM_PROCID": "1", "SLURM_LOCALID": "1"}
-    result = alone(**variables, SLURM_STEP_TASKS_PER_NODE="2")
-    assert result.returncode == 69
+    result = alone(**variables, SLURM_STEP_TASKS_PER_NODE="2").ended(69)
     assert result.stderr == ""
 
 
@@ -289,10 +278,7 @@ def test_a_rank_whose_mpi_cannot_be_loaded_ends_the_others(tmp_path):
     )
     env = {"PYTHONPATH": f"{tmp_path}:{REPOSITORY}"}
     result = run_ranks(3, [*PROGRAM, "doctor"], LIMIT, env)
-    code, block = one_block(result)
-    assert code == 69
-    assert "MPI cannot be loaded" in block
-    assert "rank 1 of 3" in block
+    block_of(result, 69, "MPI cannot be loaded", "rank 1 of 3")
     assert list((tmp_path / "tmp").iterdir()) == []
 
 
@@ -309,8 +295,7 @@ SMALL = ("train --layers 2 --d-model 8 --heads 2 --seq-len 5 --batch-size 4 --sa
 ])  # fmt: skip
 def test_ranks_that_differ_end_before_the_first_step(first, second, rows, text_folder):
     result = pair(first, second, [text_folder] * 2)
-    code, block = one_block(result)
-    assert code == 69
+    block = block_of(result, 69)
     text = [" ".join(line.split()) for line in block.splitlines()]
     for row in rows:
         assert any(line.startswith(row) for line in text), result.tail()
@@ -336,6 +321,5 @@ guard(main, [])
 
 @needs_hydra
 def test_mpich_s_shared_memory_has_no_name_that_a_killed_job_could_leave():
-    result = run_ranks(2, [sys.executable, "-c", NAMES_LEFT], LIMIT)
-    assert result.returncode == 0, result.tail()
+    result = run_ranks(2, [sys.executable, "-c", NAMES_LEFT], LIMIT).ended()
     assert result.stdout.count("mapped 1 named 0") == 2, result.tail()

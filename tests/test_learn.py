@@ -217,8 +217,7 @@ def test_a_wrong_number_of_ranks_is_named(words, ranks, said, tmp_path):
 
 def on_two_ranks(folder, *words, code=0):
     """What `mpipar learn` prints on two ranks, in a folder."""
-    result = mpipar("learn", *words, ranks=2, cwd=folder)
-    assert result.returncode == code, result.tail()
+    result = mpipar("learn", *words, ranks=2, cwd=folder).ended(code)
     return result.stdout + result.stderr
 
 

@@ -8,7 +8,7 @@ import subprocess
 
 import pytest
 from fault_table import fault
-from program import LIMIT, PROGRAM, environment, metrics, mpipar, one_block
+from program import LIMIT, PROGRAM, block_of, environment, metrics, mpipar
 
 from mpipar.errors import UsageError
 from mpipar.job import lock
@@ -185,9 +185,8 @@ def test_two_starts_with_one_folder_at_once(text_folder):
 
 
 def test_a_failed_run_releases_its_lock(tmp_path):
-    code, _ = one_block(mpipar("train", "--out", tmp_path / "run", "--lr", "1e30", "--clip", "0",
-                               "--optimizer", "sgd", "--steps", "9", cwd=tmp_path))
-    assert code == 79
+    block_of(mpipar("train", "--out", tmp_path / "run", "--lr", "1e30", "--clip", "0",
+                    "--optimizer", "sgd", "--steps", "9", cwd=tmp_path), 79)
     assert not (tmp_path / "run" / lock.NAME).exists()
 
 

@@ -25,8 +25,7 @@ MEAN_BAND, LARGEST_BAND = 0.003, 0.02
 
 
 def train(out, *words, ranks=2):
-    result = mpipar("train", *words, "--out", out, ranks=ranks)
-    assert result.returncode == 0, result.tail()
+    result = mpipar("train", *words, "--out", out, ranks=ranks).ended()
     assert result.stderr == "", result.tail()
     return result.stdout
 
@@ -97,8 +96,7 @@ def test_weights_on_disk_are_the_float32_masters(tmp_path):
     assert all((again[name] == x).all() for name, x in found.items())
     for dtype in HALF:
         text = mpipar("generate", tmp_path / "a", "--prompt", "The ", "--sample-tokens", 4,
-                      "--dtype", dtype, "--temperature", 0)
-        assert text.returncode == 0, text.tail()
+                      "--dtype", dtype, "--temperature", 0).ended()
         assert text.stdout.startswith("The ")
 
 
@@ -118,16 +116,14 @@ def test_bad_flags_are_refused(words, message):
 
 def test_verify_says_that_it_proves_the_layout_in_float64():
     for words in ("--dtype bfloat16", "--dtype float16 --loss-scale 8"):
-        result = mpipar("verify", *TINY[:8], "--batch-size", 4, *words.split())
-        assert result.returncode == 0, result.tail()
+        result = mpipar("verify", *TINY[:8], "--batch-size", 4, *words.split()).ended()
         assert f"in float64 in place of {words.split()[1]}: this proves the layout" in result.stdout
     assert "in place of" not in mpipar("verify", *TINY[:8], "--batch-size", 4).stdout
 
 
 def test_explain_states_the_type_of_each_barrier():
     result = mpipar("explain", *TINY[:8], "--dtype", "bfloat16", "--layout", "dp=2,pp=2,tp=2",
-                    "--rank", 4)
-    assert result.returncode == 0, result.tail()
+                    "--rank", 4).ended()
     rows = [cells(line) for line in section(result.stdout, "phase  stage")]
     types = {row[7]: row[9] for row in rows}
     assert types["activations"] == types["head"] == "bfloat16"

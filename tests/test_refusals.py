@@ -7,7 +7,7 @@ reaches the shell and that all ranks print one block.
 import numpy as np
 import pytest
 from in_process import assert_refused
-from program import mpipar, one_block
+from program import block_of, mpipar
 
 SHORT = """--layers 2 --d-model 8 --heads 2 --seq-len 5 --batch-size 4 --num-microbatches 2
     --sample-tokens 4 --steps 2""".split()
@@ -131,8 +131,7 @@ def test_all_problems_at_once_and_one_block(text_folder):
     (text_folder / "run" / "notes.txt").write_text("mine")
     result = mpipar("train", *SHORT, "--out", "run", "--lr", "-1", "--heads", "3", "--stepps", "4",
                     "--data", "nowhere.txt", ranks=3, cwd=text_folder)
-    code, block = one_block(result)
-    assert code == 2
+    block = block_of(result, 2)
     for part in ("--stepps", "did you mean --steps?", "--lr -1", "--heads 3",
                  "run exists and is not empty", "nowhere.txt"):
         assert block.count(part) == 1, (part, result.tail())
@@ -142,9 +141,7 @@ def test_all_problems_at_once_and_one_block(text_folder):
 def test_bad_data_ends_with_its_code_and_one_block(text_folder):
     result = mpipar("train", *SHORT, "--out", "run", "--data", "text.txt", "--vocab-size", "50257",
                     cwd=text_folder)
-    code, block = one_block(result)
-    assert code == 65
-    assert "text.txt" in block
+    block_of(result, 65, "text.txt")
     assert "Traceback" not in result.stderr
     assert result.stdout == ""
     assert [path.name for path in text_folder.iterdir()] == ["text.txt"]

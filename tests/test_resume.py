@@ -27,8 +27,7 @@ def made(tmp_path_factory):
     """A folder with a run that has ended, and its data."""
     folder = tmp_path_factory.mktemp("made")
     (folder / "text.txt").write_text(LETTERS)
-    result = alone("train", *TINY, "--out", "run", cwd=folder)
-    assert result.returncode == 0, result.tail()
+    alone("train", *TINY, "--out", "run", cwd=folder).ended()
     return folder
 
 
@@ -270,9 +269,8 @@ def test_a_damaged_checkpoint_is_not_exported(here):
 def test_going_back_to_an_earlier_step_keeps_the_later_ones_aside(here):
     (here / "run" / "result.json").unlink()
     before = (here / "run" / "metrics.jsonl").read_text()
-    result = alone("train", "--resume", "run/checkpoints/step-00000002", "--save-interval", "3",
-                   cwd=here)
-    assert result.returncode == 0, result.tail()
+    alone("train", "--resume", "run/checkpoints/step-00000002", "--save-interval", "3",
+          cwd=here).ended()
     names = sorted(path.name for path in (here / "run" / "checkpoints").iterdir())
     assert names == ["step-00000002", "step-00000003", "step-00000004.aside-1", "step-00000006",
                      "step-00000006.aside-1"]

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 from helpers import run_command, run_ranks
 from in_process import alone
-from program import FAULTY, LETTERS, LIMIT, environment, metrics, mpipar, one_block
+from program import FAULTY, LETTERS, LIMIT, block_of, environment, metrics, mpipar
 
 from mpipar.checkpoint.manifest import committed_steps, read_manifest
 from mpipar.commands.run_folder import newest_step
@@ -41,8 +41,7 @@ def prepare(folder):
 def train(here, *words, ranks=None, code=0):
     """Train in a folder; return what was printed. The run must end with this code."""
     start = functools.partial(mpipar, ranks=ranks) if ranks else alone
-    result = start("train", *words, cwd=here)
-    assert result.returncode == code, result.tail()
+    result = start("train", *words, cwd=here).ended(code)
     return result.stdout + result.stderr
 
 
@@ -127,8 +126,7 @@ def test_two_ranks_killed_twice(form, here):
     train(here, *words, "--out", "whole", ranks=2)
     for at in (5, 9):
         resume = ["--resume", "auto", form, "--save-interval", "2", "--out", "killed"]
-        result = ended(here, "kill", at, *words, *resume, ranks=2)
-        assert result.returncode == 69, result.tail()
+        ended(here, "kill", at, *words, *resume, ranks=2).ended(69)
     assert newest_step(here / "killed") >= 6
     train(here, *words, "--resume", "auto", "--out", "killed", ranks=2)
     assert_same_run(here / "whole", here / "killed")
@@ -136,8 +134,7 @@ def test_two_ranks_killed_twice(form, here):
 
 def test_a_stop_saves_and_the_run_goes_on(here):
     train(here, *TINY, "--out", "whole")
-    result = ended(here, "stop", 7, *TINY, "--out", "stopped")
-    assert result.returncode == 75, result.tail()
+    result = ended(here, "stop", 7, *TINY, "--out", "stopped").ended(75)
     step = newest_step(here / "stopped")
     assert step >= 7
     assert f"stopped on request after step {step}" in result.stdout
@@ -152,8 +149,7 @@ def test_a_stop_saves_and_the_run_goes_on(here):
     ("evaluate", 0, 10, "held-out loss")])  # only that is left
 def test_killed_without_an_interval_of_saves(how, number, lines, said, here):
     train(here, *TINY, "--out", "whole")
-    result = ended(here, how, number, *TINY, "--out", "killed")
-    assert result.returncode == EXIT_ENVIRONMENT, result.tail()
+    ended(here, how, number, *TINY, "--out", "killed").ended(EXIT_ENVIRONMENT)
     assert len(metrics(here / "killed")) == lines
     text = train(here, *TINY, "--resume", "auto", "--out", "killed")
     assert said in text
@@ -180,8 +176,7 @@ def test_a_run_that_goes_on_with_a_mistake_is_found_out(twin, killed, tmp_path):
     """Broken twins: assert_same_run must see each of them, and nothing else."""
     here = tmp_path / "here"
     shutil.copytree(killed, here)
-    result = ended(here, twin, 0, "--resume", "auto", "--out", "killed")
-    assert result.returncode == 0, result.tail()
+    ended(here, twin, 0, "--resume", "auto", "--out", "killed").ended()
     with contextlib.nullcontext() if twin == "nothing" else pytest.raises(AssertionError):
         assert_same_run(here / "whole", here / "killed")
 
@@ -224,8 +219,7 @@ def test_no_checkpoint_is_whole(here):
 
 
 def test_no_space_at_an_interval_is_a_warning(here):
-    result = ended(here, "no-space", 2, *TINY, "--save-interval", "3", "--out", "run")
-    assert result.returncode == 0, result.tail()
+    result = ended(here, "no-space", 2, *TINY, "--save-interval", "3", "--out", "run").ended()
     assert result.stdout.count("WARNING") == 1
     assert "step-00000006: the checkpoint could not be written: rank 0: No space" in result.stdout
     assert [step for step, _ in committed_steps(here / "run" / "checkpoints")] == [9, 10]
@@ -234,9 +228,7 @@ def test_no_space_at_an_interval_is_a_warning(here):
 
 def test_no_space_at_the_end_keeps_the_former_checkpoint(here):
     result = ended(here, "full", 3, *TINY, "--save-interval", "3", "--out", "run")
-    code, block = one_block(result)
-    assert code == 74
-    assert "No space left on device" in block
+    block_of(result, 74, "No space left on device")
     assert [path.name for path in sorted((here / "run" / "checkpoints").iterdir())] == [
         "step-00000003", "step-00000006"]
     train(here, "--resume", "auto", "--out", "run")

@@ -16,7 +16,7 @@ from concurrent.futures import ThreadPoolExecutor
 import pytest
 from helpers import run_command, run_ranks
 from in_process import alone
-from program import BLOCK, LIMIT, PROGRAM, environment, metrics, mpipar, one_block
+from program import BLOCK, LIMIT, PROGRAM, block_of, environment, metrics, mpipar, one_block
 
 from mpipar.console import output
 from mpipar.job import failure
@@ -32,8 +32,7 @@ def train(text_folder, *words, **options):
 
 def train_here(text_folder, *words):
     """Train on one rank in this process."""
-    result = alone("train", "--data", "text.txt", *SHORT, *words, cwd=text_folder)
-    assert result.returncode == 0, result.tail()
+    alone("train", "--data", "text.txt", *SHORT, *words, cwd=text_folder).ended()
 
 
 # --- small and odd sizes
@@ -91,10 +90,8 @@ def test_full_disk_is_said_with_code_74(limit, text_folder):
     """A limit on the size of files stands for the disk."""
     command = [sys.executable, "-c", FULL_DISK, str(limit), "train", "--data", "text.txt", *SHORT,
                "--out", "run"]
-    code, block = one_block(run_ranks(2, command, LIMIT, environment(), text_folder))
-    assert code == 74
-    assert "File too large" in block
-    assert "run" in block
+    block = block_of(run_ranks(2, command, LIMIT, environment(), text_folder), 74, "File too large",
+                     "run")
     assert "Traceback" not in block
     assert not list((text_folder / "run").glob("weights/*.safetensors*"))
 
@@ -103,8 +100,7 @@ def test_a_disk_that_is_too_small_for_trace_and_metrics_does_not_end_the_run(tex
     """The weights fit, and they are what the run is for."""
     command = [sys.executable, "-c", FULL_DISK, "40000", "train", "--data", "text.txt", *TINY,
                "--tp", "2", "--steps", "100", "--trace", "1:30", "--out", "run"]
-    result = run_ranks(2, command, LIMIT, environment(), text_folder)
-    assert result.returncode == 0, result.tail()
+    result = run_ranks(2, command, LIMIT, environment(), text_folder).ended()
     warnings = [line for line in result.stderr.splitlines() if "warning" in line]
     assert len(warnings) == 2
     assert re.search(r"rank \d can't write its trace: .*File too large", warnings[0])
@@ -220,8 +216,7 @@ def test_a_run_goes_on_without_standard_output(streams, warned, text_folder):
     """A closed stream's number must not go to the next file that is opened, such as log.txt."""
     words = [*PROGRAM, "train", "--data", "text.txt", *SHORT, "--out", "run"]
     result = run_command(["bash", "-c", f"set -o pipefail; {shlex.join(words)} {streams}"], LIMIT,
-                         environment(), text_folder)
-    assert result.returncode == 0, result.tail()
+                         environment(), text_folder).ended()
     assert ("standard output can't be written" in result.stderr) == warned, result.tail()
     assert BLOCK not in result.stderr
     log = (text_folder / "run" / "log.txt").read_text()
@@ -234,9 +229,7 @@ def test_a_result_without_standard_output_does_not_blame_the_run_folder(text_fol
     train_here(text_folder, "--out", "run")
     words = shlex.join([*PROGRAM, "generate", "run", "--prompt", "a"])
     full = run_command(["bash", "-c", f"{words} >/dev/full"], LIMIT, environment(), text_folder)
-    code, block = one_block(full)
-    assert code == 74
-    assert "the output can't be written" in block
+    block = block_of(full, 74, "the output can't be written")
     assert "run:" not in block
 
 
@@ -250,8 +243,7 @@ def test_console_of_another_encoding(encoding, text_folder):
               "PYTHONIOENCODING": encoding}
     (text_folder / "prompt.toml").write_text('prompt = "caf\u00e9 \u20ac"', "utf-8")
     result = train(text_folder, *SHORT, "--seq-len", "16", "--out", "run", "--config",
-                   "prompt.toml", env=locale)
-    assert result.returncode == 0, result.tail()
+                   "prompt.toml", env=locale).ended()
     assert "caf\u00e9 \u20ac" in (text_folder / "run" / "log.txt").read_text("utf-8")
     assert 'prompt = "caf\u00e9 \u20ac"' in (text_folder / "run" / "config.toml").read_text("utf-8")
     assert "The " not in result.stdout
@@ -270,8 +262,7 @@ def test_console_of_another_encoding(encoding, text_folder):
 def test_non_finite_loss_ends_all_ranks(text_folder):
     words = "--steps 50 --out run --lr 1e30 --clip 0 --warmup-steps 0 --optimizer sgd".split()
     result = train(text_folder, *TINY, *words, ranks=4)
-    code, block = one_block(result)
-    assert code == 79
+    block = block_of(result, 79)
     assert re.search(r"step \d+: loss \S+, gradient norm \S+: .*--lr \(now 1e\+30\)", block)
     assert not list((text_folder / "run").glob("weights/*.safetensors*")), "they are of no use"
     steps = [line["step"] for line in metrics(text_folder / "run")]

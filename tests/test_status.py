@@ -5,7 +5,7 @@ import re
 import pytest
 from helpers import run_ranks
 from in_process import printed
-from program import FAULTY, LIMIT, environment, mpipar, one_block, pair
+from program import FAULTY, LIMIT, block_of, environment, mpipar, pair
 
 from mpipar.errors import OutputError
 from mpipar.job import lock, status
@@ -20,8 +20,7 @@ def test_a_killed_rank_is_named_by_ls_and_by_the_next_start(text_folder):
     assert killed.returncode not in (0, 1), killed.tail()
     named = r"was killed .*(\n.*)*rank 1 on \S+ \(pid \d+\), in step \d, phase F, since"
     assert re.search(named, printed("ckpt", "ls", text_folder / "run"))
-    again = mpipar(*words, "--resume", "auto", ranks=2, cwd=text_folder)
-    assert again.returncode == 0, again.tail()
+    mpipar(*words, "--resume", "auto", ranks=2, cwd=text_folder).ended()
     log = (text_folder / "run" / "log.txt").read_text()
     assert re.search(named, log)
     assert "took over the lock" in log
@@ -36,10 +35,7 @@ def test_a_run_folder_that_a_rank_does_not_see_is_74(text_folder):
     other.mkdir()
     (other / "text.txt").write_bytes((text_folder / "text.txt").read_bytes())
     words = [*SMALL, "--layout", "tp=2", "--steps", "1"]
-    code, block = one_block(pair(words, words, [text_folder, other]))
-    assert code == 74
-    assert "does not see" in block
-    assert "rank 1 of 2" in block
+    block_of(pair(words, words, [text_folder, other]), 74, "does not see", "rank 1 of 2")
     assert not (text_folder / "run" / lock.NAME).exists()
 
 

@@ -40,8 +40,7 @@ def test_says_yes(layout, tmp_path):
     words = ["verify", *SMALL, *layout_flags(layout), "--dtype", "float32", "--optimizer", "adamw"]
     ranks = dp * pp * tp
     start = functools.partial(mpipar, ranks=ranks) if ranks > 1 else alone
-    result = start(*words, cwd=tmp_path)
-    assert result.returncode == 0, result.tail()
+    result = start(*words, cwd=tmp_path).ended()
     assert "in float64 in place of float32" in result.stdout
     assert list(tmp_path.iterdir()) == []
     assert f"dp {dp} x pp {pp} x tp {tp}, schedule 1f1b, 2 microbatches" in result.stdout
@@ -59,8 +58,7 @@ def test_says_yes(layout, tmp_path):
 
 def test_says_no_and_where():
     command = [sys.executable, "-c", BROKEN, "verify", *SMALL, "--tp", "2", "--dp", "1"]
-    result = run_ranks(2, command, LIMIT, environment())
-    assert result.returncode == 1, result.tail()
+    result = run_ranks(2, command, LIMIT, environment()).ended(1)
     rows = [cells(line) for line in section(result.stdout, "tensor")]
     bad = {row[0] for row in rows if row[-1] == "DIFFERS"}
     assert "block1.norm2.w" in bad, "its gradient comes straight from the broken sum"
@@ -78,8 +76,7 @@ def test_a_schedule_that_is_chosen_later_is_refused_once():
 def test_a_schedule_from_a_file_or_with_groups_is_none_of_the_one_rank_s(tmp_path):
     path = tmp_path / "order.csv"
     printed("schedule", "1f1b", "--pp", 2, "--num-microbatches", 2, "--csv", path)
-    result = mpipar("verify", *SMALL, "--pp", 2, "--schedule-csv", path, ranks=2)
-    assert result.returncode == 0, result.tail()
+    result = mpipar("verify", *SMALL, "--pp", 2, "--schedule-csv", path, ranks=2).ended()
     assert f"x tp 1, schedule {path}, 2 microbatches" in result.stdout
     grid = GridConfig(schedule="interleaved", pp=2, num_microbatches=4, group_size=2)
     assert configured_schedule(serial_config(Config(grid=grid)).grid).pp_size == 1
@@ -93,8 +90,7 @@ def test_takes_the_weights_that_it_is_given(tmp_path):
         param.data += 0.1 * rng.standard_normal(param.data.shape)
     checkpoint.save(worker, tmp_path)
     words = ["verify", "--init-from", tmp_path, "--batch-size", "4", "--num-microbatches", "1"]
-    given = mpipar(*words, "--tp", "3", ranks=3)
-    assert given.returncode == 0, given.tail()
+    given = mpipar(*words, "--tp", "3", ranks=3).ended()
     shape = ["--layers", "2", "--d-model", "12", "--heads", "3", "--ffn", "21", "--seq-len", "6"]
     random = mpipar("verify", *shape, *words[3:], "--tp", "3", ranks=3)
     assert given.stdout.split("tensor")[0] == random.stdout.split("tensor")[0]

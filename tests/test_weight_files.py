@@ -158,11 +158,10 @@ def made(tmp_path_factory):
     """A folder with a run that has ended; its checkpoints are of steps 2 and 3."""
     folder = tmp_path_factory.mktemp("made")
     (folder / "text.txt").write_text("a short text, again and again. " * 30)
-    result = mpipar(
+    mpipar(
         "train", "--data", "text.txt", *"--layers 2 --d-model 8 --heads 2 --ffn 12 --seq-len 5"
         " --batch-size 4 --num-microbatches 2 --sample-tokens 0 --steps 3 --save-interval 2"
-        " --out run".split(), cwd=folder)
-    assert result.returncode == 0, result.tail()
+        " --out run".split(), cwd=folder).ended()
     return folder
 
 
