@@ -11,6 +11,7 @@ import shutil
 
 import numpy as np
 import pytest
+from damage import flip
 from fault_table import fault
 from in_process import StandIn
 from one_rank import fresh
@@ -76,13 +77,6 @@ def hosts(tmp_path):
     return one, other
 
 
-def flip(path):
-    """Change one bit in the middle of a file."""
-    content = bytearray(path.read_bytes())
-    content[len(content) // 2 & ~1] ^= 1
-    path.write_bytes(content)
-
-
 TRAIN = ("train", "--data", "tokens.bin")
 
 
@@ -142,6 +136,7 @@ def test_ranks_with_other_copies_end_before_the_first_step(hosts):
 # --- the table of what differs
 
 
+@fault(37, "hosts with other versions of Python, NumPy or mpi4py", 69)
 def test_the_table_names_field_ranks_and_values():
     facts = [{"a": "1", "b": "x"}, {"a": "2", "b": "x"}, {"a": "1", "b": "x"}]
     assert [line.split() for line in alike.differences(facts)] == [

@@ -11,6 +11,7 @@ import time
 
 import numpy as np
 import pytest
+from fault_table import fault
 from helpers import run_command
 from in_process import alone
 from program import BLOCK, FAULTY, LIMIT, PROGRAM, environment, metrics, running, weights
@@ -36,7 +37,8 @@ def started(folder, ranks, *words, program=PROGRAM):
 
 
 @pytest.mark.parametrize(("ranks", "sign"), [
-    (1, signal.SIGINT), (3, signal.SIGINT), (1, signal.SIGHUP), (2, signal.SIGUSR1)])
+    (1, signal.SIGINT), (3, signal.SIGINT), (1, signal.SIGHUP),
+    pytest.param(2, signal.SIGUSR1, marks=fault(27, "SIGUSR1 to the launcher", 75))])
 def test_in_training_the_run_ends_with_its_weights(ranks, sign, text_folder):
     path = text_folder / "run" / "metrics.jsonl"
     with started(text_folder, ranks, "--steps", "1000000") as job:

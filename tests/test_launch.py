@@ -11,6 +11,7 @@ import time
 from pathlib import Path
 
 import pytest
+from fault_table import fault
 from helpers import REPOSITORY, find_launcher, launcher, run_command, run_ranks
 from program import BLOCK, PROGRAM, block_of, mpipar, one_block, pair, running
 
@@ -50,9 +51,11 @@ def launch(num_ranks, *argv):
         ("exit-3", 70, ["sys.exit(3)", "rank 1 of 3"]),
         ("exit-0", 70, ["sys.exit(0)", "rank 1 of 3"]),
         ("user-error", 74, ["disk full", "rank 1 of 3", "step 17"]),
-        ("thread", 70, ["ValueError: a defect", "rank 1 of 3", "thread helper"]),
+        pytest.param("thread", 70, ["ValueError: a defect", "rank 1 of 3", "thread helper"],
+                     marks=fault(26, "an exception in a helper thread", 70)),
         ("thread-that-is-no-daemon", 70, ["ValueError: a defect", "thread helper"]),
-        ("single-threaded", 70, ["ValueError: a defect", "rank 1 of 3", "thread helper"]),
+        pytest.param("single-threaded", 70, ["ValueError: a defect", "rank 1", "thread helper"],
+                     marks=fault(38, "MPI without MPI_THREAD_MULTIPLE", 70)),
         ("early-exception", 70, ["ValueError: a defect", "rank 1 of 3"]),
     ],
 )
@@ -188,6 +191,7 @@ def test_a_signal_in_a_loop_stops_all_ranks_at_the_same_step(target, sign, tmp_p
     assert text.count(f"{sign.name}: stops after this step") == (target == "launcher")
 
 
+@fault(29, "Ctrl-C twice", 130)
 def test_only_a_second_ctrl_c_does_not_wait(tmp_path):
     """SLURM sends SIGTERM to a job that already saves because of SIGUSR1."""
     with up(2, "stuck", tmp_path) as (job, ranks):
@@ -203,7 +207,9 @@ def test_only_a_second_ctrl_c_does_not_wait(tmp_path):
     assert "interrupted twice (SIGINT), rank 1 of 2" in line
 
 
-@pytest.mark.parametrize("how", ["busy", pytest.param("computing", marks=pytest.mark.slow)])
+@pytest.mark.parametrize("how", ["busy", pytest.param("computing", marks=[
+    pytest.mark.slow,
+    fault(34, "kill -9 of the launcher and its daemon while ranks compute", None)])])
 def test_ranks_whose_launcher_was_killed_end(how, tmp_path):
     """Hydra's proxy ends them; so does Open MPI for ranks that communicate, but not for others."""
     with up(2, how, tmp_path) as (job, ranks):
@@ -230,6 +236,7 @@ def alone(**variables):
     return mpipar("doctor", env=variables)
 
 
+@fault(38, "srun that does not speak the library's PMI", 69)
 def test_one_of_many_that_finds_itself_alone_stops():
     result = alone(SLURM_STEP_NUM_TASKS="4", SLURM_NTASKS="4", SLURM_PROCID="0", SLURM_LOCALID="0")
     block_of(result, 69, "alone", "srun started 4", "--mpi=pmi2", "--mpi=pmix")
@@ -248,6 +255,7 @@ def test_one_process_in_a_batch_script_or_without_launcher_is_fine():
     assert alone().returncode == 0
 
 
+@fault(35, "a launcher of another MPI library", 69)
 @pytest.mark.skipif(
     not os.environ.get("MPIPAR_OPENMPI_VENV") or find_launcher() is None,
     reason="MPIPAR_OPENMPI_VENV names no Open MPI environment",
@@ -286,6 +294,7 @@ SMALL = ("train --layers 2 --d-model 8 --heads 2 --seq-len 5 --batch-size 4 --sa
          " --num-microbatches 2 --steps 2 --layout tp=2 --data text.txt").split()
 
 
+@fault(5, "ranks with other flags", 69)
 @pytest.mark.parametrize(("first", "second", "rows"), [
     ([*SMALL, "--seed", "1"], [*SMALL, "--seed", "2", "--lr", "0.1"],
      ["--seed 0 1", "--seed 1 2", "--lr 0 0.003", "--lr 1 0.1"]),

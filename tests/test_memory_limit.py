@@ -7,6 +7,7 @@ from types import SimpleNamespace
 
 import numpy as np
 import pytest
+from fault_table import fault
 from program import TEXT, block_of, mpipar
 from threadpoolctl import threadpool_info, threadpool_limits
 
@@ -27,6 +28,7 @@ WIDE = """--layers 1 --d-model 256 --heads 8 --ffn 32768 --seq-len 16 --batch-si
 LIMIT = 190 << 20
 
 
+@fault(39, "a layer too large for the memory of a rank", 69)
 def test_a_layer_too_large_for_one_rank_names_a_layout_that_trains(tmp_path):
     text = tmp_path / "text"
     text.write_text("A short text: its held-out end is read to the last row.\n" * 40)

@@ -6,7 +6,8 @@ import sys
 
 import pytest
 from helpers import run_ranks
-from program import LIMIT, REPOSITORY, environment, metrics, mpipar
+from in_process import alone
+from program import LIMIT, REPOSITORY, environment, metrics
 
 FILE = REPOSITORY / "docs" / "examples" / "one_file.py"
 LAYOUTS = {"1,1,1": 1, "1,2,1": 2, "2,1,2": 4, "1,2,2": 4}
@@ -30,7 +31,7 @@ def reference(tmp_path_factory):
     first, second = folder / "first", folder / "second"
     for out, more in ((first, ("--steps", 1)),
                       (second, ("--steps", STEPS, "--init-from", first / "weights"))):
-        mpipar("train", "--out", out, *COMMON, *more).ended()
+        alone("train", "--out", out, *COMMON, *more).ended()
     return first / "weights" / "model.safetensors", [
         line["loss"] for line in metrics(second) if "loss" in line]
 

@@ -6,6 +6,7 @@ import shutil
 
 import numpy as np
 import pytest
+from damage import flip
 from in_process import alone, assert_refused, printed
 from one_rank import fresh
 from tokenizers_made import save_tokenizer
@@ -97,13 +98,11 @@ def test_train_go_on_and_generate_with_the_tokenizer_of_the_data(here):
     assert harmless(again.stdout).rstrip() == said.rstrip()
     shutil.copytree("data", "other")
     path = here / "other" / "train-00000.bin"
-    content = bytearray(path.read_bytes())
-    content[7] ^= 1
-    path.write_bytes(content)
+    flip(path, 0)
     words = ("train", "--resume", "auto", "--out", "run", "--steps", 3)
     assert_refused(65, ["has other tokens than were written"], *words, "--data", "other")
     description = json.loads((here / "other" / "dataset.json").read_text())
-    description["files"][0]["sha256"] = hashlib.sha256(content).hexdigest()
+    description["files"][0]["sha256"] = hashlib.sha256(path.read_bytes()).hexdigest()
     (here / "other" / "dataset.json").write_text(json.dumps(description))
     assert_refused(65, ["--data: has changed since the checkpoint"], *words, "--data", "other")
     np.testing.assert_array_equal(load_source(("other",), 400).tokens[4:], source.tokens[4:])

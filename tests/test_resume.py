@@ -8,6 +8,7 @@ import shutil
 
 import pytest
 from config_helpers import reading_of
+from damage import flip
 from in_process import alone, assert_refused, printed
 from program import LETTERS, metrics
 
@@ -223,9 +224,7 @@ def test_ckpt_ls(here):
 def test_ckpt_verify(here):
     step = here / "run" / "checkpoints" / "step-00000004"
     assert printed("ckpt", "verify", here / "run").count("every byte") == 3
-    data = bytearray((step / "pieces-00000.safetensors").read_bytes())
-    data[-1] ^= 1
-    (step / "pieces-00000.safetensors").write_bytes(data)
+    flip(step / "pieces-00000.safetensors", 1)
     (step / "notes.txt").write_text("mine")
     text = printed("ckpt", "verify", here / "run", code=65)
     assert text.count("every byte") == 2

@@ -7,6 +7,8 @@ import shutil
 
 import numpy as np
 import pytest
+from damage import flip
+from fault_table import fault
 from helpers import run_command, run_ranks
 from in_process import alone
 from program import FAULTY, LETTERS, LIMIT, block_of, environment, metrics, mpipar
@@ -184,13 +186,6 @@ def test_a_run_that_goes_on_with_a_mistake_is_found_out(twin, killed, tmp_path):
 # --- damage, and disks that are full
 
 
-def flip(path):
-    """Change one bit in the middle of a file."""
-    data = bytearray(path.read_bytes())
-    data[len(data) // 2] ^= 1
-    path.write_bytes(data)
-
-
 def test_damage_on_one_rank_makes_all_fall_back(here):
     """Only rank 1 reads the damaged file."""
     train(here, *TINY, "--pp", "2", "--save-interval", "5", "--out", "run", ranks=2)
@@ -218,6 +213,7 @@ def test_no_checkpoint_is_whole(here):
     assert len(metrics(here / "run")) == 10
 
 
+@fault(22, "no space at an interval: a warning, and the run goes on", 0)
 def test_no_space_at_an_interval_is_a_warning(here):
     result = ended(here, "no-space", 2, *TINY, "--save-interval", "3", "--out", "run").ended()
     assert result.stdout.count("WARNING") == 1
@@ -226,6 +222,7 @@ def test_no_space_at_an_interval_is_a_warning(here):
     assert len(list((here / "run" / "checkpoints").iterdir())) == 2
 
 
+@fault(22, "no space at the last save", 74)
 def test_no_space_at_the_end_keeps_the_former_checkpoint(here):
     result = ended(here, "full", 3, *TINY, "--save-interval", "3", "--out", "run")
     block_of(result, 74, "No space left on device")

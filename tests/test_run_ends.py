@@ -14,6 +14,7 @@ import threading
 from concurrent.futures import ThreadPoolExecutor
 
 import pytest
+from fault_table import fault
 from helpers import run_command, run_ranks
 from in_process import alone
 from program import BLOCK, LIMIT, PROGRAM, block_of, environment, metrics, mpipar, one_block
@@ -85,6 +86,7 @@ launch.guard(cli.main, sys.argv[2:])
 """
 
 
+@fault(22, "no space at the start, or for the weights", 74)
 @pytest.mark.parametrize("limit", [500, 1000, 8000], ids=["config", "log", "weights"])
 def test_full_disk_is_said_with_code_74(limit, text_folder):
     """A limit on the size of files stands for the disk."""
@@ -259,6 +261,7 @@ def test_console_of_another_encoding(encoding, text_folder):
 # --- a loss that is not finite
 
 
+@fault(32, "a loss that is not finite", 79)
 def test_non_finite_loss_ends_all_ranks(text_folder):
     words = "--steps 50 --out run --lr 1e30 --clip 0 --warmup-steps 0 --optimizer sgd".split()
     result = train(text_folder, *TINY, *words, ranks=4)

@@ -3,6 +3,7 @@
 import re
 
 import pytest
+from fault_table import fault
 from helpers import run_ranks
 from in_process import printed
 from program import FAULTY, LIMIT, block_of, environment, mpipar, pair
@@ -14,6 +15,7 @@ SMALL = ("train --layers 2 --d-model 8 --heads 2 --seq-len 5 --batch-size 4 --sa
          " --num-microbatches 1 --data text.txt --out run").split()
 
 
+@fault(25, "kill -9 of a rank: the next start and ckpt ls name it", None)
 def test_a_killed_rank_is_named_by_ls_and_by_the_next_start(text_folder):
     words = [*SMALL, "--layout", "tp=2", "--steps", "8"]
     killed = run_ranks(2, [*FAULTY, "killed", *words], LIMIT, environment(), text_folder)
@@ -28,6 +30,7 @@ def test_a_killed_rank_is_named_by_ls_and_by_the_next_start(text_folder):
     assert not {"status", "lock"} & {path.name for path in (text_folder / "run").iterdir()}
 
 
+@fault(7, "a run folder that a rank does not see", 74)
 @pytest.mark.slow
 def test_a_run_folder_that_a_rank_does_not_see_is_74(text_folder):
     """Two working folders stand for two hosts without a shared disk."""

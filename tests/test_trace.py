@@ -8,6 +8,7 @@ import sys
 from types import SimpleNamespace
 
 import pytest
+from fault_table import fault
 from helpers import REPOSITORY, find_launcher, run_ranks
 from in_process import assert_refused, printed
 from program import environment
@@ -124,6 +125,7 @@ def test_efficiencies_multiply_and_an_ideal_network_is_never_slower(delayed):
     assert result.useful_ns[1] > result.useful_ns[0] + 3 * 2 * 40e6
 
 
+@fault(31, "a slow rank: named, with its line and its share of the waits", 0)
 def test_the_command_names_the_late_rank_the_barrier_and_the_line(delayed):
     _, folder = delayed
     text = printed("trace", folder)

@@ -1,6 +1,7 @@
 """ZeRO through the front door: its barriers, and a killed run that goes on without it."""
 
 import pytest
+from in_process import alone
 from program import metrics, mpipar
 from test_resume_runs import ended, prepare
 
@@ -25,7 +26,7 @@ def test_its_barriers_are_shown(tmp_path):
 def test_a_killed_run_goes_on_without_what_it_shared_out(tmp_path):
     """Killed under --zero 3 --cp 2, it goes on with tp 2 x pp 2, as one rank would have."""
     prepare(tmp_path)
-    mpipar("train", *TEXT, "--out", "alone", cwd=tmp_path).ended()
+    alone("train", *TEXT, "--out", "alone", cwd=tmp_path).ended()
     shared = "--layout dp=2,cp=2 --zero 3 --zero-grads sharded --save-interval 2".split()
     ended(tmp_path, "kill", 5, *TEXT, "--out", "run", *shared, ranks=4)
     steps = [step for step, _ in committed_steps(tmp_path / "run" / "checkpoints")]
