@@ -65,6 +65,15 @@ def text_folder(tmp_path: Path) -> Path:
     return tmp_path
 
 
+@pytest.fixture
+def no_launcher(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What the test starts sees no outer launcher, and no numbers of threads."""
+    for name in list(os.environ):
+        if name.startswith(("PMI", "OMPI_", "SLURM_", "MPI_LOCAL")) or name.endswith(
+                "_NUM_THREADS"):
+            monkeypatch.delenv(name)
+
+
 @functools.cache
 def missing_gpu() -> str | None:
     """Return why the tests marked gpu cannot run here, or None."""

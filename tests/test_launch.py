@@ -20,13 +20,8 @@ LIMIT = 60.0  # for the whole command, start under load included
 QUICK = 20.0  # from the failure to the end of the last process: a second, and much for the load
 
 @pytest.fixture(autouse=True)
-def clean_environment(monkeypatch, tmp_path):
-    """The test has no outer launcher, no thread counts from outside, and its own error folders."""
-    for name in list(os.environ):
-        if name.startswith(("PMI", "OMPI_", "SLURM_", "MPI_LOCAL")) or name.endswith(
-            "_NUM_THREADS"
-        ):
-            monkeypatch.delenv(name)
+def clean_environment(no_launcher, monkeypatch, tmp_path):
+    """The test has its own error folders, too."""
     monkeypatch.setenv("PYTHONPATH", str(REPOSITORY))
     (tmp_path / "tmp").mkdir()
     monkeypatch.setenv("TMPDIR", str(tmp_path / "tmp"))
