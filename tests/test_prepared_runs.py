@@ -52,12 +52,6 @@ def test_a_vocabulary_above_the_model_s_is_refused(here):
                    "--data", "bytes", "--vocab-size", 256)
 
 
-def test_a_file_that_is_no_text_is_not_trained_on(here):
-    (here / "a.txt").write_bytes(b"text" * 100 + b"\xe9")
-    assert_refused(65, ["a.txt: is no UTF-8 text: byte 400 cannot be read"], "train", "--data",
-                   "a.txt")
-
-
 def test_the_fingerprint_covers_all_files(here):
     def found(name):
         source = load_source((name,), 257)

@@ -18,82 +18,36 @@ def contents(folder):
     return {path: path.read_bytes() if path.is_file() else None for path in folder.rglob("*")}
 
 
-def check(folder, code, parts, *words, ranks=1, data=("--data", "text.txt")):
+def check(folder, code, parts, *words, ranks=1):
     """Check one refusal; the folder must be as it was."""
     before = contents(folder)
-    assert_refused(code, parts, "train", *data, *SHORT, "--out", "run", *words, ranks=ranks,
-                   folder=folder)
+    assert_refused(code, parts, "train", "--data", "text.txt", *SHORT, "--out", "run", *words,
+                   ranks=ranks, folder=folder)
     assert contents(folder) == before
 
 
-# --- data
-
-
-def token_file(path, ids, dtype="<u2", header=None):
-    """Write token ids, behind a header of 256 numbers if one is given."""
-    with open(path, "wb") as file:
-        if header is not None:
-            file.write(np.array([*header, *[0] * (256 - len(header))], "<i4").tobytes())
-        file.write(np.array(ids, dtype).tobytes())
-
-
-def test_data_that_is_not_there(text_folder):
-    (text_folder / "empty.txt").write_bytes(b"")
-    (text_folder / "empty_folder").mkdir()
-    check(text_folder, 65, ["nowhere.txt", "no such file", "looked in"], "--data", "nowhere.txt")
-    check(text_folder, 65, ["empty.txt", "is empty"], "--data", "empty.txt")
-    check(text_folder, 65, ["empty_folder", "holds no file"], "--data", "empty_folder")
-
-
-@pytest.mark.parametrize(("content", "parts"), [
-    ({"ids": [1, 2, 3], "dtype": "u1"}, ["3 bytes", "uint16"]),
-    ({"ids": [7, 300, 8] * 100},
-     ["token 300 at position 1", "vocabulary of 256", "--vocab-size 301"]),
-    ({"ids": [1, 2], "header": (20240520, 1, 9)}, ["9 tokens", "1,028 bytes"]),
-    ({"ids": [], "header": (20240520, 1, 0)}, ["no token"]),
-    ({"ids": [1, 2, 3], "dtype": "<u4", "header": (20240522, 7, 3)}, ["HellaSwag"]),
-], ids=["odd size", "high token", "too short", "empty", "of HellaSwag"])
-def test_token_file_that_cannot_be_read(content, parts, text_folder):
-    token_file(text_folder / "ids.bin", **content)
-    check(text_folder, 65, ["ids.bin", *parts], "--data", "ids.bin")
-
-
-def test_text_and_tokens_do_not_mix(text_folder):
-    token_file(text_folder / "ids.bin", [7, 8] * 100)
-    check(text_folder, 65, ["mixes token files"], "--data", "text.txt", "ids.bin")
+# --- data and weights
 
 
 @pytest.mark.parametrize(("words", "parts"), [
+    ("--data nowhere.txt", ["nowhere.txt", "no such file", "looked in"]),
+    ("--data ids.bin", ["ids.bin", "token 300 at position 1", "vocabulary of 256",
+                        "--vocab-size 301"]),
+    ("--data text.txt ids.bin", ["mixes token files"]),
     ("--vocab-size 50257", ["text.txt", "bytes", "50,257"]),
     ("--vocab-size 100 --prompt AA", ["text.txt", "outside the vocabulary of 100"]),
-])
-def test_text_outside_the_vocabulary(words, parts, text_folder):
-    check(text_folder, 65, parts, *words.split())
-
-
-@pytest.mark.parametrize("vocab_size", [100, 50257])
-def test_built_in_text_needs_a_vocabulary_of_bytes(vocab_size, tmp_path):
-    check(tmp_path, 65, [f"vocabulary of {vocab_size:,}"],
-          "--vocab-size", vocab_size, "--prompt", "1 2", data=())
-
-
-@pytest.mark.parametrize(("words", "parts"), [
     ("--batch-size 400", ["930 tokens", "400 rows x 5 tokens", "--batch-size"]),
     ("--seq-len 500", ["930 tokens", "4 rows x 500 tokens", "--seq-len"]),
+    ("--init-from nowhere", ["--init-from nowhere", "nothing is downloaded"]),
+    ("--init-from weights", ["--init-from weights", "config.json: is not an object"]),
+    ("--init-from .", ["--init-from weights", "config.json: is not an object"]),  # those of a run
 ])
-def test_data_too_short_for_a_step(words, parts, text_folder):
-    check(text_folder, 65, parts, *words.split())
-
-
-@pytest.mark.parametrize(("folder", "parts"), [
-    ("nowhere", ["nothing is downloaded"]), ("weights", ["config.json: is not an object"]),
-    (".", ["config.json: is not an object"]),  # a run stands for its weights
-])
-def test_weights_that_cannot_be_read(folder, parts, text_folder):
+def test_data_and_weights_that_cannot_be_read(words, parts, text_folder):
+    """Other files of data are in test_source.py."""
+    np.array([7, 300, 8] * 100, "<u2").tofile(text_folder / "ids.bin")
     (text_folder / "weights").mkdir()
     (text_folder / "weights" / "config.json").write_text("[1, 2]")
-    where = "--init-from weights" if folder == "." else f"--init-from {folder}"
-    check(text_folder, 65, [where, *parts], "--init-from", folder)
+    check(text_folder, 65, parts, *words.split())
 
 
 # --- flags and layout

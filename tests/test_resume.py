@@ -44,8 +44,6 @@ def here(made, tmp_path):
 
 @pytest.mark.parametrize(("words", "code", "parts"), [
     ("--out run", 2, ["run exists and is not empty", "--resume auto --out run"]),
-    ("--resume auto", 2, ["--resume auto", "--run-name", "--out"]),
-    ("--resume run --init-from w", 2, ["--init-from w with --resume run"]),
     ("--resume auto --out run --steps 5", 2, ["--steps 5", "step 6"]),
     ("--resume nowhere", 65, ["--resume nowhere: there is no checkpoint here"]),
     ("--resume run/checkpoints/step-00000009", 65, ["step-00000009"]),

@@ -87,21 +87,11 @@ def test_chunks_reach_the_chosen_schedule_only_where_they_are_free(chosen, stage
     assert configured_schedule(config.grid).num_stages == stages
 
 
-def test_groups_are_for_auto_to_choose():
-    assert_refused(2, ["--group-size 2 with --schedule auto"],
-                   "explain", "--pp", 2, "--schedule", "auto", "--group-size", 2)
-
-
 def test_auto_under_a_limit_that_nothing_meets_says_what_the_smallest_needs(tmp_path):
     result = mpipar("train", *SMALL, "--schedule", "auto", "--memory-limit", 1000,
                     "--out", tmp_path / "run", ranks=2).ended(2)
     assert "no schedule fits" in result.stderr
     assert result.stderr.count("mpipar: stopped") == 1
-
-
-def test_counts_that_a_schedule_cannot_take_are_refused_with_the_next_ones(tmp_path):
-    assert_refused(2, ["use --num-microbatches 4"], "train", *SMALL, "--schedule", "dualpipe",
-                   "--batch-size", 9, "--num-microbatches", 3, "--out", tmp_path / "run", ranks=2)
 
 
 def test_measured_bubble_stands_beside_the_simulated_one(tmp_path):
