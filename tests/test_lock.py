@@ -8,7 +8,7 @@ import subprocess
 
 import pytest
 from fault_table import fault
-from program import LIMIT, PROGRAM, block_of, environment, metrics, mpipar
+from program import LIMIT, PROGRAM, environment, metrics
 
 from mpipar.errors import UsageError
 from mpipar.job import lock
@@ -183,11 +183,5 @@ def test_two_starts_with_one_folder_at_once(text_folder):
     assert sorted(start.returncode for start in starts) == [0, 2], said
     assert len(metrics(text_folder / "run")) == 60
     assert not (text_folder / "run" / lock.NAME).exists()
-
-
-def test_a_failed_run_releases_its_lock(tmp_path):
-    block_of(mpipar("train", "--out", tmp_path / "run", "--lr", "1e30", "--clip", "0",
-                    "--optimizer", "sgd", "--steps", "9", cwd=tmp_path), 79)
-    assert not (tmp_path / "run" / lock.NAME).exists()
 
 
