@@ -1,12 +1,14 @@
 """mpipar with one planted fault: python faulty_run.py FAULT mpipar-arguments...
 
-FAULT is a key of FAULTS, with @NUMBER where it has a number; or of TWINS, runs that go on with a
+FAULT is a key of FAULTS, with @NUMBER where it has a number; of LATE, a rank or a link that is late
+in each step; or of TWINS, runs that go on with a
 mistake; or PLACE/HOW/RANK: how a rank goes wrong at a place. Before training the first call of the
 place's function goes wrong, in training the first one from step STEP on. With nccl/ before it,
 every rank has a GPU of its own: a stand-in that is played by MPI in a thread.
 """
 
 import errno
+import gc
 import os
 import signal
 import sys
@@ -20,18 +22,20 @@ from mpipar.checkpoint import save, weights
 from mpipar.comm.group import Comm
 from mpipar.comm.transport import HostTransport
 from mpipar.commands import inputs, report, resume, training
+from mpipar.data.rows import Rows
 from mpipar.job import mpi, watchdog
 from mpipar.job.session import Session, guard
 from mpipar.layers.norm import LayerNorm
 from mpipar.pipeline.engine import Engine
 from mpipar.train.gradsync import GradSync
-from mpipar.train.optim import AdamW
+from mpipar.train.optim import OPTIMIZERS, AdamW
 from mpipar.train.worker import Worker
 
 NAME, _, NUMBER = sys.argv.pop(1).partition("@")
 RANK = int(os.environ.get("PMI_RANK", os.environ.get("OMPI_COMM_WORLD_RANK", "0")))
 STEP = 4
-sessions = []
+MICROBATCHES, LATE_SECONDS = 2, 0.08
+sessions, evaluating = [], []  # nothing is late in what follows the training
 
 
 def around(owner, name, function, rank=None):
@@ -86,19 +90,6 @@ def nan_loss(plain, engine, *rest, **named):
     return dict.fromkeys(losses, np.nan) if engine.recorder.step == 3 else losses
 
 
-def late(rank):
-    """A rank is late in every microbatch of the training steps, not of the evaluation."""
-    microbatches = iter(range(6 * 2))
-
-    def forward(plain, norm, x, *rest):
-        real = norm.name == "block1.norm1" and isinstance(x, np.ndarray)
-        if real and next(microbatches, None) is not None:
-            time.sleep(0.05)
-        return plain(norm, x, *rest)
-
-    around(LayerNorm, "forward", forward, rank)
-
-
 class SlowRequest:
     """A request of a message that needs 20 ms more."""
 
@@ -131,6 +122,60 @@ def slow_fsync(plain, number):
     if "/weights/model." in os.readlink(f"/proc/self/fd/{number}"):
         time.sleep(6)  # longer than any timer of a rank that ends
     plain(number)
+
+
+# --- late in each step: LATE_SECONDS, but for links of dp and tp in each transfer
+
+
+def pause(owner, name, seconds, when=lambda *_: True, rank=1):
+    """Calls of a function sleep first, in training, where `when` holds of its arguments."""
+    def paused(plain, *given, **named):
+        if not evaluating and when(*given):
+            time.sleep(seconds)
+        return plain(*given, **named)
+
+    around(owner, name, paused, rank)
+
+
+def is_late_layer(norm, x, *_):
+    """Whether this is the first norm of block 1, on numbers."""
+    return norm.name == "block1.norm1" and isinstance(x, np.ndarray)
+
+
+def collecting():
+    """A garbage collection that takes long."""
+    gc.callbacks.insert(0, lambda phase, info: phase == "stop" and time.sleep(LATE_SECONDS / 2))
+    gc.collect()
+    gc.callbacks.pop(0)
+    return False
+
+
+class LateRequest:
+    """A request whose data travel for longer, one transfer after the other."""
+
+    free = 0.0  # when the link has carried all before
+
+    def __init__(self, request):
+        self.request, self.there = request, None
+
+    def Test(self):
+        if self.there is None and self.request.Test():
+            more = 0 if evaluating else LATE_SECONDS / MICROBATCHES
+            self.there = LateRequest.free = max(LateRequest.free, time.monotonic()) + more
+        return self.there is not None and time.monotonic() >= self.there
+
+    def Wait(self):
+        while not self.Test():
+            time.sleep(1e-4)
+
+
+def slow(name, when=lambda *_: True, rank=None):
+    """Make the requests of a call of the transport late, where `when` holds of its arguments."""
+    def posted(plain, wire, *given):
+        request = plain(wire, *given)
+        return LateRequest(request) if when(*given) else request
+
+    around(HostTransport, name, posted, rank)
 
 
 # --- ends, full disks, and runs that go on with a mistake
@@ -197,7 +242,7 @@ FAULTS = {
     "nan-loss": lambda: around(Engine, "run", nan_loss, 1),
     "loaded": lambda: around(weights, "load", lambda plain, worker, folder: (
         plain(worker, folder), flip(worker.flats[0])), 1),
-    "delay": lambda: late(1), "delay0": lambda: late(0), "slow-link": slow_link,
+    "slow-link": slow_link,
     "missing": lambda: around(Comm, "all_reduce", other_call, 1),
     "mismatch": lambda: around(Comm, "all_reduce", other_call, 1),
     "slow-disk": lambda: around(os, "fsync", slow_fsync),
@@ -210,6 +255,24 @@ FAULTS = {
     "evaluate": lambda: around(Worker, "evaluate", kill(signal.SIGKILL)),
     "no-space": full_disk, "full": full_disk,
     "metrics": lambda: around(training, "cut_behind", lambda plain, folder, step: []),
+}
+
+
+LATE = {
+    "delay": lambda: pause(LayerNorm, "forward", 0.05, is_late_layer),
+    "delay0": lambda: pause(LayerNorm, "forward", 0.05, is_late_layer, 0),
+    "data": lambda: pause(Rows, "train", LATE_SECONDS, lambda _rows, _step, mb: mb == 0),
+    "F": lambda: pause(LayerNorm, "forward", LATE_SECONDS / MICROBATCHES, is_late_layer),
+    "B": lambda: pause(LayerNorm, "backward_input", LATE_SECONDS / MICROBATCHES, is_late_layer),
+    "gc": lambda: pause(LayerNorm, "forward", 0,
+                        lambda *given: is_late_layer(*given) and collecting()),
+    "opt": lambda: [pause(one, "step", LATE_SECONDS) for one in set(OPTIMIZERS.values())],
+    "save": lambda: pause(save, "write_pieces", LATE_SECONDS),
+    "between": lambda: pause(training.Run, "show_step", LATE_SECONDS),
+    "dp link": lambda: slow("iall_reduce"),
+    "tp link": lambda: pause(HostTransport, "all_reduce", 0.03,
+                             lambda _wire, x, _op: x.size > 100, None),  # not the norm
+    "pp link": lambda: slow("irecv", lambda _x, peer, _tag: peer == 0, 1),  # from rank 0
 }
 
 
@@ -260,6 +323,9 @@ elif NAME in STOPS:
 elif NAME in TWINS:
     around(resume, "load_state", lambda plain, worker, *rest: (
         plain(worker, *rest), TWINS[NAME](worker)))
+elif NAME in LATE:
+    around(Worker, "evaluate", lambda plain, *given: (evaluating.append(True), plain(*given))[1])
+    LATE[NAME]()
 else:
     FAULTS[NAME]()
 if __name__ == "__main__":

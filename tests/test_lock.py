@@ -8,7 +8,7 @@ import subprocess
 
 import pytest
 from fault_table import fault
-from program import LIMIT, PROGRAM, environment, metrics
+from program import LIMIT, PROGRAM, block_of, environment, metrics, mpipar
 
 from mpipar.errors import UsageError
 from mpipar.job import lock
@@ -185,3 +185,7 @@ def test_two_starts_with_one_folder_at_once(text_folder):
     assert not (text_folder / "run" / lock.NAME).exists()
 
 
+def test_a_failed_run_releases_its_lock(tmp_path):
+    words = "train --out run --lr 1e30 --clip 0 --optimizer sgd --steps 9".split()
+    block_of(mpipar(*words, cwd=tmp_path), 79)
+    assert not (tmp_path / "run" / lock.NAME).exists()

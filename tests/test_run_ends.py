@@ -20,7 +20,7 @@ from in_process import alone
 from program import BLOCK, LIMIT, PROGRAM, block_of, environment, metrics, mpipar, one_block
 
 from mpipar.console import output
-from mpipar.job import failure, lock
+from mpipar.job import failure
 
 TINY = """--layers 2 --d-model 8 --heads 2 --seq-len 5 --batch-size 4 --num-microbatches 2
     --sample-tokens 4""".split()
@@ -150,7 +150,7 @@ PART_OF_A_FILE = """
 import resource, sys
 from pathlib import Path
 from mpipar import errors
-from mpipar.job import failure, lock
+from mpipar.job import failure
 from mpipar.console import output
 folder, said = Path(sys.argv[1]), []
 before = resource.getrlimit(resource.RLIMIT_FSIZE)
@@ -268,7 +268,6 @@ def test_non_finite_loss_ends_all_ranks(text_folder):
     block = block_of(result, 79)
     assert re.search(r"step \d+: loss \S+, gradient norm \S+: .*--lr \(now 1e\+30\)", block)
     assert not list((text_folder / "run").glob("weights/*.safetensors*")), "they are of no use"
-    assert not (text_folder / "run" / lock.NAME).exists()
     steps = [line["step"] for line in metrics(text_folder / "run")]
     assert steps == list(range(1, len(steps) + 1))
     failed = int(re.search(r"step (\d+): loss", block)[1])
