@@ -1,10 +1,10 @@
 """mpipar with one planted fault: python faulty_run.py FAULT mpipar-arguments...
 
-FAULT is a key of FAULTS, with @NUMBER where it has a number; of LATE, a rank or a link that is late
-in each step; or of TWINS, runs that go on with a
-mistake; or PLACE/HOW/RANK: how a rank goes wrong at a place. Before training the first call of the
-place's function goes wrong, in training the first one from step STEP on. With nccl/ before it,
-every rank has a GPU of its own: a stand-in that is played by MPI in a thread.
+FAULT is a key of FAULTS, with @NUMBER where it has a number. A key of LATE makes a rank or a link
+late in each step, one of TWINS a run that goes on wrongly. PLACE/HOW/RANK lets a rank go wrong at a
+place. Before training that is the first call of the place's function, in training the first one
+from step STEP on. With nccl/ before it, every rank has a GPU of its own: a stand-in that is played
+by MPI in a thread.
 """
 
 import errno
