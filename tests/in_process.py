@@ -9,14 +9,17 @@ import contextlib
 import io
 import signal
 import sys
+import time
 from types import SimpleNamespace
-from unittest import mock
 
 import pytest
+from helpers import Finished
 
 from mpipar import cli
 from mpipar.comm.one_rank import OneRank
 from mpipar.errors import UserError
+from mpipar.job import failure, mpi
+from mpipar.job import session as job_session
 from mpipar.job.environment import Launcher
 from mpipar.job.session import Session
 
@@ -80,26 +83,26 @@ def assert_refused(code, parts, *words, ranks=1, folder="."):
     assert not missing, f"{missing} in\n{found}"
 
 
-class Alone(StandIn):
-    """The session of a command that computes here, on one rank."""
+def alone(*words, cwd="."):
+    """How a command ends that runs as one rank in this process, without a supervisor and MPI.
 
-    def start(self):
-        self.world, self.host_rank = OneRank("a test needs none"), 0
-        return self.world
-
-    def leave_mpi(self, exit_code):
-        return exit_code
-
-
-def ran(*words, code=0, folder="."):
-    """(standard output, standard error) of a command that computes on one rank, in `folder`."""
-    session, out, err = Alone(), io.StringIO(), io.StringIO()
-    argv = [str(word) for word in words]
-    with contextlib.chdir(folder), contextlib.redirect_stdout(out), \
-            contextlib.redirect_stderr(err), contextlib.closing(session.ending), \
-            mock.patch.object(sys, "argv", ["mpipar", *argv]):
-        assert cli.main(argv, session) == code
-    return out.getvalue(), err.getvalue()
+    A start takes a second and more. An error is told as the guard tells it.
+    """
+    session, out, err = Session(Launcher()), io.StringIO(), io.StringIO()
+    words, start = tuple(map(str, words)), time.monotonic()
+    with contextlib.chdir(cwd), contextlib.redirect_stdout(out), contextlib.redirect_stderr(err), \
+            pytest.MonkeyPatch.context() as patched:
+        patched.setattr(mpi, "start", lambda launcher: OneRank("this is a test"))
+        patched.setattr(job_session, "warn", lambda text: None)
+        patched.setattr(sys, "argv", ["mpipar", *words])
+        try:
+            code = job_session._run(cli.main, list(words), session)
+        except UserError as error:
+            code = error.exit_code
+            failure.show(failure.error_report(error, ""))
+            session.ending.close()
+            session.watch.end()
+    return Finished(words, code, out.getvalue(), err.getvalue(), time.monotonic() - start)
 
 
 class LateError(BaseException):

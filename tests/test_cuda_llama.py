@@ -11,7 +11,7 @@ from helpers import assert_all_close
 from test_cuda_fused import CASES, SHAPES, Case
 
 from mpipar.comm.grid import Grid
-from mpipar.config.arch import ARCHS
+from mpipar.config.model import ARCHS
 from mpipar.config.resolve import resolve
 from mpipar.ops.array_ops import rope_table
 from mpipar.ops.cuda.fused import Fused

@@ -8,6 +8,7 @@ import shutil
 
 import numpy as np
 import pytest
+from fault_table import fault
 from safetensors.numpy import load_file, save_file
 from state_cases import assert_filled, config_for, loaded, saved
 
@@ -102,6 +103,7 @@ def test_the_folder_of_another_step(folder):
     assert_damaged(renamed, "is of step 3, its folder of another")
 
 
+@fault(18, "a stray file of another layout", 0)
 def test_a_stray_file_is_reported_and_not_read(folder):
     shutil.copy(folder / PIECES, folder / "pieces-00002.safetensors")
     problem, = damage(folder)
@@ -212,6 +214,7 @@ HOSTILE = {
 }
 
 
+@fault(23, "hostile manifests", 65)
 @pytest.mark.parametrize("case", HOSTILE)
 def test_a_hostile_manifest_is_refused(case, folder):
     change, part = HOSTILE[case]

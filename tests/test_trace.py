@@ -7,6 +7,7 @@ import shutil
 from types import SimpleNamespace
 
 import pytest
+from fault_table import fault
 from helpers import find_launcher
 from in_process import assert_refused, printed
 from test_trace_html import data_of
@@ -99,6 +100,7 @@ def test_efficiencies_multiply_and_an_ideal_network_is_never_slower(delayed):
     assert result.useful_ns[1] > result.useful_ns[0] + PASSES * 40e6
 
 
+@fault(31, "a slow rank: named, with its line and its share of the waits", 0)
 def test_the_command_names_the_late_rank_the_barrier_and_the_line(delayed):
     _, folder = delayed
     text = printed("trace", folder)

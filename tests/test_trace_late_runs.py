@@ -29,7 +29,7 @@ def analysed(folder, fault, layout):
     tokens = folder.with_name("tokens.bin")
     (np.arange(2_000, dtype=np.uint16) % 256).tofile(tokens)  # little to evaluate
     return analyse(traced(folder, *SIZE, *flags, "--data", str(tokens), "--layout", layout,
-                          fault=fault, program="late_run.py", ranks=4 if layout in FOUR else 2))
+                          fault=fault, ranks=4 if layout in FOUR else 2))
 
 
 def undisturbed(folder, fault, layout, accepted):

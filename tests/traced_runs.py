@@ -1,11 +1,10 @@
 """Traced runs of the program under mpiexec, with a fault planted."""
 
 import shutil
-import sys
 
 import pytest
 from helpers import REPOSITORY, find_launcher, run_ranks
-from program import environment
+from program import FAULTY, environment
 
 from mpipar.trace import trace_file
 
@@ -15,14 +14,12 @@ SMALL = ("--layers 2 --d-model 16 --heads 2 --seq-len 8 --batch-size 4 --num-mic
 STEPS, PASSES = 5, 5 * 2  # traced steps, and microbatches in them, of `late_runs`
 
 
-def traced(folder, *words, fault="none", program="faulty_run.py", ranks=2):
-    """The Trace of a run of `train` under a fault of faulty_run.py or late_run.py."""
+def traced(folder, *words, fault="none", ranks=2):
+    """The Trace of a run of `train` under a fault of faulty_run.py."""
     if find_launcher() is None:
         pytest.skip("no mpiexec: install .[mpich]")
-    command = [sys.executable, str(REPOSITORY / "tests" / program), fault, "train", *words, "--out",
-               str(folder)]
-    result = run_ranks(ranks, command, 100, environment())
-    assert result.returncode == 0, result.tail()
+    command = [*FAULTY, fault, "train", *words, "--out", str(folder)]
+    run_ranks(ranks, command, 100, environment()).ended()
     return trace_file.read(folder)
 
 

@@ -41,9 +41,9 @@ from bench.combinations.truth import (
 )
 from mpipar import cli
 from mpipar.comm.hosts import quiet_barrier
+from mpipar.commands.elsewhere import FIXED, resumed
 from mpipar.commands.resolve import resolve
 from mpipar.config.reading import Reading, over, to_toml, values_of
-from mpipar.config.resumed import FIXED, resumed
 from mpipar.errors import UserError
 from mpipar.files.text import printable
 from mpipar.inference import generate

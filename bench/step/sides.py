@@ -24,9 +24,8 @@ from mpipar.comm.grid import Grid
 from mpipar.comm.hosts import quiet_barrier
 from mpipar.comm.record import Recorder
 from mpipar.config import flags
-from mpipar.config.arch import ARCHS
 from mpipar.config.grid import GridConfig
-from mpipar.config.model import model_config
+from mpipar.config.model import ARCHS, model_config
 from mpipar.config.resolve import resolve
 from mpipar.config.run import RunConfig
 from mpipar.config.sections import Config
