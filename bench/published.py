@@ -30,7 +30,7 @@ from mpipar.plan.published import (
     shape_of,
 )
 from mpipar.plan.report import why_not
-from mpipar.plan.search import Question, search
+from mpipar.plan.search import Kind, Question, search
 from mpipar.plan.shape import utilization
 
 OUT = Path(__file__).parent / "results"
@@ -247,10 +247,10 @@ def publishers(runs) -> list[dict]:
         cut = "405b" in run.row["model"] and run.shape.layers < 126
         if not any(part in run.source for part in CHOSEN) or run.layout.zero > 1 or cut:
             continue
-        question = Question(run.shape, run.cluster, run.stack, run.layout.ranks,
-                            int(run.row["gbs"]), run.cluster.memory_gib, {})
+        kind = Kind(run.cluster, run.layout.ranks, run.cluster.memory_gib)
+        question = Question(run.shape, (kind,), run.stack, int(run.row["gbs"]), {})
         best = search(question, PRINTED).best
-        chosen = dict(zip(("dp", "pp", "cp", "tp"), run.layout.grid, strict=True))
+        chosen = dict(zip(("dp", "pp", "cp", "tp", "ep"), run.layout.grid, strict=True))
         own = [one for one in best if one.layout.grid == run.layout.grid]
         place = best.index(own[0]) + 1 if own else "-"
         own = own or search(question._replace(fixed=chosen), 1).best

@@ -83,6 +83,13 @@ class Cluster:
         return replace(self, links=tuple(replace(
             link, latency_us=OLD_START * link.latency_us) for link in self.links))
 
+    def with_links(self, inner: float = 1.0, outer: float = 1.0) -> Cluster:
+        """The same devices with links so many times as fast, inside of nodes and between them."""
+        first, *others = self.links
+        return replace(self, links=(
+            replace(first, gbytes_s=first.gbytes_s * inner),
+            *(replace(link, gbytes_s=link.gbytes_s * outer) for link in others)))
+
     def with_network(self, gbits_per_device: float) -> Cluster:
         """The same devices behind a network of another rate."""
         inner, outer = self.links[0], self.links[-1]
@@ -142,6 +149,11 @@ class Stack:
         if dtype != "float32":
             return self
         return replace(self.with_states(4, 4, 8), number_bytes=4, wire_bytes=4)
+
+    def with_starts(self, by: float) -> Stack:
+        """The same stack, which starts so many times as many operations a second."""
+        return replace(self, starts_us=self.starts_us / by, sets=tuple(
+            (name, (*constants[:-1], constants[-1] / by)) for name, constants in self.sets))
 
     def unfused(self) -> Stack:
         """The same stack as it was before 2023: scores in memory, and nothing beside products."""

@@ -7,13 +7,13 @@ they lie in memory. In-flight microbatches are those of catalog.py. Letters as i
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from typing import NamedTuple
 
 from mpipar.layers.costs import value
 from mpipar.pipeline.forms import Letters
 from mpipar.plan.cluster import Stack
-from mpipar.plan.layout import Layout, blocks_of_stages, rank_parameters
+from mpipar.plan.layout import Layout, Segment, blocks_of_stages, rank_segments, segments
 from mpipar.plan.shape import Shape
 
 GIB = 1 << 30
@@ -48,17 +48,15 @@ def stash_per_block(shape: Shape, layout: Layout, stack: Stack) -> dict[str, flo
     also keeps a byte of each masked number, and scores after it.
     """
     size = stack.number_bytes
-    sizes = shape.letters(layout.rows, layout.tp, layout.cp, size)
-    units = shape.costs(layout.sequence_parallel)
-    block, once = units.block, value(units.stream, sizes)
-    kept = value(block.stash, sizes) + (0.0 if stack.remakes else value(block.remade, sizes))
+    sizes = shape.letters(layout.rows, layout.tp, layout.cp, size, layout.ep)
+    parallel = layout.sequence_parallel
+    once, stash = value(shape.costs(parallel).stream, sizes), shape.mean("stash", sizes, parallel)
+    kept = stash + (0.0 if stack.remakes else shape.mean("remade", sizes, parallel))
     if stack.norm_bytes:  # in place of numbers as wide as others
         kept += 2 * once * (stack.norm_bytes / size - 1)
     scores = 0.0
     if not stack.fused:
-        whole = shape.costs(layout.sequence_parallel, scores=True).block
-        scores = value(whole.stash, sizes) - value(block.stash, sizes)
-        scores *= 2 + 1 / size
+        scores = (shape.mean("stash", sizes, parallel, scores=True) - stash) * (2 + 1 / size)
         kept += 2 * once / size
     selected = kept * (0.6 if stack.every_other else 1)
     return {"block": once, "attention": selected, "none": kept + scores}
@@ -72,10 +70,49 @@ def in_flight(layout: Layout, rank: int) -> int:
 
 
 def footprint(shape: Shape, layout: Layout, stack: Stack) -> Footprint:
-    """The memory of the fullest rank of a layout."""
+    """The memory of the fullest rank of a layout with as many blocks on each stage."""
     counts = blocks_of_stages(shape.layers, layout.stages)
-    ranks = dict.fromkeys((0, min(1, layout.pp - 1), layout.pp - 1))
+    ranks = fullest_ranks(layout, counts)
     return max(rank_footprints(shape, layout, stack, counts, ranks), key=lambda one: one.total)
+
+
+def fullest_ranks(layout: Layout, counts: tuple[int, ...],
+                  kinds: Sequence[object] = ()) -> list[int]:
+    """Pipeline ranks of which one is the fullest of its kind. kinds: of each rank, one without.
+
+    They are the ends, which have tables, and of each number of blocks the first one behind.
+    """
+    last = layout.pp - 1
+    if not kinds and min(counts) == max(counts):
+        return list(dict.fromkeys((0, min(1, last), last)))
+    first: dict[tuple, int] = {}
+    for rank in range(1, last):
+        kind = id(kinds[rank]) if kinds else 0
+        first.setdefault((kind, layout.blocks_of(rank, counts)), rank)
+    return list(dict.fromkeys((0, last, *first.values())))
+
+
+def most_blocks(shape: Shape, layout: Layout, stack: Stack, gib: Sequence[float]) -> list[int]:
+    """The most blocks that each pipeline rank has room for; a rank has one stage.
+
+    gib: memory that each rank may use. Memory grows evenly with the blocks.
+    """
+    none, last = (0,) * layout.pp, layout.pp - 1
+    kept = stash_per_block(shape, layout, stack)[layout.recompute] * (1 + BETWEEN)
+    ends = list(dict.fromkeys((0, min(1, last), last)))
+    empty = dict(zip(ends, rank_footprints(shape, layout, stack, none, ends), strict=True))
+    states = sum(states_of(segments(shape, layout, 1), layout, stack))
+    return [int((gib[rank] * GIB - empty.get(rank, empty[ends[1]]).total)
+                // (states + in_flight(layout, rank) * kept)) for rank in range(layout.pp)]
+
+
+def states_of(own: list[Segment], layout: Layout, stack: Stack) -> tuple[float, float, float]:
+    """Bytes of weights, gradients and optimizer of some segments."""
+    elements = sum(one.elements for one in own)
+    pieces = sum(one.elements / one.ranks for one in own)
+    return ((pieces if layout.zero >= 3 else elements) * stack.weight_bytes,
+            (pieces if layout.zero >= 2 else elements) * stack.gradient_bytes,
+            (pieces if layout.zero else elements) * stack.optimizer_bytes)
 
 
 def rank_footprints(shape: Shape, layout: Layout, stack: Stack, counts: tuple[int, ...],
@@ -88,9 +125,9 @@ def rank_footprints(shape: Shape, layout: Layout, stack: Stack, counts: tuple[in
 def _rank_footprint(shape, layout, stack, rank: int, counts, stash) -> Footprint:
     blocks, size = layout.blocks_of(rank, counts), stack.number_bytes
     ends = (rank == 0) + (rank == layout.last_rank)
-    elements = rank_parameters(shape, layout, rank, counts)
-    shards, whole = layout.data_ranks, layout.data_ranks if layout.zero >= 3 else 1
-    unit = max(stack.unit * shape.block_parameters, shape.vocab * shape.width) / layout.tp
+    own = rank_segments(shape, layout, rank, counts)
+    block = sum(one.elements for one in segments(shape, layout, stack.unit))
+    unit = max(block, shape.vocab * shape.width / layout.tp)
     tokens = layout.rows * shape.tokens / layout.cp
     kept = stash[layout.recompute]
     blocks_held = in_flight(layout, rank) * blocks / layout.chunks
@@ -102,9 +139,6 @@ def _rank_footprint(shape, layout, stack, rank: int, counts, stash) -> Footprint
     if layout.zero >= 3:
         buffers += 2 * unit * size + unit * stack.gradient_bytes
     elif layout.zero == 2:
-        buffers += elements * size
-    return Footprint(
-        elements * stack.weight_bytes / whole,
-        elements * stack.gradient_bytes / (shards if layout.zero >= 2 else 1),
-        elements * stack.optimizer_bytes / (shards if layout.zero else 1),
-        blocks_held * kept + size * tokens * shape.width * ends, buffers)
+        buffers += sum(one.elements for one in own) * size
+    return Footprint(*states_of(own, layout, stack),
+                     blocks_held * kept + size * tokens * shape.width * ends, buffers)
