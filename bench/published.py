@@ -98,10 +98,12 @@ def accuracy(runs) -> dict:
 
 def without_source(groups: dict[str, list[Run]]) -> dict[str, dict]:
     """Errors of each group by constants that were fitted without its source, in percent."""
-    errors = {key_of(run): error for found in left_out().values() for run, error in found}
+    errors = {key_of(run): each for found in left_out().values() for run, *each in found}
     return {title: {
-        "left out: mean %": mean_error(errors[key_of(run)] for run in runs),
-        "left out: median %": 100 * median(abs(errors[key_of(run)]) for run in runs)}
+        "left out: mean %": mean_error(errors[key_of(run)][0] for run in runs),
+        "left out: median %": 100 * median(abs(errors[key_of(run)][0]) for run in runs),
+        "left out but for starts: median %": 100 * median(
+            abs(errors[key_of(run)][1]) for run in runs)}
         for title, runs in groups.items()}
 
 
