@@ -3,9 +3,8 @@
     python -m bench.planned --json bench/results/planned.json
 
 Each job has the fewest of 8, 64 and 512 devices on which it fits. Beside it stands the best
-utilization that was published for the device. Where a plan promises more than that and MARGIN
-points, the last columns say what it does that the publishers did not: the same job with 1f1b alone,
-which is what most of them run.
+utilization that was published for the device. Where a plan promises MARGIN points more, the last
+columns have its layout, and what 1f1b alone would give: most publishers run that.
 """
 
 from __future__ import annotations

@@ -15,7 +15,7 @@ from in_process import printed, refusal
 
 from mpipar.plan.block_time import BlockTimes, Times, block_times
 from mpipar.plan.cluster import STACKS, load_cluster
-from mpipar.plan.footprint import GIB, most_blocks, rank_footprints
+from mpipar.plan.footprint import GIB, Orders, most_blocks, rank_footprints
 from mpipar.plan.layout import Layout, blocks_of_stages
 from mpipar.plan.pipeline_time import Pipelines
 from mpipar.plan.search import Kind, Question, placed, search, simulated
@@ -63,7 +63,7 @@ def test_shares_are_the_best_of_all(most):
 def test_the_most_blocks_are_those_that_fit(changes):
     layout = LAYOUT._replace(**changes)
     gib = [9.0, 7.0, 6.5, 12.0]
-    most = most_blocks(SHAPE, layout, STACK, gib)
+    most = most_blocks(SHAPE, layout, STACK, gib, Orders())
     assert min(most) >= 1
     for more, fits in ((0, True), (1, False)):
         counts = tuple(one + more for one in most)
@@ -74,7 +74,7 @@ def test_the_most_blocks_are_those_that_fit(changes):
 
 def test_equal_devices_get_unequal_stages_where_the_head_is_heavy():
     """Even stages wait for the last one, which has the head of a large vocabulary."""
-    shape = SHAPE._replace(vocab=400_000)
+    shape = replace(SHAPE, vocab=400_000)
     question = question_of(Kind(A100, 8, 76.0), shape=shape, pp=4, dp=2, tp=1, schedule="1f1b")
     best = search(question, 1).best[0]
     assert best.counts[-1] == min(best.counts) < max(best.counts)

@@ -210,7 +210,7 @@ def question_of(args: Arguments, job: Job) -> Question:
 def shape_of(model, activation: str | None) -> Shape:
     """The Shape of a model, with another activation function if one is given."""
     shape = Shape.of(model.completed())
-    return shape._replace(activation=activation or shape.activation)
+    return replace(shape, activation=activation or shape.activation)
 
 
 def batch_range(text: str) -> tuple[int, int]:

@@ -94,6 +94,10 @@ class Layout(NamedTuple):
         """The pipeline rank that holds the last stage."""
         return 0 if self.folded else self.pp - 1
 
+    def tables_of(self, rank: int) -> int:
+        """How many of the embedding and the head a pipeline rank has."""
+        return (rank == 0) + (rank == self.last_rank)
+
     def blocks_of(self, rank: int, counts: tuple[int, ...]) -> int:
         """Blocks of a pipeline rank. counts: those of each stage."""
         if self.chunks == 1:
@@ -126,12 +130,10 @@ def rank_segments(shape: Shape, layout: Layout, rank: int,
                   counts: tuple[int, ...]) -> list[Segment]:
     """The segments of a pipeline rank. counts: blocks of each stage.
 
-    The first and the last stage have a table each, also where the two are tied.
+    The first and the last stage have a table each. A rank with both has one where they are tied.
     """
-    tables = shape.table_parameters
-    if layout.pp > 1:
-        ends = (rank == 0) + (rank == layout.last_rank)
-        tables = shape.width * (ends * shape.vocab + (rank == 0) * shape.positions)
+    copies = min(layout.tables_of(rank), 1 if shape.tied else 2)
+    tables = shape.width * (copies * shape.vocab + (rank == 0) * shape.positions)
     return segments(shape, layout, layout.blocks_of(rank, counts), tables)
 
 

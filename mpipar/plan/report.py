@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from collections import Counter
 from collections.abc import Callable, Iterable
-from dataclasses import replace
+from dataclasses import asdict, replace
 from itertools import groupby, zip_longest
 
 from mpipar.config.layout import sizes_text
@@ -134,8 +134,9 @@ def alone_table(question: Question) -> str:
 
 
 def alone_seconds(question: Question) -> dict[str, float | None]:
-    """{what: step of the best layout, None where nothing fits}: each of several kinds by itself,
-    and all devices as if they were of the slowest one with the least memory.
+    """{what: step of the best layout, None where nothing fits} of several kinds.
+
+    Each by itself, and all devices as if they were of the slowest kind, with the least memory.
     """
     kinds = question.kinds
     if len(kinds) == 1:
@@ -466,7 +467,7 @@ def csv_rows(question: Question, plan: Plan) -> list[list]:
 def as_dict(question: Question, plan: Plan, job: Job) -> dict:
     """Everything as plain values; seconds, bytes."""
     found = {
-        "model": question.shape._asdict() | {"parameters": question.shape.parameters},
+        "model": asdict(question.shape) | {"parameters": question.shape.parameters},
         "kinds": [{"machine": kind.cluster.name, "basis": kind.cluster.basis,
                    "ranks": kind.ranks, "memory_gib": kind.gib} for kind in question.kinds],
         "ranks": question.ranks, "dtype": question.dtype, "batch_size": question.batch_size,

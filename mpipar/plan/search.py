@@ -21,12 +21,12 @@ from typing import NamedTuple
 from mpipar.config.layout import cuts_heads, divisors
 from mpipar.pipeline.schedules.catalog import FAMILIES
 from mpipar.plan.cluster import Cluster, Stack
-from mpipar.plan.footprint import GIB, Footprint, fullest_ranks, rank_footprints
+from mpipar.plan.footprint import GIB, Footprint, Orders, fullest_ranks, rank_footprints
 from mpipar.plan.layout import Layout
 from mpipar.plan.pipeline_time import Pipelines, bound
 from mpipar.plan.shape import Shape
 from mpipar.plan.splits import splits
-from mpipar.plan.step_time import Blocks, Pipeline, StepTime, passes_by_rank, step_of, step_time
+from mpipar.plan.step_time import Pipeline, StepTime, passes_by_rank, step_of, step_time
 
 CHUNKS = (2, 3, 4, 5, 6, 7, 8, 10, 12)
 SCHEDULES = tuple(name for name, family in FAMILIES.items() if family.planned)
@@ -230,12 +230,12 @@ def schedules(question: Question, pp: int, m: int, rejected: Counter) -> Iterato
 def search(question: Question, count: int = 5, tell=lambda text: None) -> Plan:
     """The `count` layouts with the shortest simulated step. tell: is called with the state."""
     rejected, ranked, fitting = Counter(), [], 0
-    least = None
+    least, orders = None, Orders()
     for seen, layout in enumerate(layouts(question, rejected)):
         if seen % TOLD == 0:
             tell(f"{seen:,} layouts of {question.ranks} ranks, {fitting:,} fit")
         found = [one for kinds in permutations(question.kinds)
-                 for one in placed(question, layout, kinds)]
+                 for one in placed(question, layout, kinds, orders)]
         ranked += [one for one in found if one.used <= MORE]
         closest = min(found, key=lambda one: one.used)
         if closest.used <= 1:
@@ -255,28 +255,28 @@ def search(question: Question, count: int = 5, tell=lambda text: None) -> Plan:
                 trade_off(fit), [found[0] if found else None for found in other])
 
 
-def placed(question: Question, layout: Layout, kinds: tuple[Kind, ...]) -> Iterator[Candidate]:
+def placed(question: Question, layout: Layout, kinds: tuple[Kind, ...],
+           orders: Orders | None = None) -> Iterator[Candidate]:
     """The layout with each number of blocks on its stages that may be best.
 
-    Steps are bounds. What would not fit with MORE memory has none.
+    Steps are bounds. What would not fit with MORE memory has none. orders: those that are known.
     """
     shape, stack = question.shape, question.stack
     by_rank = kinds_by_rank(layout, kinds)
     clusters = [kind.cluster for kind in by_rank]
 
-    @cache
-    def blocks() -> Blocks:
-        return passes_by_rank(shape, layout, clusters, stack)
+    orders = orders or Orders()
+    blocks = cache(lambda: passes_by_rank(shape, layout, clusters, stack))
 
-    @cache
-    def fullest(counts: tuple[int, ...]) -> tuple[float, Footprint]:
+    def held(counts: tuple[int, ...]) -> list[tuple[float, Footprint]]:
         ranks = fullest_ranks(layout, counts, clusters if len(kinds) > 1 else ())
-        return max((memory.total / (by_rank[rank].gib * GIB), memory) for rank, memory in zip(
-            ranks, rank_footprints(shape, layout, stack, counts, ranks), strict=True))
+        return [(memory.total / (by_rank[rank].gib * GIB), memory) for rank, memory in zip(
+            ranks, rank_footprints(shape, layout, stack, counts, ranks, orders), strict=True)]
 
+    held_once = cache(held)
     for counts in splits(shape, layout, stack, blocks, [kind.gib for kind in by_rank],
-                         lambda counts: fullest(counts)[0] <= 1):
-        used, memory = fullest(counts)
+                         lambda counts: [used for used, _ in held_once(counts)], orders):
+        used, memory = max(held_once(counts))
         step = NO_TIME
         if used <= MORE:
             step = step_of(shape, layout, clusters, blocks(), stack, bound, counts)

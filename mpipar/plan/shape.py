@@ -6,9 +6,9 @@ There are a heads of queries and k of keys and values, each of width h.
 
 from __future__ import annotations
 
-from functools import lru_cache
+from dataclasses import dataclass
+from functools import cached_property
 from itertools import product
-from typing import NamedTuple
 
 from mpipar.config.model import DecoderConfig
 from mpipar.layers.costs import Cost, Letters, value
@@ -34,7 +34,8 @@ MFU_RULES = {
 }
 
 
-class Shape(NamedTuple):
+@dataclass(frozen=True)
+class Shape:
     """The sizes of a decoder. positions: rows of a learned table of positions, 0 without one.
 
     experts: of every expert_interval-th block, each of width expert_ffn; a token passes
@@ -109,25 +110,29 @@ class Shape(NamedTuple):
                       "w": self.shared_ffn / tp, "i": 8}
         return found
 
-    @property
+    def _weights(self, experts: int) -> float:
+        """Weights of the products of a block with so many experts, in the mean of all blocks."""
+        return self.mean("weights", self.letters() | {"x": experts})
+
+    @cached_property
     def dense_parameters(self) -> float:
         """Weights of the products of a block, but for its experts."""
-        return weights_of(self, 0)
+        return self._weights(0)
 
-    @property
+    @cached_property
     def expert_parameters(self) -> float:
         """Weights of the experts of a block."""
         return self.block_parameters - self.dense_parameters if self.experts else 0.0
 
-    @property
+    @cached_property
     def block_parameters(self) -> float:
         """Weights of the products of a block; biases and norms are less than a thousandth."""
-        return weights_of(self, self.experts)
+        return self._weights(self.experts)
 
-    @property
+    @cached_property
     def passed_parameters(self) -> float:
         """Weights of the products of a block that a token passes: those of its experts alone."""
-        return weights_of(self, self.experts_per_token)
+        return self._weights(self.experts_per_token)
 
     @property
     def table_parameters(self) -> int:
@@ -154,12 +159,6 @@ class Shape(NamedTuple):
         again = {"none": 0, "attention": attention, "block": products + attention}[recompute]
         forwards = 3 * (products + attention) + (again if rule == "hardware" else 0)
         return rows * self.tokens * (self.layers * forwards + 3 * head)
-
-
-@lru_cache  # a search asks a million times
-def weights_of(shape: Shape, experts: int) -> float:
-    """Weights of the products of a block with so many experts, in the mean of all blocks."""
-    return shape.mean("weights", shape.letters() | {"x": experts})
 
 
 def utilization(flops: float, seconds: float, devices: int, peak_tflops: float) -> float:

@@ -10,31 +10,34 @@ from collections.abc import Callable, Iterator, Sequence
 from heapq import heapify, heapreplace
 
 from mpipar.plan.cluster import Stack
-from mpipar.plan.footprint import most_blocks
+from mpipar.plan.footprint import Orders, most_blocks
 from mpipar.plan.layout import Layout, blocks_of_stages
 from mpipar.plan.shape import Shape
 from mpipar.plan.step_time import Blocks
 
 
 def splits(shape: Shape, layout: Layout, stack: Stack, blocks: Callable[[], Blocks],
-           gib: Sequence[float], fits: Callable[[tuple[int, ...]], bool]
-           ) -> Iterator[tuple[int, ...]]:
+           gib: Sequence[float], used: Callable[[tuple[int, ...]], list[float]],
+           orders: Orders) -> Iterator[tuple[int, ...]]:
     """Blocks of each stage: an even split, and where a rank has one stage an uneven one that fits.
 
-    blocks: gives the passes of each rank. gib: memory that each one may use.
+    blocks: gives the passes of each rank. gib: memory that each one may use. used: which share of
+    it ranks take, the fullest and the emptiest ones among them.
     """
     even = blocks_of_stages(shape.layers, layout.stages)
     yield even
     if layout.pp == 1 or layout.chunks > 1:
         return
-    if fits(even):
+    if min(used(even)) > 1:  # a block less on one rank is a block more on another full one
+        return
+    if max(used(even)) <= 1:
         uneven = shares(shape.layers, layout, blocks(), [shape.layers] * layout.pp)
         if uneven == even:
             return
-        if fits(uneven):
+        if max(used(uneven)) <= 1:
             yield uneven
             return
-    most = most_blocks(shape, layout, stack, gib)
+    most = most_blocks(shape, layout, stack, gib, orders)
     if min(most) >= 1 and sum(most) >= shape.layers:
         yield shares(shape.layers, layout, blocks(), most)
 
