@@ -1,6 +1,6 @@
 """The utilization that plans promise: every preset on every device by every stack.
 
-    python -m bench.planned --json bench/results/planned.json
+    python -m bench.planned --write
 
 Each job has the fewest of 8, 64 and 512 devices on which it fits. Beside it stands the best
 utilization that was published for the device. Where a plan promises MARGIN points more, the last
@@ -9,11 +9,9 @@ columns have its layout, and what 1f1b alone would give: most publishers run tha
 
 from __future__ import annotations
 
-import argparse
 from collections import defaultdict
-from pathlib import Path
 
-from bench import results
+from bench.program import Outcome, Program
 from mpipar.config.presets import PRESETS
 from mpipar.config.sections import build
 from mpipar.plan.cluster import STACKS, load_cluster, machine_names
@@ -71,25 +69,15 @@ def row_of(preset: str, machine: str, stack: str, published: dict[str, float]) -
     return row
 
 
-def main() -> None:
-    """Print the table and write the file."""
-    parser = argparse.ArgumentParser(prog="bench.planned", description=__doc__.split("\n\n")[0])
-    parser.add_argument("--json", type=Path, help="write the rows to this file")
-    args = parser.parse_args()
+def measure(args, session) -> Outcome:
+    """The rows of all machines."""
     published = best_published()
-    presets = [name for name in PRESETS if (config := build({"preset": name})).model.model ==
-               "decoder" and Shape.of(config.model.completed()).parameters > SMALLEST]
-    rows = []
-    for machine in machine_names():
-        for preset in presets:
-            for stack in STACKS:
-                row = row_of(preset, machine, stack, published)
-                if row:
-                    rows.append(row)
-    print(results.text_table(rows))
-    if args.json:
-        results.write(args.json, "bench.planned", rows)
+    models = {name: build({"preset": name}).model for name in PRESETS}
+    presets = [name for name, model in models.items() if model.model == "decoder"
+               and Shape.of(model.completed()).parameters > SMALLEST]
+    found = (row_of(preset, machine, stack, published) for machine in machine_names()
+             for preset in presets for stack in STACKS)
+    return Outcome(list(filter(None, found)))
 
 
-if __name__ == "__main__":
-    main()
+main = Program("planned", __doc__, measure, kept="planned.json").started(__name__)
