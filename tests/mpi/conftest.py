@@ -105,6 +105,14 @@ def folder() -> Iterator[Path]:
         shutil.rmtree(path)
 
 
+@pytest.fixture
+def poisoned_memory(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Every newly allocated array, receive buffers included, is full of NaN."""
+    from small_model import poison_unwritten  # the harness is tested without it
+
+    poison_unwritten(monkeypatch)
+
+
 @pytest.hookimpl(wrapper=True)
 def pytest_runtest_protocol(item: pytest.Item) -> Iterator[None]:
     """Limit the time of each test, set-up and clean-up included."""

@@ -12,7 +12,7 @@ import fake_cupy
 import fake_streams
 import numpy as np
 import pytest
-from small_model import LAYOUTS, MODEL, WORLD, computed_once, small_config, tokens
+from small_model import LAYOUTS, MODEL, WORLD, computed_once, small_config, tokens, worker_and_rows
 
 from bench.matmul.cut_product import PHASES, CutProduct, Sizes, cases, whole
 from bench.matmul.cut_product import connect as connect_cut
@@ -24,10 +24,8 @@ from mpipar.comm.group import Comms
 from mpipar.comm.record import Recorder
 from mpipar.comm.transport import HostTransport
 from mpipar.config.memory import MemoryConfig
-from mpipar.data.rows import Rows
 from mpipar.ops.cupy_copies import Copies
 from mpipar.train.verify import SPREAD, differences, full_tensors
-from mpipar.train.worker import Worker
 
 HERE = LAYOUTS[WORLD.size]
 BLOCKING = ("all_reduce", "all_gather", "reduce_scatter", "all_to_all", "broadcast", "reduce",
@@ -186,13 +184,11 @@ def check_step(cuda_aware, config, check_comm=False):
     Checked calls hand over every message at once, so they are an exception.
     """
     config = replace(config, run=replace(config.run, check_comm=check_comm))
-    ops = ops_module.make("cuda", "float64")
-    worker = Worker(config, Grid.of(config.grid, WORLD.rank), ops, Recorder(), WORLD)
+    worker, rows = worker_and_rows(
+        config, spread=SPREAD, ops=ops_module.make("cuda", "float64"))
     kind = connect.DeviceTransport if cuda_aware == "yes" else connect.StagedTransport
     if WORLD.size > 1:
         assert type(worker.comms.world.wire) is kind
-    worker.initialize(SPREAD)
-    rows = Rows(ops, tokens(), config, worker.grid)
     loss, norm, _ = worker.gradients(1, lambda mb: rows.train(1, mb))
     gradients = full_tensors(worker, "grad")
     worker.close()
@@ -224,9 +220,6 @@ def test_forgotten_synchronize_is_caught(cuda_aware, monkeypatch):
         return  # staging copies, and the copy waits
     ops = ops_module.make("cuda", "float64")
     monkeypatch.setattr(type(ops), "synchronize", lambda self: None)
-    config = small_config((1, 1, 2))
-    worker = Worker(config, Grid.of(config.grid, WORLD.rank), ops, Recorder(), WORLD)
-    worker.initialize()
-    rows = Rows(ops, tokens(), config, worker.grid)
+    worker, rows = worker_and_rows(small_config((1, 1, 2)), ops=ops)
     with pytest.raises(AssertionError, match="still being computed"):
         worker.gradients(1, lambda mb: rows.train(1, mb))

@@ -13,6 +13,7 @@ from mpipar import ops as ops_module
 from mpipar.checkpoint import weights as checkpoint
 from mpipar.comm.grid import Grid
 from mpipar.comm.record import Recorder, Sums
+from mpipar.config.model import model_config
 from mpipar.data.rows import Batch
 from mpipar.inference.generate import continue_one
 from mpipar.inference.sampling import Sampling
@@ -93,26 +94,30 @@ def test_written_file_has_the_same_bytes_on_every_layout(
         assert {key.removeprefix("transformer."): x.shape for key, x in found.items()} == shapes
 
 
-@pytest.mark.ranks(2, 4, 8)
-@pytest.mark.parametrize(("schedule", "split"), EMPTY_STAGES, ids=str)
-@pytest.mark.parametrize("layout", [one for one in HERE if one[1] == 2], ids=str)
-def test_stages_without_blocks_are_written_and_read(layout, schedule, split, folder):
-    config = small_config(layout, 4, schedule=schedule, stage_layers=split)
+def assert_same_bytes(config, folder):
+    """Assert that a layout writes the bytes of one rank, and reads its own numbers back."""
     worker, again = worker_of(config), worker_of(config)
-    worker.initialize()
+    worker.initialize(0.5)
     checkpoint.save(worker, folder / "here")
     WORLD.Barrier()
     checkpoint.load(again, str(folder / "here"))
     for flat, other in zip(worker.flats, again.flats, strict=True):
-        assert np.array_equal(other.data, flat.data), flat.name
-    again.close()
+        np.testing.assert_array_equal(other.data, flat.data)
+    for each in (worker, again):
+        each.close()
     if WORLD.rank == 0:
         alone = worker_of(config, alone=True)
-        alone.initialize()
+        alone.initialize(0.5)
         checkpoint.save(alone, folder / "alone")
-        here, one = (folder / name / "model.safetensors" for name in ("here", "alone"))
-        assert here.read_bytes() == one.read_bytes()
-    worker.close()
+        for name in ("model.safetensors", "config.json"):
+            assert (folder / "here" / name).read_bytes() == (folder / "alone" / name).read_bytes()
+
+
+@pytest.mark.ranks(2, 4, 8)
+@pytest.mark.parametrize(("schedule", "split"), EMPTY_STAGES, ids=str)
+@pytest.mark.parametrize("layout", [one for one in HERE if one[1] == 2], ids=str)
+def test_stages_without_blocks_are_written_and_read(layout, schedule, split, folder):
+    assert_same_bytes(small_config(layout, 4, schedule=schedule, stage_layers=split), folder)
 
 
 @pytest.mark.parametrize("block_bytes", [1, pytest.param(300, marks=pytest.mark.slow)])
@@ -139,21 +144,7 @@ def test_mpipars_own_form_has_the_same_bytes_on_every_layout(layout, folder, mon
     """With RMSNorm the file has all axes of the tensors, and any layout reads them back."""
     monkeypatch.setattr(checkpoint, "BLOCK_BYTES", 300)
     config = small_config(layout, model=replace(MODEL, norm="rms"))
-    worker, again = worker_of(config), worker_of(config)
-    worker.initialize(0.5)
-    checkpoint.save(worker, folder / "here")
-    WORLD.Barrier()
-    checkpoint.load(again, str(folder / "here"))
-    for flat, other in zip(worker.flats, again.flats, strict=True):
-        np.testing.assert_array_equal(other.data, flat.data)
-    worker.close()
-    again.close()
-    if WORLD.rank == 0:
-        alone = worker_of(config, alone=True)
-        alone.initialize(0.5)
-        checkpoint.save(alone, folder / "alone")
-        for name in ("model.safetensors", "config.json"):
-            assert (folder / "here" / name).read_bytes() == (folder / "alone" / name).read_bytes()
+    assert_same_bytes(config, folder)
 
 
 @pytest.mark.parametrize("layout", HERE, ids=str)
@@ -236,3 +227,25 @@ def test_config_of_the_written_model(folder):
         wanted = gpt2.configuration(**SHAPE, heads=MODEL.heads, tied=True)
         assert {key: found.get(key) for key in ("n_layer", "n_inner", "vocab_size")} == {
             key: wanted[key] for key in ("n_layer", "n_inner", "vocab_size")}
+
+
+# --- files of Llama and its kin, kv heads and experts shared by ranks among them
+
+# 8 heads of width 6, which is not D / H; ffn 31 and 29 tokens in the vocabulary are padded.
+HF_SHAPE = {"layers": 4, "d_model": 16, "heads": 8, "head_dim": 6, "ffn": 31, "seq_len": 16,
+            "vocab_size": 29}
+ARCHS = {"llama": {"kv_heads": 2, "bias": "all"}, "mistral": {"kv_heads": 4},
+         "qwen2": {"kv_heads": 1, "tied": True}, "mixtral": {"kv_heads": 2, "experts": 4}}
+HF_HERE = {2: HERE, 4: [(1, 2, 2), (1, 1, 4)]}.get(WORLD.size, [])  # the last: tp above kv heads
+EXPERTS_HERE = {4: [(2, 1, 2)]}.get(WORLD.size, [])
+
+
+@pytest.mark.ranks(2, 4)
+@pytest.mark.parametrize(("layout", "arch"), [
+    *((layout, arch) for layout in HF_HERE for arch in ARCHS),
+    *((layout, "mixtral") for layout in EXPERTS_HERE)], ids=str)
+def test_every_layout_writes_and_reads_the_same_bytes(layout, arch, folder, monkeypatch):
+    monkeypatch.setattr(checkpoint, "BLOCK_BYTES", 300)
+    model = model_config({"arch": arch} | HF_SHAPE | ARCHS[arch])
+    config = small_config(layout, model=model, ep=layout[0] if model.experts else 1)
+    assert_same_bytes(config, folder)
