@@ -15,9 +15,8 @@ from mpipar.comm.record import Recorder
 from mpipar.config.resolve import resolve
 from mpipar.config.sections import build
 from mpipar.data.rows import Batch
-from mpipar.layers.attention import Attention
+from mpipar.layers.attention import Attention, Rotation
 from mpipar.layers.ffn import GatedFeedForward
-from mpipar.layers.rotation import Rotation
 from mpipar.ops import make
 from mpipar.ops.numpy_ops import NumpyOps
 from mpipar.train.worker import Worker
