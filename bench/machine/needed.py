@@ -15,7 +15,7 @@ from bench.interconnect.sampling import Plan
 from bench.interconnect.session import Bench
 from mpipar.comm.facts import broadcast_text
 from mpipar.comm.grid import Grid
-from mpipar.comm.group import Comms
+from mpipar.comm.groups import Comms
 from mpipar.comm.record import Recorder
 from mpipar.config.layout import divisors
 from mpipar.config.sizes import read_bytes

@@ -16,12 +16,11 @@ import numpy as np
 
 from mpipar.comm.algorithms.steps import Posted, Steps
 from mpipar.comm.grid import share
+from mpipar.comm.group import Comm
 from mpipar.comm.request import Array, Request
 
 if TYPE_CHECKING:
     from mpi4py import MPI
-
-    from mpipar.comm.group import Comm
 
 
 LEVELED = ("levels", "window", "auto")  # rows of --all-reduce that take levels between hosts

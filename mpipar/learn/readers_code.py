@@ -10,7 +10,7 @@ import numpy as np
 from mpipar import ops as ops_module
 from mpipar.comm.facts import gather_facts
 from mpipar.comm.grid import Grid
-from mpipar.comm.group import Comms
+from mpipar.comm.groups import Comms
 from mpipar.comm.record import POINT_TO_POINT, Recorder, family, wire_bytes
 from mpipar.layers.loss import CrossEntropy
 from mpipar.learn import readers_file, small_model

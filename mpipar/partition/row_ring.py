@@ -9,7 +9,7 @@ from mpipar.comm.grid import piece, share
 from mpipar.comm.group import Comm
 from mpipar.ops.functions import Ops
 from mpipar.ops.signature import Array
-from mpipar.partition import ring, row, shares
+from mpipar.partition import ring, shares
 from mpipar.partition.contracts import Product, Sizes
 
 shard_axis = 0
@@ -43,4 +43,9 @@ def backward_input(
     return dx, whole
 
 
-backward_weight = row.backward_weight  # dw (K/q, N) += x^T dy over all tokens
+def backward_weight(
+    product: Product, ops: Ops, x: Array, dy: Array, dw: Array, comm: Comm, name: str,
+    *, sizes: Sizes,
+) -> None:
+    """dw (K/q, N) += x^T dy over all tokens."""
+    product.matmul_tn_add(x, dy, dw)

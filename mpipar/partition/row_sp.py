@@ -9,7 +9,6 @@ from __future__ import annotations
 from mpipar.comm.group import Comm
 from mpipar.ops.functions import Ops
 from mpipar.ops.signature import Array
-from mpipar.partition import row
 from mpipar.partition import tokens as held
 from mpipar.partition.contracts import Product, Sizes
 
@@ -34,4 +33,9 @@ def backward_input(
     return product.matmul_nt(dy, w), dy
 
 
-backward_weight = row.backward_weight  # dw (K/q, N) += x^T dy over all tokens
+def backward_weight(
+    product: Product, ops: Ops, x: Array, dy: Array, dw: Array, comm: Comm, name: str,
+    *, sizes: Sizes,
+) -> None:
+    """dw (K/q, N) += x^T dy over all tokens."""
+    product.matmul_tn_add(x, dy, dw)

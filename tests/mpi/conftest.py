@@ -23,7 +23,7 @@ import numpy as np
 import pytest
 from mpi4py import MPI
 
-from mpipar.comm import group
+from mpipar.comm import groups
 
 TEST_LIMIT = float(os.environ.get("MPIPAR_TEST_LIMIT", "100"))  # seconds for one test
 HARNESS = MPI.COMM_WORLD.Dup()  # for this file's own messages: they must not meet those of a test
@@ -31,7 +31,7 @@ NAME = f"rank {HARNESS.Get_rank()} of {HARNESS.Get_size()}"
 
 
 CORES: dict[tuple[int, ...], object] = {}
-cores_of = group.cores_of
+cores_of = groups.cores_of
 
 
 def known_cores(mpi_world):
@@ -46,7 +46,7 @@ def known_cores(mpi_world):
     return CORES[ranks]
 
 
-group.cores_of = known_cores
+groups.cores_of = known_cores
 
 
 def say(text: str) -> None:

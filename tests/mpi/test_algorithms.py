@@ -8,7 +8,7 @@ import pytest
 from small_model import MODEL, WORLD, assert_equals_known, small_config, with_sync_sends
 
 from mpipar import ops as ops_module
-from mpipar.comm import group
+from mpipar.comm import groups
 from mpipar.comm.algorithms import KINDS, shared
 from mpipar.comm.algorithms.auto import SIZES, WAYS, Auto
 from mpipar.comm.algorithms.ring import Ring
@@ -16,7 +16,7 @@ from mpipar.comm.algorithms.shared import Marks
 from mpipar.comm.algorithms.steps import add
 from mpipar.comm.algorithms.window import SMALL, TILE, Window
 from mpipar.comm.grid import Grid
-from mpipar.comm.group import Comms
+from mpipar.comm.groups import Comms
 from mpipar.comm.levels import Levels, near_and_far
 from mpipar.comm.record import Recorder
 from mpipar.comm.request import Done, Options
@@ -38,7 +38,7 @@ everyone = pytest.mark.parametrize("name", [
 @pytest.fixture
 def two_hosts(monkeypatch):
     """Let pairs of ranks count as hosts."""
-    monkeypatch.setattr(group, "hosts_of", lambda world: [
+    monkeypatch.setattr(groups, "hosts_of", lambda world: [
         place // 2 * 2 for place in range(world.size)])
 
 

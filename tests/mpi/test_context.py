@@ -23,7 +23,8 @@ from small_model import (
 
 from mpipar import ops as ops_module
 from mpipar.comm.grid import Grid, token_pieces
-from mpipar.comm.group import Comm, Comms
+from mpipar.comm.group import Comm
+from mpipar.comm.groups import Comms
 from mpipar.comm.record import Recorder
 from mpipar.config.model import DecoderConfig
 from mpipar.data import rows as data_rows

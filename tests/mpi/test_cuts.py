@@ -17,7 +17,8 @@ from docs.build.commands import FILE
 from mpipar import ops as ops_module
 from mpipar.comm.connect import Options
 from mpipar.comm.grid import Grid, piece, share
-from mpipar.comm.group import Comm, Comms
+from mpipar.comm.group import Comm
+from mpipar.comm.groups import Comms
 from mpipar.comm.record import Recorder, Sums
 from mpipar.layers.context import Context
 from mpipar.layers.conv import Conv

@@ -20,7 +20,7 @@ from mpipar import ops as ops_module
 from mpipar.comm import connect, nccl
 from mpipar.comm.device import StagedTransport
 from mpipar.comm.grid import Grid
-from mpipar.comm.group import Comms
+from mpipar.comm.groups import Comms
 from mpipar.comm.record import Recorder
 from mpipar.comm.request import Options
 from mpipar.config.memory import MemoryConfig
