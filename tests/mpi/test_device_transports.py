@@ -54,9 +54,12 @@ def cuda_aware(request, monkeypatch):
 
 @pytest.mark.parametrize("layout", HERE, ids=str)
 def test_device_path_equals_one_rank(cuda_aware, layout):
-    """Stages of unequal lengths, as few rows and blocks as that takes: kernels are emulated."""
-    model = replace(MODEL, layers=layout[1] + 1)
-    check_step(cuda_aware, small_config(layout, 5, model=model, rows_per_mb=1))
+    """Stages of unequal lengths, as few rows and blocks as that takes: kernels are emulated.
+
+    Only a pipeline needs more microbatches than two.
+    """
+    model, count = replace(MODEL, layers=layout[1] + 1), 5 if layout[1] > 1 else 2
+    check_step(cuda_aware, small_config(layout, count, model=model, rows_per_mb=1))
 
 
 @pytest.mark.parametrize("tp_matmul", ["plain", "ring"])
