@@ -15,6 +15,9 @@ from mpipar.checkpoint import weights as checkpoint
 from mpipar.checkpoint.formats import apart, format_of
 from mpipar.checkpoint.weight_files import INDEX, WeightFiles
 from mpipar.data.rows import Batch
+from mpipar.layers.attention import Attention, Rotation
+from mpipar.layers.ffn import GatedFeedForward
+from mpipar.ops.numpy_ops import NumpyOps
 from mpipar.train.optim import learning_rate
 
 torch = pytest.importorskip("torch", reason="peers: PyTorch is not installed")
@@ -174,6 +177,62 @@ def test_steps_of_adamw(name, rng, tmp_path):
     assert_close([one.loss for one in results], found["losses"], 1e-9, "losses")
     assert_close([one.grad_norm for one in results], found["norms"], 1e-9, "norms of the steps")
     assert_all_close(in_files(worker, "master"), found["weights"], 1e-9)
+
+
+# Broken twins: the test above must fail.
+
+
+def local_positions(monkeypatch):
+    plain = Rotation.forward
+    monkeypatch.setattr(Rotation, "forward",
+                        lambda self, x, positions: plain(self, x, positions % 5))
+
+
+def interleaved(monkeypatch):
+    plain = NumpyOps._rotate
+
+    def rotate(self, x, cos, sin):
+        apart = np.concatenate([x[..., ::2], x[..., 1::2]], axis=-1)
+        plain(self, apart, cos, sin)
+        half = apart.shape[-1] // 2
+        x[..., ::2], x[..., 1::2] = apart[..., :half], apart[..., half:]
+
+    monkeypatch.setattr(NumpyOps, "_rotate", rotate)
+
+
+def heads_shifted(monkeypatch):
+    """Keys and values of the next group, forward and backward."""
+    split = Attention._split
+
+    def next_group(self, packed):
+        q, k, v = split(self, packed)
+        return q, np.roll(k, 1, axis=2), np.roll(v, 1, axis=2)
+
+    monkeypatch.setattr(Attention, "_split", next_group)
+
+
+def gate_and_up_swapped(monkeypatch):
+    plain = GatedFeedForward._gate_and_up
+    monkeypatch.setattr(
+        GatedFeedForward, "_gate_and_up",
+        lambda self, x, stash: np.ascontiguousarray(plain(self, x, stash)[..., ::-1, :]))
+
+
+def not_turned_back_on_dk(monkeypatch):
+    def backward(self, dx, positions):
+        heads = dx.shape[2] * 2 // 3  # those of q: four of six
+        self.ops.rope_backward_input(dx[:, :, :heads], positions, self.table)
+
+    monkeypatch.setattr(Rotation, "backward", backward)
+
+
+@pytest.mark.usefixtures("exact")
+@pytest.mark.parametrize("plant", [local_positions, interleaved, heads_shifted,
+                                   gate_and_up_swapped, not_turned_back_on_dk])
+def test_a_planted_bug_is_seen(plant, rng, tmp_path, monkeypatch):
+    plant(monkeypatch)
+    with pytest.raises(AssertionError, match="difference"):
+        test_steps_of_adamw("llama", rng, tmp_path)
 
 
 def theirs_after(model, train, rows):
