@@ -20,11 +20,11 @@ if TYPE_CHECKING:
 Partitions: TypeAlias = Mapping[str, Sequence[tuple[int, ...]]]
 
 
-class Comms:
+class Comms(dict[str, Comm]):
     """All groups of one rank: `world`, one per axis, derived groups, and further ones by name.
 
     comms["tp"] is this rank's group of that name. groups: {name: Comm} of those that exist: where
-    data is the same as dp, there is only dp. `alone` is the group of this rank and no other.
+    data is the same as dp, there is only dp, by both names. `alone` is the group of this rank only.
     `partitions` maps a name (e.g. "tie", "mirror") to the world ranks of *every* such group. All
     ranks take part in making them. A rank that is in none of them is alone. messages: names of the
     groups in which neighbours exchange messages in each step.
@@ -74,6 +74,8 @@ class Comms:
                         (grid.world_rank,))
             self.groups[name] = make(name, mine, all(len(ranks) == 1 for ranks in groups))
         self.groups["world"] = self.world
+        super().__init__(self.groups | {
+            name: self.groups[grid.same_as(name)] for name in grid.parts})
 
     def _levels(self, axis: str, ranks: tuple[int, ...], options: Options, hosts: list[int],
                 ) -> tuple[Levels | None, Options]:
@@ -95,10 +97,6 @@ class Comms:
         one_host = len({hosts[member] for member in ranks}) == 1
         return Levels(*groups) if found else None, options if one_host else options._replace(
             all_reduce="mpi")
-
-    def __getitem__(self, name: str) -> Comm:
-        """This rank's group of a name."""
-        return self.groups[self.grid.same_as(name)]
 
     @property
     def carriers(self) -> list[str]:
