@@ -216,12 +216,12 @@ class ArrayOps:
 
     @shapes("x[..M] w[KM] -> y[..K]")
     def matmul_nt(self, x: Array, w: Array) -> Array:
-        """Return x w^T: (..., M) and (K, M) give (..., K)."""
+        """Return x w^T."""
         return (as_rows(x) @ w.T).reshape(*x.shape[:-1], w.shape[0])
 
     @shapes("x[..K] y[..M] out[KM]+ ->")
     def matmul_tn_add(self, x: Array, y: Array, out: Array) -> None:
-        """Add x^T y to out: (..., K) and (..., M) give (K, M); out may be a transposed view."""
+        """Add x^T y to out, which may be a transposed view."""
         assert out.shape == (x.shape[-1], y.shape[-1]), (out.shape, x.shape, y.shape)
         out += as_rows(x).T @ as_rows(y)
 
