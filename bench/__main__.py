@@ -1,6 +1,7 @@
 """Runs a program of this folder by name, or lists them: `python -m bench [NAME [FLAGS]]`."""
 
 import ast
+import re
 import runpy
 import sys
 from pathlib import Path
@@ -8,12 +9,13 @@ from pathlib import Path
 from mpipar.errors import EXIT_USAGE, suggestion
 
 FOLDER = Path(__file__).parent
+STARTED = re.compile(r"""^if __name__ == "__main__":$|\.started\(__name__\)$""", re.MULTILINE)
 
 
 def programs() -> dict[str, Path]:
     """Each program's name and its file, in the order of names."""
     files = (path for path in FOLDER.rglob("*.py") if path != Path(__file__)
-             and '\nif __name__ == "__main__":\n' in path.read_text())
+             and STARTED.search(path.read_text()))
     named = {path.relative_to(FOLDER).with_suffix("").parts: path for path in files}
     return {".".join(parts).removesuffix(".__main__"): named[parts] for parts in sorted(named)}
 

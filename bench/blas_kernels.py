@@ -27,7 +27,6 @@ from bench.program import Outcome, Program
 from mpipar.errors import EnvironmentProblem
 from mpipar.job import blas
 from mpipar.job.environment import THREAD_VARIABLES
-from mpipar.job.session import guard
 
 ROWS, INNER, COLUMNS = 256, 384, 1536  # x: (ROWS, INNER), w: (INNER, COLUMNS), dy: (ROWS, COLUMNS)
 FLOP = 3 * 2 * ROWS * INNER * COLUMNS
@@ -97,7 +96,4 @@ def with_others(path: str | None, rows: list[dict]) -> list[dict]:
 
 main = Program("blas_kernels", __doc__, lambda args, session: Outcome(
     with_others(args.json, measure(args.rounds)), {"rounds": args.rounds}),
-    counts={"--rounds": (3, "processes of each")})
-
-if __name__ == "__main__":
-    guard(main)
+    counts={"--rounds": (3, "processes of each")}).started(__name__)

@@ -25,39 +25,38 @@ from bench.interconnect import plans, records
 from bench.interconnect.budget import SECONDS, Budget, add_seconds, seconds_problems
 from bench.interconnect.buffers import Arena, cache_bytes
 from bench.interconnect.cases import COMM
-from bench.machine.compute import (
-    ROUNDS,
-    measure_passes,
-    measure_products,
-    measure_reduction,
-    step_config,
-)
-from bench.machine.curves import (
+from bench.machine.fitting import (
+    LEAST_SIZES,
     REDUCTION,
     contention,
     curves,
     describe_machine,
     duplex,
+    fit,
     fittable,
     overhead,
     quietest,
 )
-from bench.machine.fitting import LEAST_SIZES, fit
-from bench.machine.needed import (
+from bench.machine.measuring import (
     BEGIN_BYTES,
     END_BYTES,
     FACTOR,
+    ROUNDS,
+    measure_passes,
+    measure_products,
+    measure_reduction,
     measure_rows,
     measure_sends,
     several,
+    step_config,
 )
+from bench.program import Program
 from mpipar import ops as ops_module
 from mpipar.comm.hosts import cores_of
 from mpipar.config import flags
 from mpipar.config.reading import read
 from mpipar.config.sizes import read_bytes
 from mpipar.errors import EXIT_INTERRUPTED, EXIT_OK, DataError, UsageError
-from mpipar.job.session import guard
 from mpipar.plan import machine_file
 from mpipar.plan.machine import Machine
 from mpipar.plan.measure_units import as_measured, units_of, update_seconds
@@ -67,13 +66,11 @@ MESSAGES = 2 / 3  # of what is left then; the rest is for passes again
 ROWS = (1, 2, 4)  # of a microbatch: the preset `tiny` has these on 4, 2 and 1 replicas
 
 
-def parse(argv):
-    """Read and check the flags. Raises UsageError."""
-    parser = flags.Parser(prog="python -m bench.calibrate", description=__doc__)
+def add_flags(parser) -> None:
+    """Add what is measured, and how long."""
     parser.add_argument("files", nargs="*", metavar="FILE",
                         help="file of bench.interconnect --json (default: run the needed cases)")
     parser.add_argument("--out", default="machine.json", help="the cost model (machine.json)")
-    parser.add_argument("--json", metavar="ROWS", help="keep the rows that are measured here")
     add_seconds(parser)
     parser.add_argument("--end-bytes", default=END_BYTES, metavar="SIZE",
                         help=f"largest message ({END_BYTES})")
@@ -89,7 +86,10 @@ def parse(argv):
                         "passes")
     parser.add_argument("--no-compute", action="store_true",
                         help="no products, no reductions, no passes")
-    args = parser.parse_args(argv)
+
+
+def check(args, parser) -> None:
+    """Refuse what does not fit together. Raises UsageError."""
     found = plans.size_problems({"--end-bytes": args.end_bytes})
     least = round(BEGIN_BYTES * FACTOR ** (LEAST_SIZES - 1))
     if not found and read_bytes(args.end_bytes) < least:
@@ -105,9 +105,9 @@ def parse(argv):
                      "but FILEs hold it already; leave them out")
     if args.no_compute and (args.config or args.rows != ROWS or args.tp != (1,)):
         found.append("--config, --rows and --tp are for the passes, which --no-compute leaves out")
-    if found:
+    args.reading = read({"config": args.config})
+    if found := found or args.reading.problems:
         raise UsageError(found)
-    return args
 
 
 def pass_configs(args, config, world_size: int) -> list:
@@ -145,14 +145,9 @@ def provenance(heads, paths) -> dict:
             "buffers": sorted({head["buffers"] for head in heads})}
 
 
-def main(argv, session) -> int:
+def calibrate(args, session) -> int:
     """Measure, fit, write. Every rank must run it: they compute together."""
-    args = parse(argv)
-    reading = read({"config": args.config})
-    if reading.problems:
-        raise UsageError(reading.problems)
-    config = reading.config
-    world = session.start()
+    config, world = args.reading.config, session.world
 
     def prepared():
         """Check everything that can be wrong before anything is measured."""
@@ -160,7 +155,6 @@ def main(argv, session) -> int:
         given = read_rows(args.files) if args.files else None
         if given is None:
             several(world.size)
-            results.check_writable(args.json if world.rank == 0 else None)
         return given, [] if args.no_compute else pass_configs(args, config, world.size)
     given, configs = session.agree(prepared)
     budget = Budget(world, args.seconds)
@@ -196,5 +190,5 @@ def main(argv, session) -> int:
     return EXIT_OK
 
 
-if __name__ == "__main__":
-    guard(main)
+main = Program("calibrate", __doc__, calibrate, together=True, add=add_flags, check=check,
+               json="keep the rows that are measured here").started(__name__)

@@ -39,7 +39,6 @@ from mpipar.config.sizes import read_bytes
 from mpipar.config.train import TrainConfig
 from mpipar.errors import EXIT_CHECK_FAILED, UsageError
 from mpipar.files.text import counted
-from mpipar.job.session import guard
 from mpipar.train.worker import Worker
 
 LIMIT = 1.2  # a save over the sum of its parts
@@ -266,8 +265,4 @@ def outcome(args, found: dict, sizes: dict, layout: str, ranks: int) -> Outcome:
 
 
 main = Program("checkpoint", __doc__, measure_job, together=True, add=add_flags, check=check_size,
-               counts={"--repeats": (7, "how often all take turns")})
-
-
-if __name__ == "__main__":
-    guard(main)
+               counts={"--repeats": (7, "how often all take turns")}).started(__name__)

@@ -25,10 +25,9 @@ from bench import results
 from bench.interconnect import records
 from bench.interconnect.between import KEY, by_operation, medians_of
 from bench.interconnect.statistics import discoveries, rank_sum
-from mpipar.config import flags
+from bench.program import Program
 from mpipar.errors import EXIT_CHECK_FAILED, EXIT_OK, DataError, UsageError
 from mpipar.files.text import counted
-from mpipar.job.session import guard
 
 FALSE_RATE = 0.05
 LARGE_FACTOR = 1.5
@@ -124,14 +123,16 @@ def too_few(found) -> tuple[list[str], list[str]]:
     return nothing, little
 
 
-def main(argv, session) -> int:
-    """Print one line for each operation in both files; with --check 1 if B lacks or slows one."""
-    parser = flags.Parser(prog="python -m bench.compare", description=__doc__)
+def add_flags(parser) -> None:
+    """Add both files."""
     parser.add_argument("a", metavar="A", help="file of bench.interconnect --launches K --json")
     parser.add_argument("b", metavar="B", help="the same operations, measured otherwise")
     parser.add_argument("--check", action="store_true",
                         help="exit with 1 if a row is slower in B, or is not in B")
-    args = parser.parse_args(argv)
+
+
+def show(args, session) -> int:
+    """Print one line for each operation in both files; with --check 1 if B lacks or slows one."""
     a_rows, b_rows = (records.rows_of([one], tell=True) for one in (args.a, args.b))
     found = compare_rows(a_rows, b_rows)
     if not found:
@@ -152,5 +153,4 @@ def main(argv, session) -> int:
     return EXIT_CHECK_FAILED if args.check and (slower or lost) else EXIT_OK
 
 
-if __name__ == "__main__":
-    guard(main)
+main = Program("compare", __doc__, show, json=None, add=add_flags).started(__name__)

@@ -117,21 +117,24 @@ def nearest(known: Known, run: Run) -> dict[str, float]:
     return known.get(kind) or next(one for (name, _), one in known.items() if name == stack)
 
 
-def left_out(one_node: bool = True) -> dict[str, list[tuple[Run, float]]]:
-    """{source: [(run, error)]} by constants that were fitted without this source.
+def left_out() -> dict[str, list[tuple[Run, float, float]]]:
+    """{source: [(run, error, error if only starts are known)]} of constants fitted without it.
 
-    one_node: also the steps on one node, whose source is that of others on many nodes.
+    The second error is by the same constants, but for that of starts: it is the one of all sources.
     """
-    runs, found, known = training_runs(), {}, fit_stacks(training_runs())
-    judged = [*published_runs(), *(read_runs("single_node.csv") if one_node else ())]
+    runs, found, known = training_runs(), defaultdict(list), fit_stacks(training_runs())
+    judged = [*published_runs(), *read_runs("single_node.csv")]
     for paper in dict.fromkeys(map(paper_of, judged)):
         own = [run for run in judged if paper_of(run) == paper]
         kinds = set(map(kind_of, own))
         refit = [one for one in runs if paper_of(one[0]) != paper and kind_of(one[0]) in kinds]
         without = {kind: one for kind, one in known.items() if kind not in kinds}
         without |= fit_stacks(refit)
-        found[paper] = [(run, with_constants(run, nearest(without, run)) / run.seconds - 1)
-                        for run in own]
+        for run in own:
+            constants = nearest(without, run)
+            starts = {"starts_us": nearest(known, run)["starts_us"]}
+            found[paper].append((run, *(with_constants(run, one) / run.seconds - 1
+                                        for one in (constants, constants | starts))))
     return found
 
 

@@ -40,7 +40,6 @@ from mpipar.data.rows import Batch
 from mpipar.errors import EXIT_CHECK_FAILED, UserError
 from mpipar.inference.generate import Text, generate
 from mpipar.inference.sampling import Sampling
-from mpipar.job.session import guard
 from mpipar.ops import make
 from mpipar.train.worker import Worker
 
@@ -230,8 +229,4 @@ main = Program(
     "generate", __doc__, measure_all, together=True, add=add_flags, counts={
         "--prompt-tokens": (128, "tokens of each prompt"),
         "--new-tokens": (128, "tokens added to each prompt"), "--repeats": (5, "repetitions"),
-        "--threads": (1, "threads of each rank")})
-
-
-if __name__ == "__main__":
-    guard(main)
+        "--threads": (1, "threads of each rank")}).started(__name__)

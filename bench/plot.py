@@ -23,12 +23,11 @@ from bench.interconnect import records
 from bench.interconnect.cases import COMM
 from bench.interconnect.noise import Noise, detours_us
 from bench.interconnect.statistics import times_us
+from bench.program import Program
 from bench.table import title
-from mpipar.config import flags
 from mpipar.console import output
 from mpipar.console.tables import nbytes
 from mpipar.errors import EXIT_OK, DataError, EnvironmentProblem, OutputError
-from mpipar.job.session import guard
 
 INCHES = (7.0, 4.5)
 MOST_CURVES = 6  # sizes in one picture of distributions
@@ -218,12 +217,14 @@ def index_page(title: str, drawn: list[tuple[str, str]]) -> str:
     return PAGE.format(title=escape(title), sections="\n".join(sections))
 
 
-def main(argv, session) -> int:
-    """Draw everything in the files; print the names, the index page last."""
-    parser = flags.Parser(prog="python -m bench.plot", description=__doc__)
+def add_flags(parser) -> None:
+    """Add the files and the folder."""
     parser.add_argument("files", nargs="+", metavar="FILE", help="of bench.interconnect --json")
     parser.add_argument("--out", default="plots", metavar="FOLDER", help="for the pictures (plots)")
-    args = parser.parse_args(argv)
+
+
+def draw_all(args, session) -> int:
+    """Draw everything in the files; print the names, the index page last."""
     rows = records.rows_of(args.files, tell=True)
     if not rows:
         raise DataError(f"{', '.join(args.files)}: no rows to draw")
@@ -243,5 +244,4 @@ def main(argv, session) -> int:
     return EXIT_OK
 
 
-if __name__ == "__main__":
-    guard(main)
+main = Program("plot", __doc__, draw_all, json=None, add=add_flags).started(__name__)

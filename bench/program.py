@@ -7,6 +7,7 @@ from typing import Any, NamedTuple
 
 from bench import results
 from mpipar.config import flags
+from mpipar.job.session import guard
 
 Counts = Mapping[str, tuple[int, str]]  # flag: its default, its help
 
@@ -31,25 +32,32 @@ class Program:
     """`main` of a program: flags, a look at the file of --json, measuring, the table, the file.
 
     measure(args, session) -> Outcome, or the exit code where there is nothing to tell. together, or
-    together(args): whether all ranks of a job measure. json: the help of --json. counts: see
+    together(args): whether all ranks of a job measure. json: the help of --json, which None leaves
+    out. counts: see
     `add_counts`. add(parser): adds flags of other kinds. check(args, parser): looks at what was
-    typed. takes_words: whether what is no flag here is left in args.words.
+    typed. takes_words: whether what is no flag here is left in args.words. kept: a file in
+    bench/results/ that --write writes, in place of --json.
     """
 
     def __init__(self, name: str, doc: str, measure: Callable[..., Outcome | int], *,
                  together: Callable[..., bool] | bool = False,
-                 json: str = "write the result to this file",
+                 json: str | None = "write the result to this file",
                  add: Callable[[flags.Parser], Any] | None = None,
                  check: Callable[..., None] | None = None, counts: Counts | None = None,
-                 takes_words: bool = False):
+                 takes_words: bool = False, kept: str = ""):
         self.name, self.measure, self.together = f"bench.{name}", measure, together
-        self.takes_words = takes_words
+        self.takes_words, self.kept = takes_words, kept
         self.check, self.parser = check, flags.Parser(
             prog=f"python -m {self.name}", description=doc)
         if add:
             add(self.parser)
         add_counts(self.parser, counts or {})
-        self.parser.add_argument("--json", metavar="FILE", help=json)
+        if kept:
+            self.parser.add_argument(
+                "--write", dest="json", action="store_const", const=str(results.ROOT / kept),
+                help=f"write {kept}")
+        elif json:
+            self.parser.add_argument("--json", metavar="FILE", help=json)
 
     def parse(self, argv: list[str]) -> Any:
         """The flags. Raises UsageError."""
@@ -62,13 +70,21 @@ class Program:
             self.check(args, self.parser)
         return args
 
+    def started(self, name: str) -> Program:
+        """This program; it has run, and Python ends, if `name` is that of what Python was told to
+        run.
+        """
+        if name == "__main__":
+            guard(self)
+        return self
+
     def __call__(self, argv: list[str], session: Any) -> int:
         """Measure and tell; the exit code. Comm: that of `measure`, where ranks take part."""
         args = self.parse(argv)
         together = self.together(args) if callable(self.together) else self.together
         if together:
             session.start()
-        results.check_writable(args.json, session if together else None)
+        results.check_writable(vars(args).get("json"), session if together else None)
         found = self.measure(args, session)
         if isinstance(found, int):
             return found

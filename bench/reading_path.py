@@ -19,16 +19,13 @@ from pathlib import Path
 
 from bench import results
 from bench.program import Outcome, Program
+from bench.training import Trained
 from mpipar import ops as ops_module
 from mpipar.comm.facts import gather_facts
-from mpipar.comm.grid import Grid
 from mpipar.comm.record import Recorder
 from mpipar.config.resolve import resolve
 from mpipar.config.sections import Config
-from mpipar.data.rows import Rows
 from mpipar.data.source import load_source
-from mpipar.job.session import guard
-from mpipar.train.worker import Worker
 
 PACKAGE = results.ROOT / "mpipar"
 STOPS = {
@@ -77,27 +74,6 @@ def ran_lines(call: Callable[[], object]) -> dict[str, set[int]]:
     return lines
 
 
-class DefaultStep:
-    """A rank's worker of the default layout, and one step of it."""
-
-    def __init__(self, world):
-        self.world = world
-        self.config, _ = resolve(Config(), world.size)
-        self.ops = ops_module.make("cpu", "float32")
-        self.tokens = load_source((), self.config.model.vocab_size).tokens
-
-    def construct(self) -> None:
-        """Make the worker and its rows. Comm: makes the worker's groups."""
-        grid = Grid.of(self.config.grid, self.world.rank)
-        self.worker = Worker(self.config, grid, self.ops, Recorder(), self.world)
-        self.worker.initialize()
-        self.rows = Rows(self.ops, self.tokens, self.config, self.worker.grid)
-
-    def step(self) -> None:
-        """Comm: everything of a training step."""
-        self.worker.train_step(1, lambda mb: self.rows.train(1, mb))
-
-
 def lines_of_ranks(facts) -> dict[str, set[int]]:
     """{path: line numbers} that any rank runs. facts: {path: line numbers} of each rank."""
     return {path: set().union(*(fact.get(path, ()) for fact in facts))
@@ -106,9 +82,12 @@ def lines_of_ranks(facts) -> dict[str, set[int]]:
 
 def count(args, session) -> Outcome | int:
     """Count the stops; code 1 if the step runs more lines than the limit."""
-    default = DefaultStep(session.world)
-    ran = [{path: sorted(lines) for path, lines in ran_lines(call).items()}
-           for call in (default.construct, default.step)]
+    config, made = resolve(Config(), session.world.size)[0], []
+    tokens = load_source((), config.model.vocab_size).tokens
+    ops = ops_module.make("cpu", "float32")
+    ran = [{path: sorted(lines) for path, lines in ran_lines(call).items()} for call in (
+        lambda: made.append(Trained(config, session.world, Recorder(), tokens, ops)),
+        lambda: made[0].step(1))]
     facts = gather_facts(session.world, ran)
     if facts is None:
         return 0
@@ -145,8 +124,4 @@ def lines_of(path: str) -> int:
     return len((results.ROOT / path).read_text(encoding="utf-8").splitlines())
 
 
-main = Program("reading_path", __doc__, count, together=True)
-
-
-if __name__ == "__main__":
-    guard(main)
+main = Program("reading_path", __doc__, count, together=True).started(__name__)

@@ -22,20 +22,17 @@ from typing import NamedTuple
 import numpy as np
 
 from bench.program import Outcome, Program
+from bench.training import Trained
 from mpipar import ops as ops_module
 from mpipar.comm.connect import Options
-from mpipar.comm.grid import Grid
 from mpipar.comm.group import Comm
 from mpipar.comm.hosts import quiet_barrier
 from mpipar.comm.record import Recorder
 from mpipar.comm.transport import DirectTransport
 from mpipar.config.resolve import resolve
 from mpipar.config.sections import Config
-from mpipar.data.rows import Rows
 from mpipar.errors import EXIT_CHECK_FAILED
 from mpipar.files.text import counted
-from mpipar.job.session import guard
-from mpipar.train.worker import Worker
 
 CALL_LIMIT_NS, SHARE_LIMIT = 1500, 0.02
 BATCH = 200  # calls between two looks at the clock: short enough to fall between two interruptions
@@ -125,16 +122,13 @@ def measure_calls(repeats: int) -> dict:
 def measure_step(world, steps: int) -> tuple[int, int, float]:
     """(records, spans, nanoseconds) of the default model's step on these ranks; median of steps."""
     config, _ = resolve(Config(), world.size)
-    ops, recorder = ops_module.make("cpu", config.run.dtype), Recorder(None)
-    worker = Worker(config, Grid.of(config.grid, world.rank), ops, recorder, world)
-    worker.initialize()
+    recorder = Recorder(None)
     text = np.random.default_rng(0).integers(0, 256, 100_000).astype(np.uint8)
-    rows = Rows(ops, text, config, worker.grid)
-    durations = []
+    trained, durations = Trained(config, world, recorder, text), []
     for step in range(1, steps + 1):
         recorder.clear()
         start = perf_counter_ns()
-        worker.train_step(step, lambda mb, step=step: rows.train(step, mb))
+        trained.step(step)
         durations.append(perf_counter_ns() - start)
     return len(recorder.records), len(recorder.spans), statistics.median(durations[1:])
 
@@ -167,8 +161,4 @@ def measure(args, session) -> Outcome | int:
 
 main = Program("recorder", __doc__, measure, together=True, counts={
     "--repeats": (400, "batches of each case"),
-    "--steps": (6, "training steps, the first not counted")})
-
-
-if __name__ == "__main__":
-    guard(main)
+    "--steps": (6, "training steps, the first not counted")}).started(__name__)

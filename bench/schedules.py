@@ -22,7 +22,6 @@ from mpipar.comm.facts import gather_numbers
 from mpipar.comm.grid import Grid
 from mpipar.comm.groups import Comms
 from mpipar.comm.record import Recorder
-from mpipar.job.session import guard
 from mpipar.pipeline.costs import Costs
 from mpipar.pipeline.engine import Engine, WholeWeights
 from mpipar.pipeline.instructions import lower
@@ -130,8 +129,5 @@ main = Program(
     "schedules", __doc__, measure, together=True, counts={
         "--num-microbatches": (8, "of a step"), "--repeats": (3, "repetitions; the median counts")},
     add=lambda parser: parser.add_argument(
-        "--cell-ms", type=float, default=25.0, help="forward pass of a worker (25)"))
-
-
-if __name__ == "__main__":
-    guard(main)
+        "--cell-ms", type=float, default=25.0, help="forward pass of a worker (25)"),
+).started(__name__)

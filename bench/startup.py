@@ -24,7 +24,6 @@ from bench.interconnect.launches import environment_of_jobs, own_launcher
 from bench.program import Outcome, Program
 from mpipar.config import flags
 from mpipar.errors import EnvironmentProblem
-from mpipar.job.session import guard
 from mpipar.ops import KERNELS
 
 FLAGS = "--steps 3 --log-interval 1 --eval-tokens 100 --sample-tokens 0 --progress plain".split()
@@ -75,7 +74,4 @@ def row(num_ranks: int, kernels: str | None, repeats: int) -> dict:
 
 main = Program("startup", __doc__, lambda args, session: Outcome(
     [row(one, args.kernels, args.repeats) for one in args.ranks], {"repeats": args.repeats}),
-    add=add_flags, counts={"--repeats": (5, "timed starts of each")})
-
-if __name__ == "__main__":
-    guard(main)
+    add=add_flags, counts={"--repeats": (5, "timed starts of each")}).started(__name__)

@@ -34,9 +34,8 @@ from bench.interconnect import records
 from bench.interconnect.between import combined
 from bench.interconnect.statistics import times_us
 from bench.machine.predicted import beside
-from mpipar.config import flags
+from bench.program import Program
 from mpipar.errors import EXIT_OK
-from mpipar.job.session import guard
 from mpipar.plan import machine_file
 
 SKEW_SHARE = 0.1
@@ -169,13 +168,15 @@ def as_osu(rows) -> str:
 FORMATS = {"text": as_text, "csv": as_csv, "markdown": as_markdown, "osu": as_osu}
 
 
-def main(argv, session) -> int:
-    """Print a file's rows; the file can be printed again at any time."""
-    parser = flags.Parser(prog="python -m bench.table", description=__doc__)
+def add_flags(parser) -> None:
+    """Add files, and what is made of them."""
     parser.add_argument("files", nargs="+", metavar="FILE", help="of bench.interconnect --json")
     parser.add_argument("--format", choices=tuple(FORMATS), default="text")
     parser.add_argument("--machine", metavar="MACHINE", help="cost model of bench.calibrate")
-    args = parser.parse_args(argv)
+
+
+def show(args, session) -> int:
+    """Print a file's rows; the file can be printed again at any time."""
     rows = records.rows_of(args.files, tell=True)
     if args.machine:
         machine = machine_file.load(args.machine)
@@ -187,5 +188,4 @@ def main(argv, session) -> int:
     return EXIT_OK
 
 
-if __name__ == "__main__":
-    guard(main)
+main = Program("table", __doc__, show, json=None, add=add_flags).started(__name__)

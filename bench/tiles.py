@@ -49,13 +49,12 @@ import numpy as np
 from threadpoolctl import threadpool_limits
 
 from bench.kernels import gpu_products
-from bench.kernels.gpu_attention import HEAD_WIDTH, backward, parts
 from bench.kernels.gpu_memory import ADAMW
+from bench.kernels.gpu_products import HEAD_WIDTH, backward, parts
 from bench.program import Outcome, Program
 from bench.step import blas
 from mpipar.config import flags
 from mpipar.errors import EXIT_CHECK_FAILED, EnvironmentProblem
-from mpipar.job.session import guard
 from mpipar.ops import make, numpy_ops
 from mpipar.ops.array_ops import ArrayOps
 
@@ -258,8 +257,5 @@ main = Program(
         "--rows": (8192, "tokens of the chains"), "--width": (1536, "elements of each"),
         "--seq-len": (1024, "tokens of a sequence in attention"),
         "--heads": (6, f"attention heads, of {HEAD_WIDTH} elements each"), "--largest": (
-            LARGEST, "on a GPU: longer sides of the ladder's products are cut to it")})
-
-
-if __name__ == "__main__":
-    guard(main)
+            LARGEST, "on a GPU: longer sides of the ladder's products are cut to it")},
+).started(__name__)

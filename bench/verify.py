@@ -11,6 +11,12 @@ schedule and a training step of each layout and schedule follow. Products of sha
 measured are for information only. So is the time of each all-reduce algorithm by the fitted
 messages and reduction. Exit code 1 says that the median error of an operation or of a step is above
 its tolerance.
+
+With --goals steps are predicted and measured where predictions are promised to hold. A launch is
+two fresh jobs: one makes a cost model, the next measures steps of every layout and schedule. So the
+launches' errors do not share one calibration's luck, and the machine may change between launches. A
+cable needs network namespaces, and so root; without them its settings are left out, and the program
+says so. The table's link is the setting.
 """
 
 from __future__ import annotations
@@ -24,31 +30,40 @@ import tempfile
 import time
 from itertools import pairwise
 from pathlib import Path
+from typing import NamedTuple
 
 import numpy as np
 
 from bench import results
-from bench.interconnect import plans
+from bench.interconnect import plans, two_hosts
 from bench.interconnect.budget import Budget, add_seconds, seconds_problems
 from bench.interconnect.cases import COMM
 from bench.interconnect.groups import link_of
-from bench.interconnect.launches import START, alone, launcher_words, run_job
+from bench.interconnect.launches import START, alone, job_of, launcher_words, run_job
 from bench.interconnect.plans import GROUP_CASES, PAIR_CASES, Section
 from bench.interconnect.records import Writer
-from bench.machine import goals
-from bench.machine.algorithms import all_reduce_models
-from bench.machine.compute import HELD_OUT_SIDES, measure_products
-from bench.machine.curves import REDUCTION, quietest
-from bench.machine.needed import (
+from bench.machine.fitting import REDUCTION, quietest
+from bench.machine.measuring import (
+    HELD_OUT_SIDES,
     STALL_SECONDS,
+    measure_products,
     no_refused,
     open_bench,
     pairs_by_link,
     run_rounds,
+    verify_steps,
 )
-from bench.machine.predicted import BOTH_WAYS, CHAIN, predicted
-from bench.machine.steps import verify_steps
-from bench.machine.verdicts import Subject, judge, line, shown
+from bench.machine.predicted import (
+    BOTH_WAYS,
+    CHAIN,
+    Subject,
+    all_reduce_models,
+    judge,
+    line,
+    predicted,
+    shown,
+)
+from bench.program import Program
 from mpipar import ops as ops_module
 from mpipar.config import flags
 from mpipar.errors import (
@@ -60,18 +75,21 @@ from mpipar.errors import (
     UsageError,
 )
 from mpipar.files.text import counted
-from mpipar.job.session import guard
 from mpipar.plan import machine_file
 from mpipar.plan.machine import HOP
 
 CHAIN_BYTES = (3000, 200_000)
 MESSAGES = 0.6  # of the time, at most
 LEAST_SECONDS = 1.0  # of a launch, however late it begins
+# Of --goals.
+ROWS = 2  # of a microbatch
+GOAL_BYTES = "1M"  # the largest sum: one unit's gradients
+GOAL_LAUNCHES, GOAL_SECONDS = 5, 20.0  # of a launch: its jobs start one after the other
+CALIBRATION = 0.5  # of a launch's time
 
 
-def parse(argv):
-    """Read and check the flags. Raises UsageError."""
-    parser = flags.Parser(prog="python -m bench.verify", description=__doc__)
+def add_flags(parser) -> None:
+    """Add the model and what is compared."""
     parser.add_argument("machine", nargs="?", metavar="MACHINE",
                         help="cost model of bench.calibrate; --goals makes its own")
     parser.add_argument("--sizes", type=flags.count, default=8,
@@ -88,12 +106,14 @@ def parse(argv):
                         "with --goals, how often to calibrate and compare (5)")
     parser.add_argument("--start", metavar="COMMAND",
                         help=f"how --launches starts a job ({START})")
-    parser.add_argument("--json", metavar="FILE", help="write the verdicts as a result file")
     parser.add_argument("--details", metavar="FILE",
                         help="write every comparison as a line of JSON")
-    args = parser.parse_args(argv)
+
+
+def check(args, parser) -> None:
+    """Refuse what does not fit together. Raises UsageError."""
     if args.goals:
-        args.launches = args.launches or goals.LAUNCHES
+        args.launches = args.launches or GOAL_LAUNCHES
     found = seconds_problems(args.seconds)
     if args.launches < 0:
         found.append(f"--launches {args.launches}: must not be below 0")
@@ -102,7 +122,7 @@ def parse(argv):
                      "own")
     if args.no_steps and (args.only_steps or args.goals):
         found.append("--no-steps: leaves out what --only-steps and --goals compare; give one")
-    least = goals.LEAST_SECONDS * args.launches
+    least = GOAL_SECONDS * args.launches
     if args.goals and not found and args.seconds < least:
         found.append(f"--seconds {args.seconds:g}: --goals takes at least {least:g} for "
                      f"{counted(args.launches, 'launch')}")
@@ -113,7 +133,6 @@ def parse(argv):
                      "or type the command in front of python")
     if found:
         raise UsageError(found)
-    return args
 
 
 def held_out_sizes(fitted, count: int) -> tuple[int, ...]:
@@ -211,7 +230,6 @@ def prepared(args, world_rank: int = 0):
     asked for cannot be written.
     """
     if world_rank == 0:
-        results.check_writable(args.json)
         results.check_writable(args.details, flag="--details")
     return machine_file.load(args.machine)
 
@@ -240,56 +258,129 @@ def one_launch(session, args) -> list[dict] | None:
     return [*lines, *verify_products(world, machine), *verify_steps(world, machine, budget)]
 
 
-def all_launches(session, args) -> list[dict]:
-    """The comparisons of several fresh jobs, one after the other.
+def fresh_lines(session, start, jobs, launches: int, title: str = "") -> list[dict] | None:
+    """The comparisons of fresh jobs, one launch after the other; None when interrupted.
 
-    Raises UsageError: see `launches.alone`.
+    jobs(launch): yields (words, the file that they leave); that of the last has the comparisons.
+    start(session, words): the exit code of a job. title: of what is told.
+    Raises EnvironmentProblem if a job leaves no file.
     """
-    alone(session, args.start or START)
-    prepared(args)
     lines: list[dict] = []
-    end = time.monotonic() + args.seconds
-    with session.stop_on_request():
-        for launch in range(1, args.launches + 1):
-            print(f"launch {launch} of {args.launches}", file=sys.stderr, flush=True)
-            seconds = (end - time.monotonic()) / (args.launches - launch + 1)
-            lines += fresh_launch(session, args, launch, max(LEAST_SECONDS, seconds))
+    for launch in range(1, launches + 1):
+        print(f"{title}launch {launch} of {launches}", file=sys.stderr, flush=True)
+        for job, made in jobs(launch):
+            made.unlink(missing_ok=True)
+            words = [*map(str, job)]
+            code = start(session, words)
+            if session.stop_requested or code == EXIT_INTERRUPTED:
+                return None
+            if code not in (EXIT_OK, EXIT_CHECK_FAILED) or not made.exists():
+                raise EnvironmentProblem(f"{title}launch {launch}: {shlex.join(words)} ended with"
+                                         f" code {code} and compared nothing")
+        lines += [json.loads(text) for text in made.read_text().splitlines()]
     return lines
 
 
-def fresh_launch(session, args, launch: int, seconds: float) -> list[dict]:
-    """The comparisons of one job.
+def all_launches(session, args) -> list[dict] | None:
+    """The comparisons of several fresh jobs; None when interrupted.
 
-    Raises UsageError and EnvironmentProblem if there are none, KeyboardInterrupt after a Ctrl-C.
+    Raises UsageError: see `launches.alone`; EnvironmentProblem: see `fresh_lines`.
     """
-    with tempfile.TemporaryDirectory() as folder:
-        path = Path(folder) / "details.jsonl"
-        command = [*launcher_words(args.start), sys.executable, "-m", "bench.verify",
-                   args.machine, f"--sizes={args.sizes}", f"--seconds={seconds:.3f}",
-                   *(f"--{name}" for name in ("no-steps", "only-steps")
-                     if getattr(args, name.replace("-", "_")))]
+    alone(session, args.start or START)
+    prepared(args)
+    end = time.monotonic() + args.seconds
+
+    def start(session, words: list[str]) -> int:
         try:
-            ended = run_job(session, [*command, "--details", str(path)],
-                            stdout=subprocess.DEVNULL)
+            return run_job(session, words, stdout=subprocess.DEVNULL)
         except OSError as error:
             raise UsageError(f"--start {args.start}: {error.strerror}") from error
-        if session.stop_requested or ended == EXIT_INTERRUPTED:
-            raise KeyboardInterrupt("interrupted (SIGINT)")
-        if not path.exists():
-            raise EnvironmentProblem(f"launch {launch}: {shlex.join(command)} ended with code "
-                                     f"{ended} and compared nothing")
-        return [json.loads(text) for text in path.read_text().splitlines()]
+
+    with session.stop_on_request(), tempfile.TemporaryDirectory() as folder:
+        made = Path(folder) / "details.jsonl"
+
+        def jobs(launch: int):
+            seconds = (end - time.monotonic()) / (args.launches - launch + 1)
+            more = [f"--{name}" for name in ("no-steps", "only-steps")
+                    if getattr(args, name.replace("-", "_"))]
+            yield [*launcher_words(args.start), sys.executable, "-m", "bench.verify", args.machine,
+                   f"--sizes={args.sizes}", f"--seconds={max(LEAST_SECONDS, seconds):.3f}", *more,
+                   "--details", made], made
+
+        return fresh_lines(session, start, jobs, args.launches)
 
 
-def main(argv, session) -> int:
+class Setting(NamedTuple):
+    """A number of ranks, on this host or across a cable, and the promised median error."""
+
+    name: str
+    ranks: int
+    tolerance: float
+    mbit_per_second: int | None = None
+
+
+SETTINGS = (
+    Setting("this host, 2 ranks", 2, 0.10), Setting("this host, 4 ranks", 4, 0.15),
+    Setting("cable of 200 Mbit/s", 2, 0.15, 200), Setting("cable of 1000 Mbit/s", 2, 0.15, 1000),
+    Setting("cable of 3000 Mbit/s", 2, 0.15, 3000),
+)
+
+
+def run_goals(session, args) -> int:
+    """Run all settings, print and write the verdicts; the exit code."""
+    alone(session, "mpiexec")
+    results.check_writable(args.details, flag="--details")
+    lines, verdicts, reason = [], [], two_hosts.missing()
+    with session.stop_on_request():
+        for setting in SETTINGS:
+            if setting.mbit_per_second and reason:
+                print(f"left out: {setting.name}: {reason}", file=sys.stderr)
+                continue
+            if (found := measured(session, args, setting)) is None:
+                return EXIT_INTERRUPTED
+            judged = judge(found, setting.tolerance)
+            print(shown(found, judged), flush=True)
+            lines, verdicts = lines + found, verdicts + judged
+    if args.details:
+        results.write(args.details, "bench.verify --goals", lines)
+    return concluded(args, "bench.verify --goals", verdicts)
+
+
+def measured(session, args, setting: Setting) -> list[dict] | None:
+    """The comparisons of all launches of a setting; None when interrupted.
+
+    Raises EnvironmentProblem if a job fails.
+    """
+    with tempfile.TemporaryDirectory() as folder, job_of(
+            Path(folder), setting.ranks, setting.mbit_per_second) as start:
+        machine, details = Path(folder) / "machine.json", Path(folder) / "details.jsonl"
+        part = args.seconds / len(SETTINGS) / args.launches
+        jobs = [
+            (["bench.calibrate", "--out", machine, "--only-steps", "--rows", ROWS, "--tp",
+              f"1,{setting.ranks}", "--end-bytes", GOAL_BYTES, "--seconds", part * CALIBRATION],
+             machine),
+            (["bench.verify", machine, "--only-steps", "--details", details, "--seconds",
+              part * (1 - CALIBRATION)], details)]
+        lines = fresh_lines(session, start, lambda launch: jobs, args.launches,
+                            f"{setting.name}: ")
+    return lines and [one | {"link": setting.name} for one in lines]
+
+
+def concluded(args, bench: str, verdicts: list[dict]) -> int:
+    """Write the verdicts; 1 if one is not kept."""
+    if args.json:
+        results.write(args.json, bench, verdicts, launches=max(1, args.launches))
+    kept = all(one["verdict"] != "NOT KEPT" for one in verdicts)
+    return EXIT_OK if kept else EXIT_CHECK_FAILED
+
+
+def compare(args, session) -> int:
     """Predict, measure, compare. Every rank must run it."""
-    args = parse(argv)
     if args.goals:
-        return goals.run(session, args)
+        return run_goals(session, args)
     if args.launches:
         lines = all_launches(session, args)
     else:
-        session.start()
         lines = one_launch(session, args)
     if lines is None:
         return EXIT_INTERRUPTED
@@ -299,11 +390,9 @@ def main(argv, session) -> int:
     print(shown(lines, verdicts))
     if args.details:
         write_lines(args.details, lines)
-    if args.json:
-        results.write(args.json, "bench.verify", verdicts, launches=max(1, args.launches))
-    kept = all(one["verdict"] != "NOT KEPT" for one in verdicts)
-    return EXIT_OK if kept else EXIT_CHECK_FAILED
+    return concluded(args, "bench.verify", verdicts)
 
 
-if __name__ == "__main__":
-    guard(main)
+main = Program(
+    "verify", __doc__, compare, together=lambda args: not args.launches, add=add_flags, check=check,
+    json="write the verdicts as a result file").started(__name__)

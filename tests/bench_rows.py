@@ -1,10 +1,16 @@
 """Rows and files as bench.interconnect writes them, for the tests of the tools that read them."""
 
+import contextlib
+import types
+
 import numpy as np
 
 from bench.interconnect import records, statistics
 
 COMM, BARE = "mpipar.comm", "mpi4py"
+# A session without a launcher.
+ALONE = types.SimpleNamespace(launcher=types.SimpleNamespace(size=1), stop_requested=False,
+                              stop_on_request=contextlib.nullcontext)
 
 
 def row(case="all-reduce", via=COMM, size=1024, times=None, median=10.0, ranks=(0, 1), **changes):

@@ -14,11 +14,13 @@ from pathlib import Path
 import browser
 import hypothesis
 import numpy as np
+import program
 import pytest
 import slurm_cluster
 import threadpoolctl
 from layout_runs import run_of, text_file  # noqa: F401 - fixtures of the whole session
 from stand_in import cupy_or_stand_in  # noqa: F401 - likewise
+from traced_runs import late_runs  # noqa: F401 - likewise
 
 from bench.kernels import nvrtc
 from mpipar.job import blas
@@ -55,6 +57,22 @@ def rng(request: pytest.FixtureRequest) -> np.random.Generator:
     """Random numbers that depend only on the test's name, so that a failing test repeats alone."""
     digest = hashlib.sha256(request.node.nodeid.encode()).digest()
     return np.random.default_rng(int.from_bytes(digest[:8], "little"))
+
+
+@pytest.fixture
+def text_folder(tmp_path: Path) -> Path:
+    """A folder to start in, with a text in it."""
+    (tmp_path / "text.txt").write_text(program.LETTERS)
+    return tmp_path
+
+
+@pytest.fixture
+def no_launcher(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What the test starts sees no outer launcher, and no numbers of threads."""
+    for name in list(os.environ):
+        if name.startswith(("PMI", "OMPI_", "SLURM_", "MPI_LOCAL")) or name.endswith(
+                "_NUM_THREADS"):
+            monkeypatch.delenv(name)
 
 
 @functools.cache

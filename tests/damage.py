@@ -9,6 +9,13 @@ TEXTS = (b'"\\u001b[31m"', b'"\\u0000"', b'"\\ud800"', b'"<!--<script>"', b'"' +
          b'""', b'"1"', b"3")
 
 
+def flip(path, share=0.5):
+    """Change one bit at this share of a file's length: the lowest of the first of two bytes."""
+    content = bytearray(path.read_bytes())
+    content[int(share * (len(content) - 1)) & ~1] ^= 1
+    path.write_bytes(content)
+
+
 def damaged(content: bytes, seed: int) -> bytes:
     """The content with one to three changes; the seed chooses them."""
     chance = random.Random(seed)

@@ -5,7 +5,6 @@
 Each start adds the columns of its own MPI library; python -m bench.docs then draws the table.
 """
 
-import fnmatch
 import json
 import subprocess
 from pathlib import Path
@@ -16,55 +15,6 @@ from helpers import find_launcher
 from bench import results
 
 LIBRARIES = {"HYDRA": "MPICH", "Open MPI": "Open MPI"}
-# Faults whose tests stand elsewhere: (number, fault, exit code, pattern of the test's name). A code
-# of None: the launcher decides it, or the test starts no job.
-ELSEWHERE = (
-    (5, "ranks with other flags", 69,
-     "test_launch.py::test_ranks_that_differ_end_before_the_first_step*"),
-    (7, "a run folder that a rank does not see", 74,
-     "test_status.py::test_a_run_folder_that_a_rank_does_not_see_is_74"),
-    (12, "data of more than 4 GiB", None, "test_source.py::test_data_of_more_than_4_gib"),
-    (15, "kill -9 at each call of a save", None,
-     "test_state_kill.py::test_the_newest_committed_checkpoint_is_found*"),
-    (18, "a stray file of another layout", 0,
-     "test_state_damage.py::test_a_stray_file_is_reported_and_not_read*"),
-    (20, "a checkpoint of another model", 65,
-     "test_state.py::test_another_model_is_refused_with_a_table*"),
-    (21, "two jobs on one run folder", 2, "test_lock.py::test_two_starts_with_one_folder_at_once"),
-    (22, "no space at the start, or for the weights", 74,
-     "test_run_ends.py::test_full_disk_is_said_with_code_74*"),
-    (22, "no space at an interval: a warning, and the run goes on", 0,
-     "test_resume_runs.py::test_no_space_at_an_interval_is_a_warning"),
-    (22, "no space at the last save", 74,
-     "test_resume_runs.py::test_no_space_at_the_end_keeps_the_former_checkpoint"),
-    (23, "hostile manifests", 65, "test_state_damage.py::test_a_hostile_manifest_is_refused*"),
-    (25, "kill -9 of a rank: the next start and ckpt ls name it", None,
-     "test_status.py::test_a_killed_rank_is_named_by_ls_and_by_the_next_start"),
-    (26, "an exception in a helper thread", 70,
-     "test_launch.py::test_failure_on_one_rank_ends_the_job[[]thread*"),
-    (27, "SIGUSR1 to the launcher", 75,
-     "test_ctrl_c.py::test_in_training_the_run_ends_with_its_weights[[]2-*"),
-    (29, "Ctrl-C twice", 130, "test_launch.py::test_only_a_second_ctrl_c_does_not_wait"),
-    (30, "SIGSTOP of a rank", 76, "test_hang.py::test_a_stopped_process_is_missing*"),
-    (30, "an infinite loop in a rank", 76,
-     "test_hang.py::test_a_stuck_rank_is_named_with_what_it_does[[]spin*"),
-    (31, "a slow rank: named, with its line and its share of the waits", 0,
-     "test_trace.py::test_the_command_names_the_late_rank_the_barrier_and_the_line"),
-    (32, "a loss that is not finite", 79,
-     "test_run_ends.py::test_non_finite_loss_ends_all_ranks"),
-    (34, "kill -9 of the launcher and its daemon while ranks compute", None,
-     "test_launch.py::test_ranks_whose_launcher_was_killed_end[[]computing*"),
-    (37, "hosts with other versions of Python, NumPy or mpi4py", 69,
-     "test_alike.py::test_the_table_names_field_ranks_and_values"),
-    (35, "a launcher of another MPI library", 69,
-     "test_launch.py::test_open_mpi_under_mpich_s_launcher_and_the_reverse"),
-    (38, "MPI without MPI_THREAD_MULTIPLE", 70,
-     "test_launch.py::test_failure_on_one_rank_ends_the_job[[]single*"),
-    (38, "srun that does not speak the library's PMI", 69,
-     "test_launch.py::test_one_of_many_that_finds_itself_alone_stops"),
-    (39, "a layer too large for the memory of a rank", 69,
-     "test_memory_limit.py::test_a_layer_too_large_for_one_rank_names_a_layout_that_trains"),
-)
 # What no test here can run: (number, fault, why).
 NOT_RUN = (
     (36, "GPU buffers and an MPI that takes none", "needs a GPU"),
@@ -81,15 +31,6 @@ def fault(number: int, what: str, code):
 
 def pytest_addoption(parser):
     parser.addoption("--faults", help="write what the tests of faults found into this file")
-
-
-@pytest.hookimpl(tryfirst=True)  # before pytest selects by marks
-def pytest_collection_modifyitems(items):
-    for item in items:
-        name = f"{item.path.name}::{item.name}"
-        for number, what, code, pattern in ELSEWHERE:
-            if fnmatch.fnmatch(name, pattern):
-                item.add_marker(fault(number, what, code))
 
 
 def pytest_sessionfinish(session):

@@ -1,160 +1,332 @@
-"""mpipar with one planted fault on one rank: python faulty_run.py FAULT mpipar-arguments..."""
+"""mpipar with one planted fault: python faulty_run.py FAULT mpipar-arguments...
 
+FAULT is a key of FAULTS, with @NUMBER where it has a number. A key of LATE makes a rank or a link
+late in each step, one of TWINS a run that goes on wrongly. PLACE/HOW/RANK lets a rank go wrong at a
+place. Before training that is the first call of the place's function, in training the first one
+from step STEP on. With nccl/ before it, every rank has a GPU of its own: a stand-in that is played
+by MPI in a thread.
+"""
+
+import errno
+import gc
 import os
 import signal
 import sys
 import time
+import types
 
 import numpy as np
 
-from mpipar.checkpoint import weights
+from mpipar import cli, data
+from mpipar.checkpoint import save, weights
 from mpipar.comm.group import Comm
 from mpipar.comm.transport import HostTransport
-from mpipar.commands import inputs, report
+from mpipar.commands import inputs, report, resume, training
+from mpipar.data.rows import Rows
 from mpipar.job import mpi, watchdog
+from mpipar.job.session import Session, guard
 from mpipar.layers.norm import LayerNorm
 from mpipar.pipeline.engine import Engine
 from mpipar.train.gradsync import GradSync
+from mpipar.train.optim import OPTIMIZERS, AdamW
 from mpipar.train.worker import Worker
 
-FAULT = sys.argv.pop(1)
+NAME, _, NUMBER = sys.argv.pop(1).partition("@")
 RANK = int(os.environ.get("PMI_RANK", os.environ.get("OMPI_COMM_WORLD_RANK", "0")))
+STEP = 4
+MICROBATCHES, LATE_SECONDS = 2, 0.08
+sessions, evaluating = [], []  # nothing is late in what follows the training
 
 
-def at_step(step, fault):
-    """Replace LayerNorm.forward on rank 1: from `step` on, block 1's first norm runs `fault`."""
-    plain = LayerNorm.forward
+def around(owner, name, function, rank=None):
+    """Let function(plain, *arguments) stand in for a function, on one rank or on all."""
+    plain = getattr(owner, name)
+    if rank in (None, RANK):
+        setattr(owner, name, lambda *given, **named: function(plain, *given, **named))
+
+
+def kill(sign):
+    """A function that sends a signal to this process, whatever it is given."""
+    return lambda *_, **__: os.kill(os.getpid(), sign)
+
+
+def fail(*_):
+    raise ValueError("a planted defect")
+
+
+# --- in the steps of rank 1
+
+
+def at_call(number, fault):
+    """At this call of block 1's first norm, run the fault."""
     calls = []
 
-    def forward(self, x, stash):
-        if self.name == "block1.norm1":
-            calls.append(self.name)
-            if len(calls) == step:
-                fault()
-        return plain(self, x, stash)
+    def forward(plain, norm, *rest):
+        calls.extend([1] * (norm.name == "block1.norm1"))
+        if norm.name == "block1.norm1" and len(calls) == number:
+            fault()
+        return plain(norm, *rest)
 
-    LayerNorm.forward = forward
-
-
-if RANK == 1 and FAULT == "sleep":
-    at_step(6, lambda: time.sleep(1000))
-if RANK == 1 and FAULT == "spin":
-    at_step(6, lambda: [None for _ in iter(int, 1)])
-if RANK == 1 and FAULT == "killed":
-    at_step(6, lambda: os.kill(os.getpid(), signal.SIGKILL))
-if RANK == 1 and FAULT == "stopped":
-    at_step(6, lambda: os.kill(os.getpid(), signal.SIGSTOP))
+    around(LayerNorm, "forward", forward, 1)
 
 
-def after_sums(step, fault):
-    """After the gradients of `step` are summed, rank 1 runs fault(its first stage's buffers)."""
-    plain = GradSync.finish
+def after_sums(fault):
+    """After the gradients of step 3 are summed, run fault(the first stage's buffers)."""
+    def finish(plain, sync):
+        plain(sync)
+        if sync.recorder.step == 3:
+            fault(sync.flats[0])
 
-    def finish(self):
-        plain(self)
-        if RANK == 1 and self.recorder.step == step:
-            fault(self.flats[0])
-
-    GradSync.finish = finish
+    around(GradSync, "finish", finish, 1)
 
 
-if FAULT == "drift":
-    after_sums(3, lambda flat: flat.master[-1:].view(np.uint32).__ixor__(1))
-if (RANK, FAULT) == (1, "loaded"):
-    plain_load = weights.load
-
-    def load(worker, folder):
-        plain_load(worker, folder)
-        worker.flats[0].master[-1:].view(np.uint32).__ixor__(1)
-
-    weights.load = load
-if FAULT == "nan":
-    after_sums(3, lambda flat: flat.grad[-1:].fill(np.nan))
-if (RANK, FAULT) == (1, "nan-loss"):
-    plain_run = Engine.run
-
-    def run(self, program, get_batch, training=True):
-        losses = plain_run(self, program, get_batch, training)
-        return dict.fromkeys(losses, np.nan) if self.recorder.step == 3 else losses
-
-    Engine.run = run
-if FAULT == "raise":
-    after_sums(3, lambda flat: 1 / 0)
+def flip(flat):
+    """Change a bit of the last master weight."""
+    flat.master[-1:].view(np.uint32).__ixor__(1)
 
 
-def stop_in(owner, name):
-    """Replace a function on rank 1 by one that stops its process."""
-    if RANK == 1:
-        setattr(owner, name, lambda *arguments, **more: os.kill(os.getpid(), signal.SIGSTOP))
+def nan_loss(plain, engine, *rest, **named):
+    losses = plain(engine, *rest, **named)
+    return dict.fromkeys(losses, np.nan) if engine.recorder.step == 3 else losses
 
 
-PLACES = {  # of a process that stops outside the steps of a training run
+class SlowRequest:
+    """A request of a message that needs 20 ms more."""
+
+    def __init__(self, request):
+        self.request = request
+
+    def Test(self):
+        return False
+
+    def Wait(self):
+        self.request.Wait()
+        time.sleep(0.02)
+
+
+def slow_link():
+    """A microbatch's activations need 20 ms from rank 0 to rank 1, in the training steps."""
+    messages = iter(range(5 * 4))
+    around(HostTransport, "irecv", lambda plain, *given: plain(*given) if next(
+        messages, None) is None else SlowRequest(plain(*given)), 1)
+
+
+def other_call(plain, comm, x, name, op="sum"):
+    """In step 2 one sum is missing on rank 1, or is another collective there."""
+    if name == "block1.attn.proj" and comm.recorder.step == 2:
+        return x if NAME == "missing" else comm.all_gather(x, name)[0]
+    return plain(comm, x, name, op)
+
+
+def slow_fsync(plain, number):
+    if "/weights/model." in os.readlink(f"/proc/self/fd/{number}"):
+        time.sleep(6)  # longer than any timer of a rank that ends
+    plain(number)
+
+
+# --- late in each step: LATE_SECONDS, but for links of dp and tp in each transfer
+
+
+def pause(owner, name, seconds, when=lambda *_: True, rank=1):
+    """Calls of a function sleep first, in training, where `when` holds of its arguments."""
+    def paused(plain, *given, **named):
+        if not evaluating and when(*given):
+            time.sleep(seconds)
+        return plain(*given, **named)
+
+    around(owner, name, paused, rank)
+
+
+def is_late_layer(norm, x, *_):
+    """Whether this is the first norm of block 1, on numbers."""
+    return norm.name == "block1.norm1" and isinstance(x, np.ndarray)
+
+
+def collecting():
+    """A garbage collection that takes long."""
+    gc.callbacks.insert(0, lambda phase, info: phase == "stop" and time.sleep(LATE_SECONDS / 2))
+    gc.collect()
+    gc.callbacks.pop(0)
+    return False
+
+
+class LateRequest:
+    """A request whose data travel for longer, one transfer after the other."""
+
+    free = 0.0  # when the link has carried all before
+
+    def __init__(self, request):
+        self.request, self.there = request, None
+
+    def Test(self):
+        if self.there is None and self.request.Test():
+            more = 0 if evaluating else LATE_SECONDS / MICROBATCHES
+            self.there = LateRequest.free = max(LateRequest.free, time.monotonic()) + more
+        return self.there is not None and time.monotonic() >= self.there
+
+    def Wait(self):
+        while not self.Test():
+            time.sleep(1e-4)
+
+
+def slow(name, when=lambda *_: True, rank=None):
+    """Make the requests of a call of the transport late, where `when` holds of its arguments."""
+    def posted(plain, wire, *given):
+        request = plain(wire, *given)
+        return LateRequest(request) if when(*given) else request
+
+    around(HostTransport, name, posted, rank)
+
+
+# --- ends, full disks, and runs that go on with a mistake
+
+
+def at_step(plain, worker, step, *rest):
+    """A signal comes when step NUMBER begins. It goes on when the signal has been heard."""
+    if step == int(NUMBER):
+        kill({"kill": signal.SIGKILL, "stop": signal.SIGTERM}[NAME])()
+        while not sessions[0].stop_requested:
+            time.sleep(0.001)
+    return plain(worker, step, *rest)
+
+
+def full_disk():
+    """No space for the NUMBERth file of pieces of this process; full: for later ones too."""
+    written = []
+
+    def write_new(plain, path, chunks):
+        if path.name.startswith("pieces"):
+            written.append(path)
+            if len(written) == int(NUMBER) or (NAME == "full" and len(written) > int(NUMBER)):
+                raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+        return plain(path, chunks)
+
+    around(save, "write_new", write_new)
+
+
+TWINS = {  # what is wrong with the state of a run that goes on
+    "nothing": lambda worker: None,
+    "moments": lambda worker: [buffer.fill(0) for flat in worker.flats
+                               for buffer in flat.moments.values()],
+    "good": lambda worker: setattr(worker.loss_scale, "good", 0),
+    "skipped": lambda worker: setattr(worker.loss_scale, "skipped", 0),
+    "scale": lambda worker: setattr(worker.loss_scale, "value", 2.0**20),
+    "publish": lambda worker: [flat.data.fill(0) for flat in worker.flats],
+}
+PLACES = {  # where a rank goes wrong -> the owner of a function, and its name
+    "init": (Session, "start"), "reading the data": (data.rows, "load"),
+    "forward": (LayerNorm, "forward"), "backward": (LayerNorm, "backward_input"),
+    "send": (HostTransport, "isend"), "receive": (HostTransport, "irecv"),
+    "all-reduce": (HostTransport, "all_reduce"), "optimizer": (AdamW, "step"),
+    "save": (save, "write_new"), "commit": (save, "put_in_place"),
+    "evaluation": (Worker, "evaluate"), "finalize": (Session, "finish"),
+}
+BEFORE_TRAINING = ("init", "reading the data")
+WAYS = {"raise": fail, "kill": kill(signal.SIGKILL), "term": kill(signal.SIGTERM),
+        "interrupt": kill(signal.SIGINT), "usr1": kill(signal.SIGUSR1),
+        "hangup": kill(signal.SIGHUP), "leave": lambda: os._exit(0), "segv": kill(signal.SIGSEGV)}
+STOPS = {  # where rank 1 stops outside the steps of a training run
     "stopped-start": (mpi, "initialize"), "stopped-data": (inputs, "prompt_tokens"),
     "stopped-setup": (Worker, "initialize"), "stopped-evaluation": (Worker, "evaluate"),
     "stopped-end": (mpi, "finalize"), "stopped-verify": (Worker, "gradients"),
     "stopped-generate": (Worker, "forward")}
-if FAULT in PLACES:
+FAULTS = {
+    "none": lambda: None,
+    "sleep": lambda: at_call(6, lambda: time.sleep(1000)),
+    "spin": lambda: at_call(6, lambda: [None for _ in iter(int, 1)]),
+    "killed": lambda: at_call(6, kill(signal.SIGKILL)),
+    "stopped": lambda: at_call(6, kill(signal.SIGSTOP)),
+    "drift": lambda: after_sums(flip),
+    "nan": lambda: after_sums(lambda flat: flat.grad[-1:].fill(np.nan)),
+    "raise": lambda: after_sums(lambda flat: 1 / 0),
+    "nan-loss": lambda: around(Engine, "run", nan_loss, 1),
+    "loaded": lambda: around(weights, "load", lambda plain, worker, folder: (
+        plain(worker, folder), flip(worker.flats[0])), 1),
+    "slow-link": slow_link,
+    "missing": lambda: around(Comm, "all_reduce", other_call, 1),
+    "mismatch": lambda: around(Comm, "all_reduce", other_call, 1),
+    "slow-disk": lambda: around(os, "fsync", slow_fsync),
+    "slow-report": lambda: around(report, "write", lambda plain, *told: (  # of a long trace
+        time.sleep(4), plain(*told))),
+    "slow-first-start": lambda: os.environ.get("SLURM_RESTART_COUNT", "0") == "0" and around(
+        Worker, "train_step", lambda plain, *given: (time.sleep(2), plain(*given))[1]),
+    "kill": lambda: around(Worker, "train_step", at_step),
+    "stop": lambda: around(Worker, "train_step", at_step),
+    "evaluate": lambda: around(Worker, "evaluate", kill(signal.SIGKILL)),
+    "no-space": full_disk, "full": full_disk,
+    "metrics": lambda: around(training, "cut_behind", lambda plain, folder, step: []),
+}
+
+
+LATE = {
+    "delay": lambda: pause(LayerNorm, "forward", 0.05, is_late_layer),
+    "delay0": lambda: pause(LayerNorm, "forward", 0.05, is_late_layer, 0),
+    "data": lambda: pause(Rows, "train", LATE_SECONDS, lambda _rows, _step, mb: mb == 0),
+    "F": lambda: pause(LayerNorm, "forward", LATE_SECONDS / MICROBATCHES, is_late_layer),
+    "B": lambda: pause(LayerNorm, "backward_input", LATE_SECONDS / MICROBATCHES, is_late_layer),
+    "gc": lambda: pause(LayerNorm, "forward", 0,
+                        lambda *given: is_late_layer(*given) and collecting()),
+    "opt": lambda: [pause(one, "step", LATE_SECONDS) for one in set(OPTIMIZERS.values())],
+    "save": lambda: pause(save, "write_pieces", LATE_SECONDS),
+    "between": lambda: pause(training.Run, "show_step", LATE_SECONDS),
+    "dp link": lambda: slow("iall_reduce"),
+    "tp link": lambda: pause(HostTransport, "all_reduce", 0.03,
+                             lambda _wire, x, _op: x.size > 100, None),  # not the norm
+    "pp link": lambda: slow("irecv", lambda _x, peer, _tag: peer == 0, 1),  # from rank 0
+}
+
+
+def go_wrong(place, how, rank):
+    """Let the first call that the place is armed for go wrong."""
+    armed = [place] if place in BEFORE_TRAINING else []
+
+    def wrong(plain, *given, **named):
+        if armed:
+            armed.clear()
+            WAYS[how]()
+        return plain(*given, **named)
+
+    def train_step(plain, worker, step, *rest):
+        if step == STEP and place not in BEFORE_TRAINING:
+            armed.append(place)
+        return plain(worker, step, *rest)
+
+    around(*PLACES[place], wrong, rank)
+    around(Worker, "train_step", train_step, rank)
+
+
+def with_nccl(plain, library):
+    """Start MPI, and put in the stand-ins for CuPy and NCCL."""
+    plain(library)
+    import fake_cupy
+    import fake_nccl
+
+    own = vars(fake_cupy.cuda.Device()) | {"pci_bus_id": f"0000:{fake_nccl.BOOT.rank:02X}:00.0"}
+    fake_cupy.cuda.Device = lambda number=0: types.SimpleNamespace(**own)
+    fake_cupy.cuda.nccl = fake_nccl
+    sys.modules |= {"cupy": fake_cupy, "cupy.cuda.nccl": fake_nccl}
+
+
+def run(argv, session):
+    sessions.append(session)
+    return cli.main(argv, session)
+
+
+if NAME.startswith("nccl/"):
+    around(mpi, "initialize", with_nccl)
+if "/" in NAME:
+    where, way, at_fault = NAME.removeprefix("nccl/").split("/")
+    go_wrong(where, way, int(at_fault))
+elif NAME in STOPS:
     watchdog.START_SECONDS = 3.0  # one rank may be up that long before another
-    stop_in(*PLACES[FAULT])
-if FAULT == "slow-disk":  # for the weights: longer than any timer of a rank that ends
-    plain_fsync = os.fsync
-
-    def slow_fsync(number):
-        if "/weights/model." in os.readlink(f"/proc/self/fd/{number}"):
-            time.sleep(6)
-        plain_fsync(number)
-
-    os.fsync = slow_fsync
-if FAULT == "slow-report":  # of a long trace
-    plain_write = report.write
-    report.write = lambda *told: (time.sleep(4), plain_write(*told))
-if FAULT == "slow-first-start" and os.environ.get("SLURM_RESTART_COUNT", "0") == "0":
-    plain_step = Worker.train_step
-    Worker.train_step = lambda *arguments: (time.sleep(2), plain_step(*arguments))[1]
-if (RANK, FAULT) in ((1, "delay"), (0, "delay0")):  # late in every microbatch
-    plain_forward = LayerNorm.forward
-    microbatches = iter(range(6 * 2))  # of the training steps, not of the evaluation after them
-
-    def late_forward(self, x, stash):
-        real = self.name == "block1.norm1" and isinstance(x, np.ndarray)
-        if real and next(microbatches, None) is not None:
-            time.sleep(0.05)
-        return plain_forward(self, x, stash)
-
-    LayerNorm.forward = late_forward
-if (RANK, FAULT) == (1, "slow-link"):  # a microbatch's activations need 20 ms from rank 0 to rank 1
-    plain_irecv = HostTransport.irecv
-    messages = iter(range(5 * 4))  # of the training steps, not of the evaluation after them
-
-    class SlowRequest:
-        def __init__(self, request):
-            self.request = request
-
-        def Test(self):
-            return False
-
-        def Wait(self):
-            self.request.Wait()
-            time.sleep(0.02)
-
-    def slow_irecv(self, x, peer, tag):
-        request = plain_irecv(self, x, peer, tag)
-        return request if next(messages, None) is None else SlowRequest(request)
-
-    HostTransport.irecv = slow_irecv
-if RANK == 1 and FAULT in ("missing", "mismatch"):
-    plain_reduce = Comm.all_reduce
-
-    def all_reduce(self, x, name, op="sum"):
-        if name == "block1.attn.proj" and self.recorder.step == 2:
-            if FAULT == "missing":
-                return x
-            return self.all_gather(x, name)[0]
-        return plain_reduce(self, x, name, op)
-
-    Comm.all_reduce = all_reduce
-
-from mpipar.__main__ import main  # noqa: E402 (after the fault is planted)
-
+    around(*STOPS[NAME], kill(signal.SIGSTOP), 1)
+elif NAME in TWINS:
+    around(resume, "load_state", lambda plain, worker, *rest: (
+        plain(worker, *rest), TWINS[NAME](worker)))
+elif NAME in LATE:
+    around(Worker, "evaluate", lambda plain, *given: (evaluating.append(True), plain(*given))[1])
+    LATE[NAME]()
+else:
+    FAULTS[NAME]()
 if __name__ == "__main__":
-    main()
+    guard(run)

@@ -14,6 +14,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 import numpy as np
+import pytest
 
 REPOSITORY = Path(__file__).resolve().parent.parent
 
@@ -75,6 +76,11 @@ class Finished:
     stderr: str
     seconds: float
 
+    def ended(self, code: int = 0) -> "Finished":
+        """Return this command, which must have ended with this exit code."""
+        assert self.returncode == code, self.tail()
+        return self
+
     def tail(self, lines: int = 150) -> str:
         """Return the command, its exit code and the end of both streams, for a failing test."""
         parts = [f"$ {' '.join(self.argv)}", f"exit {self.returncode} after {self.seconds:.1f} s"]
@@ -87,6 +93,14 @@ def find_launcher() -> str | None:
     """Return the mpiexec of the environment that runs the tests, else of the PATH, else None."""
     own = Path(sys.prefix) / "bin" / "mpiexec"
     return str(own) if own.exists() else shutil.which("mpiexec")
+
+
+def launcher() -> str:
+    """Return the mpiexec that starts ranks; a test is skipped where there is none."""
+    found = find_launcher()
+    if found is None:
+        pytest.skip("no mpiexec: install .[mpich]")
+    return found
 
 
 def processes_with(variable: str, value: str) -> list[int]:
@@ -170,7 +184,5 @@ def run_ranks(
     cwd: Path | str | None = None,
 ) -> Finished:
     """Run ``mpiexec -n num_ranks argv`` like run_command, set for more ranks than cores."""
-    launcher = find_launcher()
-    assert launcher is not None, "no mpiexec: install the extra mpich or openmpi"
-    command = [launcher, "-n", str(num_ranks), *argv]
-    return run_command(command, timeout, env={**OVERSUBSCRIBED, **(env or {})}, cwd=cwd)
+    return run_command([launcher(), "-n", str(num_ranks), *argv], timeout,
+                       env={**OVERSUBSCRIBED, **(env or {})}, cwd=cwd)

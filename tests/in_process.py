@@ -1,4 +1,4 @@
-"""Runs commands in this process, to see what they print and refuse; MPI is not started.
+"""Runs commands in this process, to see what they print, refuse and write; without MPI.
 
 Other tests start programs. They show that an exit code reaches the shell, with one block for all
 ranks: test_cli.py, test_launch.py and test_refusals.py.
@@ -8,12 +8,18 @@ import array
 import contextlib
 import io
 import signal
+import sys
+import time
 from types import SimpleNamespace
 
 import pytest
+from helpers import Finished
 
 from mpipar import cli
+from mpipar.comm.one_rank import OneRank
 from mpipar.errors import UserError
+from mpipar.job import failure, mpi
+from mpipar.job import session as job_session
 from mpipar.job.environment import Launcher
 from mpipar.job.session import Session
 
@@ -75,6 +81,28 @@ def assert_refused(code, parts, *words, ranks=1, folder="."):
     assert found.exit_code == code, found
     missing = [part for part in parts if part not in str(found)]
     assert not missing, f"{missing} in\n{found}"
+
+
+def alone(*words, cwd="."):
+    """How a command ends that runs as one rank in this process, without a supervisor and MPI.
+
+    A start takes a second and more. An error is told as the guard tells it.
+    """
+    session, out, err = Session(Launcher()), io.StringIO(), io.StringIO()
+    words, start = tuple(map(str, words)), time.monotonic()
+    with contextlib.chdir(cwd), contextlib.redirect_stdout(out), contextlib.redirect_stderr(err), \
+            pytest.MonkeyPatch.context() as patched:
+        patched.setattr(mpi, "start", lambda launcher: OneRank("this is a test"))
+        patched.setattr(job_session, "warn", lambda text: None)
+        patched.setattr(sys, "argv", ["mpipar", *words])
+        try:
+            code = job_session._run(cli.main, list(words), session)
+        except UserError as error:
+            code = error.exit_code
+            failure.show(failure.error_report(error, ""))
+            session.ending.close()
+            session.watch.end()
+    return Finished(words, code, out.getvalue(), err.getvalue(), time.monotonic() - start)
 
 
 class LateError(BaseException):

@@ -1,20 +1,39 @@
 """Starts the program as a user does, and reads what it leaves behind."""
 
+import contextlib
 import json
+import os
 import re
+import signal
+import subprocess
 import sys
-from collections.abc import Mapping
+import time
+import uuid
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 
 import numpy as np
-from helpers import OVERSUBSCRIBED, REPOSITORY, Finished, run_command, run_ranks
+from helpers import (
+    MARK,
+    OVERSUBSCRIBED,
+    REPOSITORY,
+    Finished,
+    kill_with,
+    launcher,
+    processes_with,
+    run_command,
+    run_ranks,
+    wait_for_end,
+)
 from safetensors.numpy import load_file
 
 PROGRAM = (sys.executable, "-m", "mpipar")
+FAULTY = (sys.executable, str(REPOSITORY / "tests" / "faulty_run.py"))
 LIMIT = 200.0  # seconds for one command: much more than it takes, for a machine under load
 BLOCK = "mpipar: stopped, exit code "
 # A short text. A run reads all of its held-out part; of the default text that takes seconds.
 TEXT = ("--data", str(REPOSITORY / "LICENSE"))
+LETTERS = "a short text, again and again. " * 30
 CASES = ((1, 1, 1), (2, 2, 2))  # (dp, pp, tp); lives have the other layouts
 
 
@@ -34,6 +53,63 @@ def mpipar(
     if ranks is None:
         return run_command(argv, LIMIT, environment(env), cwd)
     return run_ranks(ranks, argv, LIMIT, environment(env), cwd)
+
+
+def pair(first: Sequence, second: Sequence, folders: Sequence[Path]) -> Finished:
+    """Run two ranks of one job with words and working folders of their own."""
+    rank, other = (["-n", "1", "-wdir", str(folder), *PROGRAM, *map(str, words)]
+                   for words, folder in zip((first, second), folders, strict=True))
+    return run_command([launcher(), *rank, ":", *other], LIMIT, environment())
+
+
+class Job:
+    """A running command: its process, and its output so far."""
+
+    def __init__(self, process: subprocess.Popen, mark: str, path: Path):
+        self.process, self.mark, self.path = process, mark, path
+
+    def output(self) -> str:
+        return self.path.read_text()
+
+    def wait_until(self, reached: Callable[[], object]) -> None:
+        deadline = time.monotonic() + LIMIT
+        while not reached():
+            assert time.monotonic() < deadline, self.output()
+            assert self.process.poll() is None, self.output()
+            time.sleep(0.02)
+
+    def a_rank(self) -> int:
+        """Return the id of a rank's process: ranks start after their launcher."""
+        return max(processes_with(MARK, self.mark))
+
+    def end(self, limit: float = LIMIT) -> int:
+        """Return the exit code of a command that has to end with all its processes."""
+        start = time.monotonic()
+        code = self.process.wait(LIMIT)
+        assert wait_for_end(self.mark) == []
+        assert time.monotonic() - start < limit, self.output()
+        return code
+
+    def interrupt(self, sign: int = signal.SIGINT, limit: float = LIMIT) -> int:
+        """Send a signal to the process that was started; return the exit code, see `end`."""
+        os.kill(self.process.pid, sign)
+        return self.end(limit)
+
+
+@contextlib.contextmanager
+def running(argv: Sequence, folder: Path, ranks: int = 1) -> Iterator[Job]:
+    """A command in the background, in this folder; at the end all its processes are killed."""
+    mark, path = uuid.uuid4().hex, folder / "output.txt"
+    command = [*([launcher(), "-n", str(ranks)] if ranks > 1 else []), *map(str, argv)]
+    with path.open("w") as file:
+        process = subprocess.Popen(
+            command, cwd=folder, env={**os.environ, **environment(), MARK: mark}, stdout=file,
+            stderr=file, stdin=subprocess.DEVNULL, start_new_session=True)  # fmt: skip
+    try:
+        yield Job(process, mark, path)
+    finally:
+        kill_with(MARK, mark)
+        process.wait()
 
 
 def layout_flags(layout: tuple[int, int, int]) -> list[str]:
@@ -64,6 +140,15 @@ def one_block(result: Finished) -> tuple[int, str]:
     code = int(blocks[0].split()[0])
     assert result.returncode == code, result.tail()
     return code, blocks[0]
+
+
+def block_of(result: Finished, code: int, *parts: str) -> str:
+    """Return the only error block of a job that must have this exit code, with all the parts."""
+    found, block = one_block(result)
+    assert found == code, result.tail()
+    missing = [part for part in parts if part not in block]
+    assert not missing, f"{missing} in\n{result.tail()}"
+    return block
 
 
 def section(text: str, title: str) -> list[str]:

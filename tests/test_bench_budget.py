@@ -4,11 +4,9 @@ from types import SimpleNamespace
 
 import pytest
 
-from bench import verify
-from bench.interconnect import budget, quick
+from bench.interconnect import budget
 from bench.interconnect.budget import Budget
 from bench.interconnect.plans import world_sections
-from mpipar.errors import UsageError
 
 SIZES = tuple(8 << k for k in range(10))
 
@@ -83,13 +81,6 @@ def test_what_one_thing_leaves_goes_to_the_others(clock):
     assert parts == {"a": 4, "b": 5.5, "c": 5.5}
 
 
-@pytest.mark.parametrize("text", ["0", "-1", "nan", "inf"])
-def test_seconds_that_are_none_are_refused(text):
-    words = ["machine.json", "--seconds", text, "--launches", "-1"]
-    with pytest.raises(UsageError, match=r"--seconds .*, above 0, as 60\n--launches -1"):
-        verify.parse(words)
-
-
 class SlowLink:
     """Stands in for a Bench: an iteration takes a latency and its bytes over a rate."""
 
@@ -102,7 +93,7 @@ class SlowLink:
     def run(self, sizes):
         for size in sizes:
             iteration = self.messages * (self.latency + size / self.rate)
-            self.clock.now += max(0.05, quick.LEAST_ITERATIONS * iteration)
+            self.clock.now += max(0.05, budget.LEAST_ITERATIONS * iteration)
             ended = self.clock.now > self.end
             self.latest = [] if ended and iteration > 1 else [{
                 "via": "mpi4py", "median_us": iteration * 1e6 / self.messages,
@@ -111,13 +102,12 @@ class SlowLink:
 
 @pytest.mark.parametrize(("latency", "rate", "measured"), [
     (1e-6, 1e10, 64), (1e-4, 1e7, 48), (1e-4, 1e6, 32), (1e-4, 1e5, 17), (2e-2, 1e9, 9)])
-def test_a_quick_run_ends_in_time_on_any_link(clock, monkeypatch, capsys, latency, rate, measured):
+def test_a_quick_run_ends_in_time_on_any_link(clock, capsys, latency, rate, measured):
     """16 sections of four sizes; what does not fit is named, and all the rest is measured."""
-    monkeypatch.setattr(quick, "time", clock)
-    sections = world_sections(["ring"] * 16, 2, quick.SIZES)
+    sections = world_sections(["ring"] * 16, 2, budget.QUICK_SIZES)
     sections = [one._replace(title=f"ring {number}") for number, one in enumerate(sections)]
     bench = SlowLink(clock, latency, rate)
-    limited = quick.Quick(bench, sections, 60.0)
+    limited = budget.Quick(bench, sections, 60.0)
     for _, sizes in limited.turns():
         bench.run(sizes)
     limited.conclude()
@@ -128,13 +118,12 @@ def test_a_quick_run_ends_in_time_on_any_link(clock, monkeypatch, capsys, latenc
     assert ("not measured, for lack of time: ring" in said) == bool(limited.waiting)
 
 
-def test_sizes_that_wait_for_time_come_later(clock, monkeypatch, capsys):
+def test_sizes_that_wait_for_time_come_later(clock):
     """The first of two sections gets half of the time, and what the second leaves of its half."""
-    monkeypatch.setattr(quick, "time", clock)
     sections = world_sections(["ring", "barrier"], 2, (64, 1 << 20))
     bench = SlowLink(clock, 0.0, 3e7, messages=1)
-    seconds = 2.5 * quick.LEAST_ITERATIONS * (1 << 20) / 3e7
-    limited, order = quick.Quick(bench, sections, seconds), []
+    seconds = 2.5 * budget.LEAST_ITERATIONS * (1 << 20) / 3e7
+    limited, order = budget.Quick(bench, sections, seconds), []
     for section, sizes in limited.turns():
         order.append(section.title)
         bench.run(sizes)

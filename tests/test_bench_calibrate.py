@@ -15,7 +15,7 @@ from program import LIMIT, environment, one_block
 
 from bench import calibrate
 from bench.interconnect.budget import LEAST_SIZES
-from bench.machine.steps import layouts
+from bench.machine.measuring import layouts
 from mpipar.config.memory import MemoryConfig
 from mpipar.config.sections import Config
 from mpipar.errors import DataError
@@ -40,7 +40,7 @@ def bench(name, *words, ranks=2):
     {"recompute": "block", "recompute_layers": 1}])
 def test_passes_are_measured_without_what_the_prediction_adds(memory):
     config = replace(Config(), memory=MemoryConfig(**memory))
-    args = calibrate.parse(["--rows", "2", "--tp", "1,2"])
+    args = calibrate.main.parse(["--rows", "2", "--tp", "1,2"])
     assert [(one.memory, one.grid.tp) for one in calibrate.pass_configs(args, config, 2)] == [
         (MemoryConfig(), 1), (MemoryConfig(), 2)]
 

@@ -5,12 +5,12 @@ import json
 import pytest
 
 from bench import results
-from bench.claims import __main__ as claims
-from bench.claims import experts, layouts, scaling
+from bench.claims import computed as claims
+from bench.claims import measured
 from mpipar.plan.predict import predict
 
 pytestmark = pytest.mark.slow
-M, L = 8, layouts.MODEL["layers"]
+M, L = 8, claims.MODEL["layers"]
 
 
 @pytest.fixture(scope="module")
@@ -97,7 +97,7 @@ def test_two_layers_cut_as_a_pair_meet_half_as_often_for_a_fifth_of_the_bytes():
 
 def test_tensor_parallelism_divides_flops_and_not_barriers_or_the_width_of_the_stream():
     """For B 2, T 128, D 256, F 1024 in float32: 24 B T D^2 + 4 B T^2 D FLOPs forward."""
-    rows = {(row["part"], row["tp"]): row for row in scaling.scaling()}
+    rows = {(row["part"], row["tp"]): row for row in claims.scaling()}
     alone, sum_bytes = rows["one block", 1], 2 * 128 * 256 * 4
     assert alone["MFLOP"] * 1e6 == 3 * (24 * 2 * 128 * 256**2 + 4 * 2 * 128**2 * 256)
     assert alone["weights_KiB"] * 1024 == 12 * 256**2 * 4
@@ -113,8 +113,8 @@ def test_tensor_parallelism_divides_flops_and_not_barriers_or_the_width_of_the_s
 
 @pytest.mark.parametrize("tp", [1, 4])
 def test_the_flops_of_a_convnet_are_those_of_a_step(tp):
-    row, = [one for one in scaling.scaling() if (one["part"], one["tp"]) == ("convnet", tp)]
-    config = layouts.as_convnet(layouts.configure({"tp": tp}))
+    row, = [one for one in claims.scaling() if (one["part"], one["tp"]) == ("convnet", tp)]
+    config = claims.as_convnet(claims.configure({"tp": tp}))
     counted = predict(config, 0).flops
     assert row["MFLOP"] * 1e6 * config.grid.num_microbatches == sum(counted.values())
 
@@ -122,7 +122,7 @@ def test_the_flops_of_a_convnet_are_those_of_a_step(tp):
 def test_result_files_without_times_are_what_the_code_says(barriers, memory):
     for name, rows in (("barriers", list(barriers.values())), ("memory", list(memory.values())),
                        ("convolution", claims.convolution()), ("context", claims.context()),
-                       ("scaling", scaling.scaling())):
+                       ("scaling", claims.scaling())):
         path = results.ROOT / "bench" / "results" / f"claims_{name}.json"
         assert json.loads(path.read_text())["rows"] == rows, f"run python -m bench.claims {name}"
 
@@ -132,8 +132,9 @@ def test_experts_exchange_what_is_predicted_and_choose_alike():
     path = results.ROOT / "bench" / "results" / "claims_moe.json"
     rows = json.loads(path.read_text())["rows"]
     assert [(row["ep"], row["dispatch"], row["routing"]) for row in rows] == [
-        (ep, dispatch if ep > 1 else "-", routing) for ep, dispatch, routing in experts.CASES]
-    for routing in experts.ROUTINGS:  # the same experts, wherever they are
+        (ep, dispatch if ep > 1 else "-", routing)
+        for ep, dispatch, routing in measured.EXPERT_CASES]
+    for routing in measured.ROUTINGS:  # the same experts, wherever they are
         assert len({row["busiest_expert"] for row in rows if row["routing"] == routing}) == 1
     for row in rows:
         if row["ep"] == 1:
@@ -143,6 +144,6 @@ def test_experts_exchange_what_is_predicted_and_choose_alike():
         if row["routing"] == "one-hot":
             assert row["busiest_expert"] == 8 / 2
         if row["routing"] == "uniform" or row["dispatch"] == "all-gather":
-            config = experts.configured(row["ep"], row["dispatch"], "uniform")
+            config = measured.with_experts(row["ep"], row["dispatch"], "uniform")
             sent = predict(config, 0).recorder.totals("axis")["expert",].wire_bytes
             assert row["sent_MiB"] * 2**20 == sent

@@ -1,12 +1,21 @@
 """The fit of latency and bandwidth: known parameters come back from synthetic samples."""
 
+import bench_rows
 import numpy as np
 import pytest
 
-from bench.machine.algorithms import all_reduce_models
-from bench.machine.curves import contention, curves, duplex, overhead, quietest
-from bench.machine.fitting import best_breaks, fit, held_out, robust_line
-from bench.machine.verdicts import judge
+from bench.machine.fitting import (
+    best_breaks,
+    contention,
+    curves,
+    duplex,
+    fit,
+    held_out,
+    overhead,
+    quietest,
+    robust_line,
+)
+from bench.machine.predicted import all_reduce_models, judge
 from bench.verify import held_out_sizes
 
 SIZES = [8 * 2**k for k in range(20)]
@@ -110,15 +119,10 @@ def test_held_out_sizes_lie_between_the_fitted_ones():
 
 
 def row(case, size, times, **fields):
-    """A row of two ranks whose first rank's clock counts from 0."""
-    times = np.asarray(times, float) * 1e3
+    """A row of the first launch."""
     pair = case in ("latency", "bandwidth", "bidirectional")
-    line = {"case": case, "via": "mpipar.comm", "axis": "pair" if pair else "world", "mode": "",
-            "ranks": [0, 1], "link": "same node", "size_bytes": size, "per_sample": 1,
-            "median_us": float(np.median(times)) * 1e-3, "launch": 0, "algbw_GBps": 0.0,
-            "sync": "barrier", "late_at": [],
-            "entered_ns": [[0.0, 0.0]] * len(times), "left_ns": [[t, t / 2] for t in times]}
-    return line | fields
+    return bench_rows.row(case, size=size, times=times) | {
+        "axis": "pair" if pair else "world", "launch": 0} | fields
 
 
 def test_the_quietest_round_of_each_launch_counts():

@@ -7,7 +7,7 @@ import types
 import fake_cupy
 import numpy as np
 import pytest
-from bench_rows import BARE, row, write_file
+from bench_rows import BARE, COMM, row, write_file
 
 from bench import table
 from bench.interconnect import __main__ as interconnect
@@ -20,10 +20,11 @@ from bench.interconnect import (
     session,
     statistics,
 )
-from bench.interconnect.bounds import Bounds
-from bench.interconnect.cases import BY
+from bench.interconnect.cases import APART, BARE_PARTS, BARE_UNEVEN, BY, pattern
+from bench.interconnect.messages import MOST_MESSAGES
 from bench.interconnect.plans import Job
 from bench.interconnect.sampling import TURNS, Plan, batch_size, enough
+from bench.interconnect.session import Bounds
 from mpipar import ops as ops_module
 from mpipar.errors import DataError, EnvironmentProblem, OutputError
 
@@ -209,60 +210,37 @@ def test_percent_of_the_bound_stands_in_every_table():
         "bound_percent", "---", "25.00", ""]
 
 
-def test_broken_guidelines_are_found_with_their_factor():
-    rows = [row(median=30.0), row("reduce-scatter", median=8.0), row("all-gather", median=7.0)]
-    (one,) = [x for x in findings.guidelines(rows) if x.case == "all-reduce"]
-    assert (one.factor, one.instead) == (2.0, "reduce-scatter + all-gather")
-    kept = [row(median=14.0), *rows[1:]]
-    assert findings.guidelines(kept) == []
+SLOW = [row(median=30.0), row("reduce-scatter", median=8.0), row("all-gather", median=7.0)]
+FINE = [row(median=14.0), *SLOW[1:]]
+
+
+@pytest.mark.parametrize(("rows", "broken"), [
+    (SLOW, ("all-reduce", COMM, 2.0, "reduce-scatter + all-gather")), (FINE, None),
+    ([row("reduce-scatter", BARE, median=20.0), row("reduce-scatter", BARE_UNEVEN, median=5.0)],
+     ("reduce-scatter", BARE, 4.0, f"reduce-scatter ({BARE_UNEVEN})")),
+    *(([row(median=30.0), row(via=via, median=10.0)],
+       ("all-reduce", COMM, 3.0, f"all-reduce ({via})")) for via in BY),
+    ([row("all-to-allv", BARE, median=30.0), row("all-to-allv", BARE_PARTS, median=10.0)],
+     ("all-to-allv", BARE, 3.0, f"all-to-allv ({BARE_PARTS})")),
+    ([row(median=30.0), row(size=2048)], ("all-reduce", COMM, 3.0, "the same with twice the size")),
+    ([row(), row(size=2048, median=30.0)], ("all-reduce", COMM, 1.5, "twice with half the size")),
+    *(([row(median=30.0), row(via="by ring", median=10.0, size=size)],  # rounded to the ranks
+       near and ("all-reduce", COMM, 3.0, "all-reduce (by ring)"))
+      for size, near in ((1020, True), (1032, True), (960, False), (1100, False)))])
+def test_broken_guidelines_are_found_with_their_factor(rows, broken):
+    assert [(one.case, one.via, one.factor, one.instead) for one in findings.guidelines(rows)] == (
+        [broken] if broken else [])
 
 
 def test_guideline_that_the_intervals_leave_open_is_not_called_broken(rng):
-    noisy = rng.uniform(5, 30, 15)
-    rows = [row(times=noisy), row("reduce-scatter", median=7.0), row("all-gather", median=7.0)]
-    assert findings.guidelines(rows) == []
-
-
-def test_block_form_that_is_slower_than_the_uneven_one_is_found():
-    rows = [row("reduce-scatter", BARE, median=20.0),
-            row("reduce-scatter", "mpi4py Reduce_scatter", median=5.0)]
-    (one,) = findings.guidelines(rows)
-    assert (one.via, one.factor) == (BARE, 4.0)
-    assert "Reduce_scatter" in one.instead
-
-
-@pytest.mark.parametrize("via", BY)
-def test_all_reduce_that_is_slower_than_by_an_algorithm_is_found(via):
-    (one,) = findings.guidelines([row(median=30.0), row(via=via, median=10.0)])
-    assert (one.case, one.factor, one.instead) == ("all-reduce", 3.0, f"all-reduce ({via})")
-
-
-def test_form_for_any_parts_that_is_slower_than_messages_is_found():
-    (one,) = findings.guidelines([row("all-to-allv", BARE, median=30.0),
-                                  row("all-to-allv", "mpi4py messages", median=10.0)])
-    assert (one.factor, one.instead) == (3.0, "all-to-allv (mpi4py messages)")
-
-
-def test_sizes_that_contradict_each_other_are_found():
-    assert [x.instead for x in findings.guidelines([row(median=30.0), row(size=2048)])] == [
-        "the same with twice the size"]
-    assert [x.instead for x in findings.guidelines([row(), row(size=2048, median=30.0)])] == [
-        "twice with half the size"]
-
-
-@pytest.mark.parametrize(("size", "count"), [(1020, 1), (1032, 1), (960, 0), (1100, 0)])
-def test_sizes_that_were_rounded_to_the_ranks_are_compared(size, count):
-    rows = [row(median=30.0), row(via="by ring", median=10.0, size=size)]
-    assert len(findings.guidelines(rows)) == count
+    assert findings.guidelines([row(times=rng.uniform(5, 30, 15)), *SLOW[1:]]) == []
 
 
 def test_guideline_must_be_broken_in_every_launch():
-    bad = [row(median=30.0), row("reduce-scatter", median=8.0), row("all-gather", median=7.0)]
-    good = [row(median=14.0), *bad[1:]]
-    both = [one | {"launch": 0} for one in bad]
-    (one,) = findings.guidelines(both + [one | {"launch": 1} for one in bad])
+    both = [one | {"launch": 0} for one in SLOW]
+    (one,) = findings.guidelines(both + [one | {"launch": 1} for one in SLOW])
     assert one.factor == 2.0
-    assert findings.guidelines(both + [one | {"launch": 1} for one in good]) == []
+    assert findings.guidelines(both + [one | {"launch": 1} for one in FINE]) == []
 
 
 def test_contention_is_the_worst_group_over_itself_alone():
@@ -381,3 +359,34 @@ def test_a_file_with_values_of_other_types_is_refused(changes, tmp_path):
     path = write_file(tmp_path / "a.jsonl", [row() | changes])
     with pytest.raises(DataError, match=r"a\.jsonl:2: "):
         records.read(path)
+
+
+# --- the benchmark's payloads: no two may look the same, so that a swap shows
+
+
+def test_no_two_senders_parts_or_messages_are_alike():
+    ranks, window = 300, 200
+    parts = range(ranks * ranks)  # of an all-to-all
+    messages = [source * MOST_MESSAGES + place
+                for source in range(ranks) for place in range(window)]
+    for indices in (parts, messages):
+        first = {float(pattern(index, 1, np.float32)[0]) for index in indices}
+        assert len(first) == len(indices)
+    values = pattern(7, 5000, np.float32)
+    assert np.array_equal(values, (np.arange(5000) + 7 * APART) % ((1 << 24) - 1) + 1)
+    assert len(set(values.tolist())) == 5000
+    assert np.array_equal(values, pattern(7, 5000, np.float64))
+
+
+def test_parts_that_are_summed_differ_and_their_sums_are_exact():
+    ranks = 61
+    sums = []
+    for part in range(ranks):
+        terms = [pattern(rank * ranks + part, 3, np.float32, ranks) for rank in range(ranks)]
+        exact = sum(one.astype(np.int64) for one in terms)
+        assert np.array_equal(sum(terms), exact)
+        assert np.array_equal(sum(reversed(terms)), exact)
+        sums.append(tuple(exact.tolist()))
+    assert len(set(sums)) == ranks
+    top = (1 << 24) // 4096 - 1
+    assert 4096 * max(pattern(index, 1, np.int64, 4096)[0] for index in range(top)) < 1 << 24

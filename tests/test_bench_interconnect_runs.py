@@ -23,7 +23,7 @@ from helpers import (
 from in_process import StandIn
 
 from bench.interconnect import __main__ as interconnect
-from bench.interconnect import overlap, plans, records, starts
+from bench.interconnect import overlap, plans, records, sampling
 from bench.interconnect.cases import BARE, COMM, PREPARED
 from mpipar.errors import EXIT_CHECK_FAILED, EXIT_INTERRUPTED, EXIT_USAGE, UsageError
 
@@ -207,7 +207,7 @@ def test_start_of_iterations_is_said_in_table_and_file(sync, title, tmp_path):
     assert done.returncode == 0, done.tail()
     assert f"{title}; low, high: within this launch\n" in done.stdout
     (run,) = records.read(str(path))
-    assert starts.MEANING[sync] == run.head["start"]
+    assert sampling.MEANING[sync] == run.head["start"]
     for row in run.rows:
         assert row["sync"] == sync
         assert row["late"] == len(row["late_at"])
@@ -267,6 +267,13 @@ def test_help_under_a_launcher_is_printed_once(name):
     (2, "ring --iterations 1000000", "from 0 to 100000"), (2, "noise --layout dp=2", "no groups"),
     (2, "ring --quick --factor=3", "out --factor"),
     (2, "ring --wind 3", "--wind 3"),
+    (2, "ring all-reduce --overlap 2", "all-reduce is not posted"),
+    (2, "stage-chain --overlap 2 --layout pp=2", "only ring, iall-reduce, fan-in, fan-out are"),
+    (2, "ring --overlap -1", "0 or more"),
+    (2, "all-to-allv --routing zip", "no routing 'zip'; did you mean zipf?"),
+    (2, "ring --routing zipf", "is of all-to-allv, which is not run"),
+    *((2, f"ring --bound-GBps={wrong}", "--bound-GBps must be above 0")
+      for wrong in ("0", "-1", "nan", "inf")),
 ])
 def test_bad_input_is_refused(ranks, words, message, monkeypatch):
     with pytest.raises(UsageError) as caught:

@@ -1,6 +1,5 @@
 """Several launches of bench.interconnect together: spread, comparison, overhead."""
 
-import contextlib
 import json
 import os
 import signal
@@ -10,7 +9,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from bench_rows import BARE, COMM, row, write_file
+from bench_rows import ALONE, BARE, COMM, row, write_file
 from helpers import REPOSITORY
 
 from bench import compare, table
@@ -94,18 +93,15 @@ def test_a_launcher_that_starts_nothing_is_named(monkeypatch, tmp_path, code):
     """Rows of an earlier run in the file are not taken for its own."""
     path = write_file(tmp_path / "old.jsonl", [row()])
     monkeypatch.setattr(launches, "run_job", lambda *_, **options: code)
-    session = types.SimpleNamespace(launcher=types.SimpleNamespace(size=1), stop_requested=False,
-                                    stop_on_request=contextlib.nullcontext)
     argv = ["latency", "--start", "true", "--json", path]
     with pytest.raises(UsageError, match=f"--start true: ended with {code}, and no rank has"):
-        launches.run(session, interconnect.parse(argv), argv)
+        launches.run(ALONE, interconnect.parse(argv), argv)
 
 
 def test_time_for_all_launches_is_needed():
-    session = types.SimpleNamespace(launcher=types.SimpleNamespace(size=1))
     argv = ["--quick", "--seconds", "14"]
     with pytest.raises(UsageError, match="5 launches take 15 s; give that, or fewer --launches"):
-        launches.run(session, interconnect.parse(argv), argv)
+        launches.run(ALONE, interconnect.parse(argv), argv)
 
 
 def test_rounds_within_a_launch_are_not_launches(rng):
@@ -245,11 +241,8 @@ def test_a_first_launch_that_is_refused_keeps_what_the_file_had(tmp_path, monkey
     path = tmp_path / "rows.jsonl"
     text = Path(write_file(path, [row()])).read_text()
     monkeypatch.setattr(launches, "run_job", lambda session, command, **options: 2)
-    session = types.SimpleNamespace(launcher=types.SimpleNamespace(size=1),
-                                    stop_on_request=contextlib.nullcontext,
-                                    stop_requested=False)
     argv = ["latencies", "--launches", "3", "--json", str(path)]
-    assert launches.run(session, interconnect.parse(argv), argv) == 2
+    assert launches.run(ALONE, interconnect.parse(argv), argv) == 2
     assert path.read_text() == text
 
 
@@ -313,8 +306,7 @@ def test_job_that_ends_by_itself_is_not_told(monkeypatch):
 
 def test_job_that_runs_is_left_alone(monkeypatch):
     monkeypatch.setattr(launches, "PATIENCE_SECONDS", 0.01)
-    session = types.SimpleNamespace(stop_requested=False)
-    assert launches.run_job(session, ["sh", "-c", "sleep 0.3; exit 7"]) == 7
+    assert launches.run_job(ALONE, ["sh", "-c", "sleep 0.3; exit 7"]) == 7
 
 
 def test_launches_of_a_quick_run_share_its_time(monkeypatch, tmp_path):
@@ -329,10 +321,9 @@ def test_launches_of_a_quick_run_share_its_time(monkeypatch, tmp_path):
 
     monkeypatch.setattr(launches, "run_job", job)
     monkeypatch.setattr(launches, "time", types.SimpleNamespace(monotonic=lambda: now[0]))
-    session = types.SimpleNamespace(stop_requested=False)
     argv = ["--quick", "--seconds", "90", "--launches", "3"]
     args = interconnect.parse(argv)
-    assert launches.run_jobs(session, args, argv, 3, str(tmp_path / "rows")) == 0
+    assert launches.run_jobs(ALONE, args, argv, 3, str(tmp_path / "rows")) == 0
     assert [command[-2:] for command in commands] == [
         ["--seconds", "28.0"], ["--seconds", "18.0"], ["--seconds", "28.0"]]
     own = commands[1][commands[1].index("bench.interconnect") + 1:]

@@ -50,7 +50,7 @@ def test_a_model_is_verified_by_messages_as_those_that_it_is_of(monkeypatch):
     monkeypatch.setattr(verify, "open_bench", open_bench)
     session = SimpleNamespace(agree=lambda function: function(), world=SimpleNamespace(rank=0))
     with pytest.raises(StopIteration) as stopped:
-        verify.one_launch(session, verify.parse(["machine.json"]))
+        verify.one_launch(session, verify.main.parse(["machine.json"]))
     assert stopped.value.value == ("float64", "reused", "staged")
 
 

@@ -5,7 +5,7 @@ import pytest
 from bench.rehearse import __main__ as rehearse
 from bench.rehearse.pace import Pace, spread
 from bench.rehearse.player import lay_out, room_needed
-from bench.shapes import config_of
+from bench.training import config_of
 from mpipar.errors import DataError, OutputError, UsageError
 from mpipar.plan.script import CALL, WAIT, script_of
 

@@ -69,11 +69,12 @@ def test_the_verdict_names_hosts_to_leave_out(capsys):
 SLOW_CORE = """
 import os, sys
 from bench.interconnect import vet
+from mpipar.job.session import guard
 plain = vet.work_seconds
 if os.environ.get("PMI_RANK", os.environ.get("OMPI_COMM_WORLD_RANK")) == "2":
     vet.work_seconds = lambda exponent: plain(4 * exponent ** 4)
 sys.argv = ["vet", *sys.argv[1:]]
-vet.guard(vet.main)
+guard(vet.main)
 """
 needs_launcher = pytest.mark.skipif(find_launcher() is None, reason="no mpiexec: install .[mpich]")
 

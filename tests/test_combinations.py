@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from in_process import refusal
 from structure_rules import SOURCES
 
-from docs.build.combinations import broken, folder_of_examples, read_words
+from docs.build.tables import broken, folder_of_examples, read_words
 from mpipar.comm.grid import AXES
 from mpipar.config.resolve import complete
 from mpipar.config.sections import FIELDS
@@ -133,6 +133,7 @@ def test_weights_that_fix_the_shape_leave_the_rest_to_change():
 
 # Functions whose refusals name two settings of `train`, and why no row of the table does it.
 BESIDE = {
+    "commands.elsewhere.unchangeable": "compares with a checkpoint",
     "commands.explain.configured": "arguments of explain",
     "commands.generation.layout_problems": "what generate can't do",
     "commands.memory_limit._problems": "known once memory is short",
@@ -143,7 +144,6 @@ BESIDE = {
     "commands.schedule.problems": "arguments of schedule",
     "config.reading.choice_problems": "the settings of a choice: see `only` of a setting",
     "config.reading.expand_layout": "one setting in two spellings",
-    "config.resumed.unchangeable": "compares with a checkpoint",
     "data.dataset.open_dataset": "compares with data", "data.images.load": "compares with data",
     "data.rows.load": "compares with data", "data.source._not_bytes": "compares with data",
     "pipeline.choose.choose_schedule": "known once costs are",
@@ -151,7 +151,7 @@ BESIDE = {
 # Checks of a command that end with exit code 2, beside the table.
 CHECKS = {
     "folder_problems": "the disk", "problems": "the step of a checkpoint",
-    "read_text": "the prompt and a tokenizer", "prompt_problems": "the same, of generate",
+    "read_text": "the prompt and a tokenizer", "read_texts": "the same, of generate",
     "layout_problems": "what generate can't do", "other_than_one_rank": "what verify can't do",
 }
 FLAGS = {"--layout", "--machine", *map(flag, FIELDS)}

@@ -2,17 +2,12 @@
 
 import json
 import shutil
-import sys
 from dataclasses import replace
-from pathlib import Path
 from random import Random
 
 import pytest
-from helpers import REPOSITORY, find_launcher, run_ranks
 from in_process import assert_refused, printed
 from machine_models import machine
-from program import environment
-from test_trace import SMALL
 from trace_cases import MS, blocking, record, span, trace
 
 from mpipar.commands import compare
@@ -200,26 +195,8 @@ def test_what_to_know_before_believing_is_said_of_both(capsys):
 # --- the command, on real runs
 
 
-@pytest.fixture(scope="module")
-def folders(tmp_path_factory):
-    """Two runs that differ in 50 ms of sleep on rank 1, twice a step.
-
-    Of five traced steps one may be held up by other work: the quartiles do not see it.
-    """
-    if find_launcher() is None:
-        pytest.skip("no mpiexec: install .[mpich]")
-    base, made = tmp_path_factory.mktemp("compare"), {}
-    for fault in ("none", "delay"):
-        made[fault] = base / fault
-        command = [sys.executable, str(REPOSITORY / "tests" / "faulty_run.py"), fault, "train",
-                   *SMALL, "--layout", "tp=2", "--trace", "2:6", "--out", str(made[fault])]
-        result = run_ranks(2, command, 60, environment())
-        assert result.returncode == 0, result.tail()
-    return made
-
-
-def test_the_command_names_the_slow_rank_and_its_pass(folders):
-    text = printed("compare", folders["none"], folders["delay"])
+def test_the_command_names_the_slow_rank_and_its_pass(late_runs):
+    text = printed("compare", late_runs["none"], late_runs["delay"])
     lines = text.splitlines()
     start = next(i for i, line in enumerate(lines) if line.startswith("cause  "))
     first = {lines[start + 1].split("  ")[0], lines[start + 2].split("  ")[0]}
@@ -227,17 +204,17 @@ def test_the_command_names_the_slow_rank_and_its_pass(folders):
     assert lines[start + 1].endswith("slower")
     start = next(i for i, line in enumerate(lines) if line.startswith("cause of waiting"))
     assert lines[start + 1].startswith("rank 1: forward of stage 0 ")
-    printed("compare", folders["none"], folders["delay"], "--check", code=EXIT_CHECK_FAILED)
-    printed("compare", folders["delay"], folders["none"], "--check")
+    printed("compare", late_runs["none"], late_runs["delay"], "--check", code=EXIT_CHECK_FAILED)
+    printed("compare", late_runs["delay"], late_runs["none"], "--check")
 
 
-def test_a_cost_model_explains_a_part_and_names_the_rest(folders, tmp_path):
+def test_a_cost_model_explains_a_part_and_names_the_rest(late_runs, tmp_path):
     """The planted sleep is in no model: all of it stays, and the parts of both runs are equal."""
     known = machine()
-    config = config_of(folders["none"])
+    config = config_of(late_runs["none"])
     own = replace(known.units[0], model=settings_of(config.model), dtype=config.run.dtype, tp=2)
     machine_file.save(replace(known, units=(own,)), str(tmp_path / "machine.json"))
-    text = printed("compare", folders["none"], folders["delay"], "--machine",
+    text = printed("compare", late_runs["none"], late_runs["delay"], "--machine",
                    tmp_path / "machine.json")
     rows = {line.split("  ")[0]: line.split()[-3:] for line in text.splitlines()}
     parts = {"passes of the busiest rank, at A's FLOP/s", "products of other shapes",
@@ -249,15 +226,15 @@ def test_a_cost_model_explains_a_part_and_names_the_rest(folders, tmp_path):
     assert "ms the cost model explains +0.00 ms" in text
     other = replace(own, tp=1)
     machine_file.save(replace(known, units=(other,)), str(tmp_path / "other.json"))
-    assert_refused(2, ["has no passes of this model"], "compare", folders["none"],
-                   folders["delay"], "--machine", tmp_path / "other.json")
+    assert_refused(2, ["has no passes of this model"], "compare", late_runs["none"],
+                   late_runs["delay"], "--machine", tmp_path / "other.json")
 
 
-def test_passes_are_work_and_shapes_of_products(folders):
+def test_passes_are_work_and_shapes_of_products(late_runs):
     work, shapes = work_and_shapes(comparison.Change("passes", 100.0, 90.0), 10, 8)
     assert (work.before_ms, work.after_ms) == (100, 80)  # 8 of 10 parts of the work
     assert (shapes.before_ms, shapes.after_ms) == (0, 10)  # and each takes longer
-    config = config_of(folders["none"])
+    config = config_of(late_runs["none"])
     twice = replace(config, train=replace(config.train, batch_size=2 * config.train.batch_size))
     assert most_flops(twice) == 2 * most_flops(config) > 0
 
@@ -269,13 +246,13 @@ def test_items_of_a_step_make_up_the_step():
     assert [sum(each) for each in zip(*items.values(), strict=True)] == pytest.approx([50, 50])
 
 
-def test_a_run_is_as_fast_as_itself(folders):
-    text = printed("compare", folders["none"], folders["none"], "--check")
+def test_a_run_is_as_fast_as_itself(late_runs):
+    text = printed("compare", late_runs["none"], late_runs["none"], "--check")
     assert "B takes 1.00x as long, within the spread: neither slower nor faster" in text
 
 
-def test_launches_are_separated_by_commas(folders, tmp_path):
-    copies = [shutil.copytree(folders["none"], tmp_path / str(number)) for number in range(3)]
+def test_launches_are_separated_by_commas(late_runs, tmp_path):
+    copies = [shutil.copytree(late_runs["none"], tmp_path / str(number)) for number in range(3)]
     several = ",".join(map(str, copies))
     text = printed("compare", several, several, "--check")
     assert text.count("A: ") == 3
@@ -285,9 +262,9 @@ def test_launches_are_separated_by_commas(folders, tmp_path):
                    "compare", f"{several},{again}", several)
 
 
-def test_settings_and_layouts_that_differ_are_shown(folders, tmp_path):
+def test_settings_and_layouts_that_differ_are_shown(late_runs, tmp_path):
     other = tmp_path / "other"
-    shutil.copytree(folders["none"], other)
+    shutil.copytree(late_runs["none"], other)
     config = (other / "config.toml").read_text()
     (other / "config.toml").write_text(config.replace("d-model = 16", "d-model = 32"))
     meta = json.loads((other / "trace" / "meta.json").read_text())
@@ -296,7 +273,7 @@ def test_settings_and_layouts_that_differ_are_shown(folders, tmp_path):
     for path in (other / "trace").glob("rank-*.jsonl"):  # the two axes change their names
         text = path.read_text().replace('"dp"', '"?"')
         path.write_text(text.replace('"tp"', '"dp"').replace('"?"', '"tp"'))
-    text = printed("compare", folders["none"], other)
+    text = printed("compare", late_runs["none"], other)
     assert "   d-model: 16 -> 32" in text.splitlines()
     assert "the layouts differ" in text
     assert f"B: {other}: 2 ranks (dp 2), " in text
@@ -309,7 +286,7 @@ def test_settings_and_layouts_that_differ_are_shown(folders, tmp_path):
     (["none", "none/config.toml"], 65, "config.toml: no such run folder"),
     (["none", "none", "--steps", "3"], 2, "--steps: mpipar compare does not use it"),
 ])  # fmt: skip
-def test_what_cannot_be_compared_is_refused(folders, words, code, message):
-    words = [word if word.startswith("-") or word.isdigit() else folders["none"].parent / Path(word)
-             for word in words]  # fmt: skip
+def test_what_cannot_be_compared_is_refused(late_runs, words, code, message):
+    base = late_runs["none"].parent
+    words = [word if word.startswith("-") or word.isdigit() else base / word for word in words]
     assert_refused(code, [message], "compare", *words)

@@ -8,15 +8,14 @@ import contextlib
 import json
 import os
 import shutil
-import sys
 
 import numpy as np
 import pytest
+from damage import flip
 from fault_table import fault
-from helpers import find_launcher, run_command
 from in_process import StandIn
 from one_rank import fresh
-from program import LIMIT, environment, one_block
+from program import block_of, pair
 from tokenizers_made import save_tokenizer
 
 from mpipar import cli, data
@@ -78,13 +77,6 @@ def hosts(tmp_path):
     return one, other
 
 
-def flip(path):
-    """Change one bit in the middle of a file."""
-    content = bytearray(path.read_bytes())
-    content[len(content) // 2 & ~1] ^= 1
-    path.write_bytes(content)
-
-
 TRAIN = ("train", "--data", "tokens.bin")
 
 
@@ -132,18 +124,43 @@ def test_the_files_of_a_tokenizer_are_compared(hosts):
 
 @fault(11, "other tokens in the middle of one host's copy", 69)
 @pytest.mark.slow
-@pytest.mark.skipif(find_launcher() is None, reason="no mpiexec: install .[mpich]")
 def test_ranks_with_other_copies_end_before_the_first_step(hosts):
     flip(hosts[1] / "tokens.bin")
-    words = [sys.executable, "-m", "mpipar", *map(str, (*TRAIN, *SMALL)), "--dp", "2", "--out",
-             str(hosts[0] / "run")]
-    done = run_command([find_launcher(), "-n", "1", "-wdir", str(hosts[0]), *words, ":", "-n", "1",
-                        "-wdir", str(hosts[1]), *words], LIMIT, environment())
-    code, block = one_block(done)
-    assert code == 69
+    words = [*TRAIN, *SMALL, "--dp", "2", "--out", hosts[0] / "run"]
+    block = block_of(pair(words, words, hosts), 69)
     assert [line.split()[:2] for line in block.splitlines() if "data  " in line] == [
         ["data", "0"], ["data", "1"]]
     assert not (hosts[0] / "run").exists()
+
+
+# --- the table of what differs
+
+
+@fault(37, "hosts with other versions of Python, NumPy or mpi4py", 69)
+def test_the_table_names_field_ranks_and_values():
+    facts = [{"a": "1", "b": "x"}, {"a": "2", "b": "x"}, {"a": "1", "b": "x"}]
+    assert [line.split() for line in alike.differences(facts)] == [
+        ["field", "ranks", "value"], ["a", "0,2", "1"], ["a", "1", "2"]]
+
+
+def test_a_field_that_a_rank_lacks_is_left_out_unless_it_is_refused():
+    lines = alike.differences([{"a": "1", "b": "x"}, {"refused": "--y: unknown flag"}])
+    assert [line.split(maxsplit=2) for line in lines[1:]] == [
+        ["refused", "0", "nothing"], ["refused", "1", "--y: unknown flag"]]
+
+
+def test_values_are_harmless_and_short():
+    lines = alike.differences([{"a": "\x1b[31m"}, {"a": "y" * 1000}])
+    assert "\x1b" not in "".join(lines)
+    assert max(map(len, lines)) < 100
+
+
+def test_one_byte_of_the_source_changes_the_version(tmp_path, monkeypatch):
+    monkeypatch.setattr(alike, "PACKAGE", tmp_path)
+    (tmp_path / "one.py").write_text("x = 1\n")
+    before = alike.source_digest()
+    (tmp_path / "one.py").write_text("x = 2\n")
+    assert alike.source_digest() != before
 
 
 # --- digests of files

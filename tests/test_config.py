@@ -88,28 +88,11 @@ def test_gpt2_shapes():
 
 
 @pytest.mark.parametrize(
-    ("world_size", "layout"),
+    ("values", "world_size", "layout"),
     [
-        (1, (1, 1, 1)),
-        (2, (1, 2, 1)),
-        (3, (3, 1, 1)),
-        (4, (1, 2, 2)),
-        (5, (5, 1, 1)),
-        (6, (3, 2, 1)),
-        (7, (7, 1, 1)),
-        (8, (2, 2, 2)),
-        (12, (3, 2, 2)),
-        (16, (4, 2, 2)),
-    ],
-)
-def test_layout_for_a_number_of_ranks(world_size, layout):
-    grid = resolve(Config(), world_size)[0].grid
-    assert (grid.dp, grid.pp, grid.tp) == layout
-
-
-@pytest.mark.parametrize(
-    ("axes", "world_size", "layout"),
-    [
+        *(({}, dp * pp * tp, (dp, pp, tp)) for dp, pp, tp in (
+            (1, 1, 1), (1, 2, 1), (3, 1, 1), (1, 2, 2), (5, 1, 1), (3, 2, 1), (7, 1, 1),
+            (2, 2, 2), (3, 2, 2), (4, 2, 2))),
         ({"dp": 4}, 4, (4, 1, 1)),
         ({"pp": 4}, 4, (1, 4, 1)),
         ({"tp": 4}, 4, (1, 1, 4)),
@@ -118,18 +101,14 @@ def test_layout_for_a_number_of_ranks(world_size, layout):
         ({"dp": 1}, 6, (1, 3, 2)),
         ({"pp": 2, "tp": 2}, 8, (2, 2, 2)),
         ({"tp": 2}, 8, (2, 2, 2)),
+        ({"heads": 3, "d_model": 96}, 4, (2, 2, 1)),  # what cannot be cut is not
+        ({"heads": 3, "d_model": 96, "layers": 1}, 4, (4, 1, 1)),
     ],
 )
-def test_axes_that_are_given_stay(axes, world_size, layout):
-    grid = resolve(changed(**axes), world_size)[0].grid
+def test_layout_for_a_number_of_ranks(values, world_size, layout):
+    """Axes that are given stay."""
+    grid = resolve(changed(**values), world_size)[0].grid
     assert (grid.dp, grid.pp, grid.tp) == layout
-
-
-def test_a_model_that_cannot_be_cut_is_not_cut():
-    grid = resolve(changed(heads=3, d_model=96), 4)[0].grid
-    assert (grid.dp, grid.pp, grid.tp) == (2, 2, 1)
-    grid = resolve(changed(heads=3, d_model=96, layers=1), 4)[0].grid
-    assert (grid.dp, grid.pp, grid.tp) == (4, 1, 1)
 
 
 @given(
@@ -211,6 +190,7 @@ def test_what_cp_cannot_cut_is_said_beside_ranks_that_do_not_fit(values, words):
         ("layers", 0), ("heads", -1), ("steps", 0), ("seed", -1), ("seed", 2**63),
         ("num_microbatches", 0), ("stage_layers", (3, 0)), ("batch_size", 0), ("vocab_size", 1),
         ("device", "gpu"), ("dtype", "float8"), ("optimizer", "adam"), ("ffn_cut", "row"),
+        ("lr_schedule", "cosin"), ("progress", "bar"), ("all_reduce", "MPI"),
         ("d_model", 10**18), ("prompt", "\udcff"), ("temperature", -1.0), ("log_interval", 0),
         ("loss_scale", 0.0), ("loss_scale", math.inf), ("loss_scale_interval", 0),
         ("loss_scale", 2.0**127), ("memory_limit", 0), ("memory_limit", 2**63),
@@ -254,13 +234,6 @@ def test_preset_batch_is_rounded_up_and_said():
     assert "16" in notes[0]
     assert "24" in notes[0]
     assert resolve(Config(), 4)[1] == []
-
-
-def test_all_problems_at_once():
-    bad = changed(lr=math.nan, steps=0, out="a", run_name="b", heads=3, batch_size=7, tp=3, dp=2)
-    text = "\n".join(usage_problems(bad, 4))
-    for word in ("--lr", "--steps", "--run-name", "--heads", "--batch-size", "mpiexec -n 6"):
-        assert word in text, (word, text)
 
 
 def test_checks_of_other_floors_are_collected_and_usage_decides_the_code():

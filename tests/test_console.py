@@ -4,12 +4,10 @@ import re
 
 import numpy as np
 import pytest
-from helpers import find_launcher, run_command
+from helpers import run_command
 from program import CASES, LIMIT, PROGRAM, cells, environment, metrics, section
 
 from mpipar.console.tables import step_line
-
-pytestmark = pytest.mark.skipif(find_launcher() is None, reason="no mpiexec: install .[mpich]")
 
 
 def test_console_shows_layout_and_who_holds_what(run_of):
@@ -111,8 +109,7 @@ def test_memory_is_shown_before_it_is_taken(tmp_path):
     huge = "--layers 2 --d-model 65536 --heads 2 --seq-len 8 --batch-size 2 --num-microbatches 1"
     command = [*PROGRAM, "train", *huge.split(), "--memory", "--out", str(tmp_path / "run")]
     limited = ["bash", "-c", 'ulimit -v 16777216; exec "$@"', "limited", *command]
-    result = run_command(limited, LIMIT, environment())
-    assert result.returncode == 69, result.tail()
+    result = run_command(limited, LIMIT, environment()).ended(69)
     assert re.search(r"out of memory: weights .* of block\d+\..* wants [\d.]+ GiB", result.stderr)
     row = cells(section(result.stdout, "rank weights")[0])
     assert float(row[1].removesuffix(" GiB")) == pytest.approx(24 * 4 * 65536**2 / 2**30, rel=0.01)

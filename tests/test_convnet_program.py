@@ -7,7 +7,6 @@ from dataclasses import replace
 
 import numpy as np
 import pytest
-from helpers import find_launcher
 from in_process import assert_refused
 from program import layout_flags, metrics, mpipar, weights
 
@@ -15,7 +14,6 @@ from mpipar.config.sections import Config
 from mpipar.data import images
 from mpipar.errors import DataError
 
-needs_launcher = pytest.mark.skipif(find_launcher() is None, reason="no mpiexec: install .[mpich]")
 CONVNET = ("train", "--model", "convnet")
 
 
@@ -29,12 +27,10 @@ def npz(folder, **changes):
 
 
 @pytest.mark.slow
-@needs_launcher
 def test_learns_the_digits_and_its_weights_go_on_in_another_layout(tmp_path):
     pytest.importorskip("sklearn", reason="digits: scikit-learn is not installed")
     run, more = tmp_path / "run", tmp_path / "more"
-    result = mpipar(*CONVNET, "--out", run, ranks=2)
-    assert result.returncode == 0, result.tail()
+    result = mpipar(*CONVNET, "--out", run, ranks=2).ended()
     found = re.search(r"accuracy ([\d.]+)% of 359 images", result.stdout)
     assert float(found[1]) > 95, result.tail()
     assert metrics(run)[-1]["loss"] < 0.1 < metrics(run)[0]["loss"]
@@ -42,14 +38,12 @@ def test_learns_the_digits_and_its_weights_go_on_in_another_layout(tmp_path):
     assert described["model_type"] == "mpipar-convnet"
     assert weights(run)["block1.up.w"].shape == (3, 3, 32, 128)
     result = mpipar(*CONVNET, "--out", more, "--steps", 1, "--lr", 1e-9, "--init-from",
-                    run / "weights", *layout_flags((1, 1, 2)), ranks=2)
-    assert result.returncode == 0, result.tail()
+                    run / "weights", *layout_flags((1, 1, 2)), ranks=2).ended()
     assert re.search(r"accuracy ([\d.]+)%", result.stdout)[1] == found[1]
     assert_refused(2, ["holds a convnet, which makes no text"], "generate", run, "--prompt", "a")
     assert_refused(2, ["type --model convnet"], "train", "--init-from", run / "weights")
 
 
-@needs_launcher
 def test_images_of_the_users_own_and_verify(tmp_path):
     shape = ("--data", npz(tmp_path), "--image-shape", "6,5,1", "--classes", 3, "--channels", 5,
              "--batch-size", 8, "--num-microbatches", 2)

@@ -3,26 +3,18 @@
 The guard itself is tested in test_launch.py.
 """
 
-import contextlib
 import os
 import re
 import signal
-import subprocess
 import sys
 import time
 
 import numpy as np
 import pytest
-from helpers import (
-    MARK,
-    REPOSITORY,
-    find_launcher,
-    kill_with,
-    processes_with,
-    run_command,
-    wait_for_end,
-)
-from program import BLOCK, LIMIT, PROGRAM, environment, metrics, mpipar, weights
+from fault_table import fault
+from helpers import run_command
+from in_process import alone
+from program import BLOCK, FAULTY, LIMIT, PROGRAM, environment, metrics, running, weights
 
 from mpipar.checkpoint.manifest import committed_steps
 from mpipar.job.signals import Interruptible, obeyed
@@ -30,37 +22,6 @@ from mpipar.job.signals import Interruptible, obeyed
 QUICK = 30.0  # seconds from Ctrl-C to the end of all processes: a second, and much for the load
 TINY = """train --data text.txt --layers 2 --d-model 9 --heads 3 --ffn 12 --seq-len 5
     --batch-size 6 --num-microbatches 2 --log-interval 3 --out run""".split()
-needs_mpiexec = pytest.mark.skipif(find_launcher() is None, reason="no mpiexec: install .[mpich]")
-
-
-class Job:
-    """A running command: its process, and its output so far."""
-
-    def __init__(self, here, process, mark):
-        self.here, self.process, self.mark = here, process, mark
-
-    def output(self):
-        return (self.here / "output.txt").read_text()
-
-    def wait_until(self, reached):
-        deadline = time.monotonic() + LIMIT
-        while not reached():
-            assert time.monotonic() < deadline, self.output()
-            assert self.process.poll() is None, self.output()
-            time.sleep(0.02)
-
-    def a_rank(self):
-        """The id of a rank's process: ranks start after their launcher."""
-        return max(processes_with(MARK, self.mark))
-
-    def interrupt(self, sign=signal.SIGINT):
-        """Send a signal to the process that was started; return the exit code of a quick end."""
-        start = time.monotonic()
-        os.kill(self.process.pid, sign)
-        code = self.process.wait(LIMIT)
-        assert wait_for_end(self.mark) == []
-        assert time.monotonic() - start < QUICK, self.output()
-        return code
 
 
 @pytest.fixture(autouse=True)
@@ -71,43 +32,27 @@ def terminal():
     signal.signal(signal.SIGHUP, before)
 
 
-@contextlib.contextmanager
-def started(here, ranks, *words, program=PROGRAM):
-    """A job; at the end it is killed with all its processes if it still runs."""
-    mark = f"ctrl-c-{os.getpid()}-{time.monotonic_ns()}"
-    command = [*program, *TINY, *words]
-    if ranks > 1:
-        command = [find_launcher(), "-n", str(ranks), *command]
-    with open(here / "output.txt", "w") as file:
-        process = subprocess.Popen(
-            command, cwd=here, env={**os.environ, **environment(), MARK: mark}, stdout=file,
-            stderr=file, start_new_session=True)  # fmt: skip
-    try:
-        yield Job(here, process, mark)
-    finally:
-        kill_with(MARK, mark)
-        process.wait()
+def started(folder, ranks, *words, program=PROGRAM):
+    return running([*program, *TINY, *words], folder, ranks)
 
 
-@needs_mpiexec
 @pytest.mark.parametrize(("ranks", "sign"), [
-    (1, signal.SIGINT), (3, signal.SIGINT), (1, signal.SIGHUP), (2, signal.SIGUSR1)])
-def test_in_training_the_run_ends_with_its_weights(ranks, sign, tmp_path):
-    (tmp_path / "text.txt").write_text("a short text, again and again. " * 30)
-    path = tmp_path / "run" / "metrics.jsonl"
-    with started(tmp_path, ranks, "--steps", "1000000") as job:
+    (1, signal.SIGINT), (3, signal.SIGINT), (1, signal.SIGHUP),
+    pytest.param(2, signal.SIGUSR1, marks=fault(27, "SIGUSR1 to the launcher", 75))])
+def test_in_training_the_run_ends_with_its_weights(ranks, sign, text_folder):
+    path = text_folder / "run" / "metrics.jsonl"
+    with started(text_folder, ranks, "--steps", "1000000") as job:
         job.wait_until(lambda: path.exists() and path.read_text().count("\n") > 5)
-        assert job.interrupt(sign) == 75, job.output()
+        assert job.interrupt(sign, QUICK) == 75, job.output()
         text = job.output()
     assert BLOCK not in text
     last = re.search(r"stopped on request after step (\d+); checkpoint and weights", text)
-    assert metrics(tmp_path / "run")[-1]["step"] == int(last[1])
-    assert all(np.isfinite(x).all() for x in weights(tmp_path / "run").values())
-    result = mpipar("generate", "run", "--prompt", "a", "--sample-tokens", "3", cwd=tmp_path)
+    assert metrics(text_folder / "run")[-1]["step"] == int(last[1])
+    assert all(np.isfinite(x).all() for x in weights(text_folder / "run").values())
+    result = alone("generate", "run", "--prompt", "a", "--sample-tokens", "3", cwd=text_folder)
     assert result.returncode == 0, result.tail()
 
 
-@needs_mpiexec
 @pytest.mark.parametrize("ranks", [1, 2])
 def test_after_training_the_weights_are_there_already(ranks, tmp_path):
     """Evaluation of a long text takes longer than the training; no trained weight is lost."""
@@ -116,7 +61,7 @@ def test_after_training_the_weights_are_there_already(ranks, tmp_path):
     with started(tmp_path, ranks, "--steps", "2") as job:
         job.wait_until(path.exists)
         time.sleep(0.3)
-        assert job.interrupt() == 75, job.output()
+        assert job.interrupt(limit=QUICK) == 75, job.output()
         text = job.output()
     assert "held-out loss" not in text
     assert text.count(BLOCK) <= 1
@@ -125,31 +70,26 @@ def test_after_training_the_weights_are_there_already(ranks, tmp_path):
     assert all(np.isfinite(x).all() for x in weights(tmp_path / "run").values())
 
 
-@needs_mpiexec
-def test_sigusr2_to_one_rank_saves_and_the_run_goes_on(tmp_path):
-    (tmp_path / "text.txt").write_text("a short text, again and again. " * 30)
-    path, saved = tmp_path / "run" / "metrics.jsonl", tmp_path / "run" / "checkpoints"
-    with started(tmp_path, 2, "--steps", "1000000") as job:
+def test_sigusr2_to_one_rank_saves_and_the_run_goes_on(text_folder):
+    path, saved = text_folder / "run" / "metrics.jsonl", text_folder / "run" / "checkpoints"
+    with started(text_folder, 2, "--steps", "1000000") as job:
         job.wait_until(lambda: path.exists() and path.read_text().count("\n") > 5)
         os.kill(job.a_rank(), signal.SIGUSR2)
         job.wait_until(lambda: committed_steps(saved))
         steps = path.read_text().count("\n")
         job.wait_until(lambda: path.read_text().count("\n") > steps)
-        assert job.interrupt() == 75, job.output()
+        assert job.interrupt(limit=QUICK) == 75, job.output()
 
 
 @pytest.mark.slow
-@needs_mpiexec
 @pytest.mark.parametrize("sign", [signal.SIGINT, signal.SIGTERM])
-def test_a_save_that_takes_long_is_not_cut(sign, tmp_path):
+def test_a_save_that_takes_long_is_not_cut(sign, text_folder):
     """No other rank says that the weights are there while one writes, and no timer ends it."""
-    (tmp_path / "text.txt").write_text("a short text, again and again. " * 30)
-    folder = tmp_path / "run" / "weights"
-    slow_disk = [sys.executable, str(REPOSITORY / "tests" / "faulty_run.py"), "slow-disk"]
-    with started(tmp_path, 2, "--steps", "2", "--sample-tokens", "1", program=slow_disk) as job:
+    folder = text_folder / "run" / "weights"
+    with started(text_folder, 2, "--steps", "2", "--sample-tokens", "1",
+                 program=(*FAULTY, "slow-disk")) as job:
         job.wait_until((folder / "model.safetensors.partial").exists)
-        os.kill(job.process.pid, sign)
-        assert job.process.wait(LIMIT) == 75, job.output()
+        assert job.interrupt(sign) == 75, job.output()
         text = job.output()
     assert "the weights are in run/weights" in text
     names = [path.name for path in sorted(folder.iterdir())]
@@ -208,6 +148,5 @@ launch.guard(main, [])
 
 
 def test_when_mpi_has_ended_nothing_is_asked_of_it():
-    result = run_command([sys.executable, "-c", AT_THE_END], LIMIT, environment())
-    assert result.returncode == 130, result.tail()
+    result = run_command([sys.executable, "-c", AT_THE_END], LIMIT, environment()).ended(130)
     assert result.stderr.count(BLOCK) == 1, result.tail()

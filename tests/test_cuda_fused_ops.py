@@ -17,7 +17,7 @@ from ops_cases import ADAMW, LARGE, SMALL, call_every_op, plain, runs_of
 
 from mpipar.comm.grid import Grid
 from mpipar.commands.resolve import resolve as resolve_typed
-from mpipar.config.arch import ARCHS
+from mpipar.config.model import ARCHS
 from mpipar.config.resolve import resolve
 from mpipar.console.tables import headline
 from mpipar.ops import make, shapes_for

@@ -1,5 +1,6 @@
 """What bench.docs writes into the pages: it is up to date, and wrong blocks are refused."""
 
+import contextlib
 import json
 import re
 from pathlib import Path
@@ -7,7 +8,7 @@ from pathlib import Path
 import pytest
 from helpers import REPOSITORY
 
-from bench import places, reading_path
+from bench import reading_path, results
 from bench.kernels import floors
 from docs.build import __main__ as program
 from docs.build import commands, measured, pages, pictures, tables
@@ -41,8 +42,8 @@ def test_results_name_functions_that_exist():
     assert len(files) > 30
     for file in files:
         text = file.read_text()
-        assert not places.LINE.findall(text), file
-        assert places.unknown_places(text) == [], file
+        assert not results.LINE.findall(text), file
+        assert results.unknown_places(text) == [], file
 
 
 def test_a_line_becomes_its_function_and_columns_stay(tmp_path):
@@ -50,11 +51,11 @@ def test_a_line_becomes_its_function_and_columns_stay(tmp_path):
     (tmp_path / "mpipar" / "a.py").write_text("class A:\n    def send(self):\n        1\n\n"
                                               "    def wait(self):\n        2\n")
     table = "place          calls\nmpipar/a.py:3      2\nmpipar/a.py:6     10\n\nother    1"
-    assert places.by_function(table, tmp_path) == (
+    assert results.by_function(table, tmp_path) == (
         "place             calls\nmpipar/a.py:send      2\nmpipar/a.py:wait     10\n\nother    1")
     with pytest.raises(LookupError):
-        places.by_function("mpipar/a.py:1", tmp_path)
-    assert places.unknown_places("mpipar/a.py:send mpipar/a.py:gone mpipar/b.py", tmp_path) == [
+        results.by_function("mpipar/a.py:1", tmp_path)
+    assert results.unknown_places("mpipar/a.py:send mpipar/a.py:gone mpipar/b.py", tmp_path) == [
         "mpipar/a.py:gone", "mpipar/b.py"]
 
 
@@ -85,11 +86,8 @@ def test_outputs_of_other_pages_are_up_to_date():
     for name, text in PAGES.items():
         kinds = {block.kind for block in blocks_of(Path(name), text)}
         if "run" in kinds and not name.startswith(longer):
-            workplace = commands.Workplace(text)
-            try:
+            with contextlib.closing(commands.Workplace(text)) as workplace:
                 assert pages.write_page(Path(name), text, workplace)[Path(name)] == text
-            finally:
-                workplace.close()
 
 
 def test_what_is_typed_into_a_generated_part_is_overwritten():
@@ -138,29 +136,27 @@ def test_a_file_that_says_nothing_is_refused(tmp_path):
 # --- blocks
 
 
-def test_a_command_and_its_output():
-    workplace = commands.Workplace()
-    try:
-        page = written("<!-- run: mpipar schedule naive --pp 2 :: from ^time :: lines 1:5 -->",
-                       "old", workplace=workplace)
-    finally:
-        workplace.close()
+@pytest.fixture
+def workplace():
+    with contextlib.closing(commands.Workplace("```python mine.py\nprint('mine')\n```\n")) as one:
+        yield one
+
+
+def test_a_command_and_its_output(workplace):
+    page = written("<!-- run: mpipar schedule naive --pp 2 :: from ^time :: lines 1:5 -->",
+                   "old", workplace=workplace)
     assert "```bash\nmpipar schedule naive --pp 2\n```" in page
     assert "...\ntime" in page
     assert "old" not in page
 
 
-def test_the_same_command_runs_once_in_one_folder():
-    workplace = commands.Workplace("```python mine.py\nprint('mine')\n```\n")
-    try:
-        assert workplace.run("python mine.py && echo more > file") == (0, "mine\n")
-        assert workplace.run("cat file") == (0, "more\n")
-        (workplace.folder() / "file").write_text("other\n")
-        assert workplace.run("cat file") == (0, "more\n")
-    finally:
-        workplace.close()
-    assert not workplace.folder().joinpath("file").exists()
+def test_the_same_command_runs_once_in_one_folder(workplace):
+    assert workplace.run("python mine.py && echo more > file") == (0, "mine\n")
+    assert workplace.run("cat file") == (0, "more\n")
+    (workplace.folder() / "file").write_text("other\n")
+    assert workplace.run("cat file") == (0, "more\n")
     workplace.close()
+    assert not workplace.folder().joinpath("file").exists()
 
 
 def test_typed_commands_come_in_order():
@@ -227,18 +223,14 @@ def test_a_wrong_block_is_refused(comment, message):
 @pytest.mark.parametrize(("option", "message"), [
     ("lines 3:9000", "lines 3:9000 of"), ("from made-up", "no line matches 'made-up'"),
     ("exit 2", "exit code 0, not 2")])
-def test_a_part_that_is_not_there_is_refused(option, message):
-    workplace = commands.Workplace()
-    try:
-        with pytest.raises(PageError, match=message):
-            written(f"<!-- run: mpipar schedule naive --pp 2 :: {option} -->", workplace=workplace)
-    finally:
-        workplace.close()
+def test_a_part_that_is_not_there_is_refused(option, message, workplace):
+    with pytest.raises(PageError, match=message):
+        written(f"<!-- run: mpipar schedule naive --pp 2 :: {option} -->", workplace=workplace)
 
 
 @pytest.mark.parametrize("number", range(len(commands.passing_words())))
-def test_output_that_only_this_host_prints_is_refused(number):
-    workplace, word = commands.Workplace(), commands.passing_words()[number]
+def test_output_that_only_this_host_prints_is_refused(number, workplace):
+    word = commands.passing_words()[number]
     workplace.outputs["echo"] = (0, f"on {word} now")
     with pytest.raises(PageError, match="changes from host to host"):
         written("<!-- run: echo -->", workplace=workplace)

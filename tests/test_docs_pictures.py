@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from bench import results
-from bench.shapes import config_of
+from bench.training import config_of
 from docs.build import measured, pictures
 from docs.build.blocks import Block, PageError
 from docs.build.pictures.boxes import hops

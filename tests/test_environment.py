@@ -7,7 +7,7 @@ import sys
 
 import fake_cupy
 import pytest
-from helpers import find_launcher, run_command
+from helpers import run_command, run_ranks
 from program import environment
 
 from mpipar.comm.connect import stated_awareness
@@ -85,21 +85,11 @@ def test_waiting_ranks_give_their_core_away_only_where_there_are_too_few():
 # --- doctor
 
 
-@pytest.fixture
-def no_outer_launcher(monkeypatch):
-    for name in list(os.environ):
-        if name.startswith(("PMI", "OMPI_COMM", "SLURM_", "MPI_LOCAL")) or name in THREAD_VARIABLES:
-            monkeypatch.delenv(name)
-    monkeypatch.setenv("OMPI_ALLOW_RUN_AS_ROOT", "1")
-    monkeypatch.setenv("OMPI_ALLOW_RUN_AS_ROOT_CONFIRM", "1")
-    monkeypatch.setenv("PRTE_MCA_rmaps_default_mapping_policy", ":oversubscribe")
-
-
 def doctor(num_ranks, **variables):
-    prefix = [find_launcher(), "-n", str(num_ranks)] if num_ranks > 1 else []
-    result = run_command([*prefix, sys.executable, "-m", "mpipar", "doctor"], 60.0, variables)
-    assert result.returncode == 0, result.tail()
-    return result.stdout
+    words = [sys.executable, "-m", "mpipar", "doctor"]
+    result = run_ranks(num_ranks, words, 60.0) if num_ranks > 1 else run_command(
+        words, 60.0, variables)
+    return result.ended().stdout
 
 
 def row_cells(text):
@@ -109,9 +99,7 @@ def row_cells(text):
 
 
 @pytest.mark.parametrize("num_ranks", [1, 3])
-def test_doctor_shows_every_rank(num_ranks, no_outer_launcher):
-    if num_ranks > 1 and find_launcher() is None:
-        pytest.skip("no mpiexec is installed")
+def test_doctor_shows_every_rank(num_ranks, no_launcher):
     cores = os.sched_getaffinity(0)
     text = doctor(num_ranks)
     rows = row_cells(text)
@@ -127,7 +115,7 @@ def test_doctor_shows_every_rank(num_ranks, no_outer_launcher):
     assert f"\nranks          {num_ranks} on 1 host(s)\n" in text
 
 
-def test_doctor_shows_the_user_s_threads(no_outer_launcher):
+def test_doctor_shows_the_user_s_threads(no_launcher):
     assert row_cells(doctor(1, OPENBLAS_NUM_THREADS="1"))[0][2] == "1"
 
 

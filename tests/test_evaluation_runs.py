@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 from config_helpers import changed
 from in_process import assert_refused
-from test_resume_runs import TINY, assert_same_run, ended, here, needs_mpiexec, train
+from test_resume_runs import TINY, assert_same_run, ended, here, train
 
 from mpipar.data.images import load as load_images
 from mpipar.data.rows import load
@@ -41,7 +41,6 @@ def test_evaluation_and_texts_change_nothing(here):
 
 
 @pytest.mark.slow
-@needs_mpiexec
 @pytest.mark.parametrize("ranks", [None, 2])
 def test_a_killed_run_goes_on_with_the_same_evaluations(ranks, here):
     words = [*TINY, *OFTEN, *(["--pp", "2"] if ranks else [])]
@@ -88,13 +87,7 @@ def test_images_of_both_files_are_scaled_alike(tmp_path):
     ("--val-data nothing.txt", 65, ["--val-data nothing.txt: no such file"]),
     ("--val-data short.txt", 65, ["--val-data: has 3 tokens, and a row needs 64 + 1"]),
     ("--data text.txt --val-data ids.bin", 65, ["--val-data: one of it and --data is text"]),
-    ("--eval-tokens 0", 2, ["--eval-tokens 0: must be at least 1"]),
-    ("--eval-interval -1", 2, ["--eval-interval -1: must be at least 0"]),
-    ("--sample-interval 5 --sample-tokens 0", 2, ["--sample-interval 5 with --sample-tokens 0"]),
-    ("--model convnet --eval-tokens 5", 2, ["--eval-tokens: belongs to --model decoder"]),
     ("--model convnet --val-data a.npz b.npz", 65, ["--val-data: a convnet reads one .npz file"]),
-    ("--eval-iters 5", 2, ["type --eval-tokens"]),
-    ("--valid-data-path x", 2, ["is called --val-data here"]),
 ])
 def test_refusals(words, code, parts, tmp_path):
     (tmp_path / "short.txt").write_text("abc")

@@ -1,13 +1,8 @@
-"""The schedule explorer in a real browser: its simulation and its proof are those of Python.
+"""The schedule explorer in a real browser: its simulation and its proof are those of Python."""
 
-MPIPAR_SCREENSHOTS=FOLDER keeps the screenshots, light, dark and narrow.
-"""
-
-import os
 import random
 import re
 from dataclasses import replace
-from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
@@ -31,8 +26,6 @@ from mpipar.trace import trace_file
 pytestmark = pytest.mark.browser
 START = {"first": "1f1b", "second": "zb-h1", "p": 4, "m": 8, "chunks": 2, "share": "worker",
          "overlap": 1, "f": 1, "i": 1, "w": 1, "hop": 0}
-# By then the effects of a change of the window or the theme are drawn.
-FRAME = "return new Promise(done => requestAnimationFrame(() => setTimeout(done, 50)))"
 # The middle of a pass of a panel, scrolled into view.
 PLACE = """
 const [panel, label] = arguments;
@@ -45,14 +38,19 @@ return [area.x + area.width / 2, area.y + area.height / 2];
 """
 
 
-@pytest.fixture(scope="module")
-def page(tmp_path_factory):
+def write_explorer(folder):
     """The file of a page with the orders of a few counts."""
-    path = tmp_path_factory.mktemp("explorer") / "page.html"
     data = {"title": "Pipeline schedules", "unit": "", "start": START, "own": None,
             "measured": None}
-    path.write_text(explorer.build(data, explorer.known_orders((2, 4), (4, 8)), "<svg></svg>"))
-    return path
+    page = explorer.build(data, explorer.known_orders((2, 4), (4, 8)), "<svg></svg>")
+    (folder / "explorer.html").write_text(page)
+    return folder / "explorer.html"
+
+
+@pytest.fixture(scope="module")
+def page(tmp_path_factory):
+    """The file of `write_explorer`."""
+    return write_explorer(tmp_path_factory.mktemp("explorer"))
 
 
 @pytest.fixture
@@ -278,36 +276,3 @@ def test_a_run_is_drawn_as_measured_and_as_predicted(window, tmp_path, monkeypat
     choose(page, **{"#f": "20"})  # a typed cost counts in place of the measured ones
     assert figures(page)["step"] == ["380 ms", "270 ms"]
     assert window.console() == []
-
-
-@pytest.mark.parametrize(("theme", "width"), [("light", 1440), ("dark", 1440), ("light", 420)])
-def test_it_fits_the_window_and_both_themes(opened, theme, width, tmp_path):
-    folder = Path(os.environ.get("MPIPAR_SCREENSHOTS", tmp_path))
-    folder.mkdir(parents=True, exist_ok=True)
-    page = opened
-    page.prefer(theme)
-    page.resize(width, 1000)
-    try:
-        page.run(FRAME)
-        assert page.run("return document.documentElement.scrollWidth <= innerWidth")
-        assert page.run("return performance.getEntriesByType('resource').length") == 0
-        shade = page.run("return getComputedStyle(document.body).backgroundColor")
-        assert (int(re.search(r"\d+", shade)[0]) > 200) == (theme == "light")
-        path = folder / f"explorer-{theme}-{width}.png"
-        page.picture(path)
-        assert path.stat().st_size > 20_000, "an empty picture"
-    finally:
-        page.resize(1440, 1000)
-
-
-def test_paper_shows_whole_timelines(opened, tmp_path):
-    folder = Path(os.environ.get("MPIPAR_SCREENSHOTS", tmp_path))
-    page = opened
-    (folder / "explorer.pdf").write_bytes(page.paper())
-    page.prefer("light", media="print")
-    wide = page.run("""
-        document.body.style.width = "700px";
-        return [...document.querySelectorAll(".panel svg")].map(one =>
-          one.getBoundingClientRect().width);
-    """)
-    assert all(300 < one <= 700 for one in wide), wide

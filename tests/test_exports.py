@@ -8,7 +8,7 @@ import goal_run
 import pytest
 from in_process import assert_refused, printed
 
-from bench.shapes import config_of
+from bench.training import config_of
 from mpipar.comm.record import POINT_TO_POINT
 from mpipar.commands import export
 from mpipar.errors import OutputError

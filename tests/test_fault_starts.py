@@ -12,14 +12,11 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+from damage import flip
 from fault_table import fault
-from helpers import find_launcher
-from program import metrics, mpipar, one_block
+from program import LETTERS, metrics, mpipar, one_block
 
-pytestmark = [
-    pytest.mark.slow,
-    pytest.mark.skipif(find_launcher() is None, reason="no mpiexec: install .[mpich]")]
-TEXT = "a short text, again and again. " * 30
+pytestmark = pytest.mark.slow
 RUN = """train --pp 2 --layers 3 --d-model 8 --heads 2 --seq-len 5 --batch-size 4
     --num-microbatches 2 --steps 4 --save-interval 2 --sample-tokens 0""".split()
 ON = "--out run --resume auto --steps 6"  # go on in the run that is there
@@ -56,17 +53,6 @@ def newest(folder, name):
 def cut(folder):
     path = newest(folder, "pieces-00001.safetensors")
     path.write_bytes(path.read_bytes()[:-5])
-
-
-def flip(name, place):
-    """A function that flips one bit of a file; place: a share of its length."""
-    def change(folder):
-        path = newest(folder, name)
-        content = bytearray(path.read_bytes())
-        content[int(place * len(content))] ^= 1
-        path.write_bytes(content)
-
-    return change
 
 
 def edit_manifest(edit):
@@ -108,16 +94,16 @@ STARTS = (
           tokens(*[7, 300, 8] * 100)),
     Start(13, "less data than one batch", "--batch-size 400", 65, "400 rows x 5 tokens"),
     Start(14, "data that changed since the save", ON, 65, "has changed since",
-          lambda folder: (folder / "text.txt").write_text(TEXT.replace("again", "often"))),
+          lambda folder: (folder / "text.txt").write_text(LETTERS.replace("again", "often"))),
     Start(16, "a truncated file: --resume auto takes the checkpoint before", ON, 0,
           "pieces-00001.safetensors", cut),
     Start(16, "a truncated file: --resume PATH", BY_PATH, 65, "pieces-00001.safetensors", cut),
     Start(17, "a flipped bit of a tensor", BY_PATH, 65, "pieces-00001.safetensors",
-          flip("pieces-00001.safetensors", 0.9)),
+          lambda folder: flip(newest(folder, "pieces-00001.safetensors"), 0.9)),
     Start(17, "a flipped bit of a file's header", BY_PATH, 65, "pieces-00001.safetensors",
-          flip("pieces-00001.safetensors", 0.01)),
+          lambda folder: flip(newest(folder, "pieces-00001.safetensors"), 0.01)),
     Start(17, "a flipped bit of the manifest", BY_PATH, 65, "manifest.json",
-          flip("manifest.json", 0.5)),
+          lambda folder: flip(newest(folder, "manifest.json"))),
     Start(18, "a missing file", BY_PATH, 65, "pieces-00000.safetensors",
           lambda folder: newest(folder, "pieces-00000.safetensors").unlink()),
     Start(19, "another layout", f"{ON} --pp 1 --tp 2", 0, "step 6/6"),
@@ -136,9 +122,8 @@ STARTS = (
 def folder_of_a_run(tmp_path_factory):
     """A folder with a text and a finished run with two checkpoints."""
     folder = tmp_path_factory.mktemp("base")
-    (folder / "text.txt").write_text(TEXT)
-    result = mpipar(*RUN, "--data", "text.txt", "--out", "run", ranks=2, cwd=folder)
-    assert result.returncode == 0, result.tail()
+    (folder / "text.txt").write_text(LETTERS)
+    mpipar(*RUN, "--data", "text.txt", "--out", "run", ranks=2, cwd=folder).ended()
     return folder
 
 

@@ -3,23 +3,26 @@
 The numbers are those of the table in docs/failures.md. Other tests carry the mark `fault` as well.
 """
 
-import os
 import signal
-import subprocess
-import sys
-import time
 from dataclasses import dataclass
 
 import pytest
 from fault_table import fault
-from helpers import MARK, REPOSITORY, find_launcher, kill_with, run_ranks, wait_for_end
-from program import LIMIT, PROGRAM, environment, metrics, mpipar, one_block
+from helpers import run_ranks
+from program import (
+    FAULTY,
+    LETTERS,
+    LIMIT,
+    PROGRAM,
+    environment,
+    metrics,
+    mpipar,
+    one_block,
+    running,
+)
 
 from mpipar.checkpoint.manifest import committed_steps, damage
 
-pytestmark = pytest.mark.skipif(find_launcher() is None, reason="no mpiexec: install .[mpich]")
-DYING = [sys.executable, str(REPOSITORY / "tests" / "dying_run.py")]
-OVER_NCCL = [sys.executable, str(REPOSITORY / "tests" / "nccl_run.py")]
 RUN = """train --data text.txt --out run --pp 2 --layers 3 --d-model 8 --heads 2 --seq-len 5
     --batch-size 4 --num-microbatches 2 --steps 6 --save-interval 2 --sample-tokens 0
     --resume auto""".split()
@@ -29,7 +32,7 @@ ANY = None  # the launcher's own code for ranks that were killed
 
 @dataclass(frozen=True)
 class Case:
-    """A fault: its number, what happens, where (see dying_run.py), to which rank, the exit code."""
+    """A fault: its number, what happens, where (in faulty_run.py), to which rank, exit code."""
 
     number: int
     what: str
@@ -67,12 +70,6 @@ STOPPED = [Case(27, "SIGUSR1 before the first step", "reading the data", "usr1",
            Case(27, "SIGUSR1 after the last save", "evaluation", "usr1", 75)]
 
 
-@pytest.fixture
-def here(tmp_path):
-    (tmp_path / "text.txt").write_text("a short text, again and again. " * 30)
-    return tmp_path
-
-
 @pytest.fixture(scope="module")
 def whole(tmp_path_factory):
     """A function: number of ranks -> what a run leaves that nothing has interrupted."""
@@ -81,9 +78,8 @@ def whole(tmp_path_factory):
     def run(ranks):
         if ranks not in done:
             folder = tmp_path_factory.mktemp("whole")
-            (folder / "text.txt").write_text("a short text, again and again. " * 30)
-            result = mpipar(*RUN, "--pp", ranks, ranks=ranks, cwd=folder)
-            assert result.returncode == 0, result.tail()
+            (folder / "text.txt").write_text(LETTERS)
+            mpipar(*RUN, "--pp", ranks, ranks=ranks, cwd=folder).ended()
             done[ranks] = left_by(folder / "run")
         return done[ranks]
 
@@ -106,35 +102,34 @@ def assert_whole(folder):
 
 
 @pytest.mark.parametrize("case", [case.parameter() for case in (*KILLED, *LEFT, *RAISED, *STOPPED)])
-def test_a_rank_goes_wrong_and_a_resume_loses_nothing(case, here, whole, record_property):
-    command = [*DYING, str(case.rank), case.place, case.how, *RUN, "--pp", str(case.ranks)]
-    result = run_ranks(case.ranks, command, LIMIT, environment(), here)
+def test_a_rank_goes_wrong_and_a_resume_loses_nothing(case, text_folder, whole, record_property):
+    command = [*FAULTY, f"{case.place}/{case.how}/{case.rank}", *RUN, "--pp", str(case.ranks)]
+    result = run_ranks(case.ranks, command, LIMIT, environment(), text_folder)
     record_property("exit_code", result.returncode)
     assert result.returncode == case.code, result.tail()
     if case.code in (69, 70):
         assert f"rank {case.rank} of {case.ranks}" in one_block(result)[1]
-    assert_whole(here / "run")
-    resumed = mpipar(*RUN, "--pp", case.ranks, ranks=case.ranks, cwd=here)
-    assert resumed.returncode == 0, resumed.tail()
-    assert left_by(here / "run") == whole(case.ranks)
+    assert_whole(text_folder / "run")
+    mpipar(*RUN, "--pp", case.ranks, ranks=case.ranks, cwd=text_folder).ended()
+    assert left_by(text_folder / "run") == whole(case.ranks)
 
 
 @pytest.mark.slow
 @pytest.mark.shim
 @pytest.mark.parametrize(("layout", "how", "code"), [
     ("pp=2", "kill", 69), ("dp=2", "kill", 69), ("pp=2", "raise", 70)])
-def test_a_peer_over_nccl_goes_wrong_and_a_resume_without_gpus_goes_on(layout, how, code, here):
+def test_a_peer_over_nccl_goes_wrong_and_a_resume_without_gpus_goes_on(
+        layout, how, code, text_folder):
     """The other rank waits for a message, or for a sum, that NCCL will never bring."""
     run = [*RUN[:3], "--out", "run", *RUN[7:], "--layout", layout, "--dtype", "float64"]
-    command = [*OVER_NCCL, "1", "forward", how, *run, "--device", "cuda"]
-    result = run_ranks(2, command, LIMIT, environment(), here)
-    assert result.returncode == code, result.tail()
+    command = [*FAULTY, f"nccl/forward/{how}/1", *run, "--device", "cuda"]
+    result = run_ranks(2, command, LIMIT, environment(), text_folder).ended(code)
     assert "messages are carried by NCCL" in result.stdout
     assert "rank 1 of 2" in one_block(result)[1]
-    assert_whole(here / "run")
-    resumed = mpipar(*run, "--device", "cpu", "--kernels", "numpy", ranks=2, cwd=here)
+    assert_whole(text_folder / "run")
+    resumed = mpipar(*run, "--device", "cpu", "--kernels", "numpy", ranks=2, cwd=text_folder)
     assert resumed.returncode == 0, resumed.tail()
-    assert [line["step"] for line in metrics(here / "run")] == list(range(1, 7))
+    assert [line["step"] for line in metrics(text_folder / "run")] == list(range(1, 7))
 
 
 LAUNCHER = [(28, signal.SIGTERM), (29, signal.SIGINT), (34, signal.SIGKILL)]
@@ -144,30 +139,14 @@ LAUNCHER = [(28, signal.SIGTERM), (29, signal.SIGINT), (34, signal.SIGKILL)]
     pytest.param(*one, marks=fault(one[0], f"{one[1].name} to the launcher", ANY))
     for one in LAUNCHER])
 def test_a_signal_to_the_launcher_leaves_a_checkpoint_that_loads(
-        number, sign, here, record_property):
+        number, sign, text_folder, record_property):
     """Open MPI's launcher ends the ranks itself; a save that it cuts leaves the one before."""
-    mark = f"fault-{os.getpid()}-{time.monotonic_ns()}"
-    command = [find_launcher(), "-n", "2", *PROGRAM, *RUN, "--steps", "1000000"]
-    with open(here / "output.txt", "w") as file:
-        process = subprocess.Popen(command, cwd=here, stdout=file, stderr=file,
-                                   env={**os.environ, **environment(), MARK: mark},
-                                   start_new_session=True)
-    try:
-        deadline = time.monotonic() + LIMIT
-        while len(committed_steps(here / "run" / "checkpoints")) < 2:
-            assert process.poll() is None, (here / "output.txt").read_text()
-            assert time.monotonic() < deadline
-            time.sleep(0.05)
-        process.send_signal(sign)
-        code = process.wait(LIMIT)
-        assert wait_for_end(mark) == []
-    finally:
-        kill_with(MARK, mark)
-        process.wait()
+    with running([*PROGRAM, *RUN, "--steps", "1000000"], text_folder, 2) as job:
+        job.wait_until(lambda: len(committed_steps(text_folder / "run" / "checkpoints")) > 1)
+        code = job.interrupt(sign)
     record_property("exit_code", code)
     assert code != 0
-    assert_whole(here / "run")
-    step = committed_steps(here / "run" / "checkpoints")[-1][0]
-    resumed = mpipar(*RUN, "--steps", step + 2, ranks=2, cwd=here)
-    assert resumed.returncode == 0, resumed.tail()
-    assert [line["step"] for line in metrics(here / "run")] == list(range(1, step + 3))
+    assert_whole(text_folder / "run")
+    step = committed_steps(text_folder / "run" / "checkpoints")[-1][0]
+    mpipar(*RUN, "--steps", step + 2, ranks=2, cwd=text_folder).ended()
+    assert [line["step"] for line in metrics(text_folder / "run")] == list(range(1, step + 3))

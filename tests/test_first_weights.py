@@ -6,6 +6,7 @@ from pathlib import Path
 
 import pytest
 from config_helpers import reading_of
+from damage import flip
 from in_process import assert_refused, printed
 from one_rank import fresh
 from program import metrics
@@ -80,10 +81,7 @@ def test_other_first_weights_are_refused(words, code, parts, here):
 
 
 def test_first_weights_that_no_longer_are_what_they_were(here):
-    path = here / "m" / "model.safetensors"
-    content = bytearray(path.read_bytes())
-    content[len(content) // 2] ^= 1
-    path.write_bytes(content)
+    flip(here / "m" / "model.safetensors")
     assert_refused(2, ["are not the weights that the run"], "train", *AUTO, "--init-from", "m")
     found = start(*AUTO)
     assert found.weights == "m"

@@ -7,11 +7,11 @@ import tomllib
 
 import numpy as np
 import pytest
-from helpers import assert_all_close, assert_close, find_launcher
+from helpers import assert_all_close, assert_close
+from in_process import alone, printed
 from layout_runs import SMALL
 from program import CASES, layout_flags, metrics, mpipar, weights
 
-pytestmark = pytest.mark.skipif(find_launcher() is None, reason="no mpiexec: install .[mpich]")
 TOLERANCE = 1e-10
 
 
@@ -37,7 +37,7 @@ def test_the_comparison_would_see_a_difference(one_rank, tmp_path, text_file):
     lines = metrics(one_rank)
     assert lines[-1]["loss"] < lines[0]["loss"] - 0.1
     other = [*SMALL, "--seed", "6", "--data", text_file, "--out", tmp_path / "run"]
-    assert mpipar(*other).returncode == 0
+    assert alone(*other).returncode == 0
     for key in ("loss", "grad_norm"):
         with pytest.raises(AssertionError, match=key):
             assert_close([line[key] for line in metrics(tmp_path / "run")],
@@ -89,8 +89,7 @@ def test_resolved_config_reads_back(run_of, tmp_path):
     assert (config["dp"], config["pp"], config["tp"]) == (2, 2, 2)
     assert config["num-microbatches"] == 4
     assert config["ffn"] == 31
-    result = mpipar("train", "--config", folder / "config.toml", "--print-config", ranks=8)
-    assert result.returncode == 0, result.tail()
+    result = mpipar("train", "--config", folder / "config.toml", "--print-config", ranks=8).ended()
     assert tomllib.loads(result.stdout) == config
     assert list(tmp_path.iterdir()) == []
 
@@ -99,9 +98,8 @@ def test_config_file_gives_the_same_run(run_of, tmp_path, one_rank):
     """The file of one layout runs on another one, because flags take precedence."""
     folder, _ = run_of((2, 2, 2))
     again = tmp_path / "again"
-    result = mpipar("train", "--config", folder / "config.toml", "--out", again,
-                    *layout_flags((2, 1, 1)), ranks=2)
-    assert result.returncode == 0, result.tail()
+    mpipar("train", "--config", folder / "config.toml", "--out", again,
+           *layout_flags((2, 1, 1)), ranks=2).ended()
     assert_all_close(weights(again), weights(one_rank), TOLERANCE)
 
 
@@ -109,13 +107,11 @@ def test_state_is_saved_on_the_way(tmp_path, text_file):
     """No loss survives this rate: the run fails in its second step; the first is on the disk."""
     flags = [*SMALL, "--lr", "1e140", "--clip", "0", "--sample-tokens", "0", "--data", text_file]
     broken, first = tmp_path / "broken", tmp_path / "first"
-    result = mpipar(*flags, "--out", broken, "--save-interval", "1", ranks=2)
-    assert result.returncode == 79, result.tail()
+    result = mpipar(*flags, "--out", broken, "--save-interval", "1", ranks=2).ended(79)
     assert [line["step"] for line in metrics(broken)] == [1]
-    result = mpipar(*flags, "--out", first, "--steps", "1", ranks=2)
-    assert result.returncode == 79, result.tail()  # of the held-out loss, behind the last step
+    result = mpipar(*flags, "--out", first, "--steps", "1", ranks=2).ended(79)
     assert "held-out loss nan" in result.stderr
-    assert mpipar("ckpt", "export", broken).returncode == 0
+    printed("ckpt", "export", broken)
     saved, expected = weights(broken), weights(first)
     assert max(np.abs(x).max() for x in expected.values()) > 1e130
     for name, x in expected.items():

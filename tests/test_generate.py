@@ -12,12 +12,10 @@ import gpt2_reference as gpt2
 import numpy as np
 import pytest
 from config_helpers import reading_of
-from helpers import find_launcher
 from hypothesis import example, given
 from hypothesis import strategies as st
-from in_process import assert_refused
+from in_process import alone, assert_refused
 from one_rank import fresh, worker_for
-from program import mpipar
 from safetensors.numpy import load_file, save_file
 
 from mpipar.checkpoint import weights as checkpoint
@@ -29,7 +27,6 @@ from mpipar.files.text import harmless
 from mpipar.inference.prompts import show
 from mpipar.ops.mixed_ops import DTYPES
 
-needs_mpiexec = pytest.mark.skipif(find_launcher() is None, reason="no mpiexec: install .[mpich]")
 SHAPE = {"layers": 4, "D": 18, "F": 31, "T": 7, "tied": True}
 HEADS = 6
 FULL = "mpipar: the text ends here because the model reads at most 7 tokens\n"
@@ -70,8 +67,7 @@ def models(tmp_path_factory):
 
 
 def generated(models, name, *words):
-    result = mpipar("generate", models[0] / name, "--dtype", "float64", *words)
-    assert result.returncode == 0, result.tail()
+    result = alone("generate", models[0] / name, "--dtype", "float64", *words).ended()
     assert result.stderr in ("", FULL)
     return result.stdout
 
@@ -99,8 +95,7 @@ def test_any_number_of_tokens(models):
 
 
 def test_float32_is_the_default(models):
-    result = mpipar("generate", models[0] / "bytes" / "weights", "--prompt", "a")
-    assert result.returncode == 0, result.tail()
+    result = alone("generate", models[0] / "bytes" / "weights", "--prompt", "a").ended()
     assert result.stdout.startswith("a")
 
 
@@ -108,14 +103,11 @@ def test_float32_is_the_default(models):
     ("nowhere", 65, ["nowhere: there is no such folder"]),
     ("bytes --prompt=", 2, ["--prompt ''"]),
     ("ids --prompt Once", 2, ["--prompt 'Once'", "without the files of a tokenizer takes ids"]),
-    ("bytes --temperature -1", 2, ["--temperature -1", "at least 0"]),
-    ("bytes --layers 2", 2, ["--layers: mpipar generate does not use it"]),
     ("bytes --tp 4", 2, ["--tp 4", "on 1 rank"]),
     ("bytes --prompt=12345678", 2, ["--prompt: has 8 tokens", "reads at most 7", "shorten it"]),
     ("bytes --prompt a --prompts p.txt", 2, ["--prompt and --prompts p.txt: give one of them"]),
     ("bytes --answers a.jsonl", 2, ["--answers a.jsonl: is for --prompts FILE"]),
     ("bytes --prompts nowhere.txt", 65, ["nowhere.txt: No such file"]),
-    ("bytes --top-p 0", 2, ["--top-p 0.0: must be greater than 0"]),
     ("bytes --top-k 0 --stop-token x", 2, ["--top-k 0", "--stop-token"]),
     ("bytes --prompt a --stop-token 3,999", 2, ["--stop-token 3,999 with --vocab-size 256"]),
     ("bytes --batch-size 3 --num-microbatches 2", 2, ["--batch-size 3 with"]),
@@ -152,8 +144,7 @@ def test_prompts_of_a_file_are_answered_in_their_order(models, tmp_path):
     (tmp_path / "p.txt").write_text("\n".join(prompts), "utf-8")
     words = ["generate", models[0] / "bytes", "--dtype", "float64", "--temperature", "0",
              "--sample-tokens", "3", "--batch-size", "3"]
-    done = mpipar(*words, "--prompts", "p.jsonl", cwd=tmp_path)
-    assert done.returncode == 0, done.tail()
+    done = alone(*words, "--prompts", "p.jsonl", cwd=tmp_path).ended()
     found = [json.loads(line) for line in done.stdout.splitlines()]
     assert [one["prompt"] for one in found] == prompts
     assert [one["end"] for one in found] == ["length", "length", "length", "length", "seq_len"]
@@ -161,11 +152,9 @@ def test_prompts_of_a_file_are_answered_in_their_order(models, tmp_path):
         text = expected_text(models, "bytes", one["prompt"], 3)
         assert harmless(one["prompt"] + one["text"]) + "\n" == text
         assert len(one["tokens"]) == (1 if one["end"] == "seq_len" else 3)
-    done = mpipar(*words, "--prompts", "p.txt", "--answers", "a.jsonl", cwd=tmp_path)
-    assert done.returncode == 0, done.tail()
+    done = alone(*words, "--prompts", "p.txt", "--answers", "a.jsonl", cwd=tmp_path).ended()
     assert [json.loads(line) for line in (tmp_path / "a.jsonl").read_text().splitlines()] == found
-    again = mpipar(*words, "--prompts", "p.txt", "--answers", "a.jsonl", cwd=tmp_path)
-    assert again.returncode == 2
+    again = alone(*words, "--prompts", "p.txt", "--answers", "a.jsonl", cwd=tmp_path).ended(2)
     assert "--answers a.jsonl: is there already; give a new file" in again.stderr
 
 
@@ -210,8 +199,7 @@ def test_a_model_of_ids_continues_its_own_data_by_default(tmp_path):
     words = ["--data", tmp_path / "tokens.bin", "--vocab-size", "620", "--steps", "1",
              "--layers", "1", "--d-model", "4", "--heads", "1", "--seq-len", "8",
              "--sample-tokens", "3", "--batch-size", "4"]
-    result = mpipar("train", *words, "--out", tmp_path / "run")
-    assert result.returncode == 0, result.tail()
+    result = alone("train", *words, "--out", tmp_path / "run").ended()
     assert "bigram" not in result.stdout, "that model is one of bytes"
     text = result.stdout.split("text generated from '600':\n")[1].splitlines()[0]
     assert len(text.removeprefix("| ").split()) == 4
@@ -255,9 +243,8 @@ def test_text_with_another_vocabulary_than_256_is_bytes(tmp_path):
 def test_a_prompt_that_the_trained_model_cannot_read_is_refused(tmp_path):
     """The default one, which nobody typed, gives way to the held-out part."""
     words = ["--steps", "1", "--layers", "1", "--d-model", "4", "--heads", "1", "--seq-len", "3",
-             "--sample-tokens", "4", "--batch-size", "4"]
+             "--sample-tokens", "4", "--batch-size", "4", "--eval-tokens", "9"]
     assert_refused(2, ["--prompt: has 4 tokens", "reads at most 3"], "train", *words,
                    "--prompt", "abcd", "--out", tmp_path / "typed")
-    result = mpipar("train", *words, "--out", tmp_path / "run")
-    assert result.returncode == 0, result.tail()
+    result = alone("train", *words, "--out", tmp_path / "run").ended()
     assert "text generated from '" in result.stdout

@@ -1,36 +1,29 @@
 """Drift, numbers that are not finite and failures beside training, through the front door."""
 
 import re
-import sys
 
 import pytest
-from helpers import REPOSITORY, find_launcher, run_ranks
+from fault_table import fault
+from helpers import run_ranks
 from in_process import assert_refused, refusal
 from one_rank import fresh
-from program import LIMIT, environment, metrics, one_block
+from program import FAULTY, LIMIT, block_of, environment, metrics
 
 from mpipar.checkpoint import weights as checkpoint
 from mpipar.trace import trace_file
 from mpipar.trace import tracer as tracer_module
 from mpipar.trace.tracer import Tracer
 
-needs_mpiexec = pytest.mark.skipif(find_launcher() is None, reason="no mpiexec: install .[mpich]")
 SMALL = ("--layers 2 --d-model 16 --heads 2 --seq-len 8 --batch-size 4 --num-microbatches 1"
          " --steps 6 --sample-tokens 0 --log-interval 1").split()
 
 
-def fault(*words):
-    """A row of the table in docs/failures.md: number, what happens, exit code."""
-    return pytest.mark.fault(*words)
+def faulty(name, code, *flags, folder, said=()):
+    """The error block of a run of two ranks, which must say all of this."""
+    command = [*FAULTY, name, "train", *SMALL, "--out", str(folder), *flags]
+    return block_of(run_ranks(2, command, LIMIT, environment()), code, *said)
 
 
-def faulty(name, *flags, folder):
-    command = [sys.executable, str(REPOSITORY / "tests" / "faulty_run.py"), name, "train", *SMALL,
-               "--out", str(folder), *flags]
-    return one_block(run_ranks(2, command, LIMIT, environment()))
-
-
-@needs_mpiexec
 @pytest.mark.parametrize(("layout", "every", "step"), [
     pytest.param("dp=2", 4, 4, marks=fault(33, "one weight changes on one data-parallel copy", 76)),
     pytest.param("tp=2", 100, 6,
@@ -40,28 +33,22 @@ def test_a_weight_that_changes_on_one_copy_is_found_before_the_last_save(
         layout, every, step, tmp_path):
     """The last of the buffer: a bias of the embedding with dp, of a norm with tp."""
     folder = tmp_path / "run"
-    code, block = faulty(
-        "drift", "--layout", layout, "--check-replicas", str(every), folder=folder)
-    assert code == 76
-    assert f"step {step}: copies of tensors differ that must be equal bit by bit" in block
+    block = faulty("drift", 76, "--layout", layout, "--check-replicas", str(every), folder=folder,
+                   said=[f"step {step}: copies of tensors differ that must be equal bit by bit"])
     assert re.search(r"(weights|first moment) of \S+: rank 0 unlike rank 1", block), block
     assert [line["step"] for line in metrics(folder)] == list(range(1, step + 1))
     assert not (folder / "weights" / "model.safetensors").exists()
 
 
-@needs_mpiexec
 @pytest.mark.slow
 def test_a_weight_that_is_loaded_otherwise_on_one_copy_is_found_before_the_first_step(tmp_path):
     checkpoint.save(fresh(layers=2, d_model=16, heads=2, seq_len=8, vocab_size=256), tmp_path / "m")
     folder = tmp_path / "run"
-    code, block = faulty("loaded", "--layout", "dp=2", "--init-from", str(tmp_path / "m"),
-                         folder=folder)
-    assert code == 76
-    assert "step 0: copies of tensors differ" in block
+    faulty("loaded", 76, "--layout", "dp=2", "--init-from", str(tmp_path / "m"), folder=folder,
+           said=["step 0: copies of tensors differ"])
     assert not (folder / "metrics.jsonl").read_text()
 
 
-@needs_mpiexec
 @pytest.mark.parametrize("layout", [
     pytest.param("dp=2", marks=fault(32, "NaN in a gradient on one data-parallel rank", 79)),
     pytest.param("pp=2", marks=fault(32, "NaN in a gradient of one stage", 79)),
@@ -69,8 +56,7 @@ def test_a_weight_that_is_loaded_otherwise_on_one_copy_is_found_before_the_first
 ])  # fmt: skip
 def test_a_gradient_that_is_not_finite_on_one_rank_ends_all(layout, tmp_path):
     folder = tmp_path / "run"
-    code, block = faulty("nan", "--layout", layout, folder=folder)
-    assert code == 79
+    block = faulty("nan", 79, "--layout", layout, folder=folder)
     assert re.search(r"step 3: loss \d\S*, gradient norm nan: stopped before the update; .*--lr",
                      block)
     place = f"{layout[:2]}1"
@@ -80,38 +66,31 @@ def test_a_gradient_that_is_not_finite_on_one_rank_ends_all(layout, tmp_path):
     assert not (folder / "weights" / "model.safetensors").exists()
 
 
-@needs_mpiexec
 @fault(32, "NaN in the loss, which the last stage alone sees", 79)
 def test_a_loss_that_is_not_finite_on_the_last_stage_ends_all(tmp_path):
     folder = tmp_path / "run"
-    code, block = faulty("nan-loss", "--layout", "pp=2", folder=folder)
-    assert code == 79
-    assert "step 3: loss nan, gradient norm " in block
-    assert "the loss of microbatch 0 is nan on rank 1 (pp1)" in block
+    faulty("nan-loss", 79, "--layout", "pp=2", folder=folder, said=[
+        "step 3: loss nan, gradient norm ", "the loss of microbatch 0 is nan on rank 1 (pp1)"])
     assert [line["step"] for line in metrics(folder)] == [1, 2]
     assert not list(folder.rglob("*.safetensors"))
 
 
-@needs_mpiexec
 def test_a_traced_run_that_failed_inside_says_so_when_its_trace_is_read(tmp_path):
     folder = tmp_path / "run"
-    code, _ = faulty("raise", "--layout", "tp=2", "--trace", "2:4", folder=folder)
-    assert code == 70
+    faulty("raise", 70, "--layout", "tp=2", "--trace", "2:4", folder=folder)
     assert (folder / "trace" / "meta.json").exists()
     parts = ["rank-00000.jsonl missing of 2 ranks; the run failed before", "ZeroDivisionError"]
     assert_refused(65, parts, "trace", folder)
 
 
-@needs_mpiexec
 @pytest.mark.parametrize("interval", ["0", "1"])
 def test_weights_that_an_update_ruined_are_not_saved(interval, tmp_path):
     """Else the newest checkpoint, with which a run goes on, would be of no use."""
     folder = tmp_path / "run"
     flags = "--optimizer sgd --lr 1e300 --clip 0 --warmup-steps 0 --save-interval".split()
-    code, block = faulty("none", "--layout", "tp=2", *flags, interval, "--steps", "1" if
-                         interval == "0" else "3", folder=folder)
-    assert code == 79
-    assert "step 1: its update made weights that are not finite: not saved; try a smaller" in block
+    block = faulty("none", 79, "--layout", "tp=2", *flags, interval, "--steps", "1" if
+                   interval == "0" else "3", folder=folder, said=[
+                       "step 1: its update made weights that are not finite: not saved"])
     assert re.search(r"weights of \S+: \d+ numbers are not finite, first \[.*\]: on rank 0 ", block)
     assert [line["step"] for line in metrics(folder)] == [1]
     assert not list(folder.rglob("*.safetensors"))

@@ -9,9 +9,8 @@ from dataclasses import replace
 import numpy as np
 import pytest
 from config_helpers import reading_of
-from in_process import assert_refused
+from in_process import alone, assert_refused
 from one_rank import fresh, loaded
-from program import mpipar
 from safetensors.numpy import load_file, save_file
 
 from mpipar.checkpoint import own
@@ -322,12 +321,9 @@ def test_tokenizer_and_ids_travel_from_run_to_run(tmp_path):
              "5", "--sample-tokens", "0", "--steps", "1"]
     for more in (["--init-from", "start", "--out", "run"],
                  ["--init-from", "run/checkpoints/step-00000001", "--out", "second"]):
-        result = mpipar("train", *words, *more, cwd=tmp_path)
-        assert result.returncode == 0, result.tail()
-    result = mpipar("train", "--resume", "run", "--steps", "2", "--out", "branch", cwd=tmp_path)
-    assert result.returncode == 0, result.tail()
-    result = mpipar("ckpt", "export", "branch", "--dtype", "bfloat16", "--out", "out", cwd=tmp_path)
-    assert result.returncode == 0, result.tail()
+        alone("train", *words, *more, cwd=tmp_path).ended()
+    alone("train", "--resume", "run", "--steps", "2", "--out", "branch", cwd=tmp_path).ended()
+    alone("ckpt", "export", "branch", "--dtype", "bfloat16", "--out", "out", cwd=tmp_path).ended()
     for folder in ("run/weights", "second/weights", "branch/weights", "out"):
         here = tmp_path / folder
         assert not (here / "README.md").exists()

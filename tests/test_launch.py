@@ -8,31 +8,20 @@ import signal
 import subprocess
 import sys
 import time
-import uuid
 from pathlib import Path
 
 import pytest
-from helpers import MARK, REPOSITORY, find_launcher, kill_with, run_command, wait_for_end
+from fault_table import fault
+from helpers import REPOSITORY, find_launcher, launcher, run_command, run_ranks
+from program import BLOCK, PROGRAM, block_of, mpipar, one_block, pair, running
 
-JOB = Path(__file__).parent / "launch_job.py"
+JOB = [sys.executable, str(Path(__file__).parent / "launch_job.py")]
 LIMIT = 60.0  # for the whole command, start under load included
 QUICK = 20.0  # from the failure to the end of the last process: a second, and much for the load
-BLOCK = "mpipar: stopped, exit code "
-
-needs_mpiexec = pytest.mark.skipif(find_launcher() is None, reason="no mpiexec is installed")
-
 
 @pytest.fixture(autouse=True)
-def clean_environment(monkeypatch, tmp_path):
-    """The test has no outer launcher, no thread counts from outside, and its own error folders."""
-    for name in list(os.environ):
-        if name.startswith(("PMI", "OMPI_", "SLURM_", "MPI_LOCAL")) or name.endswith(
-            "_NUM_THREADS"
-        ):
-            monkeypatch.delenv(name)
-    monkeypatch.setenv("OMPI_ALLOW_RUN_AS_ROOT", "1")
-    monkeypatch.setenv("OMPI_ALLOW_RUN_AS_ROOT_CONFIRM", "1")
-    monkeypatch.setenv("PRTE_MCA_rmaps_default_mapping_policy", ":oversubscribe")
+def clean_environment(no_launcher, monkeypatch, tmp_path):
+    """The test has its own error folders, too."""
     monkeypatch.setenv("PYTHONPATH", str(REPOSITORY))
     (tmp_path / "tmp").mkdir()
     monkeypatch.setenv("TMPDIR", str(tmp_path / "tmp"))
@@ -41,27 +30,15 @@ def clean_environment(monkeypatch, tmp_path):
     signal.signal(signal.SIGHUP, before)
 
 
-def launch(num_ranks, *argv, env=None):
+def launch(num_ranks, *argv):
     """Run the job under mpiexec; asserts that it ended soon after it went wrong."""
-    result = run_command(
-        [find_launcher(), "-n", str(num_ranks), sys.executable, JOB, *argv], LIMIT, env
-    )
+    result = run_ranks(num_ranks, [*JOB, *argv], LIMIT)
     ended = time.time()
     for at in re.findall(r"wrong at ([\d.]+)", result.stdout):
         assert ended - float(at) < QUICK, result.tail()
     return result
 
 
-def one_block(result):
-    """(exit code, text) of the only block; the job must have the same exit code."""
-    blocks = result.stderr.split(BLOCK)[1:]
-    assert len(blocks) == 1, result.tail()
-    code = int(blocks[0].split()[0])
-    assert result.returncode == code, result.tail()
-    return code, blocks[0]
-
-
-@needs_mpiexec
 @pytest.mark.parametrize(
     ("how", "code", "words"),
     [
@@ -69,21 +46,20 @@ def one_block(result):
         ("exit-3", 70, ["sys.exit(3)", "rank 1 of 3"]),
         ("exit-0", 70, ["sys.exit(0)", "rank 1 of 3"]),
         ("user-error", 74, ["disk full", "rank 1 of 3", "step 17"]),
-        ("thread", 70, ["ValueError: a defect", "rank 1 of 3", "thread helper"]),
+        pytest.param("thread", 70, ["ValueError: a defect", "rank 1 of 3", "thread helper"],
+                     marks=fault(26, "an exception in a helper thread", 70)),
         ("thread-that-is-no-daemon", 70, ["ValueError: a defect", "thread helper"]),
-        ("single-threaded", 70, ["ValueError: a defect", "rank 1 of 3", "thread helper"]),
+        pytest.param("single-threaded", 70, ["ValueError: a defect", "rank 1", "thread helper"],
+                     marks=fault(38, "MPI without MPI_THREAD_MULTIPLE", 70)),
         ("early-exception", 70, ["ValueError: a defect", "rank 1 of 3"]),
     ],
 )
 def test_failure_on_one_rank_ends_the_job(how, code, words):
     result = launch(3, how)
-    found, block = one_block(result)
-    assert found == code
-    assert all(word in block for word in words), result.tail()
+    block_of(result, code, *words)
     assert ("Traceback" in result.stderr) == (code == 70), result.tail()
 
 
-@needs_mpiexec
 def test_failing_rank_leaves_a_record_in_the_run_folder(tmp_path):
     result = launch(2, "exception", str(tmp_path))
     record = tmp_path / "errors" / "rank-1.json"
@@ -96,7 +72,6 @@ def test_failing_rank_leaves_a_record_in_the_run_folder(tmp_path):
     assert list((tmp_path / "tmp").glob("mpipar*")) == []
 
 
-@needs_mpiexec
 @pytest.mark.parametrize("attempt", range(4))
 def test_two_ranks_failing_differently_at_once_give_one_code(attempt, tmp_path):
     folder = [str(tmp_path)] if attempt % 2 else []
@@ -105,14 +80,12 @@ def test_two_ranks_failing_differently_at_once_give_one_code(attempt, tmp_path):
     assert ("rank 1 of 4" if code == 74 else "rank 2 of 4") in block
 
 
-@needs_mpiexec
 def test_a_launcher_that_kills_late_gives_no_rank_time_for_a_second_block(tmp_path):
     assert launch(4, "slow-launcher").returncode == 74
     assert (tmp_path / "tmp" / "said").read_text().count(BLOCK) == 1
     assert [path.name for path in (tmp_path / "tmp").iterdir()] == ["said"]
 
 
-@needs_mpiexec
 @pytest.mark.parametrize(
     ("how", "code", "words", "absent"),
     [
@@ -123,25 +96,25 @@ def test_a_launcher_that_kills_late_gives_no_rank_time_for_a_second_block(tmp_pa
 )
 def test_mistake_of_the_user_is_told_once_and_needs_no_abort(how, code, words, absent):
     result = launch(3, how)
-    found, block = one_block(result)
-    assert found == code
-    assert all(word in block for word in words), result.tail()
+    block = block_of(result, code, *words)
     assert absent not in block, result.tail()
     assert "Traceback" not in result.stderr
 
 
-@needs_mpiexec
-def test_failure_that_cannot_even_be_told_ends_the_job():
-    assert launch(3, "reporting-fails").returncode == 70
+@pytest.mark.parametrize(("how", "ranks", "code"), [
+    ("agree", 3, 0), ("ranks-leave-with-different-codes", 3, 1),
+    ("alone", 3, 0),  # what one rank does at the end keeps no other waiting
+    ("reporting-fails", 3, 70), ("unheard", 2, 70)])  # a failure that cannot be told
+def test_ends_without_a_block(how, ranks, code):
+    assert launch(ranks, how).returncode == code
 
 
-@needs_mpiexec
-def test_regular_ends():
-    assert launch(3, "agree").returncode == 0
-    assert launch(3, "ranks-leave-with-different-codes").returncode == 1
+@pytest.mark.parametrize(("how", "ranks"), [("leave", 1), ("leave", 3), ("all", 4)])
+def test_what_ends_every_rank_is_told_once(how, ranks):
+    block = block_of(launch(ranks, how), 70)
+    assert ("has ended with exit code 0 before its job had ended" in block) == (how == "leave")
 
 
-@needs_mpiexec
 def test_installed_console_script_is_guarded(tmp_path):
     """A defect is put into one rank from outside the package."""
     script = Path(sys.executable).with_name("mpipar")
@@ -153,42 +126,21 @@ def test_installed_console_script_is_guarded(tmp_path):
         "    gather.gather_facts = lambda *facts: 1 / 0\n"
     )
     env = {"PYTHONPATH": f"{tmp_path}:{REPOSITORY}"}
-    result = run_command([find_launcher(), "-n", "3", *command, "doctor"], LIMIT, env)
-    code, block = one_block(result)
-    assert code == 70
-    assert "ZeroDivisionError" in block
+    block_of(run_ranks(3, [*command, "doctor"], LIMIT, env), 70, "ZeroDivisionError")
 
 
 # --- Ctrl-C
 
 
 @contextlib.contextmanager
-def running(num_ranks, how, folder):
-    """The job in the background, all ranks up: (process, ids of the ranks, output file)."""
-    mark, output = uuid.uuid4().hex, folder / "output"
-    with output.open("wb") as file:
-        process = subprocess.Popen(
-            [find_launcher(), "-n", str(num_ranks), sys.executable, str(JOB), how, str(folder)],
-            env=os.environ | {MARK: mark},
-            stdin=subprocess.DEVNULL,
-            stdout=file,
-            stderr=subprocess.STDOUT,
-            start_new_session=True,
-        )
-    try:
-        deadline = time.monotonic() + LIMIT
-        files = [folder / f"up-{rank}" for rank in range(num_ranks)]
-        while not all(file.exists() and file.read_text() for file in files):
-            assert time.monotonic() < deadline, output.read_text()
-            assert process.poll() is None, output.read_text()
-            time.sleep(0.02)
+def up(num_ranks, how, folder):
+    """The job in the background, all ranks up: (the job, ids of the ranks)."""
+    files = [folder / f"up-{rank}" for rank in range(num_ranks)]
+    with running([*JOB, how, folder], folder, num_ranks) as job:
+        job.wait_until(lambda: all(file.exists() and file.read_text() for file in files))
         if how != "stop":
             time.sleep(0.3)  # now they wait inside MPI
-        yield process, [int(file.read_text()) for file in files], output
-        assert wait_for_end(mark) == []
-    finally:
-        kill_with(MARK, mark)
-        process.wait()
+        yield job, [int(file.read_text()) for file in files]
 
 
 def is_hydra():
@@ -203,15 +155,13 @@ needs_hydra = pytest.mark.skipif(
 )
 
 
-@needs_mpiexec
 @pytest.mark.parametrize(("target", "sign"), [
     ("launcher", signal.SIGINT), ("rank", signal.SIGINT), ("rank", signal.SIGTERM)])
 def test_a_signal_before_any_step_ends_the_job(target, sign, tmp_path):
     """It also holds while a rank waits in MPI."""
-    with running(3, "busy", tmp_path) as (process, ranks, output):
-        os.kill(process.pid if target == "launcher" else ranks[1], sign)
-        code = process.wait(QUICK)
-    text = output.read_text()
+    with up(3, "busy", tmp_path) as (job, ranks):
+        os.kill(job.process.pid if target == "launcher" else ranks[1], sign)
+        code, text = job.end(QUICK), job.output()
     if target == "rank" or is_hydra():
         assert code == 130, text
         assert text.count(BLOCK) == 1, text
@@ -225,10 +175,10 @@ def test_a_signal_before_any_step_ends_the_job(target, sign, tmp_path):
     ("launcher", signal.SIGINT), ("rank", signal.SIGINT), ("launcher", signal.SIGTERM),
     ("rank", signal.SIGHUP), ("launcher", signal.SIGUSR1), ("rank", signal.SIGUSR1)])
 def test_a_signal_in_a_loop_stops_all_ranks_at_the_same_step(target, sign, tmp_path):
-    with running(3, "stop", tmp_path) as (process, ranks, output):
-        os.kill(process.pid if target == "launcher" else ranks[1], sign)
-        assert process.wait(QUICK) == 75, output.read_text()
-    text = output.read_text()
+    with up(3, "stop", tmp_path) as (job, ranks):
+        os.kill(job.process.pid if target == "launcher" else ranks[1], sign)
+        code, text = job.end(QUICK), job.output()
+    assert code == 75, text
     steps = re.findall(r"left at step (\d+)", text)
     assert len(steps) == 3
     assert len(set(steps)) == 1
@@ -236,34 +186,31 @@ def test_a_signal_in_a_loop_stops_all_ranks_at_the_same_step(target, sign, tmp_p
     assert text.count(f"{sign.name}: stops after this step") == (target == "launcher")
 
 
-@needs_mpiexec
+@fault(29, "Ctrl-C twice", 130)
 def test_only_a_second_ctrl_c_does_not_wait(tmp_path):
     """SLURM sends SIGTERM to a job that already saves because of SIGUSR1."""
-    with running(2, "stuck", tmp_path) as (process, ranks, output):
+    with up(2, "stuck", tmp_path) as (job, ranks):
         for sign in (signal.SIGUSR1, signal.SIGTERM, signal.SIGINT):
             os.kill(ranks[1], sign)
             while is_pending(ranks[1], sign):  # two of one kind at once are one
                 time.sleep(0.02)
         time.sleep(0.3)
-        assert process.poll() is None, output.read_text()
+        assert job.process.poll() is None, job.output()
         os.kill(ranks[1], signal.SIGINT)
-        assert process.wait(QUICK) == 130
-    (line,) = [line for line in output.read_text().splitlines() if BLOCK in line]
+        assert job.end(QUICK) == 130
+        (line,) = [line for line in job.output().splitlines() if BLOCK in line]
     assert "interrupted twice (SIGINT), rank 1 of 2" in line
 
 
-@needs_mpiexec
-@pytest.mark.parametrize("how", ["busy", pytest.param("computing", marks=pytest.mark.slow)])
+@pytest.mark.parametrize("how", ["busy", pytest.param("computing", marks=[
+    pytest.mark.slow,
+    fault(34, "kill -9 of the launcher and its daemon while ranks compute", None)])])
 def test_ranks_whose_launcher_was_killed_end(how, tmp_path):
     """Hydra's proxy ends them; so does Open MPI for ranks that communicate, but not for others."""
-    with running(2, how, tmp_path) as (process, ranks, _):
-        for pid in {process.pid, *map(parent_of, ranks)}:
+    with up(2, how, tmp_path) as (job, ranks):
+        for pid in {job.process.pid, *map(parent_of, ranks)}:
             os.kill(pid, signal.SIGKILL)
-        process.wait(QUICK)
-        deadline = time.monotonic() + QUICK
-        while any(Path(f"/proc/{rank}").exists() for rank in ranks):
-            assert time.monotonic() < deadline
-            time.sleep(0.05)
+        job.end(QUICK)
 
 
 def is_pending(pid, sign):
@@ -281,21 +228,19 @@ def parent_of(pid):
 
 def alone(**variables):
     """`mpipar doctor` as a single process with these variables of a launcher."""
-    return run_command([sys.executable, "-m", "mpipar", "doctor"], LIMIT, variables)
+    return mpipar("doctor", env=variables)
 
 
+@fault(38, "srun that does not speak the library's PMI", 69)
 def test_one_of_many_that_finds_itself_alone_stops():
     result = alone(SLURM_STEP_NUM_TASKS="4", SLURM_NTASKS="4", SLURM_PROCID="0", SLURM_LOCALID="0")
-    code, block = one_block(result)
-    assert code == 69
-    assert all(word in block for word in ("alone", "srun started 4", "--mpi=pmi2", "--mpi=pmix"))
+    block_of(result, 69, "alone", "srun started 4", "--mpi=pmi2", "--mpi=pmix")
     assert "RuntimeWarning" not in result.stderr
 
 
 def test_only_one_of_them_tells():
     variables = {"SLURM_STEP_NUM_TASKS": "2", "SLURM_PROCID": "1", "SLURM_LOCALID": "1"}
-    result = alone(**variables, SLURM_STEP_TASKS_PER_NODE="2")
-    assert result.returncode == 69
+    result = alone(**variables, SLURM_STEP_TASKS_PER_NODE="2").ended(69)
     assert result.stderr == ""
 
 
@@ -305,6 +250,7 @@ def test_one_process_in_a_batch_script_or_without_launcher_is_fine():
     assert alone().returncode == 0
 
 
+@fault(35, "a launcher of another MPI library", 69)
 @pytest.mark.skipif(
     not os.environ.get("MPIPAR_OPENMPI_VENV") or find_launcher() is None,
     reason="MPIPAR_OPENMPI_VENV names no Open MPI environment",
@@ -313,7 +259,7 @@ def test_open_mpi_under_mpich_s_launcher_and_the_reverse():
     other = Path(os.environ["MPIPAR_OPENMPI_VENV"]) / "bin"
     job = ["-n", "2"]
     mixed = [
-        [find_launcher(), *job, other / "python", "-m", "mpipar", "doctor"],
+        [launcher(), *job, other / "python", "-m", "mpipar", "doctor"],
         [other / "mpiexec", *job, sys.executable, "-m", "mpipar", "doctor"],
     ]
     for command in mixed:
@@ -326,7 +272,6 @@ def test_open_mpi_under_mpich_s_launcher_and_the_reverse():
 # --- before MPI, and ranks that differ
 
 
-@needs_mpiexec
 def test_a_rank_whose_mpi_cannot_be_loaded_ends_the_others(tmp_path):
     """The others wait for it in MPI_Init."""
     (tmp_path / "sitecustomize.py").write_text(
@@ -335,12 +280,8 @@ def test_a_rank_whose_mpi_cannot_be_loaded_ends_the_others(tmp_path):
         "    sys.modules['mpi4py.MPI'] = None\n"
     )
     env = {"PYTHONPATH": f"{tmp_path}:{REPOSITORY}"}
-    result = run_command(
-        [find_launcher(), "-n", "3", sys.executable, "-m", "mpipar", "doctor"], LIMIT, env)
-    code, block = one_block(result)
-    assert code == 69
-    assert "MPI cannot be loaded" in block
-    assert "rank 1 of 3" in block
+    result = run_ranks(3, [*PROGRAM, "doctor"], LIMIT, env)
+    block_of(result, 69, "MPI cannot be loaded", "rank 1 of 3")
     assert list((tmp_path / "tmp").iterdir()) == []
 
 
@@ -348,15 +289,7 @@ SMALL = ("train --layers 2 --d-model 8 --heads 2 --seq-len 5 --batch-size 4 --sa
          " --num-microbatches 2 --steps 2 --layout tp=2 --data text.txt").split()
 
 
-def pair(first, second, folder):
-    """Two ranks of one job, started with different words."""
-    (folder / "text.txt").write_text("a short text, again and again. " * 30)
-    command = [sys.executable, "-m", "mpipar"]
-    return run_command([find_launcher(), "-n", "1", *command, *first, ":", "-n", "1", *command,
-                        *second], LIMIT, cwd=folder)
-
-
-@needs_mpiexec
+@fault(5, "ranks with other flags", 69)
 @pytest.mark.parametrize(("first", "second", "rows"), [
     ([*SMALL, "--seed", "1"], [*SMALL, "--seed", "2", "--lr", "0.1"],
      ["--seed 0 1", "--seed 1 2", "--lr 0 0.003", "--lr 1 0.1"]),
@@ -364,14 +297,13 @@ def pair(first, second, folder):
     (SMALL, [*SMALL, "--seed"], ["refused 0 nothing", "refused 1 argument --seed: expected"]),
     (SMALL, ["doctor"], ["command 0 train", "command 1 doctor"]),
 ])  # fmt: skip
-def test_ranks_that_differ_end_before_the_first_step(first, second, rows, tmp_path):
-    result = pair(first, second, tmp_path)
-    code, block = one_block(result)
-    assert code == 69
+def test_ranks_that_differ_end_before_the_first_step(first, second, rows, text_folder):
+    result = pair(first, second, [text_folder] * 2)
+    block = block_of(result, 69)
     text = [" ".join(line.split()) for line in block.splitlines()]
     for row in rows:
         assert any(line.startswith(row) for line in text), result.tail()
-    assert not (tmp_path / "runs").exists()
+    assert not (text_folder / "runs").exists()
 
 
 # --- what a job leaves behind
@@ -393,6 +325,5 @@ guard(main, [])
 
 @needs_hydra
 def test_mpich_s_shared_memory_has_no_name_that_a_killed_job_could_leave():
-    result = run_command([find_launcher(), "-n", "2", sys.executable, "-c", NAMES_LEFT], LIMIT)
-    assert result.returncode == 0, result.tail()
+    result = run_ranks(2, [sys.executable, "-c", NAMES_LEFT], LIMIT).ended()
     assert result.stdout.count("mapped 1 named 0") == 2, result.tail()

@@ -4,14 +4,13 @@ import sys
 from pathlib import Path
 
 import pytest
-from helpers import find_launcher, run_command, run_ranks
+from helpers import run_command, run_ranks
 from program import LIMIT, PROGRAM, TEXT, environment, metrics
 
 SHORT = """train --layers 1 --d-model 8 --heads 1 --seq-len 4 --batch-size 64 --num-microbatches 1
     --steps 2 --sample-tokens 2""".split()
 SCRIPT = Path(sys.executable).with_name("mpipar")
 needs_script = pytest.mark.skipif(not SCRIPT.exists(), reason="mpipar is not installed here")
-needs_mpiexec = pytest.mark.skipif(find_launcher() is None, reason="no mpiexec: install .[mpich]")
 
 
 def assert_trained(result, folder):
@@ -34,7 +33,6 @@ def test_console_script(tmp_path):
     assert_trained(result, tmp_path / "runs" / "0001")
 
 
-@needs_mpiexec
 @pytest.mark.parametrize("ranks", [1, 2, 3, 5])
 def test_any_number_of_ranks_gets_a_layout(ranks, tmp_path):
     words = [*SHORT, *TEXT, "--layers", "2", "--batch-size", "60"]

@@ -7,8 +7,8 @@ from in_process import assert_refused, printed, refusal
 from machine_models import config_of, machine
 
 from mpipar.commands.auto import legal_layouts
+from mpipar.commands.elsewhere import resumed
 from mpipar.config.reading import Reading, over
-from mpipar.config.resumed import resumed
 from mpipar.config.sections import Config, build
 from mpipar.errors import UsageError
 from mpipar.plan import choose_layout

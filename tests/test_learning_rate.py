@@ -7,10 +7,9 @@ import pytest
 from config_helpers import changed, reading_of
 from hypothesis import given
 from hypothesis import strategies as st
-from in_process import assert_refused
 
+from mpipar.commands.elsewhere import resumed
 from mpipar.config.reading import to_toml, values_of
-from mpipar.config.resumed import resumed
 from mpipar.config.train import TrainConfig
 from mpipar.train.optim import fall_start, learning_rate, of_new_length
 
@@ -65,19 +64,6 @@ def test_a_longer_run_with_wsd_keeps_the_rates_that_it_had():
                    for steps in (20, 40))
     assert rates(short)[:10] == rates(long)[:10]
     assert rates(long)[10:20] == [short.lr] * 10
-
-
-def test_what_belongs_to_another_schedule_is_refused():
-    for name in ("cosine", "linear", "constant"):
-        assert_refused(2, [(f"--decay-ratio: belongs to --lr-schedule wsd, but --lr-schedule is"
-                           f" {name}; leave it out")],
-                       "train", "--lr-schedule", name, "--decay-ratio", "0.2")
-    assert_refused(2, ["--min-lr-ratio: belongs to --lr-schedule cosine or linear or wsd"],
-                   "train", "--lr-schedule", "constant", "--min-lr-ratio", "0.2")
-    assert_refused(2, ["--decay-ratio 0.0: must be greater than 0"],
-                   "train", "--lr-schedule", "wsd", "--decay-ratio", "0")
-    assert_refused(2, ["must be one of cosine, linear, constant, wsd; did you mean cosine"],
-                   "train", "--lr-schedule", "cosin")
 
 
 def test_a_run_that_goes_on_keeps_its_schedule():

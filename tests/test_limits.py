@@ -9,7 +9,7 @@ import sys
 import pytest
 from fault_table import fault
 from helpers import find_launcher, run_command
-from program import LIMIT, PROGRAM, environment, one_block
+from program import LIMIT, PROGRAM, block_of, environment
 
 from mpipar.job import limits
 from mpipar.job.environment import Launcher
@@ -52,9 +52,8 @@ def test_what_mpi_needs_is_looked_at_where_ranks_share_a_host(monkeypatch, tmp_p
 
 def test_a_start_with_few_open_files_says_so():
     words = f"ulimit -n 24; exec {' '.join(PROGRAM)} doctor"
-    code, block = one_block(run_command(["bash", "-c", words], LIMIT, environment()))
-    assert code == 69
-    assert "the limit of open files is 24, and 52 are needed: ulimit -n 1024" in block
+    block_of(run_command(["bash", "-c", words], LIMIT, environment()), 69,
+             "the limit of open files is 24, and 52 are needed: ulimit -n 1024")
 
 
 def namespaces():
@@ -64,7 +63,6 @@ def namespaces():
 
 
 @pytest.mark.slow
-@pytest.mark.skipif(find_launcher() is None, reason="no mpiexec: install .[mpich]")
 @pytest.mark.parametrize(("before", "said"), [
     pytest.param(before, said, marks=fault(43, what, 69)) for what, before, said in (
         ("ulimit -v 300000", "ulimit -v 300000", "the limit of address space is 293 MiB"),
@@ -81,6 +79,4 @@ def test_two_ranks_where_the_system_allows_too_little(before, said):
         pytest.skip("only root can mount")
     words = f"{before}; exec {sys.executable} -m mpipar doctor"
     command = [find_launcher(), "-n", "2", *["unshare", "-m"] * mounts, "bash", "-c", words]
-    code, block = one_block(run_command(command, LIMIT, environment()))
-    assert code == 69
-    assert said in block
+    block_of(run_command(command, LIMIT, environment()), 69, said)

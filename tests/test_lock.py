@@ -1,5 +1,6 @@
 """One job at a time writes into a run folder; a lock whose owner is gone is taken over."""
 
+import contextlib
 import json
 import multiprocessing
 import os
@@ -7,7 +8,7 @@ import subprocess
 
 import pytest
 from fault_table import fault
-from program import LIMIT, PROGRAM, environment, mpipar, one_block
+from program import LIMIT, PROGRAM, block_of, environment, metrics, mpipar
 
 from mpipar.errors import UsageError
 from mpipar.job import lock
@@ -15,10 +16,10 @@ from mpipar.job import lock
 RACERS = 8
 
 
-def race(barrier, folder, take_over, won):
+def race(barrier, folder, won):
     barrier.wait()
     try:
-        lock.acquire(folder, str(os.getpid()), take_over)
+        lock.acquire(folder, str(os.getpid()))
     except UsageError:
         return
     won.put(os.getpid())
@@ -27,11 +28,11 @@ def race(barrier, folder, take_over, won):
     barrier.wait()  # the winner's process stays until all others have tried
 
 
-def winners(folder, take_over=False):
+def winners(folder):
     """How many of several processes get the lock if they all ask at the same moment."""
     context = multiprocessing.get_context("fork")
     won, barrier = context.Queue(), context.Barrier(RACERS)
-    racers = [context.Process(target=race, args=(barrier, folder, take_over, won))
+    racers = [context.Process(target=race, args=(barrier, folder, won))
               for _ in range(RACERS)]
     for racer in racers:
         racer.start()
@@ -116,8 +117,17 @@ def test_a_lock_that_cannot_be_read_needs_take_over(text, tmp_path, monkeypatch)
     assert lock.acquire(tmp_path, "new", take_over=True).note
 
 
-def killed(*_, **__):
-    raise KeyboardInterrupt
+@contextlib.contextmanager
+def killed_starts(monkeypatch, **facts):
+    """Inside, a start that takes over a lock is killed before it renames its own; `owner` says."""
+    def killed(*_, **__):
+        raise KeyboardInterrupt
+
+    plain = lock.owner
+    with monkeypatch.context() as patched:
+        patched.setattr(os, "replace", killed)
+        patched.setattr(lock, "owner", lambda *given: plain(*given) | facts)
+        yield pytest.raises(KeyboardInterrupt)
 
 
 @fault(57, "a start killed while it took over a lock: the next one takes it over", 0)
@@ -125,13 +135,9 @@ def killed(*_, **__):
 def test_a_start_that_was_killed_while_it_took_over_is_passed_by(kills, tmp_path, monkeypatch):
     """Each start has written its own lock beside the old one, and could not rename it."""
     first = left_by(tmp_path, started=1)
-    plain = lock.owner
-    with monkeypatch.context() as patched:
-        patched.setattr(os, "replace", killed)
-        patched.setattr(lock, "owner", lambda *given: plain(*given) | {"started": 1})
-        for number in range(kills):
-            with pytest.raises(KeyboardInterrupt):
-                lock.acquire(tmp_path, f"killed {number}")
+    for number in range(kills):
+        with killed_starts(monkeypatch, started=1) as raised, raised:
+            lock.acquire(tmp_path, f"killed {number}")
     assert (tmp_path / lock.NAME).read_text() == first
     assert len(list(tmp_path.iterdir())) == 1 + kills
     held = lock.acquire(tmp_path, "next")
@@ -140,27 +146,21 @@ def test_a_start_that_was_killed_while_it_took_over_is_passed_by(kills, tmp_path
     assert [path.name for path in tmp_path.iterdir()] == [lock.NAME]
 
 
+def test_one_of_many_passes_a_killed_start_by(tmp_path, monkeypatch):
+    left_by(tmp_path, started=1)
+    with killed_starts(monkeypatch, started=1) as raised, raised:
+        lock.acquire(tmp_path, "killed")
+    first = winners(tmp_path)
+    assert json.loads((tmp_path / lock.NAME).read_text())["pid"] == first
+
+
 def test_a_start_that_is_taking_over_keeps_others_away(tmp_path, monkeypatch):
     left_by(tmp_path, started=1)
-    with monkeypatch.context() as patched:
-        patched.setattr(os, "replace", killed)
-        with pytest.raises(KeyboardInterrupt):
-            lock.acquire(tmp_path, "slow")  # its process is this one, which lives
+    with killed_starts(monkeypatch) as raised, raised:
+        lock.acquire(tmp_path, "slow")  # its process is this one, which lives
     with pytest.raises(UsageError, match=f"process {os.getpid()} "):
         lock.acquire(tmp_path, "next")
     assert "--take-over" not in lock.acquire(tmp_path, "next", take_over=True).note
-
-
-def test_one_of_many_passes_a_killed_start_by(tmp_path, monkeypatch):
-    left_by(tmp_path, started=1)
-    plain = lock.owner
-    with monkeypatch.context() as patched:
-        patched.setattr(os, "replace", killed)
-        patched.setattr(lock, "owner", lambda *given: plain(*given) | {"started": 1})
-        with pytest.raises(KeyboardInterrupt):
-            lock.acquire(tmp_path, "killed")
-    first = winners(tmp_path)
-    assert json.loads((tmp_path / lock.NAME).read_text())["pid"] == first
 
 
 def test_a_lock_that_was_taken_over_is_not_released_by_its_former_owner(tmp_path):
@@ -170,25 +170,22 @@ def test_a_lock_that_was_taken_over_is_not_released_by_its_former_owner(tmp_path
     assert (tmp_path / lock.NAME).read_text() == new.text
 
 
-def test_two_starts_with_one_folder_at_once(tmp_path):
+@fault(21, "two jobs on one run folder", 2)
+def test_two_starts_with_one_folder_at_once(text_folder):
     """Both have looked at the folder before either has made it."""
-    (tmp_path / "text.txt").write_text("a short text, again and again. " * 30)
     words = ("train --data text.txt --out run --schedule auto --layers 2 --d-model 8 --heads 2"
-             " --seq-len 5 --batch-size 4 --num-microbatches 2 --sample-tokens 4 --steps 300")
+             " --seq-len 5 --batch-size 4 --num-microbatches 2 --sample-tokens 4 --steps 60")
     env = {**os.environ, **environment()}
-    starts = [subprocess.Popen([*PROGRAM, *words.split()], cwd=tmp_path, env=env, text=True,
+    starts = [subprocess.Popen([*PROGRAM, *words.split()], cwd=text_folder, env=env, text=True,
                                stdout=subprocess.DEVNULL, stderr=subprocess.PIPE)
               for _ in range(2)]  # fmt: skip
     said = [start.communicate(timeout=LIMIT)[1] for start in starts]
     assert sorted(start.returncode for start in starts) == [0, 2], said
-    assert len((tmp_path / "run" / "metrics.jsonl").read_text().splitlines()) == 300
-    assert not (tmp_path / "run" / lock.NAME).exists()
+    assert len(metrics(text_folder / "run")) == 60
+    assert not (text_folder / "run" / lock.NAME).exists()
 
 
 def test_a_failed_run_releases_its_lock(tmp_path):
-    code, _ = one_block(mpipar("train", "--out", tmp_path / "run", "--lr", "1e30", "--clip", "0",
-                               "--optimizer", "sgd", "--steps", "9", cwd=tmp_path))
-    assert code == 79
+    words = "train --out run --lr 1e30 --clip 0 --optimizer sgd --steps 9".split()
+    block_of(mpipar(*words, cwd=tmp_path), 79)
     assert not (tmp_path / "run" / lock.NAME).exists()
-
-

@@ -7,7 +7,8 @@ from types import SimpleNamespace
 
 import numpy as np
 import pytest
-from program import TEXT, mpipar, one_block
+from fault_table import fault
+from program import TEXT, block_of, mpipar
 from threadpoolctl import threadpool_info, threadpool_limits
 
 from mpipar import ops as ops_module
@@ -27,20 +28,17 @@ WIDE = """--layers 1 --d-model 256 --heads 8 --ffn 32768 --seq-len 16 --batch-si
 LIMIT = 190 << 20
 
 
+@fault(39, "a layer too large for the memory of a rank", 69)
 def test_a_layer_too_large_for_one_rank_names_a_layout_that_trains(tmp_path):
     text = tmp_path / "text"
     text.write_text("A short text: its held-out end is read to the last row.\n" * 40)
     limited = (*WIDE, "--data", text, "--memory-limit", LIMIT)
     alone = mpipar("train", *limited, cwd=tmp_path)
-    code, block = one_block(alone)
-    assert code == 69
-    assert "out of memory: optimizer (17144576,) float32" in block
-    assert "wants 65.4 MiB" in block
-    assert "gradients 65.4 MiB" in block  # the prediction, by what the bytes are for
+    block = block_of(alone, 69, "out of memory: optimizer (17144576,) float32", "wants 65.4 MiB",
+                     "gradients 65.4 MiB")
     words, ranks = re.search(r"it fits with (--layout \S+) \(mpiexec -n (\d+);", block).groups()
     assert (words, ranks) == ("--layout dp=1,pp=1,tp=2", "2")
-    done = mpipar("train", *limited, *words.split(), ranks=int(ranks), cwd=tmp_path)
-    assert done.returncode == 0, done.tail()
+    done = mpipar("train", *limited, *words.split(), ranks=int(ranks), cwd=tmp_path).ended()
     assert "held-out loss" in done.stdout
 
 
@@ -52,21 +50,18 @@ def test_a_context_too_long_for_its_ranks_names_what_makes_it_fit_on_them(tmp_pa
     words = """--layers 6 --d-model 192 --heads 4 --seq-len 1024 --batch-size 4 --steps 2
         --num-microbatches 1 --sample-tokens 0 --memory-limit 58M""".split()
     limited = ("train", *words, "--data", text)
-    code, block = one_block(mpipar(*limited, "--layout", "dp=4", ranks=4, cwd=tmp_path))
-    assert code == 69
+    block = block_of(mpipar(*limited, "--layout", "dp=4", ranks=4, cwd=tmp_path), 69)
     flags = re.search(r"on as many ranks it fits with (--layout [^(]+) \(", block)[1]
     assert flags == ("--layout dp=1,pp=1,cp=4,tp=1 --zero 3 --zero-grads sharded"
                      " --recompute block")
-    done = mpipar(*limited, *flags.split(), ranks=4, cwd=tmp_path)
-    assert done.returncode == 0, done.tail()
+    done = mpipar(*limited, *flags.split(), ranks=4, cwd=tmp_path).ended()
     assert "held-out loss" in done.stdout
 
 
 def test_a_pass_that_does_not_fit_names_the_layer(tmp_path):
     words = "--layers 6 --d-model 64 --heads 2 --seq-len 256 --batch-size 32 --num-microbatches 1"
     result = mpipar("train", *words.split(), "--steps", 1, "--memory-limit", 60 << 20, cwd=tmp_path)
-    code, block = one_block(result)
-    assert code == 69
+    block = block_of(result, 69)
     assert re.search(r"of block\d\.\S+ \(mpipar/\S+:\d+\), forward pass of stage 0, microbatch 0,"
                      r" wants [\d.]+ MiB, but [\d.]+ \w+ are left", block), block
     assert "--layout dp=" in block
@@ -151,7 +146,6 @@ def test_the_smallest_layout_that_fits_is_found():
 
 def test_a_limit_below_the_prediction_is_named_even_where_the_run_passes(tmp_path):
     small = "--layers 1 --d-model 32 --heads 2 --seq-len 16 --steps 1 --sample-tokens 0".split()
-    done = mpipar("train", *small, *TEXT, "--memory-limit", 100000, cwd=tmp_path)
-    assert done.returncode == 0, done.tail()
+    done = mpipar("train", *small, *TEXT, "--memory-limit", 100000, cwd=tmp_path).ended()
     assert "--memory-limit 100000 (97.7 KiB) is below the" in done.stdout
     assert tight(None, [1]) == tight(2, [1, 2]) == ""

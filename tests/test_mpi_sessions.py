@@ -6,13 +6,11 @@ import sys
 from pathlib import Path
 
 import pytest
-from helpers import REPOSITORY, find_launcher, run_ranks
+from helpers import REPOSITORY, run_ranks
 
 SESSION_LIMIT = 900.0  # seconds for one session: twice what the longest takes beside other tests
 TEST_LIMIT = 200.0  # seconds for one test inside; then every rank prints where it is, and all end
 MPI_FOLDER = REPOSITORY / "tests" / "mpi"
-
-needs_launcher = pytest.mark.skipif(find_launcher() is None, reason="no mpiexec: install .[mpich]")
 
 
 def session_command(folder: Path, marked: str) -> list[str]:
@@ -49,7 +47,6 @@ def check_session(num_ranks: int, folder: Path, test_limit: float = TEST_LIMIT,
     return count(summaries[0], "passed"), skipped
 
 
-@needs_launcher
 @pytest.mark.timeout(SESSION_LIMIT + 30)
 @pytest.mark.parametrize("num_ranks", [
     1, 2, 4, *(pytest.param(size, marks=pytest.mark.slow) for size in (3, 8))])
@@ -57,7 +54,6 @@ def test_session(num_ranks, record_property):
     record_session(record_property, *check_session(num_ranks, MPI_FOLDER))
 
 
-@needs_launcher
 @pytest.mark.slow
 @pytest.mark.timeout(SESSION_LIMIT + 30)
 @pytest.mark.parametrize("num_ranks", [1, 2, 3, 4, 8])
@@ -66,7 +62,6 @@ def test_slow_session(num_ranks, record_property):
     record_session(record_property, *check_session(num_ranks, MPI_FOLDER, marked="slow"))
 
 
-@needs_launcher
 @pytest.mark.alone
 @pytest.mark.timeout(SESSION_LIMIT + 30)
 def test_timed_session(record_property):
@@ -127,7 +122,6 @@ def test_a():
 }
 
 
-@needs_launcher
 @pytest.mark.parametrize("case", BROKEN)
 def test_harness_catches(case, tmp_path):
     text, message = BROKEN[case]
@@ -138,7 +132,6 @@ def test_harness_catches(case, tmp_path):
         check_session(2, tmp_path, test_limit=1.0 if case == "a hang" else TEST_LIMIT)
 
 
-@needs_launcher
 def test_harness_lets_pass(tmp_path):
     shutil.copy(MPI_FOLDER / "conftest.py", tmp_path)
     (tmp_path / "test_fine.py").write_text(

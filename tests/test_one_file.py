@@ -6,7 +6,8 @@ import sys
 
 import pytest
 from helpers import run_ranks
-from program import LIMIT, REPOSITORY, environment, metrics, mpipar
+from in_process import alone
+from program import LIMIT, REPOSITORY, environment, metrics
 
 FILE = REPOSITORY / "docs" / "examples" / "one_file.py"
 LAYOUTS = {"1,1,1": 1, "1,2,1": 2, "2,1,2": 4, "1,2,2": 4}
@@ -30,8 +31,7 @@ def reference(tmp_path_factory):
     first, second = folder / "first", folder / "second"
     for out, more in ((first, ("--steps", 1)),
                       (second, ("--steps", STEPS, "--init-from", first / "weights"))):
-        done = mpipar("train", "--out", out, *COMMON, *more)
-        assert done.returncode == 0, done.tail()
+        alone("train", "--out", out, *COMMON, *more).ended()
     return first / "weights" / "model.safetensors", [
         line["loss"] for line in metrics(second) if "loss" in line]
 
@@ -40,8 +40,7 @@ def reference(tmp_path_factory):
 def test_losses_are_those_of_the_package(reference, layout):
     weights, expected = reference
     program = [sys.executable, "-c", PROGRAM, str(FILE), layout, str(STEPS), str(weights)]
-    done = run_ranks(LAYOUTS[layout], program, LIMIT, environment())
-    assert done.returncode == 0, done.tail()
+    done = run_ranks(LAYOUTS[layout], program, LIMIT, environment()).ended()
     (found,) = re.findall(r"^losses (.*)$", done.stdout, re.MULTILINE)
     assert json.loads(found) == pytest.approx(expected, rel=1e-12, abs=0)
 
@@ -60,8 +59,7 @@ def test_it_is_short_and_names_files_that_exist():
 
 
 def test_the_command_line():
-    done = run_ranks(2, [sys.executable, str(FILE), "--steps", "1"], LIMIT, environment())
-    assert done.returncode == 0, done.tail()
+    done = run_ranks(2, [sys.executable, str(FILE), "--steps", "1"], LIMIT, environment()).ended()
     assert re.search(r"^step +1  loss 5\.\d{4}$", done.stdout, re.MULTILINE)
     assert re.search(r"^from stage 1 +4 calls +1\.05 MB", done.stdout, re.MULTILINE)
 

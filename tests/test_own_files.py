@@ -12,9 +12,9 @@ import pytest
 from fault_table import fault
 from helpers import run_command
 from hostile_folder import KINDS, WRITERS, plant
-from in_process import at_once
+from in_process import alone, at_once
 from one_rank import fresh
-from program import LIMIT, environment, metrics, mpipar, one_block
+from program import LIMIT, block_of, environment, metrics, mpipar, one_block
 from simulated_ranks import workers_of
 from state_cases import config_for, saved, savers_of
 
@@ -24,8 +24,7 @@ from mpipar.checkpoint.companions import write_companions
 from mpipar.checkpoint.manifest import committed_steps
 from mpipar.commands import run_folder
 from mpipar.commands.source import find_source
-from mpipar.console.log import Log
-from mpipar.console.output import GrowingFile
+from mpipar.console.output import GrowingFile, Log
 from mpipar.errors import DataError, OutputError, UsageError
 from mpipar.files import bounded, replace
 from mpipar.job import lock
@@ -119,11 +118,9 @@ def test_what_is_read_in_a_run_folder_is_no_link(victim):
 
 @fault(51, "a run folder from somebody else, whose log.txt leads to a file of the user", 74)
 @pytest.mark.parametrize("name", ["log.txt", "metrics.jsonl"])
-def test_a_run_does_not_go_on_in_a_folder_with_planted_links(name, tmp_path):
-    (tmp_path / "text.txt").write_text("a short text, again and again. " * 30)
+def test_a_run_does_not_go_on_in_a_folder_with_planted_links(name, tmp_path, text_folder):
     key = "ssh-ed25519 AAAA a@b"
-    first = mpipar(*TINY, "--seq-len", 40, "--prompt", f"x\n{key}\n", cwd=tmp_path)
-    assert first.returncode == 0, first.tail()
+    alone(*TINY, "--seq-len", 40, "--prompt", f"x\n{key}\n", cwd=tmp_path).ended()
     log = (tmp_path / "run" / "log.txt").read_text()
     assert "| x\n| ssh-ed25519" in log
     assert not [line for line in log.splitlines() if line.startswith("ssh")]
@@ -234,14 +231,12 @@ guard(cli.main, sys.argv[1:])
 
 
 def changed_in_step_3(change, folder):
-    (folder / "text.txt").write_text("a short text, again and again. " * 30)
     return run_command([sys.executable, "-c", MOVING, change, *TINY], LIMIT, environment(), folder)
 
 
 @fault(54, "the run folder is moved while a run goes on: said, and written anew", 0)
-def test_a_run_folder_that_was_moved_is_said(tmp_path):
-    result = changed_in_step_3("os.rename('run', 'old')", tmp_path)
-    assert result.returncode == 0, result.tail()
+def test_a_run_folder_that_was_moved_is_said(tmp_path, text_folder):
+    result = changed_in_step_3("os.rename('run', 'old')", tmp_path).ended()
     assert "WARNING: run is gone" in result.stdout
     assert "weights, checkpoints, metrics, report.html, config.toml and log.txt are in run\n" in (
         result.stdout)
@@ -250,8 +245,7 @@ def test_a_run_folder_that_was_moved_is_said(tmp_path):
     assert [step for step, _ in committed_steps(tmp_path / "old" / "checkpoints")] == [2]
     for name in ("sources.json", "weights/tokenizer.json", "weights/tokenizer_config.json"):
         assert (tmp_path / "run" / name).read_bytes() == (tmp_path / "old" / name).read_bytes()
-    again = mpipar(*TINY, "--resume", "auto", "--steps", 5, cwd=tmp_path)
-    assert again.returncode == 0, again.tail()
+    alone(*TINY, "--resume", "auto", "--steps", 5, cwd=tmp_path).ended()
 
 
 def test_what_an_emptied_folder_has_lost_is_written_anew(victim):
@@ -272,11 +266,10 @@ def test_what_an_emptied_folder_has_lost_is_written_anew(victim):
 
 
 @fault(55, "another job has the run folder's name while a run goes on", 74)
-def test_a_folder_that_another_job_has_taken_is_not_written(tmp_path):
-    code, block = one_block(changed_in_step_3(
-        "os.rename('run', 'old'); os.mkdir('run'); open('run/lock', 'w').write('x')", tmp_path))
-    assert code == 74
-    assert "has the folder now" in block
+def test_a_folder_that_another_job_has_taken_is_not_written(tmp_path, text_folder):
+    result = changed_in_step_3(
+        "os.rename('run', 'old'); os.mkdir('run'); open('run/lock', 'w').write('x')", tmp_path)
+    block_of(result, 74, "has the folder now")
     assert [path.name for path in (tmp_path / "run").iterdir()] == ["lock"]
 
 

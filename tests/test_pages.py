@@ -3,6 +3,7 @@
 The broken twins below are pages that must be caught. What bench.docs writes: test_docs.py.
 """
 
+import contextlib
 import re
 import shlex
 import socket
@@ -152,7 +153,7 @@ def test_every_page_can_be_reached_from_the_readme():
 
 
 def test_the_picture_is_small():
-    """tests/test_trace_page_looks.py makes it."""
+    """tests/test_pages_look.py makes it."""
     picture = (REPOSITORY / "docs" / "report.png").read_bytes()
     assert picture.startswith(b"\x89PNG\r\n\x1a\n")
     assert len(picture) <= 200 * 1024
@@ -245,16 +246,14 @@ def test_commands_without_mpi_run(command, tmp_path, monkeypatch, capsys):
 @pytest.mark.slow
 @pytest.mark.parametrize("name", SESSIONS)
 def test_commands_of_a_page_do_what_it_shows(name):
-    page, workplace = PAGES[name], docs_commands.Workplace(PAGES[name])
+    page = PAGES[name]
     codes = {block.words: int(block.options.get("exit", 0))
              for block in blocks_of(Path(name), page) if block.kind == "run"}
-    try:
+    with contextlib.closing(docs_commands.Workplace(page)) as workplace:
         for command in docs_commands.typed(page):
             code, output = workplace.run(command)
             assert code == codes.get(command, 0), f"{command}\n{output}"
         written = docs_pages.write_page(Path(name), page, workplace)
-    finally:
-        workplace.close()
     for path, text in written.items():
         assert text == (REPOSITORY / path).read_text(), f"{path}: run python -m bench.docs"
 
@@ -263,13 +262,10 @@ def test_commands_of_a_page_do_what_it_shows(name):
 @pytest.mark.parametrize("file", sorted({block.words for block in BLOCKS if block.kind == "measured"
                                          and measured.is_quick(REPOSITORY / block.words)}))
 def test_measured_commands_still_run(file):
-    workplace = docs_commands.Workplace()
-    try:
+    with contextlib.closing(docs_commands.Workplace()) as workplace:
         for row in measured.rows_of(REPOSITORY / file):
             code, output = workplace.run(row["command"])
             assert code == 0, f"{row['command']}\n{output}"
-    finally:
-        workplace.close()
 
 
 @pytest.mark.slow

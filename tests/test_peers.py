@@ -8,7 +8,7 @@ from helpers import assert_all_close, assert_close
 from bench.step.torch_decoder import TorchDecoder
 from mpipar.comm.grid import Grid
 from mpipar.comm.record import Recorder
-from mpipar.config.arch import ARCHS
+from mpipar.config.model import ARCHS
 from mpipar.config.resolve import resolve
 from mpipar.data.rows import Batch
 from mpipar.ops import make

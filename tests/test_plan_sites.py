@@ -7,15 +7,17 @@ from in_process import printed, refusal
 
 from mpipar.plan.cluster import STACKS, load_cluster
 from mpipar.plan.layout import Layout
-from mpipar.plan.search import Candidate, Question
+from mpipar.plan.search import Kind, Question, placed
 from mpipar.plan.shape import Shape
 from mpipar.plan.sites import Sites, crossings, needed_gbits
 from mpipar.plan.step_time import step_time
 
 SHAPE = Shape(32, 4096, 16384, 32, 32, 128, 50304, 2048)
 LAYOUT = Layout(dp=4, pp=4, tp=2, num_microbatches=16)
-QUESTION = Question(SHAPE, load_cluster("a100-80"), STACKS["megatron"].unfused(), 32, 64, 80.0, {})
-ONE = Candidate(LAYOUT, step_time(SHAPE, LAYOUT, QUESTION.cluster, QUESTION.stack), None)
+KINDS = (Kind(load_cluster("a100-80"), 32, 80.0),)
+QUESTION = Question(SHAPE, KINDS, STACKS["megatron"].unfused(), 64, {})
+ONE = next(placed(QUESTION, LAYOUT, KINDS))._replace(
+    step=step_time(SHAPE, LAYOUT, KINDS[0].cluster, QUESTION.stack))
 
 
 def test_bytes_by_hand():

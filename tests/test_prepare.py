@@ -19,7 +19,7 @@ from program import PROGRAM, environment
 from tokenizers_made import save_like_gpt2, save_tokenizer
 
 from mpipar import cli
-from mpipar.console import bar, progress
+from mpipar.console import progress
 from mpipar.data import prepare as prepare_module
 from mpipar.data.dataset import read_dataset
 from mpipar.data.source import load_source
@@ -266,9 +266,8 @@ def test_the_bar_shows_how_far_it_is(monkeypatch):
                                                  "write": lambda _, text: seen.append(text)})()
     monkeypatch.setattr("sys.stderr", terminal)
     monkeypatch.setenv("TERM", "xterm")
-    for module in (bar, progress):
-        monkeypatch.setattr(module, "monotonic", lambda: next(now))
-    shown = bar.Bar()
+    monkeypatch.setattr(progress, "monotonic", lambda: next(now))
+    shown = progress.Bar()
     for done in (0, 5_000_000, 10_000_000):
         shown("reading", done, 10_000_000)
     shown.clear()

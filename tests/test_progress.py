@@ -14,7 +14,6 @@ import threading
 
 import pytest
 from helpers import find_launcher
-from in_process import assert_refused
 from program import LIMIT, PROGRAM, environment
 from test_resume_runs import TINY, here
 
@@ -157,11 +156,6 @@ def test_a_terminal_that_is_gone_ends_nothing(open_terminal, monkeypatch):
         assert (line.next, line.shown) == (math.inf, False)
 
 
-def test_refusal():
-    assert_refused(2, ["--progress 'bar': must be one of plain, line"],
-                   "train", "--progress", "bar")
-
-
 # --- a run in a pseudo-terminal
 
 
@@ -211,7 +205,6 @@ def test_plain_lines_at_a_terminal(here):
 
 
 @pytest.mark.slow
-@pytest.mark.skipif(find_launcher() is None, reason="no mpiexec: install .[mpich]")
 def test_a_line_under_mpiexec_where_it_is_asked_for(here):
     """The launcher passes on what rank 0 writes."""
     command = [find_launcher(), "-n", 2, *PROGRAM, "train", *WORDS, "--progress", "line", "--out",

@@ -134,8 +134,7 @@ def steps_and_losses(folder):
 def test_a_stopped_run_has_both_and_goes_on_in_them(here):
     words = [*TINY, "--eval-interval", "4", "--eval-tokens", "40"]
     train(here, *words, "--out", "whole")
-    result = ended(here, "stop", 6, *words, "--out", "run")
-    assert result.returncode == 75, result.tail()
+    ended(here, "stop", 6, *words, "--out", "run").ended(75)
     data = data_of((here / "run" / "report.html").read_text())
     last = int(re.fullmatch(r"stopped on request after step (\d) of 10", data["state"])[1])
     assert len(steps_and_losses(here / "run")) == last >= 6

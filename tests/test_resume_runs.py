@@ -1,20 +1,22 @@
 """Runs that are killed or stopped, and go on: they end as one that was never interrupted."""
 
 import contextlib
+import functools
 import json
 import shutil
-import sys
 
 import numpy as np
 import pytest
-from helpers import find_launcher, run_command, run_ranks
-from program import LIMIT, REPOSITORY, environment, metrics, mpipar, one_block
+from damage import flip
+from fault_table import fault
+from helpers import run_command, run_ranks
+from in_process import alone
+from program import FAULTY, LETTERS, LIMIT, block_of, environment, metrics, mpipar
 
 from mpipar.checkpoint.manifest import committed_steps, read_manifest
 from mpipar.commands.run_folder import newest_step
 from mpipar.errors import EXIT_ENVIRONMENT
 
-needs_mpiexec = pytest.mark.skipif(find_launcher() is None, reason="no mpiexec: install .[mpich]")
 TINY = """--data text.txt --layers 2 --d-model 8 --heads 2 --ffn 12 --seq-len 5 --batch-size 4
     --num-microbatches 2 --sample-tokens 4 --steps 10 --warmup-steps 2 --log-interval 4""".split()
 # float16 whose scale overflows at first, and doubles after three good steps
@@ -33,22 +35,21 @@ def here(tmp_path):
 
 def prepare(folder):
     """Write the text and the images."""
-    (folder / "text.txt").write_text("a short text, again and again. " * 30)
+    (folder / "text.txt").write_text(LETTERS)
     rng = np.random.default_rng(0)
     np.savez(folder / "images.npz", x=rng.normal(size=(60, 4, 4)), y=rng.integers(3, size=60))
 
 
 def train(here, *words, ranks=None, code=0):
     """Train in a folder; return what was printed. The run must end with this code."""
-    result = mpipar("train", *words, ranks=ranks, cwd=here)
-    assert result.returncode == code, result.tail()
+    start = functools.partial(mpipar, ranks=ranks) if ranks else alone
+    result = start("train", *words, cwd=here).ended(code)
     return result.stdout + result.stderr
 
 
 def ended(here, how, number, *words, ranks=None):
-    """A run that ended_run.py ends too early."""
-    argv = [sys.executable, str(REPOSITORY / "tests" / "ended_run.py"), how, str(number), "train",
-            *map(str, words)]
+    """A run that faulty_run.py ends too early."""
+    argv = [*FAULTY, f"{how}@{number}", "train", *map(str, words)]
     if ranks is None:
         return run_command(argv, LIMIT, environment(), here)
     return run_ranks(ranks, argv, LIMIT, environment(), here)
@@ -104,7 +105,6 @@ def test_a_killed_run_goes_on_as_if_nothing_had_been(words, here):
     assert "this run ended with step 10" in text
 
 
-@needs_mpiexec
 @pytest.mark.slow
 def test_experts_of_a_killed_run_go_on_elsewhere(here):
     """Their weights and state lie on four ranks, and are put together for a layout without ep."""
@@ -121,7 +121,6 @@ def test_experts_of_a_killed_run_go_on_elsewhere(here):
     assert len(pairs[0]) == 10
 
 
-@needs_mpiexec
 @pytest.mark.parametrize("form", [
     pytest.param("--no-save-async", marks=pytest.mark.slow), "--save-async"])
 def test_two_ranks_killed_twice(form, here):
@@ -129,30 +128,15 @@ def test_two_ranks_killed_twice(form, here):
     train(here, *words, "--out", "whole", ranks=2)
     for at in (5, 9):
         resume = ["--resume", "auto", form, "--save-interval", "2", "--out", "killed"]
-        result = ended(here, "kill", at, *words, *resume, ranks=2)
-        assert result.returncode == 69, result.tail()
+        ended(here, "kill", at, *words, *resume, ranks=2).ended(69)
     assert newest_step(here / "killed") >= 6
     train(here, *words, "--resume", "auto", "--out", "killed", ranks=2)
     assert_same_run(here / "whole", here / "killed")
 
 
-@pytest.mark.slow
-def test_killed_in_the_evaluation_only_that_is_left(here):
-    train(here, *TINY, "--out", "whole")
-    result = ended(here, "evaluate", 0, *TINY, "--out", "killed")
-    assert result.returncode == EXIT_ENVIRONMENT, result.tail()
-    before = (here / "killed" / "metrics.jsonl").read_bytes()
-    text = train(here, *TINY, "--resume", "auto", "--out", "killed")
-    assert "step 10/10" not in text
-    assert "held-out loss" in text
-    assert (here / "killed" / "metrics.jsonl").read_bytes() == before
-    assert_same_run(here / "whole", here / "killed")
-
-
 def test_a_stop_saves_and_the_run_goes_on(here):
     train(here, *TINY, "--out", "whole")
-    result = ended(here, "stop", 7, *TINY, "--out", "stopped")
-    assert result.returncode == 75, result.tail()
+    result = ended(here, "stop", 7, *TINY, "--out", "stopped").ended(75)
     step = newest_step(here / "stopped")
     assert step >= 7
     assert f"stopped on request after step {step}" in result.stdout
@@ -162,13 +146,16 @@ def test_a_stop_saves_and_the_run_goes_on(here):
 
 
 @pytest.mark.slow
-def test_killed_before_the_first_save_it_starts_at_step_1(here):
+@pytest.mark.parametrize(("how", "number", "lines", "said"), [
+    ("kill", 6, 4, "no checkpoint: the run starts at step 1"),  # before the first save
+    ("evaluate", 0, 10, "held-out loss")])  # only that is left
+def test_killed_without_an_interval_of_saves(how, number, lines, said, here):
     train(here, *TINY, "--out", "whole")
-    result = ended(here, "kill", 6, *TINY, "--out", "killed")
-    assert result.returncode == EXIT_ENVIRONMENT, result.tail()
-    assert len(metrics(here / "killed")) == 4
+    ended(here, how, number, *TINY, "--out", "killed").ended(EXIT_ENVIRONMENT)
+    assert len(metrics(here / "killed")) == lines
     text = train(here, *TINY, "--resume", "auto", "--out", "killed")
-    assert "no checkpoint: the run starts at step 1" in text
+    assert said in text
+    assert ("step 10/10" in text) == (lines < 10)
     assert_same_run(here / "whole", here / "killed")
 
 
@@ -191,8 +178,7 @@ def test_a_run_that_goes_on_with_a_mistake_is_found_out(twin, killed, tmp_path):
     """Broken twins: assert_same_run must see each of them, and nothing else."""
     here = tmp_path / "here"
     shutil.copytree(killed, here)
-    result = ended(here, twin, 0, "--resume", "auto", "--out", "killed")
-    assert result.returncode == 0, result.tail()
+    ended(here, twin, 0, "--resume", "auto", "--out", "killed").ended()
     with contextlib.nullcontext() if twin == "nothing" else pytest.raises(AssertionError):
         assert_same_run(here / "whole", here / "killed")
 
@@ -200,14 +186,6 @@ def test_a_run_that_goes_on_with_a_mistake_is_found_out(twin, killed, tmp_path):
 # --- damage, and disks that are full
 
 
-def flip(path):
-    """Change one bit in the middle of a file."""
-    data = bytearray(path.read_bytes())
-    data[len(data) // 2] ^= 1
-    path.write_bytes(data)
-
-
-@needs_mpiexec
 def test_damage_on_one_rank_makes_all_fall_back(here):
     """Only rank 1 reads the damaged file."""
     train(here, *TINY, "--pp", "2", "--save-interval", "5", "--out", "run", ranks=2)
@@ -235,20 +213,19 @@ def test_no_checkpoint_is_whole(here):
     assert len(metrics(here / "run")) == 10
 
 
+@fault(22, "no space at an interval: a warning, and the run goes on", 0)
 def test_no_space_at_an_interval_is_a_warning(here):
-    result = ended(here, "no-space", 2, *TINY, "--save-interval", "3", "--out", "run")
-    assert result.returncode == 0, result.tail()
+    result = ended(here, "no-space", 2, *TINY, "--save-interval", "3", "--out", "run").ended()
     assert result.stdout.count("WARNING") == 1
     assert "step-00000006: the checkpoint could not be written: rank 0: No space" in result.stdout
     assert [step for step, _ in committed_steps(here / "run" / "checkpoints")] == [9, 10]
     assert len(list((here / "run" / "checkpoints").iterdir())) == 2
 
 
+@fault(22, "no space at the last save", 74)
 def test_no_space_at_the_end_keeps_the_former_checkpoint(here):
     result = ended(here, "full", 3, *TINY, "--save-interval", "3", "--out", "run")
-    code, block = one_block(result)
-    assert code == 74
-    assert "No space left on device" in block
+    block_of(result, 74, "No space left on device")
     assert [path.name for path in sorted((here / "run" / "checkpoints").iterdir())] == [
         "step-00000003", "step-00000006"]
     train(here, "--resume", "auto", "--out", "run")

@@ -14,31 +14,26 @@ import threading
 from concurrent.futures import ThreadPoolExecutor
 
 import pytest
-from helpers import find_launcher, run_command, run_ranks
-from program import BLOCK, LIMIT, PROGRAM, environment, metrics, mpipar, one_block
+from fault_table import fault
+from helpers import run_command, run_ranks
+from in_process import alone
+from program import BLOCK, LIMIT, PROGRAM, block_of, environment, metrics, mpipar, one_block
 
 from mpipar.console import output
 from mpipar.job import failure
 
-needs_mpiexec = pytest.mark.skipif(find_launcher() is None, reason="no mpiexec: install .[mpich]")
 TINY = """--layers 2 --d-model 8 --heads 2 --seq-len 5 --batch-size 4 --num-microbatches 2
     --sample-tokens 4""".split()
 SHORT = [*TINY, "--steps", "2"]
 
 
-@pytest.fixture
-def text_folder(tmp_path):
-    """A folder to start in, with a text in it."""
-    (tmp_path / "text.txt").write_text("a short text, again and again. " * 30)
-    return tmp_path
+def train(text_folder, *words, **options):
+    return mpipar("train", "--data", "text.txt", *words, **options, cwd=text_folder)
 
 
-def train(text_folder, *words, ranks=None, env=None):
-    return mpipar("train", "--data", "text.txt", *words, ranks=ranks, env=env, cwd=text_folder)
-
-
-def left_behind(text_folder):
-    return sorted(path.name for path in text_folder.iterdir() if path.name != "text.txt")
+def train_here(text_folder, *words):
+    """Train on one rank in this process."""
+    alone("train", "--data", "text.txt", *SHORT, *words, cwd=text_folder).ended()
 
 
 # --- small and odd sizes
@@ -49,9 +44,10 @@ def left_behind(text_folder):
     "--layers 1 --ffn 1", "--batch-size 2 --num-microbatches 1 --steps 1",
 ])  # fmt: skip
 def test_odd_sizes_train(words, text_folder):
-    result = train(text_folder, *SHORT, "--out", "run", *words.split())
-    assert result.returncode == 0, result.tail()
+    (text_folder / "run").mkdir()  # an empty folder is used
+    train_here(text_folder, "--out", "run", *words.split())
     assert metrics(text_folder / "run")[-1]["loss"] > 0
+    assert (text_folder / "run" / "config.toml").is_file()
 
 
 # --- run folder
@@ -59,10 +55,10 @@ def test_odd_sizes_train(words, text_folder):
 
 def test_run_folders_are_numbered_and_named(text_folder):
     for words in ([], [], ["--run-name", "mine"], []):
-        assert train(text_folder, *SHORT, *words).returncode == 0
+        train_here(text_folder, *words)
     names = sorted(path.name for path in (text_folder / "runs").iterdir())
     assert names == ["0001", "0002", "0003", "mine"]
-    assert left_behind(text_folder) == ["runs"]
+    assert {path.name for path in text_folder.iterdir()} == {"runs", "text.txt"}
 
 
 def test_two_runs_at_once_get_two_folders(text_folder):
@@ -74,19 +70,6 @@ def test_two_runs_at_once_get_two_folders(text_folder):
     folders = sorted((text_folder / "runs").iterdir())
     assert [folder.name for folder in folders] == ["0001", "0002", "0003"]
     assert all(len(metrics(folder)) == 2 for folder in folders)
-
-
-def test_empty_folder_is_used(text_folder):
-    (text_folder / "fresh").mkdir()
-    assert train(text_folder, *SHORT, "--out", "fresh").returncode == 0
-    assert (text_folder / "fresh" / "config.toml").is_file()
-
-
-def test_folder_that_cannot_be_made(text_folder):
-    code, block = one_block(train(text_folder, *SHORT, "--out", "text.txt/run"))
-    assert code in (2, 74)
-    assert "text.txt/run" in block
-    assert "Traceback" not in block
 
 
 FULL_DISK = """
@@ -103,27 +86,23 @@ launch.guard(cli.main, sys.argv[2:])
 """
 
 
-@needs_mpiexec
+@fault(22, "no space at the start, or for the weights", 74)
 @pytest.mark.parametrize("limit", [500, 1000, 8000], ids=["config", "log", "weights"])
 def test_full_disk_is_said_with_code_74(limit, text_folder):
     """A limit on the size of files stands for the disk."""
     command = [sys.executable, "-c", FULL_DISK, str(limit), "train", "--data", "text.txt", *SHORT,
                "--out", "run"]
-    code, block = one_block(run_ranks(2, command, LIMIT, environment(), text_folder))
-    assert code == 74
-    assert "File too large" in block
-    assert "run" in block
+    block = block_of(run_ranks(2, command, LIMIT, environment(), text_folder), 74, "File too large",
+                     "run")
     assert "Traceback" not in block
     assert not list((text_folder / "run").glob("weights/*.safetensors*"))
 
 
-@needs_mpiexec
 def test_a_disk_that_is_too_small_for_trace_and_metrics_does_not_end_the_run(text_folder):
     """The weights fit, and they are what the run is for."""
     command = [sys.executable, "-c", FULL_DISK, "40000", "train", "--data", "text.txt", *TINY,
                "--tp", "2", "--steps", "100", "--trace", "1:30", "--out", "run"]
-    result = run_ranks(2, command, LIMIT, environment(), text_folder)
-    assert result.returncode == 0, result.tail()
+    result = run_ranks(2, command, LIMIT, environment(), text_folder).ended()
     warnings = [line for line in result.stderr.splitlines() if "warning" in line]
     assert len(warnings) == 2
     assert re.search(r"rank \d can't write its trace: .*File too large", warnings[0])
@@ -239,8 +218,7 @@ def test_a_run_goes_on_without_standard_output(streams, warned, text_folder):
     """A closed stream's number must not go to the next file that is opened, such as log.txt."""
     words = [*PROGRAM, "train", "--data", "text.txt", *SHORT, "--out", "run"]
     result = run_command(["bash", "-c", f"set -o pipefail; {shlex.join(words)} {streams}"], LIMIT,
-                         environment(), text_folder)
-    assert result.returncode == 0, result.tail()
+                         environment(), text_folder).ended()
     assert ("standard output can't be written" in result.stderr) == warned, result.tail()
     assert BLOCK not in result.stderr
     log = (text_folder / "run" / "log.txt").read_text()
@@ -250,12 +228,10 @@ def test_a_run_goes_on_without_standard_output(streams, warned, text_folder):
 
 
 def test_a_result_without_standard_output_does_not_blame_the_run_folder(text_folder):
-    assert train(text_folder, *SHORT, "--out", "run").returncode == 0
+    train_here(text_folder, "--out", "run")
     words = shlex.join([*PROGRAM, "generate", "run", "--prompt", "a"])
     full = run_command(["bash", "-c", f"{words} >/dev/full"], LIMIT, environment(), text_folder)
-    code, block = one_block(full)
-    assert code == 74
-    assert "the output can't be written" in block
+    block = block_of(full, 74, "the output can't be written")
     assert "run:" not in block
 
 
@@ -269,8 +245,7 @@ def test_console_of_another_encoding(encoding, text_folder):
               "PYTHONIOENCODING": encoding}
     (text_folder / "prompt.toml").write_text('prompt = "caf\u00e9 \u20ac"', "utf-8")
     result = train(text_folder, *SHORT, "--seq-len", "16", "--out", "run", "--config",
-                   "prompt.toml", env=locale)
-    assert result.returncode == 0, result.tail()
+                   "prompt.toml", env=locale).ended()
     assert "caf\u00e9 \u20ac" in (text_folder / "run" / "log.txt").read_text("utf-8")
     assert 'prompt = "caf\u00e9 \u20ac"' in (text_folder / "run" / "config.toml").read_text("utf-8")
     assert "The " not in result.stdout
@@ -286,12 +261,11 @@ def test_console_of_another_encoding(encoding, text_folder):
 # --- a loss that is not finite
 
 
-@needs_mpiexec
+@fault(32, "a loss that is not finite", 79)
 def test_non_finite_loss_ends_all_ranks(text_folder):
     words = "--steps 50 --out run --lr 1e30 --clip 0 --warmup-steps 0 --optimizer sgd".split()
     result = train(text_folder, *TINY, *words, ranks=4)
-    code, block = one_block(result)
-    assert code == 79
+    block = block_of(result, 79)
     assert re.search(r"step \d+: loss \S+, gradient norm \S+: .*--lr \(now 1e\+30\)", block)
     assert not list((text_folder / "run").glob("weights/*.safetensors*")), "they are of no use"
     steps = [line["step"] for line in metrics(text_folder / "run")]

@@ -12,7 +12,8 @@ from docs.build import site
 @pytest.mark.sphinx
 @pytest.mark.filterwarnings("ignore::DeprecationWarning", "ignore::PendingDeprecationWarning")
 def test_the_site_is_built_without_warnings_and_its_links_lead_somewhere(tmp_path):
-    assert site.build(tmp_path) == 0
+    # Each page would list all functions in its side bar, and then drop them: half of the time.
+    assert site.build(tmp_path, toc_object_entries=False) == 0
     pages = {path.relative_to(tmp_path): path.read_text() for path in tmp_path.rglob("*.html")}
     written = [path.relative_to(REPOSITORY / "docs").with_suffix(".html")
                for path in (REPOSITORY / "docs").rglob("*.md")]

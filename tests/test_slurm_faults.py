@@ -44,8 +44,7 @@ def weights(tmp_path_factory):
     def run(seed):
         folder = tmp_path_factory.mktemp("whole")
         write_text(folder)
-        result = mpipar("train", *RUN, "--seed", seed, "--out", "run", ranks=2, cwd=folder)
-        assert result.returncode == 0, result.tail()
+        mpipar("train", *RUN, "--seed", seed, "--out", "run", ranks=2, cwd=folder).ended()
         return weights_in(folder / "run")
 
     return run

@@ -7,6 +7,7 @@ import types
 import numpy as np
 import pytest
 from config_helpers import changed
+from fault_table import fault
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from test_data import BATCH_SIZE, SEQ_LEN, rows_of
@@ -254,6 +255,7 @@ def test_a_token_file_that_changes_while_it_is_read(change, message, tmp_path):
         rows.train(2, 0)
 
 
+@fault(12, "data of more than 4 GiB", None)
 def test_data_of_more_than_4_gib(tmp_path, monkeypatch):
     """No signed 32-bit number counts its tokens, and none its bytes. Reading them takes long."""
     monkeypatch.setattr(TokenFiles, "check", lambda tokens: None)

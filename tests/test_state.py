@@ -8,6 +8,7 @@ import signal
 
 import numpy as np
 import pytest
+from fault_table import fault
 from safetensors.numpy import load_file
 from simulated_ranks import on_all, workers_of
 from state_cases import (
@@ -253,6 +254,7 @@ def test_a_second_save_waits_for_the_first(tmp_path):
 # --- another model
 
 
+@fault(20, "a checkpoint of another model", 65)
 def test_another_model_is_refused_with_a_table(tmp_path):
     written = saved(config_for(), 1, tmp_path)
     manifest = read_manifest(written)

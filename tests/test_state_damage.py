@@ -8,6 +8,7 @@ import shutil
 
 import numpy as np
 import pytest
+from fault_table import fault
 from safetensors.numpy import load_file, save_file
 from state_cases import assert_filled, config_for, loaded, saved
 
@@ -102,6 +103,7 @@ def test_the_folder_of_another_step(folder):
     assert_damaged(renamed, "is of step 3, its folder of another")
 
 
+@fault(18, "a stray file of another layout", 0)
 def test_a_stray_file_is_reported_and_not_read(folder):
     shutil.copy(folder / PIECES, folder / "pieces-00002.safetensors")
     problem, = damage(folder)
@@ -204,6 +206,7 @@ HOSTILE = {
     "a negative counter": (entry("loss_scale", "skipped", value=-1), "whole number"),
     "a counter with a point": (entry("loss_scale", "good", value=5.0), "whole number"),
     "a huge step": (entry("step", value=2**60), "whole number"),
+    "an unknown axis": (entry("layout", "zp", value=2), "axis 'zp'"),
     "a layout of texts": (entry("layout", "dp", value="2"), "whole number"),
     "an entry more": (entry("more", value=1), "is not a manifest"),
     "lists in lists": (entry("data", "x", value=json.loads("[" * 100 + "]" * 100)), "deep inside"),
@@ -211,6 +214,7 @@ HOSTILE = {
 }
 
 
+@fault(23, "hostile manifests", 65)
 @pytest.mark.parametrize("case", HOSTILE)
 def test_a_hostile_manifest_is_refused(case, folder):
     change, part = HOSTILE[case]
@@ -219,6 +223,11 @@ def test_a_hostile_manifest_is_refused(case, folder):
     with pytest.raises(DataError, match=part):
         read_manifest(folder)
     assert damage(folder)
+
+
+def test_an_axis_that_a_checkpoint_does_not_name_had_one_rank(folder):
+    rewrite(folder, without("layout", "cp"))
+    assert read_manifest(folder).layout == {"pp": 1, "dp": 2, "cp": 1, "tp": 1}
 
 
 @pytest.mark.parametrize("text", [

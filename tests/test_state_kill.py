@@ -7,6 +7,7 @@ import signal
 from pathlib import Path
 
 import pytest
+from fault_table import fault
 from simulated_ranks import workers_of
 from state_cases import assert_filled, config_for, fill, loaded, savers_of
 
@@ -79,6 +80,7 @@ def newest(folder):
                 if not damage(path))
 
 
+@fault(15, "kill -9 at each call of a save", None)
 @pytest.mark.parametrize("background", [
     False, pytest.param(True, marks=pytest.mark.slow)], ids=["at once", "background"])
 @pytest.mark.parametrize("start", ["step 1", "a damaged step 2"])

@@ -1,59 +1,44 @@
 """A rank that a signal has killed is named; a run folder that a host does not see is refused."""
 
 import re
-import sys
 
 import pytest
-from helpers import REPOSITORY, find_launcher, run_command, run_ranks
-from program import LIMIT, PROGRAM, environment, mpipar, one_block
+from fault_table import fault
+from helpers import run_ranks
+from in_process import printed
+from program import FAULTY, LIMIT, block_of, environment, mpipar, pair
 
 from mpipar.errors import OutputError
 from mpipar.job import lock, status
 
-needs_mpiexec = pytest.mark.skipif(find_launcher() is None, reason="no mpiexec: install .[mpich]")
 SMALL = ("train --layers 2 --d-model 8 --heads 2 --seq-len 5 --batch-size 4 --sample-tokens 0"
          " --num-microbatches 1 --data text.txt --out run").split()
 
 
-@pytest.fixture
-def text_folder(tmp_path):
-    """A folder to start in, with a text in it."""
-    (tmp_path / "text.txt").write_text("a short text, again and again. " * 30)
-    return tmp_path
-
-
-@needs_mpiexec
+@fault(25, "kill -9 of a rank: the next start and ckpt ls name it", None)
 def test_a_killed_rank_is_named_by_ls_and_by_the_next_start(text_folder):
-    fault = [sys.executable, str(REPOSITORY / "tests" / "faulty_run.py"), "killed"]
     words = [*SMALL, "--layout", "tp=2", "--steps", "8"]
-    killed = run_ranks(2, [*fault, *words], LIMIT, environment(), text_folder)
+    killed = run_ranks(2, [*FAULTY, "killed", *words], LIMIT, environment(), text_folder)
     assert killed.returncode not in (0, 1), killed.tail()
     named = r"was killed .*(\n.*)*rank 1 on \S+ \(pid \d+\), in step \d, phase F, since"
-    listed = mpipar("ckpt", "ls", "run", cwd=text_folder)
-    assert re.search(named, listed.stdout), listed.tail()
-    again = mpipar(*words, "--resume", "auto", ranks=2, cwd=text_folder)
-    assert again.returncode == 0, again.tail()
+    assert re.search(named, printed("ckpt", "ls", text_folder / "run"))
+    mpipar(*words, "--resume", "auto", ranks=2, cwd=text_folder).ended()
     log = (text_folder / "run" / "log.txt").read_text()
     assert re.search(named, log)
     assert "took over the lock" in log
-    assert "killed" not in mpipar("ckpt", "ls", "run", cwd=text_folder).stdout
+    assert "killed" not in printed("ckpt", "ls", text_folder / "run")
     assert not {"status", "lock"} & {path.name for path in (text_folder / "run").iterdir()}
 
 
+@fault(7, "a run folder that a rank does not see", 74)
 @pytest.mark.slow
-@needs_mpiexec
 def test_a_run_folder_that_a_rank_does_not_see_is_74(text_folder):
     """Two working folders stand for two hosts without a shared disk."""
     other = text_folder / "other"
     other.mkdir()
     (other / "text.txt").write_bytes((text_folder / "text.txt").read_bytes())
-    words = [*PROGRAM, *SMALL, "--layout", "tp=2", "--steps", "1"]
-    result = run_command([find_launcher(), "-n", "1", "-wdir", text_folder, *words, ":", "-n", "1",
-                          "-wdir", other, *words], LIMIT, environment(), text_folder)
-    code, block = one_block(result)
-    assert code == 74
-    assert "does not see" in block
-    assert "rank 1 of 2" in block
+    words = [*SMALL, "--layout", "tp=2", "--steps", "1"]
+    block_of(pair(words, words, [text_folder, other]), 74, "does not see", "rank 1 of 2")
     assert not (text_folder / "run" / lock.NAME).exists()
 
 

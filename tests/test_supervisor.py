@@ -1,6 +1,6 @@
 """Who ends without the job's own end is not exit code 0; and nobody else's files are trusted.
 
-Ranks that die inside a run are in test_faults.py.
+Ranks that die inside a run are in test_faults.py, other ends of a job in test_launch.py.
 """
 
 import os
@@ -10,53 +10,26 @@ from pathlib import Path
 
 import pytest
 from fault_table import fault
-from helpers import find_launcher, run_command, run_ranks
-from program import LIMIT, environment, one_block
+from helpers import run_command, run_ranks
+from program import LIMIT, block_of, environment
 
 from mpipar.job import environment as job_environment
 from mpipar.job.environment import own_folder, scratch
 
 JOB = [sys.executable, Path(__file__).parent / "launch_job.py"]
-needs_mpiexec = pytest.mark.skipif(find_launcher() is None, reason="no mpiexec: install .[mpich]")
-
-
-@needs_mpiexec
-@pytest.mark.parametrize("ranks", [1, 3])
-def test_a_library_that_ends_every_rank_is_told_once(ranks):
-    code, block = one_block(run_ranks(ranks, [*JOB, "leave"], LIMIT, environment()))
-    assert code == 70
-    assert "has ended with exit code 0 before its job had ended" in block
-
-
-@needs_mpiexec
-def test_a_defect_of_all_ranks_is_told_once():
-    assert one_block(run_ranks(4, [*JOB, "all"], LIMIT, environment()))[0] == 70
-
-
-@needs_mpiexec
-def test_console_that_takes_nothing_does_not_keep_the_job():
-    assert run_ranks(2, [*JOB, "unheard"], LIMIT, environment()).returncode == 70
-
-
-@needs_mpiexec
-def test_what_one_rank_does_at_the_end_keeps_no_other_waiting():
-    assert run_ranks(3, [*JOB, "alone"], LIMIT, environment()).returncode == 0
 
 
 STARTED = "from mpi4py import MPI; from mpipar.job.session import guard; guard(lambda *_: 0)"
 
 
-@needs_mpiexec
 def test_an_mpi_that_has_started_before_the_fork_is_refused():
     """MPI_Finalize would wait for threads that only the parent has."""
-    code, block = one_block(run_command([sys.executable, "-c", STARTED], LIMIT, environment()))
-    assert code == 70
-    assert "Import mpi4py.MPI inside main" in block
+    block_of(run_command([sys.executable, "-c", STARTED], LIMIT, environment()), 70,
+             "Import mpi4py.MPI inside main")
 
 
 def test_a_process_without_a_launcher_is_watched_too():
-    code, block = one_block(run_command([*JOB, "leave"], LIMIT, environment()))
-    assert code == 70
+    block = block_of(run_command([*JOB, "leave"], LIMIT, environment()), 70)
     assert "rank" not in block.splitlines()[2]
 
 
@@ -73,9 +46,7 @@ guard(lambda argv, session: os.kill(os.getpid(), int(argv[0])))
     (11, 70, "signal 11 (Segmentation fault)")])
 def test_a_signal_that_kills_is_named(sign, code, said):
     result = run_command([sys.executable, "-c", KILLED, str(sign)], LIMIT, environment())
-    found, block = one_block(result)
-    assert found == code
-    assert said in block
+    block_of(result, code, said)
 
 
 PAUSED = """
@@ -105,8 +76,7 @@ guard(started)
 @fault(61, "a rank is paused and goes on: Ctrl-Z and fg, or SLURM's suspend", 0)
 def test_a_parent_that_was_paused_waits_and_passes_on_signals_as_before():
     """As after Ctrl-Z and fg, or when SLURM suspends a job: a look outlasts its time."""
-    result = run_command([sys.executable, "-c", PAUSED], LIMIT, environment())
-    assert result.returncode == 0, result.tail()
+    run_command([sys.executable, "-c", PAUSED], LIMIT, environment()).ended()
 
 
 # --- folders that other users could have made
@@ -149,13 +119,11 @@ def test_temporary_files_lie_in_the_user_s_own_folder_if_there_is_one(tmp_path, 
     assert scratch("name").parent == Path("/somewhere")
 
 
-@needs_mpiexec
 def test_planted_records_choose_neither_exit_code_nor_silence(tmp_path):
     """Files of the names that earlier jobs have used for a decision."""
     target = tmp_path / "target"
     (tmp_path / "errors").mkdir()
     (tmp_path / "errors" / "first.json").write_text('{"exit_code": 0}')
     (tmp_path / "errors" / "rank-1.json").symlink_to(target)
-    code, _ = one_block(run_ranks(2, [*JOB, "exception", tmp_path], LIMIT, environment()))
-    assert code == 70
+    block_of(run_ranks(2, [*JOB, "exception", tmp_path], LIMIT, environment()), 70)
     assert not target.exists()

@@ -6,7 +6,7 @@ from types import SimpleNamespace
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from program import TEXT, mpipar, one_block, section
+from program import TEXT, block_of, mpipar, section
 
 from bench.matmul.cut_product import NAME, PHASES, CutProduct, Sizes, whole
 from mpipar import ops as ops_module
@@ -53,15 +53,12 @@ def test_a_chain_is_booked_with_its_mean(operation):
 
 
 def test_ring_without_cut_tokens_is_refused_with_exit_code_2():
-    code, text = one_block(mpipar(*SMALL, "--tp-matmul", "ring", ranks=2))
-    assert code == 2
-    assert "--sequence-parallel" in text
+    block_of(mpipar(*SMALL, "--tp-matmul", "ring", ranks=2), 2, "--sequence-parallel")
 
 
 def test_a_run_reports_barriers_by_name_and_how_much_of_the_ring_is_hidden(tmp_path):
     done = mpipar(*SMALL, "--sequence-parallel", "--tp-matmul", "ring", "--out", tmp_path / "run",
-                  ranks=2)
-    assert done.returncode == 0, done.tail()
+                  ranks=2).ended()
     lines = section(done.stdout, "barriers of a step")
     found = {tuple(line.split()[1:4]) for line in lines if line.startswith("tp")}
     for name, phases in (("attn.qkv", "FIW"), ("ffn.up", "FIW"), ("attn.proj", "FI"),
@@ -76,9 +73,8 @@ def test_a_run_reports_barriers_by_name_and_how_much_of_the_ring_is_hidden(tmp_p
 
 @pytest.mark.slow
 def test_costs_for_the_choice_of_a_schedule(tmp_path):
-    done = mpipar(*SMALL[:-4], "--tp", 2, "--pp", 2, "--schedule", "auto", "--sequence-parallel",
-                  "--out", tmp_path / "run", ranks=4)
-    assert done.returncode == 0, done.tail()
+    mpipar(*SMALL[:-4], "--tp", 2, "--pp", 2, "--schedule", "auto", "--sequence-parallel",
+           "--out", tmp_path / "run", ranks=4).ended()
 
 
 def reduce_trace(posted):

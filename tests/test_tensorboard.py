@@ -27,8 +27,7 @@ def curves(folder):
 @needs_package
 def test_a_run_that_goes_on_has_each_step_once(here):
     train(here, *WORDS, "--out", "whole")
-    result = ended(here, "stop", 4, *WORDS, "--out", "run")  # a step with an evaluation
-    assert result.returncode == 75, result.tail()
+    ended(here, "stop", 4, *WORDS, "--out", "run").ended(75)  # a step with an evaluation
     train(here, "--resume", "auto", "--out", "run")
     assert len(list((here / "run" / "tensorboard").iterdir())) == 2
     found, whole = (curves(here / name) for name in ("run", "whole"))

@@ -9,7 +9,6 @@ import pytest
 from trace_cases import blocking, trace
 
 from mpipar.commands.trace import show
-from mpipar.errors import OutputError
 from mpipar.files.text import harmless
 from mpipar.trace import html, pop
 from mpipar.trace.analysis import analyse
@@ -53,11 +52,6 @@ def test_a_pipeline_that_failed_in_its_last_step(steps, schedule, capsys):
     assert ("busy share and bubble" in text) == (data["pipeline"] is not None) == (steps > 1)
     if steps > 1:
         assert pop.pipeline_bubble(failed) == pop.pipeline_bubble(before)
-
-
-def test_a_file_that_cannot_be_written_is_an_output_error(tmp_path):
-    with pytest.raises(OutputError, match="cannot write"):
-        html.write(analyse(case()), tmp_path / "no" / "page.html")
 
 
 def data_of(page):

@@ -1,13 +1,9 @@
 """Real runs with a rank or link that is late by half a step or more: rank and cause are named."""
 
-import sys
-
 import numpy as np
 import pytest
-from helpers import REPOSITORY, find_launcher, run_ranks
-from program import environment
+from traced_runs import traced
 
-from mpipar.trace import trace_file
 from mpipar.trace.analysis import analyse
 
 pytestmark = pytest.mark.slow
@@ -28,17 +24,12 @@ FAULTS = {
 
 
 def analysed(folder, fault, layout):
-    if find_launcher() is None:
-        pytest.skip("no mpiexec: install .[mpich]")
     flags = ["--trace-ops"] * (fault in "FB") + ["--save-interval", "1"] * (fault == "save")
     flags += ["--layers", "4"] * (layout in FOUR)
     tokens = folder.with_name("tokens.bin")
     (np.arange(2_000, dtype=np.uint16) % 256).tofile(tokens)  # little to evaluate
-    command = [sys.executable, str(REPOSITORY / "tests" / "late_run.py"), fault, "train", *SIZE,
-               *flags, "--data", str(tokens), "--layout", layout, "--out", str(folder)]
-    result = run_ranks(4 if layout in FOUR else 2, command, 100, environment())
-    assert result.returncode == 0, result.tail()
-    return analyse(trace_file.read(folder))
+    return analyse(traced(folder, *SIZE, *flags, "--data", str(tokens), "--layout", layout,
+                          fault=fault, ranks=4 if layout in FOUR else 2))
 
 
 def undisturbed(folder, fault, layout, accepted):

@@ -6,7 +6,6 @@ from collections import defaultdict
 import pytest
 from trace_cases import blocking, record, span, trace, with_operations
 
-from mpipar.errors import OutputError
 from mpipar.trace import perfetto, waits
 from mpipar.trace.planted import Run, Simulator
 
@@ -166,9 +165,3 @@ def test_operations_of_layers_lie_inside_their_passes():
     assert (operations[0][0], operations[-1][1]) == (start, end) == (2_000, 44_000)
     operation = next(event for event in found if event["name"].startswith("block2."))
     assert operation["args"] == {"phase": "F", "step": 1, "stage": 0, "mb": 0}
-
-
-def test_a_file_that_cannot_be_written_is_an_output_error(tmp_path):
-    case = example()
-    with pytest.raises(OutputError, match="cannot write"):
-        perfetto.write(case, waits.find(case), tmp_path / "no" / "trace.json")

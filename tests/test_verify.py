@@ -1,12 +1,13 @@
 """`mpipar verify`, a proof for any user: it says yes if all is well, and no otherwise."""
 
+import functools
 import re
 import sys
 
 import numpy as np
 import pytest
-from helpers import find_launcher, run_ranks
-from in_process import assert_refused
+from helpers import run_ranks
+from in_process import alone, assert_refused, printed
 from one_rank import fresh
 from program import LIMIT, cells, environment, layout_flags, mpipar, section
 
@@ -16,7 +17,6 @@ from mpipar.config.sections import Config
 from mpipar.train.build import configured_schedule
 from mpipar.train.verify import serial_config
 
-pytestmark = pytest.mark.skipif(find_launcher() is None, reason="no mpiexec: install .[mpich]")
 SMALL = """--layers 3 --d-model 12 --heads 6 --ffn 31 --seq-len 5 --batch-size 8
     --num-microbatches 2""".split()
 # One function replaced: the result of one barrier is thrown away.
@@ -34,11 +34,15 @@ launch.guard(cli.main, sys.argv[1:])
 
 
 @pytest.mark.parametrize("layout", [(1, 1, 1), (1, 2, 1), (2, 1, 2), (1, 1, 3)], ids=str)
-def test_says_yes(layout):
-    ranks = layout[0] * layout[1] * layout[2]
-    result = mpipar("verify", *SMALL, *layout_flags(layout), ranks=ranks)
-    assert result.returncode == 0, result.tail()
+def test_says_yes(layout, tmp_path):
+    """In float64 and by plain SGD, whatever the flags say; and nothing is left behind."""
     dp, pp, tp = layout
+    words = ["verify", *SMALL, *layout_flags(layout), "--dtype", "float32", "--optimizer", "adamw"]
+    ranks = dp * pp * tp
+    start = functools.partial(mpipar, ranks=ranks) if ranks > 1 else alone
+    result = start(*words, cwd=tmp_path).ended()
+    assert "in float64 in place of float32" in result.stdout
+    assert list(tmp_path.iterdir()) == []
     assert f"dp {dp} x pp {pp} x tp {tp}, schedule 1f1b, 2 microbatches" in result.stdout
     rows = [cells(line) for line in section(result.stdout, "tensor")]
     names = [row[0] for row in rows]
@@ -54,8 +58,7 @@ def test_says_yes(layout):
 
 def test_says_no_and_where():
     command = [sys.executable, "-c", BROKEN, "verify", *SMALL, "--tp", "2", "--dp", "1"]
-    result = run_ranks(2, command, LIMIT, environment())
-    assert result.returncode == 1, result.tail()
+    result = run_ranks(2, command, LIMIT, environment()).ended(1)
     rows = [cells(line) for line in section(result.stdout, "tensor")]
     bad = {row[0] for row in rows if row[-1] == "DIFFERS"}
     assert "block1.norm2.w" in bad, "its gradient comes straight from the broken sum"
@@ -72,10 +75,8 @@ def test_a_schedule_that_is_chosen_later_is_refused_once():
 
 def test_a_schedule_from_a_file_or_with_groups_is_none_of_the_one_rank_s(tmp_path):
     path = tmp_path / "order.csv"
-    made = mpipar("schedule", "1f1b", "--pp", 2, "--num-microbatches", 2, "--csv", path)
-    assert made.returncode == 0, made.tail()
-    result = mpipar("verify", *SMALL, "--pp", 2, "--schedule-csv", path, ranks=2)
-    assert result.returncode == 0, result.tail()
+    printed("schedule", "1f1b", "--pp", 2, "--num-microbatches", 2, "--csv", path)
+    result = mpipar("verify", *SMALL, "--pp", 2, "--schedule-csv", path, ranks=2).ended()
     assert f"x tp 1, schedule {path}, 2 microbatches" in result.stdout
     grid = GridConfig(schedule="interleaved", pp=2, num_microbatches=4, group_size=2)
     assert configured_schedule(serial_config(Config(grid=grid)).grid).pp_size == 1
@@ -89,21 +90,8 @@ def test_takes_the_weights_that_it_is_given(tmp_path):
         param.data += 0.1 * rng.standard_normal(param.data.shape)
     checkpoint.save(worker, tmp_path)
     words = ["verify", "--init-from", tmp_path, "--batch-size", "4", "--num-microbatches", "1"]
-    given = mpipar(*words, "--tp", "3", ranks=3)
-    assert given.returncode == 0, given.tail()
+    given = mpipar(*words, "--tp", "3", ranks=3).ended()
     shape = ["--layers", "2", "--d-model", "12", "--heads", "3", "--ffn", "21", "--seq-len", "6"]
     random = mpipar("verify", *shape, *words[3:], "--tp", "3", ranks=3)
     assert given.stdout.split("tensor")[0] == random.stdout.split("tensor")[0]
     assert section(given.stdout, "tensor") != section(random.stdout, "tensor")
-
-
-def test_float64_and_plain_sgd_whatever_the_flags_say():
-    result = mpipar("verify", *SMALL, "--dtype", "float32", "--optimizer", "adamw", "--tp", "2",
-                    "--dp", "1", ranks=2)  # fmt: skip
-    assert result.returncode == 0, result.tail()
-    assert "float64" in result.stdout
-
-
-def test_leaves_nothing_behind(tmp_path):
-    assert mpipar("verify", *SMALL, cwd=tmp_path).returncode == 0
-    assert list(tmp_path.iterdir()) == []

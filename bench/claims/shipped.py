@@ -15,18 +15,16 @@ from typing import Any
 
 import numpy as np
 
-from bench.claims import layouts
+from bench.claims.computed import layout_name
+from bench.training import Trained
 from mpipar import ops as ops_module
 from mpipar.comm.facts import broadcast_text
-from mpipar.comm.grid import Grid
 from mpipar.comm.record import Recorder
-from mpipar.data.rows import Rows
 from mpipar.errors import DriftError, HangError
 from mpipar.learn import small_model
 from mpipar.learn.shipped import SHIPPED
 from mpipar.learn.twins import GITHUB, TWINS, Twin
 from mpipar.train.replicas import Replicas
-from mpipar.train.worker import Worker
 
 STEPS, LAST = 40, 5  # of a training run, and those whose mean loss is shown
 TRAINING = {"steps": STEPS, "optimizer": "adamw", "lr": 0.01, "warmup_steps": 5, "clip": 1.0}
@@ -68,7 +66,7 @@ def row(name: str, twin: Twin, layout: dict[str, int], world: Any) -> dict:
         found |= {"loss_right": end(right), "loss_with_bug": end(losses),
                   "curve": looks(losses, end(right))}
     columns = ("loss_right", "loss_with_bug", "curve", "gradient_error", "wrong_gradients")
-    return {"twin": name, "bug": twin.cause, "layout": layouts.layout_name(layout),
+    return {"twin": name, "bug": twin.cause, "layout": layout_name(layout),
             **{column: found.get(column, "-") for column in columns},
             "seen_by": ", ".join(seen) or "none",
             "published": ", ".join(f"[{short(one)}]({GITHUB}{one})" for one in twin.threads) or "-"}
@@ -86,7 +84,7 @@ def curves(world: Any) -> list[dict] | None:
             twin.layouts[0], model=replace(small_model.MODEL, **twin.model))
         planted = ExitStack() if of_run == "right" else twin.plant()
         losses, _ = train(config, planted, world)
-        rows.append({"twin": name, "layout": layouts.layout_name(twin.layouts[0]), "loss": of_run}
+        rows.append({"twin": name, "layout": layout_name(twin.layouts[0]), "loss": of_run}
                     | {f"step_{step}": losses[step - 1] for step in SHOWN})
     return rows if world.rank == 0 else None
 
@@ -135,17 +133,16 @@ def train(config: Any, planted: AbstractContextManager, world: Any,
     config = replace(config, train=replace(config.train, **TRAINING))
     ops, drifted, losses = ops_module.make("cpu", config.run.dtype), False, []
     with planted:
-        worker = Worker(config, Grid.of(config.grid, world.rank), ops, Recorder(), world)
-        worker.initialize()
-        rows, replicas = Rows(ops, learnable(), config, worker.grid), Replicas(worker)
+        trained = Trained(config, world, Recorder(), learnable(), ops)
+        replicas = Replicas(trained.worker)
         for step in range(1, steps + 1):
-            losses.append(worker.train_step(step, lambda mb, step=step: rows.train(step, mb)).loss)
+            losses.append(trained.step(step).loss)
             if not drifted:
                 try:
                     replicas.check(step)
                 except DriftError:
                     drifted = True
-        worker.close()
+        trained.worker.close()
     return losses, drifted
 
 

@@ -22,31 +22,26 @@ from bench.combinations import kept
 from bench.combinations.array import Completion, Coverage, triples
 from bench.combinations.choices import CHOICES, settings_of, words_of
 from bench.combinations.life import live_all
+from bench.program import Outcome, Program
 from mpipar.comm.hosts import quiet_barrier
-from mpipar.config import flags
 from mpipar.errors import EXIT_CHECK_FAILED, EXIT_OK, UsageError
-from mpipar.job.session import guard
 
 RANKS = 4
 
 
-def parse(argv):
-    """Read and check the flags. Raises UsageError."""
-    parser = flags.Parser(prog="python -m bench.combinations", description=__doc__)
+def add_flags(parser) -> None:
+    """Add how long lives follow each other."""
     parser.add_argument("--triples", action="store_true", help="go on behind the pairs")
     parser.add_argument("--seconds", type=float, default=480.0,
                         help="no life begins later than so many seconds after the first (480)")
-    parser.add_argument("--json", metavar="FILE", help="write the outcome to this file")
-    return parser.parse_args(argv)
 
 
-def main(argv, session) -> int:
-    """Run the lives and print what differs; return 1 if any does."""
-    args, world = parse(argv), session.start()
+def live(args, session) -> Outcome | int:
+    """Run the lives and print what differs; code 1 if any does."""
+    world = session.world
     if world.size != RANKS:
         raise UsageError(f"{world.size} ranks: the cases are for {RANKS}; start them with mpiexec"
                          f" -n {RANKS}")
-    results.check_writable(args.json, session)
     tally = Tally(args) if world.rank == 0 else None
     quiet_barrier(world)
     with tempfile.TemporaryDirectory(prefix="mpipar-lives-") as own:
@@ -59,8 +54,7 @@ def main(argv, session) -> int:
             if tally:
                 tally.add(case, check)
         quiet_barrier(world)
-    code = tally.tell() if tally else EXIT_OK
-    return world.bcast(code)
+    return tally.told() if tally else EXIT_OK
 
 
 class Tally:
@@ -106,21 +100,19 @@ class Tally:
                 "legal": int(legal.sum()), "occurred": int((legal & seen.seen).sum()),
                 "illegal": int(illegal.sum()), "seconds": round(perf_counter() - self.start)}
 
-    def tell(self) -> int:
-        """Print and write the outcome; return the exit code."""
+    def told(self) -> Outcome:
+        """The outcome."""
         if self.args.triples:
             self.rows.append(self.row("triple", 3))
-        rows = self.rows or [self.row("pair", 2)]
-        print(results.text_table(rows))
         refused = dict(Counter(why for _, why in self.illegal).most_common())
-        print("\nillegal pairs by what refuses them:")
-        print(results.text_table([{"refusal": why, "pairs": count}
-                                  for why, count in refused.items()]))
-        results.write(
-            self.args.json, "bench.combinations", rows, beside={"refused_pairs": refused},
-            ranks=RANKS, choices=len(CHOICES), values=len(self.seen[2].values))
-        return EXIT_CHECK_FAILED if self.wrong else EXIT_OK
+        table = results.text_table([{"refusal": why, "pairs": count}
+                                    for why, count in refused.items()])
+        return Outcome(
+            self.rows or [self.row("pair", 2)],
+            {"ranks": RANKS, "choices": len(CHOICES), "values": len(self.seen[2].values)},
+            EXIT_CHECK_FAILED if self.wrong else EXIT_OK, {"refused_pairs": refused},
+            end=f"\nillegal pairs by what refuses them:\n{table}")
 
 
-if __name__ == "__main__":
-    guard(main)
+main = Program("combinations", __doc__, live, together=True, add=add_flags,
+               json="write the outcome to this file").started(__name__)

@@ -22,23 +22,21 @@ import sys
 
 from bench import table
 from bench.interconnect import (
+    budget,
     compiled,
-    conclusions,
     cuda_probe,
+    findings,
     launches,
     places,
     plans,
-    quick,
     vet,
 )
-from bench.interconnect.bounds import Bounds
 from bench.interconnect.buffers import POLICIES
 from bench.interconnect.groups import WIRES
 from bench.interconnect.launches import START
 from bench.interconnect.records import COMPLETE, INTERRUPTED, Writer
-from bench.interconnect.sampling import Plan
-from bench.interconnect.session import Bench
-from bench.interconnect.starts import STARTS
+from bench.interconnect.sampling import STARTS, Plan
+from bench.interconnect.session import Bench, Bounds
 from mpipar.comm.connect import cuda_aware
 from mpipar.comm.facts import broadcast_text
 from mpipar.config import flags
@@ -68,7 +66,7 @@ def add_repeats(parser) -> None:
     """Add the flags that say how often each size and way is repeated."""
     parser.add_argument("--seconds", type=float,
                         help=f"time for each size and way ({SECONDS:g}); with --quick, of the "
-                             f"whole run, all launches ({quick.SECONDS:g})")
+                             f"whole run, all launches ({budget.SECONDS:g})")
     parser.add_argument("--target", type=float, default=0.02,
                         help="stop when the median is known to this share (0.02)")
     parser.add_argument("-w", "--warm-up", type=int, default=5, metavar="N",
@@ -127,7 +125,7 @@ def parse(argv):
     parser.add_argument("--json", metavar="FILE", help="write every row with its samples")
     args = parser.parse_args(argv)
     if args.seconds is None:
-        args.seconds = quick.SECONDS if args.quick else SECONDS
+        args.seconds = budget.SECONDS if args.quick else SECONDS
     if "all" in args.cases or (args.quick and not args.cases):
         skipped = plans.WITHOUT_LAYOUT if args.layout else ()
         some = plans.CASES if args.overlap is None else plans.posted_cases(args.layout)
@@ -145,7 +143,7 @@ def chosen_sizes(args) -> tuple[int, ...]:
                                      "--end-bytes": args.end_bytes, "--footprint": args.footprint}):
         raise UsageError(found)
     if args.quick:
-        return quick.SIZES
+        return budget.QUICK_SIZES
     return plans.geometric(read_bytes(args.begin_bytes), read_bytes(args.end_bytes),
                            args.factor)
 
@@ -349,14 +347,14 @@ def main(argv, session) -> int:
         for line in plans.left_out(args.cases, args.layout, wanted, job):
             print(line, file=sys.stderr)
     if args.quick:
-        footprint = footprint or quick.FOOTPRINT
+        footprint = footprint or budget.QUICK_FOOTPRINT
     session.agree(lambda: refuse_unaware(args.transport, tried))
     bench = Bench(session, job, footprint, chosen_plan(args), args.window, loops=loops)
     writer = session.agree(lambda: Writer(args.json if world.rank == 0 else None, args.launch > 1))
     bounds = session.agree(  # nobody waits under the watchdog for what rank 0 says of the machine
         lambda: begin(args, argv, bench, writer, tried) if world.rank == 0 else None)
     with session.stop_on_request(), bench.watchdog(args.stall_seconds):
-        limited = quick.Quick(bench, sections, args.seconds) if args.quick else None
+        limited = budget.Quick(bench, sections, args.seconds) if args.quick else None
         turns = limited.turns() if limited else in_random_order(sections, args.launch)
         rows = sweep(bench, turns, writer, bounds)
         if limited:
@@ -369,7 +367,7 @@ def main(argv, session) -> int:
 
 def print_outcome(args, bench, rows, writer, code: int) -> int:
     """Print and write the end on world rank 0; returns the exit code."""
-    conclusions.say(rows)
+    findings.say(rows)
     writer.end(INTERRUPTED if bench.stopped else COMPLETE, refused=bench.refused)
     if bench.stopped:
         print("interrupted: rows up to here are complete", file=sys.stderr)

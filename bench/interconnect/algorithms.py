@@ -13,14 +13,11 @@ from __future__ import annotations
 
 from statistics import median
 
-from bench import results
 from bench.interconnect import records
 from bench.interconnect.cases import BY, COMM, IN_WINDOW
-from mpipar.config import flags
-from mpipar.errors import EXIT_OK, DataError
-from mpipar.job.session import guard
+from bench.program import Outcome, Program
+from mpipar.errors import DataError
 
-RESULT = "bench/results/algorithms.json"
 COLUMNS = {COMM: "mpi_us", **{via: f"{name}_us" for via, name in BY.items()},
            IN_WINDOW: "in_it_us"}
 GAINS = {"window_gain": "by window", "in_it_gain": IN_WINDOW}
@@ -60,23 +57,16 @@ def gain(own: dict, other: dict | None, place: int) -> str:
     return f"{median(factors):.1f} ({min(factors):.1f} to {max(factors):.1f})"
 
 
-def main(argv, session) -> int:
-    """Print the lines; write the result file."""
-    parser = flags.Parser(prog="python -m bench.interconnect.algorithms", description=__doc__)
-    parser.add_argument("files", metavar="FILE", nargs="+", help="of bench.interconnect --json")
-    parser.add_argument("--write", action="store_true", help=f"write {RESULT}")
-    args = parser.parse_args(argv)
+def measured(args, session) -> Outcome:
+    """The lines of the files."""
     lines = compared(records.rows_of(args.files, tell=True))
     if not lines:
         raise DataError(f"{', '.join(args.files)}: no all-reduce by several algorithms: measure"
                         " with --ways mpipar.comm,algorithms")
-    print(results.markdown_table(lines))
-    if args.write:
-        head = records.read(args.files[0])[0].head
-        results.write(str(results.ROOT / RESULT), "bench.interconnect.algorithms", lines,
-                      **{name: head[name] for name in ("library", "buffers", "dtype")})
-    return EXIT_OK
+    return Outcome(lines, records.facts_of(args.files[0]))
 
 
-if __name__ == "__main__":
-    guard(main)
+main = Program(
+    "interconnect.algorithms", __doc__, measured, kept="bench/results/algorithms.json",
+    add=lambda parser: parser.add_argument(
+        "files", metavar="FILE", nargs="+", help="of bench.interconnect --json")).started(__name__)

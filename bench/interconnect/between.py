@@ -21,12 +21,10 @@ import math
 
 import numpy as np
 
-from bench import results
 from bench.interconnect import records
 from bench.interconnect.statistics import scipy_stats
-from mpipar.config import flags
-from mpipar.errors import EXIT_OK, DataError
-from mpipar.job.session import guard
+from bench.program import Outcome, Program
+from mpipar.errors import DataError
 
 RESULT = "bench/results/launches.json"
 LEAST_LAUNCHES, DRAWS = 20, 1000
@@ -97,12 +95,8 @@ def held_share(medians, draws: int = DRAWS, few: int = 5) -> float:
     return held / draws
 
 
-def main(argv, session) -> int:
-    """Print, and write on request, what many launches of the same command say."""
-    parser = flags.Parser(prog="python -m bench.interconnect.between", description=__doc__)
-    parser.add_argument("file", metavar="FILE", help="of bench.interconnect --launches 30 --json")
-    parser.add_argument("--write", action="store_true", help=f"write {RESULT}")
-    args = parser.parse_args(argv)
+def measured(args, session) -> Outcome:
+    """What many launches of the same command say."""
     lines, kept = [], {}
     for key, launches in by_operation(records.rows_of([args.file], tell=True)).items():
         one, medians = dict(zip(KEY, key, strict=True)), medians_of(launches)
@@ -115,12 +109,11 @@ def main(argv, session) -> int:
             "operation": name, "launches": len(medians), "median_us": float(np.median(medians)),
             "best_us": min(medians), "worst_us": max(medians),
             "held_percent": 100 * held_share(medians)})
-    print(results.markdown_table(lines))
-    if args.write:
-        results.write(str(results.ROOT / RESULT), "bench.interconnect.between", lines,
-                      beside={"medians_us": kept})
-    return EXIT_OK
+    return Outcome(lines, beside={"medians_us": kept})
 
 
-if __name__ == "__main__":
-    guard(main)
+main = Program(
+    "interconnect.between", __doc__, measured, kept=RESULT,
+    add=lambda parser: parser.add_argument(
+        "file", metavar="FILE", help="of bench.interconnect --launches 30 --json"),
+).started(__name__)

@@ -1,13 +1,19 @@
-"""The time of a whole command, and what is measured in it: how many rounds, and which sizes."""
+"""The time of a whole command, and what is measured in it: how many rounds, and which sizes.
+
+A quick run ends in a stated time on any link, and says what it leaves out.
+"""
 
 from __future__ import annotations
 
 import math
+import sys
 import time
 
 import numpy as np
 
-SECONDS = 120.0  # the default of --seconds
+from mpipar.files.text import counted
+
+SECONDS = 120.0  # the default of --seconds, also with --quick: of all launches
 LEAST_SIZES = 3  # of each operation, however long they take: a line has to be fitted through them
 
 
@@ -91,3 +97,96 @@ def expected_seconds(took: dict[int, float], size: int) -> float:
         return took[min(above)]
     always, largest = min(took.values()) if len(took) > 1 else 0.0, max(took)
     return always + (took[largest] - always) * size / max(1, largest)
+
+
+QUICK_SIZES = (64, 4 << 10, 64 << 10, 1 << 20)
+QUICK_FOOTPRINT = 16 << 20
+PLANNED = 0.9  # of the time: the last size may take longer than expected
+LEAST_ITERATIONS = 4  # of each way of a size: the check, two to warm up, and one that counts
+UNKNOWN = "unknown"  # the way of a size that ended before anything counted
+LEAST_SECONDS = 0.06  # of each way of a size, however fast it is
+
+
+class Quick:
+    """Chooses the sizes of each section, the smallest first, so that everything ends in time.
+
+    What is still to come has equal parts of the time that is left. A size waits for a later pass
+    where it is expected to take more than its part. So a fast part gives its time to slow ones.
+    Every rank makes it and asks it together; world rank 0 decides.
+    """
+
+    def __init__(self, bench, sections, seconds: float):
+        self.bench, self.seconds = bench, seconds
+        self.budget = Budget(bench.world, PLANNED * seconds)
+        self.waiting = [(section, section.sizes) for section in sections]
+        self.took: dict = {}  # of a title: {way: {size: seconds of an iteration}}; world rank 0
+
+    def turns(self):
+        """Yield (section, its sizes), which `Bench.run` takes. Comm: some broadcasts for each."""
+        if self.bench.world.rank == 0:
+            print(f"quick run: {counted(len(self.waiting), 'part')}, ends within"
+                  f" {self.seconds:g} s", file=sys.stderr, flush=True)
+        before, last = None, False
+        while self.waiting and not last:
+            last = self.waiting == before  # nothing fitted into its part: now each may have all
+            before, self.waiting = self.waiting, []
+            for number, (section, sizes) in enumerate(before):
+                later, parts = [], len(before) - number
+                yield section, self._fitting(section, sizes, parts, later, whole=last)
+                if later:
+                    self.waiting.append((section, tuple(later)))
+
+    def _fitting(self, section, sizes, parts: int, later: list[int], whole: bool):
+        """Yield the sizes that fit into one of so many parts; append the others to `later`.
+
+        whole: each may have all the time that is left.
+        """
+        took = self.took.setdefault(section.title.removeprefix("pairs "), {})
+        own, world = self.budget.part(1.0 if whole else 1 / parts), self.bench.world
+        for size in sizes:
+            left = own.left()
+            # A section of which nothing is known takes at least as long as the quickest other one.
+            alike = [took] if took else [one for one in self.took.values() if one] or [{}]
+            fits = np.array([left > min(least_seconds(one, size) for one in alike)])
+            world.Bcast(fits)
+            if fits[0]:
+                if world.rank == 0 and size == sizes[0]:
+                    seconds = self.budget.end - time.monotonic()
+                    print(f"quick run: {section.title}; left: {counted(parts, 'part')}, at most "
+                          f"{seconds:.0f} s", file=sys.stderr, flush=True)
+                self.bench.end, refused = time.monotonic() + left, len(self.bench.refused)
+                yield size
+                known = self._note(took, size, left - own.left())
+                fits[0] = known or len(self.bench.refused) > refused
+                world.Bcast(fits)
+            if not fits[0]:
+                later.append(size)
+
+    def _note(self, took: dict, size: int, spent: float) -> bool:
+        """Keep what a size has taken; False if it ended before anything counted."""
+        for row in self.bench.latest:
+            seconds = row["median_us"] * row["per_sample"] * 1e-6
+            known = took.setdefault(row["via"], {})
+            known[size] = max(seconds, known.get(size, 0.0))
+        took.pop(UNKNOWN, None)
+        if not self.bench.latest:
+            took[UNKNOWN] = {size: spent / LEAST_ITERATIONS}
+        return bool(self.bench.latest)
+
+    def conclude(self) -> None:
+        """Say how long it took and what it left out. Comm: one broadcast."""
+        spent = PLANNED * self.seconds - self.budget.left()
+        if self.bench.world.rank == 0:
+            print(f"quick run: {spent:.0f} s of {self.seconds:g}", file=sys.stderr)
+            for section, sizes in self.waiting:
+                print(f"not measured, for lack of time: {section.title}, "
+                      f"{', '.join(map(str, sizes))} bytes", file=sys.stderr)
+
+
+def least_seconds(took: dict, size: int) -> float:
+    """How long a size will take at least; took: {way: {size: seconds of an iteration}}.
+
+    0 where nothing is known.
+    """
+    return sum(max(LEAST_SECONDS, LEAST_ITERATIONS * expected_seconds(known, size))
+               for known in took.values())

@@ -1,5 +1,8 @@
 """The collective cases: each operation through `mpipar.comm`, as training calls it, and by mpi4py.
 
+COLLECTIVES has a row for each: what a rank gives, what it gets, and the calls. The root of those
+that have one is the first rank.
+
 A case is one operation of one size on one group. `prepare` lays out the buffers of an iteration and
 is not timed. `run` is timed. `check` compares the whole result, last element included, with the
 expected one; each rank has a pattern of its own. Sizes follow nccl-tests: the whole vector for
@@ -20,9 +23,11 @@ from ml_dtypes import finfo
 
 from bench.interconnect import compiled
 from bench.interconnect.buffers import Arena, Slots
+from mpipar.comm.grid import runs
 from mpipar.comm.group import Comm
 from mpipar.comm.record import wire_bytes
 from mpipar.config.run import SUMS
+from mpipar.data.routing import shares
 
 COMM, BARE, BARE_UNEVEN = "mpipar.comm", "mpi4py", "mpi4py Reduce_scatter"
 BARE_PARTS = "mpi4py messages"
@@ -34,7 +39,7 @@ METHODS = dict.fromkeys((COMM, *BY, IN_WINDOW), "through_comm") | {
     BARE: "bare", BARE_UNEVEN: "uneven", BARE_PARTS: "messages", PREPARED: "prepared", IN_C: "c"}
 MOST_BITS = 24  # of the numbers in a payload: float32 holds every integer up to there
 APART = 1_000_003  # distance of neighbours' patterns; a prime, so that few patterns coincide
-NAME = "bench"  # of the barrier in the records
+NAME, TAG = "bench", 5  # of the barrier in the records; of messages
 
 
 class Setup(NamedTuple):
@@ -166,39 +171,50 @@ class Posted(Case):
         self.wait_all(self.post())
 
 
+# What a rank gives or gets: its own vector, one part of it for each rank, or one part.
+def whole(case: Collective) -> tuple[int, ...]:
+    """The shape of a vector."""
+    return (case.elements(),)
+
+
+def parts(case: Collective) -> tuple[int, ...]:
+    """The shape of a part for each rank."""
+    return case.ranks, case.elements(case.ranks) // case.ranks
+
+
+def part(case: Collective) -> tuple[int, ...]:
+    """The shape of one part."""
+    return parts(case)[1:]
+
+
 class Collective(Case):
-    """One input, one output; in place where `output` is None. sums: it adds the ranks' numbers.
+    """One input, one output; in place where `shape_out` is None. sums: it adds the ranks' numbers.
 
     `prepare` leaves in `run` the call itself, with its arguments: nothing else is timed. operation:
-    the name in the record whose bytes on the wire it has; "" for that of the case.
+    the name in the record whose bytes on the wire it has; "" for that of the case. at_root: the
+    first rank alone gets the result.
     """
 
-    operation = ""
-
-    def shape_in(self) -> tuple[int, ...]:
-        """Shape of this rank's input."""
-        return (self.elements(),)
-
-    def shape_out(self) -> tuple[int, ...] | None:
-        """Shape of this rank's output; None for operations in place."""
-        return None
+    operation, at_root = "", False
+    shape_in, shape_out = whole, None
 
     def __init__(self, setup: Setup, via: str):
         super().__init__(setup, via)
-        shape = self.shape_in()
-        self.inputs = setup.arena.cut("send", 1, int(np.prod(shape)))
-        shape = self.shape_out()
-        self.outputs = setup.arena.cut("receive", 1, int(np.prod(shape))) if shape else None
+        self.given_shape = self.shape_in()
+        self.result_shape = self.shape_out() if self.shape_out else None
+        self.inputs = setup.arena.cut("send", 1, int(np.prod(self.given_shape)))
+        self.outputs = setup.arena.cut("receive", 1, int(np.prod(self.result_shape))
+                                       ) if self.result_shape else None
         self.call = getattr(self, METHODS[via])
 
     def prepare(self) -> None:
-        self.x = self.inputs.take()[0].reshape(self.shape_in())
+        self.x = self.inputs.take()[0].reshape(self.given_shape)
         if self.inputs.views is None:
             self.x[...] = 0
         # mpipar.comm makes its outputs itself, as training does.
         self.y = self.x
         if self.outputs is not None and self.via != COMM:
-            self.y = self.outputs.take()[0].reshape(self.shape_out())
+            self.y = self.outputs.take()[0].reshape(self.result_shape)
         self.aim(self.call(self.known(self.x), self.known(self.y)))
 
     def aim(self, call) -> None:
@@ -212,33 +228,54 @@ class Collective(Case):
 
     def check(self) -> list[str]:
         self.prepare()
-        self.put(self.x, self.given())
+        self.put(self.x, self.given(self.index))
         if self.y is not self.x:
             self.y[...] = -1
         made = self.run()
         result = made if self.outputs is not None and self.via == COMM else self.y
-        found = mismatch(self.ops, result, self.expected(), f"rank {self.index}"
-                         ) if self.has_result() else []
+        found = [] if self.at_root and self.index else mismatch(
+            self.ops, result, self.expected(), f"rank {self.index}")
         self.x[...] = 0  # sums in place must not grow
         return found
 
-    def has_result(self) -> bool:
-        """Whether this rank gets a result."""
-        return True
-
-    def pattern(self, index: int, parts: int = 1):
-        return pattern(index, self.elements(parts) // parts, self.ops.dtype,
+    def pattern(self, number: int, parts: int = 1):
+        return pattern(number, self.elements(parts) // parts, self.ops.dtype,
                        self.ranks if self.sums else 1)
 
-    def given(self):
-        return self.pattern(self.index)
+    def given(self, sender: int):
+        """What a rank gives."""
+        if len(self.given_shape) > 1:
+            return [self.part_for(sender, receiver) for receiver in range(self.ranks)]
+        return self.pattern(sender, self.ranks if self.shape_in.__func__ is part else 1)
+
+    def part_for(self, sender: int, receiver: int):
+        """The part that a rank gives to another one."""
+        return self.pattern(sender * self.ranks + receiver, self.ranks)
+
+    def every(self, what, *more):
+        """Yield what(sender) of each rank."""
+        return (what(sender, *more) for sender in range(self.ranks))
+
+    def expected(self):
+        """The result: here what all give."""
+        return [*self.every(self.given)]
 
     def volume(self):
-        own = int(np.prod(self.shape_in())) * self.item
-        result = int(np.prod(self.shape_out() or self.shape_in())) * self.item
+        own = int(np.prod(self.given_shape)) * self.item
+        result = int(np.prod(self.result_shape or self.given_shape)) * self.item
         size = max(own, result)
         wire = wire_bytes(self.operation or self.name.replace("-", "_"), size, self.ranks)
-        return {"size_bytes": size, "bytes_in": own, "bytes_out": result, "wire_bytes": wire}
+        found = {"size_bytes": size, "bytes_in": own, "bytes_out": result, "wire_bytes": wire}
+        return found | self.of_root(found)
+
+    def of_root(self, found: dict) -> dict:
+        """What is different in the volume of the root, or of the others."""
+        return {}
+
+
+def total(arrays):
+    """The sum of arrays, in float64."""
+    return sum(one.astype(np.float64) for one in arrays)
 
 
 class AllReduce(Collective):
@@ -290,7 +327,7 @@ class AllReduce(Collective):
                             count=self.elements(), dtype=self.ops.dtype)
 
     def expected(self):
-        return sum(self.pattern(index).astype(np.float64) for index in range(self.ranks))
+        return total(self.every(self.given))
 
 
 class PostedAllReduce(Posted, AllReduce):
@@ -314,75 +351,126 @@ class PostedAllReduce(Posted, AllReduce):
         return [self.start()]
 
 
-class Blocks(Collective):
-    """Base of the operations on arrays with a part for each rank, from one into another."""
+class UnevenAllToAll(Collective):
+    """Part j goes to rank j, where an expert is; a routing says how long it is.
 
-    def parts(self) -> tuple[int, int]:
-        return self.ranks, self.elements(self.ranks) // self.ranks
+    By MPI_Alltoallv, through mpipar.comm and by a bare call, or as one bare message for each part.
+    The size is what the rank that receives most receives, about: parts are whole elements.
+    """
 
-    shape_in = shape_out = parts
+    name = "all-to-allv"
+    vias = (COMM, BARE, BARE_PARTS)
 
-    def given(self):
-        return [self.pattern(self.index * self.ranks + part, self.ranks)
-                for part in range(self.ranks)]
+    def __init__(self, setup: Setup, via: str, routing: str = "hot"):
+        ranks = setup.comm.size
+        parts = np.array([shares(routing, ranks, 1, rank, ranks) for rank in range(ranks)])
+        each = setup.size / setup.arena.ops.dtype.itemsize / parts.sum(axis=0).max()
+        # Elements from each rank to each.
+        self.parts = np.ceil(np.round(parts * each, 6)).astype(int)
+        super().__init__(setup, via)
 
+    def sent(self) -> list[int]:
+        return self.parts[self.index].tolist()
 
-class AllGather(Blocks):
-    """An all-gather: every rank receives the parts of all ranks."""
-
-    name = "all-gather"
+    def received(self) -> list[int]:
+        return self.parts[:, self.index].tolist()
 
     def shape_in(self):
-        return self.parts()[1:]
-
-    def through_comm(self, x, y):
-        return partial(self.comm.all_gather, x, NAME)
-
-    def bare(self, x, y):
-        return partial(self.mpi.Allgather, x, y)
-
-    def given(self):
-        return self.pattern(self.index, self.ranks)
-
-    def expected(self):
-        return [self.pattern(index, self.ranks) for index in range(self.ranks)]
-
-
-class ReduceScatter(Blocks):
-    """Each rank keeps the sum of its part; MPI has a form for equal parts and one for any parts."""
-
-    name, sums = "reduce-scatter", True
-    vias = (COMM, BARE, BARE_UNEVEN)
+        return (sum(self.sent()),)
 
     def shape_out(self):
-        return self.parts()[1:]
+        return (sum(self.received()),)
 
     def through_comm(self, x, y):
-        return partial(self.comm.reduce_scatter, x, NAME)
+        sent, received = self.sent(), self.received()
+        return lambda: self.comm.all_to_allv(x, sent, NAME, received)[0]
 
     def bare(self, x, y):
-        return partial(self.mpi.Reduce_scatter_block, x, y)
+        return partial(self.mpi.Alltoallv, (x, self.sent()), (y, self.received()))
 
-    def uneven(self, x, y):
-        ranks, count = self.parts()
-        return partial(self.mpi.Reduce_scatter, x, y, recvcounts=[count] * ranks)
+    def messages(self, x, y):
+        others = [rank for rank in range(self.ranks) if rank != self.index]
+        senders = [rank for rank in others if self.received()[rank]]
+        others = [rank for rank in others if self.sent()[rank]]
+        xs = [x[run] for run in runs(self.sent())]
+        ys = [y[run] for run in runs(self.received())]
+
+        def exchange():
+            pending = [self.mpi.Irecv(ys[rank], rank, TAG) for rank in senders]
+            pending += [self.mpi.Isend(xs[rank], rank, TAG) for rank in others]
+            self.ops.copy(ys[self.index], xs[self.index])
+            self.wait_all(pending)
+
+        return exchange
+
+    def parts_of(self, index: int) -> list:
+        """What the rank at a place sends, by receiver."""
+        parts = self.parts[index].tolist()
+        whole = pattern(index, sum(parts), self.ops.dtype)
+        return [whole[run] for run in runs(parts)]
+
+    def given(self, sender):
+        return np.concatenate(self.parts_of(sender))
 
     def expected(self):
-        return sum(self.pattern(index * self.ranks + self.index, self.ranks).astype(np.float64)
-                   for index in range(self.ranks))
+        return np.concatenate([self.parts_of(index)[self.index] for index in range(self.ranks)])
+
+    def volume(self):
+        own, others = self.parts[self.index], ~np.eye(self.ranks, dtype=bool)
+        bytes_of = {
+            "size_bytes": self.parts.sum(axis=0).max(), "bytes_in": own.sum(),
+            "bytes_out": self.parts[:, self.index].sum(),
+            "wire_bytes": own.sum() - own[self.index],
+            "least_to_peer_bytes": self.parts[others].min(),
+            "most_to_peer_bytes": self.parts[others].max()}
+        return {name: int(count) * self.item for name, count in bytes_of.items()}
 
 
-class AllToAll(Blocks):
-    """An all-to-all: part j of each rank's array goes to rank j."""
+def collective(name: str, base: type = Collective, **fields) -> type[Collective]:
+    """The class of a row. fields: attributes and methods of `Collective` that it has otherwise."""
+    return type(name, (base,), {"name": name, **fields})
 
-    name = "all-to-all"
 
-    def through_comm(self, x, y):
-        return partial(self.comm.all_to_all, x, NAME)
-
-    def bare(self, x, y):
-        return partial(self.mpi.Alltoall, x, y)
-
-    def expected(self):
-        return [self.pattern(index * self.ranks + self.index, self.ranks)
-                for index in range(self.ranks)]
+COLLECTIVES = {case.name: case for case in (
+    AllReduce, PostedAllReduce,
+    collective(
+        "reduce", AllReduce, operation="reduce", wide=True, vias=(COMM, BARE), at_root=True,
+        through_comm=lambda case, x, y: partial(case.comm.reduce, x, 0, NAME),
+        bare=lambda case, x, y: partial(case.mpi.Reduce, *(
+            (x, None) if case.index else (case.mpi4py.IN_PLACE, x)), root=0),
+        of_root=lambda case, found: {"bytes_out": 0} if case.index else {}),
+    collective(
+        "all-gather", shape_in=part, shape_out=parts,
+        through_comm=lambda case, x, y: partial(case.comm.all_gather, x, NAME),
+        bare=lambda case, x, y: partial(case.mpi.Allgather, x, y)),
+    collective(  # MPI has a form for equal parts and one for any parts
+        "reduce-scatter", shape_in=parts, shape_out=part, sums=True,
+        vias=(COMM, BARE, BARE_UNEVEN),
+        through_comm=lambda case, x, y: partial(case.comm.reduce_scatter, x, NAME),
+        bare=lambda case, x, y: partial(case.mpi.Reduce_scatter_block, x, y),
+        uneven=lambda case, x, y: partial(case.mpi.Reduce_scatter, x, y,
+                                          recvcounts=[len(x[0])] * case.ranks),
+        expected=lambda case: total(case.every(case.part_for, case.index))),
+    collective(  # mpipar.comm has no gather and no scatter
+        "gather", shape_in=part, shape_out=parts, vias=(BARE,), at_root=True,
+        bare=lambda case, x, y: partial(case.mpi.Gather, x, None if case.index else y, root=0),
+        of_root=lambda case, found: {"bytes_out": 0, "wire_bytes": found["bytes_in"]
+                                     } if case.index else {"wire_bytes": 0}),
+    collective(
+        "scatter", shape_in=parts, shape_out=part, vias=(BARE,),
+        bare=lambda case, x, y: partial(case.mpi.Scatter, None if case.index else x, y, root=0),
+        expected=lambda case: case.part_for(0, case.index),
+        of_root=lambda case, found: {"bytes_in": 0, "wire_bytes": 0} if case.index else {
+            "wire_bytes": found["bytes_in"] - found["bytes_out"]}),
+    collective(
+        "broadcast",
+        through_comm=lambda case, x, y: partial(case.comm.broadcast, x, 0, NAME),
+        bare=lambda case, x, y: partial(case.mpi.Bcast, x, root=0),
+        expected=lambda case: case.given(0),
+        of_root=lambda case, found: {"bytes_in": 0} if case.index else {}),
+    collective(
+        "all-to-all", shape_in=parts, shape_out=parts,
+        through_comm=lambda case, x, y: partial(case.comm.all_to_all, x, NAME),
+        bare=lambda case, x, y: partial(case.mpi.Alltoall, x, y),
+        expected=lambda case: [*case.every(case.part_for, case.index)]),
+    UnevenAllToAll)}

@@ -1,4 +1,7 @@
-"""Findings from several rows: contention of groups, broken guidelines, slow pairs."""
+"""Findings from several rows: contention of groups, broken guidelines, slow pairs.
+
+`say` prints what the rows of a benchmark say together, of one launch or of several.
+"""
 
 from __future__ import annotations
 
@@ -6,7 +9,10 @@ from typing import NamedTuple
 
 import numpy as np
 
+from bench import results, table
+from bench.interconnect.between import combined
 from bench.interconnect.cases import BARE, BARE_PARTS, BARE_UNEVEN, BY, COMM
+from bench.interconnect.noise import Noise, noise_lines
 
 LEAST_FACTOR = 1.1  # smaller gains are not worth a change of the program
 SLOW_PAIR = 2.0  # times the median pair
@@ -159,3 +165,30 @@ def slow_pairs(rows) -> list[str]:
                   if time > SLOW_PAIR * middle]
     return [f"ranks {low} and {high} ({link}): {time:.1f} us, {factor:.1f} times the median pair"
             for factor, link, (low, high), time in sorted(found, reverse=True)]
+
+
+def say(rows) -> None:
+    """Print pair matrices, noise, contention and broken guidelines.
+
+    Times of several launches are their medians. Noise is that of each launch.
+    """
+    several = len({row.get("launch") for row in rows}) > 1
+    merged = combined(rows) if several else rows
+    for value, case in (("median_us", "pairs latency"), ("algbw_GBps", "pairs bandwidth")):
+        for via in dict.fromkeys(row["via"] for row in merged):
+            pairs = [row for row in merged if row["case"] == case and row["via"] == via]
+            if pairs:
+                print(f"\n# {case}, {via}, {value} of {pairs[0]['size_bytes']} bytes\n"
+                      + table.matrix(pairs, value))
+                print("\n".join(f"slow: {line}" for line in slow_pairs(pairs)), end="")
+    for row in rows:
+        if row["case"] == Noise.name:
+            launch = f", launch {row['launch']}" if several else ""
+            print(f"\n# noise{launch}: detours of a fixed piece of work, a second of it\n"
+                  + noise_lines(row))
+    if shared := contention(merged):
+        print(f"\n# contention: together over alone\n{results.text_table(shared, left=3)}")
+    if broken := guidelines(rows):
+        where = "every launch" if several else "this launch"
+        print(f"\n# slower than what could replace it, in {where}\n"
+              + results.text_table([one._asdict() for one in broken], left=2))

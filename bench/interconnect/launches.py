@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import json
 import os
 import shlex
 import signal
@@ -13,7 +14,7 @@ import time
 from pathlib import Path
 
 from bench import results, table
-from bench.interconnect import conclusions, records, two_hosts
+from bench.interconnect import findings, records, two_hosts
 from bench.interconnect.compiled import program_of_mpi
 from bench.interconnect.statistics import scipy_stats
 from mpipar.errors import (
@@ -163,7 +164,7 @@ def print_outcome(rows, count: int) -> None:
         return
     if plain := [row for row in rows if not row["case"].startswith("pairs ")]:
         print("\n" + table.as_text(plain))
-    conclusions.say(rows)
+    findings.say(rows)
 
 
 @contextlib.contextmanager
@@ -186,3 +187,22 @@ def job_of(folder: Path, ranks: int, mbit_per_second: int):
                            stdout=subprocess.DEVNULL)
 
         yield start
+
+
+def over_cable(session, rate: int, words: list[str]) -> tuple[int, dict | None]:
+    """(exit code, what `python -m` with these words and --json writes), or None if it writes none.
+
+    It runs on two ranks, each in a network namespace with an end of a cable of `rate` Mbit/s.
+    Raises UsageError under a launcher, EnvironmentProblem where there can be no namespaces.
+    """
+    if session.launcher.size > 1:
+        raise UsageError(f"--cable starts its ranks itself: run it without {session.launcher.name}")
+    if reason := two_hosts.missing():
+        raise EnvironmentProblem(f"--cable: no network namespaces here: {reason}")
+    with tempfile.TemporaryDirectory() as name, job_of(Path(name), 2, rate) as start:
+        path = Path(name) / "rows.json"
+        code = start(session, [*words, "--json", str(path)])
+        found = json.loads(path.read_text()) if path.exists() else None
+    if found:
+        found["rows"] = [{"cable_mbit": rate, **row} for row in found["rows"]]
+    return code, found

@@ -1,6 +1,12 @@
-"""The message cases: rings, fans, random pairs, and a barrier; `paired` has ping-pong and windows.
+"""The message cases: rings, fans, random pairs, the messages of a pipeline, and a barrier.
 
-Each case posts the same messages through `mpipar.comm` or by bare mpi4py calls.
+Each case posts the same messages through `mpipar.comm` or by bare mpi4py calls; `paired` has
+ping-pong and windows.
+
+A hop is the exchange between two neighbouring stages. `stage-chain` measures it as a steady 1F1B
+uses it: an activation up and a gradient down at once. It measures first each hop alone, then all
+hops of the pipeline together. Last comes every message of a schedule in its order, with passes that
+take no time.
 """
 
 from __future__ import annotations
@@ -9,10 +15,11 @@ import random
 import time
 from functools import partial
 
-from bench.interconnect.cases import COMM, NAME, Case, Posted, Setup, mismatch, pattern
+from bench.interconnect.cases import COMM, NAME, TAG, Case, Posted, Setup, mismatch, pattern
 from bench.interconnect.compiled import ACK_BYTES
+from mpipar.pipeline.instructions import lower
+from mpipar.pipeline.schedules.catalog import make_schedule
 
-TAG = 5
 LATE_SECONDS = 0.01
 MOST_MESSAGES = 4096  # of a rank at once whose contents tell them apart
 
@@ -114,31 +121,23 @@ class Pattern(Posted, Exchange):
         return [call() for call in self.calls]
 
 
-class Ring(Pattern):
-    """Everybody sends to the next rank while receiving from the one before."""
-
-    name = "ring"
-
-    def parts(self, index):
-        return [((index + 1) % self.ranks, TAG)], [((index - 1) % self.ranks, TAG)]
-
-
-class FanIn(Pattern):
-    """All other ranks send to the first at once; the size is that of one message."""
-
-    name = "fan-in"
-
-    def parts(self, index):
-        return ([(0, TAG)], []) if index else ([], [(peer, TAG) for peer in range(1, self.ranks)])
+# Who sends to whom: (the rank's place, ranks) -> (peers that it sends to, peers that send to it).
+PEERS = {
+    "ring": lambda index, ranks: ([(index + 1) % ranks], [(index - 1) % ranks]),
+    "fan-in": lambda index, ranks: ([0], []) if index else ([], [*range(1, ranks)]),
+    "fan-out": lambda index, ranks: ([], [0]) if index else ([*range(1, ranks)], []),
+}
 
 
-class FanOut(FanIn):
-    """The first rank sends to all others at once, different data to each."""
+def pattern_of(name: str, peers) -> type[Pattern]:
+    """The class of a row of PEERS; the size is that of one message."""
+    def parts(case, index):
+        return tuple([(peer, TAG) for peer in some] for some in peers(index, case.ranks))
 
-    name = "fan-out"
+    return type(name, (Pattern,), {"name": name, "parts": parts})
 
-    def parts(self, index):
-        return super().parts(index)[::-1]
+
+PATTERNS = {name: pattern_of(name, peers) for name, peers in PEERS.items()}
 
 
 class Bisection(Messages):
@@ -207,3 +206,81 @@ class Barrier(Case):
         left = time.perf_counter() - start
         return [] if left >= LATE_SECONDS else [f"rank {self.index} left before rank 0 came"]
 
+
+def hops_of(schedule: str, pp_size: int) -> list[tuple[int, int]]:
+    """Pairs of pipeline ranks that exchange activations; interleaving adds (last, first)."""
+    hops = [(place, place + 1) for place in range(pp_size - 1)]
+    return [*hops, (pp_size - 1, 0)] if schedule == "interleaved" else hops
+
+
+class Hops(Pattern):
+    """Both messages of each of the given hops, all at once."""
+
+    name = "stage-chain"
+
+    def __init__(self, setup: Setup, via: str, hops=()):
+        self.hops = list(enumerate(hops))
+        super().__init__(setup, via)
+
+    def parts(self, index):
+        messages = [(source, target, TAG + 2 * number + direction)
+                    for number, (low, high) in self.hops
+                    for direction, (source, target) in enumerate(((low, high), (high, low)))]
+        return ([(target, tag) for source, target, tag in messages if source == index],
+                [(source, tag) for source, target, tag in messages if target == index])
+
+
+def microbatches(pp_size: int) -> int:
+    """At least 8, and a multiple of the ranks, which interleaving needs."""
+    return pp_size * max(2, -(-8 // pp_size))
+
+
+def program(schedule, pp_rank: int) -> list[tuple[str, int, int]]:
+    """The actions of a rank: (recv, peer, tag), (send, peer, tag), (wait, -1, tag).
+
+    A tag names a message: its direction, the stage that it enters, its microbatch.
+    """
+    def tag_of(direction: str, stage: int, mb: int) -> int:
+        return TAG + (stage * schedule.num_microbatches + mb) * 2 + (direction == "B")
+
+    steps, to_come = [], set()
+    for kind, stage, mb in (instr[:3] for instr in lower(schedule, pp_rank)):
+        if kind in ("RECV_F", "RECV_B"):
+            away = -1 if kind == "RECV_F" else 1
+            to_come.add(tag_of(kind[-1], stage, mb))
+            steps.append(("recv", schedule.rank_of(stage + away, mb), tag_of(kind[-1], stage, mb)))
+        elif kind in ("SEND_F", "SEND_B"):
+            to = stage + 1 if kind == "SEND_F" else stage - 1
+            steps.append(("send", schedule.rank_of(to, mb), tag_of(kind[-1], to, mb)))
+        elif kind in ("F", "B") and tag_of(kind, stage, mb) in to_come:
+            steps.append(("wait", -1, tag_of(kind, stage, mb)))
+    return steps
+
+
+class Program(Exchange):
+    """All messages of one step of a schedule; a pass waits for its message and takes no time."""
+
+    name = "stage-chain"
+
+    def __init__(self, setup: Setup, via: str, schedule_name="1f1b"):
+        self.name = f"stage-chain {schedule_name}"
+        pp_size = setup.comm.size
+        self.schedule = make_schedule(schedule_name, pp_size, microbatches(pp_size))
+        self.steps = program(self.schedule, setup.comm.index)
+        super().__init__(setup, via)
+
+    def parts(self, index):
+        steps = program(self.schedule, index)
+        return tuple([(peer, tag) for step, peer, tag in steps if step == kind]
+                     for kind in ("send", "recv"))
+
+    def run(self):
+        xs, ys, inbox, sent = iter(self.xs), iter(self.ys), {}, []
+        for step, peer, tag in self.steps:
+            if step == "recv":
+                inbox[tag] = self.irecv(next(ys), peer, tag, *self.label)
+            elif step == "send":
+                sent.append(self.isend(next(xs), peer, tag, *self.label))
+            else:
+                self.wait(inbox.pop(tag))
+        self.wait_all(sent)

@@ -18,8 +18,7 @@ import numpy as np
 
 from bench.interconnect.cases import Case, Setup
 from bench.interconnect.groups import largest
-from bench.interconnect.sampling import batch
-from bench.interconnect.starts import BarrierStart
+from bench.interconnect.sampling import BarrierStart, batch
 
 COMPUTING, BESIDE = "computing", " + computing"
 NO_RATES = {"algbw_GBps": 0.0, "busbw_GBps": 0.0}

@@ -12,8 +12,8 @@ from __future__ import annotations
 from collections import Counter
 
 from bench.interconnect import compiled
-from bench.interconnect.cases import BARE, COMM, IN_C, PERSISTENT, Setup
-from bench.interconnect.messages import TAG, Messages
+from bench.interconnect.cases import BARE, COMM, IN_C, PERSISTENT, TAG, Setup
+from bench.interconnect.messages import Messages
 
 ACK_TAG = 6
 SHORT_BYTES = 16 << 10

@@ -11,20 +11,16 @@ from bench.interconnect.cases import (
     ALGORITHMS,
     BARE,
     BY,
+    COLLECTIVES,
     COMM,
     IN_C,
     IN_WINDOW,
     PERSISTENT,
     PREPARED,
-    AllGather,
-    AllReduce,
-    AllToAll,
     Posted,
-    PostedAllReduce,
-    ReduceScatter,
+    UnevenAllToAll,
 )
-from bench.interconnect.chain import Hops, Program, hops_of
-from bench.interconnect.messages import Barrier, Bisection, FanIn, FanOut, Ring
+from bench.interconnect.messages import PATTERNS, Barrier, Bisection, Hops, Program, hops_of
 from bench.interconnect.noise import PLAIN, Noise
 from bench.interconnect.paired import (
     Bandwidth,
@@ -33,8 +29,6 @@ from bench.interconnect.paired import (
     MultiBandwidth,
     MultiLatency,
 )
-from bench.interconnect.rooted import Broadcast, Gather, Reduce, Scatter
-from bench.interconnect.uneven import UnevenAllToAll
 from mpipar.comm.grid import AXES, Grid
 from mpipar.config.reading import expand_layout
 from mpipar.config.sizes import read_bytes
@@ -46,9 +40,8 @@ from mpipar.ops.mixed_ops import DTYPES as MIXED
 LEAST_FACTOR = 1.01  # from one size to the next
 PAIR_CASES = {case.name: case for case in (Latency, Bandwidth, Bidirectional)}
 GROUP_CASES = {case.name: case for case in (
-    MultiLatency, MultiBandwidth, Bisection, Ring, AllReduce, PostedAllReduce, Reduce, AllGather,
-    ReduceScatter, Gather, Scatter, Broadcast, AllToAll, UnevenAllToAll,
-    FanIn, FanOut, Barrier, Noise)}
+    MultiLatency, MultiBandwidth, Bisection, PATTERNS["ring"], *COLLECTIVES.values(),
+    PATTERNS["fan-in"], PATTERNS["fan-out"], Barrier, Noise)}
 CASES = (*PAIR_CASES, "pairs", *GROUP_CASES, "stage-chain")
 WITHOUT_LAYOUT = (*PAIR_CASES, "pairs", Noise.name)  # do not run on the groups of a layout
 IN_PAIRS = (MultiLatency.name, MultiBandwidth.name)  # need an even number of ranks

@@ -141,6 +141,12 @@ def read(path: str) -> list[Run]:
                         ) from error
 
 
+def facts_of(path: str) -> dict:
+    """What the figures of a file depend on, from its first launch."""
+    head = read(path)[0].head
+    return {name: head[name] for name in ("library", "buffers", "dtype")}
+
+
 def remark(path: str, runs) -> str:
     """One line about a file if one of its launches did not measure everything, else ""."""
     found = [f"{name} in {count} of {counted(len(runs), 'launch')}"

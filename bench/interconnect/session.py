@@ -1,4 +1,11 @@
-"""The parts that one benchmark launch shares: ranks and their places, memory, clock, file."""
+"""The parts that one benchmark launch shares: ranks and their places, memory, clock, file.
+
+Bus bandwidth (busbw) has a bound: a link rate that the user states, or that of a memory copy. It
+is the rate of one rank's link, one way. A stated rate belongs to the slowest kind of link in the
+job: the link between hosts, if there are several. Inside a host MPI copies memory. So the copy rate
+measured at the start is shown there, for orientation. A message that is copied twice stays below
+half of it; one that stays in the cache may exceed it.
+"""
 
 from __future__ import annotations
 
@@ -8,6 +15,7 @@ import re
 import time
 from functools import partial
 from pathlib import Path
+from typing import NamedTuple
 
 import numpy as np
 
@@ -15,17 +23,18 @@ from bench import results
 from bench.interconnect import overlap
 from bench.interconnect.buffers import Arena, cache_bytes
 from bench.interconnect.cases import Setup
-from bench.interconnect.groups import comms_by, largest, link_of, make_group, wait_politely
+from bench.interconnect.groups import LINKS, comms_by, largest, link_of, make_group, wait_politely
+from bench.interconnect.paired import Bidirectional
 from bench.interconnect.places import place_fact
 from bench.interconnect.plans import Job
 from bench.interconnect.sampling import (
     ELSEWHERE,
+    MEANING,
     Plan,
     Progress,
     measure_cases,
     on_common_clock,
 )
-from bench.interconnect.starts import MEANING
 from bench.interconnect.statistics import (
     bandwidths,
     half_width,
@@ -245,3 +254,41 @@ class Bench:
         return row | line | {
             "converged": half_width(times) <= self.plan.target, "skew_us": skew_us(row),
             **bandwidths(section.title, len(ranks), counted, line["median_us"])}
+
+
+STATED, COPY = "--bound-GBps", "memory copy"
+
+
+class Bounds(NamedTuple):
+    """stated_GBps: None where the user says nothing. copy_GBps: the rate of a memory copy."""
+
+    stated_GBps: float | None
+    copy_GBps: float
+    transport: str
+    several_hosts: bool
+
+    def of(self, between_hosts: bool) -> tuple[str, float] | None:
+        """(name of the bound, GB/s one way), or None where nothing is known."""
+        if self.stated_GBps is not None and between_hosts == self.several_hosts:
+            return STATED, self.stated_GBps
+        if self.transport == "mpi-host" and not between_hosts:
+            return COPY, self.copy_GBps
+        return None
+
+    def columns(self, row: dict) -> dict:
+        """bound, bound_GBps and bound_percent of a row; {} without a bound and for barriers."""
+        bound = self.of(row["link"] == LINKS[2])
+        if bound is None or not row["busbw_GBps"]:
+            return {}
+        rate = bound[1] * (2 if row["case"] == Bidirectional.name else 1)  # it counts both ways
+        return {"bound": bound[0], "bound_GBps": rate,
+                "bound_percent": 100 * row["busbw_GBps"] / rate}
+
+    def describe(self) -> str:
+        """The bounds of this job in one line."""
+        parts = []
+        for between_hosts in (False, True)[:1 + self.several_hosts]:
+            bound = self.of(between_hosts)
+            rate = f"{bound[1]:.4g} GB/s ({bound[0]})" if bound else "unknown"
+            parts.append(f"{rate} {'between hosts' if between_hosts else 'inside a host'}")
+        return ", ".join(parts)

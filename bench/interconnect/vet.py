@@ -29,11 +29,11 @@ from bench import results
 from bench.interconnect.groups import link_of
 from bench.interconnect.noise import BASE, MODULUS, Noise
 from bench.interconnect.places import place_fact
+from bench.program import Program
 from mpipar.comm.facts import broadcast_text, gather_facts, gather_numbers
 from mpipar.comm.hosts import cores_of
 from mpipar.config import flags
 from mpipar.errors import EXIT_CHECK_FAILED, EXIT_OK, EXIT_USAGE
-from mpipar.job.session import guard
 from mpipar.job.watchdog import state_of
 from mpipar.ops import make
 
@@ -159,16 +159,22 @@ def lines_of(work, pairs, hosts) -> list[dict]:
         for what, times in pairs.items()}} for rank, own in enumerate(work)]
 
 
-def main(argv, session) -> int:
-    """Measure, print the verdict; return the exit code."""
-    parser = flags.Parser(prog="python -m bench interconnect vet", description=__doc__)
+def add_flags(parser) -> None:
+    """Add what is slow, and how often to look."""
     parser.add_argument("--limit", type=float, default=1.5,
                         help="times the median from which on a rank is slow (1.5)")
     parser.add_argument("--rounds", type=flags.count, default=3, help="of everything (3)")
-    args = parser.parse_args(argv)
+
+
+def check(args, parser) -> None:
+    """Refuse a limit that all ranks pass."""
     if not args.limit > 1:
         parser.error("--limit must be above 1")
-    world = session.start()
+
+
+def vetted(args, session) -> int:
+    """Measure, print the verdict; return the exit code."""
+    world = session.world
     if world.size < LEAST_RANKS:
         if world.rank == 0:
             print(f"too few to compare: {world.size} of at least {LEAST_RANKS} ranks; of two it"
@@ -206,5 +212,5 @@ def say(found, places, limit: float, crowded: bool = False) -> int:
     return EXIT_CHECK_FAILED if slow else EXIT_OK
 
 
-if __name__ == "__main__":
-    guard(main)
+main = Program("interconnect.vet", __doc__, vetted, together=True, json=None, add=add_flags,
+               check=check).started(__name__)

@@ -18,14 +18,11 @@ import statistics
 import subprocess
 import sys
 
-from bench import results
 from bench.interconnect import launches, records
 from bench.interconnect.cases import BARE, COMM, IN_C, PERSISTENT, PREPARED
-from mpipar.config import flags
+from bench.program import Outcome, Program
 from mpipar.errors import EXIT_CHECK_FAILED, EXIT_OK, DataError
-from mpipar.job.session import guard
 
-RESULT = "bench/results/interconnect.json"
 COLUMNS = {IN_C: "C_us", BARE: "mpi4py_us", PERSISTENT: "prepared_us", PREPARED: "prepared_us",
            COMM: "mpipar_comm_us"}
 # From C to mpipar.comm: what is new at each step.
@@ -110,26 +107,17 @@ def with_osu(lines) -> list[dict]:
             for line in lines]
 
 
-def main(argv, session) -> int:
-    """Print the lines, check the latencies, write the result file."""
-    parser = flags.Parser(prog="python -m bench.interconnect.ways", description=__doc__)
-    parser.add_argument("file", metavar="FILE", help="of bench.interconnect --json")
-    parser.add_argument("--write", action="store_true", help=f"write {RESULT}")
-    args = parser.parse_args(argv)
-    runs = records.read(args.file)
+def measured(args, session) -> Outcome:
+    """The lines of the file; code 1 if a latency costs more than is allowed."""
     lines = with_osu(compared(records.rows_of([args.file], tell=True)))
     if not lines:
         raise DataError(f"{args.file}: nothing was done in two ways: measure with --ways all")
-    print(results.markdown_table(lines))
-    if args.write:
-        head = runs[0].head
-        results.write(str(results.ROOT / RESULT), "bench.interconnect.ways", lines,
-                      **{name: head[name] for name in ("library", "buffers", "dtype")})
     found = latency_problems(lines)
-    for text in found:
-        print(text, file=sys.stderr)
-    return EXIT_CHECK_FAILED if found else EXIT_OK
+    return Outcome(lines, records.facts_of(args.file), EXIT_CHECK_FAILED if found else EXIT_OK,
+                   end="\n".join(found))
 
 
-if __name__ == "__main__":
-    guard(main)
+main = Program(
+    "interconnect.ways", __doc__, measured, kept="bench/results/interconnect.json",
+    add=lambda parser: parser.add_argument(
+        "file", metavar="FILE", help="of bench.interconnect --json")).started(__name__)

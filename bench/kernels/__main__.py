@@ -14,7 +14,6 @@ from math import prod
 from bench.kernels import nvrtc
 from bench.program import Outcome, Program
 from mpipar.errors import EnvironmentProblem
-from mpipar.job.session import guard
 from mpipar.ops.cuda import kernels, ladder
 
 ARCHITECTURES = ("sm_80", "sm_90")
@@ -46,8 +45,4 @@ def measure(args, session) -> Outcome:
     return Outcome(rows(), {"nvrtc": nvrtc.Nvrtc().version()})
 
 
-main = Program("kernels", __doc__, measure)
-
-
-if __name__ == "__main__":
-    guard(main)
+main = Program("kernels", __doc__, measure).started(__name__)

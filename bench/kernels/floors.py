@@ -10,7 +10,7 @@ from __future__ import annotations
 from typing import Any
 
 from bench.results import markdown_table
-from bench.shapes import config_of, take_step
+from bench.training import config_of, take_step
 from mpipar import ops as ops_module
 from mpipar.comm.record import Recorder
 from mpipar.ops.functions import MEMORY, Ops

@@ -161,7 +161,7 @@ def checked(gpu: Gpu, kernel: Kernel, call, plain, dtype: str) -> None:
         gpu.check(kernel.name, one, other, dtype)
 
 
-def rows(gpu: Gpu, args) -> list[dict]:
+def memory_rows(gpu: Gpu, args) -> list[dict]:
     """Every kernel in float32 and bfloat16, a row each."""
     fused, plain = Fused(gpu.xp, gpu.loader), ArrayOps(gpu.xp, "float64", "cuda")
     found = []

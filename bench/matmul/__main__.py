@@ -27,7 +27,6 @@ from mpipar.comm.facts import gather_facts
 from mpipar.comm.record import POINT_TO_POINT, Recorder, Sums
 from mpipar.errors import EXIT_CHECK_FAILED, DataError
 from mpipar.files.bounded import read_json
-from mpipar.job.session import guard
 
 TOLERANCE = {"float32": 1e-4, "float64": 1e-12}  # of the largest entry
 MIB = 2**20
@@ -144,8 +143,5 @@ main = Program(
         "--tokens": (1024, "rows T of x"), "--inner": (1024, "columns K of x"),
         "--outer": (1024, "columns N of w"), "--repeats": (7, "repetitions")},
     json="write the rows to this file; it keeps those of other rank counts",
-    add=lambda parser: parser.add_argument("--dtype", choices=tuple(TOLERANCE), default="float32"))
-
-
-if __name__ == "__main__":
-    guard(main)
+    add=lambda parser: parser.add_argument("--dtype", choices=tuple(TOLERANCE), default="float32"),
+).started(__name__)

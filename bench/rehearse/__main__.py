@@ -35,7 +35,7 @@ from bench.interconnect.session import copy_rate
 from bench.program import Outcome, Program
 from bench.rehearse.pace import Pace
 from bench.rehearse.player import Player, Steps, room_needed
-from bench.shapes import config_of
+from bench.training import config_of
 from mpipar import ops as ops_module
 from mpipar.comm.algorithms import ALGORITHMS
 from mpipar.comm.facts import all_gather_facts, broadcast_text, gather_facts
@@ -46,7 +46,6 @@ from mpipar.config.grid import AUTO
 from mpipar.console.tables import layout_text, nbytes
 from mpipar.errors import EXIT_CHECK_FAILED, EXIT_OK, OutputError, UsageError
 from mpipar.files.text import counted, shown
-from mpipar.job.session import guard
 from mpipar.plan.script import script_of
 from mpipar.trace.tracer import Tracer
 
@@ -334,7 +333,4 @@ def barrier_rows(everybody: list[list], rate: float | None) -> list[dict]:
 
 
 main = Program("rehearse", __doc__, measure, together=True, add=add_flags, check=check,
-               counts={"--steps": (20, "timed steps")}, takes_words=True)
-
-if __name__ == "__main__":
-    guard(main)
+               counts={"--steps": (20, "timed steps")}, takes_words=True).started(__name__)

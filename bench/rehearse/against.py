@@ -13,34 +13,25 @@ median over turns, with the quartiles.
 
 from __future__ import annotations
 
-import json
 import sys
-import tempfile
 import time
 from collections import defaultdict
 from collections.abc import Callable
-from contextlib import ExitStack
-from pathlib import Path
 from statistics import median
 
 import numpy as np
 from threadpoolctl import threadpool_limits
 
-from bench.interconnect.launches import job_of
-from bench.interconnect.two_hosts import missing
+from bench.interconnect.launches import over_cable
 from bench.program import Outcome, Program
 from bench.rehearse.pace import spread
 from bench.rehearse.player import Player
-from bench.shapes import config_of
+from bench.training import Trained, config_of
 from mpipar import ops as ops_module
 from mpipar.comm.facts import all_gather_facts
-from mpipar.comm.grid import Grid
 from mpipar.comm.record import Record, Recorder
 from mpipar.config import flags
-from mpipar.data.rows import Rows
-from mpipar.errors import EXIT_CHECK_FAILED, EnvironmentProblem, UsageError
-from mpipar.job.session import guard
-from mpipar.train.worker import Worker
+from mpipar.errors import EXIT_CHECK_FAILED, UsageError
 
 LAYOUTS = {
     "dp 2": "dp=2", "dp 2, zero 3": "dp=2 --zero 3", "pp 2, 1f1b": "pp=2",
@@ -72,15 +63,10 @@ def one_layout(world, words: str, steps: int) -> tuple[np.ndarray, bool]:
     """
     config = config_of([*SIZES.split(), "--layout", *words.split()])
     ops, recorder = ops_module.make_for(config.run), Recorder(None)
-    worker = Worker(config, Grid.of(config.grid, world.rank), ops, recorder, world)
-    worker.initialize()
     text = np.random.default_rng(0).integers(0, config.model.vocab_size, TOKENS).astype(np.uint16)
-    rows, player = Rows(ops, text, config, worker.grid), Player(config, world, ops)
+    trained, player = Trained(config, world, recorder, text, ops), Player(config, world, ops)
 
-    def real(step: int) -> None:
-        worker.train_step(step, lambda mb: rows.train(step, mb))
-
-    def timed(step: int, take: Callable[[int], None], one: Recorder) -> float:
+    def timed(step: int, take: Callable[[int], object], one: Recorder) -> float:
         one.clear()
         world.Barrier()
         start = time.perf_counter()
@@ -89,12 +75,12 @@ def one_layout(world, words: str, steps: int) -> tuple[np.ndarray, bool]:
 
     times, alike = [], True
     for step in range(1, 1 + WARM_UP + steps):
-        taken = timed(step, real, recorder)
+        taken = timed(step, trained.step, recorder)
         player.seconds = spread(player.script, pass_seconds(recorder))
         times.append((taken, timed(step, player.play, player.recorder)))
         alike = alike and comparable(recorder) == comparable(player.recorder)
     player.close()
-    worker.close()
+    trained.worker.close()
     everybody = all_gather_facts(world, (times[WARM_UP:], alike))
     return np.max([one for one, _ in everybody], axis=0), all(same for _, same in everybody)
 
@@ -102,7 +88,7 @@ def one_layout(world, words: str, steps: int) -> tuple[np.ndarray, bool]:
 def measure(args, session) -> Outcome | int:
     """Measure all layouts, here or over a cable; code 1 if records differ."""
     if args.cable:
-        return over_cable(args, session)
+        return on_cable(args, session)
     world, rows, code = session.world, [], 0
     if world.size != 2:
         raise UsageError("needs two ranks: mpiexec -n 2 python -m bench.rehearse.against")
@@ -118,21 +104,15 @@ def measure(args, session) -> Outcome | int:
     return Outcome(rows, {"steps": args.steps, "model": SIZES}, code) if world.rank == 0 else code
 
 
-def over_cable(args, session) -> Outcome | int:
-    """The outcome of two ranks, each in a network namespace with an end of a cable."""
-    if reason := missing():
-        raise EnvironmentProblem(f"--cable: no network namespaces here: {reason}")
-    with tempfile.TemporaryDirectory() as name, session.stop_on_request(), ExitStack() as stack:
-        path = Path(name) / "rows.json"
-        start = stack.enter_context(job_of(Path(name), 2, args.cable))
-        code = start(session, ["bench.rehearse.against", "--steps", str(args.steps),
-                               "--json", str(path)])
-        if not path.exists():
-            print("the ranks on two hosts have ended early", file=sys.stderr)
-            return abs(code) or EXIT_CHECK_FAILED
-        found = json.loads(path.read_text())
-    rows = [{"cable_mbit": args.cable, **row} for row in found["rows"]]
-    return Outcome(rows, {"steps": args.steps, "model": SIZES}, abs(code))
+def on_cable(args, session) -> Outcome | int:
+    """The outcome of two ranks with a cable between them."""
+    with session.stop_on_request():
+        code, found = over_cable(session, args.cable, [
+            "bench.rehearse.against", "--steps", str(args.steps)])
+    if found is None:
+        print("the ranks on two hosts have ended early", file=sys.stderr)
+        return abs(code) or EXIT_CHECK_FAILED
+    return Outcome(found["rows"], {"steps": args.steps, "model": SIZES}, abs(code))
 
 
 main = Program(
@@ -140,7 +120,4 @@ main = Program(
     add=lambda parser: parser.add_argument(
         "--cable", type=flags.count, default=0, metavar="MBIT",
         help="two hosts, each in a network namespace, joined by a cable of this rate"),
-    counts={"--steps": (20, "turns")})
-
-if __name__ == "__main__":
-    guard(main)
+    counts={"--steps": (20, "turns")}).started(__name__)

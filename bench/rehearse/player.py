@@ -1,4 +1,9 @@
-"""Plays the script of a rank on real wires: the step of a training run, without its model."""
+"""Plays the script of a rank on real wires: the step of a training run, without its model.
+
+Payloads show whether an operation brought what it should, to whom it should. A number tells who
+sent it, to whom, and in which call of the group. All are small and whole, so that their sums are
+exact in every type.
+"""
 
 from __future__ import annotations
 
@@ -6,12 +11,12 @@ import math
 import time
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import nullcontext
+from itertools import accumulate, pairwise
 from time import perf_counter_ns
 from typing import Any, NamedTuple
 
 import numpy as np
 
-from bench.rehearse import payload
 from mpipar import models
 from mpipar.comm.grid import Grid, runs
 from mpipar.comm.group import Comm
@@ -205,7 +210,7 @@ class Player:
         record, recorder, comm = call.record, self.recorder, self.comm(call)
         recorder.call = call
         if checked:
-            payload.fill(x, call, payload.place_of(call, comm.index, comm.size))
+            fill(x, call, place_of(call, comm.index, comm.size))
         with recorder.at(record.phase, record.stage, record.mb):
             made = (POSTED if call.posted else BLOCKING)[record.operation](comm, x, call)
         if checked and not call.posted:
@@ -216,8 +221,8 @@ class Player:
         """Compare what a call brought with what it should; keep the first difference."""
         comm = self.comm(call)
         self.settle()
-        self.wrong = self.wrong or payload.problem(
-            x, result, call, payload.place_of(call, comm.index, comm.size))
+        self.wrong = self.wrong or problem(
+            x, result, call, place_of(call, comm.index, comm.size))
 
     def compute(self, seconds: float) -> None:
         """Take the time of computing."""
@@ -250,3 +255,106 @@ class Player:
             records.append([record for record in made if record.step == len(times)])
             if around is nullcontext:
                 self.recorder.clear()
+
+
+SENDERS, RECEIVERS, RANGE = 7, 3, 61  # without common divisors
+POISON = 99  # what nobody sends
+
+
+class Place(NamedTuple):
+    """Where a call stands: this rank's place in its group, the group's size, the call's number."""
+
+    index: int
+    size: int
+    number: int
+
+    def value(self, sender: int, receiver: int = 0) -> int:
+        """What `sender` sends to `receiver`."""
+        return 1 + (SENDERS * sender + RECEIVERS * receiver + self.number) % RANGE
+
+    def summed(self, receiver: int = 0) -> int:
+        """The sum of what all send to `receiver`."""
+        return sum(self.value(sender, receiver) for sender in range(self.size))
+
+
+def place_of(call: Call, index: int, size: int) -> Place:
+    """The place of a call. All members make the same collectives; a message has a tag."""
+    record = call.record
+    return Place(index, size, record.tag if record.tag >= 0 else record.seq)
+
+
+class Payload(NamedTuple):
+    """What an operation brings.
+
+    given: yields (part, value) that this rank gives. wanted: (part, value) behind the call; result:
+    what it returned. A posted call leaves its result in x.
+    """
+
+    given: Callable[[Any, Call, Place], Any]
+    wanted: Callable[[Any, Any, Call, Place], Any]
+
+
+def to_all(parts: Any, place: Place) -> list[tuple[Any, int]]:
+    """The part for each rank, and what it holds."""
+    return [(part, place.value(place.index, receiver)) for receiver, part in enumerate(parts)]
+
+
+def from_all(parts: Any, place: Place, receiver: int = 0) -> list[tuple[Any, int]]:
+    """The part of each rank, and what it holds."""
+    return [(part, place.value(sender, receiver)) for sender, part in enumerate(parts)]
+
+
+def own(x: Any, call: Call, place: Place) -> list[tuple[Any, int]]:
+    """The same number for all ranks."""
+    return [(x, place.value(place.index))]
+
+
+PAYLOADS = {
+    "all_reduce": Payload(own, lambda x, result, call, place: [(
+        x, max(map(place.value, range(place.size))) if call.argument == "max"
+        else place.summed())]),
+    "reduce": Payload(own, lambda x, result, call, place: [
+        (x, place.summed())] * (call.record.peer == place.index)),
+    "broadcast": Payload(
+        lambda x, call, place: own(x, call, place) * (call.record.peer == place.index),
+        lambda x, result, call, place: [(x, place.value(call.record.peer))]),
+    "all_gather": Payload(
+        lambda x, call, place: own(x[place.index] if call.posted else x, call, place),
+        lambda x, result, call, place: from_all(x if call.posted else result, place)),
+    "reduce_scatter": Payload(
+        lambda x, call, place: to_all(x, place),
+        lambda x, result, call, place: [
+            (x[0] if call.posted else result, place.summed(place.index))]),
+    "all_to_all": Payload(
+        lambda x, call, place: to_all(x, place),
+        lambda x, result, call, place: from_all(result, place, place.index)),
+    "all_to_allv": Payload(
+        lambda x, call, place: to_all(rows_of(x, call.argument[0]), place),
+        lambda x, result, call, place: from_all(rows_of(*result), place, place.index)),
+    "send": Payload(lambda x, call, place: [(x, place.value(place.index, call.record.peer))],
+                    lambda x, result, call, place: []),
+    "recv": Payload(lambda x, call, place: [],
+                    lambda x, result, call, place: [
+                        (x, place.value(call.record.peer, place.index))])}
+
+
+def fill(x: Any, call: Call, place: Place) -> None:
+    """Write what this rank gives to a call."""
+    x[...] = POISON
+    for part, value in PAYLOADS[call.record.operation].given(x, call, place):
+        part[...] = value
+
+
+def rows_of(x: Any, counts: Any) -> list[Any]:
+    """The rows of each rank, one behind the other."""
+    return [x[first:last] for first, last in pairwise(accumulate(counts, initial=0))]
+
+
+def problem(x: Any, result: Any, call: Call, place: Place) -> str:
+    """What is wrong behind a call, or "". x: what was given. result: what was returned."""
+    for part, value in PAYLOADS[call.record.operation].wanted(
+            x, result, call, place):
+        if not bool((part == np.asarray(value).astype(part.dtype)).all()):
+            found = part.reshape(-1)[:1].tolist()
+            return f"{call.record.name}: {call.record.operation} brought {found} for {value}"
+    return ""

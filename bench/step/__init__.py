@@ -2,8 +2,8 @@
 
 import sys
 
-from bench.step import freed
+from bench.step import blas
 
 # This must come before NumPy, whose BLAS reads its choice of loops once; see bench/__init__.py.
-if freed.FLAG in sys.argv:
-    freed.free_openblas()
+if blas.FLAG in sys.argv:
+    blas.free_openblas()

@@ -58,7 +58,7 @@ from threadpoolctl import threadpool_limits
 
 from bench import results
 from bench.kernels import gpu
-from bench.step import blas, freed, products
+from bench.step import blas
 from bench.step.cable import SIZES, on_each_cable
 from bench.step.sides import (
     CHECK_STEPS,
@@ -66,10 +66,12 @@ from bench.step.sides import (
     RECIPE,
     WARM_UP_STEPS,
     OurSide,
+    Products,
     add_sizes,
     configure,
     losses,
     measure_steps,
+    products_of,
     rows_of,
     step_flops,
     torch_side,
@@ -99,8 +101,8 @@ def parse(argv):
     parser.add_argument("--sides", choices=SIDES, default="all", help="best: mpipar with its"
                         " default kernels beside PyTorch with its own attention and AdamW, compiled"
                         " where it can be; own: the first of the two alone (all)")
-    parser.add_argument(freed.FLAG, action="store_true", help="free both BLAS libraries from what"
-                        " they know of the processor's maker (see bench/step/freed.py)")
+    parser.add_argument(blas.FLAG, action="store_true", help="free both BLAS libraries from what"
+                        " they know of the processor's maker (see bench/step/blas.py)")
     parser.add_argument("--recipe", choices=("nanogpt",), help="its sizes and its learning rate, on"
                         " the default text as bytes")
     parser.add_argument("--threads", type=flags.count,
@@ -186,12 +188,12 @@ def product_sides(args, names, sides, world) -> dict:
     if world.rank == 0:
         one = next(name for name in names if name.startswith("mpipar numpy")
                    and (world.size == 1 or name.endswith(ALONE)))
-        taken = products.products_of(
+        taken = products_of(
             sides[one], CHECK_STEPS + WARM_UP_STEPS + args.repeats + 1)
-        found["products, numpy"] = products.Products(taken)
+        found["products, numpy"] = Products(taken)
         if "torch" in names:
             torch = sides["torch"].torch
-            found["products, torch"] = products.Products(taken, torch.matmul, torch.from_numpy)
+            found["products, torch"] = Products(taken, torch.matmul, torch.from_numpy)
     return found
 
 
@@ -289,7 +291,7 @@ def their_sides(args, rows, world) -> tuple[list[str], dict]:
     """(names of PyTorch's sides, sides that this rank runs: all on world rank 0), if installed."""
     if args.sides == "own" or importlib.util.find_spec("torch") is None:
         return [], {}
-    if args.freed and not freed.free_mkl() and world.rank == 0:
+    if args.freed and not blas.free_mkl() and world.rank == 0:
         print("no C compiler: MKL keeps its own choice", file=sys.stderr)
     import torch
 

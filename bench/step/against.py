@@ -27,7 +27,6 @@ from bench.interconnect.statistics import scipy_stats
 from bench.program import Outcome, Program
 from bench.step.sides import add_sizes
 from mpipar.errors import EXIT_CHECK_FAILED, EXIT_INTERRUPTED, EXIT_OK, UsageError
-from mpipar.job.session import guard
 
 LIMIT = 1.01
 LEAST = 6  # pairs: fewer have no 95 % interval
@@ -112,8 +111,4 @@ def compare(args, session) -> Outcome | int:
 
 
 main = Program("step.against", __doc__, compare, add=add_flags, counts={
-    "--ranks": (1, "of each job"), "--pairs": (10, "of processes")})
-
-
-if __name__ == "__main__":
-    guard(main)
+    "--ranks": (1, "of each job"), "--pairs": (10, "of processes")}).started(__name__)

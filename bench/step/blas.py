@@ -2,15 +2,28 @@
 
 A library chooses its kernels by the processor it finds. If the libraries of two sides choose
 differently, the comparison measures those libraries too. So a table of speeds names both.
+
+Frees the BLAS of both sides of a comparison from what they know of the processor's maker.
+
+OpenBLAS runs the kernels for the processor's vector units, as in `mpipar train`. MKL asks whether
+the maker is its own, and has slow kernels for the others. Answered with yes, it too chooses by the
+vector units alone. So a library of one function is compiled, and loaded before PyTorch. Where there
+is no compiler, MKL keeps its own choice.
 """
 
 from __future__ import annotations
 
+import ctypes
 import os
 import re
+import shutil
 import subprocess
 import sys
+from contextlib import suppress
+from functools import cache
+from pathlib import Path
 
+from mpipar.files.cache import cache_folder
 from mpipar.job import blas
 
 # MKL prints this first line of its log at the first product.
@@ -18,7 +31,7 @@ MKL_LINE = re.compile(r"^MKL_VERBOSE oneMKL (\d+\.\d+)\D.*?architecture (.*?),? 
 MKL_SET = re.compile(r"(?:AVX|SSE)[\w.-]*")  # "... Vector Extensions 512 (Intel(R) AVX-512) ..."
 OTHERS = ("/torch/", "/scipy.libs/")  # packages that bring a BLAS of their own
 FIRST_PRODUCT = "{}import torch; a = torch.ones(300, 300); a @ a"
-FREED = "from bench.step.freed import free_mkl; free_mkl(); "
+FREED = "from bench.step.blas import free_mkl; free_mkl(); "
 
 
 def numpy_blas() -> str:
@@ -28,11 +41,12 @@ def numpy_blas() -> str:
     return next(own, "unknown").replace(", kernels for", "")
 
 
+@cache
 def torch_blas(freed: bool = False) -> str:
     """PyTorch's library as MKL's log names it; "unknown" where PyTorch has another one.
 
     MKL is linked into PyTorch and cannot be asked. So a separate process multiplies once.
-    freed: whether MKL is freed there, see `bench.step.freed`.
+    freed: whether MKL is freed there, see the head of this file.
     """
     code = FIRST_PRODUCT.format(FREED if freed else "")
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True,
@@ -42,3 +56,39 @@ def torch_blas(freed: bool = False) -> str:
         return "unknown"
     sets = MKL_SET.search(found[2])
     return f"mkl {found[1]} {sets[0] if sets else found[2]}"
+
+
+FLAG = "--freed"  # of bench.step
+SOURCE = "int mkl_serv_intel_cpu_true(void) { return 1; }\n"
+COMPILERS = ("cc", "gcc", "clang")
+
+
+def free_openblas() -> str | None:
+    """Choose its kernels; return their architecture. Call it before NumPy is loaded."""
+    chosen = os.environ.get(blas.VARIABLE) or blas.choice(blas.processor()[1])
+    if chosen:
+        os.environ[blas.VARIABLE] = chosen
+    return chosen
+
+
+def mkl_answer() -> Path | None:
+    """The library that answers MKL's question, compiled once; None without a compiler."""
+    compiler, folder = next(filter(None, map(shutil.which, COMPILERS)), None), cache_folder("mkl")
+    if compiler is None or folder is None:
+        return None
+    path = folder / "answer.so"
+    if not path.exists():
+        own = folder / f"{os.getpid()}.so"
+        with suppress(OSError, subprocess.SubprocessError):
+            subprocess.run([compiler, "-shared", "-fPIC", "-o", own, "-xc", "-"], input=SOURCE,
+                           text=True, check=True, capture_output=True, timeout=60)
+            own.replace(path)
+    return path if path.exists() else None
+
+
+def free_mkl() -> bool:
+    """Load that library; whether there is one. Call it before PyTorch is loaded."""
+    path = mkl_answer()
+    if path is not None:
+        ctypes.CDLL(str(path), mode=ctypes.RTLD_GLOBAL)
+    return path is not None

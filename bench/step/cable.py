@@ -20,18 +20,14 @@ of the time of flight of the messages in which the rank computed.
 
 from __future__ import annotations
 
-import contextlib
-import json
 import sys
-import tempfile
-from pathlib import Path
 
 import numpy as np
 from threadpoolctl import threadpool_limits
 
 from bench import results
-from bench.interconnect.launches import job_of
-from bench.interconnect.two_hosts import missing
+from bench.interconnect.launches import over_cable
+from bench.program import Outcome, Program
 from bench.step.sides import (
     OurSide,
     add_sizes,
@@ -42,15 +38,12 @@ from bench.step.sides import (
 )
 from mpipar.comm.facts import gather_numbers
 from mpipar.comm.record import POINT_TO_POINT
-from mpipar.config import flags
 from mpipar.errors import (
     EXIT_CHECK_FAILED,
     EXIT_INTERRUPTED,
     EXIT_OK,
-    EnvironmentProblem,
     UsageError,
 )
-from mpipar.job.session import guard
 from mpipar.ops import make
 
 NOTHING = "nothing"
@@ -114,52 +107,32 @@ def layout_rows(layout, seconds, flights) -> list[dict]:
 def on_each_cable(session, args) -> int:
     """Measure at each rate of --cable, print the table, write the file; return the exit code.
 
-    Raises UsageError under a launcher, EnvironmentProblem where there can be no namespaces.
+    Raises UsageError and EnvironmentProblem: see `over_cable`.
     """
-    if session.launcher.size > 1:
-        raise UsageError(f"--cable starts its ranks itself: run it without {session.launcher.name}")
-    if reason := missing():
-        raise EnvironmentProblem(f"--cable: no network namespaces here: {reason}")
     results.check_writable(args.json)
-    print(f"{args.layers} layers, D {args.d_model}, {args.heads} heads, batch {args.batch_size} x "
-          f"{args.seq_len} tokens, V {args.vocab_size}, float32, 2 hosts of 1 rank, "
-          f"{args.repeats} steps")
-    rows = []
+    sizes, rows = {name: getattr(args, name) for name in SIZES}, []
     with session.stop_on_request():
         for rate in args.cable:
-            code, found = on_cable(session, args, rate)
+            code, found = over_cable(session, rate, ["bench.step.cable", *(
+                f"--{name.replace('_', '-')}={size}" for name, size in sizes.items())])
             if session.stop_requested or code:
                 return EXIT_INTERRUPTED if session.stop_requested else abs(code)
-            print(results.markdown_table(found), flush=True)
-            rows += found
-    results.write(args.json, "bench.step --cable", rows,
-                  **{name: getattr(args, name) for name in SIZES})
+            if not rows:
+                print(f"{args.layers} layers, D {args.d_model}, {args.heads} heads, batch"
+                      f" {args.batch_size} x {args.seq_len} tokens, V {args.vocab_size}, float32,"
+                      f" 2 hosts of 1 rank, {args.repeats} steps")
+            rows += found["rows"]
+            print(results.markdown_table(found["rows"]), flush=True)
+    results.write(args.json, "bench.step --cable", rows, **sizes)
     return EXIT_OK
 
 
-def on_cable(session, args, rate) -> tuple[int, list[dict]]:
-    """(exit code, rows) of the ranks on two hosts with a cable of `rate` Mbit/s."""
-    with tempfile.TemporaryDirectory() as name, contextlib.ExitStack() as stack:
-        path = Path(name) / "rows.json"
-        start = stack.enter_context(job_of(Path(name), 2, rate))
-        sizes = [f"--{size.replace('_', '-')}={getattr(args, size)}" for size in SIZES]
-        code = start(session, ["bench.step.cable", *sizes, "--json", str(path)])
-        rows = json.loads(path.read_text())["rows"] if path.exists() else []
-    return code, [{"cable_mbit": rate} | row for row in rows]
-
-
-def main(argv, session) -> int:
-    """Measure on both ranks; returns the exit code."""
-    parser = flags.Parser(prog="python -m bench.step.cable", description=__doc__)
-    add_sizes(parser)
-    parser.add_argument("--json", required=True, help="write the rows to this file")
-    args = parser.parse_args(argv)
+def measure(args, session) -> Outcome | int:
+    """Measure on both ranks; code 1 if losses differ."""
+    world, rows = session.world, []
     args.device, args.dtype = "cpu", "float32"
-    world = session.start()
     if world.size != 2:
         raise UsageError(f"{world.size} rank(s): start it by python -m bench.step --cable 200")
-    results.check_writable(args.json, session)
-    rows = []
     with threadpool_limits(1):
         for layout in LAYOUTS:
             measured = measure_layout(args, layout, world)
@@ -169,10 +142,7 @@ def main(argv, session) -> int:
             seconds, flights = (gather_numbers(world, np.array(one, float)) for one in measured)
             if world.rank == 0:
                 rows += layout_rows(layout, seconds, flights)
-    if world.rank == 0:
-        results.write(args.json, "bench.step.cable", rows)
-    return EXIT_OK
+    return Outcome(rows) if world.rank == 0 else EXIT_OK
 
 
-if __name__ == "__main__":
-    guard(main)
+main = Program("step.cable", __doc__, measure, together=True, add=add_sizes).started(__name__)

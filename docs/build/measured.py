@@ -17,7 +17,7 @@ import time
 from pathlib import Path
 
 from bench import results
-from bench.places import by_function
+from bench.results import by_function
 from docs.build.blocks import Block
 from docs.build.commands import Workplace, console
 from mpipar.comm.record import PASSES

@@ -5,11 +5,11 @@ from __future__ import annotations
 from pathlib import Path
 
 from bench.results import ROOT
-from docs.build import commands, measured, pictures, sources, tables
+from docs.build import commands, measured, pictures, tables
 from docs.build.blocks import Block, update
 
 # What stands in a block of each kind: (block, root of the repository) -> text.
-WRITERS = {"measured": measured.shown, "code": sources.listing, "result": tables.result,
+WRITERS = {"measured": measured.shown, "code": tables.listing, "result": tables.result,
            "table": tables.table, "map": tables.table, "exercise": tables.exercises}
 
 

@@ -15,6 +15,7 @@ import sys
 import tempfile
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 ROOT = Path(__file__).resolve().parent.parent.parent
 PACKAGE = ROOT / "mpipar"
@@ -90,14 +91,14 @@ def write_sources(folder: Path) -> None:
     index.write_text(index.read_text() + contents(pages))
 
 
-def build(out: Path) -> int:
-    """Build the site into a folder; return Sphinx's status, 0 or 1."""
+def build(out: Path, **more: Any) -> int:
+    """Build the site into a folder; return Sphinx's status, 0 or 1. more: settings of Sphinx."""
     from sphinx.application import Sphinx
 
     with tempfile.TemporaryDirectory(prefix="mpipar-site-") as own:
         source = Path(own) / "docs"
         write_sources(source)
-        app = Sphinx(source, None, out, Path(own) / "doctrees", "html", SETTINGS,
+        app = Sphinx(source, None, out, Path(own) / "doctrees", "html", SETTINGS | more,
                      warningiserror=True, status=None)
         app.connect("autodoc-process-docstring",
                     lambda app, what, name, thing, options, lines: lines.__setitem__(

@@ -1,21 +1,37 @@
-"""Tables of the pages: results of benchmarks, and what the program knows about itself."""
+"""Tables of the pages: results of benchmarks, and what the program knows about itself.
+
+One says what is illegal between settings, with what each row says of its example. Listings of the
+sources have functions, methods, classes and constants by their names.
+"""
 
 from __future__ import annotations
 
 import argparse
 import ast
+import contextlib
 import json
 import re
+import tempfile
 import textwrap
 from collections.abc import Iterable
 from pathlib import Path
+from types import SimpleNamespace
 
 from bench import results
 from bench.kernels.floors import floors
-from docs.build import combinations
 from docs.build.blocks import Block
 from mpipar import cli, errors
+from mpipar.commands.resolve import schedule_of_file
+from mpipar.config.reading import Reading
+from mpipar.config.resolve import broken_rules
+from mpipar.config.rule import Rule
+from mpipar.config.sections import CHOICES
+from mpipar.config.setting import flag
+from mpipar.files.text import counted
 from mpipar.learn.catalog import EXERCISES
+from mpipar.pipeline.combinations import RULES
+from mpipar.pipeline.csv_format import write_csv
+from mpipar.pipeline.schedules.catalog import make_schedule
 
 # From the ground up: a folder imports only from itself and from the folders named before it.
 FLOORS = """errors files ops comm data partition job config layers models pipeline checkpoint
@@ -140,14 +156,14 @@ def files_below(folder: Path) -> list[Path]:
     return sorted(found, key=lambda path: (path.parent, path.name))
 
 
-def counted(root: Path) -> dict:
+def reading_path(root: Path) -> dict:
     """The result of bench.reading_path."""
     return json.loads((root / "bench" / "results" / "reading_path.json").read_text())
 
 
 def path_of_a_step(root: Path) -> str:
     """How much a reader of one step opens, how much of that runs, and what construction adds."""
-    step, before = counted(root)["rows"][-2:]
+    step, before = reading_path(root)["rows"][-2:]
     return (f"To open for one step: {step['files']} files with {step['lines to open']:,} lines,"
             f" of which {step['lines that run']:,} run; to construct the worker: {before['files']}"
             f" more with {before['lines to open']:,} lines.")
@@ -155,7 +171,7 @@ def path_of_a_step(root: Path) -> str:
 
 def map_rows(root: Path, base: Path, places: dict[Path, list[Path]]) -> Iterable[tuple]:
     """(name below `base`, first sentence, lines that a step runs) of each {place: its files}."""
-    lines = counted(root)["files"]
+    lines = reading_path(root)["files"]
     for place, files in places.items():
         count = sum(lines.get(str(path.relative_to(root)), 0) for path in files)
         file = place / "__init__.py" if place.is_dir() else place
@@ -196,10 +212,96 @@ TABLES = {
         "command, what it does", ((f"`mpipar {one}`", text) for one, text in cli.COMMANDS.items())),
     "flags": lambda words, root: "\n\n".join(map(flags_of, cli.COMMANDS)),
     "combinations": lambda words, root: rows_of(
-        "illegal, why, type instead", combinations.rows()),
-    "choices": lambda words, root: rows_of("only with, flags", combinations.choices()),
+        "illegal, why, type instead", illegal_rows()),
+    "choices": lambda words, root: rows_of("only with, flags", choices()),
     "tour": lambda words, root: chapters(root),
     "path": lambda words, root: path_of_a_step(root),
     "lead": lambda words, root: lead(json.loads((root / words[0]).read_text())["rows"]),
     "floors": lambda words, root: floors(words[0], words[1:]),
 }
+
+
+@contextlib.contextmanager
+def folder_of_examples():
+    """A folder to be in while an example is judged: its files are there."""
+    with tempfile.TemporaryDirectory() as folder, contextlib.chdir(folder):
+        write_csv(make_schedule("1f1b", 2, 4), Path("1f1b.csv"))
+        yield Path(folder)
+
+
+def read_words(words: list[str]) -> tuple[Reading, str | None]:
+    """What `mpipar train` reads of these words, and its --machine."""
+    context = cli.context_of(None, "train", words)
+    return context.reading, context.args.machine
+
+
+def broken(words: list[str], ranks: int) -> list[tuple[Rule, SimpleNamespace]]:
+    """The rows of the table that these flags of `mpipar train` break."""
+    reading, machine = read_words(words)
+    return broken_rules(reading.config, ranks, RULES, reading.bad, machine=machine,
+                        chooses_layout=reading.chooses_layout,
+                        csv=schedule_of_file(reading.config))
+
+
+def illegal_rows() -> list[tuple[str, str, str]]:
+    """(flags, why they are illegal, what to type instead) of each row."""
+    found = []
+    with folder_of_examples():
+        for rule in RULES:
+            values = next(values for one, values in broken(rule.example.split(), rule.ranks)
+                          if one is rule)
+            ranks = f" on {counted(rule.ranks, 'rank')}" if rule.ranks > 1 else ""
+            found.append((f"`{rule.example}`{ranks}", rule.reason, rule.cure(values)))
+    return found
+
+
+def choices() -> list[tuple[str, str]]:
+    """(setting that means something to few, flags of the settings that only it has)."""
+    found: dict[str, list[str]] = {}
+    for name, (choice, *values) in CHOICES.items():
+        only = " or ".join(f"`{flag(choice)} {value}`" for value in values or ["N"])
+        found.setdefault(only, []).append(f"`{flag(name)}`")
+    return [(only, ", ".join(names)) for only, names in found.items()]
+
+
+LANGUAGES = {".py": "python", ".cu": "cpp", ".cuh": "cpp", ".js": "js", ".toml": "toml",
+             ".sh": "bash", ".sbatch": "bash"}
+
+
+def listing(block: Block, root: Path) -> str:
+    """`code: FILE [NAME Class.method]`: these definitions or the whole file, and a link to it."""
+    name, *names = block.words.split()
+    path = block.file(root, name)
+    source = path.read_text(encoding="utf-8")
+    if names:
+        text = "\n\n\n".join(definition(block, source, one) for one in names)
+    else:
+        text = "\n".join(block.part(source.rstrip().splitlines()))
+    up = "../" * len(block.page.parent.parts)
+    language = LANGUAGES.get(path.suffix, "text")
+    return f"```{language}\n{text}\n```\n\nFrom [{name}]({up}{name})."
+
+
+def definition(block: Block, source: str, name: str) -> str:
+    """The lines of one definition; a method as `Class.method`. Raises PageError."""
+    nodes, node = ast.parse(source).body, None
+    for word in name.split("."):
+        node = next((one for one in nodes if word in names_of(one)), None)
+        if node is None:
+            raise block.problem(f"no {name} in the file")
+        nodes = getattr(node, "body", [])
+    first = min(one.lineno for one in (node, *getattr(node, "decorator_list", [])))
+    kept = set(range(first, node.end_lineno + 1))
+    if block.options.get("no") == "docstring" and nodes and isinstance(nodes[0], ast.Expr):
+        kept -= set(range(nodes[0].lineno, nodes[0].end_lineno + 1))
+    lines = source.splitlines()
+    return textwrap.dedent("\n".join(lines[one - 1] for one in sorted(kept)))
+
+
+def names_of(node: ast.stmt) -> set[str]:
+    """The names that a statement defines."""
+    if isinstance(node, ast.FunctionDef | ast.ClassDef):
+        return {node.name}
+    targets = node.targets if isinstance(node, ast.Assign) else [getattr(node, "target", None)]
+    return {one.id for target in targets if target for one in ast.walk(target)
+            if isinstance(one, ast.Name)}

@@ -17,8 +17,8 @@ from mpipar.config.layout import sizes_text
 from mpipar.config.reading import Reading
 from mpipar.config.sections import Config
 from mpipar.errors import UserError
-from mpipar.plan import machine_file
 from mpipar.plan.choose_layout import choose, with_schedule_name
+from mpipar.plan.data_sheet import machine_of
 from mpipar.plan.measure_machine import SECONDS, measure_machine
 
 
@@ -54,9 +54,6 @@ def with_choices(session, inputs, readings: list[Reading], machine_path: str | N
     if readings[0].chooses_layout and getattr(config.model, "experts", None):
         notes.append(f"layout auto keeps ep {config.grid.ep}, as it keeps cp; --ep N names"
                      " another number of ranks that share out experts")
-    if machine_path is not None:
-        machine = session.agree(
-            lambda: machine_file.load(machine_path) if world.rank == 0 else None)
     if readings[0].chooses_layout and len(readings) == 1:
         notes.append(f"--layout auto: {sizes_text(vars(config.grid))} is the only layout that these"
                      f" ranks can have for this model and {config.train.batch_size} rows a step")
@@ -64,13 +61,15 @@ def with_choices(session, inputs, readings: list[Reading], machine_path: str | N
         return replace(inputs, notes=[*inputs.notes, *notes])
     others = (resolve(one, world.size)[0] for one in readings[1:])
     configs = [config, *(replace(config, grid=one.grid, train=one.train) for one in others)]
-    if machine_path is None:
+    if machine_path is not None:
+        machine = session.agree(
+            lambda: machine_of(machine_path, configs) if world.rank == 0 else None)
+        source = f"by the cost model {machine_path}"
+    else:
         begin = monotonic()
         machine = measure_machine(configs, inputs.ops, world)
         source = (f"measured for {monotonic() - begin:.1f} s on these ranks, {SECONDS:g} at most;"
                   " --machine FILE measures nothing")
-    else:
-        source = f"by the cost model {machine_path}"
 
     def chosen():
         try:

@@ -20,6 +20,7 @@ from mpipar.config.sections import Config, build
 from mpipar.config.setting import flag, positional, setting
 from mpipar.console.tables import nbytes, table
 from mpipar.errors import EXIT_DATA, EXIT_OK, DataError, UsageError
+from mpipar.files.bounded import problems_as
 from mpipar.files.text import one_line, printable
 from mpipar.job.status import killed
 
@@ -164,10 +165,8 @@ def export(folder: Path, steps, args) -> int:
 def config_of(path: Path, manifest: Manifest) -> Config:
     """The Config of a checkpoint; DataError if it is none, or not that of the tensors."""
     where = f"{path / NAME}: config"
-    try:
+    with problems_as(DataError, where):
         config = build(values_of(manifest.config))
-    except ValueError as error:
-        raise DataError(f"{where}: {error}") from None
     wrong = [f"{where}: {text}" for text in config_problems(config)]
     if wrong:
         raise DataError(wrong)

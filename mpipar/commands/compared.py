@@ -55,13 +55,8 @@ def config_facts(session, config: Config, tokenizer) -> dict[str, str]:
     if config.grid.schedule_csv is not None:
         facts["schedule"] = _digest_of_files(session, lambda: [Path(config.grid.schedule_csv)])
     if config.run.init_from is not None:
-        facts["weights"] = weights_digest(session, config.run.init_from)
+        facts["weights"] = _digest_of_files(session, lambda: source_files(config.run.init_from))
     return facts
-
-
-def weights_digest(session, folder: str) -> str:
-    """`digest_of_weights` on every rank. Comm: that of `digests_on_host`."""
-    return _digest_of_files(session, lambda: source_files(folder))
 
 
 def digest_of_weights(folder: str) -> str:

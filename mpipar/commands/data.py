@@ -8,11 +8,10 @@ from pathlib import Path
 from mpipar.commands.command import Command, Context
 from mpipar.commands.run_folder import said
 from mpipar.config.setting import positional, setting
-from mpipar.console.bar import Bar
+from mpipar.console.progress import Bar
 from mpipar.console.tables import table
-from mpipar.data.bpe import LEAST_IDS, MOST_IDS
 from mpipar.data.dataset import PARTS
-from mpipar.data.prepare import BYTES, TRAIN, Texts, prepare
+from mpipar.data.prepare import BYTES, LEAST_NEW, MOST_NEW, TRAIN, Texts, prepare
 from mpipar.data.source import text_files
 from mpipar.data.tokenizer import library_of
 from mpipar.errors import EXIT_OK, DataError, UsageError, UserError
@@ -82,9 +81,9 @@ def argument_problems(args) -> list[str]:
     elif args.tokenizer.startswith(TRAIN):
         size = args.tokenizer.removeprefix(TRAIN)
         if not (size.isascii() and size.isdecimal() and len(size) < 10
-                and LEAST_IDS <= int(size) <= MOST_IDS):
-            found.append(f"--tokenizer {brief(args.tokenizer)}: a new tokenizer has {LEAST_IDS} to"
-                         f" {MOST_IDS:,} ids, as in {TRAIN}4096")
+                and LEAST_NEW <= int(size) <= MOST_NEW):
+            found.append(f"--tokenizer {brief(args.tokenizer)}: a new tokenizer has {LEAST_NEW} to"
+                         f" {MOST_NEW:,} ids, as in {TRAIN}4096")
     elif args.tokenizer != BYTES and not os.path.exists(args.tokenizer):
         found.append(f"--tokenizer {brief(args.tokenizer)}: no such file or folder; use {BYTES},"
                      f" a tokenizer.json, a folder with it, or {TRAIN}4096")

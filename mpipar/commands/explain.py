@@ -27,8 +27,9 @@ from mpipar.data.rows import rows_per_microbatch
 from mpipar.errors import EXIT_OK, UsageError
 from mpipar.files.text import counted
 from mpipar.ops.shape_array import labels_of
-from mpipar.plan import expert_forms, formulas, machine_file, memory_formulas
+from mpipar.plan import expert_forms, formulas, memory_formulas
 from mpipar.plan.choose_layout import choose
+from mpipar.plan.data_sheet import machine_of
 from mpipar.plan.measure import unit_memory
 from mpipar.plan.predict import predict
 from mpipar.plan.step import step_estimate
@@ -48,8 +49,8 @@ class Arguments:
     summary: bool = switch(
         "totals by barrier, not a row for each call; with --all-ranks over all ranks")
     machine: str | None = setting(
-        None, "cost model of bench.calibrate: predict the time of a step; --schedule auto chooses"
-        " by it", metavar="FILE")
+        None, "cost model of bench.calibrate, or a machine of mpipar plan: predict the time of a"
+        " step; --schedule auto chooses by it", metavar="FILE|NAME")
     goal: str | None = setting(
         None, "write the step of all ranks as GOAL text, for LogGOPSim; needs --gflops",
         metavar="FILE")
@@ -77,8 +78,7 @@ def format_problems(args: Arguments) -> list[str]:
 def run(context: Context) -> int:
     """Print the barriers of one rank, or what all ranks hold; the layout gives their number."""
     args, reading = context.args, context.reading
-    machine = machine_file.load(args.machine) if args.machine is not None else None
-    config = configured(reading, args, machine)
+    config, machine = configured(reading, args)
     schedule = configured_schedule(config.grid)
     estimate = step_estimate(machine, config) if machine else None
     if args.goal is not None or args.chakra is not None:
@@ -103,8 +103,10 @@ def of_named_axes(reading) -> tuple:
     return replace(reading, config=config), named.num_ranks
 
 
-def configured(reading, args, machine):
-    """The resolved configuration, with a schedule chosen by the machine for --schedule auto.
+def configured(reading, args):
+    """(the resolved configuration, the Machine of --machine or None).
+
+    A schedule is chosen by the machine for --schedule auto.
 
     It prints the notes that `train` prints of these flags. Raises UsageError.
     """
@@ -122,17 +124,18 @@ def configured(reading, args, machine):
     if args.all_ranks and world_size > MOST_LISTED:
         problems.append(f"--all-ranks: the layout has {world_size:,} ranks, and at most"
                         f" {MOST_LISTED} are listed; use --rank R for one of them")
-    if config.grid.schedule == AUTO and machine is None:
+    if config.grid.schedule == AUTO and args.machine is None:
         problems.append("--schedule auto: measures first, which explain does not; name a schedule, "
                         "or give --machine FILE to choose by")
     if problems:
         raise UsageError(problems)
+    machine = machine_of(args.machine, [config]) if args.machine is not None else None
     if config.grid.schedule == AUTO:
         config, why = choose([config], machine)
         notes += why
     if notes:
         print("\n".join([*notes, ""]))
-    return config
+    return config, machine
 
 
 def print_all_ranks(config, schedule, summary: bool) -> None:

@@ -1,13 +1,16 @@
-"""What a run shows when its steps are done.
+"""What a run learns of its model between steps, and what it shows when its steps are done.
 
-It prints measured barriers, overlap and memory, and what the model has learned.
+The first is held-out losses and texts; the second measured barriers, overlap and memory besides.
 """
 
 from __future__ import annotations
 
+import json
 import os
 from collections.abc import Callable
+from time import perf_counter
 
+from mpipar import data
 from mpipar.comm.facts import gather_facts
 from mpipar.comm.record import POINT_TO_POINT
 from mpipar.console import tables as console
@@ -21,6 +24,58 @@ from mpipar.files.text import quoted
 from mpipar.inference.classify import accuracy
 from mpipar.inference.generate import continue_one
 from mpipar.inference.sampling import Sampling
+
+# The unit of a model's data, and as it stands in a step's speed.
+UNITS = {"decoder": ("token", "tok"), "convnet": ("image", "img")}
+
+
+class Evaluation:
+    """The held-out losses and the texts of one run; every rank calls it at the same step.
+
+    Both are functions of the weights alone, and change nothing that a step reads. file: the
+    `GrowingFile` evaluations.jsonl on world rank 0, None elsewhere. events: `Events` or None.
+    """
+
+    def __init__(self, worker, inputs, log, file=None, events=None):
+        self.worker, self.inputs, self.log = worker, inputs, log
+        self.file, self.events = file, events
+        self.run, self.steps = worker.config.run, worker.config.train.steps
+        source = data.data_of(worker.config.model)
+        self.rows = source.Rows(worker.ops, source.evaluated(inputs.held_out, worker.config),
+                                worker.config, worker.grid)
+        self.unit = UNITS[worker.config.model.model][0]
+
+    def after_step(self, step: int) -> bool:
+        """Evaluate and generate if it is this step's turn; return whether anything was done.
+
+        The last step has none: what ends the run does both.
+        Comm: that of `loss` and `show_text`.
+        """
+        evaluates, samples = (every and step % every == 0 and step < self.steps
+                              for every in (self.run.eval_interval, self.run.sample_interval))
+        if evaluates:
+            start = perf_counter()
+            loss, count = self.loss(step)
+            self.log(f"step {step}: held-out loss {loss:.4f} nats per {self.unit} over {count:,}"
+                     f" {self.unit}s, {perf_counter() - start:.2f} s")
+        if samples:
+            show_text(self.worker, self.inputs, self.log, f"step {step}: text")
+        return bool(evaluates or samples)
+
+    def loss(self, step: int) -> tuple[float, int]:
+        """(mean held-out loss, number of tokens or images), which evaluations.jsonl gets too.
+
+        Comm: that of `Worker.evaluate`.
+        """
+        start = perf_counter()
+        loss, count = self.worker.evaluate(self.rows)
+        line = {"step": step, "held_out_loss": loss, f"{self.unit}s": count,
+                "seconds": perf_counter() - start}
+        if self.file is not None:
+            self.file.write(json.dumps(line) + "\n")
+        if self.events is not None:
+            self.events.add(line)
+        return loss, count
 
 
 def report_step(world, worker, fact, memory, steps, log) -> None:
@@ -119,4 +174,3 @@ def show_convnet(worker, inputs, evaluate, log, took) -> tuple[dict, Callable]:
 
 
 SHOW = {"decoder": show_decoder, "convnet": show_convnet}
-UNITS = {"decoder": "tok", "convnet": "img"}  # the unit of a step's speed

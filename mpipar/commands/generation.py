@@ -125,32 +125,27 @@ def prepare(reading, args, world_size: int, host_rank: int) -> Request:
     companions, texts, found = companions_of(weights), [], {"notes": []}
     is_default = args.prompts is None and "prompt" not in reading.given
 
-    def file_problems(config):
-        try:
-            texts[:] = ([("--prompt", config.run.prompt)] if args.prompts is None
-                        else prompts_module.read_prompts(args.prompts))
-            found["tokenizer"] = tokenizer_of(companions, config.model.vocab_size)
-        except DataError as error:
-            return error.problems
-        return []
+    def read_files(config):
+        texts[:] = ([("--prompt", config.run.prompt)] if args.prompts is None
+                    else prompts_module.read_prompts(args.prompts))
+        found["tokenizer"] = tokenizer_of(companions, config.model.vocab_size)
 
-    def prompt_problems(config):
+    def read_texts(config):
         try:
             if "tokenizer" in found:
                 found["prompts"] = prompts_module.encode_prompts(
                     found["tokenizer"], texts, config.model)
-        except UsageError as error:
+        except UsageError:
             if not is_default:
-                return error.problems
+                raise
             # Nobody has typed this text; a model of ids, for example, cannot read it.
             found["prompts"] = [FIRST]
             found["notes"].append(
                 f"this model cannot read the default prompt {config.run.prompt!r}, so the text"
                 f" begins with id {FIRST.typed}; to begin otherwise, give --prompt:"
                 f" {found['tokenizer'].takes}")
-        return []
 
-    checks = [(file_problems, DataError), (prompt_problems, UsageError),
+    checks = [(read_files, DataError), (read_texts, UsageError),
               (layout_problems, UsageError), (checkpoint.weight_problems, DataError)]
     config, _ = resolve(replace(reading, config=start, problems=problems), world_size, checks)
     groups = given.grid.num_microbatches or config.grid.pp  # as many as work at the same time

@@ -24,10 +24,8 @@ from mpipar.errors import EXIT_CHECK_FAILED, EXIT_OK, UserError
 from mpipar.plan import report as plan_report
 from mpipar.plan.confirm import Job, confirm, train_config
 from mpipar.plan.formats import search_formats
-from mpipar.plan.mixed import search_mixed
-from mpipar.plan.mixed_report import mixed_dict, mixed_report
 from mpipar.plan.page import page
-from mpipar.plan.search import Plan, Question, search
+from mpipar.plan.search import Candidate, Plan, Question, search
 
 SAVE_SECONDS = 30.0
 
@@ -39,40 +37,25 @@ def run(context: Context) -> int:
     """
     args = context.args
     job = job_of(args.model)
-    question, kinds = question_of(args, job)
+    question = question_of(args, job)
     with status_line(None) as line:
         tell = line.show if line else lambda text: None
-        if kinds:
-            return run_mixed(args, question, kinds, job, tell)
         question, plan, batches = chosen_batch(args, question, tell)
     text, own = "", None
     if args.confirm and plan.best:
-        own = confirm(question, job.config, plan.best[0].layout)
+        own = confirm(question, job.config, plan.best[0])
     if args.html is not None or not (args.json or args.csv):
         text = answer(args, question, plan, batches, job, own)
     if args.html is not None:
-        output.write_text(Path(args.html), page(question, plan, text))
+        output.write_text(Path(args.html), page(question, plan, args.model, text))
     if args.json:
         print(json.dumps(plan_report.as_dict(question, plan, job), indent=1))
     elif args.csv:
         csv.writer(sys.stdout, lineterminator="\n").writerows(plan_report.csv_rows(question, plan))
     else:
         print(text)
-    good = plan.best and (own is None or plan_report.confirmed(question, own[0]))
+    good = plan.best and (own is None or plan_report.confirmed(own[0]))
     return EXIT_OK if good else EXIT_CHECK_FAILED
-
-
-def run_mixed(args, question: Question, kinds, job: Job, tell) -> int:
-    """Print the plan over several kinds of devices; return 0 if a layout fits, else 1."""
-    plan = search_mixed(question, kinds, args.top, tell)
-    if args.json:
-        print(json.dumps(mixed_dict(question, plan), indent=1))
-        return EXIT_OK if plan.best else EXIT_CHECK_FAILED
-    parts = [mixed_report(question, kinds, plan, job)]
-    if plan.best:
-        parts.append(refusal(question, job, plan.best[0].layout, plan.best[0].counts))
-    print("\n\n".join(filter(None, parts)))
-    return EXIT_OK if plan.best else EXIT_CHECK_FAILED
 
 
 def answer(args, question: Question, plan: Plan, batches: dict[int, Plan], job: Job, own) -> str:
@@ -80,9 +63,9 @@ def answer(args, question: Question, plan: Plan, batches: dict[int, Plan], job: 
     parts = [plan_report.report(question, plan, job)]
     if plan.best:
         best = plan.best[0]
-        parts.append(refusal(question, job, best.layout))
+        parts.append(refusal(question, job, best))
         if own is not None:
-            parts.append(plan_report.own_table(question, *own))
+            parts.append(plan_report.own_table(*own))
         if args.failure_hours:
             parts.append(plan_report.saving(
                 question, best.step.total, args.save_seconds or SAVE_SECONDS, args.failure_hours))
@@ -93,11 +76,10 @@ def answer(args, question: Question, plan: Plan, batches: dict[int, Plan], job: 
     return "\n\n".join(filter(None, parts))
 
 
-def refusal(question: Question, job: Job, layout, counts: tuple[int, ...] | None = None) -> str:
+def refusal(question: Question, job: Job, one: Candidate) -> str:
     """What `mpipar train` says against the printed command, or ""."""
-    wanted = train_config(question, job.config, layout, layout.num_microbatches, counts)
     try:
-        resolve(Reading(wanted), layout.ranks)
+        resolve(Reading(train_config(question, job.config, one)), one.layout.ranks)
     except UserError as error:
         return "mpipar train refuses this command:\n" + "\n".join(
             f"  {problem}" for problem in error.problems)

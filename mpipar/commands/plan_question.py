@@ -1,11 +1,12 @@
 """What `mpipar plan` is asked: model, machine, batch and given parts of the layout, all checked."""
 
-import math
 import os
 import shlex
 from dataclasses import MISSING, dataclass, replace
 
 from mpipar.checkpoint.formats import model_settings
+from mpipar.comm.grid import AXES, LAYOUT
+from mpipar.config.layout import divisors
 from mpipar.config.presets import PRESETS
 from mpipar.config.reading import expand_layout, read
 from mpipar.config.resolve import config_problems
@@ -16,8 +17,7 @@ from mpipar.files.text import brief
 from mpipar.plan.cluster import STACKS, Cluster, load_cluster, machine_names
 from mpipar.plan.confirm import Job
 from mpipar.plan.formats import FORMATS
-from mpipar.plan.mixed import Kind
-from mpipar.plan.search import FIXED, SCHEDULES, Question
+from mpipar.plan.search import FIXED, SCHEDULES, Kind, Question
 from mpipar.plan.shape import MFU_RULES, Shape
 from mpipar.plan.sites import Sites
 
@@ -25,7 +25,6 @@ GRADIENTS = {"float32": 4, "bfloat16": 2, "float16": 2}  # format: bytes of a nu
 MOST_RANKS = 1 << 17
 MOST_ROWS = 1 << 24  # of a step
 ACTIVATIONS = ("gelu", "swiglu", "relu2")
-ONE_KIND = ("memory_limit", "batch_range", "csv", "html", "confirm", "sites", "failure_hours")
 
 
 @dataclass(frozen=True)
@@ -62,6 +61,7 @@ class Arguments:
     pp: int | None = setting(None, "take pp = N", low=1)
     cp: int | None = setting(None, "take cp = N", low=1)
     tp: int | None = setting(None, "take tp = N", low=1)
+    ep: int | None = setting(None, "take ep = N, of a model with experts", low=1)
     chunks: int | None = setting(None, "stages of each pipeline rank", low=1)
     rows: int | None = setting(None, "rows of a microbatch", low=1)
     num_microbatches: int | None = setting(None, "microbatches of a replica in a step", low=1)
@@ -163,20 +163,14 @@ def room(gib: float, headroom: float) -> float:
     return gib * (1 - headroom / 100)
 
 
-def question_of(args: Arguments, job: Job) -> tuple[Question, tuple[Kind, ...]]:
-    """What the flags ask of a model, and the kinds of devices if there are several.
+def question_of(args: Arguments, job: Job) -> Question:
+    """What the flags ask of a model.
 
     args: without `problems`. Raises UsageError with what is wrong for this model and machine.
     """
     model, problems = job.config.model, []
     if model.model != "decoder":
         problems.append(f"MODEL {brief(args.model)}: is a {model.model}; plans are for decoders")
-    elif model.experts:
-        ep = math.gcd(model.experts, args.ranks)
-        problems.append(
-            f"MODEL {brief(args.model)}: has experts, and plans are for models whose tokens all"
-            " pass one network: they do not look at --ep; see what a layout keeps and sends by"
-            f" mpipar explain {job.flags} --layout dp={args.ranks},ep={ep}")
     elif args.seq_len is not None:
         if job.flags.startswith("--init-from"):
             problems += row_problems(model, args.seq_len)
@@ -185,34 +179,38 @@ def question_of(args: Arguments, job: Job) -> tuple[Question, tuple[Kind, ...]]:
     batch = job.config.train.batch_size or preset if args.batch_size is None else args.batch_size
     machines = named_machines(args.machine)
     clusters, dtype = clusters_of(machines, args.dtype)
-    kinds = tuple(Kind(cluster, count, room(cluster.memory_gib, args.headroom))
-                  for cluster, count in zip(clusters, machines.values(), strict=True) if count)
+    given = args.memory_limit and args.memory_limit / (1 << 30)
+    kinds = tuple(
+        Kind(cluster, count or args.ranks, room(given or cluster.memory_gib, args.headroom))
+        for cluster, count in zip(clusters, machines.values(), strict=True))
     devices = sum(kind.ranks for kind in kinds)
-    if kinds and devices != args.ranks:
+    if devices != args.ranks:
         problems.append(f"--ranks {args.ranks}: the kinds of --machine have {devices} devices")
-    dp = fixed_parts(args, []).get("dp", 1)
+    fixed = fixed_parts(args, [])
+    ep, experts = fixed.get("ep", 1), getattr(model, "experts", None)
+    if ep > 1 and not experts:
+        problems.append(f"--ep {ep}: MODEL {brief(args.model)} has no experts; leave it out")
+    elif ep > 1 and experts % ep:
+        problems.append(f"--ep {ep}: does not divide the {experts} experts; use one of"
+                        f" {', '.join(map(str, divisors(experts)))}")
+    dp = fixed.get("dp", 1)
     if dp > 0 and batch % dp and args.batch_range is None:
         near = [rows for rows in (batch - batch % dp, batch + dp - batch % dp) if rows]
         problems.append(f"--batch-size {batch}: is not a multiple of --dp {dp}; use"
                         f" {' or '.join(map(str, near))}")
     if problems:
         raise UsageError(problems)
-    gib = clusters[0].memory_gib if args.memory_limit is None else args.memory_limit / (1 << 30)
-    # Groups of tp lie inside the nodes of every kind.
-    cluster = min(clusters, key=Cluster.per_node)
     stack = STACKS[args.stack].with_dtype(dtype)
     if args.grad_dtype:
         stack = replace(stack, gradient_bytes=GRADIENTS[args.grad_dtype])
-    question = Question(
-        shape_of(model, args.activation), cluster, stack, args.ranks,
-        batch, room(gib, args.headroom), fixed_parts(args, []), args.mfu_rule, dtype)
-    return question, kinds
+    return Question(shape_of(model, args.activation), kinds, stack, batch,
+                    fixed, args.mfu_rule, dtype)
 
 
 def shape_of(model, activation: str | None) -> Shape:
     """The Shape of a model, with another activation function if one is given."""
     shape = Shape.of(model.completed())
-    return shape._replace(activation=activation or shape.activation)
+    return replace(shape, activation=activation or shape.activation)
 
 
 def batch_range(text: str) -> tuple[int, int]:
@@ -257,9 +255,8 @@ def unused_problems(args: Arguments) -> list[str]:
              "--failure-hours": args.failure_hours is not None}
     found += [f"{flag}: adds to the text, and {alone} prints none; give one of them"
               for flag, is_given in given.items() if is_given and alone]
-    if names_kinds(args.machine):
-        found += [f"--{name.replace('_', '-')}: is for one kind of device; leave it out"
-                  for name in ONE_KIND if getattr(args, name)]
+    if names_kinds(args.machine) and args.memory_limit:
+        found.append("--memory-limit: is for one kind of device; leave it out")
     if args.save_seconds is not None and args.failure_hours is None:
         found.append(f"--save-seconds {args.save_seconds:g}: belongs to --failure-hours; add it, or"
                      " leave it out")
@@ -270,10 +267,10 @@ def fixed_problems(args: Arguments, fixed: dict) -> list[str]:
     """What is wrong with the given parts of a layout."""
     found = []
     product = 1
-    for name in ("dp", "pp", "cp", "tp"):
+    for name in LAYOUT:
         if fixed.get(name, 1) < 1:  # of --layout
             found.append(f"--{name} {fixed[name]}: must be at least 1")
-        else:
+        elif name in AXES:
             product *= fixed.get(name, 1)
     if "chunks" in fixed and fixed.get("schedule") != "interleaved":
         found.append(f"--chunks {fixed['chunks']}: only interleaved takes any number; add"

@@ -15,6 +15,7 @@ from pathlib import Path
 from statistics import median
 
 from mpipar import models
+from mpipar.commands.finish import UNITS
 from mpipar.commands.run_folder import CSV, EVALUATIONS, LOG, METRICS, REPORT
 from mpipar.config.sections import Config, settings
 from mpipar.config.setting import flag
@@ -29,7 +30,6 @@ from mpipar.trace.analysis import analyse
 
 MOST_LOG = 200_000  # bytes of log.txt on the page
 MOST_RANKS = 256  # rows of the table of ranks
-UNITS = {"decoder": "token", "convnet": "image"}
 
 
 def environment(session, hosts: int) -> list[tuple[str, str]]:
@@ -86,7 +86,7 @@ def trace_data(folder: Path, log) -> tuple[dict, str]:
 
 def run_data(folder: Path, config: Config, lines, evaluations, told: dict) -> dict:
     """What the page shows of every run, as values for JSON."""
-    unit = UNITS[config.model.model]
+    unit = UNITS[config.model.model][0]
     return {
         "title": f"{folder.resolve().name}: {tables.layout_text(config.grid)},"
                  f" {config.grid.schedule_csv or config.grid.schedule}",

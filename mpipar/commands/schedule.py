@@ -32,6 +32,7 @@ from mpipar.pipeline.simulate import Timeline, simulate
 # What a number of --costs may look like. A larger exponent would make a number of endless digits.
 COST = re.compile(r"[+-]?(\d{1,9}/\d{1,9}|(\d{1,9}\.?\d{0,9}|\.\d{1,9})([eE][+-]?\d)?)", re.ASCII)
 MOST_COMPARED = 1 << 13  # microbatches times workers: each of the schedules is made and simulated
+VIEWS = ("--symbols", "--book", "--svg", "--animate", "--json", "--csv")  # of one schedule
 STDOUT = "-"  # a file of this name is standard output
 EXAMPLES = """\
 In the grid a row is a worker and F3 is the forward of microbatch 3 (2F3: of stage 2). B is a whole
@@ -89,29 +90,34 @@ class Arguments:
 
 def problems(args: Arguments) -> list[UsageError]:
     """Everything that is wrong between the arguments."""
-    found = []
+    found, prints = [], args.html is None
     try:
         costs_of(args)
     except UserError as error:
         found += error.problems
-    if args.html is not None:
-        found += page_problems(args)
-    elif args.from_run is not None:
-        found.append("--from-run fills the explorer: add --html FILE")
+    if not prints:
+        found += unread(args, "--html writes one page and nothing else", "--compare", *VIEWS)
+    if args.from_run is not None:
+        found += ["--from-run fills the explorer: add --html FILE"] if prints else unread(
+            args, "--from-run brings its own schedule and costs", "NAME", "--chunks",
+            "--group-size", "--costs", "--latency", "--from-csv")
     elif args.from_csv is not None:
-        found += unread(args, "--from-csv brings its own schedule", "NAME", "--compare",
-                        "--chunks", "--group-size")
-    elif args.compare:
+        found += unread(args, "--from-csv brings its own schedule", "NAME",
+                        *["--compare"] * prints, "--chunks", "--group-size")
+    elif args.compare and prints:
         found += unread(args, "--compare prints one table of all schedules", "NAME",
-                        "--group-size", "--symbols", "--book", "--svg", "--animate", "--json",
-                        "--csv")
+                        "--group-size", *VIEWS)
         if args.pp * args.num_microbatches > MOST_COMPARED and min(
                 args.pp, args.num_microbatches) > 0:
             found.append(f"--compare makes every schedule: --pp times --num-microbatches is"
                          f" {brief(str(args.pp * args.num_microbatches))}, and must be at most"
                          f" {MOST_COMPARED:,}")
+    elif args.name is None and prints:
+        found.append(f"which schedule? use mpipar schedule NAME with one of {', '.join(SCHEDULES)},"
+                     " or --compare")
     else:
-        found += name_problems(args)
+        found += schedule_problems(args.name or explore.FIRST, args.pp, args.num_microbatches,
+                                   args.chunks, args.group_size)
     if args.animate and not (args.svg or args.compare or args.html):
         found.append("--animate: moves a picture; add --svg FILE")
     if args.book and args.symbols:
@@ -148,35 +154,11 @@ def costs_of(args: Arguments) -> Costs:
                        "0" if args.latency is None else args.latency)
 
 
-def page_problems(args: Arguments) -> list[str]:
-    """What is wrong with the flags beside --html."""
-    found = unread(args, "--html writes one page and nothing else", "--compare", "--symbols",
-                   "--book", "--svg", "--animate", "--json", "--csv")
-    if args.from_run is not None:
-        return found + unread(args, "--from-run brings its own schedule and costs", "NAME",
-                              "--chunks", "--group-size", "--costs", "--latency", "--from-csv")
-    if args.from_csv is not None:
-        return found + unread(args, "--from-csv brings its own schedule", "NAME", "--chunks",
-                              "--group-size")
-    return found + schedule_problems(args.name or explore.FIRST, args.pp, args.num_microbatches,
-                                     args.chunks, args.group_size)
-
-
 def unread(args: Arguments, why: str, *words: str) -> list[str]:
     """The one problem of those flags in `words` that the user gave but the command would ignore."""
     values = {word: getattr(args, word.lower().lstrip("-").replace("-", "_")) for word in words}
     given = [word for word, value in values.items() if value is not None and value is not False]
     return [f"{why}: leave {' and '.join(given)} out"] if given else []
-
-
-def name_problems(args: Arguments) -> list[str]:
-    """What is wrong with the name and the counts."""
-    if args.name is None:
-        names = ", ".join(SCHEDULES)
-        return [f"which schedule? use mpipar schedule NAME with one of {names}, or --compare"]
-    return schedule_problems(
-        args.name, args.pp, args.num_microbatches, args.chunks, args.group_size
-    )
 
 
 def parse_costs(text: str, latency: str) -> Costs:

@@ -16,7 +16,6 @@ from mpipar.comm.record import Recorder
 from mpipar.commands import finish, loops, report, resume
 from mpipar.commands.algorithms import keep_choices, known_choices
 from mpipar.commands.auto import legal_layouts, with_choices
-from mpipar.commands.evaluation import Evaluation
 from mpipar.commands.inputs import prepare
 from mpipar.commands.memory_limit import MemoryLimit, tight
 from mpipar.commands.run_folder import (
@@ -36,10 +35,9 @@ from mpipar.commands.saving import Saving
 from mpipar.config.grid import AUTO
 from mpipar.config.reading import to_toml
 from mpipar.console import tables as console
-from mpipar.console.log import Log
 from mpipar.console.memory import PeakMemory
 from mpipar.console.metrics import Metrics
-from mpipar.console.output import GrowingFile
+from mpipar.console.output import GrowingFile, Log
 from mpipar.console.progress import status_line
 from mpipar.console.tensorboard import Events, tensorboard_problems
 from mpipar.errors import (
@@ -204,7 +202,7 @@ class Run:
             events = self.files.enter_context(closing(Events(self.folder, self.first)))
         self.growing = [one for one in (metrics, evaluations, events) if one is not None]
         self.metrics = Metrics(recorder, axes, self.worker.num_tokens, metrics, events)
-        self.evaluation = Evaluation(self.worker, self.inputs, self.log, evaluations, events)
+        self.evaluation = finish.Evaluation(self.worker, self.inputs, self.log, evaluations, events)
         saver = Saver(
             self.worker, self.folder / CHECKPOINTS, keep=config.run.keep_checkpoints,
             background=config.run.save_async,
@@ -290,7 +288,7 @@ class Run:
         if not self.memory.after_step(stops):  # a watched step takes longer
             self.durations = [*self.durations[-50:], result.step_seconds]
         seconds = median(self.durations or [result.step_seconds])
-        unit = finish.UNITS[self.config.model.model]
+        unit = finish.UNITS[self.config.model.model][1]
         if step % run.log_interval == 0 or step == self.first or stops:
             lines = self.flush()
             if lines:

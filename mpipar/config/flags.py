@@ -4,11 +4,11 @@ import argparse
 import dataclasses
 import os
 import types
-from dataclasses import MISSING
+from dataclasses import MISSING, dataclass
 
 from mpipar.config.model import FAMILIES, ModelConfig
 from mpipar.config.sections import FIELDS, OF_EVERY_FAMILY, SECTIONS
-from mpipar.config.setting import flag, kind
+from mpipar.config.setting import flag, kind, setting, switch
 from mpipar.config.words import EXAMPLES, SYNONYMS, unknown_word
 from mpipar.errors import UsageError
 from mpipar.files.text import brief, shown
@@ -25,13 +25,20 @@ USUAL = (  # (title, what it is, fields) that --help shows; --help-all shows the
     ("update", "", ("steps", "batch_size", "lr", "seed")),
     ("machine and measurement", "", ("dtype", "device", "trace")),
 )
-MORE = {  # flags that are not fields
-    "layout": {"default": argparse.SUPPRESS, "metavar": "dp=2,pp=2,tp=2",
-               "help": "short for --dp 2 --pp 2 --tp 2"},
-    "config": {"metavar": "FILE.toml", "help": "read these keys first; flags override them"},
-    "print_config": {"action": "store_true", "default": argparse.SUPPRESS,
-                     "help": "print the resulting configuration as TOML and stop"},
-}
+
+
+@dataclass(frozen=True)
+class Typed:
+    """Flags that are no settings."""
+
+    layout: str | None = setting(
+        None, "short for --dp 2 --pp 2 --tp 2", metavar="dp=2,pp=2,tp=2")
+    config: str | None = setting(
+        None, "read these keys first; flags override them", metavar="FILE.toml")
+    print_config: bool = switch("print the resulting configuration as TOML and stop")
+
+
+MORE = {one.name: one for one in dataclasses.fields(Typed)}
 
 
 class Parser(argparse.ArgumentParser):
@@ -92,19 +99,13 @@ def add_flags(parser: argparse.ArgumentParser, names=frozenset(FIELDS), every=Tr
         if chosen:
             group = parser.add_argument_group(title, text or None)
             for name in chosen:
-                _add_flag(group, name, **({"help": help_of[name]} if name in help_of else {}))
+                add_field(group, (FIELDS | MORE)[name],
+                          **({"help": help_of[name]} if name in help_of else {}))
                 hidden.remove(name)
     for name in hidden:
-        _add_flag(parser, name, help=argparse.SUPPRESS)
+        add_field(parser, (FIELDS | MORE)[name], help=argparse.SUPPRESS)
     parser.add_argument("--help-all", action="help", help="show every flag and exit")
     return bool(hidden)
-
-
-def _add_flag(group, name: str, **more) -> None:
-    if name in MORE:
-        group.add_argument(flag(name), **MORE[name] | more)
-    else:
-        add_field(group, FIELDS[name], **more)
 
 
 def add_field(group, field: dataclasses.Field, **more) -> None:

@@ -8,9 +8,18 @@ choices, such as `norm`. A field that only one value of a choice uses names that
 from dataclasses import dataclass, fields, replace
 from typing import Self
 
-from mpipar.config.arch import ARCHS
 from mpipar.config.setting import setting
 
+_LLAMA = {"norm": "rms", "activation": "swiglu", "positions": "rope", "bias": "none", "tied": False}
+
+# Architecture -> the values that its decoders have, as far as the user names none.
+ARCHS = {
+    "gpt2": {},  # the defaults of the fields
+    "llama": _LLAMA,
+    "mistral": _LLAMA,
+    "mixtral": _LLAMA | {"rope_theta": 1e6, "experts": 8},
+    "qwen2": _LLAMA | {"norm_eps": 1e-6, "bias": "qkv", "rope_theta": 1e6},
+}
 OF_ROPE = ("positions", "rope")
 ROUTINGS = ("learned", "uniform", "hot", "one-hot", "zipf", "adversarial")  # of --routing
 OF_EXPERTS = ("experts",)  # whatever their number

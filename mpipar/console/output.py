@@ -1,4 +1,4 @@
-"""Files that a view writes on request, and those that grow while a run goes on."""
+"""What a run prints, files that a view writes on request, and those that grow with a run."""
 
 from __future__ import annotations
 
@@ -9,8 +9,9 @@ from pathlib import Path
 from mpipar.errors import OutputError
 from mpipar.files import own
 from mpipar.files.replace import replaced_files, set_aside
+from mpipar.files.text import harmless, printable
 from mpipar.job.failure import DISK_ERRORS
-from mpipar.job.streams import warn
+from mpipar.job.streams import silence_output, warn
 
 
 def write_text(path: Path, text: str) -> None:
@@ -88,3 +89,33 @@ class GrowingFile:
         """Try for the last time to write what was refused."""
         self.write("")
         self.file.close()
+
+
+class Log:
+    """Prints what a run has to say on world rank 0, and keeps a copy in its folder's log.txt.
+
+    line: a `StatusLine` of world rank 0, or None. Standard output that takes no more, or has no
+    reader, does not end the run.
+    """
+
+    def __init__(self, world_rank: int, file=None, line=None):
+        self.speaks, self.file, self.line = world_rank == 0, file, line
+
+    def step(self, text: str, last: bool) -> None:
+        """A step's line. With a status line the console gets only that of the last step."""
+        self(text, on_console=last or self.line is None)
+
+    def status(self, text: str) -> None:
+        """Show a text that the next one replaces, where there is a status line for it."""
+        if self.line is not None:
+            self.line.show(text)
+
+    def __call__(self, text: str = "", *, on_console: bool = True) -> None:
+        if self.speaks and on_console:
+            try:
+                print(printable(text), flush=True)
+            except OSError as error:
+                silence_output()
+                warn(f"standard output can't be written: {error.strerror}; the run goes on")
+        if self.file is not None:
+            self.file.write(harmless(text) + "\n")

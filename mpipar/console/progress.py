@@ -1,4 +1,4 @@
-"""The line of a terminal that shows the newest step, and is written over by the next one.
+"""The line of a terminal that shows the newest step, and is written over by the next one; a bar.
 
 Everything else that this process prints, on both streams and in any thread, appears above it.
 """
@@ -16,6 +16,7 @@ ERASE = "\r\x1b[K"  # back to the start of the line, and clear it
 EVERY_SECONDS = 0.1  # a person reads no faster
 PATIENCE_SECONDS = 1.0  # how long a text waits for one that a stopped terminal does not take
 WIDTH = 80  # where the stream has none
+BAR = 30  # letters
 
 
 class StatusLine:
@@ -105,3 +106,30 @@ def status_line(wanted: str | None):
     finally:
         sys.stdout, sys.stderr = before
         line.erase()
+
+
+class Bar:
+    """How far a long piece of work has come, on standard error; nothing if that is no terminal."""
+
+    def __init__(self):
+        seen = sys.stderr is not None and is_terminal(sys.stderr)
+        self.line = StatusLine(sys.stderr) if seen else None
+        self.work, self.begun = "", 0.0
+
+    def __call__(self, work: str, done: int, total: int) -> None:
+        """Show that `done` of `total` bytes of this work are done."""
+        if self.line is None:
+            return
+        now = monotonic()
+        if work != self.work:
+            self.work, self.begun = work, now
+        share = done / total if total else 1.0
+        full = int(share * BAR)
+        rate = done / 1e6 / max(now - self.begun, 1e-3)
+        self.line.show(f"{work}  [{'#' * full}{'.' * (BAR - full)}] {share:4.0%}"
+                       f"  {rate:.1f} MB/s")
+
+    def clear(self) -> None:
+        """Leave an empty line for what is printed next."""
+        if self.line is not None:
+            self.line.erase()

@@ -8,20 +8,29 @@ from __future__ import annotations
 
 import hashlib
 import os
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
 import numpy as np
 
-from mpipar.data.bpe import train_tokenizer
 from mpipar.data.dataset import FORMAT, NAME, PARTS, Dataset, File
 from mpipar.data.documents import End, cut_at, encoded_documents, read_documents, survey
-from mpipar.data.tokenizer import Tokenizer, byte_tokenizer, load_tokenizer
+from mpipar.data.tokenizer import (
+    END,
+    SETTINGS,
+    TOKENIZER,
+    Tokenizer,
+    byte_tokenizer,
+    library_of,
+    load_tokenizer,
+    settings_file,
+)
 from mpipar.errors import DataError
 
 SHARD = 100_000_000  # tokens of a file, as in llm.c's
 WIDE = 1 << 16  # ids that 16 bits can tell apart
+LEAST_NEW, MOST_NEW = 258, 1 << 20  # new ids: bytes, the end of a text, and one merge at least
 BYTES, TRAIN = "bytes", "train:"  # what a tokenizer may be called besides a path
 
 
@@ -116,6 +125,26 @@ def prepare(texts: Texts, name: str, folder: Path) -> tuple[Dataset, Tokenizer]:
         file.flush()
         os.fsync(file.fileno())
     return dataset, tokenizer
+
+
+def train_tokenizer(texts: Iterable[str], vocab_size: int, folder: Path) -> None:
+    """Train a tokenizer on these texts, and write its files into a folder that exists.
+
+    It is a byte pair encoding of bytes, cut into words as GPT-2 cuts them. The end of text is id 0,
+    the bytes follow, and then the pairs in the order in which they were merged. A short text may
+    have fewer than vocab_size of them. Raises EnvironmentProblem without the library `tokenizers`,
+    and OSError.
+    """
+    tokenizers = library_of("--tokenizer train")
+    level = tokenizers.pre_tokenizers.ByteLevel
+    made = tokenizers.Tokenizer(tokenizers.models.BPE())
+    made.pre_tokenizer = level(add_prefix_space=False)
+    made.decoder = tokenizers.decoders.ByteLevel()
+    made.train_from_iterator(texts, tokenizers.trainers.BpeTrainer(
+        vocab_size=vocab_size, special_tokens=[END], initial_alphabet=level.alphabet(),
+        show_progress=False))
+    (folder / TOKENIZER).write_text(made.to_str(pretty=True), encoding="utf-8")
+    (folder / SETTINGS).write_bytes(settings_file(end=True))
 
 
 def _tokenizer(name: str) -> Tokenizer:

@@ -14,10 +14,10 @@ import os
 import re
 import tomllib
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import BinaryIO
+from typing import Any, BinaryIO
 
 from mpipar.errors import DataError, UserError
 from mpipar.files import own
@@ -25,6 +25,7 @@ from mpipar.files.text import brief, shown
 
 MOST_BYTES = 1 << 20  # of a file whose reader names no other bound
 MOST_DEPTH = 32  # lists and objects inside each other
+TOO_DEEP = f"holds lists or objects more than {MOST_DEPTH} deep inside each other"
 MOST_NAME = 500  # characters of a key
 MOST_PARTS = 32  # of a dotted key in TOML: tomllib needs their square in time and memory
 # In TOML, what lies between the dots of a dotted name, and more: texts, names, white space. Each
@@ -111,19 +112,26 @@ def parse_json(text: str, *, huge: bool = False):
     Besides what is no JSON, it refuses what `_check_values` names, and a key twice in an object.
     huge: whole numbers may need more than 64 bits, as in a tokenizer_config.json of transformers.
     """
+    value = _decoded(DECODER.decode, text)
+    _check_values(value, huge=huge)
+    return value
+
+
+def _decoded(decode: Callable[[str], Any], text: str):
+    """What decode(text) returns; ValueError says in one line why it is none."""
     try:
-        value = DECODER.decode(text)
+        return decode(text)
     except RecursionError:
-        raise ValueError(_too_deep()) from None
+        raise ValueError(TOO_DEEP) from None
     except json.JSONDecodeError as error:
         raise ValueError(f"is not JSON: line {error.lineno}, column {error.colno}:"
                          f" {error.msg}") from None
+    except tomllib.TOMLDecodeError as error:
+        raise ValueError(f"is not TOML: {brief(str(error), 200)}") from None
     except TwiceError:
         raise
     except ValueError:  # Python reads no more than some 4,300 digits
         raise ValueError("holds a whole number with too many digits") from None
-    _check_values(value, huge=huge)
-    return value
 
 
 class TwiceError(ValueError):
@@ -149,20 +157,9 @@ def parse_toml(text: str) -> dict:
     """
     if any("." * MOST_PARTS in BETWEEN_DOTS.sub("", line) for line in text.splitlines()):
         raise ValueError(f"holds a name of more than {MOST_PARTS} parts with dots between them")
-    try:
-        value = tomllib.loads(text)
-    except RecursionError:
-        raise ValueError(_too_deep()) from None
-    except tomllib.TOMLDecodeError as error:
-        raise ValueError(f"is not TOML: {brief(str(error), 200)}") from None
-    except ValueError:
-        raise ValueError("holds a whole number with too many digits") from None
+    value = _decoded(tomllib.loads, text)
     _check_values(value, finite=False)
     return value
-
-
-def _too_deep() -> str:
-    return f"holds lists or objects more than {MOST_DEPTH} deep inside each other"
 
 
 def _check_values(value, finite: bool = True, huge: bool = False) -> None:
@@ -189,7 +186,7 @@ def _check_values(value, finite: bool = True, huge: bool = False) -> None:
         if not below:
             return
         level = below
-    raise ValueError(_too_deep())
+    raise ValueError(TOO_DEEP)
 
 
 def _check_text(text: str, key: str) -> None:

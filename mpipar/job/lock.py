@@ -103,9 +103,9 @@ def is_held(folder: Path, environ: Mapping[str, str] = os.environ) -> bool:
     """Whether a job has this folder's lock, and may still be there."""
     try:
         found = _text_of(folder, NAME)
-        return bool(found) and not why_gone(parse_json(found), environ)
-    except (OSError, ValueError, KeyError, TypeError):
+    except OSError:
         return True
+    return bool(found) and not _judged(found, environ)[1]
 
 
 def _is_over(job: str) -> bool:

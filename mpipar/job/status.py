@@ -18,7 +18,7 @@ from typing import NamedTuple
 
 from mpipar.errors import OutputError
 from mpipar.files import own
-from mpipar.files.bounded import parse_json, read_bytes, read_text
+from mpipar.files.bounded import parse_json, problems_as, read_bytes, read_text
 from mpipar.files.text import harmless
 from mpipar.job import lock
 
@@ -49,13 +49,11 @@ class Status:
         self.run_folder, self.name = run_folder, f"{FOLDER}/rank-{rank:05d}"
         self.path = run_folder / self.name
         head = json.dumps({"rank": rank, "host": host[:64], "pid": os.getpid()}).encode()
-        try:
-            with own.create(run_folder, self.name) as file:
-                file.write(head.ljust(SIZE, b"\0"))  # without a place on the disk it were SIGBUS
-                file.flush()
-                self._map = mmap.mmap(file.fileno(), SIZE)
-        except OSError as error:
-            raise OutputError(f"{self.path}: can't be written: {error.strerror}") from None
+        with problems_as(OutputError, f"{self.path}: can't be written"), \
+                own.create(run_folder, self.name) as file:
+            file.write(head.ljust(SIZE, b"\0"))  # without a place on the disk it were SIGBUS
+            file.flush()
+            self._map = mmap.mmap(file.fileno(), SIZE)
         LOST.pack_into(self._map, HEAD + LIVE.size, -1, 0.0)
         self.enter(0, "start")
 
@@ -83,13 +81,11 @@ def open_folder(run_folder: Path, token: str) -> list[str]:
 
     Only world rank 0 calls it, under the lock of the run folder. Raises OutputError.
     """
-    try:
+    with problems_as(OutputError, f"{run_folder / FOLDER}: can't be made"):
         words = last_words(signs(run_folder))
         own.remove_tree(run_folder, FOLDER)
         with own.create(run_folder, TOKEN, make=True) as file:
             file.write(token.encode())
-    except OSError as error:
-        raise OutputError(f"{run_folder / FOLDER}: can't be made: {error.strerror}") from None
     return words
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import inspect
 from collections import Counter
+from functools import partial
 
 from mpipar.console.tables import table
 from mpipar.learn import small_model
@@ -15,8 +16,8 @@ MOST = 8  # tensors of a kind that are shown
 
 def exercises() -> list[Exercise]:
     """One for each twin."""
-    return [Exercise(number, task(number, twin), "LETTER", judge_of(number), show_of(twin), (2,))
-            for number, twin in TWINS.items()]
+    return [Exercise(number, task(number, twin), "LETTER", partial(judge, number),
+                     partial(show, twin), (2,)) for number, twin in TWINS.items()]
 
 
 def task(number: str, twin: Twin) -> str:
@@ -27,23 +28,20 @@ def task(number: str, twin: Twin) -> str:
             " twelve causes. Which cause is it?")
 
 
-def show_of(twin: Twin):
-    """show(asked) of one twin: what differs, and the causes."""
-    def show(asked: Asked) -> list[str]:
-        causes = ["The twelve causes:"]
-        causes += [f"  {letter}  {TWINS[number].cause}" for letter, number in by_letter().items()]
-        if asked.world is None:
-            return causes
-        layout, lines = twin.layouts[0], []
-        config = small_model.small_config(layout, schedule=twin.schedule)
-        expected = small_model.expected_tensors(config, asked.world)
-        with twin.plant():
-            outcome = small_model.step_beside(config, asked.world, expected)
-        if asked.world.rank == 0:
-            lines = symptoms(outcome)
-        return [*lines, "", *causes]
-
-    return show
+def show(twin: Twin, asked: Asked) -> list[str]:
+    """What differs with one twin, and the causes."""
+    causes = ["The twelve causes:"]
+    causes += [f"  {letter}  {TWINS[number].cause}" for letter, number in by_letter().items()]
+    if asked.world is None:
+        return causes
+    layout, lines = twin.layouts[0], []
+    config = small_model.small_config(layout, schedule=twin.schedule)
+    expected = small_model.expected_tensors(config, asked.world)
+    with twin.plant():
+        outcome = small_model.step_beside(config, asked.world, expected)
+    if asked.world.rank == 0:
+        lines = symptoms(outcome)
+    return [*lines, "", *causes]
 
 
 def symptoms(outcome: small_model.Outcome) -> list[str]:
@@ -61,17 +59,14 @@ def symptoms(outcome: small_model.Outcome) -> list[str]:
     return [*lines, "", table(rows, left=2)]
 
 
-def judge_of(number: str):
-    """judge(asked) of one twin."""
-    def judge(asked: Asked) -> Verdict:
-        letters = by_letter()
-        given = one_of(asked.words, letters)
-        letter = next(one for one, twin in letters.items() if twin == number)
-        twin = TWINS[number]
-        verdict = said(given, letter, f"{twin.cause}. {twin.lesson}")
-        planted = inspect.getsource(twin.plant).rstrip()
-        threads = [f"published: {GITHUB}{thread}" for thread in twin.threads]
-        return Verdict(verdict.right, [*verdict.lines, *threads,
-                                       "as it is planted in mpipar/learn/twins.py:", "", planted])
-
-    return judge
+def judge(number: str, asked: Asked) -> Verdict:
+    """The verdict on the letter of one twin, with its cause and how it is planted."""
+    letters = by_letter()
+    given = one_of(asked.words, letters)
+    letter = next(one for one, twin in letters.items() if twin == number)
+    twin = TWINS[number]
+    verdict = said(given, letter, f"{twin.cause}. {twin.lesson}")
+    planted = inspect.getsource(twin.plant).rstrip()
+    threads = [f"published: {GITHUB}{thread}" for thread in twin.threads]
+    return Verdict(verdict.right, [*verdict.lines, *threads,
+                                   "as it is planted in mpipar/learn/twins.py:", "", planted])

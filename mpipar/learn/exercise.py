@@ -10,6 +10,7 @@ import re
 import shlex
 from collections.abc import Callable
 from fractions import Fraction
+from functools import partial
 from pathlib import Path
 from typing import NamedTuple
 
@@ -105,12 +106,12 @@ class Number(NamedTuple):
 Truth = Callable[[], tuple[list[Number], str]]  # what is asked for, and why it is so
 
 
-def numbers(number: str, task: str, answer: str, truth: Truth) -> Exercise:
-    """An exercise whose answer is one or more numbers.
+def numbers(number: str, answer: str, task: str) -> Callable[[Truth], Exercise]:
+    """Make an exercise of a function that gives one or more numbers, and why they are so.
 
-    answer: their names, in capitals. truth() -> (the numbers, why they are so).
+    answer: their names, in capitals.
     """
-    def judge(asked: Asked) -> Verdict:
+    def judge(truth: Truth, asked: Asked) -> Verdict:
         given = numbers_of(asked.words, answer)
         expected, why = truth()
         assert len(expected) == len(given), (number, answer)
@@ -119,7 +120,7 @@ def numbers(number: str, task: str, answer: str, truth: Truth) -> Exercise:
         return Verdict(all(right for right, _ in rows),
                        [*(line for _, line in rows), f"why: {why}"])
 
-    return Exercise(number, task, answer, judge)
+    return lambda truth: Exercise(number, task, answer, partial(judge, truth))
 
 
 def one_number(expected: Number, given: Fraction, word: str) -> tuple[bool, str]:
@@ -163,16 +164,13 @@ def number_of(word: str) -> Fraction:
     return Fraction(text)
 
 
-def words(number: str, task: str, choices: tuple[str, ...], truth: Callable) -> Exercise:
-    """An exercise whose answer is one of some words. truth() -> (the word, why)."""
-    answer = "|".join(choices)
-
-    def judge(asked: Asked) -> Verdict:
+def words(number: str, choices: tuple[str, ...], task: str) -> Callable[[Callable], Exercise]:
+    """Make an exercise of a function that gives one of some words, and why it is that."""
+    def judge(truth: Callable, asked: Asked) -> Verdict:
         given = one_of(asked.words, choices)
-        expected, why = truth()
-        return said(given, expected, why)
+        return said(given, *truth())
 
-    return Exercise(number, task, answer, judge)
+    return lambda truth: Exercise(number, task, "|".join(choices), partial(judge, truth))
 
 
 def said(given: str, expected: str, why: str) -> Verdict:

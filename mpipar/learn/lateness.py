@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import replace
+from functools import partial
 from random import Random
 from typing import NamedTuple
 
@@ -43,14 +44,13 @@ def exercises() -> list[Exercise]:
         Exercise("11a", "One rank of a run is late in every step, and others wait for it."
                  " `mpipar learn check 11a` prints a trace. Which rank is late, and what takes it"
                  " too long? With `--seed N` you get another trace.", f"RANK {causes}",
-                 judge_of(late_rank, late_answer), show_of(late_rank), seeded=True),
-        numbers("11b", "Three ranks come to an all-reduce at 10, 14 and 11 ms. All leave it at 16"
-                " ms. How many ms does each of them wait for a late rank? The rest of its time"
-                " there is transfer.", "RANK_0 RANK_1 RANK_2", waits_of_three),
+                 partial(judge, late_rank, late_answer), partial(show, late_rank), seeded=True),
+        waits_of_three,
         Exercise("11c", "Four pipeline ranks run a step, and `mpipar learn check 11c` prints a"
                  " trace. What is wrong: uneven stages, a heavy head, a slow link, the schedule, or"
                  " nothing? With `--seed N` you get another trace.", "|".join(SHAPES),
-                 judge_of(pipeline_run, shape_answer), show_of(pipeline_run), seeded=True),
+                 partial(judge, pipeline_run, shape_answer), partial(show, pipeline_run),
+                 seeded=True),
     ]
 
 
@@ -77,37 +77,31 @@ def pipeline_run(seed: int) -> Planted:
     return Planted(analyse(Simulator(run).trace), (shape,))
 
 
-def show_of(make: Callable[[int], Planted]):
-    """show(asked): the trace, without what `mpipar trace` concludes from it."""
-    def show(asked: Asked) -> list[str]:
-        analysis = make(asked.seed).analysis
-        trace = analysis.trace
-        step, window = median_step(trace)
-        rows = [("rank", "place", "stages", *CATEGORIES)]
-        rows += [(one["rank"], one["place"], "; ".join(one["stages"]),
-                  *(f"{ms:.1f}" for ms in one["ms"])) for one in rank_rows(analysis)]
-        meetings = [("axis", "barrier", "wait ms", "transfer ms", "mostly waited for")]
-        meetings += [(one["axis"], one["name"], f"{one['wait_ms']:.2f}",
-                      f"{one['transfer_ms']:.2f}", f"rank {one['last']}" if one["times"] else "")
-                     for one in barrier_rows(analysis)[:BARRIERS]]
-        return [f"step {step} of {trace.num_steps}:",
-                timeline(trace, analysis.segments, WIDTH, window), "",
-                "where the time went, ms per step:", table(rows, left=3), "",
-                "barriers, ms per step, summed over ranks:", table(meetings, left=2)]
-
-    return show
+def show(make: Callable[[int], Planted], asked: Asked) -> list[str]:
+    """The trace, without what `mpipar trace` concludes from it."""
+    analysis = make(asked.seed).analysis
+    trace = analysis.trace
+    step, window = median_step(trace)
+    rows = [("rank", "place", "stages", *CATEGORIES)]
+    rows += [(one["rank"], one["place"], "; ".join(one["stages"]),
+              *(f"{ms:.1f}" for ms in one["ms"])) for one in rank_rows(analysis)]
+    meetings = [("axis", "barrier", "wait ms", "transfer ms", "mostly waited for")]
+    meetings += [(one["axis"], one["name"], f"{one['wait_ms']:.2f}",
+                  f"{one['transfer_ms']:.2f}", f"rank {one['last']}" if one["times"] else "")
+                 for one in barrier_rows(analysis)[:BARRIERS]]
+    return [f"step {step} of {trace.num_steps}:",
+            timeline(trace, analysis.segments, WIDTH, window), "",
+            "where the time went, ms per step:", table(rows, left=3), "",
+            "barriers, ms per step, summed over ranks:", table(meetings, left=2)]
 
 
-def judge_of(make: Callable[[int], Planted], read: Callable):
-    """judge(asked). read(words, Planted) -> the reader's words, as those of the truth."""
-    def judge(asked: Asked) -> Verdict:
-        planted = make(asked.seed)
-        given = read(asked.words, planted)
-        told = [f"{one.kind}: {one.text}" for one in planted.analysis.findings]
-        return said(" ".join(given), " ".join(planted.truth), "`mpipar trace` says of it: "
-                    + ("; ".join(told) or "no finding, the ranks are busy alike"))
-
-    return judge
+def judge(make: Callable[[int], Planted], read: Callable, asked: Asked) -> Verdict:
+    """The verdict on a made trace. read(words, Planted): the words, as those of the truth."""
+    planted = make(asked.seed)
+    given = read(asked.words, planted)
+    told = [f"{one.kind}: {one.text}" for one in planted.analysis.findings]
+    return said(" ".join(given), " ".join(planted.truth), "`mpipar trace` says of it: "
+                + ("; ".join(told) or "no finding, the ranks are busy alike"))
 
 
 def late_answer(words: tuple[str, ...], planted: Planted) -> tuple[str, ...]:
@@ -130,6 +124,9 @@ def shape_answer(words: tuple[str, ...], planted: Planted) -> tuple[str, ...]:
     return (one_of(words, SHAPES),)
 
 
+@numbers("11b", "RANK_0 RANK_1 RANK_2", "Three ranks come to an all-reduce at 10, 14 and 11 ms. All"
+         " leave it at 16 ms. How many ms does each of them wait for a late rank? The rest of its"
+         " time there is transfer.")
 def waits_of_three():
     """Split as `mpipar trace` splits them."""
     late = max(range(3), key=ARRIVALS.__getitem__)

@@ -1,9 +1,18 @@
-"""Exercises whose answer is code: the reader's functions take the place of the program's."""
+"""Exercises whose answer is code: the reader's functions take the place of the program's.
+
+The reader's own Python file is imported here, and its errors are shown with their line. It runs in
+this process with the rights of whoever started it, as any Python program does. It runs under the
+job's guard: whatever it does wrong ends all ranks, and none is left waiting.
+"""
 
 from __future__ import annotations
 
+import contextlib
+import traceback
 from collections import Counter
-from types import FunctionType
+from collections.abc import Iterator
+from pathlib import Path
+from types import FunctionType, ModuleType
 
 import numpy as np
 
@@ -12,8 +21,10 @@ from mpipar.comm.facts import gather_facts
 from mpipar.comm.grid import Grid
 from mpipar.comm.groups import Comms
 from mpipar.comm.record import POINT_TO_POINT, Recorder, family, wire_bytes
+from mpipar.errors import UsageError, UserError
+from mpipar.files.bounded import problems_as, read_text
 from mpipar.layers.loss import CrossEntropy
-from mpipar.learn import readers_file, small_model
+from mpipar.learn import small_model
 from mpipar.learn.exercise import Asked, Exercise, Verdict
 from mpipar.learn.replaced import replaced
 from mpipar.partition import Sizes, row
@@ -56,25 +67,20 @@ def in_a_step(number: str, task: str, file: str, owner, names: tuple[str, ...],
 
     file: as the reader's file is called. original: the program's file, of which it is a copy.
     """
-    return Exercise(number, task, f"--file {file}", judge_step(owner, names, original), ranks=(2,),
-                    alone=False, original=original)
-
-
-def judge_step(owner, names: tuple[str, ...], original: str):
-    """judge(asked) of functions that replace those of a module or class in a step with tp=2."""
     inside = owner.__name__ if isinstance(owner, type) else None
 
     def judge(asked: Asked) -> Verdict:
-        functions = asked.agree(lambda: readers_file.load(asked.file, names, inside))
+        functions = asked.agree(lambda: load(asked.file, names, inside))
         config = small_model.small_config({"tp": 2})
         expected = small_model.expected_tensors(config, asked.world)
         usual = small_model.step_beside(config, asked.world, expected)
-        with readers_file.blamed(asked.file), replaced(owner, **functions):
+        with blamed(asked.file), replaced(owner, **functions):
             found = small_model.step_beside(config, asked.world, expected)
         return Verdict(not found.wrong and not sends_more(found, usual),
                        described(found, usual, original))
 
-    return judge
+    return Exercise(number, task, f"--file {file}", judge, ranks=(2,), alone=False,
+                    original=original)
 
 
 def described(found, usual, original: str) -> list[str]:
@@ -124,13 +130,13 @@ def sends_more(found, usual) -> bool:
 
 def judge_weight_gradient(asked: Asked) -> Verdict:
     """dw against finite differences of sum(dy * (x w)), which are exact: it is linear in w."""
-    function = asked.agree(lambda: readers_file.load(asked.file, ("backward_weight",)))
+    function = asked.agree(lambda: load(asked.file, ("backward_weight",)))
     random = np.random.default_rng(2)
     x, dy, before = (random.integers(-3, 4, shape).astype(float)
                      for shape in ((3, 4), (3, 5), (4, 5)))
     dw = before.copy()
     ops = ops_module.make("cpu", "float64")
-    with readers_file.blamed(asked.file):
+    with blamed(asked.file):
         function["backward_weight"](
             ops, ops, x.copy(), dy.copy(), dw, None, "learn", sizes=Sizes(0, 4, 5))
     expected = finite_differences(x, dy)
@@ -165,14 +171,14 @@ def judge_all_reduce(asked: Asked) -> Verdict:
     Comm: what the reader's function sends, one all_reduce, one gather.
     """
     function: FunctionType = asked.agree(
-        lambda: readers_file.load(asked.file, ("all_reduce",)))["all_reduce"]
+        lambda: load(asked.file, ("all_reduce",)))["all_reduce"]
     world, recorder = asked.world, Recorder()
     ops = ops_module.make("cpu", "float64")
     comms = Comms(Grid(world.rank, {"tp": world.size}), ops, recorder, world)
     comm = comms["tp"]
     x = np.arange(1.0, NUMBERS * world.size + 1) * 10.0 ** world.rank
     expected = x.copy()
-    with readers_file.blamed(asked.file):
+    with blamed(asked.file):
         function(comm, x)
     records = list(recorder.records)
     comm.all_reduce(expected, "learn.expected")
@@ -207,3 +213,55 @@ def sum_verdict(facts: list[dict], most: int, nbytes: int) -> Verdict:
     return Verdict(right, [*lines, (
         f"why: x has {nbytes:,} bytes. A ring sums each of q pieces while it goes round, and brings"
         " it to all in a second round: 2(q-1) pieces from each rank")])
+
+
+def load(path: Path, names: tuple[str, ...], inside: str | None = None) -> dict[str, object]:
+    """The functions of these names in a file; UsageError says what is wrong with it.
+
+    inside: a class of the file that has them as methods.
+    """
+    with problems_as(UsageError, f"cannot read {path}"):
+        text = read_text(path)
+    module = ModuleType(path.stem)
+    module.__file__ = str(path)
+    with blamed(path):
+        exec(compile(text, str(path), "exec"), module.__dict__)  # noqa: S102 (asked for)
+    place, home = vars(module), str(path)
+    if inside is not None:
+        found = place.get(inside)
+        if not isinstance(found, type):
+            raise UsageError(f"{path}: defines no class {inside}")
+        place, home = vars(found), f"{path}, class {inside}"
+    missing = [name for name in names if not isinstance(place.get(name), FunctionType)]
+    if missing:
+        raise UsageError(f"{home}: defines no {' and no '.join(missing)}; functions of these names"
+                         f" are needed: {', '.join(names)}")
+    return {name: place[name] for name in names}
+
+
+@contextlib.contextmanager
+def blamed(path: Path) -> Iterator[None]:
+    """Inside, errors that are no UserError become one that names the reader's file and line.
+
+    Only the reader's code differs from the program that is tested, so the error is the reader's.
+    """
+    try:
+        yield
+    except UserError:
+        raise
+    except SyntaxError as error:
+        raise UsageError(f"{path}:{error.lineno}: {error.msg}: {(error.text or '').strip()}"
+                         ) from error
+    except (Exception, SystemExit) as error:
+        raise UsageError(place_of(error, path)) from error
+
+
+def place_of(error: BaseException, path: Path) -> list[str]:
+    """An error in words: the last line of the file that was running, and what happened."""
+    what = f"{type(error).__name__}: {error}"
+    frames = traceback.extract_tb(error.__traceback__)
+    own = [frame for frame in frames if frame.filename == str(path)]
+    if own:
+        return [f"{path}:{own[-1].lineno}: {own[-1].line}: {what}"]
+    return [f"with {path} in place, the step fails behind its functions: {what}",
+            "one of them gives back something else than the function that it replaces"]

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import shlex
+from functools import partial
 from typing import NamedTuple
 
 from mpipar.comm.grid import AXES, Grid
@@ -43,27 +44,24 @@ TEXT = ("A model of 30 billion parameters trains in float16 with AdamW on {devic
 
 def exercises() -> list[Exercise]:
     """One for each case."""
-    return [Exercise(number, TEXT.format(**case._asdict()), "'LAYOUT FLAGS'", judge_of(case))
+    return [Exercise(number, TEXT.format(**case._asdict()), "'LAYOUT FLAGS'", partial(judge, case))
             for number, case in CASES.items()]
 
 
-def judge_of(case: Case):
-    """judge(asked) of one case."""
-    def judge(asked: Asked) -> Verdict:
-        config = config_of(case, asked.words)
-        limit = case.memory * GB
-        found = {place: predict(config, place).peak_total for place in fullest(config)}
-        place = max(found, key=found.get)
-        right = found[place] <= limit
-        return Verdict(right, [
-            (f"the fullest rank, {place}, needs {found[place] / GB:.1f} GB"
-            f" ({nbytes(found[place])}), and a device has {case.memory} GB"
-            f" -> {'it fits' if right else 'WRONG, it cannot start'}"),
-            ("why: weights, gradients, master weights and moments are 18 bytes for each of 30e9"
-            " parameters, 540 GB. tp and pp divide them, and dp does not. The stash of activations"
-            " is divided by tp, and with sequence parallelism all of it is")])
-
-    return judge
+def judge(case: Case, asked: Asked) -> Verdict:
+    """The verdict on the layout of one case."""
+    config = config_of(case, asked.words)
+    limit = case.memory * GB
+    found = {place: predict(config, place).peak_total for place in fullest(config)}
+    place = max(found, key=found.get)
+    right = found[place] <= limit
+    return Verdict(right, [
+        (f"the fullest rank, {place}, needs {found[place] / GB:.1f} GB"
+         f" ({nbytes(found[place])}), and a device has {case.memory} GB"
+         f" -> {'it fits' if right else 'WRONG, it cannot start'}"),
+        ("why: weights, gradients, master weights and moments are 18 bytes for each of 30e9"
+         " parameters, 540 GB. tp and pp divide them, and dp does not. The stash of activations"
+         " is divided by tp, and with sequence parallelism all of it is")])
 
 
 def config_of(case: Case, words: tuple[str, ...]):

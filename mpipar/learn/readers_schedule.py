@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 from fractions import Fraction
+from functools import partial
 from typing import NamedTuple
 
 from mpipar.learn import small_model
@@ -51,33 +52,30 @@ FORM = (" The file has a line for each worker, as `mpipar schedule naive --pp {p
 def exercises() -> list[Exercise]:
     """One for each budget."""
     return [Exercise(number, TASKS[number] + FORM.format(p=budget.p, m=budget.m),
-                     "--file my.csv", judge_of(number, budget), ranks=(budget.p,))
+                     "--file my.csv", partial(judge, number, budget), ranks=(budget.p,))
             for number, budget in BUDGETS.items()]
 
 
-def judge_of(number: str, budget: Budget):
-    """judge(asked) of one budget."""
-    def judge(asked: Asked) -> Verdict:
-        why = [(f"why: {budget.model} keeps to it: {budget.why}. See `mpipar schedule"
-                f" {budget.model} --pp {budget.p} --num-microbatches {budget.m}`")]
-        schedule = asked.agree(lambda: proved(asked.file))
-        if isinstance(schedule, ScheduleError):
-            return Verdict(False, [*schedule.problems, "such a schedule cannot run -> WRONG", *why])
-        rows = [*sizes(schedule, budget)]
-        if all(right for right, _ in rows):
-            rows += times(schedule, budget)
-        right = all(one for one, _ in rows)
-        lines = ["proved: every pass once and in order, and no ranks wait in a circle",
-                 *(f"{line} -> {'right' if one else 'WRONG'}" for one, line in rows)]
-        if right and asked.world is not None:
-            right, run = by_engine(asked, budget)
-            lines += run
-        elif right:
-            lines.append(f"to let the engine run it too: mpiexec -n {budget.p} mpipar learn check"
-                         f" {number} --file {asked.file}")
-        return Verdict(right, [*lines, *why])
-
-    return judge
+def judge(number: str, budget: Budget, asked: Asked) -> Verdict:
+    """The verdict on a schedule that one budget asks for."""
+    why = [(f"why: {budget.model} keeps to it: {budget.why}. See `mpipar schedule"
+            f" {budget.model} --pp {budget.p} --num-microbatches {budget.m}`")]
+    schedule = asked.agree(lambda: proved(asked.file))
+    if isinstance(schedule, ScheduleError):
+        return Verdict(False, [*schedule.problems, "such a schedule cannot run -> WRONG", *why])
+    rows = [*sizes(schedule, budget)]
+    if all(right for right, _ in rows):
+        rows += times(schedule, budget)
+    right = all(one for one, _ in rows)
+    lines = ["proved: every pass once and in order, and no ranks wait in a circle",
+             *(f"{line} -> {'right' if one else 'WRONG'}" for one, line in rows)]
+    if right and asked.world is not None:
+        right, run = by_engine(asked, budget)
+        lines += run
+    elif right:
+        lines.append(f"to let the engine run it too: mpiexec -n {budget.p} mpipar learn check"
+                     f" {number} --file {asked.file}")
+    return Verdict(right, [*lines, *why])
 
 
 def proved(path) -> Schedule | ScheduleError:
@@ -111,8 +109,8 @@ def times(schedule, budget: Budget):
 def by_engine(asked: Asked, budget: Budget) -> tuple[bool, list[str]]:
     """(whether the engine's step equals one rank's, lines that say so)."""
     config = small_model.small_config(
-        {"pp": budget.p}, budget.m, model=replace(small_model.MODEL, layers=budget.p))
-    config = small_model.on_schedule(config, asked.file)
+        {"pp": budget.p}, budget.m, model=replace(small_model.MODEL, layers=budget.p),
+        schedule_csv=str(asked.file))
     expected = small_model.expected_tensors(config, asked.world)
     outcome = small_model.step_beside(config, asked.world, expected)
     wrong = outcome.wrong

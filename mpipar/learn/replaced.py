@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterator
+import functools
+from collections.abc import Callable, Iterator
 
 
 @contextlib.contextmanager
@@ -20,3 +21,17 @@ def replaced(owner, **functions) -> Iterator[None]:
     finally:
         for name, function in former.items():
             setattr(owner, name, function)
+
+
+def in_place_of(owner: type, name: str) -> Callable:
+    """Make of function(the method itself, self, ...) what `Twin.plant` is: see `replaced`."""
+    def decorate(function: Callable) -> Callable:
+        @functools.wraps(function)
+        def plant():
+            plain = vars(owner)[name]
+            return replaced(owner, **{name: lambda *given, **named: function(
+                plain, *given, **named)})
+
+        return plant
+
+    return decorate

@@ -12,132 +12,94 @@ from mpipar.comm.group import Comm
 from mpipar.data.rows import Rows
 from mpipar.layers.loss import CrossEntropy
 from mpipar.layers.param import Param
-from mpipar.learn.replaced import replaced
+from mpipar.learn.replaced import in_place_of
 from mpipar.learn.twins import DP, PP, TP, Twin
 from mpipar.pipeline.engine import Engine
 from mpipar.train.gradsync import GradSync
 
 
-def loss_times_cp():
+@in_place_of(CrossEntropy, "backward_input")
+def loss_times_cp(plain, self, dy, stash):
     """The gradient of the loss is multiplied by the two ranks of cp, as for a mean over them."""
-    plain = CrossEntropy.backward_input
-
-    def backward_input(self, dy, stash):
-        self.factor.value *= 2
-        try:
-            return plain(self, dy, stash)
-        finally:
-            self.factor.value /= 2
-
-    return replaced(CrossEntropy, backward_input=backward_input)
+    self.factor.value *= 2
+    try:
+        return plain(self, dy, stash)
+    finally:
+        self.factor.value /= 2
 
 
-def tp_sums_dropped():
+@in_place_of(Comm, "all_reduce")
+def tp_sums_dropped(plain, self, x, name, op="sum"):
     """Gradients of whole weights, of which each rank of tp makes a part, are not summed over tp."""
-    plain = Comm.all_reduce
-
-    def all_reduce(self, x, name, op="sum"):
-        return x if name == "grads.tp" else plain(self, x, name, op)
-
-    return replaced(Comm, all_reduce=all_reduce)
+    return x if name == "grads.tp" else plain(self, x, name, op)
 
 
-def experts_doubled():
+@in_place_of(GradSync, "finish")
+def experts_doubled(plain, self):
     """The gradients of experts on two ranks are multiplied by two, as if they were of copies."""
-    plain = GradSync.finish
-
-    def finish(self):
-        plain(self)
-        for flat in self.flats:
-            if flat.groups[-1] == "expert_data":
-                self.ops.scale(flat.grad, 2.0)
-
-    return replaced(GradSync, finish=finish)
+    plain(self)
+    for flat in self.flats:
+        if flat.groups[-1] == "expert_data":
+            self.ops.scale(flat.grad, 2.0)
 
 
-def shared_heads_dropped():
+@in_place_of(Comm, "all_reduce")
+def shared_heads_dropped(plain, self, x, name, op="sum"):
     """Two ranks hold one head of keys and values, and each keeps its own gradient of it."""
-    plain = Comm.all_reduce
-
-    def all_reduce(self, x, name, op="sum"):
-        return x if self.axis == "kv" else plain(self, x, name, op)
-
-    return replaced(Comm, all_reduce=all_reduce)
+    return x if self.axis == "kv" else plain(self, x, name, op)
 
 
-def same_shards():
+@in_place_of(Param, "initial_rows")
+def same_shards(plain, self, *given):
     """Every rank draws its shard of a weight as if it were the first one."""
-    plain = Param.initial_rows
-
-    def initial_rows(self, *given):
-        box, self.box = self.box, tuple((0, stop - start) for start, stop in self.box)
-        try:
-            yield from plain(self, *given)
-        finally:
-            self.box = box
-
-    return replaced(Param, initial_rows=initial_rows)
+    box, self.box = self.box, tuple((0, stop - start) for start, stop in self.box)
+    try:
+        yield from plain(self, *given)
+    finally:
+        self.box = box
 
 
-def same_rows():
+@in_place_of(Rows, "train")
+def same_rows(plain, self, step, mb):
     """Every copy of the model reads the rows of the first one."""
-    plain = Rows.train
-
-    def train(self, step, mb):
-        place, self.dp_rank = self.dp_rank, 0
-        try:
-            return plain(self, step, mb)
-        finally:
-            self.dp_rank = place
-
-    return replaced(Rows, train=train)
+    place, self.dp_rank = self.dp_rank, 0
+    try:
+        return plain(self, step, mb)
+    finally:
+        self.dp_rank = place
 
 
-def own_norm():
+@in_place_of(GradSync, "clip")
+def own_norm(plain, self, norm, limit):
     """Every rank clips by the norm of what it holds itself."""
-    plain = GradSync.clip
-
-    def clip(self, norm, limit):
-        own = self.ops.numbers([part for part, _ in self.square_sums()])
-        plain(self, math.sqrt(sum(own)), limit)
-
-    return replaced(GradSync, clip=clip)
+    own = self.ops.numbers([part for part, _ in self.square_sums()])
+    plain(self, math.sqrt(sum(own)), limit)
 
 
-def wiped():
+@in_place_of(Engine, "_backward")
+def wiped(plain, self, instr):
     """Gradients are set to zero before each backward pass, so the last microbatch alone counts."""
-    plain = Engine._backward
-
-    def _backward(self, instr):
-        self.gradsync.zero()
-        plain(self, instr)
-
-    return replaced(Engine, _backward=_backward)
+    self.gradsync.zero()
+    plain(self, instr)
 
 
-def buckets_crossed():
+@in_place_of(GradSync, "post")
+def buckets_crossed(_, self, flat, unit):
     """The second rank sums the first two buckets of a unit in the other order."""
-    def post(self, flat, unit):
-        run, data = flat.units[unit], self.comms[flat.groups[-1]]
-        firsts = list(range(run.start, run.stop, self.bucket))
-        if data.index == 1 and len(firsts) > 2:
-            firsts[:2] = firsts[1::-1]
-        for first in firsts:
-            piece = flat.grad[first:min(first + self.bucket, run.stop)]
-            self.pending.append(data.iall_reduce(piece, "grads.bucket"))
-
-    return replaced(GradSync, post=post)
+    run, data = flat.units[unit], self.comms[flat.groups[-1]]
+    firsts = list(range(run.start, run.stop, self.bucket))
+    if data.index == 1 and len(firsts) > 2:
+        firsts[:2] = firsts[1::-1]
+    for first in firsts:
+        piece = flat.grad[first:min(first + self.bucket, run.stop)]
+        self.pending.append(data.iall_reduce(piece, "grads.bucket"))
 
 
-def unit_left_out():
+@in_place_of(GradSync, "post")
+def unit_left_out(plain, self, flat, unit):
     """The second rank has not used a block, and sums no gradients of it."""
-    plain = GradSync.post
-
-    def post(self, flat, unit):
-        if unit != 1 or self.comms[flat.groups[-1]].index == 0:
-            plain(self, flat, unit)
-
-    return replaced(GradSync, post=post)
+    if unit != 1 or self.comms[flat.groups[-1]].index == 0:
+        plain(self, flat, unit)
 
 
 SHIPPED = {

@@ -6,7 +6,7 @@ Exercises plant a bug, or a reader's code, and compare. Widths are odd where a c
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 import numpy as np
 
@@ -74,11 +74,6 @@ def step_beside(config, world, expected) -> Outcome:
     found = compare_with_one_rank(
         config, tokens(), world, lambda *_: expected, recorder=recorder)
     return Outcome(found, recorder)
-
-
-def on_schedule(config, path) -> Config:
-    """The same with a schedule from a CSV file."""
-    return replace(config, grid=replace(config.grid, schedule_csv=str(path)))
 
 
 def worst_first(differences) -> list[Difference]:

@@ -9,12 +9,12 @@ No twin leaves a message pending at the end of its step.
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from contextlib import AbstractContextManager, ExitStack
+from contextlib import AbstractContextManager
 from typing import NamedTuple
 
 from mpipar.comm.group import Comm
 from mpipar.layers.linear import Linear
-from mpipar.learn.replaced import replaced
+from mpipar.learn.replaced import in_place_of, replaced
 from mpipar.partition import row
 from mpipar.pipeline.engine import Engine
 from mpipar.train.gradsync import GradSync
@@ -43,14 +43,10 @@ class Twin(NamedTuple):
     desync: bool = False
 
 
-def reduce_dropped():
+@in_place_of(Comm, "all_reduce")
+def reduce_dropped(plain, self, x, name, op="sum"):
     """One column cut does not add the parts of its input gradient."""
-    plain = Comm.all_reduce
-
-    def all_reduce(self, x, name, op="sum"):
-        return x if name == "block1.ffn.up" else plain(self, x, name, op)
-
-    return replaced(Comm, all_reduce=all_reduce)
+    return x if name == "block1.ffn.up" else plain(self, x, name, op)
 
 
 def bucket_dropped():
@@ -64,15 +60,11 @@ def bucket_dropped():
     return replaced(Comm, iall_reduce=iall_reduce)
 
 
-def reduce_doubled():
+@in_place_of(GradSync, "finish")
+def reduce_doubled(plain, self):
     """A stage's gradients are summed once more when they are sums already."""
-    plain = GradSync.finish
-
-    def finish(self):
-        plain(self)
-        self.comms["dp"].all_reduce(self.flats[0].grad, "again")
-
-    return replaced(GradSync, finish=finish)
+    plain(self)
+    self.comms["dp"].all_reduce(self.flats[0].grad, "again")
 
 
 def summed_early():
@@ -84,54 +76,38 @@ def summed_early():
     return replaced(Engine, enter=enter, leave=lambda self, unit: None)
 
 
-def bias_on_every_rank():
+@in_place_of(Linear, "forward")
+def bias_on_every_rank(plain, self, x, stash, residual=None):
     """A row cut adds its bias before the sum over ranks."""
-    plain = Linear.forward
-
-    def forward(self, x, stash, residual=None):
-        stash[self.name, "x"] = x
-        if self.cut is not row:
-            return plain(self, x, stash, residual)
-        y = self.ops.matmul(x, self.matrix("data"))
-        y = self.comm.all_reduce(self.ops.bias_forward(y, self.bias("data")), self.name)
-        return y if residual is None else self.ops.accumulate(y, residual)
-
-    return replaced(Linear, forward=forward)
+    stash[self.name, "x"] = x
+    if self.cut is not row:
+        return plain(self, x, stash, residual)
+    y = self.ops.matmul(x, self.matrix("data"))
+    y = self.comm.all_reduce(self.ops.bias_forward(y, self.bias("data")), self.name)
+    return y if residual is None else self.ops.accumulate(y, residual)
 
 
-def tied_twice():
+@in_place_of(GradSync, "finish")
+def tied_twice(plain, self):
     """The gradient of the tied table is summed over its two ends a second time."""
-    plain = GradSync.finish
-
-    def finish(self):
-        plain(self)
-        for flat in self.flats:
-            if "tie" in flat.groups:
-                self.comms["tie"].all_reduce(flat.grad, "again")
-
-    return replaced(GradSync, finish=finish)
+    plain(self)
+    for flat in self.flats:
+        if "tie" in flat.groups:
+            self.comms["tie"].all_reduce(flat.grad, "again")
 
 
-def tie_forgotten():
+@in_place_of(Comm, "all_reduce")
+def tie_forgotten(plain, self, x, name, op="sum"):
     """Each end of the pipeline keeps its own gradient of the tied table."""
-    plain = Comm.all_reduce
-
-    def all_reduce(self, x, name, op="sum"):
-        return x if self.axis == "tie" else plain(self, x, name, op)
-
-    return replaced(Comm, all_reduce=all_reduce)
+    return x if self.axis == "tie" else plain(self, x, name, op)
 
 
-def norm_counts_copies():
+@in_place_of(GradSync, "square_sums")
+def norm_counts_copies(plain, self):
     """Every rank adds the squares of all that it holds, copies of others included."""
-    plain = GradSync.square_sums
-
-    def square_sums(self):
-        for flat in self.flats:
-            flat.counted = [(True, 0, slice(flat.size))]
-        return plain(self)
-
-    return replaced(GradSync, square_sums=square_sums)
+    for flat in self.flats:
+        flat.counted = [(True, 0, slice(flat.size))]
+    return plain(self)
 
 
 def weight_gradient_skipped():
@@ -149,52 +125,35 @@ def weight_gradient_skipped():
     return replaced(Linear, backward_weight=backward_weight)
 
 
-def microbatches_swapped():
+@in_place_of(Engine, "run")
+def microbatches_swapped(plain, self, program, get_batch, training=True):
     """The last stage compares microbatch 0 with the targets of microbatch 1."""
-    plain = Engine.run
-
-    def run(self, program, get_batch, training=True):
-        if self.comm.index == 1 and self.comm.size == 2:
-            return plain(self, program, lambda mb: get_batch(mb ^ 1), training)
-        return plain(self, program, get_batch, training)
-
-    return replaced(Engine, run=run)
+    if self.comm.index == 1 and self.comm.size == 2:
+        return plain(self, program, lambda mb: get_batch(mb ^ 1), training)
+    return plain(self, program, get_batch, training)
 
 
-def buffer_aliased():
+@in_place_of(Engine, "_receive")
+def buffer_aliased(plain, self, instr):
     """All messages of a stage arrive in one buffer, which layers still need."""
-    plain = Engine._receive
-
-    def receive(self, instr):
-        if not hasattr(self, "buffer"):
-            shape = self.stages[instr.stage].in_shape(self.get_batch(instr.mb))
-            self.buffer = self.ops.empty(shape)
-        empty, self.ops.empty = self.ops.empty, lambda shape, label: self.buffer
-        try:
-            plain(self, instr)
-        finally:
-            self.ops.empty = empty
-
-    return replaced(Engine, _receive=receive)
+    if not hasattr(self, "buffer"):
+        shape = self.stages[instr.stage].in_shape(self.get_batch(instr.mb))
+        self.buffer = self.ops.empty(shape)
+    empty, self.ops.empty = self.ops.empty, lambda shape, label: self.buffer
+    try:
+        plain(self, instr)
+    finally:
+        self.ops.empty = empty
 
 
-def loss_of_a_microbatch():
+@in_place_of(Worker, "gradients")
+def loss_of_a_microbatch(plain, self, step, get_batch, *asks):
     """The loss is divided by the tokens of a microbatch, not by those of the step."""
-    plain = Worker.gradients
-
-    def gradients(self, step, get_batch, *asks):
-        self.num_tokens //= self.schedule.num_microbatches
-        try:
-            return plain(self, step, get_batch, *asks)
-        finally:
-            self.num_tokens *= self.schedule.num_microbatches
-
-    return replaced(Worker, gradients=gradients)
-
-
-def nothing():
-    """The program as it is."""
-    return ExitStack()
+    self.num_tokens //= self.schedule.num_microbatches
+    try:
+        return plain(self, step, get_batch, *asks)
+    finally:
+        self.num_tokens *= self.schedule.num_microbatches
 
 
 TWINS = {

@@ -7,18 +7,21 @@ there are, and `Shape.letters` how large they are.
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from math import prod
+from operator import add
 from typing import NamedTuple
 
 from mpipar.layers.costs import Barrier, Cost, Letters, array, value
 from mpipar.plan.cluster import Cluster, Stack
 from mpipar.plan.collectives import all_gather, all_reduce, exchange
-from mpipar.plan.layout import Layout
+from mpipar.plan.layout import Layout, segments
 from mpipar.plan.shape import Shape
 
 # How often an activation crosses memory, forward and backward, beside the products: two norms and
 # two residual sums with dropout; the activation function; the copies of q, k and v.
 STREAM, WIDE, HEADS = (10, 12), (2, 3), (3, 4)
+ROUTED = (4, 6)  # rows of tokens that are put in the order of their experts, and back
 SCORES = (4, 5)  # scale, mask, softmax and dropout over scores that lie in memory
 LOGITS = 10  # how often a loss moves each logit, forward and backward
 BACKWARD = 2.5  # FLOPs of fused attention backward, over those forward: scores are made again
@@ -27,14 +30,17 @@ SUM_OF_PARTS = 1.2  # a reduce-scatter and an all-gather over an all-reduce of t
 BESIDE = 0.5  # of gathers for weight gradients: they run beside other products
 
 # Bytes of what crosses memory: what widens, q, logits, and scores where they lie in memory.
-BYTES = {widths: array("B*T", widths) for widths in ("f", "ff", "Q", "v")} | {
-    "scores": array("B*T*A", "h")}
+EXPERT_ROWS = "B*T*k"  # of the products of experts: a token has one for each of its experts
+BYTES = {("B*T", widths): array("B*T", widths) for widths in ("f", "ff", "Q", "v")} | {
+    (EXPERT_ROWS, widths): array(EXPERT_ROWS, widths) for widths in ("g", "gg", "D")}
+SCORE_BYTES = array("B*T*A", "h")
 
 
 class Times(NamedTuple):
     """Seconds of a pass of a block, by what takes them.
 
-    starts: how much longer a processor takes to start its operations than they run.
+    starts: how much longer a processor takes to start its operations than they run. tp, cp, ep:
+    barriers of the axis. gathers: of sharded weights, and sums of their gradients.
     """
 
     products: float = 0.0
@@ -43,11 +49,20 @@ class Times(NamedTuple):
     starts: float = 0.0
     tp: float = 0.0
     cp: float = 0.0
+    ep: float = 0.0
     gathers: float = 0.0
 
     @property
     def total(self) -> float:
         return sum(self)
+
+    def times(self, many: float) -> Times:
+        """So many of these passes."""
+        return Times(*(many * part for part in self))
+
+    def plus(self, other: Times) -> Times:
+        """Both passes."""
+        return Times(*map(add, self, other))
 
 
 class BlockTimes(NamedTuple):
@@ -57,7 +72,12 @@ class BlockTimes(NamedTuple):
     i: Times
     w: Times
     again: Times
-    head: float
+    head: Times
+
+    @property
+    def passes(self) -> Times:
+        """The three passes together, without what runs again."""
+        return self.f.plus(self.i).plus(self.w)
 
     @property
     def total(self) -> float:
@@ -70,10 +90,12 @@ def product_rate(cluster: Cluster, stack: Stack) -> float:
     return min(cluster.ceiling_tflops, cluster.product_tflops * stack.products) * 1e12
 
 
-def product_seconds(m: float, n: float, k: float, cluster: Cluster, stack: Stack) -> float:
-    """Seconds of a product (m, k) x (k, n)."""
+def product_seconds(m: float, n: float, k: float, cluster: Cluster, stack: Stack,
+                    more: float = 0.0) -> float:
+    """Seconds of a product (m, k) x (k, n). more: numbers of the matrices of further experts."""
+    numbers = m * k + k * n + m * n + more
     return (cluster.product_us * 1e-6 + 2 * m * n * k / product_rate(cluster, stack)
-            + stack.number_bytes * (m * k + k * n + m * n) / (cluster.product_gbytes_s * 1e9))
+            + stack.number_bytes * numbers / (cluster.product_gbytes_s * 1e9))
 
 
 def product_times(cost: Cost, sizes: Letters, cluster: Cluster, stack: Stack) -> list[float]:
@@ -82,9 +104,10 @@ def product_times(cost: Cost, sizes: Letters, cluster: Cluster, stack: Stack) ->
     for rows, inner, outer in cost.products:
         n = prod(map(sizes.__getitem__, rows.split("*")))
         depth, columns = (sum(map(sizes.__getitem__, side)) for side in (inner, outer))
+        more = (sizes["x"] - 1) * depth * columns if rows == EXPERT_ROWS else 0.0
         for way, order in enumerate(((n, columns, depth), (n, depth, columns),
                                      (columns, depth, n))):
-            found[way] += product_seconds(*order, cluster, stack)
+            found[way] += product_seconds(*order, cluster, stack, more)
     return found
 
 
@@ -94,38 +117,70 @@ def barrier_seconds(barrier: Barrier, sizes: Letters, cluster: Cluster, ranks: i
     return whole if barrier.kind == "all_reduce" else whole / 2 * SUM_OF_PARTS
 
 
+def expert_seconds(barrier: Barrier, sizes: Letters, layout: Layout, cluster: Cluster) -> float:
+    """Seconds of a barrier of ep: each rank has a part for each other one, as in an all-gather."""
+    pieces = layout.ep if barrier.kind in ("all_gather", "reduce_scatter") else 1
+    return all_gather(cluster, pieces * value(barrier.carries, sizes), layout.ep,
+                      layout.data_stride)
+
+
 def block_times(shape: Shape, layout: Layout, cluster: Cluster, stack: Stack) -> BlockTimes:
-    """The passes of one block on one microbatch, and those of the head."""
+    """The passes of one block on one microbatch, in the mean of all blocks; those of the head."""
     stack = stack.on(cluster)
-    sizes = shape.letters(layout.rows, layout.tp, layout.cp, stack.number_bytes)
+    sizes = shape.letters(layout.rows, layout.tp, layout.cp, stack.number_bytes, layout.ep)
     units = shape.costs(layout.sequence_parallel)
-    cost = units.block
+    stream = value(units.stream, sizes)
+    blocks = shape.blocks(layout.sequence_parallel)
+    found = [passes_of(cost, sizes, stream, layout, cluster, stack) for _, cost in blocks]
+    if len(found) > 1:
+        found = [[added_up(one.times(share) for one, (share, _) in zip(passes, blocks, strict=True))
+                  for passes in zip(*found, strict=True)]]
+    head = head_times(units.head, sizes, cluster, stack)
+    block = BlockTimes(*found[0], head._replace(tp=found[0][0].tp))
+    return with_gathers(shape, layout, cluster, stack, block) if layout.zero > 1 else block
+
+
+def added_up(passes: Iterable[Times]) -> Times:
+    """Some passes as one."""
+    return Times(*map(sum, zip(*passes, strict=True)))
+
+
+def passes_of(cost: Cost, sizes: Letters, stream: float, layout: Layout, cluster: Cluster,
+              stack: Stack) -> list[Times]:
+    """Forward, input gradient and weight gradient of a block, and what recomputation adds.
+
+    stream: bytes of the activations between blocks. stack: with its constants on the machine.
+    """
     products = product_times(cost, sizes, cluster, stack)
     attention, scores = attention_seconds(cost, sizes, cluster, stack)
     memory = cluster.hbm_gbytes_s * 1e9 / stack.elementwise
-    *_, (_, _, up), _ = cost.products  # of qkv, the projection, what widens, and what narrows
-    wide, heads = (value(BYTES[columns], sizes) for columns in (up, "Q"))
-    stream = value(units.stream, sizes)
-    elementwise = [(STREAM[way] * stream + WIDE[way] * wide + HEADS[way] * heads) / memory
-                   for way in (0, 1)]
+    *_, (rows, _, up), _ = cost.products  # before the last one is what widens
+    wide, heads = (value(BYTES[one], sizes) for one in ((rows, up), ("B*T", "Q")))
+    routed = value(BYTES[rows, "D"], sizes) if rows == EXPERT_ROWS else 0.0
+    elementwise = [(STREAM[way] * stream + WIDE[way] * wide + HEADS[way] * heads
+                    + ROUTED[way] * routed) / memory for way in (0, 1)]
     start = stack.starts_us * 1e-6
-    tp = {phase: sum(barrier_seconds(one, sizes, cluster, layout.tp) for one in cost.barriers
-                     if (one.axis, one.phase) == ("tp", phase)) for phase in "FIW"}
+    tp, ep = ({phase: sum(seconds(one) for one in cost.barriers
+                          if (one.axis, one.phase) == (axis, phase)) for phase in "FIW"}
+              for axis, seconds in (
+                  ("tp", lambda one: barrier_seconds(one, sizes, cluster, layout.tp)),
+                  ("expert", lambda one: expert_seconds(one, sizes, layout, cluster))))
     cp = context_seconds(cost, sizes, layout, cluster, attention)
-    f = started(start, products[0], attention[0], elementwise[0] + scores[0], tp["F"], cp[0])
-    i = started(start, products[1], attention[1], elementwise[1] + scores[1], tp["I"], cp[1])
-    w = started(start, products[2], 0.0, added_up(cost, sizes, layout, cluster, stack),
-                tp["W"] * BESIDE)
+    f = started(start, Times(products[0], attention[0], elementwise[0] + scores[0], 0.0, tp["F"],
+                             cp[0], ep["F"]))
+    i = started(start, Times(products[1], attention[1], elementwise[1] + scores[1], 0.0, tp["I"],
+                             cp[1], ep["I"]))
+    w = started(start, Times(products[2], 0.0, adding_seconds(cost, sizes, layout, cluster, stack),
+                             0.0, tp["W"] * BESIDE))
     selected = Times(attention=attention[0], elementwise=scores[0])
     if stack.fused:
         half = Times(products[0] / 2, elementwise=elementwise[0])
         selected = half if stack.every_other else Times()
-    again = {"none": Times(), "block": f, "attention": selected}[layout.recompute]
-    block = BlockTimes(f, i, w, again, head_seconds(units.head, sizes, cluster, stack) + tp["F"])
-    return with_gathers(shape, layout, cluster, stack, block) if layout.zero > 1 else block
+    return [f, i, w, {"none": Times(), "block": f, "attention": selected}[layout.recompute]]
 
 
-def added_up(cost: Cost, sizes: Letters, layout: Layout, cluster: Cluster, stack: Stack) -> float:
+def adding_seconds(cost: Cost, sizes: Letters, layout: Layout, cluster: Cluster,
+                   stack: Stack) -> float:
     """Seconds of adding a microbatch's weight gradients to those of the step, which lie in memory.
 
     Where weights are sharded, gradients leave instead.
@@ -134,11 +189,9 @@ def added_up(cost: Cost, sizes: Letters, layout: Layout, cluster: Cluster, stack
     return moved / (cluster.hbm_gbytes_s * 1e9)
 
 
-def started(starts: float, products: float, attention: float = 0.0, elementwise: float = 0.0,
-            tp: float = 0.0, cp: float = 0.0) -> Times:
+def started(starts: float, kernels: Times) -> Times:
     """A pass whose operations take so many seconds to start: it takes the longer of the two."""
-    exposed = max(0.0, starts - products - attention - elementwise - tp - cp)
-    return Times(products, attention, elementwise, exposed, tp, cp)
+    return kernels._replace(starts=max(0.0, starts - kernels.total))
 
 
 def attention_seconds(cost: Cost, sizes: Letters, cluster: Cluster, stack: Stack):
@@ -151,7 +204,7 @@ def attention_seconds(cost: Cost, sizes: Letters, cluster: Cluster, stack: Stack
     if stack.fused:
         rate = min(cluster.ceiling_tflops, cluster.attention_tflops * stack.attention) * 1e12
         return (flops / 2 / rate, BACKWARD * flops / 2 / rate), (0.0, 0.0)
-    scores = value(BYTES["scores"], sizes)
+    scores = value(SCORE_BYTES, sizes)
     memory = cluster.hbm_gbytes_s * 1e9 / stack.elementwise
     forward = flops / product_rate(cluster, stack) + 2 * scores / (cluster.product_gbytes_s * 1e9)
     return (forward, 2 * forward), tuple(count * scores / memory for count in SCORES)
@@ -176,11 +229,11 @@ def beside(moved: float, window: float) -> float:
     return exposed + SLOWED * (moved - exposed)
 
 
-def head_seconds(head: Cost, sizes: Letters, cluster: Cluster, stack: Stack) -> float:
+def head_times(head: Cost, sizes: Letters, cluster: Cluster, stack: Stack) -> Times:
     """Forward and backward of the head and the loss on one microbatch, without barriers."""
-    products = sum(product_times(head, sizes, cluster, stack))
-    moved = LOGITS * value(BYTES["v"], sizes)
-    return products + moved / (cluster.hbm_gbytes_s * 1e9 / stack.elementwise)
+    moved = LOGITS * value(BYTES["B*T", "v"], sizes)
+    return Times(sum(product_times(head, sizes, cluster, stack)),
+                 elementwise=moved / (cluster.hbm_gbytes_s * 1e9 / stack.elementwise))
 
 
 def with_gathers(shape, layout, cluster, stack, block: BlockTimes) -> BlockTimes:
@@ -190,9 +243,8 @@ def with_gathers(shape, layout, cluster, stack, block: BlockTimes) -> BlockTimes
     Transfers run beside the products of neighbouring blocks, and slow them down. Weights that stay
     for the step are gathered for its first microbatch alone.
     """
-    elements = shape.block_parameters / layout.tp
-    gather = all_gather(
-        cluster, elements * stack.number_bytes, layout.data_ranks, layout.data_stride)
+    gather = sum(all_gather(cluster, one.elements * stack.number_bytes, one.ranks, one.stride)
+                 for one in segments(shape, layout, 1))
     scatter = gather * stack.wire_bytes / stack.number_bytes
     often = 1.0 if layout.zero == 3 else 1 / layout.num_microbatches
 

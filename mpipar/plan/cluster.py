@@ -83,6 +83,13 @@ class Cluster:
         return replace(self, links=tuple(replace(
             link, latency_us=OLD_START * link.latency_us) for link in self.links))
 
+    def with_links(self, inner: float = 1.0, outer: float = 1.0) -> Cluster:
+        """The same devices with links so many times as fast, inside of nodes and between them."""
+        first, *others = self.links
+        return replace(self, links=(
+            replace(first, gbytes_s=first.gbytes_s * inner),
+            *(replace(link, gbytes_s=link.gbytes_s * outer) for link in others)))
+
     def with_network(self, gbits_per_device: float) -> Cluster:
         """The same devices behind a network of another rate."""
         inner, outer = self.links[0], self.links[-1]
@@ -103,8 +110,8 @@ class Stack:
     every other product again, and what lies between them. remakes: backward makes again what its
     layers can, as mpipar's own do. norm_bytes: of a number that a norm keeps, 0 for those of other
     numbers. logit_bytes: of a logit, beside the number: in 32 bits it, the logarithm of its
-    softmax, and its gradient; a fused loss has one. number_bytes: of a number that is computed
-    with. evidence: measured steps behind it.
+    softmax, and its gradient; a fused loss has one. Layers of our own say what they keep of it.
+    number_bytes: of a number that is computed with. evidence: measured steps behind it.
     """
 
     products: float
@@ -143,6 +150,11 @@ class Stack:
             return self
         return replace(self.with_states(4, 4, 8), number_bytes=4, wire_bytes=4)
 
+    def with_starts(self, by: float) -> Stack:
+        """The same stack, which starts so many times as many operations a second."""
+        return replace(self, starts_us=self.starts_us / by, sets=tuple(
+            (name, (*constants[:-1], constants[-1] / by)) for name, constants in self.sets))
+
     def unfused(self) -> Stack:
         """The same stack as it was before 2023: scores in memory, and nothing beside products."""
         return replace(self, fused=False, overlap=False)
@@ -157,8 +169,7 @@ MEGATRON = {"a100": (0.942, 1.76, 1.04, 897.0), "h100": (1.03, 1.01, 0.889, 300.
 FSDP = {"a100": (0.881, 2.27, 0.529, 300.0), "h100": (0.831, 3.1, 0.499, 300.0)}
 STACKS = {
     "mpipar": stack_of(MEGATRON, "none of its steps is measured on a GPU: it is given Megatron-LM's"
-                       " constants, and keeps in memory what its own layers say", remakes=True,
-                       logit_bytes=4),
+                       " constants, and keeps in memory what its own layers say", remakes=True),
     "megatron": stack_of(MEGATRON, "170 published steps of Megatron-LM and its relatives, and 730"
                          " on one node"),
     "fsdp": stack_of(FSDP, "108 published steps of PyTorch FSDP", weight_bytes=4,

@@ -9,15 +9,14 @@ from __future__ import annotations
 from dataclasses import replace
 from typing import NamedTuple
 
-from mpipar.comm.grid import AXES
+from mpipar.comm.grid import LAYOUT
 from mpipar.config.layout import typed
 from mpipar.config.resolve import resolve
 from mpipar.config.sections import Config, settings
 from mpipar.config.setting import flag
 from mpipar.errors import UserError
-from mpipar.plan.layout import Layout, blocks_of_stages
 from mpipar.plan.predict import predict
-from mpipar.plan.search import Question
+from mpipar.plan.search import Candidate, Question
 
 STATES = ("weights", "gradients", "optimizer")
 WIDTH = 90  # of a line of a command
@@ -31,26 +30,36 @@ class Job(NamedTuple):
 
 
 class Confirmed(NamedTuple):
-    """What a rank of mpipar would have. states, rest: bytes at the peak. sent: bytes in a step."""
+    """What a rank of mpipar would have. states, rest: bytes at the peak. sent: bytes in a step.
+
+    gib: memory that it may use.
+    """
 
     rank: int
     states: int
     rest: int
     sent: int
+    gib: float
+
+    @property
+    def bytes_at_peak(self) -> int:
+        """All that it holds at once."""
+        return self.states + self.rest
 
 
-def train_config(question: Question, config: Config, layout: Layout, num_microbatches: int,
-                 counts: tuple[int, ...] | None = None) -> Config:
-    """The Config of a layout, before it is resolved.
+def train_config(question: Question, config: Config, one: Candidate,
+                 num_microbatches: int | None = None) -> Config:
+    """The Config of a candidate, before it is resolved.
 
-    config: names the model. counts: blocks of each stage, by default as many on each.
+    config: names the model. num_microbatches: by default those of the layout.
     """
-    counts = counts or blocks_of_stages(question.shape.layers, layout.stages)
+    layout = one.layout
+    num_microbatches = num_microbatches or layout.num_microbatches
     grid = replace(
-        config.grid, dp=layout.dp, pp=layout.pp, cp=layout.cp, tp=layout.tp,
+        config.grid, dp=layout.dp, pp=layout.pp, cp=layout.cp, tp=layout.tp, ep=layout.ep,
         num_microbatches=num_microbatches, schedule=layout.schedule,
         chunks=layout.chunks if layout.family.looped else None, group_size=None,
-        stage_layers=counts if layout.pp > 1 else None, rank_order=",".join(layout.rank_order))
+        stage_layers=one.counts if layout.pp > 1 else None, rank_order=",".join(layout.rank_order))
     model = replace(config.model, seq_len=question.shape.tokens, max_positions=None,
                     sequence_parallel=layout.sequence_parallel)
     if model.completed().activation != question.shape.activation:
@@ -62,14 +71,13 @@ def train_config(question: Question, config: Config, layout: Layout, num_microba
     return replace(config, grid=grid, model=model, train=train, memory=memory, run=run)
 
 
-def command_line(question: Question, job: Job, layout: Layout,
-                 counts: tuple[int, ...] | None = None) -> str:
-    """What to type to train with a layout: every setting that the model's flags do not give."""
-    wanted = train_config(question, job.config, layout, layout.num_microbatches, counts)
+def command_line(question: Question, job: Job, one: Candidate) -> str:
+    """What to type to train with a candidate: every setting that the model's flags do not give."""
+    wanted = train_config(question, job.config, one)
     before = {field.name: value for _, field, value in settings(job.config)}
     words = [as_typed(field.name, value) for _, field, value in settings(wanted)
-             if field.name not in AXES and value not in (None, before.get(field.name))]
-    lines = [f"mpiexec -n {question.ranks} mpipar train {job.flags} {typed(layout._asdict())}"]
+             if field.name not in LAYOUT and value not in (None, before.get(field.name))]
+    lines = [f"mpiexec -n {question.ranks} mpipar train {job.flags} {typed(one.layout._asdict())}"]
     for word in words:
         if len(lines) == 1 or len(lines[-1]) + len(word) > WIDTH:
             lines.append(word)
@@ -85,24 +93,25 @@ def as_typed(name: str, value) -> str:
     return f"{flag(name)} {','.join(map(str, value)) if isinstance(value, tuple) else value}"
 
 
-def confirm(question: Question, config: Config, layout: Layout) -> tuple[list[Confirmed], str]:
+def confirm(question: Question, config: Config, one: Candidate) -> tuple[list[Confirmed], str]:
     """Run the first and the last pipeline rank on shapes; ([...], "") or ([], why not).
 
     config: names the model. Memory is the same for any number of microbatches that fills the
     pipeline. So no more than that are run. What is sent grows with them.
     """
+    layout = one.layout
     short = min(layout.num_microbatches, 2 * layout.stages)
     short -= short % layout.pp if layout.schedule == "interleaved" else 0
     try:
-        complete = resolve(train_config(question, config, layout, short), layout.ranks)[0]
+        complete = resolve(train_config(question, config, one, short), layout.ranks)[0]
     except UserError as error:
         return [], "; ".join(error.problems)
-    last = layout.ranks - layout.ranks // layout.pp
-    found = []
-    for rank in dict.fromkeys((0, last)):
+    each, found = layout.ranks // layout.pp, []
+    for rank in dict.fromkeys((0, layout.ranks - each)):
         seen = predict(complete, rank)
         states = sum(seen.peak_bytes.get(label, 0) for label in STATES)
         sent = sum(record.wire_bytes for record in seen.recorder.records)
         found.append(Confirmed(rank, states, seen.peak_total - states,
-                               sent * layout.num_microbatches // short))
+                               sent * layout.num_microbatches // short,
+                               one.by_rank[rank // each].gib))
     return found, ""

@@ -7,18 +7,19 @@ they lie in memory. In-flight microbatches are those of catalog.py. Letters as i
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from typing import NamedTuple
 
 from mpipar.layers.costs import value
-from mpipar.pipeline.forms import Letters
+from mpipar.pipeline.instructions import Instr, parts
 from mpipar.plan.cluster import Stack
-from mpipar.plan.layout import Layout, blocks_of_stages, rank_parameters
+from mpipar.plan.layout import Layout, Segment, blocks_of_stages, rank_segments, segments
 from mpipar.plan.shape import Shape
 
 GIB = 1 << 30
 AGAIN = 2.5  # a block that runs again holds what it keeps, and gradients beside it, in two widths
 RESERVE = 1.75 * GIB  # contexts, libraries and buffers of collectives
+STEADY = 3  # after so many microbatches for each rank no order keeps more
 BETWEEN = 0.03  # of what comes and goes in a step: memory that lies unused between arrays
 
 
@@ -48,63 +49,176 @@ def stash_per_block(shape: Shape, layout: Layout, stack: Stack) -> dict[str, flo
     also keeps a byte of each masked number, and scores after it.
     """
     size = stack.number_bytes
-    sizes = shape.letters(layout.rows, layout.tp, layout.cp, size)
-    units = shape.costs(layout.sequence_parallel)
-    block, once = units.block, value(units.stream, sizes)
-    kept = value(block.stash, sizes) + (0.0 if stack.remakes else value(block.remade, sizes))
+    sizes = shape.letters(layout.rows, layout.tp, layout.cp, size, layout.ep)
+    parallel = layout.sequence_parallel
+    once, stash = value(shape.costs(parallel).stream, sizes), shape.mean("stash", sizes, parallel)
+    kept = stash + (0.0 if stack.remakes else shape.mean("remade", sizes, parallel))
     if stack.norm_bytes:  # in place of numbers as wide as others
         kept += 2 * once * (stack.norm_bytes / size - 1)
     scores = 0.0
     if not stack.fused:
-        whole = shape.costs(layout.sequence_parallel, scores=True).block
-        scores = value(whole.stash, sizes) - value(block.stash, sizes)
-        scores *= 2 + 1 / size
+        scores = (shape.mean("stash", sizes, parallel, scores=True) - stash) * (2 + 1 / size)
         kept += 2 * once / size
     selected = kept * (0.6 if stack.every_other else 1)
     return {"block": once, "attention": selected, "none": kept + scores}
 
 
-def in_flight(layout: Layout, rank: int) -> int:
-    """The most chunks of which a rank of the pipeline keeps something at once."""
-    family = layout.family
-    peak = family.peak.value(Letters(layout.pp, layout.num_microbatches, layout.chunks))
-    return max(1, peak - rank) if family.early else peak
+class Held(NamedTuple):
+    """How many microbatches a rank keeps of its chunks, and of the head: F to I, and I to W."""
+
+    waiting: int
+    pending: int
+    head_waiting: int
+    head_pending: int
+
+
+class Orders:
+    """What ranks of schedules keep at their fullest. Each order of passes is looked at once."""
+
+    def __init__(self) -> None:
+        self.known: dict[tuple, tuple[Held, ...]] = {}
+
+    def in_flight(self, layout: Layout, rank: int) -> tuple[Held, ...]:
+        """What a rank of the pipeline keeps at its fullest, by the order of its passes.
+
+        One of these is the fullest, whatever a chunk keeps from F to I and from I to W.
+        """
+        m = min(layout.num_microbatches, STEADY * layout.pp)
+        key = layout.schedule, layout.pp, rank, m, layout.chunks
+        if key not in self.known:
+            free = (layout.chunks, layout.pp) if layout.family.looped else ()
+            program = layout.family.order(layout.pp, rank, m, *free)
+            self.known[key] = fullest_of(program, layout.stages - 1)
+        return self.known[key]
+
+
+def fullest_of(program: list[Instr], last_stage: int) -> tuple[Held, ...]:
+    """What a program keeps, without what is less in all parts than something else."""
+    found, here, head = set(), [0, 0], [0, 0]
+    for instr in program:
+        for kind, stage, _ in parts(instr):
+            for own in (here, head)[:1 + (stage == last_stage)]:
+                own[0] += (kind == "F") - (kind in "IB")
+                own[1] += (kind == "I") - (kind == "W")
+        found.add((*head, *here))
+    fullest: list[Held] = []
+    for head_waiting, head_pending, waiting, pending in sorted(found, reverse=True):
+        one = Held(waiting, pending, head_waiting, head_pending)
+        if not fullest or fullest[-1][2:] != one[2:] or pending > fullest[-1].pending:
+            fullest.append(one)
+    return tuple(fullest)
 
 
 def footprint(shape: Shape, layout: Layout, stack: Stack) -> Footprint:
-    """The memory of the fullest rank of a layout."""
+    """The memory of the fullest rank of a layout with as many blocks on each stage."""
     counts = blocks_of_stages(shape.layers, layout.stages)
-    ranks = dict.fromkeys((0, min(1, layout.pp - 1), layout.pp - 1))
+    ranks = fullest_ranks(layout, counts)
     return max(rank_footprints(shape, layout, stack, counts, ranks), key=lambda one: one.total)
 
 
+def fullest_ranks(layout: Layout, counts: tuple[int, ...],
+                  kinds: Sequence[object] = ()) -> list[int]:
+    """Pipeline ranks of which one is the fullest of its kind. kinds: of each rank, one without.
+
+    They are the ends, which have tables, and of each number of blocks the first and the last one.
+    Between these, what is kept rises or falls along the pipeline.
+    """
+    last = layout.pp - 1
+    if not kinds and min(counts) == max(counts):
+        return sorted({0, min(1, last), max(last - 1, 0), last})
+    same: dict[tuple, list[int]] = {}
+    for rank in range(1, last):
+        kind = id(kinds[rank]) if kinds else 0
+        same.setdefault((kind, layout.blocks_of(rank, counts)), []).append(rank)
+    return sorted({0, last, *(ranks[end] for ranks in same.values() for end in (0, -1))})
+
+
+def most_blocks(shape: Shape, layout: Layout, stack: Stack, gib: Sequence[float],
+                orders: Orders) -> list[int]:
+    """The most blocks that each pipeline rank has room for; a rank has one stage.
+
+    gib: memory that each rank may use. Memory grows with the blocks by no more than it does first.
+    """
+    last = layout.pp - 1
+    ends = list(dict.fromkeys((0, min(1, last), last)))
+    empty = dict(zip(ends, rank_footprints(shape, layout, stack, (0,) * layout.pp, ends, orders),
+                     strict=True))
+    kept = Kept.of(shape, layout, stack)
+    states = sum(states_of(segments(shape, layout, 1), layout, stack))
+    return [int((gib[rank] * GIB - empty.get(rank, empty[ends[1]]).total)
+                // (states + (1 + BETWEEN) * kept.most(layout, rank, 1, orders)))
+            for rank in range(layout.pp)]
+
+
+class Kept(NamedTuple):
+    """Bytes that a microbatch keeps of a block and of the head, each from F to I and from I to W.
+
+    work: what comes and goes while a block runs.
+    """
+
+    block: tuple[float, float]
+    head: tuple[float, float]
+    work: float
+
+    @classmethod
+    def of(cls, shape: Shape, layout: Layout, stack: Stack) -> Kept:
+        """By the layers for our own program. Of others nothing says what W needs: the whole stash.
+
+        What W needs is there whether the block has run forward again or not.
+        """
+        stash = stash_per_block(shape, layout, stack)
+        own = stash[layout.recompute]
+        if not stack.remakes:
+            again = (AGAIN - 1) * stash["attention"] - own + stash["none"]
+            return cls((own, own), (0.0, 0.0), again if layout.recompute == "block" else 0.0)
+        sizes = shape.letters(layout.rows, layout.tp, layout.cp, stack.number_bytes, layout.ep)
+        late, head = shape.mean("kept", sizes, layout.sequence_parallel), shape.costs(
+            layout.sequence_parallel).head
+        return cls((own, late), (value(head.stash, sizes), value(head.kept, sizes)),
+                   stash["none"] + (late if layout.recompute == "block" else 0.0))
+
+    def most(self, layout: Layout, rank: int, blocks: float, orders: Orders) -> float:
+        """Bytes that a rank with so many blocks keeps at its fullest."""
+        each = blocks / layout.chunks
+        return max(each * (one.waiting * self.block[0] + one.pending * self.block[1])
+                   + one.head_waiting * self.head[0] + one.head_pending * self.head[1]
+                   for one in orders.in_flight(layout, rank))
+
+
+def states_of(own: list[Segment], layout: Layout, stack: Stack) -> tuple[float, float, float]:
+    """Bytes of weights, gradients and optimizer of some segments."""
+    elements = sum(one.elements for one in own)
+    pieces = sum(one.elements / one.ranks for one in own)
+    return ((pieces if layout.zero >= 3 else elements) * stack.weight_bytes,
+            (pieces if layout.zero >= 2 else elements) * stack.gradient_bytes,
+            (pieces if layout.zero else elements) * stack.optimizer_bytes)
+
+
 def rank_footprints(shape: Shape, layout: Layout, stack: Stack, counts: tuple[int, ...],
-                    ranks: Iterable[int]) -> list[Footprint]:
+                    ranks: Iterable[int], orders: Orders | None = None) -> list[Footprint]:
     """The memory of some ranks of the pipeline. counts: blocks of each stage."""
-    stash = stash_per_block(shape, layout, stack)
-    return [_rank_footprint(shape, layout, stack, rank, counts, stash) for rank in ranks]
+    kept, orders = Kept.of(shape, layout, stack), orders or Orders()
+    return [_rank_footprint(
+        shape, layout, stack, rank, counts, kept,
+        kept.most(layout, rank, layout.blocks_of(rank, counts), orders)) for rank in ranks]
 
 
-def _rank_footprint(shape, layout, stack, rank: int, counts, stash) -> Footprint:
-    blocks, size = layout.blocks_of(rank, counts), stack.number_bytes
-    ends = (rank == 0) + (rank == layout.last_rank)
-    elements = rank_parameters(shape, layout, rank, counts)
-    shards, whole = layout.data_ranks, layout.data_ranks if layout.zero >= 3 else 1
-    unit = max(stack.unit * shape.block_parameters, shape.vocab * shape.width) / layout.tp
+def _rank_footprint(shape: Shape, layout: Layout, stack: Stack, rank: int,
+                    counts: tuple[int, ...], kept: Kept, held: float) -> Footprint:
+    size, tables = stack.number_bytes, layout.tables_of(rank)
+    own, has_head = rank_segments(shape, layout, rank, counts), rank == layout.last_rank
     tokens = layout.rows * shape.tokens / layout.cp
-    kept = stash[layout.recompute]
-    blocks_held = in_flight(layout, rank) * blocks / layout.chunks
-    buffers = 0.0
-    if layout.recompute == "block":
-        buffers = (AGAIN - 1) * stash["attention"] - kept + stash["none"]
-    if rank == layout.last_rank:
-        buffers += (stack.logit_bytes + size) * tokens * shape.vocab / layout.tp
+    held += size * tokens * shape.width * tables
+    buffers, logits = kept.work, has_head * tokens * shape.vocab / layout.tp
+    if stack.remakes:  # logits are in what the head keeps, and gone when a block runs
+        buffers = max(0.0, buffers - logits * size)
+    else:
+        buffers += (stack.logit_bytes + size) * logits
     if layout.zero >= 3:
-        buffers += 2 * unit * size + unit * stack.gradient_bytes
+        block = sum(one.elements for one in segments(shape, layout, stack.unit))
+        table = shape.vocab * shape.width / layout.tp
+        second, first = sorted([block, block, *[table] * tables])[-2:]
+        buffers += (first + second) * size + first * stack.gradient_bytes
     elif layout.zero == 2:
-        buffers += elements * size
-    return Footprint(
-        elements * stack.weight_bytes / whole,
-        elements * stack.gradient_bytes / (shards if layout.zero >= 2 else 1),
-        elements * stack.optimizer_bytes / (shards if layout.zero else 1),
-        blocks_held * kept + size * tokens * shape.width * ends, buffers)
+        buffers += sum(one.elements for one in own) * size
+    return Footprint(*states_of(own, layout, stack), held, buffers)

@@ -31,25 +31,29 @@ def search_formats(question: Question, count: int = 5,
 
 
 def other_formats(question: Question) -> list[str]:
-    """The machine's formats whose rates or bytes differ from those of the question's format."""
+    """The machines' formats whose rates or bytes differ from those of the question's format."""
     def facts(dtype: str) -> tuple:
-        return question.cluster.peak_tflops[dtype], question.stack.with_dtype(dtype)
-    known = {facts(dtype): dtype for dtype in FORMATS if dtype in question.cluster.peak_tflops}
+        return rates(dtype), question.stack.with_dtype(dtype)
+
+    def rates(dtype: str) -> tuple[float | None, ...]:
+        return tuple(kind.cluster.peak_tflops.get(dtype) for kind in question.kinds)
+    known = {facts(dtype): dtype for dtype in FORMATS if None not in rates(dtype)}
     return [dtype for facts_of_it, dtype in known.items() if facts_of_it != facts(question.dtype)]
 
 
 def in_format(question: Question, dtype: str) -> Question:
     """A question of 16 bits, asked for another format."""
-    return question._replace(cluster=question.cluster.with_dtype(dtype),
-                             stack=question.stack.with_dtype(dtype), dtype=dtype)
+    return question._replace(stack=question.stack.with_dtype(dtype), dtype=dtype).changed(
+        lambda kind: kind._replace(cluster=kind.cluster.with_dtype(dtype)))
 
 
 def least_seconds(question: Question) -> float:
     """Seconds of the products of weights alone, on devices that are never idle."""
     shape = question.shape
-    weights = shape.layers * shape.block_parameters + shape.vocab * shape.width
-    rate = product_rate(question.cluster, question.stack.on(question.cluster))
-    return 6 * question.batch_size * shape.tokens * weights / (question.ranks * rate)
+    weights = shape.layers * shape.passed_parameters + shape.vocab * shape.width
+    rate = sum(kind.ranks * product_rate(kind.cluster, question.stack.on(kind.cluster))
+               for kind in question.kinds)
+    return 6 * question.batch_size * shape.tokens * weights / rate
 
 
 def layouts_of(plan: Plan) -> int:

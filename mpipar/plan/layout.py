@@ -17,7 +17,7 @@ class Layout(NamedTuple):
 
     recompute: none, attention or block. zero: 0, 1 or 3; 2 stands for weights that are gathered
     once and stay for the step. outer: the axis of the first place of --rank-order, pp or dp; the
-    other one lies inside of nodes as far as it can.
+    other one lies inside of nodes as far as it can. ep: ranks of dp x cp that share out experts.
     """
 
     dp: int = 1
@@ -32,19 +32,20 @@ class Layout(NamedTuple):
     recompute: str = "none"
     zero: int = 0
     outer: str = "pp"
+    ep: int = 1
 
     @property
     def ranks(self) -> int:
         return self.dp * self.pp * self.cp * self.tp
 
     @property
-    def grid(self) -> tuple[int, int, int, int]:
-        """dp, pp, cp and tp."""
-        return self[:4]
+    def grid(self) -> tuple[int, int, int, int, int]:
+        """dp, pp, cp, tp and ep."""
+        return self.dp, self.pp, self.cp, self.tp, self.ep
 
     @property
     def data_ranks(self) -> int:
-        """Ranks that hold the same weights and read different tokens."""
+        """Ranks that hold the same weights, but for experts, and read different tokens."""
         return self.dp * self.cp
 
     @property
@@ -82,26 +83,58 @@ class Layout(NamedTuple):
             return rank, self.stages - 1 - rank
         return tuple(range(rank, self.stages, self.pp))
 
+    def rank_of(self, stage: int) -> int:
+        """The pipeline rank that holds a stage."""
+        if self.folded:
+            return min(stage, self.stages - 1 - stage)
+        return stage % self.pp
+
     @property
     def last_rank(self) -> int:
         """The pipeline rank that holds the last stage."""
         return 0 if self.folded else self.pp - 1
 
+    def tables_of(self, rank: int) -> int:
+        """How many of the embedding and the head a pipeline rank has."""
+        return (rank == 0) + (rank == self.last_rank)
+
     def blocks_of(self, rank: int, counts: tuple[int, ...]) -> int:
         """Blocks of a pipeline rank. counts: those of each stage."""
+        if self.chunks == 1:
+            return counts[rank]
         return sum(counts[stage] for stage in self.held(rank))
 
 
-def rank_parameters(shape: Shape, layout: Layout, rank: int, counts: tuple[int, ...]) -> float:
-    """Parameters of a pipeline rank. counts: blocks of each stage.
+class Segment(NamedTuple):
+    """Parameters of a rank that so many ranks hold alike, which are `stride` ranks apart."""
 
-    The first and the last stage have a table each, also where the two are tied.
+    elements: float
+    ranks: int
+    stride: int
+
+
+def segments(shape: Shape, layout: Layout, blocks: float, tables: float = 0.0) -> list[Segment]:
+    """The segments of some blocks and tables on a rank: a gradient group each, as of our own runs.
+
+    Experts are shared out, so fewer ranks hold the same ones.
     """
-    tables = shape.table_parameters
-    if layout.pp > 1:
-        ends = (rank == 0) + (rank == layout.last_rank)
-        tables = shape.width * (ends * shape.vocab + (rank == 0) * shape.positions)
-    return (layout.blocks_of(rank, counts) * shape.block_parameters + tables) / layout.tp
+    found = [Segment((blocks * shape.dense_parameters + tables) / layout.tp,
+                     layout.data_ranks, layout.data_stride)]
+    if shape.experts:
+        found.append(Segment(blocks * shape.expert_parameters / layout.tp / layout.ep,
+                             layout.data_ranks // layout.ep, layout.data_stride * layout.ep))
+    return found
+
+
+def rank_segments(shape: Shape, layout: Layout, rank: int,
+                  counts: tuple[int, ...]) -> list[Segment]:
+    """The segments of a pipeline rank. counts: blocks of each stage.
+
+    The first and the last stage have a table each. A rank with both has one where they are tied.
+    """
+    copies = min(layout.tables_of(rank), 1 if shape.tied else 2)
+    tables = shape.width * (copies * shape.vocab + (rank == 0) * shape.positions)
+    return segments(shape, layout, layout.blocks_of(rank, counts), tables)
 
 
 def blocks_of_stages(layers: int, stages: int) -> tuple[int, ...]:

@@ -1,21 +1,24 @@
 """A plan as one self-contained HTML page: memory and time of the best layouts, and the trade-off.
 
-Bars are drawn as SVG. Colours follow a light or dark page, widths follow the window, and every box
-has a tooltip with its number.
+Colours follow a light or dark page, widths follow the window, and every part of a picture has a
+tooltip with its number. The chosen layout is marked.
 """
 
 from __future__ import annotations
 
+import math
 from html import escape
 
 from mpipar.files.text import harmless
-from mpipar.plan.footprint import GIB
-from mpipar.plan.report import PARTS, layout_words
-from mpipar.plan.search import Candidate, Plan, Question
+from mpipar.plan.footprint import GIB, Footprint
+from mpipar.plan.report import PARTS, candidate_words, devices, layout_words
+from mpipar.plan.search import Plan, Question
 
-WIDTH, ROW, LEFT, TOP, BOTTOM = 1000, 34, 330, 30, 26  # of a picture, in its own units
+WIDTH, HEIGHT = 1000, 360  # of the picture of the trade-off, in its own units
+LEFT, FLOOR = 70, HEIGHT - 44  # where its axes are
+TICKS = 5  # of an axis, at most
 COLOURS = ("var(--a)", "var(--b)", "var(--c)", "var(--d)", "var(--e)", "var(--f)", "var(--g)",
-           "var(--h)")
+           "var(--h)", "var(--i)", "var(--j)", "var(--k)", "var(--l)")
 STYLE = """
 :root { color-scheme: light dark; --ink: light-dark(#1b2330, #e4e9f1);
   --soft: light-dark(#5c6779, #94a1b5); --bg: light-dark(#f3f5f8, #0e1218);
@@ -24,16 +27,26 @@ STYLE = """
   --b: light-dark(#a06c08, #e5b04a); --c: light-dark(#c2278b, #f279c4);
   --d: light-dark(#6b7d00, #bfd14a); --e: light-dark(#e0937f, #b85a44);
   --f: light-dark(#0d8a94, #45cfd9); --g: light-dark(#8457b8, #b38ae0);
-  --h: light-dark(#217a4b, #55bd86); }
+  --h: light-dark(#217a4b, #55bd86); --i: light-dark(#7a4a2b, #c99a76);
+  --j: light-dark(#4d6b8a, #8fb0d1); --k: light-dark(#b03a5b, #f08aa6);
+  --l: light-dark(#5a5f66, #a9b0ba); }
 * { box-sizing: border-box; }
 body { margin: 0 auto; max-width: 1200px; padding: 20px; background: var(--bg); color: var(--ink);
   font: 14px/1.45 system-ui, sans-serif; }
 h1 { font-size: 22px; } h2 { font-size: 15px; margin: 0 0 8px; }
 section { background: var(--card); border: 1px solid var(--line); border-radius: 12px;
   padding: 16px; margin: 14px 0; break-inside: avoid; }
-svg { width: 100%; height: auto; } text { fill: var(--ink); font-size: 13px; }
-.soft { fill: var(--soft); color: var(--soft); } .axis { stroke: var(--line); }
-.limit { stroke: var(--limit); stroke-width: 2; stroke-dasharray: 6 4; }
+svg { width: 100%; height: auto; min-width: 480px; } text { fill: var(--soft); font-size: 13px; }
+.wide { overflow-x: auto; } .axis { stroke: var(--line); }
+.row { display: grid; grid-template-columns: minmax(0, 2fr) minmax(0, 4fr) 60px; gap: 10px;
+  align-items: center; margin: 5px 0; }
+.row b { text-align: right; } .chosen .label::before { content: "\\25b6  "; }
+.chosen .label { font-weight: 600; }
+.bar { position: relative; height: 22px; display: flex; } .bar i { height: 100%; }
+.bar u { position: absolute; top: -3px; bottom: -3px; border-left: 2px dashed var(--limit); }
+.bar span { position: absolute; transform: translateX(-50%); color: var(--soft); }
+@media (max-width: 700px) { .row { grid-template-columns: minmax(0, 1fr) 60px; }
+  .row .label { grid-column: 1 / -1; } }
 pre { overflow-x: auto; margin: 0; font-size: 12.5px; }
 .legend span { display: inline-block; margin: 0 14px 6px 0; }
 .legend i { display: inline-block; width: 11px; height: 11px; border-radius: 3px;
@@ -42,20 +55,21 @@ pre { overflow-x: auto; margin: 0; font-size: 12.5px; }
 """
 
 
-def page(question: Question, plan: Plan, answer: str) -> str:
-    """The page. answer: as it is printed. Every text in it is escaped."""
-    shape = question.shape
-    title = (f"{shape.parameters / 1e9:.2f} billion parameters on {question.ranks} x"
-             f" {question.cluster.name}")
+def page(question: Question, plan: Plan, model: str, answer: str) -> str:
+    """The page. model: its name. answer: as it is printed. Every text in it is escaped."""
+    title = (f"{model}: {question.shape.parameters / 1e9:.2f} billion parameters on"
+             f" {devices(question)}")
     parts = [section("The answer", f"<pre>{safe(answer)}</pre>")]
     if plan.best:
+        words = [candidate_words(one) for one in plan.best]
+        room = max(kind.gib for kind in question.kinds)
+        memory = [[size / GIB for size in (*one.memory, one.memory.reserve)] for one in plan.best]
         parts[:0] = [
-            section("Seconds of a step", legend(PARTS.values()) + bars(
-                [list(one.step) for one in plan.best], list(PARTS.values()), plan.best, "s")),
-            section("Memory of the fullest rank, GiB", legend(memory_names()) + bars(
-                [memory_values(one) for one in plan.best], memory_names(), plan.best, "GiB",
-                limit=question.gib)),
-            section("Memory against time: no layout has less of both", front(question, plan))]
+            section("Seconds of a step", bars([list(one.step) for one in plan.best],
+                                              list(PARTS.values()), words, "s")),
+            section(f"Memory of the fullest rank, GiB; {room:.1f} may be used",
+                    bars(memory, [*Footprint._fields, "reserve"], words, "GiB", room)),
+            section("Memory against time: no layout has less of both", front(plan))]
     return ("<!doctype html>\n<html lang=\"en\"><head><meta charset=\"utf-8\">"
             "<meta name=\"viewport\" content=\"width=device-width, initial-scale=1\">"
             f"<title>{safe(title)}</title><style>{STYLE}</style></head>\n<body>"
@@ -72,74 +86,70 @@ def section(title: str, body: str) -> str:
     return f"<section><h2>{safe(title)}</h2>{body}</section>"
 
 
-def memory_names() -> list[str]:
-    """The labels of a rank's memory."""
-    return ["weights", "gradients", "optimizer", "stash", "buffers", "reserve"]
-
-
-def memory_values(one: Candidate) -> list[float]:
-    """The GiB of each label."""
-    return [size / GIB for size in (*one.memory, one.memory.reserve)]
-
-
-def legend(names) -> str:
-    """The colours and what they stand for."""
-    spans = "".join(f"<span><i style=\"background:{colour}\"></i>{safe(name)}</span>"
-                    for name, colour in zip(names, COLOURS, strict=False))
-    return f"<p class=\"legend\">{spans}</p>"
-
-
-def bars(rows: list[list[float]], names: list[str], layouts: list[Candidate], unit: str,
+def bars(rows: list[list[float]], names: list[str], words: list[str], unit: str,
          limit: float | None = None) -> str:
-    """A stacked bar for each layout, and a line where the device's memory ends."""
+    """A legend, a stacked bar for each layout, and an axis; a line where the memory ends."""
+    used = [(place, name) for place, name in enumerate(names)
+            if any(row[place] > 0 for row in rows)]
+    colours = dict(zip((name for _, name in used), COLOURS, strict=False))
     most = max(*(sum(row) for row in rows), limit or 0.0)
-    scale = (WIDTH - LEFT - 70) / most
-    height = TOP + ROW * len(rows) + BOTTOM
-    parts = [f"<svg viewBox=\"0 0 {WIDTH} {height}\" role=\"img\">"]
-    for place, (row, one) in enumerate(zip(rows, layouts, strict=True)):
-        x, y = float(LEFT), TOP + ROW * place
-        words = layout_words(one.layout)
-        parts.append(f"<text x=\"0\" y=\"{y + 16}\">{safe(short(words))}<title>{safe(words)}"
-                     "</title></text>")
-        for value, name, colour in zip(row, names, COLOURS, strict=False):
-            if value > 0:
-                parts.append(f"<rect x=\"{x:.1f}\" y=\"{y}\" width=\"{value * scale:.1f}\""
-                             f" height=\"22\" fill=\"{colour}\"><title>{safe(name)}: {value:.3g}"
-                             f" {unit}</title></rect>")
-            x += value * scale
-        parts.append(f"<text x=\"{WIDTH}\" y=\"{y + 16}\" text-anchor=\"end\">{sum(row):.3g}"
-                     "</text>")
-    if limit is not None:
-        x = LEFT + limit * scale
-        parts.append(f"<line class=\"limit\" x1=\"{x:.1f}\" x2=\"{x:.1f}\" y1=\"14\""
-                     f" y2=\"{height - BOTTOM}\"/><text x=\"{x - 6:.1f}\" y=\"12\""
-                     f" text-anchor=\"end\">{limit:.1f} {unit} may be used</text>")
-    return "".join([*parts, "</svg>"])
+    spans = "".join(f"<span><i style=\"background:{colour}\"></i>{safe(name)}</span>"
+                    for name, colour in colours.items())
+    end = f"<u style=\"left:{100 * limit / most:.2f}%\"></u>" if limit else ""
+    found = [f"<p class=\"legend\">{spans}</p>"]
+    for number, (row, text) in enumerate(zip(rows, words, strict=True)):
+        inside = "".join(
+            f"<i style=\"width:{100 * row[place] / most:.2f}%;background:{colours[name]}\""
+            f" title=\"{safe(name)}: {row[place]:.3g} {unit}\"></i>"
+            for place, name in used if row[place] > 0)
+        found.append(f"<div class=\"row{' chosen' * (number == 0)}\"><div class=\"label\">"
+                     f"{safe(text)}</div><div class=\"bar\">{inside}{end}</div>"
+                     f"<b>{sum(row):.3g}</b></div>")
+    marks = "".join(f"<span style=\"left:{100 * tick / most:.2f}%\">{tick:g}</span>"
+                    for tick in ticks(0, most))
+    found.append("<div class=\"row\"><div class=\"label\"></div><div class=\"bar\">"
+                 f"{marks}</div><b>{unit}</b></div>")
+    return "".join(found)
 
 
-def short(words: str, most: int = 46) -> str:
-    """Words that fit beside a bar."""
-    return words if len(words) <= most else words[:most - 3] + "..."
+def label(x: float, y: float, text: str, anchor: str) -> str:
+    """A text in a picture."""
+    return f"<text x=\"{x:.1f}\" y=\"{y:.1f}\" text-anchor=\"{anchor}\">{text}</text>"
 
 
-def front(question: Question, plan: Plan) -> str:
+def ticks(low: float, high: float) -> list[float]:
+    """Round numbers from low to high, at most TICKS of them or one more."""
+    raw = (high - low) / TICKS or high or 1.0
+    unit = 10 ** math.floor(math.log10(raw))
+    step = next(unit * many for many in (1, 2, 5, 10) if unit * many >= raw)
+    return [round(step * place, 12) for place in range(math.ceil(low / step),
+                                                       math.floor(high / step) + 1)]
+
+
+def front(plan: Plan) -> str:
     """Points of the layouts of which none other has less memory and a shorter step."""
-    height, points = 360, plan.front
-    slowest, fullest = max(point[0] for point in points), question.gib
-    quickest = min(point[0] for point in points)
-    span = (slowest - quickest) or quickest
-    floor = height - 40
-    parts = [
-        f"<svg viewBox=\"0 0 {WIDTH} {height}\" role=\"img\">",
-        f"<line class=\"axis\" x1=\"60\" x2=\"{WIDTH - 20}\" y1=\"{floor}\" y2=\"{floor}\"/>",
-        f"<line class=\"axis\" x1=\"60\" x2=\"60\" y1=\"10\" y2=\"{floor}\"/>",
-        f"<text x=\"{WIDTH - 20}\" y=\"{height - 8}\" text-anchor=\"end\">",
-        f"seconds of a step, at least: {quickest:.3g} to {slowest:.3g}</text>",
-        f"<text x=\"66\" y=\"22\">GiB of the fullest rank, up to {fullest:.1f}</text>"]
-    for seconds, gib, layout in points:
-        x = 70 + (WIDTH - 110) * (seconds - quickest) / span
-        y = floor - (height - 60) * gib / fullest
-        parts.append(f"<circle cx=\"{x:.1f}\" cy=\"{y:.1f}\" r=\"5\" fill=\"var(--a)\"><title>"
-                     f"{safe(layout_words(layout))}: {seconds:.3f} s, {gib:.1f} GiB</title>"
-                     "</circle>")
-    return "".join([*parts, "</svg>"])
+    best = plan.best[0]
+    points = [(one.step.total, one.memory.total / GIB, one) for one in (*plan.front, best)]
+    slowest, quickest = max(point[0] for point in points), min(point[0] for point in points)
+    span, fullest = (slowest - quickest) or quickest, max(point[1] for point in points)
+
+    def x(seconds: float) -> float:
+        return LEFT + 10 + (WIDTH - LEFT - 40) * (seconds - quickest) / span
+
+    def y(gib: float) -> float:
+        return FLOOR - (FLOOR - 20) * gib / fullest
+
+    head = f"<div class=\"wide\"><svg viewBox=\"0 0 {WIDTH} {HEIGHT}\" role=\"img\">"
+    found = [head, f"<path class=\"axis\" fill=\"none\" d=\"M{LEFT} 10V{FLOOR}H{WIDTH - 20}\"/>"]
+    found += [label(x(tick), FLOOR + 18, f"{tick:g}", "middle")
+              for tick in ticks(quickest, slowest)]
+    found += [label(LEFT - 8, y(tick) + 4, f"{tick:g}", "end") for tick in ticks(0, fullest)]
+    found += [label(WIDTH - 20, HEIGHT - 6, "seconds of a step, at least", "end"),
+              label(LEFT + 8, 20, "GiB of the fullest rank", "start")]
+    for seconds, gib, one in points:
+        chosen = one is best
+        found.append(
+            f"<circle cx=\"{x(seconds):.1f}\" cy=\"{y(gib):.1f}\" r=\"{8 if chosen else 5}\""
+            f" fill=\"var(--{'limit' if chosen else 'a'})\"><title>{'chosen: ' * chosen}"
+            f"{safe(layout_words(one.layout))}: {seconds:.3f} s, {gib:.1f} GiB</title></circle>")
+    return "".join([*found, "</svg></div>"])

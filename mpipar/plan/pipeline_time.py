@@ -10,28 +10,29 @@ from mpipar.pipeline.check import check_programs, runnable_order
 from mpipar.pipeline.costs import Costs
 from mpipar.pipeline.instructions import is_compute
 from mpipar.pipeline.schedules.catalog import make_schedule
-from mpipar.plan.block_time import BlockTimes
 from mpipar.plan.layout import Layout
+from mpipar.plan.step_time import Blocks
 
 
-def stage_costs(block: BlockTimes, counts: tuple[int, ...]) -> Costs:
+def stage_costs(layout: Layout, blocks: Blocks, counts: tuple[int, ...]) -> Costs:
     """Seconds of each stage's passes; the last one also has the head, a third in each pass."""
-    def stages(seconds: float) -> tuple[float, ...]:
-        found = [count * seconds for count in counts]
-        found[-1] += block.head / 3
-        return tuple(found)
-    return Costs(stages(block.f.total), stages(block.i.total + block.again.total),
-                 stages(block.w.total))
+    of_rank = {id(one): (one.f.total, one.i.total + one.again.total, one.w.total)
+               for one in blocks}
+    own = [of_rank[id(blocks[layout.rank_of(stage)])] for stage in range(len(counts))]
+    head = blocks[layout.last_rank].head.total / 3
+    found = [[count * one[way] for count, one in zip(counts, own, strict=True)]
+             for way in range(3)]
+    return Costs(*((*each[:-1], each[-1] + head) for each in found))
 
 
-def bound(layout: Layout, block: BlockTimes, counts: tuple[int, ...]) -> float:
+def bound(layout: Layout, blocks: Blocks, counts: tuple[int, ...]) -> float:
     """Seconds that the passes take at least.
 
     A rank computes all its passes. Where stages lie one behind the other, it first waits until a
     microbatch has come down to it. What it gave last still goes up; with a split backward its own
     weight gradients may fill that time.
     """
-    costs, m, p = stage_costs(block, counts), layout.num_microbatches, layout.pp
+    costs, m, p = stage_costs(layout, blocks, counts), layout.num_microbatches, layout.pp
     passes = [f + i + w for f, i, w in zip(costs.f, costs.i, costs.w, strict=True)]
     if layout.folded:
         return m * max(sum(passes[stage] for stage in layout.held(rank)) for rank in range(p))
@@ -48,9 +49,10 @@ class Pipelines:
     def __init__(self):
         self.orders: dict[tuple, list[tuple]] = {}
 
-    def simulated(self, layout: Layout, block: BlockTimes, counts: tuple[int, ...]) -> float:
+    def simulated(self, layout: Layout, blocks: Blocks, counts: tuple[int, ...]) -> float:
         """Seconds of the schedule's timeline."""
-        return self.makespan(layout, layout.num_microbatches, stage_costs(block, counts))
+        costs = stage_costs(layout, blocks, counts)
+        return self.makespan(layout, layout.num_microbatches, costs)
 
     def makespan(self, layout: Layout, num_microbatches: int, costs: Costs) -> float:
         """The simulated seconds of a step of so many microbatches.

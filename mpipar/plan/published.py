@@ -14,7 +14,7 @@ from typing import NamedTuple
 from mpipar.plan.cluster import MACHINES, STACKS, Cluster, Stack, load_cluster
 from mpipar.plan.footprint import footprint
 from mpipar.plan.layout import BY_NAME, Layout
-from mpipar.plan.shape import Shape
+from mpipar.plan.shape import Shape, utilization
 from mpipar.plan.step_time import StepTime, step_time
 
 DATA = MACHINES.parent / "data"
@@ -56,6 +56,12 @@ class Run(NamedTuple):
     def error(self) -> float:
         """The predicted step over the measured one, less one."""
         return self.predicted / self.seconds - 1
+
+    @property
+    def mfu(self) -> float:
+        """The measured step's share of the devices' peak, by the rule `model`."""
+        return utilization(self.shape.step_flops(int(self.row["gbs"])), self.seconds,
+                           self.layout.ranks, float(self.row["peak_tflops"]))
 
     @property
     def gib(self) -> float:
@@ -154,8 +160,12 @@ def published_runs() -> tuple[Run, ...]:
     return tuple(read_runs("published.csv"))
 
 
-def nearest_runs(shape: Shape, layout: Layout, cluster: Cluster, count: int = 3) -> list[Run]:
-    """The published runs that are most like a layout: by device, size, ranks and parallelism."""
+def nearest_runs(shape: Shape, layout: Layout, cluster: Cluster, stack: Stack,
+                 count: int = 3) -> list[Run]:
+    """The published runs of a stack that are most like a layout.
+
+    Device, size, ranks and parallelism count. A stack's constants say whose runs they come from.
+    """
     def distance(run: Run) -> float:
         other = run.layout
         pairs = ((shape.parameters, run.shape.parameters), (layout.ranks, other.ranks),
@@ -163,4 +173,5 @@ def nearest_runs(shape: Shape, layout: Layout, cluster: Cluster, count: int = 3)
         apart = sum(abs(math.log2(one / two)) for one, two in pairs)
         apart += 4 * (run.cluster.name != cluster.name)
         return apart + 2 * ((layout.zero > 1) != (other.zero > 1))
-    return sorted(published_runs(), key=distance)[:count]
+    same = [run for run in published_runs() if run.stack.sets == stack.sets]
+    return sorted(same, key=distance)[:count]

@@ -4,43 +4,41 @@ from __future__ import annotations
 
 import math
 from collections import Counter
-from dataclasses import replace
+from collections.abc import Callable, Iterable
+from dataclasses import asdict, replace
+from itertools import groupby, zip_longest
 
 from mpipar.config.layout import sizes_text
 from mpipar.console.tables import short_count, table
 from mpipar.files.text import counted
-from mpipar.plan.cluster import STACKS
+from mpipar.plan.cluster import STACKS, Cluster, Stack
 from mpipar.plan.confirm import Confirmed, Job, command_line
-from mpipar.plan.footprint import GIB, RESERVE, Footprint, footprint, rank_footprints
+from mpipar.plan.footprint import GIB, RESERVE, Footprint, rank_footprints
 from mpipar.plan.layout import Layout, blocks_of_stages
 from mpipar.plan.pipeline_time import Pipelines
-from mpipar.plan.published import nearest_runs
-from mpipar.plan.search import Candidate, Plan, Question, layouts, other_order
+from mpipar.plan.published import Run, nearest_runs
+from mpipar.plan.search import Candidate, Kind, Plan, Question, layouts, other_order, placed, search
 from mpipar.plan.shape import MFU_RULES, utilization
 from mpipar.plan.sites import Sites, crossings, needed_gbits
 from mpipar.plan.step_time import StepTime, rank_times, step_time
 
-PARTS = {"compute": "products, attention, elementwise", "again": "forward passes again",
-         "tp": "tp barriers", "cp": "cp messages", "bubble": "idle in the pipeline",
+PARTS = {"products": "products", "attention": "attention",
+         "elementwise": "elementwise operations", "starts": "starts of operations",
+         "again": "forward passes again", "tp": "tp barriers", "cp": "cp messages",
+         "ep": "exchanges of experts' rows", "bubble": "idle in the pipeline",
          "hops": "messages between stages", "sums": "gradient sums", "update": "update"}
+COMPUTE = ("products", "attention", "elementwise", "starts")  # that no layout removes
 SHORT = {"again": "recompute", "bubble": "idle", "hops": "pp", "sums": "dp"}  # in narrow columns
 FACTORS = (2, 3, 4, 8, 16, 32, 64)  # how many times as many devices are tried
 OFF = (0.8, 1.2)  # factors on each input
-INPUTS = {  # what a verdict rests on: name -> a Cluster with a factor on it
-    "rate of products": lambda cluster, by: replace(
-        cluster, product_tflops=cluster.product_tflops * by),
-    "memory bandwidth": lambda cluster, by: replace(
-        cluster, hbm_gbytes_s=cluster.hbm_gbytes_s * by),
-    "links in a node": lambda cluster, by: replace(cluster, links=(
-        faster(cluster.links[0], by), *cluster.links[1:])),
-    "links between nodes": lambda cluster, by: replace(cluster, links=(
-        *cluster.links[:-1], faster(cluster.links[-1], by))),
+INPUTS = {  # what a verdict rests on, and the part of the step: name -> with a factor on it
+    "rate of products": lambda one, by: replace(one, product_tflops=one.product_tflops * by),
+    "rate of attention": lambda one, by: replace(one, attention_tflops=one.attention_tflops * by),
+    "memory bandwidth": lambda one, by: replace(one, hbm_gbytes_s=one.hbm_gbytes_s * by),
+    "links in a node": lambda one, by: one.with_links(inner=by),
+    "links between nodes": lambda one, by: one.with_links(outer=by),
 }
-
-
-def faster(link, by: float):
-    """A link with another rate."""
-    return replace(link, gbytes_s=link.gbytes_s * by)
+STARTS = "starts of operations a second"  # of the software, not of the devices
 
 
 def report(question: Question, plan: Plan, job: Job) -> str:
@@ -49,20 +47,28 @@ def report(question: Question, plan: Plan, job: Job) -> str:
     if not plan.best:
         return "\n\n".join([*blocks, impossible(question, plan), rejections(plan)])
     best = plan.best[0]
-    blocks += [verdict(question, best), command_line(question, job, best.layout),
-               nodes(question, best), parts_table(question, best), *stage_tables(question, best),
+    blocks += [verdict(question, best), command_line(question, job, best),
+               hosts(best), nodes(question, best), parts_table(best),
+               *stage_tables(question, best),
                "layouts, best first; each is the best of its grid\n" + ranking(question, plan),
-               rejections(plan), changes_table(question, plan), confidence(question, best)]
+               alone_table(question), rejections(plan), changes_table(question, plan),
+               confidence(question, best)]
     return "\n\n".join(filter(None, blocks))
+
+
+def devices(question: Question) -> str:
+    """How many devices of which kinds."""
+    return " + ".join(f"{kind.ranks} x {kind.cluster.name}" for kind in question.kinds)
 
 
 def headline(question: Question) -> str:
     """Model, machine and batch."""
-    shape, cluster = question.shape, question.cluster
+    shape = question.shape
+    figures = dict.fromkeys(kind.cluster.basis for kind in question.kinds)
     return (f"{shape.parameters / 1e9:.2f} billion parameters in {question.dtype},"
             f" {counted(question.batch_size, 'row')} of {shape.tokens} tokens a step, on"
-            f" {question.ranks} x {cluster.name}\n"
-            f"the machine's figures: {cluster.basis}\n"
+            f" {devices(question)}\n"
+            f"the machine's figures: {'; '.join(figures)}\n"
             f"the software's: {question.stack.evidence}")
 
 
@@ -70,25 +76,83 @@ def verdict(question: Question, best: Candidate) -> str:
     """What the best layout gives."""
     seconds = best.step.total
     tokens = question.batch_size * question.shape.tokens / seconds
-    return (f"it fits: {best.memory.total / GIB:.1f} of {question.gib:.1f} GiB on the fullest rank;"
+    room = best.memory.total / best.used
+    return (f"it fits: {best.memory.total / GIB:.1f} of {room / GIB:.1f} GiB on the fullest rank;"
             f" {seconds:.3f} s a step, {short_count(tokens)} tokens/s,"
             f" {short_count(tokens / question.ranks)} on each device\n"
             f"MFU {100 * mfu(question, best):.1f} % of {peak(question):.0f} TFLOP/s, with"
             f" {MFU_RULES[question.mfu_rule]}; it is bound by {PARTS[bound_by(best.step)]}\n"
-            f"a step of this layout by the constants of other software: {others(question, best)}")
+            f"a step of this layout by the constants of other software: {others(question, best)}"
+            + even_words(question, best))
 
 
 def others(question: Question, best: Candidate) -> str:
     """What a layout takes by the constants of each stack that differs."""
-    found = {name: step_time(question.shape, best.layout, question.cluster,
-                             stack.with_dtype(question.dtype)).total
+    found = {name: step_time(question.shape, best.layout, best.clusters,
+                             stack.with_dtype(question.dtype), counts=best.counts).total
              for name, stack in STACKS.items() if stack.evidence != question.stack.evidence}
     return ", ".join(f"{seconds:.3f} s {name}" for name, seconds in found.items())
 
 
+def even_split(question: Question, one: Candidate) -> float | None:
+    """The step with as many blocks on each stage; None where that does not fit."""
+    counts = blocks_of_stages(question.shape.layers, one.layout.stages)
+    if counts == one.counts:
+        return one.step.total
+    even = next(placed(question, one.layout, one.kinds))
+    return step_time(question.shape, one.layout, one.clusters, question.stack,
+                     Pipelines().simulated).total if even.used <= 1 else None
+
+
+def even_words(question: Question, one: Candidate) -> str:
+    """What an even split of the blocks would lose, of a layout without one."""
+    even = even_split(question, one)
+    if even is None:
+        return "\nan even split of the blocks does not fit"
+    longer = 100 * (even / one.step.total - 1)
+    return f"\nan even split of the blocks takes {even:.3f} s, {longer:.0f} % longer" * (
+        even != one.step.total)
+
+
+def hosts(one: Candidate) -> str:
+    """Which ranks are on which kind of device; "" of one kind."""
+    if len(one.kinds) == 1:
+        return ""
+    found, first = [], 0
+    for kind in one.kinds:
+        found.append(f"ranks {first} to {first + kind.ranks - 1} on {kind.cluster.name}")
+        first += kind.ranks
+    return f"the hosts must come in this order: {', '.join(found)}"
+
+
+def alone_table(question: Question) -> str:
+    """The same job on one kind alone, and with equal work for all devices; "" of one kind."""
+    alone = alone_seconds(question)
+    rows = [(name, f"{seconds:.3f} s a step" if seconds else "does not fit")
+            for name, seconds in alone.items()]
+    return table([("the same batch", ""), *rows]) if rows else ""
+
+
+def alone_seconds(question: Question) -> dict[str, float | None]:
+    """{what: step of the best layout, None where nothing fits} of several kinds.
+
+    Each by itself, and all devices as if they were of the slowest kind, with the least memory.
+    """
+    kinds = question.kinds
+    if len(kinds) == 1:
+        return {}
+    slowest = min(kinds, key=lambda kind: kind.cluster.product_tflops)
+    alike = Kind(slowest.cluster, question.ranks, min(kind.gib for kind in kinds))
+    asked = {f"{kind.cluster.name} alone": kind for kind in kinds}
+    asked["equal work for all, at the slowest kind's speed"] = alike
+    plans = {name: search(question._replace(kinds=(kind,)), 1) for name, kind in asked.items()}
+    return {name: plan.best[0].step.total if plan.best else None for name, plan in plans.items()}
+
+
 def peak(question: Question) -> float:
-    """TFLOP/s of a device in the number format of the plan."""
-    return question.cluster.peak_tflops[question.dtype]
+    """TFLOP/s of a device in the number format of the plan, in the mean of all devices."""
+    return sum(kind.ranks * kind.cluster.peak_tflops[question.dtype]
+               for kind in question.kinds) / question.ranks
 
 
 def mfu(question: Question, one: Candidate) -> float:
@@ -99,16 +163,15 @@ def mfu(question: Question, one: Candidate) -> float:
 
 
 def bound_by(step: StepTime) -> str:
-    """The part of a step that takes longest, of those that a layout can change; else compute."""
+    """The part of a step that takes longest, of those that a layout can change if it matters."""
     parts = step._asdict()
-    others = {name: parts[name] for name in PARTS if name != "compute"}
-    largest = max(others, key=others.get)
-    return largest if others[largest] > 0.1 * step.total else "compute"
+    largest = max((name for name in PARTS if name not in COMPUTE), key=parts.get)
+    return largest if parts[largest] > 0.1 * step.total else max(COMPUTE, key=parts.get)
 
 
 def nodes(question: Question, best: Candidate) -> str:
     """Which axes cross from node to node, and what the other rank order would take."""
-    layout, each, stride = best.layout, question.cluster.per_node(), 1
+    layout, each, stride = best.layout, question.per_node, 1
     if layout.ranks <= each:
         return ""
     inside, across = [], []
@@ -119,35 +182,28 @@ def nodes(question: Question, best: Candidate) -> str:
     text = f"nodes have {each} devices: messages of {', '.join(across)} go from node to node"
     if inside:
         text += f", those of {', '.join(inside)} stay inside"
-    other = other_order(layout._replace(outer="pp"), question.cluster)
-    if other:
-        other = other._replace(outer=layout.rank_order[1])
-        step = step_time(question.shape, other, question.cluster, question.stack,
-                         Pipelines().simulated)
+    for other in other_order(question, layout):
+        step = step_time(question.shape, other, best.clusters, question.stack,
+                         Pipelines().simulated, best.counts)
         text += f"; with --rank-order {','.join(other.rank_order)} a step takes {step.total:.3f} s"
     return text
 
 
-def parts_table(question: Question, best: Candidate) -> str:
-    """Seconds of the step, and bytes of the fullest rank."""
-    memory = [*best.memory._asdict().items(), ("reserve", best.memory.reserve)]
-    parts = {name: max(seconds, 0.0) for name, seconds in best.step._asdict().items()}
+def parts_table(best: Candidate) -> str:
+    """Seconds of the step by its parts that take any, and bytes of the fullest rank."""
+    memory = [(name, f"{size / GIB:.2f}") for name, size in (
+        *best.memory._asdict().items(), ("reserve", best.memory.reserve))]
     time = [(PARTS[name], f"{seconds:.3f}", f"{100 * seconds / best.step.total:.1f} %")
-            for name, seconds in parts.items()]
-    rows = [("a step's seconds", "", "", "GiB of the fullest rank", "")]
-    for place in range(max(len(time), len(memory))):
-        left = time[place] if place < len(time) else ("", "", "")
-        right = ((memory[place][0], f"{memory[place][1] / GIB:.2f}") if place < len(memory)
-                 else ("", ""))
-        rows.append((*left, *right))
-    return table(rows)
+            for name, seconds in best.step._asdict().items() if seconds > 0]
+    rows = [(*(left or ("", "", "")), *(right or ("", "")))
+            for left, right in zip_longest(time, memory)]
+    return table([("a step's seconds", "", "", "GiB of the fullest rank", ""), *rows])
 
 
 def stages(question: Question, best: Candidate) -> list[tuple[int, Footprint, StepTime]]:
     """(blocks, memory, parts of the step) of each pipeline rank."""
-    layout, shape, stack = best.layout, question.shape, question.stack
-    counts = blocks_of_stages(shape.layers, layout.stages)
-    times = rank_times(shape, layout, question.cluster, stack, Pipelines().simulated)
+    layout, shape, stack, counts = best.layout, question.shape, question.stack, best.counts
+    times = rank_times(shape, layout, best.clusters, stack, Pipelines().simulated, counts)
     memory = rank_footprints(shape, layout, stack, counts, range(layout.pp))
     return [(layout.blocks_of(rank, counts), memory[rank], times[rank])
             for rank in range(layout.pp)]
@@ -155,13 +211,16 @@ def stages(question: Question, best: Candidate) -> list[tuple[int, Footprint, St
 
 def stage_tables(question: Question, best: Candidate) -> list[str]:
     """Memory and seconds of each pipeline rank. The rows of the second add up to the step."""
-    memory = [("pipeline rank", "blocks", "weights GiB", "gradients GiB", "optimizer GiB",
-               "stash GiB", "buffers GiB", "all GiB")]
-    time = [("seconds of rank", *(SHORT.get(name, name) for name in StepTime._fields))]
-    for rank, (blocks, found, parts) in enumerate(stages(question, best)):
-        memory.append((str(rank), str(blocks), *(
-            f"{size / GIB:.1f}" for size in (*found, found.total))))
-        time.append((str(rank), *(f"{max(seconds, 0):.3f}" for seconds in parts)))
+    found, clusters, several = stages(question, best), best.clusters, len(best.kinds) > 1
+    some = [name for name in StepTime._fields
+            if any(getattr(parts, name) > 0 for *_, parts in found)]
+    memory = [("pipeline rank", *["devices"] * several, "blocks", "weights GiB", "gradients GiB",
+               "optimizer GiB", "stash GiB", "buffers GiB", "all GiB")]
+    time = [("seconds of rank", *(SHORT.get(name, name) for name in some))]
+    for rank, (blocks, held, parts) in enumerate(found):
+        memory.append((str(rank), *[clusters[rank].name] * several, str(blocks), *(
+            f"{size / GIB:.1f}" for size in (*held, held.total))))
+        time.append((str(rank), *(f"{max(getattr(parts, name), 0):.3f}" for name in some)))
     return [table(in_short(memory)), table(in_short(time))]
 
 
@@ -170,22 +229,23 @@ def in_short(rows: list[tuple]) -> list[tuple]:
     return rows if len(rows) <= 10 else [*rows[:5], ("...", *[""] * (len(rows[0]) - 1)), *rows[-3:]]
 
 
-def own_table(question: Question, found: list[Confirmed], why_not: str) -> str:
+def own_table(found: list[Confirmed], why_not: str) -> str:
     """What mpipar's own code would have on its first and last pipeline rank, and its verdict."""
     if why_not:
         return f"mpipar cannot run this layout: {why_not}"
     rows = [("mpipar's own step, on shapes", "states GiB", "the rest GiB", "sent in a step GiB")]
     rows += [(f"rank {one.rank}", f"{one.states / GIB:.2f}", f"{one.rest / GIB:.2f}",
               f"{one.sent / GIB:.2f}") for one in found]
-    most = max(one.states + one.rest for one in found) / GIB
-    fits = "it fits" if confirmed(question, found) else "it does not fit"
-    return f"{table(rows)}\n{fits}: {most:.1f} of {question.gib:.1f} GiB, without what no array has"
+    fullest = max(found, key=lambda one: one.bytes_at_peak / one.gib)
+    fits = "it fits" if confirmed(found) else "it does not fit"
+    return (f"{table(rows)}\n{fits}: {fullest.bytes_at_peak / GIB:.1f} of {fullest.gib:.1f} GiB,"
+            " without what no array has")
 
 
-def confirmed(question: Question, found: list[Confirmed]) -> bool:
+def confirmed(found: list[Confirmed]) -> bool:
     """Whether mpipar's own step ran on shapes, and fits."""
-    room = question.gib * GIB - RESERVE
-    return bool(found) and all(one.states + one.rest <= room for one in found)
+    return bool(found) and all(
+        one.bytes_at_peak <= one.gib * GIB - RESERVE for one in found)
 
 
 def sites_table(question: Question, plan: Plan, sites: Sites) -> str:
@@ -237,10 +297,27 @@ def ranking(question: Question, plan: Plan) -> str:
     """The layouts, with what each loses and gains against the first."""
     first = plan.best[0]
     rows = [("layout", "step s", "GiB", "MFU %", "against the first")]
-    rows += [(layout_words(one.layout), f"{one.step.total:.3f}", f"{one.memory.total / GIB:.1f}",
+    rows += [(candidate_words(one), f"{one.step.total:.3f}", f"{one.memory.total / GIB:.1f}",
               f"{100 * mfu(question, one):.1f}",
               "" if one is first else why_not(first, one)) for one in plan.best]
     return table(rows)
+
+
+def candidate_words(one: Candidate) -> str:
+    """A candidate in a line of a table: layout, devices, an uneven split, and its twins."""
+    words = [layout_words(one.layout)]
+    if len(one.kinds) > 1:
+        words.append("on " + ", then ".join(kind.cluster.name for kind in one.kinds))
+    if len(one.kinds) > 1 or min(one.counts) < max(one.counts):
+        words.append(f"blocks {in_runs(one.counts)}")
+    words += [f"equal: {sizes_text(twin._asdict())}" for twin in one.twins]
+    return "; ".join(words)
+
+
+def in_runs(counts: Iterable[int]) -> str:
+    """Blocks of stages, equal neighbours together, as 4 x 7, 2 x 9."""
+    runs = [(count, len(list(same))) for count, same in groupby(counts)]
+    return ", ".join(f"{many} x {count}" if many > 1 else str(count) for count, many in runs)
 
 
 def why_not(first: Candidate, other: Candidate) -> str:
@@ -261,7 +338,7 @@ def batch_table(plans: dict[int, Plan]) -> str:
     for count, plan in plans.items():
         best = plan.best[0] if plan.best else None
         rows.append((str(count), *((f"{best.step.total:.3f}", f"{count / best.step.total:.1f}",
-                                    layout_words(best.layout)) if best else ("", "", "none fits"))))
+                                    candidate_words(best)) if best else ("", "", "none fits"))))
     return table(rows)
 
 
@@ -284,11 +361,12 @@ def impossible(question: Question, plan: Plan) -> str:
         return "no layout can be run: see the reasons below"
     one, more = plan.least, plan.memory[1]
     text = (f"no layout fits: the one that needs least has {one.memory.total / GIB:.1f} GiB on its"
-            f" fullest rank, and {question.gib:.1f} are there\n  {layout_words(one.layout)}\n"
+            f" fullest rank, and {one.memory.total / one.used / GIB:.1f} are there\n"
+            f"  {candidate_words(one)}\n"
             f"its states alone are {states_of(one) / GIB:.1f} GiB; use {enough(question)}, or"
             " devices with more memory")
     if more:
-        text += f"\nwith 20 % more memory would be first: {layout_words(more.layout)}"
+        text += f"\nwith 20 % more memory would be first: {candidate_words(more)}"
     return text
 
 
@@ -297,7 +375,8 @@ def enough(question: Question) -> str:
     if question.fixed and fits(question._replace(fixed={})):
         return "another layout, as given parts of it leave none"
     for factor in FACTORS:
-        more = question._replace(ranks=question.ranks * factor, fixed={})
+        more = question._replace(fixed={}).changed(
+            lambda kind, factor=factor: kind._replace(ranks=kind.ranks * factor))
         if fits(more):
             return f"{more.ranks} devices"
     return f"more than {question.ranks * FACTORS[-1]} devices"
@@ -305,8 +384,8 @@ def enough(question: Question) -> str:
 
 def fits(question: Question) -> bool:
     """Whether any layout fits in memory."""
-    return any(footprint(question.shape, layout, question.stack).total <= question.gib * GIB
-               for layout in layouts(question, Counter()))
+    return any(one.used <= 1 for layout in layouts(question, Counter())
+               for one in placed(question, layout, question.kinds))
 
 
 def states_of(one: Candidate) -> float:
@@ -319,18 +398,19 @@ def changes(question: Question, plan: Plan) -> list[dict]:
 
     Of the memory the layouts depend, too: the search has kept what it would choose.
     """
-    pipelines = Pipelines()
-    found = []
-    for name, changed in INPUTS.items():
-        steps = []
-        for by in OFF:
-            cluster = changed(question.cluster, by)
-            steps.append([step_time(question.shape, one.layout, cluster, question.stack,
-                                    pipelines.simulated) for one in plan.best])
-        firsts = [plan.best[min(range(len(each)), key=lambda place: each[place].total)]
-                  for each in steps]
-        found.append({"input": name, "steps_s": [each[0].total for each in steps],
-                      "first": [one.layout for one in firsts]})
+    pipelines, found = Pipelines(), []
+
+    def row(name: str, changed: Callable[[Cluster, float], Cluster],
+            software: Callable[[Stack, float], Stack]) -> dict:
+        steps = [[step_time(question.shape, one.layout,
+                            [changed(each, by) for each in one.clusters],
+                            software(question.stack, by), pipelines.simulated, one.counts).total
+                  for one in plan.best] for by in OFF]
+        return {"input": name, "steps_s": [each[0] for each in steps],
+                "first": [plan.best[each.index(min(each))].layout for each in steps]}
+
+    found = [row(name, changed, lambda stack, by: stack) for name, changed in INPUTS.items()]
+    found.insert(3, row(STARTS, lambda cluster, by: cluster, Stack.with_starts))
     return [*found, {"input": "memory of a device",
                      "steps_s": [one.step.total if one else None for one in plan.memory],
                      "first": [one.layout if one else None for one in plan.memory]}]
@@ -358,12 +438,20 @@ def instead(first: Layout, other: Layout | None) -> str:
 
 def confidence(question: Question, best: Candidate) -> str:
     """How far the closed forms are from published runs that are like this one."""
-    rows = [("published runs that are most like it", "measured s", "closed form s", "error %")]
+    if question.shape.experts:
+        return "no published step here is of a model with experts"
+    rows = [("published runs that are most like it", "measured s", "MFU %", "closed form s",
+             "error %")]
     rows += [(f"{run.row['model']}, {run.layout.ranks} x {run.row['device']}, "
-              + sizes_text(run.layout._asdict()), f"{run.seconds:.3f}", f"{run.predicted:.3f}",
-              f"{100 * run.error:+.1f}")
-             for run in nearest_runs(question.shape, best.layout, question.cluster)]
+              + sizes_text(run.layout._asdict()), f"{run.seconds:.3f}",
+              f"{100 * run.mfu:.1f}", f"{run.predicted:.3f}", f"{100 * run.error:+.1f}")
+             for run in nearest(question, best)]
     return table(rows)
+
+
+def nearest(question: Question, best: Candidate) -> list[Run]:
+    """The published runs of the same software that are most like a layout."""
+    return nearest_runs(question.shape, best.layout, best.clusters[0], question.stack)
 
 
 def csv_rows(question: Question, plan: Plan) -> list[list]:
@@ -379,11 +467,14 @@ def csv_rows(question: Question, plan: Plan) -> list[list]:
 def as_dict(question: Question, plan: Plan, job: Job) -> dict:
     """Everything as plain values; seconds, bytes."""
     found = {
-        "model": question.shape._asdict() | {"parameters": question.shape.parameters},
-        "machine": question.cluster.name, "basis": question.cluster.basis,
+        "model": asdict(question.shape) | {"parameters": question.shape.parameters},
+        "kinds": [{"machine": kind.cluster.name, "basis": kind.cluster.basis,
+                   "ranks": kind.ranks, "memory_gib": kind.gib} for kind in question.kinds],
         "ranks": question.ranks, "dtype": question.dtype, "batch_size": question.batch_size,
-        "memory_gib": question.gib, "mfu_rule": question.mfu_rule, "fits": bool(plan.best),
-        "layouts": [{"layout": one.layout._asdict(), "step_s": one.step.total,
+        "mfu_rule": question.mfu_rule, "fits": bool(plan.best),
+        "layouts": [{"layout": one.layout._asdict(), "stage_layers": one.counts,
+                     "kinds": [kind.cluster.name for kind in one.kinds],
+                     "twins": [twin._asdict() for twin in one.twins], "step_s": one.step.total,
                      "parts_s": one.step._asdict(), "memory_bytes": one.memory._asdict(),
                      "total_bytes": one.memory.total, "mfu": mfu(question, one),
                      "why_not_first": "" if one is plan.best[0] else why_not(plan.best[0], one)}
@@ -393,7 +484,8 @@ def as_dict(question: Question, plan: Plan, job: Job) -> dict:
         return found | {"why_not": impossible(question, plan)}
     best = plan.best[0]
     return found | {
-        "command": command_line(question, job, best.layout), "bound_by": bound_by(best.step),
+        "command": command_line(question, job, best), "bound_by": bound_by(best.step),
+        "even_split_s": even_split(question, best), "alone_s": alone_seconds(question),
         "pipeline_ranks": [{"blocks": blocks, "memory_bytes": memory._asdict(),
                             "parts_s": parts._asdict()}
                            for blocks, memory, parts in stages(question, best)],
@@ -401,4 +493,4 @@ def as_dict(question: Question, plan: Plan, job: Job) -> dict:
                     for row in changes(question, plan)],
         "published": [{"row": run.row["id"], "measured_s": run.seconds,
                        "predicted_s": run.predicted, "error": run.error}
-                      for run in nearest_runs(question.shape, best.layout, question.cluster)]}
+                      for run in nearest(question, best)]}

@@ -3,23 +3,30 @@
 The order of work keeps the answer exact within the model. A layout that cannot be run or does not
 fit is counted with its reason. The others are sorted by a bound of their step from below. They are
 simulated in that order until the next bound exceeds the best simulated steps. Of each grid dp x pp
-x cp x tp only the best layout is kept, so that the answers differ.
+x cp x tp x ep only the best layout is kept, so that the answers differ.
+
+Devices of several kinds stand one behind the other along the pipeline. So no group of tp or of dp
+has two kinds, in which the slower one would set the pace of each barrier.
 """
 
 from __future__ import annotations
 
+import math
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from functools import cache
+from itertools import permutations
 from typing import NamedTuple
 
 from mpipar.config.layout import cuts_heads, divisors
 from mpipar.pipeline.schedules.catalog import FAMILIES
 from mpipar.plan.cluster import Cluster, Stack
-from mpipar.plan.footprint import GIB, Footprint, footprint
+from mpipar.plan.footprint import GIB, Footprint, Orders, fullest_ranks, rank_footprints
 from mpipar.plan.layout import Layout
 from mpipar.plan.pipeline_time import Pipelines, bound
 from mpipar.plan.shape import Shape
-from mpipar.plan.step_time import StepTime, step_time
+from mpipar.plan.splits import splits
+from mpipar.plan.step_time import Pipeline, StepTime, passes_by_rank, step_of, step_time
 
 CHUNKS = (2, 3, 4, 5, 6, 7, 8, 10, 12)
 SCHEDULES = tuple(name for name, family in FAMILIES.items() if family.planned)
@@ -27,41 +34,82 @@ MOST_ROWS = 64  # of a microbatch
 LONG = 8192  # tokens from which a row is worth cutting
 TOLD = 1000  # layouts between two calls of `tell`
 LESS, MORE = 0.8, 1.2  # of the memory: what would be chosen then is part of the answer
-FIXED = ("dp", "pp", "cp", "tp", "rows", "num_microbatches", "schedule", "chunks",
+NO_TIME = StepTime(*[0.0] * len(StepTime._fields))  # of what is not judged
+EQUAL = 1e-6  # steps that differ by less take the same time
+FIXED = ("dp", "pp", "cp", "tp", "ep", "rows", "num_microbatches", "schedule", "chunks",
          "sequence_parallel", "recompute", "zero")
 
 
-class Question(NamedTuple):
-    """What is asked. gib: memory that a rank may use. fixed: fields of a Layout that are given.
+class Kind(NamedTuple):
+    """Devices of one kind. gib: memory that a rank may use."""
 
-    mfu_rule: one of MFU_RULES. dtype: number format, which cluster and stack are made for.
+    cluster: Cluster
+    ranks: int
+    gib: float
+
+
+class Question(NamedTuple):
+    """What is asked. kinds: of the devices. fixed: fields of a Layout that are given.
+
+    mfu_rule: one of MFU_RULES. dtype: number format, which kinds and stack are made for.
     """
 
     shape: Shape
-    cluster: Cluster
+    kinds: tuple[Kind, ...]
     stack: Stack
-    ranks: int
     batch_size: int
-    gib: float
     fixed: dict
     mfu_rule: str = "model"
     dtype: str = "bfloat16"
 
+    @property
+    def ranks(self) -> int:
+        """Devices of the job."""
+        return sum(kind.ranks for kind in self.kinds)
+
+    @property
+    def per_node(self) -> int:
+        """Devices of the smallest node: groups of tp lie inside the nodes of every kind."""
+        return min(kind.cluster.per_node() for kind in self.kinds)
+
+    def changed(self, change: Callable[[Kind], Kind]) -> Question:
+        """The same question of other devices."""
+        return self._replace(kinds=tuple(map(change, self.kinds)))
+
 
 class Candidate(NamedTuple):
-    """A layout that fits, with the parts of its step and of its fullest rank's memory."""
+    """A layout on devices, with the parts of its step and of its fullest rank's memory.
+
+    kinds: in the order of the pipeline. counts: blocks of each stage. used: the share that the
+    fullest rank, whose memory this is, takes of what it may use. twins: layouts of other grids
+    with the same step.
+    """
 
     layout: Layout
+    kinds: tuple[Kind, ...]
+    counts: tuple[int, ...]
     step: StepTime
     memory: Footprint
+    used: float
+    twins: tuple[Layout, ...] = ()
+
+    @property
+    def by_rank(self) -> list[Kind]:
+        """The kind of each pipeline rank."""
+        return kinds_by_rank(self.layout, self.kinds)
+
+    @property
+    def clusters(self) -> list[Cluster]:
+        """The devices of each pipeline rank."""
+        return [kind.cluster for kind in self.by_rank]
 
 
 class Plan(NamedTuple):
     """The answer: the best layouts, best first, and the number of rejected ones by reason.
 
-    least: a layout that is closest to fitting, where none does. front: (bound of the step, GiB,
-    layout) of each layout of which no other has less of both. memory: the best layout with 20 %
-    less and with 20 % more memory; None where nothing fits.
+    least: a layout that is closest to fitting, where none does. front: candidates, with bounds for
+    steps, of which no other has less of both time and memory. memory: the best one with 20 % less
+    and with 20 % more memory; None where nothing fits.
     """
 
     best: list[Candidate]
@@ -69,8 +117,14 @@ class Plan(NamedTuple):
     simulated: int
     rejected: dict[str, int]
     least: Candidate | None
-    front: list[tuple[float, float, Layout]]
+    front: list[Candidate]
     memory: list[Candidate | None]
+
+
+def kinds_by_rank(layout: Layout, kinds: tuple[Kind, ...]) -> list[Kind]:
+    """The kind of each pipeline rank, which has whole stages of one kind."""
+    each = layout.ranks // layout.pp
+    return [kind for kind in kinds for _ in range(kind.ranks // each)]
 
 
 def axes(question: Question, rejected: Counter) -> Iterator[tuple[int, int, int, int]]:
@@ -85,7 +139,7 @@ def axes(question: Question, rejected: Counter) -> Iterator[tuple[int, int, int,
                     continue
                 if not cuts_heads(tp, shape.heads, shape.kv_heads):
                     rejected["tp does not divide the heads"] += 1
-                elif not fills_nodes(tp, question.cluster.per_node()) and "tp" not in fixed:
+                elif not fills_nodes(tp, question.per_node) and "tp" not in fixed:
                     rejected["tp does not fill a node evenly, or crosses more than two"] += 1
                 elif pp > shape.layers:
                     rejected["more stages than blocks"] += 1
@@ -95,6 +149,8 @@ def axes(question: Question, rejected: Counter) -> Iterator[tuple[int, int, int,
                     rejected["cp does not divide the tokens"] += 1
                 elif cp > 1 and shape.tokens // cp < LONG // 2 and "cp" not in fixed:
                     rejected["rows too short for cp"] += 1
+                elif any(kind.ranks * pp % question.ranks for kind in question.kinds):
+                    rejected["a stage would have two kinds of devices"] += 1
                 else:
                     yield dp, pp, cp, tp
 
@@ -119,8 +175,18 @@ def layouts(question: Question, rejected: Counter) -> Iterator[Layout]:
                             continue
                         for parallel in given(fixed, "sequence_parallel",
                                               (False, True) if tp > 1 else (False,)):
-                            yield Layout(dp, pp, cp, tp, rows, share // rows, schedule, chunks,
-                                         parallel, recompute, zero)
+                            for ep in experts(question, dp * cp, rejected):
+                                yield Layout(dp, pp, cp, tp, rows, share // rows, schedule, chunks,
+                                             parallel, recompute, zero, ep=ep)
+
+
+def experts(question: Question, data_ranks: int, rejected: Counter) -> list[int]:
+    """How many ranks of dp x cp can share out the experts; 1 of a model without."""
+    common = math.gcd(question.shape.experts, data_ranks) if question.shape.experts else 1
+    found = [ep for ep in divisors(common) if question.fixed.get("ep", ep) == ep]
+    if not found:
+        rejected["ep does not divide the experts and dp x cp"] += 1
+    return found
 
 
 def microbatches(share: int, fixed: dict, rejected: Counter) -> list[int]:
@@ -147,7 +213,9 @@ def schedules(question: Question, pp: int, m: int, rejected: Counter) -> Iterato
         family = FAMILIES[name]
         own = (family.stages_per_rank,)
         for chunks in given(question.fixed, "chunks", CHUNKS) if family.looped else own:
-            if chunks > 1 and pp * chunks > question.shape.layers:
+            if chunks > 1 and len(question.kinds) > 1:
+                rejected["kinds need one stage on a rank"] += 1
+            elif chunks > 1 and pp * chunks > question.shape.layers:
                 rejected["more stages than blocks"] += 1
             elif family.grouped and m % pp:
                 rejected[f"{name} needs a multiple of pp microbatches"] += 1
@@ -162,84 +230,110 @@ def schedules(question: Question, pp: int, m: int, rejected: Counter) -> Iterato
 def search(question: Question, count: int = 5, tell=lambda text: None) -> Plan:
     """The `count` layouts with the shortest simulated step. tell: is called with the state."""
     rejected, ranked, fitting = Counter(), [], 0
-    shape, cluster, stack = question.shape, question.cluster, question.stack
-    least, room = None, question.gib * GIB
+    least, orders = None, Orders()
     for seen, layout in enumerate(layouts(question, rejected)):
         if seen % TOLD == 0:
             tell(f"{seen:,} layouts of {question.ranks} ranks, {fitting:,} fit")
-        memory = footprint(shape, layout, stack)
-        if memory.total > room:
-            rejected["does not fit in memory"] += 1
-            if least is None or memory.total < least[1].total:
-                least = layout, memory
-        fitting += memory.total <= room
-        if memory.total <= MORE * room:
-            ranked.append((step_time(shape, layout, cluster, stack, bound).total, layout, memory))
-    ranked.sort(key=lambda one: one[0])
+        found = [one for kinds in permutations(question.kinds)
+                 for one in placed(question, layout, kinds, orders)]
+        ranked += [one for one in found if one.used <= MORE]
+        closest = min(found, key=lambda one: one.used)
+        if closest.used <= 1:
+            fitting += 1
+            continue
+        rejected["does not fit in memory"] += 1
+        if least is None or closest.used < least.used:
+            least = closest
+    ranked.sort(key=lambda one: one.step.total)
     pipelines = Pipelines()
-    fit = [one for one in ranked if one[2].total <= room]
+    fit = [one for one in ranked if one.used <= 1]
     best, tried = judged(question, fit, count, pipelines, lambda tried: tell(
         f"{fitting:,} layouts fit, {tried:,} simulated"))
-    closest = None
-    if least and not best:
-        closest = Candidate(least[0], step_time(shape, least[0], cluster, stack, bound), least[1])
-    other = [judged(question, [one for one in ranked if one[2].total <= factor * room], 1,
-                    pipelines)[0] for factor in (LESS, MORE)]
-    return Plan(best, fitting, tried, dict(rejected.most_common()), closest, trade_off(fit),
-                [found[0] if found else None for found in other])
+    other = [judged(question, [one for one in ranked if one.used <= factor], 1, pipelines)[0]
+             for factor in (LESS, MORE)]
+    return Plan(best, fitting, tried, dict(rejected.most_common()), None if best else least,
+                trade_off(fit), [found[0] if found else None for found in other])
 
 
-def judged(question: Question, ranked: list[tuple], count: int, pipelines: Pipelines,
+def placed(question: Question, layout: Layout, kinds: tuple[Kind, ...],
+           orders: Orders | None = None) -> Iterator[Candidate]:
+    """The layout with each number of blocks on its stages that may be best.
+
+    Steps are bounds. What would not fit with MORE memory has none. orders: those that are known.
+    """
+    shape, stack = question.shape, question.stack
+    by_rank = kinds_by_rank(layout, kinds)
+    clusters = [kind.cluster for kind in by_rank]
+
+    orders = orders or Orders()
+    blocks = cache(lambda: passes_by_rank(shape, layout, clusters, stack))
+
+    def held(counts: tuple[int, ...]) -> list[tuple[float, Footprint]]:
+        ranks = fullest_ranks(layout, counts, clusters if len(kinds) > 1 else ())
+        return [(memory.total / (by_rank[rank].gib * GIB), memory) for rank, memory in zip(
+            ranks, rank_footprints(shape, layout, stack, counts, ranks, orders), strict=True)]
+
+    held_once = cache(held)
+    for counts in splits(shape, layout, stack, blocks, [kind.gib for kind in by_rank],
+                         lambda counts: [used for used, _ in held_once(counts)], orders):
+        used, memory = max(held_once(counts))
+        step = NO_TIME
+        if used <= MORE:
+            step = step_of(shape, layout, clusters, blocks(), stack, bound, counts)
+        yield Candidate(layout, kinds, counts, step, memory, used)
+
+
+def simulated(question: Question, one: Candidate, pipeline: Pipeline) -> Candidate:
+    """A candidate with its step by another form of the pipeline, and in the better rank order."""
+    steps = {layout: step_time(question.shape, layout, one.clusters, question.stack, pipeline,
+                               one.counts)
+             for layout in (one.layout, *other_order(question, one.layout))}
+    layout = min(steps, key=lambda each: steps[each].total)
+    return one._replace(layout=layout, step=steps[layout])
+
+
+def judged(question: Question, ranked: list[Candidate], count: int, pipelines: Pipelines,
            tell=lambda tried: None) -> tuple[list[Candidate], int]:
-    """(the best `count` of (bound, layout, memory) in ascending order, how many were simulated)."""
+    """(the best `count` of candidates in the order of their bounds, how many were simulated)."""
     best: dict[tuple, Candidate] = {}
     tried = 0
-    for below, layout, memory in ranked:
-        known = best.get(layout.grid)
-        if len(best) >= count and below > kth_best(best, count):
+    for one in ranked:
+        known, answers = best.get(one.layout.grid), in_order(best)
+        if len(answers) >= count and one.step.total > answers[count - 1].step.total:
             break
-        if known is None or below < known.step.total:
+        if known is None or one.step.total < known.step.total:
             tried += 1
             tell(tried)
-            step = step_time(question.shape, layout, question.cluster, question.stack,
-                             pipelines.simulated)
-            found = with_best_order(question, Candidate(layout, step, memory), pipelines)
+            found = simulated(question, one, pipelines.simulated)
             if known is None or found.step.total < known.step.total:
-                best[layout.grid] = found
+                best[one.layout.grid] = found
     return in_order(best)[:count], tried
 
 
-def other_order(layout: Layout, cluster: Cluster) -> Layout | None:
-    """The same layout with dp across the nodes, and pp inside of them where it can be; or None."""
-    if layout.cp > 1 or min(layout.dp, layout.pp) == 1 or layout.ranks <= cluster.per_node():
-        return None
-    return layout._replace(outer="dp")
+def other_order(question: Question, layout: Layout) -> list[Layout]:
+    """The same layout with the other one of dp and pp across the nodes, if both are there."""
+    if (layout.cp > 1 or min(layout.dp, layout.pp) == 1 or len(question.kinds) > 1
+            or layout.ranks <= question.per_node):
+        return []
+    return [layout._replace(outer="pp" if layout.outer == "dp" else "dp")]
 
 
-def with_best_order(question: Question, one: Candidate, pipelines: Pipelines) -> Candidate:
-    """The candidate with dp as its outermost axis, if that makes the step shorter."""
-    other = other_order(one.layout, question.cluster)
-    if other is None:
-        return one
-    step = step_time(question.shape, other, question.cluster, question.stack, pipelines.simulated)
-    return one._replace(layout=other, step=step) if step.total < one.step.total else one
-
-
-def trade_off(ranked: list[tuple]) -> list[tuple[float, float, Layout]]:
-    """Of (bound, layout, memory) in ascending order, those with less memory than all before."""
-    found, least = [], float("inf")
-    for below, layout, memory in ranked:
-        if memory.total < least:
-            least = memory.total
-            found.append((below, least / GIB, layout))
+def trade_off(ranked: list[Candidate]) -> list[Candidate]:
+    """Of candidates in the order of their steps, those that need less memory than all before."""
+    found: list[Candidate] = []
+    for one in ranked:
+        if not found or one.used < found[-1].used:
+            found.append(one)
     return found
 
 
-def kth_best(best: dict[tuple, Candidate], count: int) -> float:
-    """Seconds of the step of the last layout that would be printed."""
-    return sorted(one.step.total for one in best.values())[count - 1]
-
-
 def in_order(best: dict[tuple, Candidate]) -> list[Candidate]:
-    """The candidates by their steps."""
-    return sorted(best.values(), key=lambda one: one.step.total)
+    """The candidates by their steps. Those with equal steps are one, that with the least memory."""
+    found: list[Candidate] = []
+    for one in sorted(best.values(), key=lambda one: (one.step.total, one.used)):
+        if found and one.step.total <= found[-1].step.total * (1 + EQUAL):
+            first, other = sorted((found[-1], one), key=lambda each: each.used)
+            found[-1] = first._replace(twins=(*first.twins, other.layout, *other.twins))
+        else:
+            found.append(one)
+    return found

@@ -6,21 +6,25 @@ There are a heads of queries and k of keys and values, each of width h.
 
 from __future__ import annotations
 
+from dataclasses import dataclass
+from functools import cached_property
 from itertools import product
-from typing import NamedTuple
 
 from mpipar.config.model import DecoderConfig
-from mpipar.layers.costs import Letters, value
+from mpipar.layers.costs import Cost, Letters, value
 from mpipar.layers.ffn import FFNS
 from mpipar.models.decoder import unit_costs
 from mpipar.models.stage import UnitCosts
 
-# {(activation, whether tokens are cut over tp, whether scores lie in memory): what units cost}. A
-# rank's tokens of cp go round a ring.
+# Settings of the kinds of blocks: one network, experts, and experts beside a network.
+KINDS = {"dense": {}, "experts": {"experts": 2}, "shared": {"experts": 2, "shared_expert_ffn": 1}}
+# {(kind of block, activation, whether tokens are cut over tp, whether scores lie in memory): what
+# units cost}. A rank's tokens of cp go round a ring.
 COSTS = {
-    (activation, parallel, scores): unit_costs(
-        DecoderConfig(layers=1, activation=activation, sequence_parallel=parallel), "ring", scores)
-    for activation, parallel, scores in product(FFNS, (False, True), (False, True))}
+    (kind, activation, parallel, scores): unit_costs(
+        DecoderConfig(layers=1, activation=activation, sequence_parallel=parallel, **KINDS[kind]),
+        "ring", scores)
+    for kind, activation, parallel, scores in product(KINDS, FFNS, (False, True), (False, True))}
 MFU_RULES = {
     "model": "3 x forward of all products and of attention over the whole square; the head once",
     "causal": "attention over the half of the square that a token may see",
@@ -30,8 +34,13 @@ MFU_RULES = {
 }
 
 
-class Shape(NamedTuple):
-    """The sizes of a decoder. positions: rows of a learned table of positions, 0 without one."""
+@dataclass(frozen=True)
+class Shape:
+    """The sizes of a decoder. positions: rows of a learned table of positions, 0 without one.
+
+    experts: of every expert_interval-th block, each of width expert_ffn; a token passes
+    experts_per_token of them, and a network of width shared_ffn if there is one.
+    """
 
     layers: int
     width: int
@@ -44,6 +53,11 @@ class Shape(NamedTuple):
     activation: str = "gelu"
     tied: bool = True
     positions: int = 0
+    experts: int = 0
+    experts_per_token: int = 0
+    expert_ffn: int = 0
+    shared_ffn: int = 0
+    expert_interval: int = 1
 
     @classmethod
     def of(cls, model) -> Shape:
@@ -54,28 +68,71 @@ class Shape(NamedTuple):
             getattr(model, "kv_heads", None) or model.heads,
             getattr(model, "head_dim", None) or model.d_model // model.heads,
             model.vocab_size, model.seq_len, getattr(model, "activation", "gelu"), model.tied,
-            model.seq_len if learned else 0)
+            model.seq_len if learned else 0, getattr(model, "experts", None) or 0,
+            getattr(model, "experts_per_token", 0), getattr(model, "expert_ffn", None) or 0,
+            getattr(model, "shared_expert_ffn", None) or 0, getattr(model, "expert_interval", 1))
 
-    def costs(self, parallel: bool = False, scores: bool = False) -> UnitCosts:
+    def costs(self, parallel: bool = False, scores: bool = False,
+              kind: str = "dense") -> UnitCosts:
         """What the units cost: a row of COSTS. An activation without a gate is as GELU."""
         activation = self.activation if self.activation in FFNS else "gelu"
-        return COSTS[activation, parallel, scores]
+        return COSTS[kind, activation, parallel, scores]
 
-    def letters(self, rows: float = 1, tp: int = 1, cp: int = 1, number: float = 1) -> Letters:
+    def blocks(self, parallel: bool = False, scores: bool = False) -> list[tuple[float, Cost]]:
+        """(share of the blocks, Cost) of each kind of block."""
+        dense = self.costs(parallel, scores).block
+        if not self.experts:
+            return [(1.0, dense)]
+        share = self.layers // self.expert_interval / self.layers
+        several = self.costs(parallel, scores, "shared" if self.shared_ffn else "experts").block
+        return [(share, several), (1 - share, dense)] if share < 1 else [(1.0, several)]
+
+    def mean(self, part: str, sizes: Letters, parallel: bool = False,
+             scores: bool = False) -> float:
+        """A Sum of the blocks' Cost by its field, in the mean of all blocks."""
+        return sum(share * value(getattr(cost, part), sizes)
+                   for share, cost in self.blocks(parallel, scores))
+
+    def letters(self, rows: float = 1, tp: int = 1, cp: int = 1, number: float = 1,
+                ep: int = 1) -> Letters:
         """The sizes of a rank for `costs`, without padding to whole numbers.
 
         rows: of a microbatch. number: bytes of one. Statistics of norms do not count.
         """
         tokens = self.tokens / cp
-        return {
+        found = {
             "B": rows, "T": tokens, "t": tokens / tp, "A": self.tokens, "D": self.width,
             "f": self.ffn / tp, "v": self.vocab / tp, "Q": self.heads * self.head_dim / tp,
             "K": self.kv_heads * self.head_dim / tp, "h": self.heads / tp, "e": number, "s": 0}
+        if self.experts:
+            found |= {"E": self.experts, "x": self.experts / ep, "k": self.experts_per_token,
+                      "g": self.expert_ffn / tp, "W": self.shared_ffn,
+                      "w": self.shared_ffn / tp, "i": 8}
+        return found
 
-    @property
+    def _weights(self, experts: int) -> float:
+        """Weights of the products of a block with so many experts, in the mean of all blocks."""
+        return self.mean("weights", self.letters() | {"x": experts})
+
+    @cached_property
+    def dense_parameters(self) -> float:
+        """Weights of the products of a block, but for its experts."""
+        return self._weights(0)
+
+    @cached_property
+    def expert_parameters(self) -> float:
+        """Weights of the experts of a block."""
+        return self.block_parameters - self.dense_parameters if self.experts else 0.0
+
+    @cached_property
     def block_parameters(self) -> float:
         """Weights of the products of a block; biases and norms are less than a thousandth."""
-        return value(self.costs().block.weights, self.letters())
+        return self._weights(self.experts)
+
+    @cached_property
+    def passed_parameters(self) -> float:
+        """Weights of the products of a block that a token passes: those of its experts alone."""
+        return self._weights(self.experts_per_token)
 
     @property
     def table_parameters(self) -> int:
@@ -94,10 +151,10 @@ class Shape(NamedTuple):
         values of a token take 4Tah forward over the whole square. Source: arXiv 2104.04473
         appendix, with the products of grouped heads and of a gate.
         """
-        products, sizes = 2 * self.block_parameters, self.letters() | {"T": 1}
+        products, sizes = 2 * self.passed_parameters, self.letters() | {"T": 1}
         if rule == "whole-heads":
             products += 4 * self.width * (self.heads - self.kv_heads) * self.head_dim
-        attention = value(self.costs().block.attention, sizes) * (0.5 if rule == "causal" else 1)
+        attention = self.mean("attention", sizes) * (0.5 if rule == "causal" else 1)
         head = 2 * self.vocab * self.width * (2 if rule == "embedding" else 1)
         again = {"none": 0, "attention": attention, "block": products + attention}[recompute]
         forwards = 3 * (products + attention) + (again if rule == "hardware" else 0)

@@ -1,81 +1,136 @@
 """How long a step of a layout takes: passes, bubble, messages, sums and update in closed form.
 
 The time of a linear schedule is that of the rank on the critical path. The stages before it run
-forward once. Then it computes without a pause, and the stages before it run backward once.
+forward once. Then it computes without a pause, and the stages before it run backward once. Each
+pipeline rank may have devices of its own kind, and its own number of blocks.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
 from mpipar.pipeline.forms import Letters
-from mpipar.plan.block_time import BlockTimes, beside, block_times
+from mpipar.plan.block_time import BlockTimes, Times, beside, block_times
 from mpipar.plan.cluster import Cluster, Stack
 from mpipar.plan.collectives import all_gather, exchange
-from mpipar.plan.layout import Layout, blocks_of_stages, rank_parameters
+from mpipar.plan.layout import Layout, Segment, blocks_of_stages, rank_segments
 from mpipar.plan.shape import Shape
+
+Blocks = Sequence[BlockTimes]  # the passes of a block and of the head on each pipeline rank
+# (layout, passes of each rank, blocks of each stage) -> seconds of all passes
+Pipeline = Callable[[Layout, Blocks, tuple[int, ...]], float]
 
 
 class StepTime(NamedTuple):
-    """Seconds of a step by part; they add up to `total`."""
+    """Seconds of a step by part; they add up to `total`.
 
-    compute: float  # of the busiest rank: products, attention, elementwise, starts
+    The first four are those in which the busiest rank computes; see `Times`.
+    """
+
+    products: float
+    attention: float
+    elementwise: float
+    starts: float
     again: float
     tp: float
     cp: float
+    ep: float
     bubble: float
     hops: float
     sums: float
     update: float
 
     @property
+    def compute(self) -> float:
+        """Seconds in which the busiest rank computes, without what runs again."""
+        return self.products + self.attention + self.elementwise + self.starts
+
+    @property
     def total(self) -> float:
         return sum(self)
 
 
+def step_time(shape: Shape, layout: Layout, cluster: Cluster | Sequence[Cluster], stack: Stack,
+              pipeline: Pipeline | None = None, counts: tuple[int, ...] | None = None) -> StepTime:
+    """The step of a layout, with the parts of its busiest pipeline rank.
 
-def step_time(shape: Shape, layout: Layout, cluster: Cluster, stack: Stack,
-              pipeline: Callable | None = None) -> StepTime:
-    """The step of a layout.
-
-    pipeline: (layout, block times, blocks of each stage) -> seconds of all passes; by default the
-    closed form. See pipeline_time.py for a bound from below and for the simulator.
+    cluster: of all devices, or of those of each pipeline rank. pipeline: by default the closed
+    form; see pipeline_time.py for a bound from below and for the simulator. counts: blocks of each
+    stage, by default as many on each.
     """
-    block = block_times(shape, layout, cluster, stack)
-    counts = blocks_of_stages(shape.layers, layout.stages)
-    busy = busy_seconds(layout, block, counts)
-    passes = (pipeline or closed)(layout, block, counts)
-    rank = max(range(layout.pp), key=lambda rank: busy[rank])
-    return rank_time(shape, layout, cluster, stack, rank, block, passes)
+    clusters = by_rank(layout, cluster)
+    blocks = passes_by_rank(shape, layout, clusters, stack)
+    counts = counts or blocks_of_stages(shape.layers, layout.stages)
+    return step_of(shape, layout, clusters, blocks, stack, pipeline or closed, counts)
 
 
-def rank_times(shape: Shape, layout: Layout, cluster: Cluster, stack: Stack,
-               pipeline: Callable) -> list[StepTime]:
+def step_of(shape: Shape, layout: Layout, clusters: Sequence[Cluster], blocks: Blocks,
+            stack: Stack, pipeline: Pipeline, counts: tuple[int, ...]) -> StepTime:
+    """The step of given passes; otherwise as `step_time`."""
+    passes = pipeline(layout, blocks, counts)
+    busy = busy_seconds(layout, blocks, counts)
+    rank = max(range(layout.pp), key=busy.__getitem__)
+    # Ranks that differ in nothing have the same sums.
+    different = {(clusters[one].name, layout.blocks_of(one, counts), one == 0,
+                  one == layout.last_rank): one for one in range(layout.pp)}
+    sums, update = max((behind_the_passes(shape, layout, clusters[one], stack, one, blocks[one],
+                                          counts) for one in different.values()), key=sum)
+    hops = messages_seconds(shape, layout, clusters, stack)
+    own, again = own_times(layout, rank, blocks[rank], counts)
+    return StepTime(*own[:4], again, own.tp, own.cp, own.ep, passes - busy[rank], hops,
+                    own.gathers + sums, update)
+
+
+def rank_times(shape: Shape, layout: Layout, cluster: Cluster | Sequence[Cluster], stack: Stack,
+               pipeline: Pipeline, counts: tuple[int, ...] | None = None) -> list[StepTime]:
     """The step as each pipeline rank spends it; a rank that has done its sums waits for others."""
-    block = block_times(shape, layout, cluster, stack)
-    passes = pipeline(layout, block, blocks_of_stages(shape.layers, layout.stages))
-    found = [rank_time(shape, layout, cluster, stack, rank, block, passes)
-             for rank in range(layout.pp)]
-    total = step_time(shape, layout, cluster, stack, lambda *_: passes).total
-    return [one._replace(bubble=one.bubble + total - one.total) for one in found]
+    clusters = by_rank(layout, cluster)
+    blocks = passes_by_rank(shape, layout, clusters, stack)
+    counts = counts or blocks_of_stages(shape.layers, layout.stages)
+    whole = step_of(shape, layout, clusters, blocks, stack, pipeline, counts)
+    found = []
+    for rank in range(layout.pp):
+        own, again = own_times(layout, rank, blocks[rank], counts)
+        sums, update = behind_the_passes(
+            shape, layout, clusters[rank], stack, rank, blocks[rank], counts)
+        one = StepTime(*own[:4], again, own.tp, own.cp, own.ep, 0.0, whole.hops,
+                       own.gathers + sums, update)
+        found.append(one._replace(bubble=whole.total - one.total))
+    return found
 
 
-def rank_time(shape, layout, cluster, stack, rank: int, block: BlockTimes,
-              passes: float) -> StepTime:
-    """The parts of a step on one pipeline rank. passes: seconds of the whole pipeline."""
-    counts = blocks_of_stages(shape.layers, layout.stages)
-    blocks, m = layout.blocks_of(rank, counts), layout.num_microbatches
-    elements = rank_parameters(shape, layout, rank, counts)
-    head = (rank == layout.last_rank) * m * block.head
-    return StepTime(
-        m * blocks * compute_of(block) + head, m * blocks * block.again.total,
-        m * blocks * tp_of(block), m * blocks * (block.f.cp + block.i.cp),
-        passes - m * blocks * block.total - head,
-        hop_seconds(shape, layout, cluster, stack),
-        m * blocks * (block.f.gathers + block.i.gathers)
-        + sum_seconds(shape, layout, cluster, stack, elements, window_of(layout, block, blocks)),
-        update_seconds(layout, cluster, stack, elements))
+def by_rank(layout: Layout, cluster: Cluster | Sequence[Cluster]) -> Sequence[Cluster]:
+    """The kind of device of each pipeline rank."""
+    return (cluster,) * layout.pp if isinstance(cluster, Cluster) else cluster
+
+
+def passes_by_rank(shape: Shape, layout: Layout, clusters: Sequence[Cluster],
+                   stack: Stack) -> Blocks:
+    """The passes of a block on each pipeline rank, the same object on equal devices."""
+    known = {one.name: block_times(shape, layout, one, stack)
+             for one in {cluster.name: cluster for cluster in clusters}.values()}
+    return [known[cluster.name] for cluster in clusters]
+
+
+def own_times(layout: Layout, rank: int, block: BlockTimes,
+              counts: tuple[int, ...]) -> tuple[Times, float]:
+    """(what takes the seconds of a rank's passes in a step, seconds of forward passes again)."""
+    m = layout.num_microbatches
+    many = m * layout.blocks_of(rank, counts)
+    own = block.passes.times(many)
+    if rank == layout.last_rank:
+        own = own.plus(block.head.times(m))
+    return own, many * block.again.total
+
+
+def behind_the_passes(shape: Shape, layout: Layout, cluster: Cluster, stack: Stack, rank: int,
+                      block: BlockTimes, counts: tuple[int, ...]) -> tuple[float, float]:
+    """Seconds (of sums that no window covers, of the update) of a pipeline rank."""
+    own = rank_segments(shape, layout, rank, counts)
+    windows = window_of(layout, block, layout.blocks_of(rank, counts))
+    return (sum_seconds(shape, layout, cluster, stack, own, windows),
+            update_seconds(layout, cluster, stack, own))
 
 
 def window_of(layout: Layout, block: BlockTimes, blocks: int) -> tuple[float, float]:
@@ -88,40 +143,53 @@ def window_of(layout: Layout, block: BlockTimes, blocks: int) -> tuple[float, fl
     return (each * (block.i.total + block.w.total + block.again.total), each * block.f.total)
 
 
-def busy_seconds(layout: Layout, block: BlockTimes, counts: tuple[int, ...]) -> list[float]:
+def busy_seconds(layout: Layout, blocks: Blocks, counts: tuple[int, ...]) -> list[float]:
     """Seconds that each pipeline rank computes. The last stage also has the head."""
-    m, whole = layout.num_microbatches, block.total
-    found = [m * whole * layout.blocks_of(rank, counts) for rank in range(layout.pp)]
-    found[layout.last_rank] += m * block.head
+    m = layout.num_microbatches
+    found = [m * block.total * layout.blocks_of(rank, counts) for rank, block in enumerate(blocks)]
+    found[layout.last_rank] += m * blocks[layout.last_rank].head.total
     return found
 
 
-def closed(layout: Layout, block: BlockTimes, counts: tuple[int, ...]) -> float:
+def closed(layout: Layout, blocks: Blocks, counts: tuple[int, ...]) -> float:
     """Seconds of all passes of a linear or looped schedule, in closed form."""
-    busy, waits = busy_seconds(layout, block, counts), bubble_of(layout, block, counts)
+    busy, waits = busy_seconds(layout, blocks, counts), bubble_of(layout, blocks, counts)
     return max(one + two for one, two in zip(busy, waits, strict=True))
 
 
-def compute_of(block: BlockTimes) -> float:
-    """Computing of a block's three passes, without what runs again."""
-    return sum(one.total - one.tp - one.cp - one.gathers for one in (block.f, block.i, block.w))
-
-
-def tp_of(block: BlockTimes) -> float:
-    """Barriers of tp in a block's three passes, without what runs again."""
-    return block.f.tp + block.i.tp + block.w.tp
-
-
-def bubble_of(layout: Layout, block: BlockTimes, counts: tuple[int, ...]) -> list[float]:
+def bubble_of(layout: Layout, blocks: Blocks, counts: tuple[int, ...]) -> list[float]:
     """Seconds that each pipeline rank waits: the stages before it, forward and back.
 
     The schedule's row says what that costs for each block before: its bubble on two ranks.
     """
-    f, i, w = block.f.total, block.i.total + block.again.total, block.w.total
-    gap = layout.family.bubble.value(Letters(2, layout.num_microbatches, 1, f, i, w))
-    found = [gap * sum(counts[:rank]) for rank in range(layout.pp)]
+    found, waits = [], 0.0
+    for count, block in zip(counts[:layout.pp], blocks, strict=True):
+        found.append(waits)
+        f, i, w = block.f.total, block.i.total + block.again.total, block.w.total
+        letters = Letters(2, layout.num_microbatches, 1, f, i, w)
+        waits += count * layout.family.bubble.value(letters)
     # With a split backward no last rank sets the pace: every rank has the same gap somewhere.
     return [found[-1]] * layout.pp if layout.family.split else found
+
+
+def message_bytes(shape: Shape, layout: Layout, stack: Stack) -> float:
+    """Bytes between two stages: each rank of tp sends a part of a microbatch's activations."""
+    return layout.rows * shape.tokens / layout.cp * shape.width * stack.number_bytes / layout.tp
+
+
+def messages_seconds(shape: Shape, layout: Layout, clusters: Sequence[Cluster],
+                     stack: Stack) -> float:
+    """Seconds of messages between stages, by the slowest links. The network joins two kinds.
+
+    Of more ranks than a node has, `hop_seconds` counts that already.
+    """
+    kinds = {one.name: one for one in clusters}.values()
+    seconds = max(hop_seconds(shape, layout, one, stack) for one in kinds)
+    if len(kinds) > 1 and layout.ranks <= min(one.per_node() for one in kinds):
+        message = message_bytes(shape, layout, stack)
+        seconds += 2 * (len(kinds) - 1) * max(
+            exchange(one, message, one.per_node()) for one in kinds)
+    return seconds
 
 
 def hop_seconds(shape: Shape, layout: Layout, cluster: Cluster, stack: Stack) -> float:
@@ -133,8 +201,7 @@ def hop_seconds(shape: Shape, layout: Layout, cluster: Cluster, stack: Stack) ->
     """
     if layout.pp == 1:
         return 0.0
-    numbers = layout.rows * shape.tokens / layout.cp * shape.width
-    message = numbers * stack.number_bytes / layout.tp  # each rank of tp sends a part of it
+    message = message_bytes(shape, layout, stack)
     hops, stride, each = layout.stages - 1, layout.stage_stride, cluster.per_node()
     nodes = -(-layout.pp * stride // each)
     across = min(hops, layout.chunks * nodes - 1) if nodes > 1 else 0
@@ -145,27 +212,28 @@ def hop_seconds(shape: Shape, layout: Layout, cluster: Cluster, stack: Stack) ->
     return seconds
 
 
-def sum_seconds(shape, layout, cluster, stack, elements: float,
-                windows: tuple[float, float]) -> float:
-    """Seconds of sums of a rank's parameters over the data ranks that no window covers."""
-    sums = all_gather(cluster, elements * stack.wire_bytes, layout.data_ranks, layout.data_stride)
-    weights = all_gather(
-        cluster, elements * stack.number_bytes, layout.data_ranks, layout.data_stride)
-    beside_backward, beside_forward = windows
-    if layout.zero == 0:
-        return beside(2 * sums, beside_backward) if stack.overlap else 2 * sums
-    if layout.zero > 1:  # the tables are units, too
+def sum_seconds(shape: Shape, layout: Layout, cluster: Cluster, stack: Stack,
+                own: list[Segment], windows: tuple[float, float]) -> float:
+    """Seconds of sums of a rank's segments that no window covers."""
+    def over_all(element_bytes: float) -> float:
+        return sum(all_gather(cluster, one.elements * element_bytes, one.ranks, one.stride)
+                   for one in own)
+
+    if layout.zero > 1:  # blocks are gathered beside others; the tables are units, too
         often = layout.num_microbatches if layout.zero == 3 else 1
         tables = shape.table_parameters * stack.number_bytes / layout.tp
         return often * all_gather(cluster, tables, layout.data_ranks, layout.data_stride)
+    sums, (beside_backward, beside_forward) = over_all(stack.wire_bytes), windows
+    if layout.zero == 0:
+        return beside(2 * sums, beside_backward) if stack.overlap else 2 * sums
+    weights = over_all(stack.number_bytes)
     if not stack.overlap:
         return sums + weights
     return beside(sums, beside_backward) + beside(weights, beside_forward)
 
 
-def update_seconds(layout, cluster, stack, elements: float) -> float:
+def update_seconds(layout: Layout, cluster: Cluster, stack: Stack, own: list[Segment]) -> float:
     """Seconds of clearing gradients, norm, and optimizer: bytes over the memory's rate."""
-    if layout.zero:
-        elements /= layout.data_ranks
+    elements = sum(one.elements / (one.ranks if layout.zero else 1) for one in own)
     moved = elements * (stack.gradient_bytes + stack.optimizer_bytes)
     return moved / (cluster.hbm_gbytes_s * 1e9)

@@ -47,21 +47,11 @@ def category(segment: segments.Segment) -> str:
     return CATEGORY_OF[segment.kind]
 
 
-def category_ns(own: list[segments.Segment], start: int, end: int) -> Counter:
-    """Nanoseconds of each category between start and end; their sum is end - start."""
-    sums: Counter = Counter()
-    for segment in own:
-        length = min(end, segment.end) - max(start, segment.start)
-        if length > 0:
-            sums[category(segment)] += length
-    return sums
-
-
 def rank_rows(analysis: Analysis) -> list[dict]:
     """Place, stages and milliseconds per step by category of each rank."""
     trace, rows = analysis.trace, []
     for rank, own in zip(trace.ranks, analysis.segments, strict=True):
-        sums = category_ns(own, rank.start, rank.end)
+        sums = segments.by_kind(own, kind=category)
         rows.append({
             "rank": rank.world_rank, "host": rank.host, "place": trace.place(rank),
             "coordinates": rank.place,

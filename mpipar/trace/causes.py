@@ -1,6 +1,6 @@
 """Why ranks waited: every wait is charged to what made the late rank late.
 
-The late rank and the one that waits have last met at some instant (see meetings.py). What both did
+The late rank and the one that waits have last met at some instant (see `Meetings`). What both did
 since then is put side by side, by kind: computing, optimizer, data loading, saving, garbage
 collection, transfer, time between spans, and waiting. Only what the late rank did *more* of made it
 late. So work that both have done is nobody's fault, and the excess adds up to the wait.
@@ -11,21 +11,21 @@ Source: the delay costs of Scalasca, for which computing is compared by call pat
 
 from __future__ import annotations
 
-from bisect import bisect_right
+from bisect import bisect_left, bisect_right
 from collections import Counter, defaultdict
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
 from mpipar.comm.record import PASSES, family
-from mpipar.trace.meetings import Meetings
 from mpipar.trace.segments import Segment
 from mpipar.trace.trace_file import Trace
-from mpipar.trace.waits import Call, Waits
+from mpipar.trace.waits import Call, Event, Waits
 
 WORDS = {"F": "forward", "B": "backward", "I": "input gradient", "W": "weight gradient",
          "opt": "optimizer", "data": "data loading", "eval": "evaluation",
          "save": "checkpoint save", "gc": "garbage collection",
          "other": "between spans (Python, posting, logging)"}
+ONE_SIDED = ("message", "broadcast", "reduce")  # not every member waits for every other
 
 
 class Cause(NamedTuple):
@@ -104,6 +104,46 @@ class Work(defaultdict):
                 usual = same.get(cause.what, like) * time / max(here[cause.what], 1)
                 found[key[0], cause] = max(0, time - usual)
         return found
+
+
+class Meetings:
+    """When two ranks last met: the instant from which their work can be compared.
+
+    Ranks meet in a collective in which all of its members are blocked at once. Two ranks also meet
+    where one has waited for the other, as for a message or for the root of a broadcast. A message
+    that had arrived before anybody asked for it is no meeting.
+    """
+
+    def __init__(self, waits: Waits):
+        self.instants: dict[tuple[int, ...], list[int]] = defaultdict(list)
+        for event in waits.events:
+            for ranks, instant in _meetings_of(event):
+                self.instants[ranks].append(instant)
+        self.groups: dict[int, set] = defaultdict(set)
+        for ranks, instants in self.instants.items():
+            instants.sort()
+            for rank in ranks:
+                self.groups[rank].add(ranks)
+
+    def last(self, one: int, other: int, before: int, otherwise: int) -> int:
+        """When both ranks last met before an instant, or `otherwise`."""
+        found = otherwise
+        for ranks in self.groups[one] & self.groups[other]:
+            instants = self.instants[ranks]
+            place = bisect_left(instants, before)
+            if place:
+                found = max(found, instants[place - 1])
+        return found
+
+
+def _meetings_of(event: Event) -> list[tuple[tuple[int, ...], int]]:
+    """[(ranks that met, when)] of one event."""
+    if event.operation in ONE_SIDED:
+        return [(tuple(sorted((call.rank, call.late))), call.record.waited_ns + call.wait_ns)
+                for call in event.calls if call.wait_ns]
+    instant = max(call.record.waited_ns for call in event.calls)
+    blocked = instant <= min(call.record.done_ns for call in event.calls)
+    return [(tuple(sorted(event.ranks)), instant)] if blocked else []
 
 
 class Causes:

@@ -9,26 +9,31 @@ a finding only where one microbatch at a time is in flight.
 
 from __future__ import annotations
 
-from collections import Counter
+from collections import Counter, defaultdict
 from dataclasses import dataclass
 from statistics import mean, median
+from typing import NamedTuple
 
 from mpipar import models
 from mpipar.comm.record import PASSES
 from mpipar.config.model import model_config
+from mpipar.console.bubble import measured_costs
 from mpipar.models.split import balanced_layers, stage_flops
-from mpipar.trace import hot_experts, pop
+from mpipar.pipeline.costs import Costs
+from mpipar.pipeline.schedules.catalog import make_schedule
+from mpipar.pipeline.simulate import simulate
+from mpipar.trace import pop
 from mpipar.trace.causes import Cause, Causes, Cost
-from mpipar.trace.hot_experts import HotExpert
-from mpipar.trace.idle_pipeline import one_at_a_time
 from mpipar.trace.links import slow_links
-from mpipar.trace.segments import Segment
+from mpipar.trace.segments import Segment, by_kind
 from mpipar.trace.trace_file import RankTrace, Trace
 from mpipar.trace.waits import Waits
 
 NOTABLE = 1.2  # times the mean, or the replicas' work
 SLOW = 1.5  # times as long per FLOP as other stages, which differ in more than FLOPs
 LARGE_SHARE = 0.05  # of all ranks' time, for a cause of waiting to matter
+HOT = 1.5  # rows of an expert, times the mean of its block, in every traced step
+MOST_PER_RANK = 4  # microbatches for each pipeline rank; more gain little
 # Kinds of causes outside of the passes, and whether one step with them is enough.
 HOLD_UP = {"data": False, "opt": False, "other": False, "save": True, "gc": True}
 KINDS = {"data": "data loading", "opt": "optimizer", "other": "time between spans",
@@ -49,18 +54,35 @@ class Finding:
     lost_ms: float
 
 
+class HotExpert(NamedTuple):
+    """An expert, and what its ranks cost. times: the mean of its block, in the calmest step.
+
+    waits: {rank: nanoseconds} that it waited for those ranks, in exchanges of rows.
+    """
+
+    layer: str
+    expert: int
+    times: float
+    ranks: tuple[int, ...]
+    waits: Counter
+
+    @property
+    def text(self) -> str:
+        """As in `expert 3 of block 2`."""
+        return f"expert {self.expert} of {self.layer.split('.')[0].replace('block', 'block ')}"
+
+
 def find(trace: Trace, waits: Waits, segments: list[list[Segment]], causes: Causes,
          costs: dict[Cause, Cost]) -> list[Finding]:
     """All findings, the costliest first."""
     work = Passes(trace, segments, causes)
-    hot = hot_experts.find(trace, waits)
+    hot = hot_experts(trace, waits)
     found = [one for one in stages(work) + replicas(work, hot)
              if one.kind != "slow rank" or trace.num_steps > 1]
     found += held_up(trace, costs) + busy_experts(trace, hot)
     found += [Finding("slow link", text, time * 1e-6 / trace.num_steps)
               for text, time in slow_links(trace, waits, segments)]
-    found += [Finding("one active rank", text, lost) for text, lost in one_at_a_time(trace)]
-    return sorted(found, key=lambda finding: -finding.lost_ms)
+    return sorted(found + one_at_a_time(trace), key=lambda finding: -finding.lost_ms)
 
 
 class Passes:
@@ -70,7 +92,9 @@ class Passes:
         self.trace, self.causes = trace, causes
         # More ranks than cores also wait for cores, some for longer than others.
         self.patience = 2 if trace.crowded() else 1
-        self.steps = [_by_step(own) for own in segments]
+        # by rank: {step: nanoseconds that it computes in passes}
+        self.steps = [by_kind((one for one in own if one.kind in PASSES),
+                              kind=lambda one: one.span.step) for own in segments]
         self.segments = segments
         self.model, self.split = model_config(trace.meta["model"]), trace.meta["stage_layers"]
         self.units = models.unit_flops(self.model)
@@ -122,15 +146,6 @@ class Passes:
                     found[cause] = length - median(others)
         (cause, extra), = found.most_common(1) or [(None, 0)]
         return f", most of it in the {cause.what}" if extra > 0 else ""
-
-
-def _by_step(own: list[Segment]) -> Counter:
-    """{step: nanoseconds that a rank computes in passes}."""
-    sums: Counter = Counter()
-    for one in own:
-        if one.kind in PASSES:
-            sums[one.span.step] += one.length
-    return sums
 
 
 def stages(work: Passes) -> list[Finding]:
@@ -220,6 +235,40 @@ def held_up(trace: Trace, costs: dict[Cause, Cost]) -> list[Finding]:
     return found
 
 
+def hot_experts(trace: Trace, waits: Waits) -> list[HotExpert]:
+    """The hottest expert of each group of ranks that hold one.
+
+    A rank with a popular expert computes longer than those beside it. They wait for its rows at the
+    next exchange of their group. A popular expert whose rank nobody waits for costs nothing.
+    """
+    rows: dict = defaultdict(lambda: defaultdict(Counter))  # layer, step, expert
+    holders: dict = defaultdict(set)  # layer, expert
+    for rank in trace.ranks:
+        for load in rank.loads:
+            for expert, count in enumerate(load.rows, load.first):
+                rows[load.layer][load.step][expert] += count
+                holders[load.layer, expert].add(rank.world_rank)
+    found: dict[tuple[int, ...], HotExpert] = {}
+    for layer, steps in rows.items():
+        times = {expert: min(own[expert] * len(own) / max(own.total(), 1) for own in steps.values())
+                 for expert in next(iter(steps.values()))}
+        hottest = max(times, key=times.__getitem__)
+        ranks = tuple(sorted(holders[layer, hottest]))
+        if times[hottest] >= HOT and (
+                ranks not in found or times[hottest] > found[ranks].times):
+            found[ranks] = HotExpert(
+                layer, hottest, times[hottest], ranks, _waits_for(waits, ranks))
+    return list(found.values())
+
+
+def _waits_for(waits: Waits, ranks: tuple[int, ...]) -> Counter:
+    """{rank: nanoseconds} of waiting for these ranks in their groups of experts."""
+    return Counter({
+        own[0].rank: sum(call.wait_ns for call in own
+                         if call.record.axis == "expert" and call.late in ranks)
+        for own in waits.calls if own})
+
+
 def busy_experts(trace: Trace, hot: list[HotExpert]) -> list[Finding]:
     """Hot experts whose ranks make others wait, in more than one step."""
     found = []
@@ -233,6 +282,41 @@ def busy_experts(trace: Trace, hot: list[HotExpert]) -> list[Finding]:
                 f" {_names([trace.ranks[rank] for rank in one.ranks])} made the others wait"
                 f" {lost:.1f} ms per step", lost))
     return found
+
+
+def one_at_a_time(trace: Trace) -> list[Finding]:
+    """A schedule that never has two ranks compute at once, and what another one would take."""
+    schedule = trace.schedule()
+    size, count = schedule.pp_size, schedule.num_microbatches
+    timeline = simulate(schedule, Costs())
+    if size == 1 or sum(timeline.busy) > timeline.makespan or not pop.whole_steps(trace):
+        return []
+    facts = pop.pass_facts(trace)
+    now = mean(max(fact["pipeline"][step] for fact in facts) for step in facts[0]["pipeline"])
+    bubble = 1 - mean(row[1] for row in pop.pipeline_bubble(trace))
+    text = f"bubble {bubble:.0%}: one of {size} pipeline ranks is active at a time"
+    text += ", because one microbatch is in flight"
+    parts = 1 if count > 1 else _parts(trace.meta["batch_size"] // trace.meta["layout"]["dp"], size)
+    if count * parts == 1:
+        text += "; a batch of one row for each replica cannot be cut into more"
+        return [Finding("one active rank", text, 0.0)]
+    costs = measured_costs(facts, schedule.num_stages)
+    stages = [schedule.stages_of(place) for place in range(size)]
+    whole = Costs(**{name: tuple(sum(getattr(costs, name)[stage] for stage in own) / parts
+                                 for own in stages) for name in "fiw"})
+    then = float(simulate(make_schedule("1f1b", size, count * parts), whole).makespan)
+    how = "with these passes" if parts == 1 else (
+        f"with these passes cut into {count * parts} microbatches")
+    text += f"; 1f1b {how} would take {then * 1e3:.1f} ms, not {now * 1e3:.1f}"
+    return [Finding("one active rank", text, max(0.0, (now - then) * 1e3))]
+
+
+def _parts(rows: int, size: int) -> int:
+    """Into how many microbatches the rows of a replica can be cut: a power of two that divides."""
+    parts = 1
+    while rows % (2 * parts) == 0 and parts < MOST_PER_RANK * size:
+        parts *= 2
+    return parts
 
 
 def _names(ranks: list[RankTrace]) -> str:

@@ -8,6 +8,8 @@ time inside a span counts as wait and transfer, so the rest of a span is computi
 from __future__ import annotations
 
 from collections import Counter
+from collections.abc import Callable, Iterable
+from operator import attrgetter
 from typing import NamedTuple
 
 from mpipar.comm.record import BUSY, Span
@@ -72,12 +74,13 @@ def of_trace(trace: Trace, waits: Waits) -> list[list[Segment]]:
     return [of_rank(rank, calls) for rank, calls in zip(trace.ranks, waits.calls, strict=True)]
 
 
-def by_kind(segments: list[Segment], start: int | None = None, end: int | None = None) -> Counter:
+def by_kind(segments: Iterable[Segment], start: int | None = None, end: int | None = None,
+            kind: Callable = attrgetter("kind")) -> Counter:
     """Nanoseconds of each kind between start and end."""
     sums: Counter = Counter()
     for segment in segments:
         low = segment.start if start is None else max(segment.start, start)
         high = segment.end if end is None else min(segment.end, end)
         if high > low:
-            sums[segment.kind] += high - low
+            sums[kind(segment)] += high - low
     return sums

@@ -16,11 +16,20 @@ from small_model import slow_unless
 
 from bench.interconnect import compiled, overlap, plans, sampling, session
 from bench.interconnect.buffers import POLICIES, Arena
-from bench.interconnect.cases import ALGORITHMS, BARE, BY, COMM, IN_C, IN_WINDOW, PERSISTENT, Setup
+from bench.interconnect.cases import (
+    ALGORITHMS,
+    BARE,
+    BY,
+    COMM,
+    IN_C,
+    IN_WINDOW,
+    PERSISTENT,
+    Setup,
+    UnevenAllToAll,
+)
 from bench.interconnect.groups import comms_by, make_group
 from bench.interconnect.plans import Job
 from bench.interconnect.sampling import Plan, Progress, measure_cases
-from bench.interconnect.uneven import UnevenAllToAll
 from mpipar import ops as ops_module
 from mpipar.comm.algorithms.doubling import Doubling
 from mpipar.comm.record import Recorder

@@ -7,8 +7,15 @@ import pytest
 from mpi4py import MPI
 
 from bench.interconnect.cases import Case
-from bench.interconnect.sampling import Plan, Progress, batch, measure_cases
-from bench.interconnect.starts import BarrierStart, DeadlineStart, NoStart
+from bench.interconnect.sampling import (
+    BarrierStart,
+    DeadlineStart,
+    NoStart,
+    Plan,
+    Progress,
+    batch,
+    measure_cases,
+)
 
 WORLD = MPI.COMM_WORLD
 pytestmark = pytest.mark.ranks(2)

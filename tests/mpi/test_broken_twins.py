@@ -12,7 +12,7 @@ from small_model import WORLD, assert_equals_one_rank, small_config
 
 from bench import results
 from bench.claims import shipped
-from bench.claims.layouts import layout_name
+from bench.claims.computed import layout_name
 from mpipar.errors import HangError
 from mpipar.learn import small_model
 from mpipar.learn.twins import DP, PP, TP

@@ -71,7 +71,7 @@ def test_the_engine_runs_a_schedule_of_a_reader(tmp_path):
 @pytest.mark.ranks(2)
 @pytest.mark.parametrize("number", TWINS)
 def test_a_bug_hunt_shows_what_differs(number):
-    lines = bugs.show_of(TWINS[number])(Asked(world=WORLD))
+    lines = bugs.show(TWINS[number], Asked(world=WORLD))
     if WORLD.rank == 0:
         assert "must be" in "\n".join(lines)
         assert not all("none of" in line for line in lines[:3])

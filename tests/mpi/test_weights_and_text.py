@@ -1,6 +1,5 @@
 """Weights in and out, and generated text: every layout has one rank's bytes, logits, tokens."""
 
-import json
 from dataclasses import replace
 
 import gpt2_reference as gpt2
@@ -15,7 +14,7 @@ from mpipar.comm.grid import Grid
 from mpipar.comm.record import Recorder, Sums
 from mpipar.config.model import model_config
 from mpipar.data.rows import Batch
-from mpipar.inference.generate import continue_one
+from mpipar.inference.generate import Text, continue_one, generate
 from mpipar.inference.sampling import Sampling
 from mpipar.train.verify import serial_config
 from mpipar.train.worker import Worker
@@ -23,7 +22,6 @@ from mpipar.train.worker import Worker
 HERE = LAYOUTS[WORLD.size]
 SHAPE = {"layers": MODEL.layers, "D": MODEL.d_model, "F": MODEL.ffn, "T": MODEL.seq_len,
          "V": MODEL.vocab_size}  # fmt: skip
-PROMPTS = {"one": [5], "odd": [28, 0, 7], "full": [1, 2, 3, 4, 5, 6, 7]}
 
 
 def worker_of(config, alone=False):
@@ -94,8 +92,15 @@ def test_written_file_has_the_same_bytes_on_every_layout(
         assert {key.removeprefix("transformer."): x.shape for key, x in found.items()} == shapes
 
 
-def assert_same_bytes(config, folder):
-    """Assert that a layout writes the bytes of one rank, and reads its own numbers back."""
+@pytest.mark.ranks(2, 4, 8)
+@pytest.mark.parametrize(("schedule", "split"), EMPTY_STAGES, ids=str)
+@pytest.mark.parametrize("layout", [one for one in HERE if one[1] == 2], ids=str)
+def test_stages_without_blocks_are_written_and_read(layout, schedule, split, folder):
+    assert_written_and_read(small_config(layout, 4, schedule=schedule, stage_layers=split), folder)
+
+
+def assert_written_and_read(config, folder):
+    """A layout reads what it has written, and that has the bytes of one rank."""
     worker, again = worker_of(config), worker_of(config)
     worker.initialize(0.5)
     checkpoint.save(worker, folder / "here")
@@ -113,11 +118,26 @@ def assert_same_bytes(config, folder):
             assert (folder / "here" / name).read_bytes() == (folder / "alone" / name).read_bytes()
 
 
-@pytest.mark.ranks(2, 4, 8)
-@pytest.mark.parametrize(("schedule", "split"), EMPTY_STAGES, ids=str)
-@pytest.mark.parametrize("layout", [one for one in HERE if one[1] == 2], ids=str)
-def test_stages_without_blocks_are_written_and_read(layout, schedule, split, folder):
-    assert_same_bytes(small_config(layout, 4, schedule=schedule, stage_layers=split), folder)
+# 8 heads of width 6, which is not D / H; ffn 31 and 29 tokens in the vocabulary are padded.
+WIDE = {"layers": 4, "d_model": 16, "heads": 8, "head_dim": 6, "ffn": 31, "seq_len": 16,
+        "vocab_size": 29}
+ARCHS = {"llama": {"kv_heads": 2, "bias": "all"}, "mistral": {"kv_heads": 4},
+         "qwen2": {"kv_heads": 1, "tied": True}, "mixtral": {"kv_heads": 2, "experts": 4},
+         "gpt2": {"norm": "rms"}}  # mpipar's own form, whose files have all axes of the tensors
+OF_ARCHS = {2: LAYOUTS[2], 4: [(1, 2, 2), (1, 1, 4)]}.get(WORLD.size, [])  # tp above kv heads
+OTHERS = {4: [(2, 1, 2)]}.get(WORLD.size, [])
+
+
+@pytest.mark.ranks(2, 4)
+@pytest.mark.parametrize(("layout", "arch"), [
+    *((layout, arch) for layout in OF_ARCHS for arch in ARCHS),
+    *((layout, arch) for layout in OTHERS for arch in ("mixtral", "gpt2"))], ids=str)
+def test_every_form_is_written_and_read(layout, arch, folder, monkeypatch):
+    """Llama and its kin, and mpipar's own form: ranks share kv heads and experts."""
+    monkeypatch.setattr(checkpoint, "BLOCK_BYTES", 300)
+    model = model_config({"arch": arch} | WIDE | ARCHS[arch])
+    assert_written_and_read(
+        small_config(layout, model=model, ep=layout[0] if model.experts else 1), folder)
 
 
 @pytest.mark.parametrize("block_bytes", [1, pytest.param(300, marks=pytest.mark.slow)])
@@ -136,15 +156,6 @@ def test_there_and_back_in_small_blocks_changes_nothing(layout, block_bytes, fol
         for name, x in tensors.items():
             full = name if name == "lm_head.weight" else f"transformer.{name}"
             np.testing.assert_array_equal(again[full], x, err_msg=name)
-
-
-@pytest.mark.ranks(2, 4)
-@pytest.mark.parametrize("layout", HERE, ids=str)
-def test_mpipars_own_form_has_the_same_bytes_on_every_layout(layout, folder, monkeypatch):
-    """With RMSNorm the file has all axes of the tensors, and any layout reads them back."""
-    monkeypatch.setattr(checkpoint, "BLOCK_BYTES", 300)
-    config = small_config(layout, model=replace(MODEL, norm="rms"))
-    assert_same_bytes(config, folder)
 
 
 @pytest.mark.parametrize("layout", HERE, ids=str)
@@ -166,40 +177,6 @@ def test_no_rank_holds_more_than_its_shards(layout, folder, monkeypatch):
     worker.close()
 
 
-def text_of(worker, prompt, temperature, seed=3, count=9):
-    return list(continue_one(worker, prompt, Sampling(count, temperature, seed)))
-
-
-@pytest.mark.ranks(1)
-@pytest.mark.parametrize("temperature", [0.0, 0.7], ids=["greedy", "sampled"])
-def test_text_fills_the_model_and_is_gpt2_s(temperature, folder):
-    """test_generation.py compares other layouts with one rank."""
-    tensors = random_tensors()
-    write(folder, tensors)
-    worker = worker_of(config_of(HERE[0]))
-    checkpoint.load(worker, str(folder))
-    for name, prompt in PROMPTS.items():
-        found = text_of(worker, prompt, temperature)
-        assert len(prompt) + len(found) == MODEL.seq_len + 1, "the model is full"
-        if temperature == 0:
-            expected = gpt2.greedy(tensors, MODEL.heads, prompt, len(found), MODEL.seq_len)
-            assert found == expected, name
-    worker.close()
-
-
-@pytest.mark.ranks(1, 2)
-def test_sampling_follows_seed_and_temperature(folder):
-    write(folder, random_tensors())
-    worker = worker_of(config_of(HERE[0]))
-    checkpoint.load(worker, str(folder))
-    cold = text_of(worker, [1, 2], 0.0)
-    assert text_of(worker, [1, 2], 1e-9) == cold
-    warm = {tuple(text_of(worker, [1, 2], 5.0, seed)) for seed in range(4)}
-    assert len(warm) == 4
-    assert tuple(cold) not in warm
-    worker.close()
-
-
 @pytest.mark.parametrize("layout", HERE, ids=str)
 def test_equal_logits_take_the_lowest_id_on_every_layout(layout, folder):
     """All logits are -D, exactly: padding, whose logits are 0, must not win."""
@@ -209,43 +186,12 @@ def test_equal_logits_take_the_lowest_id_on_every_layout(layout, folder):
     write(folder, tensors, tied=False)
     worker = worker_of(config_of(layout, tied=False))
     checkpoint.load(worker, str(folder))
-    assert text_of(worker, [4], 0.0, count=3) == [0, 0, 0]
+    assert list(continue_one(worker, [4], Sampling(3))) == [0, 0, 0]
     # In draws among equals each id occurs, and none beyond the vocabulary.
-    drawn = [token for seed in range(9) for token in text_of(worker, [4], 1.0, seed)]
+    texts = [Text(number, [4]) for number in range(9)]
+    for _ in generate(worker, texts, Sampling(9, 1.0)):
+        pass
+    drawn = [token for text in texts for token in text.tokens[1:]]
     assert max(drawn) < MODEL.vocab_size
     assert len(set(drawn)) > 15
     worker.close()
-
-
-def test_config_of_the_written_model(folder):
-    worker = worker_of(config_of(HERE[0]))
-    worker.initialize()
-    checkpoint.save(worker, folder)
-    worker.close()
-    if WORLD.rank == 0:
-        found = json.loads((folder / "config.json").read_text())
-        wanted = gpt2.configuration(**SHAPE, heads=MODEL.heads, tied=True)
-        assert {key: found.get(key) for key in ("n_layer", "n_inner", "vocab_size")} == {
-            key: wanted[key] for key in ("n_layer", "n_inner", "vocab_size")}
-
-
-# --- files of Llama and its kin, kv heads and experts shared by ranks among them
-
-# 8 heads of width 6, which is not D / H; ffn 31 and 29 tokens in the vocabulary are padded.
-HF_SHAPE = {"layers": 4, "d_model": 16, "heads": 8, "head_dim": 6, "ffn": 31, "seq_len": 16,
-            "vocab_size": 29}
-ARCHS = {"llama": {"kv_heads": 2, "bias": "all"}, "mistral": {"kv_heads": 4},
-         "qwen2": {"kv_heads": 1, "tied": True}, "mixtral": {"kv_heads": 2, "experts": 4}}
-HF_HERE = {2: HERE, 4: [(1, 2, 2), (1, 1, 4)]}.get(WORLD.size, [])  # the last: tp above kv heads
-EXPERTS_HERE = {4: [(2, 1, 2)]}.get(WORLD.size, [])
-
-
-@pytest.mark.ranks(2, 4)
-@pytest.mark.parametrize(("layout", "arch"), [
-    *((layout, arch) for layout in HF_HERE for arch in ARCHS),
-    *((layout, "mixtral") for layout in EXPERTS_HERE)], ids=str)
-def test_every_layout_writes_and_reads_the_same_bytes(layout, arch, folder, monkeypatch):
-    monkeypatch.setattr(checkpoint, "BLOCK_BYTES", 300)
-    model = model_config({"arch": arch} | HF_SHAPE | ARCHS[arch])
-    config = small_config(layout, model=model, ep=layout[0] if model.experts else 1)
-    assert_same_bytes(config, folder)

@@ -6,10 +6,9 @@ from itertools import pairwise
 from math import sqrt
 from pathlib import Path
 
-from bench.shapes import config_of
-from docs.build.pictures.shapes import layout_words
+from bench.training import config_of
+from docs.build.pictures.shapes import arguments, layout_words
 from docs.build.pictures.svg import Drawing
-from docs.build.pictures.words import arguments
 from mpipar.comm.grid import AXES, Grid, piece
 from mpipar.console.tables import nbytes
 from mpipar.errors import UsageError

@@ -9,11 +9,10 @@ from pathlib import Path
 import ml_dtypes
 import numpy as np
 
-from bench.shapes import config_of
+from bench.training import config_of
 from docs.build.pictures.plots import PURPOSES, purposes_of
-from docs.build.pictures.shapes import layout_words, watch
+from docs.build.pictures.shapes import arguments, layout_words, load_trace, watch
 from docs.build.pictures.svg import Drawing
-from docs.build.pictures.words import arguments, load_trace
 from mpipar import cli
 from mpipar.comm.grid import token_pieces
 from mpipar.commands.memory_limit import fullest

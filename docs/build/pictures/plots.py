@@ -9,10 +9,9 @@ from itertools import pairwise
 from math import log10
 from pathlib import Path
 
-from bench.shapes import config_of, context_of
-from docs.build.pictures.shapes import layout_words, watch
+from bench.training import config_of, context_of
+from docs.build.pictures.shapes import layout_words, load, watch
 from docs.build.pictures.svg import CHARACTER, Drawing
-from docs.build.pictures.words import load
 from mpipar import cli
 from mpipar.commands.schedule import cost_words, costs_of
 from mpipar.console.tables import nbytes
@@ -189,3 +188,44 @@ def memory(words: list[str], root: Path) -> tuple[str, str]:
     return canvas.svg("Memory over a step", (
         "Memory of a rank as stacked areas over the passes of one step. At most:"
         f" {', '.join(told)}; together {nbytes(most)}"))
+
+
+def utilization(words: list[str], root: Path) -> tuple[str, str]:
+    """`utilization FILE`: what plans promise, a panel for each device and a bar for each stack.
+
+    A line stands at the best published utilization of the device.
+    """
+    found, _ = load(root, words, "bench.planned")
+    rows = found["rows"]
+    stacks, machines, presets = (list(dict.fromkeys(row[name] for row in rows))
+                                 for name in ("stack", "machine", "preset"))
+    canvas = Drawing("Utilization that plans promise, % of the peak", [
+        *((f"r{place}", stack) for place, stack in enumerate(stacks)),
+        ("wait", "best published for the device")])
+    bar, columns, names, wide = 5, 2, 100, 200
+    high = 34 + len(presets) * (bar * len(stacks) + 5)
+    told = []
+    for place, machine in enumerate(machines):
+        left = place % columns * (names + wide + 50)
+        top = 66 + place // columns * high
+        canvas.text(left, top, machine, "bold")
+        own = [row for row in rows if row["machine"] == machine]
+        for number, preset in enumerate(presets):
+            y = top + 10 + number * (bar * len(stacks) + 5)
+            canvas.note(left + names - 8, y + 11, preset, "end")
+            for row in own:
+                if row["preset"] == preset:
+                    which = stacks.index(row["stack"])
+                    tip = f"{preset}, {row['ranks']} x {machine}, {row['stack']}"
+                    canvas.rect(left + names, y + bar * which, wide * row["MFU %"] / 100, bar,
+                                f"r{which}", tip=f"{tip}: {row['MFU %']:.1f} %")
+        most = own[0]["published %"]
+        if most != "-":
+            x = left + names + wide * most / 100
+            canvas.line((x, top + 6), (x, top + high - 28), "wait", width=2)
+        highest = max(own, key=lambda row: row["MFU %"])
+        published = "nothing" if most == "-" else f"{most:.1f} %"
+        told.append(f"{machine} at most {highest['MFU %']:.1f} % ({highest['preset']}), published"
+                    f" {published}")
+    return canvas.svg("Utilization that plans promise", (
+        f"Utilization that plans promise, by device: {'; '.join(told)}"))

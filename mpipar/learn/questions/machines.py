@@ -10,7 +10,7 @@ import numpy as np
 
 from mpipar.comm.grid import share, token_pieces
 from mpipar.data.routing import shares
-from mpipar.learn.exercise import Exercise, Number, numbers, plain
+from mpipar.learn.exercise import Number, numbers, plain
 from mpipar.learn.questions.counted import MIB, predicted, ring_messages, sent, simulated
 from mpipar.plan.expert_forms import SENDS
 from mpipar.train.gradsync import LossScale
@@ -20,43 +20,8 @@ LATENCY_S, RATE = 20e-6, 3e9  # of a hop, and bytes per second
 OVERFLOWS = (True, True, False, False, False, False)
 
 
-def exercises() -> list[Exercise]:
-    """All questions of this part."""
-    return [
-        numbers("13a", "A bfloat16 weight is 1.0. What is the smallest power of two that can be"
-                " added to it so that it changes? Type it as 1/N.", "UPDATE", smallest_update),
-        numbers("13b", "A float16 run starts with the loss scale 65,536 and the interval 3. Two"
-                " steps overflow, and then four are good. What is the loss scale after them?",
-                "SCALE", scale_after),
-        numbers("13c", "A gradient is 3.0, and float16 ends at 65,504. What is the largest power of"
-                " two with which it can be scaled without overflow?", "SCALE", largest_scale),
-        numbers("14a", "4 ranks sum 24 MiB by a ring all-reduce. A message takes 20 us and its"
-                " bytes at 3 GB/s (3 * 10^9). How many ms does the sum take?", "MS", ring_time),
-        numbers("14b", "4 workers run 1F1B with 4 microbatches. F, I and W take 2 ms each, and a"
-                " message takes 0.5 ms. How many ms is the step?", "MS", simulated_step),
-        numbers("15a", "A model trains in float16 with AdamW. Gradients and master weights are"
-                " float32. How many bytes does a rank keep for each parameter?", "BYTES",
-                bytes_per_parameter),
-        numbers("16a", "4 copies train the preset tiny in float32 with `--zero 1`. How many MiB of"
-                " weights, gradients and moments does each rank keep?", "MIB", sharded_state),
-        numbers("16b", "A row of 4,096 tokens lies on 4 ranks. The busiest rank computes most pairs"
-                " of query and key. How many are they with one run of tokens on each rank, and how"
-                " many with the zig-zag of `--cp 4`?", "RUNS ZIGZAG", pairs),
-        numbers("16c", "4 copies train with `--zero 3` and 8 microbatches. Each rank keeps whole"
-                " gradients during a step. How many times the size of all weights does a rank send"
-                " in a step?", "TIMES", bytes_of_zero_3),
-        numbers("17a", "4 ranks share out 8 equally popular experts, and a token passes 2 of them."
-                " Each rank has 64 tokens of width 128 in float32. How many KiB does it send in one"
-                " dispatch?", "KIB", bytes_of_dispatch),
-        numbers("17b", "Every token passes the first of 8 experts, and one of the other 7, which"
-                " are equally popular. 4 ranks hold 2 experts each. How many times the mean do the"
-                " first expert and its rank get?", "EXPERT RANK", times_the_mean),
-        numbers("17c", "4 ranks share out 8 experts. How many of them must a token pass at least,"
-                " so that an all-gather of all tokens sends less than an all-to-all?", "EXPERTS",
-                gathers_less),
-    ]
-
-
+@numbers("13a", "UPDATE", "A bfloat16 weight is 1.0. What is the smallest power of two that can be"
+         " added to it so that it changes? Type it as 1/N.")
 def smallest_update():
     """Tried out."""
     one, update = ml_dtypes.bfloat16(1.0), 1.0
@@ -67,6 +32,8 @@ def smallest_update():
         f"{round(1 / update)}. Half of that is rounded back to 1")
 
 
+@numbers("13b", "SCALE", "A float16 run starts with the loss scale 65,536 and the interval 3. Two"
+         " steps overflow, and then four are good. What is the loss scale after them?")
 def scale_after():
     """As the loss scale of a run moves."""
     scale = LossScale(SimpleNamespace(dtype="float16", loss_scale=None, loss_scale_interval=3))
@@ -79,6 +46,8 @@ def scale_after():
         + ", ".join(map(plain, values)))
 
 
+@numbers("13c", "SCALE", "A gradient is 3.0, and float16 ends at 65,504. What is the largest power"
+         " of two with which it can be scaled without overflow?")
 def largest_scale():
     """Against the largest float16 number."""
     scale, most = 1.0, float(np.finfo(np.float16).max)
@@ -88,6 +57,8 @@ def largest_scale():
         f"3 * {plain(scale)} = {plain(3 * scale)}, and twice as much is above 65,504")
 
 
+@numbers("14a", "MS", "4 ranks sum 24 MiB by a ring all-reduce. A message takes 20 us and its bytes"
+         " at 3 GB/s (3 * 10^9). How many ms does the sum take?")
 def ring_time():
     """The messages of the ring one after the other."""
     messages = ring_messages(24 * MIB, 4)
@@ -97,6 +68,8 @@ def ring_time():
         f" {len(messages)} * (0.02 ms + {messages[0] / RATE * 1e3:.3f} ms)")
 
 
+@numbers("14b", "MS", "4 workers run 1F1B with 4 microbatches. F, I and W take 2 ms each, and a"
+         " message takes 0.5 ms. How many ms is the step?")
 def simulated_step():
     """With every hop on the way."""
     found = simulated("1f1b", 4, 4, costs=(2, 2, 2), hop=Fraction(1, 2))
@@ -111,6 +84,8 @@ def kept(prediction) -> int:
     return sum(prediction.peak_bytes.get(label, 0) for label in STATES)
 
 
+@numbers("15a", "BYTES", "A model trains in float16 with AdamW. Gradients and master weights are"
+         " float32. How many bytes does a rank keep for each parameter?")
 def bytes_per_parameter():
     """Of a predicted rank, divided by its parameters."""
     found = predicted(dtype="float16")
@@ -121,6 +96,8 @@ def bytes_per_parameter():
         " and two moments of 4")
 
 
+@numbers("16a", "MIB", "4 copies train the preset tiny in float32 with `--zero 1`. How many MiB of"
+         " weights, gradients and moments does each rank keep?")
 def sharded_state():
     """Of a predicted rank."""
     found = predicted(dp=4, zero=1)
@@ -129,6 +106,9 @@ def sharded_state():
         " a quarter of the 8 bytes of moments")
 
 
+@numbers("16b", "RUNS ZIGZAG", "A row of 4,096 tokens lies on 4 ranks. The busiest rank computes"
+         " most pairs of query and key. How many are they with one run of tokens on each rank, and"
+         " how many with the zig-zag of `--cp 4`?")
 def pairs():
     """Of the rank with the most pairs."""
     tokens, ranks = 4096, 4
@@ -144,6 +124,9 @@ def pairs():
         " a piece from the start and one from the end have 1/4 of them on every rank")
 
 
+@numbers("16c", "TIMES", "4 copies train with `--zero 3` and 8 microbatches. Each rank keeps whole"
+         " gradients during a step. How many times the size of all weights does a rank send in a"
+         " step?")
 def bytes_of_zero_3():
     """Over dp in a predicted step, beside its weights. Padding of small segments is left out."""
     found = predicted(dp=4, zero=3, num_microbatches=8, batch_size=32, tied=False, d_model=256,
@@ -154,6 +137,9 @@ def bytes_of_zero_3():
         " once: (q-1)/q * (2 * 8 + 1) = 12.75")
 
 
+@numbers("17a", "KIB", "4 ranks share out 8 equally popular experts, and a token passes 2 of them."
+         " Each rank has 64 tokens of width 128 in float32. How many KiB does it send in one"
+         " dispatch?")
 def bytes_of_dispatch():
     """Of the first exchange of a predicted step."""
     found = predicted(dp=4, ep=4, experts=8, num_microbatches=1, batch_size=4, d_model=128,
@@ -164,6 +150,9 @@ def bytes_of_dispatch():
         "2 rows for each of 64 tokens, 3/4 of them for experts of other ranks, 512 bytes each")
 
 
+@numbers("17b", "EXPERT RANK", "Every token passes the first of 8 experts, and one of the other 7,"
+         " which are equally popular. 4 ranks hold 2 experts each. How many times the mean do the"
+         " first expert and its rank get?")
 def times_the_mean():
     """Of the shares that --routing one-hot has."""
     loads = shares("one-hot", 8, 2)
@@ -174,6 +163,8 @@ def times_the_mean():
         " token, and the mean is 2/4")
 
 
+@numbers("17c", "EXPERTS", "4 ranks share out 8 experts. How many of them must a token pass at"
+         " least, so that an all-gather of all tokens sends less than an all-to-all?")
 def gathers_less():
     """By the factors of both dispatches."""
     (_, exchanged), (_, gathered) = (SENDS[name] for name in ("all-to-all", "all-gather"))

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import math
+from functools import partial
 
 import numpy as np
 
 from mpipar import ops as ops_module
 from mpipar.comm.grid import Grid
-from mpipar.learn.exercise import Exercise, Number, numbers, plain, words
+from mpipar.learn.exercise import Number, numbers, plain, words
 from mpipar.learn.questions.counted import (
     MIB,
     barriers,
@@ -25,42 +26,8 @@ SHARED_BYTES = 48 << 10
 RATE, PEAK = 20.0, 100.0  # GB/s and GFLOP/s
 
 
-def exercises() -> list[Exercise]:
-    """All questions of this part."""
-    return [
-        numbers("6a", "A block has width D = 1024 and works on 4 rows of 1024 tokens in float32, on"
-                " 4 ranks with tp=4. How many MiB does each rank send for it, forward and"
-                " backward?", "MIB", bytes_of_a_block),
-        numbers("7a", "A decoder has 24 blocks. With tp=2 and 8 microbatches, how many"
-                " tensor-parallel barriers does one step have?", "BARRIERS",
-                barriers_of_a_step("pair")),
-        numbers("7b", "The same decoder has 24 blocks, tp=2 and 8 microbatches. With `--ffn-cut"
-                " gather`, both products of the ffn are cut by columns. How many tensor-parallel"
-                " barriers does one step have?", "BARRIERS", barriers_of_a_step("gather")),
-        numbers("7c", "Two ranks share the vocabulary. For one token, rank 0 has the largest logit"
-                " 2.0, the sum of exp(logit - largest) 1.5, and not the target. Rank 1 has 1.0, 2.0"
-                " and the target's logit 1.0. What is the token's loss?", "LOSS", combined_loss),
-        numbers("8a", "4 copies train the preset tiny in float32, with dp=4. How many MiB of"
-                " gradients does each rank send in a step?", "MIB", gradient_bytes),
-        numbers("9a", "The layout is dp=2,pp=2,tp=2. With which world rank does rank 5 sum"
-                " gradients, with which does it share products, and with which does it exchange"
-                " activations?", "DP TP PP", neighbours_of_five),
-        words("9b", "A rank trains the preset tiny with dp=2,pp=2,tp=2. Over which axis does rank 0"
-              " send most bytes in a step?", ("dp", "pp", "tp"), busiest_axis),
-        numbers("10a", "4 workers run zb-h1 with 8 microbatches. F takes 2 units, I 3 and W 2. What"
-                " percentage of the step is bubble?", "BUBBLE", zero_bubble),
-        numbers("12a", "A block of threads computes 64 x 64 numbers of a float32 product. It reads"
-                " both operands from memory once for this tile. How many FLOPs does it make for"
-                " each byte?", "FLOP_PER_BYTE", tile_of_64),
-        numbers("12b", "Two square float32 tiles, one of each operand, must fit into 48 KiB of"
-                " shared memory. What is the largest side that is a power of two?", "SIDE",
-                largest_tile),
-        numbers("12c", "Memory gives 20 GB/s, and the cores reach 100 GFLOP/s. What is the most"
-                " GFLOP/s that a product with 2 FLOPs per byte can reach, and one with 8?",
-                "WITH_2 WITH_8", roofs),
-    ]
-
-
+@numbers("6a", "MIB", "A block has width D = 1024 and works on 4 rows of 1024 tokens in float32, on"
+         " 4 ranks with tp=4. How many MiB does each rank send for it, forward and backward?")
 def bytes_of_a_block():
     """Of one block and one microbatch, from a predicted step."""
     found = predicted(tp=4, layers=1, d_model=1024, heads=8, seq_len=1024, batch_size=4,
@@ -73,18 +40,26 @@ def bytes_of_a_block():
 
 
 def barriers_of_a_step(cut: str):
-    """truth() of a step with this cut of the ffn."""
-    def truth():
-        found = barriers(predicted(tp=2, layers=24, num_microbatches=8, ffn_cut=cut,
-                                   d_model=16, heads=2), "tp")
-        each = 4 if cut == "pair" else 6
-        return [Number("barriers", found)], (
-            f"for each microbatch {each} in each block, and 3 outside: embedding, loss, and the"
-            f" head's input gradient. 8 * ({each} * 24 + 3) = {found}")
-
-    return truth
+    """Of a step with this cut of the ffn."""
+    found = barriers(predicted(tp=2, layers=24, num_microbatches=8, ffn_cut=cut,
+                               d_model=16, heads=2), "tp")
+    each = 4 if cut == "pair" else 6
+    return [Number("barriers", found)], (
+        f"for each microbatch {each} in each block, and 3 outside: embedding, loss, and the"
+        f" head's input gradient. 8 * ({each} * 24 + 3) = {found}")
 
 
+PAIR = numbers("7a", "BARRIERS", "A decoder has 24 blocks. With tp=2 and 8 microbatches, how many"
+               " tensor-parallel barriers does one step have?")(partial(barriers_of_a_step, "pair"))
+GATHER = numbers("7b", "BARRIERS", "The same decoder has 24 blocks, tp=2 and 8 microbatches. With"
+                 " `--ffn-cut gather`, both products of the ffn are cut by columns. How many"
+                 " tensor-parallel barriers does one step have?")(
+                     partial(barriers_of_a_step, "gather"))
+
+
+@numbers("7c", "LOSS", "Two ranks share the vocabulary. For one token, rank 0 has the largest logit"
+         " 2.0, the sum of exp(logit - largest) 1.5, and not the target. Rank 1 has 1.0, 2.0 and"
+         " the target's logit 1.0. What is the token's loss?")
 def combined_loss():
     """Combined as every rank does it."""
     ops = ops_module.make("cpu", "float64")
@@ -94,6 +69,8 @@ def combined_loss():
         f" logarithm is {largest + math.log(total):.3f}, and the target's logit 1.0 is subtracted")
 
 
+@numbers("8a", "MIB", "4 copies train the preset tiny in float32, with dp=4. How many MiB of"
+         " gradients does each rank send in a step?")
 def gradient_bytes():
     """Sent over dp in a predicted step."""
     found = predicted(dp=4)
@@ -103,6 +80,9 @@ def gradient_bytes():
         " 2 (q-1)/q = 1.5 times as much")
 
 
+@numbers("9a", "DP TP PP", "The layout is dp=2,pp=2,tp=2. With which world rank does rank 5 sum"
+         " gradients, with which does it share products, and with which does it exchange"
+         " activations?")
 def neighbours_of_five():
     """From the groups of rank 5."""
     grid = Grid(5, {"pp": 2, "dp": 2, "tp": 2})
@@ -113,6 +93,8 @@ def neighbours_of_five():
     return found, "5 is pp 1, dp 0, tp 1: each neighbour differs in one of the three"
 
 
+@words("9b", ("dp", "pp", "tp"), "A rank trains the preset tiny with dp=2,pp=2,tp=2. Over which"
+       " axis does rank 0 send most bytes in a step?")
 def busiest_axis():
     """The axis with the most bytes in a predicted step of rank 0."""
     found = predicted(dp=2, pp=2, tp=2)
@@ -123,6 +105,8 @@ def busiest_axis():
         " belongs on the fastest links")
 
 
+@numbers("10a", "BUBBLE", "4 workers run zb-h1 with 8 microbatches. F takes 2 units, I 3 and W 2."
+         " What percentage of the step is bubble?")
 def zero_bubble():
     """Simulated."""
     found = simulated("zb-h1", 4, 8, costs=(2, 3, 2))
@@ -131,6 +115,9 @@ def zero_bubble():
         " F + I - W), because a W fills the gap in which a worker waits for an I")
 
 
+@numbers("12a", "FLOP_PER_BYTE", "A block of threads computes 64 x 64 numbers of a float32 product."
+         " It reads both operands from memory once for this tile. How many FLOPs does it make for"
+         " each byte?")
 def tile_of_64():
     """Of the rung `register`, whose tiles have this size."""
     kernel = gemm("register", "NN")
@@ -139,6 +126,8 @@ def tile_of_64():
         "for each step along K it reads 64 + 64 numbers of 4 bytes, and makes 2 * 64 * 64 FLOPs")
 
 
+@numbers("12b", "SIDE", "Two square float32 tiles, one of each operand, must fit into 48 KiB of"
+         " shared memory. What is the largest side that is a power of two?")
 def largest_tile():
     """The last power of two that fits."""
     side = 1
@@ -149,6 +138,8 @@ def largest_tile():
         " as much")
 
 
+@numbers("12c", "WITH_2 WITH_8", "Memory gives 20 GB/s, and the cores reach 100 GFLOP/s. What is"
+         " the most GFLOP/s that a product with 2 FLOPs per byte can reach, and one with 8?")
 def roofs():
     """The lower of the two limits."""
     found = [min(intensity * RATE, PEAK) for intensity in (2, 8)]

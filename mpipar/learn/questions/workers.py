@@ -7,7 +7,7 @@ from fractions import Fraction
 from mpipar import ops as ops_module
 from mpipar.comm.grid import Grid
 from mpipar.comm.record import Recorder
-from mpipar.learn.exercise import Exercise, Number, numbers, plain
+from mpipar.learn.exercise import Number, numbers, plain
 from mpipar.learn.questions.counted import (
     MIB,
     bubble_percent,
@@ -20,42 +20,8 @@ from mpipar.learn.questions.counted import (
 PERCENT = 0.1  # how far a percentage may be off
 
 
-def exercises() -> list[Exercise]:
-    """All questions of this part."""
-    return [
-        numbers("1a", "A run has the layout dp=2,pp=2,tp=2. Which world rank has pp rank 1, dp"
-                " rank 0 and tp rank 1?", "RANK", place_of_a_rank),
-        numbers("1b", "The preset tiny has a batch of 16 rows, and each row has 64 tokens. On how"
-                " many tokens does one step train?", "TOKENS", tokens_of_a_step),
-        numbers("2a", "The preset tiny has width D = 128 and ffn width F = 512. How many parameters"
-                " does one of its blocks have, biases and norms included?", "PARAMETERS",
-                parameters_of_a_block),
-        numbers("2b", "A product multiplies x (2, 64, 128) by w (128, 512). How many floating-point"
-                " operations take F, the input gradient I and the weight gradient W?", "F I W",
-                three_products),
-        numbers("3a", "4 ranks sum 6 MiB each by a ring all-reduce. How many MiB does each rank"
-                " send?", "MIB", ring_bytes),
-        numbers("3b", "4 ranks sum an array by a ring all-reduce. How many messages does each rank"
-                " send?", "MESSAGES", ring_sends),
-        numbers("4a", "12 blocks lie on 12 workers, and one input goes through, forward and back."
-                " What percentage of the step is each worker busy, and how many messages do all of"
-                " them send?", "BUSY MESSAGES", twelve_workers),
-        numbers("4b", "12 layers lie on 3 workers. Dealt out like cards, worker 0 has the layers"
-                " 1, 4, 7 and 10. In runs, it has the layers 1 to 4. How many messages does one"
-                " input need, forward and back, dealt out and in runs?", "DEALT RUNS",
-                dealt_messages),
-        numbers("4c", "12 layers lie on 3 workers, and 3 inputs go through. F, I and W of a"
-                " worker's layers take 1 unit each, and a message takes 0.1. How long is a step"
-                " with the layers dealt out like cards, and in runs?", "DEALT RUNS", dealt_steps),
-        numbers("5a", "GPipe runs on 4 workers, and all microbatches take equally long. What is the"
-                " smallest number of microbatches with at most 10 % bubble?", "MICROBATCHES",
-                least_microbatches),
-        numbers("5c", "A tutorial says that 4 workers with 8 microbatches have 27 % bubble with"
-                " GPipe and 19 % with 1F1B. F takes 1 unit and B 2. What are the true"
-                " percentages?", "GPIPE 1F1B", both_bubbles),
-    ]
-
-
+@numbers("1a", "RANK", "A run has the layout dp=2,pp=2,tp=2. Which world rank has pp rank 1, dp"
+         " rank 0 and tp rank 1?")
 def place_of_a_rank():
     """Of the default order of axes."""
     found = Grid(0, {"pp": 2, "dp": 2, "tp": 2}).at(pp=1, dp=0, tp=1)
@@ -63,6 +29,8 @@ def place_of_a_rank():
         f"pp is the outermost axis and tp the innermost: (1 * 2 + 0) * 2 + 1 = {found}")
 
 
+@numbers("1b", "TOKENS", "The preset tiny has a batch of 16 rows, and each row has 64 tokens. On"
+         " how many tokens does one step train?")
 def tokens_of_a_step():
     """Of the preset tiny."""
     config = configured()
@@ -71,6 +39,8 @@ def tokens_of_a_step():
         f"{rows} rows of {length} tokens; microbatches and ranks only share them out")
 
 
+@numbers("2a", "PARAMETERS", "The preset tiny has width D = 128 and ffn width F = 512. How many"
+         " parameters does one of its blocks have, biases and norms included?")
 def parameters_of_a_block():
     """A model with one block more, minus one with one less."""
     found = predicted(layers=2).num_params - predicted(layers=1).num_params
@@ -79,6 +49,8 @@ def parameters_of_a_block():
         f" 9 D + F: together {plain(found)}")
 
 
+@numbers("2b", "F I W", "A product multiplies x (2, 64, 128) by w (128, 512). How many"
+         " floating-point operations take F, the input gradient I and the weight gradient W?")
 def three_products():
     """Counted on shapes by the functions that compute them."""
     recorder = Recorder()
@@ -92,6 +64,8 @@ def three_products():
         "each multiplies three widths, 2 * 64 tokens, 128 and 512, and counts a product and a sum")
 
 
+@numbers("3a", "MIB", "4 ranks sum 6 MiB each by a ring all-reduce. How many MiB does each rank"
+         " send?")
 def ring_bytes():
     """Summed over the messages."""
     messages = ring_messages(6 * MIB, 4)
@@ -99,6 +73,8 @@ def ring_bytes():
         f"{len(messages)} messages of {plain(messages[0] / MIB)} MiB: 2 (q-1)/q of 6 MiB, q = 4")
 
 
+@numbers("3b", "MESSAGES", "4 ranks sum an array by a ring all-reduce. How many messages does each"
+         " rank send?")
 def ring_sends():
     """Counted."""
     count = len(ring_messages(6 * MIB, 4))
@@ -106,6 +82,9 @@ def ring_sends():
         "q - 1 = 3 while the sums form, and q - 1 = 3 while the finished pieces go round")
 
 
+@numbers("4a", "BUSY MESSAGES", "12 blocks lie on 12 workers, and one input goes through, forward"
+         " and back. What percentage of the step is each worker busy, and how many messages do all"
+         " of them send?")
 def twelve_workers():
     """The naive schedule with one input."""
     found = simulated("naive", 12, 1)
@@ -115,6 +94,9 @@ def twelve_workers():
         " `mpipar schedule naive --pp 12 --num-microbatches 1`")
 
 
+@numbers("4b", "DEALT RUNS", "12 layers lie on 3 workers. Dealt out like cards, worker 0 has the"
+         " layers 1, 4, 7 and 10. In runs, it has the layers 1 to 4. How many messages does one"
+         " input need, forward and back, dealt out and in runs?")
 def dealt_messages():
     """Interleaved with four chunks, and the naive schedule."""
     dealt, runs = simulated("interleaved", 3, 1, 4), simulated("naive", 3, 1)
@@ -123,6 +105,9 @@ def dealt_messages():
         " 2 borders do. Each is crossed twice")
 
 
+@numbers("4c", "DEALT RUNS", "12 layers lie on 3 workers, and 3 inputs go through. F, I and W of a"
+         " worker's layers take 1 unit each, and a message takes 0.1. How long is a step with the"
+         " layers dealt out like cards, and in runs?")
 def dealt_steps():
     """The same with three inputs and a hop."""
     hop = Fraction(1, 10)
@@ -132,6 +117,8 @@ def dealt_steps():
         " others start sooner; it pays with more messages. This is called interleaving")
 
 
+@numbers("5a", "MICROBATCHES", "GPipe runs on 4 workers, and all microbatches take equally long."
+         " What is the smallest number of microbatches with at most 10 % bubble?")
 def least_microbatches():
     """The first count whose simulated bubble is small enough."""
     p, count = 4, 1
@@ -141,6 +128,8 @@ def least_microbatches():
         f"the bubble is (p-1)/(m+p-1) = 3/{count + 3} of the step, whatever F and B take")
 
 
+@numbers("5c", "GPIPE 1F1B", "A tutorial says that 4 workers with 8 microbatches have 27 % bubble"
+         " with GPipe and 19 % with 1F1B. F takes 1 unit and B 2. What are the true percentages?")
 def both_bubbles():
     """With a backward of two units."""
     found = [bubble_percent(simulated(name, 4, 8)) for name in ("gpipe", "1f1b")]

@@ -85,12 +85,9 @@ Object.assign(Timeline.prototype, {
   describe({ rank, lane, row }) {
     const [dot, title, lines] = { spans: this.aboutSpan, operations: this.aboutOperation,
                                   calls: this.aboutCall }[lane].call(this, row, rank);
-    const heading = document.createElement("h3"), list = document.createElement("dl");
-    heading.append(swatch(dot), ` ${title}`);
-    for (const [name, text] of lines) {
-      list.append(Object.assign(document.createElement("dt"), { textContent: name }),
-                  Object.assign(document.createElement("dd"), { textContent: text }));
-    }
+    const heading = element("h3", ` ${title}`), list = element("dl");
+    heading.prepend(swatch(dot));
+    for (const [name, text] of lines) list.append(element("dt", name), element("dd", text));
     this.tip.replaceChildren(heading, list);
   },
 

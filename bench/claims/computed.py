@@ -1,0 +1,198 @@
+"""The tables of bench.claims that shapes and formulas give, without a training step.
+
+And the model of bench.claims in any layout, as a decoder or a convnet; layouts in words.
+"""
+
+from __future__ import annotations
+
+import itertools
+from dataclasses import replace
+from math import prod
+from typing import Any
+
+from mpipar.comm.grid import PIECES_PER_RANK, token_pieces
+from mpipar.comm.record import POINT_TO_POINT, Sums
+from mpipar.commands.memory_limit import fullest
+from mpipar.config.model import ConvnetConfig
+from mpipar.config.resolve import resolve
+from mpipar.config.sections import OF_EVERY_FAMILY, build
+from mpipar.layers.costs import Cost, Letters, together, value
+from mpipar.ops.shape_array import MEMORY_LABELS
+from mpipar.plan.formulas import units_of
+from mpipar.plan.predict import predict
+
+LAYOUTS = [
+    {"tp": 1}, {"tp": 2}, {"tp": 4}, {"tp": 8}, {"pp": 2}, {"pp": 4}, {"pp": 8},
+    {"dp": 2}, {"dp": 4}, {"dp": 8}, {"dp": 2, "pp": 2, "tp": 2},
+]
+
+
+def table_cases() -> list[tuple]:
+    """(layout, suffix of its name, other settings) of each row of a table."""
+    again = [({axis: size}, f" (recompute {what})", {"recompute": what})
+             for axis, size in (("tp", 1), ("tp", 4), ("pp", 4)) for what in ("attention", "block")]
+    return [(layout, "", {}) for layout in LAYOUTS] + [
+        ({"tp": size}, " (sequence-parallel)", {"sequence_parallel": True}) for size in (2, 4, 8)
+    ] + [({"cp": size}, f" ({method})", {"cp_attention": method})
+         for size in (2, 4) for method in PIECES_PER_RANK] + again
+
+
+def barriers() -> list[dict]:
+    """Barriers (collectives) and messages per step and rank, and bytes sent, by layout."""
+    rows = []
+    cases = table_cases()
+    cases += [({"tp": size}, " (ffn-cut gather)", {"ffn_cut": "gather"}) for size in (2, 4, 8)]
+    for layout, variant, settings in cases:
+        config = configure(layout, **settings)
+        busiest = {"collectives": 0, "messages": 0, "sent": 0, "payload": 0}
+        for rank in range(prod(layout.values())):
+            totals = predict(config, rank).recorder.totals("operation")
+            own = {
+                "collectives": sum(counter.calls for (operation,), counter in totals.items()
+                                   if operation not in POINT_TO_POINT),
+                "messages": totals.get(("send",), Sums()).calls,
+                "sent": sum(counter.wire_bytes for counter in totals.values()),
+                "payload": sum(counter.payload_bytes for (operation,), counter in totals.items()
+                               if operation != "recv"),
+            }
+            busiest = {key: max(busiest[key], own[key]) for key in busiest}
+        rows.append({
+            "layout": layout_name(layout) + variant,
+            "collectives_per_step": busiest["collectives"],
+            "messages_sent_per_step": busiest["messages"],
+            "payload_MiB": busiest["payload"] / 2**20, "sent_MiB": busiest["sent"] / 2**20,
+        })
+    return rows
+
+
+def memory() -> list[dict]:
+    """Predicted peak bytes of the fullest rank, by what they are for."""
+    rows = []
+    for layout, variant, settings in table_cases():
+        config = configure(layout, **settings)
+        most = fullest(config)
+        rows.append({"layout": layout_name(layout) + variant} | {
+            f"{label}_MiB": most.peak_bytes.get(label, 0) / 2**20
+            for label in (*MEMORY_LABELS, "scratch")
+        } | {"peak_MiB": most.peak_total / 2**20})
+    return rows
+
+
+def context() -> list[dict]:
+    """Pairs of a query and a key that it sees, by rank of cp: with the zig-zag, and with one run.
+
+    The rank with most pairs keeps the others waiting. Of one run of tokens the last rank has
+    2 - 1/cp times the mean.
+    """
+    rows, tokens = [], 4096
+    for size, (method, pieces) in itertools.product((2, 4, 8), PIECES_PER_RANK.items()):
+        if method == "gather":  # holds the same tokens as the ring
+            continue
+        held = [token_pieces(tokens, method, size, index) for index in range(size)]
+        pairs = [sum(place + 1 for piece in pieces for place in range(piece.start, piece.stop))
+                 for pieces in held]
+        rows.append({
+            "cp": size, "tokens_of_a_rank": "zig-zag" if pieces == 2 else "one run",
+            "largest_pairs": max(pairs), "mean_pairs": sum(pairs) / size,
+            "largest_over_mean": max(pairs) * size / sum(pairs)})
+    return rows
+
+
+LAYERS = [  # model, one of its layers, the name of that layer's records
+    ("convnet", "2 convolutions", "block0."), ("decoder", "feed-forward", "block0.ffn."),
+    ("decoder", "attention", "block0.attn."),
+]
+CUTS = {"gather": "output channels", "reduce": "input channels", "pair": "pair"}
+
+
+def convolution() -> list[dict]:
+    """Barriers of one layer, forward and backward of a microbatch, by cut and tp; bytes per rank.
+
+    The convnet is that of `as_convnet`. Attention is always cut as a pair.
+    """
+    rows = []
+    for model, layer, prefix in LAYERS:
+        for cut, size in itertools.product(CUTS, (2, 4, 8)):
+            if layer == "attention" and cut != "pair":
+                continue
+            config = configure({"tp": size}, ffn_cut=cut)
+            if model == "convnet":
+                config = as_convnet(config)
+            records = [one for one in predict(config, 0).recorder.records
+                       if one.name.startswith(prefix) and one.mb == 0]
+            rows.append({
+                "layer": f"{model}: {layer}", "cut": CUTS[cut], "tp": size,
+                "forward": ", ".join(one.operation for one in records if one.phase == "F"),
+                "backward": ", ".join(one.operation for one in records if one.phase == "I"),
+                "barriers": len(records),
+                "payload_MiB": sum(one.payload_bytes for one in records) / 2**20,
+                "sent_MiB": sum(one.wire_bytes for one in records) / 2**20,
+            })
+    return rows
+
+
+SIZES = (1, 2, 4, 8)
+PARTS = ("one block", "convnet")
+PASSES = 3  # forward, input gradient and weight gradient take the FLOPs of a forward each
+
+
+def scaling() -> list[dict]:
+    """What tensor parallelism divides by its ranks, and what it does not, as the layers say.
+
+    FLOPs, memory, barriers and bytes are of one rank and microbatch, both passes, against tp.
+    times_ranks: the FLOPs of all ranks, as a multiple of those of one rank alone. flop_per_byte:
+    what a rank computes for each byte that it sends.
+    """
+    rows = []
+    for what in PARTS:
+        alone = None
+        for size in SIZES:
+            first, cost, letters = part(what, configure({"tp": size}))
+            flops = PASSES * value(cost.flops, letters) - value(first.flops, letters)
+            alone = alone or flops
+            barriers = [one for one in cost.barriers if one.axis == "tp" and size > 1]
+            sent = sum(one.sent(letters, size) for one in barriers)
+            rows.append({
+                "part": what, "tp": size, "MFLOP": flops / 1e6, "times_ranks": size * flops / alone,
+                "weights_KiB": value(cost.weights, letters) * letters["e"] / 1024,
+                "stash_KiB": value(cost.stash, letters) / 1024,
+                "barriers": sum(one.calls(size) for one in barriers), "sent_KiB": sent / 1024,
+                "flop_per_byte": flops / sent if sent else "-"})
+    return rows
+
+
+def part(what: str, config: Any) -> tuple[Cost, Cost, Letters]:
+    """The Cost of one block of the decoder, or of the whole convnet, and the sizes of a rank.
+
+    In front of it: the Cost of what needs no input gradient, because nothing comes before it.
+    """
+    if what == "one block":
+        units, letters = units_of(config)
+        return Cost(), units.block, letters
+    units, letters = units_of(as_convnet(config))
+    return units.entry, together(units.entry, *units.blocks, units.head), letters
+
+
+MODEL = {"layers": 8, "d_model": 256, "heads": 8, "seq_len": 128}
+
+
+def configure(layout: dict, num_microbatches: int = 8, schedule: str = "1f1b", **settings):
+    """The claims' model in a layout, 16 rows per step, with some other settings."""
+    values = {"dp": 1, "pp": 1, "tp": 1, "batch_size": 16} | MODEL | layout | settings
+    values |= {"num_microbatches": num_microbatches // values["dp"], "schedule": schedule}
+    return resolve(build(values), prod(layout.values()))[0]
+
+
+def as_convnet(config):
+    """The same with a convnet of the decoder's widths.
+
+    Behind its stem an image has as many places as a row of the decoder has tokens.
+    """
+    same = {name: getattr(config.model, name) for name in OF_EVERY_FAMILY - {"model"}}
+    return replace(config, model=ConvnetConfig(
+        channels=config.model.d_model, image_shape=(16, 32, 3), **same))
+
+
+def layout_name(layout: dict) -> str:
+    """The axes with their sizes, as in "pp 2 x dp 2"."""
+    return " x ".join(f"{axis} {size}" for axis, size in layout.items())

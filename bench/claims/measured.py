@@ -1,0 +1,224 @@
+"""The tables of bench.claims that come from real training steps.
+
+With experts, barriers count only between the ranks of an expert group, on four ranks of dp.
+
+A model may be too large for one device: each of its two blocks is. A pipeline gives each stage a
+whole block, so it is legal but does not help. Only cutting the layers themselves helps.
+"""
+
+from __future__ import annotations
+
+import statistics
+import tempfile
+from collections import Counter
+from collections.abc import Callable, Iterable
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+from bench.claims.computed import configure, layout_name
+from bench.results import by_function
+from bench.training import Trained
+from mpipar import ops as ops_module
+from mpipar.comm.facts import broadcast_text, gather_facts
+from mpipar.comm.record import COMPUTE, Recorder
+from mpipar.commands.memory_limit import MemoryLimit, fullest
+from mpipar.errors import OutOfMemory
+from mpipar.partition.experts import DISPATCHES
+from mpipar.plan.predict import predict
+from mpipar.trace import segments, trace_file
+from mpipar.trace.analysis import analyse
+from mpipar.trace.tracer import Tracer
+
+STEPS = 6  # of each run; the first is not counted
+Table = Callable[[Any], list[dict] | None]
+
+
+def median_step(config, world, folder: str) -> float:
+    """Train STEPS steps, with a trace in `folder` if the config asks for one; median seconds of
+    this rank's steps behind the first.
+
+    Comm: everything of those steps and of their trace.
+    """
+    trained, seconds = Trained(config, world, Recorder(1 << 16)), []
+    tracer = Tracer(trained.worker, world, Path(folder))
+    for step in range(1, STEPS + 1):
+        with tracer.step(step):
+            seconds.append(trained.step(step).step_seconds)
+    trained.worker.close()
+    return statistics.median(seconds[1:])
+
+
+def from_steps(cases: Iterable[tuple], configured: Callable, row: Callable,
+               traced: bool = False) -> Table:
+    """The function of a table: a row for each case, on world rank 0, None elsewhere.
+
+    configured(*case): its config. row(config, case, seconds, analysis): its row. seconds: of a
+    step of the slowest rank. analysis: of the trace; None if not traced.
+    Comm: everything of a few training steps per row.
+    """
+    def table(world: Any) -> list[dict] | None:
+        rows = []
+        for case in cases:
+            config, found = configured(*case), None
+            if traced:
+                config = replace(config, run=replace(config.run, trace=f"2:{STEPS}"))
+            with tempfile.TemporaryDirectory() as own:
+                folder = broadcast_text(world, own)
+                # Behind it every rank has written its file.
+                seconds = gather_facts(world, median_step(config, world, folder))
+                if seconds and traced:
+                    found = analyse(trace_file.read(folder))
+            if seconds:
+                rows.append(row(config, case, max(seconds), found))
+        return rows if world.rank == 0 else None
+    return table
+
+
+def time_shares(analysis) -> dict[str, float]:
+    """useful, waiting, transfer and idle of an analysed trace; they add to 1."""
+    sums = sum(map(segments.by_kind, analysis.segments), Counter())
+    shares = {"useful": sum(sums[kind] for kind in COMPUTE), "waiting": sums["wait"],
+              "transfer": sums["transfer"], "idle": sums["other"]}
+    return {name: length / sums.total() for name, length in shares.items()}
+
+
+HYBRIDS = [
+    ({"pp": 4}, 8, "naive"), ({"pp": 4}, 8, "gpipe"), ({"pp": 4}, 8, "1f1b"),
+    ({"pp": 4}, 8, "zb-h1"), ({"pp": 2, "dp": 2}, 8, "1f1b"), ({"pp": 2, "tp": 2}, 8, "1f1b"),
+    ({"dp": 4}, 8, "1f1b"), ({"tp": 4}, 8, "1f1b"),
+]
+
+
+def hybrid_row(config, case, seconds: float, analysis) -> dict:
+    """How four workers spend their time, and tokens/s.
+
+    useful: compute spans less the communication inside them. waiting: blocked until the last rank
+    arrived. transfer: blocked from there to the end. idle: the rest. All are shares of all ranks'
+    time.
+    """
+    layout, _, schedule = case
+    return {"layout": layout_name(layout), "schedule": schedule if "pp" in layout else "-",
+            **time_shares(analysis), "step_ms": seconds * 1e3,
+            "tokens_per_s": config.train.batch_size * config.model.seq_len / seconds}
+
+
+PIECES = {"zero": 3, "zero_grads": "sharded"}
+SHARING = [
+    ({"dp": 4}, {}), ({"dp": 4}, {"recompute": "block"}), ({"dp": 4}, {"zero": 1}),
+    ({"dp": 4}, {"zero": 3}), ({"dp": 4}, {"zero": 3, "zero_keep": "stage"}), ({"dp": 4}, PIECES),
+    ({"cp": 4}, {}), ({"cp": 4}, PIECES | {"recompute": "block"}),
+]
+
+
+def sharing_row(config, case, seconds: float, analysis) -> dict:
+    """What a rank of four keeps, by what it makes again and shares out, and the price of that.
+
+    Bytes, barriers and messages are predicted, of one step and rank. step_ms is measured.
+    """
+    layout, settings = case
+    found = predict(config, 0)
+    bytes_of = {f"{label}_MiB": found.peak_bytes.get(label, 0) / 2**20
+                for label in ("weights", "gradients", "optimizer", "stash")}
+    words = [f"{name.replace('_', '-')} {value}" for name, value in settings.items()]
+    return {"layout": layout_name(layout), "with": ", ".join(words) or "-", **bytes_of,
+            "peak_MiB": found.peak_total / 2**20, "barriers": len(found.recorder.records),
+            "sent_MiB": sum(one.wire_bytes for one in found.recorder.records) / 2**20,
+            "step_ms": seconds * 1e3}
+
+
+EXPERTS = {"layers": 4, "d_model": 128, "heads": 4, "seq_len": 128, "experts": 8,
+           "experts_per_token": 2, "expert_ffn": 512}
+ROUTINGS = ("uniform", "learned", "zipf", "one-hot")
+EXPERT_CASES = [(ep, dispatch, routing) for routing in ROUTINGS for ep in (1, 2, 4)
+                for dispatch in DISPATCHES if ep > 1 or dispatch == "all-to-all"]
+
+
+def with_experts(ep: int, dispatch: str, routing: str) -> Any:
+    """The resolved configuration of a row, without a trace."""
+    return configure({"dp": 4}, **EXPERTS | {
+        "ep": ep, "expert_dispatch": dispatch, "routing": routing})
+
+
+def expert_row(config, case, seconds: float, analysis) -> dict:
+    """Barriers, bytes, time and imbalance of experts on several ranks."""
+    ep, dispatch, routing = case
+    return {"ep": ep, "dispatch": dispatch if ep > 1 else "-", "routing": routing,
+            **exchanged(analysis.trace), "waiting": time_shares(analysis)["waiting"],
+            "step_ms": seconds * 1e3}
+
+
+def exchanged(trace) -> dict[str, float]:
+    """Barriers of experts per step of a rank, what the busiest rank sends, and the imbalance.
+
+    busiest_expert, busiest_rank: rows that they get, times the mean.
+    """
+    calls, sent, ranks, loads = 0, [0], Counter(), Counter()
+    for rank in trace.ranks:
+        own = [one for one in rank.records if one.axis == "expert"]
+        calls = len(own) / trace.num_steps
+        sent.append(sum(one.wire_bytes for one in own) / trace.num_steps)
+        for load in rank.loads:
+            ranks[rank.world_rank] += sum(load.rows)
+            for expert, count in enumerate(load.rows, load.first):
+                loads[load.layer, expert] += count
+
+    def over_mean(counts):
+        return max(counts.values()) * len(counts) / counts.total()
+
+    return {"barriers": calls, "sent_MiB": max(sent) / 2**20,
+            "busiest_expert": over_mean(loads), "busiest_rank": over_mean(ranks)}
+
+
+TOO_LARGE = {"layers": 2, "d_model": 256, "heads": 8, "seq_len": 16, "ffn": 32768}
+LIMIT_MIB = 190
+LIMITED = [{}, {"dp": 2}, {"pp": 2}, {"tp": 2}, {"tp": 4}, {"pp": 2, "tp": 2}]
+
+
+def attempt(config, world) -> str:
+    """Train two steps; return "trains", or what did not fit.
+
+    If one rank of these layouts lacks memory, all do. They notice it at the optimizer, before the
+    first message, so that no rank is left waiting.
+    Comm: everything of those steps.
+    """
+    ops, recorder = ops_module.make("cpu", "float32"), Recorder(1 << 16)
+    try:
+        with MemoryLimit(config, ops, recorder):
+            trained = Trained(config, world, recorder, ops=ops)
+            for step in (1, 2):
+                trained.step(step)
+            trained.worker.close()
+    except OutOfMemory as error:
+        return by_function(error.problems[0].partition(", but")[0])
+    return "trains"
+
+
+def too_large(world) -> list[dict] | None:
+    """Which layouts train under the same --memory-limit: a row for each, on world rank 0.
+
+    Comm: a split of the world per layout, and training.
+    """
+    rows = []
+    for axes in LIMITED:
+        config = configure(axes, axes.get("dp", 1), batch_size=4, memory_limit=LIMIT_MIB << 20,
+                           **TOO_LARGE)
+        count = config.grid.num_ranks
+        part = world.Split(0 if world.rank < count else 1, world.rank)
+        outcome = attempt(config, part) if world.rank < count else ""
+        part.Free()
+        outcomes = gather_facts(world, outcome)
+        if outcomes:
+            rows.append({
+                "layout": layout_name(axes) or "one rank",
+                "predicted_peak_MiB": fullest(config).peak_total / 2**20,
+                "limit_MiB": LIMIT_MIB, "outcome": outcomes[0]})
+    return rows if world.rank == 0 else None
+
+
+TABLES: dict[str, Table] = {
+    "hybrids": from_steps(HYBRIDS, configure, hybrid_row, traced=True),
+    "sharing": from_steps(SHARING, lambda layout, settings: configure(layout, **settings),
+                          sharing_row),
+    "limit": too_large,
+    "moe": from_steps(EXPERT_CASES, with_experts, expert_row, traced=True)}

@@ -1,0 +1,55 @@
+"""Training steps of a rank: real ones as `mpipar train` takes them, and steps on shapes.
+
+A step on shapes says what a rank of any layout sends, holds and computes, without numbers.
+"""
+
+from __future__ import annotations
+
+from functools import partial
+from typing import Any
+
+from mpipar import cli, data
+from mpipar import ops as ops_module
+from mpipar.comm.grid import Grid
+from mpipar.comm.record import Recorder
+from mpipar.commands.explain import of_named_axes
+from mpipar.commands.resolve import resolve
+from mpipar.data.rows import Rows
+from mpipar.data.source import load_source
+from mpipar.train.worker import StepResult, Worker
+
+
+class Trained:
+    """A rank's worker with its first weights, and the rows that it trains on.
+
+    tokens: the default text's without any. ops: plain ones of float32 on the CPU without any.
+    Comm: makes the worker's groups; every rank must make its own.
+    """
+
+    def __init__(self, config: Any, world: Any, recorder: Any, tokens: Any = None, ops: Any = None):
+        self.worker = Worker(config, Grid.of(config.grid, world.rank),
+                             ops or ops_module.make("cpu", "float32"), recorder, world)
+        self.worker.initialize()
+        if tokens is None:
+            tokens = load_source((), config.model.vocab_size).tokens
+        self.rows = Rows(self.worker.ops, tokens, config, self.worker.grid)
+
+    def step(self, number: int) -> StepResult:
+        """Train a step. Comm: everything of it."""
+        return self.worker.train_step(number, lambda mb: self.rows.train(number, mb))
+
+
+context_of = partial(cli.context_of, None, "explain")
+
+
+def config_of(words: list[str]) -> Any:
+    """The resolved config of the flags of `mpipar explain`. Raises UsageError."""
+    return resolve(*of_named_axes(context_of(words).reading))[0]
+
+
+def take_step(config: Any, rank: int, recorder: Recorder, ops: Any) -> Worker:
+    """The real worker of a rank, behind one step with these ops."""
+    worker = Worker(config, Grid.of(config.grid, rank), ops, recorder)
+    batch = data.data_of(config.model).blank_batch
+    worker.train_step(1, lambda mb: batch(ops, config))
+    return worker

@@ -1,0 +1,93 @@
+"""The cost model of a machine from its data sheet: the other way to a `Machine`, beside measuring.
+
+The closed forms of the planner say what the passes of our own program take, and what messages and
+sums do. So `explain` and `--layout auto` predict a step on devices that nobody here has, from the
+same barriers as on measured ones.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+
+from mpipar.comm.grid import Grid
+from mpipar.config.sections import Config
+from mpipar.plan import machine_file
+from mpipar.plan.block_time import Times, block_times
+from mpipar.plan.cluster import STACKS, Cluster, Stack, load_cluster
+from mpipar.plan.collectives import all_reduce, exchange
+from mpipar.plan.layout import Layout
+from mpipar.plan.machine import HOP, STREAM, Curve, Machine, Passes, Units, settings_of
+from mpipar.plan.shape import Shape
+from mpipar.plan.step import microbatch_rows
+
+LINK = "by data sheet"
+SIZES = tuple(1 << power for power in range(3, 41))  # bytes of messages and sums
+
+
+def machine_of(text: str, configs: Sequence[Config]) -> Machine:
+    """The Machine that --machine names: a file of bench.calibrate, or a data sheet for configs.
+
+    configs: resolved, those whose steps will be predicted. Raises UserErrors.
+    """
+    if text.endswith(".json") or (Path(text).is_file() and not text.endswith(".toml")):
+        return machine_file.load(text)
+    return from_data_sheet(load_cluster(text), configs)
+
+
+def from_data_sheet(cluster: Cluster, configs: Sequence[Config]) -> Machine:
+    """The Machine of resolved configs: each rank has a device of its own."""
+    dtype = configs[0].run.dtype
+    ranks = max(config.grid.num_ranks for config in configs)
+    stack = STACKS["mpipar"].with_dtype(dtype)
+    if dtype in cluster.peak_tflops:
+        cluster = cluster.with_dtype(dtype)
+    strides: dict[int, int] = {ranks: 1}  # of groups by their size: the widest count
+    for config in configs:
+        grid = Grid.of(config.grid, 0)
+        groups = [*map(grid.group, grid.parts), grid.group("pp")[::config.grid.pp - 1 or 1]]
+        for group in groups:  # the last one has the ends of the pipeline, where a table may be tied
+            if len(group) > 1:
+                strides[len(group)] = max(strides.get(len(group), 1), group[1] - group[0])
+    sums = [curve(operation, size, {nbytes: all_reduce(cluster, nbytes, size, stride)
+                                    for nbytes in SIZES})
+            for size, stride in strides.items() if size > 1
+            for operation in ("all-reduce", "iall-reduce")]
+    stride = max(layout_of(config).stage_stride for config in configs)
+    hops = {nbytes: exchange(cluster, nbytes, stride) for nbytes in SIZES}
+    start = hops[SIZES[0]]
+    streams = {nbytes: max(1e-12, seconds - start) for nbytes, seconds in hops.items()}
+    units = tuple(units_of(cluster, stack, config) for config in configs)
+    return Machine((curve(HOP, 2, hops), curve(STREAM, 2, streams), *sums), (), (), (), None, (),
+                   units, ranks, ranks, {"data sheet": cluster.name, "basis": cluster.basis})
+
+
+def layout_of(config: Config) -> Layout:
+    """The planner's Layout of a resolved config, for the time of its passes."""
+    grid, memory = config.grid, config.memory
+    return Layout(
+        grid.dp, grid.pp, grid.cp, grid.tp, microbatch_rows(config), grid.num_microbatches,
+        sequence_parallel=getattr(config.model, "sequence_parallel", False), ep=grid.ep,
+        recompute=memory.recompute if memory.recompute == "attention" else "none")
+
+
+def units_of(cluster: Cluster, stack: Stack, config: Config) -> Units:
+    """The passes of a config's blocks and head by closed forms, as if they had been measured."""
+    shape = Shape.of(config.model.completed())
+    block = block_times(shape, layout_of(config), cluster, stack)
+    i = block.i.plus(block.again)
+    update = (stack.gradient_bytes + stack.optimizer_bytes) / (cluster.hbm_gbytes_s * 1e9)
+    return Units(
+        settings_of(config.model), config.run.dtype, config.train.optimizer, config.grid.tp,
+        microbatch_rows(config), Passes(0.0, 0.0, 0.0), passes(block.f, i, block.w),
+        Passes(*[block.head.total / 3] * 3), update, ep=config.grid.ep)
+
+
+def passes(f: Times, i: Times, w: Times) -> Passes:
+    """Their seconds."""
+    return Passes(f.total, i.total, w.total)
+
+
+def curve(operation: str, ranks: int, seconds: dict[int, float]) -> Curve:
+    """A Curve of closed forms, without intervals of measurement."""
+    return Curve.through(operation, LINK, ranks, seconds, 0)

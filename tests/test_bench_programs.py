@@ -1,0 +1,317 @@
+"""Programs of bench/: their names, tables and files, their limits, what they refuse to time."""
+
+import json
+import re
+import subprocess
+import sys
+from types import SimpleNamespace
+
+import pytest
+from helpers import run_command, run_ranks
+
+from bench import generate, reading_path, results, schedules, startup, tiles
+from bench.__main__ import main, programs
+from bench.claims import __main__ as claims
+from bench.kernels import __main__ as kernels
+from bench.matmul import __main__ as matmul
+from bench.matmul.cut_product import cases, shown
+from bench.step import __main__ as step
+from mpipar.comm.one_rank import OneRank
+from mpipar.errors import (
+    EXIT_DATA,
+    EXIT_OK,
+    EXIT_OUTPUT,
+    EXIT_USAGE,
+    DataError,
+    EnvironmentProblem,
+    OutputError,
+    UsageError,
+)
+from mpipar.inference import generate as generation
+from mpipar.partition import MESH_CUTS
+
+LIMIT = 100  # seconds
+TEXTS = "--presets tiny --prompt-tokens 6 --new-tokens 4 --repeats 1 --batch-sizes 2"
+SESSION = SimpleNamespace(start=lambda: None, world=OneRank("none is needed"),
+                          agree=lambda function: function())
+PRODUCTS = "--tokens 21 --inner 10 --outer 13 --repeats 2 --dtype float64"
+FILES, RECORDS = "--size 4M --repeats 2", "--repeats 5 --steps 2"
+
+
+def run(*words):
+    return subprocess.run([sys.executable, "-m", *words], capture_output=True, text=True,
+                          timeout=LIMIT)
+
+
+def measured(path, name, words, ranks=None, codes=(0,)):
+    """(finished command, its result file) of a program."""
+    argv = [sys.executable, "-m", f"bench.{name}", *words.split(), "--json", str(path)]
+    done = run_ranks(ranks, argv, timeout=LIMIT) if ranks else run_command(argv, LIMIT)
+    assert done.returncode in codes, done.tail()
+    return done, json.loads(path.read_text())
+
+
+# --- by name
+
+
+@pytest.mark.parametrize("name", ["compare", "step.cable"])
+def test_both_names_start_the_same_program(name):
+    by_runner, by_module = run("bench", name, "--help"), run(f"bench.{name}", "--help")
+    assert by_runner.returncode == EXIT_OK
+    assert by_runner.stdout == by_module.stdout
+    assert f"python -m bench.{name}" in by_runner.stdout
+
+
+def test_flags_and_exit_code_are_those_of_the_program():
+    assert run("bench", "compare", "no", "file").returncode == EXIT_DATA
+
+
+def test_the_list_shows_each_program_with_its_subject(capsys):
+    assert main([]) == EXIT_OK
+    lines = capsys.readouterr().out.splitlines()[2:]
+    assert [line.split()[0] for line in lines] == list(programs())
+    assert {"interconnect", "step", "step.against", "docs"} <= set(programs())
+    assert all(len(line.split()) > 3 for line in lines)
+
+
+def test_an_unknown_name_is_refused_with_the_next_one(capsys):
+    assert main(["comapre"]) == EXIT_USAGE
+    assert "did you mean compare?" in capsys.readouterr().err
+
+
+# --- files that cannot be written: refused before anything is measured; looking leaves no trace
+
+
+class Session:
+    """A job of one rank that can only agree."""
+
+    class world:
+        rank, size = 0, 1
+
+    def start(self):
+        return self.world
+
+    def agree(self, function):
+        return function()
+
+
+@pytest.fixture
+def no_folder(tmp_path):
+    (tmp_path / "file").write_text("")
+    return str(tmp_path / "file" / "out.json")
+
+
+@pytest.mark.parametrize(("bench", "words"), [
+    (matmul, []), (schedules, []), (step, []), (reading_path, []), (claims, ["barriers"]),
+    (claims, ["hybrids"]), (tiles, []), (kernels, [])],
+    ids=lambda one: getattr(one, "__name__", str(one)))
+def test_no_bench_measures_what_it_could_not_write(bench, words, no_folder):
+    with pytest.raises(OutputError, match=f"--json {no_folder}: Not a directory"):
+        bench.main([*words, "--json", no_folder], Session())
+
+
+def test_several_ranks_end_with_one_message(no_folder):
+    done = run_ranks(2, [sys.executable, "-m", "bench.recorder", "--json", no_folder], timeout=60)
+    assert done.returncode == EXIT_OUTPUT, done.tail()
+    assert done.stderr.count("Not a directory") == 1
+    assert done.stdout == ""
+
+
+@pytest.mark.parametrize("name", ["a.json", "more/folders/a.json", "old.json"])
+def test_looking_leaves_no_trace(tmp_path, name):
+    (tmp_path / "old.json").write_text("as it was")
+    results.check_writable(str(tmp_path / name))
+    assert [path.name for path in tmp_path.iterdir()] == ["old.json"]
+    assert (tmp_path / "old.json").read_text() == "as it was"
+    results.write(str(tmp_path / name), "bench.none", [])
+
+
+@pytest.mark.parametrize("path", ["/dev/null", "/dev/stdout", None])
+def test_devices_are_files_too(path):
+    results.check_writable(path)
+
+
+@pytest.mark.parametrize(("name", "message"), [
+    ("", "is a folder"), ("x" * 300, "File name too long")])
+def test_what_cannot_be_a_file_is_refused(tmp_path, name, message):
+    with pytest.raises(OutputError, match=message):
+        results.check_writable(str(tmp_path / name))
+
+
+@pytest.mark.parametrize("text", ["not json", "[1]", '{"rows": []}'])
+def test_matmul_keeps_a_file_that_is_not_its_own(tmp_path, text):
+    path = tmp_path / "other.json"
+    path.write_text(text)
+    with pytest.raises(DataError, match="is not a file of bench"):
+        matmul.main(["--json", str(path)], Session())
+    assert path.read_text() == text
+
+
+@pytest.mark.parametrize("parse", [matmul.main.parse, step.parse, tiles.main.parse])
+@pytest.mark.parametrize("number", ["0", "-3", "x", "1.5"])
+def test_a_size_is_a_whole_number_above_zero(parse, number, capsys):
+    with pytest.raises((UsageError, SystemExit)) as caught:
+        parse(["--repeats", number])
+    said = str(caught.value) + capsys.readouterr().err
+    assert f"argument --repeats: '{number}': must be a whole number above 0" in said
+
+
+# --- what is wrong is not timed, and what is too slow is an exit code: each program is changed
+
+
+def test_a_wrong_cut_is_not_timed():
+    done = changed("matmul.__main__", "from mpipar.comm.group import Comm; Comm.reduce_scatter ="
+                   " lambda self, x, name: x[self.index]", PRODUCTS, 2)
+    assert done.returncode == 1, done.tail()
+    assert "column_sp on grid 2, rank 0: dx is off by" in done.stdout
+    assert "median_ms" not in done.stdout
+
+
+@pytest.mark.peers
+def test_wrong_texts_are_not_timed(monkeypatch):
+    plain = generation.draw
+    monkeypatch.setattr(generation, "draw", lambda *arguments: (plain(*arguments) + 1) % 256)
+    with pytest.raises(generate.WrongTextError, match="tiny, mpipar numpy: another token is") as no:
+        generate.main(TEXTS.split(), SESSION)
+    assert no.value.exit_code == 1
+
+
+@pytest.mark.parametrize(("module", "change", "words", "ranks"), [
+    ("checkpoint", "program.LIMIT = 0.01", f"{FILES} --folder", 1),
+    ("recorder", "program.CALL_LIMIT_NS = 1", RECORDS, 2)])
+def test_a_limit_that_is_not_kept_is_an_exit_code(module, change, words, ranks, tmp_path):
+    more = f" {tmp_path}" if module == "checkpoint" else ""
+    done = changed(module, change, words + more, ranks)
+    assert done.returncode == 1, done.tail()
+    assert "limit is not kept" in done.stdout
+    assert module == "recorder" or "load dp=1, as saved" in done.stdout
+    assert not list(tmp_path.iterdir())  # it removes what it has written
+
+
+def changed(module, change, words, ranks):
+    """A program in which something is replaced."""
+    code = (f"import importlib; program = importlib.import_module('bench.{module}'); {change}\n"
+            "from mpipar.job.session import guard; guard(program.main)")
+    return run_ranks(ranks, [sys.executable, "-c", code, *words.split()], timeout=LIMIT)
+
+
+# --- tables
+
+
+def test_every_part_of_a_checkpoint_is_measured_and_written(tmp_path):
+    done, result = measured(tmp_path / "checkpoint.json", "checkpoint",
+                            f"{FILES} --folder {tmp_path}", 2, codes=(0, 1))
+    assert [path.name for path in tmp_path.iterdir()] == ["checkpoint.json"]
+    layouts = ["load dp=2, as saved", "load pp=2", "load tp=2"]
+    assert [row["what"] for row in result["rows"]] == [
+        "write + fsync", "SHA-256", "save", "save, blocked (--save-async)",
+        "save, beside (--save-async)", *layouts]
+    state = result["machine"]["state_MiB"]
+    assert 3 < state < 5
+    for row in result["rows"]:
+        held = state if row["what"] == layouts[0] else state / 2
+        assert row["MiB_per_rank"] == pytest.approx(held, rel=0.1)
+        assert row["GiB_per_s"] == pytest.approx(2 * row["GiB_per_s_and_rank"])
+        assert 0 < row["best_ms"] <= row["median_ms"]
+    printed = float(re.search(r"takes ([\d.]+) times", done.stdout)[1])
+    assert printed == pytest.approx(result["machine"]["save_over_parts"], abs=0.011)
+    assert ("the limit is not kept" in done.stdout) == (done.returncode == 1)
+
+
+def test_every_recorded_operation_is_measured_and_written(tmp_path):
+    """Few batches may miss the limits."""
+    done, result = measured(tmp_path / "recorder.json", "recorder", RECORDS, 2, codes=(0, 1))
+    assert [row["operation"] for row in result["rows"]] == [
+        "all_reduce", "broadcast", "iall_reduce", "send_and_receive", "span"]
+    for row in result["rows"]:
+        assert 0 < row["bare_ns"] < row["recorded_ns"]
+        assert row["cost_ns"] == row["recorded_ns"] - row["bare_ns"]
+    facts = result["machine"]
+    assert (facts["ranks"], facts["records_per_step"]) == (2, 10)
+    assert f"{facts['percent_of_step']:.3f}% of it; limit 2%" in done.stdout
+    assert ("a limit is not kept" in done.stdout) == (done.returncode == 1)
+
+
+@pytest.mark.peers
+def test_one_rank_generates_beside_transformers(tmp_path):
+    path = tmp_path / "generate.json"
+    assert generate.main([*TEXTS.split(), "--json", str(path)], SESSION) == 0
+    rows = {row["side"]: row for row in json.loads(path.read_text())["rows"]}
+    assert {"mpipar numpy", "transformers"} <= rows.keys()
+    for row in rows.values():
+        assert row["tokens_per_s"] > 0
+        assert row["over_transformers"] == pytest.approx(
+            row["tokens_per_s"] / rows["transformers"]["tokens_per_s"])
+
+
+def test_a_token_with_a_cache_and_without_it(tmp_path):
+    _, result = measured(tmp_path / "contexts.json", "generate", f"{TEXTS} --contexts 8 100000")
+    (row,) = result["rows"]
+    assert row["context"] == 8
+    assert row["times"] == pytest.approx(
+        row["with_cache_tokens_per_s"] / row["without_tokens_per_s"])
+
+
+def test_every_cut_is_measured_and_rows_of_other_ranks_stay(tmp_path):
+    for num_ranks in (2, 4, 4):
+        _, result = measured(tmp_path / "matmul.json", "matmul", PRODUCTS, num_ranks)
+    rows = result["rows"]
+    one_axis = "column row gather reduce column_sp row_sp column_ring row_ring".split()
+    assert [(row["ranks"], row["cut"], row["grid"]) for row in rows] == [
+        *((2, cut, "2") for cut in one_axis), (2, "2.5d", "1 x 1 x 2"),
+        *((4, cut, "4") for cut in one_axis), (4, "2d", "2 x 2"), (4, "2.5d", "1 x 1 x 4"),
+    ]
+    for row in rows:
+        assert row["median_ms"] >= row["best_ms"] > 0
+        assert 0 < row["in_communication"] < 1
+        assert (row["hidden"] == "-") != row["cut"].endswith("ring")
+    # A ring sends what the collectives send; two numbers of ranks share the blocks differently.
+    sent = {(row["ranks"], row["cut"]): row["sent_MiB"] for row in rows}
+    assert sent[2, "column_ring"] == sent[2, "column_sp"] > 0
+    assert sent[4, "row_ring"] == sent[4, "row_sp"] > 0
+
+
+def test_every_number_of_ranks_has_its_square_grids():
+    grids = {number: [shown(*case) for case in cases(number) if case[0] in MESH_CUTS]
+             for number in (1, 5, 8, 9, 12)}
+    assert grids == {1: ["1 x 1"], 5: ["1 x 1 x 5"], 8: ["2 x 2 x 2", "1 x 1 x 8"],
+                     9: ["3 x 3", "1 x 1 x 9"], 12: ["2 x 2 x 3", "1 x 1 x 12"]}
+
+
+# --- bench.startup times a run from its command to its first step
+
+
+RUN = """
+import json, pathlib, sys, time
+pathlib.Path("runs/0001").mkdir(parents=True)
+lines = [{"step_seconds": seconds} for seconds in (0.5, 0.2, 0.1)]
+pathlib.Path("runs/0001/metrics.jsonl").write_text("\\n".join(map(json.dumps, lines)))
+print("headline")
+print("step 1/3 | loss 5.5", flush=True)
+sys.exit(int(sys.argv[1]))
+"""
+
+
+def test_a_start_ends_with_the_first_step(monkeypatch, tmp_path):
+    monkeypatch.setattr(startup, "command", lambda *_: [sys.executable, "-c", RUN, "0"])
+    found = startup.row(1, None, 2)
+    assert found["first_step_ms"] == 500
+    assert found["later_step_ms"] == 100
+    assert 0 < found["least_s"] <= found["start_s"]
+    path = tmp_path / "startup.json"
+    assert startup.main(["--ranks", "1,2", "--repeats", "1", "--json", str(path)], None) == 0
+    assert [row["ranks"] for row in json.loads(path.read_text())["rows"]] == [1, 2]
+
+
+def test_a_start_that_fails_is_said():
+    with pytest.raises(EnvironmentProblem, match="failed"):
+        startup.one_start([sys.executable, "-c", RUN, "3"])
+    with pytest.raises(UsageError, match="--ranks"):
+        startup.main.parse(["--ranks", "1,x"])
+
+
+def test_the_command_is_that_of_a_user():
+    assert startup.command(1, None)[1:4] == ["-m", "mpipar", "train"]
+    argv = startup.command(2, "numba")
+    assert argv[1:3] == ["-n", "2"]
+    assert argv[-2:] == ["--kernels", "numba"]
