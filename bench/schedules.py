@@ -20,7 +20,7 @@ from bench.program import Outcome, Program
 from mpipar import ops as ops_module
 from mpipar.comm.facts import gather_numbers
 from mpipar.comm.grid import Grid
-from mpipar.comm.group import Comms
+from mpipar.comm.groups import Comms
 from mpipar.comm.record import Recorder
 from mpipar.pipeline.costs import Costs
 from mpipar.pipeline.engine import Engine, WholeWeights

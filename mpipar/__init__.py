@@ -12,7 +12,7 @@ __version__ = "0.3.0"
 LIBRARY = {  # name: where it is
     "CUTS": "partition.CUTS",
     "Attention": "layers.attention.Attention",
-    "Comms": "comm.group.Comms",
+    "Comms": "comm.groups.Comms",
     "Context": "layers.context.Context",
     "Conv": "layers.conv.Conv",
     "CrossEntropy": "layers.loss.CrossEntropy",

@@ -68,7 +68,7 @@ class Case(SimpleNamespace):
 
     def leaves(self, torch, names):
         """Tensors, of which gradients are wanted."""
-        kind = torch.bfloat16 if self.kind == ml_dtypes.bfloat16 else torch.float32
+        kind = getattr(torch, self.kind.name)
         return [torch.tensor(getattr(self, name)).to(kind).requires_grad_()
                 for name in names.split()]
 

@@ -64,7 +64,7 @@ def sums_ours(ops, case):
 
 def sums_theirs(torch, case):
     x, w, dy = case.leaves(torch, "x w dy")
-    angles, ids = torch.tensor(case.angles), torch.tensor(case.ids)
+    (angles,), ids = case.leaves(torch, "angles"), torch.tensor(case.ids)
     table = torch.zeros(3, x.shape[1], dtype=x.dtype, requires_grad=True)
     (dtable,) = torch.autograd.grad(torch.nn.functional.embedding(ids, table), table, x)
     first, second = x.chunk(2, -1)
@@ -113,8 +113,9 @@ def updates_theirs(torch, case):
                        ("adamw", lambda data: torch.optim.AdamW(
                            [data], lr=ADAMW["lr"], betas=(ADAMW["beta1"], ADAMW["beta2"]),
                            eps=ADAMW["eps"], weight_decay=ADAMW["weight_decay"]))):
-        data = torch.nn.Parameter(torch.tensor(case.data))
-        data.grad = torch.tensor(case.grad)
+        data, grad = (one.detach() for one in case.leaves(torch, "data grad"))
+        data = torch.nn.Parameter(data)
+        data.grad = grad
         optimizer = make(data)
         optimizer.step()
         results[name] = data

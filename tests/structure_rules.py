@@ -10,7 +10,7 @@ from helpers import REPOSITORY
 from docs.build.tables import FLOORS
 
 PACKAGE = REPOSITORY / "mpipar"
-WIRE = {"comm.checked", "comm.connect", "comm.device", "comm.group", "comm.narrow", "comm.nccl",
+WIRE = {"comm.checked", "comm.connect", "comm.device", "comm.groups", "comm.narrow", "comm.nccl",
         "comm.transport", "comm.levels", "comm.algorithms.own", "comm.algorithms.steps",
         "comm.algorithms.ring", "comm.algorithms.halves", "comm.algorithms.shared",
         "comm.algorithms.window", "comm.algorithms.auto"}

@@ -8,7 +8,7 @@ from config_helpers import changed
 from helpers import assert_all_close, assert_close
 
 from mpipar.comm.grid import Grid
-from mpipar.comm.group import Comms
+from mpipar.comm.groups import Comms
 from mpipar.comm.record import Recorder
 from mpipar.config.resolve import resolve
 from mpipar.config.sections import Config

@@ -5,6 +5,7 @@ import pytest
 from cuda_fused import BOUNDS, DTYPES, HostLoader, Poisoned, hosts, place, relative
 from ops_cases import ADAMW, plain, runs_of
 
+from mpipar.ops.array_ops import rope_table
 from mpipar.ops.cuda.fused import Fused
 
 # Rows, columns: not multiples of a warp or of a slab; in the last, packs of 16 bytes that are more
@@ -261,6 +262,44 @@ def test_causal_softmax(case, kind):
     case.check(dprobs, 0.5 * wide * (dwide - (wide * dwide).sum(axis=-1, keepdims=True)))
 
 
+@pytest.mark.parametrize("shape", SHAPES)
+def test_swiglu(case, shape):
+    (h, h64), (dy, dy64) = case.array(*shape[:-1], 2, shape[-1]), case.array(*shape)
+    case.check(case.fused.swiglu_forward(h), case.ops.swiglu_forward(h64))
+    for got, expected in zip(case.fused.swiglu_backward_input(dy, h),
+                             case.ops.swiglu_backward_input(dy64, h64), strict=True):
+        case.check(got, expected)
+
+
+def test_swiglu_far_out(case):
+    gate = np.array([-1e4, -80.0, 0.0, 80.0, 1e4]).astype(case.dtype)
+    h = np.stack([gate, np.full(5, 2.0, case.dtype)])[None]
+    got = case.to_host(case.fused.swiglu_forward(case.to_device(h))).astype(np.float64)
+    assert np.allclose(got[0], 2 * np.maximum(gate.astype(np.float64), 0.0), rtol=0, atol=1e-30)
+
+
+@pytest.mark.parametrize("by_row", [False, True], ids=["positions alike", "positions by row"])
+@pytest.mark.parametrize("width", [6, 48])
+def test_rope_turns_the_first_heads_of_an_array(case, by_row, width):
+    x, x64 = case.array(2, 5, 14, width)
+    places = case.rng.integers(0, 9, (2, 5) if by_row else 5)
+    table64 = rope_table(9, width, 10.0, ()).astype(np.float32)
+    table, positions = case.to_device(table64), case.to_device(places)
+    for function in ("rope_forward", "rope_backward_input"):
+        getattr(case.fused, function)(x[:, :, :13], positions, table)
+        getattr(case.ops, function)(x64[:, :, :13], places, table64.astype(np.float64))
+        case.check(x, x64, bound=2 * case.bound)  # the second turns a rounded result
+        x64 = case.to_host(x).astype(np.float64)
+
+
+def test_rope_of_an_array_with_gaps_is_refused(where, rng):
+    case = Case(where, "float32", rng)
+    x, _ = case.array(2, 5, 3, 8)
+    table = case.to_device(rope_table(9, 6, 10.0, ()).astype(np.float32))
+    with pytest.raises(AssertionError):
+        case.fused.rope_forward(x[..., :6], case.to_device(np.arange(5)), table)
+
+
 def test_another_type_is_refused(where, rng):
     """No kernel computes in float64, and none rounds it silently."""
     case = Case(where, "float32", rng)
@@ -352,3 +391,24 @@ def test_sanitizer_sees_the_broken_twin(sanitizer, message, file, kernel, edit):
     assert kernel in name
     assert code
     assert message in text
+
+
+OF_LLAMA = [
+    ("swiglu.cu", "load(h + columns, at), d", "load(h, at), d"),
+    ("swiglu.cu", "s[i] + silu[i] * (1.0f - s[i])", "s[i]"),
+    ("rope.cu", "% period", "% 1"),
+    ("rope.cu", "first[i] * cosine[i] - second[i]", "first[i] * cosine[i] + second[i]"),
+    ("rope.cu", "token * stride", "token * (stride - 1)"),
+]
+
+
+@pytest.mark.shim
+@pytest.mark.parametrize(("file", "right", "wrong"), OF_LLAMA)
+def test_a_broken_kernel_is_seen(monkeypatch, rng, file, right, wrong):
+    twin = HostLoader(edited=file, edit=(right, wrong))
+    case = Case("forwards", "float32", rng)
+    case.fused = Fused(Poisoned, twin)
+    test, arguments = {"rope.cu": (test_rope_turns_the_first_heads_of_an_array, (True, 48)),
+                       "swiglu.cu": (test_swiglu, (SHAPES[-1],))}[file]
+    with pytest.raises(AssertionError):
+        test(case, *arguments)

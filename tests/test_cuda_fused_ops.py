@@ -11,12 +11,13 @@ import fake_cupy
 import numpy as np
 import pytest
 from config_helpers import changed, check_refused, reading_of
-from cuda_fused import DTYPES
+from cuda_fused import BOUNDS, DTYPES
 from helpers import assert_all_close, assert_close
 from ops_cases import ADAMW, LARGE, SMALL, call_every_op, plain, runs_of
 
 from mpipar.comm.grid import Grid
 from mpipar.commands.resolve import resolve as resolve_typed
+from mpipar.config.model import ARCHS
 from mpipar.config.resolve import resolve
 from mpipar.console.tables import headline
 from mpipar.ops import make, shapes_for
@@ -27,6 +28,22 @@ from mpipar.train.verify import step_tensors
 
 SHAPE = {"layers": 2, "d_model": 12, "heads": 3, "ffn": 20, "seq_len": 6, "vocab_size": 17,
          "batch_size": 4, "num_microbatches": 2}
+
+
+LLAMA = ARCHS["llama"] | SHAPE | {"arch": "llama", "heads": 4, "kv_heads": 2, "head_dim": 6}
+
+
+@pytest.fixture
+def traced(monkeypatch):
+    """(names of the kernels that are started, arrays of 16 bits that are widened), on the CPU."""
+    monkeypatch.setitem(sys.modules, "cupy", fake_cupy)
+    started, widened = [], []
+    call, wide = fake_cupy.RawKernel.__call__, MixedOps._wide
+    monkeypatch.setattr(fake_cupy.RawKernel, "__call__", lambda self, *rest, **named: (
+        started.append(self.name.split("<")[0]), call(self, *rest, **named)))
+    monkeypatch.setattr(MixedOps, "_wide", lambda self, x: (
+        widened.append(x) if getattr(x, "dtype", None) == self.dtype else None, wide(self, x))[1])
+    return started, widened
 
 
 @pytest.fixture(params=["in tiles", "whole scores"])
@@ -50,9 +67,9 @@ def test_every_function_equals_plain(cupy, attention, sizes, kind):
                      2e-5, name)
 
 
-def step(**run):
+def step(shape=SHAPE, **run):
     """(loss, norm, gradients, weights) of one step of a small model."""
-    config, _ = resolve(changed(**SHAPE, **run), 1)
+    config, _ = resolve(changed(**shape, **run), 1)
     return step_tensors(config, np.random.default_rng(1).integers(0, 17, 200), Grid(0))
 
 
@@ -118,15 +135,9 @@ def test_a_kernel_that_is_left_out_is_seen(monkeypatch, cupy, exact, change):
 @pytest.mark.shim
 @pytest.mark.parametrize(("dtype", "norm"), [
     *((dtype, "layer") for dtype in DTYPES), ("bfloat16", "rms")])
-def test_nothing_between_products_is_plain_or_widened(monkeypatch, attention, dtype, norm):
+def test_nothing_between_products_is_plain_or_widened(traced, attention, dtype, norm):
     """Counts the kernels that a step starts; nothing of 16 bits is widened."""
-    monkeypatch.setitem(sys.modules, "cupy", fake_cupy)
-    started, widened = [], []
-    call, wide = fake_cupy.RawKernel.__call__, MixedOps._wide
-    monkeypatch.setattr(fake_cupy.RawKernel, "__call__", lambda self, *rest, **named: (
-        started.append(self.name.split("<")[0]), call(self, *rest, **named)))
-    monkeypatch.setattr(MixedOps, "_wide", lambda self, x: (
-        widened.append(x) if getattr(x, "dtype", None) == self.dtype else None, wide(self, x))[1])
+    started, widened = traced
     step(device="cuda", dtype=dtype, optimizer="adamw", norm=norm)
     microbatches, blocks = SHAPE["num_microbatches"], SHAPE["layers"]
     kernels = {"in tiles": ("flash_forward", "flash_delta", "flash_backward", "flash_dq"),
@@ -143,6 +154,23 @@ def test_nothing_between_products_is_plain_or_widened(monkeypatch, attention, dt
     counts[updates] = 1
     assert {name: started.count(name) for name in started} == counts
     assert widened == []
+
+
+@pytest.mark.shim
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.slow
+def test_a_step_of_llama_runs_in_kernels_and_is_that_of_numpy(traced, dtype):
+    """In 16 bits both round between two functions. Nothing is widened."""
+    started, widened = traced
+    found = step(LLAMA, device="cuda", dtype=dtype, optimizer="sgd")
+    microbatches, blocks = SHAPE["num_microbatches"], SHAPE["layers"]
+    for kernel, count in (("swiglu_forward", blocks), ("swiglu_backward", blocks),
+                          ("rotate", 2 * blocks), ("column_sums", 0), ("gelu_forward", 0)):
+        assert started.count(kernel) == microbatches * count, kernel
+    assert widened == []
+    tol = 1e-4 if dtype == "float32" else 4 * BOUNDS[dtype]
+    check_step(found, step(LLAMA, dtype="float64" if dtype == "float32" else dtype,
+                           optimizer="sgd"), (tol, tol))
 
 
 @pytest.mark.shim

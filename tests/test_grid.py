@@ -5,7 +5,7 @@ from itertools import combinations
 import pytest
 
 from mpipar.comm.grid import AXES, Grid
-from mpipar.comm.group import Comms
+from mpipar.comm.groups import Comms
 from mpipar.ops import make
 
 SIZES = {"pp": 4, "dp": 2, "cp": 3, "tp": 2}

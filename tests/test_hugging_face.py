@@ -17,9 +17,8 @@ from mpipar.checkpoint.weight_files import WeightFiles
 from mpipar.data.rows import Batch
 from mpipar.inference.generate import STOP, Text, generate
 from mpipar.inference.sampling import Sampling
-from mpipar.layers.attention import Attention
+from mpipar.layers.attention import Attention, Rotation
 from mpipar.layers.ffn import GatedFeedForward
-from mpipar.layers.rotation import Rotation
 from mpipar.ops.numpy_ops import NumpyOps
 from mpipar.train.optim import learning_rate
 

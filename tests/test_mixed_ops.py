@@ -7,7 +7,7 @@ import pytest
 from helpers import assert_close
 from ops_cases import ADAMW, LARGE, SMALL, call_every_op, parts, plain
 
-from mpipar.comm.group import Comms
+from mpipar.comm.groups import Comms
 from mpipar.layers.context import Context
 from mpipar.layers.flat import FlatParams
 from mpipar.layers.param import Param

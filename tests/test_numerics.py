@@ -12,6 +12,7 @@ import re
 import numpy as np
 import pytest
 from attention_cases import formula
+from helpers import assert_close
 from numeric_attention import ATTENTION
 from numeric_cases import EPS, FAMILIES, error
 from numeric_sums import SUMS, UPDATES
@@ -36,6 +37,8 @@ TIMES = 4  # PyTorch's error, or a unit in the last place if that is more
 MOST = 128  # units in the last place of the largest term
 # What one rounding of a mean, of a score or of a sum of squares beyond float32 changes altogether.
 SENSITIVE = {"norms": r"beside|1e\+18 (?:long|many)|90 many", "attention": "keys beside"}
+# Cases in which no result is noise.
+ORDINARY = r"(?:1|4|beside 3|q 1 k 1|q 5 k 5|shuffled)(?: (?!alone|scores)|$)"
 # The optimizer never has 16 bits. NumPy adds up rows of a whole matrix one after another.
 LEFT_OUT = {("plain", "bias"), ("16 bits", "updates"), ("fused in 16 bits", "updates")}
 
@@ -109,6 +112,41 @@ def test_every_error_is_within_four_times_pytorchs(ops, name, family):
     if (name, family) not in LEFT_OUT:
         bounds = bounds_of_torch(family, np.dtype(ops.dtype))
         assert worse_than(lambda case_name, key: bounds[case_name][key], name, ops, family) == []
+
+
+@pytest.mark.peers
+@pytest.mark.parametrize("name", ["plain", "numpy"])
+@pytest.mark.parametrize("family", ALL)
+def test_ordinary_numbers_have_pytorchs_results_in_float64(name, family):
+    """Gradients by its autograd, to 1e-9 of the largest number of a result."""
+    torch = pytest.importorskip("torch")
+    ops, seen = plain() if name == "plain" else make("cpu", "float64"), 0
+    for case_name, case in ALL[family].cases(np.random.default_rng(7)).items():
+        if re.match(ORDINARY, case_name):
+            case.kind, seen = np.dtype(np.float64), seen + 1
+            theirs = ALL[family].theirs(torch, case)
+            for key, x in ALL[family].ours(ops, case).items():
+                expected = theirs[key.removesuffix(" of runs")].detach().numpy()
+                assert error(x, expected, None) <= 1e-9, (case_name, key)
+    assert seen > 1
+
+
+@pytest.mark.peers
+@pytest.mark.parametrize("name", ["plain", "numpy"])
+def test_adamw_has_pytorchs_weights_over_several_steps(name, rng):
+    torch = pytest.importorskip("torch")
+    ops = plain() if name == "plain" else make("cpu", "float64")
+    data, m, v = rng.standard_normal(101), np.zeros(101), np.zeros(101)
+    parameter = torch.nn.Parameter(torch.tensor(data))
+    optimizer = torch.optim.AdamW(
+        [parameter], lr=0.03, betas=(0.8, 0.95), eps=1e-6, weight_decay=0.2)
+    for step in range(1, 6):
+        grad = rng.standard_normal(101)
+        parameter.grad = torch.tensor(grad)
+        optimizer.step()
+        ops.adamw_step(data, grad, m, v, lr=0.03, beta1=0.8, beta2=0.95, eps=1e-6,
+                       weight_decay=0.2, step=step)
+        assert_close(data, parameter.detach().numpy(), 1e-9, f"weights after step {step}")
 
 
 def by_one_number(self, stats):

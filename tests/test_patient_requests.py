@@ -10,7 +10,7 @@ from types import SimpleNamespace
 import pytest
 
 from mpipar import ops
-from mpipar.comm import group, request, transport
+from mpipar.comm import groups, request, transport
 from mpipar.comm.grid import Grid
 from mpipar.comm.hosts import Cores, finish_passes_first
 from mpipar.comm.record import Recorder
@@ -68,9 +68,9 @@ def test_groups_with_several_stages_are_uneven(layout, uneven, monkeypatch):
         made.append((ranks, options.uneven))
         return transport.NoTransport(ops)
 
-    monkeypatch.setattr(group, "connect", connect)
+    monkeypatch.setattr(groups, "connect", connect)
     grid, recorder = Grid(0, *layout), Recorder()
-    comms = group.Comms(grid, ops.shapes_for(RunConfig(), recorder), recorder,
+    comms = groups.Comms(grid, ops.shapes_for(RunConfig(), recorder), recorder,
                         partitions={"tie": grid.partition("pp", [(0, grid.size("pp") - 1)])})
     expected = {comm.ranks: name in uneven for name, comm in comms.groups.items() if comm.size > 1}
     assert dict(made) == expected
@@ -79,10 +79,10 @@ def test_groups_with_several_stages_are_uneven(layout, uneven, monkeypatch):
 @pytest.mark.parametrize("crowded", [True, False])
 def test_only_ranks_that_share_cores_ask_for_it(crowded, monkeypatch):
     asked = []
-    monkeypatch.setattr(group, "cores_of", lambda world: Cores(1, crowded))
-    monkeypatch.setattr(group, "finish_passes_first", lambda: asked.append(1))
+    monkeypatch.setattr(groups, "cores_of", lambda world: Cores(1, crowded))
+    monkeypatch.setattr(groups, "finish_passes_first", lambda: asked.append(1))
     recorder = Recorder()
-    group.Comms.solo(ops.shapes_for(RunConfig(), recorder), Grid(0), recorder)
+    groups.Comms.solo(ops.shapes_for(RunConfig(), recorder), Grid(0), recorder)
     assert asked == [1] * crowded
 
 

@@ -11,7 +11,7 @@ from config_helpers import changed
 from helpers import REPOSITORY
 
 from mpipar.comm.grid import Grid
-from mpipar.comm.group import Comms
+from mpipar.comm.groups import Comms
 from mpipar.comm.record import Recorder, Span
 from mpipar.config.resolve import resolve
 from mpipar.ops import make

@@ -13,7 +13,8 @@ import numpy as np
 from mpipar.comm.connect import has_nccl, narrow
 from mpipar.comm.device import DeviceTransport, StagedTransport
 from mpipar.comm.grid import Grid
-from mpipar.comm.group import Comm, Comms
+from mpipar.comm.group import Comm
+from mpipar.comm.groups import Comms
 from mpipar.comm.nccl import NcclTransport
 from mpipar.comm.request import Options
 from mpipar.comm.transport import DirectTransport

@@ -30,7 +30,7 @@ from mpipar import data
 from mpipar import ops as ops_module
 from mpipar.comm.facts import broadcast_text
 from mpipar.comm.grid import Grid
-from mpipar.comm.group import Comms
+from mpipar.comm.groups import Comms
 from mpipar.comm.hosts import in_turns
 from mpipar.comm.record import Recorder
 from mpipar.config.grid import GridConfig

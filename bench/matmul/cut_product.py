@@ -12,7 +12,7 @@ from typing import NamedTuple
 import numpy as np
 
 from mpipar.comm.grid import Grid, piece, share
-from mpipar.comm.group import Comms
+from mpipar.comm.groups import Comms
 from mpipar.partition import CUTS, MESH_CUTS
 from mpipar.partition.contracts import Mesh
 

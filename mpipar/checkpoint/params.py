@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from mpipar import models
 from mpipar import ops as ops_module
-from mpipar.comm.group import Comms
+from mpipar.comm.groups import Comms
 from mpipar.layers.context import Context
 from mpipar.layers.param import Param
 

@@ -1,9 +1,9 @@
 """The wire: the only module that moves data between ranks.
 
-There is one `Comm` per group. Each call has a `name=`: the barrier that a reader finds in tables
-and traces. Each call appends one record. In a group of one it does nothing, so no layer ever asks
-how many ranks there are. Reductions work in place on the array they are given. How bytes travel is
-the transport's business (`mpipar/comm/connect.py`).
+There is one `Comm` per group; `groups.py` makes them. Each call has a `name=`: the barrier that a
+reader finds in tables and traces. Each call appends one record. In a group of one it does nothing,
+so no layer ever asks how many ranks there are. Reductions work in place on the array they are
+given. How bytes travel is the transport's business (`mpipar/comm/connect.py`).
 
 Every member of the group must make the same collective calls in the same order. A send needs a recv
 of the peer with the same tag, and the reverse. If one member skips or reorders a call, the job
@@ -13,17 +13,13 @@ hangs, or some ranks get a wrong sum without any error.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable
 from sys import _getframe
 from time import perf_counter_ns
 from types import SimpleNamespace
-from typing import TYPE_CHECKING, Any, TypeAlias
+from typing import Any, Protocol
 
 from mpipar.comm.checked import CallCheck
-from mpipar.comm.connect import connect, split
-from mpipar.comm.grid import Grid
-from mpipar.comm.hosts import cores_of, finish_passes_first
-from mpipar.comm.levels import LEVELED, Levels, hosts_of, near_and_far
 from mpipar.comm.record import (
     DONE,
     NO_ENTRY,
@@ -36,15 +32,20 @@ from mpipar.comm.record import (
     as_record,
     close,
 )
-from mpipar.comm.request import Array, Options, Request
+from mpipar.comm.request import Array, Request
 from mpipar.comm.transport import Alone, Counts, Exchanged, Transport
 
-if TYPE_CHECKING:
-    from mpi4py import MPI
-
-
-Partitions: TypeAlias = Mapping[str, Sequence[tuple[int, ...]]]
 NOTHING = SimpleNamespace(dtype="")  # what a barrier sends
+
+
+class Levels(Protocol):
+    """How sums travel over several hosts; see `levels.Levels`."""
+
+    near: Any
+
+    def all_reduce(self, x: Array, name: str) -> Array: ...
+    def iall_reduce(self, x: Array, name: str) -> Request: ...
+    def close(self) -> None: ...
 
 
 class Pending:
@@ -288,103 +289,3 @@ class Comm:
         """Free what the transport and the check hold. Comm: every member, in the same order."""
         for held in self._held:
             held.close()
-
-
-class Comms:
-    """All groups of one rank: `world`, one per axis, derived groups, and further ones by name.
-
-    comms["tp"] is this rank's group of that name. groups: {name: Comm} of those that exist: where
-    data is the same as dp, there is only dp. `alone` is the group of this rank and no other.
-    `partitions` maps a name (e.g. "tie", "mirror") to the world ranks of *every* such group. All
-    ranks take part in making them. A rank that is in none of them is alone. messages: names of the
-    groups in which neighbours exchange messages in each step.
-    Comm: one communicator split per group when `mpi_world` is given; none for the shapes-only run.
-    """
-
-    def __init__(self, grid: Grid, ops: Any, recorder: Recorder,
-                 mpi_world: MPI.Intracomm | None = None, options: Options | None = None,
-                 partitions: Partitions | None = None, messages: Collection[str] = ()):
-        self.grid, self.recorder, self.mpi_world, self.ops = grid, recorder, mpi_world, ops
-        crowded = cores_of(mpi_world).crowded
-        self.options = options = (options or Options())._replace(patient=crowded)
-        if crowded:
-            finish_passes_first()
-        hosts = None
-        if mpi_world is not None and options.all_reduce in LEVELED:
-            hosts = hosts_of(mpi_world)
-
-        def make(axis: str, ranks: tuple[int, ...], alone: bool = False) -> Comm:
-            """My group's Comm. alone: no group on this axis has several ranks, so there is no
-            split.
-            """
-            if alone:
-                return Comm(axis, ranks, 0, None, recorder)
-            stages, check, levels = {grid.place_of(member, "pp") for member in ranks}, None, None
-            own = self.options._replace(uneven=len(stages) > 1, group=f"{axis} {list(ranks)}",
-                                        reach=max(options.reach, axis in messages))
-            if axis == "world":  # it sums a few numbers
-                own = own._replace(all_reduce="mpi")
-            elif hosts is not None and len(set(hosts)) > 1:
-                levels, own = self._levels(axis, ranks, own, hosts)
-            wire = connect(ops, mpi_world, ranks, own)
-            if options.check and mpi_world is not None:
-                check = CallCheck(split(mpi_world, ranks), ranks)
-                if levels is not None:
-                    levels.near.check = check
-            return Comm(axis, ranks, ranks.index(grid.world_rank), wire, recorder, check, levels)
-
-        self.alone = Comm("alone", (grid.world_rank,), 0, None, recorder)
-        world = tuple(range(grid.world_size))
-        self.world = make("world", world, grid.world_size == 1)
-        self.groups = {}
-        for name in grid.groups():
-            self.groups[name] = make(name, grid.group(name), grid.size(name) == 1)
-        for name, groups in (partitions or {}).items():
-            mine = next((ranks for ranks in groups if grid.world_rank in ranks),
-                        (grid.world_rank,))
-            self.groups[name] = make(name, mine, all(len(ranks) == 1 for ranks in groups))
-        self.groups["world"] = self.world
-
-    def _levels(self, axis: str, ranks: tuple[int, ...], options: Options, hosts: list[int],
-                ) -> tuple[Levels | None, Options]:
-        """The levels of my group if it needs them, and the options of its own transport.
-
-        Comm: three splits over the world, also by ranks whose group has no levels.
-        """
-        own = self.grid.world_rank
-        found = near_and_far(ranks, hosts, own)
-        near, far = found or ((own,), (own,))
-        inside = "mpi" if options.all_reduce == "levels" else options.all_reduce
-
-        def level(members: tuple[int, ...], algorithm: str) -> Comm:
-            wire = connect(self.ops, self.mpi_world, members, options._replace(
-                all_reduce=algorithm, group=f"{axis} {list(members)}"))
-            return Comm(axis, members, members.index(own), wire, self.recorder)
-
-        groups = level(near, inside), level(far, "mpi"), level(near, "mpi")
-        one_host = len({hosts[member] for member in ranks}) == 1
-        return Levels(*groups) if found else None, options if one_host else options._replace(
-            all_reduce="mpi")
-
-    def __getitem__(self, name: str) -> Comm:
-        """This rank's group of a name."""
-        return self.groups[self.grid.same_as(name)]
-
-    @property
-    def carriers(self) -> list[str]:
-        """Who carries the bytes of this rank's groups between GPUs, in words."""
-        return sorted({comm.wire.carrier for comm in self.groups.values()
-                       if comm.size > 1 and comm.wire.ops.device == "cuda"})
-
-    @classmethod
-    def solo(cls, ops: Any, grid: Grid | None = None, recorder: Recorder | None = None) -> Comms:
-        """The groups of one rank of `grid` (default: of one rank) without MPI: nothing is sent."""
-        return cls(grid or Grid(0), ops, recorder or Recorder())
-
-    def close(self) -> None:
-        """Free the communicators, because MPI has only some two thousand.
-
-        Comm: every rank, in the same order.
-        """
-        for comm in self.groups.values():
-            comm.close()

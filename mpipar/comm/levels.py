@@ -10,12 +10,13 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING
 
 import numpy as np
 
 from mpipar.comm.algorithms.steps import Posted, Steps
 from mpipar.comm.grid import share
+from mpipar.comm.group import Comm
 from mpipar.comm.request import Array, Request
 
 if TYPE_CHECKING:
@@ -25,29 +26,6 @@ if TYPE_CHECKING:
 LEVELED = ("levels", "window", "auto")  # rows of --all-reduce that take levels between hosts
 
 
-class Waited(Request, Protocol):
-    """A posted operation of a group; see `group.Pending`."""
-
-    def wait(self) -> Array: ...
-
-
-class Group(Protocol):
-    """What a level needs of a `group.Comm`."""
-
-    size: int
-    index: int
-    wire: Any
-    check: Any
-
-    def all_reduce(self, x: Array, name: str, op: str = "sum") -> Array: ...
-    def reduce_scatter(self, x: Array, name: str) -> Array: ...
-    def all_gather(self, x: Array, name: str) -> Array: ...
-    def iall_reduce(self, x: Array, name: str) -> Waited: ...
-    def ireduce_scatter(self, x: Array, name: str) -> Waited: ...
-    def iall_gather(self, x: Array, name: str) -> Waited: ...
-    def close(self) -> None: ...
-
-
 class Levels:
     """The levels of one group. near: this rank's host; far: the ranks at its place of all hosts.
 
@@ -55,7 +33,7 @@ class Levels:
     rank, so it needs a communicator of its own. Sums that are posted finish in their order.
     """
 
-    def __init__(self, near: Group, far: Group, back: Group):
+    def __init__(self, near: Comm, far: Comm, back: Comm):
         self.near, self.far, self.back = near, far, back
         self.ops = near.wire.ops
         self.before: deque[Posted] = deque()

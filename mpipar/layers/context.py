@@ -6,7 +6,8 @@ from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any
 
-from mpipar.comm.group import Comm, Comms
+from mpipar.comm.group import Comm
+from mpipar.comm.groups import Comms
 from mpipar.layers.flat import WHOLE, Sharding
 from mpipar.layers.param import Copies
 from mpipar.layers.recompute import Recomputed

@@ -13,7 +13,8 @@ from operator import attrgetter
 from typing import Any, NamedTuple
 
 from mpipar.comm.grid import runs
-from mpipar.comm.group import Comm, Comms, Pending
+from mpipar.comm.group import Comm, Pending
+from mpipar.comm.groups import Comms
 from mpipar.comm.record import Recorder
 from mpipar.layers.param import Param
 from mpipar.ops.signature import Array

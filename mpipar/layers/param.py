@@ -10,7 +10,7 @@ from typing import Any, NamedTuple, NoReturn, Protocol
 import numpy as np
 
 from mpipar.comm.grid import Grid, piece, share
-from mpipar.comm.group import Comms
+from mpipar.comm.groups import Comms
 from mpipar.errors import UsageError
 from mpipar.ops.signature import Array
 

@@ -19,7 +19,7 @@ import numpy as np
 from mpipar import ops as ops_module
 from mpipar.comm.facts import gather_facts
 from mpipar.comm.grid import Grid
-from mpipar.comm.group import Comms
+from mpipar.comm.groups import Comms
 from mpipar.comm.record import POINT_TO_POINT, Recorder, family, wire_bytes
 from mpipar.errors import UsageError, UserError
 from mpipar.files.bounded import problems_as, read_text

@@ -13,7 +13,6 @@ import math
 
 from mpipar.comm.grid import share
 from mpipar.config.model import ConvnetConfig
-from mpipar.data.rows import Batch
 from mpipar.layers.context import Context
 from mpipar.layers.contracts import Layer
 from mpipar.layers.conv import PATCH, Conv, MaxPool, MeanPool
@@ -175,7 +174,6 @@ class Stage(LayerRun):
         self, context: Context, config: ConvnetConfig, stage: int, stage_layers: tuple[int, ...],
         tables: dict[str, Param],
     ):
-        self.shape = (*stream_size(config), config.channels)
         blocks, is_first, is_last = stage_parts(stage, stage_layers)
         units = context.blocks(lambda context, index: BLOCKS[config.block_kind(index)].layers(
             context, config, index), blocks)
@@ -189,10 +187,4 @@ class Stage(LayerRun):
             loss = CrossEntropy(context, table)
             norm = NORMS[config.norm](context, "final_norm", config.channels)
             units.append([norm, MeanPool(context, "mean"), Head(context, table), loss])
-        super().__init__(context, stage, units, loss=loss)
-
-    def out_shape(self, batch: Batch) -> tuple[int, ...]:
-        """Shape of the activations between any two stages, (B, P, Q, D)."""
-        return (batch.shape[0], *self.shape)
-
-    in_shape = out_shape
+        super().__init__(context, stage, units, config.channels, stream_size(config), loss=loss)

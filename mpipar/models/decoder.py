@@ -16,9 +16,8 @@ from typing import Any
 
 from mpipar.comm.grid import share
 from mpipar.config.model import DecoderConfig
-from mpipar.data.rows import Batch
 from mpipar.files.text import counted
-from mpipar.layers.attention import Attention
+from mpipar.layers.attention import ROTATIONS, Attention, NoRotation, Rotation
 from mpipar.layers.context import Context
 from mpipar.layers.contracts import Layer
 from mpipar.layers.costs import Cost, array, together
@@ -28,7 +27,6 @@ from mpipar.layers.loss import CrossEntropy, Head
 from mpipar.layers.moe import Beside, MixtureOfExperts
 from mpipar.layers.norm import NORMS, Norm, Residual
 from mpipar.layers.param import Param
-from mpipar.layers.rotation import ROTATIONS, NoRotation, Rotation
 from mpipar.models.stage import BlockKind, LayerRun, UnitCosts, block_costs, stage_parts
 from mpipar.partition.experts import DISPATCHES
 from mpipar.partition.tokens import WholeTokens, holder
@@ -211,7 +209,6 @@ class Stage(LayerRun):
         kind = holder(config.sequence_parallel, config.tp_matmul)
         held = (kind if context.tp.size > 1 else WholeTokens)(context.ops, context.tp)
         context = replace(context, held=held)
-        self.held, self.width = held, config.d_model
         blocks, is_first, is_last = stage_parts(stage, stage_layers)
         elsewhere = set(tables)
         rotation = ROTATIONS[config.positions](context.ops, config)
@@ -228,11 +225,4 @@ class Stage(LayerRun):
             loss = CrossEntropy(context, table)
             norm = norm_layer(context, "final_norm", config)
             units.append([norm, Head(context, table), loss])
-        super().__init__(context, stage, units, loss=loss, elsewhere=elsewhere)
-
-    def out_shape(self, batch: Batch) -> tuple[int, ...]:
-        """Shape of the activations that enter or leave this stage, (B, tokens held, D)."""
-        batch_size, tokens = batch.shape
-        return (batch_size, self.held.length(tokens), self.width)
-
-    in_shape = out_shape
+        super().__init__(context, stage, units, config.d_model, loss=loss, elsewhere=elsewhere)

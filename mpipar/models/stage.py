@@ -28,19 +28,21 @@ class LayerRun:
     units: lists of layers. A unit is what comes before the blocks, a block, or what comes after
     them. flats: see `flats_of`. loss:
     the last layer on the last stage, else None. elsewhere: names of parameters that another stage's
-    buffers hold. The model gives in_shape(batch) and out_shape(batch), the shapes of the
-    activations that enter and leave.
+    buffers hold. width: of the stream between stages. places: of an image in it; () for the tokens
+    of a batch that this rank holds.
 
     Every pass takes the object that runs it, `engine`. It calls engine.enter(unit) before it
     touches a unit, and engine.leave(unit) when it is done with it. Units count from the first.
     """
 
     def __init__(
-        self, context: Context, stage: int, units: Sequence[Sequence[Layer]], *,
-        loss: CrossEntropy | None = None, elsewhere: Collection[str] = (),
+        self, context: Context, stage: int, units: Sequence[Sequence[Layer]], width: int,
+        places: tuple[int, ...] = (), *, loss: CrossEntropy | None = None,
+        elsewhere: Collection[str] = (),
     ):
         self.ops, self.stage, self.units, self.loss = context.ops, stage, units, loss
         self.recorder, self.factor = context.comms.recorder, context.factor
+        self.held, self.width, self.places = context.held, width, places
         # There is one Param per name: a tied table may be in two layers here, or belong to another
         # stage's buffers. Its gradient is complete with that of the first unit that has it.
         own: dict[str, Param] = {}
@@ -55,6 +57,11 @@ class LayerRun:
     def params(self) -> list[Param]:
         """The parameters of the stage's buffers."""
         return [param for flat in self.flats for param in flat.params]
+
+    def in_shape(self, batch: Any) -> tuple[int, ...]:
+        """Shape of the activations between any two stages: (B, tokens held, D) or (B, P, Q, D)."""
+        places = self.places or (self.held.length(batch.shape[1]),)
+        return (batch.shape[0], *places, self.width)
 
     def set_loss_scale(self, scale: float) -> None:
         """Set what multiplies gradients of losses: loss scale / targets in the global batch."""

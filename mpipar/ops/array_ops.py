@@ -4,6 +4,8 @@ These formulas are what runs: CuPy takes the arrays whole, NumPy a tile of rows 
 (`numpy_ops`). A formula may work in place on its own temporaries. It changes no argument unless it
 says so. Results are new C-contiguous arrays, unless the text says otherwise.
 
+A line above each function says its shapes (`signature`): a new function is a formula with its line.
+
 `name_forward` computes. `name_backward_input` gives the gradient of the input.
 `name_backward_weight` ADDS the gradient of a parameter to the array it is given. Products have
 BLAS's letters: `n` an operand as it is, `t` its transpose.
@@ -19,8 +21,7 @@ from typing import Any
 
 import numpy as np
 
-from mpipar.ops.functions import Ops
-from mpipar.ops.signature import Array, Runs, Shape, ThreeArrays
+from mpipar.ops.signature import Array, Runs, Shape, ThreeArrays, memory, shapes
 
 # GELU, tanh form: 0.5 x (1 + tanh u), u = GELU_A x + GELU_B x^3; arXiv 1606.08415. It is x s(2u)
 # with the logistic function s, whose small values keep their digits: 1 + tanh u would lose them.
@@ -29,8 +30,14 @@ GELU_B = 0.044715 * GELU_A
 GOLDEN = 0x9E3779B97F4A7C15  # 2^64 / golden ratio, odd: its multiples are spread evenly
 
 
-class ArrayOps(Ops):
-    """The array functions over `xp` (the module numpy or cupy) in one floating-point type."""
+class ArrayOps:
+    """The array functions over `xp` (the module numpy or cupy) in one floating-point type.
+
+    dtype: of activations. statistics: of gradients and sums. tiled_head_width: the widest head
+    whose attention keeps a number per query, not its scores. table_multiple: of what the rows of a
+    shard of a vocabulary's table are. Tensor cores read a matrix at full speed only if its rows
+    start at multiples of 16 bytes. They multiply it in tiles of up to 128 rows.
+    """
 
     # Functions that compute on 16-bit operands as they are, summing in float32.
     takes_16_bits: tuple[str, ...] = ()
@@ -40,7 +47,7 @@ class ArrayOps(Ops):
 
     def __init__(self, xp: Any, dtype: Any, device: str) -> None:
         self.xp = xp
-        self.dtype = self.statistics = np.dtype(dtype)  # of activations; of gradients and sums
+        self.dtype = self.statistics = np.dtype(dtype)
         self.device = device
         # A NumPy float64 scalar would widen a float32 array (NEP 50): every scalar is cast by this.
         self.scalar = self.dtype.type
@@ -48,35 +55,43 @@ class ArrayOps(Ops):
 
     # Memory. `label` says what the bytes are for; only the shape implementation counts them.
 
+    @memory
     def empty(self, shape: Shape, dtype: Any = None, label: str = "stash") -> Array:
         """Return an uninitialised array."""
         return self.xp.empty(shape, self.dtype if dtype is None else dtype)
 
+    @memory
     def zeros(self, shape: Shape, dtype: Any = None, label: str = "stash") -> Array:
         """Return an array of zeros."""
         return self.xp.zeros(shape, self.dtype if dtype is None else dtype)
 
+    @memory
     def asarray(self, host: np.ndarray) -> Array:
         """Return a host array as an array of this device, same type (CPU: the same memory)."""
         return self.xp.asarray(host)
 
+    @memory
     def to_host(self, x: Array) -> np.ndarray:
         """Return x as a NumPy array (on the CPU: x itself)."""
         host: np.ndarray = x
         return host
 
+    @memory
     def numbers(self, xs: Sequence[Any]) -> list[float]:
         """Return the results of `sum` and `square_sum` as floats of the host, all in one copy."""
         return list(map(float, xs))
 
+    @memory
     def pinned(self, shape: Shape, dtype: Any) -> np.ndarray:
         """Return an uninitialised host array from which copies to the device run fastest."""
         return np.empty(shape, dtype)
 
+    @memory
     def to_pinned(self, x: Array) -> np.ndarray:
         """Return x in such a host array (on the CPU: x itself)."""
         return self.to_host(x)
 
+    @memory
     def row_counts(
         self, counts: Array, total: int, most: Shape = (), own: slice | None = None
     ) -> list[int]:
@@ -88,6 +103,7 @@ class ArrayOps(Ops):
         """
         return [int(count) for count in self.to_host(counts.reshape(-1))]
 
+    @memory
     def block_order(self, blocks: Sequence[Sequence[int]]) -> tuple[Array, Array]:
         """Return what sorts by column the rows of blocks that lie row by row, and what undoes it.
 
@@ -100,41 +116,50 @@ class ArrayOps(Ops):
             for start, size in zip(starts.T.flat, sizes.T.flat, strict=True)])
         return self.asarray(order), self.asarray(np.argsort(order))
 
+    @memory
     def synchronize(self) -> None:
         """Wait until everything queued on the device is done (on the CPU: nothing is queued)."""
 
+    @memory
     def instant(self) -> Any:
         """Return when all that is queued now is done: a mark on the device, or (CPU) the time."""
         return perf_counter_ns()
 
+    @memory
     def nanoseconds(self, instants: Sequence[Any]) -> list[int]:
         """Return instants as ns of the host's clock. Whoever asks has waited for the device."""
         return list(instants)
 
+    @shapes("x[..]+ value ->")
     def fill(self, x: Array, value: float) -> None:
         """Set every element of x to value."""
         x[...] = self.scalar(value)
 
+    @shapes("dst[..]+ src[..] ->")
     def copy(self, dst: Array, src: Array) -> None:
         """Copy src over dst; both have the same shape."""
         assert dst.shape == src.shape, (dst.shape, src.shape)
         dst[...] = src
 
+    @shapes("x[..]+ factor -> x")
     def scale(self, x: Array, factor: float) -> Array:
         """Multiply x by a number in place and return it."""
         x *= self.scalar(factor)
         return x
 
+    @shapes("x[..]+ y[..] -> x")
     def accumulate(self, x: Array, y: Array) -> Array:
         """Add y to x in place and return x; both have the same shape."""
         assert x.shape == y.shape, (x.shape, y.shape)
         x += y
         return x
 
+    @shapes("parts[P..] -> sum[..]")
     def add_parts(self, parts: Array) -> Array:
         """Return the sum of parts (P, ...) over its first dimension."""
         return parts.sum(axis=0)
 
+    @shapes("x[..] -> total:host")
     def sum(self, x: Array) -> Any:
         """Return the sum of x, accumulated in float64, for `numbers` to read.
 
@@ -142,10 +167,12 @@ class ArrayOps(Ops):
         """
         return float(x.sum(dtype=np.float64))
 
+    @shapes("x[..] -> total:host")
     def square_sum(self, x: Array) -> Any:
         """Return the sum of squares of x, accumulated in float64; see `sum`."""
         return float(self.xp.square(x.astype(np.float64)).sum())
 
+    @shapes("x[..] -> total:host")
     def checksum(self, x: Array) -> int:
         """Return a 64-bit number of the bits of x, another one if any single element differs.
 
@@ -182,19 +209,23 @@ class ArrayOps(Ops):
 
     # Products. Of y = x w, dx = dy w^T is `matmul_nt` and dw += x^T dy is `matmul_tn_add`.
 
+    @shapes("x[..K] w[KM] -> y[..M]")
     def matmul(self, x: Array, w: Array) -> Array:
         """Return x w: (..., K) times (K, M) gives (..., M)."""
         return (as_rows(x) @ w).reshape(*x.shape[:-1], w.shape[1])
 
+    @shapes("x[..M] w[KM] -> y[..K]")
     def matmul_nt(self, x: Array, w: Array) -> Array:
-        """Return x w^T: (..., M) and (K, M) give (..., K)."""
+        """Return x w^T."""
         return (as_rows(x) @ w.T).reshape(*x.shape[:-1], w.shape[0])
 
+    @shapes("x[..K] y[..M] out[KM]+ ->")
     def matmul_tn_add(self, x: Array, y: Array, out: Array) -> None:
-        """Add x^T y to out: (..., K) and (..., M) give (K, M); out may be a transposed view."""
+        """Add x^T y to out, which may be a transposed view."""
         assert out.shape == (x.shape[-1], y.shape[-1]), (out.shape, x.shape, y.shape)
         out += as_rows(x).T @ as_rows(y)
 
+    @shapes("x[..K] w[KM] b[M] residual[..M]? -> y[..M]")
     def matmul_bias(self, x: Array, w: Array, b: Array, residual: Array | None = None) -> Array:
         """Return x w + b (..., M), plus residual (..., M) if given."""
         y = self.matmul(x, w)
@@ -202,15 +233,18 @@ class ArrayOps(Ops):
             return self.bias_forward(y, b)
         return self.bias_residual_forward(y, b, residual)
 
+    @shapes("x[..K] w[KM] b[M] -> a[..M] h[..M]")
     def matmul_bias_gelu(self, x: Array, w: Array, b: Array) -> tuple[Array, Array]:
         """Return (GELU of h, h = x w + b), both (..., M)."""
         h = self.matmul(x, w)
         return self.bias_gelu_forward(h, b), h
 
+    @shapes("dy[..M] w[KM] h[..K] -> dh[..K]")
     def matmul_nt_gelu_backward(self, dy: Array, w: Array, h: Array) -> Array:
         """Return dh = (dy w^T) GELU'(h), (..., K)."""
         return self.gelu_backward_input(self.matmul_nt(dy, w), h)
 
+    @shapes("x[..K] y[..M] out[KM]+ sums[M]+ fresh ->")
     def matmul_tn_add_sums(
         self, x: Array, y: Array, out: Array, sums: Array, fresh: bool
     ) -> None:
@@ -221,33 +255,41 @@ class ArrayOps(Ops):
         self.matmul_tn_add(x, y, out)
         self.bias_backward_weight(y, sums)
 
+    @shapes("y[..M]+ b[M] -> y")
     def bias_forward(self, y: Array, b: Array) -> Array:
         """Add b (M,) to the freshly made y (..., M) in place and return y."""
         assert y.shape[-1:] == b.shape, (y.shape, b.shape)
         y += b
         return y
 
+    @shapes("y[..M]+ b[M] residual[..M] -> y")
     def bias_residual_forward(self, y: Array, b: Array, residual: Array) -> Array:
         """Add b (M,) and residual (..., M) to the freshly made y (..., M) in place and return y."""
         return self.accumulate(self.bias_forward(y, b), residual)
 
+    @shapes("dy[..M] db[M]+ ->")
     def bias_backward_weight(self, dy: Array, db: Array) -> None:
         """Add the sum of dy (..., M) over its leading dimensions to db (M,)."""
         assert dy.shape[-1:] == db.shape, (dy.shape, db.shape)
         db += self._column_sums(dy)
 
+    @shapes("x[..D] y[..D] -> dots[..]:sum")
     def row_dots(self, x: Array, y: Array) -> Array:
         """Return the sum of each row of x y, both (..., D)."""
         assert x.shape == y.shape, (x.shape, y.shape)
         return self._row_dots(x, y)
 
+    @shapes("x[..D]+ factors[..] -> x")
     def scale_rows(self, x: Array, factors: Array) -> Array:
         """Multiply each row of x (..., D) by its factor (...) in place and return x."""
         x *= factors[..., None]
         return x
 
-    # Experts: a product for each of them, over its own rows, which lie one behind the other.
+    # Experts: a product for each of E of them, over its own rows, which lie one behind the other.
+    # Of R rows in the order of their experts, counts says how many each expert has. Each of N
+    # tokens passes K experts.
 
+    @shapes("x[RK] w[EKM] counts -> y[RM]")
     def grouped_matmul(self, x: Array, w: Array, counts: Sequence[int]) -> Array:
         """Return x w[e] (R, M) of x (R, K) and w (E, K, M): expert e has the next counts[e] rows.
 
@@ -258,6 +300,7 @@ class ArrayOps(Ops):
             y[rows] = self.matmul(x[rows], w[expert])
         return y
 
+    @shapes("x[RM] w[EKM] counts -> y[RK]")
     def grouped_matmul_nt(self, x: Array, w: Array, counts: Sequence[int]) -> Array:
         """Return x w[e]^T (R, K) of x (R, M) and w (E, K, M), as `grouped_matmul`."""
         y = self.xp.empty((len(x), w.shape[1]), x.dtype)
@@ -265,6 +308,7 @@ class ArrayOps(Ops):
             y[rows] = self.matmul_nt(x[rows], w[expert])
         return y
 
+    @shapes("x[RK] y[RM] out[EKM]+ counts ->")
     def grouped_matmul_tn_add(
         self, x: Array, y: Array, out: Array, counts: Sequence[int]
     ) -> None:
@@ -272,18 +316,22 @@ class ArrayOps(Ops):
         for expert, rows in _groups(counts, x):
             self.matmul_tn_add(x[rows], y[rows], out[expert])
 
+    @shapes("x[ND] w[ED] -> logits[NE]:sum")
     def router_forward(self, x: Array, w: Array) -> Array:
         """Return the logits x w^T (N, E) of x (N, D) and w (E, D), in the type of sums."""
         return self.matmul_nt(x, w)
 
+    @shapes("dlogits[NE] w[ED] -> dx[ND]")
     def router_backward_input(self, dlogits: Array, w: Array) -> Array:
         """Return dx = dlogits w (N, D)."""
         return self.matmul(dlogits, w)
 
+    @shapes("dlogits[NE] x[ND] dw[ED]+ ->")
     def router_backward_weight(self, dlogits: Array, x: Array, dw: Array) -> None:
         """Add dlogits^T x to dw (E, D)."""
         self.matmul_tn_add(dlogits, x, dw)
 
+    @shapes("logits[NE] count=K bias[..E]? -> ids[NK]:int64 probs[NK]:sum")
     def choice_forward(
         self, logits: Array, count: int, bias: Array | None = None
     ) -> tuple[Array, Array]:
@@ -304,6 +352,7 @@ class ArrayOps(Ops):
         probs /= probs.sum(axis=-1, keepdims=True)
         return probs
 
+    @shapes("dprobs[NK] probs[NK] ids[NK] experts=E -> dlogits[NE]:sum")
     def choice_backward_input(
         self, dprobs: Array, probs: Array, ids: Array, experts: int
     ) -> Array:
@@ -313,6 +362,7 @@ class ArrayOps(Ops):
         dlogits[self.xp.arange(len(ids))[:, None], ids] = inner
         return dlogits
 
+    @shapes("ids[BM] experts=E -> loads[BE]:sum")
     def expert_loads(self, ids: Array, experts: int) -> Array:
         """Return how often each expert occurs in each row of ids (B, M): (B, E).
 
@@ -323,6 +373,7 @@ class ArrayOps(Ops):
         loads = self.xp.bincount(places.reshape(-1), minlength=width * len(ids))
         return self.xp.ascontiguousarray(loads.reshape(-1, width)[:, :experts], self.dtype)
 
+    @shapes("ids[NK] -> order[NK]:int64 tokens[NK]:int64 places[NK]:int64")
     def expert_order(self, ids: Array) -> ThreeArrays:
         """Return what sorts the choices of ids (N, K) by expert, then by token, all flat (N, K).
 
@@ -335,6 +386,7 @@ class ArrayOps(Ops):
         shape = ids.shape
         return order.reshape(shape), (order // shape[1]).reshape(shape), places.reshape(shape)
 
+    @shapes("rows[NKD] probs[NK]? -> y[ND]")
     def combine_rows(self, rows: Array, probs: Array | None = None) -> Array:
         """Return the sum (N, D) over the K rows of each token (N, K, D), in the order of choices.
 
@@ -345,6 +397,7 @@ class ArrayOps(Ops):
             y += rows[:, k] * (1 if probs is None else probs[:, k : k + 1])
         return y
 
+    @shapes("dlogits[BTE]+ logits[BTE] loads[BE] factor ->")
     def balance_backward_input(
         self, dlogits: Array, logits: Array, loads: Array, factor: float
     ) -> None:
@@ -359,6 +412,7 @@ class ArrayOps(Ops):
         inner *= self.scalar(factor)
         dlogits += inner
 
+    @shapes("loads[BE] excess[E]+ ->")
     def add_excess(self, loads: Array, excess: Array) -> None:
         """Add E times what each expert has more than the mean, a whole number, to excess (E,)."""
         total = loads.sum(axis=0)
@@ -368,12 +422,14 @@ class ArrayOps(Ops):
     # it is the result, and `out` says where it lies. x * x * x, never x**3: a power is computed
     # through logarithms, 70 times slower.
 
+    @shapes("x[..] -> y[..]")
     def gelu_forward(self, x: Array, out: Array | None = None) -> Array:
         """Return the tanh form of GELU of x: x / (1 + exp(-2 x (A + B x^2)))."""
         y = self.xp.multiply(x, x, out=out)
         self._one_plus_exp(self._minus_2u(y, x, out=y))
         return self.xp.divide(x, y, out=y)
 
+    @shapes("dy[..] x[..] -> dx[..]")
     def gelu_backward_input(self, dy: Array, x: Array, out: Array | None = None) -> Array:
         """Return dx = dy GELU'(x): with s = s(2u), that is s + s (1 - s) x 2u'.
 
@@ -407,12 +463,15 @@ class ArrayOps(Ops):
             self.xp.exp(z, out=z)
         z += 1.0
 
+    @shapes("x[..M]+ b[M] -> y[..M]")
     def bias_gelu_forward(self, x: Array, b: Array) -> Array:
         """Add b (M,) to the freshly made x (..., M) in place and return GELU of the sum."""
         return self.gelu_forward(self.bias_forward(x, b))
 
-    # SwiGLU: silu(g) = g s(g), with the logistic function s(g) = 1 / (1 + exp(-g)).
+    # SwiGLU: silu(g) = g s(g), with the logistic function s(g) = 1 / (1 + exp(-g)). Two of h are
+    # gate and up.
 
+    @shapes("h[..2F] -> y[..F]")
     def swiglu_forward(self, h: Array, out: Array | None = None) -> Array:
         """Return silu(gate) up (..., F) of h (..., 2, F), which is gate and up."""
         gate = h[..., 0, :]
@@ -421,6 +480,7 @@ class ArrayOps(Ops):
         self.xp.divide(gate, silu, out=silu)
         return self.xp.multiply(silu, h[..., 1, :], out=out)
 
+    @shapes("dy[..F] h[..2F] -> dh[..2F] y[..F]")
     def swiglu_backward_input(
         self, dy: Array, h: Array, out: Array | None = None
     ) -> tuple[Array, Array]:
@@ -446,6 +506,7 @@ class ArrayOps(Ops):
 
     # Norms over the last dimension. LayerNorm is RMSNorm of x - mean, plus b.
 
+    @shapes("x[..D] w[D] eps -> y[..D] rstd[..]:sum")
     def rmsnorm_forward(
         self, x: Array, w: Array, eps: float, out: Array | None = None
     ) -> tuple[Array, Array]:
@@ -459,6 +520,7 @@ class ArrayOps(Ops):
         y *= w
         return y, rstd
 
+    @shapes("dy[..D] x[..D] w[D] rstd[..] -> dx[..D]")
     def rmsnorm_backward_input(
         self, dy: Array, x: Array, w: Array, rstd: Array, out: Array | None = None
     ) -> Array:
@@ -471,16 +533,19 @@ class ArrayOps(Ops):
         dx *= rstd[..., None]
         return dx
 
+    @shapes("dy[..D] x[..D] w[D] rstd[..] residual[..D] -> dx[..D]")
     def rmsnorm_residual_backward_input(
         self, dy: Array, x: Array, w: Array, rstd: Array, residual: Array
     ) -> Array:
         """Return dx + residual, the gradient of what flows through the norm and around it."""
         return self.accumulate(self.rmsnorm_backward_input(dy, x, w, rstd), residual)
 
+    @shapes("dy[..D] x[..D] rstd[..] dw[D]+ ->")
     def rmsnorm_backward_weight(self, dy: Array, x: Array, rstd: Array, dw: Array) -> None:
         """Add the sum of dy xhat to dw (D,)."""
         dw += self._column_sums(dy * x, rstd)
 
+    @shapes("x[..D] w[D] b[D] eps -> y[..D] mean[..]:sum rstd[..]:sum")
     def layernorm_forward(
         self, x: Array, w: Array, b: Array, eps: float, out: Array | None = None
     ) -> ThreeArrays:
@@ -495,6 +560,7 @@ class ArrayOps(Ops):
         y += b
         return y, x[..., 0] + mean, rstd
 
+    @shapes("dy[..D] x[..D] w[D] mean[..] rstd[..] -> dx[..D]")
     def layernorm_backward_input(
         self, dy: Array, x: Array, w: Array, mean: Array, rstd: Array, out: Array | None = None
     ) -> Array:
@@ -504,12 +570,14 @@ class ArrayOps(Ops):
         c -= (self._row_sums(c) / self.scalar(x.shape[-1]))[..., None]
         return c
 
+    @shapes("dy[..D] x[..D] w[D] mean[..] rstd[..] residual[..D] -> dx[..D]")
     def layernorm_residual_backward_input(
         self, dy: Array, x: Array, w: Array, mean: Array, rstd: Array, residual: Array
     ) -> Array:
         """Return dx + residual, the gradient of what flows through the norm and around it."""
         return self.accumulate(self.layernorm_backward_input(dy, x, w, mean, rstd), residual)
 
+    @shapes("dy[..D] x[..D] mean[..] rstd[..] dw[D]+ db[D]+ ->")
     def layernorm_backward_weight(
         self, dy: Array, x: Array, mean: Array, rstd: Array, dw: Array, db: Array
     ) -> None:
@@ -519,8 +587,10 @@ class ArrayOps(Ops):
         dw += self._column_sums(part, rstd)
         db += self._column_sums(dy)
 
-    # Embeddings. A table shard holds the rows of the ids [start, start + rows).
+    # Embeddings. A table shard holds the rows of the ids [start, start + rows). In the lines P is
+    # the number of positions.
 
+    @shapes("ids[..] table[VD] start -> y[..D]")
     def embedding_forward(self, ids: Array, table: Array, start: int) -> Array:
         """Return table[ids - start] (..., D), zeros where an id belongs to another shard."""
         local, inside = self._local_rows(ids, start, table.shape[0])
@@ -530,6 +600,7 @@ class ArrayOps(Ops):
         y[~inside] = self.scalar(0.0)
         return y
 
+    @shapes("ids[..] dy[..D] dtable[VD]+ start ->")
     def embedding_backward_weight(self, ids: Array, dy: Array, dtable: Array, start: int) -> None:
         """Add each row of dy (..., D) to the row of dtable of its id, if this shard holds it."""
         local, inside = self._local_rows(ids, start, dtable.shape[0])
@@ -541,16 +612,19 @@ class ArrayOps(Ops):
         inside = (local >= 0) & (local < rows)
         return self.xp.where(inside, local, 0), inside
 
+    @shapes("x[BTD] positions[T] table[PD] -> y[BTD]")
     def position_forward(self, x: Array, positions: Array, table: Array) -> Array:
         """Return x (B, T, D) + table[positions]."""
         return x + table[positions]
 
+    @shapes("positions[T] dy[BTD] dtable[PD]+ ->")
     def position_backward_weight(self, positions: Array, dy: Array, dtable: Array) -> None:
         """Add the batch sum of dy (B, T, D) to the rows `positions` of dtable."""
         self.xp.add.at(dtable, positions, dy.sum(axis=0))
 
-    # Rotary positions.
+    # Rotary positions. In the lines h is d/2, and positions are (T,) or (B, T).
 
+    @shapes("x[BTHd]+ positions table[P2h] -> x")
     def rope_forward(self, x: Array, positions: Array, table: Array) -> Array:
         """Turn each head of x (B, T, H, d) in place by the angles of its position; return x.
 
@@ -561,6 +635,7 @@ class ArrayOps(Ops):
         self._rotate(x, table[positions, 0], table[positions, 1])
         return x
 
+    @shapes("dy[BTHd]+ positions table[P2h] -> dy")
     def rope_backward_input(self, dy: Array, positions: Array, table: Array) -> Array:
         """Turn dy in place by the angles of rope_forward backwards; return dy."""
         self._rotate(dy, table[positions, 0], -table[positions, 1])
@@ -576,7 +651,8 @@ class ArrayOps(Ops):
 
     # Causal attention. Arguments: q (B, Tq, H, d), k and v (B, Tk, Hkv, d), positions q_pos (Tq,)
     # and k_pos (Tk,). B rows of a batch, H heads of d elements. Query i sees key j if and only if
-    # k_pos[j] <= q_pos[i]. H is a multiple of Hkv: query head h uses key and value head h // (H /
+    # k_pos[j] <= q_pos[i]. In the lines Q is Tq, K is Tk and G is Hkv; what is saved may be a pair
+    # instead. H is a multiple of Hkv: query head h uses key and value head h // (H /
     # Hkv). A query that sees no key gives y = 0.
     #
     # There are two forms, which differ in what they keep between forward and backward.
@@ -603,6 +679,7 @@ class ArrayOps(Ops):
         """
         return self.xp.matmul(a, b, out=out)
 
+    @shapes("q[BQHd] k[BKGd] v[BKGd] q_pos[Q] k_pos[K] -> y[BQHd] saved[BHQK]")
     def attention_forward(
         self, q: Array, k: Array, v: Array, q_pos: Array, k_pos: Array
     ) -> tuple[Array, Any]:
@@ -611,6 +688,8 @@ class ArrayOps(Ops):
         probs = probs.astype(q.dtype, copy=False)
         return self._weighted(probs, v, q.dtype), probs
 
+    @shapes("dy[BQHd] q[BQHd] k[BKGd] v[BKGd] saved q_pos[Q] k_pos[K] out? -> "
+            "dq[BQHd] dk[BKGd] dv[BKGd]")
     def attention_backward_input(
         self, dy: Array, q: Array, k: Array, v: Array, saved: Any, q_pos: Array, k_pos: Array, *,
         out: ThreeArrays | None = None
@@ -624,6 +703,7 @@ class ArrayOps(Ops):
         dscores = self._softmax_backward(saved, self._dots(dy, v), factor)
         return self._gradients(dy, q, k, saved, dscores, results)
 
+    @shapes("q[BQHd] k[BKGd] v[BKGd] q_pos[Q] k_pos[K] -> y[BQHd]:sum stats[BHQ2]:sum")
     def attention_block_forward(
         self, q: Array, k: Array, v: Array, q_pos: Array, k_pos: Array
     ) -> tuple[Array, Array]:
@@ -632,6 +712,7 @@ class ArrayOps(Ops):
         probs, stats = self._normalised(scores)
         return self._weighted(probs.astype(q.dtype, copy=False), v, self.statistics), stats
 
+    @shapes("y[BQHd]+ stats[BHQ2]+ y2[BQHd] stats2[BHQ2] ->")
     def attention_merge(self, y: Array, stats: Array, y2: Array, stats2: Array) -> None:
         """Write attention over both sets of keys over y and stats, which are float32 or wider.
 
@@ -650,12 +731,15 @@ class ArrayOps(Ops):
         y += (other / filled(total)).transpose(0, 2, 1)[..., None] * y2
         stats[..., 0], stats[..., 1] = top, total
 
+    @shapes("dy[BQHd] y[BQHd] -> delta[BHQ]:sum")
     def attention_delta(self, dy: Array, y: Array) -> Array:
         """Return delta (B, H, Tq), the sum of dy y over a head; y of all keys."""
         assert dy.shape == y.shape, (dy.shape, y.shape)
         delta = (dy * y).sum(axis=-1, dtype=self.statistics)
         return self.xp.ascontiguousarray(delta.transpose(0, 2, 1))
 
+    @shapes("dy[BQHd] q[BQHd] k[BKGd] v[BKGd] stats[BHQ2] delta[BHQ] q_pos[Q] k_pos[K] -> "
+            "dq[BQHd]:sum dk[BKGd]:sum dv[BKGd]:sum")
     def attention_block_backward(
         self, dy: Array, q: Array, k: Array, v: Array, stats: Array, delta: Array, *, q_pos: Array,
         k_pos: Array
@@ -742,6 +826,7 @@ class ArrayOps(Ops):
     # and a sum of exp(logit - maximum) stay two numbers. Their log-sum-exp, one number, would round
     # the sum away beside a large maximum.
 
+    @shapes("logits[..V] targets[..] start num_valid -> stats[..3]:sum")
     def cross_entropy_forward(
         self, logits: Array, targets: Array, start: int, num_valid: int
     ) -> Array:
@@ -766,6 +851,7 @@ class ArrayOps(Ops):
         part = valid - top[:, None]
         return self._row_sums(self.xp.exp(part, out=part))
 
+    @shapes("stats[SN3] -> loss[N]:sum sums[N2]:sum")
     def cross_entropy_combine(self, stats: Array) -> tuple[Array, Array]:
         """Return (loss (N,), sums (N, 2)) from the stats of all shards (shards, N, 3).
 
@@ -777,6 +863,7 @@ class ArrayOps(Ops):
         loss = top - stats[..., 2].sum(axis=0) + self.xp.log(total)
         return loss, self.xp.stack([top, total], axis=-1)
 
+    @shapes("logits[..V]+ targets[..] sums[..2] start num_valid scale -> logits")
     def cross_entropy_backward_input(
         self, logits: Array, targets: Array, sums: Array, start: int, num_valid: int, scale: float
     ) -> Array:
@@ -798,6 +885,7 @@ class ArrayOps(Ops):
         self.xp.exp(valid, out=valid)
         valid *= self.scalar(scale) / sums[:, 1:]
 
+    @shapes("logits[..V] start num_valid count=K -> best[..K2]:float64")
     def top_forward(self, logits: Array, start: int, num_valid: int, count: int) -> Array:
         """Return (N, count, 2) float64: the largest logits and their global ids, best first.
 
@@ -826,6 +914,7 @@ class ArrayOps(Ops):
     # width of a square kernel. P and Q are the height and width of the result. C channels come
     # last, so that a product over channels reads neighbours.
 
+    @shapes("x[BHWC] kernel stride padding -> y[BPQK]")
     def unfold_forward(self, x: Array, kernel: int, stride: int, padding: int) -> Array:
         """Return the patch (k, k, C) under every place of the kernel: (B, P, Q, k*k*C) of x.
 
@@ -840,6 +929,7 @@ class ArrayOps(Ops):
             patches[:, :, :, i, j] = view
         return patches.reshape(batch, *sides, -1)
 
+    @shapes("dy[BPQK] shape=BHWC kernel stride padding -> dx[BHWC]")
     def unfold_backward_input(
         self, dy: Array, shape: Shape, kernel: int, stride: int, padding: int
     ) -> Array:
@@ -852,6 +942,7 @@ class ArrayOps(Ops):
         dx = dpadded[:, padding:padding + height, padding:padding + width]
         return self.xp.ascontiguousarray(dx)
 
+    @shapes("x[BHWC] width -> y[BPQC] places[BPQC]:int64")
     def maxpool_forward(self, x: Array, width: int) -> tuple[Array, Array]:
         """Return (y, places): the largest of each width x width tile of x (B, H, W, C), and where
         it is.
@@ -862,6 +953,7 @@ class ArrayOps(Ops):
         tiles = self.xp.stack(views)
         return tiles.max(axis=0), tiles.argmax(axis=0)
 
+    @shapes("dy[BPQC] places[BPQC] shape=BHWC width -> dx[BHWC]")
     def maxpool_backward_input(self, dy: Array, places: Array, shape: Shape, width: int) -> Array:
         """Return dx of x's shape: dy where the largest was (the first of equal ones), zero
         elsewhere.
@@ -872,10 +964,12 @@ class ArrayOps(Ops):
             view[...] = self.xp.where(places == place, dy, self.scalar(0.0))
         return dx
 
+    @shapes("x[BHWC] -> y[BC]")
     def meanpool_forward(self, x: Array) -> Array:
         """Return the mean over the places of x (B, H, W, C): (B, C)."""
         return x.mean(axis=(1, 2), dtype=np.float64).astype(x.dtype)
 
+    @shapes("dy[BC] shape=BHWC -> dx[BHWC]")
     def meanpool_backward_input(self, dy: Array, shape: Shape) -> Array:
         """Return dx of x's shape (B, H, W, C): an equal share of dy (B, C) for every place."""
         dx = self.empty(shape)
@@ -884,14 +978,17 @@ class ArrayOps(Ops):
 
     # Updates of flat buffers in place.
 
+    @shapes("data[..]+ grad[..] rate ->")
     def sign_step(self, data: Array, grad: Array, rate: float) -> None:
         """Subtract rate from data where grad is positive, and add it where grad is negative."""
         data -= self.scalar(rate) * self.xp.sign(grad)
 
+    @shapes("data[..]+ grad[..] lr ->")
     def sgd_step(self, data: Array, grad: Array, lr: float) -> None:
         """Subtract lr * grad from data."""
         data -= self.scalar(lr) * grad
 
+    @shapes("data[..]+ grad[..] m[..]+ v[..]+ lr beta1 beta2 eps weight_decay step copy[..]+? ->")
     def adamw_step(
         self, data: Array, grad: Array, m: Array, v: Array, *, lr: float, beta1: float,
         beta2: float, eps: float, weight_decay: float, step: int, copy: Array | None = None
@@ -919,6 +1016,8 @@ class ArrayOps(Ops):
         if copy is not None:
             self.copy(copy, data)
 
+    @shapes("data[..]+ grad[..] m[..]+ v[..]+ runs lr beta1 beta2 eps weight_decay step "
+            "copy[..]+? ->")
     def adamw_runs(
         self, data: Array, grad: Array, m: Array, v: Array, runs: Runs, *, lr: float, beta1: float,
         beta2: float, eps: float, weight_decay: float, step: int, copy: Array | None = None

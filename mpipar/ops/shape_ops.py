@@ -8,7 +8,6 @@ count as *scratch*, on request. The table of `functions` gives the shapes and ty
 import math
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
-from time import perf_counter_ns
 from typing import Any, TypeAlias
 
 import numpy as np
@@ -88,14 +87,6 @@ class ShapeOps(Ops):
         """Return a zero for each number."""
         return [0.0 for _ in xs]
 
-    def pinned(self, shape: Shape, dtype: Any) -> np.ndarray:
-        """Return an uninitialised host array."""
-        return np.empty(shape, dtype)
-
-    def to_pinned(self, x: Array) -> np.ndarray:
-        """Return a NumPy array of zeros in the shape of x."""
-        return self.to_host(x)
-
     def row_counts(
         self, counts: Array, total: int, most: Shape = (), own: slice | None = None
     ) -> list[int]:
@@ -116,16 +107,10 @@ class ShapeOps(Ops):
         rows = sum(map(sum, blocks))
         return self.empty((rows,), np.int64), self.empty((rows,), np.int64)
 
-    def synchronize(self) -> None:
-        """Do nothing."""
-
-    def instant(self) -> Any:
-        """Return the time."""
-        return perf_counter_ns()
-
-    def nanoseconds(self, instants: Sequence[Any]) -> list[int]:
-        """Return the instants as they are."""
-        return list(instants)
+    # These have to do with the host alone.
+    pinned, to_pinned = ArrayOps.pinned, ArrayOps.to_pinned
+    synchronize, instant, nanoseconds = (
+        ArrayOps.synchronize, ArrayOps.instant, ArrayOps.nanoseconds)
 
     # All functions that have no method here.
 

@@ -1,6 +1,6 @@
 """The lines that say the arguments, results and shapes of an array function, and how they are read.
 
-Three readers share the lines of `functions.Ops`. `numpy_ops` walks over blocks of rows that stay in
+Three readers share the lines of `array_ops`. `numpy_ops` walks over blocks of rows that stay in
 cache. `shape_ops` makes results of the right shape. `mixed_ops` rounds activations to 16 bits.
 
 A line reads "arguments -> results". `x[..K]` is an array: `..` stands for all leading dimensions
@@ -17,8 +17,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from functools import wraps
-from typing import Any, NamedTuple, TypeAlias, TypeVar, cast
+from typing import Any, NamedTuple, TypeAlias, TypeVar
 
 Array: TypeAlias = Any  # of NumPy or CuPy, or one of shapes only: they have no common type
 Shape: TypeAlias = tuple[int, ...]
@@ -130,19 +129,10 @@ def shape_of(dims: Iterable[str], sizes: Mapping[str, Any]) -> Shape:
 
 
 def shapes(text: str) -> Callable[[Method], Method]:
-    """Return the decorator that gives a function its line.
-
-    What it decorates needs no body: formulas replace it, or `_call` computes it from the line.
-    """
+    """Return the decorator that gives a function its line, in its attribute `function`."""
     def declare(declared: Method) -> Method:
-        function = Function.parse(declared.__name__, text)
-
-        @wraps(declared)
-        def method(self: Any, *arguments: Any, **named: Any) -> Any:
-            return self._call(function, arguments, named)
-
-        method.function = function  # type: ignore[attr-defined]
-        return cast(Method, method)
+        declared.function = Function.parse(declared.__name__, text)  # type: ignore[attr-defined]
+        return declared
 
     return declare
 

@@ -11,6 +11,7 @@ from mpipar.comm.group import Comm
 from mpipar.data.rows import Batch
 from mpipar.ops.functions import Ops
 from mpipar.ops.signature import Array
+from mpipar.partition.context_whole import whole_positions
 from mpipar.partition.contracts import Out, Saved
 from mpipar.partition.shares import rounded
 
@@ -37,8 +38,3 @@ def backward_input(
         dy, q, k, v, stats, ops.attention_delta(dy, y), q_pos=places, k_pos=places)
     for to, gradient in zip(out, gradients, strict=True):
         ops.copy(to, gradient)
-
-
-def whole_positions(batch: Batch) -> Array:
-    """The positions of all tokens of a row."""
-    return batch.positions if batch.all_positions is None else batch.all_positions

@@ -9,7 +9,6 @@ from mpipar.comm.group import Comm
 from mpipar.data.rows import Batch
 from mpipar.ops.functions import Ops
 from mpipar.ops.signature import Array
-from mpipar.partition.context_again import whole_positions
 from mpipar.partition.contracts import Out, Saved
 
 barriers: tuple[tuple[str, str, str, str], ...] = ()
@@ -30,3 +29,8 @@ def backward_input(
     """Write dq, dk, dv."""
     (q, k, v, probs), places = saved, whole_positions(batch)
     ops.attention_backward_input(dy, q, k, v, probs, places, places, out=out)
+
+
+def whole_positions(batch: Batch) -> Array:
+    """The positions of all tokens of a row."""
+    return batch.positions if batch.all_positions is None else batch.all_positions

@@ -13,19 +13,8 @@ from mpipar.ops.signature import Array
 from mpipar.partition import summa
 from mpipar.partition.contracts import Mesh, Product, Sizes
 
-
-def forward(
-    product: Product, ops: Ops, x: Array, w: Array, comm: Mesh, name: str, *, sizes: Sizes
-) -> Array:
-    """y (.., N/q) of x (.., K/q), each 1/(d q) of the rows. Comm: that of summa.forward."""
-    return summa.forward(product, ops, x, w, comm, name, sizes=sizes)
-
-
-def backward_input(
-    product: Product, ops: Ops, dy: Array, w: Array, comm: Mesh, name: str, *, sizes: Sizes
-) -> tuple[Array, Array]:
-    """dx (.., K/q) of dy (.., N/q). Comm: that of summa.backward_input."""
-    return summa.backward_input(product, ops, dy, w, comm, name, sizes=sizes)
+# Each grid runs them on its 1/d of the rows. Comm: that of summa.
+forward, backward_input = summa.forward, summa.backward_input
 
 
 def backward_weight(

@@ -144,9 +144,9 @@ class Engine:
             "SEND_F": (self._send, self.forward),
             "RECV_B": (self._receive, "I"),
             "SEND_B": (self._send, "I"),
-            "UNSHARD": (self._unshard, self.forward),
-            "RESHARD": (self._reshard, self.forward),
-            "REDUCE_GRAD": (self._reduce_grad, "sync"),
+            "UNSHARD": (lambda instr: self.weights.unshard(instr.stage), self.forward),
+            "RESHARD": (lambda instr: self.weights.reshard(instr.stage), self.forward),
+            "REDUCE_GRAD": (lambda instr: self.gradsync.start(instr.stage), "sync"),
         }
         for instr in program:
             action, phase = actions[instr.kind]
@@ -270,15 +270,6 @@ class Engine:
         self._forward(forward)
         with self.recorder.at("I", backward.stage, backward.mb):
             self._backward(backward)
-
-    def _unshard(self, instr: Instr) -> None:
-        self.weights.unshard(instr.stage)
-
-    def _reshard(self, instr: Instr) -> None:
-        self.weights.reshard(instr.stage)
-
-    def _reduce_grad(self, instr: Instr) -> None:
-        self.gradsync.start(instr.stage)
 
     def _begin(self, instr: Instr) -> Any:
         """Note which pass runs now; return the instant."""

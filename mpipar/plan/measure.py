@@ -18,7 +18,7 @@ from mpipar import data, models
 from mpipar import ops as ops_module
 from mpipar.comm.facts import gather_facts
 from mpipar.comm.grid import Grid
-from mpipar.comm.group import Comms
+from mpipar.comm.groups import Comms
 from mpipar.comm.hosts import cores_of, in_turns, quiet_barrier
 from mpipar.comm.record import Recorder
 from mpipar.comm.request import NAP_SECONDS

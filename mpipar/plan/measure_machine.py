@@ -16,7 +16,7 @@ from time import perf_counter
 
 from mpipar.comm.facts import broadcast_text, gather_facts
 from mpipar.comm.grid import Grid
-from mpipar.comm.group import Comms
+from mpipar.comm.groups import Comms
 from mpipar.comm.hosts import cores_of
 from mpipar.comm.record import Recorder
 from mpipar.config.layout import divisors

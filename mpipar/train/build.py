@@ -9,7 +9,7 @@ from typing import Any
 
 from mpipar import models
 from mpipar.comm.grid import Grid
-from mpipar.comm.group import Comms
+from mpipar.comm.groups import Comms
 from mpipar.comm.record import Recorder
 from mpipar.comm.request import Choices, Options
 from mpipar.config.grid import GridConfig

@@ -20,7 +20,8 @@ from typing import Any
 
 import numpy as np
 
-from mpipar.comm.group import Comms, Pending
+from mpipar.comm.group import Pending
+from mpipar.comm.groups import Comms
 from mpipar.comm.record import Recorder
 from mpipar.config.run import RunConfig
 from mpipar.layers.flat import FlatParams

@@ -23,7 +23,7 @@ import numpy as np
 import pytest
 from mpi4py import MPI
 
-from mpipar.comm import group
+from mpipar.comm import groups
 
 TEST_LIMIT = float(os.environ.get("MPIPAR_TEST_LIMIT", "100"))  # seconds for one test
 HARNESS = MPI.COMM_WORLD.Dup()  # for this file's own messages: they must not meet those of a test
@@ -31,7 +31,7 @@ NAME = f"rank {HARNESS.Get_rank()} of {HARNESS.Get_size()}"
 
 
 CORES: dict[tuple[int, ...], object] = {}
-cores_of = group.cores_of
+cores_of = groups.cores_of
 
 
 def known_cores(mpi_world):
@@ -46,7 +46,7 @@ def known_cores(mpi_world):
     return CORES[ranks]
 
 
-group.cores_of = known_cores
+groups.cores_of = known_cores
 
 
 def say(text: str) -> None:
@@ -103,6 +103,14 @@ def folder() -> Iterator[Path]:
     HARNESS.Barrier()
     if HARNESS.Get_rank() == 0:
         shutil.rmtree(path)
+
+
+@pytest.fixture
+def poisoned_memory(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Every newly allocated array, receive buffers included, is full of NaN."""
+    from small_model import poison_unwritten  # the harness is tested without it
+
+    poison_unwritten(monkeypatch)
 
 
 @pytest.hookimpl(wrapper=True)

@@ -18,7 +18,7 @@ from mpipar.config.run import RunConfig
 from mpipar.config.sections import Config
 from mpipar.config.train import TrainConfig
 from mpipar.console.memory import PeakMemory
-from mpipar.data.rows import Rows
+from mpipar.data import data_of
 from mpipar.ops.numpy_ops import NumpyOps
 from mpipar.plan.predict import predict
 from mpipar.train.verify import compare_with_one_rank, one_rank_tensors, serial_config, step_tensors
@@ -72,18 +72,28 @@ def poison_unwritten(monkeypatch) -> None:
     monkeypatch.setattr(NumpyOps, "empty", empty)
 
 
-def real_step(config):
+def worker_and_rows(config, *, spread=0.0, part=None, recorder=None, ops=None):
+    """This rank's Worker with its initial values, and what it trains on. Comm: makes the groups.
+
+    part: the random tokens by default. ops: on the CPU by default.
+    """
+    ops = ops or ops_module.make("cpu", config.run.dtype)
+    worker = Worker(config, Grid.of(config.grid, WORLD.rank), ops, recorder or Recorder(), WORLD)
+    worker.initialize(spread)
+    rows = data_of(config.model).Rows(
+        ops, tokens() if part is None else part, config, worker.grid)
+    return worker, rows
+
+
+def real_step(config, part=None):
     """One training step of this rank; returns its worker and recorder.
 
     Before each collective the ranks agree that they make the same call. Tests that compare numbers
     alone do without, as runs do: this agreement took a third of the time of a session of four.
     """
     config = replace(config, run=replace(config.run, check_comm=True))
-    ops = ops_module.make("cpu", config.run.dtype)
     recorder = Recorder(1 << 16)
-    worker = Worker(config, Grid.of(config.grid, WORLD.rank), ops, recorder, WORLD)
-    worker.initialize()
-    rows = Rows(ops, tokens(), config, worker.grid)
+    worker, rows = worker_and_rows(config, part=part, recorder=recorder)
     worker.train_step(1, lambda mb: rows.train(1, mb))
     worker.close()
     return worker, recorder
@@ -144,6 +154,41 @@ def assert_equals_one_rank(config: Config, part=None, expected=one_rank_tensors)
     count = np.array([len(bad)])
     WORLD.Bcast(count)
     assert not count[0], f"{config.grid}: {count[0]} tensors differ, e.g. {bad[:5]}"
+
+
+def assert_equals_known(config: Config) -> None:
+    """`assert_equals_one_rank`, whose tensors are kept; see `computed_once`."""
+    assert_equals_one_rank(config, expected=computed_once)
+
+
+def assert_records_predicted(config: Config, part=None):
+    """Take a step, which must leave the records of the shapes-only one, but for their times.
+
+    Return its worker, its recorder and the Prediction. Comm: a step's.
+    """
+    worker, recorder = real_step(config, part)
+    predicted = predict(config, WORLD.rank)
+    assert [one[3:] for one in recorder.records] == [
+        one[3:] for one in predicted.recorder.records]
+    return worker, recorder, predicted
+
+
+def plant(monkeypatch, owner, name, twin) -> None:
+    """Plant a bug: owner.name(...) becomes twin(plain, ...), where plain is what it was."""
+    plain = getattr(owner, name)
+    monkeypatch.setattr(
+        owner, name, lambda *given, **named: twin(plain, *given, **named))
+
+
+def called(value) -> str:
+    """The text of a parameter in a test's name: a function or class by its own name."""
+    return getattr(value, "__name__", str(value))
+
+
+def assert_caught(config: Config, expected=one_rank_tensors, match="tensors differ") -> None:
+    """Assert that the comparison with one rank fails. Comm: `assert_equals_one_rank`."""
+    with pytest.raises(AssertionError, match=match):
+        assert_equals_one_rank(config, expected=expected)
 
 
 def slow_unless(chosen, cases):

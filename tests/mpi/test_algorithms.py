@@ -5,18 +5,10 @@ from dataclasses import replace
 
 import numpy as np
 import pytest
-from small_model import (
-    MODEL,
-    WORLD,
-    assert_equals_one_rank,
-    computed_once,
-    poison_unwritten,
-    small_config,
-    with_sync_sends,
-)
+from small_model import MODEL, WORLD, assert_equals_known, small_config, with_sync_sends
 
 from mpipar import ops as ops_module
-from mpipar.comm import group
+from mpipar.comm import groups
 from mpipar.comm.algorithms import KINDS, shared
 from mpipar.comm.algorithms.auto import SIZES, WAYS, Auto
 from mpipar.comm.algorithms.ring import Ring
@@ -24,7 +16,7 @@ from mpipar.comm.algorithms.shared import Marks
 from mpipar.comm.algorithms.steps import add
 from mpipar.comm.algorithms.window import SMALL, TILE, Window
 from mpipar.comm.grid import Grid
-from mpipar.comm.group import Comms
+from mpipar.comm.groups import Comms
 from mpipar.comm.levels import Levels, near_and_far
 from mpipar.comm.record import Recorder
 from mpipar.comm.request import Done, Options
@@ -32,7 +24,7 @@ from mpipar.config.memory import MemoryConfig
 from mpipar.config.run import SUMS
 from mpipar.errors import EnvironmentProblem, HangError
 
-pytestmark = pytest.mark.ranks(2, 3, 4)
+pytestmark = [pytest.mark.ranks(2, 3, 4), pytest.mark.usefixtures("poisoned_memory")]
 RANKS, HERE = WORLD.size, WORLD.rank
 NAMES = [name for name in SUMS if name != "auto"]
 # One element, fewer than ranks, odd ones, and more than a small array and a tile of the window.
@@ -43,16 +35,10 @@ everyone = pytest.mark.parametrize("name", [
     pytest.param(name, marks=() if name in QUICK else pytest.mark.slow) for name in NAMES])
 
 
-@pytest.fixture(autouse=True)
-def poisoned_memory(monkeypatch):
-    """Every newly allocated array, receive buffers included, is full of NaN."""
-    poison_unwritten(monkeypatch)
-
-
 @pytest.fixture
 def two_hosts(monkeypatch):
     """Let pairs of ranks count as hosts."""
-    monkeypatch.setattr(group, "hosts_of", lambda world: [
+    monkeypatch.setattr(groups, "hosts_of", lambda world: [
         place // 2 * 2 for place in range(world.size)])
 
 
@@ -296,10 +282,10 @@ LAYOUTS = {2: [((2, 1, 1), 1, 0), ((1, 1, 2), 1, 0), ((2, 1, 1), 1, 1), ((2, 1, 
     for place, case in enumerate(LAYOUTS.get(RANKS, []))])
 def test_training_equals_one_rank(name, layout, cp, zero):
     config = config_for(name, layout, cp, MemoryConfig(zero=zero))
-    assert_equals_one_rank(with_sync_sends(config), expected=computed_once)
+    assert_equals_known(with_sync_sends(config))
 
 
 @pytest.mark.ranks(4)
 @pytest.mark.parametrize("name", ["levels", "window"])
 def test_training_over_two_hosts_equals_one_rank(name, two_hosts):
-    assert_equals_one_rank(config_for(name, (4, 1, 1)), expected=computed_once)
+    assert_equals_known(config_for(name, (4, 1, 1)))

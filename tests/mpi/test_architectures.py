@@ -7,9 +7,11 @@ import pytest
 from small_model import (
     LAYOUTS,
     WORLD,
-    assert_equals_one_rank,
-    computed_once,
-    poison_unwritten,
+    assert_caught,
+    assert_equals_known,
+    assert_records_predicted,
+    called,
+    plant,
     real_step,
     slow_unless,
     small_config,
@@ -20,9 +22,8 @@ from test_mixed import worker_of
 from mpipar.comm.group import Comm
 from mpipar.config.memory import MemoryConfig
 from mpipar.config.model import model_config
+from mpipar.layers.attention import Rotation
 from mpipar.layers.param import Param
-from mpipar.layers.rotation import Rotation
-from mpipar.plan.predict import predict
 from mpipar.train.replicas import Replicas
 
 # 8 heads of width 6, which is not D / H; ffn 31 and 29 tokens in the vocabulary are padded.
@@ -39,7 +40,7 @@ HERE = LAYOUTS[WORLD.size]
 WIDE = {1: (1, 1, 1), 2: (1, 1, 2), 4: (1, 1, 4), 8: (2, 1, 4)}.get(WORLD.size)
 # Ranks: (dp, pp, tp), cp.
 CP = {2: ((1, 1, 1), 2), 4: ((1, 1, 2), 2), 8: ((1, 1, 4), 2)}.get(WORLD.size)
-pytestmark = pytest.mark.ranks(1, 2, 4, 8)
+pytestmark = [pytest.mark.ranks(1, 2, 4, 8), pytest.mark.usefixtures("poisoned_memory")]
 
 
 def config_for(name, layout, num_microbatches=2, values=(), **grid):
@@ -47,28 +48,22 @@ def config_for(name, layout, num_microbatches=2, values=(), **grid):
     return small_config(layout, num_microbatches, model=model, rows_per_mb=4, **grid)
 
 
-@pytest.fixture
-def poisoned_memory(monkeypatch):
-    """Every newly allocated array, receive buffers included, is full of NaN."""
-    poison_unwritten(monkeypatch)
-
-
 def assert_equal(config):
-    assert_equals_one_rank(with_sync_sends(config), expected=computed_once)
+    assert_equals_known(with_sync_sends(config))
 
 
 @pytest.mark.parametrize(("layout", "name"), slow_unless(
     lambda layout, name: name == "llama",
     [*((layout, "llama") for layout in HERE), *((HERE[-1], name) for name in MODELS
                                                 if name != "llama")]), ids=str)
-def test_layout_equals_one_rank(poisoned_memory, layout, name):
+def test_layout_equals_one_rank(layout, name):
     assert_equal(config_for(name, layout))
 
 
 @pytest.mark.parametrize(("name", "tp_matmul"), slow_unless(
     lambda name, tp_matmul: (name, tp_matmul) == ("tied", "ring"),
     itertools.product(MODELS, ("plain", "ring"))), ids=str)
-def test_sequence_parallel_equals_one_rank(poisoned_memory, name, tp_matmul):
+def test_sequence_parallel_equals_one_rank(name, tp_matmul):
     held = {"sequence_parallel": True, "tp_matmul": tp_matmul, "seq_len": 13}
     assert_equal(config_for(name, WIDE, values=held))
 
@@ -89,7 +84,7 @@ def test_copies_of_shared_heads_stay_equal(tp_matmul):
     lambda name, method: (name, method) == ("qwen2", "ring"),
     itertools.product(MODELS, ("ring", "gather", "ulysses"))), ids=str)
 @pytest.mark.ranks(2, 4, 8)
-def test_context_parallel_equals_one_rank(poisoned_memory, name, method):
+def test_context_parallel_equals_one_rank(name, method):
     layout, cp = CP
     kv_heads = MODELS[name].get("kv_heads", 8)
     if method == "ulysses" and max(1, kv_heads // layout[2]) % cp:
@@ -98,7 +93,7 @@ def test_context_parallel_equals_one_rank(poisoned_memory, name, method):
 
 
 @pytest.mark.parametrize("recompute", ["block", pytest.param("attention", marks=pytest.mark.slow)])
-def test_recomputation_equals_one_rank(poisoned_memory, recompute):
+def test_recomputation_equals_one_rank(recompute):
     config = config_for("tied", HERE[-1], values={"sequence_parallel": HERE[-1][2] > 1})
     assert_equal(replace(config, memory=MemoryConfig(recompute)))
 
@@ -107,13 +102,13 @@ def test_recomputation_equals_one_rank(poisoned_memory, recompute):
     lambda name, zero: (name, zero) == ("tied", 3),
     itertools.product(("llama", "tied"), (1, 3))), ids=str)
 @pytest.mark.ranks(2, 4)
-def test_shared_state_equals_one_rank(poisoned_memory, name, zero):
+def test_shared_state_equals_one_rank(name, zero):
     layout = {2: (2, 1, 1), 4: (2, 1, 2)}[WORLD.size]
     assert_equal(replace(config_for(name, layout), memory=MemoryConfig(zero=zero)))
 
 
 @pytest.mark.ranks(2, 4, 8)
-def test_a_v_placement_equals_one_rank(poisoned_memory):
+def test_a_v_placement_equals_one_rank():
     layout = {2: (1, 2, 1), 4: (1, 2, 2), 8: (1, 2, 4)}[WORLD.size]
     assert_equal(config_for("qwen2", layout, 4, schedule="zb-v"))
 
@@ -128,45 +123,30 @@ def test_other_types_train(dtype):
 
 @pytest.mark.parametrize("name", ["llama", "tied"])
 def test_shapes_only_run_predicts_every_record(name):
-    config = config_for(name, WIDE)
-    _, recorder = real_step(config)
-    shown = [[(one.operation, one.name, one.axis, one.peer, one.tag, one.payload_bytes,
-               one.wire_bytes, one.phase, one.mb, one.site, one.cut) for one in records]
-             for records in (recorder.records, predict(config, WORLD.rank).recorder.records)]
-    assert shown[0] == shown[1]
+    assert_records_predicted(config_for(name, WIDE))
 
 
-def assert_caught(config):
-    with pytest.raises(AssertionError, match="tensors differ"):
-        assert_equals_one_rank(config)
+def replicas_without_their_sum(plain, self, x, name, op="sum"):
+    return x if self.axis == "kv" else plain(self, x, name, op)
 
 
-@pytest.mark.ranks(2)
-def test_replicas_without_their_sum_are_seen(monkeypatch):
-    plain = Comm.all_reduce
-    monkeypatch.setattr(
-        Comm, "all_reduce",
-        lambda self, x, name, op="sum": x if self.axis == "kv" else plain(self, x, name, op))
-    assert_caught(config_for("tied", WIDE))
+def replicas_that_count_twice(plain, self, *arguments, **named):
+    plain(self, *arguments, **named)
+    self.owner = self.owner or bool(self.placement)
 
 
-@pytest.mark.ranks(2)
-def test_replicas_that_count_twice_are_seen(monkeypatch):
-    plain = Param.__init__
-
-    def owned(self, *arguments, **named):
-        plain(self, *arguments, **named)
-        self.owner = self.owner or bool(self.placement)
-
-    monkeypatch.setattr(Param, "__init__", owned)
-    assert_caught(config_for("tied", WIDE))
-
-
-@pytest.mark.ranks(2)
-def test_positions_of_a_rank_s_own_tokens_are_seen(monkeypatch):
+def positions_of_a_rank_s_own_tokens(plain, self, x, positions):
     """Counted from the first token that the rank holds, not from the start of the row."""
-    for name in ("forward", "backward"):
-        plain = getattr(Rotation, name)
-        monkeypatch.setattr(Rotation, name, lambda self, x, positions, plain=plain: plain(
-            self, x, positions - positions[0]))
-    assert_caught(config_for("llama", CP[0], cp=CP[1], cp_attention="ulysses"))
+    plain(self, x, positions - positions[0])
+
+
+@pytest.mark.ranks(2)
+@pytest.mark.parametrize(("owner", "names", "twin"), [
+    (Comm, ["all_reduce"], replicas_without_their_sum),
+    (Param, ["__init__"], replicas_that_count_twice),
+    (Rotation, ["forward", "backward"], positions_of_a_rank_s_own_tokens)], ids=called)
+def test_a_planted_bug_is_seen(monkeypatch, owner, names, twin):
+    for name in names:
+        plant(monkeypatch, owner, name, twin)
+    assert_caught(config_for("llama", CP[0], cp=CP[1], cp_attention="ulysses")
+                  if owner is Rotation else config_for("tied", WIDE))

@@ -4,7 +4,6 @@ Its barriers equal formulas, and the comparison finds planted bugs.
 """
 
 from dataclasses import replace
-from operator import attrgetter
 
 import numpy as np
 import pytest
@@ -12,7 +11,9 @@ from small_model import (
     LAYOUTS,
     WORLD,
     assert_equals_one_rank,
-    poison_unwritten,
+    assert_records_predicted,
+    called,
+    plant,
     small_config,
     with_sync_sends,
 )
@@ -29,7 +30,6 @@ from mpipar.layers.conv import PatchProduct
 from mpipar.layers.linear import Linear
 from mpipar.models.convnet import Stem
 from mpipar.plan import formulas
-from mpipar.plan.predict import predict
 from mpipar.train.worker import Worker
 
 # Neither 2 nor 3 divides the channels. Images are 7 x 9 with 2 channels, 3 x 4 behind the stem;
@@ -37,6 +37,7 @@ from mpipar.train.worker import Worker
 MODEL = ConvnetConfig(layers=5, channels=5, ffn=11, classes=7, image_shape=(7, 9, 2))
 CUTS = ("pair", "gather", "reduce")
 HERE = LAYOUTS[WORLD.size]
+pytestmark = pytest.mark.usefixtures("poisoned_memory")
 
 
 def images():
@@ -54,29 +55,16 @@ def assert_equal(config):
     assert_equals_one_rank(config, images())
 
 
-def real_step(config):
-    """One step of this rank: its records."""
-    ops, recorder = ops_module.make("cpu", "float64"), Recorder()
-    worker = Worker(config, Grid.of(config.grid, WORLD.rank), ops, recorder, WORLD)
-    worker.initialize()
-    rows = Rows(ops, images(), config, worker.grid)
-    worker.train_step(1, lambda mb: rows.train(1, mb))
-    worker.close()
-    return recorder.records
-
-
 @pytest.mark.parametrize(("schedule", "num_microbatches"), [
     ("gpipe", 2), ("1f1b", 1), ("1f1b", 5)])
 @pytest.mark.parametrize("layout", HERE, ids=str)
-def test_layout_equals_one_rank(monkeypatch, layout, schedule, num_microbatches):
-    poison_unwritten(monkeypatch)
+def test_layout_equals_one_rank(layout, schedule, num_microbatches):
     assert_equal(convnet(layout, num_microbatches, schedule=schedule))
 
 
 @pytest.mark.parametrize("layout", HERE, ids=str)
 @pytest.mark.parametrize("ffn_cut", CUTS)
-def test_every_cut_equals_one_rank(monkeypatch, layout, ffn_cut):
-    poison_unwritten(monkeypatch)
+def test_every_cut_equals_one_rank(layout, ffn_cut):
     assert_equal(with_sync_sends(convnet(layout, 2, ffn_cut)))
 
 
@@ -90,15 +78,13 @@ def test_rmsnorm_equals_one_rank(layout):
 @pytest.mark.parametrize("memory", [MemoryConfig(zero=1),
                                     MemoryConfig(zero=3, zero_grads="sharded")],
                          ids=["zero-1", "zero-3"])
-def test_zero_equals_one_rank(monkeypatch, memory):
-    poison_unwritten(monkeypatch)
+def test_zero_equals_one_rank(memory):
     assert_equal(replace(convnet((2, 1, WORLD.size // 2)), memory=memory))
 
 
 @pytest.mark.ranks(4, 8)
 @pytest.mark.parametrize("ffn_cut", CUTS)
-def test_fewer_channels_than_ranks_equal_one_rank(monkeypatch, ffn_cut):
-    poison_unwritten(monkeypatch)
+def test_fewer_channels_than_ranks_equal_one_rank(ffn_cut):
     config = convnet((1, 1, WORLD.size), 1, ffn_cut)
     assert_equal(replace(config, model=replace(config.model, layers=1, channels=3, ffn=2)))
 
@@ -113,11 +99,7 @@ def test_other_schedules_equal_one_rank(schedule):
 @pytest.mark.parametrize("ffn_cut", CUTS)
 def test_records_are_those_predicted_and_follow_the_formulas(layout, ffn_cut):
     config = convnet(layout, 2, ffn_cut)
-    what = attrgetter("operation", "name", "phase", "payload_bytes", "site", "cut")
-    real = real_step(config)
-    predicted = predict(config, WORLD.rank).recorder.records
-    assert list(map(what, real)) == list(map(what, predicted))
-    q = config.grid.tp
+    real, q = assert_records_predicted(config, images())[1].records, config.grid.tp
     for record in real:
         found = formulas.payload(record, config, q)
         if found is not None:
@@ -158,73 +140,54 @@ def test_accuracy_is_that_of_one_rank(layout):
 
 # Planted bugs.
 
-def assert_caught(config):
-    with pytest.raises(AssertionError, match="tensors differ"):
-        assert_equal(config)
 
-
-@pytest.mark.ranks(2)
-@pytest.mark.parametrize("case", ["up", "down", "head"])
-def test_a_dropped_barrier_is_caught(monkeypatch, case):
-    name = {"up": "block1.up", "down": "block1.down", "head": "head"}[case]
-    plain = Comm.all_reduce
-
-    def all_reduce(self, x, barrier, op="sum"):
+def without(name):
+    """What leaves out the sum of this barrier."""
+    def barrier_dropped(plain, self, x, barrier, op="sum"):
         return x if barrier == name else plain(self, x, barrier, op)
 
-    monkeypatch.setattr(Comm, "all_reduce", all_reduce)
-    assert_caught(convnet((1, 1, 2)))
+    return barrier_dropped
 
 
-@pytest.mark.ranks(2)
-@pytest.mark.parametrize("ffn_cut", ["gather", "reduce"])
-def test_channels_collected_in_the_wrong_order_are_caught(monkeypatch, ffn_cut):
-    plain = Comm.all_gather
-
-    def all_gather(self, x, barrier):
-        y = plain(self, x, barrier)
-        return y[::-1] if barrier == "block0.down" else y
-
-    monkeypatch.setattr(Comm, "all_gather", all_gather)
-    assert_caught(convnet((1, 1, 2), ffn_cut=ffn_cut))
+def collected_in_the_wrong_order(plain, self, x, barrier):
+    y = plain(self, x, barrier)
+    return y[::-1] if barrier == "block0.down" else y
 
 
-@pytest.mark.ranks(2)
-def test_a_skipped_weight_gradient_is_caught(monkeypatch):
-    def backward_weight(self, stash):
+def weight_gradient_skipped(plain, self, stash):
+    if self.comm.index and self.name == "block2.down":
         stash.pop((self.name, "x"))
         stash.pop((self.name, "dy"))
-
-    plain = Linear.backward_weight
-    monkeypatch.setattr(
-        Linear, "backward_weight",
-        lambda self, stash: (backward_weight if self.comm.index and self.name == "block2.down"
-                             else plain)(self, stash))
-    assert_caught(convnet((1, 1, 2)))
-
-
-@pytest.mark.ranks(2)
-def test_a_window_that_slides_wrongly_on_one_rank_is_caught(monkeypatch):
-    plain = PatchProduct.matmul_nt
-
-    def backward_input(self, dy, w):
-        dx = plain(self, dy, w)
-        if WORLD.rank == 1 and self.name == "block3.down":
-            dx[:, 0] = 0
-        return dx
-
-    monkeypatch.setattr(PatchProduct, "matmul_nt", backward_input)
-    assert_caught(convnet((1, 2, 1)))
-
-
-@pytest.mark.ranks(2)
-def test_a_stem_bias_without_its_gradient_on_one_copy_is_caught(monkeypatch):
-    plain = Stem.backward_weight
-
-    def backward_weight(self, stash):
+    else:
         plain(self, stash)
-        if WORLD.rank == 1:
-            self.conv.b.grad[...] = 0
 
-    monkeypatch.setattr(Stem, "backward_weight", backward_weight)
-    assert_caught(convnet((2, 1, 1)))
+
+def window_that_slides_wrongly_on_one_rank(plain, self, dy, w):
+    dx = plain(self, dy, w)
+    if WORLD.rank == 1 and self.name == "block3.down":
+        dx[:, 0] = 0
+    return dx
+
+
+def stem_bias_without_its_gradient_on_one_copy(plain, self, stash):
+    plain(self, stash)
+    if WORLD.rank == 1:
+        self.conv.b.grad[...] = 0
+
+
+TP = (1, 1, 2)
+
+
+@pytest.mark.ranks(2)
+@pytest.mark.parametrize(("owner", "name", "twin", "layout", "ffn_cut"), [
+    *((Comm, "all_reduce", without(barrier), TP, "pair")
+      for barrier in ("block1.up", "block1.down", "head")),
+    *((Comm, "all_gather", collected_in_the_wrong_order, TP, cut) for cut in ("gather", "reduce")),
+    (Linear, "backward_weight", weight_gradient_skipped, TP, "pair"),
+    (PatchProduct, "matmul_nt", window_that_slides_wrongly_on_one_rank, (1, 2, 1), "pair"),
+    (Stem, "backward_weight", stem_bias_without_its_gradient_on_one_copy, (2, 1, 1), "pair")],
+    ids=called)
+def test_a_planted_bug_is_seen(monkeypatch, owner, name, twin, layout, ffn_cut):
+    plant(monkeypatch, owner, name, twin)
+    with pytest.raises(AssertionError, match="tensors differ"):
+        assert_equal(convnet(layout, ffn_cut=ffn_cut))

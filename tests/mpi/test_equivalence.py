@@ -12,26 +12,15 @@ from small_model import (
     LAYOUTS,
     MODEL,
     WORLD,
-    assert_equals_one_rank,
-    computed_once,
-    poison_unwritten,
+    assert_equals_known,
     slow_unless,
     small_config,
     with_sync_sends,
 )
 
 HERE = LAYOUTS[WORLD.size]
+pytestmark = pytest.mark.usefixtures("poisoned_memory")
 SIMPLE = {"naive": 1, "gpipe": 2, "1f1b": 5}  # each with its number of microbatches by default
-
-
-@pytest.fixture(autouse=True)
-def poisoned_memory(monkeypatch):
-    """Every newly allocated array, receive buffers included, is full of NaN."""
-    poison_unwritten(monkeypatch)
-
-
-def assert_equals_known(config):
-    assert_equals_one_rank(config, expected=computed_once)
 
 
 @pytest.mark.parametrize(("layout", "schedule", "num_microbatches"), slow_unless(

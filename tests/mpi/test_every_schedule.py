@@ -11,8 +11,7 @@ import pytest
 from small_model import (
     MODEL,
     WORLD,
-    assert_equals_one_rank,
-    computed_once,
+    assert_equals_known,
     real_step,
     slow_unless,
     small_config,
@@ -68,13 +67,13 @@ of_every_schedule = pytest.mark.parametrize(("name", "layout", "num_microbatches
 def test_schedule_equals_one_rank(name, layout, num_microbatches):
     """By default with a full pipeline, and with one microbatch where there is nothing else."""
     config = with_sync_sends(config_for(name, layout, num_microbatches))
-    assert_equals_one_rank(config, expected=computed_once)
+    assert_equals_known(config)
 
 
 @of_each_placement
 def test_schedule_equals_one_rank_untied(name, layout, num_microbatches):
     config = config_for(name, layout, num_microbatches, tied=False)
-    assert_equals_one_rank(config, expected=computed_once)
+    assert_equals_known(config)
 
 
 one_step = functools.cache(real_step)  # the same for every test that looks at it

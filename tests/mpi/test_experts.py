@@ -7,9 +7,10 @@ import pytest
 from small_model import (
     MODEL,
     WORLD,
+    assert_equals_known,
     assert_equals_one_rank,
-    computed_once,
-    poison_unwritten,
+    assert_records_predicted,
+    real_step,
     slow_unless,
     small_config,
     tokens,
@@ -20,6 +21,7 @@ from small_model import (
 from mpipar import ops as ops_module
 from mpipar.comm.grid import Grid
 from mpipar.config.memory import MemoryConfig
+from mpipar.data.routing import ROUTINGS, shares
 from mpipar.data.rows import Rows
 from mpipar.layers.param import Param
 from mpipar.ops.numpy_ops import NumpyOps
@@ -37,12 +39,7 @@ LAYOUTS = {  # number of ranks: ((dp, pp, tp), cp, ep)
     8: [((4, 1, 2), 1, 2), ((2, 2, 1), 2, 4), ((2, 2, 2), 1, 2)],
 }
 HERE = LAYOUTS.get(WORLD.size, [])
-
-
-@pytest.fixture(autouse=True)
-def poisoned_memory(monkeypatch):
-    """Every newly allocated array, receive buffers included, is full of NaN."""
-    poison_unwritten(monkeypatch)
+pytestmark = pytest.mark.usefixtures("poisoned_memory")
 
 
 def expert_config(layout, num_microbatches=2, model=EXPERTS, **grid):
@@ -64,14 +61,14 @@ def product_of(layouts, changes, chosen):
     HERE, ("none", "loss", "bias"), lambda place, name: name == "loss" and place < 4), ids=str)
 def test_experts_equal_one_rank(layout, balance):
     model = replace(EXPERTS, router_balance=balance)
-    assert_equals_one_rank(expert_config(layout, model=model), expected=computed_once)
+    assert_equals_known(expert_config(layout, model=model))
 
 
 @pytest.mark.parametrize(("layout", "dispatch"), product_of(
     HERE, ("all-gather",), lambda place, _: place < 2), ids=str)
 def test_gathered_rows_equal_one_rank(layout, dispatch):
     config = expert_config(layout, expert_dispatch=dispatch)
-    assert_equals_one_rank(config, expected=computed_once)
+    assert_equals_known(config)
 
 
 GATED = {"arch": "llama", "activation": "swiglu", "norm": "rms", "bias": "none"}
@@ -96,7 +93,7 @@ def test_another_model_equals_one_rank(layout, change):
 @pytest.mark.parametrize("layout", [one for one in HERE if one[0][2] == 1 < one[1]], ids=str)
 def test_exchanged_heads_equal_one_rank(layout):
     config = expert_config(layout, cp_attention="ulysses", rank_order="tp,cp,dp,pp")
-    assert_equals_one_rank(config, expected=computed_once)
+    assert_equals_known(config)
 
 
 # The number of microbatches of each; a bidirectional one holds every expert twice.
@@ -109,7 +106,7 @@ SCHEDULES = {"dualpipe": 4, "zb-h1": 4, "zb-v": 4, "interleaved": 4, "naive": 1,
 def test_schedules_equal_one_rank(layout, schedule):
     model = replace(EXPERTS, layers=4, router_balance="bias" if schedule == "dualpipe" else "loss")
     config = expert_config(layout, SCHEDULES[schedule], model=model, schedule=schedule)
-    assert_equals_one_rank(with_sync_sends(config), expected=computed_once)
+    assert_equals_known(with_sync_sends(config))
 
 
 MEMORY = {
@@ -126,7 +123,7 @@ def test_less_memory_equals_one_rank(layout, memory):
     model = replace(EXPERTS, router_balance="bias" if memory == "pieces" else "loss")
     config = expert_config(layout, model=model)
     config = replace(config, memory=MemoryConfig(**MEMORY[memory]))
-    assert_equals_one_rank(config, expected=computed_once)
+    assert_equals_known(config)
 
 
 @pytest.mark.parametrize(("layout", "zero"), product_of(
@@ -291,3 +288,47 @@ def test_ranks_that_exchange_rows_are_measured_at_the_same_time(layout, monkeypa
     assert sorted(groups) == sorted([*range(num_groups)] * cores_each)
     for name in ("expert", "tp", "cp"):
         assert {groups[rank] for rank in grid.group(name)} == {group}, name
+
+
+# --- --routing: every layout chooses the same experts, and shapes foresee balanced choices
+
+ROUTED = {2: HERE[1::-1], 4: HERE[:3]}.get(WORLD.size, [])
+
+
+def routed(layout, routing, **changes):
+    """The configuration of a layout with a forced routing."""
+    return expert_config(layout, model=replace(EXPERTS, routing=routing), **changes)
+
+
+@pytest.mark.parametrize(("layout", "routing"), slow_unless(
+    lambda layout, routing: layout == ROUTED[0] and routing == "zipf",
+    [(layout, name) for layout in ROUTED for name in ("zipf", "one-hot", "uniform")]), ids=str)
+def test_forced_experts_equal_one_rank(layout, routing):
+    assert_equals_one_rank(routed(layout, routing))
+
+
+@pytest.mark.parametrize(("layout", "dispatch"), slow_unless(
+    lambda layout, dispatch: layout == ROUTED[-1] and dispatch == "all-to-all",
+    [(layout, name) for layout in ROUTED for name in ("all-to-all", "all-gather")]), ids=str)
+def test_records_of_a_balanced_routing_are_those_of_shapes(layout, dispatch):
+    assert_records_predicted(routed(layout, "uniform", expert_dispatch=dispatch))
+
+
+@pytest.mark.parametrize(("layout", "routing"), slow_unless(
+    lambda layout, routing: layout == ROUTED[1] and routing == "adversarial",
+    [(layout, name) for layout in ROUTED for name in ROUTINGS if name != "uniform"]), ids=str)
+def test_bytes_of_a_skewed_routing_are_its_shares(layout, routing):
+    """What a rank sends is what its tokens send to experts of others, up to a token of a row."""
+    config = routed(layout, routing)
+    worker, recorder = real_step(config)
+    expert = worker.comms["expert"]
+    each = EXPERTS.experts // expert.size
+    own = shares(routing, EXPERTS.experts, EXPERTS.experts_per_token, expert.index, expert.size)
+    elsewhere = own.sum() - own[expert.index * each:][:each].sum()
+    exchange = next(one for one in recorder.records if one.name.endswith("moe.dispatch"))
+    rows = config.train.batch_size // (config.grid.dp * config.grid.num_microbatches)
+    tokens = rows * EXPERTS.seq_len // config.grid.cp
+    sent = exchange.payload_bytes / (EXPERTS.d_model * 8)
+    assert sent == pytest.approx(elsewhere * tokens, abs=rows)
+    if routing == "adversarial" and each == EXPERTS.experts_per_token:
+        assert sent == EXPERTS.experts_per_token * tokens

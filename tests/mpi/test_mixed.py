@@ -11,33 +11,33 @@ from small_model import (
     LAYOUTS,
     MODEL,
     WORLD,
+    assert_records_predicted,
+    called,
     computed_once,
     cut_model,
     last,
+    plant,
     poison_unwritten,
     slow_unless,
     small_config,
     tokens,
+    worker_and_rows,
 )
 from test_device_transports import cuda_aware  # noqa: F401 (a fixture)
-from test_records import WHAT
 
 from mpipar import ops as ops_module
 from mpipar.comm.connect import Options, connect
-from mpipar.comm.grid import Grid
 from mpipar.comm.group import Comm
 from mpipar.comm.narrow import NarrowTransport
 from mpipar.comm.record import Recorder
 from mpipar.config.memory import MemoryConfig
 from mpipar.console.memory import PeakMemory
-from mpipar.data.rows import Rows
 from mpipar.errors import NonFiniteError
 from mpipar.plan.predict import predict
 from mpipar.train import gradsync
 from mpipar.train import worker as train
 from mpipar.train.gradsync import GradSync
 from mpipar.train.verify import compare_with_one_rank, one_rank_tensors
-from mpipar.train.worker import Worker
 
 HERE = LAYOUTS[WORLD.size]
 HALF_UNIT = {"bfloat16": 2.0**-8, "float16": 2.0**-11}  # largest relative error of one rounding
@@ -65,10 +65,7 @@ def mixed(dtype, layout, num_microbatches=2, *, optimizer="sgd", scale=None, int
 
 def worker_of(config):
     """This rank's Worker and a function: step -> StepResult."""
-    ops = ops_module.make(config.run.device, config.run.dtype)
-    worker = Worker(config, Grid.of(config.grid, WORLD.rank), ops, Recorder(), WORLD)
-    worker.initialize()
-    rows = Rows(ops, tokens(), config, worker.grid)
+    worker, rows = worker_and_rows(config)
     return worker, lambda step: worker.train_step(step, lambda mb: rows.train(step, mb))
 
 
@@ -124,27 +121,23 @@ def test_device_path_equals_one_rank(layout, dtype):
     assert_equals_one_rank(replace(config, run=replace(config.run, device="cuda", kernels="plain")))
 
 
-@pytest.mark.ranks(2)
-def test_reduce_dropped_in_a_layer_is_caught(dtype, monkeypatch):
-    plain = Comm.all_reduce
-    monkeypatch.setattr(
-        Comm, "all_reduce", lambda self, x, name, op="sum":
-        x if name == "block1.ffn.up" else plain(self, x, name, op))
-    with pytest.raises(AssertionError, match="tensors differ"):
-        assert_equals_one_rank(mixed(dtype, TP), one_rank_tensors)
+def sum_dropped_in_a_layer(plain, self, x, name, op="sum"):
+    return x if name == "block1.ffn.up" else plain(self, x, name, op)
+
+
+def summed_in_16_bits(plain, self, x, name):
+    x[...] = x.astype(self.wire.ops.dtype)
+    return plain(self, x, name)
 
 
 @pytest.mark.ranks(2)
-def test_gradients_summed_in_16_bits_are_caught(dtype, monkeypatch):
-    plain = Comm.iall_reduce
-
-    def iall_reduce(self, x, name):
-        x[...] = x.astype(dtype)
-        return plain(self, x, name)
-
-    monkeypatch.setattr(Comm, "iall_reduce", iall_reduce)
+@pytest.mark.parametrize(("name", "twin", "layout"), [
+    ("all_reduce", sum_dropped_in_a_layer, TP), ("iall_reduce", summed_in_16_bits, DP)],
+    ids=called)
+def test_a_planted_bug_is_seen(name, twin, layout, dtype, monkeypatch):
+    plant(monkeypatch, Comm, name, twin)
     with pytest.raises(AssertionError, match="tensors differ"):
-        assert_equals_one_rank(mixed(dtype, DP), one_rank_tensors)
+        assert_equals_one_rank(mixed(dtype, layout), one_rank_tensors)
 
 
 @pytest.mark.parametrize("layout", last(HERE), ids=str)
@@ -169,15 +162,10 @@ def test_copies_of_a_parameter_stay_the_same_bit_by_bit(layout, dtype):
     itertools.product(HERE, [None, "plain", "ring"])), ids=str)
 def test_shapes_only_run_predicts_every_record(layout, tp_matmul, dtype):
     model = cut_model(tp_matmul) if tp_matmul else MODEL
-    config = mixed(dtype, layout, model=model)
-    worker, step = worker_of(config)
-    step(1)
-    worker.close()
-    real = list(map(WHAT, worker.recorder.records))
-    predicted = predict(config, WORLD.rank).recorder
-    assert real == list(map(WHAT, predicted.records))
-    narrow = {key[:2] for key in predicted.counters if key.dtype == dtype}
-    wide = {key[:2] for key in predicted.counters if key.dtype == "float32"}
+    *_, predicted = assert_records_predicted(mixed(dtype, layout, model=model))
+    counters = predicted.recorder.counters
+    narrow = {key[:2] for key in counters if key.dtype == dtype}
+    wide = {key[:2] for key in counters if key.dtype == "float32"}
     assert {axis for axis, name in narrow} <= {"pp", "tp"}
     assert all(axis in ("dp", "tie") or name in ("loss", "grads.tp") for axis, name in wide)
 

@@ -14,19 +14,17 @@ import fake_nccl
 import fake_streams
 import numpy as np
 import pytest
-from small_model import MODEL, WORLD, slow_unless, small_config, tokens
+from small_model import MODEL, WORLD, slow_unless, small_config, worker_and_rows
 
 from mpipar import ops as ops_module
 from mpipar.comm import connect, nccl
 from mpipar.comm.device import StagedTransport
 from mpipar.comm.grid import Grid
-from mpipar.comm.group import Comms
+from mpipar.comm.groups import Comms
 from mpipar.comm.record import Recorder
 from mpipar.comm.request import Options
 from mpipar.config.memory import MemoryConfig
-from mpipar.data.rows import Rows
 from mpipar.train.verify import SPREAD, differences, full_tensors
-from mpipar.train.worker import Worker
 
 HERE, RANKS, DEVICE = WORLD.rank, WORLD.size, fake_cupy.cuda.Device
 pytestmark = pytest.mark.ranks(2, 3, 4)
@@ -58,10 +56,8 @@ def group(dtype="float64", reach=1):
 
 def trained(config, steps=2):
     """(losses, gradients by name on rank 0, carriers) of steps on the device. Comm: theirs."""
-    ops = ops_module.make("cuda", config.run.dtype, kernels="plain")
-    worker = Worker(config, Grid.of(config.grid, HERE), ops, Recorder(), WORLD)
-    worker.initialize(SPREAD)
-    rows = Rows(ops, tokens(), config, worker.grid)
+    worker, rows = worker_and_rows(config, spread=SPREAD, ops=ops_module.make(
+        "cuda", config.run.dtype, kernels="plain"))
     losses = [worker.train_step(step, lambda mb, step=step: rows.train(step, mb)).loss
               for step in range(1, steps + 1)]
     found = losses, full_tensors(worker, "data"), worker.comms.carriers

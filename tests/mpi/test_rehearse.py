@@ -1,12 +1,12 @@
 """A rehearsal makes the calls of a training step: record by record those of a real one."""
 
 from dataclasses import replace
+from operator import attrgetter
 
 import numpy as np
 import pytest
 from small_model import LAYOUTS, MODEL, WORLD, cut_model, real_step, slow_unless, small_config
 from test_experts import EXPERTS
-from test_records import WHAT
 
 from bench.rehearse import against
 from bench.rehearse.player import Player
@@ -15,6 +15,8 @@ from mpipar.comm.group import Comm
 from mpipar.comm.transport import HostTransport
 from mpipar.config.memory import MemoryConfig
 
+WHAT = attrgetter("operation", "name", "axis", "peer", "tag", "payload_bytes", "wire_bytes",
+                  "dtype", "stage", "mb", "phase", "site", "cut")
 PIPELINE = {2: (1, 2, 1), 4: (2, 2, 1)}.get(WORLD.size, (1, 1, 1))
 TENSOR = {2: (1, 1, 2), 4: (2, 1, 2)}.get(WORLD.size, (1, 1, 1))
 DATA = {2: (2, 1, 1), 4: (4, 1, 1)}.get(WORLD.size, (1, 1, 1))

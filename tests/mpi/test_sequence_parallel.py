@@ -7,11 +7,12 @@ from small_model import (
     LAYOUTS,
     MODEL,
     WORLD,
-    assert_equals_one_rank,
-    computed_once,
+    assert_caught,
+    assert_equals_known,
+    called,
     cut_model,
     last,
-    poison_unwritten,
+    plant,
     small_config,
     with_sync_sends,
 )
@@ -26,15 +27,9 @@ from mpipar.plan.measure import measure_costs
 LAYOUT_TP4 = (1, 1, 4)
 HERE = [layout for layout in LAYOUTS[WORLD.size] if layout[2] > 1]
 MATMULS = ("plain", "ring")
-pytestmark = pytest.mark.ranks(2, 3, 4, 8)
+pytestmark = [pytest.mark.ranks(2, 3, 4, 8), pytest.mark.usefixtures("poisoned_memory")]
 both_matmuls = pytest.mark.parametrize("tp_matmul", MATMULS)
 all_layouts = pytest.mark.parametrize("layout", last(HERE), ids=str)
-
-
-@pytest.fixture(autouse=True)
-def poisoned_memory(monkeypatch):
-    """Every newly allocated array, receive buffers included, is full of NaN."""
-    poison_unwritten(monkeypatch)
 
 
 @both_matmuls
@@ -43,7 +38,7 @@ def poisoned_memory(monkeypatch):
 @all_layouts
 def test_layout_equals_one_rank(layout, schedule, num_microbatches, tp_matmul):
     config = small_config(layout, num_microbatches, model=cut_model(tp_matmul), schedule=schedule)
-    assert_equals_one_rank(with_sync_sends(config), expected=computed_once)
+    assert_equals_known(with_sync_sends(config))
 
 
 @both_matmuls
@@ -52,7 +47,7 @@ def test_layout_equals_one_rank(layout, schedule, num_microbatches, tp_matmul):
 def test_any_number_of_tokens_equals_one_rank(layout, seq_len, tp_matmul):
     """Cases: fewer tokens than ranks, one each, equally many each; other tests have 7 tokens."""
     config = small_config(layout, model=cut_model(tp_matmul, seq_len=seq_len))
-    assert_equals_one_rank(config, expected=computed_once)
+    assert_equals_known(config)
 
 
 @both_matmuls
@@ -60,14 +55,14 @@ def test_any_number_of_tokens_equals_one_rank(layout, seq_len, tp_matmul):
 @pytest.mark.parametrize("seq_len", [3, 5, 8])
 def test_four_ranks_a_pair_equal_one_rank(seq_len, tp_matmul):
     model = cut_model(tp_matmul, seq_len=seq_len, heads=4, d_model=12, ffn=32, layers=2)
-    assert_equals_one_rank(small_config(LAYOUT_TP4, model=model), expected=computed_once)
+    assert_equals_known(small_config(LAYOUT_TP4, model=model))
 
 
 @pytest.mark.parametrize(("tp_matmul", "norm"), [("plain", "rms"), ("ring", "layer")])
 @all_layouts
 def test_untied_head_equals_one_rank(layout, tp_matmul, norm):
     config = small_config(layout, model=cut_model(tp_matmul, tied=False, norm=norm))
-    assert_equals_one_rank(config, expected=computed_once)
+    assert_equals_known(config)
 
 
 @pytest.mark.ranks(4)
@@ -75,60 +70,43 @@ def test_untied_head_equals_one_rank(layout, tp_matmul, norm):
 def test_stages_in_pieces_and_in_copies_equal_one_rank(schedule):
     """A rank has several stages; gradients are summed over tp and over the copies of a stage."""
     config = small_config((1, 2, 2), 4, rows_per_mb=1, model=cut_model("ring"), schedule=schedule)
-    assert_equals_one_rank(config, expected=computed_once)
+    assert_equals_known(config)
 
 
 # --- planted bugs
 
-def assert_caught(**options):
-    with pytest.raises(AssertionError, match=r"tensors differ"):
-        assert_equals_one_rank(small_config(HERE[0], model=cut_model(**options)))
+
+def not_reduced(plain, self, x, name, op="sum"):
+    return x if name == "grads.tp" else plain(self, x, name, op)
 
 
-@pytest.mark.ranks(2, 3)
-@pytest.mark.parametrize("norm", ["layer", "rms"])
-def test_replicated_gradient_not_reduced(monkeypatch, norm):
-    plain = Comm.all_reduce
-
-    def all_reduce(self, x, name, op="sum"):
-        return x if name == "grads.tp" else plain(self, x, name, op)
-
-    monkeypatch.setattr(Comm, "all_reduce", all_reduce)
-    assert_caught(norm=norm)
+def reduced_twice(plain, self, x, name, op="sum"):
+    return plain(self, plain(self, x, name, op) if name == "grads.tp" else x, name, op)
 
 
-@pytest.mark.ranks(2, 3)
-def test_replicated_gradient_reduced_twice(monkeypatch):
-    plain = Comm.all_reduce
-
-    def all_reduce(self, x, name, op="sum"):
-        return plain(self, plain(self, x, name, op) if name == "grads.tp" else x, name, op)
-
-    monkeypatch.setattr(Comm, "all_reduce", all_reduce)
-    assert_caught()
+def positions_of_the_first_rank(_plain, self, positions):
+    return positions[:self.length(len(positions))]
 
 
-@pytest.mark.ranks(2, 3)
-def test_positions_of_the_first_rank_on_every_rank(monkeypatch):
-    monkeypatch.setattr(
-        CutTokens, "positions", lambda self, positions: positions[:self.length(len(positions))])
-    assert_caught()
-
-
-@both_matmuls
-@pytest.mark.ranks(2, 3)
-def test_padding_that_is_not_zero(monkeypatch, tp_matmul):
+def padding_that_is_not_zero(plain, self, shape, dtype=None, label="stash"):
     """Padding behind the last token must not reach a gradient."""
-    plain = NumpyOps.zeros
+    x = plain(self, shape, dtype, label)
+    if label == "buffers" and x.dtype.kind == "f":
+        x.fill(1.0)
+    return x
 
-    def zeros(self, shape, dtype=None, label="stash"):
-        x = plain(self, shape, dtype, label)
-        if label == "buffers" and x.dtype.kind == "f":
-            x.fill(1.0)
-        return x
 
-    monkeypatch.setattr(NumpyOps, "zeros", zeros)
-    assert_caught(tp_matmul=tp_matmul)
+@pytest.mark.ranks(2, 3)
+@pytest.mark.parametrize(("owner", "name", "twin", "options"), [
+    (Comm, "all_reduce", not_reduced, {"norm": "layer"}),
+    (Comm, "all_reduce", not_reduced, {"norm": "rms"}),
+    (Comm, "all_reduce", reduced_twice, {}),
+    (CutTokens, "positions", positions_of_the_first_rank, {}),
+    *((NumpyOps, "zeros", padding_that_is_not_zero, {"tp_matmul": one}) for one in MATMULS)],
+    ids=called)
+def test_a_planted_bug_is_seen(monkeypatch, owner, name, twin, options):
+    plant(monkeypatch, owner, name, twin)
+    assert_caught(small_config(HERE[0], model=cut_model(**options)))
 
 
 # --- the other commands

@@ -8,7 +8,7 @@ import pytest
 from small_model import MODEL, WORLD, small_config
 
 from mpipar import ops as ops_module
-from mpipar.comm import group, request
+from mpipar.comm import groups, request
 from mpipar.comm.grid import Grid
 from mpipar.comm.hosts import Cores
 from mpipar.plan import measure
@@ -59,9 +59,9 @@ def test_a_rank_whose_stage_is_done_early_sleeps_before_a_sum(axis, crowded, sle
         time.sleep(seconds)
 
     monkeypatch.setattr(request, "time", SimpleNamespace(sleep=sleep))
-    monkeypatch.setattr(group, "cores_of", lambda world: Cores(2, crowded))
-    monkeypatch.setattr(group, "finish_passes_first", lambda: None)
-    comms = group.Comms(Grid(WORLD.rank, {"pp": 2, "dp": 2}),
+    monkeypatch.setattr(groups, "cores_of", lambda world: Cores(2, crowded))
+    monkeypatch.setattr(groups, "finish_passes_first", lambda: None)
+    comms = groups.Comms(Grid(WORLD.rank, {"pp": 2, "dp": 2}),
                         ops_module.make("cpu", "float64"), measure.Recorder(), WORLD)
     comm = comms.groups[axis]
     last = comm.index == comm.size - 1

@@ -6,7 +6,8 @@ from small_model import WORLD
 
 from mpipar import ops as ops_module
 from mpipar.comm.grid import Grid
-from mpipar.comm.group import Comm, Comms
+from mpipar.comm.group import Comm
+from mpipar.comm.groups import Comms
 from mpipar.comm.record import TURNS, Recorder
 from mpipar.partition import CUTS, Sizes
 

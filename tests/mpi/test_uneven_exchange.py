@@ -14,7 +14,8 @@ from mpipar import ops as ops_module
 from mpipar.comm import connect
 from mpipar.comm.checked import CallCheck
 from mpipar.comm.grid import Grid, runs
-from mpipar.comm.group import Comm, Comms
+from mpipar.comm.group import Comm
+from mpipar.comm.groups import Comms
 from mpipar.comm.nccl import NcclTransport
 from mpipar.comm.record import Recorder
 from mpipar.comm.request import Options

@@ -9,7 +9,7 @@ from typing import NamedTuple
 from mpipar import ops as ops_module
 from mpipar.comm.facts import gather_facts
 from mpipar.comm.grid import Grid
-from mpipar.comm.group import Comms
+from mpipar.comm.groups import Comms
 from mpipar.comm.record import Recorder
 from mpipar.learn.examples import products, wires
 from mpipar.learn.examples.board import Board, NoBoard, ShownComm, printed

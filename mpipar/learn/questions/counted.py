@@ -7,7 +7,7 @@ from fractions import Fraction
 
 from mpipar import ops as ops_module
 from mpipar.comm.grid import AXES, Grid
-from mpipar.comm.group import Comms
+from mpipar.comm.groups import Comms
 from mpipar.comm.record import Recorder
 from mpipar.config.resolve import resolve
 from mpipar.config.sections import build
