@@ -417,9 +417,12 @@ def changes(question: Question, plan: Plan) -> list[dict]:
 
 
 def changes_table(question: Question, plan: Plan) -> str:
-    """`changes` as a table; its last column is text."""
+    """`changes` as a table, of those that do change the step; its last column is text."""
     rows, lasts = [("if this were", "20 % less: s", "20 % more: s")], ["then first"]
+    now = plan.best[0].step.total
     for row in changes(question, plan):
+        if row["steps_s"] == [now, now]:
+            continue
         rows.append((row["input"], *(f"{seconds:.3f}" if seconds else "-"
                                      for seconds in row["steps_s"])))
         others = [f"{text}: {instead(plan.best[0].layout, layout)}"
