@@ -184,7 +184,7 @@ def test_the_batch_is_chosen_by_its_rate():
 
 @pytest.mark.parametrize(("words", "problems"), [
     (("plan", "nosuch", "--machine", "h100", "--ranks", "8"), ["is no preset"]),
-    (("plan", "mixtral-8x7b", "--machine", "h100", "--ranks", "12", "--ep", "3"),
+    (("plan", "mixtral-8x7b", "--machine", "h100", "--ranks", "12", "--layout", "ep=3"),
      ["--ep 3: does not divide the 8 experts; use one of 1, 2, 4, 8"]),
     ((*WORDS, "--ep", "2"), ["--ep 2: MODEL llama-8b has no experts"]),
     (("plan", "llama-8", "--machine", "h100", "--ranks", "8"), ["did you mean llama-8b?"]),

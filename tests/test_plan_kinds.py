@@ -18,7 +18,8 @@ from mpipar.plan.cluster import STACKS, load_cluster
 from mpipar.plan.footprint import GIB, Orders, most_blocks, rank_footprints
 from mpipar.plan.layout import Layout, blocks_of_stages
 from mpipar.plan.pipeline_time import Pipelines
-from mpipar.plan.search import Kind, Question, placed, search, simulated
+from mpipar.plan.report import candidate_words
+from mpipar.plan.search import Kind, Question, in_order, placed, search, simulated
 from mpipar.plan.shape import Shape
 from mpipar.plan.sites import Sites, crossings
 from mpipar.plan.splits import shares
@@ -197,6 +198,17 @@ def test_the_order_of_two_kinds_does_not_change_the_answer():
         *(0.05, 0.05) if place == at else (1, 1))) for at, kind in enumerate(kinds)),
         shape=SMALL), 1).best[0].step.total for place in (0, 1)]
     assert min(slow) > one.step.total
+
+
+def test_layouts_of_equal_steps_share_a_line():
+    kinds = (Kind(A100, 8, 76.0),)
+    one = next(placed(question_of(*kinds), LAYOUT, kinds))
+    lean = one._replace(layout=LAYOUT._replace(dp=4, pp=2), used=one.used / 2)
+    slower = one._replace(step=one.step._replace(update=one.step.update + 1.0))
+    found = in_order({1: slower, 2: one, 3: lean})
+    assert [each.used for each in found] == [lean.used, slower.used]
+    assert [each.twins for each in found] == [(LAYOUT,), ()]
+    assert candidate_words(found[0]).endswith("equal: dp 2 x pp 4 x tp 1")
 
 
 def test_a_site_less_means_less_to_send():

@@ -120,7 +120,7 @@ def problems(args: Arguments) -> list[UserError]:
 def fixed_parts(args: Arguments, found: list[str]) -> dict[str, object]:
     """The parts of the layout that are given; what is wrong with --layout joins `found`."""
     return expand_layout({name: getattr(args, name) for name in (*FIXED, "layout")
-                          if getattr(args, name) is not None}, found)
+                          if getattr(args, name) is not None}, found, LAYOUT)
 
 
 def names_kinds(machine: str) -> bool:

@@ -8,14 +8,17 @@ same barriers as on measured ones.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from itertools import pairwise
 from pathlib import Path
 
 from mpipar.comm.grid import Grid
 from mpipar.config.sections import Config
+from mpipar.errors import UsageError
 from mpipar.plan import machine_file
 from mpipar.plan.block_time import Times, block_times
 from mpipar.plan.cluster import STACKS, Cluster, Stack, load_cluster
 from mpipar.plan.collectives import all_reduce, exchange
+from mpipar.plan.formats import FORMATS
 from mpipar.plan.layout import Layout
 from mpipar.plan.machine import HOP, STREAM, Curve, Machine, Passes, Units, settings_of
 from mpipar.plan.shape import Shape
@@ -36,25 +39,34 @@ def machine_of(text: str, configs: Sequence[Config]) -> Machine:
 
 
 def from_data_sheet(cluster: Cluster, configs: Sequence[Config]) -> Machine:
-    """The Machine of resolved configs: each rank has a device of its own."""
-    dtype = configs[0].run.dtype
+    """The Machine of resolved configs: each rank has a device of its own. Raises UsageError."""
+    dtype, model = configs[0].run.dtype, configs[0].model.model
+    wrong = []
+    if model != "decoder":
+        wrong.append(f"--machine {cluster.name}: a data sheet predicts decoders, and this is a"
+                     f" {model}; measure it with python -m bench.calibrate")
+    if dtype not in cluster.peak_tflops:
+        wrong.append(f"--dtype {dtype}: {cluster.name} has no rate for it; use one of"
+                     f" {', '.join(one for one in FORMATS if one in cluster.peak_tflops)}")
+    if wrong:
+        raise UsageError(wrong)
+    cluster, stack = cluster.with_dtype(dtype), STACKS["mpipar"].with_dtype(dtype)
     ranks = max(config.grid.num_ranks for config in configs)
-    stack = STACKS["mpipar"].with_dtype(dtype)
-    if dtype in cluster.peak_tflops:
-        cluster = cluster.with_dtype(dtype)
     strides: dict[int, int] = {ranks: 1}  # of groups by their size: the widest count
+    hop = 1
     for config in configs:
         grid = Grid.of(config.grid, 0)
-        groups = [*map(grid.group, grid.parts), grid.group("pp")[::config.grid.pp - 1 or 1]]
-        for group in groups:  # the last one has the ends of the pipeline, where a table may be tied
+        line = grid.group("pp")
+        hop = max(hop, *(after - one for one, after in pairwise(line)), 1)
+        # The ends of the pipeline are a group where a table is tied.
+        for group in [*map(grid.group, grid.parts), line[::len(line) - 1 or 1]]:
             if len(group) > 1:
                 strides[len(group)] = max(strides.get(len(group), 1), group[1] - group[0])
     sums = [curve(operation, size, {nbytes: all_reduce(cluster, nbytes, size, stride)
                                     for nbytes in SIZES})
             for size, stride in strides.items() if size > 1
             for operation in ("all-reduce", "iall-reduce")]
-    stride = max(layout_of(config).stage_stride for config in configs)
-    hops = {nbytes: exchange(cluster, nbytes, stride) for nbytes in SIZES}
+    hops = {nbytes: exchange(cluster, nbytes, hop) for nbytes in SIZES}
     start = hops[SIZES[0]]
     streams = {nbytes: max(1e-12, seconds - start) for nbytes, seconds in hops.items()}
     units = tuple(units_of(cluster, stack, config) for config in configs)

@@ -459,9 +459,10 @@ def nearest(question: Question, best: Candidate) -> list[Run]:
 
 def csv_rows(question: Question, plan: Plan) -> list[list]:
     """A header, and a row for each layout, with units in the names."""
-    names = [*Layout._fields, "step_s", *(f"{name}_s" for name in StepTime._fields), "memory_gib",
-             "mfu_percent"]
-    return [names, *([*one.layout, f"{one.step.total:.6g}",
+    names = [*Layout._fields, "stage_layers", "kinds", "step_s",
+             *(f"{name}_s" for name in StepTime._fields), "memory_gib", "mfu_percent"]
+    return [names, *([*one.layout, in_runs(one.counts),
+                      " ".join(kind.cluster.name for kind in one.kinds), f"{one.step.total:.6g}",
                       *(f"{max(part, 0):.6g}" for part in one.step),
                       f"{one.memory.total / GIB:.3f}",
                       f"{100 * mfu(question, one):.2f}"] for one in plan.best)]
