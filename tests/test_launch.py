@@ -12,7 +12,7 @@ from pathlib import Path
 
 import pytest
 from fault_table import fault
-from helpers import REPOSITORY, find_launcher, launcher, run_command, run_ranks
+from helpers import OVERSUBSCRIBED, REPOSITORY, find_launcher, launcher, run_command, run_ranks
 from program import BLOCK, PROGRAM, block_of, mpipar, one_block, pair, running
 
 JOB = [sys.executable, str(Path(__file__).parent / "launch_job.py")]
@@ -263,7 +263,7 @@ def test_open_mpi_under_mpich_s_launcher_and_the_reverse():
         [other / "mpiexec", *job, sys.executable, "-m", "mpipar", "doctor"],
     ]
     for command in mixed:
-        result = run_command(command, LIMIT)
+        result = run_command(command, LIMIT, OVERSUBSCRIBED)
         assert one_block(result)[0] == 69, result.tail()
         assert "Open MPI" in result.stderr
         assert "RuntimeWarning" not in result.stderr

@@ -5,7 +5,7 @@ from collections import Counter
 import pytest
 from trace_cases import pipeline_trace, with_operations
 
-from bench.claims.__main__ import time_shares
+from bench.claims.measured import time_shares
 from mpipar.comm.record import Record, Span
 from mpipar.console.shares import crowded, share_facts, share_table
 from mpipar.trace.analysis import analyse

@@ -57,15 +57,15 @@ def with_choices(session, inputs, readings: list[Reading], machine_path: str | N
     if readings[0].chooses_layout and len(readings) == 1:
         notes.append(f"--layout auto: {sizes_text(vars(config.grid))} is the only layout that these"
                      f" ranks can have for this model and {config.train.batch_size} rows a step")
-    if config.grid.schedule != AUTO and len(readings) == 1:
-        return replace(inputs, notes=[*inputs.notes, *notes])
     others = (resolve(one, world.size)[0] for one in readings[1:])
     configs = [config, *(replace(config, grid=one.grid, train=one.train) for one in others)]
     if machine_path is not None:
         machine = session.agree(
             lambda: machine_of(machine_path, configs) if world.rank == 0 else None)
         source = f"by the cost model {machine_path}"
-    else:
+    if config.grid.schedule != AUTO and len(readings) == 1:
+        return replace(inputs, notes=[*inputs.notes, *notes])
+    if machine_path is None:
         begin = monotonic()
         machine = measure_machine(configs, inputs.ops, world)
         source = (f"measured for {monotonic() - begin:.1f} s on these ranks, {SECONDS:g} at most;"

@@ -6,6 +6,7 @@ what a software stack achieves on any machine. `docs/planning.md` says how these
 
 from __future__ import annotations
 
+import os
 from dataclasses import dataclass, fields, replace
 from pathlib import Path
 
@@ -198,7 +199,7 @@ def load_cluster(name: str) -> Cluster:
         path = Path(name)
     else:
         names = machine_names()
-        wrong = "does not end in .toml" if Path(name).exists() else "does not exist"
+        wrong = "does not end in .toml" if os.path.exists(name) else "does not exist"
         if name.endswith(".json"):
             wrong = "is no data sheet; what bench.calibrate measures is for explain and train"
         close = suggestion(name.lower(), like(name, names))

@@ -7,16 +7,16 @@ same barriers as on measured ones.
 
 from __future__ import annotations
 
+import os
 from collections.abc import Sequence
 from itertools import pairwise
-from pathlib import Path
 
 from mpipar.comm.grid import Grid
 from mpipar.config.sections import Config
 from mpipar.errors import UsageError
 from mpipar.plan import machine_file
 from mpipar.plan.block_time import Times, block_times
-from mpipar.plan.cluster import STACKS, Cluster, Stack, load_cluster
+from mpipar.plan.cluster import STACKS, Cluster, Stack, load_cluster, machine_names
 from mpipar.plan.collectives import all_reduce, exchange
 from mpipar.plan.formats import FORMATS
 from mpipar.plan.layout import Layout
@@ -33,9 +33,11 @@ def machine_of(text: str, configs: Sequence[Config]) -> Machine:
 
     configs: resolved, those whose steps will be predicted. Raises UserErrors.
     """
-    if text.endswith(".json") or (Path(text).is_file() and not text.endswith(".toml")):
+    if text in machine_names() or text.endswith(".toml"):
+        return from_data_sheet(load_cluster(text), configs)
+    if text.endswith(".json") or os.path.exists(text):
         return machine_file.load(text)
-    return from_data_sheet(load_cluster(text), configs)
+    return from_data_sheet(load_cluster(text), configs)  # says which names there are
 
 
 def from_data_sheet(cluster: Cluster, configs: Sequence[Config]) -> Machine:
