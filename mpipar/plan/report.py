@@ -13,7 +13,7 @@ from mpipar.console.tables import short_count, table
 from mpipar.files.text import counted
 from mpipar.plan.cluster import STACKS, Cluster, Stack
 from mpipar.plan.confirm import Confirmed, Job, command_line
-from mpipar.plan.footprint import GIB, RESERVE, Footprint, rank_footprints
+from mpipar.plan.footprint import GIB, RESERVE, Footprint, Orders, rank_footprints
 from mpipar.plan.layout import Layout, blocks_of_stages
 from mpipar.plan.pipeline_time import Pipelines
 from mpipar.plan.published import Run, nearest_runs
@@ -384,8 +384,9 @@ def enough(question: Question) -> str:
 
 def fits(question: Question) -> bool:
     """Whether any layout fits in memory."""
+    orders = Orders()
     return any(one.used <= 1 for layout in layouts(question, Counter())
-               for one in placed(question, layout, question.kinds))
+               for one in placed(question, layout, question.kinds, orders))
 
 
 def states_of(one: Candidate) -> float:
