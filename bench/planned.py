@@ -4,7 +4,8 @@
 
 Each job has the fewest of 8, 64 and 512 devices on which it fits. Beside it stands the best
 utilization that was published for the device. Where a plan promises MARGIN points more, the last
-columns have its layout, and what 1f1b alone would give: most publishers run that.
+columns have its layout, and what 1f1b alone would give: most publishers run that. Attention counts
+over the half of the square that tokens see, because rows have different lengths.
 """
 
 from __future__ import annotations
@@ -18,10 +19,11 @@ from mpipar.plan.cluster import STACKS, load_cluster, machine_names
 from mpipar.plan.published import published_runs, read_runs
 from mpipar.plan.report import candidate_words, mfu
 from mpipar.plan.search import Candidate, Kind, Question, search
-from mpipar.plan.shape import Shape
+from mpipar.plan.shape import Shape, utilization
 
 RANKS = (8, 64, 512)
 HEADROOM = 0.95  # of a device's memory
+RULE = "causal"  # of the FLOPs that count
 MARGIN = 3.0  # points above the best published utilization
 SMALLEST = 1e8  # parameters: smaller presets are for tests
 
@@ -30,7 +32,10 @@ def best_published() -> dict[str, float]:
     """{machine: percent of its peak that the best published run reaches}."""
     found: dict[str, float] = defaultdict(float)
     for run in (*published_runs(), *read_runs("single_node.csv")):
-        found[run.cluster.name] = max(found[run.cluster.name], 100 * run.mfu)
+        flops = run.shape.step_flops(int(run.row["gbs"]), RULE)
+        percent = 100 * utilization(flops, run.seconds, run.layout.ranks,
+                                    float(run.row["peak_tflops"]))
+        found[run.cluster.name] = max(found[run.cluster.name], percent)
     return found
 
 
@@ -41,7 +46,7 @@ def planned(shape: Shape, machine: str, stack: str, batch_size: int,
     dtype = cluster.dtype_16
     for ranks in RANKS:
         question = Question(shape, (Kind(cluster, ranks, HEADROOM * cluster.memory_gib),),
-                            STACKS[stack].with_dtype(dtype), batch_size, fixed, dtype=dtype)
+                            STACKS[stack].with_dtype(dtype), batch_size, fixed, RULE, dtype)
         best = search(question, 1).best
         if best:
             return question, best[0]
