@@ -137,7 +137,7 @@ def front(plan: Plan) -> str:
         return LEFT + 10 + (WIDTH - LEFT - 40) * (seconds - quickest) / span
 
     def y(gib: float) -> float:
-        return FLOOR - (FLOOR - 20) * gib / fullest
+        return FLOOR - (FLOOR - 40) * gib / fullest
 
     head = f"<div class=\"wide\"><svg viewBox=\"0 0 {WIDTH} {HEIGHT}\" role=\"img\">"
     found = [head, f"<path class=\"axis\" fill=\"none\" d=\"M{LEFT} 10V{FLOOR}H{WIDTH - 20}\"/>"]
