@@ -251,9 +251,7 @@ def publishers(runs) -> list[dict]:
             continue
         kind = Kind(run.cluster, run.layout.ranks, run.cluster.memory_gib)
         question = Question(run.shape, (kind,), run.stack, int(run.row["gbs"]), {})
-        several = search(question, 3 * PRINTED).best
-        best, even = several[:PRINTED], [one for one in several
-                                         if max(one.counts) - min(one.counts) <= 1][:PRINTED]
+        best = search(question, PRINTED).best
         chosen = dict(zip(("dp", "pp", "cp", "tp", "ep"), run.layout.grid, strict=True))
         own = [one for one in best if one.layout.grid == run.layout.grid]
         place = best.index(own[0]) + 1 if own else "-"
@@ -262,9 +260,6 @@ def publishers(runs) -> list[dict]:
         rows.append({
             "row": run.row["id"], "job": f"{run.row['model']}, {run.layout.ranks} ranks",
             "publisher": sizes_text(chosen), "place": place,
-            "place among even splits": next(
-                (number for number, one in enumerate(even, 1)
-                 if one.layout.grid == run.layout.grid), "-"),
             "longer %": 100 * (own[0].step.total / best[0].step.total - 1) if own else "-",
             "why not": reason})
     return rows
