@@ -381,10 +381,10 @@ def test_constants_belong_to_machines_and_stacks_only():
 
 @pytest.mark.slow
 def test_layouts_of_their_publishers_are_among_the_first_five():
-    """Publishers gave each stage as many blocks. Plans need not, which moves some grids down."""
-    rows = bench_published.publishers(published_runs())
-    assert len(rows) >= 15
-    assert sum(row["place"] != "-" for row in rows) >= len(rows) - 4, rows
+    """Every second row; all are in the results. Uneven stages move some grids down."""
+    rows = bench_published.publishers(published_runs()[::2])
+    assert len(rows) >= 8
+    assert sum(row["place"] != "-" for row in rows) >= len(rows) - 2, rows
     assert all(row["place"] != "-" or row["why not"] for row in rows)
 
 
