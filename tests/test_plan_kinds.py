@@ -92,8 +92,8 @@ def test_an_uneven_split_fits_where_an_even_one_does_not():
     assert best.counts[0] < 6
     memory = rank_footprints(SHAPE, best.layout, STACK, best.counts, range(4))
     assert max(one.total for one in memory) <= room * GIB
-    least = max(sum(one.total for one in memory) / 4 for memory in [even]) / GIB * 0.6
-    assert search(question_of(Kind(A100, 8, least), **fixed), 1).best == []
+    less = 0.6 * sum(one.total for one in even) / 4 / GIB  # than any split of the blocks needs
+    assert search(question_of(Kind(A100, 8, less), **fixed), 1).best == []
 
 
 def test_two_kinds_that_are_alike_are_one_kind():
@@ -159,11 +159,9 @@ def test_a_step_is_at_least_its_bounds(seed):
         SMALL, layout, cluster, stack).total
         for count, cluster in zip(one.counts, one.clusters, strict=True))
     assert one.step.total >= busiest
-    slowest = min(min(link.gbytes_s for link in cluster.links) for cluster in one.clusters)
     fastest = max(max(link.gbytes_s for link in cluster.links) for cluster in one.clusters)
     # There and back through all stages, by links that are as fast as any here.
     assert one.step.hops >= 2 * 3 * message_bytes(SMALL, layout, stack) / (fastest * 1e9)
-    assert slowest > 0
     assert min(one.step) >= -1e-12
 
 

@@ -109,7 +109,7 @@ class Plan(NamedTuple):
 
     least: a layout that is closest to fitting, where none does. front: candidates, with bounds for
     steps, of which no other has less of both time and memory. memory: the best one with 20 % less
-    and with 20 % more memory; None where nothing fits.
+    and with 20 % more memory, of the same splits of blocks; None where nothing fits.
     """
 
     best: list[Candidate]
@@ -264,7 +264,6 @@ def placed(question: Question, layout: Layout, kinds: tuple[Kind, ...],
     shape, stack = question.shape, question.stack
     by_rank = kinds_by_rank(layout, kinds)
     clusters = [kind.cluster for kind in by_rank]
-
     orders = orders or Orders()
     blocks = cache(lambda: passes_by_rank(shape, layout, clusters, stack))
 

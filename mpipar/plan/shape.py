@@ -17,14 +17,14 @@ from mpipar.models.decoder import unit_costs
 from mpipar.models.stage import UnitCosts
 
 # Settings of the kinds of blocks: one network, experts, and experts beside a network.
-KINDS = {"dense": {}, "experts": {"experts": 2}, "shared": {"experts": 2, "shared_expert_ffn": 1}}
+BLOCKS = {"dense": {}, "experts": {"experts": 2}, "shared": {"experts": 2, "shared_expert_ffn": 1}}
 # {(kind of block, activation, whether tokens are cut over tp, whether scores lie in memory): what
 # units cost}. A rank's tokens of cp go round a ring.
 COSTS = {
     (kind, activation, parallel, scores): unit_costs(
-        DecoderConfig(layers=1, activation=activation, sequence_parallel=parallel, **KINDS[kind]),
+        DecoderConfig(layers=1, activation=activation, sequence_parallel=parallel, **BLOCKS[kind]),
         "ring", scores)
-    for kind, activation, parallel, scores in product(KINDS, FFNS, (False, True), (False, True))}
+    for kind, activation, parallel, scores in product(BLOCKS, FFNS, (False, True), (False, True))}
 MFU_RULES = {
     "model": "3 x forward of all products and of attention over the whole square; the head once",
     "causal": "attention over the half of the square that a token may see",
