@@ -53,25 +53,20 @@ def planned(shape: Shape, machine: str, stack: str, batch_size: int,
     return None
 
 
-def row_of(preset: str, machine: str, stack: str, published: dict[str, float]) -> dict | None:
-    """What a plan promises; None where nothing fits."""
-    config = build({"preset": preset})
-    model, batch_size = config.model.completed(), PRESETS[preset]["batch_size"]
-    found = planned(Shape.of(model), machine, stack, batch_size, {})
-    if found is None:
-        return None
-    question, best = found
-    percent, most = 100 * mfu(question, best), published.get(machine)
-    row = {"preset": preset, "machine": machine, "stack": stack, "ranks": question.ranks,
-           "MFU %": percent, "published %": most or "-", "points above": "-", "1f1b: MFU %": "-",
-           "layout": ""}
-    if most and percent > most:
-        row["points above"] = percent - most
-    if most and percent > most + MARGIN:
-        plain = search(question._replace(fixed={"schedule": "1f1b"}), 1).best
-        row |= {"layout": candidate_words(best),
-                "1f1b: MFU %": 100 * mfu(question, plain[0]) if plain else "none fits"}
-    return row
+def row_of(preset: str, machine: str, published: dict[str, float]) -> dict:
+    """What plans promise by each stack; "-" where nothing fits. layout: of the first stack."""
+    shape = Shape.of(build({"preset": preset}).model.completed())
+    row = {"preset": preset, "machine": machine, "published %": published.get(machine, "-")}
+    found = {stack: planned(shape, machine, stack, PRESETS[preset]["batch_size"], {})
+             for stack in STACKS}
+    row |= {f"{stack} %": 100 * mfu(*one) if one else "-" for stack, one in found.items()}
+    first, most = found[next(iter(STACKS))], published.get(machine)
+    if first is None or most is None or 100 * mfu(*first) <= most + MARGIN:
+        return row | {"layout": "", "1f1b %": "-"}
+    question, best = first
+    plain = search(question._replace(fixed={"schedule": "1f1b"}), 1).best
+    return row | {"layout": f"{question.ranks} devices: {candidate_words(best)}",
+                  "1f1b %": 100 * mfu(question, plain[0]) if plain else "none fits"}
 
 
 def measure(args, session) -> Outcome:
@@ -80,9 +75,8 @@ def measure(args, session) -> Outcome:
     models = {name: build({"preset": name}).model for name in PRESETS}
     presets = [name for name, model in models.items() if model.model == "decoder"
                and Shape.of(model.completed()).parameters > SMALLEST]
-    found = (row_of(preset, machine, stack, published) for machine in machine_names()
-             for preset in presets for stack in STACKS)
-    return Outcome(list(filter(None, found)))
+    return Outcome([row_of(preset, machine, published) for machine in machine_names()
+                    for preset in presets])
 
 
 main = Program("planned", __doc__, measure, kept="planned.json").started(__name__)

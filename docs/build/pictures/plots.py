@@ -18,6 +18,7 @@ from mpipar.console.tables import nbytes
 from mpipar.ops.shape_array import labels_of
 from mpipar.pipeline.schedules.catalog import SCHEDULES, make_schedule, schedule_problems
 from mpipar.pipeline.simulate import simulate
+from mpipar.plan.cluster import STACKS
 
 ROW = 15  # between two names
 PURPOSES = {"weights": "r0", "gradients": "r1", "optimizer": "r2", "stash": "r3", "buffers": "r4"}
@@ -197,8 +198,9 @@ def utilization(words: list[str], root: Path) -> tuple[str, str]:
     """
     found, _ = load(root, words, "bench.planned")
     rows = found["rows"]
-    stacks, machines, presets = (list(dict.fromkeys(row[name] for row in rows))
-                                 for name in ("stack", "machine", "preset"))
+    machines, presets = (list(dict.fromkeys(row[name] for row in rows))
+                         for name in ("machine", "preset"))
+    stacks = list(STACKS)
     canvas = Drawing("Utilization that plans promise, % of the peak", [
         *((f"r{place}", stack) for place, stack in enumerate(stacks)),
         ("wait", "best published for the device")])
@@ -213,19 +215,18 @@ def utilization(words: list[str], root: Path) -> tuple[str, str]:
         for number, preset in enumerate(presets):
             y = top + 10 + number * (bar * len(stacks) + 5)
             canvas.note(left + names - 8, y + 11, preset, "end")
-            for row in own:
-                if row["preset"] == preset:
-                    which = stacks.index(row["stack"])
-                    tip = f"{preset}, {row['ranks']} x {machine}, {row['stack']}"
-                    canvas.rect(left + names, y + bar * which, wide * row["MFU %"] / 100, bar,
-                                f"r{which}", tip=f"{tip}: {row['MFU %']:.1f} %")
+            row = next(one for one in own if one["preset"] == preset)
+            for which, stack in enumerate(stacks):
+                if (percent := row[f"{stack} %"]) != "-":
+                    canvas.rect(left + names, y + bar * which, wide * percent / 100, bar,
+                                f"r{which}", tip=f"{preset}, {machine}, {stack}: {percent:.1f} %")
         most = own[0]["published %"]
         if most != "-":
             x = left + names + wide * most / 100
             canvas.line((x, top + 6), (x, top + high - 28), "wait", width=2)
-        highest = max(own, key=lambda row: row["MFU %"])
+        highest, preset = max((row[f"{stack} %"], row["preset"]) for row in own for stack in stacks
+                              if row[f"{stack} %"] != "-")
         published = "nothing" if most == "-" else f"{most:.1f} %"
-        told.append(f"{machine} at most {highest['MFU %']:.1f} % ({highest['preset']}), published"
-                    f" {published}")
+        told.append(f"{machine} at most {highest:.1f} % ({preset}), published {published}")
     return canvas.svg("Utilization that plans promise", (
         f"Utilization that plans promise, by device: {'; '.join(told)}"))
