@@ -18,7 +18,7 @@ from mpipar.layers.stash import Stash
 from mpipar.train import worker
 
 EACH = 3  # every third case of all pairs lives here; python -m bench.combinations runs them all
-PARTS = 2  # of these: a test has a limit of time
+PARTS = 8  # of these, each well below the limit of a test, also where others take the cores
 
 
 def few():
