@@ -13,7 +13,7 @@ STARTED = re.compile(r"""^if __name__ == "__main__":$|\.started\(__name__\)$""",
 
 
 def programs() -> dict[str, Path]:
-    """Each program's name and its file, in the order of names."""
+    """Return each program's name and its file, in the order of names."""
     files = (path for path in FOLDER.rglob("*.py") if path != Path(__file__)
              and STARTED.search(path.read_text()))
     named = {path.relative_to(FOLDER).with_suffix("").parts: path for path in files}
@@ -21,7 +21,7 @@ def programs() -> dict[str, Path]:
 
 
 def subject(path: Path) -> str:
-    """The first line of a program's docstring."""
+    """Return the first line of a program's docstring."""
     return (ast.get_docstring(ast.parse(path.read_text())) or "").partition("\n")[0]
 
 

@@ -37,7 +37,7 @@ CHILD = "from bench.blas_kernels import trial; trial()"
 
 
 def seconds_of(dtype: str) -> float:
-    """Seconds of the three products, the fastest of each."""
+    """Return the seconds of the three products, the fastest of each."""
     x, w, dy = (np.ones(shape, dtype) for shape in (
         (ROWS, INNER), (INNER, COLUMNS), (ROWS, COLUMNS)))
     total = 0.0
@@ -59,7 +59,7 @@ def trial() -> None:
 
 
 def process(asked: str) -> dict:
-    """What `trial` finds in a process whose OpenBLAS was asked for an architecture."""
+    """Return what `trial` finds in a process whose OpenBLAS was asked for an architecture."""
     environ = {name: value for name, value in os.environ.items() if name != blas.VARIABLE}
     environ |= dict.fromkeys(THREAD_VARIABLES, "1")
     if asked != OWN:
@@ -73,7 +73,7 @@ def process(asked: str) -> dict:
 
 
 def measure(rounds: int) -> list[dict]:
-    """A row for each architecture that this processor can run."""
+    """Return a row for each architecture that this processor can run."""
     name, units = blas.processor()
     asked = [OWN, *(one for one in blas.ARCHITECTURES if not blas.lacking(one, units))]
     turns = [{one: process(one) for one in asked} for _ in range(rounds)]
@@ -86,7 +86,7 @@ def measure(rounds: int) -> list[dict]:
 
 
 def with_others(path: str | None, rows: list[dict]) -> list[dict]:
-    """These rows behind those that the file has of other processors."""
+    """Return these rows behind those that the file has of other processors."""
     if path is None or not Path(path).exists():
         return rows
     kept = json.loads(Path(path).read_text())["rows"]

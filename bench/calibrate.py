@@ -111,7 +111,7 @@ def check(args, parser) -> None:
 
 
 def pass_configs(args, config, world_size: int) -> list:
-    """A resolved config for each tp and number of rows. Raises UsageError."""
+    """Return a resolved config for each tp and number of rows. Raises UsageError."""
     if bad := [tp for tp in args.tp if world_size % tp]:
         raise UsageError([f"--tp {tp}: does not divide the {world_size} ranks" for tp in bad])
     config = replace(config, memory=as_measured(config.memory))
@@ -120,7 +120,9 @@ def pass_configs(args, config, world_size: int) -> list:
 
 
 def read_rows(paths) -> tuple[list[dict], list[dict]]:
-    """The rows and heads of these files. Raises DataError if a model cannot be fitted to them."""
+    """Return the rows and heads of these files. Raises DataError if a model cannot be fitted to
+    them.
+    """
     heads = [run.head for path in paths for run in records.read(path)]
     rows = records.rows_of(paths)
     if any(row["sync"] == "none" for row in rows):
@@ -137,7 +139,7 @@ def read_rows(paths) -> tuple[list[dict], list[dict]]:
 
 
 def provenance(heads, paths) -> dict:
-    """The sources of the numbers: files, machine, library."""
+    """Return the sources of the numbers: files, machine, library."""
     first = heads[0]
     same = {name: first[name] for name in ("library", "revision", "places", "transport", "dtype")}
     return {"machine": results.machine(), "files": list(paths), "launches": len(heads), **same,

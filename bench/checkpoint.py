@@ -50,7 +50,7 @@ FACTS = {"config": "", "data": {}}
 
 
 def model_of(state_bytes: int) -> DecoderConfig:
-    """A decoder whose state has about that many bytes; almost all of it in its blocks."""
+    """Return a decoder whose state has about that many bytes; almost all of it in its blocks."""
     width = (state_bytes / BYTES_PER_PARAMETER / (12 * LAYERS)) ** 0.5
     width = max(WIDTH_STEP, round(width / WIDTH_STEP) * WIDTH_STEP)
     return DecoderConfig(layers=LAYERS, d_model=width, heads=4, seq_len=32)
@@ -89,13 +89,13 @@ class Bench:
 
     @staticmethod
     def buffers(worker):
-        """Every flat buffer of a worker's state, without its zeros at the end."""
+        """Yield every flat buffer of a worker's state, without its zeros at the end."""
         for flat in worker.flats:
             for buffer in flat.state.values():
                 yield buffer[:flat.size]
 
     def blocks(self):
-        """The bytes that this rank writes in a save, in the blocks of a save."""
+        """Return the bytes that this rank writes in a save, in the blocks of a save."""
         return (memoryview(self.mine)[start:start + BLOCK_BYTES]
                 for start in range(0, len(self.mine), BLOCK_BYTES))
 
@@ -117,7 +117,7 @@ class Bench:
         self.savers[kind].save(self.step)
 
     def newest(self, kind: str) -> Path:
-        """The folder of the only checkpoint of a kind."""
+        """Return the folder of the only checkpoint of a kind."""
         (_, step_folder), = committed_steps(self.folder / kind)
         return step_folder
 
@@ -150,7 +150,7 @@ class Bench:
 
 
 def timed(world, function, *arguments) -> float:
-    """Seconds of the slowest rank. Comm: a barrier, and a gather of the times."""
+    """Return the seconds of the slowest rank. Comm: a barrier, and a gather of the times."""
     world.Barrier()
     start = perf_counter()
     function(*arguments)
@@ -205,7 +205,7 @@ def bytes_of(bench: Bench, found) -> dict[str, int] | None:
 
 
 def rows_of(found: dict, sizes: dict, layout: str, ranks: int) -> list[dict]:
-    """A row for each thing that was done."""
+    """Return a row for each thing that was done."""
     rows = []
     for what, seconds in found.items():
         median = statistics.median(seconds)
@@ -251,7 +251,7 @@ def measure_job(args, session) -> Outcome | int:
 
 
 def outcome(args, found: dict, sizes: dict, layout: str, ranks: int) -> Outcome:
-    """The table, and the save beside its parts."""
+    """Return the table, and the save beside its parts."""
     rows, state_bytes = rows_of(found, sizes, layout, ranks), sizes["save"]
     medians = {what: statistics.median(seconds) for what, seconds in found.items()}
     ratio = medians["save"] / (medians["write + fsync"] + medians["SHA-256"])

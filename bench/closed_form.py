@@ -14,7 +14,7 @@ NODE, NETWORK = 0.75, 0.8  # shares of the links' rates
 
 
 def closed_form(run: Run) -> float:
-    """Seconds of a run's step."""
+    """Return the seconds of a run's step."""
     shape, layout, machine = run.shape, run.layout, run.cluster
     tokens = layout.rows * shape.tokens / layout.cp
     blocks = shape.layers / layout.pp

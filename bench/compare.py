@@ -54,7 +54,7 @@ class Comparison(NamedTuple):
 
 
 def sides(rows) -> dict[tuple, Side]:
-    """Each operation in a file."""
+    """Return each operation in a file."""
     return {key: Side(medians_of(launches),
                       min(row["low_us"] for own in launches for row in own),
                       max(row["high_us"] for own in launches for row in own))
@@ -62,7 +62,7 @@ def sides(rows) -> dict[tuple, Side]:
 
 
 def compare_rows(a_rows, b_rows) -> list[Comparison]:
-    """Every operation that both have, in A's order."""
+    """Return every operation that both have, in A's order."""
     a, b = sides(a_rows), sides(b_rows)
     keys = [key for key in a if key in b]
     p_values = [rank_sum(a[key].medians, b[key].medians) for key in keys]
@@ -72,7 +72,7 @@ def compare_rows(a_rows, b_rows) -> list[Comparison]:
 
 
 def compared(key: tuple, a: Side, b: Side, p_value: float, stands: bool) -> Comparison:
-    """One operation; stands: whether its p-value is among the discoveries."""
+    """Return one operation; stands: whether its p-value is among the discoveries."""
     launches = len(a.medians), len(b.medians)
     a_us, b_us = (float(np.median(side.medians)) for side in (a, b))
     if min(launches) == 1:
@@ -87,13 +87,13 @@ def compared(key: tuple, a: Side, b: Side, p_value: float, stands: bool) -> Comp
 
 
 def shown_verdict(one: Comparison) -> str:
-    """The verdict, with a remark where a side has one launch."""
+    """Return the verdict, with a remark where a side has one launch."""
     known = one.verdict != NOT_SHOWN and min(one.launches) == 1
     return f"{one.verdict}, one launch" if known else one.verdict
 
 
 def lines(found) -> str:
-    """The comparisons as a table; ratio: B's time over A's."""
+    """Return the comparisons as a table; ratio: B's time over A's."""
     rows = []
     for one in found:
         key = dict(zip(KEY, one.key, strict=True))

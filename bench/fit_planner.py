@@ -30,12 +30,12 @@ PAPERS = ("vTrain", "2104.04473", "2205.05198", "2401.10241", "2402.15627", "llm
 
 
 def paper_of(run: Run) -> str:
-    """The source that is left out as a whole: all tables of a paper or of a repository."""
+    """Return the source that is left out as a whole: all tables of a paper or of a repository."""
     return next((part for part in PAPERS if part in run.source), "others")
 
 
 def table_rows(device: str, operation: str) -> list[dict[str, str]]:
-    """The measured rows of an operation on a device."""
+    """Return the measured rows of an operation on a device."""
     return [row for row in read_rows("measured_curves.csv")
             if row["device"] == device and row["op"].startswith(operation)]
 
@@ -61,7 +61,9 @@ def fit_products(device: str) -> dict[str, float]:
 
 
 def trust(run: Run) -> float:
-    """The weight of a run: more if its source states everything, less if not even the layout."""
+    """Return the weight of a run: more if its source states everything, less if not even the
+    layout.
+    """
     missing = run.row["missing"]
     if not missing:
         return 2.0
@@ -78,18 +80,20 @@ Known = dict[tuple[str, str], dict[str, float]]  # {(stack, generation of machin
 
 
 def kind_of(run: Run) -> tuple[str, str]:
-    """The stack of a run, and the generation of its machine: what has constants."""
+    """Return the stack of a run, and the generation of its machine: what has constants."""
     return stack_name(run.row), run.cluster.efficiency
 
 
 def with_constants(run: Run, constants: dict[str, float]) -> float:
-    """A run's step with other constants of its stack."""
+    """Return a run's step with other constants of its stack."""
     stack = replace(run.stack, **constants, sets=())
     return step_time(run.shape, run.layout, run.cluster, stack).total
 
 
 def fit_stack(runs: list[tuple[Run, float]]) -> dict[str, float]:
-    """The constants of a stack that make its runs' predicted steps closest to the measured ones."""
+    """Return the constants of a stack that make its runs' predicted steps closest to the measured
+    ones.
+    """
     from scipy.optimize import least_squares
     start = [math.log(FIRST[name]) for name in CONSTANTS]
 
@@ -104,7 +108,7 @@ def fit_stack(runs: list[tuple[Run, float]]) -> dict[str, float]:
 
 
 def fit_stacks(runs: Iterable[tuple[Run, float]]) -> Known:
-    """The constants of each stack and generation that some of the runs have."""
+    """Return the constants of each stack and generation that some of the runs have."""
     mine = defaultdict(list)
     for run, weight in runs:
         mine[kind_of(run)].append((run, weight))
@@ -112,7 +116,9 @@ def fit_stacks(runs: Iterable[tuple[Run, float]]) -> Known:
 
 
 def nearest(known: Known, run: Run) -> dict[str, float]:
-    """A run's constants; those of the same stack on another machine where there are no others."""
+    """Return a run's constants; those of the same stack on another machine where there are no
+    others.
+    """
     stack, _ = kind = kind_of(run)
     return known.get(kind) or next(one for (name, _), one in known.items() if name == stack)
 

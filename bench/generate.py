@@ -86,7 +86,7 @@ class OurSide:
         return np.diff(times).tolist(), [text.tokens for text in texts]
 
     def single(self, prompt) -> float:
-        """Seconds of one token of one text without a cache."""
+        """Return the seconds of one token of one text without a cache."""
         batch = Batch(np.array([prompt]), None, np.arange(len(prompt)))
         start = time.perf_counter()
         self.worker.forward([0], lambda mb: batch)[0][-1].argmax()
@@ -120,7 +120,7 @@ class TheirSide:
         return [time.perf_counter() - start], found.tolist()
 
     def disagreement(self, rows, first: int) -> float:
-        """How much likelier another token was than the one of rows from place `first` on.
+        """Return how much likelier another token was than the one of rows from place `first` on.
 
         As a share of the largest logit of the text.
         """
@@ -154,7 +154,7 @@ def measure(preset, sides, prompts, args, world) -> dict[str, list[list[float]]]
 
 
 def rows(preset, found, batch_size, args) -> list[dict]:
-    """The result of a model and a batch size as rows."""
+    """Return the result of a model and a batch size as rows."""
     totals = {name: statistics.median(map(sum, runs)) for name, runs in found.items()}
     theirs = totals.get("transformers")
     made = []
@@ -181,7 +181,7 @@ def our_sides(preset, world) -> dict[str, OurSide]:
 
 
 def over_sides(preset, args, world) -> list[dict]:
-    """A row for each side and batch size of one model. Raises WrongTextError."""
+    """Return a row for each side and batch size of one model. Raises WrongTextError."""
     ours, theirs, made = our_sides(preset, world), {}, []
     first = next(iter(ours.values()))
     if world.size == 1 and importlib.util.find_spec("transformers"):
@@ -199,7 +199,7 @@ def over_sides(preset, args, world) -> list[dict]:
 
 
 def over_contexts(preset, args, world) -> list[dict]:
-    """A row for each length of a text: one token with cache and without."""
+    """Return a row for each length of a text: one token with cache and without."""
     side, made = OurSide(preset, {}, world), []
     for length in (one for one in args.contexts if one <= side.config.model.seq_len):
         prompt = random_prompts(side.config, 1, length)[0]

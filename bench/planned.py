@@ -41,7 +41,7 @@ def best_published() -> dict[str, float]:
 
 def planned(shape: Shape, machine: str, stack: str, batch_size: int,
             fixed: dict) -> tuple[Question, Candidate] | None:
-    """The first answer on the fewest devices; None where it fits on none of RANKS."""
+    """Return the first answer on the fewest devices; None where it fits on none of RANKS."""
     cluster = load_cluster(machine)
     dtype = cluster.dtype_16
     for ranks in RANKS:
@@ -54,7 +54,8 @@ def planned(shape: Shape, machine: str, stack: str, batch_size: int,
 
 
 def row_of(preset: str, machine: str, published: dict[str, float]) -> dict:
-    """What plans promise by each stack; "-" where nothing fits. layout: of the first stack."""
+    """Return what plans promise by each stack; "-" where nothing fits. layout: of the first stack.
+    """
     shape = Shape.of(build({"preset": preset}).model.completed())
     row = {"preset": preset, "machine": machine, "published %": published.get(machine, "-")}
     found = {stack: planned(shape, machine, stack, PRESETS[preset]["batch_size"], {})
@@ -70,7 +71,7 @@ def row_of(preset: str, machine: str, published: dict[str, float]) -> dict:
 
 
 def measure(args, session) -> Outcome:
-    """The rows of all machines."""
+    """Return the rows of all machines."""
     published = best_published()
     models = {name: build({"preset": name}).model for name in PRESETS}
     presets = [name for name, model in models.items() if model.model == "decoder"

@@ -60,7 +60,7 @@ def pyplot():
 
 
 def by_picture(rows) -> dict[str, list[dict]]:
-    """Rows that share a picture, by its file name: one operation of one group."""
+    """Return the rows that share a picture, by its file name: one operation of one group."""
     found: dict = {}
     for row in rows:
         parts = [row["case"]]
@@ -74,7 +74,7 @@ def by_picture(rows) -> dict[str, list[dict]]:
 
 
 def by_via(rows) -> dict[str, list[dict]]:
-    """The ways of doing it, each with its rows by ascending size."""
+    """Return the ways of doing it, each with its rows by ascending size."""
     found: dict = {}
     for row in sorted(rows, key=lambda row: row["size_bytes"]):
         found.setdefault(row["via"], []).append(row)
@@ -115,7 +115,7 @@ def draw_bandwidth(axes, rows) -> None:
 
 
 def of_one_way(rows) -> list[dict]:
-    """The rows through mpipar.comm, or where it has none those of the first other way."""
+    """Return the rows through mpipar.comm, or where it has none those of the first other way."""
     ways = by_via(rows)
     return ways.get(COMM) or next(iter(ways.values()))
 
@@ -207,7 +207,8 @@ def save(plt, folder: Path, name: str, heading: str, draw) -> None:
 
 
 def index_page(title: str, drawn: list[tuple[str, str]]) -> str:
-    """A page with a section for each heading; drawn: (file name, heading) of each picture."""
+    """Return a page with a section for each heading; drawn: (file name, heading) of each picture.
+    """
     by_heading: dict = {}
     for name, heading in drawn:
         by_heading.setdefault(heading, []).append(name)

@@ -60,7 +60,7 @@ class Program:
             self.parser.add_argument("--json", metavar="FILE", help=json)
 
     def parse(self, argv: list[str]) -> Any:
-        """The flags. Raises UsageError."""
+        """Return the flags. Raises UsageError."""
         args, words = self.parser.parse_known_args(argv)
         if self.takes_words:
             args.words = words

@@ -56,7 +56,7 @@ GROUPS = (  # title, a part of the column `source`, of `system`
 
 
 def group_of(run: Run) -> str:
-    """The title of a run's source."""
+    """Return the title of a run's source."""
     for title, source, system in GROUPS:
         if source in run.source and system in run.row["system"]:
             return title
@@ -86,7 +86,7 @@ def constant_utilization(runs) -> float:
 
 
 def accuracy(runs) -> dict:
-    """The errors of some runs, in percent."""
+    """Return the errors of some runs, in percent."""
     errors = [run.error for run in runs]
     worst = max(runs, key=lambda run: abs(run.error))
     return {"runs": len(runs), "mean %": mean_error(errors),
@@ -108,7 +108,7 @@ def without_source(groups: dict[str, list[Run]]) -> dict[str, dict]:
 
 
 def key_of(run: Run) -> tuple[str, str]:
-    """What names a row: two files number theirs alike."""
+    """Return what names a row: two files number theirs alike."""
     return run.source, run.row["id"]
 
 
@@ -138,14 +138,15 @@ def choice(runs, least: int) -> dict:
 
 
 def does_fit(run: Run, rows: int | None = None) -> bool:
-    """Whether a run is said to fit in its device, with a microbatch of other rows if given."""
+    """Return whether a run is said to fit in its device, with a microbatch of other rows if given.
+    """
     layout = run.layout if rows is None else run.layout._replace(rows=rows)
     gib = footprint(run.shape, layout, run.stack).total / (1 << 30)
     return gib <= run.cluster.memory_gib
 
 
 def memory(runs) -> dict:
-    """What is said of the memory of runs that took place.
+    """Return what is said of the memory of runs that took place.
 
     largest: of runs that sum gradients over microbatches, how many fit, and would not with
     microbatches of twice the rows.
@@ -177,7 +178,7 @@ def order_of_schedules(runs, least: float = 0.02) -> tuple[int, int]:
 
 
 def rule_of(row: dict[str, str]) -> str:
-    """The rule of MFU_RULES by which a source counts FLOPs."""
+    """Return the rule of MFU_RULES by which a source counts FLOPs."""
     for part, rule in COUNTED:
         if part in row["source"]:
             return rule
@@ -217,7 +218,7 @@ def utilization_rows() -> list[dict]:
 
 
 def answers(groups: dict[str, list[Run]]) -> list[dict]:
-    """What is said of choices, memory and the order of schedules, a row each."""
+    """Return what is said of choices, memory and the order of schedules, a row each."""
     right, pairs = order_of_schedules(groups["zero bubble"])
     found = memory(published_runs())
     rows = []
@@ -240,7 +241,7 @@ def answers(groups: dict[str, list[Run]]) -> list[dict]:
 
 
 def publishers(runs) -> list[dict]:
-    """Where the plans of some jobs have the grids that their publishers chose, a row each.
+    """Return where the plans of some jobs have the grids that their publishers chose, a row each.
 
     Of sources that say what their authors train with; FSDP alone is no choice.
     """

@@ -46,7 +46,7 @@ STEP, CONSTRUCTION = "one step", "construction, besides"  # rows of the result
 
 
 def stop_of(path: str) -> str | None:
-    """The stop that a file belongs to; path: as in the repository."""
+    """Return the stop that a file belongs to; path: as in the repository."""
     name = path.removeprefix("mpipar/").removesuffix(".py")
     name = ALIAS.get(name, name)
     return next((stop for stop in STOPS if name == stop or name.startswith(f"{stop}/")), None)
@@ -106,7 +106,9 @@ def count(args, session) -> Outcome | int:
 
 
 def construction(before: dict[str, set[int]], step: dict[str, set[int]]) -> dict:
-    """The row of what construction opens and runs beside the step: {path: line numbers} of both."""
+    """Return the row of what construction opens and runs beside the step: {path: line numbers} of
+    both.
+    """
     row = counts(CONSTRUCTION, "groups, schedule, layers, buffers, initial values",
                  {path: 0 for path in before if path not in step})
     more = sum(len(lines - step.get(path, set())) for path, lines in before.items())
@@ -114,7 +116,7 @@ def construction(before: dict[str, set[int]], step: dict[str, set[int]]) -> dict
 
 
 def counts(stop: str, what: str, files: dict[str, int]) -> dict:
-    """The row of a stop. files: {path in the repository: its lines that run}."""
+    """Return the row of a stop. files: {path in the repository: its lines that run}."""
     return {"stop": stop, "what": what, "files": len(files),
             "lines to open": sum(map(lines_of, files)), "lines that run": sum(files.values())}
 

@@ -49,7 +49,7 @@ class Pair(NamedTuple):
 
 
 def pairs_of(mpi, comm, x, y) -> dict[str, Pair]:
-    """Every operation by its name. x: what is sent; y: what is received into."""
+    """Return every operation by its name. x: what is sent; y: what is received into."""
     from mpi4py import MPI
 
     def bare_messages():
@@ -88,7 +88,7 @@ def check(name: str, pair: Pair, recorder: Recorder, x, y) -> None:
 
 
 def batch_ns(function) -> float:
-    """Nanoseconds per call in one batch."""
+    """Return the nanoseconds per call in one batch."""
     start = perf_counter_ns()
     for _ in range(BATCH):
         function()

@@ -78,20 +78,20 @@ def write(path: str | None, bench: str, rows: list[dict], *, beside: dict | None
 
 
 def versions(*packages: str) -> dict[str, str]:
-    """The versions of those of some packages that are installed."""
+    """Return the versions of those of some packages that are installed."""
     return {name: importlib.metadata.version(name) for name in packages
             if importlib.util.find_spec(name)}
 
 
 def text(value) -> str:
-    """A value as the text of a table's cell."""
+    """Return a value as the text of a table's cell."""
     if isinstance(value, float):
         return f"{value:.3g}" if abs(value) < 1000 else f"{value:.0f}"
     return str(value)
 
 
 def text_table(rows: list[dict], left: int = 1) -> str:
-    """Rows as columns of text under their names; empty cells for what a row lacks.
+    """Return the rows as columns of text under their names; empty cells for what a row lacks.
 
     left: so many columns are left-aligned.
     """
@@ -100,19 +100,19 @@ def text_table(rows: list[dict], left: int = 1) -> str:
 
 
 def markdown_table(rows: list[dict]) -> str:
-    """Rows as a Markdown table."""
+    """Return the rows as a Markdown table."""
     columns = list(rows[0])
     return cells_table(columns, ([text(row[column]) for column in columns] for row in rows))
 
 
 def cells_table(head: list[str], cells) -> str:
-    """A Markdown table of these texts."""
+    """Return a Markdown table of these texts."""
     lines = ["| " + " | ".join(head) + " |", "|" + " --- |" * len(head)]
     return "\n".join([*lines, *("| " + " | ".join(row) + " |" for row in cells)])
 
 
 def markdown(result: dict) -> str:
-    """The rows as a Markdown table, and a line that says where they were measured."""
+    """Return the rows as a Markdown table, and a line that says where they were measured."""
     assert result["schema"] == SCHEMA, f"schema {result['schema']}, this reads {SCHEMA}"
     facts = ", ".join(f"{key} {value}" for key, value in result["machine"].items())
     return f"{markdown_table(result['rows'])}\n\n`{result['bench']}`: {facts}"
@@ -131,7 +131,9 @@ def functions_of(path: Path) -> list[tuple[str, int, int]]:
 
 
 def by_function(text: str, root: Path = ROOT) -> str:
-    """The text with file:function in place of each file:line. Columns behind it stay columns."""
+    """Return the text with file:function in place of each file:line. Columns behind it stay
+    columns.
+    """
     return "\n\n".join("\n".join(_named_block(block.split("\n"), root))
                        for block in text.split("\n\n"))
 
@@ -156,7 +158,7 @@ def _named_block(lines: list[str], root: Path) -> list[str]:
 
 
 def function_at(path: Path, line: int) -> str:
-    """The name of the function in which a line of a file is. Raises LookupError."""
+    """Return the name of the function in which a line of a file is. Raises LookupError."""
     found = [(last - first, name) for name, first, last in functions_of(path)
              if first <= line <= last]
     if not found:
@@ -165,7 +167,8 @@ def function_at(path: Path, line: int) -> str:
 
 
 def unknown_places(text: str, root: Path = ROOT) -> list[str]:
-    """Each file of mpipar, or function in it, that a text names but that there is none of."""
+    """Return each file of mpipar, or function in it, that a text names but that there is none of.
+    """
     found = []
     for name, function in NAMED.findall(text):
         path = root / name

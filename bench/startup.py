@@ -37,7 +37,7 @@ def add_flags(parser) -> None:
 
 
 def command(num_ranks: int, kernels: str | None) -> list[str]:
-    """What a user types, with the programs of this environment."""
+    """Return what a user types, with the programs of this environment."""
     prefix = [] if num_ranks == 1 else [own_launcher(), "-n", str(num_ranks)]
     more = ["--kernels", kernels] if kernels else []
     return [*prefix, sys.executable, "-m", "mpipar", "train", *FLAGS, *more]
@@ -62,7 +62,7 @@ def one_start(argv: list[str]) -> tuple[float, list[float]]:
 
 
 def row(num_ranks: int, kernels: str | None, repeats: int) -> dict:
-    """The figures of one number of ranks."""
+    """Return the figures of one number of ranks."""
     argv = command(num_ranks, kernels)
     one_start(argv)
     found = [one_start(argv) for _ in range(repeats)]

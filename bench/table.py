@@ -48,13 +48,13 @@ WHERE_KNOWN = ("least_to_peer_bytes", "most_to_peer_bytes", "messages_per_s", "b
 
 
 def digits(value: float) -> str:
-    """A number with four significant digits, never with an exponent."""
+    """Return a number with four significant digits, never with an exponent."""
     whole = math.floor(math.log10(value)) if value > 0 else 3
     return f"{value:.{min(6, max(0, 3 - whole))}f}"
 
 
 def cells(row: dict) -> dict[str, str]:
-    """A row's cells by the names of their columns."""
+    """Return a row's cells by the names of their columns."""
     def numbers(*names) -> dict[str, str]:
         return {name.replace("GBps", "GB/s"): digits(row[name]) for name in names}
 
@@ -75,13 +75,13 @@ def cells(row: dict) -> dict[str, str]:
 
 
 def text(rows) -> str:
-    """Rows of one case as a table, small sizes first."""
+    """Return the rows of one case as a table, small sizes first."""
     ordered = sorted(rows, key=lambda row: (row["size_bytes"], row["ranks"], row["via"]))
     return results.text_table([cells(row) for row in ordered])
 
 
 def title(row: dict) -> str:
-    """The title of a table: what its rows have in common."""
+    """Return the title of a table: what its rows have in common."""
     mode = f", one of the {row['axis']} groups" if row["mode"] == "alone" else (
         f", all {row['axis']} groups at once" if row["mode"] == "together" else "")
     window = f", window {row['window']}" if row["window"] > 1 else ""
@@ -95,7 +95,7 @@ def title(row: dict) -> str:
 
 
 def by_table(rows) -> list[list[dict]]:
-    """The rows of each table, in order of appearance."""
+    """Return the rows of each table, in order of appearance."""
     found: dict = {}
     for row in rows:
         key = (row.get("launch"), row["case"], row["axis"], row["mode"], row["buffers"],
@@ -105,7 +105,7 @@ def by_table(rows) -> list[list[dict]]:
 
 
 def matrix(rows, value: str) -> str:
-    """A number for each pair of ranks: rows and columns are world ranks."""
+    """Return a number for each pair of ranks: rows and columns are world ranks."""
     pairs = {tuple(row["ranks"]): row[value] for row in rows}
     names = sorted({number for pair in pairs for number in pair})
     return results.text_table([{"rank": low} | {
@@ -114,13 +114,13 @@ def matrix(rows, value: str) -> str:
 
 
 def narrow(row: dict) -> dict:
-    """The row without its samples, every cell a plain value."""
+    """Return the row without its samples, every cell a plain value."""
     return {name: "+".join(map(str, value)) if isinstance(value, list) else value
             for name, value in row.items() if name not in records.SAMPLES}
 
 
 def as_csv(rows) -> str:
-    """One line for each row, with every column but the samples."""
+    """Return one line for each row, with every column but the samples."""
     plain = [narrow(row) for row in rows]
     columns = list(dict.fromkeys(name for row in plain for name in row))
     out = io.StringIO()
@@ -131,7 +131,7 @@ def as_csv(rows) -> str:
 
 
 def as_markdown(rows) -> str:
-    """The text table's columns as Markdown, all rows in one table."""
+    """Return the text table's columns as Markdown, all rows in one table."""
     lines = [{"case": row["case"], "ranks": "+".join(map(str, row["ranks"])), "mode": row["mode"],
               **cells(row)} for row in rows]
     names = dict.fromkeys(name for line in lines for name in line if name)
@@ -139,7 +139,7 @@ def as_markdown(rows) -> str:
 
 
 def as_text(rows) -> str:
-    """The text of every table with its title; several launches make one table."""
+    """Return the text of every table with its title; several launches make one table."""
     if len({row.get("launch") for row in rows}) > 1:
         rows = [{name: value for name, value in row.items() if name != "launch"}
                 for row in combined(rows)]
@@ -147,7 +147,8 @@ def as_text(rows) -> str:
 
 
 def as_osu(rows) -> str:
-    """The columns of OSU 7.5 with its option for tails: size, mean, and percentiles of the times.
+    """Return the columns of OSU 7.5 with its option for tails: size, mean, and percentiles of the
+    times.
 
     OSU takes the mean over iterations and ranks; here it is that of the iterations' times.
     """

@@ -150,14 +150,16 @@ def attention(args, real) -> dict[str, Chain]:
 
 
 def outcome(chain, ops):
-    """The result of one call on copies of the arguments: its return value or its first argument."""
+    """Return the result of one call on copies of the arguments: its return value or its first
+    argument.
+    """
     arrays = [array.copy() for array in chain.arrays]
     result = chain.call(ops, *arrays)
     return arrays[0] if result is None else result
 
 
 def best_seconds(function, repeats) -> float:
-    """The shortest of `repeats` calls, after one that is not timed."""
+    """Return the shortest of `repeats` calls, after one that is not timed."""
     function()
     found = []
     for _ in range(repeats):
@@ -178,7 +180,8 @@ def peaks(repeats) -> dict[str, float]:
 
 
 def sweep(name, chain, args, peak) -> list[dict]:
-    """Rows of one chain, a row per tile; raises ValueError if a tile changes the result."""
+    """Return the rows of one chain, a row per tile; raises ValueError if a tile changes the result.
+    """
     module, constant = chain.constant
     whole = args.seq_len if chain.flops else args.rows * args.width
     row_elements = args.seq_len * args.heads if chain.flops else 1
@@ -224,7 +227,7 @@ def run(args) -> Outcome:
 
 
 def run_products(args) -> Outcome:
-    """One product from loops to BLAS.
+    """Return one product from loops to BLAS.
 
     Raises EnvironmentProblem without Numba, ValueError if a result is wrong.
     """

@@ -43,12 +43,12 @@ context_of = partial(cli.context_of, None, "explain")
 
 
 def config_of(words: list[str]) -> Any:
-    """The resolved config of the flags of `mpipar explain`. Raises UsageError."""
+    """Return the resolved config of the flags of `mpipar explain`. Raises UsageError."""
     return resolve(*of_named_axes(context_of(words).reading))[0]
 
 
 def take_step(config: Any, rank: int, recorder: Recorder, ops: Any) -> Worker:
-    """The real worker of a rank, behind one step with these ops."""
+    """Return the real worker of a rank, behind one step with these ops."""
     worker = Worker(config, Grid.of(config.grid, rank), ops, recorder)
     batch = data.data_of(config.model).blank_batch
     worker.train_step(1, lambda mb: batch(ops, config))

@@ -162,7 +162,7 @@ def section_of(curve, places, world_size: int, count: int) -> Section | None:
 
 
 def chosen_sections(machine, places, world_size: int, count: int) -> list[Section]:
-    """Every fitted operation on held-out sizes, and a chain. Raises UsageError."""
+    """Return every fitted operation on held-out sizes, and a chain. Raises UsageError."""
     found = [section_of(curve, places, world_size, count) for curve in machine.curves]
     found = [section for section in found if section]
     if not found:
@@ -190,7 +190,7 @@ def compared(machine, rows) -> list[dict]:
 
 
 def all_reduce_lines(machine, row) -> list[dict]:
-    """The predicted time of each algorithm for a measured all-reduce, for information."""
+    """Return the predicted time of each algorithm for a measured all-reduce, for information."""
     try:
         hop, reduction = machine.curve(HOP, link=row["link"]), machine.curve(REDUCTION, 1)
     except UsageError:
@@ -224,7 +224,7 @@ def write_lines(path: str, lines) -> None:
 
 
 def prepared(args, world_rank: int = 0):
-    """The cost model; checks everything before anything is measured.
+    """Return the cost model; checks everything before anything is measured.
 
     Raises DataError where it cannot be read, and on world rank 0 OutputError where a file that is
     asked for cannot be written.
@@ -235,7 +235,7 @@ def prepared(args, world_rank: int = 0):
 
 
 def one_launch(session, args) -> list[dict] | None:
-    """All comparisons of this job, on world rank 0 (others: some); None when interrupted."""
+    """Return all comparisons of this job, on world rank 0 (others: some); None when interrupted."""
     machine = session.agree(lambda: prepared(args, session.world.rank))
     if args.only_steps:
         return verify_steps(session.world, machine, Budget(session.world, args.seconds))
@@ -259,7 +259,7 @@ def one_launch(session, args) -> list[dict] | None:
 
 
 def fresh_lines(session, start, jobs, launches: int, title: str = "") -> list[dict] | None:
-    """The comparisons of fresh jobs, one launch after the other; None when interrupted.
+    """Return the comparisons of fresh jobs, one launch after the other; None when interrupted.
 
     jobs(launch): yields (words, the file that they leave); that of the last has the comparisons.
     start(session, words): the exit code of a job. title: of what is told.
@@ -282,7 +282,7 @@ def fresh_lines(session, start, jobs, launches: int, title: str = "") -> list[di
 
 
 def all_launches(session, args) -> list[dict] | None:
-    """The comparisons of several fresh jobs; None when interrupted.
+    """Return the comparisons of several fresh jobs; None when interrupted.
 
     Raises UsageError: see `launches.alone`; EnvironmentProblem: see `fresh_lines`.
     """
@@ -347,7 +347,7 @@ def run_goals(session, args) -> int:
 
 
 def measured(session, args, setting: Setting) -> list[dict] | None:
-    """The comparisons of all launches of a setting; None when interrupted.
+    """Return the comparisons of all launches of a setting; None when interrupted.
 
     Raises EnvironmentProblem if a job fails.
     """

@@ -41,20 +41,20 @@ usage: mpipar COMMAND [flags]
 
 
 def exit_codes() -> str:
-    """The table that every --help ends with."""
+    """Return the table that every --help ends with."""
     lines = [f"  {code:>3}  {meaning}" for code, meaning in errors.EXIT_CODES.items()]
     return "\n".join(["exit codes:", *lines])
 
 
 def overview() -> str:
-    """What `mpipar` and `mpipar --help` print."""
+    """Return what `mpipar` and `mpipar --help` print."""
     commands = [f"  {name:<10}{text}" for name, text in COMMANDS.items()]
     return "\n".join([USAGE, "commands:", *commands, "",
                       "mpipar COMMAND --help lists the flags of a command.", "", exit_codes()])
 
 
 def command_of(name: str) -> Command:
-    """The command of this name. Raises UsageError if there is none."""
+    """Return the command of this name. Raises UsageError if there is none."""
     if name not in COMMANDS:
         raise UsageError(f"{name!r}: unknown command{suggestion(name, list(COMMANDS))}; "
                          f"use one of {', '.join(COMMANDS)}")
@@ -62,7 +62,7 @@ def command_of(name: str) -> Command:
 
 
 def command_parser(name: str, every: bool = False) -> flags.Parser:
-    """The parser of one command, with the program's name in its messages.
+    """Return the parser of one command, with the program's name in its messages.
 
     every: its help shows all flags, not only the usual ones.
     """
@@ -80,7 +80,7 @@ def command_parser(name: str, every: bool = False) -> flags.Parser:
 
 
 def context_of(session: Session | None, name: str, words: list[str]) -> Context:
-    """What a command of these words runs on. Raises UserError.
+    """Return what a command of these words runs on. Raises UserError.
 
     Problems of a configuration stay in its Reading: `resolve` adds those that are found later.
     """
@@ -124,7 +124,7 @@ def main(argv: list[str], session: Session) -> int:
 
 
 def facts_of(context: Context) -> dict[str, str]:
-    """What the flags of a command say, which must be the same on all ranks."""
+    """Return what the flags of a command say, which must be the same on all ranks."""
     reading = context.reading
     found = {flag(field.name): "not given" if value is None else str(value)
              for _, field, value in settings(reading.config)}

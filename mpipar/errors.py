@@ -96,7 +96,8 @@ class NonFiniteError(UserError):
 
 
 def combine(errors: Sequence[UserError]) -> UserError:
-    """One error with the problems of all; its class is that of the lowest exit code among them.
+    """Return one error with the problems of all; its class is that of the lowest exit code among
+    them.
 
     Flags come first (2 < 65 < 69 < 74), because what follows from a wrong flag may be wrong too.
     """

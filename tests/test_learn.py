@@ -5,7 +5,7 @@ import shlex
 import subprocess
 
 import pytest
-from english import long_sentences, page_paragraphs
+from english import clumsy_words, page_paragraphs
 from in_process import assert_refused, printed
 from learn_answers import FILES, LAYOUTS, LINEAR, LINEAR_FILES, NUMBERS
 from program import mpipar
@@ -158,9 +158,9 @@ def test_an_exercise_says_how_it_is_answered(number):
     assert EXERCISES[number].command in check(number).replace("\n", " ")
 
 
-def test_tasks_are_short_sentences():
-    found = [sentence for one in EXERCISES.values()
-             for sentence in long_sentences(page_paragraphs(one.task))]
+def test_tasks_are_plain_english():
+    found = [problem for one in EXERCISES.values()
+             for problem in clumsy_words(page_paragraphs(one.task))]
     assert not found, "\n".join(found)
 
 

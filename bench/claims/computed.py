@@ -137,7 +137,7 @@ PASSES = 3  # forward, input gradient and weight gradient take the FLOPs of a fo
 
 
 def scaling() -> list[dict]:
-    """What tensor parallelism divides by its ranks, and what it does not, as the layers say.
+    """Return what tensor parallelism divides by its ranks, and what it does not, as the layers say.
 
     FLOPs, memory, barriers and bytes are of one rank and microbatch, both passes, against tp.
     times_ranks: the FLOPs of all ranks, as a multiple of those of one rank alone. flop_per_byte:
@@ -162,7 +162,8 @@ def scaling() -> list[dict]:
 
 
 def part(what: str, config: Any) -> tuple[Cost, Cost, Letters]:
-    """The Cost of one block of the decoder, or of the whole convnet, and the sizes of a rank.
+    """Return the Cost of one block of the decoder, or of the whole convnet, and the sizes of a
+    rank.
 
     In front of it: the Cost of what needs no input gradient, because nothing comes before it.
     """
@@ -177,14 +178,14 @@ MODEL = {"layers": 8, "d_model": 256, "heads": 8, "seq_len": 128}
 
 
 def configure(layout: dict, num_microbatches: int = 8, schedule: str = "1f1b", **settings):
-    """The claims' model in a layout, 16 rows per step, with some other settings."""
+    """Return the claims' model in a layout, 16 rows per step, with some other settings."""
     values = {"dp": 1, "pp": 1, "tp": 1, "batch_size": 16} | MODEL | layout | settings
     values |= {"num_microbatches": num_microbatches // values["dp"], "schedule": schedule}
     return resolve(build(values), prod(layout.values()))[0]
 
 
 def as_convnet(config):
-    """The same with a convnet of the decoder's widths.
+    """Return the same with a convnet of the decoder's widths.
 
     Behind its stem an image has as many places as a row of the decoder has tokens.
     """
@@ -194,5 +195,5 @@ def as_convnet(config):
 
 
 def layout_name(layout: dict) -> str:
-    """The axes with their sizes, as in "pp 2 x dp 2"."""
+    """Return the axes with their sizes, as in "pp 2 x dp 2"."""
     return " x ".join(f"{axis} {size}" for axis, size in layout.items())

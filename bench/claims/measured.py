@@ -51,7 +51,7 @@ def median_step(config, world, folder: str) -> float:
 
 def from_steps(cases: Iterable[tuple], configured: Callable, row: Callable,
                traced: bool = False) -> Table:
-    """The function of a table: a row for each case, on world rank 0, None elsewhere.
+    """Return the function of a table: a row for each case, on world rank 0, None elsewhere.
 
     configured(*case): its config. row(config, case, seconds, analysis): its row. seconds: of a
     step of the slowest rank. analysis: of the trace; None if not traced.
@@ -91,7 +91,7 @@ HYBRIDS = [
 
 
 def hybrid_row(config, case, seconds: float, analysis) -> dict:
-    """How four workers spend their time, and tokens/s.
+    """Return how four workers spend their time, and tokens/s.
 
     useful: compute spans less the communication inside them. waiting: blocked until the last rank
     arrived. transfer: blocked from there to the end. idle: the rest. All are shares of all ranks'
@@ -112,7 +112,8 @@ SHARING = [
 
 
 def sharing_row(config, case, seconds: float, analysis) -> dict:
-    """What a rank of four keeps, by what it makes again and shares out, and the price of that.
+    """Return what a rank of four keeps, by what it makes again and shares out, and the price of
+    that.
 
     Bytes, barriers and messages are predicted, of one step and rank. step_ms is measured.
     """
@@ -135,7 +136,7 @@ EXPERT_CASES = [(ep, dispatch, routing) for routing in ROUTINGS for ep in (1, 2,
 
 
 def with_experts(ep: int, dispatch: str, routing: str) -> Any:
-    """The resolved configuration of a row, without a trace."""
+    """Return the resolved configuration of a row, without a trace."""
     return configure({"dp": 4}, **EXPERTS | {
         "ep": ep, "expert_dispatch": dispatch, "routing": routing})
 
@@ -195,7 +196,7 @@ def attempt(config, world) -> str:
 
 
 def too_large(world) -> list[dict] | None:
-    """Which layouts train under the same --memory-limit: a row for each, on world rank 0.
+    """Return which layouts train under the same --memory-limit: a row for each, on world rank 0.
 
     Comm: a split of the world per layout, and training.
     """

@@ -41,7 +41,7 @@ def cases() -> Iterator[tuple[str, Twin, dict[str, int]]]:
 
 
 def shipped(world: Any) -> list[dict] | None:
-    """A row for each twin and layout; on world rank 0, None elsewhere.
+    """Return a row for each twin and layout; on world rank 0, None elsewhere.
 
     Comm: everything of some training steps per row.
     """
@@ -50,7 +50,8 @@ def shipped(world: Any) -> list[dict] | None:
 
 
 def row(name: str, twin: Twin, layout: dict[str, int], world: Any) -> dict:
-    """One row; it counts on world rank 0. Comm: some training steps, and the checks of each."""
+    """Return one row; it counts on world rank 0. Comm: some training steps, and the checks of each.
+    """
     model = replace(small_model.MODEL, **twin.model)
     config = small_model.small_config(layout, model=model, schedule=twin.schedule)
     found, seen = {}, []
@@ -90,13 +91,14 @@ def curves(world: Any) -> list[dict] | None:
 
 
 def short(thread: str) -> str:
-    """A thread as people cite it: repository and number."""
+    """Return a thread as people cite it: repository and number."""
     _, repository, _, number = thread.split("/")
     return f"{repository} #{number}"
 
 
 def first_step(config: Any, twin: Twin, world: Any) -> dict:
-    """What the first step of a twin has wrong. Raises HangError where ranks make different calls.
+    """Return what the first step of a twin has wrong. Raises HangError where ranks make different
+    calls.
 
     differs: whether anything does, on every rank. gradient_error: the largest, as a share of the
     largest number of its tensor.
@@ -113,12 +115,12 @@ def first_step(config: Any, twin: Twin, world: Any) -> dict:
 
 
 def end(losses: list[float]) -> float:
-    """The mean loss of the last steps."""
+    """Return the mean loss of the last steps."""
     return statistics.mean(losses[-LAST:])
 
 
 def looks(losses: list[float], right: float) -> str:
-    """How a loss curve looks that should end at `right`."""
+    """Return how a loss curve looks that should end at `right`."""
     if end(losses) < right + LOOKS_RIGHT:
         return "looks right"
     return "falls" if end(losses) < 0.9 * losses[0] else "does not fall"

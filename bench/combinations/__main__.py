@@ -69,7 +69,7 @@ class Tally:
         self.count, self.wrong, self.rows = 0, [], []
 
     def cases(self):
-        """The cases, until the time is over."""
+        """Yield the cases, until the time is over."""
         more = triples(self.seen[3], [part for part, _ in self.illegal], Completion()
                        ) if self.args.triples else ()
         for case in itertools.chain(self.array, more):
@@ -92,7 +92,9 @@ class Tally:
             self.rows.append(self.row("pair", 2))
 
     def row(self, name: str, strength: int) -> dict:
-        """What is told of all cases so far; illegal triples are those that hold an illegal pair."""
+        """Return what is told of all cases so far; illegal triples are those that hold an illegal
+        pair.
+        """
         seen = self.seen[strength]
         legal, illegal = seen.different(), seen.holding([part for part, _ in self.illegal])
         legal &= ~illegal
@@ -101,7 +103,7 @@ class Tally:
                 "illegal": int(illegal.sum()), "seconds": round(perf_counter() - self.start)}
 
     def told(self) -> Outcome:
-        """The outcome."""
+        """Return the outcome."""
         if self.args.triples:
             self.rows.append(self.row("triple", 3))
         refused = dict(Counter(why for _, why in self.illegal).most_common())

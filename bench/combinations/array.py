@@ -31,7 +31,7 @@ class Completion:
         self.why = (DEEPEST, "")  # the refusal that the newest search did not get past
 
     def of(self, part: Case, near: Case | None = None) -> dict | None:
-        """A whole legal case with these values, or None. near: a case to begin with."""
+        """Return a whole legal case with these values, or None. near: a case to begin with."""
         first = {name: values[0] for name, values in self.choices.items()}
         self.why = (DEEPEST + 1, "")
         return self._mended({**first, **(near or {}), **part}, frozenset(part), DEEPEST)
@@ -61,7 +61,9 @@ class Completion:
 
 
 def kind_of(refusal: str) -> str:
-    """What a refusal is about, without its values: the flag that it begins with, and its rule."""
+    """Return what a refusal is about, without its values: the flag that it begins with, and its
+    rule.
+    """
     flag, _, rule = refusal.partition(": ")
     return " ".join([flag.split()[0], *re.findall("[a-z]{3,}", rule or flag)[:6]])
 
@@ -79,7 +81,7 @@ class Coverage:
         self.seen = np.zeros((len(self.values),) * strength, bool)
 
     def places(self, case: Case) -> list[int]:
-        """The numbers of a case's values, ascending."""
+        """Return the numbers of a case's values, ascending."""
         return [self.place[name, case[name]] for name in self.choices if name in case]
 
     def add(self, case: Case) -> None:
@@ -87,22 +89,22 @@ class Coverage:
         self.seen[np.ix_(*[self.places(case)] * self.strength)] = True
 
     def news(self, case: Case) -> int:
-        """How many new tuples a case brings, in each of their orders."""
+        """Return how many new tuples a case brings, in each of their orders."""
         return int((~self.seen[np.ix_(*[self.places(case)] * self.strength)]).sum())
 
     def gain(self, case: Case, name: str, value) -> int:
-        """How many new tuples a value brings to a case that lacks its choice."""
+        """Return how many new tuples a value brings to a case that lacks its choice."""
         new = self.seen[self.place[name, value]]
         return int((~new[np.ix_(*[self.places(case)] * (self.strength - 1))]).sum())
 
     def different(self) -> np.ndarray:
-        """Where `seen` is of a tuple: its values ascend and are of different choices."""
+        """Return where `seen` is of a tuple: its values ascend and are of different choices."""
         choice = np.array([list(self.choices).index(name) for name, _ in self.values])
         later = choice[:, None] < choice
         return later if self.strength == 2 else later[:, :, None] & later
 
     def holding(self, parts) -> np.ndarray:
-        """Where `seen` is of a tuple that holds one of these pairs."""
+        """Return where `seen` is of a tuple that holds one of these pairs."""
         pair = np.zeros(self.seen.shape[:2], bool)
         for part in parts:
             pair[tuple(self.places(part))] = True
@@ -111,13 +113,14 @@ class Coverage:
             pair[:, :, None] | pair[:, None] | pair))
 
     def part(self, places) -> dict:
-        """The values with these numbers."""
+        """Return the values with these numbers."""
         return dict(self.values[place] for place in places)
 
 
 def filled(part: Case, coverage: Coverage, completion: Completion, order,
            near: Case | None = None) -> dict | None:
-    """A whole legal case with these values and as many new tuples as its choices bring in turn.
+    """Return a whole legal case with these values and as many new tuples as its choices bring in
+    turn.
 
     near: see `Completion.of`.
     """

@@ -128,7 +128,9 @@ OUTSIDE = {  # settings that no case has
 
 
 def small_choices() -> dict:
-    """The choices of exact cases on at most two ranks, without kernels that are compiled first."""
+    """Return the choices of exact cases on at most two ranks, without kernels that are compiled
+    first.
+    """
     return CHOICES | dict.fromkeys(AXES, (1, 2)) | {
         "num_microbatches": (1, 2, 4), "stage_layers": (None, (3, 1)),
         "kernels": (None, "numpy"), "dtype": ("float64",), "loss_scale": (None,),
@@ -139,12 +141,12 @@ Case = Mapping[str, object]
 
 
 def ranks_of(case: Case) -> int:
-    """The number of ranks that a case runs on."""
+    """Return the number of ranks that a case runs on."""
     return math.prod(case.get(axis, 1) for axis in AXES)
 
 
 def settings_of(case: Case) -> dict:
-    """The values that a case types, by field; without those that name a folder."""
+    """Return the values that a case types, by field; without those that name a folder."""
     typed = {**BASE, **case}
     for (choice, value), settings in BASE_OF.items():
         if case.get(choice) == value:
@@ -154,7 +156,7 @@ def settings_of(case: Case) -> dict:
 
 
 def refusals(case: Case, most_ranks: int = MOST_RANKS) -> list[str]:
-    """What mpipar says against a case, which may lack choices; nothing if it is legal."""
+    """Return what mpipar says against a case, which may lack choices; nothing if it is legal."""
     reading = over({}, Reading(None, given=settings_of(case)))
     ranks = ranks_of(case)
     wrong = [f"ranks: {ranks} are more than the {most_ranks} of a session"

@@ -26,12 +26,12 @@ def described() -> dict[str, str]:
 
 
 def row_of(case: Case) -> str:
-    """A whole case as letters."""
+    """Return a whole case as letters."""
     return "".join(LETTERS[values.index(case[name])] for name, values in CHOICES.items())
 
 
 def case_of(row: str) -> dict:
-    """The case of a row of letters."""
+    """Return the case of a row of letters."""
     return {name: values[LETTERS.index(letter)]
             for letter, (name, values) in zip(row, CHOICES.items(), strict=True)}
 
@@ -43,13 +43,13 @@ def text_of(part: Case) -> str:
 
 
 def part_of(text: str) -> dict:
-    """The values that `text_of` wrote."""
+    """Return the values that `text_of` wrote."""
     return {name: CHOICES[name][LETTERS.index(letter)]
             for name, letter in (word.split("=") for word in text.split())}
 
 
 def read() -> dict[str, list]:
-    """The kept arrays.
+    """Return the kept arrays.
 
     few: exact cases on at most two ranks, in which each value occurs. pairs: cases in which each
     legal pair of values occurs. illegal: (pair of values, what refuses it). Raises ValueError if

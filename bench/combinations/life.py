@@ -108,7 +108,7 @@ class Lives:
         return text, next(filter(None, self.world.gather(seen) or ()), [])
 
     def live(self, case: Case, other: Case, truth: Truth | None) -> Check | None:
-        """The Check of the life of a case that goes on as `other` does; None behind rank 0.
+        """Return the Check of the life of a case that goes on as `other` does; None behind rank 0.
 
         truth: on world rank 0. Comm: that of all commands.
         """
@@ -164,17 +164,17 @@ class Lives:
 
 
 def rms(x) -> float:
-    """The root of the mean square."""
+    """Return the root of the mean square."""
     return float(np.sqrt(np.mean(np.square(x, dtype=np.float64))))
 
 
 def free_of(other: Case) -> dict:
-    """What a run that goes on takes over from another case."""
+    """Return what a run that goes on takes over from another case."""
     return {name: other[name] for name in FREE if other[name] is not None}
 
 
 def goes_on_as(case: Case, other: Case) -> bool:
-    """Whether mpipar lets a run of `case` go on with the free choices of `other`."""
+    """Return whether mpipar lets a run of `case` go on with the free choices of `other`."""
     config, _ = resolve(over({}, Reading(None, given=settings_of(case))), ranks_of(case))
     reading = over({}, Reading(None, given=free_of(other) | {"steps": LATER}))
     try:
@@ -185,7 +185,7 @@ def goes_on_as(case: Case, other: Case) -> bool:
 
 
 def other_of(case: Case, before: list[Case]) -> Case:
-    """The newest of some cases as which a case's run may go on, else the case itself."""
+    """Return the newest of some cases as which a case's run may go on, else the case itself."""
     return next(one for one in [*reversed(before), case] if goes_on_as(case, one))
 
 
@@ -363,7 +363,7 @@ class Inside(Session):
         self.comm = comm
 
     def start(self):
-        """The communicator. Comm: a copy of it, a broadcast, and that of compare()."""
+        """Return the communicator. Comm: a copy of it, a broadcast, and that of compare()."""
         if self.world is None:
             self.world, self._private = self.comm, self.comm.Dup()
             token = bytearray(os.urandom(8))

@@ -56,7 +56,7 @@ class Truth:
 
 
 def plain_reading(case: Case, folder: Path) -> Reading:
-    """The plain choices of a case: those that decide its numbers, in float64."""
+    """Return the plain choices of a case: those that decide its numbers, in float64."""
     numbers = {name: case[name] for name in NUMBERS if case.get(name) is not None}
     given = settings_of(numbers) | {"dtype": "float64", "num_microbatches": 1} | data_of(
         case, folder)
@@ -64,7 +64,7 @@ def plain_reading(case: Case, folder: Path) -> Reading:
 
 
 def data_of(case: Case, folder: Path) -> dict:
-    """The setting that names a family's data."""
+    """Return the setting that names a family's data."""
     return {"data": (str(folder / ("images.npz" if case.get("model") else "text.txt")),)}
 
 
@@ -112,12 +112,12 @@ def truth_of(case: Case, folder: Path) -> Truth:
 
 
 def start_of(folder: Path, case: Case) -> Path:
-    """The folder of the weights that a case starts from."""
+    """Return the folder of the weights that a case starts from."""
     return folder / f"start-{case['number']}"
 
 
 def tensors_of(worker) -> dict:
-    """All weights, by their names and in their shapes in files."""
+    """Return all weights, by their names and in their shapes in files."""
     model, found = worker.config.model, full_tensors(worker, "master")
     form = formats.format_of(model)
     return {name: part for _, param in all_params(model, (model.layers,))
@@ -143,7 +143,7 @@ def continued(worker, inputs) -> tuple[list[int], list]:
 
 
 def weights_in(folder: Path) -> dict:
-    """All tensors of the files of a folder of weights, by the names in the files."""
+    """Return all tensors of the files of a folder of weights, by the names in the files."""
     found = {}
     for path in sorted(folder.glob("*.safetensors")):
         found |= load_file(path)

@@ -138,7 +138,7 @@ def parse(argv):
 
 
 def chosen_sizes(args) -> tuple[int, ...]:
-    """The sizes of every case. Raises UsageError, also for the footprint."""
+    """Return the sizes of every case. Raises UsageError, also for the footprint."""
     if found := plans.size_problems({"--begin-bytes": args.begin_bytes,
                                      "--end-bytes": args.end_bytes, "--footprint": args.footprint}):
         raise UsageError(found)
@@ -149,7 +149,7 @@ def chosen_sizes(args) -> tuple[int, ...]:
 
 
 def chosen_sections(args, world_size: int) -> list[plans.Section]:
-    """The sections to measure. Raises UsageError with all problems."""
+    """Return the sections to measure. Raises UsageError with all problems."""
     found = plans.case_problems(args.cases, args.layout, world_size)
     if args.overlap is not None:
         found += plans.overlap_problems(args.cases, args.layout, args.overlap)
@@ -182,20 +182,21 @@ def chosen_sections(args, world_size: int) -> list[plans.Section]:
 
 
 def chosen_routings(args) -> tuple[str, ...] | None:
-    """The names in --routing; None without it."""
+    """Return the names in --routing; None without it."""
     if args.routing in (None, "all"):
         return args.routing and tuple(ROUTINGS)
     return tuple(args.routing.split(","))
 
 
 def chosen_ways(args) -> tuple[str, ...]:
-    """The kinds of ways to run; the names that are none are left out. C: see `way_problems`."""
+    """Return the kinds of ways to run; the names that are none are left out. C: see `way_problems`.
+    """
     names = plans.WAYS if args.ways == "all" else args.ways.split(",")
     return tuple(plans.WAYS[name] for name in names if name in plans.WAYS)
 
 
 def way_problems(args) -> list[str]:
-    """What is wrong with --ways."""
+    """Return what is wrong with --ways."""
     names = [] if args.ways == "all" else args.ways.split(",")
     found = [f"--ways: no way {name!r}{suggestion(name, plans.WAYS)}; give some of "
              f"{','.join(plans.WAYS)}, or all" for name in names if name not in plans.WAYS]
@@ -207,7 +208,7 @@ def way_problems(args) -> list[str]:
 
 
 def can_run_in_c(args) -> bool:
-    """Whether loops in C can do what these flags ask for."""
+    """Return whether loops in C can do what these flags ask for."""
     large = not plans.size_problems({"": args.end_bytes}) and (
         read_bytes(args.end_bytes) > compiled.MOST_BYTES)
     return args.transport == "mpi-host" and args.buffers != "cold" and (
@@ -215,7 +216,7 @@ def can_run_in_c(args) -> bool:
 
 
 def loops_for(session, args):
-    """The loops in C if rows of them are wanted, else None.
+    """Return the loops in C if rows of them are wanted, else None.
 
     With --ways all they are left out where they cannot be; world rank 0 says so.
     Comm: as `compiled.loops_of`.
@@ -249,13 +250,13 @@ def refuse_unaware(transport: str, tried: str) -> None:
 
 
 def chosen_job(args, loops) -> plans.Job:
-    """What moves and how, from the flags. loops: None where no rows in C can be."""
+    """Return what moves and how, from the flags. loops: None where no rows in C can be."""
     kinds = tuple(kind for kind in chosen_ways(args) if kind != plans.IN_C or loops is not None)
     return plans.Job(args.dtype, args.buffers, args.transport, kinds)
 
 
 def chosen_to_run(args, wanted, job: plans.Job) -> list:
-    """The sections that the job has a way for. Raises UsageError where there is none."""
+    """Return the sections that the job has a way for. Raises UsageError where there is none."""
     found = [one for one in wanted if job.ways(one)]
     if not found:
         why = plans.left_out(args.cases, args.layout, wanted, job)
@@ -264,7 +265,7 @@ def chosen_to_run(args, wanted, job: plans.Job) -> list:
 
 
 def chosen_plan(args) -> Plan:
-    """The time limits and the start of the measurement, from the flags."""
+    """Return the time limits and the start of the measurement, from the flags."""
     if args.quick:
         return Plan(0.05, 0.05, 5, 2, not args.no_check, args.sync)
     return Plan(args.seconds, args.target, warm_up=args.warm_up, check=not args.no_check,

@@ -24,7 +24,9 @@ GAINS = {"window_gain": "by window", "in_it_gain": IN_WINDOW}
 
 
 def compared(rows) -> list[dict]:
-    """A line for each number of ranks and size of an all-reduce that was done in several ways."""
+    """Return a line for each number of ranks and size of an all-reduce that was done in several
+    ways.
+    """
     found: dict = {}
     for row in rows:
         if row["case"] == "all-reduce" and row["via"] in COLUMNS:
@@ -58,7 +60,7 @@ def gain(own: dict, other: dict | None, place: int) -> str:
 
 
 def measured(args, session) -> Outcome:
-    """The lines of the files."""
+    """Return the lines of the files."""
     lines = compared(records.rows_of(args.files, tell=True))
     if not lines:
         raise DataError(f"{', '.join(args.files)}: no all-reduce by several algorithms: measure"

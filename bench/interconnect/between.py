@@ -34,12 +34,16 @@ KEY = ("case", "via", "transport", "dtype", "buffers", "axis", "mode", "ranks", 
 
 
 def quantile(degrees: int) -> float:
-    """The t within which Student's t lies with the probability SHARE, on both sides together."""
+    """Return the t within which Student's t lies with the probability SHARE, on both sides
+    together.
+    """
     return float(scipy_stats().t.ppf((1 + SHARE) / 2, degrees))
 
 
 def next_launch(medians) -> tuple[float, float]:
-    """Where the median of one more launch lies with this probability; medians: of two or more."""
+    """Return where the median of one more launch lies with this probability; medians: of two or
+    more.
+    """
     logs = np.log(np.maximum(medians, 1e-9))
     width = quantile(len(logs) - 1) * logs.std(ddof=1) * math.sqrt(1 + 1 / len(logs))
     return math.exp(logs.mean() - width), math.exp(logs.mean() + width)
@@ -55,12 +59,13 @@ def by_operation(rows) -> dict[tuple, list[list[dict]]]:
 
 
 def medians_of(launches) -> list[float]:
-    """The median of each launch, from its rows; rounds of a launch make one value."""
+    """Return the median of each launch, from its rows; rounds of a launch make one value."""
     return [float(np.median([row["median_us"] for row in own])) for own in launches]
 
 
 def combined(rows) -> list[dict]:
-    """One row for each operation: the median over launches, and the interval of `next_launch`.
+    """Return one row for each operation: the median over launches, and the interval of
+    `next_launch`.
 
     best_us, worst_us: of the launches' medians. within_percent: the interval inside a launch, as a
     share of its median. An operation that one launch alone has keeps the interval of that launch.
@@ -86,7 +91,7 @@ def combined(rows) -> list[dict]:
 
 
 def held_share(medians, draws: int = DRAWS, few: int = 5) -> float:
-    """How often the interval of a few launches holds one more of them, drawn at random."""
+    """Return how often the interval of a few launches holds one more of them, drawn at random."""
     rng, held = np.random.default_rng(0), 0
     for _ in range(draws):
         *some, other = rng.choice(medians, few + 1, replace=False)
@@ -96,7 +101,7 @@ def held_share(medians, draws: int = DRAWS, few: int = 5) -> float:
 
 
 def measured(args, session) -> Outcome:
-    """What many launches of the same command say."""
+    """Return what many launches of the same command say."""
     lines, kept = [], {}
     for key, launches in by_operation(records.rows_of([args.file], tell=True)).items():
         one, medians = dict(zip(KEY, key, strict=True)), medians_of(launches)

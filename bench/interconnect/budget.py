@@ -25,7 +25,7 @@ def add_seconds(parser) -> None:
 
 
 def seconds_problems(seconds: float) -> list[str]:
-    """What is wrong with a value of --seconds."""
+    """Return what is wrong with a value of --seconds."""
     return [] if 0 < seconds < math.inf else [
         f"--seconds {seconds:g}: give the time of the whole command, above 0, as 60"]
 
@@ -40,13 +40,13 @@ class Budget:
         self.world, self.end = world, time.monotonic() + seconds
 
     def left(self) -> float:
-        """Seconds left, below 0 when it is over. Comm: one broadcast over the world."""
+        """Return the seconds left, below 0 when it is over. Comm: one broadcast over the world."""
         left = np.array([self.end - time.monotonic()])
         self.world.Bcast(left)
         return float(left[0])
 
     def part(self, share: float) -> Budget:
-        """A budget of this share of what is left. Comm: one broadcast."""
+        """Return a budget of this share of what is left. Comm: one broadcast."""
         return Budget(self.world, share * self.left())
 
     def shares(self, things):
@@ -87,7 +87,7 @@ class Budget:
 
 
 def expected_seconds(took: dict[int, float], size: int) -> float:
-    """How long a size will take; took: {size: seconds} of those that have been measured.
+    """Return how long a size will take; took: {size: seconds} of those that have been measured.
 
     A size between others is expected to take as long as its larger neighbour. One that is larger
     than all before is expected to take longer in proportion, apart from what every size takes.
@@ -184,7 +184,7 @@ class Quick:
 
 
 def least_seconds(took: dict, size: int) -> float:
-    """How long a size will take at least; took: {way: {size: seconds of an iteration}}.
+    """Return how long a size will take at least; took: {way: {size: seconds of an iteration}}.
 
     0 where nothing is known.
     """

@@ -87,7 +87,7 @@ class Slots:
         self.next = 0
 
     def take(self) -> list:
-        """The arrays of the next iteration."""
+        """Return the arrays of the next iteration."""
         if self.views is None:
             return [self._fresh() for _ in range(self.count)]
         first, number = self.next, len(self.views)

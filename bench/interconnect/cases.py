@@ -70,7 +70,7 @@ def pattern(index: int, num_elements: int, dtype, terms: int = 1):
 
 
 def mismatch(ops, got, expected, where: str) -> list[str]:
-    """A sentence that says how an array differs from the expected one; [] if it does not."""
+    """Return a sentence that says how an array differs from the expected one; [] if it does not."""
     got = np.asarray(ops.to_host(got)).reshape(-1)
     expected = np.asarray(expected).reshape(-1).astype(got.dtype)
     if got.shape != expected.shape:
@@ -113,7 +113,7 @@ class Case:
         return max(self.setup.size > 0, round(self.setup.size / self.item / parts)) * parts
 
     def known(self, x):
-        """The same memory in a type that the way knows: MPI does not know 16-bit numbers."""
+        """Return the same memory in a type that the way knows: MPI does not know 16-bit numbers."""
         return x.view(np.uint16) if self.item == 2 and self.via != COMM else x
 
     def volume(self) -> dict:
@@ -140,7 +140,7 @@ class Case:
             self.mpi4py.Request.Waitall(pending)
 
     def test(self, pending) -> bool:
-        """Whether it is done; the call also lets it progress."""
+        """Return whether it is done; the call also lets it progress."""
         return pending.test() if self.via == COMM else pending.Test()
 
     def laid_out(self, count: int):
@@ -150,7 +150,7 @@ class Case:
             yield self.run
 
     def planned(self, plan):
-        """The limits of `sampling.Plan` for this case."""
+        """Return the limits of `sampling.Plan` for this case."""
         return plan
 
     def in_c(self, team, samples: int):
@@ -173,17 +173,17 @@ class Posted(Case):
 
 # What a rank gives or gets: its own vector, one part of it for each rank, or one part.
 def whole(case: Collective) -> tuple[int, ...]:
-    """The shape of a vector."""
+    """Return the shape of a vector."""
     return (case.elements(),)
 
 
 def parts(case: Collective) -> tuple[int, ...]:
-    """The shape of a part for each rank."""
+    """Return the shape of a part for each rank."""
     return case.ranks, case.elements(case.ranks) // case.ranks
 
 
 def part(case: Collective) -> tuple[int, ...]:
-    """The shape of one part."""
+    """Return the shape of one part."""
     return parts(case)[1:]
 
 
@@ -243,13 +243,13 @@ class Collective(Case):
                        self.ranks if self.sums else 1)
 
     def given(self, sender: int):
-        """What a rank gives."""
+        """Return what a rank gives."""
         if len(self.given_shape) > 1:
             return [self.part_for(sender, receiver) for receiver in range(self.ranks)]
         return self.pattern(sender, self.ranks if self.shape_in.__func__ is part else 1)
 
     def part_for(self, sender: int, receiver: int):
-        """The part that a rank gives to another one."""
+        """Return the part that a rank gives to another one."""
         return self.pattern(sender * self.ranks + receiver, self.ranks)
 
     def every(self, what, *more):
@@ -257,7 +257,7 @@ class Collective(Case):
         return (what(sender, *more) for sender in range(self.ranks))
 
     def expected(self):
-        """The result: here what all give."""
+        """Return the result: here what all give."""
         return [*self.every(self.given)]
 
     def volume(self):
@@ -269,12 +269,12 @@ class Collective(Case):
         return found | self.of_root(found)
 
     def of_root(self, found: dict) -> dict:
-        """What is different in the volume of the root, or of the others."""
+        """Return what is different in the volume of the root, or of the others."""
         return {}
 
 
 def total(arrays):
-    """The sum of arrays, in float64."""
+    """Return the sum of arrays, in float64."""
     return sum(one.astype(np.float64) for one in arrays)
 
 
@@ -307,7 +307,8 @@ class AllReduce(Collective):
         return partial(self.comm.all_reduce, x, NAME)
 
     def prepared(self, x, y):
-        """The bare call with address, count and type, so that mpi4py need not ask the array."""
+        """Return the bare call with address, count and type, so that mpi4py need not ask the array.
+        """
         kind = self.mpi4py.DOUBLE if self.item == 8 else self.mpi4py.FLOAT
         message = self.mpi4py.buffer.frombuffer(x), x.size, kind
         return partial(self.mpi.Allreduce, self.mpi4py.IN_PLACE, message)
@@ -404,7 +405,7 @@ class UnevenAllToAll(Collective):
         return exchange
 
     def parts_of(self, index: int) -> list:
-        """What the rank at a place sends, by receiver."""
+        """Return what the rank at a place sends, by receiver."""
         parts = self.parts[index].tolist()
         whole = pattern(index, sum(parts), self.ops.dtype)
         return [whole[run] for run in runs(parts)]
@@ -427,7 +428,9 @@ class UnevenAllToAll(Collective):
 
 
 def collective(name: str, base: type = Collective, **fields) -> type[Collective]:
-    """The class of a row. fields: attributes and methods of `Collective` that it has otherwise."""
+    """Return the class of a row. fields: attributes and methods of `Collective` that it has
+    otherwise.
+    """
     return type(name, (base,), {"name": name, **fields})
 
 

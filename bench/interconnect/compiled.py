@@ -37,12 +37,14 @@ class Loop(ctypes.Structure):
 
 
 def program_of_mpi(name: str) -> str | None:
-    """A program beside Python, where a wheel of MPI brings it; else that of the system, if any."""
+    """Return a program beside Python, where a wheel of MPI brings it; else that of the system, if
+    any.
+    """
     return shutil.which(name, path=Path(sys.prefix) / "bin") or shutil.which(name)
 
 
 def wrapper() -> str:
-    """The compiler wrapper of the MPI library in use, which calls the system's `cc`.
+    """Return the compiler wrapper of the MPI library in use, which calls the system's `cc`.
 
     Raises EnvironmentProblem without one.
     """
@@ -55,7 +57,7 @@ def wrapper() -> str:
 
 
 def compiled(source: Path = SOURCE) -> bytes:
-    """The shared library of a C source. Raises EnvironmentProblem."""
+    """Return the shared library of a C source. Raises EnvironmentProblem."""
     with tempfile.TemporaryDirectory() as folder:
         target = Path(folder) / "loops.so"
         done = subprocess.run([wrapper(), *FLAGS, "-o", str(target), str(source)],
@@ -66,7 +68,7 @@ def compiled(source: Path = SOURCE) -> bytes:
 
 
 def loaded(code: bytes):
-    """The functions of a shared library that lies in memory.
+    """Return the functions of a shared library that lies in memory.
 
     Raises EnvironmentProblem if it is linked with another MPI than the one that runs here.
     """
@@ -85,7 +87,7 @@ def loaded(code: bytes):
 
 
 def loops_of(session):
-    """The compiled loops, on every rank. Raises EnvironmentProblem on all ranks, if on one.
+    """Return the compiled loops, on every rank. Raises EnvironmentProblem on all ranks, if on one.
 
     Comm: two broadcasts over the world, and what `Session.agree` sends; every rank must call it.
     """
@@ -99,7 +101,7 @@ def loops_of(session):
 
 
 def addresses(arrays):
-    """The addresses of some arrays, as a C function takes them."""
+    """Return the addresses of some arrays, as a C function takes them."""
     return np.array([x.ctypes.data for x in arrays], np.uint64)
 
 

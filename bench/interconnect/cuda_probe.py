@@ -20,7 +20,7 @@ OUTER_JOB = re.compile(r"(PMI|PMIX|OMPI|PRTE|MPI_LOCAL|HYDI|HYDRA|SLURM|MPIPAR_E
 
 
 def command() -> list[str]:
-    """The child job; [] where nothing can start one."""
+    """Return the child job; [] where nothing can start one."""
     launcher = program_of_mpi("mpiexec")
     child = [sys.executable, "-m", "bench.interconnect.cuda_probe"]
     return [launcher, "-n", "2", *child] if launcher else []
@@ -40,7 +40,7 @@ def probe(words, time_limit: float = TIME_LIMIT) -> str:
 
 
 def main() -> int:
-    """The child: 0 if device memory arrived as it was sent, CANNOT_TRY without a GPU."""
+    """Return the child: 0 if device memory arrived as it was sent, CANNOT_TRY without a GPU."""
     try:
         import cupy
 

@@ -62,7 +62,7 @@ def _by_way(rows) -> dict:
 
 
 def guidelines(rows) -> list[Finding]:
-    """The broken guidelines, the largest factors first.
+    """Return the broken guidelines, the largest factors first.
 
     One is broken if, in every launch, the left side's lower bound is above the sum of the right's
     upper bounds. The factor is the median of the launches' factors, at least LEAST_FACTOR. Two more
@@ -123,7 +123,8 @@ def _self_consistent(ways) -> list[Finding]:
 
 
 def contention(rows) -> list[dict]:
-    """How much longer a group takes while the other groups communicate too; the worst group counts.
+    """Return how much longer a group takes while the other groups communicate too; the worst group
+    counts.
 
     For the hops of a pipeline: all hops together against the slowest hop alone. rows: of one
     launch.

@@ -51,7 +51,7 @@ class Group(NamedTuple):
 
 
 def make_wire(transport: str, ops, mpi):
-    """A transport on this communicator. Comm: NCCL's, every member.
+    """Return a transport on this communicator. Comm: NCCL's, every member.
 
     Raises EnvironmentProblem where CuPy finds no NCCL.
     """
@@ -62,7 +62,7 @@ def make_wire(transport: str, ops, mpi):
 
 
 def make_group(groups, axis: str, transport: str, ops, world, recorder) -> Group:
-    """The Group of these groups, with its communicators.
+    """Return the Group of these groups, with its communicators.
 
     Comm: two splits over the world; every rank must call it, member or not.
     """
@@ -91,7 +91,7 @@ def comms_by(mpi, ops, recorder, algorithm: str) -> Comms:
 
 
 def largest(mpi, numbers) -> list[int]:
-    """The largest of all ranks' numbers, each by itself. Comm: one all-reduce."""
+    """Return the largest of all ranks' numbers, each by itself. Comm: one all-reduce."""
     from mpi4py import MPI
 
     values = np.array(numbers, np.int64)
@@ -108,7 +108,9 @@ def wait_politely(world, progress) -> None:
 
 
 def link_of(places: list[dict], ranks) -> str:
-    """The slowest kind of link in a group; ranks that may change sockets count as on one node."""
+    """Return the slowest kind of link in a group; ranks that may change sockets count as on one
+    node.
+    """
     chosen = [places[number] for number in ranks]
     if len({place["host"] for place in chosen}) > 1:
         return LINKS[2]

@@ -41,14 +41,16 @@ def alone(session, start: str) -> None:
 
 
 def own_launcher() -> str:
-    """The mpiexec beside Python, else that of the system. Raises EnvironmentProblem without one."""
+    """Return the mpiexec beside Python, else that of the system. Raises EnvironmentProblem without
+    one.
+    """
     if (found := program_of_mpi("mpiexec")) is None:
         raise EnvironmentProblem("no mpiexec: pip install '.[mpich]'")
     return found
 
 
 def launcher_words(start: str | None) -> list[str]:
-    """The words of --start. Raises UsageError where a quotation mark is open."""
+    """Return the words of --start. Raises UsageError where a quotation mark is open."""
     try:
         return shlex.split(start) if start else [own_launcher(), *START.split()[1:]]
     except ValueError as error:
@@ -56,8 +58,8 @@ def launcher_words(start: str | None) -> list[str]:
 
 
 def own_command(args, argv, launch: int, path: str) -> list[str]:
-    """The command line of one launch, which writes to `path`: the same flags without those of
-    several launches.
+    """Return the command line of one launch, which writes to `path`: the same flags without those
+    of several launches.
     """
     kept, skip = [], False
     for word in argv:
@@ -81,7 +83,8 @@ def environment_of_jobs() -> dict[str, str]:
 
 
 def run_job(session, command, env=None, **options) -> int:
-    """The exit code of a command; options: of Popen. Raises OSError where it cannot be started.
+    """Return the exit code of a command; options: of Popen. Raises OSError where it cannot be
+    started.
 
     env: its environment, that of `environment_of_jobs` by default.
 
@@ -124,7 +127,7 @@ def run(session, args, argv) -> int:
 
 
 def run_jobs(session, args, argv, count: int, path: str) -> int:
-    """The exit code of the jobs together; those after a failed one are not started."""
+    """Return the exit code of the jobs together; those after a failed one are not started."""
     code, end = EXIT_OK, time.monotonic() + args.seconds
     for launch in range(1, count + 1):
         print(f"launch {launch} of {count}", file=sys.stderr, flush=True)

@@ -57,7 +57,7 @@ class Messages(Case):
         raise AssertionError("each case says how many")
 
     def sources(self) -> list[int]:
-        """The sender of each message that this rank receives."""
+        """Return the sender of each message that this rank receives."""
         return []
 
     def prepare(self) -> None:
@@ -130,7 +130,7 @@ PEERS = {
 
 
 def pattern_of(name: str, peers) -> type[Pattern]:
-    """The class of a row of PEERS; the size is that of one message."""
+    """Return the class of a row of PEERS; the size is that of one message."""
     def parts(case, index):
         return tuple([(peer, TAG) for peer in some] for some in peers(index, case.ranks))
 
@@ -236,7 +236,7 @@ def microbatches(pp_size: int) -> int:
 
 
 def program(schedule, pp_rank: int) -> list[tuple[str, int, int]]:
-    """The actions of a rank: (recv, peer, tag), (send, peer, tag), (wait, -1, tag).
+    """Return the actions of a rank: (recv, peer, tag), (send, peer, tag), (wait, -1, tag).
 
     A tag names a message: its direction, the stage that it enters, its microbatch.
     """

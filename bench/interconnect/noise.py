@@ -47,7 +47,9 @@ class Noise(Case):
         return max(1, round(FIRST_BITS * QUANTUM_NS / min(took)))
 
     def planned(self, plan):
-        """All of the time, and at least LEAST_SECONDS: a known median says nothing of detours."""
+        """Return all of the time, and at least LEAST_SECONDS: a known median says nothing of
+        detours.
+        """
         least = min(LEAST_SECONDS, 20 * plan.budget)  # 1 s of a quick run
         return plan._replace(budget=max(plan.budget, least), target=-1.0, most=MOST)
 

@@ -52,7 +52,7 @@ class Work:
         self.slices = [total * (k + 1) // parts - total * k // parts for k in range(parts)]
 
     def seconds(self, count: int) -> float:
-        """The time of `count` products."""
+        """Return the time of `count` products."""
         start = perf_counter()
         self.compute(count)
         self.ops.synchronize()
@@ -113,7 +113,7 @@ def alone_seconds(team, case, progress) -> float:
 
 
 def completed(rows: dict, num_tests: int | None) -> list[dict]:
-    """The rows {way: row} of one group and size, each with num_tests unless that is None.
+    """Return the rows {way: row} of one group and size, each with num_tests unless that is None.
 
     Those beside computing get alone_us, computing_us and overlap_percent. They have no rates,
     because their time includes the computing.

@@ -31,7 +31,7 @@ class Kept:
         self.init, self.made = init, {}
 
     def of(self, arrays) -> list:
-        """The requests of these messages' arrays, which are made when they come first."""
+        """Return the requests of these messages' arrays, which are made when they come first."""
         times, found = Counter(), []
         for x in arrays:
             key = id(x), times[id(x)]

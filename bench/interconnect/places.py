@@ -15,7 +15,7 @@ HUGE = "kernel/mm/transparent_hugepage"
 
 
 def read(path: Path) -> str:
-    """The text of a small file of the system; "" where it cannot be read."""
+    """Return the text of a small file of the system; "" where it cannot be read."""
     try:
         return path.read_text().strip()
     except OSError:
@@ -23,7 +23,7 @@ def read(path: Path) -> str:
 
 
 def cores_in(text: str) -> set[int]:
-    """The numbers of a list as the system writes it: 0-3,8."""
+    """Return the numbers of a list as the system writes it: 0-3,8."""
     found: set = set()
     for low, high in re.findall(r"(\d+)(?:-(\d+))?", text):
         found.update(range(int(low), int(high or low) + 1))
@@ -38,21 +38,22 @@ def listed(numbers) -> str:
 
 
 def sockets(cores, system: Path = Path("/sys")) -> list[int]:
-    """The processor packages of some cores; [-1] where the system does not say."""
+    """Return the processor packages of some cores; [-1] where the system does not say."""
     names = (read(system / CPUS / f"cpu{core}" / "topology" / "physical_package_id")
              for core in cores)
     return sorted({int(name or -1) for name in names})
 
 
 def numa_nodes(cores, system: Path = Path("/sys")) -> list[int]:
-    """The NUMA nodes of some cores; [] where the system does not say."""
+    """Return the NUMA nodes of some cores; [] where the system does not say."""
     return sorted(int(path.parent.name.removeprefix("node"))
                   for path in (system / NODES).glob("node[0-9]*/cpulist")
                   if cores_in(read(path)) & set(cores))
 
 
 def nics(system: Path = Path("/sys")) -> list[dict]:
-    """The network cards of this host that are up: name, NUMA node (-1: not said), Gbit/s (0: same).
+    """Return the network cards of this host that are up: name, NUMA node (-1: not said), Gbit/s (0:
+    same).
 
     Only real devices count: no loopback, no bridge of containers.
     """
@@ -70,7 +71,7 @@ def nics(system: Path = Path("/sys")) -> list[dict]:
 
 
 def huge_pages(system: Path = Path("/sys"), meminfo: Path = Path("/proc/meminfo")) -> dict:
-    """Whether the system gives large pages by itself, and how many are set aside.
+    """Return whether the system gives large pages by itself, and how many are set aside.
 
     transparent: always, madvise or never. They alone can explain different times at 2 MiB.
     """
@@ -84,7 +85,8 @@ def huge_pages(system: Path = Path("/sys"), meminfo: Path = Path("/proc/meminfo"
 
 
 def place_fact(world_rank: int, ops) -> dict:
-    """Where this rank runs. If its arrays are on a GPU: gpu, its GPU, and gpus, all it sees."""
+    """Return where this rank runs. If its arrays are on a GPU: gpu, its GPU, and gpus, all it sees.
+    """
     cores = sorted(os.sched_getaffinity(0))
     own = {} if ops.device == "cpu" else gpus.fact(ops.xp, ops.xp.cuda.Device().id)
     return own | {"rank": world_rank, "host": host_name(os.environ), "cores": cores,
@@ -93,7 +95,7 @@ def place_fact(world_rank: int, ops) -> dict:
 
 
 def lines(places: list[dict]) -> list[str]:
-    """The ranks' cores and NUMA nodes, and for each host its network cards and large pages.
+    """Return the ranks' cores and NUMA nodes, and for each host its network cards and large pages.
 
     Ranks of a host that have the same cores share a line, and so do hosts that are alike.
     """

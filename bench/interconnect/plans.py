@@ -88,7 +88,7 @@ class Job(NamedTuple):
     kinds: tuple[str, ...] = PLAIN_WAYS
 
     def ways(self, section: Section) -> tuple[str, ...]:
-        """The ways to run a section: those of its case that are wanted and possible."""
+        """Return the ways to run a section: those of its case that are wanted and possible."""
         return tuple(via for via in section.case.vias if via == PLAIN or self._has(section, via))
 
     def _has(self, section: Section, via: str) -> bool:
@@ -108,7 +108,7 @@ class Job(NamedTuple):
 
 
 def size_problems(texts: dict[str, str]) -> list[str]:
-    """The problems of {flag: text} of sizes."""
+    """Return the problems of {flag: text} of sizes."""
     found = []
     for flag, text in texts.items():
         try:
@@ -147,7 +147,7 @@ def read_layout(text: str, world_size: int) -> dict[str, int]:
 
 
 def case_problems(cases, layout: str | None, world_size: int) -> list[str]:
-    """The problems of the choice of cases."""
+    """Return the problems of the choice of cases."""
     found = [f"no case {case!r}{suggestion(case, CASES)}; choose from {', '.join(CASES)}, all"
              for case in cases if case not in CASES]
     if world_size < 2:
@@ -160,7 +160,7 @@ def case_problems(cases, layout: str | None, world_size: int) -> list[str]:
 
 
 def posted_cases(layout: str | None) -> tuple[str, ...]:
-    """The cases that can be overlapped, because they are posted and waited for later.
+    """Return the cases that can be overlapped, because they are posted and waited for later.
 
     A layout's chains are whole schedules, which wait in between.
     """
@@ -169,7 +169,7 @@ def posted_cases(layout: str | None) -> tuple[str, ...]:
 
 
 def overlap_problems(cases, layout: str | None, num_tests: int) -> list[str]:
-    """The problems of overlapping these cases with computing."""
+    """Return the problems of overlapping these cases with computing."""
     some = posted_cases(layout)
     found = [f"--overlap: {case} is not posted and waited for; only {', '.join(some)} are"
              f"{'' if layout is None else ' with --layout'}"
@@ -180,13 +180,13 @@ def overlap_problems(cases, layout: str | None, num_tests: int) -> list[str]:
 
 
 def overlapped(sections, num_tests: int) -> list[Section]:
-    """Those of the sections that are posted and waited for, to run beside computing."""
+    """Return those of the sections that are posted and waited for, to run beside computing."""
     return [one._replace(title=f"{one.title} overlapped K={num_tests}", num_tests=num_tests)
             for one in sections if issubclass(one.case, Posted)]
 
 
 def world_sections(cases, world_size: int, sizes) -> list[Section]:
-    """Every chosen case on all ranks; two-rank cases on the first and the last."""
+    """Return every chosen case on all ranks; two-rank cases on the first and the last."""
     everybody = (tuple(range(world_size)),)
     found = []
     for name in cases:
@@ -206,7 +206,7 @@ def world_sections(cases, world_size: int, sizes) -> list[Section]:
 
 
 def routed(sections, routings) -> list[Section]:
-    """The sections, with one of all-to-allv for each of some routings."""
+    """Return the sections, with one of all-to-allv for each of some routings."""
     return [one if one.case is not UnevenAllToAll else one._replace(
                 title=f"{one.title} {name}", make=partial(UnevenAllToAll, routing=name))
             for one in sections
@@ -214,7 +214,7 @@ def routed(sections, routings) -> list[Section]:
 
 
 def routing_problems(routings, cases) -> list[str]:
-    """The problems of the choice of routings."""
+    """Return the problems of the choice of routings."""
     found = [f"--routing: no routing {name!r}{suggestion(name, tuple(ROUTINGS))}; give some of"
              f" {','.join(ROUTINGS)}, or all" for name in routings if name not in ROUTINGS]
     if UnevenAllToAll.name not in cases:
@@ -223,12 +223,15 @@ def routing_problems(routings, cases) -> list[str]:
 
 
 def in_pairs(name: str, groups):
-    """The groups of a case; where it needs pairs, the last rank of an odd number is left out."""
+    """Return the groups of a case; where it needs pairs, the last rank of an odd number is left
+    out.
+    """
     return tuple(group[:len(group) // 2 * 2] for group in groups) if name in IN_PAIRS else groups
 
 
 def chain_sections(world_size: int, sizes) -> list[Section]:
-    """Each hop alone, all hops of each schedule together, and the messages of each schedule."""
+    """Return each hop alone, all hops of each schedule together, and the messages of each schedule.
+    """
     everybody = (tuple(range(world_size)),)
     found = [Section("stage-chain hop", partial(Hops, hops=((0, 1),)), (hop,), sizes, "pp", "alone")
              for hop in hops_of("interleaved", world_size)]
@@ -256,7 +259,7 @@ def left_out(cases, layout: str | None, wanted, job: Job) -> list[str]:
 
 
 def layout_sections(cases, layout: dict[str, int], sizes) -> list[Section]:
-    """The chosen cases on every group of every axis: one group at a time, then all at once.
+    """Return the chosen cases on every group of every axis: one group at a time, then all at once.
 
     Raises UsageError where there is nothing to run.
     """

@@ -78,7 +78,7 @@ class Run:
 
 
 def parse(lines, name: str) -> list[Run]:
-    """The launches in the lines of a file. Raises DataError if it is not such a file."""
+    """Return the launches in the lines of a file. Raises DataError if it is not such a file."""
     runs: list[Run] = []
     lines = list(lines)
     for number, line in enumerate(lines, 1):
@@ -130,7 +130,7 @@ def _fits(column: str, value) -> bool:
 
 
 def read(path: str) -> list[Run]:
-    """The launches in a file. Raises DataError when it cannot be read or understood."""
+    """Return the launches in a file. Raises DataError when it cannot be read or understood."""
     try:
         with open_regular(path) as file:
             return parse(io.TextIOWrapper(file, encoding="utf-8"), path)
@@ -142,13 +142,13 @@ def read(path: str) -> list[Run]:
 
 
 def facts_of(path: str) -> dict:
-    """What the figures of a file depend on, from its first launch."""
+    """Return what the figures of a file depend on, from its first launch."""
     head = read(path)[0].head
     return {name: head[name] for name in ("library", "buffers", "dtype")}
 
 
 def remark(path: str, runs) -> str:
-    """One line about a file if one of its launches did not measure everything, else ""."""
+    """Return one line about a file if one of its launches did not measure everything, else ""."""
     found = [f"{name} in {count} of {counted(len(runs), 'launch')}"
              for name in (INTERRUPTED, CUT_OFF)
              if (count := sum(run.status == name for run in runs))]
@@ -158,7 +158,7 @@ def remark(path: str, runs) -> str:
 
 
 def rows_of(paths, tell: bool = False) -> list[dict]:
-    """The rows of all launches in some files, each with the number of its launch.
+    """Return the rows of all launches in some files, each with the number of its launch.
 
     tell: name on standard error the files that are not complete.
     """

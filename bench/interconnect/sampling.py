@@ -75,7 +75,7 @@ class Outcome(NamedTuple):
 
 
 def enough(durations_s, spent_s: float, plan: Plan) -> bool:
-    """Whether one way has been measured well enough, or for long enough."""
+    """Return whether one way has been measured well enough, or for long enough."""
     count = len(durations_s)
     if plan.exactly:
         return count >= plan.exactly
@@ -119,7 +119,7 @@ def batch(start, case, count: int, progress) -> tuple[np.ndarray, np.ndarray, li
 
 
 def checked(team, case) -> list[str]:
-    """The problems of the payload; a problem on one rank is reported on all.
+    """Return the problems of the payload; a problem on one rank is reported on all.
 
     Comm: the case, and one all-reduce over the team.
     """
@@ -221,7 +221,7 @@ class DeadlineStart(BarrierStart):
         self.message = np.zeros(1, np.int64)
 
     def now(self) -> int:
-        """The time on the common clock."""
+        """Return the time on the common clock."""
         return perf_counter_ns() - self.ahead_ns
 
     def tell(self) -> None:

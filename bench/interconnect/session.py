@@ -67,7 +67,7 @@ def copy_rate() -> float:
 
 
 def revision(root: Path = results.ROOT) -> str:
-    """The commit of this checkout, read without starting a process; "" outside one."""
+    """Return the commit of this checkout, read without starting a process; "" outside one."""
     try:
         head = (root / ".git" / "HEAD").read_text().strip()
         if not head.startswith("ref: "):
@@ -125,7 +125,7 @@ class Bench:
         self.ahead_ns = round(offsets.get(str(self.owners[self.world.rank]), 0))
 
     def crowded(self) -> bool:
-        """Whether some host has more ranks than cores (world rank 0)."""
+        """Return whether some host has more ranks than cores (world rank 0)."""
         cores: dict = {}
         for place in self.places:
             host = cores.setdefault(place["host"], [0, set()])
@@ -134,7 +134,7 @@ class Bench:
         return any(count > len(own) for count, own in cores.values())
 
     def head(self, argv, launch: int) -> dict:
-        """The facts of the file's first line (world rank 0)."""
+        """Return the facts of the file's first line (world rank 0)."""
         from mpi4py import MPI
 
         clock = CommonClock(tuple(self.owners), self.clock_before, {})
@@ -285,7 +285,7 @@ class Bounds(NamedTuple):
                 "bound_percent": 100 * row["busbw_GBps"] / rate}
 
     def describe(self) -> str:
-        """The bounds of this job in one line."""
+        """Return the bounds of this job in one line."""
         parts = []
         for between_hosts in (False, True)[:1 + self.several_hosts]:
             bound = self.of(between_hosts)

@@ -75,7 +75,7 @@ def last_share(times) -> tuple[int, float]:
 
 
 def median_interval(samples, z: float = 1.96) -> tuple[float, float]:
-    """The 95 % interval of the median from order statistics; min and max below six samples.
+    """Return the 95 % interval of the median from order statistics; min and max below six samples.
 
     Source: J.-Y. Le Boudec, Performance Evaluation of Computer and Communication Systems, sec. 2.2.
     """
@@ -123,7 +123,7 @@ def rank_sum(a, b) -> float:
 
 
 def discoveries(p_values, rate: float = 0.05) -> list[bool]:
-    """Which of many tests hold if at most `rate` of those found may be false.
+    """Return which of many tests hold if at most `rate` of those found may be false.
 
     Source: Benjamini and Hochberg 1995, the step-up rule.
     """
@@ -133,7 +133,7 @@ def discoveries(p_values, rate: float = 0.05) -> list[bool]:
 
 
 def scipy_stats():
-    """The package scipy.stats. Raises EnvironmentProblem where it is not installed."""
+    """Return the package scipy.stats. Raises EnvironmentProblem where it is not installed."""
     try:
         from scipy import stats  # here, because it takes half a second, and ranks need none
     except ImportError:

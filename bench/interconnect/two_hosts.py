@@ -34,7 +34,8 @@ OVER_TCP = {"UCX_TLS": "tcp,self", "UCX_NET_DEVICES": "eth0", "MPIR_CVAR_NOLOCAL
 
 @cache
 def missing() -> str | None:
-    """The reason why namespaces are impossible here, or None. It makes one, and deletes it."""
+    """Return the reason why namespaces are impossible here, or None. It makes one, and deletes it.
+    """
     if os.geteuid():
         return "needs root"
     if lacking := [name for name in PROGRAMS if not shutil.which(name)]:
@@ -49,7 +50,7 @@ def missing() -> str | None:
 
 
 def ip(*words) -> str:
-    """What `ip` with these words prints.
+    """Return what `ip` with these words prints.
 
     Raises EnvironmentProblem where it fails: most containers forbid namespaces even to root.
     """
@@ -77,7 +78,7 @@ class Hosts:
         self.names, self.enter = names, enter
 
     def mpiexec(self, launcher, counts, *command):
-        """The command of mpiexec on the first host, with counts[i] ranks on host i."""
+        """Return the command of mpiexec on the first host, with counts[i] ranks on host i."""
         hosts = ",".join(f"{name}:{count}" for name, count in zip(self.names, counts, strict=True))
         words = [launcher, "-localhost", "10.77.0.1", "-launcher-exec", self.enter, "-hosts",
                  hosts, "-n", str(sum(counts)), *command]

@@ -62,7 +62,7 @@ class Suspect(NamedTuple):
 
 
 def rounds_of(size: int) -> list[list[Pair]]:
-    """All pairs of ranks, in rounds of pairs that have no rank in common (a round robin)."""
+    """Return all pairs of ranks, in rounds of pairs that have no rank in common (a round robin)."""
     circle = [*range(size), *([-1] if size % 2 else [])]
     found = []
     for _ in range(len(circle) - 1):
@@ -85,7 +85,9 @@ def outliers(values: dict, limit: float) -> dict:
 
 def suspects(work: list[float], pairs: dict[str, dict[Pair, float]], links: dict[Pair, str],
              hosts: list[str], limit: float) -> list[Suspect]:
-    """Who is slow. work: of each rank; pairs: {what: {pair: seconds}}; links: the kind of each."""
+    """Return who is slow. work: of each rank; pairs: {what: {pair: seconds}}; links: the kind of
+    each.
+    """
     found = [Suspect((rank,), "computing", factor, (hosts[rank],))
              for rank, factor in outliers(dict(enumerate(work)), limit).items()]
     for what, times in pairs.items():
@@ -102,7 +104,7 @@ def suspects(work: list[float], pairs: dict[str, dict[Pair, float]], links: dict
 
 
 def work_seconds(exponent: int) -> float:
-    """The best time of a fixed piece of work on this rank's core."""
+    """Return the best time of a fixed piece of work on this rank's core."""
     took = []
     for _ in range(WORKS):
         start = perf_counter()
@@ -112,7 +114,7 @@ def work_seconds(exponent: int) -> float:
 
 
 def pair_seconds(world, pair: Pair, what: str) -> float:
-    """The best half of a round trip of this pair. Comm: TRIPS round trips."""
+    """Return the best half of a round trip of this pair. Comm: TRIPS round trips."""
     x, took = np.zeros(SIZES[what], np.uint8), []
     for _ in range(TRIPS[what]):
         start = perf_counter()
@@ -153,7 +155,7 @@ def measure(world, rounds: int, progress) -> tuple[list[float], dict] | None:
 
 
 def lines_of(work, pairs, hosts) -> list[dict]:
-    """A line for each rank: its work, and the median of its pairs."""
+    """Return a line for each rank: its work, and the median of its pairs."""
     return [{"rank": rank, "host": hosts[rank], "work_us": f"{own * 1e6:.1f}", **{
         f"{what}_us": f"{median(t for pair, t in times.items() if rank in pair) * 1e6:.1f}"
         for what, times in pairs.items()}} for rank, own in enumerate(work)]

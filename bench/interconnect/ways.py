@@ -34,7 +34,9 @@ OSU_SECONDS = 300
 
 
 def compared(rows) -> list[dict]:
-    """A line for each operation and size that was done in several ways: medians over launches."""
+    """Return a line for each operation and size that was done in several ways: medians over
+    launches.
+    """
     found: dict = {}
     for row in rows:
         key = (row["case"], row["mode"], tuple(row["ranks"]), row["size_bytes"], row["sync"])
@@ -85,7 +87,7 @@ def osu_numbers(text: str, case: str) -> dict[int, float]:
 
 
 def with_osu(lines) -> list[dict]:
-    """The lines with the column osu_us, where OSU's program for the case is installed."""
+    """Return the lines with the column osu_us, where OSU's program for the case is installed."""
     times: dict = {}
     for case, program in OSU.items():
         if (path := shutil.which(program)) and any(line["case"] == case for line in lines):
@@ -108,7 +110,7 @@ def with_osu(lines) -> list[dict]:
 
 
 def measured(args, session) -> Outcome:
-    """The lines of the file; code 1 if a latency costs more than is allowed."""
+    """Return the lines of the file; code 1 if a latency costs more than is allowed."""
     lines = with_osu(compared(records.rows_of([args.file], tell=True)))
     if not lines:
         raise DataError(f"{args.file}: nothing was done in two ways: measure with --ways all")

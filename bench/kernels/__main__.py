@@ -20,7 +20,7 @@ ARCHITECTURES = ("sm_80", "sm_90")
 
 
 def rows() -> list[dict]:
-    """One row per rung, with its default tiles."""
+    """Return one row per rung, with its default tiles."""
     compiler, found = nvrtc.Nvrtc(), []
     for rung, kind in ladder.RUNGS.items():
         dtype, itemsize = ("bfloat16", 2) if rung == "mma" else ("float32", 4)

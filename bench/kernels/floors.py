@@ -49,7 +49,7 @@ class CountedOps(Ops):
 
 
 def moved_bytes(function: Function, given: dict[str, Any], result: Any) -> list[int]:
-    """The bytes of each array that a call reads or writes; what it changes counts twice."""
+    """Return the bytes of each array that a call reads or writes; what it changes counts twice."""
     arrays, found = function.arrays(given), []
     tokens = max((x.size for part, x in arrays if part.name in ("ids", "positions")), default=0)
     for part, x in arrays:
@@ -62,7 +62,7 @@ def moved_bytes(function: Function, given: dict[str, Any], result: Any) -> list[
 
 
 def counted(words: list[str]) -> tuple[Any, dict[str, dict[str, int]]]:
-    """The config of flags of `mpipar explain`, and what a step of its first rank counts."""
+    """Return the config of flags of `mpipar explain`, and what a step of its first rank counts."""
     config, recorder = config_of(words), Recorder()
     ops = CountedOps(ops_module.shapes_for(config.run, recorder))
     take_step(config, 0, recorder, ops)
@@ -70,7 +70,7 @@ def counted(words: list[str]) -> tuple[Any, dict[str, dict[str, int]]]:
 
 
 def floors(machine: str, words: list[str]) -> str:
-    """The table of a step on a machine of `mpipar plan`, and what follows for the MFU."""
+    """Return the table of a step on a machine of `mpipar plan`, and what follows for the MFU."""
     cluster, (config, found) = load_cluster(machine), counted(words)
     peak, memory = cluster.peak_tflops[config.run.dtype] * 1e12, cluster.hbm_gbytes_s * 1e9
     rows, likely = [], 0.0

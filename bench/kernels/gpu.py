@@ -47,7 +47,8 @@ class Gpu:
         self.rng = np.random.default_rng(0)
 
     def random(self, *shape, dtype="float32"):
-        """An array of normal deviates; zeros would run faster, because they draw less power."""
+        """Return an array of normal deviates; zeros would run faster, because they draw less power.
+        """
         kind = ml_dtypes.bfloat16 if dtype == "bfloat16" else dtype
         return self.xp.asarray(self.rng.standard_normal(shape, np.float32)).astype(kind)
 
@@ -87,7 +88,8 @@ class Gpu:
         return statistics.median(device_ms) * 1e-3, statistics.median(hosts[WARM_UP:])
 
     def copy_seconds(self, count: int) -> float:
-        """Seconds of a copy on the device that reads and writes `count` bytes together."""
+        """Return the seconds of a copy on the device that reads and writes `count` bytes together.
+        """
         source = self.random(count // 8)
         return self.timed(partial(self.ops.copy, self.xp.empty_like(source), source))[0]
 

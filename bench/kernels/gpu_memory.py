@@ -42,7 +42,7 @@ class Kernel:
     plain: Callable | None = None
 
     def run(self, function, arrays) -> tuple:
-        """The results of a call with these arrays."""
+        """Return the results of a call with these arrays."""
         made = function(*arrays, *self.numbers)
         if made is None:
             return tuple(arrays[place] for place in self.changes)
@@ -91,7 +91,7 @@ def llama(gpu: Gpu, fused, plain, args, dtype) -> list[Kernel]:
 
 
 def softmaxes(gpu: Gpu, fused, plain, args, dtype) -> list[Kernel]:
-    """The loss over a quarter of the rows, and attention's softmax over whole sequences."""
+    """Return the loss over a quarter of the rows, and attention's softmax over whole sequences."""
     count = max(1, args.rows // 4)
     logits = gpu.random(count, VOCABULARY, dtype=dtype)
     targets = gpu.xp.asarray(gpu.rng.integers(0, VOCABULARY, count))
@@ -162,7 +162,7 @@ def checked(gpu: Gpu, kernel: Kernel, call, plain, dtype: str) -> None:
 
 
 def memory_rows(gpu: Gpu, args) -> list[dict]:
-    """Every kernel in float32 and bfloat16, a row each."""
+    """Return every kernel in float32 and bfloat16, a row each."""
     fused, plain = Fused(gpu.xp, gpu.loader), ArrayOps(gpu.xp, "float64", "cuda")
     found = []
     for dtype in ("float32", "bfloat16"):

@@ -41,12 +41,12 @@ class Products:
         self.gpu, self.xp = gpu, gpu.xp
 
     def rung(self, rung, tiles=None):
-        """The product by one rung with fixed tiles."""
+        """Return the product by one rung with fixed tiles."""
         return TileGemm(self.gpu.loader, lambda layout, dtype, out_dtype, rows, columns:
                         ladder.gemm(rung, layout, dtype, out_dtype, tiles))
 
     def timed(self, name, gemm, a, b, expected, precision=None) -> tuple[float, float]:
-        """Seconds on device and host of gemm(a, b), whose result must equal `expected`.
+        """Return the seconds on device and host of gemm(a, b), whose result must equal `expected`.
 
         precision: given where it differs from the operands' type.
         """
@@ -93,7 +93,7 @@ def product_rows(gpu: Gpu, sizes=SIZES) -> list[dict]:
 
 
 def sweep_rows(gpu: Gpu, size=SWEEP_SIZE) -> list[dict]:
-    """The two highest rungs with tiles from starved to full."""
+    """Return the two highest rungs with tiles from starved to full."""
     rows, products, (m, n, k) = [], Products(gpu), size
     for rung, sweep in SWEEPS.items():
         dtype = "float32" if rung == "warp" else "bfloat16"
@@ -112,7 +112,7 @@ def sweep_rows(gpu: Gpu, size=SWEEP_SIZE) -> list[dict]:
 
 
 def cut_to(largest: int, sizes) -> tuple:
-    """The sizes of products with no side above `largest`, each once."""
+    """Return the sizes of products with no side above `largest`, each once."""
     return tuple(dict.fromkeys(tuple(min(side, largest) for side in one) for one in sizes))
 
 
@@ -144,7 +144,7 @@ HEAD_WIDTH = 64  # GPT-2's, in all its sizes; above MOST_WIDTH there are no tile
 
 
 def parts(packed):
-    """The views (B, T, H, d) of a packed (B, T, 3, H, d) array."""
+    """Return the views (B, T, H, d) of a packed (B, T, 3, H, d) array."""
     return tuple(packed[:, :, i] for i in range(3))
 
 
@@ -167,7 +167,7 @@ def ways() -> dict[str, FusedOps]:
 
 
 def attention_rows(gpu: Gpu, args) -> list[dict]:
-    """Each way forward and backward in float32 and bfloat16, a row each.
+    """Return each way forward and backward in float32 and bfloat16, a row each.
 
     FLOPs count the visible half of two products forward and four backward, but not what tiles
     compute again. kept_MB: arrays that the forward pass leaves for the backward pass, beside qkv.

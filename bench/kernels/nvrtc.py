@@ -15,7 +15,7 @@ Usage = namedtuple("Usage", "registers spill_bytes stack_bytes shared_bytes")
 
 
 def folder(package, inside):
-    """A folder of one of NVIDIA's wheels, or None."""
+    """Return a folder of one of NVIDIA's wheels, or None."""
     spec = importlib.util.find_spec("nvidia")
     for base in spec.submodule_search_locations if spec else ():
         if (Path(base) / package / inside).is_dir():
@@ -24,7 +24,7 @@ def folder(package, inside):
 
 
 def missing():
-    """Why nothing can be compiled here, or None."""
+    """Return why nothing can be compiled here, or None."""
     if folder("cuda_nvrtc", "lib") is None:
         return "nvidia-cuda-nvrtc-cu12 is not installed"
     if folder("cuda_runtime", "include") is None:
@@ -50,7 +50,7 @@ class Nvrtc:
         return text.raw
 
     def version(self):
-        """The compiler's version, as "12.9"."""
+        """Return the compiler's version, as "12.9"."""
         major, minor = ctypes.c_int(), ctypes.c_int()
         self._call("Version", ctypes.byref(major), ctypes.byref(minor))
         return f"{major.value}.{minor.value}"

@@ -123,7 +123,7 @@ def flop_per_byte(rung: Rung, size: int) -> float:
 
 
 def rows(size: int, seconds_of: Callable) -> list[dict]:
-    """A row for each rung. seconds_of(function): its time.
+    """Return a row for each rung. seconds_of(function): its time.
 
     Raises ValueError if a result is wrong.
     """

@@ -106,7 +106,7 @@ def resampled_medians(samples, rng, resamples: int):
 
 
 def stable_breaks(sizes, times, resampled) -> tuple[int, ...]:
-    """The breaks of the medians that most resamples have too, give or take one size."""
+    """Return the breaks of the medians that most resamples have too, give or take one size."""
     breaks = best_breaks(sizes, times)
     if not breaks:
         return ()
@@ -120,7 +120,7 @@ def stable_breaks(sizes, times, resampled) -> tuple[int, ...]:
 
 
 def fit(operation: str, link: str, ranks: int, data: dict, seed: int = 0) -> Curve:
-    """The curve through {size: [times in us of each launch]}; at least three sizes.
+    """Return the curve through {size: [times in us of each launch]}; at least three sizes.
 
     Its held-out error comes from a second fit to every other size, tested on the sizes between.
     """
@@ -136,7 +136,8 @@ def fit(operation: str, link: str, ranks: int, data: dict, seed: int = 0) -> Cur
 
 
 def fitted_pieces(sizes, times, breaks, resampled) -> tuple[Piece, ...]:
-    """A line for each range, with the 95 % intervals of its parameters over the resamples."""
+    """Return a line for each range, with the 95 % intervals of its parameters over the resamples.
+    """
     pieces, ends = [], (0, *breaks, len(sizes))
     for first, end in pairwise(ends):
         part = slice(first, end)
@@ -198,13 +199,13 @@ def fittable(rows) -> dict:
 
 
 def curves(rows) -> list[Curve]:
-    """A curve for each operation, kind of link and number of ranks that can be fitted."""
+    """Return a curve for each operation, kind of link and number of ranks that can be fitted."""
     return [barrier(key, sizes[0]) if set(sizes) == {0} else fit(*key, sizes)
             for key, sizes in fittable(rows).items()]
 
 
 def barrier(key, launches) -> Curve:
-    """A barrier has no size: the median of its launches' medians is the whole curve."""
+    """Return a barrier has no size: the median of its launches' medians is the whole curve."""
     medians = [float(np.median(times)) for times in launches]
     middle = statistics.median(medians)
     piece = Piece(0.0, 0.0, middle, min(medians), max(medians), 0.0, 0.0, 0.0)
@@ -252,12 +253,12 @@ def overhead(rows) -> float | None:
 
 
 def rate(us_per_byte: float) -> str:
-    """The rate as text, in GB/s (1e9 bytes per second)."""
+    """Return the rate as text, in GB/s (1e9 bytes per second)."""
     return f"{1e-3 / us_per_byte:.3g}" if us_per_byte else "-"
 
 
 def describe_machine(machine: Machine) -> str:
-    """The fitted pieces as a table, and the other numbers."""
+    """Return the fitted pieces as a table, and the other numbers."""
     rows = [("operation", "link", "ranks", "from_bytes", "to_bytes", "latency_us", "95 %", "GB/s",
              "95 %", "held out")]
     for curve in machine.curves:

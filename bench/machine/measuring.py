@@ -59,7 +59,7 @@ MICROBATCHES = 4  # of a measured step, for each pipeline rank
 
 
 def time_product(ops, m: int, k: int, n: int) -> float:
-    """Seconds of one product (M, K) x (K, N), median."""
+    """Return the seconds of one product (M, K) x (K, N), median."""
     x, w = ops.zeros((m, k), label="buffers"), ops.zeros((k, n), label="buffers")
     ops.fill(x, 1)
     ops.fill(w, 1)
@@ -108,7 +108,8 @@ def measure_reduction(arena, repeats: int = 30) -> dict:
 
 
 def step_config(config: Config, rows: int, world_size: int, **axes: int) -> Config:
-    """The resolved config of a layout with microbatches of `rows` rows. Raises UsageError."""
+    """Return the resolved config of a layout with microbatches of `rows` rows. Raises UsageError.
+    """
     axes = {"dp": 1, "pp": 1, "tp": 1} | axes
     num_microbatches = MICROBATCHES * axes["pp"]
     return resolve(replace(
@@ -118,7 +119,7 @@ def step_config(config: Config, rows: int, world_size: int, **axes: int) -> Conf
 
 
 def step_seconds(world, ops, config, budget) -> float:
-    """Seconds of a real training step, median of a few.
+    """Return the seconds of a real training step, median of a few.
 
     A step lasts from the first rank's start to the last rank's end. The batch is made beforehand.
     The first step counts only where the budget has no time for a second.
@@ -138,7 +139,7 @@ def step_seconds(world, ops, config, budget) -> float:
 
 
 def measure_passes(world, ops, configs, budget) -> list[list[Costs | None]]:
-    """The costs of each config in some rounds; None for each outside world rank 0.
+    """Return the costs of each config in some rounds; None for each outside world rank 0.
 
     Comm: see `measure_costs`, and those of the budget.
     """
@@ -206,7 +207,7 @@ STALL_SECONDS = 60.0
 
 
 def pairs_by_link(places, world_size: int) -> list[tuple[int, int]]:
-    """One pair for each kind of link that world rank 0 has."""
+    """Return one pair for each kind of link that world rank 0 has."""
     found: dict = {}
     for peer in range(1, world_size):
         found.setdefault(link_of(places, (0, peer)), (0, peer))
@@ -306,7 +307,7 @@ def measure_rows(session, dtype: str, args, budget) -> tuple[list[dict], list[di
 
 
 def measure_sends(world, ops, heads, end_bytes: int) -> tuple[tuple[Eager, ...], list[Curve]]:
-    """What sending by each kind of link means for a sender that computes.
+    """Return what sending by each kind of link means for a sender that computes.
 
     The result is the largest message that moves meanwhile, and a curve of what each size takes of
     the sender's core.

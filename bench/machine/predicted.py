@@ -23,7 +23,7 @@ CHAIN, BOTH_WAYS = "stage-chain 1f1b", "bidirectional"
 
 
 def predicted(machine: Machine, row: dict) -> Estimate:
-    """The estimate for a row; a chain's messages are simulated.
+    """Return the estimate for a row; a chain's messages are simulated.
 
     A chain's pass takes as long as its messages keep the rank busy: half of one sent and one
     received. Raises UsageError where the model was not measured.
@@ -39,7 +39,7 @@ def predicted(machine: Machine, row: dict) -> Estimate:
 
 
 def holds(machine: Machine, row: dict) -> bool:
-    """Whether the model covers what a row measured.
+    """Return whether the model covers what a row measured.
 
     It covers calls through mpipar.comm, one group at a time. Transport, type and buffers must be
     those that it was fitted to.
@@ -95,7 +95,7 @@ class Subject(NamedTuple):
 
 def line(subject: Subject, detail: str, predicted_us: float, measured_us: float,
          extrapolated: bool = False) -> dict:
-    """One comparison as a row."""
+    """Return one comparison as a row."""
     return {**subject._asdict(), "detail": detail, "predicted_us": predicted_us,
             "measured_us": measured_us, "error": predicted_us / measured_us - 1,
             "extrapolated": extrapolated}
@@ -122,7 +122,9 @@ def verdict(error: float, tolerance: float | None) -> str:
 
 
 def tolerance_of(what: str, step_tolerance: float) -> float | None:
-    """The tolerated error; None for mere information: a chain, algorithms' formulas, products."""
+    """Return the tolerated error; None for mere information: a chain, algorithms' formulas,
+    products.
+    """
     if what.startswith("step"):
         return step_tolerance
     information = what.startswith(("stage-chain", "all-reduce as", "product"))
@@ -130,7 +132,7 @@ def tolerance_of(what: str, step_tolerance: float) -> float | None:
 
 
 def shown(lines, verdicts) -> str:
-    """A table of the comparisons, and below it one of the verdicts."""
+    """Return a table of the comparisons, and below it one of the verdicts."""
     rows = [("what", "link", "ranks", "size", "predicted_us", "measured_us", "error", "")]
     rows += [(one["what"], one["link"], one["ranks"], one["detail"], f"{one['predicted_us']:.2f}",
               f"{one['measured_us']:.2f}", f"{one['error']:+.1%}",

@@ -33,7 +33,8 @@ MIB = 2**20
 
 
 def memory(case, sizes, dtype, world_rank) -> tuple[int, int]:
-    """Bytes of the blocks, and bytes beside them at the worst moment, from the shapes-only run.
+    """Return the bytes of the blocks, and bytes beside them at the worst moment, from the
+    shapes-only run.
 
     tests/mpi/test_cuts.py proves both equal to the measured bytes.
     """
@@ -84,7 +85,7 @@ def measure_product(case, sizes, dtype, repeats, world, full) -> dict:
 
 
 def row(case, num_ranks, facts) -> dict:
-    """One line of the table, made from all ranks' figures."""
+    """Return one line of the table, made from all ranks' figures."""
     slowest = [max(times) for times in zip(*(fact["seconds"] for fact in facts), strict=True)]
     shares = [inside / seconds for fact in facts
               for inside, seconds in zip(fact["inside"], fact["seconds"], strict=True)]
@@ -101,7 +102,7 @@ def row(case, num_ranks, facts) -> dict:
 
 
 def former(path: str, sizes: Sizes, num_ranks: int) -> list[dict]:
-    """Rows of the file for the same product on other numbers of ranks.
+    """Return the rows of the file for the same product on other numbers of ranks.
 
     Raises DataError where the file holds something else, which would be lost.
     """

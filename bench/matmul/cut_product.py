@@ -66,7 +66,7 @@ def cases(num_ranks: int) -> list[tuple[str, int, int]]:
 
 
 def shown(cut: str, q: int, d: int) -> str:
-    """The grid of ranks as text: "2 x 2", "2 x 2 x 2", or the size of the only group."""
+    """Return the grid of ranks as text: "2 x 2", "2 x 2 x 2", or the size of the only group."""
     return {"2d": f"{q} x {q}", "2.5d": f"{q} x {q} x {d}"}.get(cut, str(q))
 
 
@@ -81,7 +81,7 @@ def connect(cut, q, d, world_rank, ops, recorder, *, mpi_world=None, options=Non
 
 
 def block(array: np.ndarray, places) -> np.ndarray:
-    """A rank's block of a whole array: for each axis (parts, index), padded with zeros."""
+    """Return a rank's block of a whole array: for each axis (parts, index), padded with zeros."""
     shape = [share(length, parts) for length, (parts, _) in zip(array.shape, places, strict=True)]
     own = array[tuple(
         piece(length, *place) for length, place in zip(array.shape, places, strict=True))]

@@ -80,7 +80,7 @@ def add_flags(parser) -> None:
 
 
 def positive(text: str) -> float:
-    """A number above 0: the type of an argument."""
+    """Return a number above 0: the type of an argument."""
     number = float(text)
     if not 0 < number < float("inf"):
         raise ValueError(text)
@@ -105,7 +105,7 @@ def check(args, parser) -> None:
 
 
 def words_of(text: str) -> list[str]:
-    """The words of --beside. Raises UsageError."""
+    """Return the words of --beside. Raises UsageError."""
     try:
         return shlex.split(text)
     except ValueError as error:
@@ -125,7 +125,7 @@ def make_folder(name: str | None) -> None:
 
 
 def configured(words: list[str], args) -> Any:
-    """The resolved config of a rehearsal's words."""
+    """Return the resolved config of a rehearsal's words."""
     if not words or words[0].startswith("-"):
         raise UsageError("--beside 'PRESET --layout ...': the first word is a preset")
     config = config_of(["--preset", *words])
@@ -136,7 +136,7 @@ def configured(words: list[str], args) -> Any:
 
 
 def jobs_of(args, num_ranks: int) -> list[Job]:
-    """The rehearsals of this job, and who plays them: with two, every second rank each."""
+    """Return the rehearsals of this job, and who plays them: with two, every second rank each."""
     texts = [[args.preset, *args.words]]
     if args.beside is not None:
         texts.append(words_of(args.beside))
@@ -161,7 +161,7 @@ def jobs_of(args, num_ranks: int) -> list[Job]:
 
 
 def memory_left() -> int:
-    """Bytes that this host can still give; very many where it does not say so."""
+    """Return the bytes that this host can still give; very many where it does not say so."""
     try:
         text = Path("/proc/meminfo").read_text()
     except OSError:
@@ -171,7 +171,9 @@ def memory_left() -> int:
 
 
 def script_with_room(config, rank: int, on_host: int):
-    """The script of a rank. Raises UsageError if its payloads find no room in its host's memory."""
+    """Return the script of a rank. Raises UsageError if its payloads find no room in its host's
+    memory.
+    """
     script = script_of(config, rank)
     needed, free = room_needed(script), memory_left() // on_host
     if needed > free:
@@ -239,7 +241,9 @@ class Share(NamedTuple):
 
 
 def played(player: Player, args) -> Steps:
-    """The steps of a job that plays alone; the last ones are traced. Comm: that of the steps."""
+    """Return the steps of a job that plays alone; the last ones are traced. Comm: that of the
+    steps.
+    """
     steps = player.steps(args.steps)
     if args.trace is not None:
         run = replace(player.config.run, trace=f"1:{TRACED}")
@@ -250,7 +254,8 @@ def played(player: Player, args) -> Steps:
 
 
 def slowest(world, seconds: list[float]) -> list[float]:
-    """The time of each step of the rank that took longest. Comm: a gather of facts to all."""
+    """Return the time of each step of the rank that took longest. Comm: a gather of facts to all.
+    """
     return [max(times) for times in zip(*all_gather_facts(world, seconds), strict=True)]
 
 
@@ -268,7 +273,7 @@ def sums_of(player: Player, pace: Pace, steps: Steps) -> list:
 
 
 def outcome(jobs: list[Job], shares: list[Share], args, session) -> Outcome:
-    """What world rank 0 says of all jobs."""
+    """Return what world rank 0 says of all jobs."""
     rate = args.bound_GBps
     if rate is None and len(session.host_ranks) == session.world.size:
         rate = copy_rate()
@@ -294,7 +299,7 @@ def outcome(jobs: list[Job], shares: list[Share], args, session) -> Outcome:
 
 
 def headline(job: Job, share: Share, args) -> str:
-    """The job, and how long its step takes."""
+    """Return the job, and how long its step takes."""
     grid, times = job.config.grid, sorted(1e3 * seconds for seconds in share.steps)
     order = f"{grid.schedule_csv or grid.schedule}, {counted(grid.num_microbatches, 'microbatch')}"
     computing = f"{args.compute:g} times its modelled time" if args.compute else "no time"
@@ -307,7 +312,7 @@ def headline(job: Job, share: Share, args) -> str:
 
 
 def barrier_rows(everybody: list[list], rate: float | None) -> list[dict]:
-    """A row for each barrier of a job. rate: GB/s of a rank's link, one way, or None."""
+    """Return a row for each barrier of a job. rate: GB/s of a rank's link, one way, or None."""
     found: dict = defaultdict(list)
     for sums in everybody:
         for key, values in sums:

@@ -41,13 +41,13 @@ WARM_UP, TOKENS = 2, 1 << 16  # real steps before the first turn; in the text
 
 
 def comparable(recorder: Recorder) -> list[Record]:
-    """The records, without times, and without numbers that count from the first step on."""
+    """Return the records, without times, and without numbers that count from the first step on."""
     return [record._replace(posted_ns=0, waited_ns=0, done_ns=0, seq=0)
             for record in recorder.records]
 
 
 def pass_seconds(recorder: Recorder) -> dict[tuple[str, int], float]:
-    """The median computing time of each (kind, stage) of a pass, without its waits."""
+    """Return the median computing time of each (kind, stage) of a pass, without its waits."""
     found = defaultdict(list)
     for span in recorder.spans:
         waited = sum(record.done_ns - record.waited_ns for record in recorder.records
@@ -105,7 +105,7 @@ def measure(args, session) -> Outcome | int:
 
 
 def on_cable(args, session) -> Outcome | int:
-    """The outcome of two ranks with a cable between them."""
+    """Return the outcome of two ranks with a cable between them."""
     with session.stop_on_request():
         code, found = over_cable(session, args.cable, [
             "bench.rehearse.against", "--steps", str(args.steps)])

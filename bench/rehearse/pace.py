@@ -17,7 +17,8 @@ from mpipar.train.build import configured_schedule
 
 
 def spread(script: Script, seconds: Mapping[tuple[str, int], float]) -> list[float]:
-    """Seconds of computing before each event of a script, from those of (kind, stage) of a pass.
+    """Return the seconds of computing before each event of a script, from those of (kind, stage) of
+    a pass.
 
     Within a pass they lie where its FLOPs are, or at its end where it has none.
     """
@@ -45,7 +46,8 @@ class Pace(NamedTuple):
 
     @classmethod
     def of(cls, args: Any, config: Any) -> Pace:
-        """What the flags say. Raises UsageError if the machine's file lacks what is needed."""
+        """Return what the flags say. Raises UsageError if the machine's file lacks what is needed.
+        """
         machine = machine_file.load(args.machine) if args.machine is not None else None
         pace = cls(config, args.compute, args.gflops, machine)
         if pace.modelled and config.grid.tp > 1:
@@ -61,7 +63,9 @@ class Pace(NamedTuple):
         return self.machine is not None and self.scale > 0
 
     def seconds(self, script: Script) -> list[float] | None:
-        """Seconds of computing before each event of a script; None where it takes no time."""
+        """Return the seconds of computing before each event of a script; None where it takes no
+        time.
+        """
         if not self.scale:
             return None
         if not self.modelled:
@@ -83,12 +87,12 @@ class Pace(NamedTuple):
         return found | {("opt", -1): updated * units.update_seconds_per_parameter}
 
     def step_seconds(self) -> float | None:
-        """The predicted step, where computing takes its modelled time."""
+        """Return the predicted step, where computing takes its modelled time."""
         return step_estimate(self.machine, self.config).total if (
             self.modelled and self.scale == 1) else None
 
     def call_seconds(self, record: Record, posted: bool, ranks: int) -> float | None:
-        """What the machine's file says of a call; None where it says nothing. A send and its
+        """Return what the machine's file says of a call; None where it says nothing. A send and its
         receive are one message, which is counted where it is received.
         """
         if self.machine is None or record.operation == "send":

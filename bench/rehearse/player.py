@@ -83,7 +83,7 @@ def lay_out(script: Script) -> tuple[list[Form], list[int]]:
 
 
 def room_needed(script: Script) -> int:
-    """Bytes of all arrays of a step."""
+    """Return the bytes of all arrays of a step."""
     return sum(form.size * np.dtype(form.dtype).itemsize for form in lay_out(script)[0])
 
 
@@ -102,7 +102,7 @@ class Placed(Recorder):
         self.call: Call | None = None  # the one that is made now
 
     def tally(self, axis, group_size, dtype, operation, name, frame) -> Tally:
-        """The tally of the call that is made now, whoever makes it here."""
+        """Return the tally of the call that is made now, whoever makes it here."""
         assert self.call is not None
         record = self.call.record
         line = (operation, name, axis, group_size, dtype, self.phase, record.site, record.cut)
@@ -142,11 +142,11 @@ class Player:
         self.comms.close()
 
     def comm(self, call: Call) -> Comm:
-        """The group of a call."""
+        """Return the group of a call."""
         return self.comms.groups[call.record.axis]
 
     def make_arrays(self, forms: list[Form], chosen: list[int]) -> list[Any]:
-        """The array of each call. Posted sums and gathers lie in arenas of their groups, as
+        """Return the array of each call. Posted sums and gathers lie in arenas of their groups, as
         gradients do. Comm: that of `Comm.zeros`, group by group.
         """
         arrays: list[Any] = [None] * len(forms)
@@ -269,16 +269,16 @@ class Place(NamedTuple):
     number: int
 
     def value(self, sender: int, receiver: int = 0) -> int:
-        """What `sender` sends to `receiver`."""
+        """Return what `sender` sends to `receiver`."""
         return 1 + (SENDERS * sender + RECEIVERS * receiver + self.number) % RANGE
 
     def summed(self, receiver: int = 0) -> int:
-        """The sum of what all send to `receiver`."""
+        """Return the sum of what all send to `receiver`."""
         return sum(self.value(sender, receiver) for sender in range(self.size))
 
 
 def place_of(call: Call, index: int, size: int) -> Place:
-    """The place of a call. All members make the same collectives; a message has a tag."""
+    """Return the place of a call. All members make the same collectives; a message has a tag."""
     record = call.record
     return Place(index, size, record.tag if record.tag >= 0 else record.seq)
 
@@ -295,17 +295,17 @@ class Payload(NamedTuple):
 
 
 def to_all(parts: Any, place: Place) -> list[tuple[Any, int]]:
-    """The part for each rank, and what it holds."""
+    """Return the part for each rank, and what it holds."""
     return [(part, place.value(place.index, receiver)) for receiver, part in enumerate(parts)]
 
 
 def from_all(parts: Any, place: Place, receiver: int = 0) -> list[tuple[Any, int]]:
-    """The part of each rank, and what it holds."""
+    """Return the part of each rank, and what it holds."""
     return [(part, place.value(sender, receiver)) for sender, part in enumerate(parts)]
 
 
 def own(x: Any, call: Call, place: Place) -> list[tuple[Any, int]]:
-    """The same number for all ranks."""
+    """Return the same number for all ranks."""
     return [(x, place.value(place.index))]
 
 
@@ -346,12 +346,12 @@ def fill(x: Any, call: Call, place: Place) -> None:
 
 
 def rows_of(x: Any, counts: Any) -> list[Any]:
-    """The rows of each rank, one behind the other."""
+    """Return the rows of each rank, one behind the other."""
     return [x[first:last] for first, last in pairwise(accumulate(counts, initial=0))]
 
 
 def problem(x: Any, result: Any, call: Call, place: Place) -> str:
-    """What is wrong behind a call, or "". x: what was given. result: what was returned."""
+    """Return what is wrong behind a call, or "". x: what was given. result: what was returned."""
     for part, value in PAYLOADS[call.record.operation].wanted(
             x, result, call, place):
         if not bool((part == np.asarray(value).astype(part.dtype)).all()):

@@ -137,7 +137,8 @@ def parse(argv):
 
 
 def layouts_of(args, num_ranks: int) -> tuple[dict[str, dict], dict[str, dict]]:
-    """What stands behind the name of a side -> its settings of the grid; likewise ranks' own.
+    """Return what stands behind the name of a side -> its settings of the grid; likewise ranks'
+    own.
 
     One rank also takes the microbatches of the pipelines: what these cost, a pipeline costs too.
     """
@@ -198,7 +199,7 @@ def product_sides(args, names, sides, world) -> dict:
 
 
 def disagreement(found, wanted, dtype) -> str | None:
-    """The difference between the losses of a few full updates, or None.
+    """Return the difference between the losses of a few full updates, or None.
 
     The second loss is right only if every gradient and the update were right.
     """
@@ -231,12 +232,12 @@ def libraries(args, names) -> dict[str, str]:
 
 
 def paired(before, after) -> float:
-    """The median of how many times as long `before` took, by repetition."""
+    """Return the median of how many times as long `before` took, by repetition."""
     return statistics.median(float(a / b) for a, b in zip(before, after, strict=True))
 
 
 def rows(args, names, seconds, peak_tflops=None, flops=None) -> list[dict]:
-    """The result as rows; seconds: all ranks' (ranks, names, repetitions, three).
+    """Return the result as rows; seconds: all ranks' (ranks, names, repetitions, three).
 
     flops: name -> those of a side that only multiplies.
     """
@@ -274,7 +275,8 @@ def rows(args, names, seconds, peak_tflops=None, flops=None) -> list[dict]:
 
 
 def compared(name, steps) -> dict:
-    """The columns that compare a side of ours with one rank's products, and with one rank."""
+    """Return the columns that compare a side of ours with one rank's products, and with one rank.
+    """
     found, ours = {}, name.startswith("mpipar ")
     alone = {one.removesuffix(ALONE): one for one in steps if one.endswith(ALONE)}
     if "products, numpy" in steps:

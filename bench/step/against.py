@@ -34,12 +34,12 @@ SIZES = ("arch", "layers", "d_model", "heads", "seq_len", "batch_size", "vocab_s
 
 
 def interval(values) -> tuple[float, float]:
-    """The exact interval of the median at 95 % or a little more, from order statistics."""
+    """Return the exact interval of the median at 95 % or a little more, from order statistics."""
     return scipy_stats().quantile_test(values, p=0.5).confidence_interval(0.95)
 
 
 def rows_of_pairs(pairs: list[tuple[dict, dict]]) -> list[dict]:
-    """The table of {side: step_ms} of each pair: (the other checkout's, this one's)."""
+    """Return the table of {side: step_ms} of each pair: (the other checkout's, this one's)."""
     found = []
     for side in pairs[0][1]:
         before, now = ([pair[which][side] for pair in pairs] for which in (0, 1))
@@ -63,7 +63,7 @@ def check_checkout(root: Path) -> None:
 
 
 def path_of(root: Path) -> dict[str, str]:
-    """The variable that makes Python import from a checkout before all else."""
+    """Return the variable that makes Python import from a checkout before all else."""
     return {"PYTHONPATH": str(root)}
 
 

@@ -72,7 +72,7 @@ def free_openblas() -> str | None:
 
 
 def mkl_answer() -> Path | None:
-    """The library that answers MKL's question, compiled once; None without a compiler."""
+    """Return the library that answers MKL's question, compiled once; None without a compiler."""
     compiler, folder = next(filter(None, map(shutil.which, COMPILERS)), None), cache_folder("mkl")
     if compiler is None or folder is None:
         return None

@@ -87,7 +87,9 @@ def measure_layout(args, layout, world) -> tuple[np.ndarray, list] | None:
 
 
 def layout_rows(layout, seconds, flights) -> list[dict]:
-    """The rows of a layout; seconds, flights: of all ranks, as `measure_layout` returns them."""
+    """Return the rows of a layout; seconds, flights: of all ranks, as `measure_layout` returns
+    them.
+    """
     steps = seconds[..., :2].sum(axis=-1).max(axis=0)
     rows = []
     for number, name in enumerate(LAYOUTS[layout][1]):

@@ -62,7 +62,7 @@ def add_sizes(parser) -> None:
 
 
 def configure(args, layout: dict, num_ranks: int):
-    """The resolved configuration of the model in a layout: settings of the grid.
+    """Return the resolved configuration of the model in a layout: settings of the grid.
 
     all_reduce among them is the run's.
     """
@@ -80,7 +80,7 @@ def configure(args, layout: dict, num_ranks: int):
 
 
 def rows_of(args):
-    """The function that gives the rows of a step (from 1) on every rank: one Batch of all.
+    """Return the function that gives the rows of a step (from 1) on every rank: one Batch of all.
 
     They are random and the same in every step, or those of the default text for a recipe.
     """

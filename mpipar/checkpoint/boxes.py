@@ -19,7 +19,7 @@ MOST_CELLS = 1000  # per box of a tiling; what mpipar writes has about as many c
 
 
 def whole_box(shape) -> Box:
-    """The box that holds all of a tensor."""
+    """Return the box that holds all of a tensor."""
     return tuple((0, length) for length in shape)
 
 
@@ -63,14 +63,14 @@ def boxes_of_part(param, first: int, values):
 
 
 def share_of_rows(box: Box, index: int, count: int) -> Box:
-    """The rows of a box that replica `index` of `count` writes, perhaps none."""
+    """Return the rows of a box that replica `index` of `count` writes, perhaps none."""
     (first, stop), *others = box
     rows = piece(stop - first, count, index)
     return ((first + rows.start, first + rows.stop), *others)
 
 
 def volume(box: Box) -> int:
-    """Number of elements in a box."""
+    """Return the number of elements in a box."""
     return math.prod(stop - first for first, stop in box)
 
 
@@ -80,13 +80,13 @@ def shape_of(box: Box) -> tuple[int, ...]:
 
 
 def overlap(one: Box, other: Box) -> Box | None:
-    """The box that two boxes share, or None."""
+    """Return the box that two boxes share, or None."""
     shared = tuple((max(a, c), min(b, d)) for (a, b), (c, d) in zip(one, other, strict=True))
     return shared if all(first < stop for first, stop in shared) else None
 
 
 def within(box: Box, outer: Box) -> tuple[slice, ...]:
-    """Where a box lies in an array that holds the box `outer`."""
+    """Return where a box lies in an array that holds the box `outer`."""
     return tuple(slice(first - start, stop - start)
                  for (first, stop), (start, _) in zip(box, outer, strict=True))
 
@@ -100,7 +100,7 @@ def row_blocks(box: Box, itemsize: int, limit: int):
 
 
 def tiling_problem(shape, boxes) -> str:
-    """Why the boxes do not cover a tensor of this shape exactly once, or "".
+    """Return why the boxes do not cover a tensor of this shape exactly once, or "".
 
     All edges together cut the tensor into cells. Each cell must lie in exactly one box.
     """

@@ -85,5 +85,5 @@ def config_texts(folder: Path, config: dict) -> dict[str, str]:
 
 
 def json_bytes(value) -> bytes:
-    """A value as the text of a JSON file."""
+    """Return a value as the text of a JSON file."""
     return (json.dumps(value, indent=2) + "\n").encode()

@@ -19,7 +19,7 @@ DTYPES = {"float32": "F32", "float64": "F64", "bfloat16": "BF16"}
 
 
 def safetensors_head(tensors) -> bytes:
-    """The bytes of a safetensors file before its numbers.
+    """Return the bytes of a safetensors file before its numbers.
 
     tensors: (name, dtype, shape) in the order in which their numbers follow, without gaps.
     """

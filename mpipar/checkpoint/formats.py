@@ -41,7 +41,9 @@ MOST_NAMED = 12  # ignored fields in a line
 
 
 def format_of(model):
-    """The form of a ModelConfig's model: Hugging Face's if that can describe it, or mpipar's."""
+    """Return the form of a ModelConfig's model: Hugging Face's if that can describe it, or
+    mpipar's.
+    """
     return next((form for form in FORMS.values() if form.describes(model)), own)
 
 
@@ -68,12 +70,12 @@ def apart(tensors: dict[str, tuple[int, ...]], x) -> dict:
 
 
 def is_step(folder) -> bool:
-    """Whether a folder is a checkpoint; any other one holds files of weights."""
+    """Return whether a folder is a checkpoint; any other one holds files of weights."""
     return os.path.exists(Path(folder) / NAME)
 
 
 def model_settings(folder: str, seq_len: int | None = None, where: str = "") -> dict:
-    """The ModelConfig fields that a folder of weights or a checkpoint fixes.
+    """Return the ModelConfig fields that a folder of weights or a checkpoint fixes.
 
     seq_len: the tokens per row that the user wants, if that is free. where: what the user typed
     (--init-from and the folder). Raises DataError, with all that is wrong, if the model cannot be
@@ -138,7 +140,7 @@ def _out_of_bounds(settings: dict) -> list[str]:
 
 
 def start_notes(folder: str) -> list[str]:
-    """What a user should know of the weights that a run starts from, in lines."""
+    """Return what a user should know of the weights that a run starts from, in lines."""
     if is_step(folder):
         return [f"weights: those of the checkpoint {folder}"]
     found, form, _ = _read(folder, f"--init-from {folder}")

@@ -44,7 +44,8 @@ def tensors(param) -> dict[str, tuple[int, ...]]:
 
 
 def name_in_block(name: str, blocks: str, layers: dict[str, str]) -> str:
-    """The name of a block's tensor in a file. blocks: of the list of them. layers: of each."""
+    """Return the name of a block's tensor in a file. blocks: of the list of them. layers: of each.
+    """
     block, layer = name.split(".", 1)
     layer, kind = layer.rsplit(".", 1)
     suffix = {"w": "weight", "b": "bias"}[kind]
@@ -52,13 +53,13 @@ def name_in_block(name: str, blocks: str, layers: dict[str, str]) -> str:
 
 
 def describes(model) -> bool:
-    """Whether config.json can say what a completed ModelConfig computes."""
+    """Return whether config.json can say what a completed ModelConfig computes."""
     return all(getattr(model, name, None) == value for name, value in ALWAYS.items()) and (
         model.d_model == model.heads * model.head_dim)
 
 
 def to_json(model, dtype: str) -> dict:
-    """The config.json of a resolved ModelConfig whose weights are written as `dtype`."""
+    """Return the config.json of a resolved ModelConfig whose weights are written as `dtype`."""
     return {
         "architectures": ["GPT2LMHeadModel"], "model_type": "gpt2", "n_layer": model.layers,
         "n_embd": model.d_model, "n_head": model.heads, "n_inner": model.ffn,
@@ -70,7 +71,7 @@ def to_json(model, dtype: str) -> dict:
 
 
 def settings(found: dict) -> dict:
-    """The ModelConfig fields that a config.json fixes; raises KeyError or TypeError."""
+    """Return the ModelConfig fields that a config.json fixes; raises KeyError or TypeError."""
     values = {
         "layers": found["n_layer"], "d_model": found["n_embd"], "heads": found["n_head"],
         "ffn": found.get("n_inner") or 4 * found["n_embd"], "vocab_size": found["vocab_size"],

@@ -69,14 +69,14 @@ class LlamaForm:
         return {name: (math.prod(shape[:-1]), shape[-1]) if len(shape) > 1 else shape}
 
     def describes(self, model) -> bool:
-        """Whether config.json can say what a ModelConfig computes."""
+        """Return whether config.json can say what a ModelConfig computes."""
         return (model.model == "decoder" and model.arch == self.kind and model.norm == "rms"
                 and model.experts is None and model.activation == "swiglu"
                 and model.positions == "rope"
                 and model.bias in self.biases and model.d_model % model.heads == 0)
 
     def to_json(self, model, dtype: str) -> dict:
-        """The config.json of a resolved ModelConfig whose weights are written as `dtype`."""
+        """Return the config.json of a resolved ModelConfig whose weights are written as `dtype`."""
         scaling = dict(zip(SCALING, model.rope_scaling, strict=False))
         if scaling:
             scaling[SCALING[-1]] = round(scaling[SCALING[-1]])
@@ -92,7 +92,7 @@ class LlamaForm:
         }
 
     def settings(self, found: dict) -> dict:
-        """The ModelConfig fields that a config.json fixes; raises KeyError or TypeError."""
+        """Return the ModelConfig fields that a config.json fixes; raises KeyError or TypeError."""
         values = {name: found.get(key) for name, key in self.NUMBERS.items()}
         values["head_dim"] = values["head_dim"] or found["hidden_size"] // (
             found["num_attention_heads"] or 1)  # that of 0 heads is refused below
@@ -120,7 +120,7 @@ class LlamaForm:
         }
 
     def differences(self, found: dict, seq_len: int | None) -> list[str]:
-        """The values of a config.json that mpipar's layers do not compute, beside COMPUTED.
+        """Return the values of a config.json that mpipar's layers do not compute, beside COMPUTED.
 
         seq_len: tokens per row, if the user has named them.
         """
@@ -165,7 +165,7 @@ def _kind(rope: dict):
 
 
 def number(key: str, value) -> float:
-    """The value of a field of config.json; TypeError if it is no number."""
+    """Return the value of a field of config.json; TypeError if it is no number."""
     if type(value) not in (int, float):
         raise TypeError(f"{key} is {shown(value)}")
     return float(value)

@@ -38,18 +38,18 @@ class MixtralForm(LlamaForm):
                 for expert in range(param.shape[0]) for name in EXPERT[layer]}
 
     def describes(self, model) -> bool:
-        """Whether config.json can say what a ModelConfig computes."""
+        """Return whether config.json can say what a ModelConfig computes."""
         return (model.model == "decoder" and super().describes(replace(model, experts=None))
                 and model.experts is not None and model.expert_interval == 1
                 and model.shared_expert_ffn is None and model.router_balance != "bias")
 
     def to_json(self, model, dtype: str) -> dict:
-        """The config.json of a resolved ModelConfig whose weights are written as `dtype`."""
+        """Return the config.json of a resolved ModelConfig whose weights are written as `dtype`."""
         coef = model.router_loss_coef if model.router_balance == "loss" else 0.0
         return super().to_json(model, dtype) | {COEF: coef}
 
     def settings(self, found: dict) -> dict:
-        """The ModelConfig fields that a config.json fixes; raises KeyError or TypeError."""
+        """Return the ModelConfig fields that a config.json fixes; raises KeyError or TypeError."""
         found = MISSING | found
         coef = number(COEF, found[COEF])
         balance = {"router_balance": "loss", "router_loss_coef": coef} if coef else {

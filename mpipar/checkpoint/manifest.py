@@ -88,7 +88,7 @@ class Manifest:
         return tuple(sorted({piece.kind for piece in self.pieces}))
 
     def text(self) -> str:
-        """The content of manifest.json; its last entry is a digest of all the others."""
+        """Return the content of manifest.json; its last entry is a digest of all the others."""
         content = vars(self) | {
             "tensors": {name: one._asdict() for name, one in self.tensors.items()},
             "files": {name: one._asdict() for name, one in self.files.items()},
@@ -105,12 +105,12 @@ def _digest(content: dict) -> str:
 
 
 def step_folder_name(step: int) -> str:
-    """The folder of a step's checkpoint."""
+    """Return the folder of a step's checkpoint."""
     return f"step-{step:08d}"
 
 
 def pieces_file(world_rank: int) -> str:
-    """The file of a rank's pieces."""
+    """Return the file of a rank's pieces."""
     return f"pieces-{world_rank:05d}.safetensors"
 
 
@@ -135,7 +135,7 @@ def committed_steps(folder: Path) -> list[tuple[int, Path]]:
 
 
 def read_manifest(step_folder: Path) -> Manifest:
-    """The manifest of a checkpoint whose files are all there, with their sizes.
+    """Return the manifest of a checkpoint whose files are all there, with their sizes.
 
     Digests are checked by who reads a file. Raises DataError that names what is wrong.
     """
@@ -237,7 +237,7 @@ def _text(*values) -> None:
 
 
 def piece_problems(tensors, files, pieces) -> list[str]:
-    """What is wrong with the pieces: not one of these files and tensors, or not a tiling."""
+    """Return what is wrong with the pieces: not one of these files and tensors, or not a tiling."""
     boxes = {(name, kind): [] for name in tensors for kind in {piece.kind for piece in pieces}}
     for piece in pieces:
         if piece.file not in files or (piece.tensor, piece.kind) not in boxes:
@@ -270,7 +270,7 @@ def file_problems(folder: Path, files: dict[str, File]) -> list[str]:
 
 
 def digest_problem(path: Path, expected: File) -> str:
-    """Why the content of a file is not what was written, or ""."""
+    """Return why the content of a file is not what was written, or ""."""
     try:
         found = digest_of(path)
     except OSError as error:
@@ -297,7 +297,8 @@ def tensor_problems(path: Path, pieces, tensors) -> list[str]:
 
 
 def damage(step_folder: Path) -> list[str]:
-    """All that is wrong with a checkpoint, every byte of it read; empty if it can be loaded."""
+    """Return all that is wrong with a checkpoint, every byte of it read; empty if it can be loaded.
+    """
     try:
         manifest = read_manifest(step_folder)
     except DataError as error:

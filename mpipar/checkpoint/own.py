@@ -19,7 +19,7 @@ COMPUTED: dict[str, tuple] = {}  # nothing that this form can state is left out
 
 
 def of_weights(model: str) -> list:
-    """The fields of a family that its weights fix."""
+    """Return the fields of a family that its weights fix."""
     return [one for one in fields(FAMILIES[model]) if one.name not in CUTS | {"model"}]
 
 
@@ -27,12 +27,14 @@ READ = {one.name for model in FAMILIES for one in of_weights(model)}
 
 
 def tensors(param) -> dict[str, tuple[int, ...]]:
-    """The parameter itself: a convolution's weight is (k, k, C, N), that of qkv (D, 3, H, d)."""
+    """Return the parameter itself: a convolution's weight is (k, k, C, N), that of qkv (D, 3, H,
+    d).
+    """
     return {param.name: param.shape}
 
 
 def to_json(model, dtype: str) -> dict:
-    """The config.json of a resolved ModelConfig whose weights are written as `dtype`."""
+    """Return the config.json of a resolved ModelConfig whose weights are written as `dtype`."""
     values = vars(model)
     return {"model_type": KIND + model.model, "torch_dtype": dtype, **{
         one.name: values[one.name] for one in of_weights(model.model)
@@ -40,7 +42,7 @@ def to_json(model, dtype: str) -> dict:
 
 
 def settings(found: dict) -> dict:
-    """The ModelConfig fields that a config.json fixes; raises KeyError or TypeError."""
+    """Return the ModelConfig fields that a config.json fixes; raises KeyError or TypeError."""
     model = found["model_type"].removeprefix(KIND)
     given = {"model": model, **{one.name: _value(one, found[one.name])
                                 for one in of_weights(model) if one.name in found}}

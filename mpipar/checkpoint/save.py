@@ -63,7 +63,7 @@ def place_among_copies(comms, param, shared=False) -> tuple[int, int]:
 
 
 def own_pieces(worker) -> list[Own]:
-    """The pieces that this rank writes, sorted as in its file.
+    """Return the pieces that this rank writes, sorted as in its file.
 
     The rows of a box are shared out among its copies. So all ranks write, and no row twice.
     """
@@ -82,7 +82,7 @@ def own_pieces(worker) -> list[Own]:
 
 
 def unused_key(key: str, used) -> str:
-    """The key, or with a number behind it where a rank has several boxes of a tensor."""
+    """Return the key, or with a number behind it where a rank has several boxes of a tensor."""
     numbered = (f"{key}/{number}" if number else key for number in itertools.count())
     return next(one for one in numbered if one not in used)
 
@@ -109,12 +109,12 @@ def write_pieces(path: Path, own: list[Own], ops) -> dict:
 
 
 def num_elements(own: list[Own]) -> int:
-    """How many numbers a copy of these pieces has."""
+    """Return how many numbers a copy of these pieces has."""
     return sum(boxes.volume(piece.box) for piece, _ in own)
 
 
 def views_of(room, own: list[Own]) -> list[Own]:
-    """The pieces as consecutive views of a flat host array."""
+    """Return the pieces as consecutive views of a flat host array."""
     found, start = [], 0
     for piece, _ in own:
         stop = start + boxes.volume(piece.box)
@@ -210,11 +210,12 @@ class Saver:
                 copied.x[place] = block
 
     def written(self) -> bool:
-        """Whether a background save is in flight and this rank has written its file."""
+        """Return whether a background save is in flight and this rank has written its file."""
         return self.flight is not None and self.flight.outcome.done()
 
     def moved(self) -> int:
-        """Bytes that all ranks have written of the save in flight, for a watchdog's thread.
+        """Return the bytes that all ranks have written of the save in flight, for a watchdog's
+        thread.
 
         They grow on a slow disk, also while this rank waits for another one.
         """

@@ -69,7 +69,7 @@ class TensorFile:
         self.file.close()
 
     def rows(self, name: str, first: int, last: int) -> np.ndarray:
-        """Rows [first, last) of a tensor whose type is one of NUMBERS."""
+        """Return the rows [first, last) of a tensor whose type is one of NUMBERS."""
         entry, dtype = self.tensors[name], NUMBERS[self.tensors[name].dtype]
         width = math.prod(entry.shape[1:]) * dtype.itemsize
         start = self.start + entry.first

@@ -75,7 +75,7 @@ class WeightFiles:
         self.stack.close()
 
     def rows(self, name: str, first: int, last: int) -> np.ndarray:
-        """Rows [first, last) of a tensor. See `TensorFile.rows`."""
+        """Return the rows [first, last) of a tensor. See `TensorFile.rows`."""
         file = self.file_of[name]
         with problems_as(DataError, f"{self.where}: {file}"):
             return self.files[file].rows(name, first, last)
@@ -108,7 +108,7 @@ def _is_plain(name: str) -> bool:
 
 
 def weight_paths(folder: Path, where: str) -> list[Path]:
-    """The files of a folder of weights, the index among them. Raises DataError."""
+    """Return the files of a folder of weights, the index among them. Raises DataError."""
     index = index_of(folder, where)
     return [folder / name for name in ([INDEX, *sorted(set(index.values()))] if index
                                        else [WEIGHTS])]

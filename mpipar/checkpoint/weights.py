@@ -35,7 +35,7 @@ def _blocks(box, itemsize):
 
 
 def shard_of(worker, flat, param, kind: str):
-    """The shard (local shape) of a parameter on its first data rank; kind: master or grad.
+    """Return the shard (local shape) of a parameter on its first data rank; kind: master or grad.
 
     Comm: where the data group shares it out, one reduce over that group. None on other ranks then.
     """
@@ -138,7 +138,8 @@ def names_in_file(model) -> list[str]:
 
 
 def weight_problems(config) -> list[str]:
-    """What is wrong with the tensors that a run starts from; reads only their names and shapes.
+    """Return what is wrong with the tensors that a run starts from; reads only their names and
+    shapes.
 
     A configuration that cannot be used gives no problem here. Reading the model's shape reports it.
     """

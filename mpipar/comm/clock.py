@@ -37,7 +37,7 @@ class Sample:
 
 
 def clock_identity() -> str:
-    """A text that is the same on all ranks that read one monotonic clock: host, boot, time
+    """Return a text that is the same on all ranks that read one monotonic clock: host, boot, time
     namespace.
     """
     def read(function: Callable[[str], str], path: str) -> str:
@@ -64,7 +64,9 @@ def shared_clocks(mpi_world: MPI.Intracomm, identity: str) -> list[int]:
 
 
 def best_sample(trips: list[tuple[int, int, int]]) -> Sample:
-    """The Sample of the shortest of [(sent, other clock, received)]; sent, received by rank 0."""
+    """Return the Sample of the shortest of [(sent, other clock, received)]; sent, received by rank
+    0.
+    """
     sent, local, received = min(trips, key=lambda trip: trip[2] - trip[0])
     return Sample(local, local - (sent + received) / 2, (received - sent) / 2)
 
@@ -119,7 +121,7 @@ class CommonClock:
         return local_ns - round(ahead)
 
     def drift(self, world_rank: int) -> float:
-        """Nanoseconds that the rank's clock gains per nanosecond."""
+        """Return the nanoseconds that the rank's clock gains per nanosecond."""
         owner = self.owners[world_rank]
         if owner not in self.after:
             return 0.0
@@ -127,17 +129,17 @@ class CommonClock:
         return (after.offset_ns - before.offset_ns) / max(1, after.local_ns - before.local_ns)
 
     def error_ns(self, world_rank: int) -> float:
-        """How far a translated time between the two measurements may be off."""
+        """Return how far a translated time between the two measurements may be off."""
         owner = self.owners[world_rank]
         samples = [part[owner] for part in (self.before, self.after) if owner in part]
         return max((sample.error_ns for sample in samples), default=0.0)
 
     def largest_error_ns(self) -> float:
-        """How far the distance between times of any two ranks may be off."""
+        """Return how far the distance between times of any two ranks may be off."""
         return sum(sorted(map(self.error_ns, set(self.owners)))[-2:])
 
     def describe(self) -> str:
-        """One sentence for the head of a report."""
+        """Return one sentence for the head of a report."""
         clocks = set(self.owners)
         if len(clocks) == 1:
             return "one host: its monotonic clock as it is"
@@ -154,7 +156,7 @@ class CommonClock:
 
     @classmethod
     def from_json(cls, value: dict[str, Any]) -> CommonClock:
-        """The inverse of to_json."""
+        """Return the inverse of to_json."""
         before, after = ({int(owner): Sample(**sample) for owner, sample in value[name].items()}
                          for name in ("before", "after"))
         return cls(tuple(value["owners"]), before, after)

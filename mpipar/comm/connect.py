@@ -29,7 +29,7 @@ def split(mpi_world: MPI.Intracomm, ranks: tuple[int, ...]) -> Any:
 
 def connect(ops: Any, mpi_world: MPI.Intracomm | None, ranks: tuple[int, ...],
             options: Options) -> Transport:
-    """The transport for one group of world ranks.
+    """Return the transport for one group of world ranks.
 
     Comm: with an MPI world, one Split over the world. So every rank must connect its groups in the
     same order, even a rank that is alone in its group. In the group, that of `kind_of` and of its
@@ -45,7 +45,7 @@ def connect(ops: Any, mpi_world: MPI.Intracomm | None, ranks: tuple[int, ...],
 
 
 def kind_of(ops: Any, mpi_comm: MPI.Intracomm, all_reduce: str) -> type[HostTransport]:
-    """Who carries the arrays of a group: MPI, or NCCL where each rank has a GPU of its own.
+    """Return who carries the arrays of a group: MPI, or NCCL where each rank has a GPU of its own.
 
     MPIPAR_NCCL=no leaves NCCL out. all_reduce: an algorithm of ours adds up in host memory.
     Comm: for a GPU, one or two gathers of facts over the group.
@@ -62,7 +62,7 @@ def kind_of(ops: Any, mpi_comm: MPI.Intracomm, all_reduce: str) -> type[HostTran
 
 
 def has_nccl() -> bool:
-    """Whether CuPy finds NCCL here, and may use it; afterwards it is `cupy.cuda.nccl`."""
+    """Return whether CuPy finds NCCL here, and may use it; afterwards it is `cupy.cuda.nccl`."""
     if os.environ.get("MPIPAR_NCCL") == "no":
         return False
     with warnings.catch_warnings(action="ignore"):  # without NCCL there is MPI
@@ -71,17 +71,17 @@ def has_nccl() -> bool:
 
 
 def narrow(wire: Transport, ops: Any, group_size: int) -> Transport:
-    """The transport itself, or a wrapper for 16-bit numbers if the ops compute with them."""
+    """Return the transport itself, or a wrapper for 16-bit numbers if the ops compute with them."""
     return NarrowTransport(wire, ops, group_size) if ops.dtype.itemsize == 2 else wire
 
 
 def cuda_aware() -> str:
-    """Whether this MPI takes device pointers: yes, no or unknown. Unknown is staged."""
+    """Return whether this MPI takes device pointers: yes, no or unknown. Unknown is staged."""
     return gpu_awareness()[0]
 
 
 def gpu_awareness() -> tuple[str, str]:
-    """What this process knows of `stated_awareness`."""
+    """Return what this process knows of `stated_awareness`."""
     from mpi4py import MPI
 
     info = MPI.COMM_WORLD.Get_info()
@@ -96,7 +96,7 @@ def gpu_awareness() -> tuple[str, str]:
 
 def stated_awareness(library: str, kinds: str | None, environ: Mapping[str, str],
                      support: int | None) -> tuple[str, str]:
-    """Whether MPI takes device pointers, yes, no or unknown, and how that is known.
+    """Return whether MPI takes device pointers, yes, no or unknown, and how that is known.
 
     It is never tried out, because a wrong yes is a segmentation fault. Only a clear statement of
     the library or of the user counts. Anything else is unknown, and is staged through the host.

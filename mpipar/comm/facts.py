@@ -17,7 +17,7 @@ if TYPE_CHECKING:
 
 
 def gather_facts(mpi_world: MPI.Intracomm | None, fact: Any) -> list[Any] | None:
-    """Every rank's JSON-able fact, in rank order, on world rank 0; None elsewhere.
+    """Return every rank's JSON-able fact, in rank order, on world rank 0; None elsewhere.
 
     Comm: one Gather of a length and one Gatherv of bytes over the world.
     """
@@ -32,7 +32,7 @@ def gather_facts(mpi_world: MPI.Intracomm | None, fact: Any) -> list[Any] | None
 
 
 def all_gather_facts(mpi_world: MPI.Intracomm, fact: Any) -> list[Any]:
-    """Every rank's JSON-able fact, in rank order, on every rank.
+    """Return every rank's JSON-able fact, in rank order, on every rank.
 
     Comm: one Allgather of a length and one Allgatherv of bytes over the world.
     """

@@ -27,7 +27,8 @@ def share(length: int, parts: int, multiple: int = 1) -> int:
 
 
 def piece(length: int, parts: int, index: int, multiple: int = 1) -> slice:
-    """Where piece `index` lies on an axis of `length`, without its padding (perhaps empty)."""
+    """Return where piece `index` lies on an axis of `length`, without its padding (perhaps empty).
+    """
     width = share(length, parts, multiple)
     return slice(min(index * width, length), min((index + 1) * width, length))
 
@@ -38,7 +39,7 @@ PIECES_PER_RANK = {"ring": 2, "gather": 2, "ulysses": 1}
 
 
 def token_pieces(tokens: int, method: str, parts: int, index: int) -> tuple[slice, ...]:
-    """Where the tokens of rank `index` of `parts` lie in a row, ascending.
+    """Return where the tokens of rank `index` of `parts` lie in a row, ascending.
 
     method: of attention over the group (--cp-attention). With two pieces for each rank, rank i
     holds the i-th piece from the start and the i-th from the end (a zig-zag).
@@ -112,7 +113,7 @@ class Grid:
 
     @classmethod
     def of(cls, config: Any, world_rank: int) -> Grid:
-        """The place of `world_rank` in the layout of a resolved GridConfig."""
+        """Return the place of `world_rank` in the layout of a resolved GridConfig."""
         sizes = {axis: getattr(config, axis) for axis in AXES} | {"expert": config.ep}
         return cls(world_rank, sizes, tuple(config.rank_order.split(",")))
 
@@ -121,7 +122,7 @@ class Grid:
         return math.prod(self.size(axis) for axis in AXES)
 
     def size(self, group: str) -> int:
-        """How many ranks an axis or another group has."""
+        """Return how many ranks an axis or another group has."""
         return self.parts[group].size
 
     def place(self, group: str) -> int:
@@ -129,19 +130,20 @@ class Grid:
         return self.place_of(self.world_rank, group)
 
     def place_of(self, world_rank: int, group: str) -> int:
-        """A rank's place in its own group of a name."""
+        """Return a rank's place in its own group of a name."""
         axes, stride, size = self.parts[group]
         return self.number(axes, self.coordinates(world_rank)) // stride % size
 
     def coordinates(self, world_rank: int) -> dict[str, int]:
-        """Where a rank stands on each axis: its number taken apart, the fastest axis first."""
+        """Return where a rank stands on each axis: its number taken apart, the fastest axis first.
+        """
         found = {}
         for axis in reversed(self.order):
             world_rank, found[axis] = divmod(world_rank, self.size(axis))
         return found
 
     def number(self, axes: tuple[str, ...], coordinates: dict[str, int]) -> int:
-        """The number of coordinates on some axes, the last of which counts fastest."""
+        """Return the number of coordinates on some axes, the last of which counts fastest."""
         number = 0
         for axis in axes:
             number = number * self.size(axis) + coordinates[axis]
@@ -162,7 +164,7 @@ class Grid:
         return self.number(self.order, coordinates)
 
     def places(self, groups: Iterable[str]) -> list[dict[str, int]]:
-        """Every {group: place} on the given groups, the first group outermost."""
+        """Return every {group: place} on the given groups, the first group outermost."""
         ranges = [range(self.size(group)) for group in groups]
         return [dict(zip(groups, place, strict=True)) for place in product(*ranges)]
 
@@ -173,7 +175,7 @@ class Grid:
         return tuple(self.at(**place) for place in self.places(groups))
 
     def uncut(self, whole: str, cut: Iterable[str]) -> tuple[str, ...]:
-        """What is left of a group where a tensor is cut over the groups `cut`.
+        """Return what is left of a group where a tensor is cut over the groups `cut`.
 
         All of it where none of them lies in it. Where it is divided, the other of its two parts,
         which may be this rank alone.
@@ -186,7 +188,7 @@ class Grid:
         return (whole,)
 
     def same_as(self, group: str) -> str:
-        """The axis or product that a group is, where it has the same ranks; else its name.
+        """Return the axis or product that a group is, where it has the same ranks; else its name.
 
         A product of axes is its first one where the others have one rank. What is left of a divided
         group is all of it where the runs have one rank.
@@ -215,6 +217,6 @@ class Grid:
                 for group in groups for place in others]
 
     def describe(self) -> str:
-        """The place on the axes that have several ranks, as in `pp1 tp0`."""
+        """Return the place on the axes that have several ranks, as in `pp1 tp0`."""
         return " ".join(f"{axis}{self.place(axis)}" for axis in AXES
                         if self.size(axis) > 1) or "one rank"

@@ -268,7 +268,7 @@ class Comm:
         return x
 
     def zeros(self, ops: Any, shape: tuple[int, ...], dtype: Any, label: str) -> Array:
-        """A new array of zeros, in the memory that suits the group's sums best.
+        """Return a new array of zeros, in the memory that suits the group's sums best.
 
         Do not use it any more after `close`. Comm: perhaps a window, by every member.
         """
@@ -278,11 +278,11 @@ class Comm:
         return place.zeros(shape, dtype, label)
 
     def neighbor(self, steps: int) -> int:
-        """The place `steps` further round the ring of the group's members."""
+        """Return the place `steps` further round the ring of the group's members."""
         return (self.index + steps) % self.size
 
     def max_tag(self) -> int:
-        """The largest message tag that this group's transport can carry."""
+        """Return the largest message tag that this group's transport can carry."""
         return self.wire.max_tag()
 
     def close(self) -> None:

@@ -106,7 +106,9 @@ class Comms(dict[str, Comm]):
 
     @classmethod
     def solo(cls, ops: Any, grid: Grid | None = None, recorder: Recorder | None = None) -> Comms:
-        """The groups of one rank of `grid` (default: of one rank) without MPI: nothing is sent."""
+        """Return the groups of one rank of `grid` (default: of one rank) without MPI: nothing is
+        sent.
+        """
         return cls(grid or Grid(0), ops, recorder or Recorder())
 
     def close(self) -> None:

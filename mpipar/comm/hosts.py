@@ -26,7 +26,7 @@ class Cores(NamedTuple):
 
 
 def cores_of(mpi_world: MPI.Intracomm | None) -> Cores:
-    """What every rank knows of all hosts. One rank alone has this host's cores.
+    """Return what every rank knows of all hosts. One rank alone has this host's cores.
 
     Comm: one split over the world, one all_reduce inside each host, one over the world.
     """
@@ -69,7 +69,8 @@ def quiet_barrier(mpi_world: MPI.Intracomm) -> None:
 
 def in_turns(mpi_world: MPI.Intracomm | None, group: int, num_groups: int, cores_each: int,
              run: Callable[[], Any]) -> Any:
-    """What run() returns, called by as many groups of ranks at once as have a core for each rank.
+    """Return what run() returns, called by as many groups of ranks at once as have a core for each
+    rank.
 
     group: number of this rank's group. Ranks that wait for their turn sleep. Comm: `run`'s inside
     the group, and quiet barriers over the world if there are several turns.

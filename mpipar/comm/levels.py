@@ -62,7 +62,7 @@ class Levels:
         return Posted(self.steps(x, name), self.before)
 
     def steps(self, x: Array, name: str) -> Steps:
-        """The levels, one after another."""
+        """Yield the levels, one after another."""
         parts, near = self.shares(x), self.near
         yield near.ireduce_scatter(parts, f"{name}/host")
         yield self.far.iall_reduce(parts[0], f"{name}/across")
@@ -96,7 +96,7 @@ def hosts_of(mpi_world: MPI.Intracomm) -> list[int]:
 
 def near_and_far(ranks: Sequence[int], hosts: Sequence[int], own: int,
                  ) -> tuple[tuple[int, ...], tuple[int, ...]] | None:
-    """The members of a group on the host of `own`, and those at its place of each host.
+    """Return the members of a group on the host of `own`, and those at its place of each host.
 
     None where two levels make no sense: on one host, with one rank on each, or with different
     numbers of them.

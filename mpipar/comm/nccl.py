@@ -190,7 +190,7 @@ class NcclTransport(StagedTransport):
 
 
 def address(x: Array) -> int:
-    """Where an array begins; it must lie in one piece."""
+    """Return where an array begins; it must lie in one piece."""
     assert x.flags.c_contiguous, (x.shape, x.strides)
     place: int = x.data.ptr
     return place

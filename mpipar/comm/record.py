@@ -170,7 +170,7 @@ class Tally:
     before: Sums = NO_SUMS
 
     def is_elsewhere(self, frame: FrameType) -> bool:
-        """Whether this caller has another site."""
+        """Return whether this caller has another site."""
         site: FrameType | None = frame
         for _ in range(self.depth):
             site = site and site.f_back
@@ -178,7 +178,7 @@ class Tally:
                 or self.site_instruction != site.f_lasti)
 
     def sums(self) -> Sums:
-        """What all calls sum up to."""
+        """Return what all calls sum up to."""
         calls = self.calls - self.before.calls
         return Sums(self.calls, self.before.payload_bytes + calls * self.payload,
                     self.before.wire_bytes + calls * self.sent, self.nanoseconds)
@@ -194,7 +194,7 @@ NO_ENTRY: Entry = [0] * TALLY + [Tally()]  # of every call in a group of one: no
 
 
 def wire_bytes(operation: str, payload: int, group_size: int) -> int:
-    """Bytes that one rank sends for a payload of `payload` bytes, by the ring algorithm.
+    """Return the bytes that one rank sends for a payload of `payload` bytes, by the ring algorithm.
 
     The payload is the whole vector for all_reduce, the whole output for all_gather, and the whole
     input for reduce_scatter and all_to_all. broadcast and reduce go from rank to rank along a
@@ -210,12 +210,14 @@ def wire_bytes(operation: str, payload: int, group_size: int) -> int:
 
 
 def turns(operation: str) -> str:
-    """What a collective turns an array into, as in `partial -> whole`; messages only move one."""
+    """Return what a collective turns an array into, as in `partial -> whole`; messages only move
+    one.
+    """
     return " -> ".join(TURNS.get(operation, ("moved",)))
 
 
 def family(name: str) -> str:
-    """A barrier's name without its numbers: block3.ffn.down -> block*.ffn.down."""
+    """Return a barrier's name without its numbers: block3.ffn.down -> block*.ffn.down."""
     return re.sub(r"\d+", "*", name)
 
 
@@ -225,7 +227,7 @@ def place(path: str, line: int) -> str:
 
 
 def site_of(frame: FrameType) -> tuple[int, FrameType]:
-    """The site beyond the cuts for a caller `frame` of a group: (frames out, its frame)."""
+    """Return the site beyond the cuts for a caller `frame` of a group: (frames out, its frame)."""
     site, depth = frame, 0
     while site.f_globals.get("__name__", "").startswith(CUTS) and site.f_back is not None:
         site, depth = site.f_back, depth + 1
@@ -233,7 +235,7 @@ def site_of(frame: FrameType) -> tuple[int, FrameType]:
 
 
 def as_record(entry: Entry) -> Record:
-    """The Record of an entry. Other threads may ask, also while MPI holds its call."""
+    """Return the Record of an entry. Other threads may ask, also while MPI holds its call."""
     tally = entry[TALLY]
     return Record._make((
         *entry[:SEQ], tally.operation, tally.name, tally.axis, *entry[SEQ:STEP], tally.dtype,
@@ -248,7 +250,7 @@ def close(entry: Entry, result: Result) -> Result:
 
 
 def overlap_ns(flights: Intervals, computing: Intervals, blocked: Intervals) -> tuple[int, int]:
-    """How long the union of `flights` is, and how much of that is computing and not blocked.
+    """Return how long the union of `flights` is, and how much of that is computing and not blocked.
 
     Each argument: a list of (start, end) in nanoseconds. Time that a rank spends in another wait is
     no computing, even inside a pass.
@@ -323,7 +325,9 @@ class Recorder:
         self.board: Callable[[int, str], None] | None = None
 
     def at(self, phase: str, stage: int | None = None, mb: int | None = None) -> At:
-        """The context in which this rank is in a phase, and in a stage and microbatch if given."""
+        """Return the context in which this rank is in a phase, and in a stage and microbatch if
+        given.
+        """
         return At(self, phase, stage, mb)
 
     @property
@@ -388,7 +392,7 @@ class Recorder:
 
     def tally(self, axis: str, group_size: int, dtype: object, operation: str, name: str,
               frame: FrameType) -> Tally:
-        """The tally of a call from this frame; a new one for a line that had none."""
+        """Return the tally of a call from this frame; a new one for a line that had none."""
         depth, site = site_of(frame)
         line = (operation, name, axis, group_size, dtype, self.phase, frame.f_code, frame.f_lasti,
                 depth, site.f_code, site.f_lasti)
@@ -436,7 +440,7 @@ class Recorder:
             self._append((kind, next(times), next(times), *where))
 
     def totals(self, *fields: str) -> dict[tuple[str, ...], Sums]:
-        """The counters summed over everything but these fields of a Key."""
+        """Return the counters summed over everything but these fields of a Key."""
         sums: dict[tuple[str, ...], Sums] = {}
         for key, counter in self.counters.items():
             short = tuple(getattr(key, field) for field in fields)
@@ -458,5 +462,7 @@ class Recorder:
                           [(record.waited_ns, record.done_ns) for record in records])
 
     def comm_ns(self) -> int:
-        """Nanoseconds that this rank has been inside communication since the counters began."""
+        """Return the nanoseconds that this rank has been inside communication since the counters
+        began.
+        """
         return sum(counter.nanoseconds for counter in self.counters.values())

@@ -192,7 +192,9 @@ class HostTransport:
         return y, received
 
     def counts_from(self, counts: Counts) -> list[int]:
-        """The rows that each rank sends here. counts: those for each rank. Comm: one Alltoall."""
+        """Return the rows that each rank sends here. counts: those for each rank. Comm: one
+        Alltoall.
+        """
         received = np.empty(len(counts), np.int64)
         self.mpi.Alltoall(np.array(counts, np.int64), received)
         return [int(count) for count in received]

@@ -18,7 +18,9 @@ NAME = "algorithms.json"
 
 
 def is_choice(value) -> bool:
-    """Whether a value is what `auto` chooses for a group: an algorithm for each size and way."""
+    """Return whether a value is what `auto` chooses for a group: an algorithm for each size and
+    way.
+    """
     return isinstance(value, dict) and value.keys() == {*WAYS} and all(
         isinstance(names, list) and len(names) == len(SIZES)
         and all(name in [*KINDS] for name in names) for names in value.values())

@@ -23,7 +23,7 @@ from mpipar.plan.measure_machine import SECONDS, measure_machine
 
 
 def legal_layouts(reading: Reading, world_size: int) -> list[Reading]:
-    """The Readings of every layout of these ranks, without --layout auto just the one.
+    """Return the Readings of every layout of these ranks, without --layout auto just the one.
 
     Axes that the user names stay, and cp is one of them. Only layouts with the smallest number of
     rows in a step count: a preset's number is rounded up to what a layout takes. If none can be
@@ -42,7 +42,7 @@ def legal_layouts(reading: Reading, world_size: int) -> list[Reading]:
 
 
 def with_choices(session, inputs, readings: list[Reading], machine_path: str | None = None):
-    """The Inputs with layout and schedule in place of auto, and with the tables of choices.
+    """Return the Inputs with layout and schedule in place of auto, and with the tables of choices.
 
     readings: of `legal_layouts`; the inputs are those of the first. World rank 0 chooses, by the
     cost model in machine_path if there is one. Every rank raises UsageError if nothing fits
@@ -90,6 +90,6 @@ def with_choices(session, inputs, readings: list[Reading], machine_path: str | N
 
 
 def place_of(best: Config, configs: list[Config]) -> int:
-    """Which of the configs has this layout."""
+    """Return which of the configs has this layout."""
     axes = [(one.grid.dp, one.grid.pp, one.grid.cp, one.grid.tp) for one in (*configs, best)]
     return axes.index(axes[-1])

@@ -108,7 +108,7 @@ def list_steps(folder: Path, steps, args) -> int:
 
 
 def stranger(name: str) -> str:
-    """What a folder between the checkpoints is."""
+    """Return what a folder between the checkpoints is."""
     if ".partial-" in name:
         return "a save that did not end; the next commit removes it"
     if name.startswith(".trash-"):
@@ -119,7 +119,7 @@ def stranger(name: str) -> str:
 
 
 def age(path: Path) -> str:
-    """How long ago a file was written."""
+    """Return how long ago a file was written."""
     seconds = max(0.0, time.time() - path.stat().st_mtime)
     for unit, length in (("days", 86400), ("h", 3600), ("min", 60)):
         if seconds >= length:
@@ -163,7 +163,7 @@ def export(folder: Path, steps, args) -> int:
 
 
 def config_of(path: Path, manifest: Manifest) -> Config:
-    """The Config of a checkpoint; DataError if it is none, or not that of the tensors."""
+    """Return the Config of a checkpoint; DataError if it is none, or not that of the tensors."""
     where = f"{path / NAME}: config"
     with problems_as(DataError, where):
         config = build(values_of(manifest.config))

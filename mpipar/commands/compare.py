@@ -63,7 +63,7 @@ def run(context: Context) -> int:
 
 
 def launches(text: str) -> list[str]:
-    """The run folders that one argument names. A folder's own name may have a comma.
+    """Return the run folders that one argument names. A folder's own name may have a comma.
 
     Raises UsageError if it names one twice: that is no second launch.
     """
@@ -131,7 +131,7 @@ def print_causes(before: Side, after: Side) -> None:
 
 
 def explanation(machine, before: Side, after: Side) -> str:
-    """What the cost model says of both runs, and what it leaves unexplained.
+    """Return what the cost model says of both runs, and what it leaves unexplained.
 
     Raises UsageError if the cost model lacks a run's model or layout.
     """
@@ -151,7 +151,7 @@ def explanation(machine, before: Side, after: Side) -> str:
 
 
 def work_and_shapes(passes: comparison.Change, before: int, after: int) -> list[comparison.Change]:
-    """The passes in two parts: other work at the rate of A, and products of other shapes.
+    """Return the passes in two parts: other work at the rate of A, and products of other shapes.
 
     before, after: FLOPs of the busiest rank.
     """
@@ -168,7 +168,8 @@ def most_flops(config) -> int:
 
 
 def config_of(folder):
-    """The complete Config of a run folder. Raises DataError, and UsageError for its values."""
+    """Return the complete Config of a run folder. Raises DataError, and UsageError for its values.
+    """
     path = folder / "config.toml"
     with problems_as(DataError, str(path)):
         config = build(values_of(read_text(path.name, root=folder)))
@@ -176,7 +177,7 @@ def config_of(folder):
 
 
 def change_table(title: str, changes: list[comparison.Change]) -> str:
-    """A table of the largest changes, with the rest in one line."""
+    """Return a table of the largest changes, with the rest in one line."""
     largest = sorted(changes, key=lambda one: -abs(one.change_ms))[:MOST]
     rest = [one for one in changes if one not in largest]
     shown = [one for one in changes if one in largest]

@@ -35,7 +35,7 @@ class Arguments:
 
 
 def problems(args: Arguments) -> list[UserError]:
-    """What is wrong with the arguments, and text files that are missing."""
+    """Return what is wrong with the arguments, and text files that are missing."""
     found, missing = argument_problems(args), text_files(args.texts, "")[1]
     return [error(texts) for error, texts in ((UsageError, found), (DataError, missing)) if texts]
 
@@ -68,7 +68,7 @@ def run(context: Context) -> int:
 
 
 def argument_problems(args) -> list[str]:
-    """Everything that is wrong with what was typed, but for the text files."""
+    """Return everything that is wrong with what was typed, but for the text files."""
     found = []
     if args.action != "prepare":
         found.append(f"{' '.join(['data', brief(args.action or '')]).rstrip()}: prepare is what it"

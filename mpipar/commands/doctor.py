@@ -30,7 +30,7 @@ def run(context: Context) -> int:
 
 
 def rank_facts(world_rank: int, host_rank: int) -> dict:
-    """What one rank sees of its own host, with gpu and gpus if it has one."""
+    """Return what one rank sees of its own host, with gpu and gpus if it has one."""
     pools = blas.pools()
     return {
         "world_rank": world_rank,
@@ -46,7 +46,8 @@ def rank_facts(world_rank: int, host_rank: int) -> dict:
 
 
 def own_device(host_rank: int) -> dict:
-    """The GPU that the host_rank-th rank of a host uses; ranks take a host's GPUs in turn."""
+    """Return the GPU that the host_rank-th rank of a host uses; ranks take a host's GPUs in turn.
+    """
     from mpipar.ops.cuda.epilogues import library  # late: it loads NumPy
 
     try:
@@ -68,7 +69,7 @@ def own_device(host_rank: int) -> dict:
 
 
 def job_lines(session, facts: list[dict]) -> list[str]:
-    """The lines about the whole job."""
+    """Return the lines about the whole job."""
     hosts = {fact["host"] for fact in facts}
     versions = {"mpipar": __version__, "Python": platform.python_version(),
                 "NumPy": alike.numpy_version(), "mpi4py": mpi4py.__version__}
@@ -87,7 +88,7 @@ def job_lines(session, facts: list[dict]) -> list[str]:
 
 
 def library_rows() -> list[tuple[str, str]]:
-    """What the MPI library can do."""
+    """Return what the MPI library can do."""
     from mpi4py import MPI
 
     from mpipar.comm.connect import gpu_awareness
@@ -100,7 +101,7 @@ def library_rows() -> list[tuple[str, str]]:
 
 
 def rank_table(facts: list[dict]) -> list[str]:
-    """One line per rank: host, cores, BLAS threads, device."""
+    """Return one line per rank: host, cores, BLAS threads, device."""
     from mpipar.console.tables import table  # late: it loads NumPy
 
     rows = [("rank", "host", "cores", "threads", "device")]
@@ -110,7 +111,7 @@ def rank_table(facts: list[dict]) -> list[str]:
 
 
 def remarks(facts: list[dict]) -> list[str]:
-    """What to change, or to keep in mind, if the table shows a problem."""
+    """Return what to change, or to keep in mind, if the table shows a problem."""
     found = []
     for host in sorted({fact["host"] for fact in facts}):
         here = [fact for fact in facts if fact["host"] == host]

@@ -37,7 +37,8 @@ ORDER = ("schedule", "schedule_csv", "chunks", "group_size", "stage_layers")
 
 
 def legal(reading: Reading, saved: Mapping[str, object], world_size: int) -> Reading:
-    """The Reading of a run that goes on on this many ranks, with axes and settings that are legal.
+    """Return the Reading of a run that goes on on this many ranks, with axes and settings that are
+    legal.
 
     saved: see `resumed`. What the user named stays. Raises UsageError if only other numbers of
     ranks have a layout. Of any other mistake resolve() says what is wrong.
@@ -88,7 +89,9 @@ def _ways(saved: Mapping[str, object], given: Mapping[str, object]) -> list[dict
 
 
 def layouts(reading: Reading, world_size: int) -> Iterator[Reading]:
-    """The Readings of every layout of these ranks with the axes that are named, the best first."""
+    """Yield the Readings of every layout of these ranks with the axes that are named, the best
+    first.
+    """
     grid = reading.config.grid
     if world_size % grid.cp:
         return
@@ -102,7 +105,7 @@ def layouts(reading: Reading, world_size: int) -> Iterator[Reading]:
 
 
 def changes(config: Config, saved: Mapping[str, object]) -> list[str]:
-    """A line about what has given way, if anything has."""
+    """Return a line about what has given way, if anything has."""
     found = {"zero": config.memory.zero, "num_microbatches": config.grid.num_microbatches}
     words = [f"{flag(name)} {value} ({saved[name]} before)" for name, value in found.items()
              if saved.get(name, value) != value]
@@ -110,7 +113,7 @@ def changes(config: Config, saved: Mapping[str, object]) -> list[str]:
 
 
 def resumed(reading: Reading, saved: Mapping[str, object], world_size: int) -> Reading:
-    """The Reading of a run that goes on on this many ranks.
+    """Return the Reading of a run that goes on on this many ranks.
 
     saved: the values of the run's config.toml. A layout that the user names is chosen anew, and so
     is one that does not fit the number of ranks. Stages and groups depend on it. What was chosen
@@ -132,7 +135,8 @@ def resumed(reading: Reading, saved: Mapping[str, object], world_size: int) -> R
 
 
 def unchangeable(given: Mapping[str, object], saved: Mapping[str, object]) -> list[str]:
-    """One problem for each value that the user names, but that the saved run has otherwise."""
+    """Return one problem for each value that the user names, but that the saved run has otherwise.
+    """
     shape = [one.name for part in FAMILIES.values() for one in fields(part) if one.name not in CUTS]
     return [f"{flag(name)} {shown(given[name])}: can't change in a run that goes on, which has"
             f" {shown(saved.get(name))}; leave {flag(name)} out, or start a new run"
@@ -141,7 +145,7 @@ def unchangeable(given: Mapping[str, object], saved: Mapping[str, object]) -> li
 
 
 def shown(value) -> str:
-    """A value as the user types it."""
+    """Return a value as the user types it."""
     if value is None:
         return "the default"
     return ",".join(map(str, value)) if isinstance(value, tuple) else str(value)

@@ -61,7 +61,7 @@ class Arguments:
 
 
 def format_problems(args: Arguments) -> list[str]:
-    """What is wrong with the formats that are asked for."""
+    """Return what is wrong with the formats that are asked for."""
     asked = args.goal is not None or args.chakra is not None
     found = []
     if args.goal is not None and args.gflops is None:
@@ -154,7 +154,7 @@ def print_all_ranks(config, schedule, summary: bool) -> None:
 
 
 def step_words(config, schedule) -> str:
-    """The step that is explained, in words."""
+    """Return the step that is explained, in words."""
     return (f"one step of {schedule.name}, "
             f"{counted(config.grid.num_microbatches, 'microbatch')} of "
             f"{counted(rows_per_microbatch(config), 'row')}, {config.run.dtype}")
@@ -204,7 +204,7 @@ def print_experts(prediction, config) -> None:
 
 
 def step_time(estimate) -> str:
-    """The predicted time of a step and its parts, and what to know about it."""
+    """Return the predicted time of a step and its parts, and what to know about it."""
     parts = {"pipeline": estimate.pipeline, "sums and norm": estimate.barriers,
              "update": estimate.update}
     text = f"predicted step: {estimate.total * 1e3:.2f} ms = " + " + ".join(
@@ -215,7 +215,9 @@ def step_time(estimate) -> str:
 
 
 def in_order(prediction, config) -> str:
-    """One row per barrier or message, in the rank's order. Turns, site and cut: see record.py."""
+    """Return one row per barrier or message, in the rank's order. Turns, site and cut: see
+    record.py.
+    """
     rows = [("", "phase", "stage", "mb", "axis", "operation", "turns", "name", "ranks", "dtype",
              "payload", "formula", "sent", "factor", "site", "cut")]
     for i, record in enumerate(prediction.recorder.records, 1):
@@ -236,7 +238,9 @@ def in_order(prediction, config) -> str:
 
 
 def without_times(text: str) -> str:
-    """The barrier table without its last two columns, which hold times: nothing has been timed."""
+    """Return the barrier table without its last two columns, which hold times: nothing has been
+    timed.
+    """
     end = len(text.splitlines()[0].partition("ms mean")[0])
     return "\n".join(line[:end].rstrip() for line in text.splitlines())
 

@@ -68,7 +68,7 @@ def write_page(args, costs: Costs) -> None:
 
 
 def is_known(schedule: Schedule, group_size: int | None) -> bool:
-    """Whether the page holds this order anyway."""
+    """Return whether the page holds this order anyway."""
     chunks = schedule.num_stages // schedule.pp_size
     return (group_size is None and schedule.pp_size in explorer.RANKS
             and schedule.num_microbatches in explorer.MICROBATCHES
@@ -84,24 +84,25 @@ def check_size(schedule: Schedule) -> None:
 
 
 def costs_of_a_worker(costs: Costs, schedule: Schedule) -> Costs:
-    """The costs with one value of f, i and w: typed ones, or the mean over the workers."""
+    """Return the costs with one value of f, i and w: typed ones, or the mean over the workers."""
     sums = {name: getattr(costs, name) for name in "fiw"}
     return replace(costs, **{name: sum(value) / schedule.pp_size
                              for name, value in sums.items() if isinstance(value, tuple)})
 
 
 def rounded(value) -> float:
-    """A number for a field of the page."""
+    """Return a number for a field of the page."""
     return float(f"{float(value):.4g}")
 
 
 def run_name(folder: str) -> str:
-    """The name of a run folder."""
+    """Return the name of a run folder."""
     return harmless(Path(folder).resolve().name)
 
 
 def of_run(folder: str) -> tuple[Schedule, Costs, dict]:
-    """The schedule of a traced run, its costs in milliseconds, and its passes for the page."""
+    """Return the schedule of a traced run, its costs in milliseconds, and its passes for the page.
+    """
     trace = trace_file.read(folder)
     if trace.meta["layout"]["pp"] == 1:
         raise UsageError(f"--from-run {harmless(folder)}: the run has one pipeline rank, and no"

@@ -26,7 +26,8 @@ PREFIX, GROUPS = "step", "comm_groups.json"  # names in the folder of --chakra
 
 
 def checked_size(pieces: Iterable[bytes], place: Path, files: int) -> Iterator[bytes]:
-    """The pieces of files as they are; raises OutputError if those of `files` ranks do not fit.
+    """Yield the pieces of files as they are; raises OutputError if those of `files` ranks do not
+    fit.
 
     The first rank's size tells that of all. place: a folder on the disk.
     """

@@ -103,7 +103,7 @@ def answers(worker, request: Request) -> Iterator[str]:
 
 
 def open_answers(path: str | None):
-    """The file for lines of JSON, which must be new; None for standard output."""
+    """Return the file for lines of JSON, which must be new; None for standard output."""
     if path is None:
         return None
     with problems_as(OutputError, f"--answers {path}", "give a new file"):
@@ -157,7 +157,7 @@ def prepare(reading, args, world_size: int, host_rank: int) -> Request:
 
 
 def option_problems(reading, args) -> list[str]:
-    """What is wrong between --prompt, --prompts and --answers."""
+    """Return what is wrong between --prompt, --prompts and --answers."""
     found = []
     if args.prompts is not None and "prompt" in reading.given:
         found.append(f"--prompt and --prompts {args.prompts}: give one of them")
@@ -170,7 +170,7 @@ def option_problems(reading, args) -> list[str]:
 
 
 def layout_problems(config) -> list[str]:
-    """What is wrong if the layout cuts what a new token does not have."""
+    """Return what is wrong if the layout cuts what a new token does not have."""
     if config.grid.cp == 1:
         return []
     return [(f"--cp {config.grid.cp}: cuts the tokens of a row, and a text grows by one token at a"
@@ -178,7 +178,7 @@ def layout_problems(config) -> list[str]:
 
 
 def weights_of(run_folder: str) -> str:
-    """The folder with the weights of a decoder: see `find_source`. Raises UserError."""
+    """Return the folder with the weights of a decoder: see `find_source`. Raises UserError."""
     weights = find_source(run_folder, run_folder)
     model = formats.model_settings(weights, where=run_folder)["model"]
     if model != "decoder":
@@ -188,7 +188,7 @@ def weights_of(run_folder: str) -> str:
 
 
 def ends_of(folder, tokenizer: Tokenizer, vocab_size: int) -> tuple[int, ...]:
-    """The ids that end a text: of generation_config.json, or else the tokenizer's."""
+    """Return the ids that end a text: of generation_config.json, or else the tokenizer's."""
     found = token_ids(folder / GENERATION, vocab_size)["eos_token_id"]
     found = tokenizer.end if found is None else found
     return tuple(found) if isinstance(found, list) else () if found is None else (found,)

@@ -86,7 +86,7 @@ def prepare(reading, world_size: int, host_rank: int, checks=(), started=None,
 
 
 def tokenizer_of_run(config, started, tokens) -> Tokenizer | None:
-    """What makes tokens of a prompt, and text of tokens; None for a model without text.
+    """Return what makes tokens of a prompt, and text of tokens; None for a model without text.
 
     It is that of prepared data, else of the weights that the run started from, else the default.
     tokens: the training part.
@@ -101,7 +101,7 @@ def tokenizer_of_run(config, started, tokens) -> Tokenizer | None:
 
 
 def tokenizer_notes(source: str | None, tokenizer: Tokenizer | None) -> list[str]:
-    """What a user should know if data and first weights have tokenizers with other files."""
+    """Return what a user should know if data and first weights have tokenizers with other files."""
     folder = companions_of(source) if source and tokenizer else None
     if folder is None or not has_tokenizer(folder) or (
             files_digest(read_files(folder)) == tokenizer.digest):
@@ -111,7 +111,8 @@ def tokenizer_notes(source: str | None, tokenizer: Tokenizer | None) -> list[str
 
 
 def prompt_tokens(config, tokenizer: Tokenizer | None) -> list[int]:
-    """The prompt's tokens; none for a model without text, or if the default prompt does not fit.
+    """Return the prompt's tokens; none for a model without text, or if the default prompt does not
+    fit.
 
     The default prompt is text of four letters. A model of token ids, of fewer tokens, or without
     these letters starts from the held-out part instead.

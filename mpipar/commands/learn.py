@@ -137,7 +137,7 @@ def check(session, facts: dict[str, str], number: str, words: tuple[str, ...],
 
 
 def misfits(one: Exercise, words, file: str | None, size: int) -> list[str]:
-    """What is wrong with the form of an answer, or with the number of ranks."""
+    """Return what is wrong with the form of an answer, or with the number of ranks."""
     found = []
     if one.takes_file and words:
         found.append(f"{one.id} is answered by a file: leave {' '.join(words)} out")
@@ -155,7 +155,7 @@ def misfits(one: Exercise, words, file: str | None, size: int) -> list[str]:
 
 
 def digest(path: Path) -> str:
-    """What must be the same on all hosts: the contents of the reader's file."""
+    """Return what must be the same on all hosts: the contents of the reader's file."""
     with problems_as(UsageError, f"cannot read {path}"):
         return hashlib.sha256(read_bytes(path)).hexdigest()[:16]
 
@@ -177,7 +177,7 @@ def tell(one: Exercise, asked: Asked) -> int:
 
 
 def filled(text: str, indent: str = "") -> str:
-    """A paragraph in lines; commands and flags stay whole. indent: of further lines."""
+    """Return a paragraph in lines; commands and flags stay whole. indent: of further lines."""
     return textwrap.fill(text, WIDTH, subsequent_indent=indent, break_on_hyphens=False)
 
 

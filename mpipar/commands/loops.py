@@ -54,7 +54,9 @@ def with_loops(session, reading: Reading) -> Reading:
 
 
 def saved_loops(run) -> str | None:
-    """The architecture in config.toml of the run that goes on; None where there is none to read."""
+    """Return the architecture in config.toml of the run that goes on; None where there is none to
+    read.
+    """
     if run.resume == NEVER:
         return None
     folder = named_folder(run) if run.resume == AUTO else Path(run.resume)
@@ -67,7 +69,7 @@ def saved_loops(run) -> str | None:
 
 
 def flag_problem(facts: list[dict], asked: str) -> str:
-    """What is wrong with --blas-arch, or nothing. facts: of each rank."""
+    """Return what is wrong with --blas-arch, or nothing. facts: of each rank."""
     if asked not in blas.ARCHITECTURES:
         return (f"--blas-arch {asked}: must be one of {', '.join(blas.ARCHITECTURES)}; for others"
                 f" leave it out, and set {blas.VARIABLE}")
@@ -75,7 +77,7 @@ def flag_problem(facts: list[dict], asked: str) -> str:
 
 
 def unfit(given: str, loops: str, facts: list[dict]) -> str:
-    """The first host that cannot run these kernels, in words, or nothing."""
+    """Return the first host that cannot run these kernels, in words, or nothing."""
     for one in facts:
         if missing := blas.lacking(loops, one["units"]):
             return (f"{given}: the processor of {one['host']} ({one['processor']}) has no"
@@ -105,7 +107,7 @@ def decide(facts: list[dict], asked: str | None, named: str | None) -> tuple[str
 
 
 def loaded_facts(session, loops: str | None) -> dict[str, str]:
-    """What ranks compare of their BLAS once NumPy is loaded; loops: those of the job.
+    """Return what ranks compare of their BLAS once NumPy is loaded; loops: those of the job.
 
     OpenBLAS may have been built without them, or NumPy may have another library. A note says so.
     """

@@ -137,7 +137,7 @@ class MemoryLimit:
 
 
 def tight(budget: int | None, peaks: list[int]) -> str:
-    """A warning if the limit is below the predicted peak bytes of some rank, else "".
+    """Return a warning if the limit is below the predicted peak bytes of some rank, else "".
 
     Such a run may still pass, since a small model may find room in the reserve of the process.
     """
@@ -149,14 +149,17 @@ def tight(budget: int | None, peaks: list[int]) -> str:
 
 
 def data_bytes() -> int:
-    """The bytes of this process that RLIMIT_DATA counts: private memory that it may write."""
+    """Return the bytes of this process that RLIMIT_DATA counts: private memory that it may write.
+    """
     with open("/proc/self/status") as file:
         found = re.search(r"^VmData:\s+(\d+) kB", file.read(), re.MULTILINE)
     return int(found[1]) * 1024
 
 
 def bytes_wanted(error: Exception) -> int | None:
-    """Bytes of the failed allocation, from NumPy's or CuPy's error; None if that does not say."""
+    """Return the bytes of the failed allocation, from NumPy's or CuPy's error; None if that does
+    not say.
+    """
     if hasattr(error, "shape"):
         return prod(error.shape) * error.dtype.itemsize
     found = re.search(r"allocating ([\d,]+) bytes", str(error))
@@ -164,7 +167,7 @@ def bytes_wanted(error: Exception) -> int | None:
 
 
 def tensor(error: Exception) -> str:
-    """What could not be allocated: its label, shape, layer, and line of code.
+    """Return what could not be allocated: its label, shape, layer, and line of code.
 
     As in `ops/timed_ops.py`, the layer is the `name` of a function, else that of its `self`.
     """
@@ -185,7 +188,7 @@ def tensor(error: Exception) -> str:
 
 
 def fullest(config):
-    """The prediction of the rank that needs most.
+    """Return the prediction of the rank that needs most.
 
     Of each pipeline rank it looks at the first member of the dp and tp groups.
     """

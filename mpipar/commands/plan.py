@@ -59,7 +59,7 @@ def run(context: Context) -> int:
 
 
 def answer(args, question: Question, plan: Plan, batches: dict[int, Plan], job: Job, own) -> str:
-    """The report, and what further flags ask for. own: what `confirm` found, or None."""
+    """Return the report, and what further flags ask for. own: what `confirm` found, or None."""
     parts = [plan_report.report(question, plan, job)]
     if plan.best:
         best = plan.best[0]
@@ -77,7 +77,7 @@ def answer(args, question: Question, plan: Plan, batches: dict[int, Plan], job: 
 
 
 def refusal(question: Question, job: Job, one: Candidate) -> str:
-    """What `mpipar train` says against the printed command, or ""."""
+    """Return what `mpipar train` says against the printed command, or ""."""
     try:
         resolve(Reading(train_config(question, job.config, one)), one.layout.ranks)
     except UserError as error:

@@ -95,7 +95,7 @@ class Arguments:
 
 
 def problems(args: Arguments) -> list[UserError]:
-    """What is wrong between the arguments, and with the model and machine that they name."""
+    """Return what is wrong between the arguments, and with the model and machine that they name."""
     found, errors = [], []
     try:
         question_of(args, job_of(args.model))
@@ -118,13 +118,13 @@ def problems(args: Arguments) -> list[UserError]:
 
 
 def fixed_parts(args: Arguments, found: list[str]) -> dict[str, object]:
-    """The parts of the layout that are given; what is wrong with --layout joins `found`."""
+    """Return the parts of the layout that are given; what is wrong with --layout joins `found`."""
     return expand_layout({name: getattr(args, name) for name in (*FIXED, "layout")
                           if getattr(args, name) is not None}, found, LAYOUT)
 
 
 def names_kinds(machine: str) -> bool:
-    """Whether --machine names several kinds of devices, as a100-80:4,h100:4."""
+    """Return whether --machine names several kinds of devices, as a100-80:4,h100:4."""
     return ":" in machine
 
 
@@ -164,7 +164,7 @@ def room(gib: float, headroom: float) -> float:
 
 
 def question_of(args: Arguments, job: Job) -> Question:
-    """What the flags ask of a model.
+    """Return what the flags ask of a model.
 
     args: without `problems`. Raises UsageError with what is wrong for this model and machine.
     """
@@ -208,13 +208,13 @@ def question_of(args: Arguments, job: Job) -> Question:
 
 
 def shape_of(model, activation: str | None) -> Shape:
-    """The Shape of a model, with another activation function if one is given."""
+    """Return the Shape of a model, with another activation function if one is given."""
     shape = Shape.of(model.completed())
     return replace(shape, activation=activation or shape.activation)
 
 
 def batch_range(text: str) -> tuple[int, int]:
-    """A and B of --batch-range. Raises UsageError."""
+    """Return a and B of --batch-range. Raises UsageError."""
     first, colon, last = text.partition(":")
     if not (colon and first.isdecimal() and last.isdecimal() and len(text) < 20
             and 1 <= int(first) <= int(last) <= min(int(first) << 12, MOST_ROWS)):
@@ -224,7 +224,7 @@ def batch_range(text: str) -> tuple[int, int]:
 
 
 def sites_of(text: str) -> Sites:
-    """The sites of --sites. Raises UsageError."""
+    """Return the sites of --sites. Raises UsageError."""
     try:
         count, gbits, milliseconds = text.split(":")
         sites = Sites(int(count), float(gbits), float(milliseconds))
@@ -237,7 +237,7 @@ def sites_of(text: str) -> Sites:
 
 
 def row_problems(model, seq_len: int) -> list[str]:
-    """What keeps weights from reading rows of so many tokens. model: theirs."""
+    """Return what keeps weights from reading rows of so many tokens. model: theirs."""
     if model.positions == "learned" and seq_len != model.seq_len:
         return [(f"--seq-len {seq_len}: the weights have learned positions of {model.seq_len}"
                  " tokens; leave it out")]
@@ -264,7 +264,7 @@ def unused_problems(args: Arguments) -> list[str]:
 
 
 def fixed_problems(args: Arguments, fixed: dict) -> list[str]:
-    """What is wrong with the given parts of a layout."""
+    """Return what is wrong with the given parts of a layout."""
     found = []
     product = 1
     for name in LAYOUT:
@@ -285,7 +285,7 @@ def fixed_problems(args: Arguments, fixed: dict) -> list[str]:
 
 
 def job_of(text: str) -> Job:
-    """The Job of a preset, a TOML file or a folder. Raises UserErrors."""
+    """Return the Job of a preset, a TOML file or a folder. Raises UserErrors."""
     quoted = shlex.quote(text)
     if text in PRESETS:
         return Job(build({"preset": text}), f"--preset {quoted}")

@@ -33,7 +33,7 @@ MOST_RANKS = 256  # rows of the table of ranks
 
 
 def environment(session, hosts: int) -> list[tuple[str, str]]:
-    """Where and how the run was started, as (name, value). Taken on world rank 0."""
+    """Return where and how the run was started, as (name, value). Taken on world rank 0."""
     return [
         ("command", f"mpipar {shlex.join(sys.argv[1:])}"),
         ("started", dt.datetime.now().astimezone().isoformat(" ", "seconds")),
@@ -85,7 +85,7 @@ def trace_data(folder: Path, log) -> tuple[dict, str]:
 
 
 def run_data(folder: Path, config: Config, lines, evaluations, told: dict) -> dict:
-    """What the page shows of every run, as values for JSON."""
+    """Return what the page shows of every run, as values for JSON."""
     unit = UNITS[config.model.model][0]
     return {
         "title": f"{folder.resolve().name}: {tables.layout_text(config.grid)},"
@@ -126,7 +126,7 @@ def summary(config: Config, lines, evaluations, unit: str) -> list[list[str]]:
 
 
 def layout_table(ranks: list[dict], head: str) -> dict:
-    """Which rank holds what, and its memory."""
+    """Return which rank holds what, and its memory."""
     shown = tables.holding_rows(ranks[:MOST_RANKS])
     left_out = [f"and {len(ranks) - MOST_RANKS:,} more ranks"] if len(ranks) > MOST_RANKS else []
     return {"title": "Layout", "words": "; ".join([head, *left_out]),
@@ -134,7 +134,7 @@ def layout_table(ranks: list[dict], head: str) -> dict:
 
 
 def configuration(config: Config) -> list[dict]:
-    """A table of the settings of each section; those that are not set are left out."""
+    """Return a table of the settings of each section; those that are not set are left out."""
     found: dict[str, list] = {}
     for section, field, value in settings(config):
         if value is not None and value != ():
@@ -145,7 +145,7 @@ def configuration(config: Config) -> list[dict]:
 
 
 def log_text(folder: Path) -> str:
-    """The end of log.txt, which holds all that the run has printed."""
+    """Return the end of log.txt, which holds all that the run has printed."""
     try:
         with open_regular(LOG, folder) as file:
             cut = max(0, os.fstat(file.fileno()).st_size - MOST_LOG)

@@ -25,7 +25,7 @@ ROUTING = ("router_balance", "router_loss_coef", "router_bias_rate")
 
 def resolve(reading: Reading, world_size: int, checks: Iterable[Check] = (),
             machine: str | None = None) -> tuple[Config, list[str]]:
-    """The complete Config of a command for this number of ranks, and notes for the user.
+    """Return the complete Config of a command for this number of ranks, and notes for the user.
 
     checks: the command's own, besides the table of what is illegal and the shape of weights.
     machine: the file of costs by which `train` chooses. Raises one UserError with all problems.
@@ -60,7 +60,7 @@ def resolve(reading: Reading, world_size: int, checks: Iterable[Check] = (),
 
 
 def memory_notes(config: Config) -> list[str]:
-    """A note if there are no scores that --recompute attention could make again."""
+    """Return a note if there are no scores that --recompute attention could make again."""
     if config.memory.recompute != "attention" or keeps_scores(
             config.grid.cp_attention, config.model.head_dim,
             shapes_for(config.run, None).tiled_head_width):
@@ -71,7 +71,7 @@ def memory_notes(config: Config) -> list[str]:
 
 
 def with_weights_shape(reading: Reading, shape: dict, source: str) -> Config:
-    """The Config with the shape of its first weights; UsageError if flags contradict it.
+    """Return the Config with the shape of its first weights; UsageError if flags contradict it.
 
     source: the folder of these weights, which the Config names from now on.
     """
@@ -93,7 +93,7 @@ def with_weights_shape(reading: Reading, shape: dict, source: str) -> Config:
 
 
 def data_vocabulary(reading: Reading) -> int | None:
-    """The vocabulary of prepared data, if it decides that of the model.
+    """Return the vocabulary of prepared data, if it decides that of the model.
 
     It does so where the user names no --vocab-size, and the model's would be smaller.
     """
@@ -108,7 +108,7 @@ def data_vocabulary(reading: Reading) -> int | None:
 
 
 def schedule_of_file(config: Config) -> Schedule | None:
-    """The schedule of the file of --schedule-csv. Raises UsageError if it can't be read."""
+    """Return the schedule of the file of --schedule-csv. Raises UsageError if it can't be read."""
     path = config.grid.schedule_csv
     if path is None:
         return None

@@ -70,7 +70,8 @@ class Start:
 
 
 def agreed_start(session, run) -> Start:
-    """The Start of `--resume`, found by world rank 0. run: the RunConfig that the user typed.
+    """Return the Start of `--resume`, found by world rank 0. run: the RunConfig that the user
+    typed.
 
     Comm: one broadcast over the world, if a run is to go on.
     """
@@ -124,7 +125,7 @@ def _newest_of(steps: list[Path], source: Path, folder: Path | None, asked: str)
 
 
 def again(run, folder: Path) -> Start:
-    """The Start of a run that has ended before its first checkpoint: as it began first.
+    """Return the Start of a run that has ended before its first checkpoint: as it began first.
 
     A run that began behind the checkpoint of another one begins there again. Raises UserError if
     what it began with has changed, or is not what the user names.
@@ -158,7 +159,8 @@ def _first_config(folder: Path) -> str:
 
 
 def check_first_weights(run, folder: Path, sources: Sources) -> str:
-    """What a run began with: the user's --init-from where that names the same, or as it was named.
+    """Return what a run began with: the user's --init-from where that names the same, or as it was
+    named.
 
     Raises UsageError if the user names others than those that the run in this folder began with.
     """
@@ -195,12 +197,13 @@ def _named_steps(text: str) -> tuple[Path, list[Path]]:
 
 
 def fallback(damage: str) -> str:
-    """What is said when a checkpoint cannot be used and the one before it is taken."""
+    """Return what is said when a checkpoint cannot be used and the one before it is taken."""
     return f"DAMAGED CHECKPOINT, falling back to the one before: {damage}"
 
 
 def with_saved_settings(reading, start: Start, world_size: int):
-    """The Reading with the settings of the run that goes on below those that the user names."""
+    """Return the Reading with the settings of the run that goes on below those that the user names.
+    """
     if not start.config:
         return reading
     saved = values_of(start.config) | {"init_from": start.weights or None}
@@ -211,7 +214,7 @@ def with_saved_settings(reading, start: Start, world_size: int):
 
 
 def start_problems(start: Start):
-    """The check that the run has steps left behind its checkpoint, or none at all."""
+    """Return the check that the run has steps left behind its checkpoint, or none at all."""
     def problems(config) -> list[str]:
         if config.train.steps >= start.step:
             return []
@@ -221,7 +224,7 @@ def start_problems(start: Start):
 
 
 def behind(start: Start, inputs):
-    """The Inputs of a run that begins behind `start`, with notes of what is not as it was.
+    """Return the Inputs of a run that begins behind `start`, with notes of what is not as it was.
 
     A trace whose first step is done already is not written again.
     """
@@ -237,7 +240,8 @@ def behind(start: Start, inputs):
 
 
 def agreed_sources(session, start: Start, inputs) -> Sources:
-    """What this run begins with, which is the same on all ranks, and that of its first start.
+    """Return what this run begins with, which is the same on all ranks, and that of its first
+    start.
 
     All ranks leave together if it is not. Comm: that of `compare_inputs`, and an agreement.
     """
@@ -251,7 +255,7 @@ def agreed_sources(session, start: Start, inputs) -> Sources:
 
 def agreed_folder(session, start: Start, inputs,
                   sources: Sources) -> tuple[Path, dict[str, bytes]]:
-    """The run folder, new or ready to go on in, and what world rank 0 has written into it.
+    """Return the run folder, new or ready to go on in, and what world rank 0 has written into it.
 
     World rank 0 alone writes. Comm: an agreement; the folder's name from world rank 0.
     """
@@ -285,7 +289,7 @@ def check_begin(start: Start, found: Mapping[str, object], arrays, weights: str)
 
 
 def describe_data(found: Mapping[str, object]) -> str:
-    """A fingerprint of data, in words."""
+    """Return a fingerprint of data, in words."""
     return ", ".join(brief(f"{name} {value}") for name, value in found.items())
 
 
@@ -335,7 +339,7 @@ def _of_all(facts: list[dict], folder: str) -> list[str]:
 
 
 def layout_words(layout: Mapping[str, int], schedule: str) -> str:
-    """The layout and schedule of a checkpoint, in words."""
+    """Return the layout and schedule of a checkpoint, in words."""
     return f"{sizes_text(layout)}, {schedule}"
 
 

@@ -47,12 +47,12 @@ class Sources:
 
 
 def is_run(folder: Path) -> bool:
-    """Whether a run has begun in this folder."""
+    """Return whether a run has begun in this folder."""
     return os.path.isfile(folder / CONFIG) or os.path.isdir(folder / CHECKPOINTS)
 
 
 def folder_problems(config) -> list[str]:
-    """Why the folder that the user named cannot be a new run's; empty if it can."""
+    """Return why the folder that the user named cannot be a new run's; empty if it can."""
     folder = named_folder(config.run)
     try:
         if folder is None or not folder.exists() or (folder.is_dir() and not _content(folder)):
@@ -105,7 +105,7 @@ def _content(folder: Path) -> list[str]:
 
 
 def read_sources(folder: Path) -> Sources:
-    """What the run in a folder began with. Raises DataError for a damaged sources.json."""
+    """Return what the run in a folder began with. Raises DataError for a damaged sources.json."""
     path = folder / SOURCES
     if not os.path.lexists(path):  # of an older version
         with contextlib.suppress(OSError, ValueError):
@@ -161,7 +161,7 @@ def check_own(folder: Path) -> None:
 
 
 def newest_step(folder: Path) -> int:
-    """The step of the newest checkpoint in a run folder, or 0."""
+    """Return the step of the newest checkpoint in a run folder, or 0."""
     return max((step for step, _ in committed_steps(folder / CHECKPOINTS)), default=0)
 
 
@@ -206,7 +206,7 @@ def _cut_lines(folder: Path, name: str, step: int) -> list[str]:
 
 
 def finished_step(folder: Path) -> int:
-    """The step with which the run in this folder has ended; 0 if it has not."""
+    """Return the step with which the run in this folder has ended; 0 if it has not."""
     try:
         step = parse_json(read_text(RESULT, root=folder))["step"]
     except (OSError, ValueError, KeyError, TypeError):
@@ -237,7 +237,7 @@ def keep(folder: Path, written: Mapping[str, bytes], held: lock.RunLock, files) 
 
 
 def whereabouts(folder: Path) -> str:
-    """Which of its parts a run that has ended has in its folder, and which are not there."""
+    """Return which of its parts a run that has ended has in its folder, and which are not there."""
     parts = {"weights": WEIGHTS, "checkpoints": CHECKPOINTS, "metrics": METRICS, REPORT: REPORT,
              CONFIG: CONFIG, LOG: LOG}
     there = [part for part, name in parts.items() if os.path.lexists(folder / name)]

@@ -89,7 +89,7 @@ class Arguments:
 
 
 def problems(args: Arguments) -> list[UsageError]:
-    """Everything that is wrong between the arguments."""
+    """Return everything that is wrong between the arguments."""
     found, prints = [], args.html is None
     try:
         costs_of(args)
@@ -148,21 +148,23 @@ def run(context: Context) -> int:
 
 
 def costs_of(args: Arguments) -> Costs:
-    """The exact costs of --costs and --latency. Raises UsageError."""
+    """Return the exact costs of --costs and --latency. Raises UsageError."""
     usual = "1,1/2,1/2" if args.book else "1,1,1"
     return parse_costs(usual if args.costs is None else args.costs,
                        "0" if args.latency is None else args.latency)
 
 
 def unread(args: Arguments, why: str, *words: str) -> list[str]:
-    """The one problem of those flags in `words` that the user gave but the command would ignore."""
+    """Return the one problem of those flags in `words` that the user gave but the command would
+    ignore.
+    """
     values = {word: getattr(args, word.lower().lstrip("-").replace("-", "_")) for word in words}
     given = [word for word, value in values.items() if value is not None and value is not False]
     return [f"{why}: leave {' and '.join(given)} out"] if given else []
 
 
 def parse_costs(text: str, latency: str) -> Costs:
-    """The exact costs of F,I,W[,FB] and C; raises UsageError with all mistakes at once."""
+    """Return the exact costs of F,I,W[,FB] and C; raises UsageError with all mistakes at once."""
     problems, values = [], []
     for flag, word, least in [("--costs", word, 1) for word in text.split(",")] + [
         ("--latency", latency, 0)
@@ -215,7 +217,7 @@ def show(args: Arguments, schedule: Schedule, costs: Costs) -> None:
 
 
 def book_picture(timeline: Timeline) -> str:
-    """The grid in a textbook's notation, and what it means.
+    """Return the grid in a textbook's notation, and what it means.
 
     Raises UsageError for passes that textbooks do not have.
     """
@@ -234,7 +236,7 @@ def book_picture(timeline: Timeline) -> str:
 
 
 def headline(schedule: Schedule, costs: Costs) -> str:
-    """The schedule, its counts and costs, and what has been proved."""
+    """Return the schedule, its counts and costs, and what has been proved."""
     return (
         f"{title(schedule)}; {cost_words(costs)}\n"
         "proved: every pass once and in order, no deadlock even if every send is synchronous"
@@ -251,7 +253,7 @@ def title(schedule: Schedule) -> str:
 
 
 def cost_words(costs: Costs) -> str:
-    """The costs as the user gave them."""
+    """Return the costs as the user gave them."""
     values = (costs.f, costs.i, costs.w, costs.i + costs.w, costs.latency)
     return "F {}, I {}, W {}, B {}, latency {}".format(*map(draw.short_number, values))
 
@@ -274,7 +276,7 @@ def summary(timeline: Timeline, form: ClosedForm | None) -> str:
 
 
 def formula(term: tuple[str, Real | None] | None) -> str:
-    """A closed form and its value, or a dash where none is known."""
+    """Return a closed form and its value, or a dash where none is known."""
     if term is None or term[1] is None:
         return "-"
     text, value = term
@@ -282,13 +284,13 @@ def formula(term: tuple[str, Real | None] | None) -> str:
 
 
 def spread(values: tuple[Real, ...]) -> str:
-    """One number, or the range over the workers."""
+    """Return one number, or the range over the workers."""
     low, high = draw.short_number(min(values)), draw.short_number(max(values))
     return low if low == high else f"{low} to {high}"
 
 
 def workers(timeline: Timeline) -> str:
-    """A table with a line for each worker."""
+    """Return a table with a line for each worker."""
     rows = [("worker", "busy", "share", "idle", "idle between its passes", "peak stash", "sends")]
     columns = zip(
         timeline.busy, timeline.busy_share, timeline.global_bubble, timeline.span_bubble,
@@ -301,7 +303,7 @@ def workers(timeline: Timeline) -> str:
 
 
 def compare_schedules(p: int, m: int, chunks: int | None, costs: Costs) -> str:
-    """All schedules for one p and m: what each costs and saves, or why it cannot be used."""
+    """Return all schedules for one p and m: what each costs and saves, or why it cannot be used."""
     rows = [("schedule", "stages", "step", "bubble", "against naive", "peak stash", "messages")]
     notes = []
     slowest = None
@@ -330,7 +332,7 @@ def compare_schedules(p: int, m: int, chunks: int | None, costs: Costs) -> str:
 
 
 def as_dict(timeline: Timeline, form: ClosedForm | None) -> dict:
-    """Everything as plain values; times are numbers in the unit of --costs."""
+    """Return everything as plain values; times are numbers in the unit of --costs."""
     def values(source, names: str) -> dict:
         return {name: getattr(source, name) for name in names.split()}
 

@@ -14,7 +14,7 @@ from mpipar.files.bounded import problems_as
 
 
 def find_source(path: str, where: str) -> str:
-    """The folder with config.json, or of a checkpoint, that a path stands for.
+    """Return the folder with config.json, or of a checkpoint, that a path stands for.
 
     A run stands for the weights that it wrote when it ended or stopped, and without those for its
     newest checkpoint. Raises DataError, which begins with `where`, if there is neither.
@@ -36,12 +36,12 @@ def find_source(path: str, where: str) -> str:
 
 
 def companions_of(folder: str) -> Path:
-    """The folder in which the tokenizer of these weights or of this checkpoint lies."""
+    """Return the folder in which the tokenizer of these weights or of this checkpoint lies."""
     return own_weights(Path(folder).parent.parent) if is_step(folder) else Path(folder)
 
 
 def own_weights(run_folder: Path) -> Path:
-    """The folder of weights in a run folder; DataError if it, or a file in it, is a link.
+    """Return the folder of weights in a run folder; DataError if it, or a file in it, is a link.
 
     Other folders of weights may hold links, as those in Hugging Face's cache do.
     """
@@ -58,7 +58,7 @@ def own_weights(run_folder: Path) -> Path:
 
 
 def source_files(folder: str) -> list[Path]:
-    """The files that decide what weights these are. Of a checkpoint it is the manifest.
+    """Return the files that decide what weights these are. Of a checkpoint it is the manifest.
 
     It holds the digests of all others, which who loads a file compares with its bytes.
     """

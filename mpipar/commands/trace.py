@@ -31,7 +31,7 @@ class Arguments:
 
 
 def problems(args: Arguments) -> list[UsageError]:
-    """What is wrong if both files are the same."""
+    """Return what is wrong if both files are the same."""
     same = None not in (args.html, args.perfetto) and (
         Path(args.html).resolve() == Path(args.perfetto).resolve())
     return [UsageError(f"--html and --perfetto both name {args.html}: give two files")] * same
@@ -116,7 +116,7 @@ def print_waits(analysis: Analysis) -> None:
 
 
 def cause_table(analysis: Analysis) -> str:
-    """What ranks did while others waited for them, the longest wait first."""
+    """Return what ranks did while others waited for them, the longest wait first."""
     rows = [("cause", "ms", "share", "mostly waiting", "at")]
     rows += [(one["text"], f"{one['ms']:.2f}", f"{one['share']:.0%}", f"rank {one['rank']}",
               one["barrier"]) for one in cause_rows(analysis, MOST)]
@@ -124,7 +124,7 @@ def cause_table(analysis: Analysis) -> str:
 
 
 def wait_table(title: str, sums: dict, steps: int) -> str:
-    """A table of calls, bytes, waiting and transfer, and of who came last how often."""
+    """Return a table of calls, bytes, waiting and transfer, and of who came last how often."""
     rows = [(title, "calls", "payload", "wait ms", "transfer ms", "longest wait ms", "last")]
     for key, entry in list(sums.items())[:MOST]:
         late = ", ".join(f"rank {late} {count}x" for late, count in entry.last.most_common(2))

@@ -139,7 +139,8 @@ class Run:
             yield
 
     def open_file(self, name):
-        """A file of the run folder that text is added to, on world rank 0; None elsewhere."""
+        """Return a file of the run folder that text is added to, on world rank 0; None elsewhere.
+        """
         if self.world.rank > 0:
             return None
         return self.files.enter_context(closing(GrowingFile(self.folder, name)))
@@ -276,7 +277,7 @@ class Run:
                                self.last - self.first + 1, self.log)
 
     def asks(self) -> Asks:
-        """What this rank tells the others in a step."""
+        """Return what this rank tells the others in a step."""
         session = self.session
         return Asks(session.stop_requested, session.save_requested, self.saving.saver.written())
 
@@ -342,7 +343,8 @@ class Run:
             self.worker.comms.world.barrier("save.written")
 
     def written_bytes(self) -> int:
-        """Bytes of the checkpoint and of the weights that are being written, for the watchdog.
+        """Return the bytes of the checkpoint and of the weights that are being written, for the
+        watchdog.
 
         They grow on a slow disk, also while this rank waits for another one.
         """

@@ -52,7 +52,8 @@ def run(context: Context) -> int:
 
 
 def other_than_one_rank(config) -> list[str]:
-    """What cannot be compared with one rank: a schedule yet to be chosen, a routing by rank."""
+    """Return what cannot be compared with one rank: a schedule yet to be chosen, a routing by rank.
+    """
     found = []
     if config.grid.schedule == AUTO:
         found.append("--schedule auto: measures first, which verify does not; name a schedule")
@@ -63,7 +64,9 @@ def other_than_one_rank(config) -> list[str]:
 
 
 def exact(reading):
-    """The reading with float64 and SGD instead of the dtype and optimizer of flags or preset."""
+    """Return the reading with float64 and SGD instead of the dtype and optimizer of flags or
+    preset.
+    """
     config = reading.config
     config = replace(config, run=replace(config.run, dtype="float64", loss_scale=None,
                                          loss_scale_interval=None, gemm="blas", tf32=False),

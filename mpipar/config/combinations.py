@@ -42,12 +42,12 @@ def head_width(v) -> int:
 
 
 def product(v, *without: str) -> int:
-    """Ranks that the axes typed make up, but for those in `without`."""
+    """Return the ranks that the axes typed make up, but for those in `without`."""
     return math.prod(getattr(v, axis) for axis in AXES if axis not in (*v.free, *without))
 
 
 def could_be(v, axis: str, size: int) -> bool:
-    """Whether an axis could have this size on these ranks, beside the other axes typed."""
+    """Return whether an axis could have this size on these ranks, beside the other axes typed."""
     if v.ranks is None:
         return True
     left, rest = divmod(v.ranks, product(v, axis) * size)
@@ -55,7 +55,7 @@ def could_be(v, axis: str, size: int) -> bool:
 
 
 def is_no_product(v) -> bool:
-    """Whether the axes typed can't make up the number of ranks."""
+    """Return whether the axes typed can't make up the number of ranks."""
     total = product(v)
     return v.ranks % total > 0 or (not v.free and total != v.ranks)
 
@@ -68,7 +68,7 @@ def layouts(v, count: int = 8) -> list[str]:
 
 
 def fits_nowhere(v) -> bool:
-    """Whether no layout has the axes typed, though each of them is legal by itself."""
+    """Return whether no layout has the axes typed, though each of them is legal by itself."""
     legal = not is_no_product(v) and (v.pp or 1) <= v.layers and cuts_heads(
         v.tp or 1, heads(v), kv_heads(v))
     return legal and choose((v.dp, v.pp, v.tp), v.ranks, v.layers, heads(v), kv_heads(v),
@@ -76,7 +76,9 @@ def fits_nowhere(v) -> bool:
 
 
 def multiples(number: int, unit: int) -> list[int]:
-    """The multiples of a unit next to a number, which is none: below it if there is one, above."""
+    """Return the multiples of a unit next to a number, which is none: below it if there is one,
+    above.
+    """
     up = -(-number // unit) * unit
     return [up - unit] * (up > unit) + [up]
 

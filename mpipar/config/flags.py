@@ -60,7 +60,7 @@ class Parser(argparse.ArgumentParser):
 
 
 def count(text: str) -> int:
-    """A whole number above 0: the type of an argument."""
+    """Return a whole number above 0: the type of an argument."""
     if not text.isdecimal() or len(text) > 9 or int(text) == 0:
         raise argparse.ArgumentTypeError(
             f"{shown(text)}: must be a whole number above 0, of at most 9 digits")
@@ -152,7 +152,7 @@ def parsed(parser: argparse.ArgumentParser, words: list[str],
 
 
 def unknown_flags(parser: argparse.ArgumentParser, extras: list[str]) -> list[str]:
-    """One problem for each argument the parser did not know.
+    """Return one problem for each argument the parser did not know.
 
     It belongs to another command, or to none. The problem then names the closest flag of this one.
     """

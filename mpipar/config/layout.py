@@ -16,33 +16,33 @@ def shown_axes(sizes: Mapping[str, int]) -> list[tuple[str, int]]:
 
 
 def sizes_text(sizes: Mapping[str, int]) -> str:
-    """A layout for a reader, as 'dp 2 x pp 2 x tp 1'."""
+    """Return a layout for a reader, as 'dp 2 x pp 2 x tp 1'."""
     return " x ".join(f"{axis} {size}" for axis, size in shown_axes(sizes))
 
 
 def typed(sizes: Mapping[str, int]) -> str:
-    """A layout as a flag to type."""
+    """Return a layout as a flag to type."""
     return f"--layout {axes_text(sizes)}"
 
 
 def axes_text(sizes: Mapping[str, int]) -> str:
-    """A layout as the value of --layout."""
+    """Return a layout as the value of --layout."""
     return ",".join(f"{axis}={size}" for axis, size in shown_axes(sizes))
 
 
 def divisors(number: int) -> list[int]:
-    """The divisors of a number, ascending."""
+    """Return the divisors of a number, ascending."""
     low = [small for small in range(1, math.isqrt(number) + 1) if number % small == 0]
     return sorted({*low, *(number // small for small in low)})
 
 
 def nearest(values: Iterable[int], near: int, count: int = 6) -> list[int]:
-    """The `count` values nearest to `near`, ascending."""
+    """Return the `count` values nearest to `near`, ascending."""
     return sorted(sorted(values, key=lambda value: (abs(value - near), value))[:count])
 
 
 def cuts_heads(tp: int, heads: int, kv_heads: int) -> bool:
-    """Whether tp ranks have equal numbers of heads, and whole heads of keys and values.
+    """Return whether tp ranks have equal numbers of heads, and whole heads of keys and values.
 
     With more ranks than heads of keys and values, some ranks hold the same one.
     """
@@ -50,7 +50,7 @@ def cuts_heads(tp: int, heads: int, kv_heads: int) -> bool:
 
 
 def fitting(world_size: int, layers: int, heads: int, kv_heads: int | None = None) -> list[Layout]:
-    """Every (dp, pp, tp) that uses all ranks. tp cuts the heads; pp is at most the layers.
+    """Return every (dp, pp, tp) that uses all ranks. tp cuts the heads; pp is at most the layers.
 
     kv_heads: those of keys and values, by default as many as of queries.
     """
@@ -62,7 +62,7 @@ def fitting(world_size: int, layers: int, heads: int, kv_heads: int | None = Non
 
 def choose(given: tuple[int | None, int | None, int | None], world_size: int,
            layers: int, heads: int, kv_heads: int | None = None, cp: int = 1) -> Layout | None:
-    """The layout for `given` axes (dp, pp, tp; None = free), or None if there is none.
+    """Return the layout for `given` axes (dp, pp, tp; None = free), or None if there is none.
 
     heads, kv_heads: see `ModelConfig.whole_heads`; every other width may be cut over any tp.
     cp: the size of that axis, which is never chosen.

@@ -28,7 +28,7 @@ CUTS = {"ffn_cut", "sequence_parallel", "tp_matmul"}  # how a layer is cut: not 
 
 
 def family(name: str):
-    """The field `model`, with the family's name as its default."""
+    """Return the field `model`, with the family's name as its default."""
     return setting(name, "what is trained: a decoder of text, or a convnet for images",
                    choices=("decoder", "convnet"))
 
@@ -65,7 +65,7 @@ class ModelConfig:
         return 1
 
     def completed(self) -> Self:
-        """The same with every None replaced by what it stands for."""
+        """Return the same with every None replaced by what it stands for."""
         return replace(self, ffn=self.ffn or 4 * self.width)
 
 
@@ -167,12 +167,12 @@ class DecoderConfig(ModelConfig):
         return self.seq_len
 
     def block_kind(self, index: int) -> str:
-        """The row of the model's BLOCKS for the block of this index."""
+        """Return the row of the model's BLOCKS for the block of this index."""
         has_experts = self.experts and (index + 1) % self.expert_interval == 0
         return "experts" if has_experts else "dense"
 
     def completed(self) -> Self:
-        """The same with every None replaced by what it stands for."""
+        """Return the same with every None replaced by what it stands for."""
         ffn = -(-8 * self.width // 96) * 32 if self.activation == "swiglu" else 4 * self.width
         positions = self.max_positions
         if self.positions == "rope" and positions is None:
@@ -203,7 +203,7 @@ class ConvnetConfig(ModelConfig):
         return self.channels
 
     def block_kind(self, index: int) -> str:
-        """The row of the model's BLOCKS for the block of this index: one for all."""
+        """Return the row of the model's BLOCKS for the block of this index: one for all."""
         return "pair"
 
 
@@ -211,7 +211,7 @@ FAMILIES = {"decoder": DecoderConfig, "convnet": ConvnetConfig}
 
 
 def model_config(values: dict) -> ModelConfig:
-    """The ModelConfig of the family that values["model"] names.
+    """Return the ModelConfig of the family that values["model"] names.
 
     Values without a field in it are dropped. A decoder gets those of its architecture that are not
     given. A misspelt name gives a decoder; the checks of values report the name.

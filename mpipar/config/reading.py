@@ -47,7 +47,7 @@ class Reading:
 
 def read(typed: Mapping[str, object], problems: Iterable[str] = (),
          may_choose: bool = False) -> Reading:
-    """The unresolved Config that --config and the flags make up. It raises nothing.
+    """Return the unresolved Config that --config and the flags make up. It raises nothing.
 
     typed: the text of each flag that was given, by field. problems: those found before (unknown
     flags); they stand first. may_choose: whether the command takes --layout auto.
@@ -77,7 +77,7 @@ def read(typed: Mapping[str, object], problems: Iterable[str] = (),
 
 
 def read_arguments(form: type, typed: Mapping[str, object], problems: list[str]):
-    """A command's own arguments: an instance of the dataclass `form`.
+    """Return a command's own arguments: an instance of the dataclass `form`.
 
     typed: as in `read`. What is wrong joins `problems`, and such an argument has its default. One
     without a default keeps a value that is out of bounds; None if it cannot be read at all.
@@ -101,7 +101,7 @@ def read_arguments(form: type, typed: Mapping[str, object], problems: list[str])
 
 
 def over(saved: Mapping[str, object], reading: Reading) -> Reading:
-    """The Reading with these settings of an earlier run below what the user named."""
+    """Return the Reading with these settings of an earlier run below what the user named."""
     config = build({**saved, **reading.given})
     problems = [*reading.unread, *choice_problems(config, reading.given)]
     return dataclasses.replace(reading, config=config, problems=tuple(problems))
@@ -206,7 +206,7 @@ def _single(base: type, raw, is_text: bool):
 
 
 def values_of(text: str) -> dict[str, object]:
-    """The values of the fields that to_toml has written; ValueError for any other text."""
+    """Return the values of the fields that to_toml has written; ValueError for any other text."""
     found = {}
     for key, raw in parse_toml(text).items():
         name = key.replace("-", "_")
@@ -217,7 +217,8 @@ def values_of(text: str) -> dict[str, object]:
 
 
 def to_toml(config: Config) -> str:
-    """The config as TOML; --config reads it back to an equal Config. None is an absent key."""
+    """Return the config as TOML; --config reads it back to an equal Config. None is an absent key.
+    """
     lines, last = [], None
     for section, field, value in settings(config):
         if section != last:

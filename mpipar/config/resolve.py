@@ -25,7 +25,7 @@ def _value_problems(config: Config) -> dict[str, str]:
 
 
 def config_problems(config: Config) -> list[str]:
-    """Everything wrong with the values themselves, whatever the number of ranks."""
+    """Return everything wrong with the values themselves, whatever the number of ranks."""
     found, values = _value_problems(config), values_of(config)
     typed = (rule for rule in RULES if not rule.complete)
     return [*found.values(),
@@ -83,7 +83,7 @@ def _choose(config: Config, world_size: int) -> tuple[Config, set[str]]:
 
 def broken_rules(config: Config, world_size: int, rules: Iterable[Rule] = RULES,
                  bad: Iterable[str] = (), **facts) -> list[tuple[Rule, SimpleNamespace]]:
-    """The rules that a Config breaks on so many ranks, each with the values that it judged.
+    """Return the rules that a Config breaks on so many ranks, each with the values that it judged.
 
     config, bad: as in `complete`. facts: what else rules judge by, see `values_of`.
     """
@@ -130,7 +130,9 @@ def complete(config: Config, world_size: int, checks: Iterable[Check] = (),
 
 def resolve(config: Config, world_size: int, checks: Iterable[Check] = (),
             rules: Iterable[Rule] = RULES, **facts) -> tuple[Config, list[str]]:
-    """The complete Config for this number of ranks, and notes. One error reports all problems."""
+    """Return the complete Config for this number of ranks, and notes. One error reports all
+    problems.
+    """
     config, notes, errors = complete(config, world_size, checks, (), rules, **facts)
     if errors:
         raise combine(errors)

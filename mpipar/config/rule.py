@@ -40,11 +40,13 @@ class Rule:
     complete: bool = False
 
     def problem(self, values: SimpleNamespace) -> str:
-        """What is wrong, why, and what to type instead."""
+        """Return what is wrong, why, and what to type instead."""
         return f"{subject(self.fields, values)}: {self.reason}; {self.cure(values)}"
 
     def cure(self, values: SimpleNamespace) -> str:
-        """What to type instead. Where weights fix the shape of the model, no other is offered."""
+        """Return what to type instead. Where weights fix the shape of the model, no other is
+        offered.
+        """
         fixed = SHAPE if getattr(values, "init_from", None) else ()
         found = {name: list(legal) for name, legal in self.cures(values).items()
                  if name not in fixed}
@@ -52,7 +54,8 @@ class Rule:
 
 
 def values_of(config: Config, **facts) -> SimpleNamespace:
-    """Every setting that means something to a Config by its name, and what else rules judge by.
+    """Return every setting that means something to a Config by its name, and what else rules judge
+    by.
 
     facts: `ranks`, the number of them. free: the axes that were not typed. csv: the schedule of the
     file of --schedule-csv. machine, chooses_layout: --machine, and whether --layout is auto.
@@ -65,7 +68,7 @@ def values_of(config: Config, **facts) -> SimpleNamespace:
 
 def broken_of(rules: Iterable[Rule], values: SimpleNamespace,
               bad: Iterable[str] = ()) -> list[Rule]:
-    """The rules that these values break.
+    """Return the rules that these values break.
 
     A rule that relates a setting in `bad`, or one that means nothing here, isn't judged.
     """
@@ -74,7 +77,7 @@ def broken_of(rules: Iterable[Rule], values: SimpleNamespace,
 
 
 def typed(value) -> str:
-    """A value as the user types it."""
+    """Return a value as the user types it."""
     if isinstance(value, tuple):
         return ",".join(map(typed, value))
     text = repr(value).removesuffix(".0") if isinstance(value, float) else str(value)
@@ -82,7 +85,7 @@ def typed(value) -> str:
 
 
 def subject(names: tuple[str, ...], values: SimpleNamespace) -> str:
-    """The settings of a row with their values, those that were not given left out."""
+    """Return the settings of a row with their values, those that were not given left out."""
     told = {name: getattr(values, name) for name in names}
     ranks = told.pop("ranks", None)
     given = [flag(name) if value is True else f"{flag(name)} {typed(value)}"

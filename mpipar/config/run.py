@@ -106,7 +106,7 @@ class RunConfig:
 
 
 def named_folder(run: RunConfig) -> Path | None:
-    """The folder that the user named, or None for the next number in runs/."""
+    """Return the folder that the user named, or None for the next number in runs/."""
     if run.out is not None:
         return Path(run.out)
     return RUNS / run.run_name if run.run_name is not None else None

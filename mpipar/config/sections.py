@@ -47,7 +47,9 @@ CHOICES |= {name: one.metadata["only"] for name, one in FIELDS.items() if one.me
 
 
 def settings(config: Config) -> list[tuple[str, dataclasses.Field, object]]:
-    """Every (section name, field, value) that means something to this Config, as it is written."""
+    """Return every (section name, field, value) that means something to this Config, as it is
+    written.
+    """
     rows = next(rows for family, rows in ROWS.items() if isinstance(config.model, family))
     found = [(section, one, getattr(getattr(config, section), one.name)) for section, one in rows]
     values = {one.name: value for _, one, value in found}
@@ -56,7 +58,9 @@ def settings(config: Config) -> list[tuple[str, dataclasses.Field, object]]:
 
 
 def not_taken(name: str, values: dict) -> tuple[str, ...] | None:
-    """The (field, value, ...) of which a field needs one to mean something, or None if it does."""
+    """Return the (field, value, ...) of which a field needs one to mean something, or None if it
+    does.
+    """
     if name not in CHOICES:
         return None
     choice, *wanted = CHOICES[name]
@@ -67,12 +71,13 @@ def not_taken(name: str, values: dict) -> tuple[str, ...] | None:
 
 
 def is_in_force(config: Config, name: str) -> bool:
-    """Whether a field means something to this Config."""
+    """Return whether a field means something to this Config."""
     return any(one.name == name for _, one, _ in settings(config))
 
 
 def build(values: dict) -> Config:
-    """A Config from flat values over their preset; batch size and microbatches wait for resolve.
+    """Return a Config from flat values over their preset; batch size and microbatches wait for
+    resolve.
 
     Values of a choice that is not taken are dropped.
     """

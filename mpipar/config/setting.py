@@ -13,7 +13,8 @@ from mpipar.files import text
 
 def setting(default, what, *, low=None, above=None, below=None, high=None, choices=None,
             in_bytes=False, only=None, metavar=None, rare=False):
-    """A field: help, low <= value <= high, above < value < below; in_bytes: 64K is a value too.
+    """Return a field: help, low <= value <= high, above < value < below; in_bytes: 64K is a value
+    too.
 
     default: MISSING for one that must be given. only: (field, value, ...) of the choice that the
     field belongs to. With another value of the choice than these, the field means nothing, is not
@@ -27,24 +28,24 @@ def setting(default, what, *, low=None, above=None, below=None, high=None, choic
 
 
 def positional(metavar, what, *, default=MISSING, choices=None):
-    """A field that is an argument without a flag; default (): any number of them."""
+    """Return a field that is an argument without a flag; default (): any number of them."""
     field = setting(default, what, choices=choices, metavar=metavar)
     return dataclasses.field(default=default, metadata={**field.metadata, "is_positional": True})
 
 
 def switch(what, *, rare=False):
-    """A field that is off unless its flag is given."""
+    """Return a field that is off unless its flag is given."""
     field = setting(False, what, rare=rare)
     return dataclasses.field(default=False, metadata={**field.metadata, "is_switch": True})
 
 
 def flag(field_name: str) -> str:
-    """The flag of a field: seq_len -> --seq-len."""
+    """Return the flag of a field: seq_len -> --seq-len."""
     return "--" + field_name.replace("_", "-")
 
 
 def argument(name: str, legal: Mapping[str, typing.Any]) -> str:
-    """How a field is named in a message: by its flag, or by the word that its help shows."""
+    """Return how a field is named in a message: by its flag, or by the word that its help shows."""
     return legal["metavar"] if legal["is_positional"] else flag(name)
 
 
@@ -59,7 +60,7 @@ def kind(field: dataclasses.Field) -> tuple[type, bool]:
 
 
 def field_problem(field: dataclasses.Field, value: object) -> str | None:
-    """What is wrong with the value of a field, or None. Of several the last one is named."""
+    """Return what is wrong with the value of a field, or None. Of several the last one is named."""
     found = None
     if value is not None and not isinstance(value, bool):
         for one in value if isinstance(value, tuple) else (value,):
@@ -68,7 +69,7 @@ def field_problem(field: dataclasses.Field, value: object) -> str | None:
 
 
 def value_problem(name: str, legal: Mapping[str, typing.Any], value: object) -> str | None:
-    """What is wrong with one number or string, or None."""
+    """Return what is wrong with one number or string, or None."""
     if problem := _limit_problem(legal, value):
         return f"{argument(name, legal)} {text.brief(str(value))}: {problem}"
     if legal["choices"] and value not in legal["choices"]:

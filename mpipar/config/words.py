@@ -74,7 +74,7 @@ EXAMPLES = {"stage_layers": "3,2,2,1", "image_shape": "8,8,1", "data": "text.txt
 
 
 def unknown_word(word: str, names, what: str) -> str:
-    """The message for a word that is not a flag or key (`what`) of the fields in `names`."""
+    """Return the message for a word that is not a flag or key (`what`) of the fields in `names`."""
     name = word.lstrip("-").replace("-", "_")
     if name in NOT_BUILT:
         return f"is not built; {NOT_BUILT[name]}"

@@ -18,7 +18,7 @@ from mpipar.pipeline.simulate import simulate
 
 
 def recorded_facts(recorder) -> dict:
-    """The `span_facts` of this rank's steps that are whole in the ring.
+    """Return the `span_facts` of this rank's steps that are whole in the ring.
 
     The oldest may have lost its first spans.
     """
@@ -30,7 +30,8 @@ def recorded_facts(recorder) -> dict:
 
 
 def span_facts(spans, whole: set[int]) -> dict:
-    """A rank's mean seconds per pass, by kind and stage, and busy and pipeline seconds per step.
+    """Return a rank's mean seconds per pass, by kind and stage, and busy and pipeline seconds per
+    step.
 
     whole: the steps that count.
     """
@@ -67,7 +68,8 @@ def measured_costs(facts: list[dict], num_stages: int) -> Costs:
 
 
 def bubble_rows(facts: list[dict], pp_ranks: list[int], schedule) -> list[tuple]:
-    """Rows by rank: (pp_rank, busy share, bubble s, simulated busy share, simulated bubble s).
+    """Return the rows by rank: (pp_rank, busy share, bubble s, simulated busy share, simulated
+    bubble s).
 
     facts: `span_facts` of every world rank. pp_ranks: their pipeline ranks.
     """
@@ -86,7 +88,7 @@ def bubble_rows(facts: list[dict], pp_ranks: list[int], schedule) -> list[tuple]
 
 
 def bubble_table(rows: list[tuple]) -> str:
-    """The rows as text."""
+    """Return the rows as text."""
     lines = [("pipeline rank", "busy measured", "simulated", "bubble measured", "simulated")]
     for pp_rank, busy, bubble, busy_sim, bubble_sim in rows:
         lines.append((pp_rank, f"{busy:.1%}", f"{busy_sim:.1%}",

@@ -28,7 +28,7 @@ SCRIPTS = ("order.js", "proof.js", "simulate.js", "drawing.js", "panel.js", "edi
 
 
 def build(data: dict, orders: dict, fallback: str) -> str:
-    """The page. data: what it begins with. orders: see `known_orders`.
+    """Return the page. data: what it begins with. orders: see `known_orders`.
 
     fallback: a drawing in SVG for a reader without JavaScript.
     """
@@ -56,18 +56,18 @@ def known_orders(ranks: Iterable[int] = RANKS, microbatches: Iterable[int] = MIC
 
 
 def chunk_counts(name: str) -> tuple[int, ...]:
-    """The numbers of stages of a rank that the page offers for a schedule."""
+    """Return the numbers of stages of a rank that the page offers for a schedule."""
     family = FAMILIES[name]
     return CHUNKS if family.looped else (family.stages_per_rank,)
 
 
 def passes(schedule: Schedule) -> list[str]:
-    """The passes of each rank, as in the cells of a CSV file, with spaces between them."""
+    """Return the passes of each rank, as in the cells of a CSV file, with spaces between them."""
     return [" ".join(str(instr) for instr in program if is_compute(instr))
             for program in schedule.programs]
 
 
 def schedule_facts(schedule: Schedule) -> dict:
-    """A schedule as values for JSON, for one that is not among the known orders."""
+    """Return a schedule as values for JSON, for one that is not among the known orders."""
     return {"name": schedule.name, "p": schedule.pp_size, "m": schedule.num_microbatches,
             "homes": schedule.homes, "programs": passes(schedule)}

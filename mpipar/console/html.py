@@ -16,7 +16,7 @@ from mpipar.files.text import harmless
 
 
 def build(folder: Traversable, scripts: tuple[str, ...], data: dict, **more: str) -> str:
-    """The page of a folder with body.html, page.css and these scripts, which shows `data`.
+    """Return the page of a folder with body.html, page.css and these scripts, which shows `data`.
 
     data: values for JSON, one of them `title`. more: texts for other marks of body.html, such as
     [[ORDERS]].
@@ -34,5 +34,5 @@ def build(folder: Traversable, scripts: tuple[str, ...], data: dict, **more: str
 
 
 def joined(parts: list[Traversable]) -> str:
-    """The texts of these files, one behind the other."""
+    """Return the texts of these files, one behind the other."""
     return "\n".join(part.read_text(encoding="utf-8") for part in parts)

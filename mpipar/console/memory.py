@@ -32,7 +32,7 @@ class PeakMemory:
             tracemalloc.start(1)
 
     def after_step(self, is_last: bool) -> bool:
-        """Whether this step was watched. is_last: whether no step follows."""
+        """Return whether this step was watched. is_last: whether no step follows."""
         self.steps += 1
         if self.steps > 2:
             return False

@@ -86,7 +86,7 @@ def width(stream) -> int:
 
 
 def is_terminal(stream) -> bool:
-    """Whether a stream is a terminal that can go back in a line."""
+    """Return whether a stream is a terminal that can go back in a line."""
     return stream.isatty() and os.environ.get("TERM", "dumb") != "dumb"
 
 

@@ -66,7 +66,8 @@ def read_lines(folder: Path, name: str) -> tuple[list[dict], int]:
 
 
 def csv_text(lines: list[dict], evaluations: list[dict]) -> str:
-    """One line per step, with units in the names of the columns; empty where nothing is known.
+    """Return one line per step, with units in the names of the columns; empty where nothing is
+    known.
 
     Bytes and calls are those of a step, summed over ranks. seconds_mean and seconds_max are mean
     and maximum over ranks.
@@ -88,7 +89,7 @@ def csv_text(lines: list[dict], evaluations: list[dict]) -> str:
 
 
 def curves(lines: list[dict], evaluations: list[dict], unit: str = "token") -> list[dict]:
-    """What a page draws: [{title, unit, series: [{name, colour, points: [[step, value]]}]}].
+    """Return what a page draws: [{title, unit, series: [{name, colour, points: [[step, value]]}]}].
 
     A curve without values is left out. unit: of data, in the singular.
     """

@@ -53,7 +53,7 @@ def share_facts(recorder) -> dict:
 
 
 def share_table(facts: list[dict], places: list[str]) -> str:
-    """The shares of each rank; they add to 1. facts: `share_facts` of every rank."""
+    """Return the shares of each rank; they add to 1. facts: `share_facts` of every rank."""
     rows = [("rank", "place", "useful", "in communication", "rest")]
     for world_rank, (fact, place) in enumerate(zip(facts, places, strict=True)):
         total = sum(fact.values())
@@ -62,7 +62,7 @@ def share_table(facts: list[dict], places: list[str]) -> str:
 
 
 def crowded(hosts: list[str], cores: list[int]) -> str | None:
-    """The remark on hosts with more ranks than cores, or None.
+    """Return the remark on hosts with more ranks than cores, or None.
 
     hosts, cores: of every rank.
     """

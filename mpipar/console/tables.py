@@ -11,7 +11,9 @@ from mpipar.ops.shape_array import labels_of
 
 
 def table(rows: list[tuple], left: int = 1) -> str:
-    """Rows of cells as columns of text; the first `left` are left-aligned, others right-aligned."""
+    """Return the rows of cells as columns of text; the first `left` are left-aligned, others
+    right-aligned.
+    """
     cells = [[str(cell) for cell in row] for row in rows]
     widths = [max(len(row[i]) for row in cells) for i in range(len(cells[0]))]
     lines = []
@@ -23,7 +25,7 @@ def table(rows: list[tuple], left: int = 1) -> str:
 
 
 def nbytes(count: float) -> str:
-    """Bytes in KiB, MiB or GiB."""
+    """Return the bytes in KiB, MiB or GiB."""
     for unit in ("B", "KiB", "MiB", "GiB"):
         if count < 1024 or unit == "GiB":
             return f"{count:.0f} B" if unit == "B" else f"{count:.1f} {unit}"
@@ -32,7 +34,7 @@ def nbytes(count: float) -> str:
 
 
 def short_count(count: float) -> str:
-    """A count as 1.2k or 3.4M."""
+    """Return a count as 1.2k or 3.4M."""
     for unit, size in (("G", 1e9), ("M", 1e6), ("k", 1e3)):
         if count >= size:
             return f"{count / size:.2f}{unit}"
@@ -40,12 +42,12 @@ def short_count(count: float) -> str:
 
 
 def layout_text(grid) -> str:
-    """The layout of a resolved GridConfig, in words."""
+    """Return the layout of a resolved GridConfig, in words."""
     return sizes_text(vars(grid)) + (f", attention by {grid.cp_attention}" if grid.cp > 1 else "")
 
 
 def microbatches_text(count: int) -> str:
-    """The microbatches of a step, also in the words of other programs."""
+    """Return the microbatches of a step, also in the words of other programs."""
     return f"{counted(count, 'microbatch')}{' (gradient accumulation)' * (count > 1)}"
 
 
@@ -66,7 +68,9 @@ def headline(config, world_size: int, num_hosts: int, num_stages: int) -> str:
 
 
 def describe_stage(stage: int, stage_layers, entry: str) -> str:
-    """The layers of a stage, as '0: embedding, blocks 0-1'. entry: what lies below the blocks."""
+    """Return the layers of a stage, as '0: embedding, blocks 0-1'. entry: what lies below the
+    blocks.
+    """
     first, count = sum(stage_layers[:stage]), stage_layers[stage]
     parts = [entry] if stage == 0 else []
     if count:
@@ -78,7 +82,8 @@ def describe_stage(stage: int, stage_layers, entry: str) -> str:
 
 
 def holding(config, schedule, prediction, host: str | None = None) -> dict:
-    """What the rank of a `Prediction` holds, as plain values; host: where it runs, if known."""
+    """Return what the rank of a `Prediction` holds, as plain values; host: where it runs, if known.
+    """
     grid, model = Grid.of(config.grid, prediction.world_rank), models.model_of(config.model)
     split = models.layer_split(config, schedule)
     share = f"{grid.place('tp') + 1}/{grid.size('tp')} of {model.CUT}"
@@ -92,13 +97,15 @@ def holding(config, schedule, prediction, host: str | None = None) -> dict:
 
 
 def holdings(facts: list[dict]) -> str:
-    """Which rank holds what, in one row per rank. facts: a `holding` of each."""
+    """Return which rank holds what, in one row per rank. facts: a `holding` of each."""
     rows = holding_rows(facts)
     return table(rows, left=len(rows[0]) - 2)
 
 
 def holding_rows(facts: list[dict]) -> list[tuple]:
-    """The cells of `holdings`, the names of the columns first; hosts only where they are known."""
+    """Return the cells of `holdings`, the names of the columns first; hosts only where they are
+    known.
+    """
     rows = [("rank", "host", "place", "stage: layers", "share", "parameters", "predicted peak")]
     rows += [(fact["rank"], fact["host"], fact["place"], "; ".join(fact["stages"]), fact["share"],
               short_count(fact["params"]), nbytes(sum(fact["memory"].values()))) for fact in facts]
@@ -130,7 +137,8 @@ def measured_memory(facts: list[dict]) -> str:
 
 
 def step_line(steps: int, line: dict, seconds_per_step: float, unit: str) -> str:
-    """A log interval's line, with fields in fixed order. seconds_per_step gives the speed."""
+    """Return a log interval's line, with fields in fixed order. seconds_per_step gives the speed.
+    """
     per_second = line["tokens_per_second"] * line["step_seconds"] / seconds_per_step
     norm = "overflow" if line.get("skipped") else f"{line['grad_norm']:.3f}"
     scale = f" | scale {line['loss_scale']:g}" if "loss_scale" in line else ""
@@ -144,7 +152,7 @@ def step_line(steps: int, line: dict, seconds_per_step: float, unit: str) -> str
 
 
 def status_line(steps: int, result, seconds_per_step: float, per_second: float, unit: str) -> str:
-    """What a terminal shows between two of these lines, of a `StepResult`."""
+    """Return what a terminal shows between two of these lines, of a `StepResult`."""
     return (f"step {result.step}/{steps} | loss {result.loss:.4f}"
             f" | {short_count(per_second)} {unit}/s"
             f" | eta {time_left(steps, result.step, seconds_per_step)}")
@@ -157,14 +165,14 @@ def time_left(steps: int, step: int, seconds_per_step: float) -> str:
 
 
 def skipped_steps(lines: list[dict]) -> list[str]:
-    """A sentence about each of these steps whose gradients overflowed."""
+    """Return a sentence about each of these steps whose gradients overflowed."""
     return [f"step {line['step']}: a gradient overflowed in float16; every rank skipped the update,"
             f" loss scale {line['loss_scale']:g} -> {line['loss_scale'] / 2:g}"
             for line in lines if line.get("skipped")]
 
 
 def barriers(facts: list[list], steps: int, world_size: int) -> str:
-    """The barriers of a step by name, summed over blocks and microbatches.
+    """Return the barriers of a step by name, summed over blocks and microbatches.
 
     facts: for each rank a list of [*Key, *Sums].
     Calls and bytes are per step and summed over ranks; milliseconds are per step, mean and max over
@@ -190,7 +198,8 @@ def barriers(facts: list[list], steps: int, world_size: int) -> str:
 
 
 def overlap(name: str, facts: list[tuple[int, int]]) -> str | None:
-    """Which share of the flight time of messages was computed; facts: see `Recorder.flight_ns`.
+    """Return which share of the flight time of messages was computed; facts: see
+    `Recorder.flight_ns`.
 
     None without such messages.
     """

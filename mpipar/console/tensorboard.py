@@ -18,7 +18,7 @@ TAGS = {"loss": "loss/training", "held_out_loss": "loss/held_out", "lr": "learni
 
 
 def tensorboard_problems(config) -> list[str]:
-    """What is wrong if --tensorboard is given and its extra is not installed."""
+    """Return what is wrong if --tensorboard is given and its extra is not installed."""
     if not config.run.tensorboard or importlib.util.find_spec("tensorboard") is not None:
         return []
     return [("--tensorboard: the package tensorboard is not installed: pip install"

@@ -10,15 +10,15 @@ DATA = {"decoder": rows, "convnet": images}
 
 
 def data_of(config):
-    """The module for the data that a ModelConfig's model reads."""
+    """Return the module for the data that a ModelConfig's model reads."""
     return DATA[config.model]
 
 
 def arrays_of(config, parts) -> list:
-    """The arrays of both parts of the data that a ModelConfig's model reads."""
+    """Return the arrays of both parts of the data that a ModelConfig's model reads."""
     return [array for part in parts for array in data_of(config).arrays(part)]
 
 
 def pieces_of(arrays) -> list[Piece]:
-    """The pieces of token files among the arrays of data."""
+    """Return the pieces of token files among the arrays of data."""
     return [piece for array in arrays if isinstance(array, TokenFiles) for piece in array.pieces]

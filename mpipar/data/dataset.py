@@ -53,21 +53,21 @@ class Dataset:
     files: tuple[File, ...]
 
     def part(self, name: str) -> list[File]:
-        """The files of `train` or `val`, in their order."""
+        """Return the files of `train` or `val`, in their order."""
         return [file for file in self.files if file.name.startswith(f"{name}-")]
 
     def text(self) -> str:
-        """The text of dataset.json."""
+        """Return the text of dataset.json."""
         return json.dumps(asdict(self), indent=1) + "\n"
 
 
 def is_dataset(path) -> bool:
-    """Whether a path is a prepared folder."""
+    """Return whether a path is a prepared folder."""
     return os.path.lexists(os.path.join(path, NAME))
 
 
 def read_dataset(folder: Path) -> tuple[Dataset, str]:
-    """What dataset.json says, and the SHA-256 of its text; DataError if it cannot be."""
+    """Return what dataset.json says, and the SHA-256 of its text; DataError if it cannot be."""
     path = folder / NAME
     with problems_as(DataError, str(path)):
         content = read_bytes(path, most_bytes=MOST_BYTES)

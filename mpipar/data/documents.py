@@ -63,14 +63,14 @@ def read_documents(files: Iterable[Path], separator: str | None,
 
 
 def whole(pieces: Iterable[str]) -> Iterator[tuple[str, End]]:
-    """The pieces of a file that is one document."""
+    """Yield the pieces of a file that is one document."""
     for piece in pieces:
         yield piece, End.NOTHING
     yield "", End.DOCUMENT
 
 
 def split(pieces: Iterable[str], separator: str) -> Iterator[tuple[str, End]]:
-    """The pieces of what a separator separates; it may lie across pieces."""
+    """Yield the pieces of what a separator separates; it may lie across pieces."""
     rest = ""
     for piece in pieces:
         *documents, rest = (rest + piece).split(separator)
@@ -92,7 +92,7 @@ def _not_empty(pieces: Iterable[tuple[str, End]]) -> Iterator[tuple[str, End]]:
 
 
 def cut_at(pieces: Iterable[tuple[str, End]], characters: int) -> Iterator[tuple[str, End]]:
-    """The same pieces, with a cut behind so many characters."""
+    """Yield the same pieces, with a cut behind so many characters."""
     left = characters
     for text, end in pieces:
         if 0 < left <= len(text):
@@ -104,7 +104,8 @@ def cut_at(pieces: Iterable[tuple[str, End]], characters: int) -> Iterator[tuple
 
 
 def parts(pieces: Iterable[tuple[str, End]], longest: int = LONGEST) -> Iterator[TextPart]:
-    """The parts of all documents: at most so many characters, and only the last one is empty."""
+    """Yield the parts of all documents: at most so many characters, and only the last one is empty.
+    """
     text, head = "", None
     for piece, end in pieces:
         text += piece
@@ -121,7 +122,7 @@ def parts(pieces: Iterable[tuple[str, End]], longest: int = LONGEST) -> Iterator
 
 def encoded_documents(tokenizer, pieces: Iterable[tuple[str, End]],
                       longest: int = LONGEST) -> Iterator[tuple[np.ndarray, TextPart]]:
-    """The ids of each part of all documents, in order; many parts are encoded at a time."""
+    """Yield the ids of each part of all documents, in order; many parts are encoded at a time."""
     batch, characters = [], 0
     for part in parts(pieces, longest):
         batch.append(part)
@@ -137,7 +138,8 @@ def _of_batch(tokenizer, batch: list[TextPart]) -> Iterator[tuple[np.ndarray, Te
 
 
 def head_hash(text: str) -> int:
-    """A number below 2^64 that the beginning of a document decides, the same in every run."""
+    """Return a number below 2^64 that the beginning of a document decides, the same in every run.
+    """
     digest = hashlib.sha256(text[:HEAD].encode()).digest()
     return int.from_bytes(digest[:8], "big")
 
@@ -155,7 +157,8 @@ class Survey:
     largest: int
 
     def is_held_out(self, head: int) -> bool:
-        """Whether a document is held out, of several: one in ten, but at least one and not all.
+        """Return whether a document is held out, of several: one in ten, but at least one and not
+        all.
 
         The hash of its beginning decides. So equal documents never lie on both sides.
         """

@@ -29,7 +29,8 @@ def fingerprint(arrays: Sequence, digests: Mapping[str, str]) -> dict:
 
 
 def of_ends(arrays: Sequence) -> dict:
-    """The fingerprint that older checkpoints have: it covers the ends alone of large files."""
+    """Return the fingerprint that older checkpoints have: it covers the ends alone of large files.
+    """
     return {"length": sum(map(len, arrays)), "dtype": arrays[0].dtype.name,
             "sha256": _digest(piece for array in arrays for piece in _ends(array))}
 

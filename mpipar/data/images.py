@@ -65,12 +65,12 @@ class Rows(rows.Rows):
 
 
 def arrays(part: ImageSet) -> list:
-    """The arrays of a part, for its fingerprint."""
+    """Return the arrays of a part, for its fingerprint."""
     return [part.images, part.labels]
 
 
 def blank_batch(ops, config) -> Batch:
-    """A microbatch of zeros in its true shape. config: resolved."""
+    """Return a microbatch of zeros in its true shape. config: resolved."""
     num_rows = rows.rows_per_microbatch(config)
     images = ops.zeros((num_rows, *config.model.image_shape), label="buffers")
     return Batch(images, ops.zeros((num_rows,), "int64", label="buffers"))
@@ -104,7 +104,7 @@ def load(config, thorough: bool = True):
 
 
 def evaluated(part: ImageSet, config) -> ImageSet:
-    """What evaluations read of the held-out part: all of it."""
+    """Return what evaluations read of the held-out part: all of it."""
     return part
 
 

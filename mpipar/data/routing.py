@@ -49,7 +49,7 @@ ROUTINGS: dict[str, Callable[[int, int, int], Numbers]] = {
 
 
 def shares(name: str, experts: int, per_token: int, index: int = 0, ranks: int = 1) -> Numbers:
-    """How much of a rank's tokens pass each expert (E,): the sum is per_token.
+    """Return how much of a rank's tokens pass each expert (E,): the sum is per_token.
 
     A token passes an expert once. So a share is at most 1, and the others get what is above that.
     """

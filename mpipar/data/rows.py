@@ -38,7 +38,8 @@ class Batch:
 
 
 def split(tokens, batch_size: int, seq_len: int):
-    """The training part and the held-out part, which is the last tenth but at least one batch.
+    """Return the training part and the held-out part, which is the last tenth but at least one
+    batch.
 
     Raises DataError when either would be smaller than one batch.
     """
@@ -96,18 +97,18 @@ def _val_data(config, thorough: bool):
 
 
 def evaluated(part, config):
-    """What evaluations read of the held-out part: as many rows as --eval-tokens begins."""
+    """Return what evaluations read of the held-out part: as many rows as --eval-tokens begins."""
     tokens, seq_len = config.run.eval_tokens, config.model.seq_len
     return part if tokens is None else part[:-(-tokens // seq_len) * seq_len + 1]
 
 
 def arrays(part) -> list:
-    """The arrays of a part, for its fingerprint."""
+    """Return the arrays of a part, for its fingerprint."""
     return [part]
 
 
 def rows_per_microbatch(config) -> int:
-    """Rows of a microbatch of one dp replica. config: resolved."""
+    """Return the rows of a microbatch of one dp replica. config: resolved."""
     return config.train.batch_size // (config.grid.dp * config.grid.num_microbatches)
 
 
@@ -120,7 +121,7 @@ def token_places(tokens: int, grid_config, cp_rank: int) -> np.ndarray:
 
 
 def blank_batch(ops, config) -> Batch:
-    """A microbatch of token 0 in its true shape, as cp rank 0 reads it. config: resolved."""
+    """Return a microbatch of token 0 in its true shape, as cp rank 0 reads it. config: resolved."""
     places = token_places(config.model.seq_len, config.grid, 0)
     shape = (rows_per_microbatch(config), len(places))
     tokens, targets = (ops.zeros(shape, "int64", label="buffers") for _ in range(2))
@@ -128,7 +129,8 @@ def blank_batch(ops, config) -> Batch:
 
 
 def positions_of(ops, tokens: int, places: np.ndarray):
-    """A Batch's positions and all_positions, of a rank that holds these places of `tokens`."""
+    """Return a Batch's positions and all_positions, of a rank that holds these places of `tokens`.
+    """
     everyone = None if len(places) == tokens else ops.asarray(np.arange(tokens))
     return ops.asarray(places), everyone
 
@@ -184,7 +186,7 @@ class Rows:
         return -(-self.rows_of_sweep() // self.batch_size)
 
     def rows_of_sweep(self) -> int:
-        """Rows in one sweep, over all replicas."""
+        """Return the rows in one sweep, over all replicas."""
         return (self.num_starts - 1) // self.distance + 1
 
     def sweep(self, number: int) -> list[Batch]:

@@ -46,13 +46,13 @@ class Source:
     tokenizer: str = ""
 
     def validation(self) -> Source | None:
-        """The tokens that the data itself holds out, as a source; None if it names none."""
+        """Return the tokens that the data itself holds out, as a source; None if it names none."""
         return None if self.held_out is None else Source(
             self.held_out, None, self.what, self.tokenizer)
 
 
 def load_source(paths: tuple[str, ...], vocab_size: int, thorough: bool = True) -> Source:
-    """All tokens of `paths`.
+    """Return all tokens of `paths`.
 
     thorough: whether token files are read once from end to end; else every read checks its part.
     Raises DataError with every problem found: missing, empty, no text, wrong size, ids outside the
@@ -82,7 +82,7 @@ def load_source(paths: tuple[str, ...], vocab_size: int, thorough: bool = True) 
 
 
 def is_held_out(path: Path) -> bool:
-    """Whether a file of tokens has `val` among the words of its name."""
+    """Return whether a file of tokens has `val` among the words of its name."""
     return path.suffix == ".bin" and "val" in re.split("[-_.]", path.stem)
 
 
@@ -115,8 +115,8 @@ def _language_reference(vocab_size):
 
 
 def text_files(paths: Iterable[str], flag: str, only: str = "") -> tuple[list[Path], list[str]]:
-    """Every file that the paths stand for, sorted inside each folder, and what is wrong with the
-    rest.
+    """Return every file that the paths stand for, sorted inside each folder, and what is wrong with
+    the rest.
 
     flag: what a problem begins with. only: an ending; of a folder with such files, others are left.
     """

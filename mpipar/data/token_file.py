@@ -128,7 +128,9 @@ def _read(piece: Piece, vocab_size: int) -> np.ndarray:
 
 
 def outside(name, tokens: np.ndarray, first: int, vocab_size: int) -> str:
-    """What to say of tokens that hold an id without a row in the table. first: their position."""
+    """Return what to say of tokens that hold an id without a row in the table. first: their
+    position.
+    """
     at = int(np.argmax(tokens >= vocab_size))
     return (f"{name}: token {int(tokens[at])} at position {first + at:,} is outside the vocabulary"
             f" of {vocab_size:,}; type --vocab-size {int(tokens.max()) + 1} or more")

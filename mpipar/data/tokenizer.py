@@ -50,19 +50,24 @@ class Tokenizer:
     what: str = "bytes"
 
     def encode(self, text: str) -> list[int]:
-        """The ids of a text. What looks like a special token in it is text like any other."""
+        """Return the ids of a text. What looks like a special token in it is text like any other.
+        """
         return list(text.encode("utf-8", "surrogateescape"))  # the bytes that were typed
 
     def encode_prompt(self, text: str) -> list[int]:
-        """The ids of a prompt as transformers makes them: with special tokens, and a first one."""
+        """Return the ids of a prompt as transformers makes them: with special tokens, and a first
+        one.
+        """
         return self.encode(text)
 
     def encode_all(self, texts: list[str]) -> list[np.ndarray]:
-        """The ids of many texts, on all threads."""
+        """Return the ids of many texts, on all threads."""
         return [np.frombuffer(text.encode(), np.uint8) for text in texts]
 
     def decode(self, ids: Iterable[int]) -> str:
-        """The text of ids, special tokens included; what is not UTF-8 becomes replacement marks."""
+        """Return the text of ids, special tokens included; what is not UTF-8 becomes replacement
+        marks.
+        """
         special = {self.end: END.encode()}
         return b"".join(bytes([one]) if one < BYTES else special.get(one, b"")
                         for one in map(int, ids)).decode(errors="replace")
@@ -123,18 +128,18 @@ class HuggingFace(Tokenizer):
 
 
 def byte_tokenizer(end: bool = False, size: int = BYTES) -> Tokenizer:
-    """The bytes below `size`, and one id more that ends a document if `end`."""
+    """Return the bytes below `size`, and one id more that ends a document if `end`."""
     files = {TOKENIZER: _byte_file(end, size), SETTINGS: settings_file(end)}
     return Tokenizer(size + end, BYTES if end else None, files)
 
 
 def default_tokenizer(vocab_size: int) -> Tokenizer:
-    """What a model without a tokenizer's files takes: bytes if it has 256 ids, else ids."""
+    """Return what a model without a tokenizer's files takes: bytes if it has 256 ids, else ids."""
     return byte_tokenizer() if vocab_size == BYTES else Ids(vocab_size, what="ids")
 
 
 def load_tokenizer(path) -> Tokenizer:
-    """The tokenizer of a folder with Hugging Face's files, or of a single tokenizer.json.
+    """Return the tokenizer of a folder with Hugging Face's files, or of a single tokenizer.json.
 
     Raises DataError for files that cannot be used, and EnvironmentProblem without the library.
     """
@@ -164,13 +169,13 @@ def files_digest(files: dict[str, bytes]) -> str:
 
 
 def has_tokenizer(folder: Path) -> bool:
-    """Whether a folder has the files of a tokenizer that can be read."""
+    """Return whether a folder has the files of a tokenizer that can be read."""
     return os.path.exists(folder / TOKENIZER) or all(
         os.path.exists(folder / name) for name in ("vocab.json", "merges.txt"))
 
 
 def tokenizer_of(folder: Path | None, vocab_size: int, is_text: bool = False) -> Tokenizer:
-    """The tokenizer of the model in a folder, or what a model with so many ids takes.
+    """Return the tokenizer of the model in a folder, or what a model with so many ids takes.
 
     is_text: whether it is trained on text without a tokenizer, and so on bytes.
     Raises like `load_tokenizer`, and DataError if it has more ids than the model.
@@ -186,7 +191,9 @@ def tokenizer_of(folder: Path | None, vocab_size: int, is_text: bool = False) ->
 
 
 def prompt_ids(tokenizer: Tokenizer, prompt: str, vocab_size: int) -> list[int]:
-    """The ids of a prompt, at least one and all in the model's vocabulary; raises UsageError."""
+    """Return the ids of a prompt, at least one and all in the model's vocabulary; raises
+    UsageError.
+    """
     ids = tokenizer.encode_prompt(prompt)
     if ids and max(ids) < vocab_size:
         return ids
@@ -195,7 +202,7 @@ def prompt_ids(tokenizer: Tokenizer, prompt: str, vocab_size: int) -> list[int]:
 
 
 def read_files(path: Path) -> dict[str, bytes]:
-    """The content of each file of the tokenizer by its name; DataError if there is none."""
+    """Return the content of each file of the tokenizer by its name; DataError if there is none."""
     folder = os.path.isdir(path)
     names = [name for name in FILES if os.path.exists(path / name)] if folder else [TOKENIZER]
     if folder and not has_tokenizer(path):
@@ -212,7 +219,9 @@ def read_files(path: Path) -> dict[str, bytes]:
 
 
 def library_of(where):
-    """The library `tokenizers`; EnvironmentProblem, which begins with `where`, if it is missing."""
+    """Return the library `tokenizers`; EnvironmentProblem, which begins with `where`, if it is
+    missing.
+    """
     try:
         import tokenizers
     except ImportError:
@@ -268,7 +277,7 @@ def _special(number: int) -> dict:
 
 
 def settings_file(end: bool) -> bytes:
-    """A tokenizer_config.json. end: whether the vocabulary has the end of text."""
+    """Return a tokenizer_config.json. end: whether the vocabulary has the end of text."""
     found = {"tokenizer_class": "PreTrainedTokenizerFast", "clean_up_tokenization_spaces": False}
     return json.dumps(found | ({"eos_token": END} if end else {}), indent=1).encode()
 

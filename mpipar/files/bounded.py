@@ -59,7 +59,7 @@ def _open_regular(path: str, flags: int) -> int:
 
 
 def read_bytes(path, *, most_bytes: int = MOST_BYTES, root=None) -> bytes:
-    """The whole of a small regular file; raises OSError, and ValueError if it is larger.
+    """Return the whole of a small regular file; raises OSError, and ValueError if it is larger.
 
     root: see `open_regular`, here and below.
     """
@@ -72,7 +72,7 @@ def read_bytes(path, *, most_bytes: int = MOST_BYTES, root=None) -> bytes:
 
 
 def read_text(path, *, most_bytes: int = MOST_BYTES, root=None) -> str:
-    """The text of a small regular file in UTF-8; raises OSError and ValueError."""
+    """Return the text of a small regular file in UTF-8; raises OSError and ValueError."""
     try:
         return read_bytes(path, most_bytes=most_bytes, root=root).decode()
     except UnicodeDecodeError as error:
@@ -91,7 +91,7 @@ def problems_as(error: type[UserError], where: str, cure: str = "") -> Iterator[
 
 def read_json(path, error: type[UserError] = DataError, *, where: str = "", cure: str = "",
               most_bytes: int = MOST_BYTES, root=None):
-    """The value of a JSON file; raises `error` with one sentence. See `parse_json`.
+    """Return the value of a JSON file; raises `error` with one sentence. See `parse_json`.
 
     where: begins the sentence in place of the path. cure: ends it.
     """
@@ -101,13 +101,13 @@ def read_json(path, error: type[UserError] = DataError, *, where: str = "", cure
 
 def read_toml(path, error: type[UserError], *, where: str = "",
               most_bytes: int = MOST_BYTES) -> dict:
-    """The table of a TOML file; raises `error` with one sentence. See `parse_toml`."""
+    """Return the table of a TOML file; raises `error` with one sentence. See `parse_toml`."""
     with problems_as(error, where or str(path)):
         return parse_toml(read_text(path, most_bytes=most_bytes))
 
 
 def parse_json(text: str, *, huge: bool = False):
-    """The value of a JSON text; ValueError says what is wrong and where.
+    """Return the value of a JSON text; ValueError says what is wrong and where.
 
     Besides what is no JSON, it refuses what `_check_values` names, and a key twice in an object.
     huge: whole numbers may need more than 64 bits, as in a tokenizer_config.json of transformers.
@@ -150,7 +150,7 @@ DECODER = json.JSONDecoder(object_pairs_hook=_object)  # made once: a trace has 
 
 
 def parse_toml(text: str) -> dict:
-    """The table of a TOML text; ValueError says what is wrong and where.
+    """Return the table of a TOML text; ValueError says what is wrong and where.
 
     Besides what is no TOML, it refuses what `_check_values` names but not numbers that are not
     finite.

@@ -7,7 +7,8 @@ from pathlib import Path
 
 
 def cache_folder(name: str) -> Path | None:
-    """The folder mpipar/NAME in XDG_CACHE_HOME or ~/.cache; None where it can't be written."""
+    """Return the folder mpipar/NAME in XDG_CACHE_HOME or ~/.cache; None where it can't be written.
+    """
     try:
         base = os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache"
         folder = Path(base) / "mpipar" / name

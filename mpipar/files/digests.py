@@ -25,7 +25,8 @@ SETTLED = 2_000_000_000  # ns: no disk's clock is coarser
 
 
 def state_of(file: BinaryIO) -> str:
-    """Which file this is, and in which state: no other file of this host has the same text."""
+    """Return which file this is, and in which state: no other file of this host has the same text.
+    """
     found = os.fstat(file.fileno())
     return " ".join(map(str, (found.st_dev, found.st_ino, found.st_size, found.st_mtime_ns,
                               found.st_ctime_ns)))
@@ -50,7 +51,7 @@ def digest_of(file: BinaryIO, where: str) -> str:
 
 
 def kept(file: BinaryIO) -> dict:
-    """What `keep` has kept of the file as it is now; empty if it has kept nothing."""
+    """Return what `keep` has kept of the file as it is now; empty if it has kept nothing."""
     path = _path(file)
     if path is None or not path.exists():
         return {}

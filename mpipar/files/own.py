@@ -30,7 +30,7 @@ KINDS = ((stat.S_ISLNK, "a symbolic link"), (stat.S_ISDIR, "a folder"),
 
 
 def kind_of(mode: int) -> str:
-    """What a file is, in words, if it is no regular file; else ""."""
+    """Return what a file is, in words, if it is no regular file; else ""."""
     return next((text for check, text in KINDS if check(mode)), "")
 
 
@@ -66,7 +66,7 @@ def make_root(root) -> None:
 
 
 def opened(root, name: str, flags: int, *, make: bool = False) -> int:
-    """The descriptor of the regular file root/name; the flags are those of os.open.
+    """Return the descriptor of the regular file root/name; the flags are those of os.open.
 
     make: make the folder in which it lies.
     """
@@ -92,12 +92,12 @@ def opened(root, name: str, flags: int, *, make: bool = False) -> int:
 
 
 def create(root, name: str, *, make: bool = False) -> BinaryIO:
-    """A new file for bytes; FileExistsError if anything has that name."""
+    """Return a new file for bytes; FileExistsError if anything has that name."""
     return open(opened(root, name, NEW, make=make), "wb")
 
 
 def append(root, name: str) -> BinaryIO:
-    """The file for adding bytes at its end, without a buffer; it can be read, too."""
+    """Return the file for adding bytes at its end, without a buffer; it can be read, too."""
     return open(opened(root, name, os.O_RDWR | os.O_APPEND | os.O_CREAT), "a+b", buffering=0)
 
 

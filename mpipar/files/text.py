@@ -13,7 +13,8 @@ MOST_SHOWN = 80  # characters of a foreign value in a sentence
 
 
 def harmless(text: str) -> str:
-    """The text with its control characters spelled out in ASCII, so that nothing obeys them."""
+    """Return the text with its control characters spelled out in ASCII, so that nothing obeys them.
+    """
     return HARMFUL.sub(lambda found: ascii(found[0])[1:-1], text)
 
 
@@ -39,7 +40,7 @@ def brief(text: str, most: int = MOST_SHOWN) -> str:
 
 
 def cut(text: str, most: int) -> str:
-    """The text, without what is behind its first `most` characters."""
+    """Return the text, without what is behind its first `most` characters."""
     return text if len(text) <= most else f"{text[:most]}..."
 
 
@@ -50,5 +51,5 @@ def counted(count: int, word: str) -> str:
 
 
 def shown(value, most: int = MOST_SHOWN) -> str:
-    """A foreign value for a sentence: its repr, cut if it is long."""
+    """Return a foreign value for a sentence: its repr, cut if it is long."""
     return brief(repr(value), most)

@@ -11,7 +11,7 @@ from mpipar.files.text import shown
 
 
 def built(kind, value, where: str):
-    """A JSON value as a value of an annotated type; ValueError says where it does not fit.
+    """Return a JSON value as a value of an annotated type; ValueError says where it does not fit.
 
     Types: dataclasses, tuple[X, ...], dict[str, X], X | None, int, float, bool, and str of one
     line.

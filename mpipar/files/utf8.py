@@ -12,7 +12,8 @@ BLOCK = 1 << 20  # bytes that a reader takes at once
 
 
 def text_pieces(blocks: Iterable[bytes]) -> Iterator[str]:
-    """The text of bytes, piece by piece; ValueError names the first byte that is in no text."""
+    """Yield the text of bytes, piece by piece; ValueError names the first byte that is in no text.
+    """
     decoder, begin = codecs.getincrementaldecoder("utf-8")(), 0
     for block in blocks:
         zero = block.find(b"\0")
@@ -33,5 +34,5 @@ def _decoded(decoder, block: bytes, begin: int, final: bool = False) -> str:
 
 
 def blocks_of(file) -> Iterator[bytes]:
-    """The blocks of an open file."""
+    """Return the blocks of an open file."""
     return iter(lambda: file.read(BLOCK), b"")

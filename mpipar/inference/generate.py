@@ -35,7 +35,9 @@ class Text:
     end: str = ""
 
     def room(self, sampling: Sampling, seq_len: int) -> int:
-        """How many tokens may follow. The model reads at most seq_len, and one follows the last."""
+        """Return how many tokens may follow. The model reads at most seq_len, and one follows the
+        last.
+        """
         return min(sampling.num_tokens, seq_len + 1 - len(self.tokens))
 
 
@@ -62,8 +64,8 @@ class Group:
             if worker.schedule.rank_of(stage, mb) == worker.grid.place("pp")}
 
     def batch(self) -> Batch:
-        """What this replica reads next (B, T): whole prompts with padding before them, or the
-        newest tokens. The caches learn where they go.
+        """Return what this replica reads next (B, T): whole prompts with padding before them, or
+        the newest tokens. The caches learn where they go.
 
         Positions count from the start of each text, (B, T), or (T,) where all have the same.
         """

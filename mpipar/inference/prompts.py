@@ -53,7 +53,8 @@ def _of_json(where: str, line: str) -> str:
 
 
 def encode_prompts(tokenizer: Tokenizer, texts, model) -> list[Prompt]:
-    """The prompts of [(where, text)]; raises one UsageError with all that the model cannot take.
+    """Return the prompts of [(where, text)]; raises one UsageError with all that the model cannot
+    take.
 
     model: a DecoderConfig.
     """
@@ -91,14 +92,15 @@ def show(prompt: list[int], tokens: Iterable[int], tokenizer: Tokenizer) -> Iter
 
 
 def visible(tokenizer: Tokenizer, prompt: Prompt) -> list[int]:
-    """The prompt's tokens without those that the tokenizer puts before every text."""
+    """Return the prompt's tokens without those that the tokenizer puts before every text."""
     own = tokenizer.encode(prompt.typed)
     before = len(prompt.ids) - len(own)
     return own if own and before > 0 and prompt.ids[before:] == own else prompt.ids
 
 
 def answer(tokenizer: Tokenizer, prompt: Prompt, text: Text) -> dict:
-    """What --prompts writes of one text: the prompt, what follows, its tokens, why it ended."""
+    """Return what --prompts writes of one text: the prompt, what follows, its tokens, why it ended.
+    """
     added = text.tokens[len(prompt.ids):]
     spoken = added[:-1] if text.end == STOP else added
     before = visible(tokenizer, prompt)

@@ -29,7 +29,7 @@ class Sampling(NamedTuple):
 
     @classmethod
     def of(cls, run, stop=()):
-        """What a RunConfig asks for. stop: ids that end a text if it names none."""
+        """Return what a RunConfig asks for. stop: ids that end a text if it names none."""
         return cls(run.sample_tokens, run.temperature, run.seed, run.top_k, run.top_p,
                    run.stop_token or tuple(stop))
 
@@ -40,8 +40,8 @@ class Sampling(NamedTuple):
 
 
 def best(worker, logits, count: int) -> np.ndarray:
-    """The `count` largest of each row of logits (N, V/tp), with their ids: (N, count, 2), on the
-    host.
+    """Return the `count` largest of each row of logits (N, V/tp), with their ids: (N, count, 2), on
+    the host.
 
     The largest comes first. Of equal ones the lowest id does: the first rank has the lowest ids.
     Comm: one all_gather of 2 * count numbers per row over tp.
@@ -58,7 +58,8 @@ def best(worker, logits, count: int) -> np.ndarray:
 
 
 def draw(candidates: np.ndarray, sampling: Sampling, number: int, position: int) -> float:
-    """The id of the next token of a prompt out of candidates (count, 2); NaN if a logit is NaN.
+    """Return the id of the next token of a prompt out of candidates (count, 2); NaN if a logit is
+    NaN.
 
     number: of the prompt. position: of the new token in its text.
     """

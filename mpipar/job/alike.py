@@ -51,7 +51,7 @@ def source_digest() -> str:
 
 
 def differences(facts: Sequence[dict[str, str]]) -> list[str]:
-    """The table of fields that differ, with the ranks of each value; facts: of each rank.
+    """Return the table of fields that differ, with the ranks of each value; facts: of each rank.
 
     A field that some ranks lack is left out, unless it says why they refuse their flags.
     """

@@ -43,17 +43,18 @@ def processor() -> tuple[str, tuple[str, ...]]:
 
 
 def lacking(architecture: str, units: Collection[str]) -> list[str]:
-    """The vector units that an architecture's kernels need, and that are not among these."""
+    """Return the vector units that an architecture's kernels need, and that are not among these."""
     return [unit for unit in ARCHITECTURES.get(architecture, ()) if unit not in units]
 
 
 def spelled(name: str) -> str:
-    """A name of ARCHITECTURES as it stands there; OpenBLAS takes capital and small letters."""
+    """Return a name of ARCHITECTURES as it stands there; OpenBLAS takes capital and small letters.
+    """
     return next((one for one in ARCHITECTURES if one.lower() == name.lower()), name)
 
 
 def choice(units: Collection[str]) -> str | None:
-    """The architecture with the fastest kernels for these vector units.
+    """Return the architecture with the fastest kernels for these vector units.
 
     None: they are of another kind of processor, and OpenBLAS chooses.
     """
@@ -61,28 +62,28 @@ def choice(units: Collection[str]) -> str | None:
 
 
 def wider(architecture: str, units: Collection[str]) -> str | None:
-    """The choice for these units if its vectors are wider than those of an architecture."""
+    """Return the choice for these units if its vectors are wider than those of an architecture."""
     best = choice(units)
     narrow = set(ARCHITECTURES.get(architecture, ())) < set(ARCHITECTURES.get(best, ()))
     return best if narrow else None
 
 
 def pools() -> Sequence[dict]:
-    """The BLAS libraries that this process has loaded, as threadpoolctl describes them."""
+    """Return the BLAS libraries that this process has loaded, as threadpoolctl describes them."""
     from threadpoolctl import threadpool_info
 
     return [pool for pool in threadpool_info() if pool["user_api"] == "blas"]
 
 
 def shown(pool: Mapping) -> str:
-    """A library with its version, and the architecture of its kernels, where it says."""
+    """Return a library with its version, and the architecture of its kernels, where it says."""
     version = ".".join(str(pool["version"]).split(".")[:3])
     kernels = pool.get("architecture")
     return f"{pool['internal_api']} {version}" + (f", kernels for {kernels}" if kernels else "")
 
 
 def product_seconds(count: int) -> float:
-    """The seconds of so many equal products."""
+    """Return the seconds of so many equal products."""
     import numpy as np
 
     x, w = np.ones((ROWS, INNER), np.float32), np.ones((INNER, COLUMNS), np.float32)
@@ -94,7 +95,7 @@ def product_seconds(count: int) -> float:
 
 
 def slowdown(threads: int) -> float:
-    """How many times as long products take with so many threads as with one, at this moment.
+    """Return how many times as long products take with so many threads as with one, at this moment.
 
     Both take turns. A product that must wait for a core counts, so the sums are compared.
     """

@@ -50,7 +50,7 @@ class Launcher:
 
 
 def read_launcher(environ: Mapping[str, str]) -> Launcher:
-    """The launcher that started this process, the innermost first.
+    """Return the launcher that started this process, the innermost first.
 
     Only a SLURM *step* starts ranks. The batch script itself and a shell under salloc see
     SLURM_NTASKS too, but are one process. SLURM_STEP_NUM_TASKS is set in steps alone.
@@ -135,7 +135,7 @@ def _short(library: str) -> str:
 
 
 def host_name(environ: Mapping[str, str]) -> str:
-    """The name to show for this host: SLURM's name of the node, else the system's."""
+    """Return the name to show for this host: SLURM's name of the node, else the system's."""
     return environ.get("SLURMD_NODENAME") or os.uname().nodename.split(".")[0]
 
 
@@ -152,7 +152,7 @@ def started(pid: int) -> int:
 
 
 def scratch(name: str) -> Path:
-    """A folder for files of a job on this host, made when something is written into it.
+    """Return a folder for files of a job on this host, made when something is written into it.
 
     It lies in the folder that the system makes for each user who logs in, if there is one.
     """
@@ -184,7 +184,7 @@ def _is_own(path) -> bool:
 
 
 def birthplace(launcher: Launcher) -> str:
-    """A name that the ranks of one job on this host share before MPI tells them anything.
+    """Return a name that the ranks of one job on this host share before MPI tells them anything.
 
     A launcher starts its ranks of a host from one process. Without a launcher there is one rank.
     """

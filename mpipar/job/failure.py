@@ -43,7 +43,7 @@ class Report:
 
 
 def error_report(error: BaseException, where: str, saved: str = "") -> Report:
-    """The report of an exception; with a traceback unless the user caused it.
+    """Return the report of an exception; with a traceback unless the user caused it.
 
     saved: the folder of the weights if the run has written its last ones.
     """
@@ -93,7 +93,7 @@ def show(found: Report, record: Path | None = None) -> None:
 
 
 def is_first(words, own: int, code: int) -> tuple[bool, int]:
-    """Whether this rank is the first of its host to fail; and the exit code of the first.
+    """Return whether this rank is the first of its host to fail; and the exit code of the first.
 
     words: 64-bit integers that the ranks of a host share, zeros at the start. A rank that fails
     writes into its own: the moment in microseconds, and the exit code in the lowest byte.
@@ -122,7 +122,7 @@ def write_record(folder: Path, world_rank: int, found: Report) -> Path | None:
 
 
 def place(rank: int, size: int, pid: int) -> str:
-    """Which process it is: its rank in a job of several, host and number."""
+    """Return which process it is: its rank in a job of several, host and number."""
     here = f"host {os.uname().nodename} (pid {pid})"
     return f"rank {rank} of {size} on {here}" if size > 1 else here
 

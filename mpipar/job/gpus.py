@@ -11,7 +11,7 @@ def fact(xp, number: int) -> dict:
 
 
 def remarks(places) -> list[str]:
-    """What slows messages between GPUs, or makes ranks take turns.
+    """Return what slows messages between GPUs, or makes ranks take turns.
 
     places: facts with rank and host. Ranks without a GPU are left out.
     """

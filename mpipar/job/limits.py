@@ -18,7 +18,8 @@ PROCESS = Path("/proc/self/stat")
 
 
 def process_problems(launcher: Launcher) -> list[str]:
-    """What keeps any command from working here, each with its cure; empty if nothing does."""
+    """Return what keeps any command from working here, each with its cure; empty if nothing does.
+    """
     least = {
         resource.RLIMIT_AS: (ADDRESS_SPACE, "address space", "ulimit -v unlimited", mib),
         resource.RLIMIT_NOFILE: (DESCRIPTORS + DESCRIPTORS_PER_RANK * launcher.local_size,
@@ -27,7 +28,8 @@ def process_problems(launcher: Launcher) -> list[str]:
 
 
 def mpi_problems(launcher: Launcher) -> list[str]:
-    """What keeps MPI from starting on this host, each with its cure; empty if nothing does."""
+    """Return what keeps MPI from starting on this host, each with its cure; empty if nothing does.
+    """
     found = []
     if not PROCESS.exists():
         found.append("/proc does not show this process, and MPI reads it there: mount it"
@@ -41,7 +43,7 @@ def mpi_problems(launcher: Launcher) -> list[str]:
 
 
 def shared_problems(least: int) -> list[str]:
-    """What is wrong with the shared memory of this host, if `least` bytes are needed."""
+    """Return what is wrong with the shared memory of this host, if `least` bytes are needed."""
     cure = f"mount -t tmpfs -o size={max(64, least // MIB)}m tmpfs {SHARED}, or docker's --shm-size"
     if not os.access(SHARED, os.W_OK):
         return [f"{SHARED} can't be written to, and ranks exchange messages there: {cure}"]
@@ -58,13 +60,13 @@ def mib(count: int) -> str:
 
 
 def shared_free() -> int:
-    """Bytes that are left for shared memory."""
+    """Return the bytes that are left for shared memory."""
     found = os.statvfs(SHARED)
     return found.f_bavail * found.f_frsize
 
 
 def shown() -> str:
-    """The limits of this process in words, for `mpipar doctor`."""
+    """Return the limits of this process in words, for `mpipar doctor`."""
     parts = [f"{mib(shared_free())} free in {SHARED}" if SHARED.exists() else f"no {SHARED}"]
     for name, which, text in (("open files", resource.RLIMIT_NOFILE, str),
                               ("address space", resource.RLIMIT_AS, mib),

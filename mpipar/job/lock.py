@@ -68,7 +68,7 @@ def acquire(folder: Path, token: str, take_over: bool = False,
 
 
 def owner(token: str, environ: Mapping[str, str]) -> dict:
-    """What a lock says of this process."""
+    """Return what a lock says of this process."""
     return {
         "token": token, "host": host_name(environ), "machine": _machine(), "pid": os.getpid(),
         "started": started(os.getpid()), "time": time.strftime("%Y-%m-%d %H:%M:%S"),
@@ -87,7 +87,8 @@ def _machine() -> list[str]:
 
 
 def why_gone(lock: dict, environ: Mapping[str, str]) -> str:
-    """How this process knows that the owner of a lock is gone; "" if it may still be there."""
+    """Return how this process knows that the owner of a lock is gone; "" if it may still be there.
+    """
     if lock["machine"] and lock["machine"] == _machine():
         return "" if started(lock["pid"]) == lock["started"] else "its process is gone"
     job = lock["slurm_job"]
@@ -100,7 +101,7 @@ def why_gone(lock: dict, environ: Mapping[str, str]) -> str:
 
 
 def is_held(folder: Path, environ: Mapping[str, str] = os.environ) -> bool:
-    """Whether a job has this folder's lock, and may still be there."""
+    """Return whether a job has this folder's lock, and may still be there."""
     try:
         found = _text_of(folder, NAME)
     except OSError:

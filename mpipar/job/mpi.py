@@ -91,7 +91,7 @@ def finalize(world) -> None:
 
 
 def host_ranks(communicator):
-    """The world ranks of this host, the number of this host, and words that its ranks share.
+    """Return the world ranks of this host, the number of this host, and words that its ranks share.
 
     The words are in the memory of an MPI window, which is the fourth value: 64-bit integers, one
     for each rank, zeros at the start. Hosts are numbered by their lowest ranks. A OneRank shares

@@ -126,7 +126,7 @@ class Session(Interruptible):
         return self.world
 
     def doing(self) -> str:
-        """What the command says that this rank is doing, such as "step 17"."""
+        """Return what the command says that this rank is doing, such as "step 17"."""
         return self.where()
 
     def use_folder(self, folder: Path) -> None:
@@ -215,7 +215,7 @@ class Session(Interruptible):
         self.ending.callback(held.release)
 
     def leave_mpi(self, exit_code: int) -> int:
-        """The last that all ranks do together; returns the highest of their codes.
+        """Return the last that all ranks do together; returns the highest of their codes.
 
         Afterwards a rank may work alone for any time, because nobody waits for it.
         Comm: one all-gather of a byte per rank, the end of a window, then MPI_Finalize.
@@ -235,7 +235,7 @@ class Session(Interruptible):
         return exit_code
 
     def finish(self, exit_code: int) -> int:
-        """The regular end; returns the exit code of the job. Comm: that of leave_mpi()."""
+        """Return the regular end; returns the exit code of the job. Comm: that of leave_mpi()."""
         exit_code = self.leave_mpi(exit_code)
         self.ending.close()
         return exit_code

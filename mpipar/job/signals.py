@@ -79,13 +79,13 @@ class Interruptible:
 
 
 def obeyed() -> set[int]:
-    """The signals that this process listens to."""
+    """Return the signals that this process listens to."""
     nohup = signal.getsignal(signal.SIGHUP) == signal.SIG_IGN
     return {*STOPPING, SAVING} - ({signal.SIGHUP} if nohup else set())
 
 
 def numbers_of(signals: set[int]) -> int:
-    """A descriptor that brings the number of each of these signals that comes, as one byte.
+    """Return a descriptor that brings the number of each of these signals that comes, as one byte.
 
     Blocked ones are let through. (`signal.sigtimedwait` would be shorter. But after a pause of the
     process, by SIGSTOP, it may answer with a number that is none.)

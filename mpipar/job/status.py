@@ -117,7 +117,7 @@ def forget(run_folder: Path) -> None:
 
 
 def signs(run_folder: Path) -> list[LastSign]:
-    """The files of all ranks that can be read, by rank."""
+    """Return the files of all ranks that can be read, by rank."""
     found = []
     for path in sorted((run_folder / FOLDER).glob("rank-*")):
         with contextlib.suppress(OSError, ValueError, KeyError, TypeError, struct.error):
@@ -132,7 +132,9 @@ def signs(run_folder: Path) -> list[LastSign]:
 
 
 def killed(run_folder: Path) -> list[str]:
-    """What a job that was killed has left in this run folder; nothing while a job is at work."""
+    """Return what a job that was killed has left in this run folder; nothing while a job is at
+    work.
+    """
     found = signs(run_folder)
     if not found or lock.is_held(run_folder):
         return []
@@ -140,7 +142,7 @@ def killed(run_folder: Path) -> list[str]:
 
 
 def last_words(found: list[LastSign]) -> list[str]:
-    """Who was killed first and what that rank did last, or the last signs of several ranks.
+    """Return who was killed first and what that rank did last, or the last signs of several ranks.
 
     Another rank may have been too late to see it: MPICH's launcher kills the others at once.
     """

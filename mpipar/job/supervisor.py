@@ -100,7 +100,7 @@ def _end(child: int, code: int, line: socket.socket, launcher: Launcher) -> int:
 
 
 def last_words(child: int, code: int, launcher: Launcher) -> failure.Report:
-    """What there is to say of a process that has ended without a word; code: see `os`."""
+    """Return what there is to say of a process that has ended without a word; code: see `os`."""
     exit_code, do = errors.EXIT_INTERNAL, "report this with the command line"
     if code >= 0:
         what = (f"the process has ended with exit code {code} before its job had ended: a library"

@@ -92,7 +92,7 @@ class Watchdog:
         return self.following(lambda: (marker(recorder), more()), lambda: state_of(recorder, comms))
 
     def limits(self) -> tuple[float, float]:
-        """Seconds without progress until the warning and until the end of the job."""
+        """Return the seconds without progress until the warning and until the end of the job."""
         if self.begun:
             return self.warn, self.stop
         return tuple(limit and max(limit, START_SECONDS) for limit in (self.warn, self.stop))
@@ -159,7 +159,7 @@ class Watchdog:
 
 
 def marker(recorder):
-    """A value that changes with every operation, span and wait of this rank.
+    """Return a value that changes with every operation, span and wait of this rank.
 
     Outside a training step, for example while weights are read, it also changes with every move.
     """
@@ -169,7 +169,8 @@ def marker(recorder):
 
 
 def position() -> tuple:
-    """Where the main thread is: any move of it, in any of its functions, changes the value."""
+    """Return where the main thread is: any move of it, in any of its functions, changes the value.
+    """
     frame, found = main_frame(), []
     while frame is not None:
         found.append((frame.f_code, frame.f_lasti))
@@ -178,12 +179,12 @@ def position() -> tuple:
 
 
 def main_frame():
-    """The innermost frame of the main thread."""
+    """Return the innermost frame of the main thread."""
     return sys._current_frames().get(threading.main_thread().ident)
 
 
 def waiting_record(recorder):
-    """The record of the operation that this rank waits in, or None while it computes."""
+    """Return the record of the operation that this rank waits in, or None while it computes."""
     for record in reversed(recorder.records):
         if not record.done_ns and record.waited_ns:
             return record
@@ -191,7 +192,7 @@ def waiting_record(recorder):
 
 
 def state_of(recorder=None, comms=None, where: str = "") -> dict:
-    """What this rank is doing, as JSON-able values; called from the watchdog's thread.
+    """Return what this rank is doing, as JSON-able values; called from the watchdog's thread.
 
     where: says it for a rank without a recorder.
     """
@@ -219,7 +220,7 @@ def state_of(recorder=None, comms=None, where: str = "") -> dict:
 
 
 def doing(state: dict | None) -> str:
-    """One phrase for what a rank is doing."""
+    """Return one phrase for what a rank is doing."""
     if state is None:
         return "has written nothing: it works, or its process is stopped or gone"
     inside, at, stack = state["inside"], state["at"], state["stack"]
@@ -271,13 +272,13 @@ def explain(states: dict[int, dict], ranks: Iterable[int]) -> list[str]:
 
 
 def names(ranks) -> str:
-    """Ranks as text."""
+    """Return the ranks as text."""
     return ("rank " if len(ranks) == 1 else "ranks ") + ", ".join(map(str, ranks))
 
 
 def find_circle(states: dict[int, dict]) -> list[int]:
-    """Ranks each of which waits for the next, the first repeated at the end; empty without a
-    circle.
+    """Return the ranks each of which waits for the next, the first repeated at the end; empty
+    without a circle.
     """
     waits_for = {}
     for rank, state in states.items():

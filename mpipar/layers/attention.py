@@ -109,7 +109,7 @@ class Attention:
 
     @staticmethod
     def cost(name: str, held: type[WholeTokens], method: str | None, scores: bool) -> Cost:
-        """Its Cost. held: a class of partition/tokens.py. method: of `attention_over`.
+        """Return its Cost. held: a class of partition/tokens.py. method: of `attention_over`.
 
         scores: whether it keeps all scores. If not, it keeps two numbers for each query, and where
         heads were exchanged, the result of all tokens of some heads beside its own.

@@ -75,7 +75,7 @@ class Context:
     def blocks(
         self, make: Callable[[Context, int], list[Layer]], indices: Iterable[int]
     ) -> list[list[Layer]]:
-        """The layers of each of a stage's blocks; the first blocks make something again.
+        """Return the layers of each of a stage's blocks; the first blocks make something again.
 
         make(context, index) gives the layers of the block of this index.
         """
@@ -90,7 +90,7 @@ class Context:
         return found
 
     def pair(self, cut: str) -> tuple[str, str]:
-        """The cuts of two products, where the second reads the first one's result.
+        """Return the cuts of two products, where the second reads the first one's result.
 
         cut: `pair` for the two that fit the tokens held, or the name of one cut for both.
         """
@@ -98,7 +98,9 @@ class Context:
 
 
 def made_again(config: Any) -> dict[str, Any]:
-    """The fields of a Context that say how a Config computes, and what its blocks make again."""
+    """Return the fields of a Context that say how a Config computes, and what its blocks make
+    again.
+    """
     memory = config.memory
     scores = memory.recompute == "attention"
     every = config.model.layers if memory.recompute_layers is None else memory.recompute_layers
@@ -109,5 +111,5 @@ def made_again(config: Any) -> dict[str, Any]:
 
 
 def recomputed_blocks(config: Any) -> int:
-    """How many of the first blocks of a stage a Config makes run forward again."""
+    """Return how many of the first blocks of a stage a Config makes run forward again."""
     return made_again(config)["again"] if config.memory.recompute == "block" else 0

@@ -23,12 +23,13 @@ PIECES = str.maketrans("DFV", "dfv")
 
 
 def term(letters: str, often: float = 1) -> Sum:
-    """A product of letters, such as "B*T*s", so many times."""
+    """Return a product of letters, such as "B*T*s", so many times."""
     return {tuple(letters.split("*")): often}
 
 
 def array(rows: str, widths: str, number: str = "e") -> Sum:
-    """Bytes of an array. rows: such as "B*T". widths: letters that lie side by side, as in "QKK".
+    """Return the bytes of an array. rows: such as "B*T". widths: letters that lie side by side, as
+    in "QKK".
 
     number: the letter of a number's bytes, e or s.
     """
@@ -36,7 +37,7 @@ def array(rows: str, widths: str, number: str = "e") -> Sum:
 
 
 def total(sums: Iterable[Sum]) -> Sum:
-    """All sums as one."""
+    """Return all sums as one."""
     found: Counter[tuple[str, ...]] = Counter()
     for one in sums:
         found.update(one)
@@ -44,7 +45,7 @@ def total(sums: Iterable[Sum]) -> Sum:
 
 
 def value(form: Sum, letters: Letters) -> float:
-    """The number that a Sum is for these sizes."""
+    """Return the number that a Sum is for these sizes."""
     found: float = 0
     for one, product in form.items():  # loops, because the planner asks a million times
         for letter in one:
@@ -101,16 +102,16 @@ class Barrier(NamedTuple):
     again: bool = False
 
     def calls(self, q: int) -> int:
-        """How many operations it is on each rank."""
+        """Return how many operations it is on each rank."""
         way = KINDS[self.kind]
         return way.rounds(q) * len(way.operations)
 
     def payload(self, letters: Letters, q: int) -> float:
-        """Bytes of one operation's payload."""
+        """Return the bytes of one operation's payload."""
         return KINDS[self.kind].pieces(q) * value(self.carries, letters)
 
     def sent(self, letters: Letters, q: int) -> int:
-        """Bytes that a rank sends."""
+        """Return the bytes that a rank sends."""
         way = KINDS[self.kind]
         return way.rounds(q) * wire_bytes(
             way.operations[0], int(self.payload(letters, q)), q)
@@ -137,7 +138,7 @@ class Cost(NamedTuple):
 
 
 def together(*costs: Cost) -> Cost:
-    """The Cost of several layers."""
+    """Return the Cost of several layers."""
     return Cost(
         tuple(product for one in costs for product in one.products),
         total(one.weights for one in costs), total(one.flops for one in costs),
@@ -161,7 +162,7 @@ def sides(cut: str, inner: str, outer: str) -> dict[str, tuple[str, str]]:
 
 def product_cost(name: str, cut: str, inner: str, outer: str, rows: str = "B*T", *,
                  patch: str = "", again: bool = True) -> Cost:
-    """The Cost of a product and its cut. inner, outer: letters of its whole widths.
+    """Return the Cost of a product and its cut. inner, outer: letters of its whole widths.
 
     patch: what the rows of the product's matrix have besides `inner`, of a convolution. again: see
     Barrier.
@@ -184,7 +185,8 @@ def product_cost(name: str, cut: str, inner: str, outer: str, rows: str = "B*T",
 
 def token_barriers(name: str, held: type[WholeTokens], *, scatter: str, gather: str,
                    rows: str = "B*T") -> tuple[Barrier, ...]:
-    """The barriers of a layer that gathers the tokens held in one phase, and scatters in another.
+    """Return the barriers of a layer that gathers the tokens held in one phase, and scatters in
+    another.
 
     rows: letters of all rows, which are those of all tokens, or of images.
     """

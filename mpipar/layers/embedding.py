@@ -33,7 +33,7 @@ class TokenEmbedding:
 
     @staticmethod
     def cost(held: type[WholeTokens]) -> Cost:
-        """Its Cost. held: a class of partition/tokens.py."""
+        """Return its Cost. held: a class of partition/tokens.py."""
         return Cost(kept=array(held.rows, "D"),
                     barriers=token_barriers("embedding", held, scatter="F", gather="W"))
 

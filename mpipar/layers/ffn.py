@@ -39,7 +39,7 @@ class FeedForward:
     def cost(
         cls, name: str, cuts: tuple[str, str], rows: str = "B*T", patch: str = "", width: str = "F",
     ) -> Cost:
-        """Its Cost. rows, patch: see `product_cost`. width: the letter of its own width."""
+        """Return its Cost. rows, patch: see `product_cost`. width: the letter of its own width."""
         up, down, h = cls._costs(name, cuts, width, width, rows, patch)
         return together(up, Cost(stash=h), down)
 
@@ -93,7 +93,7 @@ class GatedFeedForward(FeedForward):
     def cost(
         cls, name: str, cuts: tuple[str, str], rows: str = "B*T", patch: str = "", width: str = "F",
     ) -> Cost:
-        """Its Cost."""
+        """Return its Cost."""
         up, down, h = cls._costs(name, cuts, f"{width}{width}", width, rows, patch)
         return together(up, Cost(stash=h), down._replace(stash={}, remade=down.stash))
 

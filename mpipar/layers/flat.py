@@ -46,17 +46,17 @@ class Sharding(NamedTuple):
     data: Comm | None = None
 
     def travels(self, kind: str) -> bool:
-        """Whether a buffer is summed or gathered where it lies."""
+        """Return whether a buffer is summed or gathered where it lies."""
         return not self.shares(kind) and (kind == "grad" or (kind == "data" and self.level > 0))
 
     def shares(self, kind: str) -> bool:
-        """Whether a rank keeps its own pieces alone of data, grad, master or a moment."""
+        """Return whether a rank keeps its own pieces alone of data, grad, master or a moment."""
         if kind == "grad":
             return not self.whole_grads
         return self.level == 3 if kind == "data" else self.level > 0
 
     def segments(self, units: dict[int, slice], total: int) -> list[Segment]:
-        """The segments of a flat buffer of `total` elements, in its order.
+        """Return the segments of a flat buffer of `total` elements, in its order.
 
         units: the run of each unit in the buffer; their lengths are multiples of the ranks.
         """
@@ -171,7 +171,9 @@ class FlatParams:
         return {"master": self.master, **self.moments}
 
     def shares(self, kind: str) -> bool:
-        """Whether ranks share out a kind of buffer, so that this one has its own pieces alone."""
+        """Return whether ranks share out a kind of buffer, so that this one has its own pieces
+        alone.
+        """
         same = kind == "master" and not self.rounds
         return self.sharding.shares("data" if same else kind)
 
@@ -209,7 +211,7 @@ class FlatParams:
                     yield value, segment, slice(first - own.start, stop - own.start)
 
     def params_in(self, run: slice) -> list[Param]:
-        """The parameters that lie in a run of the flat order."""
+        """Return the parameters that lie in a run of the flat order."""
         return [param for param, start in self.starts.items() if run.start <= start < run.stop]
 
     def length(self, segment: int) -> int:
@@ -218,7 +220,8 @@ class FlatParams:
         return len(range(run.start, run.stop))
 
     def title(self, segment: int) -> str:
-        """The layer of a segment's first parameter, as in block3, for the name of a barrier."""
+        """Return the layer of a segment's first parameter, as in block3, for the name of a barrier.
+        """
         name: str = self.params_in(self.segments[segment].run)[0].name
         return name.split(".", maxsplit=1)[0]
 
@@ -228,16 +231,16 @@ class FlatParams:
             param.displace(kind)
 
     def buffer(self, kind: str) -> Array:
-        """The buffer of a kind: data, grad, master or a moment."""
+        """Return the buffer of a kind: data, grad, master or a moment."""
         return self.moments[kind] if kind in self.moments else getattr(self, kind)
 
     def piece(self, kind: str, segment: int) -> Array:
-        """The own piece of a segment in a buffer."""
+        """Return the own piece of a segment in a buffer."""
         places = self.packed if self.shares(kind) else self.own
         return self.buffer(kind)[places[segment]]
 
     def pieces(self, kind: str) -> list[Array]:
-        """The own piece of each segment in a buffer."""
+        """Return the own piece of each segment in a buffer."""
         return [self.piece(kind, segment) for segment in range(len(self.segments))]
 
     def parts(self, param: Param, pieces: list[Array]) -> Iterator[tuple[int, Array]]:
@@ -310,7 +313,8 @@ class FlatParams:
 def flats_of(
     ops: Any, params: Iterable[Param], sharding: Sharding, comms: Comms
 ) -> list[FlatParams]:
-    """One FlatParams for each set of groups over which gradients are partial, and each update.
+    """Return one FlatParams for each set of groups over which gradients are partial, and each
+    update.
 
     Those that only the data group sums come first: their sums begin while passes still run. Each
     set has a data group of its own, which shares out what the sharding says.
@@ -327,5 +331,5 @@ def flats_of(
 
 
 def padded(length: int, count: int) -> int:
-    """The next multiple of count."""
+    """Return the next multiple of count."""
     return -(-length // count) * count

@@ -76,14 +76,14 @@ class Linear:
         return self.comm.size == 1 and self.product is self.ops
 
     def matrix(self, kind: str) -> Array:
-        """The weights, or their gradients, as one matrix (K, N): a view."""
+        """Return the weights, or their gradients, as one matrix (K, N): a view."""
         w = self.w.through(self.weights[-1], kind)
         assert w.size == self.w_size, (self.name, w.size, self.w_size)
         w = w.reshape(self.in_memory)
         return w if self.in_first else w.T
 
     def bias(self, kind: str) -> Array:
-        """The bias, or its gradient, (N,): a view; None if there is none."""
+        """Return the bias, or its gradient, (N,): a view; None if there is none."""
         return self.b.through(self.biases[-1], kind) if self.b else None
 
     def _sizes(self, stash: Stash) -> Sizes:

@@ -31,7 +31,7 @@ class Head:
 
     @staticmethod
     def cost(held: type[WholeTokens], rows: str = "B*T") -> Cost:
-        """Its Cost. held: a class of partition/tokens.py. rows: letters of N."""
+        """Return its Cost. held: a class of partition/tokens.py. rows: letters of N."""
         barriers = token_barriers("head", held, scatter="I", gather="F", rows=rows)
         return product_cost("head", "column", "D", "V", rows)._replace(barriers=barriers)
 
@@ -74,7 +74,7 @@ class CrossEntropy:
 
     @staticmethod
     def cost(rows: str = "B*T") -> Cost:
-        """Its Cost; the logits and two numbers of each row stay for the input gradient."""
+        """Return its Cost; the logits and two numbers of each row stay for the input gradient."""
         return Cost(stash=total((array(rows, "v"), term(f"{rows}*s", 2))),
                     barriers=(Barrier("loss", "F", "all_gather", term(f"{rows}*s", 3)),))
 

@@ -108,7 +108,7 @@ class Router:
             self.ops.copy(self.forced, self.ops.asarray(table.astype(self.ops.dtype)))
 
     def forward(self, x: Array, stash: Stash) -> Choice:
-        """The Choice for x (N, D)."""
+        """Return the Choice for x (N, D)."""
         logits = self.ops.router_forward(x, self.w.data)
         choice = Choice(*self.ops.choice_forward(
             logits, self.config.experts_per_token, self._added(stash.batch)))
@@ -251,7 +251,8 @@ class MixtureOfExperts:
     @staticmethod
     def cost(name: str, held: type[WholeTokens], activation: str, dispatch: Dispatch,
              balance: str) -> Cost:
-        """Its Cost, with the letters of models/decoder.py: the experts are equally popular."""
+        """Return its Cost, with the letters of models/decoder.py: the experts are equally popular.
+        """
         wide, rows = BENDS[activation].wide, "B*T*k"
         barriers = [
             *(one._replace(again=one.phase == "F")

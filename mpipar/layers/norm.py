@@ -39,7 +39,7 @@ class Norm:
 
     @classmethod
     def cost(cls, rows: str) -> Cost:
-        """Its Cost. rows: letters of the tokens that it normalizes."""
+        """Return its Cost. rows: letters of the tokens that it normalizes."""
         x, statistics = array(rows, "D"), term(f"{rows}*s", cls.statistics)
         return Cost(stash=total((x, statistics)), kept=total((x, x, statistics)))
 

@@ -113,7 +113,7 @@ class Param:
         setattr(self, kind, None)
 
     def through(self, last: Param, kind: str) -> Array:
-        """The numbers of the flat buffer from this parameter's to those of `last`: a view.
+        """Return the numbers of the flat buffer from this parameter's to those of `last`: a view.
 
         So a product reads the tensors of a layer, which lie side by side, as one.
         """
@@ -131,7 +131,7 @@ class Param:
         return tuple(found)
 
     def shards(self, grid: Grid) -> list[dict[str, int]]:
-        """The places of every shard of the tensor on a grid, in the order of their numbers.
+        """Return the places of every shard of the tensor on a grid, in the order of their numbers.
 
         The last group counts fastest.
         """

@@ -31,7 +31,7 @@ class Recomputed:
 
     @staticmethod
     def cost(block: Cost, x: Sum) -> Cost:
-        """The Cost of layers of this Cost that keep their input. x: bytes of the input."""
+        """Return the Cost of layers of this Cost that keep their input. x: bytes of the input."""
         return block._replace(stash=x)
 
     def forward(self, x: Array, stash: Stash) -> Array:

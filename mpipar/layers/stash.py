@@ -19,7 +19,7 @@ class Stash(dict[tuple[Any, str], Any]):
         self.batch, self.cache = batch, cache
 
     def inner(self) -> Stash:
-        """An empty stash for a layer within a layer: all of this one's but the arrays.
+        """Return an empty stash for a layer within a layer: all of this one's but the arrays.
 
         A layer that holds another one makes its stash here and nowhere else. So a pass has the same
         batch, the same cache and whatever comes to them at any depth.

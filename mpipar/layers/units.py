@@ -39,7 +39,7 @@ class GatheredUnits:
         self.room = self.make_room()
 
     def make_room(self) -> list[Array]:
-        """The two buffers, each as large as the largest unit that it ever holds."""
+        """Return the two buffers, each as large as the largest unit that it ever holds."""
         sizes = [largest(needs for units in self.needs.values() for needs in units[odd::2])
                  for odd in (0, 1)]
         return [self.ops.empty((size,), label="weights") for size in sizes]

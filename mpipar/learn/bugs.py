@@ -15,13 +15,13 @@ MOST = 8  # tensors of a kind that are shown
 
 
 def exercises() -> list[Exercise]:
-    """One for each twin."""
+    """Return one for each twin."""
     return [Exercise(number, task(number, twin), "LETTER", partial(judge, number),
                      partial(show, twin), (2,)) for number, twin in TWINS.items()]
 
 
 def task(number: str, twin: Twin) -> str:
-    """The words of the exercise."""
+    """Return the words of the exercise."""
     (axis, size), = twin.layouts[0].items()
     return (f"A bug is planted in a step with {axis}={size} and the schedule {twin.schedule}."
             f" `mpiexec -n 2 mpipar learn check {number}` shows what differs from one rank, and"
@@ -29,7 +29,7 @@ def task(number: str, twin: Twin) -> str:
 
 
 def show(twin: Twin, asked: Asked) -> list[str]:
-    """What differs with one twin, and the causes."""
+    """Return what differs with one twin, and the causes."""
     causes = ["The twelve causes:"]
     causes += [f"  {letter}  {TWINS[number].cause}" for letter, number in by_letter().items()]
     if asked.world is None:
@@ -45,7 +45,7 @@ def show(twin: Twin, asked: Asked) -> list[str]:
 
 
 def symptoms(outcome: small_model.Outcome) -> list[str]:
-    """What differs, by kind, and the largest differences."""
+    """Return what differs, by kind, and the largest differences."""
     wrong = Counter(one.kind for one in outcome.wrong)
     lines = []
     for kind, count in Counter(one.kind for one in outcome.differences).items():
@@ -60,7 +60,7 @@ def symptoms(outcome: small_model.Outcome) -> list[str]:
 
 
 def judge(number: str, asked: Asked) -> Verdict:
-    """The verdict on the letter of one twin, with its cause and how it is planted."""
+    """Return the verdict on the letter of one twin, with its cause and how it is planted."""
     letters = by_letter()
     given = one_of(asked.words, letters)
     letter = next(one for one, twin in letters.items() if twin == number)

@@ -22,7 +22,7 @@ PARTS = (readers_code, readers_schedule, readers_layout, lateness, bugs)
 
 
 def order(number: str) -> tuple[int, str]:
-    """Where an exercise stands: 2a comes before 10a."""
+    """Return where an exercise stands: 2a comes before 10a."""
     return int(number[:-1]), number[-1]
 
 

@@ -86,7 +86,7 @@ class Exercise(NamedTuple):
         return f"{'' if self.alone else self.launcher}mpipar learn check {self.id} {self.answer}"
 
     def copying(self, file: str) -> str:
-        """What a reader types to begin a file, wherever mpipar is installed."""
+        """Return what a reader types to begin a file, wherever mpipar is installed."""
         return f"cp {shlex.quote(str(PROGRAM / self.original))} {shlex.quote(file)}"
 
     @property
@@ -133,14 +133,14 @@ def one_number(expected: Number, given: Fraction, word: str) -> tuple[bool, str]
 
 
 def plain(value: float, digits: int = MOST_DIGITS) -> str:
-    """A number as a person writes it, with at most so many digits behind the point."""
+    """Return a number as a person writes it, with at most so many digits behind the point."""
     if float(value).is_integer():
         return f"{int(value):,}"
     return f"{float(value):,.{digits}f}".rstrip("0").rstrip(".")
 
 
 def numbers_of(words: tuple[str, ...], answer: str) -> list[Fraction]:
-    """The numbers that the reader typed; UsageError says what to type instead."""
+    """Return the numbers that the reader typed; UsageError says what to type instead."""
     names = answer.split()
     problems = [] if len(words) == len(names) else [
         (f"{len(words)} {'words' if len(words) != 1 else 'word'} given: type {len(names)},"
@@ -174,14 +174,14 @@ def words(number: str, choices: tuple[str, ...], task: str) -> Callable[[Callabl
 
 
 def said(given: str, expected: str, why: str) -> Verdict:
-    """The verdict on one word."""
+    """Return the verdict on one word."""
     right = given == expected
     return Verdict(right, [f"you say {given}, it is {expected} -> {'right' if right else 'WRONG'}",
                            f"why: {why}"])
 
 
 def one_of(given: tuple[str, ...], choices) -> str:
-    """The one word of an answer, or a UsageError."""
+    """Return the one word of an answer, or a UsageError."""
     if len(given) != 1 or given[0].lower() not in choices:
         raise UsageError(f"{shown(brief(' '.join(given)))}: type one of {', '.join(choices)}")
     return given[0].lower()

@@ -38,7 +38,7 @@ class Planted(NamedTuple):
 
 
 def exercises() -> list[Exercise]:
-    """All exercises of this kind."""
+    """Return all exercises of this kind."""
     causes = "|".join(CAUSES)
     return [
         Exercise("11a", "One rank of a run is late in every step, and others wait for it."
@@ -55,7 +55,7 @@ def exercises() -> list[Exercise]:
 
 
 def late_rank(seed: int) -> Planted:
-    """A run in which one rank loses half a step each time."""
+    """Return a run in which one rank loses half a step each time."""
     random = Random(seed)  # noqa: S311 (nothing is secret)
     cause = random.choice(sorted(CAUSES))
     plain = Run(random.choice(LAYOUTS), seed=seed)
@@ -66,7 +66,7 @@ def late_rank(seed: int) -> Planted:
 
 
 def pipeline_run(seed: int) -> Planted:
-    """A run of four pipeline ranks with one of SHAPES."""
+    """Return a run of four pipeline ranks with one of SHAPES."""
     random = Random(seed)  # noqa: S311 (nothing is secret)
     shape = random.choice(sorted(SHAPES))
     run = replace(Run((("pp", 4),), microbatches=8, seed=seed), **SHAPES[shape])
@@ -78,7 +78,7 @@ def pipeline_run(seed: int) -> Planted:
 
 
 def show(make: Callable[[int], Planted], asked: Asked) -> list[str]:
-    """The trace, without what `mpipar trace` concludes from it."""
+    """Return the trace, without what `mpipar trace` concludes from it."""
     analysis = make(asked.seed).analysis
     trace = analysis.trace
     step, window = median_step(trace)
@@ -96,7 +96,8 @@ def show(make: Callable[[int], Planted], asked: Asked) -> list[str]:
 
 
 def judge(make: Callable[[int], Planted], read: Callable, asked: Asked) -> Verdict:
-    """The verdict on a made trace. read(words, Planted): the words, as those of the truth."""
+    """Return the verdict on a made trace. read(words, Planted): the words, as those of the truth.
+    """
     planted = make(asked.seed)
     given = read(asked.words, planted)
     told = [f"{one.kind}: {one.text}" for one in planted.analysis.findings]
@@ -105,7 +106,7 @@ def judge(make: Callable[[int], Planted], read: Callable, asked: Asked) -> Verdi
 
 
 def late_answer(words: tuple[str, ...], planted: Planted) -> tuple[str, ...]:
-    """A rank and a cause, or a UsageError with all that is wrong."""
+    """Return a rank and a cause, or a UsageError with all that is wrong."""
     if len(words) != 2:
         raise UsageError(f"{len(words)} words given: type a rank and a cause, as in 0 data")
     last = len(planted.analysis.trace.ranks) - 1
@@ -120,7 +121,7 @@ def late_answer(words: tuple[str, ...], planted: Planted) -> tuple[str, ...]:
 
 
 def shape_answer(words: tuple[str, ...], planted: Planted) -> tuple[str, ...]:
-    """One of SHAPES, or a UsageError."""
+    """Return one of SHAPES, or a UsageError."""
     return (one_of(words, SHAPES),)
 
 

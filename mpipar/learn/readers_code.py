@@ -35,7 +35,7 @@ NUMBERS = 12  # that each rank brings to 3c, for each rank of the group
 
 
 def exercises() -> list[Exercise]:
-    """All exercises of this kind."""
+    """Return all exercises of this kind."""
     return [
         Exercise(
             "2c", "Write the weight gradient of a product: copy `mpipar/partition/column.py`"
@@ -63,7 +63,7 @@ def exercises() -> list[Exercise]:
 
 def in_a_step(number: str, task: str, file: str, owner, names: tuple[str, ...],
               original: str) -> Exercise:
-    """An exercise whose functions replace those of a module or class in a step with tp=2.
+    """Return an exercise whose functions replace those of a module or class in a step with tp=2.
 
     file: as the reader's file is called. original: the program's file, of which it is a copy.
     """
@@ -84,7 +84,7 @@ def in_a_step(number: str, task: str, file: str, owner, names: tuple[str, ...],
 
 
 def described(found, usual, original: str) -> list[str]:
-    """What differs from one rank, and from the barriers that the program makes."""
+    """Return what differs from one rank, and from the barriers that the program makes."""
     total, wrong = len(found.differences), found.wrong
     lines = [f"{total - len(wrong)} of {total} tensors equal those of one rank"]
     gradients = [one for one in wrong if one.kind == "gradient"] or wrong
@@ -106,7 +106,7 @@ def calls(outcome) -> Counter:
 
 
 def barrier_lines(found, usual, original: str) -> list[str]:
-    """A sentence for each barrier that is made less or more often than it must be."""
+    """Return a sentence for each barrier that is made less or more often than it must be."""
     mine, right = calls(found), calls(usual)
     lines = []
     for key in sorted(mine.keys() | right.keys()):
@@ -122,7 +122,7 @@ def barrier_lines(found, usual, original: str) -> list[str]:
 
 
 def sends_more(found, usual) -> bool:
-    """Whether the reader's code sends more bytes than the program's."""
+    """Return whether the reader's code sends more bytes than the program's."""
     mine, right = (sum(one.wire_bytes for one in outcome.recorder.records)
                    for outcome in (found, usual))
     return mine > right
@@ -166,7 +166,7 @@ def finite_differences(x, dy) -> np.ndarray:
 
 
 def judge_all_reduce(asked: Asked) -> Verdict:
-    """The reader's sum over all ranks, its bytes and its operations.
+    """Return the reader's sum over all ranks, its bytes and its operations.
 
     Comm: what the reader's function sends, one all_reduce, one gather.
     """
@@ -194,7 +194,7 @@ def judge_all_reduce(asked: Asked) -> Verdict:
 
 
 def sum_verdict(facts: list[dict], most: int, nbytes: int) -> Verdict:
-    """The verdict on what all ranks have found."""
+    """Return the verdict on what all ranks have found."""
     lines, right = [], True
     for place, fact in enumerate(facts):
         if fact["first"]:
@@ -216,7 +216,7 @@ def sum_verdict(facts: list[dict], most: int, nbytes: int) -> Verdict:
 
 
 def load(path: Path, names: tuple[str, ...], inside: str | None = None) -> dict[str, object]:
-    """The functions of these names in a file; UsageError says what is wrong with it.
+    """Return the functions of these names in a file; UsageError says what is wrong with it.
 
     inside: a class of the file that has them as methods.
     """
@@ -257,7 +257,7 @@ def blamed(path: Path) -> Iterator[None]:
 
 
 def place_of(error: BaseException, path: Path) -> list[str]:
-    """An error in words: the last line of the file that was running, and what happened."""
+    """Return an error in words: the last line of the file that was running, and what happened."""
     what = f"{type(error).__name__}: {error}"
     frames = traceback.extract_tb(error.__traceback__)
     own = [frame for frame in frames if frame.filename == str(path)]

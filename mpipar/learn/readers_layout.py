@@ -43,13 +43,13 @@ TEXT = ("A model of 30 billion parameters trains in float16 with AdamW on {devic
 
 
 def exercises() -> list[Exercise]:
-    """One for each case."""
+    """Return one for each case."""
     return [Exercise(number, TEXT.format(**case._asdict()), "'LAYOUT FLAGS'", partial(judge, case))
             for number, case in CASES.items()]
 
 
 def judge(case: Case, asked: Asked) -> Verdict:
-    """The verdict on the layout of one case."""
+    """Return the verdict on the layout of one case."""
     config = config_of(case, asked.words)
     limit = case.memory * GB
     found = {place: predict(config, place).peak_total for place in fullest(config)}
@@ -65,7 +65,7 @@ def judge(case: Case, asked: Asked) -> Verdict:
 
 
 def config_of(case: Case, words: tuple[str, ...]):
-    """The complete Config of an answer; UsageError with all that is wrong with it."""
+    """Return the complete Config of an answer; UsageError with all that is wrong with it."""
     try:
         typed = [part for word in words for part in shlex.split(word)]
     except ValueError as error:
@@ -92,6 +92,6 @@ def config_of(case: Case, words: tuple[str, ...]):
 
 
 def fullest(config) -> list[int]:
-    """A rank of each place in the pipeline; the others of its place keep as much."""
+    """Return a rank of each place in the pipeline; the others of its place keep as much."""
     grid = Grid.of(config.grid, 0)
     return [grid.at(pp=place) for place in range(config.grid.pp)]

@@ -50,14 +50,14 @@ FORM = (" The file has a line for each worker, as `mpipar schedule naive --pp {p
 
 
 def exercises() -> list[Exercise]:
-    """One for each budget."""
+    """Return one for each budget."""
     return [Exercise(number, TASKS[number] + FORM.format(p=budget.p, m=budget.m),
                      "--file my.csv", partial(judge, number, budget), ranks=(budget.p,))
             for number, budget in BUDGETS.items()]
 
 
 def judge(number: str, budget: Budget, asked: Asked) -> Verdict:
-    """The verdict on a schedule that one budget asks for."""
+    """Return the verdict on a schedule that one budget asks for."""
     why = [(f"why: {budget.model} keeps to it: {budget.why}. See `mpipar schedule"
             f" {budget.model} --pp {budget.p} --num-microbatches {budget.m}`")]
     schedule = asked.agree(lambda: proved(asked.file))
@@ -79,7 +79,7 @@ def judge(number: str, budget: Budget, asked: Asked) -> Verdict:
 
 
 def proved(path) -> Schedule | ScheduleError:
-    """The schedule of a file, or why it cannot run. UsageError for what is no schedule."""
+    """Return the schedule of a file, or why it cannot run. UsageError for what is no schedule."""
     try:
         return read_csv(path)
     except ScheduleError as error:

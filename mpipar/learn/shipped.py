@@ -20,7 +20,9 @@ from mpipar.train.gradsync import GradSync
 
 @in_place_of(CrossEntropy, "backward_input")
 def loss_times_cp(plain, self, dy, stash):
-    """The gradient of the loss is multiplied by the two ranks of cp, as for a mean over them."""
+    """Return the gradient of the loss is multiplied by the two ranks of cp, as for a mean over
+    them.
+    """
     self.factor.value *= 2
     try:
         return plain(self, dy, stash)
@@ -51,7 +53,7 @@ def shared_heads_dropped(plain, self, x, name, op="sum"):
 
 @in_place_of(Param, "initial_rows")
 def same_shards(plain, self, *given):
-    """Every rank draws its shard of a weight as if it were the first one."""
+    """Yield every rank draws its shard of a weight as if it were the first one."""
     box, self.box = self.box, tuple((0, stop - start) for start, stop in self.box)
     try:
         yield from plain(self, *given)
@@ -61,7 +63,7 @@ def same_shards(plain, self, *given):
 
 @in_place_of(Rows, "train")
 def same_rows(plain, self, step, mb):
-    """Every copy of the model reads the rows of the first one."""
+    """Return every copy of the model reads the rows of the first one."""
     place, self.dp_rank = self.dp_rank, 0
     try:
         return plain(self, step, mb)

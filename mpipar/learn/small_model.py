@@ -26,7 +26,7 @@ ROWS = 2  # of a microbatch
 
 def small_config(layout: dict[str, int], num_microbatches: int = 2, model=MODEL,
                  **changes) -> Config:
-    """A resolved float64 configuration with plain SGD, which hides no wrong scale.
+    """Return a resolved float64 configuration with plain SGD, which hides no wrong scale.
 
     layout: {axis: size}; further axes have size 1. changes: further fields of a GridConfig.
     """
@@ -61,7 +61,7 @@ class Outcome:
 
 
 def expected_tensors(config, world):
-    """What one rank computes, on world rank 0; None elsewhere. It sends nothing."""
+    """Return what one rank computes, on world rank 0; None elsewhere. It sends nothing."""
     return None if world is not None and world.rank else one_rank_tensors(config, tokens())
 
 
@@ -77,12 +77,13 @@ def step_beside(config, world, expected) -> Outcome:
 
 
 def worst_first(differences) -> list[Difference]:
-    """What differs, the largest first; NaN before everything."""
+    """Return what differs, the largest first; NaN before everything."""
     return sorted(differences, key=lambda one: (not math.isnan(one.error), -one.error))
 
 
 def in_words(one: Difference) -> str:
-    """A sentence about a tensor that differs, such as 'gradient of block0.ffn.down.w ...'."""
+    """Return a sentence about a tensor that differs, such as 'gradient of block0.ffn.down.w ...'.
+    """
     place = f" at {','.join(map(str, one.where))}" if one.where else ""
     return (f"{one.kind} of {one.name} differs by {one.error:.1g} of its largest entry: it is"
             f" {one.actual:.4g}{place}, and must be {one.expected:.4g}")

@@ -45,12 +45,12 @@ class Twin(NamedTuple):
 
 @in_place_of(Comm, "all_reduce")
 def reduce_dropped(plain, self, x, name, op="sum"):
-    """One column cut does not add the parts of its input gradient."""
+    """Return one column cut does not add the parts of its input gradient."""
     return x if name == "block1.ffn.up" else plain(self, x, name, op)
 
 
 def bucket_dropped():
-    """The third bucket is a copy: its sum never comes back."""
+    """Return the third bucket is a copy: its sum never comes back."""
     plain, calls = Comm.iall_reduce, []
 
     def iall_reduce(self, x, name):
@@ -68,7 +68,7 @@ def reduce_doubled(plain, self):
 
 
 def summed_early():
-    """The buckets of a unit are posted before its last weight gradient, not behind it."""
+    """Return the buckets of a unit are posted before its last weight gradient, not behind it."""
     def enter(self, unit):
         if self.passing in self.last_passes:
             self.gradsync.start_unit(self.passing.stage, unit)
@@ -78,7 +78,7 @@ def summed_early():
 
 @in_place_of(Linear, "forward")
 def bias_on_every_rank(plain, self, x, stash, residual=None):
-    """A row cut adds its bias before the sum over ranks."""
+    """Return a row cut adds its bias before the sum over ranks."""
     stash[self.name, "x"] = x
     if self.cut is not row:
         return plain(self, x, stash, residual)
@@ -98,20 +98,20 @@ def tied_twice(plain, self):
 
 @in_place_of(Comm, "all_reduce")
 def tie_forgotten(plain, self, x, name, op="sum"):
-    """Each end of the pipeline keeps its own gradient of the tied table."""
+    """Return each end of the pipeline keeps its own gradient of the tied table."""
     return x if self.axis == "tie" else plain(self, x, name, op)
 
 
 @in_place_of(GradSync, "square_sums")
 def norm_counts_copies(plain, self):
-    """Every rank adds the squares of all that it holds, copies of others included."""
+    """Return every rank adds the squares of all that it holds, copies of others included."""
     for flat in self.flats:
         flat.counted = [(True, 0, slice(flat.size))]
     return plain(self)
 
 
 def weight_gradient_skipped():
-    """The fifth weight gradient of a step is left out."""
+    """Return the fifth weight gradient of a step is left out."""
     plain, calls = Linear.backward_weight, []
 
     def backward_weight(self, stash):
@@ -127,7 +127,7 @@ def weight_gradient_skipped():
 
 @in_place_of(Engine, "run")
 def microbatches_swapped(plain, self, program, get_batch, training=True):
-    """The last stage compares microbatch 0 with the targets of microbatch 1."""
+    """Return the last stage compares microbatch 0 with the targets of microbatch 1."""
     if self.comm.index == 1 and self.comm.size == 2:
         return plain(self, program, lambda mb: get_batch(mb ^ 1), training)
     return plain(self, program, get_batch, training)
@@ -148,7 +148,7 @@ def buffer_aliased(plain, self, instr):
 
 @in_place_of(Worker, "gradients")
 def loss_of_a_microbatch(plain, self, step, get_batch, *asks):
-    """The loss is divided by the tokens of a microbatch, not by those of the step."""
+    """Return the loss is divided by the tokens of a microbatch, not by those of the step."""
     self.num_tokens //= self.schedule.num_microbatches
     try:
         return plain(self, step, get_batch, *asks)

@@ -27,7 +27,7 @@ class Placed(Protocol):
 
 
 def model_of(config: ModelConfig) -> ModuleType:
-    """The module of a ModelConfig's model."""
+    """Return the module of a ModelConfig's model."""
     return MODELS[config.model]
 
 
@@ -41,6 +41,8 @@ def unit_flops(config: ModelConfig) -> UnitFlops:
 
 
 def layer_split(config: Config, schedule: Placed) -> Split:
-    """Number of blocks of each stage: --stage-layers, or balanced over the schedule's ranks."""
+    """Return the number of blocks of each stage: --stage-layers, or balanced over the schedule's
+    ranks.
+    """
     return config.grid.stage_layers or balanced_layers(
         unit_flops(config.model), schedule.stages_by_rank)

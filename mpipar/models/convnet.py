@@ -73,7 +73,7 @@ class Stem:
 
     @staticmethod
     def cost() -> Cost:
-        """Its Cost; the images are the microbatch's."""
+        """Return its Cost; the images are the microbatch's."""
         conv = product_cost("stem", "gather", "C", "D", "B*S0", patch=PATCH)
         return together(conv._replace(stash={}, kept={}, barriers=conv.barriers[:1]), Cost(
             stash=array("B*S0", "D"), kept=array("B*S0", "D")))
@@ -110,7 +110,7 @@ class ConvPair(FeedForward):
 
 
 def pair_block(context: Context, config: ConvnetConfig, index: int) -> list[Layer]:
-    """The layers of a block of two convolutions.
+    """Return the layers of a block of two convolutions.
 
     Their barriers: one all_reduce over tp forward and one backward, or those of another --ffn-cut.
     """
@@ -125,7 +125,7 @@ def pair_block(context: Context, config: ConvnetConfig, index: int) -> list[Laye
 
 
 def pair_cost(config: ConvnetConfig) -> Cost:
-    """The Cost of a block of two convolutions."""
+    """Return the Cost of a block of two convolutions."""
     cuts = WholeTokens.cuts if config.ffn_cut == "pair" else (config.ffn_cut,) * 2
     return together(NORMS[config.norm].cost("B*S"), ConvPair.cost("block*", cuts, "B*S", PATCH))
 
@@ -136,7 +136,9 @@ BLOCKS = {"pair": BlockKind(pair_block, pair_cost)}  # by config.block_kind(inde
 def unit_costs(
     config: ConvnetConfig, method: str | None = None, scores: bool = False, dispatch: str = "",
 ) -> UnitCosts:
-    """What the units cost. There are neither attention nor experts, so the others say nothing."""
+    """Return what the units cost. There are neither attention nor experts, so the others say
+    nothing.
+    """
     head = together(NORMS[config.norm].cost("B*S"), Head.cost(WholeTokens, "B"),
                     CrossEntropy.cost("B"))
     return UnitCosts(Stem.cost(), block_costs(BLOCKS, config), head, array("B*S", "D"))
@@ -145,7 +147,7 @@ def unit_costs(
 def letters(
     config: ConvnetConfig, rows: int, tp: int, cp: int, table_multiple: int = 1
 ) -> dict[str, float]:
-    """The sizes of LETTERS for a microbatch of `rows` images on a rank, but for e and s.
+    """Return the sizes of LETTERS for a microbatch of `rows` images on a rank, but for e and s.
 
     table_multiple: see `Ops`; by default no row is padding, as in the FLOPs of the model itself.
     """
@@ -159,7 +161,7 @@ def letters(
 
 
 def describe_model(config: ConvnetConfig) -> str:
-    """The sizes of a resolved ModelConfig, for a headline."""
+    """Return the sizes of a resolved ModelConfig, for a headline."""
     image, stream = ("x".join(map(str, shape)) for shape in (config.image_shape,
                                                              stream_size(config)))
     return (f"{config.layers} pairs of convolutions, {config.channels} channels, inside a pair"

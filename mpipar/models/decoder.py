@@ -46,7 +46,7 @@ TOKENS = "embedding.tokens"  # the table that a tied head shares
 def dense_block(
     context: Context, config: DecoderConfig, index: int, rotation: Rotation | NoRotation
 ) -> list[Layer]:
-    """The layers of a pre-norm block whose tokens all pass the same feed-forward network.
+    """Return the layers of a pre-norm block whose tokens all pass the same feed-forward network.
 
     Their barriers: two all_reduces over tp forward and two backward. With another --ffn-cut than
     pair, or where the held tokens are cut, they are those of the cuts.
@@ -59,7 +59,9 @@ def dense_block(
 def expert_block(
     context: Context, config: DecoderConfig, index: int, rotation: Rotation | NoRotation
 ) -> list[Layer]:
-    """The layers of a pre-norm block whose tokens pass experts, and perhaps one network besides."""
+    """Return the layers of a pre-norm block whose tokens pass experts, and perhaps one network
+    besides.
+    """
     branch: Any = MixtureOfExperts(
         context, f"block{index}.moe", config, std=STD, out_std=out_std(config))
     if config.shared_expert_ffn:
@@ -69,7 +71,7 @@ def expert_block(
 
 
 def out_std(config: DecoderConfig) -> float:
-    """The standard deviation of the weights that end residual branches.
+    """Return the standard deviation of the weights that end residual branches.
 
     As in GPT-2 they start smaller, so that the stream's variance does not grow with depth.
     """
@@ -77,7 +79,7 @@ def out_std(config: DecoderConfig) -> float:
 
 
 def feed_forward(context: Context, config: DecoderConfig, name: str, ffn: int) -> FeedForward:
-    """The feed-forward network of this width."""
+    """Return the feed-forward network of this width."""
     return FFNS[config.activation](
         context, name, config.d_model, ffn, cuts=context.pair(config.ffn_cut), std=STD,
         out_std=out_std(config), bias=config.bias == "all", rows=config.rows)
@@ -87,7 +89,7 @@ def block_around(
     context: Context, config: DecoderConfig, index: int, rotation: Rotation | NoRotation,
     branch: Any,
 ) -> list[Layer]:
-    """The layers of a block: attention, and then the branch."""
+    """Return the layers of a block: attention, and then the branch."""
     name = f"block{index}"
     norm1 = norm_layer(context, f"{name}.norm1", config)
     attn = Attention(context, f"{name}.attn", config, rotation, std=STD, out_std=out_std(config))
@@ -96,12 +98,13 @@ def block_around(
 
 
 def dense_cost(config: DecoderConfig, method: str | None, scores: bool, dispatch: str) -> Cost:
-    """The Cost of a dense block. method, scores: see `Attention.cost`. No row is dispatched."""
+    """Return the Cost of a dense block. method, scores: see `Attention.cost`. No row is dispatched.
+    """
     return cost_around(config, method, scores, ffn_cost(config, "block*.ffn"))
 
 
 def expert_cost(config: DecoderConfig, method: str | None, scores: bool, dispatch: str) -> Cost:
-    """The Cost of a block with experts. method, scores: see `Attention.cost`."""
+    """Return the Cost of a block with experts. method, scores: see `Attention.cost`."""
     held = holder(config.sequence_parallel, config.tp_matmul)
     parts = [MixtureOfExperts.cost("block*.moe", held, config.activation,
                                    DISPATCHES[dispatch], config.router_balance)]
@@ -111,7 +114,7 @@ def expert_cost(config: DecoderConfig, method: str | None, scores: bool, dispatc
 
 
 def ffn_cost(config: DecoderConfig, name: str, width: str = "F") -> Cost:
-    """The Cost of a feed-forward network of this width, a letter."""
+    """Return the Cost of a feed-forward network of this width, a letter."""
     held = holder(config.sequence_parallel, config.tp_matmul)
     cuts = held.cuts if config.ffn_cut == "pair" else (config.ffn_cut,) * 2
     return FFNS[config.activation].cost(name, cuts, width=width)
@@ -120,7 +123,7 @@ def ffn_cost(config: DecoderConfig, name: str, width: str = "F") -> Cost:
 def cost_around(
     config: DecoderConfig, method: str | None, scores: bool, *branch: Cost
 ) -> Cost:
-    """The Cost of a block: attention, and then the branch."""
+    """Return the Cost of a block: attention, and then the branch."""
     held = holder(config.sequence_parallel, config.tp_matmul)
     norm = NORMS[config.norm].cost(held.rows)
     return together(norm, Attention.cost("block*.attn", held, method, scores), norm, *branch)
@@ -131,14 +134,14 @@ BLOCKS = {"dense": BlockKind(dense_block, dense_cost),  # by config.block_kind(i
 
 
 def norm_layer(context: Context, name: str, config: DecoderConfig) -> Norm:
-    """The norm over the model width that the config names."""
+    """Return the norm over the model width that the config names."""
     return NORMS[config.norm](context, name, config.d_model, config.norm_eps)
 
 
 def shared_table(
     context: Context, name: str, config: DecoderConfig, tables: dict[str, Param]
 ) -> Param:
-    """The (V, D) table of this name, cut by vocabulary: token embedding or LM head.
+    """Return the (V, D) table of this name, cut by vocabulary: token embedding or LM head.
 
     tables: those that this rank already holds. A new table is added to them.
     """
@@ -154,7 +157,9 @@ def unit_costs(
     config: DecoderConfig, method: str | None = None, scores: bool = False,
     dispatch: str = "all-to-all",
 ) -> UnitCosts:
-    """What the units cost. method, scores: see `Attention.cost`; dispatch: --expert-dispatch."""
+    """Return what the units cost. method, scores: see `Attention.cost`; dispatch:
+    --expert-dispatch.
+    """
     held = holder(config.sequence_parallel, config.tp_matmul)
     head = together(NORMS[config.norm].cost(held.rows), Head.cost(held), CrossEntropy.cost())
     blocks = block_costs(BLOCKS, config, method, scores, dispatch)
@@ -164,7 +169,7 @@ def unit_costs(
 def letters(
     config: DecoderConfig, rows: int, tp: int, cp: int, table_multiple: int = 1
 ) -> dict[str, float]:
-    """The sizes of LETTERS for a microbatch of `rows` rows on a rank, but for e and s.
+    """Return the sizes of LETTERS for a microbatch of `rows` rows on a rank, but for e and s.
 
     table_multiple: see `Ops`; by default no row is padding, as in the FLOPs of the model itself.
     """
@@ -183,7 +188,7 @@ def letters(
 
 
 def describe_model(config: DecoderConfig) -> str:
-    """The sizes of a resolved ModelConfig, for a headline, and what is not GPT-2's."""
+    """Return the sizes of a resolved ModelConfig, for a headline, and what is not GPT-2's."""
     one = config.completed()
     assert one.head_dim, "completed"
     keys = f" ({one.kv_heads} kv)" if one.kv_heads != one.heads else ""

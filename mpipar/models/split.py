@@ -33,7 +33,7 @@ def stage_flops(units: UnitFlops, stage_layers: Sequence[int]) -> list[tuple[flo
 
 
 def balanced_layers(units: UnitFlops, stages_by_rank: Iterable[Iterable[int]]) -> Split:
-    """Blocks per stage such that the busiest pipeline rank has as few FLOPs as possible.
+    """Return the blocks per stage such that the busiest pipeline rank has as few FLOPs as possible.
 
     stages_by_rank: the stages that each rank holds. A stage may hold no block.
 
@@ -59,7 +59,8 @@ def balanced_layers(units: UnitFlops, stages_by_rank: Iterable[Iterable[int]]) -
 
 
 def even_split(units: UnitFlops, ranks: list[Split]) -> Split:
-    """The best split of blocks that all cost what they cost on average. ranks: stages of each.
+    """Return the best split of blocks that all cost what they cost on average. ranks: stages of
+    each.
 
     Each block in turn goes to the least busy rank, and there to the least busy stage. Of equal
     ranks the later one takes the block, since the first ranks stash more microbatches. Of equal
@@ -78,7 +79,8 @@ def even_split(units: UnitFlops, ranks: list[Split]) -> Split:
 
 
 def filled_split(units: UnitFlops, ranks: list[Split], limit: float) -> Split:
-    """The split that fills stages from the last one on, each rank to less than `limit` FLOPs.
+    """Return the split that fills stages from the last one on, each rank to less than `limit`
+    FLOPs.
 
     A rank with several stages fills each with an equal part of the room that is left to it. Blocks
     that fit nowhere go to the first stage. If each rank holds one stage, that happens only if every

@@ -153,6 +153,7 @@ class BlockKind(NamedTuple):
 
 
 def block_costs(kinds: Mapping[str, BlockKind], config: Any, *more: Any) -> tuple[Cost, ...]:
-    """What each block of a ModelConfig costs. kinds: the BLOCKS of its model; more: its own."""
+    """Return what each block of a ModelConfig costs. kinds: the BLOCKS of its model; more: its own.
+    """
     costs = {name: kind.cost(config, *more) for name, kind in kinds.items()}
     return tuple(costs[config.block_kind(index)] for index in range(config.layers))

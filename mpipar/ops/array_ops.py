@@ -1064,7 +1064,7 @@ def valid_columns(logits: Array, start: int, num_valid: int) -> int:
 
 
 def out_length(length: int, kernel: int, stride: int, padding: int) -> int:
-    """How many places a kernel has along one side of an image."""
+    """Return how many places a kernel has along one side of an image."""
     return (length + 2 * padding - kernel) // stride + 1
 
 

@@ -16,7 +16,8 @@ PARTITION = "mpipar.partition"
 
 
 def layer_of(frame: FrameType) -> str:
-    """The `name` of the function that a frame runs, else that of its `self`; "" without either.
+    """Return the `name` of the function that a frame runs, else that of its `self`; "" without
+    either.
 
     Helpers of mpipar/partition have neither; they get the name of the cut that calls them.
     """

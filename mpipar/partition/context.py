@@ -21,7 +21,7 @@ from mpipar.partition.contracts import ContextCut
 
 
 def attention_over(method: str | None, whole: ContextCut = context_whole) -> ContextCut:
-    """What has the two functions: a module or an object.
+    """Return what has the two functions: a module or an object.
 
     method: of a resolved grid; None where every rank holds all tokens. whole: the functions of such
     a rank, of all heads or of some.
@@ -34,7 +34,7 @@ def attention_over(method: str | None, whole: ContextCut = context_whole) -> Con
 
 
 def keeps_scores(method: str | None, head_width: int, tiled_head_width: int) -> bool:
-    """Whether attention keeps scores, if it does not make them again.
+    """Return whether attention keeps scores, if it does not make them again.
 
     Parts that are merged keep none, and kernels in tiles none of heads up to `tiled_head_width`.
     """

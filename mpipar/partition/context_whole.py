@@ -32,5 +32,5 @@ def backward_input(
 
 
 def whole_positions(batch: Batch) -> Array:
-    """The positions of all tokens of a row."""
+    """Return the positions of all tokens of a row."""
     return batch.positions if batch.all_positions is None else batch.all_positions

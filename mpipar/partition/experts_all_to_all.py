@@ -44,7 +44,7 @@ barriers = (
 
 
 def plan(ops: Ops, choice: Choice, experts: int, comm: Comm, name: str) -> Plan:
-    """The Plan of a choice. Comm: one all_to_all of the counts of all experts."""
+    """Return the Plan of a choice. Comm: one all_to_all of the counts of all experts."""
     order, tokens, places = ops.expert_order(choice.ids)
     loads = ops.expert_loads(choice.ids.reshape(1, -1), experts).reshape(comm.size, -1)
     here = ops.row_counts(loads, order.size)

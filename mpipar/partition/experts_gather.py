@@ -44,7 +44,7 @@ barriers = (
 
 
 def plan(ops: Ops, choice: Choice, experts: int, comm: Comm, name: str) -> Plan:
-    """The Plan of a choice.
+    """Return the Plan of a choice.
 
     Comm: one all_reduce of a number, and two all_gathers, of ids and of probabilities.
     """

@@ -39,7 +39,7 @@ def pieces(ops: Ops, x: Array, comm: Comm, name: str) -> Iterator[tuple[int, Arr
 
 
 def total(ops: Ops, part: Callable[[int], Array], comm: Comm, name: str) -> Array:
-    """The sum over all ranks of their part(this rank's place).
+    """Return the sum over all ranks of their part(this rank's place).
 
     part(place) makes, into a new array, this rank's part of the sum that belongs to `place`. The
     sum of each place starts at the next rank and goes once round the ring. Every rank adds its

@@ -31,7 +31,7 @@ def pad(ops: Ops, x: Array, axis: int, length: int) -> Array:
 
 
 def join(ops: Ops, pieces: Array, axis: int, length: int) -> Array:
-    """The whole array, `length` long on an axis, from everybody's pieces (q, ...).
+    """Return the whole array, `length` long on an axis, from everybody's pieces (q, ...).
 
     A single piece is returned as it is.
     """

@@ -54,19 +54,20 @@ class WholeTokens:
         self.ops, self.comm = ops, comm
 
     def length(self, tokens: int) -> int:
-        """How many tokens of T this rank holds."""
+        """Return how many tokens of T this rank holds."""
         return tokens
 
     def positions(self, positions: Array) -> Array:
-        """The positions of the tokens that this rank holds, out of all positions (.., T)."""
+        """Return the positions of the tokens that this rank holds, out of all positions (.., T)."""
         return positions
 
     def gather(self, x: Array, tokens: int, name: str) -> Array:
-        """All tokens (B, T, D) of what the ranks hold."""
+        """Return all tokens (B, T, D) of what the ranks hold."""
         return x
 
     def scatter(self, y: Array, name: str) -> Array:
-        """What this rank holds of the sum of all ranks' y (B, T, D). Comm: one all_reduce."""
+        """Return what this rank holds of the sum of all ranks' y (B, T, D). Comm: one all_reduce.
+        """
         return self.comm.all_reduce(y, name)
 
 
@@ -85,7 +86,7 @@ class CutTokens(WholeTokens):
         return shares.own(self.ops, positions, -1, self.comm)
 
     def gather(self, x: Array, tokens: int, name: str) -> Array:
-        """All tokens (B, T, D) of what the ranks hold. Comm: one all_gather."""
+        """Return all tokens (B, T, D) of what the ranks hold. Comm: one all_gather."""
         return gather(self.ops, x, tokens, self.comm, name)
 
     def scatter(self, y: Array, name: str) -> Array:
@@ -100,7 +101,7 @@ class RingTokens(CutTokens):
 
 
 def holder(sequence_parallel: bool, matmul: str) -> type[WholeTokens]:
-    """How a model holds its tokens over several ranks. matmul: --tp-matmul."""
+    """Return how a model holds its tokens over several ranks. matmul: --tp-matmul."""
     if not sequence_parallel:
         return WholeTokens
     return {"plain": CutTokens, "ring": RingTokens}[matmul]

@@ -116,7 +116,9 @@ def check_placement(schedule: Schedule) -> None:
 
 
 def program_problems(schedule: Schedule, pp_rank: int) -> Problems:
-    """What is wrong with a rank's program by itself; later problems may follow from the first."""
+    """Yield what is wrong with a rank's program by itself; later problems may follow from the
+    first.
+    """
     program, held = schedule.programs[pp_rank], schedule.stages_of(pp_rank)
     at: Places = {}
     if not program:
@@ -140,7 +142,7 @@ def program_problems(schedule: Schedule, pp_rank: int) -> Problems:
 
 
 def misfit(schedule: Schedule, pp_rank: int, held: tuple[int, ...], part: Part) -> str | None:
-    """Why a part cannot stand on this rank; None if it can."""
+    """Return why a part cannot stand on this rank; None if it can."""
     kind, stage, mb = part
     wire_kinds = WIRE_KINDS if schedule.wired else ()
     if kind not in COMPUTE_KINDS and kind != "REDUCE_GRAD" and kind not in wire_kinds:
@@ -181,7 +183,7 @@ def order_problems(schedule: Schedule, at: Places) -> Problems:
 
 
 def missing_parts(schedule: Schedule, pp_rank: int, at: Places) -> Iterator[str]:
-    """The passes and sums of this rank that its program lacks."""
+    """Yield the passes and sums of this rank that its program lacks."""
     for stage in schedule.stages_of(pp_rank):
         for mb in range(schedule.num_microbatches):
             if schedule.rank_of(stage, mb) == pp_rank:
@@ -224,7 +226,7 @@ def wire_problems(schedule: Schedule, at: Places) -> Problems:
 
 
 def peak_stash(program: tuple[Instr, ...]) -> int:
-    """The most chunk-activations that a rank holds at once."""
+    """Return the most chunk-activations that a rank holds at once."""
     held = peak = 0
     for instr in program:
         for kind, _, _ in parts(instr):
@@ -236,7 +238,8 @@ def peak_stash(program: tuple[Instr, ...]) -> int:
 def runnable_order(
     schedule: Schedule,
 ) -> Iterator[tuple[int, Instr, list[Message], list[Message]]]:
-    """All instructions in an order in which they can run: (rank, instruction, received, sent).
+    """Yield all instructions in an order in which they can run: (rank, instruction, received,
+    sent).
 
     received, sent: see `on_wire`. Only the wait for a message blocks, so any order of running the
     ranks ends the same way. Either all programs end, or ScheduleError names the circle of ranks
@@ -265,7 +268,9 @@ def runnable_order(
 
 
 def circle(schedule: Schedule, waiting: dict[Message, int]) -> str:
-    """A line for each rank of a circle in which every rank waits for a result of the next one."""
+    """Return a line for each rank of a circle in which every rank waits for a result of the next
+    one.
+    """
     awaited = {pp_rank: message for message, pp_rank in waiting.items()}
     path = [next(iter(awaited))]
     while (peer := awaited[path[-1]].source) not in path:
@@ -279,7 +284,7 @@ def circle(schedule: Schedule, waiting: dict[Message, int]) -> str:
 
 
 def pass_of(schedule: Schedule, pp_rank: int, message: Message) -> str:
-    """The pass of a rank that needs or makes the message, in words."""
+    """Return the pass of a rank that needs or makes the message, in words."""
     return next(
         f"rank {pp_rank} position {position} ({instr})"
         for position, instr in enumerate(schedule.programs[pp_rank])

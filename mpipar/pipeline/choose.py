@@ -37,7 +37,7 @@ def choose_schedule(
     memory_cap_bytes: Number,
     chunks: int | None = None,
 ) -> tuple[str, tuple[Candidate, ...]]:
-    """The name of the shortest schedule under the cap, and all candidates, best first.
+    """Return the name of the shortest schedule under the cap, and all candidates, best first.
 
     costs_of(schedule) gives the Costs of the model cut into its stages (see Costs.merged and
     Costs.divided). memory_cap_bytes limits weight_bytes and stash on one rank. Of equally short
@@ -62,7 +62,9 @@ def choose_schedule(
 
 
 def preference(candidate: Candidate) -> tuple[Number, ...]:
-    """The sort key, best first: those that fit before others, then makespan, bytes, messages."""
+    """Return the sort key, best first: those that fit before others, then makespan, bytes,
+    messages.
+    """
     numbers = (candidate.makespan, candidate.peak_bytes, candidate.messages)
     return (candidate.verdict != FITS, *(number or 0 for number in numbers))
 

@@ -21,12 +21,14 @@ MOST_PASSES = 1 << 18  # forward passes of a step, which take some seconds to pr
 
 
 def family(v: SimpleNamespace) -> Any:
-    """The Family of the schedule of these values; None for auto, a CSV file and unknown names."""
+    """Return the Family of the schedule of these values; None for auto, a CSV file and unknown
+    names.
+    """
     return None if v.schedule_csv else FAMILIES.get(v.schedule)
 
 
 def is_chosen(v: SimpleNamespace) -> bool:
-    """Whether the schedule is chosen once costs are known."""
+    """Return whether the schedule is chosen once costs are known."""
     return v.schedule == AUTO and not v.schedule_csv
 
 
@@ -36,7 +38,7 @@ def stages(v: SimpleNamespace) -> int:
 
 
 def group_fits(v: SimpleNamespace, g: int) -> bool:
-    """Whether microbatches can go round the ranks in groups of g."""
+    """Return whether microbatches can go round the ranks in groups of g."""
     p, m = v.pp, v.num_microbatches
     return bool(g >= m or (g >= p and (m % g == 0 or m % g >= p)))
 
@@ -47,19 +49,19 @@ def streams(v: SimpleNamespace) -> int:
 
 
 def least_microbatches(v: SimpleNamespace) -> int:
-    """The next number of microbatches that fills all streams equally."""
+    """Return the next number of microbatches that fills all streams equally."""
     least: int = max(family(v).rounds * v.pp, v.num_microbatches)
     return -(-least // streams(v)) * streams(v)
 
 
 def even_split(v: SimpleNamespace) -> tuple[int, ...]:
-    """Blocks of each stage, as equal as possible."""
+    """Return the blocks of each stage, as equal as possible."""
     each, more = divmod(v.layers, stages(v))
     return tuple(each + (stage < more) for stage in range(stages(v)))
 
 
 def order_of_a_file(name: str, words: str) -> Rule:
-    """The row of a setting that a file of a schedule brings along."""
+    """Return the row of a setting that a file of a schedule brings along."""
     return Rule(f"{name.replace('_', ' ')} and a file", (name, "schedule_csv"),
                 "the file brings its own order of work",
                 lambda v: v.schedule_csv is not None and getattr(v, name) != getattr(
@@ -69,7 +71,7 @@ def order_of_a_file(name: str, words: str) -> Rule:
 
 
 def number_of_a_file(name: str, own: str, words: str) -> Rule:
-    """The row of a number that the schedule of a file is made for. own: its name there."""
+    """Return the row of a number that the schedule of a file is made for. own: its name there."""
     return Rule(f"{name.replace('_', ' ')} of a file", (name, "schedule_csv"),
                 "the schedule of the file is made for another number",
                 lambda v: v.csv and getattr(v, name) != getattr(v.csv, own),

@@ -49,7 +49,7 @@ class Costs:
     weight_bytes: Number | tuple[Number, ...] = 0
 
     def by_stage(self, name: str, num_stages: int) -> tuple[Number, ...]:
-        """The values of a per-stage field; raises UsageError unless each stage has one."""
+        """Return the values of a per-stage field; raises UsageError unless each stage has one."""
         value = getattr(self, name)
         if not isinstance(value, tuple):
             return (value,) * num_stages
@@ -58,7 +58,7 @@ class Costs:
         return value
 
     def time_on_link(self) -> Number:
-        """How long a message keeps its link from sending the next one."""
+        """Return how long a message keeps its link from sending the next one."""
         return 0 if self.bandwidth is None else self.message_bytes / self.bandwidth
 
     def hop(self) -> Number:
@@ -66,11 +66,11 @@ class Costs:
         return self.latency + self.time_on_link()
 
     def is_rendezvous(self) -> bool:
-        """Whether messages are too large to go while their ranks compute."""
+        """Return whether messages are too large to go while their ranks compute."""
         return self.eager_bytes is not None and self.message_bytes > self.eager_bytes
 
     def divided(self, parts: int) -> "Costs":
-        """The costs of stages that are each 1/parts of these; messages keep their size."""
+        """Return the costs of stages that are each 1/parts of these; messages keep their size."""
         share = Fraction(1, parts)
         scaled: dict[str, Any] = {}
         for name in PER_STAGE:

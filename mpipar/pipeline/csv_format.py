@@ -58,7 +58,7 @@ def write_csv(schedule: Schedule, path: Path, form: str = "compute_only") -> Non
 
 
 def read_csv(path: Path) -> Schedule:
-    """The proved schedule of a file; UsageError names what cannot be read or cannot run."""
+    """Return the proved schedule of a file; UsageError names what cannot be read or cannot run."""
     with problems_as(UsageError, f"cannot read {path}"):
         lines = read_text(path, most_bytes=MOST_BYTES).splitlines()
     mirror = bool(lines) and lines[0] == MIRROR_LINE
@@ -91,7 +91,7 @@ def read_csv(path: Path) -> Schedule:
 
 
 def parse_instruction(text: str) -> Instr | None:
-    """The instruction of a cell, or None."""
+    """Return the instruction of a cell, or None."""
     if match := OVERLAP.fullmatch(text):
         stage, mb, stage_b, mb_b = map(int, match.groups())
         return Instr("OVERLAP_F_B", stage, mb, stage_b, mb_b)
@@ -102,7 +102,9 @@ def parse_instruction(text: str) -> Instr | None:
 
 
 def assemble_schedule(path: Path, programs: list[list[Instr]], mirror: bool) -> Schedule:
-    """The schedule of these programs: counts, placement and missing REDUCE_GRAD are filled in."""
+    """Return the schedule of these programs: counts, placement and missing REDUCE_GRAD are filled
+    in.
+    """
     homes = [
         (pp_rank, stage, mb)
         for pp_rank, program in enumerate(programs)

@@ -71,7 +71,7 @@ class Cell(NamedTuple):
 
 
 def layout(timeline: Timeline) -> list[list[Cell]]:
-    """The cells of each worker: what every drawing is made of."""
+    """Return the cells of each worker: what every drawing is made of."""
     rows: list[list[Cell]] = []
     for held, spans in zip(timeline.schedule.stages_by_rank, timeline.spans, strict=True):
         late = held[len(held) // 2 + len(held) % 2:] if len(held) > 1 else ()
@@ -81,13 +81,14 @@ def layout(timeline: Timeline) -> list[list[Cell]]:
 
 
 def label(schedule: Schedule, instr: Instr) -> str:
-    """The name of a pass: the stage is left out where each rank holds one."""
+    """Return the name of a pass: the stage is left out where each rank holds one."""
     return "&".join(f"{kind}{mb}" if schedule.one_stage_each else f"{stage}{kind}{mb}"
                     for kind, stage, mb in parts(instr))
 
 
 def round_times(first: Number, last: Number, least: Number) -> Iterator[Number]:
-    """The round times from first to last, at least `least` apart; exact where that is at least 1.
+    """Yield the round times from first to last, at least `least` apart; exact where that is at
+    least 1.
 
     They are multiples of ..., 0.1, 0.2, 0.5, 1, 2, 5, 10, ...
     """
@@ -100,7 +101,7 @@ def round_times(first: Number, last: Number, least: Number) -> Iterator[Number]:
 
 
 def short_number(value: Number) -> str:
-    """A time or size in at most about eight characters; integers in full."""
+    """Return a time or size in at most about eight characters; integers in full."""
     return str(int(value)) if value == int(value) else f"{float(value):.6g}"
 
 
@@ -108,7 +109,7 @@ def short_number(value: Number) -> str:
 
 
 def grid(timeline: Timeline, width: int = WIDTH, book: bool = False) -> str:
-    """The worker x time grid in lines of at most `width` characters.
+    """Return the worker x time grid in lines of at most `width` characters.
 
     Long steps are cut into panels; very long ones show one letter for each slice of time. book: as
     textbooks draw it, see `book_label`: workers count from 1, and the last one is on top.
@@ -145,7 +146,7 @@ def grid(timeline: Timeline, width: int = WIDTH, book: bool = False) -> str:
 
 
 def book_label(schedule: Schedule, instr: Instr) -> str:
-    """A pass in a textbook's notation: block l from 1, its microbatch k, and the direction.
+    """Return a pass in a textbook's notation: block l from 1, its microbatch k, and the direction.
 
     B2 with an arrow up is the forward pass of block 2; B2,3 is that of its microbatch 3.
     """
@@ -154,7 +155,7 @@ def book_label(schedule: Schedule, instr: Instr) -> str:
 
 
 def named_line(row: list[Cell], length: int, scale: Number, unit: int) -> str:
-    """A worker's line in which every pass is named; a dot for each unit of idle time."""
+    """Return a worker's line in which every pass is named; a dot for each unit of idle time."""
     def idle(length: int) -> str:
         return (".".ljust(unit) * length)[:length]
 
@@ -167,7 +168,7 @@ def named_line(row: list[Cell], length: int, scale: Number, unit: int) -> str:
 
 
 def sliced_line(row: list[Cell], length: int, makespan: Number) -> str:
-    """A worker's line with the kind of pass in the middle of each slice of time."""
+    """Return a worker's line with the kind of pass in the middle of each slice of time."""
     starts = [cell.start for cell in row]
     line = ""
     for column in range(length):
@@ -188,7 +189,7 @@ def ruler(first: int, length: int, scale: Number) -> str:
 
 
 def symbols(timeline: Timeline, width: int = WIDTH) -> str:
-    """What every worker starts and when, with a line for each time at which a pass starts.
+    """Return what every worker starts and when, with a line for each time at which a pass starts.
 
     F_3 is the forward of microbatch 3, F_3^2 that of its stage 2. A block shows as many workers as
     fit.
@@ -216,7 +217,7 @@ def symbols(timeline: Timeline, width: int = WIDTH) -> str:
 
 
 def notation(schedule: Schedule) -> str:
-    """What the symbols mean, beside the notation of textbooks that number the blocks."""
+    """Return what the symbols mean, beside the notation of textbooks that number the blocks."""
     kinds = {instr.kind for program in schedule.programs for instr in program}
     words = {"F": "F_k is the forward pass of microbatch k", "B": "B_k its backward pass",
              "I": "I_k its input gradient", "W": "W_k its weight gradient"}
@@ -232,7 +233,7 @@ def notation(schedule: Schedule) -> str:
 
 
 def book_notation(schedule: Schedule) -> str:
-    """What the marks of a textbook's drawing mean, and where mpipar counts otherwise."""
+    """Return what the marks of a textbook's drawing mean, and where mpipar counts otherwise."""
     mark, of = ("Bl,k", "block l for microbatch k") if schedule.num_microbatches > 1 else (
         "Bl", "block l")
     return (f"{mark}{ARROWS['F']} is the forward pass of {of}, {mark}{ARROWS['B']} its backward"
@@ -253,7 +254,7 @@ Legend = list[tuple[tuple[str, ...], str]]  # (classes of the boxes, text) of ea
 
 
 def svg(timeline: Timeline, title: str, moving: bool = False) -> str:
-    """The picture as text; every box has a tooltip, and names its pass where there is room.
+    """Return the picture as text; every box has a tooltip, and names its pass where there is room.
 
     moving: passes and messages appear while the time goes on, in all browsers without a script.
     """
@@ -292,7 +293,7 @@ def svg(timeline: Timeline, title: str, moving: bool = False) -> str:
 
 
 def shown_in_time(passes: list[str], width: float, height: int) -> list[str]:
-    """The passes, cut off at a line that moves to the right."""
+    """Return the passes, cut off at a line that moves to the right."""
     clock = (f'dur="{STEP_SECONDS}s" repeatCount="{REPEATS}" fill="freeze" '
              f'keyTimes="0;{DONE};1" values=')
     past = (
@@ -312,7 +313,7 @@ def escape(text: str) -> str:
 
 
 def legend_entries(timeline: Timeline, rows: list[list[Cell]]) -> Legend:
-    """An entry for each kind of pass, with both shades where both are drawn."""
+    """Return an entry for each kind of pass, with both shades where both are drawn."""
     used: dict[str, set[bool]] = {}
     for cell in (cell for row in rows for cell in row):
         used.setdefault(cell.instr.kind, set()).add(cell.late)
@@ -335,7 +336,9 @@ def drawing_width(timeline: Timeline, rows: list[list[Cell]], legend: Legend, ti
 
 
 def arrows(schedule: Schedule, rows: list[list[Cell]], scale: float) -> list[str]:
-    """An arrow for each message between workers, from the end of a pass to the start of another."""
+    """Return an arrow for each message between workers, from the end of a pass to the start of
+    another.
+    """
     cells = [cell for row in rows for cell in row]
     ends = {message: cell.end for cell in cells for message in neighbours(schedule, cell.instr)[1]}
     found = []
@@ -352,7 +355,7 @@ def arrows(schedule: Schedule, rows: list[list[Cell]], scale: float) -> list[str
 
 
 def box(cell: Cell, y: int, scale: float) -> list[str]:
-    """The elements of one pass."""
+    """Return the elements of one pass."""
     left, width = LEFT + float(cell.start) * scale, float(cell.end - cell.start) * scale
     area = f'x="{left:.2f}" y="{y}" width="{width:.2f}" height="{ROW - 4}"'
     tip = f"{escape(cell.text)}: {short_number(cell.start)} to {short_number(cell.end)}"

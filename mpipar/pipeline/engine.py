@@ -32,7 +32,7 @@ NAME_OF = {"F": "activations", "B": "gradients"}
 
 
 def forward_only(schedule: Schedule, mbs: Collection[int]) -> Schedule:
-    """The forward passes of a schedule on some of its microbatches, in its order.
+    """Return the forward passes of a schedule on some of its microbatches, in its order.
 
     Evaluation and generation run them.
     """
@@ -44,7 +44,7 @@ def forward_only(schedule: Schedule, mbs: Collection[int]) -> Schedule:
 
 
 def last_backwards(program: Sequence[Instr]) -> set[Instr]:
-    """The last B or W of each stage of a program, which completes the stage's gradients."""
+    """Return the last B or W of each stage of a program, which completes the stage's gradients."""
     last = {}
     for instr in program:
         for kind, stage, mb in parts(instr):

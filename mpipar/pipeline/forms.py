@@ -72,7 +72,7 @@ Term = tuple[str, Number | None]  # a formula's text and value; ("-", None) wher
 
 
 def evaluated(form: Form | None, n: Letters) -> Term:
-    """The text and the value of a formula, if it is valid here."""
+    """Return the text and the value of a formula, if it is valid here."""
     return (form.text, form.value(n)) if form is not None and form.holds(n) else ("-", None)
 
 

@@ -39,12 +39,13 @@ class Instr(NamedTuple):
 
 
 def is_compute(instr: Instr) -> bool:
-    """Whether the instruction runs a pass of a stage, rather than moving or summing data."""
+    """Return whether the instruction runs a pass of a stage, rather than moving or summing data."""
     return instr.kind in COMPUTE_KINDS
 
 
 def parts(instr: Instr) -> tuple[tuple[str, int, int], ...]:
-    """The (kind, stage, mb) passes of a compute instruction: two for OVERLAP_F_B, else one."""
+    """Return the (kind, stage, mb) passes of a compute instruction: two for OVERLAP_F_B, else one.
+    """
     if instr.kind == "OVERLAP_F_B":
         return ("F", instr.stage, instr.mb), ("B", instr.stage_b, instr.mb_b)
     return ((instr.kind, instr.stage, instr.mb),)
@@ -86,11 +87,11 @@ class Schedule:
         return len(self.homes) == 1 and self.num_stages == self.pp_size
 
     def rank_of(self, stage: int, mb: int) -> int:
-        """The pipeline rank on which stage handles microbatch mb."""
+        """Return the pipeline rank on which stage handles microbatch mb."""
         return self.homes[mb * len(self.homes) // self.num_microbatches][stage]
 
     def stages_of(self, pp_rank: int) -> tuple[int, ...]:
-        """The stages whose weights pp_rank holds, ascending."""
+        """Return the stages whose weights pp_rank holds, ascending."""
         return self.stages_by_rank[pp_rank]
 
 
@@ -99,7 +100,7 @@ class ScheduleError(UsageError):
 
     @classmethod
     def at(cls, schedule: Schedule, pp_rank: int, position: int, reason: str) -> Self:
-        """The error for one position of a rank's program, or for its end."""
+        """Return the error for one position of a rank's program, or for its end."""
         program = schedule.programs[pp_rank]
         instr = program[position] if position < len(program) else "end of the program"
         return cls(
@@ -149,7 +150,7 @@ ENDS = {"F": ("F", True, True), "B": ("B", True, True), "I": ("B", True, True),
 
 
 def neighbours(schedule: Schedule, instr: Instr) -> tuple[list[Message], list[Message]]:
-    """The one rule of who sends what to whom: the messages that instr takes and gives.
+    """Return the one rule of who sends what to whom: the messages that instr takes and gives.
 
     Activations go up by one stage, input gradients down by one. No message enters or leaves the
     model at its ends. A pass takes and gives, RECV only takes, SEND only gives, all others do
@@ -170,17 +171,18 @@ def neighbours(schedule: Schedule, instr: Instr) -> tuple[list[Message], list[Me
 
 
 def receives(schedule: Schedule, instr: Instr) -> list[Instr]:
-    """The receives that a pass waits for; none where the producer is on the same rank."""
+    """Return the receives that a pass waits for; none where the producer is on the same rank."""
     return [message.receive for message in neighbours(schedule, instr)[0] if message.is_remote]
 
 
 def sends(schedule: Schedule, instr: Instr) -> list[Instr]:
-    """The sends of a pass's result; none where the consumer is on the same rank."""
+    """Return the sends of a pass's result; none where the consumer is on the same rank."""
     return [message.send for message in neighbours(schedule, instr)[1] if message.is_remote]
 
 
 def on_wire(schedule: Schedule, instr: Instr) -> tuple[list[Message], list[Message]]:
-    """The messages between ranks that instr waits for, and those that leave its rank after it.
+    """Return the messages between ranks that instr waits for, and those that leave its rank after
+    it.
 
     A pass waits. Its results leave at once, or, in a wired schedule, at their SEND.
     """
@@ -191,7 +193,7 @@ def on_wire(schedule: Schedule, instr: Instr) -> tuple[list[Message], list[Messa
 
 
 def lower(schedule: Schedule, pp_rank: int) -> list[Instr]:
-    """The program of pp_rank with wire instructions, which the engine runs.
+    """Return the program of pp_rank with wire instructions, which the engine runs.
 
     A receive is posted one compute instruction before the one that needs it, so that its data can
     arrive meanwhile. A send stands right after its producer. Both are non-blocking: only a compute
@@ -212,8 +214,8 @@ def lower(schedule: Schedule, pp_rank: int) -> list[Instr]:
 
 
 def with_weights_kept(program: Sequence[Instr]) -> list[Instr]:
-    """A program with UNSHARD before each stage's first pass that reads weights, and RESHARD behind
-    its last one. W reads none.
+    """Return a program with UNSHARD before each stage's first pass that reads weights, and RESHARD
+    behind its last one. W reads none.
     """
     places: dict[int, list[int]] = {}
     for place, instr in enumerate(program):

@@ -25,7 +25,7 @@ class Placement(NamedTuple):
     free: bool = False
 
     def fits(self, p: int, num_stages: int, m: int) -> bool:
-        """Whether so many stages and microbatches can be placed on p ranks."""
+        """Return whether so many stages and microbatches can be placed on p ranks."""
         of_ranks = num_stages % p == 0 if self.free else num_stages == self.chunks * p
         return of_ranks and p % len(self.copies) == 0 and m % len(self.copies) == 0
 

@@ -65,7 +65,8 @@ class Timeline:
 
 
 def simulate(schedule: Schedule, costs: Costs) -> Timeline:
-    """The timeline of a schedule; ScheduleError if it cannot run, UsageError on wrong costs."""
+    """Return the timeline of a schedule; ScheduleError if it cannot run, UsageError on wrong costs.
+    """
     check_programs(schedule)
     wired = schedule
     if costs.is_rendezvous() and not schedule.wired:  # then it counts when receives are posted
@@ -81,7 +82,7 @@ def simulate(schedule: Schedule, costs: Costs) -> Timeline:
 
 
 def durations(schedule: Schedule, costs: Costs) -> Callable[[Instr], Number]:
-    """The function from a compute instruction to its cost."""
+    """Return the function from a compute instruction to its cost."""
     f, i, w = (costs.by_stage(name, schedule.num_stages) for name in "fiw")
     b = [cost_i + cost_w for cost_i, cost_w in zip(i, w, strict=True)]
     cost = {"F": f, "B": b, "I": i, "W": w}
@@ -94,7 +95,7 @@ def durations(schedule: Schedule, costs: Costs) -> Callable[[Instr], Number]:
 
 
 def peak_stash_bytes(schedule: Schedule, costs: Costs) -> list[Number]:
-    """The most bytes each rank keeps for backward passes at once."""
+    """Return the most bytes each rank keeps for backward passes at once."""
     stash = costs.by_stage("stash_bytes", schedule.num_stages)
     kept = costs.by_stage("kept_bytes", schedule.num_stages)
     transient = costs.by_stage("transient_bytes", schedule.num_stages)

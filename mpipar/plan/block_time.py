@@ -92,14 +92,17 @@ def product_rate(cluster: Cluster, stack: Stack) -> float:
 
 def product_seconds(m: float, n: float, k: float, cluster: Cluster, stack: Stack,
                     more: float = 0.0) -> float:
-    """Seconds of a product (m, k) x (k, n). more: numbers of the matrices of further experts."""
+    """Return the seconds of a product (m, k) x (k, n). more: numbers of the matrices of further
+    experts.
+    """
     numbers = m * k + k * n + m * n + more
     return (cluster.product_us * 1e-6 + 2 * m * n * k / product_rate(cluster, stack)
             + stack.number_bytes * numbers / (cluster.product_gbytes_s * 1e9))
 
 
 def product_times(cost: Cost, sizes: Letters, cluster: Cluster, stack: Stack) -> list[float]:
-    """Seconds of the products of some layers: forward, input gradient, weight gradient."""
+    """Return the seconds of the products of some layers: forward, input gradient, weight gradient.
+    """
     found = [0.0] * 3
     for rows, inner, outer in cost.products:
         n = prod(map(sizes.__getitem__, rows.split("*")))
@@ -112,20 +115,25 @@ def product_times(cost: Cost, sizes: Letters, cluster: Cluster, stack: Stack) ->
 
 
 def barrier_seconds(barrier: Barrier, sizes: Letters, cluster: Cluster, ranks: int) -> float:
-    """Seconds of a barrier of tp; halves of an all-reduce take longer than half of it."""
+    """Return the seconds of a barrier of tp; halves of an all-reduce take longer than half of it.
+    """
     whole = all_reduce(cluster, barrier.payload(sizes, ranks), ranks)
     return whole if barrier.kind == "all_reduce" else whole / 2 * SUM_OF_PARTS
 
 
 def expert_seconds(barrier: Barrier, sizes: Letters, layout: Layout, cluster: Cluster) -> float:
-    """Seconds of a barrier of ep: each rank has a part for each other one, as in an all-gather."""
+    """Return the seconds of a barrier of ep: each rank has a part for each other one, as in an
+    all-gather.
+    """
     pieces = layout.ep if barrier.kind in ("all_gather", "reduce_scatter") else 1
     return all_gather(cluster, pieces * value(barrier.carries, sizes), layout.ep,
                       layout.data_stride)
 
 
 def block_times(shape: Shape, layout: Layout, cluster: Cluster, stack: Stack) -> BlockTimes:
-    """The passes of one block on one microbatch, in the mean of all blocks; those of the head."""
+    """Return the passes of one block on one microbatch, in the mean of all blocks; those of the
+    head.
+    """
     stack = stack.on(cluster)
     sizes = shape.letters(layout.rows, layout.tp, layout.cp, stack.number_bytes, layout.ep)
     units = shape.costs(layout.sequence_parallel)
@@ -181,7 +189,8 @@ def passes_of(cost: Cost, sizes: Letters, stream: float, layout: Layout, cluster
 
 def adding_seconds(cost: Cost, sizes: Letters, layout: Layout, cluster: Cluster,
                    stack: Stack) -> float:
-    """Seconds of adding a microbatch's weight gradients to those of the step, which lie in memory.
+    """Return the seconds of adding a microbatch's weight gradients to those of the step, which lie
+    in memory.
 
     Where weights are sharded, gradients leave instead.
     """
@@ -190,7 +199,8 @@ def adding_seconds(cost: Cost, sizes: Letters, layout: Layout, cluster: Cluster,
 
 
 def started(starts: float, kernels: Times) -> Times:
-    """A pass whose operations take so many seconds to start: it takes the longer of the two."""
+    """Return a pass whose operations take so many seconds to start: it takes the longer of the two.
+    """
     return kernels._replace(starts=max(0.0, starts - kernels.total))
 
 
@@ -224,7 +234,9 @@ def context_seconds(cost: Cost, sizes: Letters, layout: Layout, cluster: Cluster
 
 
 def beside(moved: float, window: float) -> float:
-    """Seconds that transfers add to a window that computes: those it leaves, and its loss."""
+    """Return the seconds that transfers add to a window that computes: those it leaves, and its
+    loss.
+    """
     exposed = max(0.0, moved - window)
     return exposed + SLOWED * (moved - exposed)
 
@@ -237,7 +249,7 @@ def head_times(head: Cost, sizes: Letters, cluster: Cluster, stack: Stack) -> Ti
 
 
 def with_gathers(shape, layout, cluster, stack, block: BlockTimes) -> BlockTimes:
-    """The passes with what sharded weights add to them.
+    """Return the passes with what sharded weights add to them.
 
     Weights are gathered for forward and backward; gradients are summed behind the backward.
     Transfers run beside the products of neighbouring blocks, and slow them down. Weights that stay

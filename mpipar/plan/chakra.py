@@ -31,7 +31,7 @@ GROUP_BITS, TAG_BITS = 4, 27  # of a tag of 31 bits: the group, and the message'
 
 
 def varint(number: int) -> bytes:
-    """A number of any size, seven bits in each byte, the lowest first."""
+    """Return a number of any size, seven bits in each byte, the lowest first."""
     found = bytearray()
     while number > 0x7F:
         found.append(number & 0x7F | 0x80)
@@ -41,28 +41,28 @@ def varint(number: int) -> bytes:
 
 
 def whole(field: int, number: int) -> bytes:
-    """A field that is a number."""
+    """Return a field that is a number."""
     return varint(field << 3) + varint(number)
 
 
 def piece(field: int, content: bytes) -> bytes:
-    """A field of bytes: a text, another message, or packed numbers."""
+    """Return a field of bytes: a text, another message, or packed numbers."""
     return varint(field << 3 | 2) + varint(len(content)) + content
 
 
 def attribute(name: str, kind: int, value: int | str) -> bytes:
-    """An attribute of a node."""
+    """Return an attribute of a node."""
     given = piece(kind, value.encode()) if isinstance(value, str) else whole(kind, value)
     return piece(NODE_ATTR, piece(ATTR_NAME, name.encode()) + given)
 
 
 def framed(message: bytes) -> bytes:
-    """A message behind its length."""
+    """Return a message behind its length."""
     return varint(len(message)) + message
 
 
 def put_in(call: Call, q: int) -> int:
-    """Bytes that a rank of q puts into a call."""
+    """Return the bytes that a rank of q puts into a call."""
     record = call.record
     if record.operation == "all_to_allv":
         return math.prod(call.shape) * int(getattr(record.dtype, "itemsize", 1))
@@ -76,7 +76,7 @@ class Groups:
         self.numbers: dict[tuple[int, ...], int] = {}
 
     def number(self, ranks: tuple[int, ...]) -> str:
-        """The number of a group, which gets one if it has none."""
+        """Return the number of a group, which gets one if it has none."""
         return str(self.numbers.setdefault(ranks, len(self.numbers) + 1))
 
     def listed(self) -> dict[str, list[int]]:
@@ -85,7 +85,7 @@ class Groups:
 
 
 def trace_of(script: Script, groups: Groups, gflops: float | None) -> Iterator[bytes]:
-    """The pieces of a rank's file.
+    """Yield the pieces of a rank's file.
 
     gflops: a node of computing also gets its microseconds at this rate; without it, only its FLOPs.
     """

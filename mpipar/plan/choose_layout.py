@@ -34,7 +34,8 @@ class Scheduled(NamedTuple):
 
 
 def choose(configs: list[Config], machine: Machine) -> tuple[Config, list[str]]:
-    """The config with the shortest step, its schedule in place of auto, and lines that say why.
+    """Return the config with the shortest step, its schedule in place of auto, and lines that say
+    why.
 
     configs: resolved, the same job in several layouts. Raises UsageError if none fits
     --memory-limit, or if the cost model lacks what all of them need.
@@ -68,7 +69,7 @@ def choose(configs: list[Config], machine: Machine) -> tuple[Config, list[str]]:
 
 
 def scheduled(config: Config, machine: Machine) -> Scheduled:
-    """A layout with its schedule, which is chosen if it is auto. Raises UsageError."""
+    """Return a layout with its schedule, which is chosen if it is auto. Raises UsageError."""
     costs = schedule_costs(machine, config)
     grid = config.grid
     if grid.schedule != AUTO:
@@ -83,13 +84,13 @@ def scheduled(config: Config, machine: Machine) -> Scheduled:
 
 
 def with_schedule_name(config: Config, schedule: str) -> Config:
-    """The config with a schedule's name, and with --chunks only where that is free."""
+    """Return the config with a schedule's name, and with --chunks only where that is free."""
     chunks = config.grid.chunks if FAMILIES[schedule].looped else None
     return replace(config, grid=replace(config.grid, schedule=schedule, chunks=chunks))
 
 
 def fitting_estimate(config: Config, machine: Machine) -> StepEstimate:
-    """The predicted step. Raises UsageError if a rank needs more than --memory-limit."""
+    """Return the predicted step. Raises UsageError if a rank needs more than --memory-limit."""
     step, limit = step_estimate(machine, config), config.run.memory_limit
     if limit is not None and step.peak_bytes > limit:
         raise UsageError(f"its fullest rank needs {nbytes(step.peak_bytes)}, and --memory-limit is"
@@ -98,13 +99,15 @@ def fitting_estimate(config: Config, machine: Machine) -> StepEstimate:
 
 
 def words(config: Config) -> str:
-    """The layout of a config."""
+    """Return the layout of a config."""
     return sizes_text(vars(config.grid))
 
 
 def ranking(ranked: list[Scheduled], judged: dict[int, StepEstimate], first: int,
             rejected: dict[str, str]) -> str:
-    """The table of layouts: the chosen one, the others by their steps, and why the rest is out."""
+    """Return the table of layouts: the chosen one, the others by their steps, and why the rest is
+    out.
+    """
     rows = [("layout", "schedule", "predicted step", "passes", "sums", "update", "fullest rank",
              "against the first")]
     best = judged[first]
@@ -125,7 +128,7 @@ def ranking(ranked: list[Scheduled], judged: dict[int, StepEstimate], first: int
 
 
 def why_not(first: StepEstimate, other: StepEstimate) -> str:
-    """How much longer a step is, and in which part."""
+    """Return how much longer a step is, and in which part."""
     more = {"passes": other.pipeline - first.pipeline, "sums": other.barriers - first.barriers,
             "update": other.update - first.update}
     worst = max(more, key=more.get)
@@ -134,7 +137,7 @@ def why_not(first: StepEstimate, other: StepEstimate) -> str:
 
 
 def schedule_notes(one: Scheduled, machine: Machine) -> list[str]:
-    """Why this schedule, and what to know about its prediction."""
+    """Return why this schedule, and what to know about its prediction."""
     grid, notes = one.config.grid, []
     if one.considered:
         notes = [f"--schedule auto: {grid.schedule} has the shortest simulated step",
@@ -145,7 +148,7 @@ def schedule_notes(one: Scheduled, machine: Machine) -> list[str]:
 
 
 def schedules_table(considered: tuple[Candidate, ...]) -> str:
-    """The table of considered schedules, best first."""
+    """Return the table of considered schedules, best first."""
     rows = [("schedule", "simulated step", "weights and stash", "")]
     for each in considered:
         known = each.makespan is not None

@@ -70,7 +70,8 @@ class Cluster:
         return "bfloat16" if "bfloat16" in self.peak_tflops else "float16"
 
     def with_dtype(self, dtype: str) -> Cluster:
-        """The rates of products in a number format of `peak_tflops`: as far from its peak."""
+        """Return the rates of products in a number format of `peak_tflops`: as far from its peak.
+        """
         share = self.peak_tflops[dtype] / self.peak_tflops[self.dtype_16]
         if share == 1:
             return self
@@ -80,19 +81,21 @@ class Cluster:
                        basis=f"{self.basis}; {dtype} in proportion to its peak")
 
     def with_old_collectives(self) -> Cluster:
-        """The same devices with libraries before 2023, which have only the later start."""
+        """Return the same devices with libraries before 2023, which have only the later start."""
         return replace(self, links=tuple(replace(
             link, latency_us=OLD_START * link.latency_us) for link in self.links))
 
     def with_links(self, inner: float = 1.0, outer: float = 1.0) -> Cluster:
-        """The same devices with links so many times as fast, inside of nodes and between them."""
+        """Return the same devices with links so many times as fast, inside of nodes and between
+        them.
+        """
         first, *others = self.links
         return replace(self, links=(
             replace(first, gbytes_s=first.gbytes_s * inner),
             *(replace(link, gbytes_s=link.gbytes_s * outer) for link in others)))
 
     def with_network(self, gbits_per_device: float) -> Cluster:
-        """The same devices behind a network of another rate."""
+        """Return the same devices behind a network of another rate."""
         inner, outer = self.links[0], self.links[-1]
         return replace(self, links=(inner, replace(outer, gbytes_s=gbits_per_device / 8)))
 
@@ -135,34 +138,38 @@ class Stack:
     sets: tuple[tuple[str, tuple[float, float, float, float]], ...] = ()
 
     def on(self, cluster: Cluster) -> Stack:
-        """The same stack with its constants on a machine."""
+        """Return the same stack with its constants on a machine."""
         known = dict(self.sets).get(cluster.efficiency)
         return self if known is None else replace(
             self, **dict(zip(CONSTANTS, known, strict=True)), sets=())
 
     def with_states(self, weight: float, gradient: float, optimizer: float) -> Stack:
-        """The same stack with other bytes of a parameter."""
+        """Return the same stack with other bytes of a parameter."""
         return replace(self, weight_bytes=weight, gradient_bytes=gradient,
                        optimizer_bytes=optimizer)
 
     def with_dtype(self, dtype: str) -> Stack:
-        """The same stack with numbers of a format; those of 32 bits need no masters beside them."""
+        """Return the same stack with numbers of a format; those of 32 bits need no masters beside
+        them.
+        """
         if dtype != "float32":
             return self
         return replace(self.with_states(4, 4, 8), number_bytes=4, wire_bytes=4)
 
     def with_starts(self, by: float) -> Stack:
-        """The same stack, which starts so many times as many operations a second."""
+        """Return the same stack, which starts so many times as many operations a second."""
         return replace(self, starts_us=self.starts_us / by, sets=tuple(
             (name, (*constants[:-1], constants[-1] / by)) for name, constants in self.sets))
 
     def unfused(self) -> Stack:
-        """The same stack as it was before 2023: scores in memory, and nothing beside products."""
+        """Return the same stack as it was before 2023: scores in memory, and nothing beside
+        products.
+        """
         return replace(self, fused=False, overlap=False)
 
 
 def stack_of(sets: dict[str, tuple[float, float, float, float]], evidence: str, **parts) -> Stack:
-    """A Stack with its constants on each generation of machines."""
+    """Return a Stack with its constants on each generation of machines."""
     return Stack(*next(iter(sets.values())), evidence=evidence, sets=tuple(sets.items()), **parts)
 
 
@@ -179,17 +186,18 @@ STACKS = {
 
 
 def machine_names() -> list[str]:
-    """The machines that the package knows."""
+    """Return the machines that the package knows."""
     return sorted(path.stem for path in MACHINES.glob("*.toml"))
 
 
 def like(name: str, names: list[str]) -> list[str]:
-    """The names that begin like another one, whatever its capitals; all if there are none."""
+    """Return the names that begin like another one, whatever its capitals; all if there are none.
+    """
     return [one for one in names if one.startswith(name.lower())] or names
 
 
 def load_cluster(name: str) -> Cluster:
-    """The Cluster of a name or of a TOML file's path.
+    """Return the Cluster of a name or of a TOML file's path.
 
     Raises UsageError for a name that does not exist, DataError for a file that is none.
     """

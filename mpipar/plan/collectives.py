@@ -17,24 +17,27 @@ NETWORK = 0.9  # share of an adapter's rate that collectives reach
 
 
 def all_reduce(cluster: Cluster, nbytes: float, ranks: int, stride: int = 1) -> float:
-    """Seconds of a sum of `nbytes` on each of `ranks` ranks that are `stride` ranks apart."""
+    """Return the seconds of a sum of `nbytes` on each of `ranks` ranks that are `stride` ranks
+    apart.
+    """
     return _collective(cluster, 2 * nbytes, ranks, stride)
 
 
 def all_gather(cluster: Cluster, nbytes: float, ranks: int, stride: int = 1) -> float:
-    """Seconds of an all-gather or a reduce-scatter of `nbytes` in all."""
+    """Return the seconds of an all-gather or a reduce-scatter of `nbytes` in all."""
     return _collective(cluster, nbytes, ranks, stride)
 
 
 def exchange(cluster: Cluster, nbytes: float, stride: int) -> float:
-    """Seconds of a message to the rank that is `stride` ranks further."""
+    """Return the seconds of a message to the rank that is `stride` ranks further."""
     link = cluster.links[0] if stride < cluster.per_node() else cluster.links[-1]
     share = 1.0 if stride < cluster.per_node() else NETWORK
     return link.latency_us * 1e-6 / 2 + nbytes / (link.gbytes_s * 1e9 * share)
 
 
 def members_in_a_node(ranks: int, stride: int, per_node: int) -> int:
-    """The fewest members that a group has in a node which it touches; `ranks` if it leaves none.
+    """Return the fewest members that a group has in a node which it touches; `ranks` if it leaves
+    none.
 
     Groups lie one behind the other, so that those of 6 ranks on nodes of 8 are 6, 2 + 4, 4 + 2, 6.
     """
@@ -57,7 +60,8 @@ def members_in_a_node(ranks: int, stride: int, per_node: int) -> int:
 
 
 def in_a_node(link: Link, moved: float) -> float:
-    """Seconds of a collective by a node's links: the quicker of two ways that libraries have.
+    """Return the seconds of a collective by a node's links: the quicker of two ways that libraries
+    have.
 
     One starts at once, and reaches a share of the rate. The other reaches all of it, later.
     """

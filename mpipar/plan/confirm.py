@@ -49,7 +49,7 @@ class Confirmed(NamedTuple):
 
 def train_config(question: Question, config: Config, one: Candidate,
                  num_microbatches: int | None = None) -> Config:
-    """The Config of a candidate, before it is resolved.
+    """Return the Config of a candidate, before it is resolved.
 
     config: names the model. num_microbatches: by default those of the layout.
     """
@@ -72,7 +72,9 @@ def train_config(question: Question, config: Config, one: Candidate,
 
 
 def command_line(question: Question, job: Job, one: Candidate) -> str:
-    """What to type to train with a candidate: every setting that the model's flags do not give."""
+    """Return what to type to train with a candidate: every setting that the model's flags do not
+    give.
+    """
     wanted = train_config(question, job.config, one)
     before = {field.name: value for _, field, value in settings(job.config)}
     words = [as_typed(field.name, value) for _, field, value in settings(wanted)
@@ -87,7 +89,7 @@ def command_line(question: Question, job: Job, one: Candidate) -> str:
 
 
 def as_typed(name: str, value) -> str:
-    """A setting as a flag."""
+    """Return a setting as a flag."""
     if isinstance(value, bool):
         return flag(name) if value else f"--no-{flag(name)[2:]}"
     return f"{flag(name)} {','.join(map(str, value)) if isinstance(value, tuple) else value}"

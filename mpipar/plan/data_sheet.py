@@ -29,7 +29,8 @@ SIZES = tuple(1 << power for power in range(3, 41))  # bytes of messages and sum
 
 
 def machine_of(text: str, configs: Sequence[Config]) -> Machine:
-    """The Machine that --machine names: a file of bench.calibrate, or a data sheet for configs.
+    """Return the Machine that --machine names: a file of bench.calibrate, or a data sheet for
+    configs.
 
     configs: resolved, those whose steps will be predicted. Raises UserErrors.
     """
@@ -41,7 +42,8 @@ def machine_of(text: str, configs: Sequence[Config]) -> Machine:
 
 
 def from_data_sheet(cluster: Cluster, configs: Sequence[Config]) -> Machine:
-    """The Machine of resolved configs: each rank has a device of its own. Raises UsageError."""
+    """Return the Machine of resolved configs: each rank has a device of its own. Raises UsageError.
+    """
     dtype, model = configs[0].run.dtype, configs[0].model.model
     wrong = []
     if model != "decoder":
@@ -77,7 +79,7 @@ def from_data_sheet(cluster: Cluster, configs: Sequence[Config]) -> Machine:
 
 
 def layout_of(config: Config) -> Layout:
-    """The planner's Layout of a resolved config, for the time of its passes."""
+    """Return the planner's Layout of a resolved config, for the time of its passes."""
     grid, memory = config.grid, config.memory
     return Layout(
         grid.dp, grid.pp, grid.cp, grid.tp, microbatch_rows(config), grid.num_microbatches,
@@ -86,7 +88,9 @@ def layout_of(config: Config) -> Layout:
 
 
 def units_of(cluster: Cluster, stack: Stack, config: Config) -> Units:
-    """The passes of a config's blocks and head by closed forms, as if they had been measured."""
+    """Return the passes of a config's blocks and head by closed forms, as if they had been
+    measured.
+    """
     shape = Shape.of(config.model.completed())
     block = block_times(shape, layout_of(config), cluster, stack)
     i = block.i.plus(block.again)
@@ -103,5 +107,5 @@ def passes(f: Times, i: Times, w: Times) -> Passes:
 
 
 def curve(operation: str, ranks: int, seconds: dict[int, float]) -> Curve:
-    """A Curve of closed forms, without intervals of measurement."""
+    """Return a Curve of closed forms, without intervals of measurement."""
     return Curve.through(operation, LINK, ranks, seconds, 0)

@@ -13,7 +13,9 @@ SENDS = {  # --expert-dispatch: (formula, how many times its tokens a rank sends
 
 
 def exchanged(config) -> str:
-    """How many times its tokens a rank sends in each exchange of rows, and how many there are."""
+    """Return how many times its tokens a rank sends in each exchange of rows, and how many there
+    are.
+    """
     model, grid = config.model, config.grid
     formula, times = SENDS[grid.expert_dispatch]
     each = share(model.experts, grid.ep)
@@ -27,7 +29,9 @@ def exchanged(config) -> str:
 
 
 def imbalance(config) -> str:
-    """How unevenly a forced routing loads experts, and the ranks that hold them; "" if learned."""
+    """Return how unevenly a forced routing loads experts, and the ranks that hold them; "" if
+    learned.
+    """
     model, ep = config.model, config.grid.ep
     if model.routing == "learned":
         return ""

@@ -79,7 +79,7 @@ class Orders:
         self.known: dict[tuple, tuple[Held, ...]] = {}
 
     def in_flight(self, layout: Layout, rank: int) -> tuple[Held, ...]:
-        """What a rank of the pipeline keeps at its fullest, by the order of its passes.
+        """Return what a rank of the pipeline keeps at its fullest, by the order of its passes.
 
         One of these is the fullest, whatever a chunk keeps from F to I and from I to W.
         """
@@ -93,7 +93,7 @@ class Orders:
 
 
 def fullest_of(program: list[Instr], last_stage: int) -> tuple[Held, ...]:
-    """What a program keeps, without what is less in all parts than something else."""
+    """Return what a program keeps, without what is less in all parts than something else."""
     found, here, head = set(), [0, 0], [0, 0]
     for instr in program:
         for kind, stage, _ in parts(instr):
@@ -110,7 +110,7 @@ def fullest_of(program: list[Instr], last_stage: int) -> tuple[Held, ...]:
 
 
 def footprint(shape: Shape, layout: Layout, stack: Stack) -> Footprint:
-    """The memory of the fullest rank of a layout with as many blocks on each stage."""
+    """Return the memory of the fullest rank of a layout with as many blocks on each stage."""
     counts = blocks_of_stages(shape.layers, layout.stages)
     ranks = fullest_ranks(layout, counts)
     return max(rank_footprints(shape, layout, stack, counts, ranks), key=lambda one: one.total)
@@ -135,7 +135,7 @@ def fullest_ranks(layout: Layout, counts: tuple[int, ...],
 
 def most_blocks(shape: Shape, layout: Layout, stack: Stack, gib: Sequence[float],
                 orders: Orders) -> list[int]:
-    """The most blocks that each pipeline rank has room for; a rank has one stage.
+    """Return the most blocks that each pipeline rank has room for; a rank has one stage.
 
     gib: memory that each rank may use. Memory grows with the blocks by no more than it does first.
     """
@@ -178,7 +178,7 @@ class Kept(NamedTuple):
                    stash["none"] + (late if layout.recompute == "block" else 0.0))
 
     def most(self, layout: Layout, rank: int, blocks: float, orders: Orders) -> float:
-        """Bytes that a rank with so many blocks keeps at its fullest."""
+        """Return the bytes that a rank with so many blocks keeps at its fullest."""
         each = blocks / layout.chunks
         return max(each * (one.waiting * self.block[0] + one.pending * self.block[1])
                    + one.head_waiting * self.head[0] + one.head_pending * self.head[1]
@@ -186,7 +186,7 @@ class Kept(NamedTuple):
 
 
 def states_of(own: list[Segment], layout: Layout, stack: Stack) -> tuple[float, float, float]:
-    """Bytes of weights, gradients and optimizer of some segments."""
+    """Return the bytes of weights, gradients and optimizer of some segments."""
     elements = sum(one.elements for one in own)
     pieces = sum(one.elements / one.ranks for one in own)
     return ((pieces if layout.zero >= 3 else elements) * stack.weight_bytes,
@@ -196,7 +196,7 @@ def states_of(own: list[Segment], layout: Layout, stack: Stack) -> tuple[float, 
 
 def rank_footprints(shape: Shape, layout: Layout, stack: Stack, counts: tuple[int, ...],
                     ranks: Iterable[int], orders: Orders | None = None) -> list[Footprint]:
-    """The memory of some ranks of the pipeline. counts: blocks of each stage."""
+    """Return the memory of some ranks of the pipeline. counts: blocks of each stage."""
     kept, orders = Kept.of(shape, layout, stack), orders or Orders()
     return [_rank_footprint(
         shape, layout, stack, rank, counts, kept,

@@ -11,7 +11,7 @@ FORMATS = ("float32", "float16", "bfloat16")  # that mpipar trains in, and machi
 
 def search_formats(question: Question, count: int = 5,
                    tell=lambda text: None) -> tuple[Question, Plan]:
-    """The question in the format with the shortest step, and its plan.
+    """Return the question in the format with the shortest step, and its plan.
 
     question: in the format that is searched first. The plan counts the layouts in other formats as
     rejected. Where nothing fits in any format, the first one answers.
@@ -31,7 +31,8 @@ def search_formats(question: Question, count: int = 5,
 
 
 def other_formats(question: Question) -> list[str]:
-    """The machines' formats whose rates or bytes differ from those of the question's format."""
+    """Return the machines' formats whose rates or bytes differ from those of the question's format.
+    """
     def facts(dtype: str) -> tuple:
         return rates(dtype), question.stack.with_dtype(dtype)
 
@@ -42,13 +43,13 @@ def other_formats(question: Question) -> list[str]:
 
 
 def in_format(question: Question, dtype: str) -> Question:
-    """A question of 16 bits, asked for another format."""
+    """Return a question of 16 bits, asked for another format."""
     return question._replace(stack=question.stack.with_dtype(dtype), dtype=dtype).changed(
         lambda kind: kind._replace(cluster=kind.cluster.with_dtype(dtype)))
 
 
 def least_seconds(question: Question) -> float:
-    """Seconds of the products of weights alone, on devices that are never idle."""
+    """Return the seconds of the products of weights alone, on devices that are never idle."""
     shape = question.shape
     weights = shape.layers * shape.passed_parameters + shape.vocab * shape.width
     rate = sum(kind.ranks * product_rate(kind.cluster, question.stack.on(kind.cluster))
@@ -57,12 +58,12 @@ def least_seconds(question: Question) -> float:
 
 
 def layouts_of(plan: Plan) -> int:
-    """How many layouts can be run, whether they fit or not."""
+    """Return how many layouts can be run, whether they fit or not."""
     return plan.fitting + plan.rejected.get("does not fit in memory", 0)
 
 
 def in_short(plan: Plan) -> str:
-    """What a format that was not chosen gives."""
+    """Return what a format that was not chosen gives."""
     if plan.best:
         return f"a step takes {plan.best[0].step.total:.3f} s or more"
     return f"needs {plan.least.memory.total / GIB:.1f} GiB or more, and does not fit"

@@ -30,7 +30,7 @@ SENT = {"all_reduce": (2, "(q-1)/q"), "all_to_all": (1, "(q-1)/q"),
 
 
 def units_of(config) -> tuple[UnitCosts, Letters]:
-    """What the units of a resolved config's model cost, and the sizes of a rank."""
+    """Return what the units of a resolved config's model cost, and the sizes of a rank."""
     model, grid, (e, s) = models.model_of(config.model), config.grid, bytes_of_numbers(config)
     method, scores = grid.cp_attention if grid.cp > 1 else None, False
     ops = shapes_for(config.run, None)
@@ -43,7 +43,7 @@ def units_of(config) -> tuple[UnitCosts, Letters]:
 
 
 def text(form: Sum) -> str:
-    """The formula of a Sum; what differs in one width alone is put together."""
+    """Return the formula of a Sum; what differs in one width alone is put together."""
     groups: dict[tuple[str, str], list[tuple[float, str]]] = {}
     for (*letters, number), often in form.items():
         width = letters.pop() if letters else ""
@@ -60,7 +60,7 @@ def text(form: Sum) -> str:
 
 
 def sent_text(barriers: Iterable[Barrier]) -> str:
-    """The formula of what a rank sends in some barriers."""
+    """Return the formula of what a rank sends in some barriers."""
     factors: dict[str, list[Sum]] = {}
     for barrier in barriers:
         often, factor = SENT[barrier.kind]
@@ -71,7 +71,7 @@ def sent_text(barriers: Iterable[Barrier]) -> str:
 
 
 def payload_text(barrier: Barrier) -> str:
-    """The formula of one operation's payload."""
+    """Return the formula of one operation's payload."""
     factor = {2: "q * ", 0.5: "(q-1)/q * "}.get(KINDS[barrier.kind].pieces(2), "")
     return factor + text(barrier.carries)
 
@@ -93,12 +93,12 @@ def payload(record, config, group_size: int) -> tuple[str, float] | None:
 
 
 def sent(record) -> str:
-    """The factor from payload to bytes sent, as text."""
+    """Return the factor from payload to bytes sent, as text."""
     return FACTORS.get(record.operation, "1" if record.operation == "send" else "0")
 
 
 def letters(config) -> str:
-    """What the letters and words of the formulas mean, for a reader of `mpipar explain`."""
+    """Return what the letters and words of the formulas mean, for a reader of `mpipar explain`."""
     found = (f"{models.model_of(config.model).LETTERS},\n"
              "N numbers of this rank's parameters")
     if config.memory.zero:
@@ -244,20 +244,21 @@ def _data(
 
 
 def bytes_of_numbers(config) -> tuple[int, int]:
-    """Bytes of a number: in activations, and in sums and gradients, which keep 32 bits."""
+    """Return the bytes of a number: in activations, and in sums and gradients, which keep 32 bits.
+    """
     itemsize = np.dtype(config.run.dtype).itemsize
     return itemsize, max(itemsize, 4)
 
 
 def layer(config, q: int, block: int = 0) -> Expected:
-    """The Expected of tp for both passes of one microbatch in the block of this index."""
+    """Return the Expected of tp for both passes of one microbatch in the block of this index."""
     units, sizes = units_of(config)
     barriers = [one for one in units.blocks[block].barriers if one.axis == "tp"]
     return Expected("", _calls(barriers, q), sent_text(barriers), _sent(barriers, sizes, q))
 
 
 def one_block(records) -> list:
-    """Those records that belong to tp, the first block and the first microbatch.
+    """Return those records that belong to tp, the first block and the first microbatch.
 
     Recomputation counts apart.
     """

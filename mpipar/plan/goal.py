@@ -38,7 +38,7 @@ Rounds = list[list[Message]]
 
 
 def gathered(q: int, index: int, part: int) -> Rounds:
-    """The rounds in which q ranks gather parts of so many bytes."""
+    """Return the rounds in which q ranks gather parts of so many bytes."""
     found, held = [], 1
     while held < q:
         passed = min(held, q - held) * part
@@ -49,21 +49,23 @@ def gathered(q: int, index: int, part: int) -> Rounds:
 
 
 def scattered(q: int, index: int, part: int) -> Rounds:
-    """The rounds in which q ranks add up, and each gets its part: those of gathering, backward."""
+    """Return the rounds in which q ranks add up, and each gets its part: those of gathering,
+    backward.
+    """
     turned = {"recv": "send", "send": "recv"}
     return [[Message(turned[one.verb], one.peer, one.nbytes) for one in reversed(messages)]
             for messages in reversed(gathered(q, index, part))]
 
 
 def along_chain(q: int, index: int, root: int, nbytes: int) -> Rounds:
-    """The rounds of a broadcast from rank to rank, beginning with the root."""
+    """Return the rounds of a broadcast from rank to rank, beginning with the root."""
     behind = (index - root) % q
     receives = [[Message("recv", (index - 1) % q, nbytes)]] if behind else []
     return receives + ([[Message("send", (index + 1) % q, nbytes)]] if behind < q - 1 else [])
 
 
 def exchanged(q: int, index: int, sent: list[int], received: list[int]) -> Rounds:
-    """One round, in which each rank sends a part to each other one, its neighbour first."""
+    """Return one round, in which each rank sends a part to each other one, its neighbour first."""
     others = [(index + ahead) % q for ahead in range(1, q)]
     before = [(index - ahead) % q for ahead in range(1, q)]
     return [[*(Message("recv", peer, received[peer]) for peer in before if received[peer]),
@@ -170,7 +172,7 @@ class RankText:
                 after.update(ends.pop(event.number))
 
     def of(self, script: Script) -> bytes:
-        """The text of this rank, or of a copy."""
+        """Return the text of this rank, or of a copy."""
         here = {axis: ranks.index(script.world_rank) for axis, ranks in script.groups.items()}
         known = {}
         for axis, offset in set(self.peers):

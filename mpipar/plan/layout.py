@@ -78,13 +78,13 @@ class Layout(NamedTuple):
         return self.family.placement == "v"
 
     def held(self, rank: int) -> tuple[int, ...]:
-        """The stages of a pipeline rank."""
+        """Return the stages of a pipeline rank."""
         if self.folded:
             return rank, self.stages - 1 - rank
         return tuple(range(rank, self.stages, self.pp))
 
     def rank_of(self, stage: int) -> int:
-        """The pipeline rank that holds a stage."""
+        """Return the pipeline rank that holds a stage."""
         if self.folded:
             return min(stage, self.stages - 1 - stage)
         return stage % self.pp
@@ -95,11 +95,11 @@ class Layout(NamedTuple):
         return 0 if self.folded else self.pp - 1
 
     def tables_of(self, rank: int) -> int:
-        """How many of the embedding and the head a pipeline rank has."""
+        """Return how many of the embedding and the head a pipeline rank has."""
         return (rank == 0) + (rank == self.last_rank)
 
     def blocks_of(self, rank: int, counts: tuple[int, ...]) -> int:
-        """Blocks of a pipeline rank. counts: those of each stage."""
+        """Return the blocks of a pipeline rank. counts: those of each stage."""
         if self.chunks == 1:
             return counts[rank]
         return sum(counts[stage] for stage in self.held(rank))
@@ -114,7 +114,8 @@ class Segment(NamedTuple):
 
 
 def segments(shape: Shape, layout: Layout, blocks: float, tables: float = 0.0) -> list[Segment]:
-    """The segments of some blocks and tables on a rank: a gradient group each, as of our own runs.
+    """Return the segments of some blocks and tables on a rank: a gradient group each, as of our own
+    runs.
 
     Experts are shared out, so fewer ranks hold the same ones.
     """
@@ -128,7 +129,7 @@ def segments(shape: Shape, layout: Layout, blocks: float, tables: float = 0.0) -
 
 def rank_segments(shape: Shape, layout: Layout, rank: int,
                   counts: tuple[int, ...]) -> list[Segment]:
-    """The segments of a pipeline rank. counts: blocks of each stage.
+    """Return the segments of a pipeline rank. counts: blocks of each stage.
 
     The first and the last stage have a table each. A rank with both has one where they are tied.
     """
@@ -138,7 +139,9 @@ def rank_segments(shape: Shape, layout: Layout, rank: int,
 
 
 def blocks_of_stages(layers: int, stages: int) -> tuple[int, ...]:
-    """Blocks of each stage; what is left over goes to the middle, away from embedding and head."""
+    """Return the blocks of each stage; what is left over goes to the middle, away from embedding
+    and head.
+    """
     share, left = divmod(layers, stages)
     first = (stages - left) // 2
     return tuple(share + (first <= stage < first + left) for stage in range(stages))

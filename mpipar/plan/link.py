@@ -40,7 +40,7 @@ class Link(NamedTuple):
 
 
 def measure_link(comm, peer: int, x, y) -> Link | None:
-    """The link between place 0 of a group and `peer`, for messages like x; on place 0.
+    """Return the link between place 0 of a group and `peer`, for messages like x; on place 0.
 
     x, y: two arrays of the message's size, which are overwritten.
     Comm: messages between the two; every other rank gets None at once.
@@ -69,7 +69,7 @@ def measure_hop(comm, peer: int, x, repeats: int = REPEATS) -> float:
 
 
 def one_window(comm, peer: int, x, y) -> float:
-    """Seconds of WINDOW messages to the peer and one back. Comm: these messages."""
+    """Return the seconds of WINDOW messages to the peer and one back. Comm: these messages."""
     start = perf_counter()
     if comm.index == 0:
         for pending in [comm.isend(x, peer, 1, "measure.window") for _ in range(WINDOW)]:
@@ -83,7 +83,7 @@ def one_window(comm, peer: int, x, y) -> float:
 
 
 def goes_alone(comm, peer: int, x, y, hop: float) -> bool:
-    """Whether a message of the peer arrives while the peer stays away from MPI; on place 0.
+    """Return whether a message of the peer arrives while the peer stays away from MPI; on place 0.
 
     hop: as each of the two has measured it. Comm: a few messages.
     """
@@ -104,7 +104,8 @@ def goes_alone(comm, peer: int, x, y, hop: float) -> bool:
 
 
 def measure_sending(comm, peer: int, x, y, hop: float) -> float:
-    """Seconds by which products take longer on place 0 while a message to the peer leaves.
+    """Return the seconds by which products take longer on place 0 while a message to the peer
+    leaves.
 
     hop: as place 0 has measured it. Comm: a few messages.
     """
@@ -112,7 +113,7 @@ def measure_sending(comm, peer: int, x, y, hop: float) -> float:
     matrix = ops.asarray(np.full((SIDE, SIDE), 1 / SIDE, ops.dtype))
 
     def work(count: int, pending=None) -> float:
-        """Seconds of SLICES times `count` products."""
+        """Return the seconds of SLICES times `count` products."""
         start = perf_counter()
         for _ in range(SLICES):
             for _ in range(count):

@@ -22,7 +22,7 @@ SENDING = "sending"  # the name of what a message takes of its sender's core
 
 
 def settings_of(model) -> dict:
-    """The settings of a ModelConfig on which its passes depend, as a file keeps them."""
+    """Return the settings of a ModelConfig on which its passes depend, as a file keeps them."""
     return {name: list(value) if isinstance(value, tuple) else value
             for name, value in asdict(model).items() if name != "layers"}
 
@@ -86,7 +86,7 @@ class Curve:
         return cls(operation, link, ranks, tuple(sorted(seconds)), tuple(pieces), samples)
 
     def piece(self, nbytes: float) -> Piece:
-        """The piece of a size; the last one continues beyond its end."""
+        """Return the piece of a size; the last one continues beyond its end."""
         return next((piece for piece in self.pieces if nbytes <= piece.to_bytes), self.pieces[-1])
 
     def estimate(self, nbytes: float) -> Estimate:
@@ -189,7 +189,7 @@ class Machine:
     provenance: dict
 
     def curve(self, operation: str, ranks: int = 2, link: str | None = None) -> Curve:
-        """The curve of an operation.
+        """Return the curve of an operation.
 
         link: None stands for the slowest kind measured with so many ranks, at the largest size
         that all of them have.
@@ -210,13 +210,17 @@ class Machine:
 
     def estimate(self, operation: str, nbytes: float, ranks: int = 2,
                  link: str | None = None) -> Estimate:
-        """Seconds of an operation; a group of one takes none. Raises UsageError: see `curve`."""
+        """Return the seconds of an operation; a group of one takes none. Raises UsageError: see
+        `curve`.
+        """
         if ranks == 1:
             return Estimate(0.0, False)
         return self.curve(operation, ranks, link).estimate(nbytes)
 
     def eager_bytes(self, link: str) -> int | None:
-        """The largest message that goes by this kind of link while its sender computes, or None."""
+        """Return the largest message that goes by this kind of link while its sender computes, or
+        None.
+        """
         return next((one.size_bytes for one in self.eager if one.link == link), None)
 
     def contention_factor(self, operation: str) -> float:
@@ -225,7 +229,8 @@ class Machine:
         return median(found) if found else 1.0
 
     def product_seconds(self, m: int, k: int, n: int) -> Estimate:
-        """Seconds of a product (M, K) x (K, N), interpolated in logarithms between measured shapes.
+        """Return the seconds of a product (M, K) x (K, N), interpolated in logarithms between
+        measured shapes.
 
         Outside of them the nearest measured shape's rate counts. Raises UsageError without
         products.
@@ -244,7 +249,7 @@ class Machine:
         return Estimate(math.exp(total) * scale, inside != [m, k, n])
 
     def units_of(self, model, dtype: str, tp: int, rows: int, ep: int = 1) -> Units:
-        """The measured passes of a model (a ModelConfig), of the nearest number of rows.
+        """Return the measured passes of a model (a ModelConfig), of the nearest number of rows.
 
         Raises UsageError, which lists the available ones.
         """

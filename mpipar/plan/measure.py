@@ -42,7 +42,7 @@ def stage_units(stage: int, stage_layers) -> range:
 
 
 def unit_counts(config, schedule) -> tuple[int, ...]:
-    """How many units each stage of the schedule has, for `Costs.merged`."""
+    """Return how many units each stage of the schedule has, for `Costs.merged`."""
     split = models.layer_split(config, schedule)
     return tuple(len(stage_units(stage, split)) for stage in range(len(split)))
 
@@ -143,7 +143,7 @@ def _unit_memory(config) -> dict:
     num_units = config.model.layers + 2
 
     def held():
-        """Bytes alive, without what the first unit leaves as scratch for all others."""
+        """Return the bytes alive, without what the first unit leaves as scratch for all others."""
         return sum(size for label, size in ops.live.items() if label != "scratch")
 
     batch = data.data_of(config.model).blank_batch(ops, config)
@@ -199,7 +199,7 @@ def measure_costs(config, grid, ops, mpi_world=None, repeats: int = REPEATS) -> 
     num_units = config.model.layers + 2
 
     def by_unit(kind):
-        """The median over the ranks that have a unit; JSON has made its number a string."""
+        """Return the median over the ranks that have a unit; JSON has made its number a string."""
         times: dict = {}
         for fact, _ in facts:
             for unit, (seconds, _) in fact[kind].items():

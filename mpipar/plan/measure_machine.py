@@ -46,7 +46,7 @@ class Clock:
 
 
 def measure_machine(configs, ops, mpi_world, seconds: float = SECONDS) -> Machine | None:
-    """The cost model for a choice among resolved configs, on world rank 0; None elsewhere.
+    """Return the cost model for a choice among resolved configs, on world rank 0; None elsewhere.
 
     The configs differ in their layouts. What there is no time for is missing, but the first cut is
     always there.
@@ -136,7 +136,7 @@ def measure_links(ops, mpi_world) -> tuple[tuple[Curve, ...], tuple[Eager, ...]]
 
 
 def median_seconds(ops, run: Callable) -> float:
-    """The median time of a call, without its first. Comm: that of `run`."""
+    """Return the median time of a call, without its first. Comm: that of `run`."""
     times = []
     for _ in range(1 + REPEATS):
         start = perf_counter()
@@ -147,6 +147,6 @@ def median_seconds(ops, run: Callable) -> float:
 
 
 def curve(operation: str, ranks: int, seconds: list[float]) -> Curve:
-    """The Curve through the times of SIZES."""
+    """Return the Curve through the times of SIZES."""
     times = dict(zip(SIZES, seconds, strict=True))
     return Curve.through(operation, LINK, ranks, times, REPEATS)

@@ -24,13 +24,15 @@ UPDATES = 5  # of a round, after one that does not count
 
 
 def largest(mpi_world, value: float) -> float:
-    """The largest of all ranks' values on world rank 0, own value elsewhere. Comm: one gather."""
+    """Return the largest of all ranks' values on world rank 0, own value elsewhere. Comm: one
+    gather.
+    """
     facts = gather_facts(mpi_world, value)
     return max(facts) if facts is not None else value
 
 
 def as_measured(memory):
-    """The settings of memory with which passes and updates are measured.
+    """Return the settings of memory with which passes and updates are measured.
 
     `step_estimate` adds what ZeRO costs, and the second forward of blocks that run again.
     """
@@ -50,7 +52,7 @@ def measure_units(config, ops, mpi_world, rounds=(0,), repeats: int = REPEATS) -
 
 
 def units_of(config, spells: list[list[Costs]]) -> Units:
-    """What rounds of `measure_costs` in a few spells of time say about a config's parts.
+    """Return what rounds of `measure_costs` in a few spells of time say about a config's parts.
 
     The times are those of the median round in the quietest spell. What sharing a core costs is the
     median of all rounds. The update is left at 0.
@@ -72,7 +74,7 @@ def units_of(config, spells: list[list[Costs]]) -> Units:
 
 
 def update_seconds(config, ops, mpi_world, rounds: int, updates: int = UPDATES) -> float:
-    """Seconds per parameter of what is done once per step: clear, norm, clip, optimizer.
+    """Return the seconds per parameter of what is done once per step: clear, norm, clip, optimizer.
 
     Comm: makes the groups; ranks take turns on the cores; a barrier and a gather for each round.
     """

@@ -56,7 +56,7 @@ pre { overflow-x: auto; margin: 0; font-size: 12.5px; }
 
 
 def page(question: Question, plan: Plan, model: str, answer: str) -> str:
-    """The page. model: its name. answer: as it is printed. Every text in it is escaped."""
+    """Return the page. model: its name. answer: as it is printed. Every text in it is escaped."""
     title = (f"{model}: {question.shape.parameters / 1e9:.2f} billion parameters on"
              f" {devices(question)}")
     parts = [section("The answer", f"<pre>{safe(answer)}</pre>")]
@@ -82,13 +82,13 @@ def safe(text: str) -> str:
 
 
 def section(title: str, body: str) -> str:
-    """A card of the page."""
+    """Return a card of the page."""
     return f"<section><h2>{safe(title)}</h2>{body}</section>"
 
 
 def bars(rows: list[list[float]], names: list[str], words: list[str], unit: str,
          limit: float | None = None) -> str:
-    """A legend, a stacked bar for each layout, and an axis; a line where the memory ends."""
+    """Return a legend, a stacked bar for each layout, and an axis; a line where the memory ends."""
     used = [(place, name) for place, name in enumerate(names)
             if any(row[place] > 0 for row in rows)]
     colours = dict(zip((name for _, name in used), COLOURS, strict=False))
@@ -113,7 +113,7 @@ def bars(rows: list[list[float]], names: list[str], words: list[str], unit: str,
 
 
 def label(x: float, y: float, text: str, anchor: str) -> str:
-    """A text in a picture."""
+    """Return a text in a picture."""
     return f"<text x=\"{x:.1f}\" y=\"{y:.1f}\" text-anchor=\"{anchor}\">{text}</text>"
 
 

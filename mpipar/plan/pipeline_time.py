@@ -15,7 +15,9 @@ from mpipar.plan.step_time import Blocks
 
 
 def stage_costs(layout: Layout, blocks: Blocks, counts: tuple[int, ...]) -> Costs:
-    """Seconds of each stage's passes; the last one also has the head, a third in each pass."""
+    """Return the seconds of each stage's passes; the last one also has the head, a third in each
+    pass.
+    """
     of_rank = {id(one): (one.f.total, one.i.total + one.again.total, one.w.total)
                for one in blocks}
     own = [of_rank[id(blocks[layout.rank_of(stage)])] for stage in range(len(counts))]
@@ -26,7 +28,7 @@ def stage_costs(layout: Layout, blocks: Blocks, counts: tuple[int, ...]) -> Cost
 
 
 def bound(layout: Layout, blocks: Blocks, counts: tuple[int, ...]) -> float:
-    """Seconds that the passes take at least.
+    """Return the seconds that the passes take at least.
 
     A rank computes all its passes. Where stages lie one behind the other, it first waits until a
     microbatch has come down to it. What it gave last still goes up; with a split backward its own
@@ -50,12 +52,12 @@ class Pipelines:
         self.orders: dict[tuple, list[tuple]] = {}
 
     def simulated(self, layout: Layout, blocks: Blocks, counts: tuple[int, ...]) -> float:
-        """Seconds of the schedule's timeline."""
+        """Return the seconds of the schedule's timeline."""
         costs = stage_costs(layout, blocks, counts)
         return self.makespan(layout, layout.num_microbatches, costs)
 
     def makespan(self, layout: Layout, num_microbatches: int, costs: Costs) -> float:
-        """The simulated seconds of a step of so many microbatches.
+        """Return the simulated seconds of a step of so many microbatches.
 
         With many of them a step grows by the same time for each further round of pp of them. So
         two short steps say how long a long one is.

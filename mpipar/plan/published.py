@@ -70,12 +70,12 @@ class Run(NamedTuple):
 
 
 def stack_name(row: dict[str, str]) -> str:
-    """The name of a row's software stack, by its column `system`."""
+    """Return the name of a row's software stack, by its column `system`."""
     return "fsdp" if any(part in row["system"] for part in ("FSDP", "torchtitan")) else "megatron"
 
 
 def stack_for(row: dict[str, str], cluster: Cluster) -> Stack:
-    """The Stack of a row, with what its columns `system`, `attn` and `precision` say of it.
+    """Return the Stack of a row, with what its columns `system`, `attn` and `precision` say of it.
 
     Software without a word on attention has the usual kind of its device. DeepSpeed keeps gradients
     in 16 bits, as does software that is not known here. That has a kernel for norms only where
@@ -96,7 +96,7 @@ def stack_for(row: dict[str, str], cluster: Cluster) -> Stack:
 
 
 def layout_of(row: dict[str, str]) -> Layout:
-    """The Layout of a row.
+    """Return the Layout of a row.
 
     Assumed of what it does not say: one chunk, and no recompute. Weights that are gathered for
     each microbatch go with full recompute, the default of MaxText, whose rows do not say it.
@@ -116,7 +116,7 @@ def layout_of(row: dict[str, str]) -> Layout:
 
 
 def shape_of(row: dict[str, str]) -> Shape | None:
-    """The Shape of a row's model; None where it is not dense, or not stated."""
+    """Return the Shape of a row's model; None where it is not dense, or not stated."""
     if row["arch"] not in ACTIVATION or not row["layers"]:
         return None
     width, heads = int(row["hidden"]), int(row["heads"])
@@ -126,7 +126,7 @@ def shape_of(row: dict[str, str]) -> Shape | None:
 
 
 def run_of(row: dict[str, str], clusters: dict[str, Cluster]) -> Run | None:
-    """The Run of a row; None where it lacks what a prediction needs, or is of another kind.
+    """Return the Run of a row; None where it lacks what a prediction needs, or is of another kind.
 
     clusters: by the name of the device.
     """
@@ -143,26 +143,26 @@ def run_of(row: dict[str, str], clusters: dict[str, Cluster]) -> Run | None:
 
 
 def read_runs(name: str) -> list[Run]:
-    """The runs of a file of mpipar/plan/data that can be predicted."""
+    """Return the runs of a file of mpipar/plan/data that can be predicted."""
     clusters = {device: load_cluster(machine) for device, machine in MACHINE_OF.items()}
     found = (run_of(row, clusters) for row in read_rows(name) if row["status"] == "ok")
     return [run for run in found if run]
 
 
 def read_rows(name: str) -> list[dict[str, str]]:
-    """The rows of a file of mpipar/plan/data."""
+    """Return the rows of a file of mpipar/plan/data."""
     with (DATA / name).open(encoding="utf-8", newline="") as file:
         return list(csv.DictReader(file))
 
 
 def published_runs() -> tuple[Run, ...]:
-    """The published runs of dense models in 16 bits, on machines that the package knows."""
+    """Return the published runs of dense models in 16 bits, on machines that the package knows."""
     return tuple(read_runs("published.csv"))
 
 
 def nearest_runs(shape: Shape, layout: Layout, cluster: Cluster, stack: Stack,
                  count: int = 3) -> list[Run]:
-    """The published runs of a stack that are most like a layout.
+    """Return the published runs of a stack that are most like a layout.
 
     Device, size, ranks and parallelism count. A stack's constants say whose runs they come from.
     """

@@ -42,7 +42,7 @@ STARTS = "starts of operations a second"  # of the software, not of the devices
 
 
 def report(question: Question, plan: Plan, job: Job) -> str:
-    """The whole answer as text."""
+    """Return the whole answer as text."""
     blocks = [headline(question)]
     if not plan.best:
         return "\n\n".join([*blocks, impossible(question, plan), rejections(plan)])
@@ -57,7 +57,7 @@ def report(question: Question, plan: Plan, job: Job) -> str:
 
 
 def devices(question: Question) -> str:
-    """How many devices of which kinds."""
+    """Return how many devices of which kinds."""
     return " + ".join(f"{kind.ranks} x {kind.cluster.name}" for kind in question.kinds)
 
 
@@ -73,7 +73,7 @@ def headline(question: Question) -> str:
 
 
 def verdict(question: Question, best: Candidate) -> str:
-    """What the best layout gives."""
+    """Return what the best layout gives."""
     seconds = best.step.total
     tokens = question.batch_size * question.shape.tokens / seconds
     room = best.memory.total / best.used
@@ -87,7 +87,7 @@ def verdict(question: Question, best: Candidate) -> str:
 
 
 def others(question: Question, best: Candidate) -> str:
-    """What a layout takes by the constants of each stack that differs."""
+    """Return what a layout takes by the constants of each stack that differs."""
     found = {name: step_time(question.shape, best.layout, best.clusters,
                              stack.with_dtype(question.dtype), counts=best.counts).total
              for name, stack in STACKS.items() if stack.evidence != question.stack.evidence}
@@ -95,7 +95,7 @@ def others(question: Question, best: Candidate) -> str:
 
 
 def even_split(question: Question, one: Candidate) -> float | None:
-    """The step with as many blocks on each stage; None where that does not fit."""
+    """Return the step with as many blocks on each stage; None where that does not fit."""
     counts = blocks_of_stages(question.shape.layers, one.layout.stages)
     if counts == one.counts:
         return one.step.total
@@ -105,7 +105,7 @@ def even_split(question: Question, one: Candidate) -> float | None:
 
 
 def even_words(question: Question, one: Candidate) -> str:
-    """What an even split of the blocks would lose, of a layout without one."""
+    """Return what an even split of the blocks would lose, of a layout without one."""
     even = even_split(question, one)
     if even is None:
         return "\nan even split of the blocks does not fit"
@@ -115,7 +115,7 @@ def even_words(question: Question, one: Candidate) -> str:
 
 
 def hosts(one: Candidate) -> str:
-    """Which ranks are on which kind of device; "" of one kind."""
+    """Return which ranks are on which kind of device; "" of one kind."""
     if len(one.kinds) == 1:
         return ""
     found, first = [], 0
@@ -126,7 +126,8 @@ def hosts(one: Candidate) -> str:
 
 
 def alone_table(question: Question) -> str:
-    """The same job on one kind alone, and with equal work for all devices; "" of one kind."""
+    """Return the same job on one kind alone, and with equal work for all devices; "" of one kind.
+    """
     alone = alone_seconds(question)
     rows = [(name, f"{seconds:.3f} s a step" if seconds else "does not fit")
             for name, seconds in alone.items()]
@@ -156,21 +157,23 @@ def peak(question: Question) -> float:
 
 
 def mfu(question: Question, one: Candidate) -> float:
-    """The share of the devices' peak, by the question's rule."""
+    """Return the share of the devices' peak, by the question's rule."""
     flops = question.shape.step_flops(
         question.batch_size, question.mfu_rule, one.layout.recompute)
     return utilization(flops, one.step.total, question.ranks, peak(question))
 
 
 def bound_by(step: StepTime) -> str:
-    """The part of a step that takes longest, of those that a layout can change if it matters."""
+    """Return the part of a step that takes longest, of those that a layout can change if it
+    matters.
+    """
     parts = step._asdict()
     largest = max((name for name in PARTS if name not in COMPUTE), key=parts.get)
     return largest if parts[largest] > 0.1 * step.total else max(COMPUTE, key=parts.get)
 
 
 def nodes(question: Question, best: Candidate) -> str:
-    """Which axes cross from node to node, and what the other rank order would take."""
+    """Return which axes cross from node to node, and what the other rank order would take."""
     layout, each, stride = best.layout, question.per_node, 1
     if layout.ranks <= each:
         return ""
@@ -190,7 +193,7 @@ def nodes(question: Question, best: Candidate) -> str:
 
 
 def parts_table(best: Candidate) -> str:
-    """Seconds of the step by its parts that take any, and bytes of the fullest rank."""
+    """Return the seconds of the step by its parts that take any, and bytes of the fullest rank."""
     memory = [(name, f"{size / GIB:.2f}") for name, size in (
         *best.memory._asdict().items(), ("reserve", best.memory.reserve))]
     time = [(PARTS[name], f"{seconds:.3f}", f"{100 * seconds / best.step.total:.1f} %")
@@ -225,12 +228,15 @@ def stage_tables(question: Question, best: Candidate) -> list[str]:
 
 
 def in_short(rows: list[tuple]) -> list[tuple]:
-    """A table's first and last rows: the ends of a pipeline differ, and the middle is even."""
+    """Return a table's first and last rows: the ends of a pipeline differ, and the middle is even.
+    """
     return rows if len(rows) <= 10 else [*rows[:5], ("...", *[""] * (len(rows[0]) - 1)), *rows[-3:]]
 
 
 def own_table(found: list[Confirmed], why_not: str) -> str:
-    """What mpipar's own code would have on its first and last pipeline rank, and its verdict."""
+    """Return what mpipar's own code would have on its first and last pipeline rank, and its
+    verdict.
+    """
     if why_not:
         return f"mpipar cannot run this layout: {why_not}"
     rows = [("mpipar's own step, on shapes", "states GiB", "the rest GiB", "sent in a step GiB")]
@@ -243,7 +249,7 @@ def own_table(found: list[Confirmed], why_not: str) -> str:
 
 
 def confirmed(found: list[Confirmed]) -> bool:
-    """Whether mpipar's own step ran on shapes, and fits."""
+    """Return whether mpipar's own step ran on shapes, and fits."""
     return bool(found) and all(
         one.bytes_at_peak <= one.gib * GIB - RESERVE for one in found)
 
@@ -267,7 +273,7 @@ def sites_table(question: Question, plan: Plan, sites: Sites) -> str:
 
 
 def saving(question: Question, step_seconds: float, save_seconds: float, hours: float) -> str:
-    """How often to save, if a device fails once in so many hours.
+    """Return how often to save, if a device fails once in so many hours.
 
     Source: Young 1974, Daly 2006: the interval with the least loss is sqrt(2 * save * time between
     failures of the job).
@@ -281,7 +287,7 @@ def saving(question: Question, step_seconds: float, save_seconds: float, hours: 
 
 
 def layout_words(layout: Layout) -> str:
-    """A layout in a line of a table."""
+    """Return a layout in a line of a table."""
     schedule = layout.schedule if layout.pp > 1 else ""
     chunks = f" v{layout.chunks}" if layout.schedule == "interleaved" else ""
     words = [sizes_text(layout._asdict()), schedule + chunks,
@@ -294,7 +300,7 @@ def layout_words(layout: Layout) -> str:
 
 
 def ranking(question: Question, plan: Plan) -> str:
-    """The layouts, with what each loses and gains against the first."""
+    """Return the layouts, with what each loses and gains against the first."""
     first = plan.best[0]
     rows = [("layout", "step s", "GiB", "MFU %", "against the first")]
     rows += [(candidate_words(one), f"{one.step.total:.3f}", f"{one.memory.total / GIB:.1f}",
@@ -304,7 +310,7 @@ def ranking(question: Question, plan: Plan) -> str:
 
 
 def candidate_words(one: Candidate) -> str:
-    """A candidate in a line of a table: layout, devices, an uneven split, and its twins."""
+    """Return a candidate in a line of a table: layout, devices, an uneven split, and its twins."""
     words = [layout_words(one.layout)]
     if len(one.kinds) > 1:
         words.append("on " + ", then ".join(kind.cluster.name for kind in one.kinds))
@@ -315,13 +321,13 @@ def candidate_words(one: Candidate) -> str:
 
 
 def in_runs(counts: Iterable[int]) -> str:
-    """Blocks of stages, equal neighbours together, as 4 x 7, 2 x 9."""
+    """Return the blocks of stages, equal neighbours together, as 4 x 7, 2 x 9."""
     runs = [(count, len(list(same))) for count, same in groupby(counts)]
     return ", ".join(f"{many} x {count}" if many > 1 else str(count) for count, many in runs)
 
 
 def why_not(first: Candidate, other: Candidate) -> str:
-    """The parts that make another layout slower, and those that give back some of it."""
+    """Return the parts that make another layout slower, and those that give back some of it."""
     more = {name: two - one for (name, one), two in zip(
         first.step._asdict().items(), other.step, strict=True)}
     worse = max(more, key=more.get)
@@ -333,7 +339,7 @@ def why_not(first: Candidate, other: Candidate) -> str:
 
 
 def batch_table(plans: dict[int, Plan]) -> str:
-    """The best step for each number of rows."""
+    """Return the best step for each number of rows."""
     rows = [("rows of a step", "step s", "rows/s", "layout")]
     for count, plan in plans.items():
         best = plan.best[0] if plan.best else None
@@ -343,20 +349,20 @@ def batch_table(plans: dict[int, Plan]) -> str:
 
 
 def rejections(plan: Plan) -> str:
-    """How many layouts were looked at, and why most were not."""
+    """Return how many layouts were looked at, and why most were not."""
     said = (f"{plan.fitting:,} layouts fit, {plan.simulated:,} of them were simulated: no other can"
             " be shorter than these\n" if plan.fitting else "")
     return said + rejected_lines(plan.rejected)
 
 
 def rejected_lines(rejected: dict[str, int]) -> str:
-    """How many layouts each reason has rejected."""
+    """Return how many layouts each reason has rejected."""
     return "\n".join(["rejected:", *(
         f"  {count:>7,}  {reason}" for reason, count in rejected.items())])
 
 
 def impossible(question: Question, plan: Plan) -> str:
-    """Why nothing fits, and what the layout with the least memory lacks."""
+    """Return why nothing fits, and what the layout with the least memory lacks."""
     if plan.least is None:
         return "no layout can be run: see the reasons below"
     one, more = plan.least, plan.memory[1]
@@ -383,19 +389,19 @@ def enough(question: Question) -> str:
 
 
 def fits(question: Question) -> bool:
-    """Whether any layout fits in memory."""
+    """Return whether any layout fits in memory."""
     orders = Orders()
     return any(one.used <= 1 for layout in layouts(question, Counter())
                for one in placed(question, layout, question.kinds, orders))
 
 
 def states_of(one: Candidate) -> float:
-    """Bytes of weights, gradients and optimizer of the fullest rank."""
+    """Return the bytes of weights, gradients and optimizer of the fullest rank."""
     return one.memory.weights + one.memory.gradients + one.memory.optimizer
 
 
 def changes(question: Question, plan: Plan) -> list[dict]:
-    """What the step would be, and which printed layout would be first, with inputs 20 % off.
+    """Return what the step would be, and which printed layout would be first, with inputs 20 % off.
 
     Of the memory the layouts depend, too: the search has kept what it would choose.
     """
@@ -441,7 +447,7 @@ def instead(first: Layout, other: Layout | None) -> str:
 
 
 def confidence(question: Question, best: Candidate) -> str:
-    """How far the closed forms are from published runs that are like this one."""
+    """Return how far the closed forms are from published runs that are like this one."""
     if question.shape.experts:
         return "no published step here is of a model with experts"
     rows = [("published runs that are most like it", "measured s", "MFU %", "closed form s",
@@ -454,12 +460,12 @@ def confidence(question: Question, best: Candidate) -> str:
 
 
 def nearest(question: Question, best: Candidate) -> list[Run]:
-    """The published runs of the same software that are most like a layout."""
+    """Return the published runs of the same software that are most like a layout."""
     return nearest_runs(question.shape, best.layout, best.clusters[0], question.stack)
 
 
 def csv_rows(question: Question, plan: Plan) -> list[list]:
-    """A header, and a row for each layout, with units in the names."""
+    """Return a header, and a row for each layout, with units in the names."""
     names = [*Layout._fields, "stage_layers", "kinds", "step_s",
              *(f"{name}_s" for name in StepTime._fields), "memory_gib", "mfu_percent"]
     return [names, *([*one.layout, in_runs(one.counts),
@@ -470,7 +476,7 @@ def csv_rows(question: Question, plan: Plan) -> list[list]:
 
 
 def as_dict(question: Question, plan: Plan, job: Job) -> dict:
-    """Everything as plain values; seconds, bytes."""
+    """Return everything as plain values; seconds, bytes."""
     found = {
         "model": asdict(question.shape) | {"parameters": question.shape.parameters},
         "kinds": [{"machine": kind.cluster.name, "basis": kind.cluster.basis,

@@ -168,7 +168,7 @@ class Listening(NoTransport):
 
 
 def script_of(config: Config, world_rank: int) -> Script:
-    """The script of a rank in the layout of a resolved config."""
+    """Return the script of a rank in the layout of a resolved config."""
     notes = Notes()
     notes.ops = ops = ops_module.shapes_for(config.run, notes)
     worker = Worker(config, Grid.of(config.grid, world_rank), ops, notes)
@@ -186,7 +186,7 @@ def script_of(config: Config, world_rank: int) -> Script:
 
 
 def all_scripts(config: Config) -> Iterator[Script]:
-    """The script of each rank of a layout, in the order of ranks, one at a time.
+    """Yield the script of each rank of a layout, in the order of ranks, one at a time.
 
     Copies of the data differ in nothing but in who is in their groups. So one rank of each place
     takes its step, and the other copies take its script.
@@ -198,7 +198,7 @@ def all_scripts(config: Config) -> Iterator[Script]:
 
 
 def moved(script: Script, world_rank: int) -> Script:
-    """The script of a copy's rank: it is in the same groups, or in those of its own copy."""
+    """Return the script of a copy's rank: it is in the same groups, or in those of its own copy."""
     away = world_rank - script.world_rank
     return script._replace(world_rank=world_rank, groups={
         axis: ranks if world_rank in ranks else tuple(rank + away for rank in ranks)
@@ -206,6 +206,6 @@ def moved(script: Script, world_rank: int) -> Script:
 
 
 def first_copy(grid: Grid) -> int:
-    """The first world rank that does the same as this one, on other rows."""
+    """Return the first world rank that does the same as this one, on other rows."""
     found = grid.at(dp=0, expert=grid.place("expert"))
     return found if grid.place_of(found, "cp") == grid.place("cp") else grid.world_rank

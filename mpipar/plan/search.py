@@ -73,7 +73,7 @@ class Question(NamedTuple):
         return min(kind.cluster.per_node() for kind in self.kinds)
 
     def changed(self, change: Callable[[Kind], Kind]) -> Question:
-        """The same question of other devices."""
+        """Return the same question of other devices."""
         return self._replace(kinds=tuple(map(change, self.kinds)))
 
 
@@ -122,7 +122,7 @@ class Plan(NamedTuple):
 
 
 def kinds_by_rank(layout: Layout, kinds: tuple[Kind, ...]) -> list[Kind]:
-    """The kind of each pipeline rank, which has whole stages of one kind."""
+    """Return the kind of each pipeline rank, which has whole stages of one kind."""
     each = layout.ranks // layout.pp
     return [kind for kind in kinds for _ in range(kind.ranks // each)]
 
@@ -156,12 +156,12 @@ def axes(question: Question, rejected: Counter) -> Iterator[tuple[int, int, int,
 
 
 def fills_nodes(tp: int, per_node: int) -> bool:
-    """Whether groups of tp lie inside nodes, or fill two of them."""
+    """Return whether groups of tp lie inside nodes, or fill two of them."""
     return per_node % tp == 0 or tp == 2 * per_node
 
 
 def layouts(question: Question, rejected: Counter) -> Iterator[Layout]:
-    """Every layout that can be run; what cannot is counted."""
+    """Yield every layout that can be run; what cannot is counted."""
     fixed, stack = question.fixed, question.stack
     recomputes = ("none", "block") if stack.fused else ("none", "attention", "block")
     for dp, pp, cp, tp in axes(question, rejected):
@@ -181,7 +181,7 @@ def layouts(question: Question, rejected: Counter) -> Iterator[Layout]:
 
 
 def experts(question: Question, data_ranks: int, rejected: Counter) -> list[int]:
-    """How many ranks of dp x cp can share out the experts; 1 of a model without."""
+    """Return how many ranks of dp x cp can share out the experts; 1 of a model without."""
     common = math.gcd(question.shape.experts, data_ranks) if question.shape.experts else 1
     found = [ep for ep in divisors(common) if question.fixed.get("ep", ep) == ep]
     if not found:
@@ -190,7 +190,7 @@ def experts(question: Question, data_ranks: int, rejected: Counter) -> list[int]
 
 
 def microbatches(share: int, fixed: dict, rejected: Counter) -> list[int]:
-    """Rows that a microbatch can have. share: rows of a step on each replica."""
+    """Return the rows that a microbatch can have. share: rows of a step on each replica."""
     found = [rows for rows in divisors(share) if fixed.get("rows", rows) == rows
              and fixed.get("num_microbatches", share // rows) * rows == share]
     if not found:
@@ -200,7 +200,7 @@ def microbatches(share: int, fixed: dict, rejected: Counter) -> list[int]:
 
 
 def given(fixed: dict, name: str, choices: tuple) -> tuple:
-    """The fixed value of a field, or all its choices."""
+    """Return the fixed value of a field, or all its choices."""
     return (fixed[name],) if name in fixed else choices
 
 
@@ -228,7 +228,8 @@ def schedules(question: Question, pp: int, m: int, rejected: Counter) -> Iterato
 
 
 def search(question: Question, count: int = 5, tell=lambda text: None) -> Plan:
-    """The `count` layouts with the shortest simulated step. tell: is called with the state."""
+    """Return the `count` layouts with the shortest simulated step. tell: is called with the state.
+    """
     rejected, ranked, fitting = Counter(), [], 0
     least, orders = None, Orders()
     for seen, layout in enumerate(layouts(question, rejected)):
@@ -257,7 +258,7 @@ def search(question: Question, count: int = 5, tell=lambda text: None) -> Plan:
 
 def placed(question: Question, layout: Layout, kinds: tuple[Kind, ...],
            orders: Orders | None = None) -> Iterator[Candidate]:
-    """The layout with each number of blocks on its stages that may be best.
+    """Yield the layout with each number of blocks on its stages that may be best.
 
     Steps are bounds. What would not fit with MORE memory has none. orders: those that are known.
     """
@@ -283,7 +284,9 @@ def placed(question: Question, layout: Layout, kinds: tuple[Kind, ...],
 
 
 def simulated(question: Question, one: Candidate, pipeline: Pipeline) -> Candidate:
-    """A candidate with its step by another form of the pipeline, and in the better rank order."""
+    """Return a candidate with its step by another form of the pipeline, and in the better rank
+    order.
+    """
     steps = {layout: step_time(question.shape, layout, one.clusters, question.stack, pipeline,
                                one.counts)
              for layout in (one.layout, *other_order(question, one.layout))}
@@ -310,7 +313,8 @@ def judged(question: Question, ranked: list[Candidate], count: int, pipelines: P
 
 
 def other_order(question: Question, layout: Layout) -> list[Layout]:
-    """The same layout with the other one of dp and pp across the nodes, if both are there."""
+    """Return the same layout with the other one of dp and pp across the nodes, if both are there.
+    """
     if (layout.cp > 1 or min(layout.dp, layout.pp) == 1 or len(question.kinds) > 1
             or layout.ranks <= question.per_node):
         return []
@@ -327,7 +331,9 @@ def trade_off(ranked: list[Candidate]) -> list[Candidate]:
 
 
 def in_order(best: dict[tuple, Candidate]) -> list[Candidate]:
-    """The candidates by their steps. Those with equal steps are one, that with the least memory."""
+    """Return the candidates by their steps. Those with equal steps are one, that with the least
+    memory.
+    """
     found: list[Candidate] = []
     for one in sorted(best.values(), key=lambda one: (one.step.total, one.used)):
         if found and one.step.total <= found[-1].step.total * (1 + EQUAL):

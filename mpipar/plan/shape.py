@@ -61,7 +61,7 @@ class Shape:
 
     @classmethod
     def of(cls, model) -> Shape:
-        """The Shape of a resolved DecoderConfig."""
+        """Return the Shape of a resolved DecoderConfig."""
         learned = getattr(model, "positions", "learned") == "learned"
         return cls(
             model.layers, model.d_model, model.ffn, model.heads,
@@ -74,7 +74,7 @@ class Shape:
 
     def costs(self, parallel: bool = False, scores: bool = False,
               kind: str = "dense") -> UnitCosts:
-        """What the units cost: a row of COSTS. An activation without a gate is as GELU."""
+        """Return what the units cost: a row of COSTS. An activation without a gate is as GELU."""
         activation = self.activation if self.activation in FFNS else "gelu"
         return COSTS[kind, activation, parallel, scores]
 
@@ -89,13 +89,13 @@ class Shape:
 
     def mean(self, part: str, sizes: Letters, parallel: bool = False,
              scores: bool = False) -> float:
-        """A Sum of the blocks' Cost by its field, in the mean of all blocks."""
+        """Return a Sum of the blocks' Cost by its field, in the mean of all blocks."""
         return sum(share * value(getattr(cost, part), sizes)
                    for share, cost in self.blocks(parallel, scores))
 
     def letters(self, rows: float = 1, tp: int = 1, cp: int = 1, number: float = 1,
                 ep: int = 1) -> Letters:
-        """The sizes of a rank for `costs`, without padding to whole numbers.
+        """Return the sizes of a rank for `costs`, without padding to whole numbers.
 
         rows: of a microbatch. number: bytes of one. Statistics of norms do not count.
         """
@@ -162,5 +162,5 @@ class Shape:
 
 
 def utilization(flops: float, seconds: float, devices: int, peak_tflops: float) -> float:
-    """The share of the devices' peak that a step's FLOPs are (MFU)."""
+    """Return the share of the devices' peak that a step's FLOPs are (MFU)."""
     return flops / (seconds * devices * peak_tflops * 1e12)

@@ -11,7 +11,8 @@ EQUAL_SHARES = "in the prediction, ranks that compute at the same time get equal
 
 
 def slots(grid_config, cores: int) -> int:
-    """How many ranks run at full speed: those with a core, and at least one group of tp and cp.
+    """Return how many ranks run at full speed: those with a core, and at least one group of tp and
+    cp.
 
     Passes of such a group are measured as it is, even where it has fewer cores than ranks.
     """
@@ -19,7 +20,8 @@ def slots(grid_config, cores: int) -> int:
 
 
 def crowding(grid_config, cores: int) -> float:
-    """How much longer work takes that all ranks of a layout do at the same time; at least 1."""
+    """Return how much longer work takes that all ranks of a layout do at the same time; at least 1.
+    """
     ranks = prod(getattr(grid_config, axis) for axis in AXES)
     return max(1.0, ranks / slots(grid_config, cores))
 
@@ -31,7 +33,8 @@ def pipeline_cores(grid_config, cores: int) -> float | None:
 
 
 def sharing_note(grid_config, cores: int, sharing: float) -> str:
-    """The mark of a prediction for more ranks than cores, else "". sharing: as in `Costs`."""
+    """Return the mark of a prediction for more ranks than cores, else "". sharing: as in `Costs`.
+    """
     ranks = prod(getattr(grid_config, axis) for axis in AXES)
     if ranks <= cores:
         return ""

@@ -41,7 +41,7 @@ class Crossing(NamedTuple):
 
 
 def crossings(question: Question, one: Candidate, sites: Sites) -> list[Crossing]:
-    """What each axis that can cross the link would cost, the cheapest first."""
+    """Return what each axis that can cross the link would cost, the cheapest first."""
     found = []
     if one.layout.data_ranks % sites.count == 0:
         found.append(gradients_across(question, one, sites))
@@ -51,7 +51,7 @@ def crossings(question: Question, one: Candidate, sites: Sites) -> list[Crossing
 
 
 def gradients_across(question: Question, one: Candidate, sites: Sites) -> Crossing:
-    """Each site sends its sums once, and they begin when the last backward does."""
+    """Return each site sends its sums once, and they begin when the last backward does."""
     share = (sites.count - 1) / sites.count
     sent = 2 * share * question.shape.parameters * question.stack.wire_bytes
     seconds = sent / sites.rate + 2 * sites.milliseconds * 1e-3
@@ -61,7 +61,8 @@ def gradients_across(question: Question, one: Candidate, sites: Sites) -> Crossi
 
 
 def stages_across(question: Question, one: Candidate, sites: Sites) -> Crossing:
-    """Each microbatch crosses each boundary once each way, beside other microbatches' passes.
+    """Return each microbatch crosses each boundary once each way, beside other microbatches'
+    passes.
 
     The link holds the pipeline up where a message takes longer than a rank's passes of it. The
     first and the last message are seen by nobody else's work.
@@ -76,7 +77,7 @@ def stages_across(question: Question, one: Candidate, sites: Sites) -> Crossing:
 
 
 def needed_gbits(question: Question, one: Candidate, sites: Sites, axis: str) -> float:
-    """The link's rate at which an axis across it makes the step 5 % longer, by bisection."""
+    """Return the link's rate at which an axis across it makes the step 5 % longer, by bisection."""
     low, high = 1e-3, 1e6
     for _ in range(60):
         middle = (low * high) ** 0.5

@@ -19,7 +19,8 @@ from mpipar.plan.step_time import Blocks
 def splits(shape: Shape, layout: Layout, stack: Stack, blocks: Callable[[], Blocks],
            gib: Sequence[float], used: Callable[[tuple[int, ...]], list[float]],
            orders: Orders) -> Iterator[tuple[int, ...]]:
-    """Blocks of each stage: an even split, and where a rank has one stage an uneven one that fits.
+    """Yield the blocks of each stage: an even split, and where a rank has one stage an uneven one
+    that fits.
 
     blocks: gives the passes of each rank. gib: memory that each one may use. used: which share of
     it ranks take, the fullest and the emptiest ones among them.
@@ -43,7 +44,7 @@ def splits(shape: Shape, layout: Layout, stack: Stack, blocks: Callable[[], Bloc
 
 
 def shares(layers: int, layout: Layout, blocks: Blocks, most: Sequence[int]) -> tuple[int, ...]:
-    """Blocks of each stage, so that the slowest stage is as short as can be.
+    """Return the blocks of each stage, so that the slowest stage is as short as can be.
 
     most: that a stage has room for; together enough for all layers. Each block goes where the stage
     is then shortest. The last stage also has the head.

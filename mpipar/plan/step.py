@@ -48,12 +48,12 @@ class StepEstimate:
 
 
 def microbatch_rows(config) -> int:
-    """Rows of one microbatch of a resolved config."""
+    """Return the rows of one microbatch of a resolved config."""
     return config.train.batch_size // (config.grid.dp * config.grid.num_microbatches)
 
 
 def measured_units(machine: Machine, config):
-    """The machine's `Units` for a config.
+    """Return the machine's `Units` for a config.
 
     Raises UsageError, which lists the available ones. With context parallelism there are none: what
     a pass costs on a part of the tokens is not measured.
@@ -66,7 +66,7 @@ def measured_units(machine: Machine, config):
 
 
 def costs_of(machine: Machine, config, message_bytes: int) -> Costs:
-    """The costs of a config by unit, as the simulator of schedules reads them.
+    """Return the costs of a config by unit, as the simulator of schedules reads them.
 
     A number of rows without a measurement counts in proportion to the nearest measured one, and a
     block in proportion to its FLOPs. Raises UsageError if the machine's file lacks this model.
@@ -90,7 +90,7 @@ def costs_of(machine: Machine, config, message_bytes: int) -> Costs:
 
 
 def link_costs(machine: Machine, message_bytes: int) -> dict:
-    """The fields of Costs for messages of this size by the slowest kind of link.
+    """Return the fields of Costs for messages of this size by the slowest kind of link.
 
     A message alone takes the time of a hop. It keeps the link as long as one of a stream. That may
     be longer, because a shaped link lets the first bytes after a pause pass at once. Without a
@@ -109,20 +109,20 @@ def link_costs(machine: Machine, message_bytes: int) -> dict:
 
 
 def message_estimates(machine: Machine, message_bytes: int) -> dict:
-    """What was measured of a message by the slowest kind of link: {operation: Estimate}."""
+    """Return what was measured of a message by the slowest kind of link: {operation: Estimate}."""
     link = machine.curve(HOP).link
     return {one.operation: one.estimate(message_bytes) for one in machine.curves
             if one.link == link and one.operation in (HOP, STREAM, SENDING)}
 
 
 def largest_message(steps) -> int:
-    """Bytes of the largest message between stages in these ranks' steps on shapes."""
+    """Return the bytes of the largest message between stages in these ranks' steps on shapes."""
     return max((record.payload_bytes for step in steps for record in step.recorder.records
                 if record.operation == "send" and record.phase not in ("sync", "opt")), default=0)
 
 
 def schedule_costs(machine: Machine, config) -> Costs:
-    """The costs of a resolved config by unit, for choosing a schedule.
+    """Return the costs of a resolved config by unit, for choosing a schedule.
 
     Raises UsageError if the machine's file lacks the model or the message.
     """
@@ -165,7 +165,7 @@ def step_estimate(machine: Machine, config) -> StepEstimate:
 
 
 def step_parts(machine: Machine, config) -> dict[str, float]:
-    """Seconds of a predicted step by part; raises UsageError as `step_estimate` does.
+    """Return the seconds of a predicted step by part; raises UsageError as `step_estimate` does.
 
     The pipeline's time is that of the busiest rank's passes, its wait for others where messages
     take no time, and what messages add.
@@ -181,7 +181,7 @@ def step_parts(machine: Machine, config) -> dict[str, float]:
 
 
 def behind_the_pipeline(machine: Machine, step: Prediction, outside: set) -> float:
-    """Seconds of one rank's sums over replicas and over the world; adds to `outside`.
+    """Return the seconds of one rank's sums over replicas and over the world; adds to `outside`.
 
     Those of ZeRO's gathers and scatters count too. Each moves half of the bytes of an all_reduce,
     and the machine's file measures only the whole. Groups smaller than the world all run at once,

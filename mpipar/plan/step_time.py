@@ -53,7 +53,7 @@ class StepTime(NamedTuple):
 
 def step_time(shape: Shape, layout: Layout, cluster: Cluster | Sequence[Cluster], stack: Stack,
               pipeline: Pipeline | None = None, counts: tuple[int, ...] | None = None) -> StepTime:
-    """The step of a layout, with the parts of its busiest pipeline rank.
+    """Return the step of a layout, with the parts of its busiest pipeline rank.
 
     cluster: of all devices, or of those of each pipeline rank. pipeline: by default the closed
     form; see pipeline_time.py for a bound from below and for the simulator. counts: blocks of each
@@ -67,7 +67,7 @@ def step_time(shape: Shape, layout: Layout, cluster: Cluster | Sequence[Cluster]
 
 def step_of(shape: Shape, layout: Layout, clusters: Sequence[Cluster], blocks: Blocks,
             stack: Stack, pipeline: Pipeline, counts: tuple[int, ...]) -> StepTime:
-    """The step of given passes; otherwise as `step_time`."""
+    """Return the step of given passes; otherwise as `step_time`."""
     passes = pipeline(layout, blocks, counts)
     busy = busy_seconds(layout, blocks, counts)
     rank = max(range(layout.pp), key=busy.__getitem__)
@@ -84,7 +84,9 @@ def step_of(shape: Shape, layout: Layout, clusters: Sequence[Cluster], blocks: B
 
 def rank_times(shape: Shape, layout: Layout, cluster: Cluster | Sequence[Cluster], stack: Stack,
                pipeline: Pipeline, counts: tuple[int, ...] | None = None) -> list[StepTime]:
-    """The step as each pipeline rank spends it; a rank that has done its sums waits for others."""
+    """Return the step as each pipeline rank spends it; a rank that has done its sums waits for
+    others.
+    """
     clusters = by_rank(layout, cluster)
     blocks = passes_by_rank(shape, layout, clusters, stack)
     counts = counts or blocks_of_stages(shape.layers, layout.stages)
@@ -101,13 +103,13 @@ def rank_times(shape: Shape, layout: Layout, cluster: Cluster | Sequence[Cluster
 
 
 def by_rank(layout: Layout, cluster: Cluster | Sequence[Cluster]) -> Sequence[Cluster]:
-    """The kind of device of each pipeline rank."""
+    """Return the kind of device of each pipeline rank."""
     return (cluster,) * layout.pp if isinstance(cluster, Cluster) else cluster
 
 
 def passes_by_rank(shape: Shape, layout: Layout, clusters: Sequence[Cluster],
                    stack: Stack) -> Blocks:
-    """The passes of a block on each pipeline rank, the same object on equal devices."""
+    """Return the passes of a block on each pipeline rank, the same object on equal devices."""
     known = {one.name: block_times(shape, layout, one, stack)
              for one in {cluster.name: cluster for cluster in clusters}.values()}
     return [known[cluster.name] for cluster in clusters]
@@ -126,7 +128,7 @@ def own_times(layout: Layout, rank: int, block: BlockTimes,
 
 def behind_the_passes(shape: Shape, layout: Layout, cluster: Cluster, stack: Stack, rank: int,
                       block: BlockTimes, counts: tuple[int, ...]) -> tuple[float, float]:
-    """Seconds (of sums that no window covers, of the update) of a pipeline rank."""
+    """Return the seconds (of sums that no window covers, of the update) of a pipeline rank."""
     own = rank_segments(shape, layout, rank, counts)
     windows = window_of(layout, block, layout.blocks_of(rank, counts))
     return (sum_seconds(shape, layout, cluster, stack, own, windows),
@@ -134,7 +136,8 @@ def behind_the_passes(shape: Shape, layout: Layout, cluster: Cluster, stack: Sta
 
 
 def window_of(layout: Layout, block: BlockTimes, blocks: int) -> tuple[float, float]:
-    """Seconds of computing (beside the sums of gradients, beside the gathers of weights).
+    """Return the seconds of computing (beside the sums of gradients, beside the gathers of
+    weights).
 
     Sums begin when the last microbatch's backward has left its last chunk's first block. Weights
     are gathered beside the first microbatch's forward.
@@ -144,7 +147,7 @@ def window_of(layout: Layout, block: BlockTimes, blocks: int) -> tuple[float, fl
 
 
 def busy_seconds(layout: Layout, blocks: Blocks, counts: tuple[int, ...]) -> list[float]:
-    """Seconds that each pipeline rank computes. The last stage also has the head."""
+    """Return the seconds that each pipeline rank computes. The last stage also has the head."""
     m = layout.num_microbatches
     found = [m * block.total * layout.blocks_of(rank, counts) for rank, block in enumerate(blocks)]
     found[layout.last_rank] += m * blocks[layout.last_rank].head.total
@@ -152,13 +155,13 @@ def busy_seconds(layout: Layout, blocks: Blocks, counts: tuple[int, ...]) -> lis
 
 
 def closed(layout: Layout, blocks: Blocks, counts: tuple[int, ...]) -> float:
-    """Seconds of all passes of a linear or looped schedule, in closed form."""
+    """Return the seconds of all passes of a linear or looped schedule, in closed form."""
     busy, waits = busy_seconds(layout, blocks, counts), bubble_of(layout, blocks, counts)
     return max(one + two for one, two in zip(busy, waits, strict=True))
 
 
 def bubble_of(layout: Layout, blocks: Blocks, counts: tuple[int, ...]) -> list[float]:
-    """Seconds that each pipeline rank waits: the stages before it, forward and back.
+    """Return the seconds that each pipeline rank waits: the stages before it, forward and back.
 
     The schedule's row says what that costs for each block before: its bubble on two ranks.
     """
@@ -173,13 +176,16 @@ def bubble_of(layout: Layout, blocks: Blocks, counts: tuple[int, ...]) -> list[f
 
 
 def message_bytes(shape: Shape, layout: Layout, stack: Stack) -> float:
-    """Bytes between two stages: each rank of tp sends a part of a microbatch's activations."""
+    """Return the bytes between two stages: each rank of tp sends a part of a microbatch's
+    activations.
+    """
     return layout.rows * shape.tokens / layout.cp * shape.width * stack.number_bytes / layout.tp
 
 
 def messages_seconds(shape: Shape, layout: Layout, clusters: Sequence[Cluster],
                      stack: Stack) -> float:
-    """Seconds of messages between stages, by the slowest links. The network joins two kinds.
+    """Return the seconds of messages between stages, by the slowest links. The network joins two
+    kinds.
 
     Of more ranks than a node has, `hop_seconds` counts that already.
     """
@@ -193,7 +199,7 @@ def messages_seconds(shape: Shape, layout: Layout, clusters: Sequence[Cluster],
 
 
 def hop_seconds(shape: Shape, layout: Layout, cluster: Cluster, stack: Stack) -> float:
-    """Seconds of messages between stages that nothing hides.
+    """Return the seconds of messages between stages that nothing hides.
 
     They go down once and up once. A stack without overlap also waits for those of each chunk and
     microbatch. It waits once for a forward and a backward, whose messages cross a link in both
@@ -214,7 +220,7 @@ def hop_seconds(shape: Shape, layout: Layout, cluster: Cluster, stack: Stack) ->
 
 def sum_seconds(shape: Shape, layout: Layout, cluster: Cluster, stack: Stack,
                 own: list[Segment], windows: tuple[float, float]) -> float:
-    """Seconds of sums of a rank's segments that no window covers."""
+    """Return the seconds of sums of a rank's segments that no window covers."""
     def over_all(element_bytes: float) -> float:
         return sum(all_gather(cluster, one.elements * element_bytes, one.ranks, one.stride)
                    for one in own)
@@ -233,7 +239,8 @@ def sum_seconds(shape: Shape, layout: Layout, cluster: Cluster, stack: Stack,
 
 
 def update_seconds(layout: Layout, cluster: Cluster, stack: Stack, own: list[Segment]) -> float:
-    """Seconds of clearing gradients, norm, and optimizer: bytes over the memory's rate."""
+    """Return the seconds of clearing gradients, norm, and optimizer: bytes over the memory's rate.
+    """
     elements = sum(one.elements / (one.ranks if layout.zero else 1) for one in own)
     moved = elements * (stack.gradient_bytes + stack.optimizer_bytes)
     return moved / (cluster.hbm_gbytes_s * 1e9)

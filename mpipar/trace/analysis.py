@@ -41,7 +41,9 @@ def analyse(trace: Trace) -> Analysis:
 
 
 def category(segment: segments.Segment) -> str:
-    """The category of a segment; a wait for a pipeline message is bubble, others are waiting."""
+    """Return the category of a segment; a wait for a pipeline message is bubble, others are
+    waiting.
+    """
     if segment.kind == "wait":
         return "bubble" if segment.call.record.axis == "pp" else "waiting"
     return CATEGORY_OF[segment.kind]
@@ -61,7 +63,7 @@ def rank_rows(analysis: Analysis) -> list[dict]:
 
 
 def cause_rows(analysis: Analysis, most: int) -> list[dict]:
-    """The causes of waiting: milliseconds per step, share, who waited most and where."""
+    """Return the causes of waiting: milliseconds per step, share, who waited most and where."""
     total = sum(cost.wait_ns for cost in analysis.costs.values())
     rows = []
     for cause, cost in list(analysis.costs.items())[:most]:
@@ -74,7 +76,8 @@ def cause_rows(analysis: Analysis, most: int) -> list[dict]:
 
 
 def barrier_rows(analysis: Analysis) -> list[dict]:
-    """One row per axis, barrier name without block number, and operation, the costliest first.
+    """Return one row per axis, barrier name without block number, and operation, the costliest
+    first.
 
     Numbers are per step and summed over ranks. last: the rank that others waited for most, and how
     often.

@@ -65,7 +65,7 @@ class Work(defaultdict):
         super().__init__(Counter)
 
     def totals(self) -> Counter:
-        """Nanoseconds by kind."""
+        """Return the nanoseconds by kind."""
         sums: Counter = Counter()
         for (kind, _), causes in self.items():
             sums[kind] += causes.total()
@@ -164,7 +164,7 @@ class Causes:
             self._explain(call)
 
     def costs(self) -> dict[Cause, Cost]:
-        """Every cause with its cost, the largest first."""
+        """Return every cause with its cost, the largest first."""
         found: dict[Cause, Cost] = defaultdict(Cost)
         for own in self.waits.calls:
             for call in own:
@@ -179,7 +179,8 @@ class Causes:
         return {cause: found[cause] for cause in order}
 
     def chain(self, call: Call) -> list[str]:
-        """Why a rank waited, in steps: whom the late rank waited for, and at last the root."""
+        """Return why a rank waited, in steps: whom the late rank waited for, and at last the root.
+        """
         told = []
         while (earlier := self.before[id(call)]) is not None:
             record = earlier.record
@@ -219,7 +220,7 @@ class Causes:
         return found
 
     def work(self, rank: int, start: int, end: int) -> Work:
-        """What a rank did between two instants."""
+        """Return what a rank did between two instants."""
         work, left = Work(), end - start
         for segment in self._within(rank, start, end):
             left -= segment.length

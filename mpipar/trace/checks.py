@@ -45,7 +45,7 @@ class ScheduleFacts:
     programs: tuple[tuple[str, ...], ...]
 
     def schedule(self) -> Schedule:
-        """The proved schedule; raises ValueError."""
+        """Return the proved schedule; raises ValueError."""
         instrs = tuple(tuple(map(parse_instruction, program)) for program in self.programs)
         if self.placement not in PLACEMENTS or len(instrs) != self.pp_size or not all(
                 all(program) for program in instrs):
@@ -103,7 +103,7 @@ class Head:
 
 
 def entries(kind, value: dict):
-    """The entries of a JSON object that a dataclass has, as that dataclass."""
+    """Return the entries of a JSON object that a dataclass has, as that dataclass."""
     names = kind.__dataclass_fields__
     return built(kind, {name: value[name] for name in names if name in value}, "it")
 
@@ -164,7 +164,7 @@ class LineCheck:
         self.steps = {step for step, *_ in head.steps}
 
     def record(self, entry: list) -> Record:
-        """A record with its places as text."""
+        """Return a record with its places as text."""
         found = Record(*self._typed(entry, RECORD, "record"))
         sites, group = self.head.sites, self.head.groups.get(found.axis)
         if group is None or not -1 <= found.peer < len(group):
@@ -177,17 +177,17 @@ class LineCheck:
         return found._replace(site=sites[found.site], cut=sites[found.cut])
 
     def span(self, entry: list) -> Span:
-        """A span."""
+        """Return a span."""
         found = Span(*self._typed(entry, SPAN, "span"))
         self._in_step(found)
         return self._ordered(found)
 
     def operation(self, entry: list) -> LayerOperation:
-        """An operation of a layer."""
+        """Return an operation of a layer."""
         return self._ordered(LayerOperation(*self._typed(entry, OPERATION, "operation")))
 
     def load(self, entry: list) -> Load:
-        """Rows of a rank's experts."""
+        """Return the rows of a rank's experts."""
         *facts, rows = entry
         if type(rows) is not list:
             raise ValueError(f"{shown(entry)} is no load")

@@ -53,12 +53,13 @@ def verdict(before: list[float], after: list[float]) -> str:
 
 
 def by_launch(before: Side, after: Side) -> bool:
-    """Whether both sides have enough launches to show how far launches differ by themselves."""
+    """Return whether both sides have enough launches to show how far launches differ by themselves.
+    """
     return min(len(before), len(after)) >= LEAST_LAUNCHES
 
 
 def change(what: str, before: list[list[float]], after: list[list[float]]) -> Change:
-    """The medians of the milliseconds of all launches, and their verdict: see above."""
+    """Return the medians of the milliseconds of all launches, and their verdict: see above."""
     launches = by_launch(before, after)
     sides = [[median(one) for one in side] if launches else [ms for one in side for ms in one]
              for side in (before, after)]
@@ -78,7 +79,7 @@ def traced_ms(trace: Trace) -> list[float]:
 
 
 def step_time(before: Side, after: Side) -> tuple[Change, str, bool]:
-    """How long a step takes, which steps or launches say so, and whether they show a spread.
+    """Return how long a step takes, which steps or launches say so, and whether they show a spread.
 
     Where both runs have enough steps that were not traced, these count, except the first.
     --trace-ops slows the traced steps down. Otherwise the traced steps count.
@@ -95,7 +96,9 @@ def step_time(before: Side, after: Side) -> tuple[Change, str, bool]:
 
 
 def item(segment: Segment, by_stage: bool) -> str:
-    """The name under which a piece of time is compared. by_stage: whether it names the stage."""
+    """Return the name under which a piece of time is compared. by_stage: whether it names the
+    stage.
+    """
     kind = category(segment)
     if kind in ("forward", "backward"):
         if not by_stage:
@@ -140,7 +143,7 @@ def items(before: Side, after: Side) -> list[Change]:
 
 
 def waited_for(before: Side, after: Side) -> list[Change]:
-    """What others waited for, in ms per step summed over ranks, the largest loss first."""
+    """Return what others waited for, in ms per step summed over ranks, the largest loss first."""
     sides = [[{cause.text(): cost.wait_ns * 1e-6 / one.trace.num_steps
                for cause, cost in one.costs.items()} for one in side] for side in (before, after)]
     names = {text: None for side in sides for found in side for text in found}

@@ -74,7 +74,7 @@ class HotExpert(NamedTuple):
 
 def find(trace: Trace, waits: Waits, segments: list[list[Segment]], causes: Causes,
          costs: dict[Cause, Cost]) -> list[Finding]:
-    """All findings, the costliest first."""
+    """Return all findings, the costliest first."""
     work = Passes(trace, segments, causes)
     hot = hot_experts(trace, waits)
     found = [one for one in stages(work) + replicas(work, hot)
@@ -125,11 +125,11 @@ class Passes:
                    for lengths in passes.values()) * 1e-6 / len(steps)
 
     def limit(self, times: float) -> float:
-        """A threshold, higher where ranks share cores."""
+        """Return a threshold, higher where ranks share cores."""
         return 1 + (times - 1) * self.patience
 
     def most_of_it(self, rank: RankTrace) -> str:
-        """Which pass, and which layer if known, takes longest beside comparable ones."""
+        """Return which pass, and which layer if known, takes longest beside comparable ones."""
         works = [self.causes.work(one.world_rank, one.start, one.end) for one in self.trace.ranks]
         flops = [sum(self.flops(one)) for one in self.trace.ranks]
         own, found = rank.world_rank, Counter()
@@ -149,7 +149,8 @@ class Passes:
 
 
 def stages(work: Passes) -> list[Finding]:
-    """The pipeline rank that computes most, if that is notably more than the mean, and why."""
+    """Return the pipeline rank that computes most, if that is notably more than the mean, and why.
+    """
     trace = work.trace
     places: dict[int, list[RankTrace]] = {}
     for rank in trace.ranks:
@@ -194,7 +195,8 @@ def stages(work: Passes) -> list[Finding]:
 
 
 def replicas(work: Passes, hot: list[HotExpert]) -> list[Finding]:
-    """Ranks that compute notably longer than the others of their stage, which do equal work.
+    """Return the ranks that compute notably longer than the others of their stage, which do equal
+    work.
 
     Those that hold a hot expert have more to do.
     """
@@ -215,7 +217,9 @@ def replicas(work: Passes, hot: list[HotExpert]) -> list[Finding]:
 
 
 def held_up(trace: Trace, costs: dict[Cause, Cost]) -> list[Finding]:
-    """What makes others wait outside of the passes, in most steps; a save or collection in any."""
+    """Return what makes others wait outside of the passes, in most steps; a save or collection in
+    any.
+    """
     all_time, found = (trace.end - trace.start) * len(trace.ranks), []
     steps = [step for step, *_ in trace.ranks[0].steps]
     for cause, cost in costs.items():
@@ -236,7 +240,7 @@ def held_up(trace: Trace, costs: dict[Cause, Cost]) -> list[Finding]:
 
 
 def hot_experts(trace: Trace, waits: Waits) -> list[HotExpert]:
-    """The hottest expert of each group of ranks that hold one.
+    """Return the hottest expert of each group of ranks that hold one.
 
     A rank with a popular expert computes longer than those beside it. They wait for its rows at the
     next exchange of their group. A popular expert whose rank nobody waits for costs nothing.
@@ -285,7 +289,8 @@ def busy_experts(trace: Trace, hot: list[HotExpert]) -> list[Finding]:
 
 
 def one_at_a_time(trace: Trace) -> list[Finding]:
-    """A schedule that never has two ranks compute at once, and what another one would take."""
+    """Return a schedule that never has two ranks compute at once, and what another one would take.
+    """
     schedule = trace.schedule()
     size, count = schedule.pp_size, schedule.num_microbatches
     timeline = simulate(schedule, Costs())

@@ -31,12 +31,12 @@ def write(analysis: Analysis, path: Path, most_slices: int = MOST_SLICES) -> str
 
 
 def build(data: dict) -> str:
-    """The page that shows these data."""
+    """Return the page that shows these data."""
     return html.build(files("mpipar.trace") / "page", SCRIPTS, data)
 
 
 def page_data(analysis: Analysis, most_slices: int = MOST_SLICES) -> dict:
-    """Everything that the page shows, as values for JSON. Times are in microseconds."""
+    """Return everything that the page shows, as values for JSON. Times are in microseconds."""
     trace = analysis.trace
     meta = trace.meta
     slices, thinned = timeline_data(analysis, most_slices)
@@ -106,7 +106,7 @@ def timeline_data(analysis: Analysis, most_slices: int) -> tuple[dict, str | Non
 
 
 def chain_text(analysis: Analysis, call) -> str:
-    """Why a rank waited, from the late rank to the root, at most LONGEST_CHAIN steps."""
+    """Return why a rank waited, from the late rank to the root, at most LONGEST_CHAIN steps."""
     told = analysis.causes.chain(call)
     left = len(told) - LONGEST_CHAIN
     if left > 0:
@@ -148,7 +148,8 @@ def thin(analysis: Analysis, most: int) -> tuple[set[int], int, str | None]:
 
 
 def pipeline_data(analysis: Analysis) -> dict | None:
-    """One pipeline's passes in its median step, measured and simulated; None without them."""
+    """Return one pipeline's passes in its median step, measured and simulated; None without them.
+    """
     trace = analysis.trace
     if trace.meta["layout"]["pp"] < 2 or not pop.whole_steps(trace):
         return None

@@ -54,14 +54,16 @@ class Link:
         return median(self.sizes)
 
     def text(self) -> str:
-        """Which link, what it carried, how long it took."""
+        """Return which link, what it carried, how long it took."""
         ranks = (" -> " if self.message else ", ").join(map(str, self.ranks))
         return (f"{self.axis} {'link' if self.message else 'group'} {ranks}: {len(self.events)}"
                 f" transfers of {self.size / 1024:.1f} KiB take {self.length * 1e-6:.2f} ms"
                 f" each ({self.size / max(self.length, 1) * 1e3:.1f} MB/s)")
 
     def lost(self, trace: Trace, waits: Waits, usual: float) -> float:
-        """Nanoseconds that the steps would be shorter if even quick transfers were as usual."""
+        """Return the nanoseconds that the steps would be shorter if even quick transfers were as
+        usual.
+        """
         saved = {id(call): min(call.transfer_ns, self.quick - usual)
                  for event in self.events for call in event.calls}
         ends = replay(trace, waits, lambda call: call.transfer_ns - saved.get(id(call), 0))
@@ -92,7 +94,7 @@ def slow_links(trace: Trace, waits: Waits, segments: list[list[Segment]]) -> lis
 
 
 def measured(waits: Waits, segments: list[list[Segment]]) -> list[Link]:
-    """Every link that carried data, with the lengths of the transfers that show theirs."""
+    """Return every link that carried data, with the lengths of the transfers that show theirs."""
     links: dict[tuple, Link] = {}
     for event in waits.events:
         if not event.calls[0].record.payload_bytes:

@@ -34,7 +34,7 @@ def write(trace: Trace, waits: Waits, path: Path) -> int:
 
 
 def events(trace: Trace, waits: Waits) -> list[dict]:
-    """All events: metadata, slices, arrows."""
+    """Return all events: metadata, slices, arrows."""
     found = []
     for rank in trace.ranks:
         pid = rank.world_rank

@@ -30,7 +30,7 @@ DATA_MS, OPTIMIZER_MS, BETWEEN_MS, SAVE_MS, WIRE_MS = 0.3, 1.5, 0.4, 0.5, 0.05
 
 
 def record(operation, name, axis, posted, waited, done, **other):
-    """A record with times in milliseconds."""
+    """Return a record with times in milliseconds."""
     values = {"seq": 1, "peer": -1, "tag": -1, "payload_bytes": 1024, "wire_bytes": 1024,
               "dtype": "float32", "step": 1, "stage": 0, "mb": 0, "phase": "F",
               "site": "mpipar/layers/ffn.py:33", "cut": "mpipar/partition/row.py:20"} | other
@@ -61,7 +61,7 @@ class Run:
     seed: int = 0
 
     def without(self):
-        """The same run with nothing planted."""
+        """Return the same run with nothing planted."""
         return replace(self, fault="", delay=0.0)
 
 

@@ -68,7 +68,7 @@ class Efficiency:
 
 
 def efficiency(trace: Trace, waits: Waits, segments: list[list[Segment]]) -> Efficiency:
-    """The efficiencies of the traced steps."""
+    """Return the efficiencies of the traced steps."""
     useful = tuple(sum(segment.length for segment in own if segment.kind not in IDLE)
                    for own in segments)
     ends = replay(trace, waits)
@@ -144,13 +144,15 @@ def _partners(call: Call) -> list[Call]:
 
 
 def whole_steps(trace: Trace) -> set[int]:
-    """The steps whose passes every rank has finished: all, unless the run failed in the last."""
+    """Return the steps whose passes every rank has finished: all, unless the run failed in the
+    last.
+    """
     return set.intersection(*({span.step for span in rank.spans if span.kind == "pipeline"}
                               for rank in trace.ranks))
 
 
 def pass_facts(trace: Trace) -> list[dict]:
-    """The `bubble.span_facts` of every rank of a trace."""
+    """Return the `bubble.span_facts` of every rank of a trace."""
     whole = whole_steps(trace)
     return [bubble.span_facts(rank.spans, whole) for rank in trace.ranks]
 
@@ -187,7 +189,7 @@ def pipeline_bubble(trace: Trace) -> list[tuple]:
 
 
 def simulated(trace: Trace, even: bool = False) -> Timeline:
-    """The trace's schedule with its own mean pass times and instant messages, in seconds.
+    """Return the trace's schedule with its own mean pass times and instant messages, in seconds.
 
     even: with the mean over the stages for every stage.
     """

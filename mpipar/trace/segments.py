@@ -34,7 +34,8 @@ class Segment(NamedTuple):
 
 
 def of_rank(rank: RankTrace, calls: list[Call]) -> list[Segment]:
-    """The rank's segments from its first step's start to its last step's end, without gaps."""
+    """Return the rank's segments from its first step's start to its last step's end, without gaps.
+    """
     pieces = [(span.start_ns, -span.end_ns, span.kind, span, None)
               for span in rank.spans if span.kind in BUSY]
     for call in calls:
@@ -76,7 +77,7 @@ def of_trace(trace: Trace, waits: Waits) -> list[list[Segment]]:
 
 def by_kind(segments: Iterable[Segment], start: int | None = None, end: int | None = None,
             kind: Callable = attrgetter("kind")) -> Counter:
-    """Nanoseconds of each kind between start and end."""
+    """Return the nanoseconds of each kind between start and end."""
     sums: Counter = Counter()
     for segment in segments:
         low = segment.start if start is None else max(segment.start, start)

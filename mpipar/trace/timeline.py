@@ -13,7 +13,8 @@ LEGEND = ("F B I W passes, o optimizer, d data, e evaluates, s saves, g collects
 
 def timeline(trace: Trace, segments: list[list[Segment]], width: int = 100,
              window: tuple[int, int] | None = None) -> str:
-    """Every slice shows what the rank did for most of it. Lines have at most `width` characters.
+    """Return every slice shows what the rank did for most of it. Lines have at most `width`
+    characters.
 
     window: start and end in ns, by default the whole trace.
     """

@@ -117,7 +117,9 @@ class Trace:
         return " ".join(f"{axis}{rank.place[axis]}" for axis in axes) or "one rank"
 
     def crowded(self) -> list[str]:
-        """Where ranks share cores, with each other or with other processes; at most one remark."""
+        """Return where ranks share cores, with each other or with other processes; at most one
+        remark.
+        """
         found = []
         for host in sorted({rank.host for rank in self.ranks}):
             here = [rank for rank in self.ranks if rank.host == host]
@@ -134,28 +136,28 @@ class Trace:
         return [told] if waited >= LEAST_CORE_WAIT else []
 
     def remarks(self) -> list[str]:
-        """What a reader must know before trusting the numbers."""
+        """Return what a reader must know before trusting the numbers."""
         failed = not all(rank.complete for rank in self.ranks)
         alone = self.num_steps == 1 < len(self.ranks)
         return [*self.crowded(), *["the run failed in the last step that is shown"] * failed,
                 *["one step is traced: what is slow in every step shows only in several"] * alone]
 
     def schedule(self) -> Schedule:
-        """The schedule that the run used."""
+        """Return the schedule that the run used."""
         value = self.meta["schedule"]
         programs = tuple(tuple(map(parse_instruction, program)) for program in value["programs"])
         return Schedule(**value | {"programs": programs})
 
 
 def schedule_json(schedule: Schedule) -> dict:
-    """A Schedule as values for JSON; `Trace.schedule` is the inverse."""
+    """Return a Schedule as values for JSON; `Trace.schedule` is the inverse."""
     programs = [[str(instr) for instr in program] for program in schedule.programs]
     return {name: getattr(schedule, name) for name in ScheduleFacts.__dataclass_fields__} | {
         "programs": programs}
 
 
 def rank_name(world_rank: int) -> str:
-    """The file of one rank, in a run folder."""
+    """Return the file of one rank, in a run folder."""
     return f"trace/rank-{world_rank:05d}.jsonl"
 
 
@@ -198,7 +200,7 @@ def write_meta(folder: Path, meta: dict) -> None:
 
 
 def read(folder: str | Path) -> Trace:
-    """The trace in a run folder.
+    """Return the trace in a run folder.
 
     Raises DataError when there is none, or a part is missing or belongs to another run.
     """

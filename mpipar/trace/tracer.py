@@ -23,7 +23,9 @@ SHORTEST_GC_NS = 100_000  # shorter collections are many and hold nobody up
 
 
 def core_wait_ns() -> int:
-    """Nanoseconds that this thread has been ready to run and had no core; 0 where unknown."""
+    """Return the nanoseconds that this thread has been ready to run and had no core; 0 where
+    unknown.
+    """
     try:
         return int(SCHEDSTAT.read_text().split()[1])
     except (OSError, ValueError, IndexError):
@@ -120,7 +122,8 @@ class Tracer:
         return self.written
 
     def steps_text(self) -> str:
-        """The steps that the trace holds, as in `steps 10 to 12`; a stopped run has fewer."""
+        """Return the steps that the trace holds, as in `steps 10 to 12`; a stopped run has fewer.
+        """
         first, last = self.steps[0][0], self.steps[-1][0]
         return f"step {first}" if first == last else f"steps {first} to {last}"
 

@@ -28,7 +28,7 @@ from mpipar.train.gradsync import GradSync, PieceSync, ScatterSync
 
 
 def configured_schedule(grid_config: GridConfig) -> Schedule:
-    """The schedule of a resolved GridConfig: made by name, or read from --schedule-csv.
+    """Return the schedule of a resolved GridConfig: made by name, or read from --schedule-csv.
 
     Raises UsageError for counts that the schedule cannot take, and for a file that cannot be read
     or run.
@@ -42,13 +42,14 @@ def configured_schedule(grid_config: GridConfig) -> Schedule:
 
 
 def lowered(config: Config, schedule: Schedule, pp_rank: int) -> list[Instr]:
-    """A pipeline rank's program of a schedule, as the engine runs it."""
+    """Return a pipeline rank's program of a schedule, as the engine runs it."""
     program = lower(schedule, pp_rank)
     return with_weights_kept(program) if config.memory.gathers == "stage" else program
 
 
 def with_shared_heads(grid: Grid, model: ModelConfig) -> Grid:
-    """The grid, with its runs of neighbours in tp that hold the same heads of keys and values.
+    """Return the grid, with its runs of neighbours in tp that hold the same heads of keys and
+    values.
 
     There are such runs where there are fewer heads than ranks.
     """
@@ -64,7 +65,7 @@ def holders(schedule: Schedule, stages: Iterable[int]) -> tuple[int, ...]:
 
 def groups_of(config: Config, grid: Grid, schedule: Schedule, ops: Any, recorder: Recorder,
               mpi_world: Any, chosen: Choices | None = None) -> Comms:
-    """All groups of a rank. chosen: see `Options`.
+    """Return all groups of a rank. chosen: see `Options`.
 
     Some tensors have copies on several pipeline ranks: tied tables at both ends ("tie"), and stages
     that a bidirectional schedule holds twice ("mirror"). Their gradients are summed over these
@@ -106,12 +107,12 @@ def stages_of(config: Config, schedule: Schedule, stage_layers: tuple[int, ...],
 
 
 def gradient_sums(memory: MemoryConfig) -> type[GradSync]:
-    """Who sums gradients, as --zero and --zero-grads say."""
+    """Return who sums gradients, as --zero and --zero-grads say."""
     if memory.keeps_pieces_of_gradients:
         return PieceSync
     return ScatterSync if memory.zero else GradSync
 
 
 def gathered_weights(memory: MemoryConfig, ops: Any, stages: dict[int, Any]) -> Weights:
-    """Who makes weights whole before a pass reads them, as --zero and --zero-keep say."""
+    """Return who makes weights whole before a pass reads them, as --zero and --zero-keep say."""
     return WholeWeights() if memory.gathers is None else UNITS[memory.gathers](ops, stages)

@@ -126,7 +126,9 @@ class GradSync:
             flat.freshen(slice(0, flat.total))
 
     def counts(self, flat: FlatParams) -> bool:
-        """Whether this rank counts the sums of a buffer: one of the data group, which all have."""
+        """Return whether this rank counts the sums of a buffer: one of the data group, which all
+        have.
+        """
         return self.comms[flat.groups[-1]].index == 0
 
     def square_sums(self) -> list[tuple[Any, bool]]:
@@ -238,12 +240,14 @@ class PieceSync(ScatterSync):
 
 
 def seen(value: float, counts: bool) -> float:
-    """What a rank adds to a sum of all ranks: its value if that counts or is not finite, else 0."""
+    """Return what a rank adds to a sum of all ranks: its value if that counts or is not finite,
+    else 0.
+    """
     return value if counts or not math.isfinite(value) else 0.0
 
 
 def seen_sum(parts: Iterable[tuple[float, bool]]) -> float:
-    """What a rank adds up to of parts: (value, whether it counts)."""
+    """Return what a rank adds up to of parts: (value, whether it counts)."""
     return sum(seen(value, counts) for value, counts in parts)
 
 
@@ -293,7 +297,7 @@ class LossScale:
             self.value, self.good = self.value * 2, 0
 
     def state(self) -> dict[str, Any]:
-        """All that later steps depend on, for a checkpoint."""
+        """Return all that later steps depend on, for a checkpoint."""
         return {"value": self.value, "good": self.good, "skipped": self.skipped}
 
     def restore(self, state: dict[str, Any]) -> None:
@@ -301,5 +305,5 @@ class LossScale:
         self.value, self.good, self.skipped = (state[name] for name in ("value", "good", "skipped"))
 
     def can_skip(self) -> bool:
-        """Whether a smaller scale could help a step whose gradients are not finite."""
+        """Return whether a smaller scale could help a step whose gradients are not finite."""
         return self.dynamic and self.value > self.SMALLEST

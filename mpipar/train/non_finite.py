@@ -19,7 +19,7 @@ Facts = dict[str, Any]
 
 
 def bad_numbers(worker: Any, pieces_of: PiecesOf, losses: Losses) -> Facts:
-    """What is not finite on this rank, by {"losses": [mb, value], "tensors": [rows]}.
+    """Return what is not finite on this rank, by {"losses": [mb, value], "tensors": [rows]}.
 
     pieces_of(flat) picks the arrays, one for each segment. losses: {microbatch: loss}. A row is
     stage, unit, name, how many numbers, index of the first in the whole tensor.

@@ -107,14 +107,15 @@ def learning_rate(config: TrainConfig, step: int) -> float:
 
 
 def fall_start(config: TrainConfig) -> int:
-    """The last step with the peak learning rate before it falls."""
+    """Return the last step with the peak learning rate before it falls."""
     if config.lr_schedule != "wsd":
         return config.warmup_steps
     return max(config.warmup_steps, config.steps - max(1, round(config.decay_ratio * config.steps)))
 
 
 def fall(name: str, done: float) -> float:
-    """Which share of the fall from peak to last learning rate is left when `done` of it is over.
+    """Return which share of the fall from peak to last learning rate is left when `done` of it is
+    over.
 
     Both go from 0 to 1. cosine: arXiv 1608.03983, without restarts. wsd (warm-up, stable, decay):
     1 - sqrt, which arXiv 2405.18392 found best for a short fall behind a constant rate.
@@ -125,7 +126,8 @@ def fall(name: str, done: float) -> float:
 
 
 def of_new_length(config: TrainConfig) -> str:
-    """What becomes of the learning rate of a run that goes on with another number of steps."""
+    """Return what becomes of the learning rate of a run that goes on with another number of steps.
+    """
     if config.lr_schedule == "constant":
         return "the learning rate stays what it is"
     if config.lr_schedule == "wsd":

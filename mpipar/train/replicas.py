@@ -91,7 +91,7 @@ class Replicas:
             raise DriftError(self._report(step, drifted, mine))
 
     def summary(self) -> str:
-        """What the comparisons so far have found and cost."""
+        """Return what the comparisons so far have found and cost."""
         each = self.seconds / self.count * 1e3
         return ("all copies of tensors were equal: compared"
                 f" {counted(self.count, 'time')}, {each:.1f} ms each")

@@ -46,7 +46,8 @@ class Difference:
 
 
 def serial_config(config: Config) -> Config:
-    """The same model and rows on one rank, as one microbatch, of which everything is kept."""
+    """Return the same model and rows on one rank, as one microbatch, of which everything is kept.
+    """
     grid = GridConfig(dp=1, pp=1, tp=1, schedule="naive", num_microbatches=1)
     return replace(config, grid=grid, memory=MemoryConfig())
 
@@ -85,7 +86,7 @@ def step_tensors(config: Config, part: Any, grid: Grid, mpi_world: Any = None, h
 
 
 def differences(kind: str, actual: Tensors, expected: Tensors) -> list[Difference]:
-    """The largest difference of every tensor.
+    """Return the largest difference of every tensor.
 
     It is ok where |a-b| <= TOLERANCE * max(max|b|, 1e-3 * g). g is the largest |b| of all tensors.
     """
@@ -111,7 +112,8 @@ def compare_with_one_rank(
         config: Config, part: Any, mpi_world: Any = None,
         expected: Callable[[Config, Any], StepTensors] = one_rank_tensors, host_rank: int = 0,
         recorder: Recorder | None = None) -> list[Difference]:
-    """All differences between this layout and one rank, on world rank 0; an empty list elsewhere.
+    """Return all differences between this layout and one rank, on world rank 0; an empty list
+    elsewhere.
 
     config: resolved, float64, optimizer sgd (Adam would hide a wrong scale). expected: a function
     that gives the tensors of one rank. A caller that compares many layouts of one model may keep

@@ -48,7 +48,9 @@ class Auto(MpiOwn):
         return self.window.zeros(shape, dtype, label)
 
     def choose(self, way: str) -> list[str]:
-        """The name of the fastest algorithm for each of SIZES. Comm: sums of each size and kind."""
+        """Return the name of the fastest algorithm for each of SIZES. Comm: sums of each size and
+        kind.
+        """
         names = []
         count = (SIZES[-1] // 4,)
         largest = (np.zeros(count, np.float32) if way == "own"
@@ -65,7 +67,7 @@ class Auto(MpiOwn):
         return names
 
     def timed(self, one: MpiOwn, x: Array, way: str) -> float:
-        """Seconds of a sum; what lies in the window is posted, as gradients are."""
+        """Return the seconds of a sum; what lies in the window is posted, as gradients are."""
         self.mpi.Barrier()
         start = perf_counter()
         if way == "own":
@@ -75,7 +77,7 @@ class Auto(MpiOwn):
         return perf_counter() - start
 
     def of(self, x: Array) -> MpiOwn:
-        """The algorithm for an array: that of the nearest of SIZES."""
+        """Return the algorithm for an array: that of the nearest of SIZES."""
         way = WAYS[self.window.find(x) is not None]
         nearest = (max(x.nbytes, SIZES[0]) // SIZES[0]).bit_length() // 2
         return self.all[self.chosen[way][min(nearest, len(SIZES) - 1)]]

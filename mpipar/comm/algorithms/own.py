@@ -26,7 +26,7 @@ class MpiOwn:
         self.reduce_ops = {"sum": MPI.SUM, "max": MPI.MAX}
 
     def zeros(self, shape: tuple[int, ...], dtype: Any, label: str) -> Array:
-        """A new array of zeros, in the memory that suits its sums best."""
+        """Return a new array of zeros, in the memory that suits its sums best."""
         return self.ops.zeros(shape, dtype, label=label)
 
     def all_reduce(self, x: Array, op: str) -> None:

@@ -63,7 +63,7 @@ class SharedMemory:
         self.window.Sync()
 
     def views(self, start: int, shape: tuple[int, ...], dtype: Any) -> list[Array]:
-        """An array at the same place in the bytes of each rank."""
+        """Return an array at the same place in the bytes of each rank."""
         size = int(np.prod(shape)) * np.dtype(dtype).itemsize
         return [one[start:start + size].view(dtype).reshape(shape) for one in self.of]
 
@@ -129,13 +129,15 @@ class Marks:
 
 
 def address(x: Array) -> int:
-    """Where an array of host memory begins."""
+    """Return where an array of host memory begins."""
     place: int = x.__array_interface__["data"][0]
     return place
 
 
 def room_left() -> int:
-    """Bytes that are left for shared memory on this host; very many where it does not say so."""
+    """Return the bytes that are left for shared memory on this host; very many where it does not
+    say so.
+    """
     try:
         found = os.statvfs(SHARED_MEMORY)
     except OSError:

@@ -117,7 +117,7 @@ class Stepwise(MpiOwn):
         return Posted(self.summed(in_line(x)), self.before)
 
     def next_tag(self) -> int:
-        """The tag of a new operation. All ranks make them in one order."""
+        """Return the tag of a new operation. All ranks make them in one order."""
         self.number += 1
         return self.number % TAGS
 
@@ -136,7 +136,7 @@ class Stepwise(MpiOwn):
         return post(x, to, tag)
 
     def messages(self, requests: list[MPI.Request]) -> Request:
-        """These at once; a patient rank sleeps between two looks."""
+        """Return these at once; a patient rank sleeps between two looks."""
         messages = Messages(requests)
         return PatientRequest(messages) if self.options.patient else messages
 
@@ -149,7 +149,7 @@ class Stepwise(MpiOwn):
 
 
 def in_line(x: Array) -> Array:
-    """The same memory as an array (n,)."""
+    """Return the same memory as an array (n,)."""
     assert x.flags.c_contiguous, (x.shape, x.strides)
     return x.reshape(-1)
 

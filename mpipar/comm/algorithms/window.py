@@ -58,7 +58,7 @@ class Window(MpiOwn):
         return memory.views(0, shape, dtype)[self.index]
 
     def find(self, x: Array) -> list[Array] | None:
-        """The arrays of all ranks at the place of x, if x lies in the window."""
+        """Return the arrays of all ranks at the place of x, if x lies in the window."""
         begin = address(x)
         for memory in self.arrays:
             if 0 <= begin - memory.begin < memory.nbytes:
@@ -132,7 +132,9 @@ class Window(MpiOwn):
             lambda meet: self.gathered(arrays, meet))
 
     def room(self, size: int, dtype: Any) -> list[Array]:
-        """The next room of each rank. A rank writes to it while others read the two before it."""
+        """Return the next room of each rank. A rank writes to it while others read the two before
+        it.
+        """
         self.turn = (self.turn + 1) % ROOMS
         key = self.turn, dtype
         if key not in self.typed:
@@ -183,7 +185,7 @@ class Window(MpiOwn):
                 self.meet()
 
     def cut(self, length: int) -> list[slice]:
-        """The piece of each rank."""
+        """Return the piece of each rank."""
         if length not in self.cuts:
             self.cuts[length] = [piece(length, self.size, place) for place in range(self.size)]
         return self.cuts[length]

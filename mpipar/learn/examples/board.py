@@ -106,18 +106,18 @@ class Arriving:
 
 
 def number(value: float) -> str:
-    """A number with at most three digits behind the point."""
+    """Return a number with at most three digits behind the point."""
     text = f"{value:.3f}".rstrip("0").rstrip(".")
     return "0" if text == "-0" else text
 
 
 def matrix(rows: list[list[float]]) -> list[str]:
-    """The lines of a matrix, its columns right-aligned."""
+    """Return the lines of a matrix, its columns right-aligned."""
     return table([tuple(map(number, row)) for row in rows], left=0).splitlines()
 
 
 def beside(parts: list[tuple[str, list[str]]]) -> list[str]:
-    """Blocks of lines beside each other, each under its heading."""
+    """Return the blocks of lines beside each other, each under its heading."""
     height = max(len(lines) for _, lines in parts)
     columns = []
     for heading, lines in parts:
@@ -128,7 +128,7 @@ def beside(parts: list[tuple[str, list[str]]]) -> list[str]:
 
 
 def printed(everybody: list[list]) -> list[str]:
-    """The lines of all ranks' notes, in the order of the ranks."""
+    """Return the lines of all ranks' notes, in the order of the ranks."""
     titles = [[title for title, _ in notes] for notes in everybody]
     if any(one != titles[0] for one in titles):
         return [line for index, notes in enumerate(everybody)
@@ -148,11 +148,11 @@ def printed(everybody: list[list]) -> list[str]:
 
 
 def one_rank(notes: list) -> list[str]:
-    """The lines of one rank's notes."""
+    """Return the lines of one rank's notes."""
     return [line for title, rows in notes
             for line in [f"  {title}", *indented(indented(matrix(rows) if rows else []))]]
 
 
 def indented(lines: list[str]) -> list[str]:
-    """The lines, two places further right."""
+    """Return the lines, two places further right."""
     return [f"  {line}" for line in lines]

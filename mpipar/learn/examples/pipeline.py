@@ -26,7 +26,7 @@ class ProductStage:
         return batch.shape
 
     def forward(self, x, stash, engine):
-        """The stage's output, or the loss behind the last one."""
+        """Return the stage's output, or the loss behind the last one."""
         self.board.say(f"forward of microbatch {engine.recorder.mb}")
         x = stash["x"] = stash.batch if self.is_first else x
         y = self.ops.matmul(x, self.w)
@@ -35,7 +35,7 @@ class ProductStage:
         return self.ops.sum(y) if self.is_last else y
 
     def backward(self, dy, stash, engine):
-        """The gradient of the stage's input; that of its weights is added to dw."""
+        """Return the gradient of the stage's input; that of its weights is added to dw."""
         self.board.say(f"backward of microbatch {engine.recorder.mb}")
         x = stash["x"]
         dy = np.ones(x.shape) if self.is_last else dy
@@ -56,7 +56,8 @@ class NoSums:
 
 
 def stages_run(case, group, board, count: int) -> dict[int, ProductStage]:
-    """The stages of this rank after a step of 1F1B. Comm: the schedule's sends and receives."""
+    """Return the stages of this rank after a step of 1F1B. Comm: the schedule's sends and receives.
+    """
     schedule = make_schedule("1f1b", count, len(MICROBATCHES))
     stages = {stage: ProductStage(case, stage, count, board)
               for stage in schedule.stages_of(group.index)}

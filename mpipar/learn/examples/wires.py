@@ -13,7 +13,7 @@ RATE = 0.5
 
 
 def ring_example(case) -> list[float]:
-    """Each rank's numbers have a digit of their own, so a sum shows who is in it."""
+    """Return each rank's numbers have a digit of their own, so a sum shows who is in it."""
     comm, board = case.comm, case.board
     own = np.arange(1.0, comm.size + 1) * 10.0 ** comm.index
     board.note("each rank's numbers, one piece for each rank", own)
@@ -64,5 +64,5 @@ def zero_example(case) -> list[float]:
 
 
 def difference(found, expected) -> float:
-    """The largest difference of two arrays."""
+    """Return the largest difference of two arrays."""
     return float(np.abs(np.asarray(found) - np.asarray(expected)).max())

@@ -21,40 +21,43 @@ MIB = 1 << 20
 
 
 def configured(**values):
-    """A resolved Config of these flags, on as many ranks as its layout has. Axes default to 1."""
+    """Return a resolved Config of these flags, on as many ranks as its layout has. Axes default to
+    1.
+    """
     values = dict.fromkeys(AXES, 1) | values
     return resolve(build(values), math.prod(values[axis] for axis in AXES))[0]
 
 
 def predicted(world_rank: int = 0, **values) -> Prediction:
-    """What `mpipar explain` computes of a rank with these flags."""
+    """Return what `mpipar explain` computes of a rank with these flags."""
     return predict(configured(**values), world_rank)
 
 
 def barriers(prediction: Prediction, axis: str) -> int:
-    """How many barriers of an axis a rank makes in a step."""
+    """Return how many barriers of an axis a rank makes in a step."""
     return sum(record.axis == axis for record in prediction.recorder.records)
 
 
 def sent(prediction: Prediction, axis: str) -> int:
-    """How many bytes a rank sends over an axis in a step."""
+    """Return how many bytes a rank sends over an axis in a step."""
     return sum(record.wire_bytes for record in prediction.recorder.records if record.axis == axis)
 
 
 def simulated(name: str, p: int, m: int, chunks: int | None = None, costs=(1, 1, 1),
               hop=0) -> Timeline:
-    """A schedule's step. costs: F, I and W of a worker's layers, which its chunks share."""
+    """Return a schedule's step. costs: F, I and W of a worker's layers, which its chunks share."""
     costs = Costs(*map(Fraction, costs), latency=Fraction(hop))
     return simulate(make_schedule(name, p, m, chunks), costs.divided(chunks or 1))
 
 
 def bubble_percent(timeline: Timeline) -> float:
-    """The idle share of all workers' time, in percent."""
+    """Return the idle share of all workers' time, in percent."""
     return 100 * timeline.bubble_share
 
 
 def ring_messages(nbytes: int, ranks: int) -> list[int]:
-    """Bytes of each message that a rank sends in a ring all-reduce, counted on shapes."""
+    """Return the bytes of each message that a rank sends in a ring all-reduce, counted on shapes.
+    """
     recorder = Recorder()
     ops = ops_module.make("shapes", "float32", recorder)
     comm = Comms(Grid(0, {"tp": ranks}), ops, recorder)["tp"]

@@ -60,7 +60,7 @@ def largest_scale():
 @numbers("14a", "MS", "4 ranks sum 24 MiB by a ring all-reduce. A message takes 20 us and its bytes"
          " at 3 GB/s (3 * 10^9). How many ms does the sum take?")
 def ring_time():
-    """The messages of the ring one after the other."""
+    """Return the messages of the ring one after the other."""
     messages = ring_messages(24 * MIB, 4)
     seconds = sum(LATENCY_S + size / RATE for size in messages)
     return [Number("ms", seconds * 1e3, 0.05)], (
@@ -80,7 +80,7 @@ def simulated_step():
 
 
 def kept(prediction) -> int:
-    """Bytes that a rank keeps between steps."""
+    """Return the bytes that a rank keeps between steps."""
     return sum(prediction.peak_bytes.get(label, 0) for label in STATES)
 
 

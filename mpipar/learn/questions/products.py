@@ -96,7 +96,7 @@ def neighbours_of_five():
 @words("9b", ("dp", "pp", "tp"), "A rank trains the preset tiny with dp=2,pp=2,tp=2. Over which"
        " axis does rank 0 send most bytes in a step?")
 def busiest_axis():
-    """The axis with the most bytes in a predicted step of rank 0."""
+    """Return the axis with the most bytes in a predicted step of rank 0."""
     found = predicted(dp=2, pp=2, tp=2)
     sizes = {axis: sent(found, axis) / MIB for axis in ("dp", "pp", "tp")}
     text = ", ".join(f"{axis} {size:.2f} MiB" for axis, size in sizes.items())
@@ -129,7 +129,7 @@ def tile_of_64():
 @numbers("12b", "SIDE", "Two square float32 tiles, one of each operand, must fit into 48 KiB of"
          " shared memory. What is the largest side that is a power of two?")
 def largest_tile():
-    """The last power of two that fits."""
+    """Return the last power of two that fits."""
     side = 1
     while 2 * (2 * side) ** 2 * 4 <= SHARED_BYTES:
         side *= 2
@@ -141,7 +141,7 @@ def largest_tile():
 @numbers("12c", "WITH_2 WITH_8", "Memory gives 20 GB/s, and the cores reach 100 GFLOP/s. What is"
          " the most GFLOP/s that a product with 2 FLOPs per byte can reach, and one with 8?")
 def roofs():
-    """The lower of the two limits."""
+    """Return the lower of the two limits."""
     found = [min(intensity * RATE, PEAK) for intensity in (2, 8)]
     return [Number(f"with {intensity}", roof) for intensity, roof in zip((2, 8), found,
                                                                          strict=True)], (

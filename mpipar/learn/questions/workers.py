@@ -42,7 +42,7 @@ def tokens_of_a_step():
 @numbers("2a", "PARAMETERS", "The preset tiny has width D = 128 and ffn width F = 512. How many"
          " parameters does one of its blocks have, biases and norms included?")
 def parameters_of_a_block():
-    """A model with one block more, minus one with one less."""
+    """Return a model with one block more, minus one with one less."""
     found = predicted(layers=2).num_params - predicted(layers=1).num_params
     return [Number("parameters", found)], (
         "q, k, v and projection have 4 D^2, up and down have 2 D F, and biases and norms have"
@@ -86,7 +86,7 @@ def ring_sends():
          " and back. What percentage of the step is each worker busy, and how many messages do all"
          " of them send?")
 def twelve_workers():
-    """The naive schedule with one input."""
+    """Return the naive schedule with one input."""
     found = simulated("naive", 12, 1)
     busy = 100 * found.busy_share[0]
     return [Number("busy %", busy, PERCENT), Number("messages", sum(found.messages))], (
@@ -109,7 +109,7 @@ def dealt_messages():
          " worker's layers take 1 unit each, and a message takes 0.1. How long is a step with the"
          " layers dealt out like cards, and in runs?")
 def dealt_steps():
-    """The same with three inputs and a hop."""
+    """Return the same with three inputs and a hop."""
     hop = Fraction(1, 10)
     dealt, runs = simulated("interleaved", 3, 3, 4, hop=hop), simulated("1f1b", 3, 3, hop=hop)
     return [Number("dealt", dealt.makespan, 0.01), Number("runs", runs.makespan, 0.01)], (
@@ -120,7 +120,7 @@ def dealt_steps():
 @numbers("5a", "MICROBATCHES", "GPipe runs on 4 workers, and all microbatches take equally long."
          " What is the smallest number of microbatches with at most 10 % bubble?")
 def least_microbatches():
-    """The first count whose simulated bubble is small enough."""
+    """Return the first count whose simulated bubble is small enough."""
     p, count = 4, 1
     while bubble_percent(simulated("gpipe", p, count)) > 10:
         count += 1

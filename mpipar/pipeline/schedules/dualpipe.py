@@ -51,7 +51,7 @@ class TwoStreams:
 
 
 def eight_steps(two: TwoStreams, depth: int, near: int, pairs: int) -> list[Instr]:
-    """The published step list of a rank that is `near` hops from where stream 0 enters.
+    """Return the published step list of a rank that is `near` hops from where stream 0 enters.
 
     `depth` is the number of ranks up to the fold.
 

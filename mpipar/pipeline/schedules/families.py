@@ -112,5 +112,6 @@ SCHEDULES = tuple(FAMILIES)
 
 
 def num_stages(name: str, pp_size: int, chunks: int | None = None) -> int:
-    """Number of stages the model is cut into; only the looped placement uses `chunks`."""
+    """Return the number of stages the model is cut into; only the looped placement uses `chunks`.
+    """
     return pp_size * (chunks or FAMILIES[name].stages_per_rank)

@@ -8,7 +8,7 @@ from mpipar.pipeline.instructions import Instr
 
 
 def group_sizes(p: int, m: int, g: int | None = None) -> list[int]:
-    """How many microbatches pass through one chunk before the next chunk takes its turn.
+    """Return how many microbatches pass through one chunk before the next chunk takes its turn.
 
     Without g there are max(1, m div p) groups, so that any m can be run. They are as even as
     possible, the larger ones first, and have p microbatches each when p divides m. With g they have
@@ -21,7 +21,7 @@ def group_sizes(p: int, m: int, g: int | None = None) -> list[int]:
 
 
 def visiting_order(groups: list[int], v: int) -> list[tuple[int, int]]:
-    """The (chunk, mb) order of the forwards; backwards use v-1-chunk in its place.
+    """Return the (chunk, mb) order of the forwards; backwards use v-1-chunk in its place.
 
     A group goes through chunk 0, then chunk 1 and so on. Only then comes the next group.
     """

@@ -7,7 +7,7 @@ from mpipar.pipeline.instructions import Instr
 
 
 def naive(_p: int, r: int, m: int) -> list[Instr]:
-    """One microbatch at a time goes down the ranks and back up; all ranks but one wait.
+    """Return one microbatch at a time goes down the ranks and back up; all ranks but one wait.
 
     p = 2, m = 2
     rank 0  F0 .. .. B0 F1 .. .. B1
@@ -17,7 +17,8 @@ def naive(_p: int, r: int, m: int) -> list[Instr]:
 
 
 def gpipe(_p: int, r: int, m: int) -> list[Instr]:
-    """All forwards, then all backwards; all microbatches are stashed at once (arXiv 1811.06965).
+    """Return all forwards, then all backwards; all microbatches are stashed at once (arXiv
+    1811.06965).
 
     p = 2, m = 3
     rank 0  F0 F1 F2 .. .. B0 B1 B2

@@ -63,7 +63,8 @@ def v_half(p: int, r: int, m: int) -> list[Instr]:
 
 
 def v_min(p: int, r: int, m: int) -> list[Instr]:
-    """A third of the stash of 1F1B, the least for a V: chunk 0 lives about 4p, chunk 1 2r passes.
+    """Return a third of the stash of 1F1B, the least for a V: chunk 0 lives about 4p, chunk 1 2r
+    passes.
 
     A microbatch's block has the offsets F0 r, F1 2p-1-r, I1 2p+r, I0 4p-1-r (arXiv 2405.15362).
     Where 3 divides p, F0 and I1 would fall on the same slot. There I1 and I0 are two later.
@@ -77,7 +78,8 @@ def v_min(p: int, r: int, m: int) -> list[Instr]:
 
 
 def repeated_block(p: int, r: int, m: int, offsets: tuple[int, int, int, int]) -> list[Instr]:
-    """The order that runs F0, F1, I1, I0 of microbatch k at offset + 6k, and W in the free slots.
+    """Return the order that runs F0, F1, I1, I0 of microbatch k at offset + 6k, and W in the free
+    slots.
 
     W runs first in, first out. Only the order is kept, so each pass runs as early as it can.
     """

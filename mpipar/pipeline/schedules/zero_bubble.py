@@ -27,7 +27,8 @@ def zb_h1(p: int, r: int, m: int) -> list[Instr]:
 
 
 def zb_h2(p: int, r: int, m: int) -> list[Instr]:
-    """Ranks never wait between first and last pass; the stash is nearly twice that of ZB-H1.
+    """Return the ranks never wait between first and last pass; the stash is nearly twice that of
+    ZB-H1.
 
     With m < 2p-1 the order still holds, but the ranks wait.
 
