@@ -18,17 +18,17 @@ class Saving:
     def __init__(self, saver, run, before, log):
         self.saver, self.run, self.before, self.log = saver, run, before, log
 
-    def after_step(self, step: int, asks) -> bool:
+    def after_step(self, step: int, votes) -> bool:
         """Commit what all ranks have written, and save if it is this step's turn or a rank asks.
 
         A failure is said, and the next save tries again. False if there was nothing to do.
         Comm: that of `Saver`.
         """
-        due = asks.save or (self.run.save_interval and step % self.run.save_interval == 0)
-        if not (due or asks.written):
+        due = votes.save or (self.run.save_interval and step % self.run.save_interval == 0)
+        if not (due or votes.written):
             return False
         with self.saver.worker.recorder.at("save"):
-            if asks.written:
+            if votes.written:
                 self.attempt(self.commit)
             if due:
                 self.attempt(self.save, step)

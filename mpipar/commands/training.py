@@ -59,7 +59,7 @@ from mpipar.plan.predict import predict
 from mpipar.trace.tracer import Tracer
 from mpipar.train.build import configured_schedule
 from mpipar.train.replicas import Replicas
-from mpipar.train.worker import Asks, Worker
+from mpipar.train.worker import StepVotes, Worker
 
 
 def run(session, reading, machine_path: str | None = None) -> int:
@@ -248,10 +248,10 @@ class Run:
             try:
                 with self.tracer.step(step):
                     result = worker.train_step(
-                        step, lambda mb, step=step: self.rows.train(step, mb), self.asks)
+                        step, lambda mb, step=step: self.rows.train(step, mb), self.votes)
                 self.last = step
                 self.show_step(result)
-                self.check_replicas(step, step == steps or result.asks.stop)
+                self.check_replicas(step, step == steps or result.votes.stop)
             except (NonFiniteError, DriftError):  # all ranks raise it: report the steps so far
                 self.flush()
                 self.report(f"failed in step {step} of {steps}")
@@ -259,12 +259,12 @@ class Run:
             session.where = lambda step=step: f"evaluation after step {step}"
             if self.evaluation.after_step(step):  # before a stop too: who goes on begins behind it
                 self.metrics.skip()
-            if result.asks.stop:
+            if result.votes.stop:
                 self.stopped = True
                 break
             session.where = lambda step=step: f"step {step}"
-            if step < steps and self.saving.after_step(step, result.asks):
-                session.save_requested = session.save_requested and not result.asks.save
+            if step < steps and self.saving.after_step(step, result.votes):
+                session.save_requested = session.save_requested and not result.votes.save
                 self.metrics.skip()
         self.seconds = perf_counter() - start
         if self.tracer.finish():
@@ -276,16 +276,17 @@ class Run:
             finish.report_step(self.world, worker, self.fact, self.memory,
                                self.last - self.first + 1, self.log)
 
-    def asks(self) -> Asks:
+    def votes(self) -> StepVotes:
         """Return what this rank tells the others in a step."""
         session = self.session
-        return Asks(session.stop_requested, session.save_requested, self.saving.saver.written())
+        return StepVotes(
+            session.stop_requested, session.save_requested, self.saving.saver.written())
 
     def show_step(self, result) -> None:
         """Record a step, and print it if its turn has come. Comm: that of `Metrics.flush`."""
         step, steps, run = result.step, self.config.train.steps, self.config.run
         self.metrics.add(result)
-        stops = step == steps or result.asks.stop
+        stops = step == steps or result.votes.stop
         if not self.memory.after_step(stops):  # a watched step takes longer
             self.durations = [*self.durations[-50:], result.step_seconds]
         seconds = median(self.durations or [result.step_seconds])

@@ -147,11 +147,11 @@ def buffer_aliased(plain, self, instr):
 
 
 @in_place_of(Worker, "gradients")
-def loss_of_a_microbatch(plain, self, step, get_batch, *asks):
+def loss_of_a_microbatch(plain, self, step, get_batch, *votes):
     """Return the loss is divided by the tokens of a microbatch, not by those of the step."""
     self.num_tokens //= self.schedule.num_microbatches
     try:
-        return plain(self, step, get_batch, *asks)
+        return plain(self, step, get_batch, *votes)
     finally:
         self.num_tokens *= self.schedule.num_microbatches
 

@@ -29,7 +29,7 @@ GetBatch = Callable[[int], Any]  # the rows of a microbatch
 
 
 @dataclass(frozen=True)
-class Asks:
+class StepVotes:
     """What a rank tells the others in a step and, once all have agreed, what every rank does.
 
     stop, save: whether this rank asks for it; agreed: whether any rank does. written: whether this
@@ -56,7 +56,7 @@ class StepResult:
     grad_norm: float
     lr: float
     step_seconds: float
-    asks: Asks
+    votes: StepVotes
     loss_scale: float | None = None
     skipped: bool = False
 
@@ -68,7 +68,7 @@ class Worker:
     """
 
     def train_step(self, step: int, get_batch: GetBatch,
-                   asks: Callable[[], Asks] = Asks) -> StepResult:
+                   votes: Callable[[], StepVotes] = StepVotes) -> StepResult:
         """Run one training step; update the weights unless float16 gradients overflowed.
 
         `step` counts from 1.
@@ -78,7 +78,7 @@ class Worker:
         left. The error names tensors and ranks.
         """
         start = perf_counter_ns()
-        loss, norm, agreed = self.gradients(step, get_batch, asks)
+        loss, norm, agreed = self.gradients(step, get_batch, votes)
         scale, overflow = self.loss_scale.value, not math.isfinite(norm)
         if not math.isfinite(loss) or (overflow and not self.loss_scale.can_skip()):
             raise self._not_finite(
@@ -97,7 +97,7 @@ class Worker:
         return StepResult(step, loss, norm, lr, seconds, agreed, shown, overflow)
 
     def gradients(self, step: int, get_batch: GetBatch,
-                  asks: Callable[[], Asks] = Asks) -> tuple[float, float, Asks]:
+                  votes: Callable[[], StepVotes] = StepVotes) -> tuple[float, float, StepVotes]:
         """Run forward and backward of one step; return (mean loss, gradient norm, agreed asks).
 
         get_batch(mb) gives this replica's microbatches. Afterwards every gradient is that of the
@@ -119,8 +119,8 @@ class Worker:
             self.gradsync.unscale(self.loss_scale.value)
             loss, squares = self._loss_and_squares()
             loss, squares, stop, save, written = agree(
-                self.ops, self.comms, [loss, squares, *map(float, astuple(asks()))], "step.norm")
-        agreed = Asks(stop > 0, save > 0, written == self.grid.world_size)
+                self.ops, self.comms, [loss, squares, *map(float, astuple(votes()))], "step.norm")
+        agreed = StepVotes(stop > 0, save > 0, written == self.grid.world_size)
         return loss / self.num_tokens, math.sqrt(squares), agreed
 
     def _loss_and_squares(self) -> tuple[float, float]:

@@ -15,7 +15,7 @@ from mpipar.comm.grid import Grid
 from mpipar.comm.record import Recorder
 from mpipar.data.rows import Rows
 from mpipar.errors import OutputError
-from mpipar.train.worker import Asks, Worker
+from mpipar.train.worker import StepVotes, Worker
 
 pytestmark = pytest.mark.ranks(2, 4)
 FACTS = {"config": "", "data": {}}
@@ -39,11 +39,12 @@ class Trainer:
         self.worker = Worker(config, Grid.of(config.grid, WORLD.rank), ops, Recorder(), WORLD)
         self.rows = Rows(ops, tokens(), config, self.worker.grid)
 
-    def train(self, first, last, asks=Asks):
+    def train(self, first, last, votes=StepVotes):
         """Losses and norms of some steps, and what all have agreed on in the last one."""
-        found = [self.worker.train_step(step, lambda mb, step=step: self.rows.train(step, mb), asks)
+        found = [self.worker.train_step(
+                     step, lambda mb, step=step: self.rows.train(step, mb), votes)
                  for step in range(first, last + 1)]
-        self.asks = found[-1].asks
+        self.votes = found[-1].votes
         return [(one.loss, one.grad_norm) for one in found]
 
     def saver(self, folder, background=False):
@@ -115,8 +116,8 @@ def test_all_ranks_commit_a_background_save_at_the_same_step(folder):
     while not committed_steps(folder):
         step += 1
         assert step < 200
-        trainer.train(step, step, lambda: Asks(written=saver.written()))
-        if trainer.asks.written:
+        trainer.train(step, step, lambda: StepVotes(written=saver.written()))
+        if trainer.votes.written:
             saver.commit()
         WORLD.Barrier()
     assert_everywhere(saver.saved == 1, "committed")
