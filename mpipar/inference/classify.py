@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import replace
 
 from mpipar.inference.sampling import best
-from mpipar.train.gradsync import agree
+from mpipar.train.gradsync import all_reduce_scalars
 
 
 def accuracy(worker, rows) -> tuple[float, int]:
@@ -24,5 +24,5 @@ def accuracy(worker, rows) -> tuple[float, int]:
             found = worker.ops.to_host(batches[mb].targets) == ids
             if worker.comms["tp"].index == 0 and mb < counted:
                 right += float(found.sum())
-    right, = agree(worker.ops, worker.comms, [right], "eval.accuracy")
+    right, = all_reduce_scalars(worker.ops, worker.comms, [right], "eval.accuracy")
     return right / count, count

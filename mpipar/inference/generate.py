@@ -17,7 +17,7 @@ from mpipar.data.rows import Batch
 from mpipar.errors import NonFiniteError
 from mpipar.inference.sampling import Sampling, best, draw
 from mpipar.partition.context_cached import Cache
-from mpipar.train.gradsync import agree
+from mpipar.train.gradsync import all_reduce_scalars
 
 # Why a text has ended.
 LENGTH, STOP, FULL = "length", "stop", "seq_len"
@@ -137,7 +137,7 @@ def generate(worker, texts: list[Text], sampling: Sampling) -> Iterator[list[Tex
                 if speaks and text in groups[mb].spoken and not text.end:
                     chosen[places[text]] = draw(
                         candidates, sampling, text.number, len(text.tokens))
-        ids = agree(worker.ops, worker.comms, chosen, "generate.next")
+        ids = all_reduce_scalars(worker.ops, worker.comms, chosen, "generate.next")
         if any(np.isnan(ids)):
             raise NonFiniteError("a logit is not a number, so that no token is the likeliest; try"
                                  " another --dtype")

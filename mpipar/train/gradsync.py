@@ -251,7 +251,7 @@ def seen_sum(parts: Iterable[tuple[float, bool]]) -> float:
     return sum(seen(value, counts) for value, counts in parts)
 
 
-def agree(ops: Any, comms: Comms, values: list[float], name: str) -> list[float]:
+def all_reduce_scalars(ops: Any, comms: Comms, values: list[float], name: str) -> list[float]:
     """Sum a few numbers over all ranks: the one scalar barrier of a step.
 
     Comm: one all_reduce over world.

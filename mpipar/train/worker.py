@@ -22,7 +22,7 @@ from mpipar.config.sections import Config
 from mpipar.errors import NonFiniteError
 from mpipar.pipeline.engine import Engine, forward_only
 from mpipar.train import build, non_finite
-from mpipar.train.gradsync import LossScale, agree, seen, seen_sum
+from mpipar.train.gradsync import LossScale, all_reduce_scalars, seen, seen_sum
 from mpipar.train.optim import OPTIMIZERS, learning_rate
 
 GetBatch = Callable[[int], Any]  # the rows of a microbatch
@@ -118,7 +118,7 @@ class Worker:
             self.gradsync.finish()
             self.gradsync.unscale(self.loss_scale.value)
             loss, squares = self._loss_and_squares()
-            loss, squares, stop, save, written = agree(
+            loss, squares, stop, save, written = all_reduce_scalars(
                 self.ops, self.comms, [loss, squares, *map(float, astuple(votes()))], "step.norm")
         agreed = StepVotes(stop > 0, save > 0, written == self.grid.world_size)
         return loss / self.num_tokens, math.sqrt(squares), agreed
@@ -198,7 +198,8 @@ class Worker:
         with self.recorder.at("check"):
             total = sum(self.ops.numbers(
                 [self.ops.square_sum(flat.master) for flat in self.flats]))
-            total, = agree(self.ops, self.comms, [seen(total, counts=False)], "check.weights")
+            total, = all_reduce_scalars(
+                self.ops, self.comms, [seen(total, counts=False)], "check.weights")
         if not math.isfinite(total):
             raise self._not_finite(
                 f"step {step}: its update made weights that are not finite: not saved",
@@ -236,7 +237,7 @@ class Worker:
                 total += sum(self.ops.numbers(
                     [loss for mb, loss in losses.items() if mb < counted]))
         with self.recorder.at("eval"):
-            total, = agree(self.ops, self.comms, [total], "eval.loss")
+            total, = all_reduce_scalars(self.ops, self.comms, [total], "eval.loss")
         if not math.isfinite(total):
             raise self._not_finite(f"held-out loss {total / count}: the weights are useless")
         return total / count, count

@@ -67,13 +67,13 @@ def test_replicas_that_share_weights_out_run_the_same_passes():
 @pytest.mark.parametrize("layout", LAYOUTS[2], ids=str)
 def test_twins_that_count_wrongly_are_found(layout, monkeypatch):
     """A rank that counts a loss that others count too, or one that leaves out what it has."""
-    plain = worker_module.agree
+    plain = worker_module.all_reduce_scalars
 
-    def agree(ops, comms, numbers, name):
+    def all_reduce_scalars(ops, comms, numbers, name):
         wrong = numbers[0] * 2 if comms.world.index == 0 else numbers[0] / 2
         return plain(ops, comms, [wrong] if comms.world.size > 1 else numbers, name)
 
-    monkeypatch.setattr(worker_module, "agree", agree)
+    monkeypatch.setattr(worker_module, "all_reduce_scalars", all_reduce_scalars)
     (found, _), (expected, _) = losses(layout, {}, tokens()[:700])
     assert abs(found / expected - 1) > 1e-3
 
