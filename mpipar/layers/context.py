@@ -40,10 +40,10 @@ class Context:
 
     ops: see mpipar/ops. comms: the groups of this rank; `tp` is the one that cuts products. held:
     which tokens this rank holds between two products, by default all of them. attention: how the
-    ranks of cp attend to each other's tokens, see `partition.context`. again: how many of a stage's
-    first blocks make something again. attention_again: how these attend if they make only scores
-    again; None if they keep only their input. dispatch: how tokens reach experts on other ranks.
-    factor: of the loss. sharding: what the data group shares out. copies: those of the stage's
+    ranks of cp attend to each other's tokens, see `partition.context`. recompute_blocks: how many
+    of a stage's first blocks recompute something. recompute_attention: how these attend if they
+    recompute only scores; None if they keep only their input. dispatch: how tokens reach experts on
+    other ranks. factor: of the loss. sharding: what the data group shares out. copies: those of the stage's
     parameters. tied: those of a table that the first and the last stage share.
     """
 
@@ -51,8 +51,8 @@ class Context:
     comms: Comms
     held: WholeTokens = None  # type: ignore[assignment] # see __post_init__
     attention: ContextCut = context_whole
-    again: int = 0
-    attention_again: ContextCut | None = None
+    recompute_blocks: int = 0
+    recompute_attention: ContextCut | None = None
     dispatch: Dispatch = DISPATCHES["all-to-all"]
     factor: LossFactor = field(default_factory=LossFactor)
     sharding: Sharding = WHOLE
@@ -81,10 +81,10 @@ class Context:
         """
         found: list[list[Layer]] = []
         for place, index in enumerate(indices):
-            if place >= self.again:
+            if place >= self.recompute_blocks:
                 found.append(make(self, index))
-            elif self.attention_again:
-                found.append(make(replace(self, attention=self.attention_again), index))
+            elif self.recompute_attention:
+                found.append(make(replace(self, attention=self.recompute_attention), index))
             else:
                 found.append([Recomputed(make(self, index), self.comms.recorder)])
         return found
@@ -97,7 +97,7 @@ class Context:
         return self.held.cuts if cut == "pair" else (cut, cut)
 
 
-def made_again(config: Any) -> dict[str, Any]:
+def recompute_options(config: Any) -> dict[str, Any]:
     """Return the fields of a Context that say how a Config computes, and what its blocks make
     again.
     """
@@ -105,11 +105,13 @@ def made_again(config: Any) -> dict[str, Any]:
     scores = memory.recompute == "attention"
     every = config.model.layers if memory.recompute_layers is None else memory.recompute_layers
     method = config.grid.cp_attention if config.grid.cp > 1 else None
-    return {"attention": attention_over(method), "again": every * (memory.recompute != "none"),
-            "attention_again": attention_over(method, context_again) if scores else None,
+    return {"attention": attention_over(method),
+            "recompute_blocks": every * (memory.recompute != "none"),
+            "recompute_attention": attention_over(method, context_again) if scores else None,
             "dispatch": DISPATCHES[config.grid.expert_dispatch]}
 
 
 def recomputed_blocks(config: Any) -> int:
     """Return how many of the first blocks of a stage a Config makes run forward again."""
-    return made_again(config)["again"] if config.memory.recompute == "block" else 0
+    whole = config.memory.recompute == "block"
+    return recompute_options(config)["recompute_blocks"] if whole else 0

@@ -23,7 +23,7 @@ from mpipar.comm.hosts import cores_of, in_turns, quiet_barrier
 from mpipar.comm.record import Recorder
 from mpipar.comm.request import NAP_SECONDS
 from mpipar.config.memory import MemoryConfig
-from mpipar.layers.context import Context, made_again
+from mpipar.layers.context import Context, recompute_options
 from mpipar.layers.stash import Stash
 from mpipar.pipeline.costs import Costs
 from mpipar.plan.sharing import pipeline_cores
@@ -137,7 +137,7 @@ def _unit_memory(config) -> dict:
     recorder = Recorder()
     ops = ops_module.shapes_for(config.run, recorder)
     comms = Comms.solo(ops, Grid.of(config.grid, 0), recorder)
-    context = Context(ops, comms, **made_again(config))
+    context = Context(ops, comms, **recompute_options(config))
     stage = models.model_of(config.model).Stage(
         context, config.model, 0, (config.model.layers,), {})
     num_units = config.model.layers + 2

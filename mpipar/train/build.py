@@ -16,7 +16,7 @@ from mpipar.config.grid import GridConfig
 from mpipar.config.memory import MemoryConfig
 from mpipar.config.model import ModelConfig
 from mpipar.config.sections import Config
-from mpipar.layers.context import Context, made_again
+from mpipar.layers.context import Context, recompute_options
 from mpipar.layers.flat import Sharding
 from mpipar.layers.param import Copies, Param
 from mpipar.layers.units import UNITS
@@ -95,7 +95,7 @@ def stages_of(config: Config, schedule: Schedule, stage_layers: tuple[int, ...],
         config.train.bucket_bytes // ops.statistics.itemsize, not memory.keeps_pieces_of_gradients,
         comms["data"])
     tied = Copies(("tie",) if schedule.num_stages > 1 else (), schedule.rank_of(0, 0) == pp_rank)
-    context = Context(ops, comms, **made_again(config), sharding=sharding, tied=tied)
+    context = Context(ops, comms, **recompute_options(config), sharding=sharding, tied=tied)
     tables: dict[str, Param] = {}
     found = {}
     for stage in schedule.stages_of(pp_rank):
