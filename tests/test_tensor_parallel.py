@@ -10,7 +10,7 @@ from program import TEXT, block_of, mpipar, section
 
 from bench.matmul.cut_product import NAME, PHASES, CutProduct, Sizes, whole
 from mpipar import ops as ops_module
-from mpipar.comm.grid import piece, share
+from mpipar.comm.grid import chunk_size, chunk_slice
 from mpipar.comm.group import Comm
 from mpipar.comm.record import Record, Recorder, wire_bytes
 from mpipar.comm.transport import NoTransport
@@ -24,10 +24,11 @@ SMALL = ["train", *TEXT, *"""--layers 2 --d-model 32 --heads 2 --seq-len 33 --ba
 
 @given(st.integers(0, 50), st.integers(1, 12))
 def test_pieces_follow_each_other_and_cover_the_axis(length, parts):
-    places = [piece(length, parts, index) for index in range(parts)]
+    places = [chunk_slice(length, parts, index) for index in range(parts)]
     assert [i for place in places for i in range(place.start, place.stop)] == list(range(length))
-    assert all(place.stop - place.start <= share(length, parts) for place in places)
-    assert (share(length, parts) - 1) * parts < length <= share(length, parts) * parts or not length
+    assert all(place.stop - place.start <= chunk_size(length, parts) for place in places)
+    assert not length or (
+        (chunk_size(length, parts) - 1) * parts < length <= chunk_size(length, parts) * parts)
 
 
 @pytest.mark.parametrize("cut", CUTS)

@@ -11,7 +11,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from mpipar.comm.grid import Grid, piece, share
+from mpipar.comm.grid import Grid, chunk_size, chunk_slice
 from mpipar.comm.groups import Comms
 from mpipar.partition import CUTS, MESH_CUTS
 from mpipar.partition.contracts import Mesh
@@ -82,9 +82,9 @@ def connect(cut, q, d, world_rank, ops, recorder, *, mpi_world=None, options=Non
 
 def block(array: np.ndarray, places) -> np.ndarray:
     """Return a rank's block of a whole array: for each axis (parts, index), padded with zeros."""
-    shape = [share(length, parts) for length, (parts, _) in zip(array.shape, places, strict=True)]
+    shape = [chunk_size(length, parts) for length, (parts, _) in zip(array.shape, places, strict=True)]
     own = array[tuple(
-        piece(length, *place) for length, place in zip(array.shape, places, strict=True))]
+        chunk_slice(length, *place) for length, place in zip(array.shape, places, strict=True))]
     result = np.zeros(shape, array.dtype)
     result[tuple(slice(length) for length in own.shape)] = own
     return result

@@ -12,7 +12,7 @@ from itertools import pairwise
 
 import numpy as np
 
-from mpipar.comm.grid import piece
+from mpipar.comm.grid import chunk_slice
 from mpipar.layers.param import Box
 
 MOST_CELLS = 1000  # per box of a tiling; what mpipar writes has about as many cells as boxes
@@ -65,7 +65,7 @@ def boxes_of_part(param, first: int, values):
 def share_of_rows(box: Box, index: int, count: int) -> Box:
     """Return the rows of a box that replica `index` of `count` writes, perhaps none."""
     (first, stop), *others = box
-    rows = piece(stop - first, count, index)
+    rows = chunk_slice(stop - first, count, index)
     return ((first + rows.start, first + rows.stop), *others)
 
 

@@ -18,7 +18,7 @@ AXES = ("pp", "dp", "cp", "tp")
 LAYOUT = (*AXES, "ep")  # what a layout names: ep divides dp x cp, and multiplies no ranks
 
 
-def share(length: int, parts: int, multiple: int = 1) -> int:
+def chunk_size(length: int, parts: int, multiple: int = 1) -> int:
     """Length of each of `parts` equal pieces of an axis, a multiple of `multiple`.
 
     The last ones are padded.
@@ -26,10 +26,10 @@ def share(length: int, parts: int, multiple: int = 1) -> int:
     return -(-length // (parts * multiple)) * multiple
 
 
-def piece(length: int, parts: int, index: int, multiple: int = 1) -> slice:
+def chunk_slice(length: int, parts: int, index: int, multiple: int = 1) -> slice:
     """Return where piece `index` lies on an axis of `length`, without its padding (perhaps empty).
     """
-    width = share(length, parts, multiple)
+    width = chunk_size(length, parts, multiple)
     return slice(min(index * width, length), min((index + 1) * width, length))
 
 
@@ -48,7 +48,7 @@ def token_pieces(tokens: int, method: str, parts: int, index: int) -> tuple[slic
     count = parts * per_rank
     assert tokens % count == 0, (tokens, count)
     places = (index, count - 1 - index)[:per_rank]
-    return tuple(piece(tokens, count, place) for place in places)
+    return tuple(chunk_slice(tokens, count, place) for place in places)
 
 
 def held_and_whole(tokens: int, method: str, parts: int, index: int) -> list[tuple[slice, slice]]:

@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from mpipar.comm.algorithms.steps import Posted, Steps
-from mpipar.comm.grid import share
+from mpipar.comm.grid import chunk_size
 from mpipar.comm.group import Comm
 from mpipar.comm.request import Array, Request
 
@@ -43,7 +43,7 @@ class Levels:
         size, count = x.size, self.near.size
         if size % count == 0:
             return x.reshape(count, -1)
-        parts = self.ops.zeros((count, share(size, count)), x.dtype, label="buffers")
+        parts = self.ops.zeros((count, chunk_size(size, count)), x.dtype, label="buffers")
         self.ops.copy(parts.reshape(-1)[:size], x.reshape(-1))
         return parts
 

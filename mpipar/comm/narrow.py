@@ -13,7 +13,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from mpipar.comm.grid import share
+from mpipar.comm.grid import chunk_size
 from mpipar.comm.request import Array, Request
 from mpipar.comm.transport import Counts, Exchanged, Transport
 
@@ -43,7 +43,8 @@ class NarrowTransport:
             self.wire.all_reduce(x, op)
             return
         assert op == "sum", op
-        parts = self.ops.zeros((self.group_size, share(x.size, self.group_size)), label="buffers")
+        count = self.group_size
+        parts = self.ops.zeros((count, chunk_size(x.size, count)), label="buffers")
         self.ops.copy(parts.reshape(-1)[:x.size], x.reshape(-1))
         self.ops.synchronize()  # the parts are made here, after Comm's own
         own = self.reduce_scatter(parts)

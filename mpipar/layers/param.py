@@ -9,7 +9,7 @@ from typing import Any, NamedTuple, NoReturn, Protocol
 
 import numpy as np
 
-from mpipar.comm.grid import Grid, piece, share
+from mpipar.comm.grid import Grid, chunk_size, chunk_slice
 from mpipar.comm.groups import Comms
 from mpipar.errors import UsageError
 from mpipar.ops.signature import Array
@@ -87,7 +87,7 @@ class Param:
         self.owner = copies.owner and all(grid.place(group) == 0 for group in replicas)
         local, self.shard = list(self.shape), 0
         for group, dimension in self.placement.items():
-            local[dimension] = share(local[dimension], grid.size(group), multiple)
+            local[dimension] = chunk_size(local[dimension], grid.size(group), multiple)
             self.shard = self.shard * grid.size(group) + grid.place(group)
         self.local_shape, self.size = tuple(local), math.prod(local)
         self.box = self.box_at(grid, {group: grid.place(group) for group in self.placement})
@@ -126,7 +126,8 @@ class Param:
         """(start, stop) on each dimension of the shard at some places of its groups."""
         found = [(0, length) for length in self.shape]
         for group, dimension in self.placement.items():
-            part = piece(self.shape[dimension], grid.size(group), places[group], self.multiple)
+            part = chunk_slice(
+                self.shape[dimension], grid.size(group), places[group], self.multiple)
             found[dimension] = part.start, part.stop
         return tuple(found)
 

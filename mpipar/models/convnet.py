@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import math
 
-from mpipar.comm.grid import share
+from mpipar.comm.grid import chunk_size
 from mpipar.config.model import ConvnetConfig
 from mpipar.layers.context import Context
 from mpipar.layers.contracts import Layer
@@ -156,8 +156,8 @@ def letters(
         "B": rows, "S0": math.prod(stem_size(config)), "S": math.prod(stream_size(config)),
         "C": config.image_shape[2], "k": KERNEL,
         "D": config.channels, "F": config.ffn, "V": config.classes,
-        "d": share(config.channels, tp), "f": share(config.ffn, tp),
-        "v": share(config.classes, tp, table_multiple)}
+        "d": chunk_size(config.channels, tp), "f": chunk_size(config.ffn, tp),
+        "v": chunk_size(config.classes, tp, table_multiple)}
 
 
 def describe_model(config: ConvnetConfig) -> str:

@@ -14,7 +14,7 @@ import math
 from dataclasses import replace
 from typing import Any
 
-from mpipar.comm.grid import share
+from mpipar.comm.grid import chunk_size
 from mpipar.config.model import DecoderConfig
 from mpipar.files.text import counted
 from mpipar.layers.attention import ROTATIONS, Attention, NoRotation, Rotation
@@ -177,14 +177,14 @@ def letters(
     assert config.head_dim, "completed"
     tokens, heads = config.seq_len // cp, config.heads // tp
     return {
-        "B": rows, "T": tokens, "t": share(tokens, tp), "A": config.seq_len,
+        "B": rows, "T": tokens, "t": chunk_size(tokens, tp), "A": config.seq_len,
         "D": config.d_model, "F": config.ffn, "V": config.vocab_size,
-        "d": share(config.d_model, tp), "f": share(config.ffn, tp),
-        "v": share(config.vocab_size, tp, table_multiple), "Q": heads * config.head_dim,
-        "K": share(config.whole_kv_heads, tp) * config.head_dim, "h": heads,
+        "d": chunk_size(config.d_model, tp), "f": chunk_size(config.ffn, tp),
+        "v": chunk_size(config.vocab_size, tp, table_multiple), "Q": heads * config.head_dim,
+        "K": chunk_size(config.whole_kv_heads, tp) * config.head_dim, "h": heads,
         "E": config.experts or 0, "x": config.experts or 0, "k": config.experts_per_token,
-        "g": share(config.expert_ffn or 0, tp), "W": config.shared_expert_ffn or 0,
-        "w": share(config.shared_expert_ffn or 0, tp), "i": 8}
+        "g": chunk_size(config.expert_ffn or 0, tp), "W": config.shared_expert_ffn or 0,
+        "w": chunk_size(config.shared_expert_ffn or 0, tp), "i": 8}
 
 
 def describe_model(config: DecoderConfig) -> str:

@@ -6,7 +6,7 @@ gradient alone collects all of them first.
 
 from __future__ import annotations
 
-from mpipar.comm.grid import piece, share
+from mpipar.comm.grid import chunk_size, chunk_slice
 from mpipar.comm.group import Comm
 from mpipar.ops.functions import Ops
 from mpipar.ops.signature import Array
@@ -25,7 +25,7 @@ def forward(
     """y (B, T, N/q) of x (B, T/q, K). Comm: one ring of x."""
     y = ops.empty((x.shape[0], sizes.tokens, w.shape[1]))
     for place, block in ring.pieces(ops, x, comm, name):
-        own = y[:, piece(sizes.tokens, comm.size, place)]
+        own = y[:, chunk_slice(sizes.tokens, comm.size, place)]
         ops.copy(own, product.matmul(block[:, :own.shape[1]], w))
     return y
 
@@ -35,8 +35,8 @@ def backward_input(
 ) -> tuple[Array, Array]:
     """dx (B, T/q, K), summed over everybody's columns. Comm: one ring of dx."""
     def part(place: int) -> Array:
-        dx = product.matmul_nt(dy[:, piece(sizes.tokens, comm.size, place)], w)
-        return shares.pad(ops, dx, 1, share(sizes.tokens, comm.size))
+        dx = product.matmul_nt(dy[:, chunk_slice(sizes.tokens, comm.size, place)], w)
+        return shares.pad(ops, dx, 1, chunk_size(sizes.tokens, comm.size))
 
     return ring.total(ops, part, comm, name), dy
 
@@ -52,6 +52,6 @@ def backward_weight(
     """
     whole = ops.empty((x.shape[0], sizes.tokens, x.shape[2]), x.dtype, label="buffers")
     for place, block in ring.pieces(ops, x, comm, name):
-        own = whole[:, piece(sizes.tokens, comm.size, place)]
+        own = whole[:, chunk_slice(sizes.tokens, comm.size, place)]
         ops.copy(own, block[:, :own.shape[1]])
     product.matmul_tn_add(whole, dy, dw)

@@ -12,7 +12,7 @@ section 3.3.2.
 
 from __future__ import annotations
 
-from mpipar.comm.grid import share
+from mpipar.comm.grid import chunk_size
 from mpipar.comm.group import Comm, Pending
 from mpipar.data.rows import Batch
 from mpipar.ops.functions import Ops
@@ -82,7 +82,7 @@ def _seen(
     All these queries see all keys of another rank: keys at position 0 say so.
     """
     tokens = positions.shape[0]
-    half, every = share(tokens, 2), slice(None)
+    half, every = chunk_size(tokens, 2), slice(None)
     if place == index:
         return every, every, (positions, positions)
     queries, keys = (every, slice(0, half)) if place < index else (slice(half, None), every)

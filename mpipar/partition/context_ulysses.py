@@ -8,7 +8,7 @@ et al., arXiv 2309.14509.
 
 from __future__ import annotations
 
-from mpipar.comm.grid import piece, runs, share
+from mpipar.comm.grid import chunk_size, chunk_slice, runs
 from mpipar.comm.group import Comm
 from mpipar.data.rows import Batch
 from mpipar.ops.functions import Ops
@@ -50,17 +50,17 @@ def _all_tokens(ops: Ops, arrays: Saved, comm: Comm, name: str) -> Saved:
 
     Comm: one all_to_all.
     """
-    heads = runs([share(x.shape[2], comm.size) for x in arrays])
+    heads = runs([chunk_size(x.shape[2], comm.size) for x in arrays])
     rows, tokens, _, width = arrays[0].shape
     shape = comm.size, rows, tokens, heads[-1].stop, width
     parts = ops.empty(shape, arrays[0].dtype, label="buffers")
     for place in range(comm.size):
         for inside, x in zip(heads, arrays, strict=True):
-            ops.copy(parts[place][:, :, inside], x[:, :, piece(x.shape[2], comm.size, place)])
+            ops.copy(parts[place][:, :, inside], x[:, :, chunk_slice(x.shape[2], comm.size, place)])
     received = comm.all_to_all(parts, name)
     whole = ops.empty((rows, comm.size * tokens, heads[-1].stop, width), arrays[0].dtype)
     for place in range(comm.size):
-        ops.copy(whole[:, piece(whole.shape[1], comm.size, place)], received[place])
+        ops.copy(whole[:, chunk_slice(whole.shape[1], comm.size, place)], received[place])
     return tuple(whole[:, :, inside] for inside in heads)
 
 
@@ -75,8 +75,9 @@ def _own_tokens(ops: Ops, arrays: Saved, out: Saved, comm: Comm, name: str) -> N
     parts = ops.empty(shape, arrays[0].dtype, label="buffers")
     for place in range(comm.size):
         for inside, x in zip(heads, arrays, strict=True):
-            ops.copy(parts[place][:, :, inside], x[:, piece(x.shape[1], comm.size, place)])
+            ops.copy(parts[place][:, :, inside], x[:, chunk_slice(x.shape[1], comm.size, place)])
     received = comm.all_to_all(parts, name)
     for place in range(comm.size):
         for inside, x in zip(heads, out, strict=True):
-            ops.copy(x[:, :, piece(x.shape[2], comm.size, place)], received[place][:, :, inside])
+            ops.copy(x[:, :, chunk_slice(x.shape[2], comm.size, place)],
+                     received[place][:, :, inside])

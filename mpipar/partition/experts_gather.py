@@ -10,7 +10,7 @@ from __future__ import annotations
 import itertools
 from typing import NamedTuple
 
-from mpipar.comm.grid import runs, share
+from mpipar.comm.grid import chunk_size, runs
 from mpipar.comm.group import Comm
 from mpipar.ops.functions import Ops
 from mpipar.ops.signature import Array
@@ -58,7 +58,7 @@ def plan(ops: Ops, choice: Choice, experts: int, comm: Comm, name: str) -> Plan:
     ids = comm.all_gather(own, f"{name}.counts").reshape(-1, width)
     probs = comm.all_gather(shares.pad(ops, choice.probs, 0, most), f"{name}.counts")
     order, tokens, places = ops.expert_order(ids)
-    each = share(experts, comm.size)
+    each = chunk_size(experts, comm.size)
     here = runs(itertools.repeat(each, comm.size))[comm.index]
     loads = ops.row_counts(ops.expert_loads(ids.reshape(1, -1), experts), ids.size,
                            (len(ids), min(width, each)), here)

@@ -5,7 +5,7 @@ While the sum of one rank's tokens is on its way, this rank multiplies those of 
 
 from __future__ import annotations
 
-from mpipar.comm.grid import piece, share
+from mpipar.comm.grid import chunk_size, chunk_slice
 from mpipar.comm.group import Comm
 from mpipar.ops.functions import Ops
 from mpipar.ops.signature import Array
@@ -23,8 +23,8 @@ def forward(
 ) -> Array:
     """y (B, T/q, N), summed over everybody's channels. Comm: one ring of y."""
     def part(place: int) -> Array:
-        y = product.matmul(x[:, piece(sizes.tokens, comm.size, place)], w)
-        return shares.pad(ops, y, 1, share(sizes.tokens, comm.size))
+        y = product.matmul(x[:, chunk_slice(sizes.tokens, comm.size, place)], w)
+        return shares.pad(ops, y, 1, chunk_size(sizes.tokens, comm.size))
 
     return ring.total(ops, part, comm, name)
 
@@ -36,7 +36,7 @@ def backward_input(
     dx = ops.empty((dy.shape[0], sizes.tokens, w.shape[0]))
     whole = ops.empty((dy.shape[0], sizes.tokens, dy.shape[2]))
     for place, block in ring.pieces(ops, dy, comm, name):
-        rows = piece(sizes.tokens, comm.size, place)
+        rows = chunk_slice(sizes.tokens, comm.size, place)
         own = whole[:, rows]
         ops.copy(own, block[:, :own.shape[1]])
         ops.copy(dx[:, rows], product.matmul_nt(own, w))

@@ -6,7 +6,7 @@ with zeros, and may hold nothing else. Padding stays zero and is dropped when th
 
 from __future__ import annotations
 
-from mpipar.comm.grid import piece, share
+from mpipar.comm.grid import chunk_size, chunk_slice
 from mpipar.comm.group import Comm
 from mpipar.ops.functions import Ops
 from mpipar.ops.signature import Array
@@ -15,8 +15,8 @@ from mpipar.ops.signature import Array
 def own(ops: Ops, x: Array, axis: int, comm: Comm) -> Array:
     """This rank's piece of x along an axis: a view, or a copy if it needs padding."""
     length = x.shape[axis]
-    return pad(ops, _part(x, axis, piece(length, comm.size, comm.index)), axis,
-               share(length, comm.size))
+    return pad(ops, _part(x, axis, chunk_slice(length, comm.size, comm.index)), axis,
+               chunk_size(length, comm.size))
 
 
 def pad(ops: Ops, x: Array, axis: int, length: int) -> Array:
@@ -41,7 +41,7 @@ def join(ops: Ops, pieces: Array, axis: int, length: int) -> Array:
     shape[axis] = length
     whole = ops.empty(tuple(shape))
     for place in range(len(pieces)):
-        part = _part(whole, axis, piece(length, len(pieces), place))
+        part = _part(whole, axis, chunk_slice(length, len(pieces), place))
         ops.copy(part, _part(pieces[place], axis, slice(part.shape[axis])))
     return whole
 

@@ -12,7 +12,7 @@ Letters: B batch, T tokens, D width, q ranks of the group. Source: Korthikanti e
 
 from __future__ import annotations
 
-from mpipar.comm.grid import piece, share
+from mpipar.comm.grid import chunk_size, chunk_slice
 from mpipar.comm.group import Comm
 from mpipar.ops.functions import Ops
 from mpipar.ops.signature import Array
@@ -30,9 +30,9 @@ def scatter(ops: Ops, y: Array, comm: Comm, name: str) -> Array:
     Comm: one reduce_scatter.
     """
     batch, tokens, width = y.shape
-    parts = ops.zeros((comm.size, batch, share(tokens, comm.size), width), label="buffers")
+    parts = ops.zeros((comm.size, batch, chunk_size(tokens, comm.size), width), label="buffers")
     for place in range(comm.size):
-        own = y[:, piece(tokens, comm.size, place)]
+        own = y[:, chunk_slice(tokens, comm.size, place)]
         ops.copy(parts[place, :, :own.shape[1]], own)
     return comm.reduce_scatter(parts, name)
 
@@ -79,7 +79,7 @@ class CutTokens(WholeTokens):
     rows, gathers, scatters = "B*t", "all_gather", "reduce_scatter"
 
     def length(self, tokens: int) -> int:
-        return share(tokens, self.comm.size)
+        return chunk_size(tokens, self.comm.size)
 
     def positions(self, positions: Array) -> Array:
         """Padding is at position 0, because its gradient is zero."""

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from mpipar.comm.grid import share
+from mpipar.comm.grid import chunk_size
 from mpipar.data.routing import shares
 from mpipar.layers.costs import KINDS
 from mpipar.partition.experts import DISPATCHES
@@ -18,7 +18,7 @@ def exchanged(config) -> str:
     """
     model, grid = config.model, config.grid
     formula, times = SENDS[grid.expert_dispatch]
-    each = share(model.experts, grid.ep)
+    each = chunk_size(model.experts, grid.ep)
     barriers = DISPATCHES[grid.expert_dispatch].barriers
     rows = [phase for phase, ending, *_ in barriers if ending in ("dispatch", "combine")]
     calls = sum(len(KINDS[kind].operations) for _, _, kind, _ in barriers)

@@ -16,7 +16,7 @@ from bench.matmul.cut_product import PHASES, CutProduct, Sizes, cases, connect, 
 from docs.build.commands import FILE
 from mpipar import ops as ops_module
 from mpipar.comm.connect import Options
-from mpipar.comm.grid import Grid, piece, share
+from mpipar.comm.grid import Grid, chunk_size, chunk_slice
 from mpipar.comm.group import Comm
 from mpipar.comm.groups import Comms
 from mpipar.comm.record import Recorder, Sums
@@ -73,7 +73,7 @@ def _own_repeated(self, x, name):
 
 def _long_last_piece(ops, x, axis, comm):
     """A variant without padding: the last pieces begin earlier and overlap."""
-    width = share(x.shape[-1], comm.size)
+    width = chunk_size(x.shape[-1], comm.size)
     start = min(comm.index * width, x.shape[-1] - width)
     return x[..., start:start + width]
 
@@ -113,7 +113,8 @@ SWAPPED = [(tokens, {"column_sp", "row_sp"}),
 def test_pieces_swapped_are_caught(where, cuts, monkeypatch):
     """The typical bug of a cut puts a token or channel in the wrong place."""
     monkeypatch.setattr(
-        where, "piece", lambda length, parts, index: piece(length, parts, parts - 1 - index))
+        where, "chunk_slice",
+        lambda length, parts, index: chunk_slice(length, parts, parts - 1 - index))
     caught = {case[0] for case in HERE if bad_tensors(case, SIZES[2])}
     assert caught == (cuts if WORLD.size > 1 else set())
 

@@ -19,7 +19,7 @@ from small_model import (
 )
 
 from mpipar import ops as ops_module
-from mpipar.comm.grid import Grid, share
+from mpipar.comm.grid import Grid, chunk_size
 from mpipar.comm.record import Recorder
 from mpipar.layers.norm import Residual
 from mpipar.pipeline.schedules.catalog import SCHEDULES, schedule_problems
@@ -146,7 +146,7 @@ def test_weight_gradients_are_really_postponed(name, layout, num_microbatches):
     dp, _, tp = layout
     tokens_done = config.train.batch_size * MODEL.seq_len // dp // mirrored
     D, T = MODEL.d_model, MODEL.seq_len
-    F, V = (share(width, tp) * tp for width in (MODEL.ffn, MODEL.vocab_size))
+    F, V = (chunk_size(width, tp) * tp for width in (MODEL.ffn, MODEL.vocab_size))
     products = 2 * tokens_done * (4 * D * D + 2 * D * F) // tp
     scores = 4 * tokens_done * T * D // tp
     first = worker.schedule.num_stages - 1 in worker.stages

@@ -19,7 +19,7 @@ from small_model import (
     small_config,
 )
 
-from mpipar.comm.grid import share
+from mpipar.comm.grid import chunk_size
 from mpipar.comm.record import Sums
 from mpipar.layers.norm import Residual
 from mpipar.plan.predict import predict
@@ -56,7 +56,8 @@ def test_tensor_parallel_barriers_follow_the_formula(layout, ffn_cut, num_microb
     num_rows = config.train.batch_size // (dp * num_microbatches)
     column = 8 * num_rows * MODEL.seq_len  # bytes of a channel
     act, wide = column * MODEL.d_model, column * MODEL.ffn
-    apart = column * tp * (share(MODEL.d_model, tp) + share(MODEL.ffn, tp))  # in equal pieces
+    apart = column * tp * (  # in equal chunks
+        chunk_size(MODEL.d_model, tp) + chunk_size(MODEL.ffn, tp))
     totals = recorder.totals("axis", "operation", "phase")
     per_mb = {key: [value / num_microbatches for value in counter[:2]]
               for key, counter in totals.items() if key[0] == "tp"}
@@ -158,7 +159,7 @@ def test_barriers_of_cut_tokens_follow_the_formula(layout, num_microbatches):
     blocks = sum(len(stage) for stage in blocks_of(worker))
     first, last = 0 in worker.stages, worker.schedule.num_stages - 1 in worker.stages
     num_rows = config.train.batch_size // (dp * num_microbatches)
-    act = 8 * num_rows * share(MODEL.seq_len, tp) * tp * MODEL.d_model  # with its padding
+    act = 8 * num_rows * chunk_size(MODEL.seq_len, tp) * tp * MODEL.d_model  # with its padding
     stats = 3 * 8 * num_rows * MODEL.seq_len * tp
     found = {key[1:]: [value / num_microbatches for value in counter[:3]]
              for key, counter in recorder.totals("axis", "operation", "phase").items()
@@ -222,7 +223,7 @@ def test_pipeline_messages_carry_a_share(layout):
     dp, pp, tp = layout
     config = small_config(layout, 5, model=cut_model())
     worker, recorder = real_step(config)
-    size = 8 * config.train.batch_size // (dp * 5) * share(MODEL.seq_len, tp) * MODEL.d_model
+    size = 8 * config.train.batch_size // (dp * 5) * chunk_size(MODEL.seq_len, tp) * MODEL.d_model
     above = worker.grid.place("pp") < pp - 1
     totals = recorder.totals("axis", "name", "operation")
     sends = totals.get(("pp", "activations", "send"), Sums())[:2]

@@ -9,7 +9,7 @@ from pathlib import Path
 from bench.training import config_of
 from docs.build.pictures.shapes import arguments, layout_words
 from docs.build.pictures.svg import Drawing
-from mpipar.comm.grid import AXES, Grid, piece
+from mpipar.comm.grid import AXES, Grid, chunk_slice
 from mpipar.console.tables import nbytes
 from mpipar.errors import UsageError
 from mpipar.plan.predict import predict
@@ -82,7 +82,7 @@ def matrix(canvas: Drawing, x: float, name: str, shape: tuple[int, int], cut: in
     if cut is None:
         canvas.rect(x, y, columns, rows, "plain", tip=f"{name}: every rank holds it")
     for rank in range(0 if cut is None else ranks):
-        own = piece(shape[cut], ranks, rank)
+        own = chunk_slice(shape[cut], ranks, rank)
         length, start = own.stop - own.start, own.start
         canvas.rect(x + start * cut, y + start * (1 - cut), length if cut else columns,
                     rows if cut else length, f"r{rank}", tip=f"{name}: rank {rank}")

@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Any, TypeAlias
 import numpy as np
 
 from mpipar.comm.algorithms.own import MpiOwn
-from mpipar.comm.grid import piece
+from mpipar.comm.grid import chunk_slice
 from mpipar.comm.request import Array, Options, PatientRequest, Request
 
 if TYPE_CHECKING:
@@ -142,7 +142,7 @@ class Stepwise(MpiOwn):
 
     def pieces(self, x: Array) -> list[Array]:
         """x (n,) in a piece for each rank; the last ones may be shorter or empty."""
-        return [x[piece(len(x), self.size, place)] for place in range(self.size)]
+        return [x[chunk_slice(len(x), self.size, place)] for place in range(self.size)]
 
     def close(self) -> None:
         self.own.Free()

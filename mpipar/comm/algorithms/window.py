@@ -17,7 +17,7 @@ import numpy as np
 from mpipar.comm.algorithms.own import MpiOwn
 from mpipar.comm.algorithms.shared import Marks, SharedMemory, address
 from mpipar.comm.algorithms.steps import Posted, Steps, add, in_line
-from mpipar.comm.grid import piece
+from mpipar.comm.grid import chunk_slice
 from mpipar.comm.request import Array, Options, Request
 
 if TYPE_CHECKING:
@@ -187,7 +187,8 @@ class Window(MpiOwn):
     def cut(self, length: int) -> list[slice]:
         """Return the piece of each rank."""
         if length not in self.cuts:
-            self.cuts[length] = [piece(length, self.size, place) for place in range(self.size)]
+            self.cuts[length] = [
+                chunk_slice(length, self.size, place) for place in range(self.size)]
         return self.cuts[length]
 
     def show(self, x: Array) -> list[Array]:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import numpy as np
 
-from mpipar.comm.grid import piece
+from mpipar.comm.grid import chunk_slice
 from mpipar.learn.examples.wires import difference
 from mpipar.partition import Sizes, column, row
 
@@ -29,7 +29,7 @@ def ffn(case) -> list[float]:
     The activation between them is left out. It works on each number alone, and needs no barrier.
     """
     def both(group, board):
-        part = piece(W_UP.shape[1], group.size, group.index)
+        part = chunk_slice(W_UP.shape[1], group.size, group.index)
         up, down = W_UP[:, part].copy(), W_DOWN[part].copy()
         d_up, d_down = np.zeros_like(up), np.zeros_like(down)
         ops, up_sizes, down_sizes = case.ops, Sizes(0, *W_UP.shape), Sizes(0, *W_DOWN.shape)
@@ -52,7 +52,7 @@ def ffn(case) -> list[float]:
 
     y, dx, d_up, d_down = both(case.comm, case.board)
     whole = both(case.alone, case.silent)
-    part = piece(W_UP.shape[1], case.comm.size, case.comm.index)
+    part = chunk_slice(W_UP.shape[1], case.comm.size, case.comm.index)
     return [difference(y, whole[0]), difference(dx, whole[1]),
             difference(d_up, whole[2][:, part]), difference(d_down, whole[3][part])]
 
@@ -60,7 +60,7 @@ def ffn(case) -> list[float]:
 def attention(case) -> list[float]:
     """Heads do not see each other: each rank attends with its own, and one sum joins them."""
     def heads(group, board):
-        part = piece(HEADS, group.size, group.index)
+        part = chunk_slice(HEADS, group.size, group.index)
         w = W_QKV.reshape(4, 3, HEADS)[:, :, part].reshape(4, -1).copy()
         board.note("x, whole on each rank: two tokens of four numbers", TOKENS)
         ops = case.ops
@@ -85,7 +85,7 @@ def attention(case) -> list[float]:
 def vocabulary(case) -> list[float]:
     """Loss and gradient of logits that no rank holds whole: three numbers for each token travel."""
     def loss(group, board):
-        part, ops = piece(LOGITS.shape[1], group.size, group.index), case.ops
+        part, ops = chunk_slice(LOGITS.shape[1], group.size, group.index), case.ops
         logits = LOGITS[:, part].copy()
         board.note("logits of two tokens: each rank has those of its part of the vocabulary",
                    logits)

@@ -8,7 +8,7 @@ from types import SimpleNamespace
 import ml_dtypes
 import numpy as np
 
-from mpipar.comm.grid import share, token_pieces
+from mpipar.comm.grid import chunk_size, token_pieces
 from mpipar.data.routing import shares
 from mpipar.learn.exercise import Number, numbers, plain
 from mpipar.learn.questions.counted import MIB, predicted, ring_messages, sent, simulated
@@ -116,7 +116,7 @@ def pairs():
     def seen(pieces):
         return sum(place + 1 for one in pieces for place in range(one.start, one.stop))
 
-    width = share(tokens, ranks)
+    width = chunk_size(tokens, ranks)
     runs = max(seen([slice(index * width, (index + 1) * width)]) for index in range(ranks))
     zigzag = max(seen(token_pieces(tokens, "ring", ranks, index)) for index in range(ranks))
     return [Number("runs", runs), Number("zig-zag", zigzag)], (
