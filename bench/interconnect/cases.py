@@ -23,7 +23,7 @@ from ml_dtypes import finfo
 
 from bench.interconnect import compiled
 from bench.interconnect.buffers import Arena, Slots
-from mpipar.comm.grid import runs
+from mpipar.comm.grid import consecutive_slices
 from mpipar.comm.group import Comm
 from mpipar.comm.record import wire_bytes
 from mpipar.config.run import SUMS
@@ -393,8 +393,8 @@ class UnevenAllToAll(Collective):
         others = [rank for rank in range(self.ranks) if rank != self.index]
         senders = [rank for rank in others if self.received()[rank]]
         others = [rank for rank in others if self.sent()[rank]]
-        xs = [x[run] for run in runs(self.sent())]
-        ys = [y[run] for run in runs(self.received())]
+        xs = [x[run] for run in consecutive_slices(self.sent())]
+        ys = [y[run] for run in consecutive_slices(self.received())]
 
         def exchange():
             pending = [self.mpi.Irecv(ys[rank], rank, TAG) for rank in senders]
@@ -408,7 +408,7 @@ class UnevenAllToAll(Collective):
         """Return what the rank at a place sends, by receiver."""
         parts = self.parts[index].tolist()
         whole = pattern(index, sum(parts), self.ops.dtype)
-        return [whole[run] for run in runs(parts)]
+        return [whole[run] for run in consecutive_slices(parts)]
 
     def given(self, sender):
         return np.concatenate(self.parts_of(sender))

@@ -18,7 +18,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from mpipar import models
-from mpipar.comm.grid import Grid, runs
+from mpipar.comm.grid import Grid, consecutive_slices
 from mpipar.comm.group import Comm
 from mpipar.comm.record import Record, Recorder, Tally, as_record
 from mpipar.plan.script import CALL, LOOK, SPAN, WAIT, Call, Script, script_of
@@ -157,7 +157,7 @@ class Player:
             shape, dtype = (sum(sizes),), forms[numbers[0]].dtype
             arena = (self.comms.groups[axis].zeros(self.ops, shape, dtype, "buffers") if axis
                      else self.ops.zeros(shape, dtype, label="buffers"))
-            for number, run in zip(numbers, runs(sizes), strict=True):
+            for number, run in zip(numbers, consecutive_slices(sizes), strict=True):
                 form = forms[number]
                 arrays[number] = arena[run][:form.size].reshape(form.shape)
         return [arrays[number] for number in chosen]

@@ -54,10 +54,11 @@ def token_pieces(tokens: int, method: str, parts: int, index: int) -> tuple[slic
 def held_and_whole(tokens: int, method: str, parts: int, index: int) -> list[tuple[slice, slice]]:
     """(where a rank holds a piece of its tokens, where that lies in the row) of each piece."""
     pieces = token_pieces(tokens, method, parts, index)
-    return list(zip(runs([one.stop - one.start for one in pieces]), pieces, strict=True))
+    held = consecutive_slices([one.stop - one.start for one in pieces])
+    return list(zip(held, pieces, strict=True))
 
 
-def runs(lengths: Iterable[int]) -> list[slice]:
+def consecutive_slices(lengths: Iterable[int]) -> list[slice]:
     """Slices of these lengths, one behind the other."""
     ends = list(accumulate(lengths, initial=0))
     return [slice(start, stop) for start, stop in pairwise(ends)]

@@ -23,7 +23,7 @@ from collections.abc import Iterator
 from typing import TYPE_CHECKING, Any
 
 from mpipar.comm.device import StagedTransport
-from mpipar.comm.grid import runs
+from mpipar.comm.grid import consecutive_slices
 from mpipar.comm.request import Array, Options, Request
 from mpipar.comm.transport import Counts, Exchanged, HostTransport
 
@@ -163,7 +163,8 @@ class NcclTransport(StagedTransport):
     def all_to_allv(self, x: Array, counts: Counts, received: Counts | None) -> Exchanged:
         received = self.counts_from(counts) if received is None else received
         y = self._new((sum(received), *x.shape[1:]), x.dtype)
-        self._exchanged([x[run] for run in runs(counts)], [y[run] for run in runs(received)])
+        self._exchanged([x[run] for run in consecutive_slices(counts)],
+                        [y[run] for run in consecutive_slices(received)])
         return y, received
 
     def broadcast(self, x: Array, root: int) -> None:

@@ -21,7 +21,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
-from mpipar.comm.grid import runs
+from mpipar.comm.grid import consecutive_slices
 from mpipar.layers.context import Context
 from mpipar.layers.costs import Barrier, Cost, array, product_cost, term, together, total
 from mpipar.layers.linear import Linear
@@ -93,7 +93,8 @@ class Attention:
         self.cp, self.kv = context.comms["cp"], context.comms["kv"]
         tp, self.head_width = context.tp.size, config.head_dim
         heads, kv_heads = config.heads // tp, max(1, config.kv_heads // tp)
-        self.parts = runs((heads, kv_heads, kv_heads))  # heads of q, k and v of this rank
+        # Heads of q, k and v on this rank.
+        self.parts = consecutive_slices((heads, kv_heads, kv_heads))
         self.turned = slice(0, heads + kv_heads)
         self.shared = slice(heads, None)
         cuts, rows = context.pair("pair"), config.rows

@@ -43,8 +43,8 @@ class Context:
     ranks of cp attend to each other's tokens, see `partition.context`. recompute_blocks: how many
     of a stage's first blocks recompute something. recompute_attention: how these attend if they
     recompute only scores; None if they keep only their input. dispatch: how tokens reach experts on
-    other ranks. factor: of the loss. sharding: what the data group shares out. copies: those of the stage's
-    parameters. tied: those of a table that the first and the last stage share.
+    other ranks. factor: of the loss. sharding: what the data group shards. copies: those of the
+    stage's parameters. tied: those of a table that the first and the last stage share.
     """
 
     ops: Any

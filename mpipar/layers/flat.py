@@ -12,7 +12,7 @@ from collections.abc import Callable, Iterable, Iterator
 from operator import attrgetter
 from typing import Any, NamedTuple
 
-from mpipar.comm.grid import runs
+from mpipar.comm.grid import consecutive_slices
 from mpipar.comm.group import Comm, Pending
 from mpipar.comm.groups import Comms
 from mpipar.comm.record import Recorder
@@ -144,7 +144,7 @@ class FlatParams:
         self.units = dict(self._runs(attrgetter("unit")))
         self.segments = self.sharding.segments(self.units, self.total)
         self.own = self.sharding.own(self.segments)
-        self.packed = runs([own.stop - own.start for own in self.own])
+        self.packed = consecutive_slices([own.stop - own.start for own in self.own])
         self.updates: list[list[tuple[bool, slice]]] = [[] for _ in self.segments]
         for decay, segment, place in self._within_own(self._runs(attrgetter("decay"))):
             self.updates[segment].append((decay, place))

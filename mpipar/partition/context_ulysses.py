@@ -8,7 +8,7 @@ et al., arXiv 2309.14509.
 
 from __future__ import annotations
 
-from mpipar.comm.grid import chunk_size, chunk_slice, runs
+from mpipar.comm.grid import chunk_size, chunk_slice, consecutive_slices
 from mpipar.comm.group import Comm
 from mpipar.data.rows import Batch
 from mpipar.ops.functions import Ops
@@ -50,7 +50,7 @@ def _all_tokens(ops: Ops, arrays: Saved, comm: Comm, name: str) -> Saved:
 
     Comm: one all_to_all.
     """
-    heads = runs([chunk_size(x.shape[2], comm.size) for x in arrays])
+    heads = consecutive_slices([chunk_size(x.shape[2], comm.size) for x in arrays])
     rows, tokens, _, width = arrays[0].shape
     shape = comm.size, rows, tokens, heads[-1].stop, width
     parts = ops.empty(shape, arrays[0].dtype, label="buffers")
@@ -69,7 +69,7 @@ def _own_tokens(ops: Ops, arrays: Saved, out: Saved, comm: Comm, name: str) -> N
 
     Comm: one all_to_all.
     """
-    heads = runs([x.shape[2] for x in arrays])
+    heads = consecutive_slices([x.shape[2] for x in arrays])
     rows, tokens, _, width = out[0].shape
     shape = comm.size, rows, tokens, heads[-1].stop, width
     parts = ops.empty(shape, arrays[0].dtype, label="buffers")

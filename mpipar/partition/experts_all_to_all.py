@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from typing import NamedTuple
 
-from mpipar.comm.grid import runs
+from mpipar.comm.grid import consecutive_slices
 from mpipar.comm.group import Comm
 from mpipar.ops.functions import Ops
 from mpipar.ops.signature import Array
@@ -51,7 +51,7 @@ def plan(ops: Ops, choice: Choice, experts: int, comm: Comm, name: str) -> Plan:
     most = comm.size, len(choice.ids), min(choice.ids.shape[1], loads.shape[1])
     coming = ops.row_counts(comm.all_to_all(loads, f"{name}.counts"), order.size, most)
     # By rank, and by the experts of the rank that gets them.
-    each = runs(loads.shape[1] for _ in range(comm.size))
+    each = consecutive_slices(loads.shape[1] for _ in range(comm.size))
     sent, received = ([counts[one] for one in each] for counts in (here, coming))
     is_sorted = 1 in (len(received), len(received[0]))
     sorts = (None, None) if is_sorted else ops.block_order(received)

@@ -10,7 +10,7 @@ from __future__ import annotations
 import itertools
 from typing import NamedTuple
 
-from mpipar.comm.grid import chunk_size, runs
+from mpipar.comm.grid import chunk_size, consecutive_slices
 from mpipar.comm.group import Comm
 from mpipar.ops.functions import Ops
 from mpipar.ops.signature import Array
@@ -59,11 +59,11 @@ def plan(ops: Ops, choice: Choice, experts: int, comm: Comm, name: str) -> Plan:
     probs = comm.all_gather(shares.pad(ops, choice.probs, 0, most), f"{name}.counts")
     order, tokens, places = ops.expert_order(ids)
     each = chunk_size(experts, comm.size)
-    here = runs(itertools.repeat(each, comm.size))[comm.index]
+    here = consecutive_slices(itertools.repeat(each, comm.size))[comm.index]
     loads = ops.row_counts(ops.expert_loads(ids.reshape(1, -1), experts), ids.size,
                            (len(ids), min(width, each)), here)
     counts = loads[here]
-    before, mine = runs([sum(loads[:here.start]), sum(counts)])
+    before, mine = consecutive_slices([sum(loads[:here.start]), sum(counts)])
     return Plan(counts, length, most, probs.reshape(-1, width), places, before.stop,
                 order.reshape(-1)[mine], tokens.reshape(-1)[mine])
 

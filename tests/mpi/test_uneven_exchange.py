@@ -13,7 +13,7 @@ from test_guards import raised_everywhere
 from mpipar import ops as ops_module
 from mpipar.comm import connect
 from mpipar.comm.checked import CallCheck
-from mpipar.comm.grid import Grid, runs
+from mpipar.comm.grid import Grid, consecutive_slices
 from mpipar.comm.group import Comm
 from mpipar.comm.groups import Comms
 from mpipar.comm.nccl import NcclTransport
@@ -58,7 +58,7 @@ def assert_exchanged(comm, counts, width=3, known=False):
     expected = [piece(counts, source, HERE, width) for source in range(RANKS)]
     assert [int(count) for count in split] == [len(rows) for rows in expected]
     assert y.shape == (sum(split), width)
-    for run, rows in zip(runs(split), expected, strict=True):
+    for run, rows in zip(consecutive_slices(split), expected, strict=True):
         np.testing.assert_array_equal(y[run].astype(np.int64), rows)
 
 
@@ -148,7 +148,7 @@ def test_shapes_only_is_balanced():
 def other_order(self, x, counts, received, plain=HostTransport.all_to_allv):
     """The broken twin: the pieces come from the last rank first."""
     y, received = plain(self, x, counts, received)
-    parts = [y[run] for run in runs(received)]
+    parts = [y[run] for run in consecutive_slices(received)]
     return np.concatenate(parts[::-1]), received
 
 
