@@ -47,11 +47,11 @@ def format_of(model):
     return next((form for form in FORMS.values() if form.describes(model)), own)
 
 
-def runs(tensors: dict[str, tuple[int, ...]], first: int,
-         stop: int) -> Iterator[tuple[str, int, int]]:
-    """Yield (name, first, stop) of the runs of numbers in the files that hold [first, stop) of all.
+def file_slices(tensors: dict[str, tuple[int, ...]], first: int,
+                stop: int) -> Iterator[tuple[str, int, int]]:
+    """Yield (name, first, stop): which slice of which tensor in the files holds [first, stop).
 
-    tensors: those of a parameter, see above.
+    first, stop: numbers of a parameter. tensors: the parameter's, see above.
     """
     start = 0
     for name, shape in tensors.items():

@@ -125,7 +125,8 @@ def write(folder: Path, config, dtype, blocks, most_bytes: int | None = None) ->
         with new_weights(folder, texts, made, most_bytes or config.run.max_shard_size) as put:
             for param, row, block in blocks:
                 numbers, first = block.reshape(-1), row * (block.size // len(block))
-                for name, start, stop in formats.runs(tensors[param], first, first + block.size):
+                for name, start, stop in formats.file_slices(
+                        tensors[param], first, first + block.size):
                     here, numbers = np.split(numbers, [stop - start])
                     put(name, start, here)
     except OSError as error:
@@ -182,7 +183,8 @@ def load(worker, folder: str) -> None:
     if bad:
         more = f" and {len(bad) - 1} others" if len(bad) > 1 else ""
         param, place = next(iter(bad.items()))
-        name = next((one for one, *_ in formats.runs(found.get(param, {}), place, place + 1)),
+        name = next((one for one, *_ in formats.file_slices(
+                         found.get(param, {}), place, place + 1)),
                     param)
         raise DataError(f"--init-from {folder}: tensor {name}{more}: not all numbers are finite in"
                         f" {worker.ops.statistics.name}; give other weights")
@@ -248,7 +250,7 @@ def _read(files: WeightFiles, tensors: dict, param, held):
     for rows in _blocks((held[0], *boxes.whole_box(param.shape)[1:]), 4):
         first, last = rows[0]
         parts = []
-        for name, start, stop in formats.runs(tensors, first * row, last * row):
+        for name, start, stop in formats.file_slices(tensors, first * row, last * row):
             width = math.prod(tensors[name][1:])
             parts.append(files.rows(name, start // width, stop // width).reshape(-1))
         block = (np.concatenate(parts) if len(parts) > 1 else parts[0]).reshape(
