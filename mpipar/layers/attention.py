@@ -28,7 +28,7 @@ from mpipar.layers.linear import Linear
 from mpipar.layers.stash import Stash
 from mpipar.ops.array_ops import rope_table
 from mpipar.ops.signature import Array
-from mpipar.partition import shares
+from mpipar.partition import chunks
 from mpipar.partition.context import attention_over
 from mpipar.partition.tokens import WholeTokens
 
@@ -166,7 +166,7 @@ class Attention:
         """
         self.proj.backward_weight(stash)
         # Only now: dx, which all of tp sums, has counted each part. qkv reads the sum as its dy.
-        shares.add(self.ops, stash.pop((self.name, "dkv")), self.kv, f"{self.name}.kv")
+        chunks.add(self.ops, stash.pop((self.name, "dkv")), self.kv, f"{self.name}.kv")
         self.qkv.backward_weight(stash)
 
     def _by_head(self, x: Array) -> Array:

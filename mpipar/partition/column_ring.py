@@ -10,7 +10,7 @@ from mpipar.comm.grid import chunk_size, chunk_slice
 from mpipar.comm.group import Comm
 from mpipar.ops.functions import Ops
 from mpipar.ops.signature import Array
-from mpipar.partition import ring, shares
+from mpipar.partition import chunks, ring
 from mpipar.partition.contracts import Product, Sizes
 
 shard_axis = 1
@@ -36,7 +36,7 @@ def backward_input(
     """dx (B, T/q, K), summed over everybody's columns. Comm: one ring of dx."""
     def part(place: int) -> Array:
         dx = product.matmul_nt(dy[:, chunk_slice(sizes.tokens, comm.size, place)], w)
-        return shares.pad(ops, dx, 1, chunk_size(sizes.tokens, comm.size))
+        return chunks.pad(ops, dx, 1, chunk_size(sizes.tokens, comm.size))
 
     return ring.total(ops, part, comm, name), dy
 

@@ -1,7 +1,7 @@
 """The column cut with tokens cut between the products: y (B, T, N/q) of x (B, T/q, K).
 
 Forward gathers x and multiplies. Backward, a reduce-scatter of dx takes the place of the
-all-reduce. A rank keeps only its own tokens of x, so the weight gradient gathers x again. shares.py
+all-reduce. A rank keeps only its own tokens of x, so the weight gradient gathers x again. chunks.py
 says what happens if q does not divide T.
 """
 

@@ -11,9 +11,9 @@ from mpipar.comm.group import Comm
 from mpipar.data.rows import Batch
 from mpipar.ops.functions import Ops
 from mpipar.ops.signature import Array
+from mpipar.partition.chunks import rounded
 from mpipar.partition.context_whole import whole_positions
 from mpipar.partition.contracts import Out, Saved
-from mpipar.partition.shares import rounded
 
 barriers: tuple[tuple[str, str, str, str], ...] = ()
 

@@ -17,7 +17,7 @@ from mpipar.comm.group import Comm
 from mpipar.data.rows import Batch
 from mpipar.ops.functions import Ops
 from mpipar.ops.signature import Array
-from mpipar.partition.shares import rounded
+from mpipar.partition.chunks import rounded
 
 
 class Cache:

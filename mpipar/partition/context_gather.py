@@ -12,8 +12,8 @@ from mpipar.comm.group import Comm
 from mpipar.data.rows import Batch
 from mpipar.ops.functions import Ops
 from mpipar.ops.signature import Array
+from mpipar.partition.chunks import packed, rounded
 from mpipar.partition.contracts import Out, Saved
-from mpipar.partition.shares import packed, rounded
 
 barriers = (("F", "all_gather", "KK", "e"), ("I", "all_gather", "KK", "e"),
             ("I", "reduce_scatter", "KK", "s"))

@@ -18,8 +18,8 @@ from mpipar.data.rows import Batch
 from mpipar.ops.functions import Ops
 from mpipar.ops.signature import Array
 from mpipar.partition import ring
+from mpipar.partition.chunks import packed, rounded
 from mpipar.partition.contracts import Out, Saved
-from mpipar.partition.shares import packed, rounded
 
 GRADIENTS = ring.TAG + 1  # the tag of dk and dv, which travel beside k and v
 barriers = (("F", "ring", "KK", "e"), ("I", "ring", "KK", "e"), ("I", "ring_home", "KK", "s"))

@@ -8,7 +8,7 @@ A cut is a module, or an object, with three functions. Its barriers are visible 
 
 product: what multiplies. w (K, N) is this rank's shard. If the group does not divide a width, every
 shard has the size of the first. The last ones are padded with zeros, which change no product (see
-shares.py). A convolution's w has the rows of a patch for each channel. So a cut goes by x's last
+chunks.py). A convolution's w has the rows of a patch for each channel. So a cut goes by x's last
 axis and not by w's first one.
 ops: all array functions (mpipar/ops), for what a cut does with x and y beside multiplying.
 comm: the group. The cuts of MESH_CUTS take a `Mesh` of groups instead, and the product of matrices.

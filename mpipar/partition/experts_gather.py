@@ -14,7 +14,7 @@ from mpipar.comm.grid import chunk_size, consecutive_slices
 from mpipar.comm.group import Comm
 from mpipar.ops.functions import Ops
 from mpipar.ops.signature import Array
-from mpipar.partition import shares
+from mpipar.partition import chunks
 from mpipar.partition.contracts import Choice
 
 
@@ -56,7 +56,7 @@ def plan(ops: Ops, choice: Choice, experts: int, comm: Comm, name: str) -> Plan:
     ops.fill(own, experts)  # no rank's expert
     ops.copy(own[:length], choice.ids)
     ids = comm.all_gather(own, f"{name}.counts").reshape(-1, width)
-    probs = comm.all_gather(shares.pad(ops, choice.probs, 0, most), f"{name}.counts")
+    probs = comm.all_gather(chunks.pad(ops, choice.probs, 0, most), f"{name}.counts")
     order, tokens, places = ops.expert_order(ids)
     each = chunk_size(experts, comm.size)
     here = consecutive_slices(itertools.repeat(each, comm.size))[comm.index]
@@ -70,7 +70,7 @@ def plan(ops: Ops, choice: Choice, experts: int, comm: Comm, name: str) -> Plan:
 
 def rows(ops: Ops, x: Array, plan: Plan, comm: Comm, name: str) -> Array:
     """(R, D): rows of everybody's x (N, D), sorted by expert. Comm: one all_gather."""
-    whole = comm.all_gather(shares.pad(ops, x, 0, plan.most), f"{name}.dispatch")
+    whole = comm.all_gather(chunks.pad(ops, x, 0, plan.most), f"{name}.dispatch")
     return ops.embedding_forward(plan.tokens, whole.reshape(-1, x.shape[-1]), 0)
 
 

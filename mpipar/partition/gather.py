@@ -11,7 +11,7 @@ from __future__ import annotations
 from mpipar.comm.group import Comm
 from mpipar.ops.functions import Ops
 from mpipar.ops.signature import Array
-from mpipar.partition import shares
+from mpipar.partition import chunks
 from mpipar.partition.contracts import Product, Sizes
 
 shard_axis = 1
@@ -25,14 +25,14 @@ def forward(
 ) -> Array:
     """y (.., N) of x (.., K). Comm: one all_gather of y."""
     pieces = comm.all_gather(product.matmul(x, w), name)  # (q, .., N/q)
-    return shares.join(ops, pieces, -1, sizes.outer)
+    return chunks.join(ops, pieces, -1, sizes.outer)
 
 
 def backward_input(
     product: Product, ops: Ops, dy: Array, w: Array, comm: Comm, name: str, *, sizes: Sizes
 ) -> tuple[Array, Array]:
     """dx (.., K), summed over everybody's columns of dy (.., N). Comm: one all_reduce of dx."""
-    dx = product.matmul_nt(shares.own(ops, dy, -1, comm), w)
+    dx = product.matmul_nt(chunks.local_chunk(ops, dy, -1, comm), w)
     return comm.all_reduce(dx, name), dy
 
 
@@ -41,4 +41,4 @@ def backward_weight(
     *, sizes: Sizes,
 ) -> None:
     """dw (K, N/q) += x^T (own columns of dy (.., N))."""
-    product.matmul_tn_add(x, shares.own(ops, dy, -1, comm), dw)
+    product.matmul_tn_add(x, chunks.local_chunk(ops, dy, -1, comm), dw)

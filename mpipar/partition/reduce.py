@@ -11,7 +11,7 @@ from __future__ import annotations
 from mpipar.comm.group import Comm
 from mpipar.ops.functions import Ops
 from mpipar.ops.signature import Array
-from mpipar.partition import row, shares
+from mpipar.partition import chunks, row
 from mpipar.partition.contracts import Product, Sizes
 
 shard_axis = 0
@@ -24,7 +24,8 @@ def forward(
     product: Product, ops: Ops, x: Array, w: Array, comm: Comm, name: str, *, sizes: Sizes
 ) -> Array:
     """y (.., N), summed over everybody's channels of x (.., K). Comm: one all_reduce of y."""
-    return row.forward(product, ops, shares.own(ops, x, -1, comm), w, comm, name, sizes=sizes)
+    own = chunks.local_chunk(ops, x, -1, comm)
+    return row.forward(product, ops, own, w, comm, name, sizes=sizes)
 
 
 def backward_input(
@@ -32,7 +33,7 @@ def backward_input(
 ) -> tuple[Array, Array]:
     """dx (.., K) of dy (.., N). Comm: one all_gather of dx."""
     pieces = comm.all_gather(product.matmul_nt(dy, w), name)  # (q, .., K/q)
-    return shares.join(ops, pieces, -1, sizes.inner), dy
+    return chunks.join(ops, pieces, -1, sizes.inner), dy
 
 
 def backward_weight(
@@ -40,4 +41,4 @@ def backward_weight(
     *, sizes: Sizes,
 ) -> None:
     """dw (K/q, N) += (own channels of x)^T dy."""
-    product.matmul_tn_add(shares.own(ops, x, -1, comm), dy, dw)
+    product.matmul_tn_add(chunks.local_chunk(ops, x, -1, comm), dy, dw)

@@ -9,7 +9,7 @@ from mpipar.comm.grid import chunk_size, chunk_slice
 from mpipar.comm.group import Comm
 from mpipar.ops.functions import Ops
 from mpipar.ops.signature import Array
-from mpipar.partition import ring, shares
+from mpipar.partition import chunks, ring
 from mpipar.partition.contracts import Product, Sizes
 
 shard_axis = 0
@@ -24,7 +24,7 @@ def forward(
     """y (B, T/q, N), summed over everybody's channels. Comm: one ring of y."""
     def part(place: int) -> Array:
         y = product.matmul(x[:, chunk_slice(sizes.tokens, comm.size, place)], w)
-        return shares.pad(ops, y, 1, chunk_size(sizes.tokens, comm.size))
+        return chunks.pad(ops, y, 1, chunk_size(sizes.tokens, comm.size))
 
     return ring.total(ops, part, comm, name)
 

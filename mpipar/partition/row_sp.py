@@ -1,7 +1,7 @@
 """The row cut with tokens cut between the products: y (B, T/q, N) of x (B, T, K/q).
 
 Forward, a reduce-scatter sums over the ranks and gives each one its own tokens of y. Backward
-gathers dy once, for both gradients. shares.py says what happens if q does not divide T.
+gathers dy once, for both gradients. chunks.py says what happens if q does not divide T.
 """
 
 from __future__ import annotations

@@ -4,7 +4,7 @@ Whole: every rank holds all T tokens. A sum over ranks is an all-reduce.
 
 Cut (sequence parallelism): each rank holds T/q of them. Norms and residuals then run on a share and
 are kept only once. The all-reduce becomes a reduce-scatter, and an all-gather comes before the next
-product. shares.py says what happens if q does not divide T.
+product. chunks.py says what happens if q does not divide T.
 
 Letters: B batch, T tokens, D width, q ranks of the group. Source: Korthikanti et al., arXiv
 2205.05198.
@@ -16,12 +16,12 @@ from mpipar.comm.grid import chunk_size, chunk_slice
 from mpipar.comm.group import Comm
 from mpipar.ops.functions import Ops
 from mpipar.ops.signature import Array
-from mpipar.partition import shares
+from mpipar.partition import chunks
 
 
 def gather(ops: Ops, x: Array, tokens: int, comm: Comm, name: str) -> Array:
     """Whole x (B, T, D) of everybody's (B, ceil(T/q), D). Comm: one all_gather."""
-    return shares.join(ops, comm.all_gather(x, name), 1, tokens)
+    return chunks.join(ops, comm.all_gather(x, name), 1, tokens)
 
 
 def scatter(ops: Ops, y: Array, comm: Comm, name: str) -> Array:
@@ -83,7 +83,7 @@ class CutTokens(WholeTokens):
 
     def positions(self, positions: Array) -> Array:
         """Padding is at position 0, because its gradient is zero."""
-        return shares.own(self.ops, positions, -1, self.comm)
+        return chunks.local_chunk(self.ops, positions, -1, self.comm)
 
     def gather(self, x: Array, tokens: int, name: str) -> Array:
         """Return all tokens (B, T, D) of what the ranks hold. Comm: one all_gather."""

@@ -25,7 +25,7 @@ from mpipar.layers.conv import Conv
 from mpipar.layers.flat import FlatParams
 from mpipar.layers.linear import Linear
 from mpipar.layers.stash import Stash
-from mpipar.partition import CUTS, MESH_CUTS, ring, shares, tokens
+from mpipar.partition import CUTS, MESH_CUTS, chunks, ring, tokens
 
 pytestmark = pytest.mark.usefixtures("poisoned_memory")
 TOLERANCE = 1e-12
@@ -82,7 +82,7 @@ BROKEN = {
     "all_reduce": (Comm, lambda self, x, name, op="sum": x,
                    {"column", "row", "gather", "reduce", "2.5d"}),
     "all_gather": (Comm, _own_repeated, {"gather", "reduce", "column_sp", "row_sp"}),
-    "own": (shares, _long_last_piece, {"gather", "reduce"}),
+    "local_chunk": (chunks, _long_last_piece, {"gather", "reduce"}),
     "reduce_scatter": (Comm, _own_part, {"column_sp", "row_sp"}),
     "broadcast": (Comm, lambda self, x, root, name: x, {"2d", "2.5d"}),
     "reduce": (Comm, lambda self, x, root, name: x if self.index == root else None, {"2d", "2.5d"}),
@@ -106,10 +106,10 @@ def test_dropped_barrier_is_caught(function, monkeypatch):
 
 
 SWAPPED = [(tokens, {"column_sp", "row_sp"}),
-           (shares, {"gather", "reduce", "column_sp", "row_sp"})]
+           (chunks, {"gather", "reduce", "column_sp", "row_sp"})]
 
 
-@pytest.mark.parametrize(("where", "cuts"), SWAPPED, ids=["tokens", "shares"])
+@pytest.mark.parametrize(("where", "cuts"), SWAPPED, ids=["tokens", "chunks"])
 def test_pieces_swapped_are_caught(where, cuts, monkeypatch):
     """The typical bug of a cut puts a token or channel in the wrong place."""
     monkeypatch.setattr(

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import numpy as np
 
-from mpipar.partition import ring, shares
+from mpipar.partition import chunks, ring
 
 ROWS = np.array([[1.0, 2.0], [3.0, 1.0], [2.0, 2.0], [1.0, 0.0]])  # of data
 GRADIENTS = np.array([[2.0], [1.0], [3.0], [4.0]])  # of the output, for each row
@@ -52,7 +52,7 @@ def zero_example(case) -> list[float]:
     board.note("w, the weights, whole on each rank", WEIGHTS)
     board.note("dw, each rank's own gradient", gradient)
     piece = comm.reduce_scatter(gradient.reshape(comm.size, -1), "grads.bucket")
-    w = shares.own(case.ops, WEIGHTS, 0, comm).copy()
+    w = chunks.local_chunk(case.ops, WEIGHTS, 0, comm).copy()
     case.ops.sgd_step(w, piece, RATE)
     board.note(f"own piece of w after w -= {RATE} dw: only its owner keeps the optimizer's state",
                w)

@@ -12,7 +12,7 @@ from mpipar.ops.functions import Ops
 from mpipar.ops.signature import Array
 
 
-def own(ops: Ops, x: Array, axis: int, comm: Comm) -> Array:
+def local_chunk(ops: Ops, x: Array, axis: int, comm: Comm) -> Array:
     """This rank's piece of x along an axis: a view, or a copy if it needs padding."""
     length = x.shape[axis]
     return pad(ops, _part(x, axis, chunk_slice(length, comm.size, comm.index)), axis,
