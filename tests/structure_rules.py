@@ -10,8 +10,8 @@ from helpers import REPOSITORY
 from docs.build.tables import FLOORS
 
 PACKAGE = REPOSITORY / "mpipar"
-WIRE = {"comm.checked", "comm.connect", "comm.device", "comm.groups", "comm.narrow", "comm.nccl",
-        "comm.transport", "comm.levels", "comm.algorithms.own", "comm.algorithms.steps",
+WIRE = {"comm.checked", "comm.connect", "comm.device", "comm.groups", "comm.half_precision",
+        "comm.nccl", "comm.transport", "comm.levels", "comm.algorithms.own", "comm.algorithms.steps",
         "comm.algorithms.ring", "comm.algorithms.halves", "comm.algorithms.shared",
         "comm.algorithms.window", "comm.algorithms.auto"}
 REPORTS = {"comm.facts", "comm.clock", "comm.hosts"}  # what they send stays out of the records

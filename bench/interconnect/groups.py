@@ -10,7 +10,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from mpipar.comm.connect import has_nccl, narrow
+from mpipar.comm.connect import has_nccl, with_half_precision
 from mpipar.comm.device import DeviceTransport, StagedTransport
 from mpipar.comm.grid import Grid
 from mpipar.comm.group import Comm
@@ -58,7 +58,7 @@ def make_wire(transport: str, ops, mpi):
     if transport == "nccl" and not has_nccl():
         raise EnvironmentProblem("--transport nccl needs NCCL, which CuPy cannot load here: install"
                                  " it with pip install '.[cuda]', or take --transport staged")
-    return narrow(WIRES[transport](ops, mpi, Options(reach=mpi.size)), ops, mpi.size)
+    return with_half_precision(WIRES[transport](ops, mpi, Options(reach=mpi.size)), ops, mpi.size)
 
 
 def make_group(groups, axis: str, transport: str, ops, world, recorder) -> Group:

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 from mpipar.comm.device import DeviceTransport, StagedTransport
 from mpipar.comm.facts import all_gather_facts
-from mpipar.comm.narrow import NarrowTransport
+from mpipar.comm.half_precision import HalfPrecisionTransport
 from mpipar.comm.nccl import NcclTransport
 from mpipar.comm.request import Options
 from mpipar.comm.transport import DirectTransport, HostTransport, NoTransport, Transport
@@ -36,12 +36,12 @@ def connect(ops: Any, mpi_world: MPI.Intracomm | None, ranks: tuple[int, ...],
     transport.
     """
     if mpi_world is None:
-        return narrow(NoTransport(ops), ops, len(ranks))
+        return with_half_precision(NoTransport(ops), ops, len(ranks))
     mpi_comm = split(mpi_world, ranks)
     if len(ranks) == 1 or options.all_reduce == "levels":  # these are groups of their own
         options = options._replace(all_reduce="mpi")
     kind = kind_of(ops, mpi_comm, options.all_reduce)
-    return narrow(kind(ops, mpi_comm, options), ops, len(ranks))
+    return with_half_precision(kind(ops, mpi_comm, options), ops, len(ranks))
 
 
 def kind_of(ops: Any, mpi_comm: MPI.Intracomm, all_reduce: str) -> type[HostTransport]:
@@ -70,9 +70,9 @@ def has_nccl() -> bool:
     return bool(nccl.available)
 
 
-def narrow(wire: Transport, ops: Any, group_size: int) -> Transport:
+def with_half_precision(wire: Transport, ops: Any, group_size: int) -> Transport:
     """Return the transport itself, or a wrapper for 16-bit numbers if the ops compute with them."""
-    return NarrowTransport(wire, ops, group_size) if ops.dtype.itemsize == 2 else wire
+    return HalfPrecisionTransport(wire, ops, group_size) if ops.dtype.itemsize == 2 else wire
 
 
 def cuda_aware() -> str:

@@ -28,7 +28,7 @@ from test_device_transports import cuda_aware  # noqa: F401 (a fixture)
 from mpipar import ops as ops_module
 from mpipar.comm.connect import Options, connect
 from mpipar.comm.group import Comm
-from mpipar.comm.narrow import NarrowTransport
+from mpipar.comm.half_precision import HalfPrecisionTransport
 from mpipar.comm.record import Recorder
 from mpipar.config.memory import MemoryConfig
 from mpipar.console.memory import PeakMemory
@@ -283,5 +283,5 @@ def test_an_overflow_that_the_norm_does_not_count_is_caught(layout, monkeypatch)
 def test_sixteen_bits_are_moved_by_the_transport_that_knows_them(dtype):
     for name, expected in ((dtype, True), ("float32", False)):
         wire = connect(ops_module.make("cpu", name), WORLD, tuple(range(WORLD.size)), Options())
-        assert isinstance(wire, NarrowTransport) == expected
+        assert isinstance(wire, HalfPrecisionTransport) == expected
         wire.close()

@@ -18,7 +18,7 @@ from mpipar.comm.request import Array, Request
 from mpipar.comm.transport import Counts, Exchanged, Transport
 
 
-class NarrowTransport:
+class HalfPrecisionTransport:
     """A transport for groups of `group_size` ranks whose ops have a 16-bit dtype."""
 
     def __init__(self, wire: Transport, ops: Any, group_size: int):
