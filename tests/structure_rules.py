@@ -12,8 +12,8 @@ from docs.build.tables import FLOORS
 PACKAGE = REPOSITORY / "mpipar"
 WIRE = {"comm.checked", "comm.connect", "comm.device", "comm.groups", "comm.half_precision",
         "comm.nccl", "comm.transport", "comm.levels", "comm.algorithms.own",
-        "comm.algorithms.steps", "comm.algorithms.ring", "comm.algorithms.halves", "comm.algorithms.shared",
-        "comm.algorithms.window", "comm.algorithms.auto"}
+        "comm.algorithms.steps", "comm.algorithms.ring", "comm.algorithms.halves",
+        "comm.algorithms.shared", "comm.algorithms.window", "comm.algorithms.auto"}
 REPORTS = {"comm.facts", "comm.clock", "comm.hosts"}  # what they send stays out of the records
 IMPORT_MPI = WIRE | REPORTS | {"job.mpi", "commands.doctor"}
 CALL_MPI = WIRE | REPORTS | {"job.session", "job.mpi"}

@@ -1,6 +1,6 @@
-"""The upper tile level: one product or one attention cut over a group of ranks, a file per cut.
+"""The upper level of tiling: one product or attention split over a group of ranks, a file per cut.
 
-What a cut is, and what it is given, stands in contracts.py.
+contracts.py says what a cut is and what it is given.
 """
 
 from typing import NoReturn
@@ -25,7 +25,7 @@ __all__ = ["CUTS", "MESH_CUTS", "Sizes"]
 
 
 class Cuts(dict[str, LayerCut]):
-    """Cuts by name; a name that is none of them is a user's mistake."""
+    """Cuts by name; looking up a name that does not exist is a usage error."""
 
     def __missing__(self, name: str) -> NoReturn:
         close = suggestion(str(name), list(self))
@@ -37,5 +37,5 @@ CUTS = Cuts({
     "column": column, "row": row, "gather": gather, "reduce": reduce,
     "column_sp": column_sp, "row_sp": row_sp, "column_ring": column_ring, "row_ring": row_ring,
 })
-# Cuts of a product of matrices over a grid of ranks; no layer uses them.
+# Cuts of a matrix product over a grid of ranks; no layer uses them.
 MESH_CUTS: dict[str, Cut[Mesh]] = {"2d": summa, "2.5d": depth}

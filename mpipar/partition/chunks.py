@@ -1,7 +1,8 @@
-"""Equal pieces of an axis of any length, one for each rank of a group.
+"""Equal chunks of an axis of any length, one for each rank of a group.
 
-If q does not divide the length, every piece has ceil(length/q) entries. The last ones are padded
-with zeros, and may hold nothing else. Padding stays zero and is dropped when the pieces are joined.
+If q does not divide the length, every chunk has ceil(length/q) entries, and the last ones are
+padded with zeros; some may hold nothing but padding. Padding stays zero and is dropped when the
+chunks are joined.
 """
 
 from __future__ import annotations
@@ -13,14 +14,14 @@ from mpipar.ops.signature import Array
 
 
 def local_chunk(ops: Ops, x: Array, axis: int, comm: Comm) -> Array:
-    """This rank's piece of x along an axis: a view, or a copy if it needs padding."""
+    """Return this rank's chunk of x along an axis: a view, or a copy if it needs padding."""
     length = x.shape[axis]
     return pad(ops, _part(x, axis, chunk_slice(length, comm.size, comm.index)), axis,
                chunk_size(length, comm.size))
 
 
 def pad(ops: Ops, x: Array, axis: int, length: int) -> Array:
-    """x with zeros up to `length` along an axis; x itself if it is long enough."""
+    """Return x, padded with zeros to `length` along an axis; x itself if it is long enough."""
     if x.shape[axis] == length:
         return x
     shape = list(x.shape)
@@ -31,9 +32,9 @@ def pad(ops: Ops, x: Array, axis: int, length: int) -> Array:
 
 
 def join(ops: Ops, pieces: Array, axis: int, length: int) -> Array:
-    """Return the whole array, `length` long on an axis, from everybody's pieces (q, ...).
+    """Return the whole array, `length` long on an axis, from the chunks (q, ...) of all ranks.
 
-    A single piece is returned as it is.
+    A single chunk is returned as it is.
     """
     if len(pieces) == 1:
         return pieces[0]
@@ -47,7 +48,7 @@ def join(ops: Ops, pieces: Array, axis: int, length: int) -> Array:
 
 
 def packed(ops: Ops, *arrays: Array) -> Array:
-    """Arrays of one shape and type as one new array, for one message."""
+    """Pack arrays of one shape and type into one new array, for a single message."""
     whole = ops.empty((len(arrays), *arrays[0].shape), arrays[0].dtype, label="buffers")
     for place, x in enumerate(arrays):
         ops.copy(whole[place], x)
@@ -55,7 +56,7 @@ def packed(ops: Ops, *arrays: Array) -> Array:
 
 
 def add(ops: Ops, x: Array, comm: Comm, name: str) -> None:
-    """Sum x, perhaps a view with gaps, over a group in place. Comm: one all_reduce."""
+    """Sum x, which may be a view with gaps, over a group in place. Comm: one all_reduce."""
     if comm.size == 1:
         return
     whole = ops.empty(x.shape, x.dtype, label="buffers")
@@ -64,7 +65,7 @@ def add(ops: Ops, x: Array, comm: Comm, name: str) -> None:
 
 
 def rounded(ops: Ops, x: Array, dtype: object) -> Array:
-    """x as activations; x itself if it has their type."""
+    """Return x rounded to the dtype of activations; x itself if it already has it."""
     if x.dtype == dtype:
         return x
     y = ops.empty(x.shape, dtype)
@@ -73,5 +74,5 @@ def rounded(ops: Ops, x: Array, dtype: object) -> Array:
 
 
 def _part(x: Array, axis: int, where: slice) -> Array:
-    """x[where] on an axis, as a view."""
+    """Return x[where] on an axis, as a view."""
     return x[(slice(None),) * (axis % x.ndim) + (where,)]

@@ -1,8 +1,8 @@
 """Cut by output channels; the outputs stay where they are: y (.., N/q) = x (.., K) @ w (K, N/q).
 
-Every rank reads all of x and makes its own columns of y, so forward needs no barrier. Backward,
-each rank's dx = dy @ w^T is only its columns' part of the sum over N. One all-reduce adds the
-parts.
+Every rank reads all of x and computes its own columns of y, so the forward pass needs no barrier.
+In the backward pass, each rank's dx = dy @ w^T covers only its columns of the sum over N, and one
+all-reduce adds up these partial sums.
 """
 
 from __future__ import annotations
@@ -21,14 +21,14 @@ barriers = (("I", "all_reduce", "x"),)
 def forward(
     product: Product, ops: Ops, x: Array, w: Array, comm: Comm, name: str, *, sizes: Sizes
 ) -> Array:
-    """y (.., N/q) of x (.., K)."""
+    """Return y (.., N/q) of x (.., K)."""
     return product.matmul(x, w)
 
 
 def backward_input(
     product: Product, ops: Ops, dy: Array, w: Array, comm: Comm, name: str, *, sizes: Sizes
 ) -> tuple[Array, Array]:
-    """dx (.., K), summed over everybody's columns. Comm: one all_reduce of dx."""
+    """Return dx (.., K), summed over the columns of all ranks. Comm: one all_reduce of dx."""
     return comm.all_reduce(product.matmul_nt(dy, w), name), dy
 
 
@@ -36,5 +36,5 @@ def backward_weight(
     product: Product, ops: Ops, x: Array, dy: Array, dw: Array, comm: Comm, name: str,
     *, sizes: Sizes,
 ) -> None:
-    """dw (K, N/q) += x^T dy."""
+    """Add x^T dy to dw (K, N/q)."""
     product.matmul_tn_add(x, dy, dw)

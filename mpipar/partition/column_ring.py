@@ -1,7 +1,7 @@
 """The cut column_sp with its all-gathers and its reduce-scatter sent in pieces: see ring.py.
 
-While this rank multiplies the tokens of one rank, those of the next are on their way. The weight
-gradient alone collects all of them first.
+While this rank multiplies the tokens of one rank, those of the next are on their way. Only the
+weight gradient first collects all of them.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ barriers = (("F", "ring", "x"), ("I", "ring", "x"), ("W", "ring", "x"))
 def forward(
     product: Product, ops: Ops, x: Array, w: Array, comm: Comm, name: str, *, sizes: Sizes
 ) -> Array:
-    """y (B, T, N/q) of x (B, T/q, K). Comm: one ring of x."""
+    """Return y (B, T, N/q) of x (B, T/q, K). Comm: one ring of x."""
     y = ops.empty((x.shape[0], sizes.tokens, w.shape[1]))
     for place, block in ring.pieces(ops, x, comm, name):
         own = y[:, chunk_slice(sizes.tokens, comm.size, place)]
@@ -33,7 +33,7 @@ def forward(
 def backward_input(
     product: Product, ops: Ops, dy: Array, w: Array, comm: Comm, name: str, *, sizes: Sizes
 ) -> tuple[Array, Array]:
-    """dx (B, T/q, K), summed over everybody's columns. Comm: one ring of dx."""
+    """Return dx (B, T/q, K), summed over the columns of all ranks. Comm: one ring of dx."""
     def part(place: int) -> Array:
         dx = product.matmul_nt(dy[:, chunk_slice(sizes.tokens, comm.size, place)], w)
         return chunks.pad(ops, dx, 1, chunk_size(sizes.tokens, comm.size))
@@ -45,10 +45,11 @@ def backward_weight(
     product: Product, ops: Ops, x: Array, dy: Array, dw: Array, comm: Comm, name: str,
     *, sizes: Sizes,
 ) -> None:
-    """dw (K, N/q) += x^T dy over all tokens. Comm: one ring of x.
+    """Add x^T dy over all tokens to dw (K, N/q). Comm: one ring of x.
 
-    One product at the end, because pieces come in another order on each rank. Ranks that hold
-    copies of a weight, such as shared heads of keys, must add up tokens alike.
+    It is one product at the end because pieces arrive in a different order on each rank, while
+    ranks that hold copies of a weight, such as shared key heads, must add up tokens in the same
+    order.
     """
     whole = ops.empty((x.shape[0], sizes.tokens, x.shape[2]), x.dtype, label="buffers")
     for place, block in ring.pieces(ops, x, comm, name):

@@ -1,8 +1,8 @@
 """The column cut with tokens cut between the products: y (B, T, N/q) of x (B, T/q, K).
 
-Forward gathers x and multiplies. Backward, a reduce-scatter of dx takes the place of the
+The forward pass gathers x and multiplies. In the backward pass, a reduce-scatter of dx replaces the
 all-reduce. A rank keeps only its own tokens of x, so the weight gradient gathers x again. chunks.py
-says what happens if q does not divide T.
+covers the case that q does not divide T.
 """
 
 from __future__ import annotations
@@ -22,14 +22,14 @@ barriers = (("F", "all_gather", "x"), ("I", "reduce_scatter", "x"), ("W", "all_g
 def forward(
     product: Product, ops: Ops, x: Array, w: Array, comm: Comm, name: str, *, sizes: Sizes
 ) -> Array:
-    """y (B, T, N/q) of x (B, T/q, K). Comm: one all_gather of x."""
+    """Return y (B, T, N/q) of x (B, T/q, K). Comm: one all_gather of x."""
     return product.matmul(held.gather(ops, x, sizes.tokens, comm, name), w)
 
 
 def backward_input(
     product: Product, ops: Ops, dy: Array, w: Array, comm: Comm, name: str, *, sizes: Sizes
 ) -> tuple[Array, Array]:
-    """dx (B, T/q, K), summed over everybody's columns. Comm: one reduce_scatter of dx."""
+    """Return dx (B, T/q, K), summed over all ranks' columns. Comm: one reduce_scatter of dx."""
     return held.scatter(ops, product.matmul_nt(dy, w), comm, name), dy
 
 
@@ -37,5 +37,5 @@ def backward_weight(
     product: Product, ops: Ops, x: Array, dy: Array, dw: Array, comm: Comm, name: str,
     *, sizes: Sizes,
 ) -> None:
-    """dw (K, N/q) += x^T dy over all tokens. Comm: one all_gather of x."""
+    """Add x^T dy over all tokens to dw (K, N/q). Comm: one all_gather of x."""
     product.matmul_tn_add(held.gather(ops, x, sizes.tokens, comm, name), dy, dw)

@@ -1,16 +1,17 @@
-"""Context parallelism: one causal attention cut over ranks that hold other tokens of the same rows.
+"""Context parallelism: causal attention over ranks that hold different tokens of the same rows.
 
-A query needs the keys and values of all earlier tokens, and most of them lie on other ranks. Every
-method has the same two functions. Their barriers are visible lines in these files:
+A query needs the keys and values of all earlier tokens, most of which are on other ranks. Every
+method has the same two functions, and its barriers are visible lines in these files:
 
     forward(ops, q, k, v, batch, comm, name)                -> y, saved
     backward_input(ops, dy, saved, batch, comm, name, out)  writes dq, dk, dv to `out`
 
-q, y, dy are (B, n, H, d), k and v (B, n, Hkv, d), of the n tokens that this rank holds. Batch says
-where they lie in the row: `positions`, and `all_positions` of all ranks. saved: what backward
-needs. comm: the group. `grid.token_pieces` says which tokens a rank holds. There is no function for
-the weight gradient, because attention has no weight. So W crosses no barrier of this group. While
-text is generated, every rank of the group holds all tokens: see context_cached.py.
+q, y, dy are (B, n, H, d), k and v (B, n, Hkv, d), for the n tokens that this rank holds. The Batch
+has their positions in the row, `positions`, and those of all ranks' tokens, `all_positions`. saved:
+what the backward pass needs. comm: the group. `grid.token_pieces` says which tokens a rank holds.
+There is no function for the weight gradient, because attention has no weights, so W crosses no
+barrier of this group. During text generation, every rank of the group holds all tokens: see
+context_cached.py.
 """
 
 from __future__ import annotations
@@ -21,10 +22,10 @@ from mpipar.partition.contracts import ContextCut
 
 
 def attention_over(method: str | None, whole: ContextCut = context_whole) -> ContextCut:
-    """Return what has the two functions: a module or an object.
+    """Return the module or object that has the two functions.
 
-    method: of a resolved grid; None where every rank holds all tokens. whole: the functions of such
-    a rank, of all heads or of some.
+    method: of a resolved grid; None where every rank holds all tokens. whole: the functions of a
+    rank that holds all tokens, of all heads or of some.
     """
     if method is None:
         return whole
@@ -34,8 +35,9 @@ def attention_over(method: str | None, whole: ContextCut = context_whole) -> Con
 
 
 def keeps_scores(method: str | None, head_width: int, tiled_head_width: int) -> bool:
-    """Return whether attention keeps scores, if it does not make them again.
+    """Return whether attention stores its scores when it does not recompute them.
 
-    Parts that are merged keep none, and kernels in tiles none of heads up to `tiled_head_width`.
+    Methods that merge partial results store none; neither do tiled kernels, which take heads up to
+    `tiled_head_width` wide.
     """
     return method not in ("ring", "gather") and head_width > tiled_head_width

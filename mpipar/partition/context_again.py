@@ -1,7 +1,7 @@
-"""Attention of a rank that holds all tokens of its rows, and makes the scores again for backward.
+"""Attention on a rank that holds all tokens of its rows, with scores recomputed for backward.
 
-It keeps two numbers for each query and head, the largest score and the sum of exp(score - largest),
-in place of all probabilities. That takes a product of queries and keys more. For the functions see
+Instead of all probabilities it keeps two numbers for each query and head: the largest score and the
+sum of exp(score - largest). This costs one more product of queries and keys. For the functions see
 context.py.
 """
 
@@ -21,7 +21,7 @@ barriers: tuple[tuple[str, str, str, str], ...] = ()
 def forward(
     ops: Ops, q: Array, k: Array, v: Array, batch: Batch, comm: Comm, name: str
 ) -> tuple[Array, Saved]:
-    """y (B, T, H, d)."""
+    """Return y (B, T, H, d), and what the backward pass needs."""
     places = whole_positions(batch)
     y, stats = ops.attention_block_forward(q, k, v, places, places)
     y = rounded(ops, y, q.dtype)

@@ -1,12 +1,14 @@
 """Attention of new tokens to all tokens before them, whose keys and values are kept: a KV cache.
 
-A text grows by one token at a time, and the keys and values of its older tokens never change. So
-they are computed once. For `forward` see context.py; there is no backward. A rank keeps those of
-its own heads and layers, so over tp and pp the cache is cut as the model is.
+A text grows by one token at a time while the keys and values of its older tokens never change, so
+they are computed only once. For `forward` see context.py; there is no backward pass. A rank keeps
+the keys and values of its own heads and layers, so the cache is sharded over tp and pp as the model
+is.
 
-The rows of a group of prompts end at one slot, that of the newest token. A shorter prompt begins at
-a later slot: what its row holds before is padding. Nobody sees it, because a row's attention begins
-at its first slot. Letters: B rows, T new tokens, S slots, Hkv key heads of this rank, d head width.
+The rows of a group of prompts end at the same slot, that of the newest token. A shorter prompt
+begins at a later slot, and the slots before it are padding that no query sees, because a row's
+attention begins at its first slot. Letters: B rows, T new tokens, S slots, Hkv key heads of this
+rank, d head width.
 """
 
 from __future__ import annotations
@@ -24,7 +26,7 @@ class Cache:
     """Keys and values of a group of prompts in one stage, by the name of the attention layer.
 
     firsts: the slot of each row's first token. slots: the numbers of all slots (S,), on the device.
-    new: where the tokens lie that the next forward reads; it must be set before.
+    new: the slots of the tokens that the next forward pass reads; set it before that pass.
     """
 
     def __init__(self, firsts: Iterable[int], slots: Array, new: slice = slice(0)) -> None:
@@ -34,7 +36,7 @@ class Cache:
     def forward(
         self, ops: Ops, q: Array, k: Array, v: Array, batch: Batch, comm: Comm, name: str
     ) -> tuple[Array, None]:
-        """y (B, T, H, d) of q (B, T, H, d), k and v (B, T, Hkv, d), which it keeps."""
+        """Return y (B, T, H, d) of q (B, T, H, d), k and v (B, T, Hkv, d); keep k and v."""
         keys, values = self.kept[name] = self.kept.get(name) or self._room(ops, k)
         ops.copy(keys[:, self.new], k)
         ops.copy(values[:, self.new], v)
@@ -53,7 +55,7 @@ class Cache:
         return y, None
 
     def _room(self, ops: Ops, k: Array) -> tuple[Array, Array]:
-        """(keys, values) of a layer: room for all slots (B, S, Hkv, d), nothing in it."""
+        """Return a layer's (keys, values): uninitialized arrays (B, S, Hkv, d) for all slots."""
         batch, _, *head = k.shape
         return tuple(ops.empty((batch, self.slots.shape[0], *head), k.dtype, label="cache")
                      for _ in range(2))

@@ -1,7 +1,7 @@
 """All-gather attention: every rank collects all keys and values, and attends with its own queries.
 
-It has one barrier where the ring has many messages, and the memory of all keys and values of a
-layer for a moment. They are gathered again for the backward pass. Source: Dubey et al., arXiv
+It has one barrier where the ring has many messages, but briefly needs memory for all keys and
+values of a layer. They are gathered again for the backward pass. Source: Dubey et al., arXiv
 2407.21783, section 3.3.2.
 """
 
@@ -22,7 +22,7 @@ barriers = (("F", "all_gather", "KK", "e"), ("I", "all_gather", "KK", "e"),
 def forward(
     ops: Ops, q: Array, k: Array, v: Array, batch: Batch, comm: Comm, name: str
 ) -> tuple[Array, Saved]:
-    """y (B, n, H, d). Comm: one all_gather of k and v together."""
+    """Return y (B, n, H, d). Comm: one all_gather of k and v together."""
     keys, values = _gathered(ops, k, v, batch, comm, name)
     y, stats = ops.attention_block_forward(q, keys, values, batch.positions, batch.all_positions)
     y = rounded(ops, y, q.dtype)
@@ -32,7 +32,7 @@ def forward(
 def backward_input(
     ops: Ops, dy: Array, saved: Saved, batch: Batch, comm: Comm, name: str, out: Out
 ) -> None:
-    """Write dq, dk, dv. The sums of dk and dv are float32 even if activations have 16 bits.
+    """Write dq, dk, dv. The sums of dk and dv are float32 even with 16-bit activations.
 
     Comm: one all_gather of k and v, one reduce_scatter of dk and dv.
     """
@@ -54,7 +54,7 @@ def backward_input(
 def _gathered(
     ops: Ops, k: Array, v: Array, batch: Batch, comm: Comm, name: str
 ) -> tuple[Array, Array]:
-    """(k, v) of all tokens, in the order of the row. Comm: one all_gather."""
+    """Return (k, v) of all tokens, in the order of the row. Comm: one all_gather."""
     parts = comm.all_gather(packed(ops, k, v), name)  # (size, 2, B, n, Hkv, d)
     rows, _, *head = k.shape
     tokens = batch.all_positions.shape[0]

@@ -1,13 +1,13 @@
-"""Ring attention: keys and values go round the ring of the ranks, a piece of them at a time.
+"""Ring attention: keys and values travel around the ring of ranks, one piece at a time.
 
-A rank attends to its own tokens first. Then it attends to each piece that arrives, and merges the
-partial result by the sums of its softmax. Meanwhile the next piece travels.
+A rank attends to its own tokens first, then to each piece that arrives, and merges the partial
+results by their softmax sums. Meanwhile the next piece travels.
 
-Each rank holds a piece from the start of the row and one from its end (see `grid.token_pieces`). So
-all its queries see the first half of an earlier rank's keys. Its second half of queries sees all of
-a later rank's keys. That is the same work for every rank in every step. Sources: Liu et al., arXiv
-2310.01889; for the pieces Brandon et al., arXiv 2311.09431, and Dubey et al., arXiv 2407.21783,
-section 3.3.2.
+Each rank holds a piece from the start of the row and one from its end (see `grid.token_pieces`).
+All its queries therefore see the first half of an earlier rank's keys, and its second half of
+queries sees all of a later rank's keys, which is the same amount of work for every rank in every
+step. Sources: Liu et al., arXiv 2310.01889; for the pieces Brandon et al., arXiv 2311.09431, and
+Dubey et al., arXiv 2407.21783, section 3.3.2.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ barriers = (("F", "ring", "KK", "e"), ("I", "ring", "KK", "e"), ("I", "ring_home
 def forward(
     ops: Ops, q: Array, k: Array, v: Array, batch: Batch, comm: Comm, name: str
 ) -> tuple[Array, Saved]:
-    """y (B, n, H, d). Comm: one ring of k and v together."""
+    """Return y (B, n, H, d). Comm: one ring of k and v together."""
     for place, there in ring.pieces(ops, packed(ops, k, v), comm, name):
         queries, keys, where = _seen(ops, batch.positions, place, comm.index)
         part = ops.attention_block_forward(
@@ -46,10 +46,10 @@ def backward_input(
 ) -> None:
     """Write dq, dk, dv.
 
-    The sums of dk and dv follow their k and v round the ring. Every rank adds its part. The last
-    message brings them home. They are float32 even if activations have 16 bits.
-    Comm: one ring of k and v. In it, `size` times, one isend of dk and dv to the next place and
-    one irecv from the one before.
+    The sums of dk and dv follow their k and v around the ring while every rank adds its part, and
+    the last message brings them home. They are float32 even with 16-bit activations.
+    Comm: one ring of k and v. In it, `size` times, one isend of dk and dv to the next place and one
+    irecv from the one before.
     """
     q, k, v, y, stats = saved
     delta = ops.attention_delta(dy, y)
@@ -59,7 +59,7 @@ def backward_input(
         dq_part, *dkv_part = ops.attention_block_backward(
             dy[:, queries], q[:, queries], there[0][:, keys], there[1][:, keys],
             stats[:, :, queries], delta[:, :, queries], q_pos=where[0], k_pos=where[1])
-        if not under_way:  # the own piece comes first
+        if not under_way:  # this rank's own piece comes first
             dq, total = dq_part, packed(ops, *dkv_part)
         else:
             ops.accumulate(dq[:, queries], dq_part)
@@ -77,9 +77,9 @@ def backward_input(
 def _seen(
     ops: Ops, positions: Array, place: int, index: int
 ) -> tuple[slice, slice, tuple[Array, Array]]:
-    """(queries of this rank, keys of `place`, their positions) between which attention takes place.
+    """Return (queries here, keys of `place`, their positions) between which attention takes place.
 
-    All these queries see all keys of another rank: keys at position 0 say so.
+    All these queries see all keys of another rank, which is expressed by keys at position 0.
     """
     tokens = positions.shape[0]
     half, every = chunk_size(tokens, 2), slice(None)

@@ -1,9 +1,9 @@
-"""Attention by exchange of heads: all tokens of some heads, in place of some tokens of all heads.
+"""Ulysses attention: an exchange that gives each rank all tokens of some heads.
 
-An all-to-all gives each rank all tokens of H/q of the heads that it had. There attention is whole.
-A second all-to-all takes the result back. So q must divide the heads of queries and of keys. Each
-rank holds one run of tokens, since every rank does the whole triangle of its heads. Source: Jacobs
-et al., arXiv 2309.14509.
+Each rank holds some tokens of all heads. An all-to-all gives it all tokens of H/q of the heads, so
+that attention is whole there, and a second all-to-all takes the result back. This requires that q
+divide the number of query heads and of key heads. Each rank holds one contiguous run of tokens,
+since every rank computes the whole triangle of its heads. Source: Jacobs et al., arXiv 2309.14509.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from mpipar.partition.contracts import ContextCut, Out, Saved
 
 
 class Ulysses:
-    """The two functions, around those of a rank that holds all tokens. whole: their module."""
+    """The two functions, wrapped around those of `whole`, for a rank that holds all tokens."""
 
     barriers = (("F", "all_to_all", "QKK", "e"), ("F", "all_to_all", "Q", "e"),
                 ("I", "all_to_all", "Q", "e"), ("I", "all_to_all", "QKK", "e"))
@@ -28,7 +28,7 @@ class Ulysses:
     def forward(
         self, ops: Ops, q: Array, k: Array, v: Array, batch: Batch, comm: Comm, name: str
     ) -> tuple[Array, Saved]:
-        """y (B, n, H, d). Comm: two all_to_alls, of q, k and v together, and of y."""
+        """Return y (B, n, H, d). Comm: two all_to_alls, of q, k and v together, and of y."""
         own = ops.empty(q.shape, q.dtype)
         q, k, v = _all_tokens(ops, (q, k, v), comm, name)
         y, saved = self.whole.forward(ops, q, k, v, batch, comm, name)
@@ -46,7 +46,7 @@ class Ulysses:
 
 
 def _all_tokens(ops: Ops, arrays: Saved, comm: Comm, name: str) -> Saved:
-    """Views (B, T, H/q, d) of arrays (B, n, H, d): all tokens of this rank's heads.
+    """Return views (B, T, H/q, d) of arrays (B, n, H, d): all tokens of this rank's heads.
 
     Comm: one all_to_all.
     """
@@ -65,7 +65,7 @@ def _all_tokens(ops: Ops, arrays: Saved, comm: Comm, name: str) -> Saved:
 
 
 def _own_tokens(ops: Ops, arrays: Saved, out: Saved, comm: Comm, name: str) -> None:
-    """Write to `out` (B, n, H, d) this rank's tokens of arrays (B, T, H/q, d), of all heads.
+    """Write to `out` (B, n, H, d) this rank's tokens, with all heads, of arrays (B, T, H/q, d).
 
     Comm: one all_to_all.
     """

@@ -1,4 +1,4 @@
-"""Attention of a rank that holds all tokens of its rows, and keeps the probabilities for backward.
+"""Attention on a rank that holds all tokens of its rows and keeps the probabilities for backward.
 
 For the functions see context.py.
 """
@@ -17,7 +17,7 @@ barriers: tuple[tuple[str, str, str, str], ...] = ()
 def forward(
     ops: Ops, q: Array, k: Array, v: Array, batch: Batch, comm: Comm, name: str
 ) -> tuple[Array, Saved]:
-    """y (B, T, H, d)."""
+    """Return y (B, T, H, d), and what the backward pass needs."""
     places = whole_positions(batch)
     y, probs = ops.attention_forward(q, k, v, places, places)
     return y, (q, k, v, probs)

@@ -1,4 +1,4 @@
-"""What crosses the border of this folder, as types: a product, the cuts of one, attention over cp.
+"""The interfaces of this folder as types: a product, the cuts of one, and attention over cp.
 
 A cut is a module, or an object, with three functions. Its barriers are visible lines in them:
 
@@ -6,14 +6,15 @@ A cut is a module, or an object, with three functions. Its barriers are visible 
     backward_input(product, ops, dy, w, comm, name, sizes)    -> dx, dy as backward_weight wants it
     backward_weight(product, ops, x, dy, dw, comm, name, sizes)      dw += x^T dy
 
-product: what multiplies. w (K, N) is this rank's shard. If the group does not divide a width, every
-shard has the size of the first. The last ones are padded with zeros, which change no product (see
-chunks.py). A convolution's w has the rows of a patch for each channel. So a cut goes by x's last
-axis and not by w's first one.
-ops: all array functions (mpipar/ops), for what a cut does with x and y beside multiplying.
-comm: the group. The cuts of MESH_CUTS take a `Mesh` of groups instead, and the product of matrices.
-name: of the barriers. sizes: T, K and N of the uncut product. Only the cuts that join pieces read
-it (gather, reduce, *_sp, *_ring).
+product: the multiplication itself. w (K, N) is this rank's shard. If the group does not divide a
+width, every shard has the size of the first, and the last ones are padded with zeros, which change
+no product (see chunks.py). A convolution's w has the rows of a patch for each channel, so a cut
+must rely on the last axis of x and not on the first axis of w.
+ops: all array functions (mpipar/ops), for everything that a cut does with x and y besides
+multiplying.
+comm: the group. The cuts of MESH_CUTS take a `Mesh` of groups instead, and the matrix product.
+name: of the barriers. sizes: T, K and N of the uncut product; only the cuts that join pieces read
+them (gather, reduce, *_sp, *_ring).
 """
 
 from __future__ import annotations
@@ -25,15 +26,15 @@ from mpipar.data.rows import Batch
 from mpipar.ops.functions import Ops
 from mpipar.ops.signature import Array, ThreeArrays
 
-Saved: TypeAlias = tuple[Array, ...]  # what backward needs of forward
+Saved: TypeAlias = tuple[Array, ...]  # what the backward pass needs from the forward pass
 Out: TypeAlias = ThreeArrays  # arrays that a function writes to
 Group_contra = TypeVar("Group_contra", contravariant=True)
 
 
 class Product(Protocol):
-    """y = x w and its two gradients on one rank. The array functions are the product of matrices.
+    """y = x w and its two gradients on one rank. The matrix product is that of the array functions.
 
-    A convolution has its own, of every patch of x.
+    A convolution has its own, over every patch of x.
     """
 
     def matmul(self, x: Array, w: Array, /) -> Array:
@@ -58,7 +59,7 @@ class Sizes(NamedTuple):
 
 
 class Mesh(NamedTuple):
-    """The groups of a rank: its row and column of the q x q grid, and its place in other grids.
+    """A rank's groups: its row and column of the q x q grid, and its counterparts in other grids.
 
     row.index counts along N (and K of x). column.index counts along the rows of x (and K of w).
     depth: the ranks at the same place of each grid, for the 2.5d cut.
@@ -70,7 +71,7 @@ class Mesh(NamedTuple):
 
 
 class Cut(Protocol[Group_contra]):
-    """The three functions of a cut over a Comm or a Mesh; see above."""
+    """The three functions of a cut over a Comm or a Mesh; see the top of this file."""
 
     def forward(
         self, product: Product, ops: Ops, x: Array, w: Array, comm: Group_contra, name: str,
@@ -89,9 +90,9 @@ class Cut(Protocol[Group_contra]):
 
 
 class LayerCut(Cut[Comm], Protocol):
-    """A cut that a layer can choose. It states four facts.
+    """A cut that a layer can choose. It declares four facts.
 
-    shard_axis: which axis of w is cut.
+    shard_axis: the axis of w that is cut.
     bias_is_cut: whether a rank holds only its own columns of y, and so of the bias.
     tokens_are_cut: whether a rank holds only its own tokens of x or y. Such a cut reads
     sizes.tokens.
@@ -108,14 +109,14 @@ class LayerCut(Cut[Comm], Protocol):
 
 
 class Choice(NamedTuple):
-    """What a router has chosen for N tokens: ids (N, K) of experts, and probs (N, K)."""
+    """A router's choice for N tokens: ids (N, K) of experts, and probs (N, K)."""
 
     ids: Array
     probs: Array
 
 
 class Plan(Protocol):
-    """What a Dispatch knows of the rows of a microbatch. counts: of each expert of this rank."""
+    """How a Dispatch moves the rows of a microbatch. counts: rows of each expert of this rank."""
 
     @property
     def counts(self) -> list[int]: ...
@@ -124,7 +125,7 @@ class Plan(Protocol):
 class Dispatch(Protocol):
     """How N tokens of each rank reach their experts on the ranks of a group; see experts.py.
 
-    R are the rows that this rank gets. barriers: (phase, what the name ends with, kind, bytes in
+    R: the number of rows that this rank gets. barriers: (phase, end of the name, kind, bytes in
     letters) of each barrier, see `layers/costs.py`.
     """
 
@@ -132,13 +133,13 @@ class Dispatch(Protocol):
     def barriers(self) -> tuple[tuple[str, str, str, str], ...]: ...
 
     def plan(self, ops: Ops, choice: Choice, experts: int, comm: Comm, name: str, /) -> Any:
-        """Return the Plan of a choice among so many experts."""
+        """Return the Plan of a choice among this many experts."""
 
     def rows(self, ops: Ops, x: Array, plan: Any, comm: Comm, name: str, /) -> Array:
         """Return (R, D): rows of x (N, D), sorted by expert."""
 
     def factors(self, ops: Ops, plan: Any, comm: Comm, name: str, /) -> Array:
-        """Return (R,): the probability of each of these rows."""
+        """Return (R,): the router's probability of each of these rows."""
 
     def combine(
         self, ops: Ops, rows: Array, plan: Any, weighted: bool, comm: Comm, name: str, /
@@ -146,14 +147,14 @@ class Dispatch(Protocol):
         """Return (N, D): the sum of the rows of each token, weighted by its probabilities."""
 
     def factors_back(self, ops: Ops, factors: Array, plan: Any, comm: Comm, name: str, /) -> Array:
-        """Return (N, K) of what belongs to the rows (R,)."""
+        """Return (N, K): the rows' factors (R,), back at the choices that they belong to."""
 
 
 class ContextCut(Protocol):
     """Causal attention of the tokens that a rank holds, over the ranks of cp; see context.py.
 
     barriers: (phase, kind, widths, number) of each barrier, see `layers/costs.py`: it carries
-    B*T*widths numbers of e or s bytes.
+    B*T*widths numbers of e or s bytes each.
     """
 
     @property
@@ -162,7 +163,7 @@ class ContextCut(Protocol):
     def forward(
         self, ops: Ops, q: Array, k: Array, v: Array, batch: Batch, comm: Comm, name: str, /
     ) -> tuple[Array, Saved]:
-        """Return y (B, n, H, d), and what backward needs."""
+        """Return y (B, n, H, d), and what the backward pass needs."""
 
     def backward_input(
         self, ops: Ops, dy: Array, saved: Saved, batch: Batch, comm: Comm, name: str, out: Out, /

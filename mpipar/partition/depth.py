@@ -1,9 +1,9 @@
 """Cut over d grids of q x q ranks (2.5d, "depth"): less traffic for more memory.
 
-The d grids share the rows of x and y. Each grid runs SUMMA on its rows with its own copy of w's
-blocks. So x travels 1/d as far, and w as far as in one grid of q x q. The weight gradient is then
-summed over the grids, which is one more barrier. Sources: Solomonik and Demmel, 2011; Tesseract,
-arXiv 2105.14500.
+The d grids split the rows of x and y, and each runs SUMMA on its rows with its own copy of w's
+blocks. A rank thus sends 1/d as much of x, and as much of w as in a single q x q grid. The weight
+gradient is then summed over the grids, which is one more barrier. Sources: Solomonik and Demmel,
+2011; Tesseract, arXiv 2105.14500.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from mpipar.ops.signature import Array
 from mpipar.partition import summa
 from mpipar.partition.contracts import Mesh, Product, Sizes
 
-# Each grid runs them on its 1/d of the rows. Comm: that of summa.
+# Each grid runs these on its 1/d of the rows. Comm: that of summa.
 forward, backward_input = summa.forward, summa.backward_input
 
 
@@ -21,7 +21,7 @@ def backward_weight(
     product: Product, ops: Ops, x: Array, dy: Array, dw: Array, comm: Mesh, name: str,
     *, sizes: Sizes,
 ) -> None:
-    """dw (K/q, N/q) += x^T dy.
+    """Add x^T dy to dw (K/q, N/q).
 
     Comm: that of summa.backward_weight, and one all_reduce over depth.
     """

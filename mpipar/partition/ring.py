@@ -1,10 +1,9 @@
-"""Collective products: each piece of an all-gather or reduce-scatter travels while another is
-multiplied.
+"""Collective products: one piece of an all-gather or reduce-scatter travels during each multiply.
 
-The q pieces go round the ring of the ranks. A barrier of the whole group becomes q - 1 messages to
-the next neighbour, with as many bytes in all. In their records, the time between posted and waited
-is the part that computing hides. Source: Wang et al., Overlap communication with dependent
-computation via decomposition, ASPLOS 2023.
+The q pieces travel around the ring of ranks, so that one barrier of the whole group becomes q - 1
+messages to the next neighbour, with as many bytes in total. In their records, the time between
+posted and waited is the part that is overlapped with computation. Source: Wang et al., Overlap
+communication with dependent computation via decomposition, ASPLOS 2023.
 """
 
 from __future__ import annotations
@@ -15,14 +14,14 @@ from mpipar.comm.group import Comm
 from mpipar.ops.functions import Ops
 from mpipar.ops.signature import Array
 
-TAG = 0  # messages of a pair arrive in the order in which they are sent
+TAG = 0  # messages between two ranks arrive in the order in which they are sent
 
 
 def pieces(ops: Ops, x: Array, comm: Comm, name: str) -> Iterator[tuple[int, Array]]:
-    """Yield (place, its x) of every rank, from this one backwards; meanwhile the next one comes.
+    """Yield (place, its x) of every rank, from this one backwards, while the next one arrives.
 
-    All x have one shape. A piece is valid until the next one is asked for, because two buffers take
-    turns.
+    All x have one shape. A piece is valid until the next one is requested, because two buffers
+    alternate.
     Comm: size - 1 times one isend to the next place and one irecv from the one before.
     """
     place, block = comm.index, x
@@ -41,9 +40,9 @@ def pieces(ops: Ops, x: Array, comm: Comm, name: str) -> Iterator[tuple[int, Arr
 def total(ops: Ops, part: Callable[[int], Array], comm: Comm, name: str) -> Array:
     """Return the sum over all ranks of their part(this rank's place).
 
-    part(place) makes, into a new array, this rank's part of the sum that belongs to `place`. The
-    sum of each place starts at the next rank and goes once round the ring. Every rank adds its
-    part as the sum passes. Activations of 16 bits are rounded at each addition.
+    part(place) computes, into a new array, this rank's part of the sum that belongs to `place`. The
+    sum of each place starts at the next rank and travels once around the ring, and every rank adds
+    its part as the sum passes. 16-bit activations are rounded at each addition.
     Comm: size - 1 times one isend to the next place and one irecv from the one before.
     """
     sum_so_far = part(comm.neighbor(-1))

@@ -1,8 +1,8 @@
 """Cut by input channels: y (.., N) = sum over ranks of x (.., K/q) @ w (K/q, N).
 
-This is the other half of a pair: it reads what a column cut left behind. Forward, one all-reduce
-adds the products. Backward, dy is whole on every rank and each rank makes its own channels of dx,
-so there is no barrier.
+This is the other half of a pair: it reads what a column cut left in place. In the forward pass, one
+all-reduce adds up the products. In the backward pass there is no barrier, since dy is whole on
+every rank and each rank computes its own channels of dx.
 """
 
 from __future__ import annotations
@@ -21,14 +21,14 @@ barriers = (("F", "all_reduce", "y"),)
 def forward(
     product: Product, ops: Ops, x: Array, w: Array, comm: Comm, name: str, *, sizes: Sizes
 ) -> Array:
-    """y (.., N), summed over everybody's channels. Comm: one all_reduce of y."""
+    """Return y (.., N), summed over all ranks' channels. Comm: one all_reduce of y."""
     return comm.all_reduce(product.matmul(x, w), name)
 
 
 def backward_input(
     product: Product, ops: Ops, dy: Array, w: Array, comm: Comm, name: str, *, sizes: Sizes
 ) -> tuple[Array, Array]:
-    """dx (.., K/q) of dy (.., N)."""
+    """Return dx (.., K/q) of dy (.., N)."""
     return product.matmul_nt(dy, w), dy
 
 
@@ -36,5 +36,5 @@ def backward_weight(
     product: Product, ops: Ops, x: Array, dy: Array, dw: Array, comm: Comm, name: str,
     *, sizes: Sizes,
 ) -> None:
-    """dw (K/q, N) += x^T dy."""
+    """Add x^T dy to dw (K/q, N)."""
     product.matmul_tn_add(x, dy, dw)

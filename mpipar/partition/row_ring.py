@@ -21,7 +21,7 @@ barriers = (("F", "ring", "y"), ("I", "ring", "y"))
 def forward(
     product: Product, ops: Ops, x: Array, w: Array, comm: Comm, name: str, *, sizes: Sizes
 ) -> Array:
-    """y (B, T/q, N), summed over everybody's channels. Comm: one ring of y."""
+    """Return y (B, T/q, N), summed over all ranks' channels. Comm: one ring of y."""
     def part(place: int) -> Array:
         y = product.matmul(x[:, chunk_slice(sizes.tokens, comm.size, place)], w)
         return chunks.pad(ops, y, 1, chunk_size(sizes.tokens, comm.size))
@@ -32,7 +32,7 @@ def forward(
 def backward_input(
     product: Product, ops: Ops, dy: Array, w: Array, comm: Comm, name: str, *, sizes: Sizes
 ) -> tuple[Array, Array]:
-    """dx (B, T, K/q) of dy (B, T/q, N), and dy of all tokens. Comm: one ring of dy."""
+    """Return dx (B, T, K/q) of dy (B, T/q, N), and dy of all tokens. Comm: one ring of dy."""
     dx = ops.empty((dy.shape[0], sizes.tokens, w.shape[0]))
     whole = ops.empty((dy.shape[0], sizes.tokens, dy.shape[2]))
     for place, block in ring.pieces(ops, dy, comm, name):
@@ -47,5 +47,5 @@ def backward_weight(
     product: Product, ops: Ops, x: Array, dy: Array, dw: Array, comm: Comm, name: str,
     *, sizes: Sizes,
 ) -> None:
-    """dw (K/q, N) += x^T dy over all tokens."""
+    """Add x^T dy over all tokens to dw (K/q, N)."""
     product.matmul_tn_add(x, dy, dw)

@@ -1,7 +1,8 @@
 """The row cut with tokens cut between the products: y (B, T/q, N) of x (B, T, K/q).
 
-Forward, a reduce-scatter sums over the ranks and gives each one its own tokens of y. Backward
-gathers dy once, for both gradients. chunks.py says what happens if q does not divide T.
+In the forward pass, a reduce-scatter sums over the ranks and leaves each with its own tokens of y.
+The backward pass gathers dy once, for both gradients. chunks.py covers the case that q does not
+divide T.
 """
 
 from __future__ import annotations
@@ -21,14 +22,14 @@ barriers = (("F", "reduce_scatter", "y"), ("I", "all_gather", "y"))
 def forward(
     product: Product, ops: Ops, x: Array, w: Array, comm: Comm, name: str, *, sizes: Sizes
 ) -> Array:
-    """y (B, T/q, N), summed over everybody's channels. Comm: one reduce_scatter of y."""
+    """Return y (B, T/q, N), summed over all ranks' channels. Comm: one reduce_scatter of y."""
     return held.scatter(ops, product.matmul(x, w), comm, name)
 
 
 def backward_input(
     product: Product, ops: Ops, dy: Array, w: Array, comm: Comm, name: str, *, sizes: Sizes
 ) -> tuple[Array, Array]:
-    """dx (B, T, K/q) of dy (B, T/q, N), and dy of all tokens. Comm: one all_gather of dy."""
+    """Return dx (B, T, K/q) of dy (B, T/q, N), and dy of all tokens. Comm: one all_gather of dy."""
     dy = held.gather(ops, dy, sizes.tokens, comm, name)
     return product.matmul_nt(dy, w), dy
 
@@ -37,5 +38,5 @@ def backward_weight(
     product: Product, ops: Ops, x: Array, dy: Array, dw: Array, comm: Comm, name: str,
     *, sizes: Sizes,
 ) -> None:
-    """dw (K/q, N) += x^T dy over all tokens."""
+    """Add x^T dy over all tokens to dw (K/q, N)."""
     product.matmul_tn_add(x, dy, dw)

@@ -1,16 +1,16 @@
-"""Cut in both directions over a grid of q x q ranks (SUMMA): a block of x, of w and of y each.
+"""Cut in both directions over a grid of q x q ranks (SUMMA): each holds a block of x, w and y.
 
 Rank (i, j) holds x[i, j] (rows and K), w[i, j] (K and N) and y[i, j] (rows and N). Every product is
-a sum of q products of blocks. In turn, one rank of each row or column of the grid broadcasts its
-block, or collects the sum of everybody's:
+a sum of q products of blocks. One rank of each row or column of the grid after another broadcasts
+its block, or collects the sum of all ranks' blocks:
 
     forward          x along the rows,  w along the columns   y[i, j] = sum_l x[i, l] w[l, j]
     backward_input   w along the columns, dx in the rows      dx[i, l] = sum_j dy[i, j] w[l, j]^T
     backward_weight  x along the rows,  dw in the columns     dw[l, j] = sum_i x[i, l]^T dy[i, j]
 
-Two matrices travel in each function. A rank holds its own block of each, and at most one more. Per
-rank, every function sends (q-1)/q^2 of these two whole matrices. Source: van de Geijn and Watts,
-SUMMA, 1997.
+Two matrices travel in each function, and a rank holds its own block of each plus at most one more.
+Per rank, every function sends (q-1)/q^2 of these two whole matrices. Source: van de Geijn and
+Watts, SUMMA, 1997.
 """
 
 from __future__ import annotations
@@ -26,7 +26,10 @@ from mpipar.partition.contracts import Mesh, Product, Sizes
 def forward(
     product: Product, ops: Ops, x: Array, w: Array, comm: Mesh, name: str, *, sizes: Sizes
 ) -> Array:
-    """y (.., N/q) of x (.., K/q). Comm: q broadcasts of x over row, q of w over column."""
+    """Return y (.., N/q) of x (.., K/q).
+
+    Comm: q broadcasts of x over row, q of w over column.
+    """
     rows = x.reshape(-1, x.shape[-1])
     y = ops.zeros((rows.shape[0], w.shape[1]))
     x_blocks, w_blocks = _blocks(ops, rows, comm.row, name), _blocks(ops, w, comm.column, name)
@@ -39,7 +42,10 @@ def forward(
 def backward_input(
     product: Product, ops: Ops, dy: Array, w: Array, comm: Mesh, name: str, *, sizes: Sizes
 ) -> tuple[Array, Array]:
-    """dx (.., K/q) of dy (.., N/q). Comm: q broadcasts of w over column, q reduces over row."""
+    """Return dx (.., K/q) of dy (.., N/q).
+
+    Comm: q broadcasts of w over column, q reduces over row.
+    """
     dx = None
     for root, w_block in enumerate(_blocks(ops, w, comm.column, name)):
         part = comm.row.reduce(product.matmul_nt(dy, w_block), root, name)
@@ -51,7 +57,7 @@ def backward_weight(
     product: Product, ops: Ops, x: Array, dy: Array, dw: Array, comm: Mesh, name: str,
     *, sizes: Sizes,
 ) -> None:
-    """dw (K/q, N/q) += x^T dy. Comm: q broadcasts of x over row, q reduces over column."""
+    """Add x^T dy to dw (K/q, N/q). Comm: q broadcasts of x over row, q reduces over column."""
     rows = x.reshape(-1, x.shape[-1])
     for root, x_block in enumerate(_blocks(ops, rows, comm.row, name)):
         part = ops.zeros(dw.shape)
@@ -62,7 +68,7 @@ def backward_weight(
 
 
 def _blocks(ops: Ops, own: Array, comm: Comm, name: str) -> Iterator[Array]:
-    """Everybody's block in group order, in one buffer: use each before you ask for the next.
+    """Yield all ranks' blocks in group order, in one buffer: use each before asking for the next.
 
     Comm: one broadcast of each block.
     """

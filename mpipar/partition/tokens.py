@@ -1,10 +1,10 @@
 """How a tensor-parallel group holds the tokens between one pair of products and the next.
 
-Whole: every rank holds all T tokens. A sum over ranks is an all-reduce.
+Whole: every rank holds all T tokens, and a sum over ranks is an all-reduce.
 
-Cut (sequence parallelism): each rank holds T/q of them. Norms and residuals then run on a share and
-are kept only once. The all-reduce becomes a reduce-scatter, and an all-gather comes before the next
-product. chunks.py says what happens if q does not divide T.
+Cut (sequence parallelism): each rank holds T/q of them, so norms and residuals run on a part of the
+tokens and are stored only once. The all-reduce becomes a reduce-scatter, and an all-gather precedes
+the next product. chunks.py covers the case that q does not divide T.
 
 Letters: B batch, T tokens, D width, q ranks of the group. Source: Korthikanti et al., arXiv
 2205.05198.
@@ -20,12 +20,12 @@ from mpipar.partition import chunks
 
 
 def gather(ops: Ops, x: Array, tokens: int, comm: Comm, name: str) -> Array:
-    """Whole x (B, T, D) of everybody's (B, ceil(T/q), D). Comm: one all_gather."""
+    """Return the whole x (B, T, D) of all ranks' (B, ceil(T/q), D). Comm: one all_gather."""
     return chunks.join(ops, comm.all_gather(x, name), 1, tokens)
 
 
 def scatter(ops: Ops, y: Array, comm: Comm, name: str) -> Array:
-    """This rank's tokens (B, ceil(T/q), D) of the sum of all ranks' y (B, T, D).
+    """Return this rank's tokens (B, ceil(T/q), D) of the sum of all ranks' y (B, T, D).
 
     Comm: one reduce_scatter.
     """
@@ -41,9 +41,9 @@ class WholeTokens:
     """Every rank of the group holds all tokens.
 
     cuts: the cuts of the two products of a pair.
-    partial_groups: for parameters that work on held tokens, the groups over which their gradients
-    are partial. rows, gathers, scatters: what `layers/costs.py` calls the tokens held, and the
-    kinds of barriers that `gather` and `scatter` cross; "" is none.
+    partial_groups: the groups over which gradients are partial for parameters that work on held
+    tokens. rows, gathers, scatters: what `layers/costs.py` calls the number of tokens held, and the
+    kinds of barriers that `gather` and `scatter` cross; "" means none.
     """
 
     cuts: tuple[str, str] = ("column", "row")
@@ -58,15 +58,17 @@ class WholeTokens:
         return tokens
 
     def positions(self, positions: Array) -> Array:
-        """Return the positions of the tokens that this rank holds, out of all positions (.., T)."""
+        """Return those of all positions (.., T) that belong to the tokens that this rank holds."""
         return positions
 
     def gather(self, x: Array, tokens: int, name: str) -> Array:
-        """Return all tokens (B, T, D) of what the ranks hold."""
+        """Return all tokens (B, T, D), given those that each rank holds."""
         return x
 
     def scatter(self, y: Array, name: str) -> Array:
-        """Return what this rank holds of the sum of all ranks' y (B, T, D). Comm: one all_reduce.
+        """Return what this rank holds of the sum of all ranks' y (B, T, D).
+
+        Comm: one all_reduce.
         """
         return self.comm.all_reduce(y, name)
 
@@ -82,15 +84,18 @@ class CutTokens(WholeTokens):
         return chunk_size(tokens, self.comm.size)
 
     def positions(self, positions: Array) -> Array:
-        """Padding is at position 0, because its gradient is zero."""
+        """Return this rank's positions; padding gets position 0, because its gradient is zero."""
         return chunks.local_chunk(self.ops, positions, -1, self.comm)
 
     def gather(self, x: Array, tokens: int, name: str) -> Array:
-        """Return all tokens (B, T, D) of what the ranks hold. Comm: one all_gather."""
+        """Return all tokens (B, T, D), given those that each rank holds. Comm: one all_gather."""
         return gather(self.ops, x, tokens, self.comm, name)
 
     def scatter(self, y: Array, name: str) -> Array:
-        """This rank's tokens of the sum of all ranks' y (B, T, D). Comm: one reduce_scatter."""
+        """Return this rank's tokens of the sum of all ranks' y (B, T, D).
+
+        Comm: one reduce_scatter.
+        """
         return scatter(self.ops, y, self.comm, name)
 
 
@@ -101,7 +106,7 @@ class RingTokens(CutTokens):
 
 
 def holder(sequence_parallel: bool, matmul: str) -> type[WholeTokens]:
-    """Return how a model holds its tokens over several ranks. matmul: --tp-matmul."""
+    """Return the class that holds a model's tokens over several ranks. matmul: --tp-matmul."""
     if not sequence_parallel:
         return WholeTokens
     return {"plain": CutTokens, "ring": RingTokens}[matmul]
