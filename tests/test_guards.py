@@ -90,7 +90,7 @@ def test_weights_that_an_update_ruined_are_not_saved(interval, tmp_path):
     flags = "--optimizer sgd --lr 1e300 --clip 0 --warmup-steps 0 --save-interval".split()
     block = faulty("none", 79, "--layout", "tp=2", *flags, interval, "--steps", "1" if
                    interval == "0" else "3", folder=folder, said=[
-                       "step 1: its update made weights that are not finite: not saved"])
+                       "step 1: the update produced weights that are not finite: not saved"])
     assert re.search(r"weights of \S+: \d+ numbers are not finite, first \[.*\]: on rank 0 ", block)
     assert [line["step"] for line in metrics(folder)] == [1]
     assert not list(folder.rglob("*.safetensors"))

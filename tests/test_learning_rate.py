@@ -77,8 +77,8 @@ def test_a_run_that_goes_on_keeps_its_schedule():
 
 
 @pytest.mark.parametrize(("name", "text"), [
-    ("cosine", "the learning rate of each further step is that of the new length"),
-    ("constant", "the learning rate stays what it is"),
-    ("wsd", "the learning rate has its peak up to step 80, and falls then")])
+    ("cosine", "the learning rate of each further step follows the schedule of the new length"),
+    ("constant", "the learning rate stays constant"),
+    ("wsd", "the learning rate stays at its peak up to step 80, then falls")])
 def test_more_steps_are_explained(name, text):
     assert of_new_length(TrainConfig(steps=100, lr_schedule=name)) == text

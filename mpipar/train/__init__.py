@@ -1,1 +1,1 @@
-"""One rank's work: worker and step, gradient sums, optimizers, the proof against one rank."""
+"""One rank's training: worker and step, gradient sums, optimizers, the proof against one rank."""

@@ -1,4 +1,4 @@
-"""What a Worker steps with, made of a Config: schedule, groups, stages, gradient sums, weights."""
+"""Builds a Worker's parts from a Config: schedule, groups, stages, gradient sums, weights."""
 
 from __future__ import annotations
 
@@ -42,23 +42,22 @@ def configured_schedule(grid_config: GridConfig) -> Schedule:
 
 
 def lowered(config: Config, schedule: Schedule, pp_rank: int) -> list[Instr]:
-    """Return a pipeline rank's program of a schedule, as the engine runs it."""
+    """Return a pipeline rank's program of a schedule, in the form that the engine runs."""
     program = lower(schedule, pp_rank)
     return with_weights_kept(program) if config.memory.gathers == "stage" else program
 
 
 def with_shared_heads(grid: Grid, model: ModelConfig) -> Grid:
-    """Return the grid, with its runs of neighbours in tp that hold the same heads of keys and
-    values.
+    """Return the grid with runs of neighbours in tp that hold the same key and value heads.
 
-    There are such runs where there are fewer heads than ranks.
+    There are such runs where tp has more ranks than there are key and value heads.
     """
     shared = grid.size("tp") // (model.whole_kv_heads or grid.size("tp"))
     return replace(grid, sizes={**grid.sizes, "kv": max(1, shared)})
 
 
 def holders(schedule: Schedule, stages: Iterable[int]) -> tuple[int, ...]:
-    """Pipeline ranks that hold a copy of any of the stages, ascending."""
+    """Return the pipeline ranks that hold a copy of any of the stages, in ascending order."""
     mbs = range(schedule.num_microbatches)
     return tuple(sorted({schedule.rank_of(stage, mb) for stage in stages for mb in mbs}))
 
@@ -85,7 +84,7 @@ def groups_of(config: Config, grid: Grid, schedule: Schedule, ops: Any, recorder
 
 def stages_of(config: Config, schedule: Schedule, stage_layers: tuple[int, ...], ops: Any,
               comms: Comms) -> dict[int, Any]:
-    """{stage: the model's Stage} of a pipeline rank, with its parameters in flat buffers.
+    """Return {stage: the model's Stage} of a pipeline rank, with parameters in flat buffers.
 
     Each tensor has one owner: the rank that runs its first stage on microbatch 0.
     """
@@ -107,12 +106,12 @@ def stages_of(config: Config, schedule: Schedule, stage_layers: tuple[int, ...],
 
 
 def gradient_sums(memory: MemoryConfig) -> type[GradSync]:
-    """Return who sums gradients, as --zero and --zero-grads say."""
+    """Return the class that sums gradients, as --zero and --zero-grads say."""
     if memory.keeps_pieces_of_gradients:
         return PieceSync
     return ScatterSync if memory.zero else GradSync
 
 
 def gathered_weights(memory: MemoryConfig, ops: Any, stages: dict[int, Any]) -> Weights:
-    """Return who makes weights whole before a pass reads them, as --zero and --zero-keep say."""
+    """Return what makes weights whole before a pass reads them, as --zero and --zero-keep say."""
     return WholeWeights() if memory.gathers is None else UNITS[memory.gathers](ops, stages)

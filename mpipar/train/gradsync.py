@@ -1,15 +1,14 @@
-"""Gradient synchronization: sums over the groups that hold partial gradients, the norm, clipping,
-and the loss scale.
+"""Gradient synchronization: sums over groups, the global norm, clipping, and the loss scale.
 
 Each stage has a flat buffer of gradients for each set of groups over which they are partial. Most
-are partial over the data group only: the ranks that read different tokens, dp x cp. These are cut
-into buckets, each of one unit. A unit's all-reduces start as soon as its last weight gradient is
-done, while the units below it and other stages still compute. Others are partial over a further
-group too, such as the two ends of the pipeline that hold a tied table. They are summed after
-everything else, over that group last. An earlier sum would make one member wait for the other's
-backward.
+are partial over the data group only, the ranks that read different tokens (dp x cp). These are
+divided into buckets, each within one unit, and a unit's all-reduces start as soon as its last
+weight gradient is done, while the units below it and other stages still compute. Others are also
+partial over a further group, such as the two ends of the pipeline that hold a tied table. They are
+summed after everything else, over that group last, because an earlier sum would make one member
+wait for the other's backward pass.
 
-Where the ranks of the data group share gradients out (ZeRO), each gets the sums of its own pieces.
+Where gradients are sharded over the data group (ZeRO), each rank gets the sums of its own pieces.
 """
 
 from __future__ import annotations
@@ -39,7 +38,7 @@ class GradSync:
     def __init__(self, ops: Any, stages: Mapping[int, LayerRun], comms: Comms, recorder: Recorder,
                  bucket_bytes: int):
         self.ops, self.stages, self.comms, self.recorder = ops, stages, comms, recorder
-        # In one order on every rank: sums over further groups come in it.
+        # The order is the same on every rank: sums over further groups follow it.
         self.flats: list[FlatParams] = [
             flat for number in sorted(stages) for flat in stages[number].flats]
         self.updated = [flat for flat in self.flats if not flat.sign_rate]  # by the optimizer
@@ -48,7 +47,7 @@ class GradSync:
         self.started: set[tuple[int, int]] = set()  # (stage, unit)
 
     def start(self, stage: int) -> None:
-        """Post what is left of a stage's finished gradients.
+        """Post the sums of a stage's finished gradients that have not been posted yet.
 
         Comm: that of `start_unit`, for each unit that has not been started.
         """
@@ -57,12 +56,12 @@ class GradSync:
                 self.start_unit(stage, unit)
 
     def begin_unit(self, stage: int, unit: int) -> None:
-        """Called before a pass makes weight gradients of a unit."""
+        """Prepare for a pass that computes weight gradients of a unit."""
 
     def end_unit(self, stage: int, unit: int, last: bool) -> None:
-        """Called behind a pass that made weight gradients of a unit. last: of the stage.
+        """Finish a pass that computed weight gradients of a unit. last: whether it was the last.
 
-        Comm: that of `start_unit` behind the last pass, whose sums are complete.
+        Comm: that of `start_unit` after the last pass, when the unit's gradients are complete.
         """
         if last:
             self.start_unit(stage, unit)
@@ -109,7 +108,7 @@ class GradSync:
                     self.comms[group].all_reduce(summed, f"grads.{group}")
 
     def wait(self) -> None:
-        """Return when nothing is pending any more."""
+        """Return when no sum is pending any more."""
         for pending in self.pending:
             pending.wait()
         self.pending = []
@@ -126,18 +125,16 @@ class GradSync:
             flat.freshen(slice(0, flat.total))
 
     def counts(self, flat: FlatParams) -> bool:
-        """Return whether this rank counts the sums of a buffer: one of the data group, which all
-        have.
-        """
+        """Return whether this rank counts a buffer's sums: one rank of the data group does."""
         return self.comms[flat.groups[-1]].index == 0
 
     def square_sums(self) -> list[tuple[Any, bool]]:
-        """This rank's squared gradients: (sum of a part of them, whether it counts in the norm).
+        """Return (sum of squares, whether it counts in the norm) of each part of the gradients.
 
-        The sums are for `ops.numbers` to read. Only owned parameters count, and of equal sums those
-        of one rank. All others are read too, because a copy may be the only one with a number that
-        is not finite. That costs no time. While the first rank adds up its squares, the others do
-        the same.
+        The sums are for `ops.numbers` to read. Only owned parameters count, and of equal sums only
+        those on one rank. The others are read too, because a copy may be the only one with a number
+        that is not finite. This costs no time, because these ranks would otherwise wait while the
+        first one adds up its squares.
         """
         return [(self.ops.square_sum(flat.summed[segment][place]), owned and self.counts(flat))
                 for flat in self.updated for owned, segment, place in flat.counted]
@@ -159,13 +156,13 @@ class GradSync:
 
 
 class ScatterSync(GradSync):
-    """Each rank keeps whole gradients during a step, and at its end the sums of its pieces.
+    """Each rank keeps whole gradients during a step, and the sums of its own pieces at its end.
 
     All ranks of a further group own the same pieces of what they sum.
     """
 
     def counts(self, flat: FlatParams) -> bool:
-        """No two ranks of the data group have the same piece, so each counts its own."""
+        """Return True: no two ranks of the data group have the same piece."""
         return True
 
     def post(self, flat: FlatParams, unit: int) -> None:
@@ -185,11 +182,11 @@ class ScatterSync(GradSync):
 
 
 class PieceSync(ScatterSync):
-    """A rank keeps its pieces of the gradients alone.
+    """A rank keeps only its own pieces of the gradients.
 
-    Each pass makes the gradients of a unit in one scratch buffer. They are summed over the data
-    group, and each rank adds its piece to what it has. So a step sends all gradients once for each
-    microbatch. The next pass that makes gradients waits until the buffer is free.
+    Each pass computes the gradients of a unit in one scratch buffer. They are summed over the data
+    group, and each rank adds its piece to those it has, so a step sends all gradients once for each
+    microbatch. The next pass that computes gradients waits until the buffer is free.
     """
 
     def __init__(self, *arguments: Any):
@@ -198,7 +195,7 @@ class PieceSync(ScatterSync):
         size = largest(unit for units in self.needs.values() for unit in units)
         self.scratch = self.comms["data"].zeros(
             self.ops, (size,), self.ops.statistics, "gradients")
-        self.scattered: list[tuple[Pending, FlatParams, int]] = []  # the last: of the segment
+        self.scattered: list[tuple[Pending, FlatParams, int]] = []  # int: of the segment
 
     def begin_unit(self, stage: int, unit: int) -> None:
         """Wait until the scratch buffer is free, and give it to the unit."""
@@ -217,46 +214,44 @@ class PieceSync(ScatterSync):
                 self.scattered.append((pending, flat, number))
 
     def post(self, flat: FlatParams, unit: int) -> None:
-        """Nothing is left to post: every pass has posted what it made."""
+        """Do nothing: every pass has already posted what it computed."""
 
     def post_late(self, flat: FlatParams) -> None:
-        """Nothing is late either."""
+        """Do nothing: no sum is posted late."""
 
     def collect(self) -> None:
-        """Wait for the sums that are under way, and add this rank's part of each to its piece."""
+        """Wait for the pending sums, and add this rank's part of each to its piece."""
         for pending, flat, number in self.scattered:
             self.ops.accumulate(flat.summed[number], pending.wait()[0])
         self.scattered = []
 
     def wait(self) -> None:
-        """Return when nothing is pending any more, and every sum is in its piece."""
+        """Return when no sum is pending any more, and every sum is in its piece."""
         self.collect()
         super().wait()
 
     def test(self) -> None:
-        """Let pending sums progress; they are collected in their order."""
+        """Let pending sums progress; `collect` takes them in their order."""
         for pending, *_ in self.scattered:
             pending.test()
 
 
 def seen(value: float, counts: bool) -> float:
-    """Return what a rank adds to a sum of all ranks: its value if that counts or is not finite,
-    else 0.
-    """
+    """Return what a rank adds to a sum: `value` if it counts or is not finite, else 0."""
     return value if counts or not math.isfinite(value) else 0.0
 
 
 def seen_sum(parts: Iterable[tuple[float, bool]]) -> float:
-    """Return what a rank adds up to of parts: (value, whether it counts)."""
+    """Return the sum of what a rank adds for parts: (value, whether it counts)."""
     return sum(seen(value, counts) for value, counts in parts)
 
 
 def all_reduce_scalars(ops: Any, comms: Comms, values: list[float], name: str) -> list[float]:
-    """Sum a few numbers over all ranks: the one scalar barrier of a step.
+    """Sum a few numbers over all ranks: the only scalar barrier of a step.
 
     Comm: one all_reduce over world.
     """
-    if comms.world.size == 1:  # not to a device and back
+    if comms.world.size == 1:  # saves the way to a device and back
         return values
     x = ops.asarray(np.array(values, dtype=np.float64))
     return [float(value) for value in ops.to_host(comms.world.all_reduce(x, name))]
@@ -265,18 +260,19 @@ def all_reduce_scalars(ops: Any, comms: Comms, values: list[float], name: str) -
 class LossScale:
     """The factor of a float16 loss, without which most gradients would round to zero.
 
-    The smallest float16 number is 6e-8. A power of two multiplies the loss before the backward
-    pass, and the summed gradients are divided by it. If any rank finds a gradient that is not
-    finite, all ranks skip the step. Source: Micikevicius et al., arXiv 1710.03740; factors and
+    The smallest float16 number is 6e-8. The loss is multiplied by a power of two before the
+    backward pass, and the summed gradients are divided by it. If any rank finds a gradient that is
+    not finite, all ranks skip the step. Source: Micikevicius et al., arXiv 1710.03740; factors and
     interval are those of PyTorch's GradScaler.
 
-    `value` halves after a step that overflowed and doubles after `interval` good ones. Every rank
-    has the same value, because `update` tells all of them the same. dynamic: false for types with
-    the range of float32, whose scale stays 1. skipped: number of steps so far without an update.
+    `value` halves after a step that overflowed and doubles after `interval` good ones. It is the
+    same on every rank, because `update` gets the same argument on all of them. dynamic: false for
+    types with the range of float32, whose scale stays 1. skipped: number of steps so far without an
+    update.
     """
 
     FIRST, INTERVAL = 2.0**16, 2000  # PyTorch's
-    SMALLEST = 1.0  # gradients that overflow at this scale are not the scale's fault
+    SMALLEST = 1.0  # the scale is not to blame for gradients that still overflow at this value
 
     def __init__(self, run: RunConfig):
         self.dynamic = run.dtype == "float16"
@@ -297,11 +293,11 @@ class LossScale:
             self.value, self.good = self.value * 2, 0
 
     def state(self) -> dict[str, Any]:
-        """Return all that later steps depend on, for a checkpoint."""
+        """Return everything that later steps depend on, for a checkpoint."""
         return {"value": self.value, "good": self.good, "skipped": self.skipped}
 
     def restore(self, state: dict[str, Any]) -> None:
-        """Go on from what `state` gave."""
+        """Continue from what `state` returned."""
         self.value, self.good, self.skipped = (state[name] for name in ("value", "good", "skipped"))
 
     def can_skip(self) -> bool:

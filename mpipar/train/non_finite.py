@@ -1,4 +1,4 @@
-"""Which numbers are not finite, and on which ranks: asked only after a check has failed."""
+"""Reports which numbers are not finite, and on which ranks; used only after a check has failed."""
 
 from __future__ import annotations
 
@@ -19,10 +19,10 @@ Facts = dict[str, Any]
 
 
 def bad_numbers(worker: Any, pieces_of: PiecesOf, losses: Losses) -> Facts:
-    """Return what is not finite on this rank, by {"losses": [mb, value], "tensors": [rows]}.
+    """Return what is not finite on this rank: {"losses": [mb, value], "tensors": [rows]}.
 
-    pieces_of(flat) picks the arrays, one for each segment. losses: {microbatch: loss}. A row is
-    stage, unit, name, how many numbers, index of the first in the whole tensor.
+    pieces_of(flat) picks the arrays, one for each segment. losses: {microbatch: loss}. A row is:
+    stage, unit, name, how many numbers, index of the first one in the whole tensor.
     """
     rows = []
     for number, flat in ((number, flat) for number, stage in worker.stages.items()
@@ -40,7 +40,7 @@ def bad_numbers(worker: Any, pieces_of: PiecesOf, losses: Losses) -> Facts:
 
 
 def describe(title: str, facts: list[Facts]) -> list[str]:
-    """Lines that name the losses and the first tensors that are not finite.
+    """Return lines that name the losses and the first tensors that are not finite.
 
     title: what the tensors' numbers are. facts: by rank.
     """
@@ -63,7 +63,7 @@ def describe(title: str, facts: list[Facts]) -> list[str]:
 
 
 def report(worker: Any, title: str, pieces_of: PiecesOf, losses: Losses) -> list[str]:
-    """`describe` of all ranks, on every rank. For the arguments see `bad_numbers`.
+    """Return `describe` of all ranks, on every rank. For the arguments see `bad_numbers`.
 
     Comm: a gather of facts and a broadcast of text over the world, without records.
     """

@@ -1,7 +1,7 @@
 """Optimizers over flat buffers of master weights, and the learning rate of a step.
 
 A rank updates its own piece of each segment (see `layers/flat.py`), which is everything where
-nothing is shared out.
+nothing is sharded.
 
 Weight decay is decoupled. It applies to matrices and embedding tables, not to biases and norms.
 """
@@ -19,7 +19,7 @@ TITLES = {"master": "weights", "m": "first moment", "v": "second moment"}  # of 
 
 
 class Optimizer(Protocol):
-    """What a step and a checkpoint know of an optimizer. kinds: the names of its moments."""
+    """An optimizer, as steps and checkpoints see it. kinds: the names of its moments."""
 
     kinds: ClassVar[tuple[str, ...]]
 
@@ -31,7 +31,7 @@ class Sgd:
     """master -= lr * grad.
 
     SGD has no moments and no decay, so a wrong gradient scale shows at once. flats: all FlatParams
-    of the rank; their moments belong to the optimizer.
+    of the rank; the optimizer adds its moments to them.
     """
 
     kinds: ClassVar[tuple[str, ...]] = ()  # of moments
@@ -45,7 +45,7 @@ class Sgd:
     def step(self, lr: float, step: int) -> None:
         """Update all parameters of this rank; step counts from 1.
 
-        Comm: where ranks share master weights, but not weights: `FlatParams.gather` per segment.
+        Comm: where master weights are sharded but weights are not: `FlatParams.gather` per segment.
         """
         pending = []
         for flat in self.flats:
@@ -60,14 +60,14 @@ class Sgd:
             one.wait()
 
     def follow_signs(self, flat: FlatParams, segment: int) -> None:
-        """Update the own piece of a segment by the signs of its gradients; see `Param`."""
+        """Update this rank's piece of a segment by the signs of its gradients; see `Param`."""
         master, data = flat.piece("master", segment), flat.piece("data", segment)
         self.ops.sign_step(master, flat.summed[segment], flat.sign_rate)
         if flat.rounds:
             self.ops.copy(data, master)
 
     def update(self, flat: FlatParams, segment: int, lr: float, step: int) -> None:
-        """Update the own piece of a segment, and round it to the data."""
+        """Update this rank's piece of a segment, and round it to the data."""
         master, data = flat.piece("master", segment), flat.piece("data", segment)
         self.ops.sgd_step(master, flat.summed[segment], lr)
         if flat.rounds:
@@ -93,9 +93,9 @@ OPTIMIZERS: dict[str, type[Optimizer]] = {"sgd": Sgd, "adamw": AdamW}
 
 
 def learning_rate(config: TrainConfig, step: int) -> float:
-    """Learning rate of `step`, which counts from 1: a linear warm-up, then as --lr-schedule says.
+    """Return the learning rate of `step` (from 1): a linear warm-up, then as --lr-schedule says.
 
-    It falls from `lr` to min_lr_ratio * lr, which it has in the last step.
+    It falls from `lr` to min_lr_ratio * lr, which it reaches in the last step.
     """
     if step <= config.warmup_steps:
         return config.lr * step / config.warmup_steps
@@ -114,11 +114,11 @@ def fall_start(config: TrainConfig) -> int:
 
 
 def fall(name: str, done: float) -> float:
-    """Return which share of the fall from peak to last learning rate is left when `done` of it is
-    over.
+    """Return which fraction of the fall from peak to final learning rate is left.
 
-    Both go from 0 to 1. cosine: arXiv 1608.03983, without restarts. wsd (warm-up, stable, decay):
-    1 - sqrt, which arXiv 2405.18392 found best for a short fall behind a constant rate.
+    done: the fraction of its steps that are over. Both are in 0..1. cosine: arXiv 1608.03983,
+    without restarts. wsd (warm-up, stable, decay): 1 - sqrt, which arXiv 2405.18392 found best for
+    a short fall after a constant rate.
     """
     if name == "cosine":
         return 0.5 * (1 + math.cos(math.pi * done))
@@ -126,10 +126,9 @@ def fall(name: str, done: float) -> float:
 
 
 def of_new_length(config: TrainConfig) -> str:
-    """Return what becomes of the learning rate of a run that goes on with another number of steps.
-    """
+    """Describe the learning rate of a run that continues with another number of steps."""
     if config.lr_schedule == "constant":
-        return "the learning rate stays what it is"
+        return "the learning rate stays constant"
     if config.lr_schedule == "wsd":
-        return f"the learning rate has its peak up to step {fall_start(config)}, and falls then"
-    return "the learning rate of each further step is that of the new length"
+        return f"the learning rate stays at its peak up to step {fall_start(config)}, then falls"
+    return "the learning rate of each further step follows the schedule of the new length"

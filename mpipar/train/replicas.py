@@ -1,9 +1,9 @@
-"""Replica drift: whether all copies of a tensor still have the same bits (--check-replicas).
+"""Replica drift: checks that all copies of a tensor still have the same bits (--check-replicas).
 
-Data-parallel ranks hold copies of every tensor that they do not share out (`--zero`),
+Data-parallel ranks hold copies of every tensor that is not sharded over them (`--zero`), and
 tensor-parallel ranks of every uncut one. A tied table and the stages of a bidirectional schedule
 have copies on two pipeline ranks. All copies start equal and get equal updates, so they stay equal
-bit by bit. If one differs, a memory, a link or a library is at fault, and the copies would go
+bit by bit. If one differs, a memory, a link or a library is at fault, and the copies would drift
 further apart without any error.
 """
 
@@ -26,7 +26,7 @@ from mpipar.train.optim import TITLES
 from mpipar.train.worker import Worker
 
 DRIFT = ("copies of tensors differ that must be equal bit by bit. A memory, a link or a library is"
-         " at fault, or hosts compute differently: go on from an older checkpoint, or accept it"
+         " at fault, or hosts compute differently: resume from an older checkpoint, or accept it"
          " with --check-replicas 0")
 SHOWN = 5  # pieces of a report
 PieceOf = tuple[str, str, int]  # kind, name, shard
@@ -36,14 +36,14 @@ class Replicas:
     """Compares the copies of all tensors, piece by piece.
 
     A piece is a whole tensor, or one shard of a cut one, of the master weights or of a moment.
-    Ranks with the same piece must hold the same bits, whatever group makes them equal. places:
-    (kind, name, shard) -> where the piece stands in every rank's list. count, seconds: number of
+    Ranks with the same piece must hold the same bits, whichever group keeps them equal. places:
+    (kind, name, shard) -> index of the piece in every rank's list. count, seconds: number of
     comparisons, and the time that all of them took.
     """
 
     def __init__(self, worker: Worker):
         self.worker = worker
-        # What is whole on every rank: with --zero 1 the weights, with --zero 3 nothing.
+        # What every rank holds whole: with --zero 1 the weights, with --zero 3 nothing.
         level = worker.config.memory.zero
         self.kinds = {0: ("master", *worker.optimizer.kinds), 1: ("master",), 3: ()}[level]
         pieces = [(param.name, shard)
@@ -61,7 +61,7 @@ class Replicas:
                     yield (kind, param.name, param.shard), param, values
 
     def checksums(self) -> dict[PieceOf, int]:
-        """(kind, name, shard) -> 64-bit checksum of each piece here that has copies elsewhere."""
+        """Return {(kind, name, shard): 64-bit checksum} of pieces here with copies elsewhere."""
         worker = self.worker
         return {piece: worker.ops.checksum(view) for piece, param, view in self.pieces()
                 if place_among_copies(worker.comms, param)[1] > 1}
@@ -69,8 +69,8 @@ class Replicas:
     def check(self, step: int) -> None:
         """Raise DriftError on every rank if any two copies of a piece differ.
 
-        The largest checksum of a piece and the largest complement of one, which is the complement
-        of the smallest, tell whether all are equal. A rank without a piece gives 0 for both.
+        All copies are equal exactly if the largest checksum of a piece equals the smallest one,
+        which is the complement of the largest complement. A rank without a piece gives 0 for both.
         Comm: one all_reduce of two numbers per piece over world; a gather and a broadcast of facts
         where copies differ.
         """
@@ -91,17 +91,17 @@ class Replicas:
             raise DriftError(self._report(step, drifted, mine))
 
     def summary(self) -> str:
-        """Return what the comparisons so far have found and cost."""
+        """Return what the comparisons so far have found and how long they took."""
         each = self.seconds / self.count * 1e3
         return ("all copies of tensors were equal: compared"
                 f" {counted(self.count, 'time')}, {each:.1f} ms each")
 
     def _report(self, step: int, drifted: list[PieceOf], mine: dict[PieceOf, int]) -> list[str]:
-        """Lines that name each piece that drifted and its ranks, by what they hold.
+        """Return lines that name each piece that drifted, with its ranks grouped by what they hold.
 
-        A fault spreads, because gradients are then made with other weights. Where it began, it is
-        alone and large. So pieces that differ on the fewest ranks come first. Of those it is the
-        piece whose sums are the furthest apart, relative to its numbers.
+        A fault spreads, because later gradients are computed with other weights. Where it began, it
+        is isolated and large, so pieces that differ on the fewest ranks come first, and among those
+        the piece whose sums are furthest apart, relative to its numbers.
         Comm: see `check`.
         """
         worker, found = self.worker, []
@@ -125,7 +125,7 @@ class Replicas:
         return broadcast_text(worker.mpi_world, text).splitlines()
 
     def _sums(self, pieces: list[PieceOf]) -> dict[PieceOf, tuple[float, float]]:
-        """The sum of each of these pieces here, and the sum of its absolute values."""
+        """Return the sum of each of these pieces here, and the sum of its absolute values."""
         found = {}
         for piece, _, view in self.pieces():
             if piece in pieces:
@@ -135,6 +135,6 @@ class Replicas:
 
 
 def _ranks_text(ranks: list[int]) -> str:
-    """As in `rank 3` or `ranks 0, 1, 2 and 5 others`."""
+    """Return ranks as text: `rank 3` or `ranks 0, 1, 2 and 5 others`."""
     shown, more = ", ".join(map(str, ranks[:8])), len(ranks) - 8
     return f"rank{'s' * (len(ranks) > 1)} {shown}" + (f" and {more} others" if more > 0 else "")

@@ -1,7 +1,8 @@
 """The proof any user can run: one float64 step in this layout, compared with one rank's.
 
-Both steps use the same seed and rows. Every parameter is compared. The one-rank step runs the whole
-batch as one microbatch. So it shares no schedule, message or reduction with the layout under test.
+Both steps use the same seed and rows, and every parameter is compared. The one-rank step runs the
+whole batch as one microbatch, so it shares no schedule, message or reduction with the layout under
+test.
 """
 
 from __future__ import annotations
@@ -26,12 +27,12 @@ from mpipar.train.worker import Worker
 SPREAD = 0.02  # of biases and norms: a bias of zero that is counted twice is still zero
 Tensors = dict[str, np.ndarray]  # by name
 StepTensors = tuple[float, float, Tensors, Tensors]  # loss, norm, gradients, weights
-TOLERANCE = 1e-12  # of the largest entry; float64 sums in another order differ by less
+TOLERANCE = 1e-12  # of the largest entry; float64 sums in another order differ by less than this
 
 
 @dataclass(frozen=True)
 class Difference:
-    """The largest difference of one tensor, as a share of its scale, and where it is.
+    """The largest difference of one tensor, relative to its scale, and where it is.
 
     actual, expected: the two numbers there.
     """
@@ -46,14 +47,13 @@ class Difference:
 
 
 def serial_config(config: Config) -> Config:
-    """Return the same model and rows on one rank, as one microbatch, of which everything is kept.
-    """
+    """Return the same model and rows on one rank, as one microbatch, with nothing recomputed."""
     grid = GridConfig(dp=1, pp=1, tp=1, schedule="naive", num_microbatches=1)
     return replace(config, grid=grid, memory=MemoryConfig())
 
 
 def full_tensors(worker: Worker, kind: str) -> Tensors:
-    """Whole tensors by name on world rank 0, an empty dict elsewhere. kind: master or grad.
+    """Return whole tensors by name on world rank 0, {} elsewhere. kind: master or grad.
 
     Comm: see `checkpoint.stream`.
     """
@@ -67,7 +67,7 @@ def step_tensors(config: Config, part: Any, grid: Grid, mpi_world: Any = None, h
                  recorder: Recorder | None = None) -> StepTensors:
     """Run one step; return (loss, norm, gradients, weights after the update) as whole tensors.
 
-    recorder: gets what this rank sends.
+    recorder: records what this rank sends.
     Comm: all barriers of a training step, and two streams to world rank 0.
     """
     ops = ops_module.make_for(config.run, host_rank)
@@ -104,7 +104,7 @@ def differences(kind: str, actual: Tensors, expected: Tensors) -> list[Differenc
 
 
 def one_rank_tensors(config: Config, part: Any) -> StepTensors:
-    """`step_tensors` of one rank, which every layout must equal."""
+    """Return `step_tensors` of one rank, which every layout must equal."""
     return step_tensors(serial_config(config), part, Grid(0))
 
 
@@ -112,12 +112,11 @@ def compare_with_one_rank(
         config: Config, part: Any, mpi_world: Any = None,
         expected: Callable[[Config, Any], StepTensors] = one_rank_tensors, host_rank: int = 0,
         recorder: Recorder | None = None) -> list[Difference]:
-    """Return all differences between this layout and one rank, on world rank 0; an empty list
-    elsewhere.
+    """Return all differences between this layout and one rank on world rank 0, [] elsewhere.
 
     config: resolved, float64, optimizer sgd (Adam would hide a wrong scale). expected: a function
-    that gives the tensors of one rank. A caller that compares many layouts of one model may keep
-    them. host_rank: place of this process on its host. recorder: see `step_tensors`.
+    that returns the tensors of one rank, so that a caller that compares many layouts of one model
+    can cache them. host_rank: place of this process on its host. recorder: see `step_tensors`.
     """
     world_rank = mpi_world.rank if mpi_world else 0
     parallel = step_tensors(config, part, Grid.of(config.grid, world_rank), mpi_world,

@@ -1,7 +1,7 @@
 """One rank's part of a training run: the order of a training step, and what it works on.
 
-The same Worker runs on numbers under MPI, on numbers alone on one rank, and on shapes without MPI.
-The last is the cost model. They differ only in the `ops` and the transport that they are given.
+The same Worker runs on numbers under MPI, on numbers on a single rank, and on shapes without MPI,
+which is the cost model. These differ only in the `ops` and the transport that they are given.
 """
 
 from __future__ import annotations
@@ -30,10 +30,11 @@ GetBatch = Callable[[int], Any]  # the rows of a microbatch
 
 @dataclass(frozen=True)
 class StepVotes:
-    """What a rank tells the others in a step and, once all have agreed, what every rank does.
+    """One rank's votes in a step and, after the all-reduce, the decision that all ranks act on.
 
-    stop, save: whether this rank asks for it; agreed: whether any rank does. written: whether this
-    rank has written its part of a checkpoint in the background; agreed: whether every rank has.
+    stop, save: whether this rank asks for it; decision: whether any rank does. written: whether
+    this rank has written its part of a checkpoint in the background; decision: whether every rank
+    has.
     """
 
     stop: bool = False
@@ -45,7 +46,8 @@ class StepVotes:
 class StepResult:
     """What all ranks know after a step.
 
-    loss: mean in nats per token. grad_norm: of the whole gradient. asks: those of all ranks.
+    loss: mean in nats per token. grad_norm: of the whole gradient. votes: the decision of all
+    ranks.
 
     loss_scale: of this step's backward pass, None where nothing is scaled. skipped: whether the
     gradients overflowed on some rank, so that no weight has changed.
@@ -62,20 +64,20 @@ class StepResult:
 
 
 class Worker:
-    """One rank of a run: it steps with the engine, the gradient sums and the optimizer it builds.
+    """One rank of a run: it steps with the engine, gradient sums and optimizer that it builds.
 
-    The step stands first; what it works on follows, built by train/build.py.
+    The step comes first; what it works on follows, built by train/build.py.
     """
 
     def train_step(self, step: int, get_batch: GetBatch,
                    votes: Callable[[], StepVotes] = StepVotes) -> StepResult:
         """Run one training step; update the weights unless float16 gradients overflowed.
 
-        `step` counts from 1.
+        `step` counts from 1. votes() returns this rank's StepVotes.
 
-        Raises NonFiniteError on every rank, before any weight changes, when the loss is not finite.
-        A gradient that is not finite on any rank raises it too, unless a smaller loss scale is
-        left. The error names tensors and ranks.
+        Raises NonFiniteError on every rank, before any weight changes, if the loss is not finite.
+        The same happens for a gradient that is not finite on any rank, unless the loss scale can
+        still be reduced. The error names tensors and ranks.
         """
         start = perf_counter_ns()
         loss, norm, agreed = self.gradients(step, get_batch, votes)
@@ -98,12 +100,12 @@ class Worker:
 
     def gradients(self, step: int, get_batch: GetBatch,
                   votes: Callable[[], StepVotes] = StepVotes) -> tuple[float, float, StepVotes]:
-        """Run forward and backward of one step; return (mean loss, gradient norm, agreed asks).
+        """Run forward and backward of one step; return (mean loss, gradient norm, votes of all).
 
-        get_batch(mb) gives this replica's microbatches. Afterwards every gradient is that of the
+        get_batch(mb) returns this replica's microbatches. Afterwards every gradient is that of the
         mean loss over the global batch, on every rank that holds the parameter. If a gradient is
-        not finite on any rank, the norm is not finite on all of them. asks() -> Asks of this rank;
-        it is called as late as can be, because a step may take minutes.
+        not finite on any rank, the norm is not finite on all of them. votes() returns this rank's
+        StepVotes; it is called as late as possible, because a step may take minutes.
         Comm: the schedule's sends and receives, the layers' barriers, data (and tie, mirror) sums,
         and one all_reduce of five numbers over world.
         """
@@ -124,16 +126,16 @@ class Worker:
         return loss / self.num_tokens, math.sqrt(squares), agreed
 
     def _loss_and_squares(self) -> tuple[float, float]:
-        """This rank's shares of the sum of losses and of the squared gradient norm.
+        """Return this rank's parts of the sum of losses and of the squared gradient norm.
 
-        A device is asked once for all of them: the one time in a step that the host waits for it
-        outside of messages. A share is not finite if any loss or gradient here is not.
+        All of them are read from a device at once, the only time in a step that the host waits for
+        it outside of messages. A part is not finite if any loss or gradient here is not.
         """
         parts = self.gradsync.square_sums()
         numbers = iter(self.ops.numbers([*self.losses.values(), *(part for part, _ in parts)]))
         self.recorder.settle(self.ops.nanoseconds)
         self.losses = {mb: next(numbers) for mb in self.losses}
-        # tp ranks know the same loss: one of them reports it.
+        # All tp ranks know the same loss: one of them contributes it.
         loss = seen(sum(self.losses.values()), self.comms["tp"].index == 0)
         return loss, seen_sum((next(numbers), counts) for _, counts in parts)
 
@@ -143,7 +145,7 @@ class Worker:
 
         config: resolved. grid: this rank's place. mpi_world: an mpi4py communicator, or None
         without MPI. chosen: what `--all-reduce auto` has chosen before; new choices are added.
-        Comm: makes the groups with one split over the world each; every rank must build its Worker.
+        Comm: one split over the world for each group; every rank must build its Worker.
         """
         self.config, self.ops, self.recorder, self.mpi_world = config, ops, recorder, mpi_world
         self.grid = build.with_shared_heads(grid, config.model)
@@ -163,7 +165,7 @@ class Worker:
         self.loss_scale = LossScale(config.run)
         assert config.train.batch_size, "the Config is not resolved"
         self.num_tokens = config.train.batch_size * config.model.targets_per_row
-        self.losses = {}  # of the newest step here, by microbatch
+        self.losses = {}  # of the latest step here, by microbatch
 
     @functools.cached_property
     def all_params(self) -> list[tuple[int, Any]]:
@@ -179,7 +181,7 @@ class Worker:
             flat.initialize(self.config.run.seed, spread)
 
     def settle(self) -> None:
-        """Wait for the device, and record what it has done since the last step's loss."""
+        """Wait for the device, and record what it has done since the last step's loss was read."""
         self.ops.synchronize()
         self.recorder.settle(self.ops.nanoseconds)
 
@@ -188,9 +190,10 @@ class Worker:
         self.comms.close()
 
     def check_weights(self, step: int) -> None:
-        """Look at the weights before they are saved after `step`.
+        """Check the weights before they are saved after `step`.
 
-        The next step's loss would show it, too late: the newest checkpoint would be of no use.
+        The next step's loss would show the problem too late: the latest checkpoint would be
+        useless.
 
         Raises NonFiniteError on every rank if a weight is not finite on any.
         Comm: one all_reduce of a number over world.
@@ -202,7 +205,7 @@ class Worker:
                 self.ops, self.comms, [seen(total, counts=False)], "check.weights")
         if not math.isfinite(total):
             raise self._not_finite(
-                f"step {step}: its update made weights that are not finite: not saved",
+                f"step {step}: the update produced weights that are not finite: not saved",
                 non_finite.report(self, "weights", lambda flat: flat.pieces("master"), {}))
 
     def forward(self, mbs: Collection[int], get_batch: GetBatch,
@@ -220,12 +223,12 @@ class Worker:
             return self.engine.run(program, get_batch, training=False, caches=caches)
 
     def evaluate(self, rows: Any) -> tuple[float, int]:
-        """Mean loss in nats per token over one sweep of held-out rows, and the number of tokens.
+        """Return (mean loss in nats per token, number of tokens) of one sweep of held-out rows.
 
-        It changes nothing that a step reads. The sum is that of one rank on every layout, but for
-        the order of its terms.
+        It changes nothing that a step reads. The sum is the same on every layout, except for the
+        order of its terms.
 
-        Raises NonFiniteError on every rank when the loss is not finite. After the last update no
+        Raises NonFiniteError on every rank if the loss is not finite: after the last update no
         later step would find it.
         Comm: one sweep of forward passes and one all_reduce over world.
         """
@@ -243,7 +246,7 @@ class Worker:
         return total / count, count
 
     def _not_finite(self, what: str, where: Iterable[str] = ()) -> NonFiniteError:
-        """The error of a run whose numbers left the range of their type. where: more lines."""
+        """Return the error of a run whose numbers are not finite. where: more lines."""
         return NonFiniteError([
             f"{what}; try a smaller --lr (now {self.config.train.lr:g}) or a longer --warmup-steps"
             + (", or --dtype bfloat16: float16 ends at 65504" if self.loss_scale.dynamic else ""),
