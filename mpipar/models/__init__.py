@@ -1,7 +1,8 @@
-"""Models as sequences of layers, cut into the stages that a pipeline runs.
+"""Models as sequences of layers, split into the stages that a pipeline runs.
 
 A model is a module with `Stage`, `BLOCKS`, `unit_costs`, `letters`, `LETTERS`, `describe_model`,
-`ENTRY` and `CUT`. What it reads is in mpipar/data, its form on disk in mpipar/checkpoint.
+`ENTRY` and `CUT`. The data it reads is handled by mpipar/data, its form on disk by
+mpipar/checkpoint.
 """
 
 from __future__ import annotations
@@ -20,7 +21,7 @@ MODELS = {"decoder": decoder, "convnet": convnet}
 
 
 class Placed(Protocol):
-    """What says which stages each pipeline rank holds, as `pipeline.instructions.Schedule`."""
+    """Says which stages each pipeline rank holds, as `pipeline.instructions.Schedule` does."""
 
     @property
     def stages_by_rank(self) -> Sequence[Sequence[int]]: ...
@@ -32,7 +33,7 @@ def model_of(config: ModelConfig) -> ModuleType:
 
 
 def unit_flops(config: ModelConfig) -> UnitFlops:
-    """FLOPs of a ModelConfig's units in a forward, per image or per token."""
+    """Return the FLOPs of a ModelConfig's units in a forward pass, per image or per token."""
     model, config = model_of(config), config.completed()
     units, sizes = model.unit_costs(config), model.letters(config, 1, 1, 1) | {"T": 1}
     return UnitFlops(value(units.entry.flops, sizes),
@@ -41,8 +42,6 @@ def unit_flops(config: ModelConfig) -> UnitFlops:
 
 
 def layer_split(config: Config, schedule: Placed) -> Split:
-    """Return the number of blocks of each stage: --stage-layers, or balanced over the schedule's
-    ranks.
-    """
+    """Return each stage's number of blocks: --stage-layers, or balanced over the ranks."""
     return config.grid.stage_layers or balanced_layers(
         unit_flops(config.model), schedule.stages_by_rank)

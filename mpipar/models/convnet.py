@@ -1,10 +1,10 @@
-"""A network of convolutions as a sequence of layers, and its Stage.
+"""A convolutional network as a sequence of layers, and its Stage.
 
     stem -> block 0 -> ... -> block L-1 -> final norm -> mean over places -> head -> loss
 
 The stem is a convolution, GELU and a 2 x 2 pooling. A block is x = x + down(gelu(up(norm(x)))). Its
 two convolutions have the cuts of a decoder's feed-forward network. Letters: B images, P and Q
-height and width behind the stem, D channels of the stream, F channels inside a block, V classes.
+height and width after the stem, D channels of the stream, F channels inside a block, V classes.
 """
 
 from __future__ import annotations
@@ -27,8 +27,8 @@ from mpipar.ops.array_ops import out_length
 from mpipar.ops.signature import Array
 from mpipar.partition.tokens import WholeTokens
 
-KERNEL = 3  # every convolution's, with one zero around the image
-ENTRY = "stem"  # what the first stage holds below its blocks
+KERNEL = 3  # width of every convolution's kernel, with one zero of padding around the image
+ENTRY = "stem"  # what the first stage holds before its blocks
 LETTERS = """\
 B images of a microbatch, D channels of the stream, F channels inside a pair, V classes, d, f and v
 a rank's pieces of D, F and V, S0 and S places of an image before and after the stem, C its
@@ -37,28 +37,28 @@ CUT = "channels, classes"  # what tp divides
 
 
 def deviation(channels: int) -> float:
-    """Standard deviation of initial weights.
+    """Return the standard deviation of initial weights.
 
-    It keeps the variance through GELU, which halves it (arXiv 1502.01852).
+    It preserves the variance through GELU, which halves it (arXiv 1502.01852).
     """
     return math.sqrt(2 / (KERNEL**2 * channels))
 
 
 def stem_size(config: ConvnetConfig) -> tuple[int, int]:
-    """Height and width behind the stem's convolution, before its pooling."""
+    """Return height and width after the stem's convolution, before its pooling."""
     height, width = (out_length(side, KERNEL, config.stem_stride, KERNEL // 2)
                      for side in config.image_shape[:2])
     return height, width
 
 
 def stream_size(config: ConvnetConfig) -> tuple[int, int]:
-    """(P, Q), the height and width behind the stem's pooling."""
+    """Return (P, Q), the height and width after the stem's pooling."""
     height, width = stem_size(config)
     return height // MaxPool.width, width // MaxPool.width
 
 
 class Stem:
-    """y (B, P, Q, D) = pool(gelu(conv(images))), cut by output channels and collected.
+    """y (B, P, Q, D) = pool(gelu(conv(images))), cut by output channels and gathered.
 
     Images have few channels, so there is nothing to cut on the input side.
     """
@@ -73,19 +73,19 @@ class Stem:
 
     @staticmethod
     def cost() -> Cost:
-        """Return its Cost; the images are the microbatch's."""
+        """Return its Cost; the images belong to the microbatch, so they count nothing."""
         conv = product_cost("stem", "gather", "C", "D", "B*S0", patch=PATCH)
         return together(conv._replace(stash={}, kept={}, barriers=conv.barriers[:1]), Cost(
             stash=array("B*S0", "D"), kept=array("B*S0", "D")))
 
     def forward(self, x: Array, stash: Stash) -> Array:
-        """y (B, P, Q, D); reads the microbatch's images, ignores x. Comm: one all_gather."""
+        """Return y (B, P, Q, D) of the microbatch's images; x is ignored. Comm: one all_gather."""
         h = self.conv.forward(stash.batch.images, stash)
         stash[self.name, "h"] = h
         return self.pool.forward(self.ops.gelu_forward(h), stash)
 
     def backward_input(self, dy: Array, stash: Stash) -> None:
-        """Keep dy for the convolution; nobody needs a gradient of the images."""
+        """Keep dy for the convolution; the images need no gradient."""
         da = self.pool.backward_input(dy, stash)
         stash[self.name, "dy"] = self.ops.gelu_backward_input(da, stash.pop((self.name, "h")))
 
@@ -136,8 +136,9 @@ BLOCKS = {"pair": BlockKind(pair_block, pair_cost)}  # by config.block_kind(inde
 def unit_costs(
     config: ConvnetConfig, method: str | None = None, scores: bool = False, dispatch: str = "",
 ) -> UnitCosts:
-    """Return what the units cost. There are neither attention nor experts, so the others say
-    nothing.
+    """Return what the units cost.
+
+    The other arguments have no effect, because there are neither attention nor experts.
     """
     head = together(NORMS[config.norm].cost("B*S"), Head.cost(WholeTokens, "B"),
                     CrossEntropy.cost("B"))
@@ -147,9 +148,10 @@ def unit_costs(
 def letters(
     config: ConvnetConfig, rows: int, tp: int, cp: int, table_multiple: int = 1
 ) -> dict[str, float]:
-    """Return the sizes of LETTERS for a microbatch of `rows` images on a rank, but for e and s.
+    """Return the sizes of LETTERS for a microbatch of `rows` images on a rank, except e and s.
 
-    table_multiple: see `Ops`; by default no row is padding, as in the FLOPs of the model itself.
+    table_multiple: see `Ops`; by default there are no padding rows, as in the FLOPs of the model
+    itself.
     """
     assert config.ffn, "completed"
     return {
@@ -164,8 +166,8 @@ def describe_model(config: ConvnetConfig) -> str:
     """Return the sizes of a resolved ModelConfig, for a headline."""
     image, stream = ("x".join(map(str, shape)) for shape in (config.image_shape,
                                                              stream_size(config)))
-    return (f"{config.layers} pairs of convolutions, {config.channels} channels, inside a pair"
-            f" {config.ffn}, images {image}, behind the stem {stream}, {config.classes} classes"
+    return (f"{config.layers} pairs of convolutions, {config.channels} channels, {config.ffn}"
+            f" inside a pair, images {image}, {stream} after the stem, {config.classes} classes"
             f"{', RMSNorm' if config.norm == 'rms' else ''}")
 
 

@@ -2,10 +2,10 @@
 
     embedding -> block 0 -> ... -> block L-1 -> final norm -> head -> loss
 
-A block is a list of layers; its index says which row of BLOCKS makes them. A dense block is
-x = x + attention(norm1(x)); x = x + ffn(norm2(x)). The first stage also holds the embedding, and
-the last one the final norm, head and loss. GPT-2, Llama and their kin are choices of layers: the
-tables NORMS, EMBEDDINGS, ROTATIONS and FFNS hold them. Letters: B batch, T tokens, D model width.
+A block is a list of layers; its index selects the row of BLOCKS that makes them. A dense block is x
+= x + attention(norm1(x)); x = x + ffn(norm2(x)). The first stage also holds the embedding, and the
+last one the final norm, head and loss. GPT-2, Llama and related models are choices of layers from
+the tables NORMS, EMBEDDINGS, ROTATIONS and FFNS. Letters: B batch, T tokens, D model width.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ from mpipar.partition.experts import DISPATCHES
 from mpipar.partition.tokens import WholeTokens, holder
 
 STD = 0.02  # GPT-2's standard deviation of initial weights
-ENTRY = "embedding"  # what the first stage holds below its blocks
+ENTRY = "embedding"  # what the first stage holds before its blocks
 LETTERS = """\
 B rows of a microbatch, T tokens of each on a rank, A tokens of a whole row, D model width, F ffn
 width, V vocabulary, f and v a rank's pieces of F and V, t its tokens between products where they
@@ -48,8 +48,8 @@ def dense_block(
 ) -> list[Layer]:
     """Return the layers of a pre-norm block whose tokens all pass the same feed-forward network.
 
-    Their barriers: two all_reduces over tp forward and two backward. With another --ffn-cut than
-    pair, or where the held tokens are cut, they are those of the cuts.
+    Their barriers: two all_reduces over tp forward and two backward, or those of the cuts for an
+    --ffn-cut other than pair and where the held tokens are cut.
     """
     assert config.ffn, "completed"
     ffn = feed_forward(context, config, f"block{index}.ffn", config.ffn)
@@ -59,9 +59,7 @@ def dense_block(
 def expert_block(
     context: Context, config: DecoderConfig, index: int, rotation: Rotation | NoRotation
 ) -> list[Layer]:
-    """Return the layers of a pre-norm block whose tokens pass experts, and perhaps one network
-    besides.
-    """
+    """Return the layers of a pre-norm block with experts, and perhaps a shared network."""
     branch: Any = MixtureOfExperts(
         context, f"block{index}.moe", config, std=STD, out_std=out_std(config))
     if config.shared_expert_ffn:
@@ -73,13 +71,13 @@ def expert_block(
 def out_std(config: DecoderConfig) -> float:
     """Return the standard deviation of the weights that end residual branches.
 
-    As in GPT-2 they start smaller, so that the stream's variance does not grow with depth.
+    As in GPT-2, it is smaller so that the stream's variance does not grow with depth.
     """
     return STD / math.sqrt(2 * config.layers)
 
 
 def feed_forward(context: Context, config: DecoderConfig, name: str, ffn: int) -> FeedForward:
-    """Return the feed-forward network of this width."""
+    """Return a feed-forward network of this width."""
     return FFNS[config.activation](
         context, name, config.d_model, ffn, cuts=context.pair(config.ffn_cut), std=STD,
         out_std=out_std(config), bias=config.bias == "all", rows=config.rows)
@@ -89,7 +87,7 @@ def block_around(
     context: Context, config: DecoderConfig, index: int, rotation: Rotation | NoRotation,
     branch: Any,
 ) -> list[Layer]:
-    """Return the layers of a block: attention, and then the branch."""
+    """Return the layers of a block: attention, then the branch."""
     name = f"block{index}"
     norm1 = norm_layer(context, f"{name}.norm1", config)
     attn = Attention(context, f"{name}.attn", config, rotation, std=STD, out_std=out_std(config))
@@ -98,8 +96,7 @@ def block_around(
 
 
 def dense_cost(config: DecoderConfig, method: str | None, scores: bool, dispatch: str) -> Cost:
-    """Return the Cost of a dense block. method, scores: see `Attention.cost`. No row is dispatched.
-    """
+    """Return the Cost of a dense block. method, scores: see `Attention.cost`."""
     return cost_around(config, method, scores, ffn_cost(config, "block*.ffn"))
 
 
@@ -114,7 +111,7 @@ def expert_cost(config: DecoderConfig, method: str | None, scores: bool, dispatc
 
 
 def ffn_cost(config: DecoderConfig, name: str, width: str = "F") -> Cost:
-    """Return the Cost of a feed-forward network of this width, a letter."""
+    """Return the Cost of a feed-forward network whose width is this letter."""
     held = holder(config.sequence_parallel, config.tp_matmul)
     cuts = held.cuts if config.ffn_cut == "pair" else (config.ffn_cut,) * 2
     return FFNS[config.activation].cost(name, cuts, width=width)
@@ -123,7 +120,7 @@ def ffn_cost(config: DecoderConfig, name: str, width: str = "F") -> Cost:
 def cost_around(
     config: DecoderConfig, method: str | None, scores: bool, *branch: Cost
 ) -> Cost:
-    """Return the Cost of a block: attention, and then the branch."""
+    """Return the Cost of a block: attention, then the branch."""
     held = holder(config.sequence_parallel, config.tp_matmul)
     norm = NORMS[config.norm].cost(held.rows)
     return together(norm, Attention.cost("block*.attn", held, method, scores), norm, *branch)
@@ -143,7 +140,7 @@ def shared_table(
 ) -> Param:
     """Return the (V, D) table of this name, cut by vocabulary: token embedding or LM head.
 
-    tables: those that this rank already holds. A new table is added to them.
+    tables: those that this rank already holds; a new one is added to them.
     """
     if name not in tables:
         tied = config.tied and name == TOKENS
@@ -157,8 +154,9 @@ def unit_costs(
     config: DecoderConfig, method: str | None = None, scores: bool = False,
     dispatch: str = "all-to-all",
 ) -> UnitCosts:
-    """Return what the units cost. method, scores: see `Attention.cost`; dispatch:
-    --expert-dispatch.
+    """Return what the units cost.
+
+    method, scores: see `Attention.cost`. dispatch: --expert-dispatch.
     """
     held = holder(config.sequence_parallel, config.tp_matmul)
     head = together(NORMS[config.norm].cost(held.rows), Head.cost(held), CrossEntropy.cost())
@@ -169,9 +167,10 @@ def unit_costs(
 def letters(
     config: DecoderConfig, rows: int, tp: int, cp: int, table_multiple: int = 1
 ) -> dict[str, float]:
-    """Return the sizes of LETTERS for a microbatch of `rows` rows on a rank, but for e and s.
+    """Return the sizes of LETTERS for a microbatch of `rows` rows on a rank, except e and s.
 
-    table_multiple: see `Ops`; by default no row is padding, as in the FLOPs of the model itself.
+    table_multiple: see `Ops`; by default there are no padding rows, as in the FLOPs of the model
+    itself.
     """
     assert config.ffn, "completed"
     assert config.head_dim, "completed"
@@ -188,7 +187,7 @@ def letters(
 
 
 def describe_model(config: DecoderConfig) -> str:
-    """Return the sizes of a resolved ModelConfig, for a headline, and what is not GPT-2's."""
+    """Return the sizes of a resolved ModelConfig, for a headline, and how it differs from GPT-2."""
     one = config.completed()
     assert one.head_dim, "completed"
     keys = f" ({one.kv_heads} kv)" if one.kv_heads != one.heads else ""
@@ -203,8 +202,8 @@ def describe_model(config: DecoderConfig) -> str:
 class Stage(LayerRun):
     """A stage of the decoder.
 
-    tables: the token tables this rank already holds, by name. If both stages of a tied table lie on
-    one rank, they share one Param. Then the tie is a local sum and needs no message.
+    tables: the token tables this rank already holds, by name. If both stages of a tied table are on
+    one rank, they share one Param, and the tie is a local sum that needs no message.
     """
 
     def __init__(

@@ -1,7 +1,7 @@
-"""The split of a model's blocks over the stages of a pipeline: no rank has much more work to do.
+"""Splits a model's blocks over the stages of a pipeline, so that no rank has much more work.
 
-Blocks may cost different numbers of FLOPs. They stay in their order, so a split is one number of
-blocks for each stage.
+Blocks may cost different numbers of FLOPs. They stay in order, so a split is one number of blocks
+for each stage.
 """
 
 from __future__ import annotations
@@ -14,9 +14,9 @@ Split = tuple[int, ...]  # blocks of each stage
 
 
 class UnitFlops(NamedTuple):
-    """FLOPs of the products in a model's forward: below the blocks, of each block, of the head.
+    """FLOPs of the products in a forward pass: before the blocks, of each block, of the head.
 
-    They are per image or per token; only their ratios count.
+    They are per image or per token; only their ratios matter.
     """
 
     entry: float
@@ -25,7 +25,7 @@ class UnitFlops(NamedTuple):
 
 
 def stage_flops(units: UnitFlops, stage_layers: Sequence[int]) -> list[tuple[float, float]]:
-    """FLOPs of each stage's forward: (entry and blocks, head)."""
+    """Return the FLOPs of each stage's forward pass: (entry and blocks, head)."""
     blocks = iter(units.blocks)
     sums: list[float] = [sum(islice(blocks, count)) for count in stage_layers]
     sums[0] += units.entry
@@ -33,19 +33,19 @@ def stage_flops(units: UnitFlops, stage_layers: Sequence[int]) -> list[tuple[flo
 
 
 def balanced_layers(units: UnitFlops, stages_by_rank: Iterable[Iterable[int]]) -> Split:
-    """Return the blocks per stage such that the busiest pipeline rank has as few FLOPs as possible.
+    """Return the blocks per stage that minimize the FLOPs of the busiest pipeline rank.
 
     stages_by_rank: the stages that each rank holds. A stage may hold no block.
 
-    The search starts as if all blocks cost the same. It moves on to the best neighbouring split
-    while that is better. If all blocks do cost the same, or each rank holds one stage, no split has
-    a less busy busiest rank. Elsewhere one may have, but not by the FLOPs of a whole block: an
-    exact answer would take a search through all splits.
+    The search starts as if all blocks cost the same, and moves to the best neighbouring split as
+    long as that is better. If all blocks do cost the same, or each rank holds one stage, the result
+    is optimal. Otherwise a better split may exist, but it cannot gain the FLOPs of a whole block;
+    an exact answer would require a search through all splits.
     """
     ranks = list(dict.fromkeys(map(tuple, stages_by_rank)))  # two mirror ranks hold the same stages
 
     def loads(split: Split) -> list[float]:
-        """FLOPs of each rank, the busiest first."""
+        """Return the FLOPs of each rank, the busiest first."""
         stages = [sum(flops) for flops in stage_flops(units, split)]
         return sorted((sum(stages[stage] for stage in held) for held in ranks), reverse=True)
 
@@ -59,12 +59,11 @@ def balanced_layers(units: UnitFlops, stages_by_rank: Iterable[Iterable[int]]) -
 
 
 def even_split(units: UnitFlops, ranks: list[Split]) -> Split:
-    """Return the best split of blocks that all cost what they cost on average. ranks: stages of
-    each.
+    """Return the best split if every block cost the average. ranks: stages of each rank.
 
-    Each block in turn goes to the least busy rank, and there to the least busy stage. Of equal
-    ranks the later one takes the block, since the first ranks stash more microbatches. Of equal
-    stages the earlier one takes it.
+    Each block goes to the least busy rank, and there to the least busy stage. Of equal ranks the
+    later one takes the block, since the first ranks stash more microbatches; of equal stages the
+    earlier one takes it.
     """
     num_stages = 1 + max(map(max, ranks))
     split, flops = [0] * num_stages, [0.0] * num_stages
@@ -79,12 +78,11 @@ def even_split(units: UnitFlops, ranks: list[Split]) -> Split:
 
 
 def filled_split(units: UnitFlops, ranks: list[Split], limit: float) -> Split:
-    """Return the split that fills stages from the last one on, each rank to less than `limit`
-    FLOPs.
+    """Return the split that fills stages backwards, each rank to less than `limit` FLOPs.
 
-    A rank with several stages fills each with an equal part of the room that is left to it. Blocks
-    that fit nowhere go to the first stage. If each rank holds one stage, that happens only if every
-    split reaches the limit.
+    A rank with several stages fills each with an equal part of its remaining room. Blocks that fit
+    nowhere go to the first stage. If each rank holds one stage, that happens only if every split
+    reaches the limit.
     """
     last = max(map(max, ranks))
     room = {held: limit - units.entry * (0 in held) - units.head * (last in held)
@@ -102,9 +100,9 @@ def filled_split(units: UnitFlops, ranks: list[Split], limit: float) -> Split:
 
 
 def moved_splits(split: Split) -> Iterator[Split]:
-    """Yield all splits with a block less in one stage and a block more in another.
+    """Yield all splits with one block less in one stage and one more in another.
 
-    The stages between them hold as many blocks as before, each the neighbours of those it had.
+    The stages between them hold as many blocks as before, each shifted by one.
     """
     for source, target in permutations(range(len(split)), 2):
         if split[source]:

@@ -1,4 +1,4 @@
-"""What the stages of all models share: each is a contiguous run of layers."""
+"""The base of all models' stages: a contiguous run of layers with its passes and parameters."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from mpipar.ops.signature import Array
 
 
 class Passing(Protocol):
-    """Who runs a stage's passes and is told where they are: the engine."""
+    """What runs a stage's passes and is told where they are: the engine."""
 
     def enter(self, unit: int) -> None: ...
     def leave(self, unit: int) -> None: ...
@@ -26,13 +26,12 @@ class LayerRun:
     """Layers in order, and their parameters in flat buffers; a model's Stage derives from it.
 
     units: lists of layers. A unit is what comes before the blocks, a block, or what comes after
-    them. flats: see `flats_of`. loss:
-    the last layer on the last stage, else None. elsewhere: names of parameters that another stage's
-    buffers hold. width: of the stream between stages. places: of an image in it; () for the tokens
-    of a batch that this rank holds.
+    them. flats: see `flats_of`. loss: the last layer on the last stage, else None. elsewhere: names
+    of parameters that another stage's buffers hold. width: of the stream between stages. places:
+    height and width of an image in it; () for the tokens of a batch that this rank holds.
 
-    Every pass takes the object that runs it, `engine`. It calls engine.enter(unit) before it
-    touches a unit, and engine.leave(unit) when it is done with it. Units count from the first.
+    Every pass takes the object that runs it, `engine`, and calls engine.enter(unit) before it
+    touches a unit and engine.leave(unit) when it is done with it. Units are counted from the first.
     """
 
     def __init__(
@@ -59,16 +58,16 @@ class LayerRun:
         return [param for flat in self.flats for param in flat.params]
 
     def in_shape(self, batch: Any) -> tuple[int, ...]:
-        """Shape of the activations between any two stages: (B, tokens held, D) or (B, P, Q, D)."""
+        """Return the shape of activations between stages: (B, tokens held, D) or (B, P, Q, D)."""
         places = self.places or (self.held.length(batch.shape[1]),)
         return (batch.shape[0], *places, self.width)
 
     def set_loss_scale(self, scale: float) -> None:
-        """Set what multiplies gradients of losses: loss scale / targets in the global batch."""
+        """Set the factor of the losses' gradients: loss scale / targets in the global batch."""
         self.factor.value = scale
 
     def forward(self, x: Array, stash: Stash, engine: Passing) -> Array:
-        """Activations for the next stage; on the last stage the sum of the losses."""
+        """Return activations for the next stage; on the last stage the sum of the losses."""
         for unit, layers in enumerate(self.units):
             engine.enter(unit)
             for layer in layers:
@@ -77,7 +76,7 @@ class LayerRun:
         return x
 
     def backward_input(self, dy: Array, stash: Stash, engine: Passing) -> Array:
-        """dx for the stage before; dy is None on the last stage."""
+        """Return dx for the previous stage; dy is None on the last stage."""
         for unit, layers in self._last_first():
             engine.enter(unit)
             for layer in reversed(layers):
@@ -95,7 +94,7 @@ class LayerRun:
         assert not stash, f"stage {self.stage} left {list(stash)} in the stash"
 
     def backward(self, dy: Array, stash: Stash, engine: Passing) -> Array:
-        """Run both halves layer by layer, so that each layer's stash is freed early."""
+        """Run both halves layer by layer, so that each layer's stash is freed early; return dx."""
         for unit, layers in self._last_first():
             engine.enter(unit)
             for layer in reversed(layers):
@@ -107,19 +106,19 @@ class LayerRun:
         return dy
 
     def _last_first(self) -> Iterator[tuple[int, Sequence[Layer]]]:
-        """(unit, its layers) from the last unit to the first."""
+        """Return (unit, its layers) from the last unit to the first."""
         return reversed(list(enumerate(self.units)))
 
 
 def stage_parts(stage: int, stage_layers: tuple[int, ...]) -> tuple[range, bool, bool]:
-    """Block indices of a stage, whether it is the first, whether it is the last."""
+    """Return (block indices of a stage, whether it is the first, whether it is the last)."""
     first = sum(stage_layers[:stage])
     blocks = range(first, first + stage_layers[stage])
     return blocks, stage == 0, stage == len(stage_layers) - 1
 
 
 class UnitCosts(NamedTuple):
-    """What the units of a model cost: the layers below the blocks, each block, norm and head.
+    """What the units of a model cost: layers before the blocks, each block, final norm and head.
 
     stream: bytes of the activations between two units, which are also a message between stages.
     """
@@ -131,12 +130,12 @@ class UnitCosts(NamedTuple):
 
     @property
     def kinds(self) -> list[Cost]:
-        """The Costs that blocks have, each once, in the order of the blocks."""
+        """The distinct Costs of blocks, in the order of the blocks."""
         return list({id(one): one for one in self.blocks}.values())
 
     @property
     def block(self) -> Cost:
-        """The Cost of every block, of a model that has one kind."""
+        """The Cost of every block, for a model with a single kind of block."""
         (one,) = self.kinds
         return one
 
@@ -145,7 +144,7 @@ class BlockKind(NamedTuple):
     """A kind of block: a row of a model's BLOCKS.
 
     layers(context, config, index, ...) makes the layers of the block of this index, first to last.
-    cost(config, ...) is what they cost. What follows these is the model's own.
+    cost(config, ...) is what they cost. Further arguments depend on the model.
     """
 
     layers: Callable[..., list[Layer]]
@@ -153,7 +152,6 @@ class BlockKind(NamedTuple):
 
 
 def block_costs(kinds: Mapping[str, BlockKind], config: Any, *more: Any) -> tuple[Cost, ...]:
-    """Return what each block of a ModelConfig costs. kinds: the BLOCKS of its model; more: its own.
-    """
+    """Return what each block of a ModelConfig costs. kinds: its BLOCKS; more: `cost` arguments."""
     costs = {name: kind.cost(config, *more) for name, kind in kinds.items()}
     return tuple(costs[config.block_kind(index)] for index in range(config.layers))
