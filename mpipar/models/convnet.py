@@ -73,7 +73,7 @@ class Stem:
 
     @staticmethod
     def cost() -> Cost:
-        """Return its Cost; the images belong to the microbatch, so they count nothing."""
+        """Return its Cost, without the images, which belong to the microbatch."""
         conv = product_cost("stem", "gather", "C", "D", "B*S0", patch=PATCH)
         return together(conv._replace(stash={}, kept={}, barriers=conv.barriers[:1]), Cost(
             stash=array("B*S0", "D"), kept=array("B*S0", "D")))

@@ -2,10 +2,10 @@
 
     embedding -> block 0 -> ... -> block L-1 -> final norm -> head -> loss
 
-A block is a list of layers; its index selects the row of BLOCKS that makes them. A dense block is x
-= x + attention(norm1(x)); x = x + ffn(norm2(x)). The first stage also holds the embedding, and the
-last one the final norm, head and loss. GPT-2, Llama and related models are choices of layers from
-the tables NORMS, EMBEDDINGS, ROTATIONS and FFNS. Letters: B batch, T tokens, D model width.
+A block is a list of layers; its index selects the row of BLOCKS that makes them. A dense block is
+x = x + attention(norm1(x)); x = x + ffn(norm2(x)). The first stage also holds the embedding, and
+the last one the final norm, head and loss. GPT-2, Llama and related models are choices of layers
+from the tables NORMS, EMBEDDINGS, ROTATIONS and FFNS. Letters: B batch, T tokens, D model width.
 """
 
 from __future__ import annotations
