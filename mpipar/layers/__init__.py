@@ -1,1 +1,1 @@
-"""Layers: they own parameters, biases, the stash and the names of barriers."""
+"""Layers: each owns its parameters, its entries in the stash and the names of its barriers."""

@@ -1,16 +1,16 @@
 """Causal multi-head attention, cut by heads.
 
-One product with a column cut makes q, k and v of this rank's heads. Each rank attends over its own
-heads. The output projection, with a row cut, sums the heads of all ranks. That takes one all-reduce
-forward and one backward. Where tokens are cut between the products, x and y are (B, T/tp, D) and
-the barriers are those of that pair of cuts. Where the ranks of cp hold other tokens of the same
-rows, attention itself crosses barriers: see partition/context.py. Where text is generated, the
-stash has a cache of earlier keys and values.
+One product with a column cut computes q, k and v of this rank's heads, over which each rank attends
+on its own. The output projection, with a row cut, sums the heads of all ranks, which takes one
+all-reduce forward and one backward. Where tokens are cut between the products, x and y are (B,
+T/tp, D) and the barriers are those of that pair of cuts. Where the ranks of cp hold different
+tokens of the same rows, attention itself crosses barriers: see partition/context.py. During text
+generation, the stash has a cache of earlier keys and values.
 
-Several heads of queries may share a head of keys and values (grouped-query attention, Ainslie et
-al., arXiv 2305.13245). If there are more ranks of tp than heads of keys and values, neighbours hold
-replicas of one: the group kv. Each has the gradient of keys and values that its own queries make.
-The weights need the sum over the group.
+Several query heads may share one head of keys and values (grouped-query attention, Ainslie et al.,
+arXiv 2305.13245). If tp has more ranks than there are key and value heads, neighbours hold replicas
+of one: the group kv. Each of them has the gradient of keys and values from its own queries only,
+while the weights need the sum over the group.
 
 Letters: B batch, T tokens of this rank's rows, D model width, H heads of queries, K heads of keys
 and values, d head width.
@@ -33,15 +33,15 @@ from mpipar.partition.context import attention_over
 from mpipar.partition.tokens import WholeTokens
 
 # Rotary positions: queries and keys are rotated by angles that grow with their position. Number i
-# of a head's first half and number i of its second half are the coordinates of a point. At position
-# p the point is turned by p f_i. So the product of a query and a key depends on how far they are
-# apart. These pairs are those of Hugging Face's files, whose weights need no permutation. Positions
-# are global: a rank that holds other tokens of a row turns them by other angles. Source: Su et al.,
-# arXiv 2104.09864.
+# of a head's first half and number i of its second half are the coordinates of a point, which is
+# rotated by p f_i at position p, so that the product of a query and a key depends on their
+# distance. The pairs are those of Hugging Face's files, whose weights therefore need no
+# permutation. Positions are global: a rank that holds other tokens of a row rotates them by other
+# angles. Source: Su et al., arXiv 2104.09864.
 
 
 class Rotation:
-    """Turns queries and keys (B, T, heads, d), and takes the turn off their gradients.
+    """Rotates queries and keys (B, T, heads, d), and rotates their gradients back.
 
     One object serves all blocks of a stage. table: (T, 2, d/2), cosine and sine by position.
     """
@@ -54,16 +54,16 @@ class Rotation:
         ops.copy(self.table, ops.asarray(host))
 
     def forward(self, x: Array, positions: Array) -> None:
-        """Turn x in place; positions (T,) of its tokens in their row."""
+        """Rotate x in place by the positions (T,) of its tokens in their row."""
         self.ops.rope_forward(x, positions, self.table)
 
     def backward(self, dx: Array, positions: Array) -> None:
-        """Turn dx back in place."""
+        """Rotate dx back in place."""
         self.ops.rope_backward_input(dx, positions, self.table)
 
 
 class NoRotation:
-    """Leaves queries and keys as they are: the embedding has brought the positions in."""
+    """Leaves queries and keys as they are: the embedding has already added the positions."""
 
     def __init__(self, ops: Any, config: Any) -> None:
         pass
@@ -81,9 +81,9 @@ ROTATIONS: dict[str, Callable[..., Rotation | NoRotation]] = {
 
 
 class Attention:
-    """softmax(q k^T / sqrt(d)) v; positions tell which keys a query may see.
+    """softmax(q k^T / sqrt(d)) v, where positions determine which keys a query may see.
 
-    config: a completed DecoderConfig. rotation: turns q and k by their positions.
+    config: a completed DecoderConfig. rotation: rotates q and k by their positions.
     """
 
     def __init__(self, context: Context, name: str, config: Any,
@@ -112,8 +112,8 @@ class Attention:
     def cost(name: str, held: type[WholeTokens], method: str | None, scores: bool) -> Cost:
         """Return its Cost. held: a class of partition/tokens.py. method: of `attention_over`.
 
-        scores: whether it keeps all scores. If not, it keeps two numbers for each query, and where
-        heads were exchanged, the result of all tokens of some heads beside its own.
+        scores: whether it keeps all scores. If not, it keeps two numbers for each query and, where
+        heads were exchanged, the result for all tokens of some heads besides its own.
         """
         kept = [array("B*T", "QKK")]
         if scores:
@@ -133,7 +133,7 @@ class Attention:
                         product_cost(f"{name}.proj", held.cuts[1], "Q", "D"))
 
     def forward(self, x: Array, stash: Stash, residual: Array | None = None) -> Array:
-        """y (B, T, D) of x (B, T, D), plus residual.
+        """Return y (B, T, D) of x (B, T, D), plus residual.
 
         Comm: forward of both cuts, and of attention over cp.
         """
@@ -145,7 +145,7 @@ class Attention:
         return self.proj.forward(heads.reshape(*heads.shape[:2], -1), stash, residual)
 
     def backward_input(self, dy: Array, stash: Stash) -> Array:
-        """dx (B, T, D) of dy (B, T, D).
+        """Return dx (B, T, D) of dy (B, T, D).
 
         Comm: backward_input of both cuts, and of attention over cp.
         """
@@ -165,15 +165,16 @@ class Attention:
         Comm: backward_weight of both cuts, and one all_reduce over kv.
         """
         self.proj.backward_weight(stash)
-        # Only now: dx, which all of tp sums, has counted each part. qkv reads the sum as its dy.
+        # Not earlier: dx is summed over all of tp, so each part must count once there. The sum is
+        # written to the view that qkv reads as its dy.
         chunks.add(self.ops, stash.pop((self.name, "dkv")), self.kv, f"{self.name}.kv")
         self.qkv.backward_weight(stash)
 
     def _by_head(self, x: Array) -> Array:
-        """The view (B, T, heads, d) of x (B, T, heads * d)."""
+        """Return the view (B, T, heads, d) of x (B, T, heads * d)."""
         return x.reshape(*x.shape[:2], -1, self.head_width)
 
     def _split(self, packed: Array) -> tuple[Array, Array, Array]:
-        """q (B, T, H/tp, d), k and v of an array of all these heads: views, no copy."""
+        """Return q (B, T, H/tp, d), k and v of an array of all these heads: views, no copies."""
         q, k, v = self.parts
         return packed[:, :, q], packed[:, :, k], packed[:, :, v]

@@ -1,4 +1,4 @@
-"""What every layer of a stage needs to know about its rank."""
+"""The Context: everything about its rank that a layer needs to know."""
 
 from __future__ import annotations
 
@@ -25,10 +25,10 @@ ALONE = Copies()
 
 
 class LossFactor:
-    """What multiplies the gradient of the sum of all token losses; a step sets it.
+    """The factor of the gradient of the sum of all token losses; each step sets it.
 
-    It is loss scale / number of tokens in the global batch. So the gradients of all microbatches
-    and data-parallel ranks add up to those of the mean loss.
+    It is loss scale / number of tokens in the global batch, so that the gradients of all
+    microbatches and data-parallel ranks add up to those of the mean loss.
     """
 
     value = 1.0
@@ -40,11 +40,12 @@ class Context:
 
     ops: see mpipar/ops. comms: the groups of this rank; `tp` is the one that cuts products. held:
     which tokens this rank holds between two products, by default all of them. attention: how the
-    ranks of cp attend to each other's tokens, see `partition.context`. recompute_blocks: how many
-    of a stage's first blocks recompute something. recompute_attention: how these attend if they
-    recompute only scores; None if they keep only their input. dispatch: how tokens reach experts on
-    other ranks. factor: of the loss. sharding: what the data group shards. copies: those of the
-    stage's parameters. tied: those of a table that the first and the last stage share.
+    ranks of cp attend to each other's tokens, see `partition.context`. recompute_blocks: the number
+    of a stage's leading blocks that use activation recomputation. recompute_attention: the
+    attention method of these blocks if they recompute only scores; None if they recompute
+    everything from their input. dispatch: how tokens reach experts on other ranks. factor: of the
+    loss. sharding: what is sharded over the data group. copies: those of the stage's parameters.
+    tied: those of a table that the first and the last stage share.
     """
 
     ops: Any
@@ -69,15 +70,15 @@ class Context:
 
     @property
     def data(self) -> Comm:
-        """The group of the ranks that hold the same shard and read different data: dp x cp."""
+        """The group of ranks that hold the same shard and read different data: dp x cp."""
         return self.comms["data"]
 
     def blocks(
         self, make: Callable[[Context, int], list[Layer]], indices: Iterable[int]
     ) -> list[list[Layer]]:
-        """Return the layers of each of a stage's blocks; the first blocks make something again.
+        """Return the layers of each of a stage's blocks; the leading ones use recomputation.
 
-        make(context, index) gives the layers of the block of this index.
+        make(context, index) returns the layers of the block of this index.
         """
         found: list[list[Layer]] = []
         for place, index in enumerate(indices):
@@ -90,17 +91,15 @@ class Context:
         return found
 
     def pair(self, cut: str) -> tuple[str, str]:
-        """Return the cuts of two products, where the second reads the first one's result.
+        """Return the cuts of two products, the second of which reads the first one's result.
 
-        cut: `pair` for the two that fit the tokens held, or the name of one cut for both.
+        cut: `pair` for the two that match the tokens held, or the name of one cut for both.
         """
         return self.held.cuts if cut == "pair" else (cut, cut)
 
 
 def recompute_options(config: Any) -> dict[str, Any]:
-    """Return the fields of a Context that say how a Config computes, and what its blocks make
-    again.
-    """
+    """Return the fields of a Context that a Config determines, with those of recomputation."""
     memory = config.memory
     scores = memory.recompute == "attention"
     every = config.model.layers if memory.recompute_layers is None else memory.recompute_layers
@@ -112,6 +111,6 @@ def recompute_options(config: Any) -> dict[str, Any]:
 
 
 def recomputed_blocks(config: Any) -> int:
-    """Return how many of the first blocks of a stage a Config makes run forward again."""
+    """Return how many leading blocks of a stage rerun their whole forward pass."""
     whole = config.memory.recompute == "block"
     return recompute_options(config)["recompute_blocks"] if whole else 0

@@ -1,8 +1,8 @@
-"""What crosses the border of this folder, as types: a layer.
+"""The interface of this folder as a type: a layer.
 
-Every layer has two halves of a backward, because some schedules run them apart. backward_input
-needs what forward left in the stash, and backward_weight what backward_input left. After
-backward_weight nothing of the layer is left in it.
+Every layer splits its backward pass into two halves, because some schedules run them at different
+times. backward_input needs what forward left in the stash, and backward_weight what backward_input
+left. After backward_weight nothing of the layer is left in it.
 """
 
 from __future__ import annotations
@@ -16,10 +16,10 @@ from mpipar.ops.signature import Array
 
 
 class Layer(Protocol):
-    """A layer, whatever it is made of.
+    """A layer of any kind.
 
-    params: of the layer and of those within it. The first layer of a model takes x = None and
-    returns dx = None; the loss returns a number and takes dy = None.
+    params: those of the layer and of the layers within it. The first layer of a model takes x =
+    None and returns dx = None; the loss returns a number and takes dy = None.
     """
 
     @property
@@ -32,4 +32,4 @@ class Layer(Protocol):
         """Return dx, and keep in the stash what backward_weight needs."""
 
     def backward_weight(self, stash: Stash, /) -> None:
-        """Add to the gradients of the parameters. It reads no weight."""
+        """Add to the gradients of the parameters, without reading any weight."""

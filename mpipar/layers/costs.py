@@ -1,9 +1,10 @@
-"""What a layer costs one rank for one microbatch, in letters: products, bytes kept, barriers.
+"""The cost of a layer per rank and microbatch, in letters: products, bytes kept, barriers.
 
-A Sum says how often each product of letters counts: {("B", "T", "D", "e"): 4} is 4*B*T*D*e. Each
-letter stands for a size, and a model's `letters` gives the sizes of a rank. So one form is a text
-for readers, and a number for each layout, also for one that the planner only thinks of. A small
-letter is a rank's piece: f of F, d of D, v of V. t are its tokens where T are cut between products.
+A Sum is a sum of products of letters with their coefficients: {("B", "T", "D", "e"): 4} is
+4*B*T*D*e. Each letter stands for a size, and a model's `letters` returns the sizes on a rank. One
+form thus serves as a text for readers and as a number for each layout, including those that the
+planner only considers. A lower-case letter is a rank's piece: f of F, d of D, v of V, and t of T
+where tokens are cut between products.
 """
 
 from __future__ import annotations
@@ -23,13 +24,12 @@ PIECES = str.maketrans("DFV", "dfv")
 
 
 def term(letters: str, often: float = 1) -> Sum:
-    """Return a product of letters, such as "B*T*s", so many times."""
+    """Return a product of letters, such as "B*T*s", with the coefficient `often`."""
     return {tuple(letters.split("*")): often}
 
 
 def array(rows: str, widths: str, number: str = "e") -> Sum:
-    """Return the bytes of an array. rows: such as "B*T". widths: letters that lie side by side, as
-    in "QKK".
+    """Return the bytes of an array of `rows`, such as "B*T", and widths side by side, as in "QKK".
 
     number: the letter of a number's bytes, e or s.
     """
@@ -37,7 +37,7 @@ def array(rows: str, widths: str, number: str = "e") -> Sum:
 
 
 def total(sums: Iterable[Sum]) -> Sum:
-    """Return all sums as one."""
+    """Return the total of all sums."""
     found: Counter[tuple[str, ...]] = Counter()
     for one in sums:
         found.update(one)
@@ -45,9 +45,9 @@ def total(sums: Iterable[Sum]) -> Sum:
 
 
 def value(form: Sum, letters: Letters) -> float:
-    """Return the number that a Sum is for these sizes."""
+    """Return the value of a Sum for these sizes."""
     found: float = 0
-    for one, product in form.items():  # loops, because the planner asks a million times
+    for one, product in form.items():  # loops, because the planner calls this often
         for letter in one:
             product *= letters[letter]  # noqa: PLW2901
         found += product
@@ -55,10 +55,10 @@ def value(form: Sum, letters: Letters) -> float:
 
 
 class Kind(NamedTuple):
-    """How a kind of barrier goes in a group of q ranks.
+    """How a kind of barrier is carried out in a group of q ranks.
 
-    operations: of its records. rounds: how often each takes place. pieces: what one operation
-    carries, in what the Barrier says.
+    operations: those that it records. rounds: how often each takes place. pieces: the payload of
+    one operation, as a multiple of what the Barrier carries.
     """
 
     operations: tuple[str, ...]
@@ -67,12 +67,12 @@ class Kind(NamedTuple):
 
 
 def once(_q: int) -> int:
-    """One, for a group of any size."""
+    """Return 1, for a group of any size."""
     return 1
 
 
 def all_of(q: int) -> int:
-    """As many as the group has ranks."""
+    """Return the number of ranks in the group."""
     return q
 
 
@@ -81,7 +81,7 @@ KINDS = {
     "all_gather": Kind(("all_gather",), once, all_of),
     "reduce_scatter": Kind(("reduce_scatter",), once, all_of),
     "all_to_all": Kind(("all_to_all",), once, once),
-    "all_to_allv": Kind(("all_to_allv",), once, lambda q: (q - 1) / q),  # of equal parts
+    "all_to_allv": Kind(("all_to_allv",), once, lambda q: (q - 1) / q),  # for equal parts
     "ring": Kind(("send", "recv"), lambda q: q - 1, once),
     "ring_home": Kind(("send", "recv"), all_of, once),  # the last message brings a sum home
 }
@@ -90,8 +90,8 @@ KINDS = {
 class Barrier(NamedTuple):
     """A barrier of a microbatch. name: of its records, * for a block's number. phase: F, I or W.
 
-    carries: bytes of a sum or of an exchange; where pieces travel, of one of them. again: whether
-    a block that runs forward again for its backward crosses it, too.
+    carries: bytes of a sum or of an exchange; where pieces travel, those of one piece. again:
+    whether a block that recomputes its forward pass crosses it once more.
     """
 
     name: str
@@ -102,7 +102,7 @@ class Barrier(NamedTuple):
     again: bool = False
 
     def calls(self, q: int) -> int:
-        """Return how many operations it is on each rank."""
+        """Return how many operations it takes on each rank."""
         way = KINDS[self.kind]
         return way.rounds(q) * len(way.operations)
 
@@ -120,11 +120,11 @@ class Barrier(NamedTuple):
 class Cost(NamedTuple):
     """What one or several layers cost.
 
-    products: (rows, inner, outer) of each product of a forward, with letters side by side as in
-    `array`. The gradients of its inputs and weights are products of the same FLOPs. weights:
-    numbers in their weights. flops: FLOPs of a forward. attention: those of attention among them.
-    stash: bytes kept from F to I. kept: from I to W. remade: bytes of what backward makes again
-    from the stash, where others would keep it. barriers: in the order of the layers.
+    products: (rows, inner, outer) of each product of a forward pass, with letters side by side as
+    in `array`; the gradients of its inputs and weights are products of the same FLOPs. weights:
+    numbers in the weights. flops: FLOPs of a forward pass. attention: those of attention among
+    them. stash: bytes kept from F to I. kept: from I to W. remade: bytes that backward recomputes
+    from the stash where they could also be kept. barriers: in the order of the layers.
     """
 
     products: tuple[tuple[str, str, str], ...] = ()
@@ -148,7 +148,7 @@ def together(*costs: Cost) -> Cost:
 
 
 def sides(cut: str, inner: str, outer: str) -> dict[str, tuple[str, str]]:
-    """{x or y: (letters of a rank's matrix on this side, letters of its array there)}.
+    """Return {x or y: (letters of a rank's matrix on this side, letters of its array there)}.
 
     A cut that gathers one side by width leaves the whole array on every rank.
     """
@@ -164,12 +164,12 @@ def product_cost(name: str, cut: str, inner: str, outer: str, rows: str = "B*T",
                  patch: str = "", again: bool = True) -> Cost:
     """Return the Cost of a product and its cut. inner, outer: letters of its whole widths.
 
-    patch: what the rows of the product's matrix have besides `inner`, of a convolution. again: see
+    patch: for a convolution, what the rows of the product's matrix have besides `inner`. again: see
     Barrier.
     """
     one, widths = CUTS[cut], sides(cut, inner, outer)
     held = "B*t" if one.tokens_are_cut else rows
-    # A cut that gathers x once more for the weight gradient keeps only its own tokens of x.
+    # A cut that gathers x again for the weight gradient keeps only its own tokens of x.
     pieces = any(phase == "W" for phase, *_ in one.barriers)
     x, y = array(held if pieces else rows, widths["x"][1]), array(rows, widths["y"][1])
     pairs = [(one, other) for one in widths["x"][0] for other in widths["y"][0]]
@@ -185,8 +185,7 @@ def product_cost(name: str, cut: str, inner: str, outer: str, rows: str = "B*T",
 
 def token_barriers(name: str, held: type[WholeTokens], *, scatter: str, gather: str,
                    rows: str = "B*T") -> tuple[Barrier, ...]:
-    """Return the barriers of a layer that gathers the tokens held in one phase, and scatters in
-    another.
+    """Return the barriers of a layer that gathers held tokens in one phase and scatters in another.
 
     rows: letters of all rows, which are those of all tokens, or of images.
     """

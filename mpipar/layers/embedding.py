@@ -1,8 +1,8 @@
 """Token embedding, with or without learned positions; the token table is cut by vocabulary.
 
 Each rank looks up the tokens whose rows it holds and writes zeros for the others. One sum over the
-ranks gives each the embedding of the tokens that it holds (see partition/tokens.py). Letters: B
-batch, T tokens, D model width, V vocabulary.
+ranks then gives each rank the embeddings of the tokens that it holds (see partition/tokens.py).
+Letters: B batch, T tokens, D model width, V vocabulary.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ if TYPE_CHECKING:
 
 
 class TokenEmbedding:
-    """x = token_table[tokens]. Attention brings the positions in."""
+    """x = token_table[tokens], without positions, which attention adds."""
 
     def __init__(self, context: Context, token_table: Param, seq_len: int, *,
                  std: float) -> None:
@@ -38,7 +38,7 @@ class TokenEmbedding:
                     barriers=token_barriers("embedding", held, scatter="F", gather="W"))
 
     def forward(self, x: Array, stash: Stash) -> Array:
-        """y (B, T, D) of the tokens held; reads the microbatch's tokens, ignores x.
+        """Return y (B, T, D) of the tokens held, for the microbatch's tokens; x is ignored.
 
         Comm: held.scatter over tp.
         """
@@ -74,9 +74,9 @@ class Embedding(TokenEmbedding):
         self.params = [self.tokens, self.positions]
 
     def forward(self, x: Array, stash: Stash) -> Array:
-        """y (B, T, D) of the tokens held. Comm: held.scatter over tp."""
+        """Return y (B, T, D) of the tokens held. Comm: held.scatter over tp."""
         y = super().forward(x, stash)
-        positions = self.held.positions(stash.batch.positions)  # (T,), or (B, T): of each row
+        positions = self.held.positions(stash.batch.positions)  # (T,), or (B, T) for each row
         return self.ops.position_forward(y, positions, self.positions.data)
 
     def backward_weight(self, stash: Stash) -> None:

@@ -1,8 +1,8 @@
-"""Feed-forward networks: widen, bend, narrow.
+"""Feed-forward networks: up-projection, activation, down-projection.
 
 The pair (column, row) cuts the first product by its output channels and the second by its input
-channels. So the wide activations never travel: there is one all-reduce forward and one backward.
-(gather, gather) cuts both by output channels and collects after each, as textbooks draw a
+channels, so the wide activations never travel: there is one all-reduce forward and one backward.
+(gather, gather) cuts both by output channels and gathers after each, as textbooks draw a
 partitioned layer. Where tokens are cut between the products, x and y are (B, T/tp, D) and the
 barriers are those of that pair of cuts. Letters: B batch, T tokens, D model width, F ffn width.
 """
@@ -22,7 +22,7 @@ class FeedForward:
     cuts: the names of the two products' cuts. bias, rows: see `Linear`.
     """
 
-    tensors: tuple[str, ...] = ("up",)  # that the first product multiplies by
+    tensors: tuple[str, ...] = ("up",)  # the weights of the first product
 
     def __init__(self, context: Context, name: str, d_model: int, ffn: int, *,
                  cuts: tuple[str, str], std: float, out_std: float, bias: bool = True,
@@ -47,16 +47,16 @@ class FeedForward:
     def _costs(
         name: str, cuts: tuple[str, str], wide: str, width: str, rows: str, patch: str
     ) -> tuple[Cost, Cost, Sum]:
-        """The Costs of both products, and the bytes of what the first one makes.
+        """Return the Costs of both products, and the bytes of what the first one computes.
 
-        wide: the letters of its outputs; width: that of what the second one takes.
+        wide: the letters of its outputs; width: the letter of the second one's inputs.
         """
         return (product_cost(f"{name}.up", cuts[0], "D", wide, rows, patch=patch),
                 product_cost(f"{name}.down", cuts[1], width, "D", rows, patch=patch, again=False),
                 array(rows, sides(cuts[0], "D", wide)["y"][1]))
 
     def forward(self, x: Array, stash: Stash, residual: Array | None = None) -> Array:
-        """y (B, T, D) of x (B, T, D), plus residual. Comm: forward of both cuts."""
+        """Return y (B, T, D) of x (B, T, D), plus residual. Comm: forward of both cuts."""
         return self.down.forward(self._widen(x, stash), stash, residual)
 
     def recompute(self, x: Array, stash: Stash) -> None:
@@ -64,13 +64,13 @@ class FeedForward:
         self.down.keep(self._widen(x, stash), stash)
 
     def _widen(self, x: Array, stash: Stash) -> Array:
-        """gelu(x @ w_up + b_up). Comm: forward of the first cut."""
+        """Return gelu(x @ w_up + b_up). Comm: forward of the first cut."""
         a, h = self.up.forward_gelu(x, stash)  # (B, T, F/tp) or, gathered, (B, T, F)
         stash[self.name, "h"] = h
         return a
 
     def backward_input(self, dy: Array, stash: Stash) -> Array:
-        """dx (B, T, D) of dy (B, T, D). Comm: backward_input of both cuts."""
+        """Return dx (B, T, D) of dy (B, T, D). Comm: backward_input of both cuts."""
         dh = self.down.backward_input_gelu(dy, stash.pop((self.name, "h")), stash)
         return self.up.backward_input(dh, stash)
 
@@ -83,8 +83,8 @@ class FeedForward:
 class GatedFeedForward(FeedForward):
     """y = (silu(x @ w_gate) * (x @ w_up)) @ w_down, and biases: SwiGLU, arXiv 2002.05202.
 
-    One product makes gate and up, each rank's part of both. Only they are kept from forward to
-    backward. What the second product reads is made again with the gradients.
+    One product computes gate and up, each rank's part of both. Only they are kept from forward to
+    backward; what the second product reads is recomputed together with the gradients.
     """
 
     tensors = ("gate", "up")
@@ -98,7 +98,7 @@ class GatedFeedForward(FeedForward):
         return together(up, Cost(stash=h), down._replace(stash={}, remade=down.stash))
 
     def forward(self, x: Array, stash: Stash, residual: Array | None = None) -> Array:
-        """y (B, T, D) of x (B, T, D), plus residual. Comm: forward of both cuts."""
+        """Return y (B, T, D) of x (B, T, D), plus residual. Comm: forward of both cuts."""
         y = self.down.forward(self._widen(x, stash), stash, residual)
         self.down.keep_no_longer(stash)
         return y
@@ -108,17 +108,17 @@ class GatedFeedForward(FeedForward):
         stash[self.name, "h"] = self._gate_and_up(x, stash)
 
     def _widen(self, x: Array, stash: Stash) -> Array:
-        """silu(gate) * up (B, T, F/tp). Comm: forward of the first cut."""
+        """Return silu(gate) * up (B, T, F/tp). Comm: forward of the first cut."""
         h = stash[self.name, "h"] = self._gate_and_up(x, stash)
         return self.ops.swiglu_forward(h)
 
     def _gate_and_up(self, x: Array, stash: Stash) -> Array:
-        """(B, T, 2, F/tp). Comm: forward of the first cut."""
+        """Return gate and up (B, T, 2, F/tp). Comm: forward of the first cut."""
         h = self.up.forward(x, stash)
         return h.reshape(*h.shape[:-1], 2, -1)
 
     def backward_input(self, dy: Array, stash: Stash) -> Array:
-        """dx (B, T, D) of dy (B, T, D). Comm: backward_input of both cuts."""
+        """Return dx (B, T, D) of dy (B, T, D). Comm: backward_input of both cuts."""
         da = self.down.backward_input(dy, stash)
         dh, a = self.ops.swiglu_backward_input(da, stash.pop((self.name, "h")))
         self.down.keep(a, stash)

@@ -1,8 +1,8 @@
-"""Flat buffers: what a stage keeps of its parameters, each kind in one array, whole or in pieces.
+"""Flat buffers: all parameters of a stage in one array per kind, whole or sharded by ZeRO.
 
-ZeRO shares out what all ranks of the data group would else keep alike (arXiv 1910.02054). Level 1
-shares out master weights and moments, level 3 weights and gradients too. `Sharding` says how; what
-travels then is in `layers/units.py` and `train/gradsync.py`.
+ZeRO shards what all ranks of the data group would otherwise hold as copies (arXiv 1910.02054):
+level 1 shards master weights and moments, level 3 weights and gradients too. `Sharding` says how;
+what is sent as a result is in `layers/units.py` and `train/gradsync.py`.
 """
 
 from __future__ import annotations
@@ -21,22 +21,22 @@ from mpipar.ops.signature import Array
 
 
 class Segment(NamedTuple):
-    """A run of a flat buffer that is cut into equal pieces. unit: whose it is."""
+    """A run of a flat buffer that is divided into equal pieces. unit: the unit it belongs to."""
 
     unit: int
     run: slice
 
 
 class Sharding(NamedTuple):
-    """How ranks share out what stages keep.
+    """How ranks shard what stages keep.
 
     A flat buffer is divided into *segments*, and each segment into equal pieces, one for each rank
     of the group. A rank owns its piece of every segment: it updates these numbers, and no other
     rank does.
 
-    level: of ZeRO. comm: the group that shares; with level 0 every rank is alone and keeps all.
-    bucket: most elements of a segment of level 1. whole_grads: whether a rank keeps whole gradients
-    during a step. data: the group that sums gradients, or None without a group.
+    level: of ZeRO. comm: the group that shards; with level 0 every rank is alone and keeps all.
+    bucket: maximum number of elements of a segment with level 1. whole_grads: whether a rank keeps
+    whole gradients during a step. data: the group that sums gradients, or None without a group.
     """
 
     level: int
@@ -46,11 +46,11 @@ class Sharding(NamedTuple):
     data: Comm | None = None
 
     def travels(self, kind: str) -> bool:
-        """Return whether a buffer is summed or gathered where it lies."""
+        """Return whether a buffer is summed or gathered in place."""
         return not self.shares(kind) and (kind == "grad" or (kind == "data" and self.level > 0))
 
     def shares(self, kind: str) -> bool:
-        """Return whether a rank keeps its own pieces alone of data, grad, master or a moment."""
+        """Return whether a rank keeps only its own pieces of data, grad, master or a moment."""
         if kind == "grad":
             return not self.whole_grads
         return self.level == 3 if kind == "data" else self.level > 0
@@ -58,7 +58,8 @@ class Sharding(NamedTuple):
     def segments(self, units: dict[int, slice], total: int) -> list[Segment]:
         """Return the segments of a flat buffer of `total` elements, in its order.
 
-        units: the run of each unit in the buffer; their lengths are multiples of the ranks.
+        units: the run of each unit in the buffer; their lengths are multiples of the number of
+        ranks.
         """
         if self.level == 0:
             return [Segment(-1, slice(0, total))]
@@ -68,7 +69,7 @@ class Sharding(NamedTuple):
                 for unit, run in units.items() for first in range(run.start, run.stop, size)]
 
     def own(self, segments: list[Segment]) -> list[slice]:
-        """This rank's piece of each segment, in the whole buffer."""
+        """Return this rank's piece of each segment, as slices of the whole buffer."""
         pieces = []
         for _, run in segments:
             length = (run.stop - run.start) // self.comm.size
@@ -77,33 +78,33 @@ class Sharding(NamedTuple):
         return pieces
 
 
-WHOLE = Sharding(0, Comm("alone", (0,), 0, None, Recorder()))  # one rank sends and records nothing
+WHOLE = Sharding(0, Comm("alone", (0,), 0, None, Recorder()))  # one rank: nothing sent or recorded
 
 
 class FlatParams:
     """Data, gradients and optimizer state of some parameters, each kind in one flat buffer.
 
-    A stage has one FlatParams for each set of groups over which gradients are partial. So a sum
-    over a group is a sum of whole buffers. Every Param is a view into the buffers, as far as this
-    rank holds it whole.
+    A stage has one FlatParams for each set of groups over which gradients are partial, so that a
+    sum over a group is a sum of whole buffers. Each Param is a view into all buffers, except into
+    those that are sharded.
 
-    With 16-bit data, gradients and master weights are float32: an update is often too small to
-    change a 16-bit number. Otherwise the master weights are the data.
+    With 16-bit data, gradients and master weights are float32, because an update is often too small
+    to change a 16-bit number. Otherwise the master weights are the data.
 
-    Units go from the last to the first, as their gradients are completed. Inside each unit,
-    parameters with decay come first. So an optimizer update is two long runs for each unit, and a
-    bucket of gradients is a slice. Zeros fill each unit's run up to a multiple of the ranks that
-    share. A buffer is either whole, in this order, or it holds the pieces of this rank alone, one
-    behind the other.
+    Units are stored from the last to the first, in the order in which their gradients are
+    completed, and inside each unit parameters with decay come first. An optimizer update thus
+    consists of two long runs per unit, and a bucket of gradients is a slice. Each unit's run is
+    padded with zeros to a multiple of the number of ranks that shard it. A buffer is either whole,
+    in this order, or it holds only the pieces of this rank, one after another.
 
     groups: names of the groups over which the gradients are summed; the last one is the data group.
-    sign_rate: see `Param`. size: elements of all parameters, without those zeros. total: with them.
-    units: {unit: slice}, in the order of the buffers. segments: what ranks share out one by one;
-    own: this rank's piece of each. updates: for each segment, (decay, slice of the own piece) of
-    each run. counted: (whether this rank counts it in norms, segment, slice of the own piece) of
-    each run; all that it does not count are copies. moments: {kind: buffer}, made by the optimizer.
-    summed: for each segment, the array that holds the own piece of the gradient when all ranks have
-    added theirs.
+    sign_rate: see `Param`. size: elements of all parameters, without padding. total: with padding.
+    units: {unit: slice}, in the order of the buffers. segments: the runs that are sharded one by
+    one; own: this rank's piece of each. updates: for each segment, (decay, slice of its own piece)
+    of each run. counted: (whether this rank counts it in norms, segment, slice of its own piece) of
+    each run; those that it does not count are copies. moments: {kind: buffer}, made by the
+    optimizer. summed: for each segment, the array that holds this rank's piece of the gradient once
+    it is summed over all ranks.
     """
 
     def __init__(self, ops: Any, params: Iterable[Param], sharding: Sharding = WHOLE,
@@ -132,7 +133,7 @@ class FlatParams:
             for whole, own in zip(self.segments, self.own, strict=True)]
 
     def _number(self) -> None:
-        """Find the place of each parameter, the runs, and the segments."""
+        """Compute the place of each parameter, the runs, and the segments."""
         self.starts: dict[Param, int] = {}
         start, unit = 0, None
         for param in self.params:
@@ -151,7 +152,7 @@ class FlatParams:
         self.counted = list(self._within_own(self._runs(attrgetter("owner"))))
 
     def _zeros(self, kind: str, dtype: Any, label: str) -> Array:
-        """A new buffer of a kind: whole, or as large as this rank's pieces.
+        """Return a new buffer of a kind: whole, or as large as this rank's pieces.
 
         Comm: perhaps a window, by every member of the group that sums it.
         """
@@ -162,23 +163,21 @@ class FlatParams:
         return self.ops.zeros((size,), dtype, label=label)
 
     def add_moment(self, kind: str) -> None:
-        """Make the buffer of an optimizer's moment, with zeros."""
+        """Allocate the buffer of an optimizer's moment, filled with zeros."""
         self.moments[kind] = self._zeros(kind, self.ops.statistics, "optimizer")
 
     @property
     def state(self) -> dict[str, Array]:
-        """{kind: buffer} of all that an update reads and changes."""
+        """{kind: buffer} of everything that an update reads and changes."""
         return {"master": self.master, **self.moments}
 
     def shares(self, kind: str) -> bool:
-        """Return whether ranks share out a kind of buffer, so that this one has its own pieces
-        alone.
-        """
+        """Return whether a kind of buffer is sharded, so that this rank has only its own pieces."""
         same = kind == "master" and not self.rounds
         return self.sharding.shares("data" if same else kind)
 
     def place(self, kind: str, buffer: Array, run: slice | None = None) -> None:
-        """Make `kind` of every Param in a run of the flat order its view of a buffer.
+        """Make `kind` of every Param in a run of the flat order a view of a buffer.
 
         run: what the buffer holds, by default all.
         """
@@ -187,14 +186,14 @@ class FlatParams:
             param.place(kind, buffer, self.starts[param] - run.start)
 
     def freshen(self, run: slice) -> None:
-        """State that the gradients of the parameters in a run of the flat order are zero."""
+        """Declare the gradients of the parameters in a run of the flat order to be zero."""
         for param in self.params_in(run):
             param.fresh = True
 
     def _runs(self, key: Callable[[Param], Any]) -> list[tuple[Any, slice]]:
-        """Contiguous runs of parameters with equal key(param): (key value, slice) of each.
+        """Return (key value, slice) of each contiguous run of parameters with equal key(param).
 
-        The zeros behind a parameter belong to its run.
+        The padding after a parameter belongs to its run.
         """
         found, edges, number = [], [*self.starts.values(), self.total], 0
         for value, params in itertools.groupby(self.params, key):
@@ -203,7 +202,7 @@ class FlatParams:
         return found
 
     def _within_own(self, runs: list[tuple[Any, slice]]) -> Iterator[tuple[Any, int, slice]]:
-        """Yield (value, segment, slice of the own piece) of the parts of runs that it owns."""
+        """Yield (value, segment, slice of its piece) of the parts of runs that this rank owns."""
         for value, run in runs:
             for segment, own in enumerate(self.own):
                 first, stop = max(run.start, own.start), min(run.stop, own.stop)
@@ -211,17 +210,16 @@ class FlatParams:
                     yield value, segment, slice(first - own.start, stop - own.start)
 
     def params_in(self, run: slice) -> list[Param]:
-        """Return the parameters that lie in a run of the flat order."""
+        """Return the parameters in a run of the flat order."""
         return [param for param, start in self.starts.items() if run.start <= start < run.stop]
 
     def length(self, segment: int) -> int:
-        """Elements of a segment."""
+        """Return the number of elements of a segment."""
         run = self.segments[segment].run
         return len(range(run.start, run.stop))
 
     def title(self, segment: int) -> str:
-        """Return the layer of a segment's first parameter, as in block3, for the name of a barrier.
-        """
+        """Return the layer of a segment's first parameter, as in block3, to name a barrier."""
         name: str = self.params_in(self.segments[segment].run)[0].name
         return name.split(".", maxsplit=1)[0]
 
@@ -235,16 +233,16 @@ class FlatParams:
         return self.moments[kind] if kind in self.moments else getattr(self, kind)
 
     def piece(self, kind: str, segment: int) -> Array:
-        """Return the own piece of a segment in a buffer."""
+        """Return this rank's piece of a segment in a buffer."""
         places = self.packed if self.shares(kind) else self.own
         return self.buffer(kind)[places[segment]]
 
     def pieces(self, kind: str) -> list[Array]:
-        """Return the own piece of each segment in a buffer."""
+        """Return this rank's piece of each segment in a buffer."""
         return [self.piece(kind, segment) for segment in range(len(self.segments))]
 
     def parts(self, param: Param, pieces: list[Array]) -> Iterator[tuple[int, Array]]:
-        """Yield (first, values) of what own pieces hold of a parameter.
+        """Yield (first, values) of what this rank's pieces hold of a parameter.
 
         first: place of the values in the flattened array of its local shape.
         """
@@ -255,7 +253,7 @@ class FlatParams:
                 yield low - start, piece[low - own.start:high - own.start]
 
     def _held_of(self, param: Param, kind: str) -> Iterable[tuple[int, Array]]:
-        """(first, values) of all that a buffer holds of a parameter; see `parts`."""
+        """Return (first, values) of all that a buffer holds of a parameter; see `parts`."""
         if self.shares(kind):
             return self.parts(param, self.pieces(kind))
         start = self.starts[param]
@@ -269,12 +267,12 @@ class FlatParams:
 
     @property
     def weights(self) -> list[str]:
-        """The kinds to fill with weights from outside; `publish` makes the rest of them."""
+        """The kinds to fill with weights from outside; `publish` derives the others from them."""
         same = self.shares("master") == self.shares("data")
         return ["master"] if same else ["master", "data"]
 
     def keep(self, param: Param, x: Array) -> None:
-        """Set what this rank holds of a parameter to its part of x, of the local shape."""
+        """Set what this rank holds of a parameter to its part of x, an array of the local shape."""
         flat = x.reshape(-1)
         for kind in self.weights:
             for first, view in self._held_of(param, kind):
@@ -284,7 +282,8 @@ class FlatParams:
         """Set every parameter to its initial values; padding stays zero.
 
         spread: standard deviation around the constant of biases and norms. Training starts them at
-        0 and 1. A comparison needs a spread: a zero bias that is counted twice is still zero.
+        exactly 0 and 1, but a comparison needs a spread: a zero bias that is counted twice is still
+        zero.
         """
         for kind in self.weights:
             for param, first, view in self.held(kind):
@@ -296,14 +295,14 @@ class FlatParams:
         self.publish()
 
     def publish(self) -> None:
-        """Round changed master weights to the data, where a rank holds as much of both."""
+        """Round changed master weights to the data, where a rank holds the same part of both."""
         if self.rounds and self.weights == ["master"]:
             self.ops.copy(self.data, self.master)
 
     def gather(self, segment: int) -> Pending:
-        """Start to make a segment of whole data equal on all ranks, each of which updated a piece.
+        """Start to all-gather a segment of whole data, of which each rank has updated its piece.
 
-        Comm: one all_gather over the ranks that share.
+        Comm: one all_gather over the ranks that shard.
         """
         comm = self.sharding.comm
         parts = self.data[self.segments[segment].run].reshape(comm.size, -1)
@@ -313,11 +312,10 @@ class FlatParams:
 def flats_of(
     ops: Any, params: Iterable[Param], sharding: Sharding, comms: Comms
 ) -> list[FlatParams]:
-    """Return one FlatParams for each set of groups over which gradients are partial, and each
-    update.
+    """Return a FlatParams for each set of groups over which gradients are partial, and each update.
 
-    Those that only the data group sums come first: their sums begin while passes still run. Each
-    set has a data group of its own, which shares out what the sharding says.
+    Those that only the data group sums come first, since their sums begin while passes still run.
+    Each set has its own data group, which shards what `sharding` says.
     """
     sets: dict[tuple[tuple[str, ...], float], list[Param]] = {}
     for param in params:
@@ -331,5 +329,5 @@ def flats_of(
 
 
 def padded(length: int, count: int) -> int:
-    """Return the next multiple of count."""
+    """Return `length`, rounded up to a multiple of `count`."""
     return -(-length // count) * count

@@ -23,15 +23,15 @@ class Linear:
 
     in_shape: logical shape of the inputs, e.g. (D,). out_shape: that of the outputs, e.g. (3, H,
     d). If w consists of several tensors, {name: (shape of its outputs, group that cuts them)};
-    their outputs stand side by side in y. cut: a name of `partition.CUTS`, which divides the inputs
-    or the outputs. in_axis, out_axis: which axis of in_shape or out_shape the cut divides, such as
-    heads or channels. std: standard deviation of the initial weights. bias: whether there is one.
-    rows: which side comes first in the weight's logical shape, "in" or "out". A file holds one row
-    after the other, so the form on disk decides. Of several tensors it is "out": then the rows of
-    one follow those of another, and the product reads them as one matrix.
+    their outputs are side by side in y. cut: a name of `partition.CUTS`, which divides the inputs
+    or the outputs. in_axis, out_axis: the axis of in_shape or out_shape that the cut divides, such
+    as heads or channels. std: standard deviation of the initial weights. bias: whether there is
+    one. rows: which side comes first in the weight's logical shape, "in" or "out"; the form on disk
+    decides, since a file stores one row after another. For several tensors it is "out": the rows of
+    one then follow those of another, and the product reads them as one matrix.
 
     A column cut divides the bias with the outputs. For the other cuts the bias is whole on every
-    rank and added once, after the barrier. Added before a row cut's sum, it would count once per
+    rank and added once, after the barrier; added before a row cut's sum, it would count once per
     rank.
 
     w, b: the first tensor of the weights, and of the bias or None.
@@ -57,7 +57,7 @@ class Linear:
                     context, f"{tensor}.b", shape, fill=0.0, decay=False,
                     placement={group: out_axis} if self.cut.bias_is_cut else {}))
         self.params = [*weights, *biases]
-        assert len({one.grad_groups for one in weights}) == 1, name  # so they lie side by side
+        assert len({one.grad_groups for one in weights}) == 1, name  # so they are side by side
         self.w, self.b = weights[0], biases[0] if biases else None
         self.weights, self.biases = weights, biases
         self.w_size = sum(one.size for one in weights)
@@ -69,9 +69,9 @@ class Linear:
 
     @property
     def alone(self) -> bool:
-        """Whether no barrier comes between the product of matrices and what follows it.
+        """Whether no barrier comes between the matrix product and what follows it.
 
-        So a device may have both as one function.
+        A device may then compute both in one function.
         """
         return self.comm.size == 1 and self.product is self.ops
 
@@ -87,15 +87,15 @@ class Linear:
         return self.b.through(self.biases[-1], kind) if self.b else None
 
     def _sizes(self, stash: Stash) -> Sizes:
-        """Sizes of the uncut product, with the number of tokens where the cut divides them."""
+        """Return the uncut product's sizes, with the number of tokens if the cut divides them."""
         if not self.cut.tokens_are_cut:
             return self.sizes
         return self.sizes._replace(tokens=stash.batch.shape[1])
 
     def forward(self, x: Array, stash: Stash, residual: Array | None = None) -> Array:
-        """y (.., N) of x (.., K), local sizes as the cut leaves them.
+        """Return y (.., N) of x (.., K), with local sizes as the cut leaves them.
 
-        residual (.., N): what is added to y, if given. Comm: forward of the cut.
+        residual (.., N): added to y, if given. Comm: forward of the cut.
         """
         if self.b and self.alone:
             self.keep(x, stash)
@@ -108,13 +108,13 @@ class Linear:
         return self.ops.bias_residual_forward(y, b, residual)
 
     def forward_without_bias(self, x: Array, stash: Stash) -> Array:
-        """y (.., N) of x (.., K), for a caller that adds the bias. Comm: forward of the cut."""
+        """Return y (.., N) of x (.., K), without the bias. Comm: forward of the cut."""
         self.keep(x, stash)
         w, sizes = self.matrix("data"), self._sizes(stash)
         return self.cut.forward(self.product, self.ops, x, w, self.comm, self.name, sizes=sizes)
 
     def forward_gelu(self, x: Array, stash: Stash) -> tuple[Array, Array]:
-        """(GELU of h, h (.., N) of x (.., K)). Comm: forward of the cut."""
+        """Return (GELU of h, h (.., N) of x (.., K)). Comm: forward of the cut."""
         if self.b and self.alone:
             self.keep(x, stash)
             a, h = self.ops.matmul_bias_gelu(x, self.matrix("data"), self.bias("data"))
@@ -129,11 +129,11 @@ class Linear:
         stash[self.name, "x"] = x
 
     def keep_no_longer(self, stash: Stash) -> None:
-        """Drop what forward has kept; the caller gives it to `keep` again before backward."""
+        """Drop what forward has kept; the caller passes it to `keep` again before backward."""
         del stash[self.name, "x"]
 
     def backward_input(self, dy: Array, stash: Stash) -> Array:
-        """dx (.., K) of dy (.., N). Comm: backward_input of the cut."""
+        """Return dx (.., K) of dy (.., N). Comm: backward_input of the cut."""
         w, sizes = self.matrix("data"), self._sizes(stash)
         dx, dy = self.cut.backward_input(
             self.product, self.ops, dy, w, self.comm, self.name, sizes=sizes)
@@ -141,7 +141,7 @@ class Linear:
         return dx
 
     def backward_input_gelu(self, dy: Array, h: Array, stash: Stash) -> Array:
-        """dh (.., K) of dy (.., N), where x was GELU of h. Comm: backward_input of the cut."""
+        """Return dh (.., K) of dy (.., N), where x = GELU(h). Comm: backward_input of the cut."""
         if self.alone:
             stash[self.name, "dy"] = dy
             return self.ops.matmul_nt_gelu_backward(dy, self.matrix("data"), h)

@@ -1,8 +1,8 @@
 """LM head and cross-entropy, both cut by vocabulary: the full logits never exist anywhere.
 
-Each rank makes the logits of its own rows of the table. The softmax needs three numbers per token
-from every rank: the largest logit, the sum of exp(logit - largest), and the target's logit. They
-travel together in one all-gather, and every rank combines them alike.
+Each rank computes the logits of its own rows of the table. The softmax needs three numbers per
+token from every rank: the largest logit, the sum of exp(logit - largest), and the target's logit.
+They travel together in one all-gather, and every rank combines them in the same way.
 
 Letters: B batch, T tokens, N = B*T, D model width, V vocabulary.
 """
@@ -20,8 +20,8 @@ from mpipar.partition.tokens import WholeTokens
 class Head:
     """logits (N, V/tp) = x @ table^T.
 
-    The table is stored (V, D), as an embedding's is. So the product's three functions exchange
-    their roles: forward multiplies by the transposed table.
+    The table is stored as (V, D), like that of an embedding, so the product's three functions swap
+    roles: forward multiplies by the transposed table.
     """
 
     def __init__(self, context: Context, table: Param) -> None:
@@ -36,18 +36,18 @@ class Head:
         return product_cost("head", "column", "D", "V", rows)._replace(barriers=barriers)
 
     def forward(self, x: Array, stash: Stash) -> Array:
-        """logits (N, V/tp) of x (B, T, D), the tokens that this rank holds.
+        """Return logits (N, V/tp) of x (B, T, D), the tokens that this rank holds.
 
         Comm: held.gather over tp.
         """
         x = self.held.gather(x, stash.batch.shape[1], self.name)
         if stash.cache is not None:
-            x = x[:, -1:]  # what comes next is asked of the newest token alone
+            x = x[:, -1:]  # only the newest token determines what comes next
         stash[self.name, "x"] = x
         return self.ops.matmul_nt(x.reshape(-1, x.shape[-1]), self.table.data)
 
     def backward_input(self, dy: Array, stash: Stash) -> Array:
-        """dx (B, T, D) of the tokens held, from dlogits (N, V/tp).
+        """Return dx (B, T, D) of the tokens held, from dlogits (N, V/tp).
 
         Comm: held.scatter over tp (each rank has only its own rows of the table).
         """
@@ -79,7 +79,7 @@ class CrossEntropy:
                     barriers=(Barrier("loss", "F", "all_gather", term(f"{rows}*s", 3)),))
 
     def forward(self, logits: Array, stash: Stash) -> Array:
-        """Sum of the token losses, a float; without targets the logits unchanged.
+        """Return the sum of the token losses, a float; without targets, the logits unchanged.
 
         Comm: one all_gather over tp.
         """
@@ -92,10 +92,10 @@ class CrossEntropy:
         return self.ops.sum(loss)
 
     def backward_input(self, dy: Array, stash: Stash) -> Array:
-        """dlogits (N, V/tp), written over the logits; dy is None."""
+        """Return dlogits (N, V/tp), written over the logits; dy is None."""
         logits, targets, sums = stash.pop((self.name, "logits"))
         return self.ops.cross_entropy_backward_input(
             logits, targets, sums, self.start, self.vocab_size, self.factor.value)
 
     def backward_weight(self, stash: Stash) -> None:
-        """There is no weight."""
+        """Do nothing: there is no weight."""

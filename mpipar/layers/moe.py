@@ -1,17 +1,18 @@
-"""Mixture of experts: a router gives each token some of many feed-forward networks.
+"""Mixture of experts: a router sends each token through some of many feed-forward networks.
 
     y = sum over the chosen e of p_e expert_e(x);   p = softmax over the chosen logits x w^T
 
-Ranks of the group `expert` share out the experts, which lie side by side in two tensors. Rows of
-tokens travel to their experts and back, see partition/experts.py: two barriers forward and two
-backward, and a small one for each. tp cuts every expert as it cuts a dense network. Each of its
-ranks routes all tokens alike and has only a part of each expert's result. So one sum over tp comes
-behind the experts, forward and backward; it adds up the gradients that pass through the router,
-too. W crosses no barrier. Experts have no biases. Sources: Shazeer et al., arXiv 1701.06538;
-Lepikhin et al., arXiv 2006.16668; Jiang et al. (Mixtral), arXiv 2401.04088.
+The experts, stored side by side in two tensors, are distributed over the ranks of the group
+`expert`. Rows of tokens travel to their experts and back (see partition/experts.py), which takes
+two barriers forward and two backward, and a small one for each. tp cuts every expert as it cuts a
+dense network: each of its ranks routes all tokens in the same way and computes only a part of each
+expert's result. One sum over tp therefore follows the experts, forward and backward; it also adds
+up the gradients that pass through the router. W crosses no barrier. Experts have no biases.
+Sources: Shazeer et al., arXiv 1701.06538; Lepikhin et al., arXiv 2006.16668; Jiang et al.
+(Mixtral), arXiv 2401.04088.
 
-Letters: B batch, T tokens, N = B*T, D model width, E experts, K of them for each token. F is the
-width inside an expert; R are the rows that this rank's experts get.
+Letters: B batch, T tokens, N = B*T, D model width, E experts, K of them for each token, F the width
+inside an expert, R the number of rows that this rank's experts get.
 """
 
 from __future__ import annotations
@@ -31,9 +32,9 @@ from mpipar.partition.tokens import WholeTokens
 
 
 class Bend(NamedTuple):
-    """What an expert does between its two products. wide: letters of what the first one makes.
+    """An expert's activation, between its two products. wide: letters of the first one's outputs.
 
-    forward(ops, h (R, F or 2F)) gives a (R, F). backward_input(ops, da, h) gives (dh, a).
+    forward(ops, h (R, F or 2F)) returns a (R, F). backward_input(ops, da, h) returns (dh, a).
     """
 
     wide: str
@@ -50,7 +51,7 @@ def _gelu_backward(ops: Ops, da: Array, h: Array) -> tuple[Array, Array]:
 
 
 def _both(h: Array) -> Array:
-    """Gate and up (R, 2, F) of h (R, 2F), of which there may be no row."""
+    """Return gate and up (R, 2, F) of h (R, 2F); R may be 0."""
     return h.reshape(len(h), 2, h.shape[1] // 2)
 
 
@@ -68,17 +69,17 @@ BENDS = {"gelu": Bend("g", _gelu, _gelu_backward),  # --activation
 
 
 class Router:
-    """Chooses K of E experts for each token, and keeps them equally busy as --router-balance says.
+    """Chooses K of E experts for each token, and balances their load as --router-balance says.
 
-    none: it does not. loss: each row of data has one more loss, coef * E sum_e f_e P_e. f_e is the
-    share of the row's choices that fell on e, and P_e the mean of its softmax. A row lies in one
-    microbatch of one replica, so the loss is that of every layout; one of a microbatch would not
-    be. Under cp one all_reduce adds up the choices of a row. bias: the choice adds a number of each
-    expert to the softmax. After a step it falls where an expert had more tokens than the mean, and
-    rises where it had fewer (arXiv 2408.15664).
+    none: no balancing. loss: each row of data has an additional loss, coef * E sum_e f_e P_e, where
+    f_e is the fraction of the row's choices that fell on e, and P_e the mean of its softmax. A row
+    is in one microbatch of one replica, so this loss is the same on every layout; a loss per
+    microbatch would not be. Under cp, one all_reduce adds up the choices of a row. bias: the choice
+    adds one number per expert to the softmax. After a step it falls where an expert had more tokens
+    than the mean, and rises where it had fewer (arXiv 2408.15664).
 
-    --routing chooses instead by the place in a row, see data/routing.py. The probabilities are
-    still the router's, and so are its gradients.
+    --routing replaces the choice by one that depends on the place in a row, see data/routing.py.
+    The probabilities and gradients are still the router's.
 
     config: a completed DecoderConfig.
     """
@@ -86,11 +87,11 @@ class Router:
     def __init__(self, context: Context, name: str, config: Any, std: float) -> None:
         self.ops, self.name, self.config = context.ops, name, config
         self.cp, self.factor = context.comms["cp"], context.factor
-        # What a choice adds to coef * E f_e. The ranks of tp have the same choices, and the sum
+        # What a choice adds to coef * E f_e. The ranks of tp make the same choices, and the sum
         # over them comes later.
         self.part = config.router_loss_coef * config.experts / (
             config.experts_per_token * config.seq_len * context.tp.size)
-        # Each rank of tp makes the gradients of its own part of the experts.
+        # Each rank of tp computes the gradients of its own part of the experts.
         self.w = Param(context, f"{name}.w", (config.experts, config.d_model), std=std,
                        partial_groups=("tp",))
         self.params = [self.w]
@@ -117,9 +118,9 @@ class Router:
         return choice
 
     def _added(self, batch: Any) -> Array:
-        """What the choice adds to the softmax: (E,), or (N, E) where it is forced; None: nothing.
+        """Return what the choice adds to the softmax: (E,), (N, E) where it is forced, or None.
 
-        A softmax is at most 1, and what is forced adds 2.
+        A softmax is at most 1, and a forced choice adds 2.
         """
         if self.forced is None:
             return self.bias and self.bias.data
@@ -128,7 +129,7 @@ class Router:
         return added.reshape(-1, self.config.experts)
 
     def backward_input(self, dprobs: Array, stash: Stash) -> Array:
-        """This rank's part of dx (N, D), of its part of dprobs (N, K).
+        """Return this rank's part of dx (N, D), from its part of dprobs (N, K).
 
         Comm: one all_reduce over cp if there is anything to balance.
         """
@@ -148,7 +149,7 @@ class Router:
         return self.ops.router_backward_input(dlogits, self.w.data)
 
     def backward_weight(self, stash: Stash) -> None:
-        """Accumulate the gradient of the weights, and what tells the next bias."""
+        """Accumulate the gradient of the weights, and the loads that determine the next bias."""
         x, dlogits = stash.pop((self.name, "x")), stash.pop((self.name, "dlogits"))
         self.ops.router_backward_weight(dlogits, x, self.w.grad)
         if self.bias is not None:
@@ -156,7 +157,7 @@ class Router:
 
 
 class MixtureOfExperts:
-    """y = sum over the chosen experts e of p_e down_e(bend(up_e(x))).
+    """y = sum over the chosen experts e of p_e down_e(activation(up_e(x))).
 
     config: a completed DecoderConfig. up holds (E, F, D), or (E, 2, F, D) for gate and up; down
     holds (E, D, F).
@@ -179,12 +180,12 @@ class MixtureOfExperts:
         self.params = [*self.router.params, self.up, self.down]
 
     def _up(self, kind: str) -> Array:
-        """The first product's weights or gradients of this rank's experts, (E/q, F, D): a view."""
+        """Return the weights or gradients of the first product here, (E/q, F, D): a view."""
         w = getattr(self.up, kind)
         return w.reshape(len(w), -1, w.shape[-1])
 
     def forward(self, x: Array, stash: Stash, residual: Array | None = None) -> Array:
-        """y (B, T, D) of x (B, T, D), plus residual.
+        """Return y (B, T, D) of x (B, T, D), plus residual.
 
         Comm: held.gather over tp; over expert plan, rows and combine of the dispatch; held.scatter
         over tp.
@@ -201,7 +202,7 @@ class MixtureOfExperts:
         self._widen(x, stash)
 
     def _widen(self, x: Array, stash: Stash) -> tuple[Any, Array]:
-        """(plan, h (R, F or 2F)). Comm: held.gather, and plan and rows of the dispatch."""
+        """Return (plan, h (R, F or 2F)). Comm: held.gather, and plan and rows of the dispatch."""
         x = self.held.gather(x, stash.batch.shape[1], f"{self.name}.up")
         x = x.reshape(-1, x.shape[-1])
         choice = self.router.forward(x, stash)
@@ -213,14 +214,14 @@ class MixtureOfExperts:
         return plan, h
 
     def _by_row(self, x: Array, stash: Stash) -> Array:
-        """The view (B, T, D) of x (N, D)."""
+        """Return the view (B, T, D) of x (N, D)."""
         return x.reshape(*stash.batch.shape, x.shape[-1])
 
     def backward_input(self, dy: Array, stash: Stash) -> Array:
-        """dx (B, T, D) of dy (B, T, D).
+        """Return dx (B, T, D) of dy (B, T, D).
 
-        The rows of dy are not weighted where they are sent. So what the router learns of an expert
-        is the product of its da and its a, and no result is kept for that.
+        The rows of dy are not weighted before they are sent. What the router learns about an expert
+        is therefore the product of its da and its a, and no result has to be kept for it.
         Comm: held.gather over tp; over expert rows, factors, combine and factors_back of the
         dispatch; the router's; held.scatter over tp.
         """
@@ -251,8 +252,7 @@ class MixtureOfExperts:
     @staticmethod
     def cost(name: str, held: type[WholeTokens], activation: str, dispatch: Dispatch,
              balance: str) -> Cost:
-        """Return its Cost, with the letters of models/decoder.py: the experts are equally popular.
-        """
+        """Return its Cost if experts are equally popular, with the letters of models/decoder.py."""
         wide, rows = BENDS[activation].wide, "B*T*k"
         barriers = [
             *(one._replace(again=one.phase == "F")
@@ -282,7 +282,7 @@ class Beside:
         self.params = [*one.params, *other.params]
 
     def forward(self, x: Array, stash: Stash, residual: Array | None = None) -> Array:
-        """y (B, T, D) of x (B, T, D), plus residual. Comm: forward of both."""
+        """Return y (B, T, D) of x (B, T, D), plus residual. Comm: forward of both."""
         return self.other.forward(x, stash, self.one.forward(x, stash, residual))
 
     def recompute(self, x: Array, stash: Stash) -> None:
@@ -291,7 +291,7 @@ class Beside:
         self.other.recompute(x, stash)
 
     def backward_input(self, dy: Array, stash: Stash) -> Array:
-        """dx (B, T, D) of dy (B, T, D). Comm: backward_input of both."""
+        """Return dx (B, T, D) of dy (B, T, D). Comm: backward_input of both."""
         dx = self.other.backward_input(dy, stash)
         return self.ops.accumulate(dx, self.one.backward_input(dy, stash))
 

@@ -20,9 +20,9 @@ class Norm:
     """Normalizes each token by its own statistics; the parameters are whole on every rank.
 
     Where the ranks of a group hold different tokens, the parameters' gradients are summed over it.
-    A kind of norm gives `fills`, the initial values of its parameters, and its array functions.
-    Forward returns y and the statistics that both backward functions take; `statistics` says how
-    many numbers of each token these are.
+    A subclass defines `fills`, the initial values of its parameters, and its array functions. Its
+    forward function returns y and the statistics that both backward functions take; `statistics` is
+    how many numbers these are per token.
     """
 
     fills: tuple[tuple[str, float], ...]
@@ -44,13 +44,13 @@ class Norm:
         return Cost(stash=total((x, statistics)), kept=total((x, x, statistics)))
 
     def forward(self, x: Array, stash: Stash) -> Array:
-        """y (B, T, D) of x (B, T, D)."""
+        """Return y (B, T, D) of x (B, T, D)."""
         y, *statistics = self._forward(x, *(param.data for param in self.params), self.eps)
         stash[self.name, "x"] = x, *statistics
         return y
 
     def backward_input(self, dy: Array, stash: Stash, residual: Array | None = None) -> Array:
-        """dx (B, T, D) of dy (B, T, D), plus residual."""
+        """Return dx (B, T, D) of dy (B, T, D), plus residual."""
         stash[self.name, "dy"] = dy
         x, *statistics = stash[self.name, "x"]
         if residual is None:
@@ -91,8 +91,9 @@ NORMS: dict[str, type[Norm]] = {"layer": LayerNorm, "rms": RMSNorm}  # --norm
 class Residual:
     """y = x + branch(norm(x)); dy flows around the branch and through it.
 
-    norm: a Norm. branch: a layer that keeps the shape of x and adds what it is told to. A device
-    makes each of both sums together with what comes before it. Comm: what the branch sends.
+    norm: a Norm. branch: a layer that keeps the shape of x and adds the `residual` it is given. A
+    device computes each of the two sums together with what precedes it. Comm: what the branch
+    sends.
     """
 
     def __init__(self, norm: Norm, branch: Any):
@@ -100,7 +101,7 @@ class Residual:
         self.params = [*norm.params, *branch.params]
 
     def forward(self, x: Array, stash: Stash) -> Array:
-        """y (B, T, D) of x (B, T, D)."""
+        """Return y (B, T, D) of x (B, T, D)."""
         return self.branch.forward(self.norm.forward(x, stash), stash, x)
 
     def recompute(self, x: Array, stash: Stash) -> None:
@@ -108,7 +109,7 @@ class Residual:
         run_again([self.norm, self.branch], x, stash)
 
     def backward_input(self, dy: Array, stash: Stash) -> Array:
-        """dx (B, T, D) of dy (B, T, D)."""
+        """Return dx (B, T, D) of dy (B, T, D)."""
         return self.norm.backward_input(self.branch.backward_input(dy, stash), stash, dy)
 
     def backward_weight(self, stash: Stash) -> None:

@@ -1,4 +1,4 @@
-"""Parameters: global name, logical shape, placement, and the same initial values on any layout."""
+"""Parameters: global name, logical shape, placement, and initial values that no layout changes."""
 
 from __future__ import annotations
 
@@ -20,8 +20,8 @@ Box = tuple[tuple[int, int], ...]  # (start, stop) on each dimension of a tensor
 class Copies(NamedTuple):
     """Copies of a tensor on other pipeline ranks.
 
-    groups: the groups over which the gradients of all copies are summed. owner: whether norms and
-    files count this rank's copy.
+    groups: the groups over which the gradients of all copies are summed. owner: whether this rank's
+    copy is the one that counts in norms and files.
     """
 
     groups: tuple[str, ...] = ()
@@ -29,7 +29,7 @@ class Copies(NamedTuple):
 
 
 class Held(Protocol):
-    """What a Param asks of a `Context`."""
+    """What a Param needs from a `Context`."""
 
     @property
     def comms(self) -> Comms: ...
@@ -43,28 +43,29 @@ class Param:
 
     name: global name, the same on every layout. shape: logical N-d shape of the whole tensor.
     placement: {group of ranks: the dimension of the shape that it cuts}. Ranks of tp that it does
-    not name hold replicas; so do the others of a part of tp that cuts it, such as kv_heads.
-    std: standard deviation of the initial normal values. fill: a constant to start from instead.
-    decay: whether weight decay applies: to matrices and embeddings, not to biases and norms.
-    partial_groups: groups whose ranks each make a part of the gradient. copies: see `Copies`; by
-    default the stage's. multiple: of what the length of a shard is, on each dimension that is cut;
-    zeros fill it up. sign_rate: what an update subtracts where the gradient is positive, and adds
-    where it is negative. Such a parameter has no part in optimizer, norm and clipping. 0: it has.
+    not name hold replicas, and so do the other ranks of tp if only a part of it, such as kv_heads,
+    cuts the tensor. std: standard deviation of the initial normal values. fill: a constant to start
+    from instead. decay: whether weight decay applies, as it does to matrices and embeddings, but
+    not to biases and norms. partial_groups: groups whose ranks each compute a part of the gradient.
+    copies: see `Copies`; by default the stage's. multiple: the length of a shard is a multiple of
+    this on each dimension that is cut, padded with zeros. sign_rate: what an update subtracts where
+    the gradient is positive, and adds where it is negative; such a parameter takes no part in
+    optimizer, norm and clipping. 0: an ordinary parameter.
 
     grad_groups: names of all groups over which the gradient is still partial after the step's last
-    backward. The last one is the data group, whose ranks read different data. copy_groups: those of
-    ranks beside it that hold copies. owner: false for replicas and tied copies, which norms and
-    files must not count again. box: (start, stop) of this shard on each dimension, without padding.
-    shard: its number among those of the tensor. unit: the unit of the stage that it belongs to,
-    counted from the first; the stage sets it. data, grad, master: views into the flat buffers of a
-    stage, which `FlatParams` places. Layers read data; the optimizer and files use master. A kind
-    that ranks share out is None.
+    backward pass. The last one is the data group, whose ranks read different data. copy_groups: the
+    groups besides it whose ranks hold copies. owner: false for replicas and tied copies, which
+    norms and files must not count again. box: (start, stop) of this shard on each dimension,
+    without padding. shard: its number among the tensor's shards. unit: the unit of the stage that
+    it belongs to, counted from the first; the stage sets it. data, grad, master: views into the
+    flat buffers of a stage, which `FlatParams` places. Layers read data; the optimizer and files
+    use master. A buffer that is sharded across ranks is None here.
     """
 
     data: Array
     grad: Array
     master: Array
-    fresh: bool  # whether the gradient is still the zeros that a step begins with
+    fresh: bool  # whether the gradient still consists of the zeros that a step begins with
 
     def __init__(self, context: Held, name: str, shape: Iterable[int], *,
                  placement: Mapping[str, int] | None = None, std: float = 0.0,
@@ -95,27 +96,27 @@ class Param:
         self._places: dict[str, tuple[Array, int]] = {}
 
     def __getattr__(self, kind: str) -> NoReturn:
-        """Called for what has not been set."""
+        """Explain what is missing; called for attributes that have not been set."""
         if kind not in ("data", "grad", "master"):
             raise AttributeError(f"Param has no attribute {kind!r}")
         raise UsageError(f"{self.name}: has no {kind} yet; before a layer computes, call"
                          " mpipar.FlatParams(ops, layer.params).initialize(seed)")
 
     def place(self, kind: str, buffer: Array, start: int) -> None:
-        """Make data, grad or master a view of a flat buffer, from `start` on."""
+        """Make data, grad or master a view of a flat buffer, starting at `start`."""
         self._places[kind] = buffer, start
         self.fresh = False
         setattr(self, kind, buffer[start:start + self.size].reshape(self.local_shape))
 
     def displace(self, kind: str) -> None:
-        """Take data, grad or master away: no rank holds it whole."""
+        """Remove data, grad or master: no rank holds it whole."""
         self._places.pop(kind, None)
         setattr(self, kind, None)
 
     def through(self, last: Param, kind: str) -> Array:
-        """Return the numbers of the flat buffer from this parameter's to those of `last`: a view.
+        """Return a view of the flat buffer, from this parameter's numbers to those of `last`.
 
-        So a product reads the tensors of a layer, which lie side by side, as one.
+        A product can thus read a layer's tensors, which are side by side, as one.
         """
         buffer, start = self._places.get(kind) or self.__getattr__(kind)
         same, place = last._places[kind]
@@ -123,7 +124,7 @@ class Param:
         return buffer[start:place + last.size]
 
     def box_at(self, grid: Grid, places: Mapping[str, int]) -> Box:
-        """(start, stop) on each dimension of the shard at some places of its groups."""
+        """Return (start, stop) on each dimension, for the shard at some places of its groups."""
         found = [(0, length) for length in self.shape]
         for group, dimension in self.placement.items():
             part = chunk_slice(
@@ -134,12 +135,12 @@ class Param:
     def shards(self, grid: Grid) -> list[dict[str, int]]:
         """Return the places of every shard of the tensor on a grid, in the order of their numbers.
 
-        The last group counts fastest.
+        The last group varies fastest.
         """
         return grid.places(tuple(self.placement))
 
     def initial_run(self, seed: int, spread: float, first: int, count: int, dtype: Any) -> Array:
-        """`count` initial values, flat, from place `first` of the shard; padding is zero."""
+        """Return `count` initial values, flat, from place `first` of the shard; padding is zero."""
         width = math.prod(self.local_shape[1:])
         rows = slice(first // width, -(-(first + count) // width))
         values: Array = np.zeros((rows.stop - rows.start, *self.local_shape[1:]), dtype)
@@ -157,8 +158,8 @@ class Param:
         The values are normal with deviation `std`. Those of biases and norms have deviation
         `spread` around their constant.
 
-        Row i of the whole tensor is a pure function of (seed, name, i). Philox is keyed by a hash
-        of seed and name, and its counter is set to i << 64. So any layout starts from the same
+        Row i of the whole tensor is a pure function of (seed, name, i): Philox is keyed by a hash
+        of seed and name, and its counter is set to i << 64. Any layout thus starts from the same
         model, and no rank ever makes more than one row of a tensor it does not own.
         """
         key = int.from_bytes(hashlib.sha256(f"{seed}:{self.name}".encode()).digest()[:16], "little")
@@ -167,7 +168,7 @@ class Param:
         bits = np.random.Philox(key=key)
         generator, state = np.random.Generator(bits), bits.state
         for row in range(first, stop)[rows]:
-            state["state"]["counter"][1] = row  # the counter is row << 64: rows cannot meet
+            state["state"]["counter"][1] = row  # the counter is row << 64: rows cannot overlap
             bits.state = state
             values = np.asarray(generator.standard_normal(self.shape[1:]))[inside]
             yield row - first, (

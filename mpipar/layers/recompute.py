@@ -1,8 +1,8 @@
-"""Recomputation: a block keeps only its input, and runs forward again before its input gradient.
+"""Activation recomputation: a block keeps only its input and reruns forward before its gradients.
 
 This shortens what is kept from F to I. What the weight gradient needs lives from I to W as it does
-without it. So schedules that put W off save less. The weights are those of the first time, because
-no update comes between F and I. Source: Chen et al., arXiv 1604.06174.
+without recomputation, so schedules that postpone W save less. The second pass sees the same weights
+as the first, because no update comes between F and I. Source: Chen et al., arXiv 1604.06174.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 
 
 class Recomputed:
-    """Layers that run forward twice. The second time leaves out the result, which nobody reads.
+    """Layers that run forward twice; the second time leaves out the result, which nothing reads.
 
     layers: those of a block, first to last.
     """
@@ -31,11 +31,11 @@ class Recomputed:
 
     @staticmethod
     def cost(block: Cost, x: Sum) -> Cost:
-        """Return the Cost of layers of this Cost that keep their input. x: bytes of the input."""
+        """Return the Cost of layers of this Cost that keep only their input. x: its bytes."""
         return block._replace(stash=x)
 
     def forward(self, x: Array, stash: Stash) -> Array:
-        """y of x. Comm: forward of the layers."""
+        """Return y of x. Comm: forward of the layers."""
         stash[self, "x"] = x
         inner = stash.inner()
         for layer in self.layers:
@@ -43,7 +43,7 @@ class Recomputed:
         return x
 
     def backward_input(self, dy: Array, stash: Stash) -> Array:
-        """dx of dy. Comm: forward of the layers, in a phase of its own, then backward_input."""
+        """Return dx of dy. Comm: forward (phase "recompute") and backward_input of the layers."""
         inner = stash.inner()
         with self.recorder.at("recompute"):
             run_again(self.layers, stash.pop((self, "x")), inner)
@@ -61,10 +61,10 @@ class Recomputed:
 
 
 def run_again(layers: Sequence[Layer], x: Array, stash: Stash) -> None:
-    """Fill the stash as forward of the layers does; nobody reads the result.
+    """Fill the stash as the layers' forward does; nothing reads the result.
 
-    If the last one has `recompute(x, stash)`, that leaves out what only the result needs: a product
-    and its barrier. Comm: forward of the layers, but for that.
+    If the last layer has `recompute(x, stash)`, that leaves out what only the result needs: a
+    product and its barrier. Comm: forward of the layers, except that barrier.
     """
     *others, last = layers
     for layer in others:

@@ -10,8 +10,8 @@ class Stash(dict[tuple[Any, str], Any]):
 
     cache: what keeps keys and values while text is generated (see partition/context_cached.py).
 
-    No array in it may alias a buffer that a later receive writes. So the engine receives every
-    message into a new buffer, which then belongs to the layers.
+    No array in it may alias a buffer that a later receive writes. The engine therefore receives
+    every message into a new buffer, which then belongs to the layers.
     """
 
     def __init__(self, batch: Any = None, cache: Any = None) -> None:
@@ -19,10 +19,10 @@ class Stash(dict[tuple[Any, str], Any]):
         self.batch, self.cache = batch, cache
 
     def inner(self) -> Stash:
-        """Return an empty stash for a layer within a layer: all of this one's but the arrays.
+        """Return an empty stash for a layer within a layer: all of this one except its arrays.
 
-        A layer that holds another one makes its stash here and nowhere else. So a pass has the same
-        batch, the same cache and whatever comes to them at any depth.
+        A layer that contains another makes its stash here and nowhere else, so that a pass has the
+        same batch, the same cache and any later additions at every depth.
         """
         made = Stash()
         vars(made).update(vars(self))

@@ -1,9 +1,9 @@
-"""The weights of units that no rank holds whole: each is gathered before a pass reads it (ZeRO-3).
+"""ZeRO-3: all-gathers each unit's sharded weights just before a pass needs them.
 
 A pass that reads weights, F, B or I, finds its unit's weights in a buffer. While it computes, the
-next unit of the same pass travels into the other buffer. W reads no weight. A B gathers once for
-both of its halves, and a block that runs forward again does so while its weights are there. Source:
-arXiv 1910.02054; the split backward is why W needs none.
+next unit of the same pass travels into the other buffer. W reads no weights. A B gathers once for
+both of its halves, and a block that is recomputed reruns forward while its weights are there.
+Source: arXiv 1910.02054; that W needs no weights is due to the split backward pass.
 """
 
 from __future__ import annotations
@@ -26,8 +26,8 @@ class GatheredUnits:
     """Gathers each unit for each pass, into one of two buffers. It is the `Weights` of an engine.
 
     A rank that holds several stages runs one pass at a time, so all its stages share the buffers.
-    Neighbouring units never share one: those with an odd number have the other one. A tied table
-    may lie in the flat buffers of another unit or stage; it is gathered for both of its users.
+    Neighbouring units never use the same one: units with even and odd numbers alternate. A tied
+    table may be in the flat buffers of another unit or stage; it is gathered for both of its users.
 
     Comm: per unit and pass, one all_gather for each segment that the unit reads.
     """
@@ -56,15 +56,15 @@ class GatheredUnits:
             self.post(stage, unit + step, self.room[(unit + step) % 2])
 
     def leave(self, passing: Any, unit: int) -> None:
-        """Forget where the weights were: the buffer is free for another unit."""
+        """Release the unit's weights: the buffer is free for another unit."""
         if passing.kind in READERS:
             self.forget(self.needs[passing.stage][unit])
 
     def unshard(self, stage: int) -> None:
-        """Called before a stage's first pass that reads weights, with --zero-keep stage."""
+        """Prepare a stage, before its first pass that reads weights, with --zero-keep stage."""
 
     def reshard(self, stage: int) -> None:
-        """Called behind its last one."""
+        """Release a stage, after its last pass that reads weights."""
 
     def post(self, stage: int, unit: int, room: Array) -> None:
         """Start to gather a unit into a buffer. Comm: one all_gather per segment."""
@@ -84,7 +84,7 @@ class GatheredUnits:
             flat.place("data", whole, flat.segments[number].run)
 
     def forget(self, needs: Needs) -> None:
-        """Take the weights from the layers, so that none reads what a buffer held before."""
+        """Detach the layers from the weights, so that none reads what a buffer held before."""
         for flat, number in needs:
             flat.displace("data", flat.segments[number].run)
 
@@ -96,7 +96,7 @@ class KeptUnits(GatheredUnits):
     """
 
     def make_room(self) -> list[Array]:
-        """None: each stage gets its buffers in each step."""
+        """Return no buffers: each stage gets its own in each step."""
         return []
 
     def unshard(self, stage: int) -> None:
@@ -113,7 +113,7 @@ class KeptUnits(GatheredUnits):
         """Keep the weights."""
 
     def reshard(self, stage: int) -> None:
-        """Give the weights of a stage up."""
+        """Release the weights of a stage."""
         for unit, needs in enumerate(self.needs[stage]):
             self.forget(needs)
             del self.coming[stage, unit]
@@ -123,7 +123,7 @@ UNITS = {"none": GatheredUnits, "stage": KeptUnits}  # by --zero-keep
 
 
 def unit_segments(stages: Stages) -> dict[int, list[Needs]]:
-    """{stage: [(flat, number of a segment), ...] of each unit}: what the unit's layers use."""
+    """Return {stage: [(flat, number of a segment), ...] of each unit}: what its layers use."""
     homes = {param: (flat, number) for stage in stages.values() for flat in stage.flats
              for number, segment in enumerate(flat.segments)
              for param in flat.params_in(segment.run)}
@@ -134,12 +134,12 @@ def unit_segments(stages: Stages) -> dict[int, list[Needs]]:
 
 
 def largest(units: Iterable[Needs]) -> int:
-    """Elements of the segments of the largest of some units."""
+    """Return the number of elements in the segments of the largest of some units."""
     return max((sum(flat.length(number) for flat, number in needs) for needs in units), default=0)
 
 
 def views_in(room: Array, needs: Needs) -> Iterator[tuple[FlatParams, int, Array]]:
-    """Yield (flat, number of a segment, view): the segments of a unit, side by side in a buffer."""
+    """Yield (flat, number of a segment, view): a unit's segments, side by side in a buffer."""
     first = 0
     for flat, number in needs:
         stop = first + flat.length(number)
