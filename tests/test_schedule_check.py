@@ -132,9 +132,9 @@ def test_a_rank_that_hands_data_to_itself_keeps_the_order():
         (1, lambda program: [instr if instr != Instr("RECV_F", 1, 2) else Instr("RECV_F", 1, 9)
                              for instr in program], "(1RECV_F9): microbatch 9 does not exist"),
         (1, lambda program: [instr if instr != Instr("SEND_F", 1, 2) else Instr("SEND_F", 1, 3)
-                             for instr in program], "(1SEND_F3): stands here a second time"),
+                             for instr in program], "(1SEND_F3): appears here a second time"),
         (1, lambda program: [instr if instr != Instr("SEND_B", 1, 2) else Instr("RECV_B", 1, 2)
-                             for instr in program], "(1RECV_B2): stands here a second time"),
+                             for instr in program], "(1RECV_B2): appears here a second time"),
         (0, lambda program: program.append(Instr("SEND_B", 0, 2)),
          "(0SEND_B2): no pass of this rank has this message: wrong stage, microbatch or rank"),
         (3, lambda program: program.insert(0, Instr("RECV_B", 3, 0)),

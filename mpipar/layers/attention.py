@@ -2,8 +2,8 @@
 
 One product with a column cut computes q, k and v of this rank's heads, over which each rank attends
 on its own. The output projection, with a row cut, sums the heads of all ranks, which takes one
-all-reduce forward and one backward. Where tokens are cut between the products, x and y are (B,
-T/tp, D) and the barriers are those of that pair of cuts. Where the ranks of cp hold different
+all-reduce forward and one backward. Where tokens are cut between the products, x and y are
+(B, T/tp, D) and the barriers are those of that pair of cuts. Where the ranks of cp hold different
 tokens of the same rows, attention itself crosses barriers: see partition/context.py. During text
 generation, the stash has a cache of earlier keys and values.
 

@@ -1,12 +1,13 @@
-"""The proof that a schedule can run: order, complete gradients, matched messages, no hang.
+"""The proof that a schedule can run: order, complete gradients, matched messages, no deadlock.
 
-The proof assumes three facts about the engine. A compute instruction waits for its own receives and
-for nothing else. Sends and receives never block by themselves. At the end every send is matched. A
-synchronous send is complete once its receive is posted, which a rank does before it waits for the
-data. So a schedule can hang only where ranks wait for each other's results in a circle.
+The proof relies on three facts about the engine. A compute instruction waits for its own receives
+and for nothing else. Sends and receives never block by themselves. At the end every send is
+matched. A synchronous send is complete once its receive is posted, which a rank does before it
+waits for the data. A schedule can therefore hang only where ranks wait for each other's results in
+a circle.
 
-First each program is proved by itself. `at` says where a part (kind, stage, mb) stands in it. Then
-all programs run together, each as far as its messages let it.
+First each program is proved on its own; `at` maps a part (kind, stage, mb) to its position in the
+program. Then all programs run together, each as far as its messages allow.
 """
 
 from collections import deque
@@ -31,14 +32,14 @@ from mpipar.pipeline.instructions import (
 )
 from mpipar.pipeline.placements import PLACEMENTS
 
-NEEDED = {"B": "F", "I": "F", "W": "I"}  # which pass of the stage and microbatch must run before
+NEEDED = {"B": "F", "I": "F", "W": "I"}  # the pass of the stage and microbatch that must run before
 RIVAL = {"B": "I", "I": "B"}  # the two forms of a backward exclude each other
 STASH_CHANGE = {"F": 1, "B": -1, "W": -1}  # a stash lives until its last reader
-NEVER = inf  # the position of a part that is missing: behind all others
+NEVER = inf  # the position of a missing part: after all others
 Problems = Iterator[tuple[int, str]]  # position, and what is wrong there
 Part = tuple[str, int, int]  # kind, stage, microbatch
 Lane = tuple[int, int, str]  # source, target and direction of messages
-Places = dict[Part, int]  # where in a program a part stands
+Places = dict[Part, int]  # positions of parts in a program
 
 
 @dataclass(frozen=True)
@@ -68,9 +69,9 @@ def check(schedule: Schedule) -> CheckReport:
 
 
 def check_programs(schedule: Schedule) -> None:
-    """Prove each rank's program by itself: everything except that no ranks wait in a circle.
+    """Prove each rank's program on its own: everything except that no ranks wait in a circle.
 
-    `runnable_order` proves that, and gives the order.
+    `runnable_order` proves that, and yields the order.
     """
     check_placement(schedule)
     for pp_rank in range(schedule.pp_size):
@@ -81,8 +82,8 @@ def check_programs(schedule: Schedule) -> None:
 def check_lanes(schedule: Schedule) -> None:
     """Raise ScheduleError unless both ends of each lane post its messages in the same order.
 
-    A lane holds the messages of one direction between two ranks. NCCL matches them by their order.
-    The catalog's schedules pass. So this is for one from a file.
+    A lane holds the messages of one direction between two ranks, which NCCL matches by their order.
+    The catalog's schedules always pass, so this check is for schedules from a file.
     """
     posted: dict[str, dict[Lane, list[Message]]] = {"SEND": {}, "RECV": {}}
     for pp_rank in range(schedule.pp_size):
@@ -116,9 +117,7 @@ def check_placement(schedule: Schedule) -> None:
 
 
 def program_problems(schedule: Schedule, pp_rank: int) -> Problems:
-    """Yield what is wrong with a rank's program by itself; later problems may follow from the
-    first.
-    """
+    """Yield what is wrong with one rank's program; later problems may follow from the first."""
     program, held = schedule.programs[pp_rank], schedule.stages_of(pp_rank)
     at: Places = {}
     if not program:
@@ -130,7 +129,7 @@ def program_problems(schedule: Schedule, pp_rank: int) -> Problems:
             if part in at:
                 yield position, {
                     "REDUCE_GRAD": f"the stage's gradients were reduced at {at[part]}",
-                    **dict.fromkeys(WIRE_KINDS, "stands here a second time"),
+                    **dict.fromkeys(WIRE_KINDS, "appears here a second time"),
                 }.get(part[0], f"has already run at position {at[part]}")
             at[part] = position
     yield from order_problems(schedule, at)
@@ -142,12 +141,12 @@ def program_problems(schedule: Schedule, pp_rank: int) -> Problems:
 
 
 def misfit(schedule: Schedule, pp_rank: int, held: tuple[int, ...], part: Part) -> str | None:
-    """Return why a part cannot stand on this rank; None if it can."""
+    """Return why a part does not belong on this rank; None if it does."""
     kind, stage, mb = part
     wire_kinds = WIRE_KINDS if schedule.wired else ()
     if kind not in COMPUTE_KINDS and kind != "REDUCE_GRAD" and kind not in wire_kinds:
         known = " ".join(["F B I W OVERLAP_F_B REDUCE_GRAD", *sorted(wire_kinds)])
-        return f"only {known} may stand in this program"
+        return f"only {known} may appear in this program"
     if stage not in held:
         return f"stage {stage} is not on this rank, which holds {list(held)}"
     if kind == "REDUCE_GRAD":
@@ -159,9 +158,9 @@ def misfit(schedule: Schedule, pp_rank: int, held: tuple[int, ...], part: Part) 
 
 
 def order_problems(schedule: Schedule, at: Places) -> Problems:
-    """Passes that stand before what they need from this rank, neighbouring stages included."""
+    """Yield passes that come before what they need from this rank, including other stages."""
     for (kind, stage, mb), position in at.items():
-        needed = {}  # what: where
+        needed = {}  # what: its position
         if kind in NEEDED:
             needed[f"{stage}{NEEDED[kind]}{mb}"] = at.get((NEEDED[kind], stage, mb), NEVER)
         for message in neighbours(schedule, Instr(kind, stage, mb))[0]:
@@ -183,7 +182,7 @@ def order_problems(schedule: Schedule, at: Places) -> Problems:
 
 
 def missing_parts(schedule: Schedule, pp_rank: int, at: Places) -> Iterator[str]:
-    """Yield the passes and sums of this rank that its program lacks."""
+    """Yield the passes and gradient reductions of this rank that its program lacks."""
     for stage in schedule.stages_of(pp_rank):
         for mb in range(schedule.num_microbatches):
             if schedule.rank_of(stage, mb) == pp_rank:
@@ -199,14 +198,14 @@ def missing_parts(schedule: Schedule, pp_rank: int, at: Places) -> Iterator[str]
 
 
 def reduce_problems(at: Places) -> Problems:
-    """Sums of a stage's gradients that stand before its last backward."""
+    """Yield reductions of a stage's gradients that come before its last backward."""
     for (kind, stage, _), position in at.items():
         if kind in ("B", "W") and position > (reduced := at["REDUCE_GRAD", stage, -1]):
             yield reduced, f"stage {stage} has a backward at position {position}"
 
 
 def wire_problems(schedule: Schedule, at: Places) -> Problems:
-    """Messages without their one wire instruction: a receive before the pass or a send after."""
+    """Yield messages without exactly one receive before their pass or one send after it."""
     wanted: Places = {}  # wire instruction: position of its pass
     for (kind, stage, mb), position in at.items():
         if kind in COMPUTE_KINDS:
@@ -238,12 +237,11 @@ def peak_stash(program: tuple[Instr, ...]) -> int:
 def runnable_order(
     schedule: Schedule,
 ) -> Iterator[tuple[int, Instr, list[Message], list[Message]]]:
-    """Yield all instructions in an order in which they can run: (rank, instruction, received,
-    sent).
+    """Yield (rank, instruction, received, sent) in an order in which all instructions can run.
 
-    received, sent: see `on_wire`. Only the wait for a message blocks, so any order of running the
-    ranks ends the same way. Either all programs end, or ScheduleError names the circle of ranks
-    that wait for each other.
+    received, sent: see `on_wire`. Only waiting for a message blocks, so the outcome does not depend
+    on the order in which ranks are run: either all programs end, or ScheduleError names the circle
+    of ranks that wait for each other.
     """
     programs = [iter(program) for program in schedule.programs]
     following = [next(program, None) for program in programs]  # what each rank runs next
@@ -268,9 +266,7 @@ def runnable_order(
 
 
 def circle(schedule: Schedule, waiting: dict[Message, int]) -> str:
-    """Return a line for each rank of a circle in which every rank waits for a result of the next
-    one.
-    """
+    """Return one line for each rank of a circle in which every rank waits for the next one."""
     awaited = {pp_rank: message for message, pp_rank in waiting.items()}
     path = [next(iter(awaited))]
     while (peer := awaited[path[-1]].source) not in path:
@@ -284,7 +280,7 @@ def circle(schedule: Schedule, waiting: dict[Message, int]) -> str:
 
 
 def pass_of(schedule: Schedule, pp_rank: int, message: Message) -> str:
-    """Return the pass of a rank that needs or makes the message, in words."""
+    """Return, as text, the pass of a rank that needs or produces the message."""
     return next(
         f"rank {pp_rank} position {position} ({instr})"
         for position, instr in enumerate(schedule.programs[pp_rank])

@@ -16,7 +16,7 @@ OVER = "needs more memory than a rank has"
 
 @dataclass(frozen=True)
 class Candidate:
-    """One schedule as it was considered.
+    """One schedule that was considered.
 
     makespan: time of the simulated step. peak_bytes: weights and stash of the fullest rank.
     messages: number sent by all ranks. These three are None where the schedule cannot take the
@@ -39,10 +39,10 @@ def choose_schedule(
 ) -> tuple[str, tuple[Candidate, ...]]:
     """Return the name of the shortest schedule under the cap, and all candidates, best first.
 
-    costs_of(schedule) gives the Costs of the model cut into its stages (see Costs.merged and
+    costs_of(schedule) returns the Costs of the model split into its stages (see Costs.merged and
     Costs.divided). memory_cap_bytes limits weight_bytes and stash on one rank. Of equally short
-    schedules the one with less memory wins, then the one with fewer messages. Raises UsageError
-    when none fits, and says what the smallest one needs.
+    schedules, the one with less memory wins, then the one with fewer messages. If none fits, raises
+    UsageError, which says what the smallest one needs.
     """
     table = [
         consider_schedule(name, pp_size, num_microbatches, costs_of, memory_cap_bytes, chunks)
@@ -62,9 +62,7 @@ def choose_schedule(
 
 
 def preference(candidate: Candidate) -> tuple[Number, ...]:
-    """Return the sort key, best first: those that fit before others, then makespan, bytes,
-    messages.
-    """
+    """Return the sort key: those that fit come first, then less makespan, bytes and messages."""
     numbers = (candidate.makespan, candidate.peak_bytes, candidate.messages)
     return (candidate.verdict != FITS, *(number or 0 for number in numbers))
 

@@ -1,7 +1,8 @@
-"""The whole table of what is illegal between settings, with the rows that schedules decide.
+"""The full table of illegal combinations of settings, with the rows that depend on schedules.
 
-The other rows are in `config.combinations`, below: they need no schedule. This is the lowest folder
-that knows both, so here they join. docs/reference/combinations.md prints the table.
+The other rows, which need no schedule, are in `config.combinations`, below this folder. This is the
+lowest folder that knows both, so the two parts are joined here. docs/reference/combinations.md
+shows the table.
 """
 
 from __future__ import annotations
@@ -21,30 +22,28 @@ MOST_PASSES = 1 << 18  # forward passes of a step, which take some seconds to pr
 
 
 def family(v: SimpleNamespace) -> Any:
-    """Return the Family of the schedule of these values; None for auto, a CSV file and unknown
-    names.
-    """
+    """Return the Family of the schedule; None for auto, a CSV file and unknown names."""
     return None if v.schedule_csv else FAMILIES.get(v.schedule)
 
 
 def is_chosen(v: SimpleNamespace) -> bool:
-    """Return whether the schedule is chosen once costs are known."""
+    """Return whether the schedule is chosen only once costs are known."""
     return v.schedule == AUTO and not v.schedule_csv
 
 
 def stages(v: SimpleNamespace) -> int:
-    """Stages that the schedule of these values cuts the model into."""
+    """Return the number of stages into which the schedule of these values splits the model."""
     return v.csv.num_stages if v.csv else num_stages(v.schedule, v.pp, v.chunks)
 
 
 def group_fits(v: SimpleNamespace, g: int) -> bool:
-    """Return whether microbatches can go round the ranks in groups of g."""
+    """Return whether microbatches can go around the ranks in groups of g."""
     p, m = v.pp, v.num_microbatches
     return bool(g >= m or (g >= p and (m % g == 0 or m % g >= p)))
 
 
 def streams(v: SimpleNamespace) -> int:
-    """Streams of microbatches in the schedule of these values: one for each copy of the model."""
+    """Return the number of streams of microbatches in the schedule: one per copy of the model."""
     return len(PLACEMENTS[family(v).placement].copies)
 
 
@@ -55,13 +54,13 @@ def least_microbatches(v: SimpleNamespace) -> int:
 
 
 def even_split(v: SimpleNamespace) -> tuple[int, ...]:
-    """Return the blocks of each stage, as equal as possible."""
+    """Return the number of blocks of each stage, as equal as possible."""
     each, more = divmod(v.layers, stages(v))
     return tuple(each + (stage < more) for stage in range(stages(v)))
 
 
 def order_of_a_file(name: str, words: str) -> Rule:
-    """Return the row of a setting that a file of a schedule brings along."""
+    """Return the row of a setting that a schedule file already determines."""
     return Rule(f"{name.replace('_', ' ')} and a file", (name, "schedule_csv"),
                 "the file brings its own order of work",
                 lambda v: v.schedule_csv is not None and getattr(v, name) != getattr(
@@ -71,7 +70,7 @@ def order_of_a_file(name: str, words: str) -> Rule:
 
 
 def number_of_a_file(name: str, own: str, words: str) -> Rule:
-    """Return the row of a number that the schedule of a file is made for. own: its name there."""
+    """Return the row of a number that a schedule file is made for. own: the number's name there."""
     return Rule(f"{name.replace('_', ' ')} of a file", (name, "schedule_csv"),
                 "the schedule of the file is made for another number",
                 lambda v: v.csv and getattr(v, name) != getattr(v.csv, own),
@@ -102,8 +101,8 @@ OF_SCHEDULES = (
          lambda v: {"group_size": [None]},
          "--schedule gpipe --group-size 4"),
     Rule("short groups", ("group_size", "num_microbatches", "pp", "schedule"),
-         "in a group with fewer microbatches than pipeline ranks, the last one too, a rank would"
-         " wait for a forward pass that it holds back itself",
+         "in a group with fewer microbatches than pipeline ranks, including the last one, a rank"
+         " would wait for a forward pass that it is itself holding back",
          lambda v: family(v) and family(v).grouped and v.group_size is not None
          and not group_fits(v, v.group_size),
          lambda v: {"group_size": [
@@ -118,7 +117,7 @@ OF_SCHEDULES = (
                     "schedule": ["dualpipe-v"]},
          "--schedule dualpipe --pp 3 --num-microbatches 8", ranks=6, complete=True),
     Rule("streams of dualpipe", ("num_microbatches", "pp", "schedule"),
-         "two full streams are 2 pp microbatches or more, in dualpipe an even number",
+         "two full streams need at least 2 pp microbatches, and in dualpipe an even number",
          lambda v: family(v) and v.num_microbatches != least_microbatches(v),
          lambda v: {"num_microbatches": [
              least_microbatches(v), least_microbatches(v) + streams(v)]},
@@ -134,7 +133,7 @@ OF_SCHEDULES = (
          lambda v: {"group_size": [None], "schedule": ["interleaved"]},
          "--schedule auto --group-size 4"),
     Rule("number of stages", ("stage_layers", "schedule_csv", "schedule", "pp", "chunks"),
-         "this names the blocks of each stage of the schedule",
+         "it must give the number of blocks for each stage of the schedule",
          lambda v: v.stage_layers is not None and (v.csv or family(v))
          and len(v.stage_layers) != stages(v),
          lambda v: {"stage_layers": [even_split(v), None]},

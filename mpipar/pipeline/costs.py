@@ -1,4 +1,4 @@
-"""Costs of passes and messages, by stage: for the simulator, schedule choice and prediction."""
+"""Costs of passes and messages by stage, for the simulator, schedule choice and prediction."""
 
 from dataclasses import dataclass, replace
 from fractions import Fraction
@@ -14,21 +14,21 @@ PER_STAGE = (
 
 @dataclass(frozen=True)
 class Costs:
-    """Time and memory by stage: a tuple has a value for each stage, a number holds for all of them.
+    """Time and memory by stage: a tuple has a value per stage, a number applies to all of them.
 
-    Times have any one unit, seconds where measured. Arithmetic with ints and Fractions is exact.
+    Times are in any unit, in seconds where measured. Arithmetic with ints and Fractions is exact.
     f, i, w: forward, input gradient, weight gradient of one microbatch; a full backward is i + w.
     overlap: cost of OVERLAP_F_B divided by that of its forward and backward one after the other.
-    latency: of a message, besides its time on the link; `hop` is both. bandwidth: bytes per unit of
-    time of a link, one way; None for unlimited. On a link one message follows the other.
-    message_bytes: one activation. eager_bytes: the largest message that goes while its ranks
-    compute, None for any size (see `events`). sending: the share of its sender's core that a
-    message takes while it keeps its link, 0 to 1. units: how many equal parts a pass has; MPI is
-    entered between them. cores: how many the pipeline's ranks share, None for one core each.
-    sharing: how many times as much time of a core a pass takes while ranks share it and its caches.
-    stash_bytes: kept from F to B or I. kept_bytes: the part of these that stays from I to W.
-    transient_bytes: what a layer that runs forward again holds besides during I. weight_bytes:
-    weights, gradients and optimizer state of one copy of a stage.
+    latency: of a message, besides its time on the link; `hop` is the sum of both. bandwidth: bytes
+    per unit of time of a link, one way; None for unlimited. Messages on a link are sent one after
+    another. message_bytes: one activation. eager_bytes: the largest message that travels while its
+    ranks compute, None for any size (see `events`). sending: the fraction of its sender's core that
+    a message takes while it occupies its link, 0 to 1. units: the number of equal parts of a pass;
+    MPI is entered between them. cores: how many the pipeline's ranks share, None for one core each.
+    sharing: how many times as much core time a pass takes while ranks share the core and its
+    caches. stash_bytes: kept from F to B or I. kept_bytes: the part of these that stays from I to
+    W. transient_bytes: what a recomputed layer holds in addition during I. weight_bytes: weights,
+    gradients and optimizer state of one copy of a stage.
     """
 
     f: Number | tuple[Number, ...] = 1
@@ -58,15 +58,15 @@ class Costs:
         return value
 
     def time_on_link(self) -> Number:
-        """Return how long a message keeps its link from sending the next one."""
+        """Return how long a message occupies its link before it can send the next one."""
         return 0 if self.bandwidth is None else self.message_bytes / self.bandwidth
 
     def hop(self) -> Number:
-        """Time from the end of a pass until its result has arrived by a free link."""
+        """Return the time from the end of a pass until its result has arrived by a free link."""
         return self.latency + self.time_on_link()
 
     def is_rendezvous(self) -> bool:
-        """Return whether messages are too large to go while their ranks compute."""
+        """Return whether messages are too large to travel while their ranks compute."""
         return self.eager_bytes is not None and self.message_bytes > self.eager_bytes
 
     def divided(self, parts: int) -> "Costs":
@@ -80,9 +80,9 @@ class Costs:
         return replace(self, **scaled)
 
     def merged(self, counts: tuple[int, ...]) -> "Costs":
-        """Costs of stages from costs of layers: stage k sums the next counts[k] values.
+        """Return costs of stages, given costs of layers: stage k sums the next counts[k] values.
 
-        Of transient_bytes the largest counts, since layers run again one after the other.
+        Of transient_bytes it takes the maximum, since layers are recomputed one after another.
         """
         layers = sum(counts)
         ends = [sum(counts[: k + 1]) for k in range(len(counts))]

@@ -1,11 +1,11 @@
 """Schedules as CSV files, in the form that torch.distributed.pipelining writes and reads.
 
 A row is a rank. A cell is an instruction such as 2F0 (stage 2, forward, microbatch 0). Empty cells
-are idle time, which is ignored here. "compute_only" files hold passes, "compute_comms" files also
-SEND_F RECV_F SEND_B RECV_B and REDUCE_GRAD. UNSHARD and RESHARD are skipped: here `--zero` decides
-when weights are gathered.
+are idle time, which is ignored here. "compute_only" files contain passes, "compute_comms" files
+also SEND_F RECV_F SEND_B RECV_B and REDUCE_GRAD. UNSHARD and RESHARD are skipped, because here
+`--zero` decides when weights are gathered.
 
-The mirror placement (dualpipe) has no counterpart in PyTorch, where a stage lives on one rank. Its
+The mirror placement (dualpipe) has no counterpart in PyTorch, where a stage is on one rank. Such a
 file begins with the line MIRROR_LINE, at which torch.distributed.pipelining stops.
 """
 
@@ -102,9 +102,7 @@ def parse_instruction(text: str) -> Instr | None:
 
 
 def assemble_schedule(path: Path, programs: list[list[Instr]], mirror: bool) -> Schedule:
-    """Return the schedule of these programs: counts, placement and missing REDUCE_GRAD are filled
-    in.
-    """
+    """Return the schedule of these programs; fill in counts, placement and missing REDUCE_GRAD."""
     homes = [
         (pp_rank, stage, mb)
         for pp_rank, program in enumerate(programs)
@@ -136,7 +134,8 @@ def assemble_schedule(path: Path, programs: list[list[Instr]], mirror: bool) -> 
         raise UsageError(
             f"{path}: {num_stages} stages on {p} ranks: not one on each rank, nor a multiple"
         )
-    # A file with a mistake still belongs to the placement that most of it fits. check names it.
+    # A file with a mistake still gets the placement that most of it fits; `check` names the
+    # mistake.
     return max(
         candidates,
         key=lambda each: sum(each.rank_of(stage, mb) == home for home, stage, mb in homes),

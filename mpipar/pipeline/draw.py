@@ -1,10 +1,10 @@
-"""A timeline as text and as a picture: a row for each worker, a cell for each of its passes.
+"""Draws a timeline as text and as a picture: a row for each worker, a cell for each of its passes.
 
-The worker x time grid is made of characters. A cell is as long as its pass and names it: F3, or 2F3
-for stage 2 where a rank holds several stages. Dots are idle time. The symbols F_k, B_k stand in
-time order. The picture is one self-contained SVG. Idle time is hatched there, and an arrow leads
-from the pass that sends a message to the pass that needs it. It is as wide as its passes need,
-follows a light or dark page, and scales with it.
+The worker x time grid consists of characters. A cell is as long as its pass and names it: F3, or
+2F3 for stage 2 where a rank holds several stages. Dots are idle time. The symbols F_k, B_k are
+listed in order of time. The picture is one self-contained SVG in which idle time is hatched and an
+arrow leads from the pass that sends a message to the pass that needs it. It is as wide as its
+passes need, adapts to a light or dark page, and scales with it.
 """
 
 import html
@@ -20,12 +20,12 @@ from mpipar.pipeline.simulate import Timeline
 WIDTH = 100  # characters of a line
 MAX_PANELS = 6  # panels below each other; a longer step is drawn without microbatch numbers
 ROW, LEFT, RIGHT, TOP, BOTTOM = 26, 74, 24, 46, 24  # pixels
-CHARACTER, LETTER = 6.2, 8.5  # width of a character in words, and in a label such as 5W0, at 11 px
+CHARACTER, LETTER = 6.2, 8.5  # width of a character in text, and in a label such as 5W0, at 11 px
 NARROWEST, WIDEST = 360, 4000  # width of the part with the passes
 LEGEND, TICK = 24, 56  # space after a legend's text; least distance of two ticks
 MOST_ARROWS = 100  # more of them would hide the passes
 STEP_SECONDS, REPEATS = 10, 5  # of a moving picture: it stops, as nothing should move for ever
-DONE = 0.85  # of these seconds the step itself; then the whole picture stands
+DONE = 0.85  # the fraction of this time that the step takes; the rest shows the complete picture
 WORDS = {
     "F": "F forward",
     "B": "B backward",
@@ -61,7 +61,7 @@ DEFINITIONS = (
 
 
 class Cell(NamedTuple):
-    """A pass that takes time. late: it belongs to the second half of its worker's stages."""
+    """A pass that takes time. late: whether its stage is in the second half of its worker's."""
 
     instr: Instr
     start: Number
@@ -71,7 +71,7 @@ class Cell(NamedTuple):
 
 
 def layout(timeline: Timeline) -> list[list[Cell]]:
-    """Return the cells of each worker: what every drawing is made of."""
+    """Return the cells of each worker, from which all drawings are made."""
     rows: list[list[Cell]] = []
     for held, spans in zip(timeline.schedule.stages_by_rank, timeline.spans, strict=True):
         late = held[len(held) // 2 + len(held) % 2:] if len(held) > 1 else ()
@@ -81,16 +81,16 @@ def layout(timeline: Timeline) -> list[list[Cell]]:
 
 
 def label(schedule: Schedule, instr: Instr) -> str:
-    """Return the name of a pass: the stage is left out where each rank holds one."""
+    """Return the name of a pass, without the stage where each rank holds only one."""
     return "&".join(f"{kind}{mb}" if schedule.one_stage_each else f"{stage}{kind}{mb}"
                     for kind, stage, mb in parts(instr))
 
 
 def round_times(first: Number, last: Number, least: Number) -> Iterator[Number]:
-    """Yield the round times from first to last, at least `least` apart; exact where that is at
-    least 1.
+    """Yield the round times from first to last, at least `least` apart.
 
-    They are multiples of ..., 0.1, 0.2, 0.5, 1, 2, 5, 10, ...
+    They are multiples of ..., 0.1, 0.2, 0.5, 1, 2, 5, 10, ..., and exact where `least` is at least
+    1.
     """
     power: Number = 10 ** floor(log10(least))
     step = next(step for step in (power, 2 * power, 5 * power, 10 * power) if step >= least)
@@ -111,8 +111,9 @@ def short_number(value: Number) -> str:
 def grid(timeline: Timeline, width: int = WIDTH, book: bool = False) -> str:
     """Return the worker x time grid in lines of at most `width` characters.
 
-    Long steps are cut into panels; very long ones show one letter for each slice of time. book: as
-    textbooks draw it, see `book_label`: workers count from 1, and the last one is on top.
+    Long steps are broken into panels; very long ones show one letter for each slice of time. book:
+    in the notation of textbooks, see `book_label`: workers count from 1, and the last one is on
+    top.
     """
     rows = layout(timeline)
     heads = [f"worker {pp_rank + book} " for pp_rank in range(len(rows))]
@@ -146,7 +147,7 @@ def grid(timeline: Timeline, width: int = WIDTH, book: bool = False) -> str:
 
 
 def book_label(schedule: Schedule, instr: Instr) -> str:
-    """Return a pass in a textbook's notation: block l from 1, its microbatch k, and the direction.
+    """Return a pass in textbook notation: block l from 1, its microbatch k, and the direction.
 
     B2 with an arrow up is the forward pass of block 2; B2,3 is that of its microbatch 3.
     """
@@ -155,7 +156,7 @@ def book_label(schedule: Schedule, instr: Instr) -> str:
 
 
 def named_line(row: list[Cell], length: int, scale: Number, unit: int) -> str:
-    """Return a worker's line in which every pass is named; a dot for each unit of idle time."""
+    """Return a worker's line that names every pass, with a dot for each unit of idle time."""
     def idle(length: int) -> str:
         return (".".ljust(unit) * length)[:length]
 
@@ -168,7 +169,7 @@ def named_line(row: list[Cell], length: int, scale: Number, unit: int) -> str:
 
 
 def sliced_line(row: list[Cell], length: int, makespan: Number) -> str:
-    """Return a worker's line with the kind of pass in the middle of each slice of time."""
+    """Return a worker's line with the kind of pass in the middle of each time slice."""
     starts = [cell.start for cell in row]
     line = ""
     for column in range(length):
@@ -179,7 +180,7 @@ def sliced_line(row: list[Cell], length: int, makespan: Number) -> str:
 
 
 def ruler(first: int, length: int, scale: Number) -> str:
-    """Times above the columns first .. first + length - 1, `scale` columns for a unit of time."""
+    """Return times above columns first .. first + length - 1, at `scale` columns per time unit."""
     line = [" "] * (length + 10)
     for time in round_times(first / scale, (first + length) / scale, 10 / scale):
         column = round(time * scale) - first
@@ -217,7 +218,7 @@ def symbols(timeline: Timeline, width: int = WIDTH) -> str:
 
 
 def notation(schedule: Schedule) -> str:
-    """Return what the symbols mean, beside the notation of textbooks that number the blocks."""
+    """Return what the symbols mean, compared with the notation of textbooks that number blocks."""
     kinds = {instr.kind for program in schedule.programs for instr in program}
     words = {"F": "F_k is the forward pass of microbatch k", "B": "B_k its backward pass",
              "I": "I_k its input gradient", "W": "W_k its weight gradient"}
@@ -233,7 +234,7 @@ def notation(schedule: Schedule) -> str:
 
 
 def book_notation(schedule: Schedule) -> str:
-    """Return what the marks of a textbook's drawing mean, and where mpipar counts otherwise."""
+    """Return what the marks of a textbook's drawing mean, and where mpipar counts differently."""
     mark, of = ("Bl,k", "block l for microbatch k") if schedule.num_microbatches > 1 else (
         "Bl", "block l")
     return (f"{mark}{ARROWS['F']} is the forward pass of {of}, {mark}{ARROWS['B']} its backward"
@@ -242,7 +243,7 @@ def book_notation(schedule: Schedule) -> str:
 
 
 def symbol(schedule: Schedule, instr: Instr) -> str:
-    """F_k, or F_k^stage where a rank holds several stages."""
+    """Return F_k, or F_k^stage where a rank holds several stages."""
     return " & ".join(f"{kind}_{mb}" if schedule.one_stage_each else f"{kind}_{mb}^{stage}"
                       for kind, stage, mb in parts(instr))
 
@@ -254,9 +255,9 @@ Legend = list[tuple[tuple[str, ...], str]]  # (classes of the boxes, text) of ea
 
 
 def svg(timeline: Timeline, title: str, moving: bool = False) -> str:
-    """Return the picture as text; every box has a tooltip, and names its pass where there is room.
+    """Return the picture as text; every box has a tooltip, and names its pass if there is room.
 
-    moving: passes and messages appear while the time goes on, in all browsers without a script.
+    moving: passes and messages appear as time passes, in all browsers without a script.
     """
     rows = layout(timeline)
     legend = legend_entries(timeline, rows)
@@ -293,7 +294,7 @@ def svg(timeline: Timeline, title: str, moving: bool = False) -> str:
 
 
 def shown_in_time(passes: list[str], width: float, height: int) -> list[str]:
-    """Return the passes, cut off at a line that moves to the right."""
+    """Return the passes, clipped at a line that moves to the right."""
     clock = (f'dur="{STEP_SECONDS}s" repeatCount="{REPEATS}" fill="freeze" '
              f'keyTimes="0;{DONE};1" values=')
     past = (
@@ -308,7 +309,7 @@ def shown_in_time(passes: list[str], width: float, height: int) -> list[str]:
 
 
 def escape(text: str) -> str:
-    """Text inside an element. xml.sax.saxutils has the same, and loads urllib in every start."""
+    """Escape text for an element; xml.sax.saxutils would load urllib at every start."""
     return html.escape(text, quote=False)
 
 
@@ -327,7 +328,7 @@ def legend_entries(timeline: Timeline, rows: list[list[Cell]]) -> Legend:
 
 
 def drawing_width(timeline: Timeline, rows: list[list[Cell]], legend: Legend, title: str) -> float:
-    """Pixels for the passes; all labels fit unless that takes more than WIDEST."""
+    """Return the pixels for the passes; all labels fit unless that takes more than WIDEST."""
     needed = max((LETTER * len(cell.text) + 4) * float(timeline.makespan / (cell.end - cell.start))
                  for row in rows for cell in row)
     words = sum(14 * len(names) + 2 + ceil(CHARACTER * len(text)) + LEGEND
@@ -336,9 +337,7 @@ def drawing_width(timeline: Timeline, rows: list[list[Cell]], legend: Legend, ti
 
 
 def arrows(schedule: Schedule, rows: list[list[Cell]], scale: float) -> list[str]:
-    """Return an arrow for each message between workers, from the end of a pass to the start of
-    another.
-    """
+    """Return an arrow for each message between workers, from its source to its target pass."""
     cells = [cell for row in rows for cell in row]
     ends = {message: cell.end for cell in cells for message in neighbours(schedule, cell.instr)[1]}
     found = []

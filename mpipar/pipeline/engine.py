@@ -1,12 +1,13 @@
 """The engine: runs any schedule's program on one rank.
 
-The program (see `lower`) is a list of instructions; the engine has one method per kind. Wire
-instructions never block. RECV posts a receive into a new buffer. SEND posts a send and keeps the
-array alive until the send is done. A compute instruction waits for its own receive and for nothing
-else. The checker proves this rule free of deadlock, even when every send is synchronous.
+The program (see `lower`) is a list of instructions, and the engine has one method per kind. Wire
+instructions never block: RECV posts a receive into a new buffer, and SEND posts a send and keeps
+the array alive until the send is done. A compute instruction waits for its own receive and for
+nothing else. The checker proves that this rule is free of deadlock, even if every send is
+synchronous.
 
-A stage tells the engine when it enters and leaves one of its units (see `LayerRun`). There messages
-progress, and there the sum of a unit's gradients starts as soon as they are complete.
+A stage tells the engine when it enters and leaves one of its units (see `LayerRun`). At these
+points messages progress, and the sum of a unit's gradients starts as soon as they are complete.
 """
 
 from __future__ import annotations
@@ -54,9 +55,9 @@ def last_backwards(program: Sequence[Instr]) -> set[Instr]:
 
 
 class Stage(Protocol):
-    """What the engine runs: a run of layers, as `models.stage.LayerRun`.
+    """A stage that the engine can run: a run of layers, such as `models.stage.LayerRun`.
 
-    Each pass takes the engine, and calls its `enter` and `leave` around each of its units.
+    Each pass takes the engine, and calls its `enter` and `leave` around each of the stage's units.
     """
 
     def in_shape(self, batch: Any) -> tuple[int, ...]: ...
@@ -67,7 +68,7 @@ class Stage(Protocol):
 
 
 class Gradients(Protocol):
-    """Who sums gradients over ranks, as `train.gradsync.GradSync`."""
+    """What sums gradients over ranks, such as `train.gradsync.GradSync`."""
 
     def begin_unit(self, stage: int, unit: int) -> None: ...
     def end_unit(self, stage: int, unit: int, last: bool) -> None: ...
@@ -76,7 +77,7 @@ class Gradients(Protocol):
 
 
 class Weights(Protocol):
-    """Who gathers weights before a pass reads them, as `layers.units.GatheredUnits`."""
+    """What gathers weights before a pass reads them, such as `layers.units.GatheredUnits`."""
 
     def enter(self, passing: Instr, unit: int) -> None: ...
     def leave(self, passing: Instr, unit: int) -> None: ...
@@ -85,7 +86,7 @@ class Weights(Protocol):
 
 
 class WholeWeights:
-    """Weights that every rank holds whole, so that there is nothing to gather."""
+    """Weights that every rank holds whole, so there is nothing to gather."""
 
     def enter(self, passing: Instr, unit: int) -> None: ...
     def leave(self, passing: Instr, unit: int) -> None: ...
@@ -96,8 +97,8 @@ class WholeWeights:
 class Engine:
     """Executes programs over the stages that this rank holds.
 
-    stages: {stage: Stage}. schedule: gives rank_of(stage, mb). comm: the pipeline group. gradsync:
-    it is told when the gradients of a unit, or of a stage, are complete on this rank. weights: told
+    stages: {stage: Stage}. schedule: has rank_of(stage, mb). comm: the pipeline group. gradsync: is
+    told when the gradients of a unit, or of a stage, are complete on this rank. weights: is told
     when a pass enters and leaves a unit, see `layers/units.py`.
     """
 
@@ -116,24 +117,25 @@ class Engine:
 
     def run(self, program: Sequence[Instr], get_batch: Callable[[int], Any], training: bool = True,
             caches: dict[Key, Any] | None = None) -> dict[int, Array]:
-        """Run one program; return the last stage's outputs by microbatch, {} where it is elsewhere.
+        """Run one program; return the last stage's outputs by microbatch, {} on other ranks.
 
-        get_batch(mb) gives the rows of a microbatch. With training=False nothing is kept for a
-        backward, and all is recorded as phase "eval". caches: (stage, mb) -> what keeps keys and
-        values, while text is generated.
+        get_batch(mb) returns the rows of a microbatch. With training=False nothing is kept for a
+        backward, and everything is recorded as phase "eval". caches: (stage, mb) -> the cache of
+        keys and values, during text generation.
         Comm: the program's sends and receives over pp, and the layers' barriers over tp.
         """
         self.get_batch, self.training, self.caches = get_batch, training, caches or {}
         self.forward = "F" if training else FORWARD_ONLY
         self.stashes: dict[Key, Stash] = {}
         self.inbox: dict[Message, Pending] = {}  # pending receives
-        self.outbox: dict[Message, Array] = {}  # made here, and not yet taken or sent
+        self.outbox: dict[Message, Array] = {}  # produced here, and not yet taken or sent
         self.sending: list[Pending] = []
         self.outputs: dict[int, Array] = {}
         self.batches: dict[int, Any] = {}
         self.last_passes = last_backwards(program)
-        # What runs an instruction, by kind, and in which phase. Messages that travel up belong to
-        # forward, those that travel down to input gradients. A whole backward begins with its I.
+        # What runs an instruction, by kind, and in which phase. Messages to the next stage belong
+        # to forward, those to the previous stage to input gradients. A whole backward begins with
+        # its I.
         actions: dict[str, tuple[Callable[[Instr], None], str]] = {
             "F": (self._forward, self.forward),
             "B": (self._backward, "I"),
@@ -161,14 +163,14 @@ class Engine:
         return self.outputs
 
     def enter(self, unit: int) -> None:
-        """Called by a stage before a pass of one of its units, between two layers."""
+        """Prepare a pass of a unit; a stage calls this before it, between two layers."""
         self._progress()
         self.weights.enter(self.passing, unit)
         if self.passing.kind in ("B", "W"):
             self.gradsync.begin_unit(self.passing.stage, unit)
 
     def leave(self, unit: int) -> None:
-        """Called by a stage after a pass of one of its units.
+        """Finish a pass of a unit; a stage calls this after it.
 
         After a stage's last backward (B or W), the gradients of the unit are complete.
         """
@@ -177,7 +179,7 @@ class Engine:
             self.gradsync.end_unit(self.passing.stage, unit, self.passing in self.last_passes)
 
     def _progress(self) -> None:
-        """Let messages move: MPI may do that only while it is called.
+        """Let messages progress: MPI may do that only while it is called.
 
         A device's copies to the host are handed to MPI here. Finished sends free their arrays.
         """
@@ -187,7 +189,7 @@ class Engine:
         self.gradsync.test()
 
     def _batch(self, mb: int) -> Any:
-        """The rows of a microbatch; reading them is a span of its own."""
+        """Return the rows of a microbatch; reading them is recorded as a span of its own."""
         if mb not in self.batches:
             start = perf_counter_ns()
             self.batches[mb] = self.get_batch(mb)
@@ -195,7 +197,7 @@ class Engine:
         return self.batches[mb]
 
     def _tag(self, direction: str, stage: int, mb: int) -> int:
-        """A unique tag for each message: of two ranks, next and previous are the same neighbour."""
+        """Return a unique tag: of two ranks, each is the other's next and previous neighbour."""
         return (stage * self.schedule.num_microbatches + mb) * 2 + (direction == "B")
 
     # Wire instructions.
@@ -216,7 +218,7 @@ class Engine:
             NAME_OF[message.direction]))
 
     def _take(self, instr: Instr) -> Array:
-        """A stage's input, received or left by a stage of this rank; None at the model's ends."""
+        """Return a stage's input, received or from a stage here; None at the model's ends."""
         for message in neighbours(self.schedule, instr)[0]:
             if message.is_remote:
                 return self.inbox.pop(message).wait()
@@ -265,17 +267,17 @@ class Engine:
         self._span("W", start, instr.stage, instr.mb)
 
     def _overlapped(self, instr: Instr) -> None:
-        """F of one microbatch, then B of another: one process cannot overlap them."""
+        """Run F of one microbatch, then B of another: one process cannot overlap them."""
         forward, backward = (Instr(*part) for part in parts(instr))
         self._forward(forward)
         with self.recorder.at("I", backward.stage, backward.mb):
             self._backward(backward)
 
     def _begin(self, instr: Instr) -> Any:
-        """Note which pass runs now; return the instant."""
+        """Note which pass is running; return the current instant."""
         self.passing = instr
         return self.ops.instant()
 
     def _span(self, kind: str, start: Any, stage: int, mb: int) -> None:
-        # A span ends when the device is done, not when the work is queued.
+        # A span ends when the device is done, not when the work has been queued.
         self.recorder.span(kind, start, stage, mb, self.ops.instant())

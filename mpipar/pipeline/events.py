@@ -1,10 +1,10 @@
-"""The simulator's clock: ranks that may share cores, and messages on links, event by event.
+"""The simulator's event loop: ranks that may share cores, and messages on links.
 
 Times are exact for ints and Fractions as long as no core is shared. A rank is *in MPI* between its
-passes and between the parts of a pass, while it waits, and after its program. A *rendezvous* is a
-message that is too large to be sent ahead. It first asks its receiver, which answers when it is in
-MPI and has posted the receive. The message then leaves as soon as its sender is in MPI. While a
-message leaves, a pass of its sender gets the core less what sending takes of it.
+passes and between the parts of a pass, while it waits, and after its program. A *rendezvous*
+message is one that is too large to be sent ahead: it first asks its receiver, which answers once it
+is in MPI and has posted the receive, and then leaves as soon as its sender is in MPI. While a
+message leaves, a pass of its sender gets its core minus the fraction that sending takes.
 """
 
 from collections.abc import Callable
@@ -28,7 +28,7 @@ from mpipar.pipeline.instructions import (
 
 
 class Span(NamedTuple):
-    """When one instruction ran; REDUCE_GRAD and wire instructions take no time."""
+    """The time one instruction ran; REDUCE_GRAD and wire instructions take no time."""
 
     instr: Instr
     start: Number
@@ -48,13 +48,13 @@ class Events:
         self.position, self.messages = [0 for _ in ranks], [0 for _ in ranks]
         self.spans: list[list[Span]] = [[] for _ in ranks]
         self.now: Number = 0
-        self.work: Number = 0  # what every computing rank has been given up to now
+        self.work: Number = 0  # core time that every computing rank has received up to now
         self.computing: dict[int, Number] = {}  # rank: the start of its pass
         self.ends: list[tuple[Number, int, int]] = []  # a heap: work at the end, rank, parts left
         self.arrivals: list[tuple[Number, int, Message]] = []  # a heap, in order of departure
         self.arrived: set[Message] = set()  # and not yet taken
         self.waiting: dict[Message, int] = {}  # the rank that waits for it
-        self.free: dict[tuple[int, int], Number] = {}  # when a link has sent what it was given
+        self.free: dict[tuple[int, int], Number] = {}  # when a link has sent all it was given
         self.departures = 0
         self.units = costs.by_stage("units", schedule.num_stages)
         self.rendezvous = costs.is_rendezvous()
@@ -78,18 +78,18 @@ class Events:
         if self.waiting:
             raise ScheduleError(circle(self.schedule, self.waiting))
 
-    # Ranks that compute at the same time get equal shares of the cores. Those that wait, or have
+    # Ranks that compute at the same time get equal shares of the cores. Ranks that wait, or have
     # ended their program, sleep.
 
     def _slowdown(self) -> Number:
-        """How much longer a pass takes now than on a core of its own."""
+        """Return how much longer a pass takes now than on a core of its own."""
         if self.costs.cores is None:
             return 1
         ranks_per_core = len(self.computing) / self.costs.cores
         return ranks_per_core * self.costs.sharing if ranks_per_core > 1 else 1
 
     def _next_end(self) -> Number:
-        """When the next pass ends if no other begins."""
+        """Return when the next pass ends if no other begins."""
         work = self.ends[0][0]
         if self.costs.cores is None:
             return work
@@ -105,7 +105,7 @@ class Events:
     # Instructions.
 
     def _go_on(self, pp_rank: int) -> None:
-        """Run a rank's instructions until one takes time, waits, or is the last."""
+        """Run a rank's instructions until one takes time or waits, or the program ends."""
         self._enter_mpi(pp_rank)
         program = self.schedule.programs[pp_rank]
         while self.position[pp_rank] < len(program):
@@ -125,7 +125,7 @@ class Events:
             self._done(pp_rank, self.now)
 
     def _parts(self, instr: Instr) -> int:
-        """In how many parts a pass is simulated: more than one only if somebody waits for MPI."""
+        """Return the number of simulated parts of a pass: more than one only for rendezvous."""
         return max(1, int(self.units[instr.stage])) if self.rendezvous else 1
 
     def _begin_part(self, pp_rank: int, left: int) -> None:
@@ -137,7 +137,7 @@ class Events:
         heappush(self.ends, (self.work + work, pp_rank, left))
 
     def _sending(self, pp_rank: int, work: Number) -> Number:
-        """What a part of a pass takes longer because messages of its rank are leaving meanwhile."""
+        """Return how much longer a part of a pass takes because its rank's messages are leaving."""
         share = self.costs.sending
         if not share:
             return 0
@@ -156,7 +156,7 @@ class Events:
             self._go_on(pp_rank)
 
     def _done(self, pp_rank: int, start: Number) -> None:
-        """Note the end of the rank's instruction, and hand over what it sends."""
+        """Record the end of the rank's instruction, and hand over what it sends."""
         instr = self.schedule.programs[pp_rank][self.position[pp_rank]]
         self.spans[pp_rank].append(Span(instr, start, self.now))
         self.position[pp_rank] += 1
@@ -171,7 +171,7 @@ class Events:
     # Messages.
 
     def _depart(self, message: Message) -> None:
-        """Queue for the link, which sends one message after the other."""
+        """Queue a message on its link, which sends one message after another."""
         link = message.source, message.target
         start = max(self.now, self.free.get(link, 0))
         self.free[link] = start + self.costs.time_on_link()
@@ -189,7 +189,7 @@ class Events:
             self._enter_mpi(message.target)
 
     def _enter_mpi(self, pp_rank: int) -> None:
-        """Answer those who ask this rank, and send what others have answered."""
+        """Answer the messages that ask this rank, and send those that others have answered."""
         for message in [one for one in self.asking[pp_rank] if one in self.open]:
             self.asking[pp_rank].remove(message)
             if message.source in self.computing:

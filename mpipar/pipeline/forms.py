@@ -1,7 +1,7 @@
-"""Numbers of a schedule with equal stages as formulas, to print beside the simulation.
+"""Closed formulas for schedules with equal stages, printed beside the simulation.
 
-A formula stands in the row of its schedule or placement. It is printed only for the counts and
-costs for which the tests find it equal to the simulation.
+A formula is in the row of its schedule or placement. It is printed only for the counts and costs
+for which the tests find it equal to the simulation.
 """
 
 from collections.abc import Callable
@@ -9,14 +9,14 @@ from dataclasses import dataclass
 from fractions import Fraction
 from typing import NamedTuple
 
-Number = int | float | Fraction  # a time or a size; exact as long as no float comes in
+Number = int | float | Fraction  # a time or a size; exact as long as no float is involved
 
 
 class Letters(NamedTuple):
-    """What formulas are made of.
+    """The quantities in formulas.
 
     p ranks, m microbatches, v stages per rank. f, i, w: the costs of a stage, and b = i + w. g: the
-    microbatches of the largest group of an interleaved schedule (see `group_sizes`).
+    number of microbatches in the largest group of an interleaved schedule (see `group_sizes`).
     """
 
     p: int
@@ -36,32 +36,32 @@ class Letters(NamedTuple):
 
 
 def always(_n: Letters) -> bool:
-    """Any counts and costs."""
+    """Accept any counts and costs."""
     return True
 
 
 def same(n: Letters) -> bool:
-    """Equal costs of all passes."""
+    """Accept equal costs of all passes."""
     return n.f == n.i == n.w
 
 
 def many(n: Letters) -> bool:
-    """At least a microbatch for each rank."""
+    """Accept at least one microbatch per rank."""
     return n.m >= n.p
 
 
 def many_same(n: Letters) -> bool:
-    """Equal costs, and enough microbatches to fill the pipeline down and up."""
+    """Accept equal costs, and enough microbatches to fill the pipeline down and up."""
     return same(n) and n.m >= 2 * n.p - 1
 
 
 def steady(n: Letters) -> bool:
-    """Equal costs, and whole rounds of microbatches in a pipeline that they fill."""
+    """Accept equal costs, and whole rounds of enough microbatches to fill the pipeline."""
     return same(n) and n.p > 1 and n.m >= 2 * n.p and n.m % n.p == 0
 
 
 class Form(NamedTuple):
-    """A formula as text and as a function, and where it is valid."""
+    """A formula as text and as a function, and the condition under which it is valid."""
 
     text: str
     value: Callable[[Letters], Number]
@@ -82,7 +82,7 @@ class ClosedForm:
 
     bubble: makespan minus the busy time of a rank, when links cost nothing. peak_stash: most
     chunk-activations on a rank; for v-half and v-min an upper bound. messages: number sent by all
-    ranks together. hops: how many latencies of a link a step takes longer, while the latency is
+    ranks together. hops: how many link latencies are added to a step, as long as the latency is
     short.
     """
 

@@ -1,7 +1,7 @@
-"""The words of a pipeline schedule, who sends what to whom, and the lowering to wire instructions.
+"""The instructions of a schedule, who sends what to whom, and the lowering to sends and receives.
 
-The words are those of torch.distributed.pipelining, and so is the text form: 2F0 = stage 2,
-forward, microbatch 0.
+The instructions are those of torch.distributed.pipelining, and so is their text form: 2F0 = stage
+2, forward, microbatch 0.
 """
 
 from collections.abc import Sequence
@@ -21,7 +21,7 @@ class Instr(NamedTuple):
 
     F forward, B full backward, I input gradient, W weight gradient. OVERLAP_F_B: F(stage, mb), then
     B(stage_b, mb_b). REDUCE_GRAD: the stage's gradients are complete on this rank.
-    UNSHARD, RESHARD: the stage's weights are gathered, and given up.
+    UNSHARD, RESHARD: the stage's weights are gathered, and released.
     SEND_F (s, mb): output of stage s, to the rank of stage s+1. RECV_F (s, mb): input of stage s.
     SEND_B (s, mb): input gradient of s, to the rank of s-1. RECV_B (s, mb): output gradient of s.
     """
@@ -44,8 +44,7 @@ def is_compute(instr: Instr) -> bool:
 
 
 def parts(instr: Instr) -> tuple[tuple[str, int, int], ...]:
-    """Return the (kind, stage, mb) passes of a compute instruction: two for OVERLAP_F_B, else one.
-    """
+    """Return a compute instruction's passes (kind, stage, mb): two for OVERLAP_F_B, else one."""
     if instr.kind == "OVERLAP_F_B":
         return ("F", instr.stage, instr.mb), ("B", instr.stage_b, instr.mb_b)
     return ((instr.kind, instr.stage, instr.mb),)
@@ -53,10 +52,10 @@ def parts(instr: Instr) -> tuple[tuple[str, int, int], ...]:
 
 @dataclass(frozen=True)
 class Schedule:
-    """One training step of a pipeline as a value: for each pipeline rank its instructions in order.
+    """One training step of a pipeline as a value: each pipeline rank's instructions in order.
 
-    placement: which rank holds a stage, a row of PLACEMENTS. wired: the programs state their own
-    sends and receives, as a schedule from a file may; see lower.
+    placement: which rank holds a stage, a row of PLACEMENTS. wired: whether the programs state
+    their own sends and receives, as a schedule from a file may; see lower.
     """
 
     name: str
@@ -69,7 +68,7 @@ class Schedule:
 
     @cached_property
     def homes(self) -> tuple[tuple[int, ...], ...]:
-        """The pipeline rank of each stage, for each copy of the model in turn."""
+        """The pipeline rank of each stage, for each copy of the model."""
         return PLACEMENTS[self.placement].homes(self.pp_size, self.num_stages)
 
     @cached_property
@@ -83,7 +82,7 @@ class Schedule:
 
     @property
     def one_stage_each(self) -> bool:
-        """Whether the rank tells the stage."""
+        """Whether each rank holds exactly one stage, so that the rank identifies it."""
         return len(self.homes) == 1 and self.num_stages == self.pp_size
 
     def rank_of(self, stage: int, mb: int) -> int:
@@ -109,10 +108,10 @@ class ScheduleError(UsageError):
 
 
 class Message(NamedTuple):
-    """What a stage gives to its neighbour: an activation (direction F) or an input gradient (B).
+    """What a stage passes to its neighbour: an activation (direction F) or an input gradient (B).
 
-    stage: the stage that takes it. source, target: the pipeline ranks that make and need it. Where
-    both are one rank, it stays there and nothing is sent.
+    stage: the stage that takes it. source, target: the pipeline ranks that produce and need it. If
+    both are the same rank, it stays there and nothing is sent.
     """
 
     direction: str
@@ -150,11 +149,11 @@ ENDS = {"F": ("F", True, True), "B": ("B", True, True), "I": ("B", True, True),
 
 
 def neighbours(schedule: Schedule, instr: Instr) -> tuple[list[Message], list[Message]]:
-    """Return the one rule of who sends what to whom: the messages that instr takes and gives.
+    """Return the messages that instr takes and gives: the single rule of who sends what to whom.
 
-    Activations go up by one stage, input gradients down by one. No message enters or leaves the
-    model at its ends. A pass takes and gives, RECV only takes, SEND only gives, all others do
-    neither.
+    Activations go to the next stage, input gradients to the previous one. No message enters or
+    leaves the model at its ends. A pass takes and gives, RECV only takes, SEND only gives, and all
+    other instructions do neither.
     """
     taken, given = [], []
     for kind, stage, mb in parts(instr):
@@ -181,10 +180,9 @@ def sends(schedule: Schedule, instr: Instr) -> list[Instr]:
 
 
 def on_wire(schedule: Schedule, instr: Instr) -> tuple[list[Message], list[Message]]:
-    """Return the messages between ranks that instr waits for, and those that leave its rank after
-    it.
+    """Return the messages between ranks that instr waits for, and those that leave after it.
 
-    A pass waits. Its results leave at once, or, in a wired schedule, at their SEND.
+    A pass waits. Its results leave at once or, in a wired schedule, at their SEND.
     """
     taken, given = ([message for message in messages if message.is_remote]
                     for messages in neighbours(schedule, instr))
@@ -196,9 +194,10 @@ def lower(schedule: Schedule, pp_rank: int) -> list[Instr]:
     """Return the program of pp_rank with wire instructions, which the engine runs.
 
     A receive is posted one compute instruction before the one that needs it, so that its data can
-    arrive meanwhile. A send stands right after its producer. Both are non-blocking: only a compute
-    instruction waits, and only for its own receives. The peers' programs follow from the same rule,
-    so nothing is agreed at run time. A wired schedule stays as it is.
+    arrive meanwhile. A send directly follows the pass that produces its data. Both are
+    non-blocking: only a compute instruction waits, and only for its own receives. The peers'
+    programs follow from the same rule, so nothing is negotiated at run time. A wired schedule is
+    returned as it is.
     """
     program = schedule.programs[pp_rank]
     if schedule.wired:
@@ -214,8 +213,10 @@ def lower(schedule: Schedule, pp_rank: int) -> list[Instr]:
 
 
 def with_weights_kept(program: Sequence[Instr]) -> list[Instr]:
-    """Return a program with UNSHARD before each stage's first pass that reads weights, and RESHARD
-    behind its last one. W reads none.
+    """Return a program that gathers each stage's weights once and releases them at the end.
+
+    UNSHARD comes before a stage's first pass that reads weights and RESHARD after the last one. W
+    reads none.
     """
     places: dict[int, list[int]] = {}
     for place, instr in enumerate(program):

@@ -1,4 +1,4 @@
-"""Where the stages of a model lie: each placement is a row.
+"""Placements of a model's stages on pipeline ranks, one per row.
 
 Letters: p ranks, s a stage, v stages per rank, m microbatches.
 """
@@ -14,7 +14,7 @@ Home = Callable[[int, int], int]  # (s, p) -> the rank that holds stage s
 class Placement(NamedTuple):
     """Which rank holds a stage.
 
-    copies: the homes of the stages, once for each copy of the model. The copies pass equal shares
+    copies: the home of each stage, once for each copy of the model. The copies process equal shares
     of the microbatches, in their order. messages: the number sent in a step. chunks: v. free:
     whether another v may be chosen.
     """
@@ -25,12 +25,12 @@ class Placement(NamedTuple):
     free: bool = False
 
     def fits(self, p: int, num_stages: int, m: int) -> bool:
-        """Return whether so many stages and microbatches can be placed on p ranks."""
+        """Return whether this many stages and microbatches can be placed on p ranks."""
         of_ranks = num_stages % p == 0 if self.free else num_stages == self.chunks * p
         return of_ranks and p % len(self.copies) == 0 and m % len(self.copies) == 0
 
     def homes(self, p: int, num_stages: int) -> tuple[tuple[int, ...], ...]:
-        """For each copy of the model the rank of each stage."""
+        """Return the rank of each stage, for each copy of the model."""
         return tuple(tuple(home(stage, p) for stage in range(num_stages)) for home in self.copies)
 
 
@@ -43,6 +43,6 @@ PLACEMENTS = {
     "looped": Placement(
         (lambda s, p: s % p,), chunks=2, free=True,
         messages=Form("2m(pv-1)", lambda n: 2 * n.m * (n.p * n.v - 1) if n.p > 1 else 0)),
-    # Each half of the microbatches enters at another end of the ranks.
+    # Each half of the microbatches enters at a different end of the ranks.
     "mirror": Placement((lambda s, p: s, lambda s, p: p - 1 - s), ONE_WAY),
 }

@@ -1,9 +1,9 @@
-"""How long a schedule takes: start and end of each instruction, given the costs of passes and hops.
+"""How long a schedule takes: start and end of each instruction, given costs of passes and hops.
 
-A rank runs its instructions one after the other, each as soon as its data has arrived. Each ordered
-pair of ranks has a link of its own. By default links have no bandwidth, sending costs the sender
-nothing, and ranks share no core. Then a message takes one hop, and times are exact for ints and
-Fractions. `Costs` says what else can be given.
+A rank runs its instructions one after another, each as soon as its data has arrived. Each ordered
+pair of ranks has its own link. By default links have unlimited bandwidth, sending costs the sender
+nothing, and ranks share no core; a message then takes one hop, and times are exact for ints and
+Fractions. `Costs` lists what else can be given.
 """
 
 from collections.abc import Callable
@@ -21,7 +21,7 @@ class Timeline:
     """The simulated step, by pipeline rank.
 
     spans: every instruction in program order. peak_stash: most chunk-activations held at once.
-    peak_stash_bytes: the most bytes held at once. messages: number sent in the step.
+    peak_stash_bytes: most bytes held at once. messages: number sent in the step.
     """
 
     schedule: Schedule
@@ -32,27 +32,27 @@ class Timeline:
 
     @property
     def makespan(self) -> Number:
-        """From the first pass anywhere to the end of the last pass anywhere."""
+        """The time from the first pass anywhere to the end of the last pass anywhere."""
         return max(spans[-1].end for spans in self.spans)
 
     @property
     def busy(self) -> tuple[Number, ...]:
-        """The time each rank computes."""
+        """The time that each rank computes."""
         return tuple(sum(span.end - span.start for span in spans) for spans in self.spans)
 
     @property
     def busy_share(self) -> tuple[float, ...]:
-        """Share of the step that each rank computes."""
+        """The fraction of the step during which each rank computes."""
         return tuple(float(busy / self.makespan) for busy in self.busy)
 
     @property
     def global_bubble(self) -> tuple[Number, ...]:
-        """The time each rank idles, from the first pass anywhere to the last anywhere."""
+        """The time that each rank idles, from the first pass anywhere to the last anywhere."""
         return tuple(self.makespan - busy for busy in self.busy)
 
     @property
     def span_bubble(self) -> tuple[Number, ...]:
-        """The time each rank idles between its own first and last pass."""
+        """The time that each rank idles between its own first and last pass."""
         return tuple(
             spans[-1].end - next(span.start for span in spans if is_compute(span.instr)) - busy
             for spans, busy in zip(self.spans, self.busy, strict=True)
@@ -60,16 +60,15 @@ class Timeline:
 
     @property
     def bubble_share(self) -> float:
-        """Idle time of all ranks divided by p times the makespan."""
+        """The idle time of all ranks divided by p times the makespan."""
         return float(1 - sum(self.busy) / (len(self.spans) * self.makespan))
 
 
 def simulate(schedule: Schedule, costs: Costs) -> Timeline:
-    """Return the timeline of a schedule; ScheduleError if it cannot run, UsageError on wrong costs.
-    """
+    """Return a schedule's timeline; ScheduleError if it can't run, UsageError on bad costs."""
     check_programs(schedule)
     wired = schedule
-    if costs.is_rendezvous() and not schedule.wired:  # then it counts when receives are posted
+    if costs.is_rendezvous() and not schedule.wired:  # it then matters when receives are posted
         wired = replace(schedule, wired=True, programs=tuple(
             tuple(lower(schedule, pp_rank)) for pp_rank in range(schedule.pp_size)))
     events = Events(wired, costs, durations(schedule, costs))
@@ -95,7 +94,7 @@ def durations(schedule: Schedule, costs: Costs) -> Callable[[Instr], Number]:
 
 
 def peak_stash_bytes(schedule: Schedule, costs: Costs) -> list[Number]:
-    """Return the most bytes each rank keeps for backward passes at once."""
+    """Return the maximum number of bytes that each rank keeps for backward passes."""
     stash = costs.by_stage("stash_bytes", schedule.num_stages)
     kept = costs.by_stage("kept_bytes", schedule.num_stages)
     transient = costs.by_stage("transient_bytes", schedule.num_stages)

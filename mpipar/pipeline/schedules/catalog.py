@@ -24,9 +24,7 @@ def make_schedule(
     chunks: int | None = None,
     group_size: int | None = None,
 ) -> Schedule:
-    """Return the schedule of that name; raises UsageError with every problem of these counts at
-    once.
-    """
+    """Return the schedule of that name; UsageError names all problems of these counts at once."""
     found = schedule_problems(name, pp_size, num_microbatches, chunks, group_size)
     if found:
         raise UsageError(found)
@@ -41,8 +39,7 @@ def make_schedule(
 
 
 def with_reduce_grad(program: list[Instr]) -> tuple[Instr, ...]:
-    """Return the program with REDUCE_GRAD(stage) right after the last backward (B or W) of each
-    stage.
+    """Return the program with REDUCE_GRAD(stage) after the last backward (B or W) of each stage.
 
     That is the earliest moment at which a stage's gradients are complete on this rank.
     """
@@ -67,9 +64,7 @@ def schedule_problems(
     chunks: int | None = None,
     group_size: int | None = None,
 ) -> list[str]:
-    """Return everything wrong with these counts for this schedule: the rule, and the next valid
-    values.
-    """
+    """Return everything wrong with these counts for this schedule: rules and next valid values."""
     given = {
         "schedule": name,
         "pp": pp_size,
@@ -90,7 +85,7 @@ def schedule_problems(
 
 
 def closed_form(schedule: Schedule, costs: Costs) -> ClosedForm | None:
-    """Return what formulas say of a schedule without a group size; None for unequal stages.
+    """Return the formulas of a schedule without a group size; None for unequal stages.
 
     schedule: made by `make_schedule`.
     """

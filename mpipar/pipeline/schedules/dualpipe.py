@@ -1,7 +1,7 @@
 """DualPipe and DualPipeV: two streams of microbatches cross on each rank, F beside B.
 
-Letters: p = pp_size, r = pp_rank, m = num_microbatches. Sources: arXiv 2412.19437 and the step
-list that its authors published.
+Letters: p = pp_size, r = pp_rank, m = num_microbatches. Sources: arXiv 2412.19437 and the step list
+that its authors published.
 """
 
 from collections import deque
@@ -10,7 +10,7 @@ from mpipar.pipeline.instructions import Instr
 
 
 class TwoStreams:
-    """A program that grows by passes of two streams, each with its own count of microbatches.
+    """A program to which passes of two streams are added, each with its own microbatch counters.
 
     streams: (stage, first microbatch) of stream 0 and stream 1 on this rank.
     """
@@ -23,12 +23,12 @@ class TwoStreams:
         self.program: list[Instr] = []
 
     def forward(self, stream: int) -> None:
-        """The next forward of the stream."""
+        """Add the next forward of the stream."""
         self.program.append(Instr("F", self.stages[stream], self.next_forward[stream]))
         self.next_forward[stream] += 1
 
     def backward(self, stream: int, split: bool = False) -> None:
-        """The next backward of the stream. split: run only I and queue its W."""
+        """Add the next backward of the stream. split: run only I and queue its W."""
         stage, mb = self.stages[stream], self.next_backward[stream]
         self.program.append(Instr("I" if split else "B", stage, mb))
         if split:
@@ -36,12 +36,12 @@ class TwoStreams:
         self.next_backward[stream] += 1
 
     def weight(self) -> None:
-        """The oldest postponed W of either stream, if there is one."""
+        """Add the oldest postponed W of either stream, if there is one."""
         if self.late_weights:
             self.program.append(self.late_weights.popleft())
 
     def overlapped(self, forward: int, backward: int) -> None:
-        """The next forward of one stream run together with the next backward of the other."""
+        """Add the next forward of one stream together with the next backward of the other."""
         mb, mb_b = self.next_forward[forward], self.next_backward[backward]
         self.program.append(
             Instr("OVERLAP_F_B", self.stages[forward], mb, self.stages[backward], mb_b)
@@ -98,11 +98,11 @@ def eight_steps(two: TwoStreams, depth: int, near: int, pairs: int) -> list[Inst
 
 
 def dualpipe(p: int, r: int, m: int) -> list[Instr]:
-    """Two copies of the model, fed from both ends (p even, m even, m >= 2p).
+    """Return DualPipe: two copies of the model, fed from both ends (p even, m even, m >= 2p).
 
     Rank r holds stage r and stage p-1-r. Microbatches below m/2 enter at rank 0 (direction A), the
-    others at rank p-1 (direction B). Stream 0 of a rank is the direction that enters nearer. The
-    fold lies between the two middle ranks.
+    others at rank p-1 (direction B). Stream 0 of a rank is the direction whose entry is nearer. The
+    fold is between the two middle ranks.
     """
     direction_a, direction_b = (r, 0), (p - 1 - r, m // 2)
     streams = (direction_a, direction_b) if r < p // 2 else (direction_b, direction_a)
@@ -111,7 +111,7 @@ def dualpipe(p: int, r: int, m: int) -> list[Instr]:
 
 
 def dualpipe_v(p: int, r: int, m: int) -> list[Instr]:
-    """DualPipe cut in half: one copy of the model; stream 0 comes back from the fold as stream 1.
+    """Return DualPipe cut in half: one copy of the model, whose stream 0 returns as stream 1.
 
     Rank r holds stage r (stream 0) and stage 2p-1-r (stream 1); every microbatch passes both
     (m >= 2p).

@@ -1,7 +1,7 @@
-"""The families of schedules by name: a row has how one is made, and all that is known of it.
+"""The families of schedules by name: each row has the function that makes one, and its properties.
 
 Letters: p = pp_size, r = pp_rank, m = num_microbatches, v = chunks (stages per rank), g = group
-size. The orders are made in the other files of this folder; a row here says all else.
+size. The orders are made in the other files of this folder; a row here has everything else.
 """
 
 from collections.abc import Callable, Mapping
@@ -18,7 +18,7 @@ from mpipar.pipeline.schedules.zero_bubble import zb_h1, zb_h2
 
 
 class Family(NamedTuple):
-    """How a schedule is made and what is known of it: the row of a schedule.
+    """How a schedule is made and what is known about it.
 
     order: the passes of one rank, order(p, r, m), or order(p, r, m, v, g) where v is free.
     placement: a row of PLACEMENTS. grouped: whether the order uses g. split: whether each backward
@@ -27,7 +27,7 @@ class Family(NamedTuple):
     microbatches.
 
     bubble, peak, hops: see ClosedForm. planned: whether `mpipar plan` searches it. published: {name
-    of a published run's schedule that keeps as much of as many microbatches: its bubble}.
+    of the schedule of a published run that keeps as much of as many microbatches: its bubble}.
     """
 
     order: Callable[..., list[Instr]]
@@ -112,6 +112,5 @@ SCHEDULES = tuple(FAMILIES)
 
 
 def num_stages(name: str, pp_size: int, chunks: int | None = None) -> int:
-    """Return the number of stages the model is cut into; only the looped placement uses `chunks`.
-    """
+    """Return the number of stages of the model; only the looped placement uses `chunks`."""
     return pp_size * (chunks or FAMILIES[name].stages_per_rank)

@@ -8,7 +8,7 @@ from mpipar.pipeline.instructions import Instr
 
 
 def group_sizes(p: int, m: int, g: int | None = None) -> list[int]:
-    """Return how many microbatches pass through one chunk before the next chunk takes its turn.
+    """Return how many microbatches pass through one chunk before the next chunk's turn.
 
     Without g there are max(1, m div p) groups, so that any m can be run. They are as even as
     possible, the larger ones first, and have p microbatches each when p divides m. With g they have
@@ -21,9 +21,9 @@ def group_sizes(p: int, m: int, g: int | None = None) -> list[int]:
 
 
 def visiting_order(groups: list[int], v: int) -> list[tuple[int, int]]:
-    """Return the (chunk, mb) order of the forwards; backwards use v-1-chunk in its place.
+    """Return the (chunk, mb) order of the forwards; backwards use v-1-chunk instead.
 
-    A group goes through chunk 0, then chunk 1 and so on. Only then comes the next group.
+    A group goes through chunk 0, then chunk 1 and so on, before the next group starts.
     """
     order = []
     first = 0
@@ -34,9 +34,9 @@ def visiting_order(groups: list[int], v: int) -> list[tuple[int, int]]:
 
 
 def interleaved(p: int, r: int, m: int, v: int, g: int | None) -> list[Instr]:
-    """Interleaved 1F1B: 1F1B over (chunk, mb) pairs; the bubble is v times smaller (2104.04473).
+    """Return interleaved 1F1B: 1F1B over (chunk, mb) pairs, a v times smaller bubble (2104.04473).
 
-    In this example stages 0 and 2 live on rank 0, stages 1 and 3 on rank 1.
+    In this example stages 0 and 2 are on rank 0, stages 1 and 3 on rank 1.
 
         p = 2, v = 2, m = 2
         rank 0  0F0 0F1 2F0 2F1 ... 2B0 ... 2B1 0B0 0B1
@@ -54,9 +54,9 @@ def interleaved(p: int, r: int, m: int, v: int, g: int | None) -> list[Instr]:
 
 
 def interleaved_zb(p: int, r: int, m: int, v: int, g: int | None) -> list[Instr]:
-    """Interleaved ZB1P: one warm-up forward per hop, weight gradients r passes late (2401.10241).
+    """Return interleaved ZB1P: one warm-up forward per hop, W delayed by r passes (2401.10241).
 
-    The late W of a rank fill the time in which interleaved 1F1B drains.
+    A rank's delayed W fill the time in which interleaved 1F1B drains.
 
         p = 2, v = 2, m = 2
         rank 0  0F0 0F1 2F0 2F1 2I0 2W0 2I1 2W1 0I0 0W0 0I1 0W1
@@ -77,10 +77,10 @@ def interleaved_zb(p: int, r: int, m: int, v: int, g: int | None) -> list[Instr]
 
 
 def looped_bfs(p: int, r: int, m: int, v: int, _g: int | None) -> list[Instr]:
-    """Breadth first: all microbatches through chunk 0, then chunk 1, ... (2211.05953).
+    """Return a breadth-first order: all microbatches through chunk 0, then chunk 1 (2211.05953).
 
     Backwards run newest first. A stage's weights are in use during one run of m forwards and one of
-    m backwards. So sharded weights would need the fewest gathers.
+    m backwards, so sharded weights would need the fewest gathers.
 
         p = 2, v = 2, m = 2
         rank 0  0F0 0F1 2F0 2F1 ... 2B1 2B0 0B1 0B0

@@ -7,7 +7,7 @@ from mpipar.pipeline.instructions import Instr
 
 
 def naive(_p: int, r: int, m: int) -> list[Instr]:
-    """Return one microbatch at a time goes down the ranks and back up; all ranks but one wait.
+    """Return the naive order: one microbatch at a time goes down and up; all but one rank wait.
 
     p = 2, m = 2
     rank 0  F0 .. .. B0 F1 .. .. B1
@@ -17,8 +17,7 @@ def naive(_p: int, r: int, m: int) -> list[Instr]:
 
 
 def gpipe(_p: int, r: int, m: int) -> list[Instr]:
-    """Return all forwards, then all backwards; all microbatches are stashed at once (arXiv
-    1811.06965).
+    """Return GPipe: all forwards, then all backwards, with all m stashed (arXiv 1811.06965).
 
     p = 2, m = 3
     rank 0  F0 F1 F2 .. .. B0 B1 B2
@@ -28,7 +27,7 @@ def gpipe(_p: int, r: int, m: int) -> list[Instr]:
 
 
 def one_f_one_b(p: int, r: int, m: int) -> list[Instr]:
-    """p-1-r warm-up forwards, then a forward and a backward in turn (arXiv 2006.09503).
+    """Return 1F1B: p-1-r warm-up forwards, then one forward and one backward in turn (2006.09503).
 
     It is as fast as GPipe, but stashes at most p microbatches instead of m.
 
@@ -40,7 +39,7 @@ def one_f_one_b(p: int, r: int, m: int) -> list[Instr]:
 
 
 def eager_one_f_one_b(p: int, r: int, m: int) -> list[Instr]:
-    """1F1B with twice the warm-up: a message may take a pass to arrive before a rank waits for it.
+    """Return 1F1B with twice the warm-up, so that a message may take a pass to arrive.
 
     p = 2, m = 3
     rank 0  F0 F1 F2 B0 .. B1 .. B2
@@ -50,7 +49,7 @@ def eager_one_f_one_b(p: int, r: int, m: int) -> list[Instr]:
 
 
 def warmed_up(stage: int, m: int, warmup: int) -> list[Instr]:
-    """`warmup` forwards, then F and B in turn while forwards are left, then the other B."""
+    """Return `warmup` forwards, then F and B in turn while forwards are left, then the other B."""
     forwards = [Instr("F", stage, mb) for mb in range(m)]
     program = forwards[:warmup]
     for mb in range(m):

@@ -1,6 +1,6 @@
 """Schedules on the V placement: rank r holds stage r (chunk 0) and stage 2p-1-r (chunk 1).
 
-The first and the last stage share rank 0, and stages p-1 and p share rank p-1. So a microbatch goes
+The first and the last stage share rank 0, and stages p-1 and p share rank p-1, so a microbatch goes
 down the ranks and comes back up. Letters: p = pp_size, r = pp_rank, m = num_microbatches.
 """
 
@@ -12,7 +12,7 @@ BLOCK = 6  # unit passes of one microbatch on one rank: F, I and W of both chunk
 
 
 def zb_v(p: int, r: int, m: int) -> list[Instr]:
-    """ZB-V: ranks never wait between first and last pass, at 1F1B's stash (2401.10241, sec. 6).
+    """Return ZB-V: ranks never wait between first and last pass, at 1F1B's stash (2401.10241, 6).
 
     The order is made for n = max(m, 2p-1) microbatches and leaves out those that do not exist.
 
@@ -51,11 +51,12 @@ def zb_v(p: int, r: int, m: int) -> list[Instr]:
 
 
 def v_half(p: int, r: int, m: int) -> list[Instr]:
-    """Half the stash of 1F1B: chunk 0 lives 6p - 3r passes, chunk 1 only 3r (arXiv 2405.15362).
+    """Return V-Half, with half the stash of 1F1B (arXiv 2405.15362).
 
-    A microbatch's block has the offsets F0 2r, F1 3p-2-r, I1 3p-1+2r, I0 6p-3-r. For odd p, I0 is
-    one later, because its slot is taken on odd r. For even p, F1 and I1 are three later and I0 is
-    seven later. A search over shifts found these: the least stash, then the shortest step.
+    Chunk 0 lives 6p - 3r passes, chunk 1 only 3r. A microbatch's block has the offsets F0 2r, F1
+    3p-2-r, I1 3p-1+2r, I0 6p-3-r. For odd p, I0 is one later, because its slot is taken on odd r.
+    For even p, F1 and I1 are three later and I0 is seven later. These shifts were found by a search
+    for the least stash, then the shortest step.
     """
     if p % 2:
         return repeated_block(p, r, m, (2 * r, 3 * p - 2 - r, 3 * p - 1 + 2 * r, 6 * p - 2 - r))
@@ -63,11 +64,11 @@ def v_half(p: int, r: int, m: int) -> list[Instr]:
 
 
 def v_min(p: int, r: int, m: int) -> list[Instr]:
-    """Return a third of the stash of 1F1B, the least for a V: chunk 0 lives about 4p, chunk 1 2r
-    passes.
+    """Return V-Min, with a third of the stash of 1F1B, the least for a V (arXiv 2405.15362).
 
-    A microbatch's block has the offsets F0 r, F1 2p-1-r, I1 2p+r, I0 4p-1-r (arXiv 2405.15362).
-    Where 3 divides p, F0 and I1 would fall on the same slot. There I1 and I0 are two later.
+    Chunk 0 lives about 4p passes, chunk 1 2r. A microbatch's block has the offsets F0 r, F1 2p-1-r,
+    I1 2p+r, I0 4p-1-r. Where 3 divides p, F0 and I1 would fall on the same slot, so I1 and I0 are
+    two later.
 
         p = 2, m = 3
         rank 0  0F0 ... 3F0 3I0 3W0 0F1 0I0 0W0 3F1 3I1 3W1 0F2 ...
@@ -78,10 +79,10 @@ def v_min(p: int, r: int, m: int) -> list[Instr]:
 
 
 def repeated_block(p: int, r: int, m: int, offsets: tuple[int, int, int, int]) -> list[Instr]:
-    """Return the order that runs F0, F1, I1, I0 of microbatch k at offset + 6k, and W in the free
-    slots.
+    """Return the order that runs F0, F1, I1, I0 of microbatch k at offset + 6k, and W in between.
 
-    W runs first in, first out. Only the order is kept, so each pass runs as early as it can.
+    W runs first in, first out, in the free slots. Only the order is kept, so each pass runs as
+    early as it can.
     """
     passes = zip(offsets, "FFII", (r, 2 * p - 1 - r, 2 * p - 1 - r, r), strict=True)
     slots = {offset + BLOCK * mb: Instr(kind, stage, mb)

@@ -7,9 +7,9 @@ from mpipar.pipeline.instructions import Instr
 
 
 def zb_h1(p: int, r: int, m: int) -> list[Instr]:
-    """1F1B with the backward split; rank r runs its weight gradients r microbatches late.
+    """Return ZB-H1: 1F1B with split backwards; rank r runs its W r microbatches late.
 
-    No rank stashes more than rank 0 of 1F1B does. At f = i = w a third of 1F1B's bubble is left.
+    No rank stashes more than rank 0 of 1F1B does. At f = i = w a third of 1F1B's bubble remains.
 
         p = 2, m = 3
         rank 0  F0 F1 .. I0 W0 F2 I1 W1 .. I2 W2
@@ -27,10 +27,9 @@ def zb_h1(p: int, r: int, m: int) -> list[Instr]:
 
 
 def zb_h2(p: int, r: int, m: int) -> list[Instr]:
-    """Return the ranks never wait between first and last pass; the stash is nearly twice that of
-    ZB-H1.
+    """Return ZB-H2: ranks never wait between first and last pass, at nearly twice ZB-H1's stash.
 
-    With m < 2p-1 the order still holds, but the ranks wait.
+    With m < 2p-1 the order is still valid, but ranks wait.
 
         p = 2, m = 4
         rank 0  F0 F1 F2 I0 W0 F3 I1 W1 I2 W2 I3 W3
