@@ -1,1 +1,1 @@
-"""The wire: grid, groups, transports, and the record of every call. Only here does data move."""
+"""The wire: grid, groups, transports, and a record of every call. Data moves only here."""

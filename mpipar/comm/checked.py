@@ -1,8 +1,8 @@
-"""The desync check: before each collective the ranks of a group agree that they make the same call.
+"""The desync check: before each collective, a group's ranks verify that they make the same call.
 
 MPI does not check this: ranks that meet in different collectives hang, or one of them returns
-garbage. With --check-comm, a Comm hands over the record of each call before it makes it. The check
-sends its messages on a communicator of its own and keeps them out of the records.
+garbage. With --check-comm, a Comm passes the record of each call to the check before it makes the
+call. The check sends its messages on a communicator of its own and keeps them out of the records.
 """
 
 from __future__ import annotations
@@ -20,16 +20,16 @@ if TYPE_CHECKING:
     from mpi4py import MPI
 
 TEXT_BYTES = 400  # of one rank's description, when they differ
-UNEVEN = ("all_to_allv",)  # operations in which each rank sends another number of bytes
-UNKNOWN = -1  # a count that the transport asks for
+UNEVEN = ("all_to_allv",)  # operations in which ranks send different numbers of bytes
+UNKNOWN = -1  # a count that the transport has to ask for
 
 
 class CallCheck:
-    """Compares a call over the group `ranks`. mpi_comm: their communicator, for this alone.
+    """Compares a call over the group `ranks`. mpi_comm: their communicator, used only for this.
 
-    What must be equal: the operation and its number in the group, name, type, root, and the bytes
-    unless it is uneven. Raises HangError on every rank of the group when they differ. Its text is
-    the same everywhere and says who calls what.
+    The operation and its number in the group, name, type and root must be equal, and the bytes too
+    unless the operation is uneven. If they differ, raises HangError on every rank of the group,
+    with the same text everywhere: which rank makes which call.
     Comm: one all-reduce of 16 bytes for each collective, and one all-gather when they differ.
     """
 
@@ -58,7 +58,7 @@ class CallCheck:
             for world_rank, call in zip(self.ranks, calls, strict=True)])
 
     def rows(self, record: Record, row_bytes: int, counts: Counts, received: Counts | None) -> None:
-        """Return if each rank expects the rows that the others send it in an uneven exchange.
+        """Verify that each rank expects the rows that the others send it in an uneven exchange.
 
         received: None where this rank expects nothing in particular. Raises HangError as above.
         Comm: one all-gather of counts, and one of texts when they differ.
@@ -75,7 +75,7 @@ class CallCheck:
                        for world_rank, place in zip(
                            self.ranks, self._texts(record.source), strict=True)]
             self._disagree([
-                f"{callers[to]} expects {expected[source, to]} rows of rank {self.ranks[source]};"
+                f"{callers[to]} expects {expected[source, to]} rows from rank {self.ranks[source]};"
                 f" {callers[source]} sends it {sent[source, to]}" for source, to in wrong] or [
                 f"{caller} has rows of {width} bytes"
                 for caller, width in zip(callers, widths, strict=True)])
@@ -85,7 +85,7 @@ class CallCheck:
         raise HangError([head, *lines])
 
     def _texts(self, own: str) -> list[str]:
-        """Everybody's text, by place. Comm: one all-gather."""
+        """Return all ranks' texts, by place. Comm: one all-gather."""
         text = own.encode()[:TEXT_BYTES]
         texts = np.zeros((len(self.ranks), TEXT_BYTES), np.uint8)
         texts[self.mpi.rank, :len(text)] = np.frombuffer(text, np.uint8)

@@ -1,11 +1,11 @@
-"""One clock for all ranks: which ranks share one, and how far the others are off.
+"""A common clock for all ranks: which ranks share a clock, and how far the others are off.
 
 Processes of one host and one time namespace read the same monotonic clock, which is used as it is.
 
 Between hosts, ping-pong with world rank 0 measures the offset, before and after the traced steps.
-Of many round trips the shortest counts. The other clock is taken to be read at its midpoint, and
-half of its length bounds the error. The two offsets give a line, whose slope is the drift. Times
-are nanoseconds.
+Of many round trips the shortest is used: the other clock is assumed to be read at its midpoint, and
+half of its length bounds the error. The two offsets define a line, whose slope is the drift. Times
+are in nanoseconds.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ TAG = 11
 
 @dataclass(frozen=True)
 class Sample:
-    """At `local_ns` of a clock it was `offset_ns` ahead of world rank 0's, +- `error_ns`."""
+    """At `local_ns` of a clock, it was `offset_ns` +- `error_ns` ahead of world rank 0's clock."""
 
     local_ns: int
     offset_ns: float
@@ -37,9 +37,7 @@ class Sample:
 
 
 def clock_identity() -> str:
-    """Return a text that is the same on all ranks that read one monotonic clock: host, boot, time
-    namespace.
-    """
+    """Return a text that identifies this rank's monotonic clock: host, boot and time namespace."""
     def read(function: Callable[[str], str], path: str) -> str:
         try:
             return function(path)
@@ -52,7 +50,7 @@ def clock_identity() -> str:
 
 
 def shared_clocks(mpi_world: MPI.Intracomm, identity: str) -> list[int]:
-    """For each world rank the lowest rank that reads the same clock.
+    """Return, for each world rank, the lowest rank that reads the same clock.
 
     Comm: one Allgather of 16 bytes over the world, outside the records.
     """
@@ -64,20 +62,18 @@ def shared_clocks(mpi_world: MPI.Intracomm, identity: str) -> list[int]:
 
 
 def best_sample(trips: list[tuple[int, int, int]]) -> Sample:
-    """Return the Sample of the shortest of [(sent, other clock, received)]; sent, received by rank
-    0.
-    """
+    """Return the Sample of the shortest of [(sent, other clock, received)], timed by rank 0."""
     sent, local, received = min(trips, key=lambda trip: trip[2] - trip[0])
     return Sample(local, local - (sent + received) / 2, (received - sent) / 2)
 
 
 def measure_clocks(mpi_world: MPI.Intracomm, owners: Sequence[int],
                    clock: Callable[[], int] = perf_counter_ns) -> dict[int, Sample]:
-    """{lowest rank of a clock: Sample} on world rank 0, {} elsewhere. owners: `shared_clocks`.
+    """Return {lowest rank of a clock: Sample} on world rank 0, {} elsewhere.
 
-    Every rank calls it. If all share a clock, nobody communicates.
-    Comm: ROUND_TRIPS ping-pongs of 8 bytes with the lowest rank of each clock but world rank 0's,
-    outside the records.
+    Every rank calls it. owners: see `shared_clocks`; if all share a clock, nothing is sent.
+    Comm: ROUND_TRIPS ping-pongs of 8 bytes with the lowest rank of each clock except world rank
+    0's, outside the records.
     """
     message = np.zeros(1, np.int64)
     samples = {}
@@ -103,8 +99,8 @@ class CommonClock:
     """Translates every rank's times to world rank 0's clock.
 
     owners: for each world rank, the lowest rank with the same clock.
-    before, after: Samples by owner. If `after` is missing (the run ended too early), the drift
-    counts as zero.
+    before, after: Samples by owner. If `after` is missing (the run ended too early), the drift is
+    taken as zero.
     """
 
     owners: tuple[int, ...]
@@ -112,7 +108,7 @@ class CommonClock:
     after: dict[int, Sample]
 
     def common_ns(self, world_rank: int, local_ns: int) -> int:
-        """World rank 0's time at the instant at which the rank's clock shows local_ns."""
+        """Return world rank 0's time at the instant at which the rank's clock shows local_ns."""
         owner = self.owners[world_rank]
         if owner == 0:
             return local_ns
@@ -139,7 +135,7 @@ class CommonClock:
         return sum(sorted(map(self.error_ns, set(self.owners)))[-2:])
 
     def describe(self) -> str:
-        """Return one sentence for the head of a report."""
+        """Return one sentence for the header of a report."""
         clocks = set(self.owners)
         if len(clocks) == 1:
             return "one host: its monotonic clock as it is"
@@ -149,14 +145,14 @@ class CommonClock:
                 f" good to +-{self.largest_error_ns() * 1e-3:.1f} us")
 
     def to_json(self) -> dict[str, Any]:
-        """As JSON-able values."""
+        """Return the clock as JSON-able values."""
         return {"owners": list(self.owners)} | {
             name: {str(owner): asdict(sample) for owner, sample in part.items()}
             for name, part in (("before", self.before), ("after", self.after))}
 
     @classmethod
     def from_json(cls, value: dict[str, Any]) -> CommonClock:
-        """Return the inverse of to_json."""
+        """Return the clock that `to_json` described."""
         before, after = ({int(owner): Sample(**sample) for owner, sample in value[name].items()}
                          for name in ("before", "after"))
         return cls(tuple(value["owners"]), before, after)

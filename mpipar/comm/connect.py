@@ -1,4 +1,4 @@
-"""Which transport a group gets: by what ranks share, what MPI can do, and what the user asks."""
+"""Chooses a group's transport, by what its ranks share, what MPI can do, and the user's options."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 
 
 def split(mpi_world: MPI.Intracomm, ranks: tuple[int, ...]) -> Any:
-    """MPI's communicator of the group `ranks`. Comm: one Split, by every rank of the world."""
+    """Return MPI's communicator of the group `ranks`. Comm: one Split, by the whole world."""
     mpi_comm: Any = mpi_world.Split(color=min(ranks), key=ranks.index(mpi_world.rank))
     assert mpi_comm.size == len(ranks), (mpi_comm.size, ranks)
     return mpi_comm
@@ -31,23 +31,23 @@ def connect(ops: Any, mpi_world: MPI.Intracomm | None, ranks: tuple[int, ...],
             options: Options) -> Transport:
     """Return the transport for one group of world ranks.
 
-    Comm: with an MPI world, one Split over the world. So every rank must connect its groups in the
+    Comm: with an MPI world, one Split over the world, so every rank must connect its groups in the
     same order, even a rank that is alone in its group. In the group, that of `kind_of` and of its
     transport.
     """
     if mpi_world is None:
         return with_half_precision(NoTransport(ops), ops, len(ranks))
     mpi_comm = split(mpi_world, ranks)
-    if len(ranks) == 1 or options.all_reduce == "levels":  # these are groups of their own
+    if len(ranks) == 1 or options.all_reduce == "levels":  # levels are groups of their own
         options = options._replace(all_reduce="mpi")
     kind = kind_of(ops, mpi_comm, options.all_reduce)
     return with_half_precision(kind(ops, mpi_comm, options), ops, len(ranks))
 
 
 def kind_of(ops: Any, mpi_comm: MPI.Intracomm, all_reduce: str) -> type[HostTransport]:
-    """Return who carries the arrays of a group: MPI, or NCCL where each rank has a GPU of its own.
+    """Return the class that carries a group's arrays: MPI, or NCCL if each rank has its own GPU.
 
-    MPIPAR_NCCL=no leaves NCCL out. all_reduce: an algorithm of ours adds up in host memory.
+    MPIPAR_NCCL=no excludes NCCL. all_reduce: an algorithm other than mpi adds up in host memory.
     Comm: for a GPU, one or two gathers of facts over the group.
     """
     if ops.device == "cpu":
@@ -62,26 +62,26 @@ def kind_of(ops: Any, mpi_comm: MPI.Intracomm, all_reduce: str) -> type[HostTran
 
 
 def has_nccl() -> bool:
-    """Return whether CuPy finds NCCL here, and may use it; afterwards it is `cupy.cuda.nccl`."""
+    """Return whether CuPy has a usable NCCL, which afterwards is loaded as `cupy.cuda.nccl`."""
     if os.environ.get("MPIPAR_NCCL") == "no":
         return False
-    with warnings.catch_warnings(action="ignore"):  # without NCCL there is MPI
+    with warnings.catch_warnings(action="ignore"):  # without NCCL, MPI is used
         import cupy.cuda.nccl as nccl
     return bool(nccl.available)
 
 
 def with_half_precision(wire: Transport, ops: Any, group_size: int) -> Transport:
-    """Return the transport itself, or a wrapper for 16-bit numbers if the ops compute with them."""
+    """Return the transport, wrapped for 16-bit numbers if the ops compute with them."""
     return HalfPrecisionTransport(wire, ops, group_size) if ops.dtype.itemsize == 2 else wire
 
 
 def cuda_aware() -> str:
-    """Return whether this MPI takes device pointers: yes, no or unknown. Unknown is staged."""
+    """Return whether this MPI accepts device pointers: yes, no or unknown (so staged)."""
     return gpu_awareness()[0]
 
 
 def gpu_awareness() -> tuple[str, str]:
-    """Return what this process knows of `stated_awareness`."""
+    """Return `stated_awareness` of this process."""
     from mpi4py import MPI
 
     info = MPI.COMM_WORLD.Get_info()
@@ -96,14 +96,14 @@ def gpu_awareness() -> tuple[str, str]:
 
 def stated_awareness(library: str, kinds: str | None, environ: Mapping[str, str],
                      support: int | None) -> tuple[str, str]:
-    """Return whether MPI takes device pointers, yes, no or unknown, and how that is known.
+    """Return whether MPI accepts device pointers (yes, no or unknown), and how that is known.
 
     It is never tried out, because a wrong yes is a segmentation fault. Only a clear statement of
-    the library or of the user counts. Anything else is unknown, and is staged through the host.
+    the library or of the user counts; anything else is unknown, and staged through the host.
 
     kinds: the value of the MPI-4.1 info key mpi_memory_alloc_kinds.
-    support: MPIX_Query_cuda_support(), if there is one. Its no is believed of MPICH alone. Open
-    MPI's only tells how it was built, and with UCX below it may take device pointers all the same.
+    support: MPIX_Query_cuda_support(), if there is one. Its no is trusted only from MPICH: Open
+    MPI's only says how it was built, and with UCX below it may accept device pointers all the same.
     """
     stated = environ.get("MPIPAR_CUDA_AWARE")
     if stated in ("yes", "no"):

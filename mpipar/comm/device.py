@@ -1,11 +1,11 @@
-"""How bytes travel from device memory: straight into a CUDA-aware MPI, or staged through the host.
+"""Transports for device memory: straight into a CUDA-aware MPI, or staged through the host.
 
-mpi4py neither copies nor synchronizes. Before an array comes here, Comm has drained the stream that
-made it. A transport drains the stream itself after what it computes itself.
+mpi4py neither copies nor synchronizes. Before an array gets here, Comm has drained the stream that
+produced it. After its own computations a transport drains the stream itself.
 
-What is only posted does not stop the device. Its copies run on streams of their own
-(`mpipar/ops/cupy_copies.py`) while products go on. MPI is called behind the copy to the host, once
-a test sees that it is done. A wait or a blocking call first waits for all such copies.
+Posted operations do not stop the device. Their copies run on streams of their own
+(`mpipar/ops/cupy_copies.py`) while products continue. MPI is called after the copy to the host,
+once a test sees that it is done. A wait or a blocking call first waits for all such copies.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 
 
 class Leaving:
-    """A request for x, which is first copied to `host`: post(host) then makes the MPI call.
+    """A request for x, which is first copied to `host`; post(host) then makes the MPI call.
 
     host: see `Copies.out`.
     """
@@ -45,9 +45,9 @@ class Leaving:
 
 
 class Arriving:
-    """A request whose numbers come into `host`, from where they are copied to x.
+    """A request whose numbers arrive in `host`, from which they are copied to x.
 
-    `Test` is true when the copy is done. `Wait` ends when it is queued: what this rank computes
+    `Test` is true once the copy is done. `Wait` ends when it is queued: what this rank computes
     afterwards waits for it on the device, and the next message travels meanwhile.
     """
 
@@ -87,8 +87,7 @@ class DeviceTransport(HostTransport):
 class StagedTransport(HostTransport):
     """Sends CuPy arrays through pinned host memory: device -> host -> MPI -> host -> device.
 
-    A blocking call ends when its result is on the device, so its record has the time of both
-    copies.
+    A blocking call ends when its result is on the device, so its record includes both copies.
     """
 
     carrier = "MPI through host memory"
@@ -99,8 +98,9 @@ class StagedTransport(HostTransport):
         self.checked = options.check
 
     def _to_host(self, x: Array) -> Array:
-        """Return x in host memory, for a call that blocks in MPI: nothing else of this rank waits
-        for its own copy then.
+        """Return x in host memory, for a call that blocks in MPI.
+
+        All pending copies are finished first, because nothing here could finish them meanwhile.
         """
         self.copies.hand_over(wait=True)
         return self.ops.to_pinned(x)
@@ -108,8 +108,8 @@ class StagedTransport(HostTransport):
     def _to_device(self, host: Array, x: Array) -> None:
         """Copy host to x and wait.
 
-        CuPy only queues the copy. Host memory given back before it runs would already hold the next
-        message.
+        CuPy only queues the copy. Host memory that is released before the copy runs could already
+        hold the next message.
         """
         x.set(host)
         self.ops.synchronize()

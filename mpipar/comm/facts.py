@@ -1,7 +1,7 @@
-"""Small facts of all ranks to world rank 0, to all ranks, or back.
+"""Gathers and broadcasts of small facts and texts between ranks, outside the records.
 
-They stay out of the records, because a report is not a barrier of training. A session gathers facts
-before it is decided how many threads NumPy gets, so NumPy is not imported at the top.
+They are not recorded, because a report is not a barrier of training. A session gathers facts before
+it is decided how many threads NumPy gets, so NumPy is not imported at the top.
 """
 
 from __future__ import annotations
@@ -46,13 +46,13 @@ def all_gather_facts(mpi_world: MPI.Intracomm, fact: Any) -> list[Any]:
 
 
 def _separate(received: bytearray, lengths: array[int]) -> list[Any]:
-    """The facts that stand one behind the other."""
+    """Return the facts that follow one another in these bytes."""
     return [json.loads(received[end - length:end])
             for end, length in zip(accumulate(lengths), lengths, strict=True)]
 
 
 def broadcast_text(mpi_world: MPI.Intracomm | None, text: str) -> str:
-    """World rank 0's text, on every rank.
+    """Return world rank 0's text, on every rank.
 
     Comm: one Bcast of a length and one of bytes over the world.
     """
@@ -67,7 +67,7 @@ def broadcast_text(mpi_world: MPI.Intracomm | None, text: str) -> str:
 
 
 def gather_numbers(mpi_world: MPI.Intracomm | None, x: np.ndarray) -> np.ndarray | None:
-    """Everybody's float64 array x, stacked (ranks, ...), on world rank 0; None elsewhere.
+    """Return all ranks' float64 arrays x, stacked (ranks, ...), on world rank 0; None elsewhere.
 
     Comm: one Gather over the world.
     """

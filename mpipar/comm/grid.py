@@ -1,9 +1,9 @@
-"""Rank arithmetic: where a rank stands in the grid pp x dp x cp x tp, and who is in its groups.
+"""Rank arithmetic: a rank's place in the grid pp x dp x cp x tp, and the members of its groups.
 
 By default `world_rank = ((pp*dp_size + dp)*cp_size + cp)*tp_size + tp`. The axis with the most
-traffic (tp) is innermost. So its groups are neighbours and cross the slowest links least. `order`
-names the axes from outermost to innermost. There is no MPI here, so every rank of every layout can
-be asked.
+traffic (tp) is innermost, so that its groups are neighbours and cross the slowest links least.
+`order` names the axes from outermost to innermost. There is no MPI here, so the answer can be
+computed for every rank of every layout.
 """
 
 from __future__ import annotations
@@ -15,34 +15,33 @@ from itertools import accumulate, pairwise, product
 from typing import Any, NamedTuple
 
 AXES = ("pp", "dp", "cp", "tp")
-LAYOUT = (*AXES, "ep")  # what a layout names: ep divides dp x cp, and multiplies no ranks
+LAYOUT = (*AXES, "ep")  # what a layout names: ep divides dp x cp, and adds no ranks
 
 
 def chunk_size(length: int, parts: int, multiple: int = 1) -> int:
-    """Length of each of `parts` equal pieces of an axis, a multiple of `multiple`.
+    """Return the length of each of `parts` equal chunks of an axis, a multiple of `multiple`.
 
-    The last ones are padded.
+    The last chunks are padded.
     """
     return -(-length // (parts * multiple)) * multiple
 
 
 def chunk_slice(length: int, parts: int, index: int, multiple: int = 1) -> slice:
-    """Return where piece `index` lies on an axis of `length`, without its padding (perhaps empty).
-    """
+    """Return the slice of an axis that is chunk `index`, without its padding (perhaps empty)."""
     width = chunk_size(length, parts, multiple)
     return slice(min(index * width, length), min((index + 1) * width, length))
 
 
-# Pieces of a row that a rank of a context-parallel group holds. With causal attention a query at
-# the end has many more keys than one at the start. Two pieces, one from each end, even that out.
+# Pieces of a row that a rank of a context-parallel group holds. With causal attention, a query at
+# the end has many more keys than one at the start; two pieces, one from each end, balance that.
 PIECES_PER_RANK = {"ring": 2, "gather": 2, "ulysses": 1}
 
 
 def token_pieces(tokens: int, method: str, parts: int, index: int) -> tuple[slice, ...]:
-    """Return where the tokens of rank `index` of `parts` lie in a row, ascending.
+    """Return the slices of a row whose tokens rank `index` of `parts` holds, ascending.
 
-    method: of attention over the group (--cp-attention). With two pieces for each rank, rank i
-    holds the i-th piece from the start and the i-th from the end (a zig-zag).
+    method: of attention over the group (--cp-attention). With two pieces per rank, rank i holds the
+    i-th piece from the start and the i-th from the end (a zig-zag).
     """
     per_rank = PIECES_PER_RANK[method]
     count = parts * per_rank
@@ -52,14 +51,14 @@ def token_pieces(tokens: int, method: str, parts: int, index: int) -> tuple[slic
 
 
 def held_and_whole(tokens: int, method: str, parts: int, index: int) -> list[tuple[slice, slice]]:
-    """(where a rank holds a piece of its tokens, where that lies in the row) of each piece."""
+    """Return (slice of the tokens a rank holds, slice of the row) for each of its pieces."""
     pieces = token_pieces(tokens, method, parts, index)
     held = consecutive_slices([one.stop - one.start for one in pieces])
     return list(zip(held, pieces, strict=True))
 
 
 def consecutive_slices(lengths: Iterable[int]) -> list[slice]:
-    """Slices of these lengths, one behind the other."""
+    """Return slices of these lengths, one after another from 0."""
     ends = list(accumulate(lengths, initial=0))
     return [slice(start, stop) for start, stop in pairwise(ends)]
 
@@ -75,12 +74,12 @@ class Part(NamedTuple):
     size: int
 
 
-# Groups that are not axes. Products of axes: the ranks of data hold the same shards, and read other
-# rows or tokens.
+# Groups that are not axes. Products of axes: the ranks of data hold the same shards, and read
+# different rows or tokens.
 PRODUCTS = {"data": ("dp", "cp")}
 # Divided groups: {runs of neighbours: (what is divided, the ranks at the same place of all runs)}.
-# Where tp has more ranks than there are heads of keys and values, each run holds the same head.
-# Of the ranks of data, each run shares out the experts of a block.
+# Where tp has more ranks than there are key and value heads, each run holds the same head. Of the
+# ranks of data, each run holds all experts of a block, sharded over its ranks.
 DIVIDED = {"kv": ("tp", "kv_heads"), "expert": ("data", "expert_data")}
 
 
@@ -88,8 +87,8 @@ DIVIDED = {"kv": ("tp", "kv_heads"), "expert": ("data", "expert_data")}
 class Grid:
     """One rank's place in a grid of ranks.
 
-    sizes: ranks on each axis, and in each run of a divided group; 1 where it is not named. parts:
-    every group by its name, axes among them.
+    sizes: ranks on each axis, and in each run of a divided group; 1 if not given. parts: every
+    group by its name, including the axes.
     """
 
     world_rank: int
@@ -127,33 +126,32 @@ class Grid:
         return self.parts[group].size
 
     def place(self, group: str) -> int:
-        """This rank's place in an axis or another group, counted from 0."""
+        """Return this rank's place in an axis or another group, counted from 0."""
         return self.place_of(self.world_rank, group)
 
     def place_of(self, world_rank: int, group: str) -> int:
-        """Return a rank's place in its own group of a name."""
+        """Return a rank's place in its own group of this name."""
         axes, stride, size = self.parts[group]
         return self.number(axes, self.coordinates(world_rank)) // stride % size
 
     def coordinates(self, world_rank: int) -> dict[str, int]:
-        """Return where a rank stands on each axis: its number taken apart, the fastest axis first.
-        """
+        """Return a rank's place on each axis."""
         found = {}
         for axis in reversed(self.order):
             world_rank, found[axis] = divmod(world_rank, self.size(axis))
         return found
 
     def number(self, axes: tuple[str, ...], coordinates: dict[str, int]) -> int:
-        """Return the number of coordinates on some axes, the last of which counts fastest."""
+        """Return the number of coordinates on some axes, the last of which varies fastest."""
         number = 0
         for axis in axes:
             number = number * self.size(axis) + coordinates[axis]
         return number
 
     def at(self, **places: int) -> int:
-        """World rank of the place that differs from this one in the given groups, e.g. at(pp=0).
+        """Return the world rank whose place differs from this one in the given groups: at(pp=0).
 
-        Where groups overlap, the later one counts: at(tp=0, kv_heads=2).
+        Where groups overlap, the later one wins: at(tp=0, kv_heads=2).
         """
         coordinates = self.coordinates(self.world_rank)
         for group, place in places.items():
@@ -170,16 +168,14 @@ class Grid:
         return [dict(zip(groups, place, strict=True)) for place in product(*ranges)]
 
     def group(self, *groups: str) -> tuple[int, ...]:
-        """World ranks of the places that differ from this one in `groups` alone, in the order of
-        `places`.
-        """
+        """Return the world ranks whose places differ from this one only in `groups`, in order."""
         return tuple(self.at(**place) for place in self.places(groups))
 
     def uncut(self, whole: str, cut: Iterable[str]) -> tuple[str, ...]:
-        """Return what is left of a group where a tensor is cut over the groups `cut`.
+        """Return what remains of a group where a tensor is cut over the groups `cut`.
 
-        All of it where none of them lies in it. Where it is divided, the other of its two parts,
-        which may be this rank alone.
+        That is the whole group if none of them is part of it. If it is divided, it is the other of
+        its two parts, which may consist of this rank alone.
         """
         if whole in cut:
             return ()
@@ -189,10 +185,10 @@ class Grid:
         return (whole,)
 
     def same_as(self, group: str) -> str:
-        """Return the axis or product that a group is, where it has the same ranks; else its name.
+        """Return the axis or product with the same ranks as a group; else the group's own name.
 
-        A product of axes is its first one where the others have one rank. What is left of a divided
-        group is all of it where the runs have one rank.
+        A product of axes is the same as its first axis if the others have one rank. What remains of
+        a divided group is the whole of it if its runs have one rank.
         """
         for run, (whole, others) in DIVIDED.items():
             if group == others and self.size(run) == 1:
@@ -201,7 +197,7 @@ class Grid:
         return first if all(self.size(axis) == 1 for axis in more) else group
 
     def groups(self) -> list[str]:
-        """Names of all groups of ranks: axes, products of several, and both parts of divided ones.
+        """Return the names of all groups: axes, products of several, and parts of divided ones.
 
         Those that are the same as another one are left out.
         """
@@ -209,7 +205,7 @@ class Grid:
         return [*AXES, *(name for name in (*PRODUCTS, *divided) if self.same_as(name) == name)]
 
     def partition(self, axis: str, groups: Iterable[Iterable[int]]) -> list[tuple[int, ...]]:
-        """World ranks of groups of coordinates along `axis`.
+        """Return the world ranks of groups of coordinates along `axis`.
 
         Each group appears once for every place on the other axes.
         """
@@ -218,6 +214,6 @@ class Grid:
                 for group in groups for place in others]
 
     def describe(self) -> str:
-        """Return the place on the axes that have several ranks, as in `pp1 tp0`."""
+        """Return the place on the axes with several ranks, as in `pp1 tp0`."""
         return " ".join(f"{axis}{self.place(axis)}" for axis in AXES
                         if self.size(axis) > 1) or "one rank"

@@ -1,12 +1,12 @@
 """The wire: the only module that moves data between ranks.
 
-There is one `Comm` per group; `groups.py` makes them. Each call has a `name=`: the barrier that a
-reader finds in tables and traces. Each call appends one record. In a group of one it does nothing,
+There is one `Comm` per group; `groups.py` makes them. Each call has a `name=`, under which a reader
+finds the barrier in tables and traces, and appends one record. In a group of one it does nothing,
 so no layer ever asks how many ranks there are. Reductions work in place on the array they are
-given. How bytes travel is the transport's business (`mpipar/comm/connect.py`).
+given. How bytes travel is up to the transport (`mpipar/comm/connect.py`).
 
 Every member of the group must make the same collective calls in the same order. A send needs a recv
-of the peer with the same tag, and the reverse. If one member skips or reorders a call, the job
+of the peer with the same tag, and vice versa. If one member skips or reorders a call, the job
 hangs, or some ranks get a wrong sum without any error.
 """
 
@@ -60,7 +60,7 @@ class Pending:
         self.request: Request | None = request
         self.entry = entry
         self.array = array
-        entry[WAITED] = 0  # nobody waits for it yet
+        entry[WAITED] = 0  # no rank waits for it yet
 
     def test(self) -> bool:
         """Let the operation progress; when it is done, record that and return true."""
@@ -69,7 +69,7 @@ class Pending:
         if not self.request.Test():
             return False
         self.request = None
-        self.entry[WAITED] = perf_counter_ns()  # nobody had to wait for it
+        self.entry[WAITED] = perf_counter_ns()  # this rank did not have to wait for it
         return close(self.entry, True)
 
     def wait(self) -> Array:
@@ -80,7 +80,7 @@ class Pending:
             self.request = None
         return self.array
 
-    Test, Wait = test, wait  # itself a request, of which others are made
+    Test, Wait = test, wait  # a request itself, from which others are made
 
 
 class Comm:
@@ -88,7 +88,7 @@ class Comm:
 
     wire: its transport; None for a rank that is alone.
     check: compares a collective over the group before it is made (--check-comm), or None.
-    levels: how sums travel where the group lies on several hosts, or None.
+    levels: how sums travel where the group spans several hosts, or None.
     """
 
     def __init__(self, axis: str, ranks: tuple[int, ...], index: int, wire: Transport | None,
@@ -103,21 +103,21 @@ class Comm:
         self.wire: Transport = Alone() if wire is None or self.size == 1 else wire
         self.recorder = recorder
         self.check = check if self.size > 1 else None
-        self.collectives = self.messages = 0  # made so far; every member has made as many of these
-        self._newest: dict[tuple[str, str, str], Tally] = {}  # of phase, operation and name
+        self.collectives = self.messages = 0  # calls so far; every member has made as many of these
+        self._newest: dict[tuple[str, str, str], Tally] = {}  # by phase, operation and name
         self._drain: Callable[[], None] | None = None
         if wire is not None and wire.ops.device == "cuda":
             self._drain = wire.ops.synchronize
 
     def _open(self, operation: str, name: str, x: Array, payload: int, peer: int = -1,
               tag: int = -1, posted: int = 0) -> Entry:
-        """What comes before an operation: append its entry to the record, and return it.
+        """Append the entry of an operation to the record, and return it, before the operation.
 
-        It first drains the stream that made the array, because MPI does not wait for a device.
-        posted: when a send began whose message has gone already.
+        First drains the stream that produced the array, because MPI does not wait for a device.
+        posted: when a send began whose message has already left.
 
-        To find a line number takes longer than all the rest. Most calls of a barrier come from the
-        line of the call before, so that one's tally is tried first.
+        Finding a line number takes longer than all the rest. Most calls of a barrier come from the
+        line of the previous call, so that line's tally is tried first.
         """
         if self.size == 1:
             return NO_ENTRY
@@ -161,12 +161,12 @@ class Comm:
         return Pending(self.wire.iall_reduce(x), entry, x)
 
     def all_gather(self, x: Array, name: str) -> Array:
-        """Everybody's x, stacked in group order: (...) -> (size, ...)."""
+        """Return all ranks' x, stacked in group order: (...) -> (size, ...)."""
         entry = self._open("all_gather", name, x, x.nbytes * self.size)
         return close(entry, self.wire.all_gather(x, self.size))
 
     def reduce_scatter(self, x: Array, name: str) -> Array:
-        """Sum x (size, ...) over the group and keep this rank's part: -> (...)."""
+        """Sum x (size, ...) over the group and return this rank's part: -> (...)."""
         assert x.shape[0] == self.size, (x.shape, self.size)
         entry = self._open("reduce_scatter", name, x, x.nbytes)
         return close(entry, self.wire.reduce_scatter(x))
@@ -174,25 +174,24 @@ class Comm:
     def ireduce_scatter(self, x: Array, name: str) -> Pending:
         """Post the sum of x (size, ...) over the group, of which each rank gets its part.
 
-        No other memory is needed: after `wait` this rank's part of the sum is in x[0], and the rest
-        of x means nothing.
+        It needs no further memory: after `wait` this rank's part of the sum is in x[0], and the
+        rest of x is undefined.
         """
         assert x.shape[0] == self.size, (x.shape, self.size)
         entry = self._open("reduce_scatter", name, x, x.nbytes)
         return Pending(self.wire.ireduce_scatter(x), entry, x)
 
     def iall_gather(self, x: Array, name: str) -> Pending:
-        """Post an all-gather into x (size, ...): x[index] is this rank's part, and after `wait`
-        the other parts are those of the others.
+        """Post an all-gather into x (size, ...), of which x[index] is this rank's part.
+
+        After `wait` the other parts are those of the other ranks.
         """
         assert x.shape[0] == self.size, (x.shape, self.size)
         entry = self._open("all_gather", name, x, x.nbytes)
         return Pending(self.wire.iall_gather(x), entry, x)
 
     def all_to_all(self, x: Array, name: str) -> Array:
-        """Send part j of x (size, ...) to rank j; returns what the others sent here, in the same
-        shape.
-        """
+        """Send part j of x (size, ...) to rank j; return the parts that the others sent here."""
         assert x.shape[0] == self.size, (x.shape, self.size)
         entry = self._open("all_to_all", name, x, x.nbytes)
         return close(entry, self.wire.all_to_all(x))
@@ -201,9 +200,9 @@ class Comm:
                     ) -> Exchanged:
         """Send rows of x (rows, ...) to each rank; return (what arrived, rows from each rank).
 
-        The first counts[0] rows go to rank 0, the next counts[1] to rank 1, and so on; what arrived
-        is in the same order. received: the rows from each rank, where they are known already: the
-        way back of an exchange has its counts reversed.
+        The first counts[0] rows go to rank 0, the next counts[1] to rank 1, and so on; what arrives
+        is in the same order. received: the rows from each rank, where they are already known, as on
+        the way back of an exchange, whose counts are reversed.
         Comm: an all-to-all of counts unless `received` is given, and one of the rows.
         """
         assert (len(counts), sum(counts)) == (self.size, x.shape[0]), (counts, self.size, x.shape)
@@ -227,7 +226,7 @@ class Comm:
         return close(entry, x if self.index == root else None)
 
     def barrier(self, name: str) -> None:
-        """Return when every member has called."""
+        """Return when every member has called it."""
         entry = self._open("barrier", name, NOTHING, 0)
         self.wire.barrier()
         close(entry, None)
@@ -245,8 +244,8 @@ class Comm:
     def send(self, x: Array, peer: int, tag: int, name: str) -> None:
         """Send x and wait until it is on its way.
 
-        The receiver waits for this call, so its entry is written behind the message. Until then the
-        recorder has what the entry is made of.
+        The receiver waits for this call, so its entry is written after the message. Until then the
+        recorder holds what the entry is made of.
         """
         if self._drain is not None:
             self._drain()
@@ -268,9 +267,9 @@ class Comm:
         return x
 
     def zeros(self, ops: Any, shape: tuple[int, ...], dtype: Any, label: str) -> Array:
-        """Return a new array of zeros, in the memory that suits the group's sums best.
+        """Return a new array of zeros, in the memory that is best for the group's sums.
 
-        Do not use it any more after `close`. Comm: perhaps a window, by every member.
+        Do not use it after `close`. Comm: perhaps a window, by every member.
         """
         if self.size == 1:
             return ops.zeros(shape, dtype, label=label)
@@ -278,7 +277,7 @@ class Comm:
         return place.zeros(shape, dtype, label)
 
     def neighbor(self, steps: int) -> int:
-        """Return the place `steps` further round the ring of the group's members."""
+        """Return the place `steps` further around the ring of the group's members."""
         return (self.index + steps) % self.size
 
     def max_tag(self) -> int:

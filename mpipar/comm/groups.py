@@ -1,4 +1,4 @@
-"""All groups of a rank: which there are, what each travels by, and how its sums do."""
+"""All groups of a rank: which ones exist, their transports, and how their sums travel."""
 
 from __future__ import annotations
 
@@ -24,10 +24,10 @@ class Comms(dict[str, Comm]):
     """All groups of one rank: `world`, one per axis, derived groups, and further ones by name.
 
     comms["tp"] is this rank's group of that name. groups: {name: Comm} of those that exist: where
-    data is the same as dp, there is only dp, by both names. `alone` is the group of this rank only.
-    `partitions` maps a name (e.g. "tie", "mirror") to the world ranks of *every* such group. All
-    ranks take part in making them. A rank that is in none of them is alone. messages: names of the
-    groups in which neighbours exchange messages in each step.
+    data is the same as dp, there is only dp, under both names. `alone` is the group of this rank
+    only. `partitions` maps a name (e.g. "tie", "mirror") to the world ranks of *every* such group.
+    All ranks take part in making them; a rank that is in none of them is alone. messages: names of
+    the groups in which neighbours exchange messages in each step.
     Comm: one communicator split per group when `mpi_world` is given; none for the shapes-only run.
     """
 
@@ -44,15 +44,13 @@ class Comms(dict[str, Comm]):
             hosts = hosts_of(mpi_world)
 
         def make(axis: str, ranks: tuple[int, ...], alone: bool = False) -> Comm:
-            """My group's Comm. alone: no group on this axis has several ranks, so there is no
-            split.
-            """
+            """Return this rank's Comm. alone: all groups on this axis have only one rank."""
             if alone:
                 return Comm(axis, ranks, 0, None, recorder)
             stages, check, levels = {grid.place_of(member, "pp") for member in ranks}, None, None
             own = self.options._replace(uneven=len(stages) > 1, group=f"{axis} {list(ranks)}",
                                         reach=max(options.reach, axis in messages))
-            if axis == "world":  # it sums a few numbers
+            if axis == "world":  # it sums only a few numbers
                 own = own._replace(all_reduce="mpi")
             elif hosts is not None and len(set(hosts)) > 1:
                 levels, own = self._levels(axis, ranks, own, hosts)
@@ -79,7 +77,7 @@ class Comms(dict[str, Comm]):
 
     def _levels(self, axis: str, ranks: tuple[int, ...], options: Options, hosts: list[int],
                 ) -> tuple[Levels | None, Options]:
-        """The levels of my group if it needs them, and the options of its own transport.
+        """Return the levels of this rank's group if it needs them, and its own transport's options.
 
         Comm: three splits over the world, also by ranks whose group has no levels.
         """
@@ -100,19 +98,17 @@ class Comms(dict[str, Comm]):
 
     @property
     def carriers(self) -> list[str]:
-        """Who carries the bytes of this rank's groups between GPUs, in words."""
+        """What carries the bytes of this rank's groups between GPUs, as text."""
         return sorted({comm.wire.carrier for comm in self.groups.values()
                        if comm.size > 1 and comm.wire.ops.device == "cuda"})
 
     @classmethod
     def solo(cls, ops: Any, grid: Grid | None = None, recorder: Recorder | None = None) -> Comms:
-        """Return the groups of one rank of `grid` (default: of one rank) without MPI: nothing is
-        sent.
-        """
+        """Return the groups of one rank of `grid` (default: a single rank), without MPI."""
         return cls(grid or Grid(0), ops, recorder or Recorder())
 
     def close(self) -> None:
-        """Free the communicators, because MPI has only some two thousand.
+        """Free the communicators, because MPI has only about two thousand.
 
         Comm: every rank, in the same order.
         """

@@ -1,9 +1,9 @@
-"""How sixteen-bit numbers travel: MPI does not know bfloat16 and cannot add it.
+"""Transport for 16-bit numbers: MPI does not know bfloat16 and cannot add it.
 
-This layer stands between a Comm and its transport. Data that only moves goes as 16-bit integers.
-The parts of a sum travel in 16 bits too, which halves the bytes. An all-to-all gives each rank
-everybody's part of its share. The rank adds the parts in float32 and rounds once. An all-gather
-then joins the shares. These are the bytes of a ring all-reduce, and every rank ends with the same
+This layer sits between a Comm and its transport. Data that only moves is sent as 16-bit integers.
+The parts of a sum also travel in 16 bits, which halves the bytes: an all-to-all gives each rank all
+ranks' parts of its chunk, the rank adds them in float32 and rounds once, and an all-gather joins
+the chunks. These are as many bytes as a ring all-reduce sends, and every rank ends up with the same
 numbers.
 
 Arrays of other types pass unchanged. Weight gradients are float32, and MPI sums them.
@@ -31,11 +31,11 @@ class HalfPrecisionTransport:
         return bool(x.dtype == self.ops.dtype)
 
     def _moved(self, x: Array) -> Array:
-        """The same memory, in a type that MPI knows."""
+        """Return the same memory, in a type that MPI knows."""
         return x.view("uint16") if self._is_narrow(x) else x
 
     def _received(self, y: Array, x: Array) -> Array:
-        """The received memory, in the type of x."""
+        """Return the received memory, in the type of x."""
         return y.view(x.dtype) if self._is_narrow(x) else y
 
     def all_reduce(self, x: Array, op: str) -> None:
@@ -46,7 +46,7 @@ class HalfPrecisionTransport:
         count = self.group_size
         parts = self.ops.zeros((count, chunk_size(x.size, count)), label="buffers")
         self.ops.copy(parts.reshape(-1)[:x.size], x.reshape(-1))
-        self.ops.synchronize()  # the parts are made here, after Comm's own
+        self.ops.synchronize()  # the parts are computed here, after Comm has drained the stream
         own = self.reduce_scatter(parts)
         self.ops.synchronize()
         whole = self.all_gather(own, self.group_size)

@@ -1,4 +1,4 @@
-"""What the ranks of a host share: its cores, and how they take turns on them."""
+"""The cores that the ranks of a host share, and how ranks take turns on them."""
 
 from __future__ import annotations
 
@@ -17,8 +17,9 @@ NAP_SECONDS = 1e-3
 
 
 class Cores(NamedTuple):
-    """cores: of all hosts together, as far as ranks may use them. crowded: whether some host has
-    more ranks than cores.
+    """The cores of all hosts together that ranks may use.
+
+    crowded: whether some host has more ranks than cores.
     """
 
     cores: int
@@ -26,7 +27,7 @@ class Cores(NamedTuple):
 
 
 def cores_of(mpi_world: MPI.Intracomm | None) -> Cores:
-    """Return what every rank knows of all hosts. One rank alone has this host's cores.
+    """Return what every rank knows about all hosts. A single rank has the cores of this host.
 
     Comm: one split over the world, one all_reduce inside each host, one over the world.
     """
@@ -47,9 +48,9 @@ def cores_of(mpi_world: MPI.Intracomm | None) -> Cores:
 def finish_passes_first() -> None:
     """Ask Linux not to interrupt a rank that computes when another one wakes up to poll.
 
-    For hosts with more ranks than cores. A pass that is interrupted loses its caches. Measured with
-    4 ranks on 2 cores, with and without in turns: steps of pipelines take 3 to 6 % less. Another
-    policy than the usual one is somebody's choice, and stays.
+    This is for hosts with more ranks than cores, where an interrupted pass loses its caches.
+    Measured with 4 ranks on 2 cores, alternating with and without: steps of pipelines take 3 to 6 %
+    less time. A policy other than the default is the user's choice, and is kept.
     """
     if os.sched_getscheduler(0) == os.SCHED_OTHER:
         with contextlib.suppress(OSError):  # some containers forbid it
@@ -57,9 +58,9 @@ def finish_passes_first() -> None:
 
 
 def quiet_barrier(mpi_world: MPI.Intracomm) -> None:
-    """Return when all ranks are here; meanwhile they sleep, and so leave their cores to others.
+    """Return when all ranks are here; meanwhile they sleep and leave their cores to others.
 
-    Comm: two barriers over the world; the second, short one makes all leave together.
+    Comm: two barriers over the world; the second, short one makes all ranks leave together.
     """
     request = mpi_world.Ibarrier()
     while not request.Test():
@@ -69,11 +70,11 @@ def quiet_barrier(mpi_world: MPI.Intracomm) -> None:
 
 def in_turns(mpi_world: MPI.Intracomm | None, group: int, num_groups: int, cores_each: int,
              run: Callable[[], Any]) -> Any:
-    """Return what run() returns, called by as many groups of ranks at once as have a core for each
-    rank.
+    """Return what run() returns, called by as many groups of ranks at once as the cores allow.
 
-    group: number of this rank's group. Ranks that wait for their turn sleep. Comm: `run`'s inside
-    the group, and quiet barriers over the world if there are several turns.
+    group: number of this rank's group. Each rank gets a core; ranks that wait for their turn sleep.
+    Comm: that of `run` inside the group, and quiet barriers over the world if there are several
+    turns.
     """
     if mpi_world is None:
         return run()

@@ -1,9 +1,9 @@
-"""A sum on two levels: inside each host, across the hosts, and inside again.
+"""Two-level all-reduce: inside each host, across the hosts, and inside again.
 
-The ranks of a host sum a share each. The ranks that have the same share sum it across the hosts. So
-only a share of the bytes of a rank crosses the slow links. Then the shares are gathered inside the
-host. Each level is a call of a group of its own, and so a barrier of its own in the
-record: `NAME/host`, `NAME/across`, `NAME/host`.
+Each rank of a host sums one share, and the ranks with the same share sum it across the hosts, so
+that only a share of a rank's bytes crosses the slow links. Then the shares are gathered inside the
+host. Each level is a call of its own group, and so a barrier of its own in the record: `NAME/host`,
+`NAME/across`, `NAME/host`.
 """
 
 from __future__ import annotations
@@ -23,14 +23,14 @@ if TYPE_CHECKING:
     from mpi4py import MPI
 
 
-LEVELED = ("levels", "window", "auto")  # rows of --all-reduce that take levels between hosts
+LEVELED = ("levels", "window", "auto")  # rows of --all-reduce that use levels between hosts
 
 
 class Levels:
     """The levels of one group. near: this rank's host; far: the ranks at its place of all hosts.
 
-    back: the host once more. What is posted behind a sum across hosts comes at another time on each
-    rank, so it needs a communicator of its own. Sums that are posted finish in their order.
+    back: the host once more. What is posted after a sum across hosts starts at a different time on
+    each rank, so it needs its own communicator. Posted sums finish in their order.
     """
 
     def __init__(self, near: Comm, far: Comm, back: Comm):
@@ -39,7 +39,7 @@ class Levels:
         self.before: deque[Posted] = deque()
 
     def shares(self, x: Array) -> Array:
-        """x in a share for each rank of the host: its own memory, or a copy with zeros behind."""
+        """Return x as one share per rank of the host: its own memory, or a zero-padded copy."""
         size, count = x.size, self.near.size
         if size % count == 0:
             return x.reshape(count, -1)
@@ -58,7 +58,7 @@ class Levels:
         return x
 
     def iall_reduce(self, x: Array, name: str) -> Request:
-        """Post the sum of x in place. Comm: as `all_reduce`, each level behind the one before."""
+        """Post the sum of x in place. Comm: as `all_reduce`, each level after the one before."""
         return Posted(self.steps(x, name), self.before)
 
     def steps(self, x: Array, name: str) -> Steps:
@@ -80,7 +80,7 @@ class Levels:
 
 
 def hosts_of(mpi_world: MPI.Intracomm) -> list[int]:
-    """For each world rank the lowest rank of its host.
+    """Return, for each world rank, the lowest rank of its host.
 
     Comm: a split and an all_gather over the world, an all_reduce inside each host.
     """
@@ -98,8 +98,8 @@ def near_and_far(ranks: Sequence[int], hosts: Sequence[int], own: int,
                  ) -> tuple[tuple[int, ...], tuple[int, ...]] | None:
     """Return the members of a group on the host of `own`, and those at its place of each host.
 
-    None where two levels make no sense: on one host, with one rank on each, or with different
-    numbers of them.
+    None where two levels make no sense: on one host, with one rank on each host, or with different
+    numbers of ranks.
     """
     members: dict[int, list[int]] = {}
     for member in ranks:

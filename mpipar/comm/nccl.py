@@ -1,20 +1,20 @@
-"""How bytes travel from GPU to GPU through NCCL, without the host.
+"""Transport from GPU to GPU through NCCL, without the host.
 
-NCCL has neither tags nor requests. A call waits on a stream for all calls before it there, and then
+NCCL has neither tags nor requests. A call waits on a stream for all earlier calls there, and then
 for the same call of its peers. Two orders keep ranks from waiting for each other in a circle.
 
-The collectives of a group run on one stream. Every member makes them in the same order.
+The collectives of a group run on one stream, and every member makes them in the same order.
 
 Messages run in lanes. A lane leads from one rank to another, and carries tags of one parity: those
 of activations are even, those of gradients odd. It has a communicator and a stream of its own, so
 it waits for no other lane. Both ends post the messages of a lane in the same order (see
-`pipeline.check.check_lanes`). So the n-th send meets the n-th receive once both are posted. A
+`pipeline.check.check_lanes`), so the n-th send meets the n-th receive once both are posted. A
 synchronous send of MPI waits for the same, so what cannot hang there cannot hang here. Ranks that
 are too far apart for a lane send through the host.
 
-No rank waits inside NCCL, except while communicators are made and freed. A wait looks again and
-again at an event of the stream, and at errors. The watchdog sees it like a wait in MPI. A rank that
-fails ends the job by MPI_Abort. What its peers wait for on their GPUs ends with their processes.
+No rank waits inside NCCL, except while communicators are made and freed. A wait polls an event of
+the stream and checks for errors; to the watchdog it looks like a wait in MPI. A rank that fails
+ends the job by MPI_Abort, and what its peers wait for on their GPUs ends with their processes.
 """
 
 from __future__ import annotations
@@ -30,12 +30,12 @@ from mpipar.comm.transport import Counts, Exchanged, HostTransport
 if TYPE_CHECKING:
     from mpi4py import MPI
 
-KEY_BYTES = 128  # of NCCL's unique id, which has the type bytes since CuPy 14
+KEY_BYTES = 128  # of NCCL's unique id, which is of type bytes since CuPy 14
 PARITIES = (0, 1)  # of tags
 
 
 class Queued:
-    """The newest call of a communicator on its stream; it is done when this event is."""
+    """The latest call of a communicator on its stream; it is done when this event is."""
 
     def __init__(self, group: Any, stream: Any):
         self.group, self.event = group, stream.record()
@@ -50,7 +50,7 @@ class Queued:
 
 
 class Lane:
-    """One end of a lane; sends: the end where messages start. Comm: its making, by both ends."""
+    """One end of a lane; sends: whether it is the sending end. Comm: to create it, by both ends."""
 
     def __init__(self, ops: Any, mpi_comm: MPI.Intracomm, peer: int, sends: bool):
         self.nccl, key = ops.xp.cuda.nccl, bytearray(KEY_BYTES)
@@ -64,7 +64,7 @@ class Lane:
         self.sends = sends
 
     def post(self, x: Array) -> Queued:
-        """Queue a message behind those before it."""
+        """Queue a message after those before it."""
         if self.sends:
             self.group.send(address(x), x.nbytes, self.nccl.NCCL_INT8, 1, self.stream.ptr)
         else:
@@ -75,7 +75,7 @@ class Lane:
 class NcclTransport(StagedTransport):
     """Hands CuPy arrays to CuPy's NCCL. A blocking call ends when its result can be used.
 
-    What only moves goes as bytes.
+    Data that only moves is sent as bytes.
     """
 
     carrier, in_order = "NCCL", True
@@ -126,7 +126,7 @@ class NcclTransport(StagedTransport):
         return y
 
     def ireduce_scatter(self, x: Array) -> Request:
-        own = x[self.mpi.rank]  # no other place is allowed inside of x
+        own = x[self.mpi.rank]  # NCCL allows no other place inside of x
         self._scattered(x, own)
         if self.mpi.rank > 0:
             x[0].data.copy_from_device_async(own.data, own.nbytes, self.stream)
@@ -145,7 +145,7 @@ class NcclTransport(StagedTransport):
         return self._gathered(x[self.mpi.rank], x)
 
     def _exchanged(self, sent: list[Array], received: list[Array]) -> None:
-        """Exchange a part with each rank, in one group of calls: they do not wait in turn."""
+        """Exchange a part with each rank, in one group of calls, so that none waits for another."""
         self.nccl.groupStart()
         for peer, (there, here) in enumerate(zip(sent, received, strict=True)):
             if there.size:
@@ -191,7 +191,7 @@ class NcclTransport(StagedTransport):
 
 
 def address(x: Array) -> int:
-    """Return where an array begins; it must lie in one piece."""
+    """Return the address at which an array begins; it must be contiguous."""
     assert x.flags.c_contiguous, (x.shape, x.strides)
     place: int = x.data.ptr
     return place
@@ -201,7 +201,7 @@ def pairs(size: int, reach: int) -> Iterator[tuple[int, int]]:
     """Yield (source, target) of places in a group that are at most `reach` apart around its ring.
 
     The order is the same for all ranks, so none waits for another in a circle. Pairs that begin at
-    even places come first, so that a long ring is connected in few turns.
+    even places come first, so that a long ring is connected in few rounds.
     """
     for first in (*range(0, size, 2), *range(1, size, 2)):
         for target in range(size):

@@ -7,9 +7,10 @@ from typing import Any
 
 
 class OneRank:
-    """What is called of an mpi4py communicator, for rank 0 of 1: it gets what it sends.
+    """The calls of an mpi4py communicator, for rank 0 of 1: it receives what it sends.
 
-    why: what kept MPI from being loaded. NumPy is not imported: it has no threads yet.
+    why: what kept MPI from being loaded. NumPy is not imported, because its threads are not yet
+    set.
     """
 
     def __init__(self, why: str):
@@ -47,7 +48,7 @@ class OneRank:
         return True
 
     def Free(self) -> None:
-        """Do nothing: nothing was made."""
+        """Do nothing: nothing was allocated."""
 
     def Abort(self, code: int) -> None:
         os._exit(code)

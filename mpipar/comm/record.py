@@ -1,14 +1,14 @@
 """The recorder: every barrier and every compute span of a run, as plain values.
 
 It knows neither MPI nor other hosts' clocks. An operation's entry is opened when the operation is
-posted and closed when it is done. So a record whose `done_ns` is 0 is the operation that this rank
-is inside of right now. Entries lie in a ring that keeps the newest ones. The counters beside the
-ring never overflow, and the tables of a run come from them.
+posted and closed when it is done, so a record whose `done_ns` is 0 is the operation that this rank
+is currently in. Entries are kept in a ring of the newest ones. The counters beside the ring never
+overflow, and the tables of a run come from them.
 
-A record has two places. `site` is the line that crosses the barrier. `cut` is the line inside the
-cut that calls the group. The rule: from the caller of the group go outwards, past `partition/` and
-past `layers/linear.py`, which runs any product. The first line beyond is the site. So ffn.down and
-attn.proj, which share a cut, have different sites.
+A record has two places. `site` is the line that crosses the barrier, and `cut` is the line inside
+the cut that calls the group. The site is found by going outwards from the caller of the group, past
+`partition/` and past `layers/linear.py`, which runs any product; the first line beyond is the site.
+ffn.down and attn.proj, which share a cut, thus have different sites.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ TURNS = {
     "all_reduce": ("partial", "whole"), "reduce_scatter": ("partial", "cut"),
     "reduce": ("partial", "one"), "all_gather": ("cut", "whole"), "all_to_all": ("cut", "cut"),
     "all_to_allv": ("cut", "cut"), "broadcast": ("one", "whole")}
-# All that keeps a rank busy; garbage collection lies in others.
+# Everything that keeps a rank busy; garbage collection happens during the others.
 BUSY = (*COMPUTE, "eval", "save", "gc")
 
 
@@ -45,7 +45,7 @@ class Record(NamedTuple):
 
     waited_ns: when the rank began to wait; 0 before.
     peer: its place in the group; -1 without one.
-    site: where a layer, or whoever calls the group, crosses the barrier, as file:line.
+    site: where a layer, or another caller of the group, crosses the barrier, as file:line.
     cut: the line inside the cut; "" if the call goes through no cut.
     """
 
@@ -75,7 +75,7 @@ class Record(NamedTuple):
 
 
 class Span(NamedTuple):
-    """A stretch of computing."""
+    """A stretch of computation."""
 
     kind: str
     start_ns: int
@@ -86,7 +86,7 @@ class Span(NamedTuple):
 
 
 class LayerOperation(NamedTuple):
-    """An operation of a layer, noted only on request (ops/timed_ops.py)."""
+    """An operation of a layer, recorded only on request (ops/timed_ops.py)."""
 
     layer: str
     function: str
@@ -99,7 +99,7 @@ class LayerOperation(NamedTuple):
 
 
 class Load(NamedTuple):
-    """Rows that a rank's experts get in a forward pass. first: the number of the first of them."""
+    """Rows that a rank's experts get in a forward pass. first: the number of its first expert."""
 
     layer: str
     first: int
@@ -110,7 +110,7 @@ class Load(NamedTuple):
 
 
 class Key(NamedTuple):
-    """What is counted together."""
+    """The fields by which operations are counted together."""
 
     axis: str
     name: str
@@ -133,8 +133,8 @@ class Sums(NamedTuple):
 
 NO_SUMS = Sums()
 # An entry is a list that belongs to one operation; `Record` says what its parts mean. It must cost
-# next to nothing, so whatever the calls of one line have in common lies in its last part, the
-# tally. Only this file and group.py know these positions. A reader gets a Record.
+# next to nothing, so whatever the calls of one line have in common is in its last part, the tally.
+# Only this file and group.py know these positions. Readers get a Record.
 (POSTED, WAITED, DONE, SEQ, PEER, TAG, PAYLOAD, WIRE, STEP, STAGE, MB, TALLY) = range(12)
 Entry: TypeAlias = list[Any]
 Result = TypeVar("Result")
@@ -143,7 +143,7 @@ Intervals: TypeAlias = list[tuple[int, int]]
 
 @dataclass(slots=True, eq=False)
 class Tally:
-    """What the calls of one line have in common, and their sums, whatever the size of each is.
+    """What the calls of one line have in common, and their sums over calls of any size.
 
     code, instruction: the caller's place in its function.
     depth: the number of frames from there to the site, whose code and instruction follow.
@@ -170,7 +170,7 @@ class Tally:
     before: Sums = NO_SUMS
 
     def is_elsewhere(self, frame: FrameType) -> bool:
-        """Return whether this caller has another site."""
+        """Return whether this caller has a different site."""
         site: FrameType | None = frame
         for _ in range(self.depth):
             site = site and site.f_back
@@ -178,19 +178,19 @@ class Tally:
                 or self.site_instruction != site.f_lasti)
 
     def sums(self) -> Sums:
-        """Return what all calls sum up to."""
+        """Return the sums over all calls."""
         calls = self.calls - self.before.calls
         return Sums(self.calls, self.before.payload_bytes + calls * self.payload,
                     self.before.wire_bytes + calls * self.sent, self.nanoseconds)
 
     def resize(self, payload: int) -> None:
-        """From now on calls have another payload. Most lines have one, so nothing else adds up."""
+        """Change the payload of further calls. Most lines have only one, so this is rare."""
         self.before, self.payload = self.sums(), payload
         self.sent = wire_bytes(self.operation, payload, self.group_size)
 
 
 NO_TALLY = Tally()  # of no call
-NO_ENTRY: Entry = [0] * TALLY + [Tally()]  # of every call in a group of one: nobody reads it
+NO_ENTRY: Entry = [0] * TALLY + [Tally()]  # of every call in a group of one: never read
 
 
 def wire_bytes(operation: str, payload: int, group_size: int) -> int:
@@ -198,7 +198,7 @@ def wire_bytes(operation: str, payload: int, group_size: int) -> int:
 
     The payload is the whole vector for all_reduce, the whole output for all_gather, and the whole
     input for reduce_scatter and all_to_all. broadcast and reduce go from rank to rank along a
-    chain. All but one rank send the payload, and each rank is booked the mean. Source: the
+    chain: all but one rank send the payload, and each rank is charged the mean. Source: the
     bus-bandwidth factors of nccl-tests. The payload of send and all_to_allv is what they send to
     others.
     """
@@ -210,9 +210,7 @@ def wire_bytes(operation: str, payload: int, group_size: int) -> int:
 
 
 def turns(operation: str) -> str:
-    """Return what a collective turns an array into, as in `partial -> whole`; messages only move
-    one.
-    """
+    """Return how a collective changes an array's state, as in `partial -> whole`; else `moved`."""
     return " -> ".join(TURNS.get(operation, ("moved",)))
 
 
@@ -222,7 +220,7 @@ def family(name: str) -> str:
 
 
 def place(path: str, line: int) -> str:
-    """file:line, short inside this package."""
+    """Return file:line, with a short path for files of this package."""
     return f"{path.removeprefix(PACKAGE)}:{line}"
 
 
@@ -235,7 +233,7 @@ def site_of(frame: FrameType) -> tuple[int, FrameType]:
 
 
 def as_record(entry: Entry) -> Record:
-    """Return the Record of an entry. Other threads may ask, also while MPI holds its call."""
+    """Return the Record of an entry. Other threads may call it, even while MPI is in its call."""
     tally = entry[TALLY]
     return Record._make((
         *entry[:SEQ], tally.operation, tally.name, tally.axis, *entry[SEQ:STEP], tally.dtype,
@@ -243,17 +241,17 @@ def as_record(entry: Entry) -> Record:
 
 
 def close(entry: Entry, result: Result) -> Result:
-    """Mark the entry's operation, which had this result, as done now; add its time."""
+    """Mark the entry's operation as done now, add its time, and return its result."""
     entry[DONE] = now = perf_counter_ns()
     entry[TALLY].nanoseconds += now - entry[WAITED]
     return result
 
 
 def overlap_ns(flights: Intervals, computing: Intervals, blocked: Intervals) -> tuple[int, int]:
-    """Return how long the union of `flights` is, and how much of that is computing and not blocked.
+    """Return (length of the union of `flights`, how much of that is computing and not blocked).
 
-    Each argument: a list of (start, end) in nanoseconds. Time that a rank spends in another wait is
-    no computing, even inside a pass.
+    Each argument: a list of (start, end) in nanoseconds. Time that a rank spends in another wait
+    does not count as computing, even inside a pass.
     """
     edges = sorted((time, kind, change)
                    for kind, intervals in enumerate((flights, computing, blocked))
@@ -270,9 +268,9 @@ def overlap_ns(flights: Intervals, computing: Intervals, blocked: Intervals) -> 
 
 
 class At:
-    """Where in a step a rank is, until the block ends. See `Recorder.at`.
+    """A rank's place in a step, until the block ends. See `Recorder.at`.
 
-    The board hears of each phase as it begins, so that it is known of a rank that was killed. After
+    The board is told of each phase as it begins, so that the phase of a killed rank is known. After
     an error the place stays as it was, because the error's report says where it happened.
     """
 
@@ -300,23 +298,22 @@ class At:
 class Recorder:
     """Collects what one rank did: `records` of communication, `spans` of compute, and counters.
 
-    The loop sets `step`. Whoever calls what may communicate does so inside of `at`, which alone
-    changes phase, stage and mb. phase is F, I, W (compute of a schedule), recompute, sync
-    (gradients, norm), opt, check (of copies), eval or save. It begins with setup.
-    `operations` holds one entry for each operation of a layer, if the ops are wrapped for it
-    (ops/timed_ops.py).
+    The training loop sets `step`. Code that may communicate runs inside of `at`, the only function
+    that changes phase, stage and mb. phase is F, I, W (compute of a schedule), recompute, sync
+    (gradients, norm), opt, check (of copies), eval or save. It begins as setup. `operations` holds
+    one entry for each operation of a layer, if the ops are wrapped for it (ops/timed_ops.py).
     """
 
     def __init__(self, capacity: int | None = 4096, phase: str = "setup"):
         self.entries: deque[Entry] = deque(maxlen=capacity)
-        # A blocking send under way: the group, array, peer, tag, name, start, and caller's frame.
+        # A blocking send in progress: the group, array, peer, tag, name, start, and caller's frame.
         self.open_send: tuple[Any, Any, int, int, str, int, FrameType] | None = None
         self._spans: deque[tuple[Any, ...]] = deque(maxlen=capacity)
         # Spans between marks on a device.
         self._late: deque[tuple[Any, ...]] = deque(maxlen=capacity)
         self.operations: list[LayerOperation] = []
         self.loads: deque[Load] = deque(maxlen=capacity)
-        self.tallies: dict[tuple[Any, ...], Tally] = {}  # by what tells their calls from others
+        self.tallies: dict[tuple[Any, ...], Tally] = {}  # by what distinguishes lines of calls
         self.busy_ns: dict[str, int] = {}
         self.step = 0
         self.stage = -1
@@ -325,23 +322,21 @@ class Recorder:
         self.board: Callable[[int, str], None] | None = None
 
     def at(self, phase: str, stage: int | None = None, mb: int | None = None) -> At:
-        """Return the context in which this rank is in a phase, and in a stage and microbatch if
-        given.
-        """
+        """Return a context with this phase, and with this stage and microbatch if given."""
         return At(self, phase, stage, mb)
 
     @property
     def records(self) -> list[Record]:
-        """The records in the ring, oldest first. Other threads may ask."""
+        """The records in the ring, oldest first. Other threads may read them."""
         return [as_record(entry) for entry in [*self.entries, *self._sending()]]
 
     @property
     def spans(self) -> list[Span]:
-        """The compute spans in the ring, oldest first. Other threads may ask."""
+        """The compute spans in the ring, oldest first. Other threads may read them."""
         return [Span._make(span) for span in list(self._spans)]
 
     def _sending(self) -> list[Entry]:
-        """The entry of the blocking send that this rank is inside of, if it is in one."""
+        """Return the entry of the blocking send that this rank is currently in, if any."""
         send = self.open_send
         if send is None:
             return []
@@ -351,7 +346,7 @@ class Recorder:
                  self.stage, self.mb, tally]]
 
     def newest(self) -> tuple[Any, ...]:
-        """Fields of the newest record and of the newest span: what changes with every event."""
+        """Return fields of the newest record and span, which change with every event."""
         entries = self._sending() or (self.entries and [self.entries[-1]])
         return (as_record(entries[0]) if entries else (), self._spans[-1] if self._spans else ())
 
@@ -367,13 +362,13 @@ class Recorder:
         self.loads = deque(self.loads, maxlen=capacity)
 
     def reset_counters(self) -> None:
-        """Start counting anew (the rings stay)."""
+        """Restart the counters from zero (the rings stay)."""
         for tally in self.tallies.values():
             tally.calls, tally.nanoseconds, tally.before = 0, 0, NO_SUMS
         self.busy_ns = {}
 
     def clear(self) -> None:
-        """Empty all rings and start counting anew."""
+        """Empty all rings and restart the counters from zero."""
         self.entries.clear()
         self._spans.clear()
         self._late.clear()
@@ -382,7 +377,7 @@ class Recorder:
 
     @property
     def counters(self) -> dict[Key, Sums]:
-        """The counters, which include what has left the ring."""
+        """The counters, which include what has already left the ring."""
         counters: dict[Key, Sums] = {}
         for tally in list(self.tallies.values()):
             if tally.calls:
@@ -406,7 +401,7 @@ class Recorder:
     def span(self, kind: str, start: Any, stage: int = -1, mb: int = -1, end: Any = None) -> None:
         """Append a compute span from `start` to `end` (default: now).
 
-        Both are ns, or marks on a device (`ops.instant`). Then `settle` appends the span.
+        Both are ns, or marks on a device (`ops.instant`), in which case `settle` appends the span.
         """
         span = kind, start, perf_counter_ns() if end is None else end, self.step, stage, mb
         if type(start) is int:
@@ -429,7 +424,7 @@ class Recorder:
         self.busy_ns[kind] = self.busy_ns.get(kind, 0) + end_ns - start_ns
 
     def settle(self, nanoseconds: Callable[[list[Any]], list[int]]) -> None:
-        """Append the spans between marks on a device, now that it has passed them.
+        """Append the spans between marks on a device, once it has passed them.
 
         nanoseconds(marks): see `ops.nanoseconds`.
         """
@@ -440,7 +435,7 @@ class Recorder:
             self._append((kind, next(times), next(times), *where))
 
     def totals(self, *fields: str) -> dict[tuple[str, ...], Sums]:
-        """Return the counters summed over everything but these fields of a Key."""
+        """Return the counters summed over everything except these fields of a Key."""
         sums: dict[tuple[str, ...], Sums] = {}
         for key, counter in self.counters.items():
             short = tuple(getattr(key, field) for field in fields)
@@ -448,10 +443,10 @@ class Recorder:
         return sums
 
     def flight_ns(self, axis: str, operations: tuple[str, ...]) -> tuple[int, int]:
-        """(nanoseconds in which any of these operations over `axis` flies, those of them computed).
+        """Return (ns in which any of these operations over `axis` is in flight, ns overlapped).
 
-        Flight goes from posting to the end. What counts as computed: see `overlap_ns`. Blocking
-        operations have no part in it, and only what is in the rings counts.
+        Flight lasts from posting to the end. What counts as overlapped: see `overlap_ns`. Blocking
+        operations are left out, and only what is in the rings counts.
         """
         records = [record for record in self.records if record.done_ns]
         flights = [(record.posted_ns, record.done_ns) for record in records
@@ -462,7 +457,5 @@ class Recorder:
                           [(record.waited_ns, record.done_ns) for record in records])
 
     def comm_ns(self) -> int:
-        """Return the nanoseconds that this rank has been inside communication since the counters
-        began.
-        """
+        """Return the ns that this rank has spent in communication since the counters began."""
         return sum(counter.nanoseconds for counter in self.counters.values())

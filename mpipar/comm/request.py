@@ -1,4 +1,4 @@
-"""What is posted and not yet done, and how a rank waits for it."""
+"""Posted operations that are not yet done, and how a rank waits for them."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from typing import Any, NamedTuple, Protocol, TypeAlias
 Array: TypeAlias = Any
 Choices: TypeAlias = MutableMapping[str, Any]  # {group: what `--all-reduce auto` chose for it}
 
-POLLS_BEFORE_SLEEP = 20  # no sleep for a message that is nearly there
+POLLS_BEFORE_SLEEP = 20  # no sleep for a message that has nearly arrived
 NAP_SECONDS, MOST_NAP_SECONDS = 50e-6, 200e-6  # the first sleep between two polls, and the longest
 
 
@@ -19,12 +19,13 @@ class Options(NamedTuple):
 
     sync_sends: a send is done only when it is matched.
     check: compare every collective over its group first.
-    patient: a rank that waits for a message gives its core away in between.
-    uneven: the members hold different stages, so they come to a sum at different times.
-    reach: how many places apart around the group members may be that exchange messages all the
+    patient: a rank that waits for a message yields its core in between.
+    uneven: the members hold different stages, so they reach a sum at different times.
+    reach: how many places apart, around the group, members may be that exchange messages all the
     time. NCCL connects these; others may exchange messages too, but more slowly.
     all_reduce: the algorithm of sums, a row of `mpipar.comm.algorithms` or auto.
-    group: the name of the group and its world ranks. chosen: what auto knows, and adds to.
+    group: the name of the group and its world ranks. chosen: what auto has chosen so far; it adds
+    its new choices.
     """
 
     sync_sends: bool = False
@@ -38,7 +39,7 @@ class Options(NamedTuple):
 
 
 class Request(Protocol):
-    """What an operation that is only posted returns, called like an mpi4py request."""
+    """What a posted operation returns; it is called like an mpi4py request."""
 
     def Test(self) -> bool: ...
     def Wait(self) -> Any: ...
@@ -55,13 +56,14 @@ class Done:
 
 
 class PatientRequest:
-    """A message that polls with short sleeps, for hosts with more ranks than cores.
+    """A message that is polled with short sleeps, for hosts with more ranks than cores.
 
-    MPI's own wait spins, and takes the core that the awaited rank needs. Measured with 4 ranks on 2
-    cores: the default run's step takes 76 ms with sleeps of 50 us and 85 ms with Wait. Polls take
-    some of the core too, so the sleeps of a long wait grow. That saves another 3 % of this step,
-    and 7 % of that of 1f1b on four stages. Collectives stay with MPI, because their members arrive
-    less than one sleep apart. Sums over ranks that hold different stages are the exception.
+    MPI's own wait spins, and occupies the core that the awaited rank needs. Measured with 4 ranks
+    on 2 cores: the default run's step takes 76 ms with sleeps of 50 us and 85 ms with Wait. Polls
+    use some of the core too, so the sleeps of a long wait grow longer, which saves another 3 % of
+    this step, and 7 % of that of 1f1b on four stages. Collectives stay with MPI, because their
+    members arrive less than one sleep apart. Sums over ranks that hold different stages are the
+    exception.
     """
 
     def __init__(self, request: Request):

@@ -1,4 +1,4 @@
-"""How bytes travel from host memory, or do not travel at all.
+"""Transports for host memory, and those of a single process, where nothing travels.
 
 Only upper-case mpi4py calls on buffers are used. `mpipar/comm/connect.py` chooses a transport for
 each group. Device memory has its own transports (`mpipar/comm/device.py`).
@@ -23,13 +23,14 @@ Exchanged: TypeAlias = tuple[Array, Counts]  # what arrived, and the rows from e
 
 
 class Transport(Protocol):
-    """How the arrays of one group travel; `Comm` has the text of each call.
+    """How the arrays of one group travel; the docstrings of `Comm` describe each call.
 
-    all_reduce, broadcast, reduce, recv and all that is only posted work in place. The others return
+    all_reduce, broadcast, reduce, recv and all posted operations work in place. The others return
     what arrived.
 
-    carrier: who carries the bytes, in words. in_order: whether messages are matched by their order
-    alone. Then both of their ranks must post them in one order, for even and for odd tags each.
+    carrier: what carries the bytes, as text. in_order: whether messages are matched by their order
+    alone. If so, both of their ranks must post them in the same order, separately for even and for
+    odd tags.
     """
 
     ops: Any
@@ -57,8 +58,9 @@ class Transport(Protocol):
 
 
 class NoTransport:
-    """One process and no data: the shapes-only run. Receives leave the array, which has no numbers,
-    as it is.
+    """One process and no data: the shapes-only run.
+
+    Receives leave the array, which has no numbers, as it is.
     """
 
     carrier, in_order = "nobody", False
@@ -88,7 +90,7 @@ class NoTransport:
         return self.ops.empty(x.shape, x.dtype, label="buffers")
 
     def all_to_allv(self, x: Array, counts: Counts, received: Counts | None) -> Exchanged:
-        """As many rows arrive as are sent, from each rank as many as from any other."""
+        """Return room for as many rows as are sent, from each rank as many as from any other."""
         if received is None:
             received = balanced(sum(counts), len(counts))
         return self.ops.empty((sum(received), *x.shape[1:]), x.dtype, label="buffers"), received
@@ -98,7 +100,7 @@ class NoTransport:
 
 
 class Alone(NoTransport):
-    """A group of one: what it sends is what it gets. There is nobody to send a message to."""
+    """A group of one: it receives what it sends, and has no peer to send a message to."""
 
     def _nobody(self, *_: Any) -> Any:
         raise AssertionError("a group of one sends no messages")
@@ -119,7 +121,7 @@ class Alone(NoTransport):
 
 
 def balanced(total: int, parts: int) -> list[int]:
-    """Numbers that differ by one at most, and whose sum is `total`."""
+    """Return numbers that differ by one at most, and whose sum is `total`."""
     return [total * (part + 1) // parts - total * part // parts for part in range(parts)]
 
 
@@ -137,22 +139,22 @@ class HostTransport:
         # buffers inside MPI, whatever the message size.
         self._send, self._isend = (mpi_comm.Ssend, mpi_comm.Issend) if options.sync_sends else (
             mpi_comm.Send, mpi_comm.Isend)
-        self.tag_ub: Any = MPI.COMM_WORLD.Get_attr(MPI.TAG_UB)  # Open MPI sets it there alone
+        self.tag_ub: Any = MPI.COMM_WORLD.Get_attr(MPI.TAG_UB)  # Open MPI sets it only there
         self.patient = options.patient
         self.sleeps_before_sums = options.patient and options.uneven
 
     def _new(self, shape: tuple[int, ...], dtype: Any) -> Array:
-        """A new array to receive into."""
+        """Return a new array to receive into."""
         return self.ops.empty(shape, dtype, label="buffers")
 
     def zeros(self, shape: tuple[int, ...], dtype: Any, label: str) -> Array:
         return self.travel.zeros(shape, dtype, label)
 
     def all_reduce(self, x: Array, op: str) -> None:
-        """Sum or maximum, in place. A rank whose stage is done early sleeps until all are here.
+        """Sum x or take the maximum, in place. A rank that is early sleeps until all are here.
 
-        Measured with 4 ranks on 2 cores, without and with that in turns: gpipe's steps take 13 %
-        less, and those of 1f1b 5 %.
+        Measured with 4 ranks on 2 cores, alternating without and with that: steps of gpipe take 13
+        % less time, and those of 1f1b 5 %.
         """
         if self.sleeps_before_sums:
             PatientRequest(self.mpi.Ibarrier()).Wait()
@@ -192,9 +194,7 @@ class HostTransport:
         return y, received
 
     def counts_from(self, counts: Counts) -> list[int]:
-        """Return the rows that each rank sends here. counts: those for each rank. Comm: one
-        Alltoall.
-        """
+        """Return the rows that each rank sends here. counts: rows for each. Comm: one Alltoall."""
         received = np.empty(len(counts), np.int64)
         self.mpi.Alltoall(np.array(counts, np.int64), received)
         return [int(count) for count in received]
@@ -236,7 +236,7 @@ class HostTransport:
 
 
 class DirectTransport(HostTransport):
-    """Hands NumPy arrays straight to MPI. A peer waits for a blocking call: that is MPI's own."""
+    """Hands NumPy arrays straight to MPI. `send` and `recv` are MPI's own: a peer waits for it."""
 
     def __init__(self, ops: Any, mpi_comm: MPI.Intracomm, options: Options):
         super().__init__(ops, mpi_comm, options)

@@ -7,7 +7,7 @@ waits for the data. A schedule can therefore hang only where ranks wait for each
 a circle.
 
 First each program is proved on its own; `at` maps a part (kind, stage, mb) to its position in the
-program. Then all programs run together, each as far as its messages allow.
+program. Then all programs run together, each until it waits for a message.
 """
 
 from collections import deque

@@ -214,7 +214,7 @@ def test_rows_that_are_not_expected_are_named_with_both_numbers():
 
     text, sent = disagreement(call), counts[0, LAST]
     line = r"in all_to_allv back at \S*test_uneven_exchange\.py:\d+"
-    assert re.search(rf"rank {LAST} {line} expects {sent + 1} rows of rank 0; rank 0 {line}"
+    assert re.search(rf"rank {LAST} {line} expects {sent + 1} rows from rank 0; rank 0 {line}"
                      rf" sends it {sent}$", text), text
     assert len(text.splitlines()) == 2
 

@@ -1,6 +1,6 @@
-"""How a sum travels over a group: a file and a row here for each way, for training and benchmark.
+"""Algorithms of all-reduce over a group, a file and a row each, for training and benchmarks.
 
-`--all-reduce` names a row. `levels` is not among them: it is made of groups, see
+`--all-reduce` names a row. `levels` is not among them, because it consists of groups: see
 `mpipar.comm.levels`.
 """
 

@@ -1,8 +1,9 @@
-"""`auto`: the algorithm that was the fastest, by the size of an array, in a short measurement.
+"""`auto`: measures the algorithms briefly, and uses the fastest one for each array size.
 
-Each group measures alone, but all groups of an axis at the same time, as in a step. Its ranks take
-the largest time of any, so they choose alike. Arrays in the window are measured apart, because
-they need no copies. What was chosen is handed out, and kept with the run: see `Options.chosen`.
+Each group measures on its own, but all groups of an axis at the same time, as in a step. The
+largest time of any of its ranks counts, so they all make the same choice. Arrays in the window are
+measured separately, because they need no copies. The choice is passed to the caller and kept with
+the run: see `Options.chosen`.
 """
 
 from __future__ import annotations
@@ -22,14 +23,14 @@ if TYPE_CHECKING:
 
 SIZES = tuple(1 << power for power in range(12, 23, 2))  # bytes: 4 KiB to 4 MiB
 ROUNDS = 7  # of each algorithm and size, in turns
-MARGIN = 0.9  # of MPI's time: less of a gain is not worth another order of a sum
-WAYS = ("own", "window")  # where an array lies: anywhere, or in the window
+MARGIN = 0.9  # of MPI's time: a smaller gain does not justify another order of a sum
+WAYS = ("own", "window")  # where an array is: anywhere, or in the window
 
 
 class Auto(MpiOwn):
     """Hands each operation to the algorithm that was chosen for its size.
 
-    kinds: {name: class}. Comm: that of all of them; the measurement, unless it is known.
+    kinds: {name: class}. Comm: that of all of them, and the measurement unless its result is known.
     """
 
     def __init__(self, ops: Any, mpi_comm: MPI.Intracomm, options: Options,
@@ -48,9 +49,7 @@ class Auto(MpiOwn):
         return self.window.zeros(shape, dtype, label)
 
     def choose(self, way: str) -> list[str]:
-        """Return the name of the fastest algorithm for each of SIZES. Comm: sums of each size and
-        kind.
-        """
+        """Return the fastest algorithm's name for each of SIZES. Comm: sums of each size."""
         names = []
         count = (SIZES[-1] // 4,)
         largest = (np.zeros(count, np.float32) if way == "own"
@@ -67,7 +66,7 @@ class Auto(MpiOwn):
         return names
 
     def timed(self, one: MpiOwn, x: Array, way: str) -> float:
-        """Return the seconds of a sum; what lies in the window is posted, as gradients are."""
+        """Return the seconds of a sum; one in the window is posted, as those of gradients are."""
         self.mpi.Barrier()
         start = perf_counter()
         if way == "own":
@@ -77,7 +76,7 @@ class Auto(MpiOwn):
         return perf_counter() - start
 
     def of(self, x: Array) -> MpiOwn:
-        """Return the algorithm for an array: that of the nearest of SIZES."""
+        """Return the algorithm for an array: the one of the nearest of SIZES."""
         way = WAYS[self.window.find(x) is not None]
         nearest = (max(x.nbytes, SIZES[0]) // SIZES[0]).bit_length() // 2
         return self.all[self.chosen[way][min(nearest, len(SIZES) - 1)]]

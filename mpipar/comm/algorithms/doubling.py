@@ -1,9 +1,10 @@
 """Recursive doubling: pairs exchange whole arrays, at distances 1, 2, 4 and so on.
 
-Behind log2(size) exchanges every rank has the sum: the least latency, for size / 2 times the bytes
-of a ring. Where the size is no power of two, each surplus rank first hands its numbers to a partner
-and gets the sum from it. Both ranks of a pair add the same two arrays, so all end with the same
-bits. Source: Thakur, Rabenseifner and Gropp, doi 10.1177/1094342005051521.
+After log2(size) exchanges every rank has the sum. This is the lowest latency, at the price of about
+log2(size) / 2 times the bytes of a ring. Where the size is not a power of two, each surplus rank
+first hands its numbers to a partner and later gets the sum from it. Both ranks of a pair add the
+same two arrays, so all end with the same bits. Source: Thakur, Rabenseifner and Gropp, doi
+10.1177/1094342005051521.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
-"""A reduce-scatter and an all-gather, each as MPI makes it: a sum in two collectives.
+"""A sum in two of MPI's collectives: a reduce-scatter and an all-gather.
 
-Each rank sums one piece and gathers the others. It sends what a ring does. Source: Rabenseifner,
-doi 10.1007/978-3-540-24685-5_1.
+Each rank sums one piece and gathers the others. It sends as much as with a ring. Source:
+Rabenseifner, doi 10.1007/978-3-540-24685-5_1.
 """
 
 from __future__ import annotations
@@ -19,10 +19,10 @@ if TYPE_CHECKING:
 
 
 class Halves(Stepwise):
-    """Sums by a reduce-scatter of pieces and an all-gather. Comm: one Dup more.
+    """Sums by a reduce-scatter of pieces and an all-gather. Comm: one additional Dup.
 
-    Each of the two kinds of collectives has a communicator, on which all ranks post them in one
-    order, that of the operations.
+    Each of the two kinds of collectives has its own communicator, on which all ranks post them in
+    the same order, that of the operations.
     """
 
     def __init__(self, ops: Any, mpi_comm: MPI.Intracomm, options: Options):

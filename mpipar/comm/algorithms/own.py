@@ -1,4 +1,4 @@
-"""MPI's own collectives: its library chooses how they travel."""
+"""MPI's own collectives: the MPI library chooses the algorithm."""
 
 from __future__ import annotations
 
@@ -11,11 +11,11 @@ if TYPE_CHECKING:
 
 
 class MpiOwn:
-    """How sums and gathers travel over a group: MPI decides. Base of all that decide themselves.
+    """Leaves the algorithm of sums and gathers to MPI. Base class of all other algorithms.
 
-    all_reduce works in place; all_gather and reduce_scatter go from x to y. What is only posted
-    works in place: ireduce_scatter leaves this rank's part of the sum in x[0], and iall_gather
-    finds its part in x[index].
+    all_reduce works in place; all_gather and reduce_scatter go from x to y. Posted operations work
+    in place: ireduce_scatter leaves this rank's part of the sum in x[0], and iall_gather finds this
+    rank's part in x[index].
     """
 
     def __init__(self, ops: Any, mpi_comm: MPI.Intracomm, options: Options):
@@ -26,7 +26,7 @@ class MpiOwn:
         self.reduce_ops = {"sum": MPI.SUM, "max": MPI.MAX}
 
     def zeros(self, shape: tuple[int, ...], dtype: Any, label: str) -> Array:
-        """Return a new array of zeros, in the memory that suits its sums best."""
+        """Return a new array of zeros, in the memory that is best for its sums."""
         return self.ops.zeros(shape, dtype, label=label)
 
     def all_reduce(self, x: Array, op: str) -> None:
@@ -51,4 +51,4 @@ class MpiOwn:
         return request
 
     def close(self) -> None:
-        """Free what the algorithm made. Comm: every member."""
+        """Free what the algorithm has allocated. Comm: every member."""

@@ -1,8 +1,9 @@
-"""The ring: each rank sends to the next one, and receives from the one before.
+"""The ring: each rank sends to the next one and receives from the one before.
 
-The sum of a piece grows as it goes round. Behind size - 1 hops every rank has the whole sum of one
-piece, which goes round once more. Each rank sends 2 (size - 1) / size of the array, the least
-there is, in 2 (size - 1) messages. Source: Patarasu and Yuan, doi 10.1016/j.jpdc.2008.09.002.
+The sum of a piece grows as it travels around the ring. After size - 1 hops every rank has the whole
+sum of one piece, which then goes around once more. Each rank sends 2 (size - 1) / size of the
+array, the minimum, in 2 (size - 1) messages. Source: Patarasu and Yuan, doi
+10.1016/j.jpdc.2008.09.002.
 """
 
 from __future__ import annotations
@@ -14,15 +15,15 @@ from mpipar.comm.request import Array, Request
 
 
 class Ring(Stepwise):
-    """Sums and gathers round a ring."""
+    """Sums and gathers around a ring."""
 
     def hop(self, tag: int, sent: Array, received: Array) -> Request:
-        """Send a piece on and receive the next one."""
+        """Pass a piece on and receive the next one."""
         return self.exchange(tag, sent, (self.index + 1) % self.size,
                              received, (self.index - 1) % self.size)
 
     def scattered(self, pieces: list[Array], tag: int) -> Steps:
-        """Leave the whole sum of this rank's piece in pieces[index]; the others become useless."""
+        """Leave the whole sum of this rank's piece in pieces[index]; the others become invalid."""
         room = np.empty_like(pieces[0])
         for hop in range(1, self.size):
             sent, grown = (pieces[(self.index - hop - ahead) % self.size] for ahead in (0, 1))
@@ -30,7 +31,7 @@ class Ring(Stepwise):
             add(grown, room[:len(grown)], grown)
 
     def gathered(self, pieces: list[Array], tag: int) -> Steps:
-        """Leave everybody's pieces[index] in pieces."""
+        """Leave pieces[index] of every rank in pieces."""
         for hop in range(self.size - 1):
             sent, new = (pieces[(self.index - hop - ahead) % self.size] for ahead in (0, 1))
             yield self.hop(tag, sent, new)
@@ -53,7 +54,7 @@ class Ring(Stepwise):
         return Posted(self.gathered([in_line(part) for part in x], self.next_tag()))
 
     def reduce_scatter(self, x: Array, y: Array) -> None:
-        whole = x.copy()  # the caller's x stays
+        whole = x.copy()  # the caller's x stays unchanged
         self.ireduce_scatter(whole).Wait()
         y[...] = whole[0]
 

@@ -1,12 +1,12 @@
-"""Memory of one host that several ranks read and write, and how they meet in it.
+"""Memory of one host that several ranks read and write, and how they synchronize in it.
 
 The memory is an MPI-3 window (`MPI_Win_allocate_shared`) in one passive epoch that lasts as long as
-the window. Inside it there are two rules. A rank shows what it wrote by a fence (`Win.Sync`), and
-then by a mark. A rank that has seen the mark of another one makes a fence too, before it reads what
-that one wrote. This is the way of the MPI standard, section "Window Synchronization", where it
-polls a flag. Only the owner of a mark writes it, and marks grow.
+the window. Two rules apply inside it. A rank publishes what it wrote by a fence (`Win.Sync`)
+followed by a mark. A rank that has seen another rank's mark also makes a fence before it reads what
+that rank wrote. This is how the MPI standard, section "Window Synchronization", polls a flag. Only
+its owner writes a mark, and marks only grow.
 
-A rank that waits for marks asks MPI now and then, so that its messages progress meanwhile.
+A rank that waits for marks calls MPI now and then, so that its messages progress meanwhile.
 """
 
 from __future__ import annotations
@@ -27,15 +27,15 @@ if TYPE_CHECKING:
 
 LINE = 64  # bytes of a cache line: marks of different operations do not share one
 PAGE = 4096
-POLLS = 50  # looks at the marks between two questions to MPI
+POLLS = 50  # looks at the marks between two calls of MPI
 SHARED_MEMORY = Path("/dev", "shm")  # where MPI libraries keep it on Linux
 
 
 class SharedMemory:
-    """So many bytes of each rank of a group on one host; all of them see all.
+    """The same number of bytes for each rank of a group on one host, all visible to all of them.
 
-    of: the bytes of each rank. begin: address of this rank's. Raises EnvironmentProblem on all of
-    them if the host has less room: whoever wrote there would be killed.
+    of: the bytes of each rank. begin: address of this rank's bytes. Raises EnvironmentProblem on
+    all ranks if the host has less room, because a rank that wrote there would be killed.
     Comm: an all_reduce of a number, the window's, and a barrier.
     """
 
@@ -48,33 +48,33 @@ class SharedMemory:
         if left[0] < needed:
             raise EnvironmentProblem(
                 f"{SHARED_MEMORY} has {left[0] >> 20} MiB left, and a window of {mpi_comm.size}"
-                f" ranks needs {-(-needed >> 20)} MiB: take --all-reduce mpi, or more of it (docker"
-                " run --shm-size)")
+                f" ranks needs {-(-needed >> 20)} MiB: use --all-reduce mpi, or provide more of it"
+                " (docker run --shm-size)")
         self.window = MPI.Win.Allocate_shared(self.nbytes, 1, MPI.INFO_NULL, mpi_comm)
         self.window.Lock_all(MPI.MODE_NOCHECK)
         memories: list[Any] = [self.window.Shared_query(place)[0]
                                for place in range(mpi_comm.size)]
         self.of = [np.frombuffer(one, np.uint8, self.nbytes) for one in memories]
         own = self.of[mpi_comm.rank]
-        own[:] = 0  # its pages become near to this rank
+        own[:] = 0  # places its pages close to this rank
         self.begin = address(own)
         self.window.Sync()
         mpi_comm.Barrier()
         self.window.Sync()
 
     def views(self, start: int, shape: tuple[int, ...], dtype: Any) -> list[Array]:
-        """Return an array at the same place in the bytes of each rank."""
+        """Return one array per rank, at the same place in its bytes."""
         size = int(np.prod(shape)) * np.dtype(dtype).itemsize
         return [one[start:start + size].view(dtype).reshape(shape) for one in self.of]
 
     def free(self) -> None:
-        """End the window; arrays in it are not to be used any more. Comm: every member."""
+        """End the window; its arrays must not be used any more. Comm: every member."""
         self.window.Unlock_all()
         self.window.Free()
 
 
 class Meeting:
-    """A request that is done when all ranks have come as far as a mark.
+    """A request that is done when all ranks have reached a mark.
 
     marks: of the other ranks. fence: makes visible what they wrote. ask: lets messages progress.
     """
@@ -103,11 +103,11 @@ class Meeting:
                 if self._is_done():
                     return
             self.ask()
-            os.sched_yield()  # whom it waits for may have no core
+            os.sched_yield()  # the rank it waits for may have no core
 
 
 class Marks:
-    """A row of marks of each rank; `meet` is the one way to pass them."""
+    """A row of marks for each rank; `meet` is the only way to use them."""
 
     def __init__(self, mpi_comm: MPI.Intracomm, rows: int, patient: bool):
         self.memory = SharedMemory(mpi_comm, rows * LINE)
@@ -121,7 +121,7 @@ class Marks:
         self.fence, self.ask = self.memory.window.Sync, mpi_comm.Iprobe
 
     def meet(self, row: int, mark: int) -> Any:
-        """Show what this rank wrote and set its mark; the request is done when all have."""
+        """Publish what this rank wrote and set its mark; the request is done when all have."""
         self.fence()
         self.own[row][0] = mark
         meeting = Meeting(self.others[row], mark, self.fence, self.ask)
@@ -129,15 +129,13 @@ class Marks:
 
 
 def address(x: Array) -> int:
-    """Return where an array of host memory begins."""
+    """Return the address at which an array of host memory begins."""
     place: int = x.__array_interface__["data"][0]
     return place
 
 
 def room_left() -> int:
-    """Return the bytes that are left for shared memory on this host; very many where it does not
-    say so.
-    """
+    """Return the bytes left for shared memory on this host; sys.maxsize where that is unknown."""
     try:
         found = os.statvfs(SHARED_MEMORY)
     except OSError:

@@ -1,11 +1,11 @@
-"""Algorithms written as steps: a generator that yields what it waits for.
+"""Algorithms written as steps: generators that yield the requests they wait for.
 
-The same text serves a blocking call, which waits for each step, and one that is only posted. That
-one goes on whenever somebody asks for it: between layers, in `Pending.test`.
+The same code serves a blocking call, which waits for each step, and a posted one, which continues
+whenever it is tested: between layers, in `Pending.test`.
 
 No step relies on buffers inside MPI: a rank that sends has posted its receive. All ranks wait for
-posted sums in the order in which they posted them. So a rank that computes meanwhile, and makes no
-progress, delays the others and no more.
+posted sums in the order in which they posted them, so a rank that computes meanwhile, and makes no
+progress, only delays the others.
 """
 
 from __future__ import annotations
@@ -24,14 +24,14 @@ if TYPE_CHECKING:
     from mpi4py import MPI
 
 Steps: TypeAlias = Iterator[Request]
-TAGS = 1 << 14  # operations that may be under way at once; MPI has at least twice as many tags
+TAGS = 1 << 14  # operations that may be pending at once; MPI has at least twice as many tags
 
 
 class Posted:
-    """A request that goes through the steps of an operation.
+    """A request that runs through the steps of an operation.
 
-    before: operations of the same kind that are under way, in their order. Where a step is a
-    collective, all ranks must post it in one order: an operation then waits for those before it.
+    before: pending operations of the same kind, in order. Where a step is a collective, all ranks
+    must post it in the same order, so an operation waits for those before it.
     """
 
     def __init__(self, steps: Steps, before: deque[Posted] | None = None):
@@ -41,7 +41,7 @@ class Posted:
             before.append(self)
 
     def _first(self, wait: bool) -> bool:
-        """Whether those before it are done. wait: see to it."""
+        """Return whether the operations before it are done. wait: wait for them."""
         while self.before and self.before[0] is not self and self in self.before:
             first = self.before[0]
             if wait:
@@ -75,7 +75,7 @@ class Posted:
 
 
 class Messages:
-    """Several messages at once."""
+    """Several messages, handled as one request."""
 
     def __init__(self, requests: list[MPI.Request]):
         from mpi4py import MPI
@@ -90,17 +90,17 @@ class Messages:
 
 
 class Stepwise(MpiOwn):
-    """Base of the algorithms that exchange messages, on a communicator of their own.
+    """Base class of the algorithms that exchange messages, on a communicator of their own.
 
-    Each has `summed`; where it has nothing else, reduce-scatters and all-gathers are MPI's own, as
-    are maxima. Comm: one Dup of the group.
+    Each implements `summed`; unless it implements more, reduce-scatters, all-gathers and maxima are
+    MPI's own. Comm: one Dup of the group.
     """
 
     def __init__(self, ops: Any, mpi_comm: MPI.Intracomm, options: Options):
         super().__init__(ops, mpi_comm, options)
         self.own = mpi_comm.Dup()
         self.size, self.index = mpi_comm.size, mpi_comm.rank
-        self.number = 0  # of the operation: the tag of its messages
+        self.number = 0  # of the operation, from which its messages get their tag
         self.before: deque[Posted] | None = None
 
     def summed(self, x: Array) -> Steps:
@@ -117,7 +117,7 @@ class Stepwise(MpiOwn):
         return Posted(self.summed(in_line(x)), self.before)
 
     def next_tag(self) -> int:
-        """Return the tag of a new operation. All ranks make them in one order."""
+        """Return the tag of a new operation; all ranks start operations in the same order."""
         self.number += 1
         return self.number % TAGS
 
@@ -136,12 +136,12 @@ class Stepwise(MpiOwn):
         return post(x, to, tag)
 
     def messages(self, requests: list[MPI.Request]) -> Request:
-        """Return these at once; a patient rank sleeps between two looks."""
+        """Return these as one request; a patient rank sleeps between two polls."""
         messages = Messages(requests)
         return PatientRequest(messages) if self.options.patient else messages
 
     def pieces(self, x: Array) -> list[Array]:
-        """x (n,) in a piece for each rank; the last ones may be shorter or empty."""
+        """Return x (n,) as one piece per rank; the last ones may be shorter or empty."""
         return [x[chunk_slice(len(x), self.size, place)] for place in range(self.size)]
 
     def close(self) -> None:
@@ -156,5 +156,5 @@ def in_line(x: Array) -> Array:
 
 @np.errstate(over="ignore", invalid="ignore")
 def add(x: Array, y: Array, into: Array) -> None:
-    """Write x + y, in host memory. As in MPI, numbers that leave their range say nothing here."""
+    """Write x + y, in host memory. As in MPI, numbers that overflow cause no warning."""
     np.add(x, y, out=into)

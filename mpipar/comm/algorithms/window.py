@@ -1,11 +1,12 @@
-"""Shared-memory windows: the ranks of a host add up each other's numbers where they lie.
+"""Shared-memory windows: the ranks of a host add up each other's numbers in place.
 
-Of p ranks each adds one p-th of all arrays. Numbers in a window (`zeros`) are not copied at all.
-Between two meetings a rank adds its piece of all arrays, and writes the sum into all of them. Other
-arrays go through rooms of the window, a tile at a time, so that the rooms stay in the caches.
+Each of p ranks adds up one p-th of all arrays. Arrays in a window (`zeros`) are not copied at all:
+between two meetings a rank adds up its piece of all arrays, and writes the sum into all of them.
+Other arrays pass through rooms of the window, one tile at a time, so that the rooms stay in the
+caches.
 
-A piece is summed by one rank alone, which begins with its own numbers and goes on around the group.
-So every rank has the same bits, and every run too.
+Each piece is summed by a single rank, which begins with its own numbers and continues around the
+group. Every rank thus has the same bits, and so has every run.
 """
 
 from __future__ import annotations
@@ -24,17 +25,17 @@ if TYPE_CHECKING:
     from mpi4py import MPI
 
 TILE = 1 << 20  # bytes of an array in a room
-SMALL = 1 << 15  # bytes of an array that more than two ranks sum whole: that takes one meeting
-ROOMS = 3  # in one is written, in one added, from one read
-POSTED = 256  # operations that may be under way at once
-PASSES = 1 << 20  # more meetings than one operation has
+SMALL = 1 << 15  # bytes up to which more than two ranks sum an array whole, in one meeting
+ROOMS = 3  # one is written, one added, one read
+POSTED = 256  # operations that may be pending at once
+PASSES = 1 << 20  # more meetings than any operation has
 
 
 class Window(MpiOwn):
     """Sums and gathers of the ranks of one host through a shared window.
 
-    What is only posted takes it where the array lies in the window; else it is MPI's own, which
-    needs no rank to wait. Maxima are MPI's own too.
+    Posted operations use it where the array is in the window; otherwise they are MPI's own, which
+    make no rank wait. Maxima are MPI's own too.
     Comm: two windows over the group; one more for each array that `zeros` makes.
     """
 
@@ -51,14 +52,14 @@ class Window(MpiOwn):
         self.typed: dict[tuple[int, Any], list[Array]] = {}  # the rooms of a turn
 
     def zeros(self, shape: tuple[int, ...], dtype: Any, label: str) -> Array:
-        """Zeros that lie in the window, so that their sums are not copied. Comm: a new window."""
+        """Return zeros in the window, so that their sums need no copies. Comm: a new window."""
         dtype = np.dtype(dtype)
         memory = SharedMemory(self.mpi, int(np.prod(shape)) * dtype.itemsize)
         self.arrays.append(memory)
         return memory.views(0, shape, dtype)[self.index]
 
     def find(self, x: Array) -> list[Array] | None:
-        """Return the arrays of all ranks at the place of x, if x lies in the window."""
+        """Return the arrays of all ranks at the place of x, if x is in the window."""
         begin = address(x)
         for memory in self.arrays:
             if 0 <= begin - memory.begin < memory.nbytes:
@@ -69,12 +70,12 @@ class Window(MpiOwn):
         return None
 
     def meet(self) -> None:
-        """Wait until all ranks have come here. All blocking operations share one row of marks."""
+        """Wait until all ranks are here. All blocking operations share one row of marks."""
         self.passed += 1
         self.marks.meet(POSTED, self.passed).Wait()
 
     def post(self, steps: Any) -> Request:
-        """Begin an operation. steps: its text, of the number that names its marks."""
+        """Begin an operation. steps: returns its steps, given the function that makes a meeting."""
         self.number += 1
         row, turn = self.number % POSTED, self.number // POSTED * PASSES
         before = self.under_way.pop(row, None)
@@ -85,12 +86,12 @@ class Window(MpiOwn):
         return posted
 
     def add_up(self, sum_: Array, parts: list[Array]) -> None:
-        """Add to sum_, this rank's numbers, those of the others, beginning with the next rank."""
+        """Add the others' numbers to sum_, this rank's own, beginning with the next rank."""
         for ahead in range(1, self.size):
             add(sum_, parts[(self.index + ahead) % self.size], sum_)
 
     def summed(self, arrays: list[Array], meet: Any) -> Steps:
-        """Sum arrays that lie in the window. meet(n): the n-th meeting of this operation."""
+        """Sum arrays that are in the window. meet(n): the n-th meeting of this operation."""
         own = self.cut(len(arrays[0]))[self.index]
         parts = [one[own] for one in arrays]
         yield meet(1)
@@ -100,7 +101,7 @@ class Window(MpiOwn):
         yield meet(2)
 
     def scattered(self, arrays: list[Array], meet: Any) -> Steps:
-        """Sum this rank's part of arrays (size, ...); the sum ends in the first part."""
+        """Sum this rank's part of arrays (size, ...); the sum ends up in the first part."""
         parts = [one.reshape(self.size, -1)[self.index] for one in arrays]
         yield meet(1)
         self.add_up(parts[self.index], parts)
@@ -109,7 +110,7 @@ class Window(MpiOwn):
             arrays[self.index].reshape(self.size, -1)[0] = parts[self.index]
 
     def gathered(self, arrays: list[Array], meet: Any) -> Steps:
-        """Write this rank's part of arrays (size, ...) into everybody's."""
+        """Write this rank's part of arrays (size, ...) into the arrays of all ranks."""
         parts = [one.reshape(self.size, -1)[self.index] for one in arrays]
         yield meet(1)
         for ahead in range(1, self.size):
@@ -132,9 +133,7 @@ class Window(MpiOwn):
             lambda meet: self.gathered(arrays, meet))
 
     def room(self, size: int, dtype: Any) -> list[Array]:
-        """Return the next room of each rank. A rank writes to it while others read the two before
-        it.
-        """
+        """Return the next room of each rank, written to while others read the two before it."""
         self.turn = (self.turn + 1) % ROOMS
         key = self.turn, dtype
         if key not in self.typed:
@@ -153,13 +152,14 @@ class Window(MpiOwn):
             self.sum_pieces(self.tiles(x))
 
     def tiles(self, x: Array) -> list[Array]:
-        """x in parts (n,) of the size of a room."""
+        """Return x as parts (n,) of the size of a room."""
         x, width = in_line(x), TILE // x.itemsize
         return [x[first:first + width] for first in range(0, len(x), width)]
 
     def sum_whole(self, tiles: list[Array]) -> None:
-        """Show each tile to all, and add up everybody's, in the order of the group. Two ranks would
-        move as many bytes with a piece for each, and meet more often.
+        """Show each tile to all ranks, and add up all of theirs in the order of the group.
+
+        With a piece per rank, two ranks would move as many bytes, and meet more often.
         """
         for tile in tiles:
             rooms = self.room(len(tile), tile.dtype)
@@ -170,8 +170,10 @@ class Window(MpiOwn):
                 add(tile, room, tile)
 
     def sum_pieces(self, tiles: list[Array]) -> None:
-        """Sum a piece of each tile. A tile is shown while the one before is added, and the one
-        before that read. So there is one meeting for each tile, and two more.
+        """Sum a piece of each tile.
+
+        While one tile is shown, the tile before it is added and the one before that is read, so
+        there is one meeting per tile, and two more.
         """
         shown: list[list[Array]] = []
         for number in range(len(tiles) + 2):
@@ -200,7 +202,7 @@ class Window(MpiOwn):
         return rooms
 
     def add_piece(self, x: Array, rooms: list[Array]) -> None:
-        """Sum this rank's piece and show the sum in its room."""
+        """Sum this rank's piece and publish the sum in its room."""
         part = self.cut(len(x))[self.index]
         self.add_up(x[part], [room[part] for room in rooms])
         rooms[self.index][part] = x[part]
