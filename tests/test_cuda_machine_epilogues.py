@@ -172,7 +172,7 @@ def test_without_the_library_kernels_follow_products(case, monkeypatch):
         raise OSError(f"{name}: no such file")
 
     monkeypatch.setattr(ctypes, "CDLL", missing)
-    with pytest.warns(UserWarning, match="cuBLASLt is missing .*: kernels behind the product"):
+    with pytest.warns(UserWarning, match="cuBLASLt is missing .*: kernels after the product"):
         ops = make("cuda", case[0].dtype.name)
     with warnings.catch_warnings():
         warnings.simplefilter("error")

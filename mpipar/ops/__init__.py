@@ -1,7 +1,7 @@
 """Array functions of the layers, in four implementations: NumPy, Numba, CuPy and shapes only.
 
-Layers and models do arithmetic only through the object that `make` returns. So the same layer runs
-on a CPU, on a GPU, and without any numbers at all for the cost model.
+Layers and models do arithmetic only through the object that `make` returns. The same layer
+therefore runs on a CPU, on a GPU, and without any numbers at all for the cost model.
 """
 
 from typing import Any
@@ -30,14 +30,14 @@ def make(
 
     dtype: the type of weights and activations. Gradients and sums have it too for "float32" and
     "float64"; with "bfloat16" and "float16" they stay in float32.
-    recorder: has `phase`, under which the shapes book their FLOPs; the other two ignore it.
+    recorder: its `phase` is where "shapes" books FLOPs; the other devices ignore it.
     kernels: what runs the elementwise chains, one of KERNELS; None chooses. "shapes" count the
-    bytes of a GPU's kernels if they are asked for, else those of NumPy. If a kind of the CPU is
-    named, they count its scratch too. gemm, tf32, host_rank: how "cuda" multiplies and on which
-    GPU, as in `CupyOps`.
+    bytes of a GPU's kernels if these are given, else those of NumPy, and their scratch as well if a
+    kind of the CPU is named. gemm, tf32, host_rank: how "cuda" multiplies and on which GPU, as in
+    `CupyOps`.
 
-    Raises UsageError for any other device. Raises EnvironmentProblem when "cuda" is asked for
-    without CuPy or a usable GPU, or "numba" without Numba.
+    Raises UsageError for any other device, and EnvironmentProblem for "cuda" without CuPy or a
+    usable GPU, or "numba" without Numba.
     """
     if dtype in DTYPES:
         return MixedOps(make(device, "float32", recorder, kernels, gemm, tf32, host_rank), dtype)

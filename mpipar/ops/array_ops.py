@@ -1,12 +1,13 @@
-"""Every array function of the layers written plainly, for NumPy and CuPy alike.
+"""The formula of every array function of the layers, shared by NumPy and CuPy.
 
-These formulas are what runs: CuPy takes the arrays whole, NumPy a tile of rows at a time
-(`numpy_ops`). A formula may work in place on its own temporaries. It changes no argument unless it
-says so. Results are new C-contiguous arrays, unless the text says otherwise.
+These formulas are what runs: CuPy takes whole arrays, NumPy one tile of rows at a time
+(`numpy_ops`). A formula may work in place on its own temporaries. It changes no argument, and its
+results are new C-contiguous arrays, unless its docstring says otherwise.
 
-A line above each function says its shapes (`signature`): a new function is a formula with its line.
+A line above each function states its shapes (`signature`): a new function is a formula with its
+line.
 
-`name_forward` computes. `name_backward_input` gives the gradient of the input.
+`name_forward` computes. `name_backward_input` returns the gradient of the input.
 `name_backward_weight` ADDS the gradient of a parameter to the array it is given. Products have
 BLAS's letters: `n` an operand as it is, `t` its transpose.
 
@@ -23,8 +24,9 @@ import numpy as np
 
 from mpipar.ops.signature import Array, Runs, Shape, ThreeArrays, memory, shapes
 
-# GELU, tanh form: 0.5 x (1 + tanh u), u = GELU_A x + GELU_B x^3; arXiv 1606.08415. It is x s(2u)
-# with the logistic function s, whose small values keep their digits: 1 + tanh u would lose them.
+# GELU, tanh form: 0.5 x (1 + tanh u), u = GELU_A x + GELU_B x^3; arXiv 1606.08415. It equals x
+# s(2u) with the logistic function s, whose small values keep their digits; 1 + tanh u would lose
+# them.
 GELU_A = math.sqrt(2.0 / math.pi)
 GELU_B = 0.044715 * GELU_A
 GOLDEN = 0x9E3779B97F4A7C15  # 2^64 / golden ratio, odd: its multiples are spread evenly
@@ -34,12 +36,13 @@ class ArrayOps:
     """The array functions over `xp` (the module numpy or cupy) in one floating-point type.
 
     dtype: of activations. statistics: of gradients and sums. tiled_head_width: the widest head
-    whose attention keeps a number per query, not its scores. table_multiple: of what the rows of a
-    shard of a vocabulary's table are. Tensor cores read a matrix at full speed only if its rows
-    start at multiples of 16 bytes. They multiply it in tiles of up to 128 rows.
+    whose attention keeps two numbers per query instead of its scores. table_multiple: the number of
+    rows of a vocabulary table's shard is a multiple of this. Tensor cores read a matrix at full
+    speed only if its rows start at multiples of 16 bytes, and they multiply it in tiles of up to
+    128 rows.
     """
 
-    # Functions that compute on 16-bit operands as they are, summing in float32.
+    # Functions that take 16-bit operands as they are, and sum in float32.
     takes_16_bits: tuple[str, ...] = ()
     checksum_block = 1 << 16  # 32-bit words that a checksum takes at once, widened to 64 bits
     tiled_head_width = 0
@@ -49,9 +52,9 @@ class ArrayOps:
         self.xp = xp
         self.dtype = self.statistics = np.dtype(dtype)
         self.device = device
-        # A NumPy float64 scalar would widen a float32 array (NEP 50): every scalar is cast by this.
+        # A NumPy float64 scalar would widen a float32 array (NEP 50), so this casts every scalar.
         self.scalar = self.dtype.type
-        self.lowest = np.finfo(self.dtype).min  # the maximum over nothing, of this type
+        self.lowest = np.finfo(self.dtype).min  # the maximum of an empty set, in this type
 
     # Memory. `label` says what the bytes are for; only the shape implementation counts them.
 
@@ -97,15 +100,15 @@ class ArrayOps:
     ) -> list[int]:
         """Return the numbers of an array, flattened, on the host; their sum is about `total`.
 
-        On shapes, which have no numbers, it is `total`, shared out equally. Where the worst case is
-        asked for, the sum is the product of `most`, which those in `own` can't exceed: they have
-        all of it.
+        On shapes, which have no numbers, `total` is distributed equally. If the worst case is
+        requested, the sum is the product of `most`, which those in `own` cannot exceed and receive
+        entirely.
         """
         return [int(count) for count in self.to_host(counts.reshape(-1))]
 
     @memory
     def block_order(self, blocks: Sequence[Sequence[int]]) -> tuple[Array, Array]:
-        """Return what sorts by column the rows of blocks that lie row by row, and what undoes it.
+        """Return what sorts by column the rows of blocks that are stored by row, and its inverse.
 
         blocks: numbers of rows of each, on the host.
         """
@@ -122,12 +125,12 @@ class ArrayOps:
 
     @memory
     def instant(self) -> Any:
-        """Return when all that is queued now is done: a mark on the device, or (CPU) the time."""
+        """Return the instant when all queued work is done: a mark on the device or (CPU) a time."""
         return perf_counter_ns()
 
     @memory
     def nanoseconds(self, instants: Sequence[Any]) -> list[int]:
-        """Return instants as ns of the host's clock. Whoever asks has waited for the device."""
+        """Return instants as ns of the host's clock. The caller has waited for the device."""
         return list(instants)
 
     @shapes("x[..]+ value ->")
@@ -163,7 +166,7 @@ class ArrayOps:
     def sum(self, x: Array) -> Any:
         """Return the sum of x, accumulated in float64, for `numbers` to read.
 
-        It is a float, or on a device an array () in float64, so that nobody waits for it yet.
+        It is a float or, on a device, an array () in float64, so that the host does not wait yet.
         """
         return float(x.sum(dtype=np.float64))
 
@@ -174,11 +177,12 @@ class ArrayOps:
 
     @shapes("x[..] -> total:host")
     def checksum(self, x: Array) -> int:
-        """Return a 64-bit number of the bits of x, another one if any single element differs.
+        """Return a 64-bit number of the bits of x, which differs if any single element differs.
 
-        Word i of each block of 32-bit words is multiplied by odd number i, modulo 2^64: no change
-        of one word can give 0. The odd numbers are irregular, so that several changes do not cancel
-        out (multilinear hashing, Carter and Wegman 1979). Words of 16-bit numbers have 16 bits.
+        Word i of each block of 32-bit words is multiplied by odd number i, modulo 2^64, so that no
+        change of one word can give 0. The odd numbers are irregular, so that several changes do not
+        cancel out (multilinear hashing, Carter and Wegman 1979). Words of 16-bit numbers have 16
+        bits.
         """
         words, total = x.reshape(-1).view(np.uint16 if x.itemsize == 2 else np.uint32), 0
         odd = self.xp.arange(1, 1 + min(words.size, self.checksum_block), dtype=np.uint64)
@@ -201,13 +205,13 @@ class ArrayOps:
         return (x * y).sum(axis=-1)
 
     def _column_sums(self, x: Array, factors: Array | None = None) -> Array:
-        """Return the sum (D,) over the rows of x (..., D), each times its factor (...)."""
+        """Return the sum (D,) over the rows of x (..., D), each multiplied by its factor (...)."""
         rows = as_rows(x)
         if factors is not None:
             rows = rows * factors.reshape(-1, 1)
         return rows.sum(axis=0)
 
-    # Products. Of y = x w, dx = dy w^T is `matmul_nt` and dw += x^T dy is `matmul_tn_add`.
+    # Products. For y = x w, dx = dy w^T is `matmul_nt` and dw += x^T dy is `matmul_tn_add`.
 
     @shapes("x[..K] w[KM] -> y[..M]")
     def matmul(self, x: Array, w: Array) -> Array:
@@ -257,14 +261,14 @@ class ArrayOps:
 
     @shapes("y[..M]+ b[M] -> y")
     def bias_forward(self, y: Array, b: Array) -> Array:
-        """Add b (M,) to the freshly made y (..., M) in place and return y."""
+        """Add b (M,) to the newly computed y (..., M) in place and return y."""
         assert y.shape[-1:] == b.shape, (y.shape, b.shape)
         y += b
         return y
 
     @shapes("y[..M]+ b[M] residual[..M] -> y")
     def bias_residual_forward(self, y: Array, b: Array, residual: Array) -> Array:
-        """Add b (M,) and residual (..., M) to the freshly made y (..., M) in place and return y."""
+        """Add b (M,) and residual (..., M) to the newly computed y (..., M) in place; return y."""
         return self.accumulate(self.bias_forward(y, b), residual)
 
     @shapes("dy[..M] db[M]+ ->")
@@ -285,9 +289,9 @@ class ArrayOps:
         x *= factors[..., None]
         return x
 
-    # Experts: a product for each of E of them, over its own rows, which lie one behind the other.
-    # Of R rows in the order of their experts, counts says how many each expert has. Each of N
-    # tokens passes K experts.
+    # Experts: a product for each of E experts over its own rows, which follow one another. Of R
+    # rows in the order of their experts, counts says how many each expert has. Each of N tokens
+    # passes K experts.
 
     @shapes("x[RK] w[EKM] counts -> y[RM]")
     def grouped_matmul(self, x: Array, w: Array, counts: Sequence[int]) -> Array:
@@ -337,9 +341,9 @@ class ArrayOps:
     ) -> tuple[Array, Array]:
         """Return (ids (N, count) of the experts of each token, their probabilities (N, count)).
 
-        They are those of the largest logits (N, E), the largest first; of equal ones the lowest id.
-        The probabilities are the softmax over these alone. bias (E,) or (N, E): what the choice
-        adds to the softmax over all logits; the probabilities do not (arXiv 2408.15664).
+        They are those of the largest logits (N, E), the largest first; among equal ones the lowest
+        id. The probabilities are the softmax over these alone. bias (E,) or (N, E): added to the
+        softmax over all logits for the choice, but not for the probabilities (arXiv 2408.15664).
         """
         scores = logits if bias is None else self._row_softmax(logits) + bias
         ids = self.xp.argsort(-scores, axis=-1, kind="stable")[:, :count]
@@ -377,8 +381,8 @@ class ArrayOps:
     def expert_order(self, ids: Array) -> ThreeArrays:
         """Return what sorts the choices of ids (N, K) by expert, then by token, all flat (N, K).
 
-        order: the number of each choice, sorted. tokens: its token. places: of each choice among
-        those that are sorted.
+        order: the numbers of the choices, sorted. tokens: their tokens. places: the place of each
+        choice in that order.
         """
         order = self.xp.argsort(ids.reshape(-1), kind="stable")
         places = self.xp.empty_like(order)
@@ -390,7 +394,7 @@ class ArrayOps:
     def combine_rows(self, rows: Array, probs: Array | None = None) -> Array:
         """Return the sum (N, D) over the K rows of each token (N, K, D), in the order of choices.
 
-        probs (N, K): what each row is multiplied by, if given.
+        probs (N, K): factors of the rows, if given.
         """
         y = rows[:, 0] * (1 if probs is None else probs[:, :1])
         for k in range(1, rows.shape[1]):
@@ -403,8 +407,8 @@ class ArrayOps:
     ) -> None:
         """Add the gradient of factor * sum_e loads[b, e] P[b, t, e] to dlogits (B, T, E).
 
-        P is the softmax over all logits. loads (B, E): how often a row chose each expert, which has
-        no gradient (arXiv 2101.03961, section 2.2).
+        P is the softmax over all logits. loads (B, E): how often a row chose each expert; it has no
+        gradient (arXiv 2101.03961, section 2.2).
         """
         probs = self._row_softmax(logits)
         inner = loads[:, None, :] - (probs * loads[:, None, :]).sum(axis=-1, keepdims=True)
@@ -414,13 +418,13 @@ class ArrayOps:
 
     @shapes("loads[BE] excess[E]+ ->")
     def add_excess(self, loads: Array, excess: Array) -> None:
-        """Add E times what each expert has more than the mean, a whole number, to excess (E,)."""
+        """Add E times each expert's excess over the mean load, a whole number, to excess (E,)."""
         total = loads.sum(axis=0)
         excess += total * self.scalar(len(excess)) - total.sum()
 
-    # Elementwise chains. One temporary, on which a chain works in place, is what makes them fast:
-    # it is the result, and `out` says where it lies. x * x * x, never x**3: a power is computed
-    # through logarithms, 70 times slower.
+    # Elementwise chains. A chain is fast because it works in place on one temporary, which is also
+    # the result; `out` says where it is. x * x * x, never x**3: a power is computed through
+    # logarithms, 70 times slower.
 
     @shapes("x[..] -> y[..]")
     def gelu_forward(self, x: Array, out: Array | None = None) -> Array:
@@ -433,10 +437,10 @@ class ArrayOps:
     def gelu_backward_input(self, dy: Array, x: Array, out: Array | None = None) -> Array:
         """Return dx = dy GELU'(x): with s = s(2u), that is s + s (1 - s) x 2u'.
 
-        Far out s (1 - s) is 0 while x and u' are still numbers, up to |x| = 1e19 in float32. The
-        result is NaN beyond.
+        For large |x|, s (1 - s) is 0 while x and u' are still finite, up to |x| = 1e19 in float32.
+        Beyond that the result is NaN.
         """
-        slope = x * x  # in the end 2u'
+        slope = x * x  # will become 2u'
         s = self._minus_2u(slope, x)
         self._one_plus_exp(s)
         self.xp.divide(1.0, s, out=s)
@@ -458,18 +462,18 @@ class ArrayOps:
         return z
 
     def _one_plus_exp(self, z: Array) -> None:
-        """Write 1 + exp(z) over z. Its reciprocal is s(-z), 0 where exp(z) is above all numbers."""
+        """Write 1 + exp(z) over z. Its reciprocal is s(-z), and 0 where exp(z) overflows."""
         with np.errstate(over="ignore"):
             self.xp.exp(z, out=z)
         z += 1.0
 
     @shapes("x[..M]+ b[M] -> y[..M]")
     def bias_gelu_forward(self, x: Array, b: Array) -> Array:
-        """Add b (M,) to the freshly made x (..., M) in place and return GELU of the sum."""
+        """Add b (M,) to the newly computed x (..., M) in place and return GELU of the sum."""
         return self.gelu_forward(self.bias_forward(x, b))
 
-    # SwiGLU: silu(g) = g s(g), with the logistic function s(g) = 1 / (1 + exp(-g)). Two of h are
-    # gate and up.
+    # SwiGLU: silu(g) = g s(g), with the logistic function s(g) = 1 / (1 + exp(-g)). The two parts
+    # of h are gate and up.
 
     @shapes("h[..2F] -> y[..F]")
     def swiglu_forward(self, h: Array, out: Array | None = None) -> Array:
@@ -484,10 +488,10 @@ class ArrayOps:
     def swiglu_backward_input(
         self, dy: Array, h: Array, out: Array | None = None
     ) -> tuple[Array, Array]:
-        """Return (dh (..., 2, F), and silu(gate) up (..., F) once more).
+        """Return (dh (..., 2, F), and silu(gate) up (..., F) recomputed).
 
-        With s = s(gate): silu' = s + silu (1 - s). Each half of dh is written once: on a CPU, a
-        pass over its gaps takes twice as long as one over a whole array.
+        With s = s(gate): silu' = s + silu (1 - s). Each half of dh is written only once, because on
+        a CPU a pass over a strided half takes twice as long as one over a whole array.
         """
         gate, up = h[..., 0, :], h[..., 1, :]
         dh = self.xp.empty(h.shape, h.dtype) if out is None else out
@@ -551,7 +555,7 @@ class ArrayOps:
     ) -> ThreeArrays:
         """Return (y, mean, rstd): x (..., D) normalised and scaled, mean and rstd (...).
 
-        The mean is that of x - first, whose differences are exact where all of x is alike.
+        The mean is computed from x - first, whose differences are exact where all of x is equal.
         """
         y = self.xp.subtract(x, x[..., :1], out=out)
         mean = self._row_sums(y) / self.scalar(x.shape[-1])
@@ -602,7 +606,7 @@ class ArrayOps:
 
     @shapes("ids[..] dy[..D] dtable[VD]+ start ->")
     def embedding_backward_weight(self, ids: Array, dy: Array, dtable: Array, start: int) -> None:
-        """Add each row of dy (..., D) to the row of dtable of its id, if this shard holds it."""
+        """Add each row of dy (..., D) to its id's row of dtable, if this shard holds it."""
         local, inside = self._local_rows(ids, start, dtable.shape[0])
         self.xp.add.at(dtable, local[inside], dy[inside])
 
@@ -626,23 +630,22 @@ class ArrayOps:
 
     @shapes("x[BTHd]+ positions table[P2h] -> x")
     def rope_forward(self, x: Array, positions: Array, table: Array) -> Array:
-        """Turn each head of x (B, T, H, d) in place by the angles of its position; return x.
+        """Rotate each head of x (B, T, H, d) in place by the angles of its position; return x.
 
-        Number i < d/2 and number i + d/2 of a head are the coordinates of a point. positions (T,),
-        or (B, T) where rows differ. table (P, 2, d/2): cosine and sine of its angle at each
-        position.
+        Numbers i < d/2 and i + d/2 of a head are the coordinates of a point. positions (T,), or
+        (B, T) where rows differ. table (P, 2, d/2): cosine and sine of its angle at each position.
         """
         self._rotate(x, table[positions, 0], table[positions, 1])
         return x
 
     @shapes("dy[BTHd]+ positions table[P2h] -> dy")
     def rope_backward_input(self, dy: Array, positions: Array, table: Array) -> Array:
-        """Turn dy in place by the angles of rope_forward backwards; return dy."""
+        """Rotate dy in place by the angles of rope_forward in reverse; return dy."""
         self._rotate(dy, table[positions, 0], -table[positions, 1])
         return dy
 
     def _rotate(self, x: Array, cos: Array, sin: Array) -> None:
-        """Turn x (B, T, H, d) in place; cos and sin (T, d/2) or (B, T, d/2)."""
+        """Rotate x (B, T, H, d) in place; cos and sin (T, d/2) or (B, T, d/2)."""
         assert x.shape[-1] == 2 * cos.shape[-1], (x.shape, cos.shape)
         points = x.reshape(*x.shape[:-1], 2, -1)
         turned = points[..., ::-1, :] * self.xp.stack([-sin, sin], axis=-2)[..., None, :, :]
@@ -652,25 +655,25 @@ class ArrayOps:
     # Causal attention. Arguments: q (B, Tq, H, d), k and v (B, Tk, Hkv, d), positions q_pos (Tq,)
     # and k_pos (Tk,). B rows of a batch, H heads of d elements. Query i sees key j if and only if
     # k_pos[j] <= q_pos[i]. In the lines Q is Tq, K is Tk and G is Hkv; what is saved may be a pair
-    # instead. H is a multiple of Hkv: query head h uses key and value head h // (H /
-    # Hkv). A query that sees no key gives y = 0.
+    # instead. H is a multiple of Hkv: query head h uses key and value head h // (H / Hkv). A query
+    # that sees no key gets y = 0.
     #
     # There are two forms, which differ in what they keep between forward and backward.
-    # `attention_forward` and `attention_backward_input` keep the probabilities: four products
-    # backward. The block form keeps only two numbers of each query, stats (B, H, Tq, 2). They are
-    # the largest score and the sum of exp(score - largest) over the keys. It computes the
-    # probabilities again: five products backward. One number, the log of the sum of exp(score),
-    # would round the sum away beside large scores.
+    # `attention_forward` and `attention_backward_input` keep the probabilities and take four
+    # products backward. The block form keeps only two numbers per query, stats (B, H, Tq, 2): the
+    # largest score and the sum of exp(score - largest) over the keys. It recomputes the
+    # probabilities and takes five products backward. A single number, the log of the sum of
+    # exp(score), would round the sum away beside large scores.
     #
-    # The keys of one call of the block form may be some of all keys. Then `attention_merge` joins
-    # two results, and gradients are sums. So y, stats and gradients of this form are float32 even
-    # if activations have 16 bits. The caller who has joined them rounds once, by `copy`.
+    # The keys of one call of the block form may be a part of all keys. `attention_merge` then joins
+    # two results, and gradients are sums. For this reason y, stats and gradients of this form are
+    # float32 even with 16-bit activations; the caller who has joined them rounds once, by `copy`.
     #
-    # The largest score of no key is the lowest finite number, `ArrayOps.lowest`, and its sum is 0.
-    # So every finite score counts, and no difference is inf - inf = NaN. A score is rounded like
-    # any other number. At 1e7 in float32 it may be off by 1, and a probability by a factor of e.
-    # Scores beyond the largest number of the type give NaN, or count as hidden if they are
-    # negative.
+    # For a query without keys the largest score is the lowest finite number, `ArrayOps.lowest`, and
+    # the sum is 0. Every finite score therefore counts, and no difference is inf - inf = NaN. A
+    # score is rounded like any other number: at 1e7 in float32 it may be off by 1, and a
+    # probability by a factor of e. Scores beyond the largest number of the type give NaN, or count
+    # as hidden if they are negative.
 
     def _stacked_products(self, a: Array, b: Array, out: Array | None = None) -> Array:
         """Return a b for every leading index: (B, H, M, K), (B, H, K, N) give (B, H, M, N).
@@ -694,7 +697,7 @@ class ArrayOps:
         self, dy: Array, q: Array, k: Array, v: Array, saved: Any, q_pos: Array, k_pos: Array, *,
         out: ThreeArrays | None = None
     ) -> ThreeArrays:
-        """Return (dq, dk, dv) of the probabilities that `attention_forward` saved.
+        """Return (dq, dk, dv), given the probabilities that `attention_forward` saved.
 
         In each row, dscores = probs (dprobs - sum(probs dprobs)). out: three arrays to write to.
         """
@@ -707,23 +710,23 @@ class ArrayOps:
     def attention_block_forward(
         self, q: Array, k: Array, v: Array, q_pos: Array, k_pos: Array
     ) -> tuple[Array, Array]:
-        """Return (y (B, Tq, H, d), stats (B, H, Tq, 2)) over these keys; y = 0 without any."""
+        """Return (y (B, Tq, H, d), stats (B, H, Tq, 2)) over these keys; y = 0 without keys."""
         scores = self._visible(self._dots(q, k), q_pos, k_pos, q.shape[-1] ** -0.5)
         probs, stats = self._normalised(scores)
         return self._weighted(probs.astype(q.dtype, copy=False), v, self.statistics), stats
 
     @shapes("y[BQHd]+ stats[BHQ2]+ y2[BQHd] stats2[BHQ2] ->")
     def attention_merge(self, y: Array, stats: Array, y2: Array, stats2: Array) -> None:
-        """Write attention over both sets of keys over y and stats, which are float32 or wider.
+        """Merge attention over a second set of keys into y and stats, float32 or wider.
 
-        Each sum shrinks by exp(its largest score - the largest of both). The new y is the mean of
-        y and y2, weighted by these sums.
+        Each sum shrinks by exp(its largest score - the largest of both). The new y is the mean of y
+        and y2, weighted by these sums.
         """
         assert y.shape == y2.shape, (y.shape, y2.shape)
         assert stats.shape == stats2.shape, (stats.shape, stats2.shape)
         assert y.dtype == stats.dtype == self.statistics, (y.dtype, stats.dtype)
         top = self.xp.maximum(stats[..., 0], stats2[..., 0])
-        with np.errstate(over="ignore"):  # a difference below all numbers is far enough
+        with np.errstate(over="ignore"):  # a difference below all numbers is small enough
             own, other = (
                 one[..., 1] * self.xp.exp(one[..., 0] - top) for one in (stats, stats2))
         total = own + other
@@ -733,7 +736,7 @@ class ArrayOps:
 
     @shapes("dy[BQHd] y[BQHd] -> delta[BHQ]:sum")
     def attention_delta(self, dy: Array, y: Array) -> Array:
-        """Return delta (B, H, Tq), the sum of dy y over a head; y of all keys."""
+        """Return delta (B, H, Tq), the sum of dy y over a head, where y is over all keys."""
         assert dy.shape == y.shape, (dy.shape, y.shape)
         delta = (dy * y).sum(axis=-1, dtype=self.statistics)
         return self.xp.ascontiguousarray(delta.transpose(0, 2, 1))
@@ -744,7 +747,7 @@ class ArrayOps:
         self, dy: Array, q: Array, k: Array, v: Array, stats: Array, delta: Array, *, q_pos: Array,
         k_pos: Array
     ) -> ThreeArrays:
-        """Return (dq, dk, dv) as far as they come from these keys; stats and delta are of all keys.
+        """Return the parts of (dq, dk, dv) due to these keys; stats and delta are over all keys.
 
         In each row, probs = exp(scores - largest) / sum and dscores = probs (dprobs - delta): Dao
         et al. 2022.
@@ -756,7 +759,7 @@ class ArrayOps:
         out = tuple(self.xp.empty(x.shape, self.statistics) for x in (q, k, v))
         return self._gradients(dy, q, k, probs.astype(q.dtype, copy=False), dscores, out)
 
-    # The parts of both forms. A group is the query heads that share one key head.
+    # The parts of both forms. A group is the set of query heads that share one key head.
 
     @staticmethod
     def _members(q: Array, k: Array) -> list[slice]:
@@ -787,7 +790,7 @@ class ArrayOps:
         return probs, self.xp.stack([top, total], axis=-1)
 
     def _causal_softmax(self, scores: Array, q_pos: Array, k_pos: Array, factor: float) -> Array:
-        """Return softmax of factor scores over the keys that are seen, 0 elsewhere."""
+        """Return softmax of factor scores over the visible keys, 0 elsewhere."""
         return self._normalised(self._visible(scores, q_pos, k_pos, factor))[0]
 
     def _softmax_backward(self, probs: Array, dprobs: Array, factor: Any) -> Array:
@@ -822,9 +825,9 @@ class ArrayOps:
 
     # Loss and choice of tokens over a vocabulary shard. N tokens, V columns of the shard. Columns j
     # with start + j >= num_valid are padding, worth -inf. The maximum over no columns is the lowest
-    # finite number. So every finite logit counts, and no difference is inf - inf = NaN. A maximum
-    # and a sum of exp(logit - maximum) stay two numbers. Their log-sum-exp, one number, would round
-    # the sum away beside a large maximum.
+    # finite number, so that every finite logit counts and no difference is inf - inf = NaN. A
+    # maximum and a sum of exp(logit - maximum) stay two numbers, because a single one, their
+    # log-sum-exp, would round the sum away beside a large maximum.
 
     @shapes("logits[..V] targets[..] start num_valid -> stats[..3]:sum")
     def cross_entropy_forward(
@@ -858,7 +861,7 @@ class ArrayOps:
         sums: maximum and sum of exp(logit - maximum) over the whole vocabulary.
         """
         top = stats[..., 0].max(axis=0)
-        with np.errstate(over="ignore"):  # a difference below all numbers is far enough
+        with np.errstate(over="ignore"):  # a difference below all numbers is small enough
             total = (stats[..., 1] * self.xp.exp(stats[..., 0] - top)).sum(axis=0)
         loss = top - stats[..., 2].sum(axis=0) + self.xp.log(total)
         return loss, self.xp.stack([top, total], axis=-1)
@@ -873,7 +876,8 @@ class ArrayOps:
         logits[:, columns:] = self.scalar(0.0)
         self._scaled_softmax(valid, sums, scale)
         if columns:
-            # One target a row: no index occurs twice. No mask as an index: a GPU's host reads it.
+            # One target per row: no index occurs twice. A mask as an index would be read by the
+            # host.
             column, inside = self._local_rows(targets, start, columns)
             hit = self.xp.where(inside, self.scalar(scale), self.scalar(0.0))
             valid[self.xp.arange(len(targets)), column] -= hit
@@ -889,8 +893,8 @@ class ArrayOps:
     def top_forward(self, logits: Array, start: int, num_valid: int, count: int) -> Array:
         """Return (N, count, 2) float64: the largest logits and their global ids, best first.
 
-        Of equal logits the lowest id comes first. A shard of fewer columns fills up with -inf.
-        The first logit of a row that holds NaN is NaN.
+        Among equal logits the lowest id comes first. A shard with fewer columns is filled up with
+        -inf. The first logit of a row that contains NaN is NaN.
         """
         xp, valid = self.xp, logits[:, : valid_columns(logits, start, num_valid)]
         columns = valid.shape[1]
@@ -902,7 +906,7 @@ class ArrayOps:
             last = top if take == 1 else (
                 xp.partition(valid, columns - take, axis=1)[:, columns - take])
             for row in range(len(valid)):
-                # Only what reaches the last place is sorted. All that equal it do.
+                # Only logits that reach the last place are sorted, including all that equal it.
                 ids = xp.nonzero(valid[row] >= last[row])[0]
                 ids = ids[xp.argsort(-valid[row, ids], kind="stable")[:take]]
                 best[row, : len(ids), 0] = valid[row, ids]
@@ -912,7 +916,7 @@ class ArrayOps:
 
     # Images: patches of a convolution, and pooling. B images, H and W their height and width, k the
     # width of a square kernel. P and Q are the height and width of the result. C channels come
-    # last, so that a product over channels reads neighbours.
+    # last, so that a product over channels reads neighbouring numbers.
 
     @shapes("x[BHWC] kernel stride padding -> y[BPQK]")
     def unfold_forward(self, x: Array, kernel: int, stride: int, padding: int) -> Array:
@@ -933,7 +937,7 @@ class ArrayOps:
     def unfold_backward_input(
         self, dy: Array, shape: Shape, kernel: int, stride: int, padding: int
     ) -> Array:
-        """Return dx of x's shape (B, H, W, C): each entry sums the patches that hold it."""
+        """Return dx of x's shape (B, H, W, C): each entry sums over the patches that contain it."""
         batch, height, width, channels = shape
         dpadded = self.zeros((batch, height + 2 * padding, width + 2 * padding, channels))
         dy = dy.reshape(*dy.shape[:3], kernel, kernel, channels)
@@ -944,10 +948,9 @@ class ArrayOps:
 
     @shapes("x[BHWC] width -> y[BPQC] places[BPQC]:int64")
     def maxpool_forward(self, x: Array, width: int) -> tuple[Array, Array]:
-        """Return (y, places): the largest of each width x width tile of x (B, H, W, C), and where
-        it is.
+        """Return (y, places): maximum and its place in each width x width tile of x (B, H, W, C).
 
-        A rest at the far edges that is smaller than a tile is dropped.
+        A remainder at the far edges that is smaller than a tile is dropped.
         """
         views = [_tile(x, width, *divmod(place, width)) for place in range(width * width)]
         tiles = self.xp.stack(views)
@@ -955,9 +958,7 @@ class ArrayOps:
 
     @shapes("dy[BPQC] places[BPQC] shape=BHWC width -> dx[BHWC]")
     def maxpool_backward_input(self, dy: Array, places: Array, shape: Shape, width: int) -> Array:
-        """Return dx of x's shape: dy where the largest was (the first of equal ones), zero
-        elsewhere.
-        """
+        """Return dx of x's shape: dy at the place of each (first) maximum, zero elsewhere."""
         dx = self.zeros(shape)
         for place in range(width * width):
             view = _tile(dx, width, *divmod(place, width))
@@ -993,10 +994,10 @@ class ArrayOps:
         self, data: Array, grad: Array, m: Array, v: Array, *, lr: float, beta1: float,
         beta2: float, eps: float, weight_decay: float, step: int, copy: Array | None = None
     ) -> None:
-        """Update data, m, v in place; step counts from 1. copy: gets the new data, rounded.
+        """Update data, m, v in place; step counts from 1. copy: receives the new data, rounded.
 
-        Decay is apart from the gradient, and eps is outside the root. Source: Loshchilov and
-        Hutter, arXiv 1711.05101.
+        Weight decay is decoupled from the gradient, and eps is outside the root. Source: Loshchilov
+        and Hutter, arXiv 1711.05101.
         """
         cast = self.scalar
         part = grad * cast(1.0 - beta1)
@@ -1022,7 +1023,7 @@ class ArrayOps:
         self, data: Array, grad: Array, m: Array, v: Array, runs: Runs, *, lr: float, beta1: float,
         beta2: float, eps: float, weight_decay: float, step: int, copy: Array | None = None
     ) -> None:
-        """Update flat buffers as `adamw_step` does; weights of some parts do not decay.
+        """Update flat buffers as `adamw_step` does; some parts have no weight decay.
 
         runs: (whether its weights decay, slice) of each part of the buffers.
         """
@@ -1034,7 +1035,7 @@ class ArrayOps:
 
 
 def _groups(counts: Sequence[int], x: Array) -> Iterator[tuple[int, slice]]:
-    """Yield (expert, its rows) of the experts that have some of the rows of x."""
+    """Yield (expert, its rows) for the experts that have some of the rows of x."""
     first = 0
     for expert, count in enumerate(counts):
         if count:
@@ -1049,7 +1050,7 @@ def as_rows(x: Array) -> Array:
 
 
 def filled(total: Array) -> Array:
-    """Return total to divide by: 1 where it is 0, because no key is seen."""
+    """Return total as a divisor: 1 where it is 0 because no key is visible."""
     return total + (total == 0)
 
 
@@ -1059,19 +1060,19 @@ def _heads_first(x: Array) -> Array:
 
 
 def valid_columns(logits: Array, start: int, num_valid: int) -> int:
-    """Return how many leading columns of a shard are not padding."""
+    """Return the number of leading columns of a shard that are not padding."""
     return min(max(num_valid - start, 0), int(logits.shape[1]))
 
 
 def out_length(length: int, kernel: int, stride: int, padding: int) -> int:
-    """Return how many places a kernel has along one side of an image."""
+    """Return the number of places of a kernel along one side of an image."""
     return (length + 2 * padding - kernel) // stride + 1
 
 
 def _windows(
     padded: Array, sides: Sequence[int], kernel: int, stride: int
 ) -> Iterator[tuple[tuple[int, int], Array]]:
-    """Yield ((i, j), the entries of padded that entry i, j of the kernel meets at its places)."""
+    """Yield ((i, j), the entries of padded under entry i, j of the kernel at all its places)."""
     for i in range(kernel):
         for j in range(kernel):
             rows = slice(i, i + stride * (sides[0] - 1) + 1, stride)
@@ -1094,9 +1095,9 @@ def rope_table(length: int, width: int, theta: float, scaling: Sequence[float]) 
 def rope_frequencies(width: int, theta: float, scaling: Sequence[float]) -> np.ndarray:
     """Return f_i = theta^(-2i/d) of the d/2 points of a head, float64.
 
-    scaling: (factor, low, high, length) of Llama 3, or () for none. A rotation that turns fewer
-    than `low` times within `length` positions becomes slower by `factor`, one that turns more than
-    `high` times stays. Between them the two are mixed. Source: Dubey et al., arXiv 2407.21783, and
+    scaling: (factor, low, high, length) of Llama 3, or () for none. A rotation with fewer than
+    `low` turns within `length` positions becomes slower by `factor`, one with more than `high`
+    turns stays, and between them the two are mixed. Source: Dubey et al., arXiv 2407.21783, and
     Hugging Face's `rope_type: llama3`.
     """
     frequencies = theta ** -(np.arange(0, width, 2) / width)

@@ -1,8 +1,8 @@
 """Copies between a GPU and page-locked host memory, which run while the GPU computes.
 
-Each direction has a stream of its own beside the current stream, which computes. A GPU has a copy
-engine for each direction. So a copy out, a copy in and products run at the same time. An event
-marks the end of each copy, and nobody touches its memory before.
+Each direction has its own stream besides the current stream, which computes. Since a GPU has a copy
+engine for each direction, a copy out, a copy in and products run at the same time. An event marks
+the end of each copy, before which its memory must not be touched.
 """
 
 from collections import deque
@@ -16,17 +16,17 @@ from mpipar.ops.signature import Array, Shape
 
 
 class Copies:
-    """The copies of one rank. Whoever starts one has synchronized the computing stream before.
+    """The copies of one rank. Before starting one, the caller synchronizes the computing stream.
 
-    pinned(shape, dtype) gives page-locked memory.
+    pinned(shape, dtype) returns page-locked memory.
     """
 
     def __init__(self, xp: Any, pinned: Callable[[Shape, Any], np.ndarray]) -> None:
         self._xp, self._pinned = xp, pinned
-        # Streams of the other kind wait for the default stream, where products run.
+        # Blocking streams would wait for the default stream, where products run.
         self._out = xp.cuda.Stream(non_blocking=True)
         self._in = xp.cuda.Stream(non_blocking=True)
-        # (event of a copy to the host, what to call behind it), in order
+        # (event of a copy to the host, what to call after it), in order
         self.leaving: deque[tuple[Any, Callable[[], object]]] = deque()
         # (event of a copy to the device, host memory that it reads)
         self._arriving: list[tuple[Any, np.ndarray]] = []
@@ -34,7 +34,7 @@ class Copies:
     def out(
         self, x: Array, then: Callable[[np.ndarray], object], host: np.ndarray | None = None
     ) -> np.ndarray:
-        """Queue a copy of x to host memory, and return that; then(host) is called behind it.
+        """Queue a copy of x to host memory, and return that; then(host) is called after it.
 
         host: page-locked memory from `room`, or new memory.
         """
@@ -45,10 +45,11 @@ class Copies:
         return host
 
     def hand_over(self, wait: bool = False) -> None:
-        """Make the calls that stand behind finished copies to the host; wait: behind all of them.
+        """Make the calls that follow finished copies to the host; wait: those of all copies.
 
-        They are made in the order of the copies. A rank must wait for all before it blocks in MPI.
-        Otherwise the rank that it waits for could itself wait for a message that is still here.
+        They are made in the order of the copies. A rank must wait for all of them before it blocks
+        in MPI; otherwise the rank that it waits for could itself wait for a message that is still
+        here.
         """
         while self.leaving and (wait or self.leaving[0][0].done):
             event, then = self.leaving.popleft()
@@ -63,10 +64,10 @@ class Copies:
         return event
 
     def use_after(self, event: Any) -> None:
-        """What is computed from now on comes after the event."""
+        """Make what is computed from now on wait for the event."""
         self._xp.cuda.get_current_stream().wait_event(event)
 
     def room(self, shape: Shape, dtype: Any) -> np.ndarray:
-        """New page-locked memory. What copies to the device still read is not given back before."""
+        """Return new page-locked memory. Memory that copies to the device still read is kept."""
         self._arriving = [(event, host) for event, host in self._arriving if not event.done]
         return self._pinned(shape, dtype)

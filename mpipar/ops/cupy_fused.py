@@ -1,7 +1,7 @@
 """The array functions on a GPU in fused kernels: `--kernels fused`, the default of `--device cuda`.
 
 Products, embeddings and images are those of `cupy_ops`. Every chain of elementwise functions and
-sums between them is one kernel of `ops/cuda`. The kernels read and round operands of 16 bits
+sums between them is one kernel of `ops/cuda`. The kernels read and round 16-bit operands
 themselves, and compute in float32. There are no such kernels for float64.
 """
 
@@ -19,7 +19,7 @@ from mpipar.ops.cupy_ops import CupyOps, cuda_tile
 from mpipar.ops.functions import EPILOGUES
 from mpipar.ops.signature import Array, ThreeArrays
 
-# The functions beside products that take operands of 16 bits as they are.
+# Functions besides the products that take 16-bit operands as they are.
 FUSED_16_BITS = (
     *EPILOGUES,
     "swiglu_forward", "swiglu_backward_input", "rope_forward", "rope_backward_input",
@@ -33,7 +33,7 @@ FUSED_16_BITS = (
 )
 
 
-# The formulas of CupyOps take `out` besides, which only the driver of tiles gives them.
+# The formulas of CupyOps also take `out`, which only the loop over tiles passes to them.
 class FusedOps(Fused, CupyOps):  # type: ignore[misc]
     """The array functions of `CupyOps` in float32; kernels of `Fused` replace the plain ones."""
 
@@ -49,7 +49,7 @@ class FusedOps(Fused, CupyOps):  # type: ignore[misc]
         self._epilogues = (Epilogues(self.xp, self._blas, speaks=host_rank == 0)
                            if gemm == "blas" else None)
 
-    # Products with what follows them, where cuBLASLt has both as one.
+    # Products with what follows them, where cuBLASLt has both as one function.
 
     def matmul_bias(self, x: Array, w: Array, b: Array, residual: Array | None = None) -> Array:
         """Return x w + b (..., M), plus residual (..., M) if given."""
@@ -96,9 +96,9 @@ class FusedOps(Fused, CupyOps):  # type: ignore[misc]
         """Add the sum of dy (..., M) over its leading dimensions to db (M,)."""
         self.column_sums(dy, db)
 
-    # Attention runs in tiles, which leave two numbers of each query. If heads are too wide for a
-    # tile, it is the plain formula with whole scores. Scores are float32 until they are
-    # probabilities, whatever the operands are.
+    # Attention runs in tiles, which keep two numbers per query. If heads are too wide for a tile,
+    # the plain formula with whole scores is used. Scores are float32 until they are probabilities,
+    # whatever the operands are.
 
     def attention_forward(
         self, q: Array, k: Array, v: Array, q_pos: Array, k_pos: Array
@@ -125,20 +125,20 @@ class FusedOps(Fused, CupyOps):  # type: ignore[misc]
     def attention_block_forward(
         self, q: Array, k: Array, v: Array, q_pos: Array, k_pos: Array
     ) -> tuple[Array, Array]:
-        """Return (y (B, Tq, H, d), stats (B, H, Tq, 2)) over these keys; y = 0 without any."""
+        """Return (y (B, Tq, H, d), stats (B, H, Tq, 2)) over these keys; y = 0 without keys."""
         if q.shape[-1] > self.tiled_head_width:
             return super().attention_block_forward(q, k, v, q_pos, k_pos)
         return self._tiles.forward(q, k, v, q_pos, k_pos, wide=True)
 
     def attention_delta(self, dy: Array, y: Array) -> Array:
-        """Return delta (B, H, Tq), the sum of dy y over a head; y of all keys."""
+        """Return delta (B, H, Tq), the sum of dy y over a head, where y is over all keys."""
         return self._tiles.delta(dy, y)
 
     def attention_block_backward(
         self, dy: Array, q: Array, k: Array, v: Array, stats: Array, delta: Array, *, q_pos: Array,
         k_pos: Array
     ) -> ThreeArrays:
-        """Return (dq, dk, dv) as far as they come from these keys; stats and delta are of all."""
+        """Return the parts of (dq, dk, dv) due to these keys; stats and delta are over all keys."""
         if q.shape[-1] > self.tiled_head_width:
             return super().attention_block_backward(
                 dy, q, k, v, stats, delta, q_pos=q_pos, k_pos=k_pos)

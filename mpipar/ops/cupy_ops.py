@@ -1,4 +1,4 @@
-"""The array functions on a GPU through CuPy: the plain ones, products, and what a device needs."""
+"""The array functions on a GPU through CuPy: plain ones, products, and device management."""
 
 import math
 from collections.abc import Callable, Sequence
@@ -26,14 +26,14 @@ class CupyOps(ArrayOps):
     """The array functions of `ArrayOps` on a CUDA device, which becomes the current one.
 
     gemm: products with weights by "blas" (cuBLAS), "tile" (the kernels of ops/cuda) or "cuda-tile"
-    (the one that the package of that name compiles). The last two do not take float64. tf32: cuBLAS
-    may round float32 operands of products to 10 bits of mantissa.
-    host_rank: this process's place on its host, which gives the number of its GPU. If there are
-    fewer GPUs, the count starts again at 0.
+    (the kernel that the package of that name compiles). The last two do not support float64. tf32:
+    cuBLAS may round float32 operands of products to 10 bits of mantissa.
+    host_rank: this process's place on its host, which selects its GPU. If there are fewer GPUs than
+    ranks, the count wraps around to 0.
 
-    copies: those beside the computing stream. All groups of a rank share them.
+    copies: those that run beside the computing stream. All groups of a rank share them.
 
-    Products and embeddings take operands of 16 bits as they are, whatever `dtype` is.
+    Products and embeddings take 16-bit operands as they are, whatever `dtype` is.
     Raises EnvironmentProblem when CuPy, cuda-tile or a usable GPU is missing.
     """
 
@@ -42,7 +42,7 @@ class CupyOps(ArrayOps):
         "grouped_matmul_tn_add", "embedding_backward_weight", "position_forward",
         "position_backward_weight")
     table_multiple = 128
-    checksum_block = 1 << 22  # few kernels, 64 MiB in between
+    checksum_block = 1 << 22  # few kernels, and 64 MiB of temporaries
 
     def __init__(
         self, dtype: Any, gemm: str = "blas", tf32: bool = False, host_rank: int = 0
@@ -52,9 +52,9 @@ class CupyOps(ArrayOps):
         self.copies = Copies(self.xp, self.pinned)
         self._blas = BlasGemm(self.xp, tf32)
         self._gemm: Callable[..., None] = self._blas
-        # Plain CuPy would read masks on the host, and sum by atomics, in another order in each run.
+        # Plain CuPy would read masks on the host, and sum by atomics in a different order each run.
         self._embedding = Embedding(self.xp, Loader(self.xp, oldest=0))
-        # Without a copy of what they read: that would be as large as all gradients.
+        # This makes no copy of what it reads, which would be as large as all gradients.
         self._squares = self.xp.ReductionKernel(
             "T x", "float64 y", "double(x) * double(x)", "a + b", "y = a", "0", "square_sum")
         self._mark = self.instant(), perf_counter_ns()  # of the newest `numbers`
@@ -80,9 +80,7 @@ class CupyOps(ArrayOps):
         self._gemm(as_rows(x).T, as_rows(y), out, accumulate=True)
 
     def _stacked_products(self, a: Array, b: Array, out: Array | None = None) -> Array:
-        """Return a b for every leading index. cuBLAS makes one call per row of the batch, without
-        copies.
-        """
+        """Return a b for every leading index: one cuBLAS call per row of the batch, no copies."""
         if out is None:
             out = self.xp.empty((*a.shape[:-1], b.shape[-1]), a.dtype)
         for i in range(len(a)):
@@ -94,7 +92,7 @@ class CupyOps(ArrayOps):
         return self._embedding.forward(ids, table, start)
 
     def embedding_backward_weight(self, ids: Array, dy: Array, dtable: Array, start: int) -> None:
-        """Add each row of dy (..., D) to the row of dtable of its id, if this shard holds it."""
+        """Add each row of dy (..., D) to its id's row of dtable, if this shard holds it."""
         self._embedding.backward_weight(ids, dy, dtable, start)
 
     def position_forward(self, x: Array, positions: Array, table: Array) -> Array:
@@ -149,14 +147,14 @@ class CupyOps(ArrayOps):
         self.xp.cuda.get_current_stream().synchronize()
 
     def instant(self) -> Any:
-        """Return a mark behind all that is queued on the current stream now: an event."""
+        """Return a mark after everything queued on the current stream: an event."""
         return self.xp.cuda.get_current_stream().record()
 
     def nanoseconds(self, instants: Sequence[Any]) -> list[int]:
         """Return when the device passed these marks, in ns of the host's clock.
 
-        The newest `numbers`, behind which the host waited anyway, knows both clocks at once, or
-        the host's a little late. Whoever asks has waited for the device: nothing is later than now.
+        The latest `numbers`, after which the host waited anyway, relates both clocks, or has the
+        host's a little late. The caller has waited for the device, so no mark is later than now.
         """
         (mark, then), now = self._mark, perf_counter_ns()
         elapsed = self.xp.cuda.get_elapsed_time  # in ms
@@ -191,10 +189,10 @@ def _usable_cupy(host_rank: int) -> ModuleType:
             "installed: pip install --upgrade '.[cuda]' (CUDA 12: '.[cuda12]'), or type "
             "--device cpu")
     try:
-        # A driver alone is not enough: a missing CUDA library or a too new GPU stops a compiled
-        # kernel and a product. CUDA errors are RuntimeErrors; a library that cannot be loaded
-        # raises one of the rest.
-        # Without any GPU, taking the first raises an error that says so.
+        # A driver alone is not enough: with a missing CUDA library or a GPU that is too new, a
+        # compiled kernel and a product fail. CUDA errors are RuntimeErrors; a library that cannot
+        # be loaded raises one of the others. Without any GPU, taking the first raises an error that
+        # says so.
         cupy.cuda.Device(host_rank % max(1, cupy.cuda.runtime.getDeviceCount())).use()
         square = cupy.ones((2, 2))
         float((square @ square).sum())

@@ -1,7 +1,7 @@
-"""The table of the array functions, and the class of those that do not compute by a formula.
+"""The table of array functions, and the base class of implementations that do not use the formulas.
 
-`array_ops` has the text of each function, with a line that says its shapes (`signature`). Here is
-what several readers of these lines need besides.
+`array_ops` has the definition of each function, with a line that states its shapes (`signature`).
+This module has what several readers of these lines need in addition.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ DECLARED: dict[str, Function] = {
 
 
 def by_call(formula: Callable[..., Any]) -> Callable[..., Any]:
-    """Return the method that hands a call of a function to `_call`."""
+    """Return the method that passes a call of a function to `_call`."""
     function = DECLARED[formula.__name__]
 
     @wraps(formula)
@@ -36,13 +36,13 @@ else:
     class Ops:
         """All array functions, each of them computed by `_call` unless a method replaces it.
 
-        None of the formulas is inherited, nor what else `ArrayOps` has.
+        Neither the formulas of `ArrayOps` nor anything else of it is inherited.
         """
 
         vars().update({name: by_call(getattr(ArrayOps, name)) for name in DECLARED})
 
         def _call(self, function, arguments, named):
-            """Return what a function gives that has no method of its own."""
+            """Return the result of a function that has no method of its own."""
             raise TypeError(f"{type(self).__name__} has no {function.name}")
 
 
@@ -56,14 +56,14 @@ FLOPS |= dict.fromkeys(
     ("grouped_matmul", "grouped_matmul_nt", "grouped_matmul_tn_add"), "2RKM")
 FLOPS |= dict.fromkeys(
     ("router_forward", "router_backward_input", "router_backward_weight"), "2NED")
-# These take 16 bits as they are. They move values, add two numbers of one type (which rounds once),
-# or work on arrays that are float32 anyway.
+# These take 16-bit operands as they are. They move values, add two numbers of one type
+# (which rounds once), or work on arrays that are float32 anyway.
 EXACT_IN_16_BITS = (
     "fill", "copy", "scale", "accumulate", "bias_forward", "bias_residual_forward",
     "embedding_forward", "sum", "square_sum", "checksum", "attention_merge",
     "cross_entropy_combine", "sign_step", "sgd_step", "adamw_step", "adamw_runs",
 )
-# Two functions one after the other, which a device may have as one that rounds once.
+# Two functions in sequence, which a device may have as one that rounds once.
 COMPOSED = (*EPILOGUES, "bias_gelu_forward", "layernorm_residual_backward_input",
             "rmsnorm_residual_backward_input")
 

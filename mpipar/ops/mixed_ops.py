@@ -1,10 +1,10 @@
 """Sixteen-bit weights and activations on any device: widen to float32, compute, round once.
 
-This is a wrapper around the float32 functions of NumPy, CuPy or shapes. It widens what enters a
-function, which is exact, and rounds its activations to the nearest. So products accumulate in
-float32, and one rounding stands between two functions. A device keeps what it does so by itself,
-such as products on tensor cores (`takes_16_bits`). Gradients of parameters, statistics of norms and
-softmax, losses and the optimizer are float32 and never rounded.
+This is a wrapper around the float32 functions of NumPy, CuPy or shapes. It widens the arguments of
+a function, which is exact, and rounds its activations to nearest, so that products accumulate in
+float32 and one rounding separates two functions. Where a device does so by itself, as in products
+on tensor cores, it is left to the device (`takes_16_bits`). Gradients of parameters, statistics of
+norms and softmax, losses and the optimizer are float32 and never rounded.
 """
 
 from collections.abc import Callable
@@ -19,7 +19,7 @@ from mpipar.ops.signature import Array, Function, Part, Shape
 
 DTYPES = {"bfloat16": np.dtype(ml_dtypes.bfloat16), "float16": np.dtype(np.float16)}
 
-# Facts that the shapes count or the kernels go by, and copies, which change no number.
+# Facts that the shapes count or the kernels depend on, and copies, which change no number.
 FACTS = ("flops", "live", "peak", "reset_peak", "tiled_head_width", "table_multiple",
          "recorder", "copies")
 
@@ -40,7 +40,7 @@ class MixedOps(Ops):
             return getattr(self.exact, name)
         raise AttributeError(f"{name}: the table of functions does not say what becomes of 16 bits")
 
-    # The loss scale deals with values beyond 16 bits.
+    # The loss scale deals with values beyond the range of 16 bits.
     @np.errstate(over="ignore", invalid="ignore")
     def _call(self, function: Function, arguments: tuple[Any, ...], named: dict[str, Any]) -> Any:
         exact = getattr(self.exact, function.name)
@@ -54,8 +54,7 @@ class MixedOps(Ops):
         self, exact: Callable[..., Any], function: Function, arguments: tuple[Any, ...],
         named: dict[str, Any]
     ) -> Any:
-        """Return what a function gives of widened arguments, its activations rounded: results and
-        arguments.
+        """Return a function's results for widened arguments; round activations among both.
 
         out: arrays to round all results to, for a function that takes some.
         """
@@ -78,11 +77,11 @@ class MixedOps(Ops):
         return results if len(results) > 1 else results[0] if results else None
 
     def _wide(self, x: Any) -> Any:
-        """x in float32 if it is an array of 16 bits."""
+        """Return x in float32 if it is a 16-bit array."""
         return x.astype(self.statistics) if getattr(x, "dtype", None) == self.dtype else x
 
     def _narrow(self, part: Part, x: Array) -> Array:
-        """Result x of the exact function, rounded if it is an activation."""
+        """Return result x of the exact function, rounded if it is an activation."""
         return x if part.kind else x.astype(self.dtype)
 
     def empty(self, shape: Shape, dtype: Any = None, label: str = "stash") -> Array:

@@ -1,10 +1,10 @@
 """The elementwise chains of the layers as single loops, compiled by Numba (the extra `cpu`).
 
 Only `numba_ops` imports this, on request. Each chain is one pass over memory instead of one per
-operator, on the thread that calls it. Results go to arrays that the caller made. Letters and
+operator, on the thread that calls it. Results go to arrays that the caller allocates. Letters and
 formulas as in `array_ops`.
 
-NaN and infinity keep their meaning. Of LLVM's relaxations only two are allowed: sums may be
+NaN and infinity keep their meaning. Only two of LLVM's relaxations are allowed: sums may be
 reordered, and a product and a sum may be rounded once.
 """
 
@@ -30,7 +30,7 @@ LN2_LOW = 1.4286068203094173e-06
 def compiled(relaxed: set[str], inline: Any = "never") -> Callable[[Method], Method]:
     """Return the decorator of a kernel, or of what is inlined into kernels ("always").
 
-    Compiled code is kept on disk only if `numba_ops` found a folder for it. Numba's own choice
+    Compiled code is cached on disk only if `numba_ops` found a folder for it. Numba's own choice
     would be the folder of this package.
     """
     settings: Any = numba.config
@@ -42,7 +42,7 @@ def compiled(relaxed: set[str], inline: Any = "never") -> Callable[[Method], Met
 
 
 def exp(x: Any) -> Any:
-    """exp(x) of a scalar. Compiled code gets `_exp`, for x that is negative, 0 or hardly above."""
+    """Return exp(x) of a scalar. Compiled code gets `_exp`, for x that is negative, 0 or tiny."""
     return math.exp(x)
 
 
@@ -56,10 +56,10 @@ def _exp(x: Any) -> Callable[[Any], Any]:
 def _polynomial_exp(
     real: Any, whole: Any, terms: int, smallest: int, bits: int, bias: int
 ) -> Callable[[Any], Any]:
-    """exp(x) = 2^n exp(r), r = x - n ln 2, by the series to r^(terms - 1).
+    """Return exp(x) = 2^n exp(r), r = x - n ln 2, by the series up to r^(terms - 1).
 
-    LLVM vectorises the series, but not a call of the library's exp. The terms left out are below a
-    rounding of the result. The result is 0 if exp(x) is not a normal number.
+    LLVM vectorises the series, but not a call of the library's exp. The omitted terms are below the
+    rounding error of the result. The result is 0 if exp(x) is not a normal number.
     """
     series = tuple(real(1 / math.factorial(k)) for k in reversed(range(terms)))
     per_ln2, high, low = real(1 / math.log(2)), real(LN2_HIGH), real(LN2_LOW)
@@ -67,7 +67,7 @@ def _polynomial_exp(
     bits, bias = whole(bits), whole(bias)
 
     def implementation(x: Any) -> Any:
-        n = math.floor(x * per_ln2 + half) if x >= smallest else zero  # a NaN makes no exponent
+        n = math.floor(x * per_ln2 + half) if x >= smallest else zero  # NaN would give no exponent
         n = real(n)
         r = x - n * high
         r = r - n * low
@@ -138,8 +138,8 @@ def swiglu_backward_input(dy: Array, h: Array, dh: Array, y: Array) -> None:
     """Write the gradient of h (N, 2, F) to dh, and silu(gate) up to y (N, F)."""
     one = h.dtype.type(1.0)
     for i in range(h.shape[0]):
-        # LLVM vectorises a loop only if a few comparisons show that its arrays do not overlap. So
-        # there are two loops, and the second makes the exponential again.
+        # LLVM vectorises a loop only if a few comparisons show that its arrays do not overlap. This
+        # is why there are two loops, the second of which recomputes the exponential.
         gate, up, dgate, dup = h[i, 0], h[i, 1], dh[i, 0], dh[i, 1]
         for j in range(h.shape[2]):
             e = exp(-abs(gate[j]))
@@ -156,7 +156,7 @@ def swiglu_backward_input(dy: Array, h: Array, dh: Array, y: Array) -> None:
 
 @compiled(ROUND_ONCE)
 def rotate(x: Array, cos: Array, sin: Array) -> None:
-    """Turn the points of x (B, T, H, d) in place; cos and sin (B, T, d/2)."""
+    """Rotate the points of x (B, T, H, d) in place; cos and sin (B, T, d/2)."""
     half = cos.shape[2]
     for b in range(x.shape[0]):
         for t in range(x.shape[1]):
@@ -168,7 +168,7 @@ def rotate(x: Array, cos: Array, sin: Array) -> None:
                     x[b, t, head, half + i] = second * c + first * s
 
 
-# Norms. RMSNorm is a LayerNorm whose rows have the mean 0.
+# Norms. RMSNorm is a LayerNorm whose rows have mean 0.
 
 
 @compiled(REORDER)
@@ -185,7 +185,7 @@ def _sum(row: Array) -> Any:
 
 @compiled(REORDER)
 def _rstd(row: Array, eps: Any) -> Any:
-    """Return 1 / sqrt(mean of the squares of row (D,) + eps), likewise."""
+    """Return 1 / sqrt(mean of the squares of row (D,) + eps), summed in the same way."""
     total, one = row.dtype.type(0.0), row.dtype.type(1.0)
     for start in range(0, row.size, RUN):
         some, part = row[start : start + RUN], row.dtype.type(0.0)
@@ -211,7 +211,7 @@ def layernorm_forward(
 ) -> None:
     """Normalise and scale the rows of x (N, D) into y; mean and rstd (N,).
 
-    x - first is written down: no sum may be reordered across it.
+    x - first is stored, so that no sum can be reordered across it.
     """
     width = x.dtype.type(x.shape[1])
     for i in range(x.shape[0]):
@@ -233,7 +233,7 @@ def _norm_backward_row(
 ) -> None:
     """Write r (g - mean(g) - xhat mean(g xhat)), g = dy w, to row i of dx (N, D).
 
-    If x was not centered, mean(g) has no part in it.
+    If x was not centered, mean(g) is left out.
     """
     width = x.dtype.type(x.shape[1])
     level = slope = x.dtype.type(0.0)
@@ -292,15 +292,16 @@ def layernorm_backward_weight(
         db += part_db
 
 
-# Softmax. The largest of a row comes from NumPy, whose maximum is vectorised and keeps NaN.
+# Softmax. The maximum of a row comes from NumPy, whose maximum is vectorised and keeps NaN.
 
 
 @compiled(REORDER)
 def softmax(probs: Array, top: Array, total: Array, first: int, keys: int) -> None:
     """Write softmax over the leading `keys` scores in the rows from `first` of probs (H, T, T).
 
-    top (H, n): the largest of each of these rows. total (H, n): gets its sum of exp(score - top).
-    Rows are addressed in the whole array, because LLVM would not vectorise a strided view of it.
+    top (H, n): the largest of each of these rows. total (H, n): receives its sum of
+    exp(score - top). Rows are addressed in the whole array, because LLVM would not vectorise a
+    strided view of it.
     """
     one = probs.dtype.type(1.0)
     for h in range(top.shape[0]):

@@ -1,7 +1,7 @@
-"""The array functions for the CPU with the elementwise chains compiled: `--kernels numba`.
+"""The array functions for the CPU with compiled elementwise chains: `--kernels numba`.
 
 Products, attention's tiles and embeddings are those of `numpy_ops`. Results differ from NumPy's in
-the last bits (order of sums, exp), so nobody gets these functions without asking for them.
+the last bits (order of sums, exp), so these functions are used only on request.
 """
 
 import importlib
@@ -21,13 +21,14 @@ from mpipar.ops.signature import Array, Method, shape_of
 def in_one_pass(chain: Method) -> Method:
     """Return the method that runs the kernel of the same name in `numba_kernels`.
 
-    The kernel gets the arguments, and then arrays for the results, with all leading dimensions made
-    one. The shape of the first argument gives those of the results.
+    The kernel receives the arguments, followed by arrays for the results, with all leading
+    dimensions merged into one. The shape of the first argument determines those of the results.
     """
     function = FUNCTIONS[chain.__name__]
     letters, made = function.takes[0].dims or (), [part.dims or () for part in function.gives]
-    # Of each argument and result: whether it is a number, and its dimensions beside the leading
-    # ones, None if it has none of these. They are found once, because a call takes microseconds.
+    # For each argument and result: whether it is a number, and the number of its dimensions besides
+    # the leading ones, None if it has no leading ones. They are computed once, because a call takes
+    # microseconds.
     kinds = [(part.dims is None, len(part.dims or ()) - 1 if part.by_row else None)
              for part in (*function.takes, *function.gives)]
 
@@ -114,8 +115,8 @@ class NumbaOps(NumpyOps):
 def _load_kernels() -> ModuleType:
     """Return the module of the kernels. Each compiles at its first call, in a second or less.
 
-    Compiled code is kept in NUMBA_CACHE_DIR, or else in the user's cache folder. If that cannot be
-    written, it is not kept.
+    Compiled code is cached in NUMBA_CACHE_DIR, or else in the user's cache folder. If that cannot
+    be written, it is not cached.
     """
     try:
         import llvmlite.binding as llvm
@@ -129,7 +130,7 @@ def _load_kernels() -> ModuleType:
         settings.CACHE_DIR = str(cache_folder("numba") or "")
     features = llvm.get_host_cpu_features()
     if not settings.CPU_FEATURES and features.get("avx512f"):
-        # LLVM uses half of these vectors, as on processors that slow down for whole ones. Here the
-        # products use whole ones anyway.
+        # LLVM uses half of these vectors, as for processors that slow down with full ones. Here the
+        # products use full ones anyway.
         settings.CPU_FEATURES = features.flatten() + ",-prefer-256-bit"
     return importlib.import_module("mpipar.ops.numba_kernels")

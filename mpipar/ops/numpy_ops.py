@@ -1,10 +1,10 @@
-"""The array functions for the CPU: formulas in tiles of rows, and what NumPy does in other ways.
+"""The array functions for the CPU: formulas in tiles of rows, and what NumPy does differently.
 
-A chain of elementwise operations pays for its passes over memory. On a tile of rows, arguments and
-temporaries stay in cache from one operation to the next. The formulas are those of `array_ops`;
-only this file knows of tiles. Beside them it has the sums that BLAS makes faster, the products that
-are added to an array, the embeddings, and attention. Buffers belong to the object, and a constant
-bounds them. Letters as in `array_ops`.
+A chain of elementwise operations is limited by its passes over memory. On a tile of rows, arguments
+and temporaries stay in cache from one operation to the next. The formulas are those of `array_ops`;
+only this file knows about tiles. It also has the sums that BLAS makes faster, the products that are
+added to an array, the embeddings, and attention. Buffers belong to the object, and a constant
+bounds their size. Letters as in `array_ops`.
 """
 
 import math
@@ -19,35 +19,36 @@ from mpipar.ops.array_ops import ArrayOps, as_rows, filled
 from mpipar.ops.functions import FUNCTIONS
 from mpipar.ops.signature import Array, Function, Method, Shape, ThreeArrays, shape_of
 
-# Elements of a tile: 170 rows of 384. Three float32 tiles fit a 1 MiB L2 cache. 2^14 is 20 % slower
-# (interpreter time). No tiles at all cost the same only if the L3 cache holds the whole array.
+# Elements of a tile: 170 rows of 384. Three float32 tiles fit into a 1 MiB L2 cache. 2^14 is 20 %
+# slower (interpreter overhead). Without tiles the cost is the same only if the L3 cache holds the
+# whole array.
 TILE = 1 << 16
 # Elements of the scratch buffer through which a product is added to a weight gradient.
 PRODUCT_TILE = 1 << 20
-SHORT_SUM = 256  # numbers that are added up without loss: sums of all have float64
-# Numbers of a row that BLAS may add up, and rows: errors grow with their number. It adds up several
-# lanes of a row side by side, but most rows one after another.
+SHORT_SUM = 256  # numbers whose sum loses nothing relevant: sums of sums are float64
+# Numbers of a row, and rows, that BLAS may add up at once: errors grow with their number. It adds
+# up several lanes of a row side by side, but most rows one after another.
 RUN, ROW_RUN = 1024, 64
-# Up to so many rows, a product with a matrix is faster as (w^T x^T)^T: BLAS packs its right operand
-# anew in every product, and here that is the few rows, not the weight.
+# Up to this many rows, a product with a matrix is faster as (w^T x^T)^T: BLAS packs its right
+# operand again in every product, and here that is the few rows, not the weight.
 FEW_ROWS = 16
 # Queries of a tile. At T = 1024, 64 and 256 are equal within 5 %. Without tiles the hidden triangle
-# is worked on as well: 1.5 times as long forward, and 1.7 times backward (bench.tiles).
+# is computed as well, which takes 1.5 times as long forward, and 1.7 times backward (bench.tiles).
 QUERY_TILE = 64
-# Scores of a tile of a part. The interpreter's time for a tile does not depend on its size. But
-# twice as many scores do not stay in cache, together with the copies.
+# Scores of a tile of a part. The interpreter overhead of a tile does not depend on its size, but
+# twice as many scores do not stay in cache together with the copies.
 PART_SCORES = 1 << 17
-# Elements behind each row of a turned matrix. Without them its rows are a power of two apart, which
-# uses a part of the cache only: products take up to 1.4 times as long.
+# Elements after each row of a transposed matrix. Without them its rows are a power of two apart,
+# which uses only a part of the cache: products take up to 1.4 times as long.
 GAP = 16
-TURN = 32  # tokens that are turned at once: their cache lines are still there for the next element
+TURN = 32  # tokens transposed at once: their cache lines are still there for the next element
 
 
 class Tile(NamedTuple):
-    """Queries of attention. Keys from `keys` on are hidden from all of them, keys before `doubtful`
-    from none.
+    """Queries of attention that are handled together.
 
-    mask: 0 where a query sees a doubtful key, -inf elsewhere.
+    Keys from `keys` on are hidden from all of them, keys before `doubtful` from none. mask: 0 where
+    a query sees a doubtful key, -inf elsewhere.
     """
 
     queries: slice
@@ -57,7 +58,7 @@ class Tile(NamedTuple):
 
 
 class Part(NamedTuple):
-    """Where a part lies in arrays like q (B, T, H, d), k (B, T, Hkv, d) and stats (B, H, ...)."""
+    """A part's place in arrays like q (B, T, H, d), k (B, T, Hkv, d) and stats (B, H, ...)."""
 
     of_q: tuple[slice, ...]
     of_k: tuple[slice, ...]
@@ -69,7 +70,7 @@ ProbsOf: TypeAlias = Callable[[Part, Array, Array, Array], ProbsOfTile]
 
 
 def cut(rows: int, width: int) -> Iterator[slice]:
-    """Yield slices that cut `rows` rows of `width` elements into tiles."""
+    """Yield slices that divide `rows` rows of `width` elements into tiles."""
     step = max(1, TILE // max(1, width))
     for first in range(0, rows, step):
         yield slice(first, min(first + step, rows))
@@ -78,10 +79,10 @@ def cut(rows: int, width: int) -> Iterator[slice]:
 def walk(
     formula: Callable[..., Any], function: Function, given: dict[str, Any], takes_out: bool
 ) -> Any:
-    """Return what formula(**given) returns, made tile by tile; `function`: its line.
+    """Return what formula(**given) returns, computed tile by tile; `function`: its line.
 
-    Arguments that are not rows, such as a gradient that each tile adds to, go to every tile whole.
-    takes_out: the formula writes its first result where it is told.
+    Arguments that are not rows, such as a gradient that each tile adds to, are passed whole to
+    every tile. takes_out: whether the formula takes an array for its first result.
     """
     by_row = [(part, x, x.ndim - len(part.dims or ()) + 1)
               for part, x in function.arrays(given) if part.by_row]
@@ -112,9 +113,9 @@ def walk(
 
 
 def in_tiles(formula: Method) -> Method:
-    """Return the method that walks a formula over tiles.
+    """Return the method that runs a formula tile by tile.
 
-    It is one of rows: any rows of the results need only the same rows of the arguments.
+    It must be a formula of rows: any rows of the results need only the same rows of the arguments.
     """
     function, takes_out = FUNCTIONS[formula.__name__], "out" in signature(formula).parameters
 
@@ -204,8 +205,9 @@ class NumpyOps(ArrayOps):
     def matmul_tn_add(self, x: Array, y: Array, out: Array) -> None:
         """Add x^T y to out: (..., K) and (..., M) give (K, M); out may be a transposed view.
 
-        NumPy cannot make BLAS add to its output. So the product goes through a scratch buffer, in
-        blocks of rows of out. The added pass reads it from cache (0.05 ms after a product of 9 ms).
+        NumPy cannot make BLAS add to its output, so the product goes through a scratch buffer, in
+        blocks of rows of out. The pass that adds it reads it from cache (0.05 ms after a product of
+        9 ms).
         """
         assert out.shape == (x.shape[-1], y.shape[-1]), (out.shape, x.shape, y.shape)
         left, right = as_rows(x), as_rows(y)
@@ -230,7 +232,7 @@ class NumpyOps(ArrayOps):
     # Embeddings.
 
     def embedding_backward_weight(self, ids: Array, dy: Array, dtable: Array, start: int) -> None:
-        """Add each row of dy (..., D) to the row of dtable of its id, if this shard holds it."""
+        """Add each row of dy (..., D) to its id's row of dtable, if this shard holds it."""
         local = (ids - start).reshape(-1).tolist()
         for row, dy_row in zip(local, as_rows(dy), strict=True):  # 5 times faster than np.add.at
             if 0 <= row < len(dtable):
@@ -241,16 +243,16 @@ class NumpyOps(ArrayOps):
         self.embedding_backward_weight(positions, dy.sum(axis=0), dtable, 0)
 
     # Causal attention in tiles of queries. A tile of queries leaves out the keys that none of its
-    # queries may see. In training that is about half of all products and exponentials. Some heads
-    # are copied first, each to a matrix of its own, and turned where a product needs the transpose.
-    # BLAS multiplies these small matrices at up to twice the rate of strided views. One query
-    # alone, as in generation, does not pay for copies. Both directions must multiply queries and
-    # keys alike: large scores would differ in their last bits otherwise. Letters and the two forms
-    # are those of `array_ops`. Here the block form has the scores of one tile at a time.
+    # queries may see, which in training is about half of all products and exponentials. Some heads
+    # are copied first, each to a matrix of its own, transposed where a product needs it, because
+    # BLAS multiplies these small matrices at up to twice the rate of strided views. For a single
+    # query, as in generation, copies do not pay off. Both directions must multiply queries and keys
+    # in the same way, since large scores would otherwise differ in their last bits. Letters and the
+    # two forms are those of `array_ops`. Here the block form has the scores of one tile at a time.
     # G = H / Hkv query heads share a key head.
     #
-    # Arrays are cut into parts first: some heads of one row or, where rows are short, all heads of
-    # R rows. For a method that gets a part, H and Hkv are the heads of that part.
+    # Arrays are divided into parts first: some heads of one row or, where rows are short, all heads
+    # of R rows. In a method that gets a part, H and Hkv are the heads of that part.
 
     def attention_forward(
         self, q: Array, k: Array, v: Array, q_pos: Array, k_pos: Array
@@ -263,7 +265,7 @@ class NumpyOps(ArrayOps):
     def attention_block_forward(
         self, q: Array, k: Array, v: Array, q_pos: Array, k_pos: Array
     ) -> tuple[Array, Array]:
-        """Return (y (B, Tq, H, d), stats (B, H, Tq, 2)) over these keys; y = 0 without any."""
+        """Return (y (B, Tq, H, d), stats (B, H, Tq, 2)) over these keys; y = 0 without keys."""
         return self._attend(q, k, v, q_pos, k_pos)
 
     def _attend(
@@ -290,7 +292,7 @@ class NumpyOps(ArrayOps):
         values = self._heads("values", v, kv_heads)
         for tile in tiles:
             # `rows`: the array of scores (R H, .., Tk) whose rows `at` are the tile's. The
-            # probabilities of a part lie together, so theirs is a view.
+            # probabilities of a part are contiguous, so theirs is a view.
             if probs is None:
                 at = slice(0, tile.queries.stop - tile.queries.start)
                 rows = self._buffer("scores", (len(q) * q.shape[2], at.stop, tile.keys))
@@ -306,7 +308,7 @@ class NumpyOps(ArrayOps):
                       out=out[..., tile.queries, :])
 
     def _attend_with_one(self, q: Array, k: Array, v: Array) -> tuple[Array, Array]:
-        """Return (y, stats) of one query in each row, which sees all keys: all rows at once."""
+        """Return (y, stats) of one query per row, which sees all keys: all rows at once."""
         batch, _, heads, _ = q.shape
         queries, keys = self._scaled(q, k.shape[2]), self._turned("keys", k, 1)
         scores = self._buffer("scores", (*queries.shape[:4], k.shape[1]))
@@ -329,9 +331,9 @@ class NumpyOps(ArrayOps):
         return np.multiply(groups, factor, out=self._buffer("queries", groups.shape))
 
     def _turned(self, name: str, x: Array, queries: int) -> Array:
-        """Return a copy (R, Hkv, 1, d, T) of keys or values x (R, T, Hkv, d) in the buffer.
+        """Return a transposed copy (R, Hkv, 1, d, T) of keys or values x (R, T, Hkv, d), buffered.
 
-        It is a view for one query alone.
+        For a single query it is a view.
         """
         rows, tokens, kv_heads, width = x.shape
         groups = _by_group(x, kv_heads).swapaxes(-1, -2)
@@ -361,7 +363,7 @@ class NumpyOps(ArrayOps):
         self, dy: Array, q: Array, k: Array, v: Array, saved: Any, q_pos: Array, k_pos: Array, *,
         out: ThreeArrays | None = None
     ) -> ThreeArrays:
-        """Return (dq, dk, dv) of the probabilities that `attention_forward` saved.
+        """Return (dq, dk, dv), given the probabilities that `attention_forward` saved.
 
         out: three arrays to write to.
         """
@@ -380,9 +382,9 @@ class NumpyOps(ArrayOps):
         self, dy: Array, q: Array, k: Array, v: Array, stats: Array, delta: Array, *, q_pos: Array,
         k_pos: Array
     ) -> ThreeArrays:
-        """Return (dq, dk, dv) as far as they come from these keys; stats and delta are of all.
+        """Return the parts of (dq, dk, dv) due to these keys; stats and delta are over all keys.
 
-        The sums divide dy and delta in place of each exp(score - largest), because probabilities
+        The sums divide dy and delta instead of each exp(score - largest), because probabilities
         only occur in products with these.
         """
         top, share = stats[..., 0], np.reciprocal(filled(stats[..., 1]))
@@ -418,8 +420,8 @@ class NumpyOps(ArrayOps):
         """Return (dq, dk, dv).
 
         probs_of(Part, its queries as `_scaled` returns them, its k, a copy of its dy) returns a
-        function of (tile, dprobs). That one writes dscores over dprobs (R H, n, keys), and returns
-        the probabilities of the tile. It may move a factor of them to its copy of dy.
+        function of (tile, dprobs), which writes dscores over dprobs (R H, n, keys) and returns the
+        probabilities of the tile. It may move one of their factors to its copy of dy.
         """
         dq, dk, dv = out or tuple(np.empty(x.shape, x.dtype) for x in (q, k, v))
         for part in _parts(q, k):
@@ -457,7 +459,7 @@ class NumpyOps(ArrayOps):
             whole[...] = total.swapaxes(1, 2)
 
     def _add_to_keys(self, total: Array, rows: Array, right: Array, fresh: bool) -> None:
-        """Add rows^T right, summed over each group, to total (R, Hkv, Tk, d); write it if fresh.
+        """Add rows^T right, summed over each group, to total (R, Hkv, Tk, d), or write it if fresh.
 
         rows (R, Hkv, G, n, keys), right (R, Hkv, G, n, d).
         """
@@ -480,7 +482,7 @@ def _row_sums(x: Array) -> Array:
 
 
 def _in_runs(sums: Callable[..., Array], *arrays: Array) -> Array:
-    """Return sums(*arrays), which adds up along the last dimension, over runs of it."""
+    """Return sums(*arrays), which adds up along the last dimension, computed over runs of it."""
     length = arrays[0].shape[-1]
     if length <= RUN:
         return sums(*arrays)
@@ -497,16 +499,16 @@ def _product(x: Array, w: Array) -> Array:
 
 
 def _write_scores(queries: Array, keys: Array, tile: Tile, scores: Array) -> None:
-    """Write the scores of a tile (R H, n, keys), hidden pairs -inf.
+    """Write the scores of a tile (R H, n, keys), -inf for hidden pairs.
 
-    queries (R, Hkv, G, Tq, d) are scaled, keys (R, Hkv, 1, d, Tk) turned.
+    queries (R, Hkv, G, Tq, d) are scaled, keys (R, Hkv, 1, d, Tk) transposed.
     """
     np.matmul(queries[..., tile.queries, :], keys[..., : tile.keys], out=_split(scores, queries))
     scores[..., tile.doubtful :] += tile.mask
 
 
 def part_sizes(batch: int, queries: int, heads: int, keys: int, kv_heads: int) -> tuple[int, int]:
-    """Return (rows, heads of keys) of a part."""
+    """Return (rows, key heads) of a part."""
     scores = heads // kv_heads * min(queries, QUERY_TILE) * keys
     most = max(1, PART_SCORES // max(1, scores))
     return max(1, min(batch, most // kv_heads)), min(most, kv_heads)
@@ -528,7 +530,7 @@ def _parts(q: Array, k: Array) -> list[Part]:
 
 
 def _by_group(x: Array, kv_heads: int) -> Array:
-    """Return the view (R, Hkv, G, T, d) of x (R, T, H, d). H may be Hkv: then G = 1."""
+    """Return the view (R, Hkv, G, T, d) of x (R, T, H, d). If H is Hkv, G is 1."""
     rows, tokens, heads, width = x.shape
     return x.reshape(rows, tokens, kv_heads, heads // kv_heads, width).transpose(0, 2, 3, 1, 4)
 
@@ -541,7 +543,7 @@ def _split(scores: Array, queries: Array) -> Array:
 def _query_tiles(q_pos: Array, k_pos: Array, dtype: Any) -> list[Tile]:
     """Return the Tiles of queries.
 
-    Only if keys lie in order is it known, without a look at each pair, which of them are hidden.
+    Only if keys are in order is it known, without looking at each pair, which of them are hidden.
     """
     assert min(len(q_pos), len(k_pos)) > 0, (len(q_pos), len(k_pos))
     in_order, tiles = bool(np.all(k_pos[1:] >= k_pos[:-1])), []

@@ -1,4 +1,4 @@
-"""An array without numbers: shape, type, strides, and a ledger of the bytes that are alive."""
+"""An array without numbers: shape, type, strides, and a ledger of live bytes."""
 
 from __future__ import annotations
 
@@ -16,13 +16,13 @@ MEMORY_LABELS = ("weights", "gradients", "optimizer", "stash", "buffers")
 
 
 def labels_of(peaks: Iterable[Iterable[str]]) -> tuple[str, ...]:
-    """Return MEMORY_LABELS and further labels of any {label: bytes}, such as `snapshot`."""
+    """Return MEMORY_LABELS and any further labels of {label: bytes} dicts, such as `snapshot`."""
     further = {label for peak in peaks for label in peak} - {*MEMORY_LABELS}
     return (*MEMORY_LABELS, *sorted(further))
 
 
 class Ledger:
-    """Live bytes by label, and the breakdown at the instant of the largest sum."""
+    """Live bytes by label, and the breakdown at the instant of the largest total."""
 
     def __init__(self) -> None:
         self.live: Counter[str] = Counter()
@@ -38,13 +38,13 @@ class Ledger:
             self.reset_peak()
 
     def reset_peak(self) -> None:
-        """Start a new search for the largest sum, from what is alive now."""
+        """Restart the search for the largest total, from what is alive now."""
         self.peak_total = self.total
         self.peak = {name: size for name, size in self.live.items() if size}
 
 
 class _Block:
-    """One allocation. Every view holds it, and its bytes are alive as long as it is."""
+    """One allocation. Every view holds a reference, which keeps its bytes alive."""
 
     __slots__ = ("_ledger", "label", "nbytes")
 
@@ -57,9 +57,9 @@ class _Block:
 
 
 class ShapeArray:
-    """An array of a shape and a type; slicing, transposing and reshaping follow NumPy.
+    """An array with a shape and a type; slicing, transposing and reshaping follow NumPy.
 
-    Strides (in elements) are kept, because a reshape that NumPy does by a copy must allocate.
+    Strides (in elements) are kept, because a reshape that NumPy does by copying must allocate.
     """
 
     __slots__ = ("_block", "_ledger", "dtype", "shape", "strides")
@@ -100,7 +100,7 @@ class ShapeArray:
 
     @property
     def contiguous(self) -> bool:
-        """Whether the elements lie in C order without gaps."""
+        """Whether the elements are in C order without gaps."""
         expected = _c_strides(self.shape)
         return self.size == 0 or all(
             n == 1 or have == want
@@ -151,7 +151,7 @@ class ShapeArray:
         return ShapeArray.allocate(self._ledger, shape, self.dtype, self._block.label)
 
     def transpose(self, *axes: Any) -> ShapeArray:
-        """Return a view with its dimensions in another order (reversed by default)."""
+        """Return a view with its dimensions in a different order (reversed by default)."""
         if len(axes) == 1 and isinstance(axes[0], tuple | list):
             axes = tuple(axes[0])
         axes = axes or tuple(range(self.ndim))[::-1]

@@ -1,8 +1,9 @@
 """The array functions on shapes only: no numbers, but FLOPs, bytes and live memory.
 
 The real engine and the real layers run on these, so the cost model is the code itself. Every
-function allocates what the one of `NumpyOps` allocates. Buffers that `NumpyOps` keeps between calls
-count as *scratch*, on request. The table of `functions` gives the shapes and types of results.
+function allocates what that of `NumpyOps` allocates. Buffers that `NumpyOps` keeps between calls
+are counted as *scratch*, on request. The table of `functions` determines shapes and types of
+results.
 """
 
 import math
@@ -27,7 +28,7 @@ class ShapeOps(Ops):
     live: label -> bytes alive now.
     peak: label -> bytes alive when their sum was largest.
     like: the class of array functions whose bytes are counted. keeps_scratch: whether these are
-    those of `NumpyOps`, with buffers of their own.
+    those of `NumpyOps`, which keeps buffers of its own.
     """
 
     def __init__(
@@ -39,7 +40,7 @@ class ShapeOps(Ops):
         self.xp = None
         self.dtype = self.statistics = np.dtype(dtype)
         self.device = "shapes"
-        self.worst_case = False  # whether the experts of this rank get all rows that they could
+        self.worst_case = False  # whether the experts of this rank get as many rows as possible
         self.recorder = recorder
         self.flops: Counter[str] = Counter()
         self._ledger = Ledger()
@@ -56,7 +57,7 @@ class ShapeOps(Ops):
         return dict(self._ledger.peak)
 
     def reset_peak(self) -> None:
-        """Start a new search for the largest sum, from what is alive now."""
+        """Restart the search for the largest sum, from what is alive now."""
         self._ledger.reset_peak()
 
     def _count(self, flops: int) -> None:
@@ -76,7 +77,7 @@ class ShapeOps(Ops):
         return self.empty(shape, dtype, label)
 
     def asarray(self, host: np.ndarray) -> Array:
-        """Return an array of the shape and type of a host array; an own array passes through."""
+        """Return an array with a host array's shape and type; a ShapeArray is returned as it is."""
         return host if isinstance(host, ShapeArray) else self.empty(host.shape, host.dtype)
 
     def to_host(self, x: Array) -> np.ndarray:
@@ -90,9 +91,9 @@ class ShapeOps(Ops):
     def row_counts(
         self, counts: Array, total: int, most: Shape = (), own: slice | None = None
     ) -> list[int]:
-        """Return as many numbers as counts has: they differ by one at most, their sum is total.
+        """Return as many numbers as counts has; they differ by one at most, and their sum is total.
 
-        In the worst case those in `own` add up to the product of `most`, and others are 0.
+        In the worst case those in `own` add up to the product of `most`, and the others are 0.
         """
         found = [0] * counts.size
         worst = bool(most) and self.worst_case
@@ -103,11 +104,11 @@ class ShapeOps(Ops):
         return found
 
     def block_order(self, blocks: Sequence[Sequence[int]]) -> tuple[Array, Array]:
-        """Return two new arrays of a number for each row."""
+        """Return two new arrays with a number for each row."""
         rows = sum(map(sum, blocks))
         return self.empty((rows,), np.int64), self.empty((rows,), np.int64)
 
-    # These have to do with the host alone.
+    # These concern only the host.
     pinned, to_pinned = ArrayOps.pinned, ArrayOps.to_pinned
     synchronize, instant, nanoseconds = (
         ArrayOps.synchronize, ArrayOps.instant, ArrayOps.nanoseconds)
@@ -115,12 +116,12 @@ class ShapeOps(Ops):
     # All functions that have no method here.
 
     def _lend(self, name: str, size: int) -> None:
-        """Count the buffer of this name as `NumpyOps._buffer` keeps it: its largest size yet."""
+        """Count the buffer of this name as `NumpyOps._buffer` keeps it: its largest size so far."""
         if self._scratch is not None and size > getattr(self._scratch.get(name), "size", 0):
             self._scratch[name] = self.empty((size,), label="scratch")
 
     def matmul_tn_add(self, x: Array, y: Array, out: Array) -> None:
-        """Add a product to out, by way of a buffer for a block of its rows."""
+        """Add a product to out, through a buffer for a block of its rows."""
         rows, columns = out.shape if out.strides[0] >= out.strides[1] else out.shape[::-1]
         self._lend("product", columns * min(rows, max(64, PRODUCT_TILE // max(1, columns))))
         super().matmul_tn_add(x, y, out)
@@ -128,7 +129,7 @@ class ShapeOps(Ops):
     def _call(self, function: Function, arguments: tuple[Any, ...], named: dict[str, Any]) -> Any:
         """Count the FLOPs and bytes of a function, and return what it returns."""
         if function.name in EPILOGUES and function.name not in self.takes_16_bits:
-            return getattr(ArrayOps, function.name)(self, *arguments, **named)  # one by one
+            return getattr(ArrayOps, function.name)(self, *arguments, **named)  # one after another
         given = function.bind(arguments, named)
         sizes = function.sizes(given)
         more, scratch = IMAGE_SIZES.get(function.name, _no_image)(sizes, given)
@@ -195,7 +196,7 @@ class ShapeOps(Ops):
         self, dy: Array, q: Array, k: Array, v: Array, stats: Array, delta: Array, *, q_pos: Array,
         k_pos: Array
     ) -> ThreeArrays:
-        """Return (dq, dk, dv); five products, one of which makes the scores again."""
+        """Return (dq, dk, dv); five products, one of which recomputes the scores."""
         self._count_pairs(5, q, k)
         held = self._lend_backward(q, k, "scores", "probs")
         self._lend_tiles(q, k, turned=("turned keys",))
@@ -212,9 +213,9 @@ class ShapeOps(Ops):
         return batch, heads, queries, keys
 
     def _lend_backward(self, q: Array, k: Array, *of_scores: str) -> Array | None:
-        """Count the buffers of a backward over the tiles; return those that a GPU gives back."""
+        """Count the buffers of a tiled backward pass; return those that a GPU releases."""
         sums = ("dk", "dv", "part") if q.shape[1] > QUERY_TILE or q.shape[2] > k.shape[2] else (
-            "dk", "dv")  # one product makes each
+            "dk", "dv")  # a single product computes each
         self._lend_tiles(q, k, "queries", "dy", turned=("values",), of_scores=of_scores,
                          of_keys=("keys", *sums), of_tile=("dq",))
         if q.shape[-1] > self.tiled_head_width:
@@ -225,7 +226,7 @@ class ShapeOps(Ops):
         self, q: Array, k: Array, *of_queries: str, turned: Sequence[str] = (),
         of_keys: Sequence[str] = (), of_scores: Sequence[str] = (), of_tile: Sequence[str] = ()
     ) -> None:
-        """Count the buffers for a part, by name: see `NumpyAttention`."""
+        """Count the buffers for a part, by name: see `NumpyOps`."""
         (batch, queries, heads, width), (_, keys, kv_heads, _) = q.shape, k.shape
         rows, own_heads = part_sizes(batch, queries, heads, keys, kv_heads)
         heads, kv_heads = heads // kv_heads * own_heads, own_heads

@@ -1,15 +1,15 @@
-"""The lines that say the arguments, results and shapes of an array function, and how they are read.
+"""The lines that declare an array function's arguments, results and shapes, and their parser.
 
-Three readers share the lines of `array_ops`. `numpy_ops` walks over blocks of rows that stay in
-cache. `shape_ops` makes results of the right shape. `mixed_ops` rounds activations to 16 bits.
+Three readers share the lines of `array_ops`: `numpy_ops` works in blocks of rows that stay in
+cache, `shape_ops` makes results of the right shape, and `mixed_ops` rounds activations to 16 bits.
 
 A line reads "arguments -> results". `x[..K]` is an array: `..` stands for all leading dimensions
 and each letter for one. A letter has one size throughout a line; a digit is a size. `eps` is not an
 array, `shape=BHWC` is a tuple of sizes, and `count=K` is one size. Marks of an argument: the
 function writes to it (`+`), or it may be missing (`?`).
 
-A result that bears an argument's name is that argument. Any other result is an activation, of the
-type of the first argument with real numbers. A mark says otherwise: `:sum` the type of sums,
+A result with an argument's name is that argument. Any other result is an activation, of the type of
+the first argument with real numbers, unless a mark says otherwise: `:sum` the type of sums,
 `:float64`, `:int64`, `:host` a Python number.
 """
 
@@ -30,9 +30,7 @@ PART = re.compile(r"(\w+)(?:\[([\w.]*)\])?(\+?)(\??)(?:=(\w+))?(?::(\w+))?")
 
 
 class Part(NamedTuple):
-    """An argument or a result. dims: ("..", "K"), or None if it is not an array. kind: the mark
-    behind.
-    """
+    """An argument or a result. dims: ("..", "K"), or None if it is not an array. kind: its mark."""
 
     name: str
     dims: tuple[str, ...] | None
@@ -56,7 +54,7 @@ class Part(NamedTuple):
         return self.dims is not None and self.dims[:1] == ("..",)
 
     def lengths(self, shape: Shape) -> tuple[Any, ...] | None:
-        """Return the size of each of `dims`, for `..` a tuple; None if shape has other dims."""
+        """Return the size of each of `dims`, a tuple for `..`; None if shape has different dims."""
         dims = self.dims or ()
         extra = len(shape) - len(dims)
         if ".." not in dims:
@@ -68,7 +66,7 @@ class Part(NamedTuple):
 
 
 class Function(NamedTuple):
-    """A line."""
+    """A line, parsed."""
 
     name: str
     text: str
@@ -83,12 +81,12 @@ class Function(NamedTuple):
 
     @property
     def makes(self) -> tuple[Part, ...]:
-        """The results that are new, and not arguments."""
+        """The results that are new, rather than arguments."""
         names = {part.name for part in self.takes}
         return tuple(part for part in self.gives if part.name not in names)
 
     def bind(self, arguments: Sequence[Any], named: Mapping[str, Any]) -> dict[str, Any]:
-        """Return name -> argument of a call."""
+        """Return name -> argument for a call."""
         names = [part.name for part in self.takes]
         given: dict[str, Any] = {**dict(zip(names, arguments, strict=False)), **named}
         missing = [part.name for part in self.takes if not (part.optional or part.name in given)]
@@ -98,12 +96,12 @@ class Function(NamedTuple):
         return given
 
     def arrays(self, given: Mapping[str, Any]) -> list[tuple[Part, Array]]:
-        """Return [(Part, array)] of the arguments of a call that are arrays."""
+        """Return [(Part, array)] for the arguments of a call that are arrays."""
         return [(part, given[part.name]) for part in self.takes
                 if part.dims is not None and given.get(part.name) is not None]
 
     def sizes(self, given: Mapping[str, Any]) -> dict[str, Any]:
-        """Return letter -> size of the arguments of a call, which must fit together."""
+        """Return letter -> size for the arguments of a call, which must be consistent."""
         sizes: dict[str, Any] = {}
         fits = True
         arrays = self.arrays(given)
@@ -138,5 +136,5 @@ def shapes(text: str) -> Callable[[Method], Method]:
 
 
 def memory(declared: Method) -> Method:
-    """Declare a function that makes arrays or takes them to the host: its line says nothing."""
+    """Declare a function that allocates arrays or copies them to the host: its line is empty."""
     return shapes("->")(declared)

@@ -1,4 +1,4 @@
-"""The array functions of a device, each call of a layer timed: `--trace-ops`.
+"""The array functions of a device, with each call of a layer timed: `--trace-ops`.
 
 TimedOps wraps the real functions, so nothing is slower without it. Outside the traced steps it only
 passes calls on.
@@ -16,8 +16,7 @@ PARTITION = "mpipar.partition"
 
 
 def layer_of(frame: FrameType) -> str:
-    """Return the `name` of the function that a frame runs, else that of its `self`; "" without
-    either.
+    """Return the `name` of the function that a frame runs, else that of its `self`, else "".
 
     Helpers of mpipar/partition have neither; they get the name of the cut that calls them.
     """
@@ -31,7 +30,7 @@ def layer_of(frame: FrameType) -> str:
 
 
 class TimedOps(Ops):
-    """Like the wrapped ops. While `active`, every call leaves an entry in recorder.operations.
+    """The wrapped ops. While `active`, every call leaves an entry in recorder.operations.
 
     An entry holds layer (see `layer_of`), function, start and end (ns), step, stage, mb, phase.
     """

@@ -1,1 +1,1 @@
-"""The lower tile level: CUDA kernels on one device, as sources that can be studied."""
+"""The lower level of tiling: CUDA kernels on one device, as sources that can be studied."""

@@ -1,8 +1,7 @@
-"""Causal attention in tiles, as functions of device arrays: the scores are never in memory.
+"""Tiled causal attention as functions of device arrays: the scores are never in memory.
 
-Plain multiply-adds take float32 arrays, tensor cores take bfloat16 and float16. Sums and `stats`
-are float32. Letters as in `array_ops`. d is at most MOST_WIDTH, and Hkv may be any
-divisor of H.
+float32 arrays use plain multiply-adds, bfloat16 and float16 use tensor cores. Sums and `stats` are
+float32. Letters as in `array_ops`. d is at most MOST_WIDTH, and Hkv may be any divisor of H.
 """
 
 from collections.abc import Sequence
@@ -15,8 +14,8 @@ from mpipar.ops.cuda.kernels import Loader
 from mpipar.ops.cuda.ladder import C_TYPES
 from mpipar.ops.signature import Array, Shape, ThreeArrays
 
-# Bytes of an element: kernel: width of a tile: its rows, its columns, and how many blocks a
-# processor has enough registers for. A narrower head is filled up with zeros. No block needs more
+# Bytes of an element: kernel: width of a tile: its rows, its columns, and the number of blocks for
+# which a processor has enough registers. A narrower head is padded with zeros. No block needs more
 # than 99 KiB of shared memory, which compute capabilities 8.6 and 8.9 have.
 TILES = {
     4: {"flash_forward": {32: (64, 32, 3), 64: (64, 32, 3), 128: (64, 16, 2)},
@@ -25,7 +24,8 @@ TILES = {
         "flash_backward": {32: (128, 64, 1), 64: (128, 64, 1), 128: (64, 16, 2)}},
 }
 # Backward sums dq in parts (see `flash_backward.cu`): as many as give BLOCKS blocks, a few for each
-# processor of the largest GPUs, but at most MOST_PARTS, for each takes 4 bytes per element of q.
+# processor of the largest GPUs, but at most MOST_PARTS, because each takes 4 bytes per element of
+# q.
 BLOCKS, MOST_PARTS = 512, 8
 ITEM_BYTES = {"float32": 4, "bfloat16": 2, "float16": 2}
 WIDTHS = (32, 64, 128)
@@ -56,18 +56,18 @@ def tile(kernel: str, dtype: str, width: int) -> Tile:
     shared_bytes = ((2 if backward else 1) * rows + 4 * columns) * row_bytes
     if itemsize == 4 or backward:  # a tile of rows by columns
         shared_bytes += rows * (columns * itemsize + 16)
-    if backward:  # numbers of queries
+    if backward:  # per-query numbers
         shared_bytes += 2 * columns * 16
     return Tile(FILES[kernel], name, rows, columns, width, shared_bytes)
 
 
 def of_parts(chosen: Tile) -> Tile:
-    """Return the Tile of flash_dq, which adds the parts that a flash_backward has made."""
+    """Return the Tile of flash_dq, which adds up the parts that flash_backward has computed."""
     return chosen._replace(name=chosen.name.replace("flash_backward", "flash_dq"), shared_bytes=0)
 
 
 def parts_shape(q: Array, k: Array) -> Shape:
-    """Return the shape of the float32 parts of dq; of shapes alone, so any GPU sums alike."""
+    """Return the shape of the float32 parts of dq; it depends only on shapes, not on the GPU."""
     batch, queries, heads, width = q.shape
     keys, kv_heads = k.shape[1:3]
     chosen = tile("flash_backward", q.dtype.name, width)
@@ -81,9 +81,7 @@ def delta_name(y_dtype: str, dtype: str) -> str:
 
 
 class Attention:
-    """The kernels through one loader; results are new arrays of `xp` unless the text says
-    otherwise.
-    """
+    """The kernels through one loader; results are new arrays of `xp` unless stated otherwise."""
 
     def __init__(self, xp: Any, loader: Loader) -> None:
         self._xp, self._loader = xp, loader
@@ -93,8 +91,8 @@ class Attention:
     ) -> tuple[Array, Array]:
         """Return (y (B, Tq, H, d), stats (B, H, Tq, 2)) of q (B, Tq, H, d), k, v (B, Tk, Hkv, d).
 
-        Views of a packed (B, T, 3, H, d) array are taken as they are. So are the first keys of a
-        longer array. wide: y is float32, whatever the type of q.
+        Views of a packed (B, T, 3, H, d) array are taken as they are, and so are the first keys of
+        a longer array. wide: y is float32, whatever the type of q.
         """
         y = self._xp.empty(q.shape, np.float32 if wide else q.dtype)
         stats = self._row_values(q, 2)
@@ -119,10 +117,10 @@ class Attention:
         self, dy: Array, q: Array, k: Array, v: Array, stats: Array, delta: Array, *, q_pos: Array,
         k_pos: Array, out: Sequence[Array] | None = None
     ) -> ThreeArrays:
-        """Return (dq, dk, dv) of what `forward` and `delta` returned, in float32.
+        """Return (dq, dk, dv) in float32, given what `forward` and `delta` returned.
 
-        out: where to write them instead, three arrays of q's type or of float32. They may be views
-        of a packed array.
+        out: three arrays to write to instead, of q's type or of float32. They may be views of a
+        packed array.
         """
         results = out or tuple(self._xp.empty(x.shape, np.float32) for x in (q, k, v))
         wide = int(results[0].dtype == np.float32)
@@ -163,10 +161,10 @@ class Attention:
                 np.int64(kv_apart)), (q, k, v)
 
     def _alike(self, whole: bool, *arrays: Array) -> tuple[tuple[Array, ...], int, int]:
-        """Return (arrays, values from token to token, values from sequence to sequence).
+        """Return (arrays, elements between tokens, elements between sequences).
 
         The arrays are copied unless all have the same strides and their heads have no gaps. whole:
-        their sequences must have no gaps either.
+        whether their sequences must have no gaps either.
         """
         first = arrays[0]
         _, tokens, heads, width = first.shape

@@ -1,4 +1,4 @@
-"""Embeddings as functions of device arrays: lookups, and gradients that no atomics sum.
+"""Embeddings as functions of device arrays: lookups, and gradients summed without atomics.
 
 Every run gives the same bits, and nothing is read from the device. Letters: V rows of a table, D
 its columns.
@@ -17,7 +17,7 @@ FILE = "embedding.cu"
 ROW_THREADS = 128  # threads that share a row
 SORT_THREADS = 512
 SUM_BLOCK = (32, 8)  # as in embedding.cu
-SUM_BYTES = 32 * 16  # of a row, that a block of the sums reads
+SUM_BYTES = 32 * 16  # of a row, read by one block of the sums
 
 
 TYPES = {**C_TYPES, "float64": "double"}
@@ -36,7 +36,7 @@ NAMES = {dtype: names(dtype) for dtype in TYPES}
 
 
 class Embedding:
-    """The kernels through one loader. Gradients are float32, or float64 where all numbers are."""
+    """The kernels through one loader. Gradients are float32, or float64 if all numbers are."""
 
     def __init__(self, xp: Any, loader: Loader) -> None:
         self._xp, self._loader = xp, loader
@@ -62,9 +62,10 @@ class Embedding:
                                 (ROW_THREADS,), (y.shape[-1], *arguments))
 
     def backward_weight(self, ids: Array, dy: Array, dtable: Array, start: int) -> None:
-        """Add each row of dy (..., D) to the row of dtable (V, D) of its id.
+        """Add each row of dy (..., D) to its id's row of dtable (V, D).
 
-        ids: of all rows of dy, or of each sequence of it. Ids of other shards count nothing.
+        ids: of all rows of dy, or of the rows of each of its sequences. Ids of other shards are
+        ignored.
         """
         n, columns = ids.size, dy.shape[-1]
         if dy.size == 0:
@@ -77,7 +78,7 @@ class Embedding:
              np.int64(len(dtable)), dtable))
 
     def _order(self, ids: Array) -> Array:
-        """Return the places of the ids from the lowest to the highest, equal ones as they come."""
+        """Return the places of the ids in ascending order; equal ids keep their order."""
         n, length = ids.size, SORT_THREADS
         grid, block = (ceil(n / SORT_THREADS),), (SORT_THREADS,)
         order = self._xp.empty((n,), np.int32)

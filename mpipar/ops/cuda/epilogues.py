@@ -1,8 +1,8 @@
 """Products with an epilogue, which adds a bias or applies GELU before the result leaves the chip.
 
-cuBLASLt has them, and CuPy has no binding of it, so ctypes calls it. What it refuses, such as a
-width that is no multiple of 8, remains a product and a kernel behind it. The library is the one
-that cuBLAS has loaded. Its GELU is the tanh form.
+cuBLASLt provides them; CuPy has no binding for it, so it is called through ctypes. What it refuses,
+such as a width that is not a multiple of 8, remains a product followed by a kernel. The library is
+the one that cuBLAS has loaded. Its GELU is the tanh form.
 """
 
 import ctypes
@@ -14,10 +14,10 @@ from mpipar.ops.signature import Array
 
 BIAS, GELU_AUX_BIAS, DGELU, BGRADA, BGRADB = 4, 164, 192, 256, 512  # cublasLtEpilogue_t
 TRANSA, TRANSB, EPILOGUE, BIAS_POINTER, AUX_POINTER, AUX_LD = 3, 4, 7, 8, 11, 12
-MAX_WORKSPACE, MIN_ALIGNMENT = 1, 5  # the alignments of A, B, C and D follow each other
+MAX_WORKSPACE, MIN_ALIGNMENT = 1, 5  # the alignments of A, B, C and D follow one another
 INVALID_VALUE = 7  # cublasStatus_t of a call that is wrong for any library
 MOST_WORKSPACE = 32 << 20  # bytes; what NVIDIA recommends for Hopper
-MOST_ALIGNMENT = 256  # bytes; no algorithm asks for more
+MOST_ALIGNMENT = 256  # bytes; no algorithm requires more
 _P, _I = ctypes.c_void_p, ctypes.c_int
 SIGNATURES: dict[str, tuple[Any, ...]] = {
     "cublasLtCreate": (_P,),
@@ -47,7 +47,7 @@ class _Plan(NamedTuple):
 
 
 def library(xp: Any) -> Any:
-    """Return cuBLASLt, of the same CUDA as CuPy's cuBLAS, or the OSError that says why not."""
+    """Return the cuBLASLt of the same CUDA as CuPy's cuBLAS, or the OSError that says why not."""
     try:
         return ctypes.CDLL(f"libcublasLt.so.{xp.cuda.runtime.runtimeGetVersion() // 1000}")
     except OSError as error:
@@ -55,7 +55,7 @@ def library(xp: Any) -> Any:
 
 
 class Epilogues:
-    """The products with epilogues. blas: gives types and factors. speaks: says what is refused."""
+    """Products with epilogues. blas: provides types and factors. speaks: whether to warn."""
 
     def __init__(self, xp: Any, blas: BlasGemm, speaks: bool) -> None:
         self._xp, self._blas, self._speaks = xp, blas, speaks
@@ -70,10 +70,10 @@ class Epilogues:
         self._handle = self._made("cublasLtCreate")
 
     def _refuse(self, why: str) -> None:
-        """Say once what cannot be done."""
+        """Warn once about what cannot be done."""
         if self._speaks:
             self._speaks = False
-            warnings.warn(f"{why}: kernels behind the product do it", stacklevel=2)
+            warnings.warn(f"{why}: kernels after the product do it", stacklevel=2)
 
     def __call__(
         self, epilogue: int, a: Array, b: Array, out: Array, *, bias: Array | None = None,
@@ -81,7 +81,7 @@ class Epilogues:
     ) -> bool:
         """Write epilogue(a b + added) to out (M, N); return whether the library can.
 
-        a (M, K), b (K, N), bias (N,), added (M, N) stored as out is, aux (M, N) without gaps. bias:
+        a (M, K), b (K, N), bias (N,), added (M, N) stored like out, aux (M, N) without gaps. bias:
         or the sums that BGRADA writes. aux: what GELU is applied to, written or read.
         """
         if isinstance(self._library, OSError) or not out.size:
@@ -98,7 +98,7 @@ class Epilogues:
             return False
         self._point(plan.product, more)
         need = plan.found.workspace
-        if self._workspace.size < need:  # the computing stream alone uses it
+        if self._workspace.size < need:  # only the computing stream uses it
             self._workspace = self._xp.empty((need,), "uint8")
         zero, one = self._blas.places[a.dtype.name]
         left, right, result = plan.matrices
@@ -111,7 +111,7 @@ class Epilogues:
     def with_sums(self, a: Array, b: Array, out: Array, sums: Array) -> bool:
         """Add a b to out, and write the sum of the rows of b to sums; else return False.
 
-        To the library b is the first operand, or the second if out is stored as its transpose.
+        For the library b is the first operand, or the second if out is stored as its transpose.
         """
         assert (sums.shape, sums.dtype) == ((out.shape[1],), out.dtype), (sums.shape, out.shape)
         epilogue = BGRADB if stored(out)[0] else BGRADA
@@ -122,7 +122,7 @@ class Epilogues:
         self, epilogue: int, a: Array, b: Array, out: Array, more: list[int],
         aligned: tuple[int, ...]
     ) -> _Plan | None:
-        """Return what the library would do, None if it refuses.
+        """Return the library's plan, or None if it refuses.
 
         As for cuBLAS, the result is out^T = b^T a^T, whose columns are the rows of out.
         """
@@ -158,7 +158,7 @@ class Epilogues:
         return _Plan(product, (left, right, result), found)
 
     def _point(self, product: Any, more: list[int]) -> None:
-        """Set the places of the bias and of what GELU is applied to."""
+        """Set the addresses of the bias and of what GELU is applied to."""
         for attribute, place in zip((BIAS_POINTER, AUX_POINTER), more, strict=True):
             if place:
                 self._set(product, attribute, _P(place))
@@ -168,7 +168,7 @@ class Epilogues:
                    ctypes.sizeof(value))
 
     def _made(self, function: str, *arguments: Any) -> Any:
-        """Return the object that a function makes; it lives as long as the process."""
+        """Return the object that a function creates; it lives as long as the process."""
         made = _P()
         self._call(function, ctypes.byref(made), *arguments)
         return made

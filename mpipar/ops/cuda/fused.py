@@ -1,6 +1,6 @@
 """The fused kernels between the products, as functions of device arrays.
 
-The type of the arrays chooses the kernel: float32, bfloat16 or float16. Statistics, partial sums
+The type of the arrays selects the kernel: float32, bfloat16 or float16. Statistics, partial sums
 and AdamW's buffers are float32. Letters: N rows (the leading dimensions), D columns, V columns of a
 vocabulary shard. Sums over rows go through slabs, not atomics, so every run gives the same bits.
 """
@@ -17,9 +17,9 @@ from mpipar.ops.signature import Array, Runs, ThreeArrays
 ROW_THREADS = 128  # threads that share a long row
 WARPS = 4  # of a block whose warps take a row each, as in rows.cuh
 ELEMENT_THREADS = 256
-ELEMENTS = 8  # that a thread takes of what all threads share: 16 bytes or two times 16
+ELEMENTS = 8  # per thread, where all threads share the elements: 16 bytes or twice 16
 MOST_BLOCKS = 1 << 16  # of kernels whose threads take several elements each
-MOST_BLOCKS_OF_RUN = 1 << 10  # of AdamW: the longest run alone fills a wide GPU with them
+MOST_BLOCKS_OF_RUN = 1 << 10  # of AdamW: with them the longest run alone fills a wide GPU
 SLAB_THREADS, STRIP_BYTES = 256, 128  # as in columns.cuh
 SLAB_ROWS = 32  # at least: a thread takes one of them in each of its turns
 MOST_SLABS = 64  # enough blocks for a wide GPU; the second step reads this many partial sums
@@ -36,9 +36,7 @@ def by_row(kernel: str, dtype: str) -> str:
 
 
 class Fused:
-    """The kernels through one loader; results are new arrays of `xp` unless the text says
-    otherwise.
-    """
+    """The kernels through one loader; results are new arrays of `xp` unless stated otherwise."""
 
     def __init__(self, xp: Any, loader: Loader) -> None:
         self._xp, self._loader = xp, loader
@@ -48,7 +46,7 @@ class Fused:
     def _elements(
         self, file: str, name: str, count: int, *arguments: Any, each: int = ELEMENTS
     ) -> None:
-        """Start a kernel whose threads share `count` elements, `each` of which a thread takes."""
+        """Start a kernel whose threads share `count` elements, `each` elements per thread."""
         blocks = min(max(1, ceil(count / (ELEMENT_THREADS * each))), MOST_BLOCKS)
         self._loader.launch(file, name, (blocks,), (ELEMENT_THREADS,),
                             (np.int64(count), *arguments))
@@ -110,7 +108,7 @@ class Fused:
         return y
 
     def swiglu_backward_input(self, dy: Array, h: Array) -> tuple[Array, Array]:
-        """Return (dh (..., 2, F), and silu(gate) up (..., F) once more)."""
+        """Return (dh (..., 2, F), and silu(gate) up (..., F) recomputed)."""
         assert (*dy.shape[:-1], 2, dy.shape[-1]) == h.shape, (dy.shape, h.shape)
         assert dy.dtype == h.dtype, (dy.dtype, h.dtype)
         dh, y = self._xp.empty(h.shape, h.dtype), self._xp.empty(dy.shape, dy.dtype)
@@ -118,15 +116,15 @@ class Fused:
         return dh, y
 
     def rope_forward(self, x: Array, positions: Array, table: Array) -> Array:
-        """Turn x (B, T, H, d) in place by the angles of its positions (T,) or (B, T)."""
+        """Rotate x (B, T, H, d) in place by the angles of its positions (T,) or (B, T)."""
         return self._turn(x, positions, table, 1.0)
 
     def rope_backward_input(self, dy: Array, positions: Array, table: Array) -> Array:
-        """Turn dy (B, T, H, d) in place by the angles of its positions backwards."""
+        """Rotate dy (B, T, H, d) in place by the angles of its positions in reverse."""
         return self._turn(dy, positions, table, -1.0)
 
     def _turn(self, x: Array, positions: Array, table: Array, sign: float) -> Array:
-        """Turn x in place; its heads must have no gaps, and its sequences follow each other."""
+        """Rotate x in place; its heads must have no gaps, and its sequences follow one another."""
         batch, tokens, heads, width = x.shape
         row, item = x.strides[1] if tokens > 1 else x.strides[0], x.itemsize
         lengths = zip(x.shape, x.strides, (tokens * row, row, width * item, item), strict=True)
@@ -151,7 +149,7 @@ class Fused:
     def _slabs(
         self, file: str, name: str, x: Array, arguments: tuple[Any, ...], outs: tuple[Array, ...]
     ) -> None:
-        """Start a kernel that adds sums over the rows of x, made in slabs, to outs."""
+        """Start a kernel that adds sums over the rows of x, computed in slabs, to outs."""
         columns = x.shape[-1]
         rows = x.size // max(1, columns)
         if x.size == 0:
@@ -222,7 +220,7 @@ class Fused:
     ) -> Array:
         """Return dx (..., D), plus residual if there is one."""
         dx, adds = self._xp.empty(x.shape, x.dtype), residual is not None
-        around = self._whole(residual) if adds else dx  # which is not read then
+        around = self._whole(residual) if adds else dx  # not read in that case
         assert (around.shape, around.dtype) == (x.shape, x.dtype), (around.shape, x.shape)
         self._warps("norm.cu", kernel, x, self._whole(dy), self._whole(x), w, *statistics,
                     int(adds), around, dx)
@@ -238,7 +236,8 @@ class Fused:
     def cross_entropy_stats(self, logits: Array, valid: int, targets: Array, start: int) -> Array:
         """Return (N, 3) float32: maximum, sum of exp(logit - maximum), logit of the target or 0.
 
-        logits (N, V), of which `valid` columns count; targets (N,) int64; start: id of column 0.
+        logits (N, V), of which the first `valid` columns count; targets (N,) int64; start: id of
+        column 0.
         """
         stats = self._xp.empty((logits.shape[0], 3), np.float32)
         self._rows("cross_entropy.cu", "cross_entropy_stats", logits, valid,
@@ -291,8 +290,8 @@ class Fused:
     ) -> None:
         """Update the flat float32 buffers data, m, v in one launch; step counts from 1.
 
-        runs: (whether its weights decay, slice) of each part, a row of the grid for each. copy: a
-        flat buffer of 16 bits that gets the new data too.
+        runs: (whether its weights decay, slice) of each part, with a row of the grid for each.
+        copy: a flat 16-bit buffer that also receives the new data.
         """
         buffers = [self._in_place(x) for x in (data, grad, m, v)]
         assert {(x.dtype.name, x.shape) for x in buffers} == {("float32", data.shape)}, data.dtype
@@ -310,7 +309,7 @@ class Fused:
             (self._on_device(table), *buffers, *map(float, numbers), *copies))
 
     def _on_device(self, table: np.ndarray) -> Array:
-        """Return a table on the device, where it stays: every step has the same ones."""
+        """Return a table on the device, where it is kept: every step uses the same ones."""
         key = table.tobytes()
         if key not in self._tables:
             self._tables[key] = self._xp.asarray(table)

@@ -1,9 +1,9 @@
 """Products on a GPU: out = a b or out += a b, by cuBLAS or by the hand-written kernels.
 
-Matrices are two-dimensional views whose rows or whose columns are contiguous. A transposed view
-costs nothing, and no operand is ever copied. The sums are float32 for operands of 16 and 32 bits,
-and float64 for those of 64. Operands have one type. `out` may be wider, as the gradients of 16-bit
-weights are.
+Matrices are two-dimensional views whose rows or columns are contiguous. A transposed view costs
+nothing, and no operand is ever copied. The sums are float32 for 16-bit and 32-bit operands, and
+float64 for 64-bit ones. Both operands have the same type. `out` may be wider, as gradients of
+16-bit weights are.
 """
 
 from collections.abc import Callable, Sequence
@@ -16,7 +16,7 @@ from mpipar.ops.signature import Array, ThreeArrays
 
 
 def stored(x: Array) -> tuple[bool, int]:
-    """Return (whether x (rows, columns) is stored as its transpose, elements from row to row)."""
+    """Return (whether x (rows, columns) is stored as its transpose, elements between its rows)."""
     rows, columns = x.shape
     item = x.itemsize
     if x.strides[1] == item or columns == 1 or not x.size:  # CuPy: nothing has strides of 0
@@ -26,7 +26,7 @@ def stored(x: Array) -> tuple[bool, int]:
 
 
 def checked(a: Array, b: Array, out: Array) -> ThreeArrays:
-    """Return (a, b, out), all transposed if out is stored so: out^T = b^T a^T."""
+    """Return (a, b, out), all transposed if out is stored that way: out^T = b^T a^T."""
     assert a.shape[1] == b.shape[0], (a.shape, b.shape)
     assert out.shape == (a.shape[0], b.shape[1]), (out.shape, a.shape, b.shape)
     assert a.dtype == b.dtype, (a.dtype, b.dtype)
@@ -34,10 +34,10 @@ def checked(a: Array, b: Array, out: Array) -> ThreeArrays:
 
 
 class BlasGemm:
-    """cuBLAS, one call per product. It does mixed types, transposes and accumulation itself.
+    """cuBLAS, one call per product. It handles mixed types, transposes and accumulation itself.
 
     tf32: multiply float32 operands with 10 bits of mantissa on tensor cores, about nine times as
-    fast; never chosen unasked.
+    fast; used only on request.
     """
 
     def __init__(self, xp: Any, tf32: bool = False) -> None:
@@ -46,14 +46,15 @@ class BlasGemm:
         self.types = {"float64": runtime.CUDA_R_64F, "float32": runtime.CUDA_R_32F,
                        "bfloat16": runtime.CUDA_R_16BF, "float16": runtime.CUDA_R_16F}
         self._tf32 = tf32
-        # 0 and 1 in host memory, where cuBLAS reads its factors at the call; and their addresses.
+        # 0 and 1 in host memory, where cuBLAS reads its factors during the call, and their
+        # addresses.
         self._factors = {name: np.array([0, 1], "float64" if name == "float64" else "float32")
                          for name in self.types}
         self.places = {name: [one.ctypes.data + i * one.itemsize for i in (0, 1)]
                         for name, one in self._factors.items()}
 
     def compute_type(self, name: str) -> Any:
-        """Return cuBLAS's name of the sums' type for operands of a type."""
+        """Return cuBLAS's name for the type of sums of operands of a type."""
         if name == "float64":
             return self._blas.CUBLAS_COMPUTE_64F
         if name == "float32" and self._tf32:
@@ -78,8 +79,8 @@ class BlasGemm:
     ) -> None:
         """Call cuBLAS. apart, count: for stacked matrices, their distances and their number.
 
-        cuBLAS counts columns first: what it calls C is our out^T = b^T a^T. A matrix that is stored
-        in rows is, for it, already transposed.
+        cuBLAS is column-major: what it calls C is our out^T = b^T a^T. A matrix that is stored in
+        rows is already transposed from its point of view.
         """
         name = a.dtype.name
         zero, one = self.places[name]

@@ -1,4 +1,4 @@
-"""Finds the text of a CUDA kernel, compiles it at its first use, and starts it, through CuPy.
+"""Finds the source of a CUDA kernel, compiles it at its first use, and starts it, through CuPy.
 
 Nothing here imports CuPy, so tests and tools can read the sources without it or a GPU.
 """
@@ -15,10 +15,10 @@ from mpipar.ops.signature import Shape
 
 FOLDER = Path(__file__).parent
 OLDEST_DEVICE = 80  # compute capability: the first with bfloat16 products and cp.async
-# Of the compiler. The second is for lambdas that are templates: they cannot be marked __device__.
+# For the compiler. The second is for lambdas that are templates: they cannot be marked __device__.
 OPTIONS = ("--std=c++17", "--device-as-default-execution-space")
-PLAIN_SHARED_BYTES = 48 << 10  # a kernel has to ask for more shared memory than this
-# What a kernel gets for a Python number: all int parameters have 32 bits, all others are float.
+PLAIN_SHARED_BYTES = 48 << 10  # a kernel has to request more shared memory than this
+# The C type that a Python number becomes: all int parameters have 32 bits, all others are float.
 SCALARS = {int: np.int32, float: np.float32}
 KERNEL = re.compile(  # its template parameters, its name
     r"(?:template <([^>]*)>\s*)?__global__ void\s+"
@@ -27,11 +27,11 @@ INCLUDE = re.compile(r'^#include "(\w+\.cuh)"$', re.MULTILINE)
 
 
 def source(file: str, folders: Sequence[Path] = (FOLDER,)) -> str:
-    """Return the text of a .cu file, with its own headers put in place of their includes.
+    """Return the text of a .cu file, with mpipar's own headers in place of their includes.
 
-    CuPy's compile cache sees only this text, so a changed header must be in it. folders: where
-    files are looked for; the first that has one wins. Line numbers in messages of the compiler stay
-    those of the files.
+    CuPy's compile cache sees only this text, so a changed header must be part of it. folders: where
+    files are searched; the first one that has a file wins. Line numbers in the compiler's messages
+    remain those of the files.
     """
     seen = set()
 
@@ -54,7 +54,8 @@ def together(name: str, text: str) -> tuple[str, ...]:
     """Return the name expressions of a source that are compiled with one of them, itself included.
 
     They are those of all kernels whose template parameters have the names of its own, and so get
-    the same values. Most of the time goes into CUDA's headers, which are then read once.
+    the same values. Most of the compile time is spent on CUDA's headers, which are thus read only
+    once.
     """
     asked, _, values = name.rstrip(">").partition("<")
     parameters = {kernel: [one.split()[-1] for one in listed.split(",") if one]
@@ -67,9 +68,9 @@ def together(name: str, text: str) -> tuple[str, ...]:
 class Loader:
     """The kernels of one device.
 
-    CuPy compiles with NVRTC and keeps the result on disk, found by the source and the architecture.
-    A file's kernels of one type are compiled together.
-    Raises EnvironmentProblem for a device that the kernels were not written for.
+    CuPy compiles with NVRTC and caches the result on disk, keyed by source and architecture. A
+    file's kernels of one type are compiled together.
+    Raises EnvironmentProblem for a device that is too old for the kernels.
     """
 
     def __init__(self, xp: Any, oldest: int = OLDEST_DEVICE) -> None:
@@ -77,10 +78,10 @@ class Loader:
         if int(found) < oldest:
             raise EnvironmentProblem(
                 f"this GPU has compute capability {found[:-1]}.{found[-1]}, and the kernels of "
-                "mpipar need 8.0 (A100) or newer: type --kernels plain and leave --gemm out, or "
-                "take another GPU")
+                "mpipar need 8.0 (A100) or newer: use --kernels plain without --gemm, or another "
+                "GPU")
         self._xp = xp
-        self._found: dict[str, Any] = {}  # by name, what finds a kernel in its module
+        self._found: dict[str, Any] = {}  # by name: the function that finds a kernel in its module
         self._functions: dict[str, Any] = {}
 
     def launch(
@@ -111,5 +112,5 @@ class Loader:
 
 
 def num_processors(xp: Any) -> int:
-    """Return how many streaming multiprocessors the current device has."""
+    """Return the number of streaming multiprocessors of the current device."""
     return int(xp.cuda.Device().attributes["MultiProcessorCount"])

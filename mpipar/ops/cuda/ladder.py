@@ -13,7 +13,7 @@ LAYOUTS = ("NN", "NT", "TN")  # y = x w; dx = dy w^T; dw = x^T dy. None needs bo
 
 
 class Rung(NamedTuple):
-    """tiles: names of the tile parameters. default: their values if none are given.
+    """A rung of the ladder. tiles: names of the tile parameters. default: their default values.
 
     typed: whether the element types are parameters too (the others are float32 only).
     """
@@ -100,7 +100,7 @@ def _block(rung: str, size: dict[str, int]) -> tuple[int, int, tuple[int, ...]]:
 
 
 def _shared_bytes(rung: str, layout: str, size: dict[str, int]) -> int:
-    """Return the dynamic shared memory per block: the tiles of gemm_mma.cu, with rows 8 longer."""
+    """Return the bytes of dynamic shared memory per block: gemm_mma.cu's tiles, rows 8 longer."""
     if rung != "mma":
         return 0
     steps = size["BK"]

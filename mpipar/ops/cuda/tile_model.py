@@ -15,12 +15,12 @@ from mpipar.ops.cuda.gemm import checked
 from mpipar.ops.signature import Array
 
 TILES = {4: (64, 64, 32), 2: (128, 128, 64)}  # bytes of an element: tm, tn, tk
-LOWEST = float(np.finfo(np.float32).min)  # the maximum over nothing; not infinite: see common.cuh
+LOWEST = float(np.finfo(np.float32).min)  # the maximum of an empty set; finite, see common.cuh
 ATTENTION_TILES = {4: (64, 32), 2: (128, 64)}  # bytes of an element: tq, tk
 
 
 class TileModelGemm:
-    """The product by the kernel below; like `gemm.BlasGemm`."""
+    """The product by the kernel below, with the interface of `gemm.BlasGemm`."""
 
     def __init__(self, xp: Any, ct: Any) -> None:
         self._xp, self._ct = xp, ct
@@ -89,8 +89,8 @@ def attention_kernel(ct: Any) -> Any:
 
     q, y (B, Tq, H, d), k, v (B, Tk, Hkv, d), q_pos (Tq,), k_pos (Tk,), tops, sums (B, H, Tq). A
     block computes tq queries of one head in steps of tk keys, as `flash_forward.cu` does. `group`
-    query heads share a key head. `width` is the power of two from d on; the rest is filled with
-    zeros. Traffic of a step: 2 tk width elements per 4 tq tk width FLOPs.
+    query heads share a key head. `width` is d, rounded up to a power of two and padded with zeros.
+    Traffic of a step: 2 tk width elements per 4 tq tk width FLOPs.
     """
     constant = ct.Constant[int]
 
