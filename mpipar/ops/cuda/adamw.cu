@@ -5,15 +5,15 @@
 //     data = decay data - rate m / (sqrt(v) root + eps)
 //
 // decay = 1 - lr weight_decay, rate = lr / (1 - beta1^step), root = (1 - beta2^step)^(-1/2): from
-// the host, in double precision. Matrices decay, biases and norms do not: so the buffers consist of
-// runs of one kind. Each row of the grid takes a run, whose line of the table has its first
+// the host, in double precision. Matrices decay, biases and norms do not, so the buffers consist of
+// runs of one kind. Each row of the grid takes a run, whose line in the table has its first
 // element, its end, and whether it decays.
 //
-// Bytes per parameter: 28 (read data, g, m, v; write data, m, v), with a copy in 16 bits 30; about
-// 15 FLOPs: 0.5 FLOP/byte. Single operations move more than 100.
+// Bytes per parameter: 28 (read data, g, m, v; write data, m, v), 30 with a 16-bit copy; about 15
+// FLOPs: 0.5 FLOP/byte. Separate operations move more than 100 bytes.
 #include "rows.cuh"
 
-// What one update changes; 1 - beta comes from the host, where it is exact.
+// The constants of one update; 1 - beta comes from the host, where it is exact.
 struct Moments { float beta1, rest1, beta2, rest2, decay, rate, root, eps; };
 
 template <int Width, typename Index>
@@ -29,7 +29,7 @@ __device__ inline Pack<Width> update(At<Width, Index> at, float *data, const flo
     });
 }
 
-// A run of the buffers; `copies` get the new parameters, rounded to their type.
+// A run of the buffers; `copies` receive the new parameters, rounded to their type.
 template <typename... Copy>
 __device__ inline void update_run(const long long *run, float *data, const float *grad, float *m,
                                   float *v, Moments by, Copy *...copies) {

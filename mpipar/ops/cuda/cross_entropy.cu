@@ -1,14 +1,14 @@
 // Cross-entropy over one vocabulary shard, a block per row of the logits (rows, columns).
 //
-// The logits are read once for the statistics and once more for the gradient, which takes their
-// place: 3 s bytes per element of s bytes in all, and no second copy of the logits. Two
-// exponentials and about 10 FLOPs per element: 1 to 2 FLOP/byte, so memory decides.
+// The logits are read once for the statistics and once more for the gradient, which replaces them:
+// 3 s bytes per element of s bytes in all, and no second copy of the logits. Two exponentials and
+// about 10 FLOPs per element, that is 1 to 2 FLOP/byte: memory-bound.
 //
 // Only the first `valid` columns count; the others are padding. Column j has the id start + j.
 #include "rows.cuh"
 
-// stats[row] = maximum, sum of exp(logit - maximum), logit of the target (0 if not of this shard).
-// One pass: a thread keeps the maximum of what it saw and the sum relative to that.
+// stats[row] = maximum, sum of exp(logit - maximum), logit of the target (0 if in another shard).
+// One pass: a thread keeps the maximum of what it has seen and the sum relative to that.
 template <typename T, int Threads>
 __global__ void __launch_bounds__(Threads)
 cross_entropy_stats(int columns, int valid, const T *logits, const long long *targets,
@@ -35,7 +35,7 @@ cross_entropy_stats(int columns, int valid, const T *logits, const long long *ta
     stats[2] = inside ? to_float(row[target]) : 0.0f;
 }
 
-// loss (rows) and sums (rows, 2), maximum and sum of exp(logit - maximum) over all shards, of the
+// loss (rows) and sums (rows, 2), maximum and sum of exp(logit - maximum) over all shards, from the
 // stats (shards, rows, 3) of each. A thread takes a row.
 __global__ void cross_entropy_combine(long long rows, int shards, const float *stats, float *loss,
                                       float *sums) {

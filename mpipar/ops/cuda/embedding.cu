@@ -1,16 +1,15 @@
 // Embeddings: rows of a table (rows, columns) looked up by ids, and the gradient of that table
 // without atomics: the same bits in every run. A shard holds the ids [start, start + rows).
 //
-// Lookups: a block per row of the result; 2s bytes per element of s bytes, with x 3s.
-// The gradient: places_in_tiles and merge_runs sort the n ids of a microbatch in O(n log(n)^2)
-// steps; add_rows reads every element of dy once, and reads and writes each row of the table that
-// occurs.
+// Lookups: a block per row of the result; 2s bytes per element of s bytes, with x 3s. The gradient:
+// places_in_tiles and merge_runs sort the n ids of a microbatch in O(n log(n)^2) steps; add_rows
+// reads every element of dy once, and reads and writes each row of the table that occurs.
 #include "rows.cuh"
 
-constexpr int SUM_HEIGHT = 8;  // threads above each other in a column
+constexpr int SUM_HEIGHT = 8;  // threads of a block that share a column
 template <typename T> constexpr int SUM_WIDTH = 32 * WIDE<T>;  // columns of a block
 
-// To the type of sums, and back.
+// Conversion to the type of sums, and back.
 template <typename Sum, typename T> __device__ inline Sum widened(T x) {
     if constexpr (is_same<T, double>) return x;
     else return to_float(x);
@@ -37,7 +36,7 @@ embedding_forward(int columns, const long long *ids, const T *table, long long s
     });
 }
 
-// y = x + table[positions], x (batch n, columns) with the same n positions in each n rows.
+// y = x + table[positions], x (batch n, columns) with the same n positions for every n rows.
 template <typename T, typename Sum, int Threads>
 __global__ void __launch_bounds__(Threads)
 position_forward(int columns, int n, const long long *positions, const T *table, const T *x,
@@ -56,7 +55,8 @@ position_forward(int columns, int n, const long long *positions, const T *table,
 }
 
 // order (n): a run for each tile of Threads ids: their places from the lowest id to the highest,
-// equal ones as they come. A thread counts what comes before its id. Grid (ceil(n / Threads)).
+// with equal ids in their given order. A thread counts what comes before its id. Grid
+// (ceil(n / Threads)).
 template <int Threads>
 __global__ void __launch_bounds__(Threads)
 places_in_tiles(int n, const long long *ids, int *order) {
@@ -64,15 +64,15 @@ places_in_tiles(int n, const long long *ids, int *order) {
     int first = blockIdx.x * Threads, own = first + threadIdx.x, before = 0;
     long long id = own < n ? ids[own] : 0;
     tile[threadIdx.x] = id;
-    __syncthreads();  // all ids are there
+    __syncthreads();  // all ids have been read
     for (int i = 0; i < min(Threads, n - first); ++i)
         before += tile[i] < id || (tile[i] == id && i < int(threadIdx.x));
     if (own < n) order[first + before] = own;
 }
 
-// to (n) = the runs of `from`, each two neighbours of `length` places merged. A thread takes a
-// place. It goes behind all before it in its own run, and what a search finds before it in the
-// other run. Of equal ids, those of the first run come first. Grid (ceil(n / block)).
+// to (n) = the runs of `from`, with each two neighbours of `length` places merged. A thread takes a
+// place: it goes after all before it in its own run, and after what a binary search finds before it
+// in the other run. Of equal ids, those of the first run come first. Grid (ceil(n / block)).
 __global__ void merge_runs(int n, int length, const long long *ids, const int *from, int *to) {
     int own = blockIdx.x * blockDim.x + threadIdx.x;
     if (own >= n) return;
@@ -90,8 +90,8 @@ __global__ void merge_runs(int n, int length, const long long *ids, const int *f
 }
 
 // dtable[id - start] += the rows of dy (batch, n, columns) of that id. A block sums SUM_WIDTH
-// columns of all rows of one id, in their order; of equal ids, the first one's block does.
-// Grid (n, ceil(columns / SUM_WIDTH)), block (32, SUM_HEIGHT).
+// columns of all rows of one id, in their order; of equal ids, the first one's block does it. Grid
+// (n, ceil(columns / SUM_WIDTH)), block (32, SUM_HEIGHT).
 template <typename T, typename Sum>
 __global__ void __launch_bounds__(32 * SUM_HEIGHT)
 add_rows(int columns, int n, int batch, const long long *ids, const int *order, const T *dy,
@@ -114,7 +114,7 @@ add_rows(int columns, int n, int batch, const long long *ids, const int *order, 
 #pragma unroll
         for (int j = 0; j < at.width; ++j) sums[threadIdx.y][at.first - begin + j] = own[j];
     });
-    __syncthreads();  // the sums of all threads are there
+    __syncthreads();  // the sums of all threads have been written
     if (threadIdx.y > 0) return;
     dtable += row * columns;
     for_each_pack<WIDE<T>>(wide, threadIdx.x, 32, begin, end, [&](auto at) {

@@ -1,29 +1,30 @@
-// What both directions of tile-based causal attention share: which tiles are seen at all, rows of
-// one head in memory and in shared memory, and a warp's piece of a product.
+// Shared by both directions of tiled causal attention: which tiles are visible at all, rows of one
+// head in memory and in shared memory, and a warp's piece of a product.
 //
 // A warp multiplies 16 rows by a tile of N columns and keeps the 16 x N sums in registers: a Piece.
-// There are two kinds of Piece with the same names: one on tensor cores for bf16 and half, one with
-// plain multiply-adds for float32. A kernel is written once, for either kind.
+// There are two kinds of Piece with the same interface: one on tensor cores for bf16 and half, one
+// with plain multiply-adds for float32. A kernel is written once, for either kind.
 #pragma once
 
 #include "common.cuh"
 #include "mma.cuh"
 
-constexpr float LOG2_E = 1.44269504f;  // exp2f is the fast one
+constexpr float LOG2_E = 1.44269504f;  // for exp2f, which is the fast one
 constexpr long long LAST = 0x7fffffffffffffffLL;  // later than any token
 
 __device__ inline int lane_id() { return threadIdx.x % 32; }
 
-// The score that a product of a query and a key makes. Both directions must round it alike, because
-// they take the largest score from it: so no compiler may put the product into a difference.
+// The score of a product of a query and a key. Both directions must round it in the same way,
+// because they subtract the largest score from it, so no compiler may contract the product into a
+// difference.
 __device__ inline float score_of(float product, float factor) { return __fmul_rn(factor, product); }
 
-// Who sees whom. Sign 1: rows are queries, and see a column whose position is at most their own;
-// Sign -1: rows are keys. If the sign is put before all positions, one comparison serves both.
+// Visibility. Sign 1: rows are queries, and see a column whose position is at most their own; Sign
+// -1: rows are keys. With the sign applied to all positions, one comparison serves both.
 struct Span { long long low, high; };
 
-// The lowest and highest signed position of Rows rows of `count`. Every warp finds it for itself,
-// as below: all get the same, without a barrier.
+// The lowest and highest signed position of Rows rows of `count`. Every warp computes it for
+// itself, as below: all get the same result, without a barrier.
 template <int Rows, int Sign>
 __device__ inline Span span_of(const long long *positions, int first, int count) {
     Span span = {LAST, -LAST};
@@ -35,16 +36,17 @@ __device__ inline Span span_of(const long long *positions, int first, int count)
     return span;
 }
 
-// Whether a row sees a column. Asked for elements, but only of tiles that are seen in part.
+// Whether a row sees a column. This is checked per element, but only in tiles that are partly
+// visible.
 __device__ inline bool sees(long long row, long long column) { return column <= row; }
 
-// A tile of columns; whole: every row sees all of it.
+// A tile of columns; whole: whether every row sees all of it.
 struct Visit { int first; bool whole; };
 
-// The tiles of columns in which some row of a block sees some column, one after another. The block
-// looks at 32 tiles at once, each warp at some of them, and keeps two bits of each. So it reads a
-// position once, and a step of its walk asks neither memory nor other lanes. Rows: of the block, a
-// warp has 16.
+// Iterates over the tiles of columns in which some row of a block sees some column. The block looks
+// at 32 tiles at once, each warp at some of them, and keeps two bits of each, so that it reads a
+// position once, and a step of its walk accesses neither memory nor other lanes. Rows: of the
+// block; a warp has 16.
 template <int Rows, int Columns, int Sign> struct Visits {
     static constexpr int WARPS = Rows / 16;
     const long long *row_pos;
@@ -54,7 +56,8 @@ template <int Rows, int Columns, int Sign> struct Visits {
     int looked = 0;  // columns before this one have been looked at
     unsigned seen = 0, whole = 0;
 
-    // The next tile; first = columns if there is none. All threads of the block must call it.
+    // Returns the next tile; first = columns if there is none. All threads of the block must call
+    // it.
     __device__ Visit next() {
         while (seen == 0 && looked < columns) look();
         if (seen == 0) return {columns, false};
@@ -79,10 +82,10 @@ template <int Rows, int Columns, int Sign> struct Visits {
             own[0] |= unsigned(__any_sync(FULL_MASK, any) != 0) << tile;
             own[1] |= unsigned(__any_sync(FULL_MASK, !all) == 0) << tile;
         }
-        __syncthreads();  // what the last look found is no longer read
+        __syncthreads();  // the results of the last look are no longer read
         if (lane_id() == 0)
             for (int i = 0; i < 2; ++i) found[threadIdx.x / 32][i] = own[i];
-        __syncthreads();  // all warps have said what they found
+        __syncthreads();  // all warps have written what they found
         seen = whole = 0;
         for (int warp = 0; warp < WARPS; ++warp) {
             seen |= found[warp][0];
@@ -92,14 +95,14 @@ template <int Rows, int Columns, int Sign> struct Visits {
     }
 };
 
-// The (tokens, width) rows of one head, `stride` values from one to the next.
+// The (tokens, width) rows of one head, `stride` values apart.
 template <typename T> struct HeadRows {
     T *x;
     int stride, tokens, width;
 };
 
-// An array (B, tokens, heads, width): from one sequence to the next and from one token to the next
-// there are `apart` and `stride` values, between heads no gaps.
+// An array (B, tokens, heads, width): sequences are `apart` and tokens `stride` values apart, and
+// there are no gaps between heads.
 template <typename T> struct Heads {
     T *x;
     long long apart;
@@ -110,8 +113,8 @@ template <typename T> struct Heads {
     }
 };
 
-// What a block does: `rows` rows, from `first` on, of one of `heads` heads of one sequence.
-// last_first: the last rows' blocks begin first.
+// The work of a block: `rows` rows, starting at `first`, of one of `heads` heads of one sequence.
+// last_first: whether the blocks of the last rows begin first.
 struct Job {
     int sequence, head, first;
 
@@ -124,16 +127,16 @@ struct Job {
     }
 };
 
-// Rows of a head in shared memory, each 16 bytes longer than Width: so 8 of them begin in
+// Rows of a head in shared memory, each 16 bytes longer than Width, so that 8 of them begin in
 // different banks.
 template <typename T, int Rows, int Width> struct RowTile {
     static constexpr int FEW = 16 / sizeof(T), STRIDE = Width + FEW, VALUES = Rows * STRIDE;
     T *values;
 
-    // Start to copy the rows from `first` on; zeros beyond the head's width and tokens.
+    // Starts to copy rows, beginning at `first`; zeros beyond the head's width and tokens.
     template <int Threads> __device__ void fetch(const HeadRows<const T> &from, int first) const {
         bool aligned = from.stride % FEW == 0 && reinterpret_cast<size_t>(from.x) % 16 == 0;
-        #pragma unroll 1  // few turns; registers are scarce
+        #pragma unroll 1  // few iterations; registers are scarce
         for (int e = FEW * threadIdx.x; e < Rows * Width; e += FEW * Threads) {
             int row = first + e / Width, column = e % Width;
             T *to = values + e / Width * STRIDE + column;
@@ -150,7 +153,8 @@ template <typename T, int Rows, int Width> struct RowTile {
 
 };
 
-// A warp's 16 rows of a tile as the left side of products: read from shared memory at each use ...
+// A warp's 16 rows of a tile as the left operand of products: read from shared memory at each use
+// ...
 template <typename T, int Width> struct WarpRows {
     static constexpr int STRIDE = Width + 16 / sizeof(T), UNROLL = 2;
     const T *rows;
@@ -164,9 +168,9 @@ template <typename T, int Width> struct WarpRows {
     }
 };
 
-// ... or once, into registers. Those of float32 stay where they are: there are too many.
+// ... or once, into registers. Those of float32 stay in shared memory: there are too many.
 template <typename T, int Width> struct HeldRows {
-    static constexpr int UNROLL = Width / 16;  // an index of registers has to be known
+    static constexpr int UNROLL = Width / 16;  // register indices must be known at compile time
     unsigned a[Width / 16][4];
 
     template <int Rows> __device__ explicit HeldRows(const RowTile<T, Rows, Width> &tile) {
@@ -192,7 +196,7 @@ template <typename T, int N, int Run> struct Piece {
     __device__ static int row(int slot) { return lane_id() / 4 + 8 * slot; }
     __device__ static int column(int n, int e) { return 8 * n + lane_id() % 4 * 2 + e % 2; }
 
-    // Add left right^T: 16 rows of left (WarpRows or HeldRows), N rows of right.
+    // Adds left right^T: 16 rows of left (WarpRows or HeldRows), N rows of right.
     template <typename Left, int Width>
     __device__ void add_dots(const Left &left, const RowTile<T, N, Width> &right) {
         constexpr int STRIDE = Width + 8;
@@ -210,7 +214,7 @@ template <typename T, int N, int Run> struct Piece {
         }
     }
 
-    // Add left right. left: sums of this warp, which are rounded to T in place. right: K rows in
+    // Adds left right. left: sums of this warp, which are rounded to T in place. right: K rows in
     // shared memory. No scratch memory is needed.
     template <int K>
     __device__ void add_product(const Piece<T, K, 1> &left, const RowTile<T, K, N> &right, T *) {
@@ -229,7 +233,8 @@ template <typename T, int N, int Run> struct Piece {
         }
     }
 
-    // Add left^T right: 16 columns of left from `row` on, N columns of right from `column` on.
+    // Adds left^T right: 16 columns of left starting at `row`, N columns of right starting at
+    // `column`.
     template <int K, int Rows, int Width>
     __device__ void add_turned(const RowTile<T, K, Rows> &left, int row,
                                const RowTile<T, K, Width> &right, int column) {
@@ -247,7 +252,7 @@ template <typename T, int N, int Run> struct Piece {
         }
     }
 
-    // Write the sums, rounded to T, to the warp's rows of a tile.
+    // Writes the sums, rounded to T, to the warp's rows of a tile.
     template <int Rows> __device__ void put(const RowTile<T, Rows, N> &to) const {
         T *own = to.values + threadIdx.x / 32 * 16 * to.STRIDE;
         for (int n = 0; n < N / 8; ++n)
@@ -257,7 +262,7 @@ template <typename T, int N, int Run> struct Piece {
     }
 };
 
-// With multiply-adds. A lane holds 4 rows of N / 8 columns, of which Run lie side by side. Run is 1
+// With multiply-adds. A lane holds 4 rows of N / 8 columns, of which Run are side by side. Run is 1
 // if columns are rows of a tile: neighbouring lanes then read different banks. Run is 4 if columns
 // are read along a row, 16 bytes at once.
 template <int N, int Run> struct Piece<float, N, Run> {
@@ -274,7 +279,7 @@ template <int N, int Run> struct Piece<float, N, Run> {
     template <typename Left, int Width>
     __device__ void add_dots(const Left &left, const RowTile<float, N, Width> &right) {
         constexpr int STRIDE = Width + 4;
-        #pragma unroll 1  // a turn is long enough; registers are scarce
+        #pragma unroll 1  // an iteration is long enough; registers are scarce
         for (int k = 0; k < Width; k += 4) {
             __align__(16) float own[4][4], other[4];
             for (int e = 0; e < 4; ++e) copy_4(own[e], left.rows + row(e) * STRIDE + k);
@@ -286,7 +291,7 @@ template <int N, int Run> struct Piece<float, N, Run> {
         }
     }
 
-    // left goes through scratch memory from lane to lane: as `put` writes it.
+    // left goes through scratch memory from lane to lane, in the layout that `put` writes.
     template <int K>
     __device__ void add_product(const Piece<float, K, 1> &left, const RowTile<float, K, N> &right,
                                 float *scratch) {
@@ -304,7 +309,7 @@ template <int N, int Run> struct Piece<float, N, Run> {
                         for (int e = 0; e < 4; ++e) sum[n + m][e] += own[e][i] * other[m];
                 }
         }
-        __syncwarp();  // before the next product's left takes its place
+        __syncwarp();  // before the next product's left overwrites it
     }
 
     template <int K, int Rows, int Width>
@@ -328,7 +333,7 @@ template <int N, int Run> struct Piece<float, N, Run> {
     }
 };
 
-// Write factor times a warp's piece, whose first element is (row, column) of the head.
+// Writes factor times a warp's piece, whose first element is (row, column) of the head.
 template <typename T, int N, typename Out>
 __device__ inline void store_rows(const Piece<T, N, 4> &piece, const HeadRows<Out> &to, int row,
                                   int column, float factor) {
@@ -340,7 +345,7 @@ __device__ inline void store_rows(const Piece<T, N, 4> &piece, const HeadRows<Ou
         }
 }
 
-// The same for the head of a job; wide: the array holds floats, whatever T is.
+// The same for the head of a job; wide: whether the array holds floats, whatever T is.
 template <typename T, int N>
 __device__ inline void store(const Piece<T, N, 4> &piece, const Heads<T> &to, const Job &job,
                              int row, int column, bool wide, float factor) {

@@ -1,28 +1,29 @@
 // Gradients of causal attention (flash_forward.cu), without the scores in memory and without
 // atomics: every run gives the same bits.
 //
-// Scores s and their gradient are computed again, tile by tile: p = exp(factor s - top) / sum with
-// the stats of the forward pass, ds = p (dp - delta) with dp = dy v^T and delta = sum of dy y over
-// a row (Dao et al. 2022). A block keeps a tile of keys and values, and the queries that see one
-// pass by, those of each head that uses this key head, one head after another. Five products:
+// Scores s and their gradient are recomputed tile by tile: p = exp(factor s - top) / sum with the
+// stats of the forward pass, ds = p (dp - delta) with dp = dy v^T and delta = sum of dy y over a
+// row (Dao et al. 2022). A block keeps a tile of keys and values, and loops over the queries that
+// see any of them, one after another of the heads that use this key head. Five products:
 //     s = k q^T, dp = v dy^T, dv += p dy, dk += ds q, dq += ds^T k.
-// A warp's rows of ds and p are its own sums, so they can stay in place as the left side of dk and
-// dv. dq needs those of all warps, so ds goes through shared memory.
+// A warp's rows of ds and p are its own sums, so they can stay in place as the left operand of dk
+// and dv. dq needs those of all warps, so ds goes through shared memory.
 //
-// dq is a sum over all keys, which are in several blocks. So the tiles of keys of a head are dealt
-// to a few blocks, the parts, and each adds up its own dq in memory, in float32 and in the order of
-// its tiles. A value is read and written by one thread alone: no lock, no atomic, no barrier. The
-// first tile of a part writes, and the others add. `flash_dq` adds the parts, in their order.
+// dq is a sum over all keys, which are in several blocks. The tiles of keys of a head are therefore
+// dealt to a few blocks, the parts, and each adds up its own dq in memory, in float32 and in the
+// order of its tiles. Each value is read and written by a single thread: no lock, no atomic, no
+// barrier. The first tile of a part writes, and the others add. `flash_dq` adds the parts, in their
+// order.
 //
 // Traffic of a step: 2 Queries Width values of q and dy, and 2 Queries Width floats of dq, per 10
 // Keys Queries Width FLOPs: 10 Keys / (2 s + 8) FLOP/byte for values of s bytes, 107 in bf16 with
-// 128 keys. The floats of the blocks that run stay in the second-level cache while sequences are
-// short: 256 KiB a block at 1024 tokens and d = 64. Else memory moves 8 bytes per 10 Keys FLOPs.
-// Two walks, one for dq, would take seven products and twice the exponentials.
+// 128 keys. The floats of the running blocks stay in the second-level cache while sequences are
+// short: 256 KiB per block at 1024 tokens and d = 64. Otherwise memory moves 8 bytes per 10 Keys
+// FLOPs. Two walks, one of them for dq, would take seven products and twice the exponentials.
 #include "flash.cuh"
 
-// delta (B, H, T) = sum of y dy over the width, y and dy (B, T, H, d) without gaps. Grid
-// (ceil(B T H / (Threads / 32))): a warp per row; 2 s bytes per 2 FLOPs: memory decides.
+// delta (B, H, T) = sum of y dy over the width, y and dy (B, T, H, d) without gaps. Grid (ceil(B T
+// H / (Threads / 32))): a warp per row; 2 s bytes per 2 FLOPs: memory-bound.
 template <typename Y, typename T, int Threads>
 __global__ void __launch_bounds__(Threads)
 flash_delta(int rows, int tokens, int heads, int width, const Y *y, const T *dy, float *delta) {
@@ -36,9 +37,9 @@ flash_delta(int rows, int tokens, int heads, int width, const Y *y, const T *dy,
     if (lane_id() == 0) delta[(size_t(sequence) * heads + head) * tokens + token] = sum;
 }
 
-// dq of a tile of queries is cut among the warps of a block, 16 queries x PART of the width each.
-// In memory the parts are as the threads hold them, 16 bytes beside 16 bytes: nothing else reads
-// them. (parts, B, H, ceil(Tq / Queries), Queries Width) floats.
+// dq of a tile of queries is divided among the warps of a block, 16 queries x PART of the width
+// each. In memory the parts are in the order in which the threads hold them, 16 bytes beside 16
+// bytes: nothing else reads them. (parts, B, H, ceil(Tq / Queries), Queries Width) floats.
 template <typename T, int Width, int Keys, int Queries> struct Share {
     static constexpr int PART = Queries * Width / Keys, GROUPS = Queries / 16, THREADS = 2 * Keys;
     static_assert(Width % PART == 0 && Queries % 16 == 0, "whole pieces");
@@ -67,10 +68,11 @@ template <typename T, int Width, int Keys, int Queries> struct Share {
 
 // q and dy (B, Tq, H, d), k, v, dk and dv (B, Tk, Hkv, d), whose strides are those of
 // flash_forward; gradients have out_stride values from token to token, of T or, if wide, of float;
-// dy without gaps, stats (B, H, Tq, 2), delta (B, H, Tq); d <= Width. Grid (parts * B * Hkv),
-// parts <= ceil(Tk / Keys); block (2 * Keys): a warp has 16 keys. Dynamic shared memory: two tiles
-// of keys, four of queries, one of ds, and four numbers of each query of two tiles. Blocks: how
-// many a processor's registers must be enough for. The first keys are seen most: they begin first.
+// dy without gaps, stats (B, H, Tq, 2), delta (B, H, Tq); d <= Width. Grid (parts * B * Hkv), parts
+// <= ceil(Tk / Keys); block (2 * Keys): a warp has 16 keys. Dynamic shared memory: two tiles of
+// keys, four of queries, one of ds, and four numbers for each query of two tiles. Blocks: the
+// number for which a processor's registers must suffice. The first keys are seen by most queries,
+// so they begin first.
 template <typename T, int Width, int Keys, int Queries, int Blocks>
 __global__ void __launch_bounds__(2 * Keys, Blocks)
 flash_backward(int queries, int keys, int heads, int kv_heads, int width, int q_stride,
@@ -114,7 +116,7 @@ flash_backward(int queries, int keys, int heads, int kv_heads, int width, int q_
                 q_tile(place).template fetch<THREADS>(q_rows, query);
                 dy_tile(place).template fetch<THREADS>(dy_rows, query);
             };
-            // Of one query each: largest score, 1 / sum, delta.
+            // For one query each: largest score, 1 / sum, delta.
             auto numbers = [&](int query) -> float4 {
                 if (threadIdx.x >= Queries || query >= queries) return {};
                 size_t at = of_head * queries + min(query + int(threadIdx.x), queries - 1);
@@ -128,7 +130,7 @@ flash_backward(int queries, int keys, int heads, int kv_heads, int width, int q_
             };
 
             Visits<Keys, Queries, -1> visits{k_pos, first, keys, q_pos, queries};
-            Visit now = visits.next();  // behind its barriers nobody reads what the last walk left
+            Visit now = visits.next();  // after its barriers the last walk's data is no longer read
             if (member == 0) {
                 k_tile.template fetch<THREADS>(of_keys(k), first);
                 v_tile.template fetch<THREADS>(of_keys(v), first);
@@ -139,7 +141,7 @@ flash_backward(int queries, int keys, int heads, int kv_heads, int width, int q_
             if (first_of_part) clear(0, now.first);
             for (int place = 0; now.first < queries; place ^= 1) {
                 wait_copies<0>();
-                __syncthreads();  // this place is whole; the other one and ds are no longer read
+                __syncthreads();  // this place is complete; the other one and ds are no longer read
                 Visit next = visits.next();
                 if (next.first < queries) fetch(next.first, place ^ 1);
                 close_copies();
@@ -169,7 +171,7 @@ flash_backward(int queries, int keys, int heads, int kv_heads, int width, int q_
                 float *tile = dq + size_t(now.first) * Width;
                 typename Dq::Sums dq_sum;
                 if (!first_of_part) Dq::add(dq_sum, tile);
-                __syncthreads();  // ds is whole
+                __syncthreads();  // ds is complete
                 dq_sum.add_turned(ds_tile, Dq::row(), k_tile, Dq::column());
                 Dq::write(dq_sum, tile);
                 if (first_of_part) clear(now.first + Queries, next.first);
@@ -186,7 +188,7 @@ flash_backward(int queries, int keys, int heads, int kv_heads, int width, int q_
 }
 
 // dq (B, Tq, H, d) = factor times the sum of the parts. Grid (ceil(Tq / Queries) * B * H), block
-// (2 * Keys); 4 parts + s bytes per element: memory decides.
+// (2 * Keys); 4 parts + s bytes per element: memory-bound.
 template <typename T, int Width, int Keys, int Queries, int Blocks>
 __global__ void __launch_bounds__(2 * Keys, Blocks)
 flash_dq(int queries, int heads, int width, int out_stride, int parts, float *dq_parts,

@@ -1,25 +1,26 @@
-// Causal attention y = softmax(factor q k^T) v without the (Tq, Tk) scores in memory, a tile of
+// Causal attention y = softmax(factor q k^T) v without the (Tq, Tk) scores in memory, one tile of
 // queries of one head per block. Query i sees key j if k_pos[j] <= q_pos[i]; one that sees no key
 // gets y = 0. Query head h uses key head h / (heads / kv_heads).
 //
-// A block walks over the tiles of keys that any of its queries sees: in training about half of
+// A block loops over the tiles of keys that any of its queries sees, in training about half of
 // them. Scores exist for one tile of keys at a time, in registers. A row's softmax starts with the
 // first keys; a new largest score `top` then shrinks the sum so far (online softmax, Milakov and
-// Gimelshein 2018; Dao et al. 2022). Backward needs the largest score and the sum of exp(score -
-// largest), and so does a merge of the results for several sets of keys.
+// Gimelshein 2018; Dao et al. 2022). Backward needs the largest score and the sum of
+// exp(score - largest), and so does a merge of the results for several sets of keys.
 //
-// Global traffic of a step: 2 Keys Width values of k and v per 4 Queries Keys Width FLOPs, so
-// 2 Queries / s FLOP/byte for values of s bytes: 32 in float32 with 64 queries, 128 in bf16 with
-// 128. Memory: 2 B H Tq floats in place of B H Tq Tk scores. The next k and v arrive while these
-// are used: there are two places, and one barrier a step. 16-bit queries stay in registers: a step
-// reads Keys Width values of k and of v from shared memory for each warp, and no queries.
+// Global traffic of a step: 2 Keys Width values of k and v per 4 Queries Keys Width FLOPs, so 2
+// Queries / s FLOP/byte for values of s bytes: 32 in float32 with 64 queries, 128 in bf16 with 128.
+// Memory: 2 B H Tq floats instead of B H Tq Tk scores. The next k and v arrive while the current
+// ones are used: there are two places, and one barrier per step. 16-bit queries stay in registers:
+// a step reads Keys Width values of k and of v from shared memory for each warp, and no queries.
 #include "flash.cuh"
 
 // q (B, Tq, H, d) with q_stride values from token to token; k and v (B, Tk, Hkv, d) with kv_stride,
 // and kv_apart from sequence to sequence; y (B, Tq, H, d) without gaps, values of T or, if wide, of
 // float; stats (B, H, Tq, 2): largest score and sum; d <= Width. Grid (ceil(Tq / Queries) * B * H),
 // block (2 * Queries): a warp has 16 queries. Dynamic shared memory: a tile of q, two of k and two
-// of v; for float32 scratch memory. Blocks: how many a processor's registers must be enough for.
+// of v; for float32 also scratch memory. Blocks: the number for which a processor's registers must
+// suffice.
 template <typename T, int Width, int Queries, int Keys, int Blocks>
 __global__ void __launch_bounds__(2 * Queries, Blocks)
 flash_forward(int queries, int keys, int heads, int kv_heads, int width, int q_stride,
@@ -31,7 +32,7 @@ flash_forward(int queries, int keys, int heads, int kv_heads, int width, int q_s
     using Scores = Piece<T, Keys, 1>;
     using Keyed = RowTile<T, Keys, Width>;
     constexpr int SLOTS = Scores::SLOTS;
-    Job job(queries, heads, Queries, true);  // the last queries see most
+    Job job(queries, heads, Queries, true);  // the last queries see most keys
     int kv_head = job.head / (heads / kv_heads);
     auto of_keys = [&](const T *x) {
         return Heads<const T>{x, kv_apart, kv_stride, keys, width}.of(job.sequence, kv_head);
@@ -62,11 +63,11 @@ flash_forward(int queries, int keys, int heads, int kv_heads, int width, int q_s
         sum[slot] = 0.0f;
     }
     wait_copies<1>();
-    __syncthreads();  // q is whole, while k and v are on their way
+    __syncthreads();  // q is complete, while k and v are on their way
     HeldRows<T, Width> q_rows(q_tile);
     for (int place = 0; now.first < keys; place ^= 1) {
         wait_copies<0>();
-        __syncthreads();  // this place is whole; the other one is no longer read
+        __syncthreads();  // this place is complete; the other one is no longer read
         Visit next = visits.next();
         if (next.first < keys) fetch(next.first, place ^ 1);
         close_copies();

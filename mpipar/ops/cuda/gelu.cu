@@ -1,11 +1,11 @@
 // GELU, tanh form: y = 0.5 x (1 + tanh(u)), u = A x + B x^3 (arXiv 1606.08415), alone and with the
-// bias before it; and its gradient. It is x s(2u) with the logistic function s, whose small values
-// keep their digits: 1 + tanh(u) would lose them.
+// bias before it; and its gradient. It equals x s(2u) with the logistic function s, whose small
+// values keep their digits; 1 + tanh(u) would lose them.
 //
-// All threads share the elements; with a bias, a warp takes a row.
-// Bytes per element of s bytes: gelu_forward 2s (read x, write y), gelu_backward 3s,
-// bias_gelu_forward 3s where bias and GELU apart move 4s. About 15 FLOPs each: 2 FLOP/byte in
-// float32, 3 to 4 in 16 bits, so memory decides.
+// All threads share the elements; with a bias, a warp takes a row. Bytes per element of s bytes:
+// gelu_forward 2s (read x, write y), gelu_backward 3s, bias_gelu_forward 3s where separate bias and
+// GELU move 4s. About 15 FLOPs each, that is 2 FLOP/byte in float32, 3 to 4 in 16 bits:
+// memory-bound.
 #include "rows.cuh"
 
 constexpr float GELU_A = 0.7978845608028654f;   // sqrt(2 / pi)
@@ -47,7 +47,7 @@ bias_gelu_forward(int rows, int columns, const T *bias, T *x, T *y) {
     });
 }
 
-// dx = dy GELU'(x). The bias has the sum of dx over the rows: columns.cu.
+// dx = dy GELU'(x). The gradient of the bias is the sum of dx over the rows: columns.cu.
 template <typename T>
 __global__ void __launch_bounds__(ELEMENT_THREADS)
 gelu_backward(long long count, const T *dy, const T *x, T *dx) {

@@ -1,11 +1,12 @@
-// What the rungs of the GEMM ladder share: C (M, N) = op(A) op(B) + beta C, row by row in memory.
+// Shared by the rungs of the GEMM ladder: C (M, N) = op(A) op(B) + beta C, row by row in memory.
 //
-// op(A) is (M, K): A as it is stored, or with TransA the transpose of what is stored, (K, M).
-// op(B) is (K, N), with TransB the transpose of what is stored, (N, K). lda, ldb, ldc: elements
-// from one stored row to the next. Sums are float. All rungs have the same parameters.
+// op(A) is (M, K): A as it is stored, or with TransA the transpose of what is stored, (K, M). op(B)
+// is (K, N), with TransB the transpose of what is stored, (N, K). lda, ldb, ldc: elements from one
+// stored row to the next. Sums are float. All rungs have the same parameters.
 //
-// Rows of op(A) and columns of op(B) are treated alike. Below, "extent" is M or N. "KContiguous"
-// says that neighbours along k are neighbours in memory (A as it is, or B transposed).
+// Rows of op(A) and columns of op(B) are treated in the same way. Below, "extent" is M or N.
+// "KContiguous" says that neighbours along k are neighbours in memory (A as it is, or B
+// transposed).
 #pragma once
 
 #include "common.cuh"
@@ -28,7 +29,7 @@ __device__ inline void load_tile(float (&tile)[BK][Width], const T *x, int ld, i
     }
 }
 
-// load_tile with four values a load where memory allows (16-byte addresses, away from the edges).
+// load_tile with four values per load where memory allows (16-byte addresses, away from the edges).
 template <int Threads, bool KContiguous, int BK, int Extent, int Width>
 __device__ inline void load_tile_by_4(float (&tile)[BK][Width], const float *x, int ld, int first_i,
                                       int first_k, int extent, int K, int thread) {

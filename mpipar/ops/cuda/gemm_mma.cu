@@ -1,14 +1,14 @@
 // GEMM, rung 6: bf16 or half operands on tensor cores, sums in float32.
 //
-// Four levels of tiles: the grid cuts C into BM x BN per block; a block walks along K in steps of
-// BK, whose operands wait in shared memory; a warp computes WM x WN of it; one instruction
+// Four levels of tiles: the grid divides C into BM x BN per block; a block steps along K in steps
+// of BK, whose operands wait in shared memory; a warp computes WM x WN of it; one instruction
 // multiplies 16 x 16 by 16 x 8. Global traffic of a step: (BM + BN) BK values of 2 bytes per 2 BM
-// BN BK FLOPs: 64 FLOP/byte at 128 x 128, beside what the L2 cache keeps. Stages - 1 steps are
+// BN BK FLOPs: 64 FLOP/byte at 128 x 128, apart from what the L2 cache keeps. Stages - 1 steps are
 // fetched ahead in the background, so that the tensor cores need not wait for memory.
 //
-// Tiles lie in shared memory as in global memory (16-byte pieces are copied as they are);
-// load_matrices turns them round where k is not the contiguous side. Rows are 8 values longer than
-// the tile: then the 8 rows of a matrix begin in different banks.
+// Tiles have the same layout in shared memory as in global memory (16-byte pieces are copied as
+// they are); load_matrices transposes them where k is not the contiguous side. Rows are 8 values
+// longer than the tile, so that the 8 rows of a matrix begin in different banks.
 #include "gemm.cuh"
 #include "mma.cuh"
 
@@ -18,7 +18,7 @@ template <typename T, int Extent, int BK, bool KContiguous> struct OperandTile {
     static constexpr int WIDTH = COLUMNS + 8, VALUES = ROWS * WIDTH;
     T *values;
 
-    // Start to copy the tile at (first_i, first_k), in pieces of 8 values.
+    // Starts to copy the tile at (first_i, first_k), in pieces of 8 values.
     template <int Threads>
     __device__ void fetch(const T *x, int ld, int first_i, int first_k, int extent, int K) {
         bool aligned = ld % 8 == 0 && reinterpret_cast<size_t>(x) % 16 == 0;
@@ -41,7 +41,7 @@ template <typename T, int Extent, int BK, bool KContiguous> struct OperandTile {
         }
     }
 
-    // Four 8 x 8 matrices at (i, k); the lane's own matrix lies (di, dk) away.
+    // Loads four 8 x 8 matrices at (i, k); the lane's own matrix is (di, dk) away.
     __device__ void load(unsigned (&r)[4], int i, int k, int di, int dk) const {
         int row = threadIdx.x % 8 + (KContiguous ? i + di : k + dk);
         int column = KContiguous ? k + dk : i + di;
@@ -81,7 +81,7 @@ gemm_mma(int M, int N, int K, const T *A, int lda, const T *B, int ldb, float be
     for (int step = 0; step < Stages - 1; ++step) fetch(step);
     for (int step = 0; step < steps; ++step) {
         wait_copies<Stages - 2>();
-        __syncthreads();  // this step's tiles are whole; the last step's are free for a new one
+        __syncthreads();  // this step's tiles are complete; the last step's are free for a new one
         fetch(step + Stages - 1);
         auto a = tile_a(step % Stages);
         auto b = tile_b(step % Stages);

@@ -1,7 +1,7 @@
 // GEMM, rung 1: one thread computes one element of C, straight from global memory.
 //
 // Per element of C: 2 K FLOPs, 2 K elements read. Intensity without caches: 1 FLOP per element
-// read, 0.25 FLOP/byte in float32. A GPU needs 10 to 200, so only caches keep this from memory's
+// read, 0.25 FLOP/byte in float32. A GPU needs 10 to 200, so only caches lift this above memory's
 // speed: the threads of a warp share a row of op(A), and read neighbouring columns of op(B).
 #include "gemm.cuh"
 

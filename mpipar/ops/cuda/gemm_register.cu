@@ -1,8 +1,8 @@
 // GEMM, rung 3: a thread computes TM x TN elements of C, so that what it reads from shared memory
 // is used several times from registers: TM + TN reads for TM * TN multiplications.
 //
-// Global traffic of a block's step: (BM + BN) BK elements per 2 BM BN BK FLOPs: at 64 x 64 16
-// FLOP/byte in float32. Shared memory: 4 bytes per FLOP on rung 2, 0.5 at TM = TN = 8.
+// Global traffic of a block's step: (BM + BN) BK elements per 2 BM BN BK FLOPs: at 64 x 64 this is
+// 16 FLOP/byte in float32. Shared memory: 4 bytes per FLOP on rung 2, 0.5 at TM = TN = 8.
 #include "gemm.cuh"
 
 // Grid (ceil(M / BM), ceil(N / BN)), block (BM / TM * BN / TN).

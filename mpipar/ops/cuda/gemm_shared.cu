@@ -2,7 +2,7 @@
 // into shared memory, from which each element is used Tile times.
 //
 // Global traffic: 2 Tile^2 elements per 2 Tile^3 FLOPs: Tile / 4 FLOP/byte in float32 (8 at 32).
-// But every multiplication still reads two values from shared memory: that is the next limit.
+// Every multiplication still reads two values from shared memory, which is the next limit.
 #include "gemm.cuh"
 
 // Grid (ceil(M / Tile), ceil(N / Tile)), block (Tile * Tile).
@@ -19,9 +19,9 @@ gemm_shared(int M, int N, int K, const T *A, int lda, const T *B, int ldb, float
     for (int k0 = 0; k0 < K; k0 += Tile) {
         load_tile<THREADS, !TransA, Tile, Tile>(a, A, lda, first_row, k0, M, K, threadIdx.x);
         load_tile<THREADS, TransB, Tile, Tile>(b, B, ldb, first_column, k0, N, K, threadIdx.x);
-        __syncthreads();  // the tiles are whole
+        __syncthreads();  // the tiles are complete
         for (int k = 0; k < Tile; ++k) sum += a[k][row] * b[k][column];
-        __syncthreads();  // and nobody reads them any more
+        __syncthreads();  // and no thread reads them any more
     }
     store(C, ldc, first_row + row, first_column + column, M, N, sum, beta);
 }

@@ -1,8 +1,9 @@
 // GEMM, rung 4: rung 3 with four float values per load, from global and from shared memory.
 //
-// The same bytes in a quarter of the instructions. A thread's TM rows are quads that lie BM / (TM /
-// 4) rows apart, its columns likewise: then the threads of a warp read neighbouring quads of shared
-// memory, each bank once. Odd row lengths and edges take the slow way inside load_tile_by_4.
+// The same bytes in a quarter of the instructions. A thread's TM rows are quads that are BM /
+// (TM / 4) rows apart, and likewise its columns, so that the threads of a warp read neighbouring
+// quads of shared memory, each bank once. Odd row lengths and edges take the slow path inside
+// load_tile_by_4.
 #include "gemm.cuh"
 
 // Grid (ceil(M / BM), ceil(N / BN)), block (BM / TM * BN / TN).

@@ -1,9 +1,9 @@
 // GEMM, rung 5: between the block's tile and the thread's there is the warp's, WM x WN.
 //
-// The 32 lanes of a warp lie as 8 x 4 over its tile, so that one step along k reads WM + WN
-// different values of shared memory for WM * WN multiplications: fewer than 32 threads in one or
-// two long rows read. There are two tiles of each operand, so that a step needs one barrier: while
-// some warps wait for global memory, others still multiply. Global traffic is that of rung 4.
+// The 32 lanes of a warp are arranged as 8 x 4 over its tile, so that one step along k reads WM +
+// WN different values of shared memory for WM * WN multiplications: fewer than 32 threads in one or
+// two long rows would read. There are two tiles of each operand, so that a step needs one barrier:
+// while some warps wait for global memory, others still multiply. Global traffic is that of rung 4.
 #include "gemm.cuh"
 
 // Grid (ceil(M / BM), ceil(N / BN)), block (32 * BM / WM * BN / WN).
@@ -29,7 +29,7 @@ gemm_warp(int M, int N, int K, const float *A, int lda, const float *B, int ldb,
     float sum[TM][TN] = {};
     load(0, 0);
     for (int k0 = 0, slot = 0; k0 < K; k0 += BK, slot ^= 1) {
-        __syncthreads();  // this slot is written, and the other one no longer read
+        __syncthreads();  // this slot is written, and the other one is no longer read
         if (k0 + BK < K) load(slot ^ 1, k0 + BK);
         for (int k = 0; k < BK; ++k) {
             __align__(16) float left[TM], right[TN];

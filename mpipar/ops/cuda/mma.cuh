@@ -1,5 +1,5 @@
-// What CUDA C++ has no words for: tensor-core products, matrix loads, asynchronous copies and
-// dynamic shared memory, as functions. All inline PTX of mpipar is in this file (PTX ISA, sm_80+).
+// What CUDA C++ cannot express: tensor-core products, matrix loads, asynchronous copies and dynamic
+// shared memory, as functions. All inline PTX of mpipar is in this file (PTX ISA, sm_80+).
 //
 // An mma tile is A (16, 16) times B (16, 8), added to D (16, 8) in float32. The 32 lanes of a warp
 // hold it in pieces, two 16-bit values (neighbours along k) a register; lane = 4 * g + t:
@@ -31,9 +31,9 @@ __device__ inline unsigned shared_address(const void *at) {
     return static_cast<unsigned>(__cvta_generic_to_shared(at));
 }
 
-// Load four 8x8 matrices of 16-bit values from shared memory, one register each: lane l names the
-// 16-byte row l % 8 of matrix l / 8. Lane 4g+t gets (row g, columns 2t and 2t+1); transposed:
-// (rows 2t and 2t+1, column g). All lanes of the warp must call it.
+// Loads four 8x8 matrices of 16-bit values from shared memory, one register each: lane l provides
+// the address of the 16-byte row l % 8 of matrix l / 8. Lane 4g+t gets (row g, columns 2t and
+// 2t+1); transposed: (rows 2t and 2t+1, column g). All lanes of the warp must call it.
 template <bool Transposed>
 __device__ inline void load_matrices(unsigned (&r)[4], const void *row) {
     if constexpr (Transposed)
@@ -46,19 +46,19 @@ __device__ inline void load_matrices(unsigned (&r)[4], const void *row) {
                      : "r"(shared_address(row)) : "memory");
 }
 
-// Copy 16 bytes from global to shared memory in the background; if not valid, write zeros and read
-// nothing. Both addresses are multiples of 16 in either case. The thread itself sees the copy after
-// wait_copies, the others only after a barrier that follows.
+// Copies 16 bytes from global to shared memory in the background; if not valid, writes zeros and
+// reads nothing. Both addresses are multiples of 16 in either case. The thread itself sees the copy
+// after wait_copies, the others only after a barrier that follows.
 __device__ inline void start_copy_16(void *to_shared, const void *from_global, bool valid) {
     asm volatile("cp.async.cg.shared.global [%0], [%1], 16, %2;"
                  ::"r"(shared_address(to_shared)), "l"(from_global), "r"(valid ? 16 : 0)
                  : "memory");
 }
 
-// Close the group of copies that this thread has started since the last call.
+// Closes the group of copies that this thread has started since the last call.
 __device__ inline void close_copies() { asm volatile("cp.async.commit_group;" ::: "memory"); }
 
-// Wait until at most the youngest `Pending` closed groups of this thread are under way.
+// Waits until at most the newest `Pending` closed groups of this thread are still pending.
 template <int Pending> __device__ inline void wait_copies() {
     asm volatile("cp.async.wait_group %0;" ::"n"(Pending) : "memory");
 }

@@ -3,14 +3,14 @@
 //
 // A warp takes a row, in two passes or three (LayerNorm forward). The passes after the first find
 // the row in the L1 cache. From global memory, per element of s bytes: forward 2s and about 8
-// FLOPs, backward_input 3s and 14, slabs 2s and 6. That is 1 to 3 FLOP/byte, so memory decides.
+// FLOPs, backward_input 3s and 14, slabs 2s and 6. That is 1 to 3 FLOP/byte: memory-bound.
 // Statistics are float32.
 #include "columns.cuh"
 #include "rows.cuh"
 
 // The sum over a row of value(at), itself a sum over what is `at` a place, in every thread of the
-// row's warp. Errors grow with the numbers that are added one after another: so packs are added up
-// first.
+// row's warp. Errors grow with the number of summands that are added one after another, so packs
+// are added up first.
 template <int Wide, typename Value>
 __device__ inline float row_sum(bool wide, int columns, Value value) {
     float total = 0.0f;
@@ -27,7 +27,7 @@ layernorm_forward(int rows, int columns, const T *x, const T *w, const T *b, flo
     x += size_t(row) * columns;
     y += size_t(row) * columns;
     bool wide = fits<WIDE<T>>(columns, x, w, b, y);
-    // x - first is exact where all of a row is alike; then its mean has all digits.
+    // x - first is exact where all of a row is equal; its mean then has all digits.
     float first = to_float(x[0]);
     float mu = row_sum<WIDE<T>>(wide, columns, [&](auto at) {
         auto in = load(x, at);
@@ -69,8 +69,8 @@ rmsnorm_forward(int rows, int columns, const T *x, const T *w, float eps, T *y, 
     if (threadIdx.x == 0) rstd[row] = scale;
 }
 
-// dx = residual + scale (g - mean(g) - xhat mean(g xhat)), the residual only if `adds`, with
-// g = dy w, xhat = (x - mu) scale; RMSNorm does not centre: mu = 0, and mean(g) has no part in dx.
+// dx = residual + scale (g - mean(g) - xhat mean(g xhat)), the residual only if `adds`, with g = dy
+// w, xhat = (x - mu) scale; RMSNorm does not centre: mu = 0, and mean(g) is left out of dx.
 template <bool Centered, typename T>
 __device__ inline void backward_row(int row, int columns, const T *dy, const T *x, const T *w,
                                     float mu, float scale, int adds, const T *residual, T *dx) {

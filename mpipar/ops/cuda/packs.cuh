@@ -1,16 +1,16 @@
-// Neighbours in one load or store of 16 bytes, which is how a GPU moves memory fastest.
+// Accesses to neighbours in one load or store of 16 bytes, which is how a GPU moves memory fastest.
 //
 // A kernel says once what happens `at` some neighbours. for_each_pack hands out as many as 16 bytes
-// hold if `fits` found that the arrays allow it, and single ones otherwise. So there is one formula
-// and no edge inside of a row. `fits` is alike for all rows of an array: a row's sums do not depend
-// on its place among them.
+// hold if `fits` found that the arrays allow it, and single ones otherwise, so there is one formula
+// and no edge inside of a row. `fits` is the same for all rows of an array, so that a row's sums do
+// not depend on its place among them.
 #pragma once
 
 #include "common.cuh"
 
 template <typename T> constexpr int WIDE = 16 / sizeof(T);
 
-// Width neighbours of an array from `first` on.
+// Width neighbours of an array, starting at `first`.
 template <int Width, typename Index> struct At {
     static constexpr int width = Width;
     Index first;
@@ -44,7 +44,7 @@ __device__ inline Pack<Width> each(At<Width, Index>, Value value) {
     return pack;
 }
 
-// What lies there, as it is; and back.
+// Reads what is there, unchanged; and writes it.
 template <int Width, typename Index, typename T>
 __device__ inline Stored<T, Width> fetch(const T *x, At<Width, Index> at) {
     Stored<T, Width> stored;
@@ -81,8 +81,8 @@ __device__ inline float sum(At<Width, Index>, Value value) {
     return total;
 }
 
-// Whether arrays with rows of `columns` elements can be read and written Wide at once, of which one
-// row begins at each address.
+// Whether arrays with rows of `columns` elements can be read and written Wide elements at once;
+// each address is the beginning of one row.
 template <int Wide, typename... T>
 __device__ inline bool fits(long long columns, const T *...rows) {
     return columns % Wide == 0 &&

@@ -1,7 +1,7 @@
 // The end of a residual branch: y (rows, columns) += bias (columns) + residual (rows, columns).
 //
-// A warp takes a row. Bytes per element of s bytes: 3s, where bias and residual apart move 5s. 2
-// FLOPs: less than 1 FLOP/byte, so memory decides.
+// A warp takes a row. Bytes per element of s bytes: 3s, where separate bias and residual move 5s. 2
+// FLOPs, less than 1 FLOP/byte: memory-bound.
 #include "rows.cuh"
 
 template <typename T>

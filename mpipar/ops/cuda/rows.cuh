@@ -4,11 +4,12 @@
 
 #include "packs.cuh"
 
-// exp(x) in few instructions. Its error grows with |x|, as that of any product x log2(e) in float,
-// so it is for what is at most 0: where that is large, the result is small beside others.
+// exp(x) in few instructions. Its error grows with |x|, like that of any product x log2(e) in
+// float, so it is for x <= 0: where |x| is large, the result is small compared with others.
 __device__ inline float quick_exp(float x) { return exp2f(1.4426950408889634f * x); }
 
-// 1 / (1 + exp(-x)), exact to a few units in the last place: SwiGLU shows its relative error.
+// 1 / (1 + exp(-x)), exact to a few units in the last place, because SwiGLU shows its relative
+// error.
 __device__ inline float logistic(float x) { return 1.0f / (1.0f + expf(-x)); }
 
 // All threads of a row of the grid share `count` elements: a block takes ELEMENT_THREADS Each at
@@ -40,9 +41,9 @@ __device__ inline void for_each_of_block(bool wide, int columns, Use use) {
     for_each_pack<Wide>(wide, threadIdx.x, Threads, 0, columns, use);
 }
 
-// One value of a whole block of Threads threads (one-dimensional), in every thread: of_warp reduces
-// each warp's values, and both combines two of these results. Two barriers: the first lets an
-// earlier call's readers finish.
+// Returns one value of a whole block of Threads threads (one-dimensional) in every thread: of_warp
+// reduces each warp's values, and both combines two of these results. There are two barriers, the
+// first of which lets an earlier call's readers finish.
 template <int Threads, typename OfWarp, typename Both>
 __device__ inline float block_fold(float x, OfWarp of_warp, Both both) {
     static_assert(Threads % 32 == 0 && Threads <= 1024, "whole warps, at most 32 of them");
@@ -61,7 +62,7 @@ template <int Threads> __device__ inline float block_sum(float x) {
                                [](float one, float other) { return one + other; });
 }
 
-// The largest value; a NaN is not seen.
+// The largest value; NaN is ignored.
 template <int Threads> __device__ inline float block_max(float x) {
     return block_fold<Threads>(x, [](float one) { return warp_max(one); },
                                [](float one, float other) { return fmaxf(one, other); });

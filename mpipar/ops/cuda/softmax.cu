@@ -1,9 +1,9 @@
 // Causal softmax over the rows of attention's scores (matrices, queries, keys), in place, a block
-// per row. It serves heads for which flash_forward.cu has no tile. Query i sees key j if
-// k_pos[j] <= q_pos[i].
+// per row. It serves heads for which flash_forward.cu has no tile. Query i sees key j if k_pos[j]
+// <= q_pos[i].
 //
 // Forward: three passes over a row, which after the first comes from a cache; 2s bytes per element
-// of s bytes from global memory. Backward: 3s. Below 3 FLOP/byte: memory decides. Compare with the
+// of s bytes from global memory. Backward: 3s. Below 3 FLOP/byte: memory-bound. Compare with the
 // tiles of flash_forward.cu, which never write the scores at all.
 #include "rows.cuh"
 

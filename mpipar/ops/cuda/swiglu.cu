@@ -1,10 +1,9 @@
 // SwiGLU y = silu(gate) up, silu(g) = g / (1 + exp(-g)), of h (rows, 2, columns), which is gate and
-// up (arXiv 2002.05202); and its gradient, which makes y once more.
+// up (arXiv 2002.05202); and its gradient, which recomputes y.
 //
-// A warp takes a row.
-// Bytes per element of y, of s bytes: swiglu_forward 3s (read gate and up, write y),
-// swiglu_backward 6s (read dy, gate and up, write both gradients and y). About 5 and 15 FLOPs, 0.5
-// FLOP/byte in float32, 1 in 16 bits, so memory decides.
+// A warp takes a row. Bytes per element of y, of s bytes: swiglu_forward 3s (read gate and up,
+// write y), swiglu_backward 6s (read dy, gate and up, write both gradients and y). About 5 and 15
+// FLOPs, 0.5 FLOP/byte in float32, 1 in 16 bits: memory-bound.
 #include "rows.cuh"
 
 template <typename T>
