@@ -41,6 +41,7 @@ class ShapeOps(Ops):
         self.dtype = self.statistics = np.dtype(dtype)
         self.device = "shapes"
         self.worst_case = False  # whether the experts of this rank get as many rows as possible
+        self.routed: tuple[np.ndarray, int] | None = None  # see `row_counts`
         self.recorder = recorder
         self.flops: Counter[str] = Counter()
         self._ledger = Ledger()
@@ -94,7 +95,16 @@ class ShapeOps(Ops):
         """Return as many numbers as counts has; they differ by one at most, and their sum is total.
 
         In the worst case those in `own` add up to the product of `most`, and the others are 0.
+        routed: (rows that each rank of a group has for each expert (q, E), this rank's place in
+        it). With it, counts are those of this rank's own rows, of all ranks' rows for its experts
+        if `most` is given, or of all rows if `own` is given.
         """
+        if self.routed is not None and counts.size > 1 and not self.worst_case:
+            table, place = self.routed
+            if own is not None:
+                return table.sum(axis=0).tolist()
+            return (np.split(table, len(table), axis=1)[place].ravel() if most
+                    else table[place]).tolist()
         found = [0] * counts.size
         worst = bool(most) and self.worst_case
         places = range(counts.size)[(worst and own) or slice(None)]
