@@ -102,9 +102,11 @@ class ShapeOps(Ops):
         if self.routed is not None and counts.size > 1 and not self.worst_case:
             table, place = self.routed
             if own is not None:
-                return table.sum(axis=0).tolist()
-            return (np.split(table, len(table), axis=1)[place].ravel() if most
-                    else table[place]).tolist()
+                routed = table.sum(axis=0)
+            else:
+                routed = (np.split(table, len(table), axis=1)[place].ravel() if most
+                          else table[place])
+            return list(map(int, routed))
         found = [0] * counts.size
         worst = bool(most) and self.worst_case
         places = range(counts.size)[(worst and own) or slice(None)]
