@@ -92,7 +92,7 @@ def test_full_lists_are_accepted_with_the_same_report(name):
         ("1f1b", 1, lambda program: program.append(Instr("F", 1, -1)),
          "microbatch -1 does not exist"),
         ("1f1b", 1, lambda program: program.append(Instr("X", 1, 0)),
-         "rank 1 position 17 (1X0): only F B I W OVERLAP_F_B REDUCE_GRAD may stand"),
+         "rank 1 position 17 (1X0): only F B I W OVERLAP_F_B REDUCE_GRAD may appear"),
         ("1f1b", 1, lambda program: program.append(Instr("SEND_F", 1, 0)),
          "rank 1 position 17 (1SEND_F0): only F B"),
         ("1f1b", 1, lambda program: program.pop(),
