@@ -17,7 +17,7 @@ from mpipar.config.run import RunConfig
 from mpipar.config.sections import settings
 from mpipar.config.setting import flag
 from mpipar.errors import UsageError, combine, suggestion
-from mpipar.job import alike
+from mpipar.job import consistency
 from mpipar.job.session import Session
 
 COMMANDS = {  # each is the COMMAND of the module mpipar.commands.NAME
@@ -111,7 +111,7 @@ def main(argv: list[str], session: Session) -> int:
     if not command.needs_mpi and session.launcher.rank > 0:
         return errors.EXIT_OK  # under a launcher one process speaks, and writes the files
     if command.needs_mpi:
-        session.facts = {"command": name} | alike.versions()
+        session.facts = {"command": name} | consistency.versions()
     session.will_loop = command.trains
     context = context_of(session, name, words)
     if context.reading.prints:
@@ -132,7 +132,7 @@ def facts_of(context: Context) -> dict[str, str]:
     if reading.chooses_layout:
         found["--layout"] = AUTO
     if reading.problems:
-        found[alike.REFUSED] = "; ".join(reading.problems)
+        found[consistency.REFUSED] = "; ".join(reading.problems)
     return found
 
 

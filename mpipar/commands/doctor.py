@@ -14,8 +14,8 @@ from mpipar.comm.facts import gather_facts
 from mpipar.comm.one_rank import OneRank
 from mpipar.commands.command import Command, Context
 from mpipar.errors import EXIT_OK
-from mpipar.job import alike, blas, gpus, limits, mpi
-from mpipar.job.alike import ranges
+from mpipar.job import blas, consistency, gpus, limits, mpi
+from mpipar.job.consistency import ranges
 
 
 def run(context: Context) -> int:
@@ -72,7 +72,7 @@ def job_lines(session, facts: list[dict]) -> list[str]:
     """Return the lines about the whole job."""
     hosts = {fact["host"] for fact in facts}
     versions = {"mpipar": __version__, "Python": platform.python_version(),
-                "NumPy": alike.numpy_version(), "mpi4py": mpi4py.__version__}
+                "NumPy": consistency.numpy_version(), "mpi4py": mpi4py.__version__}
     rows = [
         ("versions", ", ".join(f"{name} {version}" for name, version in versions.items())),
         ("MPI library", mpi.library_name(session.world)),

@@ -24,7 +24,7 @@ from mpipar.errors import UserError
 from mpipar.files.bounded import open_regular
 from mpipar.files.replace import replace_file
 from mpipar.files.text import counted
-from mpipar.job import alike, blas, mpi
+from mpipar.job import blas, consistency, mpi
 from mpipar.trace import html, trace_file
 from mpipar.trace.analysis import analyse
 
@@ -40,7 +40,7 @@ def environment(session, hosts: int) -> list[tuple[str, str]]:
         ("launcher", session.launcher.name or "none (one process)"),
         ("ranks", f"{session.world.size} on {counted(hosts, 'host')}"),
         ("MPI", mpi.library_name(session.world)),
-        *((name, session.facts[name]) for name in alike.PROGRAMS),
+        *((name, session.facts[name]) for name in consistency.PROGRAMS),
         ("processor", blas.processor()[0] or platform.machine()),
         ("cores of rank 0", str(len(os.sched_getaffinity(0)))),
         ("system", f"{platform.system()} {platform.release()}"),

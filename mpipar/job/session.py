@@ -27,7 +27,7 @@ from mpipar import errors
 from mpipar.comm.facts import gather_facts
 from mpipar.comm.one_rank import OneRank
 from mpipar.errors import EnvironmentProblem, UsageError, UserError
-from mpipar.job import alike, failure, limits, lock, mpi, status, supervisor
+from mpipar.job import consistency, failure, limits, lock, mpi, status, supervisor
 from mpipar.job.environment import (
     MPICH,
     Launcher,
@@ -162,7 +162,7 @@ class Session(Interruptible):
         everybody = gather_facts(self._private, facts)
         if everybody is not None:
             problem = EnvironmentProblem(["the ranks of this job differ, and must not:",
-                                          *alike.differences(everybody)])
+                                          *consistency.differences(everybody)])
             failure.show(failure.error_report(problem, ""))
         raise AgreedError(errors.EXIT_ENVIRONMENT)
 
@@ -172,7 +172,7 @@ class Session(Interruptible):
         If the others have understood theirs, the table of what differs says so.
         Comm: that of start(), and one all-gather.
         """
-        self.facts |= {alike.REFUSED: "; ".join(error.problems)}
+        self.facts |= {consistency.REFUSED: "; ".join(error.problems)}
         try:
             self.start()
         except EnvironmentProblem:
