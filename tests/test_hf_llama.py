@@ -15,9 +15,9 @@ from safetensors.numpy import load_file, save_file
 
 from mpipar.checkpoint import own
 from mpipar.checkpoint import weights as checkpoint
-from mpipar.checkpoint.companions import read_companions
 from mpipar.checkpoint.formats import format_of, model_settings, start_notes
 from mpipar.checkpoint.params import all_params
+from mpipar.checkpoint.tokenizer_files import read_tokenizer_files
 from mpipar.commands.inputs import tokenizer_notes
 from mpipar.commands.resolve import resolve
 from mpipar.data.tokenizer import byte_tokenizer
@@ -341,8 +341,8 @@ def test_the_tokenizer_of_prepared_data_replaces_another(tmp_path):
     before, own = byte_tokenizer(), byte_tokenizer(end=True)
     before.copy(tmp_path)
     (tmp_path / "generation_config.json").write_text('{"eos_token_id": 9}')
-    assert read_companions(tmp_path, before) == read_companions(tmp_path)
-    found = read_companions(tmp_path, own)
+    assert read_tokenizer_files(tmp_path, before) == read_tokenizer_files(tmp_path)
+    found = read_tokenizer_files(tmp_path, own)
     assert json.loads(found.pop("generation_config.json")) == {"eos_token_id": 256}
     assert found == own.files
     assert "where they differ" in tokenizer_notes(str(tmp_path), own)[0]
@@ -350,14 +350,14 @@ def test_the_tokenizer_of_prepared_data_replaces_another(tmp_path):
     for name in before.files:
         (tmp_path / name).unlink()
     assert tokenizer_notes(str(tmp_path), own) == []
-    found = read_companions(tmp_path, own)
+    found = read_tokenizer_files(tmp_path, own)
     assert json.loads(found.pop("generation_config.json")) == {"eos_token_id": 9}
     assert found == own.files
-    assert read_companions(None, before) == before.files
-    assert read_companions(None, None) == {}
+    assert read_tokenizer_files(None, before) == before.files
+    assert read_tokenizer_files(None, None) == {}
 
 
-def test_companions_that_cannot_be_read_are_refused(tmp_path):
+def test_tokenizer_files_that_cannot_be_read_are_refused(tmp_path):
     start = tmp_path / "start"
     checkpoint.save(fresh(dtype="float32", vocab_size=256), start)
     (start / "generation_config.json").unlink()

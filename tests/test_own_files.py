@@ -20,8 +20,8 @@ from state_cases import config_for, saved, savers_of
 
 from mpipar import cli
 from mpipar.checkpoint import weights as checkpoint
-from mpipar.checkpoint.companions import write_companions
 from mpipar.checkpoint.manifest import committed_steps
+from mpipar.checkpoint.tokenizer_files import write_tokenizer_files
 from mpipar.commands import run_folder
 from mpipar.commands.source import find_source
 from mpipar.console.output import GrowingFile, Log
@@ -89,7 +89,7 @@ def test_a_folder_of_the_run_is_no_link(name, victim):
     with pytest.raises(OutputError, match=f"go on here: {name} is a symbolic link"):
         run_folder.check_own(run)
     with pytest.raises(OSError, match="is a symbolic link"):
-        write_companions({"tokenizer.json": b"{}"}, run / name)
+        write_tokenizer_files({"tokenizer.json": b"{}"}, run / name)
 
 
 def test_what_is_read_in_a_run_folder_is_no_link(victim):

@@ -20,7 +20,7 @@ FILES = (*tokenizer.FILES, GENERATION)
 IDS = ("bos_token_id", "eos_token_id", "pad_token_id")
 
 
-def read_companions(source: Path | None, speaks=None) -> dict[str, bytes]:
+def read_tokenizer_files(source: Path | None, speaks=None) -> dict[str, bytes]:
     """{name: content} of the files to lie beside weights.
 
     source: the folder of the weights before. speaks: the Tokenizer of the run. With another one
@@ -49,7 +49,7 @@ def _read(source: Path) -> dict[str, bytes]:
     return found
 
 
-def write_companions(found: dict[str, bytes], folder: Path) -> None:
+def write_tokenizer_files(found: dict[str, bytes], folder: Path) -> None:
     """Write files into a folder, which is made if need be; it is no link. Raises OSError."""
     if found:
         own.make_root(folder.parent)

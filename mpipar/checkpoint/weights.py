@@ -14,7 +14,7 @@ from pathlib import Path
 
 import numpy as np
 
-from mpipar.checkpoint import boxes, companions, formats
+from mpipar.checkpoint import boxes, formats, tokenizer_files
 from mpipar.checkpoint.disk import BLOCK_BYTES
 from mpipar.checkpoint.load import Pieces
 from mpipar.checkpoint.manifest import read_manifest
@@ -121,7 +121,7 @@ def write(folder: Path, config, dtype, blocks, most_bytes: int | None = None) ->
     made = [(name, dtype, shape) for found in tensors.values() for name, shape in found.items()]
     try:
         own.make_root(folder.parent)
-        texts = companions.config_texts(folder, form.to_json(config.model, dtype.name))
+        texts = tokenizer_files.config_texts(folder, form.to_json(config.model, dtype.name))
         with new_weights(folder, texts, made, most_bytes or config.run.max_shard_size) as put:
             for param, row, block in blocks:
                 numbers, first = block.reshape(-1), row * (block.size // len(block))

@@ -7,7 +7,7 @@ from pathlib import Path
 import ml_dtypes
 import numpy as np
 
-from mpipar.checkpoint import companions, weights
+from mpipar.checkpoint import tokenizer_files, weights
 from mpipar.checkpoint.load import blocks
 from mpipar.checkpoint.manifest import NAME, Manifest, committed_steps, damage, read_manifest
 from mpipar.checkpoint.params import all_params
@@ -145,7 +145,7 @@ def export(folder: Path, steps, args) -> int:
     _, path = steps[-1]
     out = Path(args.out) if args.out is not None else folder / WEIGHTS
     if out.exists() and (not out.is_dir() or any(
-            path.name not in companions.FILES for path in out.iterdir())):
+            path.name not in tokenizer_files.FILES for path in out.iterdir())):
         raise UsageError(f"{out}: exists and is not empty; give a new folder with --out")
     wrong = damage(path)
     if wrong:
@@ -154,9 +154,9 @@ def export(folder: Path, steps, args) -> int:
     config = config_of(path, manifest)
     names = weights.names_in_file(config.model)
     dtype = DTYPES.get(args.dtype, np.dtype(manifest.tensors[names[0]].dtype))
-    found = companions.read_companions(folder / WEIGHTS)
+    found = tokenizer_files.read_tokenizer_files(folder / WEIGHTS)
     with said(out, "can't be written"):
-        companions.write_companions(found, out)
+        tokenizer_files.write_tokenizer_files(found, out)
     weights.write(out, config, dtype, blocks(path, manifest, names), args.max_shard_size)
     say(f"the weights after step {manifest.step} are in {out}")
     return EXIT_OK

@@ -11,13 +11,13 @@ from dataclasses import dataclass, replace
 from mpipar import ops as ops_module
 from mpipar.checkpoint import formats
 from mpipar.checkpoint import weights as checkpoint
-from mpipar.checkpoint.companions import GENERATION, token_ids
+from mpipar.checkpoint.tokenizer_files import GENERATION, token_ids
 from mpipar.comm.grid import Grid
 from mpipar.comm.record import Recorder
 from mpipar.commands.command import Context
 from mpipar.commands.compared import config_facts, digest_of_value
 from mpipar.commands.resolve import resolve
-from mpipar.commands.source import companions_of, find_source
+from mpipar.commands.source import find_source, tokenizer_folder
 from mpipar.config.sections import Config
 from mpipar.data.tokenizer import Tokenizer, tokenizer_of
 from mpipar.errors import EXIT_OK, DataError, OutputError, UsageError
@@ -122,13 +122,13 @@ def prepare(reading, args, world_size: int, host_rank: int) -> Request:
         grid=replace(given.grid, num_microbatches=given.grid.num_microbatches or 1),
         train=replace(given.train, optimizer="sgd"))
     problems = (*reading.problems, *option_problems(reading, args))
-    companions, texts, found = companions_of(weights), [], {"notes": []}
+    beside, texts, found = tokenizer_folder(weights), [], {"notes": []}
     is_default = args.prompts is None and "prompt" not in reading.given
 
     def read_files(config):
         texts[:] = ([("--prompt", config.run.prompt)] if args.prompts is None
                     else prompts_module.read_prompts(args.prompts))
-        found["tokenizer"] = tokenizer_of(companions, config.model.vocab_size)
+        found["tokenizer"] = tokenizer_of(beside, config.model.vocab_size)
 
     def read_texts(config):
         try:
@@ -151,7 +151,7 @@ def prepare(reading, args, world_size: int, host_rank: int) -> Request:
     groups = given.grid.num_microbatches or config.grid.pp  # as many as work at the same time
     config = replace(config, grid=replace(config.grid, num_microbatches=groups))
     together = given.train.batch_size or ROWS_OF_A_GROUP * config.grid.dp * groups
-    ends = ends_of(companions, found["tokenizer"], config.model.vocab_size)
+    ends = ends_of(beside, found["tokenizer"], config.model.vocab_size)
     return Request(config, ops_module.make_for(config.run, host_rank), **found,
                    sampling=Sampling.of(config.run, ends), together=together)
 

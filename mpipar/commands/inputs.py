@@ -11,7 +11,7 @@ from mpipar import data
 from mpipar import ops as ops_module
 from mpipar.checkpoint import weights as checkpoint
 from mpipar.commands.resolve import resolve
-from mpipar.commands.source import companions_of
+from mpipar.commands.source import tokenizer_folder
 from mpipar.config.run import RunConfig
 from mpipar.config.sections import Config, is_in_force
 from mpipar.data.dataset import is_dataset
@@ -96,13 +96,13 @@ def tokenizer_of_run(config, started, tokens) -> Tokenizer | None:
         return None
     prepared = next(filter(is_dataset, config.run.data), None)
     source = started or config.run.init_from
-    folder = prepared or (companions_of(source) if source else None)
+    folder = prepared or (tokenizer_folder(source) if source else None)
     return tokenizer_of(folder, config.model.vocab_size, is_text=tokens.dtype == np.uint8)
 
 
 def tokenizer_notes(source: str | None, tokenizer: Tokenizer | None) -> list[str]:
     """Return what a user should know if data and first weights have tokenizers with other files."""
-    folder = companions_of(source) if source and tokenizer else None
+    folder = tokenizer_folder(source) if source and tokenizer else None
     if folder is None or not has_tokenizer(folder) or (
             files_digest(read_files(folder)) == tokenizer.digest):
         return []

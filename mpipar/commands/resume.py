@@ -14,9 +14,9 @@ from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 
 from mpipar import data
-from mpipar.checkpoint.companions import read_companions
 from mpipar.checkpoint.load import load_state
 from mpipar.checkpoint.manifest import NAME, committed_steps, read_manifest
+from mpipar.checkpoint.tokenizer_files import read_tokenizer_files
 from mpipar.comm.facts import broadcast_text, gather_facts
 from mpipar.comm.grid import AXES
 from mpipar.commands.compared import compare_inputs, digest_of_weights
@@ -32,7 +32,7 @@ from mpipar.commands.run_folder import (
     newest_step,
     read_sources,
 )
-from mpipar.commands.source import companions_of, find_source
+from mpipar.commands.source import find_source, tokenizer_folder
 from mpipar.config.layout import sizes_text
 from mpipar.config.reading import values_of
 from mpipar.config.run import AUTO, NEVER, named_folder, trace_steps
@@ -263,7 +263,8 @@ def agreed_folder(session, start: Start, inputs,
         if session.world.rank > 0:
             return None, {}
         source = sources.resumed or sources.init_from
-        beside = read_companions(companions_of(source) if source else None, inputs.tokenizer)
+        folder = tokenizer_folder(source) if source else None
+        beside = read_tokenizer_files(folder, inputs.tokenizer)
         if start.folder is None:
             return make_run_folder(inputs.config, session, sources, beside)
         return go_on_in(start, inputs.config, session, beside)

@@ -35,7 +35,7 @@ def find_source(path: str, where: str) -> str:
     return str(found or steps[-1][1])
 
 
-def companions_of(folder: str) -> Path:
+def tokenizer_folder(folder: str) -> Path:
     """Return the folder in which the tokenizer of these weights or of this checkpoint lies."""
     return own_weights(Path(folder).parent.parent) if is_step(folder) else Path(folder)
 
