@@ -23,7 +23,7 @@ from mpipar.config.resolve import resolve
 from mpipar.config.setting import flag
 from mpipar.console.tables import nbytes
 from mpipar.errors import OutOfMemory, UserError
-from mpipar.job.heap import give_back_heap, keep_heap
+from mpipar.job.malloc import give_back_heap, keep_heap
 from mpipar.pipeline.combinations import RULES
 from mpipar.plan.predict import predict
 

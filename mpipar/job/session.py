@@ -38,7 +38,7 @@ from mpipar.job.environment import (
     read_launcher,
     scratch,
 )
-from mpipar.job.heap import keep_heap
+from mpipar.job.malloc import keep_heap
 from mpipar.job.signals import Interruptible, later, listen
 from mpipar.job.streams import open_closed, warn
 from mpipar.job.watchdog import Watchdog
