@@ -10,7 +10,7 @@ from pathlib import Path
 
 import numpy as np
 
-from mpipar.files import own
+from mpipar.files import no_links
 from mpipar.files.bounded import open_regular
 
 BLOCK_BYTES = 16 * 2**20  # a block of rows: the most that one message or one write carries
@@ -46,7 +46,7 @@ def write_new(path: Path, chunks) -> tuple[int, str]:
     """
     digest, size, told = hashlib.sha256(), 0, 0
     run_folder = path.parents[2]
-    file = own.opened(run_folder, str(path.relative_to(run_folder)), own.NEW)
+    file = no_links.opened(run_folder, str(path.relative_to(run_folder)), no_links.NEW)
     try:
         for chunk in chunks:
             data = memoryview(np.ascontiguousarray(chunk)  # a transposed view has other bytes
@@ -66,7 +66,7 @@ def write_new(path: Path, chunks) -> tuple[int, str]:
 
 def sync_folder(folder: Path) -> None:
     """Bring the names in a folder to the disk; its files have their own fsync."""
-    with own.folder(folder) as descriptor:
+    with no_links.folder(folder) as descriptor:
         os.fsync(descriptor)
 
 

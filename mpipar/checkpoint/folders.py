@@ -1,7 +1,7 @@
 """The folders of a run's checkpoints: how one begins, is committed, and goes. Rank 0 alone.
 
-They are reached through no link, see `mpipar.files.own`. Only folders that hold nothing but files
-of checkpoints are ever deleted.
+They are reached through no link, see `mpipar.files.no_links`. Only folders that hold nothing but
+files of checkpoints are ever deleted.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from mpipar.checkpoint.manifest import (
     step_folder_name,
 )
 from mpipar.errors import DataError
-from mpipar.files import own
+from mpipar.files import no_links
 
 PARTIAL, TRASH, ASIDE = ".partial-", ".trash-", ".aside-"
 
@@ -32,8 +32,8 @@ def make_partial(folder: Path, step: int) -> Path:
     Raises OSError.
     """
     partial = f"{step_folder_name(step)}{PARTIAL}{secrets.token_hex(4)}"
-    own.make_root(folder.parent)
-    with own.folder(folder.parent, folder.name, make=True) as inside:
+    no_links.make_root(folder.parent)
+    with no_links.folder(folder.parent, folder.name, make=True) as inside:
         sync_folder(folder.parent)
         os.mkdir(partial, dir_fd=inside)
         os.fsync(inside)
@@ -48,7 +48,7 @@ def put_in_place(partial: Path, step: int) -> None:
     very state, nothing needs to change. What is no checkpoint is kept under another name.
     """
     folder, name = partial.parent, step_folder_name(step)
-    with own.folder(folder.parent, folder.name) as inside:
+    with no_links.folder(folder.parent, folder.name) as inside:
         if os.path.lexists(folder / name):
             with contextlib.suppress(DataError):
                 if read_manifest(folder / name) == read_manifest(partial):
@@ -66,7 +66,8 @@ def set_aside(folder: Path, step: int, keep: int) -> list[Path]:
     to a run that this one has replaced. Folders that killed runs have left go too. A failure is
     left for the next time.
     """
-    with contextlib.suppress(OSError, DataError), own.folder(folder.parent, folder.name) as inside:
+    with contextlib.suppress(OSError, DataError), \
+            no_links.folder(folder.parent, folder.name) as inside:
         committed = committed_steps(folder)
         earlier = [path.name for number, path in committed if number < step]
         later = [path.name for number, path in committed if number > step]
@@ -84,13 +85,13 @@ def delete(paths: list[Path]) -> None:
     """Delete folders that have been set aside. It takes long, so a thread does it."""
     for path in paths:
         with contextlib.suppress(OSError):
-            own.remove_tree(path.parents[1], f"{path.parent.name}/{path.name}")
+            no_links.remove_tree(path.parents[1], f"{path.parent.name}/{path.name}")
 
 
 def _is_checkpoint(inside: int, name: str) -> bool:
     """Whether this is a real folder with nothing in it but what a save writes."""
     try:
-        descriptor = os.open(name, own.FOLDER | os.O_NOFOLLOW, dir_fd=inside)
+        descriptor = os.open(name, no_links.FOLDER | os.O_NOFOLLOW, dir_fd=inside)
     except OSError:
         return False
     try:

@@ -11,7 +11,7 @@ from pathlib import Path
 
 from mpipar.data import tokenizer
 from mpipar.errors import DataError
-from mpipar.files import own
+from mpipar.files import no_links
 from mpipar.files.bounded import problems_as, read_bytes, read_json
 from mpipar.files.replace import replace_file
 
@@ -52,7 +52,7 @@ def _read(source: Path) -> dict[str, bytes]:
 def write_tokenizer_files(found: dict[str, bytes], folder: Path) -> None:
     """Write files into a folder, which is made if need be; it is no link. Raises OSError."""
     if found:
-        own.make_root(folder.parent)
+        no_links.make_root(folder.parent)
     for name, content in found.items():
         replace_file(f"{folder.name}/{name}", [content], root=folder.parent)
 

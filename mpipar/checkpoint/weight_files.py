@@ -18,7 +18,7 @@ import numpy as np
 from mpipar.checkpoint.disk import safetensors_head
 from mpipar.checkpoint.tensor_file import Entry, TensorFile
 from mpipar.errors import DataError
-from mpipar.files import own
+from mpipar.files import no_links
 from mpipar.files.bounded import problems_as, read_json
 from mpipar.files.replace import replaced_files
 from mpipar.files.text import shown
@@ -172,11 +172,11 @@ def new_weights(folder: Path, texts: dict[str, str], tensors, most_bytes: int):
                 done += os.pwrite(number, view[done:], offset + done)
 
         yield put
-    with own.folder(folder.parent, folder.name) as inside:
+    with no_links.folder(folder.parent, folder.name) as inside:
         stale = [name for name in os.listdir(inside) if name not in files
                  and (SHARD.fullmatch(name) or name in (WEIGHTS, INDEX))]
     for name in stale:
-        own.remove(folder.parent, f"{folder.name}/{name}")
+        no_links.remove(folder.parent, f"{folder.name}/{name}")
 
 
 def _index_text(parts: dict[str, list]) -> str:

@@ -23,7 +23,7 @@ from mpipar.checkpoint.tensor_file import NUMBERS
 from mpipar.checkpoint.weight_files import WeightFiles, new_weights
 from mpipar.config.model import model_config
 from mpipar.errors import DataError, OutputError
-from mpipar.files import own
+from mpipar.files import no_links
 from mpipar.files.text import brief
 
 MOST_TOLD = 20  # problems of tensors
@@ -120,7 +120,7 @@ def write(folder: Path, config, dtype, blocks, most_bytes: int | None = None) ->
                for _, param in all_params(config.model, (config.model.layers,))}
     made = [(name, dtype, shape) for found in tensors.values() for name, shape in found.items()]
     try:
-        own.make_root(folder.parent)
+        no_links.make_root(folder.parent)
         texts = tokenizer_files.config_texts(folder, form.to_json(config.model, dtype.name))
         with new_weights(folder, texts, made, most_bytes or config.run.max_shard_size) as put:
             for param, row, block in blocks:

@@ -15,7 +15,7 @@ from mpipar.config.reading import to_toml, values_of
 from mpipar.config.run import RUNS, named_folder
 from mpipar.console import series
 from mpipar.errors import DataError, OutputError, UsageError
-from mpipar.files import own
+from mpipar.files import no_links
 from mpipar.files.bounded import parse_json, problems_as, read_text
 from mpipar.files.replace import replace_file, replaced_files, set_aside
 from mpipar.files.text import counted
@@ -137,7 +137,7 @@ def go_on_in(start, config, session,
         set_aside(folder / "errors")
         if config.run.trace:
             set_aside(folder / "trace")
-        own.remove_tree(folder, "hang")  # of a job that was killed
+        no_links.remove_tree(folder, "hang")  # of a job that was killed
         first = {}
         with contextlib.suppress(FileNotFoundError, ValueError):  # of an older version, or damaged
             first[SOURCES] = read_text(SOURCES, root=folder).encode()
@@ -150,9 +150,9 @@ def check_own(folder: Path) -> None:
     for name in filter(lambda name: os.path.lexists(folder / name), (*GROWING, *FOLDERS)):
         try:
             if name in GROWING:
-                os.close(own.opened(folder, name, os.O_RDWR))
+                os.close(no_links.opened(folder, name, os.O_RDWR))
             else:
-                with own.folder(folder, name, make=True):
+                with no_links.folder(folder, name, make=True):
                     pass
         except OSError as error:
             wrong.append(f"{folder}: the run can't go on here: {error.strerror}")
@@ -178,7 +178,7 @@ def cut_behind(folder: Path, step: int) -> list[Path]:
             if os.path.lexists(folder / name):
                 notes += _cut_lines(folder, name, step)
         for name in (CSV, REPORT):
-            own.remove(folder, name)
+            no_links.remove(folder, name)
         for number, path in committed_steps(folder / CHECKPOINTS):
             if number > step:
                 notes.append(f"a checkpoint of a later step is kept aside in {set_aside(path)}")

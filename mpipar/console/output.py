@@ -7,7 +7,7 @@ import shutil
 from pathlib import Path
 
 from mpipar.errors import OutputError
-from mpipar.files import own
+from mpipar.files import no_links
 from mpipar.files.replace import replaced_files, set_aside
 from mpipar.files.text import harmless, printable
 from mpipar.job.failure import DISK_ERRORS
@@ -36,7 +36,7 @@ class GrowingFile:
         self.folder, self.name, self.path = folder, name, folder / name
         self.pending, self.warned = b"", False
         try:
-            self.file = own.append(folder, name)
+            self.file = no_links.append(folder, name)
         except OSError as error:
             raise OutputError(f"{self.path}: can't be written: {error.strerror}") from None
 
@@ -76,7 +76,7 @@ class GrowingFile:
         with replaced_files(self.folder) as create, open(os.dup(self.file.fileno()), "rb") as old:
             old.seek(0)
             shutil.copyfileobj(old, create(self.name))
-        new = own.append(self.folder, self.name)
+        new = no_links.append(self.folder, self.name)
         self.file.close()
         self.file = new
 

@@ -7,7 +7,7 @@ import os
 import time
 from pathlib import Path
 
-from mpipar.files import own
+from mpipar.files import no_links
 from mpipar.job.streams import warn
 
 FOLDER = "tensorboard"  # in the run folder; each start of a run adds a file
@@ -47,9 +47,9 @@ class Events:
         from tensorboard.compat.proto.event_pb2 import SessionLog
         from tensorboard.summary.writer.event_file_writer import EventFileWriter
 
-        with own.folder(folder.parent, folder.name, make=True) as inside:
+        with no_links.folder(folder.parent, folder.name, make=True) as inside:
             for name in os.listdir(inside):  # the writer would follow a link
-                os.close(own.opened(folder, name, os.O_RDONLY))
+                os.close(no_links.opened(folder, name, os.O_RDONLY))
         self.writer = EventFileWriter(str(folder))
         self._event(first_step, session_log=SessionLog(status=SessionLog.START))
 

@@ -20,7 +20,7 @@ from pathlib import Path
 from typing import Any, BinaryIO
 
 from mpipar.errors import DataError, UserError
-from mpipar.files import own
+from mpipar.files import no_links
 from mpipar.files.text import brief, shown
 
 MOST_BYTES = 1 << 20  # of a file whose reader names no other bound
@@ -45,13 +45,13 @@ def open_regular(path: str | os.PathLike, root: str | os.PathLike | None = None)
     if root is None:
         return open(path, "rb", opener=_open_regular)
     return open(Path(root, path), "rb",
-                opener=lambda _, flags: own.opened(root, os.fspath(path), flags))
+                opener=lambda _, flags: no_links.opened(root, os.fspath(path), flags))
 
 
 def _open_regular(path: str, flags: int) -> int:
     # On a regular file O_NONBLOCK does nothing. A pipe is opened without waiting for its writer.
     descriptor = os.open(path, flags | os.O_NONBLOCK | os.O_CLOEXEC)
-    kind = own.kind_of(os.fstat(descriptor).st_mode)
+    kind = no_links.kind_of(os.fstat(descriptor).st_mode)
     if not kind:
         return descriptor
     os.close(descriptor)

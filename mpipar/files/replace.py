@@ -8,7 +8,7 @@ from collections.abc import Iterable
 from contextlib import ExitStack, contextmanager, suppress
 from pathlib import Path
 
-from mpipar.files import own
+from mpipar.files import no_links
 
 
 def replace_file(path, pieces: Iterable, *, sync: bool = True, root=None) -> None:
@@ -16,7 +16,7 @@ def replace_file(path, pieces: Iterable, *, sync: bool = True, root=None) -> Non
 
     pieces: bytes, or what has their buffer, such as contiguous arrays. sync: whether the file is on
     the disk when this returns. root: the folder of a run to which the path is relative, see
-    `mpipar.files.own`. Raises OSError, and leaves the old file as it was.
+    `mpipar.files.no_links`. Raises OSError, and leaves the old file as it was.
     """
     path = Path(path)
     with replaced_files(root or path.parent, path.parent if root else "", sync=sync) as create:
@@ -32,7 +32,7 @@ def replaced_files(root, inside="", *, gone: Iterable[str] = (), sync: bool = Tr
     file cannot be written, the old files stay as they were. sync: see `replace_file`. Raises
     OSError.
     """
-    with own.folder(root, inside, make=True) as folder:
+    with no_links.folder(root, inside, make=True) as folder:
         yield from _replaced(folder, gone, sync)
 
 
@@ -48,7 +48,7 @@ def _replaced(folder: int, gone: Iterable[str], sync: bool):
         with ExitStack() as stack:
             def create(name: str):
                 remove(f"{name}.partial")  # left by a killed process, or planted
-                descriptor = os.open(f"{name}.partial", own.NEW, 0o666, dir_fd=folder)
+                descriptor = os.open(f"{name}.partial", no_links.NEW, 0o666, dir_fd=folder)
                 files[name] = stack.enter_context(open(descriptor, "wb"))
                 return files[name]
 

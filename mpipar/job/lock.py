@@ -18,7 +18,7 @@ from collections.abc import Mapping
 from pathlib import Path
 
 from mpipar.errors import OutputError, UsageError
-from mpipar.files import own
+from mpipar.files import no_links
 from mpipar.files.bounded import parse_json, read_text
 from mpipar.files.text import harmless
 from mpipar.job.environment import host_name, started
@@ -50,7 +50,7 @@ class RunLock:
         """Remove the lock, unless another job has taken it over."""
         with contextlib.suppress(OSError, ValueError):
             if read_text(NAME, root=self.folder) == self.text:
-                own.remove(self.folder, NAME)
+                no_links.remove(self.folder, NAME)
 
 
 def acquire(folder: Path, token: str, take_over: bool = False,
@@ -154,9 +154,9 @@ def _taken_over(folder: Path, text: str, found: str, take_over: bool,
             if _text_of(folder, NAME) == found:
                 os.replace(folder / following, folder / NAME)
                 for name in passed:  # nobody may find them gone while the old lock is there
-                    own.remove(folder, name)
+                    no_links.remove(folder, name)
                 return RunLock(folder, text, note)
-            own.remove(folder, following)
+            no_links.remove(folder, following)
             who = "a job that started at the same time"
             break
         passed.append(following)
@@ -176,7 +176,7 @@ def _following(text: str) -> str:
 def _create(folder: Path, name: str, text: str) -> bool:
     """Create the file with this text; False if there is one."""
     try:
-        with own.create(folder, name) as file:
+        with no_links.create(folder, name) as file:
             file.write(text.encode())
     except FileExistsError:
         return False

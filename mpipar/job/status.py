@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 from mpipar.errors import OutputError
-from mpipar.files import own
+from mpipar.files import no_links
 from mpipar.files.bounded import parse_json, problems_as, read_bytes, read_text
 from mpipar.files.text import harmless
 from mpipar.job import lock
@@ -50,7 +50,7 @@ class Status:
         self.path = run_folder / self.name
         head = json.dumps({"rank": rank, "host": host[:64], "pid": os.getpid()}).encode()
         with problems_as(OutputError, f"{self.path}: can't be written"), \
-                own.create(run_folder, self.name) as file:
+                no_links.create(run_folder, self.name) as file:
             file.write(head.ljust(SIZE, b"\0"))  # without a place on the disk it were SIGBUS
             file.flush()
             self._map = mmap.mmap(file.fileno(), SIZE)
@@ -64,7 +64,7 @@ class Status:
     def close(self) -> None:
         """Remove the file: this rank ends as it should."""
         with contextlib.suppress(OSError):
-            own.remove(self.run_folder, self.name)
+            no_links.remove(self.run_folder, self.name)
             (self.run_folder / FOLDER).rmdir()  # the last rank succeeds
 
 
@@ -83,8 +83,8 @@ def open_folder(run_folder: Path, token: str) -> list[str]:
     """
     with problems_as(OutputError, f"{run_folder / FOLDER}: can't be made"):
         words = last_words(signs(run_folder))
-        own.remove_tree(run_folder, FOLDER)
-        with own.create(run_folder, TOKEN, make=True) as file:
+        no_links.remove_tree(run_folder, FOLDER)
+        with no_links.create(run_folder, TOKEN, make=True) as file:
             file.write(token.encode())
     return words
 
@@ -106,14 +106,14 @@ def check_shared(run_folder: Path, token: str, host: str) -> None:
 def close_folder(run_folder: Path) -> None:
     """Remove what world rank 0 has written, and the folder if the files of all ranks are gone."""
     with contextlib.suppress(OSError):
-        own.remove(run_folder, TOKEN)
+        no_links.remove(run_folder, TOKEN)
         (run_folder / FOLDER).rmdir()
 
 
 def forget(run_folder: Path) -> None:
     """Remove the files of all ranks: the job ends, and the console has said why."""
     with contextlib.suppress(OSError):
-        own.remove_tree(run_folder, FOLDER)
+        no_links.remove_tree(run_folder, FOLDER)
 
 
 def signs(run_folder: Path) -> list[LastSign]:

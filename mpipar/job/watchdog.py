@@ -23,7 +23,7 @@ from time import perf_counter_ns
 
 from mpipar.comm.record import POINT_TO_POINT, place
 from mpipar.errors import HangError
-from mpipar.files import own
+from mpipar.files import no_links
 from mpipar.files.bounded import parse_json, read_text
 from mpipar.files.replace import replace_file
 from mpipar.job.environment import own_folder
@@ -132,7 +132,7 @@ class Watchdog:
         if self._written is not None:
             with contextlib.suppress(OSError):  # others' states may keep the folder
                 folder = self._written.parent
-                own.remove(folder.parent, f"{folder.name}/{self._written.name}")
+                no_links.remove(folder.parent, f"{folder.name}/{self._written.name}")
                 folder.rmdir()
             self._written = None
 
