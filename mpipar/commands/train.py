@@ -3,8 +3,8 @@
 from dataclasses import dataclass
 from importlib import import_module
 
+from mpipar.commands.blas_kernels import with_kernels
 from mpipar.commands.command import Command, Context
-from mpipar.commands.loops import with_loops
 from mpipar.config.sections import FIELDS
 from mpipar.config.setting import setting, switch
 
@@ -21,10 +21,10 @@ class Arguments:
 
 
 def run(context: Context) -> int:
-    """Start the job, and train. Comm: that of `with_loops` and of `training.run`."""
+    """Start the job, and train. Comm: that of `with_kernels` and of `training.run`."""
     session, args = context.session, context.args
     session.take_over = args.take_over
-    reading = with_loops(session, context.reading)
+    reading = with_kernels(session, context.reading)
     return import_module("mpipar.commands.training").run(session, reading, args.machine)
 
 

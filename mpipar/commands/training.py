@@ -13,7 +13,7 @@ from mpipar.checkpoint.save import Saver
 from mpipar.comm.facts import gather_facts
 from mpipar.comm.grid import Grid
 from mpipar.comm.record import Recorder
-from mpipar.commands import finish, loops, report, resume
+from mpipar.commands import blas_kernels, finish, report, resume
 from mpipar.commands.algorithms import keep_choices, known_choices
 from mpipar.commands.auto import legal_layouts, with_choices
 from mpipar.commands.inputs import prepare
@@ -95,8 +95,8 @@ class Run:
         """Check all that can be checked, choose layout and schedule, make the run folder.
 
         False if --resume names a run that has ended; there is nothing to do then.
-        Comm: that of the functions of `resume`, `session.compare`, `loops.settle_threads` and
-        `with_choices`.
+        Comm: that of the functions of `resume`, `session.compare`,
+        `blas_kernels.settle_threads` and `with_choices`.
         """
         session, world = self.session, self.world
         self.start = start = resume.agreed_start(session, reading.config.run)
@@ -116,10 +116,10 @@ class Run:
                 print(f"{start.folder}: this run ended with step {start.finished}; nothing is left"
                       " to do. More steps: add --steps")
             return False
-        session.compare(loops.loaded_facts(session, inputs.config.run.blas_arch))
+        session.compare(blas_kernels.loaded_facts(session, inputs.config.run.blas_arch))
         sources = resume.agreed_sources(session, start, inputs)
         self.fingerprint = sources.data
-        loops.settle_threads(session, inputs.config.run.device)
+        blas_kernels.settle_threads(session, inputs.config.run.device)
         inputs = resume.behind(start, inputs)
         self.inputs = with_choices(session, inputs, readings, machine_path)
         self.config = self.inputs.config

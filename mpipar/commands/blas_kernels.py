@@ -21,7 +21,7 @@ from mpipar.job import blas
 from mpipar.job.environment import THREAD_VARIABLES, host_name
 
 
-def with_loops(session, reading: Reading) -> Reading:
+def with_kernels(session, reading: Reading) -> Reading:
     """Start the job, and return the Reading with the architecture that it chose.
 
     What the user named counts first, then OPENBLAS_CORETYPE, then what the run that goes on had.
@@ -38,22 +38,22 @@ def with_loops(session, reading: Reading) -> Reading:
     name, units = blas.processor()
     fact = {"host": host_name(os.environ), "processor": name, "units": units}
     if session.launcher.rank == 0:  # the others sleep until this rank starts MPI
-        fact["saved"] = saved_loops(run)
+        fact["saved"] = saved_kernels(run)
     session.start()
     facts = all_gather_facts(session.world, fact)
     if run.blas_arch is not None and (problem := flag_problem(facts, run.blas_arch)):
         return replace(reading, problems=(problem,), unread=(problem,))
-    loops, words = session.agree(lambda: decide(facts, run.blas_arch, named))
-    if loops is None:
+    kernels, words = session.agree(lambda: decide(facts, run.blas_arch, named))
+    if kernels is None:
         return reading
-    os.environ[blas.VARIABLE] = loops
-    session.notes.append(f"BLAS: kernels for {loops}, {words}")
-    if loops not in blas.ARCHITECTURES:  # config.toml holds only what --blas-arch takes
+    os.environ[blas.VARIABLE] = kernels
+    session.notes.append(f"BLAS: kernels for {kernels}, {words}")
+    if kernels not in blas.ARCHITECTURES:  # config.toml holds only what --blas-arch takes
         return reading
-    return over({}, replace(reading, given={**reading.given, "blas_arch": loops}))
+    return over({}, replace(reading, given={**reading.given, "blas_arch": kernels}))
 
 
-def saved_loops(run) -> str | None:
+def saved_kernels(run) -> str | None:
     """Return the architecture in config.toml of the run that goes on; None where there is none to
     read.
     """
@@ -76,10 +76,10 @@ def flag_problem(facts: list[dict], asked: str) -> str:
     return unfit(f"--blas-arch {asked}", asked, facts)
 
 
-def unfit(given: str, loops: str, facts: list[dict]) -> str:
+def unfit(given: str, kernels: str, facts: list[dict]) -> str:
     """Return the first host that cannot run these kernels, in words, or nothing."""
     for one in facts:
-        if missing := blas.lacking(loops, one["units"]):
+        if missing := blas.lacking(kernels, one["units"]):
             return (f"{given}: the processor of {one['host']} ({one['processor']}) has no"
                     f" {', '.join(missing)}; leave it out, and mpipar chooses")
     return ""
@@ -95,29 +95,30 @@ def decide(facts: list[dict], asked: str | None, named: str | None) -> tuple[str
     if asked:
         return asked, "as --blas-arch says"
     if named:
-        given, loops = f"{blas.VARIABLE}={named}", blas.spelled(named)
-        if problem := unfit(given, loops, facts):
+        given, kernels = f"{blas.VARIABLE}={named}", blas.spelled(named)
+        if problem := unfit(given, kernels, facts):
             raise EnvironmentProblem(problem)
-        before = f"; before: {saved}" if saved and saved != loops else ""
-        return loops, f"as {given} says{before}"
+        before = f"; before: {saved}" if saved and saved != kernels else ""
+        return kernels, f"as {given} says{before}"
     if saved and not blas.lacking(saved, common):
         return saved, "as before"
     words = "by the vector units that all hosts have"
     return blas.choice(common), words + (f"; before: {saved}" if saved else "")
 
 
-def loaded_facts(session, loops: str | None) -> dict[str, str]:
-    """Return what ranks compare of their BLAS once NumPy is loaded; loops: those of the job.
+def loaded_facts(session, kernels: str | None) -> dict[str, str]:
+    """Return what ranks compare of their BLAS once NumPy is loaded; kernels: those of the job.
 
     OpenBLAS may have been built without them, or NumPy may have another library. A note says so.
     """
-    if loops is None:
+    if kernels is None:
         return {}
     pools = blas.pools()
     # A process lists its libraries in any order.
     found = ", ".join(sorted(map(blas.shown, pools)))
-    if loops.lower() not in [str(pool.get("architecture")).lower() for pool in pools]:
-        session.notes.append(f"BLAS: NumPy's library has no kernels for {loops}: {found or 'none'}")
+    if kernels.lower() not in [str(pool.get("architecture")).lower() for pool in pools]:
+        session.notes.append(
+            f"BLAS: NumPy's library has no kernels for {kernels}: {found or 'none'}")
     return {"BLAS": found}
 
 
