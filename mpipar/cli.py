@@ -82,20 +82,20 @@ def command_parser(name: str, every: bool = False) -> flags.Parser:
 def context_of(session: Session | None, name: str, words: list[str]) -> Context:
     """Return what a command of these words runs on. Raises UserError.
 
-    Problems of a configuration stay in its Reading: `resolve` adds those that are found later.
+    Problems of a configuration stay in its ParsedConfig: `resolve` adds those that are found later.
     """
     command, parser = command_of(name), command_parser(name, "--help-all" in words)
     typed, problems = flags.parsed(parser, words, command.is_free)
     args = read_arguments(command.arguments, typed, problems)
     # Without settings of a configuration, all that was typed are the command's own arguments.
-    reading, found = read(typed if command.fields else {}, problems, command.trains), []
-    if reading.problems and (args is None or not command.fields):
-        found.append(UsageError(reading.problems))
+    parsed, found = read(typed if command.fields else {}, problems, command.trains), []
+    if parsed.problems and (args is None or not command.fields):
+        found.append(UsageError(parsed.problems))
     if args is not None:
         found += command.problems(args)
     if found:
         raise combine(found)
-    return Context(session, args, reading)
+    return Context(session, args, parsed)
 
 
 def main(argv: list[str], session: Session) -> int:
@@ -114,10 +114,10 @@ def main(argv: list[str], session: Session) -> int:
         session.facts = {"command": name} | consistency.versions()
     session.will_loop = command.trains
     context = context_of(session, name, words)
-    if context.reading.prints:
+    if context.parsed.prints:
         return _print_config(context)
     if command.needs_mpi and command.fields:
-        run = context.reading.config.run  # what is wrong with its values is said later
+        run = context.parsed.config.run  # what is wrong with its values is said later
         session.watch.warn, session.watch.stop = run.hang_warn, run.hang_stop
         session.facts |= facts_of(context)
     return command.run(context)
@@ -125,27 +125,27 @@ def main(argv: list[str], session: Session) -> int:
 
 def facts_of(context: Context) -> dict[str, str]:
     """Return what the flags of a command say, which must be the same on all ranks."""
-    reading = context.reading
+    parsed = context.parsed
     found = {flag(field.name): "not given" if value is None else str(value)
-             for _, field, value in settings(reading.config)}
+             for _, field, value in settings(parsed.config)}
     found |= {name: str(value) for name, value in vars(context.args).items()}
-    if reading.chooses_layout:
+    if parsed.chooses_layout:
         found["--layout"] = AUTO
-    if reading.problems:
-        found[consistency.REFUSED] = "; ".join(reading.problems)
+    if parsed.problems:
+        found[consistency.REFUSED] = "; ".join(parsed.problems)
     return found
 
 
 def _print_config(context: Context) -> int:
     """The complete configuration for the ranks that the launcher has started; MPI stays off."""
-    session, reading = context.session, context.reading
+    session, parsed = context.session, context.parsed
     resolve = importlib.import_module("mpipar.commands.resolve").resolve
-    if reading.config.run.resume != RunConfig.resume:
+    if parsed.config.run.resume != RunConfig.resume:
         resume = importlib.import_module("mpipar.commands.resume")
-        start = resume.find_start(reading.config.run)
-        reading = resume.with_saved_settings(reading, start, session.launcher.size)
-    config, notes = resolve(reading, session.launcher.size)
-    if reading.chooses_layout:
+        start = resume.find_start(parsed.config.run)
+        parsed = resume.with_saved_settings(parsed, start, session.launcher.size)
+    config, notes = resolve(parsed, session.launcher.size)
+    if parsed.chooses_layout:
         notes.append("--layout auto: training measures and chooses; this is the layout without it")
     _print_once(session, "".join(f"# {note}\n" for note in notes) + to_toml(config).rstrip())
     return errors.EXIT_OK

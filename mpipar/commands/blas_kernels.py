@@ -13,7 +13,7 @@ from dataclasses import replace
 from pathlib import Path
 
 from mpipar.comm.facts import all_gather_facts
-from mpipar.config.reading import Reading, over, values_of
+from mpipar.config.reading import ParsedConfig, over, values_of
 from mpipar.config.run import AUTO, NEVER, named_folder
 from mpipar.errors import EnvironmentProblem, UserError
 from mpipar.files.bounded import read_text
@@ -21,19 +21,19 @@ from mpipar.job import blas
 from mpipar.job.environment import THREAD_VARIABLES, host_name
 
 
-def with_kernels(session, reading: Reading) -> Reading:
-    """Start the job, and return the Reading with the architecture that it chose.
+def with_kernels(session, parsed: ParsedConfig) -> ParsedConfig:
+    """Start the job, and return the ParsedConfig with the architecture that it chose.
 
     What the user named counts first, then OPENBLAS_CORETYPE, then what the run that goes on had.
     If there is none of them, the vector units that all hosts have decide. What is wrong with the
-    flag becomes a problem of the Reading. Every rank raises EnvironmentProblem if it is the
+    flag becomes a problem of the ParsedConfig. Every rank raises EnvironmentProblem if it is the
     variable.
     Comm: that of `Session.start`, and an all-gather of facts over the world.
     """
-    run, named = reading.config.run, os.environ.get(blas.VARIABLE)
-    if run.device != "cpu" or reading.problems or "numpy" in sys.modules:
+    run, named = parsed.config.run, os.environ.get(blas.VARIABLE)
+    if run.device != "cpu" or parsed.problems or "numpy" in sys.modules:
         session.start()
-        return reading
+        return parsed
     session.facts[blas.VARIABLE] = str(named)
     name, units = blas.processor()
     fact = {"host": host_name(os.environ), "processor": name, "units": units}
@@ -42,15 +42,15 @@ def with_kernels(session, reading: Reading) -> Reading:
     session.start()
     facts = all_gather_facts(session.world, fact)
     if run.blas_arch is not None and (problem := flag_problem(facts, run.blas_arch)):
-        return replace(reading, problems=(problem,), unread=(problem,))
+        return replace(parsed, problems=(problem,), unread=(problem,))
     kernels, words = session.agree(lambda: decide(facts, run.blas_arch, named))
     if kernels is None:
-        return reading
+        return parsed
     os.environ[blas.VARIABLE] = kernels
     session.notes.append(f"BLAS: kernels for {kernels}, {words}")
     if kernels not in blas.ARCHITECTURES:  # config.toml holds only what --blas-arch takes
-        return reading
-    return over({}, replace(reading, given={**reading.given, "blas_arch": kernels}))
+        return parsed
+    return over({}, replace(parsed, given={**parsed.given, "blas_arch": kernels}))
 
 
 def saved_kernels(run) -> str | None:

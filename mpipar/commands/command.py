@@ -8,7 +8,7 @@ when it runs.
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
 
-from mpipar.config.reading import Reading
+from mpipar.config.reading import ParsedConfig
 from mpipar.config.sections import FIELDS
 from mpipar.errors import UserError
 from mpipar.job.session import Session
@@ -31,12 +31,12 @@ class NoArguments:
 class Context:
     """What a command runs on.
 
-    args: its own arguments. reading: what the flags of a configuration and --config say.
+    args: its own arguments. parsed: what the flags of a configuration and --config say.
     """
 
     session: Session | None  # None where flags are only read
     args: object
-    reading: Reading
+    parsed: ParsedConfig
 
 
 @dataclass(frozen=True)

@@ -17,7 +17,7 @@ from mpipar.commands.resolve import resolve
 from mpipar.config.grid import AUTO, GridConfig
 from mpipar.config.layout import divisors, fitting, preference
 from mpipar.config.model import CUTS, FAMILIES
-from mpipar.config.reading import Reading, over
+from mpipar.config.reading import ParsedConfig, over
 from mpipar.config.resolve import config_problems
 from mpipar.config.sections import Config
 from mpipar.config.setting import flag
@@ -36,20 +36,19 @@ OF_A_START = ("resume", "out", "run_name", "trace", "trace_ops", "progress")
 ORDER = ("schedule", "schedule_csv", "chunks", "group_size", "stage_layers")
 
 
-def legal(reading: Reading, saved: Mapping[str, object], world_size: int) -> Reading:
-    """Return the Reading of a run that goes on on this many ranks, with axes and settings that are
-    legal.
+def legal(parsed: ParsedConfig, saved: Mapping[str, object], world_size: int) -> ParsedConfig:
+    """Return the configuration of a run resumed on this many ranks, with a legal layout.
 
     saved: see `resumed`. What the user named stays. Raises UsageError if only other numbers of
     ranks have a layout. Of any other mistake resolve() says what is wrong.
     """
-    first = resumed(reading, saved, world_size)
+    first = resumed(parsed, saved, world_size)
     if first.problems or config_problems(first.config) or _fits(first, world_size):
         return first
-    found = next(_legal(reading, saved, world_size), None)
-    if found is not None or reading.given.keys() & {*AXES, *GIVES_WAY}:
+    found = next(_legal(parsed, saved, world_size), None)
+    if found is not None or parsed.given.keys() & {*AXES, *GIVES_WAY}:
         return found or first
-    fewer, more = ((number for number in numbers if any(_legal(reading, saved, number)))
+    fewer, more = ((number for number in numbers if any(_legal(parsed, saved, number)))
                    for numbers in (range(world_size - 1, max(0, world_size - 1 - FAR), -1),
                                    range(world_size + 1, world_size + 1 + FAR)))
     if near := [*islice(fewer, 1), *islice(more, 1)]:
@@ -60,17 +59,18 @@ def legal(reading: Reading, saved: Mapping[str, object], world_size: int) -> Rea
     return first
 
 
-def _legal(reading: Reading, saved: Mapping[str, object], world_size: int) -> Iterator[Reading]:
-    """The legal Readings on so many ranks, those first in which the least gives way."""
-    for values in _ways(saved, reading.given):
-        for one in layouts(resumed(reading, {**saved, **values}, world_size), world_size):
+def _legal(parsed: ParsedConfig, saved: Mapping[str, object],
+           world_size: int) -> Iterator[ParsedConfig]:
+    """The legal configurations on so many ranks, those first in which the least gives way."""
+    for values in _ways(saved, parsed.given):
+        for one in layouts(resumed(parsed, {**saved, **values}, world_size), world_size):
             if _fits(one, world_size):
                 yield one
 
 
-def _fits(reading: Reading, world_size: int) -> bool:
+def _fits(parsed: ParsedConfig, world_size: int) -> bool:
     try:
-        resolve(reading, world_size)
+        resolve(parsed, world_size)
     except UserError:
         return False
     return True
@@ -88,11 +88,11 @@ def _ways(saved: Mapping[str, object], given: Mapping[str, object]) -> list[dict
     return sorted(ways, key=lambda way: sum(way[name] != saved[name] for name in names))
 
 
-def layouts(reading: Reading, world_size: int) -> Iterator[Reading]:
-    """Yield the Readings of every layout of these ranks with the axes that are named, the best
+def layouts(parsed: ParsedConfig, world_size: int) -> Iterator[ParsedConfig]:
+    """Yield the ParsedConfigs of every layout of these ranks with the axes that are named, the best
     first.
     """
-    grid = reading.config.grid
+    grid = parsed.config.grid
     if world_size % grid.cp:
         return
     given = grid.dp, grid.pp, grid.tp
@@ -100,8 +100,8 @@ def layouts(reading: Reading, world_size: int) -> Iterator[Reading]:
     for sizes in sorted(options, key=preference(given, world_size // grid.cp)):
         if all(want in (None, have) for want, have in zip(given, sizes, strict=True)):
             axes = dict(zip(("dp", "pp", "tp"), sizes, strict=True))
-            yield replace(reading, config=replace(
-                reading.config, grid=replace(grid, **axes)))
+            yield replace(parsed, config=replace(
+                parsed.config, grid=replace(grid, **axes)))
 
 
 def changes(config: Config, saved: Mapping[str, object]) -> list[str]:
@@ -112,26 +112,26 @@ def changes(config: Config, saved: Mapping[str, object]) -> list[str]:
     return [f"with this layout: {', '.join(words)}"] if words else []
 
 
-def resumed(reading: Reading, saved: Mapping[str, object], world_size: int) -> Reading:
-    """Return the Reading of a run that goes on on this many ranks.
+def resumed(parsed: ParsedConfig, saved: Mapping[str, object], world_size: int) -> ParsedConfig:
+    """Return the ParsedConfig of a run that goes on on this many ranks.
 
     saved: the values of the run's config.toml. A layout that the user names is chosen anew, and so
     is one that does not fit the number of ranks. Stages and groups depend on it. What was chosen
     (auto) stays.
     """
-    given = {name: value for name, value in reading.given.items()
+    given = {name: value for name, value in parsed.given.items()
              if (name, value) != ("schedule", AUTO)}
-    problems = [*reading.unread, *unchangeable(given, saved)]
+    problems = [*parsed.unread, *unchangeable(given, saved)]
     fits = world_size == math.prod(saved.get(axis, 1) for axis in AXES)
     named = any(axis in given for axis in LAYOUT)
-    reading = replace(reading, given=given, unread=tuple(problems),
-                      chooses_layout=reading.chooses_layout and (named or not fits))
+    parsed = replace(parsed, given=given, unread=tuple(problems),
+                      chooses_layout=parsed.chooses_layout and (named or not fits))
     dropped = set(OF_A_START)
     if any(name in given for name in ORDER):
         dropped |= set(ORDER)
     if named or not fits:
         dropped |= {*LAYOUT, *ORDER, "cp_attention"} - {"schedule"}
-    return over({name: value for name, value in saved.items() if name not in dropped}, reading)
+    return over({name: value for name, value in saved.items() if name not in dropped}, parsed)
 
 
 def unchangeable(given: Mapping[str, object], saved: Mapping[str, object]) -> list[str]:

@@ -77,8 +77,8 @@ def format_problems(args: Arguments) -> list[str]:
 
 def run(context: Context) -> int:
     """Print the barriers of one rank, or what all ranks hold; the layout gives their number."""
-    args, reading = context.args, context.reading
-    config, machine = configured(reading, args)
+    args, parsed = context.args, context.parsed
+    config, machine = configured(parsed, args)
     schedule = configured_schedule(config.grid)
     estimate = step_estimate(machine, config) if machine else None
     if args.goal is not None or args.chakra is not None:
@@ -95,27 +95,27 @@ def run(context: Context) -> int:
     return EXIT_OK
 
 
-def of_named_axes(reading) -> tuple:
-    """(the reading, number of ranks) of a layout whose axes are 1 where they are not named."""
-    given = reading.config.grid
+def of_named_axes(parsed) -> tuple:
+    """(configuration, number of ranks) of a layout whose axes are 1 where they are not named."""
+    given = parsed.config.grid
     named = replace(given, **{axis: 1 for axis in AXES if getattr(given, axis) is None})
-    config = replace(reading.config, grid=named)
-    return replace(reading, config=config), named.num_ranks
+    config = replace(parsed.config, grid=named)
+    return replace(parsed, config=config), named.num_ranks
 
 
-def configured(reading, args):
+def configured(parsed, args):
     """(the resolved configuration, the Machine of --machine or None).
 
     A schedule is chosen by the machine for --schedule auto.
 
     It prints the notes that `train` prints of these flags. Raises UsageError.
     """
-    reading, world_size = of_named_axes(reading)
+    parsed, world_size = of_named_axes(parsed)
     if world_size > MOST_RANKS:
-        axes = ",".join(f"{axis}={getattr(reading.config.grid, axis)}" for axis in AXES)
+        axes = ",".join(f"{axis}={getattr(parsed.config.grid, axis)}" for axis in AXES)
         raise UsageError(f"--layout {axes}: has {world_size:,} ranks; at most {MOST_RANKS:,} are"
                          " explained")
-    config, notes = resolve(reading, world_size)
+    config, notes = resolve(parsed, world_size)
     problems = format_problems(args)
     if args.rank is not None and not 0 <= args.rank < world_size:
         problems.append(f"--rank {args.rank}: the layout has ranks 0 to {world_size - 1}")

@@ -54,9 +54,9 @@ def run(context: Context) -> int:
 
     Comm: that of `config_facts`; see `mpipar.inference.generate.generate`.
     """
-    session, reading, args = context.session, context.reading, context.args
+    session, parsed, args = context.session, context.parsed, context.args
     world = session.start()
-    request = session.agree(lambda: prepare(reading, args, world.size, session.host_rank))
+    request = session.agree(lambda: prepare(parsed, args, world.size, session.host_rank))
     config = request.config
     session.compare(config_facts(session, config, request.tokenizer) | {
         "prompts": digest_of_value([(one.typed, one.ids) for one in request.prompts]),
@@ -110,20 +110,20 @@ def open_answers(path: str | None):
         return open(path, "x", encoding="utf-8")
 
 
-def prepare(reading, args, world_size: int, host_rank: int) -> Request:
+def prepare(parsed, args, world_size: int, host_rank: int) -> Request:
     """Check everything; raises one UserError with all problems.
 
     args: `generate.Arguments`; for run_folder see `find_source`. host_rank: place of this process
     on its host.
     """
-    weights, given = weights_of(args.run_folder), reading.config
+    weights, given = weights_of(args.run_folder), parsed.config
     start = replace(
         given, run=replace(given.run, init_from=weights),
         grid=replace(given.grid, num_microbatches=given.grid.num_microbatches or 1),
         train=replace(given.train, optimizer="sgd"))
-    problems = (*reading.problems, *option_problems(reading, args))
+    problems = (*parsed.problems, *option_problems(parsed, args))
     beside, texts, found = tokenizer_folder(weights), [], {"notes": []}
-    is_default = args.prompts is None and "prompt" not in reading.given
+    is_default = args.prompts is None and "prompt" not in parsed.given
 
     def read_files(config):
         texts[:] = ([("--prompt", config.run.prompt)] if args.prompts is None
@@ -147,7 +147,7 @@ def prepare(reading, args, world_size: int, host_rank: int) -> Request:
 
     checks = [(read_files, DataError), (read_texts, UsageError),
               (layout_problems, UsageError), (checkpoint.weight_problems, DataError)]
-    config, _ = resolve(replace(reading, config=start, problems=problems), world_size, checks)
+    config, _ = resolve(replace(parsed, config=start, problems=problems), world_size, checks)
     groups = given.grid.num_microbatches or config.grid.pp  # as many as work at the same time
     config = replace(config, grid=replace(config.grid, num_microbatches=groups))
     together = given.train.batch_size or ROWS_OF_A_GROUP * config.grid.dp * groups
@@ -156,10 +156,10 @@ def prepare(reading, args, world_size: int, host_rank: int) -> Request:
                    sampling=Sampling.of(config.run, ends), together=together)
 
 
-def option_problems(reading, args) -> list[str]:
+def option_problems(parsed, args) -> list[str]:
     """Return what is wrong between --prompt, --prompts and --answers."""
     found = []
-    if args.prompts is not None and "prompt" in reading.given:
+    if args.prompts is not None and "prompt" in parsed.given:
         found.append(f"--prompt and --prompts {args.prompts}: give one of them")
     if args.answers is not None and args.prompts is None:
         found.append(f"--answers {args.answers}: is for --prompts FILE; without it the text goes"

@@ -42,7 +42,7 @@ class Inputs:
     prompt: list[int]
 
 
-def prepare(reading, world_size: int, host_rank: int, checks=(), started=None,
+def prepare(parsed, world_size: int, host_rank: int, checks=(), started=None,
             machine=None) -> Inputs:
     """Check everything that can be checked before allocating anything.
 
@@ -76,7 +76,7 @@ def prepare(reading, world_size: int, host_rank: int, checks=(), started=None,
 
     checks = [*checks, (read_data, DataError), (read_text, UsageError),
               (checkpoint.weight_problems, DataError), (make_ops, EnvironmentProblem)]
-    config, notes = resolve(reading, world_size, checks, machine)
+    config, notes = resolve(parsed, world_size, checks, machine)
     train_part, held_out = found["parts"]
     notes.append(f"data: {found['what']}; {len(train_part):,} to train on,"
                  f" {len(held_out):,} held out")

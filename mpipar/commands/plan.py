@@ -17,7 +17,7 @@ from mpipar.commands.plan_question import (
     sites_of,
 )
 from mpipar.commands.resolve import resolve
-from mpipar.config.reading import Reading
+from mpipar.config.reading import ParsedConfig
 from mpipar.console import output
 from mpipar.console.progress import status_line
 from mpipar.errors import EXIT_CHECK_FAILED, EXIT_OK, UserError
@@ -79,7 +79,7 @@ def answer(args, question: Question, plan: Plan, batches: dict[int, Plan], job: 
 def refusal(question: Question, job: Job, one: Candidate) -> str:
     """Return what `mpipar train` says against the printed command, or ""."""
     try:
-        resolve(Reading(train_config(question, job.config, one)), one.layout.ranks)
+        resolve(ParsedConfig(train_config(question, job.config, one)), one.layout.ranks)
     except UserError as error:
         return "mpipar train refuses this command:\n" + "\n".join(
             f"  {problem}" for problem in error.problems)

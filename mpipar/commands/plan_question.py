@@ -290,10 +290,10 @@ def job_of(text: str) -> Job:
     if text in PRESETS:
         return Job(build({"preset": text}), f"--preset {quoted}")
     if text.endswith(".toml"):
-        reading = read({"config": text})
-        if reading.problems:
-            raise UsageError([*reading.problems, *config_problems(reading.config)])
-        config, flags = reading.config, f"--config {quoted}"
+        parsed = read({"config": text})
+        if parsed.problems:
+            raise UsageError([*parsed.problems, *config_problems(parsed.config)])
+        config, flags = parsed.config, f"--config {quoted}"
     elif os.path.isdir(text) or os.path.basename(text) == "config.json":
         folder = text if os.path.isdir(text) else os.path.dirname(text) or "."
         config = build(model_settings(folder, where=f"MODEL {brief(text)}"))

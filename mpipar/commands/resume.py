@@ -201,16 +201,15 @@ def fallback(damage: str) -> str:
     return f"DAMAGED CHECKPOINT, falling back to the one before: {damage}"
 
 
-def with_saved_settings(reading, start: Start, world_size: int):
-    """Return the Reading with the settings of the run that goes on below those that the user names.
-    """
+def with_saved_settings(parsed, start: Start, world_size: int):
+    """Return the configuration with the resumed run's settings beneath those the user named."""
     if not start.config:
-        return reading
+        return parsed
     saved = values_of(start.config) | {"init_from": start.weights or None}
-    if reading.config.run.resume == AUTO:  # the Start knows what the user's --init-from stands for
-        given = {name: value for name, value in reading.given.items() if name != "init_from"}
-        reading = replace(reading, given=given)
-    return legal(reading, saved, world_size)
+    if parsed.config.run.resume == AUTO:  # the Start knows what the user's --init-from stands for
+        given = {name: value for name, value in parsed.given.items() if name != "init_from"}
+        parsed = replace(parsed, given=given)
+    return legal(parsed, saved, world_size)
 
 
 def start_problems(start: Start):

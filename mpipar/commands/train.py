@@ -24,8 +24,8 @@ def run(context: Context) -> int:
     """Start the job, and train. Comm: that of `with_kernels` and of `training.run`."""
     session, args = context.session, context.args
     session.take_over = args.take_over
-    reading = with_kernels(session, context.reading)
-    return import_module("mpipar.commands.training").run(session, reading, args.machine)
+    parsed = with_kernels(session, context.parsed)
+    return import_module("mpipar.commands.training").run(session, parsed, args.machine)
 
 
 COMMAND = Command(

@@ -62,13 +62,13 @@ from mpipar.train.replicas import Replicas
 from mpipar.train.worker import Asks, Worker
 
 
-def run(session, reading, machine_path: str | None = None) -> int:
+def run(session, parsed, machine_path: str | None = None) -> int:
     """Train as the flags say; return the exit code. machine_path: costs for --schedule auto.
 
     Comm: that of every method of `Run`.
     """
     training = Run(session)
-    if not training.prepare(reading, machine_path):
+    if not training.prepare(parsed, machine_path):
         return EXIT_OK
     with full_disk_is_an_output_error(training.folder), training.open_files():
         training.describe()
@@ -91,7 +91,7 @@ class Run:
     def __init__(self, session):
         self.session, self.world, self.recorder = session, session.start(), Recorder()
 
-    def prepare(self, reading, machine_path) -> bool:
+    def prepare(self, parsed, machine_path) -> bool:
         """Check all that can be checked, choose layout and schedule, make the run folder.
 
         False if --resume names a run that has ended; there is nothing to do then.
@@ -99,17 +99,17 @@ class Run:
         `blas_kernels.settle_threads` and `with_choices`.
         """
         session, world = self.session, self.world
-        self.start = start = resume.agreed_start(session, reading.config.run)
-        reading = session.agree(lambda: resume.with_saved_settings(reading, start, world.size))
+        self.start = start = resume.agreed_start(session, parsed.config.run)
+        parsed = session.agree(lambda: resume.with_saved_settings(parsed, start, world.size))
         checks = [resume.start_problems(start), (tensorboard_problems, EnvironmentProblem)]
-        chooses = reading.chooses_layout
-        if start.config and not chooses and reading.config.grid.schedule != AUTO:
+        chooses = parsed.chooses_layout
+        if start.config and not chooses and parsed.config.grid.schedule != AUTO:
             machine_path = None  # what was saved stays: there is nothing to choose
         if world.rank == 0 and start.folder is None:  # world rank 0 alone checks the disk
             checks.append((folder_problems, UsageError))
-        readings = session.agree(lambda: legal_layouts(reading, world.size))
+        choices = session.agree(lambda: legal_layouts(parsed, world.size))
         inputs = session.agree(lambda: prepare(
-            readings[0], world.size, session.host_rank, checks, next(iter(start.candidates), None),
+            choices[0], world.size, session.host_rank, checks, next(iter(start.candidates), None),
             machine_path))
         if start.finished >= inputs.config.train.steps:
             if world.rank == 0:
@@ -121,7 +121,7 @@ class Run:
         self.fingerprint = sources.data
         blas_kernels.settle_threads(session, inputs.config.run.device)
         inputs = resume.behind(start, inputs)
-        self.inputs = with_choices(session, inputs, readings, machine_path)
+        self.inputs = with_choices(session, inputs, choices, machine_path)
         self.config = self.inputs.config
         self.grid = Grid.of(self.config.grid, world.rank)
         self.folder, self.written = resume.agreed_folder(session, start, self.inputs, sources)

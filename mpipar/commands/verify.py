@@ -22,9 +22,9 @@ def run(context: Context) -> int:
     from mpipar.console.tables import layout_text, table
     from mpipar.train import verify
 
-    session, reading = context.session, context.reading
+    session, parsed = context.session, context.parsed
     world = session.start()
-    inputs = session.agree(lambda: prepare(exact(reading), world.size, session.host_rank,
+    inputs = session.agree(lambda: prepare(exact(parsed), world.size, session.host_rank,
                                            [(other_than_one_rank, UsageError)]))
     compare_inputs(session, inputs)
     grid = inputs.config.grid
@@ -34,8 +34,8 @@ def run(context: Context) -> int:
     if world.rank == 0:
         for note in inputs.notes:
             print(note)
-        asked = reading.config.run.dtype
-        if asked != "float64" and "dtype" in reading.given:
+        asked = parsed.config.run.dtype
+        if asked != "float64" and "dtype" in parsed.given:
             print(f"in float64 in place of {asked}: this proves the layout, whatever the dtype;"
                   " rounding would hide its mistakes")
         print(f"{layout_text(grid)}, schedule {grid.schedule_csv or grid.schedule},"
@@ -63,15 +63,15 @@ def other_than_one_rank(config) -> list[str]:
     return found
 
 
-def exact(reading):
-    """Return the reading with float64 and SGD instead of the dtype and optimizer of flags or
+def exact(parsed):
+    """Return the configuration with float64 and SGD instead of the dtype and optimizer of flags or
     preset.
     """
-    config = reading.config
+    config = parsed.config
     config = replace(config, run=replace(config.run, dtype="float64", loss_scale=None,
                                          loss_scale_interval=None, gemm="blas", tf32=False),
                      train=replace(config.train, optimizer="sgd"))
-    return replace(reading, config=config)
+    return replace(parsed, config=config)
 
 
 COMMAND = Command(run, fields=OF_A_STEP - {"clip", "memory_limit"}, needs_mpi=True)

@@ -26,7 +26,7 @@ KIND_NAMES = {int: "a whole number", float: "a number", bool: "true or false", s
 
 
 @dataclass(frozen=True)
-class Reading:
+class ParsedConfig:
     """What flags and file say: an unresolved Config, and all problems of reading it.
 
     given: the fields that the user named, with their values.
@@ -46,7 +46,7 @@ class Reading:
 
 
 def read(typed: Mapping[str, object], problems: Iterable[str] = (),
-         may_choose: bool = False) -> Reading:
+         may_choose: bool = False) -> ParsedConfig:
     """Return the unresolved Config that --config and the flags make up. It raises nothing.
 
     typed: the text of each flag that was given, by field. problems: those found before (unknown
@@ -72,8 +72,8 @@ def read(typed: Mapping[str, object], problems: Iterable[str] = (),
     if chooses and not may_choose:
         problems.append("--layout auto: only mpipar train chooses; name the axes, as in --layout"
                         " dp=2,pp=2")
-    return over({}, Reading(None, (), values, frozenset(bad), tuple(problems), chooses,
-                            "print_config" in typed))
+    return over({}, ParsedConfig(None, (), values, frozenset(bad), tuple(problems), chooses,
+                                 "print_config" in typed))
 
 
 def read_arguments(form: type, typed: Mapping[str, object], problems: list[str]):
@@ -100,11 +100,11 @@ def read_arguments(form: type, typed: Mapping[str, object], problems: list[str])
     return form(**values) if needed <= values.keys() else None
 
 
-def over(saved: Mapping[str, object], reading: Reading) -> Reading:
-    """Return the Reading with these settings of an earlier run below what the user named."""
-    config = build({**saved, **reading.given})
-    problems = [*reading.unread, *choice_problems(config, reading.given)]
-    return dataclasses.replace(reading, config=config, problems=tuple(problems))
+def over(saved: Mapping[str, object], parsed: ParsedConfig) -> ParsedConfig:
+    """Return the ParsedConfig with these settings of an earlier run below what the user named."""
+    config = build({**saved, **parsed.given})
+    problems = [*parsed.unread, *choice_problems(config, parsed.given)]
+    return dataclasses.replace(parsed, config=config, problems=tuple(problems))
 
 
 def choice_problems(config: Config, given: dict) -> list[str]:
