@@ -1,7 +1,7 @@
-"""The sub-commands: reads the command line and hands over to the one module that was asked for.
+"""The command line: reads it and runs the one sub-command that was asked for.
 
-Only that module is imported, and only then. So `mpipar schedule` never loads MPI, and NumPy is
-loaded after the guard has set the number of BLAS threads.
+Only that command's module is imported, and only then, so that `mpipar schedule` never loads MPI,
+and NumPy is loaded after the guard has set the number of BLAS threads.
 """
 
 import argparse
@@ -62,9 +62,9 @@ def command_of(name: str) -> Command:
 
 
 def command_parser(name: str, every: bool = False) -> flags.Parser:
-    """Return the parser of one command, with the program's name in its messages.
+    """Return the parser of one command, whose messages carry the program's name.
 
-    every: its help shows all flags, not only the usual ones.
+    every: its help shows all flags, not only the common ones.
     """
     command = command_of(name)
     parser = flags.Parser(
@@ -80,14 +80,14 @@ def command_parser(name: str, every: bool = False) -> flags.Parser:
 
 
 def context_of(session: Session | None, name: str, words: list[str]) -> Context:
-    """Return what a command of these words runs on. Raises UserError.
+    """Return what a command runs on, given these words. Raises UserError.
 
-    Problems of a configuration stay in its ParsedConfig: `resolve` adds those that are found later.
+    Problems of a configuration stay in its ParsedConfig: `resolve` adds those found later.
     """
     command, parser = command_of(name), command_parser(name, "--help-all" in words)
     typed, problems = flags.parsed(parser, words, command.is_free)
     args = read_arguments(command.arguments, typed, problems)
-    # Without settings of a configuration, all that was typed are the command's own arguments.
+    # Without settings of a configuration, everything typed is the command's own arguments.
     parsed, found = read(typed if command.fields else {}, problems, command.trains), []
     if parsed.problems and (args is None or not command.fields):
         found.append(UsageError(parsed.problems))
@@ -99,7 +99,7 @@ def context_of(session: Session | None, name: str, words: list[str]) -> Context:
 
 
 def main(argv: list[str], session: Session) -> int:
-    """Run one command; returns its exit code. Raises UserError for what the user can put right."""
+    """Run one command; return its exit code. Raises UserError for what the user can fix."""
     if not argv or argv[0] in ("-h", "--help", "help"):
         _print_once(session, overview())
         return errors.EXIT_OK
@@ -109,7 +109,7 @@ def main(argv: list[str], session: Session) -> int:
     name, *words = argv
     command = command_of(name)
     if not command.needs_mpi and session.launcher.rank > 0:
-        return errors.EXIT_OK  # under a launcher one process speaks, and writes the files
+        return errors.EXIT_OK  # under a launcher only one process prints and writes the files
     if command.needs_mpi:
         session.facts = {"command": name} | consistency.versions()
     session.will_loop = command.trains
@@ -117,14 +117,14 @@ def main(argv: list[str], session: Session) -> int:
     if context.parsed.prints:
         return _print_config(context)
     if command.needs_mpi and command.fields:
-        run = context.parsed.config.run  # what is wrong with its values is said later
+        run = context.parsed.config.run  # problems with its values are reported later
         session.watch.warn, session.watch.stop = run.hang_warn, run.hang_stop
         session.facts |= facts_of(context)
     return command.run(context)
 
 
 def facts_of(context: Context) -> dict[str, str]:
-    """Return what the flags of a command say, which must be the same on all ranks."""
+    """Return a command's flags as facts, which must be identical on all ranks."""
     parsed = context.parsed
     found = {flag(field.name): "not given" if value is None else str(value)
              for _, field, value in settings(parsed.config)}
@@ -137,7 +137,7 @@ def facts_of(context: Context) -> dict[str, str]:
 
 
 def _print_config(context: Context) -> int:
-    """The complete configuration for the ranks that the launcher has started; MPI stays off."""
+    """Print the complete configuration for the ranks the launcher started; MPI is not loaded."""
     session, parsed = context.session, context.parsed
     resolve = importlib.import_module("mpipar.commands.resolve").resolve
     if parsed.config.run.resume != RunConfig.resume:
