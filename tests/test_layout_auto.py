@@ -116,7 +116,7 @@ def test_a_run_that_goes_on_keeps_what_was_chosen():
 
 def test_only_train_chooses(tmp_path):
     for words in (("explain",), ("verify",)):
-        assert "--layout auto: only mpipar train chooses" in str(
+        assert "--layout auto: only mpipar train accepts it" in str(
             refusal(*words, "--layout", "auto"))
     (tmp_path / "job.toml").write_text('layout = "auto"\nlayers = 2\n')
     text = printed("train", "--config", tmp_path / "job.toml", "--print-config")
