@@ -40,7 +40,7 @@ def test_learns_the_digits_and_its_weights_go_on_in_another_layout(tmp_path):
     result = mpipar(*CONVNET, "--out", more, "--steps", 1, "--lr", 1e-9, "--init-from",
                     run / "weights", *layout_flags((1, 1, 2)), ranks=2).ended()
     assert re.search(r"accuracy ([\d.]+)%", result.stdout)[1] == found[1]
-    assert_refused(2, ["holds a convnet, which makes no text"], "generate", run, "--prompt", "a")
+    assert_refused(2, ["holds a convnet, which generates no text"], "generate", run, "--prompt", "a")
     assert_refused(2, ["type --model convnet"], "train", "--init-from", run / "weights")
 
 

@@ -155,7 +155,7 @@ def test_prompts_of_a_file_are_answered_in_their_order(models, tmp_path):
     done = alone(*words, "--prompts", "p.txt", "--answers", "a.jsonl", cwd=tmp_path).ended()
     assert [json.loads(line) for line in (tmp_path / "a.jsonl").read_text().splitlines()] == found
     again = alone(*words, "--prompts", "p.txt", "--answers", "a.jsonl", cwd=tmp_path).ended(2)
-    assert "--answers a.jsonl: is there already; give a new file" in again.stderr
+    assert "--answers a.jsonl: exists already; give a new file" in again.stderr
 
 
 def test_a_stop_token_ends_the_text_and_is_not_shown(models):

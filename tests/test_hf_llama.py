@@ -345,7 +345,7 @@ def test_the_tokenizer_of_prepared_data_replaces_another(tmp_path):
     found = read_tokenizer_files(tmp_path, own)
     assert json.loads(found.pop("generation_config.json")) == {"eos_token_id": 256}
     assert found == own.files
-    assert "where they differ" in tokenizer_notes(str(tmp_path), own)[0]
+    assert "where they do" in tokenizer_notes(str(tmp_path), own)[0]
     assert tokenizer_notes(str(tmp_path), before) == []
     for name in before.files:
         (tmp_path / name).unlink()

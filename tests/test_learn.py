@@ -182,11 +182,11 @@ REFUSED = {
     "no word of the list": (["check", "9b", "cp"], ["type one of dp, pp, tp"]),
     "no letter": (["check", "6c", "m"], ["type one of a, b, c"]),
     "a file where words are asked for": (
-        ["check", "4a", "--file", "x"], ["not answered by a file"]),
-    "words where a file is asked for": (["check", "5b", "33"], ["answered by a file", "leave 33"]),
+        ["check", "4a", "--file", "x"], ["not answered with a file"]),
+    "words where a file is asked for": (["check", "5b", "33"], ["answered with a file", "leave 33"]),
     "no file": (["check", "5b", "--file", "none.csv"], ["cannot read none.csv", "No such file"]),
     "no file, of a copy": (["check", "2c", "--file", "my file.py"], [
-        "--file my file.py: no such file; begin with a copy: cp",
+        "--file my file.py: no such file; start from a copy: cp",
         "mpipar/partition/column.py 'my file.py'"]),
     "code without ranks": (["check", "6b", "--file", "x.py"], [
         "6b runs on 2 ranks, and 1 is started", "mpiexec -n 2 mpipar learn check 6b --file x.py"]),
@@ -196,7 +196,7 @@ REFUSED = {
     "a flag that is none": (["check", "15c", "tp=8 --fast"], ["--fast"]),
     "a quote that is open": (["check", "15c", "tp='8"], ["cannot be read"]),
     "a seed of no trace": (["check", "4a", "8.3", "22", "--seed", "3"], [
-        "--seed 3: chooses another trace of exercise 11a or 11c; leave it out"]),
+        "--seed 3: selects another trace in exercise 11a or 11c; leave it out"]),
     "a flag of other commands": (["ffn", "--steps", "3"], ["--steps"]),
 }
 

@@ -176,7 +176,7 @@ def test_a_large_file_is_read_in_pieces(here):
     ("prepare stories.txt nowhere --tokenizer byte --out out --separator=",
      ["nowhere: no such file", "byte: no such file", "--separator '': is empty"]),
     ("prepare stories.txt --tokenizer bytes --out=", ["--out: is missing"]),
-    ("list stories.txt --tokenizer bytes --out out", ["data list: prepare is what"]),
+    ("list stories.txt --tokenizer bytes --out out", ["data list: the only action is"]),
 ])  # fmt: skip
 def test_all_mistakes_of_the_arguments_at_once(words, parts, here):
     assert_refused(2, parts, "data", *words.split())

@@ -119,4 +119,5 @@ def test_weights_keep_their_vocabulary(here):
     """No flag can change it, so none is named."""
     words = ("train", "--data", "bytes", "--init-from")
     save(fresh(layers=1, d_model=8, heads=2, ffn=8, seq_len=16, vocab_size=256), here / "weights")
-    assert_refused(65, ["above the model's of 256; give data of the tokenizer"], *words, "weights")
+    assert_refused(65, ["above the model's of 256; give data prepared with the tokenizer"],
+                   *words, "weights")

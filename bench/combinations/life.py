@@ -246,7 +246,7 @@ class Check:
 
     def resumed(self, printed: str) -> None:
         """A run that goes on begins behind the last step."""
-        if f"resumed behind step {STEPS}: " not in printed:
+        if f"resumed after step {STEPS}: " not in printed:
             self.wrong.append("train --resume: did not go on behind the last step")
 
     def run(self, folder: Path, first: int, last: int) -> None:

@@ -1,7 +1,7 @@
-"""What `train` does before NumPy is loaded: it starts the job, and chooses the kernels of its BLAS.
+"""Starts the job of `train` and chooses its BLAS kernels, before NumPy is loaded.
 
-All ranks of a job multiply with the same kernels (see `mpipar.job.blas`): others round in another
-order. So they are the choice of the whole job, and the run keeps them.
+All ranks of a job use the same kernels (see `mpipar.job.blas`), because others round in a different
+order. The choice is therefore made for the whole job, and saved with the run.
 """
 
 from __future__ import annotations
@@ -22,12 +22,11 @@ from mpipar.job.environment import THREAD_VARIABLES, host_name
 
 
 def with_kernels(session, parsed: ParsedConfig) -> ParsedConfig:
-    """Start the job, and return the ParsedConfig with the architecture that it chose.
+    """Start the job, and return the configuration with the architecture that it chose.
 
-    What the user named counts first, then OPENBLAS_CORETYPE, then what the run that goes on had.
-    If there is none of them, the vector units that all hosts have decide. What is wrong with the
-    flag becomes a problem of the ParsedConfig. Every rank raises EnvironmentProblem if it is the
-    variable.
+    The flag takes precedence, then OPENBLAS_CORETYPE, then what the resumed run had; without any of
+    them, the vector units that all hosts have in common decide. An illegal flag becomes a problem
+    of the configuration; an illegal variable makes every rank raise EnvironmentProblem.
     Comm: that of `Session.start`, and an all-gather of facts over the world.
     """
     run, named = parsed.config.run, os.environ.get(blas.VARIABLE)
@@ -48,15 +47,13 @@ def with_kernels(session, parsed: ParsedConfig) -> ParsedConfig:
         return parsed
     os.environ[blas.VARIABLE] = kernels
     session.notes.append(f"BLAS: kernels for {kernels}, {words}")
-    if kernels not in blas.ARCHITECTURES:  # config.toml holds only what --blas-arch takes
+    if kernels not in blas.ARCHITECTURES:  # config.toml holds only what --blas-arch accepts
         return parsed
     return over({}, replace(parsed, given={**parsed.given, "blas_arch": kernels}))
 
 
 def saved_kernels(run) -> str | None:
-    """Return the architecture in config.toml of the run that goes on; None where there is none to
-    read.
-    """
+    """Return the architecture in the resumed run's config.toml; None if there is none."""
     if run.resume == NEVER:
         return None
     folder = named_folder(run) if run.resume == AUTO else Path(run.resume)
@@ -69,15 +66,15 @@ def saved_kernels(run) -> str | None:
 
 
 def flag_problem(facts: list[dict], asked: str) -> str:
-    """Return what is wrong with --blas-arch, or nothing. facts: of each rank."""
+    """Return what is wrong with --blas-arch, or nothing. facts: one per rank."""
     if asked not in blas.ARCHITECTURES:
-        return (f"--blas-arch {asked}: must be one of {', '.join(blas.ARCHITECTURES)}; for others"
-                f" leave it out, and set {blas.VARIABLE}")
+        return (f"--blas-arch {asked}: must be one of {', '.join(blas.ARCHITECTURES)}; for others,"
+                f" leave it out and set {blas.VARIABLE}")
     return unfit(f"--blas-arch {asked}", asked, facts)
 
 
 def unfit(given: str, kernels: str, facts: list[dict]) -> str:
-    """Return the first host that cannot run these kernels, in words, or nothing."""
+    """Return a message about the first host that cannot run these kernels, or nothing."""
     for one in facts:
         if missing := blas.lacking(kernels, one["units"]):
             return (f"{given}: the processor of {one['host']} ({one['processor']}) has no"
@@ -86,9 +83,9 @@ def unfit(given: str, kernels: str, facts: list[dict]) -> str:
 
 
 def decide(facts: list[dict], asked: str | None, named: str | None) -> tuple[str | None, str]:
-    """(architecture or None, why). facts: of each rank; world rank 0's says what was saved.
+    """Return (architecture or None, why). facts: one per rank; world rank 0's has the saved one.
 
-    Raises EnvironmentProblem if a host cannot run what the variable names.
+    Raises EnvironmentProblem if a host cannot run the kernels that the variable names.
     """
     saved = facts[0]["saved"]
     common = [unit for unit in facts[0]["units"] if all(unit in one["units"] for one in facts)]
@@ -102,19 +99,19 @@ def decide(facts: list[dict], asked: str | None, named: str | None) -> tuple[str
         return kernels, f"as {given} says{before}"
     if saved and not blas.lacking(saved, common):
         return saved, "as before"
-    words = "by the vector units that all hosts have"
+    words = "by the vector units that all hosts have in common"
     return blas.choice(common), words + (f"; before: {saved}" if saved else "")
 
 
 def loaded_facts(session, kernels: str | None) -> dict[str, str]:
-    """Return what ranks compare of their BLAS once NumPy is loaded; kernels: those of the job.
+    """Return what ranks compare about their BLAS once NumPy is loaded; kernels: the job's choice.
 
-    OpenBLAS may have been built without them, or NumPy may have another library. A note says so.
+    OpenBLAS may have been built without them, or NumPy may use another library; a note says so.
     """
     if kernels is None:
         return {}
     pools = blas.pools()
-    # A process lists its libraries in any order.
+    # The order in which a process lists its libraries is arbitrary.
     found = ", ".join(sorted(map(blas.shown, pools)))
     if kernels.lower() not in [str(pool.get("architecture")).lower() for pool in pools]:
         session.notes.append(
@@ -123,10 +120,10 @@ def loaded_facts(session, kernels: str | None) -> dict[str, str]:
 
 
 def settle_threads(session, device: str) -> None:
-    """One thread of BLAS per rank where several would wait for each other's cores.
+    """Limit BLAS to one thread per rank where several would wait for each other's cores.
 
-    Threads of one product wait for each other in loops. Where other programs use the cores, that
-    can take many times as long as one thread alone. What the user has set stays.
+    Threads of one product wait for each other by spinning. Where other programs use the cores, that
+    can take many times as long as a single thread. What the user has set stays.
     Comm: an all-gather of a number per rank, if ranks have several threads.
     """
     threads = int(session.presets.get(THREAD_VARIABLES[0], 1))
@@ -137,5 +134,5 @@ def settle_threads(session, device: str) -> None:
         session.notes.append(f"BLAS: {threads} threads per rank")
         return
     blas.one_thread()
-    session.notes.append(f"BLAS: one thread per rank, because the cores are shared: products of a"
-                         f" trial took {slower:.1f} times as long with {threads}")
+    session.notes.append(f"BLAS: one thread per rank, because the cores are shared: trial products"
+                         f" took {slower:.1f} times as long with {threads}")

@@ -1,8 +1,8 @@
-"""The settings of a run that goes on: those that it had, below what the user names again.
+"""Settings of a resumed run: those it had, overridden by what the user names again.
 
-On other ranks it has a layout that its settings take. Batch size and shape are those of the run,
-and not every layout takes them. Some settings say only how the work is done. They keep their values
-if some layout takes these, and else give way.
+On a different number of ranks it needs a layout that its settings allow; batch size and shape are
+those of the run, and not every layout takes them. Some settings only say how the work is done. They
+keep their values if some layout takes these, and give way otherwise.
 """
 
 from __future__ import annotations
@@ -24,15 +24,15 @@ from mpipar.config.setting import flag
 from mpipar.errors import UsageError, UserError
 from mpipar.files.text import counted
 
-FAR = 8  # other numbers of ranks that are tried, below and above
+FAR = 8  # how many other numbers of ranks are tried, below and above
 GIVES_WAY = ("schedule", "num_microbatches", "zero")  # the last one first
-# What decides the numbers of a run. With another value it would be another run.
+# What determines the numbers of a run: with another value it would be another run.
 FIXED = ("preset", "dtype", "seed", "loss_scale", "loss_scale_interval", "batch_size", "optimizer",
          "lr", "lr_schedule", "min_lr_ratio", "decay_ratio", "warmup_steps", "weight_decay",
          "beta1", "beta2", "eps", "clip")
 # What belongs to one start of the program, not to the run.
 OF_A_START = ("resume", "out", "run_name", "trace", "trace_ops", "progress")
-# What is chosen together: who names one of them chooses all of them anew.
+# What is chosen together: naming one of them resets the others.
 ORDER = ("schedule", "schedule_csv", "chunks", "group_size", "stage_layers")
 
 
@@ -40,7 +40,7 @@ def legal(parsed: ParsedConfig, saved: Mapping[str, object], world_size: int) ->
     """Return the configuration of a run resumed on this many ranks, with a legal layout.
 
     saved: see `resumed`. What the user named stays. Raises UsageError if only other numbers of
-    ranks have a layout. Of any other mistake resolve() says what is wrong.
+    ranks have a layout; any other mistake is reported by resolve().
     """
     first = resumed(parsed, saved, world_size)
     if first.problems or config_problems(first.config) or _fits(first, world_size):
@@ -53,15 +53,15 @@ def legal(parsed: ParsedConfig, saved: Mapping[str, object], world_size: int) ->
                                    range(world_size + 1, world_size + 1 + FAR)))
     if near := [*islice(fewer, 1), *islice(more, 1)]:
         raise UsageError(
-            f"{counted(world_size, 'rank')}: no layout of so many takes the run's batch size of"
-            f" {saved['batch_size']} and its shape; start it again on"
+            f"{counted(world_size, 'rank')}: no layout of that many takes the run's batch size of"
+            f" {saved['batch_size']} and its shape; resume it on"
             f" {' or '.join(map(str, near))}")
     return first
 
 
 def _legal(parsed: ParsedConfig, saved: Mapping[str, object],
            world_size: int) -> Iterator[ParsedConfig]:
-    """The legal configurations on so many ranks, those first in which the least gives way."""
+    """Yield the legal configurations on so many ranks, those with the fewest changes first."""
     for values in _ways(saved, parsed.given):
         for one in layouts(resumed(parsed, {**saved, **values}, world_size), world_size):
             if _fits(one, world_size):
@@ -77,7 +77,7 @@ def _fits(parsed: ParsedConfig, world_size: int) -> bool:
 
 
 def _ways(saved: Mapping[str, object], given: Mapping[str, object]) -> list[dict[str, object]]:
-    """Values of what gives way, those with the fewest changes first."""
+    """Return values of the settings that give way, those with the fewest changes first."""
     rows, num_mb = saved.get("batch_size", 1), saved.get("num_microbatches", 1)
     others = {"schedule": [GridConfig.schedule], "zero": [0], "num_microbatches": sorted(
         divisors(rows), key=lambda number: (abs(number - num_mb), number))}
@@ -89,9 +89,7 @@ def _ways(saved: Mapping[str, object], given: Mapping[str, object]) -> list[dict
 
 
 def layouts(parsed: ParsedConfig, world_size: int) -> Iterator[ParsedConfig]:
-    """Yield the ParsedConfigs of every layout of these ranks with the axes that are named, the best
-    first.
-    """
+    """Yield a configuration for every layout of these ranks with the given axes, best first."""
     grid = parsed.config.grid
     if world_size % grid.cp:
         return
@@ -113,11 +111,11 @@ def changes(config: Config, saved: Mapping[str, object]) -> list[str]:
 
 
 def resumed(parsed: ParsedConfig, saved: Mapping[str, object], world_size: int) -> ParsedConfig:
-    """Return the ParsedConfig of a run that goes on on this many ranks.
+    """Return the configuration of a run resumed on this many ranks.
 
-    saved: the values of the run's config.toml. A layout that the user names is chosen anew, and so
-    is one that does not fit the number of ranks. Stages and groups depend on it. What was chosen
-    (auto) stays.
+    saved: the values of the run's config.toml. If the user names a layout, or the saved one does
+    not fit the number of ranks, it is chosen again, along with the stages and groups that depend on
+    it. What `auto` chose stays.
     """
     given = {name: value for name, value in parsed.given.items()
              if (name, value) != ("schedule", AUTO)}
@@ -135,10 +133,9 @@ def resumed(parsed: ParsedConfig, saved: Mapping[str, object], world_size: int) 
 
 
 def unchangeable(given: Mapping[str, object], saved: Mapping[str, object]) -> list[str]:
-    """Return one problem for each value that the user names, but that the saved run has otherwise.
-    """
+    """Return a problem for each value that the user names differently from the saved run."""
     shape = [one.name for part in FAMILIES.values() for one in fields(part) if one.name not in CUTS]
-    return [f"{flag(name)} {shown(given[name])}: can't change in a run that goes on, which has"
+    return [f"{flag(name)} {shown(given[name])}: can't change in a resumed run, which has"
             f" {shown(saved.get(name))}; leave {flag(name)} out, or start a new run"
             for name in dict.fromkeys([*shape, *FIXED])
             if name in given and given[name] != saved.get(name)]

@@ -1,4 +1,4 @@
-"""What `mpipar generate` does: it continues texts with a trained model, on any layout."""
+"""The work of `mpipar generate`: continues texts with a trained model, on any layout."""
 
 from __future__ import annotations
 
@@ -30,12 +30,12 @@ from mpipar.inference.sampling import Sampling
 from mpipar.train.worker import Worker
 
 FIRST = Prompt("0", [0])  # an id that every model has
-ROWS_OF_A_GROUP = 8  # prompts that go through the pipeline together, if --batch-size is not given
+ROWS_OF_A_GROUP = 8  # prompts that pass the pipeline together, unless --batch-size is given
 
 
 @dataclass(frozen=True)
 class Request:
-    """What is to be done. config: complete. together: prompts that are continued at one time.
+    """A complete request. together: how many prompts are continued at the same time.
 
     notes: for the user.
     """
@@ -50,7 +50,7 @@ class Request:
 
 
 def run(context: Context) -> int:
-    """Print a text piece by piece, or write a line of JSON for each prompt of a file.
+    """Print a text piece by piece, or write a line of JSON for each prompt in a file.
 
     Comm: that of `config_facts`; see `mpipar.inference.generate.generate`.
     """
@@ -75,7 +75,7 @@ def run(context: Context) -> int:
 
 
 def stream(worker, request: Request) -> Iterator[str]:
-    """Yield the text of one prompt for a terminal; say so if the model can read no more of it."""
+    """Yield the text of one prompt for a terminal, with a note if the model can read no more."""
     (prompt,), tokenizer = request.prompts, request.tokenizer
     text = Text(0, list(prompt.ids))
     added = (text.tokens[-1] for _ in generate(worker, [text], request.sampling)
@@ -90,7 +90,7 @@ def stream(worker, request: Request) -> Iterator[str]:
 
 
 def answers(worker, request: Request) -> Iterator[str]:
-    """Yield a line of JSON for each prompt, in their order."""
+    """Yield a line of JSON for each prompt, in order."""
     prompts = request.prompts
     for first in range(0, len(prompts), request.together):
         texts = [Text(number, list(prompt.ids)) for number, prompt in
@@ -111,7 +111,7 @@ def open_answers(path: str | None):
 
 
 def prepare(parsed, args, world_size: int, host_rank: int) -> Request:
-    """Check everything; raises one UserError with all problems.
+    """Check everything; raise one UserError with all problems.
 
     args: `generate.Arguments`; for run_folder see `find_source`. host_rank: place of this process
     on its host.
@@ -138,11 +138,11 @@ def prepare(parsed, args, world_size: int, host_rank: int) -> Request:
         except UsageError:
             if not is_default:
                 raise
-            # Nobody has typed this text; a model of ids, for example, cannot read it.
+            # The user did not type this text; a model of plain ids, for example, cannot read it.
             found["prompts"] = [FIRST]
             found["notes"].append(
                 f"this model cannot read the default prompt {config.run.prompt!r}, so the text"
-                f" begins with id {FIRST.typed}; to begin otherwise, give --prompt:"
+                f" begins with id {FIRST.typed}; for another beginning, give --prompt:"
                 f" {found['tokenizer'].takes}")
 
     checks = [(read_files, DataError), (read_texts, UsageError),
@@ -157,7 +157,7 @@ def prepare(parsed, args, world_size: int, host_rank: int) -> Request:
 
 
 def option_problems(parsed, args) -> list[str]:
-    """Return what is wrong between --prompt, --prompts and --answers."""
+    """Return what is wrong with the combination of --prompt, --prompts and --answers."""
     found = []
     if args.prompts is not None and "prompt" in parsed.given:
         found.append(f"--prompt and --prompts {args.prompts}: give one of them")
@@ -165,30 +165,30 @@ def option_problems(parsed, args) -> list[str]:
         found.append(f"--answers {args.answers}: is for --prompts FILE; without it the text goes"
                      " to standard output")
     elif args.answers is not None and os.path.lexists(args.answers):
-        found.append(f"--answers {args.answers}: is there already; give a new file")
+        found.append(f"--answers {args.answers}: exists already; give a new file")
     return found
 
 
 def layout_problems(config) -> list[str]:
-    """Return what is wrong if the layout cuts what a new token does not have."""
+    """Return what is wrong if the layout cuts an axis that a single token does not have."""
     if config.grid.cp == 1:
         return []
-    return [(f"--cp {config.grid.cp}: cuts the tokens of a row, and a text grows by one token at a"
+    return [(f"--cp {config.grid.cp}: cuts the tokens of a row, but a text grows by one token at a"
             " time; use --dp for more texts, or --tp or --pp to cut the model")]
 
 
 def weights_of(run_folder: str) -> str:
-    """Return the folder with the weights of a decoder: see `find_source`. Raises UserError."""
+    """Return the folder with a decoder's weights: see `find_source`. Raises UserError."""
     weights = find_source(run_folder, run_folder)
     model = formats.model_settings(weights, where=run_folder)["model"]
     if model != "decoder":
-        raise UsageError(f"{run_folder}: holds a {model}, which makes no text; give a decoder's"
-                         " run folder")
+        raise UsageError(f"{run_folder}: holds a {model}, which generates no text; give the run"
+                         " folder of a decoder")
     return weights
 
 
 def ends_of(folder, tokenizer: Tokenizer, vocab_size: int) -> tuple[int, ...]:
-    """Return the ids that end a text: of generation_config.json, or else the tokenizer's."""
+    """Return the ids that end a text, from generation_config.json or else from the tokenizer."""
     found = token_ids(folder / GENERATION, vocab_size)["eos_token_id"]
     found = tokenizer.end if found is None else found
     return tuple(found) if isinstance(found, list) else () if found is None else (found,)

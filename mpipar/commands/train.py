@@ -11,13 +11,13 @@ from mpipar.config.setting import setting, switch
 
 @dataclass(frozen=True)
 class Arguments:
-    """What belongs to one start of the program, and to no config.toml."""
+    """What belongs to one start of the program, and is not written to config.toml."""
 
     machine: str | None = setting(
-        None, "cost model of bench.calibrate: --layout auto and --schedule auto choose by it, and"
-        " measure nothing", metavar="FILE", rare=True)
-    take_over: bool = switch("take the run folder over from a job that is gone, though nobody can"
-                             " tell that it is", rare=True)
+        None, "cost model of bench.calibrate: --layout auto and --schedule auto choose by it,"
+        " without measuring", metavar="FILE", rare=True)
+    take_over: bool = switch("take over the run folder even if its previous owner cannot be"
+                             " confirmed dead", rare=True)
 
 
 def run(context: Context) -> int:

@@ -1,4 +1,4 @@
-"""`mpipar verify`: prove this layout on this machine by a float64 step compared with one rank's."""
+"""`mpipar verify`: proves a layout on this machine by comparing a float64 step with one rank's."""
 
 from __future__ import annotations
 
@@ -13,8 +13,8 @@ from mpipar.files.text import counted
 def run(context: Context) -> int:
     """Print the largest difference of every tensor; return 0 if all are small, else 1.
 
-    dtype and optimizer are float64 and plain SGD, whatever the flags say. float32 would hide a
-    small error in rounding, and Adam a wrong scale.
+    dtype and optimizer are float64 and plain SGD, whatever the flags say: float32 would hide a
+    small error in its rounding, and Adam would hide a wrong scale.
     Comm: that of `compare_inputs`; one training step and two streams of tensors to world rank 0.
     """
     from mpipar.commands.compared import compare_inputs
@@ -36,7 +36,7 @@ def run(context: Context) -> int:
             print(note)
         asked = parsed.config.run.dtype
         if asked != "float64" and "dtype" in parsed.given:
-            print(f"in float64 in place of {asked}: this proves the layout, whatever the dtype;"
+            print(f"in float64 in place of {asked}: this proves the layout for any dtype;"
                   " rounding would hide its mistakes")
         print(f"{layout_text(grid)}, schedule {grid.schedule_csv or grid.schedule},"
               f" {counted(grid.num_microbatches, 'microbatch')},"
@@ -47,26 +47,24 @@ def run(context: Context) -> int:
         print(table(rows, left=2))
         print(f"\n{len(found) - len(bad)} of {len(found)} agree to {verify.TOLERANCE:g} of their"
               f" largest entry{'' if not bad else '; ' + str(len(bad)) + ' DIFFER'}")
-    # Only world rank 0 knows the result. The highest code becomes that of all ranks.
+    # Only world rank 0 knows the result; the highest exit code becomes that of all ranks.
     return EXIT_CHECK_FAILED if bad else EXIT_OK
 
 
 def other_than_one_rank(config) -> list[str]:
-    """Return what cannot be compared with one rank: a schedule yet to be chosen, a routing by rank.
-    """
+    """Return what one rank cannot reproduce: an unchosen schedule, or a routing by rank."""
     found = []
     if config.grid.schedule == AUTO:
-        found.append("--schedule auto: measures first, which verify does not; name a schedule")
+        found.append("--schedule auto: needs a measurement, which verify does not do; name a"
+                     " schedule")
     if getattr(config.model, "routing", "") == "adversarial":
-        found.append("--routing adversarial: sends to the next rank, so on one rank it is another;"
+        found.append("--routing adversarial: sends to the next rank, so it differs on one rank;"
                      " use one-hot, or another routing")
     return found
 
 
 def exact(parsed):
-    """Return the configuration with float64 and SGD instead of the dtype and optimizer of flags or
-    preset.
-    """
+    """Return the configuration with float64 and SGD, whatever flags or preset say."""
     config = parsed.config
     config = replace(config, run=replace(config.run, dtype="float64", loss_scale=None,
                                          loss_scale_interval=None, gemm="blas", tf32=False),

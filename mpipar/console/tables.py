@@ -188,7 +188,7 @@ def barriers(facts: list[list], steps: int, world_size: int) -> str:
             entry[1] += counter.payload_bytes
             entry[2][world_rank] += counter.nanoseconds * 1e-6
     if not sums:
-        return "none: one rank waits for nobody"
+        return "none: a single rank waits for no other"
     rows = [("axis", "barrier", "operation", "phase", "dtype", "calls/step", "bytes/step",
              "ms mean", "ms max")]
     for key, (calls, size, times) in sorted(sums.items()):
