@@ -218,7 +218,7 @@ def test_what_is_said_of_other_programs_names_is_true():
         (f"lr = 1{'0' * 400}", ["64 bits cannot hold, at 'lr'"]),
         ("layers = 2e9", ["--layers = 2000000000.0", "whole number"]),
         (f"layers = {'9' * 5000}", ["too many digits"]),
-        ("\n".join(f"k{i} = 1" for i in range(9999)), ["holds 9,999 keys"]),
+        ("\n".join(f"k{i} = 1" for i in range(9999)), ["has 9,999 keys"]),
     ],
 )
 def test_file_that_cannot_be_read(tmp_path, text, parts):

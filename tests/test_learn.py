@@ -183,7 +183,7 @@ REFUSED = {
     "no letter": (["check", "6c", "m"], ["type one of a, b, c"]),
     "a file where words are asked for": (
         ["check", "4a", "--file", "x"], ["not answered with a file"]),
-    "words where a file is asked for": (["check", "5b", "33"], ["answered with a file", "leave 33"]),
+    "words where a file is asked for": (["check", "5b", "33"], ["answered with a", "leave 33"]),
     "no file": (["check", "5b", "--file", "none.csv"], ["cannot read none.csv", "No such file"]),
     "no file, of a copy": (["check", "2c", "--file", "my file.py"], [
         "--file my file.py: no such file; start from a copy: cp",

@@ -206,7 +206,7 @@ def test_a_file_that_lost_its_name_is_written_anew(how, victim):
     elif how == "replaced by a copy":
         shutil.copy(run / "elsewhere", path)
     file.write("two\n")
-    assert "written anew" in file.sync()
+    assert "written again" in file.sync()
     file.write("three\n")
     assert file.sync() == ""
     file.close()

@@ -183,8 +183,8 @@ def test_all_mistakes_of_the_arguments_at_once(words, parts, here):
 
 
 @pytest.mark.parametrize(("name", "content", "part"), [
-    ("zero.txt", b"text\0", "zero.txt: is no text: byte 4 is zero"),
-    ("latin.txt", b"caf\xe9 au lait", "latin.txt: is no UTF-8 text: byte 3 cannot be read"),
+    ("zero.txt", b"text\0", "zero.txt: is not text: byte 4 is zero"),
+    ("latin.txt", b"caf\xe9 au lait", "latin.txt: is not UTF-8 text: byte 3 cannot be decoded"),
     ("empty.txt", b"", "there is no text"), ("missing.txt", None, "no such file"),
     ("", None, "'': is empty; name a file"),
     ("short.txt", b"a", "there is too little text"),
@@ -208,7 +208,7 @@ def test_a_tokenizer_without_an_end_of_text(here):
     save_tokenizer(here / "model")
     path = here / "model" / "tokenizer.json"
     path.write_text(path.read_text().replace(END, "<unk>"))
-    assert_refused(65, ["nothing says which id ends a text", "eos_token"], "data", "prepare",
+    assert_refused(65, ["no file says which id ends a text", "eos_token"], "data", "prepare",
                    "stories.txt", "--tokenizer", "model", "--out", "out")
     (here / "model" / "tokenizer_config.json").write_text('{"eos_token": "<unk>"}')
     assert prepared("stories.txt", "--tokenizer", "model")[1]["end_of_text"] == 0
@@ -235,7 +235,7 @@ def test_text_that_changes_while_it_is_read(here, monkeypatch):
 
     before = prepare_module.survey
     monkeypatch.setattr(prepare_module, "survey", more)
-    assert_refused(65, ["has changed while it was read"], "data", "prepare", "stories.txt",
+    assert_refused(65, ["changed while it was being read"], "data", "prepare", "stories.txt",
                    "--separator", "<sep>", "--tokenizer", "bytes", "--out", "out")
 
 
@@ -323,12 +323,12 @@ def test_another_tokenizer_and_a_small_model(folder):
     assert "the tokenizer is not the one that made the tokens" in problems(folder)
     (folder / "tokenizer.json").unlink()
     assert "no tokenizer here" in problems(folder)
-    with pytest.raises(DataError, match="a prepared folder stands alone; leave out other"):
+    with pytest.raises(DataError, match="a prepared folder is given alone; leave out other"):
         load_source(("other", str(folder)), 257)
 
 
 @pytest.mark.parametrize(("change", "part"), [
-    ({"format": 2}, "is of format 2, and this version reads 1"), ({"format": 0}, "format 0"),
+    ({"format": 2}, "has format 2, but this version reads 1"), ({"format": 0}, "format 0"),
     ({"dtype": "int64"}, "names the dtype 'int64'"), ({"vocab_size": 2**40}, "vocabulary of"),
     ({"end_of_text": 257}, "as the end of a text"), ({"end_of_text": -1}, "as the end of a text"),
     ({"files": []}, "does not name the files train-00000.bin and on"),

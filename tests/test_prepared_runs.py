@@ -111,8 +111,8 @@ def test_a_large_vocabulary_has_no_table_of_pairs(here):
 @pytest.mark.text
 def test_held_out_data_of_another_tokenizer_is_refused(here):
     prepare("train:300", "other")
-    assert_refused(65, ["--val-data: another tokenizer", "--tokenizer other"], "train",
-                   "--data", "other", "--val-data", "bytes")
+    assert_refused(65, ["--val-data: its tokens were made by another", "--tokenizer other"],
+                   "train", "--data", "other", "--val-data", "bytes")
 
 
 def test_weights_keep_their_vocabulary(here):

@@ -200,8 +200,8 @@ HOSTILE = {
     "a newer format": (entry("format", value=2),
                        "has format 2, and this version of mpipar reads 1: a newer mpipar"),
     "a counter that is no number": (
-        entry("loss_scale", "good", value=float("nan")), "no finite number"),
-    "an endless scale": (entry("loss_scale", "value", value=float("inf")), "no finite number"),
+        entry("loss_scale", "good", value=float("nan")), "not a finite number"),
+    "an endless scale": (entry("loss_scale", "value", value=float("inf")), "not a finite number"),
     "a scale of zero": (entry("loss_scale", "value", value=0.0), "loss_scale is"),
     "a negative counter": (entry("loss_scale", "skipped", value=-1), "whole number"),
     "a counter with a point": (entry("loss_scale", "good", value=5.0), "whole number"),
