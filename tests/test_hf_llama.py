@@ -229,7 +229,7 @@ def test_dropout_that_gpt2_was_trained_with_is_named(tmp_path):
     config = {"model_type": "gpt2", "n_layer": 1, "n_embd": 4, "n_head": 2, "n_positions": 5,
               "vocab_size": 9, "attn_pdrop": 0.1, "resid_pdrop": 0.0, "embd_pdrop": 0.1}
     note, = start_notes(written(tmp_path, config))
-    assert note.endswith("no dropout is applied, though it says attn_pdrop 0.1, embd_pdrop 0.1")
+    assert note.endswith("no dropout is applied, although it says attn_pdrop 0.1, embd_pdrop 0.1")
 
 
 # --- out
