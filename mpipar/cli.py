@@ -21,17 +21,17 @@ from mpipar.job import consistency
 from mpipar.job.session import Session
 
 COMMANDS = {  # each is the COMMAND of the module mpipar.commands.NAME
-    "train": "train a model on all ranks, over any layout dp x pp x cp x tp",
+    "train": "train a model on all ranks, in any layout dp x pp x cp x tp",
     "generate": "continue a text with a trained model",
-    "verify": "prove this layout: one step here against one rank, tensor by tensor",
-    "data": "turn text files into files of tokens, with their tokenizer; needs no MPI",
+    "verify": "prove a layout: compare one step with that of one rank, tensor by tensor",
+    "data": "convert text files to token files, with their tokenizer; needs no MPI",
     "ckpt": "list, verify or export the checkpoints of a run; needs no MPI",
     "schedule": "show, prove and time a pipeline schedule; needs no MPI",
-    "trace": "show a traced run: who waited for whom, where, how long; needs no MPI",
-    "compare": "compare two traced runs: what got slower, by cause; needs no MPI",
-    "explain": "list every barrier of a training step of one rank; needs no MPI",
+    "trace": "analyse a traced run: who waited for whom, where, how long; needs no MPI",
+    "compare": "compare two traced runs: what got slower, and why; needs no MPI",
+    "explain": "list every barrier of one rank's training step; needs no MPI",
     "plan": "choose a layout for a model, a machine and a number of devices; needs no MPI",
-    "learn": "worked examples with real numbers, and exercises that it checks",
+    "learn": "show worked examples with real numbers, and check exercises",
     "doctor": "show MPI, launcher, ranks, hosts, cores, threads and GPUs",
 }
 USAGE = """\

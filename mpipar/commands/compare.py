@@ -123,7 +123,7 @@ def print_step(before: Side, after: Side) -> str:
 
 
 def print_causes(before: Side, after: Side) -> None:
-    """Print where the time went on both sides, and what other ranks waited for."""
+    """Print how time was spent on both sides, and what other ranks waited for."""
     print("\nby cause, ms per step and rank (medians of the traced steps), most lost first:")
     print(change_table("cause", comparison.items(before, after)))
     print("\nwhat others waited for, ms per step, summed over ranks, most lost first:")

@@ -138,7 +138,7 @@ def _taken_over(folder: Path, text: str, found: str, take_over: bool,
     The new lock is first written to a file beside the old one, which it then replaces. The file's
     name is derived from the old lock's text, so only one start at a time can create it and thereby
     gain the right to replace that lock. It then checks that the old lock is still the one it has
-    judged. A start that is killed in between leaves its file behind; whoever finds that owner gone
+    judged. A start that is killed in between leaves its file there; whoever finds that owner gone
     too takes its place in the same way.
     """
     note, passed, last = "", [], found

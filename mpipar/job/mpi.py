@@ -1,4 +1,4 @@
-"""MPI for the session: start and end, the ranks of a host, and what MPI leaves behind.
+"""MPI for the session: start and end, the ranks of a host, and cleaning up after MPI.
 
 mpi4py's own functions for both hold Python's lock, so no other thread runs until they return. But
 MPI_Init waits for all ranks, MPI_Finalize may too, and the watchdog has to run meanwhile. This
