@@ -161,7 +161,7 @@ def test_launches_that_differ_by_themselves_are_not_blamed(capsys):
 
 def test_one_launch_shows_no_spread_between_launches(capsys):
     compare.print_step(run(1), run(2) + run(3))
-    assert "is unknown: A has 1 and B has 2" in capsys.readouterr().out
+    assert "is not shown: A has 1 and B has 2" in capsys.readouterr().out
 
 
 def test_two_steps_prove_nothing():
@@ -222,7 +222,7 @@ def test_a_cost_model_explains_a_part_and_names_the_rest(late_runs, tmp_path):
              "all parts"}
     assert parts < set(rows)
     assert {rows[part][2] for part in parts} == {"+0.00"}
-    assert float(rows["measured, but not in the model"][2]) > 50
+    assert float(rows["measured, and not in the model"][2]) > 50
     assert "ms the cost model explains +0.00 ms" in text
     other = replace(own, tp=1)
     machine_file.save(replace(known, units=(other,)), str(tmp_path / "other.json"))

@@ -99,7 +99,7 @@ def decide(facts: list[dict], asked: str | None, named: str | None) -> tuple[str
         return kernels, f"as {given} says{before}"
     if saved and not blas.lacking(saved, common):
         return saved, "as before"
-    words = "by the vector units that all hosts have in common"
+    words = "by the vector units that all hosts have"
     return blas.choice(common), words + (f"; before: {saved}" if saved else "")
 
 

@@ -116,7 +116,7 @@ def print_step(before: Side, after: Side) -> str:
           f" {known_from}):\nB takes {step.after_ms / max(step.before_ms, 1e-9):.2f}x as long,"
           f" {step.verdict or undecided}")
     if not comparison.by_launch(before, after):
-        print(f"how much launches vary by themselves is unknown: A has {len(before)} and B has"
+        print(f"how far launches differ by themselves is not shown: A has {len(before)} and B has"
               f" {len(after)}; start each\n{comparison.LEAST_LAUNCHES} times, and give the folders"
               " as RUN1,RUN2,RUN3")
     return step.verdict
@@ -141,12 +141,12 @@ def explanation(machine, before: Side, after: Side) -> str:
     passes, *others = [comparison.Change(part, 1e3 * parts[0][part], 1e3 * parts[1][part])
                        for part in parts[0]]
     total = comparison.Change("all parts", *(1e3 * sum(side.values()) for side in parts))
-    rest = comparison.Change("measured, but not in the model", step.before_ms - total.before_ms,
+    rest = comparison.Change("measured, and not in the model", step.before_ms - total.before_ms,
                              step.after_ms - total.after_ms)
     rows = [("part", "A ms", "B ms", "change ms")]
     rows += [(one.what, f"{one.before_ms:.2f}", f"{one.after_ms:.2f}", f"{one.change_ms:+z.2f}")
              for one in (*work_and_shapes(passes, *map(most_flops, configs)), *others, total, rest)]
-    return (f"\nwhat the cost model predicts for a step, ms:\n{table(rows)}\nof the difference of"
+    return (f"\nwhat the cost model says of a step, ms:\n{table(rows)}\nof the difference of"
             f" {step.change_ms:+.2f} ms the cost model explains {total.change_ms:+.2f} ms\n")
 
 

@@ -118,7 +118,7 @@ def remarks(facts: list[dict]) -> list[str]:
         threads = sum(fact["threads"] for fact in here)
         if len(here) > len(cores):
             found.append(f"{host}: {len(here)} ranks share {len(cores)} core(s): times measured "
-                         "here say little about a machine with one core per rank")
+                         "here say little about a machine with a core for each rank")
         elif threads > len(cores):
             found.append(f"{host}: {threads} BLAS threads on {len(cores)} core(s): set "
                          f"OPENBLAS_NUM_THREADS={max(1, len(cores) // len(here))}")

@@ -165,11 +165,11 @@ def newest_step(folder: Path) -> int:
 
 
 def truncate_after(folder: Path, step: int) -> list[Path]:
-    """Discard everything in the run folder after `step`; return notes for the user.
+    """Cut the run folder back to `step`; return notes for the user.
 
-    That is lines of later steps, an incomplete last line, and what was made from them. A file with
-    damaged lines is kept aside: the checkpoint decides how far the run is. Raises OutputError.
-    Only world rank 0 calls it.
+    Lines of later steps, an incomplete last line, and files made from them are removed; later
+    checkpoints and a file with damaged lines are kept aside. The checkpoint decides how far the
+    run is. Raises OutputError. Only world rank 0 calls it.
     """
     notes = []
     with said(folder, "the run can't resume here"):

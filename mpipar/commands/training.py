@@ -267,8 +267,8 @@ class Run:
                 self.metrics.skip()
         self.seconds = perf_counter() - start
         if self.tracer.finish():
-            self.log(f"\nthe trace of {self.tracer.steps_text()} is in {self.folder / 'trace'};"
-                     f" to analyse it: mpipar trace {self.folder}")
+            self.log(f"\nthe trace of {self.tracer.steps_text()} is in {self.folder / 'trace'}; see"
+                     f" it with: mpipar trace {self.folder}")
         if self.replicas.count:
             self.log(self.replicas.summary())
         if not self.stopped and self.last >= self.first:

@@ -73,5 +73,5 @@ def crowded(hosts: list[str], cores: list[int]) -> str | None:
         return None
     told = ", ".join(f"{count} ranks share {counted(have, 'core')} of {host}"
                      for host, (count, have) in found.items())
-    return (f"{told}: a rank also waits for a core,\nso passes take longer and measured shares"
+    return (f"{told}: a rank also waits for a core,\nso passes last longer and measured shares"
             " differ from simulated ones")
