@@ -216,7 +216,7 @@ def test_all_differences_at_once(tmp_path):
 
 def test_what_does_not_matter_is_named_in_one_line(tmp_path):
     note, = start_notes(written(tmp_path, QWEN_25))
-    assert note.endswith("ignored: initializer_range, use_cache, use_mrope")
+    assert note.endswith("ignored fields: initializer_range, use_cache, use_mrope")
     note, = start_notes(written(tmp_path, QWEN_25, **{f"x{i:02}": i for i in range(20)}))
     assert note.endswith(" and 11 more")
     (tmp_path / "config.json").write_text(json.dumps({

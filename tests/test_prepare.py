@@ -168,7 +168,7 @@ def test_a_large_file_is_read_in_pieces(here):
 
 
 @pytest.mark.parametrize(("words", "parts"), [
-    ("", ["data: prepare is", "no text files", "--tokenizer: is missing", "--out: is missing"]),
+    ("", ["data: the only action is", "no text files", "--tokenizer: is", "--out: is missing"]),
     ("prepare stories.txt --tokenizer train:257 --out stories.txt",
      ["train:257: a new tokenizer has 258 to 1,048,576", "--out stories.txt: exists"]),
     ("prepare stories.txt --tokenizer train:1e4 --out out --seprator x",
@@ -331,7 +331,7 @@ def test_another_tokenizer_and_a_small_model(folder):
     ({"format": 2}, "has format 2, but this version reads 1"), ({"format": 0}, "format 0"),
     ({"dtype": "int64"}, "names the dtype 'int64'"), ({"vocab_size": 2**40}, "vocabulary of"),
     ({"end_of_text": 257}, "as the end of a text"), ({"end_of_text": -1}, "as the end of a text"),
-    ({"files": []}, "does not name the files train-00000.bin and on"),
+    ({"files": []}, "does not name the files train-00000.bin onward"),
     ({"files": "train"}, "must be a list"), ({"more": 1}, "unknown key 'more'"),
     ({"tokenizer": "a\nb"}, "not a legal str"),
     ({"files/0/name": "../out/train-00000.bin"}, "has the name"),

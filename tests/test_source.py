@@ -72,7 +72,7 @@ def test_the_highest_id_is_the_vocabulary_s_last(tmp_path):
 
 
 @pytest.mark.parametrize(("content", "message"), [
-    (header(2) + b"\0" * 6, r"2 tokens \(1,028 bytes\), the file has 1,030"),
+    (header(2) + b"\0" * 6, r"2 tokens \(1,028 bytes\), but the file has 1,030"),
     (header(9, version=2) + b"\0" * 18, "version 2"),
     (header(-4), "-4 tokens"),
     (header(0), "no token"),
@@ -95,10 +95,10 @@ def test_token_file_that_is_none(content, message, tmp_path):
 @pytest.mark.parametrize(("content", "message"), [
     (b"ab\0c", "is not text: byte 2 is zero"),
     (b"ab\xffc", "is not UTF-8 text: byte 2 cannot be decoded"),
-    (b"x" * (BLOCK - 1) + "\u00e4".encode() + b"\x80", f"byte {BLOCK + 1:,} cannot be read"),
+    (b"x" * (BLOCK - 1) + "\u00e4".encode() + b"\x80", f"byte {BLOCK + 1:,} cannot be decoded"),
     (b"x" * BLOCK + b"yz\0", f"byte {BLOCK + 2:,} is zero"),
-    (b"x" * (BLOCK - 1) + "\U0001f600".encode()[:3], f"byte {BLOCK - 1:,} cannot be read"),
-    ("text".encode("utf-16"), "byte 0 cannot be read"),
+    (b"x" * (BLOCK - 1) + "\U0001f600".encode()[:3], f"byte {BLOCK - 1:,} cannot be decoded"),
+    ("text".encode("utf-16"), "byte 0 cannot be decoded"),
 ])  # fmt: skip
 def test_a_file_that_is_no_text(content, message, tmp_path):
     path = tmp_path / "a.txt"

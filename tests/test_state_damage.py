@@ -171,7 +171,7 @@ def many_kinds(content):
 
 TENSOR = "block0.ffn.up.w"  # [4, 3]
 HOSTILE = {
-    "a file above": (named(f"../{PIECES}"), r"'../pieces-00001\.safetensors' is no name"),
+    "a file above": (named(f"../{PIECES}"), r"'../pieces-00001\.safetensors' is not the name"),
     "an absolute path": (named("/etc/passwd"), "'/etc/passwd' is not the name of a file"),
     "another name": (named("weights.safetensors"), "is not the name of a file"),
     "a zero byte": (named("pieces-00001\0.safetensors"), "zero byte"),
@@ -209,7 +209,7 @@ HOSTILE = {
     "an unknown axis": (entry("layout", "zp", value=2), "axis 'zp'"),
     "a layout of texts": (entry("layout", "dp", value="2"), "whole number"),
     "an entry more": (entry("more", value=1), "is not the manifest"),
-    "lists in lists": (entry("data", "x", value=json.loads("[" * 100 + "]" * 100)), "deep inside"),
+    "lists in lists": (entry("data", "x", value=json.loads("[" * 100 + "]" * 100)), "nested more"),
     "a configuration of numbers": (entry("config", value=7), "7 is not text"),
 }
 
@@ -247,7 +247,7 @@ def test_a_million_tensors_are_refused(folder, monkeypatch):
 def test_a_manifest_of_gigabytes_is_not_read(folder):
     with open(folder / "manifest.json", "r+b") as file:
         file.truncate(1 << 40)  # without taking the space
-    assert_damaged(folder, "at most [0-9,]+ are read")
+    assert_damaged(folder, "the limit is [0-9,]+")
 
 
 @pytest.mark.parametrize("name", ["manifest.json", PIECES])
