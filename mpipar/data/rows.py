@@ -121,9 +121,9 @@ def token_places(tokens: int, grid_config, cp_rank: int) -> np.ndarray:
 
 
 def routed_rows(config, grid) -> np.ndarray | None:
-    """Return how many rows each rank of the expert group has for each expert in a microbatch.
+    """Return the rows of a microbatch that each rank of the expert group sends to each expert.
 
-    (q, E), as --routing says; None where a router chooses, or where nothing is routed.
+    (q, E), according to --routing; None if a router decides, or if nothing is routed.
     """
     model = config.model
     if getattr(model, "routing", "learned") == "learned" or not model.experts:
