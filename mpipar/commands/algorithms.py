@@ -7,7 +7,7 @@ import os
 from pathlib import Path
 
 from mpipar.comm.algorithms import KINDS
-from mpipar.comm.algorithms.auto import SIZES, WAYS
+from mpipar.comm.algorithms.auto import CALLS, SIZES
 from mpipar.comm.facts import broadcast_text, gather_facts
 from mpipar.config.run import AUTO
 from mpipar.errors import DataError
@@ -19,7 +19,7 @@ NAME = "algorithms.json"
 
 def is_choice(value) -> bool:
     """Return whether a value is a group's choice by `auto`: an algorithm per size and direction."""
-    return isinstance(value, dict) and value.keys() == {*WAYS} and all(
+    return isinstance(value, dict) and value.keys() == {*CALLS} and all(
         isinstance(names, list) and len(names) == len(SIZES)
         and all(name in [*KINDS] for name in names) for names in value.values())
 
