@@ -18,7 +18,7 @@ NAME = "algorithms.json"
 
 
 def is_choice(value) -> bool:
-    """Return whether a value is a group's choice by `auto`: an algorithm per size and direction."""
+    """Return whether a value is what `auto` chose for a group: an algorithm per call and size."""
     return isinstance(value, dict) and value.keys() == {*CALLS} and all(
         isinstance(names, list) and len(names) == len(SIZES)
         and all(name in [*KINDS] for name in names) for names in value.values())

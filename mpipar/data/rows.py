@@ -129,10 +129,10 @@ def routed_rows(config, grid) -> np.ndarray | None:
     if getattr(model, "routing", "learned") == "learned" or not model.experts:
         return None
     ranks, counts = grid.group("expert"), []
-    for index, rank in enumerate(ranks):
+    for index, world_rank in enumerate(ranks):
         chosen = scores(model.routing, model.seq_len, model.experts, model.experts_per_token,
                         index, len(ranks)) > 0
-        places = token_places(model.seq_len, config.grid, grid.place_of(rank, "cp"))
+        places = token_places(model.seq_len, config.grid, grid.place_of(world_rank, "cp"))
         counts.append(rows_per_microbatch(config) * chosen[places].sum(axis=0))
     return np.array(counts)
 
