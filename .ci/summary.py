@@ -1,4 +1,4 @@
-"""Read pytest's JUnit files of all sections; print what was skipped and why, and the sum.
+"""Read the JUnit files of all sections; print what was skipped and why, and the totals.
 
     python3 .ci/summary.py FOLDER [--must-run PREFIX ...]
 
@@ -27,14 +27,14 @@ def outcome(case: ET.Element) -> tuple[str, str]:
 
 
 def properties(case: ET.Element, name: str) -> list[str]:
-    """Return the values of the properties with this name that a test has recorded."""
+    """Return the values of a test's recorded properties with this name."""
     return [item.get("value") for item in case.iter("property") if item.get("name") == name]
 
 
 def read(folder: Path):
-    """Return the names of passed, of failed tests, {name: reason} of skips, and MPI sessions.
+    """Return the names of passed and failed tests, {name: reason} of skips, and MPI sessions.
 
-    A session is (number of tests that passed in it, "test - reason" of those that it skipped).
+    A session is (number of tests that passed in it, "test - reason" of those it skipped).
     """
     names: dict[str, list[str]] = {"passed": [], "failed": []}
     skips: dict[str, str] = {}

@@ -8,7 +8,7 @@ share lies in those folders.
 import os
 
 from mpipar.job.environment import presets
-from mpipar.job.heap import keep_heap
+from mpipar.job.malloc import keep_heap
 
 # This must come before a benchmark imports NumPy: BLAS reads its number of threads once, and the
 # ranks of a host share its cores. mpipar's own commands have the guard, which imports NumPy later.

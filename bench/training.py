@@ -44,7 +44,7 @@ context_of = partial(cli.context_of, None, "explain")
 
 def config_of(words: list[str]) -> Any:
     """Return the resolved config of the flags of `mpipar explain`. Raises UsageError."""
-    return resolve(*of_named_axes(context_of(words).reading))[0]
+    return resolve(*of_named_axes(context_of(words).parsed))[0]
 
 
 def take_step(config: Any, rank: int, recorder: Recorder, ops: Any) -> Worker:

@@ -1,10 +1,10 @@
-"""Checks of a cluster for ReFrame: whether training runs and learns there, and its network's speed.
+"""ReFrame checks of a cluster: whether training runs and learns there, and how fast the network is.
 
     reframe -C SITE_CONFIG -c deploy/reframe_checks.py -r --performance-report
     reframe ... -S 'Train.num_tasks=64' -S 'Train.layout=dp=16,tp=4'
 
-The environment of the site's configuration must have mpipar in it (`pip install -e .` against its
-MPI). Figures are compared with `reference` of the site, and are only reported where it has none.
+The environment in the site's configuration must contain mpipar (`pip install -e .` with its MPI).
+Figures are compared with the site's `reference`, and only reported if it has none.
 """
 
 import reframe as rfm
@@ -13,7 +13,7 @@ from reframe.core.builtins import performance_function, run_before, sanity_funct
 
 
 class Check(rfm.RunOnlyRegressionTest):
-    """What all checks share: every system, and no folder of sources to copy."""
+    """Base of all checks: every system, and no source folder to copy."""
 
     valid_systems = ["*"]
     valid_prog_environs = ["*"]
@@ -24,39 +24,39 @@ class Check(rfm.RunOnlyRegressionTest):
 
 @rfm.simple_test
 class Train(Check):
-    """A short training run ends, and has learned more than nothing."""
+    """A short training run finishes, and learns something."""
 
     layout = variable(str, value="auto")
     executable = "mpipar"
 
     @run_before("run")
     def choose_layout(self):
-        """Name the layout on the command line."""
+        """Put the layout on the command line."""
         self.executable_opts = ["train", "--steps", "60", "--layout", self.layout]
 
     @sanity_function
     def it_learns(self):
-        """Hold the held-out loss below that of equally likely bytes, ln 256."""
+        """Require a held-out loss below that of equally likely bytes, ln 256."""
         losses = sn.extractall(r"held-out loss (\S+) nats", self.stdout, 1, float)
         return sn.all([sn.assert_eq(sn.count(losses), 1), sn.assert_lt(losses[0], 5.545)])
 
     @performance_function("tok/s")
     def rate(self):
-        """Return the tokens per second of the last step that was printed."""
+        """Return the tokens per second of the last printed step."""
         tokens = sn.extractall(r"\| (\S+)k tok/s", self.stdout, 1, float)
         return tokens[-1] * 1000
 
 
 @rfm.simple_test
 class Verify(Check):
-    """One step on this layout gives what one rank gives, tensor by tensor."""
+    """One step on this layout gives the same result as one rank, tensor by tensor."""
 
     executable = "mpipar"
     executable_opts = ["verify", "--layout", "dp=2"]
 
     @sanity_function
     def all_agree(self):
-        """Look for the line that counts the tensors."""
+        """Require all tensors in the summary line to agree."""
         line = r"(\d+) of (\d+) agree"
         agreeing, tensors = (sn.extractsingle(line, self.stdout, group) for group in (1, 2))
         return sn.assert_eq(agreeing, tensors)
@@ -64,7 +64,7 @@ class Verify(Check):
 
 @rfm.simple_test
 class Interconnect(Check):
-    """Messages and sums of a few sizes, each payload checked before it is timed."""
+    """Messages and all-reduces of a few sizes, each payload checked before it is timed."""
 
     executable = "python3"
     executable_opts = ["-m", "bench.interconnect", "latency", "all-reduce", "--ways", "mpipar.comm",
@@ -72,25 +72,25 @@ class Interconnect(Check):
 
     @run_before("run")
     def from_the_clone(self):
-        """Run where bench/ is: it is not part of the installed package."""
+        """Run in the clone, because bench/ is not part of the installed package."""
         self.prerun_cmds = [f"cd {self.prefix}/.."]
 
     @sanity_function
     def no_wrong_payload(self):
-        """Hold the number of wrong payloads to zero in all rows."""
+        """Require zero wrong payloads in all rows."""
         wrong = sn.extractall(r"^\d+ .* mpipar\.comm .* (\d+) +\S+$", self.stdout, 1, int)
         return sn.all([sn.assert_ge(sn.count(wrong), 4), sn.assert_eq(sn.sum(wrong), 0)])
 
     @performance_function("us")
     def sum_of_8_bytes(self):
-        """Return the time of the smallest sum."""
+        """Return the time of the smallest all-reduce."""
         return self.times()[2]
 
     @performance_function("us")
     def sum_of_1_mebibyte(self):
-        """Return the time of the largest sum."""
+        """Return the time of the largest all-reduce."""
         return self.times()[3]
 
     def times(self):
-        """Return time_us of all rows: latency's two, then the sums'."""
+        """Return time_us of all rows: two of latency, then those of all-reduce."""
         return sn.extractall(r"^\d+ .* mpipar\.comm +\d+ +\d+ +(\S+)", self.stdout, 1, float)

@@ -1,7 +1,7 @@
-"""The sub-commands: reads the command line and hands over to the one module that was asked for.
+"""The command line: reads it and runs the one sub-command that was asked for.
 
-Only that module is imported, and only then. So `mpipar schedule` never loads MPI, and NumPy is
-loaded after the guard has set the number of BLAS threads.
+Only that command's module is imported, and only then, so that `mpipar schedule` never loads MPI,
+and NumPy is loaded after the guard has set the number of BLAS threads.
 """
 
 import argparse
@@ -17,21 +17,21 @@ from mpipar.config.run import RunConfig
 from mpipar.config.sections import settings
 from mpipar.config.setting import flag
 from mpipar.errors import UsageError, combine, suggestion
-from mpipar.job import alike
+from mpipar.job import consistency
 from mpipar.job.session import Session
 
 COMMANDS = {  # each is the COMMAND of the module mpipar.commands.NAME
-    "train": "train a model on all ranks, over any layout dp x pp x cp x tp",
+    "train": "train a model on all ranks, in any layout dp x pp x cp x tp",
     "generate": "continue a text with a trained model",
-    "verify": "prove this layout: one step here against one rank, tensor by tensor",
-    "data": "turn text files into files of tokens, with their tokenizer; needs no MPI",
+    "verify": "prove a layout: compare one step with that of one rank, tensor by tensor",
+    "data": "convert text files to token files, with their tokenizer; needs no MPI",
     "ckpt": "list, verify or export the checkpoints of a run; needs no MPI",
     "schedule": "show, prove and time a pipeline schedule; needs no MPI",
-    "trace": "show a traced run: who waited for whom, where, how long; needs no MPI",
-    "compare": "compare two traced runs: what got slower, by cause; needs no MPI",
-    "explain": "list every barrier of a training step of one rank; needs no MPI",
+    "trace": "analyse a traced run: who waited for whom, where, how long; needs no MPI",
+    "compare": "compare two traced runs: what got slower, and why; needs no MPI",
+    "explain": "list every barrier of one rank's training step; needs no MPI",
     "plan": "choose a layout for a model, a machine and a number of devices; needs no MPI",
-    "learn": "worked examples with real numbers, and exercises that it checks",
+    "learn": "show worked examples with real numbers, and check exercises",
     "doctor": "show MPI, launcher, ranks, hosts, cores, threads and GPUs",
 }
 USAGE = """\
@@ -62,9 +62,9 @@ def command_of(name: str) -> Command:
 
 
 def command_parser(name: str, every: bool = False) -> flags.Parser:
-    """Return the parser of one command, with the program's name in its messages.
+    """Return the parser of one command, whose messages carry the program's name.
 
-    every: its help shows all flags, not only the usual ones.
+    every: its help shows all flags, not only the common ones.
     """
     command = command_of(name)
     parser = flags.Parser(
@@ -80,26 +80,26 @@ def command_parser(name: str, every: bool = False) -> flags.Parser:
 
 
 def context_of(session: Session | None, name: str, words: list[str]) -> Context:
-    """Return what a command of these words runs on. Raises UserError.
+    """Return what a command runs on, given these words. Raises UserError.
 
-    Problems of a configuration stay in its Reading: `resolve` adds those that are found later.
+    Problems of a configuration stay in its ParsedConfig: `resolve` adds those found later.
     """
     command, parser = command_of(name), command_parser(name, "--help-all" in words)
     typed, problems = flags.parsed(parser, words, command.is_free)
     args = read_arguments(command.arguments, typed, problems)
-    # Without settings of a configuration, all that was typed are the command's own arguments.
-    reading, found = read(typed if command.fields else {}, problems, command.trains), []
-    if reading.problems and (args is None or not command.fields):
-        found.append(UsageError(reading.problems))
+    # Without settings of a configuration, everything typed is the command's own arguments.
+    parsed, found = read(typed if command.fields else {}, problems, command.trains), []
+    if parsed.problems and (args is None or not command.fields):
+        found.append(UsageError(parsed.problems))
     if args is not None:
         found += command.problems(args)
     if found:
         raise combine(found)
-    return Context(session, args, reading)
+    return Context(session, args, parsed)
 
 
 def main(argv: list[str], session: Session) -> int:
-    """Run one command; returns its exit code. Raises UserError for what the user can put right."""
+    """Run one command; return its exit code. Raises UserError for what the user can fix."""
     if not argv or argv[0] in ("-h", "--help", "help"):
         _print_once(session, overview())
         return errors.EXIT_OK
@@ -109,43 +109,43 @@ def main(argv: list[str], session: Session) -> int:
     name, *words = argv
     command = command_of(name)
     if not command.needs_mpi and session.launcher.rank > 0:
-        return errors.EXIT_OK  # under a launcher one process speaks, and writes the files
+        return errors.EXIT_OK  # under a launcher only one process prints and writes the files
     if command.needs_mpi:
-        session.facts = {"command": name} | alike.versions()
+        session.facts = {"command": name} | consistency.versions()
     session.will_loop = command.trains
     context = context_of(session, name, words)
-    if context.reading.prints:
+    if context.parsed.prints:
         return _print_config(context)
     if command.needs_mpi and command.fields:
-        run = context.reading.config.run  # what is wrong with its values is said later
+        run = context.parsed.config.run  # problems with its values are reported later
         session.watch.warn, session.watch.stop = run.hang_warn, run.hang_stop
         session.facts |= facts_of(context)
     return command.run(context)
 
 
 def facts_of(context: Context) -> dict[str, str]:
-    """Return what the flags of a command say, which must be the same on all ranks."""
-    reading = context.reading
+    """Return a command's flags as facts, which must be identical on all ranks."""
+    parsed = context.parsed
     found = {flag(field.name): "not given" if value is None else str(value)
-             for _, field, value in settings(reading.config)}
+             for _, field, value in settings(parsed.config)}
     found |= {name: str(value) for name, value in vars(context.args).items()}
-    if reading.chooses_layout:
+    if parsed.chooses_layout:
         found["--layout"] = AUTO
-    if reading.problems:
-        found[alike.REFUSED] = "; ".join(reading.problems)
+    if parsed.problems:
+        found[consistency.REFUSED] = "; ".join(parsed.problems)
     return found
 
 
 def _print_config(context: Context) -> int:
-    """The complete configuration for the ranks that the launcher has started; MPI stays off."""
-    session, reading = context.session, context.reading
+    """Print the complete configuration for the ranks the launcher started; MPI is not loaded."""
+    session, parsed = context.session, context.parsed
     resolve = importlib.import_module("mpipar.commands.resolve").resolve
-    if reading.config.run.resume != RunConfig.resume:
+    if parsed.config.run.resume != RunConfig.resume:
         resume = importlib.import_module("mpipar.commands.resume")
-        start = resume.find_start(reading.config.run)
-        reading = resume.with_saved_settings(reading, start, session.launcher.size)
-    config, notes = resolve(reading, session.launcher.size)
-    if reading.chooses_layout:
+        start = resume.find_start(parsed.config.run)
+        parsed = resume.with_saved_settings(parsed, start, session.launcher.size)
+    config, notes = resolve(parsed, session.launcher.size)
+    if parsed.chooses_layout:
         notes.append("--layout auto: training measures and chooses; this is the layout without it")
     _print_once(session, "".join(f"# {note}\n" for note in notes) + to_toml(config).rstrip())
     return errors.EXIT_OK

@@ -1,8 +1,8 @@
 """Errors that a user can cause, and the exit codes of every command.
 
-Each class carries its exit code. An error holds *all* problems found, not only the first. A user
-who made three mistakes reads three lines at once, and not one line three times. A problem is one
-sentence that says what is wrong and what to type instead.
+Each class carries its exit code. An error holds *all* problems found, not only the first, so that a
+user who made three mistakes sees three lines at once rather than one line three times. A problem is
+one sentence that says what is wrong and what to type instead.
 """
 
 import difflib
@@ -36,9 +36,9 @@ EXIT_CODES = {
 
 
 class UserError(Exception):
-    """A mistake that the user can put right.
+    """A mistake that the user can fix.
 
-    `problems` lists all of it, and `exit_code` is its code.
+    `problems` lists everything that is wrong; `exit_code` is the process's exit code.
     """
 
     exit_code = EXIT_INTERNAL
@@ -84,7 +84,7 @@ class HangError(UserError):
 
 
 class DriftError(UserError):
-    """Copies of a tensor that must be equal bit by bit are not."""
+    """Copies of a tensor differ that must be bitwise identical."""
 
     exit_code = EXIT_HANG
 
@@ -96,8 +96,7 @@ class NonFiniteError(UserError):
 
 
 def combine(errors: Sequence[UserError]) -> UserError:
-    """Return one error with the problems of all; its class is that of the lowest exit code among
-    them.
+    """Return one error with all problems; its class is the one with the lowest exit code.
 
     Flags come first (2 < 65 < 69 < 74), because what follows from a wrong flag may be wrong too.
     """
@@ -106,7 +105,7 @@ def combine(errors: Sequence[UserError]) -> UserError:
 
 
 def suggestion(word: str, options: Iterable[str] | dict[str, str]) -> str:
-    """'; did you mean X?' if an option is close to the word, else ''.
+    """Return '; did you mean X?' if an option is close to the word, else ''.
 
     A dict maps what is compared with the word to what is shown.
     """

@@ -254,7 +254,7 @@ FAULTS = {
     "stop": lambda: around(Worker, "train_step", at_step),
     "evaluate": lambda: around(Worker, "evaluate", kill(signal.SIGKILL)),
     "no-space": full_disk, "full": full_disk,
-    "metrics": lambda: around(training, "cut_behind", lambda plain, folder, step: []),
+    "metrics": lambda: around(training, "truncate_after", lambda plain, folder, step: []),
 }
 
 

@@ -9,7 +9,7 @@ from helpers import REPOSITORY
 from program import TEXT, block_of, mpipar
 
 from bench import blas_kernels
-from mpipar.commands import loops
+from mpipar.commands import blas_kernels as choice
 from mpipar.errors import EnvironmentProblem
 from mpipar.job import blas
 
@@ -75,17 +75,17 @@ def test_the_choice_is_the_fastest_on_every_processor_that_was_measured():
 ])  # fmt: skip
 def test_one_choice_for_the_job(hosts, asked, named, found):
     facts = [fact(f"host{number}", units, saved=None) for number, units in enumerate(hosts)]
-    name, words = loops.decide(facts, asked, named)
+    name, words = choice.decide(facts, asked, named)
     assert name == found[0]
     assert found[1] in words
 
 
 def test_a_run_keeps_its_loops_where_they_can_run():
     facts = [fact(saved="Zen"), fact(saved="SkylakeX")]
-    assert loops.decide(facts, None, None) == ("Zen", "as before")
-    assert loops.decide(facts, None, "Haswell")[1].endswith("says; before: Zen")
+    assert choice.decide(facts, None, None) == ("Zen", "as before")
+    assert choice.decide(facts, None, "Haswell")[1].endswith("says; before: Zen")
     facts = [fact(saved="SkylakeX"), fact("b", OLD)]
-    name, words = loops.decide(facts, None, None)
+    name, words = choice.decide(facts, None, None)
     assert name == "Haswell"
     assert words.endswith("; before: SkylakeX")
 
@@ -93,14 +93,14 @@ def test_a_run_keeps_its_loops_where_they_can_run():
 def test_loops_that_a_host_cannot_run_are_refused():
     facts = [fact(saved=None), fact("b", OLD)]
     with pytest.raises(EnvironmentProblem, match="OPENBLAS_CORETYPE=SkylakeX: the processor of b"):
-        loops.decide(facts, None, "SkylakeX")
+        choice.decide(facts, None, "SkylakeX")
     with pytest.raises(EnvironmentProblem, match="OPENBLAS_CORETYPE=SKYLAKEX: the processor of b"):
-        loops.decide(facts, None, "SKYLAKEX")
+        choice.decide(facts, None, "SKYLAKEX")
     assert "--blas-arch SkylakeX: the processor of b (a processor) has no avx512f" in (
-        loops.flag_problem(facts, "SkylakeX"))
-    assert "--blas-arch Skylake: must be one of Haswell, " in loops.flag_problem(facts, "Skylake")
-    assert "set OPENBLAS_CORETYPE" in loops.flag_problem(facts, "")
-    assert loops.flag_problem(facts, "Zen") == ""
+        choice.flag_problem(facts, "SkylakeX"))
+    assert "--blas-arch Skylake: must be one of Haswell, " in choice.flag_problem(facts, "Skylake")
+    assert "set OPENBLAS_CORETYPE" in choice.flag_problem(facts, "")
+    assert choice.flag_problem(facts, "Zen") == ""
 
 
 def test_the_run_that_goes_on_says_its_loops(tmp_path):
@@ -111,11 +111,11 @@ def test_the_run_that_goes_on_says_its_loops(tmp_path):
         (tmp_path / "config.toml").write_text(text)
         for run in ({"resume": str(tmp_path)}, {"resume": str(step)},
                     {"resume": "auto", "out": str(tmp_path)}):
-            assert loops.saved_loops(SimpleNamespace(**{"out": None, "run_name": None} | run)) == (
-                found)
-    assert loops.saved_loops(SimpleNamespace(resume="never")) is None
+            started = SimpleNamespace(**{"out": None, "run_name": None} | run)
+            assert choice.saved_kernels(started) == found
+    assert choice.saved_kernels(SimpleNamespace(resume="never")) is None
     missing = SimpleNamespace(resume=str(tmp_path / "none"))
-    assert loops.saved_loops(missing) is None
+    assert choice.saved_kernels(missing) is None
 
 
 # --- what runs, once NumPy is loaded
@@ -128,9 +128,9 @@ def test_other_kernels_than_the_chosen_are_said(monkeypatch, architecture, said)
     pool = {"internal_api": "openblas", "version": "0.3.31.188.0", "architecture": architecture}
     monkeypatch.setattr(blas, "pools", lambda: [pool])
     session = SimpleNamespace(notes=[])
-    assert loops.loaded_facts(session, "SkylakeX") == {"BLAS": blas.shown(pool)}
+    assert choice.loaded_facts(session, "SkylakeX") == {"BLAS": blas.shown(pool)}
     assert session.notes == said
-    assert loops.loaded_facts(session, None) == {}
+    assert choice.loaded_facts(session, None) == {}
 
 
 def test_the_measurement_keeps_other_processors(tmp_path):
@@ -186,13 +186,13 @@ def test_one_thread_where_several_would_wait_for_a_core(monkeypatch, slowdown, l
     called = []
     monkeypatch.setattr(blas, "slowdown", lambda threads: slowdown)
     monkeypatch.setattr(blas, "one_thread", lambda: called.append(1))
-    monkeypatch.setattr(loops, "all_gather_facts", lambda world, fact: [0.5, fact])
+    monkeypatch.setattr(choice, "all_gather_facts", lambda world, fact: [0.5, fact])
     session = SimpleNamespace(presets={"OPENBLAS_NUM_THREADS": "2"}, world=None, notes=[])
-    loops.settle_threads(session, "cpu")
+    choice.settle_threads(session, "cpu")
     assert bool(called) == limited
     assert ("one thread per rank" in session.notes[0]) == limited
     session.presets, session.notes = {}, []  # the user has set a number
-    loops.settle_threads(session, "cpu")
+    choice.settle_threads(session, "cpu")
     assert session.notes == []
 
 

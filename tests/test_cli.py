@@ -158,7 +158,7 @@ print("start", loaded("numpy", "mpi4py", "safetensors"))
 for command, words in (("train", []), ("generate", ["RUN"]), ("verify", []), ("doctor", [])):
     cli.context_of(None, command, words)
     print(command, loaded("numpy", "mpi4py.MPI", "safetensors"))
-import mpipar.commands.loops
+import mpipar.commands.blas_kernels
 print("loops", loaded("numpy"))
 """
 

@@ -26,7 +26,7 @@ from mpipar.data.source import load_source
 from mpipar.data.token_file import TokenFiles
 from mpipar.errors import DataError
 from mpipar.files import digests
-from mpipar.job import alike
+from mpipar.job import consistency
 
 SMALL = """--layers 1 --d-model 8 --heads 2 --ffn 8 --seq-len 8 --batch-size 4 --steps 2
     --num-microbatches 1""".split()
@@ -56,7 +56,7 @@ def facts_in(folder, *words, rank=0):
 
 def differing(folders, *words):
     """The fields in which ranks in these folders differ."""
-    table = alike.differences([facts_in(folder, *words) for folder in folders])
+    table = consistency.differences([facts_in(folder, *words) for folder in folders])
     return sorted({line.split("  ")[0] for line in table[1:]})
 
 
@@ -139,28 +139,28 @@ def test_ranks_with_other_copies_end_before_the_first_step(hosts):
 @fault(37, "hosts with other versions of Python, NumPy or mpi4py", 69)
 def test_the_table_names_field_ranks_and_values():
     facts = [{"a": "1", "b": "x"}, {"a": "2", "b": "x"}, {"a": "1", "b": "x"}]
-    assert [line.split() for line in alike.differences(facts)] == [
+    assert [line.split() for line in consistency.differences(facts)] == [
         ["field", "ranks", "value"], ["a", "0,2", "1"], ["a", "1", "2"]]
 
 
 def test_a_field_that_a_rank_lacks_is_left_out_unless_it_is_refused():
-    lines = alike.differences([{"a": "1", "b": "x"}, {"refused": "--y: unknown flag"}])
+    lines = consistency.differences([{"a": "1", "b": "x"}, {"refused": "--y: unknown flag"}])
     assert [line.split(maxsplit=2) for line in lines[1:]] == [
         ["refused", "0", "nothing"], ["refused", "1", "--y: unknown flag"]]
 
 
 def test_values_are_harmless_and_short():
-    lines = alike.differences([{"a": "\x1b[31m"}, {"a": "y" * 1000}])
+    lines = consistency.differences([{"a": "\x1b[31m"}, {"a": "y" * 1000}])
     assert "\x1b" not in "".join(lines)
     assert max(map(len, lines)) < 100
 
 
 def test_one_byte_of_the_source_changes_the_version(tmp_path, monkeypatch):
-    monkeypatch.setattr(alike, "PACKAGE", tmp_path)
+    monkeypatch.setattr(consistency, "PACKAGE", tmp_path)
     (tmp_path / "one.py").write_text("x = 1\n")
-    before = alike.source_digest()
+    before = consistency.source_digest()
     (tmp_path / "one.py").write_text("x = 2\n")
-    assert alike.source_digest() != before
+    assert consistency.source_digest() != before
 
 
 # --- digests of files

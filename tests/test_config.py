@@ -155,7 +155,7 @@ def test_wrong_product_shows_axes_ranks_and_what_to_type():
         ({"heads": 6, "kv_heads": 3, "d_model": 96, "arch": "llama", "tp": 2}, 2,
          ["--kv-heads 3", "--tp 2", "use --tp 1"]),
         ({"kv_heads": 2, "arch": "llama", "cp": 2, "cp_attention": "ulysses", "tp": 2}, 4,
-         ["--kv-heads 2", "kv heads of a tensor-parallel rank", "use --cp-attention ring"]),
+         ["--kv-heads 2", "key/value heads of a tensor-parallel rank", "use --cp-attention ring"]),
         ({"cp": 2, "cp_attention": "ulysses", "seq_len": 63}, 2, ["--seq-len 63", "62 or 64"]),
         ({"cp": 4, "cp_attention": "ulysses", "tp": 2}, 8, ["--kv-heads 4", "use --cp 2"]),
         ({"cp": 2}, 3, ["--cp 2", "3 ranks", "mpiexec -n 2"]),

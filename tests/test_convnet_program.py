@@ -40,7 +40,7 @@ def test_learns_the_digits_and_its_weights_go_on_in_another_layout(tmp_path):
     result = mpipar(*CONVNET, "--out", more, "--steps", 1, "--lr", 1e-9, "--init-from",
                     run / "weights", *layout_flags((1, 1, 2)), ranks=2).ended()
     assert re.search(r"accuracy ([\d.]+)%", result.stdout)[1] == found[1]
-    assert_refused(2, ["holds a convnet, which makes no text"], "generate", run, "--prompt", "a")
+    assert_refused(2, ["a convnet, which generates no text"], "generate", run, "--prompt", "a")
     assert_refused(2, ["type --model convnet"], "train", "--init-from", run / "weights")
 
 
@@ -59,9 +59,9 @@ WRONG_FILES = {
     "too many classes": ({"y": np.arange(40)}, "type --classes 40 or more"),
     "negative class": ({"y": np.arange(40) % 3 - 1}, "y has classes -1 to 1"),
     "no whole numbers": ({"y": np.zeros(40)}, "y must hold whole numbers"),
-    "not as many": ({"y": np.zeros(7, int)}, "as many classes (N,)"),
+    "not as many": ({"y": np.zeros(7, int)}, "equally many classes (N,)"),
     "not finite": ({"x": np.full((40, 6, 5), np.nan)}, "x must hold finite numbers"),
-    "objects": ({"x": np.array([None] * 40)}, "is not an .npz file of arrays of numbers"),
+    "objects": ({"x": np.array([None] * 40)}, "is not an .npz file of numeric arrays"),
     "few": ({"x": np.zeros((9, 6, 5)), "y": np.zeros(9, int)}, "has 9 images, fewer than one"),
 }
 
@@ -107,5 +107,5 @@ def test_a_damaged_file_is_no_file_of_images(tmp_path, damage):
     damaged[damaged.index(mark) + distance] = byte
     path.write_bytes(damaged)
     config = replace(Config(), run=replace(Config().run, data=(str(path),)))
-    with pytest.raises(DataError, match=r"is not an \.npz file of arrays of numbers"):
+    with pytest.raises(DataError, match=r"is not an \.npz file of numeric arrays"):
         images.load(config)

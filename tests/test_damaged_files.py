@@ -22,8 +22,8 @@ from trace_cases import pipeline_trace
 from mpipar import cli
 from mpipar.checkpoint import manifest
 from mpipar.checkpoint import weights as checkpoint
-from mpipar.checkpoint.companions import config_texts, read_companions
 from mpipar.checkpoint.formats import start_notes
+from mpipar.checkpoint.tokenizer_files import config_texts, read_tokenizer_files
 from mpipar.comm.record import LayerOperation, Load
 from mpipar.data import images
 from mpipar.data.source import load_source
@@ -107,7 +107,7 @@ def of_weights(name, **values):
     def make(folder):
         checkpoint.save(fresh(**values), folder)
         return folder / name, [lambda: loaded(folder, "float32"), lambda: start_notes(folder),
-                               lambda: read_companions(folder),
+                               lambda: read_tokenizer_files(folder),
                                lambda: config_texts(folder, {"vocab_size": 17})]
     return make
 

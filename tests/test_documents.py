@@ -67,7 +67,7 @@ def test_documents_are_files_or_what_is_between_separators(tmp_path):
     assert documents(read_documents(paths, None, seen.append)) == [
         "one--two", "--", "three--", "f\u00f6ur"]
     paths[1].write_bytes(b"ab\0")
-    with pytest.raises(DataError, match=r"1.txt: is no text: byte 2 is zero"):
+    with pytest.raises(DataError, match=r"1.txt: is not text: byte 2 is zero"):
         list(read_documents(paths, None, seen.append))
 
 

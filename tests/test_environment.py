@@ -178,7 +178,7 @@ def test_ranges():
 
 FAULTS = """
 import resource, sys
-from mpipar.job.heap import keep_heap
+from mpipar.job.malloc import keep_heap
 assert keep_heap() == (sys.argv[1] == "keep")
 import numpy as np
 def faults():

@@ -85,8 +85,8 @@ def test_images_of_both_files_are_scaled_alike(tmp_path):
 
 @pytest.mark.parametrize(("words", "code", "parts"), [
     ("--val-data nothing.txt", 65, ["--val-data nothing.txt: no such file"]),
-    ("--val-data short.txt", 65, ["--val-data: has 3 tokens, and a row needs 64 + 1"]),
-    ("--data text.txt --val-data ids.bin", 65, ["--val-data: one of it and --data is text"]),
+    ("--val-data short.txt", 65, ["--val-data: has 3 tokens, but a row needs 64 + 1"]),
+    ("--data text.txt --val-data ids.bin", 65, ["--val-data: either it or --data is text"]),
     ("--model convnet --val-data a.npz b.npz", 65, ["--val-data: a convnet reads one .npz file"]),
 ])
 def test_refusals(words, code, parts, tmp_path):

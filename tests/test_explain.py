@@ -166,7 +166,7 @@ def test_explain_prints_the_worst_case_of_experts():
     together = [float(one) for one in re.findall(r"together ([\d.]+) MiB", text)]
     assert len(together) == 2
     assert together[0] < together[1]
-    assert "pass experts of this one: stash " in text
+    assert "go to experts of this one: stash " in text
     assert "k(ep-1)/ep = 1 times" in text
 
 
@@ -377,7 +377,7 @@ def test_every_barrier_is_listed_in_order_with_bytes_group_and_source():
     (["--layout", "tp=2", "--rank", "2"], "--rank 2: the layout has ranks 0 to 1"),
     (["--all-ranks", "--rank", "0"], "--all-ranks and --rank 0: give one of them"),
     (["--all-ranks", "--layout", "dp=257", "--batch-size", "1028"], "at most 256 are listed"),
-    (["--layout", "pp=2", "--schedule", "auto"], "--schedule auto: measures first"),
+    (["--layout", "pp=2", "--schedule", "auto"], "--schedule auto: needs a measurement"),
     (["--layout", "tp=3"], "--heads 4"), (["--dp", "0"], "--dp 0: must be at least 1"),
 ])  # fmt: skip
 def test_mistakes_are_said(flags, message):
@@ -423,7 +423,7 @@ def test_a_summary_has_totals_by_barrier_and_no_row_for_each_call():
     assert totals(short)["pp", "activations", "recv", "F", "float32"] == 4
     together = totals(printed("explain", *small, "--all-ranks", "--summary"))
     assert together == sum((Counter(totals(text)) for text in alone), Counter())
-    assert "none: one rank waits for nobody" in printed("explain", "--all-ranks", "--summary")
+    assert "a single rank waits for no other" in printed("explain", "--all-ranks", "--summary")
 
 
 def test_a_rank_whose_stage_has_no_weights_is_explained_too():
@@ -436,7 +436,7 @@ def test_a_rank_whose_stage_has_no_weights_is_explained_too():
 
 def test_one_rank_has_no_barriers_but_memory_and_flops():
     text = printed("explain", "--memory-limit", 1000)
-    assert "no barriers: one rank waits for nobody" in text
+    assert "no barriers: a single rank waits for no other" in text
     assert "memory at the peak: " in text
     assert "that is more than --memory-limit 1000 (1000 B)" in text
     assert "more than" not in printed("explain", "--memory-limit", 10**9)

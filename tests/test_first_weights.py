@@ -72,7 +72,7 @@ def test_what_the_first_start_fixed_is_not_changed(here):
 
 
 @pytest.mark.parametrize(("words", "code", "parts"), [
-    (("--init-from", "other"), 2, ["--init-from other: are not the weights that the run in run",
+    (("--init-from", "other"), 2, ["--init-from other: is not what the run in run",
                                    "leave --init-from out"]),
     (("--init-from", "nowhere"), 65, ["--init-from nowhere: there is no such folder"]),
 ])
@@ -82,12 +82,12 @@ def test_other_first_weights_are_refused(words, code, parts, here):
 
 def test_first_weights_that_no_longer_are_what_they_were(here):
     flip(here / "m" / "model.safetensors")
-    assert_refused(2, ["are not the weights that the run"], "train", *AUTO, "--init-from", "m")
+    assert_refused(2, ["is not what the run"], "train", *AUTO, "--init-from", "m")
     found = start(*AUTO)
     assert found.weights == "m"
-    with pytest.raises(DataError, match="--init-from m: has changed since the run began"):
+    with pytest.raises(DataError, match="--init-from m: has changed since the run started"):
         check_begin(found, {"length": 9}, [], digest_of_weights("m"))
-    with pytest.raises(DataError, match="--data: has changed since the run began: length 8 now"):
+    with pytest.raises(DataError, match="--data: has changed since the run started: length 8 now"):
         check_begin(found, {"length": 8}, [], found.digest)
     shutil.rmtree("m")
     assert_refused(65, ["--init-from m: there is no such folder"], "train", *AUTO)
@@ -97,7 +97,7 @@ def test_a_run_that_began_without_weights_takes_none_later(here):
     began("plain", "--layers", "1")
     plain = ("--resume", "auto", "--out", "plain")
     assert "init-from" not in printed("train", *plain, "--print-config")
-    assert_refused(2, ["the run in plain did not begin with it"], "train", *plain, "--init-from",
+    assert_refused(2, ["the run in plain did not start from it"], "train", *plain, "--init-from",
                    "m")
 
 
@@ -105,7 +105,7 @@ def test_a_folder_of_an_older_version_has_the_path_alone(here):
     (here / "run" / SOURCES).unlink()
     assert read_sources(here / "run") == Sources("m")
     assert start(*AUTO, "--init-from", "./m").weights == "m"
-    assert_refused(2, ["are not the weights"], "train", *AUTO, "--init-from", "other")
+    assert_refused(2, ["is not what the run"], "train", *AUTO, "--init-from", "other")
 
 
 @pytest.mark.parametrize("content", ["", "[]", "{}", '{"init_from": 1}', "{" * 100])
@@ -131,7 +131,7 @@ def test_one_command_line_for_the_first_start_and_all_later_ones(here):
     result = ended(here, "kill", 8, "--save-interval", 6, *AUTO)  # nothing is named again
     assert result.returncode, result.tail()
     text = train(here, *OF_MODEL, "--init-from", "m", *AUTO)
-    assert "resumed behind step 6" in text
+    assert "resumed after step 6" in text
     assert_same_run(here / "whole", here / "run")
     shutil.rmtree("m")
     assert "nothing is left to do" in train(here, *OF_MODEL, "--init-from", "m", *AUTO)
@@ -145,7 +145,7 @@ def test_a_branch_without_a_checkpoint_begins_behind_the_same_one(here):
     result = ended(here, "kill", 8, "--resume", step, "--out", "branch")
     assert result.returncode, result.tail()
     text = train(here, "--resume", "auto", "--out", "branch")
-    assert f"resumed behind step 5: {step}" in text
+    assert f"resumed after step 5: {step}" in text
     for name in ("model.safetensors", "config.json"):
         assert (here / "branch" / "weights" / name).read_bytes() == (
             here / "whole" / "weights" / name).read_bytes()

@@ -163,8 +163,8 @@ def test_layout_is_short_for_the_axes(tmp_path):
         (["--tensor-model-parallel-size=2"], ["size: is called --tp here; type that"]),
         (["--micro-batch-size", "4"], ["--micro-batch-size: unknown", "type --num-microbatches"]),
         (["--grad-accumulation", "4"], ["type --num-microbatches, with the same number",
-                                        "--batch-size is that of the whole step, dp *"]),
-        (["--dropout", "0.1"], ["--dropout: is not built; leave it out"]),
+                                        "--batch-size is the batch of the whole step, dp *"]),
+        (["--dropout", "0.1"], ["--dropout: is not supported; leave it out"]),
         (["--seqlen=3"], ["--seqlen: unknown flag", "did you mean --seq-len?"]),
         (["--zzzzzzzz"], ["--zzzzzzzz: unknown flag"]),
         (["--step", "3"], ["--step: unknown flag", "did you mean --steps?"]),
@@ -204,7 +204,7 @@ def test_what_is_said_of_other_programs_names_is_true():
     [
         ("learning_rat = 1", ["learning_rat: unknown key", "did you mean --lr?"]),
         ("learning_rate = 1", ["learning_rate: is called --lr here"]),
-        ("dropout = 0.1", ["dropout: is not built; leave it out"]),
+        ("dropout = 0.1", ["dropout: is not supported; leave it out"]),
         ("micro-batch-size = 4", ["micro-batch-size: unknown key; type --num-microbatches"]),
         ("[model]\nlayers = 3", ["model: unknown key", "top level"]),
         ('layers = "3"', ["--layers", "'3'", "whole number"]),
@@ -218,7 +218,7 @@ def test_what_is_said_of_other_programs_names_is_true():
         (f"lr = 1{'0' * 400}", ["64 bits cannot hold, at 'lr'"]),
         ("layers = 2e9", ["--layers = 2000000000.0", "whole number"]),
         (f"layers = {'9' * 5000}", ["too many digits"]),
-        ("\n".join(f"k{i} = 1" for i in range(9999)), ["holds 9,999 keys"]),
+        ("\n".join(f"k{i} = 1" for i in range(9999)), ["has 9,999 keys"]),
     ],
 )
 def test_file_that_cannot_be_read(tmp_path, text, parts):

@@ -31,7 +31,7 @@ def test_from_nothing_to_a_model_of_transformers(tmp_path):
     assert "tokenizer: 2,048 ids in uint16" in text
     assert re.search(r"step 40: held-out loss \d\.\d+ nats per token over 4,096 tokens", text)
     assert "an earlier job in this folder was killed" in text
-    assert re.search(r"resumed behind step [4-9]0: .*, as before", text)
+    assert re.search(r"resumed after step [4-9]0: .*, as before", text)
     losses = [float(found) for found in re.findall(r"step \d+: held-out loss (\S+)", text)]
     assert losses == sorted(losses, reverse=True)
     assert losses[-1] < 6.3 < 7 < metrics(tmp_path / "here" / "run")[0]["loss"]

@@ -124,7 +124,7 @@ def test_cp_is_refused_with_what_to_type(models):
 
 @pytest.mark.parametrize(("name", "text", "code", "parts"), [
     ("p.txt", "a\n\n123456789\n", 2, ["p.txt: line 3: has 9 tokens"]),
-    ("p.txt", " \n\n", 65, ["p.txt: holds no prompt"]),
+    ("p.txt", " \n\n", 65, ["p.txt: has no prompt"]),
     ("p.txt", b"a\n\xff\n", 65, ["p.txt: is not UTF-8 text: byte 2"]),
     ("p.jsonl", '{"prompt": "a"}\n{"text": "b"}\n', 65, ["p.jsonl: line 2", '"prompt"']),
     ("p.jsonl", '{"prompt": "a"}\nb\n', 65, ["p.jsonl: line 2", "is not JSON"]),
@@ -155,7 +155,7 @@ def test_prompts_of_a_file_are_answered_in_their_order(models, tmp_path):
     done = alone(*words, "--prompts", "p.txt", "--answers", "a.jsonl", cwd=tmp_path).ended()
     assert [json.loads(line) for line in (tmp_path / "a.jsonl").read_text().splitlines()] == found
     again = alone(*words, "--prompts", "p.txt", "--answers", "a.jsonl", cwd=tmp_path).ended(2)
-    assert "--answers a.jsonl: is there already; give a new file" in again.stderr
+    assert "--answers a.jsonl: exists already; give a new file" in again.stderr
 
 
 def test_a_stop_token_ends_the_text_and_is_not_shown(models):

@@ -15,9 +15,9 @@ from safetensors.numpy import load_file, save_file
 
 from mpipar.checkpoint import own
 from mpipar.checkpoint import weights as checkpoint
-from mpipar.checkpoint.companions import read_companions
 from mpipar.checkpoint.formats import format_of, model_settings, start_notes
 from mpipar.checkpoint.params import all_params
+from mpipar.checkpoint.tokenizer_files import read_tokenizer_files
 from mpipar.commands.inputs import tokenizer_notes
 from mpipar.commands.resolve import resolve
 from mpipar.data.tokenizer import byte_tokenizer
@@ -216,7 +216,7 @@ def test_all_differences_at_once(tmp_path):
 
 def test_what_does_not_matter_is_named_in_one_line(tmp_path):
     note, = start_notes(written(tmp_path, QWEN_25))
-    assert note.endswith("ignored: initializer_range, use_cache, use_mrope")
+    assert note.endswith("ignored fields: initializer_range, use_cache, use_mrope")
     note, = start_notes(written(tmp_path, QWEN_25, **{f"x{i:02}": i for i in range(20)}))
     assert note.endswith(" and 11 more")
     (tmp_path / "config.json").write_text(json.dumps({
@@ -229,7 +229,7 @@ def test_dropout_that_gpt2_was_trained_with_is_named(tmp_path):
     config = {"model_type": "gpt2", "n_layer": 1, "n_embd": 4, "n_head": 2, "n_positions": 5,
               "vocab_size": 9, "attn_pdrop": 0.1, "resid_pdrop": 0.0, "embd_pdrop": 0.1}
     note, = start_notes(written(tmp_path, config))
-    assert note.endswith("no dropout is applied, though it says attn_pdrop 0.1, embd_pdrop 0.1")
+    assert note.endswith("no dropout is applied, although it says attn_pdrop 0.1, embd_pdrop 0.1")
 
 
 # --- out
@@ -341,23 +341,23 @@ def test_the_tokenizer_of_prepared_data_replaces_another(tmp_path):
     before, own = byte_tokenizer(), byte_tokenizer(end=True)
     before.copy(tmp_path)
     (tmp_path / "generation_config.json").write_text('{"eos_token_id": 9}')
-    assert read_companions(tmp_path, before) == read_companions(tmp_path)
-    found = read_companions(tmp_path, own)
+    assert read_tokenizer_files(tmp_path, before) == read_tokenizer_files(tmp_path)
+    found = read_tokenizer_files(tmp_path, own)
     assert json.loads(found.pop("generation_config.json")) == {"eos_token_id": 256}
     assert found == own.files
-    assert "where they differ" in tokenizer_notes(str(tmp_path), own)[0]
+    assert "where they do" in tokenizer_notes(str(tmp_path), own)[0]
     assert tokenizer_notes(str(tmp_path), before) == []
     for name in before.files:
         (tmp_path / name).unlink()
     assert tokenizer_notes(str(tmp_path), own) == []
-    found = read_companions(tmp_path, own)
+    found = read_tokenizer_files(tmp_path, own)
     assert json.loads(found.pop("generation_config.json")) == {"eos_token_id": 9}
     assert found == own.files
-    assert read_companions(None, before) == before.files
-    assert read_companions(None, None) == {}
+    assert read_tokenizer_files(None, before) == before.files
+    assert read_tokenizer_files(None, None) == {}
 
 
-def test_companions_that_cannot_be_read_are_refused(tmp_path):
+def test_tokenizer_files_that_cannot_be_read_are_refused(tmp_path):
     start = tmp_path / "start"
     checkpoint.save(fresh(dtype="float32", vocab_size=256), start)
     (start / "generation_config.json").unlink()

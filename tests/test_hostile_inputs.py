@@ -35,7 +35,7 @@ SIZES = {
     "--schedule interleaved --chunks 2147483647": "must be at most 1,024",
     "--schedule interleaved --chunks 1024 --num-microbatches 512": "--num-microbatches 256",
     f"--layout dp={NINES}": "is not understood",
-    "--layout dp=999999999,pp=4096,tp=65536": "at most 131,072 are explained",
+    "--layout dp=999999999,pp=4096,tp=65536": "at most 131,072 can be explained",
     f"--memory-limit {NINES}": "must be bytes",
     f"--rank {NINES}": "must be a whole number",
 }
@@ -79,7 +79,7 @@ def test_counts_of_a_schedule_are_bounded(words):
     (f"{NINES}F0,0B0\n", "column 0: '99999"), ("0F999999,0B999999\n", "but only 2 passes"),
     ("0F9999999\n", "is not an instruction"), (f'"{"x" * 200_000}"\n', "larger than field limit"),
     ("0F0,1F0," * 300_000, "more than 524,288 instructions"), ("\0" * 9, "is not an instruction"),
-    ("0F0\n" * (3 << 20), "at most 8,388,608 are read"),
+    ("0F0\n" * (3 << 20), "the limit is 8,388,608"),
 ], ids=lambda value: value[:20])  # fmt: skip
 def test_csv_files_are_bounded(text, part, tmp_path):
     path = tmp_path / "a.csv"

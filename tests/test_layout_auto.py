@@ -8,7 +8,7 @@ from machine_models import config_of, machine
 
 from mpipar.commands.auto import legal_layouts
 from mpipar.commands.elsewhere import resumed
-from mpipar.config.reading import Reading, over
+from mpipar.config.reading import ParsedConfig, over
 from mpipar.config.sections import Config, build
 from mpipar.errors import UsageError
 from mpipar.plan import choose_layout
@@ -91,7 +91,7 @@ def axes_of(readings):
     ({"batch_size": 18, "num_microbatches": 2}, 3, {(3, 1, 1), (1, 3, 1)}),
     ({"preset": "digits"}, 3, {(1, 1, 3)})])
 def test_layouts_are_those_that_these_ranks_can_have(values, ranks, expected):
-    reading = Reading(build(values), given=values, chooses_layout=True)
+    reading = ParsedConfig(build(values), given=values, chooses_layout=True)
     assert axes_of(legal_layouts(reading, ranks)) == expected
     alone = replace(reading, chooses_layout=False)
     assert legal_layouts(alone, ranks) == [alone]
@@ -106,7 +106,7 @@ def test_one_block_is_measured_for_each_number_of_rows_and_of_tp_ranks():
 
 def test_a_run_that_goes_on_keeps_what_was_chosen():
     saved = {"dp": 2, "pp": 1, "cp": 1, "tp": 1, "schedule": "zb-h1", "stage_layers": None}
-    reading = Reading(Config(), chooses_layout=True)
+    reading = ParsedConfig(Config(), chooses_layout=True)
     kept = resumed(reading, saved, 2)
     assert not kept.chooses_layout
     assert kept.config.grid.dp == 2
@@ -116,7 +116,7 @@ def test_a_run_that_goes_on_keeps_what_was_chosen():
 
 def test_only_train_chooses(tmp_path):
     for words in (("explain",), ("verify",)):
-        assert "--layout auto: only mpipar train chooses" in str(
+        assert "--layout auto: only mpipar train accepts it" in str(
             refusal(*words, "--layout", "auto"))
     (tmp_path / "job.toml").write_text('layout = "auto"\nlayers = 2\n')
     text = printed("train", "--config", tmp_path / "job.toml", "--print-config")

@@ -172,7 +172,7 @@ REFUSED = {
     "a file for no exercise": (["--file", "x.py"], ["--file x.py: answers an exercise: type"]),
     "a file for an example": (["ring", "--file", "x.py"], ["--file x.py: answers an exercise"]),
     "no such exercise": (["check", "4z"], ["no such exercise", "mpipar learn lists them"]),
-    "one rank for an example": (["ffn"], ["2 or 4 ranks, and 1 is", "mpiexec -n 2 mpipar learn"]),
+    "one rank for an example": (["ffn"], ["2 or 4 ranks, but 1 was", "mpiexec -n 2 mpipar learn"]),
     "words behind an example": (["ffn", "x", "y"], ["leave x y out"]),
     "no number": (["check", "4a", "many", "22"], ["'many' is not a number such as 12"]),
     "a decimal comma": (["check", "4a", "8,3", "22"], ["'8,3' is not a number such as 12, 8.3"]),
@@ -182,21 +182,21 @@ REFUSED = {
     "no word of the list": (["check", "9b", "cp"], ["type one of dp, pp, tp"]),
     "no letter": (["check", "6c", "m"], ["type one of a, b, c"]),
     "a file where words are asked for": (
-        ["check", "4a", "--file", "x"], ["not answered by a file"]),
-    "words where a file is asked for": (["check", "5b", "33"], ["answered by a file", "leave 33"]),
+        ["check", "4a", "--file", "x"], ["not answered with a file"]),
+    "words where a file is asked for": (["check", "5b", "33"], ["answered with a", "leave 33"]),
     "no file": (["check", "5b", "--file", "none.csv"], ["cannot read none.csv", "No such file"]),
     "no file, of a copy": (["check", "2c", "--file", "my file.py"], [
-        "--file my file.py: no such file; begin with a copy: cp",
+        "--file my file.py: no such file; start from a copy: cp",
         "mpipar/partition/column.py 'my file.py'"]),
     "code without ranks": (["check", "6b", "--file", "x.py"], [
-        "6b runs on 2 ranks, and 1 is started", "mpiexec -n 2 mpipar learn check 6b --file x.py"]),
+        "6b runs on 2 ranks, but 1 was started", "mpiexec -n 2 mpipar learn check 6b --file x.py"]),
     "a wrong rank and cause": (["check", "11a", "9", "sleep"], ["'9': is no rank", "is no cause"]),
     "a layout of other size": (["check", "15c", "tp=4"], ["has 4 ranks, and there are 8 devices"]),
     "a layout that is none": (["check", "15c", "tp=x"], ["'tp=x' is not understood"]),
     "a flag that is none": (["check", "15c", "tp=8 --fast"], ["--fast"]),
     "a quote that is open": (["check", "15c", "tp='8"], ["cannot be read"]),
     "a seed of no trace": (["check", "4a", "8.3", "22", "--seed", "3"], [
-        "--seed 3: chooses another trace of exercise 11a or 11c; leave it out"]),
+        "--seed 3: selects another trace in exercise 11a or 11c; leave it out"]),
     "a flag of other commands": (["ffn", "--steps", "3"], ["--steps"]),
 }
 
@@ -208,9 +208,9 @@ def test_a_mistake_is_named(case, tmp_path):
 
 
 @pytest.mark.parametrize(("words", "ranks", "said"), [
-    (["pipeline"], 4, "pipeline shows 2 ranks, and 4 are started"),
-    (["check", "6c"], 4, "6c runs on 2 ranks, and 4 are started"),
-    (["check", "3c", "--file", "x.py"], 3, "3c runs on 4 ranks, and 3 are started")])
+    (["pipeline"], 4, "pipeline needs 2 ranks, but 4 were started"),
+    (["check", "6c"], 4, "6c runs on 2 ranks, but 4 were started"),
+    (["check", "3c", "--file", "x.py"], 3, "3c runs on 4 ranks, but 3 were started")])
 def test_a_wrong_number_of_ranks_is_named(words, ranks, said, tmp_path):
     assert_refused(EXIT_USAGE, [said], "learn", *words, ranks=ranks, folder=tmp_path)
 

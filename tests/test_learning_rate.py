@@ -69,7 +69,7 @@ def test_a_longer_run_with_wsd_keeps_the_rates_that_it_had():
 def test_a_run_that_goes_on_keeps_its_schedule():
     saved = values_of(to_toml(changed(lr_schedule="wsd", decay_ratio=0.3)))
     (problem,) = resumed(reading_of("--lr-schedule", "cosine"), saved, 1).problems
-    assert problem == ("--lr-schedule cosine: can't change in a run that goes on, which has wsd;"
+    assert problem == ("--lr-schedule cosine: can't change in a resumed run, which has wsd;"
                        " leave --lr-schedule out, or start a new run")
     (problem,) = resumed(reading_of("--decay-ratio", "0.5"), saved, 1).problems
     assert "which has 0.3" in problem

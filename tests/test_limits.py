@@ -30,8 +30,8 @@ def test_each_small_limit_of_a_process_is_named_with_a_cure(monkeypatch):
     assert limits.process_problems(TWO) == []
     limited(monkeypatch, RLIMIT_AS=300 * MIB, RLIMIT_NOFILE=12)
     assert limits.process_problems(TWO) == [
-        "the limit of address space is 300 MiB, and 512 MiB are needed: ulimit -v unlimited",
-        "the limit of open files is 12, and 56 are needed: ulimit -n 1024"]
+        "the limit of address space is 300 MiB, but 512 MiB are needed: ulimit -v unlimited",
+        "the limit of open files is 12, but 56 are needed: ulimit -n 1024"]
 
 
 def test_what_mpi_needs_is_looked_at_where_ranks_share_a_host(monkeypatch, tmp_path):
@@ -39,7 +39,7 @@ def test_what_mpi_needs_is_looked_at_where_ranks_share_a_host(monkeypatch, tmp_p
     monkeypatch.setattr(limits, "shared_free", lambda: 65536)
     monkeypatch.setattr(limits, "SHARED", tmp_path)
     file, shared = limits.mpi_problems(TWO)
-    assert file.startswith("the limit of file sizes and shared memory is 1 MiB, and 4 MiB are")
+    assert file.startswith("the limit of file sizes and shared memory is 1 MiB, but 4 MiB are")
     assert "has 0.0625 MiB left" in shared
     assert "size=64m" in shared
     assert limits.mpi_problems(Launcher()) == []
@@ -53,7 +53,7 @@ def test_what_mpi_needs_is_looked_at_where_ranks_share_a_host(monkeypatch, tmp_p
 def test_a_start_with_few_open_files_says_so():
     words = f"ulimit -n 24; exec {' '.join(PROGRAM)} doctor"
     block_of(run_command(["bash", "-c", words], LIMIT, environment()), 69,
-             "the limit of open files is 24, and 52 are needed: ulimit -n 1024")
+             "the limit of open files is 24, but 52 are needed: ulimit -n 1024")
 
 
 def namespaces():

@@ -52,7 +52,7 @@ BROKEN = {
     "the file.curves[0] must be an object": lambda value: value.update(curves=[3]),
     "curves[1].pieces[0].latency_us is 'x', not a legal float":
         lambda value: value["curves"][1]["pieces"][0].update(latency_us="x"),
-    "holds nan, which is no finite number, at 'latency_us'":
+    "has nan, which is not a finite number, at 'latency_us'":
         lambda value: value["curves"][0]["pieces"][0].update(latency_us=float("nan")),
     "latency of 2 ranks: no pieces": lambda value: value["curves"][0].update(pieces=[]),
     "latency of 2 ranks: pieces and fitted_bytes must ascend":

@@ -51,7 +51,7 @@ def test_a_context_too_long_for_its_ranks_names_what_makes_it_fit_on_them(tmp_pa
         --num-microbatches 1 --sample-tokens 0 --memory-limit 58M""".split()
     limited = ("train", *words, "--data", text)
     block = block_of(mpipar(*limited, "--layout", "dp=4", ranks=4, cwd=tmp_path), 69)
-    flags = re.search(r"on as many ranks it fits with (--layout [^(]+) \(", block)[1]
+    flags = re.search(r"on the same number of ranks it fits with (--layout [^(]+) \(", block)[1]
     assert flags == ("--layout dp=1,pp=1,cp=4,tp=1 --zero 3 --zero-grads sharded"
                      " --recompute block")
     done = mpipar(*limited, *flags.split(), ranks=4, cwd=tmp_path).ended()
@@ -92,7 +92,7 @@ def test_what_the_error_itself_has_freed_is_not_said_to_have_been_left():
     with pytest.raises(OutOfMemory) as caught, MemoryLimit(config, ops, Recorder()):
         [np.ones(40 << 20, np.uint8), np.ones(60 << 20, np.uint8)]
     assert re.search(r"wants 60\.0 MiB, but [6-9]\d\.\d MiB are left \(by now; less when it was"
-                     r" wanted\) of --memory-limit 67108864", str(caught.value)), caught.value
+                     r" requested\) of --memory-limit 67108864", str(caught.value)), caught.value
 
 
 def test_products_take_one_thread_inside_the_limit():

@@ -58,7 +58,7 @@ def test_training_computes_what_it_computes_with_a_library(tmp_path):
     assert all(np.array_equal(got[name], wanted[name]) for name in wanted)
 
     result = alone("train", "--resume", "runs/0001", "--steps", "4", cwd=tmp_path / "without")
-    assert "resumed behind step 3" in result.stdout
+    assert "resumed after step 3" in result.stdout
     result = alone("generate", "runs/0001", "--prompt", "The ", "--sample-tokens", "4",
                    cwd=tmp_path / "without")
     assert result.stdout.strip()

@@ -15,7 +15,7 @@ from mpipar.commands import run_folder
 from mpipar.commands.source import find_source
 from mpipar.console.output import GrowingFile
 from mpipar.errors import OutputError
-from mpipar.files import own
+from mpipar.files import no_links
 from mpipar.job import lock
 
 
@@ -53,7 +53,7 @@ def test_a_disk_that_shows_all_files_as_one_users_is_written(theirs, monkeypatch
     """As some disks of other hosts do: new files are somebody else's there, too."""
     (theirs / "log.txt").write_text("")
     (theirs / "log.txt").chmod(0o666)
-    monkeypatch.setattr(own, "_owner_of_new", lambda parent: 0)
+    monkeypatch.setattr(no_links, "_owner_of_new", lambda parent: 0)
     assert as_nobody(run_folder.check_own, theirs) == "None"
 
 

@@ -20,8 +20,8 @@ from state_cases import config_for, saved, savers_of
 
 from mpipar import cli
 from mpipar.checkpoint import weights as checkpoint
-from mpipar.checkpoint.companions import write_companions
 from mpipar.checkpoint.manifest import committed_steps
+from mpipar.checkpoint.tokenizer_files import write_tokenizer_files
 from mpipar.commands import run_folder
 from mpipar.commands.source import find_source
 from mpipar.console.output import GrowingFile, Log
@@ -86,10 +86,10 @@ def test_a_folder_of_the_run_is_no_link(name, victim):
     (run / name).symlink_to(folder)
     with pytest.raises((OSError, OutputError), match=f"{name} is a symbolic link"):
         WRITERS[name](run)
-    with pytest.raises(OutputError, match=f"go on here: {name} is a symbolic link"):
+    with pytest.raises(OutputError, match=f"resume here: {name} is a symbolic link"):
         run_folder.check_own(run)
     with pytest.raises(OSError, match="is a symbolic link"):
-        write_companions({"tokenizer.json": b"{}"}, run / name)
+        write_tokenizer_files({"tokenizer.json": b"{}"}, run / name)
 
 
 def test_what_is_read_in_a_run_folder_is_no_link(victim):
@@ -175,7 +175,7 @@ def test_damaged_lines_are_set_aside_and_the_checkpoint_decides(damage, name, tm
     content = b"".join(DAMAGE[damage](lines))
     (tmp_path / name).write_bytes(content)
     with at_once():
-        note, = run_folder.cut_behind(tmp_path, 4)
+        note, = run_folder.truncate_after(tmp_path, 4)
     assert "1 line damaged, the first is line 2" in note
     assert (tmp_path / name).read_bytes() == b"".join([lines[0], *lines[2:4]])
     assert (tmp_path / f"{name}.aside-1").read_bytes() == content
@@ -185,7 +185,7 @@ def test_a_file_without_ends_of_lines_is_not_read_to_its_end(tmp_path):
     (tmp_path / run_folder.METRICS).write_bytes(lines_of([1])[0])
     os.truncate(tmp_path / run_folder.METRICS, 1 << 42)
     with at_once():
-        note, = run_folder.cut_behind(tmp_path, 4)
+        note, = run_folder.truncate_after(tmp_path, 4)
     assert "line 2" in note
     assert (tmp_path / run_folder.METRICS).read_bytes() == lines_of([1])[0]
 
@@ -206,7 +206,7 @@ def test_a_file_that_lost_its_name_is_written_anew(how, victim):
     elif how == "replaced by a copy":
         shutil.copy(run / "elsewhere", path)
     file.write("two\n")
-    assert "written anew" in file.sync()
+    assert "written again" in file.sync()
     file.write("three\n")
     assert file.sync() == ""
     file.close()
@@ -255,7 +255,7 @@ def test_what_an_emptied_folder_has_lost_is_written_anew(victim):
     held = lock.acquire(run, "token")
     (run / "config.toml").write_bytes(b"changed")
     said, = run_folder.keep(run, written, held, ())
-    assert said.endswith(f"in {run}, and written anew: sources.json, weights/tokenizer.json")
+    assert said.endswith(f"in {run}, and restored: sources.json, weights/tokenizer.json")
     assert {name: (run / name).read_bytes() for name in written} == written | {
         "config.toml": b"changed"}
     assert run_folder.keep(run, written, held, ()) == []

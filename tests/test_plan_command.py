@@ -182,7 +182,7 @@ def test_the_batch_is_chosen_by_its_rate():
 
 
 @pytest.mark.parametrize(("words", "problems"), [
-    (("plan", "nosuch", "--machine", "h100", "--ranks", "8"), ["is no preset"]),
+    (("plan", "nosuch", "--machine", "h100", "--ranks", "8"), ["is not a preset"]),
     (("plan", "mixtral-8x7b", "--machine", "h100", "--ranks", "12", "--layout", "ep=3"),
      ["--ep 3: does not divide the 8 experts; use one of 1, 2, 4, 8"]),
     ((*WORDS, "--ep", "2"), ["--ep 2: MODEL llama-8b has no experts"]),
@@ -254,7 +254,7 @@ def test_rows_that_weights_do_not_take_are_refused(tmp_path):
              "max_position_embeddings": 64}
     (tmp_path / "config.json").write_text(json.dumps(model))
     words = ("plan", tmp_path, "--machine", "h100", "--ranks", "2", "--seq-len")
-    assert "rows of 64 tokens at most" in str(refusal(*words, "128"))
+    assert "rows of at most 64 tokens" in str(refusal(*words, "128"))
     assert "--seq-len 32" in printed(*words, "32")
 
 

@@ -239,4 +239,4 @@ def test_kinds_that_cannot_be_are_refused(machine, problem):
 
 
 def test_what_is_for_one_kind_is_refused():
-    assert "--memory-limit: is for one kind" in str(refusal(*WORDS, "--memory-limit", "40G"))
+    assert "--memory-limit: applies to a single" in str(refusal(*WORDS, "--memory-limit", "40G"))

@@ -168,7 +168,7 @@ def test_a_large_file_is_read_in_pieces(here):
 
 
 @pytest.mark.parametrize(("words", "parts"), [
-    ("", ["data: prepare is", "no text files", "--tokenizer: is missing", "--out: is missing"]),
+    ("", ["data: the only action is", "no text files", "--tokenizer: is", "--out: is missing"]),
     ("prepare stories.txt --tokenizer train:257 --out stories.txt",
      ["train:257: a new tokenizer has 258 to 1,048,576", "--out stories.txt: exists"]),
     ("prepare stories.txt --tokenizer train:1e4 --out out --seprator x",
@@ -176,15 +176,15 @@ def test_a_large_file_is_read_in_pieces(here):
     ("prepare stories.txt nowhere --tokenizer byte --out out --separator=",
      ["nowhere: no such file", "byte: no such file", "--separator '': is empty"]),
     ("prepare stories.txt --tokenizer bytes --out=", ["--out: is missing"]),
-    ("list stories.txt --tokenizer bytes --out out", ["data list: prepare is what"]),
+    ("list stories.txt --tokenizer bytes --out out", ["data list: the only action is"]),
 ])  # fmt: skip
 def test_all_mistakes_of_the_arguments_at_once(words, parts, here):
     assert_refused(2, parts, "data", *words.split())
 
 
 @pytest.mark.parametrize(("name", "content", "part"), [
-    ("zero.txt", b"text\0", "zero.txt: is no text: byte 4 is zero"),
-    ("latin.txt", b"caf\xe9 au lait", "latin.txt: is no UTF-8 text: byte 3 cannot be read"),
+    ("zero.txt", b"text\0", "zero.txt: is not text: byte 4 is zero"),
+    ("latin.txt", b"caf\xe9 au lait", "latin.txt: is not UTF-8 text: byte 3 cannot be decoded"),
     ("empty.txt", b"", "there is no text"), ("missing.txt", None, "no such file"),
     ("", None, "'': is empty; name a file"),
     ("short.txt", b"a", "there is too little text"),
@@ -208,7 +208,7 @@ def test_a_tokenizer_without_an_end_of_text(here):
     save_tokenizer(here / "model")
     path = here / "model" / "tokenizer.json"
     path.write_text(path.read_text().replace(END, "<unk>"))
-    assert_refused(65, ["nothing says which id ends a text", "eos_token"], "data", "prepare",
+    assert_refused(65, ["no file says which id ends a text", "eos_token"], "data", "prepare",
                    "stories.txt", "--tokenizer", "model", "--out", "out")
     (here / "model" / "tokenizer_config.json").write_text('{"eos_token": "<unk>"}')
     assert prepared("stories.txt", "--tokenizer", "model")[1]["end_of_text"] == 0
@@ -235,7 +235,7 @@ def test_text_that_changes_while_it_is_read(here, monkeypatch):
 
     before = prepare_module.survey
     monkeypatch.setattr(prepare_module, "survey", more)
-    assert_refused(65, ["has changed while it was read"], "data", "prepare", "stories.txt",
+    assert_refused(65, ["changed while it was being read"], "data", "prepare", "stories.txt",
                    "--separator", "<sep>", "--tokenizer", "bytes", "--out", "out")
 
 
@@ -323,15 +323,15 @@ def test_another_tokenizer_and_a_small_model(folder):
     assert "the tokenizer is not the one that made the tokens" in problems(folder)
     (folder / "tokenizer.json").unlink()
     assert "no tokenizer here" in problems(folder)
-    with pytest.raises(DataError, match="a prepared folder stands alone; leave out other"):
+    with pytest.raises(DataError, match="a prepared folder is given alone; leave out other"):
         load_source(("other", str(folder)), 257)
 
 
 @pytest.mark.parametrize(("change", "part"), [
-    ({"format": 2}, "is of format 2, and this version reads 1"), ({"format": 0}, "format 0"),
+    ({"format": 2}, "has format 2, but this version reads 1"), ({"format": 0}, "format 0"),
     ({"dtype": "int64"}, "names the dtype 'int64'"), ({"vocab_size": 2**40}, "vocabulary of"),
     ({"end_of_text": 257}, "as the end of a text"), ({"end_of_text": -1}, "as the end of a text"),
-    ({"files": []}, "does not name the files train-00000.bin and on"),
+    ({"files": []}, "does not name the files train-00000.bin onward"),
     ({"files": "train"}, "must be a list"), ({"more": 1}, "unknown key 'more'"),
     ({"tokenizer": "a\nb"}, "not a legal str"),
     ({"files/0/name": "../out/train-00000.bin"}, "has the name"),

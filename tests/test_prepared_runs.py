@@ -111,12 +111,13 @@ def test_a_large_vocabulary_has_no_table_of_pairs(here):
 @pytest.mark.text
 def test_held_out_data_of_another_tokenizer_is_refused(here):
     prepare("train:300", "other")
-    assert_refused(65, ["--val-data: another tokenizer", "--tokenizer other"], "train",
-                   "--data", "other", "--val-data", "bytes")
+    assert_refused(65, ["--val-data: its tokens were made by another", "--tokenizer other"],
+                   "train", "--data", "other", "--val-data", "bytes")
 
 
 def test_weights_keep_their_vocabulary(here):
     """No flag can change it, so none is named."""
     words = ("train", "--data", "bytes", "--init-from")
     save(fresh(layers=1, d_model=8, heads=2, ffn=8, seq_len=16, vocab_size=256), here / "weights")
-    assert_refused(65, ["above the model's of 256; give data of the tokenizer"], *words, "weights")
+    assert_refused(65, ["above the model's of 256; give data prepared with the tokenizer"],
+                   *words, "weights")

@@ -11,7 +11,7 @@ from test_resume_runs import TINY, ended, here, train
 from test_trace_html import data_of
 
 from mpipar.commands import report
-from mpipar.commands.run_folder import cut_behind
+from mpipar.commands.run_folder import truncate_after
 from mpipar.console import series
 
 __all__ = ["here"]  # the fixture
@@ -118,7 +118,7 @@ def test_a_failure_is_said_and_ends_nothing(name, tmp_path):
 def test_going_on_takes_away_what_was_made_of_later_steps(tmp_path):
     folder = run_folder(tmp_path)
     written(folder)
-    cut_behind(folder, 25)
+    truncate_after(folder, 25)
     assert {path.name for path in folder.iterdir()} == {
         "metrics.jsonl", "evaluations.jsonl", "log.txt"}
     written(folder)

@@ -14,7 +14,7 @@ from program import LETTERS, metrics
 
 from mpipar.commands.elsewhere import changes, legal
 from mpipar.commands.resolve import resolve
-from mpipar.commands.run_folder import cut_behind, finished_step, set_aside
+from mpipar.commands.run_folder import finished_step, set_aside, truncate_after
 from mpipar.config.reading import to_toml, values_of
 from mpipar.errors import UsageError
 
@@ -67,7 +67,7 @@ FIXED = {"seed": ("7", "0"), "batch-size": ("8", "4"), "optimizer": ("sgd", "ada
 def test_what_cannot_change_is_refused_at_once_with_both_values(source, here):
     words = [word for name, (value, _) in FIXED.items() if name != "beta2"
              for word in (f"--{name}", value)]
-    parts = [f"--{name} {value}: can't change in a run that goes on, which has {saved}"
+    parts = [f"--{name} {value}: can't change in a resumed run, which has {saved}"
              for name, (value, saved) in FIXED.items() if name != "beta2"]
     assert_refused(2, parts, "train", "--resume", *source.split(), *words, folder=here)
     (value, saved) = FIXED["beta2"]
@@ -137,7 +137,7 @@ def test_a_run_goes_on_on_any_ranks_that_have_a_layout(words, ranks, none):
     saved = saved_settings(*words.split(), ranks=ranks)
     for number in range(1, 9):
         if number in none:
-            with pytest.raises(UsageError, match="no layout of so many takes the run's batch size"):
+            with pytest.raises(UsageError, match="no layout of that many takes the run's batch"):
                 settled(saved, ranks=number)
             continue
         config = settled(saved, ranks=number)
@@ -154,7 +154,7 @@ def test_what_gives_way_is_said_in_one_line():
         settled(saved, "--zero", "3", ranks=1)
     saved = saved_settings("--batch-size", "2", "--num-microbatches", "2", "--layers", "1",
                            "--heads", "1", ranks=1)
-    with pytest.raises(UsageError, match=r"^5 ranks: .* start it again on 2$"):
+    with pytest.raises(UsageError, match=r"^5 ranks: .* resume it on 2$"):
         settled(saved, ranks=5)
 
 
@@ -178,11 +178,11 @@ def test_metrics_end_with_the_step_and_lose_a_broken_line(tmp_path):
     path = tmp_path / "metrics.jsonl"
     lines = [json.dumps({"step": step, "loss": step / 3}) + "\n" for step in (1, 2, 3, 4)]
     path.write_text("".join(lines) + '{"step": 5, "lo')
-    cut_behind(tmp_path, 9)
+    truncate_after(tmp_path, 9)
     assert path.read_text() == "".join(lines)
-    cut_behind(tmp_path, 2)
+    truncate_after(tmp_path, 2)
     assert path.read_text() == "".join(lines[:2])
-    cut_behind(tmp_path, 0)
+    truncate_after(tmp_path, 0)
     assert path.read_text() == ""
     assert [one.name for one in tmp_path.iterdir()] == ["metrics.jsonl"]
 
@@ -214,9 +214,9 @@ def test_ckpt_ls(here):
     (checkpoints / "step-00000008.partial-1f").mkdir()
     (checkpoints / "step-00000004" / "pieces-00000.safetensors").unlink()
     text = printed("ckpt", "ls", here / "run")
-    assert "a save that did not end" in text
+    assert "an unfinished save" in text
     assert "DAMAGED" in text
-    assert f"go on: mpipar train --resume auto --out {here / 'run'}" in text
+    assert f"resume it: mpipar train --resume auto --out {here / 'run'}" in text
 
 
 def test_ckpt_verify(here):
@@ -243,8 +243,8 @@ def test_ckpt_export_writes_what_the_run_has_written(here):
 
 
 @pytest.mark.parametrize(("words", "code", "parts"), [
-    ("ls text.txt", 65, ["not the folder of a run"]),
-    ("verify .", 65, ["not the folder of a run"]),
+    ("ls text.txt", 65, ["not a run folder"]),
+    ("verify .", 65, ["not a run folder"]),
     ("export run", 2, ["run/weights: exists and is not empty", "--out"]),
     ("export run --step 3", 65, ["2, 4, 6"]),
     ("ls run --step 3", 2, ["--step: ckpt ls does not use it"]),

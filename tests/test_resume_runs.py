@@ -95,7 +95,7 @@ def test_a_killed_run_goes_on_as_if_nothing_had_been(words, here):
     assert result.returncode == EXIT_ENVIRONMENT, result.tail()
     assert newest_step(here / "killed") == 4
     text = train(here, "--resume", "auto", "--out", "killed")
-    assert "resumed behind step 4" in text
+    assert "resumed after step 4" in text
     assert "as before" in text
     assert_same_run(here / "whole", here / "killed")
     if words[-1] == "3":
@@ -115,7 +115,7 @@ def test_experts_of_a_killed_run_go_on_elsewhere(here):
                    "--zero", "3", "--save-interval", "4", "--out", "killed", ranks=4)
     assert result.returncode == EXIT_ENVIRONMENT, result.tail()
     text = train(here, "--resume", "auto", "--out", "killed", "--layout", "tp=2,pp=2", ranks=4)
-    assert "resumed behind step 4" in text
+    assert "resumed after step 4" in text
     pairs = [[line["loss"] for line in metrics(here / name)] for name in ("whole", "killed")]
     np.testing.assert_allclose(*pairs, rtol=1e-12)
     assert len(pairs[0]) == 10
@@ -198,7 +198,7 @@ def test_damage_on_one_rank_makes_all_fall_back(here):
     assert "tensor " in text
     text = train(here, "--resume", "auto", "--out", "run", ranks=2)
     assert "DAMAGED CHECKPOINT, falling back" in text
-    assert "resumed behind step 5" in text
+    assert "resumed after step 5" in text
     assert (newest.parent / "step-00000010.aside-1").is_dir()
     assert_same_run(here / "whole", here / "run")
 

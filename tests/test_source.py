@@ -72,7 +72,7 @@ def test_the_highest_id_is_the_vocabulary_s_last(tmp_path):
 
 
 @pytest.mark.parametrize(("content", "message"), [
-    (header(2) + b"\0" * 6, r"2 tokens \(1,028 bytes\), the file has 1,030"),
+    (header(2) + b"\0" * 6, r"2 tokens \(1,028 bytes\), but the file has 1,030"),
     (header(9, version=2) + b"\0" * 18, "version 2"),
     (header(-4), "-4 tokens"),
     (header(0), "no token"),
@@ -93,12 +93,12 @@ def test_token_file_that_is_none(content, message, tmp_path):
 
 
 @pytest.mark.parametrize(("content", "message"), [
-    (b"ab\0c", "is no text: byte 2 is zero"),
-    (b"ab\xffc", "is no UTF-8 text: byte 2 cannot be read"),
-    (b"x" * (BLOCK - 1) + "\u00e4".encode() + b"\x80", f"byte {BLOCK + 1:,} cannot be read"),
+    (b"ab\0c", "is not text: byte 2 is zero"),
+    (b"ab\xffc", "is not UTF-8 text: byte 2 cannot be decoded"),
+    (b"x" * (BLOCK - 1) + "\u00e4".encode() + b"\x80", f"byte {BLOCK + 1:,} cannot be decoded"),
     (b"x" * BLOCK + b"yz\0", f"byte {BLOCK + 2:,} is zero"),
-    (b"x" * (BLOCK - 1) + "\U0001f600".encode()[:3], f"byte {BLOCK - 1:,} cannot be read"),
-    ("text".encode("utf-16"), "byte 0 cannot be read"),
+    (b"x" * (BLOCK - 1) + "\U0001f600".encode()[:3], f"byte {BLOCK - 1:,} cannot be decoded"),
+    ("text".encode("utf-16"), "byte 0 cannot be decoded"),
 ])  # fmt: skip
 def test_a_file_that_is_no_text(content, message, tmp_path):
     path = tmp_path / "a.txt"
@@ -145,12 +145,12 @@ def test_data_that_is_held_out_alone_or_too_small(tmp_path):
     def loaded(**values):
         return load(resolve(changed(batch_size=BATCH_SIZE, seq_len=SEQ_LEN, **values), 1)[0])
 
-    with pytest.raises(DataError, match="held out, as its name says, and there is nothing"):
+    with pytest.raises(DataError, match="held out, as its name says, so there is nothing"):
         loaded(data=(str(tmp_path / "val.bin"),))
     with pytest.raises(DataError) as caught:
         loaded(data=(str(tmp_path),))
     problem, = caught.value.problems
-    assert problem.startswith("--data, what it holds out: has 3 tokens, and a row needs 3 + 1: ")
+    assert problem.startswith("--data, what it holds out: has 3 tokens, but a row needs 3 + 1: ")
     (tmp_path / "val.bin").write_bytes(np.zeros(9, "<u2").tobytes())
     for val_data, count in (("val.bin", 9), (".", 9), ("train.bin", 72)):
         (_, held_out), _ = loaded(data=(str(tmp_path / "train.bin"),),
@@ -194,7 +194,7 @@ def test_all_problems_of_the_data_at_once(tmp_path):
         load_source(tuple(str(tmp_path / name) for name in names), 190)
     text = "\n".join(caught.value.problems)
     assert len(caught.value.problems) == 4
-    for part in (*names, "is empty", "holds no file", "token 195 at position 2", "no such file"):
+    for part in (*names, "is empty", "has no files", "token 195 at position 2", "no such file"):
         assert part in text
 
 
@@ -242,7 +242,7 @@ def rows_of_file(path):
 
 
 @pytest.mark.parametrize(("change", "message"), [
-    (lambda path: os.truncate(path, 10), "ends at token 5, but tokens up to .* cut while it was"),
+    (lambda path: os.truncate(path, 10), "ends at token 5, but tokens up to .* truncated while"),
     (lambda path: path.write_bytes(np.full(600, 50, "<u2").tobytes()),
      r"tokens.bin: token 50 at position \d+ is outside the vocabulary of 50"),
 ], ids=["truncated", "larger ids"])  # fmt: skip

@@ -100,7 +100,7 @@ def test_a_file_of_another_step(folder, tmp_path):
 
 def test_the_folder_of_another_step(folder):
     renamed = folder.rename(folder.with_name("step-00000004"))
-    assert_damaged(renamed, "is of step 3, its folder of another")
+    assert_damaged(renamed, "is of step 3, but its folder is of another")
 
 
 @fault(18, "a stray file of another layout", 0)
@@ -171,9 +171,9 @@ def many_kinds(content):
 
 TENSOR = "block0.ffn.up.w"  # [4, 3]
 HOSTILE = {
-    "a file above": (named(f"../{PIECES}"), r"'../pieces-00001\.safetensors' is no name"),
-    "an absolute path": (named("/etc/passwd"), "'/etc/passwd' is no name of a file"),
-    "another name": (named("weights.safetensors"), "is no name of a file"),
+    "a file above": (named(f"../{PIECES}"), r"'../pieces-00001\.safetensors' is not the name"),
+    "an absolute path": (named("/etc/passwd"), "'/etc/passwd' is not the name of a file"),
+    "another name": (named("weights.safetensors"), "is not the name of a file"),
     "a zero byte": (named("pieces-00001\0.safetensors"), "zero byte"),
     "a shape that overflows": (
         entry("tensors", TENSOR, "shape", value=[2**52, 2**52]), "has the shape"),
@@ -190,27 +190,27 @@ HOSTILE = {
         lambda content: content["pieces"].append(content["pieces"][0]), "2 boxes cover"),
     "a piece less": (lambda content: content["pieces"].pop(), "0 boxes cover"),
     "no pieces": (entry("pieces", value=[]), "it has no pieces"),
-    "a box outside": (entry("pieces", 0, "box", value=[[0, 2**40]]), "does not lie inside"),
-    "an empty box": (entry("pieces", 0, "box", value=[[1, 1]]), "does not lie inside"),
+    "a box outside": (entry("pieces", 0, "box", value=[[0, 2**40]]), "is not inside"),
+    "an empty box": (entry("pieces", 0, "box", value=[[1, 1]]), "is not inside"),
     "a box of texts": (entry("pieces", 0, "box", value=["ab"]), "'a' is not a whole number"),
     "kinds": (many_kinds, "50 kinds|150 kinds|more than 16"),
-    "a kind that is a number": (entry("pieces", 0, "kind", value=5), "5 is no text"),
-    "no format": (without("format"), "is not a manifest of a checkpoint"),
+    "a kind that is a number": (entry("pieces", 0, "kind", value=5), "5 is not text"),
+    "no format": (without("format"), "is not the manifest of a checkpoint"),
     "an older format": (entry("format", value=0), "its format is 0, not 1"),
     "a newer format": (entry("format", value=2),
-                       "has format 2, and this version of mpipar reads 1: a newer mpipar"),
+                       "has format 2, but this version of mpipar reads 1: it was written"),
     "a counter that is no number": (
-        entry("loss_scale", "good", value=float("nan")), "no finite number"),
-    "an endless scale": (entry("loss_scale", "value", value=float("inf")), "no finite number"),
+        entry("loss_scale", "good", value=float("nan")), "not a finite number"),
+    "an endless scale": (entry("loss_scale", "value", value=float("inf")), "not a finite number"),
     "a scale of zero": (entry("loss_scale", "value", value=0.0), "loss_scale is"),
     "a negative counter": (entry("loss_scale", "skipped", value=-1), "whole number"),
     "a counter with a point": (entry("loss_scale", "good", value=5.0), "whole number"),
     "a huge step": (entry("step", value=2**60), "whole number"),
     "an unknown axis": (entry("layout", "zp", value=2), "axis 'zp'"),
     "a layout of texts": (entry("layout", "dp", value="2"), "whole number"),
-    "an entry more": (entry("more", value=1), "is not a manifest"),
-    "lists in lists": (entry("data", "x", value=json.loads("[" * 100 + "]" * 100)), "deep inside"),
-    "a configuration of numbers": (entry("config", value=7), "7 is no text"),
+    "an entry more": (entry("more", value=1), "is not the manifest"),
+    "lists in lists": (entry("data", "x", value=json.loads("[" * 100 + "]" * 100)), "nested more"),
+    "a configuration of numbers": (entry("config", value=7), "7 is not text"),
 }
 
 
@@ -247,7 +247,7 @@ def test_a_million_tensors_are_refused(folder, monkeypatch):
 def test_a_manifest_of_gigabytes_is_not_read(folder):
     with open(folder / "manifest.json", "r+b") as file:
         file.truncate(1 << 40)  # without taking the space
-    assert_damaged(folder, "at most [0-9,]+ are read")
+    assert_damaged(folder, "the limit is [0-9,]+")
 
 
 @pytest.mark.parametrize("name", ["manifest.json", PIECES])

@@ -138,7 +138,7 @@ def test_a_box_off_by_one_row(layout, tmp_path, monkeypatch):
     with monkeypatch.context() as patch:
         patch.setattr(boxes, "share_of_rows", lambda *arguments: (
             box := plain_share(*arguments)) and shifted(box))
-        with pytest.raises(AssertionError, match=r"boxes cover|does not lie inside"):
+        with pytest.raises(AssertionError, match=r"boxes cover|is not inside"):
             save_and_load(tmp_path / "named", **layout)
 
     def within(box, outer):

@@ -64,7 +64,7 @@ def test_without_a_witness_the_last_sign_is_told(tmp_path):
     second.enter(3, "W")
     first.enter(4, "opt")
     text, *last = status.killed(tmp_path)
-    assert "nobody has seen" in text
+    assert "no rank saw" in text
     assert ["rank 1 on n1" in last[0], "step 4, phase opt" in last[1]] == [True, True]
 
 

@@ -43,7 +43,7 @@ TWICE = f'{{"a": {json.dumps(entry())}, "a": {json.dumps(entry())}}}'
 HOSTILE = {  # a header, what else is to be written, a part of what is said
     "a header that is too long": ({}, {"length": 1 << 40}, "1,099,511,627,776 bytes is too long"),
     "a header longer than the file": ({}, {"length": 1 << 20}, "ends at byte"),
-    "a header that is a list": ([], {}, "no object"),
+    "a header that is a list": ([], {}, "not an object"),
     "a header that is none": ("{", {}, "is not JSON"),
     "depth": ("[" * 99_999, {}, "more than 32 deep"),
     "a key twice": (TWICE, {}, "the key 'a' 2 times"),

@@ -67,7 +67,7 @@ def test_says_no_and_where():
 
 
 def test_a_schedule_that_is_chosen_later_is_refused_once():
-    assert_refused(2, ["--schedule auto: measures first, which verify does not"],
+    assert_refused(2, ["--schedule auto: needs a measurement, which verify does not do"],
                    "verify", *SMALL, "--schedule", "auto")
     assert_refused(2, ["--routing adversarial: sends to the next rank"],
                    "verify", *SMALL, "--experts", "4", "--routing", "adversarial")

@@ -95,7 +95,7 @@ def test_an_index_names_files_of_its_own_folder_only(name, sharded):
     index["weight_map"]["transformer.wpe.weight"] = name
     (folder / INDEX).write_text(json.dumps(index))
     problem, = refused(folder)
-    assert "is no name of a file in this folder" in problem
+    assert "does not name a file in this folder" in problem
 
 
 def test_a_tensor_in_two_files_is_refused(sharded):
@@ -138,7 +138,7 @@ def test_weights_in_another_form(sharded):
     folder, _ = sharded
     (folder / INDEX).rename(folder / "pytorch_model.bin")
     problem, = refused(folder)
-    assert "model.safetensors: No such file or directory; only safetensors are read" in problem
+    assert "model.safetensors: No such file or directory; only safetensors can be read" in problem
 
 
 def test_what_the_index_does_not_name_is_not_read(sharded):

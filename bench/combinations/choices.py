@@ -10,7 +10,7 @@ import math
 from collections.abc import Mapping
 
 from mpipar.commands.resolve import resolve
-from mpipar.config.reading import Reading, over
+from mpipar.config.reading import ParsedConfig, over
 from mpipar.config.run import SUMS
 from mpipar.errors import UserError
 from mpipar.pipeline.schedules.catalog import SCHEDULES
@@ -157,7 +157,7 @@ def settings_of(case: Case) -> dict:
 
 def refusals(case: Case, most_ranks: int = MOST_RANKS) -> list[str]:
     """Return what mpipar says against a case, which may lack choices; nothing if it is legal."""
-    reading = over({}, Reading(None, given=settings_of(case)))
+    reading = over({}, ParsedConfig(None, given=settings_of(case)))
     ranks = ranks_of(case)
     wrong = [f"ranks: {ranks} are more than the {most_ranks} of a session"
              ] if ranks > most_ranks else []

@@ -43,7 +43,7 @@ from mpipar import cli
 from mpipar.comm.hosts import quiet_barrier
 from mpipar.commands.elsewhere import FIXED, resumed
 from mpipar.commands.resolve import resolve
-from mpipar.config.reading import Reading, over, to_toml, values_of
+from mpipar.config.reading import ParsedConfig, over, to_toml, values_of
 from mpipar.errors import UserError
 from mpipar.files.text import printable
 from mpipar.inference import generate
@@ -175,8 +175,8 @@ def free_of(other: Case) -> dict:
 
 def goes_on_as(case: Case, other: Case) -> bool:
     """Return whether mpipar lets a run of `case` go on with the free choices of `other`."""
-    config, _ = resolve(over({}, Reading(None, given=settings_of(case))), ranks_of(case))
-    reading = over({}, Reading(None, given=free_of(other) | {"steps": LATER}))
+    config, _ = resolve(over({}, ParsedConfig(None, given=settings_of(case))), ranks_of(case))
+    reading = over({}, ParsedConfig(None, given=free_of(other) | {"steps": LATER}))
     try:
         resolve(resumed(reading, values_of(to_toml(config)), ranks_of(other)), ranks_of(other))
     except UserError:
@@ -246,7 +246,7 @@ class Check:
 
     def resumed(self, printed: str) -> None:
         """A run that goes on begins behind the last step."""
-        if f"resumed behind step {STEPS}: " not in printed:
+        if f"resumed after step {STEPS}: " not in printed:
             self.wrong.append("train --resume: did not go on behind the last step")
 
     def run(self, folder: Path, first: int, last: int) -> None:

@@ -20,7 +20,7 @@ from mpipar.checkpoint.params import all_params
 from mpipar.comm.grid import Grid
 from mpipar.comm.record import Recorder
 from mpipar.commands.inputs import prepare
-from mpipar.config.reading import Reading, over
+from mpipar.config.reading import ParsedConfig, over
 from mpipar.data.rows import Batch
 from mpipar.files.text import quoted
 from mpipar.inference.sampling import Sampling, best, draw
@@ -55,12 +55,12 @@ class Truth:
     shown: dict
 
 
-def plain_reading(case: Case, folder: Path) -> Reading:
+def plain_reading(case: Case, folder: Path) -> ParsedConfig:
     """Return the plain choices of a case: those that decide its numbers, in float64."""
     numbers = {name: case[name] for name in NUMBERS if case.get(name) is not None}
     given = settings_of(numbers) | {"dtype": "float64", "num_microbatches": 1} | data_of(
         case, folder)
-    return over({}, Reading(None, given=given))
+    return over({}, ParsedConfig(None, given=given))
 
 
 def data_of(case: Case, folder: Path) -> dict:

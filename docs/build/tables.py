@@ -22,7 +22,7 @@ from bench.kernels.floors import floors
 from docs.build.blocks import Block
 from mpipar import cli, errors
 from mpipar.commands.resolve import schedule_of_file
-from mpipar.config.reading import Reading
+from mpipar.config.reading import ParsedConfig
 from mpipar.config.resolve import broken_rules
 from mpipar.config.rule import Rule
 from mpipar.config.sections import CHOICES
@@ -229,10 +229,10 @@ def folder_of_examples():
         yield Path(folder)
 
 
-def read_words(words: list[str]) -> tuple[Reading, str | None]:
+def read_words(words: list[str]) -> tuple[ParsedConfig, str | None]:
     """What `mpipar train` reads of these words, and its --machine."""
     context = cli.context_of(None, "train", words)
-    return context.reading, context.args.machine
+    return context.parsed, context.args.machine
 
 
 def broken(words: list[str], ranks: int) -> list[tuple[Rule, SimpleNamespace]]:

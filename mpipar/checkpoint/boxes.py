@@ -1,6 +1,6 @@
 """Boxes: which part of a full tensor a rank holds, and which rows of it the rank writes.
 
-A box is one (first, stop) pair for each axis of the logical shape, without padding. So it means the
+A box is one (first, stop) pair per axis of the logical shape, without padding. It thus means the
 same on every layout, and a reader asks for boxes without knowing who wrote them. All functions are
 pure.
 """
@@ -19,14 +19,14 @@ MOST_CELLS = 1000  # per box of a tiling; what mpipar writes has about as many c
 
 
 def whole_box(shape) -> Box:
-    """Return the box that holds all of a tensor."""
+    """Return the box that covers a whole tensor."""
     return tuple((0, length) for length in shape)
 
 
 def boxes_of_run(shape, first: int, stop: int) -> list[Box]:
-    """Boxes of the elements [first, stop) of a flattened array, ascending; each is contiguous.
+    """Return the boxes of elements [first, stop) of a flattened array, ascending, each contiguous.
 
-    They are whole rows, what is before them, and what is behind; at most 2 * axes - 1 boxes.
+    They are the whole rows, what precedes them, and what follows; at most 2 * axes - 1 boxes.
     """
     if len(shape) == 1 or first == stop:
         return [((first, stop), *((0, length) for length in shape[1:]))] if first < stop else []
@@ -40,14 +40,14 @@ def boxes_of_run(shape, first: int, stop: int) -> list[Box]:
 
 
 def _in_row(shape, row: int, first: int, stop: int) -> list[Box]:
-    """`boxes_of_run` of a run that lies inside one row."""
+    """Return `boxes_of_run` of a run within one row."""
     start = row * math.prod(shape[1:])
     return [((row, row + 1), *box)
             for box in boxes_of_run(shape[1:], first - start, stop - start)]
 
 
 def boxes_of_part(param, first: int, values):
-    """Yield (box, array) of a part of a flattened shard, without the padding of cut dimensions.
+    """Yield (box, array) of part of a flattened shard, without the padding of cut dimensions.
 
     first: place of the values in the shard.
     """
@@ -75,24 +75,24 @@ def volume(box: Box) -> int:
 
 
 def shape_of(box: Box) -> tuple[int, ...]:
-    """Lengths of a box's axes."""
+    """Return the lengths of a box's axes."""
     return tuple(stop - first for first, stop in box)
 
 
 def overlap(one: Box, other: Box) -> Box | None:
-    """Return the box that two boxes share, or None."""
+    """Return the intersection of two boxes, or None."""
     shared = tuple((max(a, c), min(b, d)) for (a, b), (c, d) in zip(one, other, strict=True))
     return shared if all(first < stop for first, stop in shared) else None
 
 
 def within(box: Box, outer: Box) -> tuple[slice, ...]:
-    """Return where a box lies in an array that holds the box `outer`."""
+    """Return the place of a box in an array that holds the box `outer`, as slices."""
     return tuple(slice(first - start, stop - start)
                  for (first, stop), (start, _) in zip(box, outer, strict=True))
 
 
 def row_blocks(box: Box, itemsize: int, limit: int):
-    """Yield a box in blocks of whole rows, each of at most `limit` bytes or of one row."""
+    """Yield a box in blocks of whole rows, each of at most `limit` bytes or a single row."""
     (first, stop), *others = box
     rows = max(1, limit // max(1, volume(tuple(others)) * itemsize))
     for start in range(first, stop, rows):
@@ -102,14 +102,14 @@ def row_blocks(box: Box, itemsize: int, limit: int):
 def tiling_problem(shape, boxes) -> str:
     """Return why the boxes do not cover a tensor of this shape exactly once, or "".
 
-    All edges together cut the tensor into cells. Each cell must lie in exactly one box.
+    Their edges cut the tensor into cells, each of which must be in exactly one box.
     """
     for box in boxes:
         inside = len(box) == len(shape) and all(
             0 <= first < stop <= length
             for (first, stop), length in zip(box, shape, strict=True))
         if not inside:
-            return f"the box {box} does not lie inside {tuple(shape)}"
+            return f"the box {box} is not inside {tuple(shape)}"
     edges = [sorted({0, length, *(edge for box in boxes for edge in box[axis])})
              for axis, length in enumerate(shape)]
     lengths = [len(found) - 1 for found in edges]

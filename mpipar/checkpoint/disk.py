@@ -1,4 +1,4 @@
-"""Files that are new, hashed while they are written, and on the disk when the function returns."""
+"""Writes new files that are hashed while they are written and synced to disk before returning."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from pathlib import Path
 
 import numpy as np
 
-from mpipar.files import own
+from mpipar.files import no_links
 from mpipar.files.bounded import open_regular
 
 BLOCK_BYTES = 16 * 2**20  # a block of rows: the most that one message or one write carries
@@ -35,18 +35,18 @@ def safetensors_head(tensors) -> bytes:
 
 
 def write_new(path: Path, chunks) -> tuple[int, str]:
-    """Write a file that must not exist yet; return (bytes, SHA-256) of what was meant to be in it.
+    """Write a file that must not exist yet; return (bytes, SHA-256) of its intended content.
 
-    path: of a file in a checkpoint in the checkpoints of a run; none of the three may be a link.
-    chunks: bytes and arrays. Each is hashed in memory before it is written, so a disk that writes
-    something else is found out. The file has reached the disk when this returns. Raises OSError.
+    path: of a file in a checkpoint folder in a run's `checkpoints`; none of the three may be a
+    link. chunks: bytes and arrays. Each is hashed in memory before it is written, so that a disk
+    that writes something else is detected. The file is on disk when this returns. Raises OSError.
 
-    The disk already writes one block while the next one is hashed. The kernel begins with that when
-    it is told that nobody will need the pages soon.
+    The kernel starts writing a block once it is told that its pages are no longer needed, so the
+    disk writes one block while the next one is hashed.
     """
     digest, size, told = hashlib.sha256(), 0, 0
     run_folder = path.parents[2]
-    file = own.opened(run_folder, str(path.relative_to(run_folder)), own.NEW)
+    file = no_links.opened(run_folder, str(path.relative_to(run_folder)), no_links.NEW)
     try:
         for chunk in chunks:
             data = memoryview(np.ascontiguousarray(chunk)  # a transposed view has other bytes
@@ -65,12 +65,12 @@ def write_new(path: Path, chunks) -> tuple[int, str]:
 
 
 def sync_folder(folder: Path) -> None:
-    """Bring the names in a folder to the disk; its files have their own fsync."""
-    with own.folder(folder) as descriptor:
+    """Sync the names in a folder to disk; its files have their own fsync."""
+    with no_links.folder(folder) as descriptor:
         os.fsync(descriptor)
 
 
 def digest_of(path: Path) -> str:
-    """SHA-256 of a file that is no link, read block by block. Raises OSError."""
+    """Return the SHA-256 of a file that is not a link, read block by block. Raises OSError."""
     with open_regular(path.name, path.parent) as file:
         return hashlib.file_digest(file, "sha256").hexdigest()

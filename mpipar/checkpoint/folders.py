@@ -1,7 +1,7 @@
-"""The folders of a run's checkpoints: how one begins, is committed, and goes. Rank 0 alone.
+"""Checkpoint folders of a run: how one is created, committed and deleted; on rank 0 only.
 
-They are reached through no link, see `mpipar.files.own`. Only folders that hold nothing but files
-of checkpoints are ever deleted.
+They are accessed without following links, see `mpipar.files.no_links`. Only folders that contain
+nothing but checkpoint files are ever deleted.
 """
 
 from __future__ import annotations
@@ -21,19 +21,19 @@ from mpipar.checkpoint.manifest import (
     step_folder_name,
 )
 from mpipar.errors import DataError
-from mpipar.files import own
+from mpipar.files import no_links
 
 PARTIAL, TRASH, ASIDE = ".partial-", ".trash-", ".aside-"
 
 
 def make_partial(folder: Path, step: int) -> Path:
-    """Make the folder in which a step's checkpoint is written, and which no reader looks at.
+    """Create the folder in which a step's checkpoint is written, and which no reader looks at.
 
     Raises OSError.
     """
     partial = f"{step_folder_name(step)}{PARTIAL}{secrets.token_hex(4)}"
-    own.make_root(folder.parent)
-    with own.folder(folder.parent, folder.name, make=True) as inside:
+    no_links.make_root(folder.parent)
+    with no_links.folder(folder.parent, folder.name, make=True) as inside:
         sync_folder(folder.parent)
         os.mkdir(partial, dir_fd=inside)
         os.fsync(inside)
@@ -41,14 +41,14 @@ def make_partial(folder: Path, step: int) -> Path:
 
 
 def put_in_place(partial: Path, step: int) -> None:
-    """Give a complete partial folder its name: the commit. Raises OSError.
+    """Give a complete partial folder its final name, which is the commit. Raises OSError.
 
-    A step can be there already: damaged, or of a run that went on from an earlier step again.
-    There is always another checkpoint then, the one that this run has started from. If it is this
-    very state, nothing needs to change. What is no checkpoint is kept under another name.
+    The step may already exist: damaged, or from a run that has resumed from an earlier step again.
+    There is always another checkpoint then, the one that this run started from. If it is this very
+    state, nothing needs to change. Anything that is not a checkpoint is kept under another name.
     """
     folder, name = partial.parent, step_folder_name(step)
-    with own.folder(folder.parent, folder.name) as inside:
+    with no_links.folder(folder.parent, folder.name) as inside:
         if os.path.lexists(folder / name):
             with contextlib.suppress(DataError):
                 if read_manifest(folder / name) == read_manifest(partial):
@@ -60,13 +60,14 @@ def put_in_place(partial: Path, step: int) -> None:
 
 
 def set_aside(folder: Path, step: int, keep: int) -> list[Path]:
-    """Rename what is not needed after the commit of `step`; the new paths, for `delete`.
+    """Rename what is not needed after the commit of `step`; return the new paths, for `delete`.
 
-    Of the checkpoints before it the newest keep - 1 stay (keep 0: all). Those of later steps belong
-    to a run that this one has replaced. Folders that killed runs have left go too. A failure is
-    left for the next time.
+    Of the checkpoints before it, the newest keep - 1 stay (keep 0: all). Those of later steps go,
+    since this run has replaced theirs, and so do folders left by killed runs. A failure is left for
+    the next time.
     """
-    with contextlib.suppress(OSError, DataError), own.folder(folder.parent, folder.name) as inside:
+    with contextlib.suppress(OSError, DataError), \
+            no_links.folder(folder.parent, folder.name) as inside:
         committed = committed_steps(folder)
         earlier = [path.name for number, path in committed if number < step]
         later = [path.name for number, path in committed if number > step]
@@ -81,16 +82,16 @@ def set_aside(folder: Path, step: int, keep: int) -> list[Path]:
 
 
 def delete(paths: list[Path]) -> None:
-    """Delete folders that have been set aside. It takes long, so a thread does it."""
+    """Delete folders that were set aside. This takes long, so it runs in a thread."""
     for path in paths:
         with contextlib.suppress(OSError):
-            own.remove_tree(path.parents[1], f"{path.parent.name}/{path.name}")
+            no_links.remove_tree(path.parents[1], f"{path.parent.name}/{path.name}")
 
 
 def _is_checkpoint(inside: int, name: str) -> bool:
-    """Whether this is a real folder with nothing in it but what a save writes."""
+    """Return whether this is a real folder that contains only what a save writes."""
     try:
-        descriptor = os.open(name, own.FOLDER | os.O_NOFOLLOW, dir_fd=inside)
+        descriptor = os.open(name, no_links.FOLDER | os.O_NOFOLLOW, dir_fd=inside)
     except OSError:
         return False
     try:
@@ -102,7 +103,7 @@ def _is_checkpoint(inside: int, name: str) -> bool:
 
 
 def _rename_away(inside: int, name: str, ending: str = "") -> None:
-    """Rename a folder before it is deleted: half of it never has the name of a checkpoint.
+    """Rename a folder before it is deleted, so that half of it never has a checkpoint's name.
 
     ending: of the new name of a folder that is kept.
     """

@@ -1,10 +1,10 @@
-"""Which form on disk a model has, and what a config.json or a checkpoint says of a model.
+"""Formats of models on disk, and what a config.json or a checkpoint says about a model.
 
-A form is a module. PREFIX begins the names of tensors, and may be missing in a file. COMPUTED is
+A format is a module. PREFIX begins the names of tensors, and may be missing in a file. COMPUTED is
 {field of config.json: values that mpipar computes, the first one if the field is missing}. READ are
-all fields that are read. Its function `tensors` gives {name: shape} of the tensors of the files
-that hold a parameter's numbers, one after another; mostly there is one. The others are `describes`,
-`to_json`, `settings`, and `differences`, which names what else is not computed.
+all fields that are read. Its function `tensors` gives {name: shape} of the tensors in the files
+that hold a parameter's numbers, one after another; usually there is one. The other functions are
+`describes`, `to_json`, `settings`, and `differences`, which lists what else is not computed.
 """
 
 from __future__ import annotations
@@ -32,18 +32,16 @@ from mpipar.files.text import brief, shown
 
 FORMS = {"gpt2": hf_gpt2, "llama": LLAMA, "mistral": MISTRAL, "qwen2": QWEN2,
          "mixtral": MIXTRAL}  # by model_type
-# Fields that tell how a model is kept, made or run elsewhere, and not what it computes.
+# Fields about how a model is stored, made or run elsewhere, but not about what it computes.
 OUTSIDE = {"model_type", "architectures", "dtype", "torch_dtype", "transformers_version",
            "bos_token_id", "eos_token_id", "pad_token_id", "_name_or_path"}
-# Every GPT-2 that is published says 0.1, so it is no reason to refuse one.
+# Every published GPT-2 says 0.1, so it is no reason to refuse one.
 DROPOUT = {"attn_pdrop", "embd_pdrop", "resid_pdrop"}
 MOST_NAMED = 12  # ignored fields in a line
 
 
 def format_of(model):
-    """Return the form of a ModelConfig's model: Hugging Face's if that can describe it, or
-    mpipar's.
-    """
+    """Return a ModelConfig's format: Hugging Face's if that can describe it, else mpipar's."""
     return next((form for form in FORMS.values() if form.describes(model)), own)
 
 
@@ -62,7 +60,7 @@ def file_slices(tensors: dict[str, tuple[int, ...]], first: int,
 
 
 def apart(tensors: dict[str, tuple[int, ...]], x) -> dict:
-    """{name: array} of the tensors of the files, of all numbers x of a parameter."""
+    """Return {name: array} of the tensors in the files, from all numbers x of a parameter."""
     ends = list(itertools.accumulate(map(math.prod, tensors.values())))
     parts = np.split(x.reshape(-1), ends[:-1])
     return {name: part.reshape(shape)
@@ -77,9 +75,9 @@ def is_step(folder) -> bool:
 def model_settings(folder: str, seq_len: int | None = None, where: str = "") -> dict:
     """Return the ModelConfig fields that a folder of weights or a checkpoint fixes.
 
-    seq_len: the tokens per row that the user wants, if that is free. where: what the user typed
-    (--init-from and the folder). Raises DataError, with all that is wrong, if the model cannot be
-    used.
+    seq_len: the tokens per row that the user wants, if the weights leave that open. where: what the
+    user typed (--init-from and the folder). Raises DataError, with everything that is wrong, if the
+    model cannot be used.
     """
     where = where or f"--init-from {folder}"
     if is_step(folder):
@@ -99,7 +97,7 @@ def model_settings(folder: str, seq_len: int | None = None, where: str = "") -> 
 
 
 def _read(folder: str, where: str):
-    """(content, form, name of the form) of folder/config.json. where: begins what is wrong."""
+    """Return (content, format, its name) of folder/config.json. where: begins each message."""
     where += ": config.json"
     found = read_json(Path(folder) / "config.json", where=where)
     kind = found.get("model_type") if isinstance(found, dict) else None
@@ -114,7 +112,7 @@ def _read(folder: str, where: str):
 
 
 def _saved_settings(folder: str, where: str) -> dict:
-    """The ModelConfig fields of a checkpoint, without those that say how it was cut."""
+    """Return the ModelConfig fields of a checkpoint, without those that say how it was cut."""
     manifest = read_manifest(Path(folder))
     try:
         model = build(values_of(manifest.config)).model
@@ -125,14 +123,14 @@ def _saved_settings(folder: str, where: str) -> dict:
 
 
 def _other_values(form, found: dict) -> list[str]:
-    """Fields whose value means that another model than mpipar's is computed."""
+    """Return fields whose value means that the model computes something else than mpipar's."""
     return [f"{key} is {shown(found[key])}; mpipar computes"
             f" {' or '.join('null' if one is None else shown(one) for one in legal)}"
             for key, legal in form.COMPUTED.items() if found.get(key, legal[0]) not in legal]
 
 
 def _out_of_bounds(settings: dict) -> list[str]:
-    """What is wrong with sizes that are too large, before anything is made of them."""
+    """Return which sizes are too large, before anything is built from them."""
     found = [value_problem(name, FIELDS[name].metadata, one) for name, value in settings.items()
              for one in (value if isinstance(value, tuple) else (value,))
              if type(one) in (int, float)]
@@ -140,7 +138,7 @@ def _out_of_bounds(settings: dict) -> list[str]:
 
 
 def start_notes(folder: str) -> list[str]:
-    """Return what a user should know of the weights that a run starts from, in lines."""
+    """Return notes, in lines, about the weights that a run starts from."""
     if is_step(folder):
         return [f"weights: those of the checkpoint {folder}"]
     found, form, _ = _read(folder, f"--init-from {folder}")
@@ -149,9 +147,9 @@ def start_notes(folder: str) -> list[str]:
     if ignored:
         more = f" and {len(ignored) - MOST_NAMED} more" if len(ignored) > MOST_NAMED else ""
         names = ", ".join(brief(name) for name in ignored[:MOST_NAMED])
-        notes.append(f"{where}: fields that are ignored: {names}{more}")
+        notes.append(f"{where}: ignored fields: {names}{more}")
     dropout = ", ".join(f"{name} {shown(found[name])}" for name in sorted(DROPOUT)
                         if found.get(name))
     if dropout:
-        notes.append(f"{where}: no dropout is applied, though it says {dropout}")
+        notes.append(f"{where}: no dropout is applied, although it says {dropout}")
     return notes

@@ -1,4 +1,4 @@
-"""Hugging Face's GPT-2 form of a model: names and shapes of the tensors, and config.json."""
+"""Hugging Face's GPT-2 format: names and shapes of the tensors, and config.json."""
 
 from __future__ import annotations
 
@@ -16,14 +16,14 @@ HF_OTHER = {
     "final_norm.w": f"{PREFIX}ln_f.weight", "final_norm.b": f"{PREFIX}ln_f.bias",
     "head.table": "lm_head.weight",
 }
-# What mpipar's layers compute, and what stands for it where the field is missing. A configuration
+# What mpipar's layers compute; the first value is the default of a missing field. A configuration
 # with another value is another model.
 COMPUTED = {
     "activation_function": ("gelu_new",), "scale_attn_weights": (True,),
     "scale_attn_by_inverse_layer_idx": (False,), "add_cross_attention": (False,),
     "pruned_heads": ({},), "quantization_config": (None,),
 }
-# What this form says of a decoder without a word.
+# What this format implies about a decoder.
 ALWAYS = {"model": "decoder", "arch": "gpt2", "norm": "layer", "activation": "gelu",
           "positions": "learned", "bias": "all", "experts": None}
 READ = {*COMPUTED, "n_layer", "n_embd", "n_head", "n_inner", "n_positions", "n_ctx", "vocab_size",
@@ -31,7 +31,7 @@ READ = {*COMPUTED, "n_layer", "n_embd", "n_head", "n_inner", "n_positions", "n_c
 
 
 def tensors(param) -> dict[str, tuple[int, ...]]:
-    """As Hugging Face itself saves a GPT2LMHeadModel: matrices (in, out), biases 1-d."""
+    """Return them as Hugging Face saves a GPT2LMHeadModel: matrices (in, out), biases 1-d."""
     name, shape = param.name, param.shape
     there = HF_OTHER.get(name) or name_in_block(name, f"{PREFIX}h", HF_LAYER)
     if name.endswith(".b"):
@@ -44,8 +44,7 @@ def tensors(param) -> dict[str, tuple[int, ...]]:
 
 
 def name_in_block(name: str, blocks: str, layers: dict[str, str]) -> str:
-    """Return the name of a block's tensor in a file. blocks: of the list of them. layers: of each.
-    """
+    """Return the name of a block's tensor in a file. blocks: name of the list. layers: of each."""
     block, layer = name.split(".", 1)
     layer, kind = layer.rsplit(".", 1)
     suffix = {"w": "weight", "b": "bias"}[kind]
@@ -71,7 +70,7 @@ def to_json(model, dtype: str) -> dict:
 
 
 def settings(found: dict) -> dict:
-    """Return the ModelConfig fields that a config.json fixes; raises KeyError or TypeError."""
+    """Return the ModelConfig fields that a config.json fixes; raise KeyError or TypeError."""
     values = {
         "layers": found["n_layer"], "d_model": found["n_embd"], "heads": found["n_head"],
         "ffn": found.get("n_inner") or 4 * found["n_embd"], "vocab_size": found["vocab_size"],
@@ -88,5 +87,5 @@ def settings(found: dict) -> dict:
 
 
 def differences(found: dict, seq_len: int | None) -> list[str]:
-    """Nothing beside COMPUTED."""
+    """Return nothing beside COMPUTED."""
     return []

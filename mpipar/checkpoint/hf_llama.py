@@ -1,6 +1,6 @@
-"""Hugging Face's forms of Llama, Mistral and Qwen2: names, shapes, two spellings of config.json.
+"""Hugging Face's formats of Llama, Mistral and Qwen2: names, shapes, two spellings of config.json.
 
-transformers 4 writes `rope_theta`, `rope_scaling` and `torch_dtype`. Version 5 writes
+transformers 4 writes `rope_theta`, `rope_scaling` and `torch_dtype`; version 5 writes
 `rope_parameters` and `dtype`. Both are read, and both are written.
 """
 
@@ -37,10 +37,10 @@ COMPUTED = {
 
 @dataclass(frozen=True)
 class LlamaForm:
-    """One of the three. See `mpipar.checkpoint.formats` for what a form is.
+    """One of the three. See `mpipar.checkpoint.formats` for what a format is.
 
     kind: its model_type. name: begins its class in transformers. biases: {value of --bias: fields
-    of config.json that say so}. window(found): the tokens that a query sees of a row, or None.
+    of config.json that say so}. window(found): how many tokens of a row a query sees, or None.
     """
 
     kind: str
@@ -59,7 +59,7 @@ class LlamaForm:
                 *(key for one in self.biases.values() for key in one)}
 
     def tensors(self, param) -> dict[str, tuple[int, ...]]:
-        """As Hugging Face itself saves a model with its head: matrices (out, in), biases 1-d."""
+        """Return them as Hugging Face saves a model with head: matrices (out, in), biases 1-d."""
         shape = param.shape
         name = OTHER.get(param.name) or name_in_block(param.name, f"{self.PREFIX}layers", LAYER)
         if param.name.endswith(".b"):
@@ -92,11 +92,11 @@ class LlamaForm:
         }
 
     def settings(self, found: dict) -> dict:
-        """Return the ModelConfig fields that a config.json fixes; raises KeyError or TypeError."""
+        """Return the ModelConfig fields that a config.json fixes; raise KeyError or TypeError."""
         values = {name: found.get(key) for name, key in self.NUMBERS.items()}
         values["head_dim"] = values["head_dim"] or found["hidden_size"] // (
-            found["num_attention_heads"] or 1)  # that of 0 heads is refused below
-        if self.kind == "llama":  # the first Llamas do not name them
+            found["num_attention_heads"] or 1)  # 0 heads are refused below
+        if self.kind == "llama":  # the first Llamas do not name kv_heads
             values["kv_heads"] = values["kv_heads"] or values["heads"]
         for name, key in self.NUMBERS.items():
             if type(values[name]) is not int or values[name] < 1:
@@ -108,7 +108,7 @@ class LlamaForm:
             found.get(key, False) == value for key, value in fields.items())), None)
         rope = _rope(found)
         window = self.window(found)
-        if type(window) is int and window > 0:  # further tokens would be seen by mpipar alone
+        if type(window) is int and window > 0:  # mpipar would attend to more tokens than this
             values["max_positions"] = min(values["max_positions"], window)
         return {"experts": None} | values | {
             "model": "decoder", "arch": self.kind, "norm": "rms", "activation": "swiglu",
@@ -122,7 +122,7 @@ class LlamaForm:
     def differences(self, found: dict, seq_len: int | None) -> list[str]:
         """Return the values of a config.json that mpipar's layers do not compute, beside COMPUTED.
 
-        seq_len: tokens per row, if the user has named them.
+        seq_len: tokens per row, if the user has set them.
         """
         wrong, rope, window = [], _rope(found), self.window(found)
         if _kind(rope) not in ("default", "llama3"):
@@ -134,7 +134,7 @@ class LlamaForm:
         wrong += [f"{key} is {shown(found[key])} and {shown(rope[key])} in the parameters of rope"
                   for key in ("rope_theta",) if found.get(key, rope.get(key)) != rope.get(key)]
         if window is not None and (type(window) is not int or window < 1):
-            wrong.append(f"sliding_window is {shown(window)}, no number of tokens")
+            wrong.append(f"sliding_window is {shown(window)}, not a number of tokens")
         elif window is not None and seq_len is not None and seq_len > window:
             wrong.append(f"sliding_window is {window}, below the {seq_len:,} tokens of a row; use"
                          f" --seq-len {window} or less")
@@ -150,7 +150,7 @@ class LlamaForm:
 
 
 def _rope(found: dict) -> dict:
-    """What config.json says of rotations, in either spelling; raises TypeError."""
+    """Return what config.json says about rotations, in either spelling; raise TypeError."""
     for key in ("rope_parameters", "rope_scaling"):
         value = found.get(key)
         if not isinstance(value, dict | None) or any(
@@ -165,7 +165,7 @@ def _kind(rope: dict):
 
 
 def number(key: str, value) -> float:
-    """Return the value of a field of config.json; TypeError if it is no number."""
+    """Return the value of a field of config.json; TypeError if it is not a number."""
     if type(value) not in (int, float):
         raise TypeError(f"{key} is {shown(value)}")
     return float(value)

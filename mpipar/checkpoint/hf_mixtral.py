@@ -1,7 +1,8 @@
-"""Hugging Face's form of Mixtral: that of Mistral, with a router and experts in each block.
+"""Hugging Face's format of Mixtral: that of Mistral, with a router and experts in each block.
 
-In the files an expert has three matrices: w1 is the gate, w3 goes up, and w2 goes down. In memory
-transformers 5 holds those of all experts side by side; it writes them apart, as version 4 does.
+In the files an expert has three matrices: w1 is the gate, w3 the up-projection and w2 the
+down-projection. In memory transformers 5 stores those of all experts together; it writes them
+separately, as version 4 does.
 """
 
 from __future__ import annotations
@@ -12,12 +13,12 @@ from mpipar.checkpoint.hf_llama import COMPUTED, NUMBERS, LlamaForm, number
 
 EXPERT = {"moe.up.w": ("w1", "w3"), "moe.down.w": ("w2",)}  # in the order of the parameter
 COEF = "router_aux_loss_coef"
-MISSING = {"rope_theta": 1e6, "rms_norm_eps": 1e-5, COEF: 0.001}  # if they are
+MISSING = {"rope_theta": 1e6, "rms_norm_eps": 1e-5, COEF: 0.001}  # values of missing fields
 
 
 @dataclass(frozen=True)
 class MixtralForm(LlamaForm):
-    """See `mpipar.checkpoint.formats` for what a form is."""
+    """See `mpipar.checkpoint.formats` for what a format is."""
 
     NUMBERS = NUMBERS | {
         "expert_ffn": "intermediate_size", "experts": "num_local_experts",
@@ -29,7 +30,7 @@ class MixtralForm(LlamaForm):
         return super().READ | {COEF}
 
     def tensors(self, param) -> dict[str, tuple[int, ...]]:
-        """Of all experts, one after another, and otherwise as in Mistral's files."""
+        """Return those of all experts, one after another, and otherwise as in Mistral's files."""
         block, _, layer = param.name.partition(".")
         if layer not in EXPERT:
             return super().tensors(param)
@@ -49,7 +50,7 @@ class MixtralForm(LlamaForm):
         return super().to_json(model, dtype) | {COEF: coef}
 
     def settings(self, found: dict) -> dict:
-        """Return the ModelConfig fields that a config.json fixes; raises KeyError or TypeError."""
+        """Return the ModelConfig fields that a config.json fixes; raise KeyError or TypeError."""
         found = MISSING | found
         coef = number(COEF, found[COEF])
         balance = {"router_balance": "loss", "router_loss_coef": coef} if coef else {

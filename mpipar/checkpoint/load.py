@@ -19,10 +19,10 @@ MOST_LINES = 20  # of a table of tensors
 
 
 class Pieces:
-    """The pieces of a checkpoint, to be read box by box. Opens a file when it is first needed.
+    """The pieces of a checkpoint, to be read box by box.
 
-    A file is opened when all of its bytes have been compared with its digest.
-    Raises DataError that names the file and the tensor, in every method.
+    A file is opened when it is first needed, after all of its bytes have been compared with its
+    digest. Every method raises DataError that names the file and the tensor.
     """
 
     def __init__(self, step_folder: Path, manifest: Manifest):
@@ -67,7 +67,7 @@ class Pieces:
 
 
 def state_problems(worker, step_folder: Path, manifest: Manifest) -> list[str]:
-    """Tensors and moments in which a checkpoint and a worker's model differ, as a table."""
+    """Return how a checkpoint's tensors and moments differ from a worker's model, as a table."""
     ours = {param.name: Tensor(param.shape, worker.ops.statistics.name)
             for _, param in worker.all_params}
     names = sorted(name for name in ours.keys() | manifest.tensors.keys()
@@ -78,7 +78,7 @@ def state_problems(worker, step_folder: Path, manifest: Manifest) -> list[str]:
         lines.append(f"and {len(names) - MOST_LINES} other tensors")
     kinds = tuple(sorted(("master", *worker.optimizer.kinds)))
     if manifest.kinds != kinds:
-        lines.append(f"of each tensor it has {', '.join(manifest.kinds)}; the optimizer"
+        lines.append(f"for each tensor it has {', '.join(manifest.kinds)}; the optimizer"
                      f" {worker.config.train.optimizer} needs {', '.join(kinds)}")
     head = f"{step_folder}: the checkpoint is of another model:"
     return ["\n  ".join([head, *lines])] if lines else []
@@ -91,8 +91,8 @@ def _shown(tensor: Tensor | None) -> str:
 def load_state(worker, step_folder: Path, manifest: Manifest) -> None:
     """Fill a worker with a checkpoint's masters, moments and loss scale, on any layout.
 
-    Afterwards the worker is as it was after the step that was saved. Padding stays zero.
-    Raises DataError that names file and tensor. It does not communicate: the caller agrees, since
+    The worker is then as it was after the saved step. Padding stays zero. Raises DataError that
+    names file and tensor. It does not communicate: the caller must agree on the outcome, since
     another rank may have failed.
     """
     wrong = state_problems(worker, step_folder, manifest)
@@ -119,8 +119,8 @@ def _fill(ops, pieces: Pieces, kind: str, parts) -> None:
 def blocks(step_folder: Path, manifest: Manifest, names, kind: str = "master"):
     """Yield (tensor, first row, array) of full tensors, row by row, without MPI or a worker.
 
-    The tensors come in the order of `names`, and the rows of each in theirs. An array holds whole
-    rows, BLOCK_BYTES or one row at most. Raises DataError that names file and tensor.
+    Tensors come in the order of `names`, and their rows in order. An array holds whole rows, at
+    most BLOCK_BYTES or one row. Raises DataError that names file and tensor.
     """
     with Pieces(step_folder, manifest) as pieces:
         for name in names:

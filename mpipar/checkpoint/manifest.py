@@ -1,9 +1,9 @@
 """The manifest of a checkpoint: what was saved, in which files, and which box each piece is.
 
 A checkpoint is a folder `step-00001000` with `manifest.json` and one safetensors file per rank. It
-has its name from one rename, made when all of it is on the disk. So a folder of that name is whole,
-unless the disk or somebody has changed it since. Whatever a manifest says is checked here before
-anything is allocated or opened for it.
+gets its name by a single rename after everything is on disk, so a folder of that name is complete
+unless it was damaged or changed afterwards. Everything in a manifest is checked here before
+anything is allocated or opened because of it.
 """
 
 from __future__ import annotations
@@ -25,14 +25,14 @@ from mpipar.errors import DataError
 from mpipar.files.bounded import read_json
 from mpipar.files.text import shown
 
-FORMAT = 1  # a reader refuses a newer one
+FORMAT = 1  # newer formats are refused
 NAME = "manifest.json"
 STEP_FOLDER = re.compile(r"step-(\d{8,15})")
 PIECES_FILE = re.compile(r"pieces-\d{5,9}\.safetensors")
 MASTERS = ("float32", "float64")  # types of master weights and moments
-MOST_BYTES = 128 << 20  # of a manifest; a piece takes some 170
+MOST_BYTES = 128 << 20  # of a manifest; a piece takes about 170
 MOST_TENSORS = 100_000
-MOST_ELEMENTS = 1 << 56  # of a tensor: its bytes still fit 64 bits
+MOST_ELEMENTS = 1 << 56  # of a tensor: its bytes still fit in 64 bits
 MOST_AXES = MOST_KINDS = 16
 COUNTER = 1 << 53
 
@@ -45,7 +45,7 @@ class Tensor(NamedTuple):
 
 
 class File(NamedTuple):
-    """A file of pieces: its size, and its SHA-256 in hexadecimal digits."""
+    """A file of pieces: its size, and its SHA-256 in hexadecimal."""
 
     bytes: int
     sha256: str
@@ -63,11 +63,11 @@ class Piece(NamedTuple):
 
 @dataclass(frozen=True)
 class Manifest:
-    """What a checkpoint is made of.
+    """The content of a checkpoint.
 
-    config: the run's configuration as TOML. layout: {axis: ranks}, and schedule its name, of the
+    config: the run's configuration as TOML. layout: {axis: ranks}, and schedule: its name, of the
     run that wrote it; a reader needs neither. loss_scale: {value, good, skipped}. data: the
-    fingerprint of the data. tensors, files: by name. pieces: each kind of each tensor is covered
+    fingerprint of the data. tensors, files: by name. pieces: they cover each kind of each tensor
     exactly once.
     """
 
@@ -99,25 +99,25 @@ class Manifest:
 
 
 def _digest(content: dict) -> str:
-    """SHA-256 of a manifest's entries, however they are laid out."""
+    """Return the SHA-256 of a manifest's entries, however they are formatted."""
     text = json.dumps(content, sort_keys=True, separators=(",", ":"))
     return hashlib.sha256(text.encode()).hexdigest()
 
 
 def step_folder_name(step: int) -> str:
-    """Return the folder of a step's checkpoint."""
+    """Return the name of a step's checkpoint folder."""
     return f"step-{step:08d}"
 
 
 def pieces_file(world_rank: int) -> str:
-    """Return the file of a rank's pieces."""
+    """Return the name of a rank's file of pieces."""
     return f"pieces-{world_rank:05d}.safetensors"
 
 
 def committed_steps(folder: Path) -> list[tuple[int, Path]]:
-    """(step, folder) of every committed checkpoint in `folder`, ascending; none if it is missing.
+    """Return (step, folder) of every committed checkpoint in `folder`, ascending; [] without it.
 
-    They were whole when they were written. `read_manifest` and `damage` say whether they still are.
+    They were complete when they were written; `read_manifest` and `damage` tell if they still are.
     Raises DataError if the folder cannot be read, or if it or one of them is a link.
     """
     try:
@@ -129,15 +129,15 @@ def committed_steps(folder: Path) -> list[tuple[int, Path]]:
     except OSError as error:
         raise DataError(f"{folder}: {error.strerror}") from None
     if links:
-        raise DataError(f"{links[0]}: is a symbolic link, and a run's checkpoints lie in its own"
-                        " folder; put what it leads to in its place")
+        raise DataError(f"{links[0]}: is a symbolic link, but a run's checkpoints must be in its"
+                        " own folder; replace the link by its target")
     return sorted((int(match[1]), path) for match, path in found if match and path.is_dir())
 
 
 def read_manifest(step_folder: Path) -> Manifest:
-    """Return the manifest of a checkpoint whose files are all there, with their sizes.
+    """Return the manifest of a checkpoint whose files all exist with their sizes.
 
-    Digests are checked by who reads a file. Raises DataError that names what is wrong.
+    Digests are checked when a file is read. Raises DataError that names what is wrong.
     """
     path = Path(step_folder) / NAME
     content = read_json(NAME, most_bytes=MOST_BYTES, root=path.parent)
@@ -146,9 +146,9 @@ def read_manifest(step_folder: Path) -> Manifest:
         manifest = _manifest(content)
     except (ValueError, KeyError, TypeError, AttributeError) as error:
         why = error if type(error) is ValueError else repr(error)
-        raise DataError(f"{path}: is not a manifest of a checkpoint: {why}") from None
+        raise DataError(f"{path}: is not the manifest of a checkpoint: {why}") from None
     match = STEP_FOLDER.fullmatch(path.parent.resolve().name)
-    wrong = [f"{path}: is of step {manifest.step}, its folder of another"] if (
+    wrong = [f"{path}: is of step {manifest.step}, but its folder is of another"] if (
         match and int(match[1]) != manifest.step) else []
     wrong += file_problems(path.parent, manifest.files)
     if wrong:
@@ -160,16 +160,16 @@ def _check_format(path: Path, content: dict) -> None:
     """Raise DataError for a newer format, ValueError for another one or a wrong digest."""
     found = content["format"]
     if type(found) is int and found > FORMAT:
-        raise DataError(f"{path}: has format {found}, and this version of mpipar reads {FORMAT}:"
-                        " a newer mpipar has written it; use that one")
+        raise DataError(f"{path}: has format {found}, but this version of mpipar reads {FORMAT}:"
+                        " it was written by a newer mpipar; use that one")
     if found != FORMAT:
         raise ValueError(f"its format is {shown(found)}, not {FORMAT}")
     if content.pop("sha256") != _digest(content):
-        raise ValueError("its content does not fit its digest")
+        raise ValueError("its content does not match its digest")
 
 
 def _manifest(content: dict) -> Manifest:
-    """A Manifest of entries that are all of the right type, in range, and fit each other."""
+    """Return a Manifest of entries that are all of the right type, in range, and consistent."""
     tensors, files = content["tensors"], content["files"]
     if len(tensors) > MOST_TENSORS:
         raise ValueError(f"{len(tensors)} tensors are more than {MOST_TENSORS}")
@@ -201,7 +201,7 @@ def _manifest(content: dict) -> Manifest:
 
 
 def _whole(value) -> int:
-    """The value, if it is a whole number that no counter exceeds."""
+    """Return the value if it is a whole number within any counter's range."""
     if type(value) is not int or not 0 <= value < COUNTER:
         raise ValueError(f"{shown(value)} is not a whole number from 0 to 2**53")
     return value
@@ -218,8 +218,8 @@ def _tensor(name, shape, dtype) -> Tensor:
 
 
 def _file(name, **facts) -> File:
-    if not PIECES_FILE.fullmatch(name):  # so it lies in the folder
-        raise ValueError(f"{shown(name)} is no name of a file of pieces")
+    if not PIECES_FILE.fullmatch(name):  # a match is a file in this folder
+        raise ValueError(f"{shown(name)} is not the name of a file of pieces")
     found = File(**facts)
     _whole(found.bytes)
     return found
@@ -233,16 +233,16 @@ def _piece(box, **names) -> Piece:
 def _text(*values) -> None:
     for value in values:
         if type(value) is not str:
-            raise ValueError(f"{shown(value)} is no text")
+            raise ValueError(f"{shown(value)} is not text")
 
 
 def piece_problems(tensors, files, pieces) -> list[str]:
-    """Return what is wrong with the pieces: not one of these files and tensors, or not a tiling."""
+    """Return what is wrong with the pieces: unknown files or tensors, or no tiling."""
     boxes = {(name, kind): [] for name in tensors for kind in {piece.kind for piece in pieces}}
     for piece in pieces:
         if piece.file not in files or (piece.tensor, piece.kind) not in boxes:
             return [(f"{shown(piece.key)} is a piece of {shown(piece.tensor)} in"
-                     f" {shown(piece.file)}, and one of them is unknown")]
+                     f" {shown(piece.file)}, but one of them is unknown")]
         boxes[piece.tensor, piece.kind].append(piece.box)
     if not boxes:
         return ["it has no pieces"]
@@ -253,7 +253,7 @@ def piece_problems(tensors, files, pieces) -> list[str]:
 
 
 def file_problems(folder: Path, files: dict[str, File]) -> list[str]:
-    """Files that are missing, no regular files in this folder, or of another size."""
+    """Return files that are missing, not regular files in this folder, or of another size."""
     wrong = []
     for name, expected in files.items():
         path = folder / name
@@ -280,7 +280,7 @@ def digest_problem(path: Path, expected: File) -> str:
 
 
 def tensor_problems(path: Path, pieces, tensors) -> list[str]:
-    """Pieces that a file does not hold with the shape and type that the manifest gives them."""
+    """Return pieces that a file lacks, or has with another shape or type than in the manifest."""
     wrong = []
     try:
         with TensorFile(path) as file:
@@ -297,8 +297,7 @@ def tensor_problems(path: Path, pieces, tensors) -> list[str]:
 
 
 def damage(step_folder: Path) -> list[str]:
-    """Return all that is wrong with a checkpoint, every byte of it read; empty if it can be loaded.
-    """
+    """Return everything wrong with a checkpoint, reading every byte; [] if it can be loaded."""
     try:
         manifest = read_manifest(step_folder)
     except DataError as error:

@@ -1,4 +1,4 @@
-"""mpipar's own form of models that Hugging Face's do not cover: convnets, mixed decoders.
+"""mpipar's own format for models that Hugging Face's do not cover: convnets, mixed decoders.
 
 Tensors have the names and shapes of the parameters. config.json holds the fields of the model.
 """
@@ -15,7 +15,7 @@ from mpipar.files.text import shown
 
 PREFIX = ""  # of the names
 KIND = "mpipar-"  # begins a model_type
-COMPUTED: dict[str, tuple] = {}  # nothing that this form can state is left out
+COMPUTED: dict[str, tuple] = {}  # mpipar computes everything that this format can state
 
 
 def of_weights(model: str) -> list:
@@ -27,9 +27,7 @@ READ = {one.name for model in FAMILIES for one in of_weights(model)}
 
 
 def tensors(param) -> dict[str, tuple[int, ...]]:
-    """Return the parameter itself: a convolution's weight is (k, k, C, N), that of qkv (D, 3, H,
-    d).
-    """
+    """Return the parameter itself: a convolution's weight is (k, k, C, N), qkv's (D, 3, H, d)."""
     return {param.name: param.shape}
 
 
@@ -42,7 +40,7 @@ def to_json(model, dtype: str) -> dict:
 
 
 def settings(found: dict) -> dict:
-    """Return the ModelConfig fields that a config.json fixes; raises KeyError or TypeError."""
+    """Return the ModelConfig fields that a config.json fixes; raise KeyError or TypeError."""
     model = found["model_type"].removeprefix(KIND)
     given = {"model": model, **{one.name: _value(one, found[one.name])
                                 for one in of_weights(model) if one.name in found}}
@@ -54,7 +52,7 @@ def settings(found: dict) -> dict:
 
 
 def _value(field, raw):
-    """The value of a field; TypeError if it cannot be one."""
+    """Return the value of a field; TypeError if it is illegal."""
     base, is_tuple = kind(field)
     legal, values = field.metadata, raw if is_tuple and type(raw) is list else [raw]
     for one in values:
@@ -65,5 +63,5 @@ def _value(field, raw):
 
 
 def differences(found: dict, seq_len: int | None) -> list[str]:
-    """Nothing: this form cannot state what mpipar's layers do not compute."""
+    """Return nothing: this format cannot state what mpipar's layers do not compute."""
     return []

@@ -1,4 +1,4 @@
-"""The list of all parameters of a model, whatever rank asks."""
+"""The list of all parameters of a model, the same on every rank."""
 
 from __future__ import annotations
 
@@ -10,10 +10,10 @@ from mpipar.layers.param import Param
 
 
 def all_params(config, stage_layers, table_multiple: int = 1) -> list[tuple[int, Param]]:
-    """(stage, Param) of every whole tensor, from the real layers on shapes, without memory.
+    """Return (stage, Param) of every whole tensor, from the real layers on shapes, without memory.
 
-    They are in the order of their names, in which every rank goes through them. table_multiple: of
-    the ranks whose shards are asked for, see `Ops`.
+    They are sorted by name, the order in which every rank processes them. table_multiple: of the
+    ranks whose shards are wanted, see `Ops`.
     """
     ops = ops_module.make("shapes", "float32")
     ops.table_multiple = table_multiple

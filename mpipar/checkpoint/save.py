@@ -1,15 +1,15 @@
 """Saves the whole state of a run: every rank writes its own boxes, and one rename commits them.
 
-The order of the protocol, each line of which may be the last thing that a killed process does:
+The protocol, in which a process may be killed after any step:
 
-1. Rank 0 makes the folder `step-N.partial-TOKEN`.
-2. Each rank writes one new file with its pieces. No tensor travels.
-3. Rank 0 gathers size and digest of each file, looks whether all of them are there, and writes the
+1. Rank 0 creates the folder `step-N.partial-TOKEN`.
+2. Each rank writes one new file with its pieces. No tensor is communicated.
+3. Rank 0 gathers size and digest of each file, checks that all of them are there, and writes the
    manifest.
-4. Rank 0 renames the folder to `step-N`. That is the commit.
+4. Rank 0 renames the folder to `step-N`, which is the commit.
 5. Rank 0 removes checkpoints that need not be kept, and what killed runs have left.
 
-Every file and folder is flushed to the disk before the next line. So a folder `step-N` is whole.
+Every file and folder is synced to disk before the next step, so a folder `step-N` is complete.
 """
 
 from __future__ import annotations
@@ -43,17 +43,17 @@ from mpipar.errors import OutputError
 
 
 class Own(NamedTuple):
-    """A piece that this rank writes: what it is, and the view that holds its numbers."""
+    """A piece that this rank writes: its description, and the view that holds its numbers."""
 
     piece: Piece
     x: object
 
 
 def place_among_copies(comms, param, shared=False) -> tuple[int, int]:
-    """(index, count) of this rank among all ranks that hold the same numbers of a Param.
+    """Return (index, count) of this rank among all ranks that hold the same numbers of a Param.
 
-    They are those of its own groups of copies, and the data group. shared: the data group shares
-    these numbers out.
+    These are the ranks of its own copy groups, and of the data group unless that shards the numbers
+    (`shared`).
     """
     index, count = 0, 1
     groups = (*param.copy_groups, *(() if shared else param.grad_groups[-1:]))
@@ -63,9 +63,10 @@ def place_among_copies(comms, param, shared=False) -> tuple[int, int]:
 
 
 def own_pieces(worker) -> list[Own]:
-    """Return the pieces that this rank writes, sorted as in its file.
+    """Return the pieces that this rank writes, in the order of its file.
 
-    The rows of a box are shared out among its copies. So all ranks write, and no row twice.
+    The rows of a box are distributed over its copies, so all ranks write, and no row is written
+    twice.
     """
     file, found = pieces_file(worker.grid.world_rank), {}
     for flat in worker.flats:
@@ -82,13 +83,13 @@ def own_pieces(worker) -> list[Own]:
 
 
 def unused_key(key: str, used) -> str:
-    """Return the key, or with a number behind it where a rank has several boxes of a tensor."""
+    """Return the key, with a number appended if a rank has several boxes of a tensor."""
     numbered = (f"{key}/{number}" if number else key for number in itertools.count())
     return next(one for one in numbered if one not in used)
 
 
 def row_blocks(own: Own, ops):
-    """Yield (place in the piece, host array) of a piece, a block of whole rows at a time."""
+    """Yield (place in the piece, host array) of a piece, one block of whole rows at a time."""
     box = own.piece.box
     for block in boxes.row_blocks(box, ops.statistics.itemsize, BLOCK_BYTES):
         place = boxes.within(block, box)
@@ -134,18 +135,18 @@ class Flight(NamedTuple):
 class Saver:
     """Writes checkpoints of a worker's state into `folder`, which belongs to this run alone.
 
-    Every rank makes its Saver, and calls `save`, `commit` and `finish` at the same step. All three
-    raise OutputError on every rank alike if a rank could not write. Then the partial folder is
-    gone, and the former checkpoints are as they were.
+    Every rank creates its Saver, and calls `save`, `commit` and `finish` at the same step. All
+    three raise OutputError on every rank if any rank could not write; the partial folder is then
+    removed, and earlier checkpoints are unchanged.
 
-    keep: how many checkpoints stay, the newest ones (0: all). background: whether a thread writes a
-    copy of the state while training goes on; it never calls MPI. facts: `config`, the configuration
-    as TOML, and `data`, the fingerprint of the data. ready(): called on rank 0 before each save,
-    it raises OSError or OutputError if the run folder cannot take one.
+    keep: how many of the newest checkpoints to keep (0: all). background: whether a thread writes a
+    copy of the state while training continues; it never calls MPI. facts: `config`, the
+    configuration as TOML, and `data`, the fingerprint of the data. ready(): called on rank 0 before
+    each save; raises OSError or OutputError if the run folder cannot take one.
 
-    saved: the step of the last commit, or None. blocked_seconds: how long the last `save` kept the
-    run from training. write_seconds: how long this rank wrote for the last commit. waits: how often
-    a save had to wait for the one before.
+    saved: the step of the last commit, or None. blocked_seconds: how long the last `save` blocked
+    training. write_seconds: how long this rank wrote for the last commit. waits: how often a save
+    had to wait for the previous one.
     Comm: one gather over the world.
     """
 
@@ -163,26 +164,26 @@ class Saver:
         self.tensors = {
             param.name: Tensor(param.shape, worker.ops.statistics.name)
             for _, param in worker.all_params}
-        if gathered:  # a piece that two ranks write, or none, is a defect: it never reaches a disk
+        if gathered:  # a piece written by two ranks, or none, is a defect: it must not reach a disk
             problems = piece_problems(self.tensors, {one.file for one in self.pieces}, self.pieces)
             assert not problems, problems
-        # Deletes old files, which takes a tenth of a save; in the background form it writes, too.
+        # Deletes old files, which takes a tenth of a save; in background mode it also writes.
         self.thread, self.deletion = ThreadPoolExecutor(1, "checkpoint"), None
         self.copy = None
         if background:
             room = worker.ops.pinned((num_elements(self.own),), worker.ops.statistics)
             self.copy = views_of(room, self.own)
         self.flight: Flight | None = None
-        self.partial: Path | None = None  # where all ranks write just now
+        self.partial: Path | None = None  # where all ranks are writing now
         self.saved: int | None = None
         self.blocked_seconds = self.write_seconds = 0.0
         self.waits = 0
 
     def save(self, step: int) -> None:
-        """Save the state after `step`. In the background form only the copy is made here.
+        """Save the state after `step`; in background mode only the copy is made here.
 
-        A step that is committed already is not saved again. A save that is still in flight is
-        committed first. If that fails, this save does not begin.
+        A step that is already committed is not saved again. A save still in flight is committed
+        first, and if that fails, this save does not begin.
         Comm: that of `commit`, and a barrier and a broadcast over the world.
         """
         start = perf_counter_ns()
@@ -214,10 +215,9 @@ class Saver:
         return self.flight is not None and self.flight.outcome.done()
 
     def moved(self) -> int:
-        """Return the bytes that all ranks have written of the save in flight, for a watchdog's
-        thread.
+        """Return the bytes that all ranks have written of the save in flight, for the watchdog.
 
-        They grow on a slow disk, also while this rank waits for another one.
+        They grow on a slow disk even while this rank waits for another one.
         """
         size, partial = 0, self.partial
         if partial is not None:
@@ -256,7 +256,7 @@ class Saver:
         self.saved = flight.step
 
     def _begin(self, step: int) -> Path:
-        """Make the partial folder of a step; its path, on every rank."""
+        """Create the partial folder of a step; return its path, on every rank."""
         answer = ""
         if self.comm.index == 0:
             try:
@@ -264,7 +264,7 @@ class Saver:
                 answer = make_partial(self.folder, step).name
             except (OSError, OutputError) as error:
                 why = error.strerror if isinstance(error, OSError) else None
-                answer = f"/{why or error}"  # no name begins like that
+                answer = f"/{why or error}"  # no folder name begins with a slash
         self.comm.barrier("save.folder")
         answer = broadcast_text(self.mpi_world, answer)
         if answer.startswith("/"):
@@ -273,10 +273,10 @@ class Saver:
 
     def _failure(self, step, why) -> str:
         return (f"{self.folder / step_folder_name(step)}: the checkpoint could not be written:"
-                f" {why}; former checkpoints are as they were")
+                f" {why}; earlier checkpoints are unchanged")
 
     def _commit_files(self, flight: Flight, facts: list[dict]) -> str:
-        """Write the manifest and rename the folder; why that was not possible, or "". Rank 0."""
+        """Write the manifest and rename the folder; return why that failed, or "". Rank 0 only."""
         partial = self.partial
         try:
             failed = [f"rank {number}: {fact['error']}" for number, fact in enumerate(facts)
@@ -284,7 +284,7 @@ class Saver:
             if not failed:
                 files = {pieces_file(number): File(fact["bytes"], fact["sha256"])
                          for number, fact in enumerate(facts)}
-                failed = file_problems(partial, files)  # a folder that not all hosts share
+                failed = file_problems(partial, files)  # as when hosts do not share the folder
             if not failed:
                 text = self._manifest(flight, files).text()
                 write_new(partial / NAME, [text.encode()])

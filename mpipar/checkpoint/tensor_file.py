@@ -1,8 +1,8 @@
-"""Reads a safetensors file that somebody hands in: header within bounds, rows by ordinary reads.
+"""Reads user-supplied safetensors files: header within bounds, rows by ordinary reads.
 
-The file is 8 bytes with the length of a header, the header as JSON, and the numbers. A mapped file
-that is cut while it is read would kill the process. A key twice in the header would stand for
-either tensor.
+The file is 8 bytes with the length of a header, the header as JSON, and the numbers. If it were
+mapped, truncating it while it is read would kill the process. Duplicate keys in the header are
+refused, since either tensor could be meant.
 """
 
 from __future__ import annotations
@@ -17,13 +17,13 @@ import numpy as np
 from mpipar.files.bounded import open_regular, parse_json
 from mpipar.files.text import shown
 
-MOST_HEADER = 32 << 20  # bytes; a tensor takes some 150
+MOST_HEADER = 32 << 20  # bytes; a tensor takes about 150
 NUMBERS = {"F64": np.dtype("<f8"), "F32": np.dtype("<f4"), "F16": np.dtype("<f2"),
            "BF16": np.dtype(ml_dtypes.bfloat16)}
 
 
 class Entry(NamedTuple):
-    """What the header says of a tensor: name of its type, shape, and bytes [first, last)."""
+    """A tensor's entry in the header: name of its type, shape, and bytes [first, last)."""
 
     dtype: str
     shape: tuple[int, ...]
@@ -34,7 +34,7 @@ class Entry(NamedTuple):
 class TensorFile:
     """An open file; every method raises OSError or ValueError for what is wrong with it.
 
-    tensors: {name: Entry}, also those of types that cannot be read.
+    tensors: {name: Entry}, including those of types that cannot be read.
     """
 
     def __init__(self, path):
@@ -43,21 +43,21 @@ class TensorFile:
             size = os.fstat(self.file.fileno()).st_size
             length = int.from_bytes(self._read(0, 8), "little")
             if length > MOST_HEADER:
-                raise ValueError(f"its header of {length:,} bytes is too long; at most"
-                                 f" {MOST_HEADER:,} are read")
+                raise ValueError(f"its header of {length:,} bytes is too long; the limit is"
+                                 f" {MOST_HEADER:,}")
             self.start = 8 + length
             header = parse_json(self._read(8, self.start).decode())
             if not isinstance(header, dict):
-                raise ValueError(f"its header is {shown(header)}, no object")
+                raise ValueError(f"its header is {shown(header)}, not an object")
             self.tensors = {name: _entry(name, facts) for name, facts in header.items()
                             if name != "__metadata__"}
             end = 0
             for entry in sorted(self.tensors.values(), key=lambda one: (one.first, one.last)):
                 if entry.first != end:
-                    raise ValueError("its tensors overlap, or leave a gap between them")
+                    raise ValueError("its tensors overlap, or leave a gap")
                 end = entry.last
             if self.start + end != size:
-                raise ValueError(f"has {size:,} bytes, and its header says {self.start + end:,}")
+                raise ValueError(f"has {size:,} bytes, but its header says {self.start + end:,}")
         except BaseException:
             self.file.close()
             raise
@@ -88,7 +88,7 @@ class TensorFile:
 
 
 def _entry(name: str, facts) -> Entry:
-    """An entry of the header, if its parts fit each other."""
+    """Return an entry of the header if it is consistent."""
     try:
         dtype, shape, (first, last) = facts["dtype"], tuple(facts["shape"]), facts["data_offsets"]
         fits = type(dtype) is str and all(type(one) is int and one >= 0

@@ -1,7 +1,7 @@
-"""The files of a folder of weights: one, or several with an index that says where a tensor is.
+"""The files of a folder of weights: one, or several with an index that says where each tensor is.
 
 Names and index are Hugging Face's: `model.safetensors`, or `model-00001-of-00003.safetensors` and
-so on beside `model.safetensors.index.json`. Each of them is called a shard there.
+so on beside `model.safetensors.index.json`. Each of these files is called a shard there.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ import numpy as np
 from mpipar.checkpoint.disk import safetensors_head
 from mpipar.checkpoint.tensor_file import Entry, TensorFile
 from mpipar.errors import DataError
-from mpipar.files import own
+from mpipar.files import no_links
 from mpipar.files.bounded import problems_as, read_json
 from mpipar.files.replace import replaced_files
 from mpipar.files.text import shown
@@ -26,15 +26,15 @@ from mpipar.files.text import shown
 WEIGHTS = "model.safetensors"
 INDEX = f"{WEIGHTS}.index.json"
 SHARD = re.compile(r"model-\d{5,}-of-\d{5,}\.safetensors")  # as they are written
-MOST_INDEX = 16 << 20  # bytes; a tensor takes some 120
-MOST_TOLD = 10  # problems of one index
+MOST_INDEX = 16 << 20  # bytes; a tensor takes about 120
+MOST_TOLD = 10  # problems reported for one index
 
 
 class WeightFiles:
     """The open files of a folder of weights.
 
-    tensors: {name: Entry} of all files. where: begins each message. Raises DataError that names the
-    file, in every method.
+    tensors: {name: Entry} of all files. where: begins each message. Every method raises DataError
+    that names the file.
     """
 
     def __init__(self, folder, where: str):
@@ -45,7 +45,7 @@ class WeightFiles:
         with ExitStack() as stack:
             expected = index_of(self.folder, where)
             other = "" if expected or os.path.exists(self.folder / WEIGHTS) else (
-                "only safetensors are read: let transformers save the weights so")
+                "only safetensors can be read: let transformers save the weights in that format")
             for name in dict.fromkeys(expected.values()) if expected else [WEIGHTS]:
                 with problems_as(DataError, f"{where}: {name}", other):
                     self.files[name] = stack.enter_context(TensorFile(self.folder / name))
@@ -53,7 +53,7 @@ class WeightFiles:
             self.stack = stack.pop_all()
 
     def _match(self, expected: dict[str, str]) -> None:
-        """Take the tensors of all files, if each is where the index says, and nowhere else."""
+        """Collect the tensors of all files, if each is where the index says, and nowhere else."""
         wrong = []
         for file_name, file in self.files.items():
             for name, entry in file.tensors.items():
@@ -82,7 +82,7 @@ class WeightFiles:
 
 
 def index_of(folder: Path, where: str) -> dict[str, str]:
-    """{tensor: name of its file} of a folder's index; {} if it has one file without an index."""
+    """Return {tensor: name of its file} of a folder's index; {} for one file without an index."""
     if os.path.exists(folder / WEIGHTS) or not os.path.exists(folder / INDEX):
         return {}
     where = f"{where}: {INDEX}"
@@ -90,7 +90,7 @@ def index_of(folder: Path, where: str) -> dict[str, str]:
     found = content.get("weight_map") if isinstance(content, dict) else None
     if not isinstance(found, dict) or not found:
         raise DataError(f"{where}: has no object 'weight_map' with the file of each tensor")
-    wrong = [f"{where}: {shown(name)} is no name of a file in this folder that ends in .safetensors"
+    wrong = [f"{where}: {shown(name)} does not name a file in this folder ending in .safetensors"
              for name in dict.fromkeys(map(_hashable, found.values())) if not _is_plain(name)]
     if wrong:
         raise DataError(wrong[:MOST_TOLD])
@@ -102,22 +102,22 @@ def _hashable(value):
 
 
 def _is_plain(name: str) -> bool:
-    """Whether a name stands for a file beside the index, and not for one elsewhere."""
+    """Return whether a name is that of a file beside the index, not of one elsewhere."""
     return (name.endswith(".safetensors") and not name.startswith(".")
             and not set(name) & {"/", "\\", "\0"})
 
 
 def weight_paths(folder: Path, where: str) -> list[Path]:
-    """Return the files of a folder of weights, the index among them. Raises DataError."""
+    """Return the files of a folder of weights, including the index. Raises DataError."""
     index = index_of(folder, where)
     return [folder / name for name in ([INDEX, *sorted(set(index.values()))] if index
                                        else [WEIGHTS])]
 
 
 def split(tensors, most_bytes: int) -> dict[str, list]:
-    """{file name: its tensors}, in order, so that a file has at most so many bytes of numbers.
+    """Return {file name: its tensors}, in order, so that no file exceeds so many bytes of numbers.
 
-    tensors: (name, dtype, shape) in their order. A larger tensor has a file of its own.
+    tensors: (name, dtype, shape) in order. A tensor that is larger gets a file of its own.
     """
     parts: list[list] = [[]]
     size = 0
@@ -141,15 +141,15 @@ def _bytes(tensor) -> int:
 
 @contextmanager
 def new_weights(folder: Path, texts: dict[str, str], tensors, most_bytes: int):
-    """Yield a function put(tensor, first, numbers), which writes a flat array from this number on.
+    """Yield a function put(tensor, first, numbers), which writes a flat array from that number on.
 
-    All files get their names when the block ends; the old ones stay until then. The folder is made
-    if need be, and is no link. texts: {name: text} of files to write beside the weights. tensors,
-    most_bytes: see `split`. Raises OSError.
+    All files get their names when the block ends; the old ones stay until then. The folder is
+    created if necessary, and a link is refused. texts: {name: text} of files to write beside the
+    weights. tensors, most_bytes: see `split`. Raises OSError.
     """
     parts, places = split(tensors, most_bytes), {}
     index = {INDEX: _index_text(parts)} if len(parts) > 1 else {}
-    # Half of a new set of files must not stand beside half of an old one under one index.
+    # Half of a new set of files must never be mixed with half of an old one under one index.
     with replaced_files(folder.parent, folder.name, gone=index) as create:
         files = {name: create(name) for name in [*texts, *parts, *index]}
         for name, text in (texts | index).items():
@@ -172,11 +172,11 @@ def new_weights(folder: Path, texts: dict[str, str], tensors, most_bytes: int):
                 done += os.pwrite(number, view[done:], offset + done)
 
         yield put
-    with own.folder(folder.parent, folder.name) as inside:
+    with no_links.folder(folder.parent, folder.name) as inside:
         stale = [name for name in os.listdir(inside) if name not in files
                  and (SHARD.fullmatch(name) or name in (WEIGHTS, INDEX))]
     for name in stale:
-        own.remove(folder.parent, f"{folder.name}/{name}")
+        no_links.remove(folder.parent, f"{folder.name}/{name}")
 
 
 def _index_text(parts: dict[str, list]) -> str:

@@ -1,9 +1,9 @@
-"""Weights on disk: full tensors in the model's form, whatever the layout.
+"""Weights on disk: full tensors in the model's format, whatever the layout.
 
-Weights are written and read in row blocks, so that no rank ever holds a tensor it does not own. A
-row is an index of a parameter's first logical axis. In the file a row is a contiguous run of bytes.
-The reason is that the logical shape only splits axes of the file's shape: (D, 3, H, d) is stored as
-(D, 3*D). Or a row is several tensors of the file, as the matrices of an expert are.
+Weights are written and read in blocks of rows, so that no rank ever holds a tensor it does not own.
+A row is an index of a parameter's first logical axis. In the file a row is a contiguous run of
+bytes, because the logical shape only splits axes of the file's shape, as (D, 3, H, d) is stored as
+(D, 3*D); or a row is several tensors of the file, such as the matrices of an expert.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from pathlib import Path
 
 import numpy as np
 
-from mpipar.checkpoint import boxes, companions, formats
+from mpipar.checkpoint import boxes, formats, tokenizer_files
 from mpipar.checkpoint.disk import BLOCK_BYTES
 from mpipar.checkpoint.load import Pieces
 from mpipar.checkpoint.manifest import read_manifest
@@ -23,21 +23,21 @@ from mpipar.checkpoint.tensor_file import NUMBERS
 from mpipar.checkpoint.weight_files import WeightFiles, new_weights
 from mpipar.config.model import model_config
 from mpipar.errors import DataError, OutputError
-from mpipar.files import own
+from mpipar.files import no_links
 from mpipar.files.text import brief
 
-MOST_TOLD = 20  # problems of tensors
+MOST_TOLD = 20  # problems of tensors that are reported
 
 
 def _blocks(box, itemsize):
-    """A box in blocks of whole rows, each of at most BLOCK_BYTES (or one row)."""
+    """Return a box in blocks of whole rows, each of at most BLOCK_BYTES (or one row)."""
     return boxes.row_blocks(box, itemsize, BLOCK_BYTES)
 
 
 def shard_of(worker, flat, param, kind: str):
-    """Return the shard (local shape) of a parameter on its first data rank; kind: master or grad.
+    """Return a parameter's shard (local shape) on its first data rank; kind: master or grad.
 
-    Comm: where the data group shares it out, one reduce over that group. None on other ranks then.
+    Comm: if the data group shards it, one reduce over that group; other ranks then get None.
     """
     shared = flat.sharding.level > 0 if kind == "grad" else flat.shares(kind)
     if not shared:
@@ -45,7 +45,7 @@ def shard_of(worker, flat, param, kind: str):
     ops = worker.ops
     shard = ops.zeros((param.size,), ops.statistics, label="buffers")
     pieces = flat.summed if kind == "grad" else flat.pieces(kind)
-    for first, values in flat.parts(param, pieces):  # each rank has other numbers: the sum is exact
+    for first, values in flat.parts(param, pieces):  # pieces are disjoint, so the sum is exact
         ops.copy(shard[first:first + values.size], values)
     return flat.sharding.comm.reduce(
         shard.reshape(param.local_shape), 0, f"save.{param.name}")
@@ -111,17 +111,17 @@ def write(folder: Path, config, dtype, blocks, most_bytes: int | None = None) ->
     """Write the files of weights and config.json; a crash leaves the old files unchanged.
 
     config: resolved. dtype: of the numbers in the files, to which they are rounded. blocks: (name
-    of a parameter, first row, array of whole rows) of all parameters. most_bytes: of a file's
-    numbers, by default what the configuration says.
-    Raises OutputError if the disk cannot take them.
+    of a parameter, first row, array of whole rows) of all parameters. most_bytes: of numbers per
+    file, by default as configured.
+    Raises OutputError if they cannot be written.
     """
     form = formats.format_of(config.model)
     tensors = {param.name: form.tensors(param)
                for _, param in all_params(config.model, (config.model.layers,))}
     made = [(name, dtype, shape) for found in tensors.values() for name, shape in found.items()]
     try:
-        own.make_root(folder.parent)
-        texts = companions.config_texts(folder, form.to_json(config.model, dtype.name))
+        no_links.make_root(folder.parent)
+        texts = tokenizer_files.config_texts(folder, form.to_json(config.model, dtype.name))
         with new_weights(folder, texts, made, most_bytes or config.run.max_shard_size) as put:
             for param, row, block in blocks:
                 numbers, first = block.reshape(-1), row * (block.size // len(block))
@@ -134,15 +134,14 @@ def write(folder: Path, config, dtype, blocks, most_bytes: int | None = None) ->
 
 
 def names_in_file(model) -> list[str]:
-    """Names of all parameters of a ModelConfig, in the order in which they are written."""
+    """Return the names of all parameters of a ModelConfig, in the order of writing."""
     return [param.name for _, param in all_params(model, (model.layers,))]
 
 
 def weight_problems(config) -> list[str]:
-    """Return what is wrong with the tensors that a run starts from; reads only their names and
-    shapes.
+    """Return what is wrong with the initial weights' tensors, reading only names and shapes.
 
-    A configuration that cannot be used gives no problem here. Reading the model's shape reports it.
+    An unusable configuration gives no problem here; it is reported when the model's shape is read.
     """
     folder = config.run.init_from
     if folder is None:
@@ -161,11 +160,11 @@ def weight_problems(config) -> list[str]:
 
 
 def load(worker, folder: str) -> None:
-    """Read this rank's shards of every tensor, row block by row block.
+    """Read this rank's shards of every tensor, one block of rows at a time.
 
-    folder: of files of weights, or a checkpoint, of which the master weights are read. Raises
-    DataError that names all tensors that are missing, have another shape, or hold numbers that are
-    not finite.
+    folder: of weight files, or a checkpoint, of which the master weights are read. Raises DataError
+    that names all tensors that are missing, have another shape, or contain numbers that are not
+    finite.
     """
     if formats.is_step(folder):
         wrong = _shape_problems(folder, worker.config.model)
@@ -199,10 +198,10 @@ def _fill(worker, blocks_of) -> dict[str, int]:
     for flat in worker.flats:
         for param in flat.params:
             held, shard = param.box, param.master
-            if shard is None:  # the data group shares it out: a rank keeps its pieces
+            if shard is None:  # the data group shards it: a rank keeps only its pieces
                 shard = ops.zeros(param.local_shape, ops.statistics, label="buffers")
             for box, block in blocks_of(param, held):
-                # A float64 that float32 cannot hold is not finite.
+                # A float64 that overflows float32 is not finite.
                 with np.errstate(over="ignore", invalid="ignore"):
                     values = np.ascontiguousarray(block, dtype=ops.statistics)
                 if not np.isfinite(values).all():
@@ -220,7 +219,7 @@ def _open(folder: str) -> WeightFiles:
 
 
 def _find(files: WeightFiles, model) -> tuple[dict[str, dict], list[str]]:
-    """({parameter: its tensors, by their names in the files}, what is missing or does not fit).
+    """Return ({parameter: its tensors, by their names in the files}, what is missing or misfits).
 
     A model without its head is saved without the prefix of the names.
     """
@@ -245,7 +244,7 @@ def _find(files: WeightFiles, model) -> tuple[dict[str, dict], list[str]]:
 
 
 def _read(files: WeightFiles, tensors: dict, param, held):
-    """Yield (box, array) of the parts of a parameter's tensors that a shard holds, `held`."""
+    """Yield (box, array) of the parts of a parameter's tensors in the shard `held`."""
     row = math.prod(param.shape[1:])
     for rows in _blocks((held[0], *boxes.whole_box(param.shape)[1:]), 4):
         first, last = rows[0]
@@ -260,7 +259,7 @@ def _read(files: WeightFiles, tensors: dict, param, held):
 
 
 def _shape_problems(folder: str, model) -> list[str]:
-    """Tensors of a checkpoint that are missing, or have another shape than those of a model."""
+    """Return tensors of a checkpoint that are missing, or differ in shape from a model's."""
     saved = read_manifest(Path(folder)).tensors
     return [f"--init-from {folder}: tensor {param.name} is"
             f" {[*saved[param.name].shape] if param.name in saved else 'missing'} in the"

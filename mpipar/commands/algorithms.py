@@ -1,4 +1,4 @@
-"""What `--all-reduce auto` chose, in the run folder: a run that goes on sums as it did before."""
+"""What `--all-reduce auto` chose, kept in the run folder so that a resumed run sums as before."""
 
 from __future__ import annotations
 
@@ -18,16 +18,14 @@ NAME = "algorithms.json"
 
 
 def is_choice(value) -> bool:
-    """Return whether a value is what `auto` chooses for a group: an algorithm for each size and
-    way.
-    """
+    """Return whether a value is what `auto` chose for a group: an algorithm per call and size."""
     return isinstance(value, dict) and value.keys() == {*CALLS} and all(
         isinstance(names, list) and len(names) == len(SIZES)
         and all(name in [*KINDS] for name in names) for names in value.values())
 
 
 def known_choices(session, run, folder: Path) -> dict:
-    """{group: what was chosen} of the run in this folder; {} where nothing was.
+    """Return {group: chosen algorithms} of the run in this folder; {} if nothing was chosen.
 
     Raises DataError on every rank for a damaged file. Comm: an agreement; a text of world rank 0.
     """
@@ -38,7 +36,7 @@ def known_choices(session, run, folder: Path) -> dict:
         path = folder / NAME
         if session.world.rank > 0 or not os.path.lexists(path):
             return "{}"
-        with problems_as(DataError, str(path), "remove it, and it is measured again"):
+        with problems_as(DataError, str(path), "remove it, and mpipar measures again"):
             found = parse_json(text := read_text(NAME, root=folder))
             if not isinstance(found, dict) or not all(map(is_choice, found.values())):
                 raise ValueError("must have algorithms for each group")
@@ -48,7 +46,7 @@ def known_choices(session, run, folder: Path) -> dict:
 
 
 def keep_choices(world, folder: Path, chosen: dict) -> dict[str, bytes]:
-    """Write what any rank knows; return what was written, on world rank 0.
+    """Write the choices that any rank knows; return what was written, on world rank 0.
 
     Comm: a gather of facts over the world.
     """

@@ -1,4 +1,4 @@
-"""`mpipar ckpt ls | verify | export RUN`: the checkpoints of a run; without MPI."""
+"""`mpipar ckpt ls | verify | export RUN`: list, check and export a run's checkpoints; no MPI."""
 
 import time
 from dataclasses import dataclass, fields
@@ -7,7 +7,7 @@ from pathlib import Path
 import ml_dtypes
 import numpy as np
 
-from mpipar.checkpoint import companions, weights
+from mpipar.checkpoint import tokenizer_files, weights
 from mpipar.checkpoint.load import blocks
 from mpipar.checkpoint.manifest import NAME, Manifest, committed_steps, damage, read_manifest
 from mpipar.checkpoint.params import all_params
@@ -34,24 +34,24 @@ class Arguments:
 
     action: str = positional(
         "ls|verify|export", "list checkpoints, compare every byte with its digest, or write weights"
-        " in Hugging Face's form", choices=("ls", "verify", "export"))
+        " in Hugging Face's format", choices=("ls", "verify", "export"))
     run_folder: str = positional("RUN", "run folder of mpipar train")
     step: int | None = setting(
-        None, "the checkpoint of this step (default: verify takes all, export the newest)",
+        None, "the checkpoint of this step (default: all for verify, the newest for export)",
         only=("action", "verify", "export"))
     out: str | None = setting(
         None, "export: a new folder for the weights (default: RUN/weights)", metavar="FOLDER",
         only=OF_EXPORT)
     dtype: str | None = setting(
-        None, "export: type of the numbers, to which they are rounded (default: as they were"
+        None, "export: number format, to which weights are rounded (default: as they were"
         " saved)", choices=tuple(DTYPES), only=OF_EXPORT)
     max_shard_size: int | None = setting(
-        None, "export: bytes of a file, as in 200M; more goes to several files and an index"
+        None, "export: largest size of a file, as in 200M; larger weights are split, with an index"
         " (default: the run's)", in_bytes=True, low=1, below=2**63, metavar="BYTES", only=OF_EXPORT)
 
 
 def problems(args: Arguments) -> list[UsageError]:
-    """Flags that the action does not use."""
+    """Return flags that the action does not use."""
     given = [field for field in fields(args) if getattr(args, field.name) is not None]
     wrong = [f"{flag(field.name)}: ckpt {args.action} does not use it; leave it out"
              for field in given if args.action not in (field.metadata["only"] or args.action)]
@@ -59,12 +59,12 @@ def problems(args: Arguments) -> list[UsageError]:
 
 
 def run(context: Context) -> int:
-    """Run one action; return its exit code. Raises DataError where there is no checkpoint."""
+    """Run one action; return its exit code. Raises DataError if there is no checkpoint."""
     args = context.args
     folder = Path(args.run_folder)
     steps = committed_steps(folder / CHECKPOINTS)
     if not steps and not is_run(folder):
-        raise DataError(f"{folder}: is not the folder of a run; give one of mpipar train")
+        raise DataError(f"{folder}: is not a run folder; give one of mpipar train")
     if not steps and args.action != "ls":
         raise DataError(f"{folder}: has no checkpoint; a run writes one every --save-interval steps"
                         " and at its end")
@@ -77,12 +77,12 @@ def run(context: Context) -> int:
 
 
 def say(text: str) -> None:
-    """Print what may come from outside: names of files, and words of a manifest."""
+    """Print text that may come from outside: file names and the contents of a manifest."""
     print(printable(text))
 
 
 def list_steps(folder: Path, steps, args) -> int:
-    """Print one row for each checkpoint, then what else is there, and how the run stands."""
+    """Print a row per checkpoint, then what else is there, and whether the run has ended."""
     rows = [("step", "size", "layout, schedule", "age", "")]
     for step, path in steps:
         try:
@@ -103,18 +103,18 @@ def list_steps(folder: Path, steps, args) -> int:
         say(line)
     ended = finished_step(folder)
     say(f"the run ended with step {ended}" if ended else
-        f"the run has not ended; go on: mpipar train --resume auto --out {folder}")
+        f"the run has not ended; resume it: mpipar train --resume auto --out {folder}")
     return EXIT_OK
 
 
 def stranger(name: str) -> str:
-    """Return what a folder between the checkpoints is."""
+    """Return what an entry of the folder of checkpoints is that is no checkpoint."""
     if ".partial-" in name:
-        return "a save that did not end; the next commit removes it"
+        return "an unfinished save; the next commit removes it"
     if name.startswith(".trash-"):
         return "a checkpoint that is being deleted; the next commit removes it"
     if ".aside-" in name:
-        return "set aside when the run went on from an earlier step; delete it when you like"
+        return "set aside when the run resumed from an earlier step; delete it when you like"
     return "does not belong to a checkpoint"
 
 
@@ -145,7 +145,7 @@ def export(folder: Path, steps, args) -> int:
     _, path = steps[-1]
     out = Path(args.out) if args.out is not None else folder / WEIGHTS
     if out.exists() and (not out.is_dir() or any(
-            path.name not in companions.FILES for path in out.iterdir())):
+            path.name not in tokenizer_files.FILES for path in out.iterdir())):
         raise UsageError(f"{out}: exists and is not empty; give a new folder with --out")
     wrong = damage(path)
     if wrong:
@@ -154,16 +154,16 @@ def export(folder: Path, steps, args) -> int:
     config = config_of(path, manifest)
     names = weights.names_in_file(config.model)
     dtype = DTYPES.get(args.dtype, np.dtype(manifest.tensors[names[0]].dtype))
-    found = companions.read_companions(folder / WEIGHTS)
+    found = tokenizer_files.read_tokenizer_files(folder / WEIGHTS)
     with said(out, "can't be written"):
-        companions.write_companions(found, out)
+        tokenizer_files.write_tokenizer_files(found, out)
     weights.write(out, config, dtype, blocks(path, manifest, names), args.max_shard_size)
     say(f"the weights after step {manifest.step} are in {out}")
     return EXIT_OK
 
 
 def config_of(path: Path, manifest: Manifest) -> Config:
-    """Return the Config of a checkpoint; DataError if it is none, or not that of the tensors."""
+    """Return a checkpoint's Config; DataError if it is invalid or does not match the tensors."""
     where = f"{path / NAME}: config"
     with problems_as(DataError, where):
         config = build(values_of(manifest.config))
@@ -173,7 +173,7 @@ def config_of(path: Path, manifest: Manifest) -> Config:
     shapes = {param.name: tuple(param.shape)
               for _, param in all_params(config.model, (config.model.layers,))}
     if shapes != {name: tensor.shape for name, tensor in manifest.tensors.items()}:
-        raise DataError(f"{where}: is of another model than the tensors")
+        raise DataError(f"{where}: describes another model than the tensors")
     return config
 
 

@@ -1,19 +1,19 @@
 """What a sub-command is: an object of one form, `COMMAND` in a module of its own.
 
-`cli.COMMANDS` names the modules. Each is imported only when the user has typed its name, and
-before what was typed is read. So the module of a command that starts MPI imports what needs NumPy
-when it runs.
+`cli.COMMANDS` names the modules. Each is imported only when the user has typed its name, before the
+rest of the command line is parsed. The module of a command that starts MPI therefore imports what
+needs NumPy only when it runs.
 """
 
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
 
-from mpipar.config.reading import Reading
+from mpipar.config.reading import ParsedConfig
 from mpipar.config.sections import FIELDS
 from mpipar.errors import UserError
 from mpipar.job.session import Session
 
-OF_A_RUN = frozenset({  # what matters only to many steps, their update and their run folder
+OF_A_RUN = frozenset({  # what matters only to many steps, their updates and their run folder
     "steps", "min_lr_ratio", "warmup_steps", "lr_schedule", "decay_ratio", "weight_decay", "beta1",
     "beta2", "eps", "val_data", "eval_interval", "eval_tokens", "sample_interval", "progress",
     "tensorboard", "out", "run_name", "resume", "save_interval", "save_async", "keep_checkpoints",
@@ -24,33 +24,33 @@ OF_A_STEP = frozenset(FIELDS) - OF_A_RUN
 
 @dataclass(frozen=True)
 class NoArguments:
-    """The own arguments of a command that has none."""
+    """The arguments of a command that has none of its own."""
 
 
 @dataclass(frozen=True)
 class Context:
     """What a command runs on.
 
-    args: its own arguments. reading: what the flags of a configuration and --config say.
+    args: its own arguments. parsed: what the flags of a configuration and --config say.
     """
 
-    session: Session | None  # None where flags are only read
+    session: Session | None  # None if flags are only parsed
     args: object
-    reading: Reading
+    parsed: ParsedConfig
 
 
 @dataclass(frozen=True)
 class Command:
     """One sub-command.
 
-    run(context): does it and returns the exit code; raises UserError for what the user can put
-    right. usage: its arguments in a line. arguments: the dataclass of its own arguments, each field
-    a `setting`, `positional` or `switch`. fields: the settings of a configuration that it takes; it
-    refuses the others. help_of: {setting: help in place of its own}. examples: for its help.
+    run(context): runs it and returns the exit code; raises UserError for what the user can fix.
+    usage: a summary of its arguments. arguments: the dataclass of its own arguments, each field
+    a `setting`, `positional` or `switch`. fields: the settings of a configuration that it accepts;
+    it refuses the others. help_of: {setting: help in place of its own}. examples: for its help.
 
-    needs_mpi: whether all ranks run it; else one process does. trains: whether it has steps that a
-    signal can end, and takes --layout auto. is_free: whether words may stand between flags.
-    problems(args): what is wrong with its own arguments, beside the values of each.
+    needs_mpi: whether all ranks run it, or only one process. trains: whether it has steps that a
+    signal can end, and accepts --layout auto. is_free: whether arguments may stand between flags.
+    problems(args): what is wrong with its own arguments, beyond the value of each.
     """
 
     run: Callable[[Context], int]

@@ -1,4 +1,4 @@
-"""`mpipar compare RUN_A RUN_B`: what got slower from A to B, ranked by cause; without MPI.
+"""`mpipar compare RUN_A RUN_B`: what got slower from A to B, ranked by cause; no MPI.
 
 Each side may be several launches of one run, separated by commas.
 """
@@ -24,27 +24,27 @@ from mpipar.trace import comparison, trace_file
 from mpipar.trace.analysis import analyse
 from mpipar.trace.comparison import Side
 
-MOST = 12  # rows of a table
-WIDTH = 100  # characters of a line of text
+MOST = 12  # rows per table
+WIDTH = 100  # characters per line of text
 
 
 @dataclass(frozen=True)
 class Arguments:
-    """The two run folders, and whether the exit code judges them."""
+    """The two run folders, and whether the exit code depends on the result."""
 
     run_a: str = positional("RUN_A", "run folder of mpipar train --trace, or several with the same"
                       " settings, separated by commas")
-    run_b: str = positional("RUN_B", "the run that is judged against it, or several launches of it")
+    run_b: str = positional("RUN_B", "the run to compare with it, or several launches of it")
     machine: str | None = setting(
-        None, "cost model of bench.calibrate: say how much of the difference it explains, part by"
-        " part", metavar="FILE")
-    check: bool = switch("exit with 1 if a step of B is slower than one of A beyond the spread")
+        None, "cost model of bench.calibrate: report how much of the difference it explains, part"
+        " by part", metavar="FILE")
+    check: bool = switch("exit with 1 if steps of B are slower than those of A beyond the spread")
 
 
 def run(context: Context) -> int:
     """Print the comparison; with --check return 1 if B's steps are slower beyond the spread.
 
-    Raises DataError if a run has no trace, and what `explanation` raises, before it prints.
+    Raises DataError if a run has no trace, and what `explanation` raises, before printing anything.
     """
     args = context.args
     names = [launches(text) for text in (args.run_a, args.run_b)]
@@ -63,9 +63,9 @@ def run(context: Context) -> int:
 
 
 def launches(text: str) -> list[str]:
-    """Return the run folders that one argument names. A folder's own name may have a comma.
+    """Return the run folders that one argument names; a folder's own name may contain a comma.
 
-    Raises UsageError if it names one twice: that is no second launch.
+    Raises UsageError if one is named twice: it is not a second launch.
     """
     several = [] if os.path.isdir(text) else [folder for folder in text.split(",") if folder]
     places = [os.path.realpath(folder) for folder in several]
@@ -100,10 +100,10 @@ def print_runs(before: Side, after: Side) -> None:
     timed = [name for name, side in (("A", before), ("B", after))
              if any(one.trace.meta.get("per_operation") for one in side)]
     if len(timed) == 1:
-        print(f"   only {timed[0]} was traced with --trace-ops: it names causes of waiting more"
-              " exactly, so they do not match the other's")
+        print(f"   only {timed[0]} was traced with --trace-ops: its causes of waiting are more"
+              " specific, so they do not match the other's")
     if min(one.trace.num_steps for one in (*before, *after)) < comparison.LEAST_STEPS:
-        print(f"   fewer than {comparison.LEAST_STEPS} traced steps: how far steps differ by"
+        print(f"   fewer than {comparison.LEAST_STEPS} traced steps: how much steps vary by"
               " themselves is unknown; trace more, as in --trace 10:14")
 
 
@@ -123,7 +123,7 @@ def print_step(before: Side, after: Side) -> str:
 
 
 def print_causes(before: Side, after: Side) -> None:
-    """Print where the time went on both sides, and what others waited for."""
+    """Print how time was spent on both sides, and what other ranks waited for."""
     print("\nby cause, ms per step and rank (medians of the traced steps), most lost first:")
     print(change_table("cause", comparison.items(before, after)))
     print("\nwhat others waited for, ms per step, summed over ranks, most lost first:")
@@ -131,7 +131,7 @@ def print_causes(before: Side, after: Side) -> None:
 
 
 def explanation(machine, before: Side, after: Side) -> str:
-    """Return what the cost model says of both runs, and what it leaves unexplained.
+    """Return what the cost model predicts for both runs, and what it leaves unexplained.
 
     Raises UsageError if the cost model lacks a run's model or layout.
     """
@@ -151,7 +151,7 @@ def explanation(machine, before: Side, after: Side) -> str:
 
 
 def work_and_shapes(passes: comparison.Change, before: int, after: int) -> list[comparison.Change]:
-    """Return the passes in two parts: other work at the rate of A, and products of other shapes.
+    """Split the passes into two changes: the amount of work at A's rate, and other product shapes.
 
     before, after: FLOPs of the busiest rank.
     """
@@ -161,15 +161,14 @@ def work_and_shapes(passes: comparison.Change, before: int, after: int) -> list[
 
 
 def most_flops(config) -> int:
-    """FLOPs of a step on the busiest rank of the pipeline."""
+    """Return the FLOPs of a step on the busiest rank of the pipeline."""
     first = Grid.of(config.grid, 0)
     return max(sum(predict(config, first.at(pp=pp_rank)).flops.values())
                for pp_rank in range(first.size("pp")))
 
 
 def config_of(folder):
-    """Return the complete Config of a run folder. Raises DataError, and UsageError for its values.
-    """
+    """Return a run folder's complete Config. Raises DataError, and UsageError for its values."""
     path = folder / "config.toml"
     with problems_as(DataError, str(path)):
         config = build(values_of(read_text(path.name, root=folder)))
@@ -188,7 +187,7 @@ def change_table(title: str, changes: list[comparison.Change]) -> str:
     rows = [(title, "A ms", "B ms", "change ms", *(["beyond the spread"] * verdicts))]
     rows += [(one.what, f"{one.before_ms:.2f}", f"{one.after_ms:.2f}", f"{one.change_ms:+z.2f}",
               *([one.verdict] * verdicts)) for one in shown]
-    return table(rows) if changes else "nobody waited"
+    return table(rows) if changes else "no rank waited"
 
 
 COMMAND = Command(run, "RUN_A RUN_B [--machine FILE] [--check]", Arguments)

@@ -1,8 +1,8 @@
-"""What decides the numbers of a job, as facts that all ranks compare before the first step.
+"""Facts about everything that determines a job's numbers; all ranks compare them before a run.
 
-Hosts may have other copies of a file: of data, weights, a tokenizer, a schedule, prompts. Ranks
-that start with them would train a model that nobody asked for. So every byte of them counts. One
-process of each host reads a large file for all that have the same one there.
+Hosts may hold different copies of a file: of data, weights, a tokenizer, a schedule, or prompts.
+Ranks that start from them would train a model nobody asked for, so every byte is compared. One
+process per host reads a large file on behalf of all that have the same one there.
 """
 
 from __future__ import annotations
@@ -26,9 +26,9 @@ from mpipar.files.digests import digest_of, state_of
 
 
 def compare_inputs(session, inputs) -> tuple[dict, str]:
-    """Return if all ranks have the same `Inputs`, else leave together.
+    """Return the data's fingerprint and the digest of the first weights (or "") if all ranks agree.
 
-    Returns the fingerprint of the data, and the digest of the first weights or "".
+    Otherwise all ranks leave together.
     Comm: that of `digests_on_host` and of `Session.compare`.
     """
     config = inputs.config
@@ -45,7 +45,7 @@ def compare_inputs(session, inputs) -> tuple[dict, str]:
 
 
 def config_facts(session, config: Config, tokenizer) -> dict[str, str]:
-    """Facts of a complete Config: its values, and the files that it names but for the data.
+    """Return facts of a complete Config: its values, and the files that it names except the data.
 
     Comm: that of `digests_on_host`.
     """
@@ -60,21 +60,21 @@ def config_facts(session, config: Config, tokenizer) -> dict[str, str]:
 
 
 def digest_of_weights(folder: str) -> str:
-    """SHA-256 of every byte of the weights in a folder, or of the manifest of a checkpoint."""
+    """Return the SHA-256 of all bytes of a folder's weights, or of a checkpoint's manifest."""
     with ExitStack() as stack:
         files = _opened(source_files(folder), stack)
         return digest_of_value({name: digest_of(file, file.name) for name, file in files.items()})
 
 
 def _digest_of_files(session, paths: Callable[[], Iterable[Path]]) -> str:
-    """SHA-256 over that of each of these files. Comm: an agreement, that of `digests_on_host`."""
+    """Return a SHA-256 over those of the files. Comm: an agreement, that of `digests_on_host`."""
     with ExitStack() as stack:
         files = session.agree(lambda: _opened(paths(), stack))
         return digest_of_value(digests_on_host(session, files))
 
 
 def _opened(paths: Iterable[Path], stack: ExitStack) -> dict[str, BinaryIO]:
-    """{name: file} of regular files, which the stack closes. Raises DataError."""
+    """Return {name: file} of regular files, which the stack closes. Raises DataError."""
     found = {}
     for path in paths:
         with problems_as(DataError, str(path)):
@@ -83,16 +83,16 @@ def _opened(paths: Iterable[Path], stack: ExitStack) -> dict[str, BinaryIO]:
 
 
 def digest_of_value(value) -> str:
-    """SHA-256 of a JSON-able value."""
+    """Return the SHA-256 of a JSON-able value."""
     return hashlib.sha256(json.dumps(value).encode()).hexdigest()
 
 
 def digests_on_host(session, files: Mapping[str, BinaryIO],
                     read: Mapping[str, str] = {}) -> dict[str, str]:
-    """{name: SHA-256} of open files, every byte of them.
+    """Return {name: SHA-256} of open files, over every byte of them.
 
-    The first rank of each host reads them. The others believe it where theirs is the same file in
-    the same state, and read any other one. read: {state: SHA-256} of files that are read already.
+    The first rank of each host reads them. The others rely on its result for each file that is the
+    same in the same state, and read any other. read: {state: SHA-256} of files already read.
     Comm: one agreement; with several ranks another one, and two small all-gathers.
     """
     def those(known: Mapping[str, str]) -> dict[str, str]:

@@ -1,4 +1,4 @@
-"""`mpipar data prepare TEXT...`: text files to files of tokens, with their tokenizer; no MPI."""
+"""`mpipar data prepare TEXT...`: converts text to token files, with their tokenizer; no MPI."""
 
 import os
 import shutil
@@ -23,15 +23,15 @@ class Arguments:
     """The action, the text files and the flags."""
 
     action: str | None = positional(
-        "prepare", "text files to files of tokens for train --data FOLDER", default=None)
+        "prepare", "convert text files to token files, for train --data FOLDER", default=None)
     texts: tuple[str, ...] = positional(
         "TEXT", "text files in UTF-8, or folders of them; each file is a document", default=())
     tokenizer: str | None = setting(
-        None, "bytes; a tokenizer.json, or a folder with it or with GPT-2's vocab.json and"
-        " merges.txt; or train:VOCAB for a new one of so many ids", metavar="WHAT")
-    out: str | None = setting(None, "a new folder for the files of tokens", metavar="FOLDER")
+        None, "bytes; a tokenizer.json, or a folder with one or with GPT-2's vocab.json and"
+        " merges.txt; or train:VOCAB for a new tokenizer with that many ids", metavar="WHAT")
+    out: str | None = setting(None, "a new folder for the token files", metavar="FOLDER")
     separator: str | None = setting(
-        None, "what stands between the documents of a file", metavar="TEXT")
+        None, "text that separates the documents in a file", metavar="TEXT")
 
 
 def problems(args: Arguments) -> list[UserError]:
@@ -41,9 +41,9 @@ def problems(args: Arguments) -> list[UserError]:
 
 
 def run(context: Context) -> int:
-    """Write a prepared folder, whole or not at all; return the exit code.
+    """Write a prepared folder, as a whole or not at all; return the exit code.
 
-    Raises DataError for files that are no text, and OutputError if the disk takes no more.
+    Raises DataError for files that are not text, and OutputError if the disk is full.
     """
     session, args = context.session, context.args
     files, _ = text_files(args.texts, "")
@@ -51,7 +51,7 @@ def run(context: Context) -> int:
         library_of(f"--tokenizer {args.tokenizer}")  # before anything is read
     out, bar = Path(args.out), Bar()
     partial = out.with_name(f"{out.name}.partial-{os.getpid()}")
-    session.unfinished = partial  # what ends the process at once removes it too
+    session.unfinished = partial  # whatever ends the process at once also removes it
     with said(out, "can't be written"):
         partial.mkdir(parents=True)
         try:
@@ -68,11 +68,11 @@ def run(context: Context) -> int:
 
 
 def argument_problems(args) -> list[str]:
-    """Return everything that is wrong with what was typed, but for the text files."""
+    """Return everything that is wrong with what was typed, except the text files."""
     found = []
     if args.action != "prepare":
-        found.append(f"{' '.join(['data', brief(args.action or '')]).rstrip()}: prepare is what it"
-                     " can do; type mpipar data prepare TEXT...")
+        found.append(f"{' '.join(['data', brief(args.action or '')]).rstrip()}: the only action is"
+                     " prepare; type mpipar data prepare TEXT...")
     if not args.texts:
         found.append("no text files: name files in UTF-8, or folders of them")
     if args.tokenizer is None:
@@ -93,7 +93,7 @@ def argument_problems(args) -> list[str]:
         found.append(f"--out {brief(args.out)}: exists; a prepared folder never overwrites another:"
                      " name a new one")
     if args.separator == "":
-        found.append("--separator '': is empty; name the text that stands between two documents")
+        found.append("--separator '': is empty; name the text that separates two documents")
     return found
 
 

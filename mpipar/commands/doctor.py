@@ -1,4 +1,4 @@
-"""`mpipar doctor`: what MPI, launcher, hosts, cores, threads and GPUs these ranks really have.
+"""`mpipar doctor`: which MPI, launcher, hosts, cores, threads and GPUs these ranks really have.
 
 It reports only facts that the ranks themselves can see, and calls the others unknown.
 """
@@ -14,8 +14,8 @@ from mpipar.comm.facts import gather_facts
 from mpipar.comm.one_rank import OneRank
 from mpipar.commands.command import Command, Context
 from mpipar.errors import EXIT_OK
-from mpipar.job import alike, blas, gpus, limits, mpi
-from mpipar.job.alike import ranges
+from mpipar.job import blas, consistency, gpus, limits, mpi
+from mpipar.job.consistency import ranges
 
 
 def run(context: Context) -> int:
@@ -30,14 +30,14 @@ def run(context: Context) -> int:
 
 
 def rank_facts(world_rank: int, host_rank: int) -> dict:
-    """Return what one rank sees of its own host, with gpu and gpus if it has one."""
+    """Return what one rank sees of its host, including `gpu` and `gpus` if it has one."""
     pools = blas.pools()
     return {
         "world_rank": world_rank,
         "host": platform.node(),
         "cores": sorted(os.sched_getaffinity(0)),
         "blas": list(map(blas.shown, pools)),
-        "loops": next((pool["architecture"] for pool in pools if "architecture" in pool), ""),
+        "kernels": next((pool["architecture"] for pool in pools if "architecture" in pool), ""),
         "units": blas.processor()[1],
         "limits": limits.shown(),
         "threads": max((pool["num_threads"] for pool in pools), default=1),
@@ -46,8 +46,7 @@ def rank_facts(world_rank: int, host_rank: int) -> dict:
 
 
 def own_device(host_rank: int) -> dict:
-    """Return the GPU that the host_rank-th rank of a host uses; ranks take a host's GPUs in turn.
-    """
+    """Return the GPU of the host_rank-th rank of a host; ranks take a host's GPUs round-robin."""
     from mpipar.ops.cuda.epilogues import library  # late: it loads NumPy
 
     try:
@@ -64,15 +63,15 @@ def own_device(host_rank: int) -> dict:
     index = host_rank % count
     name = runtime.getDeviceProperties(index)["name"].decode()
     own = gpus.fact(cupy, index)
-    behind = "no cuBLASLt" if isinstance(library(cupy), OSError) else "cuBLASLt"
-    return own | {"device": f"{index} of {count}: {name}, PCI {own['gpu']}, {behind}"}
+    suffix = "no cuBLASLt" if isinstance(library(cupy), OSError) else "cuBLASLt"
+    return own | {"device": f"{index} of {count}: {name}, PCI {own['gpu']}, {suffix}"}
 
 
 def job_lines(session, facts: list[dict]) -> list[str]:
     """Return the lines about the whole job."""
     hosts = {fact["host"] for fact in facts}
     versions = {"mpipar": __version__, "Python": platform.python_version(),
-                "NumPy": alike.numpy_version(), "mpi4py": mpi4py.__version__}
+                "NumPy": consistency.numpy_version(), "mpi4py": mpi4py.__version__}
     rows = [
         ("versions", ", ".join(f"{name} {version}" for name, version in versions.items())),
         ("MPI library", mpi.library_name(session.world)),
@@ -123,9 +122,9 @@ def remarks(facts: list[dict]) -> list[str]:
         elif threads > len(cores):
             found.append(f"{host}: {threads} BLAS threads on {len(cores)} core(s): set "
                          f"OPENBLAS_NUM_THREADS={max(1, len(cores) // len(here))}")
-        loops, units = here[0].get("loops"), here[0].get("units", ())
-        if loops and (other := blas.wider(loops, units)):
-            found.append(f"{host}: BLAS runs kernels for {loops}, and the processor has wider"
+        kernels, units = here[0].get("kernels"), here[0].get("units", ())
+        if kernels and (other := blas.wider(kernels, units)):
+            found.append(f"{host}: BLAS uses kernels for {kernels}, but the processor has wider"
                          f" vector units; set {blas.VARIABLE}={other}, as mpipar train does")
     found += gpus.remarks(fact | {"rank": fact["world_rank"]} for fact in facts)
     return ["", *found] if found else []

@@ -1,8 +1,8 @@
-"""The settings of a run that goes on: those that it had, below what the user names again.
+"""Settings of a resumed run: those it had, overridden by what the user names again.
 
-On other ranks it has a layout that its settings take. Batch size and shape are those of the run,
-and not every layout takes them. Some settings say only how the work is done. They keep their values
-if some layout takes these, and else give way.
+On a different number of ranks it needs a layout that its settings allow; batch size and shape are
+those of the run, and not every layout takes them. Some settings only say how the work is done. They
+keep their values if some layout takes these, and give way otherwise.
 """
 
 from __future__ import annotations
@@ -17,67 +17,67 @@ from mpipar.commands.resolve import resolve
 from mpipar.config.grid import AUTO, GridConfig
 from mpipar.config.layout import divisors, fitting, preference
 from mpipar.config.model import CUTS, FAMILIES
-from mpipar.config.reading import Reading, over
+from mpipar.config.reading import ParsedConfig, over
 from mpipar.config.resolve import config_problems
 from mpipar.config.sections import Config
 from mpipar.config.setting import flag
 from mpipar.errors import UsageError, UserError
 from mpipar.files.text import counted
 
-FAR = 8  # other numbers of ranks that are tried, below and above
+FAR = 8  # how many other numbers of ranks are tried, below and above
 GIVES_WAY = ("schedule", "num_microbatches", "zero")  # the last one first
-# What decides the numbers of a run. With another value it would be another run.
+# What determines the numbers of a run: with another value it would be another run.
 FIXED = ("preset", "dtype", "seed", "loss_scale", "loss_scale_interval", "batch_size", "optimizer",
          "lr", "lr_schedule", "min_lr_ratio", "decay_ratio", "warmup_steps", "weight_decay",
          "beta1", "beta2", "eps", "clip")
 # What belongs to one start of the program, not to the run.
 OF_A_START = ("resume", "out", "run_name", "trace", "trace_ops", "progress")
-# What is chosen together: who names one of them chooses all of them anew.
+# What is chosen together: naming one of them resets the others.
 ORDER = ("schedule", "schedule_csv", "chunks", "group_size", "stage_layers")
 
 
-def legal(reading: Reading, saved: Mapping[str, object], world_size: int) -> Reading:
-    """Return the Reading of a run that goes on on this many ranks, with axes and settings that are
-    legal.
+def legal(parsed: ParsedConfig, saved: Mapping[str, object], world_size: int) -> ParsedConfig:
+    """Return the configuration of a run resumed on this many ranks, with a legal layout.
 
     saved: see `resumed`. What the user named stays. Raises UsageError if only other numbers of
-    ranks have a layout. Of any other mistake resolve() says what is wrong.
+    ranks have a layout; any other mistake is reported by resolve().
     """
-    first = resumed(reading, saved, world_size)
+    first = resumed(parsed, saved, world_size)
     if first.problems or config_problems(first.config) or _fits(first, world_size):
         return first
-    found = next(_legal(reading, saved, world_size), None)
-    if found is not None or reading.given.keys() & {*AXES, *GIVES_WAY}:
+    found = next(_legal(parsed, saved, world_size), None)
+    if found is not None or parsed.given.keys() & {*AXES, *GIVES_WAY}:
         return found or first
-    fewer, more = ((number for number in numbers if any(_legal(reading, saved, number)))
+    fewer, more = ((number for number in numbers if any(_legal(parsed, saved, number)))
                    for numbers in (range(world_size - 1, max(0, world_size - 1 - FAR), -1),
                                    range(world_size + 1, world_size + 1 + FAR)))
     if near := [*islice(fewer, 1), *islice(more, 1)]:
         raise UsageError(
-            f"{counted(world_size, 'rank')}: no layout of so many takes the run's batch size of"
-            f" {saved['batch_size']} and its shape; start it again on"
+            f"{counted(world_size, 'rank')}: no layout of that many takes the run's batch size of"
+            f" {saved['batch_size']} and its shape; resume it on"
             f" {' or '.join(map(str, near))}")
     return first
 
 
-def _legal(reading: Reading, saved: Mapping[str, object], world_size: int) -> Iterator[Reading]:
-    """The legal Readings on so many ranks, those first in which the least gives way."""
-    for values in _ways(saved, reading.given):
-        for one in layouts(resumed(reading, {**saved, **values}, world_size), world_size):
+def _legal(parsed: ParsedConfig, saved: Mapping[str, object],
+           world_size: int) -> Iterator[ParsedConfig]:
+    """Yield the legal configurations on so many ranks, those with the fewest changes first."""
+    for values in _ways(saved, parsed.given):
+        for one in layouts(resumed(parsed, {**saved, **values}, world_size), world_size):
             if _fits(one, world_size):
                 yield one
 
 
-def _fits(reading: Reading, world_size: int) -> bool:
+def _fits(parsed: ParsedConfig, world_size: int) -> bool:
     try:
-        resolve(reading, world_size)
+        resolve(parsed, world_size)
     except UserError:
         return False
     return True
 
 
 def _ways(saved: Mapping[str, object], given: Mapping[str, object]) -> list[dict[str, object]]:
-    """Values of what gives way, those with the fewest changes first."""
+    """Return values of the settings that give way, those with the fewest changes first."""
     rows, num_mb = saved.get("batch_size", 1), saved.get("num_microbatches", 1)
     others = {"schedule": [GridConfig.schedule], "zero": [0], "num_microbatches": sorted(
         divisors(rows), key=lambda number: (abs(number - num_mb), number))}
@@ -88,11 +88,9 @@ def _ways(saved: Mapping[str, object], given: Mapping[str, object]) -> list[dict
     return sorted(ways, key=lambda way: sum(way[name] != saved[name] for name in names))
 
 
-def layouts(reading: Reading, world_size: int) -> Iterator[Reading]:
-    """Yield the Readings of every layout of these ranks with the axes that are named, the best
-    first.
-    """
-    grid = reading.config.grid
+def layouts(parsed: ParsedConfig, world_size: int) -> Iterator[ParsedConfig]:
+    """Yield a configuration for every layout of these ranks with the given axes, best first."""
+    grid = parsed.config.grid
     if world_size % grid.cp:
         return
     given = grid.dp, grid.pp, grid.tp
@@ -100,8 +98,8 @@ def layouts(reading: Reading, world_size: int) -> Iterator[Reading]:
     for sizes in sorted(options, key=preference(given, world_size // grid.cp)):
         if all(want in (None, have) for want, have in zip(given, sizes, strict=True)):
             axes = dict(zip(("dp", "pp", "tp"), sizes, strict=True))
-            yield replace(reading, config=replace(
-                reading.config, grid=replace(grid, **axes)))
+            yield replace(parsed, config=replace(
+                parsed.config, grid=replace(grid, **axes)))
 
 
 def changes(config: Config, saved: Mapping[str, object]) -> list[str]:
@@ -112,33 +110,32 @@ def changes(config: Config, saved: Mapping[str, object]) -> list[str]:
     return [f"with this layout: {', '.join(words)}"] if words else []
 
 
-def resumed(reading: Reading, saved: Mapping[str, object], world_size: int) -> Reading:
-    """Return the Reading of a run that goes on on this many ranks.
+def resumed(parsed: ParsedConfig, saved: Mapping[str, object], world_size: int) -> ParsedConfig:
+    """Return the configuration of a run resumed on this many ranks.
 
-    saved: the values of the run's config.toml. A layout that the user names is chosen anew, and so
-    is one that does not fit the number of ranks. Stages and groups depend on it. What was chosen
-    (auto) stays.
+    saved: the values of the run's config.toml. If the user names a layout, or the saved one does
+    not fit the number of ranks, it is chosen again, along with the stages and groups that depend on
+    it. What `auto` chose stays.
     """
-    given = {name: value for name, value in reading.given.items()
+    given = {name: value for name, value in parsed.given.items()
              if (name, value) != ("schedule", AUTO)}
-    problems = [*reading.unread, *unchangeable(given, saved)]
+    problems = [*parsed.unread, *unchangeable(given, saved)]
     fits = world_size == math.prod(saved.get(axis, 1) for axis in AXES)
     named = any(axis in given for axis in LAYOUT)
-    reading = replace(reading, given=given, unread=tuple(problems),
-                      chooses_layout=reading.chooses_layout and (named or not fits))
+    parsed = replace(parsed, given=given, unread=tuple(problems),
+                      chooses_layout=parsed.chooses_layout and (named or not fits))
     dropped = set(OF_A_START)
     if any(name in given for name in ORDER):
         dropped |= set(ORDER)
     if named or not fits:
         dropped |= {*LAYOUT, *ORDER, "cp_attention"} - {"schedule"}
-    return over({name: value for name, value in saved.items() if name not in dropped}, reading)
+    return over({name: value for name, value in saved.items() if name not in dropped}, parsed)
 
 
 def unchangeable(given: Mapping[str, object], saved: Mapping[str, object]) -> list[str]:
-    """Return one problem for each value that the user names, but that the saved run has otherwise.
-    """
+    """Return a problem for each value that the user names differently from the saved run."""
     shape = [one.name for part in FAMILIES.values() for one in fields(part) if one.name not in CUTS]
-    return [f"{flag(name)} {shown(given[name])}: can't change in a run that goes on, which has"
+    return [f"{flag(name)} {shown(given[name])}: can't change in a resumed run, which has"
             f" {shown(saved.get(name))}; leave {flag(name)} out, or start a new run"
             for name in dict.fromkeys([*shape, *FIXED])
             if name in given and given[name] != saved.get(name)]

@@ -1,7 +1,7 @@
-"""`mpipar explain`: every barrier of one training step of a rank, in order, without MPI.
+"""`mpipar explain`: every barrier of one rank's training step, in order; no MPI.
 
 It runs the real step on shapes and prints what the code would do, beside the closed forms. With
-`--all-ranks` it does that for every rank, and prints who holds what.
+`--all-ranks` it does so for every rank, and prints what each holds.
 """
 
 from dataclasses import dataclass, replace
@@ -36,37 +36,37 @@ from mpipar.plan.step import step_estimate
 from mpipar.train.build import configured_schedule
 
 MOST_RANKS = 1 << 17  # of a layout: beyond it the arithmetic of groups takes minutes
-MOST_LISTED = 256  # of --all-ranks: the step of each takes up to a second
+MOST_LISTED = 256  # with --all-ranks: the step of each rank takes up to a second
 
 
 @dataclass(frozen=True)
 class Arguments:
-    """What the command has besides the flags of a configuration."""
+    """What the command takes besides the flags of a configuration."""
 
     rank: int | None = setting(None, "world rank to explain (default 0)", metavar="R")
     all_ranks: bool = switch(
-        "a row for each rank: which layers, share, parameters and memory it holds")
+        "a row for each rank: which layers, shard, parameters and memory it holds")
     summary: bool = switch(
-        "totals by barrier, not a row for each call; with --all-ranks over all ranks")
+        "totals by barrier instead of a row per call; with --all-ranks over all ranks")
     machine: str | None = setting(
         None, "cost model of bench.calibrate, or a machine of mpipar plan: predict the time of a"
-        " step; --schedule auto chooses by it", metavar="FILE|NAME")
+        " step, and choose --schedule auto by it", metavar="FILE|NAME")
     goal: str | None = setting(
         None, "write the step of all ranks as GOAL text, for LogGOPSim; needs --gflops",
         metavar="FILE")
     chakra: str | None = setting(
         None, "write the step of each rank as a Chakra trace, for ASTRA-sim", metavar="FOLDER")
     gflops: float | None = setting(
-        None, "rate of a rank's products in these files, in GFLOP/s", above=0)
+        None, "rate of a rank's matrix products in these files, in GFLOP/s", above=0)
 
 
 def format_problems(args: Arguments) -> list[str]:
-    """Return what is wrong with the formats that are asked for."""
+    """Return what is wrong with the requested formats."""
     asked = args.goal is not None or args.chakra is not None
     found = []
     if args.goal is not None and args.gflops is None:
-        found.append(f"--goal {args.goal}: counts the time of computing; give the rate of a rank's"
-                     " products, such as --gflops 1000")
+        found.append(f"--goal {args.goal}: includes the time of computation; give the rate of a"
+                     " rank's matrix products, such as --gflops 1000")
     if args.gflops is not None and not asked:
         found.append("--gflops: is a rate for --goal FILE or --chakra FOLDER; give one of them")
     if asked and (args.all_ranks or args.summary or args.rank is not None):
@@ -76,9 +76,9 @@ def format_problems(args: Arguments) -> list[str]:
 
 
 def run(context: Context) -> int:
-    """Print the barriers of one rank, or what all ranks hold; the layout gives their number."""
-    args, reading = context.args, context.reading
-    config, machine = configured(reading, args)
+    """Print the barriers of one rank, or what all ranks hold; the layout sets their number."""
+    args, parsed = context.args, context.parsed
+    config, machine = configured(parsed, args)
     schedule = configured_schedule(config.grid)
     estimate = step_estimate(machine, config) if machine else None
     if args.goal is not None or args.chakra is not None:
@@ -95,27 +95,26 @@ def run(context: Context) -> int:
     return EXIT_OK
 
 
-def of_named_axes(reading) -> tuple:
-    """(the reading, number of ranks) of a layout whose axes are 1 where they are not named."""
-    given = reading.config.grid
+def of_named_axes(parsed) -> tuple:
+    """Return (configuration, number of ranks), with 1 for axes that are not given."""
+    given = parsed.config.grid
     named = replace(given, **{axis: 1 for axis in AXES if getattr(given, axis) is None})
-    config = replace(reading.config, grid=named)
-    return replace(reading, config=config), named.num_ranks
+    config = replace(parsed.config, grid=named)
+    return replace(parsed, config=config), named.num_ranks
 
 
-def configured(reading, args):
-    """(the resolved configuration, the Machine of --machine or None).
+def configured(parsed, args):
+    """Return (resolved configuration, the Machine of --machine or None).
 
-    A schedule is chosen by the machine for --schedule auto.
-
-    It prints the notes that `train` prints of these flags. Raises UsageError.
+    For --schedule auto, the machine's costs decide. It prints the notes that `train` would print
+    for these flags. Raises UsageError.
     """
-    reading, world_size = of_named_axes(reading)
+    parsed, world_size = of_named_axes(parsed)
     if world_size > MOST_RANKS:
-        axes = ",".join(f"{axis}={getattr(reading.config.grid, axis)}" for axis in AXES)
-        raise UsageError(f"--layout {axes}: has {world_size:,} ranks; at most {MOST_RANKS:,} are"
+        axes = ",".join(f"{axis}={getattr(parsed.config.grid, axis)}" for axis in AXES)
+        raise UsageError(f"--layout {axes}: has {world_size:,} ranks; at most {MOST_RANKS:,} can be"
                          " explained")
-    config, notes = resolve(reading, world_size)
+    config, notes = resolve(parsed, world_size)
     problems = format_problems(args)
     if args.rank is not None and not 0 <= args.rank < world_size:
         problems.append(f"--rank {args.rank}: the layout has ranks 0 to {world_size - 1}")
@@ -125,8 +124,8 @@ def configured(reading, args):
         problems.append(f"--all-ranks: the layout has {world_size:,} ranks, and at most"
                         f" {MOST_LISTED} are listed; use --rank R for one of them")
     if config.grid.schedule == AUTO and args.machine is None:
-        problems.append("--schedule auto: measures first, which explain does not; name a schedule, "
-                        "or give --machine FILE to choose by")
+        problems.append("--schedule auto: needs a measurement, which explain does not do; name a "
+                        "schedule, or give --machine FILE to choose by")
     if problems:
         raise UsageError(problems)
     machine = machine_of(args.machine, [config]) if args.machine is not None else None
@@ -154,14 +153,14 @@ def print_all_ranks(config, schedule, summary: bool) -> None:
 
 
 def step_words(config, schedule) -> str:
-    """Return the step that is explained, in words."""
+    """Return a description of the explained step."""
     return (f"one step of {schedule.name}, "
             f"{counted(config.grid.num_microbatches, 'microbatch')} of "
             f"{counted(rows_per_microbatch(config), 'row')}, {config.run.dtype}")
 
 
 def print_rank(config, schedule, prediction, summary: bool) -> None:
-    """Print the barriers, FLOPs and memory of one rank; with `summary` only totals of barriers."""
+    """Print one rank's barriers, FLOPs and memory; with `summary` only totals of the barriers."""
     grid, model = Grid.of(config.grid, prediction.world_rank), models.model_of(config.model)
     split = models.layer_split(config, schedule)
     print(f"rank {grid.world_rank} of {grid.world_size}: {grid.describe()}; stages "
@@ -175,11 +174,12 @@ def print_rank(config, schedule, prediction, summary: bool) -> None:
         counters = [[*key, *counter] for key, counter in prediction.recorder.counters.items()]
         print(without_times(barriers([counters], 1, 1)))
         print("\ncalls and bytes sent per step, and for one block and microbatch, beside the closed"
-              " forms\n(L blocks here, R of them run forward again, m microbatches, q ranks of the"
+              " forms\n(L blocks here, R of them recomputed, m microbatches, q ranks in the"
               " group):")
         print(closed_forms(prediction, config, schedule, split, grid))
     else:
-        print("no barriers: one rank waits for nobody; add for example --layout dp=2,pp=2,tp=2")
+        print("no barriers: a single rank waits for no other; add, for example, --layout"
+              " dp=2,pp=2,tp=2")
     print("\nparameters, and what a block keeps of one microbatch, beside the closed forms:")
     print(f"{memory_forms(prediction, config)}\n\n{formulas.letters(config)}")
     print("\nFLOPs of products: " + (", ".join(
@@ -195,16 +195,16 @@ def print_rank(config, schedule, prediction, summary: bool) -> None:
 
 
 def print_experts(prediction, config) -> None:
-    """Print what a rank exchanges with those of its experts, and memory in the worst case."""
+    """Print what a rank exchanges with its expert-parallel group, and worst-case memory."""
     worst = predict(config, prediction.world_rank, worst_case=True)
-    print(f"if all tokens of the {config.grid.ep} ranks pass experts of this one: stash "
+    print(f"if all tokens of the {config.grid.ep} ranks go to experts of this one: stash "
           f"{nbytes(worst.peak_bytes.get('stash', 0))}; together {nbytes(worst.peak_total)}")
     print("\n".join(filter(None, (expert_forms.exchanged(config),
                                   expert_forms.imbalance(config)))))
 
 
 def step_time(estimate) -> str:
-    """Return the predicted time of a step and its parts, and what to know about it."""
+    """Return the predicted time of a step, its parts, and caveats."""
     parts = {"pipeline": estimate.pipeline, "sums and norm": estimate.barriers,
              "update": estimate.update}
     text = f"predicted step: {estimate.total * 1e3:.2f} ms = " + " + ".join(
@@ -215,9 +215,7 @@ def step_time(estimate) -> str:
 
 
 def in_order(prediction, config) -> str:
-    """Return one row per barrier or message, in the rank's order. Turns, site and cut: see
-    record.py.
-    """
+    """Return one row per barrier or message, in the rank's order; see record.py for the columns."""
     rows = [("", "phase", "stage", "mb", "axis", "operation", "turns", "name", "ranks", "dtype",
              "payload", "formula", "sent", "factor", "site", "cut")]
     for i, record in enumerate(prediction.recorder.records, 1):
@@ -238,15 +236,13 @@ def in_order(prediction, config) -> str:
 
 
 def without_times(text: str) -> str:
-    """Return the barrier table without its last two columns, which hold times: nothing has been
-    timed.
-    """
+    """Return the barrier table without its last two columns of times: nothing was timed."""
     end = len(text.splitlines()[0].partition("ms mean")[0])
     return "\n".join(line[:end].rstrip() for line in text.splitlines())
 
 
 def closed_forms(prediction, config, schedule, split, grid) -> str:
-    """Counted and expected calls and bytes sent, by axis, and over tp for one block."""
+    """Return counted and expected calls and bytes sent, by axis, and over tp for one block."""
     records = prediction.recorder.records
     expected = formulas.expected(config, schedule, split, grid, prediction)
     groups = {axis: [one for one in records if one.axis == axis]
@@ -265,7 +261,7 @@ def closed_forms(prediction, config, schedule, split, grid) -> str:
 
 
 def memory_forms(prediction, config) -> str:
-    """Counted and expected bytes of weights, gradients and optimizer, and of a block's stash."""
+    """Return counted and expected bytes of weights, gradients, optimizer, and a block's stash."""
     forms, found = memory_formulas.states(config, prediction), dict(prediction.peak_bytes)
     parts = memory_formulas.block(config)
     one = unit_memory(replace(config, model=replace(config.model, layers=1)))

@@ -1,7 +1,7 @@
-"""`mpipar schedule --html FILE`: the schedule explorer, with costs of the command line or of a run.
+"""`mpipar schedule --html FILE`: the schedule explorer, with given costs or those of a run.
 
-The page holds the orders of every schedule for small counts. A schedule of other counts, of a file
-or of a run is put beside them.
+The page holds the orders of every schedule for small counts; schedules with other counts, from a
+file or from a run are added to them.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ MOST_DRAWN = 1 << 12  # forward passes of a schedule: a browser draws three boxe
 
 
 def write_page(args, costs: Costs) -> None:
-    """Write the page that `schedule.Arguments` ask for, and say so.
+    """Write the page that `schedule.Arguments` describe, and print where it is.
 
     Raises UsageError, DataError if a run has no trace, OutputError.
     """
@@ -39,7 +39,7 @@ def write_page(args, costs: Costs) -> None:
         schedule = csv_format.read_csv(Path(args.from_csv))
         own = {"title": harmless(schedule.name)}
         if schedule.wired:
-            raise UsageError(f"{args.from_csv} has sends and receives, and the page shows passes:"
+            raise UsageError(f"{args.from_csv} has sends and receives, but the page shows passes:"
                              " write the file with --csv-format compute_only")
     else:
         schedule = make_schedule(args.name or FIRST, args.pp, args.num_microbatches, args.chunks,
@@ -52,7 +52,7 @@ def write_page(args, costs: Costs) -> None:
     second = SECOND if schedule.name != SECOND else FIRST
     if schedule.pp_size not in explorer.RANKS or (
             schedule.num_microbatches not in explorer.MICROBATCHES):
-        second = ""  # the page holds none of these counts
+        second = ""  # the page has none with these counts
     start = {
         "first": "own" if own else schedule.name, "second": "measured" if measured else second,
         "p": schedule.pp_size, "m": schedule.num_microbatches, "chunks": chunks,
@@ -68,7 +68,7 @@ def write_page(args, costs: Costs) -> None:
 
 
 def is_known(schedule: Schedule, group_size: int | None) -> bool:
-    """Return whether the page holds this order anyway."""
+    """Return whether the page contains this order anyway."""
     chunks = schedule.num_stages // schedule.pp_size
     return (group_size is None and schedule.pp_size in explorer.RANKS
             and schedule.num_microbatches in explorer.MICROBATCHES
@@ -84,7 +84,7 @@ def check_size(schedule: Schedule) -> None:
 
 
 def costs_of_a_worker(costs: Costs, schedule: Schedule) -> Costs:
-    """Return the costs with one value of f, i and w: typed ones, or the mean over the workers."""
+    """Return the costs with single values of f, i and w: those given, or the mean over workers."""
     sums = {name: getattr(costs, name) for name in "fiw"}
     return replace(costs, **{name: sum(value) / schedule.pp_size
                              for name, value in sums.items() if isinstance(value, tuple)})
@@ -101,11 +101,10 @@ def run_name(folder: str) -> str:
 
 
 def of_run(folder: str) -> tuple[Schedule, Costs, dict]:
-    """Return the schedule of a traced run, its costs in milliseconds, and its passes for the page.
-    """
+    """Return a traced run's schedule, its costs in milliseconds, and its passes for the page."""
     trace = trace_file.read(folder)
     if trace.meta["layout"]["pp"] == 1:
-        raise UsageError(f"--from-run {harmless(folder)}: the run has one pipeline rank, and no"
+        raise UsageError(f"--from-run {harmless(folder)}: the run has one pipeline rank, and so no"
                          " schedule to show; train with --layout pp=2 or more")
     with trace_file.contradictions_are_data_errors(folder):
         schedule = trace.schedule()

@@ -1,6 +1,6 @@
-"""A step of every rank of a layout in the formats of other programs: `explain --goal, --chakra`.
+"""A step of every rank of a layout in other programs' formats: `explain --goal` and `--chakra`.
 
-A file has its name when it is whole, and so has a folder.
+A file or folder gets its final name only when it is complete.
 """
 
 from __future__ import annotations
@@ -26,10 +26,9 @@ PREFIX, GROUPS = "step", "comm_groups.json"  # names in the folder of --chakra
 
 
 def checked_size(pieces: Iterable[bytes], place: Path, files: int) -> Iterator[bytes]:
-    """Yield the pieces of files as they are; raises OutputError if those of `files` ranks do not
-    fit.
+    """Yield the pieces of files unchanged; raise OutputError if those of `files` ranks do not fit.
 
-    The first rank's size tells that of all. place: a folder on the disk.
+    The first rank's size is taken for that of all. place: a folder on the disk.
     """
     for number, piece in enumerate(pieces):
         if number == 1:
@@ -42,7 +41,7 @@ def checked_size(pieces: Iterable[bytes], place: Path, files: int) -> Iterator[b
 
 
 def write_goal(config: Config, name: str, gflops: float) -> str:
-    """Write the GOAL text of all ranks; return what there is to say. Raises OutputError."""
+    """Write the GOAL text of all ranks; return lines to print. Raises OutputError."""
     path, num_ranks = Path(name), Grid.of(config.grid, 0).world_size
     try:
         if path.is_dir():
@@ -58,7 +57,7 @@ def write_goal(config: Config, name: str, gflops: float) -> str:
 
 
 def write_chakra(config: Config, name: str, gflops: float | None) -> str:
-    """Write a Chakra trace of each rank; return what there is to say. Raises OutputError."""
+    """Write a Chakra trace per rank; return lines to print. Raises OutputError."""
     path, num_ranks, groups = Path(name), Grid.of(config.grid, 0).world_size, Groups()
     unfinished = None
     try:

@@ -1,6 +1,7 @@
-"""What a run learns of its model between steps, and what it shows when its steps are done.
+"""Evaluation between steps, and the reports at the end of training.
 
-The first is held-out losses and texts; the second measured barriers, overlap and memory besides.
+Between steps a run computes held-out losses and generates texts; at the end it also reports
+measured barriers, overlap and memory.
 """
 
 from __future__ import annotations
@@ -25,14 +26,14 @@ from mpipar.inference.classify import accuracy
 from mpipar.inference.generate import continue_one
 from mpipar.inference.sampling import Sampling
 
-# The unit of a model's data, and as it stands in a step's speed.
+# Model -> the unit of its data, and its abbreviation in rates.
 UNITS = {"decoder": ("token", "tok"), "convnet": ("image", "img")}
 
 
 class Evaluation:
-    """The held-out losses and the texts of one run; every rank calls it at the same step.
+    """The held-out losses and texts of one run; every rank calls it at the same step.
 
-    Both are functions of the weights alone, and change nothing that a step reads. file: the
+    Both depend on the weights alone, and change nothing that a step reads. file: the
     `GrowingFile` evaluations.jsonl on world rank 0, None elsewhere. events: `Events` or None.
     """
 
@@ -46,9 +47,9 @@ class Evaluation:
         self.unit = UNITS[worker.config.model.model][0]
 
     def after_step(self, step: int) -> bool:
-        """Evaluate and generate if it is this step's turn; return whether anything was done.
+        """Evaluate and generate if it is time for either; return whether anything was done.
 
-        The last step has none: what ends the run does both.
+        The last step is skipped, because the end of the run does both.
         Comm: that of `loss` and `show_text`.
         """
         evaluates, samples = (every and step % every == 0 and step < self.steps
@@ -63,7 +64,7 @@ class Evaluation:
         return bool(evaluates or samples)
 
     def loss(self, step: int) -> tuple[float, int]:
-        """(mean held-out loss, number of tokens or images), which evaluations.jsonl gets too.
+        """Return (mean held-out loss, number of tokens or images); evaluations.jsonl gets them too.
 
         Comm: that of `Worker.evaluate`.
         """
@@ -79,7 +80,7 @@ class Evaluation:
 
 
 def report_step(world, worker, fact, memory, steps, log) -> None:
-    """Print the measured barriers of a step, overlap and memory.
+    """Print a step's measured barriers, overlap and memory.
 
     fact: what this rank reported before the run. memory: `PeakMemory` of the first steps. steps:
     number of steps.
@@ -124,8 +125,8 @@ def report_step(world, worker, fact, memory, steps, log) -> None:
 def show_decoder(worker, inputs, evaluate, log, took) -> tuple[dict, Callable]:
     """Print the held-out loss and a text; return what was measured, and `compare`.
 
-    evaluate() -> (loss, tokens). took: how long the training took, in words. compare(): prints a
-    bigram model's loss. It takes long where there is much text, and no rank may wait for it.
+    evaluate() -> (loss, tokens). took: how long training took, as text. compare(): prints the loss
+    of a bigram model, which takes long for much text, so no rank may wait for it.
     Comm: that of evaluate(), generation.
     """
     config = worker.config
@@ -136,7 +137,7 @@ def show_decoder(worker, inputs, evaluate, log, took) -> tuple[dict, Callable]:
     show_text(worker, inputs, log)
 
     def compare():
-        # A table of pairs of more ids would fill the memory.
+        # With more ids, a table of pairs would fill the memory.
         vocab_size = config.model.vocab_size
         if log.speaks and inputs.tokenizer.is_bytes and vocab_size <= BYTE_VOCABULARY:
             bar = bigram_loss(inputs.train_part, inputs.held_out[:count + 1], vocab_size)
@@ -161,7 +162,7 @@ def show_text(worker, inputs, log, title="\ntext") -> None:
 def show_convnet(worker, inputs, evaluate, log, took) -> tuple[dict, Callable]:
     """Print held-out loss and accuracy; return them, and a function that does nothing.
 
-    evaluate() -> (loss, images). took: how long the training took, in words.
+    evaluate() -> (loss, images). took: how long training took, as text.
     Comm: that of evaluate(), one sweep of forward passes over the held-out part.
     """
     loss, count = evaluate()

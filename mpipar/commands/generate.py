@@ -1,4 +1,4 @@
-"""`mpipar generate RUN --prompt TEXT`: its flags; `generation` does it."""
+"""`mpipar generate RUN --prompt TEXT`: its flags; see `generation` for the work itself."""
 
 from dataclasses import dataclass
 from importlib import import_module
@@ -9,15 +9,15 @@ from mpipar.config.setting import positional, setting
 
 @dataclass(frozen=True)
 class Arguments:
-    """The model, and a file of prompts with the file of its answers."""
+    """The model, a file of prompts, and a file for the answers."""
 
     run_folder: str = positional(
         "RUN", "a run folder of mpipar train, a folder of weights, or a checkpoint")
     prompts: str | None = setting(
-        None, "continue each line of a file, or the prompt of each object of a .jsonl file; writes"
+        None, "continue each line of a file, or the prompt of each object in a .jsonl file; writes"
         " lines of JSON", metavar="FILE")
     answers: str | None = setting(
-        None, "where --prompts writes; must be new (default: standard output)", metavar="FILE")
+        None, "output file for --prompts; must be new (default: standard output)", metavar="FILE")
 
 
 def run(context: Context) -> int:
@@ -34,8 +34,8 @@ COMMAND = Command(
     help_of={
         "prompt": "the text to continue (default 'The ')",
         "sample_tokens": "tokens to add to each prompt (default 200)",
-        "seed": "fixes the draws, for every layout (default 0)",
+        "seed": "determines the random draws, for every layout (default 0)",
         "batch_size": "prompts that are continued at the same time (default: 8 for each group and"
-                      " dp copy)",
+                      " dp replica)",
         "num_microbatches": "groups of prompts in the pipeline at the same time (default: pp)",
         "cp": "must be 1, because a text grows by one token at a time"})

@@ -1,4 +1,4 @@
-"""What `mpipar generate` does: it continues texts with a trained model, on any layout."""
+"""The work of `mpipar generate`: continues texts with a trained model, on any layout."""
 
 from __future__ import annotations
 
@@ -11,13 +11,13 @@ from dataclasses import dataclass, replace
 from mpipar import ops as ops_module
 from mpipar.checkpoint import formats
 from mpipar.checkpoint import weights as checkpoint
-from mpipar.checkpoint.companions import GENERATION, token_ids
+from mpipar.checkpoint.tokenizer_files import GENERATION, token_ids
 from mpipar.comm.grid import Grid
 from mpipar.comm.record import Recorder
 from mpipar.commands.command import Context
 from mpipar.commands.compared import config_facts, digest_of_value
 from mpipar.commands.resolve import resolve
-from mpipar.commands.source import companions_of, find_source
+from mpipar.commands.source import find_source, tokenizer_folder
 from mpipar.config.sections import Config
 from mpipar.data.tokenizer import Tokenizer, tokenizer_of
 from mpipar.errors import EXIT_OK, DataError, OutputError, UsageError
@@ -30,12 +30,12 @@ from mpipar.inference.sampling import Sampling
 from mpipar.train.worker import Worker
 
 FIRST = Prompt("0", [0])  # an id that every model has
-ROWS_OF_A_GROUP = 8  # prompts that go through the pipeline together, if --batch-size is not given
+ROWS_OF_A_GROUP = 8  # prompts that pass the pipeline together, unless --batch-size is given
 
 
 @dataclass(frozen=True)
 class Request:
-    """What is to be done. config: complete. together: prompts that are continued at one time.
+    """A complete request. together: how many prompts are continued at the same time.
 
     notes: for the user.
     """
@@ -50,13 +50,13 @@ class Request:
 
 
 def run(context: Context) -> int:
-    """Print a text piece by piece, or write a line of JSON for each prompt of a file.
+    """Print a text piece by piece, or write a line of JSON for each prompt in a file.
 
     Comm: that of `config_facts`; see `mpipar.inference.generate.generate`.
     """
-    session, reading, args = context.session, context.reading, context.args
+    session, parsed, args = context.session, context.parsed, context.args
     world = session.start()
-    request = session.agree(lambda: prepare(reading, args, world.size, session.host_rank))
+    request = session.agree(lambda: prepare(parsed, args, world.size, session.host_rank))
     config = request.config
     session.compare(config_facts(session, config, request.tokenizer) | {
         "prompts": digest_of_value([(one.typed, one.ids) for one in request.prompts]),
@@ -75,7 +75,7 @@ def run(context: Context) -> int:
 
 
 def stream(worker, request: Request) -> Iterator[str]:
-    """Yield the text of one prompt for a terminal; say so if the model can read no more of it."""
+    """Yield the text of one prompt for a terminal, with a note if the model can read no more."""
     (prompt,), tokenizer = request.prompts, request.tokenizer
     text = Text(0, list(prompt.ids))
     added = (text.tokens[-1] for _ in generate(worker, [text], request.sampling)
@@ -90,7 +90,7 @@ def stream(worker, request: Request) -> Iterator[str]:
 
 
 def answers(worker, request: Request) -> Iterator[str]:
-    """Yield a line of JSON for each prompt, in their order."""
+    """Yield a line of JSON for each prompt, in order."""
     prompts = request.prompts
     for first in range(0, len(prompts), request.together):
         texts = [Text(number, list(prompt.ids)) for number, prompt in
@@ -110,25 +110,25 @@ def open_answers(path: str | None):
         return open(path, "x", encoding="utf-8")
 
 
-def prepare(reading, args, world_size: int, host_rank: int) -> Request:
-    """Check everything; raises one UserError with all problems.
+def prepare(parsed, args, world_size: int, host_rank: int) -> Request:
+    """Check everything; raise one UserError with all problems.
 
     args: `generate.Arguments`; for run_folder see `find_source`. host_rank: place of this process
     on its host.
     """
-    weights, given = weights_of(args.run_folder), reading.config
+    weights, given = weights_of(args.run_folder), parsed.config
     start = replace(
         given, run=replace(given.run, init_from=weights),
         grid=replace(given.grid, num_microbatches=given.grid.num_microbatches or 1),
         train=replace(given.train, optimizer="sgd"))
-    problems = (*reading.problems, *option_problems(reading, args))
-    companions, texts, found = companions_of(weights), [], {"notes": []}
-    is_default = args.prompts is None and "prompt" not in reading.given
+    problems = (*parsed.problems, *option_problems(parsed, args))
+    beside, texts, found = tokenizer_folder(weights), [], {"notes": []}
+    is_default = args.prompts is None and "prompt" not in parsed.given
 
     def read_files(config):
         texts[:] = ([("--prompt", config.run.prompt)] if args.prompts is None
                     else prompts_module.read_prompts(args.prompts))
-        found["tokenizer"] = tokenizer_of(companions, config.model.vocab_size)
+        found["tokenizer"] = tokenizer_of(beside, config.model.vocab_size)
 
     def read_texts(config):
         try:
@@ -138,57 +138,57 @@ def prepare(reading, args, world_size: int, host_rank: int) -> Request:
         except UsageError:
             if not is_default:
                 raise
-            # Nobody has typed this text; a model of ids, for example, cannot read it.
+            # The user did not type this text; a model of plain ids, for example, cannot read it.
             found["prompts"] = [FIRST]
             found["notes"].append(
                 f"this model cannot read the default prompt {config.run.prompt!r}, so the text"
-                f" begins with id {FIRST.typed}; to begin otherwise, give --prompt:"
+                f" begins with id {FIRST.typed}; for another beginning, give --prompt:"
                 f" {found['tokenizer'].takes}")
 
     checks = [(read_files, DataError), (read_texts, UsageError),
               (layout_problems, UsageError), (checkpoint.weight_problems, DataError)]
-    config, _ = resolve(replace(reading, config=start, problems=problems), world_size, checks)
+    config, _ = resolve(replace(parsed, config=start, problems=problems), world_size, checks)
     groups = given.grid.num_microbatches or config.grid.pp  # as many as work at the same time
     config = replace(config, grid=replace(config.grid, num_microbatches=groups))
     together = given.train.batch_size or ROWS_OF_A_GROUP * config.grid.dp * groups
-    ends = ends_of(companions, found["tokenizer"], config.model.vocab_size)
+    ends = ends_of(beside, found["tokenizer"], config.model.vocab_size)
     return Request(config, ops_module.make_for(config.run, host_rank), **found,
                    sampling=Sampling.of(config.run, ends), together=together)
 
 
-def option_problems(reading, args) -> list[str]:
-    """Return what is wrong between --prompt, --prompts and --answers."""
+def option_problems(parsed, args) -> list[str]:
+    """Return what is wrong with the combination of --prompt, --prompts and --answers."""
     found = []
-    if args.prompts is not None and "prompt" in reading.given:
+    if args.prompts is not None and "prompt" in parsed.given:
         found.append(f"--prompt and --prompts {args.prompts}: give one of them")
     if args.answers is not None and args.prompts is None:
         found.append(f"--answers {args.answers}: is for --prompts FILE; without it the text goes"
                      " to standard output")
     elif args.answers is not None and os.path.lexists(args.answers):
-        found.append(f"--answers {args.answers}: is there already; give a new file")
+        found.append(f"--answers {args.answers}: exists already; give a new file")
     return found
 
 
 def layout_problems(config) -> list[str]:
-    """Return what is wrong if the layout cuts what a new token does not have."""
+    """Return what is wrong if the layout cuts an axis that a single token does not have."""
     if config.grid.cp == 1:
         return []
-    return [(f"--cp {config.grid.cp}: cuts the tokens of a row, and a text grows by one token at a"
+    return [(f"--cp {config.grid.cp}: cuts the tokens of a row, but a text grows by one token at a"
             " time; use --dp for more texts, or --tp or --pp to cut the model")]
 
 
 def weights_of(run_folder: str) -> str:
-    """Return the folder with the weights of a decoder: see `find_source`. Raises UserError."""
+    """Return the folder with a decoder's weights: see `find_source`. Raises UserError."""
     weights = find_source(run_folder, run_folder)
     model = formats.model_settings(weights, where=run_folder)["model"]
     if model != "decoder":
-        raise UsageError(f"{run_folder}: holds a {model}, which makes no text; give a decoder's"
-                         " run folder")
+        raise UsageError(f"{run_folder}: holds a {model}, which generates no text; give the run"
+                         " folder of a decoder")
     return weights
 
 
 def ends_of(folder, tokenizer: Tokenizer, vocab_size: int) -> tuple[int, ...]:
-    """Return the ids that end a text: of generation_config.json, or else the tokenizer's."""
+    """Return the ids that end a text, from generation_config.json or else from the tokenizer."""
     found = token_ids(folder / GENERATION, vocab_size)["eos_token_id"]
     found = tokenizer.end if found is None else found
     return tuple(found) if isinstance(found, list) else () if found is None else (found,)

@@ -11,7 +11,7 @@ from mpipar import data
 from mpipar import ops as ops_module
 from mpipar.checkpoint import weights as checkpoint
 from mpipar.commands.resolve import resolve
-from mpipar.commands.source import companions_of
+from mpipar.commands.source import tokenizer_folder
 from mpipar.config.run import RunConfig
 from mpipar.config.sections import Config, is_in_force
 from mpipar.data.dataset import is_dataset
@@ -28,9 +28,9 @@ from mpipar.inference.prompts import encode_prompts
 
 @dataclass(frozen=True)
 class Inputs:
-    """A complete configuration, and its ops, data, tokenizer and prompt. notes: for the user.
+    """A complete configuration with its ops, data, tokenizer and prompt. notes: for the user.
 
-    tokenizer: of the model's text; None for a model without text.
+    tokenizer: None for a model without text.
     """
 
     config: Config
@@ -42,14 +42,14 @@ class Inputs:
     prompt: list[int]
 
 
-def prepare(reading, world_size: int, host_rank: int, checks=(), started=None,
+def prepare(parsed, world_size: int, host_rank: int, checks=(), started=None,
             machine=None) -> Inputs:
-    """Check everything that can be checked before allocating anything.
+    """Check everything that can be checked before anything is allocated.
 
-    host_rank: place of this process on its host; the first one alone reads all token files once.
+    host_rank: place of this process on its host; only the first reads all token files once.
     checks: the command's own pairs (function that lists a config's problems, error class). started:
-    the checkpoint behind which the run goes on. machine: the file of --machine. Raises one
-    UserError with all problems of flags, layout, schedule, prompt, data and device.
+    the checkpoint from which the run resumes. machine: the file of --machine. Raises one UserError
+    with all problems of flags, layout, schedule, prompt, data and device.
     """
     found = {}
 
@@ -60,23 +60,23 @@ def prepare(reading, world_size: int, host_rank: int, checks=(), started=None,
         except DataError as error:
             if config.run.init_from is None:
                 raise
-            # No flag can change the vocabulary of weights.
+            # No flag can change the vocabulary of given weights.
             parts = [text.partition("type --vocab-size") for text in error.problems]
             raise DataError([
-                before + (cut and "give data of the tokenizer that the weights have")
+                before + (cut and "give data prepared with the tokenizer of these weights")
                 for before, cut, _ in parts]) from None
 
     def make_ops(config):
         found["ops"] = ops_module.make_for(config.run, host_rank)
 
     def read_text(config):
-        if "parts" in found:  # it is the data that says whether a prompt is text
+        if "parts" in found:  # whether a prompt is text depends on the data
             found["tokenizer"] = tokenizer_of_run(config, started, found["parts"][0])
             found["prompt"] = prompt_tokens(config, found["tokenizer"])
 
     checks = [*checks, (read_data, DataError), (read_text, UsageError),
               (checkpoint.weight_problems, DataError), (make_ops, EnvironmentProblem)]
-    config, notes = resolve(reading, world_size, checks, machine)
+    config, notes = resolve(parsed, world_size, checks, machine)
     train_part, held_out = found["parts"]
     notes.append(f"data: {found['what']}; {len(train_part):,} to train on,"
                  f" {len(held_out):,} held out")
@@ -86,7 +86,7 @@ def prepare(reading, world_size: int, host_rank: int, checks=(), started=None,
 
 
 def tokenizer_of_run(config, started, tokens) -> Tokenizer | None:
-    """Return what makes tokens of a prompt, and text of tokens; None for a model without text.
+    """Return the tokenizer for prompts and generated text; None for a model without text.
 
     It is that of prepared data, else of the weights that the run started from, else the default.
     tokens: the training part.
@@ -96,25 +96,24 @@ def tokenizer_of_run(config, started, tokens) -> Tokenizer | None:
         return None
     prepared = next(filter(is_dataset, config.run.data), None)
     source = started or config.run.init_from
-    folder = prepared or (companions_of(source) if source else None)
+    folder = prepared or (tokenizer_folder(source) if source else None)
     return tokenizer_of(folder, config.model.vocab_size, is_text=tokens.dtype == np.uint8)
 
 
 def tokenizer_notes(source: str | None, tokenizer: Tokenizer | None) -> list[str]:
-    """Return what a user should know if data and first weights have tokenizers with other files."""
-    folder = companions_of(source) if source and tokenizer else None
+    """Return a note if the tokenizer files of the data and of the first weights differ."""
+    folder = tokenizer_folder(source) if source and tokenizer else None
     if folder is None or not has_tokenizer(folder) or (
             files_digest(read_files(folder)) == tokenizer.digest):
         return []
-    return [(f"the files of the tokenizer of --data are not those of {folder}: where they differ,"
-             " an id had another meaning for the weights")]
+    return [(f"the tokenizer files of --data differ from those of {folder}: where they do, an id"
+             " had another meaning when the weights were trained")]
 
 
 def prompt_tokens(config, tokenizer: Tokenizer | None) -> list[int]:
-    """Return the prompt's tokens; none for a model without text, or if the default prompt does not
-    fit.
+    """Return the prompt's tokens; none for a model without text or an unusable default prompt.
 
-    The default prompt is text of four letters. A model of token ids, of fewer tokens, or without
+    The default prompt is four letters of text. A model of token ids, of shorter rows, or without
     these letters starts from the held-out part instead.
     """
     run = config.run

@@ -1,6 +1,6 @@
-"""`mpipar learn`: worked examples with real numbers, and exercises that it checks.
+"""`mpipar learn`: worked examples with real numbers, and exercises whose answers it checks.
 
-A wrong answer ends with exit code 1, a check that did not hold. What cannot be read ends with 2.
+A wrong answer ends with exit code 1 (a check that did not hold), an unreadable one with 2.
 """
 
 import hashlib
@@ -20,9 +20,9 @@ from mpipar.learn.examples.catalog import EXAMPLES, TOLERANCE
 from mpipar.learn.examples.catalog import run as run_example
 from mpipar.learn.exercise import Asked, Exercise
 
-WIDTH = 100  # characters of a line of text
+WIDTH = 100  # characters per line of text
 CHECK = "check"
-HANG_SECONDS = 10, 30  # a reader's code may wait for ever: when to warn, and when to end the job
+HANG_SECONDS = 10, 30  # a reader's code may wait forever: when to warn, and when to end the job
 EXAMPLES_TYPED = """\
 examples:
   mpipar learn                              lists examples and exercises by chapter
@@ -40,10 +40,10 @@ class Arguments:
 
     topic: str | None = positional("EXAMPLE", f"{', '.join(EXAMPLES)}; or {CHECK}", default=None)
     words: tuple[str, ...] = positional(
-        "EXERCISE ANSWER", "with check: the exercise, and the answer if there is one", default=())
+        "EXERCISE ANSWER", "with check: the exercise, and the answer if it is short", default=())
     file: str | None = setting(
         None, "the answer, if it is a file. Python code is imported and runs in this process, with"
-        " your rights", metavar="FILE")
+        " your permissions", metavar="FILE")
     seed: int = setting(0, "another trace in 11a and 11c (default 0)")
 
 
@@ -54,14 +54,14 @@ def run(context: Context) -> int:
     """
     session, args = context.session, context.args
     topic, words = args.topic, args.words
-    # What ranks compare once MPI starts. Until then there are none: each process speaks for itself.
+    # What ranks compare once MPI starts. Until then each process reports its own errors.
     facts, session.facts = session.facts, {}
     if args.file and (topic != CHECK or not words):
         raise UsageError(f"--file {args.file}: answers an exercise: type mpipar learn {CHECK} ID"
                          f" --file {args.file}")
     seeded = [one.id for one in EXERCISES.values() if one.seeded]
     if args.seed and (topic != CHECK or not words or words[0].lower() not in seeded):
-        raise UsageError(f"--seed {args.seed}: chooses another trace of exercise"
+        raise UsageError(f"--seed {args.seed}: selects another trace in exercise"
                          f" {' or '.join(seeded)}; leave it out")
     if topic is None or (topic == CHECK and not words):
         if session.launcher.rank == 0:
@@ -78,7 +78,7 @@ def run(context: Context) -> int:
 
 
 def listing() -> list[str]:
-    """Examples and exercises by chapter."""
+    """Return the examples and exercises by chapter."""
     lines = []
     for chapter, title in enumerate(CHAPTERS, 1):
         lines += ["", f"{chapter}  {title}"]
@@ -88,18 +88,18 @@ def listing() -> list[str]:
                   for one in EXERCISES.values() if one.chapter == chapter]
     return [*lines[1:], "",
             "mpiexec -n 2 mpipar learn ffn shows the worked example ffn, with real numbers.",
-            "mpipar learn check 4a shows exercise 4a, and how it is answered."]
+            "mpipar learn check 4a shows exercise 4a, and how to answer it."]
 
 
 def example(session, facts: dict[str, str], name: str, words: tuple[str, ...]) -> int:
     """Run and print a worked example; facts: what ranks compare. Comm: its barriers."""
     one, size = EXAMPLES[name], session.launcher.size
     counts = " or ".join(map(str, one.ranks))
-    problems = [f"{name} takes no further words: leave {' '.join(words)} out"] if words else []
+    problems = [f"{name} takes no more arguments: leave {' '.join(words)} out"] if words else []
     if size not in one.ranks:
-        problems.append(f"{name} shows {counts} ranks, and {size}"
-                        f" {'is' if size == 1 else 'are'} started: type mpiexec -n {one.ranks[0]}"
-                        f" mpipar learn {name}")
+        problems.append(f"{name} needs {counts} ranks, but {size}"
+                        f" {'was' if size == 1 else 'were'} started: type mpiexec -n"
+                        f" {one.ranks[0]} mpipar learn {name}")
     if problems:
         raise UsageError(problems)
     session.facts = facts | {"example": name}
@@ -140,15 +140,15 @@ def misfits(one: Exercise, words, file: str | None, size: int) -> list[str]:
     """Return what is wrong with the form of an answer, or with the number of ranks."""
     found = []
     if one.takes_file and words:
-        found.append(f"{one.id} is answered by a file: leave {' '.join(words)} out")
+        found.append(f"{one.id} is answered with a file: leave {' '.join(words)} out")
     if file and not one.takes_file:
-        found.append(f"{one.id} is not answered by a file: type {one.command}")
+        found.append(f"{one.id} is not answered with a file: type {one.command}")
     if file and one.original and not os.path.exists(file):
-        found.append(f"--file {file}: no such file; begin with a copy: {one.copying(file)}")
+        found.append(f"--file {file}: no such file; start from a copy: {one.copying(file)}")
     needs_ranks = file is not None and not one.alone
     if size not in one.ranks and (needs_ranks or (one.ranks and size > 1)):
         counts = " or ".join(map(str, sorted(one.ranks)))
-        found.append(f"{one.id} runs on {counts} ranks, and {size} {'is' if size == 1 else 'are'}"
+        found.append(f"{one.id} runs on {counts} ranks, but {size} {'was' if size == 1 else 'were'}"
                      f" started: type {one.launcher}mpipar learn check {one.id}"
                      + (f" --file {file}" if file else ""))
     return found
@@ -161,7 +161,7 @@ def digest(path: Path) -> str:
 
 
 def tell(one: Exercise, asked: Asked) -> int:
-    """Print an exercise, and how it is answered."""
+    """Print an exercise, and how to answer it."""
     lines = one.show(asked) if one.show else []
     if asked.world is not None and asked.world.rank > 0:
         return EXIT_OK
@@ -185,7 +185,7 @@ def judge(one: Exercise, asked: Asked) -> int:
     """Print the verdict on an answer. Comm: that of the exercise."""
     speaks = asked.world is None or asked.world.rank == 0
     if asked.file and speaks and asked.file.suffix == ".py":
-        print(f"{asked.file} is imported and runs in this process, with your rights",
+        print(f"{asked.file} is imported and runs in this process, with your permissions",
               file=sys.stderr, flush=True)
     verdict = one.judge(asked)
     if not speaks:

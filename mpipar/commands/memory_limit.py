@@ -1,8 +1,8 @@
-"""`--memory-limit`: limit the bytes of each rank's arrays, and name the array that did not fit.
+"""`--memory-limit`: limits the bytes of each rank's arrays, and names the array that did not fit.
 
-On the CPU the kernel enforces it by RLIMIT_DATA, the private memory of the process, and products
-take one thread. On a GPU CuPy's pool enforces it. So a layer that is too large for one device fails
-here as it would there. The error says over how many ranks it fits.
+On the CPU the kernel enforces it through RLIMIT_DATA, the private memory of the process, and matrix
+products use one thread. On a GPU CuPy's pool enforces it. A layer that is too large for one device
+thus fails here as it would there, and the error says over how many ranks it fits.
 """
 
 from __future__ import annotations
@@ -23,14 +23,14 @@ from mpipar.config.resolve import resolve
 from mpipar.config.setting import flag
 from mpipar.console.tables import nbytes
 from mpipar.errors import OutOfMemory, UserError
-from mpipar.job.heap import give_back_heap, keep_heap
+from mpipar.job.malloc import give_back_heap, keep_heap
 from mpipar.pipeline.combinations import RULES
 from mpipar.plan.predict import predict
 
-# What a process takes after its start besides the model's arrays: stacks of threads, Python's
-# objects, scratch tiles.
+# What a process takes after its start besides the model's arrays: thread stacks, Python objects,
+# scratch tiles.
 RESERVE_BYTES = 16 << 20
-# Freed arrays leave holes, and BLAS and NumPy have temporaries that shapes do not show.
+# Freed arrays leave holes, and BLAS and NumPy use temporaries that shapes do not show.
 HEADROOM = 1.05
 MOST_RANKS = 64  # of the layouts that are tried
 PASSES = {"F": "forward pass", "I": "input gradient",
@@ -38,7 +38,7 @@ PASSES = {"F": "forward pass", "I": "input gradient",
 
 
 class MemoryLimit:
-    """Inside its block, arrays may take the config's --memory-limit; None sets no limit.
+    """Context manager: inside, arrays are limited to the config's --memory-limit; None: no limit.
 
     A MemoryError becomes OutOfMemory, with the array, the bytes wanted and left, and layouts that
     fit.
@@ -56,7 +56,7 @@ class MemoryLimit:
             # set, so that they do not count.
             warm = self.ops.zeros((512, 512), label="buffers")
             self.ops.matmul(warm, warm)
-            # With more threads OpenBLAS allocates for each product. If it cannot, it ends the
+            # With more threads OpenBLAS allocates for each product, and if it cannot, it ends the
             # process without saying why.
             self.blas = threadpool_limits(1, "blas")
             give_back_heap()
@@ -94,29 +94,29 @@ class MemoryLimit:
         text = (f"out of memory: {tensor(error)}{self._when()} wants"
                 f" {'some bytes' if wanted is None else nbytes(wanted)}")
         if self.budget is None:
-            return [(f"{text}, and this host has no more; --memory shows the predicted bytes of"
-                    " each rank, more ranks (--tp, --pp) or fewer rows (--batch-size) need less")]
+            return [(f"{text}, and this host has no more; --memory prints the predicted bytes of"
+                    " each rank; more ranks (--tp, --pp) or fewer rows (--batch-size) need less")]
         predicted = fullest(self.config)
         parts = ", ".join(f"{label} {nbytes(size)}" for label, size in predicted.peak_bytes.items())
-        # Memory that was freed while the error came up counts as left, such as a finished stage.
+        # Memory that was freed while the error propagated counts as left, such as a finished stage.
         freed = wanted is not None and left >= wanted
-        when = " (by now; less when it was wanted)" if freed else ""
+        when = " (by now; less when it was requested)" if freed else ""
         found = [
             (f"{text}, but {nbytes(left)} are left{when} of --memory-limit {self.budget}"
             f" ({nbytes(self.budget)}{self._beside()})"),
-            (f"this layout is predicted to need {nbytes(predicted.peak_total)} on its fullest rank:"
-            f" {parts}")]
+            (f"the fullest rank of this layout is predicted to need {nbytes(predicted.peak_total)}:"
+             f" {parts}")]
         here = [f"{words} ({nbytes(peak)})" for words, peak in cheaper_ways(
             self.config, self.budget)]
         if here:
-            found.append(f"on as many ranks it fits with {', or with '.join(here)}")
+            found.append(f"on the same number of ranks it fits with {', or with '.join(here)}")
         layouts = smallest_layouts(self.config, self.budget)
         if not layouts and here:
             return found
         if not layouts:
             sizes = {"decoder": "--batch-size, --seq-len or --d-model",
                      "convnet": "--batch-size or --channels"}
-            return [*found, (f"no layout of up to {MOST_RANKS} ranks fits: give a higher limit, or"
+            return [*found, (f"no layout of up to {MOST_RANKS} ranks fits: set a higher limit, or"
                             f" a smaller {sizes[self.config.model.model]}")]
         return [*found, "it fits with " + ", or with ".join(
             f"{typed(vars(grid))} (mpiexec -n {grid.num_ranks}; {nbytes(peak)})"
@@ -124,7 +124,7 @@ class MemoryLimit:
 
     def _beside(self) -> str:
         return "" if self.ops.device == "cuda" else (
-            f", and {nbytes(RESERVE_BYTES)} more for other things than the model's arrays")
+            f", and {nbytes(RESERVE_BYTES)} more for everything but the model's arrays")
 
     def _when(self) -> str:
         recorder = self.recorder
@@ -139,7 +139,7 @@ class MemoryLimit:
 def tight(budget: int | None, peaks: list[int]) -> str:
     """Return a warning if the limit is below the predicted peak bytes of some rank, else "".
 
-    Such a run may still pass, since a small model may find room in the reserve of the process.
+    Such a run may still succeed, since a small model may fit into the reserve of the process.
     """
     if budget is None or max(peaks) <= budget:
         return ""
@@ -149,17 +149,14 @@ def tight(budget: int | None, peaks: list[int]) -> str:
 
 
 def data_bytes() -> int:
-    """Return the bytes of this process that RLIMIT_DATA counts: private memory that it may write.
-    """
+    """Return the bytes of this process that RLIMIT_DATA counts: its writable private memory."""
     with open("/proc/self/status") as file:
         found = re.search(r"^VmData:\s+(\d+) kB", file.read(), re.MULTILINE)
     return int(found[1]) * 1024
 
 
 def bytes_wanted(error: Exception) -> int | None:
-    """Return the bytes of the failed allocation, from NumPy's or CuPy's error; None if that does
-    not say.
-    """
+    """Return the size of the failed allocation from NumPy's or CuPy's error; None if unknown."""
     if hasattr(error, "shape"):
         return prod(error.shape) * error.dtype.itemsize
     found = re.search(r"allocating ([\d,]+) bytes", str(error))
@@ -167,7 +164,7 @@ def bytes_wanted(error: Exception) -> int | None:
 
 
 def tensor(error: Exception) -> str:
-    """Return what could not be allocated: its label, shape, layer, and line of code.
+    """Return what could not be allocated: its label, shape, layer, and source line.
 
     As in `ops/timed_ops.py`, the layer is the `name` of a function, else that of its `self`.
     """
@@ -188,9 +185,9 @@ def tensor(error: Exception) -> str:
 
 
 def fullest(config):
-    """Return the prediction of the rank that needs most.
+    """Return the prediction for the rank that needs most.
 
-    Of each pipeline rank it looks at the first member of the dp and tp groups.
+    For each pipeline rank it looks at the first member of the dp and tp groups.
     """
     places = (Grid.of(config.grid, one) for one in range(config.grid.num_ranks))
     firsts = [grid.world_rank for grid in places
@@ -198,16 +195,16 @@ def fullest(config):
     return max((predict(config, one) for one in firsts), key=lambda one: one.peak_total)
 
 
-# What makes a run smaller on the same ranks, from what costs least to what costs most.
+# What makes a run smaller on the same ranks, from the cheapest to the most expensive.
 CHEAPER = ({"recompute": "attention"}, {"recompute": "block"}, {"zero": 1}, {"zero": 3},
            {"zero": 3, "zero_grads": "sharded"},
            {"zero": 3, "zero_grads": "sharded", "recompute": "block"})
 
 
 def cheaper_ways(config, budget: int) -> list[tuple]:
-    """(flags to add, predicted peak bytes) that let a run fit on the ranks that it has.
+    """Return (flags to add, predicted peak bytes) that make a run fit on its own ranks.
 
-    The first settings that fit, and the first with which the ranks of dp cut rows (cp) instead.
+    These are the first settings that fit, and the first ones with the ranks of dp moved to cp.
     """
     given, found = config.grid, []
     grids = [{}, {"dp": 1, "cp": given.dp * given.cp}] if given.dp > 1 else [{}]
@@ -224,9 +221,9 @@ def cheaper_ways(config, budget: int) -> list[tuple]:
 
 
 def smallest_layouts(config, budget: int) -> list[tuple]:
-    """(grid, predicted peak bytes) of the smallest tp, pp, dp and cp that fit, each grown alone.
+    """Return (grid, predicted peak bytes) of the smallest tp, pp, dp and cp that fit by themselves.
 
-    If none fits, the result has the smallest pp x tp that does, if any.
+    If none does, return the smallest pp x tp that fits, if any.
     """
     given = config.grid
     room = MOST_RANKS // given.num_ranks
@@ -242,7 +239,7 @@ def smallest_layouts(config, budget: int) -> list[tuple]:
 
 
 def _first_fit(config, candidates: list[dict], budget: int):
-    """(grid, peak bytes) of the first candidate that is a legal layout and fits, or None."""
+    """Return (grid, peak bytes) of the first candidate that is legal and fits, or None."""
     csv = schedule_of_file(config)
     for axes in candidates:
         grid = replace(config.grid, **axes, stage_layers=None)

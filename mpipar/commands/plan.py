@@ -1,4 +1,4 @@
-"""`mpipar plan MODEL --machine NAME --ranks N`: which layout, why, and how sure; without MPI."""
+"""`mpipar plan MODEL --machine NAME --ranks N`: which layout, why, and how certain; no MPI."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from mpipar.commands.plan_question import (
     sites_of,
 )
 from mpipar.commands.resolve import resolve
-from mpipar.config.reading import Reading
+from mpipar.config.reading import ParsedConfig
 from mpipar.console import output
 from mpipar.console.progress import status_line
 from mpipar.errors import EXIT_CHECK_FAILED, EXIT_OK, UserError
@@ -31,9 +31,9 @@ SAVE_SECONDS = 30.0
 
 
 def run(context: Context) -> int:
-    """Print the plan; return 0 if a layout fits, also by --confirm, else 1.
+    """Print the plan; return 0 if a layout fits, also according to --confirm, else 1.
 
-    Raises UsageError with what is wrong for this model, DataError for files that cannot be read.
+    Raises UsageError for what is wrong for this model, DataError for files that cannot be read.
     """
     args = context.args
     job = job_of(args.model)
@@ -59,7 +59,7 @@ def run(context: Context) -> int:
 
 
 def answer(args, question: Question, plan: Plan, batches: dict[int, Plan], job: Job, own) -> str:
-    """Return the report, and what further flags ask for. own: what `confirm` found, or None."""
+    """Return the report, and what further flags ask for. own: the result of `confirm`, or None."""
     parts = [plan_report.report(question, plan, job)]
     if plan.best:
         best = plan.best[0]
@@ -77,9 +77,9 @@ def answer(args, question: Question, plan: Plan, batches: dict[int, Plan], job: 
 
 
 def refusal(question: Question, job: Job, one: Candidate) -> str:
-    """Return what `mpipar train` says against the printed command, or ""."""
+    """Return why `mpipar train` would refuse the printed command, or ""."""
     try:
-        resolve(Reading(train_config(question, job.config, one)), one.layout.ranks)
+        resolve(ParsedConfig(train_config(question, job.config, one)), one.layout.ranks)
     except UserError as error:
         return "mpipar train refuses this command:\n" + "\n".join(
             f"  {problem}" for problem in error.problems)
@@ -87,9 +87,9 @@ def refusal(question: Question, job: Job, one: Candidate) -> str:
 
 
 def chosen_batch(args, question: Question, tell):
-    """(question, plan, {rows of a step: plan}) of the rows that --batch-range leaves to choose.
+    """Return (question, plan, {rows per step: plan}) for the best rows of --batch-range.
 
-    Without --dtype the number format is chosen, too, and stands in the question.
+    Without --dtype the number format is chosen too, and set in the question.
     """
     def found(rows: int) -> tuple[Question, Plan]:
         asked = question._replace(batch_size=rows)

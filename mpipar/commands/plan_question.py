@@ -1,4 +1,4 @@
-"""What `mpipar plan` is asked: model, machine, batch and given parts of the layout, all checked."""
+"""The question to `mpipar plan`: model, machine, batch, fixed parts of the layout; all checked."""
 
 import os
 import shlex
@@ -23,71 +23,71 @@ from mpipar.plan.sites import Sites
 
 GRADIENTS = {"float32": 4, "bfloat16": 2, "float16": 2}  # format: bytes of a number
 MOST_RANKS = 1 << 17
-MOST_ROWS = 1 << 24  # of a step
+MOST_ROWS = 1 << 24  # per step
 ACTIVATIONS = ("gelu", "swiglu", "relu2")
 
 
 @dataclass(frozen=True)
 class Arguments:
-    """The model, the machine, what is given of the layout, and what is printed."""
+    """The model, the machine, fixed parts of the layout, and what is printed."""
 
     model: str = positional("MODEL", "a preset, a TOML file of mpipar train, or a folder with"
                             " Hugging Face's config.json")
     machine: str = setting(
         MISSING, f"{', '.join(machine_names())}, or a TOML file of the same form; several kinds"
-        " with their devices as a100-80:4,h100:4", metavar="NAME|FILE")
+        " with their number of devices, as a100-80:4,h100:4", metavar="NAME|FILE")
     ranks: int = setting(MISSING, "devices of the job", low=1, high=MOST_RANKS)
-    batch_size: int | None = setting(None, "rows of a step (default: the preset's)", low=1,
+    batch_size: int | None = setting(None, "rows per step (default: the preset's)", low=1,
                                      high=MOST_ROWS, metavar="ROWS")
     batch_range: str | None = setting(
-        None, "take the rows of a step, from A to B by doubling, that give the most tokens a"
-        " second; the fewest within 1 %", metavar="A:B")
-    seq_len: int | None = setting(None, "tokens of a row (default: the model's)", low=1,
+        None, "choose the rows per step, from A to B by doubling, with the most tokens per second;"
+        " the fewest within 1 %", metavar="A:B")
+    seq_len: int | None = setting(None, "tokens per row (default: the model's)", low=1,
                                   high=1 << 24, metavar="T")
     dtype: str | None = setting(
-        None, "format of numbers (default: the machine's with the shortest step)",
+        None, "number format (default: the machine's with the shortest step)",
         choices=tuple(FORMATS))
     activation: str | None = setting(
         None, "of the feed-forward network (default: the model's); relu2, the square of a ReLU, can"
-        " be planned, and not be trained here", choices=ACTIVATIONS)
+        " be planned but not trained here", choices=ACTIVATIONS)
     stack: str = setting("mpipar", "software whose efficiency is assumed", choices=tuple(STACKS))
     memory_limit: int | None = setting(
-        None, "of a device, as 40G (default: the machine's)", in_bytes=True, low=1, below=2**63,
-        metavar="BYTES")
-    headroom: float = setting(5.0, "memory that stays free", low=0.0, below=100.0,
+        None, "memory of a device, as 40G (default: the machine's)", in_bytes=True, low=1,
+        below=2**63, metavar="BYTES")
+    headroom: float = setting(5.0, "memory to leave free", low=0.0, below=100.0,
                               metavar="PERCENT")
     layout: str | None = setting(None, "short for --dp 8 --tp 8", metavar="dp=8,tp=8")
-    dp: int | None = setting(None, "take dp = N", low=1)
-    pp: int | None = setting(None, "take pp = N", low=1)
-    cp: int | None = setting(None, "take cp = N", low=1)
-    tp: int | None = setting(None, "take tp = N", low=1)
-    ep: int | None = setting(None, "take ep = N, of a model with experts", low=1)
-    chunks: int | None = setting(None, "stages of each pipeline rank", low=1)
+    dp: int | None = setting(None, "fix dp = N", low=1)
+    pp: int | None = setting(None, "fix pp = N", low=1)
+    cp: int | None = setting(None, "fix cp = N", low=1)
+    tp: int | None = setting(None, "fix tp = N", low=1)
+    ep: int | None = setting(None, "fix ep = N, for a model with experts", low=1)
+    chunks: int | None = setting(None, "stages per pipeline rank", low=1)
     rows: int | None = setting(None, "rows of a microbatch", low=1)
-    num_microbatches: int | None = setting(None, "microbatches of a replica in a step", low=1)
-    schedule: str | None = setting(None, "take this schedule", choices=tuple(SCHEDULES))
-    recompute: str | None = setting(None, "take this recomputation",
+    num_microbatches: int | None = setting(None, "microbatches per step and replica", low=1)
+    schedule: str | None = setting(None, "fix the schedule", choices=tuple(SCHEDULES))
+    recompute: str | None = setting(None, "fix activation recomputation",
                                     choices=FIELDS["recompute"].metadata["choices"])
-    zero: int | None = setting(None, "take this sharding of states",
+    zero: int | None = setting(None, "fix the ZeRO stage",
                                choices=FIELDS["zero"].metadata["choices"])
-    sequence_parallel: bool | None = setting(None, "take sequence parallelism, or leave it out")
+    sequence_parallel: bool | None = setting(None, "fix sequence parallelism, on or off")
     grad_dtype: str | None = setting(
         None, "format in which gradients of 16-bit weights are kept (default: the software's)",
         choices=tuple(GRADIENTS))
-    mfu_rule: str = setting("model", "which FLOPs count as used: " + "; ".join(
+    mfu_rule: str = setting("model", "which FLOPs count as utilized: " + "; ".join(
         f"{name} = {text}" for name, text in MFU_RULES.items()), choices=tuple(MFU_RULES))
-    top: int = setting(5, "layouts to print", low=1, high=100, metavar="K")
+    top: int = setting(5, "number of layouts to print", low=1, high=100, metavar="K")
     sites: str | None = setting(
-        None, "the devices are in N sites, each with a link of so many Gbit/s and milliseconds to"
-        " the others; say which axis crosses it", metavar="N:GBITS:MS")
+        None, "the devices are in N sites, each linked to the others with so many Gbit/s and"
+        " milliseconds; report which axis should cross the link", metavar="N:GBITS:MS")
     failure_hours: float | None = setting(
-        None, "a device fails once in so many hours: say how often to save", above=0.0, below=1e12,
-        metavar="H")
+        None, "a device fails once in so many hours: report how often to save", above=0.0,
+        below=1e12, metavar="H")
     save_seconds: float | None = setting(
-        None, "with --failure-hours: what a save takes (default 30)", above=0.0, below=1e12,
+        None, "with --failure-hours: how long a save takes (default 30)", above=0.0, below=1e12,
         metavar="S")
-    confirm: bool = switch("run the first layout on shapes by mpipar's own code, and print what its"
-                           " ranks would keep and send")
+    confirm: bool = switch("run the first layout on shapes with mpipar's own code, and print what"
+                           " its ranks would keep and send")
     html: str | None = setting(None, "also write the answer as a page with pictures",
                                metavar="FILE")
     json: bool = switch("print everything as JSON and nothing else")
@@ -95,7 +95,7 @@ class Arguments:
 
 
 def problems(args: Arguments) -> list[UserError]:
-    """Return what is wrong between the arguments, and with the model and machine that they name."""
+    """Return what is wrong between the arguments, or with the model and machine they name."""
     found, errors = [], []
     try:
         question_of(args, job_of(args.model))
@@ -118,7 +118,7 @@ def problems(args: Arguments) -> list[UserError]:
 
 
 def fixed_parts(args: Arguments, found: list[str]) -> dict[str, object]:
-    """Return the parts of the layout that are given; what is wrong with --layout joins `found`."""
+    """Return the fixed parts of the layout; problems of --layout are added to `found`."""
     return expand_layout({name: getattr(args, name) for name in (*FIXED, "layout")
                           if getattr(args, name) is not None}, found, LAYOUT)
 
@@ -129,21 +129,21 @@ def names_kinds(machine: str) -> bool:
 
 
 def named_machines(text: str) -> dict[str, int]:
-    """{name: devices} of --machine; 0 devices of a single one. Raises UsageError."""
+    """Return {name: devices} of --machine; 0 devices for a single one. Raises UsageError."""
     if not names_kinds(text):
         return {text: 0}
     parts = [part.rpartition(":") for part in text.split(",")]
     found = {name: int(count) for name, _, count in parts if count.isdecimal() and len(count) < 9}
     if len(found) < max(2, len(parts)) or not all(found) or not all(found.values()):
-        raise UsageError(f"--machine {brief(text)}: several kinds are machines with their devices,"
-                         " each machine once, as a100-80:4,h100:4")
+        raise UsageError(f"--machine {brief(text)}: several kinds are machines with their number of"
+                         " devices, each machine once, as a100-80:4,h100:4")
     return found
 
 
 def clusters_of(names, dtype: str | None) -> tuple[list[Cluster], str]:
-    """(machines with the rates of a number format, that format).
+    """Return (machines with their rates in a number format, that format).
 
-    By default it is the one of 16 bits that all have. Raises UsageError and DataError.
+    The default is the best 16-bit format that all have. Raises UsageError and DataError.
     """
     clusters = [load_cluster(name) for name in names]
     dtype = dtype or min((cluster.dtype_16 for cluster in clusters), key=FORMATS.index)
@@ -159,18 +159,19 @@ def clusters_of(names, dtype: str | None) -> tuple[list[Cluster], str]:
 
 
 def room(gib: float, headroom: float) -> float:
-    """GiB that a rank may use."""
+    """Return the GiB that a rank may use."""
     return gib * (1 - headroom / 100)
 
 
 def question_of(args: Arguments, job: Job) -> Question:
-    """Return what the flags ask of a model.
+    """Return what the flags ask about a model.
 
     args: without `problems`. Raises UsageError with what is wrong for this model and machine.
     """
     model, problems = job.config.model, []
     if model.model != "decoder":
-        problems.append(f"MODEL {brief(args.model)}: is a {model.model}; plans are for decoders")
+        problems.append(f"MODEL {brief(args.model)}: is a {model.model}; only decoders can be"
+                        " planned")
     elif args.seq_len is not None:
         if job.flags.startswith("--init-from"):
             problems += row_problems(model, args.seq_len)
@@ -185,7 +186,7 @@ def question_of(args: Arguments, job: Job) -> Question:
         for cluster, count in zip(clusters, machines.values(), strict=True))
     devices = sum(kind.ranks for kind in kinds)
     if devices != args.ranks:
-        problems.append(f"--ranks {args.ranks}: the kinds of --machine have {devices} devices")
+        problems.append(f"--ranks {args.ranks}: the machines of --machine have {devices} devices")
     fixed = fixed_parts(args, [])
     ep, experts = fixed.get("ep", 1), getattr(model, "experts", None)
     if ep > 1 and not experts:
@@ -214,7 +215,7 @@ def shape_of(model, activation: str | None) -> Shape:
 
 
 def batch_range(text: str) -> tuple[int, int]:
-    """Return a and B of --batch-range. Raises UsageError."""
+    """Return A and B of --batch-range. Raises UsageError."""
     first, colon, last = text.partition(":")
     if not (colon and first.isdecimal() and last.isdecimal() and len(text) < 20
             and 1 <= int(first) <= int(last) <= min(int(first) << 12, MOST_ROWS)):
@@ -237,26 +238,26 @@ def sites_of(text: str) -> Sites:
 
 
 def row_problems(model, seq_len: int) -> list[str]:
-    """Return what keeps weights from reading rows of so many tokens. model: theirs."""
+    """Return why weights cannot read rows of so many tokens, if they can't. model: theirs."""
     if model.positions == "learned" and seq_len != model.seq_len:
         return [(f"--seq-len {seq_len}: the weights have learned positions of {model.seq_len}"
                  " tokens; leave it out")]
     if model.positions == "rope" and seq_len > model.completed().max_positions:
-        return [(f"--seq-len {seq_len}: the weights are made for rows of"
-                 f" {model.completed().max_positions} tokens at most; use that, or leave it out")]
+        return [(f"--seq-len {seq_len}: the weights are made for rows of at most"
+                 f" {model.completed().max_positions} tokens; use that, or leave it out")]
     return []
 
 
 def unused_problems(args: Arguments) -> list[str]:
-    """Flags that would change nothing beside the others."""
+    """Return flags that have no effect together with the others."""
     found = ["--json and --csv: give one of them"] if args.json and args.csv else []
     alone = "--json" if args.json else "--csv" if args.csv else None
     given = {"--confirm": args.confirm, "--sites": args.sites is not None,
              "--failure-hours": args.failure_hours is not None}
-    found += [f"{flag}: adds to the text, and {alone} prints none; give one of them"
+    found += [f"{flag}: adds to the text, but {alone} prints none; give one of them"
               for flag, is_given in given.items() if is_given and alone]
     if names_kinds(args.machine) and args.memory_limit:
-        found.append("--memory-limit: is for one kind of device; leave it out")
+        found.append("--memory-limit: applies to a single kind of device; leave it out")
     if args.save_seconds is not None and args.failure_hours is None:
         found.append(f"--save-seconds {args.save_seconds:g}: belongs to --failure-hours; add it, or"
                      " leave it out")
@@ -264,7 +265,7 @@ def unused_problems(args: Arguments) -> list[str]:
 
 
 def fixed_problems(args: Arguments, fixed: dict) -> list[str]:
-    """Return what is wrong with the given parts of a layout."""
+    """Return what is wrong with the fixed parts of a layout."""
     found = []
     product = 1
     for name in LAYOUT:
@@ -276,7 +277,7 @@ def fixed_problems(args: Arguments, fixed: dict) -> list[str]:
         found.append(f"--chunks {fixed['chunks']}: only interleaved takes any number; add"
                      " --schedule interleaved, or leave it out")
     if fixed.get("pp") == 1 and "schedule" in fixed:
-        found.append(f"--schedule {fixed['schedule']}: orders the passes of several stages, and"
+        found.append(f"--schedule {fixed['schedule']}: orders the passes of several stages, but"
                      " --pp is 1; give one of them")
     if not found and args.ranks % product:
         found.append(f"--ranks {args.ranks}: is not a multiple of {product}, the ranks of the given"
@@ -285,22 +286,22 @@ def fixed_problems(args: Arguments, fixed: dict) -> list[str]:
 
 
 def job_of(text: str) -> Job:
-    """Return the Job of a preset, a TOML file or a folder. Raises UserErrors."""
+    """Return the Job of a preset, a TOML file or a folder. Raises UserError."""
     quoted = shlex.quote(text)
     if text in PRESETS:
         return Job(build({"preset": text}), f"--preset {quoted}")
     if text.endswith(".toml"):
-        reading = read({"config": text})
-        if reading.problems:
-            raise UsageError([*reading.problems, *config_problems(reading.config)])
-        config, flags = reading.config, f"--config {quoted}"
+        parsed = read({"config": text})
+        if parsed.problems:
+            raise UsageError([*parsed.problems, *config_problems(parsed.config)])
+        config, flags = parsed.config, f"--config {quoted}"
     elif os.path.isdir(text) or os.path.basename(text) == "config.json":
         folder = text if os.path.isdir(text) else os.path.dirname(text) or "."
         config = build(model_settings(folder, where=f"MODEL {brief(text)}"))
         flags = f"--init-from {shlex.quote(folder)}"
     else:
         close = suggestion(text, list(PRESETS))
-        raise UsageError(f"MODEL {brief(text)}: is no preset{close}; use one of"
+        raise UsageError(f"MODEL {brief(text)}: is not a preset{close}; use one of"
                          f" {', '.join(PRESETS)}, a file that ends in .toml, or a folder with"
                          " config.json")
     if wrong := config_problems(config):

@@ -1,6 +1,6 @@
-"""report.html and metrics.csv: what a run leaves for a person, made from the files of its folder.
+"""report.html and metrics.csv: a run's results for a reader, made from the files in its folder.
 
-Both are made anew whenever a run ends or stops. So they continue where a run goes on.
+Both are rewritten whenever a run ends or stops, so a resumed run extends them.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from mpipar.errors import UserError
 from mpipar.files.bounded import open_regular
 from mpipar.files.replace import replace_file
 from mpipar.files.text import counted
-from mpipar.job import alike, blas, mpi
+from mpipar.job import blas, consistency, mpi
 from mpipar.trace import html, trace_file
 from mpipar.trace.analysis import analyse
 
@@ -33,14 +33,14 @@ MOST_RANKS = 256  # rows of the table of ranks
 
 
 def environment(session, hosts: int) -> list[tuple[str, str]]:
-    """Return where and how the run was started, as (name, value). Taken on world rank 0."""
+    """Return where and how the run was started, as (name, value); called on world rank 0."""
     return [
         ("command", f"mpipar {shlex.join(sys.argv[1:])}"),
         ("started", dt.datetime.now().astimezone().isoformat(" ", "seconds")),
         ("launcher", session.launcher.name or "none (one process)"),
         ("ranks", f"{session.world.size} on {counted(hosts, 'host')}"),
         ("MPI", mpi.library_name(session.world)),
-        *((name, session.facts[name]) for name in alike.PROGRAMS),
+        *((name, session.facts[name]) for name in consistency.PROGRAMS),
         ("processor", blas.processor()[0] or platform.machine()),
         ("cores of rank 0", str(len(os.sched_getaffinity(0)))),
         ("system", f"{platform.system()} {platform.release()}"),
@@ -48,10 +48,10 @@ def environment(session, hosts: int) -> list[tuple[str, str]]:
 
 
 def write(folder: Path, config: Config, told: dict, log: Callable[[str], None]) -> None:
-    """Write both files. A failure is said and does not end the run.
+    """Write both files; a failure is logged and does not stop the run.
 
-    told: what no file of the folder has: `state`, `headline`, `environment`, `ranks`
-    (facts of each), `traced`. Only world rank 0 calls it.
+    told: what no file in the folder has: `state`, `headline`, `environment`, `ranks` (facts of
+    each), `traced`. Called on world rank 0 only.
     """
     try:
         (lines, damaged), (evaluations, more) = (
@@ -72,12 +72,12 @@ def write(folder: Path, config: Config, told: dict, log: Callable[[str], None]) 
 
 
 def trace_data(folder: Path, log) -> tuple[dict, str]:
-    """(the page's data of the trace, what it shows in words); ({}, "") if it cannot be read."""
+    """Return (the trace's data for the page, a description); ({}, "") if it cannot be read."""
     try:
         trace = trace_file.read(folder)
         with trace_file.contradictions_are_data_errors(folder):
             data = html.page_data(analyse(trace))
-    except UserError as error:  # as when hosts share no disk; the run itself is fine
+    except UserError as error:  # as when hosts share no file system; the run itself is fine
         log(f"{REPORT} is without the trace: {error}")
         return {}, ""
     thinned = f" ({data['thinned']})" if data["thinned"] else ""
@@ -85,7 +85,7 @@ def trace_data(folder: Path, log) -> tuple[dict, str]:
 
 
 def run_data(folder: Path, config: Config, lines, evaluations, told: dict) -> dict:
-    """Return what the page shows of every run, as values for JSON."""
+    """Return what the page shows for every run, as values for JSON."""
     unit = UNITS[config.model.model][0]
     return {
         "title": f"{folder.resolve().name}: {tables.layout_text(config.grid)},"
@@ -102,7 +102,7 @@ def run_data(folder: Path, config: Config, lines, evaluations, told: dict) -> di
 
 
 def summary(config: Config, lines, evaluations, unit: str) -> list[list[str]]:
-    """[name, value, words] of the figures that are read first."""
+    """Return [name, value, description] of the most important figures."""
     found = []
     if evaluations:
         last, best = evaluations[-1], min(evaluations, key=lambda one: one["held_out_loss"])
@@ -126,7 +126,7 @@ def summary(config: Config, lines, evaluations, unit: str) -> list[list[str]]:
 
 
 def layout_table(ranks: list[dict], head: str) -> dict:
-    """Return which rank holds what, and its memory."""
+    """Return a table of what each rank holds, and its memory."""
     shown = tables.holding_rows(ranks[:MOST_RANKS])
     left_out = [f"and {len(ranks) - MOST_RANKS:,} more ranks"] if len(ranks) > MOST_RANKS else []
     return {"title": "Layout", "words": "; ".join([head, *left_out]),
@@ -134,7 +134,7 @@ def layout_table(ranks: list[dict], head: str) -> dict:
 
 
 def configuration(config: Config) -> list[dict]:
-    """Return a table of the settings of each section; those that are not set are left out."""
+    """Return a table of settings per section, without those that are not set."""
     found: dict[str, list] = {}
     for section, field, value in settings(config):
         if value is not None and value != ():
@@ -145,7 +145,7 @@ def configuration(config: Config) -> list[dict]:
 
 
 def log_text(folder: Path) -> str:
-    """Return the end of log.txt, which holds all that the run has printed."""
+    """Return the end of log.txt, which holds everything the run has printed."""
     try:
         with open_regular(LOG, folder) as file:
             cut = max(0, os.fstat(file.fileno()).st_size - MOST_LOG)
@@ -153,4 +153,4 @@ def log_text(folder: Path) -> str:
             text = file.read(MOST_LOG).decode("utf-8", "replace")
     except FileNotFoundError:
         return ""
-    return f"[{cut:,} bytes before are in {LOG}]\n{text}" if cut else text
+    return f"[{cut:,} earlier bytes are in {LOG}]\n{text}" if cut else text

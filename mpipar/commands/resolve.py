@@ -1,4 +1,4 @@
-"""From what the user typed to a complete Config; one error names all mistakes at once."""
+"""From what the user typed to a complete Config; one error reports all mistakes at once."""
 
 import contextlib
 from collections.abc import Iterable
@@ -7,7 +7,7 @@ from pathlib import Path
 
 from mpipar.checkpoint import formats
 from mpipar.commands.source import find_source
-from mpipar.config.reading import Reading
+from mpipar.config.reading import ParsedConfig
 from mpipar.config.resolve import Check, complete
 from mpipar.config.sections import Config, build, is_in_force, settings
 from mpipar.config.setting import flag
@@ -19,21 +19,21 @@ from mpipar.pipeline.combinations import RULES
 from mpipar.pipeline.csv_format import read_csv
 from mpipar.pipeline.instructions import Schedule
 
-# How routers are trained, whatever the weights say; but a bias of each expert is one of them.
+# How routers are trained, which weights do not fix; but a bias per expert is one of the weights.
 ROUTING = ("router_balance", "router_loss_coef", "router_bias_rate")
 
 
-def resolve(reading: Reading, world_size: int, checks: Iterable[Check] = (),
+def resolve(parsed: ParsedConfig, world_size: int, checks: Iterable[Check] = (),
             machine: str | None = None) -> tuple[Config, list[str]]:
-    """Return the complete Config of a command for this number of ranks, and notes for the user.
+    """Return a command's complete Config for this number of ranks, and notes for the user.
 
-    checks: the command's own, besides the table of what is illegal and the shape of weights.
+    checks: the command's own, besides the table of illegal combinations and the shape of weights.
     machine: the file of costs by which `train` chooses. Raises one UserError with all problems.
     Every rank that calls it gets the same Config.
     """
-    config, source_notes = reading.config, []
-    errors: list[UserError] = [UsageError(reading.problems)] if reading.problems else []
-    facts = {"machine": machine, "chooses_layout": reading.chooses_layout}
+    config, source_notes = parsed.config, []
+    errors: list[UserError] = [UsageError(parsed.problems)] if parsed.problems else []
+    facts = {"machine": machine, "chooses_layout": parsed.chooses_layout}
     try:
         facts["csv"] = schedule_of_file(config)
     except UsageError as error:
@@ -41,18 +41,18 @@ def resolve(reading: Reading, world_size: int, checks: Iterable[Check] = (),
     if config.run.init_from is not None:
         try:
             source = find_source(config.run.init_from, f"--init-from {config.run.init_from}")
-            given = reading.given if "seq_len" not in reading.bad else {}
+            given = parsed.given if "seq_len" not in parsed.bad else {}
             shape = formats.model_settings(source, given.get("seq_len"))
             if shape.get("positions") == "rope" and "seq_len" in given:
-                del shape["seq_len"]  # rotations fit rows of any length
-            config = with_weights_shape(reading, shape, source)
+                del shape["seq_len"]  # rotary positions fit rows of any length
+            config = with_weights_shape(parsed, shape, source)
             source_notes = formats.start_notes(source)
         except UserError as error:
             errors.append(error)
-    elif size := data_vocabulary(reading):
+    elif size := data_vocabulary(parsed):
         config = replace(config, model=replace(config.model, vocab_size=size))
         source_notes = [f"--vocab-size {size}, the vocabulary of the data"]
-    config, notes, found = complete(config, world_size, checks, reading.bad, RULES, **facts)
+    config, notes, found = complete(config, world_size, checks, parsed.bad, RULES, **facts)
     errors += found
     if errors:
         raise combine(errors)
@@ -60,7 +60,7 @@ def resolve(reading: Reading, world_size: int, checks: Iterable[Check] = (),
 
 
 def memory_notes(config: Config) -> list[str]:
-    """Return a note if there are no scores that --recompute attention could make again."""
+    """Return a note if there are no scores that --recompute attention could recompute."""
     if config.memory.recompute != "attention" or keeps_scores(
             config.grid.cp_attention, config.model.head_dim,
             shapes_for(config.run, None).tiled_head_width):
@@ -70,16 +70,16 @@ def memory_notes(config: Config) -> list[str]:
     return [f"--recompute attention: changes nothing, because {who} keeps no scores"]
 
 
-def with_weights_shape(reading: Reading, shape: dict, source: str) -> Config:
+def with_weights_shape(parsed: ParsedConfig, shape: dict, source: str) -> Config:
     """Return the Config with the shape of its first weights; UsageError if flags contradict it.
 
     source: the folder of these weights, which the Config names from now on.
     """
-    typed = {field.name: value for _, field, value in settings(reading.config)}
+    typed = {field.name: value for _, field, value in settings(parsed.config)}
     if shape["model"] != typed["model"]:
         raise UsageError(f"--init-from {typed['init_from']}: holds a {shape['model']}, but --model"
                          f" is {typed['model']}; type --model {shape['model']}")
-    given = typed.keys() & reading.given.keys() - reading.bad
+    given = typed.keys() & parsed.given.keys() - parsed.bad
     shape = {name: value for name, value in shape.items() if not (
         name in ROUTING and name in given and "bias" not in (value, typed[name]))}
     found = [f"{flag(name)} {typed[name]}: contradicts --init-from {typed['init_from']}, where it "
@@ -92,23 +92,23 @@ def with_weights_shape(reading: Reading, shape: dict, source: str) -> Config:
     return build(named | shape | {"init_from": source})
 
 
-def data_vocabulary(reading: Reading) -> int | None:
-    """Return the vocabulary of prepared data, if it decides that of the model.
+def data_vocabulary(parsed: ParsedConfig) -> int | None:
+    """Return the vocabulary size of prepared data, if it determines that of the model.
 
-    It does so where the user names no --vocab-size, and the model's would be smaller.
+    It does if the user gives no --vocab-size and the model's would be smaller.
     """
-    config = reading.config
+    config = parsed.config
     prepared = next(filter(is_dataset, config.run.data), None)
-    if prepared is None or "vocab_size" in reading.given or not is_in_force(config, "vocab_size"):
+    if prepared is None or "vocab_size" in parsed.given or not is_in_force(config, "vocab_size"):
         return None
-    with contextlib.suppress(DataError):  # what is wrong with it is said where it is read
+    with contextlib.suppress(DataError):  # reported where the data is read
         found = read_dataset(Path(prepared))[0].vocab_size
         return found if found > config.model.vocab_size else None
     return None
 
 
 def schedule_of_file(config: Config) -> Schedule | None:
-    """Return the schedule of the file of --schedule-csv. Raises UsageError if it can't be read."""
+    """Return the schedule of --schedule-csv's file. Raises UsageError if it can't be read."""
     path = config.grid.schedule_csv
     if path is None:
         return None

@@ -1,8 +1,8 @@
-"""Where a run begins: at step 1, or behind the checkpoint that `--resume` stands for.
+"""Where a run starts: at step 1, or after the checkpoint selected by `--resume`.
 
-World rank 0 alone looks at the disk, and tells the others what it found. So every rank goes on from
-the same step with the same settings. A run folder without a checkpoint begins again as it began
-first: with the settings of its config.toml, and with what its sources.json names.
+World rank 0 alone looks at the disk and tells the others what it found, so that every rank resumes
+from the same step with the same settings. A run folder without a checkpoint starts again as it did
+the first time: with the settings of its config.toml, and from what its sources.json names.
 """
 
 from __future__ import annotations
@@ -14,9 +14,9 @@ from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 
 from mpipar import data
-from mpipar.checkpoint.companions import read_companions
 from mpipar.checkpoint.load import load_state
 from mpipar.checkpoint.manifest import NAME, committed_steps, read_manifest
+from mpipar.checkpoint.tokenizer_files import read_tokenizer_files
 from mpipar.comm.facts import broadcast_text, gather_facts
 from mpipar.comm.grid import AXES
 from mpipar.commands.compared import compare_inputs, digest_of_weights
@@ -26,13 +26,13 @@ from mpipar.commands.run_folder import (
     CONFIG,
     Sources,
     finished_step,
-    go_on_in,
     is_run,
     make_run_folder,
     newest_step,
     read_sources,
+    resume_in,
 )
-from mpipar.commands.source import companions_of, find_source
+from mpipar.commands.source import find_source, tokenizer_folder
 from mpipar.config.layout import sizes_text
 from mpipar.config.reading import values_of
 from mpipar.config.run import AUTO, NEVER, named_folder, trace_steps
@@ -45,13 +45,13 @@ from mpipar.train.optim import of_new_length
 
 @dataclass(frozen=True)
 class Start:
-    """Where a run begins; the same on every rank.
+    """Where a run starts; the same on every rank.
 
-    folder: the run folder to go on in, or None for a new one. newest: its newest step. candidates:
+    folder: the run folder to resume in, or None for a new one. newest: its newest step. candidates:
     folders of steps, the one to load first; the others are what `auto` may fall back to. step,
     config (TOML), layout, schedule, data: of the first candidate whose manifest can be read.
-    Without a candidate, config and data are those with which the run began. weights: what a run
-    without a candidate begins with; digest: what its SHA-256 must be; "" if nothing says so.
+    Without a candidate, config and data are those of the run's first start. weights: what a run
+    without a candidate starts from; digest: its expected SHA-256, or "" if unknown.
     finished: the step with which the run has ended, or 0. notes: lines for the user.
     """
 
@@ -70,10 +70,9 @@ class Start:
 
 
 def agreed_start(session, run) -> Start:
-    """Return the Start of `--resume`, found by world rank 0. run: the RunConfig that the user
-    typed.
+    """Return the Start of `--resume`, found by world rank 0. run: the RunConfig as typed.
 
-    Comm: one broadcast over the world, if a run is to go on.
+    Comm: one broadcast over the world, if a run is to be resumed.
     """
     if run.resume == NEVER:
         return Start()
@@ -84,9 +83,9 @@ def agreed_start(session, run) -> Start:
 
 
 def find_start(run) -> Start:
-    """Look for the checkpoint that --resume stands for; raise UserError if there is none to take.
+    """Find the checkpoint that --resume selects; raise UserError if there is none to load.
 
-    `auto` takes the newest one that can be read, and none in a folder without any.
+    `auto` takes the newest readable one, and none in a folder without any.
     """
     if run.resume == AUTO:
         source = folder = named_folder(run)
@@ -97,7 +96,7 @@ def find_start(run) -> Start:
             return again(run, folder)
         check_first_weights(run, folder, read_sources(folder))
     elif run.init_from is not None:
-        return Start()  # two sources, which a row of the table of combinations refuses
+        return Start()  # two sources, which the table of combinations refuses
     else:
         source, steps = _named_steps(run.resume)
         folder = named_folder(run) or source
@@ -106,7 +105,7 @@ def find_start(run) -> Start:
 
 
 def _newest_of(steps: list[Path], source: Path, folder: Path | None, asked: str) -> Start:
-    """The Start behind the first of these steps whose manifest can be read. asked: --resume."""
+    """Return the Start after the first of these steps with a readable manifest. asked: --resume."""
     notes = []
     for number, path in enumerate(steps):
         try:
@@ -125,10 +124,10 @@ def _newest_of(steps: list[Path], source: Path, folder: Path | None, asked: str)
 
 
 def again(run, folder: Path) -> Start:
-    """Return the Start of a run that has ended before its first checkpoint: as it began first.
+    """Return the Start of a run that ended before its first checkpoint: as it started first.
 
-    A run that began behind the checkpoint of another one begins there again. Raises UserError if
-    what it began with has changed, or is not what the user names.
+    A run that started from another run's checkpoint starts there again. Raises UserError if what it
+    started from has changed, or is not what the user names.
     """
     sources = read_sources(folder)
     config = _first_config(folder)
@@ -137,7 +136,7 @@ def again(run, folder: Path) -> Start:
         step = Path(sources.resumed)
         found = _newest_of([step], step.parent.parent, folder, AUTO)
         if digest_of_weights(sources.resumed) != sources.digest:
-            raise DataError(f"{step}: has changed since the run in {folder} began behind it; give a"
+            raise DataError(f"{step}: has changed since the run in {folder} started from it; give a"
                             " new --out")
         return replace(found, config=config or found.config)
     note = f"{folder} has no checkpoint: the run starts at step 1"
@@ -148,7 +147,7 @@ def again(run, folder: Path) -> Start:
 
 
 def _first_config(folder: Path) -> str:
-    """The text of a run folder's config.toml, "" if there is none; DataError if it is damaged."""
+    """Return the text of a run folder's config.toml, "" without one; DataError if damaged."""
     path = folder / CONFIG
     if not os.path.lexists(path):
         return ""
@@ -159,31 +158,30 @@ def _first_config(folder: Path) -> str:
 
 
 def check_first_weights(run, folder: Path, sources: Sources) -> str:
-    """Return what a run began with: the user's --init-from where that names the same, or as it was
-    named.
+    """Return the weights that a run started from, as the user names them if that is the same.
 
-    Raises UsageError if the user names others than those that the run in this folder began with.
+    Raises UsageError if the user names others than those that the run in this folder started from.
     """
     if run.init_from is None:
         return sources.init_from
     where, cure = f"--init-from {run.init_from}", "leave --init-from out, or give a new --out"
     if not sources.init_from:
-        raise UsageError(f"{where}: the run in {folder} did not begin with it; {cure}")
+        raise UsageError(f"{where}: the run in {folder} did not start from it; {cure}")
     if not os.path.exists(run.init_from) and Path(sources.init_from).is_relative_to(run.init_from):
-        return sources.init_from  # it is gone; a checkpoint does not need it
+        return sources.init_from  # it is gone, but a checkpoint does not need it
     found = find_source(run.init_from, where)
     if sources.digest:
         same = digest_of_weights(found) == sources.digest
     else:
         same = Path(found).resolve() == Path(sources.init_from).resolve()
     if not same:
-        raise UsageError(f"{where}: are not the weights that the run in {folder} began with, which"
-                         f" were those of {sources.init_from}; {cure}")
+        raise UsageError(f"{where}: is not what the run in {folder} started from, which was"
+                         f" {sources.init_from}; {cure}")
     return found
 
 
 def _named_steps(text: str) -> tuple[Path, list[Path]]:
-    """(run folder, the one step) of a path to a run or to one of its steps."""
+    """Return (run folder, [one step]) for a path to a run or to one of its steps."""
     path = Path(text)
     if path.parent.name == CHECKPOINTS and (
             os.path.exists(path / NAME) or not os.path.isdir(path)):
@@ -191,47 +189,46 @@ def _named_steps(text: str) -> tuple[Path, list[Path]]:
     steps = committed_steps(path / CHECKPOINTS)
     if not steps:
         cure = (f"; start it again with --resume auto --out {text}" if is_run(path)
-                else "; give the folder of a run, or one of its checkpoints/step-...")
+                else "; give a run folder, or one of its checkpoints/step-...")
         raise DataError(f"--resume {text}: there is no checkpoint here{cure}")
     return path, [steps[-1][1]]
 
 
 def fallback(damage: str) -> str:
-    """Return what is said when a checkpoint cannot be used and the one before it is taken."""
+    """Return the message for an unusable checkpoint whose predecessor is loaded instead."""
     return f"DAMAGED CHECKPOINT, falling back to the one before: {damage}"
 
 
-def with_saved_settings(reading, start: Start, world_size: int):
-    """Return the Reading with the settings of the run that goes on below those that the user names.
-    """
+def with_saved_settings(parsed, start: Start, world_size: int):
+    """Return the configuration with the resumed run's settings beneath those the user named."""
     if not start.config:
-        return reading
+        return parsed
     saved = values_of(start.config) | {"init_from": start.weights or None}
-    if reading.config.run.resume == AUTO:  # the Start knows what the user's --init-from stands for
-        given = {name: value for name, value in reading.given.items() if name != "init_from"}
-        reading = replace(reading, given=given)
-    return legal(reading, saved, world_size)
+    if parsed.config.run.resume == AUTO:  # the Start has resolved the user's --init-from
+        given = {name: value for name, value in parsed.given.items() if name != "init_from"}
+        parsed = replace(parsed, given=given)
+    return legal(parsed, saved, world_size)
 
 
 def start_problems(start: Start):
-    """Return the check that the run has steps left behind its checkpoint, or none at all."""
+    """Return the check that the run has steps left after its checkpoint."""
     def problems(config) -> list[str]:
         if config.train.steps >= start.step:
             return []
-        return [(f"--steps {config.train.steps}: the checkpoint is of step {start.step} already;"
+        return [(f"--steps {config.train.steps}: the checkpoint is already of step {start.step};"
                  f" use {start.step} or more")]
     return problems, UsageError
 
 
-def behind(start: Start, inputs):
-    """Return the Inputs of a run that begins behind `start`, with notes of what is not as it was.
+def after(start: Start, inputs):
+    """Return the Inputs of a run that starts after `start`, with notes on what has changed.
 
-    A trace whose first step is done already is not written again.
+    A trace whose first step is already done is not written again.
     """
     config, notes, saved = inputs.config, [*start.notes], values_of(start.config)
     chosen, was = trace_steps(config.run.trace), saved.get("steps", config.train.steps)
     if chosen and chosen[0] <= start.step:
-        notes.append(f"--trace {config.run.trace}: the run goes on behind step {start.step}, so"
+        notes.append(f"--trace {config.run.trace}: the run resumes after step {start.step}, so"
                      " nothing is traced")
         config = replace(config, run=replace(config.run, trace=None, trace_ops=False))
     if config.train.steps != was:
@@ -240,10 +237,9 @@ def behind(start: Start, inputs):
 
 
 def agreed_sources(session, start: Start, inputs) -> Sources:
-    """Return what this run begins with, which is the same on all ranks, and that of its first
-    start.
+    """Return what this run starts from, which must be the same as on other ranks and as at first.
 
-    All ranks leave together if it is not. Comm: that of `compare_inputs`, and an agreement.
+    Otherwise all ranks leave together. Comm: that of `compare_inputs`, and an agreement.
     """
     found, weights = compare_inputs(session, inputs)
     arrays = data.arrays_of(inputs.config.model, (inputs.train_part, inputs.held_out))
@@ -255,7 +251,7 @@ def agreed_sources(session, start: Start, inputs) -> Sources:
 
 def agreed_folder(session, start: Start, inputs,
                   sources: Sources) -> tuple[Path, dict[str, bytes]]:
-    """Return the run folder, new or ready to go on in, and what world rank 0 has written into it.
+    """Return the run folder, new or ready to resume in, and what world rank 0 wrote to it.
 
     World rank 0 alone writes. Comm: an agreement; the folder's name from world rank 0.
     """
@@ -263,10 +259,11 @@ def agreed_folder(session, start: Start, inputs,
         if session.world.rank > 0:
             return None, {}
         source = sources.resumed or sources.init_from
-        beside = read_companions(companions_of(source) if source else None, inputs.tokenizer)
+        folder = tokenizer_folder(source) if source else None
+        beside = read_tokenizer_files(folder, inputs.tokenizer)
         if start.folder is None:
             return make_run_folder(inputs.config, session, sources, beside)
-        return go_on_in(start, inputs.config, session, beside)
+        return resume_in(start, inputs.config, session, beside)
 
     folder, written = session.agree(made)
     return Path(broadcast_text(session.world, str(folder))), written
@@ -275,28 +272,28 @@ def agreed_folder(session, start: Start, inputs,
 def check_begin(start: Start, found: Mapping[str, object], arrays, weights: str) -> None:
     """Raise DataError if data or first weights are not those that the run had.
 
-    found: the fingerprint of the arrays. weights: the digest of the weights that ranks begin with.
+    found: the fingerprint of the arrays. weights: the digest of the weights that ranks start from.
     """
-    since = "the checkpoint" if start.candidates else "the run began"
-    # An older checkpoint has the fingerprint of the files' ends.
+    since = "the checkpoint" if start.candidates else "the run started"
+    # Older checkpoints contain a fingerprint of the ends of the files.
     now = of_ends(arrays) if "sha256" in start.data and "files" in found else found
     if start.data and start.data != now:
         raise DataError(f"--data: has changed since {since}: {describe_data(now)} now,"
                         f" {describe_data(start.data)} then; give the same --data and --val-data")
     if start.digest and start.digest != weights:
-        raise DataError(f"--init-from {start.weights}: has changed since the run began; give a new"
-                        " --out")
+        raise DataError(f"--init-from {start.weights}: has changed since the run started; give a"
+                        " new --out")
 
 
 def describe_data(found: Mapping[str, object]) -> str:
-    """Return a fingerprint of data, in words."""
+    """Return a fingerprint of data as text."""
     return ", ".join(brief(f"{name} {value}") for name, value in found.items())
 
 
 def load_newest(session, worker, start: Start, log) -> int:
-    """Load the newest candidate that is whole on every rank, and the same; return its step.
+    """Load the newest candidate that is intact and the same on every rank; return its step.
 
-    A damaged one is said loudly, and the one before it is loaded.
+    A damaged one is reported prominently, and the one before it is loaded.
 
     Raises DataError on every rank if none is left. Comm: a gather and a broadcast for each try.
     """
@@ -307,7 +304,7 @@ def load_newest(session, worker, start: Start, log) -> int:
         found = json.loads(broadcast_text(
             session.world, json.dumps(_of_all(everybody, text) if everybody else [])))
         if not found:
-            log(f"resumed behind step {fact['step']}: {text}; {moved(start, worker)}")
+            log(f"resumed after step {fact['step']}: {text}; {moved(start, worker)}")
             return fact["step"]
         wrong += found
         if text != start.candidates[-1]:
@@ -320,7 +317,7 @@ def load_newest(session, worker, start: Start, log) -> int:
 
 
 def _try(worker, folder: Path) -> dict:
-    """What loading this rank's state from a checkpoint has given: step, problems, its digest."""
+    """Load this rank's state from a checkpoint; return the step, problems, and its digest."""
     try:
         manifest = read_manifest(folder)
         load_state(worker, folder, manifest)
@@ -330,21 +327,21 @@ def _try(worker, folder: Path) -> dict:
 
 
 def _of_all(facts: list[dict], folder: str) -> list[str]:
-    """The problems of the first rank that has some, or that ranks have read other checkpoints."""
+    """Return the problems of the first rank that has some, or that ranks read other checkpoints."""
     if problems := next(filter(None, (fact["problems"] for fact in facts)), []):
         return problems
     others = [place for place, fact in enumerate(facts) if fact["digest"] != facts[0]["digest"]]
-    return [(f"{folder}: rank {others[0]} has another checkpoint under this name than rank 0; give"
+    return [(f"{folder}: rank {others[0]} has another checkpoint of this name than rank 0; give"
              " all hosts the same files")] if others else []
 
 
 def layout_words(layout: Mapping[str, int], schedule: str) -> str:
-    """Return the layout and schedule of a checkpoint, in words."""
+    """Return the layout and schedule of a checkpoint as text."""
     return f"{sizes_text(layout)}, {schedule}"
 
 
 def moved(start: Start, worker) -> str:
-    """From which layout to which the state goes."""
+    """Return which layout the state moves from and to."""
     here = {axis: worker.grid.size(axis) for axis in AXES}
     now = layout_words(here, worker.schedule.name)
     was = layout_words(start.layout, start.schedule)

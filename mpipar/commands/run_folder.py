@@ -1,4 +1,4 @@
-"""Where a run's files go: a new or an empty folder, or with `--resume` the folder of a run."""
+"""Where a run's files go: a new or empty folder, or with `--resume` an existing run folder."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from mpipar.config.reading import to_toml, values_of
 from mpipar.config.run import RUNS, named_folder
 from mpipar.console import series
 from mpipar.errors import DataError, OutputError, UsageError
-from mpipar.files import own
+from mpipar.files import no_links
 from mpipar.files.bounded import parse_json, problems_as, read_text
 from mpipar.files.replace import replace_file, replaced_files, set_aside
 from mpipar.files.text import counted
@@ -25,19 +25,19 @@ from mpipar.job.failure import DISK_ERRORS
 CHECKPOINTS, WEIGHTS = "checkpoints", "weights"
 CONFIG, SOURCES = "config.toml", "sources.json"  # the settings; what the run began with
 LOG = "log.txt"
-METRICS, EVALUATIONS = "metrics.jsonl", "evaluations.jsonl"  # a line for each step they tell of
+METRICS, EVALUATIONS = "metrics.jsonl", "evaluations.jsonl"  # a line per reported step
 CSV, REPORT = "metrics.csv", "report.html"  # made from the other files when the run ends
-RESULT = "result.json"  # exists once a run has done all that it had to do
+RESULT = "result.json"  # exists once a run is complete
 GROWING = (LOG, METRICS, EVALUATIONS)
 FOLDERS = (CHECKPOINTS, WEIGHTS, "trace", "status", "hang", "tensorboard")
 
 
 @dataclass(frozen=True)
 class Sources:
-    """What a run began with, which every later start in its folder uses.
+    """What a run started from, which every later start in its folder uses too.
 
     init_from: the folder of its first weights; resumed: the checkpoint of another run; "" if none.
-    digest: of the one that there is, see `digest_of_weights`. data: the fingerprint of the data.
+    digest: of whichever is given, see `digest_of_weights`. data: the fingerprint of the data.
     """
 
     init_from: str = ""
@@ -47,12 +47,12 @@ class Sources:
 
 
 def is_run(folder: Path) -> bool:
-    """Return whether a run has begun in this folder."""
+    """Return whether a run has started in this folder."""
     return os.path.isfile(folder / CONFIG) or os.path.isdir(folder / CHECKPOINTS)
 
 
 def folder_problems(config) -> list[str]:
-    """Return why the folder that the user named cannot be a new run's; empty if it can."""
+    """Return why the folder that the user named cannot hold a new run; empty if it can."""
     folder = named_folder(config.run)
     try:
         if folder is None or not folder.exists() or (folder.is_dir() and not _content(folder)):
@@ -61,8 +61,8 @@ def folder_problems(config) -> list[str]:
         return [f"{folder}: {error.strerror}; give another folder"]
     other = "--run-name" if config.run.out is None else "--out"
     if not folder.is_dir():
-        return [f"{folder} is a file, and a run writes several: give a new {other}"]
-    cure = f", or go on in it with --resume auto {other} {config.run.out or config.run.run_name}"
+        return [f"{folder} is a file, but a run needs a folder: give a new {other}"]
+    cure = f", or resume it with --resume auto {other} {config.run.out or config.run.run_name}"
     return [(f"{folder} exists and is not empty; a run never overwrites another: give a new"
              f" {other}{cure if is_run(folder) else ''}")]
 
@@ -71,10 +71,10 @@ def make_run_folder(config, session, sources: Sources,
                     beside: Mapping[str, bytes]) -> tuple[Path, dict[str, bytes]]:
     """Create and lock the run folder; return it and what was written, for `keep`.
 
-    beside: what lies beside the weights. Raises OutputError and UsageError.
+    beside: files to be placed beside the weights. Raises OutputError and UsageError.
 
-    Only world rank 0 calls it. Another start may take the folder that the user named at the same
-    moment. So it looks again, under the lock, whether the folder is empty.
+    Only world rank 0 calls it. Another job may claim the folder that the user named at the same
+    moment, so it checks once more, holding the lock, that the folder is empty.
     """
     folder = named_folder(config.run)
     with said(folder or RUNS, "the run folder can't be made"):
@@ -89,7 +89,7 @@ def make_run_folder(config, session, sources: Sources,
 
 
 def _write(first: dict[str, bytes], config, beside, folder: Path) -> dict[str, bytes]:
-    """Write what a start leaves in its folder, and return it. With config.toml it is a run's."""
+    """Write what a start leaves in its folder, and return it; config.toml makes it a run folder."""
     files = first | {CONFIG: to_toml(config).encode()} | {
         f"{WEIGHTS}/{name}": content for name, content in beside.items()}
     for name, content in files.items():
@@ -98,16 +98,16 @@ def _write(first: dict[str, bytes], config, beside, folder: Path) -> dict[str, b
 
 
 def _content(folder: Path) -> list[str]:
-    """The names in a folder, but for those of a start that ended before it wrote config.toml."""
+    """Return the names in a folder, except those of a start that ended before config.toml."""
     begun = (SOURCES, f"{SOURCES}.partial", f"{CONFIG}.partial")
     return [path.name for path in folder.iterdir()
             if path.name not in begun and not lock.NAMES.fullmatch(path.name)]
 
 
 def read_sources(folder: Path) -> Sources:
-    """Return what the run in a folder began with. Raises DataError for a damaged sources.json."""
+    """Return what the run in a folder started from. Raises DataError if sources.json is damaged."""
     path = folder / SOURCES
-    if not os.path.lexists(path):  # of an older version
+    if not os.path.lexists(path):  # written by an older version
         with contextlib.suppress(OSError, ValueError):
             return Sources(values_of(read_text(CONFIG, root=folder)).get("init_from", ""))
         return Sources()
@@ -119,43 +119,42 @@ def read_sources(folder: Path) -> Sources:
         return Sources(**found)
 
 
-def go_on_in(start, config, session,
-             beside: Mapping[str, bytes]) -> tuple[Path, dict[str, bytes]]:
-    """Lock the folder of a run and make it ready to go on; the result is that of
-    `make_run_folder`.
+def resume_in(start, config, session,
+              beside: Mapping[str, bytes]) -> tuple[Path, dict[str, bytes]]:
+    """Lock a run folder and prepare it for resuming; return as `make_run_folder` does.
 
-    Raises OutputError and UsageError.
-    start: where the run begins, found before the folder was locked. What an earlier start has left
-    of its end is set aside: errors, and a trace that is written anew. Only world rank 0 calls it.
+    start: where the run starts, found before the folder was locked. What an earlier start left at
+    its end is set aside: errors, and a trace that will be written again. Only world rank 0 calls
+    it. Raises OutputError and UsageError.
     """
     folder = Path(start.folder)
-    with said(folder, "the run can't go on here"):
+    with said(folder, "the run can't resume here"):
         session.lock(folder)
         check_own(folder)
         if newest_step(folder) != start.newest:
-            raise UsageError(f"{folder}: another job has just gone on in it; start again")
+            raise UsageError(f"{folder}: another job has just resumed in it; start again")
         set_aside(folder / "errors")
         if config.run.trace:
             set_aside(folder / "trace")
-        own.remove_tree(folder, "hang")  # of a job that was killed
+        no_links.remove_tree(folder, "hang")  # left by a job that was killed
         first = {}
-        with contextlib.suppress(FileNotFoundError, ValueError):  # of an older version, or damaged
+        with contextlib.suppress(FileNotFoundError, ValueError):  # an older version's, or damaged
             first[SOURCES] = read_text(SOURCES, root=folder).encode()
         return folder, _write(first, config, beside, folder)
 
 
 def check_own(folder: Path) -> None:
-    """Raise OutputError if what a run writes to is not its own: links, pipes, files of others."""
+    """Raise OutputError if files that the run writes to are links, pipes or other users' files."""
     wrong = []
     for name in filter(lambda name: os.path.lexists(folder / name), (*GROWING, *FOLDERS)):
         try:
             if name in GROWING:
-                os.close(own.opened(folder, name, os.O_RDWR))
+                os.close(no_links.opened(folder, name, os.O_RDWR))
             else:
-                with own.folder(folder, name, make=True):
+                with no_links.folder(folder, name, make=True):
                     pass
         except OSError as error:
-            wrong.append(f"{folder}: the run can't go on here: {error.strerror}")
+            wrong.append(f"{folder}: the run can't resume here: {error.strerror}")
     if wrong:
         raise OutputError(wrong)
 
@@ -165,28 +164,28 @@ def newest_step(folder: Path) -> int:
     return max((step for step, _ in committed_steps(folder / CHECKPOINTS)), default=0)
 
 
-def cut_behind(folder: Path, step: int) -> list[Path]:
-    """Let the run folder end with `step`; return what the user should know of it.
+def truncate_after(folder: Path, step: int) -> list[Path]:
+    """Cut the run folder back to `step`; return notes for the user.
 
-    The lines of later steps go, and a line that is not whole, and what was made from them. A file
-    with damaged lines is kept aside: the checkpoint decides how far the run is. Raises OutputError.
-    Only world rank 0 calls it.
+    Lines of later steps, an incomplete last line, and files made from them are removed; later
+    checkpoints and a file with damaged lines are kept aside. The checkpoint decides how far the
+    run is. Raises OutputError. Only world rank 0 calls it.
     """
     notes = []
-    with said(folder, "the run can't go on here"):
+    with said(folder, "the run can't resume here"):
         for name in (METRICS, EVALUATIONS):
             if os.path.lexists(folder / name):
                 notes += _cut_lines(folder, name, step)
         for name in (CSV, REPORT):
-            own.remove(folder, name)
+            no_links.remove(folder, name)
         for number, path in committed_steps(folder / CHECKPOINTS):
             if number > step:
-                notes.append(f"a checkpoint of a later step is kept aside in {set_aside(path)}")
+                notes.append(f"a checkpoint of a later step is kept aside as {set_aside(path)}")
     return notes
 
 
 def _cut_lines(folder: Path, name: str, step: int) -> list[str]:
-    """Leave the whole lines up to `step` in a file; say which lines were damaged."""
+    """Keep a file's whole lines up to `step`; return a warning if lines were damaged."""
     damaged = []
 
     def kept():
@@ -202,7 +201,7 @@ def _cut_lines(folder: Path, name: str, step: int) -> list[str]:
             return []
         aside = set_aside(folder / name)
     return [(f"WARNING: {folder / name}: {counted(len(damaged), 'line')} damaged, the first is line"
-             f" {damaged[0]:,}; the run goes on without, and the file as it was is {aside}")]
+             f" {damaged[0]:,}; the run continues without, and the original file is {aside}")]
 
 
 def finished_step(folder: Path) -> int:
@@ -215,16 +214,15 @@ def finished_step(folder: Path) -> int:
 
 
 def keep(folder: Path, written: Mapping[str, bytes], held: lock.RunLock, files) -> list[str]:
-    """Look whether the folder is still this run's, and write anew what it has lost.
+    """Check that the folder is still this run's, and restore what it has lost; return notes.
 
-    written: what the start left in it. files: `GrowingFile`s, all of which reach the disk. Returns
-    what the user should know. Raises OSError, and OutputError if another job writes here now. Only
-    world rank 0 calls it.
+    written: what the start left in it. files: `GrowingFile`s, all of which are synced to disk.
+    Raises OSError, and OutputError if another job now writes here. Only world rank 0 calls it.
     """
     notes = []
     if not os.path.lexists(folder):
-        notes.append(f"WARNING: {folder} is gone (moved or removed?); the run goes on in a new"
-                     " folder of this name; earlier checkpoints and traces are where the old one"
+        notes.append(f"WARNING: {folder} is gone (moved or removed?); the run continues in a new"
+                     " folder of this name; earlier checkpoints and traces are wherever the old one"
                      " is")
         folder.mkdir(parents=True)
     held.keep()
@@ -232,12 +230,12 @@ def keep(folder: Path, written: Mapping[str, bytes], held: lock.RunLock, files) 
     for name in gone:
         replace_file(name, [written[name]], root=folder)
     if gone and not notes:
-        notes.append(f"WARNING: no longer in {folder}, and written anew: {', '.join(gone)}")
+        notes.append(f"WARNING: missing in {folder}, and restored: {', '.join(gone)}")
     return notes + [note for note in (file.sync() for file in files) if note]
 
 
 def whereabouts(folder: Path) -> str:
-    """Return which of its parts a run that has ended has in its folder, and which are not there."""
+    """Return which files a run that has ended has in its folder, and which are missing."""
     parts = {"weights": WEIGHTS, "checkpoints": CHECKPOINTS, "metrics": METRICS, REPORT: REPORT,
              CONFIG: CONFIG, LOG: LOG}
     there = [part for part, name in parts.items() if os.path.lexists(folder / name)]
@@ -254,7 +252,7 @@ def write_result(folder: Path, found: dict) -> None:
 
 @contextmanager
 def said(what: Path, problem: str):
-    """Raise OutputError for an OSError inside."""
+    """Turn an OSError inside into an OutputError."""
     try:
         yield
     except OSError as error:
@@ -262,7 +260,7 @@ def said(what: Path, problem: str):
 
 
 def _make_numbered_folder() -> Path:
-    """Make the next number in runs/; two runs that start at the same time get two folders."""
+    """Create the next number in runs/; two runs that start at the same time get two folders."""
     RUNS.mkdir(exist_ok=True)
     number = max((int(p.name) for p in RUNS.iterdir() if p.name.isdecimal()), default=0)
     while True:
@@ -275,7 +273,7 @@ def _make_numbered_folder() -> Path:
 
 @contextmanager
 def full_disk_is_an_output_error(folder: Path):
-    """Raise OutputError for a full, broken or forbidden disk: it is not the program's defect."""
+    """Raise OutputError for a full, broken or read-only disk, which is no defect of the program."""
     try:
         yield
     except OSError as error:

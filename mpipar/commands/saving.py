@@ -1,4 +1,4 @@
-"""When a run saves its state, what becomes of a save that fails, and what the run says of it."""
+"""When a run saves its state, what happens if a save fails, and what is printed about it."""
 
 from __future__ import annotations
 
@@ -8,20 +8,20 @@ from mpipar.errors import OutputError
 
 
 class Saving:
-    """The saves of one run.
+    """The saves of one run; every rank calls the same methods at the same step.
 
-    Every rank calls the same methods at the same step. saver: what writes. run: the RunConfig.
-    before(): what comes before a save. It brings the metrics so far to the disk, because what lies
-    behind a checkpoint must not need its steps again. It also refuses weights that are not finite.
+    saver: what writes. run: the RunConfig. before(): runs before each save. It writes all metrics
+    so far to disk, so that what precedes a checkpoint never needs its steps repeated, and refuses
+    weights that are not finite.
     """
 
     def __init__(self, saver, run, before, log):
         self.saver, self.run, self.before, self.log = saver, run, before, log
 
     def after_step(self, step: int, votes) -> bool:
-        """Commit what all ranks have written, and save if it is this step's turn or a rank asks.
+        """Commit what all ranks have written, and save if it is time or a rank asks for it.
 
-        A failure is said, and the next save tries again. False if there was nothing to do.
+        A failure is reported, and the next save tries again. Return whether there was work to do.
         Comm: that of `Saver`.
         """
         due = votes.save or (self.run.save_interval and step % self.run.save_interval == 0)
@@ -35,7 +35,7 @@ class Saving:
         return True
 
     def attempt(self, function, *arguments) -> None:
-        """Call a function that saves; its failure is a warning, on every rank alike."""
+        """Call a function that saves; if it fails, warn, in the same way on every rank."""
         try:
             function(*arguments)
         except OutputError as error:
@@ -51,20 +51,20 @@ class Saving:
     def save(self, step: int) -> None:
         """Save the whole state; with --save-async it is written while the next steps run.
 
-        Raises OutputError on every rank alike. Comm: that of before() and `Saver`.
+        Raises OutputError on every rank. Comm: that of before() and `Saver`.
         """
         self.before()
         before, blocked = self.saver.saved, self.saver.blocked_seconds
         self.saver.save(step)
         if self.saver.saved == step:
             self.tell(self.saver.blocked_seconds)
-        elif self.saver.saved != before:  # the save before had to be committed first
+        elif self.saver.saved != before:  # the previous save had to be committed first
             self.tell(blocked)
 
     def save_last(self, step: int) -> None:
         """Save the state after the last step, unless a checkpoint has it; wait until it is written.
 
-        Raises OutputError on every rank alike. Comm: that of `save`.
+        Raises OutputError on every rank. Comm: that of `save`.
         """
         self.attempt(self.commit)
         if self.saver.saved != step:

@@ -1,4 +1,4 @@
-"""`mpipar schedule`: make, prove, time and draw a pipeline schedule; no MPI, one process."""
+"""`mpipar schedule`: makes, proves, times and draws a pipeline schedule; no MPI, one process."""
 
 import json
 import re
@@ -29,15 +29,15 @@ from mpipar.pipeline.schedules.catalog import (
 )
 from mpipar.pipeline.simulate import Timeline, simulate
 
-# What a number of --costs may look like. A larger exponent would make a number of endless digits.
+# What a number in --costs may look like; a larger exponent would make it endlessly long.
 COST = re.compile(r"[+-]?(\d{1,9}/\d{1,9}|(\d{1,9}\.?\d{0,9}|\.\d{1,9})([eE][+-]?\d)?)", re.ASCII)
-MOST_COMPARED = 1 << 13  # microbatches times workers: each of the schedules is made and simulated
+MOST_COMPARED = 1 << 13  # microbatches times workers: each schedule is made and simulated
 VIEWS = ("--symbols", "--book", "--svg", "--animate", "--json", "--csv")  # of one schedule
 STDOUT = "-"  # a file of this name is standard output
 EXAMPLES = """\
 In the grid a row is a worker and F3 is the forward of microbatch 3 (2F3: of stage 2). B is a whole
-backward; I and W are its halves, input gradient and weight gradient. Costs are those of one stage.
-With --compare they are those of one worker's layers, which v stages per worker share equally.
+backward; I and W are its halves, input gradient and weight gradient. Costs are those of one stage;
+with --compare they are those of one worker's layers, divided equally among its v stages.
 
 examples:
   mpipar schedule 1f1b --pp 4 --num-microbatches 8
@@ -49,34 +49,34 @@ examples:
 
 @dataclass(frozen=True)
 class Arguments:
-    """A schedule, or where it comes from; costs; what is printed and written."""
+    """A schedule or its source; costs; what is printed and written."""
 
     name: str | None = positional("NAME", ", ".join(SCHEDULES), default=None)
     pp: int = setting(4, "pipeline ranks", metavar="P")
     num_microbatches: int = setting(8, "per step", metavar="M")
     chunks: int | None = setting(
-        None, "stages per worker, on looped schedules (default 2)", metavar="V")
+        None, "stages per worker, for looped schedules (default 2)", metavar="V")
     group_size: int | None = setting(
-        None, "microbatches that pass a chunk before the next chunk, on interleaved schedules",
+        None, "microbatches that pass a chunk before the next chunk, for interleaved schedules",
         metavar="G")
     costs: str | None = setting(
-        None, "time of forward, input gradient, weight gradient and, if it is less than the sum, of"
-        " an overlapped forward and backward (default 1,1,1; with --book 1,1/2,1/2)",
+        None, "time of forward, input gradient, weight gradient and, if less than their sum, of an"
+        " overlapped forward and backward (default 1,1,1; with --book 1,1/2,1/2)",
         metavar="F,I,W[,FB]")
     latency: str | None = setting(
         None, "time of a message between workers (default 0)", metavar="C")
-    symbols: bool = switch("print F_k and B_k in time order, not the grid")
+    symbols: bool = switch("print F_k and B_k in time order instead of the grid")
     book: bool = switch(
         "draw the grid as textbooks do: the last worker on top, an arrow up for a forward pass of"
         " block l and an arrow down for its backward pass, both equally wide")
-    compare: bool = switch("table all schedules for these counts")
+    compare: bool = switch("print a table of all schedules for these counts")
     svg: str | None = setting(None, "draw into an SVG file", metavar="FILE")
-    animate: bool = switch("with --svg: passes appear while the time goes on")
+    animate: bool = switch("with --svg: passes appear as time goes by")
     json: bool = switch("print everything as JSON and nothing else")
     csv: str | None = setting(
         None, "write in the format of torch.distributed.pipelining; with - print that and nothing"
         " else", metavar="FILE")
-    csv_format: str = setting("compute_only", "passes only, or also sends and receives",
+    csv_format: str = setting("compute_only", "passes only, or sends and receives too",
                               choices=csv_format.FORMATS)
     from_csv: str | None = setting(
         None, "read, prove and draw a schedule from such a file", metavar="FILE")
@@ -84,8 +84,8 @@ class Arguments:
         None, "write the schedule explorer, a page for the browser: choose and compare schedules,"
         " drag passes, and see what breaks; print nothing else", metavar="FILE")
     from_run: str | None = setting(
-        None, "with --html: schedule and costs of a run of mpipar train --trace, and what it"
-        " measured", metavar="RUN")
+        None, "with --html: schedule, costs and measured times of a run of mpipar train --trace",
+        metavar="RUN")
 
 
 def problems(args: Arguments) -> list[UsageError]:
@@ -110,7 +110,7 @@ def problems(args: Arguments) -> list[UsageError]:
         if args.pp * args.num_microbatches > MOST_COMPARED and min(
                 args.pp, args.num_microbatches) > 0:
             found.append(f"--compare makes every schedule: --pp times --num-microbatches is"
-                         f" {brief(str(args.pp * args.num_microbatches))}, and must be at most"
+                         f" {brief(str(args.pp * args.num_microbatches))}, but must be at most"
                          f" {MOST_COMPARED:,}")
     elif args.name is None and prints:
         found.append(f"which schedule? use mpipar schedule NAME with one of {', '.join(SCHEDULES)},"
@@ -119,7 +119,7 @@ def problems(args: Arguments) -> list[UsageError]:
         found += schedule_problems(args.name or explore.FIRST, args.pp, args.num_microbatches,
                                    args.chunks, args.group_size)
     if args.animate and not (args.svg or args.compare or args.html):
-        found.append("--animate: moves a picture; add --svg FILE")
+        found.append("--animate: animates a picture; add --svg FILE")
     if args.book and args.symbols:
         found.append("--book and --symbols: give one of them")
     if args.json and args.csv == STDOUT:
@@ -155,16 +155,14 @@ def costs_of(args: Arguments) -> Costs:
 
 
 def unread(args: Arguments, why: str, *words: str) -> list[str]:
-    """Return the one problem of those flags in `words` that the user gave but the command would
-    ignore.
-    """
+    """Return one problem listing the flags in `words` that were given but would be ignored."""
     values = {word: getattr(args, word.lower().lstrip("-").replace("-", "_")) for word in words}
     given = [word for word, value in values.items() if value is not None and value is not False]
     return [f"{why}: leave {' and '.join(given)} out"] if given else []
 
 
 def parse_costs(text: str, latency: str) -> Costs:
-    """Return the exact costs of F,I,W[,FB] and C; raises UsageError with all mistakes at once."""
+    """Return the exact costs F,I,W[,FB] and C; raise UsageError with all mistakes at once."""
     problems, values = [], []
     for flag, word, least in [("--costs", word, 1) for word in text.split(",")] + [
         ("--latency", latency, 0)
@@ -213,11 +211,11 @@ def show(args: Arguments, schedule: Schedule, costs: Costs) -> None:
         if path:
             print(f"wrote {path}")
     if args.csv and len(schedule.homes) > 1:
-        print("its form is mpipar's own: torch.distributed.pipelining has one copy of each stage")
+        print("it is in mpipar's own form: torch.distributed.pipelining has one copy of each stage")
 
 
 def book_picture(timeline: Timeline) -> str:
-    """Return the grid in a textbook's notation, and what it means.
+    """Return the grid in textbook notation, and its explanation.
 
     Raises UsageError for passes that textbooks do not have.
     """
@@ -244,7 +242,7 @@ def headline(schedule: Schedule, costs: Costs) -> str:
 
 
 def title(schedule: Schedule) -> str:
-    """Name and counts."""
+    """Return the schedule's name and counts."""
     return (
         f"{schedule.name}: {counted(schedule.pp_size, 'worker')},"
         f" {counted(schedule.num_stages, 'stage')},"
@@ -259,7 +257,7 @@ def cost_words(costs: Costs) -> str:
 
 
 def summary(timeline: Timeline, form: ClosedForm | None) -> str:
-    """Simulated numbers of the whole step beside the closed forms."""
+    """Return the simulated numbers of the whole step beside the closed forms."""
     bubble, peak = spread(timeline.global_bubble), spread(timeline.peak_stash)
     messages = draw.short_number(sum(timeline.messages))
     rows = [
@@ -276,7 +274,7 @@ def summary(timeline: Timeline, form: ClosedForm | None) -> str:
 
 
 def formula(term: tuple[str, Real | None] | None) -> str:
-    """Return a closed form and its value, or a dash where none is known."""
+    """Return a closed form and its value, or a dash if none is known."""
     if term is None or term[1] is None:
         return "-"
     text, value = term
@@ -303,7 +301,7 @@ def workers(timeline: Timeline) -> str:
 
 
 def compare_schedules(p: int, m: int, chunks: int | None, costs: Costs) -> str:
-    """Return all schedules for one p and m: what each costs and saves, or why it cannot be used."""
+    """Return all schedules for one p and m: what each costs and saves, or why it is unusable."""
     rows = [("schedule", "stages", "step", "bubble", "against naive", "peak stash", "messages")]
     notes = []
     slowest = None
@@ -324,7 +322,7 @@ def compare_schedules(p: int, m: int, chunks: int | None, costs: Costs) -> str:
             draw.short_number(stash), draw.short_number(sum(timeline.messages)),
         ))
     if len(rows) == 1:
-        raise UsageError(list(dict.fromkeys(notes)))  # a problem of all schedules is named once
+        raise UsageError(list(dict.fromkeys(notes)))  # each problem only once
     head = f"{counted(p, 'worker')}, {counted(m, 'microbatch')}; a worker's layers take"
     head += f" {cost_words(costs)}"
     foot = "peak stash: microbatches of a worker's layers; dualpipe holds its weights twice"

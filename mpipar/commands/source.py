@@ -14,10 +14,10 @@ from mpipar.files.bounded import problems_as
 
 
 def find_source(path: str, where: str) -> str:
-    """Return the folder with config.json, or of a checkpoint, that a path stands for.
+    """Return the folder with config.json, or of a checkpoint, that a path refers to.
 
-    A run stands for the weights that it wrote when it ended or stopped, and without those for its
-    newest checkpoint. Raises DataError, which begins with `where`, if there is neither.
+    A run refers to the weights that it wrote when it ended or stopped, or else to its newest
+    checkpoint. Raises DataError, which begins with `where`, if there is neither.
     """
     folder = Path(path)
     if is_step(folder):
@@ -35,15 +35,15 @@ def find_source(path: str, where: str) -> str:
     return str(found or steps[-1][1])
 
 
-def companions_of(folder: str) -> Path:
-    """Return the folder in which the tokenizer of these weights or of this checkpoint lies."""
+def tokenizer_folder(folder: str) -> Path:
+    """Return the folder with the tokenizer of these weights or of this checkpoint."""
     return own_weights(Path(folder).parent.parent) if is_step(folder) else Path(folder)
 
 
 def own_weights(run_folder: Path) -> Path:
     """Return the folder of weights in a run folder; DataError if it, or a file in it, is a link.
 
-    Other folders of weights may hold links, as those in Hugging Face's cache do.
+    Other folders of weights may contain links, as Hugging Face's cache does.
     """
     folder = run_folder / WEIGHTS
     inside = ()
@@ -52,15 +52,15 @@ def own_weights(run_folder: Path) -> Path:
             inside = [*folder.iterdir()]
     for path in (folder, *inside):
         if os.path.islink(path):
-            raise DataError(f"{path}: is a symbolic link, and the weights of a run lie in its own"
-                            " folder; put what it leads to in its place, or give its target")
+            raise DataError(f"{path}: is a symbolic link, but the weights of a run must be in its"
+                            " own folder; replace the link by its target, or give the target")
     return folder
 
 
 def source_files(folder: str) -> list[Path]:
-    """Return the files that decide what weights these are. Of a checkpoint it is the manifest.
+    """Return the files that identify these weights; for a checkpoint, its manifest.
 
-    It holds the digests of all others, which who loads a file compares with its bytes.
+    A manifest holds the digests of all other files, which are compared when they are loaded.
     """
     if is_step(folder):
         return [Path(folder) / NAME]

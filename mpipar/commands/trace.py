@@ -1,4 +1,4 @@
-"""`mpipar trace RUN`: who waited for whom, where in the source, how long; without MPI."""
+"""`mpipar trace RUN`: who waited for whom, where in the source, and how long; no MPI."""
 
 import textwrap
 from dataclasses import dataclass
@@ -15,7 +15,7 @@ from mpipar.trace import html, perfetto, pop, trace_file, waits
 from mpipar.trace.analysis import CATEGORIES, Analysis, analyse, cause_rows, rank_rows
 from mpipar.trace.timeline import median_step, timeline
 
-WIDTH = 100  # characters of a line of text
+WIDTH = 100  # characters per line of text
 MOST = 12  # rows of a table of causes, barriers or call sites
 
 
@@ -31,7 +31,7 @@ class Arguments:
 
 
 def problems(args: Arguments) -> list[UsageError]:
-    """Return what is wrong if both files are the same."""
+    """Return a problem if both files are the same."""
     same = None not in (args.html, args.perfetto) and (
         Path(args.html).resolve() == Path(args.perfetto).resolve())
     return [UsageError(f"--html and --perfetto both name {args.html}: give two files")] * same
@@ -72,13 +72,13 @@ def show(args, trace) -> int:
         print("\nbusy share and bubble of each pipeline rank:")
         print(bubble_table(pop.pipeline_bubble(trace)))
     if analysis.waits.unmatched:
-        print(f"\n{len(analysis.waits.unmatched)} operations have no partner in the trace: all"
-              " transfer")
+        print(f"\n{len(analysis.waits.unmatched)} operations have no counterpart in the trace: all"
+              " their time counts as transfer")
     return EXIT_OK
 
 
 def write_files(args, analysis: Analysis) -> None:
-    """Write the requested files, and say so."""
+    """Write the requested files, and print a line for each."""
     if args.perfetto is not None:
         count = perfetto.write(analysis.trace, analysis.waits, Path(args.perfetto))
         print(f"{harmless(args.perfetto)}: {count:,} events; open it in https://ui.perfetto.dev")
@@ -116,15 +116,15 @@ def print_waits(analysis: Analysis) -> None:
 
 
 def cause_table(analysis: Analysis) -> str:
-    """Return what ranks did while others waited for them, the longest wait first."""
+    """Return a table of what ranks did while others waited for them, the longest wait first."""
     rows = [("cause", "ms", "share", "mostly waiting", "at")]
     rows += [(one["text"], f"{one['ms']:.2f}", f"{one['share']:.0%}", f"rank {one['rank']}",
               one["barrier"]) for one in cause_rows(analysis, MOST)]
-    return table(rows) if analysis.costs else "nobody waited"
+    return table(rows) if analysis.costs else "no rank waited"
 
 
 def wait_table(title: str, sums: dict, steps: int) -> str:
-    """Return a table of calls, bytes, waiting and transfer, and of who came last how often."""
+    """Return a table of calls, bytes, waiting and transfer, and which rank was last how often."""
     rows = [(title, "calls", "payload", "wait ms", "transfer ms", "longest wait ms", "last")]
     for key, entry in list(sums.items())[:MOST]:
         late = ", ".join(f"rank {late} {count}x" for late, count in entry.last.most_common(2))

@@ -3,29 +3,29 @@
 from dataclasses import dataclass
 from importlib import import_module
 
+from mpipar.commands.blas_kernels import with_kernels
 from mpipar.commands.command import Command, Context
-from mpipar.commands.loops import with_loops
 from mpipar.config.sections import FIELDS
 from mpipar.config.setting import setting, switch
 
 
 @dataclass(frozen=True)
 class Arguments:
-    """What belongs to one start of the program, and to no config.toml."""
+    """What belongs to one start of the program, and is not written to config.toml."""
 
     machine: str | None = setting(
-        None, "cost model of bench.calibrate: --layout auto and --schedule auto choose by it, and"
-        " measure nothing", metavar="FILE", rare=True)
-    take_over: bool = switch("take the run folder over from a job that is gone, though nobody can"
-                             " tell that it is", rare=True)
+        None, "cost model of bench.calibrate: --layout auto and --schedule auto choose by it,"
+        " without measuring", metavar="FILE", rare=True)
+    take_over: bool = switch("take over the run folder even if its previous owner cannot be"
+                             " confirmed dead", rare=True)
 
 
 def run(context: Context) -> int:
-    """Start the job, and train. Comm: that of `with_loops` and of `training.run`."""
+    """Start the job, and train. Comm: that of `with_kernels` and of `training.run`."""
     session, args = context.session, context.args
     session.take_over = args.take_over
-    reading = with_loops(session, context.reading)
-    return import_module("mpipar.commands.training").run(session, reading, args.machine)
+    parsed = with_kernels(session, context.parsed)
+    return import_module("mpipar.commands.training").run(session, parsed, args.machine)
 
 
 COMMAND = Command(

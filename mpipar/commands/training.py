@@ -1,4 +1,4 @@
-"""What `mpipar train` does: from flags to a trained model, in execution order."""
+"""The work of `mpipar train`: from flags to a trained model, in execution order."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from mpipar.checkpoint.save import Saver
 from mpipar.comm.facts import gather_facts
 from mpipar.comm.grid import Grid
 from mpipar.comm.record import Recorder
-from mpipar.commands import finish, loops, report, resume
+from mpipar.commands import blas_kernels, finish, report, resume
 from mpipar.commands.algorithms import keep_choices, known_choices
 from mpipar.commands.auto import legal_layouts, with_choices
 from mpipar.commands.inputs import prepare
@@ -24,10 +24,10 @@ from mpipar.commands.run_folder import (
     LOG,
     METRICS,
     WEIGHTS,
-    cut_behind,
     folder_problems,
     full_disk_is_an_output_error,
     keep,
+    truncate_after,
     whereabouts,
     write_result,
 )
@@ -62,13 +62,13 @@ from mpipar.train.replicas import Replicas
 from mpipar.train.worker import StepVotes, Worker
 
 
-def run(session, reading, machine_path: str | None = None) -> int:
+def run(session, parsed, machine_path: str | None = None) -> int:
     """Train as the flags say; return the exit code. machine_path: costs for --schedule auto.
 
     Comm: that of every method of `Run`.
     """
     training = Run(session)
-    if not training.prepare(reading, machine_path):
+    if not training.prepare(parsed, machine_path):
         return EXIT_OK
     with full_disk_is_an_output_error(training.folder), training.open_files():
         training.describe()
@@ -85,43 +85,43 @@ def run(session, reading, machine_path: str | None = None) -> int:
 class Run:
     """One training run of one rank.
 
-    Every rank calls all methods, in the order in which they stand here.
+    Every rank calls all methods, in the order in which they are defined.
     """
 
     def __init__(self, session):
         self.session, self.world, self.recorder = session, session.start(), Recorder()
 
-    def prepare(self, reading, machine_path) -> bool:
-        """Check all that can be checked, choose layout and schedule, make the run folder.
+    def prepare(self, parsed, machine_path) -> bool:
+        """Check all that can be checked, choose layout and schedule, create the run folder.
 
-        False if --resume names a run that has ended; there is nothing to do then.
-        Comm: that of the functions of `resume`, `session.compare`, `loops.settle_threads` and
-        `with_choices`.
+        Return False if --resume names a run that has ended, so that there is nothing to do.
+        Comm: that of the functions of `resume`, `session.compare`,
+        `blas_kernels.settle_threads` and `with_choices`.
         """
         session, world = self.session, self.world
-        self.start = start = resume.agreed_start(session, reading.config.run)
-        reading = session.agree(lambda: resume.with_saved_settings(reading, start, world.size))
+        self.start = start = resume.agreed_start(session, parsed.config.run)
+        parsed = session.agree(lambda: resume.with_saved_settings(parsed, start, world.size))
         checks = [resume.start_problems(start), (tensorboard_problems, EnvironmentProblem)]
-        chooses = reading.chooses_layout
-        if start.config and not chooses and reading.config.grid.schedule != AUTO:
-            machine_path = None  # what was saved stays: there is nothing to choose
+        chooses = parsed.chooses_layout
+        if start.config and not chooses and parsed.config.grid.schedule != AUTO:
+            machine_path = None  # saved settings are kept: there is nothing to choose
         if world.rank == 0 and start.folder is None:  # world rank 0 alone checks the disk
             checks.append((folder_problems, UsageError))
-        readings = session.agree(lambda: legal_layouts(reading, world.size))
+        choices = session.agree(lambda: legal_layouts(parsed, world.size))
         inputs = session.agree(lambda: prepare(
-            readings[0], world.size, session.host_rank, checks, next(iter(start.candidates), None),
+            choices[0], world.size, session.host_rank, checks, next(iter(start.candidates), None),
             machine_path))
         if start.finished >= inputs.config.train.steps:
             if world.rank == 0:
                 print(f"{start.folder}: this run ended with step {start.finished}; nothing is left"
-                      " to do. More steps: add --steps")
+                      " to do. For more steps, add --steps")
             return False
-        session.compare(loops.loaded_facts(session, inputs.config.run.blas_arch))
+        session.compare(blas_kernels.loaded_facts(session, inputs.config.run.blas_arch))
         sources = resume.agreed_sources(session, start, inputs)
         self.fingerprint = sources.data
-        loops.settle_threads(session, inputs.config.run.device)
-        inputs = resume.behind(start, inputs)
-        self.inputs = with_choices(session, inputs, readings, machine_path)
+        blas_kernels.settle_threads(session, inputs.config.run.device)
+        inputs = resume.after(start, inputs)
+        self.inputs = with_choices(session, inputs, choices, machine_path)
         self.config = self.inputs.config
         self.grid = Grid.of(self.config.grid, world.rank)
         self.folder, self.written = resume.agreed_folder(session, start, self.inputs, sources)
@@ -131,7 +131,7 @@ class Run:
 
     @contextmanager
     def open_files(self):
-        """Inside its block world rank 0 writes log.txt, and then metrics.jsonl too."""
+        """Open log.txt on world rank 0; the files opened inside the block close with it."""
         with ExitStack() as self.files:
             wanted = self.config.run.progress if self.world.rank == 0 else "plain"
             line = self.files.enter_context(status_line(wanted))
@@ -139,20 +139,19 @@ class Run:
             yield
 
     def open_file(self, name):
-        """Return a file of the run folder that text is added to, on world rank 0; None elsewhere.
-        """
+        """Return a file of the run folder for appending, on world rank 0; None elsewhere."""
         if self.world.rank > 0:
             return None
         return self.files.enter_context(closing(GrowingFile(self.folder, name)))
 
     def describe(self) -> None:
-        """Print layout, holdings and the schedule of a step, before allocating anything.
+        """Print layout, memory and the schedule of a step, before anything is allocated.
 
         Comm: two gathers over the world.
         """
         session, config, grid, log = self.session, self.config, self.grid, self.log
         schedule = configured_schedule(config.grid)
-        # One proof covers all ranks: a schedule that could hang never starts.
+        # One proof covers all ranks: a schedule that could deadlock never starts.
         session.agree(lambda: check(schedule) if grid.world_rank == 0 else None)
         hosts = {min(ranks) for ranks in gather_facts(self.world, session.host_ranks) or [(0,)]}
         headline = console.headline(config, self.world.size, len(hosts), schedule.num_stages)
@@ -177,7 +176,7 @@ class Run:
             log(draw.grid(simulate(schedule, Costs())) + "\n")
 
     def allocate(self) -> None:
-        """Make the worker and its weights, data, metrics, tracer and what saves.
+        """Create the worker and its weights, data, metrics, tracer and saver.
 
         Comm: the worker's groups; that of `known_choices`, `keep_choices`, `restore` and of a new
         `Saver`.
@@ -195,7 +194,7 @@ class Run:
         self.tracer = Tracer(self.worker, self.world, self.folder, timed_ops)
         self.rows = data.data_of(config.model).Rows(ops, self.inputs.train_part, config, self.grid)
         self.first = self.restore() + 1
-        # Every rank has the same axes, even where it is alone in a group (a tie has two members).
+        # Every rank has the same axes, even if it is alone in a group (a tie has two members).
         axes = [*self.worker.comms.groups]
         metrics, evaluations = map(self.open_file, (METRICS, EVALUATIONS))
         events = None
@@ -209,7 +208,7 @@ class Run:
             background=config.run.save_async,
             facts={"config": to_toml(config), "data": self.fingerprint}, ready=self.keep_folder)
         if self.start.newest:
-            saver.saved = self.first - 1  # this folder has that checkpoint
+            saver.saved = self.first - 1  # this folder already has that checkpoint
         self.saving = Saving(saver, config.run, self.before_save, self.log)
         if config.run.init_from or self.start.candidates:
             self.check_replicas(self.first - 1, True)
@@ -217,7 +216,7 @@ class Run:
         self.metrics.skip()
 
     def restore(self) -> int:
-        """Give the worker the state that the run begins with; return the number of steps done.
+        """Give the worker the state that the run starts with; return the number of steps done.
 
         Comm: that of `resume.load_newest`.
         """
@@ -231,12 +230,12 @@ class Run:
             worker.initialize()
         if start.folder is not None:
             for note in session.agree(
-                    lambda: cut_behind(self.folder, done) if self.log.speaks else []):
+                    lambda: truncate_after(self.folder, done) if self.log.speaks else []):
                 self.log(note)
         return done
 
     def loop(self) -> None:
-        """Take, report and save the steps that are left. Every rank leaves at the same step.
+        """Take, report and save the remaining steps; every rank leaves at the same step.
 
         Comm: that of a training step, `Tracer`, `Metrics` and `Saver`; one gather for the report.
         """
@@ -252,12 +251,12 @@ class Run:
                 self.last = step
                 self.show_step(result)
                 self.check_replicas(step, step == steps or result.votes.stop)
-            except (NonFiniteError, DriftError):  # all ranks raise it: report the steps so far
+            except (NonFiniteError, DriftError):  # raised on all ranks: report the steps so far
                 self.flush()
                 self.report(f"failed in step {step} of {steps}")
                 raise
             session.where = lambda step=step: f"evaluation after step {step}"
-            if self.evaluation.after_step(step):  # before a stop too: who goes on begins behind it
+            if self.evaluation.after_step(step):  # before a stop too: a resumed run starts after it
                 self.metrics.skip()
             if result.votes.stop:
                 self.stopped = True
@@ -283,11 +282,11 @@ class Run:
             session.stop_requested, session.save_requested, self.saving.saver.written())
 
     def show_step(self, result) -> None:
-        """Record a step, and print it if its turn has come. Comm: that of `Metrics.flush`."""
+        """Record a step, and print it if it is time to. Comm: that of `Metrics.flush`."""
         step, steps, run = result.step, self.config.train.steps, self.config.run
         self.metrics.add(result)
         stops = step == steps or result.votes.stop
-        if not self.memory.after_step(stops):  # a watched step takes longer
+        if not self.memory.after_step(stops):  # a step whose memory is watched takes longer
             self.durations = [*self.durations[-50:], result.step_seconds]
         seconds = median(self.durations or [result.step_seconds])
         unit = finish.UNITS[self.config.model.model][1]
@@ -300,9 +299,9 @@ class Run:
                 steps, result, seconds, self.worker.num_tokens / seconds, unit))
 
     def check_replicas(self, step, now) -> None:
-        """Compare the copies of all tensors every --check-replicas steps, and where `now` says so.
+        """Compare all replicas of tensors every --check-replicas steps, and if `now` is true.
 
-        It does so once they are loaded, and before the last save. Comm: see `Replicas.check`.
+        That is after loading, and before the last save. Comm: see `Replicas.check`.
         """
         every = self.config.run.check_replicas
         if every and (now or step % every == 0):
@@ -310,7 +309,7 @@ class Run:
             self.metrics.skip()
 
     def flush(self) -> list[dict] | None:
-        """Write the lines of metrics that are due, and name skipped steps.
+        """Write the lines of metrics that are due, and report skipped steps.
 
         Comm: that of `Metrics.flush`.
         """
@@ -320,7 +319,7 @@ class Run:
         return lines
 
     def before_save(self) -> None:
-        """Write the lines of all steps so far, and look at the weights.
+        """Write the lines of all steps so far, and check the weights.
 
         Comm: that of `flush` and of `Worker.check_weights`.
         """
@@ -328,13 +327,13 @@ class Run:
         self.worker.check_weights(self.last)
 
     def keep_folder(self) -> None:
-        """Bring all lines to the disk, in a folder that is still this run's. World rank 0."""
+        """Sync all lines to disk, in a folder that is still this run's. World rank 0 only."""
         for note in keep(self.folder, self.written, self.session.held,
                          (self.log.file, *self.growing)):
             self.log(note)
 
     def save_last(self) -> None:
-        """Write checkpoint and weights; when any rank returns, they are on the disk.
+        """Write checkpoint and weights; when any rank returns, they are on disk.
 
         Comm: that of `Saving.save_last`; see `checkpoint.stream`; a barrier over the world.
         """
@@ -344,41 +343,40 @@ class Run:
             self.worker.comms.world.barrier("save.written")
 
     def written_bytes(self) -> int:
-        """Return the bytes of the checkpoint and of the weights that are being written, for the
-        watchdog.
+        """Return, for the watchdog, the bytes of checkpoint and weights written so far.
 
-        They grow on a slow disk, also while this rank waits for another one.
+        They grow on a slow disk even while this rank waits for another one.
         """
         written = self.saving.saver.moved()
-        with suppress(OSError):  # a file may get its last name at this moment
+        with suppress(OSError):  # a file may be renamed at this moment
             written += sum(file.stat().st_size for file in os.scandir(self.folder / WEIGHTS))
         return written
 
     def report(self, state: str) -> None:
         """Write report.html and metrics.csv on world rank 0. state: how the run has ended.
 
-        That of a long trace takes long: at a regular end the ranks have left MPI before.
+        With a long trace that takes long, so at a regular end the ranks have left MPI before.
         """
         if self.log.speaks:
             told = self.told | {"state": state, "traced": self.tracer.written}
             report.write(self.folder, self.config, told, self.log)
 
     def finish(self) -> int:
-        """Show what was learned; return the code. Comm: forward passes, that of leave_mpi()."""
+        """Show the results; return the exit code. Comm: forward passes, that of leave_mpi()."""
         weights, steps = self.folder / WEIGHTS, self.config.train.steps
         self.session.saved = str(weights)  # a signal from here on loses nothing
         if self.stopped:
             code = self.session.leave_mpi(EXIT_STOPPED)
             self.report(f"stopped on request after step {self.last} of {steps}")
             self.log(f"stopped on request after step {self.last}; checkpoint and weights are in"
-                     f" {self.folder}; go on with --resume auto --out {self.folder}")
+                     f" {self.folder}; resume with --resume auto --out {self.folder}")
             return code
         self.session.where = lambda: "evaluation"
-        if self.session.stop_requested:  # it came too late for a step, during the last save
+        if self.session.stop_requested:  # too late for a step: during the last save
             self.session.fail(KeyboardInterrupt("stopped on request"))
         took = f" in {self.seconds:.1f} s"
         if self.first > 1:
-            took = f", behind step {self.first - 1}{took}"
+            took = f", after step {self.first - 1}{took}"
         found, compare = finish.SHOW[self.config.model.model](
             self.worker, self.inputs, lambda: self.evaluation.loss(self.last), self.log, took)
         if self.log.speaks:

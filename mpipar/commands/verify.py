@@ -1,4 +1,4 @@
-"""`mpipar verify`: prove this layout on this machine by a float64 step compared with one rank's."""
+"""`mpipar verify`: proves a layout on this machine by comparing a float64 step with one rank's."""
 
 from __future__ import annotations
 
@@ -13,8 +13,8 @@ from mpipar.files.text import counted
 def run(context: Context) -> int:
     """Print the largest difference of every tensor; return 0 if all are small, else 1.
 
-    dtype and optimizer are float64 and plain SGD, whatever the flags say. float32 would hide a
-    small error in rounding, and Adam a wrong scale.
+    dtype and optimizer are float64 and plain SGD, whatever the flags say: float32 would hide a
+    small error in its rounding, and Adam would hide a wrong scale.
     Comm: that of `compare_inputs`; one training step and two streams of tensors to world rank 0.
     """
     from mpipar.commands.compared import compare_inputs
@@ -22,9 +22,9 @@ def run(context: Context) -> int:
     from mpipar.console.tables import layout_text, table
     from mpipar.train import verify
 
-    session, reading = context.session, context.reading
+    session, parsed = context.session, context.parsed
     world = session.start()
-    inputs = session.agree(lambda: prepare(exact(reading), world.size, session.host_rank,
+    inputs = session.agree(lambda: prepare(exact(parsed), world.size, session.host_rank,
                                            [(other_than_one_rank, UsageError)]))
     compare_inputs(session, inputs)
     grid = inputs.config.grid
@@ -34,9 +34,9 @@ def run(context: Context) -> int:
     if world.rank == 0:
         for note in inputs.notes:
             print(note)
-        asked = reading.config.run.dtype
-        if asked != "float64" and "dtype" in reading.given:
-            print(f"in float64 in place of {asked}: this proves the layout, whatever the dtype;"
+        asked = parsed.config.run.dtype
+        if asked != "float64" and "dtype" in parsed.given:
+            print(f"in float64 in place of {asked}: this proves the layout for any dtype;"
                   " rounding would hide its mistakes")
         print(f"{layout_text(grid)}, schedule {grid.schedule_csv or grid.schedule},"
               f" {counted(grid.num_microbatches, 'microbatch')},"
@@ -47,31 +47,29 @@ def run(context: Context) -> int:
         print(table(rows, left=2))
         print(f"\n{len(found) - len(bad)} of {len(found)} agree to {verify.TOLERANCE:g} of their"
               f" largest entry{'' if not bad else '; ' + str(len(bad)) + ' DIFFER'}")
-    # Only world rank 0 knows the result. The highest code becomes that of all ranks.
+    # Only world rank 0 knows the result; the highest exit code becomes that of all ranks.
     return EXIT_CHECK_FAILED if bad else EXIT_OK
 
 
 def other_than_one_rank(config) -> list[str]:
-    """Return what cannot be compared with one rank: a schedule yet to be chosen, a routing by rank.
-    """
+    """Return what one rank cannot reproduce: an unchosen schedule, or a routing by rank."""
     found = []
     if config.grid.schedule == AUTO:
-        found.append("--schedule auto: measures first, which verify does not; name a schedule")
+        found.append("--schedule auto: needs a measurement, which verify does not do; name a"
+                     " schedule")
     if getattr(config.model, "routing", "") == "adversarial":
-        found.append("--routing adversarial: sends to the next rank, so on one rank it is another;"
+        found.append("--routing adversarial: sends to the next rank, so it differs on one rank;"
                      " use one-hot, or another routing")
     return found
 
 
-def exact(reading):
-    """Return the reading with float64 and SGD instead of the dtype and optimizer of flags or
-    preset.
-    """
-    config = reading.config
+def exact(parsed):
+    """Return the configuration with float64 and SGD, whatever flags or preset say."""
+    config = parsed.config
     config = replace(config, run=replace(config.run, dtype="float64", loss_scale=None,
                                          loss_scale_interval=None, gemm="blas", tf32=False),
                      train=replace(config.train, optimizer="sgd"))
-    return replace(reading, config=config)
+    return replace(parsed, config=config)
 
 
 COMMAND = Command(run, fields=OF_A_STEP - {"clip", "memory_limit"}, needs_mpi=True)

@@ -1,1 +1,1 @@
-"""The settings of a run: dataclasses, flags, TOML, layouts, presets, and sizes with their units."""
+"""The settings of a run: dataclasses, flags, TOML, layouts, presets, and sizes with units."""

@@ -1,11 +1,12 @@
-"""What is illegal between settings: one table, a row for each reason, with the next legal values.
+"""The table of illegal combinations of settings: a row per reason, with the nearest legal values.
 
-These are the rows that settings alone decide. `pipeline.combinations` adds those of schedules and
-is the whole table. docs/reference/combinations.md prints it. The bounds of a field refuse a value
-that is wrong by itself, and its `only` a setting of one value of another: see `config.setting`.
+These rows depend on settings alone. `pipeline.combinations` adds those of schedules and holds the
+whole table, which docs/reference/combinations.md prints. Values that are wrong by themselves are
+refused by a field's bounds, and settings that belong to another choice by its `only`: see
+`config.setting`.
 
-An option of an axis that has one rank is legal, such as --sequence-parallel with --tp 1. A group of
-one sends nothing, and the same flags then fit every layout.
+Options of an axis that has one rank are legal, such as --sequence-parallel with --tp 1: a group of
+one sends nothing, and so the same flags fit every layout.
 """
 
 from __future__ import annotations
@@ -22,32 +23,32 @@ from mpipar.config.rule import Rule
 from mpipar.config.run import NEVER, RunConfig, trace_steps
 from mpipar.ops import KERNELS
 
-MOST_WORK = 1 << 15  # forward passes of blocks in a step of a pipeline rank
-CHOSEN_AXES = ("dp", "pp", "tp")  # where they are not typed
+MOST_WORK = 1 << 15  # forward passes of blocks per step on one pipeline rank
+CHOSEN_AXES = ("dp", "pp", "tp")  # if they are not given
 
 
 def kv_heads(v) -> int:
-    """Heads of keys and values; 0 for a model without attention, as `heads`."""
+    """Return the number of key/value heads; 0 for a model without attention, as `heads`."""
     return getattr(v, "kv_heads", None) or heads(v)
 
 
 def heads(v) -> int:
-    """Heads of queries; 0 for a model without attention."""
+    """Return the number of query heads; 0 for a model without attention."""
     return getattr(v, "heads", 0)
 
 
 def head_width(v) -> int:
-    """Numbers of a head."""
+    """Return the width of a head."""
     return v.head_dim or v.d_model // v.heads
 
 
 def product(v, *without: str) -> int:
-    """Return the ranks that the axes typed make up, but for those in `without`."""
+    """Return the product of the given axes, except those in `without`."""
     return math.prod(getattr(v, axis) for axis in AXES if axis not in (*v.free, *without))
 
 
 def could_be(v, axis: str, size: int) -> bool:
-    """Return whether an axis could have this size on these ranks, beside the other axes typed."""
+    """Return whether an axis could have this size on these ranks, beside the other given axes."""
     if v.ranks is None:
         return True
     left, rest = divmod(v.ranks, product(v, axis) * size)
@@ -55,20 +56,20 @@ def could_be(v, axis: str, size: int) -> bool:
 
 
 def is_no_product(v) -> bool:
-    """Return whether the axes typed can't make up the number of ranks."""
+    """Return whether the given axes can't make up the number of ranks."""
     total = product(v)
     return v.ranks % total > 0 or (not v.free and total != v.ranks)
 
 
 def layouts(v, count: int = 8) -> list[str]:
-    """Layouts of these ranks, as values of --layout."""
+    """Return layouts of these ranks, as values of --layout."""
     options = [] if v.ranks % v.cp else fitting(v.ranks // v.cp, v.layers, heads(v), kv_heads(v))
     return [axes_text(dict(zip((*CHOSEN_AXES, "cp"), (*one, v.cp), strict=True)))
             for one in options[:count]]
 
 
 def fits_nowhere(v) -> bool:
-    """Return whether no layout has the axes typed, though each of them is legal by itself."""
+    """Return whether no layout has the given axes, though each of them is legal by itself."""
     legal = not is_no_product(v) and (v.pp or 1) <= v.layers and cuts_heads(
         v.tp or 1, heads(v), kv_heads(v))
     return legal and choose((v.dp, v.pp, v.tp), v.ranks, v.layers, heads(v), kv_heads(v),
@@ -76,48 +77,46 @@ def fits_nowhere(v) -> bool:
 
 
 def multiples(number: int, unit: int) -> list[int]:
-    """Return the multiples of a unit next to a number, which is none: below it if there is one,
-    above.
-    """
+    """Return the multiples of a unit on both sides of a number that is not one of them."""
     up = -(-number // unit) * unit
     return [up - unit] * (up > unit) + [up]
 
 
 def pieces(v) -> int:
-    """Equal pieces into which context ranks cut a row."""
+    """Return the number of equal chunks into which context-parallel ranks cut a row."""
     return v.cp * PIECES_PER_RANK[v.cp_attention or "ring"]
 
 
 def heads_of_a_rank(v) -> int:
-    """Heads of keys and values that a rank of tp has."""
+    """Return the number of key/value heads on one rank of tp."""
     return max(1, v.kv_heads // v.tp)
 
 
 def example_steps(v) -> str:
-    """Steps to trace, late enough to be typical."""
+    """Return steps to trace, late enough to be typical."""
     return f"{min(10, v.steps)}:{min(12, v.steps)}"
 
 
 MODEL = (
     Rule("head width", ("heads", "d_model"),
-         "heads cut the width D into equal parts, unless --head-dim says how wide they are",
+         "the heads divide the width D into equal parts, unless --head-dim sets their width",
          lambda v: v.head_dim is None and v.d_model % v.heads > 0,
          lambda v: {"heads": nearest(divisors(v.d_model), v.heads),
                     "head_dim": [max(2, v.d_model // v.heads // 2 * 2)]},
          "--heads 3"),
     Rule("rotated pairs", ("positions", "d_model", "heads", "head_dim"),
-         "rotary positions rotate the numbers of a head in pairs, and it has an odd number",
+         "rotary positions rotate the features of a head in pairs, and their number is odd",
          lambda v: v.positions == "rope" and head_width(v) % 2 > 0 and not (
              v.head_dim is None and v.d_model % v.heads),
          lambda v: {"head_dim": [head_width(v) + 1]},
          "--positions rope --head-dim 5"),
     Rule("groups of heads", ("kv_heads", "heads"),
-         "each head of keys and values is for equally many heads of queries",
+         "each key/value head serves equally many query heads",
          lambda v: v.heads % kv_heads(v) > 0,
          lambda v: {"kv_heads": nearest(divisors(v.heads), v.kv_heads)},
          "--arch llama --kv-heads 3"),
     Rule("heads of GPT-2", ("kv_heads", "heads", "arch"),
-         "the weights of gpt2 hold queries, keys and values as equal parts of one matrix",
+         "gpt2 stores queries, keys and values as equal parts of one weight matrix",
          lambda v: v.arch == "gpt2" and kv_heads(v) != v.heads,
          lambda v: {"arch": ["llama"], "kv_heads": [None]},
          "--kv-heads 2"),
@@ -127,39 +126,39 @@ MODEL = (
          lambda v: {"arch": ["llama"], "activation": ["gelu"]},
          "--activation swiglu"),
     Rule("cut of a gate", ("ffn_cut", "activation"),
-         "gather and reduce cut single products, and swiglu widens by two at once",
+         "gather and reduce each cut a single product, and swiglu's up-projection has two",
          lambda v: v.ffn_cut != "pair" and v.activation == "swiglu",
          lambda v: {"ffn_cut": ["pair"]},
          "--arch llama --ffn-cut reduce"),
     Rule("cut of tokens", ("ffn_cut", "sequence_parallel"),
-         "gather and reduce keep all tokens on every rank, which sequence parallelism does not",
+         "gather and reduce keep all tokens on every rank, and sequence parallelism does not",
          lambda v: v.ffn_cut != "pair" and v.sequence_parallel,
          lambda v: {"ffn_cut": ["pair"], "sequence_parallel": [None]},
          "--ffn-cut gather --sequence-parallel"),
     Rule("ring of pieces", ("tp_matmul", "sequence_parallel"),
-         "ring cuts the barriers of sequence parallelism in pieces, and there are none",
+         "ring splits the barriers of sequence parallelism into pieces, and there are none",
          lambda v: v.tp_matmul == "ring" and not v.sequence_parallel,
          lambda v: {"sequence_parallel": [True], "tp_matmul": ["plain"]},
          "--tp-matmul ring"),
     Rule("slowed rotations", ("rope_scaling",),
-         "these are four numbers: factor, low and high frequency factor, original length, the low"
-         " one below the high one",
+         "it takes four numbers: factor, low and high frequency factor, original length, with low"
+         " below high",
          lambda v: v.rope_scaling and not (
              len(v.rope_scaling) == 4 and v.rope_scaling[1] < v.rope_scaling[2]),
          lambda v: {"rope_scaling": [SCALING, None]},
          "--arch llama --rope-scaling 8,4,1,64"),
     Rule("longest row", ("seq_len", "max_positions"),
-         "a row is not longer than the longest one that the positions are for",
+         "a row cannot be longer than the longest one that the positions are made for",
          lambda v: v.seq_len > (v.max_positions or v.seq_len),
          lambda v: {"seq_len": [v.max_positions], "max_positions": [v.seq_len]},
          "--arch llama --max-positions 32"),
     Rule("experts of a token", ("experts_per_token", "experts"),
-         "a token passes several different experts of those that there are",
+         "a token is routed to distinct experts, and there are fewer",
          lambda v: v.experts_per_token > v.experts,
          lambda v: {"experts_per_token": [v.experts], "experts": [v.experts_per_token]},
          "--experts 4 --experts-per-token 5"),
     Rule("blocks of experts", ("expert_interval", "layers"),
-         "every so many blocks one has experts, and there are fewer",
+         "one block in so many has experts, and there are fewer blocks",
          lambda v: v.expert_interval > v.layers,
          lambda v: {"expert_interval": [v.layers], "layers": [v.expert_interval]},
          "--experts 4 --expert-interval 5"),
@@ -176,7 +175,7 @@ MODEL = (
                     "stem_stride": [min(v.image_shape[:2]) - 1 or None]},
          "--model convnet --image-shape 8,2,1 --stem-stride 2"),
     Rule("end of a text", ("stop_token", "vocab_size"),
-         "an id that ends a text is one that the model can say, below the size of the vocabulary",
+         "an id that ends a text must be in the vocabulary, and so below its size",
          lambda v: any(one >= v.vocab_size for one in v.stop_token),
          lambda v: {"stop_token": [None], "vocab_size": [max(v.stop_token) + 1]},
          "--stop-token 256"),
@@ -184,12 +183,12 @@ MODEL = (
 
 LAYOUT = (
     Rule("number of ranks", ("dp", "pp", "tp", "cp", "ranks"),
-         "the product of the axes is the number of ranks",
+         "the product of the axes must be the number of ranks",
          is_no_product,
          lambda v: {"layout": layouts(v), "ranks": [product(v)]},
          "--dp 2 --pp 2 --tp 2", ranks=4),
     Rule("heads of a rank", ("heads", "tp", "ranks"),
-         "tensor-parallel ranks have equally many heads",
+         "tensor-parallel ranks hold equal numbers of heads",
          lambda v: v.tp and v.heads % v.tp > 0,
          lambda v: {"tp": nearest([one for one in divisors(v.heads) if could_be(v, "tp", one)
                                    and cuts_heads(one, v.heads, kv_heads(v))], v.tp),
@@ -198,7 +197,7 @@ LAYOUT = (
                                       and one % (v.kv_heads or one) == 0], v.heads, 2)},
          "--heads 6 --d-model 96 --tp 4", ranks=4),
     Rule("kv heads of a rank", ("kv_heads", "heads", "tp", "ranks"),
-         "tensor-parallel ranks have whole heads of keys and values, equally many or the same one",
+         "tensor-parallel ranks hold whole key/value heads: equally many each, or copies of one",
          lambda v: v.tp and v.heads % v.tp == 0 and not cuts_heads(v.tp, v.heads, kv_heads(v)),
          lambda v: {"tp": nearest([one for one in divisors(v.heads) if could_be(v, "tp", one)
                                    and cuts_heads(one, v.heads, v.kv_heads)], v.tp),
@@ -206,29 +205,29 @@ LAYOUT = (
                                          if cuts_heads(v.tp, v.heads, one)], v.kv_heads)},
          "--arch llama --heads 6 --kv-heads 3 --d-model 96 --tp 2", ranks=2),
     Rule("blocks of a rank", ("pp", "layers", "ranks"),
-         "each pipeline rank has a block or more",
+         "each pipeline rank needs at least one block",
          lambda v: v.pp and v.pp > v.layers,
          lambda v: {"pp": nearest([one for one in range(max(1, v.layers - 63), v.layers + 1)
                                    if could_be(v, "pp", one)], v.pp),
                     "layers": [v.pp]},
          "--pp 4 --layers 2", ranks=4),
     Rule("no layout", ("dp", "pp", "tp", "cp", "ranks"),
-         "no layout has these axes and fits the blocks and heads of the model",
+         "no layout with these axes fits the model's blocks and heads",
          fits_nowhere,
          lambda v: {"layout": layouts(v)},
          "--dp 1", ranks=7),
     Rule("order of axes", ("rank_order",),
-         "this names each axis once",
+         "it must name each axis once",
          lambda v: sorted(v.rank_order.split(",")) != sorted(AXES),
          lambda v: {"rank_order": [",".join(AXES)]},
          "--rank-order pp,dp,tp"),
     Rule("sum of the stages", ("stage_layers", "layers"),
-         "each block is in one stage",
+         "each block belongs to one stage",
          lambda v: v.stage_layers is not None and sum(v.stage_layers) != v.layers,
          lambda v: {"layers": [sum(v.stage_layers) or None], "stage_layers": [None]},
          "--stage-layers 3,2 --pp 2", ranks=2),
     Rule("rows of a step", ("batch_size", "dp", "num_microbatches"),
-         "each copy and microbatch has equally many rows",
+         "all replicas and microbatches have equal numbers of rows",
          lambda v: v.batch_size and v.batch_size % (v.dp * v.num_microbatches) > 0,
          lambda v: {"batch_size": multiples(v.batch_size, v.dp * v.num_microbatches),
                     "num_microbatches": [] if v.batch_size % v.dp else nearest(
@@ -243,13 +242,13 @@ LAYOUT = (
          lambda v: {"cp": [1]},
          "--model convnet --cp 2", ranks=2),
     Rule("method of one rank", ("cp_attention", "cp"),
-         "this says how the ranks of --cp attend, and there is one",
+         "it sets how the ranks of --cp attend, and there is only one",
          lambda v: v.cp == 1 and v.cp_attention is not None,
          lambda v: {"cp_attention": [None],
                     "cp": [2] if v.ranks and v.ranks % 2 == 0 and could_be(v, "cp", 2) else []},
          "--cp-attention gather", ranks=2),
     Rule("pieces of a row", ("seq_len", "cp", "cp_attention"),
-         "context ranks hold equal pieces of a row: two each, or one with ulysses",
+         "context-parallel ranks hold equal chunks of a row: two each, or one with ulysses",
          lambda v: v.cp > 1 and v.seq_len % pieces(v) > 0,
          lambda v: {"seq_len": multiples(v.seq_len, pieces(v)),
                     "cp": nearest([one for one in divisors(v.seq_len)
@@ -258,8 +257,8 @@ LAYOUT = (
                                    and v.ranks and could_be(v, "cp", one)], v.cp)},
          "--cp 2 --seq-len 63", ranks=2),
     Rule("heads for tokens", ("cp", "cp_attention", "kv_heads", "tp"),
-         "ulysses deals the kv heads of a tensor-parallel rank (kv-heads / tp, at least one) out to"
-         " the context ranks, equally many to each",
+         "ulysses distributes the key/value heads of a tensor-parallel rank (kv-heads / tp, at"
+         " least one) evenly over the context-parallel ranks",
          lambda v: v.cp_attention == "ulysses" and v.cp > 1 and cuts_heads(
              v.tp, v.heads, v.kv_heads) and heads_of_a_rank(v) % v.cp > 0,
          lambda v: {"cp": nearest([one for one in divisors(heads_of_a_rank(v))[1:]
@@ -267,24 +266,24 @@ LAYOUT = (
                     "cp_attention": ["ring", "gather"] if v.seq_len % (2 * v.cp) == 0 else []},
          "--cp 4 --cp-attention ulysses --tp 2", ranks=8, complete=True),
     Rule("ranks without experts", ("ep", "model"),
-         "these ranks share out the experts of blocks, and there are none",
+         "expert-parallel ranks divide the experts of a block, and there are none",
          lambda v: v.ep > 1 and getattr(v, "experts", None) is None,
          lambda v: {"ep": [1], "experts": [v.ep] if v.model == "decoder" else []},
          "--ep 2 --dp 2", ranks=2),
     Rule("experts of a rank", ("ep", "experts", "dp", "cp"),
-         "expert-parallel ranks have equally many experts",
+         "expert-parallel ranks hold equal numbers of experts",
          lambda v: v.experts and v.experts % v.ep > 0,
          lambda v: {"ep": nearest(divisors(math.gcd(v.experts, v.dp * v.cp)), v.ep),
                     "experts": multiples(v.experts, v.ep)},
          "--experts 4 --ep 3 --dp 3", ranks=3, complete=True),
     Rule("ranks of experts", ("ep", "dp", "cp"),
-         "expert-parallel ranks are equal parts of the ranks of dp x cp",
+         "expert-parallel groups are equal parts of the dp x cp ranks",
          lambda v: getattr(v, "experts", None) and v.dp * v.cp % v.ep > 0,
          lambda v: {"ep": nearest(divisors(math.gcd(v.experts, v.dp * v.cp)), v.ep)},
          "--experts 4 --ep 4 --dp 2", ranks=2, complete=True),
     Rule("work of a step", ("num_microbatches", "layers", "pp"),
-         f"a step has at most {MOST_WORK:,} passes of blocks on a pipeline rank, because its"
-         " prediction takes minutes otherwise",
+         f"a pipeline rank may run at most {MOST_WORK:,} passes of blocks per step, because"
+         " predicting more takes minutes",
          lambda v: -(-v.layers // v.pp) * v.num_microbatches > MOST_WORK,
          lambda v: {"num_microbatches": [MOST_WORK // -(-v.layers // v.pp)]},
          "--num-microbatches 16384", complete=True),
@@ -292,28 +291,28 @@ LAYOUT = (
 
 MEMORY = (
     Rule("scores of a model", ("recompute", "model"),
-         "attention makes scores again, and a network for images has none",
+         "it recomputes the scores of attention, and a network for images has none",
          lambda v: v.recompute == "attention" and v.model == "convnet",
          lambda v: {"recompute": ["block", None]},
          "--model convnet --recompute attention"),
     Rule("unequal blocks", ("recompute_layers", "schedule"),
-         "this makes the blocks of a stage unequal, and auto measures one for all",
+         "it makes the blocks of a stage unequal, but auto measures one block for all",
          lambda v: v.recompute_layers is not None and v.schedule == AUTO,
          lambda v: {"schedule": ["1f1b"], "recompute_layers": [None]},
          "--recompute block --recompute-layers 1 --schedule auto"),
     Rule("blocks of two kinds", ("expert_interval", "schedule"),
-         "this makes blocks unequal, and auto measures one for all",
+         "it makes blocks unequal, but auto measures one block for all",
          lambda v: v.expert_interval > 1 and v.schedule == AUTO,
          lambda v: {"schedule": ["1f1b"], "expert_interval": [1]},
          "--experts 4 --expert-interval 2 --schedule auto"),
-    Rule("nothing to share", ("zero", "dp", "cp"),
-         "ZeRO shares out what the ranks of dp x cp keep alike, and there is one",
+    Rule("nothing to shard", ("zero", "dp", "cp"),
+         "ZeRO shards what all dp x cp ranks hold, and there is only one",
          lambda v: v.zero > 0 and v.dp * v.cp == 1,
          lambda v: {"zero": [0], "dp": nearest([one for one in divisors(v.ranks or 1)[1:]
                                                 if could_be(v, "dp", one)], 2, 1)},
          "--zero 1", ranks=2, complete=True),
     Rule("gathered weights", ("zero", "schedule"),
-         "ZeRO 3 gathers weights in each pass, and auto measures passes without that",
+         "ZeRO-3 gathers weights in each pass, but auto measures passes without that",
          lambda v: v.zero == 3 and v.schedule == AUTO,
          lambda v: {"schedule": ["1f1b"], "zero": [1]},
          "--zero 3 --schedule auto --dp 2", ranks=2),
@@ -321,7 +320,7 @@ MEMORY = (
 
 MACHINE = (
     Rule("kernels of a device", ("kernels", "device"),
-         "each device has kernels of its own",
+         "each device has its own kernels",
          lambda v: v.kernels is not None and v.kernels not in KERNELS[v.device],
          lambda v: {"kernels": [one for one in KERNELS[v.device]
                                 if (one, v.dtype) != ("fused", "float64")],
@@ -333,7 +332,7 @@ MACHINE = (
          lambda v: {"kernels": [None], "dtype": ["float32"]},
          "--device cuda --kernels fused --dtype float64"),
     Rule("products in float64", ("gemm", "dtype"),
-         "no kernel of mpipar multiplies in float64",
+         "none of mpipar's kernels multiplies in float64",
          lambda v: v.gemm != "blas" and v.dtype == "float64",
          lambda v: {"gemm": ["blas"], "dtype": ["float32"]},
          "--device cuda --gemm tile --dtype float64"),
@@ -343,12 +342,12 @@ MACHINE = (
          lambda v: {"tf32": [None], "dtype": ["float32"]},
          "--device cuda --tf32 --dtype bfloat16"),
     Rule("TF32 of other products", ("tf32", "gemm"),
-         "TF32 is a mode of cuBLAS, and other kernels multiply",
+         "TF32 is a mode of cuBLAS, which does not multiply here",
          lambda v: v.tf32 and v.gemm != "blas",
          lambda v: {"tf32": [None], "gemm": ["blas"]},
          "--device cuda --tf32 --gemm tile"),
     Rule("scale that rounds", ("loss_scale",),
-         "a power of two does not round",
+         "only a power of two scales without rounding",
          lambda v: v.loss_scale is not None and math.frexp(v.loss_scale)[0] != 0.5,
          lambda v: {"loss_scale": [2.0**round(math.log2(v.loss_scale))]},
          "--dtype float16 --loss-scale 1000"),
@@ -356,39 +355,39 @@ MACHINE = (
 
 RUN = (
     Rule("preset of a model", ("preset", "model"),
-         "a preset is made for one kind of model",
+         "each preset is made for one kind of model",
          lambda v: PRESETS[v.preset].get("model", "decoder") != v.model,
          lambda v: {"preset": [OF_MODEL[v.model]],
                     "model": [PRESETS[v.preset].get("model", "decoder")]},
          "--preset gpt2 --model convnet"),
     Rule("plain name", ("run_name",),
-         "the name of a folder in runs/ is a plain one, and --out takes any other folder",
+         "a name in runs/ has no slash and is not . or .., but --out takes any folder",
          lambda v: v.run_name is not None and (
              v.run_name in ("", ".", "..") or "/" in v.run_name),
          lambda v: {"run_name": [re.sub("[/.]+", "-", v.run_name).strip("-") or None]},
          "--run-name a/b"),
     Rule("two folders", ("run_name", "out"),
-         "both name the folder of the run",
+         "both name the run folder",
          lambda v: v.run_name is not None and v.out is not None,
          lambda v: {"run_name": [None], "out": [None]},
          "--run-name a --out b"),
-    Rule("folder to go on in", ("resume",),
-         "auto goes on in a folder that has a name",
+    Rule("folder to resume in", ("resume",),
+         "auto resumes in a folder that has a name",
          lambda v: v.resume == AUTO and v.run_name is None and v.out is None,
          lambda v: {"run_name": ["mine"], "out": ["runs/mine"]},
          "--resume auto"),
     Rule("two sources", ("init_from", "resume"),
-         "a run that goes on brings the weights and more; auto takes both, for the first start",
+         "a checkpoint already contains weights; only auto takes both, for the first start",
          lambda v: v.resume not in (NEVER, AUTO) and v.init_from is not None,
          lambda v: {"init_from": [None], "resume": [None]},
          "--init-from runs/0001 --resume runs/0002"),
     Rule("empty texts", ("sample_interval", "sample_tokens"),
-         "no token is generated between steps",
+         "no tokens are generated between steps",
          lambda v: v.sample_interval > 0 and v.sample_tokens == 0,
          lambda v: {"sample_interval": [None], "sample_tokens": [200]},
          "--sample-interval 5 --sample-tokens 0"),
     Rule("late warning", ("hang_warn", "hang_stop"),
-         "the job ends before the warning comes",
+         "the job ends before the warning",
          lambda v: v.hang_warn != RunConfig.hang_warn and 0 < v.hang_stop < v.hang_warn,
          lambda v: {"hang_warn": [0.0, v.hang_stop], "hang_stop": [v.hang_warn]},
          "--hang-warn 90 --hang-stop 80"),
@@ -397,7 +396,7 @@ RUN = (
          lambda v: v.trace is not None and trace_steps(v.trace) is None,
          lambda v: {"trace": [example_steps(v)]},
          "--trace 12:10"),
-    Rule("trace behind the end", ("trace", "steps"),
+    Rule("trace after the end", ("trace", "steps"),
          "the run ends before that",
          lambda v: (trace_steps(v.trace) or (0, 0))[1] > v.steps,
          lambda v: {"trace": [str(v.steps)], "steps": [trace_steps(v.trace)[1]]},
@@ -408,7 +407,7 @@ RUN = (
          lambda v: {"trace": [example_steps(v)], "trace_ops": [None]},
          "--trace-ops"),
     Rule("costs for nothing", ("machine", "schedule"),
-         "layout auto and schedule auto choose by these costs, and nothing is chosen",
+         "these costs are for --layout auto and --schedule auto, and neither is given",
          lambda v: v.machine is not None and not v.chooses_layout and v.schedule != AUTO,
          lambda v: {"schedule": [AUTO], "machine": [None], "layout": [AUTO]},
          "--machine costs.json"),

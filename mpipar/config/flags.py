@@ -1,4 +1,4 @@
-"""The command line of a configuration: one flag for each field."""
+"""The command line of a configuration: one flag per field."""
 
 import argparse
 import dataclasses
@@ -14,10 +14,10 @@ from mpipar.errors import UsageError
 from mpipar.files.text import brief, shown
 from mpipar.job.environment import read_launcher
 
-MANY = 28  # flags; a command with more of them shows the usual ones
-MOST_CHOICES = 8  # that stand behind a flag
-FORMS = {int: "N", float: "X", str: "TEXT"}  # of a value, in a help
-USUAL = (  # (title, what it is, fields) that --help shows; --help-all shows the others too
+MANY = 28  # flags; a command with more of them shows only the common ones
+MOST_CHOICES = 8  # that are listed after a flag
+FORMS = {int: "N", float: "X", str: "TEXT"}  # placeholders for values in the help
+USUAL = (  # (title, description, fields) that --help shows; --help-all shows the others too
     ("input and output", "", ("preset", "config", "data", "out", "resume")),
     ("layout", "dp x pp x cp x tp = number of ranks", ("layout", "dp", "pp", "cp", "tp")),
     ("pipeline", "", ("schedule", "num_microbatches")),
@@ -29,13 +29,13 @@ USUAL = (  # (title, what it is, fields) that --help shows; --help-all shows the
 
 @dataclass(frozen=True)
 class Typed:
-    """Flags that are no settings."""
+    """Flags that are not settings."""
 
     layout: str | None = setting(
         None, "short for --dp 2 --pp 2 --tp 2", metavar="dp=2,pp=2,tp=2")
     config: str | None = setting(
         None, "read these keys first; flags override them", metavar="FILE.toml")
-    print_config: bool = switch("print the resulting configuration as TOML and stop")
+    print_config: bool = switch("print the resulting configuration as TOML and exit")
 
 
 MORE = {one.name: one for one in dataclasses.fields(Typed)}
@@ -44,7 +44,7 @@ MORE = {one.name: one for one in dataclasses.fields(Typed)}
 class Parser(argparse.ArgumentParser):
     """argparse without abbreviations and without its own exit: a mistake raises UsageError.
 
-    Every rank of a job comes to the same help, so only the first one prints it.
+    Every rank of a job prints the same help, so only rank 0 does.
     """
 
     def __init__(self, **options):
@@ -60,7 +60,7 @@ class Parser(argparse.ArgumentParser):
 
 
 def count(text: str) -> int:
-    """Return a whole number above 0: the type of an argument."""
+    """Return a positive whole number; used as the type of an argument."""
     if not text.isdecimal() or len(text) > 9 or int(text) == 0:
         raise argparse.ArgumentTypeError(
             f"{shown(text)}: must be a whole number above 0, of at most 9 digits")
@@ -68,12 +68,12 @@ def count(text: str) -> int:
 
 
 def counts(text: str) -> tuple[int, ...]:
-    """Several of them with commas between, as 1,2,4; each counts once."""
+    """Return several counts separated by commas, as 1,2,4, without duplicates."""
     return tuple(dict.fromkeys(map(count, text.split(","))))
 
 
 def all_groups() -> list[tuple[str, str, list[str]]]:
-    """Groups as in USUAL: every section, that of the model for each family of models, and MORE."""
+    """Return groups as in USUAL: one per section, one per family of models, and MORE."""
     shared = [name for name in FIELDS if name in OF_EVERY_FAMILY]
     found = [("model", ModelConfig.__doc__, shared)]
     parts = [*FAMILIES.items(), *((name, parts[0]) for name, parts in SECTIONS.items()
@@ -88,9 +88,10 @@ def add_flags(parser: argparse.ArgumentParser, names=frozenset(FIELDS), every=Tr
               help_of=types.MappingProxyType({})) -> bool:
     """Add the flags of the named fields and those of MORE; return whether the help hides some.
 
-    every: the help shows all of them, by section. If not, and there are many, it shows the USUAL
-    ones. Values stay text here, and those not given are absent from the namespace. So read() sees
-    all mistakes at once and knows what the user said. help_of: {field: help in place of its own}.
+    every: the help shows all of them, by section; otherwise, if there are many, only the USUAL
+    ones. Values stay text, and flags that are not given are absent from the namespace, so read()
+    sees all mistakes at once and knows what the user typed. help_of: {field: help in place of its
+    own}.
     """
     hidden = [name for name in [*FIELDS, *MORE] if name in names or name in MORE]
     groups = all_groups() if every or len(hidden) <= MANY else USUAL
@@ -109,7 +110,7 @@ def add_flags(parser: argparse.ArgumentParser, names=frozenset(FIELDS), every=Tr
 
 
 def add_field(group, field: dataclasses.Field, **more) -> None:
-    """Add the argument of a field; its value stays text. more: options in place of its own."""
+    """Add the argument of a field; its value stays text. more: options that override its own."""
     base, is_tuple = kind(field)
     legal, text = field.metadata, field.metadata["help"]
     options = {"default": argparse.SUPPRESS, "metavar": legal["metavar"]}
@@ -123,7 +124,7 @@ def add_field(group, field: dataclasses.Field, **more) -> None:
         options["metavar"] = EXAMPLES[field.name]
         if base is str:
             options |= {"nargs": "+", "metavar": "PATH"}
-    elif legal["choices"] and len(legal["choices"]) > MOST_CHOICES:  # a line has no room for them
+    elif legal["choices"] and len(legal["choices"]) > MOST_CHOICES:  # too many for one line
         options["metavar"] = "NAME"
         text += ": " + ", ".join(legal["choices"])
     elif legal["choices"]:
@@ -142,9 +143,9 @@ def add_field(group, field: dataclasses.Field, **more) -> None:
 
 def parsed(parser: argparse.ArgumentParser, words: list[str],
            is_free: bool = False) -> tuple[dict[str, object], list[str]]:
-    """({field: text} of what was typed, problems of what the parser does not know).
+    """Return ({field: text} of what was typed, problems with what the parser does not know).
 
-    is_free: whether arguments without a flag may stand before, between and behind the flags.
+    is_free: whether arguments without a flag may stand before, between and after the flags.
     """
     parse = parser.parse_known_intermixed_args if is_free else parser.parse_known_args
     typed, extras = parse(join_negative(parser, words))
@@ -152,9 +153,9 @@ def parsed(parser: argparse.ArgumentParser, words: list[str],
 
 
 def unknown_flags(parser: argparse.ArgumentParser, extras: list[str]) -> list[str]:
-    """Return one problem for each argument the parser did not know.
+    """Return a problem for each argument that the parser did not know.
 
-    It belongs to another command, or to none. The problem then names the closest flag of this one.
+    The argument belongs to another command or to none; the problem then names the closest flag.
     """
     known = [option[2:].replace("-", "_") for action in parser._actions
              for option in action.option_strings if option.startswith("--")]
@@ -175,7 +176,7 @@ def unknown_flags(parser: argparse.ArgumentParser, extras: list[str]) -> list[st
 
 
 def join_negative(parser: argparse.ArgumentParser, argv: list[str]) -> list[str]:
-    """Write `--lr -1e-3` as `--lr=-1e-3`, because argparse would take -1e-3 and -inf for flags."""
+    """Turn `--lr -1e-3` into `--lr=-1e-3`, because argparse would take -1e-3 or -inf for a flag."""
     takes_value = {option for action in parser._actions for option in action.option_strings
                    if action.nargs is None and action.option_strings}
     joined = []

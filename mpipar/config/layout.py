@@ -1,6 +1,6 @@
-"""Which dp x pp x tp for a number of ranks: every layout that fits, and the one to take.
+"""Which dp x pp x tp for a number of ranks: every layout that fits, and the default choice.
 
-It is plain arithmetic on sizes. `config.combinations` says what is wrong with one that doesn't fit.
+It is plain arithmetic on sizes. `config.combinations` explains why a layout does not fit.
 """
 
 import math
@@ -10,7 +10,7 @@ Layout = tuple[int, int, int]  # (dp, pp, tp)
 
 
 def shown_axes(sizes: Mapping[str, int]) -> list[tuple[str, int]]:
-    """(axis, size) in the order in which layouts are written; cp and ep only where they cut."""
+    """Return (axis, size) in the order in which layouts are written; cp and ep only if above 1."""
     return [(axis, sizes[axis]) for axis in ("dp", "pp", "cp", "tp", "ep")
             if axis not in ("cp", "ep") or sizes.get(axis, 1) > 1]
 
@@ -42,17 +42,17 @@ def nearest(values: Iterable[int], near: int, count: int = 6) -> list[int]:
 
 
 def cuts_heads(tp: int, heads: int, kv_heads: int) -> bool:
-    """Return whether tp ranks have equal numbers of heads, and whole heads of keys and values.
+    """Return whether tp ranks can hold equal numbers of heads, and whole key/value heads.
 
-    With more ranks than heads of keys and values, some ranks hold the same one.
+    With more ranks than key/value heads, some ranks hold copies of the same one.
     """
     return heads % tp == 0 and (kv_heads % tp == 0 or tp % kv_heads == 0)
 
 
 def fitting(world_size: int, layers: int, heads: int, kv_heads: int | None = None) -> list[Layout]:
-    """Return every (dp, pp, tp) that uses all ranks. tp cuts the heads; pp is at most the layers.
+    """Return every (dp, pp, tp) that uses all ranks. tp divides the heads; pp is at most layers.
 
-    kv_heads: those of keys and values, by default as many as of queries.
+    kv_heads: the number of key/value heads, by default as many as query heads.
     """
     kv_heads = heads if kv_heads is None else kv_heads
     return [(world_size // (tp * pp), pp, tp)
@@ -62,10 +62,10 @@ def fitting(world_size: int, layers: int, heads: int, kv_heads: int | None = Non
 
 def choose(given: tuple[int | None, int | None, int | None], world_size: int,
            layers: int, heads: int, kv_heads: int | None = None, cp: int = 1) -> Layout | None:
-    """Return the layout for `given` axes (dp, pp, tp; None = free), or None if there is none.
+    """Return the layout for the `given` axes (dp, pp, tp; None = free), or None if none fits.
 
     heads, kv_heads: see `ModelConfig.whole_heads`; every other width may be cut over any tp.
-    cp: the size of that axis, which is never chosen.
+    cp: the size of that axis, which is never chosen here.
     """
     options = fitting(world_size // cp, layers, heads, kv_heads) if world_size % cp == 0 else []
     matching = [one for one in options
@@ -74,11 +74,11 @@ def choose(given: tuple[int | None, int | None, int | None], world_size: int,
 
 
 def preference(given, world_size: int):
-    """Sort key for layouts: tp 2 if a multiple of 4 ranks is free, pp 2 if even, the rest dp.
+    """Return a sort key for layouts: tp 2 if 4 divides the free ranks, pp 2 if even, the rest dp.
 
-    A second tp rank divides memory and work but sends most, so the default is never more than two.
-    A second pp rank sends least. dp takes the rest, because growing it takes no more memory per
-    rank.
+    A second tp rank halves memory and work but communicates most, so the default is at most two.
+    A second pp rank communicates least. dp takes the rest, because it needs no more memory per
+    rank as it grows.
     """
     _, pp, tp = given
     free = world_size // math.prod(axis or 1 for axis in given)

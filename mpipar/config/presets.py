@@ -1,4 +1,4 @@
-"""Named starting points: the fields that are not the default, with their values."""
+"""Named starting points: the fields that differ from the defaults, with their values."""
 
 
 def _gpt2(layers, d_model, heads):
@@ -14,7 +14,7 @@ def _llama(layers, d_model, heads, **shape):
 
 
 def _llama3(layers, d_model, heads, factor=8.0, **shape):
-    """Llama 3.1 and 3.2, at the length of their first training."""
+    """Return the fields of Llama 3.1 and 3.2, at the row length of their first training."""
     return _llama(layers, d_model, heads, kv_heads=8, vocab_size=128256, seq_len=8192,
                   rope_theta=5e5, rope_scaling=(factor, 1.0, 4.0, 8192.0), batch_size=128,
                   lr=3e-4) | shape
@@ -40,7 +40,7 @@ PRESETS = {
     "llama-1b": _llama3(16, 2048, 32, 32.0, ffn=8192, tied=True),
     "llama-8b": _llama3(32, 4096, 32, ffn=14336),
     "llama-70b": _llama3(80, 8192, 64, ffn=28672),
-    # A mixture of experts that trains in a minute on a processor.
+    # A mixture of experts that trains in a minute on a CPU.
     "moe-tiny": {
         "arch": "llama", "layers": 4, "ffn": 256, "experts": 8, "expert_ffn": 128,
         "batch_size": 16, "num_microbatches": 4},
@@ -49,7 +49,7 @@ PRESETS = {
     "mixtral-8x7b": _mixtral(32, 4096, 32, ffn=14336, max_positions=32768),
     "mixtral-8x22b": _mixtral(56, 6144, 48, ffn=16384, vocab_size=32768, max_positions=65536),
     "gpt3-175b": _gpt2(96, 12288, 96) | {"seq_len": 2048, "batch_size": 1536},
-    # MPT has ALiBi in place of positions. Learned ones are nearest: they add T D numbers.
+    # MPT uses ALiBi instead of positions. Learned ones come closest: they add T D numbers.
     "mpt-30b": _gpt2(48, 7168, 64) | {"seq_len": 8192, "vocab_size": 50432, "bias": "none"},
 }
 

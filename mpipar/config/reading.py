@@ -1,8 +1,8 @@
-"""From flags and a TOML file to a Config, and from a Config to config.toml.
+"""Reads flags and a TOML file into a Config, and writes a Config as config.toml.
 
-Precedence: preset < settings of a run that goes on < config file < flags. Every mistake is
-collected. A field whose text could not be read keeps its default and is named in `bad`, so that
-later checks do not judge it.
+Precedence: preset < settings of the resumed run < config file < flags. Every mistake is collected.
+A field whose text could not be read keeps its default and is named in `bad`, so that later checks
+do not judge it.
 """
 
 import dataclasses
@@ -26,14 +26,14 @@ KIND_NAMES = {int: "a whole number", float: "a number", bool: "true or false", s
 
 
 @dataclass(frozen=True)
-class Reading:
-    """What flags and file say: an unresolved Config, and all problems of reading it.
+class ParsedConfig:
+    """What flags and config file say: an unresolved Config, and all problems in reading it.
 
     given: the fields that the user named, with their values.
-    bad: fields that the user named, but whose text could not be read.
-    unread: those of the problems that say what could not be read. chooses_layout: whether the axes
-    that are not named are to be chosen by their predicted step (--layout auto). prints: whether
-    the configuration is only to be printed.
+    bad: fields that the user named but whose text could not be read.
+    unread: the problems that concern unreadable text. chooses_layout: whether axes that are not
+    given are chosen by their predicted step (--layout auto). prints: whether the configuration is
+    only to be printed.
     """
 
     config: Config
@@ -46,11 +46,11 @@ class Reading:
 
 
 def read(typed: Mapping[str, object], problems: Iterable[str] = (),
-         may_choose: bool = False) -> Reading:
-    """Return the unresolved Config that --config and the flags make up. It raises nothing.
+         may_choose: bool = False) -> ParsedConfig:
+    """Return the unresolved Config that --config and the flags make up; it raises nothing.
 
-    typed: the text of each flag that was given, by field. problems: those found before (unknown
-    flags); they stand first. may_choose: whether the command takes --layout auto.
+    typed: the text of each given flag, by field. problems: those found so far (unknown flags),
+    which come first. may_choose: whether the command accepts --layout auto.
     """
     problems, bad, path = list(problems), set(), typed.get("config")
     from_file = _read_file(str(path), problems) if path else {}
@@ -59,7 +59,7 @@ def read(typed: Mapping[str, object], problems: Iterable[str] = (),
     for source, is_text in ((from_file, False), (given, True)):
         if "layout" in source:
             chooses = source["layout"] == AUTO
-        if chooses and "layout" in source:  # axes that a file names give way to a flag
+        if chooses and "layout" in source:  # a flag overrides the axes of the file
             values = {name: value for name, value in values.items() if name not in LAYOUT}
             del source["layout"]
         for name, raw in expand_layout(source, problems, LAYOUT).items():
@@ -70,17 +70,18 @@ def read(typed: Mapping[str, object], problems: Iterable[str] = (),
                 problems.append(f"{flag(name)} {where}: {error}")
                 bad.add(name)
     if chooses and not may_choose:
-        problems.append("--layout auto: only mpipar train chooses; name the axes, as in --layout"
+        problems.append("--layout auto: only mpipar train accepts it; name the axes, as in --layout"
                         " dp=2,pp=2")
-    return over({}, Reading(None, (), values, frozenset(bad), tuple(problems), chooses,
-                            "print_config" in typed))
+    return over({}, ParsedConfig(None, (), values, frozenset(bad), tuple(problems), chooses,
+                                 "print_config" in typed))
 
 
 def read_arguments(form: type, typed: Mapping[str, object], problems: list[str]):
     """Return a command's own arguments: an instance of the dataclass `form`.
 
-    typed: as in `read`. What is wrong joins `problems`, and such an argument has its default. One
-    without a default keeps a value that is out of bounds; None if it cannot be read at all.
+    typed: as in `read`. Problems are added to `problems`; the arguments concerned keep their
+    defaults or, if they have none, a value that is out of bounds. None if such an argument cannot
+    be read at all.
     """
     values, fields = {}, {field.name: field for field in dataclasses.fields(form)}
     for name, field in fields.items():
@@ -100,15 +101,15 @@ def read_arguments(form: type, typed: Mapping[str, object], problems: list[str])
     return form(**values) if needed <= values.keys() else None
 
 
-def over(saved: Mapping[str, object], reading: Reading) -> Reading:
-    """Return the Reading with these settings of an earlier run below what the user named."""
-    config = build({**saved, **reading.given})
-    problems = [*reading.unread, *choice_problems(config, reading.given)]
-    return dataclasses.replace(reading, config=config, problems=tuple(problems))
+def over(saved: Mapping[str, object], parsed: ParsedConfig) -> ParsedConfig:
+    """Return the configuration with an earlier run's settings beneath what the user named."""
+    config = build({**saved, **parsed.given})
+    problems = [*parsed.unread, *choice_problems(config, parsed.given)]
+    return dataclasses.replace(parsed, config=config, problems=tuple(problems))
 
 
 def choice_problems(config: Config, given: dict) -> list[str]:
-    """Fields that were given but belong to a choice that is not taken, and what to type instead.
+    """Return problems for fields that belong to a choice that is not taken, each with its cure.
 
     Nothing is judged if a preset or the choice itself has an unknown value.
     """
@@ -127,20 +128,20 @@ def choice_problems(config: Config, given: dict) -> list[str]:
 
 
 def _read_file(path: str, problems: list[str]) -> dict:
-    """The known keys of a TOML file, spelled as fields."""
+    """Return the known keys of a TOML file, spelled as fields."""
     try:
         table = read_toml(path, UsageError, where=f"--config {path}")
     except UsageError as error:
         problems += error.problems
         return {}
     if len(table) > 2 * len(FIELDS):  # a sentence about each would take minutes
-        problems.append(f"--config {path}: holds {len(table):,} keys; there are {len(FIELDS)}")
+        problems.append(f"--config {path}: has {len(table):,} keys; only {len(FIELDS)} exist")
         return {}
     found = {}
     for key, value in table.items():
         name = key.replace("-", "_")
         if isinstance(value, dict) or (name not in FIELDS and name != "layout"):
-            what = ("unknown key; keys stand at the top level, without tables"
+            what = ("unknown key; keys are at the top level, without tables"
                     if isinstance(value, dict) else unknown_word(key, [*FIELDS, "layout"], "key"))
             problems.append(f"--config {path}: {brief(key)}: {what}")
         elif name in found:
@@ -151,9 +152,9 @@ def _read_file(path: str, problems: list[str]) -> dict:
 
 
 def expand_layout(source: dict, problems: list[str], names: Collection[str] = AXES) -> dict:
-    """Replace layout="dp=2,pp=2" by the single axes. Both may be given if they agree.
+    """Replace layout="dp=2,pp=2" by single axes; both may be given if they agree.
 
-    What is wrong joins `problems`. names: what a layout may name.
+    Problems are added to `problems`. names: the axes that a layout may name.
     """
     layer = dict(source)
     text = layer.pop("layout", None)
@@ -164,8 +165,8 @@ def expand_layout(source: dict, problems: list[str], names: Collection[str] = AX
     for part in map(str.strip, text.split(",")):
         name, _, value = part.partition("=")
         if name not in names or not RANKS.fullmatch(value) or name in seen:
-            problems.append(f"--layout {brief(text)}: {shown(part)} is not understood; each of "
-                            f"{', '.join(names)} at most once, as in dp=2,pp=2,tp=2")
+            problems.append(f"--layout {brief(text)}: {shown(part)} is not understood; name each "
+                            f"of {', '.join(names)} at most once, as in dp=2,pp=2,tp=2")
         elif name in layer and str(layer[name]) != value:
             problems.append(f"--layout {brief(text)}: contradicts {flag(name)}"
                             f" {brief(str(layer[name]))}; give one")
@@ -176,7 +177,7 @@ def expand_layout(source: dict, problems: list[str], names: Collection[str] = AX
 
 
 def _value(field: dataclasses.Field, raw, is_text: bool):
-    """The value of a field from a flag's text or a TOML value; ValueError says what it must be."""
+    """Return a field's value from a flag's text or a TOML value; ValueError says what is wrong."""
     base, is_tuple = kind(field)
     if field.metadata["in_bytes"] and isinstance(raw, str):
         return read_bytes(raw)
@@ -206,19 +207,18 @@ def _single(base: type, raw, is_text: bool):
 
 
 def values_of(text: str) -> dict[str, object]:
-    """Return the values of the fields that to_toml has written; ValueError for any other text."""
+    """Return the values of the fields that to_toml wrote; ValueError for any other text."""
     found = {}
     for key, raw in parse_toml(text).items():
         name = key.replace("-", "_")
         if name not in FIELDS:
-            raise ValueError(f"{key} is no setting of this version")
+            raise ValueError(f"{key} is not a setting of this version")
         found[name] = _value(FIELDS[name], raw, False)
     return found
 
 
 def to_toml(config: Config) -> str:
-    """Return the config as TOML; --config reads it back to an equal Config. None is an absent key.
-    """
+    """Return the config as TOML that --config reads back to an equal one; None: no such key."""
     lines, last = [], None
     for section, field, value in settings(config):
         if section != last:
@@ -234,6 +234,6 @@ def _literal(value) -> str:
         return str(value).lower()
     if isinstance(value, tuple):
         return "[" + ", ".join(_literal(one) for one in value) + "]"
-    if isinstance(value, str):  # JSON's escapes are TOML's, but for DEL, which TOML forbids bare
+    if isinstance(value, str):  # JSON's escapes are TOML's, except that TOML forbids a bare DEL
         return json.dumps(value, ensure_ascii=False).replace("\x7f", "\\u007f")
     return repr(value)

@@ -1,4 +1,4 @@
-"""From a Config to a complete one for a number of ranks, with all its problems reported at once."""
+"""Completes a Config for a number of ranks, and reports all its problems at once."""
 
 import dataclasses
 from collections.abc import Callable, Iterable
@@ -14,12 +14,12 @@ from mpipar.config.setting import field_problem
 from mpipar.errors import UsageError, UserError, combine
 from mpipar.files.text import counted
 
-WHOLE_TOKENS = 1 << 14  # of a step that one rank computes in one microbatch
+WHOLE_TOKENS = 1 << 14  # tokens of a step that a single rank computes in one microbatch
 Check = tuple[Callable[[Config], list[str] | None], type[UserError]]
 
 
 def _value_problems(config: Config) -> dict[str, str]:
-    """Field name -> what is wrong with its value, each field on its own."""
+    """Return {field name: what is wrong with its value}, each field on its own."""
     found = {field.name: field_problem(field, value) for _, field, value in settings(config)}
     return {name: problem for name, problem in found.items() if problem}
 
@@ -33,9 +33,9 @@ def config_problems(config: Config) -> list[str]:
 
 
 def _default_microbatches(config: Config) -> int:
-    """The preset's number, or one where a single rank takes few tokens at once.
+    """Return the preset's number, or one if a single rank processes few tokens at once.
 
-    Microbatches are for pipelines and for memory; each costs the interpreter's time.
+    Microbatches serve pipelines and memory; each costs interpreter time.
     """
     preset, grid = PRESETS[config.run.preset], config.grid
     tokens = (config.train.batch_size or preset["batch_size"]) * config.model.targets_per_row
@@ -43,7 +43,7 @@ def _default_microbatches(config: Config) -> int:
 
 
 def _choose_batch(config: Config) -> tuple[Config, list[str]]:
-    """The config with a batch size that its copies and microbatches divide; notes."""
+    """Return the config with a batch size that replicas and microbatches divide, and notes."""
     preset, dp, num_mb = PRESETS[config.run.preset], config.grid.dp, config.grid.num_microbatches
     unit, rows = dp * num_mb, config.train.batch_size
     up = -(-(rows or preset["batch_size"]) // unit) * unit
@@ -54,18 +54,18 @@ def _choose_batch(config: Config) -> tuple[Config, list[str]]:
     return replace(config, train=replace(config.train, batch_size=up)), notes
 
 
-# While one of these is wrong, nothing is chosen, and no check of other folders runs: they could not
-# compute with the value.
+# If one of these is wrong, nothing is chosen, and the checks of other packages do not run: they
+# could not compute with the value.
 FIRST = {"batch_size", "preset", "dtype", "device", *(
     field.name for part in SECTIONS["model"] + SECTIONS["grid"]
     for field in dataclasses.fields(part))}
 
 
 def _choose(config: Config, world_size: int) -> tuple[Config, set[str]]:
-    """The config with what the model stands for, layout and microbatches; axes that are guessed.
+    """Return the config with layout, microbatches and model filled in, and the guessed axes.
 
-    If no layout fits, the axes that were not typed are 1, and those named here are not judged. A
-    guessed tp is: what fails with 1 fails with any.
+    If no layout fits, axes that were not given are 1; those returned are then not judged. A guessed
+    tp is judged, because what fails with 1 fails with any.
     """
     model, given = config.model.completed(), config.grid
     axes = (given.dp, given.pp, given.tp)
@@ -83,9 +83,9 @@ def _choose(config: Config, world_size: int) -> tuple[Config, set[str]]:
 
 def broken_rules(config: Config, world_size: int, rules: Iterable[Rule] = RULES,
                  bad: Iterable[str] = (), **facts) -> list[tuple[Rule, SimpleNamespace]]:
-    """Return the rules that a Config breaks on so many ranks, each with the values that it judged.
+    """Return the rules that a Config breaks on so many ranks, each with the values it judged.
 
-    config, bad: as in `complete`. facts: what else rules judge by, see `values_of`.
+    config, bad: as in `complete`. facts: further values that rules judge by, see `values_of`.
     """
     bad = {*_value_problems(config), *bad}
     facts |= {"ranks": world_size, "free": frozenset(
@@ -104,10 +104,10 @@ def complete(config: Config, world_size: int, checks: Iterable[Check] = (),
              **facts) -> tuple[Config, list[str], list[UserError]]:
     """Fill in every None; return the config, notes for the user, and all problems as errors.
 
-    checks: problems(config) of other folders, each with the error it stands for. They get the
-    completed config, and may raise a UserError of their own.
-    bad: names fields whose text could not even be read. They hold defaults, so nothing is concluded
-    from them. rules: those that it must keep; facts: what else they judge by, see `values_of`.
+    checks: functions of other packages that list a config's problems, each with its class of error.
+    They get the completed config, and may raise a UserError of their own.
+    bad: fields whose text could not even be read; they hold defaults, from which nothing is
+    concluded. rules: those to be kept; facts: further values they judge by, see `values_of`.
     """
     found = _value_problems(config)
     bad = {*found, *bad}
@@ -130,9 +130,7 @@ def complete(config: Config, world_size: int, checks: Iterable[Check] = (),
 
 def resolve(config: Config, world_size: int, checks: Iterable[Check] = (),
             rules: Iterable[Rule] = RULES, **facts) -> tuple[Config, list[str]]:
-    """Return the complete Config for this number of ranks, and notes. One error reports all
-    problems.
-    """
+    """Return the complete Config for this number of ranks, and notes; raise one error for all."""
     config, notes, errors = complete(config, world_size, checks, (), rules, **facts)
     if errors:
         raise combine(errors)

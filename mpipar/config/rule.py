@@ -1,4 +1,4 @@
-"""One row of the table of combinations: what is illegal, why, and what to type instead."""
+"""A row of the table of combinations: what is illegal, why, and what to type instead."""
 
 from __future__ import annotations
 
@@ -19,15 +19,15 @@ PLAIN = re.compile(r"[\w.,:/+=-]+")  # a value that needs no quotes in a sentenc
 
 @dataclass(frozen=True)
 class Rule:
-    """One kind of illegal settings. The message of a refusal is made of this alone.
+    """One kind of illegal combination. A refusal's message is built from this row alone.
 
-    name: of this row. fields: the settings that it relates; the first one stands first in the
-    message. reason: why this is illegal.
-    broken: whether values (see `values_of`) are illegal. cures: {field: its next legal values}, of
-    which each alone is enough; None stands for leaving the flag out.
-    example: flags that break this row on so many `ranks`.
-    complete: whether it judges the configuration once layout and microbatches are chosen. Else it
-    judges what was typed.
+    name: of this row. fields: the settings it relates; the message begins with the first one.
+    reason: why this is illegal.
+    broken: whether values (see `values_of`) are illegal. cures: {field: its nearest legal values},
+    each of which is enough by itself; None means leaving the flag out.
+    example: flags that break this rule on so many `ranks`.
+    complete: whether it judges the configuration after layout and microbatches are chosen;
+    otherwise it judges what was typed.
     """
 
     name: str
@@ -44,9 +44,7 @@ class Rule:
         return f"{subject(self.fields, values)}: {self.reason}; {self.cure(values)}"
 
     def cure(self, values: SimpleNamespace) -> str:
-        """Return what to type instead. Where weights fix the shape of the model, no other is
-        offered.
-        """
+        """Return what to type instead; never another model shape where weights fix it."""
         fixed = SHAPE if getattr(values, "init_from", None) else ()
         found = {name: list(legal) for name, legal in self.cures(values).items()
                  if name not in fixed}
@@ -54,11 +52,10 @@ class Rule:
 
 
 def values_of(config: Config, **facts) -> SimpleNamespace:
-    """Return every setting that means something to a Config by its name, and what else rules judge
-    by.
+    """Return every setting in force of a Config by its name, and what else rules judge by.
 
-    facts: `ranks`, the number of them. free: the axes that were not typed. csv: the schedule of the
-    file of --schedule-csv. machine, chooses_layout: --machine, and whether --layout is auto.
+    facts: `ranks`, their number. free: the axes that were not given. csv: the schedule in the file
+    of --schedule-csv. machine, chooses_layout: --machine, and whether --layout is auto.
     """
     known = {"ranks": None, "free": frozenset(), "csv": None, "machine": None,
              "chooses_layout": False}
@@ -70,7 +67,7 @@ def broken_of(rules: Iterable[Rule], values: SimpleNamespace,
               bad: Iterable[str] = ()) -> list[Rule]:
     """Return the rules that these values break.
 
-    A rule that relates a setting in `bad`, or one that means nothing here, isn't judged.
+    A rule is skipped if a setting that it relates is in `bad` or not in force.
     """
     known = vars(values).keys() - set(bad)
     return [rule for rule in rules if known >= set(rule.fields) and rule.broken(values)]
@@ -85,7 +82,7 @@ def typed(value) -> str:
 
 
 def subject(names: tuple[str, ...], values: SimpleNamespace) -> str:
-    """Return the settings of a row with their values, those that were not given left out."""
+    """Return the settings of a rule with their values, without those that were not given."""
     told = {name: getattr(values, name) for name in names}
     ranks = told.pop("ranks", None)
     given = [flag(name) if value is True else f"{flag(name)} {typed(value)}"
@@ -97,12 +94,12 @@ def subject(names: tuple[str, ...], values: SimpleNamespace) -> str:
 
 
 def listed(words: list[str], last: str) -> str:
-    """As in 'a, b and c'."""
+    """Join words as in 'a, b and c'."""
     return f" {last} ".join([", ".join(words[:-1]), words[-1]] if len(words) > 1 else words)
 
 
 def cure_text(cures: dict[str, list]) -> str:
-    """As in 'use --heads 1, 2 or 4, or --head-dim 42, or leave --tf32 out'."""
+    """Return cures as in 'use --heads 1, 2 or 4, or --head-dim 42, or leave --tf32 out'."""
     used, others, left_out = [], [], [flag(name) for name in cures if None in cures[name]]
     for name, legal in cures.items():
         words = [typed(value) for value in legal if value is not None and value is not True]

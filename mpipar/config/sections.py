@@ -1,8 +1,8 @@
-"""The whole configuration: its sections, and their fields in one flat key space.
+"""The whole configuration: its sections, and their fields in one flat namespace.
 
-The fields are the only source: command-line flags, TOML keys and `config.toml` are generated from
+The fields are the single source: command-line flags, TOML keys and `config.toml` are generated from
 them. Field `seq_len` = flag `--seq-len` = TOML key `seq-len`. `None` means that resolve() chooses;
-it turns a Config and a number of ranks into a complete one. The defaults are the preset `tiny`.
+it turns a Config and a number of ranks into a complete one. The defaults are the preset `tiny`;
 PRESETS holds what the other presets change.
 """
 
@@ -39,17 +39,15 @@ OF_EVERY_FAMILY = frozenset(one.name for one in dataclasses.fields(ModelConfig))
 ROWS = {family: tuple((section, one) for section, parts in SECTIONS.items()
                       for one in dataclasses.fields(family if section == "model" else parts[0]))
         for family in FAMILIES.values()}
-# Field -> (field, value, ...) of the choice that it belongs to. That field may belong to another.
-# Without values it is one that is not given by default: whatever its value.
+# Field -> (field, value, ...) of the choice that it belongs to; that field may belong to another.
+# Without values, the choice is a field that is unset by default, and any value of it will do.
 CHOICES = {one.name: ("model", name) for name, part in FAMILIES.items()
            for one in dataclasses.fields(part) if one.name not in OF_EVERY_FAMILY}
 CHOICES |= {name: one.metadata["only"] for name, one in FIELDS.items() if one.metadata["only"]}
 
 
 def settings(config: Config) -> list[tuple[str, dataclasses.Field, object]]:
-    """Return every (section name, field, value) that means something to this Config, as it is
-    written.
-    """
+    """Return every (section name, field, value) that is in force in this Config, in file order."""
     rows = next(rows for family, rows in ROWS.items() if isinstance(config.model, family))
     found = [(section, one, getattr(getattr(config, section), one.name)) for section, one in rows]
     values = {one.name: value for _, one, value in found}
@@ -58,9 +56,7 @@ def settings(config: Config) -> list[tuple[str, dataclasses.Field, object]]:
 
 
 def not_taken(name: str, values: dict) -> tuple[str, ...] | None:
-    """Return the (field, value, ...) of which a field needs one to mean something, or None if it
-    does.
-    """
+    """Return the (field, value, ...) that a field needs to be in force, or None if it is."""
     if name not in CHOICES:
         return None
     choice, *wanted = CHOICES[name]
@@ -71,15 +67,15 @@ def not_taken(name: str, values: dict) -> tuple[str, ...] | None:
 
 
 def is_in_force(config: Config, name: str) -> bool:
-    """Return whether a field means something to this Config."""
+    """Return whether a field has a meaning in this Config."""
     return any(one.name == name for _, one, _ in settings(config))
 
 
 def build(values: dict) -> Config:
-    """Return a Config from flat values over their preset; batch size and microbatches wait for
-    resolve.
+    """Return a Config from flat values on top of their preset.
 
-    Values of a choice that is not taken are dropped.
+    Batch size and microbatches are left to resolve(). Values of a choice that is not taken are
+    dropped.
     """
     default = OF_MODEL.get(values.get("model", "decoder"), "tiny")
     values = {"preset": default} | values

@@ -1,4 +1,4 @@
-"""One setting: its help, the values that are legal, its flag, and what is wrong with a value."""
+"""A single setting: its help, legal values and flag, and what is wrong with a value."""
 
 import dataclasses
 import math
@@ -13,13 +13,12 @@ from mpipar.files import text
 
 def setting(default, what, *, low=None, above=None, below=None, high=None, choices=None,
             in_bytes=False, only=None, metavar=None, rare=False):
-    """Return a field: help, low <= value <= high, above < value < below; in_bytes: 64K is a value
-    too.
+    """Return a field with its help and limits: low <= value <= high, above < value < below.
 
-    default: MISSING for one that must be given. only: (field, value, ...) of the choice that the
-    field belongs to. With another value of the choice than these, the field means nothing, is not
-    written, and is refused if given. metavar: what stands for the value in a help. rare: only
-    --help-all shows it.
+    default: MISSING if it must be given. in_bytes: 64K is accepted as a value. only: (field,
+    value, ...) of the choice that the field belongs to; with any other value of that choice it has
+    no meaning, is not written, and is refused if given. metavar: placeholder for the value in the
+    help. rare: shown by --help-all only.
     """
     legal = {"low": low, "above": above, "below": below, "high": high, "choices": choices,
              "in_bytes": in_bytes, "only": only, "metavar": metavar, "rare": rare,
@@ -45,12 +44,12 @@ def flag(field_name: str) -> str:
 
 
 def argument(name: str, legal: Mapping[str, typing.Any]) -> str:
-    """Return how a field is named in a message: by its flag, or by the word that its help shows."""
+    """Return what messages call a field: its flag, or the placeholder that its help shows."""
     return legal["metavar"] if legal["is_positional"] else flag(name)
 
 
 def kind(field: dataclasses.Field) -> tuple[type, bool]:
-    """(type of one value, whether the field is a tuple of them); `| None` is dropped."""
+    """Return (type of one value, whether the field is a tuple of them), ignoring `| None`."""
     annotation = field.type
     if isinstance(annotation, types.UnionType):
         annotation = next(one for one in typing.get_args(annotation) if one is not type(None))
@@ -60,7 +59,7 @@ def kind(field: dataclasses.Field) -> tuple[type, bool]:
 
 
 def field_problem(field: dataclasses.Field, value: object) -> str | None:
-    """Return what is wrong with the value of a field, or None. Of several the last one is named."""
+    """Return what is wrong with a field's value, or None; of several problems, the last one."""
     found = None
     if value is not None and not isinstance(value, bool):
         for one in value if isinstance(value, tuple) else (value,):
@@ -84,7 +83,7 @@ def value_problem(name: str, legal: Mapping[str, typing.Any], value: object) -> 
 
 
 def _limit_problem(legal: Mapping[str, typing.Any], value: typing.Any) -> str | None:
-    """Which limit a number breaks, or None."""
+    """Return which limit a number breaks, or None."""
     if isinstance(value, float) and not math.isfinite(value):
         return "must be a finite number"
     if legal["low"] is not None and value < legal["low"]:

@@ -1,4 +1,4 @@
-"""Numbers of bytes as people type them."""
+"""Sizes in bytes as people type them."""
 
 import re
 from fractions import Fraction
@@ -9,7 +9,7 @@ POWERS = {"": 0, "K": 10, "M": 20, "G": 30, "T": 40}
 
 
 def read_bytes(text: str) -> int:
-    """4096, 64K, 1.5M, 20MiB or 1G (powers of 1024) as bytes; ValueError says what it must be."""
+    """Return 4096, 64K, 1.5M, 20MiB or 1G (powers of 1024) in bytes; else raise ValueError."""
     found = SIZE.fullmatch(text.strip())
     if not found:
         raise ValueError("must be bytes: write 4096, 64K, 1.5M or 1G")

@@ -1,4 +1,4 @@
-"""Names that people type: what other programs call a setting, and examples of values."""
+"""Names that people type: other programs' names for settings, and example values."""
 
 from mpipar.config.setting import flag
 from mpipar.errors import suggestion
@@ -38,16 +38,16 @@ SYNONYMS = {  # other programs' names -> field
     "moe_token_dispatcher_type": "expert_dispatch",
     "position_embedding_type": "positions", "tie_word_embeddings": "tied", "model_type": "arch",
 }
-ACCUMULATION = ("--num-microbatches, with the same number: a step adds the gradients of so many"
-                " microbatches; --batch-size is that of the whole step, dp * num-microbatches *"
-                " rows of a microbatch")
-OTHERWISE = {  # other programs' names for what has another form here -> what to type
+ACCUMULATION = ("--num-microbatches, with the same number: a step accumulates the gradients of that"
+                " many microbatches; --batch-size is the batch of the whole step, dp *"
+                " num-microbatches * rows of a microbatch")
+OTHERWISE = {  # other programs' names for what works differently here -> what to type
     "micro_batch_size": "--num-microbatches: a microbatch has batch-size / (dp *"
                         " num-microbatches) rows",
     **dict.fromkeys(("grad_accumulation", "grad_accumulation_steps", "gradient_accumulation",
                      "gradient_accumulation_steps", "accumulate_grad_batches"), ACCUMULATION),
     "tensorboard_dir": "--tensorboard: the event files go into the run folder",
-    "eval_iters": "--eval-tokens, the tokens that an evaluation reads",
+    "eval_iters": "--eval-tokens, the number of tokens per evaluation",
     "lr_decay_iters": "--lr-schedule wsd and --decay-ratio, a share of the steps",
     "min_lr": "--min-lr-ratio, a share of --lr", "bf16": "--dtype bfloat16",
     "fp16": "--dtype float16", "use_flash_attn": "--kernels fused, on a GPU",
@@ -59,7 +59,7 @@ OTHERWISE = {  # other programs' names for what has another form here -> what to
                     "--data FOLDER, which mpipar data prepare makes with a tokenizer"),
     "fsdp": "--zero 3", "use_distributed_optimizer": "--zero 1",
 }
-NOT_BUILT = {  # known names for what these programs do not do -> what to do instead
+NOT_BUILT = {  # well-known names for what mpipar does not do -> what to do instead
     "dropout": "leave it out", "attention_dropout": "leave it out",
     "hidden_dropout": "leave it out", "compile": "leave it out", "fp8": "use --dtype bfloat16",
     "fp8_format": "use --dtype bfloat16",
@@ -74,10 +74,10 @@ EXAMPLES = {"stage_layers": "3,2,2,1", "image_shape": "8,8,1", "data": "text.txt
 
 
 def unknown_word(word: str, names, what: str) -> str:
-    """Return the message for a word that is not a flag or key (`what`) of the fields in `names`."""
+    """Return the message for a word that is no flag or key (`what`) of the fields in `names`."""
     name = word.lstrip("-").replace("-", "_")
     if name in NOT_BUILT:
-        return f"is not built; {NOT_BUILT[name]}"
+        return f"is not supported; {NOT_BUILT[name]}"
     if SYNONYMS.get(name) in names:
         return f"is called {flag(SYNONYMS[name])} here; type that"
     if name in OTHERWISE:

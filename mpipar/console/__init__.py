@@ -1,1 +1,1 @@
-"""What a run prints, and the files that every run writes."""
+"""Console output of a run, and the files that every run writes."""

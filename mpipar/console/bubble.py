@@ -1,10 +1,10 @@
-"""Busy share and bubble of each pipeline rank, measured and simulated.
+"""Busy fraction and bubble of each pipeline rank, measured and simulated.
 
-The measured share compares compute spans with the time from start to end of the pipeline, for steps
-still in the ring. All ranks start a step together, because they have just agreed on the norm of the
-step before. So the slowest rank's duration is the step's, and no clocks need comparing. The
-simulation runs the same schedule with the measured mean cost of each stage's passes and instant
-messages.
+The measured fraction compares compute spans with the time from start to end of the pipeline, for
+the steps still in the ring. All ranks start a step together, because they have just agreed on the
+previous step's norm, so the slowest rank's duration is that of the step and no clocks need to be
+compared. The simulation runs the same schedule with the measured mean cost of each stage's passes
+and instantaneous messages.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from mpipar.pipeline.simulate import simulate
 
 
 def recorded_facts(recorder) -> dict:
-    """Return the `span_facts` of this rank's steps that are whole in the ring.
+    """Return the `span_facts` of this rank's steps that are complete in the ring.
 
     The oldest may have lost its first spans.
     """
@@ -30,10 +30,9 @@ def recorded_facts(recorder) -> dict:
 
 
 def span_facts(spans, whole: set[int]) -> dict:
-    """Return a rank's mean seconds per pass, by kind and stage, and busy and pipeline seconds per
-    step.
+    """Return a rank's mean seconds per pass (by kind, stage), and busy and pipeline s per step.
 
-    whole: the steps that count.
+    whole: the steps to include.
     """
     passes, busy, pipeline = defaultdict(list), defaultdict(float), defaultdict(float)
     for span in spans:
@@ -52,7 +51,7 @@ def span_facts(spans, whole: set[int]) -> dict:
 
 
 def measured_costs(facts: list[dict], num_stages: int) -> Costs:
-    """f, i, w of every stage, as means over the ranks that ran it; i and w each get half of a B."""
+    """Return f, i, w of each stage, averaged over the ranks that ran it; i and w halve a B."""
     sums = defaultdict(list)
     for fact in facts:
         for key, seconds in fact["passes"].items():
@@ -68,8 +67,7 @@ def measured_costs(facts: list[dict], num_stages: int) -> Costs:
 
 
 def bubble_rows(facts: list[dict], pp_ranks: list[int], schedule) -> list[tuple]:
-    """Return the rows by rank: (pp_rank, busy share, bubble s, simulated busy share, simulated
-    bubble s).
+    """Return rows (pp_rank, busy fraction, bubble s, simulated busy fraction, simulated bubble s).
 
     facts: `span_facts` of every world rank. pp_ranks: their pipeline ranks.
     """

@@ -1,8 +1,9 @@
 """The schedule explorer: one page that draws, proves and times pipeline schedules in a browser.
 
-The page makes no schedule. Python makes the orders of all schedules for a grid of counts, and the
-page carries them as data, in the cells of CSV files. What it does itself lies in explorer_page/.
-The tests hold its proof and its simulation equal to `pipeline.check` and `pipeline.simulate`.
+The page creates no schedules: Python generates the orders of all schedules for a grid of counts,
+and the page carries them as data, in the form of CSV cells. What it does itself is in
+explorer_page/; tests keep its proof and simulation equal to `pipeline.check` and
+`pipeline.simulate`.
 """
 
 from __future__ import annotations
@@ -28,9 +29,9 @@ SCRIPTS = ("order.js", "proof.js", "simulate.js", "drawing.js", "panel.js", "edi
 
 
 def build(data: dict, orders: dict, fallback: str) -> str:
-    """Return the page. data: what it begins with. orders: see `known_orders`.
+    """Return the page. data: its initial state. orders: see `known_orders`.
 
-    fallback: a drawing in SVG for a reader without JavaScript.
+    fallback: a drawing in SVG for readers without JavaScript.
     """
     text = json.dumps(orders, separators=(",", ":"))
     packed = base64.b64encode(zlib.compress(text.encode("ascii"), 9)).decode("ascii")
@@ -45,7 +46,7 @@ def build(data: dict, orders: dict, fallback: str) -> str:
 
 
 def known_orders(ranks: Iterable[int] = RANKS, microbatches: Iterable[int] = MICROBATCHES) -> dict:
-    """{"name p m chunks": the passes of each rank, or the text why there is no such schedule}."""
+    """Return {"name p m chunks": passes of each rank, or why there is no such schedule}."""
     found = {}
     for name in FAMILIES:
         for p, m, chunks in product(ranks, microbatches, chunk_counts(name)):
@@ -56,18 +57,18 @@ def known_orders(ranks: Iterable[int] = RANKS, microbatches: Iterable[int] = MIC
 
 
 def chunk_counts(name: str) -> tuple[int, ...]:
-    """Return the numbers of stages of a rank that the page offers for a schedule."""
+    """Return the numbers of stages per rank that the page offers for a schedule."""
     family = FAMILIES[name]
     return CHUNKS if family.looped else (family.stages_per_rank,)
 
 
 def passes(schedule: Schedule) -> list[str]:
-    """Return the passes of each rank, as in the cells of a CSV file, with spaces between them."""
+    """Return the passes of each rank, as in the cells of a CSV file, separated by spaces."""
     return [" ".join(str(instr) for instr in program if is_compute(instr))
             for program in schedule.programs]
 
 
 def schedule_facts(schedule: Schedule) -> dict:
-    """Return a schedule as values for JSON, for one that is not among the known orders."""
+    """Return a schedule that is not among the known orders as values for JSON."""
     return {"name": schedule.name, "p": schedule.pp_size, "m": schedule.num_microbatches,
             "homes": schedule.homes, "programs": passes(schedule)}

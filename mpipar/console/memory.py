@@ -7,19 +7,19 @@ import tracemalloc
 
 import numpy as np
 
-ARRAYS = np.lib.tracemalloc_domain  # by which NumPy marks the data of arrays
+ARRAYS = np.lib.tracemalloc_domain  # NumPy's mark for the data of arrays
 
 
 class PeakMemory:
-    """Peak bytes in arrays of a training step.
+    """Peak bytes of arrays in a training step.
 
-    On the CPU Python's allocator tracing counts them, for the first two steps: it slows small
-    allocations down. Only the second step's peak counts, if there is one. In the first step a
-    compiler, such as Numba's, takes memory that is no array and gives it back. On a GPU the peak is
-    what CuPy's pool holds: arrays, and freed pieces of memory that fitted no later array.
+    On the CPU Python's allocation tracing counts them, during the first two steps only, because it
+    slows down small allocations. Of two steps only the second one's peak is used: in the first, a
+    compiler such as Numba's temporarily takes memory that is no array. On a GPU the peak is what
+    CuPy's pool holds: arrays, and freed blocks that fitted no later array.
 
-    peak: bytes of arrays. objects: bytes of everything else that Python has made meanwhile and
-    still holds, such as what Numba's compiler keeps. They are not part of `peak`.
+    peak: bytes of arrays. objects: bytes of everything else that Python allocated meanwhile and
+    still holds, such as what Numba's compiler keeps; they are not part of `peak`.
     """
 
     def __init__(self, ops):
@@ -27,7 +27,7 @@ class PeakMemory:
         self.peak = self.objects = self.steps = 0
 
     def start(self) -> None:
-        """Begin before any array of the run exists."""
+        """Begin before the run creates any array."""
         if self.ops.device == "cpu":
             tracemalloc.start(1)
 
@@ -43,7 +43,7 @@ class PeakMemory:
         return True
 
     def stop(self) -> None:
-        """Take the peak since `start`, or since the first step."""
+        """Record the peak since `start`, or since the first step."""
         if self.ops.device != "cpu":
             self.peak = self.ops.xp.get_default_memory_pool().total_bytes()
         else:
@@ -55,5 +55,5 @@ class PeakMemory:
 
 
 def process_peak() -> int:
-    """Largest resident size of this process so far in bytes, with libraries and MPI's buffers."""
+    """Return this process's peak resident size in bytes, with libraries and MPI's buffers."""
     return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024

@@ -1,7 +1,7 @@
 """metrics.jsonl: one object per step, with every rank's time inside communication, per axis.
 
-Ranks keep their own numbers and meet only when lines are due. So measuring adds no barrier to a
-step.
+Ranks keep their own numbers and gather them only when lines are due, so measuring adds no barrier
+to a step.
 """
 
 from __future__ import annotations
@@ -15,10 +15,10 @@ from mpipar.comm.record import Sums
 
 
 class Metrics:
-    """Collects steps; `flush` sends them to world rank 0, which writes the lines to `file`.
+    """Collects steps; `flush` gathers them on world rank 0, which writes the lines to `file`.
 
     axes: names of the groups that exist. file: a `GrowingFile` on world rank 0, None elsewhere.
-    events: `Events` that get the lines too, or None.
+    events: `Events` that receive the lines too, or None.
     """
 
     def __init__(self, recorder, axes, tokens_per_step, file=None, events=None):
@@ -28,7 +28,7 @@ class Metrics:
         self.steps, self.numbers = [], []
 
     def _totals(self) -> np.ndarray:
-        """An array (axes, 3) of calls, payload bytes and seconds since the run began."""
+        """Return calls, payload bytes and seconds since the run began, as an array (axes, 3)."""
         totals = self.recorder.totals("axis")
         rows = [totals.get((axis,), Sums()) for axis in self.axes]
         return np.array([[row.calls, row.payload_bytes, row.nanoseconds * 1e-9] for row in rows])
@@ -38,7 +38,7 @@ class Metrics:
         self.before = self._totals()
 
     def add(self, result) -> None:
-        """Add a StepResult and the communication since the step before."""
+        """Add a StepResult, and the communication since the previous step."""
         now = self._totals()
         self.steps.append(result)
         self.numbers.append(np.append((now - self.before).ravel(), result.step_seconds))
@@ -63,7 +63,7 @@ class Metrics:
         return objects
 
     def _object(self, result, numbers: np.ndarray) -> dict:
-        """One line. numbers: (ranks, axes * 3 + 1). The slowest rank gives the step's time."""
+        """Return one line. numbers: (ranks, axes * 3 + 1). The slowest rank sets the step time."""
         seconds = float(numbers[:, -1].max())
         per_axis = numbers[:, :-1].reshape(len(numbers), len(self.axes), 3)
         inside = per_axis[:, :, 2].sum(1) / numbers[:, -1]

@@ -1,4 +1,4 @@
-"""What a run prints, files that a view writes on request, and those that grow with a run."""
+"""Output of a run: its log, files written on request, and files that grow with the run."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ import shutil
 from pathlib import Path
 
 from mpipar.errors import OutputError
-from mpipar.files import own
+from mpipar.files import no_links
 from mpipar.files.replace import replaced_files, set_aside
 from mpipar.files.text import harmless, printable
 from mpipar.job.failure import DISK_ERRORS
@@ -15,7 +15,7 @@ from mpipar.job.streams import silence_output, warn
 
 
 def write_text(path: Path, text: str) -> None:
-    """Write a file as UTF-8, whole or not at all; raises OutputError."""
+    """Write a file as UTF-8, as a whole or not at all; raise OutputError."""
     try:
         path.write_text(text, encoding="utf-8")
     except OSError as error:
@@ -25,23 +25,23 @@ def write_text(path: Path, text: str) -> None:
 
 
 class GrowingFile:
-    """A text file of a run folder, that the run adds to. Raises OutputError if it can't be opened.
+    """A text file in a run folder that the run appends to. Raises OutputError if it can't open.
 
-    A disk that refuses a text never ends the run. What is refused stays in memory and is tried
-    again with the next text. So the file is at any time a beginning of what was written, perhaps
-    with a cut last line.
+    A disk that refuses a write never ends the run: the text stays in memory and is tried again with
+    the next one. The file is thus always a prefix of what was written, perhaps with a cut last
+    line.
     """
 
     def __init__(self, folder: Path, name: str):
         self.folder, self.name, self.path = folder, name, folder / name
         self.pending, self.warned = b"", False
         try:
-            self.file = own.append(folder, name)
+            self.file = no_links.append(folder, name)
         except OSError as error:
             raise OutputError(f"{self.path}: can't be written: {error.strerror}") from None
 
     def write(self, text: str) -> None:
-        """Add a text, now or later; a first refusal is reported."""
+        """Append a text, now or later; the first refusal is reported."""
         self.pending += text.encode("utf-8")
         try:
             while self.pending:
@@ -50,15 +50,15 @@ class GrowingFile:
             self._refused(error)
 
     def sync(self) -> str:
-        """Bring what is written to the disk; return what the user should know, or "".
+        """Sync what was written to disk; return what the user should know, or "".
 
-        If the name leads to this file no longer, all of it is written anew under the name.
+        If the name no longer leads to this file, the file is written again under that name.
         """
         note = ""
         try:
             if not self._is_in_place():
-                note = f"WARNING: {self.path} was moved, replaced or removed; it is written anew"
-                self._write_anew()
+                note = f"WARNING: {self.path} was moved, replaced or removed; it is written again"
+                self._write_again()
             os.fsync(self.file.fileno())
         except OSError as error:
             self._refused(error)
@@ -70,43 +70,43 @@ class GrowingFile:
         except OSError:
             return False
 
-    def _write_anew(self) -> None:
-        """Copy the file, which is still open, under its name; what is there is kept aside."""
+    def _write_again(self) -> None:
+        """Copy the file, which is still open, to its name; what is there is kept aside."""
         set_aside(self.path)
         with replaced_files(self.folder) as create, open(os.dup(self.file.fileno()), "rb") as old:
             old.seek(0)
             shutil.copyfileobj(old, create(self.name))
-        new = own.append(self.folder, self.name)
+        new = no_links.append(self.folder, self.name)
         self.file.close()
         self.file = new
 
     def _refused(self, error: OSError) -> None:
         if not self.warned:
-            warn(f"{self.path} can't be written: {error.strerror}; the run goes on")
+            warn(f"{self.path} can't be written: {error.strerror}; the run continues")
         self.warned = True
 
     def close(self) -> None:
-        """Try for the last time to write what was refused."""
+        """Try one last time to write what was refused."""
         self.write("")
         self.file.close()
 
 
 class Log:
-    """Prints what a run has to say on world rank 0, and keeps a copy in its folder's log.txt.
+    """Prints a run's output on world rank 0, and copies it to the run folder's log.txt.
 
-    line: a `StatusLine` of world rank 0, or None. Standard output that takes no more, or has no
-    reader, does not end the run.
+    line: a `StatusLine` on world rank 0, or None. A standard output that is full, or has no reader,
+    does not end the run.
     """
 
     def __init__(self, world_rank: int, file=None, line=None):
         self.speaks, self.file, self.line = world_rank == 0, file, line
 
     def step(self, text: str, last: bool) -> None:
-        """A step's line. With a status line the console gets only that of the last step."""
+        """Log a step's line; with a status line the console shows only that of the last step."""
         self(text, on_console=last or self.line is None)
 
     def status(self, text: str) -> None:
-        """Show a text that the next one replaces, where there is a status line for it."""
+        """Show a text that the next one replaces, if there is a status line for it."""
         if self.line is not None:
             self.line.show(text)
 
@@ -116,6 +116,6 @@ class Log:
                 print(printable(text), flush=True)
             except OSError as error:
                 silence_output()
-                warn(f"standard output can't be written: {error.strerror}; the run goes on")
+                warn(f"standard output can't be written: {error.strerror}; the run continues")
         if self.file is not None:
             self.file.write(harmless(text) + "\n")

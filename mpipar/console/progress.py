@@ -1,4 +1,4 @@
-"""The line of a terminal that shows the newest step, and is written over by the next one; a bar.
+"""A terminal's status line, which shows the newest step and is overwritten by the next; a bar.
 
 Everything else that this process prints, on both streams and in any thread, appears above it.
 """
@@ -13,14 +13,14 @@ from contextlib import contextmanager, suppress
 from time import monotonic
 
 ERASE = "\r\x1b[K"  # back to the start of the line, and clear it
-EVERY_SECONDS = 0.1  # a person reads no faster
-PATIENCE_SECONDS = 1.0  # how long a text waits for one that a stopped terminal does not take
-WIDTH = 80  # where the stream has none
-BAR = 30  # letters
+EVERY_SECONDS = 0.1  # faster than anyone reads
+PATIENCE_SECONDS = 1.0  # how long a text waits for one that a stopped terminal does not accept
+WIDTH = 80  # columns of a stream that reports none
+BAR = 30  # characters
 
 
 class StatusLine:
-    """The line at the bottom of the terminal behind a stream."""
+    """The line at the bottom of a stream's terminal."""
 
     def __init__(self, stream):
         self.stream, self.shown, self.inside = stream, False, False
@@ -28,7 +28,7 @@ class StatusLine:
 
     @contextmanager
     def alone(self):
-        """Inside, no other thread writes."""
+        """Keep other threads from writing inside the block."""
         got = self.lock.acquire(timeout=PATIENCE_SECONDS)
         try:
             yield
@@ -37,22 +37,22 @@ class StatusLine:
                 self.lock.release()
 
     def show(self, text: str) -> None:
-        """Replace the line, cut to the terminal's width, unless that was done just now."""
+        """Replace the line, cut to the terminal's width, unless that was just done."""
         if monotonic() < self.next:
             return
         self.next = monotonic() + EVERY_SECONDS
         with self.alone():
-            if self.inside:  # a text that waits for its end of line
+            if self.inside:  # an unfinished line of text
                 return
             try:
                 self.stream.write(ERASE + text[:width(self.stream) - 1])
                 self.stream.flush()
                 self.shown = True
-            except OSError:  # nobody reads; the next text of the log says so
+            except OSError:  # no reader; the next text in the log reports it
                 self.next = math.inf
 
     def erase(self) -> None:
-        """Clear the line, if it is there."""
+        """Clear the line, if it is shown."""
         if self.shown:
             with suppress(OSError):
                 self.stream.write(ERASE)
@@ -67,7 +67,7 @@ class Above:
         self.stream, self.line = stream, line
 
     def write(self, text: str) -> int:
-        """Write the text where the line was; the next step shows the line again."""
+        """Write the text in place of the line; the next step shows the line again."""
         with self.line.alone():
             self.line.erase()
             self.line.inside = not text.endswith("\n")
@@ -78,7 +78,7 @@ class Above:
 
 
 def width(stream) -> int:
-    """Columns of the terminal behind a stream."""
+    """Return the columns of a stream's terminal."""
     try:
         return os.get_terminal_size(stream.fileno()).columns or WIDTH
     except (OSError, ValueError):
@@ -86,15 +86,15 @@ def width(stream) -> int:
 
 
 def is_terminal(stream) -> bool:
-    """Return whether a stream is a terminal that can go back in a line."""
+    """Return whether a stream is a terminal that can return to the start of a line."""
     return stream.isatty() and os.environ.get("TERM", "dumb") != "dumb"
 
 
 @contextmanager
 def status_line(wanted: str | None):
-    """A StatusLine on standard output for the block, or None where lines are plain.
+    """Yield a StatusLine on standard output for the block, or None if output is plain.
 
-    wanted: line or plain; None takes the line on a terminal.
+    wanted: line or plain; None uses the status line on a terminal.
     """
     if wanted == "plain" or (wanted is None and not is_terminal(sys.stdout)):
         yield None
@@ -109,7 +109,7 @@ def status_line(wanted: str | None):
 
 
 class Bar:
-    """How far a long piece of work has come, on standard error; nothing if that is no terminal."""
+    """A progress bar for long work, on standard error; nothing if that is not a terminal."""
 
     def __init__(self):
         seen = sys.stderr is not None and is_terminal(sys.stderr)

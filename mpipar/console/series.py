@@ -1,4 +1,4 @@
-"""The numbers of a run by step, from metrics.jsonl and evaluations.jsonl: as a table, as curves."""
+"""A run's numbers by step, from metrics.jsonl and evaluations.jsonl: as a table and as curves."""
 
 from __future__ import annotations
 
@@ -13,21 +13,21 @@ from pathlib import Path
 from mpipar.files.bounded import open_regular
 
 MOST_LINE = 1 << 20  # bytes
-MOST_DEPTH = 3  # objects inside each other in a line
-LARGEST = 1 << 63  # no count in a line is
-MOST_POINTS = 1000  # of a drawn curve; more points are drawn as means
+MOST_DEPTH = 3  # nested objects in a line
+LARGEST = 1 << 63  # above any count in a line
+MOST_POINTS = 1000  # of a drawn curve; longer ones are drawn as means
 COLUMNS = {"step": "step", "loss": "loss_nats", "held_out_loss": "held_out_loss_nats",
            "grad_norm": "grad_norm", "lr": "lr", "loss_scale": "loss_scale", "skipped": "skipped",
            "step_seconds": "step_seconds", "tokens_per_second": "tokens_per_second",
            "comm_share_mean": "comm_share_mean", "comm_share_max": "comm_share_max"}
-PARTS = ("calls", "bytes", "seconds_mean", "seconds_max")  # of what lines say of each axis
+PARTS = ("calls", "bytes", "seconds_mean", "seconds_max")  # what lines report for each axis
 
 
 def lines_of(folder: Path, name: str) -> Iterator[tuple[bytes, dict | None]]:
-    """Yield each whole line of a file of a run and its object, or None if the line is damaged.
+    """Yield each whole line of a run's file and its object, or None if the line is damaged.
 
-    A last line without its end counts as not written. What follows a line of more than MOST_LINE
-    bytes is not read. Nothing comes if there is no such file. Raises OSError.
+    A last line without its newline is treated as not written. Nothing is read after a line of more
+    than MOST_LINE bytes. Yields nothing if there is no such file. Raises OSError.
     """
     with suppress(FileNotFoundError), open_regular(name, folder) as file:
         while line := file.readline(MOST_LINE):
@@ -39,7 +39,7 @@ def lines_of(folder: Path, name: str) -> Iterator[tuple[bytes, dict | None]]:
 
 
 def _object_of(line: bytes) -> dict | None:
-    """The object of a line that holds a step and numbers, and nothing else; else None."""
+    """Return the object in a line if it holds a step, numbers, and nothing else; else None."""
     try:
         value = json.loads(line.decode())
     except (ValueError, RecursionError):
@@ -51,7 +51,7 @@ def _object_of(line: bytes) -> dict | None:
 
 
 def _has_numbers(value, depth: int) -> bool:
-    """Whether this is a finite number or nothing, or an object of such values."""
+    """Return whether this is a finite number, None, or an object of such values."""
     if isinstance(value, dict):
         return depth > 0 and all(_has_numbers(one, depth - 1) for one in value.values())
     return value is None or (isinstance(value, float) and math.isfinite(value)) or (
@@ -59,18 +59,17 @@ def _has_numbers(value, depth: int) -> bool:
 
 
 def read_lines(folder: Path, name: str) -> tuple[list[dict], int]:
-    """(objects, number of damaged lines) of a file that a run writes; see `lines_of`."""
+    """Return (objects, number of damaged lines) of a file that a run writes; see `lines_of`."""
     found = [value for _, value in lines_of(folder, name)]
     whole = [value for value in found if value is not None]
     return whole, len(found) - len(whole)
 
 
 def csv_text(lines: list[dict], evaluations: list[dict]) -> str:
-    """Return one line per step, with units in the names of the columns; empty where nothing is
-    known.
+    """Return one line per step, with units in the column names; unknown values are empty.
 
-    Bytes and calls are those of a step, summed over ranks. seconds_mean and seconds_max are mean
-    and maximum over ranks.
+    Bytes and calls are per step, summed over ranks; seconds_mean and seconds_max are the mean and
+    maximum over ranks.
     """
     held_out = {one["step"]: one["held_out_loss"] for one in evaluations}
     axes = sorted({axis for line in lines for axis in line.get("comm", ())})
@@ -91,7 +90,7 @@ def csv_text(lines: list[dict], evaluations: list[dict]) -> str:
 def curves(lines: list[dict], evaluations: list[dict], unit: str = "token") -> list[dict]:
     """Return what a page draws: [{title, unit, series: [{name, colour, points: [[step, value]]}]}].
 
-    A curve without values is left out. unit: of data, in the singular.
+    Curves without values are left out. unit: of the data, in the singular.
     """
     wanted = [
         ("Loss", f"nats per {unit}", [("training", "F", _points(lines, "loss")),
@@ -116,7 +115,7 @@ def _points(lines: list[dict], name: str) -> list[tuple[int, float]]:
 
 
 def thinned(points: list[tuple[int, float]]) -> list[list]:
-    """At most MOST_POINTS points: means of as many neighbours each, at the last one's step."""
+    """Return at most MOST_POINTS points: means of equally many neighbours, at the last's step."""
     each = -(-len(points) // MOST_POINTS) or 1
     parts = [points[first:first + each] for first in range(0, len(points), each)]
     return [[part[-1][0], sum(value for _, value in part) / len(part)] for part in parts]

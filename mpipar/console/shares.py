@@ -1,8 +1,8 @@
-"""What share of a step each rank computes, communicates, or does neither; without a trace.
+"""How much of a step each rank computes, communicates, or does neither; without a trace.
 
-Useful time is that of compute spans less the communication inside them, as in a trace. A rank is in
-communication while a group's call blocks it, inside a span or not. The rest is Python, posting
-messages, and waiting for a core where ranks share cores. A step lasts from the start of its
+As in a trace, useful time is that of compute spans minus the communication inside them. A rank is
+in communication while a call of a group blocks it, inside a span or not. The rest is Python,
+posting messages, and waiting for a core where ranks share cores. A step lasts from the start of its
 pipeline span to the end of its optimizer span.
 """
 
@@ -17,7 +17,7 @@ from mpipar.files.text import counted
 
 
 def share_facts(recorder) -> dict:
-    """{useful, communication, rest: seconds} of this rank, over the steps whole in both rings."""
+    """Return this rank's {useful, communication, rest: seconds}, over steps whole in both rings."""
     spans, starts, ends = defaultdict(list), {}, {}
     for span in recorder.spans:
         if span.kind in COMPUTE:
@@ -35,7 +35,7 @@ def share_facts(recorder) -> dict:
     sums: Counter = Counter()
     for step in whole:
         sums["rest"] += ends[step] - starts[step]
-        spans[step] = sorted(one for one in spans[step]  # an evaluation after the step reads too
+        spans[step] = sorted(one for one in spans[step]  # an evaluation after the step computes too
                              if starts[step] <= one[0] <= ends[step])
         sums["useful"] += sum(end - start for start, end in spans[step])
     for record in records:
@@ -53,7 +53,7 @@ def share_facts(recorder) -> dict:
 
 
 def share_table(facts: list[dict], places: list[str]) -> str:
-    """Return the shares of each rank; they add to 1. facts: `share_facts` of every rank."""
+    """Return the fractions of each rank, which add up to 1. facts: `share_facts` of every rank."""
     rows = [("rank", "place", "useful", "in communication", "rest")]
     for world_rank, (fact, place) in enumerate(zip(facts, places, strict=True)):
         total = sum(fact.values())
@@ -62,7 +62,7 @@ def share_table(facts: list[dict], places: list[str]) -> str:
 
 
 def crowded(hosts: list[str], cores: list[int]) -> str | None:
-    """Return the remark on hosts with more ranks than cores, or None.
+    """Return a remark on hosts with more ranks than cores, or None.
 
     hosts, cores: of every rank.
     """

@@ -1,4 +1,4 @@
-"""What a training run prints, as plain text built from plain values."""
+"""The tables and lines that a training run prints, as plain text built from plain values."""
 
 from __future__ import annotations
 
@@ -11,9 +11,7 @@ from mpipar.ops.shape_array import labels_of
 
 
 def table(rows: list[tuple], left: int = 1) -> str:
-    """Return the rows of cells as columns of text; the first `left` are left-aligned, others
-    right-aligned.
-    """
+    """Return rows of cells as aligned columns; the first `left` columns are left-aligned."""
     cells = [[str(cell) for cell in row] for row in rows]
     widths = [max(len(row[i]) for row in cells) for i in range(len(cells[0]))]
     lines = []
@@ -25,7 +23,7 @@ def table(rows: list[tuple], left: int = 1) -> str:
 
 
 def nbytes(count: float) -> str:
-    """Return the bytes in KiB, MiB or GiB."""
+    """Return bytes as text in KiB, MiB or GiB."""
     for unit in ("B", "KiB", "MiB", "GiB"):
         if count < 1024 or unit == "GiB":
             return f"{count:.0f} B" if unit == "B" else f"{count:.1f} {unit}"
@@ -42,17 +40,17 @@ def short_count(count: float) -> str:
 
 
 def layout_text(grid) -> str:
-    """Return the layout of a resolved GridConfig, in words."""
+    """Return the layout of a resolved GridConfig as text."""
     return sizes_text(vars(grid)) + (f", attention by {grid.cp_attention}" if grid.cp > 1 else "")
 
 
 def microbatches_text(count: int) -> str:
-    """Return the microbatches of a step, also in the words of other programs."""
+    """Return the microbatches of a step as text, with the term other programs use."""
     return f"{counted(count, 'microbatch')}{' (gradient accumulation)' * (count > 1)}"
 
 
 def headline(config, world_size: int, num_hosts: int, num_stages: int) -> str:
-    """Layout, schedule and model in two lines."""
+    """Return layout, schedule and model in two lines."""
     grid, model, run = config.grid, config.model, config.run
     kernels = f", {run.kernels} kernels" if run.kernels else ""
     return (
@@ -68,9 +66,7 @@ def headline(config, world_size: int, num_hosts: int, num_stages: int) -> str:
 
 
 def describe_stage(stage: int, stage_layers, entry: str) -> str:
-    """Return the layers of a stage, as '0: embedding, blocks 0-1'. entry: what lies below the
-    blocks.
-    """
+    """Return the layers of a stage, as '0: embedding, blocks 0-1'. entry: what precedes blocks."""
     first, count = sum(stage_layers[:stage]), stage_layers[stage]
     parts = [entry] if stage == 0 else []
     if count:
@@ -82,8 +78,7 @@ def describe_stage(stage: int, stage_layers, entry: str) -> str:
 
 
 def holding(config, schedule, prediction, host: str | None = None) -> dict:
-    """Return what the rank of a `Prediction` holds, as plain values; host: where it runs, if known.
-    """
+    """Return what the rank of a `Prediction` holds, as plain values. host: if it is known."""
     grid, model = Grid.of(config.grid, prediction.world_rank), models.model_of(config.model)
     split = models.layer_split(config, schedule)
     share = f"{grid.place('tp') + 1}/{grid.size('tp')} of {model.CUT}"
@@ -97,15 +92,13 @@ def holding(config, schedule, prediction, host: str | None = None) -> dict:
 
 
 def holdings(facts: list[dict]) -> str:
-    """Return which rank holds what, in one row per rank. facts: a `holding` of each."""
+    """Return what each rank holds, in one row per rank. facts: a `holding` of each."""
     rows = holding_rows(facts)
     return table(rows, left=len(rows[0]) - 2)
 
 
 def holding_rows(facts: list[dict]) -> list[tuple]:
-    """Return the cells of `holdings`, the names of the columns first; hosts only where they are
-    known.
-    """
+    """Return the cells of `holdings`, column names first; hosts only if they are known."""
     rows = [("rank", "host", "place", "stage: layers", "share", "parameters", "predicted peak")]
     rows += [(fact["rank"], fact["host"], fact["place"], "; ".join(fact["stages"]), fact["share"],
               short_count(fact["params"]), nbytes(sum(fact["memory"].values()))) for fact in facts]
@@ -115,7 +108,7 @@ def holding_rows(facts: list[dict]) -> list[tuple]:
 
 
 def memory_breakdown(facts: list[dict]) -> str:
-    """Predicted bytes at the peak of a step, by purpose."""
+    """Return the predicted bytes at the peak of a step, by purpose."""
     labels = labels_of(fact["memory"] for fact in facts)
     rows = [("rank", *labels, "predicted peak")]
     for fact in facts:
@@ -126,7 +119,7 @@ def memory_breakdown(facts: list[dict]) -> str:
 
 
 def measured_memory(facts: list[dict]) -> str:
-    """Predicted and measured bytes of each rank, in arrays, in Python's objects, and in all."""
+    """Return predicted and measured bytes per rank: arrays, Python objects, and the process."""
     rows = [("rank", "predicted peak", "measured peak", "ratio", "objects", "whole process")]
     for fact in facts:
         predicted = sum(fact["memory"].values())
@@ -137,7 +130,9 @@ def measured_memory(facts: list[dict]) -> str:
 
 
 def step_line(steps: int, line: dict, seconds_per_step: float, unit: str) -> str:
-    """Return a log interval's line, with fields in fixed order. seconds_per_step gives the speed.
+    """Return the line of a log interval, with fields in a fixed order.
+
+    seconds_per_step sets the speed.
     """
     per_second = line["tokens_per_second"] * line["step_seconds"] / seconds_per_step
     norm = "overflow" if line.get("skipped") else f"{line['grad_norm']:.3f}"
@@ -152,14 +147,14 @@ def step_line(steps: int, line: dict, seconds_per_step: float, unit: str) -> str
 
 
 def status_line(steps: int, result, seconds_per_step: float, per_second: float, unit: str) -> str:
-    """Return what a terminal shows between two of these lines, of a `StepResult`."""
+    """Return what a terminal shows between two of these lines, for a `StepResult`."""
     return (f"step {result.step}/{steps} | loss {result.loss:.4f}"
             f" | {short_count(per_second)} {unit}/s"
             f" | eta {time_left(steps, result.step, seconds_per_step)}")
 
 
 def time_left(steps: int, step: int, seconds_per_step: float) -> str:
-    """Minutes and seconds until the last step is done, without evaluations and saves."""
+    """Return minutes and seconds until the last step is done, without evaluations and saves."""
     left = round((steps - step) * seconds_per_step)
     return f"{left // 60}:{left % 60:02d}"
 
@@ -188,7 +183,7 @@ def barriers(facts: list[list], steps: int, world_size: int) -> str:
             entry[1] += counter.payload_bytes
             entry[2][world_rank] += counter.nanoseconds * 1e-6
     if not sums:
-        return "none: one rank waits for nobody"
+        return "none: a single rank waits for no other"
     rows = [("axis", "barrier", "operation", "phase", "dtype", "calls/step", "bytes/step",
              "ms mean", "ms max")]
     for key, (calls, size, times) in sorted(sums.items()):
@@ -198,10 +193,9 @@ def barriers(facts: list[list], steps: int, world_size: int) -> str:
 
 
 def overlap(name: str, facts: list[tuple[int, int]]) -> str | None:
-    """Return which share of the flight time of messages was computed; facts: see
-    `Recorder.flight_ns`.
+    """Return how much of the messages' flight time was overlapped with computation.
 
-    None without such messages.
+    facts: see `Recorder.flight_ns`. None if there were no such messages.
     """
     flight, hidden = (sum(values) for values in zip(*facts, strict=True))
     if not flight:

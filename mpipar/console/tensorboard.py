@@ -7,7 +7,7 @@ import os
 import time
 from pathlib import Path
 
-from mpipar.files import own
+from mpipar.files import no_links
 from mpipar.job.streams import warn
 
 FOLDER = "tensorboard"  # in the run folder; each start of a run adds a file
@@ -18,7 +18,7 @@ TAGS = {"loss": "loss/training", "held_out_loss": "loss/held_out", "lr": "learni
 
 
 def tensorboard_problems(config) -> list[str]:
-    """Return what is wrong if --tensorboard is given and its extra is not installed."""
+    """Return a problem if --tensorboard is given but its extra is not installed."""
     if not config.run.tensorboard or importlib.util.find_spec("tensorboard") is not None:
         return []
     return [("--tensorboard: the package tensorboard is not installed: pip install"
@@ -26,10 +26,10 @@ def tensorboard_problems(config) -> list[str]:
 
 
 class Events:
-    """Writes one event file. Whatever goes wrong with it is said once, and the run goes on.
+    """Writes one event file; any failure is reported once, and the run continues.
 
-    first_step: the first one that this start of the run takes. TensorBoard drops from older files
-    what they have of it and of later steps.
+    first_step: the first step of this start of the run. TensorBoard drops it and later steps from
+    older files.
     """
 
     def __init__(self, run_folder: Path, first_step: int):
@@ -41,15 +41,15 @@ class Events:
             write(*arguments)
         except Exception as error:  # noqa: BLE001 - the run is worth more than its curves
             self.writer = None
-            warn(f"no more event files for TensorBoard: {error}; the run goes on")
+            warn(f"no more event files for TensorBoard: {error}; the run continues")
 
     def _open(self, folder: Path, first_step: int) -> None:
         from tensorboard.compat.proto.event_pb2 import SessionLog
         from tensorboard.summary.writer.event_file_writer import EventFileWriter
 
-        with own.folder(folder.parent, folder.name, make=True) as inside:
+        with no_links.folder(folder.parent, folder.name, make=True) as inside:
             for name in os.listdir(inside):  # the writer would follow a link
-                os.close(own.opened(folder, name, os.O_RDONLY))
+                os.close(no_links.opened(folder, name, os.O_RDONLY))
         self.writer = EventFileWriter(str(folder))
         self._event(first_step, session_log=SessionLog(status=SessionLog.START))
 
@@ -71,7 +71,7 @@ class Events:
         self._event(line["step"], summary=Summary(value=values))
 
     def sync(self) -> str:
-        """Hand all events over to the system; there is nothing to tell."""
+        """Pass all events to the system; there is nothing to report."""
         if self.writer is not None:
             self._tried(self.writer.flush)
         return ""

@@ -1,4 +1,4 @@
-"""Data: tokens from text, the rows of each step, images, and a bigram model to compare with.
+"""Data: tokens from text, the rows of each step, images, and a bigram model for comparison.
 
 The data of a model is a module with `load`, `evaluated`, `Rows`, `arrays` and `blank_batch`.
 """

@@ -1,4 +1,4 @@
-"""A byte-bigram model, which knows only the last byte: the bar for a trained model."""
+"""A byte-bigram model, which sees only the previous byte: the baseline for a trained model."""
 
 from __future__ import annotations
 
@@ -10,11 +10,11 @@ PSEUDO_COUNTS = (1.0, 0.3, 0.1, 0.03, 0.01)
 
 
 def bigram_loss(train, held_out, vocab_size: int) -> float:
-    """Mean loss of a bigram model on the held-out part, in nats per byte.
+    """Return the mean loss of a bigram model on the held-out part, in nats per byte.
 
-    The bigrams are counted on the training part. Each row of counts is smoothed with `pseudo *
-    unigram`. Of a few pseudo counts, the best *on the held-out part* is taken. So the bar is as
-    high as this kind of model can put it.
+    Bigrams are counted on the training part, and each row of counts is smoothed with `pseudo *
+    unigram`. Of several pseudo counts, the best one *on the held-out part* is taken, so that the
+    baseline is as strong as this kind of model can make it.
     """
     pairs, wanted = (_pairs(part, vocab_size) for part in (train, held_out))
     unigram = (pairs.sum(0) + 1) / (pairs.sum() + vocab_size)
@@ -27,7 +27,7 @@ def bigram_loss(train, held_out, vocab_size: int) -> float:
 
 
 def _pairs(tokens, vocab_size: int) -> np.ndarray:
-    """How often each token (V, V) follows each: the text is read in blocks, whatever its size."""
+    """Return how often each token follows each other (V, V), reading the text in blocks."""
     counts = np.zeros(vocab_size**2)
     for first in range(0, len(tokens) - 1, BLOCK):
         block = np.asarray(tokens[first:first + BLOCK + 1]).astype(np.int64)

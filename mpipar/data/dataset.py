@@ -1,7 +1,7 @@
-"""A prepared folder: files of tokens, the tokenizer that made them, and dataset.json about both.
+"""A prepared folder: token files, the tokenizer that made them, and dataset.json about both.
 
 `mpipar data prepare` writes it (see `mpipar.data.prepare`), `mpipar train --data FOLDER` reads it.
-Whatever dataset.json says is checked here before a file is opened for it.
+Everything in dataset.json is checked here before any file is opened because of it.
 """
 
 from __future__ import annotations
@@ -22,18 +22,18 @@ from mpipar.files.bounded import open_regular, parse_json, problems_as, read_byt
 from mpipar.files.typed import built
 
 NAME = "dataset.json"
-FORMAT = 1  # a reader refuses a newer one
+FORMAT = 1  # newer formats are refused
 PARTS = ("train", "val")
 FILE = re.compile(r"(train|val)-\d{5}\.bin")
 DIGEST = re.compile(r"[0-9a-f]{64}")
 DTYPES = ("uint16", "uint32")
-MOST_BYTES = 64 << 20  # of dataset.json; a file takes some 200
+MOST_BYTES = 64 << 20  # of dataset.json; each file takes about 200
 MOST_TOKENS = 1 << 48
 
 
 @dataclass(frozen=True)
 class File:
-    """A file of tokens without a header. documents: how many end in it."""
+    """A token file without a header. documents: how many end in it."""
 
     name: str
     tokens: int
@@ -43,7 +43,7 @@ class File:
 
 @dataclass(frozen=True)
 class Dataset:
-    """What dataset.json says. end_of_text: the id behind each document. tokenizer: its digest."""
+    """The content of dataset.json. end_of_text: id after each document. tokenizer: its digest."""
 
     format: int
     dtype: str
@@ -53,7 +53,7 @@ class Dataset:
     files: tuple[File, ...]
 
     def part(self, name: str) -> list[File]:
-        """Return the files of `train` or `val`, in their order."""
+        """Return the files of `train` or `val`, in order."""
         return [file for file in self.files if file.name.startswith(f"{name}-")]
 
     def text(self) -> str:
@@ -67,14 +67,14 @@ def is_dataset(path) -> bool:
 
 
 def read_dataset(folder: Path) -> tuple[Dataset, str]:
-    """Return what dataset.json says, and the SHA-256 of its text; DataError if it cannot be."""
+    """Return the content of dataset.json and the SHA-256 of its text; DataError if invalid."""
     path = folder / NAME
     with problems_as(DataError, str(path)):
         content = read_bytes(path, most_bytes=MOST_BYTES)
         found = parse_json(content.decode())
         if isinstance(found, dict) and type(found.get("format")) is int and found[
                 "format"] > FORMAT:
-            raise ValueError(f"is of format {found['format']}, and this version reads {FORMAT}")
+            raise ValueError(f"has format {found['format']}, but this version reads {FORMAT}")
         found = built(Dataset, found, "dataset")
         if wrong := _problems(found):
             raise ValueError(wrong[0])
@@ -82,16 +82,16 @@ def read_dataset(folder: Path) -> tuple[Dataset, str]:
 
 
 def _problems(found: Dataset) -> list[str]:
-    """What cannot be, in values that have the right types."""
+    """Return what is wrong with values that have the right types."""
     wrong = []
     if found.format != FORMAT:
-        wrong.append(f"is of format {found.format}; {FORMAT} is read")
+        wrong.append(f"has format {found.format}; {FORMAT} is supported")
     if found.dtype not in DTYPES:
-        wrong.append(f"names the dtype {found.dtype!r}; {' and '.join(DTYPES)} are read")
+        wrong.append(f"names the dtype {found.dtype!r}; {' and '.join(DTYPES)} are supported")
     if not 1 < found.vocab_size <= MOST_IDS:
-        wrong.append(f"names a vocabulary of {found.vocab_size:,}; 2 to {MOST_IDS:,} are read")
+        wrong.append(f"names a vocabulary of {found.vocab_size:,}; 2 to {MOST_IDS:,} are supported")
     if not 0 <= found.end_of_text < found.vocab_size:
-        wrong.append(f"names {found.end_of_text} as the end of a text, which is no id")
+        wrong.append(f"names {found.end_of_text} as the end of a text, which is not an id")
     for place, file in enumerate(found.files):
         if not FILE.fullmatch(file.name):
             wrong.append(f"files[{place}] has the name {file.name!r}, not train- or val-NNNNN.bin")
@@ -103,12 +103,12 @@ def _problems(found: Dataset) -> list[str]:
     for part in PARTS:
         numbered = [f"{part}-{number:05d}.bin" for number in range(len(found.part(part)))]
         if numbered != [name for name in names if name.startswith(f"{part}-")] or not numbered:
-            wrong.append(f"does not name the files {part}-00000.bin and on, each once, in order")
+            wrong.append(f"does not name the files {part}-00000.bin onward, each once, in order")
     return wrong
 
 
 def open_dataset(folder: Path, vocab_size: int, thorough: bool):
-    """(training tokens, tokens to hold out, Dataset) of a prepared folder, sizes checked.
+    """Return (training tokens, held-out tokens, Dataset) of a prepared folder, sizes checked.
 
     vocab_size: of the model. thorough: also read everything once, and compare all digests.
     Raises DataError with all problems of the files.
@@ -138,7 +138,7 @@ def open_dataset(folder: Path, vocab_size: int, thorough: bool):
 
 
 def _open(folder: Path, stated: File, dtype, wrong: list[str]) -> Piece | None:
-    """The tokens of one file; a file of another size is a problem."""
+    """Return the tokens of one file; a file of another size is a problem."""
     path = folder / stated.name
     try:
         with problems_as(DataError, f"--data {path}"):

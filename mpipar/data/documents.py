@@ -1,9 +1,9 @@
-"""Documents of text files, as parts that a tokenizer gets at once.
+"""Documents of text files, as parts that are small enough to tokenize.
 
-A document is a file, or what a separator separates in it. One of up to LONGEST characters is one
-part. A longer one is cut where a line ends, so that it is never held as a whole. The ids of its
-parts are those of the whole document for every tokenizer that does not join text across the end of
-a line. Those of GPT-2 and Llama 3 do not.
+A document is a file, or what a separator delimits in it. Up to LONGEST characters, it is one part;
+a longer one is cut at line ends, so that it is never held in memory as a whole. The ids of its
+parts are those of the whole document for every tokenizer that does not merge text across line ends,
+such as those of GPT-2 and Llama 3.
 """
 
 from __future__ import annotations
@@ -21,15 +21,15 @@ from mpipar.errors import DataError
 from mpipar.files.bounded import open_regular, problems_as
 from mpipar.files.utf8 import blocks_of, text_pieces
 
-LONGEST = 1 << 20  # characters that a tokenizer gets at once
-BATCH = 4 * LONGEST  # characters of several parts, for the threads of the library
-LINE_END = re.compile(r"(?<=\S)\n(?=\S)")  # where more white space would be one token with it
-HEAD = 1 << 16  # characters at the beginning of a document that decide where it belongs
+LONGEST = 1 << 20  # characters that a tokenizer gets at a time
+BATCH = 4 * LONGEST  # characters of several parts, for the library's threads
+LINE_END = re.compile(r"(?<=\S)\n(?=\S)")  # not beside white space, which could join its token
+HEAD = 1 << 16  # characters at the start of a document that decide whether it is held out
 HELD_OUT = 10  # one part in ten is held out
 
 
 class End(Enum):
-    """What a piece of text ends with: nothing, the part of a document that is cut, a document."""
+    """What ends with a piece of text: nothing, the part before a document's cut, or a document."""
 
     NOTHING = 0
     CUT = 1
@@ -47,9 +47,9 @@ class TextPart:
 
 def read_documents(files: Iterable[Path], separator: str | None,
                    progress) -> Iterator[tuple[str, End]]:
-    """(piece of text, what ends with it) of all documents that are not empty, in order.
+    """Yield (piece of text, what ends with it) of all documents that are not empty, in order.
 
-    progress(bytes): is told of each block. Raises DataError for a file that is no text.
+    progress(bytes): called for each block. Raises DataError for a file that is not text.
     """
     def blocks(file):
         for block in blocks_of(file):
@@ -63,27 +63,27 @@ def read_documents(files: Iterable[Path], separator: str | None,
 
 
 def whole(pieces: Iterable[str]) -> Iterator[tuple[str, End]]:
-    """Yield the pieces of a file that is one document."""
+    """Yield the pieces of a file that is a single document."""
     for piece in pieces:
         yield piece, End.NOTHING
     yield "", End.DOCUMENT
 
 
 def split(pieces: Iterable[str], separator: str) -> Iterator[tuple[str, End]]:
-    """Yield the pieces of what a separator separates; it may lie across pieces."""
+    """Yield the pieces between separators; a separator may span pieces."""
     rest = ""
     for piece in pieces:
         *documents, rest = (rest + piece).split(separator)
         for text in documents:
             yield text, End.DOCUMENT
-        certain = max(0, len(rest) - len(separator) + 1)  # behind it, a separator may begin
+        certain = max(0, len(rest) - len(separator) + 1)  # after it, a separator may begin
         yield rest[:certain], End.NOTHING
         rest = rest[certain:]
     yield rest, End.DOCUMENT
 
 
 def _not_empty(pieces: Iterable[tuple[str, End]]) -> Iterator[tuple[str, End]]:
-    """Without empty pieces, but for those that end a document, and without empty documents."""
+    """Yield the pieces without empty documents, and without empty pieces inside documents."""
     begun = False
     for text, end in pieces:
         if text or (begun and end is not End.NOTHING):
@@ -92,7 +92,7 @@ def _not_empty(pieces: Iterable[tuple[str, End]]) -> Iterator[tuple[str, End]]:
 
 
 def cut_at(pieces: Iterable[tuple[str, End]], characters: int) -> Iterator[tuple[str, End]]:
-    """Yield the same pieces, with a cut behind so many characters."""
+    """Yield the same pieces, with a cut after so many characters."""
     left = characters
     for text, end in pieces:
         if 0 < left <= len(text):
@@ -104,8 +104,7 @@ def cut_at(pieces: Iterable[tuple[str, End]], characters: int) -> Iterator[tuple
 
 
 def parts(pieces: Iterable[tuple[str, End]], longest: int = LONGEST) -> Iterator[TextPart]:
-    """Yield the parts of all documents: at most so many characters, and only the last one is empty.
-    """
+    """Yield the parts of all documents, of at most `longest` characters; only a last one is ""."""
     text, head = "", None
     for piece, end in pieces:
         text += piece
@@ -138,15 +137,14 @@ def _of_batch(tokenizer, batch: list[TextPart]) -> Iterator[tuple[np.ndarray, Te
 
 
 def head_hash(text: str) -> int:
-    """Return a number below 2^64 that the beginning of a document decides, the same in every run.
-    """
+    """Return a number below 2^64 that depends on a document's beginning, the same in every run."""
     digest = hashlib.sha256(text[:HEAD].encode()).digest()
     return int.from_bytes(digest[:8], "big")
 
 
 @dataclass(frozen=True)
 class Survey:
-    """What a first look at all documents found: their number and characters, and their hashes.
+    """The result of a first pass over all documents: their number, characters and hashes.
 
     smallest, largest: of the hashes.
     """
@@ -157,21 +155,20 @@ class Survey:
     largest: int
 
     def is_held_out(self, head: int) -> bool:
-        """Return whether a document is held out, of several: one in ten, but at least one and not
-        all.
+        """Return whether a document is held out: one in ten, but at least one and not all.
 
-        The hash of its beginning decides. So equal documents never lie on both sides.
+        The hash of its beginning decides, so equal documents are never on both sides.
         """
         return head <= max(2**64 // HELD_OUT, self.smallest) and head < self.largest
 
     @property
     def cut(self) -> int | None:
-        """Where the only document is cut, in characters: its last tenth is held out."""
+        """Where a single document is cut, in characters: its last tenth is held out."""
         return self.characters - self.characters // HELD_OUT if self.documents == 1 else None
 
 
 def survey(pieces: Iterable[tuple[str, End]]) -> Survey:
-    """Look at all documents. Raises DataError where nothing can be held out."""
+    """Make a first pass over all documents. Raises DataError if nothing can be held out."""
     documents = characters = 0
     smallest, largest = 2**64, -1
     for part in parts(pieces):

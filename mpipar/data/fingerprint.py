@@ -1,4 +1,4 @@
-"""The fingerprint of data: a run that goes on must read what it read before."""
+"""The fingerprint of data, which ensures that a resumed run reads the same data as before."""
 
 from __future__ import annotations
 
@@ -10,15 +10,15 @@ import numpy as np
 
 from mpipar.data.token_file import TokenFiles
 
-EDGE = 1 << 20  # bytes at each end of a token file that `of_ends` looks at
+EDGE = 1 << 20  # bytes at each end of a token file that `of_ends` reads
 
 
 def fingerprint(arrays: Sequence, digests: Mapping[str, str]) -> dict:
-    """Length, type, and a SHA-256 of every byte of these arrays in order.
+    """Return length, type, and a SHA-256 of every byte of these arrays in order.
 
-    digests: {name: SHA-256} of the token files among them. Of those the fingerprint holds that of
-    their digests, and of which tokens of each file count. A prepared folder also gives the digest
-    of its description.
+    digests: {name: SHA-256} of the token files among them. For those, the fingerprint covers their
+    digests and which tokens of each file are used, and for a prepared folder also the digest of its
+    description.
     """
     found = {"length": sum(map(len, arrays)), "dtype": arrays[0].dtype.name}
     if any(isinstance(array, TokenFiles) for array in arrays):
@@ -29,8 +29,7 @@ def fingerprint(arrays: Sequence, digests: Mapping[str, str]) -> dict:
 
 
 def of_ends(arrays: Sequence) -> dict:
-    """Return the fingerprint that older checkpoints have: it covers the ends alone of large files.
-    """
+    """Return the fingerprint of older checkpoints, which covers only the ends of large files."""
     return {"length": sum(map(len, arrays)), "dtype": arrays[0].dtype.name,
             "sha256": _digest(piece for array in arrays for piece in _ends(array))}
 
@@ -43,7 +42,7 @@ def _digest(arrays) -> str:
 
 
 def _ends(array) -> list:
-    """What `of_ends` looks at of an array, as arrays that are small or in memory already."""
+    """Return what `of_ends` reads of an array, as arrays that are small or already in memory."""
     if not isinstance(array, TokenFiles):
         return [array.reshape(-1)]
     edge, head = EDGE // array.itemsize, np.frombuffer(array.digest.encode(), np.uint8)

@@ -1,7 +1,7 @@
 """Images with their classes: scikit-learn's handwritten digits, or the arrays of an .npz file.
 
-The images of a step are chosen as for rows of text: see `mpipar.data.rows`. Letters: N images, B of
-a microbatch, H and W height and width, C channels.
+The images of a step are chosen as rows of text are: see `mpipar.data.rows`. Letters: N images, B
+images of a microbatch, H height, W width, C channels.
 """
 
 from __future__ import annotations
@@ -77,10 +77,10 @@ def blank_batch(ops, config) -> Batch:
 
 
 def load(config, thorough: bool = True):
-    """((training part, held-out part), a text that says what they are).
+    """Return ((training part, held-out part), a description of them).
 
-    thorough: all images are always looked at. Raises DataError when they cannot be read, do not fit
-    the model, or are fewer than a batch each.
+    thorough: ignored, all images are always checked. Raises DataError if they cannot be read, do
+    not fit the model, or are fewer than a batch each.
     """
     images, labels, what = _read(config.run.data, "--data", config.model)
     if config.run.val_data:
@@ -98,7 +98,7 @@ def load(config, thorough: bool = True):
         raise DataError(
             f"the data has {len(images):,} images, fewer than one batch to train on and one to hold"
             f" out (2 x {batch_size}): give more images, or a smaller --batch-size")
-    # The same order for every --seed: what is held out stays held out.
+    # The same order for every --seed, so that what is held out stays held out.
     order = np.random.Generator(np.random.Philox(key=0)).permutation(len(images))
     return _parts(images, labels, order, held_out), what
 
@@ -109,7 +109,7 @@ def evaluated(part: ImageSet, config) -> ImageSet:
 
 
 def _read(paths, flag: str, model):
-    """Images, classes and a line that says what they are, of one file or of the digits."""
+    """Return images, classes and a description, of one file or of the digits."""
     if len(paths) > 1:
         raise DataError(f"{flag}: a convnet reads one .npz file, not {len(paths)}")
     images, labels, what = _read_npz(paths[0], flag) if paths else _digits()
@@ -118,9 +118,9 @@ def _read(paths, flag: str, model):
 
 
 def _parts(images, labels, order, held_out: int) -> list[ImageSet]:
-    """The training part and the held-out part, which are the first images in this order.
+    """Return the training part and the held-out part, which has the first images in this order.
 
-    Both are shifted and scaled by mean and spread of the training part.
+    Both are normalized by the mean and deviation of the training part.
     """
     images, labels = images[order].astype(np.float64), labels[order].astype(np.int64)
     images -= images[held_out:].mean()
@@ -130,7 +130,7 @@ def _parts(images, labels, order, held_out: int) -> list[ImageSet]:
 
 
 def _digits():
-    """scikit-learn's 1797 handwritten digits of 8 x 8 pixels."""
+    """Return scikit-learn's 1797 handwritten digits of 8 x 8 pixels."""
     try:
         from sklearn.datasets import load_digits
     except ImportError:
@@ -143,7 +143,7 @@ def _digits():
 
 
 def _read_npz(path: str, flag: str):
-    """x as (N, H, W, C), y, and a line that says what they are."""
+    """Return x as (N, H, W, C), y, and a description."""
     try:
         with open_regular(path) as raw, np.load(raw, allow_pickle=False) as file:
             missing = [name for name in ("x", "y") if name not in file]
@@ -160,7 +160,7 @@ def _read_npz(path: str, flag: str):
     except OSError as error:
         raise DataError(f"{flag} {path}: {error.strerror or error}") from None
     except DAMAGED:
-        raise DataError(f"{flag} {path}: is not an .npz file of arrays of numbers, x and y, as"
+        raise DataError(f"{flag} {path}: is not an .npz file of numeric arrays x and y, as"
                         " numpy.savez(FILE, x=images, y=classes) writes it") from None
     return x[..., None] if x.ndim == 3 else x, y, f"{len(y) if y.ndim else 0:,} images of {path}"
 
@@ -168,8 +168,8 @@ def _read_npz(path: str, flag: str):
 def _check(x, y, model, where) -> None:
     """Raise DataError with every way in which x and y do not fit each other or the model."""
     if x.ndim != 4 or y.ndim != 1 or len(x) != len(y):
-        raise DataError(f"{where}: x has shape {x.shape} and y {y.shape}; needed are images"
-                        " (N, H, W) or (N, H, W, C) and as many classes (N,)")
+        raise DataError(f"{where}: x has shape {x.shape} and y {y.shape}; they must be images"
+                        " (N, H, W) or (N, H, W, C) and equally many classes (N,)")
     found = []
     if x.dtype.kind not in "fiub" or not np.isfinite(x).all():
         found.append(f"{where}: x must hold finite numbers; it is {x.dtype}")

@@ -1,7 +1,7 @@
 """Writes a prepared folder: the tokens of all documents, in files that `mpipar.data.dataset` reads.
 
-Text is read from its files three times: to look at it, to train a tokenizer if one is asked for,
-and to encode it. So nothing is held in memory but some parts of the text.
+Text is read from its files three times: to survey it, to train a tokenizer if that is requested,
+and to encode it. Only a few parts of the text are therefore in memory at a time.
 """
 
 from __future__ import annotations
@@ -28,17 +28,17 @@ from mpipar.data.tokenizer import (
 )
 from mpipar.errors import DataError
 
-SHARD = 100_000_000  # tokens of a file, as in llm.c's
-WIDE = 1 << 16  # ids that 16 bits can tell apart
-LEAST_NEW, MOST_NEW = 258, 1 << 20  # new ids: bytes, the end of a text, and one merge at least
-BYTES, TRAIN = "bytes", "train:"  # what a tokenizer may be called besides a path
+SHARD = 100_000_000  # tokens per file, as in llm.c
+WIDE = 1 << 16  # ids that fit in 16 bits
+LEAST_NEW, MOST_NEW = 258, 1 << 20  # ids of a new tokenizer: bytes, end of text, at least one merge
+BYTES, TRAIN = "bytes", "train:"  # what may name a tokenizer besides a path
 
 
 @dataclass(frozen=True)
 class Texts:
-    """Text files, and what separates documents in them (None: nothing does).
+    """Text files, and the separator of documents in them (None: each file is a document).
 
-    progress(work, done bytes, all bytes): is told how far each look at them has come.
+    progress(work, done bytes, all bytes): reports how far each pass over them is.
     """
 
     files: list[Path]
@@ -46,7 +46,7 @@ class Texts:
     progress: Callable[[str, int, int], None]
 
     def documents(self, work: str) -> Iterator[tuple[str, End]]:
-        """See `read_documents`. work: what they are read for, in a word."""
+        """Yield as `read_documents` does. work: what they are read for, in a word."""
         done, total = 0, sum(path.stat().st_size for path in self.files)
 
         def more(count):
@@ -59,7 +59,7 @@ class Texts:
 
 
 class Part:
-    """The files of one part, written one behind the other: `train` or `val`."""
+    """The files of one part, `train` or `val`, written one after the other."""
 
     def __init__(self, folder: Path, name: str, dtype: np.dtype):
         self.folder, self.name, self.dtype = folder, name, dtype
@@ -67,7 +67,7 @@ class Part:
         self.file = None
 
     def write(self, ids: np.ndarray) -> None:
-        """Add ids; a file that is full is closed, and the next begins. Raises OSError."""
+        """Add ids; when a file is full, it is closed and the next one begins. Raises OSError."""
         while len(ids):
             if self.file is None:
                 path = self.folder / f"{self.name}-{len(self.files):05d}.bin"
@@ -87,7 +87,7 @@ class Part:
         self.documents += 1
 
     def close(self) -> None:
-        """Bring the open file to the disk, and note what is in it. Raises OSError."""
+        """Sync the open file to disk, and record its content. Raises OSError."""
         if self.file is None:
             return
         self.file.flush()
@@ -101,8 +101,8 @@ class Part:
 def prepare(texts: Texts, name: str, folder: Path) -> tuple[Dataset, Tokenizer]:
     """Write tokens, tokenizer and dataset.json into an empty folder.
 
-    name: of the tokenizer, `bytes`, `train:VOCAB` or a path. Raises DataError, EnvironmentProblem
-    without the library for tokenizers, and OSError where the disk takes no more.
+    name: of the tokenizer: `bytes`, `train:VOCAB` or a path. Raises DataError, EnvironmentProblem
+    without the library for tokenizers, and OSError if the disk is full.
     """
     tokenizer = None if name.startswith(TRAIN) else _tokenizer(name)
     found = survey(texts.documents("reading"))
@@ -117,7 +117,7 @@ def prepare(texts: Texts, name: str, folder: Path) -> tuple[Dataset, Tokenizer]:
     _encode(texts, tokenizer, found, parts)
     empty = [part.name for part in parts if not part.files]
     if empty:
-        raise DataError(f"there is too little text: the part {empty[0]} has no token; give more")
+        raise DataError(f"there is too little text: the part {empty[0]} has no tokens; give more")
     dataset = Dataset(FORMAT, dtype.name, tokenizer.size, tokenizer.end, tokenizer.digest,
                       tuple(file for part in parts for file in part.files))
     with open(folder / NAME, "x", encoding="utf-8") as file:
@@ -128,12 +128,11 @@ def prepare(texts: Texts, name: str, folder: Path) -> tuple[Dataset, Tokenizer]:
 
 
 def train_tokenizer(texts: Iterable[str], vocab_size: int, folder: Path) -> None:
-    """Train a tokenizer on these texts, and write its files into a folder that exists.
+    """Train a tokenizer on these texts, and write its files into an existing folder.
 
-    It is a byte pair encoding of bytes, cut into words as GPT-2 cuts them. The end of text is id 0,
-    the bytes follow, and then the pairs in the order in which they were merged. A short text may
-    have fewer than vocab_size of them. Raises EnvironmentProblem without the library `tokenizers`,
-    and OSError.
+    It is a byte-level byte pair encoding with GPT-2's word splitting. The end of text is id 0; the
+    bytes follow, then the merges in order. A short text may yield fewer than vocab_size ids. Raises
+    EnvironmentProblem without the library `tokenizers`, and OSError.
     """
     tokenizers = library_of("--tokenizer train")
     level = tokenizers.pre_tokenizers.ByteLevel
@@ -148,12 +147,12 @@ def train_tokenizer(texts: Iterable[str], vocab_size: int, folder: Path) -> None
 
 
 def _tokenizer(name: str) -> Tokenizer:
-    """The tokenizer that a name stands for; DataError if it has no id that ends a text."""
+    """Return the tokenizer of this name; DataError if it has no id that ends a text."""
     if name == BYTES:
         return byte_tokenizer(end=True)
     found = load_tokenizer(name)
     if found.end is None:
-        raise DataError(f"--tokenizer {name}: nothing says which id ends a text; name the token in"
+        raise DataError(f"--tokenizer {name}: no file says which id ends a text; name the token in"
                         " tokenizer_config.json beside tokenizer.json, as in {\"eos_token\":"
                         " \"</s>\"}, and give the folder")
     return found
@@ -177,4 +176,4 @@ def _encode(texts: Texts, tokenizer: Tokenizer, found, parts: list[Part]) -> Non
     for one in parts:
         one.close()
     if sum(file.documents for one in parts for file in one.files) != found.documents:
-        raise DataError("the text has changed while it was read; start again")
+        raise DataError("the text changed while it was being read; start again")

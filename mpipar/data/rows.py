@@ -1,8 +1,8 @@
 """Which rows of the text a step trains on: row i of step s is a pure function of (seed, s, i).
 
-The place in the grid and the microbatch only choose which i are read. So every layout trains on the
-same rows. Of each row a rank of a context-parallel group reads only some tokens. Letters: B rows of
-a microbatch, T tokens that a rank reads of each.
+The place in the grid and the microbatch only select which i are read, so every layout trains on the
+same rows. Under context parallelism, each rank reads only its slices of every row. Letters: B rows
+of a microbatch, T tokens that a rank reads of each.
 """
 
 from __future__ import annotations
@@ -24,8 +24,8 @@ HELD_OUT = 10  # one part in ten is held out
 class Batch:
     """One microbatch: tokens and targets (B, T), positions (T,).
 
-    targets is None when generating. Then positions may be (B, T), an own one for each row.
-    all_positions: those of the tokens that all ranks of cp hold, None where a rank holds them all.
+    targets is None when generating; positions may then be (B, T), one set per row. all_positions:
+    those of the tokens that all ranks of cp hold, None if a rank holds them all.
     """
 
     tokens: Any
@@ -39,10 +39,9 @@ class Batch:
 
 
 def split(tokens, batch_size: int, seq_len: int):
-    """Return the training part and the held-out part, which is the last tenth but at least one
-    batch.
+    """Return the training part and the held-out part: the last tenth, but at least one batch.
 
-    Raises DataError when either would be smaller than one batch.
+    Raises DataError if either would be smaller than one batch.
     """
     one_batch = batch_size * seq_len + 1
     held_out = max(len(tokens) // HELD_OUT, one_batch)
@@ -55,16 +54,16 @@ def split(tokens, batch_size: int, seq_len: int):
 
 
 def load(config, thorough: bool = True):
-    """((training part, held-out part), a text that says what they are).
+    """Return ((training part, held-out part), a description of them).
 
     The held-out part is --val-data, else what the data itself holds out, else its last tenth.
-    thorough: see `load_source`. Raises DataError when the text cannot be used.
+    thorough: see `load_source`. Raises DataError if the text cannot be used.
     """
     run, model = config.run, config.model
     source = load_source(run.data, model.vocab_size, thorough)
     tokens, what, held_out = source.tokens, source.what, source.validation()
     if tokens is None:
-        raise DataError(f"--data {run.data[0]}: is held out, as its name says, and there is nothing"
+        raise DataError(f"--data {run.data[0]}: is held out, as its name says, so there is nothing"
                         " to train on; give training files too, or another name")
     if run.val_data:
         held_out = _val_data(config, thorough)
@@ -72,23 +71,23 @@ def load(config, thorough: bool = True):
     if held_out is None:
         return split(tokens, config.train.batch_size, model.seq_len), what
     flag = "--val-data" if run.val_data else "--data, what it holds out"
-    found = [f"{flag}: has {len(part):,} tokens, and a row needs {model.seq_len} + 1: give more"
+    found = [f"{flag}: has {len(part):,} tokens, but a row needs {model.seq_len} + 1: give more"
              " data, or a smaller --seq-len"
              for flag, part in (("--data", tokens), (flag, held_out.tokens))
              if len(part) <= model.seq_len]
     if (tokens.dtype == np.uint8) != (held_out.tokens.dtype == np.uint8):
-        found.append("--val-data: one of it and --data is text, the other token files (.bin): give"
+        found.append("--val-data: either it or --data is text, the other token files (.bin): give"
                      " one kind")
     if source.tokenizer and held_out.tokenizer not in ("", source.tokenizer):
-        found.append("--val-data: another tokenizer than that of --data made its tokens; prepare it"
-                     f" with --tokenizer {run.data[0]}")
+        found.append("--val-data: its tokens were made by another tokenizer than --data's; prepare"
+                     f" it with --tokenizer {run.data[0]}")
     if found:
         raise DataError(found)
     return (tokens, held_out.tokens), what
 
 
 def _val_data(config, thorough: bool):
-    """The source of --val-data: what it holds out if it says so, else all of it."""
+    """Return the source of --val-data: what it holds out if it names any, else all of it."""
     try:
         source = load_source(config.run.val_data, config.model.vocab_size, thorough)
     except DataError as error:
@@ -98,7 +97,7 @@ def _val_data(config, thorough: bool):
 
 
 def evaluated(part, config):
-    """Return what evaluations read of the held-out part: as many rows as --eval-tokens begins."""
+    """Return what evaluations read of the held-out part: the rows that --eval-tokens reaches."""
     tokens, seq_len = config.run.eval_tokens, config.model.seq_len
     return part if tokens is None else part[:-(-tokens // seq_len) * seq_len + 1]
 
@@ -114,7 +113,7 @@ def rows_per_microbatch(config) -> int:
 
 
 def token_places(tokens: int, grid_config, cp_rank: int) -> np.ndarray:
-    """Places in a row of `tokens` tokens that a rank of cp reads, ascending."""
+    """Return the places in a row of `tokens` tokens that a rank of cp reads, ascending."""
     if grid_config.cp == 1:
         return np.arange(tokens)
     pieces = token_pieces(tokens, grid_config.cp_attention, grid_config.cp, cp_rank)
@@ -122,18 +121,18 @@ def token_places(tokens: int, grid_config, cp_rank: int) -> np.ndarray:
 
 
 def routed_rows(config, grid) -> np.ndarray | None:
-    """Return how many rows each rank of the expert group has for each expert in a microbatch.
+    """Return the rows of a microbatch that each rank of the expert group sends to each expert.
 
-    (q, E), as --routing says; None where a router chooses, or where nothing is routed.
+    (q, E), according to --routing; None if a router decides, or if nothing is routed.
     """
     model = config.model
     if getattr(model, "routing", "learned") == "learned" or not model.experts:
         return None
     ranks, counts = grid.group("expert"), []
-    for index, rank in enumerate(ranks):
+    for index, world_rank in enumerate(ranks):
         chosen = scores(model.routing, model.seq_len, model.experts, model.experts_per_token,
                         index, len(ranks)) > 0
-        places = token_places(model.seq_len, config.grid, grid.place_of(rank, "cp"))
+        places = token_places(model.seq_len, config.grid, grid.place_of(world_rank, "cp"))
         counts.append(rows_per_microbatch(config) * chosen[places].sum(axis=0))
     return np.array(counts)
 
@@ -147,8 +146,7 @@ def blank_batch(ops, config) -> Batch:
 
 
 def positions_of(ops, tokens: int, places: np.ndarray):
-    """Return a Batch's positions and all_positions, of a rank that holds these places of `tokens`.
-    """
+    """Return a Batch's positions and all_positions for a rank with these of `tokens` places."""
     everyone = None if len(places) == tokens else ops.asarray(np.arange(tokens))
     return ops.asarray(places), everyone
 
@@ -156,7 +154,7 @@ def positions_of(ops, tokens: int, places: np.ndarray):
 class Rows:
     """Rows of one part of the text for one place in the grid.
 
-    batch_size is global. This rank's dp replica reads batch_size / dp_size rows, in
+    batch_size is global; this rank's dp replica reads batch_size / dp_size rows, in
     num_microbatches pieces.
     """
 
@@ -173,11 +171,11 @@ class Rows:
 
     @property
     def batch_size(self) -> int:
-        """Rows of a batch of all replicas."""
+        """Rows of a batch over all replicas."""
         return self.num_rows * self.dp_size * self.num_microbatches
 
     def _indices(self, mb: int):
-        """Global row numbers of this replica's microbatch mb."""
+        """Return the global row numbers of this replica's microbatch mb."""
         first = (mb * self.dp_size + self.dp_rank) * self.num_rows
         return range(first, first + self.num_rows)
 
@@ -189,7 +187,7 @@ class Rows:
         return Batch(self.ops.asarray(tokens), self.ops.asarray(targets), *self.positions)
 
     def train(self, step: int, mb: int) -> Batch:
-        """Microbatch mb of a training step: rows that begin anywhere in the text."""
+        """Return microbatch mb of a training step: rows that begin anywhere in the text."""
         starts = []
         for row in self._indices(mb):
             philox = np.random.Philox(key=self.seed, counter=[0, row, step, 0])
@@ -198,9 +196,7 @@ class Rows:
         return self._batch(starts)
 
     def num_sweeps(self) -> int:
-        """Batches in one sweep over the text: rows that do not overlap. The last batch may be
-        smaller.
-        """
+        """Return the batches in one sweep of non-overlapping rows; the last may be smaller."""
         return -(-self.rows_of_sweep() // self.batch_size)
 
     def rows_of_sweep(self) -> int:
@@ -208,7 +204,7 @@ class Rows:
         return (self.num_starts - 1) // self.distance + 1
 
     def sweep(self, number: int) -> list[Batch]:
-        """This replica's microbatches of batch `number` of the sweep.
+        """Return this replica's microbatches of batch `number` of the sweep.
 
         The last batch has only what is left of the text: fewer rows in a microbatch, fewer
         microbatches, and none for some replicas.
@@ -221,10 +217,10 @@ class Rows:
                 for some in rows if some]
 
     def filled_sweep(self, number: int) -> tuple[list[Batch], int]:
-        """(microbatches, how many of them count): as many microbatches on every replica.
+        """Return (microbatches, how many of them count), equally many on every replica.
 
-        Replicas that share weights out must run the same passes. So one that has fewer rows in the
-        last batch than others runs the first row again, and does not count it.
+        Replicas that shard weights must run the same passes, so one that has fewer rows than others
+        in the last batch runs the first row again, without counting it.
         """
         own = self.sweep(number)
         left = self.rows_of_sweep() - number * self.batch_size

@@ -1,10 +1,10 @@
-"""Tokens from the user's files, or from the English text that every CPython carries.
+"""Tokens from the user's files, or from the English text that comes with every CPython.
 
 Text is read as bytes (vocabulary 256). Files ending in .bin are tokens: uint16, or with one of
 llm.c's headers of 256 int32 (magic, version, number of tokens). One with `val` among the words of
 its name is held out: nanoGPT's val.bin, llm.c's NAME_val_000000.bin. A folder stands for all files
-in it, or only for those that end in .bin where it has some. A folder that `mpipar data prepare`
-has written is described by its dataset.json.
+in it, or only for those ending in .bin if it has any. A folder written by `mpipar data prepare` is
+described by its dataset.json.
 """
 
 from __future__ import annotations
@@ -34,10 +34,10 @@ MOST_TEXT = 4 << 30  # bytes
 
 @dataclass(frozen=True)
 class Source:
-    """Tokens to train on, those to hold out if the data says which, and a line that names them.
+    """Tokens to train on, tokens to hold out if the data has any, and a description.
 
-    Both are an array (uint8) or TokenFiles, or None if there are none of them. tokenizer: the
-    digest of the one that made them, "" where nothing says which that is.
+    Both are an array (uint8), TokenFiles, or None if there are none. tokenizer: the digest of the
+    one that made them, "" if unknown.
     """
 
     tokens: object
@@ -46,7 +46,7 @@ class Source:
     tokenizer: str = ""
 
     def validation(self) -> Source | None:
-        """Return the tokens that the data itself holds out, as a source; None if it names none."""
+        """Return the tokens that the data itself holds out, as a source; None if there are none."""
         return None if self.held_out is None else Source(
             self.held_out, None, self.what, self.tokenizer)
 
@@ -54,15 +54,15 @@ class Source:
 def load_source(paths: tuple[str, ...], vocab_size: int, thorough: bool = True) -> Source:
     """Return all tokens of `paths`.
 
-    thorough: whether token files are read once from end to end; else every read checks its part.
-    Raises DataError with every problem found: missing, empty, no text, wrong size, ids outside the
+    thorough: read token files once from end to end; otherwise each read checks its part.
+    Raises DataError with every problem found: missing, empty, not text, wrong size, ids outside the
     vocabulary.
     """
     if not paths:
         return _language_reference(vocab_size)
     if prepared := [path for path in paths if dataset.is_dataset(path)]:
         if len(paths) > 1:
-            raise DataError(f"--data {prepared[0]}: a prepared folder stands alone; leave out"
+            raise DataError(f"--data {prepared[0]}: a prepared folder is given alone; leave out"
                             f" {' '.join(path for path in paths if path != prepared[0])}")
         train, held_out, found = dataset.open_dataset(Path(paths[0]), vocab_size, thorough)
         return Source(train, held_out, f"{len(train) + len(held_out):,} tokens of"
@@ -82,12 +82,12 @@ def load_source(paths: tuple[str, ...], vocab_size: int, thorough: bool = True) 
 
 
 def is_held_out(path: Path) -> bool:
-    """Return whether a file of tokens has `val` among the words of its name."""
+    """Return whether a token file has `val` among the words of its name."""
     return path.suffix == ".bin" and "val" in re.split("[-_.]", path.stem)
 
 
 def _joined(parts: list, vocab_size: int):
-    """The tokens of several files of one kind, one behind the other; None if there are none."""
+    """Return the tokens of several files of one kind, one after the other; None for no files."""
     if not parts:
         return None
     if isinstance(parts[0], np.ndarray):
@@ -96,7 +96,7 @@ def _joined(parts: list, vocab_size: int):
 
 
 def _language_reference(vocab_size):
-    """The language reference as pydoc carries it."""
+    """Return the language reference, as pydoc carries it."""
     if vocab_size > BYTE_VOCABULARY:
         raise DataError(_not_bytes("the built-in text", vocab_size))
     try:
@@ -115,23 +115,22 @@ def _language_reference(vocab_size):
 
 
 def text_files(paths: Iterable[str], flag: str, only: str = "") -> tuple[list[Path], list[str]]:
-    """Return every file that the paths stand for, sorted inside each folder, and what is wrong with
-    the rest.
+    """Return every file that the paths stand for, sorted within each folder, and the problems.
 
-    flag: what a problem begins with. only: an ending; of a folder with such files, others are left.
+    flag: the beginning of a problem. only: a suffix; folders with such files stand for these only.
     """
     files, problems = [], []
     for name in paths:
         path = Path(name)
-        if not name:  # as of a variable of the shell that is not set; Path("") is this folder
+        if not name:  # as from an unset shell variable; Path("") is this folder
             problems.append(f"{flag}'': is empty; name a file or a folder")
         elif os.path.isdir(path):
             inside = sorted(p for p in path.rglob("*")
                             if os.path.isfile(p) and not _hidden(p, path))
             files += [p for p in inside if only and p.suffix == only] or inside
             if not inside:
-                problems.append(f"{flag}{name}: this folder holds no file")
-        elif os.path.exists(path):  # if it is no regular file, reading it says what it is
+                problems.append(f"{flag}{name}: this folder has no files")
+        elif os.path.exists(path):  # if it is not a regular file, reading it reports what it is
             files.append(path)
         else:
             problems.append(f"{flag}{name}: no such file or folder (looked in {Path.cwd()})")
@@ -139,12 +138,12 @@ def text_files(paths: Iterable[str], flag: str, only: str = "") -> tuple[list[Pa
 
 
 def _hidden(path, folder):
-    """Whether the file, or a folder on the way to it, has a name that begins with a dot (.git)."""
+    """Return whether the file, or a folder on the way to it, is hidden, such as .git."""
     return any(name.startswith(".") for name in path.relative_to(folder).parts)
 
 
 def _read(path, vocab_size, thorough, problems):
-    """The tokens of one file; problems are appended and an empty array is returned."""
+    """Return the tokens of one file; after a problem, which is appended, an empty array."""
     nothing = np.zeros(0, np.uint8)
     try:
         with problems_as(DataError, f"--data {path}"), open_regular(path) as file:
@@ -159,13 +158,13 @@ def _read(path, vocab_size, thorough, problems):
             if vocab_size > BYTE_VOCABULARY:
                 raise DataError(_not_bytes(str(path), vocab_size))
             if nbytes > MOST_TEXT:
-                raise ValueError(f"has {nbytes:,} bytes, and text is held in memory, at most"
+                raise ValueError(f"has {nbytes:,} bytes, but text is held in memory, at most"
                                  f" {MOST_TEXT:,}; give token files (.bin)")
             tokens = np.frombuffer(file.read(nbytes), np.uint8)
             view = memoryview(tokens)
             for _ in text_pieces(bytes(view[first:first + TEXT_BLOCK])
                                  for first in range(0, len(view), TEXT_BLOCK)):
-                pass  # only whether it is text is asked
+                pass  # only to check that it is text
     except DataError as error:
         problems += error.problems
         return nothing
@@ -174,18 +173,18 @@ def _read(path, vocab_size, thorough, problems):
 
 
 def _read_bin(file, nbytes, vocab_size) -> TokenFiles:
-    """The tokens of an open file; ValueError says why it has none."""
+    """Return the tokens of an open file; ValueError says why it has none."""
     start, dtype = 0, np.dtype("<u2")
     head = np.frombuffer(file.read(12)[:nbytes // 4 * 4], "<i4")
     magic = int(head[0]) if len(head) else None
     if magic in OTHER_MAGICS:
-        raise ValueError(f"this is {OTHER_MAGICS[magic]}; tokens are read")
+        raise ValueError(f"this is {OTHER_MAGICS[magic]}, not a file of tokens")
     if len(head) == 3 and magic in LLMC:
         start, version, dtype = LLMC_HEADER, LLMC[magic][0], np.dtype(LLMC[magic][1])
         due = start + dtype.itemsize * int(head[2])
         if head[1] != version or nbytes != due:
             raise ValueError(f"the header says version {head[1]} and {head[2]:,} tokens"
-                             f" ({due:,} bytes), the file has {nbytes:,} bytes")
+                             f" ({due:,} bytes), but the file has {nbytes:,} bytes")
     elif nbytes % dtype.itemsize:
         raise ValueError(f"{nbytes:,} bytes are not a whole number of uint16 tokens")
     if nbytes == start:
@@ -195,9 +194,9 @@ def _read_bin(file, nbytes, vocab_size) -> TokenFiles:
 
 
 def _check_ids(path, tokens, vocab_size, problems):
-    """Append a problem if an id has no row in the table.
+    """Append a problem if an id has no row in the embedding table.
 
-    The check is here, block by block, and not inside a kernel.
+    It checks block by block here, not inside a kernel.
     """
     for first in range(0, len(tokens), BLOCK):
         piece = tokens[first:first + BLOCK]

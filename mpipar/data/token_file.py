@@ -1,8 +1,8 @@
-"""Tokens of open .bin files, read when they are used: the files may be larger than memory.
+"""Tokens of open .bin files, read when they are used, so the files may be larger than memory.
 
-A file may change while a run reads it. A mapped file would then kill the process (SIGBUS), or
-hand ids to the loss that no table has a row for. So each read asks the system for its bytes, and
-checks that they are there and that every id is below the vocabulary's size.
+A file may change while a run reads it. If it were mapped, that would kill the process (SIGBUS) or
+pass ids to the loss that have no row in the table. Each read therefore asks the system for its
+bytes, and checks that they are there and that every id is below the vocabulary's size.
 """
 
 from __future__ import annotations
@@ -18,14 +18,14 @@ import numpy as np
 from mpipar.errors import DataError
 from mpipar.files.digests import keep, kept, state_of
 
-BLOCK = 1 << 24  # tokens that are checked at once
+BLOCK = 1 << 24  # tokens checked at a time
 MOST_IDS = 1 << 32
 
 
 class Piece(NamedTuple):
     """Tokens [first, last) of a file. start: byte of the file's first token. dtype: of its ids.
 
-    sha256: of all bytes of the file, where they have been read; else "".
+    sha256: of all bytes of the file, if they have been read; else "".
     """
 
     file: BinaryIO
@@ -37,9 +37,9 @@ class Piece(NamedTuple):
 
 
 class TokenFiles:
-    """The tokens of files one behind the other; a slice is of the same kind, and NumPy reads it.
+    """The tokens of several files in sequence; slices are of the same type, and NumPy reads them.
 
-    digest: of what the files held when they were written, or "".
+    digest: of what the files contained when they were written, or "".
     """
 
     def __init__(self, pieces: Sequence[Piece], vocab_size: int, digest: str = ""):
@@ -63,7 +63,7 @@ class TokenFiles:
         return TokenFiles(found or [nothing], self.vocab_size, self.digest)
 
     def __array__(self, dtype=None, copy=None):
-        """The tokens. Raises DataError where a file ends too early or has an id too large."""
+        """Return the tokens. Raises DataError if a file ends too early or an id is too large."""
         found = [_read(piece, self.vocab_size) for piece in self.pieces]
         tokens = found[0] if len(found) == 1 else np.concatenate(found)
         return tokens if dtype is None else tokens.astype(dtype)
@@ -72,15 +72,15 @@ class TokenFiles:
         return iter(np.asarray(self))
 
     def check(self, digests: Sequence[str] = ()) -> None:
-        """Read all of it once, block by block; raises DataError like any read.
+        """Read everything once, block by block; raise DataError as any read does.
 
         Afterwards the pieces, which must be whole files, have the SHA-256 of these files. A file
-        that was read before, and has not changed since, is not read again.
-        digests: the SHA-256 that each file must have; none are compared without.
+        that was read before and has not changed since is not read again.
+        digests: the SHA-256 that each file must have; without them nothing is compared.
         """
         wrong, pieces = [], []
         for piece, due in itertools.zip_longest(self.pieces, digests):
-            # Of a damaged file the digest is the news, not an id that nobody has written.
+            # For a damaged file the digest should be reported, not an id that was never written.
             found = _whole(piece, MOST_IDS if due else self.vocab_size)
             if due and found != due:
                 wrong.append(f"--data {piece.file.name}: has other tokens than were written:"
@@ -92,7 +92,7 @@ class TokenFiles:
 
 
 def _whole(piece: Piece, vocab_size: int) -> str:
-    """The SHA-256 of a piece's whole file, whose ids are all below the size."""
+    """Return the SHA-256 of a piece's whole file, all of whose ids are below the size."""
     file, known = piece.file, kept(piece.file)
     form = f"{piece.dtype.name} from byte {piece.start}"
     if known.get("tokens") == form and type(known.get("largest")) is int and (
@@ -109,7 +109,7 @@ def _whole(piece: Piece, vocab_size: int) -> str:
 
 
 def _read(piece: Piece, vocab_size: int) -> np.ndarray:
-    """The tokens of a piece."""
+    """Return the tokens of a piece."""
     tokens, done = np.empty(piece.last - piece.first, piece.dtype), 0
     view, start = memoryview(tokens).cast("B"), piece.start + piece.first * tokens.itemsize
     try:
@@ -121,16 +121,14 @@ def _read(piece: Piece, vocab_size: int) -> np.ndarray:
         left = os.fstat(piece.file.fileno()).st_size - piece.start
         end = max(0, left // tokens.itemsize)
         raise DataError(f"--data {piece.file.name}: ends at token {end:,}, but tokens up to"
-                        f" {piece.last:,} were there: it was cut while it was read")
+                        f" {piece.last:,} were there: it was truncated while it was being read")
     if done and tokens.max() >= vocab_size:
         raise DataError("--data: " + outside(piece.file.name, tokens, piece.first, vocab_size))
     return tokens
 
 
 def outside(name, tokens: np.ndarray, first: int, vocab_size: int) -> str:
-    """Return what to say of tokens that hold an id without a row in the table. first: their
-    position.
-    """
+    """Return a message about tokens with an id outside the vocabulary. first: their position."""
     at = int(np.argmax(tokens >= vocab_size))
     return (f"{name}: token {int(tokens[at])} at position {first + at:,} is outside the vocabulary"
             f" of {vocab_size:,}; type --vocab-size {int(tokens.max()) + 1} or more")

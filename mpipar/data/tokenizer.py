@@ -1,9 +1,9 @@
 """Text to token ids and back: bytes, ids written as words, or the files of a tokenizer.
 
 A tokenizer is a set of files beside the weights, as Hugging Face's libraries write them:
-tokenizer.json, or GPT-2's vocab.json and merges.txt. Bytes have such a file too, so that other
-programs can talk to a model of bytes. The library `tokenizers` reads all files but that one. It is
-the extra `text`, imported when it is needed. Nothing is downloaded.
+tokenizer.json, or GPT-2's vocab.json and merges.txt. The byte tokenizer has such a file too, so
+that other programs can use a model of bytes. All other files are read by the library `tokenizers`
+(the extra `text`), which is imported when it is needed. Nothing is downloaded.
 """
 
 from __future__ import annotations
@@ -22,21 +22,21 @@ from mpipar.files.bounded import parse_json, problems_as, read_bytes
 from mpipar.files.replace import replace_file
 
 TOKENIZER, SETTINGS = "tokenizer.json", "tokenizer_config.json"
-# The files of a tokenizer, as transformers looks for them; those that are there are copied.
+# The files of a tokenizer, as transformers looks for them; those that exist are copied.
 FILES = (TOKENIZER, SETTINGS, "special_tokens_map.json", "added_tokens.json", "vocab.json",
          "merges.txt", "tokenizer.model", "chat_template.jinja")
-MOST_BYTES = 128 << 20  # of one file; the largest known one has some 35 MB
-MOST_IDS = 1 << 24  # the largest known vocabulary has some 260,000 ids
+MOST_BYTES = 128 << 20  # of one file; the largest known one has about 35 MB
+MOST_IDS = 1 << 24  # the largest known vocabulary has about 260,000 ids
 END = "<|endoftext|>"
-ENDS = (END, "<|end_of_text|>", "</s>", "<eos>")  # looked for where no file says which it is
+ENDS = (END, "<|end_of_text|>", "</s>", "<eos>")  # looked for if no file says which one it is
 BYTES = 256
-MOST_OF_BYTES = 1 << 14  # of a tokenizer.json of bytes
-BYTE_VOCABULARY = 512  # a model with more ids, padding included, is not one of bytes
+MOST_OF_BYTES = 1 << 14  # size of a byte tokenizer's tokenizer.json
+BYTE_VOCABULARY = 512  # a model with more ids, including padding, is not one of bytes
 
 
 @dataclass(frozen=True)
 class Tokenizer:
-    """Bytes, if no subclass says otherwise: the ids 0 to 255.
+    """The byte tokenizer, with ids 0 to 255, and the base of the others.
 
     size: ids in the vocabulary. end: the id that ends a document, or None. files: what `copy`
     writes. what: a name for the user. takes: what a prompt may be, for the user.
@@ -50,51 +50,46 @@ class Tokenizer:
     what: str = "bytes"
 
     def encode(self, text: str) -> list[int]:
-        """Return the ids of a text. What looks like a special token in it is text like any other.
-        """
+        """Return the ids of a text; what looks like a special token in it is ordinary text."""
         return list(text.encode("utf-8", "surrogateescape"))  # the bytes that were typed
 
     def encode_prompt(self, text: str) -> list[int]:
-        """Return the ids of a prompt as transformers makes them: with special tokens, and a first
-        one.
-        """
+        """Return a prompt's ids as transformers does: with special tokens, also at the start."""
         return self.encode(text)
 
     def encode_all(self, texts: list[str]) -> list[np.ndarray]:
-        """Return the ids of many texts, on all threads."""
+        """Return the ids of many texts, using all threads."""
         return [np.frombuffer(text.encode(), np.uint8) for text in texts]
 
     def decode(self, ids: Iterable[int]) -> str:
-        """Return the text of ids, special tokens included; what is not UTF-8 becomes replacement
-        marks.
-        """
+        """Return the text of ids, with special tokens; invalid UTF-8 becomes replacement marks."""
         special = {self.end: END.encode()}
         return b"".join(bytes([one]) if one < BYTES else special.get(one, b"")
                         for one in map(int, ids)).decode(errors="replace")
 
     def copy(self, folder: Path) -> None:
-        """Write the tokenizer's files into a folder that exists. Raises OSError."""
+        """Write the tokenizer's files into an existing folder. Raises OSError."""
         for name, content in self.files.items():
             replace_file(Path(folder) / name, [content])
 
     @property
     def is_bytes(self) -> bool:
-        """Whether each id is a byte, but for an end of text."""
+        """Whether each id is a byte, except for an end of text."""
         return self.what == "bytes"
 
     @property
     def digest(self) -> str:
-        """What `files_digest` gives for the tokenizer's files."""
+        """The `files_digest` of the tokenizer's files."""
         return files_digest(self.files)
 
 
 class Ids(Tokenizer):
-    """Ids written as words: a model whose tokenizer is not known takes and gives `464 318`."""
+    """Ids written as words: without a known tokenizer, a model reads and writes `464 318`."""
 
     takes = "a model without the files of a tokenizer takes ids, as in --prompt '464 318'"
 
     def encode(self, text: str) -> list[int]:
-        words = text.split()  # a word of more digits than an id has is none, and may be endless
+        words = text.split()  # a word with more digits than an id is not one, and may be endless
         return [int(word) for word in words] if all(
             word.isdecimal() and len(word) < 20 for word in words) else []
 
@@ -104,7 +99,7 @@ class Ids(Tokenizer):
 
 @dataclass(frozen=True)
 class HuggingFace(Tokenizer):
-    """A tokenizer that the library `tokenizers` has read. library: its object."""
+    """A tokenizer read by the library `tokenizers`. library: its object."""
 
     takes = "give text"
     library: object = field(default=None, repr=False)
@@ -128,20 +123,20 @@ class HuggingFace(Tokenizer):
 
 
 def byte_tokenizer(end: bool = False, size: int = BYTES) -> Tokenizer:
-    """Return the bytes below `size`, and one id more that ends a document if `end`."""
+    """Return the bytes below `size`, with one more id that ends a document if `end`."""
     files = {TOKENIZER: _byte_file(end, size), SETTINGS: settings_file(end)}
     return Tokenizer(size + end, BYTES if end else None, files)
 
 
 def default_tokenizer(vocab_size: int) -> Tokenizer:
-    """Return what a model without a tokenizer's files takes: bytes if it has 256 ids, else ids."""
+    """Return what a model without tokenizer files uses: bytes if it has 256 ids, else plain ids."""
     return byte_tokenizer() if vocab_size == BYTES else Ids(vocab_size, what="ids")
 
 
 def load_tokenizer(path) -> Tokenizer:
     """Return the tokenizer of a folder with Hugging Face's files, or of a single tokenizer.json.
 
-    Raises DataError for files that cannot be used, and EnvironmentProblem without the library.
+    Raises DataError for unusable files, and EnvironmentProblem without the library.
     """
     path = Path(path)
     files = read_files(path)
@@ -155,13 +150,13 @@ def load_tokenizer(path) -> Tokenizer:
     vocabulary = library.get_vocab()
     size = max(vocabulary.values(), default=-1) + 1
     if not 1 < size <= MOST_IDS:
-        raise DataError(f"{path}: the tokenizer has {size:,} ids; 2 to {MOST_IDS:,} are read")
+        raise DataError(f"{path}: the tokenizer has {size:,} ids; 2 to {MOST_IDS:,} are supported")
     end = _end(path, files, vocabulary, library.get_added_tokens_decoder())
     return HuggingFace(size, end, files, f"tokenizer of {path}", library)
 
 
 def files_digest(files: dict[str, bytes]) -> str:
-    """SHA-256 of the files' names, sizes and contents."""
+    """Return the SHA-256 of the files' names, sizes and contents."""
     found = hashlib.sha256()
     for name, content in sorted(files.items()):
         found.update(f"{name}\0{len(content)}\0".encode() + content)
@@ -169,16 +164,16 @@ def files_digest(files: dict[str, bytes]) -> str:
 
 
 def has_tokenizer(folder: Path) -> bool:
-    """Return whether a folder has the files of a tokenizer that can be read."""
+    """Return whether a folder has tokenizer files that can be read."""
     return os.path.exists(folder / TOKENIZER) or all(
         os.path.exists(folder / name) for name in ("vocab.json", "merges.txt"))
 
 
 def tokenizer_of(folder: Path | None, vocab_size: int, is_text: bool = False) -> Tokenizer:
-    """Return the tokenizer of the model in a folder, or what a model with so many ids takes.
+    """Return the tokenizer of the model in a folder, or the default for so many ids.
 
-    is_text: whether it is trained on text without a tokenizer, and so on bytes.
-    Raises like `load_tokenizer`, and DataError if it has more ids than the model.
+    is_text: whether the model is trained on text without a tokenizer, and so on bytes.
+    Raises as `load_tokenizer` does, and DataError if it has more ids than the model.
     """
     if folder is None or not has_tokenizer(Path(folder)):
         return (byte_tokenizer(size=min(BYTES, vocab_size)) if is_text
@@ -191,9 +186,7 @@ def tokenizer_of(folder: Path | None, vocab_size: int, is_text: bool = False) ->
 
 
 def prompt_ids(tokenizer: Tokenizer, prompt: str, vocab_size: int) -> list[int]:
-    """Return the ids of a prompt, at least one and all in the model's vocabulary; raises
-    UsageError.
-    """
+    """Return a prompt's ids: at least one, all in the model's vocabulary; else raise UsageError."""
     ids = tokenizer.encode_prompt(prompt)
     if ids and max(ids) < vocab_size:
         return ids
@@ -202,11 +195,11 @@ def prompt_ids(tokenizer: Tokenizer, prompt: str, vocab_size: int) -> list[int]:
 
 
 def read_files(path: Path) -> dict[str, bytes]:
-    """Return the content of each file of the tokenizer by its name; DataError if there is none."""
+    """Return the content of each tokenizer file by its name; DataError if there is none."""
     folder = os.path.isdir(path)
     names = [name for name in FILES if os.path.exists(path / name)] if folder else [TOKENIZER]
     if folder and not has_tokenizer(path):
-        cure = ("; tokenizer.model alone is not read: let transformers save it as tokenizer.json"
+        cure = ("; tokenizer.model alone cannot be read: let transformers save it as tokenizer.json"
                 if "tokenizer.model" in names else "")
         raise DataError(f"{path}: no tokenizer here (looked for {TOKENIZER}, and for vocab.json"
                         f" with merges.txt){cure}")
@@ -219,9 +212,7 @@ def read_files(path: Path) -> dict[str, bytes]:
 
 
 def library_of(where):
-    """Return the library `tokenizers`; EnvironmentProblem, which begins with `where`, if it is
-    missing.
-    """
+    """Return the library `tokenizers`; if it is missing, raise EnvironmentProblem about `where`."""
     try:
         import tokenizers
     except ImportError:
@@ -232,21 +223,21 @@ def library_of(where):
 
 
 def _library(path: Path, text: str):
-    """The object of the library `tokenizers` for the text of a tokenizer.json."""
+    """Return the library's object for the text of a tokenizer.json."""
     tokenizers = library_of(path)
     try:
         library = tokenizers.Tokenizer.from_str(text)
         library.no_truncation()
         library.no_padding()
-    except Exception as error:  # noqa: BLE001 (the library raises nothing more special)
-        raise DataError(f"{path}: is no tokenizer that the library tokenizers"
-                        f" {tokenizers.__version__} reads: {error}") from None
-    library.encode_special_tokens = True  # of a text; prompts ask for special tokens
+    except Exception as error:  # noqa: BLE001 (the library raises nothing more specific)
+        raise DataError(f"{path}: cannot be read by the library tokenizers"
+                        f" {tokenizers.__version__}: {error}") from None
+    library.encode_special_tokens = True  # for texts; prompts ask for special tokens
     return library
 
 
 def _of_gpt2(path: Path, files: dict[str, bytes]) -> str:
-    """The text of a tokenizer.json for GPT-2's two files, as transformers reads them."""
+    """Return the text of a tokenizer.json for GPT-2's two files, as transformers reads them."""
     with problems_as(DataError, str(path / "vocab.json")):
         vocabulary = parse_json(files["vocab.json"].decode())
         if not isinstance(vocabulary, dict):
@@ -261,7 +252,7 @@ def _of_gpt2(path: Path, files: dict[str, bytes]) -> str:
 
 
 def _bpe_file(vocabulary: dict, merges: list, added: list, regex: bool) -> str:
-    """The text of a tokenizer.json: pairs of bytes and tokens that merge. regex: within words."""
+    """Return the text of a byte-level BPE tokenizer.json. regex: merge only within words."""
     level = {"type": "ByteLevel", "add_prefix_space": False, "trim_offsets": True,
              "use_regex": regex}
     return json.dumps({
@@ -271,7 +262,7 @@ def _bpe_file(vocabulary: dict, merges: list, added: list, regex: bool) -> str:
 
 
 def _special(number: int) -> dict:
-    """The end of text as a special token with this id."""
+    """Return the end of text as a special token with this id."""
     return {"id": number, "content": END, "single_word": False, "lstrip": False, "rstrip": False,
             "normalized": False, "special": True}
 
@@ -283,7 +274,7 @@ def settings_file(end: bool) -> bytes:
 
 
 def _bytes_of(content: bytes) -> Tokenizer | None:
-    """The `byte_tokenizer` whose tokenizer.json this is, or None."""
+    """Return the `byte_tokenizer` whose tokenizer.json this is, or None."""
     if len(content) > MOST_OF_BYTES:
         return None
     found = (byte_tokenizer(end, size) for end, size in (
@@ -292,9 +283,9 @@ def _bytes_of(content: bytes) -> Tokenizer | None:
 
 
 def _byte_file(end: bool, size: int) -> bytes:
-    """A tokenizer.json of bytes: each has the letter that GPT-2's files write for it.
+    """Return a tokenizer.json of bytes, each written as the letter that GPT-2's files use for it.
 
-    A byte that is a visible letter of Latin-1 stands for itself. The others take the letters from
+    A byte that is a visible letter of Latin-1 stands for itself; the others take the letters from
     U+0100 on, in order.
     """
     visible = [*range(0x21, 0x7f), *range(0xa1, 0xad), *range(0xae, 0x100)]
@@ -307,7 +298,7 @@ def _byte_file(end: bool, size: int) -> bytes:
 
 
 def _end(path: Path, files: dict, vocabulary: dict, added: dict) -> int | None:
-    """The id that ends a text: what the files name, else a well-known special token, or None."""
+    """Return the id that ends a text: as the files say, else a known special token, or None."""
     for name in (SETTINGS, "special_tokens_map.json"):
         if name not in files:
             continue

@@ -1,1 +1,1 @@
-"""What comes from outside: files that users hand in, read within bounds, and text made harmless."""
+"""Safe reading of user-supplied files, safe writing of a run's files, escaping of foreign text."""

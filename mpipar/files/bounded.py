@@ -1,8 +1,8 @@
-"""Reads files that users hand in: regular files only, and values within bounds.
+"""Reads user-supplied files: regular files only, and values within bounds.
 
-A hostile or broken file must cost no more than a sentence. So a size, a depth, a number of digits
-and a name that is longer are refused before anything is done with them. Each function raises the
-error class that the caller names: DataError for data, UsageError for a configuration.
+A hostile or broken file must cost no more than one sentence, so anything too large, too deep or too
+long is refused before it is processed. Each function raises the error class that the caller names:
+DataError for data, UsageError for a configuration.
 """
 
 from __future__ import annotations
@@ -20,38 +20,38 @@ from pathlib import Path
 from typing import Any, BinaryIO
 
 from mpipar.errors import DataError, UserError
-from mpipar.files import own
+from mpipar.files import no_links
 from mpipar.files.text import brief, shown
 
-MOST_BYTES = 1 << 20  # of a file whose reader names no other bound
-MOST_DEPTH = 32  # lists and objects inside each other
-TOO_DEEP = f"holds lists or objects more than {MOST_DEPTH} deep inside each other"
+MOST_BYTES = 1 << 20  # of a file whose reader sets no other limit
+MOST_DEPTH = 32  # nested lists and objects
+TOO_DEEP = f"has lists or objects nested more than {MOST_DEPTH} deep"
 MOST_NAME = 500  # characters of a key
-MOST_PARTS = 32  # of a dotted key in TOML: tomllib needs their square in time and memory
-# In TOML, what lies between the dots of a dotted name, and more: texts, names, white space. Each
-# pattern goes over a line once, whatever is on it.
+MOST_PARTS = 32  # of a dotted key in TOML: tomllib needs quadratic time and memory for them
+# In TOML, what may stand between the dots of a dotted name, and more: strings, names, white space.
+# Each pattern passes over a line once, whatever it contains.
 BETWEEN_DOTS = re.compile(
     r"""  "(?:\\.?|[^"\\])*(?:"|$)  |  '[^']*(?:'|$)  |  [\w\s-]+  """, re.VERBOSE)
 
 
 def open_regular(path: str | os.PathLike, root: str | os.PathLike | None = None) -> BinaryIO:
-    """Open a regular file for reading; raises OSError, also for a pipe, a device or a folder.
+    """Open a regular file for reading; raise OSError also for a pipe, a device or a folder.
 
-    A pipe that nobody writes to would block, and a device has no end. root: the path is relative
-    to this folder of a run, and no link is followed below it; else links count.
+    A pipe without a writer would block, and a device has no end. root: a run folder to which the
+    path is relative, and below which no link is followed; without it, links are followed.
     """
     if "\0" in os.fspath(path):
-        raise OSError(errno.EINVAL, "a file's name cannot hold a zero byte")
+        raise OSError(errno.EINVAL, "a file name cannot contain a zero byte")
     if root is None:
         return open(path, "rb", opener=_open_regular)
     return open(Path(root, path), "rb",
-                opener=lambda _, flags: own.opened(root, os.fspath(path), flags))
+                opener=lambda _, flags: no_links.opened(root, os.fspath(path), flags))
 
 
 def _open_regular(path: str, flags: int) -> int:
-    # On a regular file O_NONBLOCK does nothing. A pipe is opened without waiting for its writer.
+    # O_NONBLOCK has no effect on a regular file; it opens a pipe without waiting for a writer.
     descriptor = os.open(path, flags | os.O_NONBLOCK | os.O_CLOEXEC)
-    kind = own.kind_of(os.fstat(descriptor).st_mode)
+    kind = no_links.kind_of(os.fstat(descriptor).st_mode)
     if not kind:
         return descriptor
     os.close(descriptor)
@@ -59,7 +59,7 @@ def _open_regular(path: str, flags: int) -> int:
 
 
 def read_bytes(path, *, most_bytes: int = MOST_BYTES, root=None) -> bytes:
-    """Return the whole of a small regular file; raises OSError, and ValueError if it is larger.
+    """Return the content of a small regular file; raise OSError, and ValueError if it is larger.
 
     root: see `open_regular`, here and below.
     """
@@ -67,21 +67,21 @@ def read_bytes(path, *, most_bytes: int = MOST_BYTES, root=None) -> bytes:
         content = file.read(min(most_bytes, os.fstat(file.fileno()).st_size) + 1)
         size = max(len(content), os.fstat(file.fileno()).st_size)
     if size > most_bytes:
-        raise ValueError(f"has {size:,} bytes; at most {most_bytes:,} are read")
+        raise ValueError(f"has {size:,} bytes; the limit is {most_bytes:,}")
     return content
 
 
 def read_text(path, *, most_bytes: int = MOST_BYTES, root=None) -> str:
-    """Return the text of a small regular file in UTF-8; raises OSError and ValueError."""
+    """Return the text of a small regular file in UTF-8; raise OSError and ValueError."""
     try:
         return read_bytes(path, most_bytes=most_bytes, root=root).decode()
     except UnicodeDecodeError as error:
-        raise ValueError(f"is not UTF-8 text: byte {error.start:,} cannot be read") from None
+        raise ValueError(f"is not UTF-8 text: byte {error.start:,} cannot be decoded") from None
 
 
 @contextmanager
 def problems_as(error: type[UserError], where: str, cure: str = "") -> Iterator[None]:
-    """Turn OSError and ValueError of its block into the user's error: "where: what; cure"."""
+    """Turn OSError and ValueError inside into the user's error: "where: what; cure"."""
     try:
         yield
     except (OSError, ValueError) as problem:
@@ -91,7 +91,7 @@ def problems_as(error: type[UserError], where: str, cure: str = "") -> Iterator[
 
 def read_json(path, error: type[UserError] = DataError, *, where: str = "", cure: str = "",
               most_bytes: int = MOST_BYTES, root=None):
-    """Return the value of a JSON file; raises `error` with one sentence. See `parse_json`.
+    """Return the value of a JSON file; raise `error` with one sentence. See `parse_json`.
 
     where: begins the sentence in place of the path. cure: ends it.
     """
@@ -101,7 +101,7 @@ def read_json(path, error: type[UserError] = DataError, *, where: str = "", cure
 
 def read_toml(path, error: type[UserError], *, where: str = "",
               most_bytes: int = MOST_BYTES) -> dict:
-    """Return the table of a TOML file; raises `error` with one sentence. See `parse_toml`."""
+    """Return the table of a TOML file; raise `error` with one sentence. See `parse_toml`."""
     with problems_as(error, where or str(path)):
         return parse_toml(read_text(path, most_bytes=most_bytes))
 
@@ -109,8 +109,8 @@ def read_toml(path, error: type[UserError], *, where: str = "",
 def parse_json(text: str, *, huge: bool = False):
     """Return the value of a JSON text; ValueError says what is wrong and where.
 
-    Besides what is no JSON, it refuses what `_check_values` names, and a key twice in an object.
-    huge: whole numbers may need more than 64 bits, as in a tokenizer_config.json of transformers.
+    Besides invalid JSON, it refuses what `_check_values` lists, and duplicate keys in an object.
+    huge: allow integers of more than 64 bits, as in transformers' tokenizer_config.json.
     """
     value = _decoded(DECODER.decode, text)
     _check_values(value, huge=huge)
@@ -118,7 +118,7 @@ def parse_json(text: str, *, huge: bool = False):
 
 
 def _decoded(decode: Callable[[str], Any], text: str):
-    """What decode(text) returns; ValueError says in one line why it is none."""
+    """Return decode(text); if it fails, ValueError says why in one line."""
     try:
         return decode(text)
     except RecursionError:
@@ -130,49 +130,48 @@ def _decoded(decode: Callable[[str], Any], text: str):
         raise ValueError(f"is not TOML: {brief(str(error), 200)}") from None
     except TwiceError:
         raise
-    except ValueError:  # Python reads no more than some 4,300 digits
-        raise ValueError("holds a whole number with too many digits") from None
+    except ValueError:  # Python reads integers of up to about 4,300 digits
+        raise ValueError("has an integer with too many digits") from None
 
 
 class TwiceError(ValueError):
-    """A key stands more than once in one object: it is not known which value is meant."""
+    """A key occurs more than once in an object, so it is unclear which value is meant."""
 
 
 def _object(pairs: list[tuple]) -> dict:
     found = dict(pairs)
     if len(found) < len(pairs):
         twice, times = Counter(name for name, _ in pairs).most_common(1)[0]
-        raise TwiceError(f"holds the key {shown(twice)} {times} times in one object")
+        raise TwiceError(f"has the key {shown(twice)} {times} times in one object")
     return found
 
 
-DECODER = json.JSONDecoder(object_pairs_hook=_object)  # made once: a trace has many short lines
+DECODER = json.JSONDecoder(object_pairs_hook=_object)  # shared: a trace has many short lines
 
 
 def parse_toml(text: str) -> dict:
     """Return the table of a TOML text; ValueError says what is wrong and where.
 
-    Besides what is no TOML, it refuses what `_check_values` names but not numbers that are not
-    finite.
+    Besides invalid TOML, it refuses what `_check_values` lists, except numbers that are not finite.
     """
     if any("." * MOST_PARTS in BETWEEN_DOTS.sub("", line) for line in text.splitlines()):
-        raise ValueError(f"holds a name of more than {MOST_PARTS} parts with dots between them")
+        raise ValueError(f"has a dotted name of more than {MOST_PARTS} parts")
     value = _decoded(tomllib.loads, text)
     _check_values(value, finite=False)
     return value
 
 
 def _check_values(value, finite: bool = True, huge: bool = False) -> None:
-    """ValueError for depth, a long name, a huge number, NaN, a zero byte, or half a character."""
-    level = [("", value)]  # each with the key that it lies under
+    """Raise ValueError for depth, a long name, a huge number, NaN, zero byte, half a character."""
+    level = [("", value)]  # each with the key that it belongs to
     for _ in range(MOST_DEPTH + 1):
         below = []
         for key, one in level:
             if isinstance(one, dict):
                 for name in one:
                     if len(name) > MOST_NAME:
-                        raise ValueError(f"holds a name of {len(name):,} characters; at most"
-                                         f" {MOST_NAME} are read")
+                        raise ValueError(f"has a name of {len(name):,} characters; the limit is"
+                                         f" {MOST_NAME}")
                     _check_text(name, name)
                 below.extend(one.items())
             elif isinstance(one, list):
@@ -180,9 +179,9 @@ def _check_values(value, finite: bool = True, huge: bool = False) -> None:
             elif isinstance(one, str):
                 _check_text(one, key)
             elif isinstance(one, int) and not huge and not -(2**63) <= one < 2**64:
-                raise ValueError(f"holds a whole number that 64 bits cannot hold{_at(key)}")
+                raise ValueError(f"has an integer that 64 bits cannot hold{_at(key)}")
             elif finite and isinstance(one, float) and not math.isfinite(one):
-                raise ValueError(f"holds {one}, which is no finite number{_at(key)}")
+                raise ValueError(f"has {one}, which is not a finite number{_at(key)}")
         if not below:
             return
         level = below
@@ -191,9 +190,9 @@ def _check_values(value, finite: bool = True, huge: bool = False) -> None:
 
 def _check_text(text: str, key: str) -> None:
     if "\0" in text:
-        raise ValueError(f"holds a zero byte in a text{_at(key)}")
+        raise ValueError(f"has a zero byte in a text{_at(key)}")
     if not text.isascii() and any(0xD800 <= ord(letter) < 0xE000 for letter in text):
-        raise ValueError(f"holds half a character in a text{_at(key)}")
+        raise ValueError(f"has half a character (a lone surrogate) in a text{_at(key)}")
 
 
 def _at(key: str) -> str:

@@ -1,8 +1,8 @@
-"""SHA-256 of whole files. What was found is kept, so that a file is not read twice for it.
+"""SHA-256 of whole files; results are cached, so that a file is not read twice for its digest.
 
-It is kept in the user's cache folder by host, device, inode, size and both times of the file: a
-write changes one of them. A file whose time is only just past is not kept, because a further write
-could have the same time.
+The user's cache folder stores them by host, device, inode, size and both times of the file, of
+which a write changes at least one. A file that was modified just now is not cached, because another
+write could leave the same time.
 """
 
 from __future__ import annotations
@@ -20,22 +20,21 @@ from mpipar.files.cache import cache_folder
 from mpipar.files.replace import replace_file
 
 FOLDER = "digests"  # in the cache folder
-BLOCK = 1 << 24  # bytes that are read at once
-SETTLED = 2_000_000_000  # ns: no disk's clock is coarser
+BLOCK = 1 << 24  # bytes read at a time
+SETTLED = 2_000_000_000  # ns: no file system's clock is coarser
 
 
 def state_of(file: BinaryIO) -> str:
-    """Return which file this is, and in which state: no other file of this host has the same text.
-    """
+    """Return text that identifies a file and its state among all files of this host."""
     found = os.fstat(file.fileno())
     return " ".join(map(str, (found.st_dev, found.st_ino, found.st_size, found.st_mtime_ns,
                               found.st_ctime_ns)))
 
 
 def digest_of(file: BinaryIO, where: str) -> str:
-    """SHA-256 of all bytes of an open file, in hexadecimal digits.
+    """Return the SHA-256 of all bytes of an open file, in hexadecimal.
 
-    where: begins the DataError if it cannot be read, or is written to meanwhile.
+    where: the beginning of the DataError if it cannot be read, or changes while it is read.
     """
     if found := kept(file):
         return found["sha256"]
@@ -45,13 +44,13 @@ def digest_of(file: BinaryIO, where: str) -> str:
             digest.update(block)
             done += len(block)
         if state_of(file) != state:
-            raise ValueError("was written to while it was read")
+            raise ValueError("was written to while it was being read")
     keep(file, state, {"sha256": digest.hexdigest()})
     return digest.hexdigest()
 
 
 def kept(file: BinaryIO) -> dict:
-    """Return what `keep` has kept of the file as it is now; empty if it has kept nothing."""
+    """Return what `keep` has stored about the file in its present state, or {}."""
     path = _path(file)
     if path is None or not path.exists():
         return {}
@@ -64,17 +63,17 @@ def kept(file: BinaryIO) -> dict:
 
 
 def keep(file: BinaryIO, state: str, found: dict) -> None:
-    """Keep facts about a file that was in this state, if it still is, and no write is recent."""
+    """Store facts about a file that was in this state, if it still is and no write is recent."""
     path, status = _path(file), os.fstat(file.fileno())
     age = time.time_ns() - max(status.st_mtime_ns, status.st_ctime_ns)
     if path is None or age < SETTLED or state_of(file) != state:
         return
-    with contextlib.suppress(OSError):  # another process may write the same at this moment
+    with contextlib.suppress(OSError):  # another process may be writing the same
         replace_file(path, [json.dumps({"file": _name(state)} | found).encode()], sync=False)
 
 
 def _path(file: BinaryIO):
-    """Where facts about a file are kept, or None."""
+    """Return where facts about a file are stored, or None."""
     folder, status = cache_folder(FOLDER), os.fstat(file.fileno())
     return folder and folder / f"{status.st_dev}-{status.st_ino}.json"
 

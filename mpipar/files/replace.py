@@ -1,4 +1,4 @@
-"""Writes files whole or not at all: under other names, which are then renamed."""
+"""Writes files as a whole or not at all: under temporary names, which are then renamed."""
 
 from __future__ import annotations
 
@@ -8,15 +8,15 @@ from collections.abc import Iterable
 from contextlib import ExitStack, contextmanager, suppress
 from pathlib import Path
 
-from mpipar.files import own
+from mpipar.files import no_links
 
 
 def replace_file(path, pieces: Iterable, *, sync: bool = True, root=None) -> None:
-    """Write the pieces one behind the other; readers see the whole new file or the old one.
+    """Write the pieces one after the other; readers see either the whole new file or the old one.
 
-    pieces: bytes, or what has their buffer, such as contiguous arrays. sync: whether the file is on
-    the disk when this returns. root: the folder of a run to which the path is relative, see
-    `mpipar.files.own`. Raises OSError, and leaves the old file as it was.
+    pieces: bytes, or objects with a buffer, such as contiguous arrays. sync: whether the file is on
+    disk when this returns. root: the run folder to which the path is relative, see
+    `mpipar.files.no_links`. Raises OSError, and leaves the old file unchanged.
     """
     path = Path(path)
     with replaced_files(root or path.parent, path.parent if root else "", sync=sync) as create:
@@ -25,19 +25,18 @@ def replace_file(path, pieces: Iterable, *, sync: bool = True, root=None) -> Non
 
 @contextmanager
 def replaced_files(root, inside="", *, gone: Iterable[str] = (), sync: bool = True):
-    """Yield a function that opens a new file; all get their names together, when the block ends.
+    """Yield a function that opens a new file; at the end of the block all get their names together.
 
-    They lie in root/inside, which is made if need be, and get their names in the order in which
+    They are in root/inside, which is created if necessary, and are renamed in the order in which
     they were opened. gone: names of files that are removed just before. If the block fails, or a
-    file cannot be written, the old files stay as they were. sync: see `replace_file`. Raises
-    OSError.
+    file cannot be written, the old files stay unchanged. sync: see `replace_file`. Raises OSError.
     """
-    with own.folder(root, inside, make=True) as folder:
+    with no_links.folder(root, inside, make=True) as folder:
         yield from _replaced(folder, gone, sync)
 
 
 def _replaced(folder: int, gone: Iterable[str], sync: bool):
-    """The same in an open folder."""
+    """Do the same in an open folder."""
     files = {}
 
     def remove(name: str) -> None:
@@ -48,7 +47,7 @@ def _replaced(folder: int, gone: Iterable[str], sync: bool):
         with ExitStack() as stack:
             def create(name: str):
                 remove(f"{name}.partial")  # left by a killed process, or planted
-                descriptor = os.open(f"{name}.partial", own.NEW, 0o666, dir_fd=folder)
+                descriptor = os.open(f"{name}.partial", no_links.NEW, 0o666, dir_fd=folder)
                 files[name] = stack.enter_context(open(descriptor, "wb"))
                 return files[name]
 
@@ -67,7 +66,7 @@ def _replaced(folder: int, gone: Iterable[str], sync: bool):
 
 
 def set_aside(path: Path) -> Path | None:
-    """Give a file or folder the first free name of `path.aside-1` and so on, if it exists."""
+    """Rename a file or folder to the first free name of `path.aside-1` and so on, if it exists."""
     if not os.path.lexists(path):
         return None
     for number in itertools.count(1):

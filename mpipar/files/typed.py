@@ -1,4 +1,4 @@
-"""Values of a JSON file as values of annotated types: what does not fit is named with its place."""
+"""Converts a JSON file's values to annotated types; a mismatch is reported with its place."""
 
 from __future__ import annotations
 

@@ -1,1 +1,1 @@
-"""What a trained model does: it continues text, and names the class of an image."""
+"""Using a trained model: text generation and image classification."""

@@ -1,4 +1,4 @@
-"""The share of images that a classifier gets right, through the same pipeline that trains it."""
+"""Accuracy of an image classifier, computed through the same pipeline that trains it."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from mpipar.train.gradsync import all_reduce_scalars
 
 
 def accuracy(worker, rows) -> tuple[float, int]:
-    """Share of right classes over one sweep of held-out images, and the number of images.
+    """Return the accuracy over one sweep of held-out images, and the number of images.
 
     Comm: one sweep of forward passes, one all_gather over tp per microbatch, and one all_reduce
     over world.

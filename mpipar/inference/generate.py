@@ -1,9 +1,9 @@
-"""Text from the model, token by token, through the pipeline and cut layers that train it.
+"""Text generation, token by token, through the pipeline and cut layers that train the model.
 
-Prompts are dealt into groups, which are the microbatches of the pipeline. A first round of forward
-passes reads the prompts (prefill). Each further round reads one token of every text (decode): keys
-and values of earlier tokens are in the cache (partition/context_cached.py). Letters: B rows of a
-group, T new tokens of a round.
+Prompts are distributed over groups, which are the microbatches of the pipeline. A first round of
+forward passes reads the prompts (prefill); each further round reads one token of every text
+(decode), with keys and values of earlier tokens in the cache (partition/context_cached.py).
+Letters: B rows of a group, T new tokens in a round.
 """
 
 from __future__ import annotations
@@ -25,9 +25,9 @@ LENGTH, STOP, FULL = "length", "stop", "seq_len"
 
 @dataclass(eq=False)
 class Text:
-    """A prompt and what has followed so far.
+    """A prompt and its continuation so far.
 
-    number: of the prompt; draws depend on it. end: why nothing follows any more, "" before.
+    number: of the prompt; draws depend on it. end: why the text has ended, "" until then.
     """
 
     number: int
@@ -35,17 +35,15 @@ class Text:
     end: str = ""
 
     def room(self, sampling: Sampling, seq_len: int) -> int:
-        """Return how many tokens may follow. The model reads at most seq_len, and one follows the
-        last.
-        """
+        """Return how many tokens may follow: the model reads seq_len, and one follows the last."""
         return min(sampling.num_tokens, seq_len + 1 - len(self.tokens))
 
 
 class Group:
-    """The texts that go through the pipeline as one microbatch.
+    """The texts that pass through the pipeline as one microbatch.
 
     texts: of all replicas. rows: which of them this replica reads. Rows beyond the last text repeat
-    it, and another replica may speak for it. caches: {(stage, mb): Cache} of the stages here.
+    it; only one replica reports its tokens. caches: {(stage, mb): Cache} of the stages here.
     """
 
     def __init__(self, worker, mb: int, texts, rows: range, sampling):
@@ -57,17 +55,17 @@ class Group:
         self.length = max(len(text.tokens) for text in own)  # slots filled after the next round
         self.firsts = np.array([self.length - len(text.tokens) for text in own])
         self.fresh = self.length
-        # Nothing reads the last token.
+        # The last token is never read.
         slots = self.ops.asarray(np.arange(self.length + max(self.room.values()) - 1))
         self.caches = {
             (stage, mb): Cache(self.firsts.tolist(), slots) for stage in worker.stages
             if worker.schedule.rank_of(stage, mb) == worker.grid.place("pp")}
 
     def batch(self) -> Batch:
-        """Return what this replica reads next (B, T): whole prompts with padding before them, or
-        the newest tokens. The caches learn where they go.
+        """Return this replica's next input (B, T): padded whole prompts, or the newest tokens.
 
-        Positions count from the start of each text, (B, T), or (T,) where all have the same.
+        The caches are told where it goes. Positions count from the start of each text: (B, T), or
+        (T,) if all texts have the same.
         """
         tokens = np.zeros((len(self.own), self.fresh), np.int64)
         for row, text in zip(tokens, self.own, strict=True):
@@ -76,7 +74,7 @@ class Group:
         new = slice(self.length - self.fresh, self.length)
         for cache in self.caches.values():
             cache.new = new
-        # Padding, and a text that has ended, are at any position that there is.
+        # Padding, and texts that have ended, may be at any valid position.
         positions = np.arange(new.start, new.stop) - self.firsts[:, None]
         positions = positions.clip(0, self.seq_len - 1)
         if not self.firsts.any():
@@ -84,7 +82,7 @@ class Group:
         return Batch(self.ops.asarray(tokens), None, self.ops.asarray(positions))
 
     def grow(self, ids: dict, sampling: Sampling) -> list[Text]:
-        """Give each text that goes on its next token, and return these texts."""
+        """Append its next token to each text that has not ended, and return these texts."""
         grown = [text for text in self.texts if not text.end]
         for text in grown:
             text.tokens.append(ids[text])
@@ -97,13 +95,13 @@ class Group:
         return grown
 
     @property
-    def goes_on(self) -> bool:
-        """Whether any replica has a text here that has not ended: all replicas do the same."""
+    def is_active(self) -> bool:
+        """Whether any replica's text here has not ended; the same on all replicas."""
         return not all(text.end for text in self.texts)
 
 
 def deal(worker, texts, sampling) -> dict[int, Group]:
-    """Microbatch -> Group: equal numbers of rows for all replicas, the last text filling up."""
+    """Return {microbatch: Group}: equally many rows for all replicas, padded with the last text."""
     dp, replica = worker.grid.size("dp"), worker.grid.place("dp")
     per_replica = -(-len(texts) // dp)
     num_rows = -(-per_replica // min(per_replica, worker.schedule.num_microbatches))
@@ -113,9 +111,9 @@ def deal(worker, texts, sampling) -> dict[int, Group]:
 
 
 def generate(worker, texts: list[Text], sampling: Sampling) -> Iterator[list[Text]]:
-    """Add tokens to texts until each has ended; yield after every round those that have grown.
+    """Extend texts until each has ended; yield after every round those that have grown.
 
-    All ranks see the same texts. Raises NonFiniteError on every rank when a logit is NaN.
+    All ranks see the same texts. Raises NonFiniteError on every rank if a logit is NaN.
     Comm: per round one forward pass of each group, one all_gather over tp for each, and one
     all_reduce of a number per text over world.
     """
@@ -126,7 +124,7 @@ def generate(worker, texts: list[Text], sampling: Sampling) -> Iterator[list[Tex
     groups = deal(worker, going, sampling) if going else {}
     speaks = worker.comms["tp"].index == worker.comms["cp"].index == 0
     places = {text: place for place, text in enumerate(going)}
-    while groups := {mb: group for mb, group in groups.items() if group.goes_on}:
+    while groups := {mb: group for mb, group in groups.items() if group.is_active}:
         caches = {key: cache for group in groups.values() for key, cache in group.caches.items()}
         batches = {mb: group.batch() for mb, group in groups.items()}
         outputs = worker.forward(groups, batches.__getitem__, caches)
@@ -139,7 +137,7 @@ def generate(worker, texts: list[Text], sampling: Sampling) -> Iterator[list[Tex
                         candidates, sampling, text.number, len(text.tokens))
         ids = all_reduce_scalars(worker.ops, worker.comms, chosen, "generate.next")
         if any(np.isnan(ids)):
-            raise NonFiniteError("a logit is not a number, so that no token is the likeliest; try"
+            raise NonFiniteError("a logit is not a number, so no token is the most likely; try"
                                  " another --dtype")
         ids = {text: int(ids[place]) for text, place in places.items()}
         yield [text for group in groups.values() for text in group.grow(ids, sampling)]

@@ -1,4 +1,4 @@
-"""The texts that a model is asked to continue, typed or from a file, and what it says."""
+"""Prompts, typed or from a file, and the text that a model generates from them."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from mpipar.files.bounded import parse_json, problems_as, read_text
 from mpipar.inference.generate import STOP, Text
 
 MOST_BYTES = 64 << 20  # of a file of prompts
-MOST_PROBLEMS = 10  # that are listed of a file of prompts
+MOST_PROBLEMS = 10  # listed for a file of prompts
 
 
 @dataclass(frozen=True)
@@ -25,24 +25,24 @@ class Prompt:
 
 
 def read_prompts(path: str) -> list[tuple[str, str]]:
-    """(where it stands, text) of each prompt of a file: a line each, or JSON objects in .jsonl.
+    """Return (place, text) of each prompt in a file: one per line, or JSON objects in .jsonl.
 
-    Lines without text are skipped. Raises DataError.
+    Blank lines are skipped. Raises DataError.
     """
     with problems_as(DataError, path):
-        # Other ends of lines, such as U+2028, may stand inside a text of JSON.
+        # Other line separators, such as U+2028, may be part of a JSON string.
         lines = read_text(path, most_bytes=MOST_BYTES).replace("\r\n", "\n").split("\n")
     found = [(f"{path}: line {number}", line) for number, line in enumerate(lines, 1)
              if line.strip()]
     if not found:
-        raise DataError(f"{path}: holds no prompt; write one on each line")
+        raise DataError(f"{path}: has no prompt; write one on each line")
     if Path(path).suffix != ".jsonl":
         return found
     return [(where, _of_json(where, line)) for where, line in found]
 
 
 def _of_json(where: str, line: str) -> str:
-    """The prompt of a line of a .jsonl file."""
+    """Return the prompt in a line of a .jsonl file."""
     with problems_as(DataError, where):
         value = parse_json(line)
         text = value.get("prompt") if isinstance(value, dict) else None
@@ -53,8 +53,7 @@ def _of_json(where: str, line: str) -> str:
 
 
 def encode_prompts(tokenizer: Tokenizer, texts, model) -> list[Prompt]:
-    """Return the prompts of [(where, text)]; raises one UsageError with all that the model cannot
-    take.
+    """Return the prompts of [(where, text)]; raise one UsageError for all misfits.
 
     model: a DecoderConfig.
     """
@@ -67,7 +66,7 @@ def encode_prompts(tokenizer: Tokenizer, texts, model) -> list[Prompt]:
                          for one in error.problems]
             continue
         if len(ids) > model.seq_len:
-            problems.append(f"{where}: has {len(ids):,} tokens, and the model reads at most"
+            problems.append(f"{where}: has {len(ids):,} tokens, but the model reads at most"
                             f" {model.seq_len:,} (its --seq-len): shorten it")
         found.append(Prompt(text, ids))
     if problems:
@@ -77,9 +76,9 @@ def encode_prompts(tokenizer: Tokenizer, texts, model) -> list[Prompt]:
 
 
 def show(prompt: list[int], tokens: Iterable[int], tokenizer: Tokenizer) -> Iterator[str]:
-    """Yield the prompt's text and what each token adds to it; all pieces make up the whole text.
+    """Yield the prompt's text and what each token adds to it; together they are the whole text.
 
-    The last bytes may be part of a character that the next token completes. They wait for it.
+    The last bytes may be part of a character that the next token completes, so they wait for it.
     """
     seen, shown = prompt[:-1], 0
     for token in itertools.chain(prompt[-1:], tokens):
@@ -99,8 +98,7 @@ def visible(tokenizer: Tokenizer, prompt: Prompt) -> list[int]:
 
 
 def answer(tokenizer: Tokenizer, prompt: Prompt, text: Text) -> dict:
-    """Return what --prompts writes of one text: the prompt, what follows, its tokens, why it ended.
-    """
+    """Return one answer of --prompts: prompt, continuation, its tokens, and why it ended."""
     added = text.tokens[len(prompt.ids):]
     spoken = added[:-1] if text.end == STOP else added
     before = visible(tokenizer, prompt)

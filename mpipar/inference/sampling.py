@@ -1,8 +1,8 @@
-"""Which token comes next: the likeliest, or one drawn from the likeliest.
+"""Sampling the next token: the most likely one, or one drawn from the most likely.
 
-No rank ever sees all logits. Each offers the largest of its part of the vocabulary, and the largest
-of those are the same on every layout. A draw is a pure function of these and of (seed, number of
-the prompt, position), so every layout draws the same text.
+No rank ever sees all logits. Each rank offers the largest in its part of the vocabulary, and the
+largest of these are the same on every layout. A draw is a pure function of them and of (seed,
+number of the prompt, position), so every layout draws the same text.
 """
 
 from __future__ import annotations
@@ -13,11 +13,11 @@ import numpy as np
 
 
 class Sampling(NamedTuple):
-    """How texts go on.
+    """Sampling parameters.
 
-    num_tokens: at most so many are added. temperature: 0 takes the likeliest token. top_k: only so
-    many of the likeliest are drawn. top_p: of these only the first that reach this share. stop: ids
-    that end a text.
+    num_tokens: the most that are added. temperature: 0 takes the most likely token. top_k: draw
+    only from this many of the most likely. top_p: of these, only the first that add up to this
+    probability. stop: ids that end a text.
     """
 
     num_tokens: int
@@ -29,21 +29,20 @@ class Sampling(NamedTuple):
 
     @classmethod
     def of(cls, run, stop=()):
-        """Return what a RunConfig asks for. stop: ids that end a text if it names none."""
+        """Return the parameters in a RunConfig. stop: ids that end a text if it names none."""
         return cls(run.sample_tokens, run.temperature, run.seed, run.top_k, run.top_p,
                    run.stop_token or tuple(stop))
 
     @property
     def candidates(self) -> int:
-        """How many of the likeliest tokens a choice looks at."""
+        """How many of the most likely tokens a choice considers."""
         return self.top_k if self.temperature > 0 else 1
 
 
 def best(worker, logits, count: int) -> np.ndarray:
-    """Return the `count` largest of each row of logits (N, V/tp), with their ids: (N, count, 2), on
-    the host.
+    """Return the `count` largest of each row of logits (N, V/tp) with ids: (N, count, 2), on host.
 
-    The largest comes first. Of equal ones the lowest id does: the first rank has the lowest ids.
+    The largest comes first; of equal ones the lowest id does, as the first rank has the lowest ids.
     Comm: one all_gather of 2 * count numbers per row over tp.
     """
     ops, loss = worker.ops, worker.stages[worker.schedule.num_stages - 1].loss
@@ -58,8 +57,7 @@ def best(worker, logits, count: int) -> np.ndarray:
 
 
 def draw(candidates: np.ndarray, sampling: Sampling, number: int, position: int) -> float:
-    """Return the id of the next token of a prompt out of candidates (count, 2); NaN if a logit is
-    NaN.
+    """Return the id of a prompt's next token from candidates (count, 2); NaN if a logit is NaN.
 
     number: of the prompt. position: of the new token in its text.
     """

@@ -1,1 +1,1 @@
-"""The process: session, guard, signals, watchdog, environment, and what a failure leaves behind."""
+"""The life of a process: session, guard, signals, watchdog, environment, and failure reports."""

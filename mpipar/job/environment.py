@@ -1,7 +1,7 @@
-"""What the launcher says, and what must be set before NumPy and MPI are loaded.
+"""What the launcher's variables say, and what must be set before NumPy and MPI are loaded.
 
-These are plain functions of plain dictionaries. BLAS reads its thread count, and MPI its settings,
-only once, when they are loaded. So the guard applies the settings first (`job.session.guard`).
+These are plain functions of plain dictionaries. BLAS reads its thread count and MPI its settings
+only once, when they are loaded, so the guard applies the settings first (`job.session.guard`).
 """
 
 import contextlib
@@ -19,28 +19,28 @@ from mpipar.errors import EnvironmentProblem
 OPEN_MPI, MPICH = "Open MPI's mpirun", "MPICH's mpiexec"
 THREAD_VARIABLES = ("OPENBLAS_NUM_THREADS", "OMP_NUM_THREADS", "MKL_NUM_THREADS",
                     "BLIS_NUM_THREADS")
-# A rank that waits in MPI spins. With more ranks than cores it takes the core from the rank it
-# waits for. So it has to give the core away after each poll. Measured with 4 ranks on 2 cores, 1 ms
-# of work + ring exchange + all-reduce, median. Open MPI 5.0.11: 3.6 ms without, 1.8 ms with. MPICH
-# 5.0.2: 1.7 ms either way, but 5.2 and 1.7 ms in a round with other load. More of MPICH's settings
-# do not pay: progress throttling changes nothing, heavy yield costs 0.5 ms in every all-reduce.
+# A rank that waits in MPI spins. With more ranks than cores it may occupy the core of the very rank
+# it waits for, so it has to yield after each poll. Measured with 4 ranks on 2 cores, 1 ms of work +
+# ring exchange + all-reduce, median. Open MPI 5.0.11: 3.6 ms without, 1.8 ms with yielding. MPICH
+# 5.0.2: 1.7 ms either way, but 5.2 and 1.7 ms in a round with other load. MPICH's other settings do
+# not pay off: progress throttling changes nothing, heavy yield costs 0.5 ms in every all-reduce.
 YIELD_VARIABLES = {
     "MPIR_CVAR_POLLS_BEFORE_YIELD": "1",  # MPICH
     "OMPI_MCA_mpi_yield_when_idle": "true",  # Open MPI
 }
 QUIET_VARIABLES = {
-    "UCX_DEBUG_SIGNO": "0",  # else UCX takes SIGHUP for "stop here, and wait for a debugger"
-    "OMPI_MCA_osc": "^ucx",  # else Open MPI warns where there is no UCX; the window needs none
+    "UCX_DEBUG_SIGNO": "0",  # else UCX takes SIGHUP as "stop here and wait for a debugger"
+    "OMPI_MCA_osc": "^ucx",  # else Open MPI warns where UCX is missing; the window does not need it
 }
 
 
 class Mismatch(EnvironmentProblem):
-    """Launcher and MPI library do not belong together, which every rank of a host finds alike."""
+    """The launcher and the MPI library do not match; every rank of a host notices this itself."""
 
 
 @dataclass(frozen=True)
 class Launcher:
-    """The process's place as the launcher's variables give it; rank 0 of 1 without a launcher."""
+    """The process's place according to the launcher's variables; rank 0 of 1 without a launcher."""
 
     name: str | None = None
     rank: int = 0
@@ -52,8 +52,8 @@ class Launcher:
 def read_launcher(environ: Mapping[str, str]) -> Launcher:
     """Return the launcher that started this process, the innermost first.
 
-    Only a SLURM *step* starts ranks. The batch script itself and a shell under salloc see
-    SLURM_NTASKS too, but are one process. SLURM_STEP_NUM_TASKS is set in steps alone.
+    Only a SLURM *step* starts ranks. The batch script and a shell under salloc also see
+    SLURM_NTASKS but are a single process; SLURM_STEP_NUM_TASKS is set in steps only.
     """
     def number(name, default):
         text = environ.get(name, "")
@@ -79,7 +79,7 @@ def read_launcher(environ: Mapping[str, str]) -> Launcher:
 
 
 def _tasks_on_node(text: str, node: int) -> int:
-    """Tasks on one node from SLURM's compressed list, such as 2(x3),1."""
+    """Return the tasks on one node from SLURM's compressed list, such as 2(x3),1."""
     counts = []
     for count, times in re.findall(r"(\d+)(?:\(x(\d+)\))?", text):
         counts += [int(count)] * int(times or 1)
@@ -87,10 +87,10 @@ def _tasks_on_node(text: str, node: int) -> int:
 
 
 def presets(environ: Mapping[str, str], num_cores: int) -> dict[str, str]:
-    """Variables to set for this process; `num_cores` = cores it may run on.
+    """Return variables to set for this process; `num_cores` = cores it may run on.
 
-    The ranks of a host share its cores. What the user set stays. One thread variable of theirs is
-    enough to leave all of them alone, because BLAS libraries read each other's.
+    The ranks of a host share its cores. Variables that the user has set are kept; setting a single
+    thread variable keeps all of them, because BLAS libraries read each other's.
     """
     launcher = read_launcher(environ)
     local_size = launcher.local_size
@@ -108,7 +108,7 @@ def presets(environ: Mapping[str, str], num_cores: int) -> dict[str, str]:
 
 
 def check_library(launcher: Launcher, library: str) -> None:
-    """Refuse MPICH under Open MPI's mpirun, where it would abort in MPI_Init and name no cure."""
+    """Refuse MPICH under Open MPI's mpirun, where MPI_Init would abort without naming a cure."""
     if launcher.name == OPEN_MPI and launcher.size > 1 and library.startswith("MPICH"):
         raise Mismatch(
             f"{launcher.name} started these {launcher.size} ranks, but the MPI library is "
@@ -117,7 +117,7 @@ def check_library(launcher: Launcher, library: str) -> None:
 
 
 def check_alone(launcher: Launcher, world_size: int, library: str) -> None:
-    """Refuse N processes that each believe to be rank 0 of 1: they would run the job N times."""
+    """Refuse N processes that each believe they are rank 0 of 1 and would run the job N times."""
     if world_size > 1 or launcher.size == 1:
         return
     cure = ("with MPICH use srun --mpi=pmi2, with Open MPI srun --mpi=pmix"
@@ -126,11 +126,11 @@ def check_alone(launcher: Launcher, world_size: int, library: str) -> None:
             "the launcher: pip install '.[mpich]' for MPICH")
     raise Mismatch(
         f"this process is alone (rank 0 of 1), but {launcher.name} started {launcher.size}: the "
-        f"MPI library ({_short(library)}) does not hear this launcher; {cure}")
+        f"MPI library ({_short(library)}) does not understand this launcher; {cure}")
 
 
 def _short(library: str) -> str:
-    """Name and version of the library: the start of its first line."""
+    """Return the library's name and version: the start of its first line."""
     return " ".join(re.split("[\n,]", library, maxsplit=1)[0].split())
 
 
@@ -140,9 +140,9 @@ def host_name(environ: Mapping[str, str]) -> str:
 
 
 def started(pid: int) -> int:
-    """When a process started, in ticks since the boot; 0 for one that is gone or only a zombie.
+    """Return when a process started, in ticks since boot; 0 if it is gone or a zombie.
 
-    A number of a process is used again later. Number and time together are not.
+    Process numbers are reused; a number together with a start time is unique.
     """
     try:
         fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
@@ -152,9 +152,9 @@ def started(pid: int) -> int:
 
 
 def scratch(name: str) -> Path:
-    """Return a folder for files of a job on this host, made when something is written into it.
+    """Return a folder for a job's files on this host; it is created by whoever first writes there.
 
-    It lies in the folder that the system makes for each user who logs in, if there is one.
+    It is inside the folder that the system creates for each logged-in user, if there is one.
     """
     base = os.environ.get("XDG_RUNTIME_DIR", "")
     if not (os.path.isabs(base) and _is_own(base)):
@@ -163,9 +163,9 @@ def scratch(name: str) -> Path:
 
 
 def own_folder(path: Path) -> None:
-    """Make a folder for this user alone, if it is not there.
+    """Create a folder for this user alone, unless it exists.
 
-    Raises OSError also if what is there is a link, or a folder that others can write into.
+    Also raises OSError if the path is a link, or a folder that others can write to.
     """
     try:
         os.mkdir(path, 0o700)
@@ -175,7 +175,7 @@ def own_folder(path: Path) -> None:
 
 
 def _is_own(path) -> bool:
-    """Whether this is a folder, no link to one, into which nobody but this user can write."""
+    """Return whether this is a real folder, not a link, that only this user can write to."""
     with contextlib.suppress(OSError):
         found = os.lstat(path)
         return (stat.S_ISDIR(found.st_mode) and found.st_uid == os.getuid()
@@ -184,9 +184,9 @@ def _is_own(path) -> bool:
 
 
 def birthplace(launcher: Launcher) -> str:
-    """Return a name that the ranks of one job on this host share before MPI tells them anything.
+    """Return a name that the ranks of one job on this host share before MPI has started.
 
-    A launcher starts its ranks of a host from one process. Without a launcher there is one rank.
+    A launcher starts all ranks of a host from one process. Without a launcher there is one rank.
     """
     pid = os.getppid() if launcher.size > 1 else os.getpid()
     return f"{pid}-{started(pid)}"

@@ -1,8 +1,8 @@
-"""One error block for one failed job: what went wrong, where, why, and what to do.
+"""One error block for a failed job: what went wrong, where, why, and what to do.
 
-If several ranks fail at the same time, one speaks, and the others wait until its abort ends them.
-On a host it is the first, by a word of memory for each rank. Hosts, and ranks that have not started
-MPI, share no memory. There the lower number speaks sooner.
+If several ranks fail at the same time, one reports and the others wait until its abort ends them.
+Within a host the first one reports, found through one shared word of memory per rank. Hosts share
+no memory, nor do ranks that have not started MPI; there the lower number reports sooner.
 """
 
 import contextlib
@@ -22,11 +22,11 @@ from mpipar.files.replace import replace_file
 from mpipar.files.text import cut, printable
 from mpipar.job.environment import own_folder
 
-MOST_TEXT = 4000  # characters of a sentence of the block: a file's name or value may be long
-SETTLE_SECONDS = 0.05  # for a rank that has seen no failure before, and has not yet told its own
-TURN_SECONDS = 1.2  # in which a block is forwarded, and the abort after it ends the others
-MOST_TURNS = 3  # a failure is told within four seconds
-FORWARD_SECONDS = 0.3  # the launcher drops output that it has not forwarded when ranks abort
+MOST_TEXT = 4000  # characters of a sentence in the block: a file's name or a value may be long
+SETTLE_SECONDS = 0.05  # for a rank that failed at the same moment and has not yet written its word
+TURN_SECONDS = 1.2  # enough to forward a block and for the abort after it to end the other ranks
+MOST_TURNS = 3  # a failure is reported within four seconds
+FORWARD_SECONDS = 0.3  # on abort the launcher drops output that it has not forwarded yet
 DISK_ERRORS = {errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EIO, errno.EROFS}
 
 
@@ -43,9 +43,9 @@ class Report:
 
 
 def error_report(error: BaseException, where: str, saved: str = "") -> Report:
-    """Return the report of an exception; with a traceback unless the user caused it.
+    """Return the report of an exception, with a traceback unless the user caused it.
 
-    saved: the folder of the weights if the run has written its last ones.
+    saved: the folder of the final weights, once the run has written them.
     """
     if isinstance(error, UserError):
         return Report(error.exit_code, tuple(error.problems), where, "", "", "")
@@ -56,7 +56,7 @@ def error_report(error: BaseException, where: str, saved: str = "") -> Report:
             return Report(errors.EXIT_STOPPED, (what,), where, "", do, "")
         return Report(errors.EXIT_INTERRUPTED, (what,), where, "", "", "")
     if isinstance(error, BrokenPipeError):
-        what = "the program that read the output ended before all of it was written"
+        what = "the program reading the output exited before all of it was written"
         return Report(errors.EXIT_OUTPUT, (what,), where, "", "", "")
     if isinstance(error, OSError) and error.errno in DISK_ERRORS:
         done = "read or written" if error.errno == errno.EIO else "written"
@@ -64,7 +64,7 @@ def error_report(error: BaseException, where: str, saved: str = "") -> Report:
         return Report(errors.EXIT_OUTPUT, (what,), where, "", "", "")
     what = "".join(traceback.format_exception_only(error)).strip()
     if isinstance(error, SystemExit):
-        what = f"sys.exit({error.code!r}) on this rank, while the others go on"
+        what = f"sys.exit({error.code!r}) on this rank, while the others continue"
     frames = traceback.extract_tb(error.__traceback__)
     why = f"{frames[-1].filename}:{frames[-1].lineno} in {frames[-1].name}" if frames else ""
     return Report(errors.EXIT_INTERNAL, (what,), where, why,
@@ -73,7 +73,7 @@ def error_report(error: BaseException, where: str, saved: str = "") -> Report:
 
 
 def show(found: Report, record: Path | None = None) -> None:
-    """Print the block on stderr, after everything printed so far; an interrupt gets one line."""
+    """Print the block on stderr, after all earlier output; an interrupt takes a single line."""
     lines = [f"mpipar: stopped, exit code {found.exit_code} ({EXIT_CODES[found.exit_code]})"]
     if found.exit_code == errors.EXIT_INTERRUPTED:
         lines[0] += f": {found.what[0]}, {found.where}"
@@ -93,10 +93,10 @@ def show(found: Report, record: Path | None = None) -> None:
 
 
 def is_first(words, own: int, code: int) -> tuple[bool, int]:
-    """Return whether this rank is the first of its host to fail; and the exit code of the first.
+    """Return whether this rank was the first of its host to fail, and the first one's exit code.
 
-    words: 64-bit integers that the ranks of a host share, zeros at the start. A rank that fails
-    writes into its own: the moment in microseconds, and the exit code in the lowest byte.
+    words: 64-bit integers shared by the ranks of a host, initially zero. A failing rank writes into
+    its own word the time in microseconds, and the exit code in the lowest byte.
     """
     if not any(words):
         words[own] = time.monotonic_ns() // 1000 << 8 | code
@@ -106,12 +106,12 @@ def is_first(words, own: int, code: int) -> tuple[bool, int]:
 
 
 def wait_for_turn(number: int) -> None:
-    """Give those with lower numbers, which may fail for the same reason, time to end the job."""
+    """Give ranks with lower numbers, which may fail for the same reason, time to end the job."""
     time.sleep(TURN_SECONDS * min(number, MOST_TURNS))
 
 
 def write_record(folder: Path, world_rank: int, found: Report) -> Path | None:
-    """Leave the report in a file of this folder, if it can be written; return its path."""
+    """Write the report to a file in this folder if possible; return its path."""
     path = folder / f"rank-{world_rank}.json"
     text = json.dumps(asdict(found) | {"world_rank": world_rank}, indent=1) + "\n"
     with contextlib.suppress(OSError):
@@ -122,7 +122,7 @@ def write_record(folder: Path, world_rank: int, found: Report) -> Path | None:
 
 
 def place(rank: int, size: int, pid: int) -> str:
-    """Return which process it is: its rank in a job of several, host and number."""
+    """Return which process this is: its rank, if the job has several, its host and its pid."""
     here = f"host {os.uname().nodename} (pid {pid})"
     return f"rank {rank} of {size} on {here}" if size > 1 else here
 
@@ -130,8 +130,8 @@ def place(rank: int, size: int, pid: int) -> str:
 def leave_code(environ: Mapping[str, str], code: int) -> None:
     """Write the job's exit code to the file that MPIPAR_EXIT_FILE names; the first rank wins.
 
-    srun itself answers with the highest code of all ranks, 128 + signal for those that it killed.
-    slurm/train.sbatch reads the file, to end with the code of the failure instead.
+    srun itself returns the highest code of all ranks, 128 + signal for those that it killed.
+    slurm/train.sbatch reads the file so that it can end with the code of the failure instead.
     """
     if path := environ.get("MPIPAR_EXIT_FILE"):
         with contextlib.suppress(OSError), open(path, "x") as file:

@@ -1,6 +1,6 @@
-"""What the system allows a process: too little ends in a library, with a signal or no word at all.
+"""Resource limits: too low a limit ends a process inside a library, often without a message.
 
-The least values are what a small run on NumPy with one thread needs, measured with MPICH.
+The minimum values are what a small run on NumPy with one thread needs, measured with MPICH.
 """
 
 import os
@@ -10,16 +10,15 @@ from pathlib import Path
 from mpipar.job.environment import Launcher
 
 MIB = 1 << 20
-ADDRESS_SPACE = 512 * MIB  # NumPy, BLAS and MPI: 500 MB do, 400 MB do not
-DESCRIPTORS, DESCRIPTORS_PER_RANK = 48, 4  # two ranks: 48 do, 32 do not
-SHARED_PER_RANK = 2 * MIB  # of /dev/shm: two ranks on 4 MiB do
+ADDRESS_SPACE = 512 * MIB  # NumPy, BLAS and MPI: 500 MB are enough, 400 MB are not
+DESCRIPTORS, DESCRIPTORS_PER_RANK = 48, 4  # two ranks: 48 are enough, 32 are not
+SHARED_PER_RANK = 2 * MIB  # of /dev/shm: two ranks run with 4 MiB
 SHARED = Path("/dev/shm")  # noqa: S108 (MPI libraries choose the names in it)
 PROCESS = Path("/proc/self/stat")
 
 
 def process_problems(launcher: Launcher) -> list[str]:
-    """Return what keeps any command from working here, each with its cure; empty if nothing does.
-    """
+    """Return limits under which no command can run here, each with its cure."""
     least = {
         resource.RLIMIT_AS: (ADDRESS_SPACE, "address space", "ulimit -v unlimited", mib),
         resource.RLIMIT_NOFILE: (DESCRIPTORS + DESCRIPTORS_PER_RANK * launcher.local_size,
@@ -28,11 +27,10 @@ def process_problems(launcher: Launcher) -> list[str]:
 
 
 def mpi_problems(launcher: Launcher) -> list[str]:
-    """Return what keeps MPI from starting on this host, each with its cure; empty if nothing does.
-    """
+    """Return what keeps MPI from starting on this host, each problem with its cure."""
     found = []
     if not PROCESS.exists():
-        found.append("/proc does not show this process, and MPI reads it there: mount it"
+        found.append("/proc does not show this process, but MPI reads it there: mount it"
                      " (mount -t proc proc /proc)")
     if launcher.local_size > 1:
         least = SHARED_PER_RANK * launcher.local_size
@@ -43,30 +41,30 @@ def mpi_problems(launcher: Launcher) -> list[str]:
 
 
 def shared_problems(least: int) -> list[str]:
-    """Return what is wrong with the shared memory of this host, if `least` bytes are needed."""
+    """Return what is wrong with this host's shared memory if `least` bytes are needed."""
     cure = f"mount -t tmpfs -o size={max(64, least // MIB)}m tmpfs {SHARED}, or docker's --shm-size"
     if not os.access(SHARED, os.W_OK):
-        return [f"{SHARED} can't be written to, and ranks exchange messages there: {cure}"]
+        return [f"{SHARED} can't be written to, but ranks exchange messages there: {cure}"]
     free = shared_free()
     if free < least:
-        return [(f"{SHARED} has {mib(free)} left, and the ranks of this host need"
+        return [(f"{SHARED} has {mib(free)} left, but the ranks of this host need"
                  f" {mib(least)}: {cure}")]
     return []
 
 
 def mib(count: int) -> str:
-    """As in `0.0625 MiB`."""
+    """Return bytes as text, such as `0.0625 MiB`."""
     return f"{count / MIB:.4g} MiB"
 
 
 def shared_free() -> int:
-    """Return the bytes that are left for shared memory."""
+    """Return the free bytes of shared memory."""
     found = os.statvfs(SHARED)
     return found.f_bavail * found.f_frsize
 
 
 def shown() -> str:
-    """Return the limits of this process in words, for `mpipar doctor`."""
+    """Return the limits of this process as text, for `mpipar doctor`."""
     parts = [f"{mib(shared_free())} free in {SHARED}" if SHARED.exists() else f"no {SHARED}"]
     for name, which, text in (("open files", resource.RLIMIT_NOFILE, str),
                               ("address space", resource.RLIMIT_AS, mib),
@@ -77,11 +75,14 @@ def shown() -> str:
 
 
 def _too_small(least: dict) -> list[str]:
-    """least: {resource: (value, what it limits, cure, its value as text)}."""
+    """Return the limits that are too low. least: {resource: (value, what it limits, cure, text)}.
+
+    text(value) is the value with its unit.
+    """
     found = []
     for which, (value, name, cure, text) in least.items():
         limit = resource.getrlimit(which)[0]
         if limit != resource.RLIM_INFINITY and limit < value:
-            found.append(f"the limit of {name} is {text(limit)}, and {text(value)} are needed:"
+            found.append(f"the limit of {name} is {text(limit)}, but {text(value)} are needed:"
                          f" {cure}")
     return found

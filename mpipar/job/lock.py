@@ -1,10 +1,10 @@
-"""The lock of a run folder: one job at a time writes into it.
+"""The lock of a run folder: only one job at a time writes to it.
 
-A lock is a file that names its owner. Two starts at the same moment both try to create it, and only
-one can. A lock outlives an owner that was killed, so the next start decides whether the owner is
-gone. It asks the process table of the same host, or SLURM. The locks of the kernel (flock, fcntl)
-would end with their process. But many shared disks keep them for one host only, or not at all. So
-nothing here asks for one.
+A lock is a file that names its owner. If two jobs start at the same moment, both try to create it
+and only one can. A lock outlives an owner that was killed, so the next start finds out whether the
+owner is gone, from the process table if it is on the same host, or from SLURM. Kernel locks (flock,
+fcntl) would end with their process, but many shared file systems honour them only within a host or
+not at all, so they are not used here.
 """
 
 import contextlib
@@ -18,46 +18,46 @@ from collections.abc import Mapping
 from pathlib import Path
 
 from mpipar.errors import OutputError, UsageError
-from mpipar.files import own
+from mpipar.files import no_links
 from mpipar.files.bounded import parse_json, read_text
 from mpipar.files.text import harmless
 from mpipar.job.environment import host_name, started
 
 NAME = "lock"
-NAMES = re.compile(r"lock(\.next-[0-9a-f]{16})?")  # of all files that this module makes
-WRITE_SECONDS = 1.0  # an owner creates its lock and then writes into it
-SLURM_SECONDS = 20.0  # how long a question to SLURM may take
+NAMES = re.compile(r"lock(\.next-[0-9a-f]{16})?")  # every file that this module creates
+WRITE_SECONDS = 1.0  # an owner creates its lock, then writes to it
+SLURM_SECONDS = 20.0  # how long a query to SLURM may take
 
 
 class RunLock:
-    """A lock that this process holds. `note` says whose lock it has taken over, for the log."""
+    """A lock that this process holds. `note`, for the log, names the owner it was taken from."""
 
     def __init__(self, folder: Path, text: str, note: str = ""):
         self.folder, self.text, self.note = folder, text, note
 
     def keep(self) -> None:
-        """Lock the folder again if it has lost the lock, as when it was moved and made anew.
+        """Lock the folder again if the lock is gone, as after the folder was moved and recreated.
 
-        Raises OSError, and OutputError if another job has it.
+        Raises OSError, and OutputError if another job holds the lock.
         """
         if not _create(self.folder, NAME, self.text):
             found = _text_of(self.folder, NAME)
             if found != self.text:
                 raise OutputError(f"{self.folder}: {_judged(found, os.environ)[0]} has the folder"
-                                  " now, so this job writes no more into it")
+                                  " now, so this job stops writing to it")
 
     def release(self) -> None:
         """Remove the lock, unless another job has taken it over."""
         with contextlib.suppress(OSError, ValueError):
             if read_text(NAME, root=self.folder) == self.text:
-                own.remove(self.folder, NAME)
+                no_links.remove(self.folder, NAME)
 
 
 def acquire(folder: Path, token: str, take_over: bool = False,
             environ: Mapping[str, str] = os.environ) -> RunLock:
-    """Lock the folder for the job with this token, or raise UsageError and name the owner.
+    """Lock the folder for the job with this token; raise UsageError, naming the owner, if locked.
 
-    take_over: take the lock also of an owner of which nobody knows whether it is gone.
+    take_over: take the lock even if it is unknown whether its owner is gone.
     Raises OSError if the folder cannot be written to.
     """
     text = json.dumps(owner(token, environ))
@@ -68,7 +68,7 @@ def acquire(folder: Path, token: str, take_over: bool = False,
 
 
 def owner(token: str, environ: Mapping[str, str]) -> dict:
-    """Return what a lock says of this process."""
+    """Return what a lock records about this process."""
     return {
         "token": token, "host": host_name(environ), "machine": _machine(), "pid": os.getpid(),
         "started": started(os.getpid()), "time": time.strftime("%Y-%m-%d %H:%M:%S"),
@@ -79,7 +79,7 @@ def owner(token: str, environ: Mapping[str, str]) -> dict:
 
 
 def _machine() -> list[str]:
-    """This boot of this machine, and the numbering of its processes that is seen from here."""
+    """Return this machine's current boot and the pid namespace seen from here."""
     with contextlib.suppress(OSError):
         boot = Path("/proc/sys/kernel/random/boot_id").read_text().strip()
         return [boot, os.readlink("/proc/self/ns/pid")]
@@ -87,8 +87,7 @@ def _machine() -> list[str]:
 
 
 def why_gone(lock: dict, environ: Mapping[str, str]) -> str:
-    """Return how this process knows that the owner of a lock is gone; "" if it may still be there.
-    """
+    """Return how this process knows that a lock's owner is gone; "" if it may still be running."""
     if lock["machine"] and lock["machine"] == _machine():
         return "" if started(lock["pid"]) == lock["started"] else "its process is gone"
     job = lock["slurm_job"]
@@ -101,7 +100,7 @@ def why_gone(lock: dict, environ: Mapping[str, str]) -> str:
 
 
 def is_held(folder: Path, environ: Mapping[str, str] = os.environ) -> bool:
-    """Return whether a job has this folder's lock, and may still be there."""
+    """Return whether this folder is locked by a job that may still be running."""
     try:
         found = _text_of(folder, NAME)
     except OSError:
@@ -110,7 +109,7 @@ def is_held(folder: Path, environ: Mapping[str, str] = os.environ) -> bool:
 
 
 def _is_over(job: str) -> bool:
-    """Whether SLURM says that it no longer has this job. squeue lists all that have not ended."""
+    """Return whether SLURM no longer has this job; squeue lists all jobs that have not ended."""
     try:
         asked = subprocess.run(["squeue", "-h", "-j", job, "-o", "%A"], capture_output=True,
                                text=True, timeout=SLURM_SECONDS, check=False)
@@ -118,11 +117,11 @@ def _is_over(job: str) -> bool:
         return False
     if asked.returncode:
         return "Invalid job id" in asked.stderr
-    return job not in asked.stdout.split()  # of an array it lists the other tasks too
+    return job not in asked.stdout.split()  # for an array job it lists the other tasks too
 
 
 def _judged(text: str, environ: Mapping[str, str]) -> tuple[str, str]:
-    """(who has written this lock, why that owner is gone or "")."""
+    """Return (who wrote this lock, why that owner is gone or "")."""
     try:
         lock = parse_json(text)
         who = (f"the job of process {lock['pid']} on {lock['host']}, started {lock['time']}"
@@ -134,13 +133,13 @@ def _judged(text: str, environ: Mapping[str, str]) -> tuple[str, str]:
 
 def _taken_over(folder: Path, text: str, found: str, take_over: bool,
                 environ: Mapping[str, str]) -> RunLock:
-    """The lock, taken from the owner `found`, or UsageError.
+    """Take the lock from the owner `found`, or raise UsageError.
 
-    The new lock waits in a file beside the old one and then replaces it. The file's name follows
-    from the old lock's text. Only one start at a time can create it, and has the right to replace
-    that lock. It looks again whether the old lock is still the one that it has judged. A start that
-    was killed meanwhile leaves its file. Who finds that owner gone, too, takes its place in the
-    same way.
+    The new lock is first written to a file beside the old one, which it then replaces. The file's
+    name is derived from the old lock's text, so only one start at a time can create it and thereby
+    gain the right to replace that lock. It then checks that the old lock is still the one it has
+    judged. A start that is killed in between leaves its file there; whoever finds that owner gone
+    too takes its place in the same way.
     """
     note, passed, last = "", [], found
     while True:
@@ -153,30 +152,30 @@ def _taken_over(folder: Path, text: str, found: str, take_over: bool,
         if _create(folder, following, text):
             if _text_of(folder, NAME) == found:
                 os.replace(folder / following, folder / NAME)
-                for name in passed:  # nobody may find them gone while the old lock is there
-                    own.remove(folder, name)
+                for name in passed:  # only now: while the old lock was there, each had to stay
+                    no_links.remove(folder, name)
                 return RunLock(folder, text, note)
-            own.remove(folder, following)
+            no_links.remove(folder, following)
             who = "a job that started at the same time"
             break
         passed.append(following)
-        if not (last := _text_of(folder, following)):  # its owner has just lost, or got the lock
+        if not (last := _text_of(folder, following)):  # its owner has just lost, or won the lock
             who = "a job that started at the same time"
             break
     raise UsageError(
-        f"{folder}: {who} writes into it, and one job at a time may: wait for its end, give"
+        f"{folder}: {who} is writing to it, and only one job may: wait until it ends, choose"
         " another folder or, if you know that it is gone, add --take-over")
 
 
 def _following(text: str) -> str:
-    """The name of the file of whoever takes over the lock with this text."""
+    """Return the name of the file of whoever takes over the lock with this text."""
     return f"{NAME}.next-{hashlib.sha256(text.encode()).hexdigest()[:16]}"
 
 
 def _create(folder: Path, name: str, text: str) -> bool:
-    """Create the file with this text; False if there is one."""
+    """Create the file with this text; return False if it exists."""
     try:
-        with own.create(folder, name) as file:
+        with no_links.create(folder, name) as file:
             file.write(text.encode())
     except FileExistsError:
         return False
@@ -184,7 +183,7 @@ def _create(folder: Path, name: str, text: str) -> bool:
 
 
 def _text_of(folder: Path, name: str) -> str:
-    """The text of a lock; "" if it has just been released. Raises OSError if it is no file."""
+    """Return a lock's text; "" if it was just released. Raises OSError if it is no regular file."""
     limit = time.monotonic() + WRITE_SECONDS
     while True:
         try:

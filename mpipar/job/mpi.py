@@ -1,8 +1,8 @@
-"""MPI for the session: the first and the last call, the ranks of a host, what MPI leaves behind.
+"""MPI for the session: start and end, the ranks of a host, and cleaning up after MPI.
 
-mpi4py's own functions for both keep Python's lock, so that no other thread runs until they return.
-MPI_Init waits for all ranks, and so may MPI_Finalize. The watchdog has to run meanwhile. So this
-file calls the library's functions through ctypes, which gives the lock away.
+mpi4py's own functions for both hold Python's lock, so no other thread runs until they return. But
+MPI_Init waits for all ranks, MPI_Finalize may too, and the watchdog has to run meanwhile. This
+module therefore calls the library through ctypes, which releases the lock.
 """
 
 from __future__ import annotations
@@ -19,11 +19,11 @@ from mpipar.errors import EnvironmentProblem
 from mpipar.job.environment import MPICH, Launcher, check_alone, check_library
 
 MAPS = Path("/proc/self/maps")
-LIBRARY = "MPI4PY_LIBMPI"  # if it is set, mpi4py loads this library and no other
+LIBRARY = "MPI4PY_LIBMPI"  # if set, mpi4py loads exactly this library
 
 
 def start(launcher: Launcher):
-    """Start MPI and return COMM_WORLD. One process alone may lack the library: it gets a OneRank.
+    """Start MPI and return COMM_WORLD; a single process without an MPI library gets a OneRank.
 
     Raises EnvironmentProblem if there are several ranks and no library, or if they are not one job.
     Comm: with all ranks of the job.
@@ -41,7 +41,7 @@ def start(launcher: Launcher):
 
 
 def load():
-    """mpi4py.MPI, not yet initialized. Raises EnvironmentProblem if it cannot be loaded."""
+    """Return mpi4py.MPI, not yet initialized. Raises EnvironmentProblem if it cannot be loaded."""
     try:
         import mpi4py
         mpi4py.rc.initialize = False
@@ -57,7 +57,7 @@ def load():
 
 
 def library_name(world) -> str:
-    """Name and version of the library behind the world of a session."""
+    """Return the name and version of the MPI library of a session's world."""
     if isinstance(world, OneRank):
         return "none"
     from mpi4py import MPI
@@ -66,7 +66,7 @@ def library_name(world) -> str:
 
 
 def initialize(MPI) -> None:
-    """MPI_Init_thread, while other threads run. Errors of MPI are exceptions from then on.
+    """Call MPI_Init_thread while other threads run; MPI's errors are exceptions from then on.
 
     Comm: with all ranks of the job. Raises EnvironmentProblem.
     """
@@ -82,7 +82,7 @@ def initialize(MPI) -> None:
 
 
 def finalize(world) -> None:
-    """MPI_Finalize, while other threads run. Comm: with all ranks of the job."""
+    """Call MPI_Finalize while other threads run. Comm: with all ranks of the job."""
     if isinstance(world, OneRank):
         return
     from mpi4py import MPI
@@ -91,11 +91,10 @@ def finalize(world) -> None:
 
 
 def host_ranks(communicator):
-    """Return the world ranks of this host, the number of this host, and words that its ranks share.
+    """Return the world ranks of this host, the host's number, and words that its ranks share.
 
-    The words are in the memory of an MPI window, which is the fourth value: 64-bit integers, one
-    for each rank, zeros at the start. Hosts are numbered by their lowest ranks. A OneRank shares
-    no words.
+    The words are 64-bit integers in an MPI window, one per rank and initially zero; the window is
+    the fourth value. Hosts are numbered by their lowest ranks. A OneRank shares no words.
     Comm: a split, two all-gathers, a barrier.
     """
     if isinstance(communicator, OneRank):
@@ -118,10 +117,10 @@ def host_ranks(communicator):
 
 
 def forget_shared_memory() -> None:
-    """Remove the names of MPICH's shared memory, which stays until its last process ends.
+    """Unlink the names of MPICH's shared memory, which itself lives until its last process ends.
 
-    MPICH removes them in MPI_Finalize, so a job that is killed would leave them in /dev/shm. Call
-    it when every rank of this host has left MPI_Init. Open MPI's launcher removes its own.
+    MPICH unlinks them only in MPI_Finalize, so a job that is killed would leave them in /dev/shm.
+    Call it once every rank of this host has left MPI_Init. Open MPI's launcher unlinks its own.
     """
     with contextlib.suppress(OSError):
         mapped = {line.split(maxsplit=5)[5] for line in MAPS.read_text().splitlines()
@@ -131,11 +130,11 @@ def forget_shared_memory() -> None:
 
 
 def abort_before_start(launcher: Launcher, environ: Mapping[str, str], code: int) -> None:
-    """End all ranks of the job from one that has not started MPI.
+    """End all ranks of the job from a rank that has not started MPI.
 
-    MPICH's launcher lets the others wait in MPI_Init for a rank that has ended. So this speaks to
-    it in its own words (PMI-1). Other launchers end the job when a process ends with an error;
-    srun does so with --kill-on-bad-exit.
+    MPICH's launcher leaves the others waiting in MPI_Init for a rank that has ended, so this tells
+    the launcher in its own protocol (PMI-1). Other launchers end the job when a process exits with
+    an error; srun does so with --kill-on-bad-exit.
     """
     if launcher.name == MPICH and environ.get("PMI_FD", "").isdecimal():
         with contextlib.suppress(OSError):

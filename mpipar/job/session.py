@@ -1,14 +1,14 @@
-"""How a process of a job starts, stops and fails: nothing may hang, and every end has one meaning.
+"""The life of a job's process: nothing may hang, and every way of ending has one meaning.
 
-If one rank leaves with a plain exception, the others wait for it for ever. So guard() wraps the
-whole command. Whatever goes wrong on any rank, in any thread, it ends every rank with one error
-block and one exit code:
+If one rank leaves with a plain exception, the others wait for it forever. guard() therefore wraps
+the whole command: whatever goes wrong, on any rank and in any thread, ends every rank with one
+error block and one exit code:
 
     guard -> supervise (a child goes on) -> Session.start (MPI) -> command -> Session.finish
                  any failure -> Session.fail -> one rank's block -> Abort
                  an end without a word -> the parent's block -> Abort
 
-All state is in the Session object, which the command gets as an argument.
+All state is in the Session object, which is passed to the command.
 """
 
 import contextlib
@@ -27,7 +27,7 @@ from mpipar import errors
 from mpipar.comm.facts import gather_facts
 from mpipar.comm.one_rank import OneRank
 from mpipar.errors import EnvironmentProblem, UsageError, UserError
-from mpipar.job import alike, failure, limits, lock, mpi, status, supervisor
+from mpipar.job import consistency, failure, limits, lock, mpi, status, supervisor
 from mpipar.job.environment import (
     MPICH,
     Launcher,
@@ -38,7 +38,7 @@ from mpipar.job.environment import (
     read_launcher,
     scratch,
 )
-from mpipar.job.heap import keep_heap
+from mpipar.job.malloc import keep_heap
 from mpipar.job.signals import Interruptible, later, listen
 from mpipar.job.streams import open_closed, warn
 from mpipar.job.watchdog import Watchdog
@@ -47,7 +47,7 @@ ABORT_SECONDS = 2.0  # how long one rank's abort may take before the others stop
 
 
 class AgreedError(Exception):
-    """All ranks leave with this code, and one of them has printed why; only guard() catches it."""
+    """All ranks leave with this code, and one has printed the reason; only guard() catches it."""
 
     def __init__(self, exit_code: int):
         self.exit_code = exit_code
@@ -60,17 +60,17 @@ class Session(Interruptible):
     world: COMM_WORLD after start(), or a OneRank.
     host_ranks: world ranks on this host, ascending.
     host_rank: place of this process among them.
-    facts: what must be the same on all ranks, as text by name; start() compares it. Empty for a
+    facts: what must be identical on all ranks, as text by name; start() compares them. Empty for a
     command that needs no MPI.
-    watch: notices that nothing happens any more, from start() to the end of finish().
-    where: called when an error is reported; it says what the rank is doing, such as "step 17".
-    take_over: whether lock() takes also a lock whose owner may still be there (--take-over).
+    watch: the watchdog, which notices a lack of progress, from start() to the end of finish().
+    where: called when an error is reported; returns what the rank is doing, such as "step 17".
+    take_over: whether lock() also takes a lock whose owner may still be running (--take-over).
     notes: lines for the log about earlier jobs in the run folder.
-    status: this rank's file that says what it does, once there is a run folder.
-    ending: what finish() closes, on this rank.
-    unfinished: a folder that is removed if the process ends at once, or None.
-    presets: variables of the environment that guard() has set, because the user had not.
-    saved: set to the folder of the final weights once they are written. A stop then loses nothing.
+    status: this rank's status file, once there is a run folder.
+    ending: what finish() closes on this rank.
+    unfinished: a folder to be removed if the process ends at once, or None.
+    presets: environment variables that guard() has set because the user had not.
+    saved: the folder of the final weights once they are written; stopping then loses nothing.
     """
 
     def __init__(self, launcher: Launcher):
@@ -93,12 +93,12 @@ class Session(Interruptible):
         self._line: socket.socket | None = None  # to the parent
         self._failing = threading.Lock()
         size = launcher.size if launcher.size == launcher.local_size else 0
-        # where ranks of this host find each other until they have a run folder
+        # where the ranks of this host find each other until there is a run folder
         self.watch = Watchdog(scratch(f"{os.getuid()}-{birthplace(launcher)}"), range(size),
                               self.doing, self.fail)
 
     def start(self):
-        """Start MPI, compare the facts of all ranks, and return `world`. Once is enough.
+        """Start MPI, compare the facts of all ranks, and return `world`; later calls only return.
 
         Raises EnvironmentProblem if the ranks are not one job; they leave together if they differ.
         Comm: a broadcast, that of host_ranks(), and that of compare().
@@ -110,8 +110,8 @@ class Session(Interruptible):
         self.watch.start(self.launcher.rank)
         self.world = mpi.start(self.launcher)
         if isinstance(self.world, OneRank):
-            warn(f"{self.world.why}; going on as rank 0 of 1")
-        # a communicator of its own: agree() and finish() must never match the command's messages
+            warn(f"{self.world.why}; continuing as rank 0 of 1")
+        # a private communicator: agree() and finish() must never match the command's messages
         self._private = self.world.Dup()
         token = bytearray(os.urandom(8))
         self._private.Bcast(token, root=0)
@@ -126,13 +126,13 @@ class Session(Interruptible):
         return self.world
 
     def doing(self) -> str:
-        """Return what the command says that this rank is doing, such as "step 17"."""
+        """Return what this rank is doing according to the command, such as "step 17"."""
         return self.where()
 
     def use_folder(self, folder: Path) -> None:
-        """From now on ranks write states and errors into the run folder, which all hosts share.
+        """Let ranks write states and errors into the run folder from now on; all hosts share it.
 
-        All ranks leave together if some host does not see the folder or cannot write into it.
+        All ranks leave together if some host does not see the folder or cannot write to it.
         Comm: three all-gathers of a byte per rank.
         """
         rank, host = self.world.Get_rank(), host_name(os.environ)
@@ -149,9 +149,9 @@ class Session(Interruptible):
         self.watch.ranks = range(self.world.Get_size())
 
     def compare(self, facts: Mapping[str, str]) -> None:
-        """Return if all ranks have the same facts; else world rank 0 shows the table, and they
-        leave together.
+        """Return if all ranks have the same facts; else show the differences and leave together.
 
+        World rank 0 prints the table.
         Comm: one small all-gather, and a gather of all facts if they differ.
         """
         digest = hashlib.sha256(json.dumps(facts).encode()).digest()
@@ -161,18 +161,18 @@ class Session(Interruptible):
             return
         everybody = gather_facts(self._private, facts)
         if everybody is not None:
-            problem = EnvironmentProblem(["the ranks of this job differ, and must not:",
-                                          *alike.differences(everybody)])
+            problem = EnvironmentProblem(["the ranks of this job differ where they must not:",
+                                          *consistency.differences(everybody)])
             failure.show(failure.error_report(problem, ""))
         raise AgreedError(errors.EXIT_ENVIRONMENT)
 
     def refuse(self, error: UsageError):
-        """End all ranks because of flags that this rank refused before it started MPI.
+        """End all ranks because this rank rejected its flags before it started MPI.
 
-        If the others have understood theirs, the table of what differs says so.
+        If other ranks accepted theirs, the table of differences says so.
         Comm: that of start(), and one all-gather.
         """
-        self.facts |= {alike.REFUSED: "; ".join(error.problems)}
+        self.facts |= {consistency.REFUSED: "; ".join(error.problems)}
         try:
             self.start()
         except EnvironmentProblem:
@@ -182,8 +182,8 @@ class Session(Interruptible):
     def agree(self, function: Callable):
         """Run function() on every rank and return its result, or leave together if it fails.
 
-        The lowest rank on which it raised UserError prints the error. Every rank then ends with its
-        code, without an abort.
+        The lowest rank on which it raised UserError prints the error; every rank then ends with
+        that error's exit code, without an abort.
         Comm: one all-gather of a byte per rank; every rank must call it.
         """
         result = error = None
@@ -206,21 +206,21 @@ class Session(Interruptible):
         return codes
 
     def lock(self, folder: Path) -> None:
-        """Lock the run folder until this job ends. Only world rank 0 calls it.
+        """Lock the run folder until this job ends; called by world rank 0 only.
 
-        Raises UsageError if another job has it, and OSError if the lock cannot be written.
+        Raises UsageError if another job holds the lock, and OSError if it cannot be written.
         """
         held = self.held = lock.acquire(folder, self._token, self.take_over)
         self.notes += filter(None, [held.note])
         self.ending.callback(held.release)
 
     def leave_mpi(self, exit_code: int) -> int:
-        """Return the last that all ranks do together; returns the highest of their codes.
+        """Leave MPI together with all ranks; return the highest of their exit codes.
 
-        Afterwards a rank may work alone for any time, because nobody waits for it.
+        A rank may then work on alone for as long as it likes, because no other rank waits for it.
         Comm: one all-gather of a byte per rank, the end of a window, then MPI_Finalize.
         """
-        with self._failing:  # a thread that fails never gives it back, and ends this process
+        with self._failing:  # a failing thread never releases it, and ends this process
             pass
         if self.world is None:
             return exit_code
@@ -229,13 +229,13 @@ class Session(Interruptible):
             self._words = None
         self._window.Free()
         self._private.Free()
-        world, self.world = self.world, None  # a Ctrl-C from here on must ask MPI nothing
+        world, self.world = self.world, None  # from here on, a Ctrl-C must not call MPI
         mpi.finalize(world)
         self.watch.end()
         return exit_code
 
     def finish(self, exit_code: int) -> int:
-        """Return the regular end; returns the exit code of the job. Comm: that of leave_mpi()."""
+        """End regularly; return the exit code of the job. Comm: that of leave_mpi()."""
         exit_code = self.leave_mpi(exit_code)
         self.ending.close()
         return exit_code
@@ -243,7 +243,7 @@ class Session(Interruptible):
     def orphaned(self) -> None:
         """End this rank because the process that started it is gone; see `listen`."""
         self.fail(EnvironmentProblem(
-            f"{self.launcher.name} has ended without its ranks (killed?); they end too"))
+            f"{self.launcher.name} ended before its ranks (killed?), so they end too"))
 
     def _place(self) -> str:
         rank, size = self.launcher.rank, self.launcher.size
@@ -252,11 +252,11 @@ class Session(Interruptible):
         return ", ".join(filter(None, (failure.place(rank, size, os.getpid()), self.doing())))
 
     def fail(self, error: BaseException, thread: str = ""):
-        """End the whole job because of `error`: one block on the console, one exit code. Never
-        returns.
+        """End the whole job because of `error`: one block on the console, one exit code.
 
-        Any thread may call it. Of ranks that fail at the same time one prints its block and aborts
-        with its code; see `failure`. The others are silent and take over that code.
+        It never returns, and any thread may call it. Of the ranks that fail at the same time, one
+        prints its block and aborts with its code (see `failure`); the others stay silent and adopt
+        that code.
         """
         self._failing.acquire()  # never released: a second failing thread of this rank stops here
         code = errors.EXIT_INTERNAL
@@ -264,11 +264,11 @@ class Session(Interruptible):
             if self._others_may_wait_in_init(error):
                 self.start()
             code = self._tell(error, thread)
-        finally:  # telling may fail too, and even then no rank may be left waiting
+        finally:  # reporting may fail too, and even then no rank may be left waiting
             self._abort(code)
 
     def _tell(self, error: BaseException, thread: str) -> int:
-        """Let one rank print the block of this failure; returns the job's exit code."""
+        """Let one rank print the block of this failure; return the job's exit code."""
         starting = self.world is None
         # before MPI, a flag is wrong on every rank
         place = "" if starting and isinstance(error, UsageError) else self._place()
@@ -285,22 +285,22 @@ class Session(Interruptible):
             number = self._host
         if speaks:
             failure.wait_for_turn(number)
-            # a console that nobody reads must not keep the job alive
+            # a blocked console must not keep the job alive
             later(ABORT_SECONDS, self._abort, code)
             record = None
             if self.run_folder:
                 record = failure.write_record(self.run_folder / "errors", rank, found)
                 status.forget(self.run_folder)
             failure.show(found, record)
-        else:  # the speaker's end also ends this process; if not, it ends by itself
+        else:  # the reporting rank's abort also ends this process; if not, it ends itself
             time.sleep(ABORT_SECONDS + failure.TURN_SECONDS * failure.MOST_TURNS)
         return code
 
     def _others_may_wait_in_init(self, error: BaseException) -> bool:
-        """Whether a defect before MPI on one rank leaves the others waiting in MPI_Init.
+        """Return whether a defect before MPI on one rank leaves the others waiting in MPI_Init.
 
-        Launchers let them wait there. So this rank starts MPI and aborts from within, unless it can
-        ask the launcher. A mistake of the user comes alike to all ranks.
+        Launchers leave them waiting, so this rank starts MPI and aborts from within, unless it can
+        tell the launcher. A user's mistake, by contrast, reaches all ranks in the same way.
         """
         return (self.world is None and self.launcher.size > 1 and self.launcher.name != MPICH
                 and not isinstance(error, UserError | KeyboardInterrupt)
@@ -314,7 +314,7 @@ class Session(Interruptible):
         later(ABORT_SECONDS, os._exit, code)
         self.say_end()
         time.sleep(failure.FORWARD_SECONDS)
-        shutil.rmtree(self.watch.folder, ignore_errors=True)  # the block has said what is in it
+        shutil.rmtree(self.watch.folder, ignore_errors=True)  # the block has reported its content
         if self.unfinished is not None:
             shutil.rmtree(self.unfinished, ignore_errors=True)
         if self.world is None:
@@ -324,12 +324,12 @@ class Session(Interruptible):
         os._exit(code)
 
     def listen_to(self, line: socket.socket) -> None:
-        """Obey signals from now on, also those that the parent tells through its line."""
+        """Handle signals from now on, including those that the parent passes on."""
         self._line = line
         listen(self.interrupt, line, self.orphaned)
 
     def say_end(self) -> None:
-        """Tell the parent that this process ends as it should, or has said why it does not."""
+        """Tell the parent that this process ends regularly, or has reported why it does not."""
         self._tell_parent(supervisor.END)
 
     def _tell_parent(self, message: bytes) -> None:
@@ -339,7 +339,7 @@ class Session(Interruptible):
 
 
 def raised(error: BaseException):
-    """Raise an error, where only an expression can stand."""
+    """Raise an error where only an expression is allowed."""
     raise error
 
 
@@ -356,7 +356,7 @@ def _run(main: Callable, argv: list[str], session: Session) -> int:
         if session.world is not None:
             raise
         session.say_end()
-        os._exit(errors.EXIT_OUTPUT)  # mpipar schedule ... | head: nobody wants to hear more
+        os._exit(errors.EXIT_OUTPUT)  # mpipar schedule ... | head: the reader has left
     except AgreedError as agreed:
         exit_code = agreed.exit_code
     except SystemExit as leaving:
@@ -367,7 +367,7 @@ def _run(main: Callable, argv: list[str], session: Session) -> int:
 
 
 def guard(main: Callable, argv: list[str] | None = None):
-    """Run main(argv, session) -> exit code as this process's whole life; does not return.
+    """Run main(argv, session) -> exit code as this process's whole life; never returns.
 
     Call it before NumPy is imported, because it sets the number of BLAS threads.
     """

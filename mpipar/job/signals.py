@@ -1,15 +1,15 @@
-"""Signals: which ask a run to save or to stop at a step boundary, and which end the process.
+"""Signals: which make a run save or stop at a step boundary, and which end the process.
 
 | signal | before the loop of steps | in it | after it |
 | --- | --- | --- | --- |
 | SIGINT (Ctrl-C), SIGTERM, SIGHUP | stop at once | finish the step, save, stop | stop at once |
 | SIGUSR1 | save and stop after the first step | the same | stop at once |
 | a second SIGINT | - | stop at once, without saving | - |
-| SIGUSR2 | save after the first step | finish the step, save, go on | - |
+| SIGUSR2 | save after the first step | finish the step, save, continue | - |
 
-A command without such a loop stops at once. A SIGHUP that is ignored at the start stays ignored:
-that is what nohup is for. SLURM sends SIGUSR1 before a job's time ends. A run
-that still starts up then has to leave a checkpoint with which the job goes on.
+A command without such a loop stops at once. A SIGHUP that is ignored at the start stays ignored,
+which is what nohup is for. SLURM sends SIGUSR1 before a job's time is up; a run that is still
+starting then has to leave a checkpoint from which the job can resume.
 """
 
 import contextlib
@@ -24,15 +24,15 @@ from collections.abc import Callable
 
 STOPPING = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1)
 SAVING = signal.SIGUSR2
-ORPHANED = 0  # what the parent says instead of a signal's number when the launcher has ended
-MOST_BYTES = 64  # that are read of a pipe of numbers at one time
-SAME_SECONDS = 0.2  # a Ctrl-C reaches this process and its parent, which passes it on: it is one
+ORPHANED = 0  # what the parent sends instead of a signal's number when the launcher has ended
+MOST_BYTES = 64  # read from a pipe of signal numbers at a time
+SAME_SECONDS = 0.2  # one Ctrl-C arrives twice: directly, and passed on by the parent
 
 
 class Interruptible:
-    """A process that signals stop. The subclass brings `fail(error)`, which ends it at once.
+    """A process that signals can stop. Subclasses provide `fail(error)`, which ends it at once.
 
-    speaks: whether this process, of all processes of its job, says that a request has come.
+    speaks: whether this process, among all of its job, announces that a request has arrived.
     stop_requested, save_requested: see stop_on_request(). Whoever saves clears save_requested.
     will_loop: whether stop_on_request() is still to come, so that SIGUSR1 can wait for it.
     """
@@ -45,11 +45,10 @@ class Interruptible:
 
     @contextlib.contextmanager
     def stop_on_request(self):
-        """Inside, a signal only sets stop_requested or save_requested: the loop obeys at a step
-        boundary.
+        """Turn signals into stop_requested or save_requested, which the loop obeys between steps.
 
-        The ranks must agree on it there, because a signal may reach one rank, or each at another
-        step. No timer ends a step or a save that takes long. A second Ctrl-C does.
+        The ranks must agree there, because a signal may reach a single rank, or each in a different
+        step. No timer cuts off a step or a save that takes long, but a second Ctrl-C does.
         """
         self._in_loop, self.will_loop = True, False
         try:
@@ -58,7 +57,7 @@ class Interruptible:
             self._in_loop = False
 
     def interrupt(self, number: int) -> None:
-        """What one signal does; runs in the signal thread, also while the rank waits in MPI."""
+        """Act on one signal; runs in the signal thread, even while the rank waits in MPI."""
         if number == SAVING:
             self.save_requested = True
             return
@@ -72,23 +71,23 @@ class Interruptible:
             if now - self._ctrl_c > SAME_SECONDS:
                 self.fail(KeyboardInterrupt(f"interrupted twice ({name})"))
         if self.speaks and not self.stop_requested:
-            # a thread of its own: a console that nobody reads must not stop the signals
+            # in a thread of its own: a blocked console must not hold up the signals
             when = "the first step" if early else "this step; a second Ctrl-C stops at once"
             later(0, note, f"{name}: stops after {when}")
         self.stop_requested = True
 
 
 def obeyed() -> set[int]:
-    """Return the signals that this process listens to."""
+    """Return the signals that this process handles."""
     nohup = signal.getsignal(signal.SIGHUP) == signal.SIG_IGN
     return {*STOPPING, SAVING} - ({signal.SIGHUP} if nohup else set())
 
 
 def numbers_of(signals: set[int]) -> int:
-    """Return a descriptor that brings the number of each of these signals that comes, as one byte.
+    """Return a descriptor that yields the number of each of these signals, one byte each.
 
-    Blocked ones are let through. (`signal.sigtimedwait` would be shorter. But after a pause of the
-    process, by SIGSTOP, it may answer with a number that is none.)
+    Blocked ones are unblocked. (`signal.sigtimedwait` would be shorter, but after the process was
+    paused by SIGSTOP it may return a number that is no signal.)
     """
     read_end, write_end = os.pipe()
     os.set_blocking(write_end, False)
@@ -100,14 +99,14 @@ def numbers_of(signals: set[int]) -> int:
 
 
 def note(text: str) -> None:
-    """Print a line on stderr, if anybody can read it."""
+    """Print a line on stderr, if it can be written."""
     with contextlib.suppress(OSError, ValueError):
         sys.stderr.write(f"mpipar: {text}\n")
         sys.stderr.flush()
 
 
 def later(seconds: float, function: Callable, *arguments) -> None:
-    """Call the function in a thread of its own when the seconds have passed."""
+    """Call the function in a thread of its own after so many seconds."""
     timer = threading.Timer(seconds, function, arguments)
     timer.daemon = True
     timer.start()
@@ -115,11 +114,11 @@ def later(seconds: float, function: Callable, *arguments) -> None:
 
 def listen(interrupt: Callable[[int], None], line: socket.socket,
            orphaned: Callable[[], None]) -> None:
-    """Call interrupt(number) for each signal, in a thread, because a Python handler waits until
-    MPI returns.
+    """Call interrupt(number) for each signal, from a thread of its own.
 
-    line: brings numbers of signals that have reached the parent, and ORPHANED. orphaned: called
-    then: a rank that computes would go on for ever.
+    A Python signal handler would have to wait until MPI returns. line: delivers the numbers of
+    signals that reached the parent, and ORPHANED. orphaned: called for the latter, because a rank
+    that computes would otherwise run forever.
     """
     numbers = obeyed()
     sources = numbers_of(numbers), line.fileno()

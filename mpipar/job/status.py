@@ -1,8 +1,8 @@
-"""What each rank is doing, in a small mapped file: what is left of a rank that a signal has killed.
+"""Status files: what each rank is doing, in a memory-mapped file that survives its process.
 
-Writing costs a few bytes in memory, and the system brings them to the disk also after the process
-has gone. A rank removes its file at the end. So files that are left belong to a job that was
-killed. The next start in the folder tells what they say, and so does `mpipar ckpt ls`.
+An update costs a few bytes of memory, and the system writes them to disk even after the process has
+been killed. A rank removes its file when it ends, so files that are left belong to a job that was
+killed. The next start in the folder reports what they say, and so does `mpipar ckpt ls`.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 from mpipar.errors import OutputError
-from mpipar.files import own
+from mpipar.files import no_links
 from mpipar.files.bounded import parse_json, problems_as, read_bytes, read_text
 from mpipar.files.text import harmless
 from mpipar.job import lock
@@ -25,12 +25,12 @@ from mpipar.job import lock
 FOLDER, TOKEN = "status", "status/job"
 HEAD, LIVE, LOST = 128, struct.Struct("<qd16s"), struct.Struct("<qd")
 SIZE = HEAD + LIVE.size + LOST.size
-MOST_TOLD = 8  # ranks whose last signs are told
-SHARED_SECONDS = 5.0  # how long another host may take to see a new file
+MOST_TOLD = 8  # ranks whose last signs are reported
+SHARED_SECONDS = 5.0  # how long a new file may take to become visible on another host
 
 
 class LastSign(NamedTuple):
-    """What one file says. lost: the rank whose end was seen, and when; or -1."""
+    """The content of one file. lost: the rank whose end was noticed, and when; or -1."""
 
     rank: int
     host: str
@@ -43,33 +43,33 @@ class LastSign(NamedTuple):
 
 
 class Status:
-    """This rank's file, in a folder that `open_folder` has made. Raises OutputError."""
+    """This rank's file, in a folder that `open_folder` has created. Raises OutputError."""
 
     def __init__(self, run_folder: Path, rank: int, host: str):
         self.run_folder, self.name = run_folder, f"{FOLDER}/rank-{rank:05d}"
         self.path = run_folder / self.name
         head = json.dumps({"rank": rank, "host": host[:64], "pid": os.getpid()}).encode()
         with problems_as(OutputError, f"{self.path}: can't be written"), \
-                own.create(run_folder, self.name) as file:
-            file.write(head.ljust(SIZE, b"\0"))  # without a place on the disk it were SIGBUS
+                no_links.create(run_folder, self.name) as file:
+            file.write(head.ljust(SIZE, b"\0"))  # allocated, or writing to the map raises SIGBUS
             file.flush()
             self._map = mmap.mmap(file.fileno(), SIZE)
         LOST.pack_into(self._map, HEAD + LIVE.size, -1, 0.0)
         self.enter(0, "start")
 
     def enter(self, step: int, phase: str) -> None:
-        """Note that this rank begins something: one write into memory."""
+        """Record that this rank begins something: a single write to memory."""
         LIVE.pack_into(self._map, HEAD, step, time.time(), phase.encode())
 
     def close(self) -> None:
-        """Remove the file: this rank ends as it should."""
+        """Remove the file: this rank ends regularly."""
         with contextlib.suppress(OSError):
-            own.remove(self.run_folder, self.name)
+            no_links.remove(self.run_folder, self.name)
             (self.run_folder / FOLDER).rmdir()  # the last rank succeeds
 
 
 def lost(path: str, rank: int) -> None:
-    """Note in a file that the process of this rank has ended without a word."""
+    """Record in a file that this rank's process has ended without a word."""
     with contextlib.suppress(OSError):
         file = os.open(path, os.O_WRONLY | os.O_NOFOLLOW)
         os.pwrite(file, LOST.pack(rank, time.time()), HEAD + LIVE.size)
@@ -77,20 +77,20 @@ def lost(path: str, rank: int) -> None:
 
 
 def open_folder(run_folder: Path, token: str) -> list[str]:
-    """Make the folder for this job; return what an earlier job has left in it, in words.
+    """Create the folder for this job; return lines about what an earlier job has left in it.
 
-    Only world rank 0 calls it, under the lock of the run folder. Raises OutputError.
+    Only world rank 0 calls it, holding the run folder's lock. Raises OutputError.
     """
     with problems_as(OutputError, f"{run_folder / FOLDER}: can't be made"):
         words = last_words(signs(run_folder))
-        own.remove_tree(run_folder, FOLDER)
-        with own.create(run_folder, TOKEN, make=True) as file:
+        no_links.remove_tree(run_folder, FOLDER)
+        with no_links.create(run_folder, TOKEN, make=True) as file:
             file.write(token.encode())
     return words
 
 
 def check_shared(run_folder: Path, token: str, host: str) -> None:
-    """Raise OutputError if this host does not see the run folder that world rank 0 has made."""
+    """Raise OutputError if this host does not see the run folder that world rank 0 created."""
     limit = time.monotonic() + SHARED_SECONDS
     while True:
         with contextlib.suppress(OSError, ValueError):
@@ -98,26 +98,26 @@ def check_shared(run_folder: Path, token: str, host: str) -> None:
                 return
         if time.monotonic() > limit:
             raise OutputError(
-                f"{run_folder}: host {host} does not see what world rank 0 writes there; give a"
-                " --out on a disk that all hosts share, by a path that is the same on all")
+                f"{run_folder}: host {host} does not see what world rank 0 writes there; use an"
+                " --out on a file system that all hosts share, under the same path on all of them")
         time.sleep(0.1)
 
 
 def close_folder(run_folder: Path) -> None:
-    """Remove what world rank 0 has written, and the folder if the files of all ranks are gone."""
+    """Remove what world rank 0 has written, and the folder if all ranks' files are gone."""
     with contextlib.suppress(OSError):
-        own.remove(run_folder, TOKEN)
+        no_links.remove(run_folder, TOKEN)
         (run_folder / FOLDER).rmdir()
 
 
 def forget(run_folder: Path) -> None:
-    """Remove the files of all ranks: the job ends, and the console has said why."""
+    """Remove the files of all ranks: the job ends, and the console says why."""
     with contextlib.suppress(OSError):
-        own.remove_tree(run_folder, FOLDER)
+        no_links.remove_tree(run_folder, FOLDER)
 
 
 def signs(run_folder: Path) -> list[LastSign]:
-    """Return the files of all ranks that can be read, by rank."""
+    """Return the content of all ranks' readable files, by rank."""
     found = []
     for path in sorted((run_folder / FOLDER).glob("rank-*")):
         with contextlib.suppress(OSError, ValueError, KeyError, TypeError, struct.error):
@@ -132,9 +132,7 @@ def signs(run_folder: Path) -> list[LastSign]:
 
 
 def killed(run_folder: Path) -> list[str]:
-    """Return what a job that was killed has left in this run folder; nothing while a job is at
-    work.
-    """
+    """Return what a killed job has left in this run folder; nothing while a job is running."""
     found = signs(run_folder)
     if not found or lock.is_held(run_folder):
         return []
@@ -142,9 +140,9 @@ def killed(run_folder: Path) -> list[str]:
 
 
 def last_words(found: list[LastSign]) -> list[str]:
-    """Return who was killed first and what that rank did last, or the last signs of several ranks.
+    """Return which rank was killed first and what it did last, or the last signs of several ranks.
 
-    Another rank may have been too late to see it: MPICH's launcher kills the others at once.
+    It may have gone unseen, because MPICH's launcher kills the other ranks at once.
     """
     if not found:
         return []
@@ -154,9 +152,9 @@ def last_words(found: list[LastSign]) -> list[str]:
     first = by_rank.get(min(seen)[1]) if seen else None
     if first is not None:
         return [f"{text}: first {_phrase(first)}"]
-    # by step: the time of day may have been set back
+    # by step, because the clock may have been set back
     last = sorted(found, key=lambda sign: (sign.step, sign.time))[-MOST_TOLD:]
-    return [f"{text}; nobody has seen which rank was first; their last signs:",
+    return [f"{text}; no rank saw which one was first; their last signs:",
             *(f"  {_phrase(sign)}" for sign in last)]
 
 

@@ -1,4 +1,4 @@
-"""Standard input, output and error that are closed, full, or read by nobody any more."""
+"""Standard input, output and error that are closed, full, or no longer read."""
 
 import contextlib
 import os
@@ -6,9 +6,9 @@ import sys
 
 
 def open_closed() -> None:
-    """Give /dev/null to those of the three that are closed.
+    """Open /dev/null for those of the three that are closed.
 
-    Otherwise the next file to be opened would get the number of one of them, and its text.
+    Otherwise the next file to be opened would get one of their numbers, and with it their text.
     """
     for number in range(3):
         try:
@@ -16,19 +16,19 @@ def open_closed() -> None:
         except OSError:
             os.open(os.devnull, os.O_RDWR)  # it gets the lowest free number
     if sys.stdout is None:
-        sys.stdout = open(1, "w", closefd=False)  # noqa: SIM115 (it lasts as long as the process)
+        sys.stdout = open(1, "w", closefd=False)  # noqa: SIM115 (open for the process's lifetime)
     if sys.stderr is None:
         sys.stderr = open(2, "w", closefd=False)  # noqa: SIM115
 
 
 def silence_output() -> None:
-    """Send standard output to /dev/null, with what is waiting in memory for a place."""
+    """Redirect standard output, including what is still buffered, to /dev/null."""
     nowhere = os.open(os.devnull, os.O_WRONLY)
     os.dup2(nowhere, sys.stdout.fileno())
     os.close(nowhere)
 
 
 def warn(text: str) -> None:
-    """Say on stderr what went wrong beside a run that goes on."""
-    with contextlib.suppress(OSError, ValueError):  # nobody reads it: no reason to stop either
+    """Print a warning on stderr about something that does not stop the run."""
+    with contextlib.suppress(OSError, ValueError):  # an unreadable stderr is no reason to stop
         print(f"mpipar: warning: {text}", file=sys.stderr, flush=True)

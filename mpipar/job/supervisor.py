@@ -1,8 +1,8 @@
-"""The process that the launcher has started only waits for its child, which does all of the work.
+"""The supervisor: the process that the launcher started only waits for its working child.
 
-A process cannot say itself that a signal has killed it, or that a library has ended it with exit
-code 0. Its parent can. What the launcher does to a job, for example to kill it, reaches both. So a
-parent that outlives a child without a last word has seen the first failure of the job.
+A process cannot report that a signal has killed it or that a library has ended it with exit code 0,
+but its parent can. Whatever the launcher does to a job, such as killing it, reaches both. A parent
+that outlives a child without last words has therefore seen the first failure of the job.
 """
 
 import contextlib
@@ -19,26 +19,26 @@ from mpipar.job import failure, mpi, status
 from mpipar.job.environment import Launcher
 from mpipar.job.signals import MOST_BYTES, ORPHANED, numbers_of, obeyed
 
-LOOK_SECONDS = 1.0  # between two looks whether the launcher is still there
-END = b"end"  # sent by the child: it has told how it ends, or has nothing to tell
+LOOK_SECONDS = 1.0  # between two checks that the launcher is still there
+END = b"end"  # sent by the child: it has reported how it ends, or has nothing to report
 DIES_WITH_PARENT = 1  # prctl's PR_SET_PDEATHSIG
-KILLED = {  # signals that come from the surroundings, and what to look at
-    signal.SIGKILL: "for example because memory was short or its processor time over (ulimit -t)",
+KILLED = {  # signals with an external cause, and what to check
+    signal.SIGKILL: "for example because memory or processor time (ulimit -t) ran out",
     signal.SIGBUS: "for example because /dev/shm or a disk is full",
-    signal.SIGXCPU: "because of a limit of processor time (ulimit -t)",
+    signal.SIGXCPU: "because of the limit on processor time (ulimit -t)",
 }
 
 
 def supervise(launcher: Launcher) -> socket.socket:
-    """Return in the child, with its line to the parent. The parent never returns.
+    """Fork; return in the child, with its line to the parent. The parent never returns.
 
-    The line brings the numbers of signals that reached the parent, and ORPHANED. Signals stay
-    blocked in the child until `listen`. Raises EnvironmentProblem if there can be no child.
+    The line delivers the numbers of signals that reached the parent, and ORPHANED. Signals stay
+    blocked in the child until `listen`. Raises EnvironmentProblem if the fork fails.
     """
     library = sys.modules.get("mpi4py.MPI")
     assert not (library and library.Is_initialized()), (
-        "MPI has started before the process that waits for this one: a fork loses its threads, and"
-        " MPI_Finalize would wait for them. Import mpi4py.MPI inside main")
+        "MPI was started before this process forked: a fork loses its threads, and MPI_Finalize"
+        " would wait for them. Import mpi4py.MPI inside main")
     upper, lower = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
     parent, heard = os.getpid(), obeyed() | {signal.SIGCHLD}
     signal.signal(signal.SIGCHLD, signal.SIG_DFL)
@@ -47,7 +47,7 @@ def supervise(launcher: Launcher) -> socket.socket:
         child = os.fork()
     except OSError as error:
         raise errors.EnvironmentProblem(
-            f"no process can be started ({error.strerror}): see ulimit -u, and free memory"
+            f"no process can be started ({error.strerror}): check ulimit -u, and free memory"
         ) from None
     if child:
         lower.close()
@@ -75,12 +75,12 @@ def _wait(child: int, line: socket.socket, heard: set[int], launcher: Launcher) 
 
 
 def _send(line: socket.socket, message: bytes) -> None:
-    with contextlib.suppress(OSError):  # the child is just ending, or reads nothing
+    with contextlib.suppress(OSError):  # the child is ending, or does not read
         line.send(message, socket.MSG_DONTWAIT)
 
 
 def _end(child: int, code: int, line: socket.socket, launcher: Launcher) -> int:
-    """The exit code of a child that has ended; without its last word all ranks of the job end."""
+    """Return the exit code of a child that has ended; end all ranks if it left no last word."""
     told = []
     with contextlib.suppress(OSError):
         while message := line.recv(1 << 16, socket.MSG_DONTWAIT):
@@ -100,10 +100,10 @@ def _end(child: int, code: int, line: socket.socket, launcher: Launcher) -> int:
 
 
 def last_words(child: int, code: int, launcher: Launcher) -> failure.Report:
-    """Return what there is to say of a process that has ended without a word; code: see `os`."""
+    """Return the report for a process that ended without a word; code: see `os`."""
     exit_code, do = errors.EXIT_INTERNAL, "report this with the command line"
     if code >= 0:
-        what = (f"the process has ended with exit code {code} before its job had ended: a library"
+        what = (f"the process ended with exit code {code} before its job had ended: a library"
                 " called exit()")
     else:
         what = f"the process was killed by signal {-code} ({signal.strsignal(-code)})"

@@ -1,12 +1,12 @@
-"""The watchdog: a thread per rank that notices when nothing has happened for too long, and why.
+"""The watchdog: a thread per rank that notices when progress has stopped, and finds out why.
 
-It works while the main thread is inside an MPI call, and it uses no MPI itself. A rank that makes
-no progress for `warn` seconds writes what it is doing into a folder. The lowest rank that did so
-reads what the others wrote, and reports who waits for whom. After `stop` seconds it ends the job.
+It works while the main thread is inside an MPI call, and uses no MPI itself. A rank that makes no
+progress for `warn` seconds writes what it is doing to a folder. The lowest rank that did so reads
+what the others wrote and reports who waits for whom; after `stop` seconds it ends the job.
 
-Progress is what the recorder of a command notes, or any other count of the command. Before a
-command has one, and after, it is any move of the main thread: a rank that waits in MPI does not
-move.
+Progress is whatever the command's recorder records, or any other count the command provides. Where
+there is none, before and after, it is any move of the main thread: a rank that waits in MPI does
+not move.
 """
 
 from __future__ import annotations
@@ -23,27 +23,27 @@ from time import perf_counter_ns
 
 from mpipar.comm.record import POINT_TO_POINT, place
 from mpipar.errors import HangError
-from mpipar.files import own
+from mpipar.files import no_links
 from mpipar.files.bounded import parse_json, read_text
 from mpipar.files.replace import replace_file
 from mpipar.job.environment import own_folder
 from mpipar.job.signals import note
 
-WARN_SECONDS, STOP_SECONDS = 60.0, 600.0  # of a command without --hang-warn and --hang-stop
-START_SECONDS = 60.0  # at the start no limit is shorter: programs come from shared disks
-SETTLE = 1.0  # seconds that the other ranks get to write their states too
-LONGEST_PAUSE = 1.0  # seconds between two looks
+WARN_SECONDS, STOP_SECONDS = 60.0, 600.0  # for a command without --hang-warn and --hang-stop
+START_SECONDS = 60.0  # no limit is shorter at the start: programs load from shared disks
+SETTLE = 1.0  # seconds for the other ranks to write their states too
+LONGEST_PAUSE = 1.0  # seconds between two checks
 STEP = ("F", "I", "W", "sync")  # phases in which every communication has a record
-INSIDE = ("mpipar/comm/", "mpipar/job/")  # places that communicate for others
+INSIDE = ("mpipar/comm/", "mpipar/job/")  # code that communicates on behalf of its callers
 
 
 class Watchdog:
     """The watchdog of one rank, from the first MPI call of a command to the last.
 
     warn, stop: seconds without progress; 0: never. folder: where ranks write their states; ranks:
-    those that can write there. All of them may change at any time.
-    where: says what this rank is doing while it follows nothing else.
-    fail: ends the job, called on the lowest rank that has written its state.
+    those that can write there. All of these may change at any time.
+    where: returns what this rank is doing while it follows nothing else.
+    fail: ends the job; called on the lowest rank that has written its state.
     """
 
     def __init__(self, folder: Path, ranks: Sequence[int], where: Callable[[], str],
@@ -59,7 +59,7 @@ class Watchdog:
         self._thread: threading.Thread | None = None
 
     def start(self, world_rank: int) -> None:
-        """Start the thread, once. The caller sets the limits before."""
+        """Start the thread, once; the limits must be set by then."""
         if self._thread is None and (self.warn or self.stop):
             self.world_rank = world_rank
             self._thread = threading.Thread(target=self._watch, name="watchdog", daemon=True)
@@ -69,13 +69,13 @@ class Watchdog:
         """End the thread: MPI has ended."""
         self._ended.set()
         if self._thread is not None:
-            self._thread.join(SETTLE)  # it may be reporting, to a console that nobody reads
+            self._thread.join(SETTLE)  # it may be blocked on a console while reporting
 
     @contextlib.contextmanager
     def following(self, progress: Callable, describe: Callable, stop: float | None = None):
-        """Inside, the caller says what this rank does.
+        """Let the caller define progress and what this rank is doing, inside the block.
 
-        progress(): any value that changes while work goes on. describe(): a `state_of`.
+        progress(): any value that changes while work proceeds. describe(): a `state_of`.
         stop: the caller's own limit, which comes without a warning.
         """
         former = self._progress, self._describe, self.warn, self.stop
@@ -88,20 +88,20 @@ class Watchdog:
             self._progress, self._describe, self.warn, self.stop = former
 
     def follow_records(self, recorder, comms, more: Callable = lambda: 0):
-        """following() what a recorder notes. more(): a count that is progress, too."""
+        """Call following() with what a recorder records. more(): a count that is progress too."""
         return self.following(lambda: (marker(recorder), more()), lambda: state_of(recorder, comms))
 
     def limits(self) -> tuple[float, float]:
-        """Return the seconds without progress until the warning and until the end of the job."""
+        """Return how many seconds without progress cause the warning, and the end of the job."""
         if self.begun:
             return self.warn, self.stop
         return tuple(limit and max(limit, START_SECONDS) for limit in (self.warn, self.stop))
 
     def _watch(self) -> None:
-        """Look at the progress again and again.
+        """Check the progress again and again.
 
-        A pause counts as what it should have taken. A job that was suspended (Ctrl-Z, SLURM) was
-        not stuck meanwhile.
+        A pause counts no longer than it should have taken: a job that was suspended (Ctrl-Z, SLURM)
+        was not stuck meanwhile.
         """
         last, stuck, warned = None, 0.0, False
         while True:
@@ -128,16 +128,16 @@ class Watchdog:
         self._withdraw()
 
     def _withdraw(self) -> None:
-        """Remove this rank's state, which is no longer true because the rank goes on."""
+        """Remove this rank's state, which is outdated because the rank has resumed."""
         if self._written is not None:
             with contextlib.suppress(OSError):  # others' states may keep the folder
                 folder = self._written.parent
-                own.remove(folder.parent, f"{folder.name}/{self._written.name}")
+                no_links.remove(folder.parent, f"{folder.name}/{self._written.name}")
                 folder.rmdir()
             self._written = None
 
     def _write(self, stuck: float) -> None:
-        """Write this rank's state; a reader sees either the whole of it or the previous one."""
+        """Write this rank's state; a reader sees either all of it or the previous one."""
         state = {**self._describe(), "stuck_seconds": round(stuck, 1)}
         folder, name = self.folder, f"rank-{self.world_rank:05d}.json"
         with contextlib.suppress(OSError):  # a full disk must not hide the hang itself
@@ -147,7 +147,7 @@ class Watchdog:
             self._written = folder / name
 
     def _report(self, limit: float, tell: Callable) -> None:
-        """Tell what everybody's states mean, on the lowest rank that has written one."""
+        """Report what all ranks' states mean, on the lowest rank that has written one."""
         states = {}
         for path in sorted(self.folder.glob("rank-*.json")):
             with contextlib.suppress(OSError, ValueError):
@@ -161,7 +161,8 @@ class Watchdog:
 def marker(recorder):
     """Return a value that changes with every operation, span and wait of this rank.
 
-    Outside a training step, for example while weights are read, it also changes with every move.
+    Outside a training step, for example while weights are read, it also changes with every move of
+    the main thread.
     """
     where = recorder.step, recorder.phase, recorder.mb
     moves = () if recorder.phase in STEP else position()
@@ -169,8 +170,7 @@ def marker(recorder):
 
 
 def position() -> tuple:
-    """Return where the main thread is: any move of it, in any of its functions, changes the value.
-    """
+    """Return the main thread's position; it changes with any move, in any function on the stack."""
     frame, found = main_frame(), []
     while frame is not None:
         found.append((frame.f_code, frame.f_lasti))
@@ -194,7 +194,7 @@ def waiting_record(recorder):
 def state_of(recorder=None, comms=None, where: str = "") -> dict:
     """Return what this rank is doing, as JSON-able values; called from the watchdog's thread.
 
-    where: says it for a rank without a recorder.
+    where: the description of a rank without a recorder.
     """
     main = main_frame()
     stack = []
@@ -220,7 +220,7 @@ def state_of(recorder=None, comms=None, where: str = "") -> dict:
 
 
 def doing(state: dict | None) -> str:
-    """Return one phrase for what a rank is doing."""
+    """Return a phrase for what a rank is doing."""
     if state is None:
         return "has written nothing: it works, or its process is stopped or gone"
     inside, at, stack = state["inside"], state["at"], state["stack"]
@@ -237,9 +237,9 @@ def doing(state: dict | None) -> str:
 
 
 def explain(states: dict[int, dict], ranks: Iterable[int]) -> list[str]:
-    """Lines of a report: incomplete barriers, who is missing from each, and what those ranks do.
+    """Return a report: incomplete barriers, the ranks missing from each, and what those are doing.
 
-    If no rank waits in a barrier, they say what every rank does. ranks: all that could have
+    If no rank waits in a barrier, it says what every rank is doing. ranks: all that could have
     written a state.
     """
     lines, missing_ranks = [], set()
@@ -265,21 +265,19 @@ def explain(states: dict[int, dict], ranks: Iterable[int]) -> list[str]:
               if rank not in states or states[rank]["inside"] is None]
     circle = find_circle(states)
     if circle:
-        lines.append("a circle of ranks that wait for each other: " + " -> ".join(map(str, circle)))
+        lines.append("a cycle of ranks waiting for each other: " + " -> ".join(map(str, circle)))
     for rank in sorted(missing_ranks & set(states)):
         lines += [f"  rank {rank}: {frame}" for frame in states[rank]["stack"][:6]]
     return lines or [f"rank {rank} {doing(states.get(rank))}" for rank in sorted({*ranks, *states})]
 
 
 def names(ranks) -> str:
-    """Return the ranks as text."""
+    """Return ranks as text."""
     return ("rank " if len(ranks) == 1 else "ranks ") + ", ".join(map(str, ranks))
 
 
 def find_circle(states: dict[int, dict]) -> list[int]:
-    """Return the ranks each of which waits for the next, the first repeated at the end; empty
-    without a circle.
-    """
+    """Return a cycle of ranks waiting for each other, the first repeated at its end, or []."""
     waits_for = {}
     for rank, state in states.items():
         inside = state["inside"]

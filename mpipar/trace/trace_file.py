@@ -23,7 +23,7 @@ from mpipar.comm.grid import AXES, Grid
 from mpipar.comm.record import LayerOperation, Load, Record, Span
 from mpipar.console.series import lines_of
 from mpipar.errors import DataError, UsageError
-from mpipar.files import own
+from mpipar.files import no_links
 from mpipar.files.bounded import open_regular, parse_json, problems_as, read_json
 from mpipar.files.replace import replace_file
 from mpipar.files.text import brief, shown
@@ -164,9 +164,9 @@ def rank_name(world_rank: int) -> str:
 def remove(folder: Path, world_rank: int) -> None:
     """Remove what this rank has written of a trace that is of no use."""
     with suppress(OSError):  # other ranks may still have files there
-        own.remove(folder, rank_name(world_rank))
+        no_links.remove(folder, rank_name(world_rank))
         if world_rank == 0:
-            own.remove(folder, META)
+            no_links.remove(folder, META)
         (folder / "trace").rmdir()
 
 

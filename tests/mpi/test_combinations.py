@@ -87,13 +87,13 @@ def whole_part(monkeypatch):
 
 def without_evaluations(monkeypatch):
     """A run that goes on in its folder and forgets its held-out losses."""
-    plain = training.cut_behind
+    plain = training.truncate_after
 
-    def cut_behind(folder, step):
+    def truncate_after(folder, step):
         (folder / "evaluations.jsonl").unlink()
         return plain(folder, step)
 
-    monkeypatch.setattr(training, "cut_behind", cut_behind)
+    monkeypatch.setattr(training, "truncate_after", truncate_after)
 
 
 def larger_steps(monkeypatch):

@@ -4,17 +4,17 @@ const LETTER = 7.4, LEAST_TICK = 58;  // width of a letter of a label; distance 
 const WORDS = { F: "forward", B: "backward", I: "input gradient", W: "weight gradient",
                 OVERLAP_F_B: "forward and backward, overlapped" };
 
-/** A number in at most six digits: 33, 0.25, 12.3457. */
+/** Formats a number with at most six digits: 33, 0.25, 12.3457. */
 const number = value => `${+value.toPrecision(6)}`;
 const barTop = rank => RULER + rank * ROW + (ROW - BAR) / 2;
 
-/** The drawing of one timeline. name: tells its hatching from that of other drawings. */
+/** The drawing of one timeline. name: distinguishes its hatching from that of other drawings. */
 class Drawing {
   constructor(svg, name) { Object.assign(this, { svg, name, scale: 1 }); }
 
   x(time) { return GUTTER + time * this.scale; }
 
-  /** width: pixels for everything. longest: the time that they show. arrows: whether messages are
+  /** width: total pixels. longest: the time that they represent. arrows: whether messages are
       drawn. path: the spans of the critical path, or null. marks: {chosen, unable, needs}, the
       passes that are outlined; unable: problems of the proof. */
   draw(timeline, { width, longest, arrows, path, marks }) {
@@ -54,7 +54,7 @@ class Drawing {
       drawing("text", { x: this.x(time), y: RULER - 9, "text-anchor": "middle" }, number(time))]);
   }
 
-  /** The name of a worker, and its time as idle time; its passes are drawn over it. */
+  /** A worker's name, and its whole time as idle time, over which its passes are drawn. */
   row(rank) {
     const { busy, makespan } = this.timeline, share = makespan ? busy[rank] / makespan : 0;
     return [
@@ -105,7 +105,7 @@ class Drawing {
     });
   }
 
-  /** Where a point of the window lies: {time, rank}, as numbers that may be outside. */
+  /** Converts a point in the window to {time, rank}, which may be out of range. */
   place(event) {
     const bounds = this.svg.getBoundingClientRect(), wide = this.svg.viewBox.baseVal.width;
     const factor = wide / bounds.width;

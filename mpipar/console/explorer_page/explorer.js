@@ -1,14 +1,14 @@
 // The page: reads the orders and the fields, and draws both panels, the figures and the workers.
 const NAMES = { f: "F", i: "I", w: "W", hop: "hop" }, FIELDS = Object.keys(NAMES);
 
-/** {"name p m chunks": programs, or why there are none}. */
+/** Decodes {"name p m chunks": programs, or why there are none}. */
 async function readOrders() {
   const bytes = Uint8Array.from(atob(find("orders").textContent), one => one.charCodeAt(0));
   const stream = new Blob([bytes]).stream().pipeThrough(new DecompressionStream("deflate"));
   return new Response(stream).json();
 }
 
-/** What is wrong with the fields of the costs, or "". */
+/** What is wrong with the cost fields, or "". */
 function mistake() {
   const wrong = FIELDS.filter(name => {
     const value = find(name).valueAsNumber;
@@ -40,7 +40,7 @@ class Explorer {
                    new Panel("second", [["", "none"], ...run, ...own, ...names], draw)];
     this.fill();
     for (const name of ["f", "i", "w"]) find(name).addEventListener("input", () => {
-      find("by-stage").querySelector("input").checked = false;  // the reader's own cost counts
+      find("by-stage").querySelector("input").checked = false;  // typed costs take precedence
     });
     for (const input of find("controls").querySelectorAll("input, select"))
       input.addEventListener("input", draw);
@@ -57,7 +57,7 @@ class Explorer {
     }).observe(find("controls"));
   }
 
-  /** Put what the command line said into the fields. */
+  /** Fill the fields with the values of the command line. */
   fill() {
     const { start } = page;
     for (const [id, counts, wanted] of [["p", page.ranks, start.p], ["m", page.microbatches,
@@ -163,7 +163,7 @@ const FIGURES = [
   ["critical path", pathWords],
 ];
 
-/** A table of rows of texts, the names of the columns first. */
+/** A table of rows of texts, column names first. */
 function listed(id, [names, ...rows]) {
   fillTable(find(id), names.map((name, i) => [name, row => row[i]]), rows);
 }

@@ -1,5 +1,5 @@
-// A schedule as data: passes, where they run, and who gives what to whom. The names and the rules
-// are those of pipeline/instructions.py.
+// A schedule as data: passes, where they run, and the messages between them. Names and rules are
+// those of pipeline/instructions.py.
 const PART = /(\d+)([FBIW])(\d+)/g;
 
 /** The pass of a cell such as 2F0 or (0F1;1B0)OVERLAP_F_B: its parts, and its text. */
@@ -15,7 +15,7 @@ function reduceGrad(stage) {
            text: `${stage}REDUCE_GRAD` };
 }
 
-/** The program with the sum of each stage's gradients behind the stage's last B or W. */
+/** The program with the reduction of each stage's gradients after the stage's last B or W. */
 function withReduceGrad(program) {
   const missing = new Set(program.map(pass => pass.stage)), found = [...program];
   for (let at = program.length - 1; at >= 0 && missing.size; at--) {
@@ -26,8 +26,8 @@ function withReduceGrad(program) {
   return found;
 }
 
-/** One training step: for each worker its passes in order. homes: for each copy of the model the
-    worker of each stage, from pipeline/placements.py; the copies pass equal shares of the
+/** One training step: the passes of each worker, in order. homes: the worker of each stage, for
+    each copy of the model, from pipeline/placements.py; the copies process equal shares of the
     microbatches. */
 class Schedule {
   constructor({ name, p, m, homes, programs }) {
@@ -36,7 +36,7 @@ class Schedule {
       ? program.split(" ").map(readPass) : program);
   }
 
-  /** The same schedule with other programs. */
+  /** The same schedule with different programs. */
   changed(programs) { return new Schedule({ ...this, programs }); }
 
   rankOf(stage, mb) {
@@ -49,7 +49,7 @@ class Schedule {
       this.homes.some(copy => copy[stage] === rank));
   }
 
-  /** What a text names a pass: the stage is left out where each worker holds one. */
+  /** The name of a pass in texts; the stage is omitted if each worker holds only one. */
   label(pass) {
     const alone = this.homes.length === 1 && this.stages === this.p;
     return pass.parts.map(({ kind, stage, mb }) =>
@@ -63,8 +63,8 @@ class Schedule {
              key: `${direction} ${stage} ${mb}` };
   }
 
-  /** The messages that an instruction takes and gives. Activations go up by one stage, input
-      gradients down by one; none enters or leaves the model at its ends. */
+  /** The messages that an instruction receives and sends. Activations go up by one stage, input
+      gradients down by one; nothing enters or leaves the model at its ends. */
   neighbours(instr) {
     const taken = [], given = [], inside = stage => stage >= 0 && stage < this.stages;
     for (const { kind, stage, mb } of instr.parts) {

@@ -1,12 +1,12 @@
-// The proof that an order can run, in the words of pipeline/check.py. A test in a browser holds
-// both equal: the first problem here is the text that Python raises.
+// The proof that an order can run, with the messages of pipeline/check.py. A browser test keeps the
+// two equal: the first problem here is the text that Python raises.
 const NEEDED = { B: "F", I: "F", W: "I" };  // which pass of stage and microbatch must run before
 const RIVAL = { B: "I", I: "B" };           // the two forms of a backward exclude each other
 const STASH_CHANGE = { F: 1, B: -1, W: -1 };  // a stash lives until its last reader
 const nameOf = (kind, stage, mb) => `${stage}${kind}${mb}`;
 
-/** Everything that is wrong: {text, instr, needs} of each problem, the first one first; [] if the
-    schedule can run. instr: the pass that cannot run. needs: the parts that it lacks. */
+/** Every problem as {text, instr, needs}, in order; [] if the schedule can run. instr: the pass
+    that cannot run. needs: the parts that it lacks. */
 function problemsOf(schedule) {
   const lowered = schedule.changed(schedule.programs.map(withReduceGrad)), found = [];
   lowered.programs.forEach((program, rank) => {
@@ -45,7 +45,7 @@ function* programProblems(schedule, rank) {
   }
 }
 
-/** Why a part cannot stand on this worker; null if it can. */
+/** Why a part cannot be on this worker; null if it can. */
 function misfit(schedule, rank, held, { kind, stage, mb }) {
   if (!held.includes(stage))
     return `stage ${stage} is not on this rank, which holds [${held.join(", ")}]`;
@@ -55,7 +55,7 @@ function misfit(schedule, rank, held, { kind, stage, mb }) {
   return home === rank ? null : `microbatch ${mb} passes stage ${stage} on rank ${home}`;
 }
 
-/** Passes that stand before what they need from this worker, neighbouring stages included. */
+/** Passes that precede what they need from this worker, including neighbouring stages. */
 function* orderProblems(schedule, at) {
   const place = (kind, stage, mb) => at.get(nameOf(kind, stage, mb))?.position ?? Infinity;
   for (const { part, position } of at.values()) {
@@ -79,7 +79,7 @@ function* orderProblems(schedule, at) {
   }
 }
 
-/** The passes and sums of this worker that its program lacks. */
+/** The passes and gradient reductions of this worker that its program lacks. */
 function* missingParts(schedule, rank, at) {
   for (const stage of schedule.stagesOf(rank)) {
     for (let mb = 0; mb < schedule.m; mb++) {
@@ -94,8 +94,8 @@ function* missingParts(schedule, rank, at) {
   }
 }
 
-/** One problem that names a circle of workers that wait for each other, or none. Each worker runs
-    as far as its messages let it; any order of running them ends the same way. */
+/** A problem that names a cycle of workers waiting for each other, or none. Each worker runs until
+    a message is missing; the result does not depend on the order of running them. */
 function deadlock(schedule) {
   const next = schedule.programs.map(() => 0), posted = new Set(), waiting = new Map();
   const runnable = schedule.programs.map((_, rank) => rank);
@@ -116,7 +116,7 @@ function deadlock(schedule) {
   return waiting.size ? [circle(schedule, waiting)] : [];
 }
 
-/** The circle in words; each of its workers waits for a result of the next one. */
+/** The cycle as text; each of its workers waits for a result of the next one. */
 function circle(schedule, waiting) {
   const awaited = new Map([...waiting.values()].map(({ rank, message }) => [rank, message]));
   const path = [awaited.keys().next().value], peerOf = rank => awaited.get(rank).source;
@@ -135,7 +135,7 @@ function circle(schedule, waiting) {
                   + " circle:", ...lines].join("\n") };
 }
 
-/** The most chunk-activations that a worker holds at once. */
+/** The peak number of chunk activations that a worker holds. */
 function peakStash(program) {
   let held = 0, peak = 0;
   for (const { kind } of program.flatMap(instr => instr.parts)) {

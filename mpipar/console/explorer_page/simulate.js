@@ -1,6 +1,6 @@
 // How long an order takes, as in pipeline/simulate.py with the costs f, i, w and hop. A worker runs
-// its passes one after the other, each as soon as its data have arrived. A test in a browser holds
-// the times equal to Python's.
+// its passes one after the other, each as soon as its data have arrived. A browser test keeps the
+// times equal to Python's.
 
 /** f, i, w: the cost of a pass by stage. overlap: the cost of OVERLAP_F_B divided by that of its
     parts. hop: from the end of a pass to the start of the pass on another worker that needs it. */
@@ -10,7 +10,7 @@ function duration(costs, pass) {
   return each.length > 1 ? (each[0] + each[1]) * costs.overlap : each[0];
 }
 
-/** The timeline of a schedule. A pass that would wait for ever runs without its data, and is marked
+/** The timeline of a schedule. A pass that would wait forever runs without its data and is marked
     as forced; a proved schedule has none. */
 function simulate(schedule, costs) {
   const spans = schedule.programs.map(() => []), clock = schedule.programs.map(() => 0);
@@ -40,7 +40,7 @@ function simulate(schedule, costs) {
     }
   };
   while (runnable.length || waiting.size) {
-    if (!runnable.length) {  // nobody can go on: the worker that is first in time does
+    if (!runnable.length) {  // no worker can proceed: force the earliest one
       const [key, rank] = [...waiting].reduce((a, b) => clock[b[1]] < clock[a[1]] ? b : a);
       forced.add(schedule.programs[rank][spans[rank].length]);
       waiting.delete(key);
@@ -51,7 +51,7 @@ function simulate(schedule, costs) {
   return figures(schedule, spans, messages);
 }
 
-/** What a timeline says: step, idle time, stash and messages, and the critical path. */
+/** The figures of a timeline: step, idle time, stash, messages, and the critical path. */
 function figures(schedule, spans, messages) {
   const makespan = Math.max(...spans.map(own => own.at(-1)?.end ?? 0));
   const busy = spans.map(own => own.reduce((sum, { start, end }) => sum + end - start, 0));
@@ -64,8 +64,8 @@ function figures(schedule, spans, messages) {
            peakStash: schedule.programs.map(peakStash) };
 }
 
-/** The chain of passes that decides when the step ends: from its last pass back, each time to what
-    the pass waited for, a message or the pass before it on its worker. */
+/** The chain of passes that determines when the step ends: from its last pass back, each time to
+    what the pass waited for, a message or the previous pass on its worker. */
 function criticalPath({ spans, makespan }) {
   const path = [];
   let span = spans.map(own => own.at(-1)).find(last => last && last.end === makespan);

@@ -1,4 +1,4 @@
-// What every page has: its data, elements, numbers, tables that sort, and the choice of a theme.
+// Shared by all pages: data, elements, numbers, sortable tables, and the choice of a theme.
 const page = JSON.parse(document.getElementById("data").textContent);
 const find = id => document.getElementById(id);
 
@@ -35,7 +35,7 @@ function ticks(low, high, count = 5) {
   return found;
 }
 
-/** What a click does, the keyboard does too. */
+/** Let the keyboard do what a click does. */
 function onPress(target, act) {
   target.tabIndex = 0;
   target.onclick = act;
@@ -46,7 +46,7 @@ function onPress(target, act) {
   };
 }
 
-/** How much a text such as `1,024 KiB` says; NaN for other texts. */
+/** The value of a text such as `1,024 KiB`; NaN for other texts. */
 function amount(text) {
   const [, digits, unit] = /^([\d,.]+) ?([kKMG]?)/.exec(text) ?? [];
   return digits ? +digits.replaceAll(",", "") * ({ k: 1e3, K: 1e3, M: 1e6, G: 1e9 }[unit] ?? 1)
@@ -58,8 +58,8 @@ function compare(one, other) {
   return amount(one) - amount(other) || one.localeCompare(other, "en", { numeric: true });
 }
 
-/** Fill a table, which a press on the name of a column sorts. columns: [name, the value of a row,
-    what its cell shows: text or an element]. press(row, line): what a press on a row does. */
+/** Fill a table that can be sorted by clicking a column's name. columns: [name, value of a row,
+    content of its cell: text or an element]. press(row, line): the action of clicking a row. */
 function fillTable(table, columns, rows, press) {
   const head = element("tr"), lines = rows.map(row => Object.assign(element("tr"), { row }));
   for (const [name, value, show = value] of columns) {
@@ -86,7 +86,7 @@ function fillTable(table, columns, rows, press) {
   table.tBodies[0].append(...lines);
 }
 
-/** The button of the theme. recolour: draws again what does not follow the style sheet. */
+/** The theme button. recolour: redraws what does not follow the style sheet. */
 function theme(recolour = () => {}) {
   const names = ["system", "light", "dark"], root = document.documentElement;
   const use = name => {

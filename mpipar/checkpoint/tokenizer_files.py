@@ -1,7 +1,7 @@
-"""What lies beside weights: the tokenizer's files, and which token ids begin and end a text.
+"""Files beside weights: the tokenizer's, and one with the token ids that begin and end a text.
 
-A run copies these files from its data or from the weights that it starts from. So the weights that
-it writes are a model that other programs load with its tokenizer.
+A run copies them from its data or from the weights that it starts from, so that the weights it
+writes are a model that other programs can load together with its tokenizer.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ from pathlib import Path
 
 from mpipar.data import tokenizer
 from mpipar.errors import DataError
-from mpipar.files import own
+from mpipar.files import no_links
 from mpipar.files.bounded import problems_as, read_bytes, read_json
 from mpipar.files.replace import replace_file
 
@@ -20,12 +20,12 @@ FILES = (*tokenizer.FILES, GENERATION)
 IDS = ("bos_token_id", "eos_token_id", "pad_token_id")
 
 
-def read_companions(source: Path | None, speaks=None) -> dict[str, bytes]:
-    """{name: content} of the files to lie beside weights.
+def read_tokenizer_files(source: Path | None, speaks=None) -> dict[str, bytes]:
+    """Return {name: content} of the files to put beside weights.
 
-    source: the folder of the weights before. speaks: the Tokenizer of the run. With another one
-    nothing in `source` holds any more. Else its generation_config.json says which ids begin and end
-    a text, or config.json, or the tokenizer. Raises DataError for a file that cannot be read.
+    source: the folder of the initial weights. speaks: the run's Tokenizer; if it is another one,
+    nothing in `source` applies. Otherwise its generation_config.json says which ids begin and end
+    a text, else config.json, else the tokenizer. Raises DataError for a file that cannot be read.
     """
     found, files = _read(source) if source else {}, speaks.files if speaks else {}
     if files and found.keys() - {GENERATION} and any(
@@ -37,7 +37,7 @@ def read_companions(source: Path | None, speaks=None) -> dict[str, bytes]:
 
 
 def _read(source: Path) -> dict[str, bytes]:
-    """{name: content} of the files beside weights; generation_config.json is made if need be."""
+    """Return {name: content} of the files beside weights; make generation_config.json if needed."""
     found = {}
     for name in FILES:
         if (source / name).exists():
@@ -49,18 +49,18 @@ def _read(source: Path) -> dict[str, bytes]:
     return found
 
 
-def write_companions(found: dict[str, bytes], folder: Path) -> None:
-    """Write files into a folder, which is made if need be; it is no link. Raises OSError."""
+def write_tokenizer_files(found: dict[str, bytes], folder: Path) -> None:
+    """Write files into a folder, which is created if necessary; refuse a link. Raises OSError."""
     if found:
-        own.make_root(folder.parent)
+        no_links.make_root(folder.parent)
     for name, content in found.items():
         replace_file(f"{folder.name}/{name}", [content], root=folder.parent)
 
 
 def token_ids(path: Path, vocab_size: int | None = None) -> dict:
-    """{key: id, list of ids, or None} of IDS, as a JSON file says; None without the file.
+    """Return {key: id, list of ids, or None} for IDS from a JSON file; all None without the file.
 
-    An id that is none of the vocabulary counts as None.
+    An id outside the vocabulary is treated as None.
     """
     content = read_json(path) if path.exists() else {}
     found = content if isinstance(content, dict) else {}
@@ -73,10 +73,10 @@ def _is_id(value, vocab_size: int | None) -> bool:
 
 
 def config_texts(folder: Path, config: dict) -> dict[str, str]:
-    """{name: text} of config.json and generation_config.json to write into a folder.
+    """Return {name: text} of config.json and generation_config.json to write into a folder.
 
-    config: all fields but the ids of tokens, which are those of the folder's own
-    generation_config.json. That file stays as it is.
+    config: all fields except the token ids, which are taken from the folder's existing
+    generation_config.json; that file is not changed.
     """
     path = folder / GENERATION
     ids = token_ids(path, config.get("vocab_size"))

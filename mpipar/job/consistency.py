@@ -1,7 +1,7 @@
-"""What must be the same on all ranks of a job, and the table of what is not.
+"""What all ranks of a job must have in common, and a table of the differences.
 
-Ranks of different versions, flags or data would train a model that nobody asked for, or wait for
-each other for ever. A fact is a name with a value as text.
+Ranks that run different versions, flags or data would train a model nobody asked for, or wait for
+each other forever. A fact is a name with a textual value.
 """
 
 from __future__ import annotations
@@ -18,13 +18,13 @@ from mpipar import __version__
 from mpipar.files.text import harmless
 
 PACKAGE = Path(__file__).resolve().parents[1]
-REFUSED = "refused"  # the fact of a rank that does not understand its flags
+REFUSED = "refused"  # the fact of a rank that rejected its flags
 PROGRAMS = ("mpipar", "Python", "NumPy", "mpi4py")  # the names in `versions`
 MOST_SHOWN = 60  # characters of a value in the table
 
 
 def versions() -> dict[str, str]:
-    """Facts about the programs that this rank runs. NumPy is not loaded for them."""
+    """Return facts about the software that this rank runs, without importing NumPy."""
     import mpi4py
 
     return {"mpipar": f"{__version__}, source {source_digest()[:12]}",
@@ -33,17 +33,17 @@ def versions() -> dict[str, str]:
 
 
 def numpy_version() -> str:
-    """NumPy's version, from its files."""
+    """Return NumPy's version, read from its files."""
     text = Path(find_spec("numpy").origin).with_name("version.py").read_text(encoding="utf-8")
     return re.search('^version = "(.*)"', text, re.MULTILINE)[1]
 
 
 def source_digest() -> str:
-    """SHA-256 over the names and bytes of the package's sources."""
+    """Return the SHA-256 of the names and bytes of the package's sources."""
     digest = hashlib.sha256()
     paths = [f"{folder}/{name}" for folder, _, names in os.walk(PACKAGE)
              for name in names if name.endswith((".py", ".cu", ".cuh"))]
-    for path in sorted(paths):  # every start waits for this, and Paths take longer than texts
+    for path in sorted(paths):  # every start waits for this, and Path objects are slower
         content = Path(path).read_bytes()
         digest.update(f"{path.removeprefix(str(PACKAGE))} {len(content)}\n".encode())
         digest.update(content)
@@ -51,9 +51,9 @@ def source_digest() -> str:
 
 
 def differences(facts: Sequence[dict[str, str]]) -> list[str]:
-    """Return the table of fields that differ, with the ranks of each value; facts: of each rank.
+    """Return a table of the fields that differ, with the ranks of each value. facts: one per rank.
 
-    A field that some ranks lack is left out, unless it says why they refuse their flags.
+    A field that some ranks lack is left out, unless it says why a rank rejected its flags.
     """
     rows = [("field", "ranks", "value")]
     for field in dict.fromkeys(name for fact in facts for name in fact):
@@ -73,7 +73,7 @@ def _cut(value: str) -> str:
 
 
 def ranges(numbers: Sequence[int]) -> str:
-    """[0, 1, 2, 5] -> '0-2,5'."""
+    """Return ranges as text: [0, 1, 2, 5] -> '0-2,5'."""
     runs: list[list[int]] = []
     for number in numbers:
         if runs and number == runs[-1][1] + 1:

@@ -1,11 +1,11 @@
-"""Files of a folder that a job writes: regular files of this user, reached through no link.
+"""Access to a run's files without following links: regular files that belong to this user.
 
-Somebody else may have made the folder, or may write in it. So every step from the folder, the
-*root*, down to a file is taken from an open folder and follows no symbolic link. A file that is
-there already is opened for writing only if it belongs to this user and has no second name. The root
-itself is what the user has typed: links on the way to it count.
+Another user may have created the folder, or may be able to write to it. Every step from the folder,
+the *root*, down to a file therefore starts from an open folder and follows no symbolic link. An
+existing file is opened for writing only if it belongs to this user and has no other hard link. The
+root itself is what the user typed: links on the way to it are followed.
 
-Each function raises OSError, whose words say what is there instead.
+Each function raises OSError, whose message says what is there instead.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from pathlib import Path
 from typing import BinaryIO
 
 FOLDER = os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC
-# On a regular file O_NONBLOCK does nothing. A pipe is opened without waiting for its other end.
+# O_NONBLOCK has no effect on a regular file; it opens a pipe without waiting for its other end.
 SAFELY = os.O_NOFOLLOW | os.O_NONBLOCK | os.O_NOCTTY | os.O_CLOEXEC
 NEW = os.O_RDWR | os.O_CREAT | os.O_EXCL | SAFELY
 KINDS = ((stat.S_ISLNK, "a symbolic link"), (stat.S_ISDIR, "a folder"),
@@ -30,15 +30,15 @@ KINDS = ((stat.S_ISLNK, "a symbolic link"), (stat.S_ISDIR, "a folder"),
 
 
 def kind_of(mode: int) -> str:
-    """Return what a file is, in words, if it is no regular file; else ""."""
+    """Return what a file is if it is not a regular file, as text; else ""."""
     return next((text for check, text in KINDS if check(mode)), "")
 
 
 @contextmanager
 def folder(root, inside: str | os.PathLike = "", *, make: bool = False) -> Iterator[int]:
-    """Yield the descriptor of the folder root/inside, each part of it a real folder.
+    """Yield the descriptor of the folder root/inside, each part of which must be a real folder.
 
-    make: make what is missing below the root, and take no folder of another user.
+    make: create what is missing below the root, and refuse folders of other users.
     """
     descriptor = os.open(root, FOLDER)
     try:
@@ -60,7 +60,7 @@ def folder(root, inside: str | os.PathLike = "", *, make: bool = False) -> Itera
 
 
 def make_root(root) -> None:
-    """Make a root, and the folders above it, where there is none."""
+    """Create a root, and the folders above it, if it does not exist."""
     if not os.path.exists(root):
         os.makedirs(root)
 
@@ -68,7 +68,7 @@ def make_root(root) -> None:
 def opened(root, name: str, flags: int, *, make: bool = False) -> int:
     """Return the descriptor of the regular file root/name; the flags are those of os.open.
 
-    make: make the folder in which it lies.
+    make: create the folder that contains it.
     """
     inside, _, last = name.rpartition("/")
     with folder(root, inside, make=make) as parent:
@@ -92,24 +92,24 @@ def opened(root, name: str, flags: int, *, make: bool = False) -> int:
 
 
 def create(root, name: str, *, make: bool = False) -> BinaryIO:
-    """Return a new file for bytes; FileExistsError if anything has that name."""
+    """Return a new binary file; FileExistsError if anything has that name."""
     return open(opened(root, name, NEW, make=make), "wb")
 
 
 def append(root, name: str) -> BinaryIO:
-    """Return the file for adding bytes at its end, without a buffer; it can be read, too."""
+    """Return the file for appending bytes, unbuffered; it can also be read."""
     return open(opened(root, name, os.O_RDWR | os.O_APPEND | os.O_CREAT), "a+b", buffering=0)
 
 
 def remove(root, name: str) -> None:
-    """Remove a file, or a link itself, if it is there."""
+    """Remove a file, or a link itself, if it exists."""
     inside, _, last = name.rpartition("/")
     with suppress(FileNotFoundError), folder(root, inside) as parent:
         os.unlink(last, dir_fd=parent)
 
 
 def remove_tree(root, name: str) -> None:
-    """Remove a folder with all that is in it, if it is there; a link is refused."""
+    """Remove a folder and all its contents, if it exists; refuse a link."""
     inside, _, last = name.rpartition("/")
     with suppress(FileNotFoundError), folder(root, inside) as parent:
         if (kind := kind_of(os.lstat(last, dir_fd=parent).st_mode)) != "a folder":
@@ -118,7 +118,7 @@ def remove_tree(root, name: str) -> None:
 
 
 def _check_owner(status: os.stat_result, name: str, parent: int) -> None:
-    """Refuse what another user owns. Root may write everywhere, whoever owns it."""
+    """Refuse what another user owns. Root may write anywhere, whoever the owner."""
     user = os.geteuid()
     if user not in (0, status.st_uid) and _owner_of_new(parent) != status.st_uid:
         raise OSError(errno.EPERM, f"{name} belongs to another user (id {status.st_uid}, yours is"
@@ -126,7 +126,7 @@ def _check_owner(status: os.stat_result, name: str, parent: int) -> None:
 
 
 def _owner_of_new(parent: int) -> int:
-    """Whose a file is that this process makes here: some disks show all files as one user's."""
+    """Return the owner of files created here: some file systems show all files as one user's."""
     name = f".owner-{secrets.token_hex(8)}"
     try:
         descriptor = os.open(name, NEW, 0o600, dir_fd=parent)
@@ -140,7 +140,7 @@ def _owner_of_new(parent: int) -> int:
 
 
 def _in_words(error: OSError, name: str, parent: int) -> OSError:
-    """The error, or one that says what stands in place of a file or folder."""
+    """Return the error, or one that says what is there instead of a file or folder."""
     with suppress(OSError):
         kind = kind_of(os.lstat(name, dir_fd=parent).st_mode)
         if kind == "a symbolic link" or (kind and error.errno in (errno.ENXIO, errno.EISDIR)):
@@ -149,4 +149,4 @@ def _in_words(error: OSError, name: str, parent: int) -> OSError:
 
 
 def _refusal(name: str, kind: str) -> OSError:
-    return OSError(errno.EPERM, f"{name} is {kind}, which it may not be in a run; move it away")
+    return OSError(errno.EPERM, f"{name} is {kind}, which is not allowed in a run; move it away")
