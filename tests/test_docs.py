@@ -205,13 +205,13 @@ def test_what_a_step_moves_and_computes_follows_from_its_shapes():
     ("code: mpipar/cli.py gone", "no gone in the file"),
     ("result: bench/results/gone.json", "no file bench/results/gone.json"),
     ("measured: bench/results/gone.json", "No such file"),
-    ("measured: bench/results/tiles.json", "is a file of bench.tiles"),
+    ("measured: bench/results/tiles.json", "a file of bench.tiles"),
     ("picture: one circle", "use a name and one of the kinds timeline"),
     ("picture: one timeline made-up", "made-up"),
     ("picture: one roofline bench/results/gone.json", "gone.json"),
     ("table: gone", "use folders, files, exit codes"), ("exercise: 99z", "no exercise 99z"),
     ("map: gone", "use folders"),
-    ("made-up: x", "PLAIN TEXT"), ("made: x", "no block is of this kind")])
+    ("made-up: x", "PLAIN TEXT"), ("made: x", "unknown kind of block")])
 def test_a_wrong_block_is_refused(comment, message):
     if message == "PLAIN TEXT":
         assert f"<!-- {comment} -->\n<!-- end -->" in written(f"<!-- {comment} -->")

@@ -135,7 +135,7 @@ def test_a_trace_that_cannot_be_written_is_removed_and_said(
     assert list(tmp_path.iterdir()) == []
     warnings = capsys.readouterr().err.splitlines()
     assert len(warnings) == 1
-    assert "rank 0 can't write its trace" in warnings[0]
+    assert "rank 0 cannot write its trace" in warnings[0]
     assert str(error) in warnings[0]
 
 
@@ -154,7 +154,7 @@ def test_a_trace_that_cannot_be_written_does_not_hide_the_error(
     tracer = Tracer(fresh(trace="1"), None, tmp_path)
     with pytest.raises(ZeroDivisionError), tracer.step(1):
         raise ZeroDivisionError
-    assert "the trace can't be written: [Errno 28]" in capsys.readouterr().err
+    assert "cannot write the trace: [Errno 28]" in capsys.readouterr().err
 
 
 def test_a_cut_file_of_a_rank_is_refused(tmp_path, one_clock):

@@ -209,7 +209,7 @@ def with_head(change):
     ("rank-00001.jsonl", lambda texts: texts[1][:-30], r"line \d+: not a trace"),
     ("rank-00001.jsonl", lambda texts: "", "trace schema None"),
     ("rank-00001.jsonl", lambda texts: texts[1].rsplit("\n", 4)[0] + "\n", r"\d+ lines of \d+"),
-    ("meta.json", lambda texts: texts[2].replace('"owners"', '"x"'), "not a trace's: it.clock has"),
+    ("meta.json", lambda texts: texts[2].replace('"owners"', '"x"'), "not of a trace: it.clock has"),
     ("meta.json", lambda texts: texts[2].replace('"tp": 2', '"tp": 1'), "s: the layout"),
     ("meta.json", lambda texts: "{}", "trace schema None"),
 ])  # fmt: skip

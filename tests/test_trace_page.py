@@ -219,7 +219,7 @@ def test_a_big_trace_is_thinned_and_says_so(opened):
     told = page.run("return document.getElementById('remarks').textContent")
     match = re.fullmatch(
         r"thinned: (\d+) of 2,000 slices are shown; step 1 of 1 step, slices from [\d.]+ us on"
-        "one step is traced: what is slow in every step shows only in several", told)
+        "one step is traced: what is slow in every step shows only with several", told)
     assert match, told
     assert int(match[1]) == page.run(COUNT) <= 300
 

@@ -1,4 +1,4 @@
-"""Pictures of who holds what: blocks of a product, layers, ranks, and a ring."""
+"""Pictures of what each rank holds: blocks of a product, layers, grids of ranks, and a ring."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ TOKENS, WIDTHS = 56, {"up": (64, 128), "down": (128, 64)}  # drawn lengths
 
 
 def barrier(canvas: Drawing, x: float, top: float, high: float, record) -> str:
-    """A red bar where ranks wait, with the operation and its bytes; returns both."""
+    """Draw a red bar where ranks wait; return its label, the operation and its bytes."""
     operation, size = record.operation.replace("_", "-"), nbytes(record.payload_bytes)
     canvas.rect(x, top, 7, high, "wait", tip=record.name)
     canvas.text(x + 3, top + high + 15, operation, "bold small", "middle")
@@ -31,7 +31,8 @@ def barrier(canvas: Drawing, x: float, top: float, high: float, record) -> str:
 
 
 def blocks(words: list[str], root: Path) -> Picture:
-    """`blocks column|row|pair|gather --ranks Q`: who holds which block of x, w and y of a product.
+    """`blocks column|row|pair|gather --ranks Q`: which rank holds which block of a product's x, w
+    and y.
 
     The barriers come from a step on shapes of a decoder with one block, cut over Q ranks.
     """
@@ -75,7 +76,9 @@ def blocks(words: list[str], root: Path) -> Picture:
 
 def matrix(canvas: Drawing, x: float, name: str, shape: tuple[int, int], cut: int | None,
            ranks: int) -> float:
-    """A matrix (rows, columns) cut along an axis, or held whole by everybody; returns x behind."""
+    """Draw a matrix (rows, columns), cut along an axis or whole on every rank; return the x after
+    it.
+    """
     rows, columns = shape
     y = TOP + 64 - rows / 2
     canvas.text(x + columns / 2, TOP - 8, name, "bold", "middle")
@@ -90,7 +93,9 @@ def matrix(canvas: Drawing, x: float, name: str, shape: tuple[int, int], cut: in
 
 
 def parts_of_sum(canvas: Drawing, x: float, name: str, columns: int, ranks: int) -> float:
-    """Each rank's part of a sum, all of the whole shape, one behind the other."""
+    """Draw each rank's part of a sum, all of the full shape, one after the other; return the x
+    after.
+    """
     canvas.text(x + columns / 2, TOP - 8, f"parts of {name}", "bold", "middle")
     for rank in range(ranks):
         canvas.rect(x + 9 * rank, TOP + 36 + 11 * rank, columns, TOKENS, f"r{rank}",
@@ -136,7 +141,7 @@ def chain(words: list[str], root: Path) -> Picture:
 def grid(words: list[str], root: Path) -> Picture:
     """`grid [flags of explain]`: the ranks of a layout, and the bytes of each axis between them."""
     says = {"dp": "sums of gradients", "pp": "activations and their gradients",
-            "cp": "keys and values", "tp": "barriers inside of layers"}
+            "cp": "keys and values", "tp": "barriers inside layers"}
     config = config_of(words)
     steps = [predict(config, rank) for rank in range(config.grid.num_ranks)]
     grids = [Grid.of(config.grid, step.world_rank) for step in steps]
@@ -166,7 +171,9 @@ def grid(words: list[str], root: Path) -> Picture:
 
 
 def place_of(grid: Grid) -> tuple[float, float]:
-    """The corner of a rank: pp down, tp and cp across, dp into the depth where these are there."""
+    """Return the corner of a rank: pp down, tp and cp across, dp into the depth if there are
+    several.
+    """
     inner, depth = grid.place("cp") * grid.size("tp") + grid.place("tp"), grid.place("dp")
     layers = grid.size("dp") - 1
     if grid.size("tp") * grid.size("cp") == 1:
@@ -176,12 +183,13 @@ def place_of(grid: Grid) -> tuple[float, float]:
 
 
 def hops(size: int) -> list[tuple[list[list[int]], list[int], bool]]:
-    """(pieces of each rank, the piece that each rank sends next, whether it is added) of each hop.
+    """Return (pieces of each rank, the piece each rank sends next, whether it is added) of each
+    hop.
 
-    Rank r starts with 10**r in each of its `size` pieces, so a sum's digits say who is in it. For
-    size - 1 hops each rank adds the piece that arrives to its own: a reduce-scatter. Then one rank
-    has the whole sum of a piece, and size - 1 more hops copy it round: an all-gather. Behind the
-    last hop nothing is sent.
+    Rank r starts with 10**r in each of its `size` pieces, so the digits of a sum show whose parts
+    it contains. In the first size - 1 hops each rank adds the piece that arrives to its own: a
+    reduce-scatter. Then each piece's sum is complete on one rank, and size - 1 more hops copy it
+    round the ring: an all-gather. After the last hop nothing is sent.
     """
     held, found = [[10**rank] * size for rank in range(size)], []
     for hop in range(2 * (size - 1)):

@@ -1,4 +1,4 @@
-"""Pictures of rows along an axis: of time, tokens, bytes, or powers of two."""
+"""Pictures made of rows along one axis: time, tokens, bytes, or powers of two."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ Picture = tuple[str, str]  # SVG and alt text
 
 @dataclass(frozen=True)
 class Lanes:
-    """Rows of boxes: value `first` of the axis stands at x = left, and 1 is `scale` wide."""
+    """Rows of boxes: value `first` of the axis is at x = left, and 1 is `scale` wide."""
 
     canvas: Drawing
     left: float
@@ -39,11 +39,11 @@ class Lanes:
     first: float = 0.0
 
     def at(self, value: float) -> float:
-        """The x of a value."""
+        """Return the x of a value."""
         return self.left + (value - self.first) * self.scale
 
     def box(self, y: float, start: float, end: float, kind: str, **more) -> None:
-        """A box from a value to another; more: see `Drawing.rect`."""
+        """Draw a box from one value to another; more: see `Drawing.rect`."""
         self.canvas.rect(self.at(start), y, (end - start) * self.scale, self.high, kind, **more)
 
 
@@ -162,7 +162,7 @@ def tokens(words: list[str], root: Path) -> Picture:
         " pairs it multiplies", [(f"r{rank}", f"rank {rank}") for rank in ranks])
     held = {method: [token_pieces(length, method, args.cp, rank) for rank in ranks]
             for method in ("ring", "ulysses")}
-    # Pairs of a query in these pieces and a key before it or at its place.
+    # Pairs of a query in these pieces with a key at or before its position.
     counts = {method: [sum((one.stop * (one.stop + 1) - one.start * (one.start + 1)) // 2
                            for one in pieces) for pieces in own] for method, own in held.items()}
     lanes = Lanes(canvas, 150, 560 / length, 30)
@@ -224,9 +224,9 @@ def bars(words: list[str], root: Path) -> Picture:
 
 
 def buckets(words: list[str], root: Path) -> Picture:
-    """`buckets [flags of explain]`: sums of gradients that travel during the backward pass.
+    """`buckets [flags of explain]`: gradient all-reduces in flight during the backward pass.
 
-    From a step of rank 0 on shapes. Work done so far, in FLOPs of products, stands in for time.
+    From a step of rank 0 on shapes, where the FLOPs of the products done so far stand in for time.
     """
     config = config_of(words)
     step = watch(config, 0)
@@ -239,7 +239,7 @@ def buckets(words: list[str], root: Path) -> Picture:
     end = passes[-1].flops
     start = min(sums[0][0], max((look.flops for look in passes if look.name[0] == "F"), default=0))
     canvas = Drawing(
-        f"{layout_words(config)}: gradients travel while the backward pass goes on",
+        f"{layout_words(config)}: gradients travel while the backward pass continues",
         [("r2", "rank 0 computes"), ("dp", "sum of a bucket may travel")])
     lanes = Lanes(canvas, 92, 600 / (end - start), 26, start)
     canvas.text(0, 101, "passes")

@@ -1,4 +1,4 @@
-"""Pictures with two axes: schedules, products under their roofs, and memory over a step."""
+"""Pictures with two axes: schedules, products under a roofline, and memory over a step."""
 
 from __future__ import annotations
 
@@ -36,12 +36,12 @@ class Plot:
     y: Callable[[float], float]
 
     def at(self, x: float, y: float) -> tuple[float, float]:
-        """The place of a point."""
+        """Return the place of a point."""
         return (self.corner[0] + self.size[0] * self.x(x),
                 self.corner[1] + self.size[1] * (1 - self.y(y)))
 
     def ticks(self, across: Ticks, up: Ticks, title: str) -> None:
-        """Values below and beside the plot, and the title of the axis below."""
+        """Draw values below and beside the plot, and the title of the axis below."""
         left, bottom = self.corner[0], self.corner[1] + self.size[1]
         for value, words in across:
             self.canvas.note(left + self.size[0] * self.x(value), bottom + 18, words)
@@ -50,7 +50,7 @@ class Plot:
         self.canvas.text(left + self.size[0] / 2, bottom + 38, title, "soft", "middle")
 
     def axes(self, more: float = 0) -> None:
-        """Lines at the left and the bottom; this one is `more` longer."""
+        """Draw lines at the left and the bottom; the latter is `more` longer."""
         (left, top), (wide, high) = self.corner, self.size
         self.canvas.line((left, top + high), (left + wide + more, top + high), "ink")
         self.canvas.line((left, top), (left, top + high), "ink")
@@ -89,9 +89,9 @@ def tradeoff(words: list[str], root: Path) -> tuple[str, str]:
 
 
 def label(plot: Plot, x: float, y: float, words: str, taken: list) -> None:
-    """Names beside a point: at the first place where nothing stands, the nearest ones first.
+    """Write names beside a point, in the nearest place that is still free.
 
-    taken: (left, right, y) of all that stands there, which this adds to.
+    taken: (left, right, y) of each text drawn so far; the new ones are added.
     """
     width, ((left, top), (wide, high)) = CHARACTER * len(words), (plot.corner, plot.size)
     spans = [(side, side + width, y + step * sign * ROW) for step in range(9) for sign in (-1, 1)
@@ -149,7 +149,7 @@ def roofline(words: list[str], root: Path) -> tuple[str, str]:
 
 
 def purposes_of(parts: Iterable[dict[str, int]]) -> list[str]:
-    """The labels of memory that hold something in any of these {label: bytes}."""
+    """Return the labels of memory that hold something in any of these {label: bytes}."""
     parts = list(parts)
     return [label for label in labels_of(parts) if any(one.get(label) for one in parts)]
 
@@ -157,7 +157,7 @@ def purposes_of(parts: Iterable[dict[str, int]]) -> list[str]:
 def memory(words: list[str], root: Path) -> tuple[str, str]:
     """`memory [flags of explain] [--rank R]`: what a rank holds in the course of a step, on shapes.
 
-    The step is the real one, run without numbers. Work done so far, in FLOPs of products, stands in
+    The step is the real one, run without numbers; the FLOPs of the products done so far stand in
     for time.
     """
     config, rank = config_of(words), context_of(words).args.rank or 0

@@ -1,7 +1,7 @@
-"""What the ranks of an example write down, and how world rank 0 prints it.
+"""Collects what the ranks of an example write down, and formats it for world rank 0.
 
-Every rank notes titles and arrays in its own order. Where all ranks note the same titles, their
-arrays stand side by side. Otherwise one rank follows the other.
+Every rank notes titles and arrays in its own order. If all ranks note the same titles, their arrays
+are shown side by side; otherwise the ranks are shown one after the other.
 """
 
 from __future__ import annotations
@@ -29,12 +29,12 @@ class Board:
         self.notes.append([title, rows.tolist()])
 
     def say(self, title: str) -> None:
-        """Write a line without an array down."""
+        """Write a line without an array."""
         self.notes.append([title, []])
 
 
 class NoBoard(Board):
-    """Forgets everything: for the one rank that the others are compared with."""
+    """A board that discards everything: for the one rank that the others are compared with."""
 
     def note(self, title: str, x) -> None:
         pass
@@ -44,9 +44,9 @@ class NoBoard(Board):
 
 
 class ShownComm:
-    """A group each of whose barriers is written down: what a rank brings, and what it gets.
+    """A `Comm` that writes each barrier down: what a rank brings, and what it gets.
 
-    All else is that of the `Comm`.
+    Everything else is passed on to the `Comm`.
     """
 
     def __init__(self, comm, board: Board):
@@ -91,7 +91,7 @@ class ShownComm:
 
 
 class Arriving:
-    """A posted receive that is written down when it has come."""
+    """A posted receive that is written down when it has arrived."""
 
     def __init__(self, pending, name: str, board: Board):
         self.pending, self.name, self.board = pending, name, board
@@ -106,7 +106,7 @@ class Arriving:
 
 
 def number(value: float) -> str:
-    """Return a number with at most three digits behind the point."""
+    """Return a number with at most three decimal places."""
     text = f"{value:.3f}".rstrip("0").rstrip(".")
     return "0" if text == "-0" else text
 
@@ -154,5 +154,5 @@ def one_rank(notes: list) -> list[str]:
 
 
 def indented(lines: list[str]) -> list[str]:
-    """Return the lines, two places further right."""
+    """Return the lines, indented by two spaces."""
     return [f"  {line}" for line in lines]
