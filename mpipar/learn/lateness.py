@@ -99,9 +99,9 @@ def judge(make: Callable[[int], Planted], read: Callable, asked: Asked) -> Verdi
     """Return the verdict on a trace. read(words, Planted): the answer, in the truth's form."""
     planted = make(asked.seed)
     given = read(asked.words, planted)
-    told = [f"{one.kind}: {one.text}" for one in planted.analysis.findings]
+    findings = [f"{one.kind}: {one.text}" for one in planted.analysis.findings]
     return said(" ".join(given), " ".join(planted.truth), "`mpipar trace` says of it: "
-                + ("; ".join(told) or "no finding, all ranks are equally busy"))
+                + ("; ".join(findings) or "no finding, all ranks are equally busy"))
 
 
 def late_answer(words: tuple[str, ...], planted: Planted) -> tuple[str, ...]:

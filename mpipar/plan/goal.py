@@ -57,9 +57,9 @@ def scattered(q: int, index: int, part: int) -> Rounds:
 
 def along_chain(q: int, index: int, root: int, nbytes: int) -> Rounds:
     """Return the rounds of a broadcast from rank to rank, beginning with the root."""
-    behind = (index - root) % q
-    receives = [[Message("recv", (index - 1) % q, nbytes)]] if behind else []
-    return receives + ([[Message("send", (index + 1) % q, nbytes)]] if behind < q - 1 else [])
+    distance = (index - root) % q
+    receives = [[Message("recv", (index - 1) % q, nbytes)]] if distance else []
+    return receives + ([[Message("send", (index + 1) % q, nbytes)]] if distance < q - 1 else [])
 
 
 def exchanged(q: int, index: int, sent: list[int], received: list[int]) -> Rounds:

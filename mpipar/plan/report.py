@@ -142,9 +142,9 @@ def alone_seconds(question: Question) -> dict[str, float | None]:
     if len(kinds) == 1:
         return {}
     slowest = min(kinds, key=lambda kind: kind.cluster.product_tflops)
-    alike = Kind(slowest.cluster, question.ranks, min(kind.gib for kind in kinds))
+    uniform = Kind(slowest.cluster, question.ranks, min(kind.gib for kind in kinds))
     asked = {f"{kind.cluster.name} alone": kind for kind in kinds}
-    asked["equal work for all, at the slowest kind's speed"] = alike
+    asked["equal work for all, at the slowest kind's speed"] = uniform
     plans = {name: search(question._replace(kinds=(kind,)), 1) for name, kind in asked.items()}
     return {name: plan.best[0].step.total if plan.best else None for name, plan in plans.items()}
 

@@ -32,7 +32,7 @@ CHUNKS = (2, 3, 4, 5, 6, 7, 8, 10, 12)
 SCHEDULES = tuple(name for name, family in FAMILIES.items() if family.planned)
 MOST_ROWS = 64  # of a microbatch
 LONG = 8192  # tokens from which cutting a row pays off
-TOLD = 1000  # layouts between two calls of `tell`
+TELL_EVERY = 1000  # layouts between two calls of `tell`
 LESS, MORE = 0.8, 1.2  # of the memory: the choices with these are part of the answer
 NO_TIME = StepTime(*[0.0] * len(StepTime._fields))  # of a layout without a bound
 EQUAL = 1e-6  # steps that differ by less take the same time
@@ -232,7 +232,7 @@ def search(question: Question, count: int = 5, tell=lambda text: None) -> Plan:
     rejected, ranked, fitting = Counter(), [], 0
     least, orders = None, Orders()
     for seen, layout in enumerate(layouts(question, rejected)):
-        if seen % TOLD == 0:
+        if seen % TELL_EVERY == 0:
             tell(f"{seen:,} layouts of {question.ranks} ranks, {fitting:,} fit")
         found = [one for kinds in permutations(question.kinds)
                  for one in placed(question, layout, kinds, orders)]

@@ -180,13 +180,13 @@ class Causes:
 
     def chain(self, call: Call) -> list[str]:
         """Return why a rank waited, step by step: the ranks that were waited for, to the root."""
-        told = []
+        steps = []
         while (earlier := self.before[id(call)]) is not None:
             record = earlier.record
-            told.append(f"rank {earlier.rank} waited for rank {earlier.late}"
-                        f" ({record.axis} {record.name})")
+            steps.append(f"rank {earlier.rank} waited for rank {earlier.late}"
+                         f" ({record.axis} {record.name})")
             call = earlier
-        return told + [cause.text() for cause, _ in self.parts[id(call)].most_common(1)]
+        return steps + [cause.text() for cause, _ in self.parts[id(call)].most_common(1)]
 
     def _explain(self, call: Call) -> None:
         """Fill `parts` and `before` of a call that waits."""

@@ -107,11 +107,11 @@ def timeline_data(analysis: Analysis, most_slices: int) -> tuple[dict, str | Non
 
 def chain_text(analysis: Analysis, call) -> str:
     """Return why a rank waited, from the late rank to the root, at most LONGEST_CHAIN steps."""
-    told = analysis.causes.chain(call)
-    left = len(told) - LONGEST_CHAIN
+    chain = analysis.causes.chain(call)
+    left = len(chain) - LONGEST_CHAIN
     if left > 0:
-        told[LONGEST_CHAIN // 2:-LONGEST_CHAIN // 2] = [f"{left} more"]
-    return "; ".join(told)
+        chain[LONGEST_CHAIN // 2:-LONGEST_CHAIN // 2] = [f"{left} more"]
+    return "; ".join(chain)
 
 
 def thin(analysis: Analysis, most: int) -> tuple[set[int], int, str | None]:

@@ -78,15 +78,15 @@ def slow_links(trace: Trace, waits: Waits, segments: list[list[Segment]]) -> lis
         cable = CABLE_NS_PER_BYTE * link.size
         if others and link.quick > max(SLOW_LINK * usual, least):
             times = link.length / max(usual, 1)
-            told = f"{times:.1f}x as long per byte as the axis's others"
+            reason = f"{times:.1f}x as long per byte as the axis's others"
         elif link.quick > least + cable:
-            usual, told = cable, "longer than over a gigabit cable"
+            usual, reason = cable, "longer than over a gigabit cable"
         else:
             continue
         lost = link.lost(trace, waits, usual)
         share = lost / (trace.end - trace.start)
         if share >= LARGE_SHARE:
-            found.append((f"{link.text()}, {told}: {share:.0%} of the step", lost))
+            found.append((f"{link.text()}, {reason}: {share:.0%} of the step", lost))
     return found
 
 

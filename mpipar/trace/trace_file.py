@@ -132,9 +132,9 @@ class Trace:
                    " not the speed of a machine with a core for each rank")
             return [f"{', '.join(found)}, {why}"]
         waited = max(rank.core_wait_ns / max(rank.end - rank.start, 1) for rank in self.ranks)
-        told = (f"ranks shared cores with other processes and waited up to {min(waited, 1):.0%} of"
-                " the time for one: the times are not those of an idle machine")
-        return [told] if waited >= LEAST_CORE_WAIT else []
+        remark = (f"ranks shared cores with other processes and waited up to {min(waited, 1):.0%}"
+                  " of the time for one: the times are not those of an idle machine")
+        return [remark] if waited >= LEAST_CORE_WAIT else []
 
     def remarks(self) -> list[str]:
         """Return the caveats that a reader must know before trusting the numbers."""

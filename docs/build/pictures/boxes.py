@@ -46,7 +46,7 @@ def blocks(words: list[str], root: Path) -> Picture:
         f"One product cut over {args.ranks} ranks: the colour of a block is the rank that holds it",
         [*((f"r{rank}", f"rank {rank}") for rank in range(args.ranks)),
          ("plain", "every rank holds all of it")])
-    x, told = 0.0, []
+    x, alt = 0.0, []
     for product in CUTS[args.cut]:
         by_column = product == "up" or args.cut == "gather"
         (before, weights, after), (inner, outer) = PRODUCTS[product], WIDTHS[product]
@@ -61,17 +61,17 @@ def blocks(words: list[str], root: Path) -> Picture:
             x = parts_of_sum(canvas, x, after, outer, args.ranks)
         for record in records:
             if record.phase == "F" and record.name.endswith(product):
-                told.append(f"Barrier in forward: {barrier(canvas, x, TOP - 2, 132, record)}")
+                alt.append(f"Barrier in forward: {barrier(canvas, x, TOP - 2, 132, record)}")
                 x = matrix(canvas, x + 7 + GAP, after, (TOKENS, outer), None, args.ranks)
     texts = [f"{one.operation.replace('_', '-')} of the input gradient at"
              f" {one.name.split('.')[-1]}, {nbytes(one.payload_bytes)}"
              for one in records if one.phase != "F"]
-    told.append("Barriers of the backward pass: "
+    alt.append("Barriers of the backward pass: "
                 + ("; ".join(texts) or "none: each rank needs only what it has"))
-    canvas.text(0, TOP + 192, f"{told[-1]}.", "soft")
+    canvas.text(0, TOP + 192, f"{alt[-1]}.", "soft")
     return canvas.svg(f"Who holds what: {args.cut}", (
         f"A product cut over {args.ranks} ranks ({args.cut}): blocks of x, w and y in the colours"
-        f" of their ranks. {'. '.join(told)}"))
+        f" of their ranks. {'. '.join(alt)}"))
 
 
 def matrix(canvas: Drawing, x: float, name: str, shape: tuple[int, int], cut: int | None,
@@ -118,13 +118,13 @@ def chain(words: list[str], root: Path) -> Picture:
         f"One block of one microbatch on {layout_words(config)}: layers, and where all ranks"
         " wait", [("r0", "each rank has its part"), ("plain", "every rank does all of it"),
                   ("wait", "barrier")])
-    told = []
+    alt = []
     for y, title in ((92, "forward"), (212, "backward")):
         forward = title == "forward"
         found = {one.name.removeprefix("block0."): one for one in records
                  if (one.phase == "F") == forward}
         canvas.text(0, y + 26, title, "bold")
-        told += [f"{title} {one.name} {one.operation.replace('_', '-')} {nbytes(one.payload_bytes)}"
+        alt += [f"{title} {one.name} {one.operation.replace('_', '-')} {nbytes(one.payload_bytes)}"
                  for one in found.values()]
         for place, (name, words) in enumerate(layers.items()):
             x, whole = 84 + 112 * place, name.startswith("norm")  # no rank has a part of a norm
@@ -135,7 +135,7 @@ def chain(words: list[str], root: Path) -> Picture:
             if name in found:
                 barrier(canvas, x + 94 if forward else x - 18, y - 8, 60, found[name])
     return canvas.svg("A block and its barriers", (
-        f"A block as a chain of layers with {len(told)} barriers: {'; '.join(told)}"))
+        f"A block as a chain of layers with {len(alt)} barriers: {'; '.join(alt)}"))
 
 
 def grid(words: list[str], root: Path) -> Picture:
@@ -151,10 +151,10 @@ def grid(words: list[str], root: Path) -> Picture:
         sent["dp"] = sent.get("dp", 0) + sent.pop("data", 0)  # sums over data ranks
         most = {axis: max(size, sent.get(axis, 0)) for axis, size in most.items()}
     axes = [axis for axis in AXES if getattr(config.grid, axis) > 1]
-    told = [f"{axis}: {says[axis]}, {nbytes(most[axis])}" for axis in axes]
+    alt = [f"{axis}: {says[axis]}, {nbytes(most[axis])}" for axis in axes]
     layout = layout_words(config)
     canvas = Drawing(f"{layout}: the width of a line is the bytes that a rank sends in a step",
-                     zip(axes, told, strict=True))
+                     zip(axes, alt, strict=True))
     middles = [(x + 46, y + 20) for x, y in map(place_of, grids)]
     for axis in axes:
         width = max(1.5, 14 * sqrt(most[axis] / max(most.values())))
@@ -167,7 +167,7 @@ def grid(words: list[str], root: Path) -> Picture:
         canvas.note(x, y + 12, one.describe())
     return canvas.svg(f"Bytes of a step by axis: {layout}", (
         f"The ranks of {layout} as boxes, joined along each axis. Most that a rank sends in a step:"
-        f" {'; '.join(told)}"))
+        f" {'; '.join(alt)}"))
 
 
 def place_of(grid: Grid) -> tuple[float, float]:

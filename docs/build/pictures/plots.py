@@ -78,14 +78,14 @@ def tradeoff(words: list[str], root: Path) -> tuple[str, str]:
                "microbatches stashed on the fullest worker")
     canvas.text(0, 64, "bubble: share of the step that workers idle", "soft")
     taken = [(x - 7, x + 7, y) for x, y in (plot.at(*point) for point in points)]
-    told = []
+    alt = []
     for (stash, bubble), names in sorted(points.items()):
         x, y = plot.at(stash, bubble)
         canvas.circle(x, y, 5, "tp", f"{', '.join(names)}: bubble {bubble} %, stash {stash:g}")
         label(plot, x, y, ", ".join(names), taken)
-        told.append(f"{', '.join(names)}: {bubble} % bubble, {stash:g} stashed")
+        alt.append(f"{', '.join(names)}: {bubble} % bubble, {stash:g} stashed")
     return canvas.svg("Bubble against stash", (
-        f"Bubble against stash on {p} workers with {m} microbatches. {'; '.join(told)}"))
+        f"Bubble against stash on {p} workers with {m} microbatches. {'; '.join(alt)}"))
 
 
 def label(plot: Plot, x: float, y: float, words: str, taken: list) -> None:
@@ -143,9 +143,9 @@ def roofline(words: list[str], root: Path) -> tuple[str, str]:
         near, anchor = (x - 9, "end") if x + 9 + CHARACTER * len(name) > 684 else (x + 9, "start")
         below = 20 if row["gflops"] > 0.8 * peak else 4  # clear of the roof
         canvas.text(near, y + below, name, "small", anchor)
-    told = "; ".join(f"{row['product']} {row['gflops']:.3g} GFLOP/s" for row in rows)
+    alt = "; ".join(f"{row['product']} {row['gflops']:.3g} GFLOP/s" for row in rows)
     return canvas.svg("Roofline of the product ladder", (
-        f"Roofline: memory gives {memory:.1f} GB/s, BLAS {peak:.0f} GFLOP/s. {told}"))
+        f"Roofline: memory gives {memory:.1f} GB/s, BLAS {peak:.0f} GFLOP/s. {alt}"))
 
 
 def purposes_of(parts: Iterable[dict[str, int]]) -> list[str]:
@@ -167,7 +167,7 @@ def memory(words: list[str], root: Path) -> tuple[str, str]:
     canvas = Drawing(f"Memory of rank {rank} in one step: {layout_words(config)}",
                      [(PURPOSES.get(label, "r5"), label) for label in labels])
     plot = Plot(canvas, (82, 78), (600, 260), lambda x: x / work, lambda y: y / most)
-    below, told = [0] * len(seen), []
+    below, alt = [0] * len(seen), []
     for label in labels:
         above = [low + look.live.get(label, 0) for low, look in zip(below, seen, strict=True)]
         edges = [[plot.at(look.flops, size) for look, size in zip(seen, edge, strict=True)]
@@ -175,7 +175,7 @@ def memory(words: list[str], root: Path) -> tuple[str, str]:
         peak = nbytes(max(look.live.get(label, 0) for look in seen))
         canvas.area([*edges[0], *reversed(edges[1])], PURPOSES.get(label, "r5"),
                     f"{label}: at most {peak}")
-        told.append(f"{label} {peak}")
+        alt.append(f"{label} {peak}")
         below = above
     plot.ticks((), ((most * share, nbytes(most * share)) for share in (0, 0.5, 1)),
                "work done in this step (FLOPs of products)")
@@ -188,7 +188,7 @@ def memory(words: list[str], root: Path) -> tuple[str, str]:
                 canvas.note((left + right) / 2, bottom + 17, name)
     return canvas.svg("Memory over a step", (
         "Memory of a rank as stacked areas over the passes of one step. At most:"
-        f" {', '.join(told)}; together {nbytes(most)}"))
+        f" {', '.join(alt)}; together {nbytes(most)}"))
 
 
 def utilization(words: list[str], root: Path) -> tuple[str, str]:
@@ -206,7 +206,7 @@ def utilization(words: list[str], root: Path) -> tuple[str, str]:
         ("wait", "best published for the device")])
     bar, columns, names, wide = 5, 2, 100, 200
     high = 34 + len(presets) * (bar * len(stacks) + 5)
-    told = []
+    alt = []
     for place, machine in enumerate(machines):
         left = place % columns * (names + wide + 50)
         top = 66 + place // columns * high
@@ -227,6 +227,6 @@ def utilization(words: list[str], root: Path) -> tuple[str, str]:
         highest, preset = max((row[f"{stack} %"], row["preset"]) for row in own for stack in stacks
                               if row[f"{stack} %"] != "-")
         published = "nothing" if most == "-" else f"{most:.1f} %"
-        told.append(f"{machine} at most {highest:.1f} % ({preset}), published {published}")
+        alt.append(f"{machine} at most {highest:.1f} % ({preset}), published {published}")
     return canvas.svg("Utilization that plans promise", (
-        f"Utilization that plans promise, by device: {'; '.join(told)}"))
+        f"Utilization that plans promise, by device: {'; '.join(alt)}"))

@@ -65,21 +65,21 @@ class ShownComm:
         self.board.note(f"before the {name} barrier", x)
         self._barrier("all_reduce", name, x.nbytes)
         y = self.comm.all_reduce(x, name, op)
-        self.board.note("behind it", y)
+        self.board.note("after it", y)
         return y
 
     def all_gather(self, x, name: str):
         self.board.note(f"before the {name} barrier", x)
         self._barrier("all_gather", name, x.nbytes * self.comm.size)
         y = self.comm.all_gather(x, name)
-        self.board.note("behind it", y)
+        self.board.note("after it", y)
         return y
 
     def reduce_scatter(self, x, name: str):
         self.board.note(f"before the {name} barrier", x)
         self._barrier("reduce_scatter", name, x.nbytes)
         y = self.comm.reduce_scatter(x, name)
-        self.board.note("behind it", y)
+        self.board.note("after it", y)
         return y
 
     def isend(self, x, peer: int, tag: int, name: str):
@@ -127,15 +127,15 @@ def beside(parts: list[tuple[str, list[str]]]) -> list[str]:
     return [GAP.join(row).rstrip() for row in zip(*columns, strict=True)]
 
 
-def printed(everybody: list[list]) -> list[str]:
+def printed(by_rank: list[list]) -> list[str]:
     """Return the lines of all ranks' notes, in the order of the ranks."""
-    titles = [[title for title, _ in notes] for notes in everybody]
+    titles = [[title for title, _ in notes] for notes in by_rank]
     if any(one != titles[0] for one in titles):
-        return [line for index, notes in enumerate(everybody)
+        return [line for index, notes in enumerate(by_rank)
                 for line in ["", f"rank {index}:", *one_rank(notes)]]
     lines = []
     for position, title in enumerate(titles[0]):
-        arrays = [notes[position][1] for notes in everybody]
+        arrays = [notes[position][1] for notes in by_rank]
         lines += ["", title]
         if not arrays[0]:
             continue

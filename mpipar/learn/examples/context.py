@@ -26,8 +26,8 @@ def context(case) -> list[float]:
     case.board.note("their v", v[0, held, 0, 0][None])
     case.board.say("k and v travel together, k in the first row and v in the second")
 
-    def attended(method, group, places, everybody):
-        batch = Batch(None, None, places, everybody)
+    def attended(method, group, places, all_places):
+        batch = Batch(None, None, places, all_places)
         mine = [np.ascontiguousarray(one[:, places]) for one in (q, k, v)]
         return method.forward(case.ops, *mine, batch, group, "attn")[0][0, :, 0, 0]
 
