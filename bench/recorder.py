@@ -150,8 +150,8 @@ def measure(args, session) -> Outcome | int:
     busiest = max(range(world.size), key=shares.__getitem__)
     records, spans, step_ns = everything[busiest]
     summary = (f"\ndefault model on {counted(world.size, 'rank')}: {records} records and {spans}"
-               f" spans in a step of {step_ns * 1e-6:.1f} ms on rank {busiest}: {shares[busiest]:.3%}"
-               f" of it; limit {SHARE_LIMIT:.0%}")
+               f" spans in a step of {step_ns * 1e-6:.1f} ms on rank {busiest}:"
+               f" {shares[busiest]:.3%} of it; limit {SHARE_LIMIT:.0%}")
     facts = {"ranks": world.size, "records_per_step": records, "spans_per_step": spans,
              "step_ms": round(step_ns * 1e-6, 1), "percent_of_step": round(
                  100 * shares[busiest], 3)}

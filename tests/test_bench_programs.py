@@ -1,4 +1,4 @@
-"""Programs of bench/: their names, tables and files, their limits, what they refuse to time."""
+"""The programs of bench/: names, tables and files, limits, what they refuse to time."""
 
 import json
 import re

@@ -1,4 +1,4 @@
-"""bench interconnect vet: who is slow is named, whoever is healthy is not."""
+"""bench interconnect vet: slow ranks are named, healthy ones are not."""
 
 import sys
 from itertools import combinations

@@ -1,4 +1,4 @@
-"""What bench.docs writes into the pages: it is up to date, and wrong blocks are refused."""
+"""What bench.docs writes into the pages is up to date, and wrong blocks are refused."""
 
 import contextlib
 import json

@@ -1,4 +1,4 @@
-"""`mpipar learn`: each exercise knows a right answer from a wrong one, and mistakes are named."""
+"""`mpipar learn`: each exercise tells right answers from wrong ones, and mistakes are named."""
 
 import re
 import shlex

@@ -1,4 +1,4 @@
-"""The timeline and the tables of a trace's page in a real browser: what a hover says, how fast."""
+"""The timeline and the tables of a trace's page in a real browser: what a hover shows, how fast."""
 
 import re
 import statistics

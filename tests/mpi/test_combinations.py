@@ -86,7 +86,7 @@ def whole_part(monkeypatch):
 
 
 def without_evaluations(monkeypatch):
-    """A run that goes on in its folder and forgets its held-out losses."""
+    """Resume a run in its folder, and forget its held-out losses."""
     plain = training.cut_behind
 
     def cut_behind(folder, step):
