@@ -8,7 +8,7 @@ const WORDS = { F: "forward", B: "backward", I: "input gradient", W: "weight gra
 const number = value => `${+value.toPrecision(6)}`;
 const barTop = rank => RULER + rank * ROW + (ROW - BAR) / 2;
 
-/** The drawing of one timeline. name: tells its hatching from that of other drawings. */
+/** The drawing of one timeline. name: distinguishes its hatching from that of other drawings. */
 class Drawing {
   constructor(svg, name) { Object.assign(this, { svg, name, scale: 1 }); }
 
@@ -105,7 +105,7 @@ class Drawing {
     });
   }
 
-  /** Where a point of the window lies: {time, rank}, as numbers that may be outside. */
+  /** The {time, rank} of a point of the window, as numbers that may be out of range. */
   place(event) {
     const bounds = this.svg.getBoundingClientRect(), wide = this.svg.viewBox.baseVal.width;
     const factor = wide / bounds.width;

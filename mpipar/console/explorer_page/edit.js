@@ -1,5 +1,5 @@
-// What pointer and keyboard do with a panel's timeline: choose a pass, drag it, take it back.
-const LEAST_DRAG = 4;  // pixels; a shorter way is a click
+// Pointer and keyboard on a panel's timeline: select a pass, drag it, undo.
+const LEAST_DRAG = 4;  // pixels; a shorter movement is a click
 
 function listen(panel) {
   const svg = panel.part("svg");
@@ -51,20 +51,20 @@ function listen(panel) {
   });
 }
 
-/** Where a pass would stand if it were dropped here: {rank, index} without it. */
+/** Where a pass would go if it were dropped here: {rank, index}, counted without it. */
 function dropAt(panel, pass, event) {
   const { time, rank } = panel.drawing.place(event), { p } = panel.schedule;
   const row = Math.min(Math.max(rank, 0), p - 1);
   return { rank: row, index: indexAt(panel, pass, row, time) };
 }
 
-/** The place on a worker at a time, counted without the pass. */
+/** The position on a worker at a time, counted without the pass. */
 function indexAt(panel, pass, rank, time) {
   return panel.timeline.spans[rank].filter(span => span.pass !== pass
     && (span.start + span.end) / 2 < time).length;
 }
 
-/** A line where the dragged pass would be put in. */
+/** A line where the dragged pass would be inserted. */
 function showCaret(panel, { box, to, caret }) {
   const others = panel.timeline.spans[to.rank].filter(span => span.pass !== box.span.pass);
   const x = panel.drawing.x(others[to.index]?.start ?? others.at(-1)?.end ?? 0);
@@ -79,7 +79,7 @@ function choose(panel, pass) {
   panel.part("svg").focus({ preventScroll: true });
 }
 
-/** What a key does, or null: arrows choose the next pass, with Shift they move the chosen one. */
+/** What a key does, or null: arrows select the next pass, with Shift they move the selected one. */
 function keyAction(panel, { key, shiftKey, ctrlKey, metaKey }, fixed) {
   if (key === (ctrlKey || metaKey ? "z" : "u")) return () => panel.undo();
   if (key === "Escape") return () => choose(panel, null);

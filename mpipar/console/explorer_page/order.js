@@ -1,4 +1,4 @@
-// A schedule as data: passes, where they run, and who gives what to whom. The names and the rules
+// A schedule as data: passes, where they run, and who sends what to whom. The names and the rules
 // are those of pipeline/instructions.py.
 const PART = /(\d+)([FBIW])(\d+)/g;
 
@@ -15,7 +15,7 @@ function reduceGrad(stage) {
            text: `${stage}REDUCE_GRAD` };
 }
 
-/** The program with the sum of each stage's gradients behind the stage's last B or W. */
+/** The program with the sum of each stage's gradients after the stage's last B or W. */
 function withReduceGrad(program) {
   const missing = new Set(program.map(pass => pass.stage)), found = [...program];
   for (let at = program.length - 1; at >= 0 && missing.size; at--) {
@@ -49,7 +49,7 @@ class Schedule {
       this.homes.some(copy => copy[stage] === rank));
   }
 
-  /** What a text names a pass: the stage is left out where each worker holds one. */
+  /** The name of a pass in texts: the stage is left out if each worker holds one. */
   label(pass) {
     const alone = this.homes.length === 1 && this.stages === this.p;
     return pass.parts.map(({ kind, stage, mb }) =>
@@ -63,7 +63,7 @@ class Schedule {
              key: `${direction} ${stage} ${mb}` };
   }
 
-  /** The messages that an instruction takes and gives. Activations go up by one stage, input
+  /** The messages that an instruction receives and sends. Activations go up by one stage, input
       gradients down by one; none enters or leaves the model at its ends. */
   neighbours(instr) {
     const taken = [], given = [], inside = stage => stage >= 0 && stage < this.stages;

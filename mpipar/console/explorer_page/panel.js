@@ -1,4 +1,4 @@
-// A schedule with its choices, its drawing, and what the proof says of it.
+// A schedule with its choices, its drawing, and the verdict of the proof.
 const PROVED = "proved: every pass once and in order, no deadlock even if every send is"
   + " synchronous";
 
@@ -23,7 +23,7 @@ class Panel {
 
   get choice() { return this.part(".choice").value; }
 
-  /** Take the chosen schedule for these counts. A change of it gives up the reader's own order. */
+  /** Load the chosen schedule for these counts. Changing it discards the reader's own order. */
   choose(orders, p, m) {
     const family = page.families[this.choice], before = this.chunkSelect.value;
     const counts = family?.chunks ?? [];
@@ -77,7 +77,7 @@ class Panel {
     this.tell(this.spanOf(this.chosen));
   }
 
-  /** What the proof says, and what the reader's changes cost. */
+  /** The verdict of the proof, and what the reader's changes cost. */
   verdict() {
     const { schedule, problems, before, refused, timeline } = this;
     if (refused) return refused;
@@ -93,7 +93,7 @@ class Panel {
 
   spanOf(pass) { return this.timeline?.spans.flat().find(span => span.pass === pass) ?? null; }
 
-  /** The passes from which a pass takes something: its own forward or I, and its messages. */
+  /** The passes that a pass depends on: its own forward or I, and its messages. */
   needsOf(pass) {
     const parts = pass.parts.flatMap(({ kind, stage, mb }) => [
       ...NEEDED[kind] ? [nameOf(NEEDED[kind], stage, mb)] : [],
@@ -104,7 +104,7 @@ class Panel {
       parts.includes(nameOf(part.kind, part.stage, part.mb))));
   }
 
-  /** Say what a pass is, when it runs, and what decides that. */
+  /** Describe a pass, when it runs, and why. */
   tell(span) {
     this.part(".told").textContent = span ? this.about(span) : "";
   }
@@ -161,7 +161,7 @@ function titleOf(schedule, choice, changes) {
     + `${m} microbatch${m > 1 ? "es" : ""}`;
 }
 
-/** The timeline of what a run measured; nobody knows its messages. */
+/** The timeline of what a run measured, whose messages are unknown. */
 function measured(schedule) {
   const spans = page.measured.passes.map((own, rank) => {
     let before = null;

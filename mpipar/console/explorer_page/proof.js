@@ -1,5 +1,5 @@
-// The proof that an order can run, in the words of pipeline/check.py. A test in a browser holds
-// both equal: the first problem here is the text that Python raises.
+// The proof that an order can run, in the words of pipeline/check.py. A browser test keeps both
+// equal: the first problem here is the text that Python raises.
 const NEEDED = { B: "F", I: "F", W: "I" };  // which pass of stage and microbatch must run before
 const RIVAL = { B: "I", I: "B" };           // the two forms of a backward exclude each other
 const STASH_CHANGE = { F: 1, B: -1, W: -1 };  // a stash lives until its last reader
@@ -19,7 +19,7 @@ function problemsOf(schedule) {
   return found.length ? found : deadlock(lowered);
 }
 
-/** What is wrong with a worker's program by itself; later problems may follow from the first. */
+/** What is wrong with a worker's program alone; later problems may follow from the first. */
 function* programProblems(schedule, rank) {
   const program = schedule.programs[rank], held = schedule.stagesOf(rank), at = new Map();
   if (!program.length) yield { position: 0, reason: "this rank has nothing to do" };
@@ -45,7 +45,7 @@ function* programProblems(schedule, rank) {
   }
 }
 
-/** Why a part cannot stand on this worker; null if it can. */
+/** Why a part cannot be on this worker; null if it can. */
 function misfit(schedule, rank, held, { kind, stage, mb }) {
   if (!held.includes(stage))
     return `stage ${stage} is not on this rank, which holds [${held.join(", ")}]`;
@@ -55,7 +55,7 @@ function misfit(schedule, rank, held, { kind, stage, mb }) {
   return home === rank ? null : `microbatch ${mb} passes stage ${stage} on rank ${home}`;
 }
 
-/** Passes that stand before what they need from this worker, neighbouring stages included. */
+/** Passes that precede what they need from this worker, neighbouring stages included. */
 function* orderProblems(schedule, at) {
   const place = (kind, stage, mb) => at.get(nameOf(kind, stage, mb))?.position ?? Infinity;
   for (const { part, position } of at.values()) {

@@ -1,6 +1,6 @@
 // How long an order takes, as in pipeline/simulate.py with the costs f, i, w and hop. A worker runs
-// its passes one after the other, each as soon as its data have arrived. A test in a browser holds
-// the times equal to Python's.
+// its passes one after the other, each as soon as its data has arrived. A browser test keeps the
+// times equal to Python's.
 
 /** f, i, w: the cost of a pass by stage. overlap: the cost of OVERLAP_F_B divided by that of its
     parts. hop: from the end of a pass to the start of the pass on another worker that needs it. */
@@ -40,7 +40,7 @@ function simulate(schedule, costs) {
     }
   };
   while (runnable.length || waiting.size) {
-    if (!runnable.length) {  // nobody can go on: the worker that is first in time does
+    if (!runnable.length) {  // no worker can continue: the one that is first in time does
       const [key, rank] = [...waiting].reduce((a, b) => clock[b[1]] < clock[a[1]] ? b : a);
       forced.add(schedule.programs[rank][spans[rank].length]);
       waiting.delete(key);
@@ -51,7 +51,7 @@ function simulate(schedule, costs) {
   return figures(schedule, spans, messages);
 }
 
-/** What a timeline says: step, idle time, stash and messages, and the critical path. */
+/** The figures of a timeline: step, idle time, stash and messages, and the critical path. */
 function figures(schedule, spans, messages) {
   const makespan = Math.max(...spans.map(own => own.at(-1)?.end ?? 0));
   const busy = spans.map(own => own.reduce((sum, { start, end }) => sum + end - start, 0));

@@ -1,4 +1,4 @@
-// What every page has: its data, elements, numbers, tables that sort, and the choice of a theme.
+// Shared by all pages: their data, elements, numbers, sortable tables, and the choice of a theme.
 const page = JSON.parse(document.getElementById("data").textContent);
 const find = id => document.getElementById(id);
 
@@ -35,7 +35,7 @@ function ticks(low, high, count = 5) {
   return found;
 }
 
-/** What a click does, the keyboard does too. */
+/** Let the keyboard do what a click does. */
 function onPress(target, act) {
   target.tabIndex = 0;
   target.onclick = act;
@@ -46,7 +46,7 @@ function onPress(target, act) {
   };
 }
 
-/** How much a text such as `1,024 KiB` says; NaN for other texts. */
+/** The amount in a text such as `1,024 KiB`; NaN for other texts. */
 function amount(text) {
   const [, digits, unit] = /^([\d,.]+) ?([kKMG]?)/.exec(text) ?? [];
   return digits ? +digits.replaceAll(",", "") * ({ k: 1e3, K: 1e3, M: 1e6, G: 1e9 }[unit] ?? 1)
