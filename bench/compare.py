@@ -124,7 +124,7 @@ def too_few(found) -> tuple[list[str], list[str]]:
 
 
 def add_flags(parser) -> None:
-    """Add both files."""
+    """Add the flags for both files, and for the exit code."""
     parser.add_argument("a", metavar="A", help="file of bench.interconnect --launches K --json")
     parser.add_argument("b", metavar="B", help="the same operations, measured otherwise")
     parser.add_argument("--check", action="store_true",

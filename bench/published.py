@@ -64,7 +64,7 @@ def group_of(run: Run) -> str:
 
 
 def by_group(runs) -> dict[str, list[Run]]:
-    """{title: runs}, in the order of GROUPS."""
+    """Return {title: runs}, in the order of GROUPS."""
     found = {title: [] for title, *_ in (*GROUPS, ("others",))}
     for run in runs:
         found[group_of(run)].append(run)

@@ -53,7 +53,7 @@ class Group(NamedTuple):
 def make_wire(transport: str, ops, mpi):
     """Return a transport on this communicator. Comm: NCCL's, every member.
 
-    Raises EnvironmentProblem where CuPy finds no NCCL.
+    Raises EnvironmentProblem if CuPy finds no NCCL.
     """
     if transport == "nccl" and not has_nccl():
         raise EnvironmentProblem("--transport nccl needs NCCL, which CuPy cannot load here: install"

@@ -15,7 +15,7 @@ HUGE = "kernel/mm/transparent_hugepage"
 
 
 def read(path: Path) -> str:
-    """Return the text of a small file of the system; "" where it cannot be read."""
+    """Return the text of a small file of the system; "" if it cannot be read."""
     try:
         return path.read_text().strip()
     except OSError:

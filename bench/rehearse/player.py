@@ -225,7 +225,7 @@ class Player:
             x, result, call, place_of(call, comm.index, comm.size))
 
     def compute(self, seconds: float) -> None:
-        """Take the time of computing."""
+        """Spend the time of computing."""
         if self.sleeps:
             time.sleep(seconds)
             return

@@ -107,7 +107,7 @@ class Candidate(NamedTuple):
 class Plan(NamedTuple):
     """The answer: the best layouts, best first, and the number of rejected ones by reason.
 
-    least: a layout that is closest to fitting, where none does. front: candidates, with bounds for
+    least: a layout that is closest to fitting, if none does. front: candidates, with bounds for
     steps, of which no other has less of both time and memory. memory: the best one with 20 % less
     and with 20 % more memory, of the same splits of blocks; None where nothing fits.
     """

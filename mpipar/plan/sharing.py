@@ -11,8 +11,7 @@ EQUAL_SHARES = "in the prediction, ranks that compute at the same time get equal
 
 
 def slots(grid_config, cores: int) -> int:
-    """Return how many ranks run at full speed: those with a core, and at least one group of tp and
-    cp.
+    """Return how many ranks run at full speed: those with a core, at least a group of tp and cp.
 
     Passes of such a group are measured as it is, even where it has fewer cores than ranks.
     """

@@ -27,7 +27,7 @@ Ticks = Iterable[tuple[float, str]]  # values and what stands beside them
 
 @dataclass(frozen=True)
 class Plot:
-    """The two axes of a canvas. x, y: the share of the axis at which a value stands."""
+    """The two axes of a canvas. x, y: a value's position as a share of the axis."""
 
     canvas: Drawing
     corner: tuple[float, float]
@@ -194,7 +194,7 @@ def memory(words: list[str], root: Path) -> tuple[str, str]:
 def utilization(words: list[str], root: Path) -> tuple[str, str]:
     """`utilization FILE`: what plans promise, a panel for each device and a bar for each stack.
 
-    A line stands at the best published utilization of the device.
+    A line marks the best published utilization of the device.
     """
     found, _ = load(root, words, "bench.planned")
     rows = found["rows"]
