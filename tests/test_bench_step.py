@@ -304,5 +304,5 @@ def test_the_median_lies_between_these_two_in_95_of_100_cases(count, cut):
 def test_only_a_checkout_is_compared_with(tmp_path):
     """Else Python finds the packages of the environment, and compares them with themselves."""
     (tmp_path / "mpipar").mkdir()
-    with pytest.raises(UsageError, match="is no checkout"):
+    with pytest.raises(UsageError, match="is not a checkout"):
         against.check_checkout(tmp_path)

@@ -190,7 +190,7 @@ REFUSED = {
         "mpipar/partition/column.py 'my file.py'"]),
     "code without ranks": (["check", "6b", "--file", "x.py"], [
         "6b runs on 2 ranks, and 1 is started", "mpiexec -n 2 mpipar learn check 6b --file x.py"]),
-    "a wrong rank and cause": (["check", "11a", "9", "sleep"], ["'9': is no rank", "is no cause"]),
+    "a wrong rank and cause": (["check", "11a", "9", "sleep"], ["'9': not a rank", "not a cause"]),
     "a layout of other size": (["check", "15c", "tp=4"], ["has 4 ranks, and there are 8 devices"]),
     "a layout that is none": (["check", "15c", "tp=x"], ["'tp=x' is not understood"]),
     "a flag that is none": (["check", "15c", "tp=8 --fast"], ["--fast"]),

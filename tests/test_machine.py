@@ -391,7 +391,7 @@ def test_training_takes_the_schedule_that_the_cost_model_chooses(path, tmp_path)
 
 @pytest.mark.parametrize(("words", "code", "message"), [
     (["--layout", "dp=2,tp=2"], 2, "tp 1 (not 2)"),
-    (["--layout", "cp=2"], 2, "cp 2: a cost model has no passes of a part of the tokens"),
+    (["--layout", "cp=2"], 2, "cp 2: a cost model has no passes on a part of the tokens"),
     (["--d-model", "64"], 2, "d_model 128 (not 64)"),
     (["--machine", "/missing.json"], 65, "/missing.json: No such file"),
     (["--machine", ""], 2, "or a file that ends in .toml"),

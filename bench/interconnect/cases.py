@@ -204,7 +204,7 @@ class Collective(Case):
 
     operation, at_root = "", False
     shape_in, shape_out = whole, None
-    own = None  # groups that this case alone has, whose sums travel by an algorithm
+    own = None  # groups of this case only, whose sums use an algorithm
 
     def __init__(self, setup: Setup, via: str):
         if via in (*BY, IN_WINDOW):

@@ -36,7 +36,7 @@ from typing import Any, NamedTuple
 
 from bench.interconnect.session import copy_rate
 from bench.program import Outcome, Program
-from bench.rehearse.first_ranks import FirstRanks, told, with_stand_ins
+from bench.rehearse.first_ranks import FirstRanks, described, with_stand_ins
 from bench.rehearse.pace import Pace
 from bench.rehearse.player import Player, Steps, room_needed
 from bench.training import config_of
@@ -155,7 +155,7 @@ def jobs_of(args, num_ranks: int) -> list[Job]:
     if args.first_ranks:
         if not 1 < num_ranks < needed[0]:
             raise UsageError(f"--first-ranks: {layout_text(configs[0].grid)} has"
-                             f" {counted(needed[0], 'rank')}, and this job {num_ranks}: give a"
+                             f" {counted(needed[0], 'rank')}, but this job {num_ranks}: give a"
                              " larger layout, or leave --first-ranks out; start two ranks or more")
         needed = [num_ranks]
     if sum(needed) != num_ranks or 1 in needed:
@@ -248,7 +248,7 @@ def measure(args, session) -> Outcome | int:
         return EXIT_OK
     found = outcome(jobs, [Share(*fact) for fact in facts], args, session)
     return found if not args.first_ranks else found._replace(
-        head=found.head + told(jobs[0].config, player.script, found.rows, world) + "\n")
+        head=found.head + described(jobs[0].config, player.script, found.rows, world) + "\n")
 
 
 class Share(NamedTuple):

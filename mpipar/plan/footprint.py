@@ -118,7 +118,7 @@ def footprint(shape: Shape, layout: Layout, stack: Stack) -> Footprint:
 
 def fullest_ranks(layout: Layout, counts: tuple[int, ...],
                   kinds: Sequence[object] = ()) -> list[int]:
-    """Return pipeline ranks among which is the fullest of each kind. kinds: of each rank; or one.
+    """Return pipeline ranks that include the fullest of each kind. kinds: of each rank; or one.
 
     These are the ends, which have tables, and the first and last rank of each number of blocks:
     between them, what is kept rises or falls along the pipeline.

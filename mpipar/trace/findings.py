@@ -287,7 +287,7 @@ def busy_experts(trace: Trace, hot: list[HotExpert]) -> list[Finding]:
 
 
 def one_at_a_time(trace: Trace) -> list[Finding]:
-    """Return a schedule on which no two ranks compute at once, and what another would take."""
+    """Return a finding if no two ranks ever compute at once, with a better schedule's step."""
     schedule = trace.schedule()
     size, count = schedule.pp_size, schedule.num_microbatches
     timeline = simulate(schedule, Costs())
