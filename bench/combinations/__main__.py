@@ -1,4 +1,4 @@
-"""Lives of runs over all combinations of choices, each compared with one plain rank.
+"""Lives of runs, from training to generation, over all combinations of choices, against one rank.
 
     mpiexec -n 4 python -m bench.combinations                                  # all legal pairs
     mpiexec -n 4 python -m bench.combinations --triples --seconds 480 --json FILE

@@ -40,7 +40,7 @@ GUIDELINES = (
 
 
 class Finding(NamedTuple):
-    """A broken guideline: how much longer the left side takes at least, and what to call instead."""
+    """A broken guideline: by how much the left side is slower, and what to call instead."""
 
     case: str
     via: str

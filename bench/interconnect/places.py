@@ -1,4 +1,4 @@
-"""Where a rank runs, and what a measurement depends on besides: from /proc and /sys."""
+"""The place of a rank, and the state of its host that measurements depend on: /proc and /sys."""
 
 from __future__ import annotations
 

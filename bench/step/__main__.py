@@ -1,4 +1,4 @@
-"""Times one training step of mpipar's decoder beside the same model in PyTorch, in one run.
+"""Times a training step of mpipar's decoder and of the same model in PyTorch, in one run.
 
     python -m bench.step                          # one rank beside PyTorch on one thread
     mpiexec -n 2 python -m bench.step             # two ranks beside PyTorch on two threads

@@ -1,4 +1,4 @@
-"""A decoder so small that a step takes milliseconds, and compares its step with one rank's.
+"""A decoder whose step takes milliseconds, and the comparison of that step with one rank's.
 
 Exercises plant a bug, or a reader's code, and compare. Widths are odd where a cut must pad.
 """
