@@ -113,7 +113,7 @@ def key_of(run: Run) -> tuple[str, str]:
 
 
 def regrets(runs, least: int) -> list[tuple[float, Run, Run, int]]:
-    """Return (regret, chosen, best, layouts) of each job with at least so many measured layouts.
+    """Return (regret, chosen, best, layouts) of each job with at least `least` measured layouts.
 
     The regret is the measured step of the layout that the closed forms choose, over the shortest
     measured one, minus one.
@@ -268,7 +268,7 @@ def publishers(runs) -> list[dict]:
 def main() -> None:
     """Print the tables and write the files."""
     parser = argparse.ArgumentParser(prog="bench.published", description=__doc__.split("\n\n")[0])
-    parser.add_argument("--worst", type=int, default=0, help="also print so many runs of a source")
+    parser.add_argument("--worst", type=int, default=0, help="also print this many runs of a source")
     parser.add_argument("--out", type=Path, default=OUT, help="folder of the results")
     args = parser.parse_args()
     groups = by_group(published_runs())

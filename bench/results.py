@@ -94,7 +94,7 @@ def text(value) -> str:
 def text_table(rows: list[dict], left: int = 1) -> str:
     """Return the rows as columns of text under their names; cells that a row lacks are empty.
 
-    left: so many columns are left-aligned.
+    left: how many columns are left-aligned.
     """
     names = tuple(dict.fromkeys(name for row in rows for name in row))
     return table([names, *(tuple(text(row.get(name, "")) for name in names) for row in rows)], left)

@@ -1,1 +1,1 @@
-"""Lives of runs, from training to generation, over all combinations of choices, against one rank."""
+"""Lives of runs, training to generation, over all combinations of choices, against one rank."""

@@ -33,7 +33,7 @@ def add_flags(parser) -> None:
     """Add the flags that say for how long lives are run."""
     parser.add_argument("--triples", action="store_true", help="continue after the pairs")
     parser.add_argument("--seconds", type=float, default=480.0,
-                        help="start no life later than so many seconds after the first (480)")
+                        help="start no life later than this many seconds after the first (480)")
 
 
 def live(args, session) -> Outcome | int:

@@ -72,7 +72,7 @@ def add_repeats(parser) -> None:
     parser.add_argument("-w", "--warm-up", type=int, default=5, metavar="N",
                         help="warm-up iterations of each size and way (5)")
     parser.add_argument("-n", "--iterations", type=int, default=0, metavar="N",
-                        help="exactly so many counted iterations (0: determined by --seconds and"
+                        help="exactly this many counted iterations (0: determined by --seconds and"
                              " --target)")
 
 
@@ -118,9 +118,9 @@ def parse(argv):
                         help="a few sizes, little time for each; ends in time on any link, and "
                              "reports what it left out")
     parser.add_argument("--stall-seconds", type=float, default=60.0,
-                        help="end the job after so many seconds without progress (60; 0: never)")
+                        help="end the job after this many seconds without progress (60; 0: never)")
     parser.add_argument("--launches", type=int, metavar="K",
-                        help=f"without a launcher: so many jobs ({launches.LAUNCHES})")
+                        help=f"without a launcher: number of jobs ({launches.LAUNCHES})")
     parser.add_argument("--start", metavar="COMMAND",
                         help=f"without a launcher: what starts a job ({START})")
     parser.add_argument("--launch", type=int, default=0, help=argparse.SUPPRESS)

@@ -136,7 +136,7 @@ class Quick:
                     self.waiting.append((section, tuple(later)))
 
     def _fitting(self, section, sizes, parts: int, later: list[int], whole: bool):
-        """Yield the sizes that fit into one of so many parts; append the others to `later`.
+        """Yield the sizes that fit into one of `parts` parts; append the others to `later`.
 
         whole: each may have all the remaining time.
         """

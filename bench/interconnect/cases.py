@@ -158,7 +158,7 @@ class Case:
         return plan
 
     def in_c(self, team, samples: int):
-        """Run so many samples in C; return (entered, left).
+        """Run `samples` samples in C; return (entered, left).
 
         team: a barrier of it precedes each sample, unless None.
         """

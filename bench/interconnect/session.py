@@ -151,7 +151,7 @@ class Bench:
         }
 
     def watchdog(self, seconds: float):
-        """End the job with a message after so many seconds without progress (0: never)."""
+        """End the job with a message after this many seconds without progress (0: never)."""
         return self.session.watch.following(
             lambda: (self.progress.count, self.progress.doing),
             lambda: watchdog.state_of(where=self.progress.doing), seconds)

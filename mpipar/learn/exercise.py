@@ -133,7 +133,7 @@ def one_number(expected: Number, given: Fraction, word: str) -> tuple[bool, str]
 
 
 def plain(value: float, digits: int = MOST_DIGITS) -> str:
-    """Return a number in plain decimal notation, with at most so many decimal places."""
+    """Return a number in plain decimal notation, with at most `digits` decimal places."""
     if float(value).is_integer():
         return f"{int(value):,}"
     return f"{float(value):,.{digits}f}".rstrip("0").rstrip(".")

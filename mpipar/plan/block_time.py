@@ -22,7 +22,7 @@ from mpipar.plan.shape import Shape
 # residual sums with dropout; the activation function; the copies of q, k and v.
 STREAM, WIDE, HEADS = (10, 12), (2, 3), (3, 4)
 ROUTED = (4, 6)  # rows of tokens that are permuted by expert, and back
-SCORES = (4, 5)  # scale, mask, softmax and dropout over scores that lie in memory
+SCORES = (4, 5)  # scale, mask, softmax and dropout over scores stored in memory
 LOGITS = 10  # how often a loss moves each logit, forward and backward
 BACKWARD = 2.5  # FLOPs of fused attention, backward over forward: scores are recomputed
 SLOWED = 0.5  # seconds that products lose per second of concurrent transfers: chosen on steps

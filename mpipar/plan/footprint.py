@@ -19,7 +19,7 @@ from mpipar.plan.shape import Shape
 GIB = 1 << 30
 AGAIN = 2.5  # a recomputed block holds its stash, and gradients in two widths besides
 RESERVE = 1.75 * GIB  # contexts, libraries and buffers of collectives
-STEADY = 3  # beyond so many microbatches per rank no order keeps more
+STEADY = 3  # beyond this many microbatches per rank no order keeps more
 BETWEEN = 0.03  # of a step's temporary arrays: memory lost to fragmentation
 
 
@@ -180,7 +180,7 @@ class Kept(NamedTuple):
                    stash["none"] + (late if layout.recompute == "block" else 0.0))
 
     def most(self, layout: Layout, rank: int, blocks: float, orders: Orders) -> float:
-        """Return the bytes that a rank with so many blocks keeps at its fullest."""
+        """Return the bytes that a rank with `blocks` blocks keeps at its fullest."""
         each = blocks / layout.chunks
         return max(each * (one.waiting * self.block[0] + one.pending * self.block[1])
                    + one.head_waiting * self.head[0] + one.head_pending * self.head[1]

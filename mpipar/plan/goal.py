@@ -38,7 +38,7 @@ Rounds = list[list[Message]]
 
 
 def gathered(q: int, index: int, part: int) -> Rounds:
-    """Return the rounds in which q ranks gather parts of so many bytes."""
+    """Return the rounds in which q ranks gather parts of `part` bytes."""
     found, held = [], 1
     while held < q:
         passed = min(held, q - held) * part

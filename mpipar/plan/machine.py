@@ -189,7 +189,7 @@ class Machine:
     def curve(self, operation: str, ranks: int = 2, link: str | None = None) -> Curve:
         """Return the curve of an operation.
 
-        link: None selects the slowest kind measured with so many ranks, at the largest size that
+        link: None selects the slowest kind measured with that many ranks, at the largest size that
         all of them have. Raises UsageError, which lists the calibrated curves.
         """
         same = [curve for curve in self.curves if curve.operation == operation

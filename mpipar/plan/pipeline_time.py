@@ -55,7 +55,7 @@ class Pipelines:
         return self.makespan(layout, layout.num_microbatches, costs)
 
     def makespan(self, layout: Layout, num_microbatches: int, costs: Costs) -> float:
-        """Return the simulated seconds of a step of so many microbatches.
+        """Return the simulated seconds of a step of `num_microbatches` microbatches.
 
         With many of them, each further round of pp microbatches adds the same time to a step, so
         two short steps are enough to extrapolate to a long one.

@@ -267,7 +267,7 @@ def sites_table(question: Question, plan: Plan, sites: Sites) -> str:
 
 
 def saving(question: Question, step_seconds: float, save_seconds: float, hours: float) -> str:
-    """Return how often to save, if a device fails once in so many hours.
+    """Return how often to save, if a device fails once in `hours` hours.
 
     Source: Young 1974, Daly 2006: the interval with the least loss is sqrt(2 * save * time between
     failures of the job).

@@ -128,7 +128,7 @@ def kinds_by_rank(layout: Layout, kinds: tuple[Kind, ...]) -> list[Kind]:
 
 
 def axes(question: Question, rejected: Counter) -> Iterator[tuple[int, int, int, int]]:
-    """Yield (dp, pp, cp, tp) of every grid of so many ranks that the model's sizes allow."""
+    """Yield (dp, pp, cp, tp) of every grid of the question's ranks that the model's sizes allow."""
     shape, fixed = question.shape, question.fixed
     for tp in divisors(question.ranks):
         for pp in divisors(question.ranks // tp):

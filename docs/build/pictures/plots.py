@@ -22,7 +22,7 @@ from mpipar.plan.cluster import STACKS
 
 ROW = 15  # between two names
 PURPOSES = {"weights": "r0", "gradients": "r1", "optimizer": "r2", "stash": "r3", "buffers": "r4"}
-Ticks = Iterable[tuple[float, str]]  # values and what stands beside them
+Ticks = Iterable[tuple[float, str]]  # values and their labels
 
 
 @dataclass(frozen=True)
