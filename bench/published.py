@@ -268,7 +268,7 @@ def publishers(runs) -> list[dict]:
 def main() -> None:
     """Print the tables and write the files."""
     parser = argparse.ArgumentParser(prog="bench.published", description=__doc__.split("\n\n")[0])
-    parser.add_argument("--worst", type=int, default=0, help="also print this many runs of a source")
+    parser.add_argument("--worst", type=int, default=0, help="also print N runs of a source")
     parser.add_argument("--out", type=Path, default=OUT, help="folder of the results")
     args = parser.parse_args()
     groups = by_group(published_runs())

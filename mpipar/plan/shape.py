@@ -113,7 +113,7 @@ class Shape:
         return found
 
     def _weights(self, experts: int) -> float:
-        """Return the weights of a block's products with `experts` experts, in the mean of blocks."""
+        """Return the weights of a block's products with `experts` experts, averaged over blocks."""
         return self.mean("weights", self.letters() | {"x": experts})
 
     @cached_property
