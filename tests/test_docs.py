@@ -205,7 +205,7 @@ def test_what_a_step_moves_and_computes_follows_from_its_shapes():
     ("code: mpipar/cli.py gone", "no gone in the file"),
     ("result: bench/results/gone.json", "no file bench/results/gone.json"),
     ("measured: bench/results/gone.json", "No such file"),
-    ("measured: bench/results/tiles.json", "a file of bench.tiles"),
+    ("measured: bench/results/tiles.json", "is a file of bench.tiles"),
     ("picture: one circle", "use a name and one of the kinds timeline"),
     ("picture: one timeline made-up", "made-up"),
     ("picture: one roofline bench/results/gone.json", "gone.json"),

@@ -71,10 +71,10 @@ def result_of(path: Path) -> dict:
     except OSError as error:
         raise DataError(f"{path}: {error.strerror}; name the commands to measure") from error
     except ValueError as error:
-        raise DataError(f"{path}: not JSON; name a new file") from error
+        raise DataError(f"{path}: is not JSON; name a new file") from error
     bench = found.get("bench") if isinstance(found, dict) else "another program"
     if bench != BENCH:
-        raise DataError(f"{path}: a file of {bench}, not of {BENCH}")
+        raise DataError(f"{path}: is a file of {bench}, not of {BENCH}")
     return found
 
 
