@@ -271,7 +271,7 @@ def test_help_under_a_launcher_is_printed_once(name):
     (2, "stage-chain --overlap 2 --layout pp=2", "only ring, iall-reduce, fan-in, fan-out are"),
     (2, "ring --overlap -1", "0 or more"),
     (2, "all-to-allv --routing zip", "no routing 'zip'; did you mean zipf?"),
-    (2, "ring --routing zipf", "is of all-to-allv, which is not run"),
+    (2, "ring --routing zipf", "belongs to all-to-allv, which is not run"),
     *((2, f"ring --bound-GBps={wrong}", "--bound-GBps must be above 0")
       for wrong in ("0", "-1", "nan", "inf")),
 ])

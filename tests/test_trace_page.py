@@ -64,7 +64,7 @@ def test_the_operations_of_layers_have_a_lane_of_their_own(opened):
     page.move(x, y)
     assert tooltip(page) == ["matmul", {
         "layer": "block1.ffn.down", "rank": "1, tp1",
-        "step": "1, forward, stage 0, microbatch 2", "lasts": "14.00 ms"}]
+        "step": "1, forward, stage 0, microbatch 2", "duration": "14.00 ms"}]
     shade = page.run(f"""
         const [x, y] = arguments, box = {HOOK}, scale = timeline.scale;
         const pixels = timeline.base.getContext("2d").getImageData(

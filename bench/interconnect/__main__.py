@@ -87,8 +87,7 @@ def parse(argv):
                         help="smallest size (8); 0 is a size too")
     parser.add_argument("-e", "--end-bytes", default="4M", metavar="SIZE",
                         help="largest size (4M)")
-    parser.add_argument("-f", "--factor", type=float, default=2.0,
-                        help="factor from one size to the next (2)")
+    parser.add_argument("-f", "--factor", type=float, default=2.0, help="factor between sizes (2)")
     parser.add_argument("--window", type=int, default=64, help="messages in flight (64)")
     parser.add_argument("-d", "--dtype", choices=DTYPES, default="float32",
                         help="of the numbers; MPI adds no 16-bit ones, mpipar.comm does (float32)")
