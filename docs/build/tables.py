@@ -80,10 +80,10 @@ def lead(rows: list[dict]) -> str:
     theirs = min((row for row in rows if row["side"].startswith("torch")),
                  key=lambda row: row["step_ms"])
     ours = {row["side"].split()[1]: row for row in rows if row["side"].startswith("mpipar ")}
-    shown = " and ".join(f"{row['step_ms'] / theirs['step_ms']:.2f} ({name})"
+    shown = " and ".join(f"{row['step_ms'] / theirs['step_ms']:.2f}x ({name})"
                          for name, row in ours.items())
     loops = [row["blas"].split()[-1] for row in (next(iter(ours.values())), theirs)]
-    return (f"A step takes {shown} times as long as the fastest PyTorch variant,"
+    return (f"A step takes {shown} as long as PyTorch's fastest variant,"
             f" with {loops[0]} and {loops[1]} products.")
 
 

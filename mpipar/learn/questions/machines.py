@@ -106,7 +106,7 @@ def sharded_state():
         " a quarter of the 8 bytes of moments")
 
 
-@numbers("16b", "RUNS ZIGZAG", "A row of 4,096 tokens is cut over 4 ranks. The busiest rank"
+@numbers("16b", "RUNS ZIGZAG", "A row of 4,096 tokens spans 4 ranks. The busiest rank"
          " computes most pairs of query and key. How many are they with one run of tokens on each"
          " rank, and how many with the zig-zag of `--cp 4`?")
 def pairs():
@@ -139,7 +139,7 @@ def bytes_of_zero_3():
         " once: (q-1)/q * (2 * 8 + 1) = 12.75")
 
 
-@numbers("17a", "KIB", "8 equally popular experts are spread over 4 ranks, and a token passes 2."
+@numbers("17a", "KIB", "4 ranks hold 8 equally popular experts, and a token passes 2."
          " Each rank has 64 tokens of width 128 in float32. How many KiB does it send in one"
          " dispatch?")
 def bytes_of_dispatch():
@@ -165,7 +165,7 @@ def times_the_mean():
         " token, and the mean is 2/4")
 
 
-@numbers("17c", "EXPERTS", "8 experts are spread over 4 ranks. How many of them must a token pass"
+@numbers("17c", "EXPERTS", "4 ranks hold 8 experts. How many of them must a token pass"
          " at least, so that an all-gather of all tokens sends less than an all-to-all?")
 def gathers_less():
     """Compare the factors of both dispatches."""

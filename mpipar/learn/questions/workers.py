@@ -82,7 +82,7 @@ def ring_sends():
         "q - 1 = 3 while the sums form, and q - 1 = 3 while the finished pieces travel round")
 
 
-@numbers("4a", "BUSY MESSAGES", "12 blocks are placed on 12 workers, and one input passes through,"
+@numbers("4a", "BUSY MESSAGES", "12 blocks run on 12 workers, and one input passes through,"
          " forward and backward. What percentage of the step is each worker busy, and how many"
          " messages do all of them send?")
 def twelve_workers():
@@ -94,7 +94,7 @@ def twelve_workers():
         " `mpipar schedule naive --pp 12 --num-microbatches 1`")
 
 
-@numbers("4b", "DEALT RUNS", "12 layers are placed on 3 workers. Dealt out like cards, worker 0 has"
+@numbers("4b", "DEALT RUNS", "12 layers run on 3 workers. Dealt out like cards, worker 0 has"
          " the layers 1, 4, 7 and 10. In runs, it has the layers 1 to 4. How many messages does one"
          " input need, forward and backward, dealt out and in runs?")
 def dealt_messages():
@@ -105,7 +105,7 @@ def dealt_messages():
         " 2 borders do. Each is crossed twice")
 
 
-@numbers("4c", "DEALT RUNS", "12 layers are placed on 3 workers, and 3 inputs pass through. F, I"
+@numbers("4c", "DEALT RUNS", "12 layers run on 3 workers, and 3 inputs pass through. F, I"
          " and W of a worker's layers take 1 unit each, and a message takes 0.1. How long is a step"
          " with the layers dealt out like cards, and in runs?")
 def dealt_steps():
