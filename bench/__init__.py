@@ -1,8 +1,8 @@
-"""Measurements: each checks first that the data is right, then times it.
+"""Benchmarks: each one first checks that the data is right, then times it.
 
-They run from a clone, in its root: `python -m bench NAME`, or `python -m bench.NAME`. NAME is a
-file here, or a folder, whose program is `__main__.py`. `python -m bench` lists all. What programs
-share lies in those folders.
+They run from the root of a clone: `python -m bench NAME`, or `python -m bench.NAME`. NAME is a file
+here, or a folder whose program is `__main__.py`. `python -m bench` lists all. Code that programs
+share is in those folders.
 """
 
 import os

@@ -26,7 +26,7 @@ def subject(path: Path) -> str:
 
 
 def main(argv: list[str]) -> int:
-    """List the programs, or become the one that is named; return the exit code."""
+    """List the programs, or run the named one in this process; return the exit code."""
     found = programs()
     if not argv or argv[0] in ("-h", "--help"):
         print("python -m bench NAME [FLAGS]; NAME --help says more. NAME is one of\n")

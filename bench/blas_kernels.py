@@ -1,11 +1,11 @@
-"""Which kernels of OpenBLAS are the fastest here: the measurement behind `mpipar.job.blas.choice`.
+"""The fastest OpenBLAS kernels on this CPU: the measurement that `mpipar.job.blas.choice` rests on.
 
     python -m bench.blas_kernels [--rounds 3] [--json bench/results/blas_kernels.json]
 
 There is a process for each architecture that this processor can run, and one for OpenBLAS's own
 choice. Each multiplies on one thread what a step of a small decoder does: x w, dy w^T and x^T dy.
-They take turns, and the fastest of each product counts. The file keeps the rows of other processors
-that were measured before.
+They take turns, and the fastest time of each product is taken. The file keeps the rows of other
+processors that were measured earlier.
 
 Columns: asked: the value of OPENBLAS_CORETYPE, or `nothing`. runs: the architecture whose kernels
 ran. float32_gflops, float64_gflops: of one thread, by processor time. chosen: what mpipar chooses.
@@ -37,7 +37,7 @@ CHILD = "from bench.blas_kernels import trial; trial()"
 
 
 def seconds_of(dtype: str) -> float:
-    """Return the seconds of the three products, the fastest of each."""
+    """Return the total time of the three products, each at its fastest."""
     x, w, dy = (np.ones(shape, dtype) for shape in (
         (ROWS, INNER), (INNER, COLUMNS), (ROWS, COLUMNS)))
     total = 0.0
@@ -52,14 +52,14 @@ def seconds_of(dtype: str) -> float:
 
 
 def trial() -> None:
-    """Print what a process with some kernels measures, as a line of JSON."""
+    """Print this process's measurement as a line of JSON."""
     pool = next((one for one in blas.pools() if one["internal_api"] == "openblas"), {})
     print(json.dumps({"runs": pool.get("architecture"), "version": pool.get("version"),
                       **{dtype: seconds_of(dtype) for dtype in DTYPES}}))
 
 
 def process(asked: str) -> dict:
-    """Return what `trial` finds in a process whose OpenBLAS was asked for an architecture."""
+    """Return the `trial` of a process whose OpenBLAS was asked for an architecture."""
     environ = {name: value for name, value in os.environ.items() if name != blas.VARIABLE}
     environ |= dict.fromkeys(THREAD_VARIABLES, "1")
     if asked != OWN:
@@ -86,7 +86,7 @@ def measure(rounds: int) -> list[dict]:
 
 
 def with_others(path: str | None, rows: list[dict]) -> list[dict]:
-    """Return these rows behind those that the file has of other processors."""
+    """Return the file's rows of other processors, followed by these rows."""
     if path is None or not Path(path).exists():
         return rows
     kept = json.loads(Path(path).read_text())["rows"]

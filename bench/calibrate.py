@@ -1,19 +1,19 @@
-"""Fits the cost model of this machine, and measures what computing costs on it.
+"""Fits the cost model of this machine, including the cost of computing.
 
     mpiexec -n 2 python -m bench.calibrate --out machine.json
     mpiexec -n 2 python -m bench.calibrate rows.jsonl --out machine.json
 
 Messages and collectives give latency and bandwidth by range of sizes, for each operation, kind of
-link and number of ranks. They also give duplex and contention factors, what sending takes of the
-sender's core, and the cost of a call through mpipar.comm. FILEs come from bench.interconnect
+link and number of ranks. They also give duplex and contention factors, the core time that sending
+costs the sender, and the cost of a call through mpipar.comm. FILEs come from bench.interconnect
 --json; without any, the needed cases are run here. Products and the passes of a model are measured
 here, on as many ranks at once as there are cores.
 
---seconds is about the time of the whole command. A quarter of it at most goes to computing, before
-the messages, and as much to passes behind them. In between, each operation is measured at as many
-sizes as there is time for, up to --end-bytes. Then come further rounds. Of a size's rounds the one
-with the least median counts: the model describes the undisturbed machine. Of several launches the
-median counts.
+--seconds is about the time of the whole command. At most a quarter of it goes to computing, before
+the messages, and as much to passes after them. In between, each operation is measured at as many
+sizes as there is time for, up to --end-bytes, and then in further rounds. Among a size's rounds the
+one with the lowest median is taken, because the model describes the undisturbed machine; among
+several launches, the median.
 """
 
 from __future__ import annotations
@@ -62,12 +62,12 @@ from mpipar.plan.machine import Machine
 from mpipar.plan.measure_units import as_measured, units_of, update_seconds
 
 COMPUTING = 1 / 4  # of the time, at most
-MESSAGES = 2 / 3  # of what is left then; the rest is for passes again
+MESSAGES = 2 / 3  # of the remaining time; the rest is for passes again
 ROWS = (1, 2, 4)  # of a microbatch: the preset `tiny` has these on 4, 2 and 1 replicas
 
 
 def add_flags(parser) -> None:
-    """Add what is measured, and how long."""
+    """Add the flags that say what is measured, and for how long."""
     parser.add_argument("files", nargs="*", metavar="FILE",
                         help="file of bench.interconnect --json (default: run the needed cases)")
     parser.add_argument("--out", default="machine.json", help="the cost model (machine.json)")
@@ -89,16 +89,16 @@ def add_flags(parser) -> None:
 
 
 def check(args, parser) -> None:
-    """Refuse what does not fit together. Raises UsageError."""
+    """Check that the flags fit together. Raises UsageError."""
     found = plans.size_problems({"--end-bytes": args.end_bytes})
     least = round(BEGIN_BYTES * FACTOR ** (LEAST_SIZES - 1))
     if not found and read_bytes(args.end_bytes) < least:
-        found.append(f"--end-bytes {args.end_bytes}: a line needs {LEAST_SIZES} sizes; give"
+        found.append(f"--end-bytes {args.end_bytes}: a fit needs {LEAST_SIZES} sizes; give"
                      f" {least} or more")
     found += seconds_problems(args.seconds)
     if args.files and args.json:
-        found.append("--json keeps rows that are measured here, but FILEs hold them already; give "
-                     "one of the two")
+        found.append("--json keeps rows that are measured here, but FILEs contain them already;"
+                     " give one of the two")
     if args.files and (args.end_bytes != END_BYTES or (
             args.no_compute and args.seconds != SECONDS)):
         found.append("--end-bytes, and with --no-compute --seconds, are for what is measured here, "
@@ -120,9 +120,7 @@ def pass_configs(args, config, world_size: int) -> list:
 
 
 def read_rows(paths) -> tuple[list[dict], list[dict]]:
-    """Return the rows and heads of these files. Raises DataError if a model cannot be fitted to
-    them.
-    """
+    """Return the rows and heads of these files. Raises DataError if no model fits to them."""
     heads = [run.head for path in paths for run in records.read(path)]
     rows = records.rows_of(paths)
     if any(row["sync"] == "none" for row in rows):
@@ -130,8 +128,8 @@ def read_rows(paths) -> tuple[list[dict], list[dict]]:
                         " measure with --sync barrier or deadline")
     for name in ("transport", "dtype", "buffers"):
         if len(kinds := sorted({row[name] for row in rows})) > 1:
-            raise DataError(f"{', '.join(paths)}: {name} {' and '.join(kinds)}: one model can't"
-                            " hold both; fit each by itself")
+            raise DataError(f"{', '.join(paths)}: {name} {' and '.join(kinds)}: one model cannot"
+                            " hold both; fit each separately")
     if not fittable(rows):
         raise DataError(f"{', '.join(paths)}: no operation through {COMM} with {LEAST_SIZES} sizes"
                         " or more to fit")
@@ -148,7 +146,7 @@ def provenance(heads, paths) -> dict:
 
 
 def calibrate(args, session) -> int:
-    """Measure, fit, write. Every rank must run it: they compute together."""
+    """Measure, fit, write. Every rank must call it: they compute together."""
     config, world = args.reading.config, session.world
 
     def prepared():
@@ -177,12 +175,12 @@ def calibrate(args, session) -> int:
     eager, sends = ((), []) if args.files else measure_sends(
         world, ops, heads, read_bytes(args.end_bytes))
     # A machine may be slow for some seconds, so passes are measured at both ends of the command.
-    behind = measure_passes(world, ops, configs, budget)
+    later = measure_passes(world, ops, configs, budget)
     cores = cores_of(world).cores
     if world.rank == 0:
         rows = quietest(rows)
         units = [replace(units_of(one, [early, late]), update_seconds_per_parameter=update)
-                 for one, early, late, update in zip(configs, before, behind, updates, strict=True)]
+                 for one, early, late, update in zip(configs, before, later, updates, strict=True)]
         machine = Machine(
             (*curves(rows), *sends, *reduction), duplex(rows), eager, contention(rows),
             overhead(rows), products, tuple(units), world.size, cores,

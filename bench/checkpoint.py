@@ -1,13 +1,13 @@
-"""Checkpoints of the whole state: how fast ranks write and read them, and what a save costs a run.
+"""Checkpoints of the full state: how fast ranks write and read them, and what a save costs a run.
 
     mpiexec -n 2 python -m bench.checkpoint
 
-A save is compared with its two parts: a plain write with fsync, and a SHA-256. Each is measured
-alone, on the same bytes in the same run, and all take turns in random order. A time is that of the
-slowest rank, from a barrier on. A load begins with files that the kernel has been asked to drop
-from memory. Its bytes are those that the ranks hold afterwards: all of the state on each
-data-parallel rank. Old checkpoints are deleted beside a run, and not timed. Before anything is
-timed, the state must come back bit by bit.
+A save is compared with its two parts, a plain write with fsync and a SHA-256, each measured alone
+on the same bytes in the same run; all take turns in random order. A time is that of the slowest
+rank, starting from a barrier. A load begins with files that the kernel has been asked to evict from
+memory. Its bytes are those that the ranks hold afterwards: the full state on each data-parallel
+rank. Old checkpoints are deleted outside the timed part. Before anything is timed, the state must
+come back bit by bit.
 """
 
 from __future__ import annotations
@@ -45,7 +45,7 @@ LIMIT = 1.2  # a save over the sum of its parts
 LAYERS, WIDTH_STEP = 4, 16
 BYTES_PER_PARAMETER = 12  # master and two moments in float32
 ORDER = ("write + fsync", "SHA-256", "save", "save, blocked (--save-async)",
-         "save, beside (--save-async)")  # of the rows; then come the loads
+         "save, beside (--save-async)")  # of the rows, followed by the loads
 FACTS = {"config": "", "data": {}}
 
 
@@ -57,7 +57,7 @@ def model_of(state_bytes: int) -> DecoderConfig:
 
 
 class Bench:
-    """The workers of one launch: one layout that saves, and all others of as many ranks.
+    """The workers of one launch: the layout that saves, and all others of as many ranks.
 
     Comm: the groups of each worker. Every rank calls all methods in the same order.
     """
@@ -89,7 +89,7 @@ class Bench:
 
     @staticmethod
     def buffers(worker):
-        """Yield every flat buffer of a worker's state, without its zeros at the end."""
+        """Yield every flat buffer of a worker's state, without its padding at the end."""
         for flat in worker.flats:
             for buffer in flat.state.values():
                 yield buffer[:flat.size]
@@ -100,14 +100,14 @@ class Bench:
                 for start in range(0, len(self.mine), BLOCK_BYTES))
 
     def write(self) -> None:
-        """The plain write of the same bytes, with fsync."""
+        """Write the same bytes plainly, with fsync."""
         with open(self.plain, "xb", buffering=0) as file:
             for block in self.blocks():
                 assert file.write(block) == len(block)
             os.fsync(file.fileno())
 
     def hash(self) -> None:
-        """SHA-256 of the same bytes."""
+        """Compute SHA-256 of the same bytes."""
         digest = hashlib.sha256()
         for block in self.blocks():
             digest.update(block)
@@ -126,13 +126,13 @@ class Bench:
         load_state(self.workers[layout], step_folder, read_manifest(step_folder))
 
     def forget(self) -> None:
-        """Ask the kernel to drop this rank's file of the newest checkpoint from its memory."""
+        """Ask the kernel to evict this rank's file of the newest checkpoint from its memory."""
         file = os.open(self.newest("plain") / self.savers["plain"].file, os.O_RDONLY)
         os.posix_fadvise(file, 0, 0, os.POSIX_FADV_DONTNEED)
         os.close(file)
 
     def check(self) -> None:
-        """Assert that each layout reads what was saved, and writes it again as it was."""
+        """Assert that each layout reads what was saved, and writes it back unchanged."""
         before = [buffer.copy() for buffer in self.buffers(self.first)]
         self.save("plain")
         for layout in (*self.workers, self.layout):
@@ -159,9 +159,9 @@ def timed(world, function, *arguments) -> float:
 
 
 def measure(bench: Bench, repeats: int) -> dict[str, list[float]]:
-    """{what: seconds of each repeat}. All take turns, each time in another order.
+    """Return {what: seconds of each repetition}. All take turns, in a new order each time.
 
-    A disk is slower behind a large write, so nothing must always come second.
+    A disk is slower after a large write, so nothing must always come second.
     """
     world, found = bench.world, {}
 
@@ -189,14 +189,14 @@ def measure(bench: Bench, repeats: int) -> dict[str, list[float]]:
     for repeat in range(repeats):
         for number in np.random.default_rng(repeat).permutation(len(turns)):
             if world.rank == 0:
-                os.sync()  # what others have left to write
+                os.sync()  # what others still have to write
             world.Barrier()
             turns[number]()
     return {what: found[what] for what in ORDER} | dict(sorted(found.items()))
 
 
 def bytes_of(bench: Bench, found) -> dict[str, int] | None:
-    """{what: bytes of all ranks} on world rank 0: what they write, or hold after a load."""
+    """Return {what: bytes of all ranks} on world rank 0: what they write, or hold after a load."""
     numbers = [len(bench.mine) if not what.startswith("load ") else sum(
         buffer.nbytes for buffer in bench.buffers(bench.workers[what.removeprefix("load ")]))
         for what in found]
@@ -205,7 +205,7 @@ def bytes_of(bench: Bench, found) -> dict[str, int] | None:
 
 
 def rows_of(found: dict, sizes: dict, layout: str, ranks: int) -> list[dict]:
-    """Return a row for each thing that was done."""
+    """Return a row for each operation."""
     rows = []
     for what, seconds in found.items():
         median = statistics.median(seconds)
@@ -219,7 +219,7 @@ def rows_of(found: dict, sizes: dict, layout: str, ranks: int) -> list[dict]:
 
 
 def add_flags(parser) -> None:
-    """Add how much is written, and where."""
+    """Add the flags for how much is written, and where."""
     parser.add_argument("--size", default="256M", help="bytes of the state of all ranks (256M)")
     parser.add_argument("--folder", default=".", help="where to write (here); removed at the end")
 
@@ -233,7 +233,7 @@ def check_size(args, parser) -> None:
 
 
 def measure_job(args, session) -> Outcome | int:
-    """Check, measure; code 1 if a save takes more than LIMIT times its parts."""
+    """Check and measure; return code 1 if a save takes more than LIMIT times its parts."""
     world = session.world
     made = session.agree(lambda: tempfile.mkdtemp(prefix="checkpoint-", dir=args.folder)
                          if world.rank == 0 else "")
@@ -251,17 +251,17 @@ def measure_job(args, session) -> Outcome | int:
 
 
 def outcome(args, found: dict, sizes: dict, layout: str, ranks: int) -> Outcome:
-    """Return the table, and the save beside its parts."""
+    """Return the table, and the save compared with its parts."""
     rows, state_bytes = rows_of(found, sizes, layout, ranks), sizes["save"]
     medians = {what: statistics.median(seconds) for what, seconds in found.items()}
     ratio = medians["save"] / (medians["write + fsync"] + medians["SHA-256"])
     kept = ratio <= LIMIT
-    told = f"\na save takes {ratio:.2f} times its two parts; limit {LIMIT}"
+    summary = f"\na save takes {ratio:.2f} times its two parts; limit {LIMIT}"
     return Outcome(
         rows, {"ranks": ranks, "state_MiB": round(state_bytes / 2**20, 1), "repeats": args.repeats,
                "save_over_parts": round(ratio, 3)}, 0 if kept else EXIT_CHECK_FAILED,
         head=f"state of {state_bytes / 2**20:.0f} MiB, {counted(ranks, 'rank')}, saved by {layout}",
-        end=told if kept else f"{told}\nthe limit is not kept")
+        end=summary if kept else f"{summary}\nthe limit is exceeded")
 
 
 main = Program("checkpoint", __doc__, measure_job, together=True, add=add_flags, check=check_size,

@@ -1,7 +1,7 @@
-"""A step in forty lines: what a cost model has to beat. Its constants were chosen once, not fitted.
+"""A step in forty lines: the baseline for cost models. Its constants were chosen once, not fitted.
 
-Products take a share of the peak, elementwise operations bytes over the memory's rate. There are
-four sums over tp in a block, a bubble, and one ring over the replicas.
+Products take a share of the peak, and elementwise operations their bytes over the memory's rate.
+There are four sums over tp in a block, a bubble, and one ring over the replicas.
 """
 
 from __future__ import annotations

@@ -1,14 +1,14 @@
-"""Whether B is faster or slower than A, as far as the launches of both support it.
+"""Tests whether B is significantly faster or slower than A, taking each launch as one sample.
 
     python -m bench.compare A.jsonl B.jsonl            # one line for each operation in both
     python -m bench.compare A.jsonl B.jsonl --check    # exit code 1 if one is slower, or not in B
 
-Launches of the same job differ more than the iterations inside one. So each launch counts as one
-value: a rank-sum test compares the medians of A's launches with those of B's. Of all rows that are
-called faster or slower, at most 5 % are expected to be so by chance. Among many rows this hides a
-single one. So a row also counts if its factor is above 1.5 and its own p at most 0.05.
+Launches of the same job differ more than the iterations inside one, so each launch counts as one
+value: a rank-sum test compares the medians of A's launches with those of B's. Among all rows that
+are called faster or slower, at most 5 % are expected to be so by chance. Among many rows this hides
+a single difference, so a row also counts if its factor is above 1.5 and its own p at most 0.05.
 
-With one launch on a side nothing is known of how launches differ. Such a row counts if its factor
+With one launch on a side, the spread between launches is unknown. Such a row counts if its factor
 is above 1.5 and the 95 % intervals inside the launches do not overlap. It is marked "one launch".
 """
 
@@ -35,7 +35,7 @@ FASTER, SLOWER, NOT_SHOWN = "faster", "slower", "not shown"
 
 
 class Side(NamedTuple):
-    """One operation in one file: its launches' medians, and what encloses all their intervals."""
+    """One operation in one file: its launches' medians, and an interval covering all of theirs."""
 
     medians: list[float]
     low_us: float
@@ -87,7 +87,7 @@ def compared(key: tuple, a: Side, b: Side, p_value: float, stands: bool) -> Comp
 
 
 def shown_verdict(one: Comparison) -> str:
-    """Return the verdict, with a remark where a side has one launch."""
+    """Return the verdict, with a remark if a side has one launch."""
     known = one.verdict != NOT_SHOWN and min(one.launches) == 1
     return f"{one.verdict}, one launch" if known else one.verdict
 
@@ -107,7 +107,7 @@ def lines(found) -> str:
 
 
 def too_few(found) -> tuple[list[str], list[str]]:
-    """Remarks on numbers of launches that can show nothing, and on those that show little."""
+    """Return remarks: numbers of launches that can show nothing, and that show little."""
     nothing, little = [], []
     for a, b in sorted({one.launches for one in found}):
         least = 2 / math.comb(a + b, a)
@@ -124,7 +124,7 @@ def too_few(found) -> tuple[list[str], list[str]]:
 
 
 def add_flags(parser) -> None:
-    """Add both files."""
+    """Add the flags for both files, and for the exit code."""
     parser.add_argument("a", metavar="A", help="file of bench.interconnect --launches K --json")
     parser.add_argument("b", metavar="B", help="the same operations, measured otherwise")
     parser.add_argument("--check", action="store_true",

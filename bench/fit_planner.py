@@ -1,12 +1,12 @@
-"""Find the planner's constants from measured products and steps, and judge them on other sources.
+"""Fits the planner's constants to measured products and steps, and tests them on other sources.
 
     python -m bench.fit_planner
 
-prints the constants as they stand in mpipar/plan/machines/*.toml and in STACKS of
-mpipar/plan/cluster.py. Those of products come from a device's own table alone; those of stacks from
-steps. Then the stacks are fitted once more without each source, and the errors printed are those of
-the steps that were left out. No constant belongs to a source, a model or a row. SciPy is needed,
-which scikit-learn brings along.
+prints the constants as they are written in mpipar/plan/machines/*.toml and in STACKS of
+mpipar/plan/cluster.py. Those of products come from a device's own table only; those of stacks from
+steps. Then the stacks are fitted again without each source in turn, and the errors printed are
+those of the steps that were left out. No constant belongs to a source, a model or a row. SciPy is
+needed, which is installed with scikit-learn.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from mpipar.plan.step_time import step_time
 PRODUCTS = {"a100-80": "A100-80-SXM", "h100": "H100-SXM", "b200": "B200-SXM"}
 FIRST = {"products": 0.9, "elementwise": 1.0, "attention": 1.0, "starts_us": 300.0}
 CLOSE = 0.05  # errors beyond this count linearly: some measurements are outliers
-TRUST = 0.15  # how hard a constant is held to its first value
+TRUST = 0.15  # how strongly a constant is tied to its first value
 EVERY, ONE_NODE = 5, 0.15  # of the steps on one node, and their weight
 PAPERS = ("vTrain", "2104.04473", "2205.05198", "2401.10241", "2402.15627", "llm-foundry",
           "torchtitan", "dgxc", "README images")  # parts of the column `source`
@@ -41,7 +41,7 @@ def table_rows(device: str, operation: str) -> list[dict[str, str]]:
 
 
 def fit_products(device: str) -> dict[str, float]:
-    """Start, rate and bytes per second of a product, over the shapes of a training step."""
+    """Fit start, rate and bytes per second of a product, over the shapes of a training step."""
     from scipy.optimize import least_squares
     rows = [row for row in table_rows(device, "gemm_bfloat16") if int(row["m"]) >= 512]
     sizes = [tuple(float(row[name]) for name in "mnk") for row in rows]
@@ -61,9 +61,7 @@ def fit_products(device: str) -> dict[str, float]:
 
 
 def trust(run: Run) -> float:
-    """Return the weight of a run: more if its source states everything, less if not even the
-    layout.
-    """
+    """Return the weight of a run: high if its source states everything, low without a layout."""
     missing = run.row["missing"]
     if not missing:
         return 2.0
@@ -71,7 +69,7 @@ def trust(run: Run) -> float:
 
 
 def training_runs() -> list[tuple[Run, float]]:
-    """(run, weight) of the measured steps that the constants are found from."""
+    """Return (run, weight) of the measured steps from which the constants are fitted."""
     return ([(run, trust(run)) for run in published_runs()]
             + [(run, ONE_NODE) for run in read_runs("single_node.csv")[::EVERY]])
 
@@ -80,20 +78,18 @@ Known = dict[tuple[str, str], dict[str, float]]  # {(stack, generation of machin
 
 
 def kind_of(run: Run) -> tuple[str, str]:
-    """Return the stack of a run, and the generation of its machine: what has constants."""
+    """Return the stack of a run, and the generation of its machine, which have constants."""
     return stack_name(run.row), run.cluster.efficiency
 
 
 def with_constants(run: Run, constants: dict[str, float]) -> float:
-    """Return a run's step with other constants of its stack."""
+    """Return the step of a run with other constants of its stack."""
     stack = replace(run.stack, **constants, sets=())
     return step_time(run.shape, run.layout, run.cluster, stack).total
 
 
 def fit_stack(runs: list[tuple[Run, float]]) -> dict[str, float]:
-    """Return the constants of a stack that make its runs' predicted steps closest to the measured
-    ones.
-    """
+    """Return the constants of a stack that bring its predicted steps closest to measured ones."""
     from scipy.optimize import least_squares
     start = [math.log(FIRST[name]) for name in CONSTANTS]
 
@@ -108,7 +104,7 @@ def fit_stack(runs: list[tuple[Run, float]]) -> dict[str, float]:
 
 
 def fit_stacks(runs: Iterable[tuple[Run, float]]) -> Known:
-    """Return the constants of each stack and generation that some of the runs have."""
+    """Return the constants of each stack and generation among the runs."""
     mine = defaultdict(list)
     for run, weight in runs:
         mine[kind_of(run)].append((run, weight))
@@ -116,17 +112,17 @@ def fit_stacks(runs: Iterable[tuple[Run, float]]) -> Known:
 
 
 def nearest(known: Known, run: Run) -> dict[str, float]:
-    """Return a run's constants; those of the same stack on another machine where there are no
-    others.
-    """
+    """Return a run's constants, if need be those of the same stack on another machine."""
     stack, _ = kind = kind_of(run)
     return known.get(kind) or next(one for (name, _), one in known.items() if name == stack)
 
 
 def left_out() -> dict[str, list[tuple[Run, float, float]]]:
-    """{source: [(run, error, error if only starts are known)]} of constants fitted without it.
+    """Return {source: [(run, error, error if only starts are known)]} of constants fitted without
+    it.
 
-    The second error is by the same constants, but for that of starts: it is the one of all sources.
+    The second error uses the same constants, except that the one of starts is fitted to all
+    sources.
     """
     runs, found, known = training_runs(), defaultdict(list), fit_stacks(training_runs())
     judged = [*published_runs(), *read_runs("single_node.csv")]

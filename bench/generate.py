@@ -1,18 +1,18 @@
-"""Time the generation of text: with a cache and without it, over layouts, beside transformers.
+"""Times text generation: with and without a cache, over layouts, compared with transformers.
 
     python -m bench.generate                              # one rank beside transformers
     python -m bench.generate --contexts 64 256 1000       # with a cache and without it
     mpiexec -n 2 python -m bench.generate --presets llama-15m    # layouts of two ranks
 
-The weights are random; every side has the same. All take the likeliest token, so that each text has
---new-tokens. Before anything is timed, transformers reads what mpipar has written: no other token
-may be likelier, by more than rounding. Repetitions of all sides alternate.
+The weights are random, and the same for every side. All sides take the likeliest token, so that
+each text has --new-tokens. Before anything is timed, transformers reads mpipar's texts: no other
+token may be likelier, except by rounding. Repetitions of all sides alternate.
 
 tokens_per_s counts the new tokens of all rows over the whole time, prompts included. A row without
 a cache is timed on single tokens, each of which runs the whole text through the model. first_ms:
-until the first new token is there. next_ms: median time of each further round, which adds a token
-to every row. over_transformers: tokens_per_s over that of transformers, its time per token over
-ours. What counts are the medians over the repetitions.
+until the first new token. next_ms: median time of each further round, which adds a token to every
+row. over_transformers: tokens_per_s over that of transformers, its time per token over ours. All
+figures are medians over the repetitions.
 """
 
 from __future__ import annotations
@@ -49,7 +49,7 @@ SINGLE_TOKENS = 3  # that are timed without a cache
 
 
 def add_flags(parser) -> None:
-    """Add the models and what they generate."""
+    """Add the flags for the models and what they generate."""
     parser.add_argument("--presets", nargs="+", default=["llama-15m", "llama-110m"],
                         choices=sorted(PRESETS), help="models (llama-15m llama-110m)")
     parser.add_argument("--batch-sizes", nargs="+", type=flags.count, default=[1, 8],
@@ -59,7 +59,7 @@ def add_flags(parser) -> None:
 
 
 class WrongTextError(UserError):
-    """A text has a token that is not the likeliest; nothing is timed then."""
+    """A text has a token that is not the likeliest, so nothing is timed."""
 
     exit_code = EXIT_CHECK_FAILED
 
@@ -78,7 +78,7 @@ class OurSide:
         self.worker.initialize()
 
     def run(self, prompts, new_tokens) -> tuple[list[float], list[list[int]]]:
-        """(seconds of each round, all tokens of each row)."""
+        """Return (seconds of each round, all tokens of each row)."""
         texts = [Text(number, list(prompt)) for number, prompt in enumerate(prompts)]
         times = [time.perf_counter()]
         times += (time.perf_counter()
@@ -94,7 +94,7 @@ class OurSide:
 
 
 class TheirSide:
-    """transformers' own generation from the same weights, which go through a file."""
+    """transformers' own generation from the same weights, which are passed through a file."""
 
     def __init__(self, ours, threads):
         import torch
@@ -110,7 +110,7 @@ class TheirSide:
         self.model.generation_config.eos_token_id = None
 
     def run(self, prompts, new_tokens) -> tuple[list[float], list[list[int]]]:
-        """([seconds of the whole], all tokens of each row)."""
+        """Return ([seconds of the whole], all tokens of each row)."""
         ids = self.torch.tensor(prompts)
         start = time.perf_counter()
         with self.torch.no_grad():
@@ -120,7 +120,7 @@ class TheirSide:
         return [time.perf_counter() - start], found.tolist()
 
     def disagreement(self, rows, first: int) -> float:
-        """Return how much likelier another token was than the one of rows from place `first` on.
+        """Return by how much another token was likelier than those of rows from position `first`.
 
         As a share of the largest logit of the text.
         """
@@ -131,13 +131,13 @@ class TheirSide:
 
 
 def random_prompts(config, count, length):
-    """Prompts of random tokens, the same on every rank."""
+    """Return prompts of random tokens, the same on every rank."""
     rng = np.random.default_rng(0)
     return rng.integers(0, config.model.vocab_size, (count, length)).tolist()
 
 
 def measure(preset, sides, prompts, args, world) -> dict[str, list[list[float]]]:
-    """Name of a side -> seconds of its rounds, for each repetition; the first one is not counted.
+    """Return {name of a side: seconds of its rounds, for each repetition}, without the first one.
 
     Comm: a barrier before each, and the sides' own.
     """
@@ -171,7 +171,7 @@ def rows(preset, found, batch_size, args) -> list[dict]:
 
 
 def our_sides(preset, world) -> dict[str, OurSide]:
-    """Several ranks: a side for each layout; one rank: one for each set of kernels."""
+    """Return one side per layout on several ranks, one per set of kernels on a single rank."""
     if world.size > 1:
         return {f"mpipar {axis} {world.size}": OurSide(preset, {axis: world.size}, world)
                 for axis in LAYOUTS}
@@ -199,7 +199,7 @@ def over_sides(preset, args, world) -> list[dict]:
 
 
 def over_contexts(preset, args, world) -> list[dict]:
-    """Return a row for each length of a text: one token with cache and without."""
+    """Return a row for each length of a text: one token with a cache and without."""
     side, made = OurSide(preset, {}, world), []
     for length in (one for one in args.contexts if one <= side.config.model.seq_len):
         prompt = random_prompts(side.config, 1, length)[0]

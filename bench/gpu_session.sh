@@ -1,7 +1,7 @@
 #!/usr/bin/env bash
 # One visit to a machine with a GPU, within ten minutes and from cold caches: a step of GPT-2 124M
 # alone and beside PyTorch, attention and the other kernels, the ladder of products beside cuBLAS,
-# messages by way of pinned host memory, and the tests marked gpu. What matters most comes first.
+# messages through pinned host memory, and the tests marked gpu. What matters most comes first.
 #
 #     bash bench/gpu_session.sh
 #     OUT=FOLDER PYTHON=/opt/venv/bin/python3 LIMIT=300 bash bench/gpu_session.sh
@@ -9,13 +9,13 @@
 #     REHEARSE=1 bash bench/gpu_session.sh           # small sizes: tests/cuda_machine/README.md
 #
 # Needs Python with CuPy, mpi4py and what mpipar imports. The script installs and downloads nothing.
-# It skips a part that misses a package, an MPI or a GPU, and says what at the end. MPICH names a
+# It skips parts that lack a package, an MPI or a GPU, and lists them at the end. MPICH names a
 # folder with an unpacked wheel `mpich` (pip download mpich; unzip mpich-*.whl -d mpich-wheel).
-# Messages need an MPI; all else is one process and needs none.
+# Messages need an MPI; everything else is one process and needs none.
 #
-# Each part has its own time limit, and its files are there when it ends. So a visit that is cut
-# short leaves what was measured. The folder OUT (gpu-session) gets session.log with all that was
-# printed, summary.txt with a line for each part that has ended, and one JSON file for each table.
+# Each part has its own time limit, and its files are complete when it ends, so a visit that is cut
+# short keeps what was measured. The folder OUT (gpu-session) gets session.log with everything that
+# was printed, summary.txt with a line for each finished part, and one JSON file for each table.
 #
 # Exit code: 0 if no part failed that ran, 1 if one did, 2 if nothing can be started.
 set -u
@@ -30,7 +30,7 @@ mkdir -p "$out" && out=$(cd "$out" && pwd) && [[ -w $out && -z $(ls -A "$out") ]
     echo "gpu_session.sh: $out can't be written or is not empty; name another with OUT=FOLDER" >&2
     exit 2
 }
-python=$(realpath -s "$python") # not through links: a virtual environment is one
+python=$(realpath -s "$python") # do not resolve links: a virtual environment's python is one
 mpiexec=$(dirname "$python")/mpiexec
 [[ -x $mpiexec ]] || mpiexec=$(command -v mpiexec)
 if [[ -n ${MPICH:-} ]]; then
@@ -41,12 +41,12 @@ if [[ -n ${MPICH:-} ]]; then
     }
     export MPI4PY_LIBMPI=$library
     programs=${library%/lib/*}/bin
-    chmod u+x "$programs"/mpiexec* "$programs"/hydra_* # unzip forgets it
+    chmod u+x "$programs"/mpiexec* "$programs"/hydra_* # unzip drops it
     mpiexec=$programs/mpiexec
 fi
 cd "$(dirname "${BASH_SOURCE[0]}")/.." || exit 2
 
-# What the tests write goes with this folder; so does the cache of kernels if there is none yet.
+# What the tests write is kept in this folder; so is the cache of kernels if there is none yet.
 scratch=$(mktemp -d) || exit 2
 trap 'rm -rf "$scratch"' EXIT
 trap 'exit 130' INT TERM
@@ -72,7 +72,7 @@ fi
 
 probe() { # print each thing of the list that is missing: NAME, or NAME: why
     [[ -n $mpiexec ]] || echo mpiexec
-    timeout 60 "$python" - 2>&1 <<'END' || echo "GPU: the probe of python3 did not end well"
+    timeout 60 "$python" - 2>&1 <<'END' || echo "GPU: the probe of python3 failed"
 import importlib.util
 for name in ("numpy", "ml_dtypes", "safetensors", "threadpoolctl", "pytest", "pytest_timeout",
              "hypothesis", "xdist"):

@@ -1,10 +1,10 @@
-"""The utilization that plans promise: every preset on every device by every stack.
+"""The utilization that plans promise: every preset on every device with every stack.
 
     python -m bench.planned --write
 
-Each job has the fewest of 8, 64 and 512 devices on which it fits. Beside it stands the best
-utilization that was published for the device. Where a plan promises MARGIN points more, the last
-columns have its layout, and what 1f1b alone would give: most publishers run that. Attention counts
+Each job has the fewest of 8, 64 and 512 devices on which it fits. The best utilization published
+for the device is shown beside it. Where a plan promises at least MARGIN points more, the last
+columns have its layout, and the result of 1f1b, which most publishers run. Attention is counted
 over the half of the square that tokens see, because rows have different lengths.
 """
 
@@ -29,7 +29,7 @@ SMALLEST = 1e8  # parameters: smaller presets are for tests
 
 
 def best_published() -> dict[str, float]:
-    """{machine: percent of its peak that the best published run reaches}."""
+    """Return {machine: percent of its peak that the best published run reaches}."""
     found: dict[str, float] = defaultdict(float)
     for run in (*published_runs(), *read_runs("single_node.csv")):
         flops = run.shape.step_flops(int(run.row["gbs"]), RULE)
@@ -41,7 +41,7 @@ def best_published() -> dict[str, float]:
 
 def planned(shape: Shape, machine: str, stack: str, batch_size: int,
             fixed: dict) -> tuple[Question, Candidate] | None:
-    """Return the first answer on the fewest devices; None where it fits on none of RANKS."""
+    """Return the first answer on the fewest devices; None if the job fits on none of RANKS."""
     cluster = load_cluster(machine)
     dtype = cluster.dtype_16
     for ranks in RANKS:
@@ -54,7 +54,9 @@ def planned(shape: Shape, machine: str, stack: str, batch_size: int,
 
 
 def row_of(preset: str, machine: str, published: dict[str, float]) -> dict:
-    """Return what plans promise by each stack; "-" where nothing fits. layout: of the first stack.
+    """Return what plans promise with each stack; "-" where nothing fits.
+
+    layout: of the first stack.
     """
     shape = Shape.of(build({"preset": preset}).model.completed())
     row = {"preset": preset, "machine": machine, "published %": published.get(machine, "-")}

@@ -1,14 +1,13 @@
-"""Draws pictures of a benchmark's rows, each as SVG and PNG (needs the extra `plot`).
+"""Draws a benchmark's rows as SVG and PNG pictures (needs the extra `plot`).
 
     python -m bench.plot FILE.jsonl --out FOLDER
 
 FOLDER/index.html shows all of them on one page. Each operation has four pictures: time by size,
-bandwidth by size, the distribution of the samples of each size, and when each rank left. That last
-one shows the largest size: how long after the first rank each rank left each iteration. For `pairs`
-there is a matrix.
+bandwidth by size, the distribution of the samples of each size, and, for the largest size, how long
+after the first rank each rank left each iteration. `pairs` has a matrix.
 
-Bars enclose the median with 95 % confidence. Points are not joined, because nothing was measured
-between them.
+Bars show the 95 % confidence interval of the median. Points are not joined, because nothing was
+measured between them.
 """
 
 from __future__ import annotations
@@ -32,7 +31,7 @@ from mpipar.errors import EXIT_OK, DataError, EnvironmentProblem, OutputError
 INCHES = (7.0, 4.5)
 MOST_CURVES = 6  # sizes in one picture of distributions
 MARKS = "osD^v"
-USUAL = {"dtype": "float32", "sync": "barrier"}  # names of files have all others
+USUAL = {"dtype": "float32", "sync": "barrier"}  # all other values become part of a file's name
 PAGE = """<!doctype html>
 <html lang="en"><meta charset="utf-8"><title>{title}</title>
 <style>
@@ -48,7 +47,7 @@ img {{ width: 34em; max-width: 100%; background: white; }}
 
 
 def pyplot():
-    """matplotlib, set to work without a display. Raises EnvironmentProblem when it is missing."""
+    """Return matplotlib's pyplot, set to work without a display. Raises EnvironmentProblem."""
     try:
         import matplotlib as mpl
     except ImportError as error:
@@ -74,7 +73,7 @@ def by_picture(rows) -> dict[str, list[dict]]:
 
 
 def by_via(rows) -> dict[str, list[dict]]:
-    """Return the ways of doing it, each with its rows by ascending size."""
+    """Return the ways to run an operation, each with its rows by ascending size."""
     found: dict = {}
     for row in sorted(rows, key=lambda row: row["size_bytes"]):
         found.setdefault(row["via"], []).append(row)
@@ -115,7 +114,7 @@ def draw_bandwidth(axes, rows) -> None:
 
 
 def of_one_way(rows) -> list[dict]:
-    """Return the rows through mpipar.comm, or where it has none those of the first other way."""
+    """Return the rows through mpipar.comm, or else those of the first other way."""
     ways = by_via(rows)
     return ways.get(COMM) or next(iter(ways.values()))
 
@@ -174,7 +173,7 @@ def draw_detours(axes, row) -> None:
 
 
 def pictures(rows):
-    """(file name, title, draw(axes)) of each picture."""
+    """Yield (file name, title, draw(axes)) of each picture."""
     for name, own in by_picture(rows).items():
         head = title(own[0]).removeprefix("# ")
         if own[0]["case"].startswith("pairs "):
@@ -207,8 +206,7 @@ def save(plt, folder: Path, name: str, heading: str, draw) -> None:
 
 
 def index_page(title: str, drawn: list[tuple[str, str]]) -> str:
-    """Return a page with a section for each heading; drawn: (file name, heading) of each picture.
-    """
+    """Return a page with a section per heading; drawn: (file name, heading) of each picture."""
     by_heading: dict = {}
     for name, heading in drawn:
         by_heading.setdefault(heading, []).append(name)
@@ -219,7 +217,7 @@ def index_page(title: str, drawn: list[tuple[str, str]]) -> str:
 
 
 def add_flags(parser) -> None:
-    """Add the files and the folder."""
+    """Add the flags for the files and the folder."""
     parser.add_argument("files", nargs="+", metavar="FILE", help="of bench.interconnect --json")
     parser.add_argument("--out", default="plots", metavar="FOLDER", help="for the pictures (plots)")
 

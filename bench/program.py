@@ -1,4 +1,4 @@
-"""A program of this folder: its flags, what it measures, a table on the screen and in a file."""
+"""The frame of a benchmark program: flags, the measurement, a table on the screen and in a file."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ Counts = Mapping[str, tuple[int, str]]  # flag: its default, its help
 
 
 class Outcome(NamedTuple):
-    """What a program has found, on world rank 0.
+    """The result of a program, on world rank 0.
 
     facts: what the figures depend on. beside: more keys of the file. variant: of the program's name
     in the file. head, end: printed above and below the table.
@@ -29,14 +29,14 @@ class Outcome(NamedTuple):
 
 
 class Program:
-    """`main` of a program: flags, a look at the file of --json, measuring, the table, the file.
+    """The `main` of a program: flags, a check of the file of --json, measuring, the table, the
+    file.
 
-    measure(args, session) -> Outcome, or the exit code where there is nothing to tell. together, or
+    measure(args, session) -> Outcome, or the exit code if there is nothing to show. together, or
     together(args): whether all ranks of a job measure. json: the help of --json, which None leaves
-    out. counts: see
-    `add_counts`. add(parser): adds flags of other kinds. check(args, parser): looks at what was
-    typed. takes_words: whether what is no flag here is left in args.words. kept: a file in
-    bench/results/ that --write writes, in place of --json.
+    out. counts: see `add_counts`. add(parser): adds flags of other kinds. check(args, parser):
+    checks what was typed. takes_words: whether unknown words are collected in args.words. kept: a
+    file in bench/results/ that --write writes, replacing --json.
     """
 
     def __init__(self, name: str, doc: str, measure: Callable[..., Outcome | int], *,
@@ -71,15 +71,15 @@ class Program:
         return args
 
     def started(self, name: str) -> Program:
-        """This program; it has run, and Python ends, if `name` is that of what Python was told to
-        run.
+        """Return this program; run it and exit if `name` is that of the script Python was started
+        with.
         """
         if name == "__main__":
             guard(self)
         return self
 
     def __call__(self, argv: list[str], session: Any) -> int:
-        """Measure and tell; the exit code. Comm: that of `measure`, where ranks take part."""
+        """Measure and report; return the exit code. Comm: that of `measure`, if ranks take part."""
         args = self.parse(argv)
         together = self.together(args) if callable(self.together) else self.together
         if together:

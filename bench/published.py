@@ -1,12 +1,12 @@
-"""How far the planner's closed forms are from published training steps.
+"""The planner's errors on published training steps.
 
     python -m bench.published [--worst N] [--out FOLDER]
 
-For each source: errors of step time, by the constants of the package, and by constants that were
-fitted without this source. Beside them: one constant utilization (MFU) for the source, and a closed
-form of forty lines. Then: how good the choice among measured layouts is, whether what ran is said
-to fit, and whether reported utilization follows from its stated rule. At last: which places
-publishers' layouts have in plans. The default folder is bench/results.
+For each source it prints the errors of step time, by the constants of the package and by constants
+fitted without this source, compared with one constant utilization (MFU) for the source, and with a
+closed form of forty lines. It also shows how good the choice among measured layouts is, whether
+runs that took place are predicted to fit, whether reported utilization follows from its stated
+rule, and which ranks publishers' layouts have in plans. The default folder is bench/results.
 """
 
 from __future__ import annotations
@@ -64,7 +64,7 @@ def group_of(run: Run) -> str:
 
 
 def by_group(runs) -> dict[str, list[Run]]:
-    """{title: runs}, in the order of GROUPS."""
+    """Return {title: runs}, in the order of GROUPS."""
     found = {title: [] for title, *_ in (*GROUPS, ("others",))}
     for run in runs:
         found[group_of(run)].append(run)
@@ -72,12 +72,12 @@ def by_group(runs) -> dict[str, list[Run]]:
 
 
 def mean_error(errors) -> float:
-    """Mean of the errors' sizes, in percent."""
+    """Return the mean absolute error, in percent."""
     return 100 * fmean(abs(error) for error in errors)
 
 
 def constant_utilization(runs) -> float:
-    """Mean error in percent of the best single utilization for all runs of a source."""
+    """Return the mean error in percent of the best single utilization for all runs of a source."""
     ideal = [run.shape.step_flops(int(run.row["gbs"]))
              / (run.layout.ranks * float(run.row["peak_tflops"]) * 1e12) for run in runs]
     return min(mean_error(floor / share / run.seconds - 1
@@ -97,7 +97,7 @@ def accuracy(runs) -> dict:
 
 
 def without_source(groups: dict[str, list[Run]]) -> dict[str, dict]:
-    """Errors of each group by constants that were fitted without its source, in percent."""
+    """Return each group's errors by constants that were fitted without its source, in percent."""
     errors = {key_of(run): each for found in left_out().values() for run, *each in found}
     return {title: {
         "left out: mean %": mean_error(errors[key_of(run)][0] for run in runs),
@@ -108,15 +108,15 @@ def without_source(groups: dict[str, list[Run]]) -> dict[str, dict]:
 
 
 def key_of(run: Run) -> tuple[str, str]:
-    """Return what names a row: two files number theirs alike."""
+    """Return the key of a row, since two files use the same numbers."""
     return run.source, run.row["id"]
 
 
 def regrets(runs, least: int) -> list[tuple[float, Run, Run, int]]:
-    """(regret, chosen, best, layouts) of each job with at least so many measured layouts.
+    """Return (regret, chosen, best, layouts) of each job with at least `least` measured layouts.
 
     The regret is the measured step of the layout that the closed forms choose, over the shortest
-    measured one, less one.
+    measured one, minus one.
     """
     jobs = defaultdict(list)
     for run in runs:
@@ -132,23 +132,22 @@ def regrets(runs, least: int) -> list[tuple[float, Run, Run, int]]:
 
 
 def choice(runs, least: int) -> dict:
-    """Regrets of some jobs, in percent."""
+    """Return the regrets of some jobs, in percent."""
     found = [100 * one[0] for one in regrets(runs, least)]
     return {"jobs": len(found), "mean_percent": fmean(found), "worst_percent": max(found)}
 
 
 def does_fit(run: Run, rows: int | None = None) -> bool:
-    """Return whether a run is said to fit in its device, with a microbatch of other rows if given.
-    """
+    """Return whether a run is predicted to fit, with a microbatch of other rows if given."""
     layout = run.layout if rows is None else run.layout._replace(rows=rows)
     gib = footprint(run.shape, layout, run.stack).total / (1 << 30)
     return gib <= run.cluster.memory_gib
 
 
 def memory(runs) -> dict:
-    """Return what is said of the memory of runs that took place.
+    """Return what is predicted for the memory of runs that took place.
 
-    largest: of runs that sum gradients over microbatches, how many fit, and would not with
+    largest: of the runs that sum gradients over microbatches, how many fit, but would not with
     microbatches of twice the rows.
     """
     many = [run for run in runs
@@ -161,9 +160,9 @@ def memory(runs) -> dict:
 
 
 def order_of_schedules(runs, least: float = 0.02) -> tuple[int, int]:
-    """(right, all) pairs of one job's schedules whose measured steps differ by more than `least`.
+    """Return (right, all) pairs of one job's schedules whose measured steps differ notably.
 
-    right: those of which the closed forms say the same.
+    least: by this share. right: those that the closed forms order in the same way.
     """
     jobs, right, pairs = defaultdict(list), 0, 0
     for run in runs:
@@ -186,7 +185,7 @@ def rule_of(row: dict[str, str]) -> str:
 
 
 def reported(row: dict[str, str]) -> float | None:
-    """FLOPs by a source's rule over those that it reports, as a ratio; None where it has none.
+    """Return the ratio of FLOPs by a source's rule to those that it reports; None if it has none.
 
     Shares of rows in 8 bits are of the peak in 8 bits, which is twice that in 16.
     """
@@ -204,7 +203,7 @@ def reported(row: dict[str, str]) -> float | None:
 
 
 def utilization_rows() -> list[dict]:
-    """For each source that reports a utilization: how well its rule gives it again."""
+    """Return how well the rule of each source that reports a utilization reproduces it."""
     found = defaultdict(list)
     for row in read_rows("published.csv"):
         ratio = reported(row)
@@ -218,7 +217,7 @@ def utilization_rows() -> list[dict]:
 
 
 def answers(groups: dict[str, list[Run]]) -> list[dict]:
-    """Return what is said of choices, memory and the order of schedules, a row each."""
+    """Return the predictions on choices, memory and the order of schedules, a row each."""
     right, pairs = order_of_schedules(groups["zero bubble"])
     found = memory(published_runs())
     rows = []
@@ -241,9 +240,9 @@ def answers(groups: dict[str, list[Run]]) -> list[dict]:
 
 
 def publishers(runs) -> list[dict]:
-    """Return where the plans of some jobs have the grids that their publishers chose, a row each.
+    """Return where the plans of some jobs rank the grids that their publishers chose, a row each.
 
-    Of sources that say what their authors train with; FSDP alone is no choice.
+    Only sources that tell what their authors train with are used; FSDP alone is no choice.
     """
     rows = []
     for run in runs:
@@ -269,7 +268,7 @@ def publishers(runs) -> list[dict]:
 def main() -> None:
     """Print the tables and write the files."""
     parser = argparse.ArgumentParser(prog="bench.published", description=__doc__.split("\n\n")[0])
-    parser.add_argument("--worst", type=int, default=0, help="also print so many runs of a source")
+    parser.add_argument("--worst", type=int, default=0, help="also print N runs of a source")
     parser.add_argument("--out", type=Path, default=OUT, help="folder of the results")
     args = parser.parse_args()
     groups = by_group(published_runs())

@@ -3,11 +3,11 @@
     mpiexec -n 4 python -m bench.reading_path [--json bench/results/reading_path.json]
 
 Every rank takes one step of the default layout under a profile hook. A file is opened if any of its
-functions ran on any rank. The lines that run are those of these functions, with their comments and
-docstrings, because a reader reads these too.
+functions ran on any rank. The lines that run are those of these functions, including their comments
+and docstrings, because a reader reads these too.
 
 The step is one call of `Worker.train_step`. What runs before it constructs the worker, its initial
-values and its rows. That has a row of its own, with what it opens and runs beside the step.
+values and its rows, and has a row of its own, with what it opens and runs in addition to the step.
 docs/map.md shows the counts by stop.
 """
 
@@ -53,7 +53,7 @@ def stop_of(path: str) -> str | None:
 
 
 def ran_lines(call: Callable[[], object]) -> dict[str, set[int]]:
-    """{path in the repository: line numbers} of the functions that a call runs on this rank."""
+    """Return {path in the repository: line numbers} of the functions that a call runs here."""
     lines: dict[str, set[int]] = {}
     seen = set()
 
@@ -75,7 +75,7 @@ def ran_lines(call: Callable[[], object]) -> dict[str, set[int]]:
 
 
 def lines_of_ranks(facts) -> dict[str, set[int]]:
-    """{path: line numbers} that any rank runs. facts: {path: line numbers} of each rank."""
+    """Return {path: line numbers} that any rank runs. facts: {path: line numbers} of each rank."""
     return {path: set().union(*(fact.get(path, ()) for fact in facts))
             for path in sorted(set().union(*facts))}
 
@@ -106,8 +106,9 @@ def count(args, session) -> Outcome | int:
 
 
 def construction(before: dict[str, set[int]], step: dict[str, set[int]]) -> dict:
-    """Return the row of what construction opens and runs beside the step: {path: line numbers} of
-    both.
+    """Return the row of what construction opens and runs in addition to the step.
+
+    before, step: {path: line numbers}.
     """
     row = counts(CONSTRUCTION, "groups, schedule, layers, buffers, initial values",
                  {path: 0 for path in before if path not in step})
@@ -122,7 +123,7 @@ def counts(stop: str, what: str, files: dict[str, int]) -> dict:
 
 
 def lines_of(path: str) -> int:
-    """Lines of a file in the repository."""
+    """Return how many lines a file of the repository has."""
     return len((results.ROOT / path).read_text(encoding="utf-8").splitlines())
 
 

@@ -1,11 +1,11 @@
-"""The cost of recording: a call through mpipar.comm beside the same bare mpi4py call, in one run.
+"""The cost of recording: a call through mpipar.comm compared with the bare mpi4py call, in one run.
 
     mpiexec -n 4 python -m bench.recorder
 
 Part 1 runs on world rank 0 alone. It calls every operation on a communicator of one process, where
 a message costs next to nothing and no other rank adds delay. The group only claims to have two
 members, so that everything is recorded. The cost of a call is its time above the bare call. Bare
-and recorded calls take turns in short batches. The best batch of each counts, because other
+and recorded calls take turns in short batches, and the best batch of each is taken, because other
 processes can only add time.
 
 Part 2 runs on all ranks. It multiplies the records and spans in a training step of the default
@@ -35,13 +35,13 @@ from mpipar.errors import EXIT_CHECK_FAILED
 from mpipar.files.text import counted
 
 CALL_LIMIT_NS, SHARE_LIMIT = 1500, 0.02
-BATCH = 200  # calls between two looks at the clock: short enough to fall between two interruptions
+BATCH = 200  # calls between two readings of the clock: short enough to fit between interruptions
 TAG = 3
 COLUMNS = ("operation", "bare_ns", "recorded_ns", "cost_ns", "cost_p10_ns")
 
 
 class Pair(NamedTuple):
-    """An operation on mpi4py and through a Comm; records: that a call leaves, or spans."""
+    """An operation in mpi4py and through a Comm; records: how many it leaves, or spans."""
 
     records: int
     bare: Callable
@@ -96,7 +96,9 @@ def batch_ns(function) -> float:
 
 
 def measure_calls(repeats: int) -> dict:
-    """{name: (bare ns, recorded ns, cost ns, cost of the tenth best in a hundred)}, per record."""
+    """Return {name: (bare ns, recorded ns, cost ns, cost of the tenth best in a hundred)}, per
+    record.
+    """
     from mpi4py import MPI
 
     recorder, mpi = Recorder(phase="F"), MPI.COMM_SELF.Dup()
@@ -120,7 +122,7 @@ def measure_calls(repeats: int) -> dict:
 
 
 def measure_step(world, steps: int) -> tuple[int, int, float]:
-    """(records, spans, nanoseconds) of the default model's step on these ranks; median of steps."""
+    """Return (records, spans, nanoseconds) of the default model's step here; medians over steps."""
     config, _ = resolve(Config(), world.size)
     recorder = Recorder(None)
     text = np.random.default_rng(0).integers(0, 256, 100_000).astype(np.uint8)
@@ -134,7 +136,7 @@ def measure_step(world, steps: int) -> tuple[int, int, float]:
 
 
 def measure(args, session) -> Outcome | int:
-    """Measure both parts; code 1 if a limit is not kept."""
+    """Measure both parts; code 1 if a limit is exceeded."""
     world = session.world
     costs = measure_calls(args.repeats) if world.rank == 0 else None
     quiet_barrier(world)
@@ -147,16 +149,16 @@ def measure(args, session) -> Outcome | int:
     shares = [(r * worst + s * costs["span"][2]) / ns for r, s, ns in everything]
     busiest = max(range(world.size), key=shares.__getitem__)
     records, spans, step_ns = everything[busiest]
-    told = (f"\ndefault model on {counted(world.size, 'rank')}: {records} records and {spans} spans"
-          f" in a step of {step_ns * 1e-6:.1f} ms on rank {busiest}: {shares[busiest]:.3%} of it;"
-          f" limit {SHARE_LIMIT:.0%}")
+    summary = (f"\ndefault model on {counted(world.size, 'rank')}: {records} records and {spans}"
+               f" spans in a step of {step_ns * 1e-6:.1f} ms on rank {busiest}:"
+               f" {shares[busiest]:.3%} of it; limit {SHARE_LIMIT:.0%}")
     facts = {"ranks": world.size, "records_per_step": records, "spans_per_step": spans,
              "step_ms": round(step_ns * 1e-6, 1), "percent_of_step": round(
                  100 * shares[busiest], 3)}
     kept = worst <= CALL_LIMIT_NS and shares[busiest] <= SHARE_LIMIT
     return Outcome(rows, facts, 0 if kept else EXIT_CHECK_FAILED,
                    head=f"per record; limit {CALL_LIMIT_NS} ns",
-                   end=told if kept else f"{told}\na limit is not kept")
+                   end=summary if kept else f"{summary}\na limit is exceeded")
 
 
 main = Program("recorder", __doc__, measure, together=True, counts={

@@ -1,6 +1,7 @@
-"""Writes results of benchmarks to files, and makes tables of them for the pages.
+"""Writes result files of benchmarks, and turns them into tables for the pages.
 
-Places in the sources are named by function: a line number is wrong after the next change above it.
+Places in the sources are named by function, because a line number is wrong after the next change
+above it.
 """
 
 from __future__ import annotations
@@ -27,7 +28,7 @@ SCHEMA = 1
 
 
 def machine() -> dict:
-    """Facts that a figure depends on: processor, cores, system, versions, date."""
+    """Return facts that a figure depends on: processor, cores, system, versions, date."""
     return {
         "date": dt.date.today().isoformat(), "cpu": processor()[0] or platform.machine(),
         "cores": len(os.sched_getaffinity(0)), "load": round(os.getloadavg()[0], 2),
@@ -39,9 +40,9 @@ def machine() -> dict:
 def check_writable(path: str | None, session=None, flag: str = "--json") -> None:
     """Before measuring, raise OutputError if `write` could not write the file that a flag names.
 
-    path: None if nothing will be written. session: a job's, already started; world rank 0 looks,
-    and if it fails all ranks end together. The check leaves no trace.
-    Comm: `Session.agree`; every rank must call it.
+    path: None if nothing will be written. session: of a job that is already started; world rank 0
+    checks, and if it fails all ranks end together. The check leaves no trace. Comm:
+    `Session.agree`; every rank must call it.
     """
     if session is not None:
         first = session.world.rank == 0
@@ -51,7 +52,7 @@ def check_writable(path: str | None, session=None, flag: str = "--json") -> None
         try:
             if stat.S_ISDIR(place.stat().st_mode):
                 raise OutputError(f"{flag} {path}: is a folder; name a file")
-        except FileNotFoundError:  # `write` makes the folders that are missing
+        except FileNotFoundError:  # `write` makes missing folders
             place = next(one for one in place.absolute().parents if one.exists())
         except OSError as error:
             raise OutputError(f"{flag} {path}: {error.strerror}") from error
@@ -78,7 +79,7 @@ def write(path: str | None, bench: str, rows: list[dict], *, beside: dict | None
 
 
 def versions(*packages: str) -> dict[str, str]:
-    """Return the versions of those of some packages that are installed."""
+    """Return the versions of those packages that are installed."""
     return {name: importlib.metadata.version(name) for name in packages
             if importlib.util.find_spec(name)}
 
@@ -91,9 +92,9 @@ def text(value) -> str:
 
 
 def text_table(rows: list[dict], left: int = 1) -> str:
-    """Return the rows as columns of text under their names; empty cells for what a row lacks.
+    """Return the rows as columns of text under their names; cells that a row lacks are empty.
 
-    left: so many columns are left-aligned.
+    left: how many columns are left-aligned.
     """
     names = tuple(dict.fromkeys(name for row in rows for name in row))
     return table([names, *(tuple(text(row.get(name, "")) for name in names) for row in rows)], left)
@@ -112,7 +113,7 @@ def cells_table(head: list[str], cells) -> str:
 
 
 def markdown(result: dict) -> str:
-    """Return the rows as a Markdown table, and a line that says where they were measured."""
+    """Return the rows as a Markdown table, and a line that names where they were measured."""
     assert result["schema"] == SCHEMA, f"schema {result['schema']}, this reads {SCHEMA}"
     facts = ", ".join(f"{key} {value}" for key, value in result["machine"].items())
     return f"{markdown_table(result['rows'])}\n\n`{result['bench']}`: {facts}"
@@ -124,22 +125,20 @@ GAP = re.compile(" {2,}")
 
 
 def functions_of(path: Path) -> list[tuple[str, int, int]]:
-    """(name, first, last line) of each function of a file."""
+    """Return (name, first, last line) of each function of a file."""
     tree = ast.parse(path.read_text(encoding="utf-8"))
     return [(node.name, node.lineno, node.end_lineno) for node in ast.walk(tree)
             if isinstance(node, ast.FunctionDef)]
 
 
 def by_function(text: str, root: Path = ROOT) -> str:
-    """Return the text with file:function in place of each file:line. Columns behind it stay
-    columns.
-    """
+    """Return the text with file:function for each file:line; columns after it stay aligned."""
     return "\n\n".join("\n".join(_named_block(block.split("\n"), root))
                        for block in text.split("\n\n"))
 
 
 def _named_block(lines: list[str], root: Path) -> list[str]:
-    """The lines of a table or paragraph, with functions for line numbers."""
+    """Return the lines of a table or paragraph, with functions for line numbers."""
     def function(found: re.Match) -> str:
         return f"{found[1]}:{function_at(root / found[1], int(found[2]))}"
 
@@ -158,7 +157,7 @@ def _named_block(lines: list[str], root: Path) -> list[str]:
 
 
 def function_at(path: Path, line: int) -> str:
-    """Return the name of the function in which a line of a file is. Raises LookupError."""
+    """Return the name of the function that contains a line of a file. Raises LookupError."""
     found = [(last - first, name) for name, first, last in functions_of(path)
              if first <= line <= last]
     if not found:
@@ -167,8 +166,7 @@ def function_at(path: Path, line: int) -> str:
 
 
 def unknown_places(text: str, root: Path = ROOT) -> list[str]:
-    """Return each file of mpipar, or function in it, that a text names but that there is none of.
-    """
+    """Return each file of mpipar, or function in it, that a text names but that does not exist."""
     found = []
     for name, function in NAMED.findall(text):
         path = root / name

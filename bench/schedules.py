@@ -3,7 +3,7 @@
     mpiexec -n 4 python -m bench.schedules [--num-microbatches 8] [--cell-ms 25] [--json FILE]
 
 The real engine runs the real programs and sends real messages, but a pass sleeps for its cost
-instead of computing. So four workers on two cores measure the order of the work, not the cores.
+instead of computing, so four workers on two cores measure the order of the work, not the cores.
 
 Every schedule gets the same model. `--cell-ms` is the time of a forward pass through all layers of
 a worker. A schedule that cuts these layers into chunks has more and shorter passes.
@@ -33,7 +33,7 @@ TOLERANCE = 0.05  # of the simulated makespan
 
 
 class Sleeper:
-    """Stands in for a Stage: F, I and W take `seconds` each, a full backward takes I and W."""
+    """Replaces a Stage: F, I and W take `seconds` each, a full backward takes I and W."""
 
     def __init__(self, ops, seconds: float, is_last: bool):
         self.ops, self.seconds, self.is_last = ops, seconds, is_last
@@ -60,7 +60,7 @@ class Sleeper:
 
 
 class NoSync:
-    """Stands in for gradient sums, which this benchmark does not need."""
+    """Replaces gradient sums, which this benchmark does not need."""
 
     def start(self, stage):
         pass
@@ -70,7 +70,7 @@ class NoSync:
 
 
 def one_schedule(world, ops, name, num_microbatches: int, cell: float, repeats: int):
-    """Measured and simulated makespan and busy share of one schedule; a row on world rank 0.
+    """Return measured and simulated makespan and busy share of a schedule: a row on world rank 0.
 
     Comm: the schedule's messages, a barrier before each repetition, one gather.
     """
@@ -92,17 +92,17 @@ def one_schedule(world, ops, name, num_microbatches: int, cell: float, repeats: 
         seconds.append(time.perf_counter() - start)
         busy.append(sum(recorder.busy_ns.values()) * 1e-9)
     comms.close()
-    everybody = gather_numbers(world, np.array([seconds, busy]))  # (ranks, 2, repeats)
-    if everybody is None:
+    by_rank = gather_numbers(world, np.array([seconds, busy]))  # (ranks, 2, repeats)
+    if by_rank is None:
         return None
-    makespans = everybody[:, 0].max(0)
+    makespans = by_rank[:, 0].max(0)
     median = statistics.median(makespans)
     timeline = simulate(schedule, Costs(f=pass_seconds, i=pass_seconds, w=pass_seconds))
     return {
         "schedule": name, "step_ms": median * 1e3, "simulated_ms": timeline.makespan * 1e3,
         "measured_over_simulated": median / timeline.makespan,
         "busy_simulated": statistics.mean(timeline.busy_share),
-        "busy_measured": float((everybody[:, 1] / makespans).mean()),
+        "busy_measured": float((by_rank[:, 1] / makespans).mean()),
     }
 
 
@@ -127,7 +127,8 @@ def measure(args, session) -> Outcome | int:
 
 main = Program(
     "schedules", __doc__, measure, together=True, counts={
-        "--num-microbatches": (8, "of a step"), "--repeats": (3, "repetitions; the median counts")},
+        "--num-microbatches": (8, "of a step"),
+        "--repeats": (3, "repetitions; the median is taken")},
     add=lambda parser: parser.add_argument(
         "--cell-ms", type=float, default=25.0, help="forward pass of a worker (25)"),
 ).started(__name__)

@@ -1,13 +1,13 @@
-"""How long a training run takes from the command to its first step, on one rank and on several.
+"""The time of a training run from the command to its first step, on one rank and on several.
 
     python -m bench.startup [--ranks 1,2,4] [--repeats 5] [--json bench/results/startup.json]
 
-Each repetition starts `mpipar train` for three steps in an empty folder, on the default model and
-text. Caches of compiled code are warm: a start before them is not timed.
+Each repetition starts `mpipar train` for three steps in an empty folder, with the default model and
+text. Caches of compiled code are warm: one untimed start fills them.
 
 Columns, medians: start_s: from the command to the line of the first step, which is then done.
 least_s: the fastest start. first_step_ms, later_step_ms: the first step, and the faster one of the
-two behind it.
+two after it.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ FLAGS = "--steps 3 --log-interval 1 --eval-tokens 100 --sample-tokens 0 --progre
 
 
 def add_flags(parser) -> None:
-    """Add what a run is started with."""
+    """Add the flags that a run is started with."""
     parser.add_argument("--ranks", type=flags.counts, default=(1, 2, 4), metavar="N,N",
                         help="numbers of ranks (1,2,4)")
     parser.add_argument("--kernels", choices=KERNELS["cpu"], help="as of mpipar train")
@@ -44,7 +44,7 @@ def command(num_ranks: int, kernels: str | None) -> list[str]:
 
 
 def one_start(argv: list[str]) -> tuple[float, list[float]]:
-    """(seconds from the command to the first step's line, seconds of each step)."""
+    """Return (seconds from the command to the first step's line, seconds of each step)."""
     with tempfile.TemporaryDirectory() as folder:
         begin, found = time.perf_counter(), None
         with subprocess.Popen(argv, cwd=folder, text=True, stdin=subprocess.DEVNULL,

@@ -3,21 +3,20 @@
     python -m bench.table FILE.jsonl [--format text|csv|markdown|osu] [--machine machine.json]
 
 algbw is size over median time; busbw is the part of it that the busiest link carries. Both are in
-GB/s = 1e9 B/s. Of one launch, "low" and "high" enclose its median with 95 % confidence, and say
-nothing about the next launch. Of several launches, they enclose the median of another launch with
-95 % probability. Then "best" and "worst" are medians of launches, and within_% is the interval
-inside a launch over its median. A "~" behind the time means that the ranks' starts differ by more
-than a tenth of a sample. A sample has several operations where they are short. Such a time says
+GB/s = 1e9 B/s. For one launch, "low" and "high" are the 95 % confidence interval of its median, and
+say nothing about the next launch. For several launches, they enclose the median of another launch
+with 95 % probability; "best" and "worst" are then medians of launches, and within_% is the interval
+inside a launch over its median. A "~" after the time means that the ranks' starts differ by more
+than a tenth of a sample, which consists of several operations if they are short: such a time says
 more about the start than about the operation. n iterations count; "late" ones, which some rank
-began after the agreed instant, do not. bound_percent is busbw in percent of the bound in the title.
-That bound is the rate that --bound-GBps states or, inside a host and for orientation, that of a
-memory copy; bidirectional has twice the bound. overlap_percent is the share of alone_us that
-computing_us hides; time_us then covers both. With --machine rows that its cost model covers have
-two more columns. p5 to max are percentiles of the iterations. skew_us is how far apart the ranks
-began. "slowest" is the rank that was most often the last to leave, and how often. "#wrong" is 0
-where the payload was right. messages_per_s counts all pairs. least_to_peer_bytes and most_ are the
-shortest and the longest part of all-to-allv that a rank sends to another. Cells without a value are
-empty.
+began after the agreed moment, do not. bound_percent is busbw in percent of the bound in the title,
+which is the rate that --bound-GBps states or, inside a host and for orientation, that of a memory
+copy; bidirectional has twice the bound. overlap_percent is the share of alone_us that is hidden by
+computing_us; time_us then covers both. With --machine, rows that its cost model covers have two
+more columns. p5 to max are percentiles of the iterations. skew_us is how far apart the ranks began.
+"slowest" is the rank that was most often the last to leave, and how often. "#wrong" is 0 if the
+payload was right. messages_per_s counts all pairs. least_to_peer_bytes and most_ are the shortest
+and the longest part of all-to-allv that a rank sends to another. Cells without a value are empty.
 """
 
 from __future__ import annotations
@@ -114,7 +113,7 @@ def matrix(rows, value: str) -> str:
 
 
 def narrow(row: dict) -> dict:
-    """Return the row without its samples, every cell a plain value."""
+    """Return the row without its samples, with plain values in every cell."""
     return {name: "+".join(map(str, value)) if isinstance(value, list) else value
             for name, value in row.items() if name not in records.SAMPLES}
 
@@ -139,7 +138,7 @@ def as_markdown(rows) -> str:
 
 
 def as_text(rows) -> str:
-    """Return the text of every table with its title; several launches make one table."""
+    """Return the text of every table with its title; several launches share one table."""
     if len({row.get("launch") for row in rows}) > 1:
         rows = [{name: value for name, value in row.items() if name != "launch"}
                 for row in combined(rows)]
@@ -147,10 +146,9 @@ def as_text(rows) -> str:
 
 
 def as_osu(rows) -> str:
-    """Return the columns of OSU 7.5 with its option for tails: size, mean, and percentiles of the
-    times.
+    """Return the columns of OSU 7.5 with its option for tails: size, mean, percentiles of times.
 
-    OSU takes the mean over iterations and ranks; here it is that of the iterations' times.
+    OSU averages over iterations and ranks; here the mean is over the iterations' times.
     """
     blocks = []
     for some in by_table(rows):
@@ -170,14 +168,14 @@ FORMATS = {"text": as_text, "csv": as_csv, "markdown": as_markdown, "osu": as_os
 
 
 def add_flags(parser) -> None:
-    """Add files, and what is made of them."""
+    """Add the flags for the files, and the output format."""
     parser.add_argument("files", nargs="+", metavar="FILE", help="of bench.interconnect --json")
     parser.add_argument("--format", choices=tuple(FORMATS), default="text")
     parser.add_argument("--machine", metavar="MACHINE", help="cost model of bench.calibrate")
 
 
 def show(args, session) -> int:
-    """Print a file's rows; the file can be printed again at any time."""
+    """Print a file's rows; a file can be printed again at any time."""
     rows = records.rows_of(args.files, tell=True)
     if args.machine:
         machine = machine_file.load(args.machine)

@@ -1,4 +1,4 @@
-"""Shows how the size of a tile decides the time of a kernel, on the CPU or on a GPU.
+"""Shows how the tile size determines the time of a kernel, on the CPU or on a GPU.
 
     python -m bench.tiles [--json FILE]
     python -m bench.tiles --products [--json FILE]         # one product, from loops to BLAS
@@ -6,16 +6,16 @@
     python -m bench.tiles --device cuda --tables attention memory
 
 On the CPU each chain of mpipar/ops/array_ops.py runs over a tile of elements, and attention
-(numpy_ops.py) over a tile of queries. Small tiles drown in interpreter overhead, and large
-ones fall out of the cache. A large tile of queries also computes scores that the causal mask then
+(numpy_ops.py) over a tile of queries. Small tiles drown in interpreter overhead, and large ones
+fall out of the cache. A large tile of queries also computes scores that the causal mask then
 discards. Before anything is timed, every tile's result is compared with the plain functions of
 array_ops.py.
 
 Columns: tile: elements, or queries; "all" is no tiling, "numba" is the compiled loop, if Numba is
 installed. tile_KiB: one array of that tile. over_best: time over that of the best tile. bytes_MiB:
-every argument once and every result once; any tiling has to move these. percent_of_copy: bytes_MiB
+every argument once and every result once, which any tiling has to move. percent_of_copy: bytes_MiB
 per second, in percent of the rate at which NumPy copies an array larger than the caches. A copy
-counts its bytes twice, and half of them are writes. So a chain that reads more can pass 100.
+counts its bytes twice, and half of them are writes, so a chain that reads more can exceed 100.
 percent_of_gemm: operations on visible pairs per second, in percent of a product of 2048 x 2048
 matrices. Both peaks are measured in the same run.
 
@@ -30,7 +30,7 @@ operands start outside the device's cache.
 
 Columns: tflop_per_s: 2 M N K / time. percent_of_cublas: cuBLAS's time for the same types over this
 time. percent_of_roof: percent of the device's published dense peak for the instruction used, or of
-its memory's, where bench/kernels/gpu.py knows it. host_us: the time that Python needs to queue the
+its memory's, if bench/kernels/gpu.py knows it. host_us: the time that Python needs to queue the
 call. flop_per_byte: FLOPs of a block's step per byte of global memory. MB, gb_per_s: every large
 array that the kernel has to read or write, once. percent_of_copy: time of a copy of as many bytes
 over this time.
@@ -80,7 +80,7 @@ class Chain:
 
 
 def add_flags(parser) -> None:
-    """Add what is measured, and on which device."""
+    """Add the flags for what is measured, and on which device."""
     parser.add_argument("--products", action="store_true", help="one product, from loops to BLAS")
     parser.add_argument("--size", type=flags.count,
                         help=f"sides of its matrices, a multiple of 4 ({SIZE})")
@@ -88,11 +88,11 @@ def add_flags(parser) -> None:
                         default=list(gpu_products.TABLES), help="on a GPU (all four)")
     parser.add_argument("--device", choices=REPEATS, default="cpu")
     parser.add_argument("--repeats", type=flags.count,
-                        help="timed calls (CPU: 5, the best counts; GPU: 20, the median)")
+                        help="timed calls (CPU: best of 5; GPU: median of 20)")
 
 
 def check_flags(args, parser) -> None:
-    """Look at flags that hold together, and set what depends on others. Raises UsageError."""
+    """Check flags that depend on each other, and set their defaults. Raises UsageError."""
     if args.width < 2:
         parser.error("--width 1: a norm needs at least 2 elements")
     if args.size and not args.products:
@@ -110,7 +110,7 @@ def check_flags(args, parser) -> None:
 
 
 def chains(args) -> dict[str, Chain]:
-    """Name -> chain, on random arguments."""
+    """Return {name: chain}, on random arguments."""
     rng = np.random.default_rng(0)
 
     def real(*shape):
@@ -132,7 +132,7 @@ def chains(args) -> dict[str, Chain]:
 
 
 def attention(args, real) -> dict[str, Chain]:
-    """Both halves of attention over one sequence, in tiles of queries."""
+    """Return both halves of attention over one sequence, in tiles of queries."""
     positions = np.arange(args.seq_len)
     qkv = real(1, args.seq_len, 3, args.heads, HEAD_WIDTH)
     dy = real(1, args.seq_len, args.heads, HEAD_WIDTH)
@@ -150,8 +150,9 @@ def attention(args, real) -> dict[str, Chain]:
 
 
 def outcome(chain, ops):
-    """Return the result of one call on copies of the arguments: its return value or its first
-    argument.
+    """Return the result of one call on copies of the arguments.
+
+    This is its return value or its first argument.
     """
     arrays = [array.copy() for array in chain.arrays]
     result = chain.call(ops, *arrays)
@@ -170,7 +171,7 @@ def best_seconds(function, repeats) -> float:
 
 
 def peaks(repeats) -> dict[str, float]:
-    """GFLOP/s of a product and GB/s of a copy, on this thread now."""
+    """Return GFLOP/s of a product and GB/s of a copy, on this thread now."""
     x = np.ones((PEAK_SIZE, PEAK_SIZE), np.float32)
     source, copy = np.ones((2, COPY_BYTES // 8), np.float32)  # pages of zeros may share memory
     out = np.empty_like(x)
@@ -180,8 +181,7 @@ def peaks(repeats) -> dict[str, float]:
 
 
 def sweep(name, chain, args, peak) -> list[dict]:
-    """Return the rows of one chain, a row per tile; raises ValueError if a tile changes the result.
-    """
+    """Return the rows of one chain, one per tile. Raises ValueError if a result is wrong."""
     module, constant = chain.constant
     whole = args.seq_len if chain.flops else args.rows * args.width
     row_elements = args.seq_len * args.heads if chain.flops else 1
@@ -227,7 +227,7 @@ def run(args) -> Outcome:
 
 
 def run_products(args) -> Outcome:
-    """Return one product from loops to BLAS.
+    """Measure one product from loops to BLAS.
 
     Raises EnvironmentProblem without Numba, ValueError if a result is wrong.
     """

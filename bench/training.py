@@ -1,6 +1,6 @@
-"""Training steps of a rank: real ones as `mpipar train` takes them, and steps on shapes.
+"""One rank's training steps: real ones as `mpipar train` takes them, and steps on shapes.
 
-A step on shapes says what a rank of any layout sends, holds and computes, without numbers.
+A step on shapes shows what a rank of any layout sends, holds and computes, without numbers.
 """
 
 from __future__ import annotations
@@ -20,9 +20,9 @@ from mpipar.train.worker import StepResult, Worker
 
 
 class Trained:
-    """A rank's worker with its first weights, and the rows that it trains on.
+    """A rank's worker with its initial weights, and the rows that it trains on.
 
-    tokens: the default text's without any. ops: plain ones of float32 on the CPU without any.
+    tokens: by default those of the default text. ops: by default plain float32 ones on the CPU.
     Comm: makes the worker's groups; every rank must make its own.
     """
 
@@ -35,7 +35,7 @@ class Trained:
         self.rows = Rows(self.worker.ops, tokens, config, self.worker.grid)
 
     def step(self, number: int) -> StepResult:
-        """Train a step. Comm: everything of it."""
+        """Train a step. Comm: all of the step's."""
         return self.worker.train_step(number, lambda mb: self.rows.train(number, mb))
 
 
@@ -48,7 +48,7 @@ def config_of(words: list[str]) -> Any:
 
 
 def take_step(config: Any, rank: int, recorder: Recorder, ops: Any) -> Worker:
-    """Return the real worker of a rank, behind one step with these ops."""
+    """Return the real worker of a rank after one step with these ops."""
     worker = Worker(config, Grid.of(config.grid, rank), ops, recorder)
     batch = data.data_of(config.model).blank_batch
     worker.train_step(1, lambda mb: batch(ops, config))

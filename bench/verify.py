@@ -1,4 +1,4 @@
-"""Predicts what was not fitted, measures it, and shows both.
+"""Predicts measurements that were not fitted, takes them, and shows both.
 
     mpiexec -n 2 python -m bench.verify machine.json
     python -m bench.verify machine.json --launches 5 --start "mpiexec -n 2"
@@ -6,17 +6,17 @@
 
 --seconds is the time of the whole command, all launches together.
 
-Every fitted operation is predicted at sizes between the fitted ones. The messages of a pipeline
-schedule and a training step of each layout and schedule follow. Products of shapes that were not
-measured are for information only. So is the time of each all-reduce algorithm by the fitted
-messages and reduction. Exit code 1 says that the median error of an operation or of a step is above
-its tolerance.
+Every fitted operation is predicted at sizes between the fitted ones, followed by the messages of a
+pipeline schedule and a training step of each layout and schedule. Products of shapes that were not
+measured are for information only, and so is the time of each all-reduce algorithm computed from the
+fitted messages and reduction. Exit code 1 means that the median error of an operation or of a step
+is above its tolerance.
 
-With --goals steps are predicted and measured where predictions are promised to hold. A launch is
-two fresh jobs: one makes a cost model, the next measures steps of every layout and schedule. So the
-launches' errors do not share one calibration's luck, and the machine may change between launches. A
-cable needs network namespaces, and so root; without them its settings are left out, and the program
-says so. The table's link is the setting.
+With --goals steps are predicted and measured in the settings for which predictions are promised to
+hold. A launch is two fresh jobs: one makes a cost model, the next measures steps of every layout
+and schedule. That way the launches' errors do not share one calibration's luck, and the machine may
+change between launches. A cable needs network namespaces, and therefore root; without them its
+settings are left out, with a message. The table's link is the setting.
 """
 
 from __future__ import annotations
@@ -81,7 +81,7 @@ from mpipar.plan.machine import HOP
 CHAIN_BYTES = (3000, 200_000)
 MESSAGES = 0.6  # of the time, at most
 LEAST_SECONDS = 1.0  # of a launch, however late it begins
-# Of --goals.
+# For --goals.
 ROWS = 2  # of a microbatch
 GOAL_BYTES = "1M"  # the largest sum: one unit's gradients
 GOAL_LAUNCHES, GOAL_SECONDS = 5, 20.0  # of a launch: its jobs start one after the other
@@ -89,7 +89,7 @@ CALIBRATION = 0.5  # of a launch's time
 
 
 def add_flags(parser) -> None:
-    """Add the model and what is compared."""
+    """Add the flags for the model and what is compared."""
     parser.add_argument("machine", nargs="?", metavar="MACHINE",
                         help="cost model of bench.calibrate; --goals makes its own")
     parser.add_argument("--sizes", type=flags.count, default=8,
@@ -111,7 +111,7 @@ def add_flags(parser) -> None:
 
 
 def check(args, parser) -> None:
-    """Refuse what does not fit together. Raises UsageError."""
+    """Check that the flags fit together. Raises UsageError."""
     if args.goals:
         args.launches = args.launches or GOAL_LAUNCHES
     found = seconds_problems(args.seconds)
@@ -136,7 +136,7 @@ def check(args, parser) -> None:
 
 
 def held_out_sizes(fitted, count: int) -> tuple[int, ...]:
-    """At most `count` sizes between neighbours of the fitted ones, multiples of 8."""
+    """Return at most `count` sizes between neighbours of the fitted ones, multiples of 8."""
     between = [round(math.sqrt(low * high) / 8) * 8 for low, high in pairwise(fitted)]
     between = sorted(set(between) - set(fitted) - {0})
     places = np.linspace(0, len(between) - 1, min(count, len(between))).round().astype(int)
@@ -144,9 +144,7 @@ def held_out_sizes(fitted, count: int) -> tuple[int, ...]:
 
 
 def section_of(curve, places, world_size: int, count: int) -> Section | None:
-    """Held-out sizes of a curve, on ranks of this job with its kind of link; None if there are
-    none.
-    """
+    """Return held-out sizes of a curve, on ranks of this job with its kind of link, or None."""
     sizes = held_out_sizes(curve.fitted_bytes, count)
     if not sizes or curve.ranks > world_size:
         return None
@@ -203,8 +201,9 @@ def all_reduce_lines(machine, row) -> list[dict]:
 
 
 def verify_products(world, machine) -> list[dict]:
-    """Compare products of shapes between the measured ones, for information. Comm: see
-    `measure_products`.
+    """Compare products of shapes between the measured ones, for information.
+
+    Comm: see `measure_products`.
     """
     if not machine.products:
         return []
@@ -224,10 +223,10 @@ def write_lines(path: str, lines) -> None:
 
 
 def prepared(args, world_rank: int = 0):
-    """Return the cost model; checks everything before anything is measured.
+    """Return the cost model; check everything before anything is measured.
 
-    Raises DataError where it cannot be read, and on world rank 0 OutputError where a file that is
-    asked for cannot be written.
+    Raises DataError if it cannot be read, and on world rank 0 OutputError if a requested file
+    cannot be written.
     """
     if world_rank == 0:
         results.check_writable(args.details, flag="--details")
@@ -262,7 +261,7 @@ def fresh_lines(session, start, jobs, launches: int, title: str = "") -> list[di
     """Return the comparisons of fresh jobs, one launch after the other; None when interrupted.
 
     jobs(launch): yields (words, the file that they leave); that of the last has the comparisons.
-    start(session, words): the exit code of a job. title: of what is told.
+    start(session, words): runs a job and returns its exit code. title: of the progress messages.
     Raises EnvironmentProblem if a job leaves no file.
     """
     lines: list[dict] = []
@@ -327,7 +326,7 @@ SETTINGS = (
 
 
 def run_goals(session, args) -> int:
-    """Run all settings, print and write the verdicts; the exit code."""
+    """Run all settings, print and write the verdicts; return the exit code."""
     alone(session, "mpiexec")
     results.check_writable(args.details, flag="--details")
     lines, verdicts, reason = [], [], two_hosts.missing()
@@ -367,7 +366,7 @@ def measured(session, args, setting: Setting) -> list[dict] | None:
 
 
 def concluded(args, bench: str, verdicts: list[dict]) -> int:
-    """Write the verdicts; 1 if one is not kept."""
+    """Write the verdicts; return 1 if one is not kept."""
     if args.json:
         results.write(args.json, bench, verdicts, launches=max(1, args.launches))
     kept = all(one["verdict"] != "NOT KEPT" for one in verdicts)
@@ -375,7 +374,7 @@ def concluded(args, bench: str, verdicts: list[dict]) -> int:
 
 
 def compare(args, session) -> int:
-    """Predict, measure, compare. Every rank must run it."""
+    """Predict, measure, compare. Every rank must call it."""
     if args.goals:
         return run_goals(session, args)
     if args.launches:

@@ -1,4 +1,4 @@
-"""Random arrays for attention in tiles, and the expected results in float64."""
+"""Random arrays for tiled attention, and the expected results in float64."""
 
 import numpy as np
 from cuda_fused import BOUNDS, DTYPES, place, relative

@@ -1,4 +1,4 @@
-"""A headless Chromium, driven by chromedriver over HTTP: only what the tests of the page need."""
+"""A headless Chromium, driven by chromedriver over HTTP: only what the page tests need."""
 
 import base64
 import contextlib

@@ -1,4 +1,4 @@
-"""Fixtures and skips that hold for every test.
+"""Fixtures and skips that apply to every test.
 
 If this machine lacks something that a test needs, the test is skipped with the reason, never
 passed.

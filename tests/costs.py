@@ -1,4 +1,4 @@
-"""What each test costs: processor seconds, with those of the programs that it starts.
+"""The cost of each test: processor seconds, including the programs that it starts.
 
     MPIPAR_COSTS=/tmp/costs .venv/bin/python -m pytest -n 2 --dist worksteal
     .venv/bin/python tests/costs.py /tmp/costs

@@ -1,4 +1,4 @@
-"""Helpers for the tests of the fused kernels: places to run, poisoned results, relative errors."""
+"""Helpers for the tests of fused kernels: places to run, poisoned results, relative errors."""
 
 import ml_dtypes
 import numpy as np

@@ -1,4 +1,4 @@
-"""The instantiations of the CUDA kernels that are used: what tests compile, and run on the CPU."""
+"""The CUDA kernel instantiations in use: those that tests compile, and run on the CPU."""
 
 from collections import namedtuple
 from math import inf

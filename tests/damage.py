@@ -1,4 +1,4 @@
-"""Damages files at random, as a disk, a program that was stopped, or somebody hostile would."""
+"""Damages files at random, as a disk, a stopped program or an attacker would."""
 
 import random
 import re

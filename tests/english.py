@@ -1,4 +1,4 @@
-"""Finds the text of a page or a docstring, and the words in it for which there are better ones."""
+"""Extracts the text of pages and docstrings, and finds words for which there are better ones."""
 
 import ast
 import re

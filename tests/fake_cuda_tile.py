@@ -1,4 +1,4 @@
-"""The tile model on NumPy, as far as kernels written for the package cuda-tile need it.
+"""The tile model on NumPy, to the extent that kernels written for the package cuda-tile need it.
 
 Blocks run one after another. A load without padding reads NaN outside an array, and a tile that
 lies wholly outside is refused: both are undefined on a GPU.

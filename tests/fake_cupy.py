@@ -1,4 +1,4 @@
-"""Stands in for CuPy where there is no GPU: NumPy arrays that refuse to meet host arrays.
+"""Replaces CuPy where there is no GPU: NumPy arrays that refuse to mix with host arrays.
 
 It proves which calls the device path makes, in which order, and that host and device memory are not
 mixed. It proves nothing about CUDA. `cuda.stream.busy` is true from any computation until the

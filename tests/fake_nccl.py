@@ -1,4 +1,4 @@
-"""Stands in for cupy.cuda.nccl over MPI, beside tests/fake_cupy.py, by address.
+"""Replaces cupy.cuda.nccl by MPI, together with tests/fake_cupy.py, by address.
 
 A thread plays the GPU. On each stream it begins a call when the one before is done, whatever the
 host does meanwhile. So calls in an order in which NCCL would wait for ever wait for ever here, and
@@ -54,7 +54,7 @@ class Call:
             memory.view(np.uint8)[:] = 0xFF
 
     def progress(self):
-        """Go on, as the GPU; return whether it is done."""
+        """Continue, as the GPU; return whether it is done."""
         try:
             self.requests = self.start() if self.requests is None else self.requests
             self.ready = MPI.Request.Testall(self.requests)

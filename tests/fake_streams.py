@@ -1,8 +1,8 @@
 """Streams of the stand-in for CuPy on which copies run as late as CUDA allows.
 
-A copy runs when somebody waits for its event, or one at each look whether an event is done. Until
-then its goal holds NaN, and so do programs that read it too early. Host memory that is given back
-while a copy still needs it is found out: the copy then fails.
+A copy runs when its event is waited for, or one at each test of an event. Until then its
+destination holds NaN, and so do programs that read it too early. Host memory that is freed while a
+copy still needs it is detected: the copy then fails.
 """
 
 import ctypes

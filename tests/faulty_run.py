@@ -1,10 +1,10 @@
 """mpipar with one planted fault: python faulty_run.py FAULT mpipar-arguments...
 
-FAULT is a key of FAULTS, with @NUMBER where it has a number. A key of LATE makes a rank or a link
-late in each step, one of TWINS a run that goes on wrongly. PLACE/HOW/RANK lets a rank go wrong at a
+FAULT is a key of FAULTS, with @NUMBER if it has a number. A key of LATE makes a rank or a link late
+in each step, one of TWINS makes a run continue wrongly. PLACE/HOW/RANK makes a rank go wrong at a
 place. Before training that is the first call of the place's function, in training the first one
-from step STEP on. With nccl/ before it, every rank has a GPU of its own: a stand-in that is played
-by MPI in a thread.
+from step STEP on. With nccl/ before it, every rank has a GPU of its own: a stand-in that MPI plays
+in a thread.
 """
 
 import errno
@@ -182,7 +182,7 @@ def slow(name, when=lambda *_: True, rank=None):
 
 
 def at_step(plain, worker, step, *rest):
-    """A signal comes when step NUMBER begins. It goes on when the signal has been heard."""
+    """Send a signal when step NUMBER begins, which continues when the signal has been heard."""
     if step == int(NUMBER):
         kill({"kill": signal.SIGKILL, "stop": signal.SIGTERM}[NAME])()
         while not sessions[0].stop_requested:

@@ -1,4 +1,4 @@
-"""Generation without a cache, the reference of the tests: every token runs its whole text again."""
+"""Generation without a cache, the reference of the tests: every token reruns its whole text."""
 
 import numpy as np
 
@@ -27,7 +27,7 @@ def enliven(worker):
 
 
 def whole_logits(alone, tokens):
-    """The logits (V,) behind the last token of a text, on one rank, without a cache."""
+    """Return the logits (V,) after the last token of a text, on one rank, without a cache."""
     batch = Batch(np.array([tokens]), None, np.arange(len(tokens)))
     return alone.forward([0], lambda mb: batch)[0][-1, :alone.config.model.vocab_size]
 

@@ -1,4 +1,4 @@
-"""GPT-2 a second time, from its paper and Hugging Face's file layout alone: weights, file, logits.
+"""A second GPT-2, from its paper and Hugging Face's file layout alone: weights, file, logits.
 
 It uses nothing of mpipar. Letters: T tokens, D width, F ffn width, V vocabulary, H heads.
 """

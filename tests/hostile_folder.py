@@ -1,4 +1,4 @@
-"""What somebody else may leave in a run folder, what a run writes there, and another user."""
+"""What another user may leave in a run folder, what a run writes there, and that other user."""
 
 import os
 import traceback

@@ -1,4 +1,4 @@
-"""A job for test_launch.py: `launch_job.py HOW [FOLDER]`, each HOW one way to end or to go wrong.
+"""A job for test_launch.py: `launch_job.py HOW [FOLDER]`; each HOW is a way to end or to go wrong.
 
 If a rank is at fault, it is rank 1. FOLDER is the run folder, and receives a file for each rank
 that is up. Before a rank goes wrong it prints the time, because a start under load can take

@@ -1,4 +1,4 @@
-"""One small training run for each layout, shared by all tests of a session that look at it."""
+"""One small training run for each layout, shared by all tests of a session that inspect it."""
 
 import numpy as np
 import pytest

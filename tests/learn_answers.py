@@ -59,14 +59,14 @@ HALF = code(row).replace("    product.matmul_tn_add(x, dy, dw)",
 OWN_LOSS = code(loss).replace("self.comm.all_gather(stats, self.name)", "stats[None]")
 # Exercise: a right file, and (wrong file, what the verdict says).
 FILES = {
-    "3c": (RING, [(EVERYBODY_TO_EVERYBODY, "bytes, and a ring"),
-                  (COLLECTIVE, "use isend and irecv alone"),
-                  ("def all_reduce(comm, x):\n    pass\n", "x[0] is 1, and must be 11")]),
+    "3c": (RING, [(EVERYBODY_TO_EVERYBODY, "bytes, but a ring"),
+                  (COLLECTIVE, "use only isend and irecv"),
+                  ("def all_reduce(comm, x):\n    pass\n", "x[0] is 1, but must be 11")]),
     "6b": (code(row), [(WITHOUT_SUM, ("all_reduce block*.ffn.down in F: 0 times, and 4 in"
                         " mpipar/partition/row.py: the sum is missing")),
-                       (SUMMED_TWICE, "a sum is summed again"),
+                       (SUMMED_TWICE, "a complete sum is summed again"),
                        (HALF, "look at what is computed between them")]),
-    "7d": (code(loss), [(OWN_LOSS, "what other ranks hold is missing")]),
+    "7d": (code(loss), [(OWN_LOSS, "the other ranks' parts are missing")]),
 }
 LINEAR_FILES = [
     (LINEAR.replace("+=", "[:] ="), "it was overwritten"),

@@ -1,4 +1,4 @@
-"""Hostile inputs of attention in both forms and in merged parts: see numeric_cases.py."""
+"""Hostile inputs of attention, both forms and merged parts: see numeric_cases.py."""
 
 import numpy as np
 from numeric_cases import WIDE, Case, Family, beside, float32, spread

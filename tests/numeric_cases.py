@@ -1,4 +1,4 @@
-"""Hostile inputs of the array functions: what they give exactly, here, and in PyTorch.
+"""Hostile inputs of the array functions: the exact results, here and in PyTorch.
 
 A family of functions has three forms. `exact` is the formula in NumPy's widest type, from the very
 inputs. `ours` calls an implementation. `theirs` calls PyTorch, gradients by its autograd. Each

@@ -1,4 +1,4 @@
-"""Starts the program as a user does, and reads what it leaves behind."""
+"""Starts the program as a user does, and reads the files that it writes."""
 
 import contextlib
 import json

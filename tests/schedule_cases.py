@@ -1,4 +1,4 @@
-"""Helpers of the tests of schedules: random counts, and the passes of a rank."""
+"""Helpers of the schedule tests: random counts, and the passes of a rank."""
 
 from hypothesis import strategies as st
 

@@ -1,4 +1,4 @@
-"""All ranks of a layout in one process, a thread each: real workers whose small facts travel."""
+"""All ranks of a layout in one process, a thread each: real workers that exchange small facts."""
 
 import threading
 from concurrent.futures import ThreadPoolExecutor

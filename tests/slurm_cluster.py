@@ -283,7 +283,7 @@ def wait_for(condition, what: str, cluster: SlurmCluster) -> None:
 
 
 def stop(cluster: SlurmCluster) -> None:
-    """End the daemons and every process they started; leave nothing behind.
+    """End the daemons and every process they started; leave nothing running.
 
     Job steps leave the daemons' process groups, so they are found by their environment.
     """

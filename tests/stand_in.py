@@ -1,4 +1,4 @@
-"""CuPy as a fixture of the whole session: the stand-in on the CPU, and the real one on a GPU."""
+"""CuPy as a fixture for the whole session: the stand-in on the CPU, and the real one on a GPU."""
 
 import importlib
 import sys

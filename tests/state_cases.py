@@ -1,4 +1,4 @@
-"""State of a run for the tests of checkpoints: known numbers in every tensor, on any layout."""
+"""State of a run for the checkpoint tests: known numbers in every tensor, on any layout."""
 
 import zlib
 

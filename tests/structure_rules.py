@@ -1,4 +1,4 @@
-"""The rules of the house, each a function: a module's name and source -> what is wrong in it."""
+"""The structure rules, each a function: a module's name and source -> what is wrong in it."""
 
 import ast
 import functools

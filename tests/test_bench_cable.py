@@ -113,7 +113,7 @@ def test_each_side_is_timed_at_each_rate(tmp_path):
     ([], "give the cost model MACHINE"), (["machine.json", "--goals"], "give the cost model"),
     (["--goals", "--no-steps"], "--no-steps: leaves out"),
     (["machine.json", "--seconds", "0", "--launches", "-1"],
-     r"--seconds .*, above 0, as 60\n--launches -1"),
+     r"--seconds .*, above 0, such as 60\n--launches -1"),
     (["--goals", "--start", "srun"], "--goals starts its jobs itself"),
     (["--goals", "--launches", "1", "--seconds", "19"], "takes at least 20 for 1 launch"),
 ])

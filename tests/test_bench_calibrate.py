@@ -131,7 +131,7 @@ def test_verify_finds_a_wrong_model_out(folder, part):
     (["calibrate", "--tp", "3"], 2, "--tp 3: does not divide the 2 ranks"),
     (["calibrate", "--out", "/missing/machine.json"], 74, "its folder is missing"),
     (["calibrate", "--json", "/dev/null/v"], 74, "--json /dev/null/v: Not a directory"),
-    (["calibrate", "--end-bytes", "16"], 2, "a line needs 3 sizes; give 32 or more"),
+    (["calibrate", "--end-bytes", "16"], 2, "a fit needs 3 sizes; give 32 or more"),
     (["calibrate", "--no-compute", "--rows", "3"], 2, "--no-compute leaves out"),
     (["calibrate", "/missing.jsonl"], 65, "/missing.jsonl: No such file"),
     (["verify", "/missing.json"], 65, "write it with python -m bench.calibrate"),
@@ -166,7 +166,7 @@ def test_rows_that_cannot_be_fitted_are_refused(folder, edit, message):
 def test_rows_of_two_kinds_and_rows_that_are_too_few_are_refused(folder):
     text, path = (folder / "rows.jsonl").read_text(), folder / "others.jsonl"
     path.write_text(text.replace('"buffers":"rotated"', '"buffers":"reused"'))
-    with pytest.raises(DataError, match="buffers reused and rotated: one model can't hold both"):
+    with pytest.raises(DataError, match="buffers reused and rotated: one model cannot hold both"):
         calibrate.read_rows([str(folder / "rows.jsonl"), str(path)])
     path.write_text("".join(text.splitlines(True)[:3]))
     with pytest.raises(DataError, match=r"no operation .* with 3 sizes or more to fit"):

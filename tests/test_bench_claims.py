@@ -1,4 +1,4 @@
-"""The tables of bench.claims follow the formulas, and their result files say the same."""
+"""The tables of bench.claims follow the formulas, and their result files agree."""
 
 import json
 

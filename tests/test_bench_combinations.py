@@ -1,4 +1,4 @@
-"""The covering arrays of bench.combinations: no setting is left out, and no legal pair."""
+"""The covering arrays of bench.combinations: no setting and no legal pair is left out."""
 
 import itertools
 

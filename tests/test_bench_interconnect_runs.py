@@ -261,7 +261,7 @@ def test_help_under_a_launcher_is_printed_once(name):
     (2, "ring --window x", "--window"), (2, "ring --seconds nan", "above 0"),
     (1, "ring --launches 0", "at least 1"),
     (2, "ring --stall-seconds -1", "--stall-seconds"),
-    (2, "ring --start mpirun", "starts jobs where nothing else does"),
+    (2, "ring --start mpirun", "starts jobs only where nothing else does"),
     (2, "ring --ways C,mpi", "did you mean"), (2, "ring --ways C --sync deadline", "--ways C: its"),
     (2, "noise --ways C --warm-up -1", "--warm-up must"), (2, "ring --begin-bytes -1", "be bytes"),
     (2, "ring --iterations 1000000", "from 0 to 100000"), (2, "noise --layout dp=2", "no groups"),
@@ -271,7 +271,7 @@ def test_help_under_a_launcher_is_printed_once(name):
     (2, "stage-chain --overlap 2 --layout pp=2", "only ring, iall-reduce, fan-in, fan-out are"),
     (2, "ring --overlap -1", "0 or more"),
     (2, "all-to-allv --routing zip", "no routing 'zip'; did you mean zipf?"),
-    (2, "ring --routing zipf", "is of all-to-allv, which is not run"),
+    (2, "ring --routing zipf", "belongs to all-to-allv, which is not run"),
     *((2, f"ring --bound-GBps={wrong}", "--bound-GBps must be above 0")
       for wrong in ("0", "-1", "nan", "inf")),
 ])

@@ -310,7 +310,7 @@ def test_job_that_runs_is_left_alone(monkeypatch):
 
 
 def test_launches_of_a_quick_run_share_its_time(monkeypatch, tmp_path):
-    """A first launch that takes too long leaves less to those behind it."""
+    """A first launch that takes too long leaves less time to the later ones."""
     now, commands = [100.0], []
 
     def job(session, command, **options):

@@ -1,4 +1,4 @@
-"""bench.interconnect --overlap tells what hides behind computing from what does not; no MPI."""
+"""bench.interconnect --overlap distinguishes hidden from exposed communication; no MPI."""
 
 from unittest.mock import Mock
 

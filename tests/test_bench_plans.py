@@ -62,7 +62,7 @@ def test_every_size_that_is_none_is_named_with_all_other_problems():
         "--end-bytes '4Q'", "--footprint 'x'", "--layout dp=3"]
     with pytest.raises(UsageError, match=r"^--end-bytes 'x': must be bytes: .*\n--seconds 0:"):
         calibrate.main.parse(["--end-bytes", "x", "--seconds", "0"])
-    with pytest.raises(UsageError, match=r"^--end-bytes 7: a line needs 3 sizes; give 32 or more$"):
+    with pytest.raises(UsageError, match=r"^--end-bytes 7: a fit needs 3 sizes; give 32 or more$"):
         calibrate.main.parse(["--end-bytes", "7"])
     with pytest.raises(UsageError, match="messages need at least 2 ranks"):
         measuring.several(1)

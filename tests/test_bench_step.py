@@ -282,8 +282,8 @@ def test_the_readme_says_what_the_lead_rests_on():
     rows = [row("mpipar numpy", "openblas 0.3 Zen", 90.0), row("mpipar numba", "", 80.0),
             row("torch", "mkl AVX2", 120.0), row("torch compiled", "mkl AVX2", 100.0),
             row("products, torch", "mkl AVX2", 50.0)]
-    assert tables.lead(rows) == ("A step takes 0.90 (numpy) and 0.80 (numba) of the time of"
-                                 " PyTorch's best form, with Zen and AVX2 products.")
+    assert tables.lead(rows) == ("A step takes 0.90x (numpy) and 0.80x (numba) as long as"
+                                 " PyTorch's fastest variant, with Zen and AVX2 products.")
 
 
 def test_a_step_that_takes_longer_than_before_is_told_from_noise():
@@ -304,5 +304,5 @@ def test_the_median_lies_between_these_two_in_95_of_100_cases(count, cut):
 def test_only_a_checkout_is_compared_with(tmp_path):
     """Else Python finds the packages of the environment, and compares them with themselves."""
     (tmp_path / "mpipar").mkdir()
-    with pytest.raises(UsageError, match="is no checkout"):
+    with pytest.raises(UsageError, match="is not a checkout"):
         against.check_checkout(tmp_path)

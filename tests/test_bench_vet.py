@@ -1,4 +1,4 @@
-"""bench interconnect vet: who is slow is named, whoever is healthy is not."""
+"""bench interconnect vet: slow ranks are named, healthy ones are not."""
 
 import sys
 from itertools import combinations
@@ -63,7 +63,7 @@ def test_the_verdict_names_hosts_to_leave_out(capsys):
     assert vet.say((work, pairs), places, 1.5) == 0
     assert "no suspects: 8 ranks on 4 hosts" in capsys.readouterr().out
     assert vet.say(measured(0, slow_ranks=(4,))[:2], places, 1.5, crowded=True) == 0
-    assert "computing alone is compared" in capsys.readouterr().out
+    assert "only computing is compared" in capsys.readouterr().out
 
 
 SLOW_CORE = """

@@ -1,4 +1,4 @@
-"""Which kernels of BLAS a job runs: chosen before NumPy is loaded, alike on all ranks, and kept."""
+"""The BLAS kernels of a job: chosen before NumPy is loaded, the same on all ranks, and kept."""
 
 import json
 import tomllib

@@ -1,4 +1,4 @@
-"""The browser that tests drive: its driver is started again where its port was taken."""
+"""The browser that tests drive: its driver is restarted if its port was taken."""
 
 import browser
 import pytest

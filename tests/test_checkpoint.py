@@ -1,4 +1,4 @@
-"""Weights on disk: Hugging Face's GPT-2 files, in and out, against a separate writer and model.
+"""Weights on disk: Hugging Face's GPT-2 files, imported and exported, against a second writer.
 
 Several ranks read and write them in tests/mpi/test_weights_and_text.py.
 """

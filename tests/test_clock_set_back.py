@@ -1,4 +1,4 @@
-"""The time of day is set back while a run goes on: nothing is measured or decided by it."""
+"""The time of day is set back during a run: nothing is measured or decided by it."""
 
 import re
 import sys

@@ -1,4 +1,4 @@
-"""The table of what is illegal between settings: its rows, their offers, nothing beside it."""
+"""The table of illegal combinations of settings: its rows, their suggestions, nothing besides."""
 
 import ast
 import itertools

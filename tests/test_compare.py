@@ -281,8 +281,8 @@ def test_settings_and_layouts_that_differ_are_shown(late_runs, tmp_path):
 
 @pytest.mark.parametrize(("words", "code", "message"), [
     (["none"], 2, "the following arguments are required: RUN_B"),
-    (["none", "missing"], 65, "missing: no such run folder; make one with"),
-    (["none", "."], 65, "this run has no trace; make one with"),
+    (["none", "missing"], 65, "missing: no such run folder; record one with"),
+    (["none", "."], 65, "this run has no trace; record one with"),
     (["none", "none/config.toml"], 65, "config.toml: no such run folder"),
     (["none", "none", "--steps", "3"], 2, "--steps: mpipar compare does not use it"),
 ])  # fmt: skip

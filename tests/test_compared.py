@@ -1,4 +1,4 @@
-"""What ranks compare before the first step: every byte of what decides the numbers.
+"""What ranks compare before the first step: every byte that determines the numbers.
 
 Each rank here starts in a folder of its own, as on a host of its own. What its session would
 compare with those of the others is taken from it.

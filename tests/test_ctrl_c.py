@@ -1,4 +1,4 @@
-"""Signals to `mpipar train`: the weights are saved, all ranks end at once, with one meaning.
+"""Signals to `mpipar train`: the weights are saved, and all ranks end together, with one meaning.
 
 The guard itself is tested in test_launch.py.
 """
@@ -110,7 +110,7 @@ class Recorded(Interruptible):
 
 @pytest.mark.parametrize("will_loop", [True, False])
 def test_sigusr1_waits_for_steps_that_are_still_to_come(will_loop):
-    """A SLURM job whose time ends while it starts up goes on later, from a checkpoint."""
+    """A SLURM job whose time ends while it starts up is resumed later, from a checkpoint."""
     process = Recorded()
     process.will_loop = will_loop
     process.interrupt(signal.SIGUSR1)

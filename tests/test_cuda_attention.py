@@ -1,4 +1,4 @@
-"""Attention in tiles against the plain functions in float64, and broken twins of it."""
+"""Tiled attention against the plain functions in float64, and its broken twins."""
 
 import numpy as np
 import pytest

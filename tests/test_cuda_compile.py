@@ -1,4 +1,4 @@
-"""NVIDIA's compiler takes every kernel, within a budget of registers and without spills."""
+"""NVIDIA's compiler accepts every kernel, within a budget of registers and without spills."""
 
 import json
 import re

@@ -1,4 +1,4 @@
-"""The kernels of embeddings: against the plain functions, the same bits each time, broken twins."""
+"""The embedding kernels: against the plain functions, the same bits each time, broken twins."""
 
 from types import SimpleNamespace
 

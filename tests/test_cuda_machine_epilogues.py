@@ -1,4 +1,4 @@
-"""Products with epilogues on the CUDA machine: the kernels behind products, broken, refused.
+"""Products with epilogues on the CUDA machine: the kernels after products, broken, refused.
 
 The machine's cuBLASLt refuses what the real one refuses, and holds a caller to what it promised.
 """

@@ -1,4 +1,4 @@
-"""`mpipar train --device cuda` on the CUDA machine: what a run on a CPU gives, and nothing late.
+"""`mpipar train --device cuda` on the CUDA machine: results as on a CPU, and nothing late.
 
 In float64 all kernels are the plain formulas, so losses and weights agree to rounding. In 16 bits
 the fused kernels run, which round elsewhere. AdamW makes any difference of a gradient that is

@@ -1,4 +1,4 @@
-"""The kernels of a file that have the same template arguments are compiled by one call of NVRTC."""
+"""Kernels of a file with the same template arguments are compiled by one call of NVRTC."""
 
 import re
 from pathlib import Path

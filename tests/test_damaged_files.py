@@ -1,4 +1,4 @@
-"""Every kind of file that a user hands in, damaged at random: exit code 2 or 65, or it is read.
+"""Every kind of file that a user passes in, damaged at random: exit code 2 or 65, or it is read.
 
 A damage that leaves a legal file is no failure of the reader. An exception that is no UserError
 would be exit code 70, and one that takes long a hang.

@@ -1,4 +1,4 @@
-"""A machine from its data sheet: the same Machine as a measured one, made by closed forms."""
+"""A machine from its data sheet: the same Machine as a measured one, built from closed forms."""
 
 import pytest
 from in_process import printed, refusal

@@ -1,4 +1,4 @@
-"""What bench.docs writes into the pages: it is up to date, and wrong blocks are refused."""
+"""What bench.docs writes into the pages is up to date, and wrong blocks are refused."""
 
 import contextlib
 import json
@@ -211,7 +211,7 @@ def test_what_a_step_moves_and_computes_follows_from_its_shapes():
     ("picture: one roofline bench/results/gone.json", "gone.json"),
     ("table: gone", "use folders, files, exit codes"), ("exercise: 99z", "no exercise 99z"),
     ("map: gone", "use folders"),
-    ("made-up: x", "PLAIN TEXT"), ("made: x", "no block is of this kind")])
+    ("made-up: x", "PLAIN TEXT"), ("made: x", "unknown kind of block")])
 def test_a_wrong_block_is_refused(comment, message):
     if message == "PLAIN TEXT":
         assert f"<!-- {comment} -->\n<!-- end -->" in written(f"<!-- {comment} -->")

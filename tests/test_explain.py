@@ -237,7 +237,7 @@ def test_zero_follows_the_closed_forms(layout, cp, schedule, settings, memory, d
 
 
 def test_recomputation_saves_only_what_lives_from_f_to_i():
-    """On its last rank zb-h1 runs I soon behind F, and puts off W, which reads the whole stash."""
+    """On its last rank zb-h1 runs I soon after F, and postpones W, which reads the whole stash."""
     saved = {}
     for schedule, rank in itertools.product(("1f1b", "zb-h1"), (0, 3)):
         config = configure((1, 4, 1), schedule, "pair")

@@ -116,7 +116,7 @@ def test_the_simulation_is_that_of_python(opened):
 
 
 def spoiled(schedule, chance):
-    """The schedule after a few random changes of its passes, and the sums put in anew."""
+    """The schedule after a few random changes of its passes, with its sums inserted again."""
     programs = [[instr for instr in program if is_compute(instr)] for program in schedule.programs]
     for _ in range(chance.choice((1, 1, 1, 2, 4))):
         program = chance.choice([one for one in programs if one])

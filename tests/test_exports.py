@@ -59,7 +59,7 @@ def test_copies_have_the_scripts_that_they_would_write(name):
 @pytest.mark.parametrize("name", ["hybrid", "experts"])
 def test_a_script_is_what_a_step_on_shapes_does(name):
     """Its calls are the records, its FLOPs those of the step, and each posted call is waited for
-    once, behind its begin.
+    once, after its begin.
     """
     config = config_named(name)
     script, prediction = script_of(config, 1), predict(config, 1)
@@ -139,7 +139,7 @@ def test_a_message_too_few_never_ends(monkeypatch):
 
 @pytest.mark.parametrize("q", range(1, 10))
 def test_rounds_gather_every_part_once(q):
-    """Each rank passes on what it has: after the last round everybody has all q parts."""
+    """Each rank forwards what it has: after the last round every rank has all q parts."""
     held = [{index} for index in range(q)]
     rounds = [goal.gathered(q, index, 1) for index in range(q)]
     for messages in zip(*rounds, strict=True):

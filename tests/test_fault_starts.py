@@ -1,4 +1,4 @@
-"""Faults that a start meets: flags, data, the run folder, checkpoints; each with real ranks.
+"""Faults at start-up: flags, data, the run folder, checkpoints; each with real ranks.
 
 Most refusals are tested in this process elsewhere. Here the program is started as a user does, for
 the table in docs/failures.md.

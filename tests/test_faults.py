@@ -1,4 +1,4 @@
-"""What a reviewer would do to a run: one rank goes wrong somewhere, and a resume loses nothing.
+"""Deliberate attacks on a run: one rank goes wrong somewhere, and a resume loses nothing.
 
 The numbers are those of the table in docs/failures.md. Other tests carry the mark `fault` as well.
 """

@@ -1,4 +1,4 @@
-"""Files from outside: each that is hostile or broken ends with one sentence, and at once."""
+"""Files from outside: each hostile or broken one ends with one sentence, immediately."""
 
 import json
 import os

@@ -1,4 +1,4 @@
-"""What a run began with: later starts in its folder use that, or refuse what is not the same."""
+"""A run's initial weights: later starts in its folder use them, or refuse if they differ."""
 
 import json
 import shutil

@@ -1,4 +1,4 @@
-"""docs/from-nothing.sh, as it stands: from Python's documentation to a model of transformers."""
+"""docs/from-nothing.sh, run unchanged: from Python's documentation to a model of transformers."""
 
 import os
 import re

@@ -1,4 +1,4 @@
-"""`mpipar train` as a user starts it: same losses and weights on every layout.
+"""`mpipar train` as a user starts it: the same losses and weights on every layout.
 
 test_console.py tests what a run prints, test_run_ends.py how it ends.
 """

@@ -188,7 +188,7 @@ def test_each_text_ends_by_itself(gpt2, monkeypatch):
 
 
 def test_the_model_reads_no_more_than_seq_len(gpt2, monkeypatch):
-    """One token follows the last that it reads; the others go on."""
+    """One token follows the last that it reads; the others continue."""
     prompts, sampling = [list(range(15)), [1], [*range(16)]], Sampling(9)
     assert_as_without_cache(gpt2, prompts, monkeypatch, sampling)
     texts = [Text(number, list(prompt)) for number, prompt in enumerate([*prompts, [0] * 17])]

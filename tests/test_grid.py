@@ -92,7 +92,7 @@ def test_what_is_left_of_a_group():
 
 
 def test_experts_divide_the_ranks_that_read_other_data():
-    """Neighbours in dp x cp share out the experts; those that hold the same ones are apart."""
+    """Experts are distributed over dp x cp neighbours; those that hold the same ones are apart."""
     grid = Grid(5, {"dp": 4, "cp": 2, "tp": 2, "expert": 4})  # data rank 2 of 8, tp rank 1
     assert grid.group("expert") == (1, 3, 5, 7)
     assert grid.group("expert_data") == (5, 13)

@@ -1,4 +1,4 @@
-"""Drift, numbers that are not finite and failures beside training, through the front door."""
+"""Drift, numbers that are not finite and failures during training, from the command line."""
 
 import re
 
@@ -85,7 +85,7 @@ def test_a_traced_run_that_failed_inside_says_so_when_its_trace_is_read(tmp_path
 
 @pytest.mark.parametrize("interval", ["0", "1"])
 def test_weights_that_an_update_ruined_are_not_saved(interval, tmp_path):
-    """Else the newest checkpoint, with which a run goes on, would be of no use."""
+    """Otherwise the newest checkpoint, from which a run resumes, would be useless."""
     folder = tmp_path / "run"
     flags = "--optimizer sgd --lr 1e300 --clip 0 --warmup-steps 0 --save-interval".split()
     block = faulty("none", 79, "--layout", "tp=2", *flags, interval, "--steps", "1" if
@@ -135,7 +135,7 @@ def test_a_trace_that_cannot_be_written_is_removed_and_said(
     assert list(tmp_path.iterdir()) == []
     warnings = capsys.readouterr().err.splitlines()
     assert len(warnings) == 1
-    assert "rank 0 can't write its trace" in warnings[0]
+    assert "rank 0 cannot write its trace" in warnings[0]
     assert str(error) in warnings[0]
 
 
@@ -154,7 +154,7 @@ def test_a_trace_that_cannot_be_written_does_not_hide_the_error(
     tracer = Tracer(fresh(trace="1"), None, tmp_path)
     with pytest.raises(ZeroDivisionError), tracer.step(1):
         raise ZeroDivisionError
-    assert "the trace can't be written: [Errno 28]" in capsys.readouterr().err
+    assert "cannot write the trace: [Errno 28]" in capsys.readouterr().err
 
 
 def test_a_cut_file_of_a_rank_is_refused(tmp_path, one_clock):

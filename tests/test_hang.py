@@ -99,7 +99,7 @@ with watchdog.following(lambda: 0, state_of, stop=0.5):
 
 
 def test_a_suspended_job_was_not_stuck(tmp_path):
-    """Ctrl-Z, and SLURM for another job, stop all threads: the clock goes on meanwhile."""
+    """Ctrl-Z, and SLURM for another job, stop all threads, while the clock continues."""
     process = subprocess.Popen([sys.executable, "-c", SUSPENDED, tmp_path], text=True,
                                stdout=subprocess.PIPE, env={"PYTHONPATH": str(REPOSITORY)})
     try:

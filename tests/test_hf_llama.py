@@ -1,4 +1,4 @@
-"""What a config.json of Llama and its kin says, in both spellings, and what is refused."""
+"""config.json of Llama and its relatives, in both spellings, and what is refused."""
 
 import json
 import math

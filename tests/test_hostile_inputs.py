@@ -1,4 +1,4 @@
-"""What a user can hand in to break mpipar: each ends with 2 or 65 and one sentence, at once.
+"""Hostile inputs of a user: each ends with exit code 2 or 65 and one sentence, immediately.
 
 `test_files.py` tests the reader of JSON and TOML alone. Here the commands read.
 """

@@ -1,4 +1,4 @@
-"""Every form of weights against transformers: in, computed, trained, continued, and out again."""
+"""Every form of weights against transformers: imported, computed, trained, continued, exported."""
 
 import io
 import logging

@@ -1,4 +1,4 @@
-"""What layers say of barriers, FLOPs and bytes is what the step on shapes counts."""
+"""The barriers, FLOPs and bytes that layers declare are those that the step on shapes counts."""
 
 import itertools
 from collections import Counter

@@ -1,4 +1,4 @@
-"""--layout auto: which layouts there are, which one is chosen, and what stays."""
+"""--layout auto: which layouts there are, which one is chosen, and what stays unchanged."""
 
 from dataclasses import replace
 

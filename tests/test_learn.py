@@ -1,4 +1,4 @@
-"""`mpipar learn`: each exercise knows a right answer from a wrong one, and mistakes are named."""
+"""`mpipar learn`: each exercise tells right answers from wrong ones, and mistakes are named."""
 
 import re
 import shlex
@@ -165,7 +165,7 @@ def test_tasks_are_plain_english():
 
 
 REFUSED = {
-    "no layout": (["check", "15b", ""], ["names no layout"]),
+    "no layout": (["check", "15b", ""], ["the answer has no layout"]),
     "help in an answer": (["check", "15b", "pp=4 --help"], ["--help: unknown flag"]),
     "no such topic": (["rign"], ["'rign': no such example", "did you mean ring?"]),
     "an exercise as topic": (["4a"], ["type mpipar learn check 4a"]),
@@ -189,9 +189,9 @@ REFUSED = {
         "--file my file.py: no such file; start from a copy: cp",
         "mpipar/partition/column.py 'my file.py'"]),
     "code without ranks": (["check", "6b", "--file", "x.py"], [
-        "6b runs on 2 ranks, but 1 was started", "mpiexec -n 2 mpipar learn check 6b --file x.py"]),
-    "a wrong rank and cause": (["check", "11a", "9", "sleep"], ["'9': is no rank", "is no cause"]),
-    "a layout of other size": (["check", "15c", "tp=4"], ["has 4 ranks, and there are 8 devices"]),
+        "6b runs on 2 ranks, and 1 is started", "mpiexec -n 2 mpipar learn check 6b --file x.py"]),
+    "a wrong rank and cause": (["check", "11a", "9", "sleep"], ["'9': not a rank", "not a cause"]),
+    "a layout of other size": (["check", "15c", "tp=4"], ["has 4 ranks, but there are 8 devices"]),
     "a layout that is none": (["check", "15c", "tp=x"], ["'tp=x' is not understood"]),
     "a flag that is none": (["check", "15c", "tp=8 --fast"], ["--fast"]),
     "a quote that is open": (["check", "15c", "tp='8"], ["cannot be read"]),

@@ -1,4 +1,4 @@
-"""The learning rate of each step: its ends, its formulas, and a run that goes on."""
+"""The learning rate of each step: its ends, its formulas, and a resumed run."""
 
 import math
 from itertools import pairwise

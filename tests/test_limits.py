@@ -1,4 +1,4 @@
-"""Too small a limit of the system ends with a sentence and a cure, before a library dies of it."""
+"""System limits that are too low end with a sentence and a cure, before a library dies of them."""
 
 import os
 import resource

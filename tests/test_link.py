@@ -1,4 +1,4 @@
-"""What sending takes of the sender's core, measured with a clock that only products move on."""
+"""The sender's core time of a message, measured with a clock that only products advance."""
 
 from types import SimpleNamespace
 

@@ -1,4 +1,4 @@
-"""The loss scale of float16, and the float32 weights behind 16-bit ones: in one process."""
+"""The loss scale of float16, and the float32 masters of 16-bit weights: in one process."""
 
 import math
 

@@ -45,7 +45,7 @@ def change(path, edit):
 
 BROKEN = {
     "schema 99, this program reads 2": lambda value: value.update(schema=99),
-    "no cost model of a machine": lambda value: value.pop("schema"),
+    "not a cost model of a machine": lambda value: value.pop("schema"),
     "the file has no 'curves'": lambda value: value.pop("curves"),
     "the file has an unknown key 'extra'": lambda value: value.update(extra=1),
     "the file.curves must be a list": lambda value: value.update(curves={}),
@@ -61,7 +61,7 @@ BROKEN = {
         lambda value: value["curves"][0]["pieces"][-1].update(from_bytes=1e9),
     "the file.curves[0].pieces[0].latency_us is -1: must not be below 0":
         lambda value: value["curves"][0]["pieces"][0].update(latency_us=-1),
-    "the file.units[0].block.f is 1e+308: no machine is so large, or so slow":
+    "the file.units[0].block.f is 1e+308: larger or slower than any machine":
         lambda value: value["units"][0]["block"].update(f=1e308),
     "the file.contention[0].factor is -5: must not be below 0":
         lambda value: value["contention"][0].update(factor=-5),
@@ -391,7 +391,7 @@ def test_training_takes_the_schedule_that_the_cost_model_chooses(path, tmp_path)
 
 @pytest.mark.parametrize(("words", "code", "message"), [
     (["--layout", "dp=2,tp=2"], 2, "tp 1 (not 2)"),
-    (["--layout", "cp=2"], 2, "cp 2: a cost model has no passes of a part of the tokens"),
+    (["--layout", "cp=2"], 2, "cp 2: a cost model has no passes on a part of the tokens"),
     (["--d-model", "64"], 2, "d_model 128 (not 64)"),
     (["--machine", "/missing.json"], 65, "/missing.json: No such file"),
     (["--machine", ""], 2, "or a file that ends in .toml"),

@@ -1,4 +1,4 @@
-"""Predicted bytes of arrays beside measured ones, for every kind of kernels of the CPU."""
+"""Predicted bytes of arrays compared with measured ones, for every kind of CPU kernels."""
 
 import importlib.util
 

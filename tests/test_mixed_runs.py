@@ -1,4 +1,4 @@
-"""16-bit training through the front door: loss curves, skipped steps, files, refusals."""
+"""16-bit training from the command line: loss curves, skipped steps, files, refusals."""
 
 import functools
 

@@ -1,4 +1,4 @@
-"""A checkpoint that version 0.1.0 wrote is still read, onto any layout.
+"""A checkpoint written by version 0.1.0 can still be read, onto any layout.
 
 It is in `old_checkpoint`, from `mpiexec -n 4 mpipar train --arch llama --heads 2 --kv-heads 1
 --d-model 8 --layers 2 --ffn 8 --seq-len 8 --layout tp=2,dp=2 --zero 1 --steps 2`. The run's weights

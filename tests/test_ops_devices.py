@@ -1,4 +1,4 @@
-"""Choosing a device: an error says what is missing, and CuPy computes what NumPy does."""
+"""Choosing a device: an error names what is missing, and CuPy computes what NumPy does."""
 
 import sys
 import types

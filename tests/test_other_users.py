@@ -50,7 +50,7 @@ def test_what_belongs_to_another_user_is_not_written(name, theirs):
 
 
 def test_a_disk_that_shows_all_files_as_one_users_is_written(theirs, monkeypatch):
-    """As some disks of other hosts do: new files are somebody else's there, too."""
+    """Some disks of other hosts do this: new files belong to another user there, too."""
     (theirs / "log.txt").write_text("")
     (theirs / "log.txt").chmod(0o666)
     monkeypatch.setattr(no_links, "_owner_of_new", lambda parent: 0)

@@ -1,4 +1,4 @@
-"""A run folder from somebody else: nothing outside it is written, and no file of it is obeyed."""
+"""A run folder of another user: nothing outside it is written, and none of its files is obeyed."""
 
 import errno
 import fcntl

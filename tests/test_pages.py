@@ -1,4 +1,4 @@
-"""README.md and docs/: sentences are short, links lead somewhere, commands can be typed.
+"""README.md and docs/: the words are plain, links lead somewhere, commands can be typed.
 
 The broken twins below are pages that must be caught. What bench.docs writes: test_docs.py.
 """

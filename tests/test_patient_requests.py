@@ -1,5 +1,5 @@
-"""Where ranks share cores, a rank that waits for a message sleeps between two looks at it, and
-interrupts nobody when it wakes up.
+"""Where ranks share cores, a rank that waits for a message sleeps between two tests of it, and
+interrupts no other rank when it wakes up.
 """
 
 import os
@@ -89,7 +89,7 @@ def test_only_ranks_that_share_cores_ask_for_it(crowded, monkeypatch):
 @pytest.mark.parametrize(("before", "after"), [
     ("SCHED_OTHER", "SCHED_BATCH"), ("SCHED_IDLE", "SCHED_IDLE")])
 def test_the_usual_policy_becomes_one_that_interrupts_nobody(before, after):
-    """In a process of its own; a policy that somebody chose stays."""
+    """In a process of its own; a policy that the user chose stays."""
     code = f"""import os
 from mpipar.comm.hosts import finish_passes_first
 os.sched_setscheduler(0, os.{before}, os.sched_param(0))

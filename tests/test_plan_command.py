@@ -126,7 +126,7 @@ def test_what_cannot_fit_says_so_and_how_many_would():
     assert "use 24 devices" in text or "use 32 devices" in text
     text = printed("plan", "mpt-30b", "--machine", "a100-80", "--ranks", "32", "--batch-size", "64",
                    "--dp", "32", "--zero", "0", code=1)
-    assert "use another layout, as given parts of it leave none" in text
+    assert "use another layout: the given parts of it leave none" in text
 
 
 def test_a_folder_and_a_file_name_the_model(tmp_path):
@@ -143,7 +143,7 @@ def test_the_page_needs_nothing_and_obeys_nobody(tmp_path):
     assert text.count("class=\"row chosen\"") == 2
     assert text.count("chosen: dp ") == 1
     assert "<title>llama-8b: 8.03 billion parameters on " in text
-    assert "GiB; 76.0 may be used" in text
+    assert "GiB (76.0 usable)" in text
     assert "http" not in text.replace("http-equiv", "")
     hostile = tmp_path / "<b>x.toml"
     hostile.write_text("layers = 2\nd-model = 64\nheads = 4\n")
@@ -221,7 +221,7 @@ def test_a_machine_of_ones_own(tmp_path):
     text = printed("plan", "llama-8b", "--machine", tmp_path / "mine.toml", "--ranks", "8")
     assert "on 8 x mine" in text
     (tmp_path / "mine.json").write_text("{}")
-    assert "mine.json is no data sheet; what bench.calibrate" in str(refusal(
+    assert "mine.json is no data sheet; files of bench.calibrate" in str(refusal(
         "plan", "llama-8b", "--machine", tmp_path / "mine.json", "--ranks", "8"))
     (tmp_path / "bad.toml").write_text('basis = "none"\n')
     assert "has no" in str(refusal("plan", "llama-8b", "--machine", tmp_path / "bad.toml",

@@ -1,4 +1,4 @@
-"""Devices of several kinds, and stages of unequal length: who gets how many blocks, and what for.
+"""Devices of several kinds, and stages of unequal length: which get how many blocks, and why.
 
 Wholes have no published row beside them. So random clusters show that an answer is never shorter
 than its own bounds, and that a change moves it in the right direction.

@@ -1,4 +1,4 @@
-"""The line of a terminal that rewrites itself: what is on the screen, and nothing is mangled."""
+"""The terminal line that rewrites itself: what the screen shows, and that nothing is mangled."""
 
 import errno
 import fcntl

@@ -1,4 +1,4 @@
-"""A barrier's place in the source: the line of the layer, beside the line of the cut."""
+"""A barrier's place in the source: the line of the layer, and the line of the cut."""
 
 import gc
 import sys

@@ -1,4 +1,4 @@
-"""Refusals of `mpipar train`: exit code, message, and no file left behind.
+"""Refusals of `mpipar train`: exit code, message, and no file left on disk.
 
 Each kind of mistake has one test, in this process. At the end, two starts show that the exit code
 reaches the shell and that all ranks print one block.

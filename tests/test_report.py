@@ -1,4 +1,4 @@
-"""report.html and metrics.csv: what stands in them, whatever is missing, hostile or in the way."""
+"""The contents of report.html and metrics.csv, whatever is missing, hostile or in the way."""
 
 import csv
 import re

@@ -1,6 +1,6 @@
-"""Where a run goes on, with which settings, and what is refused; `mpipar ckpt`.
+"""Where a run resumes, with which settings, and what is refused; `mpipar ckpt`.
 
-Runs that are killed and go on are in test_resume_runs.py, files of a checkpoint in test_state.py.
+Runs that are killed and resumed are in test_resume_runs.py, files of a checkpoint in test_state.py.
 """
 
 import json
@@ -96,7 +96,7 @@ def saved_settings(*words, ranks=4):
 
 
 def settled(saved, *words, ranks=4):
-    """The complete settings of a run that goes on."""
+    """Return the complete settings of a resumed run."""
     config, _ = resolve(legal(reading_of(*words), saved, ranks), ranks)
     return config
 

@@ -1,4 +1,4 @@
-"""Runs that are killed or stopped, and go on: they end as one that was never interrupted."""
+"""Runs that are killed or stopped, and resumed: they end as one that was never interrupted."""
 
 import contextlib
 import functools

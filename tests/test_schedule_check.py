@@ -276,7 +276,7 @@ def waits(schedule, pp_rank, fused):
 
 
 def message(wire):
-    """(direction, receiving stage, mb, is a send): both ends name a message alike."""
+    """Return (direction, receiving stage, mb, is a send), in which both ends of a message agree."""
     step = {"SEND_F": 1, "SEND_B": -1}.get(wire.kind, 0)
     return wire.kind[-1], wire.stage + step, wire.mb, wire.kind.startswith("SEND")
 

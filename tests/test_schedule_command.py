@@ -1,4 +1,4 @@
-"""`mpipar schedule`: grid, symbols, figures beside closed forms, files, mistakes."""
+"""`mpipar schedule`: grid, symbols, figures compared with closed forms, files, mistakes."""
 
 import itertools
 import json

@@ -1,4 +1,4 @@
-"""The distance of each schedule from the best possible: an exact search under a memory cap.
+"""How far each schedule is from the optimum: an exact search under a memory cap.
 
 Unit costs (f = i = w = 1). Microbatches are interchangeable, so a state is how many F, I and W each
 stage has done. Time goes in steps of one pass; what a step makes can be used from the next step on.

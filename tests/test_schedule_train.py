@@ -1,4 +1,4 @@
-"""Schedules through the front door: from CSV, chosen from measured costs, refused, and measured."""
+"""Training with schedules: from CSV, chosen from measured costs, refused, and measured."""
 
 import json
 import re

@@ -175,7 +175,7 @@ def test_zero_bubble_schedules_postpone_weight_gradients(name):
 @given(counts(max_p=5, max_m=9))
 @settings(max_examples=60, deadline=None)
 def test_lowered_programs_match_each_other(case):
-    """Each send has its receive at the peer; receives stand ahead of their passes, sends behind."""
+    """Each send has its receive at the peer; receives precede their passes, sends follow."""
     name, p, m, chunks = case
     schedule = make_schedule(name, p, m, chunks)
     sent, received = Counter(), Counter()

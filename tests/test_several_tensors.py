@@ -1,4 +1,4 @@
-"""A product whose weights are several tensors reads each as its file says, whatever the form."""
+"""A product whose weights are several tensors reads each one from its file, whatever the form."""
 
 import numpy as np
 import pytest

@@ -1,4 +1,4 @@
-"""SLURM for real: slurm/*.sbatch through sbatch and srun, on two nodes that share this host."""
+"""On real SLURM: slurm/*.sbatch through sbatch and srun, on two nodes that share this host."""
 
 import json
 import os

@@ -1,4 +1,4 @@
-"""Where tokens come from: text read as bytes, and files of tokens, held out by their names."""
+"""Sources of tokens: text read as bytes, and files of tokens, held out by their names."""
 
 import os
 import sys

@@ -1,4 +1,4 @@
-"""Checkpoints of the whole state: saved on one layout, loaded on another, bit for bit."""
+"""Checkpoints of the full state: saved on one layout, loaded on another, bit for bit."""
 
 import math
 import os

@@ -145,7 +145,7 @@ def entry(*keys, value):
 
 
 def named(name):
-    """A change that gives the second file another name, with the very same bytes behind it."""
+    """Return a change that gives the second file another name, with the same bytes in it."""
     def change(content):
         content["files"][name] = content["files"].pop(PIECES)
         for piece in content["pieces"]:

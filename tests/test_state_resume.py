@@ -1,4 +1,4 @@
-"""Training goes on from a checkpoint bit by bit, and each part of the state is needed for that."""
+"""Training resumes from a checkpoint bit by bit, and each part of the state is needed for that."""
 
 from threading import Event
 
@@ -35,7 +35,7 @@ def contents(worker):
 
 
 def stop_and_resume(folder, background=False, **values):
-    """What the steps after a save give, and what they leave: ((went on), (resumed))."""
+    """Return what the steps after a save give, and what they leave: ((continued), (resumed))."""
     config = config_for(**values)
     worker, = workers_of(config, 1)
     worker.initialize()

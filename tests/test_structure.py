@@ -1,4 +1,4 @@
-"""The shape of the house: who imports whom, who may speak to MPI, what layers may not do.
+"""The structure of the code: who imports whom, who may speak to MPI, what layers may not do.
 
 Each rule has broken twins below: made-up modules that break it and must be caught.
 """

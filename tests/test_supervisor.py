@@ -1,4 +1,4 @@
-"""Who ends without the job's own end is not exit code 0; and nobody else's files are trusted.
+"""A process that ends before the job is never exit code 0, and no other user's files are trusted.
 
 Ranks that die inside a run are in test_faults.py, other ends of a job in test_launch.py.
 """

@@ -1,4 +1,4 @@
-"""Tables of a vocabulary on a device with tensor cores: rows of zeros fill up every shard.
+"""Vocabulary tables on a device with tensor cores: rows of zeros fill up every shard.
 
 Tests that compute run on the CPU, where tests/fake_cupy.py stands in for CuPy, or on a GPU.
 """

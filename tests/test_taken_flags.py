@@ -1,4 +1,4 @@
-"""Every flag that a user may have in a script: none goes away, and one that is renamed says so."""
+"""Flags that users may have in scripts: none disappears, and a renamed one says so."""
 
 import pytest
 from helpers import REPOSITORY

@@ -1,4 +1,4 @@
-"""Safetensors files that somebody hands in: as the library reads them, and hostile ones refused."""
+"""Safetensors files of a user: read as by the library, and hostile ones refused."""
 
 import json
 import os

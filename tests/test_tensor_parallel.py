@@ -91,7 +91,7 @@ def reduce_trace(posted):
 
 
 def test_only_the_root_of_a_reduce_waits():
-    """Rank 2 comes last, at 60 ns: rank 1 leaves its part behind, rank 0 needs them all."""
+    """Rank 2 comes last, at 60 ns: rank 1 need not wait for it, rank 0 needs them all."""
     trace = reduce_trace([10, 20, 60])
     found = waits.find(trace)
     assert [own[0].wait_ns for own in found.calls] == [50, 0, 0]

@@ -1,4 +1,4 @@
-"""Event files for TensorBoard: read back by TensorBoard itself, also after a run has gone on."""
+"""Event files for TensorBoard: read back by TensorBoard itself, also after a run was resumed."""
 
 import importlib.util
 

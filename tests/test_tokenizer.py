@@ -1,4 +1,4 @@
-"""Text to ids and back: the files of a tokenizer, bytes, and what transformers makes of them."""
+"""Text to ids and back: a tokenizer's files, bytes, and how transformers reads them."""
 
 import json
 import sys

@@ -67,7 +67,7 @@ def test_every_call_has_its_partner_and_every_instant_its_segment(delayed):
 
 
 def test_a_planted_delay_is_the_cause_and_the_wait_is_its_lateness(delayed):
-    """The wait of rank 0 at the barrier behind the delay is how much later rank 1 came, +- 2 ms."""
+    """The wait of rank 0 at the barrier after the delay is how much later rank 1 came, +- 2 ms."""
     trace, _ = delayed
     found, pieces = analyse(trace)
     events = [event for event in found.events
@@ -205,12 +205,12 @@ def with_head(change):
     ("rank-00001.jsonl", with_head({"steps": [[2, 0, 9]]}), "step 3, stage 0: not of this"),
     ("rank-00001.jsonl", with_head({"host": "a\x1b[2J"}), r"line 1: .*host is 'a\\x1b\[2J'"),
     ("rank-00001.jsonl", with_head({"cores": [9**50]}), "line 1: not a trace: .* 64 bits"),
-    ("rank-00001.jsonl", with_head({"mpipar_trace": 7}), "this mpipar reads 3; make one"),
+    ("rank-00001.jsonl", with_head({"mpipar_trace": 7}), "this mpipar reads 3; record one"),
     ("rank-00001.jsonl", lambda texts: texts[1][:-30], r"line \d+: not a trace"),
     ("rank-00001.jsonl", lambda texts: "", "trace schema None"),
     ("rank-00001.jsonl", lambda texts: texts[1].rsplit("\n", 4)[0] + "\n", r"\d+ lines of \d+"),
-    ("meta.json", lambda texts: texts[2].replace('"owners"', '"x"'), "not a trace's: it.clock has"),
-    ("meta.json", lambda texts: texts[2].replace('"tp": 2', '"tp": 1'), "s: the layout"),
+    ("meta.json", lambda texts: texts[2].replace('"owners"', '"x"'), "of a trace: it.clock has"),
+    ("meta.json", lambda texts: texts[2].replace('"tp": 2', '"tp": 1'), "of a trace: the layout"),
     ("meta.json", lambda texts: "{}", "trace schema None"),
 ])  # fmt: skip
 def test_files_that_are_broken_or_of_several_runs_are_refused(delayed, tmp_path, name, edit,

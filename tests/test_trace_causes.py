@@ -1,4 +1,4 @@
-"""A matrix of planted truths: on simulated traces the right rank, cause and share are named."""
+"""A matrix of planted causes: on simulated traces the right rank, cause and share are named."""
 
 from dataclasses import replace
 from functools import cache

@@ -1,4 +1,4 @@
-"""Planted faults alone are named: an uneven stage, a heavy head, a slow rank, a hot expert."""
+"""Only planted faults are named: an uneven stage, a heavy head, a slow rank, a hot expert."""
 
 import re
 
@@ -125,4 +125,5 @@ def test_once_may_be_chance():
     assert found_in(by_hand({(1, 0), (1, 2)})) == {}
     one = by_hand({(1, 0)}, steps=1)
     assert found_in(one) == {}
-    assert one.remarks() == ["one step is traced: what is slow in every step shows only in several"]
+    assert one.remarks() == [
+        "one step is traced: what is slow in every step shows only with several"]

@@ -1,4 +1,4 @@
-"""The parts of a trace's page; tests in a browser show how it looks and answers."""
+"""The parts of a trace's page; its looks and behaviour are tested in a browser."""
 
 import json
 import re

@@ -1,4 +1,4 @@
-"""Real runs with a rank or link that is late by half a step or more: rank and cause are named."""
+"""Real runs with a rank or link that is late by at least half a step: rank and cause are named."""
 
 import numpy as np
 import pytest
@@ -33,7 +33,7 @@ def analysed(folder, fault, layout):
 
 
 def undisturbed(folder, fault, layout, accepted):
-    """The analysis of a run, made anew if the machine has held it up for longer than the fault."""
+    """Return the analysis of a run, repeated if the machine delayed it longer than the fault."""
     for number in range(3):
         analysis = analysed(folder / f"run-{number}", fault, layout)
         if accepted(analysis):

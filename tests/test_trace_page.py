@@ -1,4 +1,4 @@
-"""The timeline and the tables of a trace's page in a real browser: what a hover says, how fast."""
+"""The timeline and the tables of a trace's page in a real browser: what a hover shows, how fast."""
 
 import re
 import statistics
@@ -64,7 +64,7 @@ def test_the_operations_of_layers_have_a_lane_of_their_own(opened):
     page.move(x, y)
     assert tooltip(page) == ["matmul", {
         "layer": "block1.ffn.down", "rank": "1, tp1",
-        "step": "1, forward, stage 0, microbatch 2", "lasts": "14.00 ms"}]
+        "step": "1, forward, stage 0, microbatch 2", "duration": "14.00 ms"}]
     shade = page.run(f"""
         const [x, y] = arguments, box = {HOOK}, scale = timeline.scale;
         const pixels = timeline.base.getContext("2d").getImageData(
@@ -219,7 +219,7 @@ def test_a_big_trace_is_thinned_and_says_so(opened):
     told = page.run("return document.getElementById('remarks').textContent")
     match = re.fullmatch(
         r"thinned: (\d+) of 2,000 slices are shown; step 1 of 1 step, slices from [\d.]+ us on"
-        "one step is traced: what is slow in every step shows only in several", told)
+        "one step is traced: what is slow in every step shows only with several", told)
     assert match, told
     assert int(match[1]) == page.run(COUNT) <= 300
 

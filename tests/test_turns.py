@@ -1,4 +1,4 @@
-"""What a barrier turns an array into, and that a backward barrier is the transpose of its forward.
+"""What a barrier makes of an array, and that a backward barrier is the transpose of its forward.
 
 A gradient is cut where its array is, and whole where its array was partial. Where an array was
 whole, it depends. If each rank used it for its own part, the gradient is partial. If all did the
@@ -22,10 +22,10 @@ GRADIENT = {"cut": "cut", "partial": "whole", "whole": "partial"}
 
 
 def is_transpose(forward: list[str], backward: list[str]) -> bool:
-    """Whether collectives of F and I at one place are each other's transposes.
+    """Return whether collectives of F and I at one place are each other's transposes.
 
-    One alone needs no other where it ends in a whole array that all ranks use alike. The way back
-    leaves everything out but the own piece, and sends nothing.
+    One alone needs no other if it ends in a whole array that all ranks use in the same way. The way
+    back leaves everything out but the own piece, and sends nothing.
     """
     if not (forward and backward):
         return all(TURNS[one][1] == "whole" for one in forward + backward)

@@ -1,4 +1,4 @@
-"""The benchmark across two hosts whose cable has a known rate: it has to find that rate."""
+"""The benchmark across two hosts whose cable has a known rate, which it has to find."""
 
 import re
 import subprocess
@@ -32,7 +32,7 @@ def bench(hosts, counts, path, *words):
 
 @pytest.fixture(scope="module")
 def both(tmp_path_factory):
-    """Messages of three ranks behind a barrier, and a ring of two that starts at instants."""
+    """Messages of three ranks after a barrier, and a ring of two that starts at agreed moments."""
     folder = tmp_path_factory.mktemp("hosts")
     behind = ("bandwidth", "pairs", "--begin-bytes", "1M", "--end-bytes", "2M",
               "--window", "4", "--seconds", "0.2")
@@ -48,7 +48,7 @@ def both(tmp_path_factory):
 
 @pytest.fixture
 def measured(both):
-    """The run behind a barrier."""
+    """The run that starts after a barrier."""
     return both[0]
 
 

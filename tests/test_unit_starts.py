@@ -66,7 +66,9 @@ def events(worker, monkeypatch):
 
 
 def sums_are_in_time(worker, monkeypatch):
-    """Whether each unit's sums come right behind its last weight gradient, and carry all of it."""
+    """Return whether each unit's sums come right after its last weight gradient, and carry all of
+    it.
+    """
     found, flats = events(worker, monkeypatch)
     for stage, own in flats.items():
         for unit in {unit for flat in own for unit in flat.units}:

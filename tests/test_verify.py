@@ -1,4 +1,4 @@
-"""`mpipar verify`, a proof for any user: it says yes if all is well, and no otherwise."""
+"""`mpipar verify`, a proof for any user: yes if all is well, and no otherwise."""
 
 import functools
 import re
@@ -35,7 +35,7 @@ launch.guard(cli.main, sys.argv[1:])
 
 @pytest.mark.parametrize("layout", [(1, 1, 1), (1, 2, 1), (2, 1, 2), (1, 1, 3)], ids=str)
 def test_says_yes(layout, tmp_path):
-    """In float64 and by plain SGD, whatever the flags say; and nothing is left behind."""
+    """In float64 and by plain SGD, whatever the flags say; and no file stays."""
     dp, pp, tp = layout
     words = ["verify", *SMALL, *layout_flags(layout), "--dtype", "float32", "--optimizer", "adamw"]
     ranks = dp * pp * tp

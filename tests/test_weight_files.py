@@ -1,4 +1,4 @@
-"""Weights in several files with an index, in and out; and all that a run may start from."""
+"""Import and export of weights in several files with an index; everything a run may start from."""
 
 import json
 import shutil

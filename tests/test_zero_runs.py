@@ -1,4 +1,4 @@
-"""ZeRO through the front door: its barriers, and a killed run that goes on without it."""
+"""ZeRO from the command line: its barriers, and a killed run that is resumed without it."""
 
 import pytest
 from in_process import alone
@@ -24,7 +24,7 @@ def test_its_barriers_are_shown(tmp_path):
 
 
 def test_a_killed_run_goes_on_without_what_it_shared_out(tmp_path):
-    """Killed under --zero 3 --cp 2, it goes on with tp 2 x pp 2, as one rank would have."""
+    """Killed under --zero 3 --cp 2, it resumes with tp 2 x pp 2, as one rank would have."""
     prepare(tmp_path)
     alone("train", *TEXT, "--out", "alone", cwd=tmp_path).ended()
     shared = "--layout dp=2,cp=2 --zero 3 --zero-grads sharded --save-interval 2".split()

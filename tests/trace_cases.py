@@ -1,4 +1,4 @@
-"""Small traces made by hand: each rank's work is written down, so the results are known."""
+"""Small handmade traces: each rank's work is written down, so the results are known."""
 
 from pathlib import Path
 from random import Random

@@ -25,10 +25,10 @@ def traced(folder, *words, fault="none", ranks=2):
 
 @pytest.fixture(scope="session")
 def late_runs(tmp_path_factory):
-    """{fault: folder} of two runs that differ in 50 ms of sleep on rank 1, twice a step.
+    """Return {fault: folder} of two runs that differ in 50 ms of sleep on rank 1, twice a step.
 
-    Of five traced steps one may be held up by other work: the quartiles do not see it. A run that
-    was held up for longer than by its fault is made anew: it shows another cause.
+    Of five traced steps one may be delayed by other work, which the quartiles do not see. A run
+    that was delayed for longer than by its fault is repeated, since it shows another cause.
     """
     folders = {fault: tmp_path_factory.mktemp("late") / fault for fault in ("none", "delay")}
     for fault, folder in folders.items():

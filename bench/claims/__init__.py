@@ -1,1 +1,1 @@
-"""What textbooks say about partitioned training, one table each."""
+"""Textbook claims about partitioned training, one table each."""

@@ -1,4 +1,4 @@
-"""What textbooks say about partitioned training, one table each, on one model.
+"""Textbook claims about partitioned training, one table each, on one model.
 
     python -m bench.claims barriers [--json FILE]         # barriers and bytes of a step, by layout
     python -m bench.claims memory [--json FILE]           # bytes per rank against dp, pp and tp
@@ -12,8 +12,8 @@
     mpiexec -n 2 python -m bench.claims curves [--json FILE]    # loss curves of bugs of experts
     mpiexec -n 4 python -m bench.claims moe [--json FILE]       # experts by ep and routing
 
-Barriers and memory come from the shapes-only run; tests prove it equal to the records of real runs.
-Hybrids, limit, moe, and the times of sharing are real training steps.
+Barriers and memory come from the shapes-only run, which tests prove equal to the records of real
+runs. Hybrids, limit, moe, and the times of sharing are real training steps.
 """
 
 from __future__ import annotations

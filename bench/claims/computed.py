@@ -1,6 +1,6 @@
 """The tables of bench.claims that shapes and formulas give, without a training step.
 
-And the model of bench.claims in any layout, as a decoder or a convnet; layouts in words.
+Also here: the model of bench.claims in any layout, as a decoder or a convnet; layouts in words.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ LAYOUTS = [
 
 
 def table_cases() -> list[tuple]:
-    """(layout, suffix of its name, other settings) of each row of a table."""
+    """Return (layout, suffix of its name, other settings) of each row of a table."""
     again = [({axis: size}, f" (recompute {what})", {"recompute": what})
              for axis, size in (("tp", 1), ("tp", 4), ("pp", 4)) for what in ("attention", "block")]
     return [(layout, "", {}) for layout in LAYOUTS] + [
@@ -38,7 +38,7 @@ def table_cases() -> list[tuple]:
 
 
 def barriers() -> list[dict]:
-    """Barriers (collectives) and messages per step and rank, and bytes sent, by layout."""
+    """Return barriers (collectives) and messages per step and rank, and bytes sent, by layout."""
     rows = []
     cases = table_cases()
     cases += [({"tp": size}, " (ffn-cut gather)", {"ffn_cut": "gather"}) for size in (2, 4, 8)]
@@ -66,7 +66,7 @@ def barriers() -> list[dict]:
 
 
 def memory() -> list[dict]:
-    """Predicted peak bytes of the fullest rank, by what they are for."""
+    """Return predicted peak bytes of the fullest rank, by purpose."""
     rows = []
     for layout, variant, settings in table_cases():
         config = configure(layout, **settings)
@@ -79,10 +79,10 @@ def memory() -> list[dict]:
 
 
 def context() -> list[dict]:
-    """Pairs of a query and a key that it sees, by rank of cp: with the zig-zag, and with one run.
+    """Return pairs of a query and a visible key by cp rank: with the zig-zag, and with one run.
 
-    The rank with most pairs keeps the others waiting. Of one run of tokens the last rank has
-    2 - 1/cp times the mean.
+    The rank with most pairs keeps the others waiting. With one run of tokens per rank, the last
+    rank has 2 - 1/cp times the mean.
     """
     rows, tokens = [], 4096
     for size, (method, pieces) in itertools.product((2, 4, 8), PIECES_PER_RANK.items()):
@@ -106,9 +106,10 @@ CUTS = {"gather": "output channels", "reduce": "input channels", "pair": "pair"}
 
 
 def convolution() -> list[dict]:
-    """Barriers of one layer, forward and backward of a microbatch, by cut and tp; bytes per rank.
+    """Return barriers of one layer, forward and backward of a microbatch; bytes per rank.
 
-    The convnet is that of `as_convnet`. Attention is always cut as a pair.
+    There is a row for each cut and tp. The convnet is that of `as_convnet`. Attention is always cut
+    as a pair.
     """
     rows = []
     for model, layer, prefix in LAYERS:
@@ -137,7 +138,7 @@ PASSES = 3  # forward, input gradient and weight gradient take the FLOPs of a fo
 
 
 def scaling() -> list[dict]:
-    """Return what tensor parallelism divides by its ranks, and what it does not, as the layers say.
+    """Return what tensor parallelism divides by its ranks, and what not, as the layers declare.
 
     FLOPs, memory, barriers and bytes are of one rank and microbatch, both passes, against tp.
     times_ranks: the FLOPs of all ranks, as a multiple of those of one rank alone. flop_per_byte:
@@ -162,10 +163,9 @@ def scaling() -> list[dict]:
 
 
 def part(what: str, config: Any) -> tuple[Cost, Cost, Letters]:
-    """Return the Cost of one block of the decoder, or of the whole convnet, and the sizes of a
-    rank.
+    """Return the Cost of a decoder block, or of the whole convnet, and the sizes of a rank.
 
-    In front of it: the Cost of what needs no input gradient, because nothing comes before it.
+    Before it comes the Cost of what needs no input gradient, because nothing precedes it.
     """
     if what == "one block":
         units, letters = units_of(config)
@@ -187,7 +187,7 @@ def configure(layout: dict, num_microbatches: int = 8, schedule: str = "1f1b", *
 def as_convnet(config):
     """Return the same with a convnet of the decoder's widths.
 
-    Behind its stem an image has as many places as a row of the decoder has tokens.
+    After its stem an image has as many positions as a row of the decoder has tokens.
     """
     same = {name: getattr(config.model, name) for name in OF_EVERY_FAMILY - {"model"}}
     return replace(config, model=ConvnetConfig(

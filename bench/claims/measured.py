@@ -1,9 +1,9 @@
 """The tables of bench.claims that come from real training steps.
 
-With experts, barriers count only between the ranks of an expert group, on four ranks of dp.
+With experts, only barriers between the ranks of an expert group are counted, on four ranks of dp.
 
-A model may be too large for one device: each of its two blocks is. A pipeline gives each stage a
-whole block, so it is legal but does not help. Only cutting the layers themselves helps.
+In `limit`, each of the model's two blocks is too large for one device. A pipeline gives each stage
+a whole block, so it is valid but does not help. Only cutting the layers themselves helps.
 """
 
 from __future__ import annotations
@@ -35,10 +35,9 @@ Table = Callable[[Any], list[dict] | None]
 
 
 def median_step(config, world, folder: str) -> float:
-    """Train STEPS steps, with a trace in `folder` if the config asks for one; median seconds of
-    this rank's steps behind the first.
+    """Train STEPS steps, traced into `folder` if configured; return this rank's median seconds.
 
-    Comm: everything of those steps and of their trace.
+    The first step is not counted. Comm: everything of those steps and of their trace.
     """
     trained, seconds = Trained(config, world, Recorder(1 << 16)), []
     tracer = Tracer(trained.worker, world, Path(folder))
@@ -53,9 +52,9 @@ def from_steps(cases: Iterable[tuple], configured: Callable, row: Callable,
                traced: bool = False) -> Table:
     """Return the function of a table: a row for each case, on world rank 0, None elsewhere.
 
-    configured(*case): its config. row(config, case, seconds, analysis): its row. seconds: of a
-    step of the slowest rank. analysis: of the trace; None if not traced.
-    Comm: everything of a few training steps per row.
+    configured(*case): its config. row(config, case, seconds, analysis): its row. seconds: of a step
+    of the slowest rank. analysis: of the trace; None if not traced. Comm: everything of a few
+    training steps per row.
     """
     def table(world: Any) -> list[dict] | None:
         rows = []
@@ -65,7 +64,7 @@ def from_steps(cases: Iterable[tuple], configured: Callable, row: Callable,
                 config = replace(config, run=replace(config.run, trace=f"2:{STEPS}"))
             with tempfile.TemporaryDirectory() as own:
                 folder = broadcast_text(world, own)
-                # Behind it every rank has written its file.
+                # After it every rank has written its file.
                 seconds = gather_facts(world, median_step(config, world, folder))
                 if seconds and traced:
                     found = analyse(trace_file.read(folder))
@@ -76,7 +75,7 @@ def from_steps(cases: Iterable[tuple], configured: Callable, row: Callable,
 
 
 def time_shares(analysis) -> dict[str, float]:
-    """useful, waiting, transfer and idle of an analysed trace; they add to 1."""
+    """Return useful, waiting, transfer and idle of an analysed trace, which add up to 1."""
     sums = sum(map(segments.by_kind, analysis.segments), Counter())
     shares = {"useful": sum(sums[kind] for kind in COMPUTE), "waiting": sums["wait"],
               "transfer": sums["transfer"], "idle": sums["other"]}
@@ -112,8 +111,7 @@ SHARING = [
 
 
 def sharing_row(config, case, seconds: float, analysis) -> dict:
-    """Return what a rank of four keeps, by what it makes again and shares out, and the price of
-    that.
+    """Return what one of four ranks keeps, by what it recomputes and shards, and the price.
 
     Bytes, barriers and messages are predicted, of one step and rank. step_ms is measured.
     """
@@ -142,7 +140,7 @@ def with_experts(ep: int, dispatch: str, routing: str) -> Any:
 
 
 def expert_row(config, case, seconds: float, analysis) -> dict:
-    """Barriers, bytes, time and imbalance of experts on several ranks."""
+    """Return barriers, bytes, time and imbalance of experts on several ranks."""
     ep, dispatch, routing = case
     return {"ep": ep, "dispatch": dispatch if ep > 1 else "-", "routing": routing,
             **exchanged(analysis.trace), "waiting": time_shares(analysis)["waiting"],
@@ -150,9 +148,9 @@ def expert_row(config, case, seconds: float, analysis) -> dict:
 
 
 def exchanged(trace) -> dict[str, float]:
-    """Barriers of experts per step of a rank, what the busiest rank sends, and the imbalance.
+    """Return a rank's expert barriers per step, what the busiest one sends, and the imbalance.
 
-    busiest_expert, busiest_rank: rows that they get, times the mean.
+    busiest_expert, busiest_rank: rows that they get, over the mean.
     """
     calls, sent, ranks, loads = 0, [0], Counter(), Counter()
     for rank in trace.ranks:
@@ -180,8 +178,7 @@ def attempt(config, world) -> str:
     """Train two steps; return "trains", or what did not fit.
 
     If one rank of these layouts lacks memory, all do. They notice it at the optimizer, before the
-    first message, so that no rank is left waiting.
-    Comm: everything of those steps.
+    first message, so that no rank is left waiting. Comm: everything of those steps.
     """
     ops, recorder = ops_module.make("cpu", "float32"), Recorder(1 << 16)
     try:

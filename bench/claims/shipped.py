@@ -1,4 +1,4 @@
-"""Bugs that shipped: what each does to the loss and to the gradient, and which check sees it.
+"""Bugs that shipped: what each does to the loss and to the gradient, and which check detects it.
 
 Two ranks run each twin of mpipar.learn for a second. They compare a step with one rank's, and a
 short training run with the same run without the bug.
@@ -30,11 +30,11 @@ STEPS, LAST = 40, 5  # of a training run, and those whose mean loss is shown
 TRAINING = {"steps": STEPS, "optimizer": "adamw", "lr": 0.01, "warmup_steps": 5, "clip": 1.0}
 MODEL = {name: getattr(small_model.MODEL, name) for name in ("layers", "d_model", "heads")}
 OF_EXPERTS, SHOWN = ("experts", "router"), (1, 5, 10, 20, 30, 40)  # of `curves`
-LOOKS_RIGHT = 0.1  # nats: two runs with other rows or first weights differ by as much
+LOOKS_RIGHT = 0.1  # nats: runs with other rows or initial weights differ by as much
 
 
 def cases() -> Iterator[tuple[str, Twin, dict[str, int]]]:
-    """(exercise or name, twin, layout) of each row: the exercises first."""
+    """Yield (exercise or name, twin, layout) of each row: the exercises first."""
     for name, twin in {**TWINS, **SHIPPED}.items():
         for layout in twin.layouts:
             yield name, twin, layout
@@ -50,8 +50,7 @@ def shipped(world: Any) -> list[dict] | None:
 
 
 def row(name: str, twin: Twin, layout: dict[str, int], world: Any) -> dict:
-    """Return one row; it counts on world rank 0. Comm: some training steps, and the checks of each.
-    """
+    """Return one row, valid on world rank 0. Comm: some training steps, and the checks of each."""
     model = replace(small_model.MODEL, **twin.model)
     config = small_model.small_config(layout, model=model, schedule=twin.schedule)
     found, seen = {}, []
@@ -74,7 +73,8 @@ def row(name: str, twin: Twin, layout: dict[str, int], world: Any) -> dict:
 
 
 def curves(world: Any) -> list[dict] | None:
-    """Losses of the twins of experts at some steps, and without the bug; None but on world rank 0.
+    """Return losses at some steps, of each twin of experts and without bug; None but on world rank
+    0.
 
     Comm: everything of two training runs per twin.
     """
@@ -97,12 +97,10 @@ def short(thread: str) -> str:
 
 
 def first_step(config: Any, twin: Twin, world: Any) -> dict:
-    """Return what the first step of a twin has wrong. Raises HangError where ranks make different
-    calls.
+    """Return what is wrong in a twin's first step. Raises HangError if ranks' calls differ.
 
     differs: whether anything does, on every rank. gradient_error: the largest, as a share of the
-    largest number of its tensor.
-    Comm: a training step, its tensors, and a broadcast.
+    largest number of its tensor. Comm: a training step, its tensors, and a broadcast.
     """
     expected = small_model.expected_tensors(config, world)
     with twin.plant():
@@ -128,7 +126,7 @@ def looks(losses: list[float], right: float) -> str:
 
 def train(config: Any, planted: AbstractContextManager, world: Any,
           steps: int = STEPS) -> tuple[list[float], bool]:
-    """(loss of each step, whether copies of a tensor drifted apart) of a training run.
+    """Train; return (loss of each step, whether copies of a tensor drifted apart).
 
     Comm: all of it, and a comparison of copies after each step.
     """
@@ -149,7 +147,7 @@ def train(config: Any, planted: AbstractContextManager, world: Any,
 
 
 def learnable() -> np.ndarray:
-    """Tokens of which most follow from the one before, so that a loss falls in a few steps."""
+    """Return tokens most of which follow from the previous one, so that the loss falls quickly."""
     random, size = np.random.default_rng(11), small_model.MODEL.vocab_size
     tokens = random.integers(0, size, 4000)
     for place in np.flatnonzero(random.random(len(tokens)) < 0.8)[1:]:

@@ -1,1 +1,1 @@
-"""Whole lives of runs over all combinations of choices, each compared with one plain rank."""
+"""Lives of runs, training to generation, over all combinations of choices, against one rank."""

@@ -1,12 +1,12 @@
-"""Lives of runs over all combinations of choices, each compared with one plain rank.
+"""Lives of runs, from training to generation, over all combinations of choices, against one rank.
 
     mpiexec -n 4 python -m bench.combinations                                  # all legal pairs
     mpiexec -n 4 python -m bench.combinations --triples --seconds 480 --json FILE
 
-A life is: train 3 steps, evaluate, sample, save, resume on the layout of another case, export,
-generate. Its losses, held-out losses, weights and texts must be those of one rank. In the cases
-each legal pair of values occurs. With --triples more cases follow until the time is over, each with
-many new triples. Exit code 1 says that a life differs.
+In a life, a run trains 3 steps, evaluates, samples, saves, resumes on the layout of another case,
+exports and generates. Its losses, held-out losses, weights and texts must be those of one rank. The
+cases contain each legal pair of values. With --triples more cases follow until the time is over,
+each with many new triples. Exit code 1 means that a life differs.
 """
 
 from __future__ import annotations
@@ -30,10 +30,10 @@ RANKS = 4
 
 
 def add_flags(parser) -> None:
-    """Add how long lives follow each other."""
-    parser.add_argument("--triples", action="store_true", help="go on behind the pairs")
+    """Add the flags that say for how long lives are run."""
+    parser.add_argument("--triples", action="store_true", help="continue after the pairs")
     parser.add_argument("--seconds", type=float, default=480.0,
-                        help="no life begins later than so many seconds after the first (480)")
+                        help="start no life later than this many seconds after the first (480)")
 
 
 def live(args, session) -> Outcome | int:
@@ -54,11 +54,11 @@ def live(args, session) -> Outcome | int:
             if tally:
                 tally.add(case, check)
         quiet_barrier(world)
-    return tally.told() if tally else EXIT_OK
+    return tally.outcome() if tally else EXIT_OK
 
 
 class Tally:
-    """The cases of one call, how they went, and which pairs and triples occurred. World rank 0."""
+    """The cases of one call, their results, and which pairs and triples occurred. World rank 0."""
 
     def __init__(self, args):
         self.args = args
@@ -92,9 +92,7 @@ class Tally:
             self.rows.append(self.row("pair", 2))
 
     def row(self, name: str, strength: int) -> dict:
-        """Return what is told of all cases so far; illegal triples are those that hold an illegal
-        pair.
-        """
+        """Return the figures of all cases so far; illegal triples contain an illegal pair."""
         seen = self.seen[strength]
         legal, illegal = seen.different(), seen.holding([part for part, _ in self.illegal])
         legal &= ~illegal
@@ -102,7 +100,7 @@ class Tally:
                 "legal": int(legal.sum()), "occurred": int((legal & seen.seen).sum()),
                 "illegal": int(illegal.sum()), "seconds": round(perf_counter() - self.start)}
 
-    def told(self) -> Outcome:
+    def outcome(self) -> Outcome:
         """Return the outcome."""
         if self.args.triples:
             self.rows.append(self.row("triple", 3))

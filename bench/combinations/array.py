@@ -1,8 +1,8 @@
 """Covering arrays: lists of legal cases in which each legal tuple of values occurs.
 
-Whether values are legal together is asked of mpipar: a case that lacks choices is legal if some
-whole case with its values is. `Completion` looks for one. Where mpipar refuses a case, it tries
-other values of the free choices. It keeps those that the first refusal gives way to.
+mpipar itself decides whether values are legal together: an incomplete case is legal if some whole
+case with its values is. `Completion` looks for one. Where mpipar refuses a case, it tries other
+values of the free choices, and keeps those that get past the first refusal.
 """
 
 from __future__ import annotations
@@ -14,18 +14,19 @@ import numpy as np
 
 from bench.combinations.choices import CHOICES, MOST_RANKS, Case, refusals
 
-DEEPEST = 6  # refusals that give way one after the other
-TRIES = 3  # cases of which the best is taken
-NEAR = 3  # cases with a value that a search for it and another one begins at
-LOOKS = 1  # how often a choice is tried against a kind of refusal that never gives way to it
+DEEPEST = 6  # refusals that are overcome one after the other
+TRIES = 3  # candidates, of which the best is taken
+NEAR = 3  # known cases from which the search for a pair of values starts
+LOOKS = 1  # attempts with a choice that never overcomes a kind of refusal
 
 
 class Completion:
-    """Finds whole legal cases. What it has learned of mpipar's refusals makes it quicker."""
+    """Finds whole legal cases, and learns from mpipar's refusals to become faster."""
 
     def __init__(self, choices=CHOICES, most_ranks=MOST_RANKS):
         self.choices, self.most_ranks = choices, most_ranks
-        # Kind of refusal -> how often it gave way to another value of a choice, and was tried to.
+        # Kind of refusal -> how often another value of a choice overcame it, and how often it was
+        # tried.
         self.matters: dict = defaultdict(Counter)
         self.tries: dict = defaultdict(Counter)
         self.why = (DEEPEST, "")  # the refusal that the newest search did not get past
@@ -61,9 +62,7 @@ class Completion:
 
 
 def kind_of(refusal: str) -> str:
-    """Return what a refusal is about, without its values: the flag that it begins with, and its
-    rule.
-    """
+    """Return what a refusal is about, without its values: the flag at its start, and its rule."""
     flag, _, rule = refusal.partition(": ")
     return " ".join([flag.split()[0], *re.findall("[a-z]{3,}", rule or flag)[:6]])
 
@@ -89,7 +88,7 @@ class Coverage:
         self.seen[np.ix_(*[self.places(case)] * self.strength)] = True
 
     def news(self, case: Case) -> int:
-        """Return how many new tuples a case brings, in each of their orders."""
+        """Return how many new tuples a case brings, counted in each of their orders."""
         return int((~self.seen[np.ix_(*[self.places(case)] * self.strength)]).sum())
 
     def gain(self, case: Case, name: str, value) -> int:
@@ -104,7 +103,7 @@ class Coverage:
         return later if self.strength == 2 else later[:, :, None] & later
 
     def holding(self, parts) -> np.ndarray:
-        """Return where `seen` is of a tuple that holds one of these pairs."""
+        """Return where `seen` is of a tuple that contains one of these pairs."""
         pair = np.zeros(self.seen.shape[:2], bool)
         for part in parts:
             pair[tuple(self.places(part))] = True
@@ -119,8 +118,7 @@ class Coverage:
 
 def filled(part: Case, coverage: Coverage, completion: Completion, order,
            near: Case | None = None) -> dict | None:
-    """Return a whole legal case with these values and as many new tuples as its choices bring in
-    turn.
+    """Return a whole legal case with these values, adding the most new tuples choice by choice.
 
     near: see `Completion.of`.
     """
@@ -142,7 +140,7 @@ def filled(part: Case, coverage: Coverage, completion: Completion, order,
 
 
 def singles(choices=CHOICES, most_ranks=MOST_RANKS) -> list[dict]:
-    """Few cases in which each legal value occurs, and many pairs."""
+    """Return a few cases in which each legal value occurs, and many pairs."""
     completion, coverage = Completion(choices, most_ranks), Coverage(2, choices)
     rng, cases = np.random.default_rng(0), []
     for name, value in coverage.values:
@@ -155,7 +153,8 @@ def singles(choices=CHOICES, most_ranks=MOST_RANKS) -> list[dict]:
 
 
 def pairs(choices=CHOICES) -> tuple[list[dict], list[tuple[dict, str]]]:
-    """(cases in which each legal pair of values occurs, illegal pairs and what refuses them).
+    """Return (cases in which each legal pair of values occurs, illegal pairs and what refuses
+    them).
 
     Each case begins with a pair whose values lack many pairs. Of a few such cases the one with the
     most new pairs is taken.
@@ -180,7 +179,7 @@ def pairs(choices=CHOICES) -> tuple[list[dict], list[tuple[dict, str]]]:
             cases.append(max(found, key=coverage.news))
             coverage.add(cases[-1])
     illegal = []
-    for part in refused:  # a case with one of the values may be nearer to a legal one with both
+    for part in refused:  # a case with one of the values may be closer to a legal one with both
         if coverage.seen[tuple(coverage.places(part))]:
             continue
         near = [one for name, value in part.items()

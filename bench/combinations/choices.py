@@ -1,7 +1,7 @@
-"""The choices of `train`, their values, and the settings that are no choice here, with the reason.
+"""The choices of `train`, their values, and the settings that are not varied, with the reason.
 
-None stands for a flag that is not typed. A case is a dict: name of a choice -> value. What is legal
-together is asked of mpipar itself: there is no second list of rules.
+None stands for a flag that is not typed. A case is a dict: name of a choice -> value. mpipar itself
+decides what is legal together: there is no second list of rules.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ AXES = ("dp", "pp", "cp", "tp")
 CHOICES = {
     "model": (None, "convnet"),
     "schedule": SCHEDULES,
-    # An axis of 3 or 4 leaves nothing to the others, so each has one of the two.
+    # An axis of 3 or 4 leaves nothing to the others, so each axis has only one of the two.
     "dp": (1, 2, 3), "pp": (1, 2, 4), "cp": (1, 2, 3), "tp": (1, 2, 4),
     "num_microbatches": (1, 2, 4, 8),
     "chunks": (None, 1, 3),
@@ -77,7 +77,7 @@ CHOICES = {
     "bucket_bytes": (None, 20_000),
     "seed": (None, 5),
     "init_from": ("WEIGHTS", None),  # a folder that is made for the case
-    "resume": ("RUN", "auto"),  # in a new folder from the run's, or in the run's own
+    "resume": ("RUN", "auto"),  # into a new folder from the run's, or in the run's own
     "max_shard_size": (None, 20_000),
     "save_interval": (None, 1, 2),
     "save_async": (None, True),
@@ -102,25 +102,25 @@ CHOICES = {
     "memory_limit": (None, 1 << 30),
     "memory": (None, True),
 }
-# What every case has: a small model whose numbers are odd, and an update that hides no error.
-STEPS, LATER = 3, 4  # of a run, and of the one that goes on from it
+# What every case has: a small model with odd sizes, and an update that hides no error.
+STEPS, LATER = 3, 4  # of a run, and of the one that resumes it
 BASE = {
     "layers": 4, "batch_size": 24, "steps": STEPS, "hang_warn": 0.0, "hang_stop": 0.0}
 BASE_OF = {
     ("model", None): {"d_model": 24, "heads": 12, "seq_len": 12},
     ("model", "convnet"): {"channels": 12, "image_shape": (8, 8, 1)},
-    # Near a gradient of zero AdamW would make a whole step of a rounding error.
+    # Near a gradient of zero AdamW would turn a rounding error into a whole step.
     ("optimizer", None): {"lr": 0.01, "eps": 1e-3},
     ("optimizer", "sgd"): {"lr": 0.5},
 }
 OUTSIDE = {  # settings that no case has
-    "preset": "brings values of other settings",
+    "preset": "sets values of other settings",
     "data": "every decoder reads one text, every convnet the same images",
     "val_data": "is read as --data is",
     "out": "names a folder", "run_name": "names a folder",
     "device": "cuda needs a GPU", "gemm": "is for a GPU", "tf32": "is for a GPU",
     "blas_arch": "is chosen before NumPy is loaded, once in a process",
-    "schedule_csv": "brings a schedule that has a name here",
+    "schedule_csv": "loads a schedule that has a name here",
     "tensorboard": "needs an extra, and writes what metrics.jsonl has",
     "norm_eps": "is a number in one formula",
     "routing": "is for study, and adversarial is another routing on every layout",
@@ -128,9 +128,7 @@ OUTSIDE = {  # settings that no case has
 
 
 def small_choices() -> dict:
-    """Return the choices of exact cases on at most two ranks, without kernels that are compiled
-    first.
-    """
+    """Return the choices of exact cases on at most two ranks, without kernels to be compiled."""
     return CHOICES | dict.fromkeys(AXES, (1, 2)) | {
         "num_microbatches": (1, 2, 4), "stage_layers": (None, (3, 1)),
         "kernels": (None, "numpy"), "dtype": ("float64",), "loss_scale": (None,),
@@ -146,7 +144,7 @@ def ranks_of(case: Case) -> int:
 
 
 def settings_of(case: Case) -> dict:
-    """Return the values that a case types, by field; without those that name a folder."""
+    """Return the values that a case types, by field, except those that name a folder."""
     typed = {**BASE, **case}
     for (choice, value), settings in BASE_OF.items():
         if case.get(choice) == value:
@@ -156,7 +154,7 @@ def settings_of(case: Case) -> dict:
 
 
 def refusals(case: Case, most_ranks: int = MOST_RANKS) -> list[str]:
-    """Return what mpipar says against a case, which may lack choices; nothing if it is legal."""
+    """Return mpipar's objections to a case, which may lack choices; empty if it is legal."""
     reading = over({}, ParsedConfig(None, given=settings_of(case)))
     ranks = ranks_of(case)
     wrong = [f"ranks: {ranks} are more than the {most_ranks} of a session"
@@ -169,7 +167,7 @@ def refusals(case: Case, most_ranks: int = MOST_RANKS) -> list[str]:
 
 
 def words_of(settings: Mapping[str, object]) -> list[str]:
-    """Settings as a user types them."""
+    """Return settings as a user types them."""
     found = []
     for name, value in settings.items():
         flag = "--" + name.replace("_", "-")

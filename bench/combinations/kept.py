@@ -1,9 +1,9 @@
-"""The covering arrays, kept in cases.json: to find them takes a minute, to read them none.
+"""The covering arrays, stored in cases.json because finding them takes a minute.
 
     python -m bench.combinations.kept
 
-Do this after a change of the choices, or of what is legal together. A case is a row of letters, one
-for each choice: the place of its value among the values of that choice.
+Run this after a change of the choices, or of what is legal together. A case is a row of letters,
+one for each choice: the index of its value among the values of that choice.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ COMMAND = "python -m bench.combinations.kept"
 
 
 def described() -> dict[str, str]:
-    """Name -> values in words: what the letters stand for."""
+    """Return {name: values in words}: what the letters stand for."""
     return {name: ", ".join(map(repr, values)) for name, values in CHOICES.items()}
 
 
@@ -37,7 +37,7 @@ def case_of(row: str) -> dict:
 
 
 def text_of(part: Case) -> str:
-    """Some values of a case, as "zero=0 tp=2" with the letters of the values."""
+    """Return some values of a case, as "zero=0 tp=2" with the letters of the values."""
     return " ".join(f"{name}={LETTERS[CHOICES[name].index(value)]}"
                     for name, value in part.items())
 
@@ -57,13 +57,13 @@ def read() -> dict[str, list]:
     """
     kept = json.loads(FILE.read_text())
     if kept["choices"] != described():
-        raise ValueError(f"{FILE}: is of other choices; run {COMMAND}")
+        raise ValueError(f"{FILE}: made for other choices; run {COMMAND}")
     return {"few": list(map(case_of, kept["few"])), "pairs": list(map(case_of, kept["pairs"])),
             "illegal": [(part_of(part), why) for part, why in kept["illegal"].items()]}
 
 
 def main() -> None:
-    """Find the arrays anew and write them."""
+    """Find the arrays and write them."""
     few = singles(small_choices(), 2)
     found, illegal = pairs()
     FILE.write_text(json.dumps({

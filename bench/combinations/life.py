@@ -1,11 +1,11 @@
-"""A life of a run, by mpipar's own commands.
+"""The life of a run, by mpipar's own commands.
 
 Train, evaluate, sample and save; resume; verify and export; generate.
 
-Each command runs on the layout of a case, those behind the first on that of another case. What it
-leaves behind is compared with the truth of one rank.
+The first command runs on the layout of a case, the later ones on that of another case. Their
+results are compared with the truth of one rank.
 
-The commands are jobs inside a job: they run on some ranks of one that has begun already.
+The commands are jobs inside a job: they run on some ranks of one that is already running.
 """
 
 from __future__ import annotations
@@ -51,10 +51,10 @@ from mpipar.job.environment import Launcher
 from mpipar.job.session import AgreedError, Session
 from mpipar.train.worker import Worker
 
-# What a run may choose anew when it goes on.
+# What a resumed run may choose differently.
 FREE = [name for name in CHOICES if name not in {*NUMBERS, *FIXED, "init_from", "resume"}]
 UNIT = {"float64": 2.0**-53, "float32": 2.0**-24, "bfloat16": 2.0**-8, "float16": 2.0**-11}
-# Differences, in units of rounding: of losses as they are, of a tensor's movement since the start.
+# Tolerances in units of rounding: of losses as they are, of a tensor's movement since the start.
 LOSS_UNITS, MOVE_UNITS = 100, 10_000
 HALF_LOSS_UNITS, HALF_MOVE_UNITS = 16, 80  # of 16 bits, whose products round as well
 FLOOR = 1e-3
@@ -62,7 +62,7 @@ FLOOR = 1e-3
 
 @contextlib.contextmanager
 def watched(seen: list):
-    """Inside, each choice of a text's next token adds the logits (count,) it looks at, by size."""
+    """Add the logits (count,) to `seen` whenever a text's next token is chosen, sorted by size."""
     plain = generate.best
 
     def best(*arguments):
@@ -75,7 +75,7 @@ def watched(seen: list):
 
 
 class Ended(Exception):
-    """A command has ended with another code than 0, and with it the life."""
+    """A command has ended with a code other than 0, and with it the life."""
 
 
 class Lives:
@@ -87,10 +87,10 @@ class Lives:
                       for size in range(1, world.size + 1)}
 
     def on(self, check, size: int, *words) -> tuple[str, list]:
-        """(what rank 0 prints, logits seen) of a command on the first ranks; it must end with 0.
+        """Run a command on the first ranks; return (what rank 0 prints, logits seen).
 
-        Raises Ended on all ranks if it does not. Comm: the command; a barrier and a broadcast over
-        the world.
+        Raises Ended on all ranks if the command ends with a code other than 0. Comm: the command; a
+        barrier and a broadcast over the world.
         """
         code, text, seen = 0, "", []
         if self.world.rank < size:
@@ -108,7 +108,7 @@ class Lives:
         return text, next(filter(None, self.world.gather(seen) or ()), [])
 
     def live(self, case: Case, other: Case, truth: Truth | None) -> Check | None:
-        """Return the Check of the life of a case that goes on as `other` does; None behind rank 0.
+        """Return the Check of a case's life, resumed as `other`; None except on rank 0.
 
         truth: on world rank 0. Comm: that of all commands.
         """
@@ -123,19 +123,19 @@ class Lives:
         given = settings_of(case) | data_of(case, self.folder) | {"out": str(run)}
         if case["init_from"]:
             given["init_from"] = str(start_of(self.folder, case))
-        told = self.on(check, ranks_of(case), "train", *words_of(given))
+        output = self.on(check, ranks_of(case), "train", *words_of(given))
         if check:
             check.run(run, 1, STEPS)
-            check.texts(run, [*range(1, STEPS)] * bool(case["sample_interval"]) + [STEPS], *told)
+            check.texts(run, [*range(1, STEPS)] * bool(case["sample_interval"]) + [STEPS], *output)
         place, first = [run, "--out", later], STEPS + 1
         if case["resume"] == "auto":
             place, later, first = ["auto", "--out", run], run, 1
-        told = self.on(check, ranks_of(other), "train", "--resume", *place, "--steps", LATER,
-                       *words_of(free_of(other)))
+        output = self.on(check, ranks_of(other), "train", "--resume", *place, "--steps", LATER,
+                         *words_of(free_of(other)))
         if check:
-            check.resumed(told[0])
+            check.resumed(output[0])
             check.run(later, first, LATER)
-            check.texts(later, [LATER], *told)
+            check.texts(later, [LATER], *output)
         self.on(check, 1, "ckpt", "verify", run)
         self.on(check, 1, "ckpt", "export", later, "--out", out)
         if check:
@@ -156,11 +156,11 @@ class Lives:
             "sample_tokens": room if case["sample_tokens"] is None else case["sample_tokens"],
             "dp": other["dp"] * other["cp"], "pp": other["pp"], "tp": other["tp"]}
         quiet_barrier(self.world)
-        told = self.on(check, ranks_of(other), "generate", weights, "--prompts", prompts,
-                "--answers", answers, *words_of(given))
+        output = self.on(check, ranks_of(other), "generate", weights, "--prompts", prompts,
+                         "--answers", answers, *words_of(given))
         if check:
             check.tokens(json.loads(answers.read_text())["tokens"])
-            check.logits("generate", [LATER], told[1])
+            check.logits("generate", [LATER], output[1])
 
 
 def rms(x) -> float:
@@ -169,12 +169,12 @@ def rms(x) -> float:
 
 
 def free_of(other: Case) -> dict:
-    """Return what a run that goes on takes over from another case."""
+    """Return the settings that a resumed run takes from another case."""
     return {name: other[name] for name in FREE if other[name] is not None}
 
 
 def goes_on_as(case: Case, other: Case) -> bool:
-    """Return whether mpipar lets a run of `case` go on with the free choices of `other`."""
+    """Return whether mpipar lets a run of `case` resume with the free choices of `other`."""
     config, _ = resolve(over({}, ParsedConfig(None, given=settings_of(case))), ranks_of(case))
     reading = over({}, ParsedConfig(None, given=free_of(other) | {"steps": LATER}))
     try:
@@ -185,16 +185,16 @@ def goes_on_as(case: Case, other: Case) -> bool:
 
 
 def other_of(case: Case, before: list[Case]) -> Case:
-    """Return the newest of some cases as which a case's run may go on, else the case itself."""
+    """Return the newest of some cases as which a case's run may resume, else the case itself."""
     return next(one for one in [*reversed(before), case] if goes_on_as(case, one))
 
 
 def live_all(world, folder: Path, cases, planted=contextlib.nullcontext, where=print):
-    """Run the lives of some cases; yield (case, Check or None behind world rank 0) of each.
+    """Run the lives of some cases; yield (case, Check, or None except on world rank 0) of each.
 
-    cases: an iterable on world rank 0; the other ranks are told. planted: a context in which the
-    lives run, but not their truths. where: is called with what runs now, in words.
-    Comm: that of all commands; every rank must ask for each life.
+    cases: an iterable on world rank 0, which sends them to the others. planted: a context in which
+    the lives run, but not their truths. where: is called with what runs now, in words. Comm: that
+    of all commands; every rank must ask for each life.
     """
     lives, before = Lives(world, folder), []
     if world.rank == 0:
@@ -216,7 +216,7 @@ def live_all(world, folder: Path, cases, planted=contextlib.nullcontext, where=p
         quiet_barrier(world)
         truths = world.gather(own) or [None] * len(batch)
         for (case, other), truth in zip(batch, truths, strict=False):
-            where(f"case {case['number']}: {' '.join(words_of(settings_of(case)))}, and goes on as"
+            where(f"case {case['number']}: {' '.join(words_of(settings_of(case)))}, and resumes as"
                   f" {' '.join(words_of(free_of(other)))}")
             with planted():
                 check = lives.live(case, other, truth)
@@ -224,7 +224,7 @@ def live_all(world, folder: Path, cases, planted=contextlib.nullcontext, where=p
 
 
 class Check:
-    """Compares what the commands of one life leave behind with the truth."""
+    """Compares the results of the commands of one life with the truth."""
 
     def __init__(self, case: Case, truth: Truth):
         self.case, self.truth, self.wrong = case, truth, []
@@ -238,19 +238,19 @@ class Check:
         self.floor = 1.0 if half else FLOOR
 
     def close(self, what: str, found: float, expected: float) -> None:
-        """A loss is that of one rank, but for rounding."""
+        """Check that a loss is that of one rank, up to rounding."""
         error = abs(found - expected) / abs(expected) / self.unit
         self.worst["loss"] = max(self.worst["loss"], error)
         if not error <= self.loss_units:  # also NaN
             self.wrong.append(f"{what}: {found!r}, of one rank {expected!r}")
 
     def resumed(self, printed: str) -> None:
-        """A run that goes on begins behind the last step."""
+        """Check that a resumed run begins after the last step."""
         if f"resumed after step {STEPS}: " not in printed:
-            self.wrong.append("train --resume: did not go on behind the last step")
+            self.wrong.append("train --resume: did not continue after the last step")
 
     def run(self, folder: Path, first: int, last: int) -> None:
-        """Losses and held-out losses of a run's steps, and its weights after the last."""
+        """Check losses and held-out losses of a run's steps, and its weights after the last."""
         steps = [*range(first, last + 1)]
         evaluated = [step for step in steps
                      if step >= STEPS or (self.case["eval_interval"] and step < STEPS)]
@@ -274,18 +274,18 @@ class Check:
         self.moved(folder / "weights", last)
 
     def texts(self, folder: Path, steps: list[int], printed: str, seen: list) -> None:
-        """A run's texts after some steps, and the logits that chose them."""
+        """Check a run's texts after some steps, and the logits that chose them."""
         for step in steps if self.exact and self.truth.texts else ():
             wanted = printable(self.truth.shown[step])
             if self.case["sample_tokens"] != 0 and wanted not in printed:
-                self.wrong.append(f"{folder.name}: the text of one rank is {wanted!r}, and it"
+                self.wrong.append(f"{folder.name}: the text of one rank is {wanted!r}, but it"
                                   f" printed\n{printed[printed.find('generated from'):][:300]!r}")
         self.logits(folder.name, steps, seen)
 
     def logits(self, what: str, steps: list[int], seen: list) -> None:
-        """The logits that chose texts are those of one rank, but for rounding.
+        """Check that the logits that chose texts are those of one rank, up to rounding.
 
-        With a narrower type a text may go on otherwise, so that only its first token tells.
+        In a narrower type a text may continue differently, so that only its first token counts.
         """
         wanted = [logits for step in steps for logits in self.truth.logits.get(step, ())]
         if self.exact and len(seen) != len(wanted):
@@ -300,15 +300,15 @@ class Check:
                 return
 
     def moved(self, folder: Path, step: int) -> None:
-        """Every tensor has moved from its start as that of one rank has."""
+        """Check that every tensor has moved from its start as it has on one rank."""
         found, start, end = weights_in(folder), self.truth.weights[0], self.truth.weights[step]
         if found.keys() != end.keys():
             self.wrong.append(f"{folder}: tensors {sorted(found.keys() ^ end.keys())}")
             return
         largest = max(rms(end[name] - start[name]) for name in end)
         for name, expected in end.items():
-            # Where numbers are rounded some tokens choose other experts, and the bias makes whole
-            # steps by the signs of what was counted.
+            # Where numbers are rounded, some tokens choose other experts, and the bias takes whole
+            # steps by the signs of the counts.
             if name.endswith("router.bias") and self.unit > UNIT["float64"]:
                 continue
             rounded = LATER * self.master * rms(expected)  # in each update
@@ -320,7 +320,7 @@ class Check:
                                   f" {error * self.unit:.1e} of its movement from one rank's")
 
     def exported(self, out: Path, weights: Path) -> None:
-        """An export holds the weights of the run, bit by bit."""
+        """Check that an export holds the weights of the run, bit by bit."""
         pair = weights_in(out), weights_in(weights)
         differ = [name for name in {**pair[0], **pair[1]}
                   if not all(name in one for one in pair)
@@ -329,9 +329,9 @@ class Check:
             self.wrong.append(f"{out.name}: differs from {weights} in {differ}")
 
     def tokens(self, found: list[int]) -> None:
-        """Generated tokens are those of one rank.
+        """Check that generated tokens are those of one rank.
 
-        With a narrower type the first other one must be as likely, but for rounding, as those that
+        In a narrower type the first differing one must be as likely, up to rounding, as those that
         one rank takes or draws from.
         """
         logits, text = self.truth.logits[LATER], self.truth.texts[LATER]
@@ -342,7 +342,7 @@ class Check:
         if not wrong:
             pairs = zip(found, expected, strict=False)
             place = next((n for n, (a, b) in enumerate(pairs) if a != b), None)
-            wrong = place is None  # one of them ends where the other goes on
+            wrong = place is None  # one of them ends where the other continues
         if not wrong:
             count = 1 if self.case["temperature"] == 0 else self.case["top_k"] or 50
             least = np.sort(logits[place])[-count]
@@ -353,7 +353,7 @@ class Check:
 
 
 class Inside(Session):
-    """The Session of a command on a communicator; MPI has started, and stays when it ends.
+    """The Session of a command on a communicator; MPI is already running, and stays when it ends.
 
     comm: an mpi4py communicator.
     """
@@ -375,7 +375,7 @@ class Inside(Session):
         return self.world
 
     def leave_mpi(self, exit_code: int) -> int:
-        """Return the highest code; MPI goes on. Comm: one all-gather of a byte per rank."""
+        """Return the highest code; MPI stays running. Comm: one all-gather of a byte per rank."""
         if self.world is not None:
             exit_code = max(self._gather_code(exit_code))
             self._private.Free()
@@ -385,9 +385,9 @@ class Inside(Session):
 
 @contextlib.contextmanager
 def freed_groups():
-    """Free the groups of all workers that are made inside; else only the end of MPI would.
+    """Free the groups of all workers that are made inside, which otherwise only MPI's end would.
 
-    Comm: as many as workers were made, which all ranks make alike.
+    Comm: as many as workers were made, the same on all ranks.
     """
     made, plain = [], Worker.__init__
 
@@ -403,11 +403,10 @@ def freed_groups():
 
 
 def run_inside(comm, *words: object) -> tuple[int, str]:
-    """(exit code, what this rank printed) of a command on all ranks of a communicator.
+    """Run a command on all ranks of a communicator; return (exit code, what this rank printed).
 
-    An error of the user that one rank has shown ends the command on all ranks, as in a job of its
-    own. Any other exception is raised here.
-    Comm: that of the command.
+    A user's error that one rank has shown ends the command on all ranks, as in a job of its own.
+    Any other exception is raised here. Comm: that of the command.
     """
     session, text = Inside(comm), io.StringIO()
     with (contextlib.redirect_stdout(text), contextlib.redirect_stderr(text), freed_groups(),

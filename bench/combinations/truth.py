@@ -1,7 +1,7 @@
 """The truth of a life: one rank with plain choices, in float64, without a cache of keys.
 
-It shares with the life the layers, the rows of each step and the optimizer. Layout, schedule,
-messages, commands, files and generation are none of it.
+It shares with the life the layers, the rows of each step and the optimizer, but not layout,
+schedule, messages, commands, files and generation.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ from mpipar.inference.sampling import Sampling, best, draw
 from mpipar.train.verify import full_tensors, serial_config
 from mpipar.train.worker import Worker
 
-NUMBERS = (  # the choices that decide the numbers; with other ones a run has the same
+NUMBERS = (  # the choices that determine the numbers; all others leave them as they are
     "model", "arch", "norm", "activation", "positions", "rope_theta", "rope_scaling",
     "max_positions", "bias", "tied", "kv_heads", "head_dim", "ffn", "vocab_size", "stem_stride",
     "classes", "optimizer", "lr_schedule", "min_lr_ratio", "decay_ratio", "warmup_steps",
@@ -35,14 +35,14 @@ NUMBERS = (  # the choices that decide the numbers; with other ones a run has th
     "router_balance", "router_loss_coef", "router_bias_rate",
     "weight_decay", "beta1", "beta2", "clip", "seed", "eval_tokens", "sample_tokens", "prompt",
     "temperature", "top_k", "top_p", "stop_token")
-SPREAD = 0.05  # of the weights that --init-from brings: no bias is zero
+SPREAD = 0.05  # of the weights that --init-from loads: no bias is zero
 
 
 @dataclass(frozen=True)
 class Truth:
-    """What one rank finds.
+    """The results of one rank.
 
-    losses, held_out: of each step. texts: {step: the prompt's tokens and those behind it}. logits:
+    losses, held_out: of each step. texts: {step: the prompt's tokens and those after it}. logits:
     {step: those (V,) that each token of the text was chosen by}. weights: {step: tensors by name};
     step 0 is the beginning. shown: {step: what a run prints of the text}.
     """
@@ -56,7 +56,7 @@ class Truth:
 
 
 def plain_reading(case: Case, folder: Path) -> ParsedConfig:
-    """Return the plain choices of a case: those that decide its numbers, in float64."""
+    """Return the plain choices of a case: those that determine its numbers, in float64."""
     numbers = {name: case[name] for name in NUMBERS if case.get(name) is not None}
     given = settings_of(numbers) | {"dtype": "float64", "num_microbatches": 1} | data_of(
         case, folder)
@@ -69,9 +69,9 @@ def data_of(case: Case, folder: Path) -> dict:
 
 
 def write_data(folder: Path) -> None:
-    """Write the data of all lives: words that occur again, and images that look like their class.
+    """Write the data of all lives: words that recur, and images that resemble their class.
 
-    So there is something to learn. They are few, because each evaluation reads what is held out.
+    This makes them learnable. They are few, because each evaluation reads what is held out.
     """
     words = "the a to of ranks wait for each other while one sums what all have sent".split()
     rng = np.random.default_rng(5)
@@ -82,7 +82,7 @@ def write_data(folder: Path) -> None:
 
 
 def truth_of(case: Case, folder: Path) -> Truth:
-    """Train one rank, and write the first weights that the case starts from, if it has any."""
+    """Train one rank, and write the initial weights that the case starts from, if it has any."""
     inputs = prepare(plain_reading(case, folder), 1, 0)
     config = serial_config(inputs.config)
     worker = Worker(config, Grid(0), inputs.ops, Recorder())
@@ -95,7 +95,7 @@ def truth_of(case: Case, folder: Path) -> Truth:
     if case["init_from"]:
         checkpoint.save(worker, start_of(folder, case))
     for step in range(1, LATER + 1):
-        if step > STEPS:  # the run that goes on has a learning rate of its own length
+        if step > STEPS:  # the resumed run has a learning-rate schedule of its own length
             worker.config = replace(config, train=replace(config.train, steps=LATER))
         found.losses.append(worker.train_step(
             step, lambda mb, step=step: rows.train(step, mb)).loss)
@@ -125,7 +125,7 @@ def tensors_of(worker) -> dict:
 
 
 def continued(worker, inputs) -> tuple[list[int], list]:
-    """(prompt and what follows, logits of each token); every token runs its whole text again."""
+    """Return (prompt and what follows, logits of each token); every token reruns its whole text."""
     run, size = worker.config.run, worker.config.model.seq_len
     end = inputs.tokenizer.end
     sampling = Sampling.of(run, () if end is None else (end,))

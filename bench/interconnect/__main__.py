@@ -5,8 +5,8 @@
     mpiexec -n 4 python -m bench.interconnect all-reduce ring --layout dp=2,tp=2
     mpiexec -n 8 python -m bench.interconnect vet    # who is slow: see vet.py
 
-Without a launcher it starts five jobs of its own, one after the other, and joins their rows. So the
-intervals that it prints hold for another launch too. Under a launcher it is one such job.
+Without a launcher it starts five jobs of its own, one after the other, and joins their rows, so
+that the intervals it prints hold for another launch too. Under a launcher it is one such job.
 
 Every payload is checked before it is timed. Each operation has a row through mpipar.comm and, below
 it, rows by bare mpi4py calls (--ways). --json keeps every sample; bench.table, bench.plot,
@@ -63,16 +63,17 @@ MOST_ITERATIONS = 100_000
 
 
 def add_repeats(parser) -> None:
-    """Add the flags that say how often each size and way is repeated."""
+    """Add the flags for how often each size and way is repeated."""
     parser.add_argument("--seconds", type=float,
                         help=f"time for each size and way ({SECONDS:g}); with --quick, of the "
                              f"whole run, all launches ({budget.SECONDS:g})")
     parser.add_argument("--target", type=float, default=0.02,
                         help="stop when the median is known to this share (0.02)")
     parser.add_argument("-w", "--warm-up", type=int, default=5, metavar="N",
-                        help="iterations of each size and way that do not count (5)")
+                        help="warm-up iterations of each size and way (5)")
     parser.add_argument("-n", "--iterations", type=int, default=0, metavar="N",
-                        help="exactly so many that count (0: as --seconds and --target say)")
+                        help="exactly this many counted iterations (0: determined by --seconds and"
+                             " --target)")
 
 
 def parse(argv):
@@ -86,17 +87,17 @@ def parse(argv):
                         help="smallest size (8); 0 is a size too")
     parser.add_argument("-e", "--end-bytes", default="4M", metavar="SIZE",
                         help="largest size (4M)")
-    parser.add_argument("-f", "--factor", type=float, default=2.0, help="from size to size (2)")
+    parser.add_argument("-f", "--factor", type=float, default=2.0, help="factor between sizes (2)")
     parser.add_argument("--window", type=int, default=64, help="messages in flight (64)")
     parser.add_argument("-d", "--dtype", choices=DTYPES, default="float32",
                         help="of the numbers; MPI adds no 16-bit ones, mpipar.comm does (float32)")
     parser.add_argument("--ways", default="mpipar.comm,mpi4py,persistent", metavar="WAY,WAY",
-                        help=f"how to do it, of {', '.join(plans.WAYS)}, or all; C where there is "
+                        help=f"how to run it, of {', '.join(plans.WAYS)}, or all; C where there is "
                              "a compiler, algorithms beside MPI's own (the first three)")
     parser.add_argument("--transport", choices=tuple(WIRES), default="mpi-host")
     parser.add_argument("--buffers", choices=POLICIES, default="rotated")
     parser.add_argument("--footprint", default="0", metavar="SIZE",
-                        help="memory that rotated buffers walk through, twice per rank "
+                        help="memory that rotated buffers cycle through, twice per rank "
                              "(0: the last-level cache)")
     add_repeats(parser)
     parser.add_argument("--sync", choices=tuple(STARTS), default="barrier",
@@ -108,17 +109,17 @@ def parse(argv):
     parser.add_argument("--routing", metavar="NAME,NAME",
                         help=f"parts of all-to-allv: {', '.join(ROUTINGS)}, or all (hot)")
     parser.add_argument("--bound-GBps", type=float, metavar="X",
-                        help="give busbw in percent of this one-way rate of a rank's link; it "
+                        help="report busbw in percent of this one-way rate of a rank's link; it "
                              "applies between hosts if there are several; inside a host a "
                              "memory copy is the bound")
     parser.add_argument("--no-check", action="store_true", help="time without checking payloads")
     parser.add_argument("--quick", action="store_true",
-                        help="a few sizes, little time for each; it ends in time on any link, and "
-                             "says what it left out")
+                        help="a few sizes, little time for each; ends in time on any link, and "
+                             "reports what it left out")
     parser.add_argument("--stall-seconds", type=float, default=60.0,
-                        help="end the job after so many seconds without progress (60; 0: never)")
+                        help="end the job after this many seconds without progress (60; 0: never)")
     parser.add_argument("--launches", type=int, metavar="K",
-                        help=f"without a launcher: so many jobs ({launches.LAUNCHES})")
+                        help=f"without a launcher: number of jobs ({launches.LAUNCHES})")
     parser.add_argument("--start", metavar="COMMAND",
                         help=f"without a launcher: what starts a job ({START})")
     parser.add_argument("--launch", type=int, default=0, help=argparse.SUPPRESS)
@@ -189,8 +190,7 @@ def chosen_routings(args) -> tuple[str, ...] | None:
 
 
 def chosen_ways(args) -> tuple[str, ...]:
-    """Return the kinds of ways to run; the names that are none are left out. C: see `way_problems`.
-    """
+    """Return the kinds of ways to run, dropping unknown names. C: see `way_problems`."""
     names = plans.WAYS if args.ways == "all" else args.ways.split(",")
     return tuple(plans.WAYS[name] for name in names if name in plans.WAYS)
 
@@ -218,8 +218,8 @@ def can_run_in_c(args) -> bool:
 def loops_for(session, args):
     """Return the loops in C if rows of them are wanted, else None.
 
-    With --ways all they are left out where they cannot be; world rank 0 says so.
-    Comm: as `compiled.loops_of`.
+    With --ways all they are left out where they cannot run; world rank 0 says so. Comm: as
+    `compiled.loops_of`.
     """
     if plans.IN_C not in chosen_ways(args) or not can_run_in_c(args):
         return None
@@ -234,7 +234,7 @@ def loops_for(session, args):
 
 
 def attempt(found: list[str], function, *arguments):
-    """function(*arguments); where it raises UsageError, its problems join `found`."""
+    """Return function(*arguments); if it raises UsageError, add its problems to `found`."""
     try:
         return function(*arguments)
     except UsageError as error:
@@ -243,24 +243,24 @@ def attempt(found: list[str], function, *arguments):
 
 
 def refuse_unaware(transport: str, tried: str) -> None:
-    """Raises EnvironmentProblem if device memory would crash this MPI."""
+    """Raise EnvironmentProblem if device memory would crash this MPI."""
     if transport == "mpi-cuda" and tried == "no":
-        raise EnvironmentProblem("this MPI does not take device memory: a child job that sent some "
-                                 "failed; take --transport staged")
+        raise EnvironmentProblem("this MPI does not accept device memory: a child job that sent"
+                                 " some failed; use --transport staged")
 
 
 def chosen_job(args, loops) -> plans.Job:
-    """Return what moves and how, from the flags. loops: None where no rows in C can be."""
+    """Return what moves and how, from the flags. loops: None if there can be no rows in C."""
     kinds = tuple(kind for kind in chosen_ways(args) if kind != plans.IN_C or loops is not None)
     return plans.Job(args.dtype, args.buffers, args.transport, kinds)
 
 
 def chosen_to_run(args, wanted, job: plans.Job) -> list:
-    """Return the sections that the job has a way for. Raises UsageError where there is none."""
+    """Return the sections that the job has a way for. Raises UsageError if there is none."""
     found = [one for one in wanted if job.ways(one)]
     if not found:
         why = plans.left_out(args.cases, args.layout, wanted, job)
-        raise UsageError(f"{'; '.join(why)}; nothing else is to be run: add a case or a way")
+        raise UsageError(f"{'; '.join(why)}; nothing else is left to run: add a case or a way")
     return found
 
 
@@ -283,13 +283,14 @@ def say_head(bench, head) -> None:
         f"buffers {head['buffers']} through {head['footprint_bytes'] >> 20} MiB; memory {memory}",
         f"bound of busbw: {head['bound']}", *places.lines(bench.places)]
     if head["crowded"]:
-        lines.append("more ranks than cores on a host: shapes only, times say little")
+        lines.append("more ranks than cores on a host: trends are meaningful, times say"
+                     " little")
     lines += gpus.remarks(bench.places)
     print("\n".join(lines), file=sys.stderr, flush=True)
 
 
 def begin(args, argv, bench, writer, tried: str) -> Bounds:
-    """Print and write the head (world rank 0). tried: whether MPI takes device memory."""
+    """Print and write the head (world rank 0). tried: whether MPI accepts device memory."""
     head = bench.head(argv, args.launch)
     hosts = {place["host"] for place in bench.places}
     bounds = Bounds(args.bound_GBps, head["memory_copy_GBps"], args.transport, len(hosts) > 1)
@@ -334,10 +335,10 @@ def main(argv, session) -> int:
     if session.launcher.name is None or args.launches is not None:
         return launches.run(session, args, argv)
     if args.start:
-        raise UsageError(f"--start {args.start}: starts jobs where nothing else does; "
+        raise UsageError(f"--start {args.start}: starts jobs only where nothing else does; "
                          f"{session.launcher.name} has started this one")
     tried = "" if args.transport == "mpi-host" or session.launcher.rank else cuda_probe.probe(
-        cuda_probe.command())  # before MPI starts here: a child job is a job of its own
+        cuda_probe.command())  # before MPI starts here: a child job is a separate job
     world = session.start()
     wanted, footprint = session.agree(lambda: (
         chosen_sections(args, world.size), read_bytes(args.footprint)))
@@ -352,7 +353,7 @@ def main(argv, session) -> int:
     session.agree(lambda: refuse_unaware(args.transport, tried))
     bench = Bench(session, job, footprint, chosen_plan(args), args.window, loops=loops)
     writer = session.agree(lambda: Writer(args.json if world.rank == 0 else None, args.launch > 1))
-    bounds = session.agree(  # nobody waits under the watchdog for what rank 0 says of the machine
+    bounds = session.agree(  # no rank waits under the watchdog for rank 0's facts about the machine
         lambda: begin(args, argv, bench, writer, tried) if world.rank == 0 else None)
     with session.stop_on_request(), bench.watchdog(args.stall_seconds):
         limited = budget.Quick(bench, sections, args.seconds) if args.quick else None
@@ -367,7 +368,7 @@ def main(argv, session) -> int:
 
 
 def print_outcome(args, bench, rows, writer, code: int) -> int:
-    """Print and write the end on world rank 0; returns the exit code."""
+    """Print and write the end on world rank 0; return the exit code."""
     findings.say(rows)
     writer.end(INTERRUPTED if bench.stopped else COMPLETE, refused=bench.refused)
     if bench.stopped:

@@ -1,12 +1,12 @@
-"""Which algorithm is fastest, by size: the rows of `--ways mpipar.comm,algorithms` side by side.
+"""The fastest algorithm by size: the rows of `--ways mpipar.comm,algorithms` side by side.
 
     python -m bench.interconnect all-reduce --ways mpipar.comm,algorithms --launches 7 --json FILE
     python -m bench.interconnect.algorithms FILE... [--write]    # --write: into bench/results/
 
 All algorithms run in the same processes, in turns. `mpi_us` is MPI's own. `in_it_us` is the window
-with an array that lies in it, as gradients do. Times are medians over launches. A gain is MPI's
-time over the other one, a median over launches with the smallest and the largest. `_p5` is the gain
-of the quickest twentieth of the iterations, which other programs disturb least.
+with an array that is placed in it, as gradients are. Times are medians over launches. A gain is
+MPI's time over the other one, a median over launches with the smallest and the largest. `_p5` is
+the gain of the fastest twentieth of the iterations, which other programs disturb least.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ GAINS = {"window_gain": "by window", "in_it_gain": IN_WINDOW}
 
 
 def compared(rows) -> list[dict]:
-    """Return a line for each collective, number of ranks and size that went several ways."""
+    """Return a line for each collective, number of ranks and size that was run in several ways."""
     found: dict = {}
     for row in rows:
         if row["via"] in COLUMNS:
@@ -47,9 +47,9 @@ def compared(rows) -> list[dict]:
 
 
 def gain(own: dict, other: dict | None, place: int) -> str:
-    """MPI's time over another one, launch by launch: the median, and from where to where.
+    """Return MPI's time over another one, launch by launch: the median, smallest and largest.
 
-    place: of the time that counts.
+    place: of the time that is compared.
     """
     if other is None:
         return "-"

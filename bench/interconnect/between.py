@@ -1,11 +1,11 @@
-"""Between launches: the interval in which another launch's median lies, from a few launches.
+"""Between launches: a prediction interval for another launch's median, from a few launches.
 
     python -m bench.interconnect latency all-reduce --launches 30 --factor 512 --json rows.jsonl
     python -m bench.interconnect.between rows.jsonl [--write]    # --write: into bench/results/
 
-The program checks the interval by resampling many launches: how often do five hold a sixth?
+The program checks the interval by resampling many launches: how often do five predict a sixth?
 
-Launches differ by more than the iterations inside one. So an interval from one launch says nothing
+Launches differ by more than the iterations inside one, so an interval from one launch says nothing
 about the next. This one is the prediction interval for one more value of a normal distribution,
 taken on logarithms, because times spread by factors:
 
@@ -34,23 +34,19 @@ KEY = ("case", "via", "transport", "dtype", "buffers", "axis", "mode", "ranks", 
 
 
 def quantile(degrees: int) -> float:
-    """Return the t within which Student's t lies with the probability SHARE, on both sides
-    together.
-    """
+    """Return the two-sided quantile of Student's t for the probability SHARE."""
     return float(scipy_stats().t.ppf((1 + SHARE) / 2, degrees))
 
 
 def next_launch(medians) -> tuple[float, float]:
-    """Return where the median of one more launch lies with this probability; medians: of two or
-    more.
-    """
+    """Return the interval of one more launch's median. medians: of two or more launches."""
     logs = np.log(np.maximum(medians, 1e-9))
     width = quantile(len(logs) - 1) * logs.std(ddof=1) * math.sqrt(1 + 1 / len(logs))
     return math.exp(logs.mean() - width), math.exp(logs.mean() + width)
 
 
 def by_operation(rows) -> dict[tuple, list[list[dict]]]:
-    """{operation: the rows of each launch}, in order of appearance."""
+    """Return {operation: the rows of each launch}, in order of appearance."""
     found: dict = {}
     for row in rows:
         key = tuple(tuple(row[name]) if name == "ranks" else row[name] for name in KEY)
@@ -59,16 +55,15 @@ def by_operation(rows) -> dict[tuple, list[list[dict]]]:
 
 
 def medians_of(launches) -> list[float]:
-    """Return the median of each launch, from its rows; rounds of a launch make one value."""
+    """Return the median of each launch, from its rows; rounds of a launch are combined."""
     return [float(np.median([row["median_us"] for row in own])) for own in launches]
 
 
 def combined(rows) -> list[dict]:
-    """Return one row for each operation: the median over launches, and the interval of
-    `next_launch`.
+    """Return a row per operation: the median over launches, and the interval of `next_launch`.
 
     best_us, worst_us: of the launches' medians. within_percent: the interval inside a launch, as a
-    share of its median. An operation that one launch alone has keeps the interval of that launch.
+    share of its median. An operation of a single launch keeps the interval of that launch.
     """
     found = []
     for launches in by_operation(rows).values():
@@ -91,7 +86,7 @@ def combined(rows) -> list[dict]:
 
 
 def held_share(medians, draws: int = DRAWS, few: int = 5) -> float:
-    """Return how often the interval of a few launches holds one more of them, drawn at random."""
+    """Return how often the interval of a few launches contains another one, drawn at random."""
     rng, held = np.random.default_rng(0), 0
     for _ in range(draws):
         *some, other = rng.choice(medians, few + 1, replace=False)
@@ -101,7 +96,7 @@ def held_share(medians, draws: int = DRAWS, few: int = 5) -> float:
 
 
 def measured(args, session) -> Outcome:
-    """Return what many launches of the same command say."""
+    """Return what many launches of the same command show."""
     lines, kept = [], {}
     for key, launches in by_operation(records.rows_of([args.file], tell=True)).items():
         one, medians = dict(zip(KEY, key, strict=True)), medians_of(launches)

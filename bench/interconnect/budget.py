@@ -1,6 +1,6 @@
-"""The time of a whole command, and what is measured in it: how many rounds, and which sizes.
+"""The time budget of a command: how many rounds and which sizes are measured.
 
-A quick run ends in a stated time on any link, and says what it leaves out.
+A quick run ends in a stated time on any link, and reports what it leaves out.
 """
 
 from __future__ import annotations
@@ -14,26 +14,26 @@ import numpy as np
 from mpipar.files.text import counted
 
 SECONDS = 120.0  # the default of --seconds, also with --quick: of all launches
-LEAST_SIZES = 3  # of each operation, however long they take: a line has to be fitted through them
+LEAST_SIZES = 3  # of each operation, however long they take: a line must be fitted to them
 
 
 def add_seconds(parser) -> None:
     """Add --seconds to a parser."""
     parser.add_argument("--seconds", type=float, default=SECONDS,
-                        help="time of the whole command, which chooses rounds and sizes by it "
-                             f"({SECONDS:g})")
+                        help="time of the whole command, which chooses rounds and sizes accordingly"
+                             f" ({SECONDS:g})")
 
 
 def seconds_problems(seconds: float) -> list[str]:
     """Return what is wrong with a value of --seconds."""
     return [] if 0 < seconds < math.inf else [
-        f"--seconds {seconds:g}: give the time of the whole command, above 0, as 60"]
+        f"--seconds {seconds:g}: give the time of the whole command, above 0, such as 60"]
 
 
 class Budget:
     """Seconds that begin now. Every rank of `world` makes it and asks it together.
 
-    Only world rank 0 looks at its clock, so that all ranks decide alike.
+    Only world rank 0 looks at its clock, so that all ranks make the same decision.
     """
 
     def __init__(self, world, seconds: float):
@@ -50,7 +50,7 @@ class Budget:
         return Budget(self.world, share * self.left())
 
     def shares(self, things):
-        """Yield (thing, its budget): those that are still to come have equal parts.
+        """Yield (thing, its budget): those that are still to come have equal shares.
 
         Comm: one broadcast for each.
         """
@@ -58,7 +58,7 @@ class Budget:
             yield thing, self.part(1 / (len(things) - number))
 
     def rounds(self, most: int):
-        """Yield round numbers, as long as one more is likely to end in time; at least the first.
+        """Yield round numbers as long as one more is likely to end in time; at least the first.
 
         Comm: one broadcast for each round.
         """
@@ -73,9 +73,8 @@ class Budget:
     def sizes(self, every):
         """Yield the ascending sizes `every` that there is time for; at least `LEAST_SIZES`.
 
-        First comes every fourth size, then every second, then the rest. So little time still covers
-        a wide range.
-        Comm: one broadcast for each size.
+        Every fourth size comes first, then every second, then the rest, so that little time still
+        covers a wide range. Comm: one broadcast for each size.
         """
         took: dict[int, float] = {}
         before = self.left()
@@ -90,7 +89,7 @@ def expected_seconds(took: dict[int, float], size: int) -> float:
     """Return how long a size will take; took: {size: seconds} of those that have been measured.
 
     A size between others is expected to take as long as its larger neighbour. One that is larger
-    than all before is expected to take longer in proportion, apart from what every size takes.
+    than all before is expected to take proportionally longer, apart from what every size takes.
     """
     above = [one for one in took if one >= size]
     if above:
@@ -103,16 +102,16 @@ QUICK_SIZES = (64, 4 << 10, 64 << 10, 1 << 20)
 QUICK_FOOTPRINT = 16 << 20
 PLANNED = 0.9  # of the time: the last size may take longer than expected
 LEAST_ITERATIONS = 4  # of each way of a size: the check, two to warm up, and one that counts
-UNKNOWN = "unknown"  # the way of a size that ended before anything counted
+UNKNOWN = "unknown"  # the way of a size that ended in the warm-up
 LEAST_SECONDS = 0.06  # of each way of a size, however fast it is
 
 
 class Quick:
     """Chooses the sizes of each section, the smallest first, so that everything ends in time.
 
-    What is still to come has equal parts of the time that is left. A size waits for a later pass
-    where it is expected to take more than its part. So a fast part gives its time to slow ones.
-    Every rank makes it and asks it together; world rank 0 decides.
+    Sections that are still to come have equal shares of the remaining time. A size that is expected
+    to exceed its section's share waits for a later pass, so that fast sections leave their time to
+    slow ones. Every rank makes it and asks it together; world rank 0 decides.
     """
 
     def __init__(self, bench, sections, seconds: float):
@@ -128,7 +127,7 @@ class Quick:
                   f" {self.seconds:g} s", file=sys.stderr, flush=True)
         before, last = None, False
         while self.waiting and not last:
-            last = self.waiting == before  # nothing fitted into its part: now each may have all
+            last = self.waiting == before  # nothing fitted into its part: now each may take all
             before, self.waiting = self.waiting, []
             for number, (section, sizes) in enumerate(before):
                 later, parts = [], len(before) - number
@@ -137,17 +136,17 @@ class Quick:
                     self.waiting.append((section, tuple(later)))
 
     def _fitting(self, section, sizes, parts: int, later: list[int], whole: bool):
-        """Yield the sizes that fit into one of so many parts; append the others to `later`.
+        """Yield the sizes that fit into one of `parts` parts; append the others to `later`.
 
-        whole: each may have all the time that is left.
+        whole: each may have all the remaining time.
         """
         took = self.took.setdefault(section.title.removeprefix("pairs "), {})
         own, world = self.budget.part(1.0 if whole else 1 / parts), self.bench.world
         for size in sizes:
             left = own.left()
-            # A section of which nothing is known takes at least as long as the quickest other one.
-            alike = [took] if took else [one for one in self.took.values() if one] or [{}]
-            fits = np.array([left > min(least_seconds(one, size) for one in alike)])
+            # An unmeasured section takes at least as long as the fastest other one.
+            quickest = [took] if took else [one for one in self.took.values() if one] or [{}]
+            fits = np.array([left > min(least_seconds(one, size) for one in quickest)])
             world.Bcast(fits)
             if fits[0]:
                 if world.rank == 0 and size == sizes[0]:
@@ -163,7 +162,7 @@ class Quick:
                 later.append(size)
 
     def _note(self, took: dict, size: int, spent: float) -> bool:
-        """Keep what a size has taken; False if it ended before anything counted."""
+        """Keep what a size has taken; return False if it ended in the warm-up."""
         for row in self.bench.latest:
             seconds = row["median_us"] * row["per_sample"] * 1e-6
             known = took.setdefault(row["via"], {})
@@ -174,7 +173,7 @@ class Quick:
         return bool(self.bench.latest)
 
     def conclude(self) -> None:
-        """Say how long it took and what it left out. Comm: one broadcast."""
+        """Print how long it took and what it left out. Comm: one broadcast."""
         spent = PLANNED * self.seconds - self.budget.left()
         if self.bench.world.rank == 0:
             print(f"quick run: {spent:.0f} s of {self.seconds:g}", file=sys.stderr)

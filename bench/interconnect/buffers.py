@@ -1,10 +1,10 @@
 """Buffers for messages, in three states of memory: `rotated`, `reused` and `cold`.
 
-Training sends data that was just written, from many places. `rotated` imitates that: it walks
-through more memory than the last-level cache holds. `reused` takes the same array each time, as
-most other benchmarks do, and measures the cache. `osu` is the same, and also a whole window is
-sent from one array and received into one array, as OSU's benchmarks do. `cold` takes fresh memory
-each time, so that a receive meets pages that were never touched.
+Training sends freshly written data from many places. `rotated` imitates that: it cycles through
+more memory than the last-level cache holds. `reused` takes the same array each time, as most other
+benchmarks do, and measures the cache. `osu` is the same, and also sends a whole window from one
+array and receives it into one array, as OSU's benchmarks do. `cold` takes fresh memory each time,
+so that a receive meets pages that were never touched.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ UNKNOWN_CACHE = 32 << 20
 
 
 def cache_bytes(folder: str = "/sys/devices/system/cpu/cpu0/cache") -> int:
-    """Size of the last-level cache; 32 MiB where the system does not say."""
+    """Return the size of the last-level cache; 32 MiB if the system does not report it."""
     sizes = [0]
     for path in Path(folder).glob("index*/size"):
         found = re.fullmatch(r"(\d+)([KM]?)", path.read_text().strip())
@@ -45,9 +45,9 @@ class Arena:
         self.memory: dict = {}
 
     def cut(self, role: str, count: int, num_elements: int) -> Slots:
-        """Slots of `num_elements` each: at least `count` of them, the number in use at once.
+        """Return Slots of `num_elements` each: at least `count` of them, the number in use at once.
 
-        Raises UsageError when they cannot fit into memory.
+        Raises UsageError if they cannot fit into memory.
         """
         line = LINE_BYTES // self.ops.dtype.itemsize
         room = self.footprint // self.ops.dtype.itemsize
@@ -71,7 +71,7 @@ class Arena:
 
 
     def _check_room(self, nbytes: int) -> None:
-        """Raises UsageError when a send and a receive side cannot fit into the host's memory."""
+        """Raise UsageError if a send and a receive side cannot fit into the host's memory."""
         memory = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
         if self.ops.device == "cpu" and 2 * nbytes > memory:
             raise UsageError(f"buffers of 2 x {nbytes >> 20} MiB on each rank, but the host has "
@@ -97,7 +97,7 @@ class Slots:
         return [self.views[(first + k) % number] for k in range(self.count)]
 
     def _fresh(self):
-        """An array on pages that nobody has touched; on a GPU, a new allocation."""
+        """Return an array on pages that were never touched; on a GPU, a new allocation."""
         if self.ops.device != "cpu":
             return self.ops.empty((self.num_elements,), label="buffers")
         nbytes = self.num_elements * self.ops.dtype.itemsize

@@ -5,12 +5,12 @@ that have one is the first rank.
 
 A case is one operation of one size on one group. `prepare` lays out the buffers of an iteration and
 is not timed. `run` is timed. `check` compares the whole result, last element included, with the
-expected one; each rank has a pattern of its own. Sizes follow nccl-tests: the whole vector for
+expected one; each rank has its own pattern. Sizes follow nccl-tests: the whole vector for
 all-reduce and reduce, the whole output for all-gather and gather, the whole input for
 reduce-scatter, all-to-all and scatter.
 
-MPI knows no bfloat16 and cannot add float16. So bare calls move 16-bit numbers as integers, and the
-sums of 16-bit numbers have the way of mpipar.comm alone.
+MPI does not know bfloat16 and cannot add float16, so bare calls move 16-bit numbers as integers,
+and sums of 16-bit numbers exist only through mpipar.comm.
 """
 
 from __future__ import annotations
@@ -34,8 +34,8 @@ BARE_PARTS = "mpi4py messages"
 PERSISTENT, PREPARED, IN_C = "mpi4py persistent", "mpi4py prepared", "C"
 ALGORITHMS = "algorithms"  # the kind of the ways by an algorithm of mpipar.comm
 BY = {f"by {name}": name for name in SUMS if name not in ("mpi", "auto")}
-BY_PARTS = ("by ring", "by window")  # have all-gathers and reduce-scatters of their own
-IN_WINDOW = "by window, in it"  # of an array that lies there, as gradients do
+BY_PARTS = ("by ring", "by window")  # have their own all-gathers and reduce-scatters
+IN_WINDOW = "by window, in it"  # of an array inside the window, as gradients are
 THROUGH_COMM = (COMM, *BY, IN_WINDOW)
 METHODS = dict.fromkeys(THROUGH_COMM, "through_comm") | {
     BARE: "bare", BARE_UNEVEN: "uneven", BARE_PARTS: "messages", PREPARED: "prepared", IN_C: "c"}
@@ -48,7 +48,7 @@ class Setup(NamedTuple):
     """What a case runs on: the group as a Comm and as a bare communicator, memory, size.
 
     size: bytes asked for. window: messages in flight. loops: the library of `compiled`.
-    comms(algorithm): groups of which "dp" is this one, whose sums travel so.
+    comms(algorithm): groups of which "dp" is this one, whose sums use that algorithm.
     """
 
     comm: Comm
@@ -61,7 +61,7 @@ class Setup(NamedTuple):
 
 
 def pattern(index: int, num_elements: int, dtype, terms: int = 1):
-    """Numbers that identify sender and position; sums of `terms` of them are exact."""
+    """Return numbers that identify sender and position; sums of `terms` of them are exact."""
     bits = min(MOST_BITS, finfo(dtype).nmant + 1) if np.dtype(dtype).itemsize < 8 else MOST_BITS
     cycle = max(1, (1 << bits) // terms - 1)
     numbers = np.arange(num_elements, dtype=np.int32 if num_elements < 1 << 30 else np.int64)
@@ -72,11 +72,11 @@ def pattern(index: int, num_elements: int, dtype, terms: int = 1):
 
 
 def mismatch(ops, got, expected, where: str) -> list[str]:
-    """Return a sentence that says how an array differs from the expected one; [] if it does not."""
+    """Return a sentence on how an array differs from the expected one; [] if it does not."""
     got = np.asarray(ops.to_host(got)).reshape(-1)
     expected = np.asarray(expected).reshape(-1).astype(got.dtype)
     if got.shape != expected.shape:
-        return [f"{where}: {got.size} elements came, not {expected.size}"]
+        return [f"{where}: {got.size} elements arrived, not {expected.size}"]
     wrong = np.flatnonzero(got != expected)
     if not len(wrong):
         return []
@@ -88,8 +88,8 @@ def mismatch(ops, got, expected, where: str) -> list[str]:
 class Case:
     """Base of the cases. size_bytes: what is really moved, after rounding to whole elements.
 
-    per_sample: operations in one sample. sync: how its iterations start, whatever the user chose.
-    wide: mpipar.comm has it for float32 and float64 alone.
+    per_sample: operations in one sample. sync: how its iterations start, overriding the user's
+    choice. wide: mpipar.comm supports only float32 and float64 for it.
     """
 
     name = ""
@@ -111,7 +111,7 @@ class Case:
             self.mpi4py = MPI
 
     def elements(self, parts: int = 1) -> int:
-        """Elements of the size asked for, a multiple of `parts`; 0 bytes are 0 elements."""
+        """Return the number of elements for the size, a multiple of `parts`; 0 for 0 bytes."""
         return max(self.setup.size > 0, round(self.setup.size / self.item / parts)) * parts
 
     def known(self, x):
@@ -119,7 +119,9 @@ class Case:
         return x.view(np.uint16) if self.item == 2 and self.via not in THROUGH_COMM else x
 
     def volume(self) -> dict:
-        """size_bytes, bytes_in and bytes_out of a rank, and wire_bytes, which it sends; here 0."""
+        """Return size_bytes, bytes_in and bytes_out of a rank, and wire_bytes that it sends; here
+        0.
+        """
         return dict.fromkeys(("size_bytes", "bytes_in", "bytes_out", "wire_bytes"), 0)
 
     def put(self, x, values) -> None:
@@ -156,7 +158,10 @@ class Case:
         return plan
 
     def in_c(self, team, samples: int):
-        """(entered, left) of so many samples in C, each after a barrier of `team` unless None."""
+        """Run `samples` samples in C; return (entered, left).
+
+        team: a barrier of it precedes each sample, unless None.
+        """
         raise AssertionError(f"{self.name} has no loop in C")
 
     def close(self) -> None:
@@ -193,13 +198,13 @@ class Collective(Case):
     """One input, one output; in place where `shape_out` is None. sums: it adds the ranks' numbers.
 
     `prepare` leaves in `run` the call itself, with its arguments: nothing else is timed. operation:
-    the name in the record whose bytes on the wire it has; "" for that of the case. at_root: the
-    first rank alone gets the result. Comm: by an algorithm, that of making a group of its own.
+    the name in the record whose bytes on the wire it has; "" for that of the case. at_root: only
+    the first rank gets the result. Comm: with an algorithm, that of making a separate group.
     """
 
     operation, at_root = "", False
     shape_in, shape_out = whole, None
-    own = None  # groups that this case alone has, whose sums travel by an algorithm
+    own = None  # groups of this case only, whose sums use an algorithm
 
     def __init__(self, setup: Setup, via: str):
         if via in (*BY, IN_WINDOW):
@@ -217,7 +222,7 @@ class Collective(Case):
         self.x = self.inputs.take()[0].reshape(self.given_shape)
         if self.inputs.views is None:
             self.x[...] = 0
-        # mpipar.comm makes its outputs itself, as training does.
+        # mpipar.comm allocates its outputs itself, as in training.
         self.y = self.x
         if self.outputs is not None and self.via not in THROUGH_COMM:
             self.y = self.outputs.take()[0].reshape(self.result_shape)
@@ -228,7 +233,7 @@ class Collective(Case):
         self.run = call
 
     def laid_out(self, count: int):
-        """As in C, all buffers are laid out before the first call; new ones would take memory."""
+        """Lay out all buffers before the first call, as C does; new ones would take memory."""
         calls = super().laid_out(count)
         return calls if self.inputs.views is None else list(calls)
 
@@ -276,7 +281,7 @@ class Collective(Case):
         return found | self.of_root(found)
 
     def of_root(self, found: dict) -> dict:
-        """Return what is different in the volume of the root, or of the others."""
+        """Return what differs in the volume of the root, or of the others."""
         return {}
 
     def close(self):
@@ -307,8 +312,7 @@ class AllReduce(Collective):
         return partial(self.comm.all_reduce, x, NAME)
 
     def prepared(self, x, y):
-        """Return the bare call with address, count and type, so that mpi4py need not ask the array.
-        """
+        """Return the bare call with address, count and type: mpi4py need not ask the array."""
         kind = self.mpi4py.DOUBLE if self.item == 8 else self.mpi4py.FLOAT
         message = self.mpi4py.buffer.frombuffer(x), x.size, kind
         return partial(self.mpi.Allreduce, self.mpi4py.IN_PLACE, message)
@@ -353,10 +357,10 @@ class PostedAllReduce(Posted, AllReduce):
 
 
 class UnevenAllToAll(Collective):
-    """Part j goes to rank j, where an expert is; a routing says how long it is.
+    """Part j goes to rank j, where an expert is; a routing determines how long it is.
 
-    By MPI_Alltoallv, through mpipar.comm and by a bare call, or as one bare message for each part.
-    The size is what the rank that receives most receives, about: parts are whole elements.
+    It uses MPI_Alltoallv, through mpipar.comm and by a bare call, or one bare message for each
+    part. The size is about what the rank that receives most receives: parts are whole elements.
     """
 
     name = "all-to-allv"
@@ -428,9 +432,7 @@ class UnevenAllToAll(Collective):
 
 
 def collective(name: str, base: type = Collective, **fields) -> type[Collective]:
-    """Return the class of a row. fields: attributes and methods of `Collective` that it has
-    otherwise.
-    """
+    """Return the class of a row. fields: attributes and methods that differ from `Collective`."""
     return type(name, (base,), {"name": name, **fields})
 
 

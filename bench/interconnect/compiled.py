@@ -1,8 +1,8 @@
 """The rows named C: the loops of loops.c, compiled with MPI's own compiler wrapper.
 
-World rank 0 compiles them and sends the library to all ranks, which load it from memory. So no
-folder has to be shared. The loops run in the processes of the Python rows, on the same
-communicators and buffers, in turns with them: what differs is Python alone.
+World rank 0 compiles them and sends the library to all ranks, which load it from memory, so no
+shared folder is needed. The loops run in the processes of the Python rows, on the same
+communicators and buffers, in turns with them, so that only Python makes a difference.
 """
 
 from __future__ import annotations
@@ -37,9 +37,7 @@ class Loop(ctypes.Structure):
 
 
 def program_of_mpi(name: str) -> str | None:
-    """Return a program beside Python, where a wheel of MPI brings it; else that of the system, if
-    any.
-    """
+    """Return a program beside Python, where MPI's wheel puts it, or that of the system, or None."""
     return shutil.which(name, path=Path(sys.prefix) / "bin") or shutil.which(name)
 
 
@@ -51,7 +49,7 @@ def wrapper() -> str:
     found = program_of_mpi(WRAPPER)
     if found is None or shutil.which("cc") is None:
         missing = WRAPPER if found is None else "cc"
-        raise EnvironmentProblem(f"rows in C need a compiler, and there is no {missing}: install "
+        raise EnvironmentProblem(f"rows in C need a compiler, but there is no {missing}: install "
                                  "it, or leave C out of --ways")
     return found
 
@@ -68,7 +66,7 @@ def compiled(source: Path = SOURCE) -> bytes:
 
 
 def loaded(code: bytes):
-    """Return the functions of a shared library that lies in memory.
+    """Return the functions of a shared library, loaded from memory.
 
     Raises EnvironmentProblem if it is linked with another MPI than the one that runs here.
     """
@@ -87,7 +85,7 @@ def loaded(code: bytes):
 
 
 def loops_of(session):
-    """Return the compiled loops, on every rank. Raises EnvironmentProblem on all ranks, if on one.
+    """Return the compiled loops, on every rank. Raises EnvironmentProblem on all ranks if on one.
 
     Comm: two broadcasts over the world, and what `Session.agree` sends; every rank must call it.
     """
@@ -107,18 +105,18 @@ def addresses(arrays):
 
 def run(library, function: str, group, team, samples: int, *, xs, ys=(), ack=None, count: int,
         peer: int = -1, first: bool = False, dtype="float32"):
-    """(entered, left): the times of `samples` samples of a function of loops.c.
+    """Return (entered, left): the times of `samples` samples of a function of loops.c.
 
-    group, team: communicators; team is None where samples follow each other. xs, ys: the buffers
-    of all samples, to send and to receive into. count: bytes of a message, or numbers of a sum.
-    Comm: the messages of the samples.
+    group, team: communicators; team is None where samples follow each other. xs, ys: the buffers of
+    all samples, to send and to receive into. count: bytes of a message, or numbers of a sum. Comm:
+    the messages of the samples.
     """
     from mpi4py import MPI
 
     entered, left = np.empty((2, samples), np.int64)
     sent, received = addresses(xs), addresses(ys)
     ack = np.zeros(1, np.float32) if ack is None else ack
-    assert ack.nbytes >= ACK_BYTES, (ack.nbytes, "loops.c would write behind it")
+    assert ack.nbytes >= ACK_BYTES, (ack.nbytes, "loops.c would write beyond it")
     assert count <= MOST_BYTES, count
     kind = MPI.DOUBLE if np.dtype(dtype).itemsize == 8 else MPI.FLOAT
     loop = Loop(team and MPI._addressof(team), MPI._addressof(group), MPI._addressof(kind),

@@ -1,4 +1,4 @@
-"""Tries in a child job whether this MPI takes device pointers: a crash there harms nobody.
+"""Tries in a child job whether this MPI accepts device pointers: a crash there is harmless.
 
 `python -m bench.interconnect.cuda_probe` under mpiexec -n 2 is that child: rank 0 sends device
 memory to rank 1.
@@ -20,14 +20,14 @@ OUTER_JOB = re.compile(r"(PMI|PMIX|OMPI|PRTE|MPI_LOCAL|HYDI|HYDRA|SLURM|MPIPAR_E
 
 
 def command() -> list[str]:
-    """Return the child job; [] where nothing can start one."""
+    """Return the command of the child job; [] if nothing can start one."""
     launcher = program_of_mpi("mpiexec")
     child = [sys.executable, "-m", "bench.interconnect.cuda_probe"]
     return [launcher, "-n", "2", *child] if launcher else []
 
 
 def probe(words, time_limit: float = TIME_LIMIT) -> str:
-    """yes, no or unknown, from how the child job ends."""
+    """Return yes, no or unknown, from how the child job ends."""
     if not words:
         return "unknown"
     inherited = {name: value for name, value in os.environ.items() if not OUTER_JOB.match(name)}
@@ -40,7 +40,7 @@ def probe(words, time_limit: float = TIME_LIMIT) -> str:
 
 
 def main() -> int:
-    """Return the child: 0 if device memory arrived as it was sent, CANNOT_TRY without a GPU."""
+    """Run the child: return 0 if device memory arrived as it was sent, CANNOT_TRY without a GPU."""
     try:
         import cupy
 

@@ -1,6 +1,6 @@
 """Findings from several rows: contention of groups, broken guidelines, slow pairs.
 
-`say` prints what the rows of a benchmark say together, of one launch or of several.
+`say` prints what the rows of a benchmark show together, of one launch or of several.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from bench.interconnect.between import combined
 from bench.interconnect.cases import BARE, BARE_PARTS, BARE_UNEVEN, BY, COMM
 from bench.interconnect.noise import Noise, noise_lines
 
-LEAST_FACTOR = 1.1  # smaller gains are not worth a change of the program
+LEAST_FACTOR = 1.1  # smaller gains are not worth changing the program
 SLOW_PAIR = 2.0  # times the median pair
 SAME_SIZE = 0.02  # rounding to a multiple of the ranks changes a size by no more than this
 
@@ -40,7 +40,7 @@ GUIDELINES = (
 
 
 class Finding(NamedTuple):
-    """A broken guideline: how much longer the left side surely takes, and what to call instead."""
+    """A broken guideline: by how much the left side is slower, and what to call instead."""
 
     case: str
     via: str
@@ -50,7 +50,7 @@ class Finding(NamedTuple):
 
 
 def _by_way(rows) -> dict:
-    """{group and buffers: {launch: {(case, way): {size: row}}}} without overlapped rows."""
+    """Return {group and buffers: {launch: {(case, way): {size: row}}}} without overlapped rows."""
     found: dict = {}
     for row in rows:
         if "num_tests" in row:
@@ -82,7 +82,7 @@ def guidelines(rows) -> list[Finding]:
 
 
 def _broken(ways) -> list[Finding]:
-    """The guidelines that one group breaks in one launch."""
+    """Return the guidelines that one group breaks in one launch."""
     found = _self_consistent(ways)
     for left, right in GUIDELINES:
         for via in (COMM, BARE) if left[1] is None else (left[1],):
@@ -101,7 +101,7 @@ def _broken(ways) -> list[Finding]:
 
 
 def _of_size(size: int, rows: dict) -> dict | None:
-    """The row of this size; sizes within SAME_SIZE are the same. None without one."""
+    """Return the row of this size, give or take SAME_SIZE. None without one."""
     near = min(rows, key=lambda other: abs(other - size), default=None)
     return rows[near] if near is not None and abs(near - size) <= SAME_SIZE * size else None
 
@@ -123,10 +123,9 @@ def _self_consistent(ways) -> list[Finding]:
 
 
 def contention(rows) -> list[dict]:
-    """Return how much longer a group takes while the other groups communicate too; the worst group
-    counts.
+    """Return how much longer a group takes while others communicate too; the worst group counts.
 
-    For the hops of a pipeline: all hops together against the slowest hop alone. rows: of one
+    For the hops of a pipeline: all hops together compared with the slowest hop alone. rows: of one
     launch.
     """
     alone: dict = {}
@@ -153,9 +152,7 @@ def contention(rows) -> list[dict]:
 
 
 def slow_pairs(rows) -> list[str]:
-    """Pairs that take over twice as long as the median pair on the same kind of link, slowest
-    first.
-    """
+    """Return pairs that take over twice the median pair of their kind of link, slowest first."""
     links: dict = {}
     for row in rows:
         links.setdefault(row["link"], {})[tuple(row["ranks"])] = row["median_us"]

@@ -1,6 +1,6 @@
 """Groups of ranks for a benchmark: their communicators, who runs together, who waits.
 
-The other groups must not disturb a group that is measured alone, so they wait with long sleeps.
+A group that is measured alone must not be disturbed, so the others wait with long sleeps.
 """
 
 from __future__ import annotations
@@ -53,11 +53,11 @@ class Group(NamedTuple):
 def make_wire(transport: str, ops, mpi):
     """Return a transport on this communicator. Comm: NCCL's, every member.
 
-    Raises EnvironmentProblem where CuPy finds no NCCL.
+    Raises EnvironmentProblem if CuPy finds no NCCL.
     """
     if transport == "nccl" and not has_nccl():
         raise EnvironmentProblem("--transport nccl needs NCCL, which CuPy cannot load here: install"
-                                 " it with pip install '.[cuda]', or take --transport staged")
+                                 " it with pip install '.[cuda]', or use --transport staged")
     return with_half_precision(WIRES[transport](ops, mpi, Options(reach=mpi.size)), ops, mpi.size)
 
 
@@ -82,7 +82,7 @@ def make_group(groups, axis: str, transport: str, ops, world, recorder) -> Group
 
 
 def comms_by(mpi, ops, recorder, algorithm: str) -> Comms:
-    """Groups of which "dp" is all of a communicator, whose sums travel by an algorithm.
+    """Return groups of which "dp" is the whole communicator, whose sums use an algorithm.
 
     Comm: that of `Comms` over the communicator.
     """
@@ -91,7 +91,7 @@ def comms_by(mpi, ops, recorder, algorithm: str) -> Comms:
 
 
 def largest(mpi, numbers) -> list[int]:
-    """Return the largest of all ranks' numbers, each by itself. Comm: one all-reduce."""
+    """Return the largest of all ranks' numbers, each separately. Comm: one all-reduce."""
     from mpi4py import MPI
 
     values = np.array(numbers, np.int64)
@@ -100,7 +100,7 @@ def largest(mpi, numbers) -> list[int]:
 
 
 def wait_politely(world, progress) -> None:
-    """A barrier whose waiting ranks leave the cores and the memory alone."""
+    """Wait at a barrier whose waiting ranks leave the cores and the memory alone."""
     request = world.Ibarrier()
     while not request.Test():
         progress.count += 1
@@ -108,9 +108,7 @@ def wait_politely(world, progress) -> None:
 
 
 def link_of(places: list[dict], ranks) -> str:
-    """Return the slowest kind of link in a group; ranks that may change sockets count as on one
-    node.
-    """
+    """Return the slowest kind of link in a group; ranks without fixed sockets count as one node."""
     chosen = [places[number] for number in ranks]
     if len({place["host"] for place in chosen}) > 1:
         return LINKS[2]

@@ -1,4 +1,4 @@
-"""Starts the same benchmark several times: one launch cannot show how launches differ."""
+"""Starts the same benchmark several times, because one launch cannot show how launches differ."""
 
 from __future__ import annotations
 
@@ -28,20 +28,20 @@ from mpipar.files.text import counted
 from mpipar.job.environment import THREAD_VARIABLES
 
 START, LAUNCHES = "mpiexec -n 2", 5  # the defaults of --start and --launches
-START_SECONDS, LEAST_SECONDS = 2.0, 1.0  # of a quick launch: until it measures, and measuring
-LOOK_SECONDS = 0.2  # between two looks at a running job: rare looks do not disturb its measurement
+START_SECONDS, LEAST_SECONDS = 2.0, 1.0  # of a quick launch: until it measures, and for measuring
+LOOK_SECONDS = 0.2  # between checks of a running job: rare checks do not disturb its measurement
 PATIENCE_SECONDS = 4.5  # a job has this long to end before each signal
 
 
 def alone(session, start: str) -> None:
-    """Raises UsageError under a launcher: a job inside a job would not be a fresh one."""
+    """Raise UsageError under a launcher: a job inside a job would not be a fresh one."""
     if session.launcher.size > 1:
         raise UsageError(f"--launches starts the jobs itself ({start}): run it without "
                          f"{session.launcher.name}")
 
 
 def own_launcher() -> str:
-    """Return the mpiexec beside Python, else that of the system. Raises EnvironmentProblem without
+    """Return the mpiexec beside Python, or else the system's. Raises EnvironmentProblem without
     one.
     """
     if (found := program_of_mpi("mpiexec")) is None:
@@ -50,7 +50,7 @@ def own_launcher() -> str:
 
 
 def launcher_words(start: str | None) -> list[str]:
-    """Return the words of --start. Raises UsageError where a quotation mark is open."""
+    """Return the words of --start. Raises UsageError if a quotation mark is not closed."""
     try:
         return shlex.split(start) if start else [own_launcher(), *START.split()[1:]]
     except ValueError as error:
@@ -58,8 +58,9 @@ def launcher_words(start: str | None) -> list[str]:
 
 
 def own_command(args, argv, launch: int, path: str) -> list[str]:
-    """Return the command line of one launch, which writes to `path`: the same flags without those
-    of several launches.
+    """Return the command line of one launch, which writes to `path`.
+
+    It has the same flags, except those of several launches.
     """
     kept, skip = [], False
     for word in argv:
@@ -73,9 +74,9 @@ def own_command(args, argv, launch: int, path: str) -> list[str]:
 
 
 def environment_of_jobs() -> dict[str, str]:
-    """This process's environment without the number of threads that `bench` chose for it alone.
+    """Return this process's environment without the number of threads that `bench` chose for it.
 
-    Each rank of a job has fewer cores, and chooses its own. What the user set stays.
+    Each rank of a job has fewer cores, and chooses its own number. What the user set stays.
     """
     chosen = dict.fromkeys(THREAD_VARIABLES, str(len(os.sched_getaffinity(0))))
     own = chosen.items() <= os.environ.items()
@@ -83,14 +84,13 @@ def environment_of_jobs() -> dict[str, str]:
 
 
 def run_job(session, command, env=None, **options) -> int:
-    """Return the exit code of a command; options: of Popen. Raises OSError where it cannot be
-    started.
+    """Return the exit code of a command; options: of Popen. Raises OSError if it cannot start.
 
     env: its environment, that of `environment_of_jobs` by default.
 
-    On a terminal a Ctrl-C reaches this process and the command. The command must not get it twice:
-    launchers take a second one as "at once". So the signal is passed on only if the command has not
-    ended within the time of a regular end.
+    On a terminal a Ctrl-C reaches this process and the command. The command must not get it twice,
+    because launchers take a second one as "immediately". So the signal is passed on only if the
+    command has not ended within the time of a regular end.
     """
     job = subprocess.Popen(command, env=env or environment_of_jobs(), **options)
     for number in (signal.SIGINT, signal.SIGTERM, signal.SIGKILL):
@@ -115,7 +115,7 @@ def run(session, args, argv) -> int:
                          f" take {least:g} s; give that, or fewer --launches")
     alone(session, args.start or START)
     if count > 1:
-        scipy_stats()  # before hours of measuring
+        scipy_stats()  # fail before hours of measuring
     if args.json:
         results.check_writable(args.json)  # the first launch empties it, once its flags are right
     with tempfile.TemporaryDirectory() as folder, session.stop_on_request():
@@ -153,16 +153,16 @@ def run_jobs(session, args, argv, count: int, path: str) -> int:
 
 
 def written(path: str) -> int | None:
-    """When a file was last written; None where there is none."""
+    """Return when a file was last written; None if there is none."""
     try:
-        with open(path, "rb") as file:  # opened, because a shared folder may tell an old time else
+        with open(path, "rb") as file:  # opened: a shared folder may else report an old time
             return os.fstat(file.fileno()).st_mtime_ns
     except FileNotFoundError:
         return None
 
 
 def print_outcome(rows, count: int) -> None:
-    """Print what several launches say together; one has printed its own tables."""
+    """Print what several launches show together; one has printed its own tables."""
     if count == 1:
         return
     if plain := [row for row in rows if not row["case"].startswith("pairs ")]:
@@ -172,7 +172,8 @@ def print_outcome(rows, count: int) -> None:
 
 @contextlib.contextmanager
 def job_of(folder: Path, ranks: int, mbit_per_second: int):
-    """A function (session, words of python -m) -> exit code that runs the words on all ranks.
+    """Return a function (session, words of python -m) -> exit code that runs the words on all
+    ranks.
 
     mbit_per_second: of the cable between two hosts with a rank each; 0 for one host.
     """
@@ -193,10 +194,10 @@ def job_of(folder: Path, ranks: int, mbit_per_second: int):
 
 
 def over_cable(session, rate: int, words: list[str]) -> tuple[int, dict | None]:
-    """(exit code, what `python -m` with these words and --json writes), or None if it writes none.
+    """Return (exit code, what `python -m` with these words and --json writes, or None).
 
-    It runs on two ranks, each in a network namespace with an end of a cable of `rate` Mbit/s.
-    Raises UsageError under a launcher, EnvironmentProblem where there can be no namespaces.
+    It runs on two ranks, each in a network namespace with one end of a cable of `rate` Mbit/s.
+    Raises UsageError under a launcher, EnvironmentProblem if namespaces are impossible.
     """
     if session.launcher.size > 1:
         raise UsageError(f"--cable starts its ranks itself: run it without {session.launcher.name}")

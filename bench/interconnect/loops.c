@@ -1,4 +1,4 @@
-/* The loops of a benchmark in C, beside which the rows of Python stand.
+/* The loops of a benchmark in C, as a baseline for the rows of Python.
 
    They follow the descriptions of OSU's benchmarks: a ping-pong by MPI_Send and MPI_Recv, a window
    of MPI_Isend or MPI_Irecv with one MPI_Waitall and a short answer, and MPI_Allreduce. Ranks,
@@ -15,10 +15,10 @@
 enum { TAG = 5, ACK_TAG = 6 };
 
 typedef struct {
-    MPI_Comm *team, *group; /* who starts together (NULL: no barrier), and who talks */
+    MPI_Comm *team, *group; /* who starts together (NULL: no barrier), and who communicates */
     MPI_Datatype *type;     /* of all-reduce */
     MPI_Op *op;
-    int samples, peer, first; /* first: this rank sends first, and has the clock that counts */
+    int samples, peer, first; /* first: this rank sends first, and its clock is used */
     int count;                /* bytes of a message, elements of all-reduce */
     int sends, receives;      /* of this rank in a sample */
     char **xs, **ys, *ack;

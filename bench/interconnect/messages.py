@@ -4,9 +4,9 @@ Each case posts the same messages through `mpipar.comm` or by bare mpi4py calls;
 ping-pong and windows.
 
 A hop is the exchange between two neighbouring stages. `stage-chain` measures it as a steady 1F1B
-uses it: an activation up and a gradient down at once. It measures first each hop alone, then all
-hops of the pipeline together. Last comes every message of a schedule in its order, with passes that
-take no time.
+uses it: an activation up and a gradient down at the same time. It first measures each hop alone,
+then all hops of the pipeline together, and finally every message of a schedule in its order, with
+passes that take no time.
 """
 
 from __future__ import annotations
@@ -21,13 +21,13 @@ from mpipar.pipeline.instructions import lower
 from mpipar.pipeline.schedules.catalog import make_schedule
 
 LATE_SECONDS = 0.01
-MOST_MESSAGES = 4096  # of a rank at once whose contents tell them apart
+MOST_MESSAGES = 4096  # of a rank at once with distinct contents
 
 
 class BareNames:
     """mpi4py's own calls under the names that `mpipar.comm` has for them.
 
-    known(x): x in a type that MPI knows; None where it knows x.
+    known(x): x in a type that MPI knows; None if MPI knows x itself.
     """
 
     def __init__(self, mpi, known=None):
@@ -53,7 +53,7 @@ class Messages(Case):
         self.send, self.recv = wire.send, wire.recv
 
     def counts(self) -> tuple[int, int]:
-        """Messages that this rank sends and receives in one iteration."""
+        """Return how many messages this rank sends and receives in one iteration."""
         raise AssertionError("each case says how many")
 
     def sources(self) -> list[int]:
@@ -88,10 +88,10 @@ class Messages(Case):
 
 
 class Exchange(Messages):
-    """Messages of which each rank knows all others' too, and which their tags tell apart."""
+    """Messages distinguished by tags, where each rank also knows all others' messages."""
 
     def parts(self, index: int) -> tuple[list[tuple[int, int]], list[tuple[int, int]]]:
-        """(peer, tag) of each message that a rank sends, and of each that it receives."""
+        """Return (peer, tag) of each message that a rank sends, and of each that it receives."""
         raise AssertionError("each case says which")
 
     def counts(self):
@@ -141,10 +141,10 @@ PATTERNS = {name: pattern_of(name, peers) for name, peers in PEERS.items()}
 
 
 class Bisection(Messages):
-    """Random pairs, anew for each iteration: one rank of each pair sends to the other.
+    """Random pairs, drawn for each iteration: one rank of each pair sends to the other.
 
-    Every rank is in one pair; of an odd number of ranks one rests. Links that many pairs share show
-    in it, whatever the order of the ranks is. With --sync none the draw is timed too. Source:
+    Every rank is in one pair; with an odd number of ranks one rests. It reveals links that many
+    pairs share, whatever the order of the ranks. With --sync none the draw is timed too. Source:
     Hoefler, Schneider, Lumsdaine, Multistage switches are not crossbars, CLUSTER 2008 (effective
     bisection bandwidth).
     """
@@ -197,7 +197,7 @@ class Barrier(Case):
             self.mpi.Barrier()
 
     def check(self) -> list[str]:
-        """Rank 0 comes late; no other rank may leave before it comes."""
+        """Check that, if rank 0 comes late, no other rank leaves before it."""
         start = time.perf_counter()
         self.mpi.Barrier()
         if self.index == 0:
@@ -208,7 +208,7 @@ class Barrier(Case):
 
 
 def hops_of(schedule: str, pp_size: int) -> list[tuple[int, int]]:
-    """Pairs of pipeline ranks that exchange activations; interleaving adds (last, first)."""
+    """Return pairs of pipeline ranks that exchange activations; interleaving adds (last, first)."""
     hops = [(place, place + 1) for place in range(pp_size - 1)]
     return [*hops, (pp_size - 1, 0)] if schedule == "interleaved" else hops
 
@@ -231,7 +231,7 @@ class Hops(Pattern):
 
 
 def microbatches(pp_size: int) -> int:
-    """At least 8, and a multiple of the ranks, which interleaving needs."""
+    """Return a number of at least 8, a multiple of the ranks, as interleaving needs it."""
     return pp_size * max(2, -(-8 // pp_size))
 
 

@@ -1,10 +1,10 @@
-"""System noise: how long a fixed piece of work really takes, again and again, on every rank.
+"""System noise: how long a fixed piece of work really takes, repeated on every rank.
 
 Nothing is sent. Each sample computes the same power of the same number, which stays in the first
-cache. So whatever a sample takes longer than the quickest was taken away: by the system, by other
-programs, or by the clock of the processor. Such a detour on one rank delays all of them at the next
-barrier. Source: Hoefler, Schneider, Lumsdaine, Characterizing the influence of system noise on
-large-scale applications by simulation, SC 2010; the fixed work quantum of Sottile and Minnich.
+cache, so whatever a sample takes longer than the fastest was lost to the system, to other programs,
+or to the clock of the processor. Such a detour on one rank delays all of them at the next barrier.
+Source: Hoefler, Schneider, Lumsdaine, Characterizing the influence of system noise on large-scale
+applications by simulation, SC 2010; the fixed work quantum of Sottile and Minnich.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ class Noise(Case):
 
     @staticmethod
     def bits() -> int:
-        """Bits of the exponent with which a quantum takes about QUANTUM_NS here."""
+        """Return the bits of the exponent with which a quantum takes about QUANTUM_NS here."""
         exponent, took = (1 << FIRST_BITS) - 1, []
         for _ in range(TAKES):
             start = perf_counter_ns()
@@ -47,9 +47,7 @@ class Noise(Case):
         return max(1, round(FIRST_BITS * QUANTUM_NS / min(took)))
 
     def planned(self, plan):
-        """Return all of the time, and at least LEAST_SECONDS: a known median says nothing of
-        detours.
-        """
+        """Return all of the time, at least LEAST_SECONDS: a known median reveals no detours."""
         least = min(LEAST_SECONDS, 20 * plan.budget)  # 1 s of a quick run
         return plan._replace(budget=max(plan.budget, least), target=-1.0, most=MOST)
 
@@ -64,13 +62,15 @@ class Noise(Case):
 
 
 def detours_us(row: dict):
-    """(samples, ranks): what each sample took longer than the quickest one of its rank."""
+    """Return by how much each sample exceeded the fastest one of its rank: (samples, ranks)."""
     took = np.subtract(row["left_ns"], row["entered_ns"])
     return (took - took.min(axis=0)) * 1e-3
 
 
 def noise_lines(row: dict) -> str:
-    """For each rank: the share of time lost, and how many detours of each length a second has."""
+    """Return, for each rank, the share of time lost, and how many detours of each length per
+    second.
+    """
     took, detours = np.subtract(row["left_ns"], row["entered_ns"]), detours_us(row)
     seconds = took.sum(axis=0) * 1e-9
     lines = []

@@ -1,9 +1,9 @@
-"""How much of an operation is hidden behind computing when both run at once.
+"""How much of an operation is hidden by computing when both run at the same time.
 
 Three things are measured in turn: the operation alone; computing alone, calibrated to take about as
-long; and both together. Together means: post, compute in K + 1 slices, wait. Between two slices a
-Test is made of everything pending. An MPI library without a thread of its own moves a message only
-inside its calls, so K decides.
+long; and both together, which means: post, compute in K + 1 slices, wait. Between two slices a Test
+is made of everything pending. An MPI library without a thread of its own moves a message only
+inside its calls, so K matters.
 
 Overlap in percent = 100 - (together - computing) / alone * 100, and never below 0. This is OSU's
 formula; its T_cpu - T_test is `computing` here.
@@ -25,13 +25,15 @@ NO_RATES = {"algbw_GBps": 0.0, "busbw_GBps": 0.0}
 NO_BYTES = dict.fromkeys(("bytes_per_rank_in", "bytes_per_rank_out", "bytes_on_wire_per_rank"), 0)
 # Of a matrix: three such matrices fit into any first-level cache, or one product fills a GPU.
 SIDES = {"cpu": 32, "cuda": 1024}
-TRIALS = 20  # runs of the operation from which the computing's length is taken
+TRIALS = 20  # runs of the operation that determine the length of computing
 LEAST_SECONDS = 2e-4  # of computing, to calibrate it
-TAKES = 5  # the quickest counts: other processes can only add time
+TAKES = 5  # the fastest is taken: other processes can only add time
 
 
 class Work:
-    """Products of small matrices in num_tests + 1 slices. A GPU makes them while Python goes on."""
+    """Products of small matrices in num_tests + 1 slices. A GPU computes them while Python
+    continues.
+    """
 
     def __init__(self, ops, num_tests: int):
         self.ops, self.slices = ops, [1] * (num_tests + 1)
@@ -90,7 +92,7 @@ class Computing(Case):
 
 
 def with_computing(team, section, setup: Setup, cases: dict, progress) -> dict:
-    """{way: case}: each way alone, computing alone, each way beside computing.
+    """Return {way: case}: each way alone, computing alone, each way with computing.
 
     Comm: the first way, and one all-reduce over the team.
     """
@@ -105,7 +107,7 @@ def with_computing(team, section, setup: Setup, cases: dict, progress) -> dict:
 
 
 def alone_seconds(team, case, progress) -> float:
-    """Median time of a case on the slowest rank. Comm: the case, and one all-reduce."""
+    """Return the median time of a case on the slowest rank. Comm: the case, and one all-reduce."""
     progress.doing = f"{case.name}, {case.setup.size} bytes, to calibrate the computing"
     entered, left, _ = batch(BarrierStart(team), case, TRIALS, progress)
     (slowest_ns,) = largest(team, [np.median(left - entered)])
@@ -115,8 +117,8 @@ def alone_seconds(team, case, progress) -> float:
 def completed(rows: dict, num_tests: int | None) -> list[dict]:
     """Return the rows {way: row} of one group and size, each with num_tests unless that is None.
 
-    Those beside computing get alone_us, computing_us and overlap_percent. They have no rates,
-    because their time includes the computing.
+    Those with computing get alone_us, computing_us and overlap_percent. They have no rates, because
+    their time includes the computing.
     """
     if num_tests is None:
         return list(rows.values())
@@ -136,5 +138,5 @@ def completed(rows: dict, num_tests: int | None) -> list[dict]:
 
 
 def percent(alone: float, computing: float, together: float) -> float:
-    """Share of the operation that the computing hid, 0 to 100."""
+    """Return the share of the operation that the computing hid, 0 to 100."""
     return min(100.0, max(0.0, 100 - (together - computing) / alone * 100))

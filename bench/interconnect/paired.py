@@ -1,10 +1,10 @@
 """The cases of pairs: ping-pong and windows, of one pair or of several pairs at once.
 
-Of P ranks, rank i < P/2 talks with rank i + P/2, as in OSU's benchmarks of several pairs. Latency
-and windows follow OSU's definitions, but with as many distinct buffers as messages in flight; with
+Of P ranks, rank i < P/2 talks to rank i + P/2, as in OSU's benchmarks of several pairs. Latency and
+windows follow OSU's definitions, but with as many distinct buffers as messages in flight; with
 --buffers osu there is one. Besides the calls of `mpipar.comm` and those of mpi4py, they have two
-ways. Persistent requests are made before anything is timed, and a whole window starts by one call.
-Loops in C show what Python costs.
+more ways: persistent requests are made before anything is timed, and a whole window starts with one
+call; loops in C show what Python costs.
 """
 
 from __future__ import annotations
@@ -17,21 +17,21 @@ from bench.interconnect.messages import Messages
 
 ACK_TAG = 6
 SHORT_BYTES = 16 << 10
-SHORT_ROUNDS, LONG_ROUNDS = 50, 10  # round trips between two looks at the clock, like OSU's loop
+SHORT_ROUNDS, LONG_ROUNDS = 50, 10  # round trips between two readings of the clock, like OSU's loop
 
 
 class Kept:
     """Persistent requests, one for each message of a sample. init(x): makes one.
 
-    MPI allows no request to start again before it is done. So messages of one buffer that are
-    under way together have a request each.
+    MPI does not allow a request to restart before it is done, so messages of one buffer that are in
+    flight together have a request each.
     """
 
     def __init__(self, init):
         self.init, self.made = init, {}
 
     def of(self, arrays) -> list:
-        """Return the requests of these messages' arrays, which are made when they come first."""
+        """Return the requests of these messages' arrays, which are made on first use."""
         times, found = Counter(), []
         for x in arrays:
             key = id(x), times[id(x)]
@@ -47,7 +47,7 @@ class Kept:
 
 
 class Paired(Messages):
-    """Who talks with whom, and how. first: this rank sends first, and has the clock that counts.
+    """Who talks to whom, and how. first: this rank sends first, and its clock is used.
 
     same: how often a sample uses each of its buffers.
     """
@@ -72,10 +72,10 @@ class Paired(Messages):
             self.arrange()
 
     def arrange(self) -> None:
-        """Make of the requests what `run_kept` needs; this is not timed."""
+        """Prepare the requests for `run_kept`; this is not timed."""
 
     def run_in_c(self) -> None:
-        """One sample in C. Comm: its messages."""
+        """Run one sample in C. Comm: its messages."""
         self.loop(None, 1, self.xs, self.ys)
 
     def in_c(self, team, samples):
@@ -87,7 +87,9 @@ class Paired(Messages):
         return self.loop(team, samples, xs, ys)
 
     def loop(self, team, samples: int, xs, ys):
-        """(entered, left) of samples in C; xs, ys: all their buffers. Comm: their messages."""
+        """Run samples in C; return (entered, left). xs, ys: all their buffers. Comm: their
+        messages.
+        """
         return compiled.run(self.setup.loops, self.function, self.mpi, team, samples, xs=xs, ys=ys,
                             ack=self.ack, count=self.elements() * self.item, peer=self.peer,
                             first=self.first)
@@ -117,7 +119,7 @@ class Latency(Paired):
         return [(self.peer, number) for number in range(self.rounds // self.same)]
 
     def run_plain(self) -> None:
-        """Comm: the messages, one after the other."""
+        """Run a sample with plain calls. Comm: the messages, one after the other."""
         send, recv, peer, label = self.send, self.recv, self.peer, self.label
         xs, ys = self.xs * self.same, self.ys * self.same
         if self.first:
@@ -130,7 +132,7 @@ class Latency(Paired):
                 send(x, peer, TAG, *label)
 
     def run_kept(self) -> None:
-        """Comm: the same messages by persistent requests."""
+        """Run a sample with persistent requests. Comm: the same messages."""
         for call in self.calls:
             call()
 
@@ -170,7 +172,7 @@ class Bandwidth(Paired):
         return [(self.peer, number) for number in range(self.counts()[1])]
 
     def run_plain(self) -> None:
-        """Comm: the window and its answer."""
+        """Run a sample with plain calls. Comm: the window and its answer."""
         peer, label = self.peer, self.label
         pending = [self.irecv(y, peer, TAG, *label) for y in self.ys * self.same]
         pending += [self.isend(x, peer, TAG, *label) for x in self.xs * self.same]
@@ -178,14 +180,16 @@ class Bandwidth(Paired):
         self.answer()
 
     def run_kept(self) -> None:
-        """Comm: the same by persistent requests; MPI posts the whole window in one call."""
+        """Run a sample with persistent requests: MPI posts the whole window in one call. Comm: the
+        same.
+        """
         sends, receives = self.requests
         self.mpi4py.Prequest.Startall(receives + sends)
         self.wait_all(receives + sends)
         self.answer()
 
     def answer(self) -> None:
-        """Comm: one short message back."""
+        """Send one short message back. Comm: this message."""
         if self.first:
             self.recv(self.ack, self.peer, ACK_TAG, *self.label)
         else:

@@ -1,4 +1,4 @@
-"""Where a rank runs, and what else of its host a measurement depends on: from /proc and /sys."""
+"""The place of a rank, and the state of its host that measurements depend on: /proc and /sys."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ HUGE = "kernel/mm/transparent_hugepage"
 
 
 def read(path: Path) -> str:
-    """Return the text of a small file of the system; "" where it cannot be read."""
+    """Return the text of a small file of the system; "" if it cannot be read."""
     try:
         return path.read_text().strip()
     except OSError:
@@ -31,31 +31,31 @@ def cores_in(text: str) -> set[int]:
 
 
 def listed(numbers) -> str:
-    """Numbers as the system lists them: 0-3,8."""
+    """Return numbers as the system lists them: 0-3,8."""
     runs = [[number for _, number in run] for _, run in groupby(
         enumerate(sorted(numbers)), lambda pair: pair[1] - pair[0])]
     return ",".join(f"{run[0]}-{run[-1]}" if len(run) > 1 else f"{run[0]}" for run in runs)
 
 
 def sockets(cores, system: Path = Path("/sys")) -> list[int]:
-    """Return the processor packages of some cores; [-1] where the system does not say."""
+    """Return the processor packages of some cores; [-1] if the system does not report them."""
     names = (read(system / CPUS / f"cpu{core}" / "topology" / "physical_package_id")
              for core in cores)
     return sorted({int(name or -1) for name in names})
 
 
 def numa_nodes(cores, system: Path = Path("/sys")) -> list[int]:
-    """Return the NUMA nodes of some cores; [] where the system does not say."""
+    """Return the NUMA nodes of some cores; [] if the system does not report them."""
     return sorted(int(path.parent.name.removeprefix("node"))
                   for path in (system / NODES).glob("node[0-9]*/cpulist")
                   if cores_in(read(path)) & set(cores))
 
 
 def nics(system: Path = Path("/sys")) -> list[dict]:
-    """Return the network cards of this host that are up: name, NUMA node (-1: not said), Gbit/s (0:
-    same).
+    """Return this host's network cards that are up: name, NUMA node, Gbit/s.
 
-    Only real devices count: no loopback, no bridge of containers.
+    NUMA node -1 and 0 Gbit/s stand for unknown values. Only real devices count: no loopback, no
+    bridge of containers.
     """
     found = []
     for path in sorted((system / CLASSES / "infiniband").glob("*")):
@@ -71,7 +71,7 @@ def nics(system: Path = Path("/sys")) -> list[dict]:
 
 
 def huge_pages(system: Path = Path("/sys"), meminfo: Path = Path("/proc/meminfo")) -> dict:
-    """Return whether the system gives large pages by itself, and how many are set aside.
+    """Return whether the system provides large pages by itself, and how many are reserved.
 
     transparent: always, madvise or never. They alone can explain different times at 2 MiB.
     """
@@ -85,8 +85,7 @@ def huge_pages(system: Path = Path("/sys"), meminfo: Path = Path("/proc/meminfo"
 
 
 def place_fact(world_rank: int, ops) -> dict:
-    """Return where this rank runs. If its arrays are on a GPU: gpu, its GPU, and gpus, all it sees.
-    """
+    """Return where this rank runs; for arrays on a GPU also gpu, its own, and gpus, all visible."""
     cores = sorted(os.sched_getaffinity(0))
     own = {} if ops.device == "cpu" else gpus.fact(ops.xp, ops.xp.cuda.Device().id)
     return own | {"rank": world_rank, "host": host_name(os.environ), "cores": cores,
@@ -97,7 +96,7 @@ def place_fact(world_rank: int, ops) -> dict:
 def lines(places: list[dict]) -> list[str]:
     """Return the ranks' cores and NUMA nodes, and for each host its network cards and large pages.
 
-    Ranks of a host that have the same cores share a line, and so do hosts that are alike.
+    Ranks of a host with the same cores share a line, and so do identical hosts.
     """
     hosts: dict = {}
     for place in places:
@@ -108,7 +107,7 @@ def lines(places: list[dict]) -> list[str]:
         found += [f"{host}: ranks {listed(own)} on cores {listed(cores)}"
                   + (f", NUMA {listed(numa)}" if numa else "")
                   for (cores, numa), own in ranks.items()]
-    alike: dict = {}
+    by_text: dict = {}
     for place in {place["host"]: place for place in places}.values():
         cards = ", ".join(card["name"] + (f" {card['gbit_per_s']:g} Gbit/s" * bool(
             card["gbit_per_s"])) + f" (NUMA {card['numa']})" * (card["numa"] >= 0)
@@ -116,5 +115,5 @@ def lines(places: list[dict]) -> list[str]:
         huge = place["huge_pages"]
         text = (f"{cards}; huge pages: transparent {huge['transparent']} (defrag {huge['defrag']}),"
                 f" {huge['set_aside']} of {huge['page_KiB'] >> 10} MiB set aside")
-        alike.setdefault(text, []).append(place["host"])
-    return found + [f"{', '.join(names)}: {text}" for text, names in alike.items()]
+        by_text.setdefault(text, []).append(place["host"])
+    return found + [f"{', '.join(names)}: {text}" for text, names in by_text.items()]

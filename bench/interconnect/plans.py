@@ -92,11 +92,11 @@ class Job(NamedTuple):
         return tuple(via for via in section.case.vias if via == PLAIN or self._has(section, via))
 
     def _has(self, section: Section, via: str) -> bool:
-        """Whether a way is wanted and possible.
+        """Return whether a way is wanted and possible.
 
-        Bare calls need memory that this MPI can read. Pages that nobody has touched ("cold") cannot
-        be known before the call. MPI cannot add numbers of 16 bits. A matrix of all pairs has the
-        plain ways alone.
+        Bare calls need memory that this MPI can read. Untouched pages ("cold") cannot be known
+        before the call. MPI cannot add numbers of 16 bits. A matrix of all pairs has only the plain
+        ways.
         """
         case, kind = section.case, KINDS.get(via, BARE)
         plain_only = self.buffers == "cold" or section.title.startswith("pairs ")
@@ -119,9 +119,9 @@ def size_problems(texts: dict[str, str]) -> list[str]:
 
 
 def geometric(begin: int, end: int, factor: float) -> tuple[int, ...]:
-    """Sizes from begin to end, each `factor` times the one before, rounded to whole bytes.
+    """Return sizes from begin to end, each `factor` times the previous, rounded to whole bytes.
 
-    From 0 on: 0, then the least size that holds a number, and so on.
+    If begin is 0: 0, then the smallest size that holds a number, and so on.
     """
     if begin < 0 or end < begin or not LEAST_FACTOR <= factor < math.inf:
         raise UsageError(f"sizes from {begin} to {end} bytes by a factor of {factor:g}: give "
@@ -134,7 +134,7 @@ def geometric(begin: int, end: int, factor: float) -> tuple[int, ...]:
 
 
 def read_layout(text: str, world_size: int) -> dict[str, int]:
-    """dp=2,tp=2 as axis sizes whose product is the number of ranks. Raises UsageError."""
+    """Return dp=2,tp=2 as axis sizes whose product is the number of ranks. Raises UsageError."""
     found: list[str] = []
     sizes = dict.fromkeys(AXES, 1) | expand_layout({"layout": text}, found)
     product = math.prod(sizes.values())
@@ -180,14 +180,14 @@ def overlap_problems(cases, layout: str | None, num_tests: int) -> list[str]:
 
 
 def overlapped(sections, num_tests: int) -> list[Section]:
-    """Return those of the sections that are posted and waited for, to run beside computing."""
+    """Return those of the sections that are posted and waited for, to overlap with computing."""
     return [one._replace(title=f"{one.title} overlapped K={num_tests}", num_tests=num_tests)
             for one in sections if issubclass(one.case, Posted)]
 
 
 def world_sections(cases, world_size: int, sizes) -> list[Section]:
     """Return every chosen case on all ranks; two-rank cases on the first and the last."""
-    everybody = (tuple(range(world_size)),)
+    all_ranks = (tuple(range(world_size)),)
     found = []
     for name in cases:
         if name in PAIR_CASES:
@@ -200,7 +200,7 @@ def world_sections(cases, world_size: int, sizes) -> list[Section]:
             found += chain_sections(world_size, sizes)
         else:
             case = GROUP_CASES[name]
-            found.append(Section(name, case, in_pairs(name, everybody),
+            found.append(Section(name, case, in_pairs(name, all_ranks),
                                  sizes if case.sized else (0,)))
     return found
 
@@ -218,34 +218,31 @@ def routing_problems(routings, cases) -> list[str]:
     found = [f"--routing: no routing {name!r}{suggestion(name, tuple(ROUTINGS))}; give some of"
              f" {','.join(ROUTINGS)}, or all" for name in routings if name not in ROUTINGS]
     if UnevenAllToAll.name not in cases:
-        found.append(f"--routing: is of {UnevenAllToAll.name}, which is not run; name it too")
+        found.append(f"--routing: belongs to {UnevenAllToAll.name}, which is not run; name it too")
     return found
 
 
 def in_pairs(name: str, groups):
-    """Return the groups of a case; where it needs pairs, the last rank of an odd number is left
-    out.
-    """
+    """Return a case's groups; if it needs pairs, the last of an odd number of ranks is left out."""
     return tuple(group[:len(group) // 2 * 2] for group in groups) if name in IN_PAIRS else groups
 
 
 def chain_sections(world_size: int, sizes) -> list[Section]:
-    """Return each hop alone, all hops of each schedule together, and the messages of each schedule.
-    """
-    everybody = (tuple(range(world_size)),)
+    """Return each hop alone, all hops of each schedule together, and each schedule's messages."""
+    all_ranks = (tuple(range(world_size)),)
     found = [Section("stage-chain hop", partial(Hops, hops=((0, 1),)), (hop,), sizes, "pp", "alone")
              for hop in hops_of("interleaved", world_size)]
     for schedule in CHAIN_SCHEDULES:
         hops = hops_of(schedule, world_size)
         found.append(Section(f"stage-chain hops {schedule}", partial(Hops, hops=tuple(hops)),
-                             everybody, sizes, "pp", "together"))
+                             all_ranks, sizes, "pp", "together"))
         found.append(Section(f"stage-chain {schedule}", partial(Program, schedule_name=schedule),
-                             everybody, sizes, "pp"))
+                             all_ranks, sizes, "pp"))
     return found
 
 
 def left_out(cases, layout: str | None, wanted, job: Job) -> list[str]:
-    """Lines that name cases that the layout has no groups for, or that the job has no way for."""
+    """Return lines on cases for which the layout has no groups, or the job no way."""
     lines = []
     if layout is not None and "stage-chain" in cases and all(one.axis != "pp" for one in wanted):
         lines.append("stage-chain is left out: a chain of stages needs pp=2 or more, --layout is "
@@ -261,7 +258,7 @@ def left_out(cases, layout: str | None, wanted, job: Job) -> list[str]:
 def layout_sections(cases, layout: dict[str, int], sizes) -> list[Section]:
     """Return the chosen cases on every group of every axis: one group at a time, then all at once.
 
-    Raises UsageError where there is nothing to run.
+    Raises UsageError if there is nothing to run.
     """
     world_size = math.prod(layout.values())
     grids = [Grid(place, layout)

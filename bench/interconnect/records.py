@@ -1,8 +1,8 @@
-"""The file of a benchmark: JSON lines, one schema version, every sample kept.
+"""The result file of a benchmark: JSON lines, one schema version, every sample kept.
 
-Line 1 is the head: machine, library, launch, options. One line for each row follows, and a last
-line says how the run ended. A line is written whole, so the file of a killed run is valid up to its
-end. Readers refuse versions that they do not know.
+Line 1 is the head: machine, library, launch, options. It is followed by one line for each row, and
+a last line that says how the run ended. A line is written whole, so the file of a killed run is
+valid up to its end. Readers refuse versions that they do not know.
 """
 
 from __future__ import annotations
@@ -86,7 +86,7 @@ def parse(lines, name: str) -> list[Run]:
             value = parse_json(line)
         except ValueError as error:
             if number == len(lines) and not line.endswith("\n"):
-                break  # killed while writing: what came before stands
+                break  # killed while writing: what came before is valid
             raise DataError(f"{name}:{number}: not a line of JSON: {error}") from error
         if not isinstance(value, dict):
             raise DataError(f"{name}:{number}: no object")
@@ -117,7 +117,7 @@ def parse(lines, name: str) -> list[Run]:
 
 
 def _fits(column: str, value) -> bool:
-    """Whether a value has the type of its column; None stands for what a row does not have."""
+    """Return whether a value has the type of its column; None stands for a missing value."""
     if column in SAMPLES or column == "ranks":
         rows = value if isinstance(value, list) else [None]
         if rows and all(isinstance(one, list) for one in rows):
@@ -148,7 +148,7 @@ def facts_of(path: str) -> dict:
 
 
 def remark(path: str, runs) -> str:
-    """Return one line about a file if one of its launches did not measure everything, else ""."""
+    """Return one line on a file if one of its launches did not measure everything, else ""."""
     found = [f"{name} in {count} of {counted(len(runs), 'launch')}"
              for name in (INTERRUPTED, CUT_OFF)
              if (count := sum(run.status == name for run in runs))]
@@ -160,7 +160,7 @@ def remark(path: str, runs) -> str:
 def rows_of(paths, tell: bool = False) -> list[dict]:
     """Return the rows of all launches in some files, each with the number of its launch.
 
-    tell: name on standard error the files that are not complete.
+    tell: name incomplete files on standard error.
     """
     found, launch = [], 0
     for path in paths:

@@ -1,15 +1,15 @@
 """Takes samples: ranks start together; every time is kept, and none is averaged.
 
-An operation can be done in several ways: through mpipar.comm, or by bare calls. The ways take turns
+An operation can be run in several ways: through mpipar.comm, or by bare calls. The ways take turns
 in short batches, so that a slow spell of the machine hits all of them. One rank of the team decides
 how many more samples each needs and tells the others, so that no rank leaves a loop alone.
 
-The ranks of a team begin an iteration after a `barrier`, at a `deadline`, or at once. Ranks leave a
-barrier one after the other. Their distance is added to a short operation or hidden in it. A
-deadline is an instant on the common clock, far enough ahead for every rank to hear of it. A rank
+The ranks of a team begin an iteration after a `barrier`, at a `deadline`, or immediately. Ranks
+leave a barrier one after the other, and this spread is added to a short operation or hidden in it.
+A deadline is a moment on the common clock, far enough ahead for every rank to hear of it. A rank
 that has not heard of it is late, and the iteration does not count. Between hosts that clock is an
 estimate: starts differ by up to its error, and no time on that clock shows it. With `none` calls
-follow each other as fast as they can. That gives throughput, not the time of one call.
+follow each other as fast as they can, which gives throughput, not the time of one call.
 """
 
 from __future__ import annotations
@@ -24,14 +24,15 @@ from bench.interconnect.cases import IN_C
 from bench.interconnect.groups import largest
 from bench.interconnect.statistics import half_width
 
-TURNS = 10  # in a budget: how often the ways take turns, and how soon a Ctrl-C is noticed
+TURNS = 10  # per budget: how often the ways take turns, and how soon a Ctrl-C is noticed
 LEAST_TURNS = 5  # so that one slow spell of the machine never covers all samples of a way
 ELSEWHERE = "payload wrong on another rank"
-MOST = 2000  # iterations kept: the file keeps each, and more would say no more of a median
+MOST = 2000  # iterations kept: the file keeps each, and more would not improve a median
 
 
 class Plan(NamedTuple):
-    """budget: seconds for one way of one size. target: half the median's interval over the median.
+    """Limits of one way. budget: seconds for a size. target: half the median's interval over the
+    median.
 
     least: the least number of iterations. warm_up: iterations that are not kept. sync: how they
     start. exactly: the number of iterations, whatever time and target say; 0: these decide. most:
@@ -56,7 +57,7 @@ class Progress:
 
 
 class Outcome(NamedTuple):
-    """The outcome of one way on this rank.
+    """The result of one way on this rank.
 
     It has times (ns of its own clock), problems of the payload, and the numbers of the iterations
     that this rank started too late.
@@ -75,7 +76,7 @@ class Outcome(NamedTuple):
 
 
 def enough(durations_s, spent_s: float, plan: Plan) -> bool:
-    """Return whether one way has been measured well enough, or for long enough."""
+    """Return whether one way has been measured precisely enough, or for long enough."""
     count = len(durations_s)
     if plan.exactly:
         return count >= plan.exactly
@@ -85,7 +86,7 @@ def enough(durations_s, spent_s: float, plan: Plan) -> bool:
 
 
 def batch_size(durations_s, plan: Plan, kept: int = 0) -> int:
-    """Iterations that take one turn's share of the budget; kept: how many there are already."""
+    """Return how many iterations take one turn's share of the budget; kept: how many there are."""
     if plan.exactly:
         return min(-(-plan.exactly // TURNS), plan.exactly - kept)
     if not len(durations_s):
@@ -95,7 +96,7 @@ def batch_size(durations_s, plan: Plan, kept: int = 0) -> int:
 
 
 def batch(start, case, count: int, progress) -> tuple[np.ndarray, np.ndarray, list[int]]:
-    """Run `count` iterations; this rank's times, and which began too late. Comm: the start's."""
+    """Run `count` iterations; return this rank's times, and which began late. Comm: the start's."""
     entered, left, late = np.empty(count, np.int64), np.empty(count, np.int64), []
     settle = case.ops.synchronize if case.ops.device != "cpu" else None
     start.begin()
@@ -130,11 +131,10 @@ def checked(team, case) -> list[str]:
 
 def measure_cases(team, cases: dict, plan: Plan, progress, stopping,
             ahead_ns: int = 0) -> dict[str, Outcome]:
-    """{way: Outcome} of this rank; all ways go on until each has enough.
+    """Return {way: Outcome} of this rank; all ways continue until each has enough.
 
     stopping(): whether this rank was asked to end. ahead_ns: this rank's clock minus the common
-    one.
-    Comm: the cases; on the team the start of each iteration and one all-reduce for each turn.
+    one. Comm: the cases; on the team the start of each iteration and one all-reduce for each turn.
     """
     found, plans = {}, {via: case.planned(plan) for via, case in cases.items()}
     starts = {via: STARTS[case.sync or plan.sync](team, ahead_ns) for via, case in cases.items()}
@@ -158,7 +158,7 @@ def measure_cases(team, cases: dict, plan: Plan, progress, stopping,
         done = turn >= LEAST_TURNS and all(
             enough(kept[via], spent[via], plans[via]) for via in running)
         first = team.rank == 0
-        *counts, going, stopped = largest(team, [  # others than the first rank give 0
+        *counts, going, stopped = largest(team, [  # all but the first rank give 0
             *(count * first for count in orders), first and not done, stopping()])
         if stopped or not going:
             break
@@ -167,7 +167,7 @@ def measure_cases(team, cases: dict, plan: Plan, progress, stopping,
 
 
 def on_common_clock(facts, ranks, via: str, clock) -> tuple[np.ndarray, np.ndarray]:
-    """(n, ranks) entered and left on the clock of world rank 0, ns."""
+    """Return (n, ranks) entered and left on the clock of world rank 0, ns."""
     columns = [[[clock.common_ns(number, time) for time in facts[number][via][part]]
                 for number in ranks] for part in (0, 1)]
     return tuple(np.array(column, np.int64).T for column in columns)
@@ -189,7 +189,7 @@ class BarrierStart:
         """Prepare a batch of iterations; here nothing is needed."""
 
     def wait(self) -> bool:
-        """Wait for an iteration; whether this rank is too late. Comm: a barrier of the team."""
+        """Wait for an iteration; return whether this rank is late. Comm: a barrier of the team."""
         self.team.Barrier()
         return False
 
@@ -202,7 +202,7 @@ class NoStart(BarrierStart):
         self.barrier = None
 
     def begin(self) -> None:
-        """Comm: a barrier of the team."""
+        """Wait for all ranks. Comm: a barrier of the team."""
         self.team.Barrier()
 
     def wait(self) -> bool:
@@ -210,7 +210,7 @@ class NoStart(BarrierStart):
 
 
 class DeadlineStart(BarrierStart):
-    """A start at an instant that the team's first rank names.
+    """A start at a moment that the team's first rank announces.
 
     ahead_ns: this rank's clock minus the common one.
     """
@@ -242,7 +242,7 @@ class DeadlineStart(BarrierStart):
         self.lead_ns = min(max(LEAD * int(slowest[0]), LEAST_LEAD_NS), MOST_LEAD_NS)
 
     def wait(self) -> bool:
-        """Comm: `tell`."""
+        """Wait for the deadline; return whether this rank is too late. Comm: `tell`."""
         self.tell()
         deadline = int(self.message[0])
         while self.now() < deadline:

@@ -1,9 +1,9 @@
 """The parts that one benchmark launch shares: ranks and their places, memory, clock, file.
 
-Bus bandwidth (busbw) has a bound: a link rate that the user states, or that of a memory copy. It
-is the rate of one rank's link, one way. A stated rate belongs to the slowest kind of link in the
-job: the link between hosts, if there are several. Inside a host MPI copies memory. So the copy rate
-measured at the start is shown there, for orientation. A message that is copied twice stays below
+Bus bandwidth (busbw) has a bound: a link rate that the user states, or that of a memory copy. It is
+the rate of one rank's link, one way. A stated rate belongs to the slowest kind of link in the job:
+the link between hosts, if there are several. Inside a host MPI copies memory, so the copy rate
+measured at the start is shown there for orientation. A message that is copied twice stays below
 half of it; one that stays in the cache may exceed it.
 """
 
@@ -51,12 +51,12 @@ from mpipar.errors import EnvironmentProblem
 from mpipar.job import watchdog
 
 COPY_BYTES = 64 << 20
-PEERS = ("least_to_peer_bytes", "most_to_peer_bytes")  # of an exchange whose parts differ
+PEERS = ("least_to_peer_bytes", "most_to_peer_bytes")  # of an exchange of unequal parts
 VARIABLES = re.compile(r"(MPI|UCX|FI_|OMPI|NCCL|SLURM_(JOB_ID|NNODES|NTASKS)|.*_NUM_THREADS)")
 
 
 def copy_rate() -> float:
-    """GB/s of a memory copy, best of three: an upper bound for messages inside a host."""
+    """Return GB/s of a memory copy, best of three: an upper bound for messages inside a host."""
     source, target = np.ones(COPY_BYTES, np.uint8), np.ones(COPY_BYTES, np.uint8)
     seconds = []
     for _ in range(3):
@@ -78,7 +78,7 @@ def revision(root: Path = results.ROOT) -> str:
 
 
 def make_ops(transport: str, dtype: str, host_rank: int):
-    """Array functions for the memory that the transport takes.
+    """Return array functions for the memory that the transport takes.
 
     On a GPU these are the plain functions: messages need no kernels, which older GPUs cannot run.
     Raises EnvironmentProblem without a usable GPU.
@@ -95,8 +95,8 @@ def make_ops(transport: str, dtype: str, host_rank: int):
 class Bench:
     """One launch. world: every rank; only world rank 0 has rows, prints and writes.
 
-    loops: the library of bench.interconnect.compiled, where rows in C are measured.
-    Comm: every rank must make it; if the GPU of one is not usable, all leave together.
+    loops: the library of bench.interconnect.compiled, if rows in C are measured. Comm: every rank
+    must make it; if the GPU of one is not usable, all leave together.
     """
 
     def __init__(self, session, job: Job, footprint: int, plan: Plan, window: int = 64, *,
@@ -115,9 +115,7 @@ class Bench:
         self.latest, self.end = [], None  # rows of the last size; when a size must end, if ever
 
     def _look_at_clocks(self) -> None:
-        """Measure how far this rank's clock is ahead of world rank 0's. Comm: messages, one
-        broadcast.
-        """
+        """Measure how far this rank's clock is ahead of rank 0's. Comm: messages, one broadcast."""
         self.clock_before = measure_clocks(self.world, self.owners)
         text = json.dumps({str(owner): sample.offset_ns
                            for owner, sample in self.clock_before.items()})
@@ -153,13 +151,13 @@ class Bench:
         }
 
     def watchdog(self, seconds: float):
-        """Ends the job with a message after so many seconds without progress (0: never)."""
+        """End the job with a message after this many seconds without progress (0: never)."""
         return self.session.watch.following(
             lambda: (self.progress.count, self.progress.doing),
             lambda: watchdog.state_of(where=self.progress.doing), seconds)
 
     def run(self, section, sizes=None) -> list[dict]:
-        """Measure a section; its rows on world rank 0. Comm: the whole world must call it."""
+        """Measure a section; return its rows on world rank 0. Comm: all ranks must call it."""
         group = make_group(section.groups, section.axis, self.job.transport, self.ops, self.world,
                            self.recorder)
         rows = []
@@ -214,7 +212,7 @@ class Bench:
                     where = next((one for one in bad if one != ELSEWHERE), ELSEWHERE)
                     self.refused.append(f"{what}: {where}")
                 elif count and len(late) == count:
-                    self.refused.append(f"{what}: no iteration started in time; take --sync "
+                    self.refused.append(f"{what}: no iteration started in time; use --sync "
                                         "barrier")
                 elif count:
                     entered, left = on_common_clock(
@@ -260,7 +258,7 @@ STATED, COPY = "--bound-GBps", "memory copy"
 
 
 class Bounds(NamedTuple):
-    """stated_GBps: None where the user says nothing. copy_GBps: the rate of a memory copy."""
+    """stated_GBps: None if the user states nothing. copy_GBps: the rate of a memory copy."""
 
     stated_GBps: float | None
     copy_GBps: float
@@ -268,7 +266,7 @@ class Bounds(NamedTuple):
     several_hosts: bool
 
     def of(self, between_hosts: bool) -> tuple[str, float] | None:
-        """(name of the bound, GB/s one way), or None where nothing is known."""
+        """Return (name of the bound, GB/s one way), or None if nothing is known."""
         if self.stated_GBps is not None and between_hosts == self.several_hosts:
             return STATED, self.stated_GBps
         if self.transport == "mpi-host" and not between_hosts:
@@ -276,7 +274,7 @@ class Bounds(NamedTuple):
         return None
 
     def columns(self, row: dict) -> dict:
-        """bound, bound_GBps and bound_percent of a row; {} without a bound and for barriers."""
+        """Return bound, bound_GBps, bound_percent of a row; {} for barriers and without a bound."""
         bound = self.of(row["link"] == LINKS[2])
         if bound is None or not row["busbw_GBps"]:
             return {}

@@ -1,8 +1,8 @@
-"""What the samples of a benchmark say: pure functions of arrays, no MPI, no clocks.
+"""Statistics of a benchmark's samples: pure functions of arrays, no MPI, no clocks.
 
 A sample is one iteration: when each rank entered and left it, on one clock. Nothing is averaged
 over ranks: the time of an iteration is last exit minus first entry. Where iterations follow each
-other without a common start, it is last exit minus the last exit before. Spread is given by order
+other without a common start, it is last exit minus the previous last exit. Spread is given by order
 statistics, which assume no distribution.
 """
 
@@ -15,7 +15,7 @@ import numpy as np
 from mpipar.errors import EnvironmentProblem
 
 FIRST_ALONE = ("latency", "bandwidth", "bidirectional")  # only the first rank's clock counts, as
-# in OSU's point-to-point tests
+# is the case in OSU's point-to-point tests
 EACH_ALONE = "noise"  # nothing is sent: the slowest rank's own time counts
 
 # Bus bandwidth over algorithm bandwidth for P ranks: what the busiest link carries per byte of the
@@ -29,18 +29,18 @@ BUS_FACTORS = {
 
 
 def bus_factor(case: str, ranks: int) -> float:
-    """busbw / algbw; 1 where it is not listed. case: a title that begins with its name."""
+    """Return busbw / algbw; 1 if it is not listed. case: a title that begins with its name."""
     name = case.split(maxsplit=1)[0]
     return BUS_FACTORS[name](ranks) if name in BUS_FACTORS else 1.0
 
 
 def iteration_ns(entered, left):
-    """(n, ranks), (n, ranks) -> (n,): last exit minus first entry."""
+    """Return last exit minus first entry: (n, ranks), (n, ranks) -> (n,)."""
     return left.max(axis=1) - entered.min(axis=1)
 
 
 def back_to_back_ns(entered, left):
-    """(n, ranks), (n, ranks) -> (n,): last exit minus the last exit before.
+    """Return last exit minus the previous last exit: (n, ranks), (n, ranks) -> (n,).
 
     The first iteration of a batch counts from its first entry.
     """
@@ -49,7 +49,7 @@ def back_to_back_ns(entered, left):
 
 
 def times_us(row: dict) -> np.ndarray:
-    """Times in us of a row's iterations that count, each for one operation, from the samples."""
+    """Return times in us of a row's counted iterations, each per operation, from the samples."""
     entered, left = np.array(row["entered_ns"]), np.array(row["left_ns"])
     if row["case"].removeprefix("pairs ") in FIRST_ALONE:
         entered, left = entered[:, :1], left[:, :1]
@@ -61,7 +61,7 @@ def times_us(row: dict) -> np.ndarray:
 
 
 def skew_us(row: dict) -> float:
-    """Median distance of the ranks' starts; 0 where one clock counts, or without a common start."""
+    """Return the median spread of the ranks' starts; 0 with one clock or no common start."""
     if row["case"].removeprefix("pairs ") in FIRST_ALONE or row["sync"] == "none":
         return 0.0
     entered = np.delete(np.array(row["entered_ns"]), row["late_at"], axis=0)
@@ -69,7 +69,7 @@ def skew_us(row: dict) -> float:
 
 
 def last_share(times) -> tuple[int, float]:
-    """(n, ranks) -> the column that most often holds the row's largest value, and how often."""
+    """Return the column of (n, ranks) that most often has its row's maximum, and how often."""
     last = np.bincount(times.argmax(axis=1), minlength=times.shape[1])
     return int(last.argmax()), float(last.max() / last.sum())
 
@@ -89,14 +89,14 @@ def median_interval(samples, z: float = 1.96) -> tuple[float, float]:
 
 
 def half_width(samples) -> float:
-    """Half the median's 95 % interval as a share of the median."""
+    """Return half the median's 95 % interval as a share of the median."""
     low, high = median_interval(samples)
     middle = float(np.median(samples))
     return (high - low) / 2 / middle if middle else math.inf
 
 
 def summary(times_us) -> dict:
-    """Columns of a row from the times of its iterations in microseconds."""
+    """Return columns of a row from the times of its iterations in microseconds."""
     times_us = np.asarray(times_us, float)
     low, high = median_interval(times_us)
     p5, p95, p99 = np.percentile(times_us, (5, 95, 99))
@@ -108,15 +108,16 @@ def summary(times_us) -> dict:
 
 
 def bandwidths(case: str, ranks: int, nbytes: float, median_us: float) -> dict:
-    """algbw and busbw in GB/s (1e9): bytes over the median time, never a mean of rates."""
+    """Return algbw and busbw in GB/s (1e9): bytes over the median time, never a mean of rates."""
     alg = nbytes / median_us * 1e-3 if median_us else 0.0
     return {"algbw_GBps": alg, "busbw_GBps": alg * bus_factor(case, ranks)}
 
 
 def rank_sum(a, b) -> float:
-    """Two-sided p-value of the Wilcoxon-Mann-Whitney rank-sum test; ties get mean ranks.
+    """Return the two-sided p-value of the Wilcoxon-Mann-Whitney rank-sum test.
 
-    It is exact for up to eight values on a side without ties, else a normal approximation.
+    Ties get mean ranks. It is exact for up to eight values on a side without ties, else a normal
+    approximation.
     """
     p_value = scipy_stats().mannwhitneyu(a, b).pvalue
     return 1.0 if np.isnan(p_value) else float(p_value)  # nan: all values are equal
@@ -133,7 +134,7 @@ def discoveries(p_values, rate: float = 0.05) -> list[bool]:
 
 
 def scipy_stats():
-    """Return the package scipy.stats. Raises EnvironmentProblem where it is not installed."""
+    """Return the package scipy.stats. Raises EnvironmentProblem if it is not installed."""
     try:
         from scipy import stats  # here, because it takes half a second, and ranks need none
     except ImportError:

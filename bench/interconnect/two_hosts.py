@@ -26,16 +26,15 @@ own=(--uts)
 [[ $host == hostb* ]] && own+=(--time --monotonic {AHEAD_SECONDS} --fork --kill-child)
 exec ip netns exec "$host" unshare "${{own[@]}}" bash -c "hostname $host; exec $*"
 """
-# Shared memory would go past the cable. And both hosts share the cores of this machine: a rank that
-# takes all of them for its own would start so many BLAS threads that they wait for each other.
+# Shared memory would bypass the cable. Both hosts also share the cores of this machine: a rank that
+# considers all of them its own would start so many BLAS threads that they wait for each other.
 OVER_TCP = {"UCX_TLS": "tcp,self", "UCX_NET_DEVICES": "eth0", "MPIR_CVAR_NOLOCAL": "1",
             "HYDRA_LAUNCHER": "ssh", "OMP_NUM_THREADS": str(max(1, (os.cpu_count() or 1) // 2))}
 
 
 @cache
 def missing() -> str | None:
-    """Return the reason why namespaces are impossible here, or None. It makes one, and deletes it.
-    """
+    """Return why namespaces are impossible here, or None. It creates one, and deletes it."""
     if os.geteuid():
         return "needs root"
     if lacking := [name for name in PROGRAMS if not shutil.which(name)]:
@@ -52,7 +51,7 @@ def missing() -> str | None:
 def ip(*words) -> str:
     """Return what `ip` with these words prints.
 
-    Raises EnvironmentProblem where it fails: most containers forbid namespaces even to root.
+    Raises EnvironmentProblem if it fails: most containers forbid namespaces even to root.
     """
     done = subprocess.run(["ip", *words], check=False, capture_output=True, text=True)
     if done.returncode:
@@ -87,7 +86,7 @@ class Hosts:
 
 @contextlib.contextmanager
 def two_hosts(folder, mbit_per_second):
-    """Two Hosts; afterwards nothing of them is left."""
+    """Yield two Hosts; afterwards nothing of them is left."""
     tag = uuid.uuid4().hex[:6]
     names = [f"hosta{tag}", f"hostb{tag}"]
     enter = folder / "enter"

@@ -2,17 +2,17 @@
 
     mpiexec -n 8 python -m bench interconnect vet [--limit 1.5] [--rounds 3]
 
-Every rank does the same piece of work again and again, and every pair of ranks exchanges messages
-of 8 bytes and of 1 MiB. Pairs that have no rank in common do so at the same time, each time with
-other neighbours. Of each rank and pair the best time counts: other programs spoil some, not all.
+Every rank repeats the same piece of work, and every pair of ranks exchanges messages of 8 bytes and
+of 1 MiB. Pairs that have no rank in common do so at the same time, each time with other neighbours.
+For each rank and pair the best time is taken, because other programs spoil some, not all.
 
-A pair is compared with the median pair on the same kind of link. A rank is as slow as its median
-partner says, so that one slow rank does not spoil the others. It is a suspect if it takes --limit
-times the median of all, and is further from it than five times the usual distance (MAD). A pair is
-one if it is as slow and neither of its ranks is. Where ranks share cores, a message takes as long
-as its receiver waits for one, so that computing alone is compared. The last line names hosts for
---exclude of sbatch and srun. Exit codes: 0 none is suspected, 1 some are, 2 there are too few to
-compare.
+A pair is compared with the median pair on the same kind of link. A rank is rated by its median
+partner, so that one slow rank does not spoil the others. It is a suspect if it takes --limit times
+the median of all, and is further from it than five times the usual distance (MAD). A pair is a
+suspect if it is that slow although neither of its ranks is. Where ranks share cores, a message
+takes as long as its receiver waits for one, so only computing is compared. The last line names
+hosts for --exclude of sbatch and srun. Exit codes: 0 none is suspected, 1 some are, 2 there are too
+few to compare.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ from mpipar.errors import EXIT_CHECK_FAILED, EXIT_OK, EXIT_USAGE
 from mpipar.job.watchdog import state_of
 from mpipar.ops import make
 
-LEAST_RANKS = 3  # of two it cannot be said which one is slow
+LEAST_RANKS = 3  # with two it is unclear which one is slow
 SIZES = {"latency": 8, "transfer": 1 << 20}  # bytes of the messages
 TRIPS = {"latency": 30, "transfer": 3}  # in one turn of a pair
 WORKS = 40  # pieces of work in one round
@@ -74,7 +74,7 @@ def rounds_of(size: int) -> list[list[Pair]]:
 
 
 def outliers(values: dict, limit: float) -> dict:
-    """{name: times the median} of the values that stand out. Fewer than three are not compared."""
+    """Return {name: times the median} of outliers. Fewer than three values are not compared."""
     if len(values) < LEAST_RANKS:
         return {}
     middle = median(values.values())
@@ -85,8 +85,9 @@ def outliers(values: dict, limit: float) -> dict:
 
 def suspects(work: list[float], pairs: dict[str, dict[Pair, float]], links: dict[Pair, str],
              hosts: list[str], limit: float) -> list[Suspect]:
-    """Return who is slow. work: of each rank; pairs: {what: {pair: seconds}}; links: the kind of
-    each.
+    """Return the slow ranks and pairs.
+
+    work: of each rank; pairs: {what: {pair: seconds}}; links: the kind of each.
     """
     found = [Suspect((rank,), "computing", factor, (hosts[rank],))
              for rank, factor in outliers(dict(enumerate(work)), limit).items()]
@@ -129,7 +130,7 @@ def pair_seconds(world, pair: Pair, what: str) -> float:
 
 
 def measure(world, rounds: int, progress) -> tuple[list[float], dict] | None:
-    """(work of each rank, {what: {pair: seconds}}) on world rank 0, None elsewhere.
+    """Return (work of each rank, {what: {pair: seconds}}) on world rank 0, None elsewhere.
 
     Comm: a broadcast, the messages of all pairs, barriers, and a gather.
     """
@@ -162,14 +163,14 @@ def lines_of(work, pairs, hosts) -> list[dict]:
 
 
 def add_flags(parser) -> None:
-    """Add what is slow, and how often to look."""
+    """Add the flags for what counts as slow, and how often to look."""
     parser.add_argument("--limit", type=float, default=1.5,
-                        help="times the median from which on a rank is slow (1.5)")
+                        help="a rank is slow from this many times the median (1.5)")
     parser.add_argument("--rounds", type=flags.count, default=3, help="of everything (3)")
 
 
 def check(args, parser) -> None:
-    """Refuse a limit that all ranks pass."""
+    """Check that the limit is above 1, which all ranks would pass. Raises UsageError."""
     if not args.limit > 1:
         parser.error("--limit must be above 1")
 
@@ -179,8 +180,8 @@ def vetted(args, session) -> int:
     world = session.world
     if world.size < LEAST_RANKS:
         if world.rank == 0:
-            print(f"too few to compare: {world.size} of at least {LEAST_RANKS} ranks; of two it"
-                  " cannot be said which one is slow", file=sys.stderr)
+            print(f"too few to compare: {world.size} of at least {LEAST_RANKS} ranks; with two it"
+                  " is unclear which one is slow", file=sys.stderr)
         return EXIT_USAGE
     places = gather_facts(world, place_fact(world.rank, make("cpu", "float32")))
     steps: list[int] = []
@@ -202,7 +203,7 @@ def say(found, places, limit: float, crowded: bool = False) -> int:
     links = {pair: link_of(places, pair) for pair in pairs["latency"]}
     print(results.text_table(lines_of(work, pairs, hosts)))
     if crowded:
-        print("more ranks than cores on a host: computing alone is compared")
+        print("more ranks than cores on a host: only computing is compared")
     slow = suspects(work, {} if crowded else pairs, links, hosts, limit)
     for one in slow:
         print(f"suspect: {one}" + "".join(f" ({host})" for host in one.hosts))

@@ -1,14 +1,14 @@
-"""The ways of doing the same beside each other: C, mpi4py, persistent requests, and mpipar.comm.
+"""The layers of a call compared: C, mpi4py, persistent requests, and mpipar.comm.
 
     python -m bench.interconnect latency bandwidth all-reduce --ways all --json rows.jsonl
     python -m bench.interconnect.ways rows.jsonl [--write]    # --write: into bench/results/
 
 C runs the loops of loops.c, in the processes of the other ways and in turns with them. What mpi4py
-takes more has two parts. `calling_us` is a call from Python and the benchmark's own loop;
+takes beyond that has two parts: `calling_us` is a call from Python and the benchmark's own loop;
 `asking_us` is what mpi4py asks of the array. `record_us` is mpipar's part, the record of the call.
 Limits: the record costs at most 0.6 us of a latency up to 8 KiB, and 3 % from 1 MiB on. Exit code 1
-says that it costs more. Where OSU's programs are on the PATH, they run too, each as a job of its
-own; their means stand in a column.
+means that it costs more. If OSU's programs are on the PATH, they run too, each as a job of its own;
+their means are in a separate column.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from mpipar.errors import EXIT_CHECK_FAILED, EXIT_OK, DataError
 
 COLUMNS = {IN_C: "C_us", BARE: "mpi4py_us", PERSISTENT: "prepared_us", PREPARED: "prepared_us",
            COMM: "mpipar_comm_us"}
-# From C to mpipar.comm: what is new at each step.
+# From C to mpipar.comm: what each step adds.
 STEPS = (("calling_us", IN_C, PREPARED), ("asking_us", PREPARED, BARE), ("record_us", BARE, COMM))
 LIMIT_US, SMALL_BYTES = 0.6, 8 << 10  # up to the size that OSU's benchmarks call small
 LIMIT_SHARE, LARGE_BYTES = 0.03, 1 << 20
@@ -34,9 +34,7 @@ OSU_SECONDS = 300
 
 
 def compared(rows) -> list[dict]:
-    """Return a line for each operation and size that was done in several ways: medians over
-    launches.
-    """
+    """Return a line for each operation and size run in several ways: medians over launches."""
     found: dict = {}
     for row in rows:
         key = (row["case"], row["mode"], tuple(row["ranks"]), row["size_bytes"], row["sync"])
@@ -62,7 +60,7 @@ def compared(rows) -> list[dict]:
 
 
 def latency_problems(lines) -> list[str]:
-    """Latencies at which the record of a call costs more than is allowed."""
+    """Return latencies at which the record of a call costs more than is allowed."""
     found = []
     for line in lines:
         if line["case"] != "latency" or line["record_us"] == "-":
@@ -76,7 +74,7 @@ def latency_problems(lines) -> list[str]:
 
 
 def osu_numbers(text: str, case: str) -> dict[int, float]:
-    """{size: us of a message} from what a program of OSU printed; bandwidths are in MB/s = 1e6."""
+    """Return {size: us of a message} from an OSU program's output; bandwidths in MB/s = 1e6."""
     found = {}
     for line in text.splitlines():
         words = line.split()
@@ -87,7 +85,7 @@ def osu_numbers(text: str, case: str) -> dict[int, float]:
 
 
 def with_osu(lines) -> list[dict]:
-    """Return the lines with the column osu_us, where OSU's program for the case is installed."""
+    """Return the lines with the column osu_us, if OSU's program for the case is installed."""
     times: dict = {}
     for case, program in OSU.items():
         if (path := shutil.which(program)) and any(line["case"] == case for line in lines):
@@ -98,7 +96,7 @@ def with_osu(lines) -> list[dict]:
                     [launches.own_launcher(), "-n", str(ranks), path, "-m",
                      f"{max(1, min(sizes))}:{max(sizes)}"], capture_output=True, text=True,
                     check=True, env=launches.environment_of_jobs(), timeout=OSU_SECONDS)
-            except subprocess.SubprocessError as error:  # as one that was built for another MPI
+            except subprocess.SubprocessError as error:  # such as one built for another MPI
                 print(f"{program} is left out: {error}; {(error.stderr or '').strip()[-300:]}",
                       file=sys.stderr)
                 continue
@@ -113,7 +111,7 @@ def measured(args, session) -> Outcome:
     """Return the lines of the file; code 1 if a latency costs more than is allowed."""
     lines = with_osu(compared(records.rows_of([args.file], tell=True)))
     if not lines:
-        raise DataError(f"{args.file}: nothing was done in two ways: measure with --ways all")
+        raise DataError(f"{args.file}: nothing was run in two ways: measure with --ways all")
     found = latency_problems(lines)
     return Outcome(lines, records.facts_of(args.file), EXIT_CHECK_FAILED if found else EXIT_OK,
                    end="\n".join(found))

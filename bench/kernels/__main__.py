@@ -4,7 +4,7 @@
 
 Columns: flop_per_byte: FLOPs per byte of operands that a block reads from global memory, caches
 aside. shared_KiB: shared memory of a block. registers_*: registers per thread, for that
-architecture. No kernel spills registers to memory: tests/test_cuda_compile.py checks it.
+architecture. No kernel spills registers to memory, as tests/test_cuda_compile.py checks.
 """
 
 from __future__ import annotations

@@ -2,7 +2,7 @@
 
 The real worker takes a step on shapes. Each array that a function reads or writes counts once, and
 of a table of embeddings as many rows as there are tokens. No function can be faster than these
-bytes at the memory's rate, nor than its FLOPs at the peak of products.
+bytes at the memory's rate, or than its FLOPs at the peak of products.
 """
 
 from __future__ import annotations
@@ -22,10 +22,11 @@ ONLY_WRITTEN = {("fill", "x"), ("copy", "dst"), ("adamw_runs", "copy")}  # array
 
 
 class CountedOps(Ops):
-    """Like the wrapped ops on shapes; `found` has what all calls of a function move and compute.
+    """Behaves like the wrapped ops on shapes; `found` has what calls of each function move and
+    compute.
 
-    bytes: of all arrays. largest: of the largest array of each call, of which `bytes` are so many
-    passes.
+    bytes: of all arrays. largest: of each call's largest array, so that `bytes` are a number of
+    passes over it.
     """
 
     def __init__(self, ops: Any) -> None:
@@ -62,7 +63,7 @@ def moved_bytes(function: Function, given: dict[str, Any], result: Any) -> list[
 
 
 def counted(words: list[str]) -> tuple[Any, dict[str, dict[str, int]]]:
-    """Return the config of flags of `mpipar explain`, and what a step of its first rank counts."""
+    """Return the config of flags of `mpipar explain`, and the counts of its first rank's step."""
     config, recorder = config_of(words), Recorder()
     ops = CountedOps(ops_module.shapes_for(config.run, recorder))
     take_step(config, 0, recorder, ops)
@@ -70,7 +71,7 @@ def counted(words: list[str]) -> tuple[Any, dict[str, dict[str, int]]]:
 
 
 def floors(machine: str, words: list[str]) -> str:
-    """Return the table of a step on a machine of `mpipar plan`, and what follows for the MFU."""
+    """Return the table of a step on a machine of `mpipar plan`, and the resulting MFU."""
     cluster, (config, found) = load_cluster(machine), counted(words)
     peak, memory = cluster.peak_tflops[config.run.dtype] * 1e12, cluster.hbm_gbytes_s * 1e9
     rows, likely = [], 0.0
@@ -89,9 +90,9 @@ def floors(machine: str, words: list[str]) -> str:
     flops = sum(one["flops"] for one in found.values())
     most, share = (100 * utilization(flops, seconds, 1, peak * 1e-12)
                    for seconds in (floor, likely))
-    return (f"{markdown_table(rows)}\n\n"
-            f"All floors together are {floor * 1e3:.1f} ms, those of memory {of_memory * 1e-3:.1f}"
-            f" ms. So the MFU of this step of {flops * 1e-12:.1f} TFLOP is at most {most:.0f} %.\n"
-            f"**An estimate, not measured:** {likely * 1e3:.0f} ms and {share:.0f} % with memory at"
-            f" its full rate, products at {cluster.product_tflops:.0f} and attention at"
-            f" {cluster.attention_tflops:.0f} TFLOP/s.")
+    return (f"{markdown_table(rows)}\n\nAll floors together are {floor * 1e3:.1f} ms, those of"
+            f" memory {of_memory * 1e-3:.1f} ms. The MFU of this step of {flops * 1e-12:.1f} TFLOP"
+            f" is therefore at most {most:.0f} %.\n**An estimate, not measured:**"
+            f" {likely * 1e3:.0f} ms and {share:.0f} % with memory at its full rate, products at"
+            f" {cluster.product_tflops:.0f} and attention at {cluster.attention_tflops:.0f}"
+            " TFLOP/s.")

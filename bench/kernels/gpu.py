@@ -1,4 +1,4 @@
-"""One GPU as the benchmarks see it: what its maker promises, its state, and time on it."""
+"""One GPU as the benchmarks see it: its data sheet's figures, its state, and time on it."""
 
 from __future__ import annotations
 
@@ -15,8 +15,8 @@ from mpipar.ops import make
 from mpipar.ops.cuda.kernels import Loader
 
 # Dense peaks in TFLOP/s and memory in GB/s, from NVIDIA's data sheets of the A100 (80 GB, SXM), the
-# H100 (SXM) and the H200 (SXM), by the driver's name for them. Where a sheet says "with
-# sparsity", this is half of its figure.
+# H100 (SXM) and the H200 (SXM), by the driver's name for them. Where a sheet says "with sparsity",
+# this is half of its figure.
 ROOFS = {
     "NVIDIA A100-SXM4-80GB": {"float32": 19.5, "tf32": 156, "bfloat16": 312, "float16": 312,
                               "memory": 2039},
@@ -25,8 +25,8 @@ ROOFS = {
     "NVIDIA H200": {"float32": 67, "tf32": 495, "bfloat16": 989, "float16": 989,
                     "memory": 4800},
 }
-# Largest relative norm of an error. float32: sums come in another order; tf32: operands are rounded
-# to 11 bits; bfloat16: one or two roundings to 8 bits.
+# Largest relative norm of an error. float32: sums are added in another order; tf32: operands are
+# rounded to 11 bits; bfloat16: one or two roundings to 8 bits.
 TOLERANCE = {"float32": 1e-5, "tf32": 2.0**-10, "bfloat16": 2.0**-7}
 WARM_UP = 3
 FLUSHES = 20  # times the device's cache is filled before each timed call: 0.3 ms of an H100
@@ -47,17 +47,16 @@ class Gpu:
         self.rng = np.random.default_rng(0)
 
     def random(self, *shape, dtype="float32"):
-        """Return an array of normal deviates; zeros would run faster, because they draw less power.
-        """
+        """Return an array of normal deviates; zeros would draw less power and run faster."""
         kind = ml_dtypes.bfloat16 if dtype == "bfloat16" else dtype
         return self.xp.asarray(self.rng.standard_normal(shape, np.float32)).astype(kind)
 
     def percent(self, value: float, roof: str):
-        """value in percent of the roof's, or "-" where the roof is not known."""
+        """Return value in percent of the roof's, or "-" if the roof is not known."""
         return 100 * value / self.roofs[roof] if roof in self.roofs else "-"
 
     def check(self, what: str, got, expected, dtype: str) -> None:
-        """Raise ValueError where got differs from expected by more than the type's tolerance."""
+        """Raise ValueError if got differs from expected by more than the type's tolerance."""
         wide = expected.astype(np.float64)
         error, size = (square ** 0.5 for square in self.ops.numbers(
             [self.ops.square_sum(x) for x in (got.astype(np.float64) - wide, wide)]))
@@ -88,19 +87,18 @@ class Gpu:
         return statistics.median(device_ms) * 1e-3, statistics.median(hosts[WARM_UP:])
 
     def copy_seconds(self, count: int) -> float:
-        """Return the seconds of a copy on the device that reads and writes `count` bytes together.
-        """
+        """Return the seconds of a device copy that reads and writes `count` bytes together."""
         source = self.random(count // 8)
         return self.timed(partial(self.ops.copy, self.xp.empty_like(source), source))[0]
 
     def facts(self) -> dict:
-        """Facts that a figure depends on; clocks and power limit are read right after measuring."""
+        """Return facts that a figure depends on; clocks and power limit right after measuring."""
         return {"gpu": self.name, "cupy": self.xp.__version__, "repeats": self.repeats,
                 **state(self.xp.cuda.Device().pci_bus_id)}
 
 
 def state(bus: str) -> dict[str, str]:
-    """Driver, clocks and power limit of the device at a PCI address, as nvidia-smi reports them."""
+    """Return driver, clocks and power limit of the device at a PCI address, from nvidia-smi."""
     if shutil.which("nvidia-smi") is None:
         return {"clocks": "unknown: no nvidia-smi"}
     done = subprocess.run(

@@ -1,4 +1,4 @@
-"""Part of bench.tiles: the kernels between the products, beside a copy on the same device.
+"""Part of bench.tiles: the kernels between the products, compared with a copy on the same device.
 
 The results of each are compared with the plain formulas in float64 before it is timed.
 """
@@ -19,7 +19,7 @@ from mpipar.ops.cuda.fused import Fused
 EPS = 1e-5
 VOCABULARY = 50304
 UNITS = 12  # whose weights AdamW updates in one launch
-HALF = 32  # points of a head that are turned
+HALF = 32  # rotated points of a head
 ADAMW = {"lr": 1e-3, "beta1": 0.9, "beta2": 0.95, "eps": 1e-8, "weight_decay": 0.1, "step": 3}
 
 
@@ -27,9 +27,9 @@ ADAMW = {"lr": 1e-3, "beta1": 0.9, "beta2": 0.95, "eps": 1e-8, "weight_decay": 0
 class Kernel:
     """A kernel and its plain formulas, both called with the same arrays.
 
-    bytes: every large array that has to be read or written, once. Of causal scores only the visible
-    half is read. numbers: what follows the arrays in a call. changes: places of the arrays that a
-    call writes where it returns none. call, plain: what is called instead of the functions of this
+    bytes: every large array that has to be read or written, once. Only the visible half of causal
+    scores is read. numbers: what follows the arrays in a call. changes: indices of the arrays that
+    a call writes if it returns none. call, plain: what is called instead of the functions of this
     name.
     """
 
@@ -50,7 +50,7 @@ class Kernel:
 
 
 def chains(gpu: Gpu, fused, plain, rows, width, dtype) -> list[Kernel]:
-    """GELU, LayerNorm, RMSNorm and sums over rows: kernels over (rows, width)."""
+    """Return GELU, LayerNorm, RMSNorm and sums over rows: kernels over (rows, width)."""
     x, dy, around = (gpu.random(rows, width, dtype=dtype) for _ in range(3))
     w, b = (gpu.random(width, dtype=dtype) for _ in range(2))
     dw, db = gpu.random(width), gpu.random(width)
@@ -75,7 +75,7 @@ def chains(gpu: Gpu, fused, plain, rows, width, dtype) -> list[Kernel]:
 
 
 def llama(gpu: Gpu, fused, plain, args, dtype) -> list[Kernel]:
-    """SwiGLU over (rows, 2, width), and the rotation of heads of whole sequences."""
+    """Return SwiGLU over (rows, 2, width), and the rotation of heads of whole sequences."""
     h = gpu.random(args.rows, 2, args.width, dtype=dtype)
     dy = gpu.random(args.rows, args.width, dtype=dtype)
     batch, tokens = max(1, args.rows // args.seq_len), args.seq_len
@@ -130,8 +130,9 @@ def softmaxes(gpu: Gpu, fused, plain, args, dtype) -> list[Kernel]:
 
 
 def updates(gpu: Gpu, fused, plain, count, dtype) -> list[Kernel]:
-    """AdamW over flat buffers of units, of which ten parts of eleven decay; 16-bit parameters also
-    need the copy.
+    """Return AdamW over flat buffers of units, of which ten parts of eleven decay.
+
+    16-bit parameters also need the copy.
     """
     edges = [count * (number // 2 * 11 + number % 2 * 10) // (11 * UNITS)
              for number in range(2 * UNITS + 1)]
@@ -153,7 +154,7 @@ def updates(gpu: Gpu, fused, plain, count, dtype) -> list[Kernel]:
 
 
 def checked(gpu: Gpu, kernel: Kernel, call, plain, dtype: str) -> None:
-    """Raise ValueError where a kernel's results are not those of its plain formulas."""
+    """Raise ValueError if a kernel's results differ from those of its plain formulas."""
     got = kernel.run(call, [x.copy() for x in kernel.arrays])
     expected = kernel.run(plain, [x.astype(np.int64 if x.dtype.kind == "i" else np.float64)
                                   for x in kernel.arrays])

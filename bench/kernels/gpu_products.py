@@ -48,7 +48,7 @@ class Products:
     def timed(self, name, gemm, a, b, expected, precision=None) -> tuple[float, float]:
         """Return the seconds on device and host of gemm(a, b), whose result must equal `expected`.
 
-        precision: given where it differs from the operands' type.
+        precision: given if it differs from the operands' type.
         """
         out = self.xp.full(expected.shape, np.nan, np.float32).astype(expected.dtype)
         gemm(a, b, out)
@@ -57,7 +57,7 @@ class Products:
         return self.gpu.timed(partial(gemm, a, b, out))
 
     def operands(self, m, n, k, dtype):
-        """Random a (m, k), b (k, n), cuBLAS's product, and its seconds on device and host.
+        """Return random a (m, k), b (k, n), cuBLAS's product, and its seconds on device and host.
 
         cuBLAS's own result is compared with float64's.
         """
@@ -69,7 +69,7 @@ class Products:
 
 
 def product_rows(gpu: Gpu, sizes=SIZES) -> list[dict]:
-    """cuBLAS, TF32, and every rung of the ladder at every size."""
+    """Return cuBLAS, TF32, and every rung of the ladder at every size."""
     rows, products = [], Products(gpu)
     for m, n, k in sizes:
         for dtype in ("float32", "bfloat16"):
@@ -117,7 +117,7 @@ def cut_to(largest: int, sizes) -> tuple:
 
 
 def run(args) -> int:
-    """Measure and print the tables of args.tables, write each at once to the folder args.folder.
+    """Measure and print the tables of args.tables, each written at once to the folder args.folder.
 
     Raises ValueError if a result is wrong, EnvironmentProblem without a usable GPU, OutputError.
     """
@@ -149,7 +149,7 @@ def parts(packed):
 
 
 def backward(ops, dy, qkv, saved, positions):
-    """dqkv (B, T, 3, H, d) of attention, packed as the layer packs it."""
+    """Return dqkv (B, T, 3, H, d) of attention, packed as the layer packs it."""
     dqkv = ops.empty(qkv.shape, qkv.dtype)
     ops.attention_backward_input(
         dy, *parts(qkv), saved, positions, positions, out=parts(dqkv))
@@ -157,7 +157,7 @@ def backward(ops, dy, qkv, saved, positions):
 
 
 def ways() -> dict[str, FusedOps]:
-    """Name -> operations; the tile model only where its package is installed."""
+    """Return {name: operations}; the tile model only if its package is installed."""
     whole = FusedOps()
     whole.tiled_head_width = 0
     found = {"whole scores": whole, "tiles": FusedOps()}
@@ -170,7 +170,7 @@ def attention_rows(gpu: Gpu, args) -> list[dict]:
     """Return each way forward and backward in float32 and bfloat16, a row each.
 
     FLOPs count the visible half of two products forward and four backward, but not what tiles
-    compute again. kept_MB: arrays that the forward pass leaves for the backward pass, beside qkv.
+    recompute. kept_MB: arrays that the forward pass leaves for the backward pass, besides qkv.
     """
     batch, width = max(1, args.rows // args.seq_len), HEAD_WIDTH
     shape = (batch, args.seq_len, args.heads, width)

@@ -50,14 +50,15 @@ class Nvrtc:
         return text.raw
 
     def version(self):
-        """Return the compiler's version, as "12.9"."""
+        """Return the compiler's version, such as "12.9"."""
         major, minor = ctypes.c_int(), ctypes.c_int()
         self._call("Version", ctypes.byref(major), ctypes.byref(minor))
         return f"{major.value}.{minor.value}"
 
     def compile(self, source, names, arch):
-        """Return two mappings from name expressions, for an architecture as "sm_90": to PTX, the
-        code before registers are assigned, and to Usage.
+        """Return two mappings from name expressions, for an architecture such as "sm_90".
+
+        The first maps to PTX, the code before registers are assigned, the second to Usage.
         """
         program = ctypes.c_void_p()
         self._call("CreateProgram", ctypes.byref(program), source.encode(), b"kernels.cu", 0,
@@ -84,7 +85,7 @@ class Nvrtc:
 
 
 def _usage(log, lowered):
-    """The Usage of one kernel, from ptxas's log."""
+    """Return the Usage of one kernel, from ptxas's log."""
     part = log.split(f"Compiling entry function '{lowered}'")[1].split("Compiling entry")[0]
     registers = int(re.search(r"Used (\d+) registers", part)[1])
     spills = sum(map(int, re.findall(r"(\d+) bytes spill", part)))

@@ -1,9 +1,9 @@
-"""One product on one core, four times: plain loops, loops over tiles, packed tiles, and BLAS.
+"""One product on one core in four ways: plain loops, loops over tiles, packed tiles, and BLAS.
 
-Numba compiles the loops. Each rung reuses what it has read more often than the one before. That is
-its `flop_per_byte`: operations per byte that it asks for beyond its tiles. What is in a tile counts
-as read once; what is not, counts each time. BLAS counts every matrix once, which is the most that
-is possible. The rate of memory times flop_per_byte bounds a rung, and so does the peak of the core:
+Numba compiles the loops. Each rung reuses what it has read more often than the previous one. Its
+`flop_per_byte` is operations per byte that it asks for beyond its tiles: what is in a tile counts
+as read once, everything else counts each time. BLAS counts every matrix once, which is the best
+possible. A rung is bounded by the rate of memory times flop_per_byte, and by the peak of the core:
 the roofline.
 """
 
@@ -24,7 +24,7 @@ FLOAT = 4  # bytes
 
 @numba.njit(fastmath=True)
 def naive(a, b, c):
-    """c = a b, an entry at a time: a row of `a` times a column of `b`, whose places lie apart."""
+    """Compute c = a b, an entry at a time: a row of `a` times a column of `b`, which is strided."""
     for i in range(a.shape[0]):
         for j in range(b.shape[1]):
             total = np.float32(0)
@@ -35,7 +35,7 @@ def naive(a, b, c):
 
 @numba.njit(fastmath=True)
 def tiled(a, b, c):
-    """c = a b, a tile of c at a time; tiles of a and b stay in the cache while they are used."""
+    """Compute c = a b, a tile of c at a time; tiles of a and b stay in the cache while used."""
     m, n, inner = a.shape[0], b.shape[1], a.shape[1]
     c[:] = 0
     for i0 in range(0, m, TILE):
@@ -49,14 +49,14 @@ def tiled(a, b, c):
 
 @numba.njit(fastmath=True, inline="always")
 def add_row(row, factor, other):
-    """row += factor * other, several elements in one instruction."""
+    """Compute row += factor * other, several elements in one instruction."""
     for j in range(len(row)):
         row[j] += factor * other[j]
 
 
 @numba.njit(fastmath=True)
 def packed(a, b, c):
-    """c = a b with tiles of b copied to one place, and four rows by four inner places at once.
+    """Compute c = a b with packed tiles of b, and four rows by four inner places at a time.
 
     An entry of c is read and written once for four products, and one of b is read for four rows.
     Rows and inner places must be multiples of four.
@@ -118,7 +118,7 @@ RUNGS = {
 
 
 def flop_per_byte(rung: Rung, size: int) -> float:
-    """2 size^3 operations over the bytes that the rung moves."""
+    """Return 2 size^3 operations over the bytes that the rung moves."""
     return 2 * size**3 / (FLOAT * sum(rung.floats(size)))
 
 

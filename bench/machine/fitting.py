@@ -27,7 +27,7 @@ RESAMPLES = 200
 
 
 def line(sizes, times, weights) -> tuple[float, float]:
-    """Weighted least squares with both parameters >= 0: (latency, time per byte)."""
+    """Return (latency, time per byte) by weighted least squares with both >= 0."""
     sw, sx, sy = weights.sum(), weights @ sizes, weights @ times
     sxx, sxy = weights @ sizes**2, weights @ (sizes * times)
     determinant = sw * sxx - sx * sx
@@ -42,7 +42,7 @@ def line(sizes, times, weights) -> tuple[float, float]:
 
 
 def robust_line(sizes, times) -> tuple[float, float]:
-    """Relative Huber fit by reweighting: (latency, time per byte)."""
+    """Return (latency, time per byte) of a relative Huber fit by reweighting."""
     sizes, times = np.asarray(sizes, float), np.asarray(times, float)
     base = weights = 1 / times**2
     for _ in range(20):
@@ -54,7 +54,7 @@ def robust_line(sizes, times) -> tuple[float, float]:
 
 
 def segment_costs(sizes, times):
-    """(n, n): squared relative error of the best line through points i..j, inf for too few."""
+    """Return (n, n): squared relative error of the best line through i..j; inf for too few."""
     count = len(sizes)
     weights = 1 / times**2
     costs = np.full((count, count), np.inf)
@@ -68,7 +68,7 @@ def segment_costs(sizes, times):
 
 
 def best_breaks(sizes, times) -> tuple[int, ...]:
-    """Indices at which a new piece begins, by dynamic programming and BIC."""
+    """Return the indices at which a new piece begins, by dynamic programming and BIC."""
     sizes, times = np.asarray(sizes, float), np.asarray(times, float)
     count = len(sizes)
     costs = segment_costs(sizes, times)
@@ -91,7 +91,7 @@ def best_breaks(sizes, times) -> tuple[int, ...]:
 
 
 def resampled_medians(samples, rng, resamples: int):
-    """(resamples,) medians of bootstrap samples, launches first, then samples inside a launch.
+    """Return (resamples,) medians of bootstrap samples: launches, then samples inside a launch.
 
     samples: an array of times for each launch. The median of a bootstrap sample of n values is the
     quantile at a Beta((n+1)/2, (n+1)/2) variate.
@@ -136,8 +136,7 @@ def fit(operation: str, link: str, ranks: int, data: dict, seed: int = 0) -> Cur
 
 
 def fitted_pieces(sizes, times, breaks, resampled) -> tuple[Piece, ...]:
-    """Return a line for each range, with the 95 % intervals of its parameters over the resamples.
-    """
+    """Return a line for each range, with its parameters' 95 % intervals over the resamples."""
     pieces, ends = [], (0, *breaks, len(sizes))
     for first, end in pairwise(ends):
         part = slice(first, end)
@@ -154,7 +153,7 @@ def fitted_pieces(sizes, times, breaks, resampled) -> tuple[Piece, ...]:
 
 
 def held_out(sizes, times) -> tuple[float | None, float | None]:
-    """Median and largest relative error on the odd places of a fit to the even places."""
+    """Return median and largest relative error at odd places of a fit to the even ones."""
     if len(sizes) < 2 * LEAST_SIZES:
         return None, None
     kept, kept_times = sizes[::2], times[::2]
@@ -172,7 +171,7 @@ REDUCTION = "reduce-local"
 
 
 def quietest(rows) -> list[dict]:
-    """Of the rows of one operation and size in one launch, keep the one with the least median."""
+    """Return the rows with the lowest median of each operation and size in one launch."""
     found: dict = {}
     for row in rows:
         key = (row.get("launch"), row["case"], row["via"], row["axis"], row["mode"],
@@ -183,7 +182,7 @@ def quietest(rows) -> list[dict]:
 
 
 def fittable(rows) -> dict:
-    """{(operation, link, ranks): {size: [times in us]}} with three sizes or more.
+    """Return {(operation, link, ranks): {size: [times in us]}} with three sizes or more.
 
     A barrier, which has no size, is included. Only operations through mpipar.comm count, on all
     ranks or alone, because training calls those. Rows measured in turn with computing do not count.
@@ -205,7 +204,7 @@ def curves(rows) -> list[Curve]:
 
 
 def barrier(key, launches) -> Curve:
-    """Return a barrier has no size: the median of its launches' medians is the whole curve."""
+    """Return the curve of a barrier, which has no size: the median of its launches' medians."""
     medians = [float(np.median(times)) for times in launches]
     middle = statistics.median(medians)
     piece = Piece(0.0, 0.0, middle, min(medians), max(medians), 0.0, 0.0, 0.0)
@@ -213,7 +212,7 @@ def barrier(key, launches) -> Curve:
 
 
 def duplex(rows) -> tuple[Duplex, ...]:
-    """Two-way over twice the one-way bandwidth, by link: median of the sizes from 1 MiB on."""
+    """Return two-way over twice the one-way bandwidth, by link: median of sizes from 1 MiB on."""
     rates: dict = {}
     for row in rows:
         if row["via"] == COMM and row["size_bytes"] >= LARGE_BYTES and row["axis"] == "pair":
@@ -228,7 +227,10 @@ def duplex(rows) -> tuple[Duplex, ...]:
 
 
 def contention(rows) -> tuple[Contention, ...]:
-    """Time of a layout's groups together over alone, through mpipar.comm: median of launches."""
+    """Return the time of a layout's groups together over alone, through mpipar.comm.
+
+    It is the median of launches.
+    """
     launches: dict = {}
     for row in rows:
         if row["via"] == COMM:
@@ -242,7 +244,9 @@ def contention(rows) -> tuple[Contention, ...]:
 
 
 def overhead(rows) -> float | None:
-    """Microseconds that one call through mpipar.comm adds: a hop is a send and a receive."""
+    """Return the microseconds that one call through mpipar.comm adds: a hop is a send and a
+    receive.
+    """
     both: dict = {}
     for row in rows:
         if row["case"] == "latency" and row["size_bytes"] <= SMALL_BYTES:
@@ -286,5 +290,5 @@ def describe_machine(machine: Machine) -> str:
                      f"block, {units.update_seconds_per_parameter * 1e9:.2f} ns per parameter and "
                      "update")
         if units.sharing > 1:
-            lines[-1] += f", {units.sharing:.2f} times as much of a core where ranks share it"
+            lines[-1] += f", {units.sharing:.2f} times as much core time where ranks share it"
     return "\n".join(lines)

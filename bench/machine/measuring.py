@@ -1,8 +1,8 @@
 """Measures for the cost model: products by shape, reductions, passes, messages, and whole steps.
 
-Products and passes run on as many ranks at the same time as there are cores: they share caches and
-memory, as in training. Of products the quietest round counts, and of passes the median round of the
-quietest spell. So a slow spell of the machine does not count.
+Products and passes run on as many ranks at the same time as there are cores, which share caches and
+memory as in training. For products we keep the fastest round; for passes, the median round of the
+least disturbed interval, so that a slow spell of the machine does not count.
 
 Messages and collectives have as many sizes and rounds as there is time for. Training steps are
 predicted and then measured: every layout and schedule that a machine allows.
@@ -90,7 +90,7 @@ def measure_products(world, ops, sides=GEMM_SIDES) -> tuple[Product, ...]:
 
 
 def measure_reduction(arena, repeats: int = 30) -> dict:
-    """{bytes: [times in us]} of adding one buffer to another as MPI does it, on this rank."""
+    """Return {bytes: [times in us]} of adding one buffer to another, as MPI does it here."""
     from mpi4py import MPI
 
     found = {}
@@ -108,8 +108,7 @@ def measure_reduction(arena, repeats: int = 30) -> dict:
 
 
 def step_config(config: Config, rows: int, world_size: int, **axes: int) -> Config:
-    """Return the resolved config of a layout with microbatches of `rows` rows. Raises UsageError.
-    """
+    """Return a layout's resolved config with microbatches of `rows` rows. Raises UsageError."""
     axes = {"dp": 1, "pp": 1, "tp": 1} | axes
     num_microbatches = MICROBATCHES * axes["pp"]
     return resolve(replace(
@@ -122,8 +121,8 @@ def step_seconds(world, ops, config, budget) -> float:
     """Return the seconds of a real training step, median of a few.
 
     A step lasts from the first rank's start to the last rank's end. The batch is made beforehand.
-    The first step counts only where the budget has no time for a second.
-    Comm: the steps', a barrier before and after each, and those of the budget.
+    The first step counts only if the budget has no time for a second. Comm: the steps', a barrier
+    before and after each, and those of the budget.
     """
     worker = Worker(config, Grid.of(config.grid, world.rank), ops, Recorder(), world)
     worker.initialize()
@@ -152,7 +151,7 @@ CHUNKS = 2  # of each rank with interleaved
 
 
 def layouts(world_size: int, tp: int) -> list[tuple[str, dict]]:
-    """(name, settings of the grid) of the steps that passes of a `tp` predict."""
+    """Return (name, settings of the grid) of the steps that passes of a `tp` predict."""
     if tp > 1:
         return [(f"tp={tp}" if tp == world_size else f"dp={world_size // tp},tp={tp}",
                  {"dp": world_size // tp, "tp": tp})]
@@ -168,9 +167,9 @@ def layouts(world_size: int, tp: int) -> list[tuple[str, dict]]:
 def verify_steps(world, machine, budget) -> list[dict]:
     """Compare a training step of each layout that the measured passes allow.
 
-    The quietest of a few rounds counts. The layouts follow each other in each round, so that a slow
-    spell of the machine hits all of them, and none in every round.
-    Comm: the steps', and those of the budget.
+    The fastest of a few rounds counts. The layouts follow each other in each round, so that a slow
+    spell of the machine hits all of them, but none in every round. Comm: the steps', and those of
+    the budget.
     """
     cases: list[tuple] = []
     largest = {(str(units.model), units.tp): units
@@ -215,7 +214,8 @@ def pairs_by_link(places, world_size: int) -> list[tuple[int, int]]:
 
 
 def sections(pairs, world_size: int, sizes, only_steps: bool = False) -> list[Section]:
-    """Messages on each pair, collectives on groups, and a layout's groups alone and together.
+    """Return messages on each pair, collectives on groups, and a layout's groups alone and
+    together.
 
     Groups have every size that divides the world. only_steps: without what no step's prediction
     reads.
@@ -238,11 +238,11 @@ def sections(pairs, world_size: int, sizes, only_steps: bool = False) -> list[Se
 
 
 def run_rounds(bench, chosen, budget, seed: int, writer) -> list[dict]:
-    """Run the rounds that there is time for; their rows on world rank 0.
+    """Run the rounds that there is time for; return their rows on world rank 0.
 
     The first round finds the sizes for which each section has time. Later rounds take these in a
-    random order, so that no size always has the same neighbour.
-    Comm: the cases, and those of the budget.
+    random order, so that no size always has the same neighbour. Comm: the cases, and those of the
+    budget.
     """
     rows, shuffled = [], random.Random(seed)  # noqa: S311 - an order, the same on all ranks
     known: list[list[int]] = [[] for _ in chosen]
@@ -271,22 +271,23 @@ def no_refused(refused) -> None:
 
 
 def several(world_size: int) -> None:
-    """Raise UsageError if there is nobody to send messages to."""
+    """Raise UsageError if there is no other rank to send messages to."""
     if world_size < 2:
         raise UsageError("messages need at least 2 ranks: start it with mpiexec -n 2")
 
 
 def open_bench(session, dtype: str, buffers="rotated", transport="mpi-host"):
-    """(Bench, places of all ranks) for short rounds. Raises UsageError on one rank."""
+    """Return (Bench, places of all ranks) for short rounds. Raises UsageError on one rank."""
     session.agree(lambda: several(session.world.size))
     bench = Bench(session, Job(dtype, buffers, transport), 0, Plan(SIZE_SECONDS, warm_up=2))
     if session.world.rank == 0 and bench.crowded():
-        print("more ranks than cores on a host: shapes only, times say little", file=sys.stderr)
+        print("more ranks than cores on a host: trends are meaningful, times are"
+              " not", file=sys.stderr)
     return bench, json.loads(broadcast_text(session.world, json.dumps(bench.places)))
 
 
 def measure_rows(session, dtype: str, args, budget) -> tuple[list[dict], list[dict]]:
-    """(rows, [head]) on world rank 0, ([], []) elsewhere. args: of bench.calibrate.
+    """Return (rows, [head]) on world rank 0, ([], []) elsewhere. args: of bench.calibrate.
 
     Raises UsageError and OutputError. Comm: the cases.
     """
@@ -307,10 +308,10 @@ def measure_rows(session, dtype: str, args, budget) -> tuple[list[dict], list[di
 
 
 def measure_sends(world, ops, heads, end_bytes: int) -> tuple[tuple[Eager, ...], list[Curve]]:
-    """Return what sending by each kind of link means for a sender that computes.
+    """Return what sending over each kind of link means for a sender that computes.
 
-    The result is the largest message that moves meanwhile, and a curve of what each size takes of
-    the sender's core.
+    The result is the largest message that moves meanwhile, and a curve of the sender's core time
+    for each size.
 
     heads: of `measure_rows`, on world rank 0. Comm: one broadcast, messages of each pair.
     """

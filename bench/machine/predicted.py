@@ -1,7 +1,6 @@
-"""What a cost model of the machine says of a row of bench.interconnect.
+"""Compares a machine's cost model with the rows of bench.interconnect, and judges its errors.
 
-It also composes the time of an all-reduce by each of its algorithms, of messages and local sums.
-Here predicted and measured times are compared, and the errors are judged.
+It also composes the time of an all-reduce by each of its algorithms from messages and local sums.
 """
 
 from __future__ import annotations
@@ -26,7 +25,7 @@ def predicted(machine: Machine, row: dict) -> Estimate:
     """Return the estimate for a row; a chain's messages are simulated.
 
     A chain's pass takes as long as its messages keep the rank busy: half of one sent and one
-    received. Raises UsageError where the model was not measured.
+    received. Raises UsageError if the model was not measured.
     """
     nbytes, ranks, link = row["size_bytes"], len(row["ranks"]), row["link"]
     if row["case"] != CHAIN:
@@ -51,9 +50,9 @@ def holds(machine: Machine, row: dict) -> bool:
 
 
 def beside(machine: Machine, row: dict) -> dict:
-    """predicted_us and measured_over_predicted of a row.
+    """Return predicted_us and measured_over_predicted of a row.
 
-    The result is {} where the model does not hold, or where the size is outside the measured range.
+    The result is {} if the model does not cover it, or if the size is outside the measured range.
     """
     if not holds(machine, row):
         return {}
@@ -68,7 +67,8 @@ def beside(machine: Machine, row: dict) -> dict:
 
 
 def all_reduce_models(hop, reduction, nbytes: float, ranks: int) -> dict[str, float]:
-    """{algorithm: time}. hop(bytes), reduction(bytes) -> time of a message and of a local sum.
+    """Return {algorithm: time}. hop(bytes), reduction(bytes) -> time of a message and of a local
+    sum.
 
     The last two formulas hold for powers of two; other numbers of ranks are rounded up to the next.
     Source: Thakur, Rabenseifner, Gropp, Optimization of collective communication operations, 2005.
@@ -86,7 +86,7 @@ OPERATION_TOLERANCE, STEP_TOLERANCE = 0.10, 0.15
 
 
 class Subject(NamedTuple):
-    """The thing compared: an operation, a chain, a formula or a step, on a number of ranks."""
+    """What is compared: an operation, a chain, a formula or a step, on a number of ranks."""
 
     what: str
     ranks: int
@@ -102,7 +102,7 @@ def line(subject: Subject, detail: str, predicted_us: float, measured_us: float,
 
 
 def judge(lines, step_tolerance: float = STEP_TOLERANCE) -> list[dict]:
-    """For each subject: median and largest error, tolerance, and whether it is kept."""
+    """Return, for each subject, median and largest error, tolerance, and whether it is kept."""
     found: dict = {}
     for one in lines:
         subject = Subject(one["what"], one["ranks"], one["link"])
@@ -115,16 +115,14 @@ def judge(lines, step_tolerance: float = STEP_TOLERANCE) -> list[dict]:
 
 
 def verdict(error: float, tolerance: float | None) -> str:
-    """"kept" or "NOT KEPT"; "information" where there is no tolerance."""
+    """Return "kept" or "NOT KEPT"; "information" without a tolerance."""
     if tolerance is None:
         return "information"
     return "kept" if error <= tolerance else "NOT KEPT"
 
 
 def tolerance_of(what: str, step_tolerance: float) -> float | None:
-    """Return the tolerated error; None for mere information: a chain, algorithms' formulas,
-    products.
-    """
+    """Return the tolerated error; None for mere information: a chain, formulas, products."""
     if what.startswith("step"):
         return step_tolerance
     information = what.startswith(("stage-chain", "all-reduce as", "product"))

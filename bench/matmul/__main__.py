@@ -7,7 +7,7 @@ gradient: the median over the repetitions of the slowest rank. Before anything i
 are compared with the product of one rank. The file keeps its rows of other numbers of ranks.
 
 Columns: sent_MiB: bytes that one rank sends by the stated algorithms. blocks_MiB: its blocks of x,
-w, y and their gradients. beside_MiB: what the cut needs beside the blocks at the worst moment.
+w, y and their gradients. beside_MiB: the most that the cut needs in addition to the blocks.
 in_communication: share of the time inside barriers or waiting for messages. hidden: share of the
 time from posting a message to its arrival in which the rank computed instead of waiting.
 """
@@ -33,8 +33,7 @@ MIB = 2**20
 
 
 def memory(case, sizes, dtype, world_rank) -> tuple[int, int]:
-    """Return the bytes of the blocks, and bytes beside them at the worst moment, from the
-    shapes-only run.
+    """Return the bytes of the blocks, and the most bytes besides, from the shapes-only run.
 
     tests/mpi/test_cuts.py proves both equal to the measured bytes.
     """
@@ -55,7 +54,7 @@ def memory(case, sizes, dtype, world_rank) -> tuple[int, int]:
 
 
 def measure_product(case, sizes, dtype, repeats, world, full) -> dict:
-    """This rank's figures of one cut. Comm: the cut's, and a barrier before each repetition."""
+    """Return this rank's figures of a cut. Comm: the cut's, and a barrier per repetition."""
     ops, recorder = ops_module.make("cpu", dtype), Recorder(1 << 16)
     comms, comm = connect(*case, world.rank, ops, recorder, mpi_world=world)
     product = CutProduct(ops, recorder, case[0], comm, sizes)
@@ -102,9 +101,9 @@ def row(case, num_ranks, facts) -> dict:
 
 
 def former(path: str, sizes: Sizes, num_ranks: int) -> list[dict]:
-    """Return the rows of the file for the same product on other numbers of ranks.
+    """Return the file's rows for the same product on other numbers of ranks.
 
-    Raises DataError where the file holds something else, which would be lost.
+    Raises DataError if the file holds something else, which would be lost.
     """
     if not Path(path).is_file():
         return []

@@ -1,4 +1,4 @@
-"""One product y = x w and its two gradients in any cut: blocks of a rank, errors of its results.
+"""One product y = x w and its two gradients in any cut: a rank's blocks, and errors of results.
 
 Used by bench.matmul and by the tests. Letters: B batch, T tokens, K inner and N outer width.
 """
@@ -42,7 +42,7 @@ class Whole(NamedTuple):
 
 
 def whole(sizes: Sizes, dtype: str, seed: int = 5) -> Whole:
-    """Random matrices, the same on every rank, and their product and gradients by plain NumPy."""
+    """Return random matrices, the same on every rank, and their product and gradients by NumPy."""
     rng = np.random.default_rng(seed)
 
     def random(*shape):
@@ -56,7 +56,7 @@ def whole(sizes: Sizes, dtype: str, seed: int = 5) -> Whole:
 
 
 def cases(num_ranks: int) -> list[tuple[str, int, int]]:
-    """(cut, q, d) of every cut for this number of ranks; q is the group or the side of the grid."""
+    """Return (cut, q, d) of every cut for these ranks; q: the group, or the grid's side."""
     found = [(cut, num_ranks, 1) for cut in CUTS]
     for q in range(math.isqrt(num_ranks), 0, -1):
         d, rest = divmod(num_ranks, q * q)
@@ -71,7 +71,9 @@ def shown(cut: str, q: int, d: int) -> str:
 
 
 def connect(cut, q, d, world_rank, ops, recorder, *, mpi_world=None, options=None):
-    """(groups to close, what the cut takes as `comm`). Comm: that of Comms; all ranks call it."""
+    """Return (groups to close, what the cut takes as `comm`). Comm: that of Comms; all ranks call
+    it.
+    """
     if cut not in MESH_CUTS:
         comms = Comms(Grid(world_rank, {"tp": q}), ops, recorder, mpi_world, options)
         return comms, comms["tp"]
@@ -94,7 +96,7 @@ def block(array: np.ndarray, places) -> np.ndarray:
 class CutProduct:
     """This rank's part of a product in a cut; `run` executes one of its three functions.
 
-    comm: a Comm, or a Mesh for MESH_CUTS, where all rows of x lie in one sequence.
+    comm: a Comm, or a Mesh for MESH_CUTS, where all rows of x are in one sequence.
     """
 
     def __init__(self, ops, recorder, cut: str, comm, sizes: Sizes):
@@ -144,7 +146,9 @@ class CutProduct:
         self.recorder.span(phase, start)
 
     def errors(self, full: Whole) -> dict[str, float]:
-        """Largest difference of each result from its block of the whole, over the largest entry."""
+        """Return each result's largest difference from its block of the whole, over the largest
+        entry.
+        """
         three = (self.sizes.batch, self.sizes.tokens, -1)
         expected = {
             "y": block(full.y.reshape(three), self.y_places),

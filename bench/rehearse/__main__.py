@@ -1,20 +1,20 @@
-"""A training step without its model: all its messages and collectives, on your own wires.
+"""A training step without its model: all its messages and collectives, on your own network.
 
     mpiexec -n 4 python -m bench.rehearse llama-8b --layout pp=2,tp=2 --schedule zb-h1
 
-The first word is a preset; what is no flag of this program is one of `mpipar explain`. Each rank
-runs the real step on shapes, and notes what it sends and waits for, and in which order. Then it
-plays that again and again on real wires, in the groups, phases and places of training. There are no
-weights. In the first step, which is not timed, every payload is checked on every rank.
+The first word is a preset; flags that this program does not know are those of `mpipar explain`.
+Each rank runs the real step on shapes, and notes what it sends and waits for, and in which order.
+It then replays that repeatedly on a real network, in the groups, phases and places of training.
+There are no weights. In the first step, which is not timed, every payload is checked on every rank.
 
 Computing takes no time. With --compute X it takes X times the modelled time: that of --machine FILE
-(see bench.calibrate), or FLOPs of products over --gflops. A rank keeps its core busy meanwhile, or
-gives it away with --sleep. Neither takes bandwidth from memory, as computing does.
+(see bench.calibrate), or FLOPs of products over --gflops. Meanwhile a rank keeps its core busy, or
+yields it with --sleep. Neither takes bandwidth from memory, as computing does.
 
-Columns: calls and bytes of a step, summed over ranks. waited_ms: how long a rank was held up, mean
+Columns: calls and bytes of a step, summed over ranks. waited_ms: how long a rank was blocked, mean
 over ranks and steps; most_ms: of the rank with the most. flight_ms: from posting to the end.
 bound_ms: the bytes that a rank sends over --bound-GBps, or over the rate of a memory copy inside
-one host. predicted_ms: what --machine says of the calls.
+one host. predicted_ms: what --machine predicts for the calls.
 
 --beside 'PRESET --layout ...' rehearses another job on every second rank: each alone, then both.
 
@@ -36,7 +36,7 @@ from typing import Any, NamedTuple
 
 from bench.interconnect.session import copy_rate
 from bench.program import Outcome, Program
-from bench.rehearse.first_ranks import FirstRanks, told, with_stand_ins
+from bench.rehearse.first_ranks import FirstRanks, described, with_stand_ins
 from bench.rehearse.pace import Pace
 from bench.rehearse.player import Player, Steps, room_needed
 from bench.training import config_of
@@ -66,7 +66,7 @@ class Job(NamedTuple):
 
 
 def add_flags(parser) -> None:
-    """Add what is not a flag of `mpipar explain`."""
+    """Add the flags that `mpipar explain` does not have."""
     parser.add_argument("preset", metavar="PRESET", help="the model, as --preset of training")
     parser.add_argument("--compute", metavar="X", type=scale, default=0.0,
                         help="computing takes X times its modelled time; none: no time (none)")
@@ -94,12 +94,12 @@ def positive(text: str) -> float:
 
 
 def scale(text: str) -> float:
-    """none, or a number above 0."""
+    """Return None for none, or a number above 0: the type of an argument."""
     return 0.0 if text == "none" else positive(text)
 
 
 def check(args, parser) -> None:
-    """Refuse what does not fit together."""
+    """Check that the flags fit together. Raises UsageError."""
     if args.compute and (args.gflops is None) == (args.machine is None):
         raise UsageError("--compute X: needs the time of computing to scale; give one of --gflops N"
                          " and --machine FILE")
@@ -139,13 +139,14 @@ def configured(words: list[str], args) -> Any:
         raise UsageError("--beside 'PRESET --layout ...': the first word is a preset")
     config = config_of(["--preset", *words])
     if config.grid.schedule == AUTO:
-        raise UsageError("--schedule auto: measures first, which a rehearsal does not; name one")
+        raise UsageError("--schedule auto: needs measuring, which a rehearsal does not do; name"
+                         " one")
     run = replace(config.run, all_reduce=args.all_reduce, sync_sends=args.sync_sends)
     return replace(config, run=run)
 
 
 def jobs_of(args, num_ranks: int) -> list[Job]:
-    """Return the rehearsals of this job, and who plays them: with two, every second rank each."""
+    """Return the rehearsals of this job, and their ranks: with two, every second rank each."""
     texts = [[args.preset, *args.words]]
     if args.beside is not None:
         texts.append(words_of(args.beside))
@@ -154,7 +155,7 @@ def jobs_of(args, num_ranks: int) -> list[Job]:
     if args.first_ranks:
         if not 1 < num_ranks < needed[0]:
             raise UsageError(f"--first-ranks: {layout_text(configs[0].grid)} has"
-                             f" {counted(needed[0], 'rank')}, and this job {num_ranks}: give a"
+                             f" {counted(needed[0], 'rank')}, but this job {num_ranks}: give a"
                              " larger layout, or leave --first-ranks out; start two ranks or more")
         needed = [num_ranks]
     if sum(needed) != num_ranks or 1 in needed:
@@ -176,7 +177,7 @@ def jobs_of(args, num_ranks: int) -> list[Job]:
 
 
 def memory_left() -> int:
-    """Return the bytes that this host can still give; very many where it does not say so."""
+    """Return the bytes that this host has available; very many if it does not report them."""
     try:
         text = Path("/proc/meminfo").read_text()
     except OSError:
@@ -186,7 +187,7 @@ def memory_left() -> int:
 
 
 def check_room(script: Script, on_host: int) -> None:
-    """Raise UsageError if the payloads of a rank find no room in its host's memory.
+    """Raise UsageError if the payloads of a rank do not fit into its host's memory.
 
     on_host: the ranks of the host.
     """
@@ -200,7 +201,8 @@ def check_room(script: Script, on_host: int) -> None:
 def player_of(job: Job, pace: Pace, args, session) -> Player:
     """Return this rank's part of its job.
 
-    Comm: a split of the world, agreements, that of `Player` and, of first ranks, a gather of facts.
+    Comm: a split of the world, agreements, that of `Player` and, with first ranks, a gather of
+    facts.
     """
     mine, grid = session.world.Split(job.ranks[0], session.world.rank), None
     ops = session.agree(lambda: ops_module.make_for(job.config.run, session.host_rank))
@@ -214,7 +216,7 @@ def player_of(job: Job, pace: Pace, args, session) -> Player:
 
 
 def measure(args, session) -> Outcome | int:
-    """Check the payloads, play alone and, with --beside, both at once; say what it took."""
+    """Check the payloads, play alone and, with --beside, both at once; report what it took."""
     world = session.world
     jobs = session.agree(lambda: jobs_of(args, world.size))
     session.agree(lambda: make_folder(args.trace if world.rank == 0 else None))
@@ -246,11 +248,11 @@ def measure(args, session) -> Outcome | int:
         return EXIT_OK
     found = outcome(jobs, [Share(*fact) for fact in facts], args, session)
     return found if not args.first_ranks else found._replace(
-        head=found.head + told(jobs[0].config, player.script, found.rows, world) + "\n")
+        head=found.head + described(jobs[0].config, player.script, found.rows, world) + "\n")
 
 
 class Share(NamedTuple):
-    """What a rank tells. job: its number. steps: the seconds of its job's steps.
+    """What a rank reports. job: its number. steps: the seconds of its job's steps.
 
     predicted: seconds of a step, or None. slowdown: how much longer these take beside another job.
     sums: those of `sums_of`.
@@ -264,9 +266,7 @@ class Share(NamedTuple):
 
 
 def played(player: Player, args) -> Steps:
-    """Return the steps of a job that plays alone; the last ones are traced. Comm: that of the
-    steps.
-    """
+    """Return the steps of a job that plays alone; the last ones are traced. Comm: the steps'."""
     steps = player.steps(args.steps)
     if args.trace is not None:
         run = replace(player.config.run, trace=f"1:{TRACED}")
@@ -277,13 +277,14 @@ def played(player: Player, args) -> Steps:
 
 
 def slowest(world, seconds: list[float]) -> list[float]:
-    """Return the time of each step of the rank that took longest. Comm: a gather of facts to all.
-    """
+    """Return the time of each step on the slowest rank. Comm: a gather of facts to all."""
     return [max(times) for times in zip(*all_gather_facts(world, seconds), strict=True)]
 
 
 def sums_of(player: Player, pace: Pace, steps: Steps) -> list:
-    """[[barrier, sums of a step], ...] of this rank. A barrier: axis, name, operation, phase."""
+    """Return [[barrier, sums of a step], ...] of this rank. A barrier: axis, name, operation,
+    phase.
+    """
     sums: dict = defaultdict(lambda: [0.0] * len(SUMS))
     for record in (record for records in steps.records for record in records):
         ranks = len(player.comms.groups[record.axis].ranks)
@@ -296,7 +297,7 @@ def sums_of(player: Player, pace: Pace, steps: Steps) -> list:
 
 
 def outcome(jobs: list[Job], shares: list[Share], args, session) -> Outcome:
-    """Return what world rank 0 says of all jobs."""
+    """Return what world rank 0 reports of all jobs."""
     rate = args.bound_GBps
     if rate is None and len(session.host_ranks) == session.world.size:
         rate = copy_rate()
@@ -334,16 +335,16 @@ def headline(job: Job, share: Share, args) -> str:
             f" {counted(len(times), 'step')}), computing {computing}{said}{slower}")
 
 
-def barrier_rows(everybody: list[list], rate: float | None) -> list[dict]:
+def barrier_rows(by_rank: list[list], rate: float | None) -> list[dict]:
     """Return a row for each barrier of a job. rate: GB/s of a rank's link, one way, or None."""
     found: dict = defaultdict(list)
-    for sums in everybody:
+    for sums in by_rank:
         for key, values in sums:
             found[tuple(key)].append(dict(zip(SUMS, values, strict=True)))
     rows = []
     for key, ranks in sorted(found.items()):
         row = dict(zip(("axis", "barrier", "operation", "phase"), key, strict=True))
-        mean = {name: sum(one[name] for one in ranks) / len(everybody) for name in SUMS}
+        mean = {name: sum(one[name] for one in ranks) / len(by_rank) for name in SUMS}
         row |= {"calls": round(sum(one["calls"] for one in ranks)),
                 "bytes": round(sum(one["payload"] for one in ranks)),
                 "waited_ms": mean["waited_ns"] * 1e-6,

@@ -5,7 +5,7 @@
 
 The real worker trains; the rehearsal makes its calls. Both take turns, so that a slow spell of the
 machine hits both. A pass of the rehearsal takes as long as in the real step just before, without
-what it waited there. If a record of the rehearsal differs from its real one, this ends with code 1.
+the waits in it. If a record of the rehearsal differs from its real one, this ends with code 1.
 
 Columns: medians of steps of the slower rank. ratio: of the rehearsed step to the real one, the
 median over turns, with the quartiles.
@@ -57,7 +57,7 @@ def pass_seconds(recorder: Recorder) -> dict[tuple[str, int], float]:
 
 
 def one_layout(world, words: str, steps: int) -> tuple[np.ndarray, bool]:
-    """(seconds of (real, rehearsed) steps, whether all records are alike).
+    """Return (seconds of (real, rehearsed) steps, whether all records are equal).
 
     Comm: the steps, and gathers of facts to all.
     """
@@ -73,16 +73,16 @@ def one_layout(world, words: str, steps: int) -> tuple[np.ndarray, bool]:
         take(step)
         return time.perf_counter() - start
 
-    times, alike = [], True
+    times, equal = [], True
     for step in range(1, 1 + WARM_UP + steps):
         taken = timed(step, trained.step, recorder)
         player.seconds = spread(player.script, pass_seconds(recorder))
         times.append((taken, timed(step, player.play, player.recorder)))
-        alike = alike and comparable(recorder) == comparable(player.recorder)
+        equal = equal and comparable(recorder) == comparable(player.recorder)
     player.close()
     trained.worker.close()
-    everybody = all_gather_facts(world, (times[WARM_UP:], alike))
-    return np.max([one for one, _ in everybody], axis=0), all(same for _, same in everybody)
+    by_rank = all_gather_facts(world, (times[WARM_UP:], equal))
+    return np.max([one for one, _ in by_rank], axis=0), all(same for _, same in by_rank)
 
 
 def measure(args, session) -> Outcome | int:
@@ -94,13 +94,13 @@ def measure(args, session) -> Outcome | int:
         raise UsageError("needs two ranks: mpiexec -n 2 python -m bench.rehearse.against")
     with threadpool_limits(1):
         for name, words in LAYOUTS.items():
-            times, alike = one_layout(world, words, args.steps)
+            times, equal = one_layout(world, words, args.steps)
             low, ratio, high = np.percentile(times[:, 1] / times[:, 0], (25, 50, 75))
-            code = code if alike else EXIT_CHECK_FAILED
+            code = code if equal else EXIT_CHECK_FAILED
             rows.append({"layout": name, "real_ms": 1e3 * float(np.median(times[:, 0])),
                          "rehearsed_ms": 1e3 * float(np.median(times[:, 1])), "low": float(low),
                          "ratio": float(ratio), "high": float(high),
-                         "records": "alike" if alike else "differ"})
+                         "records": "alike" if equal else "differ"})
     return Outcome(rows, {"steps": args.steps, "model": SIZES}, code) if world.rank == 0 else code
 
 

@@ -1,9 +1,10 @@
-"""The first ranks of a larger layout: each makes its own calls, while most of its peers are absent.
+"""The first ranks of a larger layout: each makes its own calls, while most peers are absent.
 
-A collective runs over the members that are there, each of which gives as much as in the whole group
-to each of them. A message from or to an absent rank is exchanged with its *stand-in*, rank
-(peer mod N) of the N ranks that are there. A stand-in posts its side of all these messages when the
-step begins, and waits for them when it ends: nobody waits for what an absent rank would compute.
+A collective runs over the members that are present, each of which sends as much to each of them as
+in the whole group. A message from or to an absent rank is exchanged with its *stand-in*, rank (peer
+mod N) of the N ranks that are present. A stand-in posts its side of all these messages when the
+step begins, and waits for them when it ends, so that no rank waits for what an absent one would
+compute.
 """
 
 from __future__ import annotations
@@ -22,15 +23,15 @@ from mpipar.config.sections import Config
 from mpipar.files.text import counted
 from mpipar.plan.script import CALL, WAIT, Call, Event, Script
 
-ABSENT = "absent"  # the group of messages that absent ranks would send or get
-STAND_IN = "/stand-in"  # behind the names of its messages
+ABSENT = "absent"  # the group of messages that absent ranks would send or receive
+STAND_IN = "/stand-in"  # appended to the names of its messages
 OTHER_SIDE = {"send": "recv", "recv": "send"}
 BY_PARTS = ("reduce_scatter", "all_to_all")  # of an array with a part for each rank of the group
 
 
 @dataclass(frozen=True)
 class FirstRanks(Grid):
-    """The place of a rank in a layout of which only the first `present` ranks are there."""
+    """The place of a rank in a layout of which only the first `present` ranks exist."""
 
     present: int = 0
 
@@ -44,11 +45,11 @@ class FirstRanks(Grid):
         return self.present or super().world_size
 
     def group(self, *groups: str) -> tuple[int, ...]:
-        """Return the members of a group that are there; see `Grid.group`."""
+        """Return the present members of a group; see `Grid.group`."""
         return self._there(super().group(*groups))
 
     def partition(self, axis: str, groups: Iterable[Iterable[int]]) -> list[tuple[int, ...]]:
-        """Return the members that are there of each group; see `Grid.partition`."""
+        """Return the present members of each group; see `Grid.partition`."""
         return [found for ranks in super().partition(axis, groups) if (found := self._there(ranks))]
 
     def _there(self, ranks: tuple[int, ...]) -> tuple[int, ...]:
@@ -56,7 +57,8 @@ class FirstRanks(Grid):
 
 
 def with_stand_ins(script: Script, world: Any) -> Script:
-    """Return the script of a rank of `world` whose absent peers have stand-ins, of which it is one.
+    """Return the script of a rank of `world` with stand-ins for absent peers, some of which it
+    plays.
 
     Comm: an all-gather of facts.
     """
@@ -91,7 +93,7 @@ def with_stand_ins(script: Script, world: Any) -> Script:
 
 
 def among_present(call: Call, ranks: tuple[int, ...], world: Any) -> Call:
-    """Return a collective of the members `ranks` as one of those that are there.
+    """Return a collective of the members `ranks` as one of the present members.
 
     A root that is absent is replaced by the first member.
     """
@@ -121,8 +123,8 @@ def group_of(comms: Comms, world: Any) -> Comm:
     return Comm(ABSENT, ranks, world.rank, wire, comms.recorder)
 
 
-def told(config: Config, script: Script, rows: Iterable[dict], world: Any) -> str:
-    """Return what of a layout is there, in words. script: of rank 0; rows: those that are shown."""
+def described(config: Config, script: Script, rows: Iterable[dict], world: Any) -> str:
+    """Describe which part of a layout is present. script: of rank 0; rows: those that are shown."""
     whole, here = Grid.of(config.grid, 0), FirstRanks.here(config, world)
     groups = ", ".join(
         f"{len(script.groups[axis])} of {whole.size(axis)} in {axis}"

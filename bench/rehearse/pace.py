@@ -1,4 +1,4 @@
-"""How long computing takes in a rehearsal, and what a cost model says of the calls."""
+"""The pace of a rehearsal: how long computing takes, and what a cost model predicts for calls."""
 
 from __future__ import annotations
 
@@ -17,10 +17,10 @@ from mpipar.train.build import configured_schedule
 
 
 def spread(script: Script, seconds: Mapping[tuple[str, int], float]) -> list[float]:
-    """Return the seconds of computing before each event of a script, from those of (kind, stage) of
-    a pass.
+    """Return the seconds of computing before each event of a script.
 
-    Within a pass they lie where its FLOPs are, or at its end where it has none.
+    seconds: of (kind, stage) of a pass. Within a pass they are distributed like its FLOPs, or put
+    at its end if it has none.
     """
     found = [0.0] * len(script.events)
     for last, event in enumerate(script.events):
@@ -46,8 +46,7 @@ class Pace(NamedTuple):
 
     @classmethod
     def of(cls, args: Any, config: Any) -> Pace:
-        """Return what the flags say. Raises UsageError if the machine's file lacks what is needed.
-        """
+        """Return the pace of the flags. Raises UsageError if the machine's file lacks something."""
         machine = machine_file.load(args.machine) if args.machine is not None else None
         pace = cls(config, args.compute, args.gflops, machine)
         if pace.modelled and config.grid.tp > 1:
@@ -59,13 +58,11 @@ class Pace(NamedTuple):
 
     @property
     def modelled(self) -> bool:
-        """Whether computing takes what the machine's file says."""
+        """Whether computing takes the time that the machine's file gives."""
         return self.machine is not None and self.scale > 0
 
     def seconds(self, script: Script) -> list[float] | None:
-        """Return the seconds of computing before each event of a script; None where it takes no
-        time.
-        """
+        """Return the seconds of computing before each event of a script; None if it takes none."""
         if not self.scale:
             return None
         if not self.modelled:
@@ -74,7 +71,7 @@ class Pace(NamedTuple):
         return spread(script, scaled)
 
     def _pass_seconds(self, script: Script) -> dict[tuple[str, int], float]:
-        """{(kind, stage): seconds} of each pass, and of the update."""
+        """Return {(kind, stage): seconds} of each pass, and of the update."""
         config = self.config
         units = measured_units(self.machine, config)
         message = largest_message([predict(config, script.world_rank)])
@@ -87,13 +84,14 @@ class Pace(NamedTuple):
         return found | {("opt", -1): updated * units.update_seconds_per_parameter}
 
     def step_seconds(self) -> float | None:
-        """Return the predicted step, where computing takes its modelled time."""
+        """Return the predicted step, if computing takes its modelled time."""
         return step_estimate(self.machine, self.config).total if (
             self.modelled and self.scale == 1) else None
 
     def call_seconds(self, record: Record, posted: bool, ranks: int) -> float | None:
-        """Return what the machine's file says of a call; None where it says nothing. A send and its
-        receive are one message, which is counted where it is received.
+        """Return the machine file's prediction for a call; None if it has none.
+
+        A send and its receive are one message, which is counted where it is received.
         """
         if self.machine is None or record.operation == "send":
             return None

@@ -1,7 +1,7 @@
-"""Plays the script of a rank on real wires: the step of a training run, without its model.
+"""Replays the script of a rank on a real network: the step of a training run, without its model.
 
-Payloads show whether an operation brought what it should, to whom it should. A number tells who
-sent it, to whom, and in which call of the group. All are small and whole, so that their sums are
+Payloads show whether an operation delivered the right data to the right rank. A number identifies
+its sender, its receiver, and the call of the group. All are small and whole, so that their sums are
 exact in every type.
 """
 
@@ -47,7 +47,7 @@ POSTED: Mapping[str, Callable[[Comm, Any, Call], Any]] = {
 
 
 class Form(NamedTuple):
-    """What an array is like. axis: the group in whose memory it lies, or ""."""
+    """The form of an array. axis: the group whose memory contains it, or ""."""
 
     axis: str
     dtype: Any
@@ -55,12 +55,12 @@ class Form(NamedTuple):
 
     @property
     def size(self) -> int:
-        """Its numbers."""
+        """Its number of elements."""
         return math.prod(self.shape)
 
 
 def lay_out(script: Script) -> tuple[list[Form], list[int]]:
-    """(the arrays of a step, the number of that of each call).
+    """Return (the arrays of a step, the number of that of each call).
 
     When a call is done, its array is free for another one of the same form.
     """
@@ -96,14 +96,14 @@ class Steps(NamedTuple):
 
 
 class Placed(Recorder):
-    """A recorder that knows where in the sources of training each call stands."""
+    """A recorder that knows where in the sources of training each call is made."""
 
     def __init__(self) -> None:
         super().__init__(None)
-        self.call: Call | None = None  # the one that is made now
+        self.call: Call | None = None  # the current one
 
     def tally(self, axis, group_size, dtype, operation, name, frame) -> Tally:
-        """Return the tally of the call that is made now, whoever makes it here."""
+        """Return the tally of the current call, whoever makes it here."""
         assert self.call is not None
         record = self.call.record
         line = (operation, name, axis, group_size, dtype, self.phase, record.site, record.cut)
@@ -116,7 +116,7 @@ class Player:
     """One rank of a rehearsal. It has what a Tracer asks of a Worker.
 
     seconds: of computing before each event of the script, or None. sleeps: whether a rank that
-    would compute sleeps; else it keeps its core busy. wrong: what the check of payloads found.
+    would compute sleeps; otherwise it keeps its core busy. wrong: what the check of payloads found.
     grid: this rank's place, which may be one of the first ranks of a larger layout.
     Comm: makes the groups of the layout; every rank of `world` must make its own.
     """
@@ -152,7 +152,7 @@ class Player:
         return self.comms.groups[call.record.axis]
 
     def make_arrays(self, forms: list[Form], chosen: list[int]) -> list[Any]:
-        """Return the array of each call. Posted sums and gathers lie in arenas of their groups, as
+        """Return the array of each call. Posted sums and gathers use arenas of their groups, as
         gradients do. Comm: that of `Comm.zeros`, group by group.
         """
         arrays: list[Any] = [None] * len(forms)
@@ -169,7 +169,7 @@ class Player:
         return [arrays[number] for number in chosen]
 
     def check(self) -> str:
-        """Play a step whose payloads are looked at; return what was wrong on this rank, or "".
+        """Play a step whose payloads are checked; return what was wrong on this rank, or "".
 
         Afterwards all payloads are zero, so that no sum grows. Comm: that of a step.
         """
@@ -184,7 +184,7 @@ class Player:
         """Play one step. Comm: all that the script says."""
         recorder, calls, passes = self.recorder, self.script.calls, self.script.passes
         recorder.step = step
-        under_way: dict[int, Any] = {}  # by number; what the step looks at while it goes on
+        under_way: dict[int, Any] = {}  # by number; what the step tests meanwhile
         pending: dict[int, Any] = {}
         starts = []
         for place, (_, action, number) in enumerate(self.script.events):
@@ -224,14 +224,14 @@ class Player:
         return made
 
     def look_at(self, call: Call, x: Any, result: Any) -> None:
-        """Compare what a call brought with what it should; keep the first difference."""
+        """Compare what a call delivered with what it should; keep the first difference."""
         comm = self.comm(call)
         self.settle()
         self.wrong = self.wrong or problem(
             x, result, call, place_of(call, comm.index, comm.size))
 
     def compute(self, seconds: float) -> None:
-        """Take the time of computing."""
+        """Spend the time of computing."""
         if self.sleeps:
             time.sleep(seconds)
             return
@@ -263,12 +263,12 @@ class Player:
                 self.recorder.clear()
 
 
-SENDERS, RECEIVERS, RANGE = 7, 3, 61  # without common divisors
-POISON = 99  # what nobody sends
+SENDERS, RECEIVERS, RANGE = 7, 3, 61  # pairwise coprime
+POISON = 99  # a value that no rank sends
 
 
 class Place(NamedTuple):
-    """Where a call stands: this rank's place in its group, the group's size, the call's number."""
+    """The place of a call: this rank's place in its group, the group's size, the call's number."""
 
     index: int
     size: int
@@ -290,9 +290,9 @@ def place_of(call: Call, index: int, size: int) -> Place:
 
 
 class Payload(NamedTuple):
-    """What an operation brings.
+    """What an operation delivers.
 
-    given: yields (part, value) that this rank gives. wanted: (part, value) behind the call; result:
+    given: yields (part, value) that this rank gives. wanted: (part, value) after the call; result:
     what it returned. A posted call leaves its result in x.
     """
 
@@ -352,15 +352,15 @@ def fill(x: Any, call: Call, place: Place) -> None:
 
 
 def rows_of(x: Any, counts: Any) -> list[Any]:
-    """Return the rows of each rank, one behind the other."""
+    """Return the rows of each rank, one after the other."""
     return [x[first:last] for first, last in pairwise(accumulate(counts, initial=0))]
 
 
 def problem(x: Any, result: Any, call: Call, place: Place) -> str:
-    """Return what is wrong behind a call, or "". x: what was given. result: what was returned."""
+    """Return what is wrong after a call, or "". x: what was given. result: what was returned."""
     for part, value in PAYLOADS[call.record.operation].wanted(
             x, result, call, place):
         if not bool((part == np.asarray(value).astype(part.dtype)).all()):
             found = part.reshape(-1)[:1].tolist()
-            return f"{call.record.name}: {call.record.operation} brought {found} for {value}"
+            return f"{call.record.name}: {call.record.operation} delivered {found}, not {value}"
     return ""

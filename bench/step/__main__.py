@@ -1,4 +1,4 @@
-"""Time one training step of mpipar's decoder beside the same model in PyTorch, in one run.
+"""Times a training step of mpipar's decoder and of the same model in PyTorch, in one run.
 
     python -m bench.step                          # one rank beside PyTorch on one thread
     mpiexec -n 2 python -m bench.step             # two ranks beside PyTorch on two threads
@@ -13,26 +13,26 @@
     python -m bench.step.against ../before        # the step of another checkout
 
 Each side is a row. mpipar's sides use NumPy and, if it is installed, Numba. On several ranks they
-are data and tensor parallelism, and pipelines (1f1b, zb-h1, zb-v). One rank alone is there at once,
-and in the microbatches of the pipelines. The side `apart` sends nothing: every rank makes a whole
-step of its own, all at the same time. Its times are those of a step, divided by the number of
-ranks. So its speedup is what the cores give to any layout. If PyTorch is installed, its side
-`torch` runs eagerly. It computes attention explicitly (product, mask, softmax, product), as mpipar
-does. Its other sides have its own attention, its own AdamW in one pass, and are compiled as a
-whole, where a compiler is found. All sides start from the same weights, and must give PyTorch's
-losses over three updates before anything is timed. Their repetitions alternate, so that a slow
-spell of the machine hits all.
+are data and tensor parallelism, and pipelines (1f1b, zb-h1, zb-v). One rank alone is measured with
+the whole batch at once, and in the microbatches of the pipelines. The side `apart` sends nothing:
+every rank makes a whole step of its own, all at the same time. Its times are those of a step,
+divided by the number of ranks, so its speedup is what the cores give to any layout. If PyTorch is
+installed, its side `torch` runs eagerly. It computes attention explicitly (product, mask, softmax,
+product), as mpipar does. Its other sides use its own attention, its own AdamW in one pass, and are
+compiled as a whole, if a compiler is found. All sides start from the same weights, and must give
+PyTorch's losses over three updates before anything is timed. Their repetitions alternate, so that a
+slow spell of the machine hits all.
 
 The sides `products` multiply what one rank's step multiplies, and do nothing else, by NumPy and by
 PyTorch. Their tflops are the rates of both libraries at the shapes of the step. On several ranks
 NumPy has one rank's threads, PyTorch all.
 
 With 16 bits both sides update float32 weights and compute with a rounded copy; PyTorch does not use
-autocast. Losses must then agree to one rounding of the type. float16 keeps mpipar's first loss
-scale all the time.
+autocast. Losses must then agree to one rounding of the type. float16 keeps mpipar's initial loss
+scale throughout.
 
-Columns are medians over the repetitions. Of several ranks the slowest counts, from a barrier to its
-last update. over_torch: step_ms over that of `torch`. best_over_torch: the same of the best
+Columns are medians over the repetitions. On several ranks the slowest one is timed, from a barrier
+to its last update. over_torch: step_ms over that of `torch`. best_over_torch: the same for the best
 repetitions. over_best: step_ms over that of PyTorch's fastest side. over_products: over that of one
 rank's products, in the same repetition. speedup: one rank's time over this one, likewise. blas: the
 library that multiplies, and the processor that it chose its kernels for. in_communication: share of
@@ -137,8 +137,7 @@ def parse(argv):
 
 
 def layouts_of(args, num_ranks: int) -> tuple[dict[str, dict], dict[str, dict]]:
-    """Return what stands behind the name of a side -> its settings of the grid; likewise ranks'
-    own.
+    """Return {what follows a side's name: its grid settings}, and the same for single ranks.
 
     One rank also takes the microbatches of the pipelines: what these cost, a pipeline costs too.
     """
@@ -148,8 +147,8 @@ def layouts_of(args, num_ranks: int) -> tuple[dict[str, dict], dict[str, dict]]:
     found = {f", {axis} {num_ranks}": {axis: num_ranks}
              for axis, count in (("dp", args.batch_size), ("tp", args.heads))
              if count % num_ranks == 0}
-    found |= {f"{behind} {name}": layout | {"all_reduce": name}
-              for behind, layout in found.items() for name in args.all_reduce}
+    found |= {f"{suffix} {name}": layout | {"all_reduce": name}
+              for suffix, layout in found.items() for name in args.all_reduce}
     if args.device == "cpu" and args.layers >= num_ranks:
         piped = {"pp": num_ranks, "num_microbatches": math.gcd(args.batch_size, MICROBATCHES)}
         found |= {f", pp {num_ranks} {name}": piped | {"schedule": name} for name in SCHEDULES}
@@ -159,27 +158,27 @@ def layouts_of(args, num_ranks: int) -> tuple[dict[str, dict], dict[str, dict]]:
 
 
 def our_sides(args, rows, world, host_rank=0) -> tuple[list[str], dict]:
-    """(names of our sides, the OurSide of each that this rank runs), for every set of kernels.
+    """Return (names of our sides, the OurSide of each that this rank runs), per set of kernels.
 
     One rank alone is world rank 0; apart is every rank. Comm: makes the groups of each.
     """
     names, sides = [], {}
     together, alone = layouts_of(args, world.size)
-    for behind, layout in (together | alone).items():
+    for suffix, layout in (together | alone).items():
         for name in KERNELS[args.device][:None if args.sides == "all" else 1]:
             if name == "numba" and importlib.util.find_spec("numba") is None:
                 continue
-            shown = f"mpipar {name if args.device == 'cpu' else f'cupy {name}'}{behind}"
+            shown = f"mpipar {name if args.device == 'cpu' else f'cupy {name}'}{suffix}"
             names.append(shown)
-            here = world if behind in together else SimpleNamespace(rank=0, size=1)
-            if here is world or world.rank == 0 or behind == APART:
+            here = world if suffix in together else SimpleNamespace(rank=0, size=1)
+            if here is world or world.rank == 0 or suffix == APART:
                 ops = make(args.device, args.dtype, kernels=name, host_rank=host_rank)
                 sides[shown] = OurSide(configure(args, layout, here.size), rows, ops, here)
     return names, sides
 
 
 def product_sides(args, names, sides, world) -> dict:
-    """Name -> the products of one rank's step, on world rank 0; on every rank the names.
+    """Return {name: the products of one rank's step}, on world rank 0; on every rank the names.
 
     sides: ours and PyTorch's.
     """
@@ -211,7 +210,7 @@ def disagreement(found, wanted, dtype) -> str | None:
 
 
 def device_facts(args) -> dict:
-    """Facts that the figures of this rank's device depend on, with its peak if that is known."""
+    """Return facts that the figures of this rank's device depend on, with its peak if known."""
     found = {}
     if args.device == "cuda":
         card = gpu.Gpu(args.repeats)
@@ -222,7 +221,7 @@ def device_facts(args) -> dict:
 
 
 def libraries(args, names) -> dict[str, str]:
-    """Name of a side -> the library that its products run in."""
+    """Return {name of a side: the library that its products run in}."""
     if args.device == "cuda":
         return dict.fromkeys(names, "cuBLAS")
     known = {True: "", False: blas.numpy_blas()}
@@ -275,8 +274,7 @@ def rows(args, names, seconds, peak_tflops=None, flops=None) -> list[dict]:
 
 
 def compared(name, steps) -> dict:
-    """Return the columns that compare a side of ours with one rank's products, and with one rank.
-    """
+    """Return columns that compare a side of ours with one rank's products, and with one rank."""
     found, ours = {}, name.startswith("mpipar ")
     alone = {one.removesuffix(ALONE): one for one in steps if one.endswith(ALONE)}
     if "products, numpy" in steps:
@@ -290,7 +288,10 @@ def compared(name, steps) -> dict:
 
 
 def their_sides(args, rows, world) -> tuple[list[str], dict]:
-    """(names of PyTorch's sides, sides that this rank runs: all on world rank 0), if installed."""
+    """Return (names of PyTorch's sides, those that this rank runs: all on world rank 0).
+
+    There are none if PyTorch is not installed.
+    """
     if args.sides == "own" or importlib.util.find_spec("torch") is None:
         return [], {}
     if args.freed and not blas.free_mkl() and world.rank == 0:
@@ -353,7 +354,7 @@ def print_sides(args, found, num_ranks, facts):
 
 
 def main(argv, session) -> int:
-    """Measure on all ranks; returns the exit code."""
+    """Measure on all ranks; return the exit code."""
     args = parse(argv)
     if args.cable:
         return on_each_cable(session, args)

@@ -1,11 +1,11 @@
-"""Whether this checkout's training step takes longer than that of another one, in one run.
+"""Tests whether this checkout's training step is slower than that of another one, in one run.
 
     git worktree add --detach /tmp/before v1 && python -m bench.step.against /tmp/before
     python -m bench.step.against /tmp/before --ranks 2 --pairs 10 --repeats 5
 
 Processes of both checkouts take turns, each `python -m bench.step` of its own files with this
-environment's packages; every second pair begins with the other one. So a slow spell of the machine
-hits both. Launches differ more than the steps inside one, so a pair counts as one value.
+environment's packages; every second pair begins with the other one, so that a slow spell of the
+machine hits both. Launches differ more than the steps inside one, so a pair counts as one value.
 
 ratio: the median over the pairs of this checkout's step_ms over the other's. low, high: its 95 %
 interval, by order statistics. A side is slower if all of its interval is above LIMIT; then the exit
@@ -58,17 +58,17 @@ def check_checkout(root: Path) -> None:
     process = subprocess.run([sys.executable, "-c", code], cwd=root, text=True, check=False,
                              capture_output=True, env=environment_of_jobs() | path_of(root))
     if [Path(line).parent.parent for line in process.stdout.splitlines()] != [root, root]:
-        raise UsageError(f"{root} is no checkout with bench/step and mpipar: "
+        raise UsageError(f"{root} is not a checkout with bench/step and mpipar: "
                          f"{(process.stdout + process.stderr).strip()[-300:]}")
 
 
 def path_of(root: Path) -> dict[str, str]:
-    """Return the variable that makes Python import from a checkout before all else."""
+    """Return the variable that makes Python import from a checkout first."""
     return {"PYTHONPATH": str(root)}
 
 
 def measure(session, root: Path, args, folder: Path) -> dict[str, float]:
-    """{side: step_ms} of one process, or of one job, of a checkout; only mpipar's own sides."""
+    """Return {side: step_ms} of a process, or of a job, of a checkout; only mpipar's sides."""
     path = folder / "rows.json"
     path.unlink(missing_ok=True)
     sizes = [f"--{size.replace('_', '-')}={getattr(args, size)}" for size in SIZES]

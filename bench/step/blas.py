@@ -1,14 +1,14 @@
 """Which library multiplies matrices on each side of a comparison, and for which processor.
 
 A library chooses its kernels by the processor it finds. If the libraries of two sides choose
-differently, the comparison measures those libraries too. So a table of speeds names both.
+differently, the comparison measures those libraries too, so a table of speeds names both.
 
-Frees the BLAS of both sides of a comparison from what they know of the processor's maker.
+This module can also free the BLAS of both sides from what they know of the processor's maker.
 
 OpenBLAS runs the kernels for the processor's vector units, as in `mpipar train`. MKL asks whether
-the maker is its own, and has slow kernels for the others. Answered with yes, it too chooses by the
-vector units alone. So a library of one function is compiled, and loaded before PyTorch. Where there
-is no compiler, MKL keeps its own choice.
+the maker is its own, and has slow kernels for the others; if the answer is yes, it chooses by the
+vector units alone too. To give that answer, a library of one function is compiled, and loaded
+before PyTorch. Without a compiler, MKL keeps its own choice.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ FREED = "from bench.step.blas import free_mkl; free_mkl(); "
 
 
 def numpy_blas() -> str:
-    """NumPy's library with its version and the processor it is tuned for."""
+    """Return NumPy's library with its version and the processor it is tuned for."""
     own = (blas.shown(pool) for pool in blas.pools()
            if not any(part in pool["filepath"] for part in OTHERS))
     return next(own, "unknown").replace(", kernels for", "")
@@ -43,10 +43,10 @@ def numpy_blas() -> str:
 
 @cache
 def torch_blas(freed: bool = False) -> str:
-    """PyTorch's library as MKL's log names it; "unknown" where PyTorch has another one.
+    """Return PyTorch's library as MKL's log names it; "unknown" if PyTorch uses another one.
 
-    MKL is linked into PyTorch and cannot be asked. So a separate process multiplies once.
-    freed: whether MKL is freed there, see the head of this file.
+    MKL is linked into PyTorch and cannot be asked, so a separate process multiplies once. freed:
+    whether MKL is freed there, see the module's docstring.
     """
     code = FIRST_PRODUCT.format(FREED if freed else "")
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True,
@@ -87,7 +87,7 @@ def mkl_answer() -> Path | None:
 
 
 def free_mkl() -> bool:
-    """Load that library; whether there is one. Call it before PyTorch is loaded."""
+    """Load that library; return whether there is one. Call it before PyTorch is loaded."""
     path = mkl_answer()
     if path is not None:
         ctypes.CDLL(str(path), mode=ctypes.RTLD_GLOBAL)

@@ -1,4 +1,4 @@
-"""One training step on two hosts, without and with what hides messages behind computing.
+"""One training step on two hosts, without and with overlap of messages and computing.
 
     python -m bench.step --cable 200,1000,3000
 
@@ -6,8 +6,8 @@ starts this program once for each rate in Mbit/s. Its two ranks are each in a ne
 their own, and a cable of that rate joins these (bench/interconnect/two_hosts.py). That needs Linux,
 root and MPICH.
 
-Rows are layouts and what they use. units: the sum of each unit's gradients starts behind its last
-weight gradient; without it, all sums start behind the last backward. progress: messages are tested
+Rows are layouts and what they use. units: the sum of each unit's gradients starts after its last
+weight gradient; without it, all sums start after the last backward. progress: messages are tested
 between units; without it, only between the instructions of the schedule. The sides take turns, so
 that a slow spell of the machine hits all. Before anything is timed their losses must agree.
 
@@ -68,7 +68,7 @@ class Side(OurSide):
 
 
 def measure_layout(args, layout, world) -> tuple[np.ndarray, list] | None:
-    """(this rank's seconds, (flight, computed) of each side), or None where losses differ.
+    """Return (this rank's seconds, (flight, computed) of each side), or None if losses differ.
 
     Comm: that of `measure_steps`.
     """
@@ -87,9 +87,7 @@ def measure_layout(args, layout, world) -> tuple[np.ndarray, list] | None:
 
 
 def layout_rows(layout, seconds, flights) -> list[dict]:
-    """Return the rows of a layout; seconds, flights: of all ranks, as `measure_layout` returns
-    them.
-    """
+    """Return the rows of a layout; seconds, flights: `measure_layout`'s, of all ranks."""
     steps = seconds[..., :2].sum(axis=-1).max(axis=0)
     rows = []
     for number, name in enumerate(LAYOUTS[layout][1]):

@@ -3,10 +3,10 @@
 A side has `forward_backward(step)`, which returns the loss and finishes all gradients,
 `update(step)` and `synchronize()`; steps count from 1.
 
-Other sides multiply alone what one training step multiplies: what a step rests on. The products are
-those of one rank's step with NumPy's kernels, in their order, on the step's own arrays. PyTorch
-multiplies the same arrays. So the rates of both libraries compare, and the time of a step over that
-of its products says what everything else costs.
+Other sides only multiply what one training step multiplies, which shows what a step rests on. The
+products are those of one rank's step with NumPy's kernels, in their order, on the step's own
+arrays. PyTorch multiplies the same arrays. So the rates of both libraries compare, and the time of
+a step over that of its products tells what everything else costs.
 """
 
 from __future__ import annotations
@@ -39,10 +39,10 @@ from mpipar.train.worker import Worker
 
 PARTS = ("forward_backward", "update")
 CHECK_STEPS, WARM_UP_STEPS = 3, 2
-SETTLE_SECONDS = 0.02  # threads of PyTorch spin for a while after its step
+SETTLE_SECONDS = 0.02  # PyTorch's threads spin for a while after its step
 
 
-# nanoGPT's recipe for a CPU: its sizes, and its update with a learning rate that falls.
+# nanoGPT's recipe for a CPU: its sizes, and its update with a decaying learning rate.
 RECIPE = {"layers": 4, "d_model": 128, "heads": 4, "seq_len": 64, "batch_size": 12,
           "vocab_size": 256}
 RECIPE_TRAIN = {"steps": 2000, "lr": 1e-3, "min_lr_ratio": 0.1, "warmup_steps": 100,
@@ -64,7 +64,7 @@ def add_sizes(parser) -> None:
 def configure(args, layout: dict, num_ranks: int):
     """Return the resolved configuration of the model in a layout: settings of the grid.
 
-    all_reduce among them is the run's.
+    all_reduce among them belongs to the run's settings.
     """
     model = model_config({
         "arch": args.arch, "layers": args.layers, "d_model": args.d_model, "heads": args.heads,
@@ -111,7 +111,7 @@ class OurSide:
         self.rows, self.dp_rank = rows, grid.place("dp")
 
     def batches(self, step) -> list[Batch]:
-        """This rank's microbatches of a step."""
+        """Return this rank's microbatches of a step."""
         batch, count = self.rows(step), self.config.grid.num_microbatches
         size = len(batch.tokens) // (self.config.grid.dp * count)
         starts = [(self.dp_rank * count + mb) * size for mb in range(count)]
@@ -147,7 +147,7 @@ class TorchSide(TorchDecoder):
 
 
 def torch_side(torch, args, rows, **how) -> TorchSide:
-    """PyTorch's step, from the weights that every layout of ours starts from.
+    """Return PyTorch's step, from the weights that every layout of ours starts from.
 
     how: whether it is compiled, and what is fused, see `TorchDecoder`.
     """
@@ -160,7 +160,7 @@ def torch_side(torch, args, rows, **how) -> TorchSide:
 
 
 def step_flops(args) -> int:
-    """Floating-point operations of all products of one step (2 M K N each), counted on shapes.
+    """Return the FLOPs of all products of one step (2 M K N each), counted on shapes.
 
     With P elements in the matrices of blocks and head, that is 6 B T P + 12 L B T^2 D. The first
     term has 2 operations forward and 4 backward per element and token. The second has attention's
@@ -172,7 +172,7 @@ def step_flops(args) -> int:
 
 
 def losses(sides, names, world) -> dict[str, list[float]]:
-    """Name -> losses of the first steps, on every rank that runs the side.
+    """Return {name: losses of the first steps}, on every rank that runs the side.
 
     Comm: the sides', and quiet barriers.
     """
@@ -183,15 +183,15 @@ def losses(sides, names, world) -> dict[str, list[float]]:
             if name in sides:
                 found[name].append(sides[name].forward_backward(step))
                 sides[name].update(step)
-    quiet_barrier(world)  # a rank that spins in MPI would slow down the threads of the last side
+    quiet_barrier(world)  # a rank that spins in MPI would slow down the last side's threads
     return found
 
 
 def measure_steps(sides, names, repeats, world) -> np.ndarray:
-    """(names, repetitions, three) of this rank: seconds of both parts, and those in communication.
+    """Return (names, repetitions, three) of this rank: seconds of both parts, and in communication.
 
-    The sides take turns; a rank that has no part in one sleeps. Comm: a barrier before each step
-    of each side and at the end, and the sides' own.
+    The sides take turns; a rank that has no part in one sleeps. Comm: a barrier before each step of
+    each side and at the end, and the sides' own.
     """
     first = CHECK_STEPS + 1
     seconds = np.zeros((len(names), repeats, 3))
@@ -216,7 +216,7 @@ def measure_steps(sides, names, repeats, world) -> np.ndarray:
 
 
 class Noting:
-    """NumPy, whose products are noted too."""
+    """NumPy ops that also note their products."""
 
     def __init__(self, noted: list):
         self.noted = noted
@@ -231,7 +231,7 @@ class Noting:
 
 
 def products_of(side, step: int) -> list[tuple]:
-    """(left, right, result) of every product of a step of a side without other ranks."""
+    """Return (left, right, result) of every product of a step of a side without other ranks."""
     noted, multiply = [], numpy_ops._product
 
     def product(x, w):
@@ -246,14 +246,15 @@ def products_of(side, step: int) -> list[tuple]:
 
 
 def flops(products) -> int:
-    """Floating-point operations of all products."""
+    """Return the floating-point operations of all products."""
     return sum(2 * prod(result.shape) * left.shape[-1] for left, _, result in products)
 
 
 class Products:
     """A side that multiplies and does nothing else.
 
-    matmul: of a library. convert: gives one of its arrays on the memory of one of NumPy's.
+    matmul: of a library. convert: turns one of NumPy's arrays into the library's, on the same
+    memory.
     """
 
     def __init__(self, products, matmul=np.matmul, convert=lambda x: x):
@@ -266,7 +267,7 @@ class Products:
             self.matmul(left, right, out=result)
 
     def update(self, step):
-        """There is nothing to update."""
+        """Do nothing: there is nothing to update."""
 
     def synchronize(self):
-        """There is nothing to wait for on a CPU."""
+        """Do nothing: there is nothing to wait for on a CPU."""

@@ -16,7 +16,7 @@ class TorchDecoder:
     """Loss, gradients by autograd, clipping and AdamW, on leaf tensors named like our parameters.
 
     weights: our parameters by name, whole, in their logical shapes; they are copied. config:
-    resolved; its TrainConfig holds for PyTorch too. compiled: by torch.compile. dtype: the type
+    resolved; its TrainConfig applies to PyTorch too. compiled: by torch.compile. dtype: the type
     that the model computes in; if it is not the weights' own, a rounded copy of them is used.
     loss_scale: the loss is multiplied by it, and the gradients are divided by it. fused: whether
     attention is scaled_dot_product_attention. fused_update: whether AdamW is one pass.
@@ -56,37 +56,39 @@ class TorchDecoder:
         return name.startswith("block") and name.endswith(".w") and ndim > 1
 
     def _their_layout(self, name, w):
-        """A matrix as torch.nn.Linear keeps it, (out, in), so that its product adds the bias."""
+        """Return a matrix as torch.nn.Linear stores it, (out, in), so that its product adds the
+        bias.
+        """
         if name.endswith(".b"):
             w = w.reshape(-1)
         elif self._is_product(name, w.ndim):
-            behind = name.endswith(".proj.w")  # its inputs are heads; others have theirs outside
+            of_heads = name.endswith(".proj.w")  # its inputs are heads, others' outputs are
             if self.config.model.rows == "out":
-                outputs = 1 if behind or w.ndim == 2 else w.ndim - 1
+                outputs = 1 if of_heads or w.ndim == 2 else w.ndim - 1
                 w = w.reshape(int(np.prod(w.shape[:outputs])), -1)
             else:
-                inputs = w.ndim - 1 if behind else 1
+                inputs = w.ndim - 1 if of_heads else 1
                 w = w.reshape(int(np.prod(w.shape[:inputs])), -1).T
         return np.ascontiguousarray(w)
 
     def _our_layout(self, name, x):
-        """An array of PyTorch's in the logical shape of our parameter."""
+        """Return an array of PyTorch's in the logical shape of our parameter."""
         shape = self.shapes[name]
         turned = self._is_product(name, len(shape)) and self.config.model.rows == "in"
         return (x.T if turned else x).reshape(shape)
 
     def gradients(self):
-        """Name -> gradient of every parameter, in our layout."""
+        """Return {name: gradient} of every parameter, in our layout."""
         return {name: self._our_layout(name, w.grad.cpu().numpy())
                 for name, w in self.leaves.items()}
 
     def weights(self):
-        """Name -> value of every parameter, in our layout."""
+        """Return {name: value} of every parameter, in our layout."""
         return {name: self._our_layout(name, w.detach().cpu().numpy()).copy()
                 for name, w in self.leaves.items()}
 
     def _weight(self, name):
-        """The leaf in the model's type: the leaf itself if it has that type."""
+        """Return the leaf in the model's type: the leaf itself if it has that type."""
         return self.leaves[name].to(self.dtype)
 
     def _linear(self, x, name):
@@ -100,7 +102,9 @@ class TorchDecoder:
         return self.functional.layer_norm(x, w.shape, w, self._weight(f"{name}.b"), eps)
 
     def _angles(self, seq_len):
-        """Cosine and sine (T, d), each half of a head alike, or None without rotation."""
+        """Return cosine and sine (T, d), the same for each half of a head, or None without
+        rotation.
+        """
         model = self.config.model
         if model.positions != "rope":
             return None
@@ -110,7 +114,7 @@ class TorchDecoder:
                 for i in range(2)]
 
     def _turned(self, x):
-        """x (B, H, T, d) turned by its positions, as transformers does it."""
+        """Return x (B, H, T, d) rotated by its positions, as transformers does it."""
         if self.angles is None:
             return x
         first, second = x.chunk(2, dim=-1)
@@ -118,7 +122,7 @@ class TorchDecoder:
         return x * cos + self.torch.cat((-second, first), dim=-1) * sin
 
     def _heads(self, x, name):
-        """q (B, H, T, d), k and v (B, K, T, d) of x (B, T, D)."""
+        """Return q (B, H, T, d), k and v (B, K, T, d) of x (B, T, D)."""
         if f"{name}.qkv.w" in self.leaves:
             qkv = self._linear(x, f"{name}.qkv").view(*x.shape[:2], 3, self.config.model.heads, -1)
             return [qkv[:, :, i].transpose(1, 2) for i in range(3)]
@@ -127,7 +131,7 @@ class TorchDecoder:
                 for part in "qkv"]
 
     def _explicit(self, q, k, v):
-        """Attention in its parts; keys and values are repeated for the queries that share them."""
+        """Compute attention in its parts; keys and values are repeated for queries sharing them."""
         group = q.shape[1] // k.shape[1]
         if group > 1:
             k, v = (x.repeat_interleave(group, dim=1) for x in (k, v))
@@ -140,7 +144,7 @@ class TorchDecoder:
             q, k, v, is_causal=True, enable_gqa=q.shape[1] != k.shape[1])
 
     def _wide(self, x, name):
-        """What the last product of a block reads."""
+        """Return the input of a block's last product."""
         h = self._linear(x, f"{name}.up")
         if self.config.model.activation == "swiglu":
             return self.functional.silu(self._linear(x, f"{name}.gate")) * h
@@ -154,7 +158,7 @@ class TorchDecoder:
         return x + self._linear(h, f"{name}.ffn.down")
 
     def _loss(self):
-        """Mean loss of the batch, a tensor of one element."""
+        """Return the mean loss of the batch, a tensor of one element."""
         table = self._weight("embedding.tokens")
         x = self.functional.embedding(self.tokens, table)
         if "embedding.positions" in self.leaves:
@@ -182,7 +186,7 @@ class TorchDecoder:
             self.torch.cuda.synchronize()
 
     def update(self, step):
-        """Clip and apply the gradients; returns their norm before clipping. Step counts from 1."""
+        """Clip and apply the gradients; return their norm before clipping. Steps count from 1."""
         train = self.config.train
         norm = self.torch.nn.utils.clip_grad_norm_(self.leaves.values(), train.clip or np.inf)
         for group in self.optimizer.param_groups:

@@ -1,1 +1,1 @@
-"""The generator of the pages: what a program knows is never typed into them."""
+"""The page generator: writes into the pages whatever a program can compute or print."""

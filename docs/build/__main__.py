@@ -1,4 +1,4 @@
-"""Writes the generated blocks of the pages, and says which pages are out of date: `bench.docs`."""
+"""Writes the generated blocks of the pages, and reports outdated pages: `bench.docs`."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ MOST_SHOWN, WIDEST = 20, 200  # lines of a difference, and characters of a line
 
 
 def main(argv: list[str] | None = None) -> int:
-    """Write or check pages, or measure; returns the exit code."""
+    """Write or check pages, or measure; return the exit code."""
     argv = sys.argv[1:] if argv is None else argv
     try:
         if argv[:1] == ["measure"]:
@@ -41,7 +41,7 @@ def main(argv: list[str] | None = None) -> int:
 
 
 def known_page(path: Path) -> Path:
-    """A page that the user names, as a path in the repository. Raises DataError."""
+    """Return a page that the user names, as a path in the repository. Raises DataError."""
     whole = path.resolve()
     if whole.suffix != ".md" or not whole.is_relative_to(pages.ROOT) or not whole.is_file():
         raise DataError(f"{path}: no such page; name README.md or a page of docs/")
@@ -49,7 +49,7 @@ def known_page(path: Path) -> Path:
 
 
 def write(page: Path, *, check: bool, run: bool) -> int:
-    """Write a page and its pictures, or say what of them is out of date; returns the exit code."""
+    """Write a page and its pictures, or report those that are out of date; return the exit code."""
     text = pages.read_page(page)
     try:
         with contextlib.closing(Workplace(text)) as workplace:

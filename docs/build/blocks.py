@@ -1,11 +1,11 @@
-"""Finds the generated blocks of a page, and writes them again.
+"""Finds the generated blocks of a page, and rewrites them.
 
-A block starts with a comment that says what belongs there, and ends with `<!-- end -->`. Both stand
-alone on a line. Options follow behind ` :: `:
+A block starts with a comment that says what belongs there, and ends with `<!-- end -->`, each alone
+on its line. Options follow after ` :: `:
 
     <!-- run: mpipar schedule naive --pp 4 :: lines 3:9 -->
 
-A comment inside of a fenced listing is text, and so is one of a command, which .ci/run looks for.
+A comment inside a fenced listing is plain text, and so is a `command` comment, which .ci/run reads.
 """
 
 from __future__ import annotations
@@ -22,13 +22,13 @@ NEXT = re.compile(START, re.MULTILINE)
 
 
 class PageError(Exception):
-    """What is wrong with a block: the message names page, line and block."""
+    """A block that cannot be written: the message names page, line and block."""
 
 
 @dataclass(frozen=True)
 class Block:
-    """What one comment asks for. options: {name: value}, the value "" for a bare word. body: what
-    stands there now.
+    """What one comment asks for. options: {name: value}, with the value "" for a bare word. body:
+    the block's current text.
     """
 
     kind: str
@@ -39,17 +39,19 @@ class Block:
     body: str = ""
 
     def problem(self, what: str) -> PageError:
-        """An error that says where the block stands."""
+        """Return an error that names the block's page and line."""
         return PageError(f"{self.page}:{self.line}: <!-- {self.kind}: {self.words} -->: {what}")
 
     def file(self, root: Path, name: str) -> Path:
-        """A file that it names. Raises PageError."""
+        """Return a file that the block names, below `root`. Raises PageError."""
         if not (root / name).is_file():
             raise self.problem(f"no file {name}")
         return root / name
 
     def part(self, lines: list[str]) -> list[str]:
-        """The lines that `lines A:B`, `from REGEX` and `to REGEX` choose; `...` for the others."""
+        """Return the lines that `lines A:B`, `from REGEX` and `to REGEX` select, with `...` for the
+        rest.
+        """
         first, last = 0, len(lines)
         if "lines" in self.options:
             low, _, high = self.options["lines"].partition(":")
@@ -63,7 +65,7 @@ class Block:
         return ["..."] * (first > 0) + lines[first:last] + ["..."] * (last < len(lines))
 
     def _find(self, lines: list[str], pattern: str, start: int) -> int:
-        """The index of the first line from `start` on that matches. Raises PageError."""
+        """Return the index of the first matching line from `start`. Raises PageError."""
         for index, line in enumerate(lines[start:], start):
             if re.search(pattern, line):
                 return index
@@ -71,7 +73,7 @@ class Block:
 
 
 def block_of(found: re.Match[str], page: Path) -> Block:
-    """The block that was found. Raises PageError if it has no end of its own."""
+    """Return the block of a match. Raises PageError if it has no end of its own."""
     words, *options = re.split(r" :: +", found[2])
     pairs = (option.strip().partition(" ") for option in options)
     text, body = found.string, found[3]
@@ -85,12 +87,12 @@ def block_of(found: re.Match[str], page: Path) -> Block:
 
 
 def blocks_of(page: Path, text: str) -> Iterator[Block]:
-    """All blocks of a page, in order. Raises PageError."""
+    """Yield all blocks of a page, in order. Raises PageError."""
     return (block_of(found, page) for found in PIECE.finditer(text) if found[1])
 
 
 def update(page: Path, text: str, write: Callable[[Block], str]) -> str:
-    """The text of a page with the body of each block written anew. Raises PageError."""
+    """Return the text of a page with the body of each block rewritten. Raises PageError."""
     def written(found: re.Match[str]) -> str:
         if not found[1]:
             return found[0]

@@ -1,4 +1,4 @@
-"""Runs the commands that a page shows, in one empty folder for each page, from top to bottom."""
+"""Runs the commands that a page shows from top to bottom, in one empty folder per page."""
 
 from __future__ import annotations
 
@@ -29,7 +29,8 @@ LIMIT = 100  # seconds for one command
 FILE = re.compile(r"^```\w+ ([\w-]+\.\w+)\n(.*?)^```$", re.MULTILINE | re.DOTALL)
 TYPED = re.compile(r"^```bash\n(.*?)^```$", re.MULTILINE | re.DOTALL)
 SHELL = re.compile(r"[|<>;*$&]")  # what only a shell understands
-# What programs print depends on nothing but these. Ranks that share cores must not spin.
+# The only variables that programs see, so that output depends on nothing else. Ranks that share
+# cores must not spin.
 SETTINGS = {"COLUMNS": "80", "LC_ALL": "C.UTF-8", "PYTHONPATH": str(ROOT), "NO_COLOR": "1",
             "MPIR_CVAR_ENABLE_HEAVY_YIELD": "1", "MPIR_CVAR_POLLS_BEFORE_YIELD": "1",
             "OMPI_ALLOW_RUN_AS_ROOT": "1", "OMPI_ALLOW_RUN_AS_ROOT_CONFIRM": "1"}
@@ -38,7 +39,7 @@ SETTINGS = {"COLUMNS": "80", "LC_ALL": "C.UTF-8", "PYTHONPATH": str(ROOT), "NO_C
 class Workplace:
     """The folder in which the commands of one page run, and what they have printed.
 
-    page: its text; fences with the name of a file, as in ```python my_row.py, are files there.
+    page: its text. A fence with a file's name, as in ```python my_row.py, becomes a file there.
     """
 
     def __init__(self, page: str = ""):
@@ -46,13 +47,13 @@ class Workplace:
         self.outputs: dict[str, tuple[int, str]] = {}
 
     def run(self, command: str) -> tuple[int, str]:
-        """(exit code, output) of a command; the same command of the same page runs once."""
+        """Return (exit code, output) of a command; a command that a page repeats runs only once."""
         if command not in self.outputs:
             self.outputs[command] = execute(command, self.folder())
         return self.outputs[command]
 
     def folder(self) -> Path:
-        """The folder, made when the first command needs it."""
+        """Return the folder, which is created when the first command needs it."""
         if self.place is None:
             self.place = tempfile.TemporaryDirectory(prefix="mpipar-page-")
             for name, text in FILE.findall(self.page):
@@ -66,7 +67,7 @@ class Workplace:
 
 
 def typed(page: str) -> list[str]:
-    """The commands of a page in order: lines of its fences ```bash, but not of ```bash not-run."""
+    """Return a page's commands in order: lines of its ```bash fences, except ```bash not-run."""
     lines = [line for block in TYPED.findall(page)
              for line in re.sub(r"\\\n\s*", "", block).splitlines()]
     commands = (re.split(r"(?:^|\s+)#", line)[0].strip() for line in lines)
@@ -74,7 +75,7 @@ def typed(page: str) -> list[str]:
 
 
 def execute(command: str, folder: Path) -> tuple[int, str]:
-    """(exit code, output) of a command line in a folder; `&&` joins several.
+    """Run a command line in a folder and return (exit code, output); `&&` joins several.
 
     Commands of mpipar that need no MPI run in this process, which takes a tenth of the time.
     """
@@ -92,7 +93,10 @@ def execute(command: str, folder: Path) -> tuple[int, str]:
 
 
 def run_inside(words: list[str], folder: Path) -> tuple[int, str] | None:
-    """As `execute`, in this process; None if the program refuses: then it must print that."""
+    """Run like `execute`, in this process; None if the program exits with an error of its own.
+
+    The error is then left to a process, which prints it.
+    """
     text, before = io.StringIO(), dict(os.environ)
     os.environ.update(SETTINGS)
     try:
@@ -109,7 +113,7 @@ def run_inside(words: list[str], folder: Path) -> tuple[int, str] | None:
 
 
 def run_outside(command: str, folder: Path) -> tuple[int, str]:
-    """As `execute`, by a shell and in processes of its own."""
+    """Run like `execute`, in a shell and separate processes."""
     path = f"{Path(sys.prefix) / 'bin'}{os.pathsep}{os.environ['PATH']}"
     kept = {key: value for key, value in environment_of_jobs().items()
             if not key.startswith("PYTEST_")}
@@ -120,13 +124,13 @@ def run_outside(command: str, folder: Path) -> tuple[int, str]:
 
 
 def passing_words() -> list[str]:
-    """Words that only this host and this day have: no page may show them."""
+    """Return words that depend on this host or today's date: no page may show them."""
     return [socket.gethostname(), str(ROOT), platform.python_version(), np.__version__,
             os.path.expanduser("~/"), "/tmp/", time.strftime("%Y-%m-%d")]  # noqa: S108
 
 
 def shown(block: Block, workplace: Workplace) -> str:
-    """The command of a `run` block and what it prints. Raises PageError."""
+    """Return the command of a `run` block and what it prints. Raises PageError."""
     code, text = workplace.run(block.words)
     expected = int(block.options.get("exit", 0))
     if code != expected:
@@ -138,7 +142,7 @@ def shown(block: Block, workplace: Workplace) -> str:
 
 
 def console(block: Block, command: str, output: str, info: str = "bash") -> str:
-    """A command in one fence, its output, or the part that is asked for, in another."""
+    """Return a fence with the command, and one with its output or the selected part of it."""
     text = "\n".join(line.rstrip() for line in block.part(output.rstrip().splitlines()))
     output = f"```text\n{text}\n```"
     return output if "output" in block.options else f"```{info}\n{command}\n```\n\n{output}"

@@ -1,10 +1,10 @@
-"""Outputs that name times, or that take long: kept in result files, with the machine they are of.
+"""Outputs that contain times or take long: kept in result files, with the machine that made them.
 
     python -m bench.docs measure bench/results/tour/naive.json 'COMMAND' 'COMMAND'
     python -m bench.docs measure bench/results/tour/naive.json      # its own commands once more
 
-All commands of a file run one after the other in one empty folder. What two
-pictures need of a traced run is kept beside: its median step, that step simulated, and a barrier.
+All commands of a file run one after the other in one empty folder. If one of them traces a run, the
+file also keeps what two pictures need of it: its median step, that step simulated, and one barrier.
 """
 
 from __future__ import annotations
@@ -47,7 +47,7 @@ def measure(path: Path, commands: list[str]) -> None:
 
 
 def without_host(output: str) -> str:
-    """The output with the word `host` for the name of this one; columns keep their places."""
+    """Return the output with `host` for this machine's name; columns keep their places."""
     def replace(found: re.Match) -> str:
         return "host".ljust(len(found[0])) if len(found[1]) > 1 else f"host{found[1]}"
 
@@ -55,23 +55,23 @@ def without_host(output: str) -> str:
 
 
 def is_quick(path: Path) -> bool:
-    """Whether CI runs the commands of a file, and not only parses their flags."""
+    """Return whether CI runs the commands of a file, instead of only parsing their flags."""
     return sum(row["seconds"] for row in rows_of(path)) < QUICK
 
 
 def rows_of(path: Path) -> list[dict]:
-    """The commands of a file with their seconds and outputs. Raises DataError."""
+    """Return the commands of a file with their seconds and outputs. Raises DataError."""
     return result_of(path)["rows"]
 
 
 def result_of(path: Path) -> dict:
-    """A file of this program. Raises DataError."""
+    """Read a result file of this program. Raises DataError."""
     try:
         found = json.loads(path.read_text())
     except OSError as error:
         raise DataError(f"{path}: {error.strerror}; name the commands to measure") from error
     except ValueError as error:
-        raise DataError(f"{path}: is no JSON; name a new file") from error
+        raise DataError(f"{path}: is not JSON; name a new file") from error
     bench = found.get("bench") if isinstance(found, dict) else "another program"
     if bench != BENCH:
         raise DataError(f"{path}: is a file of {bench}, not of {BENCH}")
@@ -79,7 +79,7 @@ def result_of(path: Path) -> dict:
 
 
 def shown(block: Block, root: Path) -> str:
-    """The commands and outputs of a file, or `:: part N` of them, and the machine."""
+    """Return the machine, and the commands and outputs of a file, or `:: part N` of them."""
     try:
         result = result_of(root / block.words)
     except DataError as error:
@@ -99,7 +99,7 @@ def shown(block: Block, root: Path) -> str:
 
 
 def last_trace(folder: Path) -> dict:
-    """{"trace": ...} of the newest traced run below a folder, or nothing."""
+    """Return {"trace": ...} of the newest traced run below a folder, or {}."""
     found = sorted(folder.glob("**/trace/meta.json"), key=lambda path: path.stat().st_mtime)
     if not found:
         return {}
@@ -110,16 +110,16 @@ def last_trace(folder: Path) -> dict:
 
 
 def row(what: str, rank: int, kind: str, place: tuple[int, int], times: tuple) -> dict:
-    """A pass, or a part of the barrier. place: stage and microbatch; times: in milliseconds."""
+    """Return a pass, or a part of the barrier. place: stage, microbatch; times: in milliseconds."""
     start, end = (round(float(one), 4) for one in times)
     return {"what": what, "rank": rank, "kind": kind, "stage": place[0], "mb": place[1],
             "start_ms": start, "end_ms": end}
 
 
 def passes(trace: Trace, step: int) -> list[dict]:
-    """The passes of the step on one rank of each pipeline rank; the first one starts at 0.
+    """Return the passes of the step on one rank of each pipeline rank; the first one starts at 0.
 
-    Behind them they stand as the simulator places them, with the trace's own mean times.
+    They are followed by the same passes as the simulator places them, with the trace's mean times.
     """
     chosen = {rank.place["pp"]: rank for rank in reversed(trace.ranks)}
     spans = [(place, span) for place, rank in sorted(chosen.items()) for span in rank.spans
@@ -135,7 +135,7 @@ def passes(trace: Trace, step: int) -> list[dict]:
 
 
 def barrier(trace: Trace, step: int) -> list[dict]:
-    """Wait and transfer of each rank in the collective with the most waiting of the step."""
+    """Return wait and transfer of each rank in the step's collective with the most waiting."""
     found = [event for event in waits.find(trace).events if len(event.calls) > 1
              and event.operation != "message" and event.calls[0].record.step == step]
     if not found:

@@ -1,4 +1,4 @@
-"""The pages, and how each kind of block in them is written."""
+"""The list of pages, and the writer of each kind of generated block."""
 
 from __future__ import annotations
 
@@ -8,24 +8,24 @@ from bench.results import ROOT
 from docs.build import commands, measured, pictures, tables
 from docs.build.blocks import Block, update
 
-# What stands in a block of each kind: (block, root of the repository) -> text.
+# What writes a block of each kind: (block, root of the repository) -> text.
 WRITERS = {"measured": measured.shown, "code": tables.listing, "result": tables.result,
            "table": tables.table, "map": tables.table, "exercise": tables.exercises}
 
 
 def pages() -> list[Path]:
-    """README.md and the pages of docs/, as paths in the repository."""
+    """Return README.md and the pages of docs/, as paths in the repository."""
     found = sorted((ROOT / "docs").rglob("*.md"))
     return [Path("README.md"), *(path.relative_to(ROOT) for path in found)]
 
 
 def read_page(page: Path) -> str:
-    """The text of a page."""
+    """Return the text of a page."""
     return (ROOT / page).read_text(encoding="utf-8")
 
 
 def write_page(page: Path, text: str, workplace: commands.Workplace | None) -> dict[Path, str]:
-    """{path in the repository: text} of a page and its pictures. Raises PageError.
+    """Return {path in the repository: text} of a page and its pictures. Raises PageError.
 
     workplace: where the commands of `run` blocks run; without one these blocks stay as they are.
     """
@@ -42,7 +42,7 @@ def write_page(page: Path, text: str, workplace: commands.Workplace | None) -> d
 
     def write(block: Block) -> str:
         if block.kind not in writers:
-            raise block.problem(f"no block is of this kind; use {', '.join(writers)}")
+            raise block.problem(f"unknown kind of block; use {', '.join(writers)}")
         return writers[block.kind](block, ROOT)
 
     return {page: update(page, text, write), **drawn}

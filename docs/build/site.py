@@ -1,10 +1,10 @@
-"""The documentation as a site, with a page of functions and classes for each folder of the core.
+"""The documentation as a site, with an API page for each folder of the core.
 
     pip install -e '.[docs]'
     python -m docs.build.site build/site
 
-It builds the pages as they stand, without network or MPI. Sphinx warns about nothing: a warning
-ends it with exit code 1. The file to open is index.html.
+It builds the pages from their current text, without network or MPI. Any Sphinx warning fails the
+build with exit code 1. The file to open is index.html.
 """
 
 from __future__ import annotations
@@ -27,8 +27,8 @@ SETTINGS = {
     "html_theme": "furo", "exclude_patterns": ["build", "examples"],
     "myst_heading_anchors": 4, "autodoc_member_order": "bysource",
     "autodoc_default_options": {"members": True, "undoc-members": True},
-    # A link to a source file leads out of the pages, a fence may name a language of our own, and
-    # several folders have a class of the same name.
+    # Links to source files lead out of the pages, a fence may name a language that Sphinx does not
+    # know, and several folders have a class of the same name.
     "suppress_warnings": ["myst.xref_missing", "misc.highlighting_failure", "ref.python"],
 }
 FIRST = ("index", "questions", "postmortem", "bugs")
@@ -36,7 +36,7 @@ PARTS = {"Tour": "tour", "How-tos": "how-to", "Reference": "reference", "API": "
 
 
 def contents(pages: list[str]) -> str:
-    """The hidden tables of contents behind the first page: what the side bar shows."""
+    """Return the hidden tables of contents after the first page: what the side bar shows."""
     parts = {title: [page for page in pages if page.startswith(f"{folder}/")]
              for title, folder in PARTS.items()}
     rest = [page for page in pages if "/" not in page and page not in FIRST]
@@ -47,7 +47,7 @@ def contents(pages: list[str]) -> str:
 
 
 def module_pages() -> Iterator[tuple[str, str]]:
-    """(name, text) of a page for each folder of the core: its files in order."""
+    """Yield (name, text) of a page for each folder of the core: its files in order."""
     core = [PACKAGE, *(PACKAGE / name for name in CORE)]
     for folder in core:
         package = ".".join(folder.relative_to(ROOT).parts)
@@ -62,13 +62,13 @@ def module_pages() -> Iterator[tuple[str, str]]:
 
 
 def inline(text: str) -> Iterator[str]:
-    """Words that stand for themselves, and `code`."""
+    """Yield nodes of plain words, and of `code`."""
     for place, part in enumerate(re.split(r"`+([^`\n]+)`+", text)):
         yield rf"\ ``{part}``\ " if place % 2 else re.sub(r"([\\*|_`])", r"\\\1", part)
 
 
 def as_rst(lines: list[str]) -> list[str]:
-    """A docstring as it is read in the source: words as they stand, what is indented as code."""
+    """Return a docstring that renders as in the source: words unchanged, indented lines as code."""
     found: list[str] = []
     for block in re.split(r"\n\s*\n", "\n".join(lines).strip("\n")):
         if re.search(r"^\s+\S", block, re.MULTILINE):

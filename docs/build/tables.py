@@ -1,7 +1,7 @@
 """Tables of the pages: results of benchmarks, and what the program knows about itself.
 
-One says what is illegal between settings, with what each row says of its example. Listings of the
-sources have functions, methods, classes and constants by their names.
+One table lists illegal combinations of settings, with the error that each example gets. Listings of
+sources select functions, methods, classes and constants by name.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ COMMENT = re.compile(r"^((?://.*\n)+)|^/\*(.*?)\*/|<!--(.*?)-->", re.MULTILINE |
 
 
 def table(block: Block, root: Path) -> str:
-    """The table that a block names, by TABLES. Raises PageError."""
+    """Return the table that a block names, by TABLES. Raises PageError."""
     name = next((name for name in TABLES if f"{block.words} ".startswith(f"{name} ")), None)
     if name is None:
         raise block.problem(f"use {', '.join(TABLES)}")
@@ -49,7 +49,7 @@ def table(block: Block, root: Path) -> str:
 
 
 def result(block: Block, root: Path) -> str:
-    """The rows of a result file; `where tp=4` selects rows, `:: columns a,b` columns."""
+    """Return the rows of a result file; `where tp=4` selects rows, `:: columns a,b` columns."""
     name, _, condition = block.words.partition(" where ")
     found = json.loads(block.file(root, name).read_text())
     if condition:
@@ -62,7 +62,7 @@ def result(block: Block, root: Path) -> str:
 
 
 def exercises(block: Block, root: Path) -> str:
-    """The tasks of `exercise: 4a 4b`, each with the command that judges an answer."""
+    """Return the tasks of `exercise: 4a 4b`, each with the command that judges an answer."""
     unknown = [name for name in block.words.split() if name not in EXERCISES]
     if unknown:
         raise block.problem(f"no exercise {', '.join(unknown)}")
@@ -74,31 +74,33 @@ def exercises(block: Block, root: Path) -> str:
 
 
 def lead(rows: list[dict]) -> str:
-    """What one rank's sides take of the time of PyTorch's best, and what loops both rest on."""
+    """Return a sentence that compares one rank's step times with PyTorch's best, and names the
+    kernels.
+    """
     theirs = min((row for row in rows if row["side"].startswith("torch")),
                  key=lambda row: row["step_ms"])
     ours = {row["side"].split()[1]: row for row in rows if row["side"].startswith("mpipar ")}
-    shown = " and ".join(f"{row['step_ms'] / theirs['step_ms']:.2f} ({name})"
+    shown = " and ".join(f"{row['step_ms'] / theirs['step_ms']:.2f}x ({name})"
                          for name, row in ours.items())
     loops = [row["blas"].split()[-1] for row in (next(iter(ours.values())), theirs)]
-    return (f"A step takes {shown} of the time of PyTorch's best form, with {loops[0]} and"
-            f" {loops[1]} products.")
+    return (f"A step takes {shown} as long as PyTorch's fastest variant,"
+            f" with {loops[0]} and {loops[1]} products.")
 
 
 def chapters(root: Path) -> str:
-    """A line for each chapter of the tour: its title and what stands behind it."""
+    """Return a line for each chapter of the tour: its title and what follows it."""
     titles = ((path, path.read_text(encoding="utf-8").partition("\n")[0].removeprefix("# "))
               for path in sorted((root / "docs" / "tour").glob("*.md")))
     return "\n".join(f"- [{title}](tour/{path.name})" for path, title in titles)
 
 
 def rows_of(head: str, rows: Iterable[Iterable]) -> str:
-    """A Markdown table of these cells. head: the names of the columns, with commas between."""
+    """Return a Markdown table of these cells. head: the names of columns, separated by commas."""
     return results.cells_table(head.split(", "), (map(cell, row) for row in rows))
 
 
 def cell(value) -> str:
-    """Text that stays in its cell."""
+    """Return text that stays inside its cell."""
     text = " ".join(str(value).split()).replace("|", "\\|")
     return re.sub(r"(?<![`\w])<([^>]*)>", r"`<\1>`", text)
 
@@ -107,7 +109,7 @@ def cell(value) -> str:
 
 
 def flags_of(command: str) -> str:
-    """The arguments and flags of a command, a table for each group of its help."""
+    """Return the arguments and flags of a command, a table for each group of its help."""
     parser, parts = cli.command_parser(command, every=True), [f"## mpipar {command}"]
     for group in parser._action_groups:
         rows = [(f"`{flag_of(action)}`",
@@ -122,7 +124,7 @@ def flags_of(command: str) -> str:
 
 
 def flag_of(action: argparse.Action) -> str:
-    """A flag as it is typed, with the form of its value."""
+    """Return a flag as it is typed, with the form of its value."""
     names = ", ".join(action.option_strings) or action.metavar or action.dest
     takes = action.nargs != 0 and not isinstance(action, argparse.BooleanOptionalAction)
     if not takes or not action.option_strings:
@@ -131,11 +133,11 @@ def flag_of(action: argparse.Action) -> str:
     return f"{names} {action.metavar or choices or action.dest.upper()}"
 
 
-# --- the map of the sources; the lines that a default training step runs are of bench.reading_path
+# --- the map of the sources; bench.reading_path counts the lines that a default training step runs
 
 
 def first_sentence(path: Path) -> str:
-    """The first sentence of a file's docstring. Raises LookupError if there is none."""
+    """Return the first sentence of a file's docstring. Raises LookupError if there is none."""
     source = path.read_text(encoding="utf-8")
     if path.suffix == ".py":
         text = ast.get_docstring(ast.parse(source)) or ""
@@ -150,19 +152,19 @@ def first_sentence(path: Path) -> str:
 
 
 def files_below(folder: Path) -> list[Path]:
-    """The sources in a folder and below, in alphabetical order, files before folders."""
+    """Return the sources in and below a folder, in alphabetical order, files before folders."""
     found = [path for path in folder.rglob("*")
              if path.suffix in SOURCES and "__pycache__" not in path.parts]
     return sorted(found, key=lambda path: (path.parent, path.name))
 
 
 def reading_path(root: Path) -> dict:
-    """The result of bench.reading_path."""
+    """Return the result of bench.reading_path."""
     return json.loads((root / "bench" / "results" / "reading_path.json").read_text())
 
 
 def path_of_a_step(root: Path) -> str:
-    """How much a reader of one step opens, how much of that runs, and what construction adds."""
+    """Return how much a reader of one step opens, how much of it runs, and what set-up adds."""
     step, before = reading_path(root)["rows"][-2:]
     return (f"To open for one step: {step['files']} files with {step['lines to open']:,} lines,"
             f" of which {step['lines that run']:,} run; to construct the worker: {before['files']}"
@@ -170,7 +172,7 @@ def path_of_a_step(root: Path) -> str:
 
 
 def map_rows(root: Path, base: Path, places: dict[Path, list[Path]]) -> Iterable[tuple]:
-    """(name below `base`, first sentence, lines that a step runs) of each {place: its files}."""
+    """Yield (name below `base`, first sentence, lines a step runs) of each {place: its files}."""
     lines = reading_path(root)["files"]
     for place, files in places.items():
         count = sum(lines.get(str(path.relative_to(root)), 0) for path in files)
@@ -180,18 +182,18 @@ def map_rows(root: Path, base: Path, places: dict[Path, list[Path]]) -> Iterable
 
 
 def folders(root: Path) -> list[Path]:
-    """The folders of the package, from the ground up."""
+    """Return the folders of the package, from the ground up."""
     return [path for path in (root / "mpipar" / floor for floor in FLOORS) if path.is_dir()]
 
 
 def folder_table(root: Path) -> str:
-    """What a reader of one step opens, and a line for each folder with what of it runs."""
+    """Return what a reader of one step opens, and a line per folder with how much of it runs."""
     rows = map_rows(root, root / "mpipar", {one: files_below(one) for one in folders(root)})
     return f"{path_of_a_step(root)}\n\n{rows_of('folder, what is in it, lines', rows)}"
 
 
 def file_tables(root: Path) -> str:
-    """A table for each folder of the package, one for its root, and one for those beside it."""
+    """Return a table for each folder of the package, one for its root, and one for the others."""
     package, parts = root / "mpipar", []
     for folder in [*folders(root), package, root / "bench", root / "docs" / "build"]:
         files = sorted(package.glob("*.py")) if folder == package else files_below(folder)
@@ -202,7 +204,7 @@ def file_tables(root: Path) -> str:
     return "\n\n".join(parts)
 
 
-# Each: (words behind its name, root of the repository) -> text. `lead FILE` is a sentence about a
+# Each: (words after its name, root of the repository) -> text. `lead FILE` is a sentence about a
 # result of bench.step; `floors MACHINE [flags of explain]` is the least time of a step.
 TABLES = {
     "folders": lambda words, root: folder_table(root),
@@ -223,20 +225,20 @@ TABLES = {
 
 @contextlib.contextmanager
 def folder_of_examples():
-    """A folder to be in while an example is judged: its files are there."""
+    """Change into a folder that holds the files that examples name."""
     with tempfile.TemporaryDirectory() as folder, contextlib.chdir(folder):
         write_csv(make_schedule("1f1b", 2, 4), Path("1f1b.csv"))
         yield Path(folder)
 
 
 def read_words(words: list[str]) -> tuple[ParsedConfig, str | None]:
-    """What `mpipar train` reads of these words, and its --machine."""
+    """Return what `mpipar train` reads from these words, and its --machine."""
     context = cli.context_of(None, "train", words)
     return context.parsed, context.args.machine
 
 
 def broken(words: list[str], ranks: int) -> list[tuple[Rule, SimpleNamespace]]:
-    """The rows of the table that these flags of `mpipar train` break."""
+    """Return the rows of the table that these flags of `mpipar train` break."""
     reading, machine = read_words(words)
     return broken_rules(reading.config, ranks, RULES, reading.bad, machine=machine,
                         chooses_layout=reading.chooses_layout,
@@ -244,7 +246,7 @@ def broken(words: list[str], ranks: int) -> list[tuple[Rule, SimpleNamespace]]:
 
 
 def illegal_rows() -> list[tuple[str, str, str]]:
-    """(flags, why they are illegal, what to type instead) of each row."""
+    """Return (flags, why they are illegal, what to type instead) of each row."""
     found = []
     with folder_of_examples():
         for rule in RULES:
@@ -256,7 +258,7 @@ def illegal_rows() -> list[tuple[str, str, str]]:
 
 
 def choices() -> list[tuple[str, str]]:
-    """(setting that means something to few, flags of the settings that only it has)."""
+    """Return (a choice of a flag, the flags that apply only with it)."""
     found: dict[str, list[str]] = {}
     for name, (choice, *values) in CHOICES.items():
         only = " or ".join(f"`{flag(choice)} {value}`" for value in values or ["N"])
@@ -283,7 +285,7 @@ def listing(block: Block, root: Path) -> str:
 
 
 def definition(block: Block, source: str, name: str) -> str:
-    """The lines of one definition; a method as `Class.method`. Raises PageError."""
+    """Return the lines of one definition; a method as `Class.method`. Raises PageError."""
     nodes, node = ast.parse(source).body, None
     for word in name.split("."):
         node = next((one for one in nodes if word in names_of(one)), None)
@@ -299,7 +301,7 @@ def definition(block: Block, source: str, name: str) -> str:
 
 
 def names_of(node: ast.stmt) -> set[str]:
-    """The names that a statement defines."""
+    """Return the names that a statement defines."""
     if isinstance(node, ast.FunctionDef | ast.ClassDef):
         return {node.name}
     targets = node.targets if isinstance(node, ast.Assign) else [getattr(node, "target", None)]

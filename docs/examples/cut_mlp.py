@@ -2,7 +2,8 @@
 
     mpiexec -n 2 python docs/examples/cut_mlp.py
 
-The same function runs on a group of one, which sends nothing, and must give the same.
+The same function also runs on a group of one rank, which sends nothing, and must give the same
+result.
 """
 
 import numpy as np
@@ -15,7 +16,7 @@ OPS = mpipar.make_ops("cpu", "float64")
 
 
 def mlp(comms, x, dy):
-    """y (B, T, 6) and dx (B, T, 6); each rank holds its share of the 23 channels between."""
+    """Return y (B, T, 6) and dx (B, T, 6); each rank holds its share of the 23 channels between."""
     context = mpipar.Context(OPS, comms)
     layer = mpipar.FeedForward(
         context, "mlp", 6, 23, cuts=("column", "row"), std=0.3, out_std=0.3)

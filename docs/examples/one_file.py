@@ -3,9 +3,9 @@
     mpiexec -n 4 python docs/examples/one_file.py                  # pp 2 x tp 2
     mpiexec -n 4 python docs/examples/one_file.py --layout 2,1,2   # dp 2 x tp 2
 
-Each part returns y and the function that makes dx of dy; a comment names mpipar's file for it. On
-every layout the losses are those of `mpipar train` with the same weights and rows. Letters: B rows,
-T tokens of a row, L blocks, D width, H heads, F width of the FFN, V vocabulary.
+Each layer returns y and a function that computes dx from dy; comments name the matching file of
+mpipar. On every layout the losses equal those of `mpipar train` with the same weights and rows.
+Letters: B rows, T tokens of a row, L blocks, D width, H heads, F width of the FFN, V vocabulary.
 """
 
 import argparse
@@ -26,7 +26,7 @@ WORLD, WAITED = MPI.COMM_WORLD, {}  # name of a barrier: [calls, bytes, seconds]
 
 
 def timed(name, call, x, *more):  # mpipar/comm/record.py
-    """Run an MPI call that fills x, and count it under its name; returns x."""
+    """Run an MPI call that fills x, and count it under its name; return x."""
     begin, entry = time.perf_counter(), WAITED.setdefault(name, [0, 0, 0.0])
     call(*more)
     entry[:] = entry[0] + 1, entry[1] + x.nbytes, entry[2] + time.perf_counter() - begin
@@ -54,7 +54,7 @@ class Grid:  # mpipar/comm/grid.py
 
 
 def shapes(grid, blocks):  # mpipar/models/decoder.py, mpipar/checkpoint/hf_gpt2.py
-    """(GPT-2's name, shape, axis that tp cuts or None) of the tensors of a stage."""
+    """Return (GPT-2's name, shape, axis that tp cuts or None) of the tensors of a stage."""
     if grid.is_first or grid.is_last:
         yield "wte.weight", (V, D), 0
     if grid.is_first:
@@ -68,14 +68,14 @@ def shapes(grid, blocks):  # mpipar/models/decoder.py, mpipar/checkpoint/hf_gpt2
 
 
 def initial(name, shape):  # mpipar/layers/param.py
-    """The whole tensor, the same on every rank: norms are 1, biases 0, all else is normal."""
+    """Return the whole tensor, identical on every rank: norms 1, biases 0, all else is normal."""
     if "ln_" in name or name.endswith("bias"):
         return np.full(shape, float(name.endswith("weight")))
     return np.random.default_rng(list(name.encode())).normal(0, 0.02, shape)
 
 
 def gelu(x):  # mpipar/ops/array_ops.py
-    """GELU by tanh, as GPT-2's."""
+    """GELU with the tanh approximation, as in GPT-2."""
     c, t = math.sqrt(2 / math.pi), np.tanh(math.sqrt(2 / math.pi) * (x + 0.044715 * x**3))
     slope = 0.5 * (1 + t + x * (1 - t * t) * c * (1 + 3 * 0.044715 * x * x))
     return 0.5 * x * (1 + t), lambda dy: dy * slope
@@ -100,7 +100,7 @@ def attention(qkv):  # mpipar/layers/attention.py
 
 
 class Stage:  # mpipar/models/stage.py
-    """Some blocks, all their shards in one buffer. The ends have the embedding and the head."""
+    """Some blocks, all their shards in one buffer. The end stages have embedding and head."""
 
     def __init__(self, grid, path):
         self.grid, self.saved = grid, {}
@@ -138,7 +138,7 @@ class Stage:  # mpipar/models/stage.py
         return unit * w + self.w[f"{name}.bias"], backward
 
     def product(self, x, name):  # mpipar/layers/linear.py
-        """x w; its bias comes behind the sum over tp."""
+        """x w; its bias is added after the sum over tp."""
         w = self.w[f"{name}.weight"]
 
         def backward(dy):
@@ -150,10 +150,10 @@ class Stage:  # mpipar/models/stage.py
         return x @ w, backward
 
     def branch(self, x, name, norm, first, inside, second):  # mpipar/partition/column.py, row.py
-        """x + second(inside(first(norm(x)))): a part of a block, cut over tp.
+        """x + second(inside(first(norm(x)))): one half of a block, cut over tp.
 
-        Columns of the first product are cut, and rows of the second. So one sum is behind it
-        forward, and one before the norm backward.
+        The first product is cut by columns and the second by rows, so there is one sum after them
+        in the forward pass, and one before the norm in the backward pass.
         """
         a, norm_backward = self.norm(x, f"{name}.{norm}")
         b, first_backward = self.product(a, f"{name}.{first}")
@@ -168,13 +168,13 @@ class Stage:  # mpipar/models/stage.py
         return x + y + self.w[f"{name}.{second}.bias"], backward
 
     def own(self, ids):
-        """Which ids have their row of the token table here, and which row that is."""
+        """Return which ids have their row of the token table on this rank, and their rows."""
         num_rows = len(self.w["wte.weight"])
         own = ids // num_rows == self.grid.t
         return own, ids[own] % num_rows
 
     def embedding(self, _, ids):  # mpipar/layers/embedding.py
-        """The sum over tp of the rows that each rank has."""
+        """Return the sum over tp of the rows that each rank has."""
         (own, places), x = self.own(ids), np.zeros(self.shape)
         x[own] = self.w["wte.weight"][places]
 
@@ -185,7 +185,7 @@ class Stage:  # mpipar/models/stage.py
         return all_reduce(self.grid.tp, x, "embedding F") + self.w["wpe.weight"], backward
 
     def loss(self, x, ids):  # mpipar/layers/loss.py
-        """Sum of -log softmax over a cut vocabulary; gradients are those of a step's mean."""
+        """Return the sum of -log softmax over a cut vocabulary; its gradient is the step mean's."""
         table, (own, places) = self.w["wte.weight"], self.own(ids)
         logits = x @ table.T
         largest = all_reduce(self.grid.tp, logits.max(-1), "loss max", MPI.MAX)
@@ -203,7 +203,7 @@ class Stage:  # mpipar/models/stage.py
         return (np.log(total) + largest - target).sum(), backward
 
     def forward(self, mb, x, rows):
-        """What goes up, or the last stage's sum of losses, of rows (B, T + 1) of tokens."""
+        """Run rows (B, T + 1) of tokens; return activations for the next stage, or the loss."""
         parts = [(self.embedding, rows[:, :-1])] if self.grid.is_first else []
         for i in self.blocks:
             parts += [(self.branch, f"h.{i}", "ln_1", "attn.c_attn", attention, "attn.c_proj"),
@@ -225,9 +225,9 @@ class Stage:  # mpipar/models/stage.py
 
 
 def step(stage, grid, batch):  # mpipar/pipeline/engine.py
-    """1F1B: warm-up, one forward and one backward in turn, drain; returns the sum of losses.
+    """1F1B: warm-up, one forward and one backward in turn, drain; return the sum of losses.
 
-    Neighbours send to each other at once, so sends are non-blocking. A request keeps its array.
+    Neighbours send to each other at once, so sends do not block. A request keeps its array.
     """
     sent, losses, count = [], [], MICROBATCHES
 
@@ -265,7 +265,7 @@ def step(stage, grid, batch):  # mpipar/pipeline/engine.py
 
 
 def batch_of(tokens, number, grid):  # mpipar/data/rows.py
-    """This rank's microbatches: row i of a step is the same on any layout."""
+    """Return this rank's microbatches: row i of a step is the same on any layout."""
     philox = (np.random.Philox(key=0, counter=[0, row, number, 0]) for row in range(ROWS))
     begins = [np.random.Generator(one).integers(len(tokens) - T) for one in philox]
     rows = np.array([tokens[begin:begin + T + 1] for begin in begins], np.int64)
@@ -273,7 +273,7 @@ def batch_of(tokens, number, grid):  # mpipar/data/rows.py
 
 
 def train(layout, steps, path=None):
-    """Train on Python's own documentation; returns the loss of each step."""
+    """Train on Python's own documentation; return the loss of each step."""
     from pydoc_data.topics import topics
     tokens = np.frombuffer("\n".join(topics[name] for name in sorted(topics)).encode(), np.uint8)
     grid, losses = Grid(*layout), []

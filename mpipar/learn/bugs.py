@@ -1,4 +1,4 @@
-"""Find the bug: what differs from one rank with a broken twin planted, and which cause it has."""
+"""Find the bug: a planted twin differs from one rank, and the reader names its cause."""
 
 from __future__ import annotations
 
@@ -15,13 +15,13 @@ MOST = 8  # tensors of a kind that are shown
 
 
 def exercises() -> list[Exercise]:
-    """Return one for each twin."""
+    """Return one exercise per twin."""
     return [Exercise(number, task(number, twin), "LETTER", partial(judge, number),
                      partial(show, twin), (2,)) for number, twin in TWINS.items()]
 
 
 def task(number: str, twin: Twin) -> str:
-    """Return the words of the exercise."""
+    """Return the task of the exercise."""
     (axis, size), = twin.layouts[0].items()
     return (f"A bug is planted in a step with {axis}={size} and the schedule {twin.schedule}."
             f" `mpiexec -n 2 mpipar learn check {number}` shows what differs from one rank, and"
@@ -29,7 +29,7 @@ def task(number: str, twin: Twin) -> str:
 
 
 def show(twin: Twin, asked: Asked) -> list[str]:
-    """Return what differs with one twin, and the causes."""
+    """Return what one twin makes differ, and the causes to choose from."""
     causes = ["The twelve causes:"]
     causes += [f"  {letter}  {TWINS[number].cause}" for letter, number in by_letter().items()]
     if asked.world is None:
@@ -60,7 +60,7 @@ def symptoms(outcome: small_model.Outcome) -> list[str]:
 
 
 def judge(number: str, asked: Asked) -> Verdict:
-    """Return the verdict on the letter of one twin, with its cause and how it is planted."""
+    """Return the verdict on an answer's letter, with the cause and how the bug is planted."""
     letters = by_letter()
     given = one_of(asked.words, letters)
     letter = next(one for one, twin in letters.items() if twin == number)
@@ -69,4 +69,4 @@ def judge(number: str, asked: Asked) -> Verdict:
     planted = inspect.getsource(twin.plant).rstrip()
     threads = [f"published: {GITHUB}{thread}" for thread in twin.threads]
     return Verdict(verdict.right, [*verdict.lines, *threads,
-                                   "as it is planted in mpipar/learn/twins.py:", "", planted])
+                                   "as planted in mpipar/learn/twins.py:", "", planted])

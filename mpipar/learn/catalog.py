@@ -22,7 +22,7 @@ PARTS = (readers_code, readers_schedule, readers_layout, lateness, bugs)
 
 
 def order(number: str) -> tuple[int, str]:
-    """Return where an exercise stands: 2a comes before 10a."""
+    """Return an exercise's sort key: 2a comes before 10a."""
     return int(number[:-1]), number[-1]
 
 

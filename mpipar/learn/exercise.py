@@ -1,4 +1,4 @@
-"""What an exercise is, what a reader's answer is, and how numbers and words are judged.
+"""Defines exercises and answers, and judges numbers and words.
 
 No answer is stored. Each exercise computes the truth from the code that a run would use.
 """
@@ -17,25 +17,25 @@ from typing import NamedTuple
 from mpipar.errors import UsageError
 from mpipar.files.text import brief, shown
 
-PROGRAM = Path(__file__).parents[2]  # the folder in which the folder mpipar lies
-MOST_DIGITS = 7  # behind the point
-# A larger exponent would make a number of endless digits.
+PROGRAM = Path(__file__).parents[2]  # the folder that contains mpipar
+MOST_DIGITS = 7  # after the decimal point
+# A larger exponent would expand to an enormous number of digits.
 NUMBER = re.compile(r"[+-]?(\d{1,9}/[1-9]\d{0,8}|\d{1,15}\.?\d{0,15}([eE][+-]?\d{1,2})?)", re.ASCII)
 
-THOUSANDS = re.compile(r"(?<=\d),(?=\d{3}(?!\d))", re.ASCII)  # commas that are not for decimals
+THOUSANDS = re.compile(r"(?<=\d),(?=\d{3}(?!\d))", re.ASCII)  # commas between thousands
 
 
 def at_once(function: Callable):
-    """Call a function: what `Session.agree` does for one process."""
+    """Call a function directly: what `Session.agree` does for one process."""
     return function()
 
 
 class Asked(NamedTuple):
     """What the reader typed, and where it runs.
 
-    words: the answer. file: the reader's file. seed: chooses a made trace. world: the MPI
-    communicator of several ranks, or None. agree: runs a function that may refuse something; then
-    all ranks leave together.
+    words: the answer. file: the reader's file. seed: selects a generated trace. world: the MPI
+    communicator of several ranks, or None. agree: runs a function that may raise a user's error,
+    and then ends all ranks together.
     """
 
     words: tuple[str, ...] = ()
@@ -46,7 +46,7 @@ class Asked(NamedTuple):
 
 
 class Verdict(NamedTuple):
-    """Whether an answer is right, and lines that say what was expected and why."""
+    """Whether an answer is right, and lines that explain what was expected and why."""
 
     right: bool
     lines: list[str]
@@ -56,10 +56,10 @@ class Exercise(NamedTuple):
     """One exercise.
 
     id: number of its chapter, and a letter. task: what to find out, as sentences. answer: how it is
-    typed behind the id. judge(asked) -> Verdict; with several ranks it counts on world rank 0.
+    typed after the id. judge(asked) -> Verdict; with several ranks the one of world rank 0 counts.
     show(asked) -> lines that belong to the task. ranks: numbers of ranks on which it runs; empty if
     it needs none. alone: whether one process can judge an answer too. original: the file of the
-    program that the reader's file begins as a copy of. seeded: whether --seed chooses its trace.
+    program that the reader's file begins as a copy of. seeded: whether --seed selects its trace.
     """
 
     id: str
@@ -91,7 +91,7 @@ class Exercise(NamedTuple):
 
     @property
     def launcher(self) -> str:
-        """What starts its ranks."""
+        """The launcher's part of the command, for its ranks."""
         return f"mpiexec -n {self.ranks[0]} "
 
 
@@ -103,11 +103,11 @@ class Number(NamedTuple):
     within: float = 0.0
 
 
-Truth = Callable[[], tuple[list[Number], str]]  # what is asked for, and why it is so
+Truth = Callable[[], tuple[list[Number], str]]  # the expected numbers, and the explanation
 
 
 def numbers(number: str, answer: str, task: str) -> Callable[[Truth], Exercise]:
-    """Make an exercise of a function that gives one or more numbers, and why they are so.
+    """Return a decorator: it makes an exercise of a function that returns numbers and the reason.
 
     answer: their names, in capitals.
     """
@@ -124,7 +124,7 @@ def numbers(number: str, answer: str, task: str) -> Callable[[Truth], Exercise]:
 
 
 def one_number(expected: Number, given: Fraction, word: str) -> tuple[bool, str]:
-    """(whether it is right, a line that says so)."""
+    """Return (whether a number is right, a line that says so)."""
     off = abs(given - Fraction(expected.value))
     right = off <= Fraction(expected.within) + abs(Fraction(expected.value)) / 10**9
     digits = 1 - math.floor(math.log10(expected.within)) if expected.within else MOST_DIGITS
@@ -133,7 +133,7 @@ def one_number(expected: Number, given: Fraction, word: str) -> tuple[bool, str]
 
 
 def plain(value: float, digits: int = MOST_DIGITS) -> str:
-    """Return a number as a person writes it, with at most so many digits behind the point."""
+    """Return a number in plain decimal notation, with at most `digits` decimal places."""
     if float(value).is_integer():
         return f"{int(value):,}"
     return f"{float(value):,.{digits}f}".rstrip("0").rstrip(".")
@@ -157,7 +157,7 @@ def numbers_of(words: tuple[str, ...], answer: str) -> list[Fraction]:
 
 
 def number_of(word: str) -> Fraction:
-    """12, 1,024, 8.3 %, 1/128 or 1e-3; ValueError for anything else."""
+    """Read 12, 1,024, 8.3 %, 1/128 or 1e-3; ValueError for anything else."""
     text = THOUSANDS.sub("", word).replace("%", "").strip()
     if not NUMBER.fullmatch(text):
         raise ValueError(word)
@@ -165,7 +165,7 @@ def number_of(word: str) -> Fraction:
 
 
 def words(number: str, choices: tuple[str, ...], task: str) -> Callable[[Callable], Exercise]:
-    """Make an exercise of a function that gives one of some words, and why it is that."""
+    """Return a decorator: it makes an exercise of a function that returns a word and the reason."""
     def judge(truth: Callable, asked: Asked) -> Verdict:
         given = one_of(asked.words, choices)
         return said(given, *truth())
@@ -181,7 +181,7 @@ def said(given: str, expected: str, why: str) -> Verdict:
 
 
 def one_of(given: tuple[str, ...], choices) -> str:
-    """Return the one word of an answer, or a UsageError."""
+    """Return the one word of an answer. Raises UsageError."""
     if len(given) != 1 or given[0].lower() not in choices:
         raise UsageError(f"{shown(brief(' '.join(given)))}: type one of {', '.join(choices)}")
     return given[0].lower()

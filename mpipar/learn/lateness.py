@@ -1,6 +1,6 @@
-"""Exercises on who waits for whom: traces with a planted truth, made when they are asked for.
+"""Exercises on who waits for whom: traces with a planted cause, generated when asked for.
 
---seed makes another trace. The truth is drawn from it, so nothing is stored.
+--seed selects another trace. The truth is drawn from it, so nothing is stored.
 """
 
 from __future__ import annotations
@@ -24,14 +24,14 @@ WIDTH = 100  # characters of a timeline
 BARRIERS = 6  # rows of the table of barriers
 LAYOUTS = ((("dp", 2),), (("tp", 2),), (("pp", 2),), (("dp", 2), ("pp", 2)))
 CAUSES = {"data": "data", "forward": "F", "backward": "B", "optimizer": "opt", "gc": "gc"}
-SHAPES = {  # what is wrong with a run of four pipeline ranks
+SHAPES = {  # what can be wrong with a run of four pipeline ranks
     "uneven": {"stage_layers": (2, 1, 1, 0)}, "head": {"vocab_size": 1500},
     "link": {"fault": "link"}, "schedule": {"schedule": "naive", "microbatches": 8}, "nothing": {}}
 ARRIVALS, DONE = (10.0, 14.0, 11.0), 16.0  # ms
 
 
 class Planted(NamedTuple):
-    """A made trace and the words that are true of it."""
+    """A generated trace and the words that are true of it."""
 
     analysis: Analysis
     truth: tuple[str, ...]
@@ -96,32 +96,31 @@ def show(make: Callable[[int], Planted], asked: Asked) -> list[str]:
 
 
 def judge(make: Callable[[int], Planted], read: Callable, asked: Asked) -> Verdict:
-    """Return the verdict on a made trace. read(words, Planted): the words, as those of the truth.
-    """
+    """Return the verdict on a trace. read(words, Planted): the answer, in the truth's form."""
     planted = make(asked.seed)
     given = read(asked.words, planted)
-    told = [f"{one.kind}: {one.text}" for one in planted.analysis.findings]
+    findings = [f"{one.kind}: {one.text}" for one in planted.analysis.findings]
     return said(" ".join(given), " ".join(planted.truth), "`mpipar trace` says of it: "
-                + ("; ".join(told) or "no finding, the ranks are busy alike"))
+                + ("; ".join(findings) or "no finding, all ranks are equally busy"))
 
 
 def late_answer(words: tuple[str, ...], planted: Planted) -> tuple[str, ...]:
-    """Return a rank and a cause, or a UsageError with all that is wrong."""
+    """Return a rank and a cause. Raises UsageError that lists all mistakes."""
     if len(words) != 2:
         raise UsageError(f"{len(words)} words given: type a rank and a cause, as in 0 data")
     last = len(planted.analysis.trace.ranks) - 1
     problems = []
     if not (words[0].isdecimal() and len(words[0]) < 4 and int(words[0]) <= last):
-        problems.append(f"{shown(words[0])}: is no rank of this trace; type 0 to {last}")
+        problems.append(f"{shown(words[0])}: not a rank of this trace; type 0 to {last}")
     if words[1].lower() not in CAUSES:
-        problems.append(f"{shown(words[1])}: is no cause; type one of {', '.join(CAUSES)}")
+        problems.append(f"{shown(words[1])}: not a cause; type one of {', '.join(CAUSES)}")
     if problems:
         raise UsageError(problems)
     return str(int(words[0])), words[1].lower()
 
 
 def shape_answer(words: tuple[str, ...], planted: Planted) -> tuple[str, ...]:
-    """Return one of SHAPES, or a UsageError."""
+    """Return one of SHAPES. Raises UsageError."""
     return (one_of(words, SHAPES),)
 
 
@@ -129,7 +128,7 @@ def shape_answer(words: tuple[str, ...], planted: Planted) -> tuple[str, ...]:
          " leave it at 16 ms. How many ms does each of them wait for a late rank? The rest of its"
          " time there is transfer.")
 def waits_of_three():
-    """Split as `mpipar trace` splits them."""
+    """Split times as `mpipar trace` does."""
     late = max(range(3), key=ARRIVALS.__getitem__)
     found = []
     for index, came in enumerate(ARRIVALS):

@@ -1,7 +1,7 @@
-"""Exercises whose answer is code: the reader's functions take the place of the program's.
+"""Exercises whose answer is code: the reader's functions replace those of the program.
 
 The reader's own Python file is imported here, and its errors are shown with their line. It runs in
-this process with the rights of whoever started it, as any Python program does. It runs under the
+this process, with the rights of whoever started it, as any Python program does. It runs under the
 job's guard: whatever it does wrong ends all ranks, and none is left waiting.
 """
 
@@ -31,7 +31,7 @@ from mpipar.partition import Sizes, row
 
 CUT = ("forward", "backward_input", "backward_weight")
 MOST = 5  # tensors that are named
-NUMBERS = 12  # that each rank brings to 3c, for each rank of the group
+NUMBERS = 12  # per rank of the group, in each rank's array of 3c
 
 
 def exercises() -> list[Exercise]:
@@ -39,12 +39,12 @@ def exercises() -> list[Exercise]:
     return [
         Exercise(
             "2c", "Write the weight gradient of a product: copy `mpipar/partition/column.py`"
-            " to `my_linear.py`, empty its `backward_weight`, and fill it with NumPy alone."
-            " x is (3, 4), dy is (3, 5), and what you find is added to dw (4, 5)."
+            " to `my_linear.py`, empty its `backward_weight`, and fill it using only NumPy."
+            " x is (3, 4), dy is (3, 5), and the result is added to dw (4, 5)."
             " Finite differences judge it.", "--file my_linear.py", judge_weight_gradient,
             original="mpipar/partition/column.py"),
         Exercise(
-            "3c", "Write `all_reduce(comm, x)`: afterwards x holds the sum of everybody's x. Use"
+            "3c", "Write `all_reduce(comm, x)`: afterwards x holds the sum of all ranks' x. Use"
             " `comm.isend(x, peer, tag, name)`, `comm.irecv(x, peer, tag, name)` and `.wait()`"
             " alone, with `comm.index`, `comm.size` and `comm.neighbor(steps)`. Send no more bytes"
             " than a ring does: 2(q-1)/q of x on each of q ranks.",
@@ -56,7 +56,7 @@ def exercises() -> list[Exercise]:
         in_a_step(
             "7d", "Write the loss over a cut vocabulary: copy `mpipar/layers/loss.py` to"
             " `my_loss.py`, and empty `forward` and `backward_input` of its class `CrossEntropy`."
-            " Fill them with NumPy. No rank may send its logits.",
+            " Fill them using NumPy. No rank may send its logits.",
             "my_loss.py", CrossEntropy, ("forward", "backward_input"), "mpipar/layers/loss.py"),
     ]
 
@@ -65,7 +65,7 @@ def in_a_step(number: str, task: str, file: str, owner, names: tuple[str, ...],
               original: str) -> Exercise:
     """Return an exercise whose functions replace those of a module or class in a step with tp=2.
 
-    file: as the reader's file is called. original: the program's file, of which it is a copy.
+    file: the name of the reader's file. original: the program's file, of which it is a copy.
     """
     inside = owner.__name__ if isinstance(owner, type) else None
 
@@ -84,14 +84,14 @@ def in_a_step(number: str, task: str, file: str, owner, names: tuple[str, ...],
 
 
 def described(found, usual, original: str) -> list[str]:
-    """Return what differs from one rank, and from the barriers that the program makes."""
+    """Return what differs from one rank, and from the barriers of the program."""
     total, wrong = len(found.differences), found.wrong
     lines = [f"{total - len(wrong)} of {total} tensors equal those of one rank"]
     gradients = [one for one in wrong if one.kind == "gradient"] or wrong
     lines += [small_model.in_words(one) for one in small_model.worst_first(gradients)[:MOST]]
     missing = barrier_lines(found, usual, original)
     if wrong and not missing:
-        missing = [f"the barriers are those of {original}: look at what is computed between them"]
+        missing = [f"the barriers match those of {original}: look at what is computed between them"]
     lines += missing
     counts = ", ".join(f"{operation} {name} in {phase}"
                        for phase, name, operation in sorted(calls(usual)))
@@ -100,13 +100,13 @@ def described(found, usual, original: str) -> list[str]:
 
 
 def calls(outcome) -> Counter:
-    """{(phase, name without numbers, operation): how often} over the tensor-parallel group."""
+    """Return {(phase, name without numbers, operation): count} over the tensor-parallel group."""
     return Counter((one.phase, family(one.name), one.operation)
                    for one in outcome.recorder.records if one.axis == "tp")
 
 
 def barrier_lines(found, usual, original: str) -> list[str]:
-    """Return a sentence for each barrier that is made less or more often than it must be."""
+    """Return a sentence for each barrier that occurs less or more often than it must."""
     mine, right = calls(found), calls(usual)
     lines = []
     for key in sorted(mine.keys() | right.keys()):
@@ -114,8 +114,8 @@ def barrier_lines(found, usual, original: str) -> list[str]:
             continue
         phase, name, operation = key
         summed = operation in ("all_reduce", "reduce_scatter")
-        less = "the sum is missing" if summed else "what other ranks hold is missing"
-        more = "a sum is summed again" if summed else "the others have that already"
+        less = "the sum is missing" if summed else "the other ranks' parts are missing"
+        more = "a complete sum is summed again" if summed else "the other ranks have it already"
         lines.append(f"{operation} {name} in {phase}: {mine[key]} times, and {right[key]} in"
                      f" {original}: {less if mine[key] < right[key] else more}")
     return lines
@@ -129,7 +129,7 @@ def sends_more(found, usual) -> bool:
 
 
 def judge_weight_gradient(asked: Asked) -> Verdict:
-    """dw against finite differences of sum(dy * (x w)), which are exact: it is linear in w."""
+    """Judge dw by finite differences of sum(dy * (x w)), which are exact: it is linear in w."""
     function = asked.agree(lambda: load(asked.file, ("backward_weight",)))
     random = np.random.default_rng(2)
     x, dy, before = (random.integers(-3, 4, shape).astype(float)
@@ -144,7 +144,7 @@ def judge_weight_gradient(asked: Asked) -> Verdict:
     lines = [f"{expected.size - len(wrong)} of {expected.size} numbers of dw are right"]
     if len(wrong):
         i, j = wrong[0]
-        lines.append(f"dw[{i},{j}] grew by {dw[i, j] - before[i, j]:g}, and must grow by"
+        lines.append(f"dw[{i},{j}] grew by {dw[i, j] - before[i, j]:g}, but must grow by"
                      f" {expected[i, j]:g}")
         if np.allclose(dw, expected):
             lines.append("it was overwritten: each microbatch adds its own part to dw")
@@ -156,7 +156,7 @@ def judge_weight_gradient(asked: Asked) -> Verdict:
 
 
 def finite_differences(x, dy) -> np.ndarray:
-    """By how much sum(dy * (x w)) grows when one number of w grows by 1."""
+    """Return by how much sum(dy * (x w)) grows when one number of w grows by 1."""
     found = np.empty((x.shape[1], dy.shape[1]))
     for i, j in np.ndindex(found.shape):
         w = np.zeros(found.shape)
@@ -166,7 +166,7 @@ def finite_differences(x, dy) -> np.ndarray:
 
 
 def judge_all_reduce(asked: Asked) -> Verdict:
-    """Return the reader's sum over all ranks, its bytes and its operations.
+    """Judge the reader's sum over all ranks, its bytes and its operations.
 
     Comm: what the reader's function sends, one all_reduce, one gather.
     """
@@ -199,24 +199,24 @@ def sum_verdict(facts: list[dict], most: int, nbytes: int) -> Verdict:
     for place, fact in enumerate(facts):
         if fact["first"]:
             at, is_, must = fact["first"]
-            lines.append(f"rank {place}: x[{at}] is {is_:g}, and must be {must:g} -> WRONG")
+            lines.append(f"rank {place}: x[{at}] is {is_:g}, but must be {must:g} -> WRONG")
         if fact["others"]:
-            lines.append(f"rank {place}: {', '.join(fact['others'])}: use isend and irecv alone"
+            lines.append(f"rank {place}: {', '.join(fact['others'])}: use only isend and irecv"
                          " -> WRONG")
         if fact["sent"] > most:
-            lines.append(f"rank {place}: sends {fact['sent']:,} bytes, and a ring {most:,}"
+            lines.append(f"rank {place}: sends {fact['sent']:,} bytes, but a ring {most:,}"
                          " -> WRONG")
         right = right and not (fact["first"] or fact["others"] or fact["sent"] > most)
     if right:
         lines.append(f"all {len(facts)} ranks hold the sum, and none sends more than {most:,} bytes"
                      " -> right")
     return Verdict(right, [*lines, (
-        f"why: x has {nbytes:,} bytes. A ring sums each of q pieces while it goes round, and brings"
-        " it to all in a second round: 2(q-1) pieces from each rank")])
+        f"why: x has {nbytes:,} bytes. A ring sums each of q pieces while it travels round, and"
+        " brings it to all in a second round: 2(q-1) pieces from each rank")])
 
 
 def load(path: Path, names: tuple[str, ...], inside: str | None = None) -> dict[str, object]:
-    """Return the functions of these names in a file; UsageError says what is wrong with it.
+    """Load the functions of these names from a file; UsageError says what is wrong with it.
 
     inside: a class of the file that has them as methods.
     """
@@ -241,9 +241,9 @@ def load(path: Path, names: tuple[str, ...], inside: str | None = None) -> dict[
 
 @contextlib.contextmanager
 def blamed(path: Path) -> Iterator[None]:
-    """Inside, errors that are no UserError become one that names the reader's file and line.
+    """Turn errors that are no UserError into one that names the reader's file and line.
 
-    Only the reader's code differs from the program that is tested, so the error is the reader's.
+    Only the reader's code differs from the tested program, so the error is the reader's.
     """
     try:
         yield
@@ -263,5 +263,5 @@ def place_of(error: BaseException, path: Path) -> list[str]:
     own = [frame for frame in frames if frame.filename == str(path)]
     if own:
         return [f"{path}:{own[-1].lineno}: {own[-1].line}: {what}"]
-    return [f"with {path} in place, the step fails behind its functions: {what}",
-            "one of them gives back something else than the function that it replaces"]
+    return [f"with {path} in place, the step fails after its functions:  {what}",
+            "one of them returns something else than the function that it replaces"]

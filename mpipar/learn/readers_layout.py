@@ -37,13 +37,13 @@ class Case(NamedTuple):
 CASES = {"15b": Case(32, 24, "pp=4,tp=2,dp=4"), "15c": Case(8, 80, "pp=4,dp=2")}
 TEXT = ("A model of 30 billion parameters trains in float16 with AdamW on {devices} devices of"
         " {memory} GB. It has 48 blocks, width 7168, 56 heads, rows of 2048 tokens, 32,000 words."
-        " Each copy runs 2 * pp microbatches of one row. The layout {wrong} does not fit."
+        " Each replica runs 2 * pp microbatches of one row. The layout {wrong} does not fit."
         " Type a layout of {devices} ranks that does, and further flags if it needs them, all in"
         " quotes.")
 
 
 def exercises() -> list[Exercise]:
-    """Return one for each case."""
+    """Return one exercise per case."""
     return [Exercise(number, TEXT.format(**case._asdict()), "'LAYOUT FLAGS'", partial(judge, case))
             for number, case in CASES.items()]
 
@@ -57,21 +57,21 @@ def judge(case: Case, asked: Asked) -> Verdict:
     right = found[place] <= limit
     return Verdict(right, [
         (f"the fullest rank, {place}, needs {found[place] / GB:.1f} GB"
-         f" ({nbytes(found[place])}), and a device has {case.memory} GB"
+         f" ({nbytes(found[place])}); a device has {case.memory} GB"
          f" -> {'it fits' if right else 'WRONG, it cannot start'}"),
         ("why: weights, gradients, master weights and moments are 18 bytes for each of 30e9"
          " parameters, 540 GB. tp and pp divide them, and dp does not. The stash of activations"
-         " is divided by tp, and with sequence parallelism all of it is")])
+         " is partly divided by tp, and fully with sequence parallelism")])
 
 
 def config_of(case: Case, words: tuple[str, ...]):
-    """Return the complete Config of an answer; UsageError with all that is wrong with it."""
+    """Return the complete Config of an answer; UsageError lists all that is wrong with it."""
     try:
         typed = [part for word in words for part in shlex.split(word)]
     except ValueError as error:
         raise UsageError(f"the answer cannot be read: {error}") from None
     if not typed:
-        raise UsageError("the answer names no layout: type one in quotes, such as 'pp=4,tp=8'")
+        raise UsageError("the answer has no layout: type one in quotes, such as 'pp=4,tp=8'")
     if not typed[0].startswith("-"):
         typed = ["--layout", *typed]
     parser = Parser(prog="mpipar explain", add_help=False)
@@ -84,7 +84,7 @@ def config_of(case: Case, words: tuple[str, ...]):
                                    "batch_size": microbatches * axes["dp"]}, reading)
     problems = list(reading.problems)
     if not problems and size != case.devices:
-        problems.append(f"the layout has {counted(size, 'rank')}, and there are"
+        problems.append(f"the layout has {counted(size, 'rank')}, but there are"
                         f" {case.devices} devices")
     if problems:
         raise UsageError(problems)
@@ -92,6 +92,6 @@ def config_of(case: Case, words: tuple[str, ...]):
 
 
 def fullest(config) -> list[int]:
-    """Return a rank of each place in the pipeline; the others of its place keep as much."""
+    """Return one rank of each place in the pipeline; the others of its place keep equally much."""
     grid = Grid.of(config.grid, 0)
     return [grid.at(pp=place) for place in range(config.grid.pp)]

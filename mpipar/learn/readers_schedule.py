@@ -17,10 +17,10 @@ from mpipar.pipeline.simulate import simulate
 
 
 class Budget(NamedTuple):
-    """What a schedule must keep to.
+    """The limits of a schedule.
 
-    p, m: workers and microbatches. model: a schedule of mpipar that keeps to it, and why: how it
-    does so. bubble: share of the step, in percent. stash: microbatches of a worker's layers.
+    p, m: workers and microbatches. model: a schedule of mpipar that keeps them, and why it does.
+    bubble: share of the step, in percent. stash: microbatches of a worker's layers.
     """
 
     p: int
@@ -34,7 +34,7 @@ class Budget(NamedTuple):
 BUDGETS = {
     "5b": Budget(4, 8, "1f1b", 27.3, 4, "each worker runs a backward as soon as it can, which frees"
                  " a microbatch. No more than p are on their way down and back up"),
-    "10b": Budget(2, 8, "zb-h1", 5.0, 2, "I hands over what the other worker waits for. W can wait,"
+    "10b": Budget(2, 8, "zb-h1", 5.0, 2, "I produces what the other worker waits for. W can wait,"
                   " and fills the gaps")}
 TASKS = {
     "5b": "Write a schedule of 4 workers and 8 microbatches, with a whole backward B of 2 units and"
@@ -42,7 +42,7 @@ TASKS = {
           " may hold more than 4 microbatches.",
     "10b": "Write a schedule of 2 workers and 8 microbatches, in which F, I and W take 1 unit each."
            " At most 5 % of the step may be bubble, and no worker may hold more than 2"
-           " microbatches. With 1F1B, 11 % are bubble.",
+           " microbatches. With 1F1B, the bubble is 11 %.",
 }
 FORM = (" The file has a line for each worker, as `mpipar schedule naive --pp {p}"
         " --num-microbatches {m} --csv -` prints it. With `mpiexec -n {p}` in front, the engine"
@@ -50,15 +50,15 @@ FORM = (" The file has a line for each worker, as `mpipar schedule naive --pp {p
 
 
 def exercises() -> list[Exercise]:
-    """Return one for each budget."""
+    """Return one exercise per budget."""
     return [Exercise(number, TASKS[number] + FORM.format(p=budget.p, m=budget.m),
                      "--file my.csv", partial(judge, number, budget), ranks=(budget.p,))
             for number, budget in BUDGETS.items()]
 
 
 def judge(number: str, budget: Budget, asked: Asked) -> Verdict:
-    """Return the verdict on a schedule that one budget asks for."""
-    why = [(f"why: {budget.model} keeps to it: {budget.why}. See `mpipar schedule"
+    """Return the verdict on a schedule that must keep a budget."""
+    why = [(f"why: {budget.model} keeps within it: {budget.why}. See `mpipar schedule"
             f" {budget.model} --pp {budget.p} --num-microbatches {budget.m}`")]
     schedule = asked.agree(lambda: proved(asked.file))
     if isinstance(schedule, ScheduleError):
@@ -67,7 +67,7 @@ def judge(number: str, budget: Budget, asked: Asked) -> Verdict:
     if all(right for right, _ in rows):
         rows += times(schedule, budget)
     right = all(one for one, _ in rows)
-    lines = ["proved: every pass once and in order, and no ranks wait in a circle",
+    lines = ["proved: every pass runs once and in order, and no ranks wait in a circle",
              *(f"{line} -> {'right' if one else 'WRONG'}" for one, line in rows)]
     if right and asked.world is not None:
         right, run = by_engine(asked, budget)
@@ -87,14 +87,14 @@ def proved(path) -> Schedule | ScheduleError:
 
 
 def sizes(schedule, budget: Budget):
-    """(whether it is right, line) of the schedule's counts."""
+    """Return (whether it is right, line) for each count of the schedule."""
     for name, have, want in (("workers", schedule.pp_size, budget.p),
                              ("microbatches", schedule.num_microbatches, budget.m)):
         yield have == want, f"{name}: {have}, asked for {want}"
 
 
 def times(schedule, budget: Budget):
-    """(whether it is right, line) of bubble, step and stash."""
+    """Return (whether it is right, line) for bubble, step and stash."""
     stages = schedule.num_stages // schedule.pp_size
     found = simulate(schedule, Costs().divided(stages))
     longest = simulate(make_schedule(budget.model, budget.p, budget.m), Costs()).makespan
@@ -107,7 +107,7 @@ def times(schedule, budget: Budget):
 
 
 def by_engine(asked: Asked, budget: Budget) -> tuple[bool, list[str]]:
-    """(whether the engine's step equals one rank's, lines that say so)."""
+    """Return (whether the engine's step equals one rank's, lines that say so)."""
     config = small_model.small_config(
         {"pp": budget.p}, budget.m, model=replace(small_model.MODEL, layers=budget.p),
         schedule_csv=str(asked.file))

@@ -1,4 +1,4 @@
-"""Puts other functions in the place of a class's or module's, for as long as a block runs."""
+"""Temporarily replaces functions of a class or module."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from collections.abc import Callable, Iterator
 
 @contextlib.contextmanager
 def replaced(owner, **functions) -> Iterator[None]:
-    """Inside, these attributes of a class or module are others; afterwards they are as before.
+    """Replace these attributes of a class or module inside the block, and restore them afterwards.
 
     Raises KeyError if the owner has no such attribute of its own.
     """
@@ -24,7 +24,7 @@ def replaced(owner, **functions) -> Iterator[None]:
 
 
 def in_place_of(owner: type, name: str) -> Callable:
-    """Make of function(the method itself, self, ...) what `Twin.plant` is: see `replaced`."""
+    """Turn function(the original method, self, ...) into a `Twin.plant`: see `replaced`."""
     def decorate(function: Callable) -> Callable:
         @functools.wraps(function)
         def plant():

@@ -1,4 +1,4 @@
-"""A decoder so small that a step takes milliseconds, and its step on some ranks beside one rank's.
+"""A decoder whose step takes milliseconds, and the comparison of that step with one rank's.
 
 Exercises plant a bug, or a reader's code, and compare. Widths are odd where a cut must pad.
 """
@@ -41,13 +41,13 @@ def small_config(layout: dict[str, int], num_microbatches: int = 2, model=MODEL,
 
 
 def tokens() -> np.ndarray:
-    """Random tokens of the small vocabulary, the same on every rank."""
+    """Return random tokens of the small vocabulary, the same on every rank."""
     return np.random.default_rng(7).integers(0, MODEL.vocab_size, 2000).astype(np.uint8)
 
 
 @dataclass(frozen=True)
 class Outcome:
-    """A step of the small model beside one rank's.
+    """A step of the small model, compared with one rank's.
 
     differences: of every tensor, on world rank 0. recorder: what this rank sent.
     """
@@ -82,8 +82,7 @@ def worst_first(differences) -> list[Difference]:
 
 
 def in_words(one: Difference) -> str:
-    """Return a sentence about a tensor that differs, such as 'gradient of block0.ffn.down.w ...'.
-    """
+    """Return a sentence on a tensor that differs, like 'gradient of block0.ffn.down.w ...'."""
     place = f" at {','.join(map(str, one.where))}" if one.where else ""
     return (f"{one.kind} of {one.name} differs by {one.error:.1g} of its largest entry: it is"
-            f" {one.actual:.4g}{place}, and must be {one.expected:.4g}")
+            f" {one.actual:.4g}{place}, but must be {one.expected:.4g}")

@@ -1,7 +1,7 @@
-"""Twelve broken twins: known bugs of programs that train on many ranks, each planted on demand.
+"""Twelve broken twins: known bugs of distributed training programs, each planted on demand.
 
-Each is the program with one function replaced. A comparison with one rank must fail for every one
-of them: the tests prove that. Learners get what fails, and look for the bug.
+A twin is the program with one function replaced. A comparison with one rank must fail for each of
+them, which the tests prove. Learners see what fails, and look for the bug.
 
 No twin leaves a message pending at the end of its step.
 """
@@ -27,10 +27,10 @@ DP, PP, TP = {"dp": 2}, {"pp": 2}, {"tp": 2}
 class Twin(NamedTuple):
     """A planted bug.
 
-    cause: what is wrong. plant() -> a context manager in which it is. lesson: why it shows as it
-    does. layouts: those on which a comparison fails. schedule, model: what it needs; the latter are
-    changes of the small model. threads: where it was published, below GITHUB. desync: whether ranks
-    make different calls, so that it hangs without --check-comm.
+    cause: what is wrong. plant() -> a context manager that plants it. lesson: why its symptoms are
+    what they are. layouts: those on which a comparison fails. schedule, model: what it needs; the
+    latter are changes of the small model. threads: where it was published, below GITHUB. desync:
+    whether ranks make different calls, so that it hangs without --check-comm.
     """
 
     cause: str
@@ -45,12 +45,12 @@ class Twin(NamedTuple):
 
 @in_place_of(Comm, "all_reduce")
 def reduce_dropped(plain, self, x, name, op="sum"):
-    """Return one column cut does not add the parts of its input gradient."""
+    """Leave the parts of one column cut's input gradient unsummed."""
     return x if name == "block1.ffn.up" else plain(self, x, name, op)
 
 
 def bucket_dropped():
-    """Return the third bucket is a copy: its sum never comes back."""
+    """Reduce a copy of the third bucket, so that its sum is lost."""
     plain, calls = Comm.iall_reduce, []
 
     def iall_reduce(self, x, name):
@@ -62,13 +62,13 @@ def bucket_dropped():
 
 @in_place_of(GradSync, "finish")
 def reduce_doubled(plain, self):
-    """A stage's gradients are summed once more when they are sums already."""
+    """Sum a stage's gradients once more when they are sums already."""
     plain(self)
     self.comms["dp"].all_reduce(self.flats[0].grad, "again")
 
 
 def summed_early():
-    """Return the buckets of a unit are posted before its last weight gradient, not behind it."""
+    """Post the buckets of a unit before its last weight gradient instead of after it."""
     def enter(self, unit):
         if self.passing in self.last_passes:
             self.gradsync.start_unit(self.passing.stage, unit)
@@ -78,7 +78,7 @@ def summed_early():
 
 @in_place_of(Linear, "forward")
 def bias_on_every_rank(plain, self, x, stash, residual=None):
-    """Return a row cut adds its bias before the sum over ranks."""
+    """Add the bias of a row cut before the sum over ranks."""
     stash[self.name, "x"] = x
     if self.cut is not row:
         return plain(self, x, stash, residual)
@@ -89,7 +89,7 @@ def bias_on_every_rank(plain, self, x, stash, residual=None):
 
 @in_place_of(GradSync, "finish")
 def tied_twice(plain, self):
-    """The gradient of the tied table is summed over its two ends a second time."""
+    """Sum the gradient of the tied table over its two ends a second time."""
     plain(self)
     for flat in self.flats:
         if "tie" in flat.groups:
@@ -98,20 +98,20 @@ def tied_twice(plain, self):
 
 @in_place_of(Comm, "all_reduce")
 def tie_forgotten(plain, self, x, name, op="sum"):
-    """Return each end of the pipeline keeps its own gradient of the tied table."""
+    """Keep each pipeline end's own gradient of the tied table."""
     return x if self.axis == "tie" else plain(self, x, name, op)
 
 
 @in_place_of(GradSync, "square_sums")
 def norm_counts_copies(plain, self):
-    """Return every rank adds the squares of all that it holds, copies of others included."""
+    """Add the squares of everything that a rank holds, copies of others' weights included."""
     for flat in self.flats:
         flat.counted = [(True, 0, slice(flat.size))]
     return plain(self)
 
 
 def weight_gradient_skipped():
-    """Return the fifth weight gradient of a step is left out."""
+    """Leave out the fifth weight gradient of a step."""
     plain, calls = Linear.backward_weight, []
 
     def backward_weight(self, stash):
@@ -127,7 +127,7 @@ def weight_gradient_skipped():
 
 @in_place_of(Engine, "run")
 def microbatches_swapped(plain, self, program, get_batch, training=True):
-    """Return the last stage compares microbatch 0 with the targets of microbatch 1."""
+    """Let the last stage compare microbatch 0 with the targets of microbatch 1."""
     if self.comm.index == 1 and self.comm.size == 2:
         return plain(self, program, lambda mb: get_batch(mb ^ 1), training)
     return plain(self, program, get_batch, training)
@@ -135,7 +135,7 @@ def microbatches_swapped(plain, self, program, get_batch, training=True):
 
 @in_place_of(Engine, "_receive")
 def buffer_aliased(plain, self, instr):
-    """All messages of a stage arrive in one buffer, which layers still need."""
+    """Receive all messages of a stage in one buffer, which layers still need."""
     if not hasattr(self, "buffer"):
         shape = self.stages[instr.stage].in_shape(self.get_batch(instr.mb))
         self.buffer = self.ops.empty(shape)
@@ -148,7 +148,7 @@ def buffer_aliased(plain, self, instr):
 
 @in_place_of(Worker, "gradients")
 def loss_of_a_microbatch(plain, self, step, get_batch, *votes):
-    """Return the loss is divided by the tokens of a microbatch, not by those of the step."""
+    """Divide the loss by the tokens of a microbatch instead of those of the step."""
     self.num_tokens //= self.schedule.num_microbatches
     try:
         return plain(self, step, get_batch, *votes)
@@ -159,12 +159,13 @@ def loss_of_a_microbatch(plain, self, step, get_batch, *votes):
 TWINS = {
     "5d": Twin(
         "a receive buffer is used again before backward has read it", buffer_aliased,
-        "With one microbatch under way nothing differs. With more, backward finds the newest input"
+        "With one microbatch in flight nothing differs. With more, backward finds the newest input"
         " under every microbatch, and only weights that read it get wrong gradients.",
         (PP,), "gpipe",
         threads=("deepspeedai/DeepSpeed/issues/2800",)),
     "5e": Twin(
-        "the last stage reads the rows of another microbatch than the first", microbatches_swapped,
+        "the last stage reads the rows of a different microbatch than the"
+        " first", microbatches_swapped,
         "Tokens of one row meet the targets of another. The loss is wrong, and so are all"
         " gradients; no shape is.", (PP,),
         threads=("deepspeedai/DeepSpeed/issues/5729",)),
@@ -175,8 +176,8 @@ TWINS = {
         threads=("huggingface/text-generation-inference/issues/1036", "awslabs/slapo/issues/10")),
     "6d": Twin(
         "one product leaves out the sum over its tensor-parallel group", reduce_dropped,
-        "Every rank goes on with its own part. In front of the product, forward is right and"
-        " gradients are wrong. Ranks now also differ in what must be equal.", (TP,),
+        "Every rank continues with its own part. Before the product, forward is right and"
+        " gradients are wrong. Ranks now also differ where they must be equal.", (TP,),
         threads=("NovaSky-AI/SkyRL/pull/1886",)),
     "8b": Twin(
         "the loss is divided by the tokens of a microbatch, not of the step", loss_of_a_microbatch,
@@ -189,14 +190,15 @@ TWINS = {
         " the loss of the step is too.", (DP,),
         threads=("pytorch/pytorch/issues/109191",)),
     "8d": Twin(
-        "gradients are summed over the copies twice", reduce_doubled,
-        "All gradients of a stage are multiplied by the number of copies, after one sum too many.",
+        "gradients are summed over the replicas twice", reduce_doubled,
+        "All gradients of a stage are multiplied by the number of replicas, after one sum too"
+        " many.",
         (DP,),
         threads=("NVIDIA/Megatron-LM/issues/775",)),
     "8e": Twin(
         "gradients are summed before the last weight gradient is in them", summed_early,
-        "The last microbatch of each copy stays at home. The loss is right, and every gradient is"
-        " a little wrong.", (DP,),
+        "The last microbatch of each replica is not summed. The loss is right, and every gradient"
+        " is a little wrong.", (DP,),
         threads=("deepspeedai/DeepSpeed/issues/8061",)),
     "9c": Twin(
         "the two ends of the pipeline do not sum the gradient of the tied table", tie_forgotten,
@@ -208,7 +210,8 @@ TWINS = {
         "Exactly one tensor has twice its gradient.", (PP,),
         threads=("NVIDIA/Megatron-LM/issues/844",)),
     "9e": Twin(
-        "the gradient norm counts what several ranks hold once for each", norm_counts_copies,
+        "the gradient norm counts tensors that several ranks hold once per"
+        " rank", norm_counts_copies,
         "Every gradient is right. Only the norm is too large, and with it clipping is wrong.",
         (PP, TP),
         threads=("NVIDIA-NeMo/RL/pull/3788", "ROCm/TransformerEngine/pull/715")),
@@ -220,6 +223,6 @@ TWINS = {
 
 
 def by_letter() -> dict[str, str]:
-    """{letter: exercise}, in the alphabetical order of the causes."""
+    """Return {letter: exercise}, in the alphabetical order of the causes."""
     order = sorted(TWINS, key=lambda number: TWINS[number].cause)
     return {chr(ord("a") + place): number for place, number in enumerate(order)}

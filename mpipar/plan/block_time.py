@@ -1,8 +1,8 @@
-"""How long one block and one head take on a rank: closed forms over shapes and a machine.
+"""The time of one block and of the head on a rank: closed forms over shapes and a machine.
 
-A product takes a start, its FLOPs over a rate, and its bytes over another. The
-rest of a block crosses memory a counted number of times. The layers say which products and barriers
-there are, and `Shape.letters` how large they are.
+A product takes a start-up time, its FLOPs over one rate, and its bytes over another; the other
+operations of a block cross memory a counted number of times. The layers define which products and
+barriers there are, and `Shape.letters` how large they are.
 """
 
 from __future__ import annotations
@@ -18,18 +18,18 @@ from mpipar.plan.collectives import all_gather, all_reduce, exchange
 from mpipar.plan.layout import Layout, segments
 from mpipar.plan.shape import Shape
 
-# How often an activation crosses memory, forward and backward, beside the products: two norms and
-# two residual sums with dropout; the activation function; the copies of q, k and v.
+# How often an activation crosses memory, forward and backward, outside products: two norms and two
+# residual sums with dropout; the activation function; the copies of q, k and v.
 STREAM, WIDE, HEADS = (10, 12), (2, 3), (3, 4)
-ROUTED = (4, 6)  # rows of tokens that are put in the order of their experts, and back
-SCORES = (4, 5)  # scale, mask, softmax and dropout over scores that lie in memory
+ROUTED = (4, 6)  # rows of tokens that are permuted by expert, and back
+SCORES = (4, 5)  # scale, mask, softmax and dropout over scores stored in memory
 LOGITS = 10  # how often a loss moves each logit, forward and backward
-BACKWARD = 2.5  # FLOPs of fused attention backward, over those forward: scores are made again
-SLOWED = 0.5  # seconds that products lose for a second of transfers beside them: chosen on steps
-SUM_OF_PARTS = 1.2  # a reduce-scatter and an all-gather over an all-reduce of the same bytes
-BESIDE = 0.5  # of gathers for weight gradients: they run beside other products
+BACKWARD = 2.5  # FLOPs of fused attention, backward over forward: scores are recomputed
+SLOWED = 0.5  # seconds that products lose per second of concurrent transfers: chosen on steps
+SUM_OF_PARTS = 1.2  # time of reduce-scatter + all-gather over one all-reduce of the same bytes
+BESIDE = 0.5  # of gathers for weight gradients: they overlap with other products
 
-# Bytes of what crosses memory: what widens, q, logits, and scores where they lie in memory.
+# Bytes of what crosses memory: the widened activation, q, logits, and scores where they are stored.
 EXPERT_ROWS = "B*T*k"  # of the products of experts: a token has one for each of its experts
 BYTES = {("B*T", widths): array("B*T", widths) for widths in ("f", "ff", "Q", "v")} | {
     (EXPERT_ROWS, widths): array(EXPERT_ROWS, widths) for widths in ("g", "gg", "D")}
@@ -39,8 +39,8 @@ SCORE_BYTES = array("B*T*A", "h")
 class Times(NamedTuple):
     """Seconds of a pass of a block, by what takes them.
 
-    starts: how much longer a processor takes to start its operations than they run. tp, cp, ep:
-    barriers of the axis. gathers: of sharded weights, and sums of their gradients.
+    starts: by how much the processor's launches of its operations outlast the operations. tp, cp,
+    ep: barriers of the axis. gathers: of sharded weights, and sums of their gradients.
     """
 
     products: float = 0.0
@@ -57,11 +57,11 @@ class Times(NamedTuple):
         return sum(self)
 
     def times(self, many: float) -> Times:
-        """So many of these passes."""
+        """Return the times of `many` of these passes."""
         return Times(*(many * part for part in self))
 
     def plus(self, other: Times) -> Times:
-        """Both passes."""
+        """Return the times of both passes."""
         return Times(*map(add, self, other))
 
 
@@ -76,7 +76,7 @@ class BlockTimes(NamedTuple):
 
     @property
     def passes(self) -> Times:
-        """The three passes together, without what runs again."""
+        """The three passes together, without recomputation."""
         return self.f.plus(self.i).plus(self.w)
 
     @property
@@ -86,23 +86,20 @@ class BlockTimes(NamedTuple):
 
 
 def product_rate(cluster: Cluster, stack: Stack) -> float:
-    """FLOPs a second of a large product: no more than the fastest that was ever measured."""
+    """Return the FLOPs per second of a large product, capped at the fastest ever measured."""
     return min(cluster.ceiling_tflops, cluster.product_tflops * stack.products) * 1e12
 
 
 def product_seconds(m: float, n: float, k: float, cluster: Cluster, stack: Stack,
                     more: float = 0.0) -> float:
-    """Return the seconds of a product (m, k) x (k, n). more: numbers of the matrices of further
-    experts.
-    """
+    """Return the seconds of a product (m, k) x (k, n). more: sizes of further experts' matrices."""
     numbers = m * k + k * n + m * n + more
     return (cluster.product_us * 1e-6 + 2 * m * n * k / product_rate(cluster, stack)
             + stack.number_bytes * numbers / (cluster.product_gbytes_s * 1e9))
 
 
 def product_times(cost: Cost, sizes: Letters, cluster: Cluster, stack: Stack) -> list[float]:
-    """Return the seconds of the products of some layers: forward, input gradient, weight gradient.
-    """
+    """Return the products' seconds of some layers: forward, input gradient, weight gradient."""
     found = [0.0] * 3
     for rows, inner, outer in cost.products:
         n = prod(map(sizes.__getitem__, rows.split("*")))
@@ -115,24 +112,22 @@ def product_times(cost: Cost, sizes: Letters, cluster: Cluster, stack: Stack) ->
 
 
 def barrier_seconds(barrier: Barrier, sizes: Letters, cluster: Cluster, ranks: int) -> float:
-    """Return the seconds of a barrier of tp; halves of an all-reduce take longer than half of it.
-    """
+    """Return the seconds of a barrier of tp; half an all-reduce takes longer than half its time."""
     whole = all_reduce(cluster, barrier.payload(sizes, ranks), ranks)
     return whole if barrier.kind == "all_reduce" else whole / 2 * SUM_OF_PARTS
 
 
 def expert_seconds(barrier: Barrier, sizes: Letters, layout: Layout, cluster: Cluster) -> float:
-    """Return the seconds of a barrier of ep: each rank has a part for each other one, as in an
-    all-gather.
-    """
+    """Return the seconds of a barrier of ep: like an all-gather, with one part per other rank."""
     pieces = layout.ep if barrier.kind in ("all_gather", "reduce_scatter") else 1
     return all_gather(cluster, pieces * value(barrier.carries, sizes), layout.ep,
                       layout.data_stride)
 
 
 def block_times(shape: Shape, layout: Layout, cluster: Cluster, stack: Stack) -> BlockTimes:
-    """Return the passes of one block on one microbatch, in the mean of all blocks; those of the
-    head.
+    """Return the passes of one block on one microbatch, averaged over all blocks, and of the head.
+
+    stack: without its constants for the machine.
     """
     stack = stack.on(cluster)
     sizes = shape.letters(layout.rows, layout.tp, layout.cp, stack.number_bytes, layout.ep)
@@ -149,13 +144,13 @@ def block_times(shape: Shape, layout: Layout, cluster: Cluster, stack: Stack) ->
 
 
 def added_up(passes: Iterable[Times]) -> Times:
-    """Some passes as one."""
+    """Return the sum of some passes."""
     return Times(*map(sum, zip(*passes, strict=True)))
 
 
 def passes_of(cost: Cost, sizes: Letters, stream: float, layout: Layout, cluster: Cluster,
               stack: Stack) -> list[Times]:
-    """Forward, input gradient and weight gradient of a block, and what recomputation adds.
+    """Return forward, input gradient, weight gradient of a block, and what recomputation adds.
 
     stream: bytes of the activations between blocks. stack: with its constants on the machine.
     """
@@ -189,26 +184,24 @@ def passes_of(cost: Cost, sizes: Letters, stream: float, layout: Layout, cluster
 
 def adding_seconds(cost: Cost, sizes: Letters, layout: Layout, cluster: Cluster,
                    stack: Stack) -> float:
-    """Return the seconds of adding a microbatch's weight gradients to those of the step, which lie
-    in memory.
+    """Return the seconds of adding a microbatch's weight gradients to those of the step in memory.
 
-    Where weights are sharded, gradients leave instead.
+    Where weights are sharded, gradients are sent away instead.
     """
     moved = value(cost.weights, sizes) * 2 * stack.gradient_bytes if layout.zero < 2 else 0.0
     return moved / (cluster.hbm_gbytes_s * 1e9)
 
 
 def started(starts: float, kernels: Times) -> Times:
-    """Return a pass whose operations take so many seconds to start: it takes the longer of the two.
-    """
+    """Return a pass whose kernels take `starts` seconds to launch: the longer of the two counts."""
     return kernels._replace(starts=max(0.0, starts - kernels.total))
 
 
 def attention_seconds(cost: Cost, sizes: Letters, cluster: Cluster, stack: Stack):
-    """((forward, backward) seconds of its products, and of crossing memory with its scores).
+    """Return ((forward, backward) seconds of attention's products, of moving its scores).
 
-    Fused attention computes the half of the square that is seen. Otherwise its products are as
-    others, and each writes or reads all scores.
+    Fused attention computes only the half of the square that is seen. Otherwise its products are
+    like any others, and each one writes or reads all scores.
     """
     flops = value(cost.attention, sizes)
     if stack.fused:
@@ -221,9 +214,9 @@ def attention_seconds(cost: Cost, sizes: Letters, cluster: Cluster, stack: Stack
 
 
 def context_seconds(cost: Cost, sizes: Letters, layout: Layout, cluster: Cluster, attention):
-    """(forward, backward) seconds that a ring of keys and values adds to attention.
+    """Return the (forward, backward) seconds that a ring of keys and values adds to attention.
 
-    A round's products hide its message, and lose by it; the first round has none to wait for.
+    The products of a round hide its message, which slows them down; the first round waits for none.
     """
     if layout.cp == 1:
         return 0.0, 0.0
@@ -234,15 +227,15 @@ def context_seconds(cost: Cost, sizes: Letters, layout: Layout, cluster: Cluster
 
 
 def beside(moved: float, window: float) -> float:
-    """Return the seconds that transfers add to a window that computes: those it leaves, and its
-    loss.
+    """Return the seconds that transfers add to a window of computing: what is exposed, and the
+    slowdown.
     """
     exposed = max(0.0, moved - window)
     return exposed + SLOWED * (moved - exposed)
 
 
 def head_times(head: Cost, sizes: Letters, cluster: Cluster, stack: Stack) -> Times:
-    """Forward and backward of the head and the loss on one microbatch, without barriers."""
+    """Return forward and backward of head and loss on one microbatch, without barriers."""
     moved = LOGITS * value(BYTES["B*T", "v"], sizes)
     return Times(sum(product_times(head, sizes, cluster, stack)),
                  elementwise=moved / (cluster.hbm_gbytes_s * 1e9 / stack.elementwise))
@@ -251,9 +244,9 @@ def head_times(head: Cost, sizes: Letters, cluster: Cluster, stack: Stack) -> Ti
 def with_gathers(shape, layout, cluster, stack, block: BlockTimes) -> BlockTimes:
     """Return the passes with what sharded weights add to them.
 
-    Weights are gathered for forward and backward; gradients are summed behind the backward.
-    Transfers run beside the products of neighbouring blocks, and slow them down. Weights that stay
-    for the step are gathered for its first microbatch alone.
+    Weights are gathered for forward and backward; gradients are summed after the backward.
+    Transfers overlap with the products of neighbouring blocks, and slow them down. Weights that
+    stay for the step are gathered for its first microbatch only.
     """
     gather = sum(all_gather(cluster, one.elements * stack.number_bytes, one.ranks, one.stride)
                  for one in segments(shape, layout, 1))

@@ -1,12 +1,12 @@
 """One training step of each rank as a Chakra execution trace, which ASTRA-sim reads.
 
-A file has protocol buffers, each behind its length: one GlobalMetadata, then the nodes. What of the
-schema is used stands here, so that no library is needed. Source: mlcommons/chakra,
-schema/protobuf/et_def.proto.
+A file is a sequence of protocol buffers, each preceded by its length: one GlobalMetadata, then the
+nodes. The part of the schema that is used is defined here, so no library is needed. Source:
+mlcommons/chakra, schema/protobuf/et_def.proto.
 
-A node begins when those that it depends on are done. A rank computes and waits one thing after the
-other. What it only posts depends on what came before. Nodes behind the wait depend on that too.
-`comm_size` is what a rank puts in, as in ASTRA-sim: of an all-gather one part.
+A node begins when those that it depends on are done. A rank computes and waits in sequence; a
+posted operation depends on what came before, and nodes after its wait depend on it too. `comm_size`
+is what a rank contributes, as in ASTRA-sim: one part in an all-gather.
 """
 
 from __future__ import annotations
@@ -23,11 +23,11 @@ COLLECTIVES = {  # CollectiveCommType
     "all_reduce": 0, "reduce": 1, "all_gather": 2, "broadcast": 5, "all_to_all": 6,
     "all_to_allv": 6, "reduce_scatter": 7, "barrier": 9}
 MESSAGES = {"send": COMM_SEND_NODE, "recv": COMM_RECV_NODE}
-# Numbers of fields: of Node, of AttributeProto and its kinds of values, of GlobalMetadata.
+# Field numbers of Node, of AttributeProto and its kinds of values, and of GlobalMetadata.
 NODE_ID, NODE_NAME, NODE_TYPE, NODE_DATA_DEPS, NODE_DURATION, NODE_ATTR = 1, 2, 3, 5, 7, 10
 ATTR_NAME, INT32, INT64, UINT64, BOOL, STRING = 1, 7, 9, 13, 27, 29
 METADATA_VERSION = 1
-GROUP_BITS, TAG_BITS = 4, 27  # of a tag of 31 bits: the group, and the message's own
+GROUP_BITS, TAG_BITS = 4, 27  # of a 31-bit tag: the group's, and the message's
 
 
 def varint(number: int) -> bytes:
@@ -57,12 +57,12 @@ def attribute(name: str, kind: int, value: int | str) -> bytes:
 
 
 def framed(message: bytes) -> bytes:
-    """Return a message behind its length."""
+    """Return a message preceded by its length."""
     return varint(len(message)) + message
 
 
 def put_in(call: Call, q: int) -> int:
-    """Return the bytes that a rank of q puts into a call."""
+    """Return the bytes that one of q ranks contributes to a call."""
     record = call.record
     if record.operation == "all_to_allv":
         return math.prod(call.shape) * int(getattr(record.dtype, "itemsize", 1))
@@ -76,18 +76,18 @@ class Groups:
         self.numbers: dict[tuple[int, ...], int] = {}
 
     def number(self, ranks: tuple[int, ...]) -> str:
-        """Return the number of a group, which gets one if it has none."""
+        """Return the number of a group, assigning one if it has none."""
         return str(self.numbers.setdefault(ranks, len(self.numbers) + 1))
 
     def listed(self) -> dict[str, list[int]]:
-        """{number: ranks}."""
+        """Return {number: ranks}."""
         return {str(number): list(ranks) for ranks, number in self.numbers.items()}
 
 
 def trace_of(script: Script, groups: Groups, gflops: float | None) -> Iterator[bytes]:
     """Yield the pieces of a rank's file.
 
-    gflops: a node of computing also gets its microseconds at this rate; without it, only its FLOPs.
+    gflops: adds to each compute node its microseconds at this rate; None: it has only its FLOPs.
     """
     yield framed(piece(METADATA_VERSION, VERSION.encode()))
     after: dict[int, None] = {}  # what the rank's next node depends on
@@ -114,14 +114,14 @@ def trace_of(script: Script, groups: Groups, gflops: float | None) -> Iterator[b
 
 
 def _node(number: int, name: str, kind: int, after: dict[int, None]) -> bytes:
-    """What every node has."""
+    """Return what every node has."""
     deps = piece(NODE_DATA_DEPS, b"".join(map(varint, after))) if after else b""
     return (whole(NODE_ID, number) + piece(NODE_NAME, name.encode()) + whole(NODE_TYPE, kind)
             + deps)
 
 
 def _computing(flops: int, gflops: float | None) -> bytes:
-    """What a node of products has. One byte of tensors stands for: nothing but FLOPs counts."""
+    """Return the attributes of a compute node. Its one byte of tensors means: only FLOPs count."""
     duration = b"" if gflops is None else whole(
         NODE_DURATION, max(1, round(flops / gflops * 1e-3)))
     return (duration + attribute("is_cpu_op", BOOL, 0) + attribute("num_ops", INT64, flops)
@@ -129,7 +129,7 @@ def _computing(flops: int, gflops: float | None) -> bytes:
 
 
 def _message(call: Call, ranks: tuple[int, ...], own: int, group: int) -> bytes:
-    """What a message has."""
+    """Return the attributes of a message."""
     record = call.record
     assert record.tag < 1 << TAG_BITS, record
     assert group < 1 << GROUP_BITS, group
@@ -142,7 +142,7 @@ def _message(call: Call, ranks: tuple[int, ...], own: int, group: int) -> bytes:
 
 
 def _collective(call: Call, q: int, group: str) -> bytes:
-    """What a collective has."""
+    """Return the attributes of a collective."""
     return (attribute("is_cpu_op", BOOL, 0)
             + attribute("comm_type", INT64, COLLECTIVES[call.record.operation])
             + attribute("comm_size", INT64, put_in(call, q)) + attribute("pg_name", STRING, group))

@@ -1,8 +1,8 @@
 """--layout auto and --schedule auto: the layout and the schedule with the shortest predicted step.
 
-The passes of a layout, simulated, are a bound of its step. The layouts are judged in the order of
-their bounds, until the next one cannot win. The judge is the real step on shapes: it says what a
-rank holds, and which sums come behind the pipeline.
+The simulated passes of a layout give a lower bound of its step. Layouts are judged in the order of
+their bounds, until the next one cannot win. The judge is the real step on shapes, which tells what
+a rank holds, and which sums follow the pipeline.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ class Scheduled(NamedTuple):
 
 
 def choose(configs: list[Config], machine: Machine) -> tuple[Config, list[str]]:
-    """Return the config with the shortest step, its schedule in place of auto, and lines that say
+    """Return the config with the shortest step, auto replaced by its schedule, and lines that say
     why.
 
     configs: resolved, the same job in several layouts. Raises UsageError if none fits
@@ -84,7 +84,7 @@ def scheduled(config: Config, machine: Machine) -> Scheduled:
 
 
 def with_schedule_name(config: Config, schedule: str) -> Config:
-    """Return the config with a schedule's name, and with --chunks only where that is free."""
+    """Return the config with a schedule's name, and with --chunks only if the schedule takes it."""
     chunks = config.grid.chunks if FAMILIES[schedule].looped else None
     return replace(config, grid=replace(config.grid, schedule=schedule, chunks=chunks))
 
@@ -105,9 +105,7 @@ def words(config: Config) -> str:
 
 def ranking(ranked: list[Scheduled], judged: dict[int, StepEstimate], first: int,
             rejected: dict[str, str]) -> str:
-    """Return the table of layouts: the chosen one, the others by their steps, and why the rest is
-    out.
-    """
+    """Return the table of layouts: the chosen one, the others by step, and why the rest are out."""
     rows = [("layout", "schedule", "predicted step", "passes", "sums", "update", "fullest rank",
              "against the first")]
     best = judged[first]
@@ -128,7 +126,7 @@ def ranking(ranked: list[Scheduled], judged: dict[int, StepEstimate], first: int
 
 
 def why_not(first: StepEstimate, other: StepEstimate) -> str:
-    """Return how much longer a step is, and in which part."""
+    """Return how much longer a step is, and which part adds most."""
     more = {"passes": other.pipeline - first.pipeline, "sums": other.barriers - first.barriers,
             "update": other.update - first.update}
     worst = max(more, key=more.get)
@@ -137,7 +135,7 @@ def why_not(first: StepEstimate, other: StepEstimate) -> str:
 
 
 def schedule_notes(one: Scheduled, machine: Machine) -> list[str]:
-    """Return why this schedule, and what to know about its prediction."""
+    """Return why this schedule was chosen, and caveats of its prediction."""
     grid, notes = one.config.grid, []
     if one.considered:
         notes = [f"--schedule auto: {grid.schedule} has the shortest simulated step",

@@ -1,7 +1,7 @@
-"""A cluster of accelerators as the planner knows it: its data sheet, and what was measured of it.
+"""A cluster of accelerators as the planner sees it: its data sheet, and measurements of it.
 
 Each machine is a file of mpipar/plan/machines/, which names the source of its figures. `STACKS` has
-what a software stack achieves on any machine. `docs/planning.md` says how these were found.
+what a software stack achieves on any machine. docs/planning.md explains how these were found.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from mpipar.files.bounded import problems_as, read_toml
 from mpipar.files.text import brief
 from mpipar.files.typed import built
 
-OLD_START = 3.5  # of collectives: two tables of A100, by versions of NCCL
+OLD_START = 3.5  # of collectives: two tables of A100, for different versions of NCCL
 MACHINES = Path(__file__).parent / "machines"
 
 
@@ -26,8 +26,8 @@ CONSTANTS = ("products", "elementwise", "attention", "starts_us")  # of a Stack,
 class Link:
     """A level of links. joins: devices that it joins, 0 for any number.
 
-    gbytes_s: what a ring of devices moves through each device in one direction. Groups across
-    nodes add up the rates of their members in a node. latency_us: of a collective of the level.
+    gbytes_s: what a ring of devices moves through each device in one direction. Groups across nodes
+    add up the rates of their members in a node. latency_us: of a collective of the level.
     """
 
     joins: int
@@ -37,13 +37,14 @@ class Link:
 
 @dataclass(frozen=True)
 class Cluster:
-    """One kind of device, and how its copies are linked, the fastest level first.
+    """One kind of device, and the links between its copies, the fastest level first.
 
-    peak_tflops: by number format. product_*: a product of 16-bit numbers takes product_us +
-    FLOPs / product_tflops + bytes / product_gbytes_s. attention_tflops: fused attention forward.
+    peak_tflops: by number format. product_*: a product of 16-bit numbers takes product_us + FLOPs /
+    product_tflops + bytes / product_gbytes_s. attention_tflops: fused attention forward.
     ceiling_tflops: the fastest product that was measured, or 0.9 of the peak; nothing computes
-    faster. efficiency: the generation whose constants of a Stack it has. fused_attention: whether
-    software that does not say it keeps scores out of the memory. basis: what the figures rest on.
+    faster. efficiency: the hardware generation whose constants of a Stack apply. fused_attention:
+    whether software that does not state it avoids storing scores. basis: where the figures come
+    from.
     """
 
     name: str
@@ -61,16 +62,17 @@ class Cluster:
     links: tuple[Link, ...]
 
     def per_node(self) -> int:
-        """Devices that the fastest links join."""
+        """Return how many devices the fastest links join."""
         return self.links[0].joins
 
     @property
     def dtype_16(self) -> str:
-        """The number format of 16 bits that training takes: the one with the wider range."""
+        """The 16-bit number format used for training: the one with the wider range."""
         return "bfloat16" if "bfloat16" in self.peak_tflops else "float16"
 
     def with_dtype(self, dtype: str) -> Cluster:
-        """Return the rates of products in a number format of `peak_tflops`: as far from its peak.
+        """Return the devices with product rates of another format, scaled in proportion to its
+        peak.
         """
         share = self.peak_tflops[dtype] / self.peak_tflops[self.dtype_16]
         if share == 1:
@@ -86,36 +88,36 @@ class Cluster:
             link, latency_us=OLD_START * link.latency_us) for link in self.links))
 
     def with_links(self, inner: float = 1.0, outer: float = 1.0) -> Cluster:
-        """Return the same devices with links so many times as fast, inside of nodes and between
-        them.
-        """
+        """Return the same devices with links that many times as fast, within and between nodes."""
         first, *others = self.links
         return replace(self, links=(
             replace(first, gbytes_s=first.gbytes_s * inner),
             *(replace(link, gbytes_s=link.gbytes_s * outer) for link in others)))
 
     def with_network(self, gbits_per_device: float) -> Cluster:
-        """Return the same devices behind a network of another rate."""
+        """Return the same devices with a network of another rate."""
         inner, outer = self.links[0], self.links[-1]
         return replace(self, links=(inner, replace(outer, gbytes_s=gbits_per_device / 8)))
 
 
 @dataclass(frozen=True)
 class Stack:
-    """What a software stack makes of a machine.
+    """What a software stack achieves on a machine.
 
     sets: (generation, constants) of machines; those of the first one are also the fields, which
-    `on` replaces. products: share of the machine's rate of products. elementwise: how often
-    activations cross the memory, over once for each operation. attention: share of the
-    machine's rate of attention. starts_us: what a processor takes to start the operations of a
-    block's forward. These four are fitted. The others are what the stack does: fused: attention
-    without scores in memory. *_bytes: of a parameter. overlap: whether gathers and sums run beside
-    the products. unit: blocks that are gathered at once. every_other: selective recompute runs
-    every other product again, and what lies between them. remakes: backward makes again what its
-    layers can, as mpipar's own do. norm_bytes: of a number that a norm keeps, 0 for those of other
-    numbers. logit_bytes: of a logit, beside the number: in 32 bits it, the logarithm of its
-    softmax, and its gradient; a fused loss has one. Layers of our own say what they keep of it.
-    number_bytes: of a number that is computed with. evidence: measured steps behind it.
+    `on` replaces. Four constants are fitted. products: share of the machine's rate of products.
+    elementwise: how often activations cross memory, over once for each operation. attention: share
+    of the machine's rate of attention. starts_us: what the processor takes to launch the operations
+    of a block's forward.
+
+    The others are properties of the stack. fused: attention without scores in memory. *_bytes: of a
+    parameter. overlap: whether gathers and sums overlap with the products. unit: blocks that are
+    gathered at once. every_other: selective recompute repeats every other product, and what lies
+    between them. remakes: backward recomputes whatever its layers can, as mpipar does. norm_bytes:
+    of a number that a norm keeps, 0 if as wide as the others. logit_bytes: per logit, besides the
+    number itself: in 32 bits the logit, the logarithm of its softmax, and its gradient; a fused
+    loss has one. mpipar's own layers declare what they keep of it. number_bytes: of a number that
+    is computed with. evidence: the measured steps it is based on.
     """
 
     products: float
@@ -149,22 +151,18 @@ class Stack:
                        optimizer_bytes=optimizer)
 
     def with_dtype(self, dtype: str) -> Stack:
-        """Return the same stack with numbers of a format; those of 32 bits need no masters beside
-        them.
-        """
+        """Return the same stack in another number format; 32-bit weights need no masters."""
         if dtype != "float32":
             return self
         return replace(self.with_states(4, 4, 8), number_bytes=4, wire_bytes=4)
 
     def with_starts(self, by: float) -> Stack:
-        """Return the same stack, which starts so many times as many operations a second."""
+        """Return the same stack, which launches `by` times as many operations a second."""
         return replace(self, starts_us=self.starts_us / by, sets=tuple(
             (name, (*constants[:-1], constants[-1] / by)) for name, constants in self.sets))
 
     def unfused(self) -> Stack:
-        """Return the same stack as it was before 2023: scores in memory, and nothing beside
-        products.
-        """
+        """Return the same stack as it was before 2023: scores in memory, and no overlap."""
         return replace(self, fused=False, overlap=False)
 
 
@@ -191,15 +189,14 @@ def machine_names() -> list[str]:
 
 
 def like(name: str, names: list[str]) -> list[str]:
-    """Return the names that begin like another one, whatever its capitals; all if there are none.
-    """
+    """Return the names that begin like another one, ignoring case; all if there are none."""
     return [one for one in names if one.startswith(name.lower())] or names
 
 
 def load_cluster(name: str) -> Cluster:
-    """Return the Cluster of a name or of a TOML file's path.
+    """Return the Cluster of a name, or of a TOML file's path.
 
-    Raises UsageError for a name that does not exist, DataError for a file that is none.
+    Raises UsageError for an unknown name, DataError for a file that is no data sheet.
     """
     if name in machine_names():
         path = MACHINES / f"{name}.toml"
@@ -209,7 +206,7 @@ def load_cluster(name: str) -> Cluster:
         names = machine_names()
         wrong = "does not end in .toml" if os.path.exists(name) else "does not exist"
         if name.endswith(".json"):
-            wrong = "is no data sheet; what bench.calibrate measures is for explain and train"
+            wrong = "is no data sheet; files of bench.calibrate are for explain and train"
         close = suggestion(name.lower(), like(name, names))
         raise UsageError(f"--machine {brief(name)} {wrong}{close}; use one of"
                          f" {', '.join(names)}, or a file that ends in .toml")
@@ -224,7 +221,7 @@ def load_cluster(name: str) -> Cluster:
 
 
 def _problems(cluster: Cluster) -> list[str]:
-    """What no machine has: a rate of 0, a time below 0, no rate of numbers of 16 bits."""
+    """List what no machine has: a rate of 0, a time below 0, no rate in 16 bits."""
     parts = {"": cluster} | {f"links[{place}].": link for place, link in enumerate(cluster.links)}
     numbers = [(start + one.name, getattr(part, one.name)) for start, part in parts.items()
                for one in fields(part)]

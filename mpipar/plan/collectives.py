@@ -1,6 +1,6 @@
-"""How long messages and collectives take on a cluster's links: latency and bytes over a rate.
+"""The time of messages and collectives on a cluster's links: latency, and bytes over a rate.
 
-A group of q ranks whose neighbours lie `stride` ranks apart has some members in each node. Inside a
+A group of q ranks whose neighbours are `stride` ranks apart has some members in each node. Inside a
 node a ring moves its bytes over the fastest links. Across nodes each member in a node drives its
 own adapter, and the node with the fewest members sets the pace. Source of the volumes: rings
 (Patarasuk and Yuan 2009).
@@ -12,14 +12,12 @@ import math
 
 from mpipar.plan.cluster import Cluster, Link
 
-SHORT, LATE = 0.66, 3.5  # of a node's links: the rate of short messages, the start of long ones
+SHORT, LATE = 0.66, 3.5  # of a node's links: rate of the low-latency way, latency of the other
 NETWORK = 0.9  # share of an adapter's rate that collectives reach
 
 
 def all_reduce(cluster: Cluster, nbytes: float, ranks: int, stride: int = 1) -> float:
-    """Return the seconds of a sum of `nbytes` on each of `ranks` ranks that are `stride` ranks
-    apart.
-    """
+    """Return the seconds of a sum of `nbytes` on each of `ranks` ranks, `stride` ranks apart."""
     return _collective(cluster, 2 * nbytes, ranks, stride)
 
 
@@ -36,10 +34,9 @@ def exchange(cluster: Cluster, nbytes: float, stride: int) -> float:
 
 
 def members_in_a_node(ranks: int, stride: int, per_node: int) -> int:
-    """Return the fewest members that a group has in a node which it touches; `ranks` if it leaves
-    none.
+    """Return a group's fewest members in a node that it touches; `ranks` if it stays in one.
 
-    Groups lie one behind the other, so that those of 6 ranks on nodes of 8 are 6, 2 + 4, 4 + 2, 6.
+    Groups are contiguous, so that those of 6 ranks on nodes of 8 are 6, 2 + 4, 4 + 2, 6.
     """
     span = ranks * stride
     if per_node % span == 0:
@@ -60,10 +57,10 @@ def members_in_a_node(ranks: int, stride: int, per_node: int) -> int:
 
 
 def in_a_node(link: Link, moved: float) -> float:
-    """Return the seconds of a collective by a node's links: the quicker of two ways that libraries
-    have.
+    """Return the seconds of a collective over a node's links: the faster of a library's two ways.
 
-    One starts at once, and reaches a share of the rate. The other reaches all of it, later.
+    One has a low latency, and reaches a share of the rate. The other reaches all of it, but starts
+    later.
     """
     rate, start = link.gbytes_s * 1e9, link.latency_us * 1e-6
     return min(start + moved / (SHORT * rate), LATE * start + moved / rate)

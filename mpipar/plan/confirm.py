@@ -1,7 +1,7 @@
-"""A planned layout as `mpipar train` takes it: its command line, and its own step on shapes.
+"""Confirms a planned layout with mpipar itself: its command line, and its own step on shapes.
 
-The closed forms describe a software stack, and leave out what is small. This is the code itself, of
-the first and the last rank of the pipeline.
+The closed forms describe a software stack, and leave out small terms. Here the code itself runs,
+for the first and the last rank of the pipeline.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ WIDTH = 90  # of a line of a command
 
 
 class Job(NamedTuple):
-    """What is planned for: a Config that names the model, and the flags that give it to train."""
+    """The job of a plan: a Config that names the model, and the flags that select it in train."""
 
     config: Config
     flags: str
@@ -43,7 +43,7 @@ class Confirmed(NamedTuple):
 
     @property
     def bytes_at_peak(self) -> int:
-        """All that it holds at once."""
+        """Everything that it holds at the peak."""
         return self.states + self.rest
 
 
@@ -72,9 +72,7 @@ def train_config(question: Question, config: Config, one: Candidate,
 
 
 def command_line(question: Question, job: Job, one: Candidate) -> str:
-    """Return what to type to train with a candidate: every setting that the model's flags do not
-    give.
-    """
+    """Return the command that trains with a candidate: all settings besides the model's flags."""
     wanted = train_config(question, job.config, one)
     before = {field.name: value for _, field, value in settings(job.config)}
     words = [as_typed(field.name, value) for _, field, value in settings(wanted)
@@ -96,10 +94,10 @@ def as_typed(name: str, value) -> str:
 
 
 def confirm(question: Question, config: Config, one: Candidate) -> tuple[list[Confirmed], str]:
-    """Run the first and the last pipeline rank on shapes; ([...], "") or ([], why not).
+    """Run the first and the last pipeline rank on shapes; return ([...], "") or ([], why not).
 
     config: names the model. Memory is the same for any number of microbatches that fills the
-    pipeline. So no more than that are run. What is sent grows with them.
+    pipeline, so only that many are run. The bytes sent are scaled up to the full number.
     """
     layout = one.layout
     short = min(layout.num_microbatches, 2 * layout.stages)

@@ -1,8 +1,8 @@
-"""The cost model of a machine from its data sheet: the other way to a `Machine`, beside measuring.
+"""A cost model from a machine's data sheet: the alternative to measuring a `Machine`.
 
-The closed forms of the planner say what the passes of our own program take, and what messages and
-sums do. So `explain` and `--layout auto` predict a step on devices that nobody here has, from the
-same barriers as on measured ones.
+The planner's closed forms give the time of our own program's passes, messages and sums, so
+`explain` and `--layout auto` predict a step on devices that are not at hand, from the same barriers
+as on measured ones.
 """
 
 from __future__ import annotations
@@ -29,8 +29,7 @@ SIZES = tuple(1 << power for power in range(3, 41))  # bytes of messages and sum
 
 
 def machine_of(text: str, configs: Sequence[Config]) -> Machine:
-    """Return the Machine that --machine names: a file of bench.calibrate, or a data sheet for
-    configs.
+    """Return the Machine that --machine names: a file of bench.calibrate, or a data sheet.
 
     configs: resolved, those whose steps will be predicted. Raises UserErrors.
     """
@@ -38,12 +37,11 @@ def machine_of(text: str, configs: Sequence[Config]) -> Machine:
         return from_data_sheet(load_cluster(text), configs)
     if text.endswith(".json") or os.path.exists(text):
         return machine_file.load(text)
-    return from_data_sheet(load_cluster(text), configs)  # says which names there are
+    return from_data_sheet(load_cluster(text), configs)  # its error lists the names
 
 
 def from_data_sheet(cluster: Cluster, configs: Sequence[Config]) -> Machine:
-    """Return the Machine of resolved configs: each rank has a device of its own. Raises UsageError.
-    """
+    """Return the Machine of resolved configs, with one device per rank. Raises UsageError."""
     dtype, model = configs[0].run.dtype, configs[0].model.model
     wrong = []
     if model != "decoder":
@@ -56,13 +54,13 @@ def from_data_sheet(cluster: Cluster, configs: Sequence[Config]) -> Machine:
         raise UsageError(wrong)
     cluster, stack = cluster.with_dtype(dtype), STACKS["mpipar"].with_dtype(dtype)
     ranks = max(config.grid.num_ranks for config in configs)
-    strides: dict[int, int] = {ranks: 1}  # of groups by their size: the widest count
+    strides: dict[int, int] = {ranks: 1}  # of groups by their size: the widest
     hop = 1
     for config in configs:
         grid = Grid.of(config.grid, 0)
         line = grid.group("pp")
         hop = max(hop, *(after - one for one, after in pairwise(line)), 1)
-        # The ends of the pipeline are a group where a table is tied.
+        # The ends of the pipeline form a group if the table is tied.
         for group in [*map(grid.group, grid.parts), line[::len(line) - 1 or 1]]:
             if len(group) > 1:
                 strides[len(group)] = max(strides.get(len(group), 1), group[1] - group[0])
@@ -88,9 +86,7 @@ def layout_of(config: Config) -> Layout:
 
 
 def units_of(cluster: Cluster, stack: Stack, config: Config) -> Units:
-    """Return the passes of a config's blocks and head by closed forms, as if they had been
-    measured.
-    """
+    """Return the closed-form passes of a config's blocks and head as `Units`, as if measured."""
     shape = Shape.of(config.model.completed())
     block = block_times(shape, layout_of(config), cluster, stack)
     i = block.i.plus(block.again)
@@ -102,10 +98,10 @@ def units_of(cluster: Cluster, stack: Stack, config: Config) -> Units:
 
 
 def passes(f: Times, i: Times, w: Times) -> Passes:
-    """Their seconds."""
+    """Return their seconds."""
     return Passes(f.total, i.total, w.total)
 
 
 def curve(operation: str, ranks: int, seconds: dict[int, float]) -> Curve:
-    """Return a Curve of closed forms, without intervals of measurement."""
+    """Return a Curve of closed forms, without confidence intervals."""
     return Curve.through(operation, LINK, ranks, seconds, 0)

@@ -1,4 +1,4 @@
-"""What experts cost in words: rows that are exchanged, and how unevenly they fall on ranks."""
+"""Text on the cost of experts: the rows that are exchanged, and the load imbalance."""
 
 from __future__ import annotations
 
@@ -13,9 +13,7 @@ SENDS = {  # --expert-dispatch: (formula, how many times its tokens a rank sends
 
 
 def exchanged(config) -> str:
-    """Return how many times its tokens a rank sends in each exchange of rows, and how many there
-    are.
-    """
+    """Return how many times its tokens a rank sends per exchange of rows, and their number."""
     model, grid = config.model, config.grid
     formula, times = SENDS[grid.expert_dispatch]
     each = chunk_size(model.experts, grid.ep)
@@ -29,9 +27,7 @@ def exchanged(config) -> str:
 
 
 def imbalance(config) -> str:
-    """Return how unevenly a forced routing loads experts, and the ranks that hold them; "" if
-    learned.
-    """
+    """Return how uneven a forced routing makes the load of experts and ranks; "" if learned."""
     model, ep = config.model, config.grid.ep
     if model.routing == "learned":
         return ""

@@ -1,8 +1,8 @@
-"""How much memory a rank needs: states of its parameters, stash of its microbatches, and the rest.
+"""How much memory a rank needs: parameter states, the stash of its microbatches, and the rest.
 
-The stash of a block is that of arXiv 2205.05198, with the widths of grouped heads and of a gate. It
-has inputs of norms, of products and of the activation function, masks of dropout, and scores where
-they lie in memory. In-flight microbatches are those of catalog.py. Letters as in shape.py.
+The stash of a block is that of arXiv 2205.05198, extended to grouped heads and gates: inputs of
+norms, of products and of the activation function, masks of dropout, and scores where they are
+stored. In-flight microbatches are those of catalog.py. Letters as in shape.py.
 """
 
 from __future__ import annotations
@@ -17,10 +17,10 @@ from mpipar.plan.layout import Layout, Segment, blocks_of_stages, rank_segments,
 from mpipar.plan.shape import Shape
 
 GIB = 1 << 30
-AGAIN = 2.5  # a block that runs again holds what it keeps, and gradients beside it, in two widths
+AGAIN = 2.5  # a recomputed block holds its stash, and gradients in two widths besides
 RESERVE = 1.75 * GIB  # contexts, libraries and buffers of collectives
-STEADY = 3  # after so many microbatches for each rank no order keeps more
-BETWEEN = 0.03  # of what comes and goes in a step: memory that lies unused between arrays
+STEADY = 3  # beyond this many microbatches per rank no order keeps more
+BETWEEN = 0.03  # of a step's temporary arrays: memory lost to fragmentation
 
 
 class Footprint(NamedTuple):
@@ -34,7 +34,7 @@ class Footprint(NamedTuple):
 
     @property
     def reserve(self) -> float:
-        """What no array has, and what lies between arrays."""
+        """Memory outside of arrays, and fragmentation."""
         return RESERVE + BETWEEN * (self.stash + self.buffers)
 
     @property
@@ -43,17 +43,17 @@ class Footprint(NamedTuple):
 
 
 def stash_per_block(shape: Shape, layout: Layout, stack: Stack) -> dict[str, float]:
-    """{recompute: bytes that one block keeps of one microbatch from forward to backward}.
+    """Return {recompute: bytes that one block keeps of one microbatch from forward to backward}.
 
-    What layers here make again from their stash, other software keeps. Where there is dropout, it
-    also keeps a byte of each masked number, and scores after it.
+    Other software keeps what mpipar's layers recompute from their stash. With dropout it also keeps
+    a byte per masked number, and the scores after it.
     """
     size = stack.number_bytes
     sizes = shape.letters(layout.rows, layout.tp, layout.cp, size, layout.ep)
     parallel = layout.sequence_parallel
     once, stash = value(shape.costs(parallel).stream, sizes), shape.mean("stash", sizes, parallel)
     kept = stash + (0.0 if stack.remakes else shape.mean("remade", sizes, parallel))
-    if stack.norm_bytes:  # in place of numbers as wide as others
+    if stack.norm_bytes:  # replaces numbers as wide as the others
         kept += 2 * once * (stack.norm_bytes / size - 1)
     scores = 0.0
     if not stack.fused:
@@ -73,13 +73,13 @@ class Held(NamedTuple):
 
 
 class Orders:
-    """What ranks of schedules keep at their fullest. Each order of passes is looked at once."""
+    """What ranks of schedules keep at their fullest. Each order of passes is analysed once."""
 
     def __init__(self) -> None:
         self.known: dict[tuple, tuple[Held, ...]] = {}
 
     def in_flight(self, layout: Layout, rank: int) -> tuple[Held, ...]:
-        """Return what a rank of the pipeline keeps at its fullest, by the order of its passes.
+        """Return what a pipeline rank may keep at its fullest, by its order of passes.
 
         One of these is the fullest, whatever a chunk keeps from F to I and from I to W.
         """
@@ -93,7 +93,7 @@ class Orders:
 
 
 def fullest_of(program: list[Instr], last_stage: int) -> tuple[Held, ...]:
-    """Return what a program keeps, without what is less in all parts than something else."""
+    """Return what a program keeps, dropping states that another one exceeds in all parts."""
     found, here, head = set(), [0, 0], [0, 0]
     for instr in program:
         for kind, stage, _ in parts(instr):
@@ -110,7 +110,7 @@ def fullest_of(program: list[Instr], last_stage: int) -> tuple[Held, ...]:
 
 
 def footprint(shape: Shape, layout: Layout, stack: Stack) -> Footprint:
-    """Return the memory of the fullest rank of a layout with as many blocks on each stage."""
+    """Return the memory of the fullest rank of a layout with equally many blocks on each stage."""
     counts = blocks_of_stages(shape.layers, layout.stages)
     ranks = fullest_ranks(layout, counts)
     return max(rank_footprints(shape, layout, stack, counts, ranks), key=lambda one: one.total)
@@ -118,10 +118,10 @@ def footprint(shape: Shape, layout: Layout, stack: Stack) -> Footprint:
 
 def fullest_ranks(layout: Layout, counts: tuple[int, ...],
                   kinds: Sequence[object] = ()) -> list[int]:
-    """Pipeline ranks of which one is the fullest of its kind. kinds: of each rank, one without.
+    """Return pipeline ranks that include the fullest of each kind. kinds: of each rank; or one.
 
-    They are the ends, which have tables, and of each number of blocks the first and the last one.
-    Between these, what is kept rises or falls along the pipeline.
+    These are the ends, which have tables, and the first and last rank of each number of blocks:
+    between them, what is kept rises or falls along the pipeline.
     """
     last = layout.pp - 1
     if not kinds and min(counts) == max(counts):
@@ -153,7 +153,7 @@ def most_blocks(shape: Shape, layout: Layout, stack: Stack, gib: Sequence[float]
 class Kept(NamedTuple):
     """Bytes that a microbatch keeps of a block and of the head, each from F to I and from I to W.
 
-    work: what comes and goes while a block runs.
+    work: temporary memory while a block runs.
     """
 
     block: tuple[float, float]
@@ -162,9 +162,11 @@ class Kept(NamedTuple):
 
     @classmethod
     def of(cls, shape: Shape, layout: Layout, stack: Stack) -> Kept:
-        """By the layers for our own program. Of others nothing says what W needs: the whole stash.
+        """Return what is kept: for mpipar as its layers declare, for other software the whole
+        stash.
 
-        What W needs is there whether the block has run forward again or not.
+        Other software does not tell what W needs. What W needs is kept whether or not the block is
+        recomputed.
         """
         stash = stash_per_block(shape, layout, stack)
         own = stash[layout.recompute]
@@ -178,7 +180,7 @@ class Kept(NamedTuple):
                    stash["none"] + (late if layout.recompute == "block" else 0.0))
 
     def most(self, layout: Layout, rank: int, blocks: float, orders: Orders) -> float:
-        """Return the bytes that a rank with so many blocks keeps at its fullest."""
+        """Return the bytes that a rank with `blocks` blocks keeps at its fullest."""
         each = blocks / layout.chunks
         return max(each * (one.waiting * self.block[0] + one.pending * self.block[1])
                    + one.head_waiting * self.head[0] + one.head_pending * self.head[1]
@@ -196,7 +198,7 @@ def states_of(own: list[Segment], layout: Layout, stack: Stack) -> tuple[float, 
 
 def rank_footprints(shape: Shape, layout: Layout, stack: Stack, counts: tuple[int, ...],
                     ranks: Iterable[int], orders: Orders | None = None) -> list[Footprint]:
-    """Return the memory of some ranks of the pipeline. counts: blocks of each stage."""
+    """Return the memory of some pipeline ranks. counts: blocks of each stage."""
     kept, orders = Kept.of(shape, layout, stack), orders or Orders()
     return [_rank_footprint(
         shape, layout, stack, rank, counts, kept,
@@ -210,7 +212,7 @@ def _rank_footprint(shape: Shape, layout: Layout, stack: Stack, rank: int,
     tokens = layout.rows * shape.tokens / layout.cp
     held += size * tokens * shape.width * tables
     buffers, logits = kept.work, has_head * tokens * shape.vocab / layout.tp
-    if stack.remakes:  # logits are in what the head keeps, and gone when a block runs
+    if stack.remakes:  # logits are part of the head's stash, and freed when a block runs
         buffers = max(0.0, buffers - logits * size)
     else:
         buffers += (stack.logit_bytes + size) * logits

@@ -1,4 +1,4 @@
-"""Which number format: each that a machine has a rate for is searched, or shown to be slower."""
+"""The choice of number format: each one that a machine has a rate for is searched or ruled out."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ from mpipar.plan.block_time import product_rate
 from mpipar.plan.footprint import GIB
 from mpipar.plan.search import Plan, Question, search
 
-FORMATS = ("float32", "float16", "bfloat16")  # that mpipar trains in, and machines have rates of
+FORMATS = ("float32", "float16", "bfloat16")  # mpipar trains in them, and data sheets have rates
 
 
 def search_formats(question: Question, count: int = 5,
@@ -31,8 +31,7 @@ def search_formats(question: Question, count: int = 5,
 
 
 def other_formats(question: Question) -> list[str]:
-    """Return the machines' formats whose rates or bytes differ from those of the question's format.
-    """
+    """Return formats whose rates or bytes differ on these machines from the question's."""
     def facts(dtype: str) -> tuple:
         return rates(dtype), question.stack.with_dtype(dtype)
 
@@ -43,7 +42,7 @@ def other_formats(question: Question) -> list[str]:
 
 
 def in_format(question: Question, dtype: str) -> Question:
-    """Return a question of 16 bits, asked for another format."""
+    """Return a 16-bit question in another format."""
     return question._replace(stack=question.stack.with_dtype(dtype), dtype=dtype).changed(
         lambda kind: kind._replace(cluster=kind.cluster.with_dtype(dtype)))
 
@@ -63,7 +62,7 @@ def layouts_of(plan: Plan) -> int:
 
 
 def in_short(plan: Plan) -> str:
-    """Return what a format that was not chosen gives."""
+    """Return what a format that was not chosen achieves."""
     if plan.best:
         return f"a step takes {plan.best[0].step.total:.3f} s or more"
     return f"needs {plan.least.memory.total / GIB:.1f} GiB or more, and does not fit"

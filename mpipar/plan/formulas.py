@@ -1,6 +1,6 @@
-"""The closed forms of a step's barriers: what they carry and how often they come.
+"""The closed forms of a step's barriers: what they carry, and how many there are.
 
-The layers say what they cost for one microbatch (layers/costs.py). Here it is added up for the
+The layers declare their costs for one microbatch (layers/costs.py), which are added up here for the
 stages of a rank. The factors are those of ring algorithms, per rank.
 """
 
@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Iterable
 from typing import NamedTuple
 
-import ml_dtypes  # noqa: F401 - NumPy knows bfloat16 by it
+import ml_dtypes  # noqa: F401 - registers bfloat16 with NumPy
 import numpy as np
 
 from mpipar import models
@@ -22,15 +22,15 @@ from mpipar.ops import shapes_for
 from mpipar.partition.context import keeps_scores
 
 FACTORS = {"all_reduce": "2(q-1)/q", "all_gather": "(q-1)/q", "reduce_scatter": "(q-1)/q",
-           "all_to_all": "(q-1)/q", "all_to_allv": "1"}  # a payload of rows for others alone
-# By kind of barrier: how often a rank sends what the Barrier says, a number and a factor.
+           "all_to_all": "(q-1)/q", "all_to_allv": "1"}  # its payload has only rows for others
+# By kind of barrier: how often a rank sends the Barrier's payload, as a number and a factor.
 SENT = {"all_reduce": (2, "(q-1)/q"), "all_to_all": (1, "(q-1)/q"),
         "all_to_allv": (1, "(q-1)/q"), "all_gather": (1, "(q-1)"),
         "reduce_scatter": (1, "(q-1)"), "ring": (1, "(q-1)"), "ring_home": (1, "q")}
 
 
 def units_of(config) -> tuple[UnitCosts, Letters]:
-    """Return what the units of a resolved config's model cost, and the sizes of a rank."""
+    """Return the costs of a resolved config's units, and the sizes of a rank."""
     model, grid, (e, s) = models.model_of(config.model), config.grid, bytes_of_numbers(config)
     method, scores = grid.cp_attention if grid.cp > 1 else None, False
     ops = shapes_for(config.run, None)
@@ -43,7 +43,7 @@ def units_of(config) -> tuple[UnitCosts, Letters]:
 
 
 def text(form: Sum) -> str:
-    """Return the formula of a Sum; what differs in one width alone is put together."""
+    """Return the formula of a Sum; terms that differ in one width only are merged."""
     groups: dict[tuple[str, str], list[tuple[float, str]]] = {}
     for (*letters, number), often in form.items():
         width = letters.pop() if letters else ""
@@ -77,9 +77,11 @@ def payload_text(barrier: Barrier) -> str:
 
 
 def payload(record, config, group_size: int) -> tuple[str, float] | None:
-    """(formula, bytes) of a record's payload; None if no layer knows of it, as of sums of a step.
+    """Return (formula, bytes) of a record's payload; None if no layer declares it, as a step's
+    sums.
 
-    Of several barriers of a name and phase, it is that whose numbers have the record's bytes.
+    If several barriers share a name and phase, the one whose numbers have the record's bytes
+    counts.
     """
     units, sizes = units_of(config)
     if record.name in ("activations", "gradients"):
@@ -98,11 +100,11 @@ def sent(record) -> str:
 
 
 def letters(config) -> str:
-    """Return what the letters and words of the formulas mean, for a reader of `mpipar explain`."""
+    """Return the meaning of the formulas' letters and words, for a reader of `mpipar explain`."""
     found = (f"{models.model_of(config.model).LETTERS},\n"
              "N numbers of this rank's parameters")
     if config.memory.zero:
-        found += ", x ranks that share them out, one segment after the other"
+        found += ", x ranks that shard them, segment by segment"
     if config.memory.zero == 3:
         found += (",\nreads: the segments that all units read, u0 and u1: the largest units of even"
                   " and of odd number,\nu: the larger one")
@@ -119,9 +121,9 @@ class Expected(NamedTuple):
 
 
 def expected(config, schedule, stage_layers, grid, prediction) -> dict[str, Expected]:
-    """{axis: Expected} of one rank. prediction: of that rank, for the sizes of its buffers.
+    """Return {axis: Expected} of one rank. prediction: of that rank, for the sizes of its buffers.
 
-    L is the number of blocks on this rank, R of those that run forward again (--recompute block), m
+    L is the number of blocks on this rank, R of those that are recomputed (--recompute block), m
     the number of microbatches. A schedule whose ranks hold a second stage for the other direction
     sends half of the microbatches each way.
     """
@@ -131,7 +133,7 @@ def expected(config, schedule, stage_layers, grid, prediction) -> dict[str, Expe
     found = {axis: _layers(config, axis, parts, *m, len(prediction.groups[axis]))
              for axis in ("tp", "cp", "kv", "expert") if len(prediction.groups.get(axis, ())) > 1}
     if grid.size("pp") > 1:
-        # Neighbouring stages on one rank need no message. A mirror's stages are of two directions.
+        # Neighbouring stages on one rank need no message. A mirror's stages have two directions.
         hops = sum(0 <= other < schedule.num_stages and (mirror or other not in stages)
                    for stage in stages for other in (stage - 1, stage + 1))
         units, sizes = units_of(config)
@@ -153,13 +155,13 @@ def expected(config, schedule, stage_layers, grid, prediction) -> dict[str, Expe
 
 
 def _layers(config, axis: str, parts, m: int, m_text: str, q: int) -> Expected:
-    """The Expected of an axis that layers cross: blocks, those that run again, and the ends."""
+    """Return the Expected of an axis inside layers: blocks, recomputed ones, and the ends."""
     units, sizes = units_of(config)
     ends = [one for place, cost in ((1, units.entry), (2, units.head)) for part in parts
             for one in cost.barriers * part[place] if one.axis == axis]
     runs = []
     for number, kind in enumerate(units.kinds, 1):
-        # The blocks of this kind, by stage: their places among the stage's blocks.
+        # Positions of the blocks of this kind within each stage.
         places = [[place for place, block in enumerate(part[0]) if units.blocks[block] is kind]
                   for part in parts]
         again = [place for own in places for place in own if place < recomputed_blocks(config)]
@@ -191,9 +193,9 @@ def _sent(barriers: list[Barrier], sizes: Letters, q: int) -> int:
 
 
 def _sums(config, prediction) -> Expected | None:
-    """The Expected of sums of gradients of norms over tp: each rank has those of its tokens.
+    """Return the Expected of norm gradients summed over tp: each rank has those of its tokens.
 
-    They come once per stage; what is shared out, once per segment, as a rank's piece of it.
+    They are summed once per stage; if sharded, once per segment, as a rank's piece of it.
     """
     lengths = [length for groups, length in prediction.segments if "tp" in groups]
     if not lengths:
@@ -206,7 +208,7 @@ def _sums(config, prediction) -> Expected | None:
 
 
 def _plus(one: Expected, two: Expected) -> Expected:
-    """Both together."""
+    """Return the sum of both."""
     return Expected(f"{one.calls_formula} + {two.calls_formula}", one.calls + two.calls,
                     f"{one.sent_formula} + {two.sent_formula}", one.sent + two.sent)
 
@@ -214,11 +216,7 @@ def _plus(one: Expected, two: Expected) -> Expected:
 def _data(
     config, prediction, group: str, group_size: int, m: int, m_text: str
 ) -> Expected:
-    """The Expected of a group that sums gradients, and shares out what it keeps (--zero).
-
-    Segments are shared out one by one. Reads are the segments that all units read: those of a tied
-    table count for each of its users. Source: arXiv 1910.02054, for a split backward.
-    """
+    """Return the Expected of a group that sums gradients and shards its states (--zero)."""
     (itemsize, sum_itemsize), memory = bytes_of_numbers(config), config.memory
     factor = (group_size - 1) / group_size
     own = [length for groups, length in prediction.segments if groups[-1] == group]
@@ -244,7 +242,8 @@ def _data(
 
 
 def bytes_of_numbers(config) -> tuple[int, int]:
-    """Return the bytes of a number: in activations, and in sums and gradients, which keep 32 bits.
+    """Return the bytes of a number: in activations, and in sums and gradients, which stay in 32
+    bits.
     """
     itemsize = np.dtype(config.run.dtype).itemsize
     return itemsize, max(itemsize, 4)
@@ -258,9 +257,9 @@ def layer(config, q: int, block: int = 0) -> Expected:
 
 
 def one_block(records) -> list:
-    """Return those records that belong to tp, the first block and the first microbatch.
+    """Return the records that belong to tp, the first block and the first microbatch.
 
-    Recomputation counts apart.
+    Those of recomputation are counted separately.
     """
     inside = [one for one in records if one.axis == "tp" and one.name.startswith("block")
               and one.phase != "recompute"]
@@ -269,7 +268,7 @@ def one_block(records) -> list:
 
 
 def counted(records) -> dict[str, int]:
-    """{axis: calls} of a step's records."""
+    """Return {axis: calls} of a step's records."""
     counts: dict[str, int] = {}
     for record in records:
         counts[record.axis] = counts.get(record.axis, 0) + 1

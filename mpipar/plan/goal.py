@@ -1,10 +1,10 @@
 """One training step of all ranks as GOAL text, which LogGOPSim and ATLAHS simulate.
 
-GOAL has three operations: `calc`, `send` and `recv`. `a requires b` starts a when b is done, and
-`a irequires b` when b has begun. So a collective is written as the messages of an algorithm.
-Parts are gathered in ceil(log2 q) rounds, in each of which a rank passes on what it has. A
-reduce-scatter is that backward, and an all-reduce is both. They send the bytes of a ring in fewer
-rounds. Source of the rounds: Bruck et al., IEEE TPDS 8(11), 1997. Of the grammar: txt2bin of
+GOAL has three operations: `calc`, `send` and `recv`. `a requires b` starts a when b is done, and `a
+irequires b` when b has begun, so a collective is written as the messages of an algorithm. Parts are
+gathered in ceil(log2 q) rounds, in each of which a rank forwards what it has. A reduce-scatter is
+the same in reverse, and an all-reduce is both; they send as many bytes as a ring, in fewer rounds.
+Source of the rounds: Bruck et al., IEEE TPDS 8(11), 1997; of the grammar: txt2bin of
 spcl/LogGOPSim.
 """
 
@@ -17,13 +17,13 @@ from typing import NamedTuple
 from mpipar.comm.record import POINT_TO_POINT
 from mpipar.plan.script import CALL, WAIT, Call, Script
 
-# A tag of 32 bits: whether it is a collective's, the group, then the message's tag, or the call and
-# the round. Calls of a group may be under way at once.
+# A 32-bit tag: whether it is a collective's, the group, then the message's tag, or the call and the
+# round. Several calls of a group may be in flight at once.
 GROUP_BITS, ROUND_BITS = 4, 6
 CALL_BITS = 31 - GROUP_BITS - ROUND_BITS
-TEXTS_KEPT = 32  # of ranks, for their copies
+TEXTS_KEPT = 32  # of ranks, for their replicas
 
-After = dict[str, None]  # clauses in order: what must be done, or begun, before an operation begins
+After = dict[str, None]  # ordered clauses: what must be done, or begun, before an operation begins
 
 
 class Message(NamedTuple):
@@ -38,7 +38,7 @@ Rounds = list[list[Message]]
 
 
 def gathered(q: int, index: int, part: int) -> Rounds:
-    """Return the rounds in which q ranks gather parts of so many bytes."""
+    """Return the rounds in which q ranks gather parts of `part` bytes."""
     found, held = [], 1
     while held < q:
         passed = min(held, q - held) * part
@@ -49,9 +49,7 @@ def gathered(q: int, index: int, part: int) -> Rounds:
 
 
 def scattered(q: int, index: int, part: int) -> Rounds:
-    """Return the rounds in which q ranks add up, and each gets its part: those of gathering,
-    backward.
-    """
+    """Return the rounds in which q ranks add up and each gets its part: gathering in reverse."""
     turned = {"recv": "send", "send": "recv"}
     return [[Message(turned[one.verb], one.peer, one.nbytes) for one in reversed(messages)]
             for messages in reversed(gathered(q, index, part))]
@@ -59,13 +57,13 @@ def scattered(q: int, index: int, part: int) -> Rounds:
 
 def along_chain(q: int, index: int, root: int, nbytes: int) -> Rounds:
     """Return the rounds of a broadcast from rank to rank, beginning with the root."""
-    behind = (index - root) % q
-    receives = [[Message("recv", (index - 1) % q, nbytes)]] if behind else []
-    return receives + ([[Message("send", (index + 1) % q, nbytes)]] if behind < q - 1 else [])
+    distance = (index - root) % q
+    receives = [[Message("recv", (index - 1) % q, nbytes)]] if distance else []
+    return receives + ([[Message("send", (index + 1) % q, nbytes)]] if distance < q - 1 else [])
 
 
 def exchanged(q: int, index: int, sent: list[int], received: list[int]) -> Rounds:
-    """Return one round, in which each rank sends a part to each other one, its neighbour first."""
+    """Return one round in which each rank sends a part to every other one, its neighbour first."""
     others = [(index + ahead) % q for ahead in range(1, q)]
     before = [(index - ahead) % q for ahead in range(1, q)]
     return [[*(Message("recv", peer, received[peer]) for peer in before if received[peer]),
@@ -73,7 +71,9 @@ def exchanged(q: int, index: int, sent: list[int], received: list[int]) -> Round
 
 
 def _rows(q: int, index: int, call: Call) -> Rounds:
-    """An all_to_allv. All ranks send rows in the same counts: shapes know no other."""
+    """Return the rounds of an all_to_allv with equal row counts on all ranks: shapes know no
+    others.
+    """
     counts = call.argument[0]
     row = math.prod(call.shape[1:]) * _itemsize(call)
     return exchanged(q, index, [count * row for count in counts], [counts[index] * row] * q)
@@ -104,7 +104,7 @@ ROUNDS: dict[str, Callable[[int, int, Call], Rounds]] = {
 
 
 class RankText:
-    """The lines of a rank, with gaps for the numbers of other ranks: its copies differ in these.
+    """The lines of a rank, with gaps for other ranks' numbers, in which its replicas differ.
 
     flops_per_ns: how fast it computes; a `calc` counts nanoseconds. peers: of each gap the group,
     and how many places further round it the peer is.
@@ -172,7 +172,7 @@ class RankText:
                 after.update(ends.pop(event.number))
 
     def of(self, script: Script) -> bytes:
-        """Return the text of this rank, or of a copy."""
+        """Return the text of this rank, or of a replica."""
         here = {axis: ranks.index(script.world_rank) for axis, ranks in script.groups.items()}
         known = {}
         for axis, offset in set(self.peers):
@@ -183,7 +183,7 @@ class RankText:
 
 
 def goal_text(scripts: Iterable[Script], num_ranks: int, gflops: float) -> Iterator[bytes]:
-    """GOAL text in pieces, a rank each. gflops: what a rank computes in a nanosecond."""
+    """Yield GOAL text, one rank at a time. gflops: what a rank computes in a nanosecond."""
     yield f"num_ranks {num_ranks}\n".encode()
     written: dict[int, RankText] = {}
     for script in scripts:

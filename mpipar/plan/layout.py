@@ -1,4 +1,4 @@
-"""A layout as the planner weighs it, and how a model's blocks lie on its stages."""
+"""A layout as the planner weighs it, and how a model's blocks are placed on its stages."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from typing import NamedTuple
 from mpipar.pipeline.schedules.families import FAMILIES, Family
 from mpipar.plan.shape import Shape
 
-# The row of each schedule here, and of those of published runs that one here stands for.
+# The schedules, and those of published runs for which one of them stands.
 BY_NAME = FAMILIES | {name: family._replace(bubble=bubble) for family in FAMILIES.values()
                       for name, bubble in family.published.items()}
 
@@ -17,7 +17,8 @@ class Layout(NamedTuple):
 
     recompute: none, attention or block. zero: 0, 1 or 3; 2 stands for weights that are gathered
     once and stay for the step. outer: the axis of the first place of --rank-order, pp or dp; the
-    other one lies inside of nodes as far as it can. ep: ranks of dp x cp that share out experts.
+    other one stays inside nodes if it can. ep: ranks of dp x cp among which experts are
+    distributed.
     """
 
     dp: int = 1
@@ -45,17 +46,17 @@ class Layout(NamedTuple):
 
     @property
     def data_ranks(self) -> int:
-        """Ranks that hold the same weights, but for experts, and read different tokens."""
+        """Ranks that hold the same weights, apart from experts, and read different tokens."""
         return self.dp * self.cp
 
     @property
     def stage_stride(self) -> int:
-        """How many ranks lie between neighbours of the pipeline."""
+        """How many ranks apart neighbours of the pipeline are."""
         return self.tp * (self.cp if self.outer == "dp" else self.data_ranks)
 
     @property
     def data_stride(self) -> int:
-        """How many ranks lie between those that sum their gradients."""
+        """How many ranks apart those that sum their gradients are."""
         return self.tp * (self.pp if self.outer == "dp" else 1)
 
     @property
@@ -69,7 +70,7 @@ class Layout(NamedTuple):
 
     @property
     def family(self) -> Family:
-        """How the schedule is made."""
+        """The schedule's family, which knows how it is made."""
         return BY_NAME[self.schedule]
 
     @property
@@ -106,7 +107,7 @@ class Layout(NamedTuple):
 
 
 class Segment(NamedTuple):
-    """Parameters of a rank that so many ranks hold alike, which are `stride` ranks apart."""
+    """Parameters of a rank with identical copies on `ranks` ranks, `stride` ranks apart."""
 
     elements: float
     ranks: int
@@ -114,10 +115,9 @@ class Segment(NamedTuple):
 
 
 def segments(shape: Shape, layout: Layout, blocks: float, tables: float = 0.0) -> list[Segment]:
-    """Return the segments of some blocks and tables on a rank: a gradient group each, as of our own
-    runs.
+    """Return the segments of some blocks and tables on a rank, one per gradient group as in mpipar.
 
-    Experts are shared out, so fewer ranks hold the same ones.
+    Experts are distributed, so fewer ranks hold the same ones.
     """
     found = [Segment((blocks * shape.dense_parameters + tables) / layout.tp,
                      layout.data_ranks, layout.data_stride)]
@@ -139,9 +139,7 @@ def rank_segments(shape: Shape, layout: Layout, rank: int,
 
 
 def blocks_of_stages(layers: int, stages: int) -> tuple[int, ...]:
-    """Return the blocks of each stage; what is left over goes to the middle, away from embedding
-    and head.
-    """
+    """Return the blocks of each stage; the remainder goes to the middle, away from the ends."""
     share, left = divmod(layers, stages)
     first = (stages - left) // 2
     return tuple(share + (first <= stage < first + left) for stage in range(stages))

@@ -1,9 +1,9 @@
-"""What a link does with messages of one size: the facts of the simulator (`pipeline.events`).
+"""How a link treats messages of one size: the facts that the simulator needs (`pipeline.events`).
 
-A message takes `hop` seconds if the link is free, and keeps it for `busy` seconds. If it goes
+A message takes `hop` seconds if the link is free, and occupies it for `busy` seconds. If it travels
 *alone*, it also moves while its sender computes: buffers below MPI take it, or the receiver fetches
-it. Otherwise it is a rendezvous, for which both ranks must be in MPI. It costs its sender's core
-some `sending` seconds, because the core also runs the network's software.
+it. Otherwise it is a rendezvous, for which both ranks must be inside MPI. It costs its sender's
+core some `sending` seconds, because the core also runs the network's software.
 """
 
 from __future__ import annotations
@@ -16,11 +16,11 @@ from typing import NamedTuple
 
 import numpy as np
 
-REPEATS = 5  # after one that is not counted
-WINDOW = 8  # messages one after the other
-WORKS = 9  # the lower quartile counts: now and then another core does the sending
+REPEATS = 5  # after a warm-up
+WINDOW = 8  # messages back to back
+WORKS = 9  # the lower quartile is taken: now and then another core does the sending
 TRIES = 2  # a single arrival may be late by chance
-AWAY_HOPS, LATE_HOPS = 3, 2  # how long a sender stays away from MPI, and what is late
+AWAY_HOPS, LATE_HOPS = 3, 2  # how long a sender stays away from MPI, and when an arrival is late
 AWAY_SECONDS = 0.01  # at least
 SIDE = 64  # of the matrices whose products are computed while a message leaves
 WORK_HOPS, WORK_SECONDS = 2, 0.001  # how long these products take, and at least
@@ -28,7 +28,7 @@ SLICES = 8  # of the products; MPI is called between them, as between the units 
 
 
 class Link(NamedTuple):
-    """One message of nbytes: its seconds, those on the link, whether it goes alone, and the
+    """One message of nbytes: its seconds, those on the link, whether it travels alone, and the
     seconds of its sender's core.
     """
 
@@ -42,8 +42,8 @@ class Link(NamedTuple):
 def measure_link(comm, peer: int, x, y) -> Link | None:
     """Return the link between place 0 of a group and `peer`, for messages like x; on place 0.
 
-    x, y: two arrays of the message's size, which are overwritten.
-    Comm: messages between the two; every other rank gets None at once.
+    x, y: two arrays of the message's size, which are overwritten. Comm: messages between the two;
+    every other rank gets None at once.
     """
     if comm.index not in (0, peer):
         return None
@@ -55,7 +55,7 @@ def measure_link(comm, peer: int, x, y) -> Link | None:
 
 
 def measure_hop(comm, peer: int, x, repeats: int = REPEATS) -> float:
-    """Half of a message's way there and back, median. Comm: a ping-pong."""
+    """Return half the median round-trip time of a message. Comm: a ping-pong."""
     times = [perf_counter()]
     for _ in range(1 + repeats):
         if comm.index == 0:
@@ -104,8 +104,7 @@ def goes_alone(comm, peer: int, x, y, hop: float) -> bool:
 
 
 def measure_sending(comm, peer: int, x, y, hop: float) -> float:
-    """Return the seconds by which products take longer on place 0 while a message to the peer
-    leaves.
+    """Return how much longer products take on place 0 while a message to the peer leaves.
 
     hop: as place 0 has measured it. Comm: a few messages.
     """

@@ -1,9 +1,9 @@
-"""The cost model of a machine: how long a message, a collective, a product or a block takes.
+"""The cost model of a machine: the time of a message, a collective, a product or a block.
 
 bench.calibrate fits it to measurements, and machine_file.py keeps it as JSON. An operation on n
-bytes takes latency + n * time per byte. Each operation, kind of link, number of ranks and range of
-sizes has its own parameters. A library changes protocol and algorithm with all of these. A time
-outside of the measured range is refused, or says so in `Estimate.extrapolated`.
+bytes takes latency + n * time per byte, with separate parameters for each operation, kind of link,
+number of ranks and range of sizes, because a library changes protocol and algorithm with all of
+these. A time outside the measured range is refused, or marked in `Estimate.extrapolated`.
 """
 
 from __future__ import annotations
@@ -17,8 +17,8 @@ from typing import NamedTuple
 from mpipar.errors import UsageError
 
 HOP = "latency"  # the name of one message between two ranks
-STREAM = "bandwidth"  # the name of one of many messages, one behind the other
-SENDING = "sending"  # the name of what a message takes of its sender's core
+STREAM = "bandwidth"  # the name of one of many messages back to back
+SENDING = "sending"  # the name of a message's time on its sender's core
 
 
 def settings_of(model) -> dict:
@@ -28,7 +28,7 @@ def settings_of(model) -> dict:
 
 
 class Estimate(NamedTuple):
-    """A predicted time, and whether it lies outside of the measured range."""
+    """A predicted time, and whether it is outside the measured range."""
 
     seconds: float
     extrapolated: bool
@@ -36,7 +36,7 @@ class Estimate(NamedTuple):
 
 @dataclass(frozen=True)
 class Piece:
-    """A range of sizes; *_low and *_high enclose a parameter with 95 % confidence."""
+    """A range of sizes; *_low and *_high are the ends of a parameter's 95 % confidence interval."""
 
     from_bytes: float
     to_bytes: float
@@ -48,7 +48,7 @@ class Piece:
     us_per_byte_high: float
 
     def microseconds(self, nbytes: float) -> float:
-        """latency + size * time per byte."""
+        """Return latency + size * time per byte."""
         return self.latency_us + nbytes * self.us_per_byte
 
 
@@ -56,9 +56,8 @@ class Piece:
 class Curve:
     """Time of one operation by size.
 
-    The pieces ascend and touch. fitted_bytes: the measured sizes.
-
-    held_out_*: relative errors on sizes that a second fit left out; None when there were too few.
+    The pieces ascend and are contiguous. fitted_bytes: the measured sizes. held_out_*: relative
+    errors on sizes that a second fit left out; None when there were too few.
     """
 
     operation: str
@@ -72,7 +71,7 @@ class Curve:
 
     @classmethod
     def through(cls, operation: str, link: str, ranks: int, seconds: dict, samples: int) -> Curve:
-        """Straight lines between the times {size: seconds} of two sizes or more.
+        """Return straight lines between the times {size: seconds} of two sizes or more.
 
         Each ends in the time of its larger size, unless the smaller one took longer. No line has a
         latency below 0.
@@ -90,7 +89,7 @@ class Curve:
         return next((piece for piece in self.pieces if nbytes <= piece.to_bytes), self.pieces[-1])
 
     def estimate(self, nbytes: float) -> Estimate:
-        """Time for a size; the last piece's line continues beyond it."""
+        """Return the time for a size; the last piece's line continues beyond it."""
         piece = self.piece(nbytes)
         outside = not self.fitted_bytes[0] <= nbytes <= self.fitted_bytes[-1]
         return Estimate(piece.microseconds(nbytes) * 1e-6, outside)
@@ -124,10 +123,9 @@ class Units:
 
     model: the ModelConfig's fields except the number of layers, since every block costs the same.
     tp, ep: ranks that share a block, and its experts; the times include their barriers.
-    update_seconds_per_parameter: everything that a step does once for each parameter, from clearing
-    gradients to the optimizer.
-    sharing: how many times as much time of a core passes take while ranks share it. It is 1 where
-    every rank has a core, or where nobody measured it.
+    update_seconds_per_parameter: everything that a step does once per parameter, from clearing
+    gradients to the optimizer. sharing: factor by which passes take more core time while ranks
+    share a core; 1 where every rank has a core, or if it was not measured.
     """
 
     model: dict
@@ -163,7 +161,7 @@ class Duplex:
 
 @dataclass(frozen=True)
 class Eager:
-    """The largest message that goes by a link while its sender computes; None: any measured one."""
+    """The largest message that a link carries while its sender computes; None: any measured one."""
 
     link: str
     size_bytes: int | None
@@ -191,10 +189,8 @@ class Machine:
     def curve(self, operation: str, ranks: int = 2, link: str | None = None) -> Curve:
         """Return the curve of an operation.
 
-        link: None stands for the slowest kind measured with so many ranks, at the largest size
-        that all of them have.
-
-        Raises UsageError, which lists the calibrated curves.
+        link: None selects the slowest kind measured with that many ranks, at the largest size that
+        all of them have. Raises UsageError, which lists the calibrated curves.
         """
         same = [curve for curve in self.curves if curve.operation == operation
                 and curve.ranks == ranks and link in (None, curve.link)]
@@ -210,29 +206,27 @@ class Machine:
 
     def estimate(self, operation: str, nbytes: float, ranks: int = 2,
                  link: str | None = None) -> Estimate:
-        """Return the seconds of an operation; a group of one takes none. Raises UsageError: see
-        `curve`.
-        """
+        """Return the seconds of an operation, 0 for a group of one. UsageError: see `curve`."""
         if ranks == 1:
             return Estimate(0.0, False)
         return self.curve(operation, ranks, link).estimate(nbytes)
 
     def eager_bytes(self, link: str) -> int | None:
-        """Return the largest message that goes by this kind of link while its sender computes, or
+        """Return the largest message that this kind of link carries while its sender computes, or
         None.
         """
         return next((one.size_bytes for one in self.eager if one.link == link), None)
 
     def contention_factor(self, operation: str) -> float:
-        """Median of an operation's measured contention factors; 1 without any."""
+        """Return the median of an operation's measured contention factors; 1 without any."""
         found = [one.factor for one in self.contention if one.operation == operation]
         return median(found) if found else 1.0
 
     def product_seconds(self, m: int, k: int, n: int) -> Estimate:
-        """Return the seconds of a product (M, K) x (K, N), interpolated in logarithms between
-        measured shapes.
+        """Return the seconds of a product (M, K) x (K, N), log-interpolated between measured
+        shapes.
 
-        Outside of them the nearest measured shape's rate counts. Raises UsageError without
+        Outside of them the nearest measured shape's rate is used. Raises UsageError without
         products.
         """
         if not self.products:
@@ -265,13 +259,13 @@ class Machine:
 
 
 def _differences(have: dict, wanted: dict) -> str:
-    """How the model of measured passes differs from the wanted one."""
+    """Return how the model of measured passes differs from the wanted one."""
     return ", ".join(f"{name} {have.get(name)} (not {wanted.get(name)})"
                      for name in {**have, **wanted} if have.get(name) != wanted.get(name))
 
 
 def _between(size: float, ticks) -> list[tuple[int, float]]:
-    """(tick, weight) of a size's neighbours, linear in its logarithm, without those of weight 0."""
+    """Return (tick, weight) of a size's neighbours, linear in its logarithm; no zero weights."""
     high = next(tick for tick in ticks if tick >= size)
     if high == size:
         return [(high, 1.0)]

@@ -18,8 +18,8 @@ from mpipar.plan.machine import Machine
 
 SCHEMA = 2
 MOST_BYTES = 64 << 20
-LARGEST = 1e15  # of any number here: bytes, microseconds, times as much
-# Ends of 95 % intervals, and the difference of two measured times.
+LARGEST = 1e15  # of any number here: bytes, microseconds, factors
+# Ends of 95 % intervals, and the difference of two measured times, may be below 0.
 MAY_BE_NEGATIVE = ("_low", "_low_us", "call_overhead_us")
 CURE = "write it with python -m bench.calibrate"
 
@@ -48,7 +48,7 @@ def load(path: str) -> Machine:
     """
     value = read_json(path, cure=CURE, most_bytes=MOST_BYTES)
     if not isinstance(value, dict) or "schema" not in value:
-        raise DataError(f"{path}: no cost model of a machine; {CURE}")
+        raise DataError(f"{path}: not a cost model of a machine; {CURE}")
     schema = value.pop("schema")
     if schema != SCHEMA:
         raise DataError(f"{path}: schema {shown(schema)}, this program reads {SCHEMA}; {CURE}")
@@ -62,13 +62,13 @@ def load(path: str) -> Machine:
 
 
 def _problems(machine: Machine) -> list[str]:
-    """What is wrong: numbers that no machine has, and curves without a range."""
+    """List what is wrong: numbers that no machine has, and curves without a range."""
     found = []
     for place, number in _numbers(asdict(replace(machine, provenance={})), "the file"):
         if number < 0 and not place.endswith(MAY_BE_NEGATIVE):
             found.append(f"{place} is {number:g}: must not be below 0")
         if number > LARGEST:
-            found.append(f"{place} is {number:g}: no machine is so large, or so slow")
+            found.append(f"{place} is {number:g}: larger or slower than any machine")
     for curve in machine.curves:
         name = f"{curve.operation} of {curve.ranks} ranks"
         ends = [end for piece in curve.pieces for end in (piece.from_bytes, piece.to_bytes)]
@@ -91,7 +91,7 @@ def _problems(machine: Machine) -> list[str]:
 
 
 def _numbers(value, place: str) -> Iterator[tuple[str, float]]:
-    """(place, number) of every number inside dicts and lists."""
+    """Yield (place, number) of every number inside dicts and lists."""
     if isinstance(value, dict):
         for key, one in value.items():
             yield from _numbers(one, f"{place}.{key}")

@@ -1,8 +1,9 @@
-"""Costs of this model on this machine: f, i, w and memory of each layer.
+"""Measured costs of this model on this machine: f, i, w and memory of each layer.
 
-Times come from the real layers in the real groups of tp and ep, all stages at once, as in a
-step. Memory comes from running the layers on shapes. The result is one `Costs` whose values are by
-*unit*: embedding, each block, head and loss. `merged` adds them up to the stages of any schedule.
+Times come from the real layers in the real groups of tp and ep, with all stages running at once as
+in a step. Memory comes from running the layers on shapes. The result is one `Costs` whose values
+are by *unit*: embedding, each block, head and loss. `merged` adds them up to the stages of any
+schedule.
 """
 
 from __future__ import annotations
@@ -30,11 +31,13 @@ from mpipar.plan.sharing import pipeline_cores
 from mpipar.train.optim import OPTIMIZERS
 from mpipar.train.worker import Worker
 
-REPEATS = 5  # microbatches of a measurement, after one that warms up
+REPEATS = 5  # microbatches of a measurement, after a warm-up
 
 
 def stage_units(stage: int, stage_layers) -> range:
-    """Units of a stage: 0 is the first layer, 1 .. L the blocks, L + 1 norm, head and loss."""
+    """Return the units of a stage: 0 is the first layer, 1 .. L the blocks, L + 1 norm, head and
+    loss.
+    """
     first = 1 + sum(stage_layers[:stage])
     last = first + stage_layers[stage]
     ends = stage == len(stage_layers) - 1
@@ -48,11 +51,11 @@ def unit_counts(config, schedule) -> tuple[int, ...]:
 
 
 class Watch:
-    """Stands in for the engine that a stage's passes report to: says what each unit took.
+    """Replaces the engine that a stage's passes report to, and records what each unit took.
 
-    look: gives a number or an array now, times or bytes. nap: seconds of sleep behind each unit.
-    taken: {(kind of pass, unit of the stage): how much it rose from entering the unit to leaving
-    it, each time}.
+    look: returns a number or an array of current values, times or bytes. nap: seconds of sleep
+    after each unit. taken: {(kind of pass, unit of the stage): how much it rose between entering
+    and leaving the unit, each time}.
     """
 
     def __init__(self, look, nap: float = 0.0):
@@ -70,8 +73,8 @@ class Watch:
 def watch_passes(stage, watch, stashes, x, dy) -> None:
     """Run all passes of a stage on as many microbatches as there are empty stashes.
 
-    All forward passes come first, as with gpipe: a backward finds its stash as cold as in a step.
-    Comm: the layers' barriers over tp.
+    All forward passes come first, as with gpipe, so that a backward finds its stash as cold as in a
+    step. Comm: the layers' barriers over tp.
     """
     watch.kind = "f"
     for stash in stashes:
@@ -84,16 +87,16 @@ def watch_passes(stage, watch, stashes, x, dy) -> None:
 
 
 def activation_shape(worker, batch) -> tuple[int, ...]:
-    """Shape of a rank's activations between two stages, which is the same between any two."""
+    """Return the shape of a rank's activations between two stages, the same between any two."""
     return next(iter(worker.stages.values())).in_shape(batch)
 
 
 def measure_times(worker, repeats: int, nap: float = 0.0) -> dict:
-    """{kind: {unit: [mean seconds, mean seconds of a core]}} of the units that this rank holds.
+    """Return {kind: {unit: [mean seconds, mean core seconds]}} of the units that this rank holds.
 
-    repeats: microbatches, after one that warms up. 0: that one counts. A step adds its passes up,
-    so their mean counts. While a pass waits for its core, only the first number grows. nap: seconds
-    of sleep behind each unit, which gives the core to another rank.
+    repeats: microbatches, after a warm-up; 0 takes the warm-up itself. They are averaged, because a
+    step adds its passes up. While a pass waits for its core, only the first number grows. nap:
+    seconds of sleep after each unit, which gives the core to another rank.
 
     Comm: the layers' barriers over tp.
     """
@@ -119,10 +122,10 @@ def measure_times(worker, repeats: int, nap: float = 0.0) -> dict:
 
 
 def unit_memory(config) -> dict:
-    """{field of Costs: bytes by unit}: a microbatch's stash, and weights, gradients and moments.
+    """Return {field of Costs: bytes by unit}: a microbatch's stash, weights, gradients and moments.
 
-    They come from the real layers on shapes, for one rank of the tp group. A unit that runs forward
-    again holds for a moment what it would keep without that.
+    They come from the real layers on shapes, for one rank of the tp group. A recomputed unit
+    temporarily holds what it would otherwise keep.
     """
     memory = _unit_memory(config)
     plain = memory
@@ -133,7 +136,7 @@ def unit_memory(config) -> dict:
 
 
 def _unit_memory(config) -> dict:
-    """`unit_memory` without transient_bytes."""
+    """Return `unit_memory` without transient_bytes."""
     recorder = Recorder()
     ops = ops_module.shapes_for(config.run, recorder)
     comms = Comms.solo(ops, Grid.of(config.grid, 0), recorder)
@@ -143,7 +146,7 @@ def _unit_memory(config) -> dict:
     num_units = config.model.layers + 2
 
     def held():
-        """Return the bytes alive, without what the first unit leaves as scratch for all others."""
+        """Return the bytes alive, without the scratch that the first unit leaves to all others."""
         return sum(size for label, size in ops.live.items() if label != "scratch")
 
     batch = data.data_of(config.model).blank_batch(ops, config)
@@ -163,13 +166,12 @@ def _unit_memory(config) -> dict:
 
 
 def measure_costs(config, grid, ops, mpi_world=None, repeats: int = REPEATS) -> Costs | None:
-    """Costs by unit, on world rank 0; None elsewhere.
+    """Return costs by unit, on world rank 0; None elsewhere.
 
     config: resolved, except for the schedule's name. Passes are measured on as many ranks at once
-    as have a core each. The costs say what share of the cores a pipeline has. Where ranks share
-    cores, all of them run their passes at once, too. That shows what sharing costs. They sleep for
-    a moment behind each unit, as ranks of a pipeline do while they wait, so that others fill the
-    caches.
+    as have a core each; the costs contain a pipeline's share of the cores. Where ranks share cores,
+    all of them also run their passes at once, which shows what sharing costs. They sleep for a
+    moment after each unit, like pipeline ranks that wait, so that others fill the caches.
 
     Comm: makes the groups of a worker. Then a few passes of every layer over tp, cp and expert,
     barriers and a gather over the world.
@@ -178,7 +180,7 @@ def measure_costs(config, grid, ops, mpi_world=None, repeats: int = REPEATS) -> 
         config.grid, schedule="gpipe", chunks=None, stage_layers=None))
     worker = Worker(plain, grid, ops, Recorder(), mpi_world)
     worker.initialize()
-    # Ranks of data that wait for each other inside of passes: neighbours that exchange tokens.
+    # Data ranks that wait for each other inside passes: neighbours that exchange tokens.
     together = math.lcm(grid.size("cp"), grid.size("expert"))
     runs = grid.size("data") // together
     times = in_turns(mpi_world, grid.place("pp") * runs + grid.place("data") // together,
@@ -187,7 +189,7 @@ def measure_costs(config, grid, ops, mpi_world=None, repeats: int = REPEATS) -> 
     cores = cores_of(mpi_world).cores
     share = pipeline_cores(config.grid, cores)
     shared = None
-    # A group that waits for each other takes cores for that, too, so its passes do not show it.
+    # Ranks that wait for each other use core time for that too, so it is invisible in their passes.
     single = config.grid.tp * together == 1
     if share is not None and single and repeats and ops.device == "cpu":
         quiet_barrier(mpi_world)
@@ -215,5 +217,5 @@ def measure_costs(config, grid, ops, mpi_world=None, repeats: int = REPEATS) -> 
 
 
 def _core_seconds(times) -> float:
-    """Seconds of a core in all passes of `measure_times`."""
+    """Return the core seconds of all passes of `measure_times`."""
     return sum(core for units in times.values() for _, core in units.values())

@@ -1,8 +1,8 @@
-"""A cost model of the ranks at hand, from some seconds of measuring: what choosing a layout needs.
+"""A quick cost model of the ranks at hand: some seconds of measuring, enough to choose a layout.
 
-One block is measured, with what stands before and behind it, for each number of tp ranks and rows.
-Then come a message between two ranks, and sums over groups of ranks. `bench.calibrate` measures
-more, takes longer, and writes its model to a file.
+One block is measured, with the embedding and the head around it, for each number of tp ranks and
+rows, followed by a message between two ranks, and sums over groups of ranks. `bench.calibrate`
+measures more, takes longer, and writes its model to a file.
 """
 
 from __future__ import annotations
@@ -25,10 +25,10 @@ from mpipar.plan.machine import HOP, SENDING, STREAM, Curve, Eager, Machine
 from mpipar.plan.measure_units import as_measured, measure_units, update_seconds
 from mpipar.plan.step import microbatch_rows
 
-SECONDS = 20.0  # at most, but for a pass that has begun
+SECONDS = 20.0  # at most, unless a pass has begun
 SIZES = (8, 4 << 10, 64 << 10, 1 << 20, 4 << 20)  # bytes of a message, and of a sum
-REPEATS = 5  # of a sum, after one that does not count
-ROUNDS, PATIENCE = 3, 30  # of passes, if there are so many times the seconds of a first look
+REPEATS = 5  # of a sum, after a warm-up
+ROUNDS, PATIENCE = 3, 30  # of passes, if PATIENCE times a first look's seconds are left
 LINK = "any two ranks"
 SUMS = {"all-reduce": lambda comm, x: comm.all_reduce(x, "measure.sum"),
         "iall-reduce": lambda comm, x: comm.iall_reduce(x, "measure.sum").wait()}
@@ -41,17 +41,16 @@ class Clock:
         self.mpi_world, self.end = mpi_world, time.monotonic() + seconds
 
     def left(self) -> float:
-        """Comm: one broadcast over the world."""
+        """Return the seconds that are left. Comm: one broadcast over the world."""
         return float(broadcast_text(self.mpi_world, repr(self.end - time.monotonic())))
 
 
 def measure_machine(configs, ops, mpi_world, seconds: float = SECONDS) -> Machine | None:
-    """Return the cost model for a choice among resolved configs, on world rank 0; None elsewhere.
+    """Return the cost model for choosing among resolved configs, on world rank 0; None elsewhere.
 
-    The configs differ in their layouts. What there is no time for is missing, but the first cut is
-    always there.
-    Comm: makes groups; messages and sums of all sizes; the barriers of some passes; one broadcast
-    for each cut of a block.
+    The configs differ in their layouts. Measurements that do not fit into the time are missing, but
+    those of the first cut are always there. Comm: makes groups; messages and sums of all sizes; the
+    barriers of some passes; one broadcast for each cut of a block.
     """
     clock = Clock(mpi_world, seconds)
     curves, eager = measure_links(ops, mpi_world)
@@ -74,9 +73,9 @@ def measure_machine(configs, ops, mpi_world, seconds: float = SECONDS) -> Machin
 
 
 def one_blocks(configs, world_size: int) -> list:
-    """For each number of tp ranks and rows of these configs one of a single block, on all ranks.
+    """Return a one-block config on all ranks for each number of tp ranks and rows of these configs.
 
-    One row comes first: it says how long more will take.
+    One row comes first, because it tells how long more will take.
     """
     found = {}
     for config in configs:
@@ -92,11 +91,11 @@ def one_blocks(configs, world_size: int) -> list:
 
 
 def measure_links(ops, mpi_world) -> tuple[tuple[Curve, ...], tuple[Eager, ...]]:
-    """(curves of messages and sums, what goes alone), on world rank 0; ((), ()) elsewhere.
+    """Return (curves of messages and sums, Eager sizes) on world rank 0; ((), ()) elsewhere.
 
     All groups of a size sum at once, as in training. The message goes from the first rank to the
-    last, which is the furthest.
-    Comm: makes groups; their sums, and messages of two ranks; one gather.
+    last, which is the furthest. Comm: makes groups; their sums, and messages of two ranks; one
+    gather.
     """
     size = mpi_world.size
     if size == 1:

@@ -1,6 +1,6 @@
-"""What a microbatch costs in the parts of a model, and an update for each parameter: measured here.
+"""Measured costs of a microbatch in each part of a model, and of an update per parameter.
 
-Everything runs on as many ranks at the same time as there are cores: they share caches and memory,
+Everything runs on as many ranks at the same time as there are cores, which share caches and memory
 as in training.
 """
 
@@ -20,11 +20,11 @@ from mpipar.plan.measure import REPEATS, measure_costs
 from mpipar.plan.step import microbatch_rows
 from mpipar.train.worker import Worker
 
-UPDATES = 5  # of a round, after one that does not count
+UPDATES = 5  # of a round, after a warm-up
 
 
 def largest(mpi_world, value: float) -> float:
-    """Return the largest of all ranks' values on world rank 0, own value elsewhere. Comm: one
+    """Return the largest value of all ranks on world rank 0, a rank's own elsewhere. Comm: one
     gather.
     """
     facts = gather_facts(mpi_world, value)
@@ -32,9 +32,9 @@ def largest(mpi_world, value: float) -> float:
 
 
 def as_measured(memory):
-    """Return the settings of memory with which passes and updates are measured.
+    """Return the memory settings with which passes and updates are measured.
 
-    `step_estimate` adds what ZeRO costs, and the second forward of blocks that run again.
+    `step_estimate` adds the cost of ZeRO, and of activation recomputation.
     """
     again = "none" if memory.recompute == "block" else memory.recompute
     return replace(memory, recompute=again, recompute_layers=None, zero=0, zero_grads="full",
@@ -52,17 +52,17 @@ def measure_units(config, ops, mpi_world, rounds=(0,), repeats: int = REPEATS) -
 
 
 def units_of(config, spells: list[list[Costs]]) -> Units:
-    """Return what rounds of `measure_costs` in a few spells of time say about a config's parts.
+    """Combine rounds of `measure_costs` in a few spells of time into a config's Units.
 
-    The times are those of the median round in the quietest spell. What sharing a core costs is the
+    The times are those of the median round in the quietest spell. The cost of sharing a core is the
     median of all rounds. The update is left at 0.
     """
     def seconds(one: Costs):
         return sum(map(sum, (one.f, one.i, one.w)))
 
-    # Not the quietest round: a step is longer than a round, and no step is as lucky as that.
+    # Not the quietest round: a step is longer than a round, and no step is that lucky.
     quiet = min((sorted(each, key=seconds)[(len(each) - 1) // 2] for each in spells), key=seconds)
-    # A share of a disturbed round says nothing about its passes, so it need not be the same round.
+    # A disturbed round's sharing says nothing about its passes, so it may come from another round.
     sharing = median(one.sharing for costs in spells for one in costs)
     times = list(zip(quiet.f, quiet.i, quiet.w, strict=True))
     return Units(
@@ -74,7 +74,7 @@ def units_of(config, spells: list[list[Costs]]) -> Units:
 
 
 def update_seconds(config, ops, mpi_world, rounds: int, updates: int = UPDATES) -> float:
-    """Return the seconds per parameter of what is done once per step: clear, norm, clip, optimizer.
+    """Return the seconds per parameter of a step's end: clearing gradients, norm, clip, optimizer.
 
     Comm: makes the groups; ranks take turns on the cores; a barrier and a gather for each round.
     """

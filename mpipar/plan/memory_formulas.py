@@ -1,7 +1,6 @@
 """The closed forms of memory: what a rank keeps of its parameters, and what a block keeps.
 
-N counts the numbers of a rank's parameters, with the zeros between them. x ranks share them out
-(`--zero`).
+N is the number of a rank's parameters, including padding, which x ranks shard (`--zero`).
 """
 
 from __future__ import annotations
@@ -24,10 +23,10 @@ class Form(NamedTuple):
 
 
 def states(config, prediction) -> dict[str, Form]:
-    """{label: Form} of weights, gradients and optimizer. prediction: of the rank.
+    """Return {label: Form} of weights, gradients and optimizer. prediction: of the rank.
 
-    u0 and u1 are the largest units of an even and of an odd number: two buffers hold them in turn.
-    u is the larger of both. Source: arXiv 1910.02054, for a split backward.
+    u0 and u1 are the largest units of even and of odd number, which take turns in two buffers; u is
+    the larger of the two. Source: arXiv 1910.02054, for a split backward.
     """
     e, s = bytes_of_numbers(config)
     level = config.memory.zero
@@ -56,11 +55,11 @@ def states(config, prediction) -> dict[str, Form]:
 
 
 def block(config) -> dict[str, Form]:
-    """{from F to I, from I to W: Form} of what the first block keeps of one microbatch.
+    """Return {"from F to I", "from I to W": Form} of what the first block keeps of one microbatch.
 
     From F to I these are inputs of norms, of products and of the activation function, and what
-    attention saves. From I to W they are inputs and gradients of the results of norms and products.
-    Source: arXiv 2205.05198, without dropout.
+    attention saves. From I to W they are inputs and output gradients of norms and products. Source:
+    arXiv 2205.05198, without dropout.
     """
     units, sizes = units_of(config)
     block = units.blocks[0]

@@ -1,4 +1,4 @@
-"""A plan as one self-contained HTML page: memory and time of the best layouts, and the trade-off.
+"""A plan as one self-contained HTML page: memory and time of the best layouts, and their trade-off.
 
 Colours follow a light or dark page, widths follow the window, and every part of a picture has a
 tooltip with its number. The chosen layout is marked.
@@ -14,7 +14,7 @@ from mpipar.plan.footprint import GIB, Footprint
 from mpipar.plan.report import PARTS, candidate_words, devices, layout_words
 from mpipar.plan.search import Plan, Question
 
-WIDTH, HEIGHT = 1000, 360  # of the picture of the trade-off, in its own units
+WIDTH, HEIGHT = 1000, 360  # of the trade-off picture, in its own units
 LEFT, FLOOR = 70, HEIGHT - 44  # where its axes are
 TICKS = 5  # of an axis, at most
 COLOURS = ("var(--a)", "var(--b)", "var(--c)", "var(--d)", "var(--e)", "var(--f)", "var(--g)",
@@ -56,7 +56,7 @@ pre { overflow-x: auto; margin: 0; font-size: 12.5px; }
 
 
 def page(question: Question, plan: Plan, model: str, answer: str) -> str:
-    """Return the page. model: its name. answer: as it is printed. Every text in it is escaped."""
+    """Return the page. model: its name. answer: as it is printed. All text is escaped."""
     title = (f"{model}: {question.shape.parameters / 1e9:.2f} billion parameters on"
              f" {devices(question)}")
     parts = [section("The answer", f"<pre>{safe(answer)}</pre>")]
@@ -67,7 +67,7 @@ def page(question: Question, plan: Plan, model: str, answer: str) -> str:
         parts[:0] = [
             section("Seconds of a step", bars([list(one.step) for one in plan.best],
                                               list(PARTS.values()), words, "s")),
-            section(f"Memory of the fullest rank, GiB; {room:.1f} may be used",
+            section(f"Memory of the fullest rank, GiB ({room:.1f} usable)",
                     bars(memory, [*Footprint._fields, "reserve"], words, "GiB", room)),
             section("Memory against time: no layout has less of both", front(plan))]
     return ("<!doctype html>\n<html lang=\"en\"><head><meta charset=\"utf-8\">"
@@ -77,7 +77,7 @@ def page(question: Question, plan: Plan, model: str, answer: str) -> str:
 
 
 def safe(text: str) -> str:
-    """Text that is only text in a page."""
+    """Return text escaped for HTML."""
     return escape(harmless(text))
 
 
@@ -88,7 +88,7 @@ def section(title: str, body: str) -> str:
 
 def bars(rows: list[list[float]], names: list[str], words: list[str], unit: str,
          limit: float | None = None) -> str:
-    """Return a legend, a stacked bar for each layout, and an axis; a line where the memory ends."""
+    """Return a legend, a stacked bar for each layout, and an axis; a line marks the limit."""
     used = [(place, name) for place, name in enumerate(names)
             if any(row[place] > 0 for row in rows)]
     colours = dict(zip((name for _, name in used), COLOURS, strict=False))
@@ -118,7 +118,7 @@ def label(x: float, y: float, text: str, anchor: str) -> str:
 
 
 def ticks(low: float, high: float) -> list[float]:
-    """Round numbers from low to high, at most TICKS of them or one more."""
+    """Return round numbers from low to high, about TICKS of them."""
     raw = (high - low) / TICKS or high or 1.0
     unit = 10 ** math.floor(math.log10(raw))
     step = next(unit * many for many in (1, 2, 5, 10) if unit * many >= raw)
@@ -127,7 +127,7 @@ def ticks(low: float, high: float) -> list[float]:
 
 
 def front(plan: Plan) -> str:
-    """Points of the layouts of which none other has less memory and a shorter step."""
+    """Draw the layouts that no other one beats in both memory and step time."""
     best = plan.best[0]
     points = [(one.step.total, one.memory.total / GIB, one) for one in (*plan.front, best)]
     slowest, quickest = max(point[0] for point in points), min(point[0] for point in points)

@@ -1,7 +1,7 @@
-"""How long the passes of a pipeline take: a bound from below, and the simulator.
+"""The time of a pipeline's passes: a lower bound, and the simulator.
 
-The bound costs microseconds, the simulator up to a second. So a search ranks by the bound, and
-simulates until no bound is left that could still win.
+The bound costs microseconds, the simulator up to a second, so a search ranks by the bound, and
+simulates until no remaining bound could still win.
 """
 
 from __future__ import annotations
@@ -15,9 +15,7 @@ from mpipar.plan.step_time import Blocks
 
 
 def stage_costs(layout: Layout, blocks: Blocks, counts: tuple[int, ...]) -> Costs:
-    """Return the seconds of each stage's passes; the last one also has the head, a third in each
-    pass.
-    """
+    """Return the seconds of each stage's passes; the last adds a third of the head to each pass."""
     of_rank = {id(one): (one.f.total, one.i.total + one.again.total, one.w.total)
                for one in blocks}
     own = [of_rank[id(blocks[layout.rank_of(stage)])] for stage in range(len(counts))]
@@ -28,11 +26,11 @@ def stage_costs(layout: Layout, blocks: Blocks, counts: tuple[int, ...]) -> Cost
 
 
 def bound(layout: Layout, blocks: Blocks, counts: tuple[int, ...]) -> float:
-    """Return the seconds that the passes take at least.
+    """Return a lower bound of the seconds that the passes take.
 
-    A rank computes all its passes. Where stages lie one behind the other, it first waits until a
-    microbatch has come down to it. What it gave last still goes up; with a split backward its own
-    weight gradients may fill that time.
+    A rank computes all its passes. With consecutive stages it first waits until a microbatch has
+    reached it. The gradient it sends last still travels up the pipeline; with a split backward its
+    own weight gradients may fill that time.
     """
     costs, m, p = stage_costs(layout, blocks, counts), layout.num_microbatches, layout.pp
     passes = [f + i + w for f, i, w in zip(costs.f, costs.i, costs.w, strict=True)]
@@ -46,7 +44,7 @@ def bound(layout: Layout, blocks: Blocks, counts: tuple[int, ...]) -> float:
 
 
 class Pipelines:
-    """Simulated schedules. The order of a schedule's passes is made and proved once."""
+    """Simulated schedules. The order of a schedule's passes is built and proved once."""
 
     def __init__(self):
         self.orders: dict[tuple, list[tuple]] = {}
@@ -57,10 +55,10 @@ class Pipelines:
         return self.makespan(layout, layout.num_microbatches, costs)
 
     def makespan(self, layout: Layout, num_microbatches: int, costs: Costs) -> float:
-        """Return the simulated seconds of a step of so many microbatches.
+        """Return the simulated seconds of a step of `num_microbatches` microbatches.
 
-        With many of them a step grows by the same time for each further round of pp of them. So
-        two short steps say how long a long one is.
+        With many of them, each further round of pp microbatches adds the same time to a step, so
+        two short steps are enough to extrapolate to a long one.
         """
         if num_microbatches > 5 * layout.pp:
             rounds, rest = divmod(num_microbatches, layout.pp)
@@ -78,7 +76,7 @@ class Pipelines:
         return max(clock)
 
     def passes_in_order(self, layout: Layout, num_microbatches: int) -> list[tuple]:
-        """(rank, kind, stage, messages it needs, messages it gives) of each pass, in order."""
+        """Return (rank, kind, stage, messages needed, messages sent) of each pass, in order."""
         key = layout.schedule, layout.pp, num_microbatches, layout.chunks
         if key not in self.orders:
             free = layout.chunks if layout.family.looped else None

@@ -1,6 +1,6 @@
-"""What one rank of any layout would do, without MPI and numbers: the code is the cost model.
+"""Runs one rank's step of any layout on shapes, without MPI: the code is the cost model.
 
-The real Worker takes one step on shapes. So memory, FLOPs, and every barrier with its bytes come
+The real Worker takes one step on shapes, so memory, FLOPs, and every barrier with its bytes come
 from the same lines that will run. A prediction can be wrong only about what shapes do not
 determine.
 """
@@ -25,7 +25,7 @@ from mpipar.train.worker import Worker
 class Prediction:
     """One training step of one rank.
 
-    peak_bytes: {label: bytes} at the instant of the largest sum. flops: {phase: FLOPs of products}.
+    peak_bytes: {label: bytes} at the moment of the largest sum. flops: {phase: FLOPs of products}.
     recorder: the records and counters of the step. groups: {axis: world ranks} of this rank.
     num_params: of its stages, without padding. segments: (groups, length) of each segment of its
     flat buffers, see `layers/flat.py`. reads: {stage: [those that a unit reads, ...]}.
@@ -55,7 +55,7 @@ def predict(config, world_rank: int, worst_case: bool = False) -> Prediction:
     """Run one step of `world_rank` in the layout of a resolved config, on shapes.
 
     Experts are equally popular, or as popular as --routing says. In the worst case all rows of the
-    group pass those of this rank.
+    group go to this rank's experts.
     """
     recorder = Recorder(capacity=1 << 20)
     ops = ops_module.shapes_for(config.run, recorder)
@@ -63,7 +63,7 @@ def predict(config, world_rank: int, worst_case: bool = False) -> Prediction:
     exact = getattr(ops, "exact", ops)
     exact.worst_case, exact.routed = worst_case, routed(config, grid)
     worker = Worker(config, grid, ops, recorder)
-    if config.run.save_async and config.run.device == "cpu":  # a GPU's copy lies on its host
+    if config.run.save_async and config.run.device == "cpu":  # a GPU's copy is in host memory
         elements = num_elements(own_pieces(worker))
         snapshot = ops.empty((elements,), ops.statistics, label="snapshot")  # noqa: F841 (held)
     blank_batch = data.data_of(config.model).blank_batch

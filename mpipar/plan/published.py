@@ -1,6 +1,6 @@
-"""Published measurements of training steps, and what the closed forms say of the same runs.
+"""Published measurements of training steps, and the closed forms' predictions of the same runs.
 
-The rows lie in mpipar/plan/data; SOURCES.md there names source and licence of each. A row has a
+The rows are in mpipar/plan/data, where SOURCES.md names source and licence of each. A row has a
 model, a layout, a machine and a measured step.
 """
 
@@ -54,7 +54,7 @@ class Run(NamedTuple):
 
     @property
     def error(self) -> float:
-        """The predicted step over the measured one, less one."""
+        """The predicted step over the measured one, minus one."""
         return self.predicted / self.seconds - 1
 
     @property
@@ -75,12 +75,12 @@ def stack_name(row: dict[str, str]) -> str:
 
 
 def stack_for(row: dict[str, str], cluster: Cluster) -> Stack:
-    """Return the Stack of a row, with what its columns `system`, `attn` and `precision` say of it.
+    """Return the Stack of a row, adjusted by its columns `system`, `attn` and `precision`.
 
-    Software without a word on attention has the usual kind of its device. DeepSpeed keeps gradients
-    in 16 bits, as does software that is not known here. That has a kernel for norms only where
-    `attn` names one, and else keeps their inputs in 32 bits. Weights, gradients and
-    moments are all of 16 bits where a row says so.
+    Without a word on attention, software has the usual kind of its device. DeepSpeed and software
+    that is unknown here keep gradients in 16 bits; the latter has a kernel for norms only where
+    `attn` names one, and otherwise keeps their inputs in 32 bits. Weights, gradients and moments
+    are all in 16 bits where a row says so.
     """
     stack, attention = STACKS[stack_name(row)], row["attn"]
     if not (attention != "unfused" if attention else cluster.fused_attention):
@@ -98,8 +98,8 @@ def stack_for(row: dict[str, str], cluster: Cluster) -> Stack:
 def layout_of(row: dict[str, str]) -> Layout:
     """Return the Layout of a row.
 
-    Assumed of what it does not say: one chunk, and no recompute. Weights that are gathered for
-    each microbatch go with full recompute, the default of MaxText, whose rows do not say it.
+    Columns that are empty mean one chunk and no recompute. Weights that are gathered for each
+    microbatch go with full recompute, the default of MaxText, whose rows do not state it.
     """
     dp, rows = int(row["dp"]), int(row["mbs"])
     microbatches = max(1, round(int(row["gbs"]) / (dp * rows)))
@@ -107,7 +107,7 @@ def layout_of(row: dict[str, str]) -> Layout:
     chunks, schedule = int(row["chunks"] or 1), row["schedule"].partition("?")[0].partition(" ")[0]
     if chunks > 1 and not BY_NAME[schedule].looped:  # such as 1f1b with chunks
         schedule = "interleaved"
-    if zero == 2 and row["system"] == "MegaScale":  # shards what 1 shards, and gathers no weights
+    if zero == 2 and row["system"] == "MegaScale":  # shards like ZeRO-1, and gathers no weights
         zero = 1
     recompute = RECOMPUTE.get(row["recompute"], "block" if zero == 3 else "none")
     return Layout(
@@ -116,7 +116,7 @@ def layout_of(row: dict[str, str]) -> Layout:
 
 
 def shape_of(row: dict[str, str]) -> Shape | None:
-    """Return the Shape of a row's model; None where it is not dense, or not stated."""
+    """Return the Shape of a row's model; None if it is not dense, or not stated."""
     if row["arch"] not in ACTIVATION or not row["layers"]:
         return None
     width, heads = int(row["hidden"]), int(row["heads"])
@@ -126,7 +126,7 @@ def shape_of(row: dict[str, str]) -> Shape | None:
 
 
 def run_of(row: dict[str, str], clusters: dict[str, Cluster]) -> Run | None:
-    """Return the Run of a row; None where it lacks what a prediction needs, or is of another kind.
+    """Return the Run of a row; None if it lacks what a prediction needs, or is of another kind.
 
     clusters: by the name of the device.
     """
@@ -162,9 +162,10 @@ def published_runs() -> tuple[Run, ...]:
 
 def nearest_runs(shape: Shape, layout: Layout, cluster: Cluster, stack: Stack,
                  count: int = 3) -> list[Run]:
-    """Return the published runs of a stack that are most like a layout.
+    """Return the published runs of a stack that are most similar to a layout.
 
-    Device, size, ranks and parallelism count. A stack's constants say whose runs they come from.
+    Device, size, ranks and parallelism are compared. A stack's constants say whose runs they come
+    from.
     """
     def distance(run: Run) -> float:
         other = run.layout

@@ -1,4 +1,4 @@
-"""What a plan says: the chosen layout, what its time and memory go to, and why not another one."""
+"""The text of a plan: the chosen layout, where its time and memory go, and why others lose."""
 
 from __future__ import annotations
 
@@ -29,9 +29,9 @@ PARTS = {"products": "products", "attention": "attention",
          "hops": "messages between stages", "sums": "gradient sums", "update": "update"}
 COMPUTE = ("products", "attention", "elementwise", "starts")  # that no layout removes
 SHORT = {"again": "recompute", "bubble": "idle", "hops": "pp", "sums": "dp"}  # in narrow columns
-FACTORS = (2, 3, 4, 8, 16, 32, 64)  # how many times as many devices are tried
+FACTORS = (2, 3, 4, 8, 16, 32, 64)  # of the number of devices, to try
 OFF = (0.8, 1.2)  # factors on each input
-INPUTS = {  # what a verdict rests on, and the part of the step: name -> with a factor on it
+INPUTS = {  # inputs of a verdict: name -> the question with a factor on it
     "rate of products": lambda one, by: replace(one, product_tflops=one.product_tflops * by),
     "rate of attention": lambda one, by: replace(one, attention_tflops=one.attention_tflops * by),
     "memory bandwidth": lambda one, by: replace(one, hbm_gbytes_s=one.hbm_gbytes_s * by),
@@ -57,12 +57,12 @@ def report(question: Question, plan: Plan, job: Job) -> str:
 
 
 def devices(question: Question) -> str:
-    """Return how many devices of which kinds."""
+    """Return the number and kinds of devices."""
     return " + ".join(f"{kind.ranks} x {kind.cluster.name}" for kind in question.kinds)
 
 
 def headline(question: Question) -> str:
-    """Model, machine and batch."""
+    """Return model, machine and batch."""
     shape = question.shape
     figures = dict.fromkeys(kind.cluster.basis for kind in question.kinds)
     return (f"{shape.parameters / 1e9:.2f} billion parameters in {question.dtype},"
@@ -73,7 +73,7 @@ def headline(question: Question) -> str:
 
 
 def verdict(question: Question, best: Candidate) -> str:
-    """Return what the best layout gives."""
+    """Return what the best layout achieves."""
     seconds = best.step.total
     tokens = question.batch_size * question.shape.tokens / seconds
     room = best.memory.total / best.used
@@ -87,7 +87,7 @@ def verdict(question: Question, best: Candidate) -> str:
 
 
 def others(question: Question, best: Candidate) -> str:
-    """Return what a layout takes by the constants of each stack that differs."""
+    """Return the step time of a layout by the constants of each other stack."""
     found = {name: step_time(question.shape, best.layout, best.clusters,
                              stack.with_dtype(question.dtype), counts=best.counts).total
              for name, stack in STACKS.items() if stack.evidence != question.stack.evidence}
@@ -95,7 +95,7 @@ def others(question: Question, best: Candidate) -> str:
 
 
 def even_split(question: Question, one: Candidate) -> float | None:
-    """Return the step with as many blocks on each stage; None where that does not fit."""
+    """Return the step with equally many blocks on each stage; None if that does not fit."""
     counts = blocks_of_stages(question.shape.layers, one.layout.stages)
     if counts == one.counts:
         return one.step.total
@@ -105,7 +105,7 @@ def even_split(question: Question, one: Candidate) -> float | None:
 
 
 def even_words(question: Question, one: Candidate) -> str:
-    """Return what an even split of the blocks would lose, of a layout without one."""
+    """Return what an even split of the blocks would lose; "" for a layout that has one."""
     even = even_split(question, one)
     if even is None:
         return "\nan even split of the blocks does not fit"
@@ -115,7 +115,7 @@ def even_words(question: Question, one: Candidate) -> str:
 
 
 def hosts(one: Candidate) -> str:
-    """Return which ranks are on which kind of device; "" of one kind."""
+    """Return which ranks are on which kind of device; "" with a single kind."""
     if len(one.kinds) == 1:
         return ""
     found, first = [], 0
@@ -126,8 +126,7 @@ def hosts(one: Candidate) -> str:
 
 
 def alone_table(question: Question) -> str:
-    """Return the same job on one kind alone, and with equal work for all devices; "" of one kind.
-    """
+    """Return the job's step on each kind alone, and with equal work for all; "" with one kind."""
     alone = alone_seconds(question)
     rows = [(name, f"{seconds:.3f} s a step" if seconds else "does not fit")
             for name, seconds in alone.items()]
@@ -135,23 +134,23 @@ def alone_table(question: Question) -> str:
 
 
 def alone_seconds(question: Question) -> dict[str, float | None]:
-    """{what: step of the best layout, None where nothing fits} of several kinds.
+    """Return {what: step of the best layout, None if nothing fits}, given several kinds.
 
-    Each by itself, and all devices as if they were of the slowest kind, with the least memory.
+    Each kind alone, and all devices as if they were of the slowest kind, with the least memory.
     """
     kinds = question.kinds
     if len(kinds) == 1:
         return {}
     slowest = min(kinds, key=lambda kind: kind.cluster.product_tflops)
-    alike = Kind(slowest.cluster, question.ranks, min(kind.gib for kind in kinds))
+    uniform = Kind(slowest.cluster, question.ranks, min(kind.gib for kind in kinds))
     asked = {f"{kind.cluster.name} alone": kind for kind in kinds}
-    asked["equal work for all, at the slowest kind's speed"] = alike
+    asked["equal work for all, at the slowest kind's speed"] = uniform
     plans = {name: search(question._replace(kinds=(kind,)), 1) for name, kind in asked.items()}
     return {name: plan.best[0].step.total if plan.best else None for name, plan in plans.items()}
 
 
 def peak(question: Question) -> float:
-    """TFLOP/s of a device in the number format of the plan, in the mean of all devices."""
+    """Return TFLOP/s per device in the plan's number format, averaged over all devices."""
     return sum(kind.ranks * kind.cluster.peak_tflops[question.dtype]
                for kind in question.kinds) / question.ranks
 
@@ -164,16 +163,14 @@ def mfu(question: Question, one: Candidate) -> float:
 
 
 def bound_by(step: StepTime) -> str:
-    """Return the part of a step that takes longest, of those that a layout can change if it
-    matters.
-    """
+    """Return the part of a step that takes longest, among those that a layout can change."""
     parts = step._asdict()
     largest = max((name for name in PARTS if name not in COMPUTE), key=parts.get)
     return largest if parts[largest] > 0.1 * step.total else max(COMPUTE, key=parts.get)
 
 
 def nodes(question: Question, best: Candidate) -> str:
-    """Return which axes cross from node to node, and what the other rank order would take."""
+    """Return which axes cross from node to node, and the step in the other rank order."""
     layout, each, stride = best.layout, question.per_node, 1
     if layout.ranks <= each:
         return ""
@@ -193,7 +190,7 @@ def nodes(question: Question, best: Candidate) -> str:
 
 
 def parts_table(best: Candidate) -> str:
-    """Return the seconds of the step by its parts that take any, and bytes of the fullest rank."""
+    """Return the step's seconds by part, omitting zeros, and bytes of the fullest rank."""
     memory = [(name, f"{size / GIB:.2f}") for name, size in (
         *best.memory._asdict().items(), ("reserve", best.memory.reserve))]
     time = [(PARTS[name], f"{seconds:.3f}", f"{100 * seconds / best.step.total:.1f} %")
@@ -204,7 +201,7 @@ def parts_table(best: Candidate) -> str:
 
 
 def stages(question: Question, best: Candidate) -> list[tuple[int, Footprint, StepTime]]:
-    """(blocks, memory, parts of the step) of each pipeline rank."""
+    """Return (blocks, memory, parts of the step) of each pipeline rank."""
     layout, shape, stack, counts = best.layout, question.shape, question.stack, best.counts
     times = rank_times(shape, layout, best.clusters, stack, Pipelines().simulated, counts)
     memory = rank_footprints(shape, layout, stack, counts, range(layout.pp))
@@ -213,7 +210,7 @@ def stages(question: Question, best: Candidate) -> list[tuple[int, Footprint, St
 
 
 def stage_tables(question: Question, best: Candidate) -> list[str]:
-    """Memory and seconds of each pipeline rank. The rows of the second add up to the step."""
+    """Return memory and seconds of each pipeline rank. Rows of the latter add up to the step."""
     found, clusters, several = stages(question, best), best.clusters, len(best.kinds) > 1
     some = [name for name in StepTime._fields
             if any(getattr(parts, name) > 0 for *_, parts in found)]
@@ -228,15 +225,12 @@ def stage_tables(question: Question, best: Candidate) -> list[str]:
 
 
 def in_short(rows: list[tuple]) -> list[tuple]:
-    """Return a table's first and last rows: the ends of a pipeline differ, and the middle is even.
-    """
+    """Return a table's first and last rows: a pipeline's ends differ, its middle is uniform."""
     return rows if len(rows) <= 10 else [*rows[:5], ("...", *[""] * (len(rows[0]) - 1)), *rows[-3:]]
 
 
 def own_table(found: list[Confirmed], why_not: str) -> str:
-    """Return what mpipar's own code would have on its first and last pipeline rank, and its
-    verdict.
-    """
+    """Return what mpipar's own code needs on its first and last pipeline rank, and if it fits."""
     if why_not:
         return f"mpipar cannot run this layout: {why_not}"
     rows = [("mpipar's own step, on shapes", "states GiB", "the rest GiB", "sent in a step GiB")]
@@ -245,7 +239,7 @@ def own_table(found: list[Confirmed], why_not: str) -> str:
     fullest = max(found, key=lambda one: one.bytes_at_peak / one.gib)
     fits = "it fits" if confirmed(found) else "it does not fit"
     return (f"{table(rows)}\n{fits}: {fullest.bytes_at_peak / GIB:.1f} of {fullest.gib:.1f} GiB,"
-            " without what no array has")
+            " not counting memory outside of arrays")
 
 
 def confirmed(found: list[Confirmed]) -> bool:
@@ -255,7 +249,7 @@ def confirmed(found: list[Confirmed]) -> bool:
 
 
 def sites_table(question: Question, plan: Plan, sites: Sites) -> str:
-    """For each layout, which axis crosses the link between sites, and what that costs."""
+    """Return, for each layout, which axis crosses the link between sites, and what that costs."""
     rows = [("layout", "across", "GiB one way", "link s", "step s", "loss %",
              "Gbit/s for 5 %")]
     for one in plan.best:
@@ -273,7 +267,7 @@ def sites_table(question: Question, plan: Plan, sites: Sites) -> str:
 
 
 def saving(question: Question, step_seconds: float, save_seconds: float, hours: float) -> str:
-    """Return how often to save, if a device fails once in so many hours.
+    """Return how often to save, if a device fails once in `hours` hours.
 
     Source: Young 1974, Daly 2006: the interval with the least loss is sqrt(2 * save * time between
     failures of the job).
@@ -310,7 +304,7 @@ def ranking(question: Question, plan: Plan) -> str:
 
 
 def candidate_words(one: Candidate) -> str:
-    """Return a candidate in a line of a table: layout, devices, an uneven split, and its twins."""
+    """Return a candidate as a line of a table: layout, devices, an uneven split, and its twins."""
     words = [layout_words(one.layout)]
     if len(one.kinds) > 1:
         words.append("on " + ", then ".join(kind.cluster.name for kind in one.kinds))
@@ -321,13 +315,13 @@ def candidate_words(one: Candidate) -> str:
 
 
 def in_runs(counts: Iterable[int]) -> str:
-    """Return the blocks of stages, equal neighbours together, as 4 x 7, 2 x 9."""
+    """Return the blocks of stages, equal neighbours merged, as 4 x 7, 2 x 9."""
     runs = [(count, len(list(same))) for count, same in groupby(counts)]
     return ", ".join(f"{many} x {count}" if many > 1 else str(count) for count, many in runs)
 
 
 def why_not(first: Candidate, other: Candidate) -> str:
-    """Return the parts that make another layout slower, and those that give back some of it."""
+    """Return the parts that make another layout slower, and those that win some of it back."""
     more = {name: two - one for (name, one), two in zip(
         first.step._asdict().items(), other.step, strict=True)}
     worse = max(more, key=more.get)
@@ -349,7 +343,7 @@ def batch_table(plans: dict[int, Plan]) -> str:
 
 
 def rejections(plan: Plan) -> str:
-    """Return how many layouts were looked at, and why most were not."""
+    """Return how many layouts were considered, and why most were rejected."""
     said = (f"{plan.fitting:,} layouts fit, {plan.simulated:,} of them were simulated: no other can"
             " be shorter than these\n" if plan.fitting else "")
     return said + rejected_lines(plan.rejected)
@@ -377,9 +371,9 @@ def impossible(question: Question, plan: Plan) -> str:
 
 
 def enough(question: Question) -> str:
-    """On what the same job fits, as words: without given parts of the layout, or more devices."""
+    """Return what the same job fits on: freed from given parts of the layout, or more devices."""
     if question.fixed and fits(question._replace(fixed={})):
-        return "another layout, as given parts of it leave none"
+        return "another layout: the given parts of it leave none"
     for factor in FACTORS:
         more = question._replace(fixed={}).changed(
             lambda kind, factor=factor: kind._replace(ranks=kind.ranks * factor))
@@ -401,9 +395,9 @@ def states_of(one: Candidate) -> float:
 
 
 def changes(question: Question, plan: Plan) -> list[dict]:
-    """Return what the step would be, and which printed layout would be first, with inputs 20 % off.
+    """Return the step, and which printed layout would come first, with each input 20 % off.
 
-    Of the memory the layouts depend, too: the search has kept what it would choose.
+    Which layouts fit depends on memory too: the search has kept what it would choose.
     """
     pipelines, found = Pipelines(), []
 
@@ -424,7 +418,7 @@ def changes(question: Question, plan: Plan) -> list[dict]:
 
 
 def changes_table(question: Question, plan: Plan) -> str:
-    """`changes` as a table, of those that do change the step; its last column is text."""
+    """Return `changes` as a table, without inputs that leave the step as it is; text comes last."""
     rows, lasts = [("if this were", "20 % less: s", "20 % more: s")], ["then first"]
     now = plan.best[0].step.total
     for row in changes(question, plan):
@@ -440,14 +434,14 @@ def changes_table(question: Question, plan: Plan) -> str:
 
 
 def instead(first: Layout, other: Layout | None) -> str:
-    """Another layout than the first in few words: its grid, or on the same grid all of it."""
+    """Return how another layout differs from the first: its grid, or all of it if that is equal."""
     if other is None:
         return "none fits"
     return layout_words(other) if other.grid == first.grid else sizes_text(other._asdict())
 
 
 def confidence(question: Question, best: Candidate) -> str:
-    """Return how far the closed forms are from published runs that are like this one."""
+    """Return how far the closed forms are from published runs that resemble this one."""
     if question.shape.experts:
         return "no published step here is of a model with experts"
     rows = [("published runs that are most like it", "measured s", "MFU %", "closed form s",
@@ -460,7 +454,7 @@ def confidence(question: Question, best: Candidate) -> str:
 
 
 def nearest(question: Question, best: Candidate) -> list[Run]:
-    """Return the published runs of the same software that are most like a layout."""
+    """Return the published runs of the same software that are most similar to a layout."""
     return nearest_runs(question.shape, best.layout, best.clusters[0], question.stack)
 
 

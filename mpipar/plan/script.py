@@ -1,8 +1,9 @@
 """The script of a rank: what it sends, waits for and computes in one step, in order.
 
-The real Worker takes its step on shapes, and this module listens. A posted message is not done
-before the step waits for it, so the script knows where a rank would wait. It can be played again on
-real wires (bench.rehearse), and written down for other programs (plan/goal.py, plan/chakra.py).
+The real Worker takes its step on shapes while this module listens. A posted operation counts as
+unfinished until the step waits for it, so the script knows where a rank would wait. It can be
+replayed on a real network (bench.rehearse), and exported for other programs (plan/goal.py,
+plan/chakra.py).
 """
 
 from __future__ import annotations
@@ -25,13 +26,13 @@ from mpipar.train.build import with_shared_heads
 from mpipar.train.worker import Worker
 
 CALL, WAIT, LOOK, SPAN = "call", "wait", "look", "span"
-MOST_KEPT = 256  # scripts of other ranks, for those that do the same
+MOST_KEPT = 256  # scripts of other ranks, reused for those that do the same
 
 
 class Call(NamedTuple):
     """An operation of a `Comm`. shape: of the array that it is given.
 
-    posted: whether the rank goes on, and waits later. looked: whether it asks meanwhile if the
+    posted: whether the rank continues, and waits later. looked: whether it meanwhile tests if the
     operation is done. argument: the `op` of an all_reduce; the counts of an all_to_allv, those sent
     and those received.
     """
@@ -44,10 +45,10 @@ class Call(NamedTuple):
 
 
 class Event(NamedTuple):
-    """One point of a step. flops: what the rank computes since the event before.
+    """One point of a step. flops: what the rank computes since the previous event.
 
     action: CALL begins the call of this number, and WAIT waits for it. SPAN ends the pass of this
-    number. LOOK lets all that is posted progress.
+    number. LOOK lets all posted operations progress.
     """
 
     flops: int
@@ -76,7 +77,7 @@ class Script(NamedTuple):
 
 
 class Notes(Recorder):
-    """A recorder that also notes what becomes of each operation."""
+    """A recorder that also notes when each operation begins and is waited for."""
 
     def __init__(self) -> None:
         super().__init__(None)
@@ -102,7 +103,7 @@ class Notes(Recorder):
         return len(self.given) - 1
 
     def look(self, number: int) -> None:
-        """Note that the step asks whether a call is done."""
+        """Note that the step tests whether a call is done."""
         self.looked.add(number)
         if self.events[-1].action != LOOK or sum(self.ops.flops.values()) != self.computed:
             self.note(LOOK, -1)
@@ -115,7 +116,7 @@ class Notes(Recorder):
 
 
 class Noted:
-    """The request of an operation that is done when it is waited for, and not before."""
+    """The request of an operation that completes when it is waited for, not earlier."""
 
     def __init__(self, notes: Notes, number: int):
         self.notes, self.number = notes, number
@@ -191,8 +192,8 @@ def script_of(config: Config, world_rank: int) -> Script:
 def all_scripts(config: Config) -> Iterator[Script]:
     """Yield the script of each rank of a layout, in the order of ranks, one at a time.
 
-    Copies of the data differ in nothing but in who is in their groups. So one rank of each place
-    takes its step, and the other copies take its script.
+    Data replicas differ only in the members of their groups, so one rank of each place takes its
+    step, and the other replicas reuse its script.
     """
     shared = lru_cache(MOST_KEPT)(lambda first: script_of(config, first))
     for rank in range(Grid.of(config.grid, 0).world_size):
@@ -201,7 +202,7 @@ def all_scripts(config: Config) -> Iterator[Script]:
 
 
 def moved(script: Script, world_rank: int) -> Script:
-    """Return the script of a copy's rank: it is in the same groups, or in those of its own copy."""
+    """Return the script for a replica's rank: its groups are the same, or those of its replica."""
     away = world_rank - script.world_rank
     return script._replace(world_rank=world_rank, groups={
         axis: ranks if world_rank in ranks else tuple(rank + away for rank in ranks)

@@ -1,12 +1,12 @@
-"""Which layout: every one that fits is ranked by a bound, and the simulator judges the first ones.
+"""The search for a layout: all that fit are ranked by a bound, and the simulator judges the first.
 
 The order of work keeps the answer exact within the model. A layout that cannot be run or does not
-fit is counted with its reason. The others are sorted by a bound of their step from below. They are
-simulated in that order until the next bound exceeds the best simulated steps. Of each grid dp x pp
-x cp x tp x ep only the best layout is kept, so that the answers differ.
+fit is counted with its reason. The others are sorted by a lower bound of their step, and simulated
+in that order until the next bound exceeds the best simulated steps. Of each grid dp x pp x cp x tp
+x ep only the best layout is kept, so that the answers differ.
 
-Devices of several kinds stand one behind the other along the pipeline. So no group of tp or of dp
-has two kinds, in which the slower one would set the pace of each barrier.
+Devices of several kinds follow one another along the pipeline, so that no group of tp or dp mixes
+kinds, where the slower one would set the pace of each barrier.
 """
 
 from __future__ import annotations
@@ -31,10 +31,10 @@ from mpipar.plan.step_time import Pipeline, StepTime, passes_by_rank, step_of, s
 CHUNKS = (2, 3, 4, 5, 6, 7, 8, 10, 12)
 SCHEDULES = tuple(name for name, family in FAMILIES.items() if family.planned)
 MOST_ROWS = 64  # of a microbatch
-LONG = 8192  # tokens from which a row is worth cutting
-TOLD = 1000  # layouts between two calls of `tell`
-LESS, MORE = 0.8, 1.2  # of the memory: what would be chosen then is part of the answer
-NO_TIME = StepTime(*[0.0] * len(StepTime._fields))  # of what is not judged
+LONG = 8192  # tokens from which cutting a row pays off
+TELL_EVERY = 1000  # layouts between two calls of `tell`
+LESS, MORE = 0.8, 1.2  # of the memory: the choices with these are part of the answer
+NO_TIME = StepTime(*[0.0] * len(StepTime._fields))  # of a layout without a bound
 EQUAL = 1e-6  # steps that differ by less take the same time
 FIXED = ("dp", "pp", "cp", "tp", "ep", "rows", "num_microbatches", "schedule", "chunks",
          "sequence_parallel", "recompute", "zero")
@@ -51,7 +51,7 @@ class Kind(NamedTuple):
 class Question(NamedTuple):
     """What is asked. kinds: of the devices. fixed: fields of a Layout that are given.
 
-    mfu_rule: one of MFU_RULES. dtype: number format, which kinds and stack are made for.
+    mfu_rule: one of MFU_RULES. dtype: the number format that kinds and stack are set up for.
     """
 
     shape: Shape
@@ -69,11 +69,11 @@ class Question(NamedTuple):
 
     @property
     def per_node(self) -> int:
-        """Devices of the smallest node: groups of tp lie inside the nodes of every kind."""
+        """Devices of the smallest node: groups of tp fit inside the nodes of every kind."""
         return min(kind.cluster.per_node() for kind in self.kinds)
 
     def changed(self, change: Callable[[Kind], Kind]) -> Question:
-        """Return the same question of other devices."""
+        """Return the same question for other devices."""
         return self._replace(kinds=tuple(map(change, self.kinds)))
 
 
@@ -81,8 +81,8 @@ class Candidate(NamedTuple):
     """A layout on devices, with the parts of its step and of its fullest rank's memory.
 
     kinds: in the order of the pipeline. counts: blocks of each stage. used: the share that the
-    fullest rank, whose memory this is, takes of what it may use. twins: layouts of other grids
-    with the same step.
+    fullest rank, whose memory this is, takes of what it may use. twins: layouts of other grids with
+    the same step.
     """
 
     layout: Layout
@@ -107,7 +107,7 @@ class Candidate(NamedTuple):
 class Plan(NamedTuple):
     """The answer: the best layouts, best first, and the number of rejected ones by reason.
 
-    least: a layout that is closest to fitting, where none does. front: candidates, with bounds for
+    least: a layout that is closest to fitting, if none does. front: candidates, with bounds for
     steps, of which no other has less of both time and memory. memory: the best one with 20 % less
     and with 20 % more memory, of the same splits of blocks; None where nothing fits.
     """
@@ -122,13 +122,13 @@ class Plan(NamedTuple):
 
 
 def kinds_by_rank(layout: Layout, kinds: tuple[Kind, ...]) -> list[Kind]:
-    """Return the kind of each pipeline rank, which has whole stages of one kind."""
+    """Return the kind of each pipeline rank; all its stages are on that kind."""
     each = layout.ranks // layout.pp
     return [kind for kind in kinds for _ in range(kind.ranks // each)]
 
 
 def axes(question: Question, rejected: Counter) -> Iterator[tuple[int, int, int, int]]:
-    """(dp, pp, cp, tp) of every grid of so many ranks that the model's sizes allow."""
+    """Yield (dp, pp, cp, tp) of every grid of the question's ranks that the model's sizes allow."""
     shape, fixed = question.shape, question.fixed
     for tp in divisors(question.ranks):
         for pp in divisors(question.ranks // tp):
@@ -156,12 +156,12 @@ def axes(question: Question, rejected: Counter) -> Iterator[tuple[int, int, int,
 
 
 def fills_nodes(tp: int, per_node: int) -> bool:
-    """Return whether groups of tp lie inside nodes, or fill two of them."""
+    """Return whether groups of tp stay inside nodes, or fill two of them."""
     return per_node % tp == 0 or tp == 2 * per_node
 
 
 def layouts(question: Question, rejected: Counter) -> Iterator[Layout]:
-    """Yield every layout that can be run; what cannot is counted."""
+    """Yield every layout that can be run; those that cannot are counted."""
     fixed, stack = question.fixed, question.stack
     recomputes = ("none", "block") if stack.fused else ("none", "attention", "block")
     for dp, pp, cp, tp in axes(question, rejected):
@@ -181,7 +181,7 @@ def layouts(question: Question, rejected: Counter) -> Iterator[Layout]:
 
 
 def experts(question: Question, data_ranks: int, rejected: Counter) -> list[int]:
-    """Return how many ranks of dp x cp can share out the experts; 1 of a model without."""
+    """Return over how many ranks of dp x cp experts can be distributed; 1 for a model without."""
     common = math.gcd(question.shape.experts, data_ranks) if question.shape.experts else 1
     found = [ep for ep in divisors(common) if question.fixed.get("ep", ep) == ep]
     if not found:
@@ -205,7 +205,7 @@ def given(fixed: dict, name: str, choices: tuple) -> tuple:
 
 
 def schedules(question: Question, pp: int, m: int, rejected: Counter) -> Iterator[tuple[str, int]]:
-    """(schedule, chunks) that m microbatches can run on pp ranks."""
+    """Yield (schedule, chunks) that m microbatches can run on pp ranks."""
     if pp == 1:
         yield "1f1b", 1
         return
@@ -228,12 +228,11 @@ def schedules(question: Question, pp: int, m: int, rejected: Counter) -> Iterato
 
 
 def search(question: Question, count: int = 5, tell=lambda text: None) -> Plan:
-    """Return the `count` layouts with the shortest simulated step. tell: is called with the state.
-    """
+    """Return the `count` layouts with the shortest simulated step. tell: called with progress."""
     rejected, ranked, fitting = Counter(), [], 0
     least, orders = None, Orders()
     for seen, layout in enumerate(layouts(question, rejected)):
-        if seen % TOLD == 0:
+        if seen % TELL_EVERY == 0:
             tell(f"{seen:,} layouts of {question.ranks} ranks, {fitting:,} fit")
         found = [one for kinds in permutations(question.kinds)
                  for one in placed(question, layout, kinds, orders)]
@@ -258,9 +257,10 @@ def search(question: Question, count: int = 5, tell=lambda text: None) -> Plan:
 
 def placed(question: Question, layout: Layout, kinds: tuple[Kind, ...],
            orders: Orders | None = None) -> Iterator[Candidate]:
-    """Yield the layout with each number of blocks on its stages that may be best.
+    """Yield the layout with each split of its blocks over stages that may be best.
 
-    Steps are bounds. What would not fit with MORE memory has none. orders: those that are known.
+    Steps are bounds. What would not fit even with MORE memory has none. orders: those that are
+    known.
     """
     shape, stack = question.shape, question.stack
     by_rank = kinds_by_rank(layout, kinds)
@@ -284,9 +284,7 @@ def placed(question: Question, layout: Layout, kinds: tuple[Kind, ...],
 
 
 def simulated(question: Question, one: Candidate, pipeline: Pipeline) -> Candidate:
-    """Return a candidate with its step by another form of the pipeline, and in the better rank
-    order.
-    """
+    """Return a candidate with its step by another pipeline model, in the better rank order."""
     steps = {layout: step_time(question.shape, layout, one.clusters, question.stack, pipeline,
                                one.counts)
              for layout in (one.layout, *other_order(question, one.layout))}
@@ -296,7 +294,7 @@ def simulated(question: Question, one: Candidate, pipeline: Pipeline) -> Candida
 
 def judged(question: Question, ranked: list[Candidate], count: int, pipelines: Pipelines,
            tell=lambda tried: None) -> tuple[list[Candidate], int]:
-    """(the best `count` of candidates in the order of their bounds, how many were simulated)."""
+    """Return (the best `count` of candidates sorted by bound, how many were simulated)."""
     best: dict[tuple, Candidate] = {}
     tried = 0
     for one in ranked:
@@ -313,8 +311,7 @@ def judged(question: Question, ranked: list[Candidate], count: int, pipelines: P
 
 
 def other_order(question: Question, layout: Layout) -> list[Layout]:
-    """Return the same layout with the other one of dp and pp across the nodes, if both are there.
-    """
+    """Return the same layout with dp and pp swapped across nodes, if both are there."""
     if (layout.cp > 1 or min(layout.dp, layout.pp) == 1 or len(question.kinds) > 1
             or layout.ranks <= question.per_node):
         return []
@@ -322,7 +319,7 @@ def other_order(question: Question, layout: Layout) -> list[Layout]:
 
 
 def trade_off(ranked: list[Candidate]) -> list[Candidate]:
-    """Of candidates in the order of their steps, those that need less memory than all before."""
+    """Return those of candidates, sorted by step, that need less memory than all before them."""
     found: list[Candidate] = []
     for one in ranked:
         if not found or one.used < found[-1].used:
@@ -331,9 +328,7 @@ def trade_off(ranked: list[Candidate]) -> list[Candidate]:
 
 
 def in_order(best: dict[tuple, Candidate]) -> list[Candidate]:
-    """Return the candidates by their steps. Those with equal steps are one, that with the least
-    memory.
-    """
+    """Return the candidates by step; of those with equal steps, the one with least memory."""
     found: list[Candidate] = []
     for one in sorted(best.values(), key=lambda one: (one.step.total, one.used)):
         if found and one.step.total <= found[-1].step.total * (1 + EQUAL):

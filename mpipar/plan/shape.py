@@ -1,4 +1,4 @@
-"""What a decoder is to the planner: its sizes, its parameters, and the FLOPs of a token.
+"""A decoder as the planner sees it: its sizes, its parameters, and its FLOPs.
 
 Letters: D width of the stream, F of the feed-forward network, V vocabulary, T tokens of a row.
 There are a heads of queries and k of keys and values, each of width h.
@@ -18,8 +18,8 @@ from mpipar.models.stage import UnitCosts
 
 # Settings of the kinds of blocks: one network, experts, and experts beside a network.
 BLOCKS = {"dense": {}, "experts": {"experts": 2}, "shared": {"experts": 2, "shared_expert_ffn": 1}}
-# {(kind of block, activation, whether tokens are cut over tp, whether scores lie in memory): what
-# units cost}. A rank's tokens of cp go round a ring.
+# {(kind of block, activation, whether tokens are cut over tp, whether scores are stored): costs of
+# units}. A rank's tokens of cp travel round a ring.
 COSTS = {
     (kind, activation, parallel, scores): unit_costs(
         DecoderConfig(layers=1, activation=activation, sequence_parallel=parallel, **BLOCKS[kind]),
@@ -74,12 +74,14 @@ class Shape:
 
     def costs(self, parallel: bool = False, scores: bool = False,
               kind: str = "dense") -> UnitCosts:
-        """Return what the units cost: a row of COSTS. An activation without a gate is as GELU."""
+        """Return the costs of the units: a row of COSTS. An activation without a gate counts as
+        GELU.
+        """
         activation = self.activation if self.activation in FFNS else "gelu"
         return COSTS[kind, activation, parallel, scores]
 
     def blocks(self, parallel: bool = False, scores: bool = False) -> list[tuple[float, Cost]]:
-        """(share of the blocks, Cost) of each kind of block."""
+        """Return (share of the blocks, Cost) of each kind of block."""
         dense = self.costs(parallel, scores).block
         if not self.experts:
             return [(1.0, dense)]
@@ -89,7 +91,7 @@ class Shape:
 
     def mean(self, part: str, sizes: Letters, parallel: bool = False,
              scores: bool = False) -> float:
-        """Return a Sum of the blocks' Cost by its field, in the mean of all blocks."""
+        """Return a Sum of the blocks' Cost by its field, averaged over all blocks."""
         return sum(share * value(getattr(cost, part), sizes)
                    for share, cost in self.blocks(parallel, scores))
 
@@ -97,7 +99,7 @@ class Shape:
                 ep: int = 1) -> Letters:
         """Return the sizes of a rank for `costs`, without padding to whole numbers.
 
-        rows: of a microbatch. number: bytes of one. Statistics of norms do not count.
+        rows: of a microbatch. number: bytes of one. Statistics of norms are neglected.
         """
         tokens = self.tokens / cp
         found = {
@@ -111,12 +113,12 @@ class Shape:
         return found
 
     def _weights(self, experts: int) -> float:
-        """Weights of the products of a block with so many experts, in the mean of all blocks."""
+        """Return the weights of a block's products with `experts` experts, averaged over blocks."""
         return self.mean("weights", self.letters() | {"x": experts})
 
     @cached_property
     def dense_parameters(self) -> float:
-        """Weights of the products of a block, but for its experts."""
+        """Weights of the products of a block, without its experts."""
         return self._weights(0)
 
     @cached_property
@@ -131,12 +133,12 @@ class Shape:
 
     @cached_property
     def passed_parameters(self) -> float:
-        """Weights of the products of a block that a token passes: those of its experts alone."""
+        """Weights of the products of a block that a token passes, of its own experts only."""
         return self._weights(self.experts_per_token)
 
     @property
     def table_parameters(self) -> int:
-        """Weights of the token table, and of the head where it has its own."""
+        """Weights of the token table, and of the head if it has its own."""
         return self.vocab * self.width * (1 if self.tied else 2) + self.positions * self.width
 
     @property
@@ -145,11 +147,11 @@ class Shape:
         return self.layers * self.block_parameters + self.table_parameters
 
     def step_flops(self, rows: int, rule: str = "model", recompute: str = "none") -> float:
-        """FLOPs of a step over `rows` rows by one of MFU_RULES.
+        """Return the FLOPs of a step over `rows` rows by one of MFU_RULES.
 
         A product of a token with n weights takes 2n FLOPs forward and 4n backward. Scores and
         values of a token take 4Tah forward over the whole square. Source: arXiv 2104.04473
-        appendix, with the products of grouped heads and of a gate.
+        appendix, extended to grouped heads and gates.
         """
         products, sizes = 2 * self.passed_parameters, self.letters() | {"T": 1}
         if rule == "whole-heads":
@@ -162,5 +164,5 @@ class Shape:
 
 
 def utilization(flops: float, seconds: float, devices: int, peak_tflops: float) -> float:
-    """Return the share of the devices' peak that a step's FLOPs are (MFU)."""
+    """Return the share of the devices' peak that a step's FLOPs amount to (MFU)."""
     return flops / (seconds * devices * peak_tflops * 1e12)

@@ -1,4 +1,4 @@
-"""More ranks than cores: what share of the cores a pipeline has, and how a prediction says so."""
+"""More ranks than cores: a pipeline's share of the cores, and how a prediction states it."""
 
 from __future__ import annotations
 
@@ -11,8 +11,7 @@ EQUAL_SHARES = "in the prediction, ranks that compute at the same time get equal
 
 
 def slots(grid_config, cores: int) -> int:
-    """Return how many ranks run at full speed: those with a core, and at least one group of tp and
-    cp.
+    """Return how many ranks run at full speed: those with a core, at least a group of tp and cp.
 
     Passes of such a group are measured as it is, even where it has fewer cores than ranks.
     """
@@ -20,21 +19,19 @@ def slots(grid_config, cores: int) -> int:
 
 
 def crowding(grid_config, cores: int) -> float:
-    """Return how much longer work takes that all ranks of a layout do at the same time; at least 1.
-    """
+    """Return the slowdown of work that all ranks of a layout do at the same time; at least 1."""
     ranks = prod(getattr(grid_config, axis) for axis in AXES)
     return max(1.0, ranks / slots(grid_config, cores))
 
 
 def pipeline_cores(grid_config, cores: int) -> float | None:
-    """`Costs.cores`: the share of the cores of one pipeline of a layout; None without sharing."""
+    """Return `Costs.cores`: one pipeline's share of the cores; None if ranks share none."""
     share = crowding(grid_config, cores)
     return None if share == 1 else grid_config.pp / share
 
 
 def sharing_note(grid_config, cores: int, sharing: float) -> str:
-    """Return the mark of a prediction for more ranks than cores, else "". sharing: as in `Costs`.
-    """
+    """Return a prediction's note on more ranks than cores, or "". sharing: as in `Costs`."""
     ranks = prod(getattr(grid_config, axis) for axis in AXES)
     if ranks <= cores:
         return ""

@@ -1,9 +1,9 @@
-"""Sites that a slow link joins: which axis crosses it, what it carries, and what that costs.
+"""Sites joined by a slow link: which axis should cross it, what it carries, and what that costs.
 
-Across sites one of two things travels. Gradients do once each way in a step, if each site sums its
-own first. Or activations and their gradients do, for each microbatch at a boundary of the pipeline.
-What a link carries is that of all ranks of a site together. Source of the first form: hierarchical
-all-reduce, reduce-scatter inside, sum across, all-gather inside.
+Either gradients travel between sites, once each way in a step if each site sums its own first, or
+activations and their gradients, for each microbatch at a boundary of the pipeline. A link carries
+the bytes of all ranks of a site together. Source of the first form: hierarchical all-reduce,
+reduce-scatter inside, sum across, all-gather inside.
 """
 
 from __future__ import annotations
@@ -12,11 +12,11 @@ from typing import NamedTuple
 
 from mpipar.plan.search import Candidate, Question
 
-LOSS = 0.05  # of the step, that a link may cost
+LOSS = 0.05  # share of the step that a link may cost
 
 
 class Sites(NamedTuple):
-    """How many sites there are, and the link of each: its rate, and its latency one way."""
+    """The number of sites, and the link of each: its rate, and its latency one way."""
 
     count: int
     gbits: float
@@ -31,7 +31,7 @@ class Sites(NamedTuple):
 class Crossing(NamedTuple):
     """An axis across the link. sent: bytes in one direction in a step. seconds: of the link.
 
-    exposed: seconds that the step is longer.
+    exposed: seconds that it adds to the step.
     """
 
     axis: str
@@ -51,7 +51,9 @@ def crossings(question: Question, one: Candidate, sites: Sites) -> list[Crossing
 
 
 def gradients_across(question: Question, one: Candidate, sites: Sites) -> Crossing:
-    """Return each site sends its sums once, and they begin when the last backward does."""
+    """Return the cost of gradient sums: each site sends its own once, after the last backward
+    begins.
+    """
     share = (sites.count - 1) / sites.count
     sent = 2 * share * question.shape.parameters * question.stack.wire_bytes
     seconds = sent / sites.rate + 2 * sites.milliseconds * 1e-3
@@ -61,11 +63,10 @@ def gradients_across(question: Question, one: Candidate, sites: Sites) -> Crossi
 
 
 def stages_across(question: Question, one: Candidate, sites: Sites) -> Crossing:
-    """Return each microbatch crosses each boundary once each way, beside other microbatches'
-    passes.
+    """Return the cost of stages: each microbatch crosses each boundary once each way, overlapped.
 
-    The link holds the pipeline up where a message takes longer than a rank's passes of it. The
-    first and the last message are seen by nobody else's work.
+    The link stalls the pipeline where a message takes longer than a rank's passes of it. The first
+    and the last message are never hidden.
     """
     layout, shape = one.layout, question.shape
     message = layout.rows * shape.tokens * shape.width * layout.dp * question.stack.number_bytes

@@ -1,7 +1,7 @@
-"""How many blocks each stage has: as many everywhere, or so that no stage holds the others up.
+"""How many blocks each stage gets: an even split, or one that balances the stages' times.
 
-The last stage also has the head. The first one keeps most microbatches. Devices of several kinds
-take different times, and have room for different numbers of blocks.
+The last stage also has the head, and the first one keeps most microbatches. Devices of several
+kinds take different times, and have room for different numbers of blocks.
 """
 
 from __future__ import annotations
@@ -19,8 +19,8 @@ from mpipar.plan.step_time import Blocks
 def splits(shape: Shape, layout: Layout, stack: Stack, blocks: Callable[[], Blocks],
            gib: Sequence[float], used: Callable[[tuple[int, ...]], list[float]],
            orders: Orders) -> Iterator[tuple[int, ...]]:
-    """Yield the blocks of each stage: an even split, and where a rank has one stage an uneven one
-    that fits.
+    """Yield the blocks of each stage: an even split, and an uneven one that fits if ranks have one
+    stage.
 
     blocks: gives the passes of each rank. gib: memory that each one may use. used: which share of
     it ranks take, the fullest and the emptiest ones among them.
@@ -29,7 +29,7 @@ def splits(shape: Shape, layout: Layout, stack: Stack, blocks: Callable[[], Bloc
     yield even
     if layout.pp == 1 or layout.chunks > 1:
         return
-    if min(used(even)) > 1:  # a block less on one rank is a block more on another full one
+    if min(used(even)) > 1:  # removing a block from one rank adds one to another full rank
         return
     if max(used(even)) <= 1:
         uneven = shares(shape.layers, layout, blocks(), [shape.layers] * layout.pp)
@@ -44,10 +44,10 @@ def splits(shape: Shape, layout: Layout, stack: Stack, blocks: Callable[[], Bloc
 
 
 def shares(layers: int, layout: Layout, blocks: Blocks, most: Sequence[int]) -> tuple[int, ...]:
-    """Return the blocks of each stage, so that the slowest stage is as short as can be.
+    """Return the blocks of each stage that make the slowest stage as short as possible.
 
-    most: that a stage has room for; together enough for all layers. Each block goes where the stage
-    is then shortest. The last stage also has the head.
+    most: that a stage has room for; together enough for all layers. Each block goes to the stage
+    that is then shortest. The last stage also has the head.
     """
     counts = [1] * layout.pp
     seconds = [block.total for block in blocks]

@@ -1,9 +1,9 @@
-"""How long a training step of a layout takes on a machine with a known cost model.
+"""The time of a layout's training step on a machine with a known cost model.
 
 A simulation times the passes and their messages in the schedule's order. After the pipeline come
-gradient sums, norm and update. The real code on shapes says which barriers these cross. The
-update's time is proportional to the number of parameters. Overlap of gradient sums with passes is
-not modelled, so the estimate errs on the high side.
+gradient sums, norm and update, whose barriers are those of the real code on shapes. The update's
+time is proportional to the number of parameters. Overlap of gradient sums with passes is not
+modelled, so the estimate errs on the high side.
 """
 
 from __future__ import annotations
@@ -23,16 +23,15 @@ from mpipar.plan.sharing import crowding, pipeline_cores, sharing_note
 from mpipar.train.build import configured_schedule
 
 BUCKET = "grads.bucket"  # a sum that is posted first and waited for later
-OF_ZERO = (".gather", ".scatter")  # ends of the names of what ZeRO-3 sends, posted too
+OF_ZERO = (".gather", ".scatter")  # name endings of what ZeRO-3 sends, also posted
 HALVES = ("reduce_scatter", "all_gather")
 
 
 @dataclass(frozen=True)
 class StepEstimate:
-    """Seconds of one training step by part, and the operations outside of the measured range.
+    """Seconds of one training step by part, and the operations outside the measured range.
 
-    sharing: the mark of a prediction for more ranks than cores, else "". peak_bytes: of the fullest
-    rank.
+    sharing: the note on more ranks than cores, or "". peak_bytes: of the fullest rank.
     """
 
     pipeline: float
@@ -55,11 +54,11 @@ def microbatch_rows(config) -> int:
 def measured_units(machine: Machine, config):
     """Return the machine's `Units` for a config.
 
-    Raises UsageError, which lists the available ones. With context parallelism there are none: what
-    a pass costs on a part of the tokens is not measured.
+    Raises UsageError, which lists the available ones. With context parallelism there are none,
+    because a pass on a part of the tokens is not measured.
     """
     if config.grid.cp > 1:
-        raise UsageError(f"cp {config.grid.cp}: a cost model has no passes of a part of the tokens;"
+        raise UsageError(f"cp {config.grid.cp}: a cost model has no passes on a part of the tokens;"
                          " leave --machine out, or predict a layout with cp 1")
     return machine.units_of(config.model, config.run.dtype, config.grid.tp,
                             microbatch_rows(config), config.grid.ep)
@@ -68,12 +67,12 @@ def measured_units(machine: Machine, config):
 def costs_of(machine: Machine, config, message_bytes: int) -> Costs:
     """Return the costs of a config by unit, as the simulator of schedules reads them.
 
-    A number of rows without a measurement counts in proportion to the nearest measured one, and a
-    block in proportion to its FLOPs. Raises UsageError if the machine's file lacks this model.
+    A number of rows that was not measured is scaled from the nearest measured one, and a block by
+    its FLOPs. Raises UsageError if the machine's file lacks this model.
     """
     units = measured_units(machine, config)
     factor = microbatch_rows(config) / units.rows
-    once = units.block  # the machine's file has the mean of blocks that run forward once
+    once = units.block  # the machine's file has the mean of blocks without recomputation
     twice = replace(once, i=once.i + once.f)
     split = models.layer_split(config, configured_schedule(config.grid))
     again = [place < recomputed_blocks(config) for count in split for place in range(count)]
@@ -92,10 +91,10 @@ def costs_of(machine: Machine, config, message_bytes: int) -> Costs:
 def link_costs(machine: Machine, message_bytes: int) -> dict:
     """Return the fields of Costs for messages of this size by the slowest kind of link.
 
-    A message alone takes the time of a hop. It keeps the link as long as one of a stream. That may
-    be longer, because a shaped link lets the first bytes after a pause pass at once. Without a
-    measured stream, the fitted line's time per byte keeps the link. Meanwhile it takes a share of
-    its sender's core, as far as that was measured.
+    A single message takes the time of a hop, and occupies the link as long as one of a stream. That
+    may be longer, because a shaped link lets the first bytes after a pause pass at once. Without a
+    measured stream, the fitted line's time per byte occupies the link. Meanwhile the message takes
+    a share of its sender's core, if that was measured.
     """
     curve, found = machine.curve(HOP), message_estimates(machine, message_bytes)
     hop = found[HOP].seconds
@@ -109,7 +108,7 @@ def link_costs(machine: Machine, message_bytes: int) -> dict:
 
 
 def message_estimates(machine: Machine, message_bytes: int) -> dict:
-    """Return what was measured of a message by the slowest kind of link: {operation: Estimate}."""
+    """Return the measurements of a message by the slowest kind of link: {operation: Estimate}."""
     link = machine.curve(HOP).link
     return {one.operation: one.estimate(message_bytes) for one in machine.curves
             if one.link == link and one.operation in (HOP, STREAM, SENDING)}
@@ -134,8 +133,8 @@ def schedule_costs(machine: Machine, config) -> Costs:
 def step_estimate(machine: Machine, config) -> StepEstimate:
     """Predict a step of a resolved config. Raises UsageError if the machine's file lacks a curve.
 
-    The slowest pipeline rank counts, for barriers and for the update. Replicas and tensor-parallel
-    ranks do the same work.
+    Barriers and update are those of the slowest pipeline rank. Replicas and tensor-parallel ranks
+    do the same work.
     """
     grids = [Grid.of(config.grid, place) for place in range(Grid.of(config.grid, 0).world_size)]
     grids = [grid for grid in grids if not any(map(grid.place, ("dp", "cp", "tp")))]
@@ -167,8 +166,8 @@ def step_estimate(machine: Machine, config) -> StepEstimate:
 def step_parts(machine: Machine, config) -> dict[str, float]:
     """Return the seconds of a predicted step by part; raises UsageError as `step_estimate` does.
 
-    The pipeline's time is that of the busiest rank's passes, its wait for others where messages
-    take no time, and what messages add.
+    The pipeline's time consists of the busiest rank's passes, its wait for others if messages took
+    no time, and what messages add.
     """
     whole = step_estimate(machine, config)
     schedule = configured_schedule(config.grid)
@@ -181,11 +180,11 @@ def step_parts(machine: Machine, config) -> dict[str, float]:
 
 
 def behind_the_pipeline(machine: Machine, step: Prediction, outside: set) -> float:
-    """Return the seconds of one rank's sums over replicas and over the world; adds to `outside`.
+    """Return the seconds of one rank's sums over replicas and the world; extend `outside`.
 
-    Those of ZeRO's gathers and scatters count too. Each moves half of the bytes of an all_reduce,
-    and the machine's file measures only the whole. Groups smaller than the world all run at once,
-    so their contention counts.
+    ZeRO's gathers and scatters are included. Each moves half of the bytes of an all_reduce, and the
+    machine's file measures only the whole. Groups smaller than the world all run at once, so their
+    contention is included.
     """
     seconds = 0.0
     for record in step.recorder.records:

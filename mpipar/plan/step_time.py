@@ -1,8 +1,8 @@
-"""How long a step of a layout takes: passes, bubble, messages, sums and update in closed form.
+"""The time of a layout's step: passes, bubble, messages, sums and update in closed form.
 
-The time of a linear schedule is that of the rank on the critical path. The stages before it run
-forward once. Then it computes without a pause, and the stages before it run backward once. Each
-pipeline rank may have devices of its own kind, and its own number of blocks.
+The time of a linear schedule is that of the rank on the critical path: the stages before it run
+forward once, then it computes without a pause, and the stages before it run backward once. Each
+pipeline rank may have its own kind of device, and its own number of blocks.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ class StepTime(NamedTuple):
 
     @property
     def compute(self) -> float:
-        """Seconds in which the busiest rank computes, without what runs again."""
+        """Seconds in which the busiest rank computes, without recomputation."""
         return self.products + self.attention + self.elementwise + self.starts
 
     @property
@@ -56,8 +56,8 @@ def step_time(shape: Shape, layout: Layout, cluster: Cluster | Sequence[Cluster]
     """Return the step of a layout, with the parts of its busiest pipeline rank.
 
     cluster: of all devices, or of those of each pipeline rank. pipeline: by default the closed
-    form; see pipeline_time.py for a bound from below and for the simulator. counts: blocks of each
-    stage, by default as many on each.
+    form; see pipeline_time.py for a lower bound and for the simulator. counts: blocks of each
+    stage, by default equally many.
     """
     clusters = by_rank(layout, cluster)
     blocks = passes_by_rank(shape, layout, clusters, stack)
@@ -67,11 +67,11 @@ def step_time(shape: Shape, layout: Layout, cluster: Cluster | Sequence[Cluster]
 
 def step_of(shape: Shape, layout: Layout, clusters: Sequence[Cluster], blocks: Blocks,
             stack: Stack, pipeline: Pipeline, counts: tuple[int, ...]) -> StepTime:
-    """Return the step of given passes; otherwise as `step_time`."""
+    """Return the step of given passes; otherwise like `step_time`."""
     passes = pipeline(layout, blocks, counts)
     busy = busy_seconds(layout, blocks, counts)
     rank = max(range(layout.pp), key=busy.__getitem__)
-    # Ranks that differ in nothing have the same sums.
+    # Ranks that do not differ have the same sums.
     different = {(clusters[one].name, layout.blocks_of(one, counts), one == 0,
                   one == layout.last_rank): one for one in range(layout.pp)}
     sums, update = max((behind_the_passes(shape, layout, clusters[one], stack, one, blocks[one],
@@ -84,9 +84,7 @@ def step_of(shape: Shape, layout: Layout, clusters: Sequence[Cluster], blocks: B
 
 def rank_times(shape: Shape, layout: Layout, cluster: Cluster | Sequence[Cluster], stack: Stack,
                pipeline: Pipeline, counts: tuple[int, ...] | None = None) -> list[StepTime]:
-    """Return the step as each pipeline rank spends it; a rank that has done its sums waits for
-    others.
-    """
+    """Return the step as each pipeline rank spends it; one whose sums are done waits for others."""
     clusters = by_rank(layout, cluster)
     blocks = passes_by_rank(shape, layout, clusters, stack)
     counts = counts or blocks_of_stages(shape.layers, layout.stages)
@@ -117,7 +115,7 @@ def passes_by_rank(shape: Shape, layout: Layout, clusters: Sequence[Cluster],
 
 def own_times(layout: Layout, rank: int, block: BlockTimes,
               counts: tuple[int, ...]) -> tuple[Times, float]:
-    """(what takes the seconds of a rank's passes in a step, seconds of forward passes again)."""
+    """Return (the seconds of a rank's passes in a step by cause, those of recomputation)."""
     m = layout.num_microbatches
     many = m * layout.blocks_of(rank, counts)
     own = block.passes.times(many)
@@ -128,7 +126,7 @@ def own_times(layout: Layout, rank: int, block: BlockTimes,
 
 def behind_the_passes(shape: Shape, layout: Layout, cluster: Cluster, stack: Stack, rank: int,
                       block: BlockTimes, counts: tuple[int, ...]) -> tuple[float, float]:
-    """Return the seconds (of sums that no window covers, of the update) of a pipeline rank."""
+    """Return a pipeline rank's seconds of (sums that no window hides, the update)."""
     own = rank_segments(shape, layout, rank, counts)
     windows = window_of(layout, block, layout.blocks_of(rank, counts))
     return (sum_seconds(shape, layout, cluster, stack, own, windows),
@@ -136,11 +134,10 @@ def behind_the_passes(shape: Shape, layout: Layout, cluster: Cluster, stack: Sta
 
 
 def window_of(layout: Layout, block: BlockTimes, blocks: int) -> tuple[float, float]:
-    """Return the seconds of computing (beside the sums of gradients, beside the gathers of
-    weights).
+    """Return the seconds of computing (beside gradient sums, beside gathers of weights).
 
     Sums begin when the last microbatch's backward has left its last chunk's first block. Weights
-    are gathered beside the first microbatch's forward.
+    are gathered during the first microbatch's forward.
     """
     each = max(0, blocks - 1)
     return (each * (block.i.total + block.w.total + block.again.total), each * block.f.total)
@@ -163,7 +160,7 @@ def closed(layout: Layout, blocks: Blocks, counts: tuple[int, ...]) -> float:
 def bubble_of(layout: Layout, blocks: Blocks, counts: tuple[int, ...]) -> list[float]:
     """Return the seconds that each pipeline rank waits: the stages before it, forward and back.
 
-    The schedule's row says what that costs for each block before: its bubble on two ranks.
+    The schedule's row has the cost for each block before: its bubble on two ranks.
     """
     found, waits = [], 0.0
     for count, block in zip(counts[:layout.pp], blocks, strict=True):
@@ -171,12 +168,13 @@ def bubble_of(layout: Layout, blocks: Blocks, counts: tuple[int, ...]) -> list[f
         f, i, w = block.f.total, block.i.total + block.again.total, block.w.total
         letters = Letters(2, layout.num_microbatches, 1, f, i, w)
         waits += count * layout.family.bubble.value(letters)
-    # With a split backward no last rank sets the pace: every rank has the same gap somewhere.
+    # With a split backward the last rank does not set the pace: every rank has the same gap
+    # somewhere.
     return [found[-1]] * layout.pp if layout.family.split else found
 
 
 def message_bytes(shape: Shape, layout: Layout, stack: Stack) -> float:
-    """Return the bytes between two stages: each rank of tp sends a part of a microbatch's
+    """Return the bytes between two stages: each rank of tp sends part of a microbatch's
     activations.
     """
     return layout.rows * shape.tokens / layout.cp * shape.width * stack.number_bytes / layout.tp
@@ -184,10 +182,9 @@ def message_bytes(shape: Shape, layout: Layout, stack: Stack) -> float:
 
 def messages_seconds(shape: Shape, layout: Layout, clusters: Sequence[Cluster],
                      stack: Stack) -> float:
-    """Return the seconds of messages between stages, by the slowest links. The network joins two
-    kinds.
+    """Return the seconds of messages between stages, by the slowest links; the network joins kinds.
 
-    Of more ranks than a node has, `hop_seconds` counts that already.
+    If there are more ranks than a node has, `hop_seconds` includes that already.
     """
     kinds = {one.name: one for one in clusters}.values()
     seconds = max(hop_seconds(shape, layout, one, stack) for one in kinds)
@@ -199,11 +196,11 @@ def messages_seconds(shape: Shape, layout: Layout, clusters: Sequence[Cluster],
 
 
 def hop_seconds(shape: Shape, layout: Layout, cluster: Cluster, stack: Stack) -> float:
-    """Return the seconds of messages between stages that nothing hides.
+    """Return the exposed seconds of messages between stages.
 
-    They go down once and up once. A stack without overlap also waits for those of each chunk and
-    microbatch. It waits once for a forward and a backward, whose messages cross a link in both
-    directions at once. The slowest link sets the pace.
+    They travel down once and up once. A stack without overlap also waits for those of each chunk
+    and microbatch, once for a forward and a backward together, whose messages cross a link in both
+    directions at the same time. The slowest link sets the pace.
     """
     if layout.pp == 1:
         return 0.0
@@ -220,12 +217,12 @@ def hop_seconds(shape: Shape, layout: Layout, cluster: Cluster, stack: Stack) ->
 
 def sum_seconds(shape: Shape, layout: Layout, cluster: Cluster, stack: Stack,
                 own: list[Segment], windows: tuple[float, float]) -> float:
-    """Return the seconds of sums of a rank's segments that no window covers."""
+    """Return the seconds of sums of a rank's segments that no window hides."""
     def over_all(element_bytes: float) -> float:
         return sum(all_gather(cluster, one.elements * element_bytes, one.ranks, one.stride)
                    for one in own)
 
-    if layout.zero > 1:  # blocks are gathered beside others; the tables are units, too
+    if layout.zero > 1:  # gathers of blocks overlap with others; the tables are units, too
         often = layout.num_microbatches if layout.zero == 3 else 1
         tables = shape.table_parameters * stack.number_bytes / layout.tp
         return often * all_gather(cluster, tables, layout.data_ranks, layout.data_stride)
@@ -239,8 +236,7 @@ def sum_seconds(shape: Shape, layout: Layout, cluster: Cluster, stack: Stack,
 
 
 def update_seconds(layout: Layout, cluster: Cluster, stack: Stack, own: list[Segment]) -> float:
-    """Return the seconds of clearing gradients, norm, and optimizer: bytes over the memory's rate.
-    """
+    """Return the seconds of clearing gradients, norm and optimizer: bytes over memory rate."""
     elements = sum(one.elements / (one.ranks if layout.zero else 1) for one in own)
     moved = elements * (stack.gradient_bytes + stack.optimizer_bytes)
     return moved / (cluster.hbm_gbytes_s * 1e9)

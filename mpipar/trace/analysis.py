@@ -41,8 +41,9 @@ def analyse(trace: Trace) -> Analysis:
 
 
 def category(segment: segments.Segment) -> str:
-    """Return the category of a segment; a wait for a pipeline message is bubble, others are
-    waiting.
+    """Return the category of a segment: waiting for a pipeline message is bubble.
+
+    All other waits are waiting.
     """
     if segment.kind == "wait":
         return "bubble" if segment.call.record.axis == "pp" else "waiting"
@@ -50,7 +51,7 @@ def category(segment: segments.Segment) -> str:
 
 
 def rank_rows(analysis: Analysis) -> list[dict]:
-    """Place, stages and milliseconds per step by category of each rank."""
+    """Return place, stages and milliseconds per step by category of each rank."""
     trace, rows = analysis.trace, []
     for rank, own in zip(trace.ranks, analysis.segments, strict=True):
         sums = segments.by_kind(own, kind=category)
@@ -76,8 +77,7 @@ def cause_rows(analysis: Analysis, most: int) -> list[dict]:
 
 
 def barrier_rows(analysis: Analysis) -> list[dict]:
-    """Return one row per axis, barrier name without block number, and operation, the costliest
-    first.
+    """Return one row per axis, barrier name without block number, and operation; costliest first.
 
     Numbers are per step and summed over ranks. last: the rank that others waited for most, and how
     often.

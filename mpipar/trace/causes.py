@@ -1,12 +1,12 @@
 """Why ranks waited: every wait is charged to what made the late rank late.
 
-The late rank and the one that waits have last met at some instant (see `Meetings`). What both did
-since then is put side by side, by kind: computing, optimizer, data loading, saving, garbage
-collection, transfer, time between spans, and waiting. Only what the late rank did *more* of made it
-late. So work that both have done is nobody's fault, and the excess adds up to the wait.
-If the late rank has itself waited more, its own waits are followed to their causes. So a delay that
-travels along a pipeline is charged to where it arose.
-Source: the delay costs of Scalasca, for which computing is compared by call path.
+The late rank and the waiting one last met at some moment (see `Meetings`). What each has done since
+then is compared by kind: computing, optimizer, data loading, saving, garbage collection, transfer,
+time between spans, and waiting. Only what the late rank did *more* of made it late, so work that
+both have done is nobody's fault, and the excess adds up to the wait. If the late rank has itself
+waited more, its own waits are followed to their causes, so that a delay that travels along a
+pipeline is charged to where it arose. Source: the delay costs of Scalasca, for which computing is
+compared by call path.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ WORDS = {"F": "forward", "B": "backward", "I": "input gradient", "W": "weight gr
          "opt": "optimizer", "data": "data loading", "eval": "evaluation",
          "save": "checkpoint save", "gc": "garbage collection",
          "other": "between spans (Python, posting, logging)"}
-ONE_SIDED = ("message", "broadcast", "reduce")  # not every member waits for every other
+ONE_SIDED = ("message", "broadcast", "reduce")  # not every member waits for every other one
 
 
 class Cause(NamedTuple):
@@ -39,7 +39,7 @@ class Cause(NamedTuple):
     what: str
 
     def text(self) -> str:
-        """As in `rank 1: forward of stage 1`."""
+        """Return the cause in words, as in `rank 1: forward of stage 1`."""
         if self.kind == "transfer":
             return f"{self.what} between ranks {'-'.join(map(str, self.ranks))}"
         return f"rank {self.ranks[0]}: {self.what}"
@@ -72,7 +72,7 @@ class Work(defaultdict):
         return sums
 
     def more_than(self, other: Work, length: float) -> Counter:
-        """{cause: nanoseconds} of what is here and not in `other`, scaled to `length` in total."""
+        """Return {cause: nanoseconds} of what exceeds `other`, scaled to `length` in total."""
         theirs = other.totals()
         extra = {kind: max(0, own - theirs[kind]) for kind, own in self.totals().items()}
         scale = length / max(sum(extra.values()), 1e-9)
@@ -80,7 +80,7 @@ class Work(defaultdict):
         more = self._differences(other)
         for kind, time in extra.items():
             parts = {cause: part for (of_kind, cause), part in more.items() if of_kind == kind}
-            if not any(parts.values()):  # more of it, though no part is longer than its like
+            if not any(parts.values()):  # more parts, though none is longer than its counterpart
                 parts = Counter()
                 for (of_kind, _), causes in self.items():
                     parts.update(causes if of_kind == kind else {})
@@ -90,14 +90,14 @@ class Work(defaultdict):
         return found
 
     def _differences(self, other: Work) -> dict:
-        """{(kind, cause): nanoseconds more than in the other's same work, or else in its like}."""
+        """Return {(kind, cause): nanoseconds by which the same or similar work is exceeded}."""
         found = {}
         for key, causes in self.items():
             same = Counter()
             for cause, time in other.get(key, {}).items():
                 same[cause.what] += time
-            like = same.total() / max(len(same), 1)  # as another stage's layer
-            here = Counter()  # causes that do the same, as both directions of a link
+            like = same.total() / max(len(same), 1)  # such as another stage's layer
+            here = Counter()  # causes that do the same, such as both directions of a link
             for cause, time in causes.items():
                 here[cause.what] += time
             for cause, time in causes.items():
@@ -107,11 +107,11 @@ class Work(defaultdict):
 
 
 class Meetings:
-    """When two ranks last met: the instant from which their work can be compared.
+    """When two ranks last met: the moment from which their work can be compared.
 
-    Ranks meet in a collective in which all of its members are blocked at once. Two ranks also meet
-    where one has waited for the other, as for a message or for the root of a broadcast. A message
-    that had arrived before anybody asked for it is no meeting.
+    Ranks meet in a collective in which all of its members are blocked at the same time. Two ranks
+    also meet where one has waited for the other, as for a message or for the root of a broadcast. A
+    message that had arrived before any rank asked for it is no meeting.
     """
 
     def __init__(self, waits: Waits):
@@ -126,7 +126,7 @@ class Meetings:
                 self.groups[rank].add(ranks)
 
     def last(self, one: int, other: int, before: int, otherwise: int) -> int:
-        """When both ranks last met before an instant, or `otherwise`."""
+        """Return when both ranks last met before a moment, or `otherwise`."""
         found = otherwise
         for ranks in self.groups[one] & self.groups[other]:
             instants = self.instants[ranks]
@@ -137,7 +137,7 @@ class Meetings:
 
 
 def _meetings_of(event: Event) -> list[tuple[tuple[int, ...], int]]:
-    """[(ranks that met, when)] of one event."""
+    """Return [(ranks that met, when)] of one event."""
     if event.operation in ONE_SIDED:
         return [(tuple(sorted((call.rank, call.late))), call.record.waited_ns + call.wait_ns)
                 for call in event.calls if call.wait_ns]
@@ -179,15 +179,14 @@ class Causes:
         return {cause: found[cause] for cause in order}
 
     def chain(self, call: Call) -> list[str]:
-        """Return why a rank waited, in steps: whom the late rank waited for, and at last the root.
-        """
-        told = []
+        """Return why a rank waited, step by step: the ranks that were waited for, to the root."""
+        steps = []
         while (earlier := self.before[id(call)]) is not None:
             record = earlier.record
-            told.append(f"rank {earlier.rank} waited for rank {earlier.late}"
-                        f" ({record.axis} {record.name})")
+            steps.append(f"rank {earlier.rank} waited for rank {earlier.late}"
+                         f" ({record.axis} {record.name})")
             call = earlier
-        return told + [cause.text() for cause, _ in self.parts[id(call)].most_common(1)]
+        return steps + [cause.text() for cause, _ in self.parts[id(call)].most_common(1)]
 
     def _explain(self, call: Call) -> None:
         """Fill `parts` and `before` of a call that waits."""
@@ -195,7 +194,7 @@ class Causes:
         end = start + call.wait_ns
         begin = min(start, self.meetings.last(
             call.rank, late, end, max(self.ranks[call.rank].start, self.ranks[late].start)))
-        if self.latest[0] != (late, begin, end):  # the same for all who wait in one collective
+        if self.latest[0] != (late, begin, end):  # the same for all that wait in one collective
             self.latest = (late, begin, end), self.work(late, begin, end)
         theirs, own = self.latest[1], self.work(call.rank, begin, start)
         self.parts[id(call)] = theirs.more_than(own, call.wait_ns)
@@ -207,7 +206,7 @@ class Causes:
             self.before[id(call)] = max(waits, key=lambda one: one.length).call
 
     def _within(self, rank: int, start: int, end: int) -> list[Segment]:
-        """The rank's segments between two instants, cut there."""
+        """Return the rank's segments between two moments, cut there."""
         own, first = self.segments[rank], bisect_right(self.starts[rank], start) - 1
         found = []
         for place in range(max(0, first), len(own)):
@@ -220,7 +219,7 @@ class Causes:
         return found
 
     def work(self, rank: int, start: int, end: int) -> Work:
-        """Return what a rank did between two instants."""
+        """Return what a rank did between two moments."""
         work, left = Work(), end - start
         for segment in self._within(rank, start, end):
             left -= segment.length
@@ -243,7 +242,7 @@ class Causes:
         return work
 
     def _passing(self, rank: int, segment: Segment, work: Work) -> None:
-        """A piece of a pass, by layer where the trace timed the operations of layers.
+        """Add a piece of a pass, by layer if the trace timed the operations of layers.
 
         Time between two operations belongs to the layer of the second.
         """

@@ -1,6 +1,6 @@
-"""What a trace's files must hold: types, ranges and counts, checked before anything is computed.
+"""Validates a trace's files: types, ranges and counts, before anything is computed from them.
 
-A trace may come from anywhere. Each function raises ValueError that says what does not fit.
+A trace may come from anywhere. Each function raises a ValueError that says what is wrong.
 """
 
 from __future__ import annotations
@@ -24,8 +24,8 @@ from mpipar.pipeline.instructions import Schedule
 from mpipar.pipeline.placements import PLACEMENTS
 
 MOST_RANKS = 1 << 17
-LATEST = 1 << 62  # ns; differences of times still fit 64 bits
-# The types of a line's values. `site` and `cut` are places in the head's list of sites.
+LATEST = 1 << 62  # ns; differences of times still fit into 64 bits
+# The types of a line's values. `site` and `cut` are indices into the head's list of sites.
 RECORD = (int, int, int, str, str, str, int, int, int, int, int, str, int, int, int, str, int, int)
 SPAN = (str, int, int, int, int, int)
 OPERATION = (str, str, int, int, int, int, int, str)
@@ -49,7 +49,7 @@ class ScheduleFacts:
         instrs = tuple(tuple(map(parse_instruction, program)) for program in self.programs)
         if self.placement not in PLACEMENTS or len(instrs) != self.pp_size or not all(
                 all(program) for program in instrs):
-            raise ValueError("schedule: is none of this pipeline")
+            raise ValueError("schedule: not one for this pipeline")
         if min(self.num_stages, self.num_microbatches) < 1 or (
                 self.num_stages * self.num_microbatches > MOST_PASSES):
             raise ValueError(f"schedule: must have 1 to {MOST_PASSES:,} forward passes")
@@ -72,7 +72,7 @@ class ClockFacts:
 
 @dataclass(frozen=True)
 class Meta:
-    """meta.json: what is read from it, besides the model."""
+    """The part of meta.json that is read, besides the model."""
 
     world_size: int
     rank_order: tuple[str, ...]
@@ -115,7 +115,7 @@ def check_meta(value: dict) -> Schedule:
     if (sorted(meta.rank_order) != sorted(AXES) or sorted(sizes) != sorted(AXES)
             or min(sizes.values()) < 1 or math.prod(sizes.values()) != meta.world_size
             or meta.world_size > MOST_RANKS):
-        raise ValueError(f"the layout {shown(sizes)} has not {meta.world_size} ranks")
+        raise ValueError(f"the layout {shown(sizes)} is not one of {meta.world_size} ranks")
     schedule, shape = meta.schedule.schedule(), value.get("model")
     if not isinstance(shape, dict):
         raise ValueError("it has no 'model'")
@@ -129,12 +129,12 @@ def check_meta(value: dict) -> Schedule:
     if (schedule.pp_size != sizes["pp"] or len(meta.stages) != schedule.num_stages
             or len(meta.stage_layers) != schedule.num_stages or min(meta.stage_layers) < 0
             or sum(meta.stage_layers) != sized.layers):
-        raise ValueError("its stages are not those of its schedule and model")
+        raise ValueError("its stages do not match its schedule and model")
     owners = meta.clock.owners
     if len(owners) != meta.world_size or not all(
             owner == 0 or str(owner) in meta.clock.before for owner in owners) or any(
             name not in map(str, owners) for name in (*meta.clock.before, *meta.clock.after)):
-        raise ValueError("clock: not each rank has one")
+        raise ValueError("clock: some ranks have none")
     return schedule
 
 
@@ -146,25 +146,25 @@ def check_head(value: dict, num_stages: int, world_size: int) -> Head:
             before[2] > after[1] or before[0] >= after[0]
             for before, after in zip(head.steps, head.steps[1:], strict=False)) or not all(
             0 <= number < LATEST for number in numbers):
-        raise ValueError("steps: must be [step, start, end], one after the other")
+        raise ValueError("steps: must be [step, start, end] in order of time")
     if not all(0 <= stage < num_stages for stage in head.stages):
-        raise ValueError(f"stages: must lie below {num_stages}")
+        raise ValueError(f"stages: must be below {num_stages}")
     for name, ranks in head.groups.items():
         if head.world_rank not in ranks or len({*ranks}) < len(ranks) or not all(
                 0 <= one < world_size for one in ranks):
-            raise ValueError(f"groups.{name}: is no group of rank {head.world_rank}")
+            raise ValueError(f"groups.{name}: not a group of rank {head.world_rank}")
     return head
 
 
 class LineCheck:
-    """Checks the lines of a rank's file behind its head, and makes their values."""
+    """Checks the lines that follow the head of a rank's file, and converts their values."""
 
     def __init__(self, head: Head, num_stages: int):
         self.head, self.num_stages = head, num_stages
         self.steps = {step for step, *_ in head.steps}
 
     def record(self, entry: list) -> Record:
-        """Return a record with its places as text."""
+        """Return a record with its call sites as text."""
         found = Record(*self._typed(entry, RECORD, "record"))
         sites, group = self.head.sites, self.head.groups.get(found.axis)
         if group is None or not -1 <= found.peer < len(group):
@@ -190,7 +190,7 @@ class LineCheck:
         """Return the rows of a rank's experts."""
         *facts, rows = entry
         if type(rows) is not list:
-            raise ValueError(f"{shown(entry)} is no load")
+            raise ValueError(f"{shown(entry)} is not a load")
         self._typed([*facts, *rows], (*LOAD, *[int] * len(rows)), "load")
         found = Load(*facts, rows)
         if min(found.first, *rows, 0) < 0:
@@ -200,7 +200,7 @@ class LineCheck:
 
     def _typed(self, entry, kinds, what) -> list:
         if tuple(map(type, entry)) != kinds:
-            raise ValueError(f"{shown(entry)} is no {what}")
+            raise ValueError(f"{shown(entry)} is not a {what}")
         for one in entry:
             if not one.isprintable() if type(one) is str else not -1 <= one < LATEST:
                 raise ValueError(f"{shown(one)} in a {what}")

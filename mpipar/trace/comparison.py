@@ -1,9 +1,9 @@
-"""Two traced runs side by side: what got slower, by cause, and whether that is more than noise.
+"""Compares two traced runs: what got slower, by cause, and whether that is more than noise.
 
-A difference counts only when it exceeds the spread. B is slower when its lower quartile lies above
+A difference counts only when it exceeds the spread: B is slower when its lower quartile is above
 A's upper quartile, and faster in the opposite case. With fewer than three values on a side there is
-no verdict. A side is one launch of a run or several. With three launches on both sides the values
-are the medians of the launches, because launches differ by more than steps do. Otherwise they are
+no verdict. A side is one or several launches of a run. With three launches on both sides the values
+are the medians of the launches, because launches differ by more than steps do; otherwise they are
 the steps.
 """
 
@@ -42,7 +42,7 @@ class Change:
 
 
 def verdict(before: list[float], after: list[float]) -> str:
-    """`slower`, `faster`, or "" where the quartiles overlap or there are too few values."""
+    """Return `slower`, `faster`, or "" where quartiles overlap or there are too few values."""
     if min(len(before), len(after)) < LEAST_STEPS:
         return ""
     low_before, _, high_before = quantiles(before, n=4, method="inclusive")
@@ -53,8 +53,7 @@ def verdict(before: list[float], after: list[float]) -> str:
 
 
 def by_launch(before: Side, after: Side) -> bool:
-    """Return whether both sides have enough launches to show how far launches differ by themselves.
-    """
+    """Return whether both sides have enough launches to show how much launches differ."""
     return min(len(before), len(after)) >= LEAST_LAUNCHES
 
 
@@ -67,22 +66,22 @@ def change(what: str, before: list[list[float]], after: list[list[float]]) -> Ch
 
 
 def untraced_ms(trace: Trace) -> list[float]:
-    """Milliseconds of each step that was not traced, except the first."""
+    """Return the milliseconds of each step that was not traced, except the first."""
     traced = {step for step, *_ in trace.ranks[0].steps}
     return [line["step_seconds"] * 1e3 for line in trace.metrics[1:] if line["step"] not in traced]
 
 
 def traced_ms(trace: Trace) -> list[float]:
-    """Milliseconds of each traced step."""
+    """Return the milliseconds of each traced step."""
     return [max(rank.steps[i][2] - rank.steps[i][1] for rank in trace.ranks) * 1e-6
             for i in range(trace.num_steps)]
 
 
 def step_time(before: Side, after: Side) -> tuple[Change, str, bool]:
-    """Return how long a step takes, which steps or launches say so, and whether they show a spread.
+    """Return the step times, which steps or launches they are from, and if these show a spread.
 
-    Where both runs have enough steps that were not traced, these count, except the first.
-    --trace-ops slows the traced steps down. Otherwise the traced steps count.
+    If both runs have enough steps that were not traced, these are taken, except the first, because
+    --trace-ops slows the traced steps down. Otherwise the traced steps are taken.
     """
     kind, times = "steps", [[untraced_ms(one.trace) for one in side] for side in (before, after)]
     if min(len(one) for side in times for one in side) < LEAST_STEPS:
@@ -96,9 +95,7 @@ def step_time(before: Side, after: Side) -> tuple[Change, str, bool]:
 
 
 def item(segment: Segment, by_stage: bool) -> str:
-    """Return the name under which a piece of time is compared. by_stage: whether it names the
-    stage.
-    """
+    """Return the name under which a piece of time is compared. by_stage: if it names stages."""
     kind = category(segment)
     if kind in ("forward", "backward"):
         if not by_stage:
@@ -114,7 +111,7 @@ def item(segment: Segment, by_stage: bool) -> str:
 
 
 def by_item(analysis: Analysis, by_stage: bool) -> dict[str, list[float]]:
-    """{item: ms in each step}, means over the ranks; all items of a step make up the step."""
+    """Return {item: ms in each step}, means over the ranks; a step's items add up to the step."""
     trace = analysis.trace
     found: dict[str, list[float]] = defaultdict(lambda: [0.0] * trace.num_steps)
     for rank, own in zip(trace.ranks, analysis.segments, strict=True):
@@ -132,7 +129,7 @@ def by_item(analysis: Analysis, by_stage: bool) -> dict[str, list[float]]:
 
 
 def items(before: Side, after: Side) -> list[Change]:
-    """Changes of all items, the largest loss first. A stage is named if it is the same in both."""
+    """Return changes of all items, largest loss first. A stage is named if both have the same."""
     stages = [one.trace.meta["stages"] for one in (*before, *after)]
     sides = [[(by_item(one, stages.count(stages[0]) == len(stages)), one.trace.num_steps)
               for one in side] for side in (before, after)]
@@ -153,7 +150,7 @@ def waited_for(before: Side, after: Side) -> list[Change]:
 
 
 def settings_that_differ(before: Path, after: Path) -> list[tuple[str, object, object]]:
-    """(key, value before, value after) where the two config.toml differ, if they can be read."""
+    """Return (key, value before, value after) where two config.toml differ, if they can be read."""
     values = []
     for folder in (before, after):
         try:

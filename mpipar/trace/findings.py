@@ -1,10 +1,10 @@
 """What is wrong with a traced run, in words. A healthy run has no finding.
 
-Each finding compares like with like, and in more than one step: once may be chance. Pipeline ranks
-are compared by the FLOPs of their stages, ranks with the others of their stage. Links are compared
-with the others of their axis, and with a gigabit cable. What holds others up outside of the passes
-is a finding if it costs all ranks a twentieth of their time. A bubble belongs to a pipeline. It is
-a finding only where one microbatch at a time is in flight.
+Each finding compares like with like, and in more than one step, because once may be chance.
+Pipeline ranks are compared by the FLOPs of their stages, ranks with the others of their stage.
+Links are compared with the others of their axis, and with a gigabit cable. What delays other ranks
+outside the passes is a finding if it costs all ranks a twentieth of their time. Every pipeline has
+a bubble, which is a finding only if a single microbatch at a time is in flight.
 """
 
 from __future__ import annotations
@@ -30,11 +30,11 @@ from mpipar.trace.trace_file import RankTrace, Trace
 from mpipar.trace.waits import Waits
 
 NOTABLE = 1.2  # times the mean, or the replicas' work
-SLOW = 1.5  # times as long per FLOP as other stages, which differ in more than FLOPs
+SLOW = 1.5  # times as long per FLOP as other stages; stages differ in more than FLOPs
 LARGE_SHARE = 0.05  # of all ranks' time, for a cause of waiting to matter
-HOT = 1.5  # rows of an expert, times the mean of its block, in every traced step
-MOST_PER_RANK = 4  # microbatches for each pipeline rank; more gain little
-# Kinds of causes outside of the passes, and whether one step with them is enough.
+HOT = 1.5  # rows of an expert, over the mean of its block, in every traced step
+MOST_PER_RANK = 4  # microbatches per pipeline rank; more gain little
+# Kinds of causes outside the passes, and whether one step with them is enough.
 HOLD_UP = {"data": False, "opt": False, "other": False, "save": True, "gc": True}
 KINDS = {"data": "data loading", "opt": "optimizer", "other": "time between spans",
          "save": "checkpoint save", "gc": "garbage collection"}
@@ -55,7 +55,8 @@ class Finding:
 
 
 class HotExpert(NamedTuple):
-    """An expert, and what its ranks cost. times: the mean of its block, in the calmest step.
+    """An expert, and what its ranks cost. times: rows over the mean of its block, in the calmest
+    step.
 
     waits: {rank: nanoseconds} that it waited for those ranks, in exchanges of rows.
     """
@@ -68,7 +69,7 @@ class HotExpert(NamedTuple):
 
     @property
     def text(self) -> str:
-        """As in `expert 3 of block 2`."""
+        """The expert in words, as in `expert 3 of block 2`."""
         return f"expert {self.expert} of {self.layer.split('.')[0].replace('block', 'block ')}"
 
 
@@ -90,9 +91,9 @@ class Passes:
 
     def __init__(self, trace: Trace, segments: list[list[Segment]], causes: Causes):
         self.trace, self.causes = trace, causes
-        # More ranks than cores also wait for cores, some for longer than others.
+        # With more ranks than cores, ranks also wait for cores, some longer than others.
         self.patience = 2 if trace.crowded() else 1
-        # by rank: {step: nanoseconds that it computes in passes}
+        # by rank: {step: nanoseconds of computing in passes}
         self.steps = [by_kind((one for one in own if one.kind in PASSES),
                               kind=lambda one: one.span.step) for own in segments]
         self.segments = segments
@@ -100,11 +101,11 @@ class Passes:
         self.units = models.unit_flops(self.model)
 
     def ms(self, rank: RankTrace) -> float:
-        """Milliseconds per step that a rank computes, without blocked time."""
+        """Return the milliseconds per step that a rank computes, without blocked time."""
         return self.steps[rank.world_rank].total() * 1e-6 / self.trace.num_steps
 
     def flops(self, rank: RankTrace) -> tuple[float, float]:
-        """(of the blocks, of the head) in all traced forward passes of a rank."""
+        """Return the FLOPs (of the blocks, of the head) in all traced forward passes of a rank."""
         stages = stage_flops(self.units, self.split)
         costs = [stages[span.stage] for span in rank.spans
                  if span.kind == "F" and span.stage in rank.stages]
@@ -112,7 +113,7 @@ class Passes:
         return blocks, head
 
     def usual(self, rank: RankTrace) -> float:
-        """Milliseconds of the usual step; where ranks share cores, of a step of usual passes."""
+        """Return the milliseconds of a typical step, or of typical passes if ranks share cores."""
         steps = [self.steps[rank.world_rank][step] for step, *_ in rank.steps]
         if self.patience == 1:
             return median(steps) * 1e-6
@@ -129,7 +130,7 @@ class Passes:
         return 1 + (times - 1) * self.patience
 
     def most_of_it(self, rank: RankTrace) -> str:
-        """Return which pass, and which layer if known, takes longest beside comparable ones."""
+        """Return which pass, and which layer if known, exceeds comparable ones most."""
         works = [self.causes.work(one.world_rank, one.start, one.end) for one in self.trace.ranks]
         flops = [sum(self.flops(one)) for one in self.trace.ranks]
         own, found = rank.world_rank, Counter()
@@ -137,7 +138,7 @@ class Passes:
             if key[0] != "compute":
                 continue
             for cause, length in causes.items():
-                # Blocks are alike. Whole passes compare by their FLOPs.
+                # Blocks cost the same. Whole passes are compared by their FLOPs.
                 others = [
                     time * (1 if key[1][1] else flops[own] / max(flops[other], 1))
                     for other, work in enumerate(works) for one, time in work.get(key, {}).items()
@@ -149,8 +150,7 @@ class Passes:
 
 
 def stages(work: Passes) -> list[Finding]:
-    """Return the pipeline rank that computes most, if that is notably more than the mean, and why.
-    """
+    """Return the pipeline rank that computes most, if notably more than the mean, and why."""
     trace = work.trace
     places: dict[int, list[RankTrace]] = {}
     for rank in trace.ranks:
@@ -195,10 +195,9 @@ def stages(work: Passes) -> list[Finding]:
 
 
 def replicas(work: Passes, hot: list[HotExpert]) -> list[Finding]:
-    """Return the ranks that compute notably longer than the others of their stage, which do equal
-    work.
+    """Return the ranks that compute notably longer than the others of their stage.
 
-    Those that hold a hot expert have more to do.
+    All of these do equal work, except that the holders of a hot expert have more to do.
     """
     found = []
     for rank in work.trace.ranks:
@@ -217,9 +216,7 @@ def replicas(work: Passes, hot: list[HotExpert]) -> list[Finding]:
 
 
 def held_up(trace: Trace, costs: dict[Cause, Cost]) -> list[Finding]:
-    """Return what makes others wait outside of the passes, in most steps; a save or collection in
-    any.
-    """
+    """Return what makes others wait outside passes in most steps; a save or collection in any."""
     all_time, found = (trace.end - trace.start) * len(trace.ranks), []
     steps = [step for step, *_ in trace.ranks[0].steps]
     for cause, cost in costs.items():
@@ -242,8 +239,9 @@ def held_up(trace: Trace, costs: dict[Cause, Cost]) -> list[Finding]:
 def hot_experts(trace: Trace, waits: Waits) -> list[HotExpert]:
     """Return the hottest expert of each group of ranks that hold one.
 
-    A rank with a popular expert computes longer than those beside it. They wait for its rows at the
-    next exchange of their group. A popular expert whose rank nobody waits for costs nothing.
+    A rank with a popular expert computes longer than those beside it, which wait for its rows at
+    the next exchange of their group. A popular expert whose rank keeps no other waiting costs
+    nothing.
     """
     rows: dict = defaultdict(lambda: defaultdict(Counter))  # layer, step, expert
     holders: dict = defaultdict(set)  # layer, expert
@@ -266,7 +264,7 @@ def hot_experts(trace: Trace, waits: Waits) -> list[HotExpert]:
 
 
 def _waits_for(waits: Waits, ranks: tuple[int, ...]) -> Counter:
-    """{rank: nanoseconds} of waiting for these ranks in their groups of experts."""
+    """Return {rank: nanoseconds} of waiting for these ranks in their groups of experts."""
     return Counter({
         own[0].rank: sum(call.wait_ns for call in own
                          if call.record.axis == "expert" and call.late in ranks)
@@ -274,7 +272,7 @@ def _waits_for(waits: Waits, ranks: tuple[int, ...]) -> Counter:
 
 
 def busy_experts(trace: Trace, hot: list[HotExpert]) -> list[Finding]:
-    """Hot experts whose ranks make others wait, in more than one step."""
+    """Return hot experts whose ranks make others wait, in more than one step."""
     found = []
     least = LARGE_SHARE * (2 if trace.crowded() else 1) * (trace.end - trace.start)
     for one in hot:
@@ -289,8 +287,7 @@ def busy_experts(trace: Trace, hot: list[HotExpert]) -> list[Finding]:
 
 
 def one_at_a_time(trace: Trace) -> list[Finding]:
-    """Return a schedule that never has two ranks compute at once, and what another one would take.
-    """
+    """Return a finding if no two ranks ever compute at once, with a better schedule's step."""
     schedule = trace.schedule()
     size, count = schedule.pp_size, schedule.num_microbatches
     timeline = simulate(schedule, Costs())
@@ -317,7 +314,7 @@ def one_at_a_time(trace: Trace) -> list[Finding]:
 
 
 def _parts(rows: int, size: int) -> int:
-    """Into how many microbatches the rows of a replica can be cut: a power of two that divides."""
+    """Return the most microbatches for a replica's rows: a power of two that divides them."""
     parts = 1
     while rows % (2 * parts) == 0 and parts < MOST_PER_RANK * size:
         parts *= 2

@@ -1,7 +1,7 @@
-"""A trace as one self-contained HTML page: it needs no network and no other files.
+"""A trace as one self-contained HTML page, which needs no network and no other files.
 
-The page's parts lie in the folder page/, and those of every page in console/page/. `build` puts
-them together with the trace's numbers. timeline.js draws the trace, page.js everything else.
+The page's parts are in the folder page/, and those that all pages share in console/page/. `build`
+combines them with the trace's numbers. timeline.js draws the trace, page.js everything else.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ SCRIPTS = ("timeline.js", "pointer.js", "page.js", "figures.js")
 
 
 def write(analysis: Analysis, path: Path, most_slices: int = MOST_SLICES) -> str | None:
-    """Write the page; return what a big trace's page leaves out, or None. Raises OutputError."""
+    """Write the page; return what a large trace's page leaves out, or None. Raises OutputError."""
     data = page_data(analysis, most_slices)
     output.write_text(path, build(data))
     return data["thinned"]
@@ -61,7 +61,7 @@ def page_data(analysis: Analysis, most_slices: int = MOST_SLICES) -> dict:
 
 
 def timeline_data(analysis: Analysis, most_slices: int) -> tuple[dict, str | None]:
-    """Spans, layers' operations and calls by rank, tables of their names, and what is left out."""
+    """Return spans, layers' operations and calls by rank, tables of names, and what is left out."""
     trace = analysis.trace
     kept_steps, shortest, thinned = thin(analysis, most_slices)
     tables: dict[str, dict] = {name: {} for name in (
@@ -107,15 +107,15 @@ def timeline_data(analysis: Analysis, most_slices: int) -> tuple[dict, str | Non
 
 def chain_text(analysis: Analysis, call) -> str:
     """Return why a rank waited, from the late rank to the root, at most LONGEST_CHAIN steps."""
-    told = analysis.causes.chain(call)
-    left = len(told) - LONGEST_CHAIN
+    chain = analysis.causes.chain(call)
+    left = len(chain) - LONGEST_CHAIN
     if left > 0:
-        told[LONGEST_CHAIN // 2:-LONGEST_CHAIN // 2] = [f"{left} more"]
-    return "; ".join(told)
+        chain[LONGEST_CHAIN // 2:-LONGEST_CHAIN // 2] = [f"{left} more"]
+    return "; ".join(chain)
 
 
 def thin(analysis: Analysis, most: int) -> tuple[set[int], int, str | None]:
-    """(steps to show, length in ns of the shortest slice to show, words for the reader).
+    """Return (steps to show, length in ns of the shortest slice to show, note for the reader).
 
     Whole steps are dropped first. If a single step is too much, its shortest slices are dropped.
     """
@@ -148,8 +148,7 @@ def thin(analysis: Analysis, most: int) -> tuple[set[int], int, str | None]:
 
 
 def pipeline_data(analysis: Analysis) -> dict | None:
-    """Return one pipeline's passes in its median step, measured and simulated; None without them.
-    """
+    """Return a pipeline's passes in its median step, measured and simulated; None without any."""
     trace = analysis.trace
     if trace.meta["layout"]["pp"] < 2 or not pop.whole_steps(trace):
         return None

@@ -1,4 +1,4 @@
-"""Links of a traced run that are slow: beside the axis's others, or beside a gigabit cable."""
+"""Slow links of a traced run: compared with the axis's others, and with a gigabit cable."""
 
 from __future__ import annotations
 
@@ -12,22 +12,21 @@ from mpipar.trace.segments import Segment
 from mpipar.trace.trace_file import Trace
 from mpipar.trace.waits import Call, Event, Waits
 
-LEAST_LENGTHS = 3  # transfers that show how long data travel; fewer may be chance
+LEAST_LENGTHS = 3  # transfers that show the travel time of data; fewer may be chance
 SLOW_LINK = 2.0  # times as long per byte as the axis's other links
 LARGE_SHARE = 0.05  # of the traced time, for a link to matter
 CABLE_NS_PER_BYTE = 10  # a gigabit cable, with what a protocol costs
 CABLE_NS = 0.5e6  # a message's own delay on a bad network
-CROWDED = 30  # times as patient where a rank may not have a core when data comes
-AFTER_NS = 1e6  # what has started to move when the sender was free again ends within this time
+CROWDED = 30  # factor on the limits where a rank may lack a core when data arrives
+AFTER_NS = 1e6  # a transfer that starts when its sender is free again ends within this time
 
 
 @dataclass
 class Link:
     """The transfers of one link: from a sender to a receiver, or inside a group.
 
-    lengths: how many nanoseconds the data travelled, where somebody waited for half of that; sizes:
-    the bytes of these.
-    free: when the last of them had come.
+    lengths: nanoseconds that the data travelled, where a rank waited for half of that; sizes: the
+    bytes of these. free: when the last of them had arrived.
     """
 
     axis: str
@@ -40,30 +39,28 @@ class Link:
 
     @property
     def length(self) -> float:
-        """Nanoseconds that data usually travel; a few long transfers do not count."""
+        """Typical travel time of data in nanoseconds; a few long transfers have no influence."""
         return median(self.lengths)
 
     @property
     def quick(self) -> float:
-        """Nanoseconds of its quick transfers: these, too, must be slow on a slow link."""
+        """Nanoseconds of its quick transfers: on a slow link these are slow too."""
         return sorted(self.lengths)[len(self.lengths) // 8]
 
     @property
     def size(self) -> float:
-        """Bytes of a usual transfer, of those whose length is known."""
+        """Typical bytes of a transfer, among those whose length is known."""
         return median(self.sizes)
 
     def text(self) -> str:
-        """Return which link, what it carried, how long it took."""
+        """Return which link, what it carried, and how long it took."""
         ranks = (" -> " if self.message else ", ").join(map(str, self.ranks))
         return (f"{self.axis} {'link' if self.message else 'group'} {ranks}: {len(self.events)}"
                 f" transfers of {self.size / 1024:.1f} KiB take {self.length * 1e-6:.2f} ms"
                 f" each ({self.size / max(self.length, 1) * 1e3:.1f} MB/s)")
 
     def lost(self, trace: Trace, waits: Waits, usual: float) -> float:
-        """Return the nanoseconds that the steps would be shorter if even quick transfers were as
-        usual.
-        """
+        """Return how many nanoseconds steps would save if even quick transfers were as usual."""
         saved = {id(call): min(call.transfer_ns, self.quick - usual)
                  for event in self.events for call in event.calls}
         ends = replay(trace, waits, lambda call: call.transfer_ns - saved.get(id(call), 0))
@@ -71,7 +68,7 @@ class Link:
 
 
 def slow_links(trace: Trace, waits: Waits, segments: list[list[Segment]]) -> list[tuple]:
-    """[(text, nanoseconds lost)] of the links whose transfers take too long."""
+    """Return [(text, nanoseconds lost)] of the links whose transfers take too long."""
     links = [link for link in measured(waits, segments) if len(link.lengths) >= LEAST_LENGTHS]
     least, found = CABLE_NS * (CROWDED if trace.crowded() else 1), []
     for link in links:
@@ -81,20 +78,20 @@ def slow_links(trace: Trace, waits: Waits, segments: list[list[Segment]]) -> lis
         cable = CABLE_NS_PER_BYTE * link.size
         if others and link.quick > max(SLOW_LINK * usual, least):
             times = link.length / max(usual, 1)
-            told = f"{times:.1f}x as long per byte as the axis's others"
+            reason = f"{times:.1f}x as long per byte as the axis's others"
         elif link.quick > least + cable:
-            usual, told = cable, "longer than over a gigabit cable"
+            usual, reason = cable, "longer than over a gigabit cable"
         else:
             continue
         lost = link.lost(trace, waits, usual)
         share = lost / (trace.end - trace.start)
         if share >= LARGE_SHARE:
-            found.append((f"{link.text()}, {told}: {share:.0%} of the step", lost))
+            found.append((f"{link.text()}, {reason}: {share:.0%} of the step", lost))
     return found
 
 
 def measured(waits: Waits, segments: list[list[Segment]]) -> list[Link]:
-    """Return every link that carried data, with the lengths of the transfers that show theirs."""
+    """Return every link that carried data, with the transfer times that are known."""
     links: dict[tuple, Link] = {}
     for event in waits.events:
         if not event.calls[0].record.payload_bytes:
@@ -105,7 +102,7 @@ def measured(waits: Waits, segments: list[list[Segment]]) -> list[Link]:
         sent = event.calls[0].record.posted_ns if message else event.arrival_ns
         first = _first_to_leave(event)
         start, end = max(sent, link.free), first.record.done_ns
-        # Data that came before anybody waited for them do not show when.
+        # Data that arrived before any rank waited for it leaves no arrival time.
         seen = 0 < end - start <= 2 * first.transfer_ns
         if seen and not (message and _stood_still(start, end, segments[event.ranks[0]])):
             link.lengths.append(end - start)
@@ -116,15 +113,15 @@ def measured(waits: Waits, segments: list[list[Segment]]) -> list[Link]:
 
 
 def _first_to_leave(event: Event) -> Call:
-    """The receiver of a message. Of a collective, who shows how long the data travelled."""
+    """Return the receiver of a message; of a collective, the member that shows the travel time."""
     receivers = event.calls[1:] if event.operation == "message" else event.calls
     return min(receivers, key=lambda call: call.record.done_ns)
 
 
 def _stood_still(start: int, end: int, sender: list[Segment]) -> bool:
-    """Whether a message moved only when its sender had finished a pass and called MPI again.
+    """Return whether a message moved only when its sender had finished a pass and called MPI again.
 
-    MPI moves nothing until it is called. That says nothing about the link.
+    MPI moves nothing until it is called, so that says nothing about the link.
     """
     first = bisect_right(sender, start, key=lambda one: one.end)
     last = bisect_left(sender, end, key=lambda one: one.start)

@@ -1,12 +1,12 @@
 """A trace as Chrome JSON, for ui.perfetto.dev and chrome://tracing.
 
-Each rank is a process with four rows: compute, wait, transfer, post. Layers' operations lie below
-their passes where they were timed. One arrow leads from the last arriver of a collective to each
-rank that waited for it, and one from each send to its receive.
-Perfetto joins an arrow to the innermost slices that hold its two timestamps. It draws it from the
-end of the first to the start of the second. So a short slice in the row `post` ends when the late
-rank posts, and the arrow ends where a transfer starts.
-Times are microseconds with three digits: the nanoseconds of the trace.
+Each rank is a process with four rows: compute, wait, transfer, post. Layers' operations are nested
+in their passes if they were timed. One arrow leads from the last arriver of a collective to each
+rank that waited for it, and one from each send to its receive. Perfetto attaches an arrow to the
+innermost slices that contain its two timestamps, and draws it from the end of the first to the
+start of the second. That is why a short slice in the row `post` ends when the late rank posts, and
+the arrow ends where a transfer starts. Times are microseconds with three digits: the nanoseconds of
+the trace.
 """
 
 from __future__ import annotations
@@ -58,7 +58,9 @@ def events(trace: Trace, waits: Waits) -> list[dict]:
 
 
 def _slices_of_calls(calls: list[Call]) -> list[dict]:
-    """Wait and transfer slices of one rank, and marks where a call has no slice for an arrow."""
+    """Return wait and transfer slices of one rank, and marks where a call lacks a slice for an
+    arrow.
+    """
     found, marks, starts = [], [], []
     for call in calls:
         record, facts = call.record, _facts(call)
@@ -82,15 +84,15 @@ def _slices_of_calls(calls: list[Call]) -> list[dict]:
 
 
 def _arrows(waits: Waits) -> list[dict]:
-    """All arrows: the slices in which they begin, and their two ends.
+    """Return all arrows: the slices in which they begin, and their two ends.
 
-    An arrow's id is a number. From a text id Perfetto reads only hexadecimal digits, and drops
-    arrows with any other.
+    An arrow's id is a number, because Perfetto reads only the hexadecimal digits of a text id, and
+    drops arrows with any other.
     """
     found, posts, number = [], {}, 0
     for event in waits.events:
         source, targets = _ends(event)
-        # Between hosts, a clock's error must not make an arrow end before it starts.
+        # Between hosts, a clock error must not make an arrow end before it starts.
         time = min([source.record.posted_ns, *map(_arrival, targets)])
         if targets:
             posts.setdefault(source.rank, []).append((time, source, targets))
@@ -114,7 +116,7 @@ def _arrows(waits: Waits) -> list[dict]:
 
 
 def _ends(event: Event) -> tuple[Call, list[Call]]:
-    """From where to where arrows lead: the last arriver and all who waited, or send and receive."""
+    """Return where arrows begin and end: last arriver and all that waited, or send and receive."""
     if event.operation == "message":
         return event.calls[0], event.calls[1:]
     last = next(call for call in event.calls if call.rank == event.last)
@@ -122,7 +124,7 @@ def _ends(event: Event) -> tuple[Call, list[Call]]:
 
 
 def _arrival(call: Call) -> int:
-    """Where an arrow ends: when the waiting is over; for a call that never waits, when it is done.
+    """Return where an arrow ends: when the wait is over, or when a call that never waits is done.
 
     A slice of the row `transfer` starts there.
     """

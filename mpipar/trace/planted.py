@@ -1,9 +1,9 @@
-"""Traced runs that a simulator writes, with a delay planted in them: the truth is known.
+"""Simulated traces of runs with a planted delay, so that the true cause is known.
 
-Every rank is a generator that follows its program. It reads rows, runs passes layer by layer with
-their tp barriers, and sends and receives. Then it sums gradients over dp, meets all ranks at the
-norm, and runs the optimizer. It notes records, spans and operations as a run does. Times are
-milliseconds; every piece of work varies by 2 %.
+Every rank is a generator that follows its program: it reads rows, runs passes layer by layer with
+their tp barriers, sends and receives, sums gradients over dp, meets all ranks at the norm, and runs
+the optimizer. It notes records, spans and operations as a run does. Times are milliseconds; every
+piece of work varies by 2 %.
 """
 
 from collections import defaultdict
@@ -42,8 +42,8 @@ def record(operation, name, axis, posted, waited, done, **other):
 class Run:
     """What is simulated. fault: what is planted on `rank`, `delay` ms in each step.
 
-    Faults: data, F or B (of one layer), gc, opt, save, between, link, or "" for none.
-    link: (axis, ranks) of the slow link, which are a group, or the sender and the receiver.
+    Faults: data, F or B (of one layer), gc, opt, save, between, link, or "" for none. link: (axis,
+    ranks) of the slow link, which are a group, or the sender and the receiver.
     """
 
     layout: tuple[tuple[str, int], ...]
@@ -81,9 +81,9 @@ class Simulator:
         self.model = MODEL | {"vocab_size": run.vocab_size}
         units = unit_flops(model_config(self.model))
         self.head_ms = run.block_ms * units.head / units.blocks[0]
-        self.arrivals = defaultdict(dict)  # of a meeting or message: {rank: when it came}
-        self.ends = {}  # of a meeting or message: when its data have travelled
-        self.free = defaultdict(float)  # of a link: when it has carried all before
+        self.arrivals = defaultdict(dict)  # of a meeting or message: {rank: when it arrived}
+        self.ends = {}  # of a meeting or message: when its data has arrived
+        self.free = defaultdict(float)  # of a link: when it is free again
         self.clock = [0.0] * world_size
         self.step, self.posted, self.counts = {}, {}, defaultdict(int)
         self.ranks = []
@@ -93,7 +93,7 @@ class Simulator:
                 rank, f"host{rank}", {axis: grid.place(axis) for axis in AXES},
                 self.schedule.stages_of(grid.place("pp")), groups, []))
         running = {rank: self._program(rank) for rank in range(world_size)}
-        while running:  # a generator yields until what it waits for has come
+        while running:  # a generator yields until what it waits for has arrived
             for rank in list(running):
                 if next(running[rank], "ended") == "ended":
                     del running[rank]
@@ -115,7 +115,7 @@ class Simulator:
         return self.run.delay if (fault, rank) == (self.run.fault, self.run.rank) else 0.0
 
     def _work(self, rank, length, extra=0.0):
-        """Let time pass on a rank; the two ends in nanoseconds."""
+        """Let time pass on a rank; return its start and end in nanoseconds."""
         start = self.clock[rank]
         self.clock[rank] += length * self.random.uniform(0.98, 1.02) + extra
         return round(start * MS), round(self.clock[rank] * MS)
@@ -141,7 +141,7 @@ class Simulator:
                      payload_bytes=size, wire_bytes=size, **facts)
 
     def _travel(self, key, link, sent):
-        """When the data of a meeting or message have travelled: a link carries one at a time."""
+        """Return when the data of a meeting or message arrives: a link carries one at a time."""
         if key not in self.ends:
             slow = self.run.fault == "link" and self.run.link == link
             each = {"tp": 4 * self.run.microbatches * max(self.stage_layers), "dp": 2,
@@ -151,7 +151,7 @@ class Simulator:
         return self.ends[key]
 
     def _wire_ms(self):
-        """What a healthy transfer takes."""
+        """Return the duration of a healthy transfer."""
         return WIRE_MS
 
     def _record(self, rank, operation, name, axis, times, **facts):
@@ -159,7 +159,7 @@ class Simulator:
             record(operation, name, axis, *times, **{"step": self.step[rank], **facts}))
 
     def _program(self, rank):
-        """All steps of a rank."""
+        """Run all steps of a rank."""
         for step in range(1, self.run.steps + 1):
             self.step[rank] = step
             start = self.clock[rank]
@@ -179,7 +179,7 @@ class Simulator:
                     yield from self._meet(rank, "world", "save.written", size=0, phase="save")
 
     def _pipeline(self, rank):
-        """The program of one step: reads, passes and messages."""
+        """Run the program of one step: reads, passes and messages."""
         grid, schedule, read, receives = self.grids[rank], self.schedule, set(), {}
 
         def reading(instr):
@@ -230,7 +230,7 @@ class Simulator:
         return (message.stage * 99 + message.mb) * 2 + (message.direction == "B")
 
     def _pass(self, rank, instr):
-        """A forward or backward, layer by layer."""
+        """Run a forward or backward, layer by layer."""
         start, stage, tp = self.clock[rank], instr.stage, self.sizes["tp"]
         blocks, _, is_last = stage_parts(stage, self.stage_layers)
         times = 2 if instr.kind == "B" else 1

@@ -6,9 +6,9 @@
     transfer efficiency      = T(ideal network) / T
     serialization efficiency = max useful / T(ideal network)
 
-T is the measured time. Useful is all time outside of blocking communication. T(ideal network) comes
-from a replay of the trace. There the time between a rank's operations keeps its length, and every
-operation ends when its last participant has arrived. Source:
+T is the measured time. Useful is all time outside blocking communication. T(ideal network) comes
+from a replay of the trace, in which the time between a rank's operations keeps its length, and
+every operation ends when its last participant has arrived. Source:
 https://co-design.pop-coe.eu/metrics/index.html
 """
 
@@ -57,7 +57,7 @@ class Efficiency:
         return max(self.useful_ns) / self.ideal_ns
 
     def rows(self) -> list[tuple[str, float, str]]:
-        """(name, value, meaning) from the whole to its factors."""
+        """Return (name, value, meaning) from the whole to its factors."""
         return [
             ("parallel efficiency", self.parallel, "share of all ranks' time that is not blocked"),
             ("load balance", self.load_balance, "mean work / most work of a rank"),
@@ -78,16 +78,16 @@ def efficiency(trace: Trace, waits: Waits, segments: list[list[Segment]]) -> Eff
 
 def replay(trace: Trace, waits: Waits, transfer: Callable[[Call], float] = lambda _: 0
            ) -> list[float]:
-    """When each rank would end on an ideal network; starts are those of the trace.
+    """Return when each rank would end on an ideal network; starts are those of the trace.
 
-    Each rank runs through its own posts and waits. It stops at a wait until all participants have
-    posted. The job has run, so some rank can always go on.
-    transfer: how long a call blocks after that. With its `transfer_ns` the trace itself comes out.
+    Each rank runs through its own posts and waits, and stops at a wait until all participants have
+    posted. The job has run, so some rank can always continue. transfer: how long a call blocks
+    after that. With its `transfer_ns` the replay reproduces the trace.
     """
     programs = [_program(rank.start, calls)
                 for rank, calls in zip(trace.ranks, waits.calls, strict=True)]
     posted: dict[int, int] = {}  # id of a call: when it was posted in the replay
-    waiting: dict[int, list[int]] = defaultdict(list)  # id of a call: ranks that wait for its post
+    waiting: dict[int, list[int]] = defaultdict(list)  # id of a call: ranks waiting for its post
     position, clock = [0] * len(programs), [rank.start for rank in trace.ranks]
     runnable = list(range(len(programs)))
     while runnable:
@@ -114,7 +114,7 @@ def replay(trace: Trace, waits: Waits, transfer: Callable[[Call], float] = lambd
 
 
 def _program(start: int, calls: list[Call]) -> list[tuple[int, Call, bool]]:
-    """(local nanoseconds before it, call, whether it is the wait): a rank's operations in order."""
+    """Return (local nanoseconds before it, call, whether it is the wait) of a rank, in order."""
     events = [(call.record.posted_ns, 0, call, False) for call in calls]
     events += [(call.record.waited_ns, 1, call, True) for call in calls if call.blocked_ns > 0]
     events.sort(key=lambda event: event[:2])
@@ -126,7 +126,7 @@ def _program(start: int, calls: list[Call]) -> list[tuple[int, Call, bool]]:
 
 
 def _partners(call: Call) -> list[Call]:
-    """The calls that must have been posted before this one can end."""
+    """Return the calls that must have been posted before this one can end."""
     event, record = call.event, call.record
     if event is None:
         return []
@@ -144,9 +144,7 @@ def _partners(call: Call) -> list[Call]:
 
 
 def whole_steps(trace: Trace) -> set[int]:
-    """Return the steps whose passes every rank has finished: all, unless the run failed in the
-    last.
-    """
+    """Return the steps whose passes every rank has finished: the last one may be incomplete."""
     return set.intersection(*({span.step for span in rank.spans if span.kind == "pipeline"}
                               for rank in trace.ranks))
 
@@ -158,7 +156,7 @@ def pass_facts(trace: Trace) -> list[dict]:
 
 
 def median_passes(trace: Trace) -> tuple[int, list[list[Span]]]:
-    """(step, passes by pipeline rank) of the step of median length, of one of the pipelines."""
+    """Return (step, passes by pipeline rank) of the step of median length, of one pipeline."""
     pipeline = [rank for rank in trace.ranks
                 if all(rank.place[axis] == 0 for axis in rank.place if axis != "pp")]
     pipeline.sort(key=lambda rank: rank.place["pp"])
@@ -169,9 +167,9 @@ def median_passes(trace: Trace) -> tuple[int, list[list[Span]]]:
 
 
 def hop_ns(trace: Trace) -> float:
-    """Median time of a pipeline message from its send to its arrival, where a rank waited for it.
+    """Return the median time of a pipeline message from its send to its arrival.
 
-    Zero without such messages.
+    Only those that a rank waited for count; 0 without any.
     """
     times = []
     for event in find(trace).events:
@@ -183,7 +181,7 @@ def hop_ns(trace: Trace) -> float:
 
 
 def pipeline_bubble(trace: Trace) -> list[tuple]:
-    """`bubble.bubble_rows` of the trace: measured and simulated, by pipeline rank."""
+    """Return `bubble.bubble_rows` of the trace: measured and simulated, by pipeline rank."""
     pp_ranks = [rank.place["pp"] for rank in trace.ranks]
     return bubble.bubble_rows(pass_facts(trace), pp_ranks, trace.schedule())
 
@@ -201,5 +199,5 @@ def simulated(trace: Trace, even: bool = False) -> Timeline:
 
 
 def lost_by_uneven_stages(trace: Trace) -> float:
-    """Milliseconds per step that the schedule would gain from stages of equal work."""
+    """Return how many milliseconds per step the schedule would gain from stages of equal work."""
     return float(simulated(trace).makespan - simulated(trace, even=True).makespan) * 1e3

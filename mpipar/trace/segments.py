@@ -1,8 +1,8 @@
-"""A rank's time without gaps: what it did at every instant of the traced steps.
+"""A rank's time without gaps: what it did at every moment of the traced steps.
 
 Kinds are those of the spans that keep a rank busy, and wait and transfer of every blocking call.
-Time outside of all of them is "other": Python, posting messages, logging between steps. Blocked
-time inside a span counts as wait and transfer, so the rest of a span is computing.
+Time outside all of them is "other": Python, posting messages, logging between steps. Blocked time
+inside a span counts as wait and transfer, so the rest of a span is computing.
 """
 
 from __future__ import annotations
@@ -34,8 +34,7 @@ class Segment(NamedTuple):
 
 
 def of_rank(rank: RankTrace, calls: list[Call]) -> list[Segment]:
-    """Return the rank's segments from its first step's start to its last step's end, without gaps.
-    """
+    """Return the rank's segments from its first step's start to its last step's end, gapless."""
     pieces = [(span.start_ns, -span.end_ns, span.kind, span, None)
               for span in rank.spans if span.kind in BUSY]
     for call in calls:
@@ -71,7 +70,7 @@ def of_rank(rank: RankTrace, calls: list[Call]) -> list[Segment]:
 
 
 def of_trace(trace: Trace, waits: Waits) -> list[list[Segment]]:
-    """Segments by rank."""
+    """Return segments by rank."""
     return [of_rank(rank, calls) for rank, calls in zip(trace.ranks, waits.calls, strict=True)]
 
 

@@ -13,10 +13,9 @@ LEGEND = ("F B I W passes, o optimizer, d data, e evaluates, s saves, g collects
 
 def timeline(trace: Trace, segments: list[list[Segment]], width: int = 100,
              window: tuple[int, int] | None = None) -> str:
-    """Return every slice shows what the rank did for most of it. Lines have at most `width`
-    characters.
+    """Return a row of letters per rank; each slice shows what the rank did for most of it.
 
-    window: start and end in ns, by default the whole trace.
+    width: the most characters of a line. window: start and end in ns, by default the whole trace.
     """
     start, end = window or (trace.start, trace.end)
     heads = [f"rank {rank.world_rank} " for rank in trace.ranks]
@@ -44,7 +43,7 @@ def timeline(trace: Trace, segments: list[list[Segment]], width: int = 100,
 
 
 def median_step(trace: Trace) -> tuple[int, tuple[int, int]]:
-    """(step, (start, end) over all ranks) of the step of median length."""
+    """Return (step, (start, end) over all ranks) of the step of median length."""
     windows = [(min(rank.steps[i][1] for rank in trace.ranks),
                 max(rank.steps[i][2] for rank in trace.ranks)) for i in range(trace.num_steps)]
     order = sorted(range(trace.num_steps), key=lambda i: windows[i][1] - windows[i][0])

@@ -1,9 +1,9 @@
 """A trace on disk: writes and reads one file per rank and `trace/meta.json`, without MPI.
 
-A rank's file is JSON lines. The head says what the numbers mean, call sites, steps, groups, and how
-many lines follow. Then comes one line per record ("r"), compute span ("s"), operation of a layer
-("o"), and load of a rank's experts ("e"). Times on disk are those of the rank's own clock. The
-reader translates them to world rank 0's clock and starts at zero.
+A rank's file consists of JSON lines. The head defines the meaning of the numbers, call sites,
+steps, groups, and how many lines follow. Then comes one line per record ("r"), compute span ("s"),
+operation of a layer ("o"), and load of a rank's experts ("e"). Times on disk are those of the
+rank's own clock; the reader translates them to world rank 0's clock and starts at zero.
 """
 
 from __future__ import annotations
@@ -33,15 +33,15 @@ from mpipar.trace.checks import LineCheck, ScheduleFacts, check_head, check_meta
 
 SCHEMA = 3
 METRICS = "metrics.jsonl"  # of a run folder
-META = "trace/meta.json"  # likewise: what the files of all ranks have in common
+META = "trace/meta.json"  # also there: what the files of all ranks have in common
 TIMES = {kind: [name for name in kind._fields if name.endswith("_ns")]
          for kind in (Record, Span, LayerOperation)}
-LEAST_CORE_WAIT = 0.1  # of the traced time, to be told
+LEAST_CORE_WAIT = 0.1  # of the traced time, to be reported
 
 MOST_META, MOST_LINE = 64 << 20, 16 << 20  # bytes
 MOST_NAMED = 8  # files in a message
-MIXED = "the files of trace/ must be of one run"
-HOW_TO = "make one with: mpipar train --trace 10:12 --out FOLDER"
+MIXED = "the files of trace/ must come from one run"
+HOW_TO = "record one with: mpipar train --trace 10:12 --out FOLDER"
 
 
 @dataclass
@@ -49,8 +49,8 @@ class RankTrace:
     """What one rank did. Times are nanoseconds of the common clock since the trace began.
 
     place: {axis: coordinate}. groups: {axis: world ranks}. steps: [(step, start, end)]. cores: the
-    cores of its host that it may run on. core_wait_ns: how long it was ready to run and had none.
-    complete: false if it failed in the last step.
+    cores of its host that it may run on. core_wait_ns: how long it was ready to run but had no
+    core. complete: false if it failed in the last step.
     """
 
     world_rank: int
@@ -102,23 +102,24 @@ class Trace:
         return max(rank.end for rank in self.ranks)
 
     def layout(self) -> str:
-        """As in `pp 2 x tp 2`."""
+        """Return the layout in words, as in `pp 2 x tp 2`."""
         sizes = self.meta["layout"].items()
         return " x ".join(f"{axis} {size}" for axis, size in sizes if size > 1) or "one rank"
 
     def size(self) -> str:
-        """As in `4 ranks (pp 2 x tp 2)`."""
+        """Return ranks and layout, as in `4 ranks (pp 2 x tp 2)`."""
         count = len(self.ranks)
         return f"{count} ranks ({self.layout()})" if count > 1 else self.layout()
 
     def place(self, rank: RankTrace) -> str:
-        """As in `pp1 tp0`: the rank's place on the axes that have several."""
+        """Return the rank's place on the axes that have several, as in `pp1 tp0`."""
         axes = [axis for axis in self.meta["rank_order"] if self.meta["layout"][axis] > 1]
         return " ".join(f"{axis}{rank.place[axis]}" for axis in axes) or "one rank"
 
     def crowded(self) -> list[str]:
-        """Return where ranks share cores, with each other or with other processes; at most one
-        remark.
+        """Return remarks on cores that ranks share, with each other or with other processes.
+
+        There is at most one remark.
         """
         found = []
         for host in sorted({rank.host for rank in self.ranks}):
@@ -131,16 +132,16 @@ class Trace:
                    " not the speed of a machine with a core for each rank")
             return [f"{', '.join(found)}, {why}"]
         waited = max(rank.core_wait_ns / max(rank.end - rank.start, 1) for rank in self.ranks)
-        told = (f"ranks shared cores with other processes and waited up to {min(waited, 1):.0%} of"
-                " the time for one: the times are not those of a free machine")
-        return [told] if waited >= LEAST_CORE_WAIT else []
+        remark = (f"ranks shared cores with other processes and waited up to {min(waited, 1):.0%}"
+                  " of the time for one: the times are not those of an idle machine")
+        return [remark] if waited >= LEAST_CORE_WAIT else []
 
     def remarks(self) -> list[str]:
-        """Return what a reader must know before trusting the numbers."""
+        """Return the caveats that a reader must know before trusting the numbers."""
         failed = not all(rank.complete for rank in self.ranks)
         alone = self.num_steps == 1 < len(self.ranks)
         return [*self.crowded(), *["the run failed in the last step that is shown"] * failed,
-                *["one step is traced: what is slow in every step shows only in several"] * alone]
+                *["one step is traced: what is slow in every step shows only with several"] * alone]
 
     def schedule(self) -> Schedule:
         """Return the schedule that the run used."""
@@ -157,12 +158,12 @@ def schedule_json(schedule: Schedule) -> dict:
 
 
 def rank_name(world_rank: int) -> str:
-    """Return the file of one rank, in a run folder."""
+    """Return the name of one rank's file in a run folder."""
     return f"trace/rank-{world_rank:05d}.jsonl"
 
 
 def remove(folder: Path, world_rank: int) -> None:
-    """Remove what this rank has written of a trace that is of no use."""
+    """Remove what this rank has written of an unusable trace."""
     with suppress(OSError):  # other ranks may still have files there
         no_links.remove(folder, rank_name(world_rank))
         if world_rank == 0:
@@ -171,7 +172,8 @@ def remove(folder: Path, world_rank: int) -> None:
 
 
 def write_rank(folder: Path, head: dict, records, spans, operations, loads=()) -> None:
-    """Write a rank's file. Its head holds the number of lines, so a reader knows if it is cut.
+    """Write a rank's file. Its head holds the number of lines, so that a reader notices if it is
+    cut.
 
     head: world_rank, host, place, stages, groups, steps, complete, cores.
     """
@@ -219,12 +221,12 @@ def read(folder: str | Path) -> Trace:
     ranks = [_read_rank(folder, clock, grid, len(meta["stages"])) for grid in grids]
     for path, rank in zip(paths, ranks, strict=True):
         if [step for step, *_ in rank.steps] != [step for step, *_ in ranks[0].steps]:
-            raise DataError(f"{path}: has other steps than {paths[0].name}: {MIXED}")
+            raise DataError(f"{path}: its steps differ from those of {paths[0].name}: {MIXED}")
     return Trace(folder, meta, _from_zero(ranks), clock, _read_metrics(folder))
 
 
 def _why_missing(folder: Path) -> str:
-    """What kept ranks from writing their files: the failure of the run, if it left a record."""
+    """Return what kept ranks from writing their files: the run's failure, if it was recorded."""
     try:
         name = min(path.name for path in (folder / "errors").glob("rank-*.json"))
         record = read_json(f"errors/{name}", root=folder)
@@ -235,7 +237,7 @@ def _why_missing(folder: Path) -> str:
 
 
 def _load(folder: Path) -> tuple[dict, CommonClock, list[Grid]]:
-    """meta.json, and from it the common clock and the place of each rank."""
+    """Return meta.json, and from it the common clock and the place of each rank."""
     value = read_json(META, cure=HOW_TO, most_bytes=MOST_META, root=folder)
     path = folder / META
     _checked(path, value)
@@ -246,7 +248,7 @@ def _load(folder: Path) -> tuple[dict, CommonClock, list[Grid]]:
                  for rank in range(value["world_size"])]
         return value, CommonClock.from_json(value["clock"]), grids
     except ValueError as error:
-        raise DataError(f"{path}: not a trace's: {brief(str(error), 300)}; {HOW_TO}") from None
+        raise DataError(f"{path}: not of a trace: {brief(str(error), 300)}; {HOW_TO}") from None
 
 
 def _checked(path: Path, head) -> dict:
@@ -258,7 +260,7 @@ def _checked(path: Path, head) -> dict:
 
 
 def _read_rank(folder: Path, clock: CommonClock, grid: Grid, num_stages: int) -> RankTrace:
-    """One rank's file, with times translated to the common clock."""
+    """Return one rank's file, with times translated to the common clock."""
     name, number = rank_name(grid.world_rank), 0
     path = folder / name
     try:
@@ -275,7 +277,7 @@ def _read_rank(folder: Path, clock: CommonClock, grid: Grid, num_stages: int) ->
             for letter, *entry in lines:
                 if letter == "r":
                     record = check.record(entry)
-                    if not record.done_ns:  # the rank failed in it, or before waiting for it
+                    if not record.done_ns:  # the rank failed in it, or before its wait
                         record = record._replace(waited_ns=record.waited_ns or end, done_ns=end)
                     trace.records.append(_moved(record, common))
                 elif letter == "s":
@@ -290,7 +292,7 @@ def _read_rank(folder: Path, clock: CommonClock, grid: Grid, num_stages: int) ->
         raise DataError(f"{path}, line {number + 1}: not a trace:"
                         f" {brief(str(error), 300)}") from None
     if number != wanted:
-        raise DataError(f"{path}: {number} lines of {wanted}: only a part of it was copied?")
+        raise DataError(f"{path}: {number} lines of {wanted}: was it copied only in part?")
     if not trace.steps:
         raise DataError(f"{path}: no step was traced; {HOW_TO}")
     if trace.world_rank != grid.world_rank or any(
@@ -303,12 +305,12 @@ def _read_rank(folder: Path, clock: CommonClock, grid: Grid, num_stages: int) ->
 
 
 def _moved(entry, move: Callable[[int], int]):
-    """A record, span or operation with each of its times moved."""
+    """Return a record, span or operation with each of its times moved."""
     return entry._replace(**{name: move(getattr(entry, name)) for name in TIMES[type(entry)]})
 
 
 def _from_zero(ranks: list[RankTrace]) -> list[RankTrace]:
-    """The ranks with the first start at zero."""
+    """Return the ranks with the first start at zero."""
     move = (-min(rank.start for rank in ranks)).__add__
     for rank in ranks:
         rank.steps = [(step, move(start), move(end)) for step, start, end in rank.steps]
@@ -320,9 +322,9 @@ def _from_zero(ranks: list[RankTrace]) -> list[RankTrace]:
 
 @contextmanager
 def contradictions_are_data_errors(*folders: str | Path):
-    """Raise DataError if these traces, each line of which is legal, contradict themselves.
+    """Raise DataError if these traces, each line of which is valid, contradict themselves.
 
-    Times and partners of calls are not checked one against the other while they are read.
+    Times and partners of calls are not checked against each other while they are read.
     """
     try:
         yield
@@ -335,7 +337,7 @@ def contradictions_are_data_errors(*folders: str | Path):
 
 
 def _lines(file):
-    """The values of the lines of an open file; ValueError says what is wrong with one."""
+    """Yield the values of the lines of an open file; a ValueError says what is wrong with one."""
     while line := file.readline(MOST_LINE):
         if len(line) == MOST_LINE:
             raise ValueError(f"is longer than {MOST_LINE:,} bytes")
@@ -343,11 +345,11 @@ def _lines(file):
 
 
 def _read_metrics(folder: Path) -> list[dict]:
-    """The complete lines of metrics.jsonl; a job that still runs may be writing the last one."""
+    """Return the complete lines of metrics.jsonl; a running job may be writing the last one."""
     found, path = [], folder / METRICS
     with problems_as(DataError, str(path)):
         for number, (_, value) in enumerate(lines_of(folder, METRICS), 1):
             if value is None:
-                raise DataError(f"{path}, line {number}: has no step, loss and numbers")
+                raise DataError(f"{path}, line {number}: lacks step, loss and numbers")
             found.append(value)
     return found

@@ -1,4 +1,4 @@
-"""The trace of a running job: keeps all records of the chosen steps and writes them (`--trace`)."""
+"""The tracer of a running job (`--trace`): keeps all records of chosen steps and writes them."""
 
 from __future__ import annotations
 
@@ -19,13 +19,11 @@ from mpipar.job.streams import warn
 from mpipar.trace import trace_file
 
 SCHEDSTAT = Path("/proc/thread-self/schedstat")  # ns on a core, ns waiting for one, time slices
-SHORTEST_GC_NS = 100_000  # shorter collections are many and hold nobody up
+SHORTEST_GC_NS = 100_000  # shorter collections are frequent and delay no rank
 
 
 def core_wait_ns() -> int:
-    """Return the nanoseconds that this thread has been ready to run and had no core; 0 where
-    unknown.
-    """
+    """Return how long this thread was ready to run but had no core, in ns; 0 where unknown."""
     try:
         return int(SCHEDSTAT.read_text().split()[1])
     except (OSError, ValueError, IndexError):
@@ -48,16 +46,16 @@ class Tracer:
         self.owners: list[int] = []
         self.before: dict = {}
         self.core_wait = 0
-        self.collecting = 0  # when the garbage collection that runs now began
+        self.collecting = 0  # when the current garbage collection began
         self.written = self.lost = False
 
     @contextmanager
     def step(self, number: int):
-        """The context of one training step.
+        """Return the context of one training step.
 
-        A rank that fails in a traced step writes what it has, without MPI. Whatever fails in
-        writing a trace, the run goes on without it.
-        Comm: the clock measurement before FIRST and after LAST, see `clock.measure_clocks`.
+        A rank that fails in a traced step writes what it has, without MPI. If writing a trace fails
+        for any reason, the run continues without it. Comm: the clock measurement before FIRST and
+        after LAST, see `clock.measure_clocks`.
         """
         if not self.first <= number <= self.last:
             yield
@@ -70,7 +68,7 @@ class Tracer:
         except BaseException:
             self.steps.append((number, start, perf_counter_ns()))
             if problem := self._write(complete=False):
-                warn(f"the trace can't be written: {problem}")
+                warn(f"cannot write the trace: {problem}")
             raise
         self.worker.settle()  # a device may lag behind, but not beyond the end of a traced step
         self.steps.append((number, start, perf_counter_ns()))
@@ -80,7 +78,7 @@ class Tracer:
     def _begin(self) -> None:
         recorder = self.worker.recorder
         self.capacity = recorder.capacity
-        recorder.resize(None)  # until LAST no record may be lost
+        recorder.resize(None)  # no record may be lost until LAST
         self.owners = shared_clocks(self.world, clock_identity())
         self.before = measure_clocks(self.world, self.owners)
         if self.timed_ops is not None:
@@ -91,7 +89,7 @@ class Tracer:
             self._tried(self._write_meta)
 
     def _collected(self, phase: str, info: dict) -> None:
-        """Called by Python at the start and the end of each garbage collection."""
+        """Note the start and the end of each garbage collection; Python calls this."""
         now = perf_counter_ns()
         if phase == "start":
             self.collecting = now
@@ -101,9 +99,9 @@ class Tracer:
     def finish(self) -> bool:
         """Write the trace if one was begun and not yet written; return whether there is one.
 
-        A trace of which any rank could not write its part is removed.
-        Comm: the clock measurement, see `clock.measure_clocks`, a gather of facts and a broadcast
-        of text; every rank calls it after the same step.
+        A trace is removed if any rank could not write its part. Comm: the clock measurement, see
+        `clock.measure_clocks`, a gather of facts and a broadcast of text; every rank calls it after
+        the same step.
         """
         if not self.steps or self.written or self.lost:
             return self.written
@@ -115,15 +113,15 @@ class Tracer:
         if self.lost:
             trace_file.remove(self.folder, self.worker.grid.world_rank)
         if first:
-            warn(f"rank {first[0]} can't write its trace: {first[1]}; the run goes on without one")
+            warn(f"rank {first[0]} cannot write its trace: {first[1]}; the run continues without"
+                 " it")
         if self.timed_ops is not None:
             self.timed_ops.active = False
         self.worker.recorder.resize(self.capacity)
         return self.written
 
     def steps_text(self) -> str:
-        """Return the steps that the trace holds, as in `steps 10 to 12`; a stopped run has fewer.
-        """
+        """Return the steps that the trace holds, as `steps 10 to 12`; a stopped run has fewer."""
         first, last = self.steps[0][0], self.steps[-1][0]
         return f"step {first}" if first == last else f"steps {first} to {last}"
 

@@ -1,16 +1,16 @@
-"""Wait states: who came last to every operation of a trace, who waited, and how long.
+"""Wait states: which rank arrived last at every operation of a trace, who waited, and how long.
 
-A collective can end when its last member has arrived. So a member's blocked time has two parts:
+A collective can end when its last member has arrived, so a member's blocked time has two parts:
 
-    wait     = last arrival - own arrival      somebody else was late
-    transfer = done - last arrival             the data travels (or nobody lets MPI progress)
+    wait     = last arrival - own arrival      another rank was late
+    transfer = done - last arrival             the data travels (or no rank lets MPI progress)
 
 Both are limited to the blocked time itself. A member arrives when it posts the operation. It is
 blocked from then on, or from its own wait() if the operation is non-blocking. Ranks wait only for
-the root of a broadcast, and only the root of a reduce waits.
-In a message, a *late sender* makes the receiver wait until the send is posted. A *late receiver*
-makes the sender wait until the receive is posted, unless a buffered send completed before that.
-Source: the wait states of Scalasca's pattern reference.
+the root of a broadcast, and only the root of a reduce waits. In a message, a *late sender* makes
+the receiver wait until the send is posted. A *late receiver* makes the sender wait until the
+receive is posted, unless a buffered send completed before that. Source: the wait states of
+Scalasca's pattern reference.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from mpipar.trace.trace_file import Trace
 class Call:
     """One rank's part in an operation. It is blocked from record.waited_ns to record.done_ns.
 
-    wait_ns: time until the last rank came. late: the world rank it waited for, or -1.
+    wait_ns: time until the last rank arrived. late: the world rank it waited for, or -1.
     """
 
     rank: int
@@ -73,7 +73,7 @@ class Event:
 
     @property
     def arrival_ns(self) -> int:
-        """When the last rank came."""
+        """When the last rank arrived."""
         return max(call.record.posted_ns for call in self.calls)
 
 
@@ -171,7 +171,7 @@ class Sum:
 
 
 def totals(waits: Waits, key) -> dict:
-    """{key(call): Sum} over all calls, those with the most waiting and transfer first.
+    """Return {key(call): Sum} over all calls, those with the most waiting and transfer first.
 
     `last` counts an event once for each key with a call that waited in it.
     """

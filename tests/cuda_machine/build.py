@@ -116,7 +116,7 @@ class Machine:
         run(*pip, "--no-deps", *PACKAGES)
 
     def _make_runtime(self) -> None:
-        """Compile cupy_backends.cuda.api.runtime anew: the wheel's has libcudart inside."""
+        """Compile cupy_backends.cuda.api.runtime again: the wheel's has libcudart inside."""
         source = self.folder / "source"
         shutil.rmtree(source, ignore_errors=True)
         source.mkdir()

@@ -1,4 +1,4 @@
-"""Keeps what became of the tests on the CUDA machine: a row for each file of tests.
+"""Keeps the results of the tests on the CUDA machine: a row for each test file.
 
 python outcome.py RESULT REPORT cold|warm SECONDS    (`run.py --outcome RESULT` does it)
 """

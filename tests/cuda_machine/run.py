@@ -1,4 +1,4 @@
-"""Runs a command on the CUDA machine, which it builds first where it is missing.
+"""Runs a command on the CUDA machine, building it first if it is missing.
 
     python tests/cuda_machine/run.py python -m pytest -m "gpu and not real_gpu" tests
     python tests/cuda_machine/run.py mpiexec -n 2 mpipar train --device cuda

@@ -1,4 +1,4 @@
-"""Prints what CUDA is asked for in one training step, and the time of Python in it, as JSON.
+"""Prints the CUDA calls of one training step, and the time that Python spends in it, as JSON.
 
     export CUDA_MACHINE_NULL=1
     python tests/cuda_machine/run.py python tests/cuda_machine/step_counts.py [--layers 12]

@@ -1,4 +1,4 @@
-"""How sums travel: every algorithm against integers and against one rank, and its twins."""
+"""Sum algorithms: each against integers and against one rank, and its broken twins."""
 
 import time
 from dataclasses import replace

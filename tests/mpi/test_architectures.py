@@ -70,7 +70,7 @@ def test_sequence_parallel_equals_one_rank(name, tp_matmul):
 
 @pytest.mark.parametrize("tp_matmul", ["plain", "ring"])
 def test_copies_of_shared_heads_stay_equal(tp_matmul):
-    """Ranks that hold one head of keys add up its gradient alike, to the last bit."""
+    """Ranks that hold one head of keys add up its gradient identically, to the last bit."""
     config = config_for("tied", WIDE, values={
         "sequence_parallel": True, "tp_matmul": tp_matmul, "seq_len": 13})
     worker, step = worker_of(replace(config, train=replace(config.train, optimizer="adamw")))

@@ -1,4 +1,4 @@
-"""Every case of bench.interconnect on every transport: the payload is right, and wrong ones show.
+"""Every case of bench.interconnect on every transport: payloads are right, and wrong ones detected.
 
 Device memory is a stand-in (fake_cupy, fake_nccl): it shows that the calls fit, but not CUDA.
 """

@@ -1,4 +1,4 @@
-"""The start of bench.interconnect's iterations: a planted skew shows, or is removed."""
+"""The start of bench.interconnect's iterations: a planted skew is shown, or removed."""
 
 import time
 

@@ -86,8 +86,8 @@ def whole_part(monkeypatch):
 
 
 def without_evaluations(monkeypatch):
-    """A run that goes on in its folder and forgets its held-out losses."""
-    plain = training.truncate_after
+    """Resume a run in its folder, and forget its held-out losses."""
+    plain = training.cut_behind
 
     def truncate_after(folder, step):
         (folder / "evaluations.jsonl").unlink()

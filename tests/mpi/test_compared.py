@@ -1,4 +1,4 @@
-"""Digests of files on the ranks of a host: one reads, the others ask whether theirs is the same."""
+"""File digests on the ranks of a host: one reads, the others ask whether theirs is the same."""
 
 import hashlib
 

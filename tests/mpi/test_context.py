@@ -1,4 +1,4 @@
-"""Context parallelism: every layout equals one rank, sends what is predicted, and has its twins."""
+"""Context parallelism: every layout equals one rank, sends what is predicted; broken twins."""
 
 from dataclasses import replace
 

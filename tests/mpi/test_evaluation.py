@@ -1,4 +1,4 @@
-"""The held-out loss: that of one rank on every layout, and nothing that a step reads changes."""
+"""The held-out loss: one rank's on every layout, and it changes nothing that a step reads."""
 
 from dataclasses import replace
 

@@ -204,7 +204,7 @@ def router_detached(monkeypatch):
 
 
 def router_unsummed(monkeypatch):
-    """A rank keeps what its own experts say to the router, as behind a plain all-gather."""
+    """Keep on each rank what its own experts tell the router, as after a plain all-gather."""
     def factors_back(ops, factors, plan, comm, name):
         whole = ops.embedding_forward(plan.places, factors.reshape(-1, 1), plan.start)
         return whole.reshape(comm.size, -1, *plan.places.shape[1:])[comm.index][:plan.length]
@@ -213,7 +213,7 @@ def router_unsummed(monkeypatch):
 
 
 def counts_of_another(monkeypatch):
-    """Rows are shared out among this rank's experts by the counts of the microbatch before."""
+    """Distribute rows among this rank's experts by the counts of the previous microbatch."""
     plain, last = experts_all_to_all.plan, {}
 
     def plan(ops, choice, experts, comm, name):

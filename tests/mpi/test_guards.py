@@ -1,4 +1,4 @@
-"""Copies that drift, and numbers that are not finite on one rank only, stop every rank."""
+"""Copies that drift, and numbers that are not finite on only one rank, stop every rank."""
 
 import math
 import re
@@ -29,7 +29,7 @@ def part_of(worker, name, kind):
 
 
 def raised_everywhere(error_class, call) -> str:
-    """The message of an error that every rank must raise alike. Comm: two all-gathers."""
+    """Return the message of an error that every rank must raise. Comm: two all-gathers."""
     try:
         call()
     except error_class as error:

@@ -1,4 +1,4 @@
-"""ZeRO and blocks that run forward again: every layout equals one rank, sends what is predicted.
+"""ZeRO and activation recomputation: every layout equals one rank, and sends what is predicted.
 
 It keeps as many bytes less as are predicted, and the comparison finds planted bugs.
 """

@@ -1,7 +1,7 @@
-"""Training over NCCL, of which fake_nccl is a stand-in: each step equals MPI's and one rank's.
+"""Training over NCCL, played by fake_nccl: each step equals MPI's and one rank's.
 
 As on a GPU, a call waits there for those before it on its stream and for its peers. What arrives is
-NaN until somebody has seen its event.
+NaN until its event has been seen.
 """
 
 import sys
@@ -205,7 +205,7 @@ def test_messages_out_of_order_are_taken_for_each_other():
 @pytest.mark.slow
 @pytest.mark.ranks(2)
 def test_one_lane_for_both_kinds_is_caught(monkeypatch):
-    """The broken twin: activations and gradients of a V travel one behind the other."""
+    """The broken twin: activations and gradients of a V travel one after the other."""
     config = config_of("zb-v")
     expected = by_mpi(monkeypatch, config)
     for name in ("isend", "irecv"):

@@ -1,4 +1,4 @@
-"""A rehearsal makes the calls of a training step: record by record those of a real one."""
+"""A rehearsal makes the calls of a training step: its records equal those of a real one."""
 
 from dataclasses import replace
 from operator import attrgetter

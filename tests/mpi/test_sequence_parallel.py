@@ -89,7 +89,7 @@ def positions_of_the_first_rank(_plain, self, positions):
 
 
 def padding_that_is_not_zero(plain, self, shape, dtype=None, label="stash"):
-    """Padding behind the last token must not reach a gradient."""
+    """Padding after the last token must not reach a gradient."""
     x = plain(self, shape, dtype, label)
     if label == "buffers" and x.dtype.kind == "f":
         x.fill(1.0)

@@ -1,4 +1,4 @@
-"""Ranks that share cores: how they wait for each other, and what a pass costs (planted times)."""
+"""Ranks that share cores: how they wait for each other, and the cost of a pass (planted times)."""
 
 import time
 from types import SimpleNamespace

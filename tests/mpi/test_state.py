@@ -1,4 +1,4 @@
-"""Checkpoints over real ranks: go on bit by bit, on other layouts, and fail together."""
+"""Checkpoints over real ranks: resuming is exact, on other layouts too, and ranks fail together."""
 
 import os
 import shutil
@@ -84,7 +84,7 @@ def test_the_same_layout_goes_on_bit_by_bit(layout, dtype, folder):
 
 
 def test_other_layouts_have_the_same_losses(folder):
-    """Each goes on from the checkpoint of the first, saves that state, and the first reads it."""
+    """Each resumes from the checkpoint of the first, saves that state, and the first reads it."""
     first = Trainer(config_of(HERE[0]))
     first.worker.initialize()
     first.train(1, 2)

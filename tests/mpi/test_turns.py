@@ -1,4 +1,4 @@
-"""The words for what a barrier turns an array into, held to numbers on real ranks."""
+"""The words for what a barrier makes of an array, compared with numbers on real ranks."""
 
 import numpy as np
 import pytest

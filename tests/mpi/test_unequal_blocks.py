@@ -1,4 +1,4 @@
-"""Models whose every second block has other layers: every layout equals one rank.
+"""Models in which every second block has other layers: every layout equals one rank.
 
 The models are the test's own: rows of BLOCKS, and configs that choose them by a block's index.
 """

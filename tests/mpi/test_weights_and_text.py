@@ -1,4 +1,4 @@
-"""Weights in and out, and generated text: every layout has one rank's bytes, logits, tokens."""
+"""Importing and exporting weights, and generated text: every layout gives one rank's results."""
 
 from dataclasses import replace
 
@@ -38,7 +38,7 @@ def random_tensors(tied=True):
 
 
 def write(folder, tensors, tied=True, prefix=""):
-    """Write the model on world rank 0. Comm: a barrier behind it."""
+    """Write the model on world rank 0. Comm: a barrier after it."""
     if WORLD.rank == 0:
         config = gpt2.configuration(**SHAPE, heads=MODEL.heads, tied=tied)
         gpt2.write_model(folder, tensors, config, prefix=prefix)

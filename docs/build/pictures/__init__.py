@@ -19,7 +19,7 @@ KINDS = {"timeline": lanes.timeline, "blocks": boxes.blocks, "ring": boxes.ring,
 
 
 def draw(block: Block, root: Path) -> tuple[Path, str, str]:
-    """(path in the repository, SVG, the line of the page) of `picture: NAME KIND ARGUMENTS`.
+    """Return (path in the repository, SVG, the line of the page) of `picture: NAME KIND ARGUMENTS`.
 
     Raises PageError.
     """

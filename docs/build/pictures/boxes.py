@@ -1,4 +1,4 @@
-"""Pictures of who holds what: blocks of a product, layers, ranks, and a ring."""
+"""Pictures of what each rank holds: blocks of a product, layers, grids of ranks, and a ring."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ TOKENS, WIDTHS = 56, {"up": (64, 128), "down": (128, 64)}  # drawn lengths
 
 
 def barrier(canvas: Drawing, x: float, top: float, high: float, record) -> str:
-    """A red bar where ranks wait, with the operation and its bytes; returns both."""
+    """Draw a red bar where ranks wait; return its label, the operation and its bytes."""
     operation, size = record.operation.replace("_", "-"), nbytes(record.payload_bytes)
     canvas.rect(x, top, 7, high, "wait", tip=record.name)
     canvas.text(x + 3, top + high + 15, operation, "bold small", "middle")
@@ -31,7 +31,8 @@ def barrier(canvas: Drawing, x: float, top: float, high: float, record) -> str:
 
 
 def blocks(words: list[str], root: Path) -> Picture:
-    """`blocks column|row|pair|gather --ranks Q`: who holds which block of x, w and y of a product.
+    """`blocks column|row|pair|gather --ranks Q`: which rank holds which block of a product's x, w
+    and y.
 
     The barriers come from a step on shapes of a decoder with one block, cut over Q ranks.
     """
@@ -45,7 +46,7 @@ def blocks(words: list[str], root: Path) -> Picture:
         f"One product cut over {args.ranks} ranks: the colour of a block is the rank that holds it",
         [*((f"r{rank}", f"rank {rank}") for rank in range(args.ranks)),
          ("plain", "every rank holds all of it")])
-    x, told = 0.0, []
+    x, alt = 0.0, []
     for product in CUTS[args.cut]:
         by_column = product == "up" or args.cut == "gather"
         (before, weights, after), (inner, outer) = PRODUCTS[product], WIDTHS[product]
@@ -60,22 +61,24 @@ def blocks(words: list[str], root: Path) -> Picture:
             x = parts_of_sum(canvas, x, after, outer, args.ranks)
         for record in records:
             if record.phase == "F" and record.name.endswith(product):
-                told.append(f"Barrier in forward: {barrier(canvas, x, TOP - 2, 132, record)}")
+                alt.append(f"Barrier in forward: {barrier(canvas, x, TOP - 2, 132, record)}")
                 x = matrix(canvas, x + 7 + GAP, after, (TOKENS, outer), None, args.ranks)
     texts = [f"{one.operation.replace('_', '-')} of the input gradient at"
              f" {one.name.split('.')[-1]}, {nbytes(one.payload_bytes)}"
              for one in records if one.phase != "F"]
-    told.append("Barriers of the backward pass: "
+    alt.append("Barriers of the backward pass: "
                 + ("; ".join(texts) or "none: each rank needs only what it has"))
-    canvas.text(0, TOP + 192, f"{told[-1]}.", "soft")
+    canvas.text(0, TOP + 192, f"{alt[-1]}.", "soft")
     return canvas.svg(f"Who holds what: {args.cut}", (
         f"A product cut over {args.ranks} ranks ({args.cut}): blocks of x, w and y in the colours"
-        f" of their ranks. {'. '.join(told)}"))
+        f" of their ranks. {'. '.join(alt)}"))
 
 
 def matrix(canvas: Drawing, x: float, name: str, shape: tuple[int, int], cut: int | None,
            ranks: int) -> float:
-    """A matrix (rows, columns) cut along an axis, or held whole by everybody; returns x behind."""
+    """Draw a matrix (rows, columns), cut along an axis or whole on every rank; return the x after
+    it.
+    """
     rows, columns = shape
     y = TOP + 64 - rows / 2
     canvas.text(x + columns / 2, TOP - 8, name, "bold", "middle")
@@ -90,7 +93,9 @@ def matrix(canvas: Drawing, x: float, name: str, shape: tuple[int, int], cut: in
 
 
 def parts_of_sum(canvas: Drawing, x: float, name: str, columns: int, ranks: int) -> float:
-    """Each rank's part of a sum, all of the whole shape, one behind the other."""
+    """Draw each rank's part of a sum, all of the full shape, one after the other; return the x
+    after.
+    """
     canvas.text(x + columns / 2, TOP - 8, f"parts of {name}", "bold", "middle")
     for rank in range(ranks):
         canvas.rect(x + 9 * rank, TOP + 36 + 11 * rank, columns, TOKENS, f"r{rank}",
@@ -113,13 +118,13 @@ def chain(words: list[str], root: Path) -> Picture:
         f"One block of one microbatch on {layout_words(config)}: layers, and where all ranks"
         " wait", [("r0", "each rank has its part"), ("plain", "every rank does all of it"),
                   ("wait", "barrier")])
-    told = []
+    alt = []
     for y, title in ((92, "forward"), (212, "backward")):
         forward = title == "forward"
         found = {one.name.removeprefix("block0."): one for one in records
                  if (one.phase == "F") == forward}
         canvas.text(0, y + 26, title, "bold")
-        told += [f"{title} {one.name} {one.operation.replace('_', '-')} {nbytes(one.payload_bytes)}"
+        alt += [f"{title} {one.name} {one.operation.replace('_', '-')} {nbytes(one.payload_bytes)}"
                  for one in found.values()]
         for place, (name, words) in enumerate(layers.items()):
             x, whole = 84 + 112 * place, name.startswith("norm")  # no rank has a part of a norm
@@ -130,13 +135,13 @@ def chain(words: list[str], root: Path) -> Picture:
             if name in found:
                 barrier(canvas, x + 94 if forward else x - 18, y - 8, 60, found[name])
     return canvas.svg("A block and its barriers", (
-        f"A block as a chain of layers with {len(told)} barriers: {'; '.join(told)}"))
+        f"A block as a chain of layers with {len(alt)} barriers: {'; '.join(alt)}"))
 
 
 def grid(words: list[str], root: Path) -> Picture:
     """`grid [flags of explain]`: the ranks of a layout, and the bytes of each axis between them."""
     says = {"dp": "sums of gradients", "pp": "activations and their gradients",
-            "cp": "keys and values", "tp": "barriers inside of layers"}
+            "cp": "keys and values", "tp": "barriers inside layers"}
     config = config_of(words)
     steps = [predict(config, rank) for rank in range(config.grid.num_ranks)]
     grids = [Grid.of(config.grid, step.world_rank) for step in steps]
@@ -146,10 +151,10 @@ def grid(words: list[str], root: Path) -> Picture:
         sent["dp"] = sent.get("dp", 0) + sent.pop("data", 0)  # sums over data ranks
         most = {axis: max(size, sent.get(axis, 0)) for axis, size in most.items()}
     axes = [axis for axis in AXES if getattr(config.grid, axis) > 1]
-    told = [f"{axis}: {says[axis]}, {nbytes(most[axis])}" for axis in axes]
+    alt = [f"{axis}: {says[axis]}, {nbytes(most[axis])}" for axis in axes]
     layout = layout_words(config)
     canvas = Drawing(f"{layout}: the width of a line is the bytes that a rank sends in a step",
-                     zip(axes, told, strict=True))
+                     zip(axes, alt, strict=True))
     middles = [(x + 46, y + 20) for x, y in map(place_of, grids)]
     for axis in axes:
         width = max(1.5, 14 * sqrt(most[axis] / max(most.values())))
@@ -162,11 +167,13 @@ def grid(words: list[str], root: Path) -> Picture:
         canvas.note(x, y + 12, one.describe())
     return canvas.svg(f"Bytes of a step by axis: {layout}", (
         f"The ranks of {layout} as boxes, joined along each axis. Most that a rank sends in a step:"
-        f" {'; '.join(told)}"))
+        f" {'; '.join(alt)}"))
 
 
 def place_of(grid: Grid) -> tuple[float, float]:
-    """The corner of a rank: pp down, tp and cp across, dp into the depth where these are there."""
+    """Return the corner of a rank: pp down, tp and cp across, dp into the depth if there are
+    several.
+    """
     inner, depth = grid.place("cp") * grid.size("tp") + grid.place("tp"), grid.place("dp")
     layers = grid.size("dp") - 1
     if grid.size("tp") * grid.size("cp") == 1:
@@ -176,12 +183,13 @@ def place_of(grid: Grid) -> tuple[float, float]:
 
 
 def hops(size: int) -> list[tuple[list[list[int]], list[int], bool]]:
-    """(pieces of each rank, the piece that each rank sends next, whether it is added) of each hop.
+    """Return (pieces of each rank, the piece each rank sends next, whether it is added) of each
+    hop.
 
-    Rank r starts with 10**r in each of its `size` pieces, so a sum's digits say who is in it. For
-    size - 1 hops each rank adds the piece that arrives to its own: a reduce-scatter. Then one rank
-    has the whole sum of a piece, and size - 1 more hops copy it round: an all-gather. Behind the
-    last hop nothing is sent.
+    Rank r starts with 10**r in each of its `size` pieces, so the digits of a sum show whose parts
+    it contains. In the first size - 1 hops each rank adds the piece that arrives to its own: a
+    reduce-scatter. Then each piece's sum is complete on one rank, and size - 1 more hops copy it
+    round the ring: an all-gather. After the last hop nothing is sent.
     """
     held, found = [[10**rank] * size for rank in range(size)], []
     for hop in range(2 * (size - 1)):

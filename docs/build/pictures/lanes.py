@@ -1,4 +1,4 @@
-"""Pictures of rows along an axis: of time, tokens, bytes, or powers of two."""
+"""Pictures made of rows along one axis: time, tokens, bytes, or powers of two."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ Picture = tuple[str, str]  # SVG and alt text
 
 @dataclass(frozen=True)
 class Lanes:
-    """Rows of boxes: value `first` of the axis stands at x = left, and 1 is `scale` wide."""
+    """Rows of boxes: value `first` of the axis is at x = left, and 1 is `scale` wide."""
 
     canvas: Drawing
     left: float
@@ -39,11 +39,11 @@ class Lanes:
     first: float = 0.0
 
     def at(self, value: float) -> float:
-        """The x of a value."""
+        """Return the x of a value."""
         return self.left + (value - self.first) * self.scale
 
     def box(self, y: float, start: float, end: float, kind: str, **more) -> None:
-        """A box from a value to another; more: see `Drawing.rect`."""
+        """Draw a box from one value to another; more: see `Drawing.rect`."""
         self.canvas.rect(self.at(start), y, (end - start) * self.scale, self.high, kind, **more)
 
 
@@ -77,7 +77,7 @@ def barrier(words: list[str], root: Path) -> Picture:
     canvas = Drawing(f"One barrier, {name}: arrival, wait and transfer", [
         ("r0", "computes"), ("wait", "waits for the last rank"), ("transfer", "transfer")])
     lanes = Lanes(canvas, 78, 600 / (end + 2 * lead), 28, -lead)
-    ranks, told, y = sorted({row["rank"] for row in rows}), [], 96
+    ranks, alt, y = sorted({row["rank"] for row in rows}), [], 96
     for rank in ranks:
         wait, transfer = [row for row in rows if row["rank"] == rank]
         waited, sent = (row["end_ms"] - row["start_ms"] for row in (wait, transfer))
@@ -86,7 +86,7 @@ def barrier(words: list[str], root: Path) -> Picture:
         lanes.box(y, wait["start_ms"], wait["end_ms"], "wait", tip=f"waits {waited:.3f} ms")
         lanes.box(y, wait["end_ms"], transfer["end_ms"], "transfer", tip=f"transfer {sent:.3f} ms")
         lanes.box(y, transfer["end_ms"], end + lead, "r0", tip="computes")
-        told.append(f"rank {rank} waits {waited:.2f} ms")
+        alt.append(f"rank {rank} waits {waited:.2f} ms")
         y += 42
     canvas.line((lanes.at(met), 82), (lanes.at(met), y), "ink dashed", width=1.5)
     canvas.text(lanes.at(met), 76, "the last rank arrives", "small", "middle")
@@ -95,7 +95,7 @@ def barrier(words: list[str], root: Path) -> Picture:
     canvas.note(lanes.at(end), y + 24, f"{end:.2f} ms")
     canvas.note(0, y + 48, measured, "start")
     return canvas.svg("Arrival, wait and transfer of one barrier",
-                      f"One barrier, {name}. The last rank ends all waits: {', '.join(told)}")
+                      f"One barrier, {name}. The last rank ends all waits: {', '.join(alt)}")
 
 
 def predicted(words: list[str], root: Path) -> Picture:
@@ -130,7 +130,7 @@ def predicted(words: list[str], root: Path) -> Picture:
 
 def ranges(words: list[str], root: Path) -> Picture:
     """`range`: which numbers float32, bfloat16 and float16 can hold, as powers of two."""
-    canvas, told, y = Drawing("The numbers that each type can hold, as powers of two", [
+    canvas, alt, y = Drawing("The numbers that each type can hold, as powers of two", [
         ("r2", "full precision"), ("r1", "fewer and fewer digits (subnormal)"),
         ("idle", "becomes 0, or infinite")]), [], 86
     lanes = Lanes(canvas, 84, 620 / 280, 26, -150)
@@ -145,24 +145,24 @@ def ranges(words: list[str], root: Path) -> Picture:
         span = f"2^{small:.0f} to {float(info.max):.3g}"
         step = f"next number after 1: 1 + 2^{round(log2(float(info.eps)))}"
         canvas.note(lanes.left, y + 40, f"{span}; {step}", "start")
-        told.append(f"{name}: {span}, {step}")
+        alt.append(f"{name}: {span}, {step}")
         y += 62
     for power in range(-120, 131, 40):
         canvas.note(lanes.at(power), y + 10, f"2^{power}")
     return canvas.svg("Ranges of float32, bfloat16 and float16",
-                      f"Ranges of three types of numbers. {'. '.join(told)}")
+                      f"Ranges of three types of numbers. {'. '.join(alt)}")
 
 
 def tokens(words: list[str], root: Path) -> Picture:
     """`tokens --cp Q [--seq-len T]`: which rank holds which tokens of a row, and its work."""
-    args, told, y = arguments("tokens", words, cp=4, seq_len=4096), [], 80
+    args, alt, y = arguments("tokens", words, cp=4, seq_len=4096), [], 80
     ranks, length = range(args.cp), args.seq_len
     canvas = Drawing(
         f"A row of {length:,} tokens over {args.cp} ranks: who holds which tokens, and how many"
         " pairs it multiplies", [(f"r{rank}", f"rank {rank}") for rank in ranks])
     held = {method: [token_pieces(length, method, args.cp, rank) for rank in ranks]
             for method in ("ring", "ulysses")}
-    # Pairs of a query in these pieces and a key before it or at its place.
+    # Pairs of a query in these pieces with a key at or before its position.
     counts = {method: [sum((one.stop * (one.stop + 1) - one.start * (one.start + 1)) // 2
                            for one in pieces) for pieces in own] for method, own in held.items()}
     lanes = Lanes(canvas, 150, 560 / length, 30)
@@ -181,10 +181,10 @@ def tokens(words: list[str], root: Path) -> Picture:
             canvas.note(bars.at(number) + 8, y + 10, f"{number:,} pairs", "start")
             y += 14
         y += 30
-        told.append(f"{parts} ({methods}): {min(counts[method]):,} to {max(counts[method]):,}"
-                    " pairs")
+        alt.append(f"{parts} ({methods}): {min(counts[method]):,} to {max(counts[method]):,}"
+                   " pairs")
     return canvas.svg("Tokens held by each rank",
-                      f"Tokens of a row on {args.cp} ranks. {'. '.join(told)}")
+                      f"Tokens of a row on {args.cp} ranks. {'. '.join(alt)}")
 
 
 def bars(words: list[str], root: Path) -> Picture:
@@ -200,7 +200,7 @@ def bars(words: list[str], root: Path) -> Picture:
         sizes, _, more = layout.partition("+")
         extra = ["--sequence-parallel"] * (more == "sp")
         found[layout] = fullest(config_of(["--layout", sizes, *extra, *flags])).peak_bytes
-    limit, y, told = args.memory * (1 << 30), 88, []
+    limit, y, alt = args.memory * (1 << 30), 88, []
     labels = purposes_of(found.values())
     canvas = Drawing("Memory of the fullest rank, by layout", [
         (PURPOSES.get(label, "r5"), label) for label in labels])
@@ -213,20 +213,20 @@ def bars(words: list[str], root: Path) -> Picture:
             lanes.box(y, done, done + size, kind, tip=f"{label} {nbytes(size)}")
             done += size
         canvas.text(lanes.at(done) + 6, y + 16, nbytes(done), "small")
-        told.append(f"{layout} {nbytes(done)}")
+        alt.append(f"{layout} {nbytes(done)}")
         y += 34
     if limit:
         canvas.line((lanes.at(limit), 80), (lanes.at(limit), y), "limit dashed", width=2)
         canvas.text(lanes.at(limit), y + 16, f"{nbytes(limit)} of the device", "small", "middle")
-        told.append(f"the device has {nbytes(limit)}")
+        alt.append(f"the device has {nbytes(limit)}")
     return canvas.svg("Memory by layout",
-                      f"Memory of the fullest rank as bars: {'; '.join(told)}")
+                      f"Memory of the fullest rank as bars: {'; '.join(alt)}")
 
 
 def buckets(words: list[str], root: Path) -> Picture:
-    """`buckets [flags of explain]`: sums of gradients that travel during the backward pass.
+    """`buckets [flags of explain]`: gradient all-reduces in flight during the backward pass.
 
-    From a step of rank 0 on shapes. Work done so far, in FLOPs of products, stands in for time.
+    From a step of rank 0 on shapes, where the FLOPs of the products done so far stand in for time.
     """
     config = config_of(words)
     step = watch(config, 0)
@@ -239,7 +239,7 @@ def buckets(words: list[str], root: Path) -> Picture:
     end = passes[-1].flops
     start = min(sums[0][0], max((look.flops for look in passes if look.name[0] == "F"), default=0))
     canvas = Drawing(
-        f"{layout_words(config)}: gradients travel while the backward pass goes on",
+        f"{layout_words(config)}: gradients travel while the backward pass continues",
         [("r2", "rank 0 computes"), ("dp", "sum of a bucket may travel")])
     lanes = Lanes(canvas, 92, 600 / (end - start), 26, start)
     canvas.text(0, 101, "passes")
@@ -260,7 +260,7 @@ def buckets(words: list[str], root: Path) -> Picture:
 
 def rows(words: list[str], root: Path) -> Picture:
     """`rows --ep Q --experts E --tokens T`: rows that ranks get for their experts, by routing."""
-    args, told, y = arguments("rows", words, ep=4, experts=8, tokens=64), [], 80
+    args, alt, y = arguments("rows", words, ep=4, experts=8, tokens=64), [], 80
     ranks, per_token = range(args.ep), 2
     canvas = Drawing(
         f"Rows that each of {args.ep} ranks gets for its experts, by the rank that sends them"
@@ -281,6 +281,6 @@ def rows(words: list[str], root: Path) -> Picture:
             canvas.note(lanes.at(start) + 8, y + 11, f"rank {receiver}: {start} rows", "start")
             y += 17
         got = sum(parts)
-        told.append(f"{routing}: {got.min():.0f} to {got.max():.0f} rows")
+        alt.append(f"{routing}: {got.min():.0f} to {got.max():.0f} rows")
         y += 16
-    return canvas.svg("Rows of each rank", f"Rows that {args.ep} ranks get. {'; '.join(told)}")
+    return canvas.svg("Rows of each rank", f"Rows that {args.ep} ranks get. {'; '.join(alt)}")

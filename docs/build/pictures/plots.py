@@ -1,4 +1,4 @@
-"""Pictures with two axes: schedules, products under their roofs, and memory over a step."""
+"""Pictures with two axes: schedules, products under a roofline, and memory over a step."""
 
 from __future__ import annotations
 
@@ -22,12 +22,12 @@ from mpipar.plan.cluster import STACKS
 
 ROW = 15  # between two names
 PURPOSES = {"weights": "r0", "gradients": "r1", "optimizer": "r2", "stash": "r3", "buffers": "r4"}
-Ticks = Iterable[tuple[float, str]]  # values and what stands beside them
+Ticks = Iterable[tuple[float, str]]  # values and their labels
 
 
 @dataclass(frozen=True)
 class Plot:
-    """The two axes of a canvas. x, y: the share of the axis at which a value stands."""
+    """The two axes of a canvas. x, y: a value's position as a share of the axis."""
 
     canvas: Drawing
     corner: tuple[float, float]
@@ -36,12 +36,12 @@ class Plot:
     y: Callable[[float], float]
 
     def at(self, x: float, y: float) -> tuple[float, float]:
-        """The place of a point."""
+        """Return the place of a point."""
         return (self.corner[0] + self.size[0] * self.x(x),
                 self.corner[1] + self.size[1] * (1 - self.y(y)))
 
     def ticks(self, across: Ticks, up: Ticks, title: str) -> None:
-        """Values below and beside the plot, and the title of the axis below."""
+        """Draw values below and beside the plot, and the title of the axis below."""
         left, bottom = self.corner[0], self.corner[1] + self.size[1]
         for value, words in across:
             self.canvas.note(left + self.size[0] * self.x(value), bottom + 18, words)
@@ -50,7 +50,7 @@ class Plot:
         self.canvas.text(left + self.size[0] / 2, bottom + 38, title, "soft", "middle")
 
     def axes(self, more: float = 0) -> None:
-        """Lines at the left and the bottom; this one is `more` longer."""
+        """Draw lines at the left and the bottom; the latter is `more` longer."""
         (left, top), (wide, high) = self.corner, self.size
         self.canvas.line((left, top + high), (left + wide + more, top + high), "ink")
         self.canvas.line((left, top), (left, top + high), "ink")
@@ -78,20 +78,20 @@ def tradeoff(words: list[str], root: Path) -> tuple[str, str]:
                "microbatches stashed on the fullest worker")
     canvas.text(0, 64, "bubble: share of the step that workers idle", "soft")
     taken = [(x - 7, x + 7, y) for x, y in (plot.at(*point) for point in points)]
-    told = []
+    alt = []
     for (stash, bubble), names in sorted(points.items()):
         x, y = plot.at(stash, bubble)
         canvas.circle(x, y, 5, "tp", f"{', '.join(names)}: bubble {bubble} %, stash {stash:g}")
         label(plot, x, y, ", ".join(names), taken)
-        told.append(f"{', '.join(names)}: {bubble} % bubble, {stash:g} stashed")
+        alt.append(f"{', '.join(names)}: {bubble} % bubble, {stash:g} stashed")
     return canvas.svg("Bubble against stash", (
-        f"Bubble against stash on {p} workers with {m} microbatches. {'; '.join(told)}"))
+        f"Bubble against stash on {p} workers with {m} microbatches. {'; '.join(alt)}"))
 
 
 def label(plot: Plot, x: float, y: float, words: str, taken: list) -> None:
-    """Names beside a point: at the first place where nothing stands, the nearest ones first.
+    """Write names beside a point, in the nearest place that is still free.
 
-    taken: (left, right, y) of all that stands there, which this adds to.
+    taken: (left, right, y) of each text drawn so far; the new ones are added.
     """
     width, ((left, top), (wide, high)) = CHARACTER * len(words), (plot.corner, plot.size)
     spans = [(side, side + width, y + step * sign * ROW) for step in range(9) for sign in (-1, 1)
@@ -143,13 +143,13 @@ def roofline(words: list[str], root: Path) -> tuple[str, str]:
         near, anchor = (x - 9, "end") if x + 9 + CHARACTER * len(name) > 684 else (x + 9, "start")
         below = 20 if row["gflops"] > 0.8 * peak else 4  # clear of the roof
         canvas.text(near, y + below, name, "small", anchor)
-    told = "; ".join(f"{row['product']} {row['gflops']:.3g} GFLOP/s" for row in rows)
+    alt = "; ".join(f"{row['product']} {row['gflops']:.3g} GFLOP/s" for row in rows)
     return canvas.svg("Roofline of the product ladder", (
-        f"Roofline: memory gives {memory:.1f} GB/s, BLAS {peak:.0f} GFLOP/s. {told}"))
+        f"Roofline: memory gives {memory:.1f} GB/s, BLAS {peak:.0f} GFLOP/s. {alt}"))
 
 
 def purposes_of(parts: Iterable[dict[str, int]]) -> list[str]:
-    """The labels of memory that hold something in any of these {label: bytes}."""
+    """Return the labels of memory that hold something in any of these {label: bytes}."""
     parts = list(parts)
     return [label for label in labels_of(parts) if any(one.get(label) for one in parts)]
 
@@ -157,7 +157,7 @@ def purposes_of(parts: Iterable[dict[str, int]]) -> list[str]:
 def memory(words: list[str], root: Path) -> tuple[str, str]:
     """`memory [flags of explain] [--rank R]`: what a rank holds in the course of a step, on shapes.
 
-    The step is the real one, run without numbers. Work done so far, in FLOPs of products, stands in
+    The step is the real one, run without numbers; the FLOPs of the products done so far stand in
     for time.
     """
     config, rank = config_of(words), context_of(words).args.rank or 0
@@ -167,7 +167,7 @@ def memory(words: list[str], root: Path) -> tuple[str, str]:
     canvas = Drawing(f"Memory of rank {rank} in one step: {layout_words(config)}",
                      [(PURPOSES.get(label, "r5"), label) for label in labels])
     plot = Plot(canvas, (82, 78), (600, 260), lambda x: x / work, lambda y: y / most)
-    below, told = [0] * len(seen), []
+    below, alt = [0] * len(seen), []
     for label in labels:
         above = [low + look.live.get(label, 0) for low, look in zip(below, seen, strict=True)]
         edges = [[plot.at(look.flops, size) for look, size in zip(seen, edge, strict=True)]
@@ -175,7 +175,7 @@ def memory(words: list[str], root: Path) -> tuple[str, str]:
         peak = nbytes(max(look.live.get(label, 0) for look in seen))
         canvas.area([*edges[0], *reversed(edges[1])], PURPOSES.get(label, "r5"),
                     f"{label}: at most {peak}")
-        told.append(f"{label} {peak}")
+        alt.append(f"{label} {peak}")
         below = above
     plot.ticks((), ((most * share, nbytes(most * share)) for share in (0, 0.5, 1)),
                "work done in this step (FLOPs of products)")
@@ -188,13 +188,13 @@ def memory(words: list[str], root: Path) -> tuple[str, str]:
                 canvas.note((left + right) / 2, bottom + 17, name)
     return canvas.svg("Memory over a step", (
         "Memory of a rank as stacked areas over the passes of one step. At most:"
-        f" {', '.join(told)}; together {nbytes(most)}"))
+        f" {', '.join(alt)}; together {nbytes(most)}"))
 
 
 def utilization(words: list[str], root: Path) -> tuple[str, str]:
     """`utilization FILE`: what plans promise, a panel for each device and a bar for each stack.
 
-    A line stands at the best published utilization of the device.
+    A line marks the best published utilization of the device.
     """
     found, _ = load(root, words, "bench.planned")
     rows = found["rows"]
@@ -206,7 +206,7 @@ def utilization(words: list[str], root: Path) -> tuple[str, str]:
         ("wait", "best published for the device")])
     bar, columns, names, wide = 5, 2, 100, 200
     high = 34 + len(presets) * (bar * len(stacks) + 5)
-    told = []
+    alt = []
     for place, machine in enumerate(machines):
         left = place % columns * (names + wide + 50)
         top = 66 + place // columns * high
@@ -227,6 +227,6 @@ def utilization(words: list[str], root: Path) -> tuple[str, str]:
         highest, preset = max((row[f"{stack} %"], row["preset"]) for row in own for stack in stacks
                               if row[f"{stack} %"] != "-")
         published = "nothing" if most == "-" else f"{most:.1f} %"
-        told.append(f"{machine} at most {highest:.1f} % ({preset}), published {published}")
+        alt.append(f"{machine} at most {highest:.1f} % ({preset}), published {published}")
     return canvas.svg("Utilization that plans promise", (
-        f"Utilization that plans promise, by device: {'; '.join(told)}"))
+        f"Utilization that plans promise, by device: {'; '.join(alt)}"))

@@ -1,6 +1,6 @@
-"""Sources of the pictures: steps on shapes, the words behind a picture's kind, and result files.
+"""Data sources of the pictures: steps on shapes, a picture's arguments, and result files.
 
-A step that is watched says what a rank of any layout holds, and when it sends.
+A watched step shows what a rank of any layout holds, and when it sends.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from mpipar.errors import DataError
 
 
 def layout_words(config) -> str:
-    """As in `dp 2 x pp 2`."""
+    """Return a layout in words, as in `dp 2 x pp 2`."""
     sizes = {axis: getattr(config.grid, axis) for axis in AXES}
     return " x ".join(f"{axis} {size}" for axis, size in sizes.items() if size > 1) or "one rank"
 
@@ -34,7 +34,9 @@ class Look(NamedTuple):
 
 
 class Watching(Recorder):
-    """A recorder that looks at each change of the FLOPs done, and at the end of each pass."""
+    """A recorder that takes a snapshot at each change of the FLOPs done, and at the end of each
+    pass.
+    """
 
     def __init__(self, config):
         super().__init__(capacity=1 << 20)
@@ -48,18 +50,18 @@ class Watching(Recorder):
         self.ops._count = count_and_look
 
     def look(self, name: str = "") -> None:
-        """Note what is alive now."""
+        """Record what is alive now."""
         self.seen.append(Look(
             sum(self.ops.flops.values()), name, self.ops.live, len(self.entries)))
 
     def span(self, kind: str, start, stage: int = -1, mb: int = -1, end=None) -> None:
-        """Note what is alive behind a pass."""
+        """Record what is alive after a pass."""
         super().span(kind, start, stage, mb, end)
         self.look(f"{kind}{mb}" if mb >= 0 else kind)
 
 
 def watch(config, world_rank: int) -> Watching:
-    """A step of one rank on shapes, watched."""
+    """Run a step of one rank on shapes, watched."""
     recorder = Watching(config)
     worker = take_step(config, world_rank, recorder, recorder.ops)
     recorder.look("end")
@@ -68,7 +70,7 @@ def watch(config, world_rank: int) -> Watching:
 
 
 def arguments(kind: str, words: list[str], **forms) -> argparse.Namespace:
-    """These words by name: a tuple is a choice by place, a number the default of a flag."""
+    """Return these words by name: a tuple is a positional choice, a number a flag's default."""
     parser = Parser(prog=kind)
     for name, form in forms.items():
         if isinstance(form, tuple):
@@ -79,20 +81,23 @@ def arguments(kind: str, words: list[str], **forms) -> argparse.Namespace:
 
 
 def load(root: Path, words: list[str], bench: str) -> tuple[dict, str]:
-    """The result file that the words name, and where it was measured. Raises DataError if another
-    benchmark made it.
+    """Read the result file that the words name; return it and where it was measured.
+
+    Raises DataError if another benchmark made it.
     """
     if len(words) != 1:
         raise DataError(f"name one result file of {bench}")
     found = json.loads((root / words[0]).read_text())
     if not found["bench"].startswith(bench):
-        raise DataError(f"{words[0]}: is of {found['bench']}, not of {bench}")
+        raise DataError(f"{words[0]}: a result of {found['bench']}, not of {bench}")
     machine = found["machine"]
     return found, f"Measured {machine['date']} on {machine['cores']} cores: {machine['cpu']}."
 
 
 def load_trace(root: Path, words: list[str]) -> tuple[dict, str]:
-    """The trace in a file of `bench.docs measure`, and where it was measured. Raises DataError."""
+    """Return the trace in a file of `bench.docs measure`, and where it was measured. Raises
+    DataError.
+    """
     found, measured = load(root, words, "bench.docs measure")
     if "trace" not in found:
         raise DataError(f"{words[0]}: none of its commands has traced a run; use train --trace")

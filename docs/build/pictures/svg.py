@@ -1,8 +1,4 @@
-"""A drawing: boxes, texts and lines that become one SVG file, for light and dark pages alike.
-
-Shapes have a class in place of a colour. `r0` to `r7` are the colours of ranks, `dp`, `pp`, `cp`
-and `tp` those of axes. `idle` is hatched, `wait` and `transfer` are the parts of a barrier.
-"""
+"""A drawing: boxes, texts and lines that become one SVG file, for light and dark pages."""
 
 from __future__ import annotations
 
@@ -32,7 +28,7 @@ HEAD = ('<marker id="to-{0}" viewBox="0 0 8 8" refX="7" refY="4" markerWidth="7"
 
 
 def colours(theme: int) -> str:
-    """The rules of one theme: 0 light, 1 dark."""
+    """Return the CSS rules of one theme: 0 light, 1 dark."""
     page, ink, soft, ground, hatch = (pair[theme] for pair in COLOURS.values())
     fills = " ".join(f".{name} {{ fill: {pair[theme]}; }} .{name}-line {{ stroke: {pair[theme]}; }}"
                      for name, pair in FILLS.items())
@@ -65,14 +61,14 @@ class Drawing:
             x += 36 + CHARACTER * len(words)
 
     def _add(self, element: str, x: float, y: float, tip: str = "") -> None:
-        """An element that reaches to a place; tip: what a pointer over it shows."""
+        """Add an element that extends to (x, y); tip: its tooltip."""
         inside = f"><title>{escape(tip)}</title></{element.split(maxsplit=1)[0]}>" if tip else "/>"
         self.parts.append(f"<{element}{inside}")
         self.width, self.height = max(self.width, x), max(self.height, y)
 
     def rect(self, x: float, y: float, width: float, height: float, kind: str, *,
              tip: str = "", words: str = "", style: str = "") -> None:
-        """A box, with words in its middle."""
+        """Draw a box, with words in its middle."""
         self._add(f'rect x="{x:.1f}" y="{y:.1f}" width="{width:.1f}" height="{height:.1f}" '
                   f'class="box {kind}"', x + width, y + height, tip)
         if words:
@@ -80,7 +76,7 @@ class Drawing:
                       "middle")
 
     def text(self, x: float, y: float, words: str, kind: str = "", anchor: str = "start") -> None:
-        """Words; anchor: which end of them stands at x."""
+        """Write words; anchor: which end of them is at x."""
         share = {"start": 1.0, "middle": 0.5, "end": 0.0}[anchor]
         letter = BOLD if "bold" in kind else CHARACTER
         place = f'text x="{x:.1f}" y="{y:.1f}" text-anchor="{anchor}" class="{kind}"'
@@ -88,12 +84,12 @@ class Drawing:
         self.parts[-1] = f"<{place}>{escape(words)}</text>"
 
     def note(self, x: float, y: float, words: str, anchor: str = "middle") -> None:
-        """A text of less weight."""
+        """Write a text in a softer colour."""
         self.text(x, y, words, "soft small", anchor)
 
     def line(self, start: tuple[float, float], end: tuple[float, float], kind: str, *,
              width: float = 1, arrow: bool = False) -> None:
-        """A line of a colour, with a head at its end or without."""
+        """Draw a coloured line, with an arrowhead at its end if `arrow`."""
         (x1, y1), (x2, y2), (first, *more) = start, end, kind.split()
         head = f' marker-end="url(#to-{first})"' if arrow else ""
         self._add(f'path d="M{x1:.1f} {y1:.1f}L{x2:.1f} {y2:.1f}" fill="none" '
@@ -101,17 +97,17 @@ class Drawing:
                   max(x1, x2), max(y1, y2))
 
     def circle(self, x: float, y: float, radius: float, kind: str, tip: str) -> None:
-        """A point of a diagram."""
+        """Draw a point of a diagram."""
         self._add(f'circle cx="{x:.1f}" cy="{y:.1f}" r="{radius:.1f}" class="{kind}"',
                   x + radius, y + radius, tip)
 
     def area(self, points: list[tuple[float, float]], kind: str, tip: str) -> None:
-        """A filled shape."""
+        """Draw a filled shape."""
         path = "L".join(f"{x:.1f} {y:.1f}" for x, y in points)
         self._add(f'path d="M{path}Z" class="{kind}"', *map(max, zip(*points, strict=True)), tip)
 
     def svg(self, title: str, alt: str) -> tuple[str, str]:
-        """The file and `alt`. title: what a pointer shows; alt: what is heard in its place."""
+        """Return the SVG file and `alt`. title: its tooltip; alt: what screen readers read."""
         width, height, body = self.width + 12, self.height + 10, "\n".join(self.parts)
         heads = "".join(HEAD.format(name) for name in ("ink", *FILLS) if f"(#to-{name})" in body)
         size = f'viewBox="0 0 {width:.0f} {height:.0f}" width="{width:.0f}" height="{height:.0f}"'

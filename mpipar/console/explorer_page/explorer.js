@@ -75,8 +75,8 @@ class Explorer {
       panel.chunkSelect.append(element("option", start.chunks));
     });
     const last = counts => counts[counts.length - 1];
-    find("range").textContent = `The page holds orders for up to ${last(page.ranks)} workers and `
-      + `${last(page.microbatches)} microbatches. For others name them on the command line: `
+    find("range").textContent = `This page has orders for up to ${last(page.ranks)} workers and `
+      + `${last(page.microbatches)} microbatches. For more, use the command line: `
       + "mpipar schedule NAME --pp P --num-microbatches M --html FILE.";
   }
 
@@ -111,7 +111,7 @@ class Explorer {
       return item;
     });
     if (this.panels.some(({ schedule }) => schedule && schedule.stages > schedule.p))
-      items.push(element("span", "paler: later stages of a worker"));
+      items.push(element("span", "paler: a worker's later stages"));
     const idle = element("span", "idle");
     idle.prepend(element("i", "", { class: "swatch hatched" }));
     find("legend").replaceChildren(...items, idle);
@@ -145,7 +145,7 @@ function spread(values) {
   return low === high ? low : `${low} to ${high}`;
 }
 
-/** The chain of passes and messages that decides when the step ends. */
+/** The chain of passes and messages that determines when the step ends. */
 function pathWords({ timeline, choice }) {
   if (choice === "measured") return "unknown";
   const path = criticalPath(timeline), hops = path.filter(span => span.message).length;

@@ -19,7 +19,7 @@ function problemsOf(schedule) {
   return found.length ? found : deadlock(lowered);
 }
 
-/** What is wrong with a worker's program by itself; later problems may follow from the first. */
+/** What is wrong with a worker's program alone; later problems may follow from the first. */
 function* programProblems(schedule, rank) {
   const program = schedule.programs[rank], held = schedule.stagesOf(rank), at = new Map();
   if (!program.length) yield { position: 0, reason: "this rank has nothing to do" };

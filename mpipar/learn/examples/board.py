@@ -1,7 +1,7 @@
-"""What the ranks of an example write down, and how world rank 0 prints it.
+"""Collects what the ranks of an example write down, and formats it for world rank 0.
 
-Every rank notes titles and arrays in its own order. Where all ranks note the same titles, their
-arrays stand side by side. Otherwise one rank follows the other.
+Every rank notes titles and arrays in its own order. If all ranks note the same titles, their arrays
+are shown side by side; otherwise the ranks are shown one after the other.
 """
 
 from __future__ import annotations
@@ -29,12 +29,12 @@ class Board:
         self.notes.append([title, rows.tolist()])
 
     def say(self, title: str) -> None:
-        """Write a line without an array down."""
+        """Write a line without an array."""
         self.notes.append([title, []])
 
 
 class NoBoard(Board):
-    """Forgets everything: for the one rank that the others are compared with."""
+    """A board that discards everything: for the one rank that the others are compared with."""
 
     def note(self, title: str, x) -> None:
         pass
@@ -44,9 +44,9 @@ class NoBoard(Board):
 
 
 class ShownComm:
-    """A group each of whose barriers is written down: what a rank brings, and what it gets.
+    """A `Comm` that writes each barrier down: what a rank brings, and what it gets.
 
-    All else is that of the `Comm`.
+    Everything else is passed on to the `Comm`.
     """
 
     def __init__(self, comm, board: Board):
@@ -65,21 +65,21 @@ class ShownComm:
         self.board.note(f"before the {name} barrier", x)
         self._barrier("all_reduce", name, x.nbytes)
         y = self.comm.all_reduce(x, name, op)
-        self.board.note("behind it", y)
+        self.board.note("after it", y)
         return y
 
     def all_gather(self, x, name: str):
         self.board.note(f"before the {name} barrier", x)
         self._barrier("all_gather", name, x.nbytes * self.comm.size)
         y = self.comm.all_gather(x, name)
-        self.board.note("behind it", y)
+        self.board.note("after it", y)
         return y
 
     def reduce_scatter(self, x, name: str):
         self.board.note(f"before the {name} barrier", x)
         self._barrier("reduce_scatter", name, x.nbytes)
         y = self.comm.reduce_scatter(x, name)
-        self.board.note("behind it", y)
+        self.board.note("after it", y)
         return y
 
     def isend(self, x, peer: int, tag: int, name: str):
@@ -91,7 +91,7 @@ class ShownComm:
 
 
 class Arriving:
-    """A posted receive that is written down when it has come."""
+    """A posted receive that is written down when it has arrived."""
 
     def __init__(self, pending, name: str, board: Board):
         self.pending, self.name, self.board = pending, name, board
@@ -106,7 +106,7 @@ class Arriving:
 
 
 def number(value: float) -> str:
-    """Return a number with at most three digits behind the point."""
+    """Return a number with at most three decimal places."""
     text = f"{value:.3f}".rstrip("0").rstrip(".")
     return "0" if text == "-0" else text
 
@@ -127,15 +127,15 @@ def beside(parts: list[tuple[str, list[str]]]) -> list[str]:
     return [GAP.join(row).rstrip() for row in zip(*columns, strict=True)]
 
 
-def printed(everybody: list[list]) -> list[str]:
+def printed(by_rank: list[list]) -> list[str]:
     """Return the lines of all ranks' notes, in the order of the ranks."""
-    titles = [[title for title, _ in notes] for notes in everybody]
+    titles = [[title for title, _ in notes] for notes in by_rank]
     if any(one != titles[0] for one in titles):
-        return [line for index, notes in enumerate(everybody)
+        return [line for index, notes in enumerate(by_rank)
                 for line in ["", f"rank {index}:", *one_rank(notes)]]
     lines = []
     for position, title in enumerate(titles[0]):
-        arrays = [notes[position][1] for notes in everybody]
+        arrays = [notes[position][1] for notes in by_rank]
         lines += ["", title]
         if not arrays[0]:
             continue
@@ -154,5 +154,5 @@ def one_rank(notes: list) -> list[str]:
 
 
 def indented(lines: list[str]) -> list[str]:
-    """Return the lines, two places further right."""
+    """Return the lines, indented by two spaces."""
     return [f"  {line}" for line in lines]

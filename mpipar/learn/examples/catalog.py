@@ -1,4 +1,4 @@
-"""The worked examples by name, and how one is run on all ranks."""
+"""The worked examples by name, and a function that runs one on all ranks."""
 
 from __future__ import annotations
 
@@ -22,8 +22,8 @@ TOLERANCE = 1e-12
 class Example(NamedTuple):
     """A worked example.
 
-    chapter: of the tour. title: what it shows. axis: of the group that its ranks make up.
-    run(case) -> its differences from one rank. ranks: numbers of ranks on which it runs.
+    chapter: of the tour. title: what it shows. axis: of the group that its ranks form. run(case) ->
+    its differences from one rank. ranks: numbers of ranks on which it runs.
     """
 
     chapter: int
@@ -34,19 +34,20 @@ class Example(NamedTuple):
 
 
 EXAMPLES = {
-    "ring": Example(3, "an all-reduce by hand: pieces go round a ring, twice", "tp",
+    "ring": Example(3, "an all-reduce by hand: pieces travel round a ring, twice", "tp",
                     wires.ring_example),
-    "pipeline": Example(4, "two stages and two microbatches: what travels, forward and back", "pp",
-                        pipeline, (2,)),
-    "ffn": Example(6, "two products cut by columns and by rows: one sum forward, one back", "tp",
-                   products.ffn),
-    "attention": Example(7, "attention cut by heads: one sum behind it", "tp", products.attention),
-    "vocabulary": Example(7, "the loss of logits that no rank holds whole", "tp",
+    "pipeline": Example(4, "two stages and two microbatches: what is sent, forward and backward",
+                        "pp", pipeline, (2,)),
+    "ffn": Example(6, "two products cut by columns and by rows: one sum forward, one backward",
+                   "tp", products.ffn),
+    "attention": Example(7, "attention cut by heads, with one sum after it", "tp",
+                         products.attention),
+    "vocabulary": Example(7, "the loss when no rank holds all logits", "tp",
                           products.vocabulary),
-    "data": Example(8, "copies read different rows, and sum their gradients", "dp",
+    "data": Example(8, "replicas read different rows, and sum their gradients", "dp",
                     wires.data_example),
-    "context": Example(16, "one row of tokens on all ranks: keys and values go round", "cp",
-                       context),
+    "context": Example(16, "one row of tokens over all ranks: keys and values travel round a ring",
+                       "cp", context),
     "zero": Example(16, "a sharded update: sums are scattered, weights are gathered", "dp",
                     wires.zero_example),
 }
@@ -56,8 +57,8 @@ EXAMPLES = {
 class Case:
     """What an example needs: array functions, groups, and boards to write on.
 
-    comm: the group of all ranks, whose barriers are shown. alone: the group of this rank. silent: a
-    board for the rank that is compared with.
+    comm: the group of all ranks, whose barriers are shown. alone: the group of this rank. silent:
+    the board of the single rank that serves as reference.
     """
 
     ops: object
@@ -69,7 +70,7 @@ class Case:
 
 
 def run(name: str, world) -> tuple[list[str], float]:
-    """(lines to print, largest difference from one rank) on world rank 0; nothing elsewhere.
+    """Return (lines to print, largest difference from one rank) on world rank 0; nothing elsewhere.
 
     Comm: the barriers of the example, one gather.
     """

@@ -1,4 +1,4 @@
-"""Example of context parallelism: keys and values go round the ring of the ranks."""
+"""Example of context parallelism: keys and values travel round the ring of ranks."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ TOKENS = 8
 
 
 def context(case) -> list[float]:
-    """With keys of zero a token attends equally to all that it sees: y is the mean of their v.
+    """Attend with keys of zero, so that y is the mean of the v that a token sees.
 
     v of token t is 2t, so the mean over tokens 0 to t is t. Every y can be checked by eye.
     """
@@ -21,19 +21,20 @@ def context(case) -> list[float]:
     k, v = np.zeros(q.shape), 2 * np.arange(float(TOKENS)).reshape(q.shape)
     held = np.concatenate([np.arange(one.start, one.stop) for one in token_pieces(
         TOKENS, "ring", case.comm.size, case.comm.index)])
-    case.board.note("places of the tokens that each rank holds: from both ends of the row",
+    case.board.note("positions of the tokens that each rank holds: from both ends of the row",
                     held[None])
     case.board.note("their v", v[0, held, 0, 0][None])
     case.board.say("k and v travel together, k in the first row and v in the second")
 
-    def attended(method, group, places, everybody):
-        batch = Batch(None, None, places, everybody)
+    def attended(method, group, places, all_places):
+        batch = Batch(None, None, places, all_places)
         mine = [np.ascontiguousarray(one[:, places]) for one in (q, k, v)]
         return method.forward(case.ops, *mine, batch, group, "attn")[0][0, :, 0, 0]
 
     every = np.arange(TOKENS)
     found = attended(context_ring, Flat(case.comm), held, every)
-    case.board.note("y, the mean of all v up to its token: that is the token's place", found[None])
+    case.board.note("y, the mean of all v up to its token, equals the token's"
+                    " position", found[None])
     return [difference(found, attended(context_whole, case.alone, every, None)[held])]
 
 

@@ -26,7 +26,7 @@ class ProductStage:
         return batch.shape
 
     def forward(self, x, stash, engine):
-        """Return the stage's output, or the loss behind the last one."""
+        """Return the stage's output, or the loss after the last stage."""
         self.board.say(f"forward of microbatch {engine.recorder.mb}")
         x = stash["x"] = stash.batch if self.is_first else x
         y = self.ops.matmul(x, self.w)
@@ -46,7 +46,7 @@ class ProductStage:
 
 
 class NoSums:
-    """There is one copy of each stage: no gradient is summed over ranks."""
+    """No gradient is summed over ranks: there is one copy of each stage."""
 
     def start(self, stage: int) -> None:
         pass
@@ -56,8 +56,7 @@ class NoSums:
 
 
 def stages_run(case, group, board, count: int) -> dict[int, ProductStage]:
-    """Return the stages of this rank after a step of 1F1B. Comm: the schedule's sends and receives.
-    """
+    """Return the stages of this rank after a step of 1F1B. Comm: the schedule's messages."""
     schedule = make_schedule("1f1b", count, len(MICROBATCHES))
     stages = {stage: ProductStage(case, stage, count, board)
               for stage in schedule.stages_of(group.index)}
@@ -67,7 +66,7 @@ def stages_run(case, group, board, count: int) -> dict[int, ProductStage]:
 
 
 def pipeline(case) -> list[float]:
-    """Compares each stage's gradient with the chain rule written out on one rank."""
+    """Compare each stage's gradient with the chain rule written out on one rank."""
     stages = stages_run(case, case.comm, case.board, case.comm.size)
     expected = [np.zeros((2, 2)), np.zeros((2, 2))]
     for x in MICROBATCHES:

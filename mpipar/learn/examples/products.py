@@ -14,7 +14,7 @@ W_DOWN = np.array([[1.0, 0.0], [0.0, 1.0], [1.0, 1.0], [2.0, -1.0]])
 DY = np.array([[1.0, 0.0], [0.0, 1.0]])
 HEADS = 4
 TOKENS = np.array([[1.0, 0.0, 1.0, 2.0], [0.0, 1.0, 2.0, 1.0]])
-W_QKV = np.array([  # four numbers of a token to q, k and v of four heads
+W_QKV = np.array([  # maps a token's four numbers to q, k and v of four heads
     [1, 0, 1, 0, 0, 1, 0, 1, 1, 1, 0, 0], [0, 1, 0, 1, 1, 0, 1, 0, 0, 1, 1, 0],
     [1, 1, 0, 0, 0, 0, 1, 1, 0, 0, 1, 1], [0, 0, 1, 1, 1, 1, 0, 0, 1, 0, 0, 1]], float)
 W_PROJ = np.array([[1, 0], [0, 1], [1, 1], [1, -1]], float)
@@ -24,9 +24,9 @@ TARGETS = np.array([3, 4])
 
 
 def ffn(case) -> list[float]:
-    """y = (x w_up) w_down: the first product is cut by columns, the second by rows.
+    """Compute y = (x w_up) w_down: the first product is cut by columns, the second by rows.
 
-    The activation between them is left out. It works on each number alone, and needs no barrier.
+    The activation between them is left out: it acts on each number alone, and needs no barrier.
     """
     def both(group, board):
         part = chunk_slice(W_UP.shape[1], group.size, group.index)
@@ -36,13 +36,13 @@ def ffn(case) -> list[float]:
         board.note("x, whole on each rank: two tokens of two numbers", X)
         board.note("w_up: each rank holds some columns", up)
         h = column.forward(ops, ops, X, up, group, "ffn.up", sizes=up_sizes)
-        board.note("h = x w_up: each rank has its columns, without a barrier", h)
+        board.note("h = x w_up: each rank computes its columns, without a barrier", h)
         board.note("w_down: each rank holds the rows that fit its h", down)
         y = row.forward(ops, ops, h, down, group, "ffn.down", sizes=down_sizes)
         board.say("backward, from dy")
         board.note("dy, whole on each rank", DY)
         dh, _ = row.backward_input(ops, ops, DY, down, group, "ffn.down", sizes=down_sizes)
-        board.note("dh = dy w_down^T: each rank makes its columns, without a barrier", dh)
+        board.note("dh = dy w_down^T: each rank computes its columns, without a barrier", dh)
         dx, _ = column.backward_input(ops, ops, dh, up, group, "ffn.up", sizes=up_sizes)
         row.backward_weight(ops, ops, h, DY, d_down, group, "ffn.down", sizes=down_sizes)
         column.backward_weight(ops, ops, X, dh, d_up, group, "ffn.up", sizes=up_sizes)
@@ -58,7 +58,7 @@ def ffn(case) -> list[float]:
 
 
 def attention(case) -> list[float]:
-    """Heads do not see each other: each rank attends with its own, and one sum joins them."""
+    """Attend by heads, which are independent: each rank takes its own, and one sum joins them."""
     def heads(group, board):
         part = chunk_slice(HEADS, group.size, group.index)
         w = W_QKV.reshape(4, 3, HEADS)[:, :, part].reshape(4, -1).copy()
@@ -83,7 +83,7 @@ def attention(case) -> list[float]:
 
 
 def vocabulary(case) -> list[float]:
-    """Loss and gradient of logits that no rank holds whole: three numbers for each token travel."""
+    """Compute loss and gradient without gathering logits: three numbers for each token travel."""
     def loss(group, board):
         part, ops = chunk_slice(LOGITS.shape[1], group.size, group.index), case.ops
         logits = LOGITS[:, part].copy()

@@ -1,4 +1,4 @@
-"""What questions are computed from: predicted ranks, simulated schedules, messages of a ring."""
+"""Sources of the answers: predicted ranks, simulated schedules, messages of a ring."""
 
 from __future__ import annotations
 
@@ -21,20 +21,21 @@ MIB = 1 << 20
 
 
 def configured(**values):
-    """Return a resolved Config of these flags, on as many ranks as its layout has. Axes default to
-    1.
+    """Return a resolved Config of these flags, on as many ranks as its layout has.
+
+    Axes default to 1.
     """
     values = dict.fromkeys(AXES, 1) | values
     return resolve(build(values), math.prod(values[axis] for axis in AXES))[0]
 
 
 def predicted(world_rank: int = 0, **values) -> Prediction:
-    """Return what `mpipar explain` computes of a rank with these flags."""
+    """Return what `mpipar explain` computes for a rank with these flags."""
     return predict(configured(**values), world_rank)
 
 
 def barriers(prediction: Prediction, axis: str) -> int:
-    """Return how many barriers of an axis a rank makes in a step."""
+    """Return how many barriers of an axis a rank passes in a step."""
     return sum(record.axis == axis for record in prediction.recorder.records)
 
 
@@ -45,7 +46,7 @@ def sent(prediction: Prediction, axis: str) -> int:
 
 def simulated(name: str, p: int, m: int, chunks: int | None = None, costs=(1, 1, 1),
               hop=0) -> Timeline:
-    """Return a schedule's step. costs: F, I and W of a worker's layers, which its chunks share."""
+    """Simulate a schedule's step. costs: F, I and W of a worker's layers, shared by its chunks."""
     costs = Costs(*map(Fraction, costs), latency=Fraction(hop))
     return simulate(make_schedule(name, p, m, chunks), costs.divided(chunks or 1))
 
@@ -56,8 +57,7 @@ def bubble_percent(timeline: Timeline) -> float:
 
 
 def ring_messages(nbytes: int, ranks: int) -> list[int]:
-    """Return the bytes of each message that a rank sends in a ring all-reduce, counted on shapes.
-    """
+    """Return the bytes of each message of a rank in a ring all-reduce, counted on shapes."""
     recorder = Recorder()
     ops = ops_module.make("shapes", "float32", recorder)
     comm = Comms(Grid(0, {"tp": ranks}), ops, recorder)["tp"]

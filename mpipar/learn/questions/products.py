@@ -1,4 +1,4 @@
-"""Questions of chapters 6 to 10 and 12: products, losses, copies, hybrids, zero bubble, tiles."""
+"""Questions of chapters 6 to 10 and 12: products, losses, replicas, hybrids, zero bubble, tiles."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ RATE, PEAK = 20.0, 100.0  # GB/s and GFLOP/s
 @numbers("6a", "MIB", "A block has width D = 1024 and works on 4 rows of 1024 tokens in float32, on"
          " 4 ranks with tp=4. How many MiB does each rank send for it, forward and backward?")
 def bytes_of_a_block():
-    """Of one block and one microbatch, from a predicted step."""
+    """Predict a step, for one block and one microbatch."""
     found = predicted(tp=4, layers=1, d_model=1024, heads=8, seq_len=1024, batch_size=4,
                       num_microbatches=1)
     records = one_block(found.recorder.records)
@@ -40,7 +40,7 @@ def bytes_of_a_block():
 
 
 def barriers_of_a_step(cut: str):
-    """Of a step with this cut of the ffn."""
+    """Count the barriers of a step with this cut of the ffn."""
     found = barriers(predicted(tp=2, layers=24, num_microbatches=8, ffn_cut=cut,
                                d_model=16, heads=2), "tp")
     each = 4 if cut == "pair" else 6
@@ -61,7 +61,7 @@ GATHER = numbers("7b", "BARRIERS", "The same decoder has 24 blocks, tp=2 and 8 m
          " 2.0, the sum of exp(logit - largest) 1.5, and not the target. Rank 1 has 1.0, 2.0 and"
          " the target's logit 1.0. What is the token's loss?")
 def combined_loss():
-    """Combined as every rank does it."""
+    """Combine both shards as every rank does."""
     ops = ops_module.make("cpu", "float64")
     losses, ((largest, total),) = ops.cross_entropy_combine(np.array(STATISTICS)[:, None, :])
     return [Number("loss", float(losses[0]), 0.005)], (
@@ -69,10 +69,10 @@ def combined_loss():
         f" logarithm is {largest + math.log(total):.3f}, and the target's logit 1.0 is subtracted")
 
 
-@numbers("8a", "MIB", "4 copies train the preset tiny in float32, with dp=4. How many MiB of"
+@numbers("8a", "MIB", "4 replicas train the preset tiny in float32, with dp=4. How many MiB of"
          " gradients does each rank send in a step?")
 def gradient_bytes():
-    """Sent over dp in a predicted step."""
+    """Count the bytes over dp in a predicted step."""
     found = predicted(dp=4)
     size = 4 * found.num_params / MIB
     return [Number("MiB", sent(found, "dp") / MIB, 0.02)], (
@@ -84,7 +84,7 @@ def gradient_bytes():
          " gradients, with which does it share products, and with which does it exchange"
          " activations?")
 def neighbours_of_five():
-    """From the groups of rank 5."""
+    """Read the groups of rank 5."""
     grid = Grid(5, {"pp": 2, "dp": 2, "tp": 2})
     found = []
     for axis in ("dp", "tp", "pp"):
@@ -94,7 +94,7 @@ def neighbours_of_five():
 
 
 @words("9b", ("dp", "pp", "tp"), "A rank trains the preset tiny with dp=2,pp=2,tp=2. Over which"
-       " axis does rank 0 send most bytes in a step?")
+       " axis does rank 0 send the most bytes in a step?")
 def busiest_axis():
     """Return the axis with the most bytes in a predicted step of rank 0."""
     found = predicted(dp=2, pp=2, tp=2)
@@ -108,7 +108,7 @@ def busiest_axis():
 @numbers("10a", "BUBBLE", "4 workers run zb-h1 with 8 microbatches. F takes 2 units, I 3 and W 2."
          " What percentage of the step is bubble?")
 def zero_bubble():
-    """Simulated."""
+    """Simulate zb-h1."""
     found = simulated("zb-h1", 4, 8, costs=(2, 3, 2))
     return [Number("bubble %", bubble_percent(found), 0.1)], (
         f"{plain(found.global_bubble[0])} of {plain(found.makespan)} units: (p-1) max(F, I,"
@@ -116,20 +116,20 @@ def zero_bubble():
 
 
 @numbers("12a", "FLOP_PER_BYTE", "A block of threads computes 64 x 64 numbers of a float32 product."
-         " It reads both operands from memory once for this tile. How many FLOPs does it make for"
+         " It reads both operands from memory once for this tile. How many FLOPs does it do for"
          " each byte?")
 def tile_of_64():
-    """Of the rung `register`, whose tiles have this size."""
+    """Take the tiles of the rung `register`, which have this size."""
     kernel = gemm("register", "NN")
     assert (kernel.rows, kernel.columns) == (64, 64), kernel
     return [Number("FLOP per byte", flop_per_byte(kernel, 4))], (
-        "for each step along K it reads 64 + 64 numbers of 4 bytes, and makes 2 * 64 * 64 FLOPs")
+        "for each step along K it reads 64 + 64 numbers of 4 bytes, and does 2 * 64 * 64 FLOPs")
 
 
 @numbers("12b", "SIDE", "Two square float32 tiles, one of each operand, must fit into 48 KiB of"
          " shared memory. What is the largest side that is a power of two?")
 def largest_tile():
-    """Return the last power of two that fits."""
+    """Return the largest power of two that fits."""
     side = 1
     while 2 * (2 * side) ** 2 * 4 <= SHARED_BYTES:
         side *= 2

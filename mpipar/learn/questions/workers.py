@@ -23,7 +23,7 @@ PERCENT = 0.1  # how far a percentage may be off
 @numbers("1a", "RANK", "A run has the layout dp=2,pp=2,tp=2. Which world rank has pp rank 1, dp"
          " rank 0 and tp rank 1?")
 def place_of_a_rank():
-    """Of the default order of axes."""
+    """Use the default order of axes."""
     found = Grid(0, {"pp": 2, "dp": 2, "tp": 2}).at(pp=1, dp=0, tp=1)
     return [Number("world rank", found)], (
         f"pp is the outermost axis and tp the innermost: (1 * 2 + 0) * 2 + 1 = {found}")
@@ -32,17 +32,17 @@ def place_of_a_rank():
 @numbers("1b", "TOKENS", "The preset tiny has a batch of 16 rows, and each row has 64 tokens. On"
          " how many tokens does one step train?")
 def tokens_of_a_step():
-    """Of the preset tiny."""
+    """Read the preset tiny."""
     config = configured()
     rows, length = config.train.batch_size, config.model.seq_len
     return [Number("tokens", rows * length)], (
-        f"{rows} rows of {length} tokens; microbatches and ranks only share them out")
+        f"{rows} rows of {length} tokens; microbatches and ranks only divide them")
 
 
 @numbers("2a", "PARAMETERS", "The preset tiny has width D = 128 and ffn width F = 512. How many"
          " parameters does one of its blocks have, biases and norms included?")
 def parameters_of_a_block():
-    """Return a model with one block more, minus one with one less."""
+    """Subtract the parameters of a model from those of one with a block more."""
     found = predicted(layers=2).num_params - predicted(layers=1).num_params
     return [Number("parameters", found)], (
         "q, k, v and projection have 4 D^2, up and down have 2 D F, and biases and norms have"
@@ -52,7 +52,7 @@ def parameters_of_a_block():
 @numbers("2b", "F I W", "A product multiplies x (2, 64, 128) by w (128, 512). How many"
          " floating-point operations take F, the input gradient I and the weight gradient W?")
 def three_products():
-    """Counted on shapes by the functions that compute them."""
+    """Count on shapes, with the functions that compute the products."""
     recorder = Recorder()
     ops = ops_module.make("shapes", "float32", recorder)
     x, w, dy = (ops.empty(shape) for shape in ((2, 64, 128), (128, 512), (2, 64, 512)))
@@ -61,13 +61,13 @@ def three_products():
         with recorder.at(phase):
             product()
     return [Number(phase, ops.flops[phase]) for phase in "FIW"], (
-        "each multiplies three widths, 2 * 64 tokens, 128 and 512, and counts a product and a sum")
+        "each multiplies three sizes, 2 * 64 tokens, 128 and 512, and counts a product and a sum")
 
 
 @numbers("3a", "MIB", "4 ranks sum 6 MiB each by a ring all-reduce. How many MiB does each rank"
          " send?")
 def ring_bytes():
-    """Summed over the messages."""
+    """Add up the messages."""
     messages = ring_messages(6 * MIB, 4)
     return [Number("MiB", sum(messages) / MIB)], (
         f"{len(messages)} messages of {plain(messages[0] / MIB)} MiB: 2 (q-1)/q of 6 MiB, q = 4")
@@ -76,17 +76,17 @@ def ring_bytes():
 @numbers("3b", "MESSAGES", "4 ranks sum an array by a ring all-reduce. How many messages does each"
          " rank send?")
 def ring_sends():
-    """Counted."""
+    """Count the messages."""
     count = len(ring_messages(6 * MIB, 4))
     return [Number("messages", count)], (
-        "q - 1 = 3 while the sums form, and q - 1 = 3 while the finished pieces go round")
+        "q - 1 = 3 while the sums form, and q - 1 = 3 while the finished pieces travel round")
 
 
-@numbers("4a", "BUSY MESSAGES", "12 blocks lie on 12 workers, and one input goes through, forward"
-         " and back. What percentage of the step is each worker busy, and how many messages do all"
-         " of them send?")
+@numbers("4a", "BUSY MESSAGES", "12 blocks run on 12 workers, and one input passes through,"
+         " forward and backward. What percentage of the step is each worker busy, and how many"
+         " messages do all of them send?")
 def twelve_workers():
-    """Return the naive schedule with one input."""
+    """Simulate the naive schedule with one input."""
     found = simulated("naive", 12, 1)
     busy = 100 * found.busy_share[0]
     return [Number("busy %", busy, PERCENT), Number("messages", sum(found.messages))], (
@@ -94,27 +94,27 @@ def twelve_workers():
         " `mpipar schedule naive --pp 12 --num-microbatches 1`")
 
 
-@numbers("4b", "DEALT RUNS", "12 layers lie on 3 workers. Dealt out like cards, worker 0 has the"
-         " layers 1, 4, 7 and 10. In runs, it has the layers 1 to 4. How many messages does one"
-         " input need, forward and back, dealt out and in runs?")
+@numbers("4b", "DEALT RUNS", "12 layers run on 3 workers. Dealt out like cards, worker 0 has"
+         " the layers 1, 4, 7 and 10. In runs, it has the layers 1 to 4. How many messages does one"
+         " input need, forward and backward, dealt out and in runs?")
 def dealt_messages():
-    """Interleaved with four chunks, and the naive schedule."""
+    """Compare interleaving with four chunks and the naive schedule."""
     dealt, runs = simulated("interleaved", 3, 1, 4), simulated("naive", 3, 1)
     return [Number("dealt", sum(dealt.messages)), Number("runs", sum(runs.messages))], (
-        "dealt out, each of the 11 borders between layers lies between two workers; in runs,"
+        "dealt out, each of the 11 borders between layers separates two workers; in runs,"
         " 2 borders do. Each is crossed twice")
 
 
-@numbers("4c", "DEALT RUNS", "12 layers lie on 3 workers, and 3 inputs go through. F, I and W of a"
-         " worker's layers take 1 unit each, and a message takes 0.1. How long is a step with the"
-         " layers dealt out like cards, and in runs?")
+@numbers("4c", "DEALT RUNS", "12 layers run on 3 workers, and 3 inputs pass through. F, I"
+         " and W of a worker's layers take 1 unit each, and a message takes 0.1. How long is a step"
+         " with the layers dealt out like cards, and in runs?")
 def dealt_steps():
-    """Return the same with three inputs and a hop."""
+    """Simulate the same with three inputs and a hop."""
     hop = Fraction(1, 10)
     dealt, runs = simulated("interleaved", 3, 3, 4, hop=hop), simulated("1f1b", 3, 3, hop=hop)
     return [Number("dealt", dealt.makespan, 0.01), Number("runs", runs.makespan, 0.01)], (
         "a worker that has only a quarter of its layers to run first hands over sooner, so the"
-        " others start sooner; it pays with more messages. This is called interleaving")
+        " others start sooner; the price is more messages. This is called interleaving")
 
 
 @numbers("5a", "MICROBATCHES", "GPipe runs on 4 workers, and all microbatches take equally long."
@@ -131,8 +131,8 @@ def least_microbatches():
 @numbers("5c", "GPIPE 1F1B", "A tutorial says that 4 workers with 8 microbatches have 27 % bubble"
          " with GPipe and 19 % with 1F1B. F takes 1 unit and B 2. What are the true percentages?")
 def both_bubbles():
-    """With a backward of two units."""
+    """Simulate a backward of two units."""
     found = [bubble_percent(simulated(name, 4, 8)) for name in ("gpipe", "1f1b")]
     return [Number("gpipe %", found[0], PERCENT), Number("1f1b %", found[1], PERCENT)], (
         "both take 33 units, of which 9 are idle; 1F1B saves memory, not time: it holds 4"
-        " microbatches in place of 8")
+        " microbatches instead of 8")

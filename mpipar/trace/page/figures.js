@@ -2,7 +2,7 @@
 const SIDE = 48;
 const MARGIN = { left: 56, right: 14, top: 12, bottom: 26 };
 
-/** A card with values by step. Where the pointer is, the values of the nearest step are told. */
+/** A card with values by step; it shows the values of the step nearest to the pointer. */
 function curve({ title, unit, series }, first) {
   const section = element("section", "", { class: first ? "card first" : "card" });
   const place = element("div"), note = element("p", "", { class: "legend" });
@@ -48,7 +48,7 @@ function curveDrawing(title, series, width, height, note) {
       + y(value).toFixed(1)).join("");
     svg.append(drawing("path", { d: path, fill: "none", stroke: `var(--${one.colour})`,
       "stroke-width": 2, "stroke-linejoin": "round" }));
-    if (one.points.length === 1 || i && one.points.length <= 60)  // few, each measured by itself
+    if (one.points.length === 1 || i && one.points.length <= 60)  // few, each measured separately
       svg.append(...one.points.map(([step, value]) => drawing("circle", { cx: x(step),
         cy: y(value), r: 3, fill: `var(--${one.colour})` })));
     return drawing("circle", { r: 4, fill: `var(--${one.colour})`, visibility: "hidden" });
@@ -75,7 +75,7 @@ function curveDrawing(title, series, width, height, note) {
 
 const least = values => values.reduce((a, b) => Math.min(a, b));
 
-/** A number as a person writes it: 12.3k, 0.0003, 4.56. */
+/** A number in short form: 12.3k, 0.0003, 4.56. */
 function compact(value, digits = 4) {
   const size = Math.abs(value);
   for (const [unit, factor] of [["G", 1e9], ["M", 1e6], ["k", 1e4]])
@@ -132,7 +132,7 @@ function pipeline() {
       }
     });
   });
-  const note = `0 to ${milliseconds(end)}; all blocked time inside a pass counts as the pass`;
+  const note = `0 to ${milliseconds(end)}; all blocked time inside a pass is part of the pass`;
   section.append(svg, element("p", note, { class: "soft" }));
 }
 
@@ -176,7 +176,7 @@ cards("summary", page.summary ?? []);
 curves();
 let timeline = null;
 find("traced").hidden = !page.timeline;
-if (!page.state) find("traced").after(find("run"));  // a page of a trace alone begins with it
+if (!page.state) find("traced").after(find("run"));  // a page of only a trace begins with it
 if (page.timeline) {
   cards("cards", [["step", `${short(page.step_ms)} ms`, "mean of the traced steps"],
     ...page.efficiency.map(([name, value, words]) => [name, percent(value), words, value])]);

@@ -93,7 +93,7 @@ function toolbar(timeline) {
   find("focus").onclick = () => focus(timeline, null);
 }
 
-/** Show only one barrier in the timeline, or all again. */
+/** Show only one barrier in the timeline, or all of them again. */
 function focus(timeline, row) {
   timeline.focus = row && { axis: row.axis, name: row.name, operation: row.operation };
   find("focus").hidden = !row;
@@ -111,7 +111,7 @@ function causes() {
     ["share", row => row.share, row => percent(row.share)],
     ["mostly waiting", row => row.rank, row => `rank ${row.rank}`], ["at", row => row.barrier],
   ], page.causes);
-  if (!page.causes.length) find("causes").replaceChildren(element("caption", "nobody waited"));
+  if (!page.causes.length) find("causes").replaceChildren(element("caption", "no rank waited"));
 }
 
 const BARRIER = [

@@ -1,4 +1,4 @@
-// What the pointer and the keyboard do with the timeline: zoom, move, and say what lies below.
+// Pointer and keyboard on the timeline: zoom, move, and describe what is under the pointer.
 const KEYS = { "=": "+", w: "+", s: "-", a: "ArrowLeft", d: "ArrowRight" };  // as in other viewers
 
 Object.assign(Timeline.prototype, {
@@ -6,7 +6,7 @@ Object.assign(Timeline.prototype, {
     let drag = null;
     this.base.addEventListener("wheel", event => {
       const [start, end] = this.view, [low, high] = this.limits;
-      if (event.deltaY > 0 && end - start >= high - low) return;  // then it scrolls the page
+      if (event.deltaY > 0 && end - start >= high - low) return;  // scroll the page instead
       event.preventDefault();
       const at = this.time(Math.max(GUTTER, event.offsetX));
       const factor = Math.exp(event.deltaY * (event.deltaMode ? 0.05 : 0.0015));
@@ -97,7 +97,7 @@ Object.assign(Timeline.prototype, {
     const stage = span[SPAN.stage] >= 0 && kind.length === 1 ? ` of stage ${span[SPAN.stage]}` : "";
     return [kind, WORDS[kind] + stage, [["rank", `${rank}, ${this.places[rank]}`],
       ["step", `${span[SPAN.step]}${mb >= 0 ? `, microbatch ${mb}` : ""}`],
-      ["lasts", milliseconds(span[SPAN.length])]]];
+      ["duration", milliseconds(span[SPAN.length])]]];
   },
 
   aboutOperation(one, rank) {
@@ -107,7 +107,7 @@ Object.assign(Timeline.prototype, {
     return [phase, this.data.functions[one[OPERATION.function]], [["layer", layer || "none"],
       ["rank", `${rank}, ${this.places[rank]}`],
       ["step", `${one[OPERATION.step]}, ${WORDS[phase] ?? phase}${place}`],
-      ["lasts", milliseconds(one[OPERATION.length])]]];
+      ["duration", milliseconds(one[OPERATION.length])]]];
   },
 
   aboutCall(call, rank) {
@@ -127,7 +127,7 @@ Object.assign(Timeline.prototype, {
       ["source", d.sources[call[CALL.source]]]]];
   },
 
-  /** Outline what the pointer is on: a barrier on all its ranks, and arrows from the late one. */
+  /** Outline what is under the pointer: a barrier on all ranks, and arrows from the late one. */
   drawOver() {
     const c = this.over.getContext("2d");
     c.setTransform(this.scale, 0, 0, this.scale, 0, 0);

@@ -226,7 +226,7 @@ class Timeline {
     c.globalAlpha = 1;
   }
 
-  /** What an operation is called with more and with less room; some belong to no layer. */
+  /** An operation's labels for more and for less room; some belong to no layer. */
   operationLabels(row) {
     const name = this.data.functions[row[OPERATION.function]];
     return [`${this.data.layers[row[OPERATION.layer]]} ${name}`.trim(), name];

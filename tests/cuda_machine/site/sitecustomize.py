@@ -1,4 +1,4 @@
-"""What Python does otherwise on the CUDA machine: sorts by NumPy, and poisons each block it takes.
+"""Python's start-up on the CUDA machine: sorts by NumPy, and poisons each block that is allocated.
 
 Python imports this file at its start (it lies in the machine's environment).
 """

@@ -1,4 +1,4 @@
-"""cupy.cuda.thrust on the CUDA machine: NumPy sorts the memory that stands for the device's."""
+"""cupy.cuda.thrust on the CUDA machine: NumPy sorts the memory that represents the device's."""
 
 import contextlib
 import ctypes
