@@ -1,6 +1,6 @@
-"""Check what keeps the code readable: functions, signatures and lines of a size.
+"""Check limits on the size of functions, signatures and lines, which keep the code readable.
 
-Prints every finding as path:line: text; exits 1 if there is one. These limits stand only here:
+Prints every finding as path:line: text; exits 1 if there is one. The limits are defined only here:
 tests/test_structure.py runs the same check.
 """
 
@@ -48,7 +48,7 @@ def positional(node: ast.FunctionDef | ast.AsyncFunctionDef) -> int:
 
 
 def foreign(path: Path, node: ast.FunctionDef | ast.AsyncFunctionDef) -> bool:
-    """Whether somebody else dictates the signature.
+    """Return whether a library dictates the signature.
 
     A compiler's decorator takes no keyword-only parameters; a stand-in has those of its library.
     """

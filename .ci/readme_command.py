@@ -1,6 +1,6 @@
 """Print a command of README.md: the fenced block right after its comment.
 
-``python3 .ci/readme_command.py test`` prints the block behind ``<!-- command: test -->``.
+``python3 .ci/readme_command.py test`` prints the block after ``<!-- command: test -->``.
 """
 
 import re
@@ -13,7 +13,7 @@ def readme_command(text: str, name: str) -> str:
     pattern = rf"<!-- command: {re.escape(name)} -->\s*\n```[a-z]*\n(.*?)\n```"
     match = re.search(pattern, text, re.DOTALL)
     if match is None:
-        raise LookupError(f"README.md has no fenced block behind <!-- command: {name} -->")
+        raise LookupError(f"README.md has no fenced block after <!-- command: {name} -->")
     return match[1]
 
 

@@ -1,10 +1,10 @@
-"""Checks of a cluster for ReFrame: whether training runs and learns there, and its network's speed.
+"""ReFrame checks of a cluster: that training runs and learns there, and the speed of its network.
 
     reframe -C SITE_CONFIG -c deploy/reframe_checks.py -r --performance-report
     reframe ... -S 'Train.num_tasks=64' -S 'Train.layout=dp=16,tp=4'
 
-The environment of the site's configuration must have mpipar in it (`pip install -e .` against its
-MPI). Figures are compared with `reference` of the site, and are only reported where it has none.
+The environment of the site's configuration must contain mpipar (`pip install -e .` against its
+MPI). Figures are compared with the site's `reference`, or only reported if it has none.
 """
 
 import reframe as rfm
@@ -13,7 +13,7 @@ from reframe.core.builtins import performance_function, run_before, sanity_funct
 
 
 class Check(rfm.RunOnlyRegressionTest):
-    """What all checks share: every system, and no folder of sources to copy."""
+    """Settings of all checks: every system, and no folder of sources to copy."""
 
     valid_systems = ["*"]
     valid_prog_environs = ["*"]
@@ -24,7 +24,7 @@ class Check(rfm.RunOnlyRegressionTest):
 
 @rfm.simple_test
 class Train(Check):
-    """A short training run ends, and has learned more than nothing."""
+    """A short training run ends, and the model has learned something."""
 
     layout = variable(str, value="auto")
     executable = "mpipar"
@@ -36,20 +36,20 @@ class Train(Check):
 
     @sanity_function
     def it_learns(self):
-        """Hold the held-out loss below that of equally likely bytes, ln 256."""
+        """Require a held-out loss below that of equally likely bytes, ln 256."""
         losses = sn.extractall(r"held-out loss (\S+) nats", self.stdout, 1, float)
         return sn.all([sn.assert_eq(sn.count(losses), 1), sn.assert_lt(losses[0], 5.545)])
 
     @performance_function("tok/s")
     def rate(self):
-        """Return the tokens per second of the last step that was printed."""
+        """Return the tokens per second of the last printed step."""
         tokens = sn.extractall(r"\| (\S+)k tok/s", self.stdout, 1, float)
         return tokens[-1] * 1000
 
 
 @rfm.simple_test
 class Verify(Check):
-    """One step on this layout gives what one rank gives, tensor by tensor."""
+    """One step on this layout gives the same result as one rank, tensor by tensor."""
 
     executable = "mpipar"
     executable_opts = ["verify", "--layout", "dp=2"]
@@ -77,7 +77,7 @@ class Interconnect(Check):
 
     @sanity_function
     def no_wrong_payload(self):
-        """Hold the number of wrong payloads to zero in all rows."""
+        """Require zero wrong payloads in all rows."""
         wrong = sn.extractall(r"^\d+ .* mpipar\.comm .* (\d+) +\S+$", self.stdout, 1, int)
         return sn.all([sn.assert_ge(sn.count(wrong), 4), sn.assert_eq(sn.sum(wrong), 0)])
 
