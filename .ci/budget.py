@@ -1,4 +1,4 @@
-"""Check the limits that keep code readable: lengths of functions, signatures and lines.
+"""Check limits on the size of functions, signatures and lines, which keep the code readable.
 
 Prints every finding as path:line: text; exits 1 if there is one. The limits are defined only here:
 tests/test_structure.py runs the same check.
@@ -48,7 +48,7 @@ def positional(node: ast.FunctionDef | ast.AsyncFunctionDef) -> int:
 
 
 def foreign(path: Path, node: ast.FunctionDef | ast.AsyncFunctionDef) -> bool:
-    """Return whether the signature is dictated from outside.
+    """Return whether a library dictates the signature.
 
     A compiler's decorator takes no keyword-only parameters; a stand-in has those of its library.
     """

@@ -1,10 +1,10 @@
-"""ReFrame checks of a cluster: whether training runs and learns there, and how fast the network is.
+"""ReFrame checks of a cluster: that training runs and learns there, and the speed of its network.
 
     reframe -C SITE_CONFIG -c deploy/reframe_checks.py -r --performance-report
     reframe ... -S 'Train.num_tasks=64' -S 'Train.layout=dp=16,tp=4'
 
-The environment in the site's configuration must contain mpipar (`pip install -e .` with its MPI).
-Figures are compared with the site's `reference`, and only reported if it has none.
+The environment of the site's configuration must contain mpipar (`pip install -e .` against its
+MPI). Figures are compared with the site's `reference`, or only reported if it has none.
 """
 
 import reframe as rfm
@@ -13,7 +13,7 @@ from reframe.core.builtins import performance_function, run_before, sanity_funct
 
 
 class Check(rfm.RunOnlyRegressionTest):
-    """Base of all checks: every system, and no source folder to copy."""
+    """Settings of all checks: every system, and no folder of sources to copy."""
 
     valid_systems = ["*"]
     valid_prog_environs = ["*"]
@@ -24,7 +24,7 @@ class Check(rfm.RunOnlyRegressionTest):
 
 @rfm.simple_test
 class Train(Check):
-    """A short training run finishes, and learns something."""
+    """A short training run ends, and the model has learned something."""
 
     layout = variable(str, value="auto")
     executable = "mpipar"

@@ -4,8 +4,8 @@
 #     flux submit -N 2 -n 8 --time-limit=60m --signal=SIGUSR1@120s \
 #         deploy/train.flux --run-name first --layout dp=4,pp=2
 #
-# 120 s before the time limit the ranks get SIGUSR1, finish the step, save and exit with 75. The
-# same command resumes the run.
+# 120 s before the time limit the ranks get SIGUSR1; they finish the step, save and exit with 75.
+# The same command continues the run.
 set -euo pipefail
 # shellcheck source=/dev/null
 source "${MPIPAR_VENV:-$PWD/.venv}/bin/activate"
