@@ -38,7 +38,17 @@ def test_what_cannot_be_played_is_refused(words, ranks, text):
         rehearse.jobs_of(parsed(*words), ranks)
 
 
+@pytest.mark.parametrize(("layout", "ranks"), [("dp=2", 2), ("dp=4", 1)])
+def test_first_ranks_are_fewer_than_all(layout, ranks):
+    with pytest.raises(UsageError, match="give a larger layout"):
+        rehearse.jobs_of(parsed("tiny", "--layout", layout, "--first-ranks"), ranks)
+    (job,) = rehearse.jobs_of(parsed("tiny", "--layout", "dp=4", "--first-ranks"), 3)
+    assert job.ranks == (0, 1, 2)
+
+
 @pytest.mark.parametrize(("words", "text"), [
+    (["--first-ranks", "--trace", "t"], "leave one of them out"),
+    (["--first-ranks", "--beside", "tiny --layout dp=2"], "leave one of them out"),
     (["--compute", "1"], "give one of --gflops"),
     (["--compute", "1", "--gflops", "1", "--machine", "m.json"], "give one of"),
     (["--gflops", "1"], "add --compute 1"),
@@ -64,7 +74,7 @@ def test_payloads_that_find_no_room_are_refused(monkeypatch):
     config = config_of(["--layout", "dp=2"])
     monkeypatch.setattr(rehearse, "memory_left", lambda: 1 << 20)
     with pytest.raises(UsageError, match="take more ranks or a smaller model"):
-        rehearse.script_with_room(config, 0, 2)
+        rehearse.check_room(script_of(config, 0), 2)
 
 
 def test_arrays_are_shared_by_calls_that_are_not_under_way_together():

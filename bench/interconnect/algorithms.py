@@ -1,4 +1,4 @@
-"""Which algorithm sums fastest, by size: the rows of `--ways mpipar.comm,algorithms` side by side.
+"""Which algorithm is fastest, by size: the rows of `--ways mpipar.comm,algorithms` side by side.
 
     python -m bench.interconnect all-reduce --ways mpipar.comm,algorithms --launches 7 --json FILE
     python -m bench.interconnect.algorithms FILE... [--write]    # --write: into bench/results/
@@ -24,20 +24,18 @@ GAINS = {"window_gain": "by window", "in_it_gain": IN_WINDOW}
 
 
 def compared(rows) -> list[dict]:
-    """Return a line for each number of ranks and size of an all-reduce that was done in several
-    ways.
-    """
+    """Return a line for each collective, number of ranks and size that went several ways."""
     found: dict = {}
     for row in rows:
-        if row["case"] == "all-reduce" and row["via"] in COLUMNS:
-            times = found.setdefault((len(row["ranks"]), row["size_bytes"]), {})
+        if row["via"] in COLUMNS:
+            times = found.setdefault((row["case"], len(row["ranks"]), row["size_bytes"]), {})
             times.setdefault(row["via"], {})[row["launch"]] = row["median_us"], row["p5_us"]
     lines = []
-    for (ranks, size), ways in sorted(found.items()):
+    for (case, ranks, size), ways in sorted(found.items()):
         if len(ways) < 2 or COMM not in ways:
             continue
         middle = {via: median(time for time, _ in own.values()) for via, own in ways.items()}
-        line = {"ranks": ranks, "size_bytes": size, "launches": len(ways[COMM])}
+        line = {"case": case, "ranks": ranks, "size_bytes": size, "launches": len(ways[COMM])}
         line |= {name: middle.get(via, "-") for via, name in COLUMNS.items()}
         line["fastest"] = min(set(middle) - {IN_WINDOW}, key=middle.__getitem__).removeprefix(
             "by ").replace(COMM, "mpi")
@@ -63,7 +61,7 @@ def measured(args, session) -> Outcome:
     """Return the lines of the files."""
     lines = compared(records.rows_of(args.files, tell=True))
     if not lines:
-        raise DataError(f"{', '.join(args.files)}: no all-reduce by several algorithms: measure"
+        raise DataError(f"{', '.join(args.files)}: no collective by several algorithms: measure"
                         " with --ways mpipar.comm,algorithms")
     return Outcome(lines, records.facts_of(args.files[0]))
 

@@ -34,8 +34,10 @@ BARE_PARTS = "mpi4py messages"
 PERSISTENT, PREPARED, IN_C = "mpi4py persistent", "mpi4py prepared", "C"
 ALGORITHMS = "algorithms"  # the kind of the ways by an algorithm of mpipar.comm
 BY = {f"by {name}": name for name in SUMS if name not in ("mpi", "auto")}
+BY_PARTS = ("by ring", "by window")  # have all-gathers and reduce-scatters of their own
 IN_WINDOW = "by window, in it"  # of an array that lies there, as gradients do
-METHODS = dict.fromkeys((COMM, *BY, IN_WINDOW), "through_comm") | {
+THROUGH_COMM = (COMM, *BY, IN_WINDOW)
+METHODS = dict.fromkeys(THROUGH_COMM, "through_comm") | {
     BARE: "bare", BARE_UNEVEN: "uneven", BARE_PARTS: "messages", PREPARED: "prepared", IN_C: "c"}
 MOST_BITS = 24  # of the numbers in a payload: float32 holds every integer up to there
 APART = 1_000_003  # distance of neighbours' patterns; a prime, so that few patterns coincide
@@ -114,7 +116,7 @@ class Case:
 
     def known(self, x):
         """Return the same memory in a type that the way knows: MPI does not know 16-bit numbers."""
-        return x.view(np.uint16) if self.item == 2 and self.via != COMM else x
+        return x.view(np.uint16) if self.item == 2 and self.via not in THROUGH_COMM else x
 
     def volume(self) -> dict:
         """size_bytes, bytes_in and bytes_out of a rank, and wire_bytes, which it sends; here 0."""
@@ -192,13 +194,17 @@ class Collective(Case):
 
     `prepare` leaves in `run` the call itself, with its arguments: nothing else is timed. operation:
     the name in the record whose bytes on the wire it has; "" for that of the case. at_root: the
-    first rank alone gets the result.
+    first rank alone gets the result. Comm: by an algorithm, that of making a group of its own.
     """
 
     operation, at_root = "", False
     shape_in, shape_out = whole, None
+    own = None  # groups that this case alone has, whose sums travel by an algorithm
 
     def __init__(self, setup: Setup, via: str):
+        if via in (*BY, IN_WINDOW):
+            self.own = setup.comms(BY.get(via, "window"))
+            setup = setup._replace(comm=self.own["dp"])
         super().__init__(setup, via)
         self.given_shape = self.shape_in()
         self.result_shape = self.shape_out() if self.shape_out else None
@@ -213,7 +219,7 @@ class Collective(Case):
             self.x[...] = 0
         # mpipar.comm makes its outputs itself, as training does.
         self.y = self.x
-        if self.outputs is not None and self.via != COMM:
+        if self.outputs is not None and self.via not in THROUGH_COMM:
             self.y = self.outputs.take()[0].reshape(self.result_shape)
         self.aim(self.call(self.known(self.x), self.known(self.y)))
 
@@ -232,7 +238,8 @@ class Collective(Case):
         if self.y is not self.x:
             self.y[...] = -1
         made = self.run()
-        result = made if self.outputs is not None and self.via == COMM else self.y
+        returned = self.outputs is not None and self.via in THROUGH_COMM
+        result = made if returned else self.y
         found = [] if self.at_root and self.index else mismatch(
             self.ops, result, self.expected(), f"rank {self.index}")
         self.x[...] = 0  # sums in place must not grow
@@ -272,6 +279,10 @@ class Collective(Case):
         """Return what is different in the volume of the root, or of the others."""
         return {}
 
+    def close(self):
+        if self.own is not None:
+            self.own.close()
+
 
 def total(arrays):
     """Return the sum of arrays, in float64."""
@@ -279,29 +290,18 @@ def total(arrays):
 
 
 class AllReduce(Collective):
-    """An all-reduce: the sum of all ranks' vectors, in place.
-
-    Comm: by an algorithm, that of making a group of its own.
-    """
+    """An all-reduce: the sum of all ranks' vectors, in place."""
 
     name, in_place, sums = "all-reduce", True, True
     operation = "all_reduce"  # also that of the other forms of it
     vias = (COMM, BARE, PREPARED, IN_C, *BY, IN_WINDOW)
-    own = None  # groups that this case alone has
 
     def __init__(self, setup: Setup, via: str):
-        if via in (*BY, IN_WINDOW):
-            self.own = setup.comms(BY.get(via, "window"))
-            setup = setup._replace(comm=self.own["dp"])
         super().__init__(setup, via)
         if via == IN_WINDOW:
             shape = len(self.inputs.views), self.elements()
             held = self.comm.zeros(self.ops, shape, self.ops.dtype, "buffers")
             self.inputs = Slots([*held], self.ops, 1, self.elements())
-
-    def close(self):
-        if self.own is not None:
-            self.own.close()
 
     def through_comm(self, x, y):
         return partial(self.comm.all_reduce, x, NAME)
@@ -443,12 +443,12 @@ COLLECTIVES = {case.name: case for case in (
             (x, None) if case.index else (case.mpi4py.IN_PLACE, x)), root=0),
         of_root=lambda case, found: {"bytes_out": 0} if case.index else {}),
     collective(
-        "all-gather", shape_in=part, shape_out=parts,
+        "all-gather", shape_in=part, shape_out=parts, vias=(COMM, BARE, *BY_PARTS),
         through_comm=lambda case, x, y: partial(case.comm.all_gather, x, NAME),
         bare=lambda case, x, y: partial(case.mpi.Allgather, x, y)),
     collective(  # MPI has a form for equal parts and one for any parts
         "reduce-scatter", shape_in=parts, shape_out=part, sums=True,
-        vias=(COMM, BARE, BARE_UNEVEN),
+        vias=(COMM, BARE, BARE_UNEVEN, *BY_PARTS),
         through_comm=lambda case, x, y: partial(case.comm.reduce_scatter, x, NAME),
         bare=lambda case, x, y: partial(case.mpi.Reduce_scatter_block, x, y),
         uneven=lambda case, x, y: partial(case.mpi.Reduce_scatter, x, y,
@@ -472,7 +472,7 @@ COLLECTIVES = {case.name: case for case in (
         expected=lambda case: case.given(0),
         of_root=lambda case, found: {"bytes_in": 0} if case.index else {}),
     collective(
-        "all-to-all", shape_in=parts, shape_out=parts,
+        "all-to-all", shape_in=parts, shape_out=parts, vias=(COMM, BARE, "by window"),
         through_comm=lambda case, x, y: partial(case.comm.all_to_all, x, NAME),
         bare=lambda case, x, y: partial(case.mpi.Alltoall, x, y),
         expected=lambda case: [*case.every(case.part_for, case.index)]),

@@ -17,6 +17,9 @@ bound_ms: the bytes that a rank sends over --bound-GBps, or over the rate of a m
 one host. predicted_ms: what --machine says of the calls.
 
 --beside 'PRESET --layout ...' rehearses another job on every second rank: each alone, then both.
+
+--first-ranks plays the first ranks of a layout that needs more of them than there are here, with
+what they send in it; see first_ranks.py for who stands in for their absent peers.
 """
 
 from __future__ import annotations
@@ -33,6 +36,7 @@ from typing import Any, NamedTuple
 
 from bench.interconnect.session import copy_rate
 from bench.program import Outcome, Program
+from bench.rehearse.first_ranks import FirstRanks, told, with_stand_ins
 from bench.rehearse.pace import Pace
 from bench.rehearse.player import Player, Steps, room_needed
 from bench.training import config_of
@@ -46,7 +50,7 @@ from mpipar.config.grid import AUTO
 from mpipar.console.tables import layout_text, nbytes
 from mpipar.errors import EXIT_CHECK_FAILED, EXIT_OK, OutputError, UsageError
 from mpipar.files.text import counted, shown
-from mpipar.plan.script import script_of
+from mpipar.plan.script import Script, script_of
 from mpipar.trace.tracer import Tracer
 
 WARM_UP, TRACED = 2, 3  # steps
@@ -76,6 +80,8 @@ def add_flags(parser) -> None:
                         help="how sums travel, as in training (mpi)")
     parser.add_argument("--sync-sends", action="store_true", help="as in training")
     parser.add_argument("--beside", metavar="'WORDS'", help="another rehearsal at the same time")
+    parser.add_argument("--first-ranks", action="store_true",
+                        help="the layout may be larger than this job: play its first ranks")
     parser.add_argument("--trace", metavar="FOLDER", help="write a trace of three more steps")
 
 
@@ -102,6 +108,9 @@ def check(args, parser) -> None:
                          " --compute 1")
     if args.trace is not None and args.beside is not None:
         raise UsageError("--trace, --beside: a trace is of one job; give one of them")
+    if args.first_ranks and (args.beside is not None or args.trace is not None):
+        raise UsageError("--first-ranks: goes with neither --beside nor --trace, which are of whole"
+                         " layouts; leave one of them out")
 
 
 def words_of(text: str) -> list[str]:
@@ -142,6 +151,12 @@ def jobs_of(args, num_ranks: int) -> list[Job]:
         texts.append(words_of(args.beside))
     configs = [configured(words, args) for words in texts]
     needed = [Grid.of(config.grid, 0).world_size for config in configs]
+    if args.first_ranks:
+        if not 1 < num_ranks < needed[0]:
+            raise UsageError(f"--first-ranks: {layout_text(configs[0].grid)} has"
+                             f" {counted(needed[0], 'rank')}, and this job {num_ranks}: give a"
+                             " larger layout, or leave --first-ranks out; start two ranks or more")
+        needed = [num_ranks]
     if sum(needed) != num_ranks or 1 in needed:
         which = " and ".join(f"{layout_text(config.grid)} ({counted(count, 'rank')})"
                              for config, count in zip(configs, needed, strict=True))
@@ -170,25 +185,30 @@ def memory_left() -> int:
     return int(found[1]) << 10 if found else sys.maxsize
 
 
-def script_with_room(config, rank: int, on_host: int):
-    """Return the script of a rank. Raises UsageError if its payloads find no room in its host's
-    memory.
+def check_room(script: Script, on_host: int) -> None:
+    """Raise UsageError if the payloads of a rank find no room in its host's memory.
+
+    on_host: the ranks of the host.
     """
-    script = script_of(config, rank)
     needed, free = room_needed(script), memory_left() // on_host
     if needed > free:
-        raise UsageError(f"the payloads of rank {rank} need {nbytes(needed)}, and {nbytes(free)}"
-                         " are free for each rank of its host; take more ranks or a smaller model")
-    return script
+        raise UsageError(f"the payloads of rank {script.world_rank} need {nbytes(needed)}, and"
+                         f" {nbytes(free)} are free for each rank of its host; take more ranks or a"
+                         " smaller model")
 
 
 def player_of(job: Job, pace: Pace, args, session) -> Player:
-    """This rank's part of its job. Comm: a split of the world, an agreement, that of `Player`."""
-    mine = session.world.Split(job.ranks[0], session.world.rank)
+    """Return this rank's part of its job.
+
+    Comm: a split of the world, agreements, that of `Player` and, of first ranks, a gather of facts.
+    """
+    mine, grid = session.world.Split(job.ranks[0], session.world.rank), None
     ops = session.agree(lambda: ops_module.make_for(job.config.run, session.host_rank))
-    script = session.agree(
-        lambda: script_with_room(job.config, mine.rank, len(session.host_ranks)))
-    player = Player(job.config, mine, ops, script)
+    script = session.agree(lambda: script_of(job.config, mine.rank))
+    if args.first_ranks:
+        script, grid = with_stand_ins(script, mine), FirstRanks.here(job.config, mine)
+    session.agree(lambda: check_room(script, len(session.host_ranks)))
+    player = Player(job.config, mine, ops, script, grid)
     player.seconds, player.sleeps = session.agree(lambda: pace.seconds(script)), args.sleep
     return player
 
@@ -200,7 +220,7 @@ def measure(args, session) -> Outcome | int:
     session.agree(lambda: make_folder(args.trace if world.rank == 0 else None))
     number = next(at for at, job in enumerate(jobs) if world.rank in job.ranks)
     pace = session.agree(lambda: Pace.of(args, jobs[number].config))
-    predicted = session.agree(pace.step_seconds)
+    predicted = None if args.first_ranks else session.agree(pace.step_seconds)
     player = player_of(jobs[number], pace, args, session)
     wrong = [f"rank {rank}: {text}" for rank, text in enumerate(
         gather_facts(world, player.check()) or ()) if text]
@@ -222,8 +242,11 @@ def measure(args, session) -> Outcome | int:
     facts = gather_facts(
         world, Share(number, steps, predicted, slowdown, sums_of(player, pace, alone)))
     player.close()
-    return EXIT_OK if facts is None else outcome(
-        jobs, [Share(*fact) for fact in facts], args, session)
+    if facts is None:
+        return EXIT_OK
+    found = outcome(jobs, [Share(*fact) for fact in facts], args, session)
+    return found if not args.first_ranks else found._replace(
+        head=found.head + told(jobs[0].config, player.script, found.rows, world) + "\n")
 
 
 class Share(NamedTuple):

@@ -17,6 +17,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
+from bench.rehearse.first_ranks import ABSENT, FirstRanks, group_of
 from mpipar import models
 from mpipar.comm.grid import Grid, runs
 from mpipar.comm.group import Comm
@@ -116,19 +117,24 @@ class Player:
 
     seconds: of computing before each event of the script, or None. sleeps: whether a rank that
     would compute sleeps; else it keeps its core busy. wrong: what the check of payloads found.
+    grid: this rank's place, which may be one of the first ranks of a larger layout.
     Comm: makes the groups of the layout; every rank of `world` must make its own.
     """
 
-    def __init__(self, config: Any, world: Any, ops: Any, script: Script | None = None):
+    def __init__(self, config: Any, world: Any, ops: Any, script: Script | None = None,
+                 grid: Grid | None = None):
         self.config, self.world, self.ops = config, world, ops
         self.script = script_of(config, world.rank) if script is None else script
-        self.grid = build.with_shared_heads(Grid.of(config.grid, world.rank), config.model)
+        self.grid = build.with_shared_heads(
+            grid or Grid.of(config.grid, world.rank), config.model)
         self.schedule = build.configured_schedule(config.grid)
         self.stage_layers = models.layer_split(config, self.schedule)
         self.stages = self.schedule.stages_of(self.grid.place("pp"))
         self.recorder = Placed()
         self.comms = build.groups_of(
             config, self.grid, self.schedule, ops, self.recorder, world, {})
+        if isinstance(self.grid, FirstRanks):
+            self.comms.groups[ABSENT] = group_of(self.comms, world)
         self.seconds: Sequence[float] | None = None
         self.sleeps, self.wrong = False, ""
         self.arrays = self.make_arrays(*lay_out(self.script))

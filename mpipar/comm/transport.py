@@ -179,7 +179,7 @@ class HostTransport:
 
     def all_to_all(self, x: Array) -> Array:
         y = self._new(x.shape, x.dtype)
-        self.mpi.Alltoall(x, y)
+        self.travel.all_to_all(x, y)
         return y
 
     def all_to_allv(self, x: Array, counts: Counts, received: Counts | None) -> Exchanged:

@@ -13,6 +13,7 @@ from typing import Any
 import numpy as np
 
 from mpipar.comm.grid import token_pieces
+from mpipar.data.routing import scores
 from mpipar.data.source import load_source
 from mpipar.errors import DataError
 
@@ -118,6 +119,23 @@ def token_places(tokens: int, grid_config, cp_rank: int) -> np.ndarray:
         return np.arange(tokens)
     pieces = token_pieces(tokens, grid_config.cp_attention, grid_config.cp, cp_rank)
     return np.concatenate([np.arange(piece.start, piece.stop) for piece in pieces])
+
+
+def routed_rows(config, grid) -> np.ndarray | None:
+    """Return how many rows each rank of the expert group has for each expert in a microbatch.
+
+    (q, E), as --routing says; None where a router chooses, or where nothing is routed.
+    """
+    model = config.model
+    if getattr(model, "routing", "learned") == "learned" or not model.experts:
+        return None
+    ranks, counts = grid.group("expert"), []
+    for index, rank in enumerate(ranks):
+        chosen = scores(model.routing, model.seq_len, model.experts, model.experts_per_token,
+                        index, len(ranks)) > 0
+        places = token_places(model.seq_len, config.grid, grid.place_of(rank, "cp"))
+        counts.append(rows_per_microbatch(config) * chosen[places].sum(axis=0))
+    return np.array(counts)
 
 
 def blank_batch(ops, config) -> Batch:

@@ -40,6 +40,7 @@ class ShapeOps(Ops):
         self.dtype = self.statistics = np.dtype(dtype)
         self.device = "shapes"
         self.worst_case = False  # whether the experts of this rank get all rows that they could
+        self.routed: tuple[np.ndarray, int] | None = None  # see `row_counts`
         self.recorder = recorder
         self.flops: Counter[str] = Counter()
         self._ledger = Ledger()
@@ -92,8 +93,17 @@ class ShapeOps(Ops):
     ) -> list[int]:
         """Return as many numbers as counts has: they differ by one at most, their sum is total.
 
-        In the worst case those in `own` add up to the product of `most`, and others are 0.
+        In the worst case those in `own` add up to the product of `most`, and others are 0. routed:
+        the rows that each rank of a group has for each expert (q, E), and this rank's place in the
+        group. Counts are then those of its own rows, of all ranks' rows for its experts if `most`
+        is given, or of all rows if `own` is.
         """
+        if self.routed is not None and counts.size > 1 and not self.worst_case:
+            table, place = self.routed
+            if own is not None:
+                return table.sum(axis=0).tolist()
+            return (np.split(table, len(table), axis=1)[place].ravel() if most
+                    else table[place]).tolist()
         found = [0] * counts.size
         worst = bool(most) and self.worst_case
         places = range(counts.size)[(worst and own) or slice(None)]

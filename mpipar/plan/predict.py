@@ -9,11 +9,14 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+import numpy as np
+
 from mpipar import data
 from mpipar import ops as ops_module
 from mpipar.checkpoint.save import num_elements, own_pieces
 from mpipar.comm.grid import Grid
 from mpipar.comm.record import Recorder
+from mpipar.data import rows
 from mpipar.layers.units import unit_segments
 from mpipar.train.worker import Worker
 
@@ -42,15 +45,24 @@ class Prediction:
         return sum(self.peak_bytes.values())
 
 
+def routed(config, grid) -> tuple[np.ndarray, int] | None:
+    """Return what `ShapeOps.routed` is in a layout: see there."""
+    table = rows.routed_rows(config, grid)
+    return None if table is None else (table, grid.place("expert"))
+
+
 def predict(config, world_rank: int, worst_case: bool = False) -> Prediction:
     """Run one step of `world_rank` in the layout of a resolved config, on shapes.
 
-    Experts are equally popular. In the worst case all rows of the group pass those of this rank.
+    Experts are equally popular, or as popular as --routing says. In the worst case all rows of the
+    group pass those of this rank.
     """
     recorder = Recorder(capacity=1 << 20)
     ops = ops_module.shapes_for(config.run, recorder)
-    getattr(ops, "exact", ops).worst_case = worst_case
-    worker = Worker(config, Grid.of(config.grid, world_rank), ops, recorder)
+    grid = Grid.of(config.grid, world_rank)
+    exact = getattr(ops, "exact", ops)
+    exact.worst_case, exact.routed = worst_case, routed(config, grid)
+    worker = Worker(config, grid, ops, recorder)
     if config.run.save_async and config.run.device == "cpu":  # a GPU's copy lies on its host
         elements = num_elements(own_pieces(worker))
         snapshot = ops.empty((elements,), ops.statistics, label="snapshot")  # noqa: F841 (held)

@@ -20,6 +20,7 @@ from mpipar.comm.record import Record, Recorder
 from mpipar.comm.request import Array, Request
 from mpipar.comm.transport import Counts, Exchanged, NoTransport
 from mpipar.config.sections import Config
+from mpipar.plan.predict import routed
 from mpipar.train.build import with_shared_heads
 from mpipar.train.worker import Worker
 
@@ -171,7 +172,9 @@ def script_of(config: Config, world_rank: int) -> Script:
     """Return the script of a rank in the layout of a resolved config."""
     notes = Notes()
     notes.ops = ops = ops_module.shapes_for(config.run, notes)
-    worker = Worker(config, Grid.of(config.grid, world_rank), ops, notes)
+    grid = Grid.of(config.grid, world_rank)
+    getattr(ops, "exact", ops).routed = routed(config, grid)
+    worker = Worker(config, grid, ops, notes)
     for comm in worker.comms.groups.values():
         if comm.size > 1:
             comm.wire = Listening(ops, notes)

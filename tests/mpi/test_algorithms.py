@@ -10,7 +10,7 @@ from small_model import MODEL, WORLD, assert_equals_known, small_config, with_sy
 from mpipar import ops as ops_module
 from mpipar.comm import groups
 from mpipar.comm.algorithms import KINDS, shared
-from mpipar.comm.algorithms.auto import SIZES, WAYS, Auto
+from mpipar.comm.algorithms.auto import CALLS, SIZES, Auto
 from mpipar.comm.algorithms.ring import Ring
 from mpipar.comm.algorithms.shared import Marks
 from mpipar.comm.algorithms.steps import add
@@ -99,6 +99,8 @@ def test_parts(name):
         whole = np.stack([numbers(place, length) for place in range(RANKS)])
         assert np.array_equal(dp.reduce_scatter(given.copy(), "parts"), due)
         assert np.array_equal(dp.all_gather(numbers(HERE, length), "parts"), whole)
+        assert np.array_equal(dp.all_to_all(given, "parts"), np.stack(
+            [numbers(RANKS * place + HERE, length) for place in range(RANKS)]))
         for x in (given.copy(), dp.zeros(comms.ops, given.shape, "float64", "gradients")):
             x[:] = given
             assert np.array_equal(dp.ireduce_scatter(x, "parts").wait()[0], due)
@@ -254,7 +256,7 @@ def test_auto_takes_what_is_known(monkeypatch):
         assert len(names) == len(SIZES)
         assert {*names} <= {*KINDS}
     monkeypatch.setattr(Auto, "choose", None)  # nothing is left to measure
-    known = {f"dp {list(range(RANKS))}": dict.fromkeys(WAYS, ["ring", "mpi"] * 3)}
+    known = {f"dp {list(range(RANKS))}": dict.fromkeys(CALLS, ["ring", "mpi"] * 3)}
     comms = comms_for("auto", chosen=known)
     auto = comms["dp"].wire.travel
     assert [type(auto.of(np.empty(size // 8))).__name__ for size in (8, *SIZES, 1 << 24)] == [

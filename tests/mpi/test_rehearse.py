@@ -9,11 +9,15 @@ from small_model import LAYOUTS, MODEL, WORLD, cut_model, real_step, slow_unless
 from test_experts import EXPERTS
 
 from bench.rehearse import against
+from bench.rehearse.first_ranks import ABSENT, STAND_IN, FirstRanks, with_stand_ins
 from bench.rehearse.player import Player
+from bench.training import config_of
 from mpipar import ops as ops_module
 from mpipar.comm.group import Comm
+from mpipar.comm.record import POINT_TO_POINT
 from mpipar.comm.transport import HostTransport
 from mpipar.config.memory import MemoryConfig
+from mpipar.plan.script import script_of
 
 WHAT = attrgetter("operation", "name", "axis", "peer", "tag", "payload_bytes", "wire_bytes",
                   "dtype", "stage", "mb", "phase", "site", "cut")
@@ -36,11 +40,20 @@ CASES = {
     "context": lambda: small_config(
         CONTEXT, cp=2, cp_attention="ring", model=replace(MODEL, seq_len=8)),
     "experts": lambda: small_config(DATA, model=EXPERTS, ep=2),
+    "popular experts": lambda: routed(DATA, "zipf"),
+    "one expert": lambda: routed(DATA, "one-hot"),
+    "the next rank": lambda: routed(DATA, "adversarial"),
+    "popular experts, cp": lambda: routed(CONTEXT, "zipf", cp=2, expert_dispatch="all-gather"),
     "zero 3": lambda: with_zero(small_config(PIPELINE), zero=3),
     "sharded gradients": lambda: with_zero(small_config(DATA), zero=3, zero_grads="sharded"),
     "bfloat16": lambda: in_format(small_config(TENSOR), "bfloat16"),
     "window": lambda: summed_by(small_config(DATA), "window"),
 }
+
+
+def routed(layout, routing, **grid):
+    """Tokens choose by their place, so how many rows each expert gets is known."""
+    return small_config(layout, model=replace(EXPERTS, routing=routing), ep=2, **grid)
 
 
 def in_format(config, dtype):
@@ -63,7 +76,7 @@ IN_SHORT = {2: ("zb-h1", "experts", "zero 3"), 4: ()}.get(WORLD.size, ())
     lambda case: case in (*IN_SHORT, f"1f1b {LAYOUTS[WORLD.size][-1]}"),
     [(case,) for case in CASES]))
 def test_records_are_those_of_a_real_step(case):
-    """Only what experts send depends on numbers: tokens choose them."""
+    """Only what experts send depends on numbers, if tokens choose them."""
     config = CASES[case]()
     player = player_of(config)
     assert player.check() == ""
@@ -73,10 +86,38 @@ def test_records_are_those_of_a_real_step(case):
     assert played
 
     def known(record):
-        chosen = record.operation == "all_to_allv"
+        chosen = record.operation == "all_to_allv" and config.model.routing == "learned"
         return WHAT(record._replace(payload_bytes=0, wire_bytes=0) if chosen else record)
 
     assert list(map(known, played)) == list(map(known, recorder.records))
+
+
+@pytest.mark.ranks(2)
+@pytest.mark.parametrize("words", [
+    "dp=4,pp=2,tp=2", "pp=4,dp=2 --schedule dualpipe --num-microbatches 8", "dp=8 --zero 3",
+    "pp=4 --schedule zb-v --num-microbatches 8 --tied", "cp=4", "tp=4 --dtype bfloat16",
+    "dp=4,ep=4 --experts 8 --expert-ffn 64 --routing zipf"])
+def test_first_ranks_make_their_calls(words):
+    """In the order of the step, with stand-ins for the peers that are absent."""
+    config = config_of(["--preset", "tiny", "--layers", "8", "--layout", *words.split()])
+    script = script_of(config, WORLD.rank)
+    player = Player(config, WORLD, ops_module.make_for(config.run), with_stand_ins(script, WORLD),
+                    FirstRanks.here(config, WORLD))
+    assert player.check() == ""
+    _, ((*played,),) = player.steps(1)
+    player.close()
+    stands_in = [one.operation for one in played if one.name.endswith(STAND_IN)]
+    due = [(one.record.operation, one.record.name, one.record.phase) for one in script.calls
+           if one.record.tag >= 0 or min(
+               rank for rank in script.groups[one.record.axis] if rank != WORLD.rank) < WORLD.size]
+    assert [(one.operation, one.name, one.phase) for one in played
+            if not one.name.endswith(STAND_IN)] == due
+    absent = [one.operation for one in played
+              if one.axis == ABSENT and not one.name.endswith(STAND_IN)]
+    count = WORLD.allreduce(np.array([
+        [kinds.count(kind) for kind in POINT_TO_POINT] for kinds in (absent, stands_in)]))
+    assert count[0].tolist() == count[1][::-1].tolist()
+    assert count.any() == ("dp=8" not in words and "tp=4 " not in words and "ep=4" not in words)
 
 
 def wrong_on_some_rank(config) -> bool:

@@ -1,12 +1,14 @@
 """`auto`: the algorithm that was the fastest, by the size of an array, in a short measurement.
 
 Each group measures alone, but all groups of an axis at the same time, as in a step. Its ranks take
-the largest time of any, so they choose alike. Arrays in the window are measured apart, because
-they need no copies. What was chosen is handed out, and kept with the run: see `Options.chosen`.
+the largest time of any, so they all choose the same. Each collective is measured for itself, and
+sums of arrays in the window as well, because they need no copies. What was chosen is handed out,
+and kept with the run: see `Options.chosen`.
 """
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from statistics import median
 from time import perf_counter
 from typing import TYPE_CHECKING, Any
@@ -23,7 +25,14 @@ if TYPE_CHECKING:
 SIZES = tuple(1 << power for power in range(12, 23, 2))  # bytes: 4 KiB to 4 MiB
 ROUNDS = 7  # of each algorithm and size, in turns
 MARGIN = 0.9  # of MPI's time: less of a gain is not worth another order of a sum
-WAYS = ("own", "window")  # where an array lies: anywhere, or in the window
+# What is measured, of x and y (ranks, n). own: a sum of an array anywhere. window: one of an array
+# that lies in the window, posted as gradients are.
+CALLS: dict[str, Callable[[MpiOwn, Array, Array], None]] = {
+    "own": lambda one, x, y: one.all_reduce(x, "sum"),
+    "window": lambda one, x, y: one.iall_reduce(x).Wait(),
+    "all_gather": lambda one, x, y: one.all_gather(x[0], y),
+    "reduce_scatter": lambda one, x, y: one.reduce_scatter(x, y[0]),
+    "all_to_all": lambda one, x, y: one.all_to_all(x, y)}
 
 
 class Auto(MpiOwn):
@@ -40,56 +49,61 @@ class Auto(MpiOwn):
         assert isinstance(window, Window)
         self.window = window
         known = {} if options.chosen is None else options.chosen
-        if options.group not in known:
-            known[options.group] = {way: self.choose(way) for way in WAYS}
-        self.chosen: dict[str, list[str]] = known[options.group]
+        self.chosen: dict[str, list[str]] = known.setdefault(options.group, {})
+        for call in CALLS:
+            if call not in self.chosen:
+                self.chosen[call] = self.choose(call)
 
     def zeros(self, shape: tuple[int, ...], dtype: Any, label: str) -> Array:
         return self.window.zeros(shape, dtype, label)
 
-    def choose(self, way: str) -> list[str]:
-        """Return the name of the fastest algorithm for each of SIZES. Comm: sums of each size and
-        kind.
+    def choose(self, call: str) -> list[str]:
+        """Return the name of the fastest algorithm for each of SIZES.
+
+        Comm: ROUNDS calls of each size and algorithm, and an all_reduce of their times.
         """
-        names = []
-        count = (SIZES[-1] // 4,)
-        largest = (np.zeros(count, np.float32) if way == "own"
-                   else self.zeros(count, np.float32, "buffers"))
+        names, shape = [], (self.mpi.size, SIZES[-1] // 4 // self.mpi.size)
+        y = np.zeros(shape, np.float32)
+        x = self.zeros(shape, np.float32, "buffers") if call == "window" else np.zeros_like(y)
         for size in SIZES:
-            x = largest[:size // 4]
+            flat = slice(size // 4 // self.mpi.size * self.mpi.size)
+            given, taken = (one.reshape(-1)[flat].reshape(self.mpi.size, -1) for one in (x, y))
             times = np.array([median(column) for column in zip(*(
-                [self.timed(one, x, way) for one in self.all.values()] for _ in range(ROUNDS)),
-                strict=True)])
+                [self.timed(one, call, given, taken) for one in self.all.values()]
+                for _ in range(ROUNDS)), strict=True)])
             self.mpi.Allreduce(self.in_place, times, self.reduce_ops["max"])
             best = int(np.argmin(times))
             own = [*self.all].index("mpi")
             names.append([*self.all][best if times[best] < MARGIN * times[own] else own])
         return names
 
-    def timed(self, one: MpiOwn, x: Array, way: str) -> float:
-        """Return the seconds of a sum; what lies in the window is posted, as gradients are."""
+    def timed(self, one: MpiOwn, call: str, x: Array, y: Array) -> float:
+        """Return the seconds of a call. Comm: a barrier, and the call."""
         self.mpi.Barrier()
         start = perf_counter()
-        if way == "own":
-            one.all_reduce(x, "sum")
-        else:
-            one.iall_reduce(x).Wait()
+        CALLS[call](one, x, y)
         return perf_counter() - start
 
+    def best(self, call: str, nbytes: int) -> MpiOwn:
+        """Return the algorithm for a call: that of the nearest of SIZES."""
+        nearest = (max(nbytes, SIZES[0]) // SIZES[0]).bit_length() // 2
+        return self.all[self.chosen[call][min(nearest, len(SIZES) - 1)]]
+
     def of(self, x: Array) -> MpiOwn:
-        """Return the algorithm for an array: that of the nearest of SIZES."""
-        way = WAYS[self.window.find(x) is not None]
-        nearest = (max(x.nbytes, SIZES[0]) // SIZES[0]).bit_length() // 2
-        return self.all[self.chosen[way][min(nearest, len(SIZES) - 1)]]
+        """Return the algorithm for sums of an array, and for all that is only posted."""
+        return self.best("own" if self.window.find(x) is None else "window", x.nbytes)
 
     def all_reduce(self, x: Array, op: str) -> None:
         self.of(x).all_reduce(x, op)
 
     def all_gather(self, x: Array, y: Array) -> None:
-        self.of(y).all_gather(x, y)
+        self.best("all_gather", y.nbytes).all_gather(x, y)
 
     def reduce_scatter(self, x: Array, y: Array) -> None:
-        self.of(x).reduce_scatter(x, y)
+        self.best("reduce_scatter", x.nbytes).reduce_scatter(x, y)
+
+    def all_to_all(self, x: Array, y: Array) -> None:
+        self.best("all_to_all", x.nbytes).all_to_all(x, y)
 
     def iall_reduce(self, x: Array) -> Request:
         return self.of(x).iall_reduce(x)

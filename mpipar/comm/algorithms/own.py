@@ -13,9 +13,9 @@ if TYPE_CHECKING:
 class MpiOwn:
     """How sums and gathers travel over a group: MPI decides. Base of all that decide themselves.
 
-    all_reduce works in place; all_gather and reduce_scatter go from x to y. What is only posted
-    works in place: ireduce_scatter leaves this rank's part of the sum in x[0], and iall_gather
-    finds its part in x[index].
+    all_reduce works in place; all_gather, reduce_scatter and all_to_all go from x to y. What is
+    only posted works in place: ireduce_scatter leaves this rank's part of the sum in x[0], and
+    iall_gather finds its part in x[index].
     """
 
     def __init__(self, ops: Any, mpi_comm: MPI.Intracomm, options: Options):
@@ -37,6 +37,9 @@ class MpiOwn:
 
     def reduce_scatter(self, x: Array, y: Array) -> None:
         self.mpi.Reduce_scatter_block(x, y)
+
+    def all_to_all(self, x: Array, y: Array) -> None:
+        self.mpi.Alltoall(x, y)
 
     def iall_reduce(self, x: Array) -> Request:
         request: Request = self.mpi.Iallreduce(self.in_place, x)

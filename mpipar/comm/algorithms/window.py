@@ -10,6 +10,7 @@ So every rank has the same bits, and every run too.
 
 from __future__ import annotations
 
+from collections.abc import Iterator, Sequence
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -41,6 +42,7 @@ class Window(MpiOwn):
     def __init__(self, ops: Any, mpi_comm: MPI.Intracomm, options: Options):
         super().__init__(ops, mpi_comm, options)
         self.size, self.index = mpi_comm.size, mpi_comm.rank
+        self.others = [place for place in range(self.size) if place != self.index]
         self.marks = Marks(mpi_comm, POSTED + 1, options.patient)
         self.rooms = SharedMemory(mpi_comm, ROOMS * TILE)
         self.turn = self.passed = self.number = 0  # rooms, meetings, and posted operations so far
@@ -210,28 +212,42 @@ class Window(MpiOwn):
             if place != self.index:
                 x[part] = rooms[place][part]
 
+    def shown(self, x: Array, places: Sequence[int]) -> Iterator[tuple[slice, list[Array]]]:
+        """Show rows `places` of x (rows, n) to all ranks, some columns at a time that fill a room.
+
+        Yield these columns and the rooms of all ranks, each (rows, columns).
+        """
+        width = TILE // x.itemsize // len(x)
+        for first in range(0, x.shape[1], width):
+            columns = slice(first, first + width)
+            tile = x[:, columns]
+            rooms = [room.reshape(tile.shape) for room in self.room(tile.size, x.dtype)]
+            for place in places:
+                rooms[self.index][place] = tile[place]
+            self.meet()
+            yield columns, rooms
+
     def reduce_scatter(self, x: Array, y: Array) -> None:
         sum_, parts = in_line(y), in_line(x).reshape(self.size, -1)
-        width = TILE // x.itemsize // self.size
-        for first in range(0, len(sum_), width):
-            columns = slice(first, first + width)
-            shown = parts[:, columns]
-            rooms = [room.reshape(shown.shape) for room in self.room(shown.size, x.dtype)]
-            rooms[self.index][:] = shown
-            self.meet()
-            sum_[columns] = rooms[self.index][self.index]
-            self.add_up(sum_[columns], [room[self.index] for room in rooms])
+        for columns, rooms in self.shown(parts, self.others):
+            own = parts[self.index, columns]
+            for ahead in range(1, self.size):
+                add(own, rooms[(self.index + ahead) % self.size][self.index], sum_[columns])
+                own = sum_[columns]
 
     def all_gather(self, x: Array, y: Array) -> None:
-        own, parts = in_line(x), in_line(y).reshape(self.size, -1)
-        width = TILE // x.itemsize
-        for first in range(0, len(own), width):
-            columns = slice(first, first + width)
-            rooms = self.room(len(own[columns]), x.dtype)
-            rooms[self.index][:] = own[columns]
-            self.meet()
-            for place, room in enumerate(rooms):
-                parts[place, columns] = room
+        parts = in_line(y).reshape(self.size, -1)
+        parts[self.index] = in_line(x)
+        for columns, rooms in self.shown(in_line(x).reshape(1, -1), (0,)):
+            for place in self.others:
+                parts[place, columns] = rooms[place][0]
+
+    def all_to_all(self, x: Array, y: Array) -> None:
+        given, taken = (in_line(one).reshape(self.size, -1) for one in (x, y))
+        taken[self.index] = given[self.index]
+        for columns, rooms in self.shown(given, self.others):
+            for place in self.others:
+                taken[place, columns] = rooms[place][self.index]
 
     def close(self) -> None:
         for memory in (*self.arrays, self.rooms, self.marks.memory):
