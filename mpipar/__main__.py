@@ -5,7 +5,7 @@ from mpipar.job.session import guard
 
 
 def main() -> None:
-    """The console script; does not return."""
+    """Run the console script; does not return."""
     guard(run_command)
 
 

@@ -189,7 +189,7 @@ REFUSED = {
         "--file my file.py: no such file; start from a copy: cp",
         "mpipar/partition/column.py 'my file.py'"]),
     "code without ranks": (["check", "6b", "--file", "x.py"], [
-        "6b runs on 2 ranks, and 1 is started", "mpiexec -n 2 mpipar learn check 6b --file x.py"]),
+        "6b runs on 2 ranks, but 1 was started", "mpiexec -n 2 mpipar learn check 6b --file x.py"]),
     "a wrong rank and cause": (["check", "11a", "9", "sleep"], ["'9': not a rank", "not a cause"]),
     "a layout of other size": (["check", "15c", "tp=4"], ["has 4 ranks, but there are 8 devices"]),
     "a layout that is none": (["check", "15c", "tp=x"], ["'tp=x' is not understood"]),
