@@ -25,7 +25,7 @@ from mpipar.job.environment import own_folder
 MOST_TEXT = 4000  # characters of a sentence of the block: a file's name or value may be long
 SETTLE_SECONDS = 0.05  # for a rank that has seen no failure before, and has not yet told its own
 TURN_SECONDS = 1.2  # in which a block is forwarded, and the abort after it ends the others
-MOST_TURNS = 3  # a failure is told within four seconds
+MOST_TURNS = 5  # a failure is told within six seconds
 FORWARD_SECONDS = 0.3  # the launcher drops output that it has not forwarded when ranks abort
 DISK_ERRORS = {errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EIO, errno.EROFS}
 
