@@ -12,6 +12,7 @@ import subprocess
 import sys
 import threading
 from concurrent.futures import ThreadPoolExecutor
+from itertools import pairwise
 
 import pytest
 from fault_table import fault
@@ -272,3 +273,13 @@ def test_non_finite_loss_ends_all_ranks(text_folder):
     assert steps == list(range(1, len(steps) + 1))
     failed = int(re.search(r"step (\d+): loss", block)[1])
     assert failed == len(steps) + 1, "the steps before the failure are in the file"
+
+
+def test_six_ranks_that_fail_before_mpi_have_turns_of_their_own(monkeypatch):
+    """As docs/failures.md says; an abort ends the others before their turn comes."""
+    waits = []
+    monkeypatch.setattr(failure.time, "sleep", waits.append)
+    for number in range(8):
+        failure.wait_for_turn(number)
+    assert len({*waits}) == 6
+    assert min(later - sooner for sooner, later in pairwise(waits[:6])) > 1

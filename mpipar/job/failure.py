@@ -25,7 +25,7 @@ from mpipar.job.environment import own_folder
 MOST_TEXT = 4000  # characters of a sentence in the block: a file's name or a value may be long
 SETTLE_SECONDS = 0.05  # for a rank that failed at the same moment and has not yet written its word
 TURN_SECONDS = 1.2  # enough to forward a block and for the abort after it to end the other ranks
-MOST_TURNS = 3  # a failure is reported within four seconds
+MOST_TURNS = 5  # a failure is reported within six seconds
 FORWARD_SECONDS = 0.3  # on abort the launcher drops output that it has not forwarded yet
 DISK_ERRORS = {errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EIO, errno.EROFS}
 
