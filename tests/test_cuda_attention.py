@@ -176,21 +176,21 @@ def test_every_tile_fits_a_processor():
 
 FORWARD, BACKWARD = "flash_forward.cu", "flash_backward.cu"
 NO_BARRIER = [(file, (f"        __syncthreads();  // {why}\n", "")) for file, why in (
-    (FORWARD, "this place is whole; the other one is no longer read"),
-    (BACKWARD, "this place is whole; the other one and ds are no longer read"),
-    (BACKWARD, "ds is whole"))]
+    (FORWARD, "this place is complete; the other one is no longer read"),
+    (BACKWARD, "this place is complete; the other one and ds are no longer read"),
+    (BACKWARD, "ds is complete"))]
 NO_WAIT = [(file, ("        wait_copies<0>();\n", "")) for file in (FORWARD, BACKWARD)]
 # One group of copies too few is waited for.
 LATE = (FORWARD, ("        wait_copies<0>();\n", "        wait_copies<1>();\n"))
 # float32 reads its queries from shared memory in each step, behind another wait and barrier.
 OF_16_BITS = [(FORWARD, (line, "")) for line in (
     "    wait_copies<1>();\n",
-    "    __syncthreads();  // q is whole, while k and v are on their way\n")]
+    "    __syncthreads();  // q is complete, while k and v are on their way\n")]
 MASK_LOST = (BACKWARD, ("= ds.sum[n][e] = 0.0f", "= 0.0f"))
 
 
 LOOKS = [(f"        __syncthreads();  // {why}\n", "") for why in (
-    "what the last look found is no longer read", "all warps have said what they found")]
+    "the results of the last look are no longer read", "all warps have written what they found")]
 
 
 @pytest.mark.shim

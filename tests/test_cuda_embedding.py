@@ -93,7 +93,7 @@ def test_the_order_of_threads_changes_no_bit(rng):
 @pytest.mark.shim
 @pytest.mark.parametrize(("tiles", "edit"), [
     (5, None), (0, ("|| (tile[i] == id && i < int(threadIdx.x))", "")),
-    (0, ("__syncthreads();  // all ids are there", "")),
+    (0, ("__syncthreads();  // all ids have been read", "")),
     (1, ("(second && there == id)", "there == id")),
     (1, ("high = min(other + length, n)", "high = min(other + length, n - 1)"))])
 def test_ids_are_sorted_and_equal_ones_stay_in_order(rng, tiles, edit):
@@ -125,7 +125,7 @@ TWINS = [
     ("i < n && ids[order[i]] == id", "i < n"),
     ("b < batch", "b < batch - 1"),
     ("for (int i = 1; i < SUM_HEIGHT; ++i) sum", "for (int i = 1; i < 2; ++i) sum"),
-    ("__syncthreads();  // the sums of all threads are there", ""),
+    ("__syncthreads();  // the sums of all threads have been written", ""),
 ]
 
 

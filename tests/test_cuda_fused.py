@@ -313,7 +313,7 @@ BEFORE_READS = ("    __syncthreads();\n    float whole", "    float whole")
 TWINS = [
     ("cross_entropy.cu", "cross_entropy_stats", BEFORE_READS),
     ("softmax.cu", "causal_softmax_forward", BEFORE_READS),
-    ("columns.cu", "column_sums", ("    __syncthreads();  // all sums are there\n", "")),
+    ("columns.cu", "column_sums", ("    __syncthreads();  // all sums have been written\n", "")),
 ]
 # Not the last block of some columns adds their slabs up, or every block does, or the next launch
 # finds the counter as it was left.

@@ -134,8 +134,8 @@ def test_mma_has_float32_sums(rng):
 
 LAST = "        __syncthreads();\n    }\n"
 TWINS = {
-    "shared": [("        __syncthreads();  // the tiles are whole\n", ""),
-               ("        __syncthreads();  // and nobody reads them any more\n", "")],
+    "shared": [("        __syncthreads();  // the tiles are complete\n", ""),
+               ("        __syncthreads();  // and no thread reads them any more\n", "")],
     "register": [(LAST, "    }\n"), ("        __syncthreads();\n        for", "        for")],
     "vector": [(LAST, "    }\n"), ("        __syncthreads();\n        for", "        for")],
     "warp": [("        __syncthreads();  // this slot", "        // this slot")],

@@ -107,7 +107,7 @@ def test_a_disk_that_is_too_small_for_trace_and_metrics_does_not_end_the_run(tex
     warnings = [line for line in result.stderr.splitlines() if "warning" in line]
     assert len(warnings) == 2
     assert re.search(r"rank \d cannot write its trace: .*File too large", warnings[0])
-    assert "run/metrics.jsonl can't be written: File too large; the run goes on" in warnings[1]
+    assert "run/metrics.jsonl can't be written: File too large; the run continues" in warnings[1]
     folder = text_folder / "run"
     assert (folder / "weights" / "model.safetensors").is_file()
     assert not {"trace", "report.html"} & {path.name for path in folder.iterdir()}

@@ -87,7 +87,7 @@ def whole_part(monkeypatch):
 
 def without_evaluations(monkeypatch):
     """Resume a run in its folder, and forget its held-out losses."""
-    plain = training.cut_behind
+    plain = training.truncate_after
 
     def truncate_after(folder, step):
         (folder / "evaluations.jsonl").unlink()
