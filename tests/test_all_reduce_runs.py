@@ -36,7 +36,7 @@ def test_auto_is_kept_and_used_again(tmp_path):
     (run / NAME).write_text('{"dp [0, 1]": {"own": ["fast"], "window": []}}')
     done = mpipar(*again, "--steps", "6", ranks=2).ended(65)
     assert f"{NAME}: must have algorithms" in done.stderr
-    assert "measured again" in done.stderr
+    assert "measures again" in done.stderr
 
 
 DIES = """
