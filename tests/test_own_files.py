@@ -116,7 +116,7 @@ def test_what_is_read_in_a_run_folder_is_no_link(victim):
     assert find_source(str(run / "weights"), "RUN"), "Hugging Face's cache has such folders"
 
 
-@fault(51, "a run folder from somebody else, whose log.txt leads to a file of the user", 74)
+@fault(51, "a run folder from another user, whose log.txt leads to a file of the user", 74)
 @pytest.mark.parametrize("name", ["log.txt", "metrics.jsonl"])
 def test_a_run_does_not_go_on_in_a_folder_with_planted_links(name, tmp_path, text_folder):
     key = "ssh-ed25519 AAAA a@b"
@@ -167,7 +167,7 @@ DAMAGE = {
 }  # fmt: skip
 
 
-@fault(53, "damaged lines of metrics.jsonl are set aside, and the run goes on", 0)
+@fault(53, "damaged lines of metrics.jsonl are set aside, and the run continues", 0)
 @pytest.mark.parametrize("damage", DAMAGE)
 @pytest.mark.parametrize("name", [run_folder.METRICS, run_folder.EVALUATIONS])
 def test_damaged_lines_are_set_aside_and_the_checkpoint_decides(damage, name, tmp_path):
@@ -190,7 +190,7 @@ def test_a_file_without_ends_of_lines_is_not_read_to_its_end(tmp_path):
     assert (tmp_path / run_folder.METRICS).read_bytes() == lines_of([1])[0]
 
 
-# --- what changes while a run goes on
+# --- what changes while a run continues
 
 
 @pytest.mark.parametrize("how", ["removed", "moved", "replaced by a link", "replaced by a copy"])
@@ -234,7 +234,7 @@ def changed_in_step_3(change, folder):
     return run_command([sys.executable, "-c", MOVING, change, *TINY], LIMIT, environment(), folder)
 
 
-@fault(54, "the run folder is moved while a run goes on: said, and written anew", 0)
+@fault(54, "the run folder is moved while a run continues: reported, and written again", 0)
 def test_a_run_folder_that_was_moved_is_said(tmp_path, text_folder):
     result = changed_in_step_3("os.rename('run', 'old')", tmp_path).ended()
     assert "WARNING: run is gone" in result.stdout
@@ -265,7 +265,7 @@ def test_what_an_emptied_folder_has_lost_is_written_anew(victim):
         run_folder.keep(run, written, held, ())
 
 
-@fault(55, "another job has the run folder's name while a run goes on", 74)
+@fault(55, "another job has the run folder's name while a run continues", 74)
 def test_a_folder_that_another_job_has_taken_is_not_written(tmp_path, text_folder):
     result = changed_in_step_3(
         "os.rename('run', 'old'); os.mkdir('run'); open('run/lock', 'w').write('x')", tmp_path)
@@ -273,7 +273,7 @@ def test_a_folder_that_another_job_has_taken_is_not_written(tmp_path, text_folde
     assert [path.name for path in (tmp_path / "run").iterdir()] == ["lock"]
 
 
-@fault(56, "checkpoints/ is replaced by a link while a run goes on", 74)
+@fault(56, "checkpoints/ is replaced by a link while a run continues", 74)
 def test_checkpoints_behind_a_planted_link_are_not_deleted(victim):
     run, _, _ = victim
     saver, = savers_of(workers_of(config_for(), 1), run / "checkpoints", keep=1)

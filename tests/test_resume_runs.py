@@ -213,7 +213,7 @@ def test_no_checkpoint_is_whole(here):
     assert len(metrics(here / "run")) == 10
 
 
-@fault(22, "no space at an interval: a warning, and the run goes on", 0)
+@fault(22, "no space at an interval: a warning, and the run continues", 0)
 def test_no_space_at_an_interval_is_a_warning(here):
     result = ended(here, "no-space", 2, *TINY, "--save-interval", "3", "--out", "run").ended()
     assert result.stdout.count("WARNING") == 1

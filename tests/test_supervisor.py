@@ -73,7 +73,7 @@ guard(started)
 """
 
 
-@fault(61, "a rank is paused and goes on: Ctrl-Z and fg, or SLURM's suspend", 0)
+@fault(61, "a rank is paused and continues: Ctrl-Z and fg, or SLURM's suspend", 0)
 def test_a_parent_that_was_paused_waits_and_passes_on_signals_as_before():
     """As after Ctrl-Z and fg, or when SLURM suspends a job: a look outlasts its time."""
     run_command([sys.executable, "-c", PAUSED], LIMIT, environment()).ended()

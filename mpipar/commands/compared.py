@@ -1,7 +1,7 @@
 """Facts about everything that determines a job's numbers; all ranks compare them before a run.
 
 Hosts may hold different copies of a file: of data, weights, a tokenizer, a schedule, or prompts.
-Ranks that start from them would train a model nobody asked for, so every byte is compared. One
+Ranks that start from them would train another model than intended, so every byte is compared. One
 process per host reads a large file on behalf of all that have the same one there.
 """
 

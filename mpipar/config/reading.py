@@ -187,6 +187,8 @@ def _value(field: dataclasses.Field, raw, is_text: bool):
         raw = [raw] if base is str else raw.split(",") if is_text else raw
     if not isinstance(raw, list):
         raise ValueError(f"must be a list, as in [{EXAMPLES[field.name]}]")
+    if not raw and field.default != ():
+        raise ValueError(f"must not be empty; give a list as in [{EXAMPLES[field.name]}]")
     try:
         return tuple(_single(base, one, is_text) for one in raw)
     except ValueError as error:

@@ -1,6 +1,6 @@
 """What all ranks of a job must have in common, and a table of the differences.
 
-Ranks that run different versions, flags or data would train a model nobody asked for, or wait for
+Ranks that run different versions, flags or data would train another model than intended, or wait for
 each other forever. A fact is a name with a textual value.
 """
 

@@ -4,7 +4,7 @@ If one rank leaves with a plain exception, the others wait for it forever. guard
 the whole command: whatever goes wrong, on any rank and in any thread, ends every rank with one
 error block and one exit code:
 
-    guard -> supervise (a child goes on) -> Session.start (MPI) -> command -> Session.finish
+    guard -> supervise (a child continues) -> Session.start (MPI) -> command -> Session.finish
                  any failure -> Session.fail -> one rank's block -> Abort
                  an end without a word -> the parent's block -> Abort
 

@@ -3,7 +3,7 @@
 The late rank and the waiting one last met at some moment (see `Meetings`). What each has done since
 then is compared by kind: computing, optimizer, data loading, saving, garbage collection, transfer,
 time between spans, and waiting. Only what the late rank did *more* of made it late, so work that
-both have done is nobody's fault, and the excess adds up to the wait. If the late rank has itself
+both have done is no rank's fault, and the excess adds up to the wait. If the late rank has itself
 waited more, its own waits are followed to their causes, so that a delay that travels along a
 pipeline is charged to where it arose. Source: the delay costs of Scalasca, for which computing is
 compared by call path.
