@@ -11,7 +11,7 @@ from docs.build.tables import FLOORS
 
 PACKAGE = REPOSITORY / "mpipar"
 WIRE = {"comm.checked", "comm.connect", "comm.device", "comm.groups", "comm.half_precision",
-        "comm.nccl", "comm.transport", "comm.levels", "comm.algorithms.own",
+        "comm.nccl", "comm.transport", "comm.levels", "comm.algorithms.mpi_library",
         "comm.algorithms.steps", "comm.algorithms.ring", "comm.algorithms.halves",
         "comm.algorithms.shared", "comm.algorithms.window", "comm.algorithms.auto"}
 REPORTS = {"comm.facts", "comm.clock", "comm.hosts"}  # what they send stays out of the records

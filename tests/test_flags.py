@@ -14,7 +14,7 @@ from mpipar.config.reading import to_toml
 from mpipar.config.resolve import resolve
 from mpipar.config.sections import CHOICES, FIELDS, settings
 from mpipar.config.setting import flag, kind
-from mpipar.config.words import COUNTERPARTS, EXAMPLES, NOT_BUILT, OTHERWISE, SYNONYMS
+from mpipar.config.synonyms import COUNTERPARTS, EXAMPLES, NOT_BUILT, OTHERWISE, SYNONYMS
 
 
 def test_flags_win_over_the_file_and_the_file_over_the_preset(tmp_path):
@@ -212,6 +212,7 @@ def test_what_is_said_of_other_programs_names_is_true():
         ("tied = 1", ["--tied", "true or false"]),
         ("prompt = 3", ["--prompt", "must be text"]),
         ("stage-layers = 3", ["--stage-layers", "must be a list", "[3,2,2,1]"]),
+        ("stage-layers = []", ["--stage-layers", "must not be empty", "[3,2,2,1]"]),
         ("stage-layers = [3, true]", ["--stage-layers", "whole number"]),
         ("seq-len = 3\nseq_len = 3", ["given twice"]),
         ("steps =\n", ["is not TOML", "line 1"]),

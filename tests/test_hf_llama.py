@@ -13,7 +13,7 @@ from in_process import alone, assert_refused
 from one_rank import fresh, loaded
 from safetensors.numpy import load_file, save_file
 
-from mpipar.checkpoint import own
+from mpipar.checkpoint import native_format
 from mpipar.checkpoint import weights as checkpoint
 from mpipar.checkpoint.formats import format_of, model_settings, start_notes
 from mpipar.checkpoint.params import all_params
@@ -263,7 +263,7 @@ def test_what_is_written_is_read_as_the_same_model(arch, values, tmp_path):
     for one, other in zip(again.flats, worker.flats, strict=True):
         np.testing.assert_array_equal(one.master, other.master)
     form = format_of(worker.config.model)
-    assert form is own if (arch, values) in MIXED else form.kind == arch
+    assert form is native_format if (arch, values) in MIXED else form.kind == arch
 
 
 def test_all_that_is_wrong_with_experts_at_once(tmp_path):

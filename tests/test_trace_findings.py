@@ -10,7 +10,7 @@ from traced_runs import traced
 
 from mpipar.comm.record import Load
 from mpipar.trace.analysis import analyse
-from mpipar.trace.planted import Run, Simulator
+from mpipar.trace.planted_delays import Run, Simulator
 
 # Large enough that products, not Python, take a stage's time.
 SIZE = [*TEXT, *"""--d-model 128 --heads 4 --seq-len 64 --batch-size 8 --num-microbatches 4

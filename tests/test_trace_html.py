@@ -12,7 +12,7 @@ from mpipar.commands.trace import show
 from mpipar.files.text import harmless
 from mpipar.trace import html, pop
 from mpipar.trace.analysis import analyse
-from mpipar.trace.planted import Run, Simulator
+from mpipar.trace.planted_delays import Run, Simulator
 
 
 def case():

@@ -8,7 +8,7 @@ from trace_cases import record, span, trace
 
 from mpipar.trace import links, pop, segments, waits
 from mpipar.trace.analysis import analyse
-from mpipar.trace.planted import Run, Simulator
+from mpipar.trace.planted_delays import Run, Simulator
 
 GROUPS = [(DP, ("dp", (0, 1))), (TP, ("tp", (0, 1))), (DP + PP, ("dp", (2, 3)))]
 MESSAGES = [(layout, ("pp", ranks)) for layout, pairs in (

@@ -7,7 +7,7 @@ import pytest
 from trace_cases import blocking, record, span, trace, with_operations
 
 from mpipar.trace import perfetto, waits
-from mpipar.trace.planted import Run, Simulator
+from mpipar.trace.planted_delays import Run, Simulator
 
 
 def example():

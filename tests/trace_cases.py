@@ -8,7 +8,7 @@ from mpipar.comm.record import LayerOperation, Span
 from mpipar.pipeline.costs import Costs
 from mpipar.pipeline.schedules.catalog import make_schedule
 from mpipar.pipeline.simulate import simulate
-from mpipar.trace.planted import MS, record
+from mpipar.trace.planted_delays import MS, record
 from mpipar.trace.trace_file import RankTrace as Rank
 from mpipar.trace.trace_file import Trace, schedule_json
 

@@ -1,4 +1,4 @@
-"""How much of an operation is hidden by computing when both run at the same time.
+"""Overlap: how much of an operation is hidden by computing that runs at the same time.
 
 Three things are measured in turn: the operation alone; computing alone, calibrated to take about as
 long; and both together, which means: post, compute in K + 1 slices, wait. Between two slices a Test

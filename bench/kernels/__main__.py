@@ -1,4 +1,4 @@
-"""What NVIDIA's compiler reports for the GEMM ladder; needs the extra `nvrtc`, but no GPU.
+"""Reports of NVIDIA's compiler on the GEMM ladder; needs the extra `nvrtc`, but no GPU.
 
     python -m bench.kernels [--json FILE]
 

@@ -1,4 +1,4 @@
-"""How far a rehearsed step is from a real one: both in turns, on the same two ranks.
+"""Rehearsed steps against real ones: both in turns, on the same two ranks.
 
     mpiexec -n 2 python -m bench.rehearse.against [--steps 20] [--json FILE]
     python -m bench.rehearse.against --cable 100     # between two hosts of 100 Mbit/s; needs root

@@ -1,4 +1,4 @@
-"""Which library multiplies matrices on each side of a comparison, and for which processor.
+"""The BLAS library on each side of a comparison, and the processor that its kernels are for.
 
 A library chooses its kernels by the processor it finds. If the libraries of two sides choose
 differently, the comparison measures those libraries too, so a table of speeds names both.

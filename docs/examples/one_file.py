@@ -9,7 +9,6 @@ Letters: B rows, T tokens of a row, L blocks, D width, H heads, F width of the F
 """
 
 import argparse
-import math
 import os
 import time
 
@@ -17,7 +16,6 @@ os.environ.setdefault("OPENBLAS_NUM_THREADS", "1")  # before NumPy: the ranks sh
 
 import numpy as np
 from mpi4py import MPI
-from safetensors.numpy import load_file
 
 L, D, H, T, V, F, EPS = 4, 128, 4, 64, 256, 512, 1e-5
 ROWS, MICROBATCHES = 16, 4  # of a step over all ranks, and of a pipeline
@@ -76,7 +74,7 @@ def initial(name, shape):  # mpipar/layers/param.py
 
 def gelu(x):  # mpipar/ops/array_ops.py
     """GELU with the tanh approximation, as in GPT-2."""
-    c, t = math.sqrt(2 / math.pi), np.tanh(math.sqrt(2 / math.pi) * (x + 0.044715 * x**3))
+    c, t = np.sqrt(2 / np.pi), np.tanh(np.sqrt(2 / np.pi) * (x + 0.044715 * x**3))
     slope = 0.5 * (1 + t + x * (1 - t * t) * c * (1 + 3 * 0.044715 * x * x))
     return 0.5 * x * (1 + t), lambda dy: dy * slope
 
@@ -84,7 +82,7 @@ def gelu(x):  # mpipar/ops/array_ops.py
 def attention(qkv):  # mpipar/layers/attention.py
     """Causal attention of q, k and v, together (B, T, 3 * heads * d); y (B, T, heads * d)."""
     q, k, v = qkv.reshape(*qkv.shape[:2], 3, -1, D // H).transpose(2, 0, 3, 1, 4)
-    scores = q @ k.swapaxes(-1, -2) / math.sqrt(D // H)
+    scores = q @ k.swapaxes(-1, -2) / np.sqrt(D // H)
     scores[..., np.triu(np.ones((T, T), bool), 1)] = -np.inf
     p = np.exp(scores - scores.max(-1, keepdims=True))
     p /= p.sum(-1, keepdims=True)
@@ -92,7 +90,7 @@ def attention(qkv):  # mpipar/layers/attention.py
     def backward(dy):
         dy = dy.reshape(*dy.shape[:2], -1, D // H).swapaxes(1, 2)
         dp = dy @ v.swapaxes(-1, -2)
-        ds = p * (dp - (dp * p).sum(-1, keepdims=True)) / math.sqrt(D // H)
+        ds = p * (dp - (dp * p).sum(-1, keepdims=True)) / np.sqrt(D // H)
         dqkv = np.stack([ds @ k, ds.swapaxes(-1, -2) @ q, p.swapaxes(-1, -2) @ dy])
         return dqkv.transpose(1, 3, 0, 2, 4).reshape(qkv.shape)
 
@@ -106,8 +104,10 @@ class Stage:  # mpipar/models/stage.py
         self.grid, self.saved = grid, {}
         self.shape = ROWS // grid.dp.size // MICROBATCHES, T, D
         self.blocks = range(L * grid.p // grid.pp.size, L * (grid.p + 1) // grid.pp.size)
-        found, parts = load_file(path) if path else {}, {}
-        found = {name.removeprefix("transformer."): x for name, x in found.items()}
+        found, parts = {}, {}
+        if path:  # what one rank gets of a file: mpipar/checkpoint/weights.py
+            from safetensors.numpy import load_file
+            found = {name.removeprefix("transformer."): x for name, x in load_file(path).items()}
         for name, shape, axis in shapes(grid, self.blocks):
             x = found[name].reshape(shape) if path else initial(name, shape)
             x = x if axis is None else np.split(x, grid.tp.size, axis)[grid.t]
@@ -167,13 +167,13 @@ class Stage:  # mpipar/models/stage.py
 
         return x + y + self.w[f"{name}.{second}.bias"], backward
 
-    def own(self, ids):
+    def own(self, ids):  # mpipar/layers/embedding.py
         """Return which ids have their row of the token table on this rank, and their rows."""
         num_rows = len(self.w["wte.weight"])
         own = ids // num_rows == self.grid.t
         return own, ids[own] % num_rows
 
-    def embedding(self, _, ids):  # mpipar/layers/embedding.py
+    def embedding(self, _, ids):
         """Return the sum over tp of the rows that each rank has."""
         (own, places), x = self.own(ids), np.zeros(self.shape)
         x[own] = self.w["wte.weight"][places]
@@ -202,7 +202,7 @@ class Stage:  # mpipar/models/stage.py
 
         return (np.log(total) + largest - target).sum(), backward
 
-    def forward(self, mb, x, rows):
+    def forward(self, mb, x, rows):  # mpipar/models/stage.py
         """Run rows (B, T + 1) of tokens; return activations for the next stage, or the loss."""
         parts = [(self.embedding, rows[:, :-1])] if self.grid.is_first else []
         for i in self.blocks:
@@ -272,7 +272,7 @@ def batch_of(tokens, number, grid):  # mpipar/data/rows.py
     return rows.reshape(MICROBATCHES, grid.dp.size, -1, T + 1)[:, grid.d]
 
 
-def train(layout, steps, path=None):
+def train(layout, steps, path=None):  # mpipar/commands/training.py
     """Train on Python's own documentation; return the loss of each step."""
     from pydoc_data.topics import topics
     tokens = np.frombuffer("\n".join(topics[name] for name in sorted(topics)).encode(), np.uint8)
@@ -294,7 +294,7 @@ if __name__ == "__main__":
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
     parser.add_argument("--layout", metavar="DP,PP,TP", default={
         1: "1,1,1", 2: "1,2,1", 4: "1,2,2", 8: "2,2,2"}.get(WORLD.size, f"{WORLD.size},1,1"))
-    parser.add_argument("--steps", type=int, default=80)
+    parser.add_argument("--steps", type=int, default=60)
     parser.add_argument("--weights", help="a safetensors file with GPT-2's names")
     args = parser.parse_args()
     train(map(int, args.layout.split(",")), args.steps, args.weights)

@@ -18,7 +18,7 @@ from pathlib import Path
 
 import numpy as np
 
-from mpipar.checkpoint import hf_gpt2, own
+from mpipar.checkpoint import hf_gpt2, native_format
 from mpipar.checkpoint.hf_llama import LLAMA, MISTRAL, QWEN2
 from mpipar.checkpoint.hf_mixtral import MIXTRAL
 from mpipar.checkpoint.manifest import NAME, read_manifest
@@ -42,7 +42,7 @@ MOST_NAMED = 12  # ignored fields in a line
 
 def format_of(model):
     """Return a ModelConfig's format: Hugging Face's if that can describe it, else mpipar's."""
-    return next((form for form in FORMS.values() if form.describes(model)), own)
+    return next((form for form in FORMS.values() if form.describes(model)), native_format)
 
 
 def file_slices(tensors: dict[str, tuple[int, ...]], first: int,
@@ -103,8 +103,8 @@ def _read(folder: str, where: str):
     kind = found.get("model_type") if isinstance(found, dict) else None
     if not isinstance(kind, str):
         raise DataError(f"{where}: is not an object with a 'model_type'")
-    if kind.startswith(own.KIND):
-        return found, own, shown(kind)
+    if kind.startswith(native_format.KIND):
+        return found, native_format, shown(kind)
     if kind not in FORMS:
         raise DataError(f"{where}: model_type is {shown(kind)}; mpipar computes"
                         f" {', '.join(FORMS)}")

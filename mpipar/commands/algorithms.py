@@ -1,4 +1,4 @@
-"""What `--all-reduce auto` chose, kept in the run folder so that a resumed run sums as before."""
+"""Choices of `--all-reduce auto`, kept in the run folder so that a resumed run sums as before."""
 
 from __future__ import annotations
 

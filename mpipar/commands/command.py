@@ -1,4 +1,4 @@
-"""What a sub-command is: an object of one form, `COMMAND` in a module of its own.
+"""The form of a sub-command: an object `COMMAND` in a module of its own.
 
 `cli.COMMANDS` names the modules. Each is imported only when the user has typed its name, before the
 rest of the command line is parsed. The module of a command that starts MPI therefore imports what

@@ -17,7 +17,7 @@ from mpipar.comm.record import POINT_TO_POINT
 from mpipar.console import tables as console
 from mpipar.console.bubble import bubble_rows, bubble_table, recorded_facts
 from mpipar.console.memory import process_peak
-from mpipar.console.shares import crowded, share_facts, share_table
+from mpipar.console.time_shares import crowded, share_facts, share_table
 from mpipar.data import images
 from mpipar.data.bigram import bigram_loss
 from mpipar.data.tokenizer import BYTE_VOCABULARY

@@ -1,4 +1,4 @@
-"""What a computing command needs before it starts: checked configuration, data and device."""
+"""Inputs of a computing command: checked configuration, data and device."""
 
 from __future__ import annotations
 

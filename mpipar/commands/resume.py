@@ -1,4 +1,4 @@
-"""Where a run starts: at step 1, or after the checkpoint selected by `--resume`.
+"""The start of a run: step 1, or the step after the checkpoint selected by `--resume`.
 
 World rank 0 alone looks at the disk and tells the others what it found, so that every rank resumes
 from the same step with the same settings. A run folder without a checkpoint starts again as it did

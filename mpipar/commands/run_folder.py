@@ -1,4 +1,4 @@
-"""Where a run's files go: a new or empty folder, or with `--resume` an existing run folder."""
+"""The run folder: a new or empty one, or with `--resume` that of an earlier run."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""When a run saves its state, what happens if a save fails, and what is printed about it."""
+"""Saving: when a run saves its state, what it prints, and what happens if a save fails."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Where weights come from: a run, a folder of weights, or one checkpoint; for every command."""
+"""Sources of weights for every command: a run, a folder of weights, or one checkpoint."""
 
 from __future__ import annotations
 

@@ -9,7 +9,7 @@ from dataclasses import MISSING, dataclass
 from mpipar.config.model import FAMILIES, ModelConfig
 from mpipar.config.sections import FIELDS, OF_EVERY_FAMILY, SECTIONS
 from mpipar.config.setting import flag, kind, setting, switch
-from mpipar.config.words import EXAMPLES, SYNONYMS, unknown_word
+from mpipar.config.synonyms import EXAMPLES, SYNONYMS, unknown_word
 from mpipar.errors import UsageError
 from mpipar.files.text import brief, shown
 from mpipar.job.environment import read_launcher

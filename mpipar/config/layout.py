@@ -1,4 +1,4 @@
-"""Which dp x pp x tp for a number of ranks: every layout that fits, and the default choice.
+"""Layouts for a number of ranks: every dp x pp x tp that fits, and the default choice.
 
 It is plain arithmetic on sizes. `config.combinations` explains why a layout does not fit.
 """

@@ -16,7 +16,7 @@ from mpipar.config.grid import AUTO
 from mpipar.config.sections import FIELDS, Config, build, not_taken, settings
 from mpipar.config.setting import argument, field_problem, flag, kind
 from mpipar.config.sizes import read_bytes
-from mpipar.config.words import COUNTERPARTS, EXAMPLES, unknown_word
+from mpipar.config.synonyms import COUNTERPARTS, EXAMPLES, unknown_word
 from mpipar.errors import UsageError
 from mpipar.files.bounded import parse_toml, read_toml
 from mpipar.files.text import brief, shown

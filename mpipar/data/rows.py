@@ -1,4 +1,4 @@
-"""Which rows of the text a step trains on: row i of step s is a pure function of (seed, s, i).
+"""The rows of the text for each step: row i of step s is a pure function of (seed, s, i).
 
 The place in the grid and the microbatch only select which i are read, so every layout trains on the
 same rows. Under context parallelism, each rank reads only its slices of every row. Letters: B rows

@@ -1,7 +1,7 @@
-"""What all ranks of a job must have in common, and a table of the differences.
+"""Checks that all ranks of a job run the same, and a table of the differences.
 
-Ranks that run different versions, flags or data would train another model than intended, or wait for
-each other forever. A fact is a name with a textual value.
+Ranks that run different versions, flags or data would train another model than intended, or wait
+for each other forever. A fact is a name with a textual value.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""What the launcher's variables say, and what must be set before NumPy and MPI are loaded.
+"""Environment: the launcher's variables, and those to set before NumPy and MPI are loaded.
 
 These are plain functions of plain dictionaries. BLAS reads its thread count and MPI its settings
 only once, when they are loaded, so the guard applies the settings first (`job.session.guard`).

@@ -16,7 +16,7 @@ from mpipar.errors import UsageError
 from mpipar.files.text import shown
 from mpipar.learn.exercise import Asked, Exercise, Number, Verdict, numbers, one_of, said
 from mpipar.trace.analysis import CATEGORIES, Analysis, analyse, barrier_rows, rank_rows
-from mpipar.trace.planted import Run, Simulator, record
+from mpipar.trace.planted_delays import Run, Simulator, record
 from mpipar.trace.timeline import median_step, timeline
 from mpipar.trace.waits import Call
 

@@ -140,8 +140,8 @@ SHIPPED = {
         (TP,), threads=("InternLM/InternLM/pull/405", "modelscope/ms-swift/pull/7944")),
     "same rows": Twin(
         "every replica reads the same rows", same_rows,
-        "Two replicas do the work of one. No check disagrees: the batch is half as large as"
-        " stated.",
+        "Two replicas do the work of one, and the batch is half as large as stated. They stay"
+        " identical, so only `verify` sees it.",
         (DP,), threads=("yaak-ai/rbyte/pull/106", "vllm-project/speculators/pull/427")),
     "own norm": Twin(
         "each rank clips by the norm of its own gradients", own_norm,

@@ -1,4 +1,4 @@
-"""How a tensor-parallel group holds the tokens between one pair of products and the next.
+"""The tokens of a tensor-parallel group between one pair of products and the next.
 
 Whole: every rank holds all T tokens, and a sum over ranks is an all-reduce.
 

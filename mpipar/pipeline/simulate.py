@@ -1,4 +1,4 @@
-"""How long a schedule takes: start and end of each instruction, given costs of passes and hops.
+"""Simulation of a schedule: start and end of each instruction, from the costs of passes and hops.
 
 A rank runs its instructions one after another, each as soon as its data has arrived. Each ordered
 pair of ranks has its own link. By default links have unlimited bandwidth, sending costs the sender

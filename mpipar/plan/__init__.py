@@ -1,1 +1,1 @@
-"""What a layout will cost, and which one to choose: cost models, predictions and a search."""
+"""Costs of layouts and the choice among them: cost models, predictions and a search."""

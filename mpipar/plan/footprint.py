@@ -1,4 +1,4 @@
-"""How much memory a rank needs: parameter states, the stash of its microbatches, and the rest.
+"""The memory of a rank: parameter states, the stash of its microbatches, and the rest.
 
 The stash of a block is that of arXiv 2205.05198, extended to grouped heads and gates: inputs of
 norms, of products and of the activation function, masks of dropout, and scores where they are

@@ -1,4 +1,4 @@
-"""How a link treats messages of one size: the facts that the simulator needs (`pipeline.events`).
+"""A link and messages of one size: the facts that the simulator needs (`pipeline.events`).
 
 A message takes `hop` seconds if the link is free, and occupies it for `busy` seconds. If it travels
 *alone*, it also moves while its sender computes: buffers below MPI take it, or the receiver fetches

@@ -1,4 +1,4 @@
-"""How many blocks each stage gets: an even split, or one that balances the stages' times.
+"""Splits of blocks over stages: evenly, or so that the stages' times are balanced.
 
 The last stage also has the head, and the first one keeps most microbatches. Devices of several
 kinds take different times, and have room for different numbers of blocks.

@@ -1,4 +1,4 @@
-"""Why ranks waited: every wait is charged to what made the late rank late.
+"""Causes of waiting: every wait is charged to what made the late rank late.
 
 The late rank and the waiting one last met at some moment (see `Meetings`). What each has done since
 then is compared by kind: computing, optimizer, data loading, saving, garbage collection, transfer,

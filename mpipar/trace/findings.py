@@ -1,4 +1,4 @@
-"""What is wrong with a traced run, in words. A healthy run has no finding.
+"""Findings: faults of a traced run, in words. A healthy run has none.
 
 Each finding compares like with like, and in more than one step, because once may be chance.
 Pipeline ranks are compared by the FLOPs of their stages, ranks with the others of their stage.

@@ -236,14 +236,14 @@ class PieceSync(ScatterSync):
             pending.test()
 
 
-def seen(value: float, counts: bool) -> float:
+def masked_contribution(value: float, counts: bool) -> float:
     """Return what a rank adds to a sum: `value` if it counts or is not finite, else 0."""
     return value if counts or not math.isfinite(value) else 0.0
 
 
-def seen_sum(parts: Iterable[tuple[float, bool]]) -> float:
+def masked_sum(parts: Iterable[tuple[float, bool]]) -> float:
     """Return the sum of what a rank adds for parts: (value, whether it counts)."""
-    return sum(seen(value, counts) for value, counts in parts)
+    return sum(masked_contribution(value, counts) for value, counts in parts)
 
 
 def all_reduce_scalars(ops: Any, comms: Comms, values: list[float], name: str) -> list[float]:

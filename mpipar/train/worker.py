@@ -22,7 +22,7 @@ from mpipar.config.sections import Config
 from mpipar.errors import NonFiniteError
 from mpipar.pipeline.engine import Engine, forward_only
 from mpipar.train import build, non_finite
-from mpipar.train.gradsync import LossScale, all_reduce_scalars, seen, seen_sum
+from mpipar.train.gradsync import LossScale, all_reduce_scalars, masked_contribution, masked_sum
 from mpipar.train.optim import OPTIMIZERS, learning_rate
 
 GetBatch = Callable[[int], Any]  # the rows of a microbatch
@@ -136,8 +136,8 @@ class Worker:
         self.recorder.settle(self.ops.nanoseconds)
         self.losses = {mb: next(numbers) for mb in self.losses}
         # All tp ranks know the same loss: one of them contributes it.
-        loss = seen(sum(self.losses.values()), self.comms["tp"].index == 0)
-        return loss, seen_sum((next(numbers), counts) for _, counts in parts)
+        loss = masked_contribution(sum(self.losses.values()), self.comms["tp"].index == 0)
+        return loss, masked_sum((next(numbers), counts) for _, counts in parts)
 
     def __init__(self, config: Config, grid: Grid, ops: Any, recorder: Recorder,
                  mpi_world: Any = None, chosen: Choices | None = None):
@@ -202,7 +202,7 @@ class Worker:
             total = sum(self.ops.numbers(
                 [self.ops.square_sum(flat.master) for flat in self.flats]))
             total, = all_reduce_scalars(
-                self.ops, self.comms, [seen(total, counts=False)], "check.weights")
+                self.ops, self.comms, [masked_contribution(total, counts=False)], "check.weights")
         if not math.isfinite(total):
             raise self._not_finite(
                 f"step {step}: the update produced weights that are not finite: not saved",

@@ -223,7 +223,8 @@ def test_float16_stops_with_the_name_when_no_smaller_scale_is_left():
 @pytest.mark.ranks(2)
 @pytest.mark.parametrize("layout", [DP, TP], ids=str)
 def test_a_norm_that_reads_only_what_it_counts_is_caught(layout, monkeypatch):
-    monkeypatch.setattr(gradsync, "seen", lambda value, counts: value if counts else 0.0)
+    monkeypatch.setattr(gradsync, "masked_contribution",
+                        lambda value, counts: value if counts else 0.0)
     with pytest.raises(AssertionError, match="raised nothing"):
         not_finite(layout, "block0.norm1.w")
 

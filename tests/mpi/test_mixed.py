@@ -275,7 +275,8 @@ def test_ranks_that_do_not_agree_are_caught(layout, monkeypatch):
 def test_an_overflow_that_the_norm_does_not_count_is_caught(layout, monkeypatch):
     """Rank 1 holds a copy whose gradient the norm leaves to rank 0."""
     overflow_on_rank_1(monkeypatch, (2, 3))
-    monkeypatch.setattr(gradsync, "seen", lambda value, counts: value if counts else 0.0)
+    monkeypatch.setattr(gradsync, "masked_contribution",
+                        lambda value, counts: value if counts else 0.0)
     with pytest.raises((AssertionError, NonFiniteError), match=r"rank|loss nan"):
         skip_together(layout)
 

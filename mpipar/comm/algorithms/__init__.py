@@ -10,7 +10,7 @@ from functools import partial
 from mpipar.comm.algorithms.auto import Auto
 from mpipar.comm.algorithms.doubling import Doubling
 from mpipar.comm.algorithms.halves import Halves
-from mpipar.comm.algorithms.own import MpiOwn
+from mpipar.comm.algorithms.mpi_library import MpiOwn
 from mpipar.comm.algorithms.ring import Ring
 from mpipar.comm.algorithms.window import Window
 

@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from mpipar.comm.algorithms.own import MpiOwn
+from mpipar.comm.algorithms.mpi_library import MpiOwn
 from mpipar.comm.algorithms.window import Window
 from mpipar.comm.request import Array, Options, Request
 

@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any, TypeAlias
 
 import numpy as np
 
-from mpipar.comm.algorithms.own import MpiOwn
+from mpipar.comm.algorithms.mpi_library import MpiOwn
 from mpipar.comm.grid import chunk_slice
 from mpipar.comm.request import Array, Options, PatientRequest, Request
 

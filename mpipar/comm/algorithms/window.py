@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from mpipar.comm.algorithms.own import MpiOwn
+from mpipar.comm.algorithms.mpi_library import MpiOwn
 from mpipar.comm.algorithms.shared import Marks, SharedMemory, address
 from mpipar.comm.algorithms.steps import Posted, Steps, add, in_line
 from mpipar.comm.grid import chunk_slice

@@ -7,7 +7,7 @@ from trace_cases import pipeline_trace, with_operations
 
 from bench.claims.measured import time_shares
 from mpipar.comm.record import Record, Span
-from mpipar.console.shares import crowded, share_facts, share_table
+from mpipar.console.time_shares import crowded, share_facts, share_table
 from mpipar.trace.analysis import analyse
 
 

@@ -1,4 +1,4 @@
-"""How much of a step each rank computes, communicates, or does neither; without a trace.
+"""Shares of a step in which each rank computes, communicates, or does neither; without a trace.
 
 As in a trace, useful time is that of compute spans minus the communication inside them. A rank is
 in communication while a call of a group blocks it, inside a span or not. The rest is Python,
