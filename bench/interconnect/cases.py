@@ -474,7 +474,7 @@ COLLECTIVES = {case.name: case for case in (
         expected=lambda case: case.given(0),
         of_root=lambda case, found: {"bytes_in": 0} if case.index else {}),
     collective(
-        "all-to-all", shape_in=parts, shape_out=parts, vias=(COMM, BARE, "by window"),
+        "all-to-all", shape_in=parts, shape_out=parts, vias=(COMM, BARE),
         through_comm=lambda case, x, y: partial(case.comm.all_to_all, x, NAME),
         bare=lambda case, x, y: partial(case.mpi.Alltoall, x, y),
         expected=lambda case: [*case.every(case.part_for, case.index)]),

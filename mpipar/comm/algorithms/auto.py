@@ -31,8 +31,7 @@ CALLS: dict[str, Callable[[MpiOwn, Array, Array], None]] = {
     "own": lambda one, x, y: one.all_reduce(x, "sum"),
     "window": lambda one, x, y: one.iall_reduce(x).Wait(),
     "all_gather": lambda one, x, y: one.all_gather(x[0], y),
-    "reduce_scatter": lambda one, x, y: one.reduce_scatter(x, y[0]),
-    "all_to_all": lambda one, x, y: one.all_to_all(x, y)}
+    "reduce_scatter": lambda one, x, y: one.reduce_scatter(x, y[0])}
 
 
 class Auto(MpiOwn):
@@ -102,8 +101,6 @@ class Auto(MpiOwn):
     def reduce_scatter(self, x: Array, y: Array) -> None:
         self.best("reduce_scatter", x.nbytes).reduce_scatter(x, y)
 
-    def all_to_all(self, x: Array, y: Array) -> None:
-        self.best("all_to_all", x.nbytes).all_to_all(x, y)
 
     def iall_reduce(self, x: Array) -> Request:
         return self.of(x).iall_reduce(x)

@@ -35,6 +35,7 @@ PASSES = 1 << 20  # more meetings than any operation has
 class Window(MpiOwn):
     """Sums and gathers of the ranks of one host through a shared window.
 
+    An all-to-all stays MPI's: it adds nothing, and copying its parts into rooms takes longer.
     Posted operations use it where the array is in the window; otherwise they are MPI's own, which
     make no rank wait. Maxima are MPI's own too.
     Comm: two windows over the group; one more for each array that `zeros` makes.
@@ -244,13 +245,6 @@ class Window(MpiOwn):
         for columns, rooms in self.shown(in_line(x).reshape(1, -1), (0,)):
             for place in self.others:
                 parts[place, columns] = rooms[place][0]
-
-    def all_to_all(self, x: Array, y: Array) -> None:
-        given, taken = (in_line(one).reshape(self.size, -1) for one in (x, y))
-        taken[self.index] = given[self.index]
-        for columns, rooms in self.shown(given, self.others):
-            for place in self.others:
-                taken[place, columns] = rooms[place][self.index]
 
     def close(self) -> None:
         for memory in (*self.arrays, self.rooms, self.marks.memory):
