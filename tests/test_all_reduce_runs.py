@@ -33,6 +33,9 @@ def test_auto_is_kept_and_used_again(tmp_path):
     plain = tmp_path / "plain"
     assert mpipar(*SMALL, *TEXT, "--layout", "dp=2", "--out", plain, ranks=2).returncode == 0
     assert losses(run) == pytest.approx(losses(plain), rel=1e-12)
+    other = [*SMALL, *TEXT, "--layout", "dp=2", "--out", tmp_path / "other", "--resume", run]
+    mpipar(*other, "--steps", "5", "--all-reduce", "auto", ranks=2).ended()
+    assert json.loads((tmp_path / "other" / NAME).read_text()) == known
     (run / NAME).write_text('{"dp [0, 1]": {"own": ["fast"], "window": []}}')
     done = mpipar(*again, "--steps", "6", ranks=2).ended(65)
     assert f"{NAME}: must have algorithms" in done.stderr

@@ -31,6 +31,8 @@ def test_two_rehearsals_take_turns_over_the_ranks():
     (["tiny", "--layout", "dp=2", "--beside", "--layout dp=2"], 4, "first word is a preset"),
     (["tiny", "--layout", "pp=2", "--schedule", "auto"], 2, "name one"),
     (["tiny", "--layout", "dp=2", "--nonsense"], 2, "unknown flag"),
+    (["tiny", "--layout", "dp=2", "--preset", "gpt2"], 2, "first word is the preset"),
+    (["tiny", "--layout", "dp=2", "--goal=g.txt"], 2, "--goal=g.txt: .* leave it out"),
     (["nobody", "--layout", "dp=2"], 2, "must be one of tiny"),
 ])
 def test_what_cannot_be_played_is_refused(words, ranks, text):

@@ -25,11 +25,13 @@ LAYOUTS = {
     "hybrid": f"--preset tiny --layout dp=2,pp=2,tp=2 {SMALL}",
     "three": f"--preset tiny --layout dp=3 {SMALL} --zero 1",
     "experts": f"--preset moe-tiny --layout dp=4,ep=2 {SMALL} --zero 3",
+    "routed": f"--preset moe-tiny --layout dp=4,ep=4 {SMALL} --routing adversarial",
+    "rows": "--preset moe-tiny --layout dp=3,ep=3 --layers 2 --experts 6 --batch-size 12",
     "context": f"--preset tiny --layout dp=2,cp=2,tp=2 {SMALL} --dtype bfloat16",
     "zb-h1": "--preset tiny --layout dp=2,pp=4 --schedule zb-h1",
     "convnet": "--preset digits --layout dp=2,tp=2,pp=2",
 }
-IN_SHORT = ("hybrid", "experts")
+IN_SHORT = ("hybrid", "experts", "routed", "rows")
 each_layout = pytest.mark.parametrize("name", [
     *IN_SHORT, *(pytest.param(name, marks=pytest.mark.slow) for name in LAYOUTS
                  if name not in IN_SHORT)])

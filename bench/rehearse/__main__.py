@@ -24,12 +24,14 @@ what they send in it; see first_ranks.py for who stands in for their absent peer
 
 from __future__ import annotations
 
+import argparse
 import math
 import re
 import shlex
 import statistics
 import sys
 from collections import defaultdict
+from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -87,10 +89,10 @@ def add_flags(parser) -> None:
 
 def positive(text: str) -> float:
     """Return a number above 0: the type of an argument."""
-    number = float(text)
-    if not 0 < number < float("inf"):
-        raise ValueError(text)
-    return number
+    with suppress(ValueError):
+        if 0 < (number := float(text)) < float("inf"):
+            return number
+    raise argparse.ArgumentTypeError(f"{shown(text)}: must be a number above 0")
 
 
 def scale(text: str) -> float:
@@ -137,6 +139,10 @@ def configured(words: list[str], args) -> Any:
     """Return the resolved config of a rehearsal's words."""
     if not words or words[0].startswith("-"):
         raise UsageError("--beside 'PRESET --layout ...': the first word is a preset")
+    for word in words:
+        if word.split("=")[0] in ("--preset", "--goal", "--chakra"):
+            raise UsageError(f"{word}: means nothing to a rehearsal, whose first word is the preset"
+                             " and which writes what --json and --trace name; leave it out")
     config = config_of(["--preset", *words])
     if config.grid.schedule == AUTO:
         raise UsageError("--schedule auto: needs measuring, which a rehearsal does not do; name"

@@ -22,6 +22,7 @@ from mpipar.comm.record import POINT_TO_POINT, Record
 from mpipar.config.sections import Config
 from mpipar.files.text import counted
 from mpipar.plan.script import CALL, WAIT, Call, Event, Script
+from mpipar.train.build import with_shared_heads
 
 ABSENT = "absent"  # the group of messages that absent ranks would send or receive
 STAND_IN = "/stand-in"  # appended to the names of its messages
@@ -125,7 +126,8 @@ def group_of(comms: Comms, world: Any) -> Comm:
 
 def described(config: Config, script: Script, rows: Iterable[dict], world: Any) -> str:
     """Describe which part of a layout is present. script: of rank 0; rows: those that are shown."""
-    whole, here = Grid.of(config.grid, 0), FirstRanks.here(config, world)
+    whole = with_shared_heads(Grid.of(config.grid, 0), config.model)
+    here = FirstRanks.here(config, world)
     groups = ", ".join(
         f"{len(script.groups[axis])} of {whole.size(axis)} in {axis}"
         for axis in script.groups if axis in whole.parts and whole.size(axis) > 1)

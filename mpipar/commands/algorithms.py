@@ -24,8 +24,8 @@ def is_choice(value) -> bool:
         and all(name in [*KINDS] for name in names) for names in value.values())
 
 
-def known_choices(session, run, folder: Path) -> dict:
-    """Return {group: chosen algorithms} of the run in this folder; {} if nothing was chosen.
+def known_choices(session, run, folders: list[Path]) -> dict:
+    """Return {group: chosen algorithms} of the first of these runs that has some; {} if none has.
 
     Raises DataError on every rank for a damaged file. Comm: an agreement; a text of world rank 0.
     """
@@ -33,9 +33,10 @@ def known_choices(session, run, folder: Path) -> dict:
         return {}
 
     def read() -> str:
-        path = folder / NAME
-        if session.world.rank > 0 or not os.path.lexists(path):
+        folder = next((one for one in folders if os.path.lexists(one / NAME)), None)
+        if session.world.rank > 0 or folder is None:
             return "{}"
+        path = folder / NAME
         with problems_as(DataError, str(path), "remove it, and mpipar measures again"):
             found = parse_json(text := read_text(NAME, root=folder))
             if not isinstance(found, dict) or not all(map(is_choice, found.values())):

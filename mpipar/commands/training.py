@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 from contextlib import ExitStack, closing, contextmanager, suppress
+from pathlib import Path
 from statistics import median
 from time import perf_counter
 
@@ -185,7 +186,8 @@ class Run:
         self.memory = PeakMemory(ops)
         self.memory.start()
         timed_ops = TimedOps(ops, recorder) if config.run.trace_ops else None
-        chosen = known_choices(self.session, config.run, self.folder)
+        chosen = known_choices(self.session, config.run, [self.folder, *(
+            Path(one).parent.parent for one in self.start.candidates)])
         self.worker = Worker(config, self.grid, timed_ops or ops, recorder, self.world, chosen)
         self.written |= keep_choices(self.world, self.folder, chosen)
         if carriers := self.worker.comms.carriers:

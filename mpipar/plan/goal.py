@@ -71,12 +71,10 @@ def exchanged(q: int, index: int, sent: list[int], received: list[int]) -> Round
 
 
 def _rows(q: int, index: int, call: Call) -> Rounds:
-    """Return the rounds of an all_to_allv with equal row counts on all ranks: shapes know no
-    others.
-    """
-    counts = call.argument[0]
+    """Return the round of an all_to_allv, of the rows that it sends and receives."""
     row = math.prod(call.shape[1:]) * _itemsize(call)
-    return exchanged(q, index, [count * row for count in counts], [counts[index] * row] * q)
+    sent, received = ([count * row for count in counts] for counts in call.argument)
+    return exchanged(q, index, sent, received)
 
 
 def _itemsize(call: Call) -> int:

@@ -154,6 +154,12 @@ def test_too_little_shared_memory_is_said_on_every_rank(monkeypatch):
         comms_for("window")
 
 
+def test_shared_memory_that_another_group_takes_meanwhile_is_said_on_every_rank(monkeypatch):
+    monkeypatch.setattr(shared, "get_pages", lambda x: HERE > 0)
+    with pytest.raises(EnvironmentProblem, match=r"0 MiB left.*--all-reduce mpi"):
+        comms_for("window")
+
+
 # --- twins: each must be caught by the tests above
 
 def no_fence(marks, row, mark):

@@ -11,6 +11,8 @@ A rank that waits for marks calls MPI now and then, so that its messages progres
 
 from __future__ import annotations
 
+import ctypes
+import errno
 import os
 import sys
 from collections.abc import Sequence
@@ -27,6 +29,7 @@ if TYPE_CHECKING:
 
 LINE = 64  # bytes of a cache line: marks of different operations do not share one
 PAGE = 4096
+MADV_POPULATE_WRITE = 23  # of Linux: reports a full file system, where a write is killed
 POLLS = 50  # looks at the marks between two calls of MPI
 SHARED_MEMORY = Path("/dev", "shm")  # where MPI libraries keep it on Linux
 
@@ -43,19 +46,15 @@ class SharedMemory:
         from mpi4py import MPI
 
         self.nbytes = -(-nbytes // PAGE) * PAGE
-        left, needed = np.array([room_left()]), self.nbytes * mpi_comm.size
-        mpi_comm.Allreduce(MPI.IN_PLACE, left, op=MPI.MIN)
-        if left[0] < needed:
-            raise EnvironmentProblem(
-                f"{SHARED_MEMORY} has {left[0] >> 20} MiB left, and a window of {mpi_comm.size}"
-                f" ranks needs {-(-needed >> 20)} MiB: use --all-reduce mpi, or provide more of it"
-                " (docker run --shm-size)")
+        check_room(mpi_comm, room_left(), self.nbytes)
         self.window = MPI.Win.Allocate_shared(self.nbytes, 1, MPI.INFO_NULL, mpi_comm)
         self.window.Lock_all(MPI.MODE_NOCHECK)
         memories: list[Any] = [self.window.Shared_query(place)[0]
                                for place in range(mpi_comm.size)]
         self.of = [np.frombuffer(one, np.uint8, self.nbytes) for one in memories]
         own = self.of[mpi_comm.rank]
+        # Other groups, which looked at the same time, may have taken the room meanwhile.
+        check_room(mpi_comm, sys.maxsize if get_pages(own) else 0, self.nbytes)
         own[:] = 0  # places its pages close to this rank
         self.begin = address(own)
         self.window.Sync()
@@ -132,6 +131,29 @@ def address(x: Array) -> int:
     """Return the address at which an array of host memory begins."""
     place: int = x.__array_interface__["data"][0]
     return place
+
+
+def check_room(mpi_comm: Any, left: int, nbytes: int) -> None:
+    """Raise EnvironmentProblem on every rank if one has less left than all need, nbytes each.
+
+    Comm: an all_reduce.
+    """
+    from mpi4py import MPI
+    least, needed = np.array([left]), nbytes * mpi_comm.size
+    mpi_comm.Allreduce(MPI.IN_PLACE, least, op=MPI.MIN)
+    if least[0] < needed:
+        raise EnvironmentProblem(
+            f"{SHARED_MEMORY} has {least[0] >> 20} MiB left, and a window of {mpi_comm.size}"
+            f" ranks needs {-(-needed >> 20)} MiB: use --all-reduce mpi, or provide more of it"
+            " (docker run --shm-size)")
+
+
+def get_pages(x: Array) -> bool:
+    """Get the pages of x; return False if there is no room. Linux before 5.14 does not say so."""
+    libc = ctypes.CDLL(None, use_errno=True)
+    place, size = ctypes.c_void_p(address(x)), ctypes.c_size_t(x.nbytes)
+    return libc.madvise(place, size, MADV_POPULATE_WRITE) == 0 or ctypes.get_errno() not in (
+        errno.EFAULT, errno.ENOMEM)
 
 
 def room_left() -> int:
