@@ -18,7 +18,7 @@ from program import mpipar
 from docs.build import commands as docs_commands
 from docs.build import measured
 from docs.build import pages as docs_pages
-from docs.build.blocks import blocks_of
+from docs.build.blocks import blocks_of, update
 from mpipar import cli
 from mpipar.config import flags
 from mpipar.config.reading import read_arguments
@@ -34,8 +34,11 @@ BLOCKS = [block for name, page in PAGES.items() for block in blocks_of(Path(name
 # What a reader writes into files before the commands of a page run.
 FILES = {name for page in PAGES.values() for name, _ in docs_commands.FILE.findall(page)}
 # Their commands run from top to bottom in an empty folder, as a reader types them.
-SESSIONS = [name for name in PAGES
-            if name.startswith(("docs/tour/", "docs/how-to/", "docs/questions", "docs/planning"))]
+SESSIONS = [name for name in PAGES if name.startswith((
+    "docs/tour/", "docs/how-to/", "docs/questions", "docs/planning", "docs/failures",
+    "docs/interconnect", "docs/partitioning", "docs/schedules"))]
+FENCE = re.compile(r"^ *```([^\n]*)\n(.*?)^ *```$", re.DOTALL | re.MULTILINE)
+README_COMMAND = re.compile(r"<!-- command: (\w+) -->\n```bash\n")
 
 
 def test_exit_codes_are_those_of_the_program():
@@ -228,10 +231,51 @@ def test_a_command_that_cannot_be_typed_is_found(command):
     assert command_problem(command)
 
 
+def blocks_without_a_test(name, page, sessions=SESSIONS):
+    """Blocks of commands that no test runs, and that are not marked: `bash not-run`.
+
+    test_docs.py and test_commands_of_a_page_do_what_it_shows run generated blocks, and .ci/run the
+    named commands of the README.
+    """
+    own = update(Path(name), page, lambda block: "")
+    if name == "README.md":
+        steps = (REPOSITORY / ".ci" / "run").read_text()
+        own = README_COMMAND.sub(
+            lambda found: "```bash not-run\n" if f"'readme {found[1]}'" in steps else found[0], own)
+    return [text for info, text in FENCE.findall(own)
+            if info.startswith(("bash", "sh", "console")) and info != "bash not-run"
+            and not (info == "bash" and f"\n```bash\n{text}" in own and name in sessions)]
+
+
+@pytest.mark.parametrize("name", PAGES)
+def test_commands_run_or_are_marked(name):
+    found = blocks_without_a_test(name, PAGES[name])
+    assert not found, f"run them (SESSIONS), or mark them `bash not-run`:\n{''.join(found)}"
+
+
+@pytest.mark.parametrize(("name", "page"), [
+    ("docs/speed.md", "```bash\nls\n```"), ("README.md", "\n```bash\nls\n```"),
+    ("README.md", "<!-- command: gone -->\n```bash\nls\n```"),
+    ("docs/tour/01.md", "\n```bash notrun\nls\n```"), ("docs/tour/01.md", "\n```shell\nls\n```"),
+    ("docs/tour/01.md", "- a list\n\n  ```bash\n  ls\n  ```")])
+def test_commands_that_nothing_runs_are_found(name, page):
+    assert blocks_without_a_test(name, page, ["docs/tour/01.md"])
+
+
+@pytest.mark.parametrize(("name", "page"), [
+    ("docs/speed.md", "```bash not-run\nls\n```"), ("docs/tour/01.md", "\n```bash\nls\n```"),
+    ("docs/speed.md", "<!-- run: ls -->\n```bash\nls\n```\n<!-- end -->"),
+    ("README.md", "<!-- command: test -->\n```bash\nls\n```"),
+    ("docs/speed.md", "```text\nls\n```")])
+def test_commands_that_run_or_are_marked_are_not_found(name, page):
+    assert blocks_without_a_test(name, page, ["docs/tour/01.md"]) == []
+
+
 @pytest.mark.parametrize("command", sorted({
     command for name, command in commands() if "machine.json" not in command
     and " --html " not in command  # tests/test_explorer.py
-    and name not in SESSIONS and command.startswith(("mpipar schedule ", "mpipar explain "))}))
+    and (name not in SESSIONS or command not in docs_commands.typed(PAGES[name]))
+    and command.startswith(("mpipar schedule ", "mpipar explain "))}))
 def test_commands_without_mpi_run(command, tmp_path, monkeypatch, capsys):
     monkeypatch.chdir(tmp_path)
     session = Session(Launcher("none", 0, 1, 0, 1))

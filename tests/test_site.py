@@ -1,6 +1,7 @@
 """The documentation as a site: Sphinx warns about nothing, every page is there, links work."""
 
 import re
+from pathlib import Path
 from urllib.parse import unquote
 
 import pytest
@@ -23,6 +24,7 @@ def test_the_site_is_built_without_warnings_and_its_links_lead_somewhere(tmp_pat
     index = next(text for path, text in pages.items() if str(path) == "index.html")
     assert all(f'href="{path}"' in index for path in written if str(path) != "index.html")
     for path, text in pages.items():
+        assert 'href="#../' not in text, path
         for link in re.findall(r'href="([^"#:?]+)["#?]', text):
             assert (tmp_path / path.parent / unquote(link)).exists(), (path, link)
 
@@ -30,3 +32,12 @@ def test_the_site_is_built_without_warnings_and_its_links_lead_somewhere(tmp_pat
 def test_docstrings_are_read_as_they_stand():
     assert site.as_rst(["Cut `x` *here*, as_is_.", "", "    a = b | c", "", "`open"]) == [
         r"Cut \ ``x``\  \*here\*, as\_is\_.", "", "::", "", "        a = b | c", "", r"\`open", ""]
+
+
+def test_links_out_of_the_pages_become_code():
+    page = ("[a](../map.md#files) [mpipar/cli.py](../../mpipar/cli.py) ![b](../report.png)\n"
+            "[README](../../README.md#run-it) [c](https://mpi-forum.org) `[d](../../setup.cfg)`\n"
+            "```\n[e](../../setup.cfg)\n```\n")
+    assert site.without_outside_links(Path("docs/tour/page.md"), page) == page.replace(
+        "[mpipar/cli.py](../../mpipar/cli.py)", "`mpipar/cli.py`").replace(
+        "[README](../../README.md#run-it)", "`README.md`")

@@ -27,11 +27,13 @@ SETTINGS = {
     "html_theme": "furo", "exclude_patterns": ["build", "examples"],
     "myst_heading_anchors": 4, "autodoc_member_order": "bysource",
     "autodoc_default_options": {"members": True, "undoc-members": True},
-    # Links to source files lead out of the pages, a fence may name a language that Sphinx does not
-    # know, and several folders have a class of the same name.
-    "suppress_warnings": ["myst.xref_missing", "misc.highlighting_failure", "ref.python"],
+    # A fence may name a language that Sphinx does not know, and several folders have a class of the
+    # same name.
+    "suppress_warnings": ["misc.highlighting_failure", "ref.python"],
 }
 FIRST = ("index", "questions", "postmortem", "bugs")
+CODE_OR_LINK = re.compile(r"^```.*?^```$|`[^`\n]+`|(?<!!)\[[^]\[]*\]\(([^)\s#:]+)[^)\s]*\)",
+                          re.MULTILINE | re.DOTALL)
 PARTS = {"Tour": "tour", "How-tos": "how-to", "Reference": "reference", "API": "api"}
 
 
@@ -78,10 +80,27 @@ def as_rst(lines: list[str]) -> list[str]:
     return found
 
 
+def without_outside_links(page: Path, text: str) -> str:
+    """Return a page's text with the file's path as `code` for each link that leaves the pages.
+
+    page: its path in the repository. Sources and README.md are in no page of the site.
+    """
+    def plain(found: re.Match[str]) -> str:
+        target = (ROOT / page).parent / found[1] if found[1] else ROOT / "docs"
+        target = target.resolve()
+        return found[0] if target.is_relative_to(ROOT / "docs") else (
+            f"`{target.relative_to(ROOT)}`")
+
+    return CODE_OR_LINK.sub(plain, text)
+
+
 def write_sources(folder: Path) -> None:
     """Copy the pages, and add those of the package and the tables of contents."""
     shutil.copytree(ROOT / "docs", folder, dirs_exist_ok=True,
                     ignore=shutil.ignore_patterns("__pycache__", "build"))
+    for path in folder.rglob("*.md"):
+        page = Path("docs") / path.relative_to(folder)
+        path.write_text(without_outside_links(page, path.read_text()))
     (folder / "api").mkdir()
     for name, text in module_pages():
         (folder / "api" / f"{name}.md").write_text(text)
