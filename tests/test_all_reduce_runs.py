@@ -19,7 +19,8 @@ def losses(folder) -> list[float]:
 
 
 @pytest.mark.slow
-def test_auto_is_kept_and_used_again(tmp_path):
+def test_auto_is_kept_and_used_again(tmp_path, monkeypatch):
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
     run = tmp_path / "run"
     words = [*SMALL, *TEXT, "--layout", "dp=2", "--out", run, "--all-reduce", "auto"]
     done = mpipar(*words, "--steps", "2", ranks=2).ended()
@@ -39,6 +40,34 @@ def test_auto_is_kept_and_used_again(tmp_path):
     (run / NAME).write_text('{"dp [0, 1]": {"own": ["fast"], "window": []}}')
     done = mpipar(*again, "--steps", "6", ranks=2).ended(65)
     assert f"{NAME}: must have algorithms" in done.stderr
+    assert "measures again" in done.stderr
+
+
+@pytest.mark.slow
+def test_auto_takes_what_an_earlier_run_measured_on_these_ranks(tmp_path, monkeypatch):
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    words = [*SMALL, *TEXT, "--all-reduce", "auto", "--out"]
+    first = mpipar(*words, tmp_path / "first", "--layout", "dp=2", ranks=2).ended()
+    assert "an earlier run" not in first.stdout
+    machine, = (tmp_path / "cache" / "mpipar" / "algorithms").glob(f"*/{NAME}")
+    known = json.loads(machine.read_text())
+    known["dp [0, 1]"] = {way: ["ring"] * len(names) for way, names in known["dp [0, 1]"].items()}
+    machine.write_text(json.dumps(known))
+    second = mpipar(*words, tmp_path / "second", "--layout", "dp=2", ranks=2).ended()
+    assert f"remove {machine}" in second.stdout
+    assert json.loads((tmp_path / "second" / NAME).read_text()) == known
+    # Another layout measures its own groups, and adds them.
+    mpipar(*words, tmp_path / "third", "--layout", "tp=2", ranks=2).ended()
+    assert json.loads(machine.read_text()).items() > known.items()
+    # A run that continues another one sums as that one did, and leaves the machine's choices alone.
+    (tmp_path / "first" / NAME).write_text(json.dumps(
+        {"dp [0, 1]": {way: ["halves"] * len(names) for way, names in known["dp [0, 1]"].items()}}))
+    before = machine.read_text()
+    again = [*words, tmp_path / "first", "--resume", "auto", "--steps", "5", "--layout", "dp=2"]
+    assert "an earlier run" not in mpipar(*again, ranks=2).ended().stdout
+    assert machine.read_text() == before
+    machine.write_text("[]")
+    done = mpipar(*words, tmp_path / "fourth", "--layout", "dp=2", ranks=2).ended(65)
     assert "measures again" in done.stderr
 
 

@@ -53,6 +53,22 @@ def test_one_rank_is_timed_beside_pytorch(tmp_path, capsys):
     assert all(row["in_communication"] == 0 for row in rows.values())
 
 
+def test_the_parts_of_a_step_add_up_to_what_a_layout_loses(tmp_path):
+    path = tmp_path / "parts.json"
+    sizes = SIZES.replace("--no-compiled", "").split()
+    argv = [sys.executable, "-m", "bench.step.parts", *sizes, "--json", path]
+    run_ranks(2, argv, timeout=100).ended()
+    *parts, whole = json.loads(path.read_text())["rows"]
+    assert whole["part"] == "all"
+    assert {"products", "attention", "communication", "update"} <= {row["part"] for row in parts}
+    for axis in ("dp", "tp"):
+        assert whole[f"{axis}_more"] == pytest.approx(whole[f"{axis}_ms"] - whole["apart_ms"])
+        assert sum(row[f"{axis}_ms"] for row in parts) == pytest.approx(whole[f"{axis}_ms"])
+    assert next(row for row in parts if row["part"] == "communication")["apart_ms"] == 0
+    done = run_ranks(2, [*argv, "--all-reduce", "fast"], timeout=100).ended(2)
+    assert "choose from mpi" in done.stderr
+
+
 @pytest.mark.peers
 def test_two_ranks_are_timed_beside_pytorch_on_two_threads(tmp_path):
     path = tmp_path / "step.json"

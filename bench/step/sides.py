@@ -103,8 +103,8 @@ class OurSide:
     Comm: all ranks must build it together, and call each method together.
     """
 
-    def __init__(self, config, rows, ops, world):
-        self.config, self.ops, self.recorder = config, ops, Recorder()
+    def __init__(self, config, rows, ops, world, recorder=None):
+        self.config, self.ops, self.recorder = config, ops, recorder or Recorder()
         grid = Grid.of(config.grid, world.rank)
         self.worker = Worker(config, grid, ops, self.recorder, world if world.size > 1 else None)
         self.worker.initialize()

@@ -186,10 +186,10 @@ class Run:
         self.memory = PeakMemory(ops)
         self.memory.start()
         timed_ops = TimedOps(ops, recorder) if config.run.trace_ops else None
-        chosen = known_choices(self.session, config.run, [self.folder, *(
-            Path(one).parent.parent for one in self.start.candidates)])
+        chosen, machine = known_choices(self.session, config.run, [self.folder, *(
+            Path(one).parent.parent for one in self.start.candidates)], self.log)
         self.worker = Worker(config, self.grid, timed_ops or ops, recorder, self.world, chosen)
-        self.written |= keep_choices(self.world, self.folder, chosen)
+        self.written |= keep_choices(self.world, self.folder, machine, chosen)
         if carriers := self.worker.comms.carriers:
             self.log(f"messages are carried by {' and '.join(carriers)}")
         self.replicas = Replicas(self.worker)

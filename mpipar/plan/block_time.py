@@ -246,15 +246,18 @@ def with_gathers(shape, layout, cluster, stack, block: BlockTimes) -> BlockTimes
 
     Weights are gathered for forward and backward; gradients are summed after the backward.
     Transfers overlap with the products of neighbouring blocks, and slow them down. Weights that
-    stay for the step are gathered for its first microbatch only.
+    stay for the step are gathered for its first microbatch only. Where each rank's piece is copied
+    on its own, the processor launches an operation for it.
     """
     gather = sum(all_gather(cluster, one.elements * stack.number_bytes, one.ranks, one.stride)
                  for one in segments(shape, layout, 1))
     scatter = gather * stack.wire_bytes / stack.number_bytes
+    copies = stack.pieces * layout.data_ranks * cluster.product_us * 1e-6
     often = 1.0 if layout.zero == 3 else 1 / layout.num_microbatches
 
     def added(moved: float, window: float) -> float:
         return often * (beside(moved, window) if stack.overlap else moved)
+    gather, scatter = gather + copies, scatter + copies
     f, i = block.f, block.i
     backward = i.total + block.w.total + block.again.total
     return block._replace(f=f._replace(gathers=added(gather, f.total)),

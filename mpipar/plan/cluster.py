@@ -112,7 +112,8 @@ class Stack:
 
     The others are properties of the stack. fused: attention without scores in memory. *_bytes: of a
     parameter. overlap: whether gathers and sums overlap with the products. unit: blocks that are
-    gathered at once. every_other: selective recompute repeats every other product, and what lies
+    gathered at once. pieces: arrays of a block that are gathered one by one, with an operation for
+    each rank's piece, as in PyTorch before its collectives took one tensor. every_other: selective recompute repeats every other product, and what lies
     between them. remakes: backward recomputes whatever its layers can, as mpipar does. norm_bytes:
     of a number that a norm keeps, 0 if as wide as the others. logit_bytes: per logit, besides the
     number itself: in 32 bits the logit, the logarithm of its softmax, and its gradient; a fused
@@ -130,6 +131,7 @@ class Stack:
     optimizer_bytes: float = 12
     wire_bytes: float = 2
     unit: float = 1.0
+    pieces: int = 0
     overlap: bool = True
     every_other: bool = False
     remakes: bool = False

@@ -86,7 +86,7 @@ def stack_for(row: dict[str, str], cluster: Cluster) -> Stack:
     if not (attention != "unfused" if attention else cluster.fused_attention):
         stack = stack.unfused()
     if "DeepSpeed" in row["system"]:
-        stack = replace(stack, gradient_bytes=2, unit=0.25)
+        stack = replace(stack, gradient_bytes=2, unit=0.25, pieces=0 if stack.fused else 12)
     elif not any(part in row["system"] for part in FUSED_NORMS):
         own = "rms" in attention.lower() or "norm" in attention.lower()
         stack = replace(stack, gradient_bytes=2, norm_bytes=0 if own else 4)
