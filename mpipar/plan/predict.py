@@ -56,12 +56,6 @@ def worker_on_shapes(config, world_rank: int, recorder: Recorder,
     return Worker(config, grid, ops, recorder)
 
 
-def step_on_shapes(worker: Worker) -> None:
-    """Take the first step, on rows without numbers."""
-    blank_batch = data.data_of(worker.config.model).blank_batch
-    worker.train_step(1, lambda mb: blank_batch(worker.ops, worker.config))
-
-
 def predict(config, world_rank: int, worst_case: bool = False) -> Prediction:
     """Run one step of `world_rank` in the layout of a resolved config, on shapes.
 
@@ -73,7 +67,8 @@ def predict(config, world_rank: int, worst_case: bool = False) -> Prediction:
     if config.run.save_async and config.run.device == "cpu":  # a GPU's copy is in host memory
         elements = num_elements(own_pieces(worker))
         snapshot = ops.empty((elements,), ops.statistics, label="snapshot")  # noqa: F841 (held)
-    step_on_shapes(worker)
+    blank_batch = data.data_of(config.model).blank_batch
+    worker.train_step(1, lambda mb: blank_batch(ops, config))
     return Prediction(world_rank, ops.peak, dict(ops.flops), worker.recorder,
                       {axis: comm.ranks for axis, comm in worker.comms.groups.items()},
                       sum(flat.size for flat in worker.flats),

@@ -14,12 +14,13 @@ from functools import lru_cache
 from time import perf_counter_ns
 from typing import Any, NamedTuple
 
+from mpipar import data
 from mpipar.comm.grid import Grid
 from mpipar.comm.record import Record, Recorder
 from mpipar.comm.request import Array, Request
 from mpipar.comm.transport import Counts, Exchanged, NoTransport
 from mpipar.config.sections import Config
-from mpipar.plan.predict import step_on_shapes, worker_on_shapes
+from mpipar.plan.predict import worker_on_shapes
 from mpipar.train.build import with_shared_heads
 
 CALL, WAIT, LOOK, SPAN = "call", "wait", "look", "span"
@@ -179,7 +180,8 @@ def script_of(config: Config, world_rank: int) -> Script:
     for comm in worker.comms.groups.values():
         if comm.size > 1:
             comm.wire = Listening(worker.ops, notes)
-    step_on_shapes(worker)
+    blank_batch = data.data_of(config.model).blank_batch
+    worker.train_step(1, lambda mb: blank_batch(worker.ops, config))
     calls = [Call(record, shape, posted, number in notes.looked, argument)
              for number, (record, (shape, posted, argument))
              in enumerate(zip(notes.records, notes.given, strict=True))]
