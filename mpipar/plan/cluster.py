@@ -7,7 +7,7 @@ what a software stack achieves on any machine. docs/planning.md explains how the
 from __future__ import annotations
 
 import os
-from dataclasses import dataclass, fields, replace
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import NamedTuple
 
@@ -15,6 +15,7 @@ from mpipar.errors import DataError, UsageError, suggestion
 from mpipar.files.bounded import problems_as, read_toml
 from mpipar.files.text import brief
 from mpipar.files.typed import built
+from mpipar.plan.machine_file import numbers
 
 OLD_START = 3.5  # of collectives: two tables of A100, for different versions of NCCL
 MACHINES = Path(__file__).parent / "machines"
@@ -219,13 +220,8 @@ def load_cluster(name: str) -> Cluster:
 
 def _problems(cluster: Cluster) -> list[str]:
     """List what no machine has: a rate of 0, a time below 0, no rate in 16 bits."""
-    parts = {"": cluster} | {f"links[{place}].": link for place, link in enumerate(cluster.links)}
-    numbers = [(start + one.name, getattr(part, one.name)) for start, part in parts.items()
-               for one in fields(part)]
-    numbers += [(f"peak_tflops.{name}", rate) for name, rate in cluster.peak_tflops.items()]
-    wrong = [f"{name} is {value:g}, which cannot be" for name, value in numbers
-             if type(value) in (int, float) and (
-                 value < 0 or (value == 0 and not name.endswith(("_us", "joins"))))]
+    wrong = [f"{place} is {value:g}, which cannot be" for place, value in numbers(asdict(cluster))
+             if value < 0 or (value == 0 and not place.endswith(("_us", "joins")))]
     if not cluster.peak_tflops.keys() & {"bfloat16", "float16"}:
         wrong.append("peak_tflops names neither bfloat16 nor float16")
     return wrong
