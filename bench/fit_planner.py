@@ -16,7 +16,7 @@ from collections import defaultdict
 from collections.abc import Iterable
 from dataclasses import replace
 
-from mpipar.plan.cluster import CONSTANTS
+from mpipar.plan.cluster import Constants
 from mpipar.plan.published import Run, published_runs, read_rows, read_runs, stack_name
 from mpipar.plan.step_time import step_time
 
@@ -84,23 +84,23 @@ def kind_of(run: Run) -> tuple[str, str]:
 
 def with_constants(run: Run, constants: dict[str, float]) -> float:
     """Return the step of a run with other constants of its stack."""
-    stack = replace(run.stack, **constants, sets=())
+    stack = replace(run.stack, sets=((run.cluster.efficiency, Constants(**constants)),))
     return step_time(run.shape, run.layout, run.cluster, stack).total
 
 
 def fit_stack(runs: list[tuple[Run, float]]) -> dict[str, float]:
     """Return the constants of a stack that bring its predicted steps closest to measured ones."""
     from scipy.optimize import least_squares
-    start = [math.log(FIRST[name]) for name in CONSTANTS]
+    start = [math.log(FIRST[name]) for name in Constants._fields]
 
     def misfit(x):
-        constants = dict(zip(CONSTANTS, map(math.exp, x), strict=True))
+        constants = dict(zip(Constants._fields, map(math.exp, x), strict=True))
         steps = [weight * math.log(with_constants(run, constants) / run.seconds)
                  for run, weight in runs]
         return steps + [TRUST * (now - before) for now, before in zip(x, start, strict=True)]
 
     found = least_squares(misfit, start, loss="soft_l1", f_scale=CLOSE, max_nfev=12)
-    return dict(zip(CONSTANTS, map(math.exp, found.x), strict=True))
+    return dict(zip(Constants._fields, map(math.exp, found.x), strict=True))
 
 
 def fit_stacks(runs: Iterable[tuple[Run, float]]) -> Known:

@@ -13,6 +13,8 @@ from __future__ import annotations
 
 import argparse
 from collections import defaultdict
+from collections.abc import Iterable
+from itertools import combinations
 from pathlib import Path
 from statistics import fmean, median
 
@@ -112,28 +114,25 @@ def key_of(run: Run) -> tuple[str, str]:
     return run.source, run.row["id"]
 
 
-def regrets(runs, least: int) -> list[tuple[float, Run, Run, int]]:
-    """Return (regret, chosen, best, layouts) of each job with at least `least` measured layouts.
+def by_job(runs: Iterable[Run], *names: str) -> list[list[Run]]:
+    """Return the runs of each job; a job is what these columns say."""
+    jobs: dict[tuple[str, ...], list[Run]] = defaultdict(list)
+    for run in runs:
+        jobs[tuple(run.row[name] for name in names)].append(run)
+    return list(jobs.values())
+
+
+def choice(runs, least: int) -> dict:
+    """Return the regrets, in percent, of the jobs with at least `least` measured layouts.
 
     The regret is the measured step of the layout that the closed forms choose, over the shortest
     measured one, minus one.
     """
-    jobs = defaultdict(list)
-    for run in runs:
-        row = run.row
-        jobs[row["model"], row["seq"], row["gbs"], row["n_gpu"]].append(run)
     found = []
-    for runs_of_job in jobs.values():
-        if len(runs_of_job) >= least:
-            chosen = min(runs_of_job, key=lambda run: run.predicted)
-            best = min(runs_of_job, key=lambda run: run.seconds)
-            found.append((chosen.seconds / best.seconds - 1, chosen, best, len(runs_of_job)))
-    return found
-
-
-def choice(runs, least: int) -> dict:
-    """Return the regrets of some jobs, in percent."""
-    found = [100 * one[0] for one in regrets(runs, least)]
+    for own in by_job(runs, "model", "seq", "gbs", "n_gpu"):
+        if len(own) >= least:
+            chosen = min(own, key=lambda run: run.predicted)
+            found.append(100 * (chosen.seconds / min(run.seconds for run in own) - 1))
     return {"jobs": len(found), "mean_percent": fmean(found), "worst_percent": max(found)}
 
 
@@ -164,16 +163,10 @@ def order_of_schedules(runs, least: float = 0.02) -> tuple[int, int]:
 
     least: by this share. right: those that the closed forms order in the same way.
     """
-    jobs, right, pairs = defaultdict(list), 0, 0
-    for run in runs:
-        jobs[run.row["model"], run.row["gbs"]].append(run)
-    for runs_of_job in jobs.values():
-        for place, one in enumerate(runs_of_job):
-            for two in runs_of_job[place + 1:]:
-                if abs(one.seconds / two.seconds - 1) > least:
-                    pairs += 1
-                    right += (one.seconds < two.seconds) == (one.predicted < two.predicted)
-    return right, pairs
+    right = [(one.seconds < two.seconds) == (one.predicted < two.predicted)
+             for own in by_job(runs, "model", "gbs") for one, two in combinations(own, 2)
+             if abs(one.seconds / two.seconds - 1) > least]
+    return sum(right), len(right)
 
 
 def rule_of(row: dict[str, str]) -> str:

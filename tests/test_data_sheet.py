@@ -9,7 +9,7 @@ from mpipar.models import layer_split
 from mpipar.plan.choose_layout import choose
 from mpipar.plan.cluster import STACKS, load_cluster
 from mpipar.plan.data_sheet import from_data_sheet, layout_of, machine_of
-from mpipar.plan.pipeline_time import Pipelines
+from mpipar.plan.pipeline_time import timeline
 from mpipar.plan.shape import Shape
 from mpipar.plan.step import step_estimate
 from mpipar.plan.step_time import step_time
@@ -39,7 +39,7 @@ def test_the_code_on_shapes_takes_what_the_closed_forms_say(layout):
     shape, stack = Shape.of(config.model.completed()), STACKS["mpipar"]
     planned = layout_of(config)._replace(schedule=config.grid.schedule)
     counts = layer_split(config, configured_schedule(config.grid))
-    expected = step_time(shape, planned, H100, stack, Pipelines().simulated, tuple(counts))
+    expected = step_time(shape, planned, H100, stack, timeline, tuple(counts))
     pipeline = expected.total - expected.sums - expected.update
     assert found.pipeline == pytest.approx(pipeline, rel=0.01)
     assert found.update == pytest.approx(expected.update, rel=0.01)

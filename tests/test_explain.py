@@ -1,7 +1,6 @@
 """`mpipar explain`: the barriers of a step in order, and their formulas beside the counts."""
 
 import itertools
-import math
 import re
 import sys
 from collections import Counter
@@ -21,7 +20,7 @@ from mpipar.config.resolve import resolve
 from mpipar.config.run import RunConfig
 from mpipar.config.sections import Config
 from mpipar.config.train import TrainConfig
-from mpipar.plan import expert_forms, formulas, memory_formulas
+from mpipar.plan import formulas, memory_formulas
 from mpipar.plan.measure import unit_memory
 from mpipar.plan.predict import predict
 from mpipar.train.build import configured_schedule
@@ -34,36 +33,57 @@ CASES = [
 DTYPES = ["float64", pytest.param("bfloat16", marks=pytest.mark.slow)]
 
 
-def configure(layout, schedule, ffn_cut):
+def configure(layout, schedule="1f1b", ffn_cut="pair", *, grid=None, memory=None,
+              run=None, model=None, **settings):
+    """A resolved config of a small decoder, with other settings, or of another model."""
     dp, pp, tp = layout
     config = Config(
         DecoderConfig(layers=5, d_model=24, heads=4, ffn=21, seq_len=9, vocab_size=31,
-                    ffn_cut=ffn_cut),
+                      ffn_cut=ffn_cut),
         GridConfig(dp=dp, pp=pp, tp=tp, num_microbatches=4, schedule=schedule),
         TrainConfig(batch_size=16))
-    return resolve(config, dp * pp * tp)[0]
+    config = resolve(config, dp * pp * tp)[0]
+    return replace(config, grid=replace(config.grid, **grid or {}),
+                   memory=memory or MemoryConfig(), run=replace(config.run, **run or {}),
+                   model=model or replace(config.model, **settings))
+
+
+def context(method, cp):
+    """The settings of the grid for cp ranks."""
+    return {"cp": cp, "cp_attention": method if cp > 1 else None}
+
+
+def explained(config):
+    """{(axis, operation)} of the records of all ranks that have a formula, which must be right."""
+    found = set()
+    for world_rank in range(config.grid.num_ranks):
+        prediction = predict(config, world_rank)
+        for record in prediction.recorder.records:
+            formula = formulas.payload(record, config, len(prediction.groups[record.axis]))
+            if formula is None:
+                assert record.name.startswith(("grads.", "step.norm")), record.name
+            else:
+                assert formula[1] == record.payload_bytes, (formula[0], record)
+                found.add((record.axis, record.operation))
+    return found
 
 
 @pytest.mark.parametrize("tp_matmul", ["plain", "ring"])
 @pytest.mark.parametrize("layout", [(1, 1, 2), (1, 2, 4)], ids=str)
 def test_sequence_parallel_payloads_follow_their_formulas(layout, tp_matmul):
     """9 tokens lie on 2 or 4 ranks: those of the last rank are padded."""
-    config = configure(layout, "1f1b", "pair")
-    config = replace(config, model=replace(
-        config.model, sequence_parallel=True, tp_matmul=tp_matmul))
-    explained = set()
-    for world_rank in range(math.prod(layout)):
-        prediction = predict(config, world_rank)
-        for record in prediction.recorder.records:
-            formula = formulas.payload(record, config, len(prediction.groups[record.axis]))
-            if formula is not None:
-                assert formula[1] == record.payload_bytes, (formula[0], record)
-                explained.add((record.axis, record.operation))
-            else:
-                assert record.name.startswith(("grads.", "step.norm")), record.name
+    config = configure(layout, sequence_parallel=True, tp_matmul=tp_matmul)
     messages = {("tp", "send"), ("tp", "recv")} if tp_matmul == "ring" else set()
     pipeline = {("pp", "send"), ("pp", "recv")} if layout[1] > 1 else set()
-    assert explained == {("tp", "all_gather"), ("tp", "reduce_scatter")} | messages | pipeline
+    assert explained(config) == {
+        ("tp", "all_gather"), ("tp", "reduce_scatter")} | messages | pipeline
+
+
+@pytest.mark.parametrize("case", CASES, ids=str)
+def test_formulas_give_what_the_step_on_shapes_counts(case):
+    config = configure(*case)
+    assert explained(config)
+    assert_closed_forms(config)
 
 
 def assert_closed_forms(config):
@@ -99,8 +119,7 @@ RING = {"sequence_parallel": True, "tp_matmul": "ring"}
     RING | {"norm": "rms"}], ids=str)
 def test_a_decoder_s_calls_and_bytes_follow_the_closed_forms(layout, settings):
     """9 tokens lie on 2 or 4 ranks: those of the last rank are padded."""
-    config = configure(layout, "1f1b", "pair")
-    assert_closed_forms(replace(config, model=replace(config.model, **settings)))
+    assert_closed_forms(configure(layout, **settings))
 
 
 @pytest.mark.parametrize("memory", [
@@ -111,10 +130,8 @@ def test_a_decoder_s_calls_and_bytes_follow_the_closed_forms(layout, settings):
 ], ids=str)
 def test_the_calls_and_bytes_of_experts_follow_the_closed_forms(settings, grid, memory):
     """Blocks with experts and without them, of which a stage holds two or three."""
-    config = configure((1, 1, 1), "1f1b", "pair")
-    config = replace(
-        config, memory=memory, grid=replace(config.grid, **{"dp": 4, "tp": 2, "ep": 2} | grid),
-        model=replace(config.model, experts=4, seq_len=24, **settings))
+    config = configure((1, 1, 1), grid={"dp": 4, "tp": 2, "ep": 2} | grid, memory=memory,
+                       experts=4, seq_len=24, **settings)
     assert_closed_forms(resolve(config, config.grid.num_ranks)[0])
 
 
@@ -149,13 +166,13 @@ def test_the_worst_case_of_experts_has_all_rows_on_one_rank(dispatch, rank):
 def test_words_about_experts_are_as_counted_by_hand():
     """zipf: shares 1, 1/2 .. 1/8 of a sum of 2.718; two experts of a token, and two on a rank."""
     config = of_experts(512, "all-to-all")
-    assert expert_forms.exchanged(config) == (
+    assert formulas.expert_rows(config) == (
         "experts: 2 of 8 on a rank. It sends k(ep-1)/ep = 1.5 times its tokens in each of 2"
         " exchanges of rows forward and 2 backward, of 7 calls for a block and a microbatch")
-    assert "sends ep-1 = 3 times" in expert_forms.exchanged(of_experts(512, "all-gather"))
-    assert expert_forms.imbalance(config) == ""
+    assert "sends ep-1 = 3 times" in formulas.expert_rows(of_experts(512, "all-gather"))
+    assert formulas.expert_imbalance(config) == ""
     zipf = replace(config, model=replace(config.model, routing="zipf"))
-    assert expert_forms.imbalance(zipf) == (
+    assert formulas.expert_imbalance(zipf) == (
         "routing zipf: the busiest expert gets 2.94 times the mean, the busiest rank 2.21 times")
     calls = predict(config, 0).recorder.totals("axis")["expert",].calls
     assert calls == 7
@@ -176,11 +193,8 @@ def test_explain_prints_the_worst_case_of_experts():
 @pytest.mark.parametrize("layout", [
     (1, 1, 1), (2, 1, 2), pytest.param((2, 2, 2), marks=pytest.mark.slow)], ids=str)
 def test_context_parallel_calls_and_bytes_follow_the_closed_forms(layout, method, cp, dtype):
-    config = configure((1, 1, 1), "1f1b", "pair")
-    dp, pp, tp = layout
-    grid = replace(config.grid, dp=dp, pp=pp, tp=tp, cp=cp, cp_attention=method)
-    config = replace(config, grid=grid, run=replace(config.run, dtype=dtype), model=replace(
-        config.model, seq_len=24, sequence_parallel=tp > 1))
+    config = configure(layout, grid=context(method, cp), run={"dtype": dtype}, seq_len=24,
+                       sequence_parallel=layout[2] > 1)
     assert_closed_forms(config)
     prediction = predict(config, config.grid.num_ranks - 1)
     for record in prediction.recorder.records:
@@ -195,14 +209,11 @@ def test_context_parallel_calls_and_bytes_follow_the_closed_forms(layout, method
     ((1, 1, 1), 2, "ulysses")], ids=str)
 def test_grouped_heads_follow_the_closed_forms(layout, cp, method, memory):
     """8 heads of queries, 2 of keys and values: two ranks of tp hold the same one."""
-    config = configure((1, 1, 1), "1f1b", "pair")
     model = model_config({
         "arch": "llama", "layers": 4, "d_model": 20, "heads": 8, "kv_heads": 2, "head_dim": 6,
         "ffn": 21, "seq_len": 24, "vocab_size": 31,
         "bias": "qkv" if cp == 1 else "none"}).completed()
-    grid = replace(config.grid, **dict(zip(("dp", "pp", "tp"), layout, strict=True)), cp=cp,
-                   cp_attention=method)
-    assert_closed_forms(replace(config, grid=grid, model=model, memory=memory))
+    assert_closed_forms(configure(layout, grid=context(method, cp), model=model, memory=memory))
 
 
 @pytest.mark.parametrize("layers", [None, 1])
@@ -210,11 +221,8 @@ def test_grouped_heads_follow_the_closed_forms(layout, cp, method, memory):
 @pytest.mark.parametrize("settings", [
     {}, {"ffn_cut": "gather"}, {"ffn_cut": "reduce"}, {"sequence_parallel": True}, RING], ids=str)
 def test_recomputation_follows_the_closed_forms(layout, cp, settings, layers):
-    config = configure(layout, "1f1b", "pair")
-    grid = replace(config.grid, cp=cp, cp_attention="ring" if cp > 1 else None)
-    memory = MemoryConfig("block", layers)
-    assert_closed_forms(replace(config, grid=grid, memory=memory, model=replace(
-        config.model, seq_len=8, **settings)))
+    assert_closed_forms(configure(layout, grid=context("ring", cp), seq_len=8,
+                                  memory=MemoryConfig("block", layers), **settings))
 
 
 SHARED = [((2, 2, 1), 1, "1f1b", {}), ((2, 1, 2), 2, "1f1b", {"sequence_parallel": True}),
@@ -228,25 +236,28 @@ SHARED = [((2, 2, 1), 1, "1f1b", {}), ((2, 1, 2), 2, "1f1b", {"sequence_parallel
     MemoryConfig(zero=3, zero_grads="sharded")], ids=lambda one: f"{one.zero}-{one.zero_keep}")
 @pytest.mark.parametrize(("layout", "cp", "schedule", "settings"), SHARED, ids=str)
 def test_zero_follows_the_closed_forms(layout, cp, schedule, settings, memory, dtype):
-    config = configure(layout, schedule, "pair")
-    grid = replace(config.grid, cp=cp, cp_attention="ring" if cp > 1 else None)
-    assert_closed_forms(replace(
-        config, grid=grid, memory=memory, run=replace(config.run, dtype=dtype),
-        train=replace(config.train, bucket_bytes=2000),
-        model=replace(config.model, seq_len=8, **settings)))
+    config = configure(layout, schedule, grid=context("ring", cp), memory=memory,
+                       run={"dtype": dtype}, seq_len=8, **settings)
+    assert_closed_forms(replace(config, train=replace(config.train, bucket_bytes=2000)))
 
 
 def test_recomputation_saves_only_what_lives_from_f_to_i():
     """On its last rank zb-h1 runs I soon after F, and postpones W, which reads the whole stash."""
     saved = {}
     for schedule, rank in itertools.product(("1f1b", "zb-h1"), (0, 3)):
-        config = configure((1, 4, 1), schedule, "pair")
-        config = replace(config, model=replace(config.model, layers=8))
-        whole, again = (predict(replace(config, memory=memory), rank).peak_bytes["stash"]
+        whole, again = (predict(configure((1, 4, 1), schedule, memory=memory, layers=8),
+                                rank).peak_bytes["stash"]
                         for memory in (MemoryConfig(), MemoryConfig("block")))
         saved[schedule, rank] = 1 - again / whole
     assert min(saved["1f1b", 0], saved["zb-h1", 0]) > 0.4, saved
     assert 0 <= saved["zb-h1", 3] < 0.1 < saved["1f1b", 3], saved
+
+
+def assert_block_forms(config):
+    """What a block keeps of a microbatch, as the layers on shapes count it."""
+    memory, forms = unit_memory(config), memory_formulas.block(config)
+    for field, (text, size) in zip(("stash_bytes", "kept_bytes"), forms.values(), strict=True):
+        assert memory[field][1:3] == (size, size), (field, text)
 
 
 LLAMA = {"norm": "rms", "arch": "llama", "activation": "swiglu", "positions": "rope",
@@ -264,16 +275,11 @@ LLAMA = {"norm": "rms", "arch": "llama", "activation": "swiglu", "positions": "r
     (2, 1, None, {}, {"device": "cuda"})], ids=str)
 def test_what_a_block_keeps_follows_its_closed_form(tp, cp, method, settings, run, recompute,
                                                     dtype):
-    config = configure((1, 1, 1), "1f1b", "pair")
     if run and dtype == "float64":
         dtype = "float32"  # no fused kernel computes in float64
-    config = replace(
-        config, grid=replace(config.grid, tp=tp, cp=cp, cp_attention=method),
-        memory=MemoryConfig(recompute), run=replace(config.run, dtype=dtype, **run),
-        model=replace(config.model, layers=2, seq_len=12, **settings))
-    memory, forms = unit_memory(config), memory_formulas.block(config)
-    for field, (text, size) in zip(("stash_bytes", "kept_bytes"), forms.values(), strict=True):
-        assert memory[field][1:3] == (size, size), (field, text)
+    assert_block_forms(configure(
+        (1, 1, 1), grid=context(method, cp) | {"tp": tp}, memory=MemoryConfig(recompute),
+        run={"dtype": dtype} | run, layers=2, seq_len=12, **settings))
 
 
 @pytest.mark.parametrize("recompute", ["none", "block"])
@@ -282,33 +288,25 @@ def test_what_a_block_keeps_follows_its_closed_form(tp, cp, method, settings, ru
 def test_what_a_block_of_other_cuts_and_models_keeps_follows_its_closed_form(ffn_cut, norm,
                                                                              recompute):
     """17 channels inside are padded where two ranks cut them."""
-    config = configure((1, 1, 2), "1f1b", ffn_cut)
-    config = replace(config, memory=MemoryConfig(recompute))
     convnet = ConvnetConfig(layers=2, channels=10, ffn=17, ffn_cut=ffn_cut, norm=norm)
-    for model in (replace(config.model, layers=2, norm=norm), convnet):
-        for dtype in ("float64", "bfloat16"):
-            one = replace(config, model=model, run=replace(config.run, dtype=dtype))
-            memory, forms = unit_memory(one), memory_formulas.block(one)
-            for field, (text, size) in zip(("stash_bytes", "kept_bytes"), forms.values(),
-                                           strict=True):
-                assert memory[field][1:3] == (size, size), (field, text)
+    for model, dtype in itertools.product((None, convnet), ("float64", "bfloat16")):
+        assert_block_forms(configure(
+            (1, 1, 2), "1f1b", ffn_cut, memory=MemoryConfig(recompute), run={"dtype": dtype},
+            model=model, layers=2, norm=norm))
 
 
 @pytest.mark.parametrize("method", ["gather", "ulysses"])
 def test_attention_that_runs_again_follows_the_closed_forms(method):
-    config = configure((1, 1, 1), "1f1b", "pair")
-    assert_closed_forms(replace(
-        config, grid=replace(config.grid, cp=4, cp_attention=method), memory=MemoryConfig("block"),
-        model=replace(config.model, seq_len=8)))
+    assert_closed_forms(configure((1, 1, 1), grid=context(method, 4),
+                                  memory=MemoryConfig("block"), seq_len=8))
 
 
 @pytest.mark.parametrize("layout", [(1, 1, 4), (2, 2, 2), (1, 2, 4)], ids=str)
 @pytest.mark.parametrize("ffn_cut", ["pair", "gather", "reduce"])
 @pytest.mark.parametrize("recompute", ["none", "block"])
 def test_a_convnet_s_calls_and_bytes_follow_the_closed_forms(layout, ffn_cut, recompute):
-    config = configure(layout, "1f1b", ffn_cut)
     model = ConvnetConfig(layers=5, channels=7, ffn=11, classes=31, ffn_cut=ffn_cut)
-    assert_closed_forms(replace(config, model=model, memory=MemoryConfig(recompute)))
+    assert_closed_forms(configure(layout, model=model, memory=MemoryConfig(recompute)))
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
@@ -316,36 +314,15 @@ def test_a_convnet_s_calls_and_bytes_follow_the_closed_forms(layout, ffn_cut, re
     ("dualpipe", (1, 2, 1)), ("dualpipe", (2, 2, 2)), ("interleaved", (1, 4, 1)),
     ("zb-v", (1, 2, 2))], ids=str)
 def test_closed_forms_hold_for_stages_held_twice_and_16_bits(schedule, layout, dtype):
-    config = configure(layout, schedule, "pair")
-    config = replace(config, run=replace(config.run, dtype=dtype), model=replace(
-        config.model, sequence_parallel=layout[2] > 1))
-    assert_closed_forms(config)
+    assert_closed_forms(configure(layout, schedule, run={"dtype": dtype},
+                                  sequence_parallel=layout[2] > 1))
 
 
 @pytest.mark.parametrize(("schedule", "layout", "split"), [
     ("zb-v", (1, 2, 2), (0, 3, 2, 0)), ("interleaved", (2, 2, 2), (2, 0, 0, 3)),
     ("dualpipe", (1, 2, 2), (0, 5)), ("1f1b", (1, 4, 1), (0, 5, 0, 0))], ids=str)
 def test_closed_forms_hold_for_stages_without_blocks(schedule, layout, split):
-    config = configure(layout, schedule, "pair")
-    assert_closed_forms(replace(config, grid=replace(config.grid, stage_layers=split)))
-
-
-@pytest.mark.parametrize("case", CASES, ids=str)
-def test_formulas_give_what_the_step_on_shapes_counts(case):
-    config = configure(*case)
-    dp, pp, tp = case[0]
-    explained = 0
-    for world_rank in range(dp * pp * tp):
-        prediction = predict(config, world_rank)
-        for record in prediction.recorder.records:
-            formula = formulas.payload(record, config, len(prediction.groups[record.axis]))
-            if formula is not None:
-                assert formula[1] == record.payload_bytes, (record.name, record.operation)
-                explained += 1
-            elif record.axis in ("tp", "pp"):
-                raise AssertionError(f"no formula for {record.name} {record.operation}")
-    assert explained
-    assert_closed_forms(config)
+    assert_closed_forms(configure(layout, schedule, grid={"stage_layers": split}))
 
 
 def test_every_barrier_is_listed_in_order_with_bytes_group_and_source():

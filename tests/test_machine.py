@@ -15,8 +15,7 @@ from mpipar.errors import DataError, OutputError, UsageError
 from mpipar.pipeline.simulate import simulate
 from mpipar.plan import machine_file
 from mpipar.plan.machine import HOP, SENDING, STREAM, Curve, Eager
-from mpipar.plan.measure import unit_counts
-from mpipar.plan.sharing import crowding
+from mpipar.plan.measure import crowding, unit_counts
 from mpipar.plan.step import costs_of, step_estimate, step_parts
 from mpipar.train.build import configured_schedule
 
@@ -331,15 +330,6 @@ def test_a_message_larger_than_one_of_its_curves_was_not_measured(operation):
         assert step_estimate(known, config_of(pp=2)).extrapolated == found
 
 
-@pytest.mark.parametrize(("axes", "message"), [
-    ({"tp": 2}, "tp 1 (not 2)"), ({"dp": 8}, "no iall-reduce of 8 ranks"),
-])
-def test_a_layout_that_was_not_measured_is_refused(axes, message):
-    with pytest.raises(UsageError) as raised:
-        step_estimate(machine(), config_of(**axes))
-    assert message in str(raised.value)
-
-
 # --- mpipar explain --machine
 
 
@@ -391,6 +381,7 @@ def test_training_takes_the_schedule_that_the_cost_model_chooses(path, tmp_path)
 
 @pytest.mark.parametrize(("words", "code", "message"), [
     (["--layout", "dp=2,tp=2"], 2, "tp 1 (not 2)"),
+    (["--layout", "dp=8", "--batch-size", "64"], 2, "no iall-reduce of 8 ranks"),
     (["--layout", "cp=2"], 2, "cp 2: a cost model has no passes on a part of the tokens"),
     (["--d-model", "64"], 2, "d_model 128 (not 64)"),
     (["--machine", "/missing.json"], 65, "/missing.json: No such file"),

@@ -15,13 +15,12 @@ from in_process import printed, refusal
 
 from mpipar.plan.block_time import BlockTimes, Times, block_times
 from mpipar.plan.cluster import STACKS, load_cluster
-from mpipar.plan.footprint import GIB, Orders, most_blocks, rank_footprints
+from mpipar.plan.footprint import GIB, most_blocks, rank_footprints
 from mpipar.plan.layout import Layout, blocks_of_stages
-from mpipar.plan.pipeline_time import Pipelines
+from mpipar.plan.pipeline_time import timeline
 from mpipar.plan.report import candidate_words
 from mpipar.plan.search import Kind, Question, in_order, placed, search, simulated
 from mpipar.plan.shape import Shape
-from mpipar.plan.sites import Sites, crossings
 from mpipar.plan.splits import shares
 from mpipar.plan.step_time import message_bytes, step_time
 
@@ -64,7 +63,7 @@ def test_shares_are_the_best_of_all(most):
 def test_the_most_blocks_are_those_that_fit(changes):
     layout = LAYOUT._replace(**changes)
     gib = [9.0, 7.0, 6.5, 12.0]
-    most = most_blocks(SHAPE, layout, STACK, gib, Orders())
+    most = most_blocks(SHAPE, layout, STACK, gib)
     assert min(most) >= 1
     for more, fits in ((0, True), (1, False)):
         counts = tuple(one + more for one in most)
@@ -79,7 +78,7 @@ def test_equal_devices_get_unequal_stages_where_the_head_is_heavy():
     question = question_of(Kind(A100, 8, 76.0), shape=shape, pp=4, dp=2, tp=1, schedule="1f1b")
     best = search(question, 1).best[0]
     assert best.counts[-1] == min(best.counts) < max(best.counts)
-    even = step_time(shape, best.layout, A100, STACK, Pipelines().simulated)
+    even = step_time(shape, best.layout, A100, STACK, timeline)
     assert best.step.total < 0.95 * even.total
 
 
@@ -108,10 +107,9 @@ def test_two_kinds_that_are_alike_are_one_kind():
 def test_the_faster_kind_gets_more_and_everything_fits():
     kinds = (Kind(A100, 4, 76.0), Kind(H100, 4, 30.0))
     plan = search(question_of(*kinds), 3)
-    pipelines = Pipelines()
     for one in plan.best:
         assert sum(one.counts) == SHAPE.layers
-        even = step_time(SHAPE, one.layout, one.clusters, STACK, pipelines.simulated)
+        even = step_time(SHAPE, one.layout, one.clusters, STACK, timeline)
         assert one.step.total <= even.total
         memory = rank_footprints(SHAPE, one.layout, STACK, one.counts, range(one.layout.pp))
         for kind, held in zip(one.by_rank, memory, strict=True):
@@ -132,7 +130,7 @@ def random_cluster(rng, name):
                        rng.uniform(0.05, 2.0), rng.uniform(0.02, 2.0))
 
 
-def random_answer(seed, pipelines):
+def random_answer(seed):
     """(question, a candidate with its simulated step) over random kinds and a random layout."""
     rng = random.Random(seed)
     each, tp = rng.choice((2, 4)), rng.choice((1, 2))
@@ -143,13 +141,13 @@ def random_answer(seed, pipelines):
                     recompute=rng.choice(("none", "block")))
     question = question_of(*kinds, shape=SMALL)
     *_, one = placed(question, layout, kinds)
-    return question, simulated(question, one, pipelines.simulated)
+    return question, simulated(question, one)
 
 
 @pytest.mark.parametrize("seed", range(24))
 def test_a_step_is_at_least_its_bounds(seed):
     """No device computes faster than its peak, and no wire carries more than its rate."""
-    question, one = random_answer(seed, Pipelines())
+    question, one = random_answer(seed)
     layout, stack = one.layout, question.stack
     flops = SMALL.step_flops(layout.dp * layout.rows * layout.num_microbatches, "causal")
     rate = sum(kind.ranks * max(kind.cluster.ceiling_tflops, kind.cluster.attention_tflops)
@@ -167,13 +165,12 @@ def test_a_step_is_at_least_its_bounds(seed):
 
 @pytest.mark.parametrize("seed", range(8))
 def test_a_faster_device_or_link_never_makes_a_step_longer(seed):
-    pipelines = Pipelines()
-    question, one = random_answer(seed, pipelines)
+    question, one = random_answer(seed)
 
     def step(change):
         kinds = tuple(change(place, kind) for place, kind in enumerate(one.kinds))
         *_, found = placed(question._replace(kinds=kinds), one.layout, kinds)
-        return simulated(question, found, pipelines.simulated).step.total
+        return simulated(question, found).step.total
 
     whole = step(lambda _, kind: kind)
     assert math.isclose(whole, one.step.total)
@@ -207,15 +204,6 @@ def test_layouts_of_equal_steps_share_a_line():
     assert [each.used for each in found] == [lean.used, slower.used]
     assert [each.twins for each in found] == [(LAYOUT,), ()]
     assert candidate_words(found[0]).endswith("equal: dp 2 x pp 4 x tp 1")
-
-
-def test_a_site_less_means_less_to_send():
-    question = question_of(Kind(A100, 12, 76.0), shape=SMALL, batch_size=24)
-    layout = Layout(dp=12, num_microbatches=2, zero=1)
-    one = next(placed(question, layout, question.kinds))
-    exposed = [crossings(question, one, Sites(count, 10.0, 1.0))[0].exposed for count in (2, 3, 4)]
-    assert exposed == sorted(exposed)
-    assert exposed[0] < exposed[-1]
 
 
 def test_the_command_says_what_an_even_split_loses():

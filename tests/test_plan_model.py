@@ -12,14 +12,13 @@ from helpers import REPOSITORY
 from bench import fit_planner
 from bench import published as bench_published
 from mpipar.comm.grid import Grid
-from mpipar.config.presets import PRESETS
 from mpipar.config.sections import build
 from mpipar.pipeline.schedules.catalog import make_schedule
 from mpipar.pipeline.simulate import simulate
 from mpipar.plan import footprint as footprints
 from mpipar.plan import pipeline_time
 from mpipar.plan.block_time import BlockTimes, Times, beside, block_times, product_rate
-from mpipar.plan.cluster import STACKS, load_cluster, machine_names
+from mpipar.plan.cluster import STACKS, Constants, load_cluster, machine_names
 from mpipar.plan.collectives import all_gather, all_reduce, exchange, members_in_a_node
 from mpipar.plan.confirm import confirm, train_config
 from mpipar.plan.footprint import GIB, footprint, rank_footprints
@@ -69,6 +68,12 @@ def layout_of(schedule, pp, m, chunks):
     return Layout(pp=pp, num_microbatches=m, schedule=schedule, chunks=chunks)
 
 
+def schedule_of(layout):
+    """The Schedule of a layout."""
+    free = layout.chunks if layout.schedule == "interleaved" else None
+    return make_schedule(layout.schedule, layout.pp, layout.num_microbatches, free)
+
+
 @pytest.mark.parametrize("case", CASES, ids=lambda case: "-".join(map(str, case)))
 def test_bound_is_never_above_the_simulated_step(case):
     rng, layout = random.Random(str(case)), layout_of(*case)
@@ -76,7 +81,7 @@ def test_bound_is_never_above_the_simulated_step(case):
         counts = blocks_of_stages(rng.randint(layout.stages, 4 * layout.stages), layout.stages)
         blocks = blocks_of(rng, layout)
         below = pipeline_time.bound(layout, blocks, counts)
-        assert below <= pipeline_time.Pipelines().simulated(layout, blocks, counts) * (1 + 1e-12)
+        assert below <= pipeline_time.timeline(layout, blocks, counts) * (1 + 1e-12)
 
 
 def test_a_bound_that_counts_the_head_on_every_stage_is_above(monkeypatch):
@@ -88,7 +93,7 @@ def test_a_bound_that_counts_the_head_on_every_stage_is_above(monkeypatch):
 
     layout = layout_of("1f1b", 4, 8, 1)
     blocks, counts = [random_block(random.Random(1))] * 4, blocks_of_stages(8, 4)
-    true = pipeline_time.Pipelines().simulated(layout, blocks, counts)
+    true = pipeline_time.timeline(layout, blocks, counts)
     monkeypatch.setattr(pipeline_time, "stage_costs", heads_everywhere)
     assert pipeline_time.bound(layout, blocks, counts) > true
 
@@ -98,10 +103,9 @@ def test_the_short_simulation_is_the_simulator(case):
     layout = layout_of(*case)
     blocks = blocks_of(random.Random(7), layout)
     counts = blocks_of_stages(3 * layout.stages, layout.stages)
-    free = layout.chunks if layout.schedule == "interleaved" else None
-    schedule = make_schedule(layout.schedule, layout.pp, layout.num_microbatches, free)
-    expected = simulate(schedule, pipeline_time.stage_costs(layout, blocks, counts)).makespan
-    found = pipeline_time.Pipelines().simulated(layout, blocks, counts)
+    costs = pipeline_time.stage_costs(layout, blocks, counts)
+    expected = simulate(schedule_of(layout), costs).makespan
+    found = pipeline_time.timeline(layout, blocks, counts)
     assert math.isclose(found, expected, rel_tol=1e-12)
 
 
@@ -111,10 +115,9 @@ def test_long_steps_grow_by_rounds(schedule, chunks):
     layout = layout_of(schedule, 4, 48, chunks)
     blocks = [random_block(random.Random(3))] * 4
     counts = blocks_of_stages(16, layout.stages)
-    free = chunks if schedule == "interleaved" else None
     costs = pipeline_time.stage_costs(layout, blocks, counts)
-    expected = simulate(make_schedule(schedule, 4, 48, free), costs).makespan
-    found = pipeline_time.Pipelines().simulated(layout, blocks, counts)
+    expected = simulate(schedule_of(layout), costs).makespan
+    found = pipeline_time.timeline(layout, blocks, counts)
     assert math.isclose(found, expected, rel_tol=2e-3)
 
 
@@ -124,16 +127,16 @@ def test_a_schedule_s_row_gives_the_bubble_of_its_stages(case):
     layout = layout_of(*case)
     blocks = [BlockTimes(Times(1.0), Times(1.1), Times(0.8), Times(), Times())] * layout.pp
     counts = blocks_of_stages(2 * layout.stages, layout.stages)
-    simulated = pipeline_time.Pipelines().simulated(layout, blocks, counts)
+    simulated = pipeline_time.timeline(layout, blocks, counts)
     assert math.isclose(closed(layout, blocks, counts), simulated, rel_tol=0.02)
 
 
 def test_stages_lie_where_the_schedule_says():
-    for schedule, pp, m, chunks in CASES:
-        layout = layout_of(schedule, pp, m, chunks)
-        made = make_schedule(schedule, pp, m, chunks if schedule == "interleaved" else None)
-        held = [tuple(sorted(made.stages_of(rank))) for rank in range(pp)]
-        assert held == [tuple(sorted(layout.held(rank))) for rank in range(pp)]
+    for case in CASES:
+        layout = layout_of(*case)
+        made = schedule_of(layout)
+        for rank in range(layout.pp):
+            assert made.stages_of(rank) == tuple(sorted(layout.held(rank)))
         assert layout.stages - 1 in layout.held(layout.last_rank)
 
 
@@ -188,13 +191,14 @@ def test_members_of_a_group_in_a_node_follow_from_where_they_stand():
 
 def test_a_pass_takes_its_kernels_or_their_starts():
     a100, shape = load_cluster("a100-80"), shape_of("gpt2")
-    stack = dataclasses.replace(STACKS["megatron"], sets=(), starts_us=5000.0)
+    constants = Constants(0.942, 1.76, 1.04, starts_us=5000.0)
+    stack = dataclasses.replace(STACKS["megatron"], sets=(("a100", constants),))
     few = block_times(shape, Layout(), a100, stack)
     assert math.isclose(few.f.total, 5e-3)
     assert math.isclose(few.w.total, 5e-3)
     many = block_times(shape, Layout(rows=512), a100, stack)
     assert many.f.starts == 0 < many.f.products
-    fast = dataclasses.replace(stack, products=9.0)
+    fast = dataclasses.replace(stack, sets=(("a100", constants._replace(products=9.0)),))
     assert product_rate(a100, fast) == a100.ceiling_tflops * 1e12
 
 
@@ -235,9 +239,8 @@ def test_search_finds_what_brute_force_finds():
     cluster = load_cluster("a100-80")
     question = asked(shape_of("gpt2-xl"), cluster, STACKS["megatron"], 8, 32, 20.0)
     found = search(question, 3)
-    pipelines = pipeline_time.Pipelines()
     every = {layout: [step_time(question.shape, layout, cluster, question.stack,
-                                pipelines.simulated, one.counts).total
+                                pipeline_time.timeline, one.counts).total
                       for one in placed(question, layout, question.kinds) if one.used <= 1]
              for layout in layouts(question, Counter())}
     steps = [min(times) for times in every.values() if times]
@@ -272,14 +275,13 @@ def test_what_sends_less_goes_from_node_to_node():
                     recompute="block")
     h100, stack = load_cluster("h100"), STACKS["megatron"].unfused()
     question = asked(shape_of("llama-8b"), h100.with_network(20), stack, 64, 512, 80.0)
-    pipelines = pipeline_time.Pipelines()
     orders = [layout, layout._replace(outer="dp")]
     one = next(placed(question, layout, question.kinds))
     slow, quick = (one._replace(layout=order, step=step_time(
-        question.shape, order, one.clusters, stack, pipelines.simulated)) for order in orders)
+        question.shape, order, one.clusters, stack, pipeline_time.timeline)) for order in orders)
     assert quick.step.hops < slow.step.hops / 5
     assert quick.step.total < slow.step.total / 1.03
-    assert simulated(question, slow, pipelines.simulated) == quick
+    assert simulated(question, slow) == quick
     assert other_order(question, layout._replace(dp=1)) == []
     config = train_config(question, build({"preset": "llama-8b"}), quick)
     grid = Grid(0, {"pp": 8, "dp": 8}, tuple(config.grid.rank_order.split(",")))
@@ -296,6 +298,20 @@ def test_recomputation_zero_and_tp_save_memory():
         assert footprint(shape, saving, stack).total < total, saving
 
 
+def confirmed(settings, layout, stack, **parts):
+    """(what the closed forms say, what the code holds on shapes) of the ends of the pipeline."""
+    config = build(settings)
+    question = asked(Shape.of(config.model.completed()), load_cluster("h100"), stack,
+                     layout.ranks, 1, 80.0, **parts)
+    planned = next(placed(question, layout, question.kinds))
+    found, why_not = confirm(question, config, planned)
+    assert not why_not
+    for one in found:
+        rank = one.rank // (layout.ranks // layout.pp)
+        said, = rank_footprints(question.shape, layout, stack, planned.counts, [rank])
+        yield said, one
+
+
 @pytest.mark.parametrize("layout", [
     Layout(dp=2, rows=2, num_microbatches=4), Layout(dp=4, tp=2, num_microbatches=2, zero=1),
     Layout(dp=2, pp=3, num_microbatches=6, schedule="zb-h1", recompute="block"),
@@ -307,20 +323,10 @@ def test_recomputation_zero_and_tp_save_memory():
 def test_states_are_those_of_the_code(layout):
     """With ep, every second block has experts, beside a network that all tokens pass."""
     experts = {"experts": 4, "expert_interval": 2, "shared_expert_ffn": 512}
-    config = build({"preset": "gpt2"} | (experts if layout.ep > 1 else {}))
     dtype = "float32" if layout.pp == 1 else "bfloat16"
-    shape = Shape.of(config.model.completed())
-    question = asked(shape, load_cluster("h100"), STACKS["megatron"].with_dtype(
-        dtype), layout.ranks, 1, 80.0, dtype=dtype)
-    planned = next(placed(question, layout, question.kinds))
-    found, why_not = confirm(question, config, planned)
-    assert not why_not
-    for one in found:
-        rank = one.rank // (layout.ranks // layout.pp)
-        said, = rank_footprints(question.shape, layout, question.stack, planned.counts,
-                                [rank])
-        states = said.weights + said.gradients + said.optimizer
-        assert abs(states / one.states - 1) < 0.03, (one, said)  # biases and norms are not said
+    for said, one in confirmed({"preset": "gpt2"} | (experts if layout.ep > 1 else {}), layout,
+                               STACKS["megatron"].with_dtype(dtype), dtype=dtype):
+        assert abs(said.states / one.states - 1) < 0.03, (one, said)  # no biases and norms
         assert one.sent > 0
 
 
@@ -388,10 +394,6 @@ def test_layouts_of_their_publishers_are_among_the_first_five():
     assert all(row["place"] != "-" or row["why not"] for row in rows)
 
 
-def test_presets_for_planning_exist():
-    assert {"gpt3-175b", "mpt-30b", "llama-405b"} <= set(PRESETS)
-
-
 def test_experts_are_shared_out_by_hand():
     """8 experts on 4 ranks: what each sends, holds and sums, counted by hand."""
     shape = Shape(2, 64, 256, 4, 4, 16, 1000, 32, tied=False, experts=8, experts_per_token=2,
@@ -436,17 +438,9 @@ MEMORY_CASES = [
 
 
 def memory_of(settings, layout):
-    """(what the closed forms say, what the code holds on shapes) of the ends of the pipeline."""
-    config = build({"layers": 8, "d_model": 1024, "heads": 16, "seq_len": 1024,
-                    "vocab_size": 32000} | settings)
-    shape = Shape.of(config.model.completed())
-    question = asked(shape, load_cluster("h100"), STACKS["mpipar"], layout.ranks, 8, 80.0)
-    planned = next(placed(question, layout, question.kinds))
-    found, why_not = confirm(question, config, planned)
-    assert not why_not
-    for one in found:
-        rank = one.rank // (layout.ranks // layout.pp)
-        said, = rank_footprints(shape, layout, question.stack, planned.counts, [rank])
+    """Bytes by the closed forms, and by the code on shapes, of the ends of the pipeline."""
+    sizes = {"layers": 8, "d_model": 1024, "heads": 16, "seq_len": 1024, "vocab_size": 32000}
+    for said, one in confirmed(sizes | settings, layout, STACKS["mpipar"]):
         yield said.total - said.reserve, one.bytes_at_peak
 
 
@@ -459,7 +453,7 @@ def test_memory_is_that_of_the_code(settings, layout):
 
 def test_memory_without_what_waits_for_weight_gradients_is_seen(monkeypatch):
     """Twin: a schedule that puts W off keeps as much as one that does not."""
-    monkeypatch.setattr(footprints.Orders, "in_flight", lambda self, layout, rank: (
+    monkeypatch.setattr(footprints, "in_flight", lambda layout, rank, orders: (
         footprints.Held(layout.pp - rank, 0, rank == layout.last_rank, 0),))
     *_, (said, held) = memory_of(*MEMORY_CASES[1])
     assert said < 0.8 * held

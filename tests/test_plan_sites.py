@@ -20,11 +20,16 @@ ONE = next(placed(QUESTION, LAYOUT, KINDS))._replace(
     step=step_time(SHAPE, LAYOUT, KINDS[0].cluster, QUESTION.stack))
 
 
+def across(axis, *sites):
+    """The Crossing of an axis between sites: their number, Gbit/s, milliseconds."""
+    return {one.axis: one for one in crossings(QUESTION, ONE, Sites(*sites))}[axis]
+
+
 def test_bytes_by_hand():
-    found = {one.axis: one for one in crossings(QUESTION, ONE, Sites(2, 400.0, 10.0))}
-    assert found["dp"].sent == SHAPE.parameters * 2  # 2 bytes, half of it twice
-    assert math.isclose(found["dp"].seconds, found["dp"].sent / 50e9 + 0.02)
-    assert found["pp"].sent == 16 * 4 * 2048 * 4096 * 2
+    dp = across("dp", 2, 400.0, 10.0)
+    assert dp.sent == SHAPE.parameters * 2  # 2 bytes, half of it twice
+    assert math.isclose(dp.seconds, dp.sent / 50e9 + 0.02)
+    assert across("pp", 2, 400.0, 10.0).sent == 16 * 4 * 2048 * 4096 * 2
 
 
 def test_an_axis_crosses_only_if_its_ranks_divide():
@@ -33,19 +38,14 @@ def test_an_axis_crosses_only_if_its_ranks_divide():
     assert crossings(QUESTION, odd, Sites(5, 400.0, 0.0)) == []
 
 
-def test_a_faster_link_costs_less_and_a_fast_one_nothing_but_its_latency():
-    for axis in ("dp", "pp"):
-        exposed = [{one.axis: one for one in crossings(QUESTION, ONE, Sites(2, gbits, 0.0))}[
-            axis].exposed for gbits in (1.0, 10.0, 100.0, 1e6)]
-        assert exposed == sorted(exposed, reverse=True)
-        assert exposed[-1] < 1e-3
-
-
-def test_the_needed_rate_costs_five_percent():
-    for axis in ("dp", "pp"):
-        gbits = needed_gbits(QUESTION, ONE, Sites(2, 1.0, 0.0), axis)
-        found = {one.axis: one for one in crossings(QUESTION, ONE, Sites(2, gbits, 0.0))}
-        assert math.isclose(found[axis].exposed, 0.05 * ONE.step.total, rel_tol=0.01)
+@pytest.mark.parametrize("axis", ["dp", "pp"])
+def test_a_faster_link_costs_less_and_more_sites_carry_more(axis):
+    exposed = [across(axis, 2, gbits, 0.0).exposed for gbits in (1.0, 10.0, 100.0, 1e6)]
+    assert exposed == sorted(exposed, reverse=True)
+    assert exposed[-1] < 1e-3  # a fast one costs nothing but its latency
+    assert across(axis, 4, 100.0, 1.0).exposed > across(axis, 2, 100.0, 1.0).exposed
+    gbits = needed_gbits(QUESTION, ONE, Sites(2, 1.0, 0.0), axis)
+    assert math.isclose(across(axis, 2, gbits, 0.0).exposed, 0.05 * ONE.step.total, rel_tol=0.01)
 
 
 def test_the_command_says_which_axis_crosses():
@@ -55,10 +55,3 @@ def test_the_command_says_which_axis_crosses():
     assert "2 sites with 10 Gbit/s and 5 ms between them" in text
     for wrong in ("2:x:1", "1:10:5", "2:0:5", "2:10"):
         assert f"--sites {wrong}" in str(refusal(*words, "--sites", wrong))
-
-
-@pytest.mark.parametrize("axis", ["dp", "pp"])
-def test_more_sites_carry_more(axis):
-    two, four = ({one.axis: one for one in crossings(QUESTION, ONE, Sites(count, 100.0, 1.0))}[axis]
-                 for count in (2, 4))
-    assert four.exposed > two.exposed

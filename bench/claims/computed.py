@@ -12,14 +12,13 @@ from typing import Any
 
 from mpipar.comm.grid import PIECES_PER_RANK, token_pieces
 from mpipar.comm.record import POINT_TO_POINT, Sums
-from mpipar.commands.memory_limit import fullest
 from mpipar.config.model import ConvnetConfig
 from mpipar.config.resolve import resolve
 from mpipar.config.sections import OF_EVERY_FAMILY, build
 from mpipar.layers.costs import Cost, Letters, together, value
 from mpipar.ops.shape_array import MEMORY_LABELS
 from mpipar.plan.formulas import units_of
-from mpipar.plan.predict import predict
+from mpipar.plan.predict import fullest, predict
 
 LAYOUTS = [
     {"tp": 1}, {"tp": 2}, {"tp": 4}, {"tp": 8}, {"pp": 2}, {"pp": 4}, {"pp": 8},

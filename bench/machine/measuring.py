@@ -46,7 +46,7 @@ from mpipar.pipeline.costs import Costs
 from mpipar.plan.link import WORKS, goes_alone, measure_hop, measure_sending
 from mpipar.plan.machine import HOP, SENDING, STREAM, Curve, Eager, Product
 from mpipar.plan.measure import measure_costs
-from mpipar.plan.measure_units import largest
+from mpipar.plan.measure_machine import largest
 from mpipar.plan.step import step_estimate
 from mpipar.train.worker import Worker
 

@@ -4,6 +4,7 @@ It runs the real step on shapes and prints what the code would do, beside the cl
 `--all-ranks` it does so for every rank, and prints what each holds.
 """
 
+from collections import defaultdict
 from dataclasses import dataclass, replace
 
 from mpipar import models
@@ -27,7 +28,7 @@ from mpipar.data.rows import rows_per_microbatch
 from mpipar.errors import EXIT_OK, UsageError
 from mpipar.files.text import counted
 from mpipar.ops.shape_array import labels_of
-from mpipar.plan import expert_forms, formulas, memory_formulas
+from mpipar.plan import formulas, memory_formulas
 from mpipar.plan.choose_layout import choose
 from mpipar.plan.data_sheet import machine_of
 from mpipar.plan.measure import unit_memory
@@ -199,8 +200,8 @@ def print_experts(prediction, config) -> None:
     worst = predict(config, prediction.world_rank, worst_case=True)
     print(f"if all tokens of the {config.grid.ep} ranks go to experts of this one: stash "
           f"{nbytes(worst.peak_bytes.get('stash', 0))}; together {nbytes(worst.peak_total)}")
-    print("\n".join(filter(None, (expert_forms.exchanged(config),
-                                  expert_forms.imbalance(config)))))
+    print("\n".join(filter(None, (formulas.expert_rows(config),
+                                  formulas.expert_imbalance(config)))))
 
 
 def step_time(estimate) -> str:
@@ -245,8 +246,9 @@ def closed_forms(prediction, config, schedule, split, grid) -> str:
     """Return counted and expected calls and bytes sent, by axis, and over tp for one block."""
     records = prediction.recorder.records
     expected = formulas.expected(config, schedule, split, grid, prediction)
-    groups = {axis: [one for one in records if one.axis == axis]
-              for axis in formulas.counted(records)}
+    groups = defaultdict(list)
+    for record in records:
+        groups[record.axis].append(record)
     if block := formulas.one_block(records):
         groups["tp, one block"] = block
         index = int(block[0].name.split(".")[0].removeprefix("block"))

@@ -15,7 +15,6 @@ from math import prod
 
 from threadpoolctl import threadpool_limits
 
-from mpipar.comm.grid import AXES, Grid
 from mpipar.comm.record import place
 from mpipar.commands.resolve import schedule_of_file
 from mpipar.config.layout import typed
@@ -25,7 +24,7 @@ from mpipar.console.tables import nbytes
 from mpipar.errors import OutOfMemory, UserError
 from mpipar.job.malloc import give_back_heap, keep_heap
 from mpipar.pipeline.combinations import RULES
-from mpipar.plan.predict import predict
+from mpipar.plan.predict import fullest
 
 # What a process takes after its start besides the model's arrays: thread stacks, Python objects,
 # scratch tiles.
@@ -182,17 +181,6 @@ def tensor(error: Exception) -> str:
             break
     shape = f" {tuple(error.shape)} {error.dtype}" if hasattr(error, "shape") else ""
     return f"{label or 'a result'}{shape}{f' of {layer}' if layer else ''} ({site})"
-
-
-def fullest(config):
-    """Return the prediction for the rank that needs most.
-
-    For each pipeline rank it looks at the first member of the dp and tp groups.
-    """
-    places = (Grid.of(config.grid, one) for one in range(config.grid.num_ranks))
-    firsts = [grid.world_rank for grid in places
-              if not any(grid.place(axis) for axis in AXES if axis != "pp")]
-    return max((predict(config, one) for one in firsts), key=lambda one: one.peak_total)
 
 
 # What makes a run smaller on the same ranks, from the cheapest to the most expensive.

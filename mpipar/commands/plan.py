@@ -24,7 +24,7 @@ from mpipar.errors import EXIT_CHECK_FAILED, EXIT_OK, UserError
 from mpipar.plan import report as plan_report
 from mpipar.plan.confirm import Job, confirm, train_config
 from mpipar.plan.formats import search_formats
-from mpipar.plan.page import page
+from mpipar.plan.html import page
 from mpipar.plan.search import Candidate, Plan, Question, search
 
 SAVE_SECONDS = 30.0

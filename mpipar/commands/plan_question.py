@@ -16,6 +16,7 @@ from mpipar.errors import DataError, UsageError, UserError, suggestion
 from mpipar.files.text import brief
 from mpipar.plan.cluster import STACKS, Cluster, load_cluster, machine_names
 from mpipar.plan.confirm import Job
+from mpipar.plan.footprint import GIB
 from mpipar.plan.formats import FORMATS
 from mpipar.plan.search import FIXED, SCHEDULES, Kind, Question
 from mpipar.plan.shape import MFU_RULES, Shape
@@ -158,11 +159,6 @@ def clusters_of(names, dtype: str | None) -> tuple[list[Cluster], str]:
     return [cluster.with_dtype(dtype) for cluster in clusters], dtype
 
 
-def room(gib: float, headroom: float) -> float:
-    """Return the GiB that a rank may use."""
-    return gib * (1 - headroom / 100)
-
-
 def question_of(args: Arguments, job: Job) -> Question:
     """Return what the flags ask about a model.
 
@@ -180,9 +176,9 @@ def question_of(args: Arguments, job: Job) -> Question:
     batch = job.config.train.batch_size or preset if args.batch_size is None else args.batch_size
     machines = named_machines(args.machine)
     clusters, dtype = clusters_of(machines, args.dtype)
-    given = args.memory_limit and args.memory_limit / (1 << 30)
+    given, share = args.memory_limit and args.memory_limit / GIB, 1 - args.headroom / 100
     kinds = tuple(
-        Kind(cluster, count or args.ranks, room(given or cluster.memory_gib, args.headroom))
+        Kind(cluster, count or args.ranks, (given or cluster.memory_gib) * share)
         for cluster, count in zip(clusters, machines.values(), strict=True))
     devices = sum(kind.ranks for kind in kinds)
     if devices != args.ranks:
@@ -204,14 +200,9 @@ def question_of(args: Arguments, job: Job) -> Question:
     stack = STACKS[args.stack].with_dtype(dtype)
     if args.grad_dtype:
         stack = replace(stack, gradient_bytes=GRADIENTS[args.grad_dtype])
-    return Question(shape_of(model, args.activation), kinds, stack, batch,
-                    fixed, args.mfu_rule, dtype)
-
-
-def shape_of(model, activation: str | None) -> Shape:
-    """Return the Shape of a model, with another activation function if one is given."""
     shape = Shape.of(model.completed())
-    return replace(shape, activation=activation or shape.activation)
+    shape = replace(shape, activation=args.activation or shape.activation)
+    return Question(shape, kinds, stack, batch, fixed, args.mfu_rule, dtype)
 
 
 def batch_range(text: str) -> tuple[int, int]:

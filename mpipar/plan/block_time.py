@@ -7,7 +7,7 @@ barriers there are, and `Shape.letters` how large they are.
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from functools import reduce
 from math import prod
 from operator import add
 from typing import NamedTuple
@@ -87,7 +87,12 @@ class BlockTimes(NamedTuple):
 
 def product_rate(cluster: Cluster, stack: Stack) -> float:
     """Return the FLOPs per second of a large product, capped at the fastest ever measured."""
-    return min(cluster.ceiling_tflops, cluster.product_tflops * stack.products) * 1e12
+    return min(cluster.ceiling_tflops, cluster.product_tflops * stack.on(cluster).products) * 1e12
+
+
+def elementwise_rate(cluster: Cluster, stack: Stack) -> float:
+    """Return the bytes per second of elementwise operations that cross memory once each."""
+    return cluster.hbm_gbytes_s * 1e9 / stack.on(cluster).elementwise
 
 
 def product_seconds(m: float, n: float, k: float, cluster: Cluster, stack: Stack,
@@ -125,44 +130,36 @@ def expert_seconds(barrier: Barrier, sizes: Letters, layout: Layout, cluster: Cl
 
 
 def block_times(shape: Shape, layout: Layout, cluster: Cluster, stack: Stack) -> BlockTimes:
-    """Return the passes of one block on one microbatch, averaged over all blocks, and of the head.
-
-    stack: without its constants for the machine.
-    """
-    stack = stack.on(cluster)
+    """Return the passes of a block on one microbatch, averaged over all blocks, and of the head."""
     sizes = shape.letters(layout.rows, layout.tp, layout.cp, stack.number_bytes, layout.ep)
     units = shape.costs(layout.sequence_parallel)
     stream = value(units.stream, sizes)
     blocks = shape.blocks(layout.sequence_parallel)
     found = [passes_of(cost, sizes, stream, layout, cluster, stack) for _, cost in blocks]
     if len(found) > 1:
-        found = [[added_up(one.times(share) for one, (share, _) in zip(passes, blocks, strict=True))
+        shares = [share for share, _ in blocks]
+        found = [[reduce(Times.plus, map(Times.times, passes, shares))
                   for passes in zip(*found, strict=True)]]
     head = head_times(units.head, sizes, cluster, stack)
     block = BlockTimes(*found[0], head._replace(tp=found[0][0].tp))
     return with_gathers(shape, layout, cluster, stack, block) if layout.zero > 1 else block
 
 
-def added_up(passes: Iterable[Times]) -> Times:
-    """Return the sum of some passes."""
-    return Times(*map(sum, zip(*passes, strict=True)))
-
-
 def passes_of(cost: Cost, sizes: Letters, stream: float, layout: Layout, cluster: Cluster,
               stack: Stack) -> list[Times]:
     """Return forward, input gradient, weight gradient of a block, and what recomputation adds.
 
-    stream: bytes of the activations between blocks. stack: with its constants on the machine.
+    stream: bytes of the activations between blocks.
     """
     products = product_times(cost, sizes, cluster, stack)
     attention, scores = attention_seconds(cost, sizes, cluster, stack)
-    memory = cluster.hbm_gbytes_s * 1e9 / stack.elementwise
+    memory = elementwise_rate(cluster, stack)
     *_, (rows, _, up), _ = cost.products  # before the last one is what widens
     wide, heads = (value(BYTES[one], sizes) for one in ((rows, up), ("B*T", "Q")))
     routed = value(BYTES[rows, "D"], sizes) if rows == EXPERT_ROWS else 0.0
     elementwise = [(STREAM[way] * stream + WIDE[way] * wide + HEADS[way] * heads
                     + ROUTED[way] * routed) / memory for way in (0, 1)]
-    start = stack.starts_us * 1e-6
+    start = stack.on(cluster).starts_us * 1e-6
     tp, ep = ({phase: sum(seconds(one) for one in cost.barriers
                           if (one.axis, one.phase) == (axis, phase)) for phase in "FIW"}
               for axis, seconds in (
@@ -205,10 +202,11 @@ def attention_seconds(cost: Cost, sizes: Letters, cluster: Cluster, stack: Stack
     """
     flops = value(cost.attention, sizes)
     if stack.fused:
-        rate = min(cluster.ceiling_tflops, cluster.attention_tflops * stack.attention) * 1e12
+        most = cluster.attention_tflops * stack.on(cluster).attention
+        rate = min(cluster.ceiling_tflops, most) * 1e12
         return (flops / 2 / rate, BACKWARD * flops / 2 / rate), (0.0, 0.0)
     scores = value(SCORE_BYTES, sizes)
-    memory = cluster.hbm_gbytes_s * 1e9 / stack.elementwise
+    memory = elementwise_rate(cluster, stack)
     forward = flops / product_rate(cluster, stack) + 2 * scores / (cluster.product_gbytes_s * 1e9)
     return (forward, 2 * forward), tuple(count * scores / memory for count in SCORES)
 
@@ -238,7 +236,7 @@ def head_times(head: Cost, sizes: Letters, cluster: Cluster, stack: Stack) -> Ti
     """Return forward and backward of head and loss on one microbatch, without barriers."""
     moved = LOGITS * value(BYTES["B*T", "v"], sizes)
     return Times(sum(product_times(head, sizes, cluster, stack)),
-                 elementwise=moved / (cluster.hbm_gbytes_s * 1e9 / stack.elementwise))
+                 elementwise=moved / elementwise_rate(cluster, stack))
 
 
 def with_gathers(shape, layout, cluster, stack, block: BlockTimes) -> BlockTimes:

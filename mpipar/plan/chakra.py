@@ -65,7 +65,7 @@ def put_in(call: Call, q: int) -> int:
     """Return the bytes that one of q ranks contributes to a call."""
     record = call.record
     if record.operation == "all_to_allv":
-        return math.prod(call.shape) * int(getattr(record.dtype, "itemsize", 1))
+        return math.prod(call.shape) * call.itemsize
     return record.payload_bytes // q if record.operation == "all_gather" else record.payload_bytes
 
 

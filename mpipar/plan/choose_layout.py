@@ -19,8 +19,7 @@ from mpipar.pipeline.choose import Candidate, choose_schedule
 from mpipar.pipeline.schedules.catalog import FAMILIES
 from mpipar.pipeline.simulate import simulate
 from mpipar.plan.machine import Machine
-from mpipar.plan.measure import unit_counts
-from mpipar.plan.sharing import EQUAL_SHARES
+from mpipar.plan.measure import EQUAL_SHARES, unit_counts
 from mpipar.plan.step import StepEstimate, schedule_costs, step_estimate
 from mpipar.train.build import configured_schedule
 
@@ -140,7 +139,7 @@ def schedule_notes(one: Scheduled, machine: Machine) -> list[str]:
     if one.considered:
         notes = [f"--schedule auto: {grid.schedule} has the shortest simulated step",
                  schedules_table(one.considered)]
-    if grid.dp * grid.pp * grid.cp * grid.tp > machine.cores:
+    if grid.num_ranks > machine.cores:
         notes.append(f"more ranks than cores: {EQUAL_SHARES}")
     return notes
 

@@ -7,19 +7,18 @@ what a software stack achieves on any machine. docs/planning.md explains how the
 from __future__ import annotations
 
 import os
-from dataclasses import dataclass, fields, replace
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
+from typing import NamedTuple
 
 from mpipar.errors import DataError, UsageError, suggestion
 from mpipar.files.bounded import problems_as, read_toml
 from mpipar.files.text import brief
 from mpipar.files.typed import built
+from mpipar.plan.machine_file import numbers
 
 OLD_START = 3.5  # of collectives: two tables of A100, for different versions of NCCL
 MACHINES = Path(__file__).parent / "machines"
-
-
-CONSTANTS = ("products", "elementwise", "attention", "starts_us")  # of a Stack, fitted
 
 
 @dataclass(frozen=True)
@@ -100,31 +99,37 @@ class Cluster:
         return replace(self, links=(inner, replace(outer, gbytes_s=gbits_per_device / 8)))
 
 
-@dataclass(frozen=True)
-class Stack:
-    """What a software stack achieves on a machine.
+class Constants(NamedTuple):
+    """What a software stack achieves on a machine: four constants, which are fitted.
 
-    sets: (generation, constants) of machines; those of the first one are also the fields, which
-    `on` replaces. Four constants are fitted. products: share of the machine's rate of products.
-    elementwise: how often activations cross memory, over once for each operation. attention: share
-    of the machine's rate of attention. starts_us: what the processor takes to launch the operations
-    of a block's forward.
-
-    The others are properties of the stack. fused: attention without scores in memory. *_bytes: of a
-    parameter. overlap: whether gathers and sums overlap with the products. unit: blocks that are
-    gathered at once. pieces: arrays of a block that are gathered one by one, with an operation for
-    each rank's piece, as in PyTorch before its collectives took one tensor. every_other: selective recompute repeats every other product, and what lies
-    between them. remakes: backward recomputes whatever its layers can, as mpipar does. norm_bytes:
-    of a number that a norm keeps, 0 if as wide as the others. logit_bytes: per logit, besides the
-    number itself: in 32 bits the logit, the logarithm of its softmax, and its gradient; a fused
-    loss has one. mpipar's own layers declare what they keep of it. number_bytes: of a number that
-    is computed with. evidence: the measured steps it is based on.
+    products: share of the machine's rate of products. elementwise: how often activations cross
+    memory, over once for each operation. attention: share of the machine's rate of attention.
+    starts_us: what the processor takes to launch the operations of a block's forward.
     """
 
     products: float
     elementwise: float
     attention: float
     starts_us: float
+
+
+@dataclass(frozen=True)
+class Stack:
+    """A software stack.
+
+    sets: (generation, constants) of machines. fused: attention without scores in memory. *_bytes:
+    of a parameter. overlap: whether gathers and sums overlap with the products. unit: blocks that
+    are gathered at once. pieces: arrays of a block that are gathered and summed one by one, each
+    with an operation for every rank's piece; 0 where one operation moves all. every_other:
+    selective recompute repeats every other product, and what lies between them. remakes: backward recomputes whatever its layers can, as mpipar does.
+    norm_bytes: of a number that a norm keeps, 0 if as wide as the others. logit_bytes: per logit,
+    besides the number itself: in 32 bits the logit, the logarithm of its softmax, and its gradient;
+    a fused loss has one. mpipar's own layers declare what they keep of it. number_bytes: of a
+    number that is computed with. evidence: the measured steps it is based on.
+    """
+
+    sets: tuple[tuple[str, Constants], ...]
+    evidence: str
     fused: bool = True
     weight_bytes: float = 2
     gradient_bytes: float = 4
@@ -138,14 +143,10 @@ class Stack:
     norm_bytes: float = 0
     logit_bytes: float = 12
     number_bytes: float = 2
-    evidence: str = ""
-    sets: tuple[tuple[str, tuple[float, float, float, float]], ...] = ()
 
-    def on(self, cluster: Cluster) -> Stack:
-        """Return the same stack with its constants on a machine."""
-        known = dict(self.sets).get(cluster.efficiency)
-        return self if known is None else replace(
-            self, **dict(zip(CONSTANTS, known, strict=True)), sets=())
+    def on(self, cluster: Cluster) -> Constants:
+        """Return the constants on a machine, those of the first generation if it has none."""
+        return dict(self.sets).get(cluster.efficiency, self.sets[0][1])
 
     def with_states(self, weight: float, gradient: float, optimizer: float) -> Stack:
         """Return the same stack with other bytes of a parameter."""
@@ -160,28 +161,25 @@ class Stack:
 
     def with_starts(self, by: float) -> Stack:
         """Return the same stack, which launches `by` times as many operations a second."""
-        return replace(self, starts_us=self.starts_us / by, sets=tuple(
-            (name, (*constants[:-1], constants[-1] / by)) for name, constants in self.sets))
+        return replace(self, sets=tuple(
+            (name, one._replace(starts_us=one.starts_us / by)) for name, one in self.sets))
 
     def unfused(self) -> Stack:
         """Return the same stack as it was before 2023: scores in memory, and no overlap."""
         return replace(self, fused=False, overlap=False)
 
 
-def stack_of(sets: dict[str, tuple[float, float, float, float]], evidence: str, **parts) -> Stack:
-    """Return a Stack with its constants on each generation of machines."""
-    return Stack(*next(iter(sets.values())), evidence=evidence, sets=tuple(sets.items()), **parts)
-
-
-MEGATRON = {"a100": (0.942, 1.76, 1.04, 897.0), "h100": (1.03, 1.01, 0.889, 300.0)}
-FSDP = {"a100": (0.881, 2.27, 0.529, 300.0), "h100": (0.831, 3.1, 0.499, 300.0)}
+MEGATRON = (("a100", Constants(0.942, 1.76, 1.04, 897.0)),
+            ("h100", Constants(1.03, 1.01, 0.889, 300.0)))
+FSDP = (("a100", Constants(0.881, 2.27, 0.529, 300.0)),
+        ("h100", Constants(0.831, 3.1, 0.499, 300.0)))
 STACKS = {
-    "mpipar": stack_of(MEGATRON, "none of its steps is measured on a GPU: it is given Megatron-LM's"
-                       " constants, and keeps in memory what its own layers say", remakes=True),
-    "megatron": stack_of(MEGATRON, "170 published steps of Megatron-LM and its relatives, and 730"
-                         " on one node"),
-    "fsdp": stack_of(FSDP, "108 published steps of PyTorch FSDP", weight_bytes=4,
-                     optimizer_bytes=8, every_other=True, logit_bytes=4),
+    "mpipar": Stack(MEGATRON, "none of its steps is measured on a GPU: it is given Megatron-LM's"
+                    " constants, and keeps in memory what its own layers say", remakes=True),
+    "megatron": Stack(MEGATRON, "170 published steps of Megatron-LM and its relatives, and 730 on"
+                      " one node"),
+    "fsdp": Stack(FSDP, "108 published steps of PyTorch FSDP", weight_bytes=4, optimizer_bytes=8,
+                  every_other=True, logit_bytes=4),
 }
 
 
@@ -224,13 +222,8 @@ def load_cluster(name: str) -> Cluster:
 
 def _problems(cluster: Cluster) -> list[str]:
     """List what no machine has: a rate of 0, a time below 0, no rate in 16 bits."""
-    parts = {"": cluster} | {f"links[{place}].": link for place, link in enumerate(cluster.links)}
-    numbers = [(start + one.name, getattr(part, one.name)) for start, part in parts.items()
-               for one in fields(part)]
-    numbers += [(f"peak_tflops.{name}", rate) for name, rate in cluster.peak_tflops.items()]
-    wrong = [f"{name} is {value:g}, which cannot be" for name, value in numbers
-             if type(value) in (int, float) and (
-                 value < 0 or (value == 0 and not name.endswith(("_us", "joins"))))]
+    wrong = [f"{place} is {value:g}, which cannot be" for place, value in numbers(asdict(cluster))
+             if value < 0 or (value == 0 and not place.endswith(("_us", "joins")))]
     if not cluster.peak_tflops.keys() & {"bfloat16", "float16"}:
         wrong.append("peak_tflops names neither bfloat16 nor float16")
     return wrong

@@ -18,12 +18,21 @@ NETWORK = 0.9  # share of an adapter's rate that collectives reach
 
 def all_reduce(cluster: Cluster, nbytes: float, ranks: int, stride: int = 1) -> float:
     """Return the seconds of a sum of `nbytes` on each of `ranks` ranks, `stride` ranks apart."""
-    return _collective(cluster, 2 * nbytes, ranks, stride)
+    return all_gather(cluster, 2 * nbytes, ranks, stride)
 
 
 def all_gather(cluster: Cluster, nbytes: float, ranks: int, stride: int = 1) -> float:
     """Return the seconds of an all-gather or a reduce-scatter of `nbytes` in all."""
-    return _collective(cluster, nbytes, ranks, stride)
+    if ranks == 1:
+        return 0.0
+    inner, outer = cluster.links[0], cluster.links[-1]
+    moved = (ranks - 1) / ranks * nbytes
+    members = ranks if inner is outer else members_in_a_node(ranks, stride, inner.joins)
+    if members == ranks:
+        return in_a_node(inner, moved)
+    rate = min(inner.gbytes_s, members * outer.gbytes_s * NETWORK) * 1e9
+    return (inner.latency_us * (members > 1) + outer.latency_us * math.log2(
+        max(2, ranks / members))) * 1e-6 + moved / rate
 
 
 def exchange(cluster: Cluster, nbytes: float, stride: int) -> float:
@@ -64,16 +73,3 @@ def in_a_node(link: Link, moved: float) -> float:
     """
     rate, start = link.gbytes_s * 1e9, link.latency_us * 1e-6
     return min(start + moved / (SHORT * rate), LATE * start + moved / rate)
-
-
-def _collective(cluster: Cluster, nbytes: float, ranks: int, stride: int) -> float:
-    if ranks == 1:
-        return 0.0
-    inner, outer = cluster.links[0], cluster.links[-1]
-    moved = (ranks - 1) / ranks * nbytes
-    members = ranks if inner is outer else members_in_a_node(ranks, stride, inner.joins)
-    if members == ranks:
-        return in_a_node(inner, moved)
-    rate = min(inner.gbytes_s, members * outer.gbytes_s * NETWORK) * 1e9
-    return (inner.latency_us * (members > 1) + outer.latency_us * math.log2(
-        max(2, ranks / members))) * 1e-6 + moved / rate

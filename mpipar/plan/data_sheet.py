@@ -8,21 +8,22 @@ as on measured ones.
 from __future__ import annotations
 
 import os
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from functools import partial
 from itertools import pairwise
 
 from mpipar.comm.grid import Grid
 from mpipar.config.sections import Config
+from mpipar.data.rows import rows_per_microbatch
 from mpipar.errors import UsageError
 from mpipar.plan import machine_file
-from mpipar.plan.block_time import Times, block_times
+from mpipar.plan.block_time import block_times
 from mpipar.plan.cluster import STACKS, Cluster, Stack, load_cluster, machine_names
 from mpipar.plan.collectives import all_reduce, exchange
 from mpipar.plan.formats import FORMATS
 from mpipar.plan.layout import Layout
 from mpipar.plan.machine import HOP, STREAM, Curve, Machine, Passes, Units, settings_of
 from mpipar.plan.shape import Shape
-from mpipar.plan.step import microbatch_rows
 
 LINK = "by data sheet"
 SIZES = tuple(1 << power for power in range(3, 41))  # bytes of messages and sums
@@ -33,9 +34,8 @@ def machine_of(text: str, configs: Sequence[Config]) -> Machine:
 
     configs: resolved, those whose steps will be predicted. Raises UserErrors.
     """
-    if text in machine_names() or text.endswith(".toml"):
-        return from_data_sheet(load_cluster(text), configs)
-    if text.endswith(".json") or os.path.exists(text):
+    known = text in machine_names() or text.endswith(".toml")
+    if not known and (text.endswith(".json") or os.path.exists(text)):
         return machine_file.load(text)
     return from_data_sheet(load_cluster(text), configs)  # its error lists the names
 
@@ -64,24 +64,27 @@ def from_data_sheet(cluster: Cluster, configs: Sequence[Config]) -> Machine:
         for group in [*map(grid.group, grid.parts), line[::len(line) - 1 or 1]]:
             if len(group) > 1:
                 strides[len(group)] = max(strides.get(len(group), 1), group[1] - group[0])
-    sums = [curve(operation, size, {nbytes: all_reduce(cluster, nbytes, size, stride)
-                                    for nbytes in SIZES})
-            for size, stride in strides.items() if size > 1
-            for operation in ("all-reduce", "iall-reduce")]
-    hops = {nbytes: exchange(cluster, nbytes, hop) for nbytes in SIZES}
-    start = hops[SIZES[0]]
-    streams = {nbytes: max(1e-12, seconds - start) for nbytes, seconds in hops.items()}
+    def curve(operation: str, size: int, seconds: Callable[[int], float]) -> Curve:
+        return Curve.through(operation, LINK, size, {one: seconds(one) for one in SIZES}, 0)
+
+    message = partial(exchange, cluster, stride=hop)
+    start = message(SIZES[0])
+    curves = [curve(HOP, 2, message),
+              curve(STREAM, 2, lambda nbytes: max(1e-12, message(nbytes) - start))]
+    curves += [curve(operation, size, partial(all_reduce, cluster, ranks=size, stride=stride))
+               for size, stride in strides.items() if size > 1
+               for operation in ("all-reduce", "iall-reduce")]
     units = tuple(units_of(cluster, stack, config) for config in configs)
-    return Machine((curve(HOP, 2, hops), curve(STREAM, 2, streams), *sums), (), (), (), None, (),
-                   units, ranks, ranks, {"data sheet": cluster.name, "basis": cluster.basis})
+    return Machine(tuple(curves), (), (), (), None, (), units, ranks, ranks,
+                   {"data sheet": cluster.name, "basis": cluster.basis})
 
 
 def layout_of(config: Config) -> Layout:
     """Return the planner's Layout of a resolved config, for the time of its passes."""
     grid, memory = config.grid, config.memory
     return Layout(
-        grid.dp, grid.pp, grid.cp, grid.tp, microbatch_rows(config), grid.num_microbatches,
-        sequence_parallel=getattr(config.model, "sequence_parallel", False), ep=grid.ep,
+        grid.dp, grid.pp, grid.cp, grid.tp, rows_per_microbatch(config), grid.num_microbatches,
+        sequence_parallel=config.model.sequence_parallel, ep=grid.ep,
         recompute=memory.recompute if memory.recompute == "attention" else "none")
 
 
@@ -89,19 +92,9 @@ def units_of(cluster: Cluster, stack: Stack, config: Config) -> Units:
     """Return the closed-form passes of a config's blocks and head as `Units`, as if measured."""
     shape = Shape.of(config.model.completed())
     block = block_times(shape, layout_of(config), cluster, stack)
-    i = block.i.plus(block.again)
+    passes = Passes(block.f.total, block.i.total + block.again.total, block.w.total)
     update = (stack.gradient_bytes + stack.optimizer_bytes) / (cluster.hbm_gbytes_s * 1e9)
     return Units(
         settings_of(config.model), config.run.dtype, config.train.optimizer, config.grid.tp,
-        microbatch_rows(config), Passes(0.0, 0.0, 0.0), passes(block.f, i, block.w),
+        rows_per_microbatch(config), Passes(0.0, 0.0, 0.0), passes,
         Passes(*[block.head.total / 3] * 3), update, ep=config.grid.ep)
-
-
-def passes(f: Times, i: Times, w: Times) -> Passes:
-    """Return their seconds."""
-    return Passes(f.total, i.total, w.total)
-
-
-def curve(operation: str, ranks: int, seconds: dict[int, float]) -> Curve:
-    """Return a Curve of closed forms, without confidence intervals."""
-    return Curve.through(operation, LINK, ranks, seconds, 0)

@@ -7,13 +7,20 @@ stored. In-flight microbatches are those of catalog.py. Letters as in shape.py.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import NamedTuple
 
 from mpipar.layers.costs import value
-from mpipar.pipeline.instructions import Instr, parts
+from mpipar.pipeline.instructions import parts
 from mpipar.plan.cluster import Stack
-from mpipar.plan.layout import Layout, Segment, blocks_of_stages, rank_segments, segments
+from mpipar.plan.layout import (
+    BY_NAME,
+    Layout,
+    Segment,
+    blocks_of_stages,
+    rank_segments,
+    segments,
+)
 from mpipar.plan.shape import Shape
 
 GIB = 1 << 30
@@ -31,6 +38,11 @@ class Footprint(NamedTuple):
     optimizer: float
     stash: float
     buffers: float
+
+    @property
+    def states(self) -> float:
+        """Weights, gradients and optimizer."""
+        return self.weights + self.gradients + self.optimizer
 
     @property
     def reserve(self) -> float:
@@ -72,32 +84,14 @@ class Held(NamedTuple):
     head_pending: int
 
 
-class Orders:
-    """What ranks of schedules keep at their fullest. Each order of passes is analysed once."""
-
-    def __init__(self) -> None:
-        self.known: dict[tuple, tuple[Held, ...]] = {}
-
-    def in_flight(self, layout: Layout, rank: int) -> tuple[Held, ...]:
-        """Return what a pipeline rank may keep at its fullest, by its order of passes.
-
-        One of these is the fullest, whatever a chunk keeps from F to I and from I to W.
-        """
-        m = min(layout.num_microbatches, STEADY * layout.pp)
-        key = layout.schedule, layout.pp, rank, m, layout.chunks
-        if key not in self.known:
-            free = (layout.chunks, layout.pp) if layout.family.looped else ()
-            program = layout.family.order(layout.pp, rank, m, *free)
-            self.known[key] = fullest_of(program, layout.stages - 1)
-        return self.known[key]
-
-
-def fullest_of(program: list[Instr], last_stage: int) -> tuple[Held, ...]:
-    """Return what a program keeps, dropping states that another one exceeds in all parts."""
+def fullest_of(schedule: str, pp: int, rank: int, m: int, chunks: int) -> tuple[Held, ...]:
+    """Return what a rank's order keeps, dropping states that another one exceeds in all parts."""
+    family = BY_NAME[schedule]
+    program = family.order(pp, rank, m, *(chunks, pp) if family.looped else ())
     found, here, head = set(), [0, 0], [0, 0]
     for instr in program:
         for kind, stage, _ in parts(instr):
-            for own in (here, head)[:1 + (stage == last_stage)]:
+            for own in (here, head)[:1 + (stage == pp * chunks - 1)]:
                 own[0] += (kind == "F") - (kind in "IB")
                 own[1] += (kind == "I") - (kind == "W")
         found.add((*head, *here))
@@ -107,6 +101,18 @@ def fullest_of(program: list[Instr], last_stage: int) -> tuple[Held, ...]:
         if not fullest or fullest[-1][2:] != one[2:] or pending > fullest[-1].pending:
             fullest.append(one)
     return tuple(fullest)
+
+
+Orders = Callable[[str, int, int, int, int], tuple[Held, ...]]  # fullest_of, which may be cached
+
+
+def in_flight(layout: Layout, rank: int, orders: Orders) -> tuple[Held, ...]:
+    """Return what a pipeline rank may keep at its fullest, by its order of passes.
+
+    One of these is the fullest, whatever a chunk keeps from F to I and from I to W.
+    """
+    m = min(layout.num_microbatches, STEADY * layout.pp)
+    return orders(layout.schedule, layout.pp, rank, m, layout.chunks)
 
 
 def footprint(shape: Shape, layout: Layout, stack: Stack) -> Footprint:
@@ -134,7 +140,7 @@ def fullest_ranks(layout: Layout, counts: tuple[int, ...],
 
 
 def most_blocks(shape: Shape, layout: Layout, stack: Stack, gib: Sequence[float],
-                orders: Orders) -> list[int]:
+                orders: Orders = fullest_of) -> list[int]:
     """Return the most blocks that each pipeline rank has room for; a rank has one stage.
 
     gib: memory that each rank may use. Memory grows with the blocks by no more than it does first.
@@ -184,7 +190,7 @@ class Kept(NamedTuple):
         each = blocks / layout.chunks
         return max(each * (one.waiting * self.block[0] + one.pending * self.block[1])
                    + one.head_waiting * self.head[0] + one.head_pending * self.head[1]
-                   for one in orders.in_flight(layout, rank))
+                   for one in in_flight(layout, rank, orders))
 
 
 def states_of(own: list[Segment], layout: Layout, stack: Stack) -> tuple[float, float, float]:
@@ -197,9 +203,9 @@ def states_of(own: list[Segment], layout: Layout, stack: Stack) -> tuple[float, 
 
 
 def rank_footprints(shape: Shape, layout: Layout, stack: Stack, counts: tuple[int, ...],
-                    ranks: Iterable[int], orders: Orders | None = None) -> list[Footprint]:
+                    ranks: Iterable[int], orders: Orders = fullest_of) -> list[Footprint]:
     """Return the memory of some pipeline ranks. counts: blocks of each stage."""
-    kept, orders = Kept.of(shape, layout, stack), orders or Orders()
+    kept = Kept.of(shape, layout, stack)
     return [_rank_footprint(
         shape, layout, stack, rank, counts, kept,
         kept.most(layout, rank, layout.blocks_of(rank, counts), orders)) for rank in ranks]

@@ -51,7 +51,7 @@ def least_seconds(question: Question) -> float:
     """Return the seconds of the products of weights alone, on devices that are never idle."""
     shape = question.shape
     weights = shape.layers * shape.passed_parameters + shape.vocab * shape.width
-    rate = sum(kind.ranks * product_rate(kind.cluster, question.stack.on(kind.cluster))
+    rate = sum(kind.ranks * product_rate(kind.cluster, question.stack)
                for kind in question.kinds)
     return 6 * question.batch_size * shape.tokens * weights / rate
 

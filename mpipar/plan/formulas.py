@@ -13,13 +13,16 @@ import ml_dtypes  # noqa: F401 - registers bfloat16 with NumPy
 import numpy as np
 
 from mpipar import models
+from mpipar.comm.grid import chunk_size
 from mpipar.comm.record import family
+from mpipar.data.routing import shares
 from mpipar.data.rows import rows_per_microbatch
 from mpipar.layers.context import recomputed_blocks
 from mpipar.layers.costs import KINDS, Barrier, Letters, Sum, total, value
 from mpipar.models.stage import UnitCosts, stage_parts
 from mpipar.ops import shapes_for
 from mpipar.partition.context import keeps_scores
+from mpipar.partition.experts import DISPATCHES
 
 FACTORS = {"all_reduce": "2(q-1)/q", "all_gather": "(q-1)/q", "reduce_scatter": "(q-1)/q",
            "all_to_all": "(q-1)/q", "all_to_allv": "1"}  # its payload has only rows for others
@@ -27,6 +30,10 @@ FACTORS = {"all_reduce": "2(q-1)/q", "all_gather": "(q-1)/q", "reduce_scatter": 
 SENT = {"all_reduce": (2, "(q-1)/q"), "all_to_all": (1, "(q-1)/q"),
         "all_to_allv": (1, "(q-1)/q"), "all_gather": (1, "(q-1)"),
         "reduce_scatter": (1, "(q-1)"), "ring": (1, "(q-1)"), "ring_home": (1, "q")}
+
+SENDS = {  # --expert-dispatch: (formula, how many times its tokens a rank sends)
+    "all-to-all": ("k(ep-1)/ep", lambda k, ep: k * (ep - 1) / ep),
+    "all-gather": ("ep-1", lambda k, ep: ep - 1)}
 
 
 def units_of(config) -> tuple[UnitCosts, Letters]:
@@ -267,9 +274,27 @@ def one_block(records) -> list:
     return [one for one in inside if [(one.name.split(".")[0], one.mb)] == first]
 
 
-def counted(records) -> dict[str, int]:
-    """Return {axis: calls} of a step's records."""
-    counts: dict[str, int] = {}
-    for record in records:
-        counts[record.axis] = counts.get(record.axis, 0) + 1
-    return counts
+def expert_rows(config) -> str:
+    """Return how many times its tokens a rank sends per exchange of rows, and their number."""
+    model, grid = config.model, config.grid
+    formula, times = SENDS[grid.expert_dispatch]
+    each = chunk_size(model.experts, grid.ep)
+    barriers = DISPATCHES[grid.expert_dispatch].barriers
+    rows = [phase for phase, ending, *_ in barriers if ending in ("dispatch", "combine")]
+    calls = sum(len(KINDS[kind].operations) for _, _, kind, _ in barriers)
+    return (f"experts: {each} of {model.experts} on a rank. It sends {formula} ="
+            f" {times(model.experts_per_token, grid.ep):g} times its tokens in each of"
+            f" {rows.count('F')} exchanges of rows forward and {rows.count('I')} backward, of"
+            f" {calls} calls for a block and a microbatch")
+
+
+def expert_imbalance(config) -> str:
+    """Return how uneven a forced routing makes the load of experts and ranks; "" if learned."""
+    model, ep = config.model, config.grid.ep
+    if model.routing == "learned":
+        return ""
+    loads = sum(shares(model.routing, model.experts, model.experts_per_token, rank, ep)
+                for rank in range(ep))
+    ranks = loads.reshape(ep, -1).sum(axis=1)
+    return (f"routing {model.routing}: the busiest expert gets {loads.max() / loads.mean():.2f}"
+            f" times the mean, the busiest rank {ranks.max() / ranks.mean():.2f} times")

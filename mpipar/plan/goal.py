@@ -72,14 +72,9 @@ def exchanged(q: int, index: int, sent: list[int], received: list[int]) -> Round
 
 def _rows(q: int, index: int, call: Call) -> Rounds:
     """Return the round of an all_to_allv, of the rows that it sends and receives."""
-    row = math.prod(call.shape[1:]) * _itemsize(call)
+    row = math.prod(call.shape[1:]) * call.itemsize
     sent, received = ([count * row for count in counts] for counts in call.argument)
     return exchanged(q, index, sent, received)
-
-
-def _itemsize(call: Call) -> int:
-    size: int = getattr(call.record.dtype, "itemsize", 1)
-    return size
 
 
 def _part(q: int, call: Call) -> int:

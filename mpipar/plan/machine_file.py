@@ -64,7 +64,7 @@ def load(path: str) -> Machine:
 def _problems(machine: Machine) -> list[str]:
     """List what is wrong: numbers that no machine has, and curves without a range."""
     found = []
-    for place, number in _numbers(asdict(replace(machine, provenance={})), "the file"):
+    for place, number in numbers(asdict(replace(machine, provenance={})), "the file"):
         if number < 0 and not place.endswith(MAY_BE_NEGATIVE):
             found.append(f"{place} is {number:g}: must not be below 0")
         if number > LARGEST:
@@ -90,13 +90,13 @@ def _problems(machine: Machine) -> list[str]:
     return found
 
 
-def _numbers(value, place: str) -> Iterator[tuple[str, float]]:
+def numbers(value, place: str = "") -> Iterator[tuple[str, float]]:
     """Yield (place, number) of every number inside dicts and lists."""
     if isinstance(value, dict):
         for key, one in value.items():
-            yield from _numbers(one, f"{place}.{key}")
+            yield from numbers(one, f"{place}.{key}" if place else key)
     elif isinstance(value, list | tuple):
         for number, one in enumerate(value):
-            yield from _numbers(one, f"{place}[{number}]")
+            yield from numbers(one, f"{place}[{number}]")
     elif isinstance(value, int | float) and not isinstance(value, bool):
         yield place, value

@@ -24,14 +24,37 @@ from mpipar.comm.hosts import cores_of, in_turns, quiet_barrier
 from mpipar.comm.record import Recorder
 from mpipar.comm.request import NAP_SECONDS
 from mpipar.config.memory import MemoryConfig
+from mpipar.files.text import counted
 from mpipar.layers.context import Context, recompute_options
 from mpipar.layers.stash import Stash
 from mpipar.pipeline.costs import Costs
-from mpipar.plan.sharing import pipeline_cores
 from mpipar.train.optim import OPTIMIZERS
 from mpipar.train.worker import Worker
 
 REPEATS = 5  # microbatches of a measurement, after a warm-up
+EQUAL_SHARES = "in the prediction, ranks that compute at the same time get equal shares"
+
+
+def crowding(grid_config, cores: int) -> float:
+    """Return the slowdown of work that all ranks of a layout do at the same time; at least 1.
+
+    A group of tp and cp counts as fast as it is measured, even if it has fewer cores than ranks.
+    """
+    return max(1.0, grid_config.num_ranks / max(cores, grid_config.tp * grid_config.cp))
+
+
+def pipeline_cores(grid_config, cores: int) -> float | None:
+    """Return `Costs.cores`: one pipeline's share of the cores; None if ranks share none."""
+    share = crowding(grid_config, cores)
+    return None if share == 1 else grid_config.pp / share
+
+
+def sharing_note(grid_config, cores: int, sharing: float) -> str:
+    """Return a prediction's note on more ranks than cores, or "". sharing: as in `Costs`."""
+    if grid_config.num_ranks <= cores:
+        return ""
+    more = f", and passes take {sharing:.2f} times as much of a core" if sharing > 1 else ""
+    return f"{grid_config.num_ranks} ranks share {counted(cores, 'core')}: {EQUAL_SHARES}{more}"
 
 
 def stage_units(stage: int, stage_layers) -> range:
@@ -86,11 +109,6 @@ def watch_passes(stage, watch, stashes, x, dy) -> None:
         stage.backward_weight(stash, watch)
 
 
-def activation_shape(worker, batch) -> tuple[int, ...]:
-    """Return the shape of a rank's activations between two stages, the same between any two."""
-    return next(iter(worker.stages.values())).in_shape(batch)
-
-
 def measure_times(worker, repeats: int, nap: float = 0.0) -> dict:
     """Return {kind: {unit: [mean seconds, mean core seconds]}} of the units that this rank holds.
 
@@ -102,7 +120,8 @@ def measure_times(worker, repeats: int, nap: float = 0.0) -> dict:
     """
     ops, config = worker.ops, worker.config
     batch = data.data_of(config.model).blank_batch(ops, config)
-    activation = activation_shape(worker, batch)
+    # Activations between any two stages have the same shape.
+    activation = next(iter(worker.stages.values())).in_shape(batch)
     rng = np.random.default_rng(0)
     x, dy = (ops.asarray(rng.standard_normal(activation).astype(ops.dtype)) for _ in range(2))
 
@@ -127,8 +146,7 @@ def unit_memory(config) -> dict:
     They come from the real layers on shapes, for one rank of the tp group. A recomputed unit
     temporarily holds what it would otherwise keep.
     """
-    memory = _unit_memory(config)
-    plain = memory
+    memory = plain = _unit_memory(config)
     if config.memory.recompute == "block":
         plain = _unit_memory(replace(config, memory=MemoryConfig()))
     more = zip(plain["stash_bytes"], memory["stash_bytes"], strict=True)

@@ -6,12 +6,17 @@ simulates until no remaining bound could still win.
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from functools import cache, partial
+
 from mpipar.pipeline.check import check_programs, runnable_order
 from mpipar.pipeline.costs import Costs
 from mpipar.pipeline.instructions import is_compute
 from mpipar.pipeline.schedules.catalog import make_schedule
 from mpipar.plan.layout import Layout
-from mpipar.plan.step_time import Blocks
+from mpipar.plan.step_time import Blocks, Pipeline
+
+Order = Callable[[str, int, int, int | None], list[tuple]]  # passes_in_order, perhaps cached
 
 
 def stage_costs(layout: Layout, blocks: Blocks, counts: tuple[int, ...]) -> Costs:
@@ -43,46 +48,47 @@ def bound(layout: Layout, blocks: Blocks, counts: tuple[int, ...]) -> float:
     return found
 
 
-class Pipelines:
-    """Simulated schedules. The order of a schedule's passes is built and proved once."""
+def passes_in_order(name: str, pp: int, num_microbatches: int, chunks: int | None) -> list[tuple]:
+    """Return (rank, kind, stage, messages needed, messages sent) of each pass, in order.
 
-    def __init__(self):
-        self.orders: dict[tuple, list[tuple]] = {}
+    The schedule is built and proved.
+    """
+    schedule = make_schedule(name, pp, num_microbatches, chunks)
+    check_programs(schedule)
+    return [(rank, instr.kind, instr.stage, tuple(received), tuple(sent))
+            for rank, instr, received, sent in runnable_order(schedule) if is_compute(instr)]
 
-    def simulated(self, layout: Layout, blocks: Blocks, counts: tuple[int, ...]) -> float:
-        """Return the seconds of the schedule's timeline."""
-        costs = stage_costs(layout, blocks, counts)
-        return self.makespan(layout, layout.num_microbatches, costs)
 
-    def makespan(self, layout: Layout, num_microbatches: int, costs: Costs) -> float:
-        """Return the simulated seconds of a step of `num_microbatches` microbatches.
+def timeline(layout: Layout, blocks: Blocks, counts: tuple[int, ...],
+             order: Order = passes_in_order) -> float:
+    """Return the simulated seconds of the passes, in the schedule's order."""
+    return makespan(layout, layout.num_microbatches, stage_costs(layout, blocks, counts), order)
 
-        With many of them, each further round of pp microbatches adds the same time to a step, so
-        two short steps are enough to extrapolate to a long one.
-        """
-        if num_microbatches > 5 * layout.pp:
-            rounds, rest = divmod(num_microbatches, layout.pp)
-            short, longer = (self.makespan(layout, count * layout.pp + rest, costs)
-                             for count in (3, 4))
-            return longer + (rounds - 4) * (longer - short)
-        seconds = {"F": costs.f, "I": costs.i, "W": costs.w,
-                   "B": tuple(map(sum, zip(costs.i, costs.w, strict=True)))}
-        clock, arrival = [0.0] * layout.pp, {}
-        for rank, kind, stage, received, sent in self.passes_in_order(layout, num_microbatches):
-            now = max([clock[rank], *map(arrival.pop, received)]) + seconds[kind][stage]
-            clock[rank] = now
-            for message in sent:
-                arrival[message] = now
-        return max(clock)
 
-    def passes_in_order(self, layout: Layout, num_microbatches: int) -> list[tuple]:
-        """Return (rank, kind, stage, messages needed, messages sent) of each pass, in order."""
-        key = layout.schedule, layout.pp, num_microbatches, layout.chunks
-        if key not in self.orders:
-            free = layout.chunks if layout.family.looped else None
-            schedule = make_schedule(*key[:3], free)
-            check_programs(schedule)
-            self.orders[key] = [
-                (rank, instr.kind, instr.stage, tuple(received), tuple(sent))
-                for rank, instr, received, sent in runnable_order(schedule) if is_compute(instr)]
-        return self.orders[key]
+def cached_timeline() -> Pipeline:
+    """Return `timeline` with a cache: it builds and proves the order of each schedule once."""
+    return partial(timeline, order=cache(passes_in_order))
+
+
+def makespan(layout: Layout, num_microbatches: int, costs: Costs, order: Order) -> float:
+    """Return the simulated seconds of a step of `num_microbatches` microbatches.
+
+    With many of them, each further round of pp microbatches adds the same time to a step, so two
+    short steps are enough to extrapolate to a long one.
+    """
+    if num_microbatches > 5 * layout.pp:
+        rounds, rest = divmod(num_microbatches, layout.pp)
+        short, longer = (makespan(layout, count * layout.pp + rest, costs, order)
+                         for count in (3, 4))
+        return longer + (rounds - 4) * (longer - short)
+    seconds = {"F": costs.f, "I": costs.i, "W": costs.w,
+               "B": tuple(map(sum, zip(costs.i, costs.w, strict=True)))}
+    clock, arrival = [0.0] * layout.pp, {}
+    free = layout.chunks if layout.family.looped else None
+    for rank, kind, stage, received, sent in order(
+            layout.schedule, layout.pp, num_microbatches, free):
+        now = max([clock[rank], *map(arrival.pop, received)]) + seconds[kind][stage]
+        clock[rank] = now
+        for message in sent:
+            arrival[message] = now
+    return max(clock)

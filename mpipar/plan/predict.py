@@ -9,8 +9,6 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-import numpy as np
-
 from mpipar import data
 from mpipar import ops as ops_module
 from mpipar.checkpoint.save import num_elements, own_pieces
@@ -45,10 +43,17 @@ class Prediction:
         return sum(self.peak_bytes.values())
 
 
-def routed(config, grid) -> tuple[np.ndarray, int] | None:
-    """Return what `ShapeOps.routed` is in a layout: see there."""
-    table = rows.routed_rows(config, grid)
-    return None if table is None else (table, grid.place("expert"))
+def worker_on_shapes(config, world_rank: int, recorder: Recorder,
+                     worst_case: bool = False) -> Worker:
+    """Return the real Worker of `world_rank` in the layout of a resolved config, on shapes.
+
+    worst_case: see `predict`.
+    """
+    ops, grid = ops_module.shapes_for(config.run, recorder), Grid.of(config.grid, world_rank)
+    exact, table = getattr(ops, "exact", ops), rows.routed_rows(config, grid)
+    exact.worst_case = worst_case
+    exact.routed = None if table is None else (table, grid.place("expert"))
+    return Worker(config, grid, ops, recorder)
 
 
 def predict(config, world_rank: int, worst_case: bool = False) -> Prediction:
@@ -57,18 +62,14 @@ def predict(config, world_rank: int, worst_case: bool = False) -> Prediction:
     Experts are equally popular, or as popular as --routing says. In the worst case all rows of the
     group go to this rank's experts.
     """
-    recorder = Recorder(capacity=1 << 20)
-    ops = ops_module.shapes_for(config.run, recorder)
-    grid = Grid.of(config.grid, world_rank)
-    exact = getattr(ops, "exact", ops)
-    exact.worst_case, exact.routed = worst_case, routed(config, grid)
-    worker = Worker(config, grid, ops, recorder)
+    worker = worker_on_shapes(config, world_rank, Recorder(capacity=1 << 20), worst_case)
+    ops = worker.ops
     if config.run.save_async and config.run.device == "cpu":  # a GPU's copy is in host memory
         elements = num_elements(own_pieces(worker))
         snapshot = ops.empty((elements,), ops.statistics, label="snapshot")  # noqa: F841 (held)
     blank_batch = data.data_of(config.model).blank_batch
     worker.train_step(1, lambda mb: blank_batch(ops, config))
-    return Prediction(world_rank, ops.peak, dict(ops.flops), recorder,
+    return Prediction(world_rank, ops.peak, dict(ops.flops), worker.recorder,
                       {axis: comm.ranks for axis, comm in worker.comms.groups.items()},
                       sum(flat.size for flat in worker.flats),
                       [(flat.groups, flat.length(number)) for flat in worker.flats
@@ -76,3 +77,18 @@ def predict(config, world_rank: int, worst_case: bool = False) -> Prediction:
                       {number: [[(flat.groups, flat.length(segment)) for flat, segment in needs]
                                 for needs in units]
                        for number, units in unit_segments(worker.stages).items()})
+
+
+def predict_stages(config) -> list[Prediction]:
+    """Return the prediction of one rank of each pipeline place: the first of its groups.
+
+    Replicas and tensor-parallel ranks do the same work.
+    """
+    places = (Grid.of(config.grid, one) for one in range(config.grid.num_ranks))
+    return [predict(config, one.world_rank) for one in places
+            if not any(map(one.place, ("dp", "cp", "tp")))]
+
+
+def fullest(config) -> Prediction:
+    """Return the prediction for the rank that needs most memory."""
+    return max(predict_stages(config), key=lambda one: one.peak_total)

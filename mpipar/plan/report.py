@@ -6,6 +6,7 @@ import math
 from collections import Counter
 from collections.abc import Callable, Iterable
 from dataclasses import asdict, replace
+from functools import cache
 from itertools import groupby, zip_longest
 
 from mpipar.config.layout import sizes_text
@@ -13,9 +14,9 @@ from mpipar.console.tables import short_count, table
 from mpipar.files.text import counted
 from mpipar.plan.cluster import STACKS, Cluster, Stack
 from mpipar.plan.confirm import Confirmed, Job, command_line
-from mpipar.plan.footprint import GIB, RESERVE, Footprint, Orders, rank_footprints
+from mpipar.plan.footprint import GIB, RESERVE, Footprint, fullest_of, rank_footprints
 from mpipar.plan.layout import Layout, blocks_of_stages
-from mpipar.plan.pipeline_time import Pipelines
+from mpipar.plan.pipeline_time import cached_timeline, timeline
 from mpipar.plan.published import Run, nearest_runs
 from mpipar.plan.search import Candidate, Kind, Plan, Question, layouts, other_order, placed, search
 from mpipar.plan.shape import MFU_RULES, utilization
@@ -100,8 +101,7 @@ def even_split(question: Question, one: Candidate) -> float | None:
     if counts == one.counts:
         return one.step.total
     even = next(placed(question, one.layout, one.kinds))
-    return step_time(question.shape, one.layout, one.clusters, question.stack,
-                     Pipelines().simulated).total if even.used <= 1 else None
+    return question.step(one.layout, one.clusters).total if even.used <= 1 else None
 
 
 def even_words(question: Question, one: Candidate) -> str:
@@ -183,8 +183,7 @@ def nodes(question: Question, best: Candidate) -> str:
     if inside:
         text += f", those of {', '.join(inside)} stay inside"
     for other in other_order(question, layout):
-        step = step_time(question.shape, other, best.clusters, question.stack,
-                         Pipelines().simulated, best.counts)
+        step = question.step(other, best.clusters, best.counts)
         text += f"; with --rank-order {','.join(other.rank_order)} a step takes {step.total:.3f} s"
     return text
 
@@ -203,7 +202,7 @@ def parts_table(best: Candidate) -> str:
 def stages(question: Question, best: Candidate) -> list[tuple[int, Footprint, StepTime]]:
     """Return (blocks, memory, parts of the step) of each pipeline rank."""
     layout, shape, stack, counts = best.layout, question.shape, question.stack, best.counts
-    times = rank_times(shape, layout, best.clusters, stack, Pipelines().simulated, counts)
+    times = rank_times(shape, layout, best.clusters, stack, timeline, counts)
     memory = rank_footprints(shape, layout, stack, counts, range(layout.pp))
     return [(layout.blocks_of(rank, counts), memory[rank], times[rank])
             for rank in range(layout.pp)]
@@ -346,13 +345,8 @@ def rejections(plan: Plan) -> str:
     """Return how many layouts were considered, and why most were rejected."""
     said = (f"{plan.fitting:,} layouts fit, {plan.simulated:,} of them were simulated: no other can"
             " be shorter than these\n" if plan.fitting else "")
-    return said + rejected_lines(plan.rejected)
-
-
-def rejected_lines(rejected: dict[str, int]) -> str:
-    """Return how many layouts each reason has rejected."""
-    return "\n".join(["rejected:", *(
-        f"  {count:>7,}  {reason}" for reason, count in rejected.items())])
+    return said + "\n".join(["rejected:", *(
+        f"  {count:>7,}  {reason}" for reason, count in plan.rejected.items())])
 
 
 def impossible(question: Question, plan: Plan) -> str:
@@ -363,7 +357,7 @@ def impossible(question: Question, plan: Plan) -> str:
     text = (f"no layout fits: the one that needs least has {one.memory.total / GIB:.1f} GiB on its"
             f" fullest rank, and {one.memory.total / one.used / GIB:.1f} are there\n"
             f"  {candidate_words(one)}\n"
-            f"its states alone are {states_of(one) / GIB:.1f} GiB; use {enough(question)}, or"
+            f"its states alone are {one.memory.states / GIB:.1f} GiB; use {enough(question)}, or"
             " devices with more memory")
     if more:
         text += f"\nwith 20 % more memory would be first: {candidate_words(more)}"
@@ -384,14 +378,9 @@ def enough(question: Question) -> str:
 
 def fits(question: Question) -> bool:
     """Return whether any layout fits in memory."""
-    orders = Orders()
+    orders = cache(fullest_of)
     return any(one.used <= 1 for layout in layouts(question, Counter())
                for one in placed(question, layout, question.kinds, orders))
-
-
-def states_of(one: Candidate) -> float:
-    """Return the bytes of weights, gradients and optimizer of the fullest rank."""
-    return one.memory.weights + one.memory.gradients + one.memory.optimizer
 
 
 def changes(question: Question, plan: Plan) -> list[dict]:
@@ -399,13 +388,12 @@ def changes(question: Question, plan: Plan) -> list[dict]:
 
     Which layouts fit depends on memory too: the search has kept what it would choose.
     """
-    pipelines, found = Pipelines(), []
+    pipeline = cached_timeline()
 
     def row(name: str, changed: Callable[[Cluster, float], Cluster],
             software: Callable[[Stack, float], Stack]) -> dict:
-        steps = [[step_time(question.shape, one.layout,
-                            [changed(each, by) for each in one.clusters],
-                            software(question.stack, by), pipelines.simulated, one.counts).total
+        steps = [[question._replace(stack=software(question.stack, by)).step(
+            one.layout, [changed(each, by) for each in one.clusters], one.counts, pipeline).total
                   for one in plan.best] for by in OFF]
         return {"input": name, "steps_s": [each[0] for each in steps],
                 "first": [plan.best[each.index(min(each))].layout for each in steps]}

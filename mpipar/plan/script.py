@@ -15,15 +15,13 @@ from time import perf_counter_ns
 from typing import Any, NamedTuple
 
 from mpipar import data
-from mpipar import ops as ops_module
 from mpipar.comm.grid import Grid
 from mpipar.comm.record import Record, Recorder
 from mpipar.comm.request import Array, Request
 from mpipar.comm.transport import Counts, Exchanged, NoTransport
 from mpipar.config.sections import Config
-from mpipar.plan.predict import routed
+from mpipar.plan.predict import worker_on_shapes
 from mpipar.train.build import with_shared_heads
-from mpipar.train.worker import Worker
 
 CALL, WAIT, LOOK, SPAN = "call", "wait", "look", "span"
 MOST_KEPT = 256  # scripts of other ranks, reused for those that do the same
@@ -42,6 +40,11 @@ class Call(NamedTuple):
     posted: bool
     looked: bool
     argument: Any
+
+    @property
+    def itemsize(self) -> int:
+        """Bytes of an element of what travels."""
+        return int(getattr(self.record.dtype, "itemsize", 1))
 
 
 class Event(NamedTuple):
@@ -172,15 +175,13 @@ class Listening(NoTransport):
 def script_of(config: Config, world_rank: int) -> Script:
     """Return the script of a rank in the layout of a resolved config."""
     notes = Notes()
-    notes.ops = ops = ops_module.shapes_for(config.run, notes)
-    grid = Grid.of(config.grid, world_rank)
-    getattr(ops, "exact", ops).routed = routed(config, grid)
-    worker = Worker(config, grid, ops, notes)
+    worker = worker_on_shapes(config, world_rank, notes)
+    notes.ops = worker.ops
     for comm in worker.comms.groups.values():
         if comm.size > 1:
-            comm.wire = Listening(ops, notes)
+            comm.wire = Listening(worker.ops, notes)
     blank_batch = data.data_of(config.model).blank_batch
-    worker.train_step(1, lambda mb: blank_batch(ops, config))
+    worker.train_step(1, lambda mb: blank_batch(worker.ops, config))
     calls = [Call(record, shape, posted, number in notes.looked, argument)
              for number, (record, (shape, posted, argument))
              in enumerate(zip(notes.records, notes.given, strict=True))]

@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import math
 from collections import Counter
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from functools import cache
 from itertools import permutations
 from typing import NamedTuple
@@ -21,9 +21,9 @@ from typing import NamedTuple
 from mpipar.config.layout import cuts_heads, divisors
 from mpipar.pipeline.schedules.catalog import FAMILIES
 from mpipar.plan.cluster import Cluster, Stack
-from mpipar.plan.footprint import GIB, Footprint, Orders, fullest_ranks, rank_footprints
+from mpipar.plan.footprint import GIB, Footprint, Orders, fullest_of, fullest_ranks, rank_footprints
 from mpipar.plan.layout import Layout
-from mpipar.plan.pipeline_time import Pipelines, bound
+from mpipar.plan.pipeline_time import bound, cached_timeline, timeline
 from mpipar.plan.shape import Shape
 from mpipar.plan.splits import splits
 from mpipar.plan.step_time import Pipeline, StepTime, passes_by_rank, step_of, step_time
@@ -71,6 +71,11 @@ class Question(NamedTuple):
     def per_node(self) -> int:
         """Devices of the smallest node: groups of tp fit inside the nodes of every kind."""
         return min(kind.cluster.per_node() for kind in self.kinds)
+
+    def step(self, layout: Layout, clusters: Sequence[Cluster],
+             counts: tuple[int, ...] | None = None, pipeline: Pipeline = timeline) -> StepTime:
+        """Return the simulated step of a layout; see `step_time`."""
+        return step_time(self.shape, layout, clusters, self.stack, pipeline, counts)
 
     def changed(self, change: Callable[[Kind], Kind]) -> Question:
         """Return the same question for other devices."""
@@ -230,7 +235,7 @@ def schedules(question: Question, pp: int, m: int, rejected: Counter) -> Iterato
 def search(question: Question, count: int = 5, tell=lambda text: None) -> Plan:
     """Return the `count` layouts with the shortest simulated step. tell: called with progress."""
     rejected, ranked, fitting = Counter(), [], 0
-    least, orders = None, Orders()
+    least, orders, pipeline = None, cache(fullest_of), cached_timeline()
     for seen, layout in enumerate(layouts(question, rejected)):
         if seen % TELL_EVERY == 0:
             tell(f"{seen:,} layouts of {question.ranks} ranks, {fitting:,} fit")
@@ -245,27 +250,24 @@ def search(question: Question, count: int = 5, tell=lambda text: None) -> Plan:
         if least is None or closest.used < least.used:
             least = closest
     ranked.sort(key=lambda one: one.step.total)
-    pipelines = Pipelines()
     fit = [one for one in ranked if one.used <= 1]
-    best, tried = judged(question, fit, count, pipelines, lambda tried: tell(
+    best, tried = judged(question, fit, count, pipeline, lambda tried: tell(
         f"{fitting:,} layouts fit, {tried:,} simulated"))
-    other = [judged(question, [one for one in ranked if one.used <= factor], 1, pipelines)[0]
+    other = [judged(question, [one for one in ranked if one.used <= factor], 1, pipeline)[0]
              for factor in (LESS, MORE)]
     return Plan(best, fitting, tried, dict(rejected.most_common()), None if best else least,
                 trade_off(fit), [found[0] if found else None for found in other])
 
 
 def placed(question: Question, layout: Layout, kinds: tuple[Kind, ...],
-           orders: Orders | None = None) -> Iterator[Candidate]:
+           orders: Orders = fullest_of) -> Iterator[Candidate]:
     """Yield the layout with each split of its blocks over stages that may be best.
 
-    Steps are bounds. What would not fit even with MORE memory has none. orders: those that are
-    known.
+    Steps are bounds. What would not fit even with MORE memory has none.
     """
     shape, stack = question.shape, question.stack
     by_rank = kinds_by_rank(layout, kinds)
     clusters = [kind.cluster for kind in by_rank]
-    orders = orders or Orders()
     blocks = cache(lambda: passes_by_rank(shape, layout, clusters, stack))
 
     def held(counts: tuple[int, ...]) -> list[tuple[float, Footprint]]:
@@ -283,16 +285,15 @@ def placed(question: Question, layout: Layout, kinds: tuple[Kind, ...],
         yield Candidate(layout, kinds, counts, step, memory, used)
 
 
-def simulated(question: Question, one: Candidate, pipeline: Pipeline) -> Candidate:
-    """Return a candidate with its step by another pipeline model, in the better rank order."""
-    steps = {layout: step_time(question.shape, layout, one.clusters, question.stack, pipeline,
-                               one.counts)
+def simulated(question: Question, one: Candidate, pipeline: Pipeline = timeline) -> Candidate:
+    """Return a candidate with its simulated step, in the better rank order."""
+    steps = {layout: question.step(layout, one.clusters, one.counts, pipeline)
              for layout in (one.layout, *other_order(question, one.layout))}
     layout = min(steps, key=lambda each: steps[each].total)
     return one._replace(layout=layout, step=steps[layout])
 
 
-def judged(question: Question, ranked: list[Candidate], count: int, pipelines: Pipelines,
+def judged(question: Question, ranked: list[Candidate], count: int, pipeline: Pipeline,
            tell=lambda tried: None) -> tuple[list[Candidate], int]:
     """Return (the best `count` of candidates sorted by bound, how many were simulated)."""
     best: dict[tuple, Candidate] = {}
@@ -304,7 +305,7 @@ def judged(question: Question, ranked: list[Candidate], count: int, pipelines: P
         if known is None or one.step.total < known.step.total:
             tried += 1
             tell(tried)
-            found = simulated(question, one, pipelines.simulated)
+            found = simulated(question, one, pipeline)
             if known is None or found.step.total < known.step.total:
                 best[one.layout.grid] = found
     return in_order(best)[:count], tried

@@ -60,17 +60,14 @@ class Shape:
     expert_interval: int = 1
 
     @classmethod
-    def of(cls, model) -> Shape:
+    def of(cls, model: DecoderConfig) -> Shape:
         """Return the Shape of a resolved DecoderConfig."""
-        learned = getattr(model, "positions", "learned") == "learned"
         return cls(
-            model.layers, model.d_model, model.ffn, model.heads,
-            getattr(model, "kv_heads", None) or model.heads,
-            getattr(model, "head_dim", None) or model.d_model // model.heads,
-            model.vocab_size, model.seq_len, getattr(model, "activation", "gelu"), model.tied,
-            model.seq_len if learned else 0, getattr(model, "experts", None) or 0,
-            getattr(model, "experts_per_token", 0), getattr(model, "expert_ffn", None) or 0,
-            getattr(model, "shared_expert_ffn", None) or 0, getattr(model, "expert_interval", 1))
+            model.layers, model.d_model, model.ffn, model.heads, model.kv_heads or model.heads,
+            model.head_dim or model.d_model // model.heads, model.vocab_size, model.seq_len,
+            model.activation, model.tied, model.seq_len if model.positions == "learned" else 0,
+            model.experts or 0, model.experts_per_token, model.expert_ffn or 0,
+            model.shared_expert_ffn or 0, model.expert_interval)
 
     def costs(self, parallel: bool = False, scores: bool = False,
               kind: str = "dense") -> UnitCosts:

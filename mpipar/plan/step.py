@@ -11,15 +11,20 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 
 from mpipar import models
-from mpipar.comm.grid import Grid
+from mpipar.data.rows import rows_per_microbatch
 from mpipar.errors import UsageError
 from mpipar.layers.context import recomputed_blocks
 from mpipar.pipeline.costs import Costs
 from mpipar.pipeline.simulate import simulate
 from mpipar.plan.machine import HOP, SENDING, STREAM, Machine
-from mpipar.plan.measure import unit_counts, unit_memory
-from mpipar.plan.predict import Prediction, predict
-from mpipar.plan.sharing import crowding, pipeline_cores, sharing_note
+from mpipar.plan.measure import (
+    crowding,
+    pipeline_cores,
+    sharing_note,
+    unit_counts,
+    unit_memory,
+)
+from mpipar.plan.predict import Prediction, predict, predict_stages
 from mpipar.train.build import configured_schedule
 
 BUCKET = "grads.bucket"  # a sum that is posted first and waited for later
@@ -46,11 +51,6 @@ class StepEstimate:
         return self.pipeline + self.barriers + self.update
 
 
-def microbatch_rows(config) -> int:
-    """Return the rows of one microbatch of a resolved config."""
-    return config.train.batch_size // (config.grid.dp * config.grid.num_microbatches)
-
-
 def measured_units(machine: Machine, config):
     """Return the machine's `Units` for a config.
 
@@ -61,7 +61,7 @@ def measured_units(machine: Machine, config):
         raise UsageError(f"cp {config.grid.cp}: a cost model has no passes on a part of the tokens;"
                          " leave --machine out, or predict a layout with cp 1")
     return machine.units_of(config.model, config.run.dtype, config.grid.tp,
-                            microbatch_rows(config), config.grid.ep)
+                            rows_per_microbatch(config), config.grid.ep)
 
 
 def costs_of(machine: Machine, config, message_bytes: int) -> Costs:
@@ -71,7 +71,7 @@ def costs_of(machine: Machine, config, message_bytes: int) -> Costs:
     its FLOPs. Raises UsageError if the machine's file lacks this model.
     """
     units = measured_units(machine, config)
-    factor = microbatch_rows(config) / units.rows
+    factor = rows_per_microbatch(config) / units.rows
     once = units.block  # the machine's file has the mean of blocks without recomputation
     twice = replace(once, i=once.i + once.f)
     split = models.layer_split(config, configured_schedule(config.grid))
@@ -133,15 +133,12 @@ def schedule_costs(machine: Machine, config) -> Costs:
 def step_estimate(machine: Machine, config) -> StepEstimate:
     """Predict a step of a resolved config. Raises UsageError if the machine's file lacks a curve.
 
-    Barriers and update are those of the slowest pipeline rank. Replicas and tensor-parallel ranks
-    do the same work.
+    Barriers and update are those of the slowest pipeline rank.
     """
-    grids = [Grid.of(config.grid, place) for place in range(Grid.of(config.grid, 0).world_size)]
-    grids = [grid for grid in grids if not any(map(grid.place, ("dp", "cp", "tp")))]
-    steps = [predict(config, grid.world_rank) for grid in grids]
+    steps = predict_stages(config)
     units, outside = measured_units(machine, config), set()
-    if units.rows != microbatch_rows(config):
-        outside.add(f"passes of {microbatch_rows(config)} row(s)")
+    if units.rows != rows_per_microbatch(config):
+        outside.add(f"passes of {rows_per_microbatch(config)} row(s)")
     if units.optimizer != config.train.optimizer:
         outside.add(f"the update of {config.train.optimizer}, only that of {units.optimizer}")
     message = largest_message(steps)

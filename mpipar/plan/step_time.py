@@ -11,7 +11,7 @@ from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
 from mpipar.pipeline.forms import Letters
-from mpipar.plan.block_time import BlockTimes, Times, beside, block_times
+from mpipar.plan.block_time import BlockTimes, beside, block_times
 from mpipar.plan.cluster import Cluster, Stack
 from mpipar.plan.collectives import all_gather, exchange
 from mpipar.plan.layout import Layout, Segment, blocks_of_stages, rank_segments
@@ -77,27 +77,30 @@ def step_of(shape: Shape, layout: Layout, clusters: Sequence[Cluster], blocks: B
     sums, update = max((behind_the_passes(shape, layout, clusters[one], stack, one, blocks[one],
                                           counts) for one in different.values()), key=sum)
     hops = messages_seconds(shape, layout, clusters, stack)
-    own, again = own_times(layout, rank, blocks[rank], counts)
-    return StepTime(*own[:4], again, own.tp, own.cp, own.ep, passes - busy[rank], hops,
-                    own.gathers + sums, update)
+    return spent(layout, rank, blocks[rank], counts, passes - busy[rank], hops, (sums, update))
 
 
-def rank_times(shape: Shape, layout: Layout, cluster: Cluster | Sequence[Cluster], stack: Stack,
-               pipeline: Pipeline, counts: tuple[int, ...] | None = None) -> list[StepTime]:
+def rank_times(shape: Shape, layout: Layout, clusters: Sequence[Cluster], stack: Stack,
+               pipeline: Pipeline, counts: tuple[int, ...]) -> list[StepTime]:
     """Return the step as each pipeline rank spends it; one whose sums are done waits for others."""
-    clusters = by_rank(layout, cluster)
     blocks = passes_by_rank(shape, layout, clusters, stack)
-    counts = counts or blocks_of_stages(shape.layers, layout.stages)
     whole = step_of(shape, layout, clusters, blocks, stack, pipeline, counts)
-    found = []
-    for rank in range(layout.pp):
-        own, again = own_times(layout, rank, blocks[rank], counts)
-        sums, update = behind_the_passes(
-            shape, layout, clusters[rank], stack, rank, blocks[rank], counts)
-        one = StepTime(*own[:4], again, own.tp, own.cp, own.ep, 0.0, whole.hops,
-                       own.gathers + sums, update)
-        found.append(one._replace(bubble=whole.total - one.total))
-    return found
+    own = [spent(layout, rank, block, counts, 0.0, whole.hops, behind_the_passes(
+        shape, layout, clusters[rank], stack, rank, block, counts))
+        for rank, block in enumerate(blocks)]
+    return [one._replace(bubble=whole.total - one.total) for one in own]
+
+
+def spent(layout: Layout, rank: int, block: BlockTimes, counts: tuple[int, ...], bubble: float,
+          hops: float, after: tuple[float, float]) -> StepTime:
+    """Return the step of a pipeline rank. after: the seconds of its sums and of its update."""
+    m, (sums, update) = layout.num_microbatches, after
+    many = m * layout.blocks_of(rank, counts)
+    own = block.passes.times(many)
+    if rank == layout.last_rank:
+        own = own.plus(block.head.times(m))
+    return StepTime(*own[:4], many * block.again.total, own.tp, own.cp, own.ep, bubble, hops,
+                    own.gathers + sums, update)
 
 
 def by_rank(layout: Layout, cluster: Cluster | Sequence[Cluster]) -> Sequence[Cluster]:
@@ -113,34 +116,18 @@ def passes_by_rank(shape: Shape, layout: Layout, clusters: Sequence[Cluster],
     return [known[cluster.name] for cluster in clusters]
 
 
-def own_times(layout: Layout, rank: int, block: BlockTimes,
-              counts: tuple[int, ...]) -> tuple[Times, float]:
-    """Return (the seconds of a rank's passes in a step by cause, those of recomputation)."""
-    m = layout.num_microbatches
-    many = m * layout.blocks_of(rank, counts)
-    own = block.passes.times(many)
-    if rank == layout.last_rank:
-        own = own.plus(block.head.times(m))
-    return own, many * block.again.total
-
-
 def behind_the_passes(shape: Shape, layout: Layout, cluster: Cluster, stack: Stack, rank: int,
                       block: BlockTimes, counts: tuple[int, ...]) -> tuple[float, float]:
-    """Return a pipeline rank's seconds of (sums that no window hides, the update)."""
-    own = rank_segments(shape, layout, rank, counts)
-    windows = window_of(layout, block, layout.blocks_of(rank, counts))
-    return (sum_seconds(shape, layout, cluster, stack, own, windows),
-            update_seconds(layout, cluster, stack, own))
-
-
-def window_of(layout: Layout, block: BlockTimes, blocks: int) -> tuple[float, float]:
-    """Return the seconds of computing (beside gradient sums, beside gathers of weights).
+    """Return a pipeline rank's seconds of (sums that no window hides, the update).
 
     Sums begin when the last microbatch's backward has left its last chunk's first block. Weights
     are gathered during the first microbatch's forward.
     """
-    each = max(0, blocks - 1)
-    return (each * (block.i.total + block.w.total + block.again.total), each * block.f.total)
+    own, each = rank_segments(shape, layout, rank, counts), layout.blocks_of(rank, counts) - 1
+    windows = [max(0, each) * seconds for seconds in (
+        block.i.total + block.w.total + block.again.total, block.f.total)]
+    return (sum_seconds(shape, layout, cluster, stack, own, windows),
+            update_seconds(layout, cluster, stack, own))
 
 
 def busy_seconds(layout: Layout, blocks: Blocks, counts: tuple[int, ...]) -> list[float]:
@@ -216,8 +203,11 @@ def hop_seconds(shape: Shape, layout: Layout, cluster: Cluster, stack: Stack) ->
 
 
 def sum_seconds(shape: Shape, layout: Layout, cluster: Cluster, stack: Stack,
-                own: list[Segment], windows: tuple[float, float]) -> float:
-    """Return the seconds of sums of a rank's segments that no window hides."""
+                own: list[Segment], windows: Sequence[float]) -> float:
+    """Return the seconds of sums of a rank's segments that no window hides.
+
+    windows: seconds of computing (beside gradient sums, beside gathers of weights).
+    """
     def over_all(element_bytes: float) -> float:
         return sum(all_gather(cluster, one.elements * element_bytes, one.ranks, one.stride)
                    for one in own)

@@ -12,7 +12,7 @@ from mpipar.comm.grid import chunk_size, token_pieces
 from mpipar.data.routing import shares
 from mpipar.learn.exercise import Number, numbers, plain
 from mpipar.learn.questions.counted import MIB, predicted, ring_messages, sent, simulated
-from mpipar.plan.expert_forms import SENDS
+from mpipar.plan.formulas import SENDS
 from mpipar.train.gradsync import LossScale
 
 STATES = ("weights", "gradients", "optimizer")  # labels of what a rank keeps between steps

@@ -1,14 +1,16 @@
 """A plan as one self-contained HTML page: memory and time of the best layouts, and their trade-off.
 
-Colours follow a light or dark page, widths follow the window, and every part of a picture has a
-tooltip with its number. The chosen layout is marked.
+Widths follow the window, and every part of a picture has a tooltip with its number. The chosen
+layout is marked. The page's parts are in the folder page/.
 """
 
 from __future__ import annotations
 
 import math
 from html import escape
+from importlib.resources import files
 
+from mpipar.console import html
 from mpipar.files.text import harmless
 from mpipar.plan.footprint import GIB, Footprint
 from mpipar.plan.report import PARTS, candidate_words, devices, layout_words
@@ -17,42 +19,7 @@ from mpipar.plan.search import Plan, Question
 WIDTH, HEIGHT = 1000, 360  # of the trade-off picture, in its own units
 LEFT, FLOOR = 70, HEIGHT - 44  # where its axes are
 TICKS = 5  # of an axis, at most
-COLOURS = ("var(--a)", "var(--b)", "var(--c)", "var(--d)", "var(--e)", "var(--f)", "var(--g)",
-           "var(--h)", "var(--i)", "var(--j)", "var(--k)", "var(--l)")
-STYLE = """
-:root { color-scheme: light dark; --ink: light-dark(#1b2330, #e4e9f1);
-  --soft: light-dark(#5c6779, #94a1b5); --bg: light-dark(#f3f5f8, #0e1218);
-  --card: light-dark(#fff, #171d26); --line: light-dark(#c3cad6, #3a4657);
-  --limit: light-dark(#d9452b, #ff7a5c); --a: light-dark(#3f74c9, #6c9df0);
-  --b: light-dark(#a06c08, #e5b04a); --c: light-dark(#c2278b, #f279c4);
-  --d: light-dark(#6b7d00, #bfd14a); --e: light-dark(#e0937f, #b85a44);
-  --f: light-dark(#0d8a94, #45cfd9); --g: light-dark(#8457b8, #b38ae0);
-  --h: light-dark(#217a4b, #55bd86); --i: light-dark(#7a4a2b, #c99a76);
-  --j: light-dark(#4d6b8a, #8fb0d1); --k: light-dark(#b03a5b, #f08aa6);
-  --l: light-dark(#5a5f66, #a9b0ba); }
-* { box-sizing: border-box; }
-body { margin: 0 auto; max-width: 1200px; padding: 20px; background: var(--bg); color: var(--ink);
-  font: 14px/1.45 system-ui, sans-serif; }
-h1 { font-size: 22px; } h2 { font-size: 15px; margin: 0 0 8px; }
-section { background: var(--card); border: 1px solid var(--line); border-radius: 12px;
-  padding: 16px; margin: 14px 0; break-inside: avoid; }
-svg { width: 100%; height: auto; min-width: 480px; } text { fill: var(--soft); font-size: 13px; }
-.wide { overflow-x: auto; } .axis { stroke: var(--line); }
-.row { display: grid; grid-template-columns: minmax(0, 2fr) minmax(0, 4fr) 60px; gap: 10px;
-  align-items: center; margin: 5px 0; }
-.row b { text-align: right; } .chosen .label::before { content: "\\25b6  "; }
-.chosen .label { font-weight: 600; }
-.bar { position: relative; height: 22px; display: flex; } .bar i { height: 100%; }
-.bar u { position: absolute; top: -3px; bottom: -3px; border-left: 2px dashed var(--limit); }
-.bar span { position: absolute; transform: translateX(-50%); color: var(--soft); }
-@media (max-width: 700px) { .row { grid-template-columns: minmax(0, 1fr) 60px; }
-  .row .label { grid-column: 1 / -1; } }
-pre { overflow-x: auto; margin: 0; font-size: 12.5px; }
-.legend span { display: inline-block; margin: 0 14px 6px 0; }
-.legend i { display: inline-block; width: 11px; height: 11px; border-radius: 3px;
-  margin-right: 5px; }
-@media print { body { background: #fff; } section { border-color: #bbb; } }
-"""
+COLOURS = [f"var(--{letter})" for letter in "abcdefghijkl"]  # of page/page.css
 
 
 def page(question: Question, plan: Plan, model: str, answer: str) -> str:
@@ -70,10 +37,8 @@ def page(question: Question, plan: Plan, model: str, answer: str) -> str:
             section(f"Memory of the fullest rank, GiB ({room:.1f} usable)",
                     bars(memory, [*Footprint._fields, "reserve"], words, "GiB", room)),
             section("Memory against time: no layout has less of both", front(plan))]
-    return ("<!doctype html>\n<html lang=\"en\"><head><meta charset=\"utf-8\">"
-            "<meta name=\"viewport\" content=\"width=device-width, initial-scale=1\">"
-            f"<title>{safe(title)}</title><style>{STYLE}</style></head>\n<body>"
-            f"<h1>{safe(title)}</h1>\n" + "\n".join(parts) + "\n</body></html>\n")
+    return html.build(files("mpipar.plan") / "page", ("page.js",), {"title": title},
+                      CARDS="\n".join(parts))
 
 
 def safe(text: str) -> str:
@@ -83,7 +48,7 @@ def safe(text: str) -> str:
 
 def section(title: str, body: str) -> str:
     """Return a card of the page."""
-    return f"<section><h2>{safe(title)}</h2>{body}</section>"
+    return f"<section class=\"card\"><h2>{safe(title)}</h2>{body}</section>"
 
 
 def bars(rows: list[list[float]], names: list[str], words: list[str], unit: str,
@@ -93,8 +58,9 @@ def bars(rows: list[list[float]], names: list[str], words: list[str], unit: str,
             if any(row[place] > 0 for row in rows)]
     colours = dict(zip((name for _, name in used), COLOURS, strict=False))
     most = max(*(sum(row) for row in rows), limit or 0.0)
-    spans = "".join(f"<span><i style=\"background:{colour}\"></i>{safe(name)}</span>"
-                    for name, colour in colours.items())
+    spans = "".join(
+        f"<span><i class=\"swatch\" style=\"background:{colour}\"></i>{safe(name)}</span>"
+        for name, colour in colours.items())
     end = f"<u style=\"left:{100 * limit / most:.2f}%\"></u>" if limit else ""
     found = [f"<p class=\"legend\">{spans}</p>"]
     for number, (row, text) in enumerate(zip(rows, words, strict=True)):
@@ -139,7 +105,7 @@ def front(plan: Plan) -> str:
     def y(gib: float) -> float:
         return FLOOR - (FLOOR - 40) * gib / fullest
 
-    head = f"<div class=\"wide\"><svg viewBox=\"0 0 {WIDTH} {HEIGHT}\" role=\"img\">"
+    head = f"<div class=\"scroll\"><svg viewBox=\"0 0 {WIDTH} {HEIGHT}\" role=\"img\">"
     found = [head, f"<path class=\"axis\" fill=\"none\" d=\"M{LEFT} 10V{FLOOR}H{WIDTH - 20}\"/>"]
     found += [label(x(tick), FLOOR + 18, f"{tick:g}", "middle")
               for tick in ticks(quickest, slowest)]

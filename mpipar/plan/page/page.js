@@ -1,0 +1,3 @@
+// The page of a plan: everything but the title is in its cards already.
+find("title").textContent = page.title;
+theme();
