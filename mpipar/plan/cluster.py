@@ -121,11 +121,12 @@ class Stack:
     of a parameter. overlap: whether gathers and sums overlap with the products. unit: blocks that
     are gathered at once. pieces: arrays of a block that are gathered and summed one by one, each
     with an operation for every rank's piece; 0 where one operation moves all. every_other:
-    selective recompute repeats every other product, and what lies between them. remakes: backward recomputes whatever its layers can, as mpipar does.
-    norm_bytes: of a number that a norm keeps, 0 if as wide as the others. logit_bytes: per logit,
-    besides the number itself: in 32 bits the logit, the logarithm of its softmax, and its gradient;
-    a fused loss has one. mpipar's own layers declare what they keep of it. number_bytes: of a
-    number that is computed with. evidence: the measured steps it is based on.
+    selective recompute repeats every other product, and what lies between them. remakes: backward
+    recomputes whatever its layers can, as mpipar does. norm_bytes: of a number that a norm keeps, 0
+    if as wide as the others. logit_bytes: per logit, besides the number itself: in 32 bits the
+    logit, the logarithm of its softmax, and its gradient; a fused loss has one. mpipar's own layers
+    declare what they keep of it. number_bytes: of a number that is computed with. evidence: the
+    measured steps it is based on.
     """
 
     sets: tuple[tuple[str, Constants], ...]
