@@ -48,7 +48,7 @@ def _object(value, where: str) -> dict:
 def _record(kind, value: dict, where: str):
     hints = typing.get_type_hints(kind)
     given = kind._field_defaults if hasattr(kind, "_fields") else [
-        one.name for one in fields(kind) if one.default is not MISSING]
+        one.name for one in fields(kind) if {one.default, one.default_factory} != {MISSING}]
     needed = [name for name in hints if name not in given]
     if unknown := sorted(value.keys() - hints.keys()):
         raise ValueError(f"{where} has an unknown key {shown(unknown[0])}")

@@ -91,7 +91,7 @@ class Simulator:
             groups = {axis: grid.group(axis) for axis in AXES} | {"world": tuple(range(world_size))}
             self.ranks.append(RankTrace(
                 rank, f"host{rank}", {axis: grid.place(axis) for axis in AXES},
-                self.schedule.stages_of(grid.place("pp")), groups, []))
+                self.schedule.stages_of(grid.place("pp")), groups, ()))
         running = {rank: self._program(rank) for rank in range(world_size)}
         while running:  # a generator yields until what it waits for has arrived
             for rank in list(running):
@@ -170,7 +170,8 @@ class Simulator:
                 yield from self._meet(rank, "dp", "grads.bucket", posted, 2**20, phase="sync")
             yield from self._meet(rank, "world", "step.norm", size=24, phase="sync")
             self._span("opt", rank, self._work(rank, OPTIMIZER_MS, self._planted("opt", rank)))
-            self.ranks[rank].steps.append((step, round(start * MS), round(self.clock[rank] * MS)))
+            self.ranks[rank].steps += (
+                (step, round(start * MS), round(self.clock[rank] * MS)),)
             if step < self.run.steps:
                 self._work(rank, BETWEEN_MS, self._planted("between", rank))
                 if self.run.fault in ("", "save"):
