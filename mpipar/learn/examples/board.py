@@ -122,11 +122,9 @@ def printed(by_rank: list[list]) -> list[str]:
         lines += ["", title]
         if not arrays[0]:
             continue
-        if all(one == arrays[0] for one in arrays):
-            lines += indented(beside([("every rank", matrix(arrays[0]))]))
-        else:
-            lines += indented(beside([(f"rank {index}", matrix(one))
-                                      for index, one in enumerate(arrays)]))
+        parts = [(f"rank {index}", matrix(one)) for index, one in enumerate(arrays)]
+        alike = all(one == arrays[0] for one in arrays)
+        lines += indented(beside([("every rank", parts[0][1])] if alike else parts))
     return lines
 
 
