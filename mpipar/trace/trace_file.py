@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import itertools
 import json
+import math
 import os
 import traceback
 from collections.abc import Callable
@@ -22,6 +23,7 @@ from mpipar.comm.clock import CommonClock
 from mpipar.comm.grid import AXES, Grid
 from mpipar.comm.record import LayerOperation, Load, Record, Span
 from mpipar.console.series import lines_of
+from mpipar.console.tables import describe_stage
 from mpipar.errors import DataError, UsageError
 from mpipar.files import no_links
 from mpipar.files.bounded import open_regular, parse_json, problems_as, read_json
@@ -135,6 +137,18 @@ def schedule_json(schedule: Schedule) -> dict:
     programs = [[str(instr) for instr in program] for program in schedule.programs]
     return {name: getattr(schedule, name) for name in ScheduleFacts.__dataclass_fields__} | {
         "programs": programs}
+
+
+def common_facts(schedule: Schedule, stage_layers, layout: dict, entry: str, **more) -> dict:
+    """Return what meta.json says of all ranks. layout: {axis: size}. entry: what precedes blocks.
+
+    more: rank_order, model, batch_size, dtype, and others.
+    """
+    return {
+        "world_size": math.prod(layout.values()), "layout": layout,
+        "schedule": schedule_json(schedule), "stage_layers": list(stage_layers),
+        "stages": [describe_stage(stage, stage_layers, entry)
+                   for stage in range(schedule.num_stages)], **more}
 
 
 def rank_name(world_rank: int) -> str:
