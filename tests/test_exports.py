@@ -6,6 +6,8 @@ from types import SimpleNamespace
 
 import goal_run
 import pytest
+from google.protobuf import descriptor_pb2 as descriptor
+from google.protobuf import descriptor_pool, message_factory, unknown_fields
 from in_process import assert_refused, printed
 
 from bench.training import config_of
@@ -153,12 +155,15 @@ def test_rounds_gather_every_part_once(q):
     assert held == [set(range(q))] * q
 
 
-# --- Chakra: the field numbers of the public schema, and a reader of protocol buffers of its own.
+# --- Chakra: the public schema as far as it is used, read by the library of protocol buffers.
 
-NODE = {1: "id", 2: "name", 3: "type", 4: "ctrl_deps", 5: "data_deps", 6: "start_time_micros",
-        7: "duration_micros", 8: "inputs", 9: "outputs", 10: "attr", 11: "storage"}
-VALUES = {3: "double_val", 5: "float_val", 7: "int32_val", 9: "int64_val", 11: "uint32_val",
-          13: "uint64_val", 27: "bool_val", 29: "string_val", 31: "bytes_val"}
+KIND = descriptor.FieldDescriptorProto
+NODE = {"id": (1, KIND.TYPE_UINT64), "name": (2, KIND.TYPE_STRING), "type": (3, KIND.TYPE_INT32),
+        "data_deps": (5, KIND.TYPE_UINT64), "duration_micros": (7, KIND.TYPE_UINT64),
+        "attr": (10, KIND.TYPE_MESSAGE)}
+VALUES = {"int32_val": (7, KIND.TYPE_INT32), "int64_val": (9, KIND.TYPE_INT64),
+          "uint64_val": (13, KIND.TYPE_UINT64), "bool_val": (27, KIND.TYPE_BOOL),
+          "string_val": (29, KIND.TYPE_STRING)}
 WANTED = {"comm_type": "int64_val", "comm_size": "int64_val", "comm_src": "int32_val",
           "comm_dst": "int32_val", "comm_tag": "int32_val", "num_ops": "int64_val",
           "tensor_size": "uint64_val", "is_cpu_op": "bool_val", "pg_name": "string_val"}
@@ -168,61 +173,46 @@ KINDS = ["all_reduce", "reduce", "all_gather", "gather", "scatter", "broadcast",
          "reduce_scatter", "reduce_scatter_block", "barrier"]
 
 
-def number_at(content, at):
-    value = shift = 0
-    while True:
-        byte = content[at]
-        value, shift, at = value | (byte & 0x7F) << shift, shift + 7, at + 1
-        if byte < 0x80:
-            return value, at
+@functools.cache
+def node_class():
+    """The class of the schema's nodes. An attribute has a name and one of several values."""
+    file = descriptor.FileDescriptorProto(name="et.proto", package="chakra", syntax="proto3")
+    attribute = file.message_type.add(name="Attribute")
+    attribute.oneof_decl.add(name="value")
+    attribute.field.add(name="name", number=1, type=KIND.TYPE_STRING, label=1)
+    for name, (number, kind) in VALUES.items():
+        attribute.field.add(name=name, number=number, type=kind, label=1, oneof_index=0)
+    node = file.message_type.add(name="Node")
+    for name, (number, kind) in NODE.items():
+        node.field.add(name=name, number=number, type=kind,
+                       label=3 if name in ("data_deps", "attr") else 1,
+                       type_name=".chakra.Attribute" if name == "attr" else None)
+    pool = descriptor_pool.DescriptorPool()
+    pool.Add(file)
+    return message_factory.GetMessageClass(pool.FindMessageTypeByName("chakra.Node"))
 
 
-def fields(content):
-    """[(number, value)]: whole numbers, and bytes of anything longer."""
-    at, found = 0, []
-    while at < len(content):
-        key, at = number_at(content, at)
-        value, at = number_at(content, at)
-        assert key & 7 in (0, 2), key
-        if key & 7 == 2:
-            value, at = content[at:at + value], at + value
-            assert at <= len(content)
-        found.append((key >> 3, value))
-    return found
-
-
-def attribute_of(content):
-    (name, text), (kind, value) = fields(content)
-    assert name == 1
-    label = text.decode()
-    assert VALUES[kind] == WANTED[label], label
-    return label, value.decode() if isinstance(value, bytes) else value
+def messages_of(content):
+    """The messages of a file; each follows its length, whose last byte is below 128."""
+    while content:
+        end = next(place for place, byte in enumerate(content) if byte < 0x80) + 1
+        length = sum((byte & 0x7F) << 7 * place for place, byte in enumerate(content[:end]))
+        assert end + length <= len(content)
+        yield content[end:end + length]
+        content = content[end + length:]
 
 
 def nodes_of(content):
     """The nodes of a file: dicts by the schema's names."""
-    at, messages = 0, []
-    while at < len(content):
-        length, at = number_at(content, at)
-        messages.append(content[at:at + length])
-        at += length
-    assert at == len(content)
-    assert fields(messages[0]) == [(1, b"0.0.4")]
+    head, *messages = messages_of(content)
+    assert head == b"\x0a\x050.0.4", "field 1, the version, and nothing else"
     found = []
-    for message in messages[1:]:
-        node = {"data_deps": [], "attr": {}}
-        for number, value in fields(message):
-            if NODE[number] == "data_deps":
-                place = 0
-                while place < len(value):
-                    one, place = number_at(value, place)
-                    node["data_deps"].append(one)
-            elif NODE[number] == "attr":
-                label, content_ = attribute_of(value)
-                node["attr"][label] = content_
-            else:
-                node[NODE[number]] = value
-        found.append(node)
+    for node in map(node_class().FromString, messages):
+        assert not len(unknown_fields.UnknownFieldSet(node))
+        for one in node.attr:
+            assert one.WhichOneof("value") == WANTED[one.name], one.name
+        found.append({name: getattr(node, name) for name in NODE} | {
+            "attr": {one.name: getattr(one, WANTED[one.name]) for one in node.attr}})
     return found
 
 
@@ -241,7 +231,7 @@ def test_chakra_traces_have_the_calls_of_the_scripts(name, tmp_path):
         for node in nodes:
             assert all(one < node["id"] for one in node["data_deps"])
         calls = [node for node in nodes if TYPES[node["type"]] != "compute"]
-        assert [node["name"].decode() for node in calls] == [
+        assert [node["name"] for node in calls] == [
             call.record.name for call in script.calls]
         flops = [node["attr"]["num_ops"] for node in nodes if TYPES[node["type"]] == "compute"]
         assert sum(flops) == sum(event.flops for event in script.events)
@@ -271,8 +261,8 @@ def test_chakra_traces_wait_for_what_the_step_waits_for(tmp_path):
     folder = tmp_path / "traces"
     printed("explain", "--preset", "tiny", "--layout", "dp=2", "--chakra", folder, "--gflops", 1)
     nodes = nodes_of((folder / "step.0.et").read_bytes())
-    buckets = {node["id"] for node in nodes if node["name"] == b"grads.bucket"}
-    (norm,) = [node for node in nodes if node["name"] == b"step.norm"]
+    buckets = {node["id"] for node in nodes if node["name"] == "grads.bucket"}
+    (norm,) = [node for node in nodes if node["name"] == "step.norm"]
     assert buckets <= {*norm["data_deps"]}
     for node in nodes:
         if node is not norm:
@@ -280,43 +270,6 @@ def test_chakra_traces_wait_for_what_the_step_waits_for(tmp_path):
     first = next(event.flops for event in script.events if event.flops)
     assert nodes[0]["attr"]["num_ops"] == first
     assert nodes[0]["duration_micros"] == round(first * 1e-3)
-
-
-@pytest.mark.tensorboard
-def test_protocol_buffers_of_a_library_read_the_same(tmp_path):
-    """The schema by a real library, which comes with tensorboard."""
-    from google.protobuf import descriptor_pb2 as descriptor
-    from google.protobuf import descriptor_pool, message_factory
-
-    def message(file, name, *members):
-        one = file.message_type.add(name=name)
-        for label, number, kind, repeated, of in members:
-            one.field.add(name=label, number=number, type=kind, label=3 if repeated else 1,
-                          type_name=of)
-
-    file = descriptor.FileDescriptorProto(name="et.proto", package="chakra", syntax="proto3")
-    message(file, "Attribute", ("name", 1, 9, False, None), ("int32_val", 7, 5, False, None),
-            ("int64_val", 9, 3, False, None), ("uint64_val", 13, 4, False, None),
-            ("bool_val", 27, 8, False, None), ("string_val", 29, 9, False, None))
-    message(file, "Node", ("id", 1, 4, False, None), ("name", 2, 9, False, None),
-            ("type", 3, 5, False, None), ("data_deps", 5, 4, True, None),
-            ("duration_micros", 7, 4, False, None), ("attr", 10, 11, True, ".chakra.Attribute"))
-    pool = descriptor_pool.DescriptorPool()
-    pool.Add(file)
-    kind = message_factory.GetMessageClass(pool.FindMessageTypeByName("chakra.Node"))
-    folder = tmp_path / "traces"
-    printed("explain", *LAYOUTS["hybrid"].split(), "--chakra", folder, "--gflops", 10)
-    content = (folder / "step.3.et").read_bytes()
-    at, own = 0, nodes_of(content)
-    length, at = number_at(content, at)
-    at += length
-    for node in own:
-        length, at = number_at(content, at)
-        theirs = kind.FromString(content[at:at + length])
-        at += length
-        assert (theirs.id, theirs.name.encode(), theirs.type, [*theirs.data_deps]) == (
-            node["id"], node["name"], node["type"], node["data_deps"])
-        assert {one.name: getattr(one, WANTED[one.name]) for one in theirs.attr} == node["attr"]
 
 
 # --- refusals

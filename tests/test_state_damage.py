@@ -176,11 +176,11 @@ HOSTILE = {
     "another name": (named("weights.safetensors"), "is not the name of a file"),
     "a zero byte": (named("pieces-00001\0.safetensors"), "zero byte"),
     "a shape that overflows": (
-        entry("tensors", TENSOR, "shape", value=[2**52, 2**52]), "has the shape"),
-    "a negative length": (entry("tensors", TENSOR, "shape", value=[-4, -3]), "whole number"),
-    "many axes": (entry("tensors", TENSOR, "shape", value=[1] * 99), "has the shape"),
-    "no axes": (entry("tensors", TENSOR, "shape", value=[]), "has the shape"),
-    "a type of objects": (entry("tensors", TENSOR, "dtype", value="object"), "has the type"),
+        entry("tensors", TENSOR, "shape", value=[2**52, 2**52]), TENSOR),
+    "a negative length": (entry("tensors", TENSOR, "shape", value=[-4, -3]), TENSOR),
+    "many axes": (entry("tensors", TENSOR, "shape", value=[1] * 99), TENSOR),
+    "no axes": (entry("tensors", TENSOR, "shape", value=[]), TENSOR),
+    "a type of objects": (entry("tensors", TENSOR, "dtype", value="object"), TENSOR),
     "a large tensor": (entry("tensors", TENSOR, "shape", value=[2**40, 3]), "boxes cover"),
     "an unknown tensor": (without("tensors", TENSOR), "one of them is unknown"),
     "an unknown file": (without("files", PIECES), "one of them is unknown"),
@@ -192,9 +192,9 @@ HOSTILE = {
     "no pieces": (entry("pieces", value=[]), "it has no pieces"),
     "a box outside": (entry("pieces", 0, "box", value=[[0, 2**40]]), "is not inside"),
     "an empty box": (entry("pieces", 0, "box", value=[[1, 1]]), "is not inside"),
-    "a box of texts": (entry("pieces", 0, "box", value=["ab"]), "'a' is not a whole number"),
-    "kinds": (many_kinds, "50 kinds|150 kinds|more than 16"),
-    "a kind that is a number": (entry("pieces", 0, "kind", value=5), "5 is not text"),
+    "a box of texts": (entry("pieces", 0, "box", value=["ab"]), r"pieces\[0\].box"),
+    "kinds": (many_kinds, "50 kinds"),
+    "a kind that is a number": (entry("pieces", 0, "kind", value=5), r"pieces\[0\].kind"),
     "no format": (without("format"), "is not the manifest of a checkpoint"),
     "an older format": (entry("format", value=0), "its format is 0, not 1"),
     "a newer format": (entry("format", value=2),
@@ -204,13 +204,13 @@ HOSTILE = {
     "an endless scale": (entry("loss_scale", "value", value=float("inf")), "not a finite number"),
     "a scale of zero": (entry("loss_scale", "value", value=0.0), "loss_scale is"),
     "a negative counter": (entry("loss_scale", "skipped", value=-1), "whole number"),
-    "a counter with a point": (entry("loss_scale", "good", value=5.0), "whole number"),
+    "a counter with a point": (entry("loss_scale", "good", value=5.0), "loss_scale.good"),
     "a huge step": (entry("step", value=2**60), "whole number"),
     "an unknown axis": (entry("layout", "zp", value=2), "axis 'zp'"),
-    "a layout of texts": (entry("layout", "dp", value="2"), "whole number"),
+    "a layout of texts": (entry("layout", "dp", value="2"), "layout.dp"),
     "an entry more": (entry("more", value=1), "is not the manifest"),
     "lists in lists": (entry("data", "x", value=json.loads("[" * 100 + "]" * 100)), "nested more"),
-    "a configuration of numbers": (entry("config", value=7), "7 is not text"),
+    "a configuration of numbers": (entry("config", value=7), "config is 7"),
 }
 
 
@@ -241,7 +241,7 @@ def test_a_million_tensors_are_refused(folder, monkeypatch):
     monkeypatch.setattr(manifest_module, "MOST_TENSORS", 1000)  # to make fewer here
     rewrite(folder, lambda content: content["tensors"].update(
         {f"t{number}": {"shape": [1], "dtype": "float32"} for number in range(1001)}))
-    assert_damaged(folder, "tensors are more than 1000")
+    assert_damaged(folder, "more than 1000")
 
 
 def test_a_manifest_of_gigabytes_is_not_read(folder):

@@ -12,21 +12,17 @@ from helpers import find_launcher
 from in_process import assert_refused, printed
 from test_trace_html import data_of
 from test_trace_perfetto import check_arrows, check_slices
+from trace_cases import waits_and_segments as analyse
 from traced_runs import PASSES, SMALL
 
 from mpipar.commands.report import trace_data
 from mpipar.errors import DataError
-from mpipar.trace import pop, segments, trace_file, waits
+from mpipar.trace import pop, trace_file, waits
 from mpipar.trace.causes import Causes
 from mpipar.trace.timeline import timeline
 from mpipar.trace.tracer import Tracer
 
 pytestmark = pytest.mark.skipif(find_launcher() is None, reason="no mpiexec: install .[mpich]")
-
-def analyse(trace):
-    found = waits.find(trace)
-    return found, segments.of_trace(trace, found)
-
 
 @pytest.fixture(scope="module")
 def delayed(late_runs):

@@ -19,8 +19,8 @@ FAULTS = {
     "save": ("checkpoint save", "checkpoint save"),
     "between": ("time between spans", "between spans (Python, posting, logging)"),
     "gc": ("garbage collection", "garbage collection"),
-    "F": ("slow rank", "forward of stage {stage}, block3.ffn.up"),
-    "B": ("slow rank", "backward of stage {stage}, block3.ffn.up"),
+    "F": ("slow rank", "forward of stage {stage}, {layer}"),
+    "B": ("slow rank", "backward of stage {stage}, {layer}"),
 }  # fmt: skip
 
 
@@ -60,14 +60,15 @@ def check(layout, fault):
     (late_run, late), (base_run, base) = analysed(run), analysed(plain)
     stage = late_run.grids[run.rank].place("pp")
     kind, words = FAULTS[fault]
-    text = f"rank {run.rank}: {words.format(stage=stage)}"
+    words = words.format(stage=stage, layer="block3.ffn.up")
+    text = f"rank {run.rank}: {words}"
     assert next(iter(late.costs)).text() == text
     true, charged = share_of(late, base, text)
     assert charged == pytest.approx(true, abs=POINTS)
     finding, = late.findings
     assert finding.kind == kind
     assert f"rank {run.rank} on host{run.rank}" in finding.text
-    assert words.format(stage=stage) in finding.text
+    assert words in finding.text
     longer = late_run.step_ms - base_run.step_ms
     if fault == "between":  # the trace has one step more than stretches between steps
         longer *= run.steps / (run.steps - 1)

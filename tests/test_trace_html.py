@@ -41,7 +41,7 @@ def test_a_pipeline_that_failed_in_its_last_step(steps, schedule, capsys):
     for rank in failed.ranks:
         number, start, end = rank.steps[-1]
         cut = (start + end) // 2
-        rank.steps[-1], rank.complete = (number, start, cut), False
+        rank.steps, rank.complete = (*rank.steps[:-1], (number, start, cut)), False
         rank.spans = [one for one in rank.spans if one.end_ns <= cut]
         rank.records = [
             one._replace(waited_ns=min(one.waited_ns, cut), done_ns=min(one.done_ns, cut))

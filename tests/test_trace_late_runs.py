@@ -2,6 +2,7 @@
 
 import numpy as np
 import pytest
+from test_trace_causes import FAULTS
 from traced_runs import traced
 
 from mpipar.trace.analysis import analyse
@@ -12,16 +13,6 @@ SIZE = ("--d-model 64 --heads 4 --seq-len 32 --batch-size 8 --num-microbatches 2
         " --steps 6 --trace 3:6 --sample-tokens 0 --schedule 1f1b").split()
 LAYOUTS = ("dp=2", "pp=2", "tp=2")
 FOUR = ("pp=4",)  # layouts of four ranks, which share cores on a small machine
-# By fault: the kind of its finding, and the words of its cause on rank 1.
-FAULTS = {
-    "data": ("data loading", "data loading"), "opt": ("optimizer", "optimizer"),
-    "save": ("checkpoint save", "checkpoint save"),
-    "between": ("time between spans", "between spans (Python, posting, logging)"),
-    "gc": ("garbage collection", "garbage collection"),
-    "F": ("slow rank", "forward of stage {stage}, block1.norm1"),
-    "B": ("slow rank", "backward of stage {stage}, block1.norm1"),
-}  # fmt: skip
-
 
 def analysed(folder, fault, layout):
     flags = ["--trace-ops"] * (fault in "FB") + ["--save-interval", "1"] * (fault == "save")
@@ -45,7 +36,7 @@ def undisturbed(folder, fault, layout, accepted):
 @pytest.mark.parametrize("layout", LAYOUTS)
 def test_the_late_rank_is_named(tmp_path, layout, fault):
     kind, words = FAULTS[fault]
-    words = words.format(stage=int(layout == "pp=2"))
+    words = words.format(stage=int(layout == "pp=2"), layer="block1.norm1")
     analysis = undisturbed(tmp_path, fault, layout, lambda found: (
         next(iter(found.costs)).text() == f"rank 1: {words}"
         and found.findings and found.findings[0].kind == kind))

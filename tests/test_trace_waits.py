@@ -4,16 +4,11 @@ import hypothesis
 import pytest
 from hypothesis import strategies as st
 from trace_cases import MS, blocking, record, span, trace
+from trace_cases import waits_and_segments as analyse
 
 from mpipar.trace import pop, segments, waits
 from mpipar.trace.causes import Causes
 from mpipar.trace.waits import totals
-
-
-def analyse(case):
-    found = waits.find(case)
-    pieces = segments.of_trace(case, found)
-    return found, pieces
 
 
 def states(found):

@@ -8,9 +8,10 @@ from mpipar.comm.record import LayerOperation, Span
 from mpipar.pipeline.costs import Costs
 from mpipar.pipeline.schedules.catalog import make_schedule
 from mpipar.pipeline.simulate import simulate
+from mpipar.trace import segments, waits
 from mpipar.trace.planted_delays import MS, record
 from mpipar.trace.trace_file import RankTrace as Rank
-from mpipar.trace.trace_file import Trace, schedule_json
+from mpipar.trace.trace_file import Trace, common_facts, schedule_json
 
 
 def blocking(operation, name, axis, start, done, **other):
@@ -35,14 +36,17 @@ def trace(records, spans=None, end=100, groups=None, steps=1):
              list(records[i]), list(spans[i]) if spans else [])
         for i in range(count)
     ]  # fmt: skip
-    meta = {
-        "world_size": count, "layout": {"pp": 1, "dp": 1, "cp": 1, "tp": count},
-        "rank_order": ["pp", "dp", "cp", "tp"], "stage_layers": [2],
-        "stages": ["0: embedding, blocks 0-1, head, loss"], "batch_size": 4, "dtype": "float32",
-        "schedule": schedule_json(make_schedule("gpipe", 1, 1)),
-        "model": {"layers": 2, "d_model": 8, "heads": 2, "ffn": 32, "seq_len": 4, "vocab_size": 16},
-    }  # fmt: skip
+    meta = common_facts(
+        make_schedule("gpipe", 1, 1), (2,), {"pp": 1, "dp": 1, "cp": 1, "tp": count}, "embedding",
+        rank_order=["pp", "dp", "cp", "tp"], batch_size=4, dtype="float32",
+        model={"layers": 2, "d_model": 8, "heads": 2, "ffn": 32, "seq_len": 4, "vocab_size": 16})
     return Trace(Path("run"), meta, ranks, CommonClock((0,) * count, {}, {}), [])
+
+
+def waits_and_segments(case):
+    """Who waited for whom in a trace, and its ranks' time without gaps."""
+    found = waits.find(case)
+    return found, segments.of_trace(case, found)
 
 
 def busy_trace(ranks=8, barriers=320, seed=0):

@@ -125,7 +125,7 @@ def blocks(step_folder: Path, manifest: Manifest, names, kind: str = "master"):
     with Pieces(step_folder, manifest) as pieces:
         for name in names:
             shape, dtype = manifest.tensors[name]
-            whole = tuple((0, length) for length in shape)
+            whole = boxes.whole_box(shape)
             for rows in boxes.row_blocks(whole, np.dtype(dtype).itemsize, BLOCK_BYTES):
                 array = np.empty(boxes.shape_of(rows), dtype)
                 for box, block in pieces.read(name, kind, rows):

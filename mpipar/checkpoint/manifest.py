@@ -13,7 +13,7 @@ import json
 import math
 import re
 import stat
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import NamedTuple
 
@@ -24,6 +24,7 @@ from mpipar.comm.grid import AXES
 from mpipar.errors import DataError
 from mpipar.files.bounded import read_json
 from mpipar.files.text import shown
+from mpipar.files.typed import built
 
 FORMAT = 1  # newer formats are refused
 NAME = "manifest.json"
@@ -51,6 +52,14 @@ class File(NamedTuple):
     sha256: str
 
 
+class Scale(NamedTuple):
+    """The state of the loss scale."""
+
+    value: float
+    good: int
+    skipped: int
+
+
 class Piece(NamedTuple):
     """A box of one kind (master, m, v) of a tensor, stored in `file` under the name `key`."""
 
@@ -66,14 +75,14 @@ class Manifest:
     """The content of a checkpoint.
 
     config: the run's configuration as TOML. layout: {axis: ranks}, and schedule: its name, of the
-    run that wrote it; a reader needs neither. loss_scale: {value, good, skipped}. data: the
+    run that wrote it; a reader needs neither. loss_scale: the entries of a Scale. data: the
     fingerprint of the data. tensors, files: by name. pieces: they cover each kind of each tensor
     exactly once.
     """
 
     step: int
     config: str
-    layout: dict
+    layout: dict[str, int]
     schedule: str
     loss_scale: dict
     data: dict
@@ -170,75 +179,41 @@ def _check_format(path: Path, content: dict) -> None:
 
 def _manifest(content: dict) -> Manifest:
     """Return a Manifest of entries that are all of the right type, in range, and consistent."""
-    tensors, files = content["tensors"], content["files"]
-    if len(tensors) > MOST_TENSORS:
-        raise ValueError(f"{len(tensors)} tensors are more than {MOST_TENSORS}")
-    layout = content["layout"]
-    if unknown := sorted(layout.keys() - {*AXES}):
+    config = content["config"]
+    if type(config) is not str:
+        raise ValueError(f"config is {shown(config)}")
+    found = built(Manifest, content | {"config": ""}, "it")  # every other text has one line
+    if unknown := sorted(found.layout.keys() - {*AXES}):
         raise ValueError(f"its layout has the axis {shown(unknown[0])}, which this version of"
                          f" mpipar does not know; it knows {', '.join(AXES)}")
-    manifest = Manifest(**content | {
-        "layout": {axis: layout.get(axis, 1) for axis in AXES},
-        "tensors": {name: _tensor(name, **one) for name, one in tensors.items()},
-        "files": {name: _file(name, **one) for name, one in files.items()},
-        "pieces": tuple(_piece(**one) for one in content["pieces"])})
-    if len(manifest.kinds) > MOST_KINDS:
-        raise ValueError(f"{len(manifest.kinds)} kinds of state are more than {MOST_KINDS}")
-    _text(manifest.config, manifest.schedule)
-    if type(manifest.data) is not dict:
-        raise ValueError(f"data is {shown(manifest.data)}")
-    for number in (manifest.step, *manifest.layout.values()):
-        _whole(number)
-    scale = manifest.loss_scale
-    if scale.keys() != {"value", "good", "skipped"} or type(scale["value"]) is not float or not (
-            0 < scale["value"] < math.inf):
-        raise ValueError(f"loss_scale is {shown(scale)}")
-    _whole(scale["good"])
-    _whole(scale["skipped"])
-    for problem in piece_problems(manifest.tensors, manifest.files, manifest.pieces):
+    found = replace(found, config=config,
+                    layout={axis: found.layout.get(axis, 1) for axis in AXES})
+    if len(found.tensors) > MOST_TENSORS or len(found.kinds) > MOST_KINDS:
+        raise ValueError(f"{len(found.tensors)} tensors or {len(found.kinds)} kinds of state are"
+                         f" more than {MOST_TENSORS} or {MOST_KINDS}")
+    scale = built(Scale, found.loss_scale, "loss_scale")
+    if not scale.value > 0:
+        raise ValueError(f"loss_scale is {scale.value}")
+    for number in (found.step, *found.layout.values(), scale.good, scale.skipped):
+        if not 0 <= number < COUNTER:
+            raise ValueError(f"{number} is not a whole number from 0 to 2**53")
+    for name, (shape, dtype) in found.tensors.items():
+        if dtype not in MASTERS or not 0 < len(shape) <= MOST_AXES or min(shape) < 1 or (
+                math.prod(shape) > MOST_ELEMENTS):
+            raise ValueError(f"tensor {shown(name)} has the type {shown(dtype)} and the shape"
+                             f" {shown(shape)}")
+    for name in found.files:
+        if not PIECES_FILE.fullmatch(name):  # a match is a file in this folder
+            raise ValueError(f"{shown(name)} is not the name of a file of pieces")
+    for problem in piece_problems(found.tensors, found.files, found.pieces):
         raise ValueError(problem)
-    return manifest
-
-
-def _whole(value) -> int:
-    """Return the value if it is a whole number within any counter's range."""
-    if type(value) is not int or not 0 <= value < COUNTER:
-        raise ValueError(f"{shown(value)} is not a whole number from 0 to 2**53")
-    return value
-
-
-def _tensor(name, shape, dtype) -> Tensor:
-    lengths = tuple(_whole(length) for length in shape)
-    if not 0 < len(lengths) <= MOST_AXES or not 0 < math.prod(lengths) <= MOST_ELEMENTS:
-        raise ValueError(f"tensor {shown(name)} has the shape {shown(shape)}")
-    if dtype not in MASTERS:
-        raise ValueError(f"tensor {shown(name)} has the type {shown(dtype)}, none of"
-                         f" {', '.join(MASTERS)}")
-    return Tensor(lengths, dtype)
-
-
-def _file(name, **facts) -> File:
-    if not PIECES_FILE.fullmatch(name):  # a match is a file in this folder
-        raise ValueError(f"{shown(name)} is not the name of a file of pieces")
-    found = File(**facts)
-    _whole(found.bytes)
     return found
-
-
-def _piece(box, **names) -> Piece:
-    _text(*names.values())
-    return Piece(**names, box=tuple((_whole(first), _whole(stop)) for first, stop in box))
-
-
-def _text(*values) -> None:
-    for value in values:
-        if type(value) is not str:
-            raise ValueError(f"{shown(value)} is not text")
 
 
 def piece_problems(tensors, files, pieces) -> list[str]:
     """Return what is wrong with the pieces: unknown files or tensors, or no tiling."""
-    boxes = {(name, kind): [] for name in tensors for kind in {piece.kind for piece in pieces}}
+    kinds = {piece.kind for piece in pieces}
+    boxes = {(name, kind): [] for name in tensors for kind in kinds}
     for piece in pieces:
         if piece.file not in files or (piece.tensor, piece.kind) not in boxes:
             return [(f"{shown(piece.key)} is a piece of {shown(piece.tensor)} in"

@@ -91,14 +91,10 @@ def index_of(folder: Path, where: str) -> dict[str, str]:
     if not isinstance(found, dict) or not found:
         raise DataError(f"{where}: has no object 'weight_map' with the file of each tensor")
     wrong = [f"{where}: {shown(name)} does not name a file in this folder ending in .safetensors"
-             for name in dict.fromkeys(map(_hashable, found.values())) if not _is_plain(name)]
+             for name in dict.fromkeys(map(str, found.values())) if not _is_plain(name)]
     if wrong:
         raise DataError(wrong[:MOST_TOLD])
     return found
-
-
-def _hashable(value):
-    return value if isinstance(value, str) else repr(value)
 
 
 def _is_plain(name: str) -> bool:

@@ -57,13 +57,10 @@ def measured_costs(facts: list[dict], num_stages: int) -> Costs:
         for key, seconds in fact["passes"].items():
             sums[key].append(seconds)
     mean = {key: sum(values) / len(values) for key, values in sums.items()}
-    forward, inputs, weights = [], [], []
-    for stage in range(num_stages):
-        full = mean.get(f"B{stage}")
-        forward.append(mean[f"F{stage}"])
-        inputs.append(full / 2 if full is not None else mean[f"I{stage}"])
-        weights.append(full / 2 if full is not None else mean[f"W{stage}"])
-    return Costs(f=tuple(forward), i=tuple(inputs), w=tuple(weights))
+    halves = {kind + key[1:]: full / 2 for key, full in mean.items() if key[0] == "B"
+              for kind in "IW"}
+    return Costs(**{kind.lower(): tuple((mean | halves)[f"{kind}{stage}"]
+                                        for stage in range(num_stages)) for kind in "FIW"})
 
 
 def bubble_rows(facts: list[dict], pp_ranks: list[int], schedule) -> list[tuple]:

@@ -17,35 +17,14 @@ from numpy.typing import NDArray
 Numbers = NDArray[np.float64]
 
 
-def _uniform(experts: int, index: int, ranks: int) -> Numbers:
-    """Return equal weights."""
-    return np.ones(experts)
-
-
-def _hot(experts: int, index: int, ranks: int) -> Numbers:
-    """Return a weight for the first expert that is twice that of the others."""
-    return 1.0 + (np.arange(experts) == 0)
-
-
-def _one_hot(experts: int, index: int, ranks: int) -> Numbers:
-    """Return weights that send every token to the first expert."""
-    return np.array(np.arange(experts) == 0, float)
-
-
-def _zipf(experts: int, index: int, ranks: int) -> Numbers:
-    """Return 1/n of the first expert's weight for the n-th."""
-    return 1 / np.arange(1.0, experts + 1)
-
-
-def _adversarial(experts: int, index: int, ranks: int) -> Numbers:
-    """Return weights that send all tokens of a rank to the next rank."""
-    return np.array(np.arange(experts) * ranks // experts == (index + 1) % ranks, float)
-
-
-# --routing: (experts, index of a rank in its group, ranks of the group) -> a weight per expert
-ROUTINGS: dict[str, Callable[[int, int, int], Numbers]] = {
-    "uniform": _uniform, "hot": _hot, "one-hot": _one_hot, "zipf": _zipf,
-    "adversarial": _adversarial}
+# --routing: (numbers of the experts from 0, which of them the next rank holds) -> their weights
+ROUTINGS: dict[str, Callable[[Numbers, Numbers], Numbers]] = {
+    "uniform": lambda number, on_next: np.ones(number.shape),
+    "hot": lambda number, on_next: 1 + (number == 0),  # the first one is twice as popular
+    "one-hot": lambda number, on_next: number == 0,
+    "zipf": lambda number, on_next: 1 / (number + 1),
+    "adversarial": lambda number, on_next: on_next,
+}
 
 
 def shares(name: str, experts: int, per_token: int, index: int = 0, ranks: int = 1) -> Numbers:
@@ -53,7 +32,9 @@ def shares(name: str, experts: int, per_token: int, index: int = 0, ranks: int =
 
     A token goes to an expert at most once, so a share is at most 1; the others get the excess.
     """
-    weights = ROUTINGS[name](experts, index, ranks)
+    number = np.arange(experts)
+    on_next = number * ranks // experts == (index + 1) % ranks
+    weights = ROUTINGS[name](number, on_next).astype(float)
     full = np.zeros(experts, bool)
     while True:
         left = np.where(full, 0.0, weights)

@@ -49,8 +49,8 @@ def exercises() -> list[Exercise]:
         Exercise("11c", "Four pipeline ranks run a step, and `mpipar learn check 11c` prints a"
                  " trace. What is wrong: uneven stages, a heavy head, a slow link, the schedule, or"
                  " nothing? With `--seed N` you get another trace.", "|".join(SHAPES),
-                 partial(judge, pipeline_run, shape_answer), partial(show, pipeline_run),
-                 seeded=True),
+                 partial(judge, pipeline_run, lambda words, _: (one_of(words, SHAPES),)),
+                 partial(show, pipeline_run), seeded=True),
     ]
 
 
@@ -117,11 +117,6 @@ def late_answer(words: tuple[str, ...], planted: Planted) -> tuple[str, ...]:
     if problems:
         raise UsageError(problems)
     return str(int(words[0])), words[1].lower()
-
-
-def shape_answer(words: tuple[str, ...], planted: Planted) -> tuple[str, ...]:
-    """Return one of SHAPES. Raises UsageError."""
-    return (one_of(words, SHAPES),)
 
 
 @numbers("11b", "RANK_0 RANK_1 RANK_2", "Three ranks come to an all-reduce at 10, 14 and 11 ms. All"

@@ -6,7 +6,7 @@ A trace may come from anywhere. Each function raises a ValueError that says what
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from mpipar.comm.clock import Sample
 from mpipar.comm.grid import AXES
@@ -25,11 +25,54 @@ from mpipar.pipeline.placements import PLACEMENTS
 
 MOST_RANKS = 1 << 17
 LATEST = 1 << 62  # ns; differences of times still fit into 64 bits
-# The types of a line's values. `site` and `cut` are indices into the head's list of sites.
-RECORD = (int, int, int, str, str, str, int, int, int, int, int, str, int, int, int, str, int, int)
-SPAN = (str, int, int, int, int, int)
-OPERATION = (str, str, int, int, int, int, int, str)
-LOAD = (str, int, int, int, int)  # and a list of rows
+# By the letter that begins a line after the head: what the line holds, and the types of its values.
+# `site` and `cut` of a record are indices into the head's list of sites.
+LINES = {
+    "r": (Record, (int, int, int, str, str, str, int, int, int, int, int, str, int, int, int, str,
+                   int, int)),
+    "s": (Span, (str, int, int, int, int, int)),
+    "o": (LayerOperation, (str, str, int, int, int, int, int, str)),
+    "e": (Load, (str, int, int, int, int, list)),
+}
+
+
+@dataclass
+class RankTrace:
+    """What one rank did. Times are nanoseconds of the common clock since the trace began.
+
+    place: {axis: coordinate}. groups: {axis: world ranks}. steps: [(step, start, end)]. cores: the
+    cores of its host that it may run on. core_wait_ns: how long it was ready to run but had no
+    core. complete: false if it failed in the last step. sites, lines: of its file, the places in
+    the source and the number of lines after the head.
+    """
+
+    world_rank: int
+    host: str
+    place: dict[str, int]
+    stages: tuple[int, ...]
+    groups: dict[str, tuple[int, ...]]
+    steps: tuple[tuple[int, int, int], ...]
+    records: list[Record] = field(default_factory=list)
+    spans: list[Span] = field(default_factory=list)
+    operations: list[LayerOperation] = field(default_factory=list)
+    loads: list[Load] = field(default_factory=list)
+    complete: bool = True
+    cores: tuple[int, ...] = ()
+    core_wait_ns: int = 0
+    sites: tuple[str, ...] = ()
+    lines: int = 0
+
+    @property
+    def start(self) -> int:
+        return self.steps[0][1]
+
+    @property
+    def end(self) -> int:
+        return self.steps[-1][2]
+
+    def by_letter(self) -> dict[str, list]:
+        """Return the lists that the lines of its file fill: see LINES."""
+        return {"r": self.records, "s": self.spans, "o": self.operations, "e": self.loads}
 
 
 @dataclass(frozen=True)
@@ -85,23 +128,6 @@ class Meta:
     clock: ClockFacts
 
 
-@dataclass(frozen=True)
-class Head:
-    """The first line of a rank's file."""
-
-    world_rank: int
-    host: str
-    place: dict[str, int]
-    stages: tuple[int, ...]
-    groups: dict[str, tuple[int, ...]]
-    steps: tuple[tuple[int, ...], ...]
-    complete: bool
-    cores: tuple[int, ...]
-    sites: tuple[str, ...]
-    lines: int
-    core_wait_ns: int = 0
-
-
 def entries(kind, value: dict):
     """Return the entries of a JSON object that a dataclass has, as that dataclass."""
     names = kind.__dataclass_fields__
@@ -138,11 +164,11 @@ def check_meta(value: dict) -> Schedule:
     return schedule
 
 
-def check_head(value: dict, num_stages: int, world_size: int) -> Head:
+def check_head(value: dict, num_stages: int, world_size: int) -> RankTrace:
     """Check the first line of a rank's file; return it."""
-    head = entries(Head, value)
+    head = entries(RankTrace, value)
     numbers = [time for step in head.steps for time in step]
-    if any(len(step) != 3 or step[1] >= step[2] for step in head.steps) or any(
+    if any(start >= end for _, start, end in head.steps) or any(
             before[2] > after[1] or before[0] >= after[0]
             for before, after in zip(head.steps, head.steps[1:], strict=False)) or not all(
             0 <= number < LATEST for number in numbers):
@@ -159,13 +185,32 @@ def check_head(value: dict, num_stages: int, world_size: int) -> Head:
 class LineCheck:
     """Checks the lines that follow the head of a rank's file, and converts their values."""
 
-    def __init__(self, head: Head, num_stages: int):
+    def __init__(self, head: RankTrace, num_stages: int):
         self.head, self.num_stages = head, num_stages
         self.steps = {step for step, *_ in head.steps}
 
-    def record(self, entry: list) -> Record:
-        """Return a record with its call sites as text."""
-        found = Record(*self._typed(entry, RECORD, "record"))
+    def __call__(self, letter: str, values: list):
+        """Return the record (with its call sites as text), span, operation or load of a line."""
+        kind, types = LINES.get(letter, (None, None))
+        if tuple(map(type, values)) != types:
+            raise ValueError(f"{shown([letter, *values])} is not a line of a trace")
+        for one in [*values[:-1], *values[-1]] if kind is Load else values:
+            if not (one.isprintable() if type(one) is str else
+                    type(one) is int and -1 <= one < LATEST):
+                raise ValueError(f"{shown(one)} in {shown([letter, *values])}")
+        found = kind(*values)
+        if kind is not LayerOperation and (
+                found.step not in self.steps or found.stage >= self.num_stages):
+            raise ValueError(f"step {found.step}, stage {found.stage}: not of this trace")
+        if kind is Record:
+            return self._record(found)
+        if kind is Load and min(found.first, *found.rows, 0) < 0:
+            raise ValueError(f"{shown(values)}: a negative number in a load")
+        if kind is not Load and not 0 <= found.start_ns <= found.end_ns:
+            raise ValueError("a span that ends before it begins")
+        return found
+
+    def _record(self, found: Record) -> Record:
         sites, group = self.head.sites, self.head.groups.get(found.axis)
         if group is None or not -1 <= found.peer < len(group):
             raise ValueError(f"a record of axis {shown(found.axis)} and peer {found.peer}")
@@ -173,44 +218,4 @@ class LineCheck:
             raise ValueError("a record that ends before it begins")
         if not (0 <= found.site < len(sites) and 0 <= found.cut < len(sites)):
             raise ValueError("a record without a place in the source")
-        self._in_step(found)
         return found._replace(site=sites[found.site], cut=sites[found.cut])
-
-    def span(self, entry: list) -> Span:
-        """Return a span."""
-        found = Span(*self._typed(entry, SPAN, "span"))
-        self._in_step(found)
-        return self._ordered(found)
-
-    def operation(self, entry: list) -> LayerOperation:
-        """Return an operation of a layer."""
-        return self._ordered(LayerOperation(*self._typed(entry, OPERATION, "operation")))
-
-    def load(self, entry: list) -> Load:
-        """Return the rows of a rank's experts."""
-        *facts, rows = entry
-        if type(rows) is not list:
-            raise ValueError(f"{shown(entry)} is not a load")
-        self._typed([*facts, *rows], (*LOAD, *[int] * len(rows)), "load")
-        found = Load(*facts, rows)
-        if min(found.first, *rows, 0) < 0:
-            raise ValueError(f"{shown(entry)}: a negative number in a load")
-        self._in_step(found)
-        return found
-
-    def _typed(self, entry, kinds, what) -> list:
-        if tuple(map(type, entry)) != kinds:
-            raise ValueError(f"{shown(entry)} is not a {what}")
-        for one in entry:
-            if not one.isprintable() if type(one) is str else not -1 <= one < LATEST:
-                raise ValueError(f"{shown(one)} in a {what}")
-        return entry
-
-    def _ordered(self, found):
-        if not 0 <= found.start_ns <= found.end_ns:
-            raise ValueError("a span that ends before it begins")
-        return found
-
-    def _in_step(self, found) -> None:
-        if found.step not in self.steps or found.stage >= self.num_stages:
-            raise ValueError(f"step {found.step}, stage {found.stage}: not of this trace")

@@ -12,6 +12,7 @@ from __future__ import annotations
 from collections import defaultdict
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from statistics import median, quantiles
 
@@ -19,7 +20,7 @@ from mpipar.errors import DataError
 from mpipar.files.bounded import read_toml
 from mpipar.trace.analysis import Analysis, category
 from mpipar.trace.causes import WORDS
-from mpipar.trace.segments import Segment
+from mpipar.trace.segments import Segment, by_kind
 from mpipar.trace.trace_file import Trace
 
 LEAST_STEPS = LEAST_LAUNCHES = 3
@@ -115,16 +116,9 @@ def by_item(analysis: Analysis, by_stage: bool) -> dict[str, list[float]]:
     trace = analysis.trace
     found: dict[str, list[float]] = defaultdict(lambda: [0.0] * trace.num_steps)
     for rank, own in zip(trace.ranks, analysis.segments, strict=True):
-        step = 0
-        for segment in own:
-            while step + 1 < trace.num_steps and segment.start >= rank.steps[step][2]:
-                step += 1
-            for at in range(step, trace.num_steps):  # time between spans may reach into the next
-                _, start, end = rank.steps[at]
-                length = min(end, segment.end) - max(start, segment.start)
-                if length <= 0:
-                    break
-                found[item(segment, by_stage)][at] += length * 1e-6 / len(trace.ranks)
+        for at, (_, start, end) in enumerate(rank.steps):
+            for name, length in by_kind(own, start, end, partial(item, by_stage=by_stage)).items():
+                found[name][at] += length * 1e-6 / len(trace.ranks)
     return found
 
 

@@ -34,18 +34,18 @@ SLOW = 1.5  # times as long per FLOP as other stages; stages differ in more than
 LARGE_SHARE = 0.05  # of all ranks' time, for a cause of waiting to matter
 HOT = 1.5  # rows of an expert, over the mean of its block, in every traced step
 MOST_PER_RANK = 4  # microbatches per pipeline rank; more gain little
-# Kinds of causes outside the passes, and whether one step with them is enough.
-HOLD_UP = {"data": False, "opt": False, "other": False, "save": True, "gc": True}
-KINDS = {"data": "data loading", "opt": "optimizer", "other": "time between spans",
-         "save": "checkpoint save", "gc": "garbage collection"}
+# Kinds of causes outside the passes: name of the finding, and whether one step with it is enough.
+HOLD_UP = {"data": ("data loading", False), "opt": ("optimizer", False),
+           "other": ("time between spans", False), "save": ("checkpoint save", True),
+           "gc": ("garbage collection", True)}
 
 
 @dataclass(frozen=True)
 class Finding:
     """A problem that a trace shows.
 
-    kind: uneven stage, heavy head, slow rank, hot expert, slow link, one active rank, or a value of
-    KINDS.
+    kind: uneven stage, heavy head, slow rank, hot expert, slow link, one active rank, or a name in
+    HOLD_UP.
     lost_ms: the approximate loss per step.
     """
 
@@ -220,10 +220,11 @@ def held_up(trace: Trace, costs: dict[Cause, Cost]) -> list[Finding]:
     all_time, found = (trace.end - trace.start) * len(trace.ranks), []
     steps = [step for step, *_ in trace.ranks[0].steps]
     for cause, cost in costs.items():
-        if cause.kind not in HOLD_UP or (len(steps) == 1 and not HOLD_UP[cause.kind]):
+        kind, once = HOLD_UP.get(cause.kind, ("", False))
+        if not kind or (len(steps) == 1 and not once):
             continue
         usual = median(cost.by_step[step] for step in steps) * len(steps)
-        counted = cost.wait_ns if HOLD_UP[cause.kind] else usual
+        counted = cost.wait_ns if once else usual
         if counted < LARGE_SHARE * (2 if trace.crowded() else 1) * all_time:
             continue
         waiting, longest = cost.by_rank.most_common(1)[0]
@@ -231,7 +232,7 @@ def held_up(trace: Trace, costs: dict[Cause, Cost]) -> list[Finding]:
         axis, name = cost.by_barrier.most_common(1)[0][0]
         rank = trace.ranks[cause.ranks[0]]
         found.append(Finding(
-            KINDS[cause.kind], f"{_names([rank])}, {cause.what}: rank {waiting} waits {lost:.1f} ms"
+            kind, f"{_names([rank])}, {cause.what}: rank {waiting} waits {lost:.1f} ms"
             f" per step for it, mostly at {axis} {name}", lost))
     return found
 

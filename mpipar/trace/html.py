@@ -96,12 +96,11 @@ def timeline_data(analysis: Analysis, most_slices: int) -> tuple[dict, str | Non
                       and one.end_ns - one.start_ns >= shortest]
         ranks.append({"spans": sorted(spans), "operations": sorted(operations),
                       "calls": sorted(calls, key=lambda row: row[0])})
-    steps = {step: [min(rank.steps[i][1] for rank in trace.ranks),
-                    max(rank.steps[i][2] for rank in trace.ranks)]
-             for i, (step, _, _) in enumerate(trace.ranks[0].steps) if step in kept_steps}
+    steps = zip(trace.ranks[0].steps, trace.windows(), strict=True)
     return {
         "kinds": BUSY, "ranks": ranks,
-        "steps": [[step, _us(start), _us(end)] for step, (start, end) in steps.items()],
+        "steps": [[step, _us(start), _us(end)] for (step, *_), (start, end) in steps
+                  if step in kept_steps],
     } | {name: list(table) for name, table in tables.items()}, thinned
 
 

@@ -6,6 +6,7 @@ the optimizer. It notes records, spans and operations as a run does. Times are m
 piece of work varies by 2 %.
 """
 
+import math
 from collections import defaultdict
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -15,12 +16,11 @@ from mpipar.comm.clock import CommonClock
 from mpipar.comm.grid import AXES, Grid
 from mpipar.comm.record import LayerOperation, Record, Span
 from mpipar.config.model import model_config
-from mpipar.console.tables import describe_stage
 from mpipar.models import unit_flops
 from mpipar.models.stage import stage_parts
 from mpipar.pipeline.instructions import lower, neighbours
 from mpipar.pipeline.schedules.catalog import make_schedule
-from mpipar.trace.trace_file import RankTrace, Trace, schedule_json
+from mpipar.trace.trace_file import RankTrace, Trace, common_facts
 
 LAYERS = ("norm1", "attn.qkv", "attn.proj", "norm2", "ffn.up", "ffn.down")
 REDUCED = ("attn.proj", "ffn.down")  # layers that end in a barrier of tp
@@ -72,9 +72,8 @@ class Simulator:
         self.run, self.random = run, Random(run.seed)  # noqa: S311 (nothing is secret)
         sizes = {axis: dict(run.layout).get(axis, 1) for axis in AXES}
         self.sizes = sizes
-        world_size = sizes["pp"] * sizes["dp"] * sizes["cp"] * sizes["tp"]
-        self.grids = [Grid(rank, sizes)
-                      for rank in range(world_size)]
+        world_size = math.prod(sizes.values())
+        self.grids = [Grid(rank, sizes) for rank in range(world_size)]
         self.schedule = make_schedule(run.schedule, sizes["pp"], run.microbatches)
         split = MODEL["layers"] // sizes["pp"]
         self.stage_layers = run.stage_layers or (split,) * sizes["pp"]
@@ -91,25 +90,18 @@ class Simulator:
             groups = {axis: grid.group(axis) for axis in AXES} | {"world": tuple(range(world_size))}
             self.ranks.append(RankTrace(
                 rank, f"host{rank}", {axis: grid.place(axis) for axis in AXES},
-                self.schedule.stages_of(grid.place("pp")), groups, []))
+                self.schedule.stages_of(grid.place("pp")), groups, ()))
         running = {rank: self._program(rank) for rank in range(world_size)}
         while running:  # a generator yields until what it waits for has arrived
             for rank in list(running):
                 if next(running[rank], "ended") == "ended":
                     del running[rank]
-        self.trace = Trace(Path("run"), self._meta(), self.ranks,
+        meta = common_facts(
+            self.schedule, self.stage_layers, sizes, "embedding", rank_order=list(AXES),
+            model=self.model, batch_size=16, dtype="float32")
+        self.trace = Trace(Path("run"), meta, self.ranks,
                            CommonClock((0,) * world_size, {}, {}), [])
         self.step_ms = (self.trace.end - self.trace.start) / MS / run.steps
-
-    def _meta(self):
-        sizes = self.sizes
-        return {
-            "world_size": len(self.grids), "layout": sizes, "rank_order": list(AXES),
-            "schedule": schedule_json(self.schedule), "stage_layers": list(self.stage_layers),
-            "stages": [describe_stage(stage, self.stage_layers, "embedding")
-                       for stage in range(self.schedule.num_stages)],
-            "model": self.model, "batch_size": 16, "dtype": "float32",
-        }  # fmt: skip
 
     def _planted(self, fault, rank):
         return self.run.delay if (fault, rank) == (self.run.fault, self.run.rank) else 0.0
@@ -170,7 +162,8 @@ class Simulator:
                 yield from self._meet(rank, "dp", "grads.bucket", posted, 2**20, phase="sync")
             yield from self._meet(rank, "world", "step.norm", size=24, phase="sync")
             self._span("opt", rank, self._work(rank, OPTIMIZER_MS, self._planted("opt", rank)))
-            self.ranks[rank].steps.append((step, round(start * MS), round(self.clock[rank] * MS)))
+            self.ranks[rank].steps += (
+                (step, round(start * MS), round(self.clock[rank] * MS)),)
             if step < self.run.steps:
                 self._work(rank, BETWEEN_MS, self._planted("between", rank))
                 if self.run.fault in ("", "save"):

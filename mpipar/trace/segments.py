@@ -7,6 +7,7 @@ inside a span counts as wait and transfer, so the rest of a span is computing.
 
 from __future__ import annotations
 
+import math
 from collections import Counter
 from collections.abc import Callable, Iterable
 from operator import attrgetter
@@ -74,13 +75,12 @@ def of_trace(trace: Trace, waits: Waits) -> list[list[Segment]]:
     return [of_rank(rank, calls) for rank, calls in zip(trace.ranks, waits.calls, strict=True)]
 
 
-def by_kind(segments: Iterable[Segment], start: int | None = None, end: int | None = None,
+def by_kind(segments: Iterable[Segment], start: float = -math.inf, end: float = math.inf,
             kind: Callable = attrgetter("kind")) -> Counter:
     """Return the nanoseconds of each kind between start and end."""
     sums: Counter = Counter()
     for segment in segments:
-        low = segment.start if start is None else max(segment.start, start)
-        high = segment.end if end is None else min(segment.end, end)
-        if high > low:
-            sums[kind(segment)] += high - low
+        length = min(segment.end, end) - max(segment.start, start)
+        if length > 0:
+            sums[kind(segment)] += length
     return sums

@@ -44,8 +44,7 @@ def timeline(trace: Trace, segments: list[list[Segment]], width: int = 100,
 
 def median_step(trace: Trace) -> tuple[int, tuple[int, int]]:
     """Return (step, (start, end) over all ranks) of the step of median length."""
-    windows = [(min(rank.steps[i][1] for rank in trace.ranks),
-                max(rank.steps[i][2] for rank in trace.ranks)) for i in range(trace.num_steps)]
+    windows = trace.windows()
     order = sorted(range(trace.num_steps), key=lambda i: windows[i][1] - windows[i][0])
     chosen = order[len(order) // 2]
     return trace.ranks[0].steps[chosen][0], windows[chosen]

@@ -10,11 +10,12 @@ from __future__ import annotations
 
 import itertools
 import json
+import math
 import os
 import traceback
 from collections.abc import Callable
 from contextlib import contextmanager, suppress
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 
@@ -22,6 +23,7 @@ from mpipar.comm.clock import CommonClock
 from mpipar.comm.grid import AXES, Grid
 from mpipar.comm.record import LayerOperation, Load, Record, Span
 from mpipar.console.series import lines_of
+from mpipar.console.tables import describe_stage
 from mpipar.errors import DataError, UsageError
 from mpipar.files import no_links
 from mpipar.files.bounded import open_regular, parse_json, problems_as, read_json
@@ -29,51 +31,26 @@ from mpipar.files.replace import replace_file
 from mpipar.files.text import brief, shown
 from mpipar.pipeline.csv_format import parse_instruction
 from mpipar.pipeline.instructions import Schedule
-from mpipar.trace.checks import LineCheck, ScheduleFacts, check_head, check_meta
+from mpipar.trace.checks import (
+    LINES,
+    LineCheck,
+    RankTrace,
+    ScheduleFacts,
+    check_head,
+    check_meta,
+)
 
 SCHEMA = 3
 METRICS = "metrics.jsonl"  # of a run folder
 META = "trace/meta.json"  # also there: what the files of all ranks have in common
 TIMES = {kind: [name for name in kind._fields if name.endswith("_ns")]
-         for kind in (Record, Span, LayerOperation)}
+         for kind, _ in LINES.values()}
 LEAST_CORE_WAIT = 0.1  # of the traced time, to be reported
 
 MOST_META, MOST_LINE = 64 << 20, 16 << 20  # bytes
 MOST_NAMED = 8  # files in a message
 MIXED = "the files of trace/ must come from one run"
 HOW_TO = "record one with: mpipar train --trace 10:12 --out FOLDER"
-
-
-@dataclass
-class RankTrace:
-    """What one rank did. Times are nanoseconds of the common clock since the trace began.
-
-    place: {axis: coordinate}. groups: {axis: world ranks}. steps: [(step, start, end)]. cores: the
-    cores of its host that it may run on. core_wait_ns: how long it was ready to run but had no
-    core. complete: false if it failed in the last step.
-    """
-
-    world_rank: int
-    host: str
-    place: dict[str, int]
-    stages: tuple[int, ...]
-    groups: dict[str, tuple[int, ...]]
-    steps: list[tuple[int, int, int]]
-    records: list[Record] = field(default_factory=list)
-    spans: list[Span] = field(default_factory=list)
-    operations: list[LayerOperation] = field(default_factory=list)
-    loads: list[Load] = field(default_factory=list)
-    complete: bool = True
-    cores: tuple[int, ...] = ()
-    core_wait_ns: int = 0
-
-    @property
-    def start(self) -> int:
-        return self.steps[0][1]
-
-    @property
-    def end(self) -> int:
-        return self.steps[-1][2]
 
 
 @dataclass
@@ -100,6 +77,11 @@ class Trace:
     @property
     def end(self) -> int:
         return max(rank.end for rank in self.ranks)
+
+    def windows(self) -> list[tuple[int, int]]:
+        """Return when the first rank began and the last one ended, of each step."""
+        return [(min(start for _, start, _ in step), max(end for _, _, end in step))
+                for step in zip(*(rank.steps for rank in self.ranks), strict=True)]
 
     def layout(self) -> str:
         """Return the layout in words, as in `pp 2 x tp 2`."""
@@ -155,6 +137,18 @@ def schedule_json(schedule: Schedule) -> dict:
     programs = [[str(instr) for instr in program] for program in schedule.programs]
     return {name: getattr(schedule, name) for name in ScheduleFacts.__dataclass_fields__} | {
         "programs": programs}
+
+
+def common_facts(schedule: Schedule, stage_layers, layout: dict, entry: str, **more) -> dict:
+    """Return what meta.json says of all ranks. layout: {axis: size}. entry: what precedes blocks.
+
+    more: rank_order, model, batch_size, dtype, and others.
+    """
+    return {
+        "world_size": math.prod(layout.values()), "layout": layout,
+        "schedule": schedule_json(schedule), "stage_layers": list(stage_layers),
+        "stages": [describe_stage(stage, stage_layers, entry)
+                   for stage in range(schedule.num_stages)], **more}
 
 
 def rank_name(world_rank: int) -> str:
@@ -266,33 +260,22 @@ def _read_rank(folder: Path, clock: CommonClock, grid: Grid, num_stages: int) ->
     try:
         with open_regular(name, folder) as file:
             lines = _lines(file)
-            head = check_head(_checked(path, next(lines, None)), num_stages, grid.world_size)
-            number, check = 1, LineCheck(head, num_stages)
+            trace = check_head(_checked(path, next(lines, None)), num_stages, grid.world_size)
+            number, check, found = 1, LineCheck(trace, num_stages), trace.by_letter()
             common = partial(clock.common_ns, grid.world_rank)
-            trace = RankTrace(
-                head.world_rank, head.host, head.place, head.stages, head.groups,
-                [(step, common(start), common(end)) for step, start, end in head.steps],
-                complete=head.complete, cores=head.cores, core_wait_ns=head.core_wait_ns)
-            end = head.steps[-1][2] if head.steps else 0
-            for letter, *entry in lines:
-                if letter == "r":
-                    record = check.record(entry)
-                    if not record.done_ns:  # the rank failed in it, or before its wait
-                        record = record._replace(waited_ns=record.waited_ns or end, done_ns=end)
-                    trace.records.append(_moved(record, common))
-                elif letter == "s":
-                    trace.spans.append(_moved(check.span(entry), common))
-                elif letter == "e":
-                    trace.loads.append(check.load(entry))
-                else:
-                    trace.operations.append(_moved(check.operation(entry), common))
+            end = trace.end if trace.steps else 0
+            for letter, *values in lines:
+                entry = check(letter, values)
+                if letter == "r" and not entry.done_ns:  # the rank failed in it, or before its wait
+                    entry = entry._replace(waited_ns=entry.waited_ns or end, done_ns=end)
+                found[letter].append(_moved(entry, common))
                 number += 1
-            wanted = 1 + head.lines
+            trace.steps = _moved_steps(trace.steps, common)
     except (OSError, ValueError, TypeError) as error:
         raise DataError(f"{path}, line {number + 1}: not a trace:"
                         f" {brief(str(error), 300)}") from None
-    if number != wanted:
-        raise DataError(f"{path}: {number} lines of {wanted}: was it copied only in part?")
+    if number != 1 + trace.lines:
+        raise DataError(f"{path}: {number} lines of {1 + trace.lines}: was it copied only in part?")
     if not trace.steps:
         raise DataError(f"{path}: no step was traced; {HOW_TO}")
     if trace.world_rank != grid.world_rank or any(
@@ -305,18 +288,21 @@ def _read_rank(folder: Path, clock: CommonClock, grid: Grid, num_stages: int) ->
 
 
 def _moved(entry, move: Callable[[int], int]):
-    """Return a record, span or operation with each of its times moved."""
+    """Return a record, span, operation or load with each of its times moved."""
     return entry._replace(**{name: move(getattr(entry, name)) for name in TIMES[type(entry)]})
+
+
+def _moved_steps(steps, move: Callable[[int], int]) -> tuple[tuple[int, int, int], ...]:
+    return tuple((step, move(start), move(end)) for step, start, end in steps)
 
 
 def _from_zero(ranks: list[RankTrace]) -> list[RankTrace]:
     """Return the ranks with the first start at zero."""
     move = (-min(rank.start for rank in ranks)).__add__
     for rank in ranks:
-        rank.steps = [(step, move(start), move(end)) for step, start, end in rank.steps]
-        rank.records, rank.spans, rank.operations = (
-            [_moved(entry, move) for entry in entries]
-            for entries in (rank.records, rank.spans, rank.operations))
+        rank.steps = _moved_steps(rank.steps, move)
+        for entries in rank.by_letter().values():
+            entries[:] = [_moved(entry, move) for entry in entries]
     return ranks
 
 

@@ -14,7 +14,6 @@ from mpipar.comm.clock import CommonClock, clock_identity, measure_clocks, share
 from mpipar.comm.facts import broadcast_text, gather_facts
 from mpipar.comm.grid import AXES
 from mpipar.config.run import trace_steps
-from mpipar.console.tables import describe_stage
 from mpipar.job.streams import warn
 from mpipar.trace import trace_file
 
@@ -157,20 +156,11 @@ class Tracer:
             [load for load in recorder.loads if load.step in numbers])
 
     def _write_meta(self, after: dict | None = None) -> None:
-        clock = CommonClock(tuple(self.owners), self.before, after or {})
-        trace_file.write_meta(self.folder, self._meta(clock))
-
-    def _meta(self, clock: CommonClock) -> dict:
         worker, config = self.worker, self.worker.config
-        entry = models.model_of(config.model).ENTRY
-        return {
-            "world_size": worker.grid.world_size, "rank_order": worker.grid.order,
-            "layout": {axis: worker.grid.size(axis) for axis in AXES},
-            "schedule": trace_file.schedule_json(worker.schedule),
-            "stage_layers": list(worker.stage_layers),
-            "stages": [describe_stage(stage, worker.stage_layers, entry)
-                       for stage in range(worker.schedule.num_stages)],
-            "model": asdict(config.model), "batch_size": config.train.batch_size,
-            "dtype": config.run.dtype, "device": config.run.device,
-            "per_operation": self.timed_ops is not None, "clock": clock.to_json(),
-        }
+        clock = CommonClock(tuple(self.owners), self.before, after or {})
+        trace_file.write_meta(self.folder, trace_file.common_facts(
+            worker.schedule, worker.stage_layers,
+            {axis: worker.grid.size(axis) for axis in AXES}, models.model_of(config.model).ENTRY,
+            rank_order=worker.grid.order, model=asdict(config.model),
+            batch_size=config.train.batch_size, dtype=config.run.dtype, device=config.run.device,
+            per_operation=self.timed_ops is not None, clock=clock.to_json()))

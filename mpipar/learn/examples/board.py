@@ -23,24 +23,15 @@ class Board:
         self.notes: list[list] = []
 
     def note(self, title: str, x) -> None:
-        """Write an array down as it is now: a matrix, or a row."""
+        """Write an array down as it is now: a matrix, or a row. Axes of length 1 are left out."""
         rows = np.asarray(x, dtype=float)
+        rows = rows.squeeze() if rows.ndim > 2 else rows
         rows = rows.reshape(-1, rows.shape[-1] if rows.ndim else 1)
         self.notes.append([title, rows.tolist()])
 
     def say(self, title: str) -> None:
         """Write a line without an array."""
         self.notes.append([title, []])
-
-
-class NoBoard(Board):
-    """A board that discards everything: for the one rank that the others are compared with."""
-
-    def note(self, title: str, x) -> None:
-        pass
-
-    def say(self, title: str) -> None:
-        pass
 
 
 class ShownComm:
@@ -55,32 +46,24 @@ class ShownComm:
     def __getattr__(self, name: str):
         return getattr(self.comm, name)
 
-    def _barrier(self, operation: str, name: str, payload: int) -> None:
+    def _shown(self, operation: str, x, name: str, payload: int, *more):
         frame = sys._getframe(2)
         sent = wire_bytes(operation, payload, self.comm.size)
+        self.board.note(f"before the {name} barrier", x)
         self.board.say(f"--- barrier: {operation} {name}, {payload} bytes; each rank sends {sent}"
                        f" ({place(frame.f_code.co_filename, frame.f_lineno)})")
+        y = getattr(self.comm, operation)(x, name, *more)
+        self.board.note("after it", y)
+        return y
 
     def all_reduce(self, x, name: str, op: str = "sum"):
-        self.board.note(f"before the {name} barrier", x)
-        self._barrier("all_reduce", name, x.nbytes)
-        y = self.comm.all_reduce(x, name, op)
-        self.board.note("after it", y)
-        return y
+        return self._shown("all_reduce", x, name, x.nbytes, op)
 
     def all_gather(self, x, name: str):
-        self.board.note(f"before the {name} barrier", x)
-        self._barrier("all_gather", name, x.nbytes * self.comm.size)
-        y = self.comm.all_gather(x, name)
-        self.board.note("after it", y)
-        return y
+        return self._shown("all_gather", x, name, x.nbytes * self.comm.size)
 
     def reduce_scatter(self, x, name: str):
-        self.board.note(f"before the {name} barrier", x)
-        self._barrier("reduce_scatter", name, x.nbytes)
-        y = self.comm.reduce_scatter(x, name)
-        self.board.note("after it", y)
-        return y
+        return self._shown("reduce_scatter", x, name, x.nbytes)
 
     def isend(self, x, peer: int, tag: int, name: str):
         self.board.note(f"sends {name}: {x.nbytes} bytes", x)
@@ -139,11 +122,9 @@ def printed(by_rank: list[list]) -> list[str]:
         lines += ["", title]
         if not arrays[0]:
             continue
-        if all(one == arrays[0] for one in arrays):
-            lines += indented(beside([("every rank", matrix(arrays[0]))]))
-        else:
-            lines += indented(beside([(f"rank {index}", matrix(one))
-                                      for index, one in enumerate(arrays)]))
+        parts = [(f"rank {index}", matrix(one)) for index, one in enumerate(arrays)]
+        alike = all(one == arrays[0] for one in arrays)
+        lines += indented(beside([("every rank", parts[0][1])] if alike else parts))
     return lines
 
 

@@ -12,7 +12,7 @@ from mpipar.comm.grid import Grid
 from mpipar.comm.groups import Comms
 from mpipar.comm.record import Recorder
 from mpipar.learn.examples import products, wires
-from mpipar.learn.examples.board import Board, NoBoard, ShownComm, printed
+from mpipar.learn.examples.board import Board, ShownComm, printed
 from mpipar.learn.examples.context import context
 from mpipar.learn.examples.pipeline import pipeline
 
@@ -58,7 +58,7 @@ class Case:
     """What an example needs: array functions, groups, and boards to write on.
 
     comm: the group of all ranks, whose barriers are shown. alone: the group of this rank. silent:
-    the board of the single rank that serves as reference.
+    the board of the single rank that serves as reference, which nobody reads.
     """
 
     ops: object
@@ -79,7 +79,7 @@ def run(name: str, world) -> tuple[list[str], float]:
     grid = Grid(world.rank, {example.axis: world.size})
     comms = Comms(grid, ops, recorder, world)
     comm = ShownComm(comms[example.axis], board)
-    off = example.run(Case(ops, comm, comms.alone, recorder, board, NoBoard()))
+    off = example.run(Case(ops, comm, comms.alone, recorder, board, Board()))
     facts = gather_facts(world, {"notes": board.notes, "off": max(off, default=0.0)})
     comms.close()
     if world.rank:

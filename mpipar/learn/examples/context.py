@@ -29,36 +29,10 @@ def context(case) -> list[float]:
     def attended(method, group, places, all_places):
         batch = Batch(None, None, places, all_places)
         mine = [np.ascontiguousarray(one[:, places]) for one in (q, k, v)]
-        return method.forward(case.ops, *mine, batch, group, "attn")[0][0, :, 0, 0]
+        return method.forward(case.ops, *mine, batch, group, "k and v")[0][0, :, 0, 0]
 
     every = np.arange(TOKENS)
-    found = attended(context_ring, Flat(case.comm), held, every)
+    found = attended(context_ring, case.comm, held, every)
     case.board.note("y, the mean of all v up to its token, equals the token's"
                     " position", found[None])
     return [difference(found, attended(context_whole, case.alone, every, None)[held])]
-
-
-class Flat:
-    """A group whose messages are written down as k and v, a row each."""
-
-    def __init__(self, comm):
-        self.comm = comm
-
-    def __getattr__(self, name: str):
-        return getattr(self.comm, name)
-
-    def isend(self, x, peer: int, tag: int, name: str):
-        return self.comm.isend(x.reshape(2, -1), peer, tag, "k and v")
-
-    def irecv(self, x, peer: int, tag: int, name: str):
-        return Shaped(self.comm.irecv(x.reshape(2, -1), peer, tag, "k and v"), x.shape)
-
-
-class Shaped:
-    """A pending message whose array gets its shape back."""
-
-    def __init__(self, pending, shape):
-        self.pending, self.shape = pending, shape
-
-    def wait(self):
-        return self.pending.wait().reshape(self.shape)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from types import SimpleNamespace
+
 import numpy as np
 
 from mpipar.learn.examples.wires import difference
@@ -45,22 +47,14 @@ class ProductStage:
         return self.ops.matmul_nt(dy, self.w)
 
 
-class NoSums:
-    """No gradient is summed over ranks: there is one copy of each stage."""
-
-    def start(self, stage: int) -> None:
-        pass
-
-    def test(self) -> None:
-        pass
-
-
 def stages_run(case, group, board, count: int) -> dict[int, ProductStage]:
     """Return the stages of this rank after a step of 1F1B. Comm: the schedule's messages."""
     schedule = make_schedule("1f1b", count, len(MICROBATCHES))
     stages = {stage: ProductStage(case, stage, count, board)
               for stage in schedule.stages_of(group.index)}
-    engine = Engine(case.ops, stages, schedule, group, case.recorder, NoSums(), None)
+    # No gradient is summed over ranks: there is one copy of each stage.
+    no_sums = SimpleNamespace(start=lambda stage: None, test=lambda: None)
+    engine = Engine(case.ops, stages, schedule, group, case.recorder, no_sums, None)
     engine.run(lower(schedule, group.index), lambda mb: MICROBATCHES[mb])
     return stages
 
