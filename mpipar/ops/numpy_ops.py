@@ -198,10 +198,6 @@ class NumpyOps(ArrayOps):
         rows = as_rows(x)
         return _product(rows, w).reshape(*x.shape[:-1], w.shape[1])
 
-    def matmul_nt(self, x: Array, w: Array) -> Array:
-        """Return x w^T: (..., M) and (K, M) give (..., K)."""
-        return self.matmul(x, w.T)
-
     def matmul_tn_add(self, x: Array, y: Array, out: Array) -> None:
         """Add x^T y to out: (..., K) and (..., M) give (K, M); out may be a transposed view.
 
