@@ -604,7 +604,7 @@ class ArrayOps:
     @shapes("positions[T] dy[BTD] dtable[PD]+ ->")
     def position_backward_weight(self, positions: Array, dy: Array, dtable: Array) -> None:
         """Add the batch sum of dy (B, T, D) to the rows `positions` of dtable."""
-        self.xp.add.at(dtable, positions, dy.sum(axis=0))
+        self.embedding_backward_weight(positions, dy.sum(axis=0), dtable, 0)
 
     # Rotary positions. In the lines h is d/2, and positions are (T,) or (B, T).
 

@@ -234,10 +234,6 @@ class NumpyOps(ArrayOps):
             if 0 <= row < len(dtable):
                 dtable[row] += dy_row
 
-    def position_backward_weight(self, positions: Array, dy: Array, dtable: Array) -> None:
-        """Add the batch sum of dy (B, T, D) to the rows `positions` of dtable."""
-        self.embedding_backward_weight(positions, dy.sum(axis=0), dtable, 0)
-
     # Causal attention in tiles of queries. A tile of queries leaves out the keys that none of its
     # queries may see, which in training is about half of all products and exponentials. Some heads
     # are copied first, each to a matrix of its own, transposed where a product needs it, because

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from mpipar.ops.signature import Array
 from mpipar.partition.chunks import rounded
+from mpipar.partition.context_whole import whole_positions
 from mpipar.partition.contracts import Attending, Out, Saved
 
 barriers: tuple[tuple[str, str, str, str], ...] = ()
@@ -16,7 +17,7 @@ barriers: tuple[tuple[str, str, str, str], ...] = ()
 
 def forward(here: Attending, q: Array, k: Array, v: Array) -> tuple[Array, Saved]:
     """Return y (B, T, H, d), and what the backward pass needs."""
-    places = here.positions_of_row
+    places = whole_positions(here.batch)
     y, stats = here.ops.attention_block_forward(q, k, v, places, places)
     y = rounded(here.ops, y, q.dtype)
     return y, (q, k, v, y, stats)
@@ -24,7 +25,7 @@ def forward(here: Attending, q: Array, k: Array, v: Array) -> tuple[Array, Saved
 
 def backward_input(here: Attending, dy: Array, saved: Saved, out: Out) -> None:
     """Write dq, dk, dv."""
-    ops, places, (q, k, v, y, stats) = here.ops, here.positions_of_row, saved
+    ops, places, (q, k, v, y, stats) = here.ops, whole_positions(here.batch), saved
     gradients = ops.attention_block_backward(
         dy, q, k, v, stats, ops.attention_delta(dy, y), q_pos=places, k_pos=places)
     for to, gradient in zip(out, gradients, strict=True):

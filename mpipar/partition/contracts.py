@@ -169,12 +169,6 @@ class Attending(NamedTuple):
     name: str
     batch: Batch
 
-    @property
-    def positions_of_row(self) -> Array:
-        """The positions of all tokens of a row."""
-        every = self.batch.all_positions
-        return self.batch.positions if every is None else every
-
 
 class ContextCut(Protocol):
     """Causal attention of the tokens that a rank holds, over the ranks of cp; see context.py.
