@@ -42,7 +42,7 @@ def all_reduce(comm, x):
         x += came
 '''
 COLLECTIVE = "def all_reduce(comm, x):\n    comm.all_reduce(x, 'cheat')\n"
-LINEAR = "def backward_weight(product, ops, x, dy, dw, comm, name, *, sizes):\n    dw += x.T @ dy\n"
+LINEAR = "def backward_weight(here, x, dy, dw):\n    dw += x.T @ dy\n"
 
 
 def code(module):
@@ -50,12 +50,12 @@ def code(module):
 
 
 WITHOUT_SUM = code(row).replace(
-    "comm.all_reduce(product.matmul(x, w), name)", "product.matmul(x, w)")
+    "here.comm.all_reduce(here.product.matmul(x, w), here.name)", "here.product.matmul(x, w)")
 SUMMED_TWICE = code(row).replace(
-    "return product.matmul_nt(dy, w), dy",
-    "return comm.all_reduce(product.matmul_nt(dy, w), name), dy")
-HALF = code(row).replace("    product.matmul_tn_add(x, dy, dw)",
-                         "    product.matmul_tn_add(x[:1], dy[:1], dw)")
+    "return here.product.matmul_nt(dy, w), dy",
+    "return here.comm.all_reduce(here.product.matmul_nt(dy, w), here.name), dy")
+HALF = code(row).replace("product.matmul_tn_add(x, dy, dw)",
+                         "product.matmul_tn_add(x[:1], dy[:1], dw)")
 OWN_LOSS = code(loss).replace("self.comm.all_gather(stats, self.name)", "stats[None]")
 # Exercise: a right file, and (wrong file, what the verdict says).
 FILES = {

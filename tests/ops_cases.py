@@ -150,11 +150,11 @@ def _residual(ops, make, sizes):
     """What is added where a residual branch ends, forward and backward."""
     x, dy, y, around = (make.real(sizes.batch, sizes.tokens, sizes.width) for _ in range(4))
     w, b = make.real(sizes.width), make.real(sizes.width)
-    found = {"bias_residual_forward": ops.bias_residual_forward(y, b, around)}
+    found = {"bias_forward residual": ops.bias_forward(y, b, around)}
     for kind, parameters in (("layernorm", (w, b)), ("rmsnorm", (w,))):
         _, *statistics = getattr(ops, f"{kind}_forward")(x, *parameters, 1e-5)
-        name = f"{kind}_residual_backward_input"
-        found[name] = getattr(ops, name)(dy, x, w, *statistics, around)
+        name = f"{kind}_backward_input"
+        found[f"{name} residual"] = getattr(ops, name)(dy, x, w, *statistics, around)
     return found
 
 

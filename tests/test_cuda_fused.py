@@ -84,7 +84,7 @@ def test_column_sums(case, shape):
     x, x64 = case.array(*shape)
     for dtype in {np.float32, case.dtype}:
         out, out64 = case.array(shape[-1], dtype=dtype)
-        case.fused.column_sums(x, out)
+        case.fused.bias_backward_weight(x, out)
         case.check(out, out64 + x64.sum(axis=0), dtype, BOUNDS[np.dtype(dtype).name])
 
 
@@ -94,7 +94,7 @@ def test_sums_in_many_slabs_are_the_same_bits(where, rng):
     results = []
     for _ in range(2):
         out = case.to_device(np.zeros(5, np.float32))
-        case.fused.column_sums(x, out)
+        case.fused.bias_backward_weight(x, out)
         results.append(case.to_host(out).copy())
     assert np.array_equal(*results)
     assert relative(results[0], x64.sum(axis=0)) <= 2e-6
@@ -106,14 +106,14 @@ def test_a_wider_sum_after_a_narrow_one_starts_from_zero(where, rng):
     for columns in (3, 3, 200, 70):
         x, x64 = case.array(300, columns)
         out, out64 = case.array(columns)
-        case.fused.column_sums(x, out)
+        case.fused.bias_backward_weight(x, out)
         case.check(out, out64 + x64.sum(axis=0), bound=2e-6)
 
 
 @pytest.mark.parametrize("shape", SHAPES)
 def test_the_end_of_a_residual_branch(case, shape):
     (y, y64), (b, b64), (x, x64) = case.array(*shape), case.array(shape[-1]), case.array(*shape)
-    assert case.fused.bias_residual_forward(y, b, x) is y
+    assert case.fused.bias_forward(y, b, x) is y
     case.check(y, y64 + b64 + x64)
 
 
@@ -129,7 +129,7 @@ def test_what_flows_around_a_norm(case, kind, width):
                                     (case.ops, (x64, w64), [b for _, b in bias],
                                      (dy64, around64))):
         _, *statistics = getattr(ops, f"{kind}_forward")(*arrays, *more, 1e-5)
-        found.append(getattr(ops, f"{kind}_residual_backward_input")(
+        found.append(getattr(ops, f"{kind}_backward_input")(
             last[0], *arrays, *statistics, last[1]))
     case.check(*found)
 
@@ -215,10 +215,10 @@ def test_adamw(where, rng, step, copy, size, monkeypatch):
 def test_cross_entropy(case, rows, columns, start, padding):
     """One shard's view of a vocabulary in two shards; the last is all padding."""
     logits, wide = case.array(rows, columns, scale=4.0)
-    valid, num_valid = columns - padding, start + columns - padding
+    num_valid = start + columns - padding
     targets = case.rng.integers(0, max(num_valid, 1), rows)
     device_targets = case.to_device(targets)
-    stats = case.fused.cross_entropy_stats(logits, valid, device_targets, start)
+    stats = case.fused.cross_entropy_forward(logits, device_targets, start, num_valid)
     expected = case.ops.cross_entropy_forward(wide, targets, start, num_valid)
     if padding == columns:
         expected[:, 0] = np.finfo(np.float32).min
@@ -226,7 +226,8 @@ def test_cross_entropy(case, rows, columns, start, padding):
     sums64 = case.rng.uniform(9.0, 10.0, (rows, 2))
     sums = case.to_device(sums64.astype(np.float32))
     sums64 = case.to_host(sums).astype(np.float64)
-    case.fused.cross_entropy_backward(logits, valid, device_targets, sums, start, 0.2)
+    case.fused.cross_entropy_backward_input(
+        logits, device_targets, sums, start, num_valid, 0.2)
     case.check(logits, case.ops.cross_entropy_backward_input(
         wide, targets, sums64, start, num_valid, 0.2), bound=2 * case.bound)
 
@@ -237,8 +238,8 @@ def test_cross_entropy_of_what_is_no_number(where, rng):
         case = Case(where, "float32", rng)
         host = np.zeros((1, 200), np.float32)
         host[0, 150] = value
-        stats = case.fused.cross_entropy_stats(
-            case.to_device(host), 200, case.to_device(np.array([3])), 0)
+        stats = case.fused.cross_entropy_forward(
+            case.to_device(host), case.to_device(np.array([3])), 0, 200)
         with np.errstate(invalid="ignore"):
             loss, _ = case.ops.cross_entropy_combine(case.to_host(stats)[None].astype(np.float64))
         assert not np.isfinite(loss).any()
@@ -338,14 +339,13 @@ def call(kernel, loader, columns=33):
         return fused.layernorm_forward(x, x[0], x[1], 1e-5)[0]
     if kernel == "column_sums":
         out = np.zeros(columns, np.float32)
-        fused.column_sums(x, out)
+        fused.bias_backward_weight(x, out)
         return out
     if kernel == "cross_entropy_stats":
-        return fused.cross_entropy_stats(x, columns, np.array([3, 5]), 0)
+        return fused.cross_entropy_forward(x, np.array([3, 5]), 0, columns)
     if kernel == "cross_entropy_backward":
         sums = np.ones((2, 2), np.float32)
-        fused.cross_entropy_backward(x, columns, np.array([3, 5]), sums, 0, 1.0)
-        return x
+        return fused.cross_entropy_backward_input(x, np.array([3, 5]), sums, 0, columns, 1.0)
     scores = x[:1, :25].reshape(5, 5).copy()
     fused.causal_softmax_forward(scores, np.arange(5), np.arange(5), 1.0)
     return scores
@@ -369,7 +369,7 @@ def test_slabs_are_added_up_by_the_last_block_alone(rng, edit):
     fused = Fused(Poisoned, HostLoader(edited="columns.cu", edit=edit))
     found = [np.zeros(33, np.float32) for _ in range(2)]
     for out in found:
-        fused.column_sums(x, out)
+        fused.bias_backward_weight(x, out)
     assert any(relative(out, x.sum(axis=0)) > 1e-3 for out in found)
 
 

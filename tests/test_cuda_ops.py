@@ -47,13 +47,16 @@ def test_16_bits_are_multiplied_as_they_are(rng, cupy, monkeypatch, gemm, dtype)
     assert relative(ops.to_host(dw), x.T @ y) < BOUNDS["float32"]
 
 
+def check_every_function(ops, sizes, tol):
+    expected = call_every_op(plain("float64"), sizes)
+    for name, value in call_every_op(ops, sizes).items():
+        assert_close(value if isinstance(value, float) else ops.to_host(value), expected[name],
+                     tol, name)
+
+
 @pytest.mark.parametrize("gemm", WAYS)
 def test_every_function_equals_plain(cupy, gemm):
-    ops = make("cuda", "float32", kernels="plain", gemm=gemm)
-    expected = call_every_op(plain("float64"), LARGE)
-    for name, value in call_every_op(ops, LARGE).items():
-        assert_close(value if isinstance(value, float) else ops.to_host(value), expected[name],
-                     2e-5, name)
+    check_every_function(make("cuda", "float32", kernels="plain", gemm=gemm), LARGE, 2e-5)
 
 
 def test_a_checksum_is_that_of_the_plain_formula(rng, cupy):
@@ -74,11 +77,7 @@ def test_a_piece_without_rows_is_a_product_too(cupy, gemm):
 
 
 def test_float64_goes_to_cublas(cupy):
-    ops = make("cuda", "float64")
-    expected = call_every_op(plain("float64"), SMALL)
-    for name, value in call_every_op(ops, SMALL).items():
-        assert_close(value if isinstance(value, float) else ops.to_host(value), expected[name],
-                     1e-12, name)
+    check_every_function(make("cuda", "float64"), SMALL, 1e-12)
 
 
 @pytest.mark.parametrize("gemm", WAYS)

@@ -167,7 +167,7 @@ def test_typed_commands_come_in_order():
 
 def test_functions_are_listed_by_name():
     page = written("<!-- code: mpipar/partition/row.py shard_axis forward :: no docstring -->")
-    assert "shard_axis = 0\n\n\ndef forward(\n    product: Product, ops: Ops, x: Array" in page
+    assert "shard_axis = 0\n\n\ndef forward(here: Here, x: Array, w" in page
     assert ") -> Array:\n    return" in page
     assert "From [mpipar/partition/row.py](../mpipar/partition/row.py)." in page
     method = written("<!-- code: docs/build/blocks.py Block.problem -->")

@@ -92,11 +92,11 @@ def changed_cache(change):
     """Cache.forward with another q, k, v or firsts."""
     plain = Cache.forward
 
-    def forward(self, ops, q, k, v, batch, comm, name):
+    def forward(self, here, q, k, v):
         q, k, v, firsts = change(self, q, k, v)
         kept, self.firsts = self.firsts, firsts
         try:
-            return plain(self, ops, q, k, v, batch, comm, name)
+            return plain(self, here, q, k, v)
         finally:
             self.firsts = kept
 

@@ -17,18 +17,15 @@ from mpipar.ops.mixed_ops import DTYPES
 HALF_UNIT = {"bfloat16": 2.0**-8, "float16": 2.0**-11}  # largest relative error of one rounding
 FLOAT32 = 2e-5
 # These read rounded results of other functions: they have errors of two or three roundings.
-# Where two functions follow each other, each rounds, unless a kernel makes both.
-COMPOSED = ("bias_residual_forward", "layernorm_residual_backward_input",
-            "rmsnorm_residual_backward_input")
 FURTHER = {
-    "attention_backward_input": 4, **dict.fromkeys(COMPOSED, 2),
+    "attention_backward_input": 4, "bias_forward residual": 2,
     # A product rounds, and so does each function behind it where no epilogue makes all of them.
     "matmul_bias": 2, "matmul_bias residual": 3, "matmul_bias_gelu h": 2, "matmul_bias_gelu": 3,
     "matmul_nt_gelu_backward": 2,
 }
 # Of the fused kernels: float32 results come from rounded operands, too.
 OPERANDS = {
-    **dict.fromkeys(COMPOSED, 1),
+    "bias_forward residual": 1,
     "attention_forward y": 2, "attention_block_forward y": 1, "attention_merge y": 1,
     "attention_delta": 1, "attention_block_backward dq": 2, "attention_block_backward dk": 2,
     "attention_block_backward dv": 1,

@@ -35,8 +35,7 @@ IMPLEMENTATIONS = {
 # Not array functions: a cast, and counts of the shapes.
 OTHERS = {"scalar", "reset_peak"}
 # The kernels that stand behind functions of the fused implementation.
-KERNELS = {"column_sums", "causal_softmax_forward", "causal_softmax_backward",
-           "cross_entropy_stats", "cross_entropy_backward"}
+KERNELS = {"causal_softmax_forward", "causal_softmax_backward"}
 
 
 @pytest.mark.parametrize("name", [pytest.param(name, marks=pytest.mark.numba) if name == "numba"

@@ -15,7 +15,7 @@ from mpipar.comm.groups import Comms
 from mpipar.comm.record import Recorder, Span
 from mpipar.config.resolve import resolve
 from mpipar.ops import make
-from mpipar.partition import CUTS, Sizes
+from mpipar.partition import CUTS, Here, Sizes
 from mpipar.plan.predict import predict
 
 LAYERS = {"attn.qkv": "self.qkv.", "attn.proj": "self.proj.", "ffn.up": "self.up.",
@@ -57,14 +57,14 @@ def test_who_calls_the_group_itself_has_no_cut():
 def test_one_barrier_that_is_crossed_from_two_lines_shows_each():
     ops, recorder = make("shapes", "float64"), Recorder()
     comm = Comms.solo(ops, Grid(0, {"tp": 2}), recorder)["tp"]
-    x, w = ops.empty((1, 3, 4)), ops.empty((4, 5))
+    x, w, here = ops.empty((1, 3, 4)), ops.empty((4, 5)), Here(ops, ops, comm, "y", Sizes(0, 4, 5))
 
     def cross():
-        return CUTS["row"].forward(ops, ops, x, w, comm, "y", sizes=Sizes(0, 4, 5))
+        return CUTS["row"].forward(here, x, w)
 
     for _ in range(2):
         cross()
-        CUTS["row"].forward(ops, ops, x, w, comm, "y", sizes=Sizes(0, 4, 5))
+        CUTS["row"].forward(here, x, w)
     first, second, *rest = [record.site for record in recorder.records]
     assert first != second
     assert rest == [first, second]

@@ -60,16 +60,16 @@ def chains(gpu: Gpu, fused, plain, rows, width, dtype) -> list[Kernel]:
         Kernel("gelu_forward", (x,), 2 * one),
         Kernel("bias_gelu_forward", (x.copy(), b), 3 * one,  # it changes x
                plain=lambda x, b: plain.gelu_forward(x + b)),
-        Kernel("bias_residual_forward", (x.copy(), b, around), 3 * one),  # and that too
+        Kernel("bias_forward", (x.copy(), b, around), 3 * one),  # and that too
         Kernel("gelu_backward_input", (dy, x), 3 * one),
-        Kernel("column_sums", (dy, db), one, changes=(1,), plain=plain.bias_backward_weight),
+        Kernel("bias_backward_weight", (dy, db), one, changes=(1,)),
         Kernel("layernorm_forward", (x, w, b), 2 * one, (EPS,)),
         Kernel("layernorm_backward_input", (dy, x, w, mean, rstd), 3 * one),
-        Kernel("layernorm_residual_backward_input", (dy, x, w, mean, rstd, around), 4 * one),
+        Kernel("layernorm_backward_input", (dy, x, w, mean, rstd, around), 4 * one),
         Kernel("layernorm_backward_weight", (dy, x, mean, rstd, dw, db), 2 * one, changes=(4, 5)),
         Kernel("rmsnorm_forward", (x, w), 2 * one, (EPS,)),
         Kernel("rmsnorm_backward_input", (dy, x, w, root), 3 * one),
-        Kernel("rmsnorm_residual_backward_input", (dy, x, w, root, around), 4 * one),
+        Kernel("rmsnorm_backward_input", (dy, x, w, root, around), 4 * one),
         Kernel("rmsnorm_backward_weight", (dy, x, root, dw), 2 * one, changes=(3,)),
     ]
 
@@ -96,7 +96,7 @@ def softmaxes(gpu: Gpu, fused, plain, args, dtype) -> list[Kernel]:
     logits = gpu.random(count, VOCABULARY, dtype=dtype)
     targets = gpu.xp.asarray(gpu.rng.integers(0, VOCABULARY, count))
     sums = gpu.xp.asarray(gpu.rng.uniform(11.0, 12.0, (count, 2)).astype(np.float32))
-    stats = fused.cross_entropy_stats(logits, VOCABULARY, targets, 0)[None]
+    stats = fused.cross_entropy_forward(logits, targets, 0, VOCABULARY)[None]
     shape = (max(1, args.rows // args.seq_len), args.heads, args.seq_len, args.seq_len)
     scores, dprobs = (gpu.random(*shape, dtype=dtype) for _ in range(2))
     positions, factor = gpu.xp.arange(args.seq_len), 0.125
@@ -112,15 +112,9 @@ def softmaxes(gpu: Gpu, fused, plain, args, dtype) -> list[Kernel]:
     probs = scores.copy()
     fused.causal_softmax_forward(probs, positions, positions, factor)
     return [
-        Kernel("cross_entropy_stats", (logits, targets), logits.nbytes,
-               call=lambda logits, targets: fused.cross_entropy_stats(
-                   logits, VOCABULARY, targets, 0),
-               plain=lambda *arrays: plain.cross_entropy_forward(*arrays, 0, VOCABULARY)),
-        Kernel("cross_entropy_backward", (logits, targets, sums), 2 * logits.nbytes, changes=(0,),
-               call=lambda logits, targets, sums: fused.cross_entropy_backward(
-                   logits, VOCABULARY, targets, sums, 0, 1.0),
-               plain=lambda *arrays: plain.cross_entropy_backward_input(
-                   *arrays, 0, VOCABULARY, 1.0)),
+        Kernel("cross_entropy_forward", (logits, targets), logits.nbytes, (0, VOCABULARY)),
+        Kernel("cross_entropy_backward_input", (logits, targets, sums), 2 * logits.nbytes,
+               (0, VOCABULARY, 1.0)),
         Kernel("cross_entropy_combine", (stats,), 2 * stats.nbytes),
         Kernel("causal_softmax_forward", (scores, positions, positions), 1.5 * scores.nbytes,
                (factor,), (0,), plain=causal_forward),

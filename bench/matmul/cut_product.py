@@ -14,7 +14,7 @@ import numpy as np
 from mpipar.comm.grid import Grid, chunk_size, chunk_slice
 from mpipar.comm.groups import Comms
 from mpipar.partition import CUTS, MESH_CUTS
-from mpipar.partition.contracts import Mesh
+from mpipar.partition.contracts import Mesh, OnRank
 
 PHASES = ("F", "I", "W")  # forward, input gradient, weight gradient
 NAME = "product"  # of the barriers
@@ -131,17 +131,15 @@ class CutProduct:
 
     def run(self, phase: str):
         """Run forward, input gradient or weight gradient, and keep the result. Comm: the cut's."""
-        start, rest = perf_counter_ns(), (self.comm, NAME)
-        multiply, sizes = (self.ops, self.ops), self.sizes
+        start = perf_counter_ns()
+        here = OnRank(self.ops, self.ops, self.comm, NAME, self.sizes)
         with self.recorder.at(phase):
             if phase == "F":
-                self.y = self.cut.forward(*multiply, self.x, self.w, *rest, sizes=sizes)
+                self.y = self.cut.forward(here, self.x, self.w)
             elif phase == "I":
-                self.dx, self.kept = self.cut.backward_input(
-                    *multiply, self.dy, self.w, *rest, sizes=sizes)
+                self.dx, self.kept = self.cut.backward_input(here, self.dy, self.w)
             else:
-                self.cut.backward_weight(
-                    *multiply, self.x, self.kept, self.dw, *rest, sizes=sizes)
+                self.cut.backward_weight(here, self.x, self.kept, self.dw)
                 self.kept = None
         self.recorder.span(phase, start)
 

@@ -18,7 +18,6 @@ and values, d head width.
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from typing import Any
 
 from mpipar.comm.grid import consecutive_slices
@@ -30,6 +29,7 @@ from mpipar.ops.array_ops import rope_table
 from mpipar.ops.signature import Array
 from mpipar.partition import chunks
 from mpipar.partition.context import attention_over
+from mpipar.partition.contracts import Attending
 from mpipar.partition.tokens import WholeTokens
 
 # Rotary positions: queries and keys are rotated by angles that grow with their position. Number i
@@ -62,32 +62,15 @@ class Rotation:
         self.ops.rope_backward_input(dx, positions, self.table)
 
 
-class NoRotation:
-    """Leaves queries and keys as they are: the embedding has already added the positions."""
-
-    def __init__(self, ops: Any, config: Any) -> None:
-        pass
-
-    def forward(self, x: Array, positions: Array) -> None:
-        """Do nothing."""
-
-    def backward(self, dx: Array, positions: Array) -> None:
-        """Do nothing."""
-
-
-# --positions
-ROTATIONS: dict[str, Callable[..., Rotation | NoRotation]] = {
-    "learned": NoRotation, "rope": Rotation}
-
-
 class Attention:
     """softmax(q k^T / sqrt(d)) v, where positions determine which keys a query may see.
 
-    config: a completed DecoderConfig. rotation: rotates q and k by their positions.
+    config: a completed DecoderConfig. rotation: rotates q and k by their positions; None if the
+    embedding has already added these.
     """
 
     def __init__(self, context: Context, name: str, config: Any,
-                 rotation: Rotation | NoRotation, *, std: float, out_std: float) -> None:
+                 rotation: Rotation | None, *, std: float, out_std: float) -> None:
         self.ops, self.name, self.rotation = context.ops, name, rotation
         self.attention = context.attention
         self.cp, self.kv = context.comms["cp"], context.comms["kv"]
@@ -138,10 +121,11 @@ class Attention:
         Comm: forward of both cuts, and of attention over cp.
         """
         qkv = self._by_head(self.qkv.forward(x, stash))
-        self.rotation.forward(qkv[:, :, self.turned], stash.batch.positions)
+        if self.rotation:
+            self.rotation.forward(qkv[:, :, self.turned], stash.batch.positions)
         attention = stash.cache or self.attention
         heads, stash[self.name, "saved"] = attention.forward(
-            self.ops, *self._split(qkv), stash.batch, self.cp, self.name)
+            self._here(stash), *self._split(qkv))
         return self.proj.forward(heads.reshape(*heads.shape[:2], -1), stash, residual)
 
     def backward_input(self, dy: Array, stash: Stash) -> Array:
@@ -153,9 +137,9 @@ class Attention:
         dheads = self._by_head(self.proj.backward_input(dy, stash))
         dqkv = self.ops.empty(
             (*dheads.shape[:2], self.parts[-1].stop, self.head_width), dheads.dtype)
-        self.attention.backward_input(
-            self.ops, dheads, saved, stash.batch, self.cp, self.name, self._split(dqkv))
-        self.rotation.backward(dqkv[:, :, self.turned], stash.batch.positions)
+        self.attention.backward_input(self._here(stash), dheads, saved, self._split(dqkv))
+        if self.rotation:
+            self.rotation.backward(dqkv[:, :, self.turned], stash.batch.positions)
         stash[self.name, "dkv"] = dqkv[:, :, self.shared]
         return self.qkv.backward_input(dqkv.reshape(*dqkv.shape[:2], -1), stash)
 
@@ -169,6 +153,10 @@ class Attention:
         # written to the view that qkv reads as its dy.
         chunks.add(self.ops, stash.pop((self.name, "dkv")), self.kv, f"{self.name}.kv")
         self.qkv.backward_weight(stash)
+
+    def _here(self, stash: Stash) -> Attending:
+        """Return what attention over cp works with."""
+        return Attending(self.ops, self.cp, self.name, stash.batch)
 
     def _by_head(self, x: Array) -> Array:
         """Return the view (B, T, heads, d) of x (B, T, heads * d)."""

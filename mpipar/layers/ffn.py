@@ -10,7 +10,7 @@ barriers are those of that pair of cuts. Letters: B batch, T tokens, D model wid
 from __future__ import annotations
 
 from mpipar.layers.context import Context
-from mpipar.layers.costs import Cost, Sum, array, product_cost, sides, together
+from mpipar.layers.costs import NOTHING, Cost, array, product_cost, sides, together
 from mpipar.layers.linear import Linear
 from mpipar.layers.stash import Stash
 from mpipar.ops.signature import Array
@@ -23,6 +23,7 @@ class FeedForward:
     """
 
     tensors: tuple[str, ...] = ("up",)  # the weights of the first product
+    keeps_input_of_down = True  # from forward to backward
 
     def __init__(self, context: Context, name: str, d_model: int, ffn: int, *,
                  cuts: tuple[str, str], std: float, out_std: float, bias: bool = True,
@@ -40,20 +41,13 @@ class FeedForward:
         cls, name: str, cuts: tuple[str, str], rows: str = "B*T", patch: str = "", width: str = "F",
     ) -> Cost:
         """Return its Cost. rows, patch: see `product_cost`. width: the letter of its own width."""
-        up, down, h = cls._costs(name, cuts, width, width, rows, patch)
+        wide = "".join(width for _ in cls.tensors)  # the letters of what the first product computes
+        up = product_cost(f"{name}.up", cuts[0], "D", wide, rows, patch=patch)
+        h = array(rows, sides(cuts[0], "D", wide)["y"][1])
+        down = product_cost(f"{name}.down", cuts[1], width, "D", rows, patch=patch, again=False)
+        if not cls.keeps_input_of_down:
+            down = down._replace(stash=NOTHING, remade=down.stash)
         return together(up, Cost(stash=h), down)
-
-    @staticmethod
-    def _costs(
-        name: str, cuts: tuple[str, str], wide: str, width: str, rows: str, patch: str
-    ) -> tuple[Cost, Cost, Sum]:
-        """Return the Costs of both products, and the bytes of what the first one computes.
-
-        wide: the letters of its outputs; width: the letter of the second one's inputs.
-        """
-        return (product_cost(f"{name}.up", cuts[0], "D", wide, rows, patch=patch),
-                product_cost(f"{name}.down", cuts[1], width, "D", rows, patch=patch, again=False),
-                array(rows, sides(cuts[0], "D", wide)["y"][1]))
 
     def forward(self, x: Array, stash: Stash, residual: Array | None = None) -> Array:
         """Return y (B, T, D) of x (B, T, D), plus residual. Comm: forward of both cuts."""
@@ -88,14 +82,7 @@ class GatedFeedForward(FeedForward):
     """
 
     tensors = ("gate", "up")
-
-    @classmethod
-    def cost(
-        cls, name: str, cuts: tuple[str, str], rows: str = "B*T", patch: str = "", width: str = "F",
-    ) -> Cost:
-        """Return its Cost."""
-        up, down, h = cls._costs(name, cuts, f"{width}{width}", width, rows, patch)
-        return together(up, Cost(stash=h), down._replace(stash={}, remade=down.stash))
+    keeps_input_of_down = False
 
     def forward(self, x: Array, stash: Stash, residual: Array | None = None) -> Array:
         """Return y (B, T, D) of x (B, T, D), plus residual. Comm: forward of both cuts."""

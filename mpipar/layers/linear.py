@@ -13,7 +13,7 @@ from mpipar.layers.param import Param
 from mpipar.layers.stash import Stash
 from mpipar.ops.signature import Array
 from mpipar.partition import CUTS, Sizes
-from mpipar.partition.contracts import Product
+from mpipar.partition.contracts import Here, Product
 
 Shape = tuple[int, ...]
 
@@ -86,11 +86,11 @@ class Linear:
         """Return the bias, or its gradient, (N,): a view; None if there is none."""
         return self.b.through(self.biases[-1], kind) if self.b else None
 
-    def _sizes(self, stash: Stash) -> Sizes:
-        """Return the uncut product's sizes, with the number of tokens if the cut divides them."""
-        if not self.cut.tokens_are_cut:
-            return self.sizes
-        return self.sizes._replace(tokens=stash.batch.shape[1])
+    def _here(self, stash: Stash) -> Here:
+        """Return what the cut works with; sizes have a number of tokens if the cut divides them."""
+        tokens = stash.batch.shape[1] if self.cut.tokens_are_cut else 0
+        sizes = self.sizes._replace(tokens=tokens)
+        return Here(self.product, self.ops, self.comm, self.name, sizes)
 
     def forward(self, x: Array, stash: Stash, residual: Array | None = None) -> Array:
         """Return y (.., N) of x (.., K), with local sizes as the cut leaves them.
@@ -101,17 +101,14 @@ class Linear:
             self.keep(x, stash)
             return self.ops.matmul_bias(x, self.matrix("data"), self.bias("data"), residual)
         y, b = self.forward_without_bias(x, stash), self.bias("data")
-        if residual is None:
-            return y if b is None else self.ops.bias_forward(y, b)
-        if b is None:
-            return self.ops.accumulate(y, residual)
-        return self.ops.bias_residual_forward(y, b, residual)
+        if b is not None:
+            return self.ops.bias_forward(y, b, residual)
+        return y if residual is None else self.ops.accumulate(y, residual)
 
     def forward_without_bias(self, x: Array, stash: Stash) -> Array:
         """Return y (.., N) of x (.., K), without the bias. Comm: forward of the cut."""
         self.keep(x, stash)
-        w, sizes = self.matrix("data"), self._sizes(stash)
-        return self.cut.forward(self.product, self.ops, x, w, self.comm, self.name, sizes=sizes)
+        return self.cut.forward(self._here(stash), x, self.matrix("data"))
 
     def forward_gelu(self, x: Array, stash: Stash) -> tuple[Array, Array]:
         """Return (GELU of h, h (.., N) of x (.., K)). Comm: forward of the cut."""
@@ -134,10 +131,8 @@ class Linear:
 
     def backward_input(self, dy: Array, stash: Stash) -> Array:
         """Return dx (.., K) of dy (.., N). Comm: backward_input of the cut."""
-        w, sizes = self.matrix("data"), self._sizes(stash)
-        dx, dy = self.cut.backward_input(
-            self.product, self.ops, dy, w, self.comm, self.name, sizes=sizes)
-        stash[self.name, "dy"] = dy
+        dx, stash[self.name, "dy"] = self.cut.backward_input(
+            self._here(stash), dy, self.matrix("data"))
         return dx
 
     def backward_input_gelu(self, dy: Array, h: Array, stash: Stash) -> Array:
@@ -150,12 +145,11 @@ class Linear:
     def backward_weight(self, stash: Stash) -> None:
         """Accumulate the gradients of w and b. Comm: backward_weight of the cut."""
         x, dy = stash.pop((self.name, "x")), stash.pop((self.name, "dy"))
-        dw, db, sizes = self.matrix("grad"), self.bias("grad"), self._sizes(stash)
+        dw, db = self.matrix("grad"), self.bias("grad")
         if self.b and self.alone:
             self.ops.matmul_tn_add_sums(x, dy, dw, db, self.b.fresh)
             self.b.fresh = False
             return
-        self.cut.backward_weight(
-            self.product, self.ops, x, dy, dw, self.comm, self.name, sizes=sizes)
+        self.cut.backward_weight(self._here(stash), x, dy, dw)
         if db is not None:
             self.ops.bias_backward_weight(dy, db)

@@ -17,55 +17,16 @@ inside an expert, R the number of rows that this rank's experts get.
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from typing import Any, NamedTuple
+from typing import Any
 
 from mpipar.data.routing import scores
 from mpipar.layers.context import Context
 from mpipar.layers.costs import Barrier, Cost, array, term, token_barriers, total
 from mpipar.layers.param import Param
 from mpipar.layers.stash import Stash
-from mpipar.ops.functions import Ops
 from mpipar.ops.signature import Array
 from mpipar.partition.contracts import Choice, Dispatch
 from mpipar.partition.tokens import WholeTokens
-
-
-class Bend(NamedTuple):
-    """An expert's activation, between its two products. wide: letters of the first one's outputs.
-
-    forward(ops, h (R, F or 2F)) returns a (R, F). backward_input(ops, da, h) returns (dh, a).
-    """
-
-    wide: str
-    forward: Callable[[Ops, Array], Array]
-    backward_input: Callable[[Ops, Array, Array], tuple[Array, Array]]
-
-
-def _gelu(ops: Ops, h: Array) -> Array:
-    return ops.gelu_forward(h)
-
-
-def _gelu_backward(ops: Ops, da: Array, h: Array) -> tuple[Array, Array]:
-    return ops.gelu_backward_input(da, h), ops.gelu_forward(h)
-
-
-def _both(h: Array) -> Array:
-    """Return gate and up (R, 2, F) of h (R, 2F); R may be 0."""
-    return h.reshape(len(h), 2, h.shape[1] // 2)
-
-
-def _swiglu(ops: Ops, h: Array) -> Array:
-    return ops.swiglu_forward(_both(h))
-
-
-def _swiglu_backward(ops: Ops, da: Array, h: Array) -> tuple[Array, Array]:
-    dh, a = ops.swiglu_backward_input(da, _both(h))
-    return dh.reshape(h.shape), a
-
-
-BENDS = {"gelu": Bend("g", _gelu, _gelu_backward),  # --activation
-         "swiglu": Bend("gg", _swiglu, _swiglu_backward)}
 
 
 class Router:
@@ -168,9 +129,8 @@ class MixtureOfExperts:
         self.ops, self.name, self.held = context.ops, name, context.held
         self.expert, self.dispatch = context.comms["expert"], context.dispatch
         self.recorder = context.comms.recorder
-        self.experts, self.bend = config.experts, BENDS[config.activation]
-        parts = len(self.bend.wide)
-        wide = (config.expert_ffn,) if parts == 1 else (parts, config.expert_ffn)
+        self.experts, self.gated = config.experts, config.activation == "swiglu"
+        wide = (2, config.expert_ffn) if self.gated else (config.expert_ffn,)
         self.router = Router(context, f"{name}.router", config, std)
         self.up = Param(context, f"{name}.up.w", (config.experts, *wide, config.d_model), std=std,
                         placement={"expert": 0, "tp": len(wide)})
@@ -191,8 +151,8 @@ class MixtureOfExperts:
         over tp.
         """
         plan, h = self._widen(x, stash)
-        rows = self.ops.grouped_matmul_nt(
-            self.bend.forward(self.ops, h), self.down.data, plan.counts)
+        a = self.ops.swiglu_forward(h) if self.gated else self.ops.gelu_forward(h)
+        rows = self.ops.grouped_matmul_nt(a, self.down.data, plan.counts)
         y = self.dispatch.combine(self.ops, rows, plan, True, self.expert, self.name)
         y = self.held.scatter(self._by_row(y, stash), f"{self.name}.down")
         return y if residual is None else self.ops.accumulate(y, residual)
@@ -202,7 +162,10 @@ class MixtureOfExperts:
         self._widen(x, stash)
 
     def _widen(self, x: Array, stash: Stash) -> tuple[Any, Array]:
-        """Return (plan, h (R, F or 2F)). Comm: held.gather, and plan and rows of the dispatch."""
+        """Return (plan, h (R, F), or (R, 2, F) of gate and up).
+
+        Comm: held.gather, and plan and rows of the dispatch.
+        """
         x = self.held.gather(x, stash.batch.shape[1], f"{self.name}.up")
         x = x.reshape(-1, x.shape[-1])
         choice = self.router.forward(x, stash)
@@ -210,6 +173,8 @@ class MixtureOfExperts:
         self.recorder.load(self.name, self.expert.index, plan.counts)
         rows = self.dispatch.rows(self.ops, x, plan, self.expert, self.name)
         h = self.ops.grouped_matmul_nt(rows, self._up("data"), plan.counts)
+        if self.gated:
+            h = h.reshape(len(h), 2, h.shape[1] // 2)  # there may be no row
         stash[self.name, "plan"], stash[self.name, "x"], stash[self.name, "h"] = plan, rows, h
         return plan, h
 
@@ -231,7 +196,11 @@ class MixtureOfExperts:
         dy = dispatch.rows(ops, dy.reshape(-1, dy.shape[-1]), plan, expert, name)
         factors = dispatch.factors(ops, plan, expert, name)
         da = ops.grouped_matmul(dy, self.down.data, plan.counts)
-        dh, a = self.bend.backward_input(ops, da, h)
+        if self.gated:
+            dh, a = ops.swiglu_backward_input(da, h)
+            dh = dh.reshape(len(dh), 2 * dh.shape[2])
+        else:
+            dh, a = ops.gelu_backward_input(da, h), ops.gelu_forward(h)
         dprobs = dispatch.factors_back(ops, ops.row_dots(da, a), plan, expert, name)
         dh, dy = ops.scale_rows(dh, factors), ops.scale_rows(dy, factors)
         dx = dispatch.combine(ops, ops.grouped_matmul(dh, self._up("data"), plan.counts), plan,
@@ -253,7 +222,7 @@ class MixtureOfExperts:
     def cost(name: str, held: type[WholeTokens], activation: str, dispatch: Dispatch,
              balance: str) -> Cost:
         """Return its Cost if experts are equally popular, with the letters of models/decoder.py."""
-        wide, rows = BENDS[activation].wide, "B*T*k"
+        wide, rows = "gg" if activation == "swiglu" else "g", "B*T*k"
         barriers = [
             *(one._replace(again=one.phase == "F")
               for one in token_barriers(f"{name}.up", held, scatter="I", gather="F")),

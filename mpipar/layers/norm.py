@@ -34,8 +34,7 @@ class Norm:
         self.params = [Param(context, f"{name}.{kind}", (d_model,), fill=fill, decay=False,
                              partial_groups=context.held.partial_groups)
                        for kind, fill in self.fills]
-        (self._forward, self._backward_input, self._residual_backward_input,
-         self._backward_weight) = self._functions(self.ops)
+        self._forward, self._backward_input, self._backward_weight = self._functions(self.ops)
 
     @classmethod
     def cost(cls, rows: str) -> Cost:
@@ -53,9 +52,7 @@ class Norm:
         """Return dx (B, T, D) of dy (B, T, D), plus residual."""
         stash[self.name, "dy"] = dy
         x, *statistics = stash[self.name, "x"]
-        if residual is None:
-            return self._backward_input(dy, x, self.params[0].data, *statistics)
-        return self._residual_backward_input(dy, x, self.params[0].data, *statistics, residual)
+        return self._backward_input(dy, x, self.params[0].data, *statistics, residual)
 
     def backward_weight(self, stash: Stash) -> None:
         """Accumulate the gradients of the parameters."""
@@ -71,7 +68,7 @@ class LayerNorm(Norm):
 
     def _functions(self, ops: Any) -> tuple[Callable[..., Any], ...]:
         return (ops.layernorm_forward, ops.layernorm_backward_input,
-                ops.layernorm_residual_backward_input, ops.layernorm_backward_weight)
+                ops.layernorm_backward_weight)
 
 
 class RMSNorm(Norm):
@@ -81,8 +78,7 @@ class RMSNorm(Norm):
     statistics = 1
 
     def _functions(self, ops: Any) -> tuple[Callable[..., Any], ...]:
-        return (ops.rmsnorm_forward, ops.rmsnorm_backward_input,
-                ops.rmsnorm_residual_backward_input, ops.rmsnorm_backward_weight)
+        return ops.rmsnorm_forward, ops.rmsnorm_backward_input, ops.rmsnorm_backward_weight
 
 
 NORMS: dict[str, type[Norm]] = {"layer": LayerNorm, "rms": RMSNorm}  # --norm

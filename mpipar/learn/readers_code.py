@@ -27,7 +27,7 @@ from mpipar.layers.loss import CrossEntropy
 from mpipar.learn import small_model
 from mpipar.learn.exercise import Asked, Exercise, Verdict
 from mpipar.learn.replaced import replaced
-from mpipar.partition import Sizes, row
+from mpipar.partition import Here, Sizes, row
 
 CUT = ("forward", "backward_input", "backward_weight")
 MOST = 5  # tensors that are named
@@ -138,7 +138,7 @@ def judge_weight_gradient(asked: Asked) -> Verdict:
     ops = ops_module.make("cpu", "float64")
     with blamed(asked.file):
         function["backward_weight"](
-            ops, ops, x.copy(), dy.copy(), dw, None, "learn", sizes=Sizes(0, 4, 5))
+            Here(ops, ops, Comms.solo(ops)["tp"], "learn", Sizes(0, 4, 5)), x.copy(), dy.copy(), dw)
     expected = finite_differences(x, dy)
     wrong = np.argwhere(~np.isclose(dw - before, expected, rtol=0, atol=1e-9))
     lines = [f"{expected.size - len(wrong)} of {expected.size} numbers of dw are right"]

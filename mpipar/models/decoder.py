@@ -5,7 +5,7 @@
 A block is a list of layers; its index selects the row of BLOCKS that makes them. A dense block is
 x = x + attention(norm1(x)); x = x + ffn(norm2(x)). The first stage also holds the embedding, and
 the last one the final norm, head and loss. GPT-2, Llama and related models are choices of layers
-from the tables NORMS, EMBEDDINGS, ROTATIONS and FFNS. Letters: B batch, T tokens, D model width.
+from the tables NORMS, EMBEDDINGS and FFNS. Letters: B batch, T tokens, D model width.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from typing import Any
 from mpipar.comm.grid import chunk_size
 from mpipar.config.model import DecoderConfig
 from mpipar.files.text import counted
-from mpipar.layers.attention import ROTATIONS, Attention, NoRotation, Rotation
+from mpipar.layers.attention import Attention, Rotation
 from mpipar.layers.context import Context
 from mpipar.layers.contracts import Layer
 from mpipar.layers.costs import Cost, array, together
@@ -44,7 +44,7 @@ TOKENS = "embedding.tokens"  # the table that a tied head shares
 
 
 def dense_block(
-    context: Context, config: DecoderConfig, index: int, rotation: Rotation | NoRotation
+    context: Context, config: DecoderConfig, index: int, rotation: Rotation | None
 ) -> list[Layer]:
     """Return the layers of a pre-norm block whose tokens all pass the same feed-forward network.
 
@@ -57,7 +57,7 @@ def dense_block(
 
 
 def expert_block(
-    context: Context, config: DecoderConfig, index: int, rotation: Rotation | NoRotation
+    context: Context, config: DecoderConfig, index: int, rotation: Rotation | None
 ) -> list[Layer]:
     """Return the layers of a pre-norm block with experts, and perhaps a shared network."""
     branch: Any = MixtureOfExperts(
@@ -84,7 +84,7 @@ def feed_forward(context: Context, config: DecoderConfig, name: str, ffn: int) -
 
 
 def block_around(
-    context: Context, config: DecoderConfig, index: int, rotation: Rotation | NoRotation,
+    context: Context, config: DecoderConfig, index: int, rotation: Rotation | None,
     branch: Any,
 ) -> list[Layer]:
     """Return the layers of a block: attention, then the branch."""
@@ -215,7 +215,7 @@ class Stage(LayerRun):
         context = replace(context, held=held)
         blocks, is_first, is_last = stage_parts(stage, stage_layers)
         elsewhere = set(tables)
-        rotation = ROTATIONS[config.positions](context.ops, config)
+        rotation = Rotation(context.ops, config) if config.positions == "rope" else None
         units = context.blocks(lambda context, index: BLOCKS[config.block_kind(index)].layers(
             context, config, index, rotation), blocks)
         loss = None

@@ -221,7 +221,7 @@ class ArrayOps:
     @shapes("x[..M] w[KM] -> y[..K]")
     def matmul_nt(self, x: Array, w: Array) -> Array:
         """Return x w^T."""
-        return (as_rows(x) @ w.T).reshape(*x.shape[:-1], w.shape[0])
+        return self.matmul(x, w.T)
 
     @shapes("x[..K] y[..M] out[KM]+ ->")
     def matmul_tn_add(self, x: Array, y: Array, out: Array) -> None:
@@ -232,10 +232,7 @@ class ArrayOps:
     @shapes("x[..K] w[KM] b[M] residual[..M]? -> y[..M]")
     def matmul_bias(self, x: Array, w: Array, b: Array, residual: Array | None = None) -> Array:
         """Return x w + b (..., M), plus residual (..., M) if given."""
-        y = self.matmul(x, w)
-        if residual is None:
-            return self.bias_forward(y, b)
-        return self.bias_residual_forward(y, b, residual)
+        return self.bias_forward(self.matmul(x, w), b, residual)
 
     @shapes("x[..K] w[KM] b[M] -> a[..M] h[..M]")
     def matmul_bias_gelu(self, x: Array, w: Array, b: Array) -> tuple[Array, Array]:
@@ -259,17 +256,12 @@ class ArrayOps:
         self.matmul_tn_add(x, y, out)
         self.bias_backward_weight(y, sums)
 
-    @shapes("y[..M]+ b[M] -> y")
-    def bias_forward(self, y: Array, b: Array) -> Array:
-        """Add b (M,) to the newly computed y (..., M) in place and return y."""
+    @shapes("y[..M]+ b[M] residual[..M]? -> y")
+    def bias_forward(self, y: Array, b: Array, residual: Array | None = None) -> Array:
+        """Add b (M,), and perhaps residual, to the newly computed y (..., M) in place; return y."""
         assert y.shape[-1:] == b.shape, (y.shape, b.shape)
         y += b
-        return y
-
-    @shapes("y[..M]+ b[M] residual[..M] -> y")
-    def bias_residual_forward(self, y: Array, b: Array, residual: Array) -> Array:
-        """Add b (M,) and residual (..., M) to the newly computed y (..., M) in place; return y."""
-        return self.accumulate(self.bias_forward(y, b), residual)
+        return y if residual is None else self.accumulate(y, residual)
 
     @shapes("dy[..M] db[M]+ ->")
     def bias_backward_weight(self, dy: Array, db: Array) -> None:
@@ -307,10 +299,7 @@ class ArrayOps:
     @shapes("x[RM] w[EKM] counts -> y[RK]")
     def grouped_matmul_nt(self, x: Array, w: Array, counts: Sequence[int]) -> Array:
         """Return x w[e]^T (R, K) of x (R, M) and w (E, K, M), as `grouped_matmul`."""
-        y = self.xp.empty((len(x), w.shape[1]), x.dtype)
-        for expert, rows in _groups(counts, x):
-            y[rows] = self.matmul_nt(x[rows], w[expert])
-        return y
+        return self.grouped_matmul(x, w.transpose(0, 2, 1), counts)
 
     @shapes("x[RK] y[RM] out[EKM]+ counts ->")
     def grouped_matmul_tn_add(
@@ -524,25 +513,22 @@ class ArrayOps:
         y *= w
         return y, rstd
 
-    @shapes("dy[..D] x[..D] w[D] rstd[..] -> dx[..D]")
+    @shapes("dy[..D] x[..D] w[D] rstd[..] residual[..D]? -> dx[..D]")
     def rmsnorm_backward_input(
-        self, dy: Array, x: Array, w: Array, rstd: Array, out: Array | None = None
+        self, dy: Array, x: Array, w: Array, rstd: Array, residual: Array | None = None,
+        out: Array | None = None
     ) -> Array:
-        """Return dx = rstd (g - xhat mean(g xhat)), where g = dy w and xhat = x rstd."""
+        """Return dx = rstd (g - xhat mean(g xhat)), where g = dy w and xhat = x rstd.
+
+        residual: the gradient of what flows around the norm; it is added to dx, if given.
+        """
         g = dy * w
         dx = self.xp.multiply(x, rstd[..., None], out=out)  # xhat
         slope = self._row_dots(g, dx) / self.scalar(x.shape[-1])
         dx *= slope[..., None]
         self.xp.subtract(g, dx, out=dx)
         dx *= rstd[..., None]
-        return dx
-
-    @shapes("dy[..D] x[..D] w[D] rstd[..] residual[..D] -> dx[..D]")
-    def rmsnorm_residual_backward_input(
-        self, dy: Array, x: Array, w: Array, rstd: Array, residual: Array
-    ) -> Array:
-        """Return dx + residual, the gradient of what flows through the norm and around it."""
-        return self.accumulate(self.rmsnorm_backward_input(dy, x, w, rstd), residual)
+        return dx if residual is None else self.accumulate(dx, residual)
 
     @shapes("dy[..D] x[..D] rstd[..] dw[D]+ ->")
     def rmsnorm_backward_weight(self, dy: Array, x: Array, rstd: Array, dw: Array) -> None:
@@ -564,22 +550,16 @@ class ArrayOps:
         y += b
         return y, x[..., 0] + mean, rstd
 
-    @shapes("dy[..D] x[..D] w[D] mean[..] rstd[..] -> dx[..D]")
+    @shapes("dy[..D] x[..D] w[D] mean[..] rstd[..] residual[..D]? -> dx[..D]")
     def layernorm_backward_input(
-        self, dy: Array, x: Array, w: Array, mean: Array, rstd: Array, out: Array | None = None
+        self, dy: Array, x: Array, w: Array, mean: Array, rstd: Array,
+        residual: Array | None = None, out: Array | None = None
     ) -> Array:
-        """Return dx = c - mean(c), where c is the gradient of x - mean."""
+        """Return dx = c - mean(c), where c is the gradient of x - mean; plus residual, if given."""
         c = self.xp.subtract(x, mean[..., None], out=out)
         ArrayOps.rmsnorm_backward_input(self, dy, c, w, rstd, out=c)
         c -= (self._row_sums(c) / self.scalar(x.shape[-1]))[..., None]
-        return c
-
-    @shapes("dy[..D] x[..D] w[D] mean[..] rstd[..] residual[..D] -> dx[..D]")
-    def layernorm_residual_backward_input(
-        self, dy: Array, x: Array, w: Array, mean: Array, rstd: Array, residual: Array
-    ) -> Array:
-        """Return dx + residual, the gradient of what flows through the norm and around it."""
-        return self.accumulate(self.layernorm_backward_input(dy, x, w, mean, rstd), residual)
+        return c if residual is None else self.accumulate(c, residual)
 
     @shapes("dy[..D] x[..D] mean[..] rstd[..] dw[D]+ db[D]+ ->")
     def layernorm_backward_weight(
@@ -624,7 +604,7 @@ class ArrayOps:
     @shapes("positions[T] dy[BTD] dtable[PD]+ ->")
     def position_backward_weight(self, positions: Array, dy: Array, dtable: Array) -> None:
         """Add the batch sum of dy (B, T, D) to the rows `positions` of dtable."""
-        self.xp.add.at(dtable, positions, dy.sum(axis=0))
+        self.embedding_backward_weight(positions, dy.sum(axis=0), dtable, 0)
 
     # Rotary positions. In the lines h is d/2, and positions are (T,) or (B, T).
 

@@ -9,7 +9,7 @@ from typing import Any
 
 import numpy as np
 
-from mpipar.ops.array_ops import as_rows, valid_columns
+from mpipar.ops.array_ops import as_rows
 from mpipar.ops.cuda.attention import MOST_WIDTH, Attention
 from mpipar.ops.cuda.epilogues import BIAS, DGELU, GELU_AUX_BIAS, Epilogues
 from mpipar.ops.cuda.fused import Fused
@@ -26,7 +26,6 @@ FUSED_16_BITS = (
     "bias_backward_weight", "gelu_forward", "bias_gelu_forward", "gelu_backward_input",
     "layernorm_forward", "layernorm_backward_input", "layernorm_backward_weight",
     "rmsnorm_forward", "rmsnorm_backward_input", "rmsnorm_backward_weight",
-    "layernorm_residual_backward_input", "rmsnorm_residual_backward_input",
     "attention_forward", "attention_backward_input", "attention_block_forward", "attention_delta",
     "attention_block_backward", "cross_entropy_forward",
     "cross_entropy_backward_input", "adamw_runs",
@@ -92,10 +91,6 @@ class FusedOps(Fused, CupyOps):  # type: ignore[misc]
             epilogue, as_rows(x), w, as_rows(y), **more)
         return y if done else None
 
-    def bias_backward_weight(self, dy: Array, db: Array) -> None:
-        """Add the sum of dy (..., M) over its leading dimensions to db (M,)."""
-        self.column_sums(dy, db)
-
     # Attention runs in tiles, which keep two numbers per query. If heads are too wide for a tile,
     # the plain formula with whole scores is used. Scores are float32 until they are probabilities,
     # whatever the operands are.
@@ -151,20 +146,3 @@ class FusedOps(Fused, CupyOps):  # type: ignore[misc]
     def _softmax_backward(self, probs: Array, dprobs: Array, factor: float) -> Array:
         self.causal_softmax_backward(probs.astype(np.float32, copy=False), dprobs, factor)
         return dprobs
-
-    # Loss over a vocabulary shard.
-
-    def cross_entropy_forward(
-        self, logits: Array, targets: Array, start: int, num_valid: int
-    ) -> Array:
-        """Return stats (N, 3): maximum, sum of exp(logit - maximum), logit of the target or 0."""
-        return self.cross_entropy_stats(
-            logits, valid_columns(logits, start, num_valid), targets, start)
-
-    def cross_entropy_backward_input(
-        self, logits: Array, targets: Array, sums: Array, start: int, num_valid: int, scale: float
-    ) -> Array:
-        """Write (softmax - onehot) * scale over logits (padding: 0) and return that array."""
-        self.cross_entropy_backward(
-            logits, valid_columns(logits, start, num_valid), targets, sums, start, scale)
-        return logits

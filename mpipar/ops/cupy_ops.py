@@ -71,10 +71,6 @@ class CupyOps(ArrayOps):
         self._gemm(as_rows(x), w, as_rows(y))
         return y
 
-    def matmul_nt(self, x: Array, w: Array) -> Array:
-        """Return x w^T: (..., M) and (K, M) give (..., K)."""
-        return self.matmul(x, w.T)
-
     def matmul_tn_add(self, x: Array, y: Array, out: Array) -> None:
         """Add x^T y to out: (..., K) and (..., M) give (K, M); out may be a transposed view."""
         self._gemm(as_rows(x).T, as_rows(y), out, accumulate=True)

@@ -59,13 +59,12 @@ FLOPS |= dict.fromkeys(
 # These take 16-bit operands as they are. They move values, add two numbers of one type
 # (which rounds once), or work on arrays that are float32 anyway.
 EXACT_IN_16_BITS = (
-    "fill", "copy", "scale", "accumulate", "bias_forward", "bias_residual_forward",
-    "embedding_forward", "sum", "square_sum", "checksum", "attention_merge",
-    "cross_entropy_combine", "sign_step", "sgd_step", "adamw_step", "adamw_runs",
+    "fill", "copy", "scale", "accumulate", "bias_forward", "embedding_forward", "sum",
+    "square_sum", "checksum", "attention_merge", "cross_entropy_combine", "sign_step", "sgd_step",
+    "adamw_step", "adamw_runs",
 )
 # Two functions in sequence, which a device may have as one that rounds once.
-COMPOSED = (*EPILOGUES, "bias_gelu_forward", "layernorm_residual_backward_input",
-            "rmsnorm_residual_backward_input")
+COMPOSED = (*EPILOGUES, "bias_gelu_forward")
 
 
 def flops(name: str, sizes: Mapping[str, Any]) -> int:

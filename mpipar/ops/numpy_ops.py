@@ -198,10 +198,6 @@ class NumpyOps(ArrayOps):
         rows = as_rows(x)
         return _product(rows, w).reshape(*x.shape[:-1], w.shape[1])
 
-    def matmul_nt(self, x: Array, w: Array) -> Array:
-        """Return x w^T: (..., M) and (K, M) give (..., K)."""
-        return self.matmul(x, w.T)
-
     def matmul_tn_add(self, x: Array, y: Array, out: Array) -> None:
         """Add x^T y to out: (..., K) and (..., M) give (K, M); out may be a transposed view.
 
@@ -237,10 +233,6 @@ class NumpyOps(ArrayOps):
         for row, dy_row in zip(local, as_rows(dy), strict=True):  # 5 times faster than np.add.at
             if 0 <= row < len(dtable):
                 dtable[row] += dy_row
-
-    def position_backward_weight(self, positions: Array, dy: Array, dtable: Array) -> None:
-        """Add the batch sum of dy (B, T, D) to the rows `positions` of dtable."""
-        self.embedding_backward_weight(positions, dy.sum(axis=0), dtable, 0)
 
     # Causal attention in tiles of queries. A tile of queries leaves out the keys that none of its
     # queries may see, which in training is about half of all products and exponentials. Some heads

@@ -16,13 +16,14 @@ PARTITION = "mpipar.partition"
 
 
 def layer_of(frame: FrameType) -> str:
-    """Return the `name` of the function that a frame runs, else that of its `self`, else "".
+    """Return the `name` in the function that a frame runs, else that of its `self` or `here`.
 
-    Helpers of mpipar/partition have neither; they get the name of the cut that calls them.
+    Helpers of mpipar/partition have none of them; they get the name of the cut that calls them.
     """
     while True:
         local = frame.f_locals
-        layer = str(local.get("name") or getattr(local.get("self"), "name", ""))
+        layer = str(local.get("name") or getattr(
+            local.get("self", local.get("here")), "name", ""))
         if layer or not frame.f_globals["__name__"].startswith(PARTITION):
             return layer
         assert frame.f_back

@@ -19,9 +19,9 @@ from mpipar.partition import (
     row_sp,
     summa,
 )
-from mpipar.partition.contracts import Cut, LayerCut, Mesh, Sizes
+from mpipar.partition.contracts import Cut, Here, LayerCut, Mesh, Sizes
 
-__all__ = ["CUTS", "MESH_CUTS", "Sizes"]
+__all__ = ["CUTS", "MESH_CUTS", "Here", "Sizes"]
 
 
 class Cuts(dict[str, LayerCut]):

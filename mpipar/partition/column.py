@@ -7,10 +7,8 @@ all-reduce adds up these partial sums.
 
 from __future__ import annotations
 
-from mpipar.comm.group import Comm
-from mpipar.ops.functions import Ops
 from mpipar.ops.signature import Array
-from mpipar.partition.contracts import Product, Sizes
+from mpipar.partition.contracts import Here
 
 shard_axis = 1
 bias_is_cut = True
@@ -18,23 +16,16 @@ tokens_are_cut = False
 barriers = (("I", "all_reduce", "x"),)
 
 
-def forward(
-    product: Product, ops: Ops, x: Array, w: Array, comm: Comm, name: str, *, sizes: Sizes
-) -> Array:
+def forward(here: Here, x: Array, w: Array) -> Array:
     """Return y (.., N/q) of x (.., K)."""
-    return product.matmul(x, w)
+    return here.product.matmul(x, w)
 
 
-def backward_input(
-    product: Product, ops: Ops, dy: Array, w: Array, comm: Comm, name: str, *, sizes: Sizes
-) -> tuple[Array, Array]:
+def backward_input(here: Here, dy: Array, w: Array) -> tuple[Array, Array]:
     """Return dx (.., K), summed over the columns of all ranks. Comm: one all_reduce of dx."""
-    return comm.all_reduce(product.matmul_nt(dy, w), name), dy
+    return here.comm.all_reduce(here.product.matmul_nt(dy, w), here.name), dy
 
 
-def backward_weight(
-    product: Product, ops: Ops, x: Array, dy: Array, dw: Array, comm: Comm, name: str,
-    *, sizes: Sizes,
-) -> None:
+def backward_weight(here: Here, x: Array, dy: Array, dw: Array) -> None:
     """Add x^T dy to dw (K, N/q)."""
-    product.matmul_tn_add(x, dy, dw)
+    here.product.matmul_tn_add(x, dy, dw)

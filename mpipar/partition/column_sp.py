@@ -7,11 +7,9 @@ covers the case that q does not divide T.
 
 from __future__ import annotations
 
-from mpipar.comm.group import Comm
-from mpipar.ops.functions import Ops
 from mpipar.ops.signature import Array
 from mpipar.partition import tokens as held
-from mpipar.partition.contracts import Product, Sizes
+from mpipar.partition.contracts import Here
 
 shard_axis = 1
 bias_is_cut = True
@@ -19,23 +17,18 @@ tokens_are_cut = True
 barriers = (("F", "all_gather", "x"), ("I", "reduce_scatter", "x"), ("W", "all_gather", "x"))
 
 
-def forward(
-    product: Product, ops: Ops, x: Array, w: Array, comm: Comm, name: str, *, sizes: Sizes
-) -> Array:
+def forward(here: Here, x: Array, w: Array) -> Array:
     """Return y (B, T, N/q) of x (B, T/q, K). Comm: one all_gather of x."""
-    return product.matmul(held.gather(ops, x, sizes.tokens, comm, name), w)
+    x = held.gather(here.ops, x, here.sizes.tokens, here.comm, here.name)
+    return here.product.matmul(x, w)
 
 
-def backward_input(
-    product: Product, ops: Ops, dy: Array, w: Array, comm: Comm, name: str, *, sizes: Sizes
-) -> tuple[Array, Array]:
+def backward_input(here: Here, dy: Array, w: Array) -> tuple[Array, Array]:
     """Return dx (B, T/q, K), summed over all ranks' columns. Comm: one reduce_scatter of dx."""
-    return held.scatter(ops, product.matmul_nt(dy, w), comm, name), dy
+    return held.scatter(here.ops, here.product.matmul_nt(dy, w), here.comm, here.name), dy
 
 
-def backward_weight(
-    product: Product, ops: Ops, x: Array, dy: Array, dw: Array, comm: Comm, name: str,
-    *, sizes: Sizes,
-) -> None:
+def backward_weight(here: Here, x: Array, dy: Array, dw: Array) -> None:
     """Add x^T dy over all tokens to dw (K, N/q). Comm: one all_gather of x."""
-    product.matmul_tn_add(held.gather(ops, x, sizes.tokens, comm, name), dy, dw)
+    x = held.gather(here.ops, x, here.sizes.tokens, here.comm, here.name)
+    here.product.matmul_tn_add(x, dy, dw)

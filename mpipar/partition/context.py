@@ -3,12 +3,11 @@
 A query needs the keys and values of all earlier tokens, most of which are on other ranks. Every
 method has the same two functions, and its barriers are visible lines in these files:
 
-    forward(ops, q, k, v, batch, comm, name)                -> y, saved
-    backward_input(ops, dy, saved, batch, comm, name, out)  writes dq, dk, dv to `out`
+    forward(here, q, k, v)                 -> y, saved
+    backward_input(here, dy, saved, out)   writes dq, dk, dv to `out`
 
-q, y, dy are (B, n, H, d), k and v (B, n, Hkv, d), for the n tokens that this rank holds. The Batch
-has their positions in the row, `positions`, and those of all ranks' tokens, `all_positions`. saved:
-what the backward pass needs. comm: the group. `grid.token_pieces` says which tokens a rank holds.
+q, y, dy are (B, n, H, d), k and v (B, n, Hkv, d), for the n tokens that this rank holds, which
+`grid.token_pieces` determines. here: an `Attending`. saved: what the backward pass needs.
 There is no function for the weight gradient, because attention has no weights, so W crosses no
 barrier of this group. During text generation, every rank of the group holds all tokens: see
 context_cached.py.

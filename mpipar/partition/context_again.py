@@ -7,33 +7,25 @@ context.py.
 
 from __future__ import annotations
 
-from mpipar.comm.group import Comm
-from mpipar.data.rows import Batch
-from mpipar.ops.functions import Ops
 from mpipar.ops.signature import Array
 from mpipar.partition.chunks import rounded
 from mpipar.partition.context_whole import whole_positions
-from mpipar.partition.contracts import Out, Saved
+from mpipar.partition.contracts import Attending, Out, Saved
 
 barriers: tuple[tuple[str, str, str, str], ...] = ()
 
 
-def forward(
-    ops: Ops, q: Array, k: Array, v: Array, batch: Batch, comm: Comm, name: str
-) -> tuple[Array, Saved]:
+def forward(here: Attending, q: Array, k: Array, v: Array) -> tuple[Array, Saved]:
     """Return y (B, T, H, d), and what the backward pass needs."""
-    places = whole_positions(batch)
-    y, stats = ops.attention_block_forward(q, k, v, places, places)
-    y = rounded(ops, y, q.dtype)
+    places = whole_positions(here.batch)
+    y, stats = here.ops.attention_block_forward(q, k, v, places, places)
+    y = rounded(here.ops, y, q.dtype)
     return y, (q, k, v, y, stats)
 
 
-def backward_input(
-    ops: Ops, dy: Array, saved: Saved, batch: Batch, comm: Comm, name: str, out: Out
-) -> None:
+def backward_input(here: Attending, dy: Array, saved: Saved, out: Out) -> None:
     """Write dq, dk, dv."""
-    q, k, v, y, stats = saved
-    places = whole_positions(batch)
+    ops, places, (q, k, v, y, stats) = here.ops, whole_positions(here.batch), saved
     gradients = ops.attention_block_backward(
         dy, q, k, v, stats, ops.attention_delta(dy, y), q_pos=places, k_pos=places)
     for to, gradient in zip(out, gradients, strict=True):

@@ -15,11 +15,10 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 
-from mpipar.comm.group import Comm
-from mpipar.data.rows import Batch
 from mpipar.ops.functions import Ops
 from mpipar.ops.signature import Array
 from mpipar.partition.chunks import rounded
+from mpipar.partition.contracts import Attending
 
 
 class Cache:
@@ -33,10 +32,9 @@ class Cache:
         self.firsts, self.slots, self.new = tuple(firsts), slots, new
         self.kept: dict[str, tuple[Array, Array]] = {}
 
-    def forward(
-        self, ops: Ops, q: Array, k: Array, v: Array, batch: Batch, comm: Comm, name: str
-    ) -> tuple[Array, None]:
+    def forward(self, here: Attending, q: Array, k: Array, v: Array) -> tuple[Array, None]:
         """Return y (B, T, H, d) of q (B, T, H, d), k and v (B, T, Hkv, d); keep k and v."""
+        ops, name = here.ops, here.name
         keys, values = self.kept[name] = self.kept.get(name) or self._room(ops, k)
         ops.copy(keys[:, self.new], k)
         ops.copy(values[:, self.new], v)

@@ -13,24 +13,22 @@ Dubey et al., arXiv 2407.21783, section 3.3.2.
 from __future__ import annotations
 
 from mpipar.comm.grid import chunk_size
-from mpipar.comm.group import Comm, Pending
-from mpipar.data.rows import Batch
+from mpipar.comm.group import Pending
 from mpipar.ops.functions import Ops
 from mpipar.ops.signature import Array
 from mpipar.partition import ring
 from mpipar.partition.chunks import packed, rounded
-from mpipar.partition.contracts import Out, Saved
+from mpipar.partition.contracts import Attending, Out, Saved
 
 GRADIENTS = ring.TAG + 1  # the tag of dk and dv, which travel beside k and v
 barriers = (("F", "ring", "KK", "e"), ("I", "ring", "KK", "e"), ("I", "ring_home", "KK", "s"))
 
 
-def forward(
-    ops: Ops, q: Array, k: Array, v: Array, batch: Batch, comm: Comm, name: str
-) -> tuple[Array, Saved]:
+def forward(here: Attending, q: Array, k: Array, v: Array) -> tuple[Array, Saved]:
     """Return y (B, n, H, d). Comm: one ring of k and v together."""
-    for place, there in ring.pieces(ops, packed(ops, k, v), comm, name):
-        queries, keys, where = _seen(ops, batch.positions, place, comm.index)
+    ops, comm = here.ops, here.comm
+    for place, there in ring.pieces(ops, packed(ops, k, v), comm, here.name):
+        queries, keys, where = _seen(ops, here.batch.positions, place, comm.index)
         part = ops.attention_block_forward(
             q[:, queries], there[0][:, keys], there[1][:, keys], *where)
         if place == comm.index:
@@ -41,9 +39,7 @@ def forward(
     return y, (q, k, v, y, stats)
 
 
-def backward_input(
-    ops: Ops, dy: Array, saved: Saved, batch: Batch, comm: Comm, name: str, out: Out
-) -> None:
+def backward_input(here: Attending, dy: Array, saved: Saved, out: Out) -> None:
     """Write dq, dk, dv.
 
     The sums of dk and dv follow their k and v around the ring while every rank adds its part, and
@@ -51,11 +47,11 @@ def backward_input(
     Comm: one ring of k and v. In it, `size` times, one isend of dk and dv to the next place and one
     irecv from the one before.
     """
-    q, k, v, y, stats = saved
+    ops, comm, (q, k, v, y, stats) = here.ops, here.comm, saved
     delta = ops.attention_delta(dy, y)
     under_way: list[Pending] = []  # dk and dv that arrive, and those that leave
-    for place, there in ring.pieces(ops, packed(ops, k, v), comm, name):
-        queries, keys, where = _seen(ops, batch.positions, place, comm.index)
+    for place, there in ring.pieces(ops, packed(ops, k, v), comm, here.name):
+        queries, keys, where = _seen(ops, here.batch.positions, place, comm.index)
         dq_part, *dkv_part = ops.attention_block_backward(
             dy[:, queries], q[:, queries], there[0][:, keys], there[1][:, keys],
             stats[:, :, queries], delta[:, :, queries], q_pos=where[0], k_pos=where[1])
@@ -67,8 +63,8 @@ def backward_input(
             for which, part in enumerate(dkv_part):
                 ops.accumulate(total[which][:, keys], part)
         after = ops.empty(total.shape, total.dtype, label="buffers")
-        under_way = [comm.irecv(after, comm.neighbor(-1), GRADIENTS, name),
-                     comm.isend(total, comm.neighbor(1), GRADIENTS, name)]
+        under_way = [comm.irecv(after, comm.neighbor(-1), GRADIENTS, here.name),
+                     comm.isend(total, comm.neighbor(1), GRADIENTS, here.name)]
     home, _ = [message.wait() for message in under_way]
     for to, gradient in zip(out, (dq, home[0], home[1]), strict=True):
         ops.copy(to, gradient)

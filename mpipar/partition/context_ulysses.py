@@ -9,11 +9,8 @@ since every rank computes the whole triangle of its heads. Source: Jacobs et al.
 from __future__ import annotations
 
 from mpipar.comm.grid import chunk_size, chunk_slice, consecutive_slices
-from mpipar.comm.group import Comm
-from mpipar.data.rows import Batch
-from mpipar.ops.functions import Ops
 from mpipar.ops.signature import Array
-from mpipar.partition.contracts import ContextCut, Out, Saved
+from mpipar.partition.contracts import Attending, ContextCut, Out, Saved
 
 
 class Ulysses:
@@ -26,30 +23,28 @@ class Ulysses:
         self.whole = whole
 
     def forward(
-        self, ops: Ops, q: Array, k: Array, v: Array, batch: Batch, comm: Comm, name: str
+        self, here: Attending, q: Array, k: Array, v: Array
     ) -> tuple[Array, Saved]:
         """Return y (B, n, H, d). Comm: two all_to_alls, of q, k and v together, and of y."""
-        own = ops.empty(q.shape, q.dtype)
-        q, k, v = _all_tokens(ops, (q, k, v), comm, name)
-        y, saved = self.whole.forward(ops, q, k, v, batch, comm, name)
-        _own_tokens(ops, (y,), (own,), comm, name)
+        own = here.ops.empty(q.shape, q.dtype)
+        y, saved = self.whole.forward(here, *_all_tokens(here, (q, k, v)))
+        _own_tokens(here, (y,), (own,))
         return own, saved
 
-    def backward_input(
-        self, ops: Ops, dy: Array, saved: Saved, batch: Batch, comm: Comm, name: str, out: Out
-    ) -> None:
+    def backward_input(self, here: Attending, dy: Array, saved: Saved, out: Out) -> None:
         """Write dq, dk, dv. Comm: two all_to_alls, of dy, and of dq, dk and dv together."""
-        (dy,) = _all_tokens(ops, (dy,), comm, name)
-        whole = tuple(ops.empty(x.shape, x.dtype) for x in saved[:3])
-        self.whole.backward_input(ops, dy, saved, batch, comm, name, whole)
-        _own_tokens(ops, whole, out, comm, name)
+        (dy,) = _all_tokens(here, (dy,))
+        whole = tuple(here.ops.empty(x.shape, x.dtype) for x in saved[:3])
+        self.whole.backward_input(here, dy, saved, whole)
+        _own_tokens(here, whole, out)
 
 
-def _all_tokens(ops: Ops, arrays: Saved, comm: Comm, name: str) -> Saved:
+def _all_tokens(here: Attending, arrays: Saved) -> Saved:
     """Return views (B, T, H/q, d) of arrays (B, n, H, d): all tokens of this rank's heads.
 
     Comm: one all_to_all.
     """
+    ops, comm = here.ops, here.comm
     heads = consecutive_slices([chunk_size(x.shape[2], comm.size) for x in arrays])
     rows, tokens, _, width = arrays[0].shape
     shape = comm.size, rows, tokens, heads[-1].stop, width
@@ -57,18 +52,19 @@ def _all_tokens(ops: Ops, arrays: Saved, comm: Comm, name: str) -> Saved:
     for place in range(comm.size):
         for inside, x in zip(heads, arrays, strict=True):
             ops.copy(parts[place][:, :, inside], x[:, :, chunk_slice(x.shape[2], comm.size, place)])
-    received = comm.all_to_all(parts, name)
+    received = comm.all_to_all(parts, here.name)
     whole = ops.empty((rows, comm.size * tokens, heads[-1].stop, width), arrays[0].dtype)
     for place in range(comm.size):
         ops.copy(whole[:, chunk_slice(whole.shape[1], comm.size, place)], received[place])
     return tuple(whole[:, :, inside] for inside in heads)
 
 
-def _own_tokens(ops: Ops, arrays: Saved, out: Saved, comm: Comm, name: str) -> None:
+def _own_tokens(here: Attending, arrays: Saved, out: Saved) -> None:
     """Write to `out` (B, n, H, d) this rank's tokens, with all heads, of arrays (B, T, H/q, d).
 
     Comm: one all_to_all.
     """
+    ops, comm = here.ops, here.comm
     heads = consecutive_slices([x.shape[2] for x in arrays])
     rows, tokens, _, width = out[0].shape
     shape = comm.size, rows, tokens, heads[-1].stop, width
@@ -76,7 +72,7 @@ def _own_tokens(ops: Ops, arrays: Saved, out: Saved, comm: Comm, name: str) -> N
     for place in range(comm.size):
         for inside, x in zip(heads, arrays, strict=True):
             ops.copy(parts[place][:, :, inside], x[:, chunk_slice(x.shape[1], comm.size, place)])
-    received = comm.all_to_all(parts, name)
+    received = comm.all_to_all(parts, here.name)
     for place in range(comm.size):
         for inside, x in zip(heads, out, strict=True):
             ops.copy(x[:, :, chunk_slice(x.shape[2], comm.size, place)],

@@ -5,30 +5,24 @@ For the functions see context.py.
 
 from __future__ import annotations
 
-from mpipar.comm.group import Comm
 from mpipar.data.rows import Batch
-from mpipar.ops.functions import Ops
 from mpipar.ops.signature import Array
-from mpipar.partition.contracts import Out, Saved
+from mpipar.partition.contracts import Attending, Out, Saved
 
 barriers: tuple[tuple[str, str, str, str], ...] = ()
 
 
-def forward(
-    ops: Ops, q: Array, k: Array, v: Array, batch: Batch, comm: Comm, name: str
-) -> tuple[Array, Saved]:
+def forward(here: Attending, q: Array, k: Array, v: Array) -> tuple[Array, Saved]:
     """Return y (B, T, H, d), and what the backward pass needs."""
-    places = whole_positions(batch)
-    y, probs = ops.attention_forward(q, k, v, places, places)
+    places = whole_positions(here.batch)
+    y, probs = here.ops.attention_forward(q, k, v, places, places)
     return y, (q, k, v, probs)
 
 
-def backward_input(
-    ops: Ops, dy: Array, saved: Saved, batch: Batch, comm: Comm, name: str, out: Out
-) -> None:
+def backward_input(here: Attending, dy: Array, saved: Saved, out: Out) -> None:
     """Write dq, dk, dv."""
-    (q, k, v, probs), places = saved, whole_positions(batch)
-    ops.attention_backward_input(dy, q, k, v, probs, places, places, out=out)
+    (q, k, v, probs), places = saved, whole_positions(here.batch)
+    here.ops.attention_backward_input(dy, q, k, v, probs, places, places, out=out)
 
 
 def whole_positions(batch: Batch) -> Array:

@@ -2,24 +2,19 @@
 
 A cut is a module, or an object, with three functions. Its barriers are visible lines in them:
 
-    forward(product, ops, x, w, comm, name, sizes)            -> y
-    backward_input(product, ops, dy, w, comm, name, sizes)    -> dx, dy as backward_weight wants it
-    backward_weight(product, ops, x, dy, dw, comm, name, sizes)      dw += x^T dy
+    forward(here, x, w)             -> y
+    backward_input(here, dy, w)     -> dx, dy as backward_weight wants it
+    backward_weight(here, x, dy, dw)   dw += x^T dy
 
-product: the multiplication itself. w (K, N) is this rank's shard. If the group does not divide a
-width, every shard has the size of the first, and the last ones are padded with zeros, which change
-no product (see chunks.py). A convolution's w has the rows of a patch for each channel, so a cut
-must rely on the last axis of x and not on the first axis of w.
-ops: all array functions (mpipar/ops), for everything that a cut does with x and y besides
-multiplying.
-comm: the group. The cuts of MESH_CUTS take a `Mesh` of groups instead, and the matrix product.
-name: of the barriers. sizes: T, K and N of the uncut product; only the cuts that join pieces read
-them (gather, reduce, *_sp, *_ring).
+here: what this rank computes and sends with, see `Here`. w (K, N) is this rank's shard. If the
+group does not divide a width, every shard has the size of the first, and the last ones are padded
+with zeros, which change no product (see chunks.py). A convolution's w has the rows of a patch for
+each channel, so a cut must rely on the last axis of x and not on the first axis of w.
 """
 
 from __future__ import annotations
 
-from typing import Any, NamedTuple, Protocol, TypeAlias, TypeVar
+from typing import Any, Generic, NamedTuple, Protocol, TypeAlias, TypeVar
 
 from mpipar.comm.group import Comm
 from mpipar.data.rows import Batch
@@ -28,7 +23,7 @@ from mpipar.ops.signature import Array, ThreeArrays
 
 Saved: TypeAlias = tuple[Array, ...]  # what the backward pass needs from the forward pass
 Out: TypeAlias = ThreeArrays  # arrays that a function writes to
-Group_contra = TypeVar("Group_contra", contravariant=True)
+Group = TypeVar("Group")
 
 
 class Product(Protocol):
@@ -70,23 +65,35 @@ class Mesh(NamedTuple):
     depth: Comm
 
 
-class Cut(Protocol[Group_contra]):
+class OnRank(NamedTuple, Generic[Group]):
+    """What a cut of one product works with on this rank.
+
+    product: the multiplication itself. ops: all array functions, for everything that a cut does
+    with x and y besides multiplying. comm: the group or, for the cuts of MESH_CUTS, a `Mesh` of
+    groups. name: of the barriers. sizes: those of the uncut product; only the cuts that join pieces
+    read them (gather, reduce, *_sp, *_ring).
+    """
+
+    product: Product
+    ops: Ops
+    comm: Group
+    name: str
+    sizes: Sizes
+
+
+Here: TypeAlias = OnRank[Comm]
+HereOnMesh: TypeAlias = OnRank[Mesh]
+
+
+class Cut(Protocol[Group]):
     """The three functions of a cut over a Comm or a Mesh; see the top of this file."""
 
-    def forward(
-        self, product: Product, ops: Ops, x: Array, w: Array, comm: Group_contra, name: str,
-        /, *, sizes: Sizes,
-    ) -> Array: ...
+    def forward(self, here: OnRank[Group], x: Array, w: Array, /) -> Array: ...
 
     def backward_input(
-        self, product: Product, ops: Ops, dy: Array, w: Array, comm: Group_contra, name: str,
-        /, *, sizes: Sizes,
-    ) -> tuple[Array, Array]: ...
+        self, here: OnRank[Group], dy: Array, w: Array, /) -> tuple[Array, Array]: ...
 
-    def backward_weight(
-        self, product: Product, ops: Ops, x: Array, dy: Array, dw: Array, comm: Group_contra,
-        name: str, /, *, sizes: Sizes,
-    ) -> None: ...
+    def backward_weight(self, here: OnRank[Group], x: Array, dy: Array, dw: Array, /) -> None: ...
 
 
 class LayerCut(Cut[Comm], Protocol):
@@ -150,6 +157,19 @@ class Dispatch(Protocol):
         """Return (N, K): the rows' factors (R,), back at the choices that they belong to."""
 
 
+class Attending(NamedTuple):
+    """What attention works with on this rank.
+
+    ops: all array functions. comm: the ranks of cp. name: of the barriers. batch: has the positions
+    in the row of the tokens that this rank holds, and those of all ranks' tokens if these are more.
+    """
+
+    ops: Ops
+    comm: Comm
+    name: str
+    batch: Batch
+
+
 class ContextCut(Protocol):
     """Causal attention of the tokens that a rank holds, over the ranks of cp; see context.py.
 
@@ -161,11 +181,9 @@ class ContextCut(Protocol):
     def barriers(self) -> tuple[tuple[str, str, str, str], ...]: ...
 
     def forward(
-        self, ops: Ops, q: Array, k: Array, v: Array, batch: Batch, comm: Comm, name: str, /
+        self, here: Attending, q: Array, k: Array, v: Array, /
     ) -> tuple[Array, Saved]:
         """Return y (B, n, H, d), and what the backward pass needs."""
 
-    def backward_input(
-        self, ops: Ops, dy: Array, saved: Saved, batch: Batch, comm: Comm, name: str, out: Out, /
-    ) -> None:
+    def backward_input(self, here: Attending, dy: Array, saved: Saved, out: Out, /) -> None:
         """Write dq, dk and dv to the three arrays of `out`."""

@@ -8,23 +8,19 @@ gradient is then summed over the grids, which is one more barrier. Sources: Solo
 
 from __future__ import annotations
 
-from mpipar.ops.functions import Ops
 from mpipar.ops.signature import Array
 from mpipar.partition import summa
-from mpipar.partition.contracts import Mesh, Product, Sizes
+from mpipar.partition.contracts import HereOnMesh
 
 # Each grid runs these on its 1/d of the rows. Comm: that of summa.
 forward, backward_input = summa.forward, summa.backward_input
 
 
-def backward_weight(
-    product: Product, ops: Ops, x: Array, dy: Array, dw: Array, comm: Mesh, name: str,
-    *, sizes: Sizes,
-) -> None:
+def backward_weight(here: HereOnMesh, x: Array, dy: Array, dw: Array) -> None:
     """Add x^T dy to dw (K/q, N/q).
 
     Comm: that of summa.backward_weight, and one all_reduce over depth.
     """
-    part = ops.zeros(dw.shape)
-    summa.backward_weight(product, ops, x, dy, part, comm, name, sizes=sizes)
-    ops.accumulate(dw, comm.depth.all_reduce(part, name))
+    part = here.ops.zeros(dw.shape)
+    summa.backward_weight(here, x, dy, part)
+    here.ops.accumulate(dw, here.comm.depth.all_reduce(part, here.name))

@@ -8,11 +8,9 @@ same. This cut is here for comparison.
 
 from __future__ import annotations
 
-from mpipar.comm.group import Comm
-from mpipar.ops.functions import Ops
 from mpipar.ops.signature import Array
 from mpipar.partition import chunks
-from mpipar.partition.contracts import Product, Sizes
+from mpipar.partition.contracts import Here
 
 shard_axis = 1
 bias_is_cut = False
@@ -20,25 +18,18 @@ tokens_are_cut = False
 barriers = (("F", "all_gather", "y"), ("I", "all_reduce", "x"))
 
 
-def forward(
-    product: Product, ops: Ops, x: Array, w: Array, comm: Comm, name: str, *, sizes: Sizes
-) -> Array:
+def forward(here: Here, x: Array, w: Array) -> Array:
     """Return y (.., N) of x (.., K). Comm: one all_gather of y."""
-    pieces = comm.all_gather(product.matmul(x, w), name)  # (q, .., N/q)
-    return chunks.join(ops, pieces, -1, sizes.outer)
+    pieces = here.comm.all_gather(here.product.matmul(x, w), here.name)  # (q, .., N/q)
+    return chunks.join(here.ops, pieces, -1, here.sizes.outer)
 
 
-def backward_input(
-    product: Product, ops: Ops, dy: Array, w: Array, comm: Comm, name: str, *, sizes: Sizes
-) -> tuple[Array, Array]:
+def backward_input(here: Here, dy: Array, w: Array) -> tuple[Array, Array]:
     """Return dx (.., K), summed over all ranks' columns of dy. Comm: one all_reduce of dx."""
-    dx = product.matmul_nt(chunks.local_chunk(ops, dy, -1, comm), w)
-    return comm.all_reduce(dx, name), dy
+    dx = here.product.matmul_nt(chunks.local_chunk(here.ops, dy, -1, here.comm), w)
+    return here.comm.all_reduce(dx, here.name), dy
 
 
-def backward_weight(
-    product: Product, ops: Ops, x: Array, dy: Array, dw: Array, comm: Comm, name: str,
-    *, sizes: Sizes,
-) -> None:
+def backward_weight(here: Here, x: Array, dy: Array, dw: Array) -> None:
     """Add x^T (own columns of dy (.., N)) to dw (K, N/q)."""
-    product.matmul_tn_add(x, chunks.local_chunk(ops, dy, -1, comm), dw)
+    here.product.matmul_tn_add(x, chunks.local_chunk(here.ops, dy, -1, here.comm), dw)

@@ -8,11 +8,9 @@ same. This cut is here for comparison.
 
 from __future__ import annotations
 
-from mpipar.comm.group import Comm
-from mpipar.ops.functions import Ops
 from mpipar.ops.signature import Array
 from mpipar.partition import chunks, row
-from mpipar.partition.contracts import Product, Sizes
+from mpipar.partition.contracts import Here
 
 shard_axis = 0
 bias_is_cut = False
@@ -20,25 +18,17 @@ tokens_are_cut = False
 barriers = (("F", "all_reduce", "y"), ("I", "all_gather", "x"))
 
 
-def forward(
-    product: Product, ops: Ops, x: Array, w: Array, comm: Comm, name: str, *, sizes: Sizes
-) -> Array:
+def forward(here: Here, x: Array, w: Array) -> Array:
     """Return y (.., N), summed over all ranks' channels of x (.., K). Comm: one all_reduce of y."""
-    own = chunks.local_chunk(ops, x, -1, comm)
-    return row.forward(product, ops, own, w, comm, name, sizes=sizes)
+    return row.forward(here, chunks.local_chunk(here.ops, x, -1, here.comm), w)
 
 
-def backward_input(
-    product: Product, ops: Ops, dy: Array, w: Array, comm: Comm, name: str, *, sizes: Sizes
-) -> tuple[Array, Array]:
+def backward_input(here: Here, dy: Array, w: Array) -> tuple[Array, Array]:
     """Return dx (.., K) of dy (.., N). Comm: one all_gather of dx."""
-    pieces = comm.all_gather(product.matmul_nt(dy, w), name)  # (q, .., K/q)
-    return chunks.join(ops, pieces, -1, sizes.inner), dy
+    pieces = here.comm.all_gather(here.product.matmul_nt(dy, w), here.name)  # (q, .., K/q)
+    return chunks.join(here.ops, pieces, -1, here.sizes.inner), dy
 
 
-def backward_weight(
-    product: Product, ops: Ops, x: Array, dy: Array, dw: Array, comm: Comm, name: str,
-    *, sizes: Sizes,
-) -> None:
+def backward_weight(here: Here, x: Array, dy: Array, dw: Array) -> None:
     """Add (own channels of x)^T dy to dw (K/q, N)."""
-    product.matmul_tn_add(chunks.local_chunk(ops, x, -1, comm), dy, dw)
+    here.product.matmul_tn_add(chunks.local_chunk(here.ops, x, -1, here.comm), dy, dw)

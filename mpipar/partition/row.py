@@ -7,10 +7,8 @@ every rank and each rank computes its own channels of dx.
 
 from __future__ import annotations
 
-from mpipar.comm.group import Comm
-from mpipar.ops.functions import Ops
 from mpipar.ops.signature import Array
-from mpipar.partition.contracts import Product, Sizes
+from mpipar.partition.contracts import Here
 
 shard_axis = 0
 bias_is_cut = False
@@ -18,23 +16,16 @@ tokens_are_cut = False
 barriers = (("F", "all_reduce", "y"),)
 
 
-def forward(
-    product: Product, ops: Ops, x: Array, w: Array, comm: Comm, name: str, *, sizes: Sizes
-) -> Array:
+def forward(here: Here, x: Array, w: Array) -> Array:
     """Return y (.., N), summed over all ranks' channels. Comm: one all_reduce of y."""
-    return comm.all_reduce(product.matmul(x, w), name)
+    return here.comm.all_reduce(here.product.matmul(x, w), here.name)
 
 
-def backward_input(
-    product: Product, ops: Ops, dy: Array, w: Array, comm: Comm, name: str, *, sizes: Sizes
-) -> tuple[Array, Array]:
+def backward_input(here: Here, dy: Array, w: Array) -> tuple[Array, Array]:
     """Return dx (.., K/q) of dy (.., N)."""
-    return product.matmul_nt(dy, w), dy
+    return here.product.matmul_nt(dy, w), dy
 
 
-def backward_weight(
-    product: Product, ops: Ops, x: Array, dy: Array, dw: Array, comm: Comm, name: str,
-    *, sizes: Sizes,
-) -> None:
+def backward_weight(here: Here, x: Array, dy: Array, dw: Array) -> None:
     """Add x^T dy to dw (K/q, N)."""
-    product.matmul_tn_add(x, dy, dw)
+    here.product.matmul_tn_add(x, dy, dw)

@@ -7,11 +7,9 @@ divide T.
 
 from __future__ import annotations
 
-from mpipar.comm.group import Comm
-from mpipar.ops.functions import Ops
 from mpipar.ops.signature import Array
 from mpipar.partition import tokens as held
-from mpipar.partition.contracts import Product, Sizes
+from mpipar.partition.contracts import Here
 
 shard_axis = 0
 bias_is_cut = False
@@ -19,24 +17,17 @@ tokens_are_cut = True
 barriers = (("F", "reduce_scatter", "y"), ("I", "all_gather", "y"))
 
 
-def forward(
-    product: Product, ops: Ops, x: Array, w: Array, comm: Comm, name: str, *, sizes: Sizes
-) -> Array:
+def forward(here: Here, x: Array, w: Array) -> Array:
     """Return y (B, T/q, N), summed over all ranks' channels. Comm: one reduce_scatter of y."""
-    return held.scatter(ops, product.matmul(x, w), comm, name)
+    return held.scatter(here.ops, here.product.matmul(x, w), here.comm, here.name)
 
 
-def backward_input(
-    product: Product, ops: Ops, dy: Array, w: Array, comm: Comm, name: str, *, sizes: Sizes
-) -> tuple[Array, Array]:
+def backward_input(here: Here, dy: Array, w: Array) -> tuple[Array, Array]:
     """Return dx (B, T, K/q) of dy (B, T/q, N), and dy of all tokens. Comm: one all_gather of dy."""
-    dy = held.gather(ops, dy, sizes.tokens, comm, name)
-    return product.matmul_nt(dy, w), dy
+    dy = held.gather(here.ops, dy, here.sizes.tokens, here.comm, here.name)
+    return here.product.matmul_nt(dy, w), dy
 
 
-def backward_weight(
-    product: Product, ops: Ops, x: Array, dy: Array, dw: Array, comm: Comm, name: str,
-    *, sizes: Sizes,
-) -> None:
+def backward_weight(here: Here, x: Array, dy: Array, dw: Array) -> None:
     """Add x^T dy over all tokens to dw (K/q, N)."""
-    product.matmul_tn_add(x, dy, dw)
+    here.product.matmul_tn_add(x, dy, dw)

@@ -18,60 +18,52 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from mpipar.comm.group import Comm
-from mpipar.ops.functions import Ops
 from mpipar.ops.signature import Array
-from mpipar.partition.contracts import Mesh, Product, Sizes
+from mpipar.partition.contracts import HereOnMesh
 
 
-def forward(
-    product: Product, ops: Ops, x: Array, w: Array, comm: Mesh, name: str, *, sizes: Sizes
-) -> Array:
+def forward(here: HereOnMesh, x: Array, w: Array) -> Array:
     """Return y (.., N/q) of x (.., K/q).
 
     Comm: q broadcasts of x over row, q of w over column.
     """
     rows = x.reshape(-1, x.shape[-1])
-    y = ops.zeros((rows.shape[0], w.shape[1]))
-    x_blocks, w_blocks = _blocks(ops, rows, comm.row, name), _blocks(ops, w, comm.column, name)
+    y = here.ops.zeros((rows.shape[0], w.shape[1]))
+    x_blocks, w_blocks = _blocks(here, rows, here.comm.row), _blocks(here, w, here.comm.column)
     for x_block, w_block in zip(x_blocks, w_blocks, strict=True):
         # y += x w, where x is the transpose of x^T.
-        product.matmul_tn_add(x_block.T, w_block, y)
+        here.product.matmul_tn_add(x_block.T, w_block, y)
     return y.reshape(*x.shape[:-1], w.shape[1])
 
 
-def backward_input(
-    product: Product, ops: Ops, dy: Array, w: Array, comm: Mesh, name: str, *, sizes: Sizes
-) -> tuple[Array, Array]:
+def backward_input(here: HereOnMesh, dy: Array, w: Array) -> tuple[Array, Array]:
     """Return dx (.., K/q) of dy (.., N/q).
 
     Comm: q broadcasts of w over column, q reduces over row.
     """
-    dx = None
-    for root, w_block in enumerate(_blocks(ops, w, comm.column, name)):
-        part = comm.row.reduce(product.matmul_nt(dy, w_block), root, name)
-        dx = part if comm.row.index == root else dx
+    dx, row = None, here.comm.row
+    for root, w_block in enumerate(_blocks(here, w, here.comm.column)):
+        part = row.reduce(here.product.matmul_nt(dy, w_block), root, here.name)
+        dx = part if row.index == root else dx
     return dx, dy
 
 
-def backward_weight(
-    product: Product, ops: Ops, x: Array, dy: Array, dw: Array, comm: Mesh, name: str,
-    *, sizes: Sizes,
-) -> None:
+def backward_weight(here: HereOnMesh, x: Array, dy: Array, dw: Array) -> None:
     """Add x^T dy to dw (K/q, N/q). Comm: q broadcasts of x over row, q reduces over column."""
-    rows = x.reshape(-1, x.shape[-1])
-    for root, x_block in enumerate(_blocks(ops, rows, comm.row, name)):
-        part = ops.zeros(dw.shape)
-        product.matmul_tn_add(x_block, dy.reshape(-1, dy.shape[-1]), part)
-        part = comm.column.reduce(part, root, name)
-        if comm.column.index == root:
-            ops.accumulate(dw, part)
+    rows, column = x.reshape(-1, x.shape[-1]), here.comm.column
+    for root, x_block in enumerate(_blocks(here, rows, here.comm.row)):
+        part = here.ops.zeros(dw.shape)
+        here.product.matmul_tn_add(x_block, dy.reshape(-1, dy.shape[-1]), part)
+        part = column.reduce(part, root, here.name)
+        if column.index == root:
+            here.ops.accumulate(dw, part)
 
 
-def _blocks(ops: Ops, own: Array, comm: Comm, name: str) -> Iterator[Array]:
+def _blocks(here: HereOnMesh, own: Array, comm: Comm) -> Iterator[Array]:
     """Yield all ranks' blocks in group order, in one buffer: use each before asking for the next.
 
     Comm: one broadcast of each block.
     """
-    other = own if comm.size == 1 else ops.empty(own.shape, label="buffers")
+    other = own if comm.size == 1 else here.ops.empty(own.shape, label="buffers")
     for root in range(comm.size):
-        yield comm.broadcast(own if root == comm.index else other, root, name)
+        yield comm.broadcast(own if root == comm.index else other, root, here.name)

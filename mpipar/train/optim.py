@@ -10,21 +10,12 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from typing import Any, ClassVar, Protocol
+from typing import Any, ClassVar
 
 from mpipar.config.train import TrainConfig
 from mpipar.layers.flat import FlatParams
 
 TITLES = {"master": "weights", "m": "first moment", "v": "second moment"}  # of FlatParams.state
-
-
-class Optimizer(Protocol):
-    """An optimizer, as steps and checkpoints see it. kinds: the names of its moments."""
-
-    kinds: ClassVar[tuple[str, ...]]
-
-    def __init__(self, ops: Any, flats: Sequence[FlatParams], config: TrainConfig): ...
-    def step(self, lr: float, step: int) -> None: ...
 
 
 class Sgd:
@@ -89,7 +80,7 @@ class AdamW(Sgd):
             copy=data if flat.rounds else None)
 
 
-OPTIMIZERS: dict[str, type[Optimizer]] = {"sgd": Sgd, "adamw": AdamW}
+OPTIMIZERS: dict[str, type[Sgd]] = {"sgd": Sgd, "adamw": AdamW}
 
 
 def learning_rate(config: TrainConfig, step: int) -> float:

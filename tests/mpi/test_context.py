@@ -34,6 +34,7 @@ from mpipar.inference.sampling import Sampling
 from mpipar.ops.numpy_ops import NumpyOps
 from mpipar.partition import context_gather, context_ring, context_whole
 from mpipar.partition.context_ulysses import Ulysses
+from mpipar.partition.contracts import Attending
 from mpipar.plan.predict import predict
 
 pytestmark = [pytest.mark.ranks(2, 4, 8), pytest.mark.usefixtures("poisoned_memory")]
@@ -96,11 +97,11 @@ def test_shared_key_heads_equal_whole_attention(method, kv_heads):
     wanted = (y, *ops.attention_backward_input(dy, q, k, v, probs, places, places))
     own = np.concatenate([places[one] for one in token_pieces(
         length, method, WORLD.size, WORLD.rank)])
-    here = [x[:, own] for x in (q, k, v)]
-    batch = Batch(None, None, own, places)
-    found, saved = METHODS[method].forward(ops, *here, batch, comm, "attn")
-    out = tuple(np.empty_like(x) for x in here)
-    METHODS[method].backward_input(ops, dy[:, own], saved, batch, comm, "attn", out)
+    held = [x[:, own] for x in (q, k, v)]
+    here = Attending(ops, comm, "attn", Batch(None, None, own, places))
+    found, saved = METHODS[method].forward(here, *held)
+    out = tuple(np.empty_like(x) for x in held)
+    METHODS[method].backward_input(here, dy[:, own], saved, out)
     for have, want in zip((found, *out), wanted, strict=True):
         np.testing.assert_allclose(have, want[:, own], rtol=1e-12, atol=1e-13)
 

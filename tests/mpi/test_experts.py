@@ -160,27 +160,22 @@ def summed_over_data(monkeypatch):
         self, group, cut if group == "tp" else ()))
 
 
-def weighted_twice(monkeypatch):
+def with_another_plan(monkeypatch, change):
+    """Combine the rows of ranks by change(plan)."""
     plain = experts_all_to_all.combine
+    monkeypatch.setattr(
+        experts_all_to_all, "combine", lambda ops, rows, plan, weighted, comm, name: plain(
+            ops, rows, change(plan) if comm.size > 1 else plan, weighted, comm, name))
 
-    def combine(ops, rows, plan, weighted, comm, name):
-        if comm.size > 1:
-            plan = plan._replace(probs=plan.probs**2)
-        return plain(ops, rows, plan, weighted, comm, name)
 
-    monkeypatch.setattr(experts_all_to_all, "combine", combine)
+def weighted_twice(monkeypatch):
+    with_another_plan(monkeypatch, lambda plan: plan._replace(probs=plan.probs**2))
 
 
 def in_order_of_sending(monkeypatch):
     """Results are not put back to their tokens."""
-    plain = experts_all_to_all.combine
-
-    def combine(ops, rows, plan, weighted, comm, name):
-        if comm.size > 1:
-            plan = plan._replace(places=np.arange(plan.places.size).reshape(plan.places.shape))
-        return plain(ops, rows, plan, weighted, comm, name)
-
-    monkeypatch.setattr(experts_all_to_all, "combine", combine)
+    with_another_plan(monkeypatch, lambda plan: plan._replace(
+        places=np.arange(plan.places.size).reshape(plan.places.shape)))
 
 
 def balanced_by_microbatch(monkeypatch):

@@ -54,7 +54,7 @@ def test_code_of_a_reader_is_judged(number, tmp_path):
     ("return x.no_such", ":2: return x.no"), ("pass", "returns something else")])
 def test_an_error_in_code_of_a_reader_is_the_readers(text, said, tmp_path):
     rest = FILES["6b"][0].partition("def backward_input")
-    text = f"def forward(product, ops, x, w, comm, name, *, sizes):\n    {text}\n"
+    text = f"def forward(here, x, w):\n    {text}\n"
     with pytest.raises(UsageError) as caught:
         verdict_on("6b", text + "\n\n" + rest[1] + rest[2], tmp_path)
     assert said in str(caught.value), caught.value

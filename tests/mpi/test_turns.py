@@ -9,7 +9,7 @@ from mpipar.comm.grid import Grid
 from mpipar.comm.group import Comm
 from mpipar.comm.groups import Comms
 from mpipar.comm.record import TURNS, Recorder
-from mpipar.partition import CUTS, Sizes
+from mpipar.partition import CUTS, Here, Sizes
 
 pytestmark = pytest.mark.ranks(2, 4)
 Q = WORLD.size
@@ -95,9 +95,9 @@ def gap(name, tp):
     (sx, ax), (sy, ay) = STATES[name]
     x, w, dy = (own(state, numbers(*shape, seed=seed), axis) for state, axis, shape, seed in (
         (sx, ax, (2, 8, 12), 1), ("cut", cut.shard_axis, (12, 16), 2), (sy, ay, (2, 8, 16), 3)))
-    arguments = (ops, ops)
-    y = cut.forward(*arguments, x, w, tp, "f", sizes=Sizes(8, 12, 16))
-    dx, _ = cut.backward_input(*arguments, dy, w, tp, "i", sizes=Sizes(8, 12, 16))
+    here = Here(ops, ops, tp, "cut", Sizes(8, 12, 16))
+    y = cut.forward(here, x, w)
+    dx, _ = cut.backward_input(here, dy, w)
     return abs(inner(sy, dy, y) - inner(sx, dx, x))
 
 

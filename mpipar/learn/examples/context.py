@@ -8,6 +8,7 @@ from mpipar.comm.grid import token_pieces
 from mpipar.data.rows import Batch
 from mpipar.learn.examples.wires import difference
 from mpipar.partition import context_ring, context_whole
+from mpipar.partition.contracts import Attending
 
 TOKENS = 8
 
@@ -29,7 +30,7 @@ def context(case) -> list[float]:
     def attended(method, group, places, all_places):
         batch = Batch(None, None, places, all_places)
         mine = [np.ascontiguousarray(one[:, places]) for one in (q, k, v)]
-        return method.forward(case.ops, *mine, batch, group, "k and v")[0][0, :, 0, 0]
+        return method.forward(Attending(case.ops, group, "k and v", batch), *mine)[0][0, :, 0, 0]
 
     every = np.arange(TOKENS)
     found = attended(context_ring, case.comm, held, every)

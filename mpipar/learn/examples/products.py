@@ -6,7 +6,7 @@ import numpy as np
 
 from mpipar.comm.grid import chunk_slice
 from mpipar.learn.examples.wires import difference
-from mpipar.partition import Sizes, column, row
+from mpipar.partition import Here, Sizes, column, row
 
 X = np.array([[1.0, 2.0], [3.0, 1.0]])  # two tokens
 W_UP = np.array([[1.0, 0.0, 2.0, 1.0], [0.0, 1.0, 1.0, -1.0]])
@@ -32,20 +32,21 @@ def ffn(case) -> list[float]:
         part = chunk_slice(W_UP.shape[1], group.size, group.index)
         up, down = W_UP[:, part].copy(), W_DOWN[part].copy()
         d_up, d_down = np.zeros_like(up), np.zeros_like(down)
-        ops, up_sizes, down_sizes = case.ops, Sizes(0, *W_UP.shape), Sizes(0, *W_DOWN.shape)
+        at_up = Here(case.ops, case.ops, group, "ffn.up", Sizes(0, *W_UP.shape))
+        at_down = Here(case.ops, case.ops, group, "ffn.down", Sizes(0, *W_DOWN.shape))
         board.note("x, whole on each rank: two tokens of two numbers", X)
         board.note("w_up: each rank holds some columns", up)
-        h = column.forward(ops, ops, X, up, group, "ffn.up", sizes=up_sizes)
+        h = column.forward(at_up, X, up)
         board.note("h = x w_up: each rank computes its columns, without a barrier", h)
         board.note("w_down: each rank holds the rows that fit its h", down)
-        y = row.forward(ops, ops, h, down, group, "ffn.down", sizes=down_sizes)
+        y = row.forward(at_down, h, down)
         board.say("backward, from dy")
         board.note("dy, whole on each rank", DY)
-        dh, _ = row.backward_input(ops, ops, DY, down, group, "ffn.down", sizes=down_sizes)
+        dh, _ = row.backward_input(at_down, DY, down)
         board.note("dh = dy w_down^T: each rank computes its columns, without a barrier", dh)
-        dx, _ = column.backward_input(ops, ops, dh, up, group, "ffn.up", sizes=up_sizes)
-        row.backward_weight(ops, ops, h, DY, d_down, group, "ffn.down", sizes=down_sizes)
-        column.backward_weight(ops, ops, X, dh, d_up, group, "ffn.up", sizes=up_sizes)
+        dx, _ = column.backward_input(at_up, dh, up)
+        row.backward_weight(at_down, h, DY, d_down)
+        column.backward_weight(at_up, X, dh, d_up)
         board.note("gradient of w_down = h^T dy: each rank has that of its rows", d_down)
         board.note("gradient of w_up = x^T dh: each rank has that of its columns", d_up)
         return y, dx, d_up, d_down
@@ -65,7 +66,7 @@ def attention(case) -> list[float]:
         board.note("x, whole on each rank: two tokens of four numbers", TOKENS)
         ops = case.ops
         qkv = column.forward(
-            ops, ops, TOKENS[None], w, group, "attn.qkv", sizes=Sizes(0, *W_QKV.shape))
+            Here(ops, ops, group, "attn.qkv", Sizes(0, *W_QKV.shape)), TOKENS[None], w)
         q, k, v = (np.ascontiguousarray(one)[..., None]
                    for one in np.moveaxis(qkv.reshape(1, 2, 3, -1), 2, 0))
         for name, x, matrix in zip("qkv", (q, k, v), np.split(w, 3, axis=1), strict=True):
@@ -76,8 +77,8 @@ def attention(case) -> list[float]:
         board.note("what its heads attend to: token 1 sees tokens 0 and 1, token 0 only itself",
                    y[0, :, :, 0])
         board.note("w_proj: the rows of its own heads", W_PROJ[part])
-        return row.forward(ops, ops, y.reshape(1, 2, -1), W_PROJ[part].copy(), group, "attn.proj",
-                           sizes=Sizes(0, *W_PROJ.shape))
+        at_proj = Here(ops, ops, group, "attn.proj", Sizes(0, *W_PROJ.shape))
+        return row.forward(at_proj, y.reshape(1, 2, -1), W_PROJ[part].copy())
 
     return [difference(heads(case.comm, case.board), heads(case.alone, case.silent))]
 

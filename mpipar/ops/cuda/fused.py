@@ -10,6 +10,7 @@ from typing import Any
 
 import numpy as np
 
+from mpipar.ops.array_ops import valid_columns
 from mpipar.ops.cuda.kernels import Loader
 from mpipar.ops.cuda.ladder import C_TYPES
 from mpipar.ops.signature import Array, Runs, ThreeArrays
@@ -91,8 +92,11 @@ class Fused:
         self._elements("gelu.cu", by_type("gelu_backward", x.dtype.name), x.size, dy, x, dx)
         return dx
 
-    def bias_residual_forward(self, y: Array, b: Array, residual: Array) -> Array:
-        """Add b (D,) and residual (..., D) to y (..., D) in place and return y."""
+    def bias_forward(self, y: Array, b: Array, residual: Array | None = None) -> Array:
+        """Add b (D,), and residual (..., D) if given, to y (..., D) in place and return y."""
+        if residual is None:
+            y += b
+            return y
         assert (y.shape, y.shape[-1:]) == (residual.shape, b.shape), (y.shape, b.shape)
         assert y.dtype == residual.dtype == b.dtype, (y.dtype, residual.dtype, b.dtype)
         self._warps("residual.cu", "bias_residual_forward", y, self._whole(b),
@@ -139,12 +143,12 @@ class Fused:
 
     # Sums over rows.
 
-    def column_sums(self, x: Array, out: Array) -> None:
-        """Add the sum of x (..., D) over its rows to out (D,)."""
-        assert x.shape[-1:] == out.shape, (x.shape, out.shape)
-        x = self._whole(x)
-        name = f"column_sums<{C_TYPES[x.dtype.name]}, {C_TYPES[out.dtype.name]}>"
-        self._slabs("columns.cu", name, x, (x,), (out,))
+    def bias_backward_weight(self, dy: Array, db: Array) -> None:
+        """Add the sum of dy (..., D) over its rows to db (D,)."""
+        assert dy.shape[-1:] == db.shape, (dy.shape, db.shape)
+        dy = self._whole(dy)
+        name = f"column_sums<{C_TYPES[dy.dtype.name]}, {C_TYPES[db.dtype.name]}>"
+        self._slabs("columns.cu", name, dy, (dy,), (db,))
 
     def _slabs(
         self, file: str, name: str, x: Array, arguments: tuple[Any, ...], outs: tuple[Array, ...]
@@ -173,15 +177,10 @@ class Fused:
         return y, mean, rstd
 
     def layernorm_backward_input(
-        self, dy: Array, x: Array, w: Array, mean: Array, rstd: Array
+        self, dy: Array, x: Array, w: Array, mean: Array, rstd: Array,
+        residual: Array | None = None
     ) -> Array:
-        """Return dx (..., D)."""
-        return self._norm_backward("layernorm_backward", dy, x, w, mean, rstd)
-
-    def layernorm_residual_backward_input(
-        self, dy: Array, x: Array, w: Array, mean: Array, rstd: Array, residual: Array
-    ) -> Array:
-        """Return dx + residual, both (..., D)."""
+        """Return dx (..., D), plus residual if there is one."""
         return self._norm_backward("layernorm_backward", dy, x, w, mean, rstd, residual=residual)
 
     def layernorm_backward_weight(
@@ -198,14 +197,10 @@ class Fused:
         self._warps("norm.cu", "rmsnorm_forward", x, self._whole(x), w, float(eps), y, rstd)
         return y, rstd
 
-    def rmsnorm_backward_input(self, dy: Array, x: Array, w: Array, rstd: Array) -> Array:
-        """Return dx (..., D)."""
-        return self._norm_backward("rmsnorm_backward", dy, x, w, rstd)
-
-    def rmsnorm_residual_backward_input(
-        self, dy: Array, x: Array, w: Array, rstd: Array, residual: Array
+    def rmsnorm_backward_input(
+        self, dy: Array, x: Array, w: Array, rstd: Array, residual: Array | None = None
     ) -> Array:
-        """Return dx + residual, both (..., D)."""
+        """Return dx (..., D), plus residual if there is one."""
         return self._norm_backward("rmsnorm_backward", dy, x, w, rstd, residual=residual)
 
     def rmsnorm_backward_weight(self, dy: Array, x: Array, rstd: Array, dw: Array) -> None:
@@ -233,12 +228,14 @@ class Fused:
 
     # Cross-entropy over a vocabulary shard.
 
-    def cross_entropy_stats(self, logits: Array, valid: int, targets: Array, start: int) -> Array:
+    def cross_entropy_forward(
+        self, logits: Array, targets: Array, start: int, num_valid: int
+    ) -> Array:
         """Return (N, 3) float32: maximum, sum of exp(logit - maximum), logit of the target or 0.
 
-        logits (N, V), of which the first `valid` columns count; targets (N,) int64; start: id of
-        column 0.
+        logits (N, V), targets (N,) int64.
         """
+        valid = valid_columns(logits, start, num_valid)
         stats = self._xp.empty((logits.shape[0], 3), np.float32)
         self._rows("cross_entropy.cu", "cross_entropy_stats", logits, valid,
                    self._in_place(logits), self._ids(targets), np.int64(start), stats)
@@ -256,16 +253,18 @@ class Fused:
                        self._whole(stats), loss, sums, each=1)
         return loss, sums
 
-    def cross_entropy_backward(
-        self, logits: Array, valid: int, targets: Array, sums: Array, start: int, scale: float
-    ) -> None:
-        """Write (softmax - onehot) scale over logits (N, V), 0 from column `valid` on.
+    def cross_entropy_backward_input(
+        self, logits: Array, targets: Array, sums: Array, start: int, num_valid: int, scale: float
+    ) -> Array:
+        """Write (softmax - onehot) scale over logits (N, V), 0 over padding; return that array.
 
         sums (N, 2) float32: maximum and sum of exp(logit - maximum) over all shards.
         """
+        valid = valid_columns(logits, start, num_valid)
         self._rows("cross_entropy.cu", "cross_entropy_backward", logits, valid,
                    self._in_place(logits), self._ids(targets), self._whole(sums), np.int64(start),
                    float(scale))
+        return logits
 
     # Softmax of attention's scores.
 

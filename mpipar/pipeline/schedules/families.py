@@ -12,9 +12,15 @@ from mpipar.pipeline.instructions import Instr
 from mpipar.pipeline.placements import PLACEMENTS
 from mpipar.pipeline.schedules.dualpipe import dualpipe, dualpipe_v
 from mpipar.pipeline.schedules.looped import interleaved, interleaved_zb, looped_bfs
-from mpipar.pipeline.schedules.simple import eager_one_f_one_b, gpipe, naive, one_f_one_b
+from mpipar.pipeline.schedules.simple import (
+    eager_one_f_one_b,
+    gpipe,
+    naive,
+    one_f_one_b,
+    zb_h1,
+    zb_h2,
+)
 from mpipar.pipeline.schedules.v_shape import v_half, v_min, zb_v
-from mpipar.pipeline.schedules.zero_bubble import zb_h1, zb_h2
 
 
 class Family(NamedTuple):

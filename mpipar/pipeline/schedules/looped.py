@@ -5,6 +5,7 @@ size; None lets `group_sizes` choose it. Chunk c of rank r is stage c*p + r.
 """
 
 from mpipar.pipeline.instructions import Instr
+from mpipar.pipeline.schedules.simple import passes, warmed_up
 
 
 def group_sizes(p: int, m: int, g: int | None = None) -> list[int]:
@@ -20,17 +21,20 @@ def group_sizes(p: int, m: int, g: int | None = None) -> list[int]:
     return [min(g, m - first) for first in range(0, m, g)]
 
 
-def visiting_order(groups: list[int], v: int) -> list[tuple[int, int]]:
-    """Return the (chunk, mb) order of the forwards; backwards use v-1-chunk instead.
+def both_ways(
+    backward: str, p: int, r: int, m: int, v: int, g: int | None
+) -> tuple[list[Instr], list[Instr], int]:
+    """Return the forwards of a rank, its backwards of this kind, and the size of the first group.
 
-    A group goes through chunk 0, then chunk 1 and so on, before the next group starts.
+    A group goes through chunk 0, then chunk 1 and so on, before the next group starts. Backwards
+    visit v-1-chunk instead.
     """
-    order = []
-    first = 0
+    groups, order, first = group_sizes(p, m, g), [], 0
     for size in groups:
         order += [(chunk, mb) for chunk in range(v) for mb in range(first, first + size)]
         first += size
-    return order
+    return ([Instr("F", chunk * p + r, mb) for chunk, mb in order],
+            [Instr(backward, (v - 1 - chunk) * p + r, mb) for chunk, mb in order], groups[0])
 
 
 def interleaved(p: int, r: int, m: int, v: int, g: int | None) -> list[Instr]:
@@ -42,15 +46,8 @@ def interleaved(p: int, r: int, m: int, v: int, g: int | None) -> list[Instr]:
         rank 0  0F0 0F1 2F0 2F1 ... 2B0 ... 2B1 0B0 0B1
         rank 1  ... 1F0 1F1 3F0 3B0 3F1 3B1 1B0 1B1
     """
-    groups = group_sizes(p, m, g)
-    order = visiting_order(groups, v)
-    warmup = min(2 * (p - 1 - r) + (v - 1) * groups[0], m * v)
-    forwards = [Instr("F", chunk * p + r, mb) for chunk, mb in order]
-    program = forwards[:warmup]
-    for k, (chunk, mb) in enumerate(order):
-        program += forwards[warmup + k : warmup + k + 1]
-        program.append(Instr("B", (v - 1 - chunk) * p + r, mb))
-    return program
+    forwards, backwards, group = both_ways("B", p, r, m, v, g)
+    return warmed_up(forwards, backwards, 2 * (p - 1 - r) + (v - 1) * group)
 
 
 def interleaved_zb(p: int, r: int, m: int, v: int, g: int | None) -> list[Instr]:
@@ -62,18 +59,9 @@ def interleaved_zb(p: int, r: int, m: int, v: int, g: int | None) -> list[Instr]
         rank 0  0F0 0F1 2F0 2F1 2I0 2W0 2I1 2W1 0I0 0W0 0I1 0W1
         rank 1  1F0 1F1 3F0 3I0 3F1 3I1 3W0 1I0 3W1 1I1 1W0 1W1
     """
-    groups = group_sizes(p, m, g)
-    order = visiting_order(groups, v)
-    warmup = min((p - 1 - r) + (v - 1) * groups[0], m * v)
-    forwards = [Instr("F", chunk * p + r, mb) for chunk, mb in order]
-    weights = [Instr("W", (v - 1 - chunk) * p + r, mb) for chunk, mb in order]
-    program = forwards[:warmup]
-    for k, (_, stage, mb, *_) in enumerate(weights):
-        program += forwards[warmup + k : warmup + k + 1]
-        program.append(Instr("I", stage, mb))
-        if k >= r:
-            program.append(weights[k - r])
-    return program + weights[max(m * v - r, 0) :]
+    forwards, inputs, group = both_ways("I", p, r, m, v, g)
+    weights = [one._replace(kind="W") for one in inputs]
+    return warmed_up(forwards, inputs, p - 1 - r + (v - 1) * group, weights, late=r)
 
 
 def looped_bfs(p: int, r: int, m: int, v: int, _g: int | None) -> list[Instr]:
@@ -86,6 +74,5 @@ def looped_bfs(p: int, r: int, m: int, v: int, _g: int | None) -> list[Instr]:
         rank 0  0F0 0F1 2F0 2F1 ... 2B1 2B0 0B1 0B0
         rank 1  ... 1F0 1F1 3F0 3F1 3B1 3B0 1B1 1B0
     """
-    stages = [chunk * p + r for chunk in range(v)]
-    program = [Instr("F", stage, mb) for stage in stages for mb in range(m)]
-    return program + [Instr("B", stage, mb) for stage in stages[::-1] for mb in range(m)[::-1]]
+    forwards = [one for chunk in range(v) for one in passes("F", chunk * p + r, m)]
+    return forwards + [one._replace(kind="B") for one in reversed(forwards)]

@@ -1,7 +1,9 @@
-"""The simple schedules on the linear placement: rank r holds stage r, and backwards run whole.
+"""The schedules on the linear placement: rank r holds stage r.
 
 Letters: p = pp_size, r = pp_rank, m = num_microbatches.
 """
+
+from collections.abc import Sequence
 
 from mpipar.pipeline.instructions import Instr
 
@@ -23,7 +25,7 @@ def gpipe(_p: int, r: int, m: int) -> list[Instr]:
     rank 0  F0 F1 F2 .. .. B0 B1 B2
     rank 1  .. F0 F1 F2 B0 B1 B2 ..
     """
-    return [Instr(kind, r, mb) for kind in "FB" for mb in range(m)]
+    return passes("F", r, m) + passes("B", r, m)
 
 
 def one_f_one_b(p: int, r: int, m: int) -> list[Instr]:
@@ -35,7 +37,7 @@ def one_f_one_b(p: int, r: int, m: int) -> list[Instr]:
         rank 0  F0 F1 .. B0 F2 B1 .. B2
         rank 1  .. F0 B0 F1 B1 F2 B2 ..
     """
-    return warmed_up(r, m, p - 1 - r)
+    return warmed_up(passes("F", r, m), passes("B", r, m), p - 1 - r)
 
 
 def eager_one_f_one_b(p: int, r: int, m: int) -> list[Instr]:
@@ -45,14 +47,51 @@ def eager_one_f_one_b(p: int, r: int, m: int) -> list[Instr]:
     rank 0  F0 F1 F2 B0 .. B1 .. B2
     rank 1  .. F0 B0 F1 B1 F2 B2 ..
     """
-    return warmed_up(r, m, 2 * (p - 1 - r))
+    return warmed_up(passes("F", r, m), passes("B", r, m), 2 * (p - 1 - r))
 
 
-def warmed_up(stage: int, m: int, warmup: int) -> list[Instr]:
-    """Return `warmup` forwards, then F and B in turn while forwards are left, then the other B."""
-    forwards = [Instr("F", stage, mb) for mb in range(m)]
-    program = forwards[:warmup]
-    for mb in range(m):
-        program += forwards[warmup + mb : warmup + mb + 1]
-        program.append(Instr("B", stage, mb))
-    return program
+def zb_h1(p: int, r: int, m: int) -> list[Instr]:
+    """Return ZB-H1: 1F1B with split backwards; rank r runs its W r microbatches late (2401.10241).
+
+    No rank stashes more than rank 0 of 1F1B does. At f = i = w a third of 1F1B's bubble remains.
+
+        p = 2, m = 3
+        rank 0  F0 F1 .. I0 W0 F2 I1 W1 .. I2 W2
+        rank 1  .. F0 I0 F1 I1 W0 F2 I2 W1 W2
+    """
+    return warmed_up(passes("F", r, m), passes("I", r, m), p - 1 - r, passes("W", r, m), late=r)
+
+
+def zb_h2(p: int, r: int, m: int) -> list[Instr]:
+    """Return ZB-H2: ranks never wait between first and last pass, at nearly twice ZB-H1's stash.
+
+    With m < 2p-1 the order is still valid, but ranks wait (arXiv 2401.10241).
+
+        p = 2, m = 4
+        rank 0  F0 F1 F2 I0 W0 F3 I1 W1 I2 W2 I3 W3
+        rank 1  .. F0 I0 F1 I1 F2 I2 W0 F3 I3 W1 W2 W3
+    """
+    return warmed_up(passes("F", r, m), passes("I", r, m), 2 * (p - 1 - r), passes("W", r, m),
+                     late=2 * r)
+
+
+def passes(kind: str, stage: int, m: int) -> list[Instr]:
+    """Return a pass of this kind for each microbatch, in their order."""
+    return [Instr(kind, stage, mb) for mb in range(m)]
+
+
+def warmed_up(
+    forwards: Sequence[Instr], backwards: Sequence[Instr], warmup: int,
+    weights: Sequence[Instr] = (), late: int = 0
+) -> list[Instr]:
+    """Return `warmup` forwards, then a forward and a backward in turn, as long as there are some.
+
+    weights: the W that belong to the backwards, if these are split. Each follows its backward by
+    `late` turns, and what is then left comes at the end.
+    """
+    program = [*forwards[:warmup]]
+    for turn, backward in enumerate(backwards):
+        program += [*forwards[warmup + turn : warmup + turn + 1], backward]
+        if turn >= late:
+            program += weights[turn - late : turn - late + 1]
+    return [*program, *weights[max(len(backwards) - late, 0) :]]
