@@ -210,8 +210,7 @@ def check_step(cuda_aware, config):
 def test_every_cut_on_the_device(cuda_aware, case):
     sizes = Sizes(2, 5, 7, 9)
     with connected(case, sizes, ops_module.make("cuda", "float64")) as product:
-        found = product
-    assert all(error <= 1e-12 for error in found.errors(whole(sizes, "float64")).values())
+        assert all(error <= 1e-12 for error in product.errors(whole(sizes, "float64")).values())
 
 
 @pytest.mark.ranks(2)
