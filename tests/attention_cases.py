@@ -2,7 +2,7 @@
 
 import numpy as np
 from cuda_fused import BOUNDS, DTYPES, place, relative
-from ops_cases import parts
+from ops_cases import parts, positions_of
 
 from mpipar.ops.cuda.attention import Attention
 
@@ -18,14 +18,6 @@ CASES = {
 # Values of 16 bits are rounded: p or ds before the last product, the result, and y before delta is
 # computed from it. The errors are independent, so their squares add up.
 ROUNDINGS = {"y": 2, "dq": 3, "dk": 3, "dv": 2}
-
-
-def positions_of(kind, tokens, rng):
-    """Positions (T,); zigzag: two parts of a longer sequence, as a rank of a context group has."""
-    increasing = np.arange(tokens) * 2 + 3
-    return {"shuffled": rng.permutation(tokens), "ties": np.sort(rng.integers(0, 4, tokens)),
-            "zigzag": np.concatenate([increasing[tokens // 3 :] + 900, increasing[: tokens // 3]]),
-            }.get(kind, increasing)
 
 
 def formula(q, k, v, dy, q_pos, k_pos):

@@ -12,6 +12,7 @@ from fake_cupy import on_host, stream
 
 float32, int32 = np.float32, np.int32
 reshape, maximum, where, exp2, log2 = np.reshape, np.maximum, np.where, np.exp2, np.log2
+arange = np.arange
 max, min, sum, transpose = np.max, np.min, np.sum, np.transpose  # noqa: A001 - as the package
 PaddingMode = SimpleNamespace(ZERO=0.0, UNDETERMINED=np.nan)
 block = [0, 0, 0]
@@ -43,10 +44,6 @@ def bid(axis):
 
 def num_tiles(array, axis, shape):
     return -(-array.shape[axis] // shape[axis])
-
-
-def arange(size, dtype):
-    return np.arange(size, dtype=dtype)
 
 
 def full(shape, value, dtype):

@@ -135,17 +135,16 @@ class DeviceArray(np.ndarray):
         np.copyto(out, self.view(np.ndarray))
 
 
-def _method(name):
-    plain = getattr(np.ndarray, name)
-
-    def call(self, *arguments, **options):
+def _queued(function, result=lambda x: x):
+    """The function, as a computation on the stream."""
+    def call(*arguments, **options):
         stream.busy = True
-        return plain(self, *arguments, **options)
+        return result(function(*arguments, **options))
     return call
 
 
 for _name in ("astype", "copy", "sum", "max", "min", "mean", "argmax", "argsort"):
-    setattr(DeviceArray, _name, _method(_name))
+    setattr(DeviceArray, _name, _queued(getattr(np.ndarray, _name)))
 
 
 def device(x):
@@ -221,13 +220,6 @@ class RawKernel:
         run_kernel(self.file, self.name, grid, block, arguments, shared_mem)
 
 
-def _queued(function):
-    def call(*arguments):
-        stream.busy = True
-        function(*arguments)
-    return call
-
-
 class Event:
     """An event; here everything queued before it is done at once."""
 
@@ -276,17 +268,9 @@ cuda = types.SimpleNamespace(
 ndarray = DeviceArray
 
 
-def _on_device(name):
-    function = getattr(np, name)
-
-    def call(*arguments, **options):
-        stream.busy = True
-        return device(function(*arguments, **options))
-    return call
-
-
-zeros, ones, full, arange, asarray, ascontiguousarray, array = map(
-    _on_device, ("zeros", "ones", "full", "arange", "asarray", "ascontiguousarray", "array"))
+zeros, ones, full, arange, asarray, ascontiguousarray, array = (
+    _queued(getattr(np, name), device) for name in (
+        "zeros", "ones", "full", "arange", "asarray", "ascontiguousarray", "array"))
 
 
 def empty(*arguments, **options):

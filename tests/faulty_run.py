@@ -4,16 +4,18 @@ FAULT is a key of FAULTS, with @NUMBER if it has a number. A key of LATE makes a
 in each step, one of TWINS makes a run continue wrongly. PLACE/HOW/RANK makes a rank go wrong at a
 place. Before training that is the first call of the place's function, in training the first one
 from step STEP on. With nccl/ before it, every rank has a GPU of its own: a stand-in that MPI plays
-in a thread.
+in a thread. With a key of BENCH, bench.interconnect runs instead, and the all-reduce of rank 1 is
+at fault.
 """
 
 import errno
 import gc
+import importlib
+import itertools
 import os
 import signal
 import sys
 import time
-import types
 
 import numpy as np
 
@@ -88,27 +90,6 @@ def flip(flat):
 def nan_loss(plain, engine, *rest, **named):
     losses = plain(engine, *rest, **named)
     return dict.fromkeys(losses, np.nan) if engine.recorder.step == 3 else losses
-
-
-class SlowRequest:
-    """A request of a message that needs 20 ms more."""
-
-    def __init__(self, request):
-        self.request = request
-
-    def Test(self):
-        return False
-
-    def Wait(self):
-        self.request.Wait()
-        time.sleep(0.02)
-
-
-def slow_link():
-    """A microbatch's activations need 20 ms from rank 0 to rank 1, in the training steps."""
-    messages = iter(range(5 * 4))
-    around(HostTransport, "irecv", lambda plain, *given: plain(*given) if next(
-        messages, None) is None else SlowRequest(plain(*given)), 1)
 
 
 def other_call(plain, comm, x, name, op="sum"):
@@ -242,7 +223,6 @@ FAULTS = {
     "nan-loss": lambda: around(Engine, "run", nan_loss, 1),
     "loaded": lambda: around(weights, "load", lambda plain, worker, folder: (
         plain(worker, folder), flip(worker.flats[0])), 1),
-    "slow-link": slow_link,
     "missing": lambda: around(Comm, "all_reduce", other_call, 1),
     "mismatch": lambda: around(Comm, "all_reduce", other_call, 1),
     "slow-disk": lambda: around(os, "fsync", slow_fsync),
@@ -260,7 +240,6 @@ FAULTS = {
 
 LATE = {
     "delay": lambda: pause(LayerNorm, "forward", 0.05, is_late_layer),
-    "delay0": lambda: pause(LayerNorm, "forward", 0.05, is_late_layer, 0),
     "data": lambda: pause(Rows, "train", LATE_SECONDS, lambda _rows, _step, mb: mb == 0),
     "F": lambda: pause(LayerNorm, "forward", LATE_SECONDS / MICROBATCHES, is_late_layer),
     "B": lambda: pause(LayerNorm, "backward_input", LATE_SECONDS / MICROBATCHES, is_late_layer),
@@ -274,6 +253,19 @@ LATE = {
                              lambda _wire, x, _op: x.size > 100, None),  # not the norm
     "pp link": lambda: slow("irecv", lambda _x, peer, _tag: peer == 0, 1),  # from rank 0
 }
+
+
+BENCH = {  # what happens at the end of an all-reduce, given its array and how many there were
+    "wrong": lambda x, calls: x[-1:].__iadd__(1),
+    "stall": lambda x, calls: calls > 5 and time.sleep(600),  # after the check and the warm-up
+    "straggler": lambda x, calls: at_work(5e-3),  # more than another process may hold a core for
+}
+
+
+def at_work(seconds):
+    end = time.perf_counter() + seconds
+    while time.perf_counter() < end:
+        pass
 
 
 def go_wrong(place, how, rank):
@@ -298,13 +290,24 @@ def go_wrong(place, how, rank):
 def with_nccl(plain, library):
     """Start MPI, and put in the stand-ins for CuPy and NCCL."""
     plain(library)
-    import fake_cupy
-    import fake_nccl
+    import pytest
+    import stand_in
 
-    own = vars(fake_cupy.cuda.Device()) | {"pci_bus_id": f"0000:{fake_nccl.BOOT.rank:02X}:00.0"}
-    fake_cupy.cuda.Device = lambda number=0: types.SimpleNamespace(**own)
-    fake_cupy.cuda.nccl = fake_nccl
-    sys.modules |= {"cupy": fake_cupy, "cupy.cuda.nccl": fake_nccl}
+    stand_in.put_in_nccl(pytest.MonkeyPatch())
+
+
+def faulty_bench():
+    """Let the benchmark run, with a fault in each all-reduce of rank 1."""
+    calls = itertools.count(1)
+
+    def all_reduce(plain, wire, x, op):
+        plain(wire, x, op)
+        BENCH[NAME](x, next(calls))
+
+    around(HostTransport, "all_reduce", all_reduce, 1)
+    around(cli, "main", lambda _, *given: importlib.import_module(
+        "bench.interconnect.__main__").main(*given))
+    sys.argv[0] = "bench.interconnect"
 
 
 def run(argv, session):
@@ -323,6 +326,8 @@ elif NAME in STOPS:
 elif NAME in TWINS:
     around(resume, "load_state", lambda plain, worker, *rest: (
         plain(worker, *rest), TWINS[NAME](worker)))
+elif NAME in BENCH:
+    faulty_bench()
 elif NAME in LATE:
     around(Worker, "evaluate", lambda plain, *given: (evaluating.append(True), plain(*given))[1])
     LATE[NAME]()

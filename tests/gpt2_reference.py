@@ -5,11 +5,11 @@ It uses nothing of mpipar. Letters: T tokens, D width, F ffn width, V vocabulary
 
 import json
 import math
-import struct
 from pathlib import Path
 
 import ml_dtypes
 import numpy as np
+from safetensors.numpy import save_file
 
 DTYPES = {"F64": np.float64, "F32": np.float32, "F16": np.float16, "BF16": ml_dtypes.bfloat16}
 
@@ -50,16 +50,10 @@ def configuration(layers, D, F, T, V, heads, tied) -> dict:
 
 
 def write_file(path: Path, tensors, dtype="F64", prefix="") -> None:
-    """Write a safetensors file by hand: 8 bytes of header length, JSON, the arrays."""
-    header, body = {"__metadata__": {"format": "pt"}}, b""
-    for name, x in tensors.items():
-        data = np.ascontiguousarray(x.astype(DTYPES[dtype])).tobytes()
-        full = name if name.startswith("lm_head") else prefix + name
-        header[full] = {"dtype": dtype, "shape": list(x.shape),
-                        "data_offsets": [len(body), len(body) + len(data)]}
-        body += data
-    text = json.dumps(header).encode()
-    path.write_bytes(struct.pack("<Q", len(text)) + text + body)
+    """Write a safetensors file."""
+    save_file({name if name.startswith("lm_head") else prefix + name:
+               np.ascontiguousarray(x.astype(DTYPES[dtype])) for name, x in tensors.items()},
+              path, {"format": "pt"})
 
 
 def write_model(folder: Path, tensors, config, dtype="F64", prefix="") -> None:
@@ -67,19 +61,6 @@ def write_model(folder: Path, tensors, config, dtype="F64", prefix="") -> None:
     folder.mkdir(parents=True, exist_ok=True)
     write_file(folder / "model.safetensors", tensors, dtype, prefix)
     (folder / "config.json").write_text(json.dumps(config, indent=2))
-
-
-def read_file(path: Path) -> dict[str, np.ndarray]:
-    """Read a safetensors file by hand."""
-    raw = path.read_bytes()
-    (length,) = struct.unpack("<Q", raw[:8])
-    header, body = json.loads(raw[8:8 + length]), raw[8 + length:]
-    header.pop("__metadata__")
-    ends = sorted(info["data_offsets"] for info in header.values())
-    assert [first for first, _ in ends] == [0, *(end for _, end in ends[:-1])], "gaps or overlaps"
-    assert ends[-1][1] == len(body), "bytes behind the last tensor"
-    return {name: np.frombuffer(body[slice(*info["data_offsets"])], DTYPES[info["dtype"]])
-            .reshape(info["shape"]) for name, info in header.items()}
 
 
 def norm(x, w, b):

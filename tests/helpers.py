@@ -10,7 +10,7 @@ import sys
 import tempfile
 import time
 import uuid
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 
 import numpy as np
@@ -121,6 +121,27 @@ def kill_with(variable: str, value: str, sign: int = signal.SIGKILL) -> None:
             os.kill(pid, sign)
 
 
+@contextlib.contextmanager
+def started(argv: Sequence[str], env: Mapping[str, str], cwd: Path | str | None = None,
+            stdout=None, stderr=None) -> Iterator[tuple[subprocess.Popen, str]]:
+    """A command's process and its mark; at the end all its processes are killed.
+
+    Sources are compiled once, whatever the caller's setting: hundreds of programs start. One may
+    start a pytest of its own, which must not get the options of this one.
+    """
+    mark = uuid.uuid4().hex
+    left_out = ("PYTEST_ADDOPTS", "PYTHONDONTWRITEBYTECODE")
+    inherited = {key: value for key, value in os.environ.items() if key not in left_out}
+    process = subprocess.Popen(
+        argv, env={**inherited, **env, MARK: mark}, cwd=cwd, stdin=subprocess.DEVNULL,
+        stdout=stdout, stderr=stderr, start_new_session=True)
+    try:
+        yield process, mark
+    finally:
+        kill_with(MARK, mark)
+        process.wait()
+
+
 def run_command(
     argv: Sequence[str],
     timeout: float,
@@ -131,33 +152,17 @@ def run_command(
 
     Processes that outlive the command are killed; they fail the test as well.
     """
-    mark = uuid.uuid4().hex
-    argv = tuple(map(str, argv))
-    # The command may start a pytest of its own, which must not get the options of this one. Sources
-    # are compiled once, whatever the caller's setting: hundreds of programs start.
-    left_out = ("PYTEST_ADDOPTS", "PYTHONDONTWRITEBYTECODE")
-    inherited = {key: value for key, value in os.environ.items() if key not in left_out}
+    argv, late, left = tuple(map(str, argv)), False, []
     with tempfile.TemporaryFile() as out, tempfile.TemporaryFile() as err:
         start = time.monotonic()
-        process = subprocess.Popen(
-            argv,
-            env={**inherited, **(env or {}), MARK: mark},
-            cwd=cwd or REPOSITORY,
-            stdin=subprocess.DEVNULL,
-            stdout=out,
-            stderr=err,
-            start_new_session=True,
-        )
-        late = False
-        try:
-            process.wait(timeout)
-        except subprocess.TimeoutExpired:
-            late = True
-        finally:
+        with started(argv, env or {}, cwd or REPOSITORY, out, err) as (process, mark):
+            try:
+                process.wait(timeout)
+            except subprocess.TimeoutExpired:
+                late = True
             seconds = time.monotonic() - start
-            left = [] if late else wait_for_end(mark)
-            kill_with(MARK, mark)
-            process.wait()
+            if not late:
+                left = wait_for_end(mark)
         texts = []
         for stream in (out, err):
             stream.seek(0)

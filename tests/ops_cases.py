@@ -25,12 +25,15 @@ def parts(packed):
 
 
 def positions_of(kind, tokens, rng):
-    """Global positions of the tokens of one rank."""
+    """Global positions of the tokens of one rank; zigzag: two parts of a longer sequence."""
     if kind == "shuffled":
         return rng.permutation(tokens)
     if kind == "ties":
         return np.sort(rng.integers(0, max(2, tokens // 2), tokens))
-    return np.arange(tokens) * 2 + 3
+    increasing = np.arange(tokens) * 2 + 3
+    if kind == "zigzag":
+        return np.concatenate([increasing[tokens // 3:] + 900, increasing[:tokens // 3]])
+    return increasing
 
 
 class Inputs:

@@ -8,7 +8,6 @@ import signal
 import subprocess
 import sys
 import time
-import uuid
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 
@@ -18,11 +17,11 @@ from helpers import (
     OVERSUBSCRIBED,
     REPOSITORY,
     Finished,
-    kill_with,
     launcher,
     processes_with,
     run_command,
     run_ranks,
+    started,
     wait_for_end,
 )
 from safetensors.numpy import load_file
@@ -99,17 +98,10 @@ class Job:
 @contextlib.contextmanager
 def running(argv: Sequence, folder: Path, ranks: int = 1) -> Iterator[Job]:
     """A command in the background, in this folder; at the end all its processes are killed."""
-    mark, path = uuid.uuid4().hex, folder / "output.txt"
+    path = folder / "output.txt"
     command = [*([launcher(), "-n", str(ranks)] if ranks > 1 else []), *map(str, argv)]
-    with path.open("w") as file:
-        process = subprocess.Popen(
-            command, cwd=folder, env={**os.environ, **environment(), MARK: mark}, stdout=file,
-            stderr=file, stdin=subprocess.DEVNULL, start_new_session=True)  # fmt: skip
-    try:
-        yield Job(process, mark, path)
-    finally:
-        kill_with(MARK, mark)
-        process.wait()
+    with path.open("w") as file, started(command, environment(), folder, file, file) as job:
+        yield Job(*job, path)
 
 
 def layout_flags(layout: tuple[int, int, int]) -> list[str]:

@@ -4,6 +4,7 @@ import ast
 import functools
 import re
 import sys
+from graphlib import CycleError, TopologicalSorter
 
 from helpers import REPOSITORY
 
@@ -70,20 +71,11 @@ def folder(module):
 
 def circle(graph):
     """Modules or folders that import each other in a circle, or None."""
-    state = {}
-
-    def visit(module, path):
-        state[module] = "open"
-        for other in sorted(graph.get(module, ())):
-            if state.get(other) == "open":
-                return [*path[path.index(other):], other]
-            if other not in state and (found := visit(other, [*path, other])):
-                return found
-        state[module] = "done"
-        return None
-
-    return next((found for module in graph if module not in state
-                 for found in [visit(module, [module])] if found), None)
+    try:
+        TopologicalSorter(graph).prepare()
+    except CycleError as error:
+        return error.args[1][::-1]
+    return None
 
 
 def import_graph(sources, place=lambda module: module):

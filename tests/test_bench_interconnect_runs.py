@@ -29,7 +29,7 @@ from mpipar.errors import EXIT_CHECK_FAILED, EXIT_INTERRUPTED, EXIT_USAGE, Usage
 
 pytestmark = pytest.mark.skipif(find_launcher() is None, reason="no mpiexec: install .[mpich]")
 BENCH = [sys.executable, "-m", "bench.interconnect"]
-FAULTY = [sys.executable, "tests/faulty_bench.py"]
+FAULTY = [sys.executable, "tests/faulty_run.py"]
 SHORT = ["--begin-bytes", "64", "--end-bytes", "64", "--seconds", "0.01"]
 ENV = {"PYTHONPATH": str(REPOSITORY)}
 LIMIT = 150.0

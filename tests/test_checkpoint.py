@@ -157,7 +157,7 @@ def test_missing_files_are_named(model):
 def test_written_file_is_what_hugging_face_writes(dtype, tied, tmp_path):
     worker = fresh(tied=tied, dtype=dtype)
     checkpoint.save(worker, tmp_path / "weights")
-    found = gpt2.read_file(tmp_path / "weights" / "model.safetensors")
+    found = load_file(tmp_path / "weights" / "model.safetensors")
     expected = gpt2.shapes(**SHAPE, tied=tied)
     assert {name.removeprefix("transformer."): x.shape for name, x in found.items()} == expected
     assert all(name.startswith("transformer.") != (name == "lm_head.weight") for name in found)

@@ -6,7 +6,7 @@ import json
 
 import pytest
 
-from mpipar.data.tokenizer import END, load_tokenizer
+from mpipar.data.tokenizer import END
 
 TEXTS = [
     "The cat sat on the mat.\n\n  \tIt's 12,345 o'clock! \u00e4\u00f6 \u4e2d\u6587 \U0001f600",
@@ -67,14 +67,3 @@ def save_like_llama(folder):
     made.post_processor = tokenizers.processors.TemplateProcessing(
         single="<s> $A", special_tokens=[("<s>", 1)])
     made.save(str(folder / "tokenizer.json"))
-
-
-def save_of_words(folder, kind: str):
-    """A tokenizer of whole words, WordPiece or WordLevel, that knows few; others are [UNK]."""
-    tokenizers = pytest.importorskip("tokenizers", reason="text: tokenizers is not installed")
-    unknown, words = "[UNK]", ("a", "##a", "b", "##b", "the", END)
-    made = tokenizers.Tokenizer(getattr(tokenizers.models, kind)(
-        {word: place for place, word in enumerate((unknown, *words))}, unk_token=unknown))
-    made.pre_tokenizer = tokenizers.pre_tokenizers.Whitespace()
-    made.save(str(folder / "tokenizer.json"))
-    return load_tokenizer(folder)

@@ -1,16 +1,19 @@
 """A decoder of odd, unequal sizes, and the comparison of a layout with one rank."""
 
 import functools
+import itertools
 from dataclasses import replace
 
 import numpy as np
 import pytest
+from config_helpers import changed
 from mpi4py import MPI
 
 from mpipar import ops as ops_module
 from mpipar.comm.grid import Grid
+from mpipar.comm.groups import Comms
 from mpipar.comm.record import Recorder
-from mpipar.config.grid import GridConfig
+from mpipar.comm.request import Options
 from mpipar.config.model import DecoderConfig
 from mpipar.config.presets import OF_MODEL
 from mpipar.config.resolve import resolve
@@ -38,19 +41,42 @@ EMPTY_STAGES = [("1f1b", (0, 5)), ("1f1b", (5, 0)), ("zb-v", (0, 3, 2, 0)), ("zb
 # 6 heads of width 3, 5 layers, 7 tokens; ffn 31 and 29 tokens in the vocabulary: padded for every
 # tp > 1.
 MODEL = DecoderConfig(layers=5, d_model=18, heads=6, ffn=31, seq_len=7, vocab_size=29)
+EVEN = replace(MODEL, seq_len=8)  # tokens that context parallelism can share out
+EXPERTS = replace(EVEN, layers=2, experts=4, expert_ffn=13, router_loss_coef=0.5)
+DP, PP, TP = LAYOUTS[2]
 
 
-def small_config(layout, num_microbatches=2, model=MODEL, rows_per_mb=2, **grid) -> Config:
-    """A resolved float64, plain-SGD configuration for (dp, pp, tp)."""
+def small_config(
+    layout=(1, 1, 1), num_microbatches=2, model=MODEL, rows_per_mb=2, **values
+) -> Config:
+    """A resolved float64, plain-SGD configuration for (dp, pp, tp), with values of any fields."""
     dp, pp, tp = layout
     config = Config(
         model=model,
-        grid=GridConfig(dp=dp, pp=pp, tp=tp, num_microbatches=num_microbatches, **grid),
         train=TrainConfig(
             batch_size=10 * 2 * rows_per_mb, optimizer="sgd", lr=0.1, bucket_bytes=999),
         run=RunConfig(preset=OF_MODEL[model.model], dtype="float64", seed=3),
     )
+    config = changed(config, dp=dp, pp=pp, tp=tp, num_microbatches=num_microbatches, **values)
     return resolve(config, dp * pp * tp * config.grid.cp)[0]
+
+
+def every(quick=lambda one: True, **choices):
+    """Every combination of values for `small_config`, as parameters of a test.
+
+    choices: of a list each value in turn, anything else in all; a dict gives several fields at
+    once. Those for which quick(values) does not hold are for the slow sessions.
+    """
+    names = [name for name, one in choices.items() if isinstance(one, list)]
+    found = []
+    for values in itertools.product(*(choices[name] for name in names)):
+        made = {}
+        for name, value in (choices | dict(zip(names, values, strict=True))).items():
+            made |= value if isinstance(value, dict) else {name: value}
+        text = " ".join(str(value) if name == "layout" else f"{name} {value}"
+                        for name, value in made.items() if name != "model")
+        found.append(pytest.param(made, id=text, marks=() if quick(made) else pytest.mark.slow))
+    return found
 
 
 @functools.cache
@@ -61,28 +87,80 @@ def tokens():
 
 def poison_unwritten(monkeypatch) -> None:
     """Fill every array that ops.empty hands out with NaN."""
-    plain = NumpyOps.empty
-
-    def empty(self, shape, dtype=None, label="stash"):
-        x = plain(self, shape, dtype, label)
+    def empty(plain, *given, **named):
+        x = plain(*given, **named)
         if x.dtype.kind in "fV":  # NumPy knows bfloat16 as "void"
             x.fill(float("nan"))
         return x
 
-    monkeypatch.setattr(NumpyOps, "empty", empty)
+    plant(monkeypatch, NumpyOps, "empty", empty)
 
 
-def worker_and_rows(config, *, spread=0.0, part=None, recorder=None, ops=None):
-    """This rank's Worker with its initial values, and what it trains on. Comm: makes the groups.
+def cpu(dtype="float64"):
+    return ops_module.make("cpu", dtype)
 
-    part: the random tokens by default. ops: on the CPU by default.
+
+def comms_of(ops=None, recorder=None, axes=None, **options) -> Comms:
+    """The groups of all ranks: one along dp, or those of some axes. Comm: makes them."""
+    return Comms(Grid(WORLD.rank, axes or {"dp": WORLD.size}), ops or cpu(),
+                 recorder or Recorder(), WORLD, Options(**options))
+
+
+def worker_of(config, *, alone=False, ops=None, recorder=None) -> Worker:
+    """This rank's part of the layout, or the whole model in this process. Comm: makes the groups.
+
+    ops: on the CPU by default.
     """
-    ops = ops or ops_module.make("cpu", config.run.dtype)
-    worker = Worker(config, Grid.of(config.grid, WORLD.rank), ops, recorder or Recorder(), WORLD)
+    grid = Grid(0) if alone else Grid.of(config.grid, WORLD.rank)
+    return Worker(serial_config(config) if alone else config, grid, ops or cpu(config.run.dtype),
+                  recorder or Recorder(), None if alone else WORLD)
+
+
+def rows_of(worker, part=None):
+    """What a worker trains on or is judged by: the random tokens by default."""
+    return data_of(worker.config.model).Rows(
+        worker.ops, tokens() if part is None else part, worker.config, worker.grid)
+
+
+def worker_and_rows(config, *, spread=0.0, part=None, **made):
+    """`worker_of` with its initial values, and `rows_of` it."""
+    worker = worker_of(config, **made)
     worker.initialize(spread)
-    rows = data_of(config.model).Rows(
-        ops, tokens() if part is None else part, config, worker.grid)
-    return worker, rows
+    return worker, rows_of(worker, part)
+
+
+def worker_and_step(config):
+    """This rank's Worker with its initial values, and a function: step -> StepResult."""
+    worker, rows = worker_and_rows(config)
+    return worker, lambda step: worker.train_step(step, lambda mb: rows.train(step, mb))
+
+
+def two_workers(config):
+    """This rank's part of the layout, and the whole model in this process."""
+    made = worker_of(config), worker_of(config, alone=True)
+    for worker in made:
+        worker.initialize()
+    return made
+
+
+def on_all_ranks(problem: str) -> None:
+    """Raise AssertionError on every rank if there is a problem on any. Comm: one all-gather."""
+    found = [text for text in WORLD.allgather(problem) if text]
+    assert not found, found[0]
+
+
+def raised_everywhere(error_class, call) -> str:
+    """Return the message of an error that every rank must raise. Comm: two all-gathers."""
+    try:
+        call()
+    except error_class as error:
+        text = str(error)
+    else:
+        text = ""
+    on_all_ranks("" if text else f"rank {WORLD.rank} raised nothing")
+    texts = WORLD.allgather(text)
+    assert set(texts) == {text}
+    return text
 
 
 def real_step(config, part=None):
@@ -101,8 +179,7 @@ def real_step(config, part=None):
 
 def peaks(config) -> tuple[int, int]:
     """Measured and predicted peak bytes of this rank's arrays in a step."""
-    predicted, peak = predict(config, WORLD.rank).peak_total, PeakMemory(
-        ops_module.make("cpu", config.run.dtype))
+    predicted, peak = predict(config, WORLD.rank).peak_total, PeakMemory(cpu(config.run.dtype))
     peak.start()
     real_step(config)
     peak.stop()
@@ -198,27 +275,10 @@ def slow_unless(chosen, cases):
 
 def last(layouts):
     """On four ranks and more the last layout; the others are for the slow sessions."""
-    if WORLD.size < 4:
-        return list(layouts)
-    *others, kept = layouts
-    return [*(pytest.param(one, marks=pytest.mark.slow) for one in others), kept]
+    return [pytest.param(one, marks=pytest.mark.slow if WORLD.size > 3 and one != layouts[-1]
+                         else ()) for one in layouts]
 
 
 def cut_model(tp_matmul="plain", **changes) -> DecoderConfig:
     """The small decoder with --sequence-parallel."""
     return replace(MODEL, sequence_parallel=True, tp_matmul=tp_matmul, **changes)
-
-
-def with_sync_sends(config: Config) -> Config:
-    return replace(config, run=replace(config.run, sync_sends=True))
-
-
-def two_workers(config):
-    """This rank's part of the layout, and the whole model in this process."""
-    made = []
-    for one, grid, world in ((config, Grid.of(config.grid, WORLD.rank), WORLD),
-                             (serial_config(config), Grid(0), None)):
-        worker = Worker(one, grid, ops_module.make("cpu", "float64"), Recorder(), world)
-        worker.initialize()
-        made.append(worker)
-    return made

@@ -1,13 +1,20 @@
 """Sum algorithms: each against integers and against one rank, and its broken twins."""
 
 import time
-from dataclasses import replace
 
 import numpy as np
 import pytest
-from small_model import MODEL, WORLD, assert_equals_known, small_config, with_sync_sends
+from small_model import (
+    EVEN,
+    MODEL,
+    WORLD,
+    assert_equals_known,
+    comms_of,
+    plant,
+    slow_unless,
+    small_config,
+)
 
-from mpipar import ops as ops_module
 from mpipar.comm import groups
 from mpipar.comm.algorithms import KINDS, shared
 from mpipar.comm.algorithms.auto import CALLS, SIZES, Auto
@@ -15,12 +22,10 @@ from mpipar.comm.algorithms.ring import Ring
 from mpipar.comm.algorithms.shared import Marks
 from mpipar.comm.algorithms.steps import add
 from mpipar.comm.algorithms.window import SMALL, TILE, Window
-from mpipar.comm.grid import Grid
 from mpipar.comm.groups import Comms
 from mpipar.comm.levels import Levels, near_and_far
 from mpipar.comm.record import Recorder
-from mpipar.comm.request import Done, Options
-from mpipar.config.memory import MemoryConfig
+from mpipar.comm.request import Done
 from mpipar.config.run import SUMS
 from mpipar.errors import EnvironmentProblem, HangError
 
@@ -31,8 +36,7 @@ NAMES = [name for name in SUMS if name != "auto"]
 LENGTHS = (1, 2, 7, 1001, SMALL // 8 + 1, TILE // 8 * 2 + 3)
 # Four ranks share two cores in most places: there the slow sessions run the rest.
 QUICK = {2: NAMES, 4: ["doubling", "window"]}.get(RANKS, [])
-everyone = pytest.mark.parametrize("name", [
-    pytest.param(name, marks=() if name in QUICK else pytest.mark.slow) for name in NAMES])
+everyone = pytest.mark.parametrize("name", slow_unless(QUICK.__contains__, zip(NAMES)))
 
 
 @pytest.fixture
@@ -51,10 +55,9 @@ def total(length: int) -> np.ndarray:
     return sum(numbers(place, length) for place in range(RANKS))
 
 
-def comms_for(name: str, recorder=None, chosen=None, **options) -> Comms:
+def comms_for(name: str, recorder=None, **options) -> Comms:
     """One group of all ranks."""
-    return Comms(Grid(HERE, {"dp": RANKS}), ops_module.make("cpu", "float64"),
-                 recorder or Recorder(), WORLD, Options(all_reduce=name, chosen=chosen, **options))
+    return comms_of(recorder=recorder, all_reduce=name, **options)
 
 
 def wrong_sums(name: str, **options) -> int:
@@ -148,38 +151,35 @@ def test_every_rank_and_run_has_the_same_bits(name):
         assert all(len(set(row)) == 1 for row in rows)
 
 
-def test_too_little_shared_memory_is_said_on_every_rank(monkeypatch):
-    monkeypatch.setattr(shared, "room_left", lambda: (1 << 20) + (HERE << 30))
-    with pytest.raises(EnvironmentProblem, match=r"1 MiB left.*--all-reduce mpi"):
-        comms_for("window")
-
-
-def test_shared_memory_that_another_group_takes_meanwhile_is_said_on_every_rank(monkeypatch):
-    monkeypatch.setattr(shared, "get_pages", lambda x: HERE > 0)
-    with pytest.raises(EnvironmentProblem, match=r"0 MiB left.*--all-reduce mpi"):
+@pytest.mark.parametrize(("name", "replaced", "left"), [
+    ("room_left", lambda: (1 << 20) + (HERE << 30), 1),
+    ("get_pages", lambda x: HERE > 0, 0)])  # another group has taken it meanwhile
+def test_too_little_shared_memory_is_said_on_every_rank(name, replaced, left, monkeypatch):
+    monkeypatch.setattr(shared, name, replaced)
+    with pytest.raises(EnvironmentProblem, match=rf"{left} MiB left.*--all-reduce mpi"):
         comms_for("window")
 
 
 # --- twins: each must be caught by the tests above
 
-def no_fence(marks, row, mark):
+def no_fence(_plain, marks, row, mark):
     """A meeting that nobody waits for."""
     marks.own[row][0] = mark
     time.sleep(0.001 * HERE)
     return Done()
 
 
-def added_twice(window, sum_, parts):
+def added_twice(_plain, window, sum_, parts):
     for ahead in (1, *range(1, window.size)):
         add(sum_, parts[(window.index + ahead) % window.size], sum_)
 
 
-def hop_too_many(ring, pieces, tag, plain=Ring.scattered):
+def hop_too_many(plain, ring, pieces, tag):
     yield from plain(ring, pieces, tag)
     add(pieces[ring.index], pieces[ring.index], pieces[ring.index])
 
 
-def too_early(levels, x, name):
+def too_early(_plain, levels, x, name):
     """The shares go back into the host before they are summed across."""
     parts = levels.shares(x)
     yield levels.near.ireduce_scatter(parts, f"{name}/host")
@@ -191,16 +191,13 @@ def too_early(levels, x, name):
 
 @pytest.mark.parametrize(("name", "kind", "method", "twin"), [
     ("window", Marks, "meet", no_fence), ("window", Window, "add_up", added_twice),
-    ("ring", Ring, "scattered", hop_too_many)])
-def test_a_twin_is_caught(name, kind, method, twin, monkeypatch):
-    monkeypatch.setattr(kind, method, twin)
+    ("ring", Ring, "scattered", hop_too_many),
+    pytest.param("levels", Levels, "steps", too_early, marks=pytest.mark.ranks(4))])
+def test_a_twin_is_caught(name, kind, method, twin, monkeypatch, request):
+    if name == "levels":
+        request.getfixturevalue("two_hosts")
+    plant(monkeypatch, kind, method, twin)
     assert wrong_sums(name) > 0
-
-
-@pytest.mark.ranks(4)
-def test_a_level_that_forwards_too_early_is_caught(two_hosts, monkeypatch):
-    monkeypatch.setattr(Levels, "steps", too_early)
-    assert wrong_sums("levels") > 0
 
 
 # --- the record and the check
@@ -272,11 +269,8 @@ def test_auto_takes_what_is_known(monkeypatch):
 
 # --- training
 
-def config_for(name, layout, cp=1, memory=None, **more):
-    model = MODEL if cp == 1 else replace(MODEL, seq_len=8)  # equal pieces of a row
-    config = small_config(layout, 5, model=model, rows_per_mb=2, cp=cp, **more)
-    return replace(config, run=replace(config.run, all_reduce=name),
-                   memory=memory or MemoryConfig())
+def config_for(name, layout, cp=1, **values):
+    return small_config(layout, 5, EVEN if cp > 1 else MODEL, cp=cp, all_reduce=name, **values)
 
 
 LAYOUTS = {2: [((2, 1, 1), 1, 0), ((1, 1, 2), 1, 0), ((2, 1, 1), 1, 1), ((2, 1, 1), 1, 3)],
@@ -285,12 +279,10 @@ LAYOUTS = {2: [((2, 1, 1), 1, 0), ((1, 1, 2), 1, 0), ((2, 1, 1), 1, 1), ((2, 1, 
 
 
 @everyone
-@pytest.mark.parametrize(("layout", "cp", "zero"), [
-    pytest.param(*case, marks=() if place == 0 else pytest.mark.slow)
-    for place, case in enumerate(LAYOUTS.get(RANKS, []))])
+@pytest.mark.parametrize(("layout", "cp", "zero"), slow_unless(
+    lambda *case: case == LAYOUTS[RANKS][0], LAYOUTS.get(RANKS, [])))
 def test_training_equals_one_rank(name, layout, cp, zero):
-    config = config_for(name, layout, cp, MemoryConfig(zero=zero))
-    assert_equals_known(with_sync_sends(config))
+    assert_equals_known(config_for(name, layout, cp, zero=zero, sync_sends=True))
 
 
 @pytest.mark.ranks(4)

@@ -1,7 +1,6 @@
 """Grouped heads, rotary positions, SwiGLU: layouts equal one rank, and planted bugs do not."""
 
 import itertools
-from dataclasses import replace
 
 import pytest
 from small_model import (
@@ -15,12 +14,10 @@ from small_model import (
     real_step,
     slow_unless,
     small_config,
-    with_sync_sends,
+    worker_and_step,
 )
-from test_mixed import worker_of
 
 from mpipar.comm.group import Comm
-from mpipar.config.memory import MemoryConfig
 from mpipar.config.model import model_config
 from mpipar.layers.attention import Rotation
 from mpipar.layers.param import Param
@@ -40,84 +37,66 @@ HERE = LAYOUTS[WORLD.size]
 WIDE = {1: (1, 1, 1), 2: (1, 1, 2), 4: (1, 1, 4), 8: (2, 1, 4)}.get(WORLD.size)
 # Ranks: (dp, pp, tp), cp.
 CP = {2: ((1, 1, 1), 2), 4: ((1, 1, 2), 2), 8: ((1, 1, 4), 2)}.get(WORLD.size)
+SHARED = {2: (2, 1, 1), 4: (2, 1, 2)}.get(WORLD.size)
+CUT = {tp_matmul: {"sequence_parallel": True, "tp_matmul": tp_matmul, "seq_len": 13}
+       for tp_matmul in ("plain", "ring")}
+BLOCK = {"sequence_parallel": HERE[-1][2] > 1, "recompute": "block"}
 pytestmark = [pytest.mark.ranks(1, 2, 4, 8), pytest.mark.usefixtures("poisoned_memory")]
 
 
-def config_for(name, layout, num_microbatches=2, values=(), **grid):
-    model = model_config(SHAPE | MODELS[name] | dict(values))
-    return small_config(layout, num_microbatches, model=model, rows_per_mb=4, **grid)
+def config_for(name, layout, num_microbatches=2, **values):
+    model = model_config(SHAPE | MODELS[name])
+    return small_config(layout, num_microbatches, model, rows_per_mb=4, **values)
 
 
-def assert_equal(config):
-    assert_equals_known(with_sync_sends(config))
+def products(quick, *choices):
+    """(values, ...) of each combination; those that are not `quick` are for the slow sessions."""
+    return slow_unless(lambda *one: one == quick, itertools.product(*choices))
 
 
-@pytest.mark.parametrize(("layout", "name"), slow_unless(
-    lambda layout, name: name == "llama",
-    [*((layout, "llama") for layout in HERE), *((HERE[-1], name) for name in MODELS
-                                                if name != "llama")]), ids=str)
-def test_layout_equals_one_rank(layout, name):
-    assert_equal(config_for(name, layout))
+def cases():
+    """(name of the model, layout, other values)."""
+    yield from slow_unless(lambda name, *_: name == "llama", [
+        *(("llama", layout, {}) for layout in HERE),
+        *((name, HERE[-1], {}) for name in MODELS if name != "llama")])
+    yield from products(("tied", WIDE, CUT["ring"]), MODELS, [WIDE], CUT.values())
+    yield from products(("tied", HERE[-1], BLOCK), ["tied"], [HERE[-1]], [
+        BLOCK, BLOCK | {"recompute": "attention"}])
+    if WORLD.size in (2, 4):
+        yield from products(("tied", SHARED, {"zero": 3}), ("llama", "tied"), [SHARED], [
+            {"zero": 1}, {"zero": 3}])
+    if CP:
+        layout, cp = CP
+        yield from products(
+            ("qwen2", layout, {"cp": cp, "cp_attention": "ring"}), MODELS, [layout],
+            [{"cp": cp, "cp_attention": method} for method in ("ring", "gather", "ulysses")])
+        yield "qwen2", {2: (1, 2, 1), 4: (1, 2, 2), 8: (1, 2, 4)}[WORLD.size], {
+            "num_microbatches": 4, "schedule": "zb-v"}
 
 
-@pytest.mark.parametrize(("name", "tp_matmul"), slow_unless(
-    lambda name, tp_matmul: (name, tp_matmul) == ("tied", "ring"),
-    itertools.product(MODELS, ("plain", "ring"))), ids=str)
-def test_sequence_parallel_equals_one_rank(name, tp_matmul):
-    held = {"sequence_parallel": True, "tp_matmul": tp_matmul, "seq_len": 13}
-    assert_equal(config_for(name, WIDE, values=held))
+@pytest.mark.parametrize(("name", "layout", "values"), [*cases()], ids=str)
+def test_layout_equals_one_rank(name, layout, values):
+    kv_heads = MODELS[name].get("kv_heads", 8)
+    if values.get("cp_attention") == "ulysses" and max(1, kv_heads // layout[2]) % values["cp"]:
+        pytest.skip("a rank has fewer heads of keys than ranks of cp")
+    assert_equals_known(config_for(name, layout, sync_sends=True, **values))
 
 
-@pytest.mark.parametrize("tp_matmul", ["plain", "ring"])
+@pytest.mark.parametrize("tp_matmul", CUT)
 def test_copies_of_shared_heads_stay_equal(tp_matmul):
     """Ranks that hold one head of keys add up its gradient identically, to the last bit."""
-    config = config_for("tied", WIDE, values={
-        "sequence_parallel": True, "tp_matmul": tp_matmul, "seq_len": 13})
-    worker, step = worker_of(replace(config, train=replace(config.train, optimizer="adamw")))
+    worker, step = worker_and_step(config_for(
+        "tied", WIDE, optimizer="adamw", **CUT[tp_matmul]))
     copies = Replicas(worker)
     step(1)
     copies.check(1)
     worker.close()
 
 
-@pytest.mark.parametrize(("name", "method"), slow_unless(
-    lambda name, method: (name, method) == ("qwen2", "ring"),
-    itertools.product(MODELS, ("ring", "gather", "ulysses"))), ids=str)
-@pytest.mark.ranks(2, 4, 8)
-def test_context_parallel_equals_one_rank(name, method):
-    layout, cp = CP
-    kv_heads = MODELS[name].get("kv_heads", 8)
-    if method == "ulysses" and max(1, kv_heads // layout[2]) % cp:
-        pytest.skip("a rank has fewer heads of keys than ranks of cp")
-    assert_equal(config_for(name, layout, cp=cp, cp_attention=method))
-
-
-@pytest.mark.parametrize("recompute", ["block", pytest.param("attention", marks=pytest.mark.slow)])
-def test_recomputation_equals_one_rank(recompute):
-    config = config_for("tied", HERE[-1], values={"sequence_parallel": HERE[-1][2] > 1})
-    assert_equal(replace(config, memory=MemoryConfig(recompute)))
-
-
-@pytest.mark.parametrize(("name", "zero"), slow_unless(
-    lambda name, zero: (name, zero) == ("tied", 3),
-    itertools.product(("llama", "tied"), (1, 3))), ids=str)
-@pytest.mark.ranks(2, 4)
-def test_shared_state_equals_one_rank(name, zero):
-    layout = {2: (2, 1, 1), 4: (2, 1, 2)}[WORLD.size]
-    assert_equal(replace(config_for(name, layout), memory=MemoryConfig(zero=zero)))
-
-
-@pytest.mark.ranks(2, 4, 8)
-def test_a_v_placement_equals_one_rank():
-    layout = {2: (1, 2, 1), 4: (1, 2, 2), 8: (1, 2, 4)}[WORLD.size]
-    assert_equal(config_for("qwen2", layout, 4, schedule="zb-v"))
-
-
 @pytest.mark.slow
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16", "float16"])
 def test_other_types_train(dtype):
-    config = config_for("qwen2", WIDE)
-    worker, _ = real_step(replace(config, run=replace(config.run, dtype=dtype)))
+    worker, _ = real_step(config_for("qwen2", WIDE, dtype=dtype))
     assert worker.losses or worker.grid.place("pp") == 0
 
 

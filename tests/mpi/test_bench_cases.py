@@ -3,16 +3,14 @@
 Device memory is a stand-in (fake_cupy, fake_nccl): it shows that the calls fit, but not CUDA.
 """
 
-import sys
 import types
 from functools import partial
 
-import fake_cupy
-import fake_nccl
 import numpy as np
 import pytest
 from mpi4py import MPI
-from small_model import slow_unless
+from small_model import cpu, slow_unless
+from stand_in import put_in_nccl
 
 from bench.interconnect import compiled, overlap, plans, sampling, session
 from bench.interconnect.buffers import POLICIES, Arena
@@ -55,8 +53,9 @@ def sections():
     return plans.world_sections(cases, WORLD.size, (48,))
 
 
-def outcomes(section, job, ops, loops=None, window=3):
+def outcomes(section, job=None, ops=None, loops=None, window=3):
     """{way: Outcome} of this rank; {} if it is in no group. Comm: the section."""
+    job, ops = job or Job(), ops or cpu("float32")
     group = make_group(section.groups, section.axis, job.transport, ops, WORLD, Recorder())
     found = {}
     if group.team is not None:
@@ -72,42 +71,43 @@ def outcomes(section, job, ops, loops=None, window=3):
     return found
 
 
+def right_outcomes(section, *more, **named):
+    """`outcomes`, whose payloads must be right."""
+    found = outcomes(section, *more, **named)
+    assert {via: one.problems for via, one in found.items() if one.problems} == {}, section.title
+    return found
+
+
 @pytest.mark.parametrize("policy", slow_unless(
     lambda policy: WORLD.size == 2 or policy == "rotated", [(policy,) for policy in POLICIES]))
 def test_payload_of_every_case_through_host_memory(policy):
-    ops = ops_module.make("cpu", "float32")
     chosen, job = sections(), Job(buffers=policy, kinds=USUAL)
     names = {one.case.name for one in chosen if job.ways(one)}
     assert names >= {*plans.PAIR_CASES, *plans.GROUP_CASES}
     for section in chosen:
-        for via, outcome in outcomes(section, job, ops).items():
-            assert outcome.problems == [], (section.title, via)
+        for outcome in right_outcomes(section, job).values():
             assert len(outcome.entered) == len(outcome.left) >= 1
             assert np.all(np.subtract(outcome.left, outcome.entered) > 0)
 
 
 def test_parts_of_every_routing_arrive():
-    ops, job = ops_module.make("cpu", "float32"), Job(buffers="reused", kinds=USUAL)
     plain = plans.world_sections(["all-to-allv"], WORLD.size, (48 * WORLD.size,))
     for section in plans.routed(plain, ROUTINGS):
-        for via, outcome in outcomes(section, job, ops).items():
-            assert outcome.problems == [], (section.title, via)
+        right_outcomes(section, Job(buffers="reused", kinds=USUAL))
 
 
 @pytest.mark.parametrize("size", [0, 48])
 def test_payload_of_sixteen_bits_and_of_no_bytes(size):
     """MPI knows no bfloat16: bare calls move it, and only mpipar.comm adds it."""
-    ops = ops_module.make("cpu", "bfloat16")
+    ops = cpu("bfloat16")
     job = Job("bfloat16", "reused", kinds=USUAL)
     chosen = [one for one in sections() if job.ways(one)]
     names = {one.case.name for one in chosen}
     assert {"latency", "all-reduce", "gather", "all-to-allv", "multi-bandwidth"} <= names
     assert not {"iall-reduce", "reduce"} & names
     for section in chosen:
-        found = outcomes(section._replace(sizes=(size,)), job, ops)
+        found = right_outcomes(section._replace(sizes=(size,)), job, ops)
         assert not section.case.sums or found.keys() == {COMM}
-        for via, outcome in found.items():
-            assert outcome.problems == [], (section.title, via)
 
 
 def test_loops_in_c_move_the_same_payload(monkeypatch):
@@ -116,26 +116,22 @@ def test_loops_in_c_move_the_same_payload(monkeypatch):
     except EnvironmentProblem as error:
         pytest.skip(str(error))
     loops = compiled.loops_of(SESSION)
-    ops = ops_module.make("cpu", "float32")
     names = ["latency", "bandwidth", "bidirectional", "multi-bandwidth", "all-reduce"]
     for section in plans.world_sections(names, WORLD.size, (48,)):
         for policy in ("osu", "rotated"):
             job = Job(buffers=policy, kinds=(IN_C,))
             # More than 8192 messages at once overwrote memory. Each takes turns with other ranks.
             window = 20_000 if (section.case.name, policy) == ("bandwidth", "osu") else 100
-            for outcome in outcomes(section, job, ops, loops, window).values():
-                assert outcome.problems == [], section.title
+            for outcome in right_outcomes(section, job, None, loops, window).values():
                 assert np.all(np.subtract(outcome.left, outcome.entered) > 0)
     monkeypatch.setattr(compiled, "run", lambda *_, **__: None)  # nothing is sent
     (section,) = plans.world_sections(["all-reduce"], WORLD.size, (48,))
-    assert outcomes(section, Job(buffers="osu", kinds=(IN_C,)), ops, loops)[IN_C].problems
+    assert outcomes(section, Job(buffers="osu", kinds=(IN_C,)), loops=loops)[IN_C].problems
 
 
 @pytest.mark.parametrize("transport", ["staged", "mpi-cuda", "nccl"])
 def test_payload_of_every_case_from_device_memory(transport, monkeypatch):
-    monkeypatch.setitem(sys.modules, "cupy", fake_cupy)
-    monkeypatch.setitem(sys.modules, "cupy.cuda.nccl", fake_nccl)
-    monkeypatch.setattr(fake_cupy.cuda, "nccl", fake_nccl, raising=False)
+    put_in_nccl(monkeypatch)
     ops = ops_module.make("cuda", "float64")
     job = Job("float64", transport=transport)
     chosen = [one for one in sections() if job.ways(one)]
@@ -143,12 +139,10 @@ def test_payload_of_every_case_from_device_memory(transport, monkeypatch):
         monkeypatch.setitem(overlap.SIDES, "cuda", 8)
         chosen += plans.overlapped([one for one in chosen if one.title == "ring"], 2)
     for section in chosen:
-        for via, outcome in outcomes(section, job, ops).items():
-            assert outcome.problems == [], (section.title, via)
+        right_outcomes(section, job, ops)
 
 
 def test_wrong_payload_of_one_rank_is_everybodys():
-    ops = ops_module.make("cpu", "float32")
     (section,) = plans.world_sections(["all-gather"], WORLD.size, (48,))
     make = section.make
 
@@ -162,26 +156,23 @@ def test_wrong_payload_of_one_rank_is_everybodys():
 
             return gather_wrong
 
-    found = outcomes(section._replace(make=Wrong), Job(), ops)
+    found = outcomes(section._replace(make=Wrong))
     assert found[COMM].problems
     assert found[COMM].entered == []
     assert found["mpi4py"].problems == []
 
 
 def test_an_algorithm_that_adds_wrong_numbers_shows(monkeypatch):
-    ops = ops_module.make("cpu", "float32")
     (section,) = plans.world_sections(["all-reduce"], WORLD.size, (48,))
     job = Job(kinds=(COMM, ALGORITHMS))
-    found = outcomes(section, job, ops)
-    assert [*found] == [COMM, *BY, IN_WINDOW]
-    assert all(outcome.problems == [] for outcome in found.values())
+    assert [*right_outcomes(section, job)] == [COMM, *BY, IN_WINDOW]
     monkeypatch.setattr(Doubling, "summed", lambda doubling, x: iter(()))
-    found = outcomes(section, job, ops)
+    found = outcomes(section, job)
     assert [via for via, outcome in found.items() if outcome.problems] == ["by doubling"]
 
 
 def test_hot_expert_gets_twice_as_much_as_each_other():
-    ops = ops_module.make("cpu", "float64")
+    ops = cpu()
     group = make_group((tuple(range(WORLD.size)),), "world", "mpi-host", ops, WORLD, Recorder())
     case = UnevenAllToAll(Setup(group.comm, group.mpi, Arena(ops, "reused", 1 << 12), 256), COMM)
     volume, others = case.volume(), WORLD.size - 1
@@ -199,7 +190,7 @@ def test_hot_expert_gets_twice_as_much_as_each_other():
     ("fan-in", (0, 1)), ("fan-out", (WORLD.size - 1, 0)), ("stage-chain hops 1f1b", (1, 1)),
     ("stage-chain hops interleaved", (2, 2))])
 def test_bytes_on_the_wire_are_those_that_a_rank_sends(title, sent):
-    ops = ops_module.make("cpu", "float32")
+    ops = cpu("float32")
     chosen = plans.world_sections([title.split()[0]], WORLD.size, (48,))
     (section,) = [one for one in chosen if one.title == title]
     group = make_group(section.groups, section.axis, "mpi-host", ops, WORLD, Recorder())
@@ -226,14 +217,13 @@ def test_hosts_with_other_caches_walk_through_as_much(monkeypatch):
 @pytest.mark.parametrize("num_tests", slow_unless(
     lambda num_tests: WORLD.size == 2 or num_tests, [(0,), (3,)]))
 def test_what_is_overlapped_is_checked_too(num_tests, monkeypatch):
-    ops = ops_module.make("cpu", "float32")
     beside = {COMM + overlap.BESIDE, "mpi4py" + overlap.BESIDE}
     everything = plans.world_sections(plans.POSTED_CASES, WORLD.size, (48,))
     chosen = plans.overlapped(everything, num_tests)
 
     def wrong_ways():
         """For each section that this rank is in."""
-        found = [outcomes(section, Job(), ops) for section in chosen]
+        found = [outcomes(section) for section in chosen]
         found = [ways for ways in found if ways]
         assert all(ways.keys() == {COMM, "mpi4py", overlap.COMPUTING, *beside} for ways in found)
         return [{via for via in ways if ways[via].problems} for ways in found]

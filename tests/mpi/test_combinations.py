@@ -6,7 +6,7 @@ The broken twins plant a fault into the lives, but not into their truths. See be
 from contextlib import contextmanager
 
 import pytest
-from small_model import WORLD
+from small_model import WORLD, called, plant
 
 from bench.combinations import kept
 from bench.combinations.life import live_all
@@ -68,72 +68,65 @@ def test_cases_of_all_pairs_live(part, folder):
 # --- broken twins
 
 
-def without_cache(monkeypatch):
+def without_cache(_plain, self, x, stash):
     """A recomputed block that makes a stash of its own, and forgets the cache."""
-    def forward(self, x, stash):
-        stash[self, "x"] = x
-        inner = Stash(stash.batch)
-        for layer in self.layers:
-            x = layer.forward(x, inner)
-        return x
-
-    monkeypatch.setattr(Recomputed, "forward", forward)
+    stash[self, "x"] = x
+    inner = Stash(stash.batch)
+    for layer in self.layers:
+        x = layer.forward(x, inner)
+    return x
 
 
-def whole_part(monkeypatch):
+def whole_part(_plain, part, config):
     """An evaluation that forgets --eval-tokens."""
-    monkeypatch.setattr(rows, "evaluated", lambda part, config: part)
+    return part
 
 
-def without_evaluations(monkeypatch):
+def without_evaluations(plain, folder, step):
     """Resume a run in its folder, and forget its held-out losses."""
-    plain = training.truncate_after
-
-    def truncate_after(folder, step):
-        (folder / "evaluations.jsonl").unlink()
-        return plain(folder, step)
-
-    monkeypatch.setattr(training, "truncate_after", truncate_after)
+    (folder / "evaluations.jsonl").unlink()
+    return plain(folder, step)
 
 
-def larger_steps(monkeypatch):
+def larger_steps(plain, config, step):
     """Each learning rate is half too large."""
-    plain = worker.learning_rate
-    monkeypatch.setattr(worker, "learning_rate", lambda config, step: 1.5 * plain(config, step))
+    return 1.5 * plain(config, step)
 
 
-TWINS = {  # fault -> (values of the case that must find it, what it says)
-    without_cache: ({"recompute": "block", "model": None, "sample_tokens": lambda n: n != 0},
-                    "the logits of token"),
-    whole_part: ({"eval_tokens": 50}, "held_out_loss of step 3"),
-    without_evaluations: ({"resume": "auto"}, "evaluations.jsonl: has steps"),
-    larger_steps: ({"model": None}, "of its movement"),
-}
-
-
-@pytest.mark.ranks(2)
-@pytest.mark.parametrize("twin", TWINS, ids=lambda twin: twin.__name__)
-def test_the_fixed_part_finds(twin, folder, monkeypatch):
+def planting(monkeypatch, *what):
+    """What plants a fault into a life, but not into its truth."""
     @contextmanager
     def planted():
         with monkeypatch.context() as patch:
-            twin(patch)
+            plant(patch, *what)
             yield
 
-    values, message = TWINS[twin]
-    found = lives(folder, first(**values), planted=planted)
+    return planted
+
+
+TWINS = [  # what is replaced, by what, the values of the case that must find it, what it says
+    (Recomputed, "forward", without_cache,
+     {"recompute": "block", "model": None, "sample_tokens": lambda n: n != 0},
+     "the logits of token"),
+    (rows, "evaluated", whole_part, {"eval_tokens": 50}, "held_out_loss of step 3"),
+    (training, "truncate_after", without_evaluations, {"resume": "auto"},
+     "evaluations.jsonl: has steps"),
+    (worker, "learning_rate", larger_steps, {"model": None}, "of its movement"),
+]
+
+
+@pytest.mark.ranks(2)
+@pytest.mark.parametrize(("owner", "name", "twin", "values", "message"), TWINS,
+                         ids=[called(twin) for _, _, twin, *_ in TWINS])
+def test_the_fixed_part_finds(owner, name, twin, values, message, folder, monkeypatch):
+    found = lives(folder, first(**values), planted=planting(monkeypatch, owner, name, twin))
     assert any(message in text for text in found), found
 
 
 @pytest.mark.ranks(2)
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16", "float16"])
 def test_a_narrow_type_is_close_enough_to_find_a_wrong_step(dtype, folder, monkeypatch):
-    @contextmanager
-    def planted():
-        with monkeypatch.context() as patch:
-            larger_steps(patch)
-            yield
-
+    planted = planting(monkeypatch, worker, "learning_rate", larger_steps)
     cases = [{**case, "dtype": dtype} for case in first(model=None)]
     assert lives(folder / "right", cases) == []
     found = lives(folder / "wrong", cases, planted=planted)

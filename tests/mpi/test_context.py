@@ -11,24 +11,22 @@ from small_model import (
     assert_equals_one_rank,
     assert_records_predicted,
     called,
+    comms_of,
+    cpu,
     peaks,
     plant,
     real_step,
+    rows_of,
     small_config,
-    tokens,
     two_workers,
-    with_sync_sends,
     worker_and_rows,
 )
 
-from mpipar import ops as ops_module
-from mpipar.comm.grid import Grid, token_pieces
+from mpipar.comm.grid import token_pieces
 from mpipar.comm.group import Comm
-from mpipar.comm.groups import Comms
-from mpipar.comm.record import Recorder
 from mpipar.config.model import DecoderConfig
 from mpipar.data import rows as data_rows
-from mpipar.data.rows import Batch, Rows
+from mpipar.data.rows import Batch
 from mpipar.inference.generate import continue_one
 from mpipar.inference.sampling import Sampling
 from mpipar.ops.numpy_ops import NumpyOps
@@ -61,13 +59,13 @@ everything = pytest.mark.parametrize(("case", "method"), [
 
 def config_for(case, method, num_microbatches=4, **changes):
     layout, cp, schedule, model = case
-    return small_config(layout, num_microbatches, rows_per_mb=2, cp=cp, cp_attention=method,
-                        schedule=schedule, model=replace(model, **changes))
+    return small_config(layout, num_microbatches, model, cp=cp, cp_attention=method,
+                        schedule=schedule, **changes)
 
 
 @everything
 def test_layout_equals_one_rank(case, method):
-    assert_equals_known(with_sync_sends(config_for(case, method)))
+    assert_equals_known(config_for(case, method, sync_sends=True))
 
 
 @every_method
@@ -88,8 +86,8 @@ def test_shapes_only_run_predicts_every_record(case, method):
 @pytest.mark.ranks(2, 4)
 def test_shared_key_heads_equal_whole_attention(method, kv_heads):
     """Fewer heads of keys than of queries; gradients of q, k and v, rank by rank."""
-    ops, rng = ops_module.make("cpu", "float64"), np.random.default_rng(5)
-    comm = Comms(Grid(WORLD.rank, {"cp": WORLD.size}), ops, Recorder(), WORLD)["cp"]
+    ops, rng = cpu(), np.random.default_rng(5)
+    comm = comms_of(ops, axes={"cp": WORLD.size})["cp"]
     length, places = 16, np.arange(16)
     q, dy = (rng.standard_normal((2, length, 8, 3)) for _ in range(2))
     k, v = (rng.standard_normal((2, length, kv_heads, 3)) for _ in range(2))
@@ -112,9 +110,7 @@ def test_sixteen_bits_stay_near_float32(method):
     """Partial results are summed in float32 and rounded once: as near as one rank's."""
     losses = []
     for dtype in ("float32", "bfloat16"):
-        config = config_for(HERE[0], method, 2)
-        config = replace(config, run=replace(config.run, dtype=dtype))
-        worker, part = worker_and_rows(config, spread=0.02)
+        worker, part = worker_and_rows(config_for(HERE[0], method, 2, dtype=dtype), spread=0.02)
         losses.append(worker.gradients(1, lambda mb, part=part: part.train(1, mb))[:2])
         worker.close()
     np.testing.assert_allclose(losses[1], losses[0], rtol=2e-2)
@@ -128,8 +124,7 @@ def test_text_and_held_out_loss_are_those_of_one_rank(method):
     found = list(continue_one(worker, [5], Sampling(9, 0.7, seed=3)))
     assert WORLD.allgather(found) == [found] * WORLD.size
     assert found == list(continue_one(alone, [5], Sampling(9, 0.7, seed=3)))
-    losses = [one.evaluate(Rows(one.ops, tokens(), one.config, one.grid))[0]
-              for one in (worker, alone)]
+    losses = [one.evaluate(rows_of(one))[0] for one in (worker, alone)]
     np.testing.assert_allclose(losses[0], losses[1], rtol=1e-12)
     worker.close()
 
@@ -151,17 +146,16 @@ def test_what_a_rank_keeps_is_what_is_predicted(method):
 
 def pairs_multiplied(monkeypatch, method):
     """How many pairs this rank multiplies forward, in a layer and row."""
-    counted, plain = [], NumpyOps.attention_block_forward
+    counted = []
 
-    def count(self, q, k, v, q_pos, k_pos):
+    def count(plain, self, q, k, v, q_pos, k_pos):
         counted.append((q_pos[:, None] >= k_pos[None, :]).sum())
         return plain(self, q, k, v, q_pos, k_pos)
 
-    monkeypatch.setattr(NumpyOps, "attention_block_forward", count)
+    plant(monkeypatch, NumpyOps, "attention_block_forward", count)
     layout, cp, _, model = HERE[0]
     real_step(small_config(layout, 1, cp=cp, cp_attention=method, model=model))
-    rows_of_batch = len(counted) and sum(counted)
-    return np.array(WORLD.allgather(int(rows_of_batch)))
+    return np.array(WORLD.allgather(int(sum(counted))))
 
 
 @pytest.mark.parametrize("method", ["ring", "gather"])

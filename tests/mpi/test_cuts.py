@@ -5,18 +5,19 @@ Bytes and memory equal the formulas, and planted bugs are caught.
 
 import runpy
 import tracemalloc
+from contextlib import contextmanager
 from types import SimpleNamespace
 
 import numpy as np
 import pytest
 from helpers import REPOSITORY
-from small_model import WORLD
+from small_model import WORLD, comms_of, cpu
 
 from bench.matmul.cut_product import PHASES, CutProduct, Sizes, cases, connect, whole
 from docs.build.commands import FILE
 from mpipar import ops as ops_module
 from mpipar.comm.connect import Options
-from mpipar.comm.grid import Grid, chunk_size, chunk_slice
+from mpipar.comm.grid import chunk_size, chunk_slice
 from mpipar.comm.group import Comm
 from mpipar.comm.groups import Comms
 from mpipar.comm.record import Recorder, Sums
@@ -34,17 +35,24 @@ HERE = cases(WORLD.size)
 SIZES = [Sizes(3, 5, 7, 11), Sizes(1, 1, 2, 1), Sizes(2, 24, 48, 72)]
 
 
-def run(case, sizes, sync_sends=False):
-    """All three functions of a cut; returns the product and the recorder. Comm: the cut's."""
-    ops, recorder = ops_module.make("cpu", "float64"), Recorder()
-    options = Options(sync_sends, check=True)
-    comms, comm = connect(*case, WORLD.rank, ops, recorder, mpi_world=WORLD, options=options)
+@contextmanager
+def connected(case, sizes, ops=None, **options):
+    """The product of a cut, whose three functions have run. Comm: the cut's."""
+    ops, recorder = ops or cpu(), Recorder()
+    comms, comm = connect(*case, WORLD.rank, ops, recorder, mpi_world=WORLD,
+                          options=Options(**options))
     product = CutProduct(ops, recorder, case[0], comm, sizes)
     product.take(whole(sizes, "float64"))
     for phase in PHASES:
         product.run(phase)
+    yield product
     comms.close()
-    return product, recorder
+
+
+def run(case, sizes, sync_sends=False):
+    """All three functions of a cut; returns the product and the recorder. Comm: the cut's."""
+    with connected(case, sizes, sync_sends=sync_sends, check=True) as product:
+        return product, product.recorder
 
 
 def bad_tensors(case, sizes, sync_sends=False) -> int:
@@ -130,7 +138,7 @@ def piece_sizes(product):
     return tuple(8 * rows * width for width in product.w.shape)
 
 
-def sent_bytes(case, sizes, product):
+def sent_bytes(case, product):
     """Bytes that one rank sends, by phase: the formulas. Sources: ring algorithms; SUMMA."""
     cut, q, d = case
     x, w, y = local_sizes(product)
@@ -156,7 +164,7 @@ def test_bytes_on_the_wire_follow_the_formula(case, sizes):
     product, recorder = run(case, sizes)
     totals = recorder.totals("phase")
     sent = tuple(totals.get((phase,), Sums()).wire_bytes for phase in PHASES)
-    assert sent == sent_bytes(case, sizes, product)
+    assert sent == sent_bytes(case, product)
     _, q, d = case
     barriers = {
         "column": (0, 1, 0), "row": (1, 0, 0), "gather": (1, 1, 0), "reduce": (1, 1, 0),
@@ -241,22 +249,16 @@ def test_memory_follows_the_formula(case):
     if expected is None:
         return
     assert tuple(extra) == expected
-    ops, recorder = ops_module.make("cpu", "float64"), Recorder()
-    comms, comm = connect(*case, WORLD.rank, ops, recorder, mpi_world=WORLD)
-    product = CutProduct(ops, recorder, case[0], comm, MEMORY_SIZES)
-    product.take(whole(MEMORY_SIZES, "float64"))
-    for phase in PHASES:  # the ops get their tile buffers
-        product.run(phase)
-    del product.y, product.dx
-    tracemalloc.start(1)
-    measured = []
-    for phase in PHASES:
-        before = tracemalloc.get_traced_memory()[0]
-        tracemalloc.reset_peak()
-        product.run(phase)
-        measured.append(tracemalloc.get_traced_memory()[1] - before)
-    tracemalloc.stop()
-    comms.close()
+    with connected(case, MEMORY_SIZES) as product:  # the ops have their tile buffers
+        del product.y, product.dx
+        tracemalloc.start(1)
+        measured = []
+        for phase in PHASES:
+            before = tracemalloc.get_traced_memory()[0]
+            tracemalloc.reset_peak()
+            product.run(phase)
+            measured.append(tracemalloc.get_traced_memory()[1] - before)
+        tracemalloc.stop()
     for have, want in zip(measured, expected, strict=True):
         assert 0.95 * want <= have <= 1.05 * want + 2**16, (measured, expected)
 
@@ -268,7 +270,7 @@ PAIRS = {"linear": (Linear, [((6,), (23,)), ((23,), (5,))], (4, 3, 6)),
 
 def pair_of_layers(comms, kind, cuts):
     """(y, dx, {name: (the Param, its gradient)}) of two layers with these cuts. Comm: theirs."""
-    ops, (layer, sizes, shape) = ops_module.make("cpu", "float64"), PAIRS[kind]
+    ops, (layer, sizes, shape) = cpu(), PAIRS[kind]
     first, second = (layer(Context(ops, comms), f"{number}", *size, cut=cut, std=0.3)
                      for number, (cut, size) in enumerate(zip(cuts, sizes, strict=True)))
     params = [*first.params, *second.params]
@@ -283,8 +285,8 @@ def pair_of_layers(comms, kind, cuts):
 
 def wrong_results(kind, cuts) -> set[str]:
     """The results of a pair of layers on all ranks that differ from those of one rank."""
-    ops = ops_module.make("cpu", "float64")
-    comms = Comms(Grid(WORLD.rank, {"tp": WORLD.size}), ops, Recorder(), WORLD)
+    ops = cpu()
+    comms = comms_of(ops, axes={"tp": WORLD.size})
     y, dx, grads = pair_of_layers(comms, kind, cuts)
     comms.close()
     whole_y, whole_dx, whole_grads = pair_of_layers(Comms.solo(ops), kind, cuts)

@@ -5,25 +5,29 @@ MPI call on device memory. Copies of the staged transport run as late as they ca
 `fake_streams`.
 """
 
-import sys
-from dataclasses import replace
-
 import fake_cupy
 import fake_streams
 import numpy as np
 import pytest
-from small_model import LAYOUTS, MODEL, WORLD, computed_once, small_config, tokens, worker_and_rows
+from small_model import (
+    DP,
+    LAYOUTS,
+    TP,
+    WORLD,
+    comms_of,
+    computed_once,
+    small_config,
+    tokens,
+    worker_and_rows,
+)
+from stand_in import put_in
+from test_cuts import connected
 
-from bench.matmul.cut_product import PHASES, CutProduct, Sizes, cases, whole
-from bench.matmul.cut_product import connect as connect_cut
+from bench.matmul.cut_product import Sizes, cases, whole
 from mpipar import ops as ops_module
 from mpipar.comm import connect
 from mpipar.comm.checked import CallCheck
-from mpipar.comm.grid import Grid
-from mpipar.comm.groups import Comms
-from mpipar.comm.record import Recorder
 from mpipar.comm.transport import HostTransport
-from mpipar.config.memory import MemoryConfig
 from mpipar.ops.cupy_copies import Copies
 from mpipar.train.verify import SPREAD, differences, full_tensors
 
@@ -36,8 +40,7 @@ CALLS = (*BLOCKING, "iall_reduce", "iall_gather", "ireduce_scatter", "isend", "i
 
 @pytest.fixture(params=["yes", "no"], ids=["cuda-aware", "staged"])
 def cuda_aware(request, monkeypatch):
-    monkeypatch.setitem(sys.modules, "cupy", fake_cupy)
-    fake_streams.Stream.queued.clear()  # what a broken twin has left
+    put_in(monkeypatch)
     monkeypatch.setattr(connect, "cuda_aware", lambda: request.param)
     for name in CALLS:
         plain = getattr(HostTransport, name)
@@ -58,23 +61,22 @@ def test_device_path_equals_one_rank(cuda_aware, layout):
 
     Only a pipeline needs more microbatches than two.
     """
-    model, count = replace(MODEL, layers=layout[1] + 1), 5 if layout[1] > 1 else 2
-    check_step(cuda_aware, small_config(layout, count, model=model, rows_per_mb=1))
+    check_step(cuda_aware, small_config(
+        layout, 5 if layout[1] > 1 else 2, layers=layout[1] + 1, rows_per_mb=1))
 
 
 @pytest.mark.parametrize("tp_matmul", ["plain", "ring"])
 @pytest.mark.parametrize("layout", [layout for layout in HERE if layout[2] > 1], ids=str)
 @pytest.mark.ranks(2, 3, 4, 8)
 def test_device_path_with_cut_tokens_equals_one_rank(cuda_aware, layout, tp_matmul):
-    model = replace(
-        MODEL, layers=layout[1] + 1, sequence_parallel=True, tp_matmul=tp_matmul)
-    check_step(cuda_aware, small_config(layout, 2, model=model, rows_per_mb=1))
+    check_step(cuda_aware, small_config(
+        layout, layers=layout[1] + 1, sequence_parallel=True, tp_matmul=tp_matmul, rows_per_mb=1))
 
 
-@pytest.mark.parametrize("memory", [MemoryConfig(zero=1), MemoryConfig(zero=3)], ids=["1", "3"])
+@pytest.mark.parametrize("zero", [1, 3])
 @pytest.mark.ranks(2)
-def test_device_path_that_shares_out_equals_one_rank(cuda_aware, memory):
-    check_step(cuda_aware, replace(small_config((2, 1, 1), 2), memory=memory))
+def test_device_path_that_shares_out_equals_one_rank(cuda_aware, zero):
+    check_step(cuda_aware, small_config(DP, zero=zero))
 
 
 @pytest.mark.ranks(4)
@@ -84,7 +86,7 @@ def test_device_path_with_checked_calls_equals_one_rank(cuda_aware, monkeypatch)
     monkeypatch.setattr(CallCheck, "__call__", lambda self, record: (
         unsent.append(any(copy.leaves for copy in fake_streams.Stream.queued)),
         plain(self, record))[1])
-    check_step(cuda_aware, small_config((2, 2, 1), 2), check_comm=True)
+    check_step(cuda_aware, small_config((2, 2, 1), check_comm=True))
     assert unsent
     assert not any(unsent)
 
@@ -96,7 +98,7 @@ def exchanged(poll=False):
     poll: test until all is done, before waiting.
     """
     ops, here = ops_module.make("cuda", "float64"), WORLD.rank
-    comms = Comms(Grid.of(small_config((2, 1, 1)).grid, here), ops, Recorder(), WORLD)
+    comms = comms_of(ops)
     x, sent, got = (ops.asarray(np.full(5, value)) for value in (here + 1.0, here + 10.0, 0.0))
     comm = comms.world
     pending = [comm.iall_reduce(x, "sum"), comm.isend(sent, 1 - here, 7, "message"),
@@ -128,7 +130,7 @@ def test_only_the_own_piece_of_a_gather_leaves_the_device(cuda_aware, monkeypatc
     monkeypatch.setattr(Copies, "out", lambda self, x, *more: (
         left.append(x.nbytes), COPY_OUT(self, x, *more))[1])
     ops, here = ops_module.make("cuda", "float64"), WORLD.rank
-    comms = Comms(Grid(here, {"dp": WORLD.size}), ops, Recorder(), WORLD)
+    comms = comms_of(ops)
     pieces = np.full((WORLD.size, 3), np.nan)
     pieces[here] = here
     x = ops.asarray(pieces)
@@ -173,7 +175,7 @@ def test_a_message_left_behind_is_caught(cuda_aware, monkeypatch):
     if cuda_aware == "yes":
         return
     ops = ops_module.make("cuda", "float64")
-    comms = Comms(Grid.of(small_config((2, 1, 1)).grid, WORLD.rank), ops, Recorder(), WORLD)
+    comms = comms_of(ops)
     monkeypatch.setattr(Copies, "hand_over", lambda self, wait=False: None)
     comms.world.isend(ops.zeros(5), 1 - WORLD.rank, 7, "message")
     with pytest.raises(AssertionError, match="unsent message"):
@@ -181,12 +183,11 @@ def test_a_message_left_behind_is_caught(cuda_aware, monkeypatch):
     comms.close()
 
 
-def check_step(cuda_aware, config, check_comm=False):
+def check_step(cuda_aware, config):
     """Assert that a step on the device equals one on the host by one rank. Comm: a step's.
 
     Checked calls hand over every message at once, so they are an exception.
     """
-    config = replace(config, run=replace(config.run, check_comm=check_comm))
     worker, rows = worker_and_rows(
         config, spread=SPREAD, ops=ops_module.make("cuda", "float64"))
     kind = connect.DeviceTransport if cuda_aware == "yes" else connect.StagedTransport
@@ -207,14 +208,9 @@ def check_step(cuda_aware, config, check_comm=False):
 
 @pytest.mark.parametrize("case", cases(WORLD.size), ids=str)
 def test_every_cut_on_the_device(cuda_aware, case):
-    ops, recorder, sizes = ops_module.make("cuda", "float64"), Recorder(), Sizes(2, 5, 7, 9)
-    comms, comm = connect_cut(*case, WORLD.rank, ops, recorder, mpi_world=WORLD)
-    product, full = CutProduct(ops, recorder, case[0], comm, sizes), whole(sizes, "float64")
-    product.take(full)
-    for phase in PHASES:
-        product.run(phase)
-    comms.close()
-    assert all(error <= 1e-12 for error in product.errors(full).values())
+    sizes = Sizes(2, 5, 7, 9)
+    with connected(case, sizes, ops_module.make("cuda", "float64")) as product:
+        assert all(error <= 1e-12 for error in product.errors(whole(sizes, "float64")).values())
 
 
 @pytest.mark.ranks(2)
@@ -223,6 +219,6 @@ def test_forgotten_synchronize_is_caught(cuda_aware, monkeypatch):
         return  # staging copies, and the copy waits
     ops = ops_module.make("cuda", "float64")
     monkeypatch.setattr(type(ops), "synchronize", lambda self: None)
-    worker, rows = worker_and_rows(small_config((1, 1, 2)), ops=ops)
+    worker, rows = worker_and_rows(small_config(TP), ops=ops)
     with pytest.raises(AssertionError, match="still being computed"):
         worker.gradients(1, lambda mb: rows.train(1, mb))

@@ -4,10 +4,20 @@ from dataclasses import replace
 
 import numpy as np
 import pytest
-from small_model import LAYOUTS, MODEL, WORLD, poison_unwritten, small_config, tokens, two_workers
+from small_model import (
+    LAYOUTS,
+    MODEL,
+    WORLD,
+    plant,
+    poison_unwritten,
+    rows_of,
+    small_config,
+    tokens,
+    two_workers,
+    worker_of,
+)
 
-from mpipar.config.memory import MemoryConfig
-from mpipar.data.rows import Rows, evaluated
+from mpipar.data.rows import evaluated
 from mpipar.pipeline.engine import Engine
 from mpipar.train import worker as worker_module
 
@@ -20,6 +30,8 @@ CASES = [
     (2, (1, 1, 1), {"cp": 2, "model": CONTEXT}),
     (4, (1, 2, 1), {"cp": 2, "model": CONTEXT}), (4, (2, 1, 1), {"cp": 2, "model": CONTEXT}),
     (4, (1, 1, 2), {"cp": 2, "cp_attention": "gather", "model": CONTEXT}),
+    # A unit is gathered for every pass, so replicas that share weights out run the same passes.
+    (2, (2, 1, 1), {"zero": 3}), (4, (2, 2, 1), {"zero": 3}),
     (8, (1, 2, 2), {"cp": 2, "schedule": "interleaved", "model": replace(CONTEXT, layers=4)}),
 ]
 HERE = [case[1:] for case in CASES if case[0] == WORLD.size]
@@ -29,7 +41,7 @@ everywhere = pytest.mark.parametrize(("layout", "options"), HERE, ids=str)
 def losses(layout, options, part):
     """(loss, tokens) of the layout and of one rank."""
     workers = two_workers(small_config(layout, **options))
-    found = [one.evaluate(Rows(one.ops, part, one.config, one.grid)) for one in workers]
+    found = [one.evaluate(rows_of(one, part)) for one in workers]
     for one in workers:
         one.close()
     return found
@@ -37,43 +49,28 @@ def losses(layout, options, part):
 
 @everywhere
 def test_every_layout_has_the_loss_of_one_rank(layout, options, monkeypatch):
-    """Whole batches and a last one in which some replicas have no row, and no batch that is full.
+    """Whole batches and a last one in which some replicas have no row; no full batch; one row.
 
     Every new array is full of NaN.
     """
     poison_unwritten(monkeypatch)
-    for length in (700, 50):
+    seq_len = options.get("model", MODEL).seq_len
+    for length in (700, 50, seq_len + 1):
         (found, count), (expected, alone) = losses(layout, options, tokens()[:length])
-        seq_len = options.get("model", MODEL).seq_len
         assert count == alone == (length - 1) // seq_len * seq_len
         np.testing.assert_allclose(found, expected, rtol=1e-12)
         assert len(set(WORLD.allgather(found))) == 1, "ranks must know the same number"
-
-
-@pytest.mark.ranks(2, 4)
-def test_replicas_that_share_weights_out_run_the_same_passes():
-    """--zero 3 gathers a unit for every pass. One row alone is evaluated here, on one replica."""
-    layout = {2: (2, 1, 1), 4: (2, 2, 1)}[WORLD.size]
-    workers = two_workers(replace(small_config(layout), memory=MemoryConfig(zero=3)))
-    for length in (700, 50, 8):
-        found, alone = (one.evaluate(Rows(one.ops, tokens()[:length], one.config, one.grid))
-                        for one in workers)
-        np.testing.assert_allclose(found, alone, rtol=1e-12)
-    for one in workers:
-        one.close()
 
 
 @pytest.mark.ranks(2)
 @pytest.mark.parametrize("layout", LAYOUTS[2], ids=str)
 def test_twins_that_count_wrongly_are_found(layout, monkeypatch):
     """A rank that counts a loss that others count too, or one that leaves out what it has."""
-    plain = worker_module.all_reduce_scalars
-
-    def all_reduce_scalars(ops, comms, numbers, name):
+    def all_reduce_scalars(plain, ops, comms, numbers, name):
         wrong = numbers[0] * 2 if comms.world.index == 0 else numbers[0] / 2
         return plain(ops, comms, [wrong] if comms.world.size > 1 else numbers, name)
 
-    monkeypatch.setattr(worker_module, "all_reduce_scalars", all_reduce_scalars)
+    plant(monkeypatch, worker_module, "all_reduce_scalars", all_reduce_scalars)
     (found, _), (expected, _) = losses(layout, {}, tokens()[:700])
     assert abs(found / expected - 1) > 1e-3
 
@@ -82,7 +79,7 @@ def test_twins_that_count_wrongly_are_found(layout, monkeypatch):
 def test_evaluation_is_a_phase_of_its_own_and_changes_nothing(layout, options):
     """All it sends and computes is phase eval; weights, gradients and moments keep their bits."""
     worker, alone = two_workers(small_config(layout, **options))
-    rows = Rows(worker.ops, tokens(), worker.config, worker.grid)
+    rows = rows_of(worker)
     worker.train_step(1, lambda mb: rows.train(1, mb))
 
     def state():
@@ -91,8 +88,8 @@ def test_evaluation_is_a_phase_of_its_own_and_changes_nothing(layout, options):
 
     before, recorder = state(), worker.recorder
     losses_before, counters = dict(worker.losses), recorder.counters
-    first = worker.evaluate(Rows(worker.ops, tokens()[:300], worker.config, worker.grid))
-    assert worker.evaluate(Rows(worker.ops, tokens()[:300], worker.config, worker.grid)) == first
+    first = worker.evaluate(rows_of(worker, tokens()[:300]))
+    assert worker.evaluate(rows_of(worker, tokens()[:300])) == first
     assert state() == before
     assert worker.losses == losses_before
     new = {key for key, sums in recorder.counters.items() if counters.get(key) != sums}
@@ -104,12 +101,8 @@ def test_evaluation_is_a_phase_of_its_own_and_changes_nothing(layout, options):
 
 @pytest.mark.ranks(1)
 def test_an_engine_that_keeps_the_phase_of_training_is_found(monkeypatch):
-    plain = Engine.run
-
-    def run(self, program, get_batch, training=True, caches=None):
-        return plain(self, program, get_batch)
-
-    monkeypatch.setattr(Engine, "run", run)
+    plant(monkeypatch, Engine, "run", lambda plain, self, program, get_batch, **_: plain(
+        self, program, get_batch))
     with pytest.raises(AssertionError, match="unused"):
         losses((1, 1, 1), {}, tokens()[:50])
 
@@ -117,12 +110,8 @@ def test_an_engine_that_keeps_the_phase_of_training_is_found(monkeypatch):
 @pytest.mark.ranks(1)
 @pytest.mark.parametrize(("asked", "rows"), [(None, 285), (1, 1), (7, 1), (8, 2), (10**9, 285)])
 def test_eval_tokens_is_rounded_up_to_rows(asked, rows):
-    config = small_config((1, 1, 1))
-    config = replace(config, run=replace(config.run, eval_tokens=asked))
-    part = evaluated(tokens(), config)
-    worker, alone = two_workers(config)
-    found = Rows(worker.ops, part, config, worker.grid)
-    assert found.rows_of_sweep() == rows
+    config = small_config(eval_tokens=asked)
+    part, worker = evaluated(tokens(), config), worker_of(config)
+    assert rows_of(worker, part).rows_of_sweep() == rows
     assert part[:20].tolist() == tokens()[:len(part)][:20].tolist()
     worker.close()
-    alone.close()

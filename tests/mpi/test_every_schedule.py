@@ -5,7 +5,6 @@ Cases have tp and dp, tied weights, and synchronous sends.
 
 import functools
 from collections import Counter
-from dataclasses import replace
 
 import pytest
 from small_model import (
@@ -15,17 +14,14 @@ from small_model import (
     real_step,
     slow_unless,
     small_config,
-    with_sync_sends,
+    worker_of,
 )
 
-from mpipar import ops as ops_module
-from mpipar.comm.grid import Grid, chunk_size
-from mpipar.comm.record import Recorder
+from mpipar.comm.grid import chunk_size
 from mpipar.layers.norm import Residual
 from mpipar.pipeline.schedules.catalog import SCHEDULES, schedule_problems
 from mpipar.plan.predict import predict
 from mpipar.train.build import holders
-from mpipar.train.worker import Worker
 
 LAYOUTS = {1: [(1, 1, 1)], 2: [(1, 2, 1)], 4: [(1, 4, 1), (1, 2, 2), (2, 2, 1)], 8: [(2, 2, 2)]}
 pytestmark = pytest.mark.ranks(*LAYOUTS)
@@ -33,10 +29,10 @@ HERE = LAYOUTS.get(WORLD.size, [])
 ONE_OF_EACH_PLACEMENT = ("1f1b", "interleaved", "zb-v", "dualpipe")
 
 
-def config_for(name, layout, num_microbatches, tied=True):
+def config_for(name, layout, num_microbatches, **more):
     """Every stage has a block, of four stages on two ranks one has two."""
-    model = replace(MODEL, layers=max(MODEL.layers, 2 * layout[1]), tied=tied)
-    return small_config(layout, num_microbatches, rows_per_mb=4, schedule=name, model=model)
+    return small_config(layout, num_microbatches, rows_per_mb=4, schedule=name,
+                        layers=max(MODEL.layers, 2 * layout[1]), **more)
 
 
 def counts(name, layout):
@@ -66,14 +62,12 @@ of_every_schedule = pytest.mark.parametrize(("name", "layout", "num_microbatches
     or (name in ONE_OF_EACH_PLACEMENT and m == enough(name, layout)), CASES), ids=str)
 def test_schedule_equals_one_rank(name, layout, num_microbatches):
     """By default with a full pipeline, and with one microbatch where there is nothing else."""
-    config = with_sync_sends(config_for(name, layout, num_microbatches))
-    assert_equals_known(config)
+    assert_equals_known(config_for(name, layout, num_microbatches, sync_sends=True))
 
 
 @of_each_placement
 def test_schedule_equals_one_rank_untied(name, layout, num_microbatches):
-    config = config_for(name, layout, num_microbatches, tied=False)
-    assert_equals_known(config)
+    assert_equals_known(config_for(name, layout, num_microbatches, tied=False))
 
 
 one_step = functools.cache(real_step)  # the same for every test that looks at it
@@ -105,17 +99,10 @@ def test_tie_and_mirror_sums(name, layout, num_microbatches):
     owned = sum(param.size for stage in worker.stages.values() for param in stage.params
                 if param.owner and worker.grid.place("dp") == 0)
     total = WORLD.allreduce(owned)
-    alone, _ = one_rank_worker(config)
+    alone = sum(flat.size for flat in worker_of(config, alone=True).flats)
     tp, D = layout[2], MODEL.d_model
     ffn = config.model.layers * (-MODEL.ffn % tp) * (2 * D + 1)  # up, down, bias of up
     assert total == alone + ffn + (-MODEL.vocab_size % tp) * D
-
-
-def one_rank_worker(config):
-    from mpipar.train.verify import serial_config
-
-    worker = Worker(serial_config(config), Grid(0), ops_module.make("cpu", "float64"), Recorder())
-    return sum(flat.size for flat in worker.flats), worker
 
 
 @of_every_schedule

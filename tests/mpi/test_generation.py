@@ -1,29 +1,30 @@
 """Generation on every layout: tokens and logits of one rank without a cache, and its barriers."""
 
-from dataclasses import replace
-
 import numpy as np
 import pytest
 from generation_cases import FAMILIES, PROMPTS, SHAPE, enliven, with_cache, without_cache
 from helpers import assert_close
-from small_model import LAYOUTS, WORLD, poison_unwritten, slow_unless, small_config, two_workers
+from small_model import (
+    LAYOUTS,
+    WORLD,
+    poison_unwritten,
+    slow_unless,
+    small_config,
+    two_workers,
+    worker_of,
+)
 
-from mpipar.comm.grid import Grid
 from mpipar.comm.record import Recorder
 from mpipar.config.model import DecoderConfig
 from mpipar.inference.generate import Text, generate
 from mpipar.inference.sampling import Sampling
-from mpipar.ops import make
-from mpipar.train.worker import Worker
 
 HERE = LAYOUTS[WORLD.size]
 GREEDY = Sampling(8)
 
 
-def config_of(layout, family="gpt2", groups=2, sync_sends=False, **grid):
-    model = DecoderConfig(**SHAPE | FAMILIES[family])
-    config = small_config(layout, groups, model=model, **grid)
-    return replace(config, run=replace(config.run, sync_sends=sync_sends))
+def config_of(layout, family="gpt2", groups=2, **values):
+    return small_config(layout, groups, DecoderConfig(**SHAPE | FAMILIES[family]), **values)
 
 
 def workers(config):
@@ -109,9 +110,7 @@ def test_barriers_of_every_round(layout):
     a number per text over world.
     """
     dp, pp, tp = layout
-    config = replace(config_of(layout), run=replace(config_of(layout).run, check_comm=False))
-    worker = Worker(config, Grid.of(config.grid, WORLD.rank), make("cpu", "float64"),
-                    Recorder(1 << 16), WORLD)
+    worker = worker_of(config_of(layout), recorder=Recorder(1 << 16))
     enliven(worker)
     rows, length, groups, rounds = 2, 3, 2, 4
     texts = [Text(number, [number] * length) for number in range(dp * rows * groups)]

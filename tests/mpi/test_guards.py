@@ -2,14 +2,25 @@
 
 import math
 import re
-from dataclasses import replace
 
 import numpy as np
 import pytest
-from small_model import LAYOUTS, MODEL, WORLD, cut_model, last
-from test_mixed import DP, PP, TP, mixed, on_all_ranks, worker_of
+from small_model import (
+    DP,
+    EVEN,
+    LAYOUTS,
+    PP,
+    TP,
+    WORLD,
+    cut_model,
+    last,
+    on_all_ranks,
+    plant,
+    raised_everywhere,
+    small_config,
+    worker_and_step,
+)
 
-from mpipar.config.memory import MemoryConfig
 from mpipar.errors import DriftError, NonFiniteError
 from mpipar.layers.loss import CrossEntropy
 from mpipar.train import gradsync, replicas
@@ -19,27 +30,12 @@ from mpipar.train.replicas import Replicas
 pytestmark = pytest.mark.ranks(2, 4)
 HERE = LAYOUTS[WORLD.size]
 CP = (1, 1, 1)
-EVEN = replace(MODEL, seq_len=8)  # tokens that context parallelism can share out
 
 
 def part_of(worker, name, kind):
     """This rank's part of a tensor's gradient, master weights or moment; None if it has none."""
     return next((values for flat in worker.flats for param, _, values in flat.held(kind)
                  if param.name == name), None)
-
-
-def raised_everywhere(error_class, call) -> str:
-    """Return the message of an error that every rank must raise. Comm: two all-gathers."""
-    try:
-        call()
-    except error_class as error:
-        text = str(error)
-    else:
-        text = ""
-    on_all_ranks("" if text else f"rank {WORLD.rank} raised nothing")
-    texts = WORLD.allgather(text)
-    assert set(texts) == {text}
-    return text
 
 
 # --- replica drift
@@ -61,7 +57,8 @@ COPIES = {
 @pytest.mark.parametrize("name", COPIES)
 def test_copies_stay_equal(name, dtype):
     layout, options = COPIES[name]
-    worker, step = worker_of(mixed(dtype, layout, 2 * layout[1], optimizer="adamw", **options))
+    worker, step = worker_and_step(small_config(
+        layout, 2 * layout[1], dtype=dtype, optimizer="adamw", **options))
     copies = Replicas(worker)
     for number in (1, 2):
         step(number)
@@ -80,8 +77,8 @@ def drift(layout, kind, name, num_microbatches=2, steps=1, bit=1, **options):
 
     Returns the text of the error, and the ranks that hold the tensor.
     """
-    worker, step = worker_of(
-        mixed("float32", layout, num_microbatches, optimizer="adamw", **options))
+    worker, step = worker_and_step(small_config(
+        layout, num_microbatches, dtype="float32", optimizer="adamw", **options))
     copies = Replicas(worker)
     step(1)
     found = part_of(worker, name, kind)
@@ -96,25 +93,27 @@ def drift(layout, kind, name, num_microbatches=2, steps=1, bit=1, **options):
         worker.close()
 
 
-@pytest.mark.parametrize(("layout", "kind", "name"), [
+KINDS = {"m": "first moment", "v": "second moment", "master": "weights"}
+OF_COPIES = [
     (DP, "master", "block3.ffn.up.w"), (DP, "m", "block0.norm1.w"), (DP, "v", "embedding.tokens"),
-    (TP, "master", "block2.norm2.b"), (TP, "v", "block4.ffn.down.b"), (PP, "m", "embedding.tokens"),
-    (CP, "master", "block1.attn.proj.w"),
-])  # fmt: skip
+    (TP, "master", "block2.norm2.b"), (TP, "m", "block4.ffn.down.b"),
+]
+
+
+@pytest.mark.parametrize(("layout", "kind", "name"), [
+    *OF_COPIES, (TP, "v", "block4.ffn.down.b"), (PP, "m", "embedding.tokens"),
+    (CP, "master", "block1.attn.proj.w")])
 @pytest.mark.ranks(2)
 def test_one_bit_of_a_copy_is_found_and_named(layout, kind, name):
     options = {"cp": 2, "model": EVEN} if layout == CP else {}
     text, _ = drift(layout, kind, name, **options)
-    kind = {"master": "weights", "m": "first moment", "v": "second moment"}[kind]
-    assert re.fullmatch(rf"step 1: copies .*\n{kind} of {name}: rank 0 unlike rank 1", text), text
+    assert re.fullmatch(
+        rf"step 1: copies .*\n{KINDS[kind]} of {name}: rank 0 unlike rank 1", text), text
 
 
 @pytest.mark.parametrize("bit", [1 << 12, 1 << 29])
 @pytest.mark.parametrize(("layout", "kind", "name"), [
-    (DP, "master", "block3.ffn.up.w"), (DP, "m", "block0.norm1.w"), (DP, "v", "embedding.tokens"),
-    (TP, "master", "block2.norm2.b"), (TP, "m", "block4.ffn.down.b"),
-    (PP, "master", "embedding.tokens"),
-])  # fmt: skip
+    *OF_COPIES, (PP, "master", "embedding.tokens")])
 @pytest.mark.ranks(2)
 def test_a_bit_that_changed_some_steps_ago_is_still_named(layout, kind, name, bit):
     """The wrong number has been computed with in the meantime: with tp all tensors are wrong."""
@@ -143,10 +142,10 @@ def test_mirrored_stages_are_compared():
 @pytest.mark.ranks(2)
 def test_what_is_whole_on_a_rank_is_compared():
     """With --zero 1 the weights, and no moment; with --zero 3 nothing, and nothing is sent."""
-    text, _ = drift(DP, "master", "block3.ffn.up.w", memory=MemoryConfig(zero=1))
+    text, _ = drift(DP, "master", "block3.ffn.up.w", zero=1)
     assert text.endswith("\nweights of block3.ffn.up.w: rank 0 unlike rank 1"), text
     for level, kinds in ((1, {"master"}), (3, set())):
-        worker, step = worker_of(mixed("float32", DP, memory=MemoryConfig(zero=level)))
+        worker, step = worker_and_step(small_config(DP, dtype="float32", zero=level))
         copies = Replicas(worker)
         step(1)
         worker.recorder.clear()
@@ -158,8 +157,7 @@ def test_what_is_whole_on_a_rank_is_compared():
 
 @pytest.mark.ranks(2)
 def test_a_check_that_ignores_the_moments_is_caught(monkeypatch):
-    plain = Replicas.checksums
-    monkeypatch.setattr(Replicas, "checksums", lambda self: {
+    plant(monkeypatch, Replicas, "checksums", lambda plain, self: {
         piece: number for piece, number in plain(self).items() if piece[0] == "master"})
     with pytest.raises(AssertionError, match="raised nothing"):
         drift(DP, "m", "embedding.tokens")
@@ -177,28 +175,25 @@ def test_a_check_that_looks_at_owned_tensors_alone_is_caught(layout, monkeypatch
 # --- a number that is not finite
 
 
-def not_finite(layout, name, dtype="float32", plant=math.nan):
+def not_finite(layout, name, dtype="float32", number=math.nan):
     """Plant a number in one gradient of the last rank that has it, after all sums, in step 2."""
-    worker, step = worker_of(mixed(dtype, layout, optimizer="adamw", scale=(
-        1.0 if dtype == "float16" else None)))
+    worker, step = worker_and_step(small_config(
+        layout, dtype=dtype, optimizer="adamw", loss_scale=1.0 if dtype == "float16" else None))
     found = part_of(worker, name, "grad")
     held = WORLD.allgather(found is not None)
     holder = max(rank for rank in range(WORLD.size) if held[rank])
     step(1)
     before = [flat.master.copy() for flat in worker.flats]
-    plain = GradSync.square_sums
 
-    def square_sums(self):
-        if self is worker.gradsync and holder == WORLD.rank:
-            found.reshape(-1)[-1:] = plant
-        return plain(self)
+    def square_sums(plain, sync):
+        if sync is worker.gradsync and holder == WORLD.rank:
+            found.reshape(-1)[-1:] = number
+        return plain(sync)
 
-    GradSync.square_sums = square_sums
-    try:
+    with pytest.MonkeyPatch.context() as patch:
+        plant(patch, GradSync, "square_sums", square_sums)
         text = raised_everywhere(NonFiniteError, lambda: step(2))
-    finally:
-        GradSync.square_sums = plain
-        worker.close()
+    worker.close()
     same = all((flat.master == old).all() for flat, old in zip(worker.flats, before, strict=True))
     on_all_ranks("" if same else f"rank {WORLD.rank} changed its weights")
     return text, holder
@@ -207,8 +202,8 @@ def not_finite(layout, name, dtype="float32", plant=math.nan):
 @pytest.mark.parametrize("name", ["embedding.tokens", "block0.norm1.w", "block4.ffn.up.w"])
 @pytest.mark.parametrize("layout", last(HERE), ids=str)
 def test_a_gradient_that_is_not_finite_on_any_copy_stops_all(layout, name):
-    plant = math.inf if name == "embedding.tokens" else math.nan
-    text, rank = not_finite(layout, name, plant=plant)
+    number = math.inf if name == "embedding.tokens" else math.nan
+    text, rank = not_finite(layout, name, number=number)
     first, second = text.splitlines()
     assert re.match(r"step 2: loss \d\S+, gradient norm (nan|inf): stopped before", first)
     assert re.fullmatch(rf"gradient of {name}: 1 number is not finite, first \[.*\]: on rank {rank}"
@@ -232,15 +227,14 @@ def test_a_norm_that_reads_only_what_it_counts_is_caught(layout, monkeypatch):
 @pytest.mark.parametrize("layout", HERE, ids=str)
 def test_a_loss_that_is_not_finite_on_one_rank_stops_all(layout, monkeypatch):
     """On the last rank alone: of the last stage, of a replica, or a copy that nobody counts."""
-    plain = CrossEntropy.forward
-    worker, step = worker_of(mixed("float32", layout))
+    worker, step = worker_and_step(small_config(layout, dtype="float32"))
     last = WORLD.size - 1
 
-    def forward(self, *arguments):
-        loss = plain(self, *arguments)
+    def forward(plain, *arguments):
+        loss = plain(*arguments)
         return math.nan if WORLD.rank == last and worker.recorder.mb == 1 else loss
 
-    monkeypatch.setattr(CrossEntropy, "forward", forward)
+    plant(monkeypatch, CrossEntropy, "forward", forward)
     text = raised_everywhere(NonFiniteError, lambda: step(1))
     worker.close()
     assert re.match(r"step 1: loss nan, gradient norm \d", text), text

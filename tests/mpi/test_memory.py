@@ -15,20 +15,18 @@ from small_model import (
     assert_equals_known,
     assert_records_predicted,
     assert_saved,
+    called,
     computed_once,
     peaks,
     plant,
     real_step,
     small_config,
-    with_sync_sends,
+    worker_of,
 )
 
-from mpipar import ops as ops_module
-from mpipar.comm.grid import Grid
 from mpipar.comm.group import Pending
-from mpipar.comm.record import NO_ENTRY, Recorder
+from mpipar.comm.record import NO_ENTRY
 from mpipar.comm.request import Done
-from mpipar.config.memory import MemoryConfig
 from mpipar.config.model import ConvnetConfig, DecoderConfig
 from mpipar.data.images import Batch
 from mpipar.layers.flat import Sharding
@@ -39,7 +37,6 @@ from mpipar.pipeline.schedules.catalog import SCHEDULES
 from mpipar.plan.predict import predict
 from mpipar.train.gradsync import GradSync, PieceSync, ScatterSync
 from mpipar.train.optim import Sgd
-from mpipar.train.worker import Worker
 
 pytestmark = [pytest.mark.ranks(1, 2, 4, 8), pytest.mark.usefixtures("poisoned_memory")]
 # 4 heads of width 3; 8 tokens are 2 pieces for each of up to 4 ranks.
@@ -47,13 +44,14 @@ MODEL = DecoderConfig(layers=4, d_model=12, heads=4, ffn=31, seq_len=8, vocab_si
 HELD = replace(MODEL, sequence_parallel=True)
 ODD_HELD = replace(ODD, sequence_parallel=True, seq_len=8)
 RING = replace(ODD_HELD, tp_matmul="ring")
-ONE, THREE = MemoryConfig(zero=1), MemoryConfig(zero=3)
-PIECES, KEPT = replace(THREE, zero_grads="sharded"), replace(THREE, zero_keep="stage")
-BLOCK, SOME, SCORES = MemoryConfig("block"), MemoryConfig("block", 1), MemoryConfig("attention")
+ONE, THREE = {"zero": 1}, {"zero": 3}
+PIECES, KEPT = THREE | {"zero_grads": "sharded"}, THREE | {"zero_keep": "stage"}
+BLOCK, SCORES = {"recompute": "block"}, {"recompute": "attention"}
+SOME = BLOCK | {"recompute_layers": 1}
 # Ranks: [((dp, pp, tp), cp, schedule, model, memory)]
 AGAIN = {
     1: [((1, 1, 1), 1, "1f1b", ODD, BLOCK), ((1, 1, 1), 1, "1f1b", ODD, SCORES),
-        ((1, 1, 1), 1, "1f1b", ODD, replace(SCORES, recompute_layers=2))],
+        ((1, 1, 1), 1, "1f1b", ODD, SCORES | {"recompute_layers": 2})],
     2: [((1, 2, 1), 1, "zb-h1", ODD, BLOCK), ((1, 2, 1), 1, "dualpipe", ODD, SOME),
         ((1, 1, 2), 1, "gpipe", RING, BLOCK), ((1, 1, 1), 2, "1f1b", ODD_HELD, BLOCK)],
     4: [((1, 2, 2), 1, "zb-v", ODD_HELD, BLOCK), ((1, 2, 1), 2, "interleaved", ODD_HELD, SOME)],
@@ -64,10 +62,10 @@ ZERO = {
         ((1, 1, 1), 2, "1f1b", MODEL, KEPT)],
     4: [((2, 2, 1), 1, "1f1b", MODEL, ONE), ((2, 1, 2), 1, "1f1b", HELD, ONE),
         ((2, 1, 1), 2, "gpipe", MODEL, ONE), ((2, 2, 1), 1, "dualpipe", MODEL, ONE),
-        ((2, 2, 1), 1, "zb-h1", MODEL, replace(ONE, recompute="block")),
+        ((2, 2, 1), 1, "zb-h1", MODEL, ONE | BLOCK),
         ((2, 2, 1), 1, "zb-v", MODEL, ONE), ((2, 2, 1), 1, "zb-v", MODEL, PIECES),
-        ((2, 2, 1), 1, "dualpipe", MODEL, replace(KEPT, zero_grads="sharded")),
-        ((2, 1, 2), 1, "1f1b", HELD, replace(PIECES, recompute="block")),
+        ((2, 2, 1), 1, "dualpipe", MODEL, KEPT | PIECES),
+        ((2, 1, 2), 1, "1f1b", HELD, PIECES | BLOCK),
         ((1, 2, 1), 2, "interleaved", MODEL, KEPT), ((2, 2, 1), 1, "zb-h1", MODEL, THREE)],
     8: [((2, 2, 1), 2, "interleaved", MODEL, ONE), ((2, 2, 2), 1, "zb-h1", HELD, ONE)],
 }.get(WORLD.size, [])
@@ -77,27 +75,26 @@ QUICK = [*AGAIN, *(ZERO[place] for place in {2: (0, 2, 3, 4), 4: (1, 6, 7, 8), 8
     WORLD.size, ()))]
 EVERY = [((3 - cp, 2, 1), cp, schedule, MODEL, memory)
          for number, schedule in enumerate(SCHEDULES)
-         for memory, cp in ((replace((ONE, THREE)[number % 2], recompute="block"), 1 + number % 2),
+         for memory, cp in (((ONE, THREE)[number % 2] | BLOCK, 1 + number % 2),
                             (PIECES, 2 - number % 2), (KEPT, 1 + number % 2))]
 
 
 def cases(some):
     """The cases as parameters of a test."""
     return pytest.mark.parametrize("case", [
-        pytest.param(case, id=f"{case[:3]}-{case[-1].zero}",
+        pytest.param(case, id=f"{case[:3]}-{case[-1]}",
                      marks=() if case in QUICK else pytest.mark.slow) for case in some])
 
 
-def config_for(case, num_microbatches=4, **train):
+def config_for(case, num_microbatches=4, **more):
     layout, cp, schedule, model, memory = case
-    config = small_config(
-        layout, num_microbatches, rows_per_mb=2, cp=cp, schedule=schedule, model=model)
-    return replace(config, memory=memory, train=replace(config.train, **train))
+    return small_config(
+        layout, num_microbatches, model, cp=cp, schedule=schedule, **memory, **more)
 
 
 @cases([*AGAIN, *ZERO])
 def test_layout_equals_one_rank(case):
-    assert_equals_known(with_sync_sends(config_for(case)))
+    assert_equals_known(config_for(case, sync_sends=True))
 
 
 @cases([*AGAIN, *ZERO, *(EVERY if WORLD.size == 4 else ())])
@@ -109,11 +106,11 @@ def test_shapes_only_run_predicts_every_record(case):
 def test_gradients_are_those_without_it_to_the_last_bit(case):
     """The same functions run on the same inputs. Scores alone are made by other tiles."""
     found = []
-    for memory in (case[-1], MemoryConfig()):
+    for memory in (case[-1], {}):
         worker, _ = real_step(config_for((*case[:-1], memory)))
         found.append([flat.grad for flat in worker.flats])
     for again, once in zip(*found, strict=True):
-        if case[-1].recompute == "attention":
+        if case[-1]["recompute"] == "attention":
             np.testing.assert_allclose(again, once, rtol=1e-12, atol=1e-15)
         else:
             assert again.tobytes() == once.tobytes()
@@ -124,10 +121,8 @@ def test_convnet_has_the_same_gradients():
     model = ConvnetConfig(layers=4, channels=6, ffn=10, classes=7)
     rng, found = np.random.default_rng(3), []
     images, labels = rng.standard_normal((8, 8, 8, 1)), rng.integers(0, 7, 8)
-    for memory in (BLOCK, MemoryConfig()):
-        config = replace(small_config((1, 1, WORLD.size), 2, model=model), memory=memory)
-        worker = Worker(config, Grid.of(config.grid, WORLD.rank),
-                        ops_module.make("cpu", "float64"), Recorder(), WORLD)
+    for memory in (BLOCK, {}):
+        worker = worker_of(small_config((1, 1, WORLD.size), 2, model, **memory))
         worker.initialize(0.02)
         worker.gradients(1, lambda mb: Batch(images[4 * mb:4 * mb + 4], labels[4 * mb:4 * mb + 4]))
         found.append([flat.grad.tobytes() for flat in worker.flats])
@@ -139,9 +134,8 @@ def test_convnet_has_the_same_gradients():
 def test_what_runs_again_saves_what_is_predicted():
     """The peak of arrays falls by the predicted bytes, to 5 % or 1 MiB, whichever is larger."""
     model = replace(ODD, d_model=96, heads=6, ffn=384, seq_len=128, layers=4)
-    whole, *found = [peaks(replace(
-        small_config((1, WORLD.size, 1), 4, rows_per_mb=1, model=model), memory=memory))
-        for memory in (MemoryConfig(), SCORES, BLOCK)]
+    whole, *found = [peaks(small_config((1, WORLD.size, 1), 4, model, 1, **memory))
+                     for memory in ({}, SCORES, BLOCK)]
     for less in found:
         assert_saved(whole, less, under_way=1 << 19)
 
@@ -149,11 +143,9 @@ def test_what_runs_again_saves_what_is_predicted():
 @pytest.mark.ranks(2)
 def test_what_is_shared_out_saves_what_is_predicted():
     model = replace(MODEL, d_model=96, ffn=384, seq_len=64, vocab_size=997)
-    config = small_config((2, 1, 1), 2, rows_per_mb=1, model=model)
-    config = replace(
-        config, train=replace(config.train, optimizer="adamw", bucket_bytes=1 << 20))
-    whole, *found = [peaks(replace(config, memory=memory))
-                     for memory in (MemoryConfig(), ONE, THREE, PIECES)]
+    whole, *found = [peaks(small_config((2, 1, 1), 2, model, 1, optimizer="adamw",
+                                        bucket_bytes=1 << 20, **memory))
+                     for memory in ({}, ONE, THREE, PIECES)]
     predicted = [one for _, one in (whole, *found)]
     assert predicted == sorted(predicted, reverse=True)
     for less in found:
@@ -267,9 +259,8 @@ TWINS = {2: [  # by ranks: (what is replaced, by what, where it must show)
 
 
 @pytest.mark.ranks(1, 2)
-@pytest.mark.parametrize("bug", TWINS.get(WORLD.size, []), ids=lambda bug: bug[2].__name__)
-def test_a_planted_bug_is_seen(monkeypatch, bug):
-    *what, case = bug
-    plant(monkeypatch, *what)
+@pytest.mark.parametrize(("owner", "name", "twin", "case"), TWINS.get(WORLD.size, []), ids=called)
+def test_a_planted_bug_is_seen(monkeypatch, owner, name, twin, case):
+    plant(monkeypatch, owner, name, twin)
     assert_caught(config_for(case, 2 if case[:4] == DP else 4), computed_once,
                   r"tensors differ|in the stash")

@@ -3,35 +3,38 @@
 import hashlib
 import itertools
 import math
-from dataclasses import replace
 
 import numpy as np
 import pytest
 from small_model import (
+    DP,
+    EXPERTS,
     LAYOUTS,
     MODEL,
+    PP,
+    TP,
     WORLD,
+    assert_peak,
     assert_records_predicted,
     called,
+    comms_of,
     computed_once,
+    cpu,
     cut_model,
     last,
+    on_all_ranks,
+    peaks,
     plant,
     poison_unwritten,
     slow_unless,
     small_config,
     tokens,
-    worker_and_rows,
+    worker_and_step,
 )
 from test_device_transports import cuda_aware  # noqa: F401 (a fixture)
 
-from mpipar import ops as ops_module
-from mpipar.comm.connect import Options, connect
 from mpipar.comm.group import Comm
 from mpipar.comm.half_precision import HalfPrecisionTransport
-from mpipar.comm.record import Recorder
-from mpipar.config.memory import MemoryConfig
-from mpipar.console.memory import PeakMemory
 from mpipar.errors import NonFiniteError
 from mpipar.plan.predict import predict
 from mpipar.train import gradsync
@@ -46,33 +49,11 @@ HALF_UNIT = {"bfloat16": 2.0**-8, "float16": 2.0**-11}  # largest relative error
 # once more.
 ROUNDINGS = {"rows": 0.25, "tp": 6}
 pytestmark = pytest.mark.ranks(1, 2, 3, 4)
-DP, PP, TP = (2, 1, 1), (1, 2, 1), (1, 1, 2)
-WHOLE = MemoryConfig()  # nothing is shared out, nothing made again
 
 
 @pytest.fixture(params=HALF_UNIT)
 def dtype(request):
     return request.param
-
-
-def mixed(dtype, layout, num_microbatches=2, *, optimizer="sgd", scale=None, interval=None,
-          memory=WHOLE, **options):
-    config = small_config(layout, num_microbatches, **options)
-    run = replace(config.run, dtype=dtype, loss_scale=scale, loss_scale_interval=interval)
-    train = replace(config.train, optimizer=optimizer)
-    return replace(config, run=run, train=train, memory=memory)
-
-
-def worker_of(config):
-    """This rank's Worker and a function: step -> StepResult."""
-    worker, rows = worker_and_rows(config)
-    return worker, lambda step: worker.train_step(step, lambda mb: rows.train(step, mb))
-
-
-def on_all_ranks(problem: str) -> None:
-    """Raise AssertionError on every rank if there is a problem on any. Comm: one all-gather."""
-    found = [text for text in WORLD.allgather(problem) if text]
-    assert not found, found[0]
 
 
 def assert_equals_one_rank(config, expected=computed_once):
@@ -89,17 +70,14 @@ def assert_equals_one_rank(config, expected=computed_once):
 @pytest.mark.parametrize("layout", last(HERE), ids=str)
 def test_layout_equals_one_rank(layout, dtype, monkeypatch):
     poison_unwritten(monkeypatch)
-    assert_equals_one_rank(mixed(dtype, layout, 5))
+    changes = [{"num_microbatches": 5}]
     if layout[1] > 1:
-        assert_equals_one_rank(mixed(dtype, layout, schedule="zb-h1"))
+        changes += [{"schedule": "zb-h1"}]
     if layout[2] > 1:
         cut = {"bfloat16": "gather", "float16": "reduce"}[dtype]  # the same calls in other order
-        assert_equals_one_rank(mixed(dtype, layout, model=replace(MODEL, ffn_cut=cut)))
-        assert_equals_one_rank(mixed(dtype, layout, model=cut_model()))
-        assert_equals_one_rank(mixed(dtype, layout, model=cut_model("ring")))
-
-
-EXPERTS = replace(MODEL, layers=2, seq_len=8, experts=4, expert_ffn=13)
+        changes += [{"ffn_cut": cut}, {"model": cut_model()}, {"model": cut_model("ring")}]
+    for values in changes:
+        assert_equals_one_rank(small_config(layout, dtype=dtype, **values))
 
 
 @pytest.mark.parametrize("layout", [
@@ -108,7 +86,7 @@ EXPERTS = replace(MODEL, layers=2, seq_len=8, experts=4, expert_ffn=13)
 def test_experts_equal_one_rank(layout, dtype, monkeypatch):
     """Routers compute in float32, so that every layout chooses the same experts."""
     poison_unwritten(monkeypatch)
-    assert_equals_one_rank(mixed(dtype, layout, model=EXPERTS, ep=2))
+    assert_equals_one_rank(small_config(layout, dtype=dtype, model=EXPERTS, ep=2))
 
 
 @pytest.mark.ranks(1, 2, 4)
@@ -116,9 +94,8 @@ def test_experts_equal_one_rank(layout, dtype, monkeypatch):
 @pytest.mark.parametrize("layout", HERE[-2:], ids=str)
 def test_device_path_equals_one_rank(layout, dtype):
     """It uses plain kernels: each process would compile the fused ones for the CPU again."""
-    model = replace(MODEL, layers=layout[1] + 1)
-    config = mixed(dtype, layout, model=model, rows_per_mb=1)
-    assert_equals_one_rank(replace(config, run=replace(config.run, device="cuda", kernels="plain")))
+    assert_equals_one_rank(small_config(
+        layout, layers=layout[1] + 1, rows_per_mb=1, dtype=dtype, device="cuda", kernels="plain"))
 
 
 def sum_dropped_in_a_layer(plain, self, x, name, op="sum"):
@@ -137,12 +114,13 @@ def summed_in_16_bits(plain, self, x, name):
 def test_a_planted_bug_is_seen(name, twin, layout, dtype, monkeypatch):
     plant(monkeypatch, Comm, name, twin)
     with pytest.raises(AssertionError, match="tensors differ"):
-        assert_equals_one_rank(mixed(dtype, layout), one_rank_tensors)
+        assert_equals_one_rank(small_config(layout, dtype=dtype), one_rank_tensors)
 
 
 @pytest.mark.parametrize("layout", last(HERE), ids=str)
 def test_copies_of_a_parameter_stay_the_same_bit_by_bit(layout, dtype):
-    worker, step = worker_of(mixed(dtype, layout, optimizer="adamw", rows_per_mb=1))
+    worker, step = worker_and_step(small_config(
+        layout, optimizer="adamw", rows_per_mb=1, dtype=dtype))
     for number in (1, 2):
         step(number)
     worker.close()
@@ -162,7 +140,7 @@ def test_copies_of_a_parameter_stay_the_same_bit_by_bit(layout, dtype):
     itertools.product(HERE, [None, "plain", "ring"])), ids=str)
 def test_shapes_only_run_predicts_every_record(layout, tp_matmul, dtype):
     model = cut_model(tp_matmul) if tp_matmul else MODEL
-    *_, predicted = assert_records_predicted(mixed(dtype, layout, model=model))
+    *_, predicted = assert_records_predicted(small_config(layout, model=model, dtype=dtype))
     counters = predicted.recorder.counters
     narrow = {key[:2] for key in counters if key.dtype == dtype}
     wide = {key[:2] for key in counters if key.dtype == "float32"}
@@ -175,17 +153,10 @@ def test_shapes_only_run_predicts_every_record(layout, tp_matmul, dtype):
     layout, marks=[pytest.mark.slow] * (WORLD.size > 2)) for layout in HERE[-1:]], ids=str)
 def test_memory_is_predicted(layout):
     """Widened copies and master weights count; the prediction holds within 5 % and 2 MiB."""
-    model = replace(MODEL, d_model=96, ffn=384, seq_len=64)
-    config = mixed("bfloat16", layout, model=model, rows_per_mb=1)
-    memory = PeakMemory(ops_module.make("cpu", "bfloat16"))
-    memory.start()
-    worker, step = worker_of(config)
-    step(1)
-    worker.close()
-    memory.stop()
+    config = small_config(
+        layout, d_model=96, ffn=384, seq_len=64, rows_per_mb=1, dtype="bfloat16")
+    assert_peak(*peaks(config))
     predicted = predict(config, WORLD.rank)
-    total = predicted.peak_total
-    assert 0.95 * total <= memory.peak <= 1.05 * total + 2**21, (memory.peak, total)
     assert predicted.peak_bytes["weights"] == 2 * predicted.num_params
     assert predicted.peak_bytes["gradients"] == predicted.peak_bytes["optimizer"] == (
         4 * predicted.num_params)
@@ -193,10 +164,9 @@ def test_memory_is_predicted(layout):
 
 @pytest.mark.parametrize("size", [1, 7, 30])
 def test_sums_are_made_in_float32_and_the_same_everywhere(size, dtype):
-    ops, recorder = ops_module.make("cpu", dtype), Recorder()
-    everyone = tuple(range(WORLD.size))
-    wire = connect(ops, WORLD, everyone, Options())
-    comm = Comm("tp", everyone, WORLD.rank, wire, recorder)
+    ops = cpu(dtype)
+    comms = comms_of(ops, axes={"tp": WORLD.size})
+    comm = comms["tp"]
     parts = np.random.default_rng(size).standard_normal((WORLD.size, size, 3)).astype(ops.dtype)
     expected = parts.astype(np.float32).sum(axis=0).astype(ops.dtype)
     got = comm.all_reduce(parts[WORLD.rank].copy(), "x")
@@ -208,28 +178,26 @@ def test_sums_are_made_in_float32_and_the_same_everywhere(size, dtype):
     assert (mine == blocks.astype(np.float32)[:, WORLD.rank].sum(axis=0).astype(ops.dtype)).all()
     root = comm.broadcast(parts[WORLD.rank].copy(), WORLD.size - 1, "x")
     assert (root == parts[-1]).all()
-    wire.close()
+    comms.close()
 
 
 def overflow_on_rank_1(monkeypatch, at_step):
     """Plant an infinity in a gradient of world rank 1, after all sums, in these steps."""
-    plain = GradSync.unscale
-
-    def unscale(self, loss_scale):
+    def unscale(plain, self, loss_scale):
         if WORLD.rank == 1 and self.recorder.step in at_step:
             flat = self.flats[-1]
             _, segment, place = flat.counted[-1]
             flat.summed[segment][place][-1] = math.inf
         plain(self, loss_scale)
 
-    monkeypatch.setattr(GradSync, "unscale", unscale)
+    plant(monkeypatch, GradSync, "unscale", unscale)
 
 
 def skip_together(layout, zero=0):
     """Steps 2 and 3 overflow on one rank: nobody may change a weight; then the scale recovers."""
-    worker, step = worker_of(mixed(
-        "float16", layout, optimizer="adamw", scale=1024.0, interval=2, rows_per_mb=1,
-        memory=MemoryConfig(zero=zero)))
+    worker, step = worker_and_step(small_config(
+        layout, rows_per_mb=1, dtype="float16", optimizer="adamw", loss_scale=1024.0,
+        loss_scale_interval=2, zero=zero))
     problem, skipped, scales = "", [], []
     for number in range(1, 8):
         before = [flat.master.copy() for flat in worker.flats]
@@ -281,8 +249,9 @@ def test_an_overflow_that_the_norm_does_not_count_is_caught(layout, monkeypatch)
         skip_together(layout)
 
 
+@pytest.mark.ranks(2, 3, 4)
 def test_sixteen_bits_are_moved_by_the_transport_that_knows_them(dtype):
     for name, expected in ((dtype, True), ("float32", False)):
-        wire = connect(ops_module.make("cpu", name), WORLD, tuple(range(WORLD.size)), Options())
-        assert isinstance(wire, HalfPrecisionTransport) == expected
-        wire.close()
+        comms = comms_of(cpu(name), axes={"tp": WORLD.size})
+        assert isinstance(comms["tp"].wire, HalfPrecisionTransport) == expected
+        comms.close()

@@ -4,53 +4,45 @@ As on a GPU, a call waits there for those before it on its stream and for its pe
 NaN until its event has been seen.
 """
 
-import sys
 import types
-from dataclasses import replace
 from itertools import product
 
 import fake_cupy
-import fake_nccl
-import fake_streams
 import numpy as np
 import pytest
-from small_model import MODEL, WORLD, slow_unless, small_config, worker_and_rows
+from small_model import (
+    DP,
+    EVEN,
+    PP,
+    TP,
+    WORLD,
+    comms_of,
+    cut_model,
+    plant,
+    slow_unless,
+    small_config,
+    worker_and_rows,
+)
+from stand_in import put_in_nccl
 
 from mpipar import ops as ops_module
 from mpipar.comm import connect, nccl
 from mpipar.comm.device import StagedTransport
-from mpipar.comm.grid import Grid
-from mpipar.comm.groups import Comms
-from mpipar.comm.record import Recorder
-from mpipar.comm.request import Options
-from mpipar.config.memory import MemoryConfig
 from mpipar.train.verify import SPREAD, differences, full_tensors
 
-HERE, RANKS, DEVICE = WORLD.rank, WORLD.size, fake_cupy.cuda.Device
+HERE, RANKS = WORLD.rank, WORLD.size
 pytestmark = pytest.mark.ranks(2, 3, 4)
 
 
 @pytest.fixture(autouse=True)
 def a_gpu_each(monkeypatch):
     """Every rank has a GPU of its own, and NCCL."""
-    monkeypatch.setitem(sys.modules, "cupy", fake_cupy)
-    monkeypatch.setitem(sys.modules, "cupy.cuda.nccl", fake_nccl)
-    monkeypatch.setattr(fake_cupy.cuda, "nccl", fake_nccl, raising=False)
-    gpu(monkeypatch, f"0000:{HERE:02X}:00.0")
-    fake_streams.Stream.queued.clear()
-
-
-def gpu(monkeypatch, pci_bus_id):
-    """Give this rank a GPU with that address."""
-    own = vars(DEVICE()) | {"pci_bus_id": pci_bus_id}
-    monkeypatch.setattr(
-        fake_cupy.cuda, "Device", lambda number=0: types.SimpleNamespace(**own))
+    put_in_nccl(monkeypatch)
 
 
 def group(dtype="float64", reach=1):
     """The group of all ranks, with the groups that must be closed."""
-    ops = ops_module.make("cuda", dtype)
-    comms = Comms(Grid(HERE, {"dp": RANKS}), ops, Recorder(), WORLD, Options(reach=reach))
+    comms = comms_of(ops_module.make("cuda", dtype), reach=reach)
     return comms.world, comms
 
 
@@ -78,21 +70,17 @@ def same(expected, found):
     return WORLD.bcast(bool(ok))
 
 
-RING = replace(MODEL, sequence_parallel=True, tp_matmul="ring")
-EVEN = replace(MODEL, seq_len=8, heads=6)
-SHARED = MemoryConfig(zero=3, zero_grads="sharded")
-CASES = {  # {name: arguments of small_config}; `memory` is its own part
-    "dp": ((2, 1, 1), {}), "tp": ((1, 1, 2), {}), "tp ring": ((1, 1, 2), {"model": RING}),
-    "1f1b": ((1, 2, 1), {}), "zb-v": ((1, 2, 1), {"schedule": "zb-v"}),
-    "interleaved": ((1, 2, 1), {"schedule": "interleaved"}),
-    "zero 3": ((2, 1, 1), {"memory": MemoryConfig(zero=3)}), "pieces": ((2, 1, 1), {
-        "memory": SHARED}),
-    "cp ring": ((1, 1, 1), {"model": EVEN, "cp": 2, "cp_attention": "ring"}),
-    "cp ulysses": ((1, 1, 1), {"model": EVEN, "cp": 2, "cp_attention": "ulysses"}),
-    "3 stages": ((1, 3, 1), {"schedule": "zb-h1"}),
+RING = {"model": cut_model("ring")}
+SHARED = {"zero": 3, "zero_grads": "sharded"}
+CP_RING, CP_ULYSSES = ({"model": EVEN, "cp": 2, "cp_attention": one} for one in ("ring", "ulysses"))
+CASES = {  # {name: arguments of small_config}
+    "dp": (DP, {}), "tp": (TP, {}), "tp ring": (TP, RING), "1f1b": (PP, {}),
+    "zb-v": (PP, {"schedule": "zb-v"}), "interleaved": (PP, {"schedule": "interleaved"}),
+    "zero 3": (DP, {"zero": 3}), "pieces": (DP, SHARED), "cp ring": ((1, 1, 1), CP_RING),
+    "cp ulysses": ((1, 1, 1), CP_ULYSSES), "3 stages": ((1, 3, 1), {"schedule": "zb-h1"}),
     "4 stages": ((1, 4, 1), {"schedule": "zb-h1"}), "dp x pp": ((2, 2, 1), {}),
-    "pp x tp": ((1, 2, 2), {"model": RING}), "zero 3 x pp": ((2, 2, 1), {"memory": SHARED}),
-    "cp x tp": ((1, 1, 2), {"model": EVEN, "cp": 2, "cp_attention": "ring"}),
+    "pp x tp": ((1, 2, 2), RING), "zero 3 x pp": ((2, 2, 1), SHARED),
+    "cp x tp": ((1, 1, 2), CP_RING),
 }
 # The others are for the slow sessions, which take more microbatches of each.
 QUICK = ("dp", "1f1b", "3 stages", "zero 3 x pp")
@@ -103,20 +91,15 @@ MINE = [name for name, (layout, more) in CASES.items()
 
 def config_of(name, dtype="float64"):
     layout, more = CASES[name]
-    more = dict(more)
-    memory = more.pop("memory", None)
-    config = small_config(layout, MICROBATCHES.get(name, 5), rows_per_mb=1, **more)
-    config = replace(config, memory=memory) if memory else config
-    return replace(config, run=replace(
-        config.run, dtype=dtype, check_comm=dtype == "bfloat16"))
+    return small_config(layout, MICROBATCHES.get(name, 5), rows_per_mb=1, dtype=dtype,
+                        check_comm=dtype == "bfloat16", **more)
 
 
 @pytest.mark.parametrize("name", slow_unless(QUICK.__contains__, zip(MINE)))
 def test_training_equals_that_over_mpi(name, monkeypatch):
     through_host = []
     expected = by_mpi(monkeypatch, config_of(name))
-    plain = StagedTransport.isend
-    monkeypatch.setattr(StagedTransport, "isend", lambda self, *message: (
+    plant(monkeypatch, StagedTransport, "isend", lambda plain, self, *message: (
         through_host.append(message[2]), plain(self, *message))[1])
     found = trained(config_of(name))
     assert (expected[2], found[2]) == (["MPI through host memory"], ["NCCL"])
@@ -209,9 +192,8 @@ def test_one_lane_for_both_kinds_is_caught(monkeypatch):
     config = config_of("zb-v")
     expected = by_mpi(monkeypatch, config)
     for name in ("isend", "irecv"):
-        plain = getattr(nccl.NcclTransport, name)
-        monkeypatch.setattr(nccl.NcclTransport, name, lambda self, x, peer, tag, plain=plain:
-                            plain(self, x, peer, 0))
+        plant(monkeypatch, nccl.NcclTransport, name, lambda plain, self, x, peer, tag: plain(
+            self, x, peer, 0))
     assert not same(expected, trained(config, 2))
 
 
@@ -249,7 +231,7 @@ def test_mpi_carries_where_nccl_cannot(why, monkeypatch):
     if why == "off":
         monkeypatch.setenv("MPIPAR_NCCL", "no")
     if why == "shared":
-        gpu(monkeypatch, "one for all")
+        put_in_nccl(monkeypatch, "one for all")
     ops = types.SimpleNamespace(device="cuda", xp=fake_cupy)
     found = connect.kind_of(ops, WORLD, "ring" if why == "another algorithm" else "mpi")
     assert found is (StagedTransport if why else nccl.NcclTransport)

@@ -12,6 +12,7 @@ from small_model import (
     assert_peak,
     assert_records_predicted,
     cut_model,
+    every,
     last,
     peaks,
     real_step,
@@ -30,16 +31,48 @@ HERE = LAYOUTS[WORLD.size]
 PER_BLOCK = {"pair": ((2, 2), (0, 0)), "gather": ((1, 3), (2, 0)), "reduce": ((3, 1), (0, 2))}
 
 
-@pytest.mark.parametrize(("layout", "ffn_cut", "schedule"), slow_unless(
-    lambda layout, ffn_cut, schedule: schedule == "1f1b" and (ffn_cut == "pair" or layout[2] > 1),
-    itertools.product(HERE, PER_BLOCK, ["naive", "gpipe", "1f1b"])), ids=str)
-def test_shapes_only_run_predicts_every_record(layout, ffn_cut, schedule):
-    config = small_config(layout, schedule=schedule, model=replace(MODEL, ffn_cut=ffn_cut))
-    _, recorder, predicted = assert_records_predicted(config)
+CUT = [layout for layout in HERE if layout[2] > 1]  # --sequence-parallel, --tp-matmul ring
+MATMULS = ["plain", "ring"]
+
+
+@pytest.mark.parametrize("values", [
+    *every(lambda one: one["schedule"] == "1f1b" and (
+        one["ffn_cut"] == "pair" or one["layout"] in CUT),
+        layout=HERE, ffn_cut=[*PER_BLOCK], schedule=["naive", "gpipe", "1f1b"]),
+    *every(layout=CUT, schedule=["1f1b", "zb-h1"], sequence_parallel=True, tp_matmul=MATMULS)])
+def test_shapes_only_run_predicts_every_record(values):
+    _, recorder, predicted = assert_records_predicted(small_config(**values))
     real, foreseen = ({key: counter[:3] for key, counter in one.counters.items()}
                       for one in (recorder, predicted.recorder))
     assert real == foreseen
     assert bool(real) == (WORLD.size > 1)
+
+
+class Step:
+    """A real step, and what its counts follow from: blocks and ends that this rank has.
+
+    per_mb: {(operation, phase): [calls, payload bytes, wire bytes]} of tp, for one microbatch.
+    """
+
+    def __init__(self, config):
+        self.worker, self.recorder = real_step(config)
+        count, stages = config.grid.num_microbatches, self.worker.stages
+        self.blocks = sum(isinstance(unit[0], Residual)
+                          for stage in stages.values() for unit in stage.units)
+        self.first, self.last = 0 in stages, self.worker.schedule.num_stages - 1 in stages
+        rows = config.train.batch_size // (config.grid.dp * count)
+        self.token_bytes = 8 * rows  # of a channel, a token of each row
+        self.column = self.token_bytes * MODEL.seq_len  # of a channel, all tokens
+        self.stats = 3 * self.column * config.grid.tp  # of the loss
+        self.per_mb = {
+            key[1:]: [value / count for value in counter[:3]]
+            for key, counter in self.recorder.totals("axis", "operation", "phase").items()
+            if key[0] == "tp" and key[2] in "FIW"}
+
+    def sent(self, what):
+        """(calls, payload bytes) of the messages over pp with this name."""
+        totals = self.recorder.totals("axis", "name", "operation")
+        return totals.get(("pp", what, "send"), Sums())[:2]
 
 
 @pytest.mark.parametrize(("layout", "ffn_cut", "num_microbatches"), slow_unless(
@@ -48,51 +81,37 @@ def test_shapes_only_run_predicts_every_record(layout, ffn_cut, schedule):
         and (ffn_cut == "pair" or layout[2] > 1)),
     itertools.product(HERE, PER_BLOCK, [1, 2, 5])), ids=str)
 def test_tensor_parallel_barriers_follow_the_formula(layout, ffn_cut, num_microbatches):
-    config = small_config(layout, num_microbatches, model=replace(MODEL, ffn_cut=ffn_cut))
-    dp, _, tp = layout
-    worker, recorder = real_step(config)
-    blocks = sum(len(config_blocks) for config_blocks in blocks_of(worker))
-    first, last = 0 in worker.stages, worker.schedule.num_stages - 1 in worker.stages
-    num_rows = config.train.batch_size // (dp * num_microbatches)
-    column = 8 * num_rows * MODEL.seq_len  # bytes of a channel
-    act, wide = column * MODEL.d_model, column * MODEL.ffn
-    apart = column * tp * (  # in equal chunks
-        chunk_size(MODEL.d_model, tp) + chunk_size(MODEL.ffn, tp))
-    totals = recorder.totals("axis", "operation", "phase")
-    per_mb = {key: [value / num_microbatches for value in counter[:2]]
-              for key, counter in totals.items() if key[0] == "tp"}
+    step, tp = Step(small_config(layout, num_microbatches, ffn_cut=ffn_cut)), layout[2]
     if tp == 1:
-        assert not per_mb
+        assert not [key for key in step.recorder.totals("axis") if key == ("tp",)]
         return
-    stats = last * 3 * column * tp  # of the loss
-    ends = {"F": (first, last, stats), "I": (last, 0, 0)}  # embedding and loss; head
+    act, wide = step.column * MODEL.d_model, step.column * MODEL.ffn
+    apart = step.column * tp * (  # in equal chunks
+        chunk_size(MODEL.d_model, tp) + chunk_size(MODEL.ffn, tp))
+    ends = {"F": (step.first, step.last, step.last * step.stats),  # embedding and loss
+            "I": (step.last, 0, 0)}  # head
+    expected = {}
     for phase, sums, gathers in zip("FI", *PER_BLOCK[ffn_cut], strict=True):
         end_sums, end_gathers, gathered = ends[phase]
-        calls = blocks * sums + end_sums
-        extra = blocks * (wide - act) * (sums == 3)
-        assert per_mb.get(("tp", "all_reduce", phase), [0, 0]) == [calls, calls * act + extra]
-        assert per_mb.get(("tp", "all_gather", phase), [0, 0]) == [
-            blocks * gathers + end_gathers, blocks * apart * (gathers == 2) + gathered]
-    assert not [key for key in per_mb if key[2] not in "FI"]
-
-
-def blocks_of(worker):
-    return [[unit for unit in stage.units if isinstance(unit[0], Residual)]
-            for stage in worker.stages.values()]
+        calls = step.blocks * sums + end_sums
+        extra = step.blocks * (wide - act) * (sums == 3)
+        expected["all_reduce", phase] = [calls, calls * act + extra]
+        expected["all_gather", phase] = [step.blocks * gathers + end_gathers,
+                                         step.blocks * apart * (gathers == 2) + gathered]
+    assert {key: found[:2] for key, found in step.per_mb.items()} == {
+        key: value for key, value in expected.items() if value[0]}
+    assert {key[1] for key in step.recorder.totals("axis", "phase") if key[0] == "tp"} <= {*"FI"}
 
 
 @pytest.mark.parametrize("layout", HERE, ids=str)
 def test_pipeline_and_data_parallel_messages_follow_the_formula(layout):
     dp, pp, _ = layout
-    config = small_config(layout, 5, schedule="1f1b")
-    worker, recorder = real_step(config)
-    totals = recorder.totals("axis", "name", "operation")
-    mb_bytes = 8 * config.train.batch_size // (dp * 5) * MODEL.seq_len * MODEL.d_model
+    step = Step(small_config(layout, 5, schedule="1f1b"))
+    worker, totals = step.worker, step.recorder.totals("axis", "name", "operation")
+    mb_bytes = step.column * MODEL.d_model
     below, above = worker.grid.place("pp") > 0, worker.grid.place("pp") < pp - 1
-    sends = totals.get(("pp", "activations", "send"), Sums())[:2]
-    assert sends == (5 * above, 5 * above * mb_bytes)
-    sends = totals.get(("pp", "gradients", "send"), Sums())[:2]
-    assert sends == (5 * below, 5 * below * mb_bytes)
+    assert step.sent("activations") == (5 * above, 5 * above * mb_bytes)
+    assert step.sent("gradients") == (5 * below, 5 * below * mb_bytes)
     tie = totals.get(("tie", "grads.tie", "all_reduce"), Sums()).calls
     assert tie == (pp > 1 and (not below or not above))
     grads = sum(flat.size * flat.grad.itemsize for flat in worker.flats)
@@ -121,28 +140,16 @@ def test_memory_is_predicted(layout):
 
     Beside them the ops keep tile buffers of a fixed size: up to 2 MiB.
     """
-    model = replace(MODEL, d_model=96, ffn=384, seq_len=64)
-    assert_peak(*peaks(small_config(layout, model=model, rows_per_mb=1)))
+    assert_peak(*peaks(small_config(layout, d_model=96, ffn=384, seq_len=64, rows_per_mb=1)))
 
 
 # --- --sequence-parallel and --tp-matmul ring
 
-CUT = [layout for layout in HERE if layout[2] > 1]
-MATMULS = ("plain", "ring")
-both_matmuls = pytest.mark.parametrize("tp_matmul", MATMULS)
 of_several = pytest.mark.ranks(2, 3, 4, 8)
 
 
 def cut_layouts(test):
     return of_several(pytest.mark.parametrize("layout", CUT, ids=str)(test))
-
-
-@both_matmuls
-@pytest.mark.parametrize("schedule", ["1f1b", "zb-h1"])
-@cut_layouts
-def test_shapes_only_run_predicts_every_record_of_cut_tokens(layout, schedule, tp_matmul):
-    assert_records_predicted(
-        small_config(layout, schedule=schedule, model=cut_model(tp_matmul)))
 
 
 @pytest.mark.parametrize("num_microbatches", [1, 5])
@@ -153,22 +160,15 @@ def test_barriers_of_cut_tokens_follow_the_formula(layout, num_microbatches):
     Only this rank's tokens of a product's input are kept. So it is gathered again for the weight
     gradient.
     """
-    config = small_config(layout, num_microbatches, model=cut_model())
-    dp, _, tp = layout
-    worker, recorder = real_step(config)
-    blocks = sum(len(stage) for stage in blocks_of(worker))
-    first, last = 0 in worker.stages, worker.schedule.num_stages - 1 in worker.stages
-    num_rows = config.train.batch_size // (dp * num_microbatches)
-    act = 8 * num_rows * chunk_size(MODEL.seq_len, tp) * tp * MODEL.d_model  # with its padding
-    stats = 3 * 8 * num_rows * MODEL.seq_len * tp
-    found = {key[1:]: [value / num_microbatches for value in counter[:3]]
-             for key, counter in recorder.totals("axis", "operation", "phase").items()
-             if key[0] == "tp" and key[2] in "FIW"}
+    step, tp = Step(small_config(layout, num_microbatches, model=cut_model())), layout[2]
+    # with the padding of the tokens
+    act = step.token_bytes * chunk_size(MODEL.seq_len, tp) * tp * MODEL.d_model
 
     def barriers(count, extra=0):
-        payload = count * act + (extra and stats)
+        payload = count * act + (extra and step.stats)
         return [count + extra, payload, payload * (tp - 1) / tp]
 
+    blocks, first, last = step.blocks, step.first, step.last
     expected = {
         ("all_gather", "F"): barriers(2 * blocks + last, int(last)),
         ("reduce_scatter", "F"): barriers(2 * blocks + first),
@@ -176,7 +176,7 @@ def test_barriers_of_cut_tokens_follow_the_formula(layout, num_microbatches):
         ("reduce_scatter", "I"): barriers(2 * blocks + last),
         ("all_gather", "W"): barriers(2 * blocks + first),
     }
-    assert found == {key: value for key, value in expected.items() if value[0]}
+    assert step.per_mb == {key: value for key, value in expected.items() if value[0]}
 
 
 @pytest.mark.parametrize(("tp_matmul", "norm", "vectors"), [
@@ -184,13 +184,9 @@ def test_barriers_of_cut_tokens_follow_the_formula(layout, num_microbatches):
 @cut_layouts
 def test_one_sum_of_replicated_gradients_a_step(layout, tp_matmul, norm, vectors):
     """The only partial gradients are the vectors of two norms a layer and of the last norm."""
-    config = small_config(layout, 5, model=cut_model(tp_matmul, norm=norm))
-    worker, recorder = real_step(config)
-    blocks = sum(len(stage) for stage in blocks_of(worker))
-    last = worker.schedule.num_stages - 1 in worker.stages
-    sums = [counter[:2] for key, counter in recorder.totals("axis", "name").items()
-            if key == ("tp", "grads.tp")]
-    assert sums == [(1, 8 * vectors * (2 * blocks + last) * MODEL.d_model)]
+    step = Step(small_config(layout, 5, model=cut_model(tp_matmul, norm=norm)))
+    sums = step.recorder.totals("axis", "name")["tp", "grads.tp"][:2]
+    assert sums == (1, 8 * vectors * (2 * step.blocks + step.last) * MODEL.d_model)
 
 
 @cut_layouts
@@ -220,14 +216,11 @@ def test_ring_sends_as_many_bytes_in_pieces(layout):
 
 @cut_layouts
 def test_pipeline_messages_carry_a_share(layout):
-    dp, pp, tp = layout
-    config = small_config(layout, 5, model=cut_model())
-    worker, recorder = real_step(config)
-    size = 8 * config.train.batch_size // (dp * 5) * chunk_size(MODEL.seq_len, tp) * MODEL.d_model
-    above = worker.grid.place("pp") < pp - 1
-    totals = recorder.totals("axis", "name", "operation")
-    sends = totals.get(("pp", "activations", "send"), Sums())[:2]
-    assert sends == (5 * above, 5 * above * size)
+    _, pp, tp = layout
+    step = Step(small_config(layout, 5, model=cut_model()))
+    size = step.token_bytes * chunk_size(MODEL.seq_len, tp) * MODEL.d_model
+    above = step.worker.grid.place("pp") < pp - 1
+    assert step.sent("activations") == (5 * above, 5 * above * size)
 
 
 @of_several

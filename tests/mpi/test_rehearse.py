@@ -1,12 +1,21 @@
 """A rehearsal makes the calls of a training step: its records equal those of a real one."""
 
-from dataclasses import replace
 from operator import attrgetter
 
 import numpy as np
 import pytest
-from small_model import LAYOUTS, MODEL, WORLD, cut_model, real_step, slow_unless, small_config
-from test_experts import EXPERTS
+from small_model import (
+    EVEN,
+    EXPERTS,
+    LAYOUTS,
+    WORLD,
+    called,
+    cut_model,
+    plant,
+    real_step,
+    slow_unless,
+    small_config,
+)
 
 from bench.rehearse import against
 from bench.rehearse.first_ranks import ABSENT, STAND_IN, FirstRanks, with_stand_ins
@@ -16,52 +25,36 @@ from mpipar import ops as ops_module
 from mpipar.comm.group import Comm
 from mpipar.comm.record import POINT_TO_POINT
 from mpipar.comm.transport import HostTransport
-from mpipar.config.memory import MemoryConfig
 from mpipar.plan.script import script_of
 
 WHAT = attrgetter("operation", "name", "axis", "peer", "tag", "payload_bytes", "wire_bytes",
                   "dtype", "stage", "mb", "phase", "site", "cut")
 PIPELINE = {2: (1, 2, 1), 4: (2, 2, 1)}.get(WORLD.size, (1, 1, 1))
 TENSOR = {2: (1, 1, 2), 4: (2, 1, 2)}.get(WORLD.size, (1, 1, 1))
+SHARED = {2: (2, 1, 1), 4: (2, 2, 1)}.get(WORLD.size, (1, 1, 1))
 DATA = {2: (2, 1, 1), 4: (4, 1, 1)}.get(WORLD.size, (1, 1, 1))
 CONTEXT = {2: (1, 1, 1), 4: (1, 1, 2)}.get(WORLD.size, (1, 1, 1))
 
 
-def with_zero(config, **memory):
-    return replace(config, memory=MemoryConfig(**memory))
-
-
-CASES = {
-    **{f"1f1b {layout}": lambda layout=layout: small_config(layout, schedule="1f1b")
-       for layout in LAYOUTS.get(WORLD.size, ())},
-    "zb-h1": lambda: small_config(PIPELINE, 4, schedule="zb-h1"),
-    "dualpipe": lambda: small_config(PIPELINE, 4, schedule="dualpipe"),
-    "ring": lambda: small_config(TENSOR, model=cut_model("ring")),
-    "context": lambda: small_config(
-        CONTEXT, cp=2, cp_attention="ring", model=replace(MODEL, seq_len=8)),
-    "experts": lambda: small_config(DATA, model=EXPERTS, ep=2),
-    "popular experts": lambda: routed(DATA, "zipf"),
-    "one expert": lambda: routed(DATA, "one-hot"),
-    "the next rank": lambda: routed(DATA, "adversarial"),
-    "popular experts, cp": lambda: routed(CONTEXT, "zipf", cp=2, expert_dispatch="all-gather"),
-    "zero 3": lambda: with_zero(small_config(PIPELINE), zero=3),
-    "sharded gradients": lambda: with_zero(small_config(DATA), zero=3, zero_grads="sharded"),
-    "bfloat16": lambda: in_format(small_config(TENSOR), "bfloat16"),
-    "window": lambda: summed_by(small_config(DATA), "window"),
+RING = {"cp": 2, "cp_attention": "ring"}
+CASES = {  # name: arguments of small_config
+    **{f"1f1b {layout}": {"layout": layout} for layout in LAYOUTS.get(WORLD.size, ())},
+    "zb-h1": {"layout": PIPELINE, "num_microbatches": 4, "schedule": "zb-h1"},
+    "dualpipe": {"layout": PIPELINE, "num_microbatches": 4, "schedule": "dualpipe"},
+    "ring": {"layout": TENSOR, "model": cut_model("ring")},
+    "context": {"layout": CONTEXT, "model": EVEN, **RING},
+    "experts": {"layout": DATA, "model": EXPERTS, "ep": 2},
+    # Tokens choose by their place, so how many rows each expert gets is known.
+    "popular experts": {"layout": DATA, "model": EXPERTS, "ep": 2, "routing": "zipf"},
+    "one expert": {"layout": DATA, "model": EXPERTS, "ep": 2, "routing": "one-hot"},
+    "the next rank": {"layout": DATA, "model": EXPERTS, "ep": 2, "routing": "adversarial"},
+    "popular experts, cp": {"layout": CONTEXT, "model": EXPERTS, "ep": 2, "routing": "zipf",
+                            "cp": 2, "expert_dispatch": "all-gather"},
+    "zero 3": {"layout": SHARED, "zero": 3},
+    "sharded gradients": {"layout": DATA, "zero": 3, "zero_grads": "sharded"},
+    "bfloat16": {"layout": TENSOR, "dtype": "bfloat16"},
+    "window": {"layout": DATA, "all_reduce": "window", "sync_sends": True},
 }
-
-
-def routed(layout, routing, **grid):
-    """Tokens choose by their place, so how many rows each expert gets is known."""
-    return small_config(layout, model=replace(EXPERTS, routing=routing), ep=2, **grid)
-
-
-def in_format(config, dtype):
-    return replace(config, run=replace(config.run, dtype=dtype))
-
-
-def summed_by(config, algorithm):
-    return replace(config, run=replace(config.run, all_reduce=algorithm, sync_sends=True))
 
 
 def player_of(config) -> Player:
@@ -77,7 +70,7 @@ IN_SHORT = {2: ("zb-h1", "experts", "zero 3"), 4: ()}.get(WORLD.size, ())
     [(case,) for case in CASES]))
 def test_records_are_those_of_a_real_step(case):
     """Only what experts send depends on numbers, if tokens choose them."""
-    config = CASES[case]()
+    config = small_config(**CASES[case])
     player = player_of(config)
     assert player.check() == ""
     _, ((*played,),) = player.steps(1)
@@ -129,29 +122,30 @@ def wrong_on_some_rank(config) -> bool:
     return bool(found[0])
 
 
-@pytest.mark.ranks(2)
-def test_a_sum_that_lacks_a_part_is_found(monkeypatch):
-    plain = HostTransport.all_reduce
-    monkeypatch.setattr(HostTransport, "all_reduce", lambda wire, x, op: (
-        x.fill(0) if wire.mpi.rank == 0 else None, plain(wire, x, op)))
-    assert wrong_on_some_rank(small_config(TENSOR))
+def sum_that_lacks_a_part(plain, wire, x, op):
+    if wire.mpi.rank == 0:
+        x.fill(0)
+    plain(wire, x, op)
 
 
-@pytest.mark.ranks(2)
-def test_exchanged_messages_are_found(monkeypatch):
+def exchanged_messages(plain, comm, x, peer, tag, name):
     """All activations of two microbatches have one form; each brings the number of its tag."""
-    plain = Comm.isend
-    monkeypatch.setattr(Comm, "isend", lambda comm, x, peer, tag, name: plain(
-        comm, x, peer, tag ^ 2 if name == "activations" else tag, name))
-    assert wrong_on_some_rank(small_config(PIPELINE, 2, schedule="gpipe"))
+    return plain(comm, x, peer, tag ^ 2 if name == "activations" else tag, name)
+
+
+def parts_of_the_wrong_ranks(plain, wire, x, size):
+    return np.ascontiguousarray(plain(wire, x, size)[::-1])
 
 
 @pytest.mark.ranks(2)
-def test_parts_of_the_wrong_ranks_are_found(monkeypatch):
-    plain = HostTransport.all_gather
-    monkeypatch.setattr(HostTransport, "all_gather", lambda wire, x, size: np.ascontiguousarray(
-        plain(wire, x, size)[::-1]))
-    assert wrong_on_some_rank(small_config(TENSOR, model=cut_model()))
+@pytest.mark.parametrize(("owner", "name", "twin", "values"), [
+    (HostTransport, "all_reduce", sum_that_lacks_a_part, {"layout": TENSOR}),
+    (Comm, "isend", exchanged_messages, {"layout": PIPELINE, "schedule": "gpipe"}),
+    (HostTransport, "all_gather", parts_of_the_wrong_ranks, {
+        "layout": TENSOR, "sequence_parallel": True})], ids=called)
+def test_a_planted_bug_is_seen(owner, name, twin, values, monkeypatch):
+    plant(monkeypatch, owner, name, twin)
+    assert wrong_on_some_rank(small_config(**values))
 
 
 @pytest.mark.slow

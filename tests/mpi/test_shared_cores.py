@@ -5,9 +5,8 @@ from types import SimpleNamespace
 
 import numpy as np
 import pytest
-from small_model import MODEL, WORLD, small_config
+from small_model import MODEL, WORLD, comms_of, cpu, small_config, worker_of
 
-from mpipar import ops as ops_module
 from mpipar.comm import groups, request
 from mpipar.comm.grid import Grid
 from mpipar.comm.hosts import Cores
@@ -30,7 +29,7 @@ def planted(layout, cores, monkeypatch):
     monkeypatch.setattr(measure, "cores_of", lambda world: Cores(cores, cores < WORLD.size))
     config = small_config(layout)
     grid = Grid.of(config.grid, WORLD.rank)
-    return measure.measure_costs(config, grid, ops_module.make("cpu", "float64"), WORLD), calls
+    return measure.measure_costs(config, grid, cpu(), WORLD), calls
 
 
 @pytest.mark.parametrize(("layout", "cores", "times"), [
@@ -61,8 +60,7 @@ def test_a_rank_whose_stage_is_done_early_sleeps_before_a_sum(axis, crowded, sle
     monkeypatch.setattr(request, "time", SimpleNamespace(sleep=sleep))
     monkeypatch.setattr(groups, "cores_of", lambda world: Cores(2, crowded))
     monkeypatch.setattr(groups, "finish_passes_first", lambda: None)
-    comms = groups.Comms(Grid(WORLD.rank, {"pp": 2, "dp": 2}),
-                        ops_module.make("cpu", "float64"), measure.Recorder(), WORLD)
+    comms = comms_of(axes={"pp": 2, "dp": 2})
     comm = comms.groups[axis]
     last = comm.index == comm.size - 1
     if last:
@@ -83,9 +81,7 @@ def test_waiting_and_sleep_are_no_time_of_a_core(monkeypatch):
 
     monkeypatch.setattr(measure, "perf_counter", tick)
     monkeypatch.setattr(measure, "thread_time", lambda: now[0] / 4.0)
-    config = small_config((4, 1, 1))
-    worker = measure.Worker(config, Grid.of(config.grid, WORLD.rank),
-                            ops_module.make("cpu", "float64"), measure.Recorder(), WORLD)
+    worker = worker_of(small_config((4, 1, 1)))
     worker.initialize()
     monkeypatch.setattr(measure, "sleep", lambda nap: (naps.append(nap), tick()))
     times = measure.measure_times(worker, 2, 0.5)

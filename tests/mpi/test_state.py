@@ -2,20 +2,15 @@
 
 import os
 import shutil
-from dataclasses import replace
 
 import pytest
-from small_model import LAYOUTS, WORLD, small_config, tokens
+from small_model import LAYOUTS, WORLD, rows_of, small_config, worker_of
 
-from mpipar import ops as ops_module
 from mpipar.checkpoint.load import load_state
 from mpipar.checkpoint.manifest import committed_steps, read_manifest
 from mpipar.checkpoint.save import Saver
-from mpipar.comm.grid import Grid
-from mpipar.comm.record import Recorder
-from mpipar.data.rows import Rows
 from mpipar.errors import OutputError
-from mpipar.train.worker import StepVotes, Worker
+from mpipar.train.worker import StepVotes
 
 pytestmark = pytest.mark.ranks(2, 4)
 FACTS = {"config": "", "data": {}}
@@ -26,18 +21,15 @@ HERE += [((1, 2, 1), "dualpipe")] if WORLD.size == 2 else [((2, 2, 1), "zb-v")]
 def config_of(layout, dtype="float64"):
     """A config with AdamW for ((dp, pp, tp), schedule)."""
     axes, schedule = layout
-    config = small_config(axes, 4, schedule=schedule)
-    return replace(config, run=replace(config.run, dtype=dtype),
-                   train=replace(config.train, optimizer="adamw", lr=0.01))
+    return small_config(axes, 4, schedule=schedule, dtype=dtype, optimizer="adamw", lr=0.01)
 
 
 class Trainer:
     """A worker on all ranks. Comm: its groups; every rank makes it."""
 
     def __init__(self, config):
-        ops = ops_module.make("cpu", config.run.dtype)
-        self.worker = Worker(config, Grid.of(config.grid, WORLD.rank), ops, Recorder(), WORLD)
-        self.rows = Rows(ops, tokens(), config, self.worker.grid)
+        self.worker = worker_of(config)
+        self.rows = rows_of(self.worker)
 
     def train(self, first, last, votes=StepVotes):
         """Losses and norms of some steps, and what all have agreed on in the last one."""
@@ -62,6 +54,14 @@ class Trainer:
                 for buffer in (flat.data, *flat.state.values())]
 
 
+def started(config, steps):
+    """A Trainer after some steps."""
+    made = Trainer(config)
+    made.worker.initialize()
+    made.train(1, steps)
+    return made
+
+
 def assert_everywhere(right, what):
     """Assert a rank's own finding on all ranks. Comm: one all-gather."""
     assert all(WORLD.allgather(bool(right))), what
@@ -72,9 +72,7 @@ def assert_everywhere(right, what):
       for layout in HERE[1:]), (HERE[0], "float64"), (HERE[0], "bfloat16")], ids=str)
 def test_the_same_layout_goes_on_bit_by_bit(layout, dtype, folder):
     config = config_of(layout, dtype)
-    first = Trainer(config)
-    first.worker.initialize()
-    first.train(1, 2)
+    first = started(config, 2)
     first.saver(folder).save(2)
     went_on = first.train(3, 4)
     again = Trainer(config)
@@ -85,9 +83,7 @@ def test_the_same_layout_goes_on_bit_by_bit(layout, dtype, folder):
 
 def test_other_layouts_have_the_same_losses(folder):
     """Each resumes from the checkpoint of the first, saves that state, and the first reads it."""
-    first = Trainer(config_of(HERE[0]))
-    first.worker.initialize()
-    first.train(1, 2)
+    first = started(config_of(HERE[0]), 2)
     first.saver(folder / "first").save(2)
     before, went_on = first.bytes(), first.train(3, 5)
     for number, layout in enumerate(HERE[1:]):
@@ -107,9 +103,7 @@ def test_other_layouts_have_the_same_losses(folder):
 
 
 def test_all_ranks_commit_a_background_save_at_the_same_step(folder):
-    trainer = Trainer(config_of(HERE[0]))
-    trainer.worker.initialize()
-    trainer.train(1, 1)
+    trainer = started(config_of(HERE[0]), 1)
     saver = trainer.saver(folder, background=True)
     saver.save(1)
     state, step = trainer.bytes(), 1

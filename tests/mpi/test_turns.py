@@ -2,13 +2,10 @@
 
 import numpy as np
 import pytest
-from small_model import WORLD
+from small_model import WORLD, comms_of, cpu
 
-from mpipar import ops as ops_module
-from mpipar.comm.grid import Grid
 from mpipar.comm.group import Comm
-from mpipar.comm.groups import Comms
-from mpipar.comm.record import TURNS, Recorder
+from mpipar.comm.record import TURNS
 from mpipar.partition import CUTS, Here, Sizes
 
 pytestmark = pytest.mark.ranks(2, 4)
@@ -30,7 +27,7 @@ CALLS = {  # the collective of a Comm, as a function of a rank's array (Q, Q)
 
 @pytest.fixture
 def tp():
-    comms = Comms(Grid(WORLD.rank, {"tp": Q}), ops_module.make("cpu", "float64"), Recorder(), WORLD)
+    comms = comms_of(axes={"tp": Q})
     yield comms["tp"]
     comms.close()
 
@@ -91,7 +88,7 @@ def inner(state, x, y):
 
 def gap(name, tp):
     """|<dy, F x> - <I dy, x>| of a cut: zero if backward is the transpose of forward."""
-    ops, cut = ops_module.make("cpu", "float64"), CUTS[name]
+    ops, cut = cpu(), CUTS[name]
     (sx, ax), (sy, ay) = STATES[name]
     x, w, dy = (own(state, numbers(*shape, seed=seed), axis) for state, axis, shape, seed in (
         (sx, ax, (2, 8, 12), 1), ("cut", cut.shard_axis, (12, 16), 2), (sy, ay, (2, 8, 16), 3)))

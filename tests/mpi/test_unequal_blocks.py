@@ -7,6 +7,7 @@ from dataclasses import asdict, replace
 
 import pytest
 from small_model import (
+    EVEN,
     MODEL,
     WORLD,
     assert_caught,
@@ -15,11 +16,9 @@ from small_model import (
     plant,
     real_step,
     small_config,
-    with_sync_sends,
 )
 
 from mpipar import models
-from mpipar.config.memory import MemoryConfig
 from mpipar.config.model import DecoderConfig
 from mpipar.layers.attention import Attention
 from mpipar.layers.costs import together
@@ -74,22 +73,22 @@ ROWS = {
     "wide": BlockKind(wide_block, wide_cost), "attention": BlockKind(branch(0), attention_cost),
     "ffn": BlockKind(branch(1), ffn_cost),
 }
-AGAIN, SOME, SCORES = MemoryConfig("block"), MemoryConfig("block", 1), MemoryConfig("attention")
-PIECES = MemoryConfig(zero=3)
-# Ranks: [((dp, pp, tp), cp, schedule, memory)]
+AGAIN, SCORES, PIECES = {"recompute": "block"}, {"recompute": "attention"}, {"zero": 3}
+SOME, CUT = AGAIN | {"recompute_layers": 1}, AGAIN | {"sequence_parallel": True}
+# Ranks: [((dp, pp, tp), cp, schedule, other values)]
 CASES = {
     1: [((1, 1, 1), 1, "1f1b", AGAIN), ((1, 1, 1), 1, "gpipe", SCORES)],
     2: [((1, 2, 1), 1, "1f1b", AGAIN), ((1, 2, 1), 1, "zb-h1", SOME),
-        ((1, 2, 1), 1, "dualpipe", MemoryConfig()), ((1, 2, 1), 1, "interleaved", SCORES),
+        ((1, 2, 1), 1, "dualpipe", {}), ((1, 2, 1), 1, "interleaved", SCORES),
         ((2, 1, 1), 1, "1f1b", PIECES), ((1, 1, 2), 1, "1f1b", AGAIN),
-        ((1, 1, 1), 2, "1f1b", MemoryConfig())],
-    3: [((1, 3, 1), 1, "zb-h1", MemoryConfig()), ((1, 3, 1), 1, "zb-v", SOME)],
-    4: [((1, 4, 1), 1, "1f1b", AGAIN), ((1, 4, 1), 1, "gpipe", MemoryConfig()),
+        ((1, 1, 1), 2, "1f1b", {}), ((1, 1, 2), 1, "1f1b", CUT)],
+    3: [((1, 3, 1), 1, "zb-h1", {}), ((1, 3, 1), 1, "zb-v", SOME)],
+    4: [((1, 4, 1), 1, "1f1b", AGAIN), ((1, 4, 1), 1, "gpipe", {}),
         ((1, 2, 2), 1, "zb-v", AGAIN), ((2, 2, 1), 1, "1f1b", PIECES),
-        ((2, 2, 1), 1, "interleaved", replace(PIECES, recompute="block"))],
+        ((2, 2, 1), 1, "interleaved", PIECES | AGAIN), ((1, 2, 2), 1, "1f1b", CUT)],
 }
 HERE = CASES.get(WORLD.size, [])
-every_case = pytest.mark.parametrize("case", HERE, ids=lambda case: str(case[:3]))
+every_case = pytest.mark.parametrize("case", HERE, ids=str)
 
 
 @pytest.fixture(autouse=True)
@@ -99,24 +98,16 @@ def rows_of_the_test(monkeypatch):
         monkeypatch.setitem(decoder.BLOCKS, name, row)
 
 
-def config_for(family, case, **model):
-    layout, cp, schedule, memory = case
-    model = family(**asdict(MODEL) | {"seq_len": 8} | model)
-    config = small_config(layout, 4, cp=cp, schedule=schedule, model=model)
-    return replace(config, memory=memory)
+def config_for(family, case, **values):
+    layout, cp, schedule, more = case
+    return small_config(
+        layout, 4, family(**asdict(EVEN)), cp=cp, schedule=schedule, **more, **values)
 
 
 @every_case
 @pytest.mark.parametrize("family", [Wide, Halves])
 def test_layout_equals_one_rank(family, case):
-    assert_equals_known(with_sync_sends(config_for(family, case)))
-
-
-@pytest.mark.ranks(2, 4)
-@pytest.mark.parametrize("family", [Wide, Halves])
-def test_cut_tokens_equal_one_rank(family):
-    case = ((1, WORLD.size // 2, 2), 1, "1f1b", AGAIN)
-    assert_equals_known(config_for(family, case, sequence_parallel=True))
+    assert_equals_known(config_for(family, case, sync_sends=True))
 
 
 @every_case

@@ -1,24 +1,18 @@
 """An exchange of unequal pieces against a plain reference, on every transport that has one."""
 
 import re
-import sys
 
-import fake_cupy
-import fake_nccl
 import numpy as np
 import pytest
-from small_model import WORLD
-from test_guards import raised_everywhere
+from small_model import WORLD, comms_of, cpu, plant, raised_everywhere
+from stand_in import put_in, put_in_nccl
 
 from mpipar import ops as ops_module
 from mpipar.comm import connect
 from mpipar.comm.checked import CallCheck
 from mpipar.comm.grid import Grid, consecutive_slices
-from mpipar.comm.group import Comm
 from mpipar.comm.groups import Comms
 from mpipar.comm.nccl import NcclTransport
-from mpipar.comm.record import Recorder
-from mpipar.comm.request import Options
 from mpipar.comm.transport import HostTransport
 from mpipar.errors import HangError
 
@@ -28,24 +22,20 @@ HERE, RANKS = WORLD.rank, WORLD.size
 
 def group(ops, check=False):
     """The group of all ranks, with the groups that must be closed."""
-    comms = Comms(Grid(HERE, {"dp": RANKS}), ops, Recorder(), WORLD, Options(check=check))
+    comms = comms_of(ops, check=check)
     return comms.world, comms
 
 
-def pieces(counts, source, width):
-    """What a rank sends, by receiver: every row tells sender, receiver and its place."""
-    return [piece(counts, source, target, width) for target in range(RANKS)]
-
-
 def piece(counts, source, target, width):
-    """The rows of `pieces` for one receiver."""
+    """What a rank sends to another: every row tells sender, receiver and its place."""
     rows = 16 * source + 4 * target + np.arange(counts[source, target]) % 4
     return np.repeat(rows[:, None], width, axis=1)
 
 
 def exchange(comm, counts, width, known=False):
     """This rank's (rows, split) of an exchange by counts[from, to]."""
-    x = np.concatenate(pieces(counts, HERE, width)).astype(comm.wire.ops.dtype)
+    x = np.concatenate([piece(counts, HERE, target, width) for target in range(RANKS)])
+    x = x.astype(comm.wire.ops.dtype)
     received = counts[:, HERE].tolist() if known else None
     y, split = comm.all_to_allv(
         comm.wire.ops.asarray(x), counts[HERE].tolist(), "tokens", received)
@@ -62,54 +52,38 @@ def assert_exchanged(comm, counts, width=3, known=False):
         np.testing.assert_array_equal(y[run].astype(np.int64), rows)
 
 
-def counts_of(kind):
-    """counts[from, to], the same on every rank."""
-    zeros = np.zeros((RANKS, RANKS), np.int64)
-    if kind == "nothing":
-        return zeros
-    if kind == "to one rank":
-        zeros[:, RANKS - 1] = 4 + np.arange(RANKS)
-    if kind == "from one rank":
-        zeros[0] = 1 + np.arange(RANKS)
-    if kind == "to itself":
-        zeros[np.arange(RANKS), np.arange(RANKS)] = 5
-    if kind == "any":
-        return np.random.default_rng(2).integers(0, 6, zeros.shape)
-    return zeros
-
-
-KINDS = ("nothing", "to one rank", "from one rank", "to itself", "any")
+EYE = np.eye(RANKS, dtype=np.int64)
+COUNTS = {  # [from, to], the same on every rank
+    "nothing": 0 * EYE, "to one rank": np.outer(4 + np.arange(RANKS), EYE[-1]),
+    "from one rank": np.outer(EYE[0], 1 + np.arange(RANKS)), "to itself": 5 * EYE,
+    "any": np.random.default_rng(2).integers(0, 6, (RANKS, RANKS)),
+}
 
 
 @pytest.mark.parametrize("known", [False, True])
 @pytest.mark.parametrize("dtype", ["float32", "float64", "bfloat16"])
-@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("kind", COUNTS)
 def test_every_piece_arrives_in_its_place(kind, dtype, known):
     comm, comms = group(ops_module.make("cpu", dtype), check=True)
     for width in (1, 3):
-        assert_exchanged(comm, counts_of(kind), width, known)
+        assert_exchanged(comm, COUNTS[kind], width, known)
     comms.close()
 
 
 @pytest.mark.parametrize("transport", ["yes", "no", "nccl"], ids=["cuda-aware", "staged", "nccl"])
 def test_from_device_memory(transport, monkeypatch):
-    monkeypatch.setitem(sys.modules, "cupy", fake_cupy)
-    monkeypatch.setattr(fake_cupy.cuda, "nccl", fake_nccl, raising=False)
+    (put_in_nccl if transport == "nccl" else put_in)(monkeypatch)
     monkeypatch.setattr(connect, "cuda_aware", lambda: transport)
-    ops = ops_module.make("cuda", "float64")
-    if transport == "nccl":
-        wire = NcclTransport(ops, WORLD.Dup(), Options())
-        comm = comms = Comm("world", tuple(range(RANKS)), HERE, wire, Recorder())
-    else:
-        comm, comms = group(ops)
-    for kind in KINDS:
+    comm, comms = group(ops_module.make("cuda", "float64"))
+    assert isinstance(comm.wire, NcclTransport) == (transport == "nccl")
+    for counts in COUNTS.values():
         for known in (False, True):
-            assert_exchanged(comm, counts_of(kind), 3, known)
+            assert_exchanged(comm, counts, 3, known)
     comms.close()
 
 
 def test_a_thousand_sizes_are_one_line():
-    comm, comms = group(ops_module.make("cpu", "float64"))
+    comm, comms = group(cpu())
     random, sent = np.random.default_rng(0), []
     for number in range(1000):
         counts = random.integers(0, 8, (RANKS, RANKS))
@@ -125,7 +99,7 @@ def test_a_thousand_sizes_are_one_line():
 
 
 def test_a_group_of_one_keeps_its_rows_and_records_nothing():
-    comm = Comms.solo(ops_module.make("cpu", "float64")).world
+    comm = Comms.solo(cpu()).world
     x = np.ones((4, 2))
     y, split = comm.all_to_allv(x, [4], "tokens")
     assert y is x
@@ -145,7 +119,7 @@ def test_shapes_only_is_balanced():
     assert (y.shape, list(split)) == ((RANKS, 3), [1] * RANKS)
 
 
-def other_order(self, x, counts, received, plain=HostTransport.all_to_allv):
+def other_order(plain, self, x, counts, received):
     """The broken twin: the pieces come from the last rank first."""
     y, received = plain(self, x, counts, received)
     parts = [y[run] for run in consecutive_slices(received)]
@@ -153,10 +127,10 @@ def other_order(self, x, counts, received, plain=HostTransport.all_to_allv):
 
 
 def test_another_order_is_found(monkeypatch):
-    monkeypatch.setattr(HostTransport, "all_to_allv", other_order)
-    comm, comms = group(ops_module.make("cpu", "float64"))
+    plant(monkeypatch, HostTransport, "all_to_allv", other_order)
+    comm, comms = group(cpu())
     with pytest.raises(AssertionError):
-        assert_exchanged(comm, counts_of("any") + 1)
+        assert_exchanged(comm, COUNTS["any"] + 1)
     comms.close()
 
 
@@ -165,9 +139,9 @@ def test_another_order_is_found(monkeypatch):
 
 def disagreement(call, collectives=0):
     """The text of the error that every rank raises in `call(comm)`; equal calls come before."""
-    comm, comms = group(ops_module.make("cpu", "float64"), check=True)
+    comm, comms = group(cpu(), check=True)
     try:
-        assert_exchanged(comm, counts_of("any"), known=True)
+        assert_exchanged(comm, COUNTS["any"], known=True)
         comm.collectives += collectives
         return raised_everywhere(HangError, lambda: call(comm))
     finally:
@@ -205,7 +179,7 @@ def test_a_collective_that_one_rank_left_out_is_found():
 
 
 def test_rows_that_are_not_expected_are_named_with_both_numbers():
-    counts = counts_of("any")
+    counts = COUNTS["any"]
 
     def call(comm):
         received = counts[:, HERE].tolist()
@@ -235,7 +209,7 @@ def test_a_check_that_compares_no_rows_lets_them_pass(monkeypatch):
     What a rank sends to itself has its true number: Open MPI compares that, and refuses.
     """
     monkeypatch.setattr(CallCheck, "rows", lambda *_: None)
-    comm, comms = group(ops_module.make("cpu", "float64"), check=True)
+    comm, comms = group(cpu(), check=True)
     expected = [1 if rank == HERE else 2 for rank in range(RANKS)]
     y, _ = comm.all_to_allv(np.ones((RANKS, 2)), [1] * RANKS, "back", expected)
     comms.close()

@@ -1,35 +1,23 @@
 """Importing and exporting weights, and generated text: every layout gives one rank's results."""
 
-from dataclasses import replace
 
 import gpt2_reference as gpt2
 import numpy as np
 import pytest
 from helpers import assert_close
-from small_model import EMPTY_STAGES, LAYOUTS, MODEL, WORLD, small_config
+from safetensors.numpy import load_file
+from small_model import EMPTY_STAGES, LAYOUTS, MODEL, WORLD, small_config, worker_of
 
-from mpipar import ops as ops_module
 from mpipar.checkpoint import weights as checkpoint
-from mpipar.comm.grid import Grid
-from mpipar.comm.record import Recorder, Sums
+from mpipar.comm.record import Sums
 from mpipar.config.model import model_config
 from mpipar.data.rows import Batch
 from mpipar.inference.generate import Text, continue_one, generate
 from mpipar.inference.sampling import Sampling
-from mpipar.train.verify import serial_config
-from mpipar.train.worker import Worker
 
 HERE = LAYOUTS[WORLD.size]
 SHAPE = {"layers": MODEL.layers, "D": MODEL.d_model, "F": MODEL.ffn, "T": MODEL.seq_len,
          "V": MODEL.vocab_size}  # fmt: skip
-
-
-def worker_of(config, alone=False):
-    """This rank's part of a layout, or the whole model in this process."""
-    ops = ops_module.make("cpu", config.run.dtype)
-    if alone:
-        return Worker(serial_config(config), Grid(0), ops, Recorder())
-    return Worker(config, Grid.of(config.grid, WORLD.rank), ops, Recorder(), WORLD)
 
 
 def random_tensors(tied=True):
@@ -45,16 +33,12 @@ def write(folder, tensors, tied=True, prefix=""):
     WORLD.Barrier()
 
 
-def config_of(layout, tied=True):
-    return small_config(layout, model=replace(MODEL, tied=tied))
-
-
 @pytest.mark.parametrize("tied", [True, False], ids=["tied", "untied"])
 @pytest.mark.parametrize("layout", HERE, ids=str)
 def test_imported_model_computes_what_gpt2_computes(layout, tied, folder):
     tensors = random_tensors(tied)
     write(folder, tensors, tied, prefix="transformer." if tied else "")
-    worker = worker_of(config_of(layout, tied))
+    worker = worker_of(small_config(layout, tied=tied))
     checkpoint.load(worker, str(folder))
     ids = np.array([28, 3, 0, 17, 17])
     batch = Batch(ids[None], None, np.arange(len(ids)))
@@ -74,21 +58,17 @@ def test_imported_model_computes_what_gpt2_computes(layout, tied, folder):
 def test_written_file_has_the_same_bytes_on_every_layout(
     layout, block_bytes, tied, folder, monkeypatch
 ):
-    config = config_of(layout, tied)
+    config = small_config(layout, tied=tied)
     worker = worker_of(config)
     worker.initialize()
     monkeypatch.setattr(checkpoint, "BLOCK_BYTES", block_bytes)
     checkpoint.save(worker, folder / "here")
     worker.close()
     if WORLD.rank == 0:
-        alone = worker_of(config, alone=True)
-        alone.initialize()
         monkeypatch.setattr(checkpoint, "BLOCK_BYTES", 2**24)
-        checkpoint.save(alone, folder / "alone")
-        for name in ("model.safetensors", "config.json"):
-            assert (folder / "here" / name).read_bytes() == (folder / "alone" / name).read_bytes()
+        assert_written_as_by_one_rank(config, folder)
         shapes = gpt2.shapes(**SHAPE, tied=tied)
-        found = gpt2.read_file(folder / "here" / "model.safetensors")
+        found = load_file(folder / "here" / "model.safetensors")
         assert {key.removeprefix("transformer."): x.shape for key, x in found.items()} == shapes
 
 
@@ -97,6 +77,15 @@ def test_written_file_has_the_same_bytes_on_every_layout(
 @pytest.mark.parametrize("layout", [one for one in HERE if one[1] == 2], ids=str)
 def test_stages_without_blocks_are_written_and_read(layout, schedule, split, folder):
     assert_written_and_read(small_config(layout, 4, schedule=schedule, stage_layers=split), folder)
+
+
+def assert_written_as_by_one_rank(config, folder, spread=0.0):
+    """The files in `here` have the bytes of those that one rank writes."""
+    alone = worker_of(config, alone=True)
+    alone.initialize(spread)
+    checkpoint.save(alone, folder / "alone")
+    for name in ("model.safetensors", "config.json"):
+        assert (folder / "here" / name).read_bytes() == (folder / "alone" / name).read_bytes()
 
 
 def assert_written_and_read(config, folder):
@@ -111,11 +100,7 @@ def assert_written_and_read(config, folder):
     for each in (worker, again):
         each.close()
     if WORLD.rank == 0:
-        alone = worker_of(config, alone=True)
-        alone.initialize(0.5)
-        checkpoint.save(alone, folder / "alone")
-        for name in ("model.safetensors", "config.json"):
-            assert (folder / "here" / name).read_bytes() == (folder / "alone" / name).read_bytes()
+        assert_written_as_by_one_rank(config, folder, 0.5)
 
 
 # 8 heads of width 6, which is not D / H; ffn 31 and 29 tokens in the vocabulary are padded.
@@ -147,12 +132,12 @@ def test_there_and_back_in_small_blocks_changes_nothing(layout, block_bytes, fol
     monkeypatch.setattr(checkpoint, "BLOCK_BYTES", block_bytes)
     tensors = random_tensors(tied=False)
     write(folder, tensors, tied=False)
-    worker = worker_of(config_of(layout, tied=False))
+    worker = worker_of(small_config(layout, tied=False))
     checkpoint.load(worker, str(folder))
     checkpoint.save(worker, folder / "again")
     worker.close()
     if WORLD.rank == 0:
-        again = gpt2.read_file(folder / "again" / "model.safetensors")
+        again = load_file(folder / "again" / "model.safetensors")
         for name, x in tensors.items():
             full = name if name == "lm_head.weight" else f"transformer.{name}"
             np.testing.assert_array_equal(again[full], x, err_msg=name)
@@ -162,7 +147,7 @@ def test_there_and_back_in_small_blocks_changes_nothing(layout, block_bytes, fol
 def test_no_rank_holds_more_than_its_shards(layout, folder, monkeypatch):
     """Rank 0 receives row blocks, never a whole tensor; a block goes only where it is needed."""
     monkeypatch.setattr(checkpoint, "BLOCK_BYTES", 600)
-    worker = worker_of(config_of(layout))
+    worker = worker_of(small_config(layout))
     worker.initialize()
     worker.recorder.reset_counters()
     checkpoint.save(worker, folder)
@@ -184,7 +169,7 @@ def test_equal_logits_take_the_lowest_id_on_every_layout(layout, folder):
     for name, value in (("ln_f.weight", 0), ("ln_f.bias", 1), ("lm_head.weight", -1)):
         tensors[name][...] = value
     write(folder, tensors, tied=False)
-    worker = worker_of(config_of(layout, tied=False))
+    worker = worker_of(small_config(layout, tied=False))
     checkpoint.load(worker, str(folder))
     assert list(continue_one(worker, [4], Sampling(3))) == [0, 0, 0]
     # In draws among equals each id occurs, and none beyond the vocabulary.
