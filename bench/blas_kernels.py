@@ -17,13 +17,15 @@ import json
 import os
 import subprocess
 import sys
-import time
+from functools import partial
 from pathlib import Path
+from time import process_time
 
 import numpy as np
 
 from bench import results
 from bench.program import Outcome, Program
+from bench.timing import seconds_of
 from mpipar.errors import EnvironmentProblem
 from mpipar.job import blas
 from mpipar.job.environment import THREAD_VARIABLES
@@ -36,18 +38,17 @@ DTYPES = ("float32", "float64")
 CHILD = "from bench.blas_kernels import trial; trial()"
 
 
-def seconds_of(dtype: str) -> float:
-    """Return the total time of the three products, each at its fastest."""
+def least_seconds(dtype: str) -> float:
+    """Return the total time of the three products, each at its fastest.
+
+    It is processor time: other programs' turns on the core do not count.
+    """
     x, w, dy = (np.ones(shape, dtype) for shape in (
         (ROWS, INNER), (INNER, COLUMNS), (ROWS, COLUMNS)))
     total = 0.0
     for a, b in ((x, w), (dy, w.T), (x.T, dy)):
-        found, out = [], np.empty((a.shape[0], b.shape[1]), dtype)
-        for _ in range(REPEATS):
-            start = time.process_time()  # other programs' turns on the core do not count
-            np.matmul(a, b, out=out)
-            found.append(time.process_time() - start)
-        total += min(found)
+        out = np.empty((a.shape[0], b.shape[1]), dtype)
+        total += min(seconds_of(partial(np.matmul, a, b, out=out), REPEATS, process_time))
     return total
 
 
@@ -55,7 +56,7 @@ def trial() -> None:
     """Print this process's measurement as a line of JSON."""
     pool = next((one for one in blas.pools() if one["internal_api"] == "openblas"), {})
     print(json.dumps({"runs": pool.get("architecture"), "version": pool.get("version"),
-                      **{dtype: seconds_of(dtype) for dtype in DTYPES}}))
+                      **{dtype: least_seconds(dtype) for dtype in DTYPES}}))
 
 
 def process(asked: str) -> dict:

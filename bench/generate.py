@@ -29,9 +29,8 @@ from threadpoolctl import threadpool_limits
 
 from bench import results
 from bench.program import Outcome, Program
+from bench.training import worker_of
 from mpipar.checkpoint import weights as checkpoint
-from mpipar.comm.grid import Grid
-from mpipar.comm.record import Recorder
 from mpipar.config import flags
 from mpipar.config.presets import PRESETS
 from mpipar.config.resolve import resolve
@@ -41,7 +40,6 @@ from mpipar.errors import EXIT_CHECK_FAILED, UserError
 from mpipar.inference.generate import Text, generate
 from mpipar.inference.sampling import Sampling
 from mpipar.ops import make
-from mpipar.train.worker import Worker
 
 LAYOUTS = ("tp", "pp", "dp")
 TOLERANCE = 1e-4  # of the largest logit: how much likelier another token may be
@@ -72,10 +70,7 @@ class OurSide:
         self.config, _ = resolve(build(grid | {
             "preset": preset, "num_microbatches": grid["pp"], "optimizer": "sgd",
             "batch_size": grid["dp"] * grid["pp"]}), world.size)
-        self.worker = Worker(self.config, Grid.of(self.config.grid, world.rank),
-                             make("cpu", "float32", kernels=kernels), Recorder(),
-                             world if world.size > 1 else None)
-        self.worker.initialize()
+        self.worker = worker_of(self.config, world, make("cpu", "float32", kernels=kernels))
 
     def run(self, prompts, new_tokens) -> tuple[list[float], list[list[int]]]:
         """Return (seconds of each round, all tokens of each row)."""

@@ -20,7 +20,7 @@ from pathlib import Path
 import numpy as np
 
 from mpipar.console.tables import table
-from mpipar.errors import OutputError
+from mpipar.errors import DataError, OutputError
 from mpipar.job.blas import processor
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -71,11 +71,30 @@ def write(path: str | None, bench: str, rows: list[dict], *, beside: dict | None
         return
     result = {"schema": SCHEMA, "bench": bench, "machine": machine() | facts, "rows": rows,
               **(beside or {})}
+    write_text(path, json.dumps(result, indent=1) + "\n")
+
+
+def write_text(path: str | Path, text: str) -> None:
+    """Write a file, and make the folders that it lacks. Raises OutputError."""
     try:
         Path(path).parent.mkdir(parents=True, exist_ok=True)
-        Path(path).write_text(json.dumps(result, indent=1) + "\n")
+        Path(path).write_text(text, encoding="utf-8")
     except OSError as error:
         raise OutputError(f"{path}: {error.strerror}") from error
+
+
+def read(path: Path, bench: str) -> dict:
+    """Return a result file of a program. Raises DataError if it is none, or another program's."""
+    try:
+        found = json.loads(path.read_text())
+    except OSError as error:
+        raise DataError(f"{path}: {error.strerror}") from error
+    except ValueError as error:
+        raise DataError(f"{path}: is not JSON") from error
+    made = found.get("bench") if isinstance(found, dict) else "another program"
+    if not f"{made} ".startswith(f"{bench} "):
+        raise DataError(f"{path}: is a file of {made}, not of {bench}")
+    return found
 
 
 def versions(*packages: str) -> dict[str, str]:

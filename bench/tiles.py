@@ -40,7 +40,6 @@ from __future__ import annotations
 
 import importlib.util
 import sys
-import time
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
@@ -53,6 +52,7 @@ from bench.kernels.gpu_memory import ADAMW
 from bench.kernels.gpu_products import HEAD_WIDTH, backward, parts
 from bench.program import Outcome, Program
 from bench.step import blas
+from bench.timing import seconds_of
 from mpipar.config import flags
 from mpipar.errors import EXIT_CHECK_FAILED, EnvironmentProblem
 from mpipar.ops import make, numpy_ops
@@ -162,12 +162,7 @@ def outcome(chain, ops):
 def best_seconds(function, repeats) -> float:
     """Return the shortest of `repeats` calls, after one that is not timed."""
     function()
-    found = []
-    for _ in range(repeats):
-        start = time.perf_counter()
-        function()
-        found.append(time.perf_counter() - start)
-    return min(found)
+    return min(seconds_of(function, repeats))
 
 
 def peaks(repeats) -> dict[str, float]:

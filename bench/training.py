@@ -19,6 +19,14 @@ from mpipar.data.source import load_source
 from mpipar.train.worker import StepResult, Worker
 
 
+def worker_of(config: Any, world: Any, ops: Any, recorder: Recorder | None = None) -> Worker:
+    """Return a rank's worker with its initial weights. Comm: makes its groups, on every rank."""
+    worker = Worker(config, Grid.of(config.grid, world.rank), ops, recorder or Recorder(),
+                    world if world.size > 1 else None)
+    worker.initialize()
+    return worker
+
+
 class Trained:
     """A rank's worker with its initial weights, and the rows that it trains on.
 
@@ -27,9 +35,7 @@ class Trained:
     """
 
     def __init__(self, config: Any, world: Any, recorder: Any, tokens: Any = None, ops: Any = None):
-        self.worker = Worker(config, Grid.of(config.grid, world.rank),
-                             ops or ops_module.make("cpu", "float32"), recorder, world)
-        self.worker.initialize()
+        self.worker = worker_of(config, world, ops or ops_module.make("cpu", "float32"), recorder)
         if tokens is None:
             tokens = load_source((), config.model.vocab_size).tokens
         self.rows = Rows(self.worker.ops, tokens, config, self.worker.grid)

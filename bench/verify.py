@@ -71,7 +71,6 @@ from mpipar.errors import (
     EXIT_INTERRUPTED,
     EXIT_OK,
     EnvironmentProblem,
-    OutputError,
     UsageError,
 )
 from mpipar.files.text import counted
@@ -211,15 +210,6 @@ def verify_products(world, machine) -> list[dict]:
     return [line(Subject("product", world.size, "-"), f"{one.m}x{one.k}x{one.n}",
                  machine.product_seconds(one.m, one.k, one.n).seconds * 1e6, one.seconds * 1e6)
             for one in measure_products(world, ops, HELD_OUT_SIDES)]
-
-
-def write_lines(path: str, lines) -> None:
-    """Write one JSON object on each line. Raises OutputError."""
-    try:
-        Path(path).parent.mkdir(parents=True, exist_ok=True)
-        Path(path).write_text("".join(json.dumps(one) + "\n" for one in lines))
-    except OSError as error:
-        raise OutputError(f"{path}: {error.strerror}") from error
 
 
 def prepared(args, world_rank: int = 0):
@@ -388,7 +378,7 @@ def compare(args, session) -> int:
     verdicts = judge(lines)
     print(shown(lines, verdicts))
     if args.details:
-        write_lines(args.details, lines)
+        results.write_text(args.details, "".join(json.dumps(one) + "\n" for one in lines))
     return concluded(args, "bench.verify", verdicts)
 
 

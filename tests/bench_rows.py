@@ -6,9 +6,13 @@ import types
 import numpy as np
 
 from bench.interconnect import records, statistics
+from mpipar.comm.one_rank import OneRank
 
 COMM, BARE = "mpipar.comm", "mpi4py"
-# A session without a launcher.
+ONE = OneRank("none is needed")
+# A job of one rank, and a session without a launcher.
+SESSION = types.SimpleNamespace(start=lambda: ONE, host_rank=0, world=ONE,
+                                agree=lambda function: function())
 ALONE = types.SimpleNamespace(launcher=types.SimpleNamespace(size=1), stop_requested=False,
                               stop_on_request=contextlib.nullcontext)
 

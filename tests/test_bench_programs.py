@@ -4,9 +4,9 @@ import json
 import re
 import subprocess
 import sys
-from types import SimpleNamespace
 
 import pytest
+from bench_rows import SESSION
 from helpers import run_command, run_ranks
 
 from bench import generate, reading_path, results, schedules, startup, tiles
@@ -16,7 +16,6 @@ from bench.kernels import __main__ as kernels
 from bench.matmul import __main__ as matmul
 from bench.matmul.cut_product import cases, shown
 from bench.step import __main__ as step
-from mpipar.comm.one_rank import OneRank
 from mpipar.errors import (
     EXIT_DATA,
     EXIT_OK,
@@ -32,8 +31,6 @@ from mpipar.partition import MESH_CUTS
 
 LIMIT = 100  # seconds
 TEXTS = "--presets tiny --prompt-tokens 6 --new-tokens 4 --repeats 1 --batch-sizes 2"
-SESSION = SimpleNamespace(start=lambda: None, world=OneRank("none is needed"),
-                          agree=lambda function: function())
 PRODUCTS = "--tokens 21 --inner 10 --outer 13 --repeats 2 --dtype float64"
 FILES, RECORDS = "--size 4M --repeats 2", "--repeats 5 --steps 2"
 
@@ -82,19 +79,6 @@ def test_an_unknown_name_is_refused_with_the_next_one(capsys):
 # --- files that cannot be written: refused before anything is measured; looking leaves no trace
 
 
-class Session:
-    """A job of one rank that can only agree."""
-
-    class world:
-        rank, size = 0, 1
-
-    def start(self):
-        return self.world
-
-    def agree(self, function):
-        return function()
-
-
 @pytest.fixture
 def no_folder(tmp_path):
     (tmp_path / "file").write_text("")
@@ -107,7 +91,7 @@ def no_folder(tmp_path):
     ids=lambda one: getattr(one, "__name__", str(one)))
 def test_no_bench_measures_what_it_could_not_write(bench, words, no_folder):
     with pytest.raises(OutputError, match=f"--json {no_folder}: Not a directory"):
-        bench.main([*words, "--json", no_folder], Session())
+        bench.main([*words, "--json", no_folder], SESSION)
 
 
 def test_several_ranks_end_with_one_message(no_folder):
@@ -143,7 +127,7 @@ def test_matmul_keeps_a_file_that_is_not_its_own(tmp_path, text):
     path = tmp_path / "other.json"
     path.write_text(text)
     with pytest.raises(DataError, match="is not a file of bench"):
-        matmul.main(["--json", str(path)], Session())
+        matmul.main(["--json", str(path)], SESSION)
     assert path.read_text() == text
 
 

@@ -3,11 +3,11 @@
 import ctypes
 import json
 import sys
-import types
 
 import fake_cupy
 import numpy as np
 import pytest
+from bench_rows import ONE, SESSION
 from helpers import run_command, run_ranks
 
 from bench.step import __main__ as step
@@ -21,9 +21,6 @@ from mpipar.ops.numpy_ops import NumpyOps
 SIZES = """--layers 2 --d-model 24 --heads 4 --seq-len 20 --batch-size 2 --vocab-size 31 --repeats 2
     --no-compiled"""
 
-ONE = OneRank("none is needed")
-SESSION = types.SimpleNamespace(start=lambda: ONE, host_rank=0, world=ONE,
-                                agree=lambda function: function())
 THEIRS = ["torch", "torch fused attention", "torch fused attention, AdamW"]
 ALONE = ["products, numpy", "products, torch"]
 

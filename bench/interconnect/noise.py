@@ -9,12 +9,13 @@ applications by simulation, SC 2010; the fixed work quantum of Sottile and Minni
 
 from __future__ import annotations
 
-from time import perf_counter_ns
+from functools import partial
 
 import numpy as np
 
 from bench import results
 from bench.interconnect.cases import Case
+from bench.timing import seconds_of
 
 PLAIN = "Python"
 QUANTUM_NS = 200_000
@@ -39,12 +40,8 @@ class Noise(Case):
     @staticmethod
     def bits() -> int:
         """Return the bits of the exponent with which a quantum takes about QUANTUM_NS here."""
-        exponent, took = (1 << FIRST_BITS) - 1, []
-        for _ in range(TAKES):
-            start = perf_counter_ns()
-            pow(BASE, exponent, MODULUS)
-            took.append(perf_counter_ns() - start)
-        return max(1, round(FIRST_BITS * QUANTUM_NS / min(took)))
+        took = seconds_of(partial(pow, BASE, (1 << FIRST_BITS) - 1, MODULUS), TAKES)
+        return max(1, round(FIRST_BITS * QUANTUM_NS * 1e-9 / min(took)))
 
     def planned(self, plan):
         """Return all of the time, at least LEAST_SECONDS: a known median reveals no detours."""

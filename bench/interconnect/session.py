@@ -43,6 +43,7 @@ from bench.interconnect.statistics import (
     summary,
     times_us,
 )
+from bench.timing import seconds_of
 from mpipar import ops as ops_module
 from mpipar.comm.clock import CommonClock, clock_identity, measure_clocks, shared_clocks
 from mpipar.comm.facts import broadcast_text, gather_facts
@@ -58,12 +59,7 @@ VARIABLES = re.compile(r"(MPI|UCX|FI_|OMPI|NCCL|SLURM_(JOB_ID|NNODES|NTASKS)|.*_
 def copy_rate() -> float:
     """Return GB/s of a memory copy, best of three: an upper bound for messages inside a host."""
     source, target = np.ones(COPY_BYTES, np.uint8), np.ones(COPY_BYTES, np.uint8)
-    seconds = []
-    for _ in range(3):
-        start = time.perf_counter()
-        np.copyto(target, source)
-        seconds.append(time.perf_counter() - start)
-    return COPY_BYTES / min(seconds) * 1e-9
+    return COPY_BYTES / min(seconds_of(partial(np.copyto, target, source), 3)) * 1e-9
 
 
 def revision(root: Path = results.ROOT) -> str:

@@ -18,9 +18,9 @@ few to compare.
 from __future__ import annotations
 
 import sys
+from functools import partial
 from itertools import combinations
 from statistics import median
-from time import perf_counter
 from typing import NamedTuple
 
 import numpy as np
@@ -30,6 +30,7 @@ from bench.interconnect.groups import link_of
 from bench.interconnect.noise import BASE, MODULUS, Noise
 from bench.interconnect.places import place_fact
 from bench.program import Program
+from bench.timing import seconds_of
 from mpipar.comm.facts import broadcast_text, gather_facts, gather_numbers
 from mpipar.comm.hosts import cores_of
 from mpipar.config import flags
@@ -106,27 +107,22 @@ def suspects(work: list[float], pairs: dict[str, dict[Pair, float]], links: dict
 
 def work_seconds(exponent: int) -> float:
     """Return the best time of a fixed piece of work on this rank's core."""
-    took = []
-    for _ in range(WORKS):
-        start = perf_counter()
-        pow(BASE, exponent, MODULUS)
-        took.append(perf_counter() - start)
-    return min(took)
+    return min(seconds_of(partial(pow, BASE, exponent, MODULUS), WORKS))
 
 
 def pair_seconds(world, pair: Pair, what: str) -> float:
     """Return the best half of a round trip of this pair. Comm: TRIPS round trips."""
-    x, took = np.zeros(SIZES[what], np.uint8), []
-    for _ in range(TRIPS[what]):
-        start = perf_counter()
+    x = np.zeros(SIZES[what], np.uint8)
+
+    def trip() -> None:
         if world.rank == pair[0]:
             world.Send(x, pair[1], TAG)
             world.Recv(x, pair[1], TAG)
         else:
             world.Recv(x, pair[0], TAG)
             world.Send(x, pair[0], TAG)
-        took.append((perf_counter() - start) / 2)
-    return min(took)
+
+    return min(seconds_of(trip, TRIPS[what])) / 2
 
 
 def measure(world, rounds: int, progress) -> tuple[list[float], dict] | None:

@@ -26,6 +26,7 @@ from bench.interconnect.records import COMPLETE, INTERRUPTED, Writer
 from bench.interconnect.sampling import Plan
 from bench.interconnect.session import Bench
 from bench.machine.predicted import Subject, line
+from bench.training import worker_of
 from mpipar import data
 from mpipar import ops as ops_module
 from mpipar.comm.facts import broadcast_text
@@ -48,7 +49,6 @@ from mpipar.plan.machine import HOP, SENDING, STREAM, Curve, Eager, Product
 from mpipar.plan.measure import measure_costs
 from mpipar.plan.measure_machine import largest
 from mpipar.plan.step import step_estimate
-from mpipar.train.worker import Worker
 
 GEMM_SIDES = (32, 128, 512)
 HELD_OUT_SIDES = (64, 256)  # between GEMM_SIDES
@@ -124,8 +124,7 @@ def step_seconds(world, ops, config, budget) -> float:
     The first step counts only if the budget has no time for a second. Comm: the steps', a barrier
     before and after each, and those of the budget.
     """
-    worker = Worker(config, Grid.of(config.grid, world.rank), ops, Recorder(), world)
-    worker.initialize()
+    worker = worker_of(config, world, ops)
     batch, seconds = data.data_of(config.model).blank_batch(ops, config), []
     for number in budget.rounds(STEPS + 1):
         world.Barrier()

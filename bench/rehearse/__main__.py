@@ -170,13 +170,8 @@ def jobs_of(args, num_ranks: int) -> list[Job]:
         raise UsageError(f"{which}: this job has {counted(num_ranks, 'rank')}; start"
                          f" mpiexec -n {max(2, sum(needed))}, with two ranks or more in each"
                          " layout")
-    left, owners = dict(enumerate(needed)), []
-    while left:
-        for number in [*left]:
-            owners.append(number)
-            left[number] -= 1
-            if not left[number]:
-                del left[number]
+    owners = [number for _, number in sorted(
+        (turn, number) for number, count in enumerate(needed) for turn in range(count))]
     return [Job(tuple(words), config, tuple(
         rank for rank, owner in enumerate(owners) if owner == number))
         for number, (words, config) in enumerate(zip(texts, configs, strict=True))]
@@ -359,12 +354,9 @@ def barrier_rows(by_rank: list[list], rate: float | None) -> list[dict]:
         row |= {} if rate is None else {"bound_ms": mean["sent"] / rate * 1e-6}
         row |= {"predicted_ms": mean["predicted"] * 1e3}
         rows.append(row)
-    known = [row for row in rows if not math.isnan(row["predicted_ms"])]
-    for row in rows:
-        if row not in known:
-            row["predicted_ms"] = ""
-    return rows if known else [
-        {name: row[name] for name in row if name != "predicted_ms"} for row in rows]
+    if all(math.isnan(row["predicted_ms"]) for row in rows):
+        return [{name: row[name] for name in row if name != "predicted_ms"} for row in rows]
+    return [row | {"predicted_ms": ""} if math.isnan(row["predicted_ms"]) else row for row in rows]
 
 
 main = Program("rehearse", __doc__, measure, together=True, add=add_flags, check=check,

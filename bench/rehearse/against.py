@@ -87,9 +87,16 @@ def one_layout(world, words: str, steps: int) -> tuple[np.ndarray, bool]:
 
 def measure(args, session) -> Outcome | int:
     """Measure all layouts, here or over a cable; code 1 if records differ."""
-    if args.cable:
-        return on_cable(args, session)
     world, rows, code = session.world, [], 0
+    facts = {"steps": args.steps, "model": SIZES}
+    if args.cable:
+        with session.stop_on_request():
+            code, found = over_cable(session, args.cable, [
+                "bench.rehearse.against", "--steps", str(args.steps)])
+        if found is None:
+            print("the ranks on two hosts have ended early", file=sys.stderr)
+            return abs(code) or EXIT_CHECK_FAILED
+        return Outcome(found["rows"], facts, abs(code))
     if world.size != 2:
         raise UsageError("needs two ranks: mpiexec -n 2 python -m bench.rehearse.against")
     with threadpool_limits(1):
@@ -101,18 +108,7 @@ def measure(args, session) -> Outcome | int:
                          "rehearsed_ms": 1e3 * float(np.median(times[:, 1])), "low": float(low),
                          "ratio": float(ratio), "high": float(high),
                          "records": "alike" if equal else "differ"})
-    return Outcome(rows, {"steps": args.steps, "model": SIZES}, code) if world.rank == 0 else code
-
-
-def on_cable(args, session) -> Outcome | int:
-    """Return the outcome of two ranks with a cable between them."""
-    with session.stop_on_request():
-        code, found = over_cable(session, args.cable, [
-            "bench.rehearse.against", "--steps", str(args.steps)])
-    if found is None:
-        print("the ranks on two hosts have ended early", file=sys.stderr)
-        return abs(code) or EXIT_CHECK_FAILED
-    return Outcome(found["rows"], {"steps": args.steps, "model": SIZES}, abs(code))
+    return Outcome(rows, facts, code) if world.rank == 0 else code
 
 
 main = Program(

@@ -20,8 +20,10 @@ import numpy as np
 
 from bench.program import add_counts
 from bench.step.torch_decoder import TorchDecoder
+from bench.training import worker_of
 from mpipar.comm.grid import Grid
 from mpipar.comm.hosts import quiet_barrier
+from mpipar.comm.one_rank import OneRank
 from mpipar.comm.record import Recorder
 from mpipar.config import flags
 from mpipar.config.grid import GridConfig
@@ -35,7 +37,6 @@ from mpipar.data.source import load_source
 from mpipar.ops import make, numpy_ops
 from mpipar.plan.predict import predict
 from mpipar.train.optim import learning_rate
-from mpipar.train.worker import Worker
 
 PARTS = ("forward_backward", "update")
 CHECK_STEPS, WARM_UP_STEPS = 3, 2
@@ -105,10 +106,8 @@ class OurSide:
 
     def __init__(self, config, rows, ops, world, recorder=None):
         self.config, self.ops, self.recorder = config, ops, recorder or Recorder()
-        grid = Grid.of(config.grid, world.rank)
-        self.worker = Worker(config, grid, ops, self.recorder, world if world.size > 1 else None)
-        self.worker.initialize()
-        self.rows, self.dp_rank = rows, grid.place("dp")
+        self.worker = worker_of(config, world, ops, self.recorder)
+        self.rows, self.dp_rank = rows, self.worker.grid.place("dp")
 
     def batches(self, step) -> list[Batch]:
         """Return this rank's microbatches of a step."""
@@ -152,8 +151,7 @@ def torch_side(torch, args, rows, **how) -> TorchSide:
     how: whether it is compiled, and what is fused, see `TorchDecoder`.
     """
     config = configure(args, {}, 1)
-    alone = Worker(config, Grid(0), make("cpu", "float32"), Recorder())
-    alone.initialize()
+    alone = worker_of(config, OneRank("none is needed"), make("cpu", "float32"))
     weights = {param.name: param.data for stage in alone.stages.values() for param in stage.params}
     return TorchSide(torch, config, rows, weights, device=args.device,
                      dtype=getattr(torch, args.dtype), loss_scale=alone.loss_scale.value, **how)

@@ -10,7 +10,6 @@ file also keeps what two pictures need of it: its median step, that step simulat
 from __future__ import annotations
 
 import contextlib
-import json
 import re
 import socket
 import time
@@ -34,6 +33,8 @@ QUICK = 10  # seconds: a file whose commands take less has them run in CI
 def measure(path: Path, commands: list[str]) -> None:
     """Run the commands, and write their outputs. Raises DataError if one of them fails."""
     rows = []
+    if not (commands or path.exists()):
+        raise DataError(f"{path}: does not exist; name the commands to measure")
     with contextlib.closing(Workplace()) as workplace:
         for command in commands or [row["command"] for row in rows_of(path)]:
             start = time.perf_counter()
@@ -61,27 +62,13 @@ def is_quick(path: Path) -> bool:
 
 def rows_of(path: Path) -> list[dict]:
     """Return the commands of a file with their seconds and outputs. Raises DataError."""
-    return result_of(path)["rows"]
-
-
-def result_of(path: Path) -> dict:
-    """Read a result file of this program. Raises DataError."""
-    try:
-        found = json.loads(path.read_text())
-    except OSError as error:
-        raise DataError(f"{path}: {error.strerror}; name the commands to measure") from error
-    except ValueError as error:
-        raise DataError(f"{path}: is not JSON; name a new file") from error
-    bench = found.get("bench") if isinstance(found, dict) else "another program"
-    if bench != BENCH:
-        raise DataError(f"{path}: is a file of {bench}, not of {BENCH}")
-    return found
+    return results.read(path, BENCH)["rows"]
 
 
 def shown(block: Block, root: Path) -> str:
     """Return the machine, and the commands and outputs of a file, or `:: part N` of them."""
     try:
-        result = result_of(root / block.words)
+        result = results.read(root / block.words, BENCH)
     except DataError as error:
         raise block.problem(str(error)) from error
     rows, machine = result["rows"], result["machine"]

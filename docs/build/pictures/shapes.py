@@ -6,10 +6,10 @@ A watched step shows what a rank of any layout holds, and when it sends.
 from __future__ import annotations
 
 import argparse
-import json
 from pathlib import Path
 from typing import NamedTuple
 
+from bench import results
 from bench.training import take_step
 from mpipar import ops as ops_module
 from mpipar.comm.grid import AXES
@@ -87,9 +87,7 @@ def load(root: Path, words: list[str], bench: str) -> tuple[dict, str]:
     """
     if len(words) != 1:
         raise DataError(f"name one result file of {bench}")
-    found = json.loads((root / words[0]).read_text())
-    if not found["bench"].startswith(bench):
-        raise DataError(f"{words[0]}: a result of {found['bench']}, not of {bench}")
+    found = results.read(root / words[0], bench)
     machine = found["machine"]
     return found, f"Measured {machine['date']} on {machine['cores']} cores: {machine['cpu']}."
 
