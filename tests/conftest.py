@@ -35,6 +35,7 @@ for pool in blas.pools():
 
 pytest_plugins = ["costs", "fault_table"]
 MPI_FOLDER = Path(__file__).parent / "mpi"
+LONGEST = "tests/test_mpi_sessions.py::test_slow_session[4]"  # as long as all other sessions
 
 # A busy machine makes slow examples: how long one takes is no finding.
 hypothesis.settings.register_profile(
@@ -157,14 +158,14 @@ def pytest_collection() -> Iterator[None]:
 
 @pytest.hookimpl(optionalhook=True)
 def pytest_xdist_make_scheduler(config: pytest.Config, log):
-    """With --dist loadfile, let each session be a unit of its own: the longest is ten minutes."""
+    """With --dist loadfile, let the longest session run beside the others of its file."""
     if config.getvalue("dist") != "loadfile":
         return None
     from xdist.scheduler import LoadFileScheduling
 
     class Scheduling(LoadFileScheduling):
         def _split_scope(self, nodeid: str) -> str:
-            return nodeid if "test_mpi_sessions.py" in nodeid else super()._split_scope(nodeid)
+            return nodeid if nodeid == LONGEST else super()._split_scope(nodeid)
 
     return Scheduling(config, log)
 
