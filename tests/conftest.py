@@ -5,10 +5,12 @@ passed.
 """
 
 import functools
+import gc
 import hashlib
 import importlib.util
 import os
 import shutil
+from collections.abc import Iterator
 from pathlib import Path
 
 import browser
@@ -33,6 +35,7 @@ for pool in blas.pools():
 
 pytest_plugins = ["costs", "fault_table"]
 MPI_FOLDER = Path(__file__).parent / "mpi"
+LONGEST = "tests/test_mpi_sessions.py::test_slow_session[4]"  # as long as all other sessions
 
 # A busy machine makes slow examples: how long one takes is no finding.
 hypothesis.settings.register_profile(
@@ -140,6 +143,31 @@ def pytest_ignore_collect(collection_path: Path, config: pytest.Config) -> bool 
     if collection_path == MPI_FOLDER and not config.getoption("--with-mpi", False):
         return True
     return None
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_collection() -> Iterator[None]:
+    """Leave what collection makes out of every search for garbage: it lives to the end."""
+    gc.disable()
+    try:
+        return (yield)
+    finally:
+        gc.freeze()
+        gc.enable()
+
+
+@pytest.hookimpl(optionalhook=True)
+def pytest_xdist_make_scheduler(config: pytest.Config, log):
+    """With --dist loadfile, let the longest session run beside the others of its file."""
+    if config.getvalue("dist") != "loadfile":
+        return None
+    from xdist.scheduler import LoadFileScheduling
+
+    class Scheduling(LoadFileScheduling):
+        def _split_scope(self, nodeid: str) -> str:
+            return nodeid if nodeid == LONGEST else super()._split_scope(nodeid)
+
+    return Scheduling(config, log)
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 from helpers import REPOSITORY, run_ranks
 
-SESSION_LIMIT = 900.0  # seconds for one session: twice what the longest takes beside other tests
+SESSION_LIMIT = 1300.0  # seconds for one session: twice what the longest takes beside other tests
 TEST_LIMIT = 200.0  # seconds for one test inside; then every rank prints where it is, and all end
 MPI_FOLDER = REPOSITORY / "tests" / "mpi"
 
