@@ -110,5 +110,5 @@ def last_words(child: int, code: int, launcher: Launcher) -> failure.Report:
         if -code in KILLED:
             exit_code, do = errors.EXIT_ENVIRONMENT, ""
             what += f", {KILLED[-code]}"
-    return failure.Report(exit_code, (what,), failure.place(launcher.rank, launcher.size, child),
-                          "", do, "")
+    place = failure.place(launcher.rank, launcher.size, child)
+    return failure.Report(exit_code, (what,), place, do=do)
