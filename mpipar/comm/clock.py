@@ -144,9 +144,7 @@ class CommonClock:
 
     def to_json(self) -> dict[str, Any]:
         """Return the clock as JSON-able values."""
-        return {"owners": list(self.owners)} | {
-            name: {str(owner): asdict(sample) for owner, sample in part.items()}
-            for name, part in (("before", self.before), ("after", self.after))}
+        return asdict(self)
 
     @classmethod
     def from_json(cls, value: dict[str, Any]) -> CommonClock:

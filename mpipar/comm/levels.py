@@ -12,9 +12,8 @@ from collections import deque
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
-import numpy as np
-
 from mpipar.comm.algorithms.steps import Posted, Steps
+from mpipar.comm.facts import all_gather_facts
 from mpipar.comm.grid import chunk_size
 from mpipar.comm.group import Comm
 from mpipar.comm.request import Array, Request
@@ -82,16 +81,14 @@ class Levels:
 def hosts_of(mpi_world: MPI.Intracomm) -> list[int]:
     """Return, for each world rank, the lowest rank of its host.
 
-    Comm: a split and an all_gather over the world, an all_reduce inside each host.
+    Comm: a split and a gather of facts over the world, and one inside each host.
     """
     from mpi4py import MPI
 
-    first, found = np.array([mpi_world.rank]), np.empty(mpi_world.size, np.int64)
     host = mpi_world.Split_type(MPI.COMM_TYPE_SHARED)
-    host.Allreduce(MPI.IN_PLACE, first, op=MPI.MIN)
+    first = min(all_gather_facts(host, mpi_world.rank))
     host.Free()
-    mpi_world.Allgather(first, found)
-    return [int(place) for place in found]
+    return all_gather_facts(mpi_world, first)
 
 
 def near_and_far(ranks: Sequence[int], hosts: Sequence[int], own: int,

@@ -9,7 +9,9 @@ from mpi4py import MPI
 
 from mpipar import ops as ops_module
 from mpipar.comm.grid import Grid
+from mpipar.comm.groups import Comms
 from mpipar.comm.record import Recorder
+from mpipar.comm.request import Options
 from mpipar.config.grid import GridConfig
 from mpipar.config.model import DecoderConfig
 from mpipar.config.presets import OF_MODEL
@@ -51,6 +53,11 @@ def small_config(layout, num_microbatches=2, model=MODEL, rows_per_mb=2, **grid)
         run=RunConfig(preset=OF_MODEL[model.model], dtype="float64", seed=3),
     )
     return resolve(config, dp * pp * tp * config.grid.cp)[0]
+
+
+def comms_for(ops, axis="dp", **options) -> Comms:
+    """The groups of a grid in which all ranks lie on one axis; to be closed."""
+    return Comms(Grid(WORLD.rank, {axis: WORLD.size}), ops, Recorder(), WORLD, Options(**options))
 
 
 @functools.cache

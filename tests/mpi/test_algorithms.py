@@ -5,7 +5,14 @@ from dataclasses import replace
 
 import numpy as np
 import pytest
-from small_model import MODEL, WORLD, assert_equals_known, small_config, with_sync_sends
+from small_model import (
+    MODEL,
+    WORLD,
+    assert_equals_known,
+    comms_for,
+    small_config,
+    with_sync_sends,
+)
 
 from mpipar import ops as ops_module
 from mpipar.comm import groups
@@ -15,11 +22,9 @@ from mpipar.comm.algorithms.ring import Ring
 from mpipar.comm.algorithms.shared import Marks
 from mpipar.comm.algorithms.steps import add
 from mpipar.comm.algorithms.window import SMALL, TILE, Window
-from mpipar.comm.grid import Grid
 from mpipar.comm.groups import Comms
 from mpipar.comm.levels import Levels, near_and_far
-from mpipar.comm.record import Recorder
-from mpipar.comm.request import Done, Options
+from mpipar.comm.request import Done
 from mpipar.config.memory import MemoryConfig
 from mpipar.config.run import SUMS
 from mpipar.errors import EnvironmentProblem, HangError
@@ -51,15 +56,14 @@ def total(length: int) -> np.ndarray:
     return sum(numbers(place, length) for place in range(RANKS))
 
 
-def comms_for(name: str, recorder=None, chosen=None, **options) -> Comms:
-    """One group of all ranks."""
-    return Comms(Grid(HERE, {"dp": RANKS}), ops_module.make("cpu", "float64"),
-                 recorder or Recorder(), WORLD, Options(all_reduce=name, chosen=chosen, **options))
+def group_of(name: str, **options) -> Comms:
+    """One group of all ranks, whose sums travel by this algorithm."""
+    return comms_for(ops_module.make("cpu", "float64"), all_reduce=name, **options)
 
 
 def wrong_sums(name: str, **options) -> int:
     """On any rank: sums of any kind that are wrong, after all orders of waiting."""
-    comms = comms_for(name, **options)
+    comms = group_of(name, **options)
     dp, bad = comms["dp"], 0
     for length in LENGTHS:
         arrays = [np.empty(length), np.empty(length),
@@ -91,7 +95,7 @@ def test_sums_over_two_hosts(name, two_hosts):
 
 @everyone
 def test_parts(name):
-    comms = comms_for(name)
+    comms = group_of(name)
     dp = comms["dp"]
     for length in LENGTHS:
         given = np.stack([numbers(RANKS * HERE + part, length) for part in range(RANKS)])
@@ -113,7 +117,7 @@ def test_parts(name):
 @everyone
 def test_many_posted_sums_are_waited_for_in_any_order(name):
     """More than there are rows of marks, with every other rank asleep in between."""
-    comms = comms_for(name)
+    comms = group_of(name)
     x = comms["dp"].zeros(comms.ops, (600, 3), "float64", "gradients")
     x[:] = numbers(HERE, 3)
     pending = [comms["dp"].iall_reduce(row, "posted") for row in x]
@@ -128,7 +132,7 @@ def test_many_posted_sums_are_waited_for_in_any_order(name):
 
 @everyone
 def test_maxima(name):
-    comms = comms_for(name)
+    comms = group_of(name)
     x = np.array([HERE, -HERE, 5.0])
     assert comms["dp"].all_reduce(x, "largest", op="max").tolist() == [RANKS - 1, 0, 5]
     comms.close()
@@ -138,7 +142,7 @@ def test_maxima(name):
 def test_every_rank_and_run_has_the_same_bits(name):
     rows = []
     for _ in range(2):
-        comms = comms_for(name)
+        comms = group_of(name)
         for length in LENGTHS:
             x = np.random.default_rng(HERE).standard_normal(length)
             rows.append(WORLD.allgather(comms["dp"].all_reduce(x, "sum").tobytes()))
@@ -151,13 +155,13 @@ def test_every_rank_and_run_has_the_same_bits(name):
 def test_too_little_shared_memory_is_said_on_every_rank(monkeypatch):
     monkeypatch.setattr(shared, "room_left", lambda: (1 << 20) + (HERE << 30))
     with pytest.raises(EnvironmentProblem, match=r"1 MiB left.*--all-reduce mpi"):
-        comms_for("window")
+        group_of("window")
 
 
 def test_shared_memory_that_another_group_takes_meanwhile_is_said_on_every_rank(monkeypatch):
     monkeypatch.setattr(shared, "get_pages", lambda x: HERE > 0)
     with pytest.raises(EnvironmentProblem, match=r"0 MiB left.*--all-reduce mpi"):
-        comms_for("window")
+        group_of("window")
 
 
 # --- twins: each must be caught by the tests above
@@ -205,20 +209,19 @@ def test_a_level_that_forwards_too_early_is_caught(two_hosts, monkeypatch):
 
 # --- the record and the check
 
-def names_of(recorder) -> list[tuple[str, str]]:
-    return [(record.operation, record.name) for record in recorder.records]
+def names_of(comms: Comms) -> list[tuple[str, str]]:
+    return [(record.operation, record.name) for record in comms.recorder.records]
 
 
 @pytest.mark.ranks(4)
 def test_each_level_is_a_barrier_of_its_own(two_hosts):
-    recorder = Recorder()
-    comms = comms_for("levels", recorder)
+    comms = group_of("levels")
     comms["dp"].all_reduce(np.ones(4), "sum")
     comms["dp"].iall_reduce(np.ones(4), "grads.bucket").wait()
     due = [("reduce_scatter", "/host"), ("all_reduce", "/across"), ("all_gather", "/host")]
-    assert names_of(recorder) == [(operation, f"{name}{level}") for name in ("sum", "grads.bucket")
+    assert names_of(comms) == [(operation, f"{name}{level}") for name in ("sum", "grads.bucket")
                                   for operation, level in due]
-    records = recorder.records
+    records = comms.recorder.records
     assert [record.payload_bytes for record in records] == [32, 16, 32] * 2
     assert [record.wire_bytes for record in records] == [16, 16, 16] * 2
     assert all("test_algorithms.py" in record.site and record.done_ns for record in records)
@@ -227,17 +230,16 @@ def test_each_level_is_a_barrier_of_its_own(two_hosts):
 
 @everyone
 def test_one_host_has_one_barrier(name):
-    recorder = Recorder()
-    comms = comms_for(name, recorder)
+    comms = group_of(name)
     comms["dp"].iall_reduce(np.ones(4), "grads.bucket").wait()
-    assert names_of(recorder) == [("all_reduce", "grads.bucket")]
+    assert names_of(comms) == [("all_reduce", "grads.bucket")]
     comms.close()
 
 
 @pytest.mark.ranks(4)
 @pytest.mark.parametrize("posted", [False, True])
 def test_the_check_names_a_call_that_differs(posted, two_hosts):
-    comms = comms_for("levels", check=True)
+    comms = group_of("levels", check=True)
     call = comms["dp"].iall_reduce if posted else comms["dp"].all_reduce
     with pytest.raises(HangError, match=r"rank 3 calls reduce_scatter other/host.*differs"):
         call(np.ones(4), "other" if HERE == 3 else "sum")
@@ -255,7 +257,7 @@ def test_levels_need_equal_hosts():
 
 def test_auto_takes_what_is_known(monkeypatch):
     chosen = {}
-    comms_for("auto", chosen=chosen).close()
+    group_of("auto", chosen=chosen).close()
     assert [*chosen] == [f"dp {list(range(RANKS))}"]
     assert len({str(one) for one in WORLD.allgather(chosen)}) == 1
     for names in chosen[f"dp {list(range(RANKS))}"].values():
@@ -263,7 +265,7 @@ def test_auto_takes_what_is_known(monkeypatch):
         assert {*names} <= {*KINDS}
     monkeypatch.setattr(Auto, "choose", None)  # nothing is left to measure
     known = {f"dp {list(range(RANKS))}": dict.fromkeys(CALLS, ["ring", "mpi"] * 3)}
-    comms = comms_for("auto", chosen=known)
+    comms = group_of("auto", chosen=known)
     auto = comms["dp"].wire.travel
     assert [type(auto.of(np.empty(size // 8))).__name__ for size in (8, *SIZES, 1 << 24)] == [
         "Ring", *["Ring", "MpiOwn"] * 3, "MpiOwn"]

@@ -12,15 +12,22 @@ import fake_cupy
 import fake_streams
 import numpy as np
 import pytest
-from small_model import LAYOUTS, MODEL, WORLD, computed_once, small_config, tokens, worker_and_rows
+from small_model import (
+    LAYOUTS,
+    MODEL,
+    WORLD,
+    comms_for,
+    computed_once,
+    small_config,
+    tokens,
+    worker_and_rows,
+)
 
 from bench.matmul.cut_product import PHASES, CutProduct, Sizes, cases, whole
 from bench.matmul.cut_product import connect as connect_cut
 from mpipar import ops as ops_module
 from mpipar.comm import connect
 from mpipar.comm.checked import CallCheck
-from mpipar.comm.grid import Grid
-from mpipar.comm.groups import Comms
 from mpipar.comm.record import Recorder
 from mpipar.comm.transport import HostTransport
 from mpipar.config.memory import MemoryConfig
@@ -96,7 +103,7 @@ def exchanged(poll=False):
     poll: test until all is done, before waiting.
     """
     ops, here = ops_module.make("cuda", "float64"), WORLD.rank
-    comms = Comms(Grid.of(small_config((2, 1, 1)).grid, here), ops, Recorder(), WORLD)
+    comms = comms_for(ops)
     x, sent, got = (ops.asarray(np.full(5, value)) for value in (here + 1.0, here + 10.0, 0.0))
     comm = comms.world
     pending = [comm.iall_reduce(x, "sum"), comm.isend(sent, 1 - here, 7, "message"),
@@ -128,7 +135,7 @@ def test_only_the_own_piece_of_a_gather_leaves_the_device(cuda_aware, monkeypatc
     monkeypatch.setattr(Copies, "out", lambda self, x, *more: (
         left.append(x.nbytes), COPY_OUT(self, x, *more))[1])
     ops, here = ops_module.make("cuda", "float64"), WORLD.rank
-    comms = Comms(Grid(here, {"dp": WORLD.size}), ops, Recorder(), WORLD)
+    comms = comms_for(ops)
     pieces = np.full((WORLD.size, 3), np.nan)
     pieces[here] = here
     x = ops.asarray(pieces)
@@ -173,7 +180,7 @@ def test_a_message_left_behind_is_caught(cuda_aware, monkeypatch):
     if cuda_aware == "yes":
         return
     ops = ops_module.make("cuda", "float64")
-    comms = Comms(Grid.of(small_config((2, 1, 1)).grid, WORLD.rank), ops, Recorder(), WORLD)
+    comms = comms_for(ops)
     monkeypatch.setattr(Copies, "hand_over", lambda self, wait=False: None)
     comms.world.isend(ops.zeros(5), 1 - WORLD.rank, 7, "message")
     with pytest.raises(AssertionError, match="unsent message"):

@@ -14,15 +14,11 @@ import fake_nccl
 import fake_streams
 import numpy as np
 import pytest
-from small_model import MODEL, WORLD, slow_unless, small_config, worker_and_rows
+from small_model import MODEL, WORLD, comms_for, slow_unless, small_config, worker_and_rows
 
 from mpipar import ops as ops_module
 from mpipar.comm import connect, nccl
 from mpipar.comm.device import StagedTransport
-from mpipar.comm.grid import Grid
-from mpipar.comm.groups import Comms
-from mpipar.comm.record import Recorder
-from mpipar.comm.request import Options
 from mpipar.config.memory import MemoryConfig
 from mpipar.train.verify import SPREAD, differences, full_tensors
 
@@ -49,8 +45,7 @@ def gpu(monkeypatch, pci_bus_id):
 
 def group(dtype="float64", reach=1):
     """The group of all ranks, with the groups that must be closed."""
-    ops = ops_module.make("cuda", dtype)
-    comms = Comms(Grid(HERE, {"dp": RANKS}), ops, Recorder(), WORLD, Options(reach=reach))
+    comms = comms_for(ops_module.make("cuda", dtype), reach=reach)
     return comms.world, comms
 
 

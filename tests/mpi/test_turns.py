@@ -2,13 +2,11 @@
 
 import numpy as np
 import pytest
-from small_model import WORLD
+from small_model import WORLD, comms_for
 
 from mpipar import ops as ops_module
-from mpipar.comm.grid import Grid
 from mpipar.comm.group import Comm
-from mpipar.comm.groups import Comms
-from mpipar.comm.record import TURNS, Recorder
+from mpipar.comm.record import TURNS
 from mpipar.partition import CUTS, Sizes
 
 pytestmark = pytest.mark.ranks(2, 4)
@@ -30,7 +28,7 @@ CALLS = {  # the collective of a Comm, as a function of a rank's array (Q, Q)
 
 @pytest.fixture
 def tp():
-    comms = Comms(Grid(WORLD.rank, {"tp": Q}), ops_module.make("cpu", "float64"), Recorder(), WORLD)
+    comms = comms_for(ops_module.make("cpu", "float64"), "tp")
     yield comms["tp"]
     comms.close()
 

@@ -7,7 +7,7 @@ import fake_cupy
 import fake_nccl
 import numpy as np
 import pytest
-from small_model import WORLD
+from small_model import WORLD, comms_for
 from test_guards import raised_everywhere
 
 from mpipar import ops as ops_module
@@ -28,7 +28,7 @@ HERE, RANKS = WORLD.rank, WORLD.size
 
 def group(ops, check=False):
     """The group of all ranks, with the groups that must be closed."""
-    comms = Comms(Grid(HERE, {"dp": RANKS}), ops, Recorder(), WORLD, Options(check=check))
+    comms = comms_for(ops, check=check)
     return comms.world, comms
 
 
