@@ -23,7 +23,7 @@ from mpipar.comm.algorithms.shared import Marks
 from mpipar.comm.algorithms.steps import add
 from mpipar.comm.algorithms.window import SMALL, TILE, Window
 from mpipar.comm.groups import Comms
-from mpipar.comm.levels import Levels, near_and_far
+from mpipar.comm.levels import LeveledComm, near_and_far
 from mpipar.comm.request import Done
 from mpipar.config.memory import MemoryConfig
 from mpipar.config.run import SUMS
@@ -203,7 +203,7 @@ def test_a_twin_is_caught(name, kind, method, twin, monkeypatch):
 
 @pytest.mark.ranks(4)
 def test_a_level_that_forwards_too_early_is_caught(two_hosts, monkeypatch):
-    monkeypatch.setattr(Levels, "steps", too_early)
+    monkeypatch.setattr(LeveledComm, "steps", too_early)
     assert wrong_sums("levels") > 0
 
 

@@ -41,6 +41,9 @@ CALLS = (*BLOCKING, "iall_reduce", "iall_gather", "ireduce_scatter", "isend", "i
          "recv")
 
 
+only_staged = pytest.mark.parametrize("cuda_aware", ["no"], indirect=True)
+
+
 @pytest.fixture(params=["yes", "no"], ids=["cuda-aware", "staged"])
 def cuda_aware(request, monkeypatch):
     monkeypatch.setitem(sys.modules, "cupy", fake_cupy)
@@ -164,21 +167,19 @@ TWINS = {"out": sent_at_once, "into": forgotten,
          "use_after": lambda self, event: None}  # products do not wait for the copy of their input
 
 
+@only_staged
 @pytest.mark.parametrize("name", TWINS)
 @pytest.mark.ranks(2)
 def test_a_forgotten_event_is_caught(cuda_aware, monkeypatch, name):
-    if cuda_aware == "yes":
-        return  # nothing is copied
     monkeypatch.setattr(Copies, name, TWINS[name])
     with pytest.raises(AssertionError, match="page-locked" if name == "into" else "not equal"):
         test_what_is_posted_arrives(cuda_aware, False)
 
 
+@only_staged
 @pytest.mark.ranks(2)
 def test_a_message_left_behind_is_caught(cuda_aware, monkeypatch):
     """A rank that blocks in MPI with a message that has not been sent may wait for ever."""
-    if cuda_aware == "yes":
-        return
     ops = ops_module.make("cuda", "float64")
     comms = comms_for(ops)
     monkeypatch.setattr(Copies, "hand_over", lambda self, wait=False: None)
@@ -224,10 +225,9 @@ def test_every_cut_on_the_device(cuda_aware, case):
     assert all(error <= 1e-12 for error in product.errors(full).values())
 
 
+@pytest.mark.parametrize("cuda_aware", ["yes"], indirect=True)  # a copy for staging waits
 @pytest.mark.ranks(2)
 def test_forgotten_synchronize_is_caught(cuda_aware, monkeypatch):
-    if cuda_aware == "no":
-        return  # staging copies, and the copy waits
     ops = ops_module.make("cuda", "float64")
     monkeypatch.setattr(type(ops), "synchronize", lambda self: None)
     worker, rows = worker_and_rows(small_config((1, 1, 2)), ops=ops)

@@ -51,7 +51,7 @@ def test_tensor_parallel_barriers_follow_the_formula(layout, ffn_cut, num_microb
     config = small_config(layout, num_microbatches, model=replace(MODEL, ffn_cut=ffn_cut))
     dp, _, tp = layout
     worker, recorder = real_step(config)
-    blocks = sum(len(config_blocks) for config_blocks in blocks_of(worker))
+    blocks = blocks_of(worker)
     first, last = 0 in worker.stages, worker.schedule.num_stages - 1 in worker.stages
     num_rows = config.train.batch_size // (dp * num_microbatches)
     column = 8 * num_rows * MODEL.seq_len  # bytes of a channel
@@ -76,9 +76,9 @@ def test_tensor_parallel_barriers_follow_the_formula(layout, ffn_cut, num_microb
     assert not [key for key in per_mb if key[2] not in "FI"]
 
 
-def blocks_of(worker):
-    return [[unit for unit in stage.units if isinstance(unit[0], Residual)]
-            for stage in worker.stages.values()]
+def blocks_of(worker) -> int:
+    return sum(isinstance(unit[0], Residual) for stage in worker.stages.values()
+               for unit in stage.units)
 
 
 @pytest.mark.parametrize("layout", HERE, ids=str)
@@ -156,7 +156,7 @@ def test_barriers_of_cut_tokens_follow_the_formula(layout, num_microbatches):
     config = small_config(layout, num_microbatches, model=cut_model())
     dp, _, tp = layout
     worker, recorder = real_step(config)
-    blocks = sum(len(stage) for stage in blocks_of(worker))
+    blocks = blocks_of(worker)
     first, last = 0 in worker.stages, worker.schedule.num_stages - 1 in worker.stages
     num_rows = config.train.batch_size // (dp * num_microbatches)
     act = 8 * num_rows * chunk_size(MODEL.seq_len, tp) * tp * MODEL.d_model  # with its padding
@@ -186,7 +186,7 @@ def test_one_sum_of_replicated_gradients_a_step(layout, tp_matmul, norm, vectors
     """The only partial gradients are the vectors of two norms a layer and of the last norm."""
     config = small_config(layout, 5, model=cut_model(tp_matmul, norm=norm))
     worker, recorder = real_step(config)
-    blocks = sum(len(stage) for stage in blocks_of(worker))
+    blocks = blocks_of(worker)
     last = worker.schedule.num_stages - 1 in worker.stages
     sums = [counter[:2] for key, counter in recorder.totals("axis", "name").items()
             if key == ("tp", "grads.tp")]
