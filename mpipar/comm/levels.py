@@ -96,7 +96,7 @@ def hosts_of(mpi_world: MPI.Intracomm) -> list[int]:
     """
     from mpi4py import MPI
 
-    host = mpi_world.Split_type(MPI.COMM_TYPE_SHARED)
+    host: Any = mpi_world.Split_type(MPI.COMM_TYPE_SHARED)
     first = min(all_gather_facts(host, mpi_world.rank))
     host.Free()
     return all_gather_facts(mpi_world, first)
