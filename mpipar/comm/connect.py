@@ -35,13 +35,13 @@ def connect(ops: Any, mpi_world: MPI.Intracomm | None, ranks: tuple[int, ...],
     same order, even a rank that is alone in its group. In the group, that of `kind_of` and of its
     transport.
     """
-    wire: Transport = NoTransport(ops)
-    if mpi_world is not None:
-        mpi_comm = split(mpi_world, ranks)
-        if len(ranks) == 1 or options.all_reduce == "levels":  # levels are groups of their own
-            options = options._replace(all_reduce="mpi")
-        wire = kind_of(ops, mpi_comm, options.all_reduce)(ops, mpi_comm, options)
-    return HalfPrecisionTransport(wire, ops, len(ranks)) if ops.dtype.itemsize == 2 else wire
+    if mpi_world is None:
+        return with_half_precision(NoTransport(ops), ops, len(ranks))
+    mpi_comm = split(mpi_world, ranks)
+    if len(ranks) == 1 or options.all_reduce == "levels":  # levels are groups of their own
+        options = options._replace(all_reduce="mpi")
+    kind = kind_of(ops, mpi_comm, options.all_reduce)
+    return with_half_precision(kind(ops, mpi_comm, options), ops, len(ranks))
 
 
 def kind_of(ops: Any, mpi_comm: MPI.Intracomm, all_reduce: str) -> type[HostTransport]:
@@ -68,6 +68,11 @@ def has_nccl() -> bool:
     with warnings.catch_warnings(action="ignore"):  # without NCCL, MPI is used
         import cupy.cuda.nccl as nccl
     return bool(nccl.available)
+
+
+def with_half_precision(wire: Transport, ops: Any, group_size: int) -> Transport:
+    """Return the transport, wrapped for 16-bit numbers if the ops compute with them."""
+    return HalfPrecisionTransport(wire, ops, group_size) if ops.dtype.itemsize == 2 else wire
 
 
 def cuda_aware() -> str:
