@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, NoReturn
 
 import numpy as np
 
+from mpipar.comm.facts import all_gather_facts
 from mpipar.comm.record import Record
 from mpipar.comm.transport import Counts
 from mpipar.errors import HangError
@@ -19,7 +20,6 @@ from mpipar.errors import HangError
 if TYPE_CHECKING:
     from mpi4py import MPI
 
-TEXT_BYTES = 400  # of one rank's description, when they differ
 UNEVEN = ("all_to_allv",)  # operations in which ranks send different numbers of bytes
 UNKNOWN = -1  # a count that the transport has to ask for
 
@@ -30,7 +30,7 @@ class CallCheck:
     The operation and its number in the group, name, type and root must be equal, and the bytes too
     unless the operation is uneven. If they differ, raises HangError on every rank of the group,
     with the same text everywhere: which rank makes which call.
-    Comm: one all-reduce of 16 bytes for each collective, and one all-gather when they differ.
+    Comm: one all-reduce of 16 bytes for each collective, and a gather of texts when they differ.
     """
 
     def __init__(self, mpi_comm: MPI.Intracomm, ranks: tuple[int, ...]):
@@ -51,7 +51,7 @@ class CallCheck:
         self.mpi.Allreduce(MPI.IN_PLACE, ends, op=MPI.MAX)
         if ends[0] == -ends[1]:
             return
-        calls = self._texts(f"{what} at {record.source}, collective {record.seq}")
+        calls = all_gather_facts(self.mpi, f"{what} at {record.source}, collective {record.seq}")
         common = max(calls, key=calls.count)
         self._disagree([
             f"rank {world_rank} calls {call}{'' if call == common else '   <- differs'}"
@@ -61,7 +61,7 @@ class CallCheck:
         """Verify that each rank expects the rows that the others send it in an uneven exchange.
 
         received: None where this rank expects nothing in particular. Raises HangError as above.
-        Comm: one all-gather of counts, and one of texts when they differ.
+        Comm: one all-gather of counts, and a gather of texts when they differ.
         """
         size = len(self.ranks)
         own = np.array([[row_bytes] * size, counts,
@@ -73,7 +73,7 @@ class CallCheck:
         if len(wrong) or (widths != widths[0]).any():
             callers = [f"rank {world_rank} in {record.operation} {record.name} at {place}"
                        for world_rank, place in zip(
-                           self.ranks, self._texts(record.source), strict=True)]
+                           self.ranks, all_gather_facts(self.mpi, record.source), strict=True)]
             self._disagree([
                 f"{callers[to]} expects {expected[source, to]} rows from rank {self.ranks[source]};"
                 f" {callers[source]} sends it {sent[source, to]}" for source, to in wrong] or [
@@ -83,16 +83,6 @@ class CallCheck:
     def _disagree(self, lines: list[str]) -> NoReturn:
         head = f"ranks disagree at collective {self.number} of the group {list(self.ranks)}"
         raise HangError([head, *lines])
-
-    def _texts(self, own: str) -> list[str]:
-        """Return all ranks' texts, by place. Comm: one all-gather."""
-        text = own.encode()[:TEXT_BYTES]
-        texts = np.zeros((len(self.ranks), TEXT_BYTES), np.uint8)
-        texts[self.mpi.rank, :len(text)] = np.frombuffer(text, np.uint8)
-        from mpi4py import MPI
-
-        self.mpi.Allgather(MPI.IN_PLACE, texts)
-        return [bytes(row).rstrip(b"\0").decode(errors="replace") for row in texts]
 
     def close(self) -> None:
         """Free the communicator. Comm: every member."""

@@ -10,7 +10,6 @@ are in nanoseconds.
 
 from __future__ import annotations
 
-import hashlib
 import os
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass
@@ -19,6 +18,8 @@ from time import perf_counter_ns
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
+
+from mpipar.comm.facts import all_gather_facts
 
 if TYPE_CHECKING:
     from mpi4py import MPI
@@ -52,13 +53,10 @@ def clock_identity() -> str:
 def shared_clocks(mpi_world: MPI.Intracomm, identity: str) -> list[int]:
     """Return, for each world rank, the lowest rank that reads the same clock.
 
-    Comm: one Allgather of 16 bytes over the world, outside the records.
+    Comm: one gather of facts over the world, outside the records.
     """
-    digest = np.frombuffer(hashlib.sha256(identity.encode()).digest()[:16], np.uint8)
-    digests = np.empty((mpi_world.size, 16), np.uint8)
-    mpi_world.Allgather(digest, digests)
-    keys = [bytes(row) for row in digests]
-    return [keys.index(key) for key in keys]
+    identities = all_gather_facts(mpi_world, identity)
+    return [identities.index(one) for one in identities]
 
 
 def best_sample(trips: list[tuple[int, int, int]]) -> Sample:
@@ -146,9 +144,7 @@ class CommonClock:
 
     def to_json(self) -> dict[str, Any]:
         """Return the clock as JSON-able values."""
-        return {"owners": list(self.owners)} | {
-            name: {str(owner): asdict(sample) for owner, sample in part.items()}
-            for name, part in (("before", self.before), ("after", self.after))}
+        return asdict(self)
 
     @classmethod
     def from_json(cls, value: dict[str, Any]) -> CommonClock:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import json
 from array import array
+from collections.abc import Callable
 from itertools import accumulate
 from typing import TYPE_CHECKING, Any
 
@@ -23,12 +24,9 @@ def gather_facts(mpi_world: MPI.Intracomm | None, fact: Any) -> list[Any] | None
     """
     if mpi_world is None or mpi_world.size == 1:
         return [fact]
-    own, here = json.dumps(fact).encode(), mpi_world.rank == 0
-    lengths = array("q", [0] * mpi_world.size)
-    mpi_world.Gather(array("q", [len(own)]), lengths if here else None, root=0)
-    received = bytearray(sum(lengths))
-    mpi_world.Gatherv(own, [received, lengths] if here else None, root=0)
-    return _separate(received, lengths) if here else None
+    count = mpi_world.size if mpi_world.rank == 0 else 0
+    facts = _gathered(fact, count, mpi_world.Gather, mpi_world.Gatherv)
+    return facts if count else None
 
 
 def all_gather_facts(mpi_world: MPI.Intracomm, fact: Any) -> list[Any]:
@@ -38,15 +36,16 @@ def all_gather_facts(mpi_world: MPI.Intracomm, fact: Any) -> list[Any]:
     """
     if mpi_world.size == 1:
         return [fact]
-    own, lengths = json.dumps(fact).encode(), array("q", [0] * mpi_world.size)
-    mpi_world.Allgather(array("q", [len(own)]), lengths)
+    return _gathered(fact, mpi_world.size, mpi_world.Allgather, mpi_world.Allgatherv)
+
+
+def _gathered(fact: Any, count: int, gather: Callable[..., None],
+              gather_unequal: Callable[..., None]) -> list[Any]:
+    """Return the facts of `count` ranks; 0 on a rank that receives none, whose list is empty."""
+    own, lengths = json.dumps(fact).encode(), array("q", [0] * count)
+    gather(array("q", [len(own)]), lengths if count else None)
     received = bytearray(sum(lengths))
-    mpi_world.Allgatherv(own, [received, lengths])
-    return _separate(received, lengths)
-
-
-def _separate(received: bytearray, lengths: array[int]) -> list[Any]:
-    """Return the facts that follow one another in these bytes."""
+    gather_unequal(own, [received, lengths] if count else None)
     return [json.loads(received[end - length:end])
             for end, length in zip(accumulate(lengths), lengths, strict=True)]
 

@@ -17,7 +17,7 @@ from collections.abc import Callable
 from sys import _getframe
 from time import perf_counter_ns
 from types import SimpleNamespace
-from typing import Any, Protocol
+from typing import Any
 
 from mpipar.comm.checked import CallCheck
 from mpipar.comm.record import (
@@ -36,16 +36,6 @@ from mpipar.comm.request import Array, Request
 from mpipar.comm.transport import Alone, Counts, Exchanged, Transport
 
 NOTHING = SimpleNamespace(dtype="")  # what a barrier sends
-
-
-class Levels(Protocol):
-    """How sums travel over several hosts; see `levels.Levels`."""
-
-    near: Any
-
-    def all_reduce(self, x: Array, name: str) -> Array: ...
-    def iall_reduce(self, x: Array, name: str) -> Request: ...
-    def close(self) -> None: ...
 
 
 class Pending:
@@ -88,18 +78,15 @@ class Comm:
 
     wire: its transport; None for a rank that is alone.
     check: compares a collective over the group before it is made (--check-comm), or None.
-    levels: how sums travel where the group spans several hosts, or None.
     """
 
     def __init__(self, axis: str, ranks: tuple[int, ...], index: int, wire: Transport | None,
-                 recorder: Recorder, check: CallCheck | None = None,
-                 levels: Levels | None = None):
+                 recorder: Recorder, check: CallCheck | None = None):
         self.axis = axis
         self.ranks = ranks
         self.index = index
         self.size = len(ranks)
-        self.levels = levels
-        self._held = [held for held in (check, wire, levels) if held is not None]
+        self._held = [held for held in (check, wire) if held is not None]
         self.wire: Transport = Alone() if wire is None or self.size == 1 else wire
         self.recorder = recorder
         self.check = check if self.size > 1 else None
@@ -147,16 +134,12 @@ class Comm:
 
     def all_reduce(self, x: Array, name: str, op: str = "sum") -> Array:
         """Reduce x over the group in place (op: sum or max) and return it."""
-        if self.levels is not None and op == "sum":
-            return self.levels.all_reduce(x, name)
         entry = self._open("all_reduce", name, x, x.nbytes)
         self.wire.all_reduce(x, op)
         return close(entry, x)
 
     def iall_reduce(self, x: Array, name: str) -> Pending:
         """Post an in-place sum of x over the group; x is done after `wait`."""
-        if self.levels is not None:
-            return Pending(self.levels.iall_reduce(x, name), NO_ENTRY, x)
         entry = self._open("all_reduce", name, x, x.nbytes)
         return Pending(self.wire.iall_reduce(x), entry, x)
 
@@ -273,8 +256,7 @@ class Comm:
         """
         if self.size == 1:
             return ops.zeros(shape, dtype, label=label)
-        place = self.wire if self.levels is None else self.levels.near.wire
-        return place.zeros(shape, dtype, label)
+        return self.wire.zeros(shape, dtype, label)
 
     def neighbor(self, steps: int) -> int:
         """Return the place `steps` further around the ring of the group's members."""

@@ -10,7 +10,7 @@ from mpipar.comm.connect import connect, split
 from mpipar.comm.grid import Grid
 from mpipar.comm.group import Comm
 from mpipar.comm.hosts import cores_of, finish_passes_first
-from mpipar.comm.levels import LEVELED, Levels, hosts_of, near_and_far
+from mpipar.comm.levels import LEVELED, LeveledComm, hosts_of, near_and_far
 from mpipar.comm.record import Recorder
 from mpipar.comm.request import Options
 
@@ -47,7 +47,8 @@ class Comms(dict[str, Comm]):
             """Return this rank's Comm. alone: all groups on this axis have only one rank."""
             if alone:
                 return Comm(axis, ranks, 0, None, recorder)
-            stages, check, levels = {grid.place_of(member, "pp") for member in ranks}, None, None
+            place, check, levels = ranks.index(grid.world_rank), None, None
+            stages = {grid.place_of(member, "pp") for member in ranks}
             own = self.options._replace(uneven=len(stages) > 1, group=f"{axis} {list(ranks)}",
                                         reach=max(options.reach, axis in messages))
             if axis == "world":  # it sums only a few numbers
@@ -57,9 +58,9 @@ class Comms(dict[str, Comm]):
             wire = connect(ops, mpi_world, ranks, own)
             if options.check and mpi_world is not None:
                 check = CallCheck(split(mpi_world, ranks), ranks)
-                if levels is not None:
-                    levels.near.check = check
-            return Comm(axis, ranks, ranks.index(grid.world_rank), wire, recorder, check, levels)
+            if levels is not None:
+                return LeveledComm(axis, ranks, place, wire, recorder, check, levels)
+            return Comm(axis, ranks, place, wire, recorder, check)
 
         self.alone = Comm("alone", (grid.world_rank,), 0, None, recorder)
         world = tuple(range(grid.world_size))
@@ -76,7 +77,7 @@ class Comms(dict[str, Comm]):
             name: self.groups[grid.same_as(name)] for name in grid.parts})
 
     def _levels(self, axis: str, ranks: tuple[int, ...], options: Options, hosts: list[int],
-                ) -> tuple[Levels | None, Options]:
+                ) -> tuple[tuple[Comm, Comm, Comm] | None, Options]:
         """Return the levels of this rank's group if it needs them, and its own transport's options.
 
         Comm: three splits over the world, also by ranks whose group has no levels.
@@ -93,7 +94,7 @@ class Comms(dict[str, Comm]):
 
         groups = level(near, inside), level(far, "mpi"), level(near, "mpi")
         one_host = len({hosts[member] for member in ranks}) == 1
-        return Levels(*groups) if found else None, options if one_host else options._replace(
+        return groups if found else None, options if one_host else options._replace(
             all_reduce="mpi")
 
     @property

@@ -10,14 +10,16 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Sequence
-from typing import TYPE_CHECKING
-
-import numpy as np
+from typing import TYPE_CHECKING, Any
 
 from mpipar.comm.algorithms.steps import Posted, Steps
+from mpipar.comm.checked import CallCheck
+from mpipar.comm.facts import all_gather_facts
 from mpipar.comm.grid import chunk_size
-from mpipar.comm.group import Comm
-from mpipar.comm.request import Array, Request
+from mpipar.comm.group import Comm, Pending
+from mpipar.comm.record import NO_ENTRY, Recorder
+from mpipar.comm.request import Array
+from mpipar.comm.transport import Transport
 
 if TYPE_CHECKING:
     from mpi4py import MPI
@@ -26,16 +28,20 @@ if TYPE_CHECKING:
 LEVELED = ("levels", "window", "auto")  # rows of --all-reduce that use levels between hosts
 
 
-class Levels:
-    """The levels of one group. near: this rank's host; far: the ranks at its place of all hosts.
+class LeveledComm(Comm):
+    """A group over several hosts, whose sums travel in levels. Posted sums finish in their order.
 
-    back: the host once more. What is posted after a sum across hosts starts at a different time on
-    each rank, so it needs its own communicator. Posted sums finish in their order.
+    levels: three groups. near: this rank's host; far: the ranks at its place of all hosts; back:
+    the host once more. What is posted after a sum across hosts starts at a different time on each
+    rank, so it needs its own communicator.
     """
 
-    def __init__(self, near: Comm, far: Comm, back: Comm):
-        self.near, self.far, self.back = near, far, back
-        self.ops = near.wire.ops
+    def __init__(self, axis: str, ranks: tuple[int, ...], index: int, wire: Transport | None,
+                 recorder: Recorder, check: CallCheck | None, levels: tuple[Comm, Comm, Comm]):
+        super().__init__(axis, ranks, index, wire, recorder, check)
+        self.near, self.far, self.back = levels
+        self.near.check = check
+        self.ops = self.near.wire.ops
         self.before: deque[Posted] = deque()
 
     def shares(self, x: Array) -> Array:
@@ -47,8 +53,10 @@ class Levels:
         self.ops.copy(parts.reshape(-1)[:size], x.reshape(-1))
         return parts
 
-    def all_reduce(self, x: Array, name: str) -> Array:
-        """Sum x in place. Comm: a reduce_scatter, an all_reduce, an all_gather of the levels."""
+    def all_reduce(self, x: Array, name: str, op: str = "sum") -> Array:
+        """Reduce x in place. Comm: a reduce_scatter, an all_reduce, an all_gather of the levels."""
+        if op != "sum":
+            return super().all_reduce(x, name, op)
         while self.before:
             self.before[0].Wait()
         own = self.near.reduce_scatter(self.shares(x), f"{name}/host")
@@ -57,9 +65,9 @@ class Levels:
         self.ops.copy(x.reshape(-1), whole.reshape(-1)[:x.size])
         return x
 
-    def iall_reduce(self, x: Array, name: str) -> Request:
+    def iall_reduce(self, x: Array, name: str) -> Pending:
         """Post the sum of x in place. Comm: as `all_reduce`, each level after the one before."""
-        return Posted(self.steps(x, name), self.before)
+        return Pending(Posted(self.steps(x, name), self.before), NO_ENTRY, x)
 
     def steps(self, x: Array, name: str) -> Steps:
         """Yield the levels, one after another."""
@@ -72,9 +80,11 @@ class Levels:
         if x.size % near.size:
             self.ops.copy(x.reshape(-1), parts.reshape(-1)[:x.size])
 
+    def zeros(self, ops: Any, shape: tuple[int, ...], dtype: Any, label: str) -> Array:
+        return self.near.zeros(ops, shape, dtype, label)
+
     def close(self) -> None:
-        """Free the groups. Comm: every member."""
-        self.near.check = None  # it is the whole group's
+        super().close()
         for group in (self.near, self.far, self.back):
             group.close()
 
@@ -82,16 +92,14 @@ class Levels:
 def hosts_of(mpi_world: MPI.Intracomm) -> list[int]:
     """Return, for each world rank, the lowest rank of its host.
 
-    Comm: a split and an all_gather over the world, an all_reduce inside each host.
+    Comm: a split and a gather of facts over the world, and one inside each host.
     """
     from mpi4py import MPI
 
-    first, found = np.array([mpi_world.rank]), np.empty(mpi_world.size, np.int64)
-    host = mpi_world.Split_type(MPI.COMM_TYPE_SHARED)
-    host.Allreduce(MPI.IN_PLACE, first, op=MPI.MIN)
+    host: Any = mpi_world.Split_type(MPI.COMM_TYPE_SHARED)
+    first = min(all_gather_facts(host, mpi_world.rank))
     host.Free()
-    mpi_world.Allgather(first, found)
-    return [int(place) for place in found]
+    return all_gather_facts(mpi_world, first)
 
 
 def near_and_far(ranks: Sequence[int], hosts: Sequence[int], own: int,

@@ -15,7 +15,7 @@ from importlib.util import find_spec
 from pathlib import Path
 
 from mpipar import __version__
-from mpipar.files.text import harmless
+from mpipar.files.text import cut, harmless
 
 PACKAGE = Path(__file__).resolve().parents[1]
 REFUSED = "refused"  # the fact of a rank that rejected its flags
@@ -62,14 +62,10 @@ def differences(facts: Sequence[dict[str, str]]) -> list[str]:
         for rank, fact in enumerate([] if lacking else facts):
             values.setdefault(fact.get(field, "nothing"), []).append(rank)
         if len(values) > 1:
-            rows += [(field, ranges(ranks), _cut(value)) for value, ranks in values.items()]
+            rows += [(field, ranges(ranks), cut(harmless(value), MOST_SHOWN))
+                     for value, ranks in values.items()]
     first, second = (max(len(row[column]) for row in rows) + 2 for column in (0, 1))
     return [f"{field:<{first}}{ranks:<{second}}{value}" for field, ranks, value in rows]
-
-
-def _cut(value: str) -> str:
-    text = harmless(value)
-    return text if len(text) <= MOST_SHOWN else f"{text[:MOST_SHOWN]}..."
 
 
 def ranges(numbers: Sequence[int]) -> str:

@@ -37,9 +37,9 @@ class Report:
     exit_code: int
     what: tuple[str, ...]
     where: str
-    why: str
-    do: str
-    trace: str
+    why: str = ""
+    do: str = ""
+    trace: str = ""
 
 
 def error_report(error: BaseException, where: str, saved: str = "") -> Report:
@@ -48,20 +48,18 @@ def error_report(error: BaseException, where: str, saved: str = "") -> Report:
     saved: the folder of the final weights, once the run has written them.
     """
     if isinstance(error, UserError):
-        return Report(error.exit_code, tuple(error.problems), where, "", "", "")
+        return Report(error.exit_code, tuple(error.problems), where)
     if isinstance(error, KeyboardInterrupt):
-        what = str(error) or "interrupted (SIGINT)"
-        if saved:
-            do = f"the weights are in {saved}"
-            return Report(errors.EXIT_STOPPED, (what,), where, "", do, "")
-        return Report(errors.EXIT_INTERRUPTED, (what,), where, "", "", "")
+        code = errors.EXIT_STOPPED if saved else errors.EXIT_INTERRUPTED
+        return Report(code, (str(error) or "interrupted (SIGINT)",), where,
+                      do=saved and f"the weights are in {saved}")
     if isinstance(error, BrokenPipeError):
         what = "the program reading the output exited before all of it was written"
-        return Report(errors.EXIT_OUTPUT, (what,), where, "", "", "")
+        return Report(errors.EXIT_OUTPUT, (what,), where)
     if isinstance(error, OSError) and error.errno in DISK_ERRORS:
         done = "read or written" if error.errno == errno.EIO else "written"
         what = f"{error.filename or 'the output'} can't be {done}: {error.strerror}"
-        return Report(errors.EXIT_OUTPUT, (what,), where, "", "", "")
+        return Report(errors.EXIT_OUTPUT, (what,), where)
     what = "".join(traceback.format_exception_only(error)).strip()
     if isinstance(error, SystemExit):
         what = f"sys.exit({error.code!r}) on this rank, while the others continue"

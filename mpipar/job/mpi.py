@@ -14,6 +14,7 @@ import os
 from collections.abc import Mapping
 from pathlib import Path
 
+from mpipar.comm.facts import all_gather_facts
 from mpipar.comm.one_rank import OneRank
 from mpipar.errors import EnvironmentProblem
 from mpipar.job.environment import MPICH, Launcher, check_alone, check_library
@@ -95,17 +96,15 @@ def host_ranks(communicator):
 
     The words are 64-bit integers in an MPI window, one per rank and initially zero; the window is
     the fourth value. Hosts are numbered by their lowest ranks. A OneRank shares no words.
-    Comm: a split, two all-gathers, a barrier.
+    Comm: a split, two gathers of facts, a barrier.
     """
     if isinstance(communicator, OneRank):
         return (0,), 0, None, communicator
     from mpi4py import MPI
 
     host = communicator.Split_type(MPI.COMM_TYPE_SHARED)
-    ranks = array.array("i", [0] * host.Get_size())
-    host.Allgather(array.array("i", [communicator.Get_rank()]), ranks)
-    firsts = array.array("i", [0] * communicator.Get_size())
-    communicator.Allgather(array.array("i", [min(ranks)]), firsts)
+    ranks = all_gather_facts(host, communicator.Get_rank())
+    firsts = all_gather_facts(communicator, min(ranks))
     own_bytes = 0 if host.Get_rank() else 8 * len(ranks)
     window = MPI.Win.Allocate_shared(own_bytes, 8, comm=host)
     words = memoryview(window.Shared_query(0)[0]).cast("B").cast("q")

@@ -334,8 +334,7 @@ class Session(Interruptible):
 
     def _tell_parent(self, message: bytes) -> None:
         if self._line is not None:
-            with contextlib.suppress(OSError):
-                self._line.send(message, socket.MSG_DONTWAIT)
+            supervisor.send(self._line, message)
 
 
 def raised(error: BaseException):

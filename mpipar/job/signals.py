@@ -17,10 +17,11 @@ import os
 import select
 import signal
 import socket
-import sys
 import threading
 import time
 from collections.abc import Callable
+
+from mpipar.job.streams import note
 
 STOPPING = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1)
 SAVING = signal.SIGUSR2
@@ -96,13 +97,6 @@ def numbers_of(signals: set[int]) -> int:
     signal.set_wakeup_fd(write_end, warn_on_full_buffer=False)
     signal.pthread_sigmask(signal.SIG_UNBLOCK, signals)
     return read_end
-
-
-def note(text: str) -> None:
-    """Print a line on stderr, if it can be written."""
-    with contextlib.suppress(OSError, ValueError):
-        sys.stderr.write(f"mpipar: {text}\n")
-        sys.stderr.flush()
 
 
 def later(seconds: float, function: Callable, *arguments) -> None:

@@ -63,9 +63,7 @@ class Status:
 
     def close(self) -> None:
         """Remove the file: this rank ends regularly."""
-        with contextlib.suppress(OSError):
-            no_links.remove(self.run_folder, self.name)
-            (self.run_folder / FOLDER).rmdir()  # the last rank succeeds
+        close_folder(self.run_folder, self.name)
 
 
 def lost(path: str, rank: int) -> None:
@@ -103,10 +101,10 @@ def check_shared(run_folder: Path, token: str, host: str) -> None:
         time.sleep(0.1)
 
 
-def close_folder(run_folder: Path) -> None:
-    """Remove what world rank 0 has written, and the folder if all ranks' files are gone."""
+def close_folder(run_folder: Path, name: str = TOKEN) -> None:
+    """Remove a file, by default world rank 0's, and the folder if that was the last one."""
     with contextlib.suppress(OSError):
-        no_links.remove(run_folder, TOKEN)
+        no_links.remove(run_folder, name)
         (run_folder / FOLDER).rmdir()
 
 

@@ -28,7 +28,12 @@ def silence_output() -> None:
     os.close(nowhere)
 
 
+def note(text: str) -> None:
+    """Print a line on stderr, if it can be written: an unreadable stderr is no reason to stop."""
+    with contextlib.suppress(OSError, ValueError):
+        print(f"mpipar: {text}", file=sys.stderr, flush=True)
+
+
 def warn(text: str) -> None:
-    """Print a warning on stderr about something that does not stop the run."""
-    with contextlib.suppress(OSError, ValueError):  # an unreadable stderr is no reason to stop
-        print(f"mpipar: warning: {text}", file=sys.stderr, flush=True)
+    """Print a warning about something that does not stop the run."""
+    note(f"warning: {text}")

@@ -69,13 +69,14 @@ def _wait(child: int, line: socket.socket, heard: set[int], launcher: Launcher) 
         if ended:
             return _end(child, os.waitstatus_to_exitcode(found), line, launcher)
         if told := came - {signal.SIGCHLD}:
-            _send(line, bytes(told))
+            send(line, bytes(told))
         if launcher.name and os.getppid() != parent:
-            _send(line, bytes([ORPHANED]))
+            send(line, bytes([ORPHANED]))
 
 
-def _send(line: socket.socket, message: bytes) -> None:
-    with contextlib.suppress(OSError):  # the child is ending, or does not read
+def send(line: socket.socket, message: bytes) -> None:
+    """Send a message unless the other process is ending, or does not read."""
+    with contextlib.suppress(OSError):
         line.send(message, socket.MSG_DONTWAIT)
 
 
@@ -110,5 +111,5 @@ def last_words(child: int, code: int, launcher: Launcher) -> failure.Report:
         if -code in KILLED:
             exit_code, do = errors.EXIT_ENVIRONMENT, ""
             what += f", {KILLED[-code]}"
-    return failure.Report(exit_code, (what,), failure.place(launcher.rank, launcher.size, child),
-                          "", do, "")
+    place = failure.place(launcher.rank, launcher.size, child)
+    return failure.Report(exit_code, (what,), place, do=do)

@@ -16,10 +16,12 @@ import json
 import sys
 import threading
 import time
-from collections import defaultdict
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from itertools import islice
 from pathlib import Path
 from time import perf_counter_ns
+from traceback import walk_stack
+from types import FrameType
 
 from mpipar.comm.record import POINT_TO_POINT, place
 from mpipar.errors import HangError
@@ -27,12 +29,13 @@ from mpipar.files import no_links
 from mpipar.files.bounded import parse_json, read_text
 from mpipar.files.replace import replace_file
 from mpipar.job.environment import own_folder
-from mpipar.job.signals import note
+from mpipar.job.streams import note
 
 WARN_SECONDS, STOP_SECONDS = 60.0, 600.0  # for a command without --hang-warn and --hang-stop
 START_SECONDS = 60.0  # no limit is shorter at the start: programs load from shared disks
 SETTLE = 1.0  # seconds for the other ranks to write their states too
 LONGEST_PAUSE = 1.0  # seconds between two checks
+MOST_FRAMES = 12  # of the main thread's stack in a state
 STEP = ("F", "I", "W", "sync")  # phases in which every communication has a record
 INSIDE = ("mpipar/comm/", "mpipar/job/")  # code that communicates on behalf of its callers
 
@@ -171,16 +174,12 @@ def marker(recorder):
 
 def position() -> tuple:
     """Return the main thread's position; it changes with any move, in any function on the stack."""
-    frame, found = main_frame(), []
-    while frame is not None:
-        found.append((frame.f_code, frame.f_lasti))
-        frame = frame.f_back
-    return tuple(found)
+    return tuple((frame.f_code, frame.f_lasti) for frame, _ in main_stack())
 
 
-def main_frame():
-    """Return the innermost frame of the main thread."""
-    return sys._current_frames().get(threading.main_thread().ident)
+def main_stack() -> Iterator[tuple[FrameType, int]]:
+    """Return (frame, line number) of the main thread's functions, the innermost first."""
+    return walk_stack(sys._current_frames().get(threading.main_thread().ident))
 
 
 def waiting_record(recorder):
@@ -196,11 +195,8 @@ def state_of(recorder=None, comms=None, where: str = "") -> dict:
 
     where: the description of a rank without a recorder.
     """
-    main = main_frame()
-    stack = []
-    while main is not None and len(stack) < 12:
-        stack.append(place(main.f_code.co_filename, main.f_lineno) + f" in {main.f_code.co_name}")
-        main = main.f_back
+    stack = [f"{place(frame.f_code.co_filename, line)} in {frame.f_code.co_name}"
+             for frame, line in islice(main_stack(), MOST_FRAMES)]
     if recorder is None:
         return {"at": where or "start", "counted": False, "inside": None, "stack": stack}
     record = waiting_record(recorder)
@@ -236,34 +232,49 @@ def doing(state: dict | None) -> str:
             f" for {inside['seconds']} s at {inside['source']}")
 
 
+def awaited(rank: int, states: dict[int, dict]) -> list[int]:
+    """Return the ranks that a rank waits for: its peer, or those that have not come to its barrier.
+
+    Nobody if it is in no communication, or has written no state.
+    """
+    own = barrier_of(states.get(rank))
+    if own is None:
+        return []
+    inside = states[rank]["inside"]
+    if inside["operation"] in POINT_TO_POINT:
+        return [inside["peer"]]
+    return [other for other in inside["ranks"] if barrier_of(states.get(other)) != own]
+
+
+def barrier_of(state: dict | None) -> tuple | None:
+    """Return what the ranks in one barrier have in common; None outside of communication."""
+    inside = state and state["inside"]
+    return (inside["axis"], tuple(inside["ranks"]), inside["seq"], inside["operation"],
+            inside["name"]) if inside else None
+
+
 def explain(states: dict[int, dict], ranks: Iterable[int]) -> list[str]:
     """Return a report: incomplete barriers, the ranks missing from each, and what those are doing.
 
     If no rank waits in a barrier, it says what every rank is doing. ranks: all that could have
     written a state.
     """
-    lines, missing_ranks = [], set()
-    barriers = defaultdict(list)
-    for rank, state in sorted(states.items()):
-        inside = state["inside"]
-        if inside is None:
-            continue
-        if inside["operation"] in POINT_TO_POINT:
-            lines.append(f"rank {rank} {doing(state)}")
-            missing_ranks.add(inside["peer"])
-        else:
-            key = (inside["axis"], tuple(inside["ranks"]), inside["seq"], inside["operation"],
-                   inside["name"])
-            barriers[key].append(rank)
-    for (axis, ranks, seq, operation, name), arrived in barriers.items():
-        missing = [rank for rank in ranks if rank not in arrived]
-        missing_ranks |= set(missing)
+    waits_for = {rank: awaited(rank, states) for rank in sorted(states)}
+    lines, barriers = [], {}
+    for rank in waits_for:
+        barrier = barrier_of(states[rank])
+        if barrier and states[rank]["inside"]["operation"] in POINT_TO_POINT:
+            lines.append(f"rank {rank} {doing(states[rank])}")
+        elif barrier:
+            barriers.setdefault(barrier, []).append(rank)
+    for (axis, members, seq, operation, name), arrived in barriers.items():
         lines.append(
-            f"barrier {name} ({operation} {seq} of the {axis} group {list(ranks)}) is incomplete:"
-            f" {names(arrived)} arrived, {names(missing)} missing")
+            f"barrier {name} ({operation} {seq} of the {axis} group {list(members)}) is incomplete:"
+            f" {names(arrived)} arrived, {names(waits_for[arrived[0]])} missing")
+    missing_ranks = {other for others in waits_for.values() for other in others}
     lines += [f"late: rank {rank} {doing(states.get(rank))}" for rank in sorted(missing_ranks)
-              if rank not in states or states[rank]["inside"] is None]
-    circle = find_circle(states)
+              if barrier_of(states.get(rank)) is None]
+    circle = find_circle(waits_for)
     if circle:
         lines.append("a cycle of ranks waiting for each other: " + " -> ".join(map(str, circle)))
     for rank in sorted(missing_ranks & set(states)):
@@ -276,26 +287,15 @@ def names(ranks) -> str:
     return ("rank " if len(ranks) == 1 else "ranks ") + ", ".join(map(str, ranks))
 
 
-def find_circle(states: dict[int, dict]) -> list[int]:
-    """Return a cycle of ranks waiting for each other, the first repeated at its end, or []."""
-    waits_for = {}
-    for rank, state in states.items():
-        inside = state["inside"]
-        if inside is None:
-            continue
-        if inside["peer"] is not None:
-            waits_for[rank] = inside["peer"]
-            continue
-        same = [other for other, s in states.items() if s["inside"] and other in inside["ranks"]
-                and (s["inside"]["axis"], s["inside"]["seq"]) == (inside["axis"], inside["seq"])]
-        missing = [other for other in inside["ranks"] if other not in same]
-        if missing:
-            waits_for[rank] = missing[0]
+def find_circle(waits_for: dict[int, list[int]]) -> list[int]:
+    """Return a cycle of ranks waiting for each other, the first repeated at its end, or [].
+
+    Of the ranks that one waits for, the first is followed.
+    """
     for start in waits_for:
         path = [start]
-        while path[-1] in waits_for and waits_for[path[-1]] not in path:
-            path.append(waits_for[path[-1]])
-        if waits_for.get(path[-1]) in path:
-            first = path.index(waits_for[path[-1]])
-            return [*path[first:], path[first]]
+        while others := waits_for.get(path[-1]):
+            if others[0] in path:
+                return [*path[path.index(others[0]):], others[0]]
+            path.append(others[0])
     return []

@@ -23,7 +23,7 @@ from mpipar.comm.algorithms.shared import Marks
 from mpipar.comm.algorithms.steps import add
 from mpipar.comm.algorithms.window import SMALL, TILE, Window
 from mpipar.comm.groups import Comms
-from mpipar.comm.levels import Levels, near_and_far
+from mpipar.comm.levels import LeveledComm, near_and_far
 from mpipar.comm.record import Recorder
 from mpipar.comm.request import Done
 from mpipar.config.run import SUMS

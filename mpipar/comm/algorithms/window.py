@@ -11,7 +11,7 @@ group. Every rank thus has the same bits, and so has every run.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -77,15 +77,21 @@ class Window(MpiOwn):
         self.passed += 1
         self.marks.meet(POSTED, self.passed).Wait()
 
-    def post(self, steps: Any) -> Request:
-        """Begin an operation. steps: returns its steps, given the function that makes a meeting."""
+    def post(self, steps: Callable[[list[Array], Any], Steps], x: Array) -> Request | None:
+        """Begin an operation on x, if it is in the window; else return None.
+
+        steps: the operation, given the arrays of all ranks and the function that makes a meeting.
+        """
+        arrays = self.find(x)
+        if arrays is None:
+            return None
         self.number += 1
         row, turn = self.number % POSTED, self.number // POSTED * PASSES
         before = self.under_way.pop(row, None)
         if before is not None:
             before.Wait()
         posted = self.under_way[row] = Posted(steps(
-            lambda meeting: self.marks.meet(row, turn + meeting)))
+            arrays, lambda meeting: self.marks.meet(row, turn + meeting)))
         return posted
 
     def add_up(self, sum_: Array, parts: list[Array]) -> None:
@@ -121,19 +127,13 @@ class Window(MpiOwn):
         yield meet(2)
 
     def iall_reduce(self, x: Array) -> Request:
-        arrays = self.find(x)
-        return super().iall_reduce(x) if arrays is None else self.post(
-            lambda meet: self.summed(arrays, meet))
+        return self.post(self.summed, x) or super().iall_reduce(x)
 
     def ireduce_scatter(self, x: Array) -> Request:
-        arrays = self.find(x)
-        return super().ireduce_scatter(x) if arrays is None else self.post(
-            lambda meet: self.scattered(arrays, meet))
+        return self.post(self.scattered, x) or super().ireduce_scatter(x)
 
     def iall_gather(self, x: Array) -> Request:
-        arrays = self.find(x)
-        return super().iall_gather(x) if arrays is None else self.post(
-            lambda meet: self.gathered(arrays, meet))
+        return self.post(self.gathered, x) or super().iall_gather(x)
 
     def room(self, size: int, dtype: Any) -> list[Array]:
         """Return the next room of each rank, written to while others read the two before it."""
