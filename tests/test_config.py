@@ -9,7 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from mpipar.config.grid import GridConfig
-from mpipar.config.layout import choose, fitting
+from mpipar.config.layout import fitting, matching
 from mpipar.config.model import FAMILIES
 from mpipar.config.presets import PRESETS
 from mpipar.config.resolve import config_problems, resolve
@@ -117,19 +117,15 @@ def test_layout_for_a_number_of_ranks(values, world_size, layout):
     st.integers(0, 8),
     st.tuples(*[st.none() | st.integers(1, 6)] * 3),
 )
-def test_choice_fits_or_there_is_none(world_size, layers, heads, axes):
-    layout = choose(axes, world_size, layers, heads)
-    if layout:
+def test_layouts_match_all_that_is_given(world_size, layers, heads, axes):
+    found = matching(axes, world_size, layers, heads)
+    for layout in found:
         assert math.prod(layout) == world_size
         assert heads % layout[2] == 0
         assert layout[1] <= layers
-        assert all(axis in (None, one) for axis, one in zip(axes, layout, strict=True))
-    else:
-        assert not [
-            one
-            for one in fitting(world_size, layers, heads)
-            if all(axis in (None, size) for axis, size in zip(axes, one, strict=True))
-        ]
+    assert sorted(found) == sorted(
+        one for one in fitting(world_size, layers, heads)
+        if all(axis in (None, size) for axis, size in zip(axes, one, strict=True)))
 
 
 def test_wrong_product_shows_axes_ranks_and_what_to_type():

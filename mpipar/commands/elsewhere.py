@@ -15,7 +15,7 @@ from itertools import islice, product
 from mpipar.comm.grid import AXES, LAYOUT
 from mpipar.commands.resolve import resolve
 from mpipar.config.grid import AUTO, GridConfig
-from mpipar.config.layout import divisors, fitting, preference
+from mpipar.config.layout import divisors, matching
 from mpipar.config.model import CUTS, FAMILIES
 from mpipar.config.reading import ParsedConfig, over
 from mpipar.config.resolve import config_problems
@@ -92,15 +92,9 @@ def _ways(saved: Mapping[str, object], given: Mapping[str, object]) -> list[dict
 def layouts(parsed: ParsedConfig, world_size: int) -> Iterator[ParsedConfig]:
     """Yield a configuration for every layout of these ranks with the given axes, best first."""
     grid = parsed.config.grid
-    if world_size % grid.cp:
-        return
-    given = grid.dp, grid.pp, grid.tp
-    options = fitting(world_size // grid.cp, world_size, 0)
-    for sizes in sorted(options, key=preference(given, world_size // grid.cp)):
-        if all(want in (None, have) for want, have in zip(given, sizes, strict=True)):
-            axes = dict(zip(("dp", "pp", "tp"), sizes, strict=True))
-            yield replace(parsed, config=replace(
-                parsed.config, grid=replace(grid, **axes)))
+    for dp, pp, tp in matching((grid.dp, grid.pp, grid.tp), world_size, world_size, 0, cp=grid.cp):
+        yield replace(parsed, config=replace(
+            parsed.config, grid=replace(grid, dp=dp, pp=pp, tp=tp)))
 
 
 def changes(config: Config, saved: Mapping[str, object]) -> list[str]:

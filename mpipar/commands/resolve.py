@@ -9,7 +9,7 @@ from mpipar.checkpoint import formats
 from mpipar.commands.source import find_source
 from mpipar.config import resolve as config_resolve
 from mpipar.config.reading import ParsedConfig
-from mpipar.config.sections import Config, build, is_in_force, settings
+from mpipar.config.sections import Config, build, in_force
 from mpipar.config.setting import flag
 from mpipar.data.dataset import is_dataset, read_dataset
 from mpipar.errors import DataError, UsageError, UserError
@@ -73,7 +73,7 @@ def with_weights_shape(parsed: ParsedConfig, shape: dict, source: str) -> Config
 
     source: the folder of these weights, which the Config names from now on.
     """
-    typed = {field.name: value for _, field, value in settings(parsed.config)}
+    typed = in_force(parsed.config)
     if shape["model"] != typed["model"]:
         raise UsageError(f"--init-from {typed['init_from']}: holds a {shape['model']}, but --model"
                          f" is {typed['model']}; type --model {shape['model']}")
@@ -97,7 +97,7 @@ def data_vocabulary(parsed: ParsedConfig) -> int | None:
     """
     config = parsed.config
     prepared = next(filter(is_dataset, config.run.data), None)
-    if prepared is None or "vocab_size" in parsed.given or not is_in_force(config, "vocab_size"):
+    if prepared is None or "vocab_size" in parsed.given or "vocab_size" not in in_force(config):
         return None
     with contextlib.suppress(DataError):  # reported where the data is read
         found = read_dataset(Path(prepared))[0].vocab_size

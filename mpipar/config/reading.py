@@ -13,7 +13,7 @@ from dataclasses import dataclass
 
 from mpipar.comm.grid import AXES, LAYOUT
 from mpipar.config.grid import AUTO
-from mpipar.config.sections import FIELDS, Config, build, not_taken, settings
+from mpipar.config.sections import FIELDS, Config, build, in_force, not_taken, settings
 from mpipar.config.setting import argument, field_problem, flag, kind
 from mpipar.config.sizes import read_bytes
 from mpipar.config.synonyms import COUNTERPARTS, EXAMPLES, unknown_word
@@ -113,7 +113,7 @@ def choice_problems(config: Config, given: dict) -> list[str]:
 
     Nothing is judged if a preset or the choice itself has an unknown value.
     """
-    values, found = {one.name: value for _, one, value in settings(config)}, []
+    values, found = in_force(config), []
     for name, value in given.items():
         choice, *wanted = not_taken(name, values) or (None,)
         if choice and all(values[one] in (FIELDS[one].metadata["choices"] or (None,))

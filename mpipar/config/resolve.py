@@ -69,15 +69,15 @@ def _choose(config: Config, world_size: int) -> tuple[Config, set[str]]:
     """
     model, given = config.model.completed(), config.grid
     axes = (given.dp, given.pp, given.tp)
-    chosen = layout.choose(axes, world_size, model.layers, model.whole_heads,
-                           model.whole_kv_heads, given.cp)
-    dp, pp, tp = chosen or [axis or 1 for axis in axes]
+    fitting = layout.matching(axes, world_size, model.layers, model.whole_heads,
+                              model.whole_kv_heads, given.cp)
+    dp, pp, tp = fitting[0] if fitting else [axis or 1 for axis in axes]
     method = given.cp_attention or ("ring" if given.cp > 1 else None)
     config = replace(config, model=model, grid=replace(
         given, dp=dp, pp=pp, tp=tp, cp_attention=method))
     config = replace(config, grid=replace(
         config.grid, num_microbatches=given.num_microbatches or _default_microbatches(config)))
-    guessed = set() if chosen else {axis for axis in ("dp", "pp") if getattr(given, axis) is None}
+    guessed = set() if fitting else {axis for axis in ("dp", "pp") if getattr(given, axis) is None}
     return config, guessed
 
 
