@@ -23,7 +23,7 @@ from mpipar.config.sections import (
     settings,
 )
 from mpipar.config.train import TrainConfig
-from mpipar.errors import DataError, EnvironmentProblem, UsageError, combine
+from mpipar.errors import DataError, EnvironmentProblem, UsageError
 
 
 def usage_problems(config, world_size):
@@ -76,12 +76,6 @@ def test_every_preset_resolves_for_every_number_of_ranks(preset, world_size):
     assert config.train.batch_size % (grid.dp * grid.num_microbatches) == 0
     assert config.model.ffn == (PRESETS[preset].get("ffn") or 4 * config.model.width)
     assert resolve(config, world_size) == (config, [])
-
-
-def test_gpt2_shapes():
-    model = reading_of("--preset", "gpt2-xl").config.model
-    assert (model.layers, model.d_model, model.heads) == (48, 1600, 25)
-    assert (model.seq_len, model.vocab_size, model.tied) == (1024, 50257, True)
 
 
 # --- the layout
@@ -248,7 +242,3 @@ def test_checks_of_other_floors_are_collected_and_usage_decides_the_code():
     assert caught.value.problems[1:] == ["no data", "no GPU"]
     assert caught.value.exit_code == 2
 
-
-def test_combine_takes_the_lowest_code():
-    error = combine([EnvironmentProblem("c"), DataError(["a", "b"])])
-    assert (error.exit_code, error.problems) == (65, ["a", "b", "c"])

@@ -138,13 +138,6 @@ def test_toml_there_and_back(tmp_path_factory, prompt, lr, seed, data):
     assert reading.config == config
 
 
-def test_resolved_config_there_and_back(tmp_path):
-    config, _ = resolve(reading_of("--preset", "gpt2", "--stage-layers", "7,5").config, 4)
-    file = tmp_path / "config.toml"
-    file.write_text(to_toml(config))
-    assert resolve(reading_of("--config", str(file)).config, 4) == (config, [])
-
-
 def test_layout_is_short_for_the_axes(tmp_path):
     grid = reading_of("--layout", "dp=2, pp=3,tp=4").config.grid
     assert (grid.dp, grid.pp, grid.cp, grid.tp) == (2, 3, 1, 4)

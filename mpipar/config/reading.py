@@ -97,6 +97,10 @@ def read_arguments(form: type, typed: Mapping[str, object], problems: list[str])
             problems.append(problem)
             if field.default is not dataclasses.MISSING:
                 values.pop(name, None)
+    for name, value in values.items():
+        choice, *wanted = fields[name].metadata["only"] or (name, value)
+        if (taken := values.get(choice)) not in wanted:
+            problems.append(f"{flag(name)}: {brief(str(taken))} does not use it; leave it out")
     needed = {name for name, field in fields.items() if field.default is dataclasses.MISSING}
     return form(**values) if needed <= values.keys() else None
 

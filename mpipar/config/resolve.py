@@ -26,10 +26,8 @@ def _value_problems(config: Config) -> dict[str, str]:
 
 def config_problems(config: Config) -> list[str]:
     """Return everything wrong with the values themselves, whatever the number of ranks."""
-    found, values = _value_problems(config), values_of(config)
-    typed = (rule for rule in RULES if not rule.complete)
-    return [*found.values(),
-            *(rule.problem(values) for rule in broken_of(typed, values, {"ranks", *found}))]
+    return [*_value_problems(config).values(),
+            *(rule.problem(values) for rule, values in broken_rules(config, None))]
 
 
 def _default_microbatches(config: Config) -> int:
@@ -81,17 +79,19 @@ def _choose(config: Config, world_size: int) -> tuple[Config, set[str]]:
     return config, guessed
 
 
-def broken_rules(config: Config, world_size: int, rules: Iterable[Rule] = RULES,
+def broken_rules(config: Config, world_size: int | None, rules: Iterable[Rule] = RULES,
                  bad: Iterable[str] = (), **facts) -> list[tuple[Rule, SimpleNamespace]]:
     """Return the rules that a Config breaks on so many ranks, each with the values it judged.
 
-    config, bad: as in `resolve`. facts: further values that rules judge by, see `values_of`.
+    If their number is unknown, only what was typed is judged. config, bad: as in `resolve`. facts:
+    further values that rules judge by, see `values_of`.
     """
     bad = {*_value_problems(config), *bad}
     facts |= {"ranks": world_size, "free": frozenset(
         axis for axis in ("dp", "pp", "tp") if getattr(config.grid, axis) is None)}
-    stages = [(False, values_of(config, **facts), bad | ({"ranks"} if bad & FIRST else set()))]
-    if not bad & FIRST:
+    is_open = world_size is None or bool(bad & FIRST)
+    stages = [(False, values_of(config, **facts), bad | ({"ranks"} if is_open else set()))]
+    if not is_open:
         chosen, guessed = _choose(config, world_size)
         stages.append((True, values_of(chosen, **facts), bad | guessed))
     return [(rule, values) for complete, values, unknown in stages
