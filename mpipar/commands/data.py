@@ -36,7 +36,31 @@ class Arguments:
 
 def problems(args: Arguments) -> list[UserError]:
     """Return what is wrong with the arguments, and text files that are missing."""
-    found, missing = argument_problems(args), text_files(args.texts, "")[1]
+    found, missing = [], text_files(args.texts, "")[1]
+    if args.action != "prepare":
+        found.append(f"{' '.join(['data', brief(args.action or '')]).rstrip()}: the only action is"
+                     " prepare; type mpipar data prepare TEXT...")
+    if not args.texts:
+        found.append("no text files: name files in UTF-8, or folders of them")
+    if args.tokenizer is None:
+        found.append(f"--tokenizer: is missing; use {BYTES}, a folder or file of a tokenizer, or"
+                     f" {TRAIN}4096")
+    elif args.tokenizer.startswith(TRAIN):
+        size = args.tokenizer.removeprefix(TRAIN)
+        if not (size.isascii() and size.isdecimal() and len(size) < 10
+                and LEAST_NEW <= int(size) <= MOST_NEW):
+            found.append(f"--tokenizer {brief(args.tokenizer)}: a new tokenizer has {LEAST_NEW} to"
+                         f" {MOST_NEW:,} ids, as in {TRAIN}4096")
+    elif args.tokenizer != BYTES and not os.path.exists(args.tokenizer):
+        found.append(f"--tokenizer {brief(args.tokenizer)}: no such file or folder; use {BYTES},"
+                     f" a tokenizer.json, a folder with it, or {TRAIN}4096")
+    if not args.out or "\0" in args.out:
+        found.append("--out: is missing; name a new folder")
+    elif os.path.lexists(args.out):
+        found.append(f"--out {brief(args.out)}: exists; a prepared folder never overwrites another:"
+                     " name a new one")
+    if args.separator == "":
+        found.append("--separator '': is empty; name the text that separates two documents")
     return [error(texts) for error, texts in ((UsageError, found), (DataError, missing)) if texts]
 
 
@@ -63,36 +87,6 @@ def run(context: Context) -> int:
     session.unfinished = None
     show(dataset, tokenizer, size, out)
     return EXIT_OK
-
-
-def argument_problems(args) -> list[str]:
-    """Return everything that is wrong with what was typed, except the text files."""
-    found = []
-    if args.action != "prepare":
-        found.append(f"{' '.join(['data', brief(args.action or '')]).rstrip()}: the only action is"
-                     " prepare; type mpipar data prepare TEXT...")
-    if not args.texts:
-        found.append("no text files: name files in UTF-8, or folders of them")
-    if args.tokenizer is None:
-        found.append(f"--tokenizer: is missing; use {BYTES}, a folder or file of a tokenizer, or"
-                     f" {TRAIN}4096")
-    elif args.tokenizer.startswith(TRAIN):
-        size = args.tokenizer.removeprefix(TRAIN)
-        if not (size.isascii() and size.isdecimal() and len(size) < 10
-                and LEAST_NEW <= int(size) <= MOST_NEW):
-            found.append(f"--tokenizer {brief(args.tokenizer)}: a new tokenizer has {LEAST_NEW} to"
-                         f" {MOST_NEW:,} ids, as in {TRAIN}4096")
-    elif args.tokenizer != BYTES and not os.path.exists(args.tokenizer):
-        found.append(f"--tokenizer {brief(args.tokenizer)}: no such file or folder; use {BYTES},"
-                     f" a tokenizer.json, a folder with it, or {TRAIN}4096")
-    if not args.out or "\0" in args.out:
-        found.append("--out: is missing; name a new folder")
-    elif os.path.lexists(args.out):
-        found.append(f"--out {brief(args.out)}: exists; a prepared folder never overwrites another:"
-                     " name a new one")
-    if args.separator == "":
-        found.append("--separator '': is empty; name the text that separates two documents")
-    return found
 
 
 def show(dataset, tokenizer, size: int, out: Path) -> None:
