@@ -14,7 +14,7 @@ from mpipar.config import flags
 from mpipar.config.grid import AUTO
 from mpipar.config.reading import read, read_arguments, to_toml
 from mpipar.config.run import RunConfig
-from mpipar.config.sections import settings
+from mpipar.config.sections import in_force
 from mpipar.config.setting import flag
 from mpipar.errors import UsageError, combine, suggestion
 from mpipar.job import consistency
@@ -126,8 +126,8 @@ def main(argv: list[str], session: Session) -> int:
 def facts_of(context: Context) -> dict[str, str]:
     """Return a command's flags as facts, which must be identical on all ranks."""
     parsed = context.parsed
-    found = {flag(field.name): "not given" if value is None else str(value)
-             for _, field, value in settings(parsed.config)}
+    found = {flag(name): "not given" if value is None else str(value)
+             for name, value in in_force(parsed.config).items()}
     found |= {name: str(value) for name, value in vars(context.args).items()}
     if parsed.chooses_layout:
         found["--layout"] = AUTO

@@ -13,7 +13,7 @@ from structure_rules import SOURCES
 
 from docs.build.tables import broken, folder_of_examples, read_words
 from mpipar.comm.grid import AXES
-from mpipar.config.resolve import complete
+from mpipar.config.resolve import resolve
 from mpipar.config.sections import FIELDS
 from mpipar.config.setting import flag
 from mpipar.errors import EXIT_USAGE
@@ -103,21 +103,9 @@ def test_rows_meet(rows):
             assert rule not in [one for one, _ in left], (words, ranks, rule.name, field, value)
 
 
-def test_all_problems_at_once(files):
-    rows = [BY_NAME[name] for name in (
-        "head width", "ring of pieces", "rows of a step", "chunks of a schedule",
-        "steps of a trace", "empty texts", "kernels of a device", "late warning")]
-    words = " ".join(rule.example for rule in rows)
-    error = refusal("train", *words.split(), "--lr", "-1", "--stepps", "3", folder=files)
-    assert error.exit_code == EXIT_USAGE
-    for rule in rows:
-        assert sum(rule.reason in text for text in error.problems) == 1, rule.name
-    assert len(error.problems) == len(rows) + 2
-
-
 def test_a_row_with_a_setting_that_could_not_be_read_is_not_judged():
     reading = reading_of("--heads", "x", "--d-model", "33")
-    assert complete(reading.config, 1, (), reading.bad, RULES)[2] == []
+    resolve(reading.config, 1, bad=reading.bad, rules=RULES)
 
 
 def test_weights_that_fix_the_shape_leave_the_rest_to_change():

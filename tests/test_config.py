@@ -9,7 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from mpipar.config.grid import GridConfig
-from mpipar.config.layout import choose, fitting
+from mpipar.config.layout import fitting, matching
 from mpipar.config.model import FAMILIES
 from mpipar.config.presets import PRESETS
 from mpipar.config.resolve import config_problems, resolve
@@ -23,7 +23,7 @@ from mpipar.config.sections import (
     settings,
 )
 from mpipar.config.train import TrainConfig
-from mpipar.errors import DataError, EnvironmentProblem, UsageError, combine
+from mpipar.errors import DataError, EnvironmentProblem, UsageError
 
 
 def usage_problems(config, world_size):
@@ -78,12 +78,6 @@ def test_every_preset_resolves_for_every_number_of_ranks(preset, world_size):
     assert resolve(config, world_size) == (config, [])
 
 
-def test_gpt2_shapes():
-    model = reading_of("--preset", "gpt2-xl").config.model
-    assert (model.layers, model.d_model, model.heads) == (48, 1600, 25)
-    assert (model.seq_len, model.vocab_size, model.tied) == (1024, 50257, True)
-
-
 # --- the layout
 
 
@@ -117,19 +111,15 @@ def test_layout_for_a_number_of_ranks(values, world_size, layout):
     st.integers(0, 8),
     st.tuples(*[st.none() | st.integers(1, 6)] * 3),
 )
-def test_choice_fits_or_there_is_none(world_size, layers, heads, axes):
-    layout = choose(axes, world_size, layers, heads)
-    if layout:
+def test_layouts_match_all_that_is_given(world_size, layers, heads, axes):
+    found = matching(axes, world_size, layers, heads)
+    for layout in found:
         assert math.prod(layout) == world_size
         assert heads % layout[2] == 0
         assert layout[1] <= layers
-        assert all(axis in (None, one) for axis, one in zip(axes, layout, strict=True))
-    else:
-        assert not [
-            one
-            for one in fitting(world_size, layers, heads)
-            if all(axis in (None, size) for axis, size in zip(axes, one, strict=True))
-        ]
+    assert sorted(found) == sorted(
+        one for one in fitting(world_size, layers, heads)
+        if all(axis in (None, size) for axis, size in zip(axes, one, strict=True)))
 
 
 def test_wrong_product_shows_axes_ranks_and_what_to_type():
@@ -252,7 +242,3 @@ def test_checks_of_other_floors_are_collected_and_usage_decides_the_code():
     assert caught.value.problems[1:] == ["no data", "no GPU"]
     assert caught.value.exit_code == 2
 
-
-def test_combine_takes_the_lowest_code():
-    error = combine([EnvironmentProblem("c"), DataError(["a", "b"])])
-    assert (error.exit_code, error.problems) == (65, ["a", "b", "c"])

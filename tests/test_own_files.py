@@ -155,15 +155,11 @@ def lines_of(steps):
     return [json.dumps({"step": step, "loss": step / 3}).encode() + b"\n" for step in steps]
 
 
-DAMAGE = {
-    "a flipped bit": lambda lines: [lines[0], lines[1].replace(b"step", b"stgp"), *lines[2:]],
-    "no UTF-8": lambda lines: [lines[0], b'{"step": 2, "loss": \xff}\n', *lines[2:]],
-    "a deep list": lambda lines: [lines[0], b"[" * 200_000 + b"\n", *lines[2:]],
-    "no number": lambda lines: [lines[0], b'{"step": 2, "loss": 1.0, "lr": "=x()"}\n', *lines[2:]],
-    "5,000 digits": lambda lines: [lines[0], b'{"step": 2, "loss": ' + b"9" * 5000 + b"}\n",
-                                   *lines[2:]],
-    "a list": lambda lines: [lines[0], b"[2]\n", *lines[2:]],
-    "no finite number": lambda lines: [lines[0], b'{"step": 2, "loss": NaN}\n', *lines[2:]],
+DAMAGE = {  # in place of the second line
+    "a flipped bit": b'{"stgp": 2, "loss": 0.5}', "no UTF-8": b'{"step": 2, "loss": \xff}',
+    "a deep list": b"[" * 200_000, "no number": b'{"step": 2, "loss": 1.0, "lr": "=x()"}',
+    "5,000 digits": b'{"step": 2, "loss": ' + b"9" * 5000 + b"}", "a list": b"[2]",
+    "no finite number": b'{"step": 2, "loss": NaN}',
 }  # fmt: skip
 
 
@@ -172,7 +168,7 @@ DAMAGE = {
 @pytest.mark.parametrize("name", [run_folder.METRICS, run_folder.EVALUATIONS])
 def test_damaged_lines_are_set_aside_and_the_checkpoint_decides(damage, name, tmp_path):
     lines = lines_of(range(1, 6))
-    content = b"".join(DAMAGE[damage](lines))
+    content = b"".join([lines[0], DAMAGE[damage] + b"\n", *lines[2:]])
     (tmp_path / name).write_bytes(content)
     with at_once():
         note, = run_folder.truncate_after(tmp_path, 4)

@@ -34,7 +34,6 @@ def check(folder, code, parts, *words, ranks=1):
     ("--data ids.bin", ["ids.bin", "token 300 at position 1", "vocabulary of 256",
                         "--vocab-size 301"]),
     ("--data text.txt ids.bin", ["mixes token files"]),
-    ("--vocab-size 50257", ["text.txt", "bytes", "50,257"]),
     ("--vocab-size 100 --prompt AA", ["text.txt", "outside the vocabulary of 100"]),
     ("--batch-size 400", ["930 tokens", "400 rows x 5 tokens", "--batch-size"]),
     ("--seq-len 500", ["930 tokens", "4 rows x 500 tokens", "--seq-len"]),

@@ -25,12 +25,13 @@ def with_kernels(session, parsed: ParsedConfig) -> ParsedConfig:
     """Start the job, and return the configuration with the architecture that it chose.
 
     The flag takes precedence, then OPENBLAS_CORETYPE, then what the resumed run had; without any of
-    them, the vector units that all hosts have in common decide. An illegal flag becomes a problem
-    of the configuration; an illegal variable makes every rank raise EnvironmentProblem.
+    them, the vector units that all hosts have in common decide. A flag that a host cannot obey is a
+    problem of the configuration; an illegal variable makes every rank raise EnvironmentProblem.
     Comm: that of `Session.start`, and an all-gather of facts over the world.
     """
     run, named = parsed.config.run, os.environ.get(blas.VARIABLE)
-    if run.device != "cpu" or parsed.problems or "numpy" in sys.modules:
+    is_refused = parsed.problems or run.blas_arch not in (None, *blas.ARCHITECTURES)
+    if run.device != "cpu" or is_refused or "numpy" in sys.modules:
         session.start()
         return parsed
     session.facts[blas.VARIABLE] = str(named)
@@ -40,7 +41,8 @@ def with_kernels(session, parsed: ParsedConfig) -> ParsedConfig:
         fact["saved"] = saved_kernels(run)
     session.start()
     facts = all_gather_facts(session.world, fact)
-    if run.blas_arch is not None and (problem := flag_problem(facts, run.blas_arch)):
+    if run.blas_arch is not None and (
+            problem := unfit(f"--blas-arch {run.blas_arch}", run.blas_arch, facts)):
         return replace(parsed, problems=(problem,), unread=(problem,))
     kernels, words = session.agree(lambda: decide(facts, run.blas_arch, named))
     if kernels is None:
@@ -63,14 +65,6 @@ def saved_kernels(run) -> str | None:
                 found = values_of(read_text("config.toml", root=place)).get("blas_arch")
                 return found if isinstance(found, str) else None
     return None
-
-
-def flag_problem(facts: list[dict], asked: str) -> str:
-    """Return what is wrong with --blas-arch, or nothing. facts: one per rank."""
-    if asked not in blas.ARCHITECTURES:
-        return (f"--blas-arch {asked}: must be one of {', '.join(blas.ARCHITECTURES)}; for others,"
-                f" leave it out and set {blas.VARIABLE}")
-    return unfit(f"--blas-arch {asked}", asked, facts)
 
 
 def unfit(given: str, kernels: str, facts: list[dict]) -> str:

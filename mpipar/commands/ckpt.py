@@ -1,7 +1,7 @@
 """`mpipar ckpt ls | verify | export RUN`: list, check and export a run's checkpoints; no MPI."""
 
 import time
-from dataclasses import dataclass, fields
+from dataclasses import dataclass
 from pathlib import Path
 
 import ml_dtypes
@@ -17,7 +17,7 @@ from mpipar.commands.run_folder import CHECKPOINTS, WEIGHTS, finished_step, is_r
 from mpipar.config.reading import values_of
 from mpipar.config.resolve import config_problems
 from mpipar.config.sections import Config, build
-from mpipar.config.setting import flag, positional, setting
+from mpipar.config.setting import positional, setting
 from mpipar.console.tables import nbytes, table
 from mpipar.errors import EXIT_DATA, EXIT_OK, DataError, UsageError
 from mpipar.files.bounded import problems_as
@@ -48,14 +48,6 @@ class Arguments:
     max_shard_size: int | None = setting(
         None, "export: largest size of a file, as in 200M; larger weights are split, with an index"
         " (default: the run's)", in_bytes=True, low=1, below=2**63, metavar="BYTES", only=OF_EXPORT)
-
-
-def problems(args: Arguments) -> list[UsageError]:
-    """Return flags that the action does not use."""
-    given = [field for field in fields(args) if getattr(args, field.name) is not None]
-    wrong = [f"{flag(field.name)}: ckpt {args.action} does not use it; leave it out"
-             for field in given if args.action not in (field.metadata["only"] or args.action)]
-    return [UsageError(wrong)] if wrong else []
 
 
 def run(context: Context) -> int:
@@ -178,5 +170,4 @@ def config_of(path: Path, manifest: Manifest) -> Config:
 
 
 ACTIONS = {"ls": list_steps, "verify": verify, "export": export}
-COMMAND = Command(run, "ls|verify|export RUN [--step N] [--out FOLDER] [flags]", Arguments,
-                  problems=problems)
+COMMAND = Command(run, "ls|verify|export RUN [--step N] [--out FOLDER] [flags]", Arguments)

@@ -78,7 +78,8 @@ def launches(text: str) -> list[str]:
 
 def print_runs(before: Side, after: Side) -> None:
     """Print what is compared, and which settings differ."""
-    for name, side in (("A", before), ("B", after)):
+    sides = (("A", before), ("B", after))
+    for name, side in sides:
         for one in side:
             trace = one.trace
             print(f"{name}: {harmless(str(trace.folder))}: {trace.size()},"
@@ -91,13 +92,13 @@ def print_runs(before: Side, after: Side) -> None:
     if any(other.meta["layout"] != first.meta["layout"] for other in others):
         print("   the layouts differ: rank 1 of A and rank 1 of B do different work")
     remarks: dict[str, list[str]] = {}
-    for name, side in (("A", before), ("B", after)):
+    for name, side in sides:
         for remark in dict.fromkeys(text for one in side for text in one.trace.remarks()):
             remarks.setdefault(remark, []).append(name)
     for remark, names in remarks.items():
         print(textwrap.fill(f"{' and '.join(names)}: {remark}", WIDTH, initial_indent="   ",
                             subsequent_indent="   "))
-    timed = [name for name, side in (("A", before), ("B", after))
+    timed = [name for name, side in sides
              if any(one.trace.meta.get("per_operation") for one in side)]
     if len(timed) == 1:
         print(f"   only {timed[0]} was traced with --trace-ops: its causes of waiting are more"

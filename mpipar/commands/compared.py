@@ -17,7 +17,7 @@ from typing import BinaryIO
 from mpipar import data
 from mpipar.comm.facts import all_gather_facts
 from mpipar.commands.source import source_files
-from mpipar.config.sections import Config, settings
+from mpipar.config.sections import Config, in_force
 from mpipar.config.setting import flag
 from mpipar.data.fingerprint import fingerprint
 from mpipar.errors import DataError
@@ -49,7 +49,7 @@ def config_facts(session, config: Config, tokenizer) -> dict[str, str]:
 
     Comm: that of `digests_on_host`.
     """
-    facts = {flag(one.name): str(value) for _, one, value in settings(config)}
+    facts = {flag(name): str(value) for name, value in in_force(config).items()}
     if tokenizer is not None:
         facts["tokenizer"] = tokenizer.digest
     if config.grid.schedule_csv is not None:

@@ -1,7 +1,6 @@
 """`mpipar data prepare TEXT...`: converts text to token files, with their tokenizer; no MPI."""
 
 import os
-import shutil
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -15,6 +14,7 @@ from mpipar.data.prepare import BYTES, LEAST_NEW, MOST_NEW, TRAIN, Texts, prepar
 from mpipar.data.source import text_files
 from mpipar.data.tokenizer import library_of
 from mpipar.errors import EXIT_OK, DataError, UsageError, UserError
+from mpipar.files.replace import new_folder
 from mpipar.files.text import brief, printable, shown
 
 
@@ -36,40 +36,7 @@ class Arguments:
 
 def problems(args: Arguments) -> list[UserError]:
     """Return what is wrong with the arguments, and text files that are missing."""
-    found, missing = argument_problems(args), text_files(args.texts, "")[1]
-    return [error(texts) for error, texts in ((UsageError, found), (DataError, missing)) if texts]
-
-
-def run(context: Context) -> int:
-    """Write a prepared folder, as a whole or not at all; return the exit code.
-
-    Raises DataError for files that are not text, and OutputError if the disk is full.
-    """
-    session, args = context.session, context.args
-    files, _ = text_files(args.texts, "")
-    if args.tokenizer.startswith(TRAIN):
-        library_of(f"--tokenizer {args.tokenizer}")  # before anything is read
-    out, bar = Path(args.out), Bar()
-    partial = out.with_name(f"{out.name}.partial-{os.getpid()}")
-    session.unfinished = partial  # whatever ends the process at once also removes it
-    with said(out, "can't be written"):
-        partial.mkdir(parents=True)
-        try:
-            dataset, tokenizer = prepare(
-                Texts(files, args.separator, bar), args.tokenizer, partial)
-            size = sum(path.stat().st_size for path in files)
-            os.rename(partial, out)
-        finally:
-            bar.clear()
-            shutil.rmtree(partial, ignore_errors=True)
-    session.unfinished = None
-    show(dataset, tokenizer, size, out)
-    return EXIT_OK
-
-
-def argument_problems(args) -> list[str]:
-    """Return everything that is wrong with what was typed, except the text files."""
-    found = []
+    found, missing = [], text_files(args.texts, "")[1]
     if args.action != "prepare":
         found.append(f"{' '.join(['data', brief(args.action or '')]).rstrip()}: the only action is"
                      " prepare; type mpipar data prepare TEXT...")
@@ -94,7 +61,32 @@ def argument_problems(args) -> list[str]:
                      " name a new one")
     if args.separator == "":
         found.append("--separator '': is empty; name the text that separates two documents")
-    return found
+    return [error(texts) for error, texts in ((UsageError, found), (DataError, missing)) if texts]
+
+
+def run(context: Context) -> int:
+    """Write a prepared folder, as a whole or not at all; return the exit code.
+
+    Raises DataError for files that are not text, and OutputError if the disk is full.
+    """
+    session, args = context.session, context.args
+    files, _ = text_files(args.texts, "")
+    if args.tokenizer.startswith(TRAIN):
+        library_of(f"--tokenizer {args.tokenizer}")  # before anything is read
+    out, bar = Path(args.out), Bar()
+    with said(out, "can't be written"):
+        out.parent.mkdir(parents=True, exist_ok=True)
+        # Whatever ends the process at once also removes the unfinished folder.
+        with new_folder(out) as session.unfinished:
+            try:
+                dataset, tokenizer = prepare(
+                    Texts(files, args.separator, bar), args.tokenizer, session.unfinished)
+            finally:
+                bar.clear()
+        size = sum(path.stat().st_size for path in files)
+    session.unfinished = None
+    show(dataset, tokenizer, size, out)
+    return EXIT_OK
 
 
 def show(dataset, tokenizer, size: int, out: Path) -> None:

@@ -15,10 +15,11 @@ from itertools import islice, product
 from mpipar.comm.grid import AXES, LAYOUT
 from mpipar.commands.resolve import resolve
 from mpipar.config.grid import AUTO, GridConfig
-from mpipar.config.layout import divisors, fitting, preference
+from mpipar.config.layout import divisors, matching
 from mpipar.config.model import CUTS, FAMILIES
 from mpipar.config.reading import ParsedConfig, over
 from mpipar.config.resolve import config_problems
+from mpipar.config.rule import typed
 from mpipar.config.sections import Config
 from mpipar.config.setting import flag
 from mpipar.errors import UsageError, UserError
@@ -91,15 +92,9 @@ def _ways(saved: Mapping[str, object], given: Mapping[str, object]) -> list[dict
 def layouts(parsed: ParsedConfig, world_size: int) -> Iterator[ParsedConfig]:
     """Yield a configuration for every layout of these ranks with the given axes, best first."""
     grid = parsed.config.grid
-    if world_size % grid.cp:
-        return
-    given = grid.dp, grid.pp, grid.tp
-    options = fitting(world_size // grid.cp, world_size, 0)
-    for sizes in sorted(options, key=preference(given, world_size // grid.cp)):
-        if all(want in (None, have) for want, have in zip(given, sizes, strict=True)):
-            axes = dict(zip(("dp", "pp", "tp"), sizes, strict=True))
-            yield replace(parsed, config=replace(
-                parsed.config, grid=replace(grid, **axes)))
+    for dp, pp, tp in matching((grid.dp, grid.pp, grid.tp), world_size, world_size, 0, cp=grid.cp):
+        yield replace(parsed, config=replace(
+            parsed.config, grid=replace(grid, dp=dp, pp=pp, tp=tp)))
 
 
 def changes(config: Config, saved: Mapping[str, object]) -> list[str]:
@@ -135,14 +130,8 @@ def resumed(parsed: ParsedConfig, saved: Mapping[str, object], world_size: int) 
 def unchangeable(given: Mapping[str, object], saved: Mapping[str, object]) -> list[str]:
     """Return a problem for each value that the user names differently from the saved run."""
     shape = [one.name for part in FAMILIES.values() for one in fields(part) if one.name not in CUTS]
-    return [f"{flag(name)} {shown(given[name])}: can't change in a resumed run, which has"
-            f" {shown(saved.get(name))}; leave {flag(name)} out, or start a new run"
+    return [f"{flag(name)} {typed(given[name])}: can't change in a resumed run, which has"
+            f" {typed(saved[name]) if name in saved else 'the default'}; leave {flag(name)} out, or"
+            " start a new run"
             for name in dict.fromkeys([*shape, *FIXED])
             if name in given and given[name] != saved.get(name)]
-
-
-def shown(value) -> str:
-    """Return a value as the user types it."""
-    if value is None:
-        return "the default"
-    return ",".join(map(str, value)) if isinstance(value, tuple) else str(value)

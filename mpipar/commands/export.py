@@ -6,9 +6,7 @@ A file or folder gets its final name only when it is complete.
 from __future__ import annotations
 
 import json
-import os
 import shutil
-import tempfile
 from collections.abc import Iterable, Iterator
 from pathlib import Path
 
@@ -16,7 +14,8 @@ from mpipar.comm.grid import Grid
 from mpipar.config.sections import Config
 from mpipar.console.tables import nbytes
 from mpipar.errors import OutputError
-from mpipar.files.replace import replace_file
+from mpipar.files.bounded import problems_as
+from mpipar.files.replace import new_folder, replace_file
 from mpipar.files.text import counted
 from mpipar.plan.chakra import Groups, trace_of
 from mpipar.plan.goal import goal_text
@@ -43,13 +42,11 @@ def checked_size(pieces: Iterable[bytes], place: Path, files: int) -> Iterator[b
 def write_goal(config: Config, name: str, gflops: float) -> str:
     """Write the GOAL text of all ranks; return lines to print. Raises OutputError."""
     path, num_ranks = Path(name), Grid.of(config.grid, 0).world_size
-    try:
+    with problems_as(OutputError, f"--goal {name}", "name another file"):
         if path.is_dir():
-            raise OutputError(f"--goal {name}: is a folder; name a file")
+            raise ValueError("is a folder")
         text = goal_text(all_scripts(config), num_ranks, gflops)
         replace_file(path, checked_size(text, path.parent, num_ranks), sync=False)
-    except OSError as error:
-        raise OutputError(f"--goal {name}: {error.strerror}; name another file") from error
     size = nbytes(path.stat().st_size)
     return (f"{name}: GOAL of {counted(num_ranks, 'rank')}, {size}; computing, in ns, at"
             f" {gflops:g} GFLOP/s\nsimulate it: txt2bin -i {name} -o {name}.bin && LogGOPSim -f"
@@ -59,11 +56,8 @@ def write_goal(config: Config, name: str, gflops: float) -> str:
 def write_chakra(config: Config, name: str, gflops: float | None) -> str:
     """Write a Chakra trace per rank; return lines to print. Raises OutputError."""
     path, num_ranks, groups = Path(name), Grid.of(config.grid, 0).world_size, Groups()
-    unfinished = None
-    try:
-        if os.path.lexists(path):
-            raise OutputError(f"--chakra {name}: exists already; name a new folder")
-        unfinished = Path(tempfile.mkdtemp(prefix=f".{path.name}.", dir=path.parent))
+    with problems_as(OutputError, f"--chakra {name}", "name a new folder"), new_folder(
+            path) as unfinished:
         for script in all_scripts(config):
             file = unfinished / f"{PREFIX}.{script.world_rank}.et"
             file.write_bytes(b"".join(trace_of(script, groups, gflops)))
@@ -71,14 +65,6 @@ def write_chakra(config: Config, name: str, gflops: float | None) -> str:
                 list(checked_size([b"", file.read_bytes()], unfinished, num_ranks))
         (unfinished / GROUPS).write_text(json.dumps(groups.listed()) + "\n")
         size = sum(file.stat().st_size for file in unfinished.iterdir())
-        unfinished.chmod(0o755)
-        unfinished.rename(path)
-        unfinished = None
-    except OSError as error:
-        raise OutputError(f"--chakra {name}: {error.strerror}; name another folder") from error
-    finally:
-        if unfinished is not None:
-            shutil.rmtree(unfinished, ignore_errors=True)
     return (f"{name}: Chakra traces of {counted(num_ranks, 'rank')}, {nbytes(size)}, and their"
             f" groups\nsimulate them: astra-sim with --workload-configuration={name}/{PREFIX}"
             f" --comm-group-configuration={name}/{GROUPS}")

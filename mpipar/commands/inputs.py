@@ -13,7 +13,7 @@ from mpipar.checkpoint import weights as checkpoint
 from mpipar.commands.resolve import resolve
 from mpipar.commands.source import tokenizer_folder
 from mpipar.config.run import RunConfig
-from mpipar.config.sections import Config, is_in_force
+from mpipar.config.sections import Config, in_force
 from mpipar.data.dataset import is_dataset
 from mpipar.data.tokenizer import (
     Tokenizer,
@@ -92,7 +92,7 @@ def tokenizer_of_run(config, started, tokens) -> Tokenizer | None:
     tokens: the training part.
     Raises DataError and EnvironmentProblem.
     """
-    if not is_in_force(config, "prompt"):
+    if "prompt" not in in_force(config):
         return None
     prepared = next(filter(is_dataset, config.run.data), None)
     source = started or config.run.init_from

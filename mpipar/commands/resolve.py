@@ -7,12 +7,12 @@ from pathlib import Path
 
 from mpipar.checkpoint import formats
 from mpipar.commands.source import find_source
+from mpipar.config import resolve as config_resolve
 from mpipar.config.reading import ParsedConfig
-from mpipar.config.resolve import Check, complete
-from mpipar.config.sections import Config, build, is_in_force, settings
+from mpipar.config.sections import Config, build, in_force
 from mpipar.config.setting import flag
 from mpipar.data.dataset import is_dataset, read_dataset
-from mpipar.errors import DataError, UsageError, UserError, combine
+from mpipar.errors import DataError, UsageError, UserError
 from mpipar.ops import shapes_for
 from mpipar.partition.context import keeps_scores
 from mpipar.pipeline.combinations import RULES
@@ -23,7 +23,7 @@ from mpipar.pipeline.instructions import Schedule
 ROUTING = ("router_balance", "router_loss_coef", "router_bias_rate")
 
 
-def resolve(parsed: ParsedConfig, world_size: int, checks: Iterable[Check] = (),
+def resolve(parsed: ParsedConfig, world_size: int, checks: Iterable[config_resolve.Check] = (),
             machine: str | None = None) -> tuple[Config, list[str]]:
     """Return a command's complete Config for this number of ranks, and notes for the user.
 
@@ -52,10 +52,8 @@ def resolve(parsed: ParsedConfig, world_size: int, checks: Iterable[Check] = (),
     elif size := data_vocabulary(parsed):
         config = replace(config, model=replace(config.model, vocab_size=size))
         source_notes = [f"--vocab-size {size}, the vocabulary of the data"]
-    config, notes, found = complete(config, world_size, checks, parsed.bad, RULES, **facts)
-    errors += found
-    if errors:
-        raise combine(errors)
+    config, notes = config_resolve.resolve(
+        config, world_size, checks, errors=errors, bad=parsed.bad, rules=RULES, **facts)
     return config, [*notes, *source_notes, *memory_notes(config)]
 
 
@@ -75,7 +73,7 @@ def with_weights_shape(parsed: ParsedConfig, shape: dict, source: str) -> Config
 
     source: the folder of these weights, which the Config names from now on.
     """
-    typed = {field.name: value for _, field, value in settings(parsed.config)}
+    typed = in_force(parsed.config)
     if shape["model"] != typed["model"]:
         raise UsageError(f"--init-from {typed['init_from']}: holds a {shape['model']}, but --model"
                          f" is {typed['model']}; type --model {shape['model']}")
@@ -99,7 +97,7 @@ def data_vocabulary(parsed: ParsedConfig) -> int | None:
     """
     config = parsed.config
     prepared = next(filter(is_dataset, config.run.data), None)
-    if prepared is None or "vocab_size" in parsed.given or not is_in_force(config, "vocab_size"):
+    if prepared is None or "vocab_size" in parsed.given or "vocab_size" not in in_force(config):
         return None
     with contextlib.suppress(DataError):  # reported where the data is read
         found = read_dataset(Path(prepared))[0].vocab_size

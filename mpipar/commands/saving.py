@@ -29,24 +29,28 @@ class Saving:
             return False
         with self.saver.worker.recorder.at("save"):
             if votes.written:
-                self.attempt(self.commit)
+                self.attempt(self.saver.commit)
             if due:
-                self.attempt(self.save, step)
+                self.attempt(lambda: self.save(step))
         return True
 
-    def attempt(self, function, *arguments) -> None:
-        """Call a function that saves; if it fails, warn, in the same way on every rank."""
+    def attempt(self, function) -> None:
+        """Call a function that commits a save, and print what it has cost.
+
+        If it fails, warn, in the same way on every rank.
+        """
+        saver, before, blocked = self.saver, self.saver.saved, self.saver.blocked_seconds
         try:
-            function(*arguments)
+            function()
         except OutputError as error:
             self.log(f"WARNING: {error}; the next save tries again")
-
-    def commit(self) -> None:
-        """Commit the save in flight, if there is one. Comm: that of `Saver.commit`."""
-        before, blocked = self.saver.saved, self.saver.blocked_seconds
-        self.saver.commit()
-        if self.saver.saved != before:
-            self.tell(blocked)
+        if saver.saved == before:
+            return
+        if self.run.save_async:  # a later save may have begun, and blocked for another time
+            self.log(f"saved step {saver.saved}: {blocked:.2f} s blocked,"
+                     f" {saver.write_seconds:.2f} s beside training")
+        else:
+            self.log(f"saved step {saver.saved}: {saver.blocked_seconds:.2f} s blocked")
 
     def save(self, step: int) -> None:
         """Save the whole state; with --save-async it is written while the next steps run.
@@ -54,29 +58,16 @@ class Saving:
         Raises OutputError on every rank. Comm: that of before() and `Saver`.
         """
         self.before()
-        before, blocked = self.saver.saved, self.saver.blocked_seconds
         self.saver.save(step)
-        if self.saver.saved == step:
-            self.tell(self.saver.blocked_seconds)
-        elif self.saver.saved != before:  # the previous save had to be committed first
-            self.tell(blocked)
 
     def save_last(self, step: int) -> None:
         """Save the state after the last step, unless a checkpoint has it; wait until it is written.
 
         Raises OutputError on every rank. Comm: that of `save`.
         """
-        self.attempt(self.commit)
+        self.attempt(self.saver.commit)
         if self.saver.saved != step:
             start = perf_counter()
-            self.before()
-            self.saver.save(step)
+            self.save(step)
             self.saver.finish()
             self.log(f"\nsaved step {step}: {perf_counter() - start:.2f} s blocked")
-
-    def tell(self, blocked: float) -> None:
-        """Print what the last committed save has cost."""
-        text = f"saved step {self.saver.saved}: {blocked:.2f} s blocked"
-        if self.run.save_async:
-            text += f", {self.saver.write_seconds:.2f} s beside training"
-        self.log(text)

@@ -140,9 +140,8 @@ def run(context: Context) -> int:
     if args.from_csv is not None:
         schedule = csv_format.read_csv(Path(args.from_csv))
     else:
-        schedule = make_schedule(
-            args.name, args.pp, args.num_microbatches, args.chunks, args.group_size
-        )
+        schedule = make_schedule(args.name, args.pp, args.num_microbatches, args.chunks,
+                                 args.group_size)
     show(args, schedule, costs)
     return EXIT_OK
 
@@ -205,7 +204,9 @@ def show(args: Arguments, schedule: Schedule, costs: Costs) -> None:
         picture = f"{draw.symbols(timeline)}\n\n{draw.notation(schedule)}"
     elif args.book:
         picture = book_picture(timeline)
-    blocks = [headline(schedule, costs), picture, summary(timeline, form)]
+    headline = (f"{title(schedule)}; {cost_words(costs)}\nproved: every pass once and in order, no"
+                " deadlock even if every send is synchronous")
+    blocks = [headline, picture, summary(timeline, form)]
     print("\n\n".join(blocks if args.book else [*blocks, workers(timeline)]))
     for path in (args.svg, args.csv):
         if path:
@@ -231,14 +232,6 @@ def book_picture(timeline: Timeline) -> str:
     except UnicodeEncodeError:
         return picture.translate(draw.PLAIN_ARROWS)
     return picture
-
-
-def headline(schedule: Schedule, costs: Costs) -> str:
-    """Return the schedule, its counts and costs, and what has been proved."""
-    return (
-        f"{title(schedule)}; {cost_words(costs)}\n"
-        "proved: every pass once and in order, no deadlock even if every send is synchronous"
-    )
 
 
 def title(schedule: Schedule) -> str:

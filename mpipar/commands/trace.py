@@ -45,15 +45,17 @@ def run(context: Context) -> int:
     args = context.args
     trace = trace_file.read(args.run_folder)
     with trace_file.contradictions_are_data_errors(args.run_folder):
-        return show(args, trace)
+        analysis = analyse(trace)
+        if args.html is not None or args.perfetto is not None:
+            write_files(args, analysis)
+        else:
+            show(analysis)
+    return EXIT_OK
 
 
-def show(args, trace) -> int:
-    """Print or write what the trace says; return the exit code."""
-    analysis = analyse(trace)
-    if args.html is not None or args.perfetto is not None:
-        write_files(args, analysis)
-        return EXIT_OK
+def show(analysis: Analysis) -> None:
+    """Print the tables of a traced run."""
+    trace = analysis.trace
     print(f"{trace.size()}, {counted(trace.num_steps, 'step')} of"
           f" {trace.meta['schedule']['name']} in {(trace.end - trace.start) * 1e-6:.1f} ms;"
           f" clocks: {trace.clock.describe()}")
@@ -74,7 +76,6 @@ def show(args, trace) -> int:
     if analysis.waits.unmatched:
         print(f"\n{len(analysis.waits.unmatched)} operations have no counterpart in the trace: all"
               " their time counts as transfer")
-    return EXIT_OK
 
 
 def write_files(args, analysis: Analysis) -> None:

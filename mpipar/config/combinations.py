@@ -16,7 +16,7 @@ import re
 
 from mpipar.comm.grid import AXES, PIECES_PER_RANK
 from mpipar.config.grid import AUTO
-from mpipar.config.layout import axes_text, choose, cuts_heads, divisors, fitting, nearest
+from mpipar.config.layout import axes_text, cuts_heads, divisors, fitting, matching, nearest
 from mpipar.config.model import SCALING
 from mpipar.config.presets import OF_MODEL, PRESETS
 from mpipar.config.rule import Rule
@@ -72,8 +72,8 @@ def fits_nowhere(v) -> bool:
     """Return whether no layout has the given axes, though each of them is legal by itself."""
     legal = not is_no_product(v) and (v.pp or 1) <= v.layers and cuts_heads(
         v.tp or 1, heads(v), kv_heads(v))
-    return legal and choose((v.dp, v.pp, v.tp), v.ranks, v.layers, heads(v), kv_heads(v),
-                            v.cp) is None
+    return legal and not matching((v.dp, v.pp, v.tp), v.ranks, v.layers, heads(v), kv_heads(v),
+                                  v.cp)
 
 
 def multiples(number: int, unit: int) -> list[int]:

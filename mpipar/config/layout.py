@@ -60,17 +60,17 @@ def fitting(world_size: int, layers: int, heads: int, kv_heads: int | None = Non
             for pp in divisors(world_size // tp) if pp <= layers]
 
 
-def choose(given: tuple[int | None, int | None, int | None], world_size: int,
-           layers: int, heads: int, kv_heads: int | None = None, cp: int = 1) -> Layout | None:
-    """Return the layout for the `given` axes (dp, pp, tp; None = free), or None if none fits.
+def matching(given: tuple[int | None, int | None, int | None], world_size: int, layers: int,
+             heads: int, kv_heads: int | None = None, cp: int = 1) -> list[Layout]:
+    """Return the layouts with the `given` axes (dp, pp, tp; None = free), the default one first.
 
     heads, kv_heads: see `ModelConfig.whole_heads`; every other width may be cut over any tp.
     cp: the size of that axis, which is never chosen here.
     """
     options = fitting(world_size // cp, layers, heads, kv_heads) if world_size % cp == 0 else []
-    matching = [one for one in options
-                if all(want in (None, have) for want, have in zip(given, one, strict=True))]
-    return min(matching, key=preference(given, world_size // cp), default=None)
+    return sorted((one for one in options if all(
+        want in (None, have) for want, have in zip(given, one, strict=True))),
+        key=preference(given, world_size // cp))
 
 
 def preference(given, world_size: int):

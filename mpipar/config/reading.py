@@ -13,7 +13,7 @@ from dataclasses import dataclass
 
 from mpipar.comm.grid import AXES, LAYOUT
 from mpipar.config.grid import AUTO
-from mpipar.config.sections import FIELDS, Config, build, not_taken, settings
+from mpipar.config.sections import FIELDS, Config, build, in_force, not_taken, settings
 from mpipar.config.setting import argument, field_problem, flag, kind
 from mpipar.config.sizes import read_bytes
 from mpipar.config.synonyms import COUNTERPARTS, EXAMPLES, unknown_word
@@ -97,6 +97,10 @@ def read_arguments(form: type, typed: Mapping[str, object], problems: list[str])
             problems.append(problem)
             if field.default is not dataclasses.MISSING:
                 values.pop(name, None)
+    for name, value in values.items():
+        choice, *wanted = fields[name].metadata["only"] or (name, value)
+        if (taken := values.get(choice)) not in wanted:
+            problems.append(f"{flag(name)}: {brief(str(taken))} does not use it; leave it out")
     needed = {name for name, field in fields.items() if field.default is dataclasses.MISSING}
     return form(**values) if needed <= values.keys() else None
 
@@ -113,7 +117,7 @@ def choice_problems(config: Config, given: dict) -> list[str]:
 
     Nothing is judged if a preset or the choice itself has an unknown value.
     """
-    values, found = {one.name: value for _, one, value in settings(config)}, []
+    values, found = in_force(config), []
     for name, value in given.items():
         choice, *wanted = not_taken(name, values) or (None,)
         if choice and all(values[one] in (FIELDS[one].metadata["choices"] or (None,))

@@ -26,10 +26,8 @@ def _value_problems(config: Config) -> dict[str, str]:
 
 def config_problems(config: Config) -> list[str]:
     """Return everything wrong with the values themselves, whatever the number of ranks."""
-    found, values = _value_problems(config), values_of(config)
-    typed = (rule for rule in RULES if not rule.complete)
-    return [*found.values(),
-            *(rule.problem(values) for rule in broken_of(typed, values, {"ranks", *found}))]
+    return [*_value_problems(config).values(),
+            *(rule.problem(values) for rule, values in broken_rules(config, None))]
 
 
 def _default_microbatches(config: Config) -> int:
@@ -69,29 +67,31 @@ def _choose(config: Config, world_size: int) -> tuple[Config, set[str]]:
     """
     model, given = config.model.completed(), config.grid
     axes = (given.dp, given.pp, given.tp)
-    chosen = layout.choose(axes, world_size, model.layers, model.whole_heads,
-                           model.whole_kv_heads, given.cp)
-    dp, pp, tp = chosen or [axis or 1 for axis in axes]
+    fitting = layout.matching(axes, world_size, model.layers, model.whole_heads,
+                              model.whole_kv_heads, given.cp)
+    dp, pp, tp = fitting[0] if fitting else [axis or 1 for axis in axes]
     method = given.cp_attention or ("ring" if given.cp > 1 else None)
     config = replace(config, model=model, grid=replace(
         given, dp=dp, pp=pp, tp=tp, cp_attention=method))
     config = replace(config, grid=replace(
         config.grid, num_microbatches=given.num_microbatches or _default_microbatches(config)))
-    guessed = set() if chosen else {axis for axis in ("dp", "pp") if getattr(given, axis) is None}
+    guessed = set() if fitting else {axis for axis in ("dp", "pp") if getattr(given, axis) is None}
     return config, guessed
 
 
-def broken_rules(config: Config, world_size: int, rules: Iterable[Rule] = RULES,
+def broken_rules(config: Config, world_size: int | None, rules: Iterable[Rule] = RULES,
                  bad: Iterable[str] = (), **facts) -> list[tuple[Rule, SimpleNamespace]]:
     """Return the rules that a Config breaks on so many ranks, each with the values it judged.
 
-    config, bad: as in `complete`. facts: further values that rules judge by, see `values_of`.
+    If their number is unknown, only what was typed is judged. config, bad: as in `resolve`. facts:
+    further values that rules judge by, see `values_of`.
     """
     bad = {*_value_problems(config), *bad}
     facts |= {"ranks": world_size, "free": frozenset(
         axis for axis in ("dp", "pp", "tp") if getattr(config.grid, axis) is None)}
-    stages = [(False, values_of(config, **facts), bad | ({"ranks"} if bad & FIRST else set()))]
-    if not bad & FIRST:
+    is_open = world_size is None or bool(bad & FIRST)
+    stages = [(False, values_of(config, **facts), bad | ({"ranks"} if is_open else set()))]
+    if not is_open:
         chosen, guessed = _choose(config, world_size)
         stages.append((True, values_of(chosen, **facts), bad | guessed))
     return [(rule, values) for complete, values, unknown in stages
@@ -99,21 +99,21 @@ def broken_rules(config: Config, world_size: int, rules: Iterable[Rule] = RULES,
                                   values, unknown)]
 
 
-def complete(config: Config, world_size: int, checks: Iterable[Check] = (),
-             bad: Iterable[str] = (), rules: Iterable[Rule] = RULES,
-             **facts) -> tuple[Config, list[str], list[UserError]]:
-    """Fill in every None; return the config, notes for the user, and all problems as errors.
+def resolve(config: Config, world_size: int, checks: Iterable[Check] = (), *,
+            errors: Iterable[UserError] = (), bad: Iterable[str] = (),
+            rules: Iterable[Rule] = RULES, **facts) -> tuple[Config, list[str]]:
+    """Fill in every None; return the config and notes; raise one UserError with all problems.
 
     checks: functions of other packages that list a config's problems, each with its class of error.
-    They get the completed config, and may raise a UserError of their own.
-    bad: fields whose text could not even be read; they hold defaults, from which nothing is
+    They get the completed config, and may raise a UserError of their own. errors: those found so
+    far. bad: fields whose text could not even be read; they hold defaults, from which nothing is
     concluded. rules: those to be kept; facts: further values they judge by, see `values_of`.
     """
-    found = _value_problems(config)
+    found, notes = _value_problems(config), []
     bad = {*found, *bad}
-    usage, notes, errors = list(found.values()), [], []
-    usage += [rule.problem(values) for rule, values in broken_rules(
-        config, world_size, rules, bad, **facts)]
+    usage = [*found.values(), *(rule.problem(values) for rule, values in broken_rules(
+        config, world_size, rules, bad, **facts))]
+    errors = [*errors, *([UsageError(usage)] if usage else [])]
     if not bad & FIRST:
         config, notes = _choose_batch(_choose(config, world_size)[0])
         for check, error in checks:
@@ -123,15 +123,6 @@ def complete(config: Config, world_size: int, checks: Iterable[Check] = (),
                 errors.append(raised)
             else:
                 errors += [error(texts)] if texts else []
-    if usage:
-        errors.insert(0, UsageError(usage))
-    return config, notes, errors
-
-
-def resolve(config: Config, world_size: int, checks: Iterable[Check] = (),
-            rules: Iterable[Rule] = RULES, **facts) -> tuple[Config, list[str]]:
-    """Return the complete Config for this number of ranks, and notes; raise one error for all."""
-    config, notes, errors = complete(config, world_size, checks, (), rules, **facts)
     if errors:
         raise combine(errors)
     return config, notes

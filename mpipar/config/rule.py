@@ -8,7 +8,7 @@ from dataclasses import dataclass, fields
 from types import SimpleNamespace
 
 from mpipar.config.model import CUTS, FAMILIES
-from mpipar.config.sections import Config, settings
+from mpipar.config.sections import Config, in_force
 from mpipar.config.setting import flag
 from mpipar.files.text import counted, shown
 
@@ -59,8 +59,7 @@ def values_of(config: Config, **facts) -> SimpleNamespace:
     """
     known = {"ranks": None, "free": frozenset(), "csv": None, "machine": None,
              "chooses_layout": False}
-    return SimpleNamespace(
-        **{field.name: value for _, field, value in settings(config)}, **known | facts)
+    return SimpleNamespace(**in_force(config), **known | facts)
 
 
 def broken_of(rules: Iterable[Rule], values: SimpleNamespace,

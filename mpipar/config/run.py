@@ -6,6 +6,7 @@ from pathlib import Path
 
 from mpipar.config.presets import PRESETS
 from mpipar.config.setting import setting
+from mpipar.job.blas import ARCHITECTURES
 
 OF_TEXT = ("model", "decoder")
 OF_GPU = ("device", "cuda")
@@ -45,8 +46,9 @@ class RunConfig:
     tf32: bool = setting(False, "GPU: cuBLAS multiplies float32 with a 10-bit mantissa",
                          only=OF_GPU)
     blas_arch: str | None = setting(
-        None, "CPU: architecture whose OpenBLAS kernels are used, such as SkylakeX (default: the"
-        " variable OPENBLAS_CORETYPE, or else chosen by the processor's vector units)")
+        None, "CPU: architecture whose OpenBLAS kernels are used (default: the variable"
+        " OPENBLAS_CORETYPE, which takes others too, or else chosen by the vector units)",
+        choices=tuple(ARCHITECTURES))
     seed: int = setting(0, "determines weights and order of rows, for every layout", low=0,
                         below=2**63)
     init_from: str | None = setting(

@@ -66,9 +66,9 @@ def not_taken(name: str, values: dict) -> tuple[str, ...] | None:
     return other or (choice, *wanted)
 
 
-def is_in_force(config: Config, name: str) -> bool:
-    """Return whether a field has a meaning in this Config."""
-    return any(one.name == name for _, one, _ in settings(config))
+def in_force(config: Config) -> dict[str, object]:
+    """Return the value of every field that has a meaning in this Config, by its name."""
+    return {one.name: value for _, one, value in settings(config)}
 
 
 def build(values: dict) -> Config:

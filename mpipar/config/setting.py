@@ -12,30 +12,29 @@ from mpipar.files import text
 
 
 def setting(default, what, *, low=None, above=None, below=None, high=None, choices=None,
-            in_bytes=False, only=None, metavar=None, rare=False):
+            in_bytes=False, only=None, metavar=None, rare=False, is_positional=False,
+            is_switch=False):
     """Return a field with its help and limits: low <= value <= high, above < value < below.
 
     default: MISSING if it must be given. in_bytes: 64K is accepted as a value. only: (field,
     value, ...) of the choice that the field belongs to; with any other value of that choice it has
     no meaning, is not written, and is refused if given. metavar: placeholder for the value in the
-    help. rare: shown by --help-all only.
+    help. rare: shown by --help-all only. is_positional, is_switch: see below.
     """
     legal = {"low": low, "above": above, "below": below, "high": high, "choices": choices,
              "in_bytes": in_bytes, "only": only, "metavar": metavar, "rare": rare,
-             "is_positional": False, "is_switch": False}
+             "is_positional": is_positional, "is_switch": is_switch}
     return dataclasses.field(default=default, metadata={"help": what, **legal})
 
 
 def positional(metavar, what, *, default=MISSING, choices=None):
     """Return a field that is an argument without a flag; default (): any number of them."""
-    field = setting(default, what, choices=choices, metavar=metavar)
-    return dataclasses.field(default=default, metadata={**field.metadata, "is_positional": True})
+    return setting(default, what, choices=choices, metavar=metavar, is_positional=True)
 
 
 def switch(what, *, rare=False):
     """Return a field that is off unless its flag is given."""
-    field = setting(False, what, rare=rare)
-    return dataclasses.field(default=False, metadata={**field.metadata, "is_switch": True})
+    return setting(False, what, rare=rare, is_switch=True)
 
 
 def flag(field_name: str) -> str:

@@ -89,21 +89,19 @@ def problems_as(error: type[UserError], where: str, cure: str = "") -> Iterator[
         raise error(f"{where}: {text}{cure and '; ' + cure}") from None
 
 
-def read_json(path, error: type[UserError] = DataError, *, where: str = "", cure: str = "",
-              most_bytes: int = MOST_BYTES, root=None):
-    """Return the value of a JSON file; raise `error` with one sentence. See `parse_json`.
+def read_json(path, *, where: str = "", cure: str = "", most_bytes: int = MOST_BYTES, root=None):
+    """Return the value of a JSON file; raise DataError with one sentence. See `parse_json`.
 
     where: begins the sentence in place of the path. cure: ends it.
     """
-    with problems_as(error, where or str(Path(root or "", path)), cure):
+    with problems_as(DataError, where or str(Path(root or "", path)), cure):
         return parse_json(read_text(path, most_bytes=most_bytes, root=root))
 
 
-def read_toml(path, error: type[UserError], *, where: str = "",
-              most_bytes: int = MOST_BYTES) -> dict:
+def read_toml(path, error: type[UserError], *, where: str = "") -> dict:
     """Return the table of a TOML file; raise `error` with one sentence. See `parse_toml`."""
     with problems_as(error, where or str(path)):
-        return parse_toml(read_text(path, most_bytes=most_bytes))
+        return parse_toml(read_text(path))
 
 
 def parse_json(text: str, *, huge: bool = False):

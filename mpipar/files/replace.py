@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import errno
 import itertools
 import os
-from collections.abc import Iterable
+import shutil
+from collections.abc import Iterable, Iterator
 from contextlib import ExitStack, contextmanager, suppress
 from pathlib import Path
 
@@ -31,23 +33,17 @@ def replaced_files(root, inside="", *, gone: Iterable[str] = (), sync: bool = Tr
     they were opened. gone: names of files that are removed just before. If the block fails, or a
     file cannot be written, the old files stay unchanged. sync: see `replace_file`. Raises OSError.
     """
-    with no_links.folder(root, inside, make=True) as folder:
-        yield from _replaced(folder, gone, sync)
-
-
-def _replaced(folder: int, gone: Iterable[str], sync: bool):
-    """Do the same in an open folder."""
     files = {}
+    with no_links.folder(root, inside, make=True) as folder, ExitStack() as at_end:
+        def remove(name: str) -> None:
+            with suppress(FileNotFoundError):
+                os.unlink(name, dir_fd=folder)
 
-    def remove(name: str) -> None:
-        with suppress(FileNotFoundError):
-            os.unlink(name, dir_fd=folder)
-
-    try:
         with ExitStack() as stack:
             def create(name: str):
                 remove(f"{name}.partial")  # left by a killed process, or planted
                 descriptor = os.open(f"{name}.partial", no_links.NEW, 0o666, dir_fd=folder)
+                at_end.callback(remove, f"{name}.partial")  # unless all have been renamed
                 files[name] = stack.enter_context(open(descriptor, "wb"))
                 return files[name]
 
@@ -59,10 +55,24 @@ def _replaced(folder: int, gone: Iterable[str], sync: bool):
             remove(name)
         for name in files:
             os.replace(f"{name}.partial", name, src_dir_fd=folder, dst_dir_fd=folder)
-    except BaseException:
-        for name in files:
-            remove(f"{name}.partial")
-        raise
+        at_end.pop_all()
+
+
+@contextmanager
+def new_folder(path: Path) -> Iterator[Path]:
+    """Yield a new folder, which gets its name at the end of the block; it is removed if that fails.
+
+    Raises OSError, also if something of that name exists already.
+    """
+    if os.path.lexists(path):
+        raise FileExistsError(errno.EEXIST, "exists already")
+    partial = path.with_name(f"{path.name}.partial-{os.getpid()}")
+    partial.mkdir()
+    try:
+        yield partial
+        partial.rename(path)
+    finally:
+        shutil.rmtree(partial, ignore_errors=True)
 
 
 def set_aside(path: Path) -> Path | None:
