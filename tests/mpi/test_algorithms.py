@@ -192,7 +192,7 @@ def too_early(_plain, levels, x, name):
 @pytest.mark.parametrize(("name", "kind", "method", "twin"), [
     ("window", Marks, "meet", no_fence), ("window", Window, "add_up", added_twice),
     ("ring", Ring, "scattered", hop_too_many),
-    pytest.param("levels", Levels, "steps", too_early, marks=pytest.mark.ranks(4))])
+    pytest.param("levels", LeveledComm, "steps", too_early, marks=pytest.mark.ranks(4))])
 def test_a_twin_is_caught(name, kind, method, twin, monkeypatch, request):
     if name == "levels":
         request.getfixturevalue("two_hosts")
