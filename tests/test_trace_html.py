@@ -3,7 +3,6 @@
 import json
 import re
 from html import unescape
-from types import SimpleNamespace
 
 import pytest
 from trace_cases import blocking, trace
@@ -46,7 +45,7 @@ def test_a_pipeline_that_failed_in_its_last_step(steps, schedule, capsys):
         rank.records = [
             one._replace(waited_ns=min(one.waited_ns, cut), done_ns=min(one.done_ns, cut))
             for one in rank.records if one.posted_ns < cut]
-    show(SimpleNamespace(html=None, perfetto=None), failed)
+    show(analyse(failed))
     text, data = capsys.readouterr().out, html.page_data(analyse(failed))
     assert "the run failed in the last step that is shown" in text
     assert ("busy share and bubble" in text) == (data["pipeline"] is not None) == (steps > 1)
