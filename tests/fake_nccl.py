@@ -106,6 +106,12 @@ class Gpu:
 gpu = Gpu()
 
 
+def settle():
+    """Return once all calls are through; until then MPI still needs the groups of a broken twin."""
+    while any(gpu.queues.values()):
+        time.sleep(NAP)
+
+
 def groupStart():
     assert gpu.group is None
     gpu.group = []

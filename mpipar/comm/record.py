@@ -15,8 +15,7 @@ from __future__ import annotations
 
 import re
 from collections import deque
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from time import perf_counter_ns
@@ -268,6 +267,34 @@ def overlap_ns(flights: Intervals, computing: Intervals, blocked: Intervals) -> 
     return flight, hidden
 
 
+class At:
+    """A rank's place in a step, until the block ends. See `Recorder.at`.
+
+    The board is told of each phase as it begins, so that the phase of a killed rank is known. After
+    an error the place stays as it was, because the error's report says where it happened.
+    """
+
+    __slots__ = ("before", "mb", "phase", "recorder", "stage")
+
+    def __init__(self, recorder: Recorder, phase: str, stage: int | None, mb: int | None):
+        self.recorder, self.phase, self.stage, self.mb = recorder, phase, stage, mb
+
+    def __enter__(self) -> None:
+        recorder = self.recorder
+        self.before = recorder.phase, recorder.stage, recorder.mb
+        recorder.phase = self.phase
+        if self.stage is not None:
+            recorder.stage = self.stage
+        if self.mb is not None:
+            recorder.mb = self.mb
+        if recorder.board is not None:
+            recorder.board(recorder.step, self.phase)
+
+    def __exit__(self, error: type[BaseException] | None, *_: object) -> None:
+        if error is None:
+            self.recorder.phase, self.recorder.stage, self.recorder.mb = self.before
+
+
 class Recorder:
     """Collects what one rank did: `records` of communication, `spans` of compute, and counters.
 
@@ -294,23 +321,9 @@ class Recorder:
         self.phase = phase
         self.board: Callable[[int, str], None] | None = None
 
-    @contextmanager
-    def at(self, phase: str, stage: int | None = None, mb: int | None = None) -> Iterator[None]:
-        """Set this phase, and this stage and microbatch if given, until the block ends.
-
-        The board is told of each phase as it begins, so that the phase of a killed rank is known.
-        After an error the place stays as it was, because the error's report says where it happened.
-        """
-        before = self.phase, self.stage, self.mb
-        self.phase = phase
-        if stage is not None:
-            self.stage = stage
-        if mb is not None:
-            self.mb = mb
-        if self.board is not None:
-            self.board(self.step, phase)
-        yield
-        self.phase, self.stage, self.mb = before
+    def at(self, phase: str, stage: int | None = None, mb: int | None = None) -> At:
+        """Return a context with this phase, and with this stage and microbatch if given."""
+        return At(self, phase, stage, mb)
 
     @property
     def records(self) -> list[Record]:

@@ -88,8 +88,9 @@ class Linear:
 
     def _here(self, stash: Stash) -> Here:
         """Return what the cut works with; sizes have a number of tokens if the cut divides them."""
-        tokens = stash.batch.shape[1] if self.cut.tokens_are_cut else 0
-        sizes = self.sizes._replace(tokens=tokens)
+        sizes = self.sizes
+        if self.cut.tokens_are_cut:
+            sizes = sizes._replace(tokens=stash.batch.shape[1])
         return Here(self.product, self.ops, self.comm, self.name, sizes)
 
     def forward(self, x: Array, stash: Stash, residual: Array | None = None) -> Array:

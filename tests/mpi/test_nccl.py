@@ -8,6 +8,7 @@ import types
 from itertools import product
 
 import fake_cupy
+import fake_nccl
 import numpy as np
 import pytest
 from small_model import (
@@ -203,6 +204,7 @@ def test_a_forgotten_event_is_caught(monkeypatch):
     comm, comms = group()
     x = comm.all_reduce(comm.wire.ops.asarray(np.ones(4)), "a")
     assert np.isnan(comm.wire.ops.to_host(x)).all()
+    fake_nccl.settle()
     comms.close()
 
 
