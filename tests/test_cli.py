@@ -19,7 +19,7 @@ from mpipar.commands.resolve import resolve
 from mpipar.config import flags
 from mpipar.config.sections import FIELDS
 from mpipar.config.setting import flag
-from mpipar.errors import UsageError
+from mpipar.errors import DataError, UsageError
 from mpipar.job import failure
 
 LIMIT = 60.0
@@ -303,3 +303,8 @@ def test_a_warning_that_can_come_is_legal():
                   "--hang-warn 0 --hang-stop 3", "--hang-stop 3"):
         resolve(reading_of(*words.split()), 1)
     assert "--hang-warn 700" in refused("train", "--hang-warn", "700")[0]
+
+
+def test_weights_that_are_not_there_are_bad_data(tmp_path):
+    with pytest.raises(DataError, match="--init-from"):
+        resolve(reading_of("--init-from", str(tmp_path)), 1)

@@ -34,16 +34,18 @@ def is_choice(value) -> bool:
         and all(name in [*KINDS] for name in names) for names in value.values())
 
 
-def folder_of_machine(session) -> Path | None:
+def folder_of_machine(session, run) -> Path | None:
     """Return the folder of this user's choices on these ranks; None on all but world rank 0.
 
-    Its name stands for what they depend on: which ranks share a host, the processors, the MPI
-    library and this version. Comm: a gather of facts over the world.
+    Its name stands for what they depend on: which ranks share a host, its processor, the number of
+    cores of each rank, the MPI library, how messages are sent, and this version. Comm: a gather of
+    facts over the world.
     """
-    facts = gather_facts(session.world, [*session.host_ranks, *processor()])
+    facts = gather_facts(session.world, [
+        session.host_ranks, processor(), len(os.sched_getaffinity(0))])
     if facts is None:
         return None
-    text = json.dumps([__version__, library_name(session.world), facts])
+    text = json.dumps([__version__, library_name(session.world), run.sync_sends, facts])
     return cache_folder(f"algorithms/{hashlib.sha256(text.encode()).hexdigest()[:16]}")
 
 
@@ -57,7 +59,7 @@ def known_choices(session, run, folders: list[Path], log) -> tuple[dict, Path | 
     """
     if run.all_reduce != AUTO:
         return {}, None
-    machine = folder_of_machine(session)
+    machine = folder_of_machine(session, run)
     folder = next((one for one in (*folders, machine) if one and os.path.lexists(one / NAME)), None)
 
     def read() -> str:

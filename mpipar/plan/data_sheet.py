@@ -64,6 +64,7 @@ def from_data_sheet(cluster: Cluster, configs: Sequence[Config]) -> Machine:
         for group in [*map(grid.group, grid.parts), line[::len(line) - 1 or 1]]:
             if len(group) > 1:
                 strides[len(group)] = max(strides.get(len(group), 1), group[1] - group[0])
+
     def curve(operation: str, size: int, seconds: Callable[[int], float]) -> Curve:
         return Curve.through(operation, LINK, size, {one: seconds(one) for one in SIZES}, 0)
 
