@@ -14,6 +14,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import browser
+import cuda_host
 import hypothesis
 import numpy as np
 import program
@@ -33,6 +34,7 @@ for pool in blas.pools():
     if pool["internal_api"] == "openblas" and pool.get("architecture"):
         os.environ.setdefault(blas.VARIABLE, pool["architecture"])
 
+cuda_host.build_folder()  # so that all processes of the tests share it
 pytest_plugins = ["costs", "fault_table"]
 MPI_FOLDER = Path(__file__).parent / "mpi"
 LONGEST = "tests/test_mpi_sessions.py::test_slow_session[4]"  # as long as all other sessions
@@ -181,12 +183,13 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 
 
 def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
-    """Print the tests that every session under mpiexec skipped: these did not run at all."""
+    """Print the tests that all whole sessions under mpiexec skipped: these did not run at all."""
     sessions = [
         {value for name, value in report.user_properties if name == "skipped_inside"}
         for report in terminalreporter.getreports("passed")
         if report.when == "call" and "passed_inside" in dict(report.user_properties)
     ]
+    sessions = [lines for lines in sessions if lines]
     for line in sorted(set.intersection(*sessions)) if sessions else []:
         terminalreporter.write_line(f"SKIPPED in each of {len(sessions)} MPI sessions: {line}")
 

@@ -13,7 +13,9 @@ in a separate process under ThreadSanitizer or AddressSanitizer, and returns its
 pair (old, new) of texts: the kernel runs with that change, which must be caught.
 """
 
+import atexit
 import ctypes
+import fcntl
 import functools
 import hashlib
 import os
@@ -45,17 +47,17 @@ class KernelError(Exception):
 
 
 @functools.cache
-def own_folder():
-    """A folder of this process, removed when it ends."""
-    return tempfile.TemporaryDirectory(prefix="mpipar-cuda-shim-")
-
-
 def build_folder():
     """The folder of compiled programs; files are named by their contents.
 
-    It is MPIPAR_SHIM_FOLDER, which all sessions of one check share, or a folder of this process.
+    It is MPIPAR_SHIM_FOLDER, or else a folder of this process, removed when it ends. All processes
+    that this one starts share it.
     """
-    return Path(os.environ.get("MPIPAR_SHIM_FOLDER") or own_folder().name)
+    if "MPIPAR_SHIM_FOLDER" not in os.environ:
+        own = tempfile.TemporaryDirectory(prefix="mpipar-cuda-shim-")
+        atexit.register(own.cleanup)
+        os.environ["MPIPAR_SHIM_FOLDER"] = own.name
+    return Path(os.environ["MPIPAR_SHIM_FOLDER"])
 
 
 def compile_host(file, names, mode="fibers", edit=None):
@@ -98,7 +100,15 @@ def _parsed_shim(mode):
 
 
 def _build(target, suffix, text, mode, options):
-    own = target.with_suffix(f".{os.getpid()}")  # several ranks may compile at once
+    """Compile, unless another process does so now: it holds the lock until the target is there."""
+    with target.with_suffix(".lock").open("w") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        if not target.exists():
+            _compile(target, suffix, text, mode, options)
+
+
+def _compile(target, suffix, text, mode, options):
+    own = target.with_suffix(f".{os.getpid()}")  # a compiler that is killed leaves no target
     source = own.with_suffix(f"{own.suffix}{suffix}")
     source.write_text(text)
     command = ["g++", "-std=c++20", *WARNINGS, *MODES[mode], *options, str(source), "-o",

@@ -126,6 +126,7 @@ def test_verify_finds_a_wrong_model_out(folder, part):
             assert one["extrapolated"], one  # 32 KiB are the largest that was measured
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("words", "code", "message"), [
     (["calibrate", "--rows", "0"], 2, "whole number above 0"),
     (["calibrate", "--tp", "3"], 2, "--tp 3: does not divide the 2 ranks"),

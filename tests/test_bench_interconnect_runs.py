@@ -27,7 +27,8 @@ from bench.interconnect import overlap, plans, records, sampling
 from bench.interconnect.cases import BARE, COMM, PREPARED
 from mpipar.errors import EXIT_CHECK_FAILED, EXIT_INTERRUPTED, EXIT_USAGE, UsageError
 
-pytestmark = pytest.mark.skipif(find_launcher() is None, reason="no mpiexec: install .[mpich]")
+pytestmark = [pytest.mark.slow, pytest.mark.skipif(
+    find_launcher() is None, reason="no mpiexec: install .[mpich]")]
 BENCH = [sys.executable, "-m", "bench.interconnect"]
 FAULTY = [sys.executable, "tests/faulty_run.py"]
 SHORT = ["--begin-bytes", "64", "--end-bytes", "64", "--seconds", "0.01"]
@@ -49,7 +50,6 @@ def quick(tmp_path_factory):
     return done, run, path
 
 
-@pytest.mark.slow
 def test_quick_runs_every_case_both_ways_and_checks_it(quick):
     done, run, _ = quick
     assert "parts, ends within 120 s" in done.stderr
@@ -71,7 +71,6 @@ def test_quick_runs_every_case_both_ways_and_checks_it(quick):
         COMM, BARE, "mpi4py messages"}
 
 
-@pytest.mark.slow
 def test_quick_prints_tables_and_head(quick):
     done, run, _ = quick
     assert "# all-reduce: ranks 0,1" in done.stdout
@@ -84,7 +83,6 @@ def test_quick_prints_tables_and_head(quick):
     assert {"machine", "library", "places", "environment", "revision"} <= run.head.keys()
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("kind", ["csv", "markdown", "text"])
 def test_tables_are_made_again_from_the_file(quick, kind):
     path = quick[2]
@@ -93,7 +91,6 @@ def test_tables_are_made_again_from_the_file(quick, kind):
     assert done.stdout.count("all-reduce") >= 1
 
 
-@pytest.mark.slow
 def test_pictures_of_every_kind(quick, tmp_path):
     some = [row for row in quick[1].rows if row["case"] in ("ring", "pairs latency", "noise")]
     writer = records.Writer(str(tmp_path / "some.jsonl"))
@@ -119,7 +116,6 @@ def test_pictures_of_every_kind(quick, tmp_path):
     assert all((tmp_path / "plots" / name).stat().st_size > 2000 for name in names)
 
 
-@pytest.mark.slow
 def test_layout_on_four_ranks(tmp_path):
     path = tmp_path / "rows.jsonl"
     done = bench(4, "all-reduce", "stage-chain", "--layout", "pp=2,tp=2",
@@ -173,7 +169,6 @@ def test_straggler_is_named(tmp_path):
     assert slow["median_us"] > 300
 
 
-@pytest.mark.slow
 def test_ctrl_c_leaves_a_valid_file(tmp_path):
     path, mark = tmp_path / "rows.jsonl", uuid.uuid4().hex
     command = [find_launcher(), "-n", "2", *BENCH, "all", "--seconds", "0.1", "--json", str(path)]

@@ -290,11 +290,13 @@ def test_job_that_did_not_hear_of_ctrl_c_is_told(monkeypatch, deaf, code):
     monkeypatch.setattr(launches, "PATIENCE_SECONDS", 0.2)
     monkeypatch.setattr(launches, "LOOK_SECONDS", 0.02)
     session = types.SimpleNamespace(stop_requested=True)
-    before = [signal.signal(sign, signal.SIG_IGN) for sign in deaf]  # which the job inherits
+    signs = (signal.SIGINT, signal.SIGTERM)
+    before = [signal.signal(sign, signal.SIG_IGN if sign in deaf else signal.SIG_DFL)
+              for sign in signs]  # which the job inherits; tests in the background ignore SIGINT
     try:
         assert launches.run_job(session, ["sleep", "60"]) == code
     finally:
-        for sign, handler in zip(deaf, before, strict=True):
+        for sign, handler in zip(signs, before, strict=True):
             signal.signal(sign, handler)
 
 

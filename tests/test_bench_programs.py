@@ -151,6 +151,7 @@ def test_a_wrong_cut_is_not_timed():
     assert "median_ms" not in done.stdout
 
 
+@pytest.mark.slow
 @pytest.mark.peers
 def test_wrong_texts_are_not_timed(monkeypatch):
     plain = generation.draw
@@ -160,6 +161,7 @@ def test_wrong_texts_are_not_timed(monkeypatch):
     assert no.value.exit_code == 1
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("module", "change", "words", "ranks"), [
     ("checkpoint", "program.LIMIT = 0.01", f"{FILES} --folder", 1),
     ("recorder", "program.CALL_LIMIT_NS = 1", RECORDS, 2)])
@@ -182,6 +184,7 @@ def changed(module, change, words, ranks):
 # --- tables
 
 
+@pytest.mark.slow
 def test_every_part_of_a_checkpoint_is_measured_and_written(tmp_path):
     done, result = measured(tmp_path / "checkpoint.json", "checkpoint",
                             f"{FILES} --folder {tmp_path}", 2, codes=(0, 1))
@@ -202,6 +205,7 @@ def test_every_part_of_a_checkpoint_is_measured_and_written(tmp_path):
     assert ("the limit is exceeded" in done.stdout) == (done.returncode == 1)
 
 
+@pytest.mark.slow
 def test_every_recorded_operation_is_measured_and_written(tmp_path):
     """Few batches may miss the limits."""
     done, result = measured(tmp_path / "recorder.json", "recorder", RECORDS, 2, codes=(0, 1))
@@ -236,6 +240,7 @@ def test_a_token_with_a_cache_and_without_it(tmp_path):
         row["with_cache_tokens_per_s"] / row["without_tokens_per_s"])
 
 
+@pytest.mark.slow
 def test_every_cut_is_measured_and_rows_of_other_ranks_stay(tmp_path):
     for num_ranks in (2, 4, 4):
         _, result = measured(tmp_path / "matmul.json", "matmul", PRODUCTS, num_ranks)

@@ -56,6 +56,7 @@ def test_a_tile_that_changes_the_result_is_not_timed(monkeypatch, capsys):
     assert numpy_ops.TILE > 1024
 
 
+@pytest.mark.slow
 @pytest.mark.numba
 def test_products_climb_from_loops_to_blas(tmp_path, monkeypatch, capsys):
     """100 is no multiple of a tile, so that every rung has rests."""

@@ -80,6 +80,7 @@ def test_construction_counts_what_the_step_does_not():
     assert row["lines to open"] == reading_path.lines_of("mpipar/cli.py")
 
 
+@pytest.mark.slow
 def test_outputs_of_other_pages_are_up_to_date():
     """Those of longer pages run with the slow tests."""
     longer = ("docs/tour", "docs/how-to", "docs/questions", "docs/planning")

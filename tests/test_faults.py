@@ -135,6 +135,7 @@ def test_a_peer_over_nccl_goes_wrong_and_a_resume_without_gpus_goes_on(
 LAUNCHER = [(28, signal.SIGTERM), (29, signal.SIGINT), (34, signal.SIGKILL)]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("number", "sign"), [
     pytest.param(*one, marks=fault(one[0], f"{one[1].name} to the launcher", ANY))
     for one in LAUNCHER])

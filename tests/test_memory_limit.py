@@ -28,6 +28,7 @@ WIDE = """--layers 1 --d-model 256 --heads 8 --ffn 32768 --seq-len 16 --batch-si
 LIMIT = 190 << 20
 
 
+@pytest.mark.slow
 @fault(39, "a layer too large for the memory of a rank", 69)
 def test_a_layer_too_large_for_one_rank_names_a_layout_that_trains(tmp_path):
     text = tmp_path / "text"

@@ -3,6 +3,7 @@
 import re
 import shutil
 import sys
+from collections.abc import Iterable
 from pathlib import Path
 
 import pytest
@@ -11,12 +12,15 @@ from helpers import REPOSITORY, run_ranks
 SESSION_LIMIT = 1300.0  # seconds for one session: twice what the longest takes beside other tests
 TEST_LIMIT = 200.0  # seconds for one test inside; then every rank prints where it is, and all end
 MPI_FOLDER = REPOSITORY / "tests" / "mpi"
+# What four ranks run at once, as two do; a slow session of four ranks runs the other files.
+CORE = [MPI_FOLDER / f"test_{name}.py" for name in (
+    "broken_twins", "cuts", "equivalence", "every_schedule", "experts", "records")]
 
 
-def session_command(folder: Path, marked: str) -> list[str]:
-    """Return the command that every rank runs. marked: which tests, by their marks."""
+def session_command(where: Iterable[Path | str], marked: str) -> list[str]:
+    """Return the command that every rank runs. where: paths, options. marked: which tests."""
     return [
-        *(sys.executable, "-m", "mpi4py", "-m", "pytest", "--with-mpi", str(folder)),
+        *(sys.executable, "-m", "mpi4py", "-m", "pytest", "--with-mpi", *map(str, where)),
         *("-o", "timeout=0"),  # tests/mpi/conftest.py has a limit that works inside MPI calls
         *("-p", "no:cacheprovider"),  # the ranks would write one cache at the same time
         *("-m", marked),
@@ -31,11 +35,11 @@ def count(summary: str, word: str) -> int:
     return int(match[1]) if match else 0
 
 
-def check_session(num_ranks: int, folder: Path, test_limit: float = TEST_LIMIT,
+def check_session(num_ranks: int, *where: Path | str, test_limit: float = TEST_LIMIT,
                   marked: str = "not slow and not alone"):
     """Run one session; return (number passed, ["test - reason" of skips]); all else fails."""
     env = {"MPIPAR_TEST_LIMIT": str(test_limit)}
-    result = run_ranks(num_ranks, session_command(folder, marked), SESSION_LIMIT, env=env)
+    result = run_ranks(num_ranks, session_command(where, marked), SESSION_LIMIT, env=env)
     assert result.returncode == 0, result.tail()
     lines = result.stdout.splitlines()
     summaries = [line for line in lines if re.fullmatch(r"=+ .* in [\d.]+s.* =+", line)]
@@ -49,9 +53,17 @@ def check_session(num_ranks: int, folder: Path, test_limit: float = TEST_LIMIT,
 
 @pytest.mark.timeout(SESSION_LIMIT + 30)
 @pytest.mark.parametrize("num_ranks", [
-    1, 2, 4, *(pytest.param(size, marks=pytest.mark.slow) for size in (3, 8))])
+    1, 2, *(pytest.param(size, marks=pytest.mark.slow) for size in (3, 4, 8))])
 def test_session(num_ranks, record_property):
-    record_session(record_property, *check_session(num_ranks, MPI_FOLDER))
+    but = [f"--ignore={path}" for path in CORE] if num_ranks == 4 else []
+    record_session(record_property, *check_session(num_ranks, MPI_FOLDER, *but))
+
+
+@pytest.mark.timeout(SESSION_LIMIT + 30)
+@pytest.mark.parametrize("num_ranks", [4])
+def test_core_session(num_ranks, record_property):
+    passed, _ = check_session(num_ranks, *CORE)
+    record_session(record_property, passed, [])  # what else it leaves out says nothing
 
 
 @pytest.mark.slow

@@ -11,6 +11,7 @@ from program import LIMIT, REPOSITORY, environment, metrics
 
 FILE = REPOSITORY / "docs" / "examples" / "one_file.py"
 LAYOUTS = {"1,1,1": 1, "1,2,1": 2, "2,1,2": 4, "1,2,2": 4}
+QUICK = "1,1,1", "1,2,2"  # the slow tests run all
 STEPS = 3
 COMMON = ("--dtype", "float64", "--batch-size", 16, "--num-microbatches", 4, "--lr-schedule",
           "constant", "--lr", 1e-3, "--clip", 0, "--eval-tokens", 64, "--sample-tokens", 0)
@@ -36,7 +37,8 @@ def reference(tmp_path_factory):
         line["loss"] for line in metrics(second) if "loss" in line]
 
 
-@pytest.mark.parametrize("layout", LAYOUTS)
+@pytest.mark.parametrize("layout", [pytest.param(
+    layout, marks=[pytest.mark.slow] * (layout not in QUICK)) for layout in LAYOUTS])
 def test_losses_are_those_of_the_package(reference, layout):
     weights, expected = reference
     program = [sys.executable, "-c", PROGRAM, str(FILE), layout, str(STEPS), str(weights)]

@@ -62,6 +62,10 @@ def test_each_pipeline_rank_has_its_memory_and_seconds():
         sum(first["memory_bytes"].values()))
     two, last = (rank["parts_s"]["products"] for rank in ranks[2:])
     assert last > two * 7 / 8  # of its seven blocks, and of the head
+    less, more = next(row["steps_s"] for row in found["changes"]
+                      if row["input"] == "idle in the pipeline")
+    assert more - less == pytest.approx(0.4 * first["parts_s"]["bubble"])
+    assert less < first["step_s"] < more
     text = printed(*WORDS, *given)
     names = "products attention elementwise recompute tp idle pp dp update"
     line = next(line for line in text.splitlines() if line.startswith("seconds of rank"))

@@ -80,9 +80,10 @@ def newest(folder):
                 if not damage(path))
 
 
+@pytest.mark.slow
 @fault(15, "kill -9 at each call of a save", None)
 @pytest.mark.parametrize("background", [
-    False, pytest.param(True, marks=pytest.mark.slow)], ids=["at once", "background"])
+    False, True], ids=["at once", "background"])
 @pytest.mark.parametrize("start", ["step 1", "a damaged step 2"])
 @pytest.mark.timeout(120)
 def test_the_newest_committed_checkpoint_is_found(start, background, tmp_path, monkeypatch):

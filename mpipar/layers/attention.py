@@ -27,7 +27,6 @@ from mpipar.layers.linear import Linear
 from mpipar.layers.stash import Stash
 from mpipar.ops.array_ops import rope_table
 from mpipar.ops.signature import Array
-from mpipar.partition import chunks
 from mpipar.partition.context import attention_over
 from mpipar.partition.contracts import Attending
 from mpipar.partition.tokens import WholeTokens
@@ -151,8 +150,18 @@ class Attention:
         self.proj.backward_weight(stash)
         # Not earlier: dx is summed over all of tp, so each part must count once there. The sum is
         # written to the view that qkv reads as its dy.
-        chunks.add(self.ops, stash.pop((self.name, "dkv")), self.kv, f"{self.name}.kv")
+        self._sum_shared(stash.pop((self.name, "dkv")))
         self.qkv.backward_weight(stash)
+
+    def _sum_shared(self, dkv: Array) -> None:
+        """Sum dk and dv, a view with gaps, in place over the ranks that share these heads.
+
+        Comm: one all_reduce over kv, if there are several.
+        """
+        if self.kv.size > 1:
+            whole = self.ops.empty(dkv.shape, dkv.dtype, label="buffers")
+            self.ops.copy(whole, dkv)
+            self.ops.copy(dkv, self.kv.all_reduce(whole, f"{self.name}.kv"))
 
     def _here(self, stash: Stash) -> Attending:
         """Return what attention over cp works with."""

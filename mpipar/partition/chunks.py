@@ -55,15 +55,6 @@ def packed(ops: Ops, *arrays: Array) -> Array:
     return whole
 
 
-def add(ops: Ops, x: Array, comm: Comm, name: str) -> None:
-    """Sum x, which may be a view with gaps, over a group in place. Comm: one all_reduce."""
-    if comm.size == 1:
-        return
-    whole = ops.empty(x.shape, x.dtype, label="buffers")
-    ops.copy(whole, x)
-    ops.copy(x, comm.all_reduce(whole, name))
-
-
 def rounded(ops: Ops, x: Array, dtype: object) -> Array:
     """Return x rounded to the dtype of activations; x itself if it already has it."""
     if x.dtype == dtype:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections import Counter
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import asdict, replace
 from functools import cache
 from itertools import groupby, zip_longest
@@ -390,16 +390,19 @@ def changes(question: Question, plan: Plan) -> list[dict]:
     """
     pipeline = cached_timeline()
 
-    def row(name: str, changed: Callable[[Cluster, float], Cluster],
-            software: Callable[[Stack, float], Stack]) -> dict:
-        steps = [[question._replace(stack=software(question.stack, by)).step(
-            one.layout, [changed(each, by) for each in one.clusters], one.counts, pipeline).total
-                  for one in plan.best] for by in OFF]
+    def row(name: str, step: Callable[[Candidate, float], float]) -> dict:
+        steps = [[step(one, by) for one in plan.best] for by in OFF]
         return {"input": name, "steps_s": [each[0] for each in steps],
                 "first": [plan.best[each.index(min(each))].layout for each in steps]}
 
-    found = [row(name, changed, lambda stack, by: stack) for name, changed in INPUTS.items()]
-    found.insert(3, row(STARTS, lambda cluster, by: cluster, Stack.with_starts))
+    def on(one: Candidate, clusters: Sequence[Cluster], stack: Stack = question.stack) -> float:
+        return question._replace(stack=stack).step(one.layout, clusters, one.counts, pipeline).total
+
+    found = [row(name, lambda one, by, changed=changed: on(
+        one, [changed(each, by) for each in one.clusters])) for name, changed in INPUTS.items()]
+    found.insert(3, row(STARTS, lambda one, by: on(
+        one, one.clusters, question.stack.with_starts(by))))
+    found.append(row(PARTS["bubble"], lambda one, by: one.step.total + (by - 1) * one.step.bubble))
     return [*found, {"input": "memory of a device",
                      "steps_s": [one.step.total if one else None for one in plan.memory],
                      "first": [one.layout if one else None for one in plan.memory]}]

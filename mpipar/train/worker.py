@@ -122,7 +122,7 @@ class Worker:
             loss, squares = self._loss_and_squares()
             loss, squares, stop, save, written = all_reduce_scalars(
                 self.ops, self.comms, [loss, squares, *map(float, astuple(votes()))], "step.norm")
-        agreed = StepVotes(stop > 0, save > 0, written == self.grid.world_size)
+        agreed = StepVotes(stop > 0, save > 0, written == self.comms["world"].size)
         return loss / self.num_tokens, math.sqrt(squares), agreed
 
     def _loss_and_squares(self) -> tuple[float, float]:

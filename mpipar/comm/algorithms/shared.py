@@ -55,7 +55,7 @@ class SharedMemory:
         own = self.of[mpi_comm.rank]
         # Other groups, which looked at the same time, may have taken the room meanwhile.
         check_room(mpi_comm, sys.maxsize if get_pages(own) else 0, self.nbytes)
-        own[:] = 0  # places its pages close to this rank
+        own[:] = 0  # where the kernel could not get its pages above, places them near this rank
         self.begin = address(own)
         self.window.Sync()
         mpi_comm.Barrier()
