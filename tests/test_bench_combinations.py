@@ -49,6 +49,7 @@ def found():
     return pairs(FEW)
 
 
+@pytest.mark.slow
 def test_each_pair_occurs_or_each_case_with_it_is_refused(found):
     cases, illegal = found
     assert all(not refusals(case) for case in cases)
@@ -75,6 +76,7 @@ def test_refusals_are_those_of_mpipar(found):
         "--heads 8: must be a multiple of tp 5; use 10")
 
 
+@pytest.mark.slow
 def test_triples_go_on_until_all_legal_ones_occurred(found):
     cases, illegal = found
     coverage = Coverage(3, FEW)

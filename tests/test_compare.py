@@ -195,6 +195,7 @@ def test_what_to_know_before_believing_is_said_of_both(capsys):
 # --- the command, on real runs
 
 
+@pytest.mark.slow
 def test_the_command_names_the_slow_rank_and_its_pass(late_runs):
     text = printed("compare", late_runs["none"], late_runs["delay"])
     lines = text.splitlines()

@@ -49,6 +49,7 @@ def test_every_function_rounds_once_on_the_gpu(cupy, dtype):
     check_every_function(make("cuda", dtype), dtype, LARGE, OPERANDS)
 
 
+@pytest.mark.slow
 def test_every_function_rounds_once_on_the_gpu_with_plain_kernels(cupy, dtype):
     check_every_function(make("cuda", dtype, kernels="plain"), dtype, LARGE)
 

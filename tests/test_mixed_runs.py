@@ -82,6 +82,7 @@ def test_skipped_steps_are_on_the_console_and_in_the_metrics(tmp_path):
     assert all(line["grad_norm"] > 0 for line in lines[len(skipped):])
 
 
+@pytest.mark.slow
 def test_weights_on_disk_are_the_float32_masters(tmp_path):
     train(tmp_path / "a", *TINY, "--steps", 3, "--dtype", "bfloat16", "--layout", "tp=2")
     found = weights(tmp_path / "a")

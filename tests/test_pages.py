@@ -271,6 +271,7 @@ def test_commands_that_run_or_are_marked_are_not_found(name, page):
     assert blocks_without_a_test(name, page, ["docs/tour/01.md"]) == []
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("command", sorted({
     command for name, command in commands() if "machine.json" not in command
     and " --html " not in command  # tests/test_explorer.py

@@ -280,6 +280,7 @@ def test_one_step_is_a_dot(shown):
 # --- the schedule explorer
 
 
+@pytest.mark.slow
 def test_paper_shows_whole_timelines(shown, pictures):
     page = shown(write_explorer)
     (pictures / "explorer.pdf").write_bytes(page.paper())

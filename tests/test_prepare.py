@@ -151,6 +151,7 @@ def test_files_that_are_full(here, monkeypatch):
     np.testing.assert_array_equal(one.validation().tokens, many.held_out)
 
 
+@pytest.mark.slow
 def test_a_large_file_is_read_in_pieces(here):
     """One document of 48 MB: what is held in memory is a small part of it."""
     size = 48 << 20
@@ -239,6 +240,7 @@ def test_text_that_changes_while_it_is_read(here, monkeypatch):
                    "--separator", "<sep>", "--tokenizer", "bytes", "--out", "out")
 
 
+@pytest.mark.slow
 def test_a_signal_leaves_nothing(tmp_path):
     """Also a program that ends at once takes its half-written folder with it."""
     with open(tmp_path / "text.txt", "wb") as file:

@@ -121,6 +121,7 @@ def test_experts_of_a_killed_run_go_on_elsewhere(here):
     assert len(pairs[0]) == 10
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("form", [
     pytest.param("--no-save-async", marks=pytest.mark.slow), "--save-async"])
 def test_two_ranks_killed_twice(form, here):
@@ -186,6 +187,7 @@ def test_a_run_that_goes_on_with_a_mistake_is_found_out(twin, killed, tmp_path):
 # --- damage, and disks that are full
 
 
+@pytest.mark.slow
 def test_damage_on_one_rank_makes_all_fall_back(here):
     """Only rank 1 reads the damaged file."""
     train(here, *TINY, "--pp", "2", "--save-interval", "5", "--out", "run", ranks=2)

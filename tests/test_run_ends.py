@@ -87,6 +87,7 @@ launch.guard(cli.main, sys.argv[2:])
 """
 
 
+@pytest.mark.slow
 @fault(22, "no space at the start, or for the weights", 74)
 @pytest.mark.parametrize("limit", [500, 1000, 8000], ids=["config", "log", "weights"])
 def test_full_disk_is_said_with_code_74(limit, text_folder):
@@ -99,6 +100,7 @@ def test_full_disk_is_said_with_code_74(limit, text_folder):
     assert not list((text_folder / "run").glob("weights/*.safetensors*"))
 
 
+@pytest.mark.slow
 def test_a_disk_that_is_too_small_for_trace_and_metrics_does_not_end_the_run(text_folder):
     """The weights fit, and they are what the run is for."""
     command = [sys.executable, "-c", FULL_DISK, "40000", "train", "--data", "text.txt", *TINY,

@@ -23,6 +23,7 @@ def losses(folder):
     return [json.loads(line)["loss"] for line in lines]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", [pytest.param("1f1b", marks=pytest.mark.slow), "zb-v"])
 def test_a_schedule_from_a_csv_file_trains_like_the_one_by_name(tmp_path, name):
     path = tmp_path / "order.csv"

@@ -30,6 +30,7 @@ def delayed(late_runs):
     return trace_file.read(late_runs["delay"]), late_runs["delay"]
 
 
+@pytest.mark.slow
 def test_the_files_hold_the_steps_asked_for_and_nothing_else(delayed):
     trace, folder = delayed
     assert sorted(path.name for path in (folder / "trace").iterdir()) == [

@@ -21,6 +21,7 @@ def found_in(run):
     return {finding.kind: finding for finding in analyse(run).findings}
 
 
+@pytest.mark.slow
 def test_an_uneven_stage_is_named(tmp_path):
     run = traced(tmp_path / "run", *SIZE, "--layers", "4", "--stage-layers", "4,0")
     finding = found_in(run)["uneven stage"]
@@ -73,6 +74,7 @@ EXPERTS = ["--experts", "4", "--experts-per-token", "1", "--expert-ffn", "512", 
            "--layout", "dp=2,ep=2", "--num-microbatches", "2", "--trace-ops"]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("routing", [
     "one-hot", pytest.param("uniform", marks=pytest.mark.slow)])
 def test_a_hot_expert_alone_is_named(routing, tmp_path):

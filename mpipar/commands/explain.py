@@ -219,10 +219,11 @@ def in_order(prediction, config) -> str:
     """Return one row per barrier or message, in the rank's order; see record.py for the columns."""
     rows = [("", "phase", "stage", "mb", "axis", "operation", "turns", "name", "ranks", "dtype",
              "payload", "formula", "sent", "factor", "site", "cut")]
+    costs = formulas.units_of(config)
     for i, record in enumerate(prediction.recorder.records, 1):
         ranks = prediction.groups[record.axis]
         dtype = record.dtype
-        formula = formulas.payload(record, config, len(ranks))
+        formula = formulas.payload(record, costs, len(ranks))
         if record.peer >= 0:
             arrow = "to" if record.operation == "send" else "from"
             shown = f"{arrow} {ranks[record.peer]}"

@@ -83,14 +83,15 @@ def payload_text(barrier: Barrier) -> str:
     return factor + text(barrier.carries)
 
 
-def payload(record, config, group_size: int) -> tuple[str, float] | None:
+def payload(record, costs: tuple[UnitCosts, Letters],
+            group_size: int) -> tuple[str, float] | None:
     """Return (formula, bytes) of a record's payload; None if no layer declares it, as a step's
     sums.
 
-    If several barriers share a name and phase, the one whose numbers have the record's bytes
-    counts.
+    costs: `units_of` its config. If several barriers share a name and phase, the one whose numbers
+    have the record's bytes counts.
     """
-    units, sizes = units_of(config)
+    units, sizes = costs
     if record.name in ("activations", "gradients"):
         return text(units.stream), value(units.stream, sizes)
     phase = "F" if record.phase == "recompute" else record.phase

@@ -75,8 +75,9 @@ def test_layout_equals_one_rank(values):
 def test_records_are_those_predicted_and_follow_the_formulas(layout, ffn_cut):
     config = convnet(layout, ffn_cut=ffn_cut)
     real, q = assert_records_predicted(config, images())[1].records, config.grid.tp
+    costs = formulas.units_of(config)
     for record in real:
-        found = formulas.payload(record, config, q)
+        found = formulas.payload(record, costs, q)
         if found is not None:
             assert found[1] == record.payload_bytes, (record, found)
         else:
