@@ -72,8 +72,7 @@ def main() -> int:
     options = parser.parse_args()
     passed, failed, skips, sessions = read(options.folder)
     left = remaining(skips, {*passed, *failed})
-    whole = [lines for _, lines in sessions if lines]
-    inside = set.intersection(*whole) if whole else set()
+    inside = set.intersection(*(lines for _, lines in sessions)) if sessions else set()
     print(f"{sum(count for count, _ in sessions)} tests inside {len(sessions)} MPI sessions")
     print("skipped, and why:" if left or inside else "skipped: nothing")
     for reason, names in left.items():

@@ -183,13 +183,12 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 
 
 def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
-    """Print the tests that all whole sessions under mpiexec skipped: these did not run at all."""
+    """Print the tests that every session under mpiexec skipped: these did not run at all."""
     sessions = [
         {value for name, value in report.user_properties if name == "skipped_inside"}
         for report in terminalreporter.getreports("passed")
         if report.when == "call" and "passed_inside" in dict(report.user_properties)
     ]
-    sessions = [lines for lines in sessions if lines]
     for line in sorted(set.intersection(*sessions)) if sessions else []:
         terminalreporter.write_line(f"SKIPPED in each of {len(sessions)} MPI sessions: {line}")
 

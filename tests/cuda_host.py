@@ -53,7 +53,7 @@ def build_folder():
     It is MPIPAR_SHIM_FOLDER, or else a folder of this process, removed when it ends. All processes
     that this one starts share it.
     """
-    if "MPIPAR_SHIM_FOLDER" not in os.environ:
+    if not os.environ.get("MPIPAR_SHIM_FOLDER"):
         own = tempfile.TemporaryDirectory(prefix="mpipar-cuda-shim-")
         atexit.register(own.cleanup)
         os.environ["MPIPAR_SHIM_FOLDER"] = own.name

@@ -17,7 +17,6 @@ from mpipar.layers.recompute import Recomputed
 from mpipar.layers.stash import Stash
 from mpipar.train import worker
 
-pytestmark = pytest.mark.slow
 EACH = 3  # every third case of all pairs lives here; python -m bench.combinations runs them all
 PARTS = 8  # of these, each well below the limit of a test, also where others take the cores
 
@@ -57,6 +56,7 @@ def test_every_value_lives(folder):
 
 
 @pytest.mark.ranks(4)
+@pytest.mark.slow
 @pytest.mark.parametrize("part", range(PARTS))
 def test_cases_of_all_pairs_live(part, folder):
     """A third of them: all take the cores for ten minutes."""

@@ -130,7 +130,6 @@ def test_convnet_has_the_same_gradients():
     assert found[0] == found[1]
 
 
-@pytest.mark.slow
 @pytest.mark.ranks(1, 2)
 def test_what_runs_again_saves_what_is_predicted():
     """The peak of arrays falls by the predicted bytes, to 5 % or 1 MiB, whichever is larger."""
@@ -141,7 +140,6 @@ def test_what_runs_again_saves_what_is_predicted():
         assert_saved(whole, less, under_way=1 << 19)
 
 
-@pytest.mark.slow
 @pytest.mark.ranks(2)
 def test_what_is_shared_out_saves_what_is_predicted():
     model = replace(MODEL, d_model=96, ffn=384, seq_len=64, vocab_size=997)

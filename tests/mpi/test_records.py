@@ -134,7 +134,6 @@ def test_sums_of_units_start_inside_the_last_backward(layout):
     assert 0 < hidden < flight or flight == 0 == layout[0] - 1
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("layout", last(HERE), ids=str)
 def test_memory_is_predicted(layout):
     """The arrays of a step, weights to messages, are predicted within 5 % by the shapes-only run.
