@@ -17,9 +17,9 @@ from mpipar.plan.block_time import BlockTimes, Times, block_times
 from mpipar.plan.cluster import STACKS, load_cluster
 from mpipar.plan.footprint import GIB, most_blocks, rank_footprints
 from mpipar.plan.layout import Layout, blocks_of_stages
-from mpipar.plan.pipeline_time import timeline
+from mpipar.plan.pipeline_time import balanced, bound, timeline
 from mpipar.plan.report import candidate_words
-from mpipar.plan.search import Kind, Question, in_order, placed, search, simulated
+from mpipar.plan.search import Kind, Question, in_order, placed, search, shortest, simulated
 from mpipar.plan.shape import Shape
 from mpipar.plan.splits import shares
 from mpipar.plan.step_time import message_bytes, step_time
@@ -41,21 +41,47 @@ def block_of(seconds, head=0.0):
     return BlockTimes(Times(seconds), Times(), Times(), Times(), Times(head))
 
 
+@pytest.mark.parametrize("schedule", ["1f1b", "zb-h1"])
 @pytest.mark.parametrize("most", [(9, 9, 9), (2, 9, 9), (9, 1, 9), (3, 3, 3)])
-def test_shares_are_the_best_of_all(most):
-    """Brute force: no other number of blocks on the stages makes the slowest one shorter."""
-    seconds, head = (1.0, 0.4, 0.7), 1.1
-    blocks = [block_of(one, head) for one in seconds]
+@pytest.mark.parametrize(("m", "longer"), [(3, 1.12), (12, 1.0), (64, 1.0)])
+def test_shares_are_the_best_of_all(most, schedule, m, longer):
+    """Brute force: no other number of blocks on the stages makes the passes shorter.
 
-    def slowest(counts):
-        return max(count * one + (place == 2) * head
-                   for place, (count, one) in enumerate(zip(counts, seconds, strict=True)))
+    With few microbatches it may be better to give a slow first rank less than it can do.
+    """
+    layout, head = Layout(pp=3, schedule=schedule, num_microbatches=m), 1.1
+    blocks = [block_of(one, head) for one in (1.0, 0.4, 0.7)]
 
-    found = shares(9, Layout(pp=3), blocks, list(most))
+    def seconds(counts):
+        busy = [count * block.total for count, block in zip(counts, blocks, strict=True)]
+        before = [0.0, 0.0, 0.0] if schedule == "zb-h1" else [0.0, busy[0], busy[0] + busy[1]]
+        return max(m * (one + (place == 2) * head) + before[place]
+                   for place, one in enumerate(busy))
+
+    found = shares(9, layout, blocks, list(most))
     every = [counts for counts in itertools.product(*(range(1, one + 1) for one in most))
              if sum(counts) == 9]
     assert found in every
-    assert math.isclose(slowest(found), min(map(slowest, every)))
+    assert seconds(found) <= longer * min(map(seconds, every)) * (1 + 1e-12)
+
+
+def test_no_split_takes_less_than_balanced_passes():
+    rng = random.Random(3)
+    for _ in range(50):
+        layout = Layout(pp=rng.choice((2, 3)), num_microbatches=rng.choice((3, 12)),
+                        schedule=rng.choice(("1f1b", "zb-h1")))
+        kinds = [block_of(rng.uniform(0.2, 1.0), rng.uniform(0.0, 2.0)) for _ in range(layout.pp)]
+        least = balanced(7, layout, kinds)
+        every = [counts for counts in itertools.product(range(8), repeat=layout.pp)
+                 if sum(counts) == 7]
+        assert least <= min(bound(layout, kinds, counts) for counts in every) * (1 + 1e-12)
+
+
+@pytest.mark.parametrize("room", [20.0, 12.0, 9.0, 3.0])
+def test_the_shortest_step_is_the_first_answer_of_a_search(room):
+    question = question_of(Kind(A100, 8, room))
+    best = search(question, 1).best
+    assert shortest(question) == (pytest.approx(best[0].step.total) if best else None)
 
 
 @pytest.mark.parametrize("changes", [

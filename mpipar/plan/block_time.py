@@ -8,6 +8,7 @@ barriers there are, and `Shape.letters` how large they are.
 from __future__ import annotations
 
 from functools import reduce
+from itertools import product
 from math import prod
 from operator import add
 from typing import NamedTuple
@@ -24,6 +25,8 @@ STREAM, WIDE, HEADS = (10, 12), (2, 3), (3, 4)
 ROUTED = (4, 6)  # rows of tokens that are permuted by expert, and back
 SCORES = (4, 5)  # scale, mask, softmax and dropout over scores stored in memory
 LOGITS = 10  # how often a loss moves each logit, forward and backward
+ALIGNED, UNALIGNED = 8, 0.33  # a product's rate where a size is no multiple: chosen on steps
+BARRIER = 0.07  # launch of a barrier over launches of a block's forward: chosen on steps
 BACKWARD = 2.5  # FLOPs of fused attention, backward over forward: scores are recomputed
 SLOWED = 0.5  # seconds that products lose per second of concurrent transfers: chosen on steps
 SUM_OF_PARTS = 1.2  # time of reduce-scatter + all-gather over one all-reduce of the same bytes
@@ -160,16 +163,20 @@ def passes_of(cost: Cost, sizes: Letters, stream: float, layout: Layout, cluster
     elementwise = [(STREAM[way] * stream + WIDE[way] * wide + HEADS[way] * heads
                     + ROUTED[way] * routed) / memory for way in (0, 1)]
     start = stack.on(cluster).starts_us * 1e-6
-    tp, ep = ({phase: sum(seconds(one) for one in cost.barriers
-                          if (one.axis, one.phase) == (axis, phase)) for phase in "FIW"}
-              for axis, seconds in (
-                  ("tp", lambda one: barrier_seconds(one, sizes, cluster, layout.tp)),
-                  ("expert", lambda one: expert_seconds(one, sizes, layout, cluster))))
+    barriers = {(axis, phase): [one for one in cost.barriers
+                                if (one.axis, one.phase) == (axis, phase)]
+                for axis, phase in product(("tp", "expert"), "FIW")}
+    tp = {phase: sum(barrier_seconds(one, sizes, cluster, layout.tp)
+                     for one in barriers["tp", phase]) for phase in "FIW"}
+    ep = {phase: sum(expert_seconds(one, sizes, layout, cluster)
+                     for one in barriers["expert", phase]) for phase in "FI"}
     cp = context_seconds(cost, sizes, layout, cluster, attention)
-    f = started(start, Times(products[0], attention[0], elementwise[0] + scores[0], 0.0, tp["F"],
-                             cp[0], ep["F"]))
-    i = started(start, Times(products[1], attention[1], elementwise[1] + scores[1], 0.0, tp["I"],
-                             cp[1], ep["I"]))
+    launched = {phase: start * (1 + BARRIER * len(barriers["tp", phase]) * (layout.tp > 1))
+                for phase in "FI"}
+    f = started(launched["F"], Times(products[0], attention[0], elementwise[0] + scores[0], 0.0,
+                                     tp["F"], cp[0], ep["F"]))
+    i = started(launched["I"], Times(products[1], attention[1], elementwise[1] + scores[1], 0.0,
+                                     tp["I"], cp[1], ep["I"]))
     w = started(start, Times(products[2], 0.0, adding_seconds(cost, sizes, layout, cluster, stack),
                              0.0, tp["W"] * BESIDE))
     selected = Times(attention=attention[0], elementwise=scores[0])
@@ -233,9 +240,15 @@ def beside(moved: float, window: float) -> float:
 
 
 def head_times(head: Cost, sizes: Letters, cluster: Cluster, stack: Stack) -> Times:
-    """Return forward and backward of head and loss on one microbatch, without barriers."""
-    moved = LOGITS * value(BYTES["B*T", "v"], sizes)
-    return Times(sum(product_times(head, sizes, cluster, stack)),
+    """Return forward and backward of head and loss on one microbatch, without barriers.
+
+    Tensor cores are slow where the vocabulary is no multiple of ALIGNED. One that tp has to pad to
+    cut it is a multiple.
+    """
+    moved, slower = LOGITS * value(BYTES["B*T", "v"], sizes), 1.0
+    if not stack.pads and sizes["v"] % 1 == 0 and sizes["v"] % ALIGNED:
+        slower = 1 / UNALIGNED
+    return Times(slower * sum(product_times(head, sizes, cluster, stack)),
                  elementwise=moved / elementwise_rate(cluster, stack))
 
 
@@ -244,13 +257,15 @@ def with_gathers(shape, layout, cluster, stack, block: BlockTimes) -> BlockTimes
 
     Weights are gathered for forward and backward; gradients are summed after the backward.
     Transfers overlap with the products of neighbouring blocks, and slow them down. Weights that
-    stay for the step are gathered for its first microbatch only. Where each rank's piece is copied
-    on its own, the processor launches an operation for it.
+    stay for the step are gathered for its first microbatch only. Where arrays are gathered one by
+    one, the processor also launches a copy for each rank's piece.
     """
-    gather = sum(all_gather(cluster, one.elements * stack.number_bytes, one.ranks, one.stride)
-                 for one in segments(shape, layout, 1))
+    arrays = stack.arrays or 1
+    gather = arrays * sum(
+        all_gather(cluster, one.elements * stack.number_bytes / arrays, one.ranks, one.stride)
+        for one in segments(shape, layout, 1))
     scatter = gather * stack.wire_bytes / stack.number_bytes
-    copies = stack.pieces * layout.data_ranks * cluster.product_us * 1e-6
+    copies = stack.arrays * layout.data_ranks * cluster.product_us * 1e-6
     often = 1.0 if layout.zero == 3 else 1 / layout.num_microbatches
 
     def added(moved: float, window: float) -> float:

@@ -119,14 +119,15 @@ class Stack:
 
     sets: (generation, constants) of machines. fused: attention without scores in memory. *_bytes:
     of a parameter. overlap: whether gathers and sums overlap with the products. unit: blocks that
-    are gathered at once. pieces: arrays of a block that are gathered and summed one by one, each
-    with an operation for every rank's piece; 0 where one operation moves all. every_other:
+    are gathered at once. arrays: of a block, that are gathered and summed one by one, each with a
+    copy of every rank's piece; 0 where one operation moves all. every_other:
     selective recompute repeats every other product, and what lies between them. remakes: backward
     recomputes whatever its layers can, as mpipar does. norm_bytes: of a number that a norm keeps, 0
     if as wide as the others. logit_bytes: per logit, besides the number itself: in 32 bits the
     logit, the logarithm of its softmax, and its gradient; a fused loss has one. mpipar's own layers
-    declare what they keep of it. number_bytes: of a number that is computed with. evidence: the
-    measured steps it is based on.
+    declare what they keep of it. number_bytes: of a number that is computed with. pads: whether
+    the vocabulary is padded to a size that suits tensor cores. evidence: the measured steps it is
+    based on.
     """
 
     sets: tuple[tuple[str, Constants], ...]
@@ -137,13 +138,14 @@ class Stack:
     optimizer_bytes: float = 12
     wire_bytes: float = 2
     unit: float = 1.0
-    pieces: int = 0
+    arrays: int = 0
     overlap: bool = True
     every_other: bool = False
     remakes: bool = False
     norm_bytes: float = 0
     logit_bytes: float = 12
     number_bytes: float = 2
+    pads: bool = True
 
     def on(self, cluster: Cluster) -> Constants:
         """Return the constants on a machine, those of the first generation if it has none."""
@@ -170,10 +172,10 @@ class Stack:
         return replace(self, fused=False, overlap=False)
 
 
-MEGATRON = (("a100", Constants(0.942, 1.76, 1.04, 897.0)),
-            ("h100", Constants(1.03, 1.01, 0.889, 300.0)))
-FSDP = (("a100", Constants(0.881, 2.27, 0.529, 300.0)),
-        ("h100", Constants(0.831, 3.1, 0.499, 300.0)))
+MEGATRON = (("a100", Constants(0.942, 1.64, 1.04, 793.0)),
+            ("h100", Constants(1.04, 1.03, 0.962, 300.0)))
+FSDP = (("a100", Constants(0.883, 2.21, 0.527, 300.0)),
+        ("h100", Constants(0.847, 2.97, 0.495, 300.0)))
 STACKS = {
     "mpipar": Stack(MEGATRON, "none of its steps is measured on a GPU: it is given Megatron-LM's"
                     " constants, and keeps in memory what its own layers say", remakes=True),

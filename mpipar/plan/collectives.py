@@ -13,16 +13,26 @@ import math
 from mpipar.plan.cluster import Cluster, Link
 
 SHORT, LATE = 0.66, 3.5  # of a node's links: rate of the low-latency way, latency of the other
+STEP_US = (3.4, 14.0)  # of a ring, in a node and to the next one: NCCL's own table (tuning.cc)
 NETWORK = 0.9  # share of an adapter's rate that collectives reach
 
 
 def all_reduce(cluster: Cluster, nbytes: float, ranks: int, stride: int = 1) -> float:
     """Return the seconds of a sum of `nbytes` on each of `ranks` ranks, `stride` ranks apart."""
-    return all_gather(cluster, 2 * nbytes, ranks, stride)
+    return collective(cluster, 2 * nbytes, ranks, stride, ring=False)
 
 
 def all_gather(cluster: Cluster, nbytes: float, ranks: int, stride: int = 1) -> float:
     """Return the seconds of an all-gather or a reduce-scatter of `nbytes` in all."""
+    return collective(cluster, nbytes, ranks, stride, ring=True)
+
+
+def collective(cluster: Cluster, nbytes: float, ranks: int, stride: int, ring: bool) -> float:
+    """Return the seconds in which each rank sends (ranks - 1) / ranks of `nbytes`.
+
+    ring: whether pieces take a step for every rank, as those of gathers do; libraries sum across
+    nodes along trees, whose depth grows with the logarithm of the nodes.
+    """
     if ranks == 1:
         return 0.0
     inner, outer = cluster.links[0], cluster.links[-1]
@@ -30,9 +40,11 @@ def all_gather(cluster: Cluster, nbytes: float, ranks: int, stride: int = 1) -> 
     members = ranks if inner is outer else members_in_a_node(ranks, stride, inner.joins)
     if members == ranks:
         return in_a_node(inner, moved)
+    nodes = ranks / members
+    steps = ((ranks - nodes) * STEP_US[0] + nodes * STEP_US[1]) * ring
     rate = min(inner.gbytes_s, members * outer.gbytes_s * NETWORK) * 1e9
-    return (inner.latency_us * (members > 1) + outer.latency_us * math.log2(
-        max(2, ranks / members))) * 1e-6 + moved / rate
+    return (steps + inner.latency_us * (members > 1) + outer.latency_us * math.log2(
+        max(2, nodes))) * 1e-6 + moved / rate
 
 
 def exchange(cluster: Cluster, nbytes: float, stride: int) -> float:

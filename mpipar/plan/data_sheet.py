@@ -24,6 +24,7 @@ from mpipar.plan.formats import FORMATS
 from mpipar.plan.layout import Layout
 from mpipar.plan.machine import HOP, STREAM, Curve, Machine, Passes, Units, settings_of
 from mpipar.plan.shape import Shape
+from mpipar.plan.step_time import seconds_of_a_number
 
 LINK = "by data sheet"
 SIZES = tuple(1 << power for power in range(3, 41))  # bytes of messages and sums
@@ -94,8 +95,8 @@ def units_of(cluster: Cluster, stack: Stack, config: Config) -> Units:
     shape = Shape.of(config.model.completed())
     block = block_times(shape, layout_of(config), cluster, stack)
     passes = Passes(block.f.total, block.i.total + block.again.total, block.w.total)
-    update = (stack.gradient_bytes + stack.optimizer_bytes) / (cluster.hbm_gbytes_s * 1e9)
     return Units(
         settings_of(config.model), config.run.dtype, config.train.optimizer, config.grid.tp,
         rows_per_microbatch(config), Passes(0.0, 0.0, 0.0), passes,
-        Passes(*[block.head.total / 3] * 3), update, ep=config.grid.ep)
+        Passes(*[block.head.total / 3] * 3), seconds_of_a_number(cluster, stack),
+        ep=config.grid.ep)

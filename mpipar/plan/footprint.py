@@ -140,34 +140,36 @@ def fullest_ranks(layout: Layout, counts: tuple[int, ...],
 
 
 def most_blocks(shape: Shape, layout: Layout, stack: Stack, gib: Sequence[float],
-                orders: Orders = fullest_of) -> list[int]:
+                kept: Kept | None = None) -> list[int]:
     """Return the most blocks that each pipeline rank has room for; a rank has one stage.
 
     gib: memory that each rank may use. Memory grows with the blocks by no more than it does first.
+    kept: of the layout, if it is known.
     """
+    kept = kept or Kept.of(shape, layout, stack)
     last = layout.pp - 1
     ends = list(dict.fromkeys((0, min(1, last), last)))
-    empty = dict(zip(ends, rank_footprints(shape, layout, stack, (0,) * layout.pp, ends, orders),
+    empty = dict(zip(ends, rank_footprints(shape, layout, stack, (0,) * layout.pp, ends, kept),
                      strict=True))
-    kept = Kept.of(shape, layout, stack)
     states = sum(states_of(segments(shape, layout, 1), layout, stack))
     return [int((gib[rank] * GIB - empty.get(rank, empty[ends[1]]).total)
-                // (states + (1 + BETWEEN) * kept.most(layout, rank, 1, orders)))
+                // (states + (1 + BETWEEN) * kept.most(layout, rank, 1)))
             for rank in range(layout.pp)]
 
 
 class Kept(NamedTuple):
     """Bytes that a microbatch keeps of a block and of the head, each from F to I and from I to W.
 
-    work: temporary memory while a block runs.
+    work: temporary memory while a block runs. orders: tell how many microbatches wait.
     """
 
     block: tuple[float, float]
     head: tuple[float, float]
     work: float
+    orders: Orders
 
     @classmethod
-    def of(cls, shape: Shape, layout: Layout, stack: Stack) -> Kept:
+    def of(cls, shape: Shape, layout: Layout, stack: Stack, orders: Orders = fullest_of) -> Kept:
         """Return what is kept: for mpipar as its layers declare, for other software the whole
         stash.
 
@@ -178,19 +180,20 @@ class Kept(NamedTuple):
         own = stash[layout.recompute]
         if not stack.remakes:
             again = (AGAIN - 1) * stash["attention"] - own + stash["none"]
-            return cls((own, own), (0.0, 0.0), again if layout.recompute == "block" else 0.0)
+            return cls((own, own), (0.0, 0.0), again if layout.recompute == "block" else 0.0,
+                       orders)
         sizes = shape.letters(layout.rows, layout.tp, layout.cp, stack.number_bytes, layout.ep)
         late, head = shape.mean("kept", sizes, layout.sequence_parallel), shape.costs(
             layout.sequence_parallel).head
         return cls((own, late), (value(head.stash, sizes), value(head.kept, sizes)),
-                   stash["none"] + (late if layout.recompute == "block" else 0.0))
+                   stash["none"] + (late if layout.recompute == "block" else 0.0), orders)
 
-    def most(self, layout: Layout, rank: int, blocks: float, orders: Orders) -> float:
+    def most(self, layout: Layout, rank: int, blocks: float) -> float:
         """Return the bytes that a rank with `blocks` blocks keeps at its fullest."""
         each = blocks / layout.chunks
         return max(each * (one.waiting * self.block[0] + one.pending * self.block[1])
                    + one.head_waiting * self.head[0] + one.head_pending * self.head[1]
-                   for one in in_flight(layout, rank, orders))
+                   for one in in_flight(layout, rank, self.orders))
 
 
 def states_of(own: list[Segment], layout: Layout, stack: Stack) -> tuple[float, float, float]:
@@ -203,20 +206,22 @@ def states_of(own: list[Segment], layout: Layout, stack: Stack) -> tuple[float, 
 
 
 def rank_footprints(shape: Shape, layout: Layout, stack: Stack, counts: tuple[int, ...],
-                    ranks: Iterable[int], orders: Orders = fullest_of) -> list[Footprint]:
-    """Return the memory of some pipeline ranks. counts: blocks of each stage."""
-    kept = Kept.of(shape, layout, stack)
-    return [_rank_footprint(
-        shape, layout, stack, rank, counts, kept,
-        kept.most(layout, rank, layout.blocks_of(rank, counts), orders)) for rank in ranks]
+                    ranks: Iterable[int], kept: Kept | None = None) -> list[Footprint]:
+    """Return the memory of some pipeline ranks.
+
+    counts: blocks of each stage. kept: of the layout, if it is known.
+    """
+    kept = kept or Kept.of(shape, layout, stack)
+    return [_rank_footprint(shape, layout, stack, rank, counts, kept) for rank in ranks]
 
 
 def _rank_footprint(shape: Shape, layout: Layout, stack: Stack, rank: int,
-                    counts: tuple[int, ...], kept: Kept, held: float) -> Footprint:
+                    counts: tuple[int, ...], kept: Kept) -> Footprint:
     size, tables = stack.number_bytes, layout.tables_of(rank)
     own, has_head = rank_segments(shape, layout, rank, counts), rank == layout.last_rank
     tokens = layout.rows * shape.tokens / layout.cp
-    held += size * tokens * shape.width * tables
+    held = (kept.most(layout, rank, layout.blocks_of(rank, counts))
+            + size * tokens * shape.width * tables)
     buffers, logits = kept.work, has_head * tokens * shape.vocab / layout.tp
     if stack.remakes:  # logits are part of the head's stash, and freed when a block runs
         buffers = max(0.0, buffers - logits * size)

@@ -48,6 +48,16 @@ def bound(layout: Layout, blocks: Blocks, counts: tuple[int, ...]) -> float:
     return found
 
 
+def balanced(layers: int, layout: Layout, blocks: Blocks) -> float:
+    """Return the seconds of all passes if each rank had just as much to do as it is fast.
+
+    No split of the blocks over the ranks takes less, and no schedule.
+    """
+    last = blocks[layout.last_rank]
+    return layout.num_microbatches * (layers + last.head.total / last.total) / sum(
+        1 / block.total for block in blocks)
+
+
 def passes_in_order(name: str, pp: int, num_microbatches: int, chunks: int | None) -> list[tuple]:
     """Return (rank, kind, stage, messages needed, messages sent) of each pass, in order.
 

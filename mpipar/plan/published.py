@@ -80,13 +80,13 @@ def stack_for(row: dict[str, str], cluster: Cluster) -> Stack:
     Without a word on attention, software has the usual kind of its device. DeepSpeed and software
     that is unknown here keep gradients in 16 bits; the latter has a kernel for norms only where
     `attn` names one, and otherwise keeps their inputs in 32 bits. Weights, gradients and moments
-    are all in 16 bits where a row says so.
+    are all in 16 bits where a row says so. A row's vocabulary is the one that was computed with.
     """
-    stack, attention = STACKS[stack_name(row)], row["attn"]
+    stack, attention = replace(STACKS[stack_name(row)], pads=False), row["attn"]
     if not (attention != "unfused" if attention else cluster.fused_attention):
         stack = stack.unfused()
     if "DeepSpeed" in row["system"]:
-        stack = replace(stack, gradient_bytes=2, unit=0.25, pieces=0 if stack.fused else 12)
+        stack = replace(stack, gradient_bytes=2, unit=0.25, arrays=0 if stack.fused else 12)
     elif not any(part in row["system"] for part in FUSED_NORMS):
         own = "rms" in attention.lower() or "norm" in attention.lower()
         stack = replace(stack, gradient_bytes=2, norm_bytes=0 if own else 4)

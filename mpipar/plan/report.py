@@ -6,7 +6,6 @@ import math
 from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import asdict, replace
-from functools import cache
 from itertools import groupby, zip_longest
 
 from mpipar.config.layout import sizes_text
@@ -14,11 +13,21 @@ from mpipar.console.tables import short_count, table
 from mpipar.files.text import counted
 from mpipar.plan.cluster import STACKS, Cluster, Stack
 from mpipar.plan.confirm import Confirmed, Job, command_line
-from mpipar.plan.footprint import GIB, RESERVE, Footprint, fullest_of, rank_footprints
+from mpipar.plan.footprint import GIB, RESERVE, Footprint, rank_footprints
 from mpipar.plan.layout import Layout, blocks_of_stages
 from mpipar.plan.pipeline_time import cached_timeline, timeline
 from mpipar.plan.published import Run, nearest_runs
-from mpipar.plan.search import Candidate, Kind, Plan, Question, layouts, other_order, placed, search
+from mpipar.plan.search import (
+    Candidate,
+    Kind,
+    Known,
+    Plan,
+    Question,
+    layouts,
+    other_order,
+    placed,
+    shortest,
+)
 from mpipar.plan.shape import MFU_RULES, utilization
 from mpipar.plan.sites import Sites, crossings, needed_gbits
 from mpipar.plan.step_time import StepTime, rank_times, step_time
@@ -145,8 +154,7 @@ def alone_seconds(question: Question) -> dict[str, float | None]:
     uniform = Kind(slowest.cluster, question.ranks, min(kind.gib for kind in kinds))
     asked = {f"{kind.cluster.name} alone": kind for kind in kinds}
     asked["equal work for all, at the slowest kind's speed"] = uniform
-    plans = {name: search(question._replace(kinds=(kind,)), 1) for name, kind in asked.items()}
-    return {name: plan.best[0].step.total if plan.best else None for name, plan in plans.items()}
+    return {name: shortest(question._replace(kinds=(kind,))) for name, kind in asked.items()}
 
 
 def peak(question: Question) -> float:
@@ -378,9 +386,9 @@ def enough(question: Question) -> str:
 
 def fits(question: Question) -> bool:
     """Return whether any layout fits in memory."""
-    orders = cache(fullest_of)
+    known = Known(question)
     return any(one.used <= 1 for layout in layouts(question, Counter())
-               for one in placed(question, layout, question.kinds, orders))
+               for one in placed(question, layout, question.kinds, known))
 
 
 def changes(question: Question, plan: Plan) -> list[dict]:

@@ -11,22 +11,24 @@ kinds, where the slower one would set the pace of each barrier.
 
 from __future__ import annotations
 
+import itertools
 import math
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from functools import cache
-from itertools import permutations
+from heapq import heapify, heappop, heappush
 from typing import NamedTuple
 
 from mpipar.config.layout import cuts_heads, divisors
 from mpipar.pipeline.schedules.catalog import FAMILIES
+from mpipar.plan.block_time import BlockTimes, block_times
 from mpipar.plan.cluster import Cluster, Stack
-from mpipar.plan.footprint import GIB, Footprint, Orders, fullest_of, fullest_ranks, rank_footprints
+from mpipar.plan.footprint import GIB, Footprint, Kept, fullest_of, fullest_ranks, rank_footprints
 from mpipar.plan.layout import Layout
-from mpipar.plan.pipeline_time import bound, cached_timeline, timeline
+from mpipar.plan.pipeline_time import balanced, bound, cached_timeline, timeline
 from mpipar.plan.shape import Shape
 from mpipar.plan.splits import splits
-from mpipar.plan.step_time import Pipeline, StepTime, passes_by_rank, step_of, step_time
+from mpipar.plan.step_time import Blocks, Pipeline, StepTime, step_of, step_time
 
 CHUNKS = (2, 3, 4, 5, 6, 7, 8, 10, 12)
 SCHEDULES = tuple(name for name, family in FAMILIES.items() if family.planned)
@@ -80,6 +82,24 @@ class Question(NamedTuple):
     def changed(self, change: Callable[[Kind], Kind]) -> Question:
         """Return the same question for other devices."""
         return self._replace(kinds=tuple(map(change, self.kinds)))
+
+
+class Known:
+    """What many layouts of a question have in common, computed once."""
+
+    def __init__(self, question: Question):
+        shape, stack = question.shape, question.stack
+        clusters = {kind.cluster.name: kind.cluster for kind in question.kinds}
+        orders = cache(fullest_of)
+        self._times: Callable[[Layout, str], BlockTimes] = cache(
+            lambda layout, name: block_times(shape, layout, clusters[name], stack))
+        self.kept: Callable[[Layout], Kept] = cache(
+            lambda layout: Kept.of(shape, layout, stack, orders))
+
+    def blocks(self, layout: Layout, clusters: Sequence[Cluster]) -> Blocks:
+        """Return the passes on each pipeline rank, which do not depend on the schedule."""
+        same = layout._replace(schedule="1f1b", chunks=1)
+        return [self._times(same, cluster.name) for cluster in clusters]
 
 
 class Candidate(NamedTuple):
@@ -235,12 +255,12 @@ def schedules(question: Question, pp: int, m: int, rejected: Counter) -> Iterato
 def search(question: Question, count: int = 5, tell=lambda text: None) -> Plan:
     """Return the `count` layouts with the shortest simulated step. tell: called with progress."""
     rejected, ranked, fitting = Counter(), [], 0
-    least, orders, pipeline = None, cache(fullest_of), cached_timeline()
+    least, known, pipeline = None, Known(question), cached_timeline()
     for seen, layout in enumerate(layouts(question, rejected)):
         if seen % TELL_EVERY == 0:
             tell(f"{seen:,} layouts of {question.ranks} ranks, {fitting:,} fit")
-        found = [one for kinds in permutations(question.kinds)
-                 for one in placed(question, layout, kinds, orders)]
+        found = [one for kinds in itertools.permutations(question.kinds)
+                 for one in placed(question, layout, kinds, known)]
         ranked += [one for one in found if one.used <= MORE]
         closest = min(found, key=lambda one: one.used)
         if closest.used <= 1:
@@ -259,25 +279,51 @@ def search(question: Question, count: int = 5, tell=lambda text: None) -> Plan:
                 trade_off(fit), [found[0] if found else None for found in other])
 
 
+def shortest(question: Question) -> float | None:
+    """Return the seconds of the best layout's step, as `search` finds it; None if nothing fits.
+
+    question: of one kind of devices. Best first: what has the lowest bound is looked at more
+    closely, until that is a simulated step.
+    """
+    known, pipeline, number = Known(question), cached_timeline(), itertools.count()
+    shape, (kind,) = question.shape, question.kinds
+    queue: list[tuple[float, int, Layout | None, Candidate | None]] = [
+        (balanced(shape.layers, layout, known.blocks(layout, [kind.cluster] * layout.pp)),
+         next(number), layout, None) for layout in layouts(question, Counter())]
+    heapify(queue)
+    while queue:
+        seconds, _, layout, one = heappop(queue)
+        if layout:
+            for found in placed(question, layout, question.kinds, known):
+                if found.used <= 1:
+                    heappush(queue, (found.step.total, next(number), None, found))
+        elif one:
+            step = simulated(question, one, pipeline).step
+            heappush(queue, (step.total, next(number), None, None))
+        else:
+            return seconds
+    return None
+
+
 def placed(question: Question, layout: Layout, kinds: tuple[Kind, ...],
-           orders: Orders = fullest_of) -> Iterator[Candidate]:
+           known: Known | None = None) -> Iterator[Candidate]:
     """Yield the layout with each split of its blocks over stages that may be best.
 
     Steps are bounds. What would not fit even with MORE memory has none.
     """
-    shape, stack = question.shape, question.stack
+    shape, stack, known = question.shape, question.stack, known or Known(question)
     by_rank = kinds_by_rank(layout, kinds)
     clusters = [kind.cluster for kind in by_rank]
-    blocks = cache(lambda: passes_by_rank(shape, layout, clusters, stack))
+    kept, blocks = known.kept(layout), cache(lambda: known.blocks(layout, clusters))
 
     def held(counts: tuple[int, ...]) -> list[tuple[float, Footprint]]:
         ranks = fullest_ranks(layout, counts, clusters if len(kinds) > 1 else ())
         return [(memory.total / (by_rank[rank].gib * GIB), memory) for rank, memory in zip(
-            ranks, rank_footprints(shape, layout, stack, counts, ranks, orders), strict=True)]
+            ranks, rank_footprints(shape, layout, stack, counts, ranks, kept), strict=True)]
 
     held_once = cache(held)
     for counts in splits(shape, layout, stack, blocks, [kind.gib for kind in by_rank],
-                         lambda counts: [used for used, _ in held_once(counts)], orders):
+                         lambda counts: [used for used, _ in held_once(counts)], kept):
         used, memory = max(held_once(counts))
         step = NO_TIME
         if used <= MORE:

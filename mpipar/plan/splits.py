@@ -7,23 +7,25 @@ kinds take different times, and have room for different numbers of blocks.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
-from heapq import heapify, heapreplace
 
 from mpipar.plan.cluster import Stack
-from mpipar.plan.footprint import Orders, most_blocks
+from mpipar.plan.footprint import Kept, most_blocks
 from mpipar.plan.layout import Layout, blocks_of_stages
+from mpipar.plan.pipeline_time import balanced
 from mpipar.plan.shape import Shape
 from mpipar.plan.step_time import Blocks
+
+HALVINGS = 12  # of the time in which stages are filled
 
 
 def splits(shape: Shape, layout: Layout, stack: Stack, blocks: Callable[[], Blocks],
            gib: Sequence[float], used: Callable[[tuple[int, ...]], list[float]],
-           orders: Orders) -> Iterator[tuple[int, ...]]:
+           kept: Kept) -> Iterator[tuple[int, ...]]:
     """Yield the blocks of each stage: an even split, and an uneven one that fits if ranks have one
     stage.
 
     blocks: gives the passes of each rank. gib: memory that each one may use. used: which share of
-    it ranks take, the fullest and the emptiest ones among them.
+    it ranks take, the fullest and the emptiest ones among them. kept: of the layout.
     """
     even = blocks_of_stages(shape.layers, layout.stages)
     yield even
@@ -38,27 +40,42 @@ def splits(shape: Shape, layout: Layout, stack: Stack, blocks: Callable[[], Bloc
         if max(used(uneven)) <= 1:
             yield uneven
             return
-    most = most_blocks(shape, layout, stack, gib, orders)
+    most = most_blocks(shape, layout, stack, gib, kept)
     if min(most) >= 1 and sum(most) >= shape.layers:
         yield shares(shape.layers, layout, blocks(), most)
 
 
 def shares(layers: int, layout: Layout, blocks: Blocks, most: Sequence[int]) -> tuple[int, ...]:
-    """Return the blocks of each stage that make the slowest stage as short as possible.
+    """Return the blocks of each stage with which the closed form of the passes is shortest.
 
-    most: that a stage has room for; together enough for all layers. Each block goes to the stage
-    that is then shortest. The last stage also has the head.
+    most: that a stage has room for; together enough for all layers. Bisection finds the shortest
+    time within which all blocks are done, where each rank in turn takes as many as it can. With a
+    whole backward, a rank also waits for those before it. The last stage also has the head.
     """
-    counts = [1] * layout.pp
-    seconds = [block.total for block in blocks]
-    heads = [(rank == layout.last_rank) * blocks[rank].head.total for rank in range(layout.pp)]
-    queue = [(2 * seconds[rank] + heads[rank], rank) for rank in range(layout.pp)
-             if most[rank] > 1]
-    heapify(queue)
-    for _ in range(layers - layout.pp):
-        while counts[queue[0][1]] >= most[queue[0][1]]:
-            heapreplace(queue, (float("inf"), queue[0][1]))
-        rank = queue[0][1]
-        counts[rank] += 1
-        heapreplace(queue, ((counts[rank] + 1) * seconds[rank] + heads[rank], rank))
+    m, waits = layout.num_microbatches, not layout.family.split
+    seconds, heads = [block.total for block in blocks], [0.0] * layout.pp
+    heads[layout.last_rank] = blocks[layout.last_rank].head.total
+
+    def within(limit: float) -> list[int]:
+        counts, before = [], 0.0
+        for second, head, room in zip(seconds, heads, most, strict=True):
+            fit = int(((limit - before) / m - head) / second)
+            counts.append(max(1, min(room, fit)))
+            before += waits * counts[-1] * second
+        return counts
+
+    low = balanced(layers, layout, blocks)
+    high = low + (m + layers) * max(seconds)
+    while sum(within(high)) < layers:
+        high *= 2
+    for _ in range(HALVINGS):
+        middle = (low + high) / 2
+        low, high = (low, middle) if sum(within(middle)) >= layers else (middle, high)
+    counts = within(high)
+    busy = [count * second + head
+            for count, second, head in zip(counts, seconds, heads, strict=True)]
+    for _ in range(sum(counts) - layers):  # more are done within this time than there are
+        rank = max((rank for rank in range(layout.pp) if counts[rank] > 1), key=busy.__getitem__)
+        counts[rank] -= 1
+        busy[rank] -= seconds[rank]
     return tuple(counts)

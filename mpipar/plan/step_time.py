@@ -11,15 +11,16 @@ from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
 from mpipar.pipeline.forms import Letters
-from mpipar.plan.block_time import BlockTimes, beside, block_times
+from mpipar.plan.block_time import BlockTimes, beside, block_times, elementwise_rate
 from mpipar.plan.cluster import Cluster, Stack
-from mpipar.plan.collectives import all_gather, exchange
+from mpipar.plan.collectives import all_gather, all_reduce, exchange
 from mpipar.plan.layout import Layout, Segment, blocks_of_stages, rank_segments
 from mpipar.plan.shape import Shape
 
 Blocks = Sequence[BlockTimes]  # the passes of a block and of the head on each pipeline rank
 # (layout, passes of each rank, blocks of each stage) -> seconds of all passes
 Pipeline = Callable[[Layout, Blocks, tuple[int, ...]], float]
+Collective = Callable[[Cluster, float, int, int], float]  # (cluster, bytes, ranks, stride)
 
 
 class StepTime(NamedTuple):
@@ -208,25 +209,35 @@ def sum_seconds(shape: Shape, layout: Layout, cluster: Cluster, stack: Stack,
 
     windows: seconds of computing (beside gradient sums, beside gathers of weights).
     """
-    def over_all(element_bytes: float) -> float:
-        return sum(all_gather(cluster, one.elements * element_bytes, one.ranks, one.stride)
+    def over_all(collective: Collective, element_bytes: float) -> float:
+        return sum(collective(cluster, one.elements * element_bytes, one.ranks, one.stride)
                    for one in own)
 
     if layout.zero > 1:  # gathers of blocks overlap with others; the tables are units, too
         often = layout.num_microbatches if layout.zero == 3 else 1
         tables = shape.table_parameters * stack.number_bytes / layout.tp
         return often * all_gather(cluster, tables, layout.data_ranks, layout.data_stride)
-    sums, (beside_backward, beside_forward) = over_all(stack.wire_bytes), windows
+    beside_backward, beside_forward = windows
     if layout.zero == 0:
-        return beside(2 * sums, beside_backward) if stack.overlap else 2 * sums
-    weights = over_all(stack.number_bytes)
+        sums = over_all(all_reduce, stack.wire_bytes)
+        return beside(sums, beside_backward) if stack.overlap else sums
+    sums, weights = (over_all(all_gather, size) for size in (stack.wire_bytes, stack.number_bytes))
     if not stack.overlap:
         return sums + weights
     return beside(sums, beside_backward) + beside(weights, beside_forward)
 
 
 def update_seconds(layout: Layout, cluster: Cluster, stack: Stack, own: list[Segment]) -> float:
-    """Return the seconds of clearing gradients, norm and optimizer: bytes over memory rate."""
-    elements = sum(one.elements / (one.ranks if layout.zero else 1) for one in own)
-    moved = elements * (stack.gradient_bytes + stack.optimizer_bytes)
-    return moved / (cluster.hbm_gbytes_s * 1e9)
+    """Return the seconds of clearing gradients, norm and optimizer."""
+    return seconds_of_a_number(cluster, stack) * sum(
+        one.elements / (one.ranks if layout.zero else 1) for one in own)
+
+
+def seconds_of_a_number(cluster: Cluster, stack: Stack) -> float:
+    """Return the seconds that the update of a parameter takes, which is elementwise.
+
+    Its gradient is cleared, read for the norm, and read again; the optimizer's numbers are read and
+    written, and the weight is written.
+    """
+    moved = 3 * stack.gradient_bytes + 2 * stack.optimizer_bytes + stack.weight_bytes
+    return moved / elementwise_rate(cluster, stack)
