@@ -25,7 +25,7 @@ STREAM, WIDE, HEADS = (10, 12), (2, 3), (3, 4)
 ROUTED = (4, 6)  # rows of tokens that are permuted by expert, and back
 SCORES = (4, 5)  # scale, mask, softmax and dropout over scores stored in memory
 LOGITS = 10  # how often a loss moves each logit, forward and backward
-ALIGNED, UNALIGNED = 8, 0.33  # a product's rate where a size is no multiple: chosen on steps
+ALIGNED, UNALIGNED = 8, 0.4  # a product's rate where a size is no multiple: chosen on steps
 BARRIER = 0.07  # launch of a barrier over launches of a block's forward: chosen on steps
 BACKWARD = 2.5  # FLOPs of fused attention, backward over forward: scores are recomputed
 SLOWED = 0.5  # seconds that products lose per second of concurrent transfers: chosen on steps
@@ -242,14 +242,15 @@ def beside(moved: float, window: float) -> float:
 def head_times(head: Cost, sizes: Letters, cluster: Cluster, stack: Stack) -> Times:
     """Return forward and backward of head and loss on one microbatch, without barriers.
 
-    Tensor cores are slow where the vocabulary is no multiple of ALIGNED. One that tp has to pad to
-    cut it is a multiple.
+    They have as many operations to launch as a pass of a block. Tensor cores are slow where the
+    vocabulary is no multiple of ALIGNED; one that tp has to pad to cut it is a multiple.
     """
     moved, slower = LOGITS * value(BYTES["B*T", "v"], sizes), 1.0
     if not stack.pads and sizes["v"] % 1 == 0 and sizes["v"] % ALIGNED:
         slower = 1 / UNALIGNED
-    return Times(slower * sum(product_times(head, sizes, cluster, stack)),
-                 elementwise=moved / elementwise_rate(cluster, stack))
+    return started(stack.on(cluster).starts_us * 1e-6, Times(
+        slower * sum(product_times(head, sizes, cluster, stack)),
+        elementwise=moved / elementwise_rate(cluster, stack)))
 
 
 def with_gathers(shape, layout, cluster, stack, block: BlockTimes) -> BlockTimes:

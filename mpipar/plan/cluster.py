@@ -172,7 +172,7 @@ class Stack:
         return replace(self, fused=False, overlap=False)
 
 
-MEGATRON = (("a100", Constants(0.942, 1.64, 1.04, 793.0)),
+MEGATRON = (("a100", Constants(0.945, 1.67, 1.04, 800.0)),
             ("h100", Constants(1.04, 1.03, 0.962, 300.0)))
 FSDP = (("a100", Constants(0.883, 2.21, 0.527, 300.0)),
         ("h100", Constants(0.847, 2.97, 0.495, 300.0)))
