@@ -55,7 +55,8 @@ def test_each_pipeline_rank_has_its_memory_and_seconds():
     found = json.loads(printed(*WORDS, *given, "--json"))
     first, ranks = found["layouts"][0], found["pipeline_ranks"]
     blocks = [rank["blocks"] for rank in ranks]
-    assert blocks == first["stage_layers"] and sum(blocks) == 32
+    assert blocks == first["stage_layers"]
+    assert sum(blocks) == 32
     assert blocks[-1] == min(blocks) < 8
     for rank in ranks:
         assert sum(rank["parts_s"].values()) == pytest.approx(first["step_s"])

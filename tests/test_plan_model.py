@@ -36,7 +36,7 @@ from mpipar.plan.search import (
     simulated,
 )
 from mpipar.plan.shape import Shape
-from mpipar.plan.step_time import closed, hop_seconds, step_time
+from mpipar.plan.step_time import closed, hop_seconds, seconds_of_a_number, step_time
 
 RESULTS = REPOSITORY / "bench" / "results"
 CASES = [("1f1b", 4, 8, 1), ("1f1b", 3, 5, 1), ("interleaved", 2, 4, 3), ("interleaved", 4, 8, 2),
@@ -179,6 +179,23 @@ def test_collectives_by_hand():
     assert all_gather(a100, 1e9, 16, 8) > 4 * all_gather(a100, 1e9, 16, 1)
 
 
+def test_a_gather_takes_a_step_for_every_rank_and_a_sum_for_every_doubling_of_nodes():
+    """128 nodes of 8 devices: 896 steps of the ring stay in a node, and 128 leave one."""
+    a100 = load_cluster("a100-80")
+    inner, outer = a100.links
+    moved = 1023 / 1024 * 1e6 / (8 * 0.9 * outer.gbytes_s * 1e9)
+    assert math.isclose(all_gather(a100, 1e6, 1024), moved + 1e-6 * (
+        inner.latency_us + outer.latency_us + 896 * 3.4 + 128 * 14))
+    assert math.isclose(all_reduce(a100, 1e6, 1024), 2 * moved + 1e-6 * (
+        inner.latency_us + 7 * outer.latency_us))
+    small, large = (all_gather(a100, 1e6, ranks, 8) for ranks in (64, 640))
+    assert large - small == pytest.approx(576 * 14e-6, rel=0.01)  # one rank in each node
+    # What experts exchange goes to each rank directly.
+    shape, layouts = shape_of("mixtral-8x7b"), [Layout(dp=8 * many, ep=8) for many in (1, 2)]
+    one, two = (block_times(shape, layout, a100, STACKS["mpipar"]).f.ep for layout in layouts)
+    assert one == two > 0
+
+
 def test_members_of_a_group_in_a_node_follow_from_where_they_stand():
     """24 ranks on nodes of 8, dp 6 x pp 4: two of four groups leave their node, 2 + 4 ranks."""
     assert members_in_a_node(6, 1, 8) == 2
@@ -196,10 +213,45 @@ def test_a_pass_takes_its_kernels_or_their_starts():
     few = block_times(shape, Layout(), a100, stack)
     assert math.isclose(few.f.total, 5e-3)
     assert math.isclose(few.w.total, 5e-3)
+    assert math.isclose(few.head.total, 5e-3)
+    cut = block_times(shape, Layout(tp=2), a100, stack)
+    assert math.isclose(cut.f.total, 5e-3 * (1 + 2 * 0.07))  # and of two barriers
+    assert math.isclose(cut.w.total, 5e-3)
     many = block_times(shape, Layout(rows=512), a100, stack)
     assert many.f.starts == 0 < many.f.products
     fast = dataclasses.replace(stack, sets=(("a100", constants._replace(products=9.0)),))
     assert product_rate(a100, fast) == a100.ceiling_tflops * 1e12
+
+
+def test_a_vocabulary_that_nobody_pads_slows_the_head_down():
+    a100, shape = load_cluster("a100-80"), shape_of("gpt2")
+    assert shape.vocab == 50257
+    padded = STACKS["megatron"]
+    stack = dataclasses.replace(padded, pads=False)
+    even = dataclasses.replace(shape, vocab=50264)
+    cases = ((shape, 1, 1 / 0.4), (even, 1, 1.0), (shape, 2, 1.0))  # tp 2 has to pad it
+    for one, tp, slower in cases:
+        layout = Layout(rows=8, tp=tp)
+        found, known = (block_times(one, layout, a100, each).head for each in (stack, padded))
+        assert math.isclose(found.products, slower * known.products)
+        assert found.elementwise == known.elementwise
+
+
+def test_an_update_moves_what_it_reads_and_writes():
+    """Adam in mixed precision: 4 bytes of a gradient three times, 12 of states twice, a weight."""
+    a100, stack = load_cluster("a100-80"), STACKS["megatron"]
+    moved = 3 * 4 + 2 * 12 + 2
+    assert seconds_of_a_number(a100, stack) == pytest.approx(moved / (a100.hbm_gbytes_s * 1e9))
+
+
+def test_arrays_that_are_gathered_one_by_one_start_one_by_one():
+    a100, shape = load_cluster("a100-80"), shape_of("gpt2-xl")
+    layout = Layout(dp=64, rows=8, zero=3)
+    whole, twelve = (dataclasses.replace(STACKS["megatron"].unfused(), arrays=arrays)
+                     for arrays in (0, 12))
+    one, many = (block_times(shape, layout, a100, stack).f.gathers for stack in (whole, twelve))
+    start = all_gather(a100, 0.0, 64)
+    assert many - one == pytest.approx(11 * start + 12 * 64 * a100.product_us * 1e-6)
 
 
 def test_context_messages_are_never_free():
@@ -344,16 +396,16 @@ def test_published_steps_are_met():
     """The bars of the documentation, and no more than 2 points above what the results say."""
     groups = bench_published.by_group(published_runs())
     bars = {"vTrain, many nodes": 6, "Korthikanti et al.": 7, "PTD-P table 1": 3,
-            "NeMo, H100": 2, "zero bubble": 4, "llm-foundry, FSDP": 5}
+            "NeMo, H100": 2, "zero bubble": 4, "llm-foundry, FSDP": 4}
     known = {row["source"]: row for row in
              json.loads((RESULTS / "published.json").read_text())["rows"]}
     for title, runs in groups.items():
         found = bench_published.accuracy(runs)
         assert found["mean %"] <= bars.get(title, math.inf), title
         assert found["mean %"] <= known[title]["mean %"] + 2, title
-    assert bench_published.accuracy(published_runs())["median %"] <= 3.5
-    assert known["all"]["left out: median %"] <= 6
-    assert bench_published.accuracy(read_runs("single_node.csv"))["median %"] <= 8
+    assert bench_published.accuracy(published_runs())["median %"] <= 3
+    assert known["all"]["left out: median %"] <= 5
+    assert bench_published.accuracy(read_runs("single_node.csv"))["median %"] <= 5
 
 
 def test_choices_among_published_layouts():

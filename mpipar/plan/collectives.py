@@ -40,11 +40,13 @@ def collective(cluster: Cluster, nbytes: float, ranks: int, stride: int, ring: b
     members = ranks if inner is outer else members_in_a_node(ranks, stride, inner.joins)
     if members == ranks:
         return in_a_node(inner, moved)
-    nodes = ranks / members
-    steps = ((ranks - nodes) * STEP_US[0] + nodes * STEP_US[1]) * ring
+    nodes, start_us = ranks / members, inner.latency_us * (members > 1)
+    if ring:
+        start_us += outer.latency_us + (ranks - nodes) * STEP_US[0] + nodes * STEP_US[1]
+    else:
+        start_us += outer.latency_us * math.log2(max(2, nodes))
     rate = min(inner.gbytes_s, members * outer.gbytes_s * NETWORK) * 1e9
-    return (steps + inner.latency_us * (members > 1) + outer.latency_us * math.log2(
-        max(2, nodes))) * 1e-6 + moved / rate
+    return start_us * 1e-6 + moved / rate
 
 
 def exchange(cluster: Cluster, nbytes: float, stride: int) -> float:
