@@ -15,7 +15,6 @@ from mpipar.plan.cluster import STACKS, Cluster, Stack
 from mpipar.plan.confirm import Confirmed, Job, command_line
 from mpipar.plan.footprint import GIB, RESERVE, Footprint, rank_footprints
 from mpipar.plan.layout import Layout, blocks_of_stages
-from mpipar.plan.pipeline_time import cached_timeline, timeline
 from mpipar.plan.published import Run, nearest_runs
 from mpipar.plan.search import (
     Candidate,
@@ -57,9 +56,9 @@ def report(question: Question, plan: Plan, job: Job) -> str:
     if not plan.best:
         return "\n\n".join([*blocks, impossible(question, plan), rejections(plan)])
     best = plan.best[0]
-    blocks += [verdict(question, best), command_line(question, job, best),
-               hosts(best), nodes(question, best), parts_table(best),
-               *stage_tables(question, best),
+    blocks += [verdict(question, plan), command_line(question, job, best),
+               hosts(best), nodes(question, plan), parts_table(best),
+               *stage_tables(question, plan),
                "layouts, best first; each is the best of its grid\n" + ranking(question, plan),
                alone_table(question), rejections(plan), changes_table(question, plan),
                confidence(question, best)]
@@ -82,8 +81,9 @@ def headline(question: Question) -> str:
             f"the software's: {question.stack.evidence}")
 
 
-def verdict(question: Question, best: Candidate) -> str:
+def verdict(question: Question, plan: Plan) -> str:
     """Return what the best layout achieves."""
+    best = plan.best[0]
     seconds = best.step.total
     tokens = question.batch_size * question.shape.tokens / seconds
     room = best.memory.total / best.used
@@ -93,7 +93,7 @@ def verdict(question: Question, best: Candidate) -> str:
             f"MFU {100 * mfu(question, best):.1f} % of {peak(question):.0f} TFLOP/s, with"
             f" {MFU_RULES[question.mfu_rule]}; it is bound by {PARTS[bound_by(best.step)]}\n"
             f"a step of this layout by the constants of other software: {others(question, best)}"
-            + even_words(question, best))
+            + even_words(question, plan))
 
 
 def others(question: Question, best: Candidate) -> str:
@@ -104,23 +104,26 @@ def others(question: Question, best: Candidate) -> str:
     return ", ".join(f"{seconds:.3f} s {name}" for name, seconds in found.items())
 
 
-def even_split(question: Question, one: Candidate) -> float | None:
+def even_split(question: Question, plan: Plan) -> float | None:
     """Return the step with equally many blocks on each stage; None if that does not fit."""
+    one = plan.best[0]
     counts = blocks_of_stages(question.shape.layers, one.layout.stages)
     if counts == one.counts:
         return one.step.total
     even = next(placed(question, one.layout, one.kinds))
-    return question.step(one.layout, one.clusters).total if even.used <= 1 else None
+    if even.used > 1:
+        return None
+    return question.step(one.layout, one.clusters, counts, plan.pipeline).total
 
 
-def even_words(question: Question, one: Candidate) -> str:
+def even_words(question: Question, plan: Plan) -> str:
     """Return what an even split of the blocks would lose; "" for a layout that has one."""
-    even = even_split(question, one)
+    even, seconds = even_split(question, plan), plan.best[0].step.total
     if even is None:
         return "\nan even split of the blocks does not fit"
-    longer = 100 * (even / one.step.total - 1)
+    longer = 100 * (even / seconds - 1)
     return f"\nan even split of the blocks takes {even:.3f} s, {longer:.0f} % longer" * (
-        even != one.step.total)
+        even != seconds)
 
 
 def hosts(one: Candidate) -> str:
@@ -177,8 +180,9 @@ def bound_by(step: StepTime) -> str:
     return largest if parts[largest] > 0.1 * step.total else max(COMPUTE, key=parts.get)
 
 
-def nodes(question: Question, best: Candidate) -> str:
+def nodes(question: Question, plan: Plan) -> str:
     """Return which axes cross from node to node, and the step in the other rank order."""
+    best = plan.best[0]
     layout, each, stride = best.layout, question.per_node, 1
     if layout.ranks <= each:
         return ""
@@ -191,7 +195,7 @@ def nodes(question: Question, best: Candidate) -> str:
     if inside:
         text += f", those of {', '.join(inside)} stay inside"
     for other in other_order(question, layout):
-        step = question.step(other, best.clusters, best.counts)
+        step = question.step(other, best.clusters, best.counts, plan.pipeline)
         text += f"; with --rank-order {','.join(other.rank_order)} a step takes {step.total:.3f} s"
     return text
 
@@ -207,18 +211,20 @@ def parts_table(best: Candidate) -> str:
     return table([("a step's seconds", "", "", "GiB of the fullest rank", ""), *rows])
 
 
-def stages(question: Question, best: Candidate) -> list[tuple[int, Footprint, StepTime]]:
+def stages(question: Question, plan: Plan) -> list[tuple[int, Footprint, StepTime]]:
     """Return (blocks, memory, parts of the step) of each pipeline rank."""
+    best = plan.best[0]
     layout, shape, stack, counts = best.layout, question.shape, question.stack, best.counts
-    times = rank_times(shape, layout, best.clusters, stack, timeline, counts)
+    times = rank_times(shape, layout, best.clusters, stack, plan.pipeline, counts)
     memory = rank_footprints(shape, layout, stack, counts, range(layout.pp))
     return [(layout.blocks_of(rank, counts), memory[rank], times[rank])
             for rank in range(layout.pp)]
 
 
-def stage_tables(question: Question, best: Candidate) -> list[str]:
+def stage_tables(question: Question, plan: Plan) -> list[str]:
     """Return memory and seconds of each pipeline rank. Rows of the latter add up to the step."""
-    found, clusters, several = stages(question, best), best.clusters, len(best.kinds) > 1
+    found, best = stages(question, plan), plan.best[0]
+    clusters, several = best.clusters, len(best.kinds) > 1
     some = [name for name in StepTime._fields
             if any(getattr(parts, name) > 0 for *_, parts in found)]
     memory = [("pipeline rank", *["devices"] * several, "blocks", "weights GiB", "gradients GiB",
@@ -396,15 +402,14 @@ def changes(question: Question, plan: Plan) -> list[dict]:
 
     Which layouts fit depends on memory too: the search has kept what it would choose.
     """
-    pipeline = cached_timeline()
-
     def row(name: str, step: Callable[[Candidate, float], float]) -> dict:
         steps = [[step(one, by) for one in plan.best] for by in OFF]
         return {"input": name, "steps_s": [each[0] for each in steps],
                 "first": [plan.best[each.index(min(each))].layout for each in steps]}
 
     def on(one: Candidate, clusters: Sequence[Cluster], stack: Stack = question.stack) -> float:
-        return question._replace(stack=stack).step(one.layout, clusters, one.counts, pipeline).total
+        return question._replace(stack=stack).step(
+            one.layout, clusters, one.counts, plan.pipeline).total
 
     found = [row(name, lambda one, by, changed=changed: on(
         one, [changed(each, by) for each in one.clusters])) for name, changed in INPUTS.items()]
@@ -489,10 +494,10 @@ def as_dict(question: Question, plan: Plan, job: Job) -> dict:
     best = plan.best[0]
     return found | {
         "command": command_line(question, job, best), "bound_by": bound_by(best.step),
-        "even_split_s": even_split(question, best), "alone_s": alone_seconds(question),
+        "even_split_s": even_split(question, plan), "alone_s": alone_seconds(question),
         "pipeline_ranks": [{"blocks": blocks, "memory_bytes": memory._asdict(),
                             "parts_s": parts._asdict()}
-                           for blocks, memory, parts in stages(question, best)],
+                           for blocks, memory, parts in stages(question, plan)],
         "changes": [row | {"first": [one and one._asdict() for one in row["first"]]}
                     for row in changes(question, plan)],
         "published": [{"row": run.row["id"], "measured_s": run.seconds,

@@ -134,7 +134,8 @@ class Plan(NamedTuple):
 
     least: a layout that is closest to fitting, if none does. front: candidates, with bounds for
     steps, of which no other has less of both time and memory. memory: the best one with 20 % less
-    and with 20 % more memory, of the same splits of blocks; None where nothing fits.
+    and with 20 % more memory, of the same splits of blocks; None where nothing fits. pipeline: the
+    simulator, with the orders that it has built.
     """
 
     best: list[Candidate]
@@ -144,6 +145,7 @@ class Plan(NamedTuple):
     least: Candidate | None
     front: list[Candidate]
     memory: list[Candidate | None]
+    pipeline: Pipeline
 
 
 def kinds_by_rank(layout: Layout, kinds: tuple[Kind, ...]) -> list[Kind]:
@@ -276,7 +278,7 @@ def search(question: Question, count: int = 5, tell=lambda text: None) -> Plan:
     other = [judged(question, [one for one in ranked if one.used <= factor], 1, pipeline)[0]
              for factor in (LESS, MORE)]
     return Plan(best, fitting, tried, dict(rejected.most_common()), None if best else least,
-                trade_off(fit), [found[0] if found else None for found in other])
+                trade_off(fit), [found[0] if found else None for found in other], pipeline)
 
 
 def shortest(question: Question) -> float | None:
