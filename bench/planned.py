@@ -82,4 +82,4 @@ def measure(args, session) -> Outcome:
                     for preset in presets])
 
 
-main = Program("planned", __doc__, measure, kept="planned.json").started(__name__)
+main = Program("planned", __doc__, measure, kept="bench/results/planned.json").started(__name__)

@@ -36,7 +36,7 @@ class Program:
     together(args): whether all ranks of a job measure. json: the help of --json, which None leaves
     out. counts: see `add_counts`. add(parser): adds flags of other kinds. check(args, parser):
     checks what was typed. takes_words: whether unknown words are collected in args.words. kept: a
-    file in bench/results/ that --write writes, replacing --json.
+    file of the repository that --write writes, replacing --json.
     """
 
     def __init__(self, name: str, doc: str, measure: Callable[..., Outcome | int], *,
