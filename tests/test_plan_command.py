@@ -3,6 +3,7 @@
 import csv
 import io
 import json
+import re
 
 import pytest
 from in_process import at_once, printed, refusal
@@ -10,6 +11,13 @@ from in_process import at_once, printed, refusal
 from mpipar.plan.cluster import MACHINES
 
 H200 = (MACHINES / "h200.toml").read_text()
+MORE_LINKS = """[[links]]
+joins = 64
+gbytes_s = 9.0
+latency_us = 9.0
+
+[[links]]
+joins = 0"""
 WORDS = ("plan", "llama-8b", "--machine", "h100", "--ranks", "16", "--batch-size", "32", "--cp",
          "1")
 
@@ -230,10 +238,41 @@ def test_a_machine_of_ones_own(tmp_path):
     *(("mine.toml", H200.replace(old, new), problem) for old, new, problem in (
         ("hbm_gbytes_s = 4800.0", "hbm_gbytes_s = -1", "hbm_gbytes_s is -1"),
         ("joins = 8\ngbytes_s = 410.0", "joins = 8\ngbytes_s = 0", "links[0].gbytes_s is 0"),
+        ("joins = 8\n", "joins = 0\n", "the first of links joins 0 devices"),
+        ("memory_gib = 140.0", "memory_gib = 1e300", "memory_gib is 1e+300, which cannot be"),
+        ('efficiency = "h100"', 'efficiency = "x"', "efficiency x: no software is measured on it"),
+        ("[[links]]\njoins = 0", MORE_LINKS, "links has 3 levels"),
         ("float16 = ", "float15 = ", "neither bfloat16 nor float16")))])
 def test_a_machine_that_cannot_be(name, text, problem, tmp_path):
     (tmp_path / name).write_text(text)
     assert problem in str(refusal("plan", "llama-8b", "--machine", tmp_path / name, "--ranks", "8"))
+
+
+def test_what_is_given_is_kept_or_refused():
+    """An odd row is not cut, a schedule needs a pipeline, gradients are at least as wide."""
+    words = ("plan", "gpt2", "--machine", "h100", "--ranks", "8", "--batch-size", "64")
+    assert "it fits" in printed(*words, "--seq-len", "1023")
+    found = json.loads(printed(*words, "--schedule", "zb-v", "--json"))
+    assert {one["layout"]["schedule"] for one in found["layouts"]} == {"zb-v"}
+    wrong = refusal(*words, "--dtype", "float32", "--grad-dtype", "bfloat16")
+    assert "--grad-dtype bfloat16: is for 16-bit weights" in str(wrong)
+    text = printed(*words, "--grad-dtype", "bfloat16")
+    assert "mpipar train keeps gradients in float32, whatever --grad-dtype says" in text
+
+
+def test_other_software_with_the_same_constants_takes_as_long():
+    words = ("plan", "llama-1b", "--machine", "h100", "--ranks", "4", "--batch-size", "8", "--pp",
+             "4", "--schedule", "1f1b", "--rows", "1", "--recompute", "none")
+    text = printed(*words, "--dtype", "bfloat16")
+    seconds = re.search(r" ([\d.]+) s a step", text)[1]
+    assert f"other software: {seconds} s megatron" in text
+
+
+def test_json_has_all_batch_sizes():
+    found = json.loads(printed("plan", "gpt2", "--machine", "h100", "--ranks", "8",
+                               "--batch-range", "64:256", "--json"))
+    assert found["batches"].keys() == {"64", "128", "256"}
+    assert found["layouts"][0]["step_s"] in found["batches"].values()
 
 
 def test_zero_on_one_rank_is_no_answer():

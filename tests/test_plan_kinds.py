@@ -14,11 +14,11 @@ import pytest
 from in_process import printed, refusal
 
 from mpipar.plan.block_time import BlockTimes, Times, block_times
-from mpipar.plan.cluster import STACKS, load_cluster
+from mpipar.plan.cluster import MACHINES, STACKS, load_cluster
 from mpipar.plan.footprint import GIB, most_blocks, rank_footprints
 from mpipar.plan.layout import Layout, blocks_of_stages
 from mpipar.plan.pipeline_time import balanced, bound, timeline
-from mpipar.plan.report import candidate_words
+from mpipar.plan.report import alone_seconds, candidate_words
 from mpipar.plan.search import Kind, Question, in_order, placed, search, shortest, simulated
 from mpipar.plan.shape import Shape
 from mpipar.plan.splits import shares
@@ -41,24 +41,24 @@ def block_of(seconds, head=0.0):
     return BlockTimes(Times(seconds), Times(), Times(), Times(), Times(head))
 
 
-@pytest.mark.parametrize("schedule", ["1f1b", "zb-h1"])
+@pytest.mark.parametrize("waits", [False, True])
 @pytest.mark.parametrize("most", [(9, 9, 9), (2, 9, 9), (9, 1, 9), (3, 3, 3)])
 @pytest.mark.parametrize(("m", "longer"), [(3, 1.12), (12, 1.0), (64, 1.0)])
-def test_shares_are_the_best_of_all(most, schedule, m, longer):
+def test_shares_are_the_best_of_all(most, waits, m, longer):
     """Brute force: no other number of blocks on the stages makes the passes shorter.
 
     With few microbatches it may be better to give a slow first rank less than it can do.
     """
-    layout, head = Layout(pp=3, schedule=schedule, num_microbatches=m), 1.1
+    layout, head = Layout(pp=3, num_microbatches=m), 1.1
     blocks = [block_of(one, head) for one in (1.0, 0.4, 0.7)]
 
     def seconds(counts):
         busy = [count * block.total for count, block in zip(counts, blocks, strict=True)]
-        before = [0.0, 0.0, 0.0] if schedule == "zb-h1" else [0.0, busy[0], busy[0] + busy[1]]
+        before = [waits * one for one in (0.0, busy[0], busy[0] + busy[1])]
         return max(m * (one + (place == 2) * head) + before[place]
                    for place, one in enumerate(busy))
 
-    found = shares(9, layout, blocks, list(most))
+    found = shares(9, layout, blocks, list(most), waits)
     every = [counts for counts in itertools.product(*(range(1, one + 1) for one in most))
              if sum(counts) == 9]
     assert found in every
@@ -119,6 +119,31 @@ def test_an_uneven_split_fits_where_an_even_one_does_not():
     assert max(one.total for one in memory) <= room * GIB
     less = 0.6 * sum(one.total for one in even) / 4 / GIB  # than any split of the blocks needs
     assert search(question_of(Kind(A100, 8, less), **fixed), 1).best == []
+
+
+def test_more_memory_never_makes_a_step_longer():
+    """With room for any split, an early stage that hides its wait may get less than it could do."""
+    fixed = {"pp": 2, "tp": 1, "dp": 4, "schedule": "1f1b"}
+    shape = Shape(48, 1600, 6400, 25, 25, 64, 50257, 1024)
+    steps = [search(question_of(Kind(H100, 8, gib), shape=shape, batch_size=24, **fixed),
+                    1).best[0].step.total for gib in (12.0, 19.0, 23.0, 76.0)]
+    assert steps == sorted(steps, reverse=True)
+
+
+def test_each_kind_alone_may_have_any_axes():
+    kinds = (Kind(A100, 8, 76.0), Kind(H100, 8, 76.0))
+    alone = alone_seconds(question_of(*kinds, dp=8, pp=2, tp=1))
+    assert all(alone.values())
+
+
+def test_kinds_need_names_of_their_own(tmp_path):
+    text = (MACHINES / "h100.toml").read_text()
+    for folder in ("one", "two"):
+        (tmp_path / folder).mkdir()
+        (tmp_path / folder / "x.toml").write_text(text)
+    machines = ",".join(f"{tmp_path / folder / 'x.toml'}:4" for folder in ("one", "two"))
+    wrong = refusal("plan", "gpt2", "--machine", machines, "--ranks", "8")
+    assert "several kinds are named x; give each file a name of its own" in str(wrong)
 
 
 def test_two_kinds_that_are_alike_are_one_kind():

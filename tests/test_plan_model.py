@@ -19,7 +19,13 @@ from mpipar.plan import footprint as footprints
 from mpipar.plan import pipeline_time
 from mpipar.plan.block_time import BlockTimes, Times, beside, block_times, product_rate
 from mpipar.plan.cluster import STACKS, Constants, load_cluster, machine_names
-from mpipar.plan.collectives import all_gather, all_reduce, exchange, members_in_a_node
+from mpipar.plan.collectives import (
+    all_gather,
+    all_reduce,
+    all_to_all,
+    exchange,
+    members_in_a_node,
+)
 from mpipar.plan.confirm import confirm, train_config
 from mpipar.plan.footprint import GIB, footprint, rank_footprints
 from mpipar.plan.formats import FORMATS, in_format, least_seconds, search_formats
@@ -30,13 +36,13 @@ from mpipar.plan.search import (
     Kind,
     Question,
     layouts,
-    other_order,
+    orders_of,
     placed,
     search,
     simulated,
 )
 from mpipar.plan.shape import Shape
-from mpipar.plan.step_time import closed, hop_seconds, seconds_of_a_number, step_time
+from mpipar.plan.step_time import busy_seconds, closed, hop_seconds, seconds_of_a_number, step_time
 
 RESULTS = REPOSITORY / "bench" / "results"
 CASES = [("1f1b", 4, 8, 1), ("1f1b", 3, 5, 1), ("interleaved", 2, 4, 3), ("interleaved", 4, 8, 2),
@@ -107,6 +113,18 @@ def test_the_short_simulation_is_the_simulator(case):
     expected = simulate(schedule_of(layout), costs).makespan
     found = pipeline_time.timeline(layout, blocks, counts)
     assert math.isclose(found, expected, rel_tol=1e-12)
+
+
+@pytest.mark.parametrize("schedule", ["zb-h2", "zb-v"])
+def test_no_step_is_shorter_than_the_passes_of_a_rank(schedule):
+    """Not even where its first rounds have more idle time than later ones."""
+    rng = random.Random(11)
+    for _ in range(20):
+        layout = layout_of(schedule, 2, 48, 2 if schedule == "zb-v" else 1)
+        blocks = [random_block(rng)] * 2
+        counts = blocks_of_stages(layout.stages * 4, layout.stages)
+        least = max(busy_seconds(layout, blocks, counts))
+        assert pipeline_time.timeline(layout, blocks, counts) >= least * (1 - 1e-12)
 
 
 @pytest.mark.parametrize(("schedule", "chunks"), [(name, {"interleaved": 2, "zb-v": 2}.get(name, 1))
@@ -190,10 +208,17 @@ def test_a_gather_takes_a_step_for_every_rank_and_a_sum_for_every_doubling_of_no
         inner.latency_us + 7 * outer.latency_us))
     small, large = (all_gather(a100, 1e6, ranks, 8) for ranks in (64, 640))
     assert large - small == pytest.approx(576 * 14e-6, rel=0.01)  # one rank in each node
-    # What experts exchange goes to each rank directly.
-    shape, layouts = shape_of("mixtral-8x7b"), [Layout(dp=8 * many, ep=8) for many in (1, 2)]
-    one, two = (block_times(shape, layout, a100, STACKS["mpipar"]).f.ep for layout in layouts)
-    assert one == two > 0
+
+
+def test_what_experts_exchange_leaves_a_node_through_each_rank_s_own_adapter():
+    h100 = load_cluster("h100")
+    inner, outer = h100.links
+    assert all_to_all(h100, 1e9, 1) == 0
+    assert all_to_all(h100, 8e9, 8) == pytest.approx(7 / inner.gbytes_s, rel=0.01)
+    for ranks, stride, members in ((8, 2, 4), (8, 4, 2), (16, 1, 8), (8, 8, 1)):
+        away = (ranks - members) / ranks / (0.9 * outer.gbytes_s)
+        assert all_to_all(h100, 1e9, ranks, stride) == pytest.approx(
+            away + outer.latency_us * 1e-6)
 
 
 def test_members_of_a_group_in_a_node_follow_from_where_they_stand():
@@ -288,13 +313,18 @@ def test_what_fits_and_what_cannot(preset, machine, ranks, fits):
     assert bool(search(question, 1).best) == fits
 
 
-def test_search_finds_what_brute_force_finds():
-    cluster = load_cluster("a100-80")
-    question = asked(shape_of("gpt2-xl"), cluster, STACKS["megatron"], 8, 32, 20.0)
+@pytest.mark.parametrize(("machine", "ranks", "gib", "stack"), [
+    ("a100-80", 8, 20.0, "megatron"), ("v100", 48, 30.0, "fsdp")])
+def test_search_finds_what_brute_force_finds(machine, ranks, gib, stack):
+    """On several nodes, too, where the order of dp and pp matters."""
+    cluster, batch_size = load_cluster(machine), 32 if ranks == 8 else 48
+    question = asked(shape_of("gpt2-xl"), cluster, STACKS[stack].with_dtype(cluster.dtype_16),
+                     ranks, batch_size, gib, dtype=cluster.dtype_16)
     found = search(question, 3)
-    every = {layout: [step_time(question.shape, layout, cluster, question.stack,
+    every = {layout: [step_time(question.shape, order, cluster, question.stack,
                                 pipeline_time.timeline, one.counts).total
-                      for one in placed(question, layout, question.kinds) if one.used <= 1]
+                      for one in placed(question, layout, question.kinds) if one.used <= 1
+                      for order in orders_of(question, layout)]
              for layout in layouts(question, Counter())}
     steps = [min(times) for times in every.values() if times]
     assert len(steps) == found.fitting
@@ -335,7 +365,8 @@ def test_what_sends_less_goes_from_node_to_node():
     assert quick.step.hops < slow.step.hops / 5
     assert quick.step.total < slow.step.total / 1.03
     assert simulated(question, slow) == quick
-    assert other_order(question, layout._replace(dp=1)) == []
+    alone = layout._replace(dp=1)
+    assert orders_of(question, alone) == [alone]
     config = train_config(question, build({"preset": "llama-8b"}), quick)
     grid = Grid(0, {"pp": 8, "dp": 8}, tuple(config.grid.rank_order.split(",")))
     for axis, stride in (("pp", quick.layout.stage_stride), ("dp", quick.layout.data_stride)):

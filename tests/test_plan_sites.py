@@ -9,7 +9,7 @@ from mpipar.plan.cluster import STACKS, load_cluster
 from mpipar.plan.layout import Layout
 from mpipar.plan.search import Kind, Question, placed
 from mpipar.plan.shape import Shape
-from mpipar.plan.sites import Sites, crossings, needed_gbits
+from mpipar.plan.sites import Sites, boundaries, crossings, needed_gbits
 from mpipar.plan.step_time import step_time
 
 SHAPE = Shape(32, 4096, 16384, 32, 32, 128, 50304, 2048)
@@ -38,6 +38,32 @@ def test_an_axis_crosses_only_if_its_ranks_divide():
     assert crossings(QUESTION, odd, Sites(5, 400.0, 0.0)) == []
 
 
+def test_stages_cross_wherever_the_next_one_is_in_another_site():
+    """Chunks go round: from the last rank to the first one, too. A fold turns at the last rank."""
+    linear = LAYOUT._replace(pp=4)
+    assert boundaries(linear, 2) == (1, 1)
+    assert boundaries(linear, 4) == (3, 2)  # a site in the middle sends both ways
+    assert boundaries(linear._replace(schedule="interleaved", chunks=3), 2) == (5, 5)
+    assert boundaries(linear._replace(schedule="zb-v", chunks=2), 2) == (2, 2)
+    looped = ONE._replace(layout=linear._replace(schedule="interleaved", chunks=3))
+    found = {one.axis: one for one in crossings(QUESTION, looped, Sites(2, 400.0, 0.0))}
+    assert found["pp"].sent == 5 * across("pp", 2, 400.0, 0.0).sent
+
+
+def test_what_more_than_gradients_would_cross_is_not_offered():
+    ring = ONE._replace(layout=LAYOUT._replace(dp=1, cp=2, pp=1))
+    assert crossings(QUESTION, ring, Sites(2, 400.0, 0.0)) == []
+    experts = ONE._replace(layout=LAYOUT._replace(dp=4, pp=1, ep=4))
+    assert crossings(QUESTION, experts, Sites(2, 400.0, 0.0)) == []
+
+
+def test_sharded_weights_travel_for_each_microbatch():
+    sharded = ONE._replace(layout=LAYOUT._replace(zero=3))
+    found = {one.axis: one for one in crossings(QUESTION, sharded, Sites(2, 400.0, 0.0))}["dp"]
+    assert found.sent == 16 * 3 * SHAPE.parameters  # half of 2 bytes, three times a microbatch
+    assert found.exposed > 3 * ONE.step.total
+
+
 @pytest.mark.parametrize("axis", ["dp", "pp"])
 def test_a_faster_link_costs_less_and_more_sites_carry_more(axis):
     exposed = [across(axis, 2, gbits, 0.0).exposed for gbits in (1.0, 10.0, 100.0, 1e6)]
@@ -46,6 +72,7 @@ def test_a_faster_link_costs_less_and_more_sites_carry_more(axis):
     assert across(axis, 4, 100.0, 1.0).exposed > across(axis, 2, 100.0, 1.0).exposed
     gbits = needed_gbits(QUESTION, ONE, Sites(2, 1.0, 0.0), axis)
     assert math.isclose(across(axis, 2, gbits, 0.0).exposed, 0.05 * ONE.step.total, rel_tol=0.01)
+    assert needed_gbits(QUESTION, ONE, Sites(2, 1.0, 1e5), axis) == math.inf
 
 
 def test_the_command_says_which_axis_crosses():

@@ -49,7 +49,11 @@ def run(context: Context) -> int:
     if args.html is not None:
         output.write_text(Path(args.html), page(question, plan, args.model, text))
     if args.json:
-        print(json.dumps(plan_report.as_dict(question, plan, job), indent=1))
+        found = plan_report.as_dict(question, plan, job)
+        if batches:
+            found["batches"] = {rows: one.best[0].step.total if one.best else None
+                                for rows, one in batches.items()}
+        print(json.dumps(found, indent=1))
     elif args.csv:
         csv.writer(sys.stdout, lineterminator="\n").writerows(plan_report.csv_rows(question, plan))
     else:
@@ -64,6 +68,8 @@ def answer(args, question: Question, plan: Plan, batches: dict[int, Plan], job: 
     if plan.best:
         best = plan.best[0]
         parts.append(refusal(question, job, best))
+        if args.grad_dtype not in (None, "float32"):
+            parts.append("mpipar train keeps gradients in float32, whatever --grad-dtype says")
         if own is not None:
             parts.append(plan_report.own_table(*own))
         if args.failure_hours:

@@ -137,7 +137,8 @@ def named_machines(text: str) -> dict[str, int]:
     found = {name: int(count) for name, _, count in parts if count.isdecimal() and len(count) < 9}
     if len(found) < max(2, len(parts)) or not all(found) or not all(found.values()):
         raise UsageError(f"--machine {brief(text)}: several kinds are machines with their number of"
-                         " devices, each machine once, as a100-80:4,h100:4")
+                         " devices, each machine once, as a100-80:4,h100:4; a single one has no"
+                         " number")
     return found
 
 
@@ -147,6 +148,9 @@ def clusters_of(names, dtype: str | None) -> tuple[list[Cluster], str]:
     The default is the best 16-bit format that all have. Raises UsageError and DataError.
     """
     clusters = [load_cluster(name) for name in names]
+    if len({cluster.name for cluster in clusters}) < len(clusters):
+        raise UsageError(f"--machine: several kinds are named {clusters[0].name}; give each file a"
+                         " name of its own")
     dtype = dtype or min((cluster.dtype_16 for cluster in clusters), key=FORMATS.index)
     found = []
     for cluster in clusters:
@@ -249,6 +253,9 @@ def unused_problems(args: Arguments) -> list[str]:
               for flag, is_given in given.items() if is_given and alone]
     if names_kinds(args.machine) and args.memory_limit:
         found.append("--memory-limit: applies to a single kind of device; leave it out")
+    if args.grad_dtype and args.dtype == "float32":
+        found.append(f"--grad-dtype {args.grad_dtype}: is for 16-bit weights, and --dtype is"
+                     " float32; leave one of them out")
     if args.save_seconds is not None and args.failure_hours is None:
         found.append(f"--save-seconds {args.save_seconds:g}: belongs to --failure-hours; add it, or"
                      " leave it out")

@@ -15,7 +15,7 @@ from typing import NamedTuple
 
 from mpipar.layers.costs import Barrier, Cost, Letters, array, value
 from mpipar.plan.cluster import Cluster, Stack
-from mpipar.plan.collectives import all_gather, all_reduce, collective, exchange
+from mpipar.plan.collectives import all_gather, all_reduce, all_to_all, exchange
 from mpipar.plan.layout import Layout, segments
 from mpipar.plan.shape import Shape
 
@@ -127,9 +127,10 @@ def barrier_seconds(barrier: Barrier, sizes: Letters, cluster: Cluster, ranks: i
 
 def expert_seconds(barrier: Barrier, sizes: Letters, layout: Layout, cluster: Cluster) -> float:
     """Return the seconds of a barrier of ep: a gather, or an exchange of one part per rank."""
-    gather = barrier.kind in ("all_gather", "reduce_scatter")
-    nbytes = value(barrier.carries, sizes) * (layout.ep if gather else 1)
-    return collective(cluster, nbytes, layout.ep, layout.data_stride, ring=gather)
+    nbytes = value(barrier.carries, sizes)
+    if barrier.kind in ("all_gather", "reduce_scatter"):
+        return all_gather(cluster, layout.ep * nbytes, layout.ep, layout.data_stride)
+    return all_to_all(cluster, nbytes, layout.ep, layout.data_stride)
 
 
 def block_times(shape: Shape, layout: Layout, cluster: Cluster, stack: Stack) -> BlockTimes:

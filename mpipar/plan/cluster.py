@@ -15,7 +15,7 @@ from mpipar.errors import DataError, UsageError, suggestion
 from mpipar.files.bounded import problems_as, read_toml
 from mpipar.files.text import brief
 from mpipar.files.typed import built
-from mpipar.plan.machine_file import numbers
+from mpipar.plan.machine_file import LARGEST, numbers
 
 OLD_START = 3.5  # of collectives: two tables of A100, for different versions of NCCL
 MACHINES = Path(__file__).parent / "machines"
@@ -23,7 +23,7 @@ MACHINES = Path(__file__).parent / "machines"
 
 @dataclass(frozen=True)
 class Link:
-    """A level of links. joins: devices that it joins, 0 for any number.
+    """A level of links. joins: devices that it joins; 0 for any number, in the last level.
 
     gbytes_s: what a ring of devices moves through each device in one direction. Groups across nodes
     add up the rates of their members in a node. latency_us: of a collective of the level.
@@ -176,6 +176,7 @@ MEGATRON = (("a100", Constants(0.944, 1.67, 1.04, 800.0)),
             ("h100", Constants(1.04, 1.03, 0.958, 300.0)))
 FSDP = (("a100", Constants(0.883, 2.23, 0.527, 300.0)),
         ("h100", Constants(0.846, 2.98, 0.495, 300.0)))
+GENERATIONS = tuple(name for name, _ in MEGATRON)  # of machines, for `efficiency`
 STACKS = {
     "mpipar": Stack(MEGATRON, "none of its steps is measured on a GPU: it is given Megatron-LM's"
                     " constants, and keeps in memory what its own layers say", remakes=True),
@@ -224,9 +225,19 @@ def load_cluster(name: str) -> Cluster:
 
 
 def _problems(cluster: Cluster) -> list[str]:
-    """List what no machine has: a rate of 0, a time below 0, no rate in 16 bits."""
+    """List what no machine has, as a rate of 0 or a time below 0, and what plans do not know."""
     wrong = [f"{place} is {value:g}, which cannot be" for place, value in numbers(asdict(cluster))
-             if value < 0 or (value == 0 and not place.endswith(("_us", "joins")))]
+             if not 0 <= value <= LARGEST or (value == 0 and not place.endswith(("_us", "joins")))]
+    if cluster.links[0].joins < 1:
+        wrong.append("the first of links joins 0 devices; say how many a node has")
+    if cluster.ceiling_tflops > max(cluster.peak_tflops.values(), default=0.0):
+        wrong.append(f"ceiling_tflops is {cluster.ceiling_tflops:g}, above the peak")
+    if len(cluster.links) > 2:
+        wrong.append(f"links has {len(cluster.links)} levels; leave those out between the fastest"
+                     " one and the network")
+    if cluster.efficiency not in GENERATIONS:
+        wrong.append(f"efficiency {brief(cluster.efficiency)}: no software is measured on it; use"
+                     f" {' or '.join(GENERATIONS)}, whichever is more similar")
     if not cluster.peak_tflops.keys() & {"bfloat16", "float16"}:
         wrong.append("peak_tflops names neither bfloat16 nor float16")
     return wrong

@@ -49,6 +49,22 @@ def collective(cluster: Cluster, nbytes: float, ranks: int, stride: int, ring: b
     return start_us * 1e-6 + moved / rate
 
 
+def all_to_all(cluster: Cluster, nbytes: float, ranks: int, stride: int = 1) -> float:
+    """Return the seconds in which each rank sends a part of its `nbytes` to each other rank.
+
+    What goes to other nodes leaves through a rank's own adapter, while the rest stays in the node.
+    """
+    if ranks == 1:
+        return 0.0
+    inner, outer = cluster.links[0], cluster.links[-1]
+    members = ranks if inner is outer else members_in_a_node(ranks, stride, inner.joins)
+    inside = in_a_node(inner, (members - 1) / ranks * nbytes) if members > 1 else 0.0
+    if members == ranks:
+        return inside
+    across = (ranks - members) / ranks * nbytes / (NETWORK * outer.gbytes_s * 1e9)
+    return max(inside, outer.latency_us * 1e-6 + across)
+
+
 def exchange(cluster: Cluster, nbytes: float, stride: int) -> float:
     """Return the seconds of a message to the rank that is `stride` ranks further."""
     link = cluster.links[0] if stride < cluster.per_node() else cluster.links[-1]

@@ -8,6 +8,7 @@ from collections.abc import Callable, Iterable, Sequence
 from dataclasses import asdict, replace
 from itertools import groupby, zip_longest
 
+from mpipar.comm.grid import LAYOUT
 from mpipar.config.layout import sizes_text
 from mpipar.console.tables import short_count, table
 from mpipar.files.text import counted
@@ -23,13 +24,13 @@ from mpipar.plan.search import (
     Plan,
     Question,
     layouts,
-    other_order,
+    orders_of,
     placed,
     shortest,
 )
 from mpipar.plan.shape import MFU_RULES, utilization
 from mpipar.plan.sites import Sites, crossings, needed_gbits
-from mpipar.plan.step_time import StepTime, rank_times, step_time
+from mpipar.plan.step_time import StepTime, rank_times
 
 PARTS = {"products": "products", "attention": "attention",
          "elementwise": "elementwise operations", "starts": "starts of operations",
@@ -92,15 +93,16 @@ def verdict(question: Question, plan: Plan) -> str:
             f" {short_count(tokens / question.ranks)} on each device\n"
             f"MFU {100 * mfu(question, best):.1f} % of {peak(question):.0f} TFLOP/s, with"
             f" {MFU_RULES[question.mfu_rule]}; it is bound by {PARTS[bound_by(best.step)]}\n"
-            f"a step of this layout by the constants of other software: {others(question, best)}"
+            f"a step of this layout by the constants of other software: {others(question, plan)}"
             + even_words(question, plan))
 
 
-def others(question: Question, best: Candidate) -> str:
+def others(question: Question, plan: Plan) -> str:
     """Return the step time of a layout by the constants of each other stack."""
-    found = {name: step_time(question.shape, best.layout, best.clusters,
-                             stack.with_dtype(question.dtype), counts=best.counts).total
-             for name, stack in STACKS.items() if stack.evidence != question.stack.evidence}
+    best = plan.best[0]
+    found = {name: question._replace(stack=stack.with_dtype(question.dtype)).step(
+        best.layout, best.clusters, best.counts, plan.pipeline).total
+        for name, stack in STACKS.items() if stack.evidence != question.stack.evidence}
     return ", ".join(f"{seconds:.3f} s {name}" for name, seconds in found.items())
 
 
@@ -148,7 +150,8 @@ def alone_table(question: Question) -> str:
 def alone_seconds(question: Question) -> dict[str, float | None]:
     """Return {what: step of the best layout, None if nothing fits}, given several kinds.
 
-    Each kind alone, and all devices as if they were of the slowest kind, with the least memory.
+    Each kind alone, and all devices as if they were of the slowest kind, with the least memory; on
+    any axes, since those that are given may not fit fewer devices.
     """
     kinds = question.kinds
     if len(kinds) == 1:
@@ -157,7 +160,9 @@ def alone_seconds(question: Question) -> dict[str, float | None]:
     uniform = Kind(slowest.cluster, question.ranks, min(kind.gib for kind in kinds))
     asked = {f"{kind.cluster.name} alone": kind for kind in kinds}
     asked["equal work for all, at the slowest kind's speed"] = uniform
-    return {name: shortest(question._replace(kinds=(kind,))) for name, kind in asked.items()}
+    fixed = {name: value for name, value in question.fixed.items() if name not in LAYOUT}
+    return {name: shortest(question._replace(kinds=(kind,), fixed=fixed))
+            for name, kind in asked.items()}
 
 
 def peak(question: Question) -> float:
@@ -194,7 +199,7 @@ def nodes(question: Question, plan: Plan) -> str:
     text = f"nodes have {each} devices: messages of {', '.join(across)} go from node to node"
     if inside:
         text += f", those of {', '.join(inside)} stay inside"
-    for other in other_order(question, layout):
+    for other in orders_of(question, layout)[1:]:
         step = question.step(other, best.clusters, best.counts, plan.pipeline)
         text += f"; with --rank-order {','.join(other.rank_order)} a step takes {step.total:.3f} s"
     return text
@@ -270,10 +275,11 @@ def sites_table(question: Question, plan: Plan, sites: Sites) -> str:
             step = one.step.total + found.exposed
             rows.append((layout_words(one.layout), found.axis, f"{found.sent / GIB:.1f}",
                          f"{found.seconds:.2f}", f"{step:.3f}",
-                         f"{100 * found.exposed / step:.1f}",
-                         f"{needed_gbits(question, one, sites, found.axis):.3g}"))
+                         f"{100 * found.exposed / one.step.total:.1f}",
+                         f"{needed_gbits(question, one, sites, found.axis):.3g}".replace(
+                             "inf", "none")))
     if len(rows) == 1:
-        return f"no axis of these layouts has a multiple of {sites.count} ranks"
+        return f"no axis of these layouts can cross the links between {sites.count} sites"
     rows[1:] = sorted(rows[1:], key=lambda row: float(row[4]))
     return (f"{sites.count} sites with {sites.gbits:g} Gbit/s and {sites.milliseconds:g} ms between"
             f" them, the best first\n{table(rows, left=2)}")
@@ -288,6 +294,9 @@ def saving(question: Question, step_seconds: float, save_seconds: float, hours: 
     between = 3600 * hours / question.ranks
     interval = math.sqrt(2 * save_seconds * between)
     lost = save_seconds / interval + interval / 2 / between
+    if lost >= 1:
+        return (f"a failure of the job every {between:.0f} seconds: saving and lost work take all"
+                " of the time")
     return (f"a failure of the job every {between / 3600:.1f} hours: save every {interval / 60:.1f}"
             f" minutes, --save-interval {max(1, round(interval / step_seconds))}; saving and lost"
             f" work then take {100 * lost:.1f} % of the time")

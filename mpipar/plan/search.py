@@ -172,7 +172,7 @@ def axes(question: Question, rejected: Counter) -> Iterator[tuple[int, int, int,
                     rejected["more stages than blocks"] += 1
                 elif question.batch_size % dp:
                     rejected["dp does not divide the batch"] += 1
-                elif shape.tokens % (2 * cp):
+                elif cp > 1 and shape.tokens % (2 * cp):
                     rejected["cp does not divide the tokens"] += 1
                 elif cp > 1 and shape.tokens // cp < LONG // 2 and "cp" not in fixed:
                     rejected["rows too short for cp"] += 1
@@ -234,7 +234,10 @@ def given(fixed: dict, name: str, choices: tuple) -> tuple:
 def schedules(question: Question, pp: int, m: int, rejected: Counter) -> Iterator[tuple[str, int]]:
     """Yield (schedule, chunks) that m microbatches can run on pp ranks."""
     if pp == 1:
-        yield "1f1b", 1
+        if question.fixed.get("schedule", "1f1b") == "1f1b":
+            yield "1f1b", 1
+        else:
+            rejected["the given schedule orders the stages of a pipeline"] += 1
         return
     for name in given(question.fixed, "schedule", SCHEDULES):
         family = FAMILIES[name]
@@ -290,7 +293,8 @@ def shortest(question: Question) -> float | None:
     known, pipeline, number = Known(question), cached_timeline(), itertools.count()
     shape, (kind,) = question.shape, question.kinds
     queue: list[tuple[float, int, Layout | None, Candidate | None]] = [
-        (balanced(shape.layers, layout, known.blocks(layout, [kind.cluster] * layout.pp)),
+        (min(balanced(shape.layers, one, known.blocks(one, [kind.cluster] * layout.pp))
+             for one in orders_of(question, layout)),
          next(number), layout, None) for layout in layouts(question, Counter())]
     heapify(queue)
     while queue:
@@ -311,7 +315,7 @@ def placed(question: Question, layout: Layout, kinds: tuple[Kind, ...],
            known: Known | None = None) -> Iterator[Candidate]:
     """Yield the layout with each split of its blocks over stages that may be best.
 
-    Steps are bounds. What would not fit even with MORE memory has none.
+    Steps are bounds, in the better rank order. What would not fit even with MORE memory has none.
     """
     shape, stack, known = question.shape, question.stack, known or Known(question)
     by_rank = kinds_by_rank(layout, kinds)
@@ -329,14 +333,15 @@ def placed(question: Question, layout: Layout, kinds: tuple[Kind, ...],
         used, memory = max(held_once(counts))
         step = NO_TIME
         if used <= MORE:
-            step = step_of(shape, layout, clusters, blocks(), stack, bound, counts)
+            step = min((step_of(shape, one, clusters, known.blocks(one, clusters), stack, bound,
+                                counts) for one in orders_of(question, layout)), key=sum)
         yield Candidate(layout, kinds, counts, step, memory, used)
 
 
 def simulated(question: Question, one: Candidate, pipeline: Pipeline = timeline) -> Candidate:
     """Return a candidate with its simulated step, in the better rank order."""
     steps = {layout: question.step(layout, one.clusters, one.counts, pipeline)
-             for layout in (one.layout, *other_order(question, one.layout))}
+             for layout in orders_of(question, one.layout)}
     layout = min(steps, key=lambda each: steps[each].total)
     return one._replace(layout=layout, step=steps[layout])
 
@@ -359,12 +364,12 @@ def judged(question: Question, ranked: list[Candidate], count: int, pipeline: Pi
     return in_order(best)[:count], tried
 
 
-def other_order(question: Question, layout: Layout) -> list[Layout]:
-    """Return the same layout with dp and pp swapped across nodes, if both are there."""
+def orders_of(question: Question, layout: Layout) -> list[Layout]:
+    """Return the layout, and with dp and pp swapped across nodes, if both are there."""
     if (layout.cp > 1 or min(layout.dp, layout.pp) == 1 or len(question.kinds) > 1
             or layout.ranks <= question.per_node):
-        return []
-    return [layout._replace(outer="pp" if layout.outer == "dp" else "dp")]
+        return [layout]
+    return [layout, layout._replace(outer="pp" if layout.outer == "dp" else "dp")]
 
 
 def trade_off(ranked: list[Candidate]) -> list[Candidate]:

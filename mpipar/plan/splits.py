@@ -21,7 +21,7 @@ HALVINGS = 12  # of the time in which stages are filled
 def splits(shape: Shape, layout: Layout, stack: Stack, blocks: Callable[[], Blocks],
            gib: Sequence[float], used: Callable[[tuple[int, ...]], list[float]],
            kept: Kept) -> Iterator[tuple[int, ...]]:
-    """Yield the blocks of each stage: an even split, and an uneven one that fits if ranks have one
+    """Yield the blocks of each stage: an even split, and uneven ones that fit if ranks have one
     stage.
 
     blocks: gives the passes of each rank. gib: memory that each one may use. used: which share of
@@ -34,25 +34,35 @@ def splits(shape: Shape, layout: Layout, stack: Stack, blocks: Callable[[], Bloc
     if min(used(even)) > 1:  # removing a block from one rank adds one to another full rank
         return
     if max(used(even)) <= 1:
-        uneven = shares(shape.layers, layout, blocks(), [shape.layers] * layout.pp)
-        if uneven == even:
-            return
-        if max(used(uneven)) <= 1:
-            yield uneven
+        uneven = both_shares(shape.layers, layout, blocks(), [shape.layers] * layout.pp)
+        fit = [one for one in sorted(uneven - {even}) if max(used(one)) <= 1]
+        yield from fit
+        if fit or uneven == {even}:
             return
     most = most_blocks(shape, layout, stack, gib, kept)
     if min(most) >= 1 and sum(most) >= shape.layers:
-        yield shares(shape.layers, layout, blocks(), most)
+        yield from sorted(both_shares(shape.layers, layout, blocks(), most))
 
 
-def shares(layers: int, layout: Layout, blocks: Blocks, most: Sequence[int]) -> tuple[int, ...]:
+def both_shares(layers: int, layout: Layout, blocks: Blocks,
+                most: Sequence[int]) -> set[tuple[int, ...]]:
+    """Return the `shares` of a layout with whole and with split backwards.
+
+    A rank may wait for those before it, and hide a part of this wait.
+    """
+    return {shares(layers, layout, blocks, most, waits)
+            for waits in {False, not layout.family.split}}
+
+
+def shares(layers: int, layout: Layout, blocks: Blocks, most: Sequence[int],
+           waits: bool) -> tuple[int, ...]:
     """Return the blocks of each stage with which the closed form of the passes is shortest.
 
     most: that a stage has room for; together enough for all layers. Bisection finds the shortest
-    time within which all blocks are done, where each rank in turn takes as many as it can. With a
-    whole backward, a rank also waits for those before it. The last stage also has the head.
+    time within which all blocks are done, where each rank in turn takes as many as it can. waits:
+    whether a rank first waits for those before it. The last stage also has the head.
     """
-    m, waits = layout.num_microbatches, not layout.family.split
+    m = layout.num_microbatches
     seconds, heads = [block.total for block in blocks], [0.0] * layout.pp
     heads[layout.last_rank] = blocks[layout.last_rank].head.total
 
