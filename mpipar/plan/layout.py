@@ -101,9 +101,9 @@ class Layout(NamedTuple):
 
     def blocks_of(self, rank: int, counts: tuple[int, ...]) -> int:
         """Return the blocks of a pipeline rank. counts: those of each stage."""
-        if self.chunks == 1:
-            return counts[rank]
-        return sum(counts[stage] for stage in self.held(rank))
+        if self.folded:
+            return counts[rank] + counts[-1 - rank]
+        return sum(counts[rank::self.pp])
 
 
 class Segment(NamedTuple):

@@ -14,6 +14,7 @@ from mpipar.pipeline.forms import Letters
 from mpipar.plan.block_time import BlockTimes, beside, block_times, elementwise_rate
 from mpipar.plan.cluster import Cluster, Stack
 from mpipar.plan.collectives import all_gather, all_reduce, exchange
+from mpipar.plan.footprint import fullest_ranks
 from mpipar.plan.layout import Layout, Segment, blocks_of_stages, rank_segments
 from mpipar.plan.shape import Shape
 
@@ -72,11 +73,10 @@ def step_of(shape: Shape, layout: Layout, clusters: Sequence[Cluster], blocks: B
     passes = pipeline(layout, blocks, counts)
     busy = busy_seconds(layout, blocks, counts)
     rank = max(range(layout.pp), key=busy.__getitem__)
-    # Ranks that do not differ have the same sums.
-    different = {(clusters[one].name, layout.blocks_of(one, counts), one == 0,
-                  one == layout.last_rank): one for one in range(layout.pp)}
+    kinds = clusters if clusters[0].name != clusters[-1].name else ()
     sums, update = max((behind_the_passes(shape, layout, clusters[one], stack, one, blocks[one],
-                                          counts) for one in different.values()), key=sum)
+                                          counts) for one in fullest_ranks(layout, counts, kinds)),
+                       key=sum)
     hops = messages_seconds(shape, layout, clusters, stack)
     return spent(layout, rank, blocks[rank], counts, passes - busy[rank], hops, (sums, update))
 
