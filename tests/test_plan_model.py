@@ -313,13 +313,15 @@ def test_what_fits_and_what_cannot(preset, machine, ranks, fits):
     assert bool(search(question, 1).best) == fits
 
 
-@pytest.mark.parametrize(("machine", "ranks", "gib", "stack"), [
-    ("a100-80", 8, 20.0, "megatron"), ("v100", 48, 30.0, "fsdp")])
-def test_search_finds_what_brute_force_finds(machine, ranks, gib, stack):
+@pytest.mark.parametrize(("machine", "ranks", "gib", "stack", "tokens", "fixed"), [
+    ("a100-80", 8, 20.0, "megatron", 1024, {}),
+    ("v100", 64, 30.4, "fsdp", 8192, {"pp": 4, "cp": 1, "tp": 1, "dp": 16})])
+def test_search_finds_what_brute_force_finds(machine, ranks, gib, stack, tokens, fixed):
     """On several nodes, too, where the order of dp and pp matters."""
-    cluster, batch_size = load_cluster(machine), 32 if ranks == 8 else 48
-    question = asked(shape_of("gpt2-xl"), cluster, STACKS[stack].with_dtype(cluster.dtype_16),
-                     ranks, batch_size, gib, dtype=cluster.dtype_16)
+    cluster = load_cluster(machine)
+    shape = dataclasses.replace(shape_of("gpt2-xl"), tokens=tokens)
+    question = asked(shape, cluster, STACKS[stack].with_dtype(cluster.dtype_16), ranks,
+                     max(32, ranks), gib, dtype=cluster.dtype_16)._replace(fixed=fixed)
     found = search(question, 3)
     every = {layout: [step_time(question.shape, order, cluster, question.stack,
                                 pipeline_time.timeline, one.counts).total
