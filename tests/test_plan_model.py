@@ -1,6 +1,7 @@
 """The planner's closed forms: against the simulator, by hand, and against published runs."""
 
 import dataclasses
+import itertools
 import json
 import math
 import random
@@ -206,6 +207,11 @@ def test_a_gather_takes_a_step_for_every_rank_and_a_sum_for_every_doubling_of_no
         inner.latency_us + outer.latency_us + 896 * 3.4 + 128 * 14))
     assert math.isclose(all_reduce(a100, 1e6, 1024), 2 * moved + 1e-6 * (
         inner.latency_us + 7 * outer.latency_us))
+    for name, nbytes in itertools.product(machine_names(), (1e3, 1e6, 1e8, 1e10)):
+        one = load_cluster(name)
+        for collective in (all_gather, all_reduce):
+            inside, across = (collective(one, nbytes, many * one.per_node()) for many in (1, 2))
+            assert inside < across, (name, nbytes)
     small, large = (all_gather(a100, 1e6, ranks, 8) for ranks in (64, 640))
     assert large - small == pytest.approx(576 * 14e-6, rel=0.01)  # one rank in each node
 

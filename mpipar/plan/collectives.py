@@ -45,8 +45,8 @@ def collective(cluster: Cluster, nbytes: float, ranks: int, stride: int, ring: b
         start_us += outer.latency_us + (ranks - nodes) * STEP_US[0] + nodes * STEP_US[1]
     else:
         start_us += outer.latency_us * math.log2(max(2, nodes))
-    rate = min(inner.gbytes_s, members * outer.gbytes_s * NETWORK) * 1e9
-    return start_us * 1e-6 + moved / rate
+    across = start_us * 1e-6 + moved / (members * outer.gbytes_s * NETWORK * 1e9)
+    return max(across, in_a_node(inner, moved)) if members > 1 else across
 
 
 def all_to_all(cluster: Cluster, nbytes: float, ranks: int, stride: int = 1) -> float:
