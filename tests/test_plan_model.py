@@ -272,8 +272,7 @@ def test_an_update_moves_what_it_reads_and_writes():
     """Adam in mixed precision: 4 bytes of a gradient three times, 12 of states twice, a weight."""
     a100, stack = load_cluster("a100-80"), STACKS["megatron"]
     moved = 3 * 4 + 2 * 12 + 2
-    assert seconds_of_a_number(a100, stack) == pytest.approx(
-        moved * stack.on(a100).elementwise / (a100.hbm_gbytes_s * 1e9))
+    assert seconds_of_a_number(a100, stack) == pytest.approx(moved / (a100.hbm_gbytes_s * 1e9))
 
 
 def test_arrays_that_are_gathered_one_by_one_start_one_by_one():
@@ -435,7 +434,7 @@ def test_a_machine_has_the_constants_that_its_own_tables_give(name):
 def test_published_steps_are_met():
     """The bars of the documentation, and no more than 2 points above what the results say."""
     groups = bench_published.by_group(published_runs())
-    bars = {"vTrain, many nodes": 6, "Korthikanti et al.": 7.5, "PTD-P table 1": 3,
+    bars = {"vTrain, many nodes": 6, "Korthikanti et al.": 7, "PTD-P table 1": 3,
             "NeMo, H100": 2, "zero bubble": 4, "llm-foundry, FSDP": 4}
     known = {row["source"]: row for row in
              json.loads((RESULTS / "published.json").read_text())["rows"]}

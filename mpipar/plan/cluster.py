@@ -172,10 +172,10 @@ class Stack:
         return replace(self, fused=False, overlap=False)
 
 
-MEGATRON = (("a100", Constants(0.944, 1.67, 1.04, 800.0)),
+MEGATRON = (("a100", Constants(0.946, 1.71, 1.04, 808.0)),
             ("h100", Constants(1.04, 1.03, 0.958, 300.0)))
-FSDP = (("a100", Constants(0.883, 2.23, 0.527, 300.0)),
-        ("h100", Constants(0.846, 2.98, 0.495, 300.0)))
+FSDP = (("a100", Constants(0.882, 2.22, 0.527, 300.0)),
+        ("h100", Constants(0.842, 2.96, 0.495, 300.0)))
 GENERATIONS = tuple(name for name, _ in MEGATRON)  # of machines, for `efficiency`
 STACKS = {
     "mpipar": Stack(MEGATRON, "none of its steps is measured on a GPU: it is given Megatron-LM's"

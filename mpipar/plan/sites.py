@@ -70,7 +70,7 @@ def gradients_across(question: Question, one: Candidate, sites: Sites) -> Crossi
     sent = share * question.shape.parameters * moved
     seconds = sent / sites.rate + 2 * sites.milliseconds * 1e-3
     window = one.step.compute * (1 if sharded else 2 / 3 / m)
-    hidden = window if question.stack.overlap else 0.0
+    hidden = window if stack.overlap else 0.0
     return Crossing("dp", sent, seconds, max(0.0, seconds - hidden))
 
 

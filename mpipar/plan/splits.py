@@ -46,9 +46,9 @@ def splits(shape: Shape, layout: Layout, stack: Stack, blocks: Callable[[], Bloc
 
 def both_shares(layers: int, layout: Layout, blocks: Blocks,
                 most: Sequence[int]) -> set[tuple[int, ...]]:
-    """Return the `shares` of a layout with whole and with split backwards.
+    """Return the `shares` if ranks first wait for those before them, and if they hide these waits.
 
-    A rank may wait for those before it, and hide a part of this wait.
+    The simulator tells which is nearer to a schedule. A split backward always fills the waits.
     """
     return {shares(layers, layout, blocks, most, waits)
             for waits in {False, not layout.family.split}}

@@ -11,7 +11,7 @@ from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
 from mpipar.pipeline.forms import Letters
-from mpipar.plan.block_time import BlockTimes, beside, block_times, elementwise_rate
+from mpipar.plan.block_time import BlockTimes, beside, block_times
 from mpipar.plan.cluster import Cluster, Stack
 from mpipar.plan.collectives import all_gather, all_reduce, exchange
 from mpipar.plan.footprint import fullest_ranks
@@ -234,10 +234,10 @@ def update_seconds(layout: Layout, cluster: Cluster, stack: Stack, own: list[Seg
 
 
 def seconds_of_a_number(cluster: Cluster, stack: Stack) -> float:
-    """Return the seconds that the update of a parameter takes, which is elementwise.
+    """Return the seconds that the update of a parameter takes: bytes over the rate of memory.
 
     Its gradient is cleared, read for the norm, and read again; the optimizer's numbers are read and
     written, and the weight is written.
     """
     moved = 3 * stack.gradient_bytes + 2 * stack.optimizer_bytes + stack.weight_bytes
-    return moved / elementwise_rate(cluster, stack)
+    return moved / (cluster.hbm_gbytes_s * 1e9)
