@@ -1,4 +1,4 @@
-"""Check limits on the size of functions, signatures and lines, which keep the code readable.
+"""Check limits on statements of a function, on signatures and lines, which keep code readable.
 
 Prints every finding as path:line: text; exits 1 if there is one. The limits are defined only here:
 tests/test_structure.py runs the same check.
@@ -11,7 +11,7 @@ import sys
 from collections.abc import Iterator
 from pathlib import Path
 
-FUNCTION_LINES = 60
+FUNCTION_STATEMENTS = 50
 POSITIONAL = 7  # parameters that may be given by position; the others are keyword-only
 LINE_LENGTH = 100
 COMPILERS = {"compiled", "kernel"}  # decorators of Numba's and cuda-tile's functions
@@ -32,13 +32,32 @@ def problems(path: Path, text: str) -> Iterator[tuple[int, str]]:
     if path.suffix == ".py":
         for node in ast.walk(ast.parse(text)):
             if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef):
-                length = node.end_lineno - node.lineno + 1
-                if length > FUNCTION_LINES:
-                    yield node.lineno, f"{node.name} has {length} lines, more than {FUNCTION_LINES}"
+                size = statements(node)
+                if size > FUNCTION_STATEMENTS:
+                    yield (
+                        node.lineno,
+                        f"{node.name} has {size} statements, more than {FUNCTION_STATEMENTS}",
+                    )
                 count = positional(node)
                 if count > POSITIONAL and not foreign(path, node):
-                    yield node.lineno, (f"{node.name} has {count} positional parameters, more than"
-                                        f" {POSITIONAL}; make some keyword-only")
+                    yield (
+                        node.lineno,
+                        (
+                            f"{node.name} has {count} positional parameters, more than"
+                            f" {POSITIONAL}; make some keyword-only"
+                        ),
+                    )
+
+
+def statements(node: ast.AST) -> int:
+    """Count the statements inside a node, without docstrings: formatting does not change it."""
+    documented = ast.Module | ast.ClassDef | ast.FunctionDef | ast.AsyncFunctionDef
+    inside = [part for part in ast.walk(node) if part is not node]
+    return sum(isinstance(part, ast.stmt) for part in inside) - sum(
+        ast.get_docstring(part) is not None
+        for part in ast.walk(node)
+        if isinstance(part, documented)
+    )
 
 
 def positional(node: ast.FunctionDef | ast.AsyncFunctionDef) -> int:
@@ -52,8 +71,11 @@ def foreign(path: Path, node: ast.FunctionDef | ast.AsyncFunctionDef) -> bool:
 
     A compiler's decorator takes no keyword-only parameters; a stand-in has those of its library.
     """
-    names = {getattr(part, "attr", getattr(part, "id", "")) for decorator in node.decorator_list
-             for part in ast.walk(decorator)}
+    names = {
+        getattr(part, "attr", getattr(part, "id", ""))
+        for decorator in node.decorator_list
+        for part in ast.walk(decorator)
+    }
     return bool(names & COMPILERS) or path.name.startswith("fake_")
 
 
@@ -67,8 +89,11 @@ def source_files(root: Path) -> list[Path]:
 
 def findings(root: Path, files: list[Path]) -> list[str]:
     """Return every finding in these files as path:line: text."""
-    return [f"{path.relative_to(root)}:{number}: {text}" for path in files
-            for number, text in problems(path, path.read_text(encoding="utf-8"))]
+    return [
+        f"{path.relative_to(root)}:{number}: {text}"
+        for path in files
+        for number, text in problems(path, path.read_text(encoding="utf-8"))
+    ]
 
 
 if __name__ == "__main__":

@@ -14,8 +14,11 @@ STARTED = re.compile(r"""^if __name__ == "__main__":$|\.started\(__name__\)$""",
 
 def programs() -> dict[str, Path]:
     """Return each program's name and its file, in the order of names."""
-    files = (path for path in FOLDER.rglob("*.py") if path != Path(__file__)
-             and STARTED.search(path.read_text()))
+    files = (
+        path
+        for path in FOLDER.rglob("*.py")
+        if path != Path(__file__) and STARTED.search(path.read_text())
+    )
     named = {path.relative_to(FOLDER).with_suffix("").parts: path for path in files}
     return {".".join(parts).removesuffix(".__main__"): named[parts] for parts in sorted(named)}
 
@@ -37,8 +40,10 @@ def main(argv: list[str]) -> int:
     name = argv[0]
     if name not in found:
         hint = suggestion(name, list(found))
-        print(f"python -m bench: no program {name!r}{hint}; python -m bench lists all",
-              file=sys.stderr)
+        print(
+            f"python -m bench: no program {name!r}{hint}; python -m bench lists all",
+            file=sys.stderr,
+        )
         return EXIT_USAGE
     sys.argv = [str(found[name]), *argv[1:]]
     runpy.run_module(f"bench.{name}", run_name="__main__")

@@ -43,8 +43,9 @@ def least_seconds(dtype: str) -> float:
 
     It is processor time: other programs' turns on the core do not count.
     """
-    x, w, dy = (np.ones(shape, dtype) for shape in (
-        (ROWS, INNER), (INNER, COLUMNS), (ROWS, COLUMNS)))
+    x, w, dy = (
+        np.ones(shape, dtype) for shape in ((ROWS, INNER), (INNER, COLUMNS), (ROWS, COLUMNS))
+    )
     total = 0.0
     for a, b in ((x, w), (dy, w.T), (x.T, dy)):
         out = np.empty((a.shape[0], b.shape[1]), dtype)
@@ -55,8 +56,15 @@ def least_seconds(dtype: str) -> float:
 def trial() -> None:
     """Print this process's measurement as a line of JSON."""
     pool = next((one for one in blas.pools() if one["internal_api"] == "openblas"), {})
-    print(json.dumps({"runs": pool.get("architecture"), "version": pool.get("version"),
-                      **{dtype: least_seconds(dtype) for dtype in DTYPES}}))
+    print(
+        json.dumps(
+            {
+                "runs": pool.get("architecture"),
+                "version": pool.get("version"),
+                **{dtype: least_seconds(dtype) for dtype in DTYPES},
+            }
+        )
+    )
 
 
 def process(asked: str) -> dict:
@@ -65,8 +73,15 @@ def process(asked: str) -> dict:
     environ |= dict.fromkeys(THREAD_VARIABLES, "1")
     if asked != OWN:
         environ[blas.VARIABLE] = asked
-    done = subprocess.run([sys.executable, "-c", CHILD], env=environ, text=True, check=True,
-                          cwd=results.ROOT, capture_output=True, timeout=300)
+    done = subprocess.run(
+        [sys.executable, "-c", CHILD],
+        env=environ,
+        text=True,
+        check=True,
+        cwd=results.ROOT,
+        capture_output=True,
+        timeout=300,
+    )
     found = json.loads(done.stdout)
     if found["runs"] is None:
         raise EnvironmentProblem("NumPy has no OpenBLAS here: there is nothing to choose")
@@ -78,12 +93,20 @@ def measure(rounds: int) -> list[dict]:
     name, units = blas.processor()
     asked = [OWN, *(one for one in blas.ARCHITECTURES if not blas.lacking(one, units))]
     turns = [{one: process(one) for one in asked} for _ in range(rounds)]
-    return [{
-        "processor": name, "vector_units": " ".join(units), "asked": one,
-        "runs": turns[0][one]["runs"],
-        **{f"{dtype}_gflops": round(1e-9 * FLOP / min(turn[one][dtype] for turn in turns), 1)
-           for dtype in DTYPES},
-        "chosen": "yes" if one == blas.choice(units) else ""} for one in asked]
+    return [
+        {
+            "processor": name,
+            "vector_units": " ".join(units),
+            "asked": one,
+            "runs": turns[0][one]["runs"],
+            **{
+                f"{dtype}_gflops": round(1e-9 * FLOP / min(turn[one][dtype] for turn in turns), 1)
+                for dtype in DTYPES
+            },
+            "chosen": "yes" if one == blas.choice(units) else "",
+        }
+        for one in asked
+    ]
 
 
 def with_others(path: str | None, rows: list[dict]) -> list[dict]:
@@ -95,6 +118,11 @@ def with_others(path: str | None, rows: list[dict]) -> list[dict]:
     return [row for row in kept if (row["processor"], row["vector_units"]) not in own] + rows
 
 
-main = Program("blas_kernels", __doc__, lambda args, session: Outcome(
-    with_others(args.json, measure(args.rounds)), {"rounds": args.rounds}),
-    counts={"--rounds": (3, "processes of each")}).started(__name__)
+main = Program(
+    "blas_kernels",
+    __doc__,
+    lambda args, session: Outcome(
+        with_others(args.json, measure(args.rounds)), {"rounds": args.rounds}
+    ),
+    counts={"--rounds": (3, "processes of each")},
+).started(__name__)

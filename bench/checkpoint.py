@@ -44,8 +44,13 @@ from mpipar.train.worker import Worker
 LIMIT = 1.2  # a save over the sum of its parts
 LAYERS, WIDTH_STEP = 4, 16
 BYTES_PER_PARAMETER = 12  # master and two moments in float32
-ORDER = ("write + fsync", "SHA-256", "save", "save, blocked (--save-async)",
-         "save, beside (--save-async)")  # of the rows, followed by the loads
+ORDER = (
+    "write + fsync",
+    "SHA-256",
+    "save",
+    "save, blocked (--save-async)",
+    "save, beside (--save-async)",
+)  # of the rows, followed by the loads
 FACTS = {"config": "", "data": {}}
 
 
@@ -72,7 +77,8 @@ class Bench:
             buffer[...] = rng.standard_normal(buffer.shape, np.float32)
         self.savers = {
             kind: Saver(self.first, folder / kind, keep=1, background=kind == "beside", facts=FACTS)
-            for kind in ("plain", "beside")}
+            for kind in ("plain", "beside")
+        }
         self.step = 0
         own = self.savers["plain"].own
         self.mine = np.concatenate([one.x.reshape(-1) for one in own]).view(np.uint8)
@@ -83,21 +89,29 @@ class Bench:
         grid = GridConfig(**axes, num_microbatches=self.world.size)
         config, _ = resolve(
             Config(model=model, grid=grid, train=TrainConfig(batch_size=self.world.size**2)),
-            self.world.size)
-        return Worker(config, Grid.of(config.grid, self.world.rank),
-                      ops_module.make("cpu", "float32"), Recorder(), self.world)
+            self.world.size,
+        )
+        return Worker(
+            config,
+            Grid.of(config.grid, self.world.rank),
+            ops_module.make("cpu", "float32"),
+            Recorder(),
+            self.world,
+        )
 
     @staticmethod
     def buffers(worker):
         """Yield every flat buffer of a worker's state, without its padding at the end."""
         for flat in worker.flats:
             for buffer in flat.state.values():
-                yield buffer[:flat.size]
+                yield buffer[: flat.size]
 
     def blocks(self):
         """Return the bytes that this rank writes in a save, in the blocks of a save."""
-        return (memoryview(self.mine)[start:start + BLOCK_BYTES]
-                for start in range(0, len(self.mine), BLOCK_BYTES))
+        return (
+            memoryview(self.mine)[start : start + BLOCK_BYTES]
+            for start in range(0, len(self.mine), BLOCK_BYTES)
+        )
 
     def write(self) -> None:
         """Write the same bytes plainly, with fsync."""
@@ -118,7 +132,7 @@ class Bench:
 
     def newest(self, kind: str) -> Path:
         """Return the folder of the only checkpoint of a kind."""
-        (_, step_folder), = committed_steps(self.folder / kind)
+        ((_, step_folder),) = committed_steps(self.folder / kind)
         return step_folder
 
     def load(self, layout: str) -> None:
@@ -184,8 +198,13 @@ def measure(bench: Bench, repeats: int) -> dict[str, list[float]]:
         bench.forget()
         note(f"load {layout}", bench.load, layout)
 
-    turns = [write, lambda: note("SHA-256", bench.hash), save, save_beside,
-             *(lambda layout=layout: load(layout) for layout in bench.workers)]
+    turns = [
+        write,
+        lambda: note("SHA-256", bench.hash),
+        save,
+        save_beside,
+        *(lambda layout=layout: load(layout) for layout in bench.workers),
+    ]
     for repeat in range(repeats):
         for number in np.random.default_rng(repeat).permutation(len(turns)):
             if world.rank == 0:
@@ -197,9 +216,14 @@ def measure(bench: Bench, repeats: int) -> dict[str, list[float]]:
 
 def bytes_of(bench: Bench, found) -> dict[str, int] | None:
     """Return {what: bytes of all ranks} on world rank 0: what they write, or hold after a load."""
-    numbers = [len(bench.mine) if not what.startswith("load ") else sum(
-        buffer.nbytes for buffer in bench.buffers(bench.workers[what.removeprefix("load ")]))
-        for what in found]
+    numbers = [
+        len(bench.mine)
+        if not what.startswith("load ")
+        else sum(
+            buffer.nbytes for buffer in bench.buffers(bench.workers[what.removeprefix("load ")])
+        )
+        for what in found
+    ]
     gathered = gather_numbers(bench.world, np.array(numbers, float))
     return None if gathered is None else dict(zip(found, gathered.sum(0).tolist(), strict=True))
 
@@ -210,11 +234,17 @@ def rows_of(found: dict, sizes: dict, layout: str, ranks: int) -> list[dict]:
     for what, seconds in found.items():
         median = statistics.median(seconds)
         per_second = sizes[what] / median / 2**30
-        rows.append({
-            "what": what.replace(f"load {layout}", f"load {layout}, as saved"), "ranks": ranks,
-            "MiB_per_rank": sizes[what] / ranks / 2**20, "median_ms": 1000 * median,
-            "best_ms": 1000 * min(seconds), "GiB_per_s_and_rank": per_second / ranks,
-            "GiB_per_s": per_second})
+        rows.append(
+            {
+                "what": what.replace(f"load {layout}", f"load {layout}, as saved"),
+                "ranks": ranks,
+                "MiB_per_rank": sizes[what] / ranks / 2**20,
+                "median_ms": 1000 * median,
+                "best_ms": 1000 * min(seconds),
+                "GiB_per_s_and_rank": per_second / ranks,
+                "GiB_per_s": per_second,
+            }
+        )
     return rows
 
 
@@ -235,8 +265,9 @@ def check_size(args, parser) -> None:
 def measure_job(args, session) -> Outcome | int:
     """Check and measure; return code 1 if a save takes more than LIMIT times its parts."""
     world = session.world
-    made = session.agree(lambda: tempfile.mkdtemp(prefix="checkpoint-", dir=args.folder)
-                         if world.rank == 0 else "")
+    made = session.agree(
+        lambda: tempfile.mkdtemp(prefix="checkpoint-", dir=args.folder) if world.rank == 0 else ""
+    )
     folder = Path(broadcast_text(world, made or ""))
     try:
         bench = Bench(world, args.bytes, folder)
@@ -258,11 +289,25 @@ def outcome(args, found: dict, sizes: dict, layout: str, ranks: int) -> Outcome:
     kept = ratio <= LIMIT
     summary = f"\na save takes {ratio:.2f} times its two parts; limit {LIMIT}"
     return Outcome(
-        rows, {"ranks": ranks, "state_MiB": round(state_bytes / 2**20, 1), "repeats": args.repeats,
-               "save_over_parts": round(ratio, 3)}, 0 if kept else EXIT_CHECK_FAILED,
+        rows,
+        {
+            "ranks": ranks,
+            "state_MiB": round(state_bytes / 2**20, 1),
+            "repeats": args.repeats,
+            "save_over_parts": round(ratio, 3),
+        },
+        0 if kept else EXIT_CHECK_FAILED,
         head=f"state of {state_bytes / 2**20:.0f} MiB, {counted(ranks, 'rank')}, saved by {layout}",
-        end=summary if kept else f"{summary}\nthe limit is exceeded")
+        end=summary if kept else f"{summary}\nthe limit is exceeded",
+    )
 
 
-main = Program("checkpoint", __doc__, measure_job, together=True, add=add_flags, check=check_size,
-               counts={"--repeats": (7, "how often all take turns")}).started(__name__)
+main = Program(
+    "checkpoint",
+    __doc__,
+    measure_job,
+    together=True,
+    add=add_flags,
+    check=check_size,
+    counts={"--repeats": (7, "how often all take turns")},
+).started(__name__)

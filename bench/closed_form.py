@@ -18,8 +18,14 @@ def closed_form(run: Run) -> float:
     shape, layout, machine = run.shape, run.layout, run.cluster
     tokens = layout.rows * shape.tokens / layout.cp
     blocks = shape.layers / layout.pp
-    peak = max(machine.peak_tflops.values() if machine.efficiency == "a100"
-               else [machine.peak_tflops["bfloat16"]]) * 1e12
+    peak = (
+        max(
+            machine.peak_tflops.values()
+            if machine.efficiency == "a100"
+            else [machine.peak_tflops["bfloat16"]]
+        )
+        * 1e12
+    )
     passes = {"none": 3, "attention": 3, "block": 4}[layout.recompute]
     flops = 2 * shape.block_parameters + 4 * shape.tokens * shape.heads * shape.head_dim
     narrow = min(1.0, 0.7 + 0.3 * shape.width / layout.tp / 2048)

@@ -55,10 +55,14 @@ class Comparison(NamedTuple):
 
 def sides(rows) -> dict[tuple, Side]:
     """Return each operation in a file."""
-    return {key: Side(medians_of(launches),
-                      min(row["low_us"] for own in launches for row in own),
-                      max(row["high_us"] for own in launches for row in own))
-            for key, launches in by_operation(rows).items()}
+    return {
+        key: Side(
+            medians_of(launches),
+            min(row["low_us"] for own in launches for row in own),
+            max(row["high_us"] for own in launches for row in own),
+        )
+        for key, launches in by_operation(rows).items()
+    }
 
 
 def compare_rows(a_rows, b_rows) -> list[Comparison]:
@@ -67,8 +71,10 @@ def compare_rows(a_rows, b_rows) -> list[Comparison]:
     keys = [key for key in a if key in b]
     p_values = [rank_sum(a[key].medians, b[key].medians) for key in keys]
     sure = discoveries(p_values, FALSE_RATE)
-    return [compared(key, a[key], b[key], p_value, stands)
-            for key, p_value, stands in zip(keys, p_values, sure, strict=True)]
+    return [
+        compared(key, a[key], b[key], p_value, stands)
+        for key, p_value, stands in zip(keys, p_values, sure, strict=True)
+    ]
 
 
 def compared(key: tuple, a: Side, b: Side, p_value: float, stands: bool) -> Comparison:
@@ -97,12 +103,21 @@ def lines(found) -> str:
     rows = []
     for one in found:
         key = dict(zip(KEY, one.key, strict=True))
-        rows.append({
-            "case": key["case"], "via": key["via"], "ranks": ",".join(map(str, key["ranks"])),
-            "mode": key["mode"] or "-", "size_B": key["size_bytes"],
-            "launches": "+".join(map(str, one.launches)), "A_us": f"{one.a_us:.2f}",
-            "B_us": f"{one.b_us:.2f}", "ratio": f"{one.b_us / one.a_us:.3f}",
-            "p": f"{one.p_value:.4f}", "B is": shown_verdict(one)})
+        rows.append(
+            {
+                "case": key["case"],
+                "via": key["via"],
+                "ranks": ",".join(map(str, key["ranks"])),
+                "mode": key["mode"] or "-",
+                "size_B": key["size_bytes"],
+                "launches": "+".join(map(str, one.launches)),
+                "A_us": f"{one.a_us:.2f}",
+                "B_us": f"{one.b_us:.2f}",
+                "ratio": f"{one.b_us / one.a_us:.3f}",
+                "p": f"{one.p_value:.4f}",
+                "B is": shown_verdict(one),
+            }
+        )
     return results.text_table(rows, left=4)
 
 
@@ -115,11 +130,14 @@ def too_few(found) -> tuple[list[str], list[str]]:
             continue
         cure = "measure both with --launches 5 or more"
         if 1 in (a, b):
-            little.append(f"{a} and {b} launches show only factors above {LARGE_FACTOR:g}, and "
-                          f"these may be the launches' own: {cure}")
+            little.append(
+                f"{a} and {b} launches show only factors above {LARGE_FACTOR:g}, and "
+                f"these may be the launches' own: {cure}"
+            )
         else:
-            nothing.append(f"{a} and {b} launches can show nothing (p is {least:.2g} at least): "
-                           f"{cure}")
+            nothing.append(
+                f"{a} and {b} launches can show nothing (p is {least:.2g} at least): {cure}"
+            )
     return nothing, little
 
 
@@ -127,8 +145,9 @@ def add_flags(parser) -> None:
     """Add the flags for both files, and for the exit code."""
     parser.add_argument("a", metavar="A", help="file of bench.interconnect --launches K --json")
     parser.add_argument("b", metavar="B", help="the same operations, measured otherwise")
-    parser.add_argument("--check", action="store_true",
-                        help="exit with 1 if a row is slower in B, or is not in B")
+    parser.add_argument(
+        "--check", action="store_true", help="exit with 1 if a row is slower in B, or is not in B"
+    )
 
 
 def show(args, session) -> int:
@@ -136,16 +155,19 @@ def show(args, session) -> int:
     a_rows, b_rows = (records.rows_of([one], tell=True) for one in (args.a, args.b))
     found = compare_rows(a_rows, b_rows)
     if not found:
-        raise DataError(f"{args.a} and {args.b} have no operation in common: run the same cases, "
-                        "sizes and ranks with the same --buffers and --sync for both")
+        raise DataError(
+            f"{args.a} and {args.b} have no operation in common: run the same cases, "
+            "sizes and ranks with the same --buffers and --sync for both"
+        )
     print(lines(found))
     nothing, little = too_few(found)
     if args.check and nothing:
         raise UsageError([f"--check: {warning}" for warning in nothing])
     print("".join(f"{warning}\n" for warning in nothing + little), end="", file=sys.stderr)
     slower = [one for one in found if one.verdict == SLOWER]
-    lost = Counter(key[KEY.index("case")] for key in
-                   by_operation(a_rows).keys() - by_operation(b_rows).keys())
+    lost = Counter(
+        key[KEY.index("case")] for key in by_operation(a_rows).keys() - by_operation(b_rows).keys()
+    )
     if args.check:
         print(f"{len(slower)} of {len(found)} rows are slower in B")
         for case, count in sorted(lost.items()):

@@ -25,8 +25,17 @@ FIRST = {"products": 0.9, "elementwise": 1.0, "attention": 1.0, "starts_us": 300
 CLOSE = 0.05  # errors beyond this count linearly: some measurements are outliers
 TRUST = 0.15  # how strongly a constant is tied to its first value
 EVERY, ONE_NODE = 5, 0.15  # of the steps on one node, and their weight
-PAPERS = ("vTrain", "2104.04473", "2205.05198", "2401.10241", "2402.15627", "llm-foundry",
-          "torchtitan", "dgxc", "README images")  # parts of the column `source`
+PAPERS = (
+    "vTrain",
+    "2104.04473",
+    "2205.05198",
+    "2401.10241",
+    "2402.15627",
+    "llm-foundry",
+    "torchtitan",
+    "dgxc",
+    "README images",
+)  # parts of the column `source`
 
 
 def paper_of(run: Run) -> str:
@@ -36,28 +45,40 @@ def paper_of(run: Run) -> str:
 
 def table_rows(device: str, operation: str) -> list[dict[str, str]]:
     """Return the measured rows of an operation on a device."""
-    return [row for row in read_rows("measured_curves.csv")
-            if row["device"] == device and row["op"].startswith(operation)]
+    return [
+        row
+        for row in read_rows("measured_curves.csv")
+        if row["device"] == device and row["op"].startswith(operation)
+    ]
 
 
 def fit_products(device: str) -> dict[str, float]:
     """Fit start, rate and bytes per second of a product, over the shapes of a training step."""
     from scipy.optimize import least_squares
+
     rows = [row for row in table_rows(device, "gemm_bfloat16") if int(row["m"]) >= 512]
     sizes = [tuple(float(row[name]) for name in "mnk") for row in rows]
-    seconds = [2 * m * n * k / float(row["tflops"]) / 1e12
-               for row, (m, n, k) in zip(rows, sizes, strict=True)]
+    seconds = [
+        2 * m * n * k / float(row["tflops"]) / 1e12
+        for row, (m, n, k) in zip(rows, sizes, strict=True)
+    ]
 
     def misfit(x):
         start, rate, memory = map(math.exp, x)
-        return [math.log((start + 2 * m * n * k / rate + 2 * (m * k + k * n + m * n) / memory)
-                         / measured)
-                for (m, n, k), measured in zip(sizes, seconds, strict=True)]
+        return [
+            math.log(
+                (start + 2 * m * n * k / rate + 2 * (m * k + k * n + m * n) / memory) / measured
+            )
+            for (m, n, k), measured in zip(sizes, seconds, strict=True)
+        ]
 
     found = least_squares(misfit, [math.log(one) for one in (5e-6, 5e14, 3e12)], loss="soft_l1")
     start, rate, memory = map(math.exp, found.x)
-    return {"product_us": start * 1e6, "product_tflops": rate / 1e12,
-            "product_gbytes_s": memory / 1e9}
+    return {
+        "product_us": start * 1e6,
+        "product_tflops": rate / 1e12,
+        "product_gbytes_s": memory / 1e9,
+    }
 
 
 def trust(run: Run) -> float:
@@ -70,8 +91,9 @@ def trust(run: Run) -> float:
 
 def training_runs() -> list[tuple[Run, float]]:
     """Return (run, weight) of the measured steps from which the constants are fitted."""
-    return ([(run, trust(run)) for run in published_runs()]
-            + [(run, ONE_NODE) for run in read_runs("single_node.csv")[::EVERY]])
+    return [(run, trust(run)) for run in published_runs()] + [
+        (run, ONE_NODE) for run in read_runs("single_node.csv")[::EVERY]
+    ]
 
 
 Known = dict[tuple[str, str], dict[str, float]]  # {(stack, generation of machines): constants}
@@ -91,12 +113,14 @@ def with_constants(run: Run, constants: dict[str, float]) -> float:
 def fit_stack(runs: list[tuple[Run, float]]) -> dict[str, float]:
     """Return the constants of a stack that bring its predicted steps closest to measured ones."""
     from scipy.optimize import least_squares
+
     start = [math.log(FIRST[name]) for name in Constants._fields]
 
     def misfit(x):
         constants = dict(zip(Constants._fields, map(math.exp, x), strict=True))
-        steps = [weight * math.log(with_constants(run, constants) / run.seconds)
-                 for run, weight in runs]
+        steps = [
+            weight * math.log(with_constants(run, constants) / run.seconds) for run, weight in runs
+        ]
         return steps + [TRUST * (now - before) for now, before in zip(x, start, strict=True)]
 
     found = least_squares(misfit, start, loss="soft_l1", f_scale=CLOSE, max_nfev=12)
@@ -135,8 +159,15 @@ def left_out() -> dict[str, list[tuple[Run, float, float]]]:
         for run in own:
             constants = nearest(without, run)
             starts = {"starts_us": nearest(known, run)["starts_us"]}
-            found[paper].append((run, *(with_constants(run, one) / run.seconds - 1
-                                        for one in (constants, constants | starts))))
+            found[paper].append(
+                (
+                    run,
+                    *(
+                        with_constants(run, one) / run.seconds - 1
+                        for one in (constants, constants | starts)
+                    ),
+                )
+            )
     return found
 
 

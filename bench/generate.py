@@ -48,12 +48,26 @@ SINGLE_TOKENS = 3  # that are timed without a cache
 
 def add_flags(parser) -> None:
     """Add the flags for the models and what they generate."""
-    parser.add_argument("--presets", nargs="+", default=["llama-15m", "llama-110m"],
-                        choices=sorted(PRESETS), help="models (llama-15m llama-110m)")
-    parser.add_argument("--batch-sizes", nargs="+", type=flags.count, default=[1, 8],
-                        help="prompts at one time (1 8)")
-    parser.add_argument("--contexts", nargs="+", type=flags.count,
-                        help="lengths of a text at which a token is timed with cache and without")
+    parser.add_argument(
+        "--presets",
+        nargs="+",
+        default=["llama-15m", "llama-110m"],
+        choices=sorted(PRESETS),
+        help="models (llama-15m llama-110m)",
+    )
+    parser.add_argument(
+        "--batch-sizes",
+        nargs="+",
+        type=flags.count,
+        default=[1, 8],
+        help="prompts at one time (1 8)",
+    )
+    parser.add_argument(
+        "--contexts",
+        nargs="+",
+        type=flags.count,
+        help="lengths of a text at which a token is timed with cache and without",
+    )
 
 
 class WrongTextError(UserError):
@@ -67,17 +81,25 @@ class OurSide:
 
     def __init__(self, preset, layout, world, kernels="numpy"):
         grid = dict.fromkeys(("dp", "pp", "tp"), 1) | layout
-        self.config, _ = resolve(build(grid | {
-            "preset": preset, "num_microbatches": grid["pp"], "optimizer": "sgd",
-            "batch_size": grid["dp"] * grid["pp"]}), world.size)
+        self.config, _ = resolve(
+            build(
+                grid
+                | {
+                    "preset": preset,
+                    "num_microbatches": grid["pp"],
+                    "optimizer": "sgd",
+                    "batch_size": grid["dp"] * grid["pp"],
+                }
+            ),
+            world.size,
+        )
         self.worker = worker_of(self.config, world, make("cpu", "float32", kernels=kernels))
 
     def run(self, prompts, new_tokens) -> tuple[list[float], list[list[int]]]:
         """Return (seconds of each round, all tokens of each row)."""
         texts = [Text(number, list(prompt)) for number, prompt in enumerate(prompts)]
         times = [time.perf_counter()]
-        times += (time.perf_counter()
-                  for _ in generate(self.worker, texts, Sampling(new_tokens)))
+        times += (time.perf_counter() for _ in generate(self.worker, texts, Sampling(new_tokens)))
         return np.diff(times).tolist(), [text.tokens for text in texts]
 
     def single(self, prompt) -> float:
@@ -101,7 +123,8 @@ class TheirSide:
         with tempfile.TemporaryDirectory() as folder:
             checkpoint.save(ours.worker, Path(folder))
             self.model = transformers.AutoModelForCausalLM.from_pretrained(
-                folder, dtype=torch.float32).eval()
+                folder, dtype=torch.float32
+            ).eval()
         self.model.generation_config.eos_token_id = None
 
     def run(self, prompts, new_tokens) -> tuple[list[float], list[list[int]]]:
@@ -110,8 +133,12 @@ class TheirSide:
         start = time.perf_counter()
         with self.torch.no_grad():
             found = self.model.generate(
-                ids, attention_mask=self.torch.ones_like(ids), do_sample=False,
-                max_new_tokens=new_tokens, pad_token_id=0)
+                ids,
+                attention_mask=self.torch.ones_like(ids),
+                do_sample=False,
+                max_new_tokens=new_tokens,
+                pad_token_id=0,
+            )
         return [time.perf_counter() - start], found.tolist()
 
     def disagreement(self, rows, first: int) -> float:
@@ -120,7 +147,7 @@ class TheirSide:
         As a share of the largest logit of the text.
         """
         with self.torch.no_grad():
-            logits = self.model(self.torch.tensor(rows)[:, :-1]).logits[:, first - 1:].numpy()
+            logits = self.model(self.torch.tensor(rows)[:, :-1]).logits[:, first - 1 :].numpy()
         chosen = np.take_along_axis(logits, np.array(rows)[:, first:, None], axis=2)
         return float((logits.max(axis=2) - chosen[..., 0]).max() / np.abs(logits).max())
 
@@ -139,9 +166,12 @@ def measure(preset, sides, prompts, args, world) -> dict[str, list[list[float]]]
     found = {name: [] for name in sides}
     for repetition in range(args.repeats + 1):
         if world.rank == 0:
-            print(f"{preset}, batch {len(prompts)}: "
-                  f"{f'repetition {repetition} of {args.repeats}' if repetition else 'warm-up'}",
-                  file=sys.stderr, flush=True)
+            print(
+                f"{preset}, batch {len(prompts)}: "
+                f"{f'repetition {repetition} of {args.repeats}' if repetition else 'warm-up'}",
+                file=sys.stderr,
+                flush=True,
+            )
         for name, side in sides.items():
             world.Barrier()
             found[name].append(side.run(prompts, args.new_tokens)[0])
@@ -155,24 +185,32 @@ def rows(preset, found, batch_size, args) -> list[dict]:
     made = []
     for name, runs in found.items():
         known = len(runs[0]) > 1
-        row = {"model": preset, "side": name, "batch_size": batch_size,
-               "first_ms": statistics.median(run[0] for run in runs) * 1e3 if known else "",
-               "next_ms": statistics.median(
-                   second for run in runs for second in run[1:]) * 1e3 if known else "",
-               "tokens_per_s": batch_size * args.new_tokens / totals[name]}
-        made.append(row | ({} if theirs is None else {
-            "over_transformers": theirs / totals[name]}))
+        row = {
+            "model": preset,
+            "side": name,
+            "batch_size": batch_size,
+            "first_ms": statistics.median(run[0] for run in runs) * 1e3 if known else "",
+            "next_ms": statistics.median(second for run in runs for second in run[1:]) * 1e3
+            if known
+            else "",
+            "tokens_per_s": batch_size * args.new_tokens / totals[name],
+        }
+        made.append(row | ({} if theirs is None else {"over_transformers": theirs / totals[name]}))
     return made
 
 
 def our_sides(preset, world) -> dict[str, OurSide]:
     """Return one side per layout on several ranks, one per set of kernels on a single rank."""
     if world.size > 1:
-        return {f"mpipar {axis} {world.size}": OurSide(preset, {axis: world.size}, world)
-                for axis in LAYOUTS}
-    return {f"mpipar {kernels}": OurSide(preset, {}, world, kernels)
-            for kernels in ("numpy", "numba")
-            if kernels == "numpy" or importlib.util.find_spec("numba")}
+        return {
+            f"mpipar {axis} {world.size}": OurSide(preset, {axis: world.size}, world)
+            for axis in LAYOUTS
+        }
+    return {
+        f"mpipar {kernels}": OurSide(preset, {}, world, kernels)
+        for kernels in ("numpy", "numba")
+        if kernels == "numpy" or importlib.util.find_spec("numba")
+    }
 
 
 def over_sides(preset, args, world) -> list[dict]:
@@ -185,10 +223,12 @@ def over_sides(preset, args, world) -> list[dict]:
         prompts = random_prompts(first.config, batch_size, args.prompt_tokens)
         for name, side in ours.items() if theirs else ():
             wrong = theirs["transformers"].disagreement(
-                side.run(prompts, args.new_tokens)[1], args.prompt_tokens)
+                side.run(prompts, args.new_tokens)[1], args.prompt_tokens
+            )
             if not wrong <= TOLERANCE:
-                raise WrongTextError(f"not timed: {preset}, {name}: another token is likelier by "
-                                     f"{wrong:.1e}")
+                raise WrongTextError(
+                    f"not timed: {preset}, {name}: another token is likelier by {wrong:.1e}"
+                )
         made += rows(preset, measure(preset, ours | theirs, prompts, args, world), batch_size, args)
     return made
 
@@ -199,12 +239,18 @@ def over_contexts(preset, args, world) -> list[dict]:
     for length in (one for one in args.contexts if one <= side.config.model.seq_len):
         prompt = random_prompts(side.config, 1, length)[0]
         few = SINGLE_TOKENS * args.repeats
-        rounds, _ = side.run([prompt[:max(1, length - few)]], few)
+        rounds, _ = side.run([prompt[: max(1, length - few)]], few)
         cached = statistics.median(rounds[1:])
         plain = statistics.median(side.single(prompt) for _ in range(SINGLE_TOKENS))
-        made.append({"model": preset, "context": length,
-                     "with_cache_tokens_per_s": 1 / cached, "without_tokens_per_s": 1 / plain,
-                     "times": plain / cached})
+        made.append(
+            {
+                "model": preset,
+                "context": length,
+                "with_cache_tokens_per_s": 1 / cached,
+                "without_tokens_per_s": 1 / plain,
+                "times": plain / cached,
+            }
+        )
     return made
 
 
@@ -214,14 +260,28 @@ def measure_all(args, session) -> Outcome | int:
     table = over_contexts if args.contexts else over_sides
     with threadpool_limits(args.threads):
         made = [row for preset in args.presets for row in table(preset, args, world)]
-    facts = {name: getattr(args, name)
-             for name in ("threads", "prompt_tokens", "new_tokens", "repeats")}
-    return 0 if world.rank else Outcome(made, {"ranks": world.size} | facts | results.versions(
-        "torch", "transformers", "numba"))
+    facts = {
+        name: getattr(args, name) for name in ("threads", "prompt_tokens", "new_tokens", "repeats")
+    }
+    return (
+        0
+        if world.rank
+        else Outcome(
+            made, {"ranks": world.size} | facts | results.versions("torch", "transformers", "numba")
+        )
+    )
 
 
 main = Program(
-    "generate", __doc__, measure_all, together=True, add=add_flags, counts={
+    "generate",
+    __doc__,
+    measure_all,
+    together=True,
+    add=add_flags,
+    counts={
         "--prompt-tokens": (128, "tokens of each prompt"),
-        "--new-tokens": (128, "tokens added to each prompt"), "--repeats": (5, "repetitions"),
-        "--threads": (1, "threads of each rank")}).started(__name__)
+        "--new-tokens": (128, "tokens added to each prompt"),
+        "--repeats": (5, "repetitions"),
+        "--threads": (1, "threads of each rank"),
+    },
+).started(__name__)

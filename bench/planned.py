@@ -33,20 +33,29 @@ def best_published() -> dict[str, float]:
     found: dict[str, float] = defaultdict(float)
     for run in (*published_runs(), *read_runs("single_node.csv")):
         flops = run.shape.step_flops(int(run.row["gbs"]), RULE)
-        percent = 100 * utilization(flops, run.seconds, run.layout.ranks,
-                                    float(run.row["peak_tflops"]))
+        percent = 100 * utilization(
+            flops, run.seconds, run.layout.ranks, float(run.row["peak_tflops"])
+        )
         found[run.cluster.name] = max(found[run.cluster.name], percent)
     return found
 
 
-def planned(shape: Shape, machine: str, stack: str, batch_size: int,
-            fixed: dict) -> tuple[Question, Candidate] | None:
+def planned(
+    shape: Shape, machine: str, stack: str, batch_size: int, fixed: dict
+) -> tuple[Question, Candidate] | None:
     """Return the first answer on the fewest devices; None if the job fits on none of RANKS."""
     cluster = load_cluster(machine)
     dtype = cluster.dtype_16
     for ranks in RANKS:
-        question = Question(shape, (Kind(cluster, ranks, HEADROOM * cluster.memory_gib),),
-                            STACKS[stack].with_dtype(dtype), batch_size, fixed, RULE, dtype)
+        question = Question(
+            shape,
+            (Kind(cluster, ranks, HEADROOM * cluster.memory_gib),),
+            STACKS[stack].with_dtype(dtype),
+            batch_size,
+            fixed,
+            RULE,
+            dtype,
+        )
         best = search(question, 1).best
         if best:
             return question, best[0]
@@ -60,26 +69,33 @@ def row_of(preset: str, machine: str, published: dict[str, float]) -> dict:
     """
     shape = Shape.of(build({"preset": preset}).model.completed())
     row = {"preset": preset, "machine": machine, "published %": published.get(machine, "-")}
-    found = {stack: planned(shape, machine, stack, PRESETS[preset]["batch_size"], {})
-             for stack in STACKS}
+    found = {
+        stack: planned(shape, machine, stack, PRESETS[preset]["batch_size"], {}) for stack in STACKS
+    }
     row |= {f"{stack} %": 100 * mfu(*one) if one else "-" for stack, one in found.items()}
     first, most = found[next(iter(STACKS))], published.get(machine)
     if first is None or most is None or 100 * mfu(*first) <= most + MARGIN:
         return row | {"layout": "", "1f1b %": "-"}
     question, best = first
     plain = search(question._replace(fixed={"schedule": "1f1b"}), 1).best
-    return row | {"layout": f"{question.ranks} devices: {candidate_words(best)}",
-                  "1f1b %": 100 * mfu(question, plain[0]) if plain else "none fits"}
+    return row | {
+        "layout": f"{question.ranks} devices: {candidate_words(best)}",
+        "1f1b %": 100 * mfu(question, plain[0]) if plain else "none fits",
+    }
 
 
 def measure(args, session) -> Outcome:
     """Return the rows of all machines."""
     published = best_published()
     models = {name: build({"preset": name}).model for name in PRESETS}
-    presets = [name for name, model in models.items() if model.model == "decoder"
-               and Shape.of(model.completed()).parameters > SMALLEST]
-    return Outcome([row_of(preset, machine, published) for machine in machine_names()
-                    for preset in presets])
+    presets = [
+        name
+        for name, model in models.items()
+        if model.model == "decoder" and Shape.of(model.completed()).parameters > SMALLEST
+    ]
+    return Outcome(
+        [row_of(preset, machine, published) for machine in machine_names() for preset in presets]
+    )
 
 
 main = Program("planned", __doc__, measure, kept="bench/results/planned.json").started(__name__)

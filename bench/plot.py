@@ -91,10 +91,22 @@ def draw_time(axes, rows) -> None:
     """Draw the median time by size."""
     for (via, own), mark in zip(by_via(rows).items(), MARKS, strict=False):
         middle = np.array([row["median_us"] for row in own])
-        bars = np.array([[row["median_us"] - row["low_us"] for row in own],
-                         [row["high_us"] - row["median_us"] for row in own]])
-        axes.errorbar([row["size_bytes"] for row in own], middle, bars, fmt=mark, label=via,
-                      markersize=4, capsize=2, linestyle="none")
+        bars = np.array(
+            [
+                [row["median_us"] - row["low_us"] for row in own],
+                [row["high_us"] - row["median_us"] for row in own],
+            ]
+        )
+        axes.errorbar(
+            [row["size_bytes"] for row in own],
+            middle,
+            bars,
+            fmt=mark,
+            label=via,
+            markersize=4,
+            capsize=2,
+            linestyle="none",
+        )
     size_axis(axes)
     axes.set(yscale="log", ylabel="time (us)")
 
@@ -104,10 +116,23 @@ def draw_bandwidth(axes, rows) -> None:
     rated = [row for row in rows if row["algbw_GBps"]]
     for number, (via, own) in enumerate(by_via(rated).items()):
         sizes = [row["size_bytes"] for row in own]
-        axes.plot(sizes, [row["algbw_GBps"] for row in own], MARKS[0], color=f"C{number}",
-                  markersize=4, label=f"{via}, algbw")
-        axes.plot(sizes, [row["busbw_GBps"] for row in own], MARKS[2], color=f"C{number}",
-                  markersize=4, fillstyle="none", label=f"{via}, busbw")
+        axes.plot(
+            sizes,
+            [row["algbw_GBps"] for row in own],
+            MARKS[0],
+            color=f"C{number}",
+            markersize=4,
+            label=f"{via}, algbw",
+        )
+        axes.plot(
+            sizes,
+            [row["busbw_GBps"] for row in own],
+            MARKS[2],
+            color=f"C{number}",
+            markersize=4,
+            fillstyle="none",
+            label=f"{via}, busbw",
+        )
     size_axis(axes)
     axes.set_ylabel("bandwidth (GB/s = 1e9 B/s)")
     axes.set_ylim(bottom=0)
@@ -123,15 +148,19 @@ def draw_distribution(axes, rows) -> None:
     """Draw the share of samples up to each time, of a few sizes in one way."""
     own = of_one_way(rows)
     sizes = sorted({row["size_bytes"] for row in own})
-    chosen = {sizes[place] for place in np.linspace(0, len(sizes) - 1, MOST_CURVES).round()
-              .astype(int)}
+    chosen = {
+        sizes[place] for place in np.linspace(0, len(sizes) - 1, MOST_CURVES).round().astype(int)
+    }
     for size in sorted(chosen):
-        samples = np.sort(np.concatenate([times_us(row) for row in own
-                                          if row["size_bytes"] == size]))
-        axes.step(samples, np.arange(1, len(samples) + 1) / len(samples), where="post",
-                  label=nbytes(size))
-    axes.set(xscale="log", xlabel=f"time (us), {own[0]['via']}", ylabel="share of samples",
-             ylim=(0, 1))
+        samples = np.sort(
+            np.concatenate([times_us(row) for row in own if row["size_bytes"] == size])
+        )
+        axes.step(
+            samples, np.arange(1, len(samples) + 1) / len(samples), where="post", label=nbytes(size)
+        )
+    axes.set(
+        xscale="log", xlabel=f"time (us), {own[0]['via']}", ylabel="share of samples", ylim=(0, 1)
+    )
 
 
 def draw_ranks(axes, rows) -> None:
@@ -139,12 +168,21 @@ def draw_ranks(axes, rows) -> None:
     own = of_one_way(rows)[-1]
     left = np.delete(np.array(own["left_ns"]), own["late_at"], axis=0)
     after_us = (left - left.min(axis=1, keepdims=True)).T / 1000
-    picture = axes.imshow(after_us, cmap="viridis", aspect="auto", interpolation="nearest",
-                          vmax=np.percentile(after_us, 99))  # one outlier must not hide the rest
+    picture = axes.imshow(
+        after_us,
+        cmap="viridis",
+        aspect="auto",
+        interpolation="nearest",
+        vmax=np.percentile(after_us, 99),
+    )  # one outlier must not hide the rest
     what = f"{nbytes(own['size_bytes'])}, {own['via']}"
     axes.figure.colorbar(picture, label=f"us after the first, {what}")
-    axes.set(yticks=range(len(own["ranks"])), yticklabels=own["ranks"], xlabel="iteration",
-             ylabel="world rank")
+    axes.set(
+        yticks=range(len(own["ranks"])),
+        yticklabels=own["ranks"],
+        xlabel="iteration",
+        ylabel="world rank",
+    )
 
 
 def draw_pairs(axes, rows) -> None:
@@ -159,16 +197,27 @@ def draw_pairs(axes, rows) -> None:
         cells[i, j] = cells[j, i] = middle
     picture = axes.imshow(cells, cmap="viridis")
     axes.figure.colorbar(picture, label=f"{unit}, {nbytes(own[0]['size_bytes'])}")
-    axes.set(xticks=range(len(names)), yticks=range(len(names)), xticklabels=names,
-             yticklabels=names, xlabel="world rank", ylabel="world rank")
+    axes.set(
+        xticks=range(len(names)),
+        yticks=range(len(names)),
+        xticklabels=names,
+        yticklabels=names,
+        xlabel="world rank",
+        ylabel="world rank",
+    )
 
 
 def draw_detours(axes, row) -> None:
     """Draw when each detour of a noise row began, and how long it was, by rank."""
     entered = np.array(row["entered_ns"])
     for place, rank in enumerate(row["ranks"]):
-        axes.plot((entered[:, place] - entered.min()) * 1e-9, detours_us(row)[:, place], ".",
-                  markersize=2, label=f"rank {rank}")
+        axes.plot(
+            (entered[:, place] - entered.min()) * 1e-9,
+            detours_us(row)[:, place],
+            ".",
+            markersize=2,
+            label=f"rank {rank}",
+        )
     axes.set(yscale="log", ylim=(0.3, None), xlabel="time (s)", ylabel="detour (us)")
 
 
@@ -210,9 +259,16 @@ def index_page(title: str, drawn: list[tuple[str, str]]) -> str:
     by_heading: dict = {}
     for name, heading in drawn:
         by_heading.setdefault(heading, []).append(name)
-    sections = [f"<section><h2>{escape(heading)}</h2>\n" + "\n".join(
-        f'<img src="{name}.svg" alt="{escape(heading)}: {name.rpartition("-")[2]}" loading="lazy">'
-        for name in names) + "\n</section>" for heading, names in by_heading.items()]
+    sections = [
+        f"<section><h2>{escape(heading)}</h2>\n"
+        + "\n".join(
+            f'<img src="{name}.svg" alt="{escape(heading)}: {name.rpartition("-")[2]}"'
+            ' loading="lazy">'
+            for name in names
+        )
+        + "\n</section>"
+        for heading, names in by_heading.items()
+    ]
     return PAGE.format(title=escape(title), sections="\n".join(sections))
 
 

@@ -39,23 +39,37 @@ class Program:
     file of the repository that --write writes, replacing --json.
     """
 
-    def __init__(self, name: str, doc: str, measure: Callable[..., Outcome | int], *,
-                 together: Callable[..., bool] | bool = False,
-                 json: str | None = "write the result to this file",
-                 add: Callable[[flags.Parser], Any] | None = None,
-                 check: Callable[..., None] | None = None, counts: Counts | None = None,
-                 takes_words: bool = False, kept: str = ""):
+    def __init__(
+        self,
+        name: str,
+        doc: str,
+        measure: Callable[..., Outcome | int],
+        *,
+        together: Callable[..., bool] | bool = False,
+        json: str | None = "write the result to this file",
+        add: Callable[[flags.Parser], Any] | None = None,
+        check: Callable[..., None] | None = None,
+        counts: Counts | None = None,
+        takes_words: bool = False,
+        kept: str = "",
+    ):
         self.name, self.measure, self.together = f"bench.{name}", measure, together
         self.takes_words, self.kept = takes_words, kept
-        self.check, self.parser = check, flags.Parser(
-            prog=f"python -m {self.name}", description=doc)
+        self.check, self.parser = (
+            check,
+            flags.Parser(prog=f"python -m {self.name}", description=doc),
+        )
         if add:
             add(self.parser)
         add_counts(self.parser, counts or {})
         if kept:
             self.parser.add_argument(
-                "--write", dest="json", action="store_const", const=str(results.ROOT / kept),
-                help=f"write {kept}")
+                "--write",
+                dest="json",
+                action="store_const",
+                const=str(results.ROOT / kept),
+                help=f"write {kept}",
+            )
         elif json:
             self.parser.add_argument("--json", metavar="FILE", help=json)
 
@@ -88,10 +102,14 @@ class Program:
         found = self.measure(args, session)
         if isinstance(found, int):
             return found
-        print("\n".join(filter(None, (
-            found.head, results.markdown_table(found.rows), found.end))))
-        results.write(args.json, f"{self.name} {found.variant}".rstrip(), found.rows,
-                      beside=found.beside, **(found.facts or {}))
+        print("\n".join(filter(None, (found.head, results.markdown_table(found.rows), found.end))))
+        results.write(
+            args.json,
+            f"{self.name} {found.variant}".rstrip(),
+            found.rows,
+            beside=found.beside,
+            **(found.facts or {}),
+        )
         return found.code
 
 

@@ -37,8 +37,11 @@ from mpipar.plan.shape import utilization
 
 OUT = Path(__file__).parent / "results"
 COUNTED = (  # a part of the column `source`, how it counts FLOPs; all others: "model"
-    ("2104.04473", "hardware"), ("2201.11990", "hardware"), ("Megatron-Bridge", "causal"),
-    ("v25.02.01 nemotron", "whole-heads"))
+    ("2104.04473", "hardware"),
+    ("2201.11990", "hardware"),
+    ("Megatron-Bridge", "causal"),
+    ("v25.02.01 nemotron", "whole-heads"),
+)
 CHOSEN = ("dgxc", "Nemotron", "Llama 3")
 ONE_NODE = "vTrain, one node"
 PRINTED = 5  # layouts that a plan prints
@@ -80,33 +83,45 @@ def mean_error(errors) -> float:
 
 def constant_utilization(runs) -> float:
     """Return the mean error in percent of the best single utilization for all runs of a source."""
-    ideal = [run.shape.step_flops(int(run.row["gbs"]))
-             / (run.layout.ranks * float(run.row["peak_tflops"]) * 1e12) for run in runs]
-    return min(mean_error(floor / share / run.seconds - 1
-                          for run, floor in zip(runs, ideal, strict=True))
-               for share in (floor / run.seconds for run, floor in zip(runs, ideal, strict=True)))
+    ideal = [
+        run.shape.step_flops(int(run.row["gbs"]))
+        / (run.layout.ranks * float(run.row["peak_tflops"]) * 1e12)
+        for run in runs
+    ]
+    return min(
+        mean_error(floor / share / run.seconds - 1 for run, floor in zip(runs, ideal, strict=True))
+        for share in (floor / run.seconds for run, floor in zip(runs, ideal, strict=True))
+    )
 
 
 def accuracy(runs) -> dict:
     """Return the errors of some runs, in percent."""
     errors = [run.error for run in runs]
     worst = max(runs, key=lambda run: abs(run.error))
-    return {"runs": len(runs), "mean %": mean_error(errors),
-            "median %": 100 * median(map(abs, errors)), "worst %": 100 * worst.error,
-            "worst row": worst.row["id"], "bias %": 100 * fmean(errors),
-            "one MFU for the source, mean %": constant_utilization(runs),
-            "40 lines, mean %": mean_error(closed_form(run) / run.seconds - 1 for run in runs)}
+    return {
+        "runs": len(runs),
+        "mean %": mean_error(errors),
+        "median %": 100 * median(map(abs, errors)),
+        "worst %": 100 * worst.error,
+        "worst row": worst.row["id"],
+        "bias %": 100 * fmean(errors),
+        "one MFU for the source, mean %": constant_utilization(runs),
+        "40 lines, mean %": mean_error(closed_form(run) / run.seconds - 1 for run in runs),
+    }
 
 
 def without_source(groups: dict[str, list[Run]]) -> dict[str, dict]:
     """Return each group's errors by constants that were fitted without its source, in percent."""
     errors = {key_of(run): each for found in left_out().values() for run, *each in found}
-    return {title: {
-        "left out: mean %": mean_error(errors[key_of(run)][0] for run in runs),
-        "left out: median %": 100 * median(abs(errors[key_of(run)][0]) for run in runs),
-        "left out but for starts: median %": 100 * median(
-            abs(errors[key_of(run)][1]) for run in runs)}
-        for title, runs in groups.items()}
+    return {
+        title: {
+            "left out: mean %": mean_error(errors[key_of(run)][0] for run in runs),
+            "left out: median %": 100 * median(abs(errors[key_of(run)][0]) for run in runs),
+            "left out but for starts: median %": 100
+            * median(abs(errors[key_of(run)][1]) for run in runs),
+        }
+        for title, runs in groups.items()
+    }
 
 
 def key_of(run: Run) -> tuple[str, str]:
@@ -149,13 +164,15 @@ def memory(runs) -> dict:
     largest: of the runs that sum gradients over microbatches, how many fit, but would not with
     microbatches of twice the rows.
     """
-    many = [run for run in runs
-            if "llm-foundry" in run.source and run.layout.num_microbatches > 1]
+    many = [run for run in runs if "llm-foundry" in run.source and run.layout.num_microbatches > 1]
     measured = [run for run in runs if run.row["mem_gib"] and "2401.10241" in run.source]
-    return {"runs": len(runs), "fit": sum(map(does_fit, runs)), "of_many_microbatches": len(many),
-            "largest": sum(does_fit(run) and not does_fit(run, 2 * run.layout.rows)
-                           for run in many),
-            "worst_gib": max((run.gib - float(run.row["mem_gib"]) for run in measured), key=abs)}
+    return {
+        "runs": len(runs),
+        "fit": sum(map(does_fit, runs)),
+        "of_many_microbatches": len(many),
+        "largest": sum(does_fit(run) and not does_fit(run, 2 * run.layout.rows) for run in many),
+        "worst_gib": max((run.gib - float(run.row["mem_gib"]) for run in measured), key=abs),
+    }
 
 
 def order_of_schedules(runs, least: float = 0.02) -> tuple[int, int]:
@@ -163,9 +180,12 @@ def order_of_schedules(runs, least: float = 0.02) -> tuple[int, int]:
 
     least: by this share. right: those that the closed forms order in the same way.
     """
-    right = [(one.seconds < two.seconds) == (one.predicted < two.predicted)
-             for own in by_job(runs, "model", "gbs") for one, two in combinations(own, 2)
-             if abs(one.seconds / two.seconds - 1) > least]
+    right = [
+        (one.seconds < two.seconds) == (one.predicted < two.predicted)
+        for own in by_job(runs, "model", "gbs")
+        for one, two in combinations(own, 2)
+        if abs(one.seconds / two.seconds - 1) > least
+    ]
     return sum(right), len(right)
 
 
@@ -185,8 +205,7 @@ def reported(row: dict[str, str]) -> float | None:
     shape = shape_of(row) if row["step_s"] and row["gbs"] else None
     if shape is None:
         return None
-    flops = shape.step_flops(int(row["gbs"]), rule_of(row),
-                             RECOMPUTE.get(row["recompute"], "none"))
+    flops = shape.step_flops(int(row["gbs"]), rule_of(row), RECOMPUTE.get(row["recompute"], "none"))
     share = utilization(flops, float(row["step_s"]), int(row["n_gpu"]), float(row["peak_tflops"]))
     if row["mfu_reported"]:
         return share / float(row["mfu_reported"]) / (2 if "fp8" in row["precision"] else 1)
@@ -202,11 +221,18 @@ def utilization_rows() -> list[dict]:
         ratio = reported(row)
         if ratio is not None:
             found[row["source"].partition(" table")[0].partition(":")[0][:60], rule_of(row)].append(
-                ratio)
-    return [{"source": source, "rule": rule, "rows": len(ratios),
-             "median %": 100 * (median(ratios) - 1),
-             "worst %": 100 * max((ratio - 1 for ratio in ratios), key=abs)}
-            for (source, rule), ratios in found.items()]
+                ratio
+            )
+    return [
+        {
+            "source": source,
+            "rule": rule,
+            "rows": len(ratios),
+            "median %": 100 * (median(ratios) - 1),
+            "worst %": 100 * max((ratio - 1 for ratio in ratios), key=abs),
+        }
+        for (source, rule), ratios in found.items()
+    ]
 
 
 def answers(groups: dict[str, list[Run]]) -> list[dict]:
@@ -214,21 +240,36 @@ def answers(groups: dict[str, list[Run]]) -> list[dict]:
     right, pairs = order_of_schedules(groups["zero bubble"])
     found = memory(published_runs())
     rows = []
-    for title, runs, least in (("vTrain, many nodes", groups["vTrain, many nodes"], 2),
-                               ("vTrain, one node", read_runs("single_node.csv"), 3)):
+    for title, runs, least in (
+        ("vTrain, many nodes", groups["vTrain, many nodes"], 2),
+        ("vTrain, one node", read_runs("single_node.csv"), 3),
+    ):
         one = choice(runs, least)
-        rows += [{"question": f"{title}: {kind} regret of the choice among the layouts of a job",
-                  "answer": f"{one[kind + '_percent']:.1f} % of {one['jobs']} jobs"}
-                 for kind in ("mean", "worst")]
+        rows += [
+            {
+                "question": f"{title}: {kind} regret of the choice among the layouts of a job",
+                "answer": f"{one[kind + '_percent']:.1f} % of {one['jobs']} jobs",
+            }
+            for kind in ("mean", "worst")
+        ]
     rows += [
-        {"question": "runs that took place and are said to fit",
-         "answer": f"{found['fit']} of {found['runs']}"},
-        {"question": "llm-foundry: the microbatch fits, and one of twice the rows does not",
-         "answer": f"{found['largest']} of {found['of_many_microbatches']}"},
-        {"question": "zero bubble: largest difference from the measured memory",
-         "answer": f"{found['worst_gib']:+.1f} GiB"},
-        {"question": "zero bubble: pairs of schedules more than 2 % apart, in the right order",
-         "answer": f"{right} of {pairs}"}]
+        {
+            "question": "runs that took place and are said to fit",
+            "answer": f"{found['fit']} of {found['runs']}",
+        },
+        {
+            "question": "llm-foundry: the microbatch fits, and one of twice the rows does not",
+            "answer": f"{found['largest']} of {found['of_many_microbatches']}",
+        },
+        {
+            "question": "zero bubble: largest difference from the measured memory",
+            "answer": f"{found['worst_gib']:+.1f} GiB",
+        },
+        {
+            "question": "zero bubble: pairs of schedules more than 2 % apart, in the right order",
+            "answer": f"{right} of {pairs}",
+        },
+    ]
     return rows
 
 
@@ -250,11 +291,16 @@ def publishers(runs) -> list[dict]:
         place = best.index(own[0]) + 1 if own else "-"
         own = own or search(question._replace(fixed=chosen), 1).best
         reason = "" if place != "-" else why_not(best[0], own[0]) if own else "does not fit"
-        rows.append({
-            "row": run.row["id"], "job": f"{run.row['model']}, {run.layout.ranks} ranks",
-            "publisher": sizes_text(chosen), "place": place,
-            "longer %": 100 * (own[0].step.total / best[0].step.total - 1) if own else "-",
-            "why not": reason})
+        rows.append(
+            {
+                "row": run.row["id"],
+                "job": f"{run.row['model']}, {run.layout.ranks} ranks",
+                "publisher": sizes_text(chosen),
+                "place": place,
+                "longer %": 100 * (own[0].step.total / best[0].step.total - 1) if own else "-",
+                "why not": reason,
+            }
+        )
     return rows
 
 
@@ -267,15 +313,19 @@ def main() -> None:
     groups = by_group(published_runs())
     judged = groups | {"all": list(published_runs()), ONE_NODE: read_runs("single_node.csv")}
     blind = without_source(judged)
-    accuracies = [{"source": title} | accuracy(runs) | blind[title]
-                  for title, runs in judged.items()]
-    for name, rows in (("published", accuracies), ("published_answers", answers(groups)),
-                       ("published_mfu", utilization_rows()),
-                       ("published_layouts", publishers(published_runs()))):
+    accuracies = [
+        {"source": title} | accuracy(runs) | blind[title] for title, runs in judged.items()
+    ]
+    for name, rows in (
+        ("published", accuracies),
+        ("published_answers", answers(groups)),
+        ("published_mfu", utilization_rows()),
+        ("published_layouts", publishers(published_runs())),
+    ):
         print(f"{results.text_table(rows)}\n")
         results.write(args.out / f"{name}.json", "bench.published", rows)
     for title, runs in groups.items():
-        for run in sorted(runs, key=lambda run: -abs(run.error))[:args.worst]:
+        for run in sorted(runs, key=lambda run: -abs(run.error))[: args.worst]:
             print(f"{title}: {run.row['id']} {run.row['model']} {run.error:+.1%} {run.layout}")
 
 

@@ -76,8 +76,10 @@ def ran_lines(call: Callable[[], object]) -> dict[str, set[int]]:
 
 def lines_of_ranks(facts) -> dict[str, set[int]]:
     """Return {path: line numbers} that any rank runs. facts: {path: line numbers} of each rank."""
-    return {path: set().union(*(fact.get(path, ()) for fact in facts))
-            for path in sorted(set().union(*facts))}
+    return {
+        path: set().union(*(fact.get(path, ()) for fact in facts))
+        for path in sorted(set().union(*facts))
+    }
 
 
 def count(args, session) -> Outcome | int:
@@ -85,24 +87,42 @@ def count(args, session) -> Outcome | int:
     config, made = resolve(Config(), session.world.size)[0], []
     tokens = load_source((), config.model.vocab_size).tokens
     ops = ops_module.make("cpu", "float32")
-    ran = [{path: sorted(lines) for path, lines in ran_lines(call).items()} for call in (
-        lambda: made.append(Trained(config, session.world, Recorder(), tokens, ops)),
-        lambda: made[0].step(1))]
+    ran = [
+        {path: sorted(lines) for path, lines in ran_lines(call).items()}
+        for call in (
+            lambda: made.append(Trained(config, session.world, Recorder(), tokens, ops)),
+            lambda: made[0].step(1),
+        )
+    ]
     facts = gather_facts(session.world, ran)
     if facts is None:
         return 0
     before, step = map(lines_of_ranks, zip(*facts, strict=True))
     files = {path: len(lines) for path, lines in step.items()}
-    rows = [counts(f"`mpipar/{stop}`", what, {
-        path: lines for path, lines in files.items() if stop_of(path) == stop})
-        for stop, what in STOPS.items()]
-    rows.append(counts("elsewhere", "rows of data", {
-        path: lines for path, lines in files.items() if stop_of(path) is None}))
+    rows = [
+        counts(
+            f"`mpipar/{stop}`",
+            what,
+            {path: lines for path, lines in files.items() if stop_of(path) == stop},
+        )
+        for stop, what in STOPS.items()
+    ]
+    rows.append(
+        counts(
+            "elsewhere",
+            "rows of data",
+            {path: lines for path, lines in files.items() if stop_of(path) is None},
+        )
+    )
     rows.append(counts(STEP, "all of this", files))
     rows.append(construction(before, step))
     wrong = rows[-2]["lines that run"] > LIMIT or not all(row["files"] for row in rows)
-    return Outcome(rows, code=int(wrong), beside={"files": files},
-                   end=f"lines that run in a step: at most {LIMIT}")
+    return Outcome(
+        rows,
+        code=int(wrong),
+        beside={"files": files},
+        end=f"lines that run in a step: at most {LIMIT}",
+    )
 
 
 def construction(before: dict[str, set[int]], step: dict[str, set[int]]) -> dict:
@@ -110,16 +130,24 @@ def construction(before: dict[str, set[int]], step: dict[str, set[int]]) -> dict
 
     before, step: {path: line numbers}.
     """
-    row = counts(CONSTRUCTION, "groups, schedule, layers, buffers, initial values",
-                 {path: 0 for path in before if path not in step})
+    row = counts(
+        CONSTRUCTION,
+        "groups, schedule, layers, buffers, initial values",
+        {path: 0 for path in before if path not in step},
+    )
     more = sum(len(lines - step.get(path, set())) for path, lines in before.items())
     return row | {"lines that run": more}
 
 
 def counts(stop: str, what: str, files: dict[str, int]) -> dict:
     """Return the row of a stop. files: {path in the repository: its lines that run}."""
-    return {"stop": stop, "what": what, "files": len(files),
-            "lines to open": sum(map(lines_of, files)), "lines that run": sum(files.values())}
+    return {
+        "stop": stop,
+        "what": what,
+        "files": len(files),
+        "lines to open": sum(map(lines_of, files)),
+        "lines that run": sum(files.values()),
+    }
 
 
 def lines_of(path: str) -> int:

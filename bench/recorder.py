@@ -65,12 +65,19 @@ def pairs_of(mpi, comm, x, y) -> dict[str, Pair]:
         send.test()
 
     return {
-        "all_reduce": Pair(1, lambda: mpi.Allreduce(MPI.IN_PLACE, x, op=MPI.SUM),
-                           lambda: comm.all_reduce(x, "block0.ffn.down")),
-        "broadcast": Pair(1, lambda: mpi.Bcast(x, root=0),
-                          lambda: comm.broadcast(x, 0, "generate.next")),
-        "iall_reduce": Pair(1, lambda: mpi.Iallreduce(MPI.IN_PLACE, x).Wait(),
-                            lambda: comm.iall_reduce(x, "grads.bucket").wait()),
+        "all_reduce": Pair(
+            1,
+            lambda: mpi.Allreduce(MPI.IN_PLACE, x, op=MPI.SUM),
+            lambda: comm.all_reduce(x, "block0.ffn.down"),
+        ),
+        "broadcast": Pair(
+            1, lambda: mpi.Bcast(x, root=0), lambda: comm.broadcast(x, 0, "generate.next")
+        ),
+        "iall_reduce": Pair(
+            1,
+            lambda: mpi.Iallreduce(MPI.IN_PLACE, x).Wait(),
+            lambda: comm.iall_reduce(x, "grads.bucket").wait(),
+        ),
         "send_and_receive": Pair(2, bare_messages, recorded_messages),
         "span": Pair(1, lambda: None, lambda: comm.recorder.span("F", 0, 1, 2)),
     }
@@ -116,8 +123,12 @@ def measure_calls(repeats: int) -> dict:
     for name, (bare, recorded) in samples.items():
         count = pairs[name].records
         tenth = [statistics.quantiles(values, n=10)[0] for values in (bare, recorded)]
-        found[name] = (min(bare) / count, min(recorded) / count,
-                       (min(recorded) - min(bare)) / count, (tenth[1] - tenth[0]) / count)
+        found[name] = (
+            min(bare) / count,
+            min(recorded) / count,
+            (min(recorded) - min(bare)) / count,
+            (tenth[1] - tenth[0]) / count,
+        )
     return found
 
 
@@ -149,18 +160,35 @@ def measure(args, session) -> Outcome | int:
     shares = [(r * worst + s * costs["span"][2]) / ns for r, s, ns in everything]
     busiest = max(range(world.size), key=shares.__getitem__)
     records, spans, step_ns = everything[busiest]
-    summary = (f"\ndefault model on {counted(world.size, 'rank')}: {records} records and {spans}"
-               f" spans in a step of {step_ns * 1e-6:.1f} ms on rank {busiest}:"
-               f" {shares[busiest]:.3%} of it; limit {SHARE_LIMIT:.0%}")
-    facts = {"ranks": world.size, "records_per_step": records, "spans_per_step": spans,
-             "step_ms": round(step_ns * 1e-6, 1), "percent_of_step": round(
-                 100 * shares[busiest], 3)}
+    summary = (
+        f"\ndefault model on {counted(world.size, 'rank')}: {records} records and {spans}"
+        f" spans in a step of {step_ns * 1e-6:.1f} ms on rank {busiest}:"
+        f" {shares[busiest]:.3%} of it; limit {SHARE_LIMIT:.0%}"
+    )
+    facts = {
+        "ranks": world.size,
+        "records_per_step": records,
+        "spans_per_step": spans,
+        "step_ms": round(step_ns * 1e-6, 1),
+        "percent_of_step": round(100 * shares[busiest], 3),
+    }
     kept = worst <= CALL_LIMIT_NS and shares[busiest] <= SHARE_LIMIT
-    return Outcome(rows, facts, 0 if kept else EXIT_CHECK_FAILED,
-                   head=f"per record; limit {CALL_LIMIT_NS} ns",
-                   end=summary if kept else f"{summary}\na limit is exceeded")
+    return Outcome(
+        rows,
+        facts,
+        0 if kept else EXIT_CHECK_FAILED,
+        head=f"per record; limit {CALL_LIMIT_NS} ns",
+        end=summary if kept else f"{summary}\na limit is exceeded",
+    )
 
 
-main = Program("recorder", __doc__, measure, together=True, counts={
-    "--repeats": (400, "batches of each case"),
-    "--steps": (6, "training steps, the first not counted")}).started(__name__)
+main = Program(
+    "recorder",
+    __doc__,
+    measure,
+    together=True,
+    counts={
+        "--repeats": (400, "batches of each case"),
+        "--steps": (6, "training steps, the first not counted"),
+    },
+).started(__name__)

@@ -30,10 +30,13 @@ SCHEMA = 1
 def machine() -> dict:
     """Return facts that a figure depends on: processor, cores, system, versions, date."""
     return {
-        "date": dt.date.today().isoformat(), "cpu": processor()[0] or platform.machine(),
-        "cores": len(os.sched_getaffinity(0)), "load": round(os.getloadavg()[0], 2),
+        "date": dt.date.today().isoformat(),
+        "cpu": processor()[0] or platform.machine(),
+        "cores": len(os.sched_getaffinity(0)),
+        "load": round(os.getloadavg()[0], 2),
         "system": f"{platform.system()} {platform.release()}",
-        "python": platform.python_version(), "numpy": np.__version__,
+        "python": platform.python_version(),
+        "numpy": np.__version__,
     }
 
 
@@ -60,8 +63,9 @@ def check_writable(path: str | None, session=None, flag: str = "--json") -> None
             raise OutputError(f"{flag} {path}: {place} cannot be written")
 
 
-def write(path: str | None, bench: str, rows: list[dict], *, beside: dict | None = None,
-          **facts) -> None:
+def write(
+    path: str | None, bench: str, rows: list[dict], *, beside: dict | None = None, **facts
+) -> None:
     """Write a result file, if there is a path. Raises OutputError.
 
     rows: each column's name has its unit. facts: everything else. beside: more keys of the file,
@@ -69,8 +73,13 @@ def write(path: str | None, bench: str, rows: list[dict], *, beside: dict | None
     """
     if path is None:
         return
-    result = {"schema": SCHEMA, "bench": bench, "machine": machine() | facts, "rows": rows,
-              **(beside or {})}
+    result = {
+        "schema": SCHEMA,
+        "bench": bench,
+        "machine": machine() | facts,
+        "rows": rows,
+        **(beside or {}),
+    }
     write_text(path, json.dumps(result, indent=1) + "\n")
 
 
@@ -99,8 +108,11 @@ def read(path: Path, bench: str) -> dict:
 
 def versions(*packages: str) -> dict[str, str]:
     """Return the versions of those packages that are installed."""
-    return {name: importlib.metadata.version(name) for name in packages
-            if importlib.util.find_spec(name)}
+    return {
+        name: importlib.metadata.version(name)
+        for name in packages
+        if importlib.util.find_spec(name)
+    }
 
 
 def text(value) -> str:
@@ -146,18 +158,23 @@ GAP = re.compile(" {2,}")
 def functions_of(path: Path) -> list[tuple[str, int, int]]:
     """Return (name, first, last line) of each function of a file."""
     tree = ast.parse(path.read_text(encoding="utf-8"))
-    return [(node.name, node.lineno, node.end_lineno) for node in ast.walk(tree)
-            if isinstance(node, ast.FunctionDef)]
+    return [
+        (node.name, node.lineno, node.end_lineno)
+        for node in ast.walk(tree)
+        if isinstance(node, ast.FunctionDef)
+    ]
 
 
 def by_function(text: str, root: Path = ROOT) -> str:
     """Return the text with file:function for each file:line; columns after it stay aligned."""
-    return "\n\n".join("\n".join(_named_block(block.split("\n"), root))
-                       for block in text.split("\n\n"))
+    return "\n\n".join(
+        "\n".join(_named_block(block.split("\n"), root)) for block in text.split("\n\n")
+    )
 
 
 def _named_block(lines: list[str], root: Path) -> list[str]:
     """Return the lines of a table or paragraph, with functions for line numbers."""
+
     def function(found: re.Match) -> str:
         return f"{found[1]}:{function_at(root / found[1], int(found[2]))}"
 
@@ -170,15 +187,17 @@ def _named_block(lines: list[str], root: Path) -> list[str]:
     widest = max(grown.values())
     for number, more in grown.items():
         if number >= 0:
-            named[number] = GAP.sub(lambda gap, pad=widest - more: gap[0] + " " * pad,
-                                    named[number], count=1)
+            named[number] = GAP.sub(
+                lambda gap, pad=widest - more: gap[0] + " " * pad, named[number], count=1
+            )
     return named
 
 
 def function_at(path: Path, line: int) -> str:
     """Return the name of the function that contains a line of a file. Raises LookupError."""
-    found = [(last - first, name) for name, first, last in functions_of(path)
-             if first <= line <= last]
+    found = [
+        (last - first, name) for name, first, last in functions_of(path) if first <= line <= last
+    ]
     if not found:
         raise LookupError(f"{path}:{line}: is in no function")
     return min(found)[1]

@@ -79,8 +79,10 @@ def one_schedule(world, ops, name, num_microbatches: int, cell: float, repeats: 
     comms = Comms(grid, ops, recorder, world)
     last = schedule.num_stages - 1
     pass_seconds = cell * world.size / schedule.num_stages  # a chunk is that part of the layers
-    stages = {stage: Sleeper(ops, pass_seconds, stage == last)
-              for stage in schedule.stages_of(grid.place("pp"))}
+    stages = {
+        stage: Sleeper(ops, pass_seconds, stage == last)
+        for stage in schedule.stages_of(grid.place("pp"))
+    }
     engine = Engine(ops, stages, schedule, comms["pp"], recorder, NoSync(), WholeWeights())
     program = lower(schedule, grid.place("pp"))
     seconds, busy = [], []
@@ -99,7 +101,9 @@ def one_schedule(world, ops, name, num_microbatches: int, cell: float, repeats: 
     median = statistics.median(makespans)
     timeline = simulate(schedule, Costs(f=pass_seconds, i=pass_seconds, w=pass_seconds))
     return {
-        "schedule": name, "step_ms": median * 1e3, "simulated_ms": timeline.makespan * 1e3,
+        "schedule": name,
+        "step_ms": median * 1e3,
+        "simulated_ms": timeline.makespan * 1e3,
         "measured_over_simulated": median / timeline.makespan,
         "busy_simulated": statistics.mean(timeline.busy_share),
         "busy_measured": float((by_rank[:, 1] / makespans).mean()),
@@ -109,9 +113,11 @@ def one_schedule(world, ops, name, num_microbatches: int, cell: float, repeats: 
 def measure(args, session) -> Outcome | int:
     """Run all schedules that take these counts; code 1 if one is over 5 % off its simulation."""
     world, ops = session.world, ops_module.make("cpu", "float32")
-    rows = [one_schedule(world, ops, name, args.num_microbatches, args.cell_ms * 1e-3, args.repeats)
-            for name in SCHEDULES
-            if not schedule_problems(name, world.size, args.num_microbatches)]
+    rows = [
+        one_schedule(world, ops, name, args.num_microbatches, args.cell_ms * 1e-3, args.repeats)
+        for name in SCHEDULES
+        if not schedule_problems(name, world.size, args.num_microbatches)
+    ]
     if world.rank > 0:
         return 0
     naive = next(row for row in rows if row["schedule"] == "naive")
@@ -119,16 +125,25 @@ def measure(args, session) -> Outcome | int:
     rows.sort(key=lambda row: row["step_ms"])
     for row in rows:
         row["idle_recovered"] = 1 - (1 - row["busy_measured"]) / idle
-    facts = {"ranks": world.size, "num_microbatches": args.num_microbatches,
-             "cell_ms": args.cell_ms}
+    facts = {
+        "ranks": world.size,
+        "num_microbatches": args.num_microbatches,
+        "cell_ms": args.cell_ms,
+    }
     off = any(abs(row["measured_over_simulated"] - 1) > TOLERANCE for row in rows)
     return Outcome(rows, facts, code=int(off))
 
 
 main = Program(
-    "schedules", __doc__, measure, together=True, counts={
+    "schedules",
+    __doc__,
+    measure,
+    together=True,
+    counts={
         "--num-microbatches": (8, "of a step"),
-        "--repeats": (3, "repetitions; the median is taken")},
+        "--repeats": (3, "repetitions; the median is taken"),
+    },
     add=lambda parser: parser.add_argument(
-        "--cell-ms", type=float, default=25.0, help="forward pass of a worker (25)"),
+        "--cell-ms", type=float, default=25.0, help="forward pass of a worker (25)"
+    ),
 ).started(__name__)

@@ -31,8 +31,13 @@ FLAGS = "--steps 3 --log-interval 1 --eval-tokens 100 --sample-tokens 0 --progre
 
 def add_flags(parser) -> None:
     """Add the flags that a run is started with."""
-    parser.add_argument("--ranks", type=flags.counts, default=(1, 2, 4), metavar="N,N",
-                        help="numbers of ranks (1,2,4)")
+    parser.add_argument(
+        "--ranks",
+        type=flags.counts,
+        default=(1, 2, 4),
+        metavar="N,N",
+        help="numbers of ranks (1,2,4)",
+    )
     parser.add_argument("--kernels", choices=KERNELS["cpu"], help="as of mpipar train")
 
 
@@ -47,9 +52,15 @@ def one_start(argv: list[str]) -> tuple[float, list[float]]:
     """Return (seconds from the command to the first step's line, seconds of each step)."""
     with tempfile.TemporaryDirectory() as folder:
         begin, found = time.perf_counter(), None
-        with subprocess.Popen(argv, cwd=folder, text=True, stdin=subprocess.DEVNULL,
-                              env=environment_of_jobs(), stdout=subprocess.PIPE,
-                              stderr=subprocess.PIPE) as process:
+        with subprocess.Popen(
+            argv,
+            cwd=folder,
+            text=True,
+            stdin=subprocess.DEVNULL,
+            env=environment_of_jobs(),
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+        ) as process:
             for line in process.stdout:
                 if found is None and line.startswith("step 1/"):
                     found = time.perf_counter() - begin
@@ -67,11 +78,22 @@ def row(num_ranks: int, kernels: str | None, repeats: int) -> dict:
     one_start(argv)
     found = [one_start(argv) for _ in range(repeats)]
     starts = [start for start, _ in found]
-    return {"ranks": num_ranks, "kernels": kernels or KERNELS["cpu"][0], "start_s": median(starts),
-            "least_s": min(starts), "first_step_ms": 1e3 * median(one[0] for _, one in found),
-            "later_step_ms": 1e3 * median(min(one[1:]) for _, one in found)}
+    return {
+        "ranks": num_ranks,
+        "kernels": kernels or KERNELS["cpu"][0],
+        "start_s": median(starts),
+        "least_s": min(starts),
+        "first_step_ms": 1e3 * median(one[0] for _, one in found),
+        "later_step_ms": 1e3 * median(min(one[1:]) for _, one in found),
+    }
 
 
-main = Program("startup", __doc__, lambda args, session: Outcome(
-    [row(one, args.kernels, args.repeats) for one in args.ranks], {"repeats": args.repeats}),
-    add=add_flags, counts={"--repeats": (5, "timed starts of each")}).started(__name__)
+main = Program(
+    "startup",
+    __doc__,
+    lambda args, session: Outcome(
+        [row(one, args.kernels, args.repeats) for one in args.ranks], {"repeats": args.repeats}
+    ),
+    add=add_flags,
+    counts={"--repeats": (5, "timed starts of each")},
+).started(__name__)

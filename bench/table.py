@@ -41,9 +41,17 @@ SKEW_SHARE = 0.1
 TAILS = (50, 90, 99)  # percentiles
 OSU_COLUMNS = ("Avg Latency(us)", *(f"P{tail} Tail Lat(us)" for tail in TAILS))
 UNCHECKED = "unchecked"
-WHERE_KNOWN = ("least_to_peer_bytes", "most_to_peer_bytes", "messages_per_s", "bound_percent",
-               "alone_us", "computing_us", "overlap_percent", "predicted_us",
-               "measured_over_predicted")
+WHERE_KNOWN = (
+    "least_to_peer_bytes",
+    "most_to_peer_bytes",
+    "messages_per_s",
+    "bound_percent",
+    "alone_us",
+    "computing_us",
+    "overlap_percent",
+    "predicted_us",
+    "measured_over_predicted",
+)
 
 
 def digits(value: float) -> str:
@@ -54,23 +62,42 @@ def digits(value: float) -> str:
 
 def cells(row: dict) -> dict[str, str]:
     """Return a row's cells by the names of their columns."""
+
     def numbers(*names) -> dict[str, str]:
         return {name.replace("GBps", "GB/s"): digits(row[name]) for name in names}
 
-    time = {"time_us": digits(row["median_us"]),
-            "": "~" if row["skew_us"] > SKEW_SHARE * row["median_us"] * row["per_sample"] else ""}
+    time = {
+        "time_us": digits(row["median_us"]),
+        "": "~" if row["skew_us"] > SKEW_SHARE * row["median_us"] * row["per_sample"] else "",
+    }
     time |= numbers("low_us", "high_us")
     rates = numbers("algbw_GBps", "busbw_GBps", "skew_us")
     if "launches" in row:
-        found = {"launches": row["launches"], **time, **numbers("best_us", "worst_us"),
-                 "within_%": f"{row['within_percent']:.1f}", **rates}
+        found = {
+            "launches": row["launches"],
+            **time,
+            **numbers("best_us", "worst_us"),
+            "within_%": f"{row['within_percent']:.1f}",
+            **rates,
+        }
     else:
-        found = {"n": row["iterations"], "late": row["late"], **time,
-                 **numbers("p5_us", "p95_us", "p99_us", "max_us"), **rates,
-                 "slowest": f"{row['slowest_rank']} ({row['slowest_share']:.0%})"}
-    return {"size_B": row["size_bytes"], "count": row["count"], "type": row["dtype"],
-            "via": row["via"], **found, "#wrong": 0 if row["checked"] == "ok" else UNCHECKED,
-            **numbers(*(name for name in WHERE_KNOWN if name in row))}
+        found = {
+            "n": row["iterations"],
+            "late": row["late"],
+            **time,
+            **numbers("p5_us", "p95_us", "p99_us", "max_us"),
+            **rates,
+            "slowest": f"{row['slowest_rank']} ({row['slowest_share']:.0%})",
+        }
+    return {
+        "size_B": row["size_bytes"],
+        "count": row["count"],
+        "type": row["dtype"],
+        "via": row["via"],
+        **found,
+        "#wrong": 0 if row["checked"] == "ok" else UNCHECKED,
+        **numbers(*(name for name in WHERE_KNOWN if name in row)),
+    }
 
 
 def text(rows) -> str:
@@ -81,24 +108,40 @@ def text(rows) -> str:
 
 def title(row: dict) -> str:
     """Return the title of a table: what its rows have in common."""
-    mode = f", one of the {row['axis']} groups" if row["mode"] == "alone" else (
-        f", all {row['axis']} groups at once" if row["mode"] == "together" else "")
+    mode = (
+        f", one of the {row['axis']} groups"
+        if row["mode"] == "alone"
+        else (f", all {row['axis']} groups at once" if row["mode"] == "together" else "")
+    )
     window = f", window {row['window']}" if row["window"] > 1 else ""
     place = "in place" if row["in_place"] else "out of place"
     start = {"barrier": "", "none": ", back to back"}.get(row["sync"], f", {row['sync']} start")
     bound = f", bound {row['bound_GBps']:.4g} GB/s ({row['bound']})" if "bound" in row else ""
-    what = (f"{row['launches']} launches; low, high: another launch's median, 95 %"
-            if row.get("launches", 1) > 1 else "low, high: within this launch")
-    return (f"# {row['case']}: ranks {','.join(map(str, row['ranks']))} ({row['link']}){mode}, "
-            f"{row['transport']}, buffers {row['buffers']}, {place}{window}{bound}{start}; {what}")
+    what = (
+        f"{row['launches']} launches; low, high: another launch's median, 95 %"
+        if row.get("launches", 1) > 1
+        else "low, high: within this launch"
+    )
+    return (
+        f"# {row['case']}: ranks {','.join(map(str, row['ranks']))} ({row['link']}){mode}, "
+        f"{row['transport']}, buffers {row['buffers']}, {place}{window}{bound}{start}; {what}"
+    )
 
 
 def by_table(rows) -> list[list[dict]]:
     """Return the rows of each table, in order of appearance."""
     found: dict = {}
     for row in rows:
-        key = (row.get("launch"), row["case"], row["axis"], row["mode"], row["buffers"],
-               row["sync"], tuple(row["ranks"]), row["window"])
+        key = (
+            row.get("launch"),
+            row["case"],
+            row["axis"],
+            row["mode"],
+            row["buffers"],
+            row["sync"],
+            tuple(row["ranks"]),
+            row["window"],
+        )
         found.setdefault(key, []).append(row)
     return list(found.values())
 
@@ -107,15 +150,27 @@ def matrix(rows, value: str) -> str:
     """Return a number for each pair of ranks: rows and columns are world ranks."""
     pairs = {tuple(row["ranks"]): row[value] for row in rows}
     names = sorted({number for pair in pairs for number in pair})
-    return results.text_table([{"rank": low} | {
-        high: digits(pairs[pair]) if (pair := (min(low, high), max(low, high))) in pairs else "-"
-        for high in names} for low in names])
+    return results.text_table(
+        [
+            {"rank": low}
+            | {
+                high: digits(pairs[pair])
+                if (pair := (min(low, high), max(low, high))) in pairs
+                else "-"
+                for high in names
+            }
+            for low in names
+        ]
+    )
 
 
 def narrow(row: dict) -> dict:
     """Return the row without its samples, with plain values in every cell."""
-    return {name: "+".join(map(str, value)) if isinstance(value, list) else value
-            for name, value in row.items() if name not in records.SAMPLES}
+    return {
+        name: "+".join(map(str, value)) if isinstance(value, list) else value
+        for name, value in row.items()
+        if name not in records.SAMPLES
+    }
 
 
 def as_csv(rows) -> str:
@@ -131,8 +186,15 @@ def as_csv(rows) -> str:
 
 def as_markdown(rows) -> str:
     """Return the text table's columns as Markdown, all rows in one table."""
-    lines = [{"case": row["case"], "ranks": "+".join(map(str, row["ranks"])), "mode": row["mode"],
-              **cells(row)} for row in rows]
+    lines = [
+        {
+            "case": row["case"],
+            "ranks": "+".join(map(str, row["ranks"])),
+            "mode": row["mode"],
+            **cells(row),
+        }
+        for row in rows
+    ]
     names = dict.fromkeys(name for line in lines for name in line if name)
     return results.markdown_table([{name: line.get(name, "") for name in names} for line in lines])
 
@@ -140,8 +202,10 @@ def as_markdown(rows) -> str:
 def as_text(rows) -> str:
     """Return the text of every table with its title; several launches share one table."""
     if len({row.get("launch") for row in rows}) > 1:
-        rows = [{name: value for name, value in row.items() if name != "launch"}
-                for row in combined(rows)]
+        rows = [
+            {name: value for name, value in row.items() if name != "launch"}
+            for row in combined(rows)
+        ]
     return "\n\n".join(f"{title(rows[0])}\n{text(rows)}" for rows in by_table(rows))
 
 
@@ -154,12 +218,18 @@ def as_osu(rows) -> str:
     for some in by_table(rows):
         for via in dict.fromkeys(row["via"] for row in some):
             lines = []
-            for row in sorted((row for row in some if row["via"] == via),
-                              key=lambda row: row["size_bytes"]):
+            for row in sorted(
+                (row for row in some if row["via"] == via), key=lambda row: row["size_bytes"]
+            ):
                 times = times_us(row)
                 values = (times.mean(), *np.percentile(times, TAILS))
-                lines.append({"# Size": row["size_bytes"]} | {
-                    name: f"{value:.2f}" for name, value in zip(OSU_COLUMNS, values, strict=True)})
+                lines.append(
+                    {"# Size": row["size_bytes"]}
+                    | {
+                        name: f"{value:.2f}"
+                        for name, value in zip(OSU_COLUMNS, values, strict=True)
+                    }
+                )
             blocks.append(f"# mpipar {some[0]['case']}, {via}\n{results.text_table(lines)}")
     return "\n\n".join(blocks)
 

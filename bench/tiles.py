@@ -82,13 +82,20 @@ class Chain:
 def add_flags(parser) -> None:
     """Add the flags for what is measured, and on which device."""
     parser.add_argument("--products", action="store_true", help="one product, from loops to BLAS")
-    parser.add_argument("--size", type=flags.count,
-                        help=f"sides of its matrices, a multiple of 4 ({SIZE})")
-    parser.add_argument("--tables", nargs="+", choices=gpu_products.TABLES,
-                        default=list(gpu_products.TABLES), help="on a GPU (all four)")
+    parser.add_argument(
+        "--size", type=flags.count, help=f"sides of its matrices, a multiple of 4 ({SIZE})"
+    )
+    parser.add_argument(
+        "--tables",
+        nargs="+",
+        choices=gpu_products.TABLES,
+        default=list(gpu_products.TABLES),
+        help="on a GPU (all four)",
+    )
     parser.add_argument("--device", choices=REPEATS, default="cpu")
-    parser.add_argument("--repeats", type=flags.count,
-                        help="timed calls (CPU: best of 5; GPU: median of 20)")
+    parser.add_argument(
+        "--repeats", type=flags.count, help="timed calls (CPU: best of 5; GPU: median of 20)"
+    )
 
 
 def check_flags(args, parser) -> None:
@@ -100,8 +107,7 @@ def check_flags(args, parser) -> None:
     args.size = args.size or SIZE
     if args.size % 4:
         parser.error(f"--size {args.size}: must be a multiple of 4")
-    if args.device == "cpu" and (args.tables, args.largest) != (
-            list(gpu_products.TABLES), LARGEST):
+    if args.device == "cpu" and (args.tables, args.largest) != (list(gpu_products.TABLES), LARGEST):
         parser.error("--tables and --largest are for a GPU; add --device cuda")
     if args.products and args.device != "cpu":
         parser.error("--products runs on the CPU; on a GPU the products of the ladder always run")
@@ -122,11 +128,9 @@ def chains(args) -> dict[str, Chain]:
     found = {
         "gelu_forward": Chain(lambda ops, x: ops.gelu_forward(x), (x,), 2 * x.nbytes),
         "layernorm_backward_input": Chain(
-            lambda ops, *of: ops.layernorm_backward_input(*of), (dy, x, w, mean, rstd),
-            3 * x.nbytes),
-        "adamw_step": Chain(
-            lambda ops, *of: ops.adamw_step(*of, **ADAMW), state,
-            7 * x.nbytes),
+            lambda ops, *of: ops.layernorm_backward_input(*of), (dy, x, w, mean, rstd), 3 * x.nbytes
+        ),
+        "adamw_step": Chain(lambda ops, *of: ops.adamw_step(*of, **ADAMW), state, 7 * x.nbytes),
     }
     return found | attention(args, real)
 
@@ -141,11 +145,19 @@ def attention(args, real) -> dict[str, Chain]:
     tiles = {"tiles": QUERIES, "constant": (numpy_ops, "QUERY_TILE")}
     return {
         "attention_forward": Chain(
-            lambda ops, qkv: ops.attention_forward(*parts(qkv), positions, positions)[0], (qkv,),
-            qkv.nbytes + y.nbytes + probs.nbytes, 2 * 2 * HEAD_WIDTH * pairs, **tiles),
+            lambda ops, qkv: ops.attention_forward(*parts(qkv), positions, positions)[0],
+            (qkv,),
+            qkv.nbytes + y.nbytes + probs.nbytes,
+            2 * 2 * HEAD_WIDTH * pairs,
+            **tiles,
+        ),
         "attention_backward_input": Chain(
-            lambda ops, dy, qkv, probs: backward(ops, dy, qkv, probs, positions), (dy, qkv, probs),
-            2 * qkv.nbytes + dy.nbytes + probs.nbytes, 4 * 2 * HEAD_WIDTH * pairs, **tiles),
+            lambda ops, dy, qkv, probs: backward(ops, dy, qkv, probs, positions),
+            (dy, qkv, probs),
+            2 * qkv.nbytes + dy.nbytes + probs.nbytes,
+            4 * 2 * HEAD_WIDTH * pairs,
+            **tiles,
+        ),
     }
 
 
@@ -189,11 +201,15 @@ def sweep(name, chain, args, peak) -> list[dict]:
         copies = [array.copy() for array in chain.arrays]  # some chains work in place
         seconds = best_seconds(partial(chain.call, ops, *copies), args.repeats)
         return {
-            "chain": name, "tile": shown, "tile_KiB": tile_kib, "ms": seconds * 1e3,
+            "chain": name,
+            "tile": shown,
+            "tile_KiB": tile_kib,
+            "ms": seconds * 1e3,
             "bytes_MiB": chain.bytes / 2**20,
             "percent_of_copy": 1e-7 * chain.bytes / seconds / peak["copy_gbs"],
-            "percent_of_gemm": (1e-7 * chain.flops / seconds / peak["gemm_gflops"]
-                                if chain.flops else "-"),
+            "percent_of_gemm": (
+                1e-7 * chain.flops / seconds / peak["gemm_gflops"] if chain.flops else "-"
+            ),
         }
 
     default, found = getattr(module, constant), []
@@ -214,11 +230,17 @@ def run(args) -> Outcome:
     """Sweep the tiles of the CPU. Raises ValueError if a result is wrong."""
     with threadpool_limits(1):
         peak = peaks(args.repeats)
-        rows = [row for name, chain in chains(args).items()
-                for row in sweep(name, chain, args, peak)]
+        rows = [
+            row for name, chain in chains(args).items() for row in sweep(name, chain, args, peak)
+        ]
     facts = {name: getattr(args, name) for name in ("width", "seq_len", "heads", "repeats")}
-    return Outcome(rows, {"tokens": args.rows} | facts | peak, head=(
-        "one thread: product {gemm_gflops:.0f} GFLOP/s, copy {copy_gbs:.1f} GB/s".format(**peak)))
+    return Outcome(
+        rows,
+        {"tokens": args.rows} | facts | peak,
+        head=(
+            "one thread: product {gemm_gflops:.0f} GFLOP/s, copy {copy_gbs:.1f} GB/s".format(**peak)
+        ),
+    )
 
 
 def run_products(args) -> Outcome:
@@ -233,10 +255,19 @@ def run_products(args) -> Outcome:
     with threadpool_limits(1):
         copy_gbs = peaks(args.repeats)["copy_gbs"]
         rows = products.rows(args.size, partial(best_seconds, repeats=args.repeats))
-    facts = {"size": args.size, "repeats": args.repeats, "blas": blas.numpy_blas(),
-             "copy_gbs": copy_gbs, "blas_gflops": rows[-1]["gflops"]}
-    return Outcome(rows, facts, variant="--products",
-                   head=f"one thread: copy {copy_gbs:.1f} GB/s, {blas.numpy_blas()}")
+    facts = {
+        "size": args.size,
+        "repeats": args.repeats,
+        "blas": blas.numpy_blas(),
+        "copy_gbs": copy_gbs,
+        "blas_gflops": rows[-1]["gflops"],
+    }
+    return Outcome(
+        rows,
+        facts,
+        variant="--products",
+        head=f"one thread: copy {copy_gbs:.1f} GB/s, {blas.numpy_blas()}",
+    )
 
 
 def measure_device(args, session) -> Outcome | int:
@@ -250,10 +281,17 @@ def measure_device(args, session) -> Outcome | int:
 
 
 main = Program(
-    "tiles", __doc__, measure_device, add=add_flags, check=check_flags,
-    json="write the result to this file; GPU: to this folder", counts={
-        "--rows": (8192, "tokens of the chains"), "--width": (1536, "elements of each"),
+    "tiles",
+    __doc__,
+    measure_device,
+    add=add_flags,
+    check=check_flags,
+    json="write the result to this file; GPU: to this folder",
+    counts={
+        "--rows": (8192, "tokens of the chains"),
+        "--width": (1536, "elements of each"),
         "--seq-len": (1024, "tokens of a sequence in attention"),
-        "--heads": (6, f"attention heads, of {HEAD_WIDTH} elements each"), "--largest": (
-            LARGEST, "on a GPU: longer sides of the ladder's products are cut to it")},
+        "--heads": (6, f"attention heads, of {HEAD_WIDTH} elements each"),
+        "--largest": (LARGEST, "on a GPU: longer sides of the ladder's products are cut to it"),
+    },
 ).started(__name__)

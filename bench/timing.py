@@ -6,8 +6,9 @@ from collections.abc import Callable
 from time import perf_counter
 
 
-def seconds_of(call: Callable[[], object], repeats: int,
-               clock: Callable[[], float] = perf_counter) -> list[float]:
+def seconds_of(
+    call: Callable[[], object], repeats: int, clock: Callable[[], float] = perf_counter
+) -> list[float]:
     """Return the seconds of each of some calls."""
     found = []
     for _ in range(repeats):

@@ -21,8 +21,13 @@ from mpipar.train.worker import StepResult, Worker
 
 def worker_of(config: Any, world: Any, ops: Any, recorder: Recorder | None = None) -> Worker:
     """Return a rank's worker with its initial weights. Comm: makes its groups, on every rank."""
-    worker = Worker(config, Grid.of(config.grid, world.rank), ops, recorder or Recorder(),
-                    world if world.size > 1 else None)
+    worker = Worker(
+        config,
+        Grid.of(config.grid, world.rank),
+        ops,
+        recorder or Recorder(),
+        world if world.size > 1 else None,
+    )
     worker.initialize()
     return worker
 

@@ -89,24 +89,38 @@ CALIBRATION = 0.5  # of a launch's time
 
 def add_flags(parser) -> None:
     """Add the flags for the model and what is compared."""
-    parser.add_argument("machine", nargs="?", metavar="MACHINE",
-                        help="cost model of bench.calibrate; --goals makes its own")
-    parser.add_argument("--sizes", type=flags.count, default=8,
-                        help="held-out sizes of each operation at most (8)")
+    parser.add_argument(
+        "machine",
+        nargs="?",
+        metavar="MACHINE",
+        help="cost model of bench.calibrate; --goals makes its own",
+    )
+    parser.add_argument(
+        "--sizes", type=flags.count, default=8, help="held-out sizes of each operation at most (8)"
+    )
     add_seconds(parser)
-    parser.add_argument("--no-steps", action="store_true",
-                        help="leave out products and training steps")
+    parser.add_argument(
+        "--no-steps", action="store_true", help="leave out products and training steps"
+    )
     parser.add_argument("--only-steps", action="store_true", help="training steps alone")
-    parser.add_argument("--goals", action="store_true",
-                        help="calibrate and compare steps of 2 ranks, of 4 ranks, and of 2 ranks "
-                        "across a cable of three rates (needs root for the cable)")
-    parser.add_argument("--launches", type=int, default=0, metavar="K",
-                        help="start K fresh jobs with --start and judge all of them together; "
-                        "with --goals, how often to calibrate and compare (5)")
-    parser.add_argument("--start", metavar="COMMAND",
-                        help=f"how --launches starts a job ({START})")
-    parser.add_argument("--details", metavar="FILE",
-                        help="write every comparison as a line of JSON")
+    parser.add_argument(
+        "--goals",
+        action="store_true",
+        help="calibrate and compare steps of 2 ranks, of 4 ranks, and of 2 ranks "
+        "across a cable of three rates (needs root for the cable)",
+    )
+    parser.add_argument(
+        "--launches",
+        type=int,
+        default=0,
+        metavar="K",
+        help="start K fresh jobs with --start and judge all of them together; "
+        "with --goals, how often to calibrate and compare (5)",
+    )
+    parser.add_argument("--start", metavar="COMMAND", help=f"how --launches starts a job ({START})")
+    parser.add_argument(
+        "--details", metavar="FILE", help="write every comparison as a line of JSON"
+    )
 
 
 def check(args, parser) -> None:
@@ -117,19 +131,24 @@ def check(args, parser) -> None:
     if args.launches < 0:
         found.append(f"--launches {args.launches}: must not be below 0")
     if bool(args.machine) == args.goals:
-        found.append("give the cost model MACHINE of bench.calibrate, or --goals, which makes its "
-                     "own")
+        found.append(
+            "give the cost model MACHINE of bench.calibrate, or --goals, which makes its own"
+        )
     if args.no_steps and (args.only_steps or args.goals):
         found.append("--no-steps: leaves out what --only-steps and --goals compare; give one")
     least = GOAL_SECONDS * args.launches
     if args.goals and not found and args.seconds < least:
-        found.append(f"--seconds {args.seconds:g}: --goals takes at least {least:g} for "
-                     f"{counted(args.launches, 'launch')}")
+        found.append(
+            f"--seconds {args.seconds:g}: --goals takes at least {least:g} for "
+            f"{counted(args.launches, 'launch')}"
+        )
     if args.start and args.goals:
         found.append(f"--start {args.start}: --goals starts its jobs itself; leave it out")
     if args.start and not (args.launches or args.goals):
-        found.append(f"--start {args.start}: is how --launches starts its jobs; add --launches 5, "
-                     "or type the command in front of python")
+        found.append(
+            f"--start {args.start}: is how --launches starts its jobs; add --launches 5, "
+            "or type the command in front of python"
+        )
     if found:
         raise UsageError(found)
 
@@ -148,10 +167,16 @@ def section_of(curve, places, world_size: int, count: int) -> Section | None:
     if not sizes or curve.ranks > world_size:
         return None
     if curve.operation in PAIR_CASES:
-        pairs = [pair for pair in pairs_by_link(places, world_size)
-                 if link_of(places, pair) == curve.link]
-        return Section(curve.operation, PAIR_CASES[curve.operation], (pairs[0],), sizes,
-                       "pair") if pairs else None
+        pairs = [
+            pair
+            for pair in pairs_by_link(places, world_size)
+            if link_of(places, pair) == curve.link
+        ]
+        return (
+            Section(curve.operation, PAIR_CASES[curve.operation], (pairs[0],), sizes, "pair")
+            if pairs
+            else None
+        )
     ranks = tuple(range(curve.ranks))
     if curve.operation not in GROUP_CASES or link_of(places, ranks) != curve.link:
         return None
@@ -163,12 +188,17 @@ def chosen_sections(machine, places, world_size: int, count: int) -> list[Sectio
     found = [section_of(curve, places, world_size, count) for curve in machine.curves]
     found = [section for section in found if section]
     if not found:
-        raise UsageError(f"nothing in this cost model fits {world_size} ranks of these links; "
-                         "it was calibrated elsewhere, or with other numbers of ranks")
+        raise UsageError(
+            f"nothing in this cost model fits {world_size} ranks of these links; "
+            "it was calibrated elsewhere, or with other numbers of ranks"
+        )
     link = link_of(places, range(world_size))
     if {HOP, BOTH_WAYS} <= {one.operation for one in machine.curves if one.link == link}:
-        found += [section for section in plans.chain_sections(world_size, CHAIN_BYTES)
-                  if section.title == CHAIN]
+        found += [
+            section
+            for section in plans.chain_sections(world_size, CHAIN_BYTES)
+            if section.title == CHAIN
+        ]
     return found
 
 
@@ -179,8 +209,15 @@ def compared(machine, rows) -> list[dict]:
         if row["via"] == COMM:
             guess = predicted(machine, row)
             subject = Subject(row["case"], len(row["ranks"]), row["link"])
-            found.append(line(subject, f"{row['size_bytes']} bytes", guess.seconds * 1e6,
-                              row["median_us"], guess.extrapolated))
+            found.append(
+                line(
+                    subject,
+                    f"{row['size_bytes']} bytes",
+                    guess.seconds * 1e6,
+                    row["median_us"],
+                    guess.extrapolated,
+                )
+            )
             if row["case"] == "all-reduce":
                 formulas += all_reduce_lines(machine, row)
     return found + formulas
@@ -193,10 +230,21 @@ def all_reduce_lines(machine, row) -> list[dict]:
     except UsageError:
         return []
     nbytes, ranks = row["size_bytes"], len(row["ranks"])
-    models = all_reduce_models(lambda size: hop.estimate(size).seconds * 1e6,
-                               lambda size: reduction.estimate(size).seconds * 1e6, nbytes, ranks)
-    return [line(Subject(f"all-reduce as {name}", ranks, row["link"]), f"{nbytes} bytes", us,
-                 row["median_us"]) for name, us in models.items()]
+    models = all_reduce_models(
+        lambda size: hop.estimate(size).seconds * 1e6,
+        lambda size: reduction.estimate(size).seconds * 1e6,
+        nbytes,
+        ranks,
+    )
+    return [
+        line(
+            Subject(f"all-reduce as {name}", ranks, row["link"]),
+            f"{nbytes} bytes",
+            us,
+            row["median_us"],
+        )
+        for name, us in models.items()
+    ]
 
 
 def verify_products(world, machine) -> list[dict]:
@@ -207,9 +255,15 @@ def verify_products(world, machine) -> list[dict]:
     if not machine.products:
         return []
     ops = ops_module.make("cpu", machine.provenance.get("dtype", "float32"))
-    return [line(Subject("product", world.size, "-"), f"{one.m}x{one.k}x{one.n}",
-                 machine.product_seconds(one.m, one.k, one.n).seconds * 1e6, one.seconds * 1e6)
-            for one in measure_products(world, ops, HELD_OUT_SIDES)]
+    return [
+        line(
+            Subject("product", world.size, "-"),
+            f"{one.m}x{one.k}x{one.n}",
+            machine.product_seconds(one.m, one.k, one.n).seconds * 1e6,
+            one.seconds * 1e6,
+        )
+        for one in measure_products(world, ops, HELD_OUT_SIDES)
+    ]
 
 
 def prepared(args, world_rank: int = 0):
@@ -229,9 +283,12 @@ def one_launch(session, args) -> list[dict] | None:
     if args.only_steps:
         return verify_steps(session.world, machine, Budget(session.world, args.seconds))
     fitted = machine.provenance
-    bench, places = open_bench(session, fitted.get("dtype", "float32"),
-                               fitted.get("buffers", ["rotated"])[0],  # a model cannot hold several
-                               fitted.get("transport", "mpi-host"))
+    bench, places = open_bench(
+        session,
+        fitted.get("dtype", "float32"),
+        fitted.get("buffers", ["rotated"])[0],  # a model cannot hold several
+        fitted.get("transport", "mpi-host"),
+    )
     world = session.world
     chosen = session.agree(lambda: chosen_sections(machine, places, world.size, args.sizes))
     budget = Budget(world, args.seconds)
@@ -264,8 +321,10 @@ def fresh_lines(session, start, jobs, launches: int, title: str = "") -> list[di
             if session.stop_requested or code == EXIT_INTERRUPTED:
                 return None
             if code not in (EXIT_OK, EXIT_CHECK_FAILED) or not made.exists():
-                raise EnvironmentProblem(f"{title}launch {launch}: {shlex.join(words)} ended with"
-                                         f" code {code} and compared nothing")
+                raise EnvironmentProblem(
+                    f"{title}launch {launch}: {shlex.join(words)} ended with"
+                    f" code {code} and compared nothing"
+                )
         lines += [json.loads(text) for text in made.read_text().splitlines()]
     return lines
 
@@ -290,11 +349,26 @@ def all_launches(session, args) -> list[dict] | None:
 
         def jobs(launch: int):
             seconds = (end - time.monotonic()) / (args.launches - launch + 1)
-            more = [f"--{name}" for name in ("no-steps", "only-steps")
-                    if getattr(args, name.replace("-", "_"))]
-            yield [*launcher_words(args.start), sys.executable, "-m", "bench.verify", args.machine,
-                   f"--sizes={args.sizes}", f"--seconds={max(LEAST_SECONDS, seconds):.3f}", *more,
-                   "--details", made], made
+            more = [
+                f"--{name}"
+                for name in ("no-steps", "only-steps")
+                if getattr(args, name.replace("-", "_"))
+            ]
+            yield (
+                [
+                    *launcher_words(args.start),
+                    sys.executable,
+                    "-m",
+                    "bench.verify",
+                    args.machine,
+                    f"--sizes={args.sizes}",
+                    f"--seconds={max(LEAST_SECONDS, seconds):.3f}",
+                    *more,
+                    "--details",
+                    made,
+                ],
+                made,
+            )
 
         return fresh_lines(session, start, jobs, args.launches)
 
@@ -309,8 +383,10 @@ class Setting(NamedTuple):
 
 
 SETTINGS = (
-    Setting("this host, 2 ranks", 2, 0.10), Setting("this host, 4 ranks", 4, 0.15),
-    Setting("cable of 200 Mbit/s", 2, 0.15, 200), Setting("cable of 1000 Mbit/s", 2, 0.15, 1000),
+    Setting("this host, 2 ranks", 2, 0.10),
+    Setting("this host, 4 ranks", 4, 0.15),
+    Setting("cable of 200 Mbit/s", 2, 0.15, 200),
+    Setting("cable of 1000 Mbit/s", 2, 0.15, 1000),
     Setting("cable of 3000 Mbit/s", 2, 0.15, 3000),
 )
 
@@ -340,18 +416,44 @@ def measured(session, args, setting: Setting) -> list[dict] | None:
 
     Raises EnvironmentProblem if a job fails.
     """
-    with tempfile.TemporaryDirectory() as folder, job_of(
-            Path(folder), setting.ranks, setting.mbit_per_second) as start:
+    with (
+        tempfile.TemporaryDirectory() as folder,
+        job_of(Path(folder), setting.ranks, setting.mbit_per_second) as start,
+    ):
         machine, details = Path(folder) / "machine.json", Path(folder) / "details.jsonl"
         part = args.seconds / len(SETTINGS) / args.launches
         jobs = [
-            (["bench.calibrate", "--out", machine, "--only-steps", "--rows", ROWS, "--tp",
-              f"1,{setting.ranks}", "--end-bytes", GOAL_BYTES, "--seconds", part * CALIBRATION],
-             machine),
-            (["bench.verify", machine, "--only-steps", "--details", details, "--seconds",
-              part * (1 - CALIBRATION)], details)]
-        lines = fresh_lines(session, start, lambda launch: jobs, args.launches,
-                            f"{setting.name}: ")
+            (
+                [
+                    "bench.calibrate",
+                    "--out",
+                    machine,
+                    "--only-steps",
+                    "--rows",
+                    ROWS,
+                    "--tp",
+                    f"1,{setting.ranks}",
+                    "--end-bytes",
+                    GOAL_BYTES,
+                    "--seconds",
+                    part * CALIBRATION,
+                ],
+                machine,
+            ),
+            (
+                [
+                    "bench.verify",
+                    machine,
+                    "--only-steps",
+                    "--details",
+                    details,
+                    "--seconds",
+                    part * (1 - CALIBRATION),
+                ],
+                details,
+            ),
+        ]
+        lines = fresh_lines(session, start, lambda launch: jobs, args.launches, f"{setting.name}: ")
     return lines and [one | {"link": setting.name} for one in lines]
 
 
@@ -383,5 +485,11 @@ def compare(args, session) -> int:
 
 
 main = Program(
-    "verify", __doc__, compare, together=lambda args: not args.launches, add=add_flags, check=check,
-    json="write the verdicts as a result file").started(__name__)
+    "verify",
+    __doc__,
+    compare,
+    together=lambda args: not args.launches,
+    add=add_flags,
+    check=check,
+    json="write the verdicts as a result file",
+).started(__name__)

@@ -67,8 +67,22 @@ class Interconnect(Check):
     """Messages and all-reduces of a few sizes, each payload checked before it is timed."""
 
     executable = "python3"
-    executable_opts = ["-m", "bench.interconnect", "latency", "all-reduce", "--ways", "mpipar.comm",
-                       "-b", "8", "-e", "1M", "-f", "131072", "--seconds", "1"]
+    executable_opts = [
+        "-m",
+        "bench.interconnect",
+        "latency",
+        "all-reduce",
+        "--ways",
+        "mpipar.comm",
+        "-b",
+        "8",
+        "-e",
+        "1M",
+        "-f",
+        "131072",
+        "--seconds",
+        "1",
+    ]
 
     @run_before("run")
     def from_the_clone(self):

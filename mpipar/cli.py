@@ -49,15 +49,26 @@ def exit_codes() -> str:
 def overview() -> str:
     """Return what `mpipar` and `mpipar --help` print."""
     commands = [f"  {name:<10}{text}" for name, text in COMMANDS.items()]
-    return "\n".join([USAGE, "commands:", *commands, "",
-                      "mpipar COMMAND --help lists the flags of a command.", "", exit_codes()])
+    return "\n".join(
+        [
+            USAGE,
+            "commands:",
+            *commands,
+            "",
+            "mpipar COMMAND --help lists the flags of a command.",
+            "",
+            exit_codes(),
+        ]
+    )
 
 
 def command_of(name: str) -> Command:
     """Return the command of this name. Raises UsageError if there is none."""
     if name not in COMMANDS:
-        raise UsageError(f"{name!r}: unknown command{suggestion(name, list(COMMANDS))}; "
-                         f"use one of {', '.join(COMMANDS)}")
+        raise UsageError(
+            f"{name!r}: unknown command{suggestion(name, list(COMMANDS))}; "
+            f"use one of {', '.join(COMMANDS)}"
+        )
     return importlib.import_module(f"mpipar.commands.{name}").COMMAND
 
 
@@ -68,8 +79,11 @@ def command_parser(name: str, every: bool = False) -> flags.Parser:
     """
     command = command_of(name)
     parser = flags.Parser(
-        prog=f"mpipar {name}", usage=f"mpipar {name} {command.usage}", description=COMMANDS[name],
-        epilog="\n".join(filter(None, [command.examples, exit_codes()])))
+        prog=f"mpipar {name}",
+        usage=f"mpipar {name} {command.usage}",
+        description=COMMANDS[name],
+        epilog="\n".join(filter(None, [command.examples, exit_codes()])),
+    )
     own = dataclasses.fields(command.arguments)
     for field in own:
         is_hidden = field.metadata["rare"] and not every
@@ -126,8 +140,10 @@ def main(argv: list[str], session: Session) -> int:
 def facts_of(context: Context) -> dict[str, str]:
     """Return a command's flags as facts, which must be identical on all ranks."""
     parsed = context.parsed
-    found = {flag(name): "not given" if value is None else str(value)
-             for name, value in in_force(parsed.config).items()}
+    found = {
+        flag(name): "not given" if value is None else str(value)
+        for name, value in in_force(parsed.config).items()
+    }
     found |= {name: str(value) for name, value in vars(context.args).items()}
     if parsed.chooses_layout:
         found["--layout"] = AUTO

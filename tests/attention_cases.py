@@ -55,8 +55,10 @@ class Case:
         batch, tokens, heads, width = shape
         self.dtype, self.bound = DTYPES[dtype], BOUNDS[dtype]
         self.positions = positions_of(kind, tokens, rng)
-        self.qkv, self.dy = (rng.standard_normal(size).astype(self.dtype) for size in
-                             ((batch, tokens, 3, heads, width), shape))
+        self.qkv, self.dy = (
+            rng.standard_normal(size).astype(self.dtype)
+            for size in ((batch, tokens, 3, heads, width), shape)
+        )
         self.y, self.lse, *grads = formula(*parts(self.qkv), self.dy, *2 * [self.positions])
         self.dqkv = np.stack(grads, axis=2)
 
@@ -65,8 +67,9 @@ class Case:
         xp, loader, to_device, to_host = place(where)
         qkv, dy, positions = map(to_device, (self.qkv, self.dy, self.positions))
         dqkv = to_device(np.full(self.qkv.shape, np.nan, self.dtype))
-        y, lse, _ = both_passes(Attention(xp, loader), parts(qkv), dy, positions, positions,
-                                out=parts(dqkv))
+        y, lse, _ = both_passes(
+            Attention(xp, loader), parts(qkv), dy, positions, positions, out=parts(dqkv)
+        )
         return tuple(map(to_host, (y, lse, dqkv)))
 
 
@@ -79,9 +82,14 @@ class Grouped:
     def __init__(self, rng, dtype, sizes, positions=None):
         batch, queries, keys, heads, kv_heads, width = sizes
         self.dtype, self.bound = DTYPES[dtype], BOUNDS[dtype]
-        self.q, self.dy, cache = (rng.standard_normal(shape).astype(self.dtype) for shape in (
-            (batch, queries, heads, width), (batch, queries, heads, width),
-            (batch, keys + 5, 2, kv_heads, width)))
+        self.q, self.dy, cache = (
+            rng.standard_normal(shape).astype(self.dtype)
+            for shape in (
+                (batch, queries, heads, width),
+                (batch, queries, heads, width),
+                (batch, keys + 5, 2, kv_heads, width),
+            )
+        )
         cache[:, keys:] = np.nan
         self.cache, self.keys = cache, keys
         if positions is None:
@@ -112,11 +120,19 @@ class Grouped:
         """Return host arrays (y, lse, dq, dk, dv)."""
         xp, loader, to_device, to_host = place(where)
         q, dy, cache, *positions = map(
-            to_device, (self.q, self.dy, self.cache, self.q_pos, self.k_pos))
-        out = None if wide else [to_device(np.full(x.shape, np.nan, self.dtype))
-                                 for x in (self.q, *self.kv(self.cache))]
-        y, lse, grads = both_passes(Attention(xp, loader), (q, *self.kv(cache)), dy, *positions,
-                                    wide, out)
+            to_device, (self.q, self.dy, self.cache, self.q_pos, self.k_pos)
+        )
+        out = (
+            None
+            if wide
+            else [
+                to_device(np.full(x.shape, np.nan, self.dtype))
+                for x in (self.q, *self.kv(self.cache))
+            ]
+        )
+        y, lse, grads = both_passes(
+            Attention(xp, loader), (q, *self.kv(cache)), dy, *positions, wide, out
+        )
         return tuple(map(to_host, (y, lse, *grads)))
 
 

@@ -27,17 +27,33 @@ class Browser:
     def __init__(self, address: str, width: int, height: int):
         self.address = address
         binary = next(filter(None, map(shutil.which, CHROMIUM)))
-        arguments = ["--headless=new", "--no-sandbox", "--disable-gpu", "--hide-scrollbars",
-                     "--disable-dev-shm-usage", f"--window-size={width},{height}"]
-        session = self._post("", {"capabilities": {"alwaysMatch": {
-            "goog:chromeOptions": {"binary": binary, "args": arguments},
-            "goog:loggingPrefs": {"browser": "ALL"}, "timeouts": {"script": 30_000}}}})
+        arguments = [
+            "--headless=new",
+            "--no-sandbox",
+            "--disable-gpu",
+            "--hide-scrollbars",
+            "--disable-dev-shm-usage",
+            f"--window-size={width},{height}",
+        ]
+        session = self._post(
+            "",
+            {
+                "capabilities": {
+                    "alwaysMatch": {
+                        "goog:chromeOptions": {"binary": binary, "args": arguments},
+                        "goog:loggingPrefs": {"browser": "ALL"},
+                        "timeouts": {"script": 30_000},
+                    }
+                }
+            },
+        )
         self.address += f"/{session['sessionId']}"
 
     def _post(self, path: str, value: dict | None = None, method: str = "POST"):
         body = None if value is None else json.dumps(value).encode()
         request = urllib.request.Request(  # noqa: S310 (our own driver on this host)
-            f"{self.address}{path}", body, {"Content-Type": "application/json"}, method=method)
+            f"{self.address}{path}", body, {"Content-Type": "application/json"}, method=method
+        )
         try:
             with urllib.request.urlopen(request, timeout=LIMIT) as answer:  # noqa: S310
                 return json.load(answer)["value"]
@@ -59,8 +75,13 @@ class Browser:
     def prefer(self, theme: str, media: str = "") -> None:
         """Set what the system prefers, light or dark; media="print": look at the page as paper."""
         feature = {"name": "prefers-color-scheme", "value": theme}
-        self._post("/goog/cdp/execute", {"cmd": "Emulation.setEmulatedMedia",
-                                         "params": {"features": [feature], "media": media}})
+        self._post(
+            "/goog/cdp/execute",
+            {
+                "cmd": "Emulation.setEmulatedMedia",
+                "params": {"features": [feature], "media": media},
+            },
+        )
 
     def resize(self, width: int, height: int) -> None:
         """Give the window a size in pixels."""
@@ -71,13 +92,20 @@ class Browser:
         actions = [{"type": "pointerMove", "duration": 0, "x": round(x), "y": round(y)}]
         for _ in range(clicks):
             actions += [{"type": "pointerDown", "button": 0}, {"type": "pointerUp", "button": 0}]
-        self._post("/actions", {"actions": [
-            {"type": "pointer", "id": "mouse", "actions": actions}]})
+        self._post(
+            "/actions", {"actions": [{"type": "pointer", "id": "mouse", "actions": actions}]}
+        )
 
     def wheel(self, x: float, y: float, delta: int) -> None:
         """Turn the wheel at a point of the window; up is negative."""
-        turn = {"type": "scroll", "x": round(x), "y": round(y), "deltaX": 0, "deltaY": delta,
-                "duration": 0}
+        turn = {
+            "type": "scroll",
+            "x": round(x),
+            "y": round(y),
+            "deltaX": 0,
+            "deltaY": delta,
+            "duration": 0,
+        }
         self._post("/actions", {"actions": [{"type": "wheel", "id": "wheel", "actions": [turn]}]})
 
     def click(self, selector: str) -> None:
@@ -85,26 +113,37 @@ class Browser:
         x, y = self.run(
             "const e = document.querySelector(arguments[0]);"
             "e.scrollIntoView({block: 'center'}); const b = e.getBoundingClientRect();"
-            "return [b.x + b.width / 2, b.y + b.height / 2];", selector)
+            "return [b.x + b.width / 2, b.y + b.height / 2];",
+            selector,
+        )
         self.move(x, y, clicks=1)
 
     def hold(self, x: float, y: float, to_x: float, to_y: float) -> None:
         """Press the button at a point of the window, and release it at another one."""
+
         def point(left, top):
             return {"type": "pointerMove", "duration": 0, "x": round(left), "y": round(top)}
 
         way = [point(x + (to_x - x) * part / 4, y + (to_y - y) * part / 4) for part in range(5)]
-        actions = [way[0], {"type": "pointerDown", "button": 0}, *way[1:],
-                   {"type": "pointerUp", "button": 0}]
-        self._post("/actions", {"actions": [
-            {"type": "pointer", "id": "mouse", "actions": actions}]})
+        actions = [
+            way[0],
+            {"type": "pointerDown", "button": 0},
+            *way[1:],
+            {"type": "pointerUp", "button": 0},
+        ]
+        self._post(
+            "/actions", {"actions": [{"type": "pointer", "id": "mouse", "actions": actions}]}
+        )
 
     def press(self, key: str, *, held: str = "") -> None:
         """Press a key for the element that has the focus, perhaps while another one is held."""
         actions = [{"type": kind, "value": key} for kind in ("keyDown", "keyUp")]
         if held:
-            actions = [{"type": "keyDown", "value": held}, *actions,
-                       {"type": "keyUp", "value": held}]
+            actions = [
+                {"type": "keyDown", "value": held},
+                *actions,
+                {"type": "keyUp", "value": held},
+            ]
         self._post("/actions", {"actions": [{"type": "key", "id": "keys", "actions": actions}]})
 
     def paper(self) -> bytes:
@@ -116,11 +155,15 @@ class Browser:
         if not whole:
             path.write_bytes(base64.b64decode(self._post("/screenshot", method="GET")))
             return
-        box = self.run("const d = document.documentElement;"
-                       "return [innerWidth, d.scrollHeight];")
+        box = self.run("const d = document.documentElement;return [innerWidth, d.scrollHeight];")
         clip = {"x": 0, "y": 0, "width": box[0], "height": height or box[1], "scale": 1}
-        answer = self._post("/goog/cdp/execute", {"cmd": "Page.captureScreenshot", "params": {
-            "captureBeyondViewport": True, "clip": clip}})
+        answer = self._post(
+            "/goog/cdp/execute",
+            {
+                "cmd": "Page.captureScreenshot",
+                "params": {"captureBeyondViewport": True, "clip": clip},
+            },
+        )
         path.write_bytes(base64.b64decode(answer["data"]))
 
 

@@ -24,7 +24,8 @@ def changed(config=None, **values):
         part = getattr(config, section.name)
         names = {field.name for field in dataclasses.fields(part)}
         parts[section.name] = dataclasses.replace(
-            part, **{name: values.pop(name) for name in names & values.keys()})
+            part, **{name: values.pop(name) for name in names & values.keys()}
+        )
     assert not values, f"no fields of {config.model}: {values}"
     return Config(**parts)
 

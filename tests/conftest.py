@@ -41,8 +41,11 @@ LONGEST = "tests/test_mpi_sessions.py::test_slow_session[4]"  # as long as all o
 
 # A busy machine makes slow examples: how long one takes is no finding.
 hypothesis.settings.register_profile(
-    "mpipar", deadline=None, print_blob=True,
-    suppress_health_check=[hypothesis.HealthCheck.too_slow])
+    "mpipar",
+    deadline=None,
+    print_blob=True,
+    suppress_health_check=[hypothesis.HealthCheck.too_slow],
+)
 # The same examples in every CI run: a failure must come from the change, not from chance.
 hypothesis.settings.register_profile(
     "ci", parent=hypothesis.settings.get_profile("mpipar"), derandomize=True
@@ -76,7 +79,8 @@ def no_launcher(monkeypatch: pytest.MonkeyPatch) -> None:
     """What the test starts sees no outer launcher, and no numbers of threads."""
     for name in list(os.environ):
         if name.startswith(("PMI", "OMPI_", "SLURM_", "MPI_LOCAL")) or name.endswith(
-                "_NUM_THREADS"):
+            "_NUM_THREADS"
+        ):
             monkeypatch.delenv(name)
 
 
@@ -120,13 +124,20 @@ def missing_compiler() -> str | None:
 
 
 PACKAGES = {
-    "peers": ("torch", "PyTorch"), "numba": ("numba", "Numba"), "cupy": ("cupy", "CuPy"),
-    "text": ("tokenizers", "tokenizers"), "tensorboard": ("tensorboard", "tensorboard"),
-    "reframe": ("reframe", "ReFrame"), "sphinx": ("myst_parser", "Sphinx with MyST"),
+    "peers": ("torch", "PyTorch"),
+    "numba": ("numba", "Numba"),
+    "cupy": ("cupy", "CuPy"),
+    "text": ("tokenizers", "tokenizers"),
+    "tensorboard": ("tensorboard", "tensorboard"),
+    "reframe": ("reframe", "ReFrame"),
+    "sphinx": ("myst_parser", "Sphinx with MyST"),
 }
 NEEDS = {
-    "gpu": missing_gpu, "slurm": missing_slurm, "browser": missing_browser,
-    "shim": missing_compiler, "nvrtc": nvrtc.missing,
+    "gpu": missing_gpu,
+    "slurm": missing_slurm,
+    "browser": missing_browser,
+    "shim": missing_compiler,
+    "nvrtc": nvrtc.missing,
     **{marker: functools.partial(missing_package, *names) for marker, names in PACKAGES.items()},
 }
 
@@ -174,6 +185,7 @@ def pytest_xdist_make_scheduler(config: pytest.Config, log):
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     """Start the sessions first, of most ranks first, so that two processes (-n 2) end together."""
+
     def place(item: pytest.Item) -> tuple[bool, int]:
         of = getattr(item, "callspec", None)
         ranks = of.params.get("num_ranks", 0) if of else 0

@@ -64,16 +64,30 @@ def slowest(folder: Path) -> list[dict]:
                 seconds[name] += row["processor_s"]
                 cases[name].add(row["test"])
     order = sorted(seconds, key=lambda name: -seconds[name])[:SHOWN]
-    rows = [{"test": name.removeprefix("tests/"), "cases": len(cases[name]),
-             "processor_s": round(seconds[name], 1), "buys": first_sentence(name)}
-            for name in order]
-    return [*rows, {"test": "all", "cases": sum(map(len, cases.values())),
-                    "processor_s": round(sum(seconds.values())), "buys": ""}]
+    rows = [
+        {
+            "test": name.removeprefix("tests/"),
+            "cases": len(cases[name]),
+            "processor_s": round(seconds[name], 1),
+            "buys": first_sentence(name),
+        }
+        for name in order
+    ]
+    return [
+        *rows,
+        {
+            "test": "all",
+            "cases": sum(map(len, cases.values())),
+            "processor_s": round(sum(seconds.values())),
+            "buys": "",
+        },
+    ]
 
 
 if __name__ == "__main__":
     sys.path.insert(0, str(ROOT))
     from bench import results
 
-    results.write(str(ROOT / "bench/results/test_costs.json"), "tests/costs.py",
-                  slowest(Path(sys.argv[1])))
+    results.write(
+        str(ROOT / "bench/results/test_costs.json"), "tests/costs.py", slowest(Path(sys.argv[1]))
+    )

@@ -38,17 +38,25 @@ class HostLoader:
     def launch(self, file, name, grid, block, arguments, shared_bytes=0):
         edit = self.edit if file == self.edited else None
         if self.sanitizer is not None:
-            self.reports.append((name, *run_sanitized(self.sanitizer, file, name, grid, block,
-                                                      arguments, shared_bytes, edit=edit)))
+            self.reports.append(
+                (
+                    name,
+                    *run_sanitized(
+                        self.sanitizer, file, name, grid, block, arguments, shared_bytes, edit=edit
+                    ),
+                )
+            )
             edit = None
         run_kernel(file, name, grid, block, arguments, shared_bytes, order=self.order, edit=edit)
 
 
 def hosts():
     """(xp, loader) of each place where kernels can run."""
-    return [pytest.param("forwards", marks=pytest.mark.shim),
-            pytest.param("backwards", marks=pytest.mark.shim),
-            pytest.param("gpu", marks=pytest.mark.gpu)]
+    return [
+        pytest.param("forwards", marks=pytest.mark.shim),
+        pytest.param("backwards", marks=pytest.mark.shim),
+        pytest.param("gpu", marks=pytest.mark.gpu),
+    ]
 
 
 def place(name):

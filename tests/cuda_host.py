@@ -34,11 +34,22 @@ WARNINGS = ["-Wall", "-Wextra", "-Werror", "-Wno-unknown-pragmas", "-Wno-unused-
 MODES = {
     # Libraries share nothing: each has its own shared memory and its own threads.
     # Fortified longjmp refuses to leave one stack for another.
-    "fibers": ["-O1", "-U_FORTIFY_SOURCE", "-shared", "-fPIC", "-fvisibility=hidden",
-               "-fno-gnu-unique"],
+    "fibers": [
+        "-O1",
+        "-U_FORTIFY_SOURCE",
+        "-shared",
+        "-fPIC",
+        "-fvisibility=hidden",
+        "-fno-gnu-unique",
+    ],
     "thread": ["-O1", "-g", "-DSHIM_THREADS", "-fsanitize=thread"],
-    "address": ["-O1", "-g", "-DSHIM_THREADS", "-fsanitize=address,undefined",
-                "-fno-sanitize-recover"],
+    "address": [
+        "-O1",
+        "-g",
+        "-DSHIM_THREADS",
+        "-fsanitize=address,undefined",
+        "-fno-sanitize-recover",
+    ],
 }
 
 
@@ -67,9 +78,11 @@ def compile_host(file, names, mode="fibers", edit=None):
         assert text.count(edit[0]) == 1, f"{text.count(edit[0])} times in {file}: {edit[0]}"
         text = text.replace(*edit)
     entries = ",\n".join(f'{{"{name}", shim::Launch<&{name}>::run}}' for name in names)
-    text = (f'#include "shim.h"\n{text}\n#line 1 "entries"\n'
-            f"static const shim::Entry entries[] = {{{entries}}};\n"
-            f'#include "shim_main.h"\n')
+    text = (
+        f'#include "shim.h"\n{text}\n#line 1 "entries"\n'
+        f"static const shim::Entry entries[] = {{{entries}}};\n"
+        f'#include "shim_main.h"\n'
+    )
     return _compiled(text, mode)
 
 
@@ -111,8 +124,17 @@ def _compile(target, suffix, text, mode, options):
     own = target.with_suffix(f".{os.getpid()}")  # a compiler that is killed leaves no target
     source = own.with_suffix(f"{own.suffix}{suffix}")
     source.write_text(text)
-    command = ["g++", "-std=c++20", *WARNINGS, *MODES[mode], *options, str(source), "-o",
-               str(own), "-pthread"]
+    command = [
+        "g++",
+        "-std=c++20",
+        *WARNINGS,
+        *MODES[mode],
+        *options,
+        str(source),
+        "-o",
+        str(own),
+        "-pthread",
+    ]
     done = subprocess.run(command, capture_output=True, text=True, timeout=LIMIT)
     if done.returncode:
         raise KernelError(done.stderr)
@@ -128,16 +150,17 @@ def _library(path):
 
 def _scalars(args):
     """Each argument as an array of the bytes that the kernel gets; arrays stay arrays."""
-    return [one if isinstance(one, np.ndarray) else np.array(one, kernels.SCALARS.get(type(one)))
-            for one in args]
+    return [
+        one if isinstance(one, np.ndarray) else np.array(one, kernels.SCALARS.get(type(one)))
+        for one in args
+    ]
 
 
 def _shape(grid, block):
     return (ctypes.c_uint * 6)(*(*grid, 1, 1)[:3], *(*block, 1, 1)[:3])
 
 
-def run_kernel(file, name, grid, block, args, shared_bytes=0, *, order=1, edit=None,
-               together=None):
+def run_kernel(file, name, grid, block, args, shared_bytes=0, *, order=1, edit=None, together=None):
     """Run one kernel in this process; order = -1 runs threads and blocks backwards.
 
     together: instantiations to compile at once (default: those that `cuda_kernels.KERNELS` lists,
@@ -149,14 +172,21 @@ def run_kernel(file, name, grid, block, args, shared_bytes=0, *, order=1, edit=N
     values = _scalars(args)
     is_array = [isinstance(one, np.ndarray) for one in args]
     addresses = [ctypes.c_void_p(one.ctypes.data) for one in values]
-    places = [ctypes.addressof(address) if array else address.value
-              for address, array in zip(addresses, is_array, strict=True)]
+    places = [
+        ctypes.addressof(address) if array else address.value
+        for address, array in zip(addresses, is_array, strict=True)
+    ]
     sizes = [8 if array else one.nbytes for one, array in zip(values, is_array, strict=True)]
     count = len(args)
     message = library.launch(
-        name.encode(), _shape(grid, block), ctypes.c_size_t(shared_bytes), order,
-        (ctypes.c_void_p * count)(*places), (ctypes.c_size_t * count)(*sizes),
-        ctypes.c_size_t(count))
+        name.encode(),
+        _shape(grid, block),
+        ctypes.c_size_t(shared_bytes),
+        order,
+        (ctypes.c_void_p * count)(*places),
+        (ctypes.c_size_t * count)(*sizes),
+        ctypes.c_size_t(count),
+    )
     if message:
         raise KernelError(message.decode())
 
@@ -175,8 +205,9 @@ def run_sanitized(sanitizer, file, name, grid, block, args, shared_bytes=0, *, e
     The arrays keep their values: results come from run_kernel.
     """
     program = compile_host(file, (name,), sanitizer, edit)
-    blob = [f"{name}\n{' '.join(map(str, _shape(grid, block)))} {shared_bytes} {len(args)}\n"
-            .encode()]
+    blob = [
+        f"{name}\n{' '.join(map(str, _shape(grid, block)))} {shared_bytes} {len(args)}\n".encode()
+    ]
     for one, value in zip(args, _scalars(args), strict=True):
         blob.append(f"{int(isinstance(one, np.ndarray))} {value.nbytes}\n".encode())
         blob.append(value.tobytes())

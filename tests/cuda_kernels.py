@@ -5,8 +5,10 @@ from math import inf
 
 from mpipar.ops.cuda import attention, embedding, fused, ladder
 
-NORM_KERNELS = ("layernorm_forward rmsnorm_forward layernorm_backward rmsnorm_backward "
-                "layernorm_slabs rmsnorm_slabs")
+NORM_KERNELS = (
+    "layernorm_forward rmsnorm_forward layernorm_backward rmsnorm_backward "
+    "layernorm_slabs rmsnorm_slabs"
+)
 DTYPES = ("float32", "bfloat16", "float16")
 
 
@@ -19,8 +21,9 @@ def of_products():
         for dtype in ("bfloat16", "float16"):
             # Weight gradients are float32, and so is the array they are added to.
             types = {"NN": dtype, "NT": dtype, "TN": "float32"}
-            chosen += [ladder.gemm("mma", layout, dtype, types[layout], tiles)
-                       for layout in ladder.LAYOUTS]
+            chosen += [
+                ladder.gemm("mma", layout, dtype, types[layout], tiles) for layout in ladder.LAYOUTS
+            ]
     files = {}
     for kernel in chosen:
         files.setdefault(kernel.file, []).append(kernel.name)
@@ -38,16 +41,25 @@ def of_chains():
         "cross_entropy.cu": (fused.by_row, "cross_entropy_stats cross_entropy_backward"),
         "softmax.cu": (fused.by_row, "causal_softmax_forward causal_softmax_backward"),
     }
-    files = {file: tuple(name(kernel, dtype) for kernel in names.split() for dtype in DTYPES)
-             for file, (name, names) in each.items()}
+    files = {
+        file: tuple(name(kernel, dtype) for kernel in names.split() for dtype in DTYPES)
+        for file, (name, names) in each.items()
+    }
     files["columns.cu"] = tuple(
         f"column_sums<{ladder.C_TYPES[dtype]}, {ladder.C_TYPES[out]}>"
-        for dtype in DTYPES for out in dict.fromkeys(("float32", dtype)))
+        for dtype in DTYPES
+        for out in dict.fromkeys(("float32", dtype))
+    )
     files["cross_entropy.cu"] += ("cross_entropy_combine",)
     files["adamw.cu"] = (
-        "adamw", *(fused.by_type("adamw_with_copy", dtype) for dtype in DTYPES[1:]))
-    files[embedding.FILE] = (embedding.SORT, embedding.MERGE, *(
-        name for names in embedding.NAMES.values() for name in names))
+        "adamw",
+        *(fused.by_type("adamw_with_copy", dtype) for dtype in DTYPES[1:]),
+    )
+    files[embedding.FILE] = (
+        embedding.SORT,
+        embedding.MERGE,
+        *(name for names in embedding.NAMES.values() for name in names),
+    )
     return files
 
 
@@ -56,8 +68,9 @@ def of_attention():
     pairs = {(y_dtype, dtype) for dtype in DTYPES for y_dtype in ("float32", dtype)}
     files = {"flash_backward.cu": tuple(attention.delta_name(*pair) for pair in sorted(pairs))}
     for kernel, file in attention.FILES.items():
-        tiles = [attention.tile(kernel, dtype, width)
-                 for dtype in DTYPES for width in attention.WIDTHS]
+        tiles = [
+            attention.tile(kernel, dtype, width) for dtype in DTYPES for width in attention.WIDTHS
+        ]
         if kernel == "flash_backward":
             tiles += [attention.of_parts(one) for one in tiles]
         files[file] = files.get(file, ()) + tuple(one.name for one in tiles)
@@ -80,5 +93,10 @@ ATTENTION = {
 }
 # File -> most registers per thread that its kernels may use; 128 by default. Attention keeps a
 # head's width of sums in registers, so it may use all that there are.
-REGISTERS = {"gemm_naive.cu": 40, "gemm_shared.cu": 40, "gemm_register.cu": 96,
-             "flash_forward.cu": 255, "flash_backward.cu": 255}
+REGISTERS = {
+    "gemm_naive.cu": 40,
+    "gemm_shared.cu": 40,
+    "gemm_register.cu": 96,
+    "flash_forward.cu": 255,
+    "flash_backward.cu": 255,
+}

@@ -3,10 +3,34 @@
 import random
 import re
 
-NUMBERS = (b"-1", b"0", b"7", b"1e308", b"NaN", b"Infinity", b"9" * 18, b"9" * 25, b"9" * 5000,
-           b"true", b"null", b'"x"', b"[]", b"{}", b"2.5", b"-9999999999")
-TEXTS = (b'"\\u001b[31m"', b'"\\u0000"', b'"\\ud800"', b'"<!--<script>"', b'"' + b"k" * 999 + b'"',
-         b'""', b'"1"', b"3")
+NUMBERS = (
+    b"-1",
+    b"0",
+    b"7",
+    b"1e308",
+    b"NaN",
+    b"Infinity",
+    b"9" * 18,
+    b"9" * 25,
+    b"9" * 5000,
+    b"true",
+    b"null",
+    b'"x"',
+    b"[]",
+    b"{}",
+    b"2.5",
+    b"-9999999999",
+)
+TEXTS = (
+    b'"\\u001b[31m"',
+    b'"\\u0000"',
+    b'"\\ud800"',
+    b'"<!--<script>"',
+    b'"' + b"k" * 999 + b'"',
+    b'""',
+    b'"1"',
+    b"3",
+)
 
 
 def flip(path, share=0.5):
@@ -29,28 +53,45 @@ def _place(content, chance):
 
 
 def _cut(content, chance):
-    return content[:_place(content, chance)]
+    return content[: _place(content, chance)]
 
 
 def _without(content, chance):
     at = _place(content, chance)
-    return content[:at] + content[at + chance.choice((1, 2, 40, 4000)):]
+    return content[:at] + content[at + chance.choice((1, 2, 40, 4000)) :]
 
 
 def _twice(content, chance):
     at, length = _place(content, chance), chance.choice((1, 20, 300))
-    return content[:at] + content[at - length:at] + content[at:]
+    return content[:at] + content[at - length : at] + content[at:]
 
 
 def _other_byte(content, chance):
     at = _place(content, chance)
-    return content[:at] + bytes([chance.randrange(256)]) + content[at + 1:]
+    return content[:at] + bytes([chance.randrange(256)]) + content[at + 1 :]
 
 
 def _inserted(content, chance):
     at = _place(content, chance)
-    return content[:at] + chance.choice((b"[" * 5000, b"{", b"}", b",", b'"', b"\0", b"\n", b"\xff",
-                                         b"9" * 5000, b"-", b"\x1b[2J")) + content[at:]
+    return (
+        content[:at]
+        + chance.choice(
+            (
+                b"[" * 5000,
+                b"{",
+                b"}",
+                b",",
+                b'"',
+                b"\0",
+                b"\n",
+                b"\xff",
+                b"9" * 5000,
+                b"-",
+                b"\x1b[2J",
+            )
+        )
+        + content[at:]
+    )
 
 
 def _swapped(content, chance, pattern, others):
@@ -59,7 +100,7 @@ def _swapped(content, chance, pattern, others):
     if not found:
         return content
     one = chance.choice(found)
-    return content[:one.start()] + chance.choice(others) + content[one.end():]
+    return content[: one.start()] + chance.choice(others) + content[one.end() :]
 
 
 def _number(content, chance):
@@ -77,5 +118,15 @@ def _line_moved(content, chance):
     return b"\n".join(lines)
 
 
-CHANGES = (_cut, _without, _twice, _other_byte, _inserted, _number, _number, _number, _text,
-           _line_moved)
+CHANGES = (
+    _cut,
+    _without,
+    _twice,
+    _other_byte,
+    _inserted,
+    _number,
+    _number,
+    _number,
+    _text,
+    _line_moved,
+)

@@ -21,15 +21,59 @@ SUBSTITUTIONS = {
 WORDS = re.compile(rf"\b(?:{'|'.join(SUBSTITUTIONS)})\b", re.IGNORECASE)
 # First words of a function's docstring that tell what it is instead of what it does.
 NOT_IMPERATIVE = {
-    "The", "A", "An", "What", "Whether", "How", "Which", "Where", "When", "Why", "Who", "Its",
-    "All", "Every", "Each", "One", "Of", "As", "From", "This", "These", "That", "Seconds",
-    "Bytes", "Rows", "Nanoseconds", "Ranks", "Everything", "Called", "Blocks", "Weights",
-    "Those", "In", "For", "If", "Same", "Like", "Returns", "Gives", "True", "Number", "With",
-    "Without", "On", "To", "By",
+    "The",
+    "A",
+    "An",
+    "What",
+    "Whether",
+    "How",
+    "Which",
+    "Where",
+    "When",
+    "Why",
+    "Who",
+    "Its",
+    "All",
+    "Every",
+    "Each",
+    "One",
+    "Of",
+    "As",
+    "From",
+    "This",
+    "These",
+    "That",
+    "Seconds",
+    "Bytes",
+    "Rows",
+    "Nanoseconds",
+    "Ranks",
+    "Everything",
+    "Called",
+    "Blocks",
+    "Weights",
+    "Those",
+    "In",
+    "For",
+    "If",
+    "Same",
+    "Like",
+    "Returns",
+    "Gives",
+    "True",
+    "Number",
+    "With",
+    "Without",
+    "On",
+    "To",
+    "By",
 }
 # Parts without sentences: fenced code, what bench.docs generates, comments, pictures.
-NO_TEXT = re.compile(r"^```.*?^```$|<!-- (?:run|measured|code|result|picture|table|map): "
-                     r".*?<!-- end -->|<!--.*?-->|!\[[^]]*\]\([^)]*\)", re.DOTALL | re.MULTILINE)
+NO_TEXT = re.compile(
+    r"^```.*?^```$|<!-- (?:run|measured|code|result|picture|table|map): "
+    r".*?<!-- end -->|<!--.*?-->|!\[[^]]*\]\([^)]*\)",
+    re.DOTALL | re.MULTILINE,
+)
 LINK = re.compile(r"\[([^]]*)\]\([^)]*\)")
 CODE = re.compile(r"``.+?``|`[^`]+`", re.DOTALL)
 NEW_PARAGRAPH = re.compile(r"\n\s*\n|\n(?=\s*(?:[-*#>]|\d+\.)\s)")
@@ -49,8 +93,11 @@ def page_paragraphs(markdown: str) -> list[str]:
 def docstrings(source: str) -> list[tuple[int, str]]:
     """(line, docstring) of a module, its classes and its functions."""
     kinds = (ast.Module, ast.ClassDef, ast.FunctionDef)
-    return [(getattr(node, "lineno", 1), text) for node in ast.walk(ast.parse(source))
-            if isinstance(node, kinds) and (text := ast.get_docstring(node))]
+    return [
+        (getattr(node, "lineno", 1), text)
+        for node in ast.walk(ast.parse(source))
+        if isinstance(node, kinds) and (text := ast.get_docstring(node))
+    ]
 
 
 def docstring_paragraphs(docstring: str) -> list[str]:
@@ -60,10 +107,13 @@ def docstring_paragraphs(docstring: str) -> list[str]:
 
 def clumsy_words(paragraphs: list[str]) -> list[str]:
     """Return each occurrence of a word of SUBSTITUTIONS: what to write instead, and where."""
-    return [f"{match[0]!r}: write {advice}: {part[max(0, match.start() - 40):match.end() + 40]}"
-            for part in paragraphs for match in WORDS.finditer(part)
-            for pattern, advice in SUBSTITUTIONS.items()
-            if re.fullmatch(pattern, match[0], re.IGNORECASE)]
+    return [
+        f"{match[0]!r}: write {advice}: {part[max(0, match.start() - 40) : match.end() + 40]}"
+        for part in paragraphs
+        for match in WORDS.finditer(part)
+        for pattern, advice in SUBSTITUTIONS.items()
+        if re.fullmatch(pattern, match[0], re.IGNORECASE)
+    ]
 
 
 def not_imperative(source: str) -> list[tuple[int, str]]:
@@ -72,7 +122,11 @@ def not_imperative(source: str) -> list[tuple[int, str]]:
     A property is a thing: its docstring names it.
     """
     functions = [node for node in ast.walk(ast.parse(source)) if isinstance(node, ast.FunctionDef)]
-    return [(node.lineno, text.splitlines()[0]) for node in functions
-            if not node.name.startswith("_") and (text := ast.get_docstring(node))
-            and not any("property" in ast.unparse(one) for one in node.decorator_list)
-            and text.split()[0] in NOT_IMPERATIVE]
+    return [
+        (node.lineno, text.splitlines()[0])
+        for node in functions
+        if not node.name.startswith("_")
+        and (text := ast.get_docstring(node))
+        and not any("property" in ast.unparse(one) for one in node.decorator_list)
+        and text.split()[0] in NOT_IMPERATIVE
+    ]

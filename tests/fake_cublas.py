@@ -12,8 +12,12 @@ CUBLAS_OP_N, CUBLAS_OP_T = 0, 1
 CUBLAS_COMPUTE_32F, CUBLAS_COMPUTE_32F_FAST_TF32, CUBLAS_COMPUTE_64F = 68, 77, 70
 CUBLAS_GEMM_DEFAULT = -1
 CUDA_R_32F, CUDA_R_64F, CUDA_R_16F, CUDA_R_16BF = 0, 1, 2, 14
-TYPES = {CUDA_R_32F: np.float32, CUDA_R_64F: np.float64, CUDA_R_16F: np.float16,
-         CUDA_R_16BF: ml_dtypes.bfloat16}
+TYPES = {
+    CUDA_R_32F: np.float32,
+    CUDA_R_64F: np.float64,
+    CUDA_R_16F: np.float16,
+    CUDA_R_16BF: ml_dtypes.bfloat16,
+}
 HANDLE = 4711
 
 
@@ -31,8 +35,27 @@ def tf32(x):
     return ((bits + 0x1000) & np.uint32(0xFFFFE000)).view(np.float32)
 
 
-def gemm_ex(handle, turn_a, turn_b, m, n, k, alpha, a, a_type, lda, b, b_type, ldb, beta, c, c_type,
-            ldc, compute_type, algorithm):
+def gemm_ex(
+    handle,
+    turn_a,
+    turn_b,
+    m,
+    n,
+    k,
+    alpha,
+    a,
+    a_type,
+    lda,
+    b,
+    b_type,
+    ldb,
+    beta,
+    c,
+    c_type,
+    ldc,
+    compute_type,
+    algorithm,
+):
     assert (handle, algorithm) == (HANDLE, CUBLAS_GEMM_DEFAULT)
     a = columns_first(a, a_type, lda, *((k, m) if turn_a else (m, k)))
     b = columns_first(b, b_type, ldb, *((n, k) if turn_b else (k, n)))
@@ -46,16 +69,60 @@ def gemm_ex(handle, turn_a, turn_b, m, n, k, alpha, a, a_type, lda, b, b_type, l
     a, b = (a.T if turn_a else a).astype(wide), (b.T if turn_b else b).astype(wide)
     if compute_type == CUBLAS_COMPUTE_32F_FAST_TF32:
         a, b = tf32(a), tf32(b)
-    alpha, beta = (np.frombuffer((ctypes.c_char * wide().itemsize).from_address(at), wide)[0]
-                   for at in (alpha, beta))
+    alpha, beta = (
+        np.frombuffer((ctypes.c_char * wide().itemsize).from_address(at), wide)[0]
+        for at in (alpha, beta)
+    )
     product = alpha * (a @ b)
     c[...] = product if beta == 0 else product + beta * c.astype(wide)
 
 
-def gemm_strided_batched_ex(handle, turn_a, turn_b, m, n, k, alpha, a, a_type, lda, a_apart,
-                            b, b_type, ldb, b_apart, beta, c, c_type, ldc, c_apart, count, *rest):
-    a_step, b_step, c_step = (apart * np.dtype(TYPES[kind]).itemsize for apart, kind in
-                              ((a_apart, a_type), (b_apart, b_type), (c_apart, c_type)))
+def gemm_strided_batched_ex(
+    handle,
+    turn_a,
+    turn_b,
+    m,
+    n,
+    k,
+    alpha,
+    a,
+    a_type,
+    lda,
+    a_apart,
+    b,
+    b_type,
+    ldb,
+    b_apart,
+    beta,
+    c,
+    c_type,
+    ldc,
+    c_apart,
+    count,
+    *rest,
+):
+    a_step, b_step, c_step = (
+        apart * np.dtype(TYPES[kind]).itemsize
+        for apart, kind in ((a_apart, a_type), (b_apart, b_type), (c_apart, c_type))
+    )
     for i in range(count):
-        gemm_ex(handle, turn_a, turn_b, m, n, k, alpha, a + i * a_step, a_type, lda,
-                b + i * b_step, b_type, ldb, beta, c + i * c_step, c_type, ldc, *rest)
+        gemm_ex(
+            handle,
+            turn_a,
+            turn_b,
+            m,
+            n,
+            k,
+            alpha,
+            a + i * a_step,
+            a_type,
+            lda,
+            b + i * b_step,
+            b_type,
+            ldb,
+            beta,
+            c + i * c_step,
+            c_type,
+            ldc,
+            *rest,
+        )

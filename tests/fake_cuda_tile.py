@@ -32,7 +32,7 @@ def launch(on, grid, function, arguments):
     assert all(grid), "CUDA starts no grid without blocks"
     arguments = on_host(arguments)
     for one in itertools.product(*map(range, grid)):
-        block[:len(one)] = one
+        block[: len(one)] = one
         with np.errstate(divide="ignore", invalid="ignore"):  # rows outside an array may see no key
             function(*arguments)
     stream.busy = True

@@ -63,8 +63,10 @@ class Memory:
         self.ptr = address
 
     def copy_from_device_async(self, source, size, stream):
-        to, x = (np.frombuffer((ctypes.c_char * size).from_address(one.ptr), np.uint8)
-                 for one in (self, source))
+        to, x = (
+            np.frombuffer((ctypes.c_char * size).from_address(one.ptr), np.uint8)
+            for one in (self, source)
+        )
         stream.copy(to, x, x)
 
 
@@ -86,8 +88,11 @@ class DeviceArray(np.ndarray):
 
     def __array_function__(self, function, kinds, arguments, options):
         stream.busy = True
-        return on_device(function(*map(on_host, arguments), **{
-            key: on_host(value) for key, value in options.items()}))
+        return on_device(
+            function(
+                *map(on_host, arguments), **{key: on_host(value) for key, value in options.items()}
+            )
+        )
 
     def __getitem__(self, key):
         if isinstance(key, np.ndarray):
@@ -137,9 +142,11 @@ class DeviceArray(np.ndarray):
 
 def _queued(function, result=lambda x: x):
     """The function, as a computation on the stream."""
+
     def call(*arguments, **options):
         stream.busy = True
         return result(function(*arguments, **options))
+
     return call
 
 
@@ -251,26 +258,35 @@ cuda = types.SimpleNamespace(
     get_current_stream=lambda: stream,
     alloc_pinned_memory=alloc_pinned_memory,
     Device=lambda number=0: types.SimpleNamespace(
-        id=number, use=lambda: None, pci_bus_id="0000:3B:00.0",
-        compute_capability="90", attributes={"MultiProcessorCount": 3, "L2CacheSize": 256}),
-    Event=Event, Stream=fake_streams.Stream, get_elapsed_time=elapsed_ms,
+        id=number,
+        use=lambda: None,
+        pci_bus_id="0000:3B:00.0",
+        compute_capability="90",
+        attributes={"MultiProcessorCount": 3, "L2CacheSize": 256},
+    ),
+    Event=Event,
+    Stream=fake_streams.Stream,
+    get_elapsed_time=elapsed_ms,
     runtime=types.SimpleNamespace(
-        getDeviceCount=lambda: 1, runtimeGetVersion=lambda: 0,  # of which there is no cuBLASLt
-        getDeviceProperties=lambda number: {"name": b"NVIDIA H200"}, **{
-            name: value for name, value in vars(fake_cublas).items()
-            if name.startswith("CUDA_R_")}),
+        getDeviceCount=lambda: 1,
+        runtimeGetVersion=lambda: 0,  # of which there is no cuBLASLt
+        getDeviceProperties=lambda number: {"name": b"NVIDIA H200"},
+        **{name: value for name, value in vars(fake_cublas).items() if name.startswith("CUDA_R_")},
+    ),
     device=types.SimpleNamespace(get_cublas_handle=lambda: fake_cublas.HANDLE),
     cublas=types.SimpleNamespace(
         gemmEx=_queued(fake_cublas.gemm_ex),
-        gemmStridedBatchedEx=_queued(fake_cublas.gemm_strided_batched_ex), **{
-        name: value for name, value in vars(fake_cublas).items() if name.startswith("CUBLAS_")}),
+        gemmStridedBatchedEx=_queued(fake_cublas.gemm_strided_batched_ex),
+        **{name: value for name, value in vars(fake_cublas).items() if name.startswith("CUBLAS_")},
+    ),
 )
 ndarray = DeviceArray
 
 
 zeros, ones, full, arange, asarray, ascontiguousarray, array = (
-    _queued(getattr(np, name), device) for name in (
-        "zeros", "ones", "full", "arange", "asarray", "ascontiguousarray", "array"))
+    _queued(getattr(np, name), device)
+    for name in ("zeros", "ones", "full", "arange", "asarray", "ascontiguousarray", "array")
+)
 
 
 def empty(*arguments, **options):

@@ -23,8 +23,13 @@ KEYS = itertools.count(1)
 NAP = 5e-5  # seconds
 NCCL_INT8, NCCL_INT64, NCCL_UINT64, NCCL_FLOAT32, NCCL_FLOAT64 = 0, 4, 5, 7, 8
 NCCL_SUM, NCCL_MAX = 0, 2
-DTYPES = {NCCL_INT8: np.int8, NCCL_INT64: np.int64, NCCL_UINT64: np.uint64,
-          NCCL_FLOAT32: np.float32, NCCL_FLOAT64: np.float64}
+DTYPES = {
+    NCCL_INT8: np.int8,
+    NCCL_INT64: np.int64,
+    NCCL_UINT64: np.uint64,
+    NCCL_FLOAT32: np.float32,
+    NCCL_FLOAT64: np.float64,
+}
 OPS = {NCCL_SUM: MPI.SUM, NCCL_MAX: MPI.MAX}
 available = True
 
@@ -69,7 +74,8 @@ class Call:
         assert self.error is None, self.error
         for memory, before in self.sent:
             assert np.array_equal(memory.view(np.uint8), before.view(np.uint8)), (
-                "an array is written while it is sent")
+                "an array is written while it is sent"
+            )
         for memory, arrived in self.lands:
             memory[:] = arrived
         self.done = True
@@ -160,8 +166,12 @@ class NcclCommunicator:
         gpu.post(stream, Call(lambda: [post(sent, arrived)], [(target, arrived)]))
 
     def allReduce(self, source, target, count, kind, op, stream):
-        self.collective(stream, array(source, count, kind), array(target, count, kind),
-                        lambda sent, arrived: self.mpi.Iallreduce(sent, arrived, OPS[op]))
+        self.collective(
+            stream,
+            array(source, count, kind),
+            array(target, count, kind),
+            lambda sent, arrived: self.mpi.Iallreduce(sent, arrived, OPS[op]),
+        )
 
     def allGather(self, source, target, count, kind, stream):
         whole = array(target, count * self.mpi.size, kind)
@@ -174,8 +184,11 @@ class NcclCommunicator:
         own = source + self.mpi.rank * count * whole.itemsize
         assert target == own or not source <= target < source + whole.nbytes, "NCCL's rule"
         self.collective(
-            stream, whole, array(target, count, kind),
-            lambda sent, arrived: self.mpi.Ireduce_scatter_block(sent, arrived, OPS[op]))
+            stream,
+            whole,
+            array(target, count, kind),
+            lambda sent, arrived: self.mpi.Ireduce_scatter_block(sent, arrived, OPS[op]),
+        )
 
     def broadcast(self, source, target, count, kind, root, stream):
         assert source == target
@@ -185,9 +198,13 @@ class NcclCommunicator:
     def reduce(self, source, target, count, kind, op, root, stream):
         x = array(source, count, kind)
         sent, arrived, here = x.copy(), x.copy(), self.mpi.rank == root
-        gpu.post(stream, Call(
-            lambda: [self.mpi.Ireduce(sent, arrived if here else None, OPS[op], root)],
-            [(array(target, count, kind), arrived)] if here else []))
+        gpu.post(
+            stream,
+            Call(
+                lambda: [self.mpi.Ireduce(sent, arrived if here else None, OPS[op], root)],
+                [(array(target, count, kind), arrived)] if here else [],
+            ),
+        )
 
     def message(self, stream, call):
         if gpu.group is None:

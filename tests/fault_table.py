@@ -37,8 +37,12 @@ def pytest_sessionfinish(session):
     path = session.config.getoption("--faults")
     reporter = session.config.pluginmanager.get_plugin("terminalreporter")
     if path and not hasattr(session.config, "workerinput"):
-        reports = [report for state in ("passed", "failed") for report in reporter.getreports(state)
-                   if report.when == "call"]
+        reports = [
+            report
+            for state in ("passed", "failed")
+            for report in reporter.getreports(state)
+            if report.when == "call"
+        ]
         write(Path(path), found(reports), library())
 
 

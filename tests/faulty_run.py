@@ -74,6 +74,7 @@ def at_call(number, fault):
 
 def after_sums(fault):
     """After the gradients of step 3 are summed, run fault(the first stage's buffers)."""
+
     def finish(plain, sync):
         plain(sync)
         if sync.recorder.step == 3:
@@ -110,6 +111,7 @@ def slow_fsync(plain, number):
 
 def pause(owner, name, seconds, when=lambda *_: True, rank=1):
     """Calls of a function sleep first, in training, where `when` holds of its arguments."""
+
     def paused(plain, *given, **named):
         if not evaluating and when(*given):
             time.sleep(seconds)
@@ -152,6 +154,7 @@ class LateRequest:
 
 def slow(name, when=lambda *_: True, rank=None):
     """Make the requests of a call of the transport late, where `when` holds of its arguments."""
+
     def posted(plain, wire, *given):
         request = plain(wire, *given)
         return LateRequest(request) if when(*given) else request
@@ -187,30 +190,48 @@ def full_disk():
 
 TWINS = {  # what is wrong with the state of a run that goes on
     "nothing": lambda worker: None,
-    "moments": lambda worker: [buffer.fill(0) for flat in worker.flats
-                               for buffer in flat.moments.values()],
+    "moments": lambda worker: [
+        buffer.fill(0) for flat in worker.flats for buffer in flat.moments.values()
+    ],
     "good": lambda worker: setattr(worker.loss_scale, "good", 0),
     "skipped": lambda worker: setattr(worker.loss_scale, "skipped", 0),
     "scale": lambda worker: setattr(worker.loss_scale, "value", 2.0**20),
     "publish": lambda worker: [flat.data.fill(0) for flat in worker.flats],
 }
 PLACES = {  # where a rank goes wrong -> the owner of a function, and its name
-    "init": (Session, "start"), "reading the data": (data.rows, "load"),
-    "forward": (LayerNorm, "forward"), "backward": (LayerNorm, "backward_input"),
-    "send": (HostTransport, "isend"), "receive": (HostTransport, "irecv"),
-    "all-reduce": (HostTransport, "all_reduce"), "optimizer": (AdamW, "step"),
-    "save": (save, "write_new"), "commit": (save, "put_in_place"),
-    "evaluation": (Worker, "evaluate"), "finalize": (Session, "finish"),
+    "init": (Session, "start"),
+    "reading the data": (data.rows, "load"),
+    "forward": (LayerNorm, "forward"),
+    "backward": (LayerNorm, "backward_input"),
+    "send": (HostTransport, "isend"),
+    "receive": (HostTransport, "irecv"),
+    "all-reduce": (HostTransport, "all_reduce"),
+    "optimizer": (AdamW, "step"),
+    "save": (save, "write_new"),
+    "commit": (save, "put_in_place"),
+    "evaluation": (Worker, "evaluate"),
+    "finalize": (Session, "finish"),
 }
 BEFORE_TRAINING = ("init", "reading the data")
-WAYS = {"raise": fail, "kill": kill(signal.SIGKILL), "term": kill(signal.SIGTERM),
-        "interrupt": kill(signal.SIGINT), "usr1": kill(signal.SIGUSR1),
-        "hangup": kill(signal.SIGHUP), "leave": lambda: os._exit(0), "segv": kill(signal.SIGSEGV)}
+WAYS = {
+    "raise": fail,
+    "kill": kill(signal.SIGKILL),
+    "term": kill(signal.SIGTERM),
+    "interrupt": kill(signal.SIGINT),
+    "usr1": kill(signal.SIGUSR1),
+    "hangup": kill(signal.SIGHUP),
+    "leave": lambda: os._exit(0),
+    "segv": kill(signal.SIGSEGV),
+}
 STOPS = {  # where rank 1 stops outside the steps of a training run
-    "stopped-start": (mpi, "initialize"), "stopped-data": (inputs, "prompt_tokens"),
-    "stopped-setup": (Worker, "initialize"), "stopped-evaluation": (Worker, "evaluate"),
-    "stopped-end": (mpi, "finalize"), "stopped-verify": (Worker, "gradients"),
-    "stopped-generate": (Worker, "forward")}
+    "stopped-start": (mpi, "initialize"),
+    "stopped-data": (inputs, "prompt_tokens"),
+    "stopped-setup": (Worker, "initialize"),
+    "stopped-evaluation": (Worker, "evaluate"),
+    "stopped-end": (mpi, "finalize"),
+    "stopped-verify": (Worker, "gradients"),
+    "stopped-generate": (Worker, "forward"),
+}
 FAULTS = {
     "none": lambda: None,
     "sleep": lambda: at_call(6, lambda: time.sleep(1000)),
@@ -221,19 +242,32 @@ FAULTS = {
     "nan": lambda: after_sums(lambda flat: flat.grad[-1:].fill(np.nan)),
     "raise": lambda: after_sums(lambda flat: 1 / 0),
     "nan-loss": lambda: around(Engine, "run", nan_loss, 1),
-    "loaded": lambda: around(weights, "load", lambda plain, worker, folder: (
-        plain(worker, folder), flip(worker.flats[0])), 1),
+    "loaded": lambda: around(
+        weights,
+        "load",
+        lambda plain, worker, folder: (plain(worker, folder), flip(worker.flats[0])),
+        1,
+    ),
     "missing": lambda: around(Comm, "all_reduce", other_call, 1),
     "mismatch": lambda: around(Comm, "all_reduce", other_call, 1),
     "slow-disk": lambda: around(os, "fsync", slow_fsync),
-    "slow-report": lambda: around(report, "write", lambda plain, *told: (  # of a long trace
-        time.sleep(4), plain(*told))),
-    "slow-first-start": lambda: os.environ.get("SLURM_RESTART_COUNT", "0") == "0" and around(
-        Worker, "train_step", lambda plain, *given: (time.sleep(2), plain(*given))[1]),
+    "slow-report": lambda: around(
+        report,
+        "write",
+        lambda plain, *told: (  # of a long trace
+            time.sleep(4),
+            plain(*told),
+        ),
+    ),
+    "slow-first-start": lambda: (
+        os.environ.get("SLURM_RESTART_COUNT", "0") == "0"
+        and around(Worker, "train_step", lambda plain, *given: (time.sleep(2), plain(*given))[1])
+    ),
     "kill": lambda: around(Worker, "train_step", at_step),
     "stop": lambda: around(Worker, "train_step", at_step),
     "evaluate": lambda: around(Worker, "evaluate", kill(signal.SIGKILL)),
-    "no-space": full_disk, "full": full_disk,
+    "no-space": full_disk,
+    "full": full_disk,
     "metrics": lambda: around(training, "truncate_after", lambda plain, folder, step: []),
 }
 
@@ -243,14 +277,16 @@ LATE = {
     "data": lambda: pause(Rows, "train", LATE_SECONDS, lambda _rows, _step, mb: mb == 0),
     "F": lambda: pause(LayerNorm, "forward", LATE_SECONDS / MICROBATCHES, is_late_layer),
     "B": lambda: pause(LayerNorm, "backward_input", LATE_SECONDS / MICROBATCHES, is_late_layer),
-    "gc": lambda: pause(LayerNorm, "forward", 0,
-                        lambda *given: is_late_layer(*given) and collecting()),
+    "gc": lambda: pause(
+        LayerNorm, "forward", 0, lambda *given: is_late_layer(*given) and collecting()
+    ),
     "opt": lambda: [pause(one, "step", LATE_SECONDS) for one in set(OPTIMIZERS.values())],
     "save": lambda: pause(save, "write_pieces", LATE_SECONDS),
     "between": lambda: pause(training.Run, "show_step", LATE_SECONDS),
     "dp link": lambda: slow("iall_reduce"),
-    "tp link": lambda: pause(HostTransport, "all_reduce", 0.03,
-                             lambda _wire, x, _op: x.size > 100, None),  # not the norm
+    "tp link": lambda: pause(
+        HostTransport, "all_reduce", 0.03, lambda _wire, x, _op: x.size > 100, None
+    ),  # not the norm
     "pp link": lambda: slow("irecv", lambda _x, peer, _tag: peer == 0, 1),  # from rank 0
 }
 
@@ -305,8 +341,11 @@ def faulty_bench():
         BENCH[NAME](x, next(calls))
 
     around(HostTransport, "all_reduce", all_reduce, 1)
-    around(cli, "main", lambda _, *given: importlib.import_module(
-        "bench.interconnect.__main__").main(*given))
+    around(
+        cli,
+        "main",
+        lambda _, *given: importlib.import_module("bench.interconnect.__main__").main(*given),
+    )
     sys.argv[0] = "bench.interconnect"
 
 
@@ -324,8 +363,11 @@ elif NAME in STOPS:
     watchdog.START_SECONDS = 3.0  # one rank may be up that long before another
     around(*STOPS[NAME], kill(signal.SIGSTOP), 1)
 elif NAME in TWINS:
-    around(resume, "load_state", lambda plain, worker, *rest: (
-        plain(worker, *rest), TWINS[NAME](worker)))
+    around(
+        resume,
+        "load_state",
+        lambda plain, worker, *rest: (plain(worker, *rest), TWINS[NAME](worker)),
+    )
 elif NAME in BENCH:
     faulty_bench()
 elif NAME in LATE:

@@ -12,8 +12,15 @@ FAMILIES = {
     "llama": {"arch": "llama", "kv_heads": 2},
     "qwen2": {"arch": "qwen2", "kv_heads": 1},
 }
-SHAPE = {"layers": 4, "d_model": 24, "heads": 6, "ffn": 31, "seq_len": 16, "vocab_size": 29,
-         "tied": False}
+SHAPE = {
+    "layers": 4,
+    "d_model": 24,
+    "heads": 6,
+    "ffn": 31,
+    "seq_len": 16,
+    "vocab_size": 29,
+    "tied": False,
+}
 PROMPTS = [[1, 2, 3], [4], [5, 6, 7, 8, 9, 10, 11], [3, 3], [28, 0, 28, 0, 28]]
 
 
@@ -29,7 +36,7 @@ def enliven(worker):
 def whole_logits(alone, tokens):
     """Return the logits (V,) after the last token of a text, on one rank, without a cache."""
     batch = Batch(np.array([tokens]), None, np.arange(len(tokens)))
-    return alone.forward([0], lambda mb: batch)[0][-1, :alone.config.model.vocab_size]
+    return alone.forward([0], lambda mb: batch)[0][-1, : alone.config.model.vocab_size]
 
 
 def without_cache(alone, prompt, sampling):
@@ -55,8 +62,12 @@ def with_cache(worker, prompts, sampling, monkeypatch):
 
     def forward(mbs, get_batch, caches):
         outputs = plain_forward(mbs, get_batch, caches)
-        seen.update(((text.number, len(text.tokens)), row) for mb, logits in outputs.items()
-                    for text, row in zip(dealt[mb].own, logits, strict=True) if not text.end)
+        seen.update(
+            ((text.number, len(text.tokens)), row)
+            for mb, logits in outputs.items()
+            for text, row in zip(dealt[mb].own, logits, strict=True)
+            if not text.end
+        )
         return outputs
 
     with monkeypatch.context() as patch:

@@ -7,7 +7,8 @@ from dataclasses import dataclass, field
 
 OPERATION = re.compile(
     r"(\w+): (?:calc (?P<calc>\d+)|(?P<verb>send|recv) (?P<size>\d+)b (?P<way>to|from)"
-    r" (?P<peer>\d+) tag (?P<tag>\d+))")
+    r" (?P<peer>\d+) tag (?P<tag>\d+))"
+)
 CLAUSE = re.compile(r"(\w+) (requires|irequires) (\w+)")
 MOST_TAG = 2**32 - 2  # the last one is LogGOPSim's word for any tag
 
@@ -43,8 +44,9 @@ def parse(text: str) -> list[dict[str, Operation]]:
                 ranks[-1][found[1]] = Operation(int(found["calc"]))
                 continue
             assert (found["verb"], found["way"]) in {("send", "to"), ("recv", "from")}, line
-            one = Operation(None, found["verb"], int(found["size"]), int(found["peer"]),
-                            int(found["tag"]))
+            one = Operation(
+                None, found["verb"], int(found["size"]), int(found["peer"]), int(found["tag"])
+            )
             assert one.size > 0, line
             assert one.peer < count, line
             assert one.peer != len(ranks) - 1, line
@@ -73,8 +75,12 @@ def execute(ranks: list[dict[str, Operation]], latency: int = 0) -> float:
             for other, word in one.after:
                 behind[other, word].append(label)
         followers.append(behind)
-    ready = [(0, rank, label) for rank, counts in enumerate(waiting)
-             for label, count in counts.items() if not count]
+    ready = [
+        (0, rank, label)
+        for rank, counts in enumerate(waiting)
+        for label, count in counts.items()
+        if not count
+    ]
     heapq.heapify(ready)
     free, sent, posted = [0.0] * len(ranks), defaultdict(list), defaultdict(list)
     left, last = sum(map(len, ranks)), 0.0

@@ -33,8 +33,10 @@ def shapes(layers, D, F, T, V, tied) -> dict[str, tuple[int, ...]]:
 
 def random_weights(rng, layers, D, F, T, V, tied) -> dict[str, np.ndarray]:
     """Return a model in which no tensor is zero or one, so that none can be left out unseen."""
-    return {name: rng.normal(1.0 if "ln_" in name and "weight" in name else 0.0, 0.3, shape)
-            for name, shape in shapes(layers, D, F, T, V, tied).items()}
+    return {
+        name: rng.normal(1.0 if "ln_" in name and "weight" in name else 0.0, 0.3, shape)
+        for name, shape in shapes(layers, D, F, T, V, tied).items()
+    }
 
 
 def configuration(layers, D, F, T, V, heads, tied) -> dict:
@@ -51,9 +53,16 @@ def configuration(layers, D, F, T, V, heads, tied) -> dict:
 
 def write_file(path: Path, tensors, dtype="F64", prefix="") -> None:
     """Write a safetensors file."""
-    save_file({name if name.startswith("lm_head") else prefix + name:
-               np.ascontiguousarray(x.astype(DTYPES[dtype])) for name, x in tensors.items()},
-              path, {"format": "pt"})
+    save_file(
+        {
+            name if name.startswith("lm_head") else prefix + name: np.ascontiguousarray(
+                x.astype(DTYPES[dtype])
+            )
+            for name, x in tensors.items()
+        },
+        path,
+        {"format": "pt"},
+    )
 
 
 def write_model(folder: Path, tensors, config, dtype="F64", prefix="") -> None:
@@ -82,6 +91,7 @@ def logits(weights, heads: int, ids) -> np.ndarray:
     d = D // heads
     future = np.triu(np.ones((len(ids), len(ids)), bool), 1)
     for i in range(sum(name.endswith("ln_1.bias") for name in w)):
+
         def get(name, i=i):
             return w[f"h.{i}.{name}"]
 
@@ -89,13 +99,15 @@ def logits(weights, heads: int, ids) -> np.ndarray:
         qkv = h @ get("attn.c_attn.weight") + get("attn.c_attn.bias")
         merged = np.empty_like(x)
         for head in range(heads):
-            q, k, v = (qkv[:, part * D + head * d: part * D + (head + 1) * d] for part in range(3))
+            q, k, v = (qkv[:, part * D + head * d : part * D + (head + 1) * d] for part in range(3))
             scores = np.where(future, -np.inf, q @ k.T / math.sqrt(d))
             e = np.exp(scores - scores.max(-1, keepdims=True))
-            merged[:, head * d:(head + 1) * d] = e / e.sum(-1, keepdims=True) @ v
+            merged[:, head * d : (head + 1) * d] = e / e.sum(-1, keepdims=True) @ v
         x = x + merged @ get("attn.c_proj.weight") + get("attn.c_proj.bias")
-        h = gelu(norm(x, get("ln_2.weight"), get("ln_2.bias")) @ get("mlp.c_fc.weight")
-                 + get("mlp.c_fc.bias"))
+        h = gelu(
+            norm(x, get("ln_2.weight"), get("ln_2.bias")) @ get("mlp.c_fc.weight")
+            + get("mlp.c_fc.bias")
+        )
         x = x + h @ get("mlp.c_proj.weight") + get("mlp.c_proj.bias")
     return norm(x, w["ln_f.weight"], w["ln_f.bias"]) @ w.get("lm_head.weight", w["wte.weight"]).T
 

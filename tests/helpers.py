@@ -122,8 +122,13 @@ def kill_with(variable: str, value: str, sign: int = signal.SIGKILL) -> None:
 
 
 @contextlib.contextmanager
-def started(argv: Sequence[str], env: Mapping[str, str], cwd: Path | str | None = None,
-            stdout=None, stderr=None) -> Iterator[tuple[subprocess.Popen, str]]:
+def started(
+    argv: Sequence[str],
+    env: Mapping[str, str],
+    cwd: Path | str | None = None,
+    stdout=None,
+    stderr=None,
+) -> Iterator[tuple[subprocess.Popen, str]]:
     """A command's process and its mark; at the end all its processes are killed.
 
     Sources are compiled once, whatever the caller's setting: hundreds of programs start. One may
@@ -133,8 +138,14 @@ def started(argv: Sequence[str], env: Mapping[str, str], cwd: Path | str | None 
     left_out = ("PYTEST_ADDOPTS", "PYTHONDONTWRITEBYTECODE")
     inherited = {key: value for key, value in os.environ.items() if key not in left_out}
     process = subprocess.Popen(
-        argv, env={**inherited, **env, MARK: mark}, cwd=cwd, stdin=subprocess.DEVNULL,
-        stdout=stdout, stderr=stderr, start_new_session=True)
+        argv,
+        env={**inherited, **env, MARK: mark},
+        cwd=cwd,
+        stdin=subprocess.DEVNULL,
+        stdout=stdout,
+        stderr=stderr,
+        start_new_session=True,
+    )
     try:
         yield process, mark
     finally:
@@ -189,5 +200,9 @@ def run_ranks(
     cwd: Path | str | None = None,
 ) -> Finished:
     """Run ``mpiexec -n num_ranks argv`` like run_command, set for more ranks than cores."""
-    return run_command([launcher(), "-n", str(num_ranks), *argv], timeout,
-                       env={**OVERSUBSCRIBED, **(env or {})}, cwd=cwd)
+    return run_command(
+        [launcher(), "-n", str(num_ranks), *argv],
+        timeout,
+        env={**OVERSUBSCRIBED, **(env or {})},
+        cwd=cwd,
+    )

@@ -43,8 +43,9 @@ WRITERS = {
     "status": lambda run: status.open_folder(run, "token"),
     "weights": lambda run: checkpoint.save(fresh(), run / "weights"),
     "hang": lambda run: replace.replace_file("hang/rank-00000.json", [b"{}"], root=run),
-    "checkpoints": lambda run: savers_of(
-        workers_of(config_for(), 1), run / "checkpoints")[0].save(1),
+    "checkpoints": lambda run: savers_of(workers_of(config_for(), 1), run / "checkpoints")[0].save(
+        1
+    ),
 }
 
 

@@ -33,17 +33,25 @@ class StandIn(Session):
     def start(self):
         here = SimpleNamespace(Test=lambda: True)  # nobody is waited for
         self.world = SimpleNamespace(
-            rank=self.launcher.rank, size=self.launcher.size, Get_size=lambda: self.launcher.size,
-            Ibarrier=lambda: here, Barrier=lambda: None, Allgather=self.alike,
-            Allgatherv=self.alike)
+            rank=self.launcher.rank,
+            size=self.launcher.size,
+            Get_size=lambda: self.launcher.size,
+            Ibarrier=lambda: here,
+            Barrier=lambda: None,
+            Allgather=self.alike,
+            Allgatherv=self.alike,
+        )
         self.host_rank = self.launcher.local_rank
         return self.world
 
     def alike(self, own, everybody):
         """An all-gather of ranks that all have the same."""
         into = everybody[0] if isinstance(everybody, list | tuple) else everybody
-        into[:] = type(into)(into.typecode, list(own) * self.launcher.size) if isinstance(
-            into, array.array) else bytes(own) * self.launcher.size
+        into[:] = (
+            type(into)(into.typecode, list(own) * self.launcher.size)
+            if isinstance(into, array.array)
+            else bytes(own) * self.launcher.size
+        )
 
     def agree(self, function):
         return function()
@@ -68,8 +76,11 @@ def printed(*words, ranks=1, rank=0, code=0):
 def refusal(*words, ranks=1, folder="."):
     """The error that ends this command, run in `folder`, before it has printed anything."""
     text = io.StringIO()
-    with contextlib.chdir(folder), contextlib.redirect_stdout(text), \
-            pytest.raises(UserError) as caught:
+    with (
+        contextlib.chdir(folder),
+        contextlib.redirect_stdout(text),
+        pytest.raises(UserError) as caught,
+    ):
         cli.main([str(word) for word in words], StandIn(ranks))
     assert text.getvalue() == ""
     return caught.value
@@ -90,8 +101,12 @@ def alone(*words, cwd="."):
     """
     session, out, err = Session(Launcher()), io.StringIO(), io.StringIO()
     words, start = tuple(map(str, words)), time.monotonic()
-    with contextlib.chdir(cwd), contextlib.redirect_stdout(out), contextlib.redirect_stderr(err), \
-            pytest.MonkeyPatch.context() as patched:
+    with (
+        contextlib.chdir(cwd),
+        contextlib.redirect_stdout(out),
+        contextlib.redirect_stderr(err),
+        pytest.MonkeyPatch.context() as patched,
+    ):
         patched.setattr(mpi, "start", lambda launcher: OneRank("this is a test"))
         patched.setattr(job_session, "warn", lambda text: None)
         patched.setattr(sys, "argv", ["mpipar", *words])
@@ -115,6 +130,7 @@ def at_once(limit=30):
 
     Each such block takes a fraction of a second where nothing else runs.
     """
+
     def late(*_):
         raise LateError(f"longer than {limit} s")
 

@@ -117,8 +117,10 @@ def main(argv, session):
         raise UsageError(["--x: unknown flag", "--y: wrong"])
     if how == "single-threaded":  # as in an MPI library that allows one thread only
         from mpi4py import rc
+
         rc.initialize = False
         from mpi4py import MPI
+
         MPI.Init_thread(MPI.THREAD_SINGLE)
     world = session.start()
     if how == "leave":

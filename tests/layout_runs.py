@@ -30,8 +30,16 @@ def run_of(tmp_path_factory, text_file):
     def run(layout):
         if layout not in done:
             folder = tmp_path_factory.mktemp("runs") / "run"
-            result = mpipar(*SMALL, "--data", text_file, "--out", folder, *layout_flags(layout),
-                            *OPTIONS.get(layout, "").split(), ranks=int(np.prod(layout))).ended()
+            result = mpipar(
+                *SMALL,
+                "--data",
+                text_file,
+                "--out",
+                folder,
+                *layout_flags(layout),
+                *OPTIONS.get(layout, "").split(),
+                ranks=int(np.prod(layout)),
+            ).ended()
             assert result.stderr == "", result.tail()
             done[layout] = folder, result.stdout
         return done[layout]

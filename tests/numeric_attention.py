@@ -4,15 +4,20 @@ import numpy as np
 from numeric_cases import WIDE, Case, Family, beside, float32, spread
 
 # B, Tq, Tk, H, Hkv, d.
-SIZES = {"": (2, 7, 9, 4, 2, 8), " one token": (2, 1, 1, 4, 2, 8),
-         " one new token": (2, 1, 9, 4, 2, 8), " long": (1, 70, 130, 2, 2, 8)}
+SIZES = {
+    "": (2, 7, 9, 4, 2, 8),
+    " one token": (2, 1, 1, 4, 2, 8),
+    " one new token": (2, 1, 9, 4, 2, 8),
+    " long": (1, 70, 130, 2, 2, 8),
+}
 FORMS = ("saved", "block", "parts")
 NAMES = ("y", "dq", "dk", "dv")
 
 
 def attention_cases(rng):
-    return {name + kind: case for kind, sizes in SIZES.items()
-            for name, case in _cases_of(rng, *sizes)}
+    return {
+        name + kind: case for kind, sizes in SIZES.items() for name, case in _cases_of(rng, *sizes)
+    }
 
 
 def _cases_of(rng, batch, queries, keys, heads, kv_heads, width):
@@ -22,21 +27,33 @@ def _cases_of(rng, batch, queries, keys, heads, kv_heads, width):
     shuffled = {"q_pos": rng.permutation(queries) + keys // 2, "k_pos": rng.permutation(keys)}
 
     def make(q, k, v=1.0, positions=order):
-        q, k, v = (x if isinstance(x, np.ndarray) else spread(rng, *shape, magnitude=x)
-                   for x, shape in ((q, of_q), (k, of_k), (v, of_k)))
+        q, k, v = (
+            x if isinstance(x, np.ndarray) else spread(rng, *shape, magnitude=x)
+            for x, shape in ((q, of_q), (k, of_k), (v, of_k))
+        )
         return Case(q=q, k=k, v=v, dy=spread(rng, *of_q), **positions)
 
     ones = np.ones(of_k, np.float32)
-    for q, k in ((1e-30, 1.0), (1.0, 1.0), (5.0, 5.0), (1e2, 1e2), (1e4, 1e4), (1e10, 1e10),
-                 (1e18, 1e18), (1e18, 1e-18)):
+    for q, k in (
+        (1e-30, 1.0),
+        (1.0, 1.0),
+        (5.0, 5.0),
+        (1e2, 1e2),
+        (1e4, 1e4),
+        (1e10, 1e10),
+        (1e18, 1e18),
+        (1e18, 1e-18),
+    ):
         yield f"q {q:g} k {k:g}", make(q, k)
     for size in (1.0, 1e4, 1e18):
         key = spread(rng, batch, 1, kv_heads, width, magnitude=size)
         yield f"equal keys {size:g}", make(size, key * ones)
     for low in (1e4, 1e18, 1e31, 1e37):
         for name, positions in (("", order), ("shuffled ", shuffled)):
-            yield f"{name}scores of {-low:g}", make(
-                float32(np.full(of_q, low)), -ones, positions=positions)
+            yield (
+                f"{name}scores of {-low:g}",
+                make(float32(np.full(of_q, low)), -ones, positions=positions),
+            )
     for size in (1e-30, 1e8, 1e18):
         yield f"values {size:g}", make(1.0, 1.0, size)
     for size in (1e4, 1e18):
@@ -56,8 +73,9 @@ def attention_exact(case):
     total = p.sum(-1, keepdims=True)
     p /= np.where(total == 0, 1, total)
     # Differences of scores are rounded, too. Scores that are equal have none.
-    apart = 1 + np.max(np.subtract(top, scores, where=p > 0, out=np.zeros_like(p)), -1,
-                       keepdims=True)
+    apart = 1 + np.max(
+        np.subtract(top, scores, where=p > 0, out=np.zeros_like(p)), -1, keepdims=True
+    )
     dp = np.einsum("bihd,bjhd->bhij", dy, v)
     ds = factor * p * (dp - (p * dp).sum(-1, keepdims=True))
     terms = factor * apart * p * np.einsum("bihd,bjhd->bhij", np.abs(dy), np.abs(v))
@@ -69,10 +87,12 @@ def attention_exact(case):
     def of_queries(left, right):
         return np.einsum("bhij,bjhd->bihd", left, right)
 
-    made = (of_queries(p, v), of_queries(apart * p, np.abs(v))), (
-        of_queries(ds, k), of_queries(terms, np.abs(k))), (
-        of_keys(ds, q), of_keys(terms, np.abs(q))), (
-        of_keys(p, dy), of_keys(apart * p, np.abs(dy)))
+    made = (
+        (of_queries(p, v), of_queries(apart * p, np.abs(v))),
+        (of_queries(ds, k), of_queries(terms, np.abs(k))),
+        (of_keys(ds, q), of_keys(terms, np.abs(q))),
+        (of_keys(p, dy), of_keys(apart * p, np.abs(dy))),
+    )
     return {f"{form} {name}": x for form in FORMS for name, x in zip(NAMES, made, strict=True)}
 
 
@@ -81,25 +101,32 @@ def attention_ours(ops, case):
     y, saved = ops.attention_forward(q, k, v, q_pos, k_pos)
     half = len(case.k_pos) // 2
     parts = [slice(half, None), slice(0, half)] if half else [slice(None)]
-    results = {"saved": (y, *ops.attention_backward_input(dy, q, k, v, saved, q_pos, k_pos)),
-               "block": _in_parts(ops, (q, k, v), dy, (q_pos, k_pos), [slice(None)]),
-               "parts": _in_parts(ops, (q, k, v), dy, (q_pos, k_pos), parts)}
-    return {f"{form} {name}": x for form, made in results.items()
-            for name, x in zip(NAMES, made, strict=True)}
+    results = {
+        "saved": (y, *ops.attention_backward_input(dy, q, k, v, saved, q_pos, k_pos)),
+        "block": _in_parts(ops, (q, k, v), dy, (q_pos, k_pos), [slice(None)]),
+        "parts": _in_parts(ops, (q, k, v), dy, (q_pos, k_pos), parts),
+    }
+    return {
+        f"{form} {name}": x
+        for form, made in results.items()
+        for name, x in zip(NAMES, made, strict=True)
+    }
 
 
 def _in_parts(ops, qkv, dy, positions, parts):
     """(y, dq, dk, dv) of the block form; a ring visits the parts in an order of its own."""
     (q, k, v), (q_pos, k_pos) = qkv, positions
-    (y, stats), *others = [ops.attention_block_forward(q, k[:, part], v[:, part], q_pos,
-                                                       k_pos[part]) for part in parts]
+    (y, stats), *others = [
+        ops.attention_block_forward(q, k[:, part], v[:, part], q_pos, k_pos[part]) for part in parts
+    ]
     for other in others:
         ops.attention_merge(y, stats, *other)
     delta = ops.attention_delta(dy, y)
     dq, dk, dv = (ops.zeros(x.shape, ops.statistics) for x in qkv)
     for part in parts:
         own_dq, *own = ops.attention_block_backward(
-            dy, q, k[:, part], v[:, part], stats, delta, q_pos=q_pos, k_pos=k_pos[part])
+            dy, q, k[:, part], v[:, part], stats, delta, q_pos=q_pos, k_pos=k_pos[part]
+        )
         ops.accumulate(dq, own_dq)
         for whole, one in zip((dk, dv), own, strict=True):
             ops.copy(whole[:, part], one)
@@ -117,8 +144,8 @@ def attention_theirs(torch, case):
     for form in FORMS:
         with sdpa_kernel(SDPBackend.MATH if form == "saved" else SDPBackend.FLASH_ATTENTION):
             y = torch.nn.functional.scaled_dot_product_attention(
-                q, k.repeat_interleave(group, 1), v.repeat_interleave(group, 1),
-                attn_mask=visible).transpose(1, 2)
+                q, k.repeat_interleave(group, 1), v.repeat_interleave(group, 1), attn_mask=visible
+            ).transpose(1, 2)
         made = y, *torch.autograd.grad(y, leaves, dy)
         results |= {f"{form} {name}": x for name, x in zip(NAMES, made, strict=True)}
     return results

@@ -54,8 +54,10 @@ class Case(SimpleNamespace):
 
     def rounded(self, kind):
         """The case with its real numbers rounded to a type; they stay float32 arrays."""
-        found = {name: x.astype(kind).astype(np.float32) if _is_real(x) else x
-                 for name, x in vars(self).items()}
+        found = {
+            name: x.astype(kind).astype(np.float32) if _is_real(x) else x
+            for name, x in vars(self).items()
+        }
         return Case(**found | {"kind": np.dtype(kind)})
 
     def wide(self, names):
@@ -69,8 +71,9 @@ class Case(SimpleNamespace):
     def leaves(self, torch, names):
         """Tensors, of which gradients are wanted."""
         kind = getattr(torch, self.kind.name)
-        return [torch.tensor(getattr(self, name)).to(kind).requires_grad_()
-                for name in names.split()]
+        return [
+            torch.tensor(getattr(self, name)).to(kind).requires_grad_() for name in names.split()
+        ]
 
 
 def _is_real(x):
@@ -92,18 +95,32 @@ def beside(rng, *shape, offset):
     return float32(np.float32(offset) + step * rng.integers(-6, 7, shape))
 
 
-FEW = ("1", "90", "1e+18", "beside -10000", "beside 1e+08", "all 0.1", "all -1e+08", "all 1e+18",
-       "of all magnitudes")  # kinds of rows where there are many numbers
+FEW = (
+    "1",
+    "90",
+    "1e+18",
+    "beside -10000",
+    "beside 1e+08",
+    "all 0.1",
+    "all -1e+08",
+    "all 1e+18",
+    "of all magnitudes",
+)  # kinds of rows where there are many numbers
 
 
 def rows_of(rng, count, width):
     """Name -> (count, width): every kind of row, or a few of large arrays."""
-    kinds = {f"{magnitude:g}": spread(rng, count, width, magnitude=magnitude)
-             for magnitude in MAGNITUDES}
-    kinds |= {f"beside {offset:g}": beside(rng, count, width, offset=offset)
-              for offset in (3.0, -1e4, 1e8, -1e13, 1e18)}
-    kinds |= {f"all {value:g}": np.full((count, width), value, np.float32)
-              for value in (0.0, 0.1, 1e4, -1e8, 1e18)}
+    kinds = {
+        f"{magnitude:g}": spread(rng, count, width, magnitude=magnitude) for magnitude in MAGNITUDES
+    }
+    kinds |= {
+        f"beside {offset:g}": beside(rng, count, width, offset=offset)
+        for offset in (3.0, -1e4, 1e8, -1e13, 1e18)
+    }
+    kinds |= {
+        f"all {value:g}": np.full((count, width), value, np.float32)
+        for value in (0.0, 0.1, 1e4, -1e8, 1e18)
+    }
     mixed = spread(rng, count, width) * float32(10.0 ** rng.uniform(-30, 18, (count, width)))
     kinds["of all magnitudes"] = mixed
     return {name: x for name, x in kinds.items() if count * width < 2000 or name in FEW}
@@ -113,15 +130,21 @@ def rows_of(rng, count, width):
 
 
 def elementwise_cases(rng):
-    rows = {"a grid": float32(np.linspace(-12.0, 12.0, 2401)),
-            "far below": float32(np.linspace(-100.0, -12.0, 881)),
-            "far above": float32(np.linspace(12.0, 100.0, 881)),
-            "powers": float32(np.concatenate([sign * 10.0 ** np.arange(-30, 18.5, 0.5)
-                                              for sign in (-1, 1)]))}
+    rows = {
+        "a grid": float32(np.linspace(-12.0, 12.0, 2401)),
+        "far below": float32(np.linspace(-100.0, -12.0, 881)),
+        "far above": float32(np.linspace(12.0, 100.0, 881)),
+        "powers": float32(
+            np.concatenate([sign * 10.0 ** np.arange(-30, 18.5, 0.5) for sign in (-1, 1)])
+        ),
+    }
     rows |= {name: x.reshape(-1) for name, x in rows_of(rng, 1, 300).items()}
-    return {name: Case(x=x[None], dy=spread(rng, 1, x.size), up=spread(rng, 1, x.size),
-                       b=spread(rng, x.size))
-            for name, x in rows.items()}
+    return {
+        name: Case(
+            x=x[None], dy=spread(rng, 1, x.size), up=spread(rng, 1, x.size), b=spread(rng, x.size)
+        )
+        for name, x in rows.items()
+    }
 
 
 def _sigmoid(x):
@@ -149,15 +172,20 @@ def gelu_exact(case):
     x, dy = case.wide("x dy")
     u, slope = x * (a + b * x * x), a + 3 * b * x * x
     s, more = _sigmoid(2 * u), x * _sigmoid(2 * u) * _sigmoid(-2 * u) * 2 * slope
-    return {"y": value(x), "dx": _beside_flushed(
-                case, dy * (s + more), 1 + np.abs(2 * u), dy * (s + np.abs(more))),
-            "y with a bias": value((case.x + case.b).astype(case.kind).astype(WIDE))}
+    return {
+        "y": value(x),
+        "dx": _beside_flushed(case, dy * (s + more), 1 + np.abs(2 * u), dy * (s + np.abs(more))),
+        "y with a bias": value((case.x + case.b).astype(case.kind).astype(WIDE)),
+    }
 
 
 def gelu_ours(ops, case):
     x, dy, b, again = case.on(ops, "x dy b x")
-    return {"y": ops.gelu_forward(x), "dx": ops.gelu_backward_input(dy, x),
-            "y with a bias": ops.bias_gelu_forward(again, b)}
+    return {
+        "y": ops.gelu_forward(x),
+        "dx": ops.gelu_backward_input(dy, x),
+        "y with a bias": ops.bias_gelu_forward(again, b),
+    }
 
 
 def gelu_theirs(torch, case):
@@ -171,15 +199,23 @@ def swiglu_exact(case):
     s = _sigmoid(g)
     more = g * s * _sigmoid(-g)
     y = _beside_flushed(case, g * s * up)
-    return {"y": y, "y again": y, "dup": _beside_flushed(case, dy * g * s),
-            "dgate": _beside_flushed(case, dy * up * (s + more), 1, dy * up * (s + np.abs(more)))}
+    return {
+        "y": y,
+        "y again": y,
+        "dup": _beside_flushed(case, dy * g * s),
+        "dgate": _beside_flushed(case, dy * up * (s + more), 1, dy * up * (s + np.abs(more))),
+    }
 
 
 def swiglu_ours(ops, case):
     h, (dy,) = Case(h=np.stack([case.x, case.up], axis=-2)).on(ops, "h")[0], case.on(ops, "dy")
     dh, again = ops.swiglu_backward_input(dy, h)
-    return {"y": ops.swiglu_forward(h), "y again": again, "dgate": dh[..., 0, :],
-            "dup": dh[..., 1, :]}
+    return {
+        "y": ops.swiglu_forward(h),
+        "y again": again,
+        "dgate": dh[..., 0, :],
+        "dup": dh[..., 1, :],
+    }
 
 
 def swiglu_theirs(torch, case):
@@ -193,11 +229,20 @@ def swiglu_theirs(torch, case):
 
 
 def norm_cases(rng):
-    sizes = {"": (3, 96), " short": (5, 3), " long": (2, 8192), " alone": (3, 1),
-             " many": (4096, 2)}
-    return {name + kind: Case(x=x, dy=spread(rng, *size), w=spread(rng, size[1]),
-                              b=spread(rng, size[1]))
-            for kind, size in sizes.items() for name, x in rows_of(rng, *size).items()}
+    sizes = {
+        "": (3, 96),
+        " short": (5, 3),
+        " long": (2, 8192),
+        " alone": (3, 1),
+        " many": (4096, 2),
+    }
+    return {
+        name + kind: Case(
+            x=x, dy=spread(rng, *size), w=spread(rng, size[1]), b=spread(rng, size[1])
+        )
+        for kind, size in sizes.items()
+        for name, x in rows_of(rng, *size).items()
+    }
 
 
 def norms_exact(case):
@@ -211,8 +256,11 @@ def norms_exact(case):
         if name == "layernorm":
             dx -= rstd * g.mean(-1, keepdims=True)
         y = xhat * w + (b if name == "layernorm" else 0)
-        results |= {f"{name} y": (y, np.abs(xhat * w) + np.abs(b)), f"{name} dx": (dx, rstd * g),
-                    f"{name} dw": ((dy * xhat).sum(0), np.abs(dy).sum(0))}
+        results |= {
+            f"{name} y": (y, np.abs(xhat * w) + np.abs(b)),
+            f"{name} dx": (dx, rstd * g),
+            f"{name} dw": ((dy * xhat).sum(0), np.abs(dy).sum(0)),
+        }
     return results | {"layernorm db": (dy.sum(0), np.abs(dy).sum(0))}
 
 
@@ -223,20 +271,28 @@ def norms_ours(ops, case):
     ops.layernorm_backward_weight(dy, x, mean, rstd, dw, db)
     rms_y, rms_rstd = ops.rmsnorm_forward(x, w, 1e-5)
     ops.rmsnorm_backward_weight(dy, x, rms_rstd, rms_dw)
-    return {"layernorm y": y, "layernorm dx": ops.layernorm_backward_input(dy, x, w, mean, rstd),
-            "layernorm dw": dw, "layernorm db": db, "rmsnorm y": rms_y,
-            "rmsnorm dx": ops.rmsnorm_backward_input(dy, x, w, rms_rstd), "rmsnorm dw": rms_dw}
+    return {
+        "layernorm y": y,
+        "layernorm dx": ops.layernorm_backward_input(dy, x, w, mean, rstd),
+        "layernorm dw": dw,
+        "layernorm db": db,
+        "rmsnorm y": rms_y,
+        "rmsnorm dx": ops.rmsnorm_backward_input(dy, x, w, rms_rstd),
+        "rmsnorm dw": rms_dw,
+    }
 
 
 def norms_theirs(torch, case):
     x, dy, w, b = case.leaves(torch, "x dy w b")
     results, functional = {}, torch.nn.functional
     for name, y, leaves in (
-            ("layernorm", functional.layer_norm(x, w.shape, w, b, 1e-5), (x, w, b)),
-            ("rmsnorm", functional.rms_norm(x, w.shape, w, 1e-5), (x, w))):
+        ("layernorm", functional.layer_norm(x, w.shape, w, b, 1e-5), (x, w, b)),
+        ("rmsnorm", functional.rms_norm(x, w.shape, w, 1e-5), (x, w)),
+    ):
         grads = torch.autograd.grad(y, leaves, dy)
         results |= {f"{name} y": y} | {
-            f"{name} {of}": grad for of, grad in zip(("dx", "dw", "db"), grads, strict=False)}
+            f"{name} {of}": grad for of, grad in zip(("dx", "dw", "db"), grads, strict=False)
+        }
     return results
 
 
@@ -245,11 +301,17 @@ def norms_theirs(torch, case):
 
 def loss_cases(rng):
     cases = {}
-    for kind, (count, width, valid) in {"": (4, 12, 12), " padded": (4, 12, 5), " one": (2, 1, 1),
-                                        " long": (2, 20_000, 19_990)}.items():
+    for kind, (count, width, valid) in {
+        "": (4, 12, 12),
+        " padded": (4, 12, 5),
+        " one": (2, 1, 1),
+        " long": (2, 20_000, 19_990),
+    }.items():
         rows = rows_of(rng, count, width)
-        rows |= {f"below {-low:g}": -low - np.abs(spread(rng, count, width, magnitude=low / 1e7))
-                 for low in (1e4, 1e13, 1e18, 1e31, 3e38)}
+        rows |= {
+            f"below {-low:g}": -low - np.abs(spread(rng, count, width, magnitude=low / 1e7))
+            for low in (1e4, 1e13, 1e18, 1e31, 3e38)
+        }
         for name, numbers in rows.items():
             logits = float32(numbers)
             logits[:, valid:] = np.nan  # padding is not read
@@ -257,7 +319,8 @@ def loss_cases(rng):
             targets[0] = np.argmax(logits[0, :valid])
             for shards in (1, 4) if width % 4 == 0 else (1,):
                 cases[f"{name}{kind} in {shards}"] = Case(
-                    logits=logits, targets=targets, valid=valid, shards=shards)
+                    logits=logits, targets=targets, valid=valid, shards=shards
+                )
     return cases
 
 
@@ -281,16 +344,21 @@ def loss_ours(ops, case):
     for place, (part, start) in enumerate(zip(parts, starts, strict=True)):
         ops.copy(stats[place], ops.cross_entropy_forward(part, targets, start, case.valid))
     loss, sums = ops.cross_entropy_combine(stats)
-    grads = [ops.cross_entropy_backward_input(part, targets, sums, start, case.valid, 0.25)
-             for part, start in zip(parts, starts, strict=True)]
-    return {"loss": loss[:, None],
-            "dlogits": np.concatenate([ops.to_host(grad) for grad in grads], axis=1)}
+    grads = [
+        ops.cross_entropy_backward_input(part, targets, sums, start, case.valid, 0.25)
+        for part, start in zip(parts, starts, strict=True)
+    ]
+    return {
+        "loss": loss[:, None],
+        "dlogits": np.concatenate([ops.to_host(grad) for grad in grads], axis=1),
+    }
 
 
 def loss_theirs(torch, case):
     (logits,) = case.leaves(torch, "logits")
     loss = torch.nn.functional.cross_entropy(
-        logits[:, : case.valid], torch.tensor(case.targets), reduction="none")
+        logits[:, : case.valid], torch.tensor(case.targets), reduction="none"
+    )
     (grad,) = torch.autograd.grad(loss, logits, torch.full_like(loss, 0.25))
     return {"loss": loss[:, None], "dlogits": grad}
 

@@ -12,8 +12,12 @@ def sum_cases(rng):
     for kind, (rows, width) in {"": (6, 8), " many": (4096, 4), " long": (2, 3000)}.items():
         for name, x in rows_of(rng, rows, width).items():
             cases[name + kind] = Case(
-                x=x, w=spread(rng, width, OUT), dy=spread(rng, rows, OUT),
-                ids=rng.integers(0, 3, rows), angles=spread(rng, rows, 2, width // 2))
+                x=x,
+                w=spread(rng, width, OUT),
+                dy=spread(rng, rows, OUT),
+                ids=rng.integers(0, 3, rows),
+                angles=spread(rng, rows, 2, width // 2),
+            )
     return cases
 
 
@@ -30,14 +34,21 @@ def sums_exact(case):
     first, second, third, fourth = _turned(x, angles)
     sums, sizes = x.sum(0), size.sum(0)
     return {
-        "matmul": (x @ w, size @ np.abs(w)), "matmul_nt": (x @ w, size @ np.abs(w)),
-        "matmul_tn_add": (x.T @ dy, size.T @ np.abs(dy)), "bias": (sums, sizes),
-        "embedding": (ids.T @ x, ids.T @ size), "position": (ids.T @ x, ids.T @ size),
-        "add_parts": (x[:PARTS].sum(0), size[:PARTS].sum(0)), "mean": (x.mean(0), size.mean(0)),
-        "sum": (x.sum()[None], size.sum()), "square_sum": (x * x).sum()[None],
-        "rope": (np.concatenate([first - second, third + fourth], -1),
-                 np.abs(np.concatenate([first, third], -1)) + np.abs(
-                     np.concatenate([second, fourth], -1))),
+        "matmul": (x @ w, size @ np.abs(w)),
+        "matmul_nt": (x @ w, size @ np.abs(w)),
+        "matmul_tn_add": (x.T @ dy, size.T @ np.abs(dy)),
+        "bias": (sums, sizes),
+        "embedding": (ids.T @ x, ids.T @ size),
+        "position": (ids.T @ x, ids.T @ size),
+        "add_parts": (x[:PARTS].sum(0), size[:PARTS].sum(0)),
+        "mean": (x.mean(0), size.mean(0)),
+        "sum": (x.sum()[None], size.sum()),
+        "square_sum": (x * x).sum()[None],
+        "rope": (
+            np.concatenate([first - second, third + fourth], -1),
+            np.abs(np.concatenate([first, third], -1))
+            + np.abs(np.concatenate([second, fourth], -1)),
+        ),
     }
 
 
@@ -52,8 +63,12 @@ def sums_ours(ops, case):
     table = ops.asarray(case.angles)
     ops.rope_forward(turned[None, :, None], ops.asarray(np.arange(len(case.x))), table)
     return {
-        "matmul": ops.matmul(x, w), "matmul_nt": ops.matmul_nt(x, w.T.copy()),
-        "matmul_tn_add": dw, "bias": db, "embedding": dtable, "position": dplaces,
+        "matmul": ops.matmul(x, w),
+        "matmul_nt": ops.matmul_nt(x, w.T.copy()),
+        "matmul_tn_add": dw,
+        "bias": db,
+        "embedding": dtable,
+        "position": dplaces,
         "add_parts": ops.add_parts(parts[:PARTS]),
         "mean": ops.meanpool_forward(x[None, :, None])[0],
         "sum": np.array(ops.numbers([ops.sum(x)])),
@@ -69,11 +84,20 @@ def sums_theirs(torch, case):
     (dtable,) = torch.autograd.grad(torch.nn.functional.embedding(ids, table), table, x)
     first, second = x.chunk(2, -1)
     turned = torch.cat([angles[:, 0], angles[:, 0]], -1) * x + torch.cat(
-        [angles[:, 1], angles[:, 1]], -1) * torch.cat([-second, first], -1)
+        [angles[:, 1], angles[:, 1]], -1
+    ) * torch.cat([-second, first], -1)
     return {
-        "matmul": x @ w, "matmul_nt": x @ w, "matmul_tn_add": x.T @ dy, "bias": x.sum(0),
-        "embedding": dtable, "position": dtable, "add_parts": x[:PARTS].sum(0), "mean": x.mean(0),
-        "sum": x.sum()[None], "square_sum": (x * x).sum()[None], "rope": turned,
+        "matmul": x @ w,
+        "matmul_nt": x @ w,
+        "matmul_tn_add": x.T @ dy,
+        "bias": x.sum(0),
+        "embedding": dtable,
+        "position": dtable,
+        "add_parts": x[:PARTS].sum(0),
+        "mean": x.mean(0),
+        "sum": x.sum()[None],
+        "square_sum": (x * x).sum()[None],
+        "rope": turned,
     }
 
 
@@ -81,8 +105,10 @@ def sums_theirs(torch, case):
 
 
 def update_cases(rng):
-    return {name: Case(grad=grad.reshape(-1), data=spread(rng, grad.size))
-            for name, grad in rows_of(rng, 1, 700).items()}
+    return {
+        name: Case(grad=grad.reshape(-1), data=spread(rng, grad.size))
+        for name, grad in rows_of(rng, 1, 700).items()
+    }
 
 
 def updates_exact(case):
@@ -90,8 +116,12 @@ def updates_exact(case):
     lr, beta1, beta2, eps, decay = (WIDE(value) for value in ADAMW.values())
     m, v = (1 - beta1) * grad, (1 - beta2) * grad * grad
     step = lr * (m / (1 - beta1)) / (np.sqrt(v / (1 - beta2)) + eps)
-    return {"sgd": (data - lr * grad, np.abs(data) + np.abs(lr * grad)), "m": m, "v": v,
-            "adamw": (data * (1 - lr * decay) - step, np.abs(data) + np.abs(step))}
+    return {
+        "sgd": (data - lr * grad, np.abs(data) + np.abs(lr * grad)),
+        "m": m,
+        "v": v,
+        "adamw": (data * (1 - lr * decay) - step, np.abs(data) + np.abs(step)),
+    }
 
 
 def updates_ours(ops, case):
@@ -109,10 +139,19 @@ def updates_ours(ops, case):
 
 def updates_theirs(torch, case):
     results = {}
-    for name, make in (("sgd", lambda data: torch.optim.SGD([data], lr=ADAMW["lr"])),
-                       ("adamw", lambda data: torch.optim.AdamW(
-                           [data], lr=ADAMW["lr"], betas=(ADAMW["beta1"], ADAMW["beta2"]),
-                           eps=ADAMW["eps"], weight_decay=ADAMW["weight_decay"]))):
+    for name, make in (
+        ("sgd", lambda data: torch.optim.SGD([data], lr=ADAMW["lr"])),
+        (
+            "adamw",
+            lambda data: torch.optim.AdamW(
+                [data],
+                lr=ADAMW["lr"],
+                betas=(ADAMW["beta1"], ADAMW["beta2"]),
+                eps=ADAMW["eps"],
+                weight_decay=ADAMW["weight_decay"],
+            ),
+        ),
+    ):
         data, grad = (one.detach() for one in case.leaves(torch, "data grad"))
         data = torch.nn.Parameter(data)
         data.grad = grad

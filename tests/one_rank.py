@@ -16,8 +16,17 @@ from mpipar.train.worker import Worker
 
 def worker_for(folder, dtype="float64", *flags):
     """One rank with the shape of the weights in a folder; they are not loaded yet."""
-    words = ["--init-from", str(folder), "--dtype", dtype, "--batch-size", "4",
-             "--num-microbatches", "1", *flags]
+    words = [
+        "--init-from",
+        str(folder),
+        "--dtype",
+        dtype,
+        "--batch-size",
+        "4",
+        "--num-microbatches",
+        "1",
+        *flags,
+    ]
     config, _ = resolve(reading_of(*words), 1)
     return Worker(config, Grid(0), make("cpu", dtype), Recorder())
 
@@ -35,8 +44,9 @@ def logits(worker, ids):
 
 def fresh(**values):
     """One rank with random weights, no file."""
-    return _made({"layers": 2, "d_model": 12, "heads": 3, "ffn": 20, "seq_len": 6,
-                  "vocab_size": 17} | values)
+    return _made(
+        {"layers": 2, "d_model": 12, "heads": 3, "ffn": 20, "seq_len": 6, "vocab_size": 17} | values
+    )
 
 
 def fresh_convnet(**values):

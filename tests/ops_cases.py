@@ -32,7 +32,7 @@ def positions_of(kind, tokens, rng):
         return np.sort(rng.integers(0, max(2, tokens // 2), tokens))
     increasing = np.arange(tokens) * 2 + 3
     if kind == "zigzag":
-        return np.concatenate([increasing[tokens // 3:] + 900, increasing[:tokens // 3]])
+        return np.concatenate([increasing[tokens // 3 :] + 900, increasing[: tokens // 3]])
     return increasing
 
 
@@ -170,8 +170,11 @@ def _attention(ops, make, sizes, kind):
     dy, dqkv = make.real(*y.shape), ops.empty(qkv.shape, qkv.dtype)
     ops.attention_backward_input(dy, q, k, v, saved, positions, positions, out=parts(dqkv))
     kept = {} if isinstance(saved, tuple) else {"attention_forward probs": saved}
-    return ({"attention_forward y": y, "attention_backward_input": dqkv} | kept
-            | _attention_in_blocks(ops, make, sizes))
+    return (
+        {"attention_forward y": y, "attention_backward_input": dqkv}
+        | kept
+        | _attention_in_blocks(ops, make, sizes)
+    )
 
 
 def _attention_in_blocks(ops, make, sizes):
@@ -250,10 +253,10 @@ def _images(ops, make, sizes):
         "unfold_backward_input without padding": inside,
         "maxpool_forward y": largest,
         "maxpool_backward_input": ops.maxpool_backward_input(
-            make.real(*places.shape), places, x.shape, 2),
+            make.real(*places.shape), places, x.shape, 2
+        ),
         "meanpool_forward": mean,
-        "meanpool_backward_input": ops.meanpool_backward_input(
-            make.real(*mean.shape), x.shape),
+        "meanpool_backward_input": ops.meanpool_backward_input(make.real(*mean.shape), x.shape),
     }
 
 
@@ -265,8 +268,13 @@ def _updates(ops, make, sizes):
     ops.adamw_step(data, grad, m, v, **ADAMW)
     state = make.sums(size), make.sums(size), make.sums(size), make.positive(size)
     ops.adamw_runs(*state, runs_of(size), **ADAMW)
-    return {"sgd_step": plain_data, "adamw data": data, "adamw m": m, "adamw v": v,
-            **{f"adamw of runs {name}": x for name, x in zip("d-mv", state, strict=True)}}
+    return {
+        "sgd_step": plain_data,
+        "adamw data": data,
+        "adamw m": m,
+        "adamw v": v,
+        **{f"adamw of runs {name}": x for name, x in zip("d-mv", state, strict=True)},
+    }
 
 
 def runs_of(size):
@@ -279,12 +287,17 @@ def _llama(ops, make, sizes):
     """SwiGLU, and rotations of the first heads of an array, whose last head stays as it is."""
     h = make.real(sizes.batch, sizes.tokens, 2, sizes.inner)
     dh, again = ops.swiglu_backward_input(make.real(*h.shape[:2], sizes.inner), h)
-    out = {"swiglu_forward": ops.swiglu_forward(h), "swiglu_backward_input dh": dh,
-           "swiglu_backward_input y": again}
+    out = {
+        "swiglu_forward": ops.swiglu_forward(h),
+        "swiglu_backward_input dh": dh,
+        "swiglu_backward_input y": again,
+    }
     half = sizes.head
     table = make.sums(3 * sizes.tokens, 2, half)
-    each, alike = (make.ids(3 * sizes.tokens, *shape) for shape in (
-        (sizes.batch, sizes.tokens), (sizes.tokens,)))
+    each, alike = (
+        make.ids(3 * sizes.tokens, *shape)
+        for shape in ((sizes.batch, sizes.tokens), (sizes.tokens,))
+    )
     for positions, name in ((alike, ""), (each, " by row")):
         for function in ("rope_forward", "rope_backward_input"):
             x = make.real(sizes.batch, sizes.tokens, sizes.heads + 1, 2 * half)
@@ -305,8 +318,11 @@ def _experts(ops, make, sizes):
     biased, _ = ops.choice_forward(logits, chosen, make.sums(5))
     loads = ops.expert_loads(ids.reshape(1, -1), 5)
     order, of_tokens, places = ops.expert_order(ids)
-    router, drouter, dlogits = make.real(5, sizes.width), make.sums(5, sizes.width), make.sums(
-        tokens, 5)
+    router, drouter, dlogits = (
+        make.real(5, sizes.width),
+        make.sums(5, sizes.width),
+        make.sums(tokens, 5),
+    )
     whole = make.real(tokens, sizes.width)
     ops.router_backward_weight(dlogits, whole, drouter)
     balanced, excess = make.sums(1, tokens, 5), make.sums(5)
@@ -325,8 +341,7 @@ def _experts(ops, make, sizes):
         "choice_forward ids": ids,
         "choice_forward probs": probs,
         "choice_forward biased ids": biased,
-        "choice_backward_input": ops.choice_backward_input(
-            make.sums(*ids.shape), probs, ids, 5),
+        "choice_backward_input": ops.choice_backward_input(make.sums(*ids.shape), probs, ids, 5),
         "expert_loads": loads,
         "expert_order": order,
         "expert_order tokens": of_tokens,

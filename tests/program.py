@@ -56,8 +56,10 @@ def mpipar(
 
 def pair(first: Sequence, second: Sequence, folders: Sequence[Path]) -> Finished:
     """Run two ranks of one job with words and working folders of their own."""
-    rank, other = (["-n", "1", "-wdir", str(folder), *PROGRAM, *map(str, words)]
-                   for words, folder in zip((first, second), folders, strict=True))
+    rank, other = (
+        ["-n", "1", "-wdir", str(folder), *PROGRAM, *map(str, words)]
+        for words, folder in zip((first, second), folders, strict=True)
+    )
     return run_command([launcher(), *rank, ":", *other], LIMIT, environment())
 
 
@@ -151,8 +153,8 @@ def section(text: str, title: str) -> list[str]:
     lines, title = text.split("\n"), " ".join(title.split())
     found = [i for i, line in enumerate(lines) if " ".join(line.split()).startswith(title)]
     assert len(found) == 1, f"{title!r} stands {len(found)} times in\n{text}"
-    below = lines[found[0] + 1:]
-    return below[:below.index("")] if "" in below else below
+    below = lines[found[0] + 1 :]
+    return below[: below.index("")] if "" in below else below
 
 
 def cells(line: str) -> list[str]:

@@ -52,8 +52,12 @@ def workers_of(config, num_ranks):
     shared = [None] * num_ranks, threading.Barrier(num_ranks)
     found = []
     for number in range(num_ranks):
-        worker = Worker(config, Grid.of(config.grid, number),
-                        ops_module.make(config.run.device, config.run.dtype), Recorder())
+        worker = Worker(
+            config,
+            Grid.of(config.grid, number),
+            ops_module.make(config.run.device, config.run.dtype),
+            Recorder(),
+        )
         worker.comms.mpi_world = World(number, num_ranks, shared)
         found.append(worker)
     return found

@@ -126,7 +126,8 @@ class SlurmCluster:
                 self.run("scancel", "--signal=KILL", "--full", str(job_id))
             assert not late, (
                 f"job {job_id} is {fields['JobState']} ({fields['Reason']}) after {timeout} s\n"
-                f"{job_output(fields)}\n{self.logs()}")
+                f"{job_output(fields)}\n{self.logs()}"
+            )
             time.sleep(0.2)
         return fields
 
@@ -300,9 +301,7 @@ def stop(cluster: SlurmCluster) -> None:
 
 
 @contextlib.contextmanager
-def slurm_cluster(
-    nodes: tuple[str, ...] = ("n1", "n2"), cpus: int = 4
-) -> Iterator[SlurmCluster]:
+def slurm_cluster(nodes: tuple[str, ...] = ("n1", "n2"), cpus: int = 4) -> Iterator[SlurmCluster]:
     """Run a cluster of ``nodes`` with ``cpus`` declared CPUs each; tear it down on leaving."""
     # Not pytest's folder: too long for a unix socket, and munged refuses folders closed to others.
     folder = Path(tempfile.mkdtemp(prefix="slurm-"))

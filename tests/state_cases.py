@@ -20,16 +20,28 @@ FACTS = {"config": "steps = 3\n", "data": {"tokens": 17, "sha256": "00"}}
 def config_for(dp=1, pp=1, tp=1, cp=1, **values):
     """A resolved config of a small decoder, or of a convnet (model="convnet")."""
     shape = CONVNET if values.get("model") == "convnet" else DECODER
-    values = {"batch_size": 4 * dp, "num_microbatches": 4, "dp": dp, "pp": pp, "tp": tp, "cp": cp,
-              **shape, **values}
+    values = {
+        "batch_size": 4 * dp,
+        "num_microbatches": 4,
+        "dp": dp,
+        "pp": pp,
+        "tp": tp,
+        "cp": cp,
+        **shape,
+        **values,
+    }
     return resolve(changed(Config(), **values), dp * pp * tp * cp)[0]
 
 
 def state_views(worker):
     """(kind, Param, first, values) of everything that a checkpoint keeps, and of the weights."""
-    return [(kind, *part) for flat in worker.flats for kind in flat.state
-            for target in (flat.weights if kind == "master" else [kind])
-            for part in flat.held(target)]
+    return [
+        (kind, *part)
+        for flat in worker.flats
+        for kind in flat.state
+        for target in (flat.weights if kind == "master" else [kind])
+        for part in flat.held(target)
+    ]
 
 
 def full_tensor(name, kind, shape, dtype, seed=0):
@@ -43,7 +55,8 @@ def known_shard(kind, param, dtype, seed):
     full = full_tensor(param.name, kind, param.shape, dtype, seed)
     shard = np.zeros(param.local_shape, dtype)
     shard[tuple(slice(0, stop - start) for start, stop in param.box)] = full[
-        tuple(slice(start, stop) for start, stop in param.box)]
+        tuple(slice(start, stop) for start, stop in param.box)
+    ]
     return shard.reshape(-1)
 
 
@@ -51,7 +64,7 @@ def fill(worker, seed=0):
     """Give a worker a state that differs for each seed and in every number."""
     for kind, param, first, values in state_views(worker):
         shard = known_shard(kind, param, worker.ops.statistics, seed)
-        values[...] = shard[first:first + values.size].astype(values.dtype)
+        values[...] = shard[first : first + values.size].astype(values.dtype)
     scale = worker.loss_scale
     scale.value, scale.good, scale.skipped = 2.0 ** (3 + seed), 5 + seed, 2 + seed
     for flat in worker.flats:
@@ -62,20 +75,24 @@ def assert_filled(worker, seed=0):
     """Assert that a worker has exactly the state of `fill`, and zeros in the padding."""
     for kind, param, first, values in state_views(worker):
         shard = known_shard(kind, param, worker.ops.statistics, seed)
-        expected = shard[first:first + values.size].astype(values.dtype)
+        expected = shard[first : first + values.size].astype(values.dtype)
         assert values.tobytes() == expected.tobytes(), f"{kind} of {param.name}"
     for flat in worker.flats:
         if flat.data.size == flat.master.size:
             rounded = flat.master.astype(flat.data.dtype)
             assert flat.data.tobytes() == rounded.tobytes(), "the layers' data"
     assert worker.loss_scale.state() == {
-        "value": 2.0 ** (3 + seed), "good": 5 + seed, "skipped": 2 + seed}
+        "value": 2.0 ** (3 + seed),
+        "good": 5 + seed,
+        "skipped": 2 + seed,
+    }
 
 
 def savers_of(workers, folder, keep=2, background=False):
     """The Savers of all ranks, made together."""
-    return on_all(lambda worker: Saver(
-        worker, folder, keep=keep, background=background, facts=FACTS), workers)
+    return on_all(
+        lambda worker: Saver(worker, folder, keep=keep, background=background, facts=FACTS), workers
+    )
 
 
 def saved(config, num_ranks, folder, seed=0, step=3):

@@ -11,10 +11,23 @@ from helpers import REPOSITORY
 from docs.build.tables import FLOORS
 
 PACKAGE = REPOSITORY / "mpipar"
-WIRE = {"comm.checked", "comm.connect", "comm.device", "comm.groups", "comm.half_precision",
-        "comm.nccl", "comm.transport", "comm.levels", "comm.algorithms.mpi_library",
-        "comm.algorithms.steps", "comm.algorithms.ring", "comm.algorithms.halves",
-        "comm.algorithms.shared", "comm.algorithms.window", "comm.algorithms.auto"}
+WIRE = {
+    "comm.checked",
+    "comm.connect",
+    "comm.device",
+    "comm.groups",
+    "comm.half_precision",
+    "comm.nccl",
+    "comm.transport",
+    "comm.levels",
+    "comm.algorithms.mpi_library",
+    "comm.algorithms.steps",
+    "comm.algorithms.ring",
+    "comm.algorithms.halves",
+    "comm.algorithms.shared",
+    "comm.algorithms.window",
+    "comm.algorithms.auto",
+}
 REPORTS = {"comm.facts", "comm.clock", "comm.hosts"}  # what they send stays out of the records
 IMPORT_MPI = WIRE | REPORTS | {"job.mpi", "commands.doctor"}
 CALL_MPI = WIRE | REPORTS | {"job.session", "job.mpi"}
@@ -82,8 +95,11 @@ def import_graph(sources, place=lambda module: module):
     """What imports what inside the package; place: folder, for folders in place of modules."""
     graph = {}
     for module, source in sources.items():
-        to = {place(target(name)) for _, name, _ in imports(module, source)
-              if name.split(".")[0] == "mpipar"}
+        to = {
+            place(target(name))
+            for _, name, _ in imports(module, source)
+            if name.split(".")[0] == "mpipar"
+        }
         graph.setdefault(place(module), set()).update(to - {place(module), "__init__"})
     return graph
 
@@ -95,11 +111,12 @@ def floor_problems(module, source):
     own = folder(module)
     if own not in [*FLOORS, "__init__"]:
         return [f"{module}: stands on no floor; say where in FLOORS"]
-    below = FLOORS[:FLOORS.index(own) + 1] if own in FLOORS else []
-    return [f"{module}:{line}: {own} imports {name} from above"
-            for line, name, _ in imports(module, source)
-            if name.split(".")[0] == "mpipar"
-            and folder(target(name)) not in [*below, "__init__"]]
+    below = FLOORS[: FLOORS.index(own) + 1] if own in FLOORS else []
+    return [
+        f"{module}:{line}: {own} imports {name} from above"
+        for line, name, _ in imports(module, source)
+        if name.split(".")[0] == "mpipar" and folder(target(name)) not in [*below, "__init__"]
+    ]
 
 
 def outside_problems(module, source):
@@ -112,7 +129,8 @@ def outside_problems(module, source):
         elif not late and target(name) in EXTRAS:
             found.append(f"{module}:{line}: {name} is an extra's: import it where it is needed")
         elif not late and top not in (
-                CORE | sys.stdlib_module_names | {"__future__", EXTRAS.get(module)}):
+            CORE | sys.stdlib_module_names | {"__future__", EXTRAS.get(module)}
+        ):
             found.append(f"{module}:{line}: {name} is optional: import it where it is needed")
     return found
 
@@ -151,11 +169,19 @@ def array_math_problems(module, source):
         return []
     tree, found = parsed(source), []
     if module != "layers.param":
-        found += [f"{module}:{line}: imports {name}" for line, name, _ in imports(module, source)
-                  if name.split(".")[0] in ("numpy", "cupy")]
-    methods = [item for node in tree.body if isinstance(node, ast.ClassDef) and is_layer(node)
-               for item in node.body if isinstance(item, ast.FunctionDef)
-               if item.name != "__init__"]
+        found += [
+            f"{module}:{line}: imports {name}"
+            for line, name, _ in imports(module, source)
+            if name.split(".")[0] in ("numpy", "cupy")
+        ]
+    methods = [
+        item
+        for node in tree.body
+        if isinstance(node, ast.ClassDef) and is_layer(node)
+        for item in node.body
+        if isinstance(item, ast.FunctionDef)
+        if item.name != "__init__"
+    ]
     if module.startswith("partition."):
         methods += [node for node in tree.body if isinstance(node, ast.FunctionDef)]
     for method in methods:
@@ -187,11 +213,20 @@ def name_problems(module, source):
     So has a command's flag --rank.
     """
     if module in ("comm.grid", "comm.facts", "comm.clock") or folder(module) in (
-            "console", "job", "plan", "trace"):
+        "console",
+        "job",
+        "plan",
+        "trace",
+    ):
         return []
     found, tree = set(), parsed(source)
-    flags = {field.target for node in tree.body if getattr(node, "name", "") == "Arguments"
-             for field in node.body if isinstance(field, ast.AnnAssign)}
+    flags = {
+        field.target
+        for node in tree.body
+        if getattr(node, "name", "") == "Arguments"
+        for field in node.body
+        if isinstance(field, ast.AnnAssign)
+    }
     for node in ast.walk(tree):
         name = getattr(node, "id", getattr(node, "arg", None))
         if isinstance(node, (ast.Name, ast.arg)) and name == "rank" and node not in flags:
@@ -209,8 +244,13 @@ def state_problems(module, source):
     """Nothing at module level changes: there are only constants, no globals and no caches."""
     tree, found, constants = parsed(source), [], set()
     for node in tree.body:
-        targets = node.targets if isinstance(node, ast.Assign) else [
-            node.target] if isinstance(node, (ast.AnnAssign, ast.AugAssign)) else []
+        targets = (
+            node.targets
+            if isinstance(node, ast.Assign)
+            else [node.target]
+            if isinstance(node, (ast.AnnAssign, ast.AugAssign))
+            else []
+        )
         for name in [n for t in targets for n in ast.walk(t) if isinstance(n, ast.Name)]:
             constants.add(name.id)
             fixed = isinstance(node.value, (ast.Constant, ast.Tuple))
@@ -221,15 +261,21 @@ def state_problems(module, source):
         if isinstance(node, ast.Global):
             found.append(f"{module}:{node.lineno}: global {', '.join(node.names)}")
         if isinstance(node, ast.FunctionDef):
-            words = {getattr(n, "id", getattr(n, "attr", "")) for decorator in node.decorator_list
-                     for n in ast.walk(decorator)}
+            words = {
+                getattr(n, "id", getattr(n, "attr", ""))
+                for decorator in node.decorator_list
+                for n in ast.walk(decorator)
+            }
             if words & {"cache", "lru_cache"}:
                 found.append(f"{module}:{node.lineno}: {node.name} keeps its results")
         written = None
         if isinstance(node, ast.Subscript) and not isinstance(node.ctx, ast.Load):
             written = node.value
-        elif (isinstance(node, ast.Call) and isinstance(node.func, ast.Attribute)
-              and node.func.attr in MUTATORS):
+        elif (
+            isinstance(node, ast.Call)
+            and isinstance(node.func, ast.Attribute)
+            and node.func.attr in MUTATORS
+        ):
             written = node.func.value
         if isinstance(written, ast.Name) and written.id in constants:
             found.append(f"{module}:{node.lineno}: changes {written.id}")
@@ -240,10 +286,20 @@ def stash_problems(module, source):
     """What holds a layer derives its stash, so that no field is forgotten: see `Stash.inner`."""
     if folder(module) not in ("layers", "models", "partition") or module == "layers.stash":
         return []
-    return [f"{module}:{node.lineno}: makes a Stash; derive one by inner()"
-            for node in ast.walk(parsed(source)) if isinstance(node, ast.Call)
-            and getattr(node.func, "attr", getattr(node.func, "id", "")) == "Stash"]
+    return [
+        f"{module}:{node.lineno}: makes a Stash; derive one by inner()"
+        for node in ast.walk(parsed(source))
+        if isinstance(node, ast.Call)
+        and getattr(node.func, "attr", getattr(node.func, "id", "")) == "Stash"
+    ]
 
 
-RULES = [floor_problems, outside_problems, mpi_problems, array_math_problems, name_problems,
-         state_problems, stash_problems]
+RULES = [
+    floor_problems,
+    outside_problems,
+    mpi_problems,
+    array_math_problems,
+    name_problems,
+    state_problems,
+    stash_problems,
+]

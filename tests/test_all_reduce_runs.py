@@ -9,8 +9,10 @@ from program import TEXT, mpipar
 
 from mpipar.commands.algorithms import NAME
 
-SMALL = ("train --layers 2 --d-model 16 --heads 2 --seq-len 8 --batch-size 4 --num-microbatches 1"
-         " --steps 4 --sample-tokens 0 --log-interval 1 --dtype float64").split()
+SMALL = (
+    "train --layers 2 --d-model 16 --heads 2 --seq-len 8 --batch-size 4 --num-microbatches 1"
+    " --steps 4 --sample-tokens 0 --log-interval 1 --dtype float64"
+).split()
 
 
 def losses(folder) -> list[float]:
@@ -49,7 +51,7 @@ def test_auto_takes_what_an_earlier_run_measured_on_these_ranks(tmp_path, monkey
     words = [*SMALL, *TEXT, "--all-reduce", "auto", "--out"]
     first = mpipar(*words, tmp_path / "first", "--layout", "dp=2", ranks=2).ended()
     assert "an earlier run" not in first.stdout
-    machine, = (tmp_path / "cache" / "mpipar" / "algorithms").glob(f"*/{NAME}")
+    (machine,) = (tmp_path / "cache" / "mpipar" / "algorithms").glob(f"*/{NAME}")
     known = json.loads(machine.read_text())
     known["dp [0, 1]"] = {way: ["ring"] * len(names) for way, names in known["dp [0, 1]"].items()}
     machine.write_text(json.dumps(known))
@@ -60,8 +62,15 @@ def test_auto_takes_what_an_earlier_run_measured_on_these_ranks(tmp_path, monkey
     mpipar(*words, tmp_path / "third", "--layout", "tp=2", ranks=2).ended()
     assert json.loads(machine.read_text()).items() > known.items()
     # A run that continues another one sums as that one did, and leaves the machine's choices alone.
-    (tmp_path / "first" / NAME).write_text(json.dumps(
-        {"dp [0, 1]": {way: ["halves"] * len(names) for way, names in known["dp [0, 1]"].items()}}))
+    (tmp_path / "first" / NAME).write_text(
+        json.dumps(
+            {
+                "dp [0, 1]": {
+                    way: ["halves"] * len(names) for way, names in known["dp [0, 1]"].items()
+                }
+            }
+        )
+    )
     before = machine.read_text()
     again = [*words, tmp_path / "first", "--resume", "auto", "--steps", "5", "--layout", "dp=2"]
     assert "an earlier run" not in mpipar(*again, ranks=2).ended().stdout
@@ -90,8 +99,26 @@ main()
 @pytest.mark.slow
 def test_a_rank_that_dies_inside_a_window_ends_the_job(tmp_path):
     """And the one that waits for it at their next meeting does not spin for ever."""
-    result = run_ranks(2, [
-        sys.executable, "-c", DIES, *SMALL, *TEXT, "--layout", "tp=2", "--all-reduce", "window",
-        "--steps", "1000", "--hang-stop", "5", "--out", str(tmp_path / "run")], timeout=100,
-        env={"PYTHONPATH": str(REPOSITORY)}).ended(69)
+    result = run_ranks(
+        2,
+        [
+            sys.executable,
+            "-c",
+            DIES,
+            *SMALL,
+            *TEXT,
+            "--layout",
+            "tp=2",
+            "--all-reduce",
+            "window",
+            "--steps",
+            "1000",
+            "--hang-stop",
+            "5",
+            "--out",
+            str(tmp_path / "run"),
+        ],
+        timeout=100,
+        env={"PYTHONPATH": str(REPOSITORY)},
+    ).ended(69)
     assert "where:  rank 1 of 2" in result.stderr

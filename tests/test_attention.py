@@ -21,8 +21,9 @@ NAMES = ("y", "lse", "dq", "dk", "dv")
 SIZES = [(2, 5, 7, 6, 3, 3), (1, 9, 4, 5, 1, 2), (2, 67, 131, 4, 4, 5), (1, 70, 66, 6, 2, 4)]
 
 
-@pytest.fixture(params=["plain", "tuned", "tiny tiles",
-                        pytest.param("numba", marks=pytest.mark.numba)])
+@pytest.fixture(
+    params=["plain", "tuned", "tiny tiles", pytest.param("numba", marks=pytest.mark.numba)]
+)
 def ops(request, monkeypatch):
     if request.param == "tiny tiles":
         monkeypatch.setattr(numpy_ops, "QUERY_TILE", 2)
@@ -62,8 +63,13 @@ def block_form(ops, case):
     """(y, lse, dq, dk, dv) of one call over all keys."""
     y, stats = ops.attention_block_forward(*case.qkv, case.q_pos, case.k_pos)
     delta = ops.attention_delta(case.dy, y)
-    return y, lse_of(stats), *ops.attention_block_backward(
-        case.dy, *case.qkv, stats, delta, q_pos=case.q_pos, k_pos=case.k_pos)
+    return (
+        y,
+        lse_of(stats),
+        *ops.attention_block_backward(
+            case.dy, *case.qkv, stats, delta, q_pos=case.q_pos, k_pos=case.k_pos
+        ),
+    )
 
 
 @pytest.mark.filterwarnings("error")
@@ -81,8 +87,7 @@ def test_both_forms_are_the_formula(ops, rng, sizes, kind):
 @pytest.mark.parametrize("q_pos", [9, 3], ids=["sees all keys", "sees some keys"])
 def test_one_new_token_of_each_row(ops, rng, q_pos, kv_heads):
     """The keys are the first of a longer array, as in a cache."""
-    q, k, v = (rng.standard_normal(shape) for shape in
-               ((3, 1, 4, 5), *2 * [(3, 20, kv_heads, 5)]))
+    q, k, v = (rng.standard_normal(shape) for shape in ((3, 1, 4, 5), *2 * [(3, 20, kv_heads, 5)]))
     k, v, q_pos, k_pos = k[:, :8], v[:, :8], np.array([q_pos]), np.arange(8)
     expected = formula(q, k, v, np.zeros_like(q), q_pos, k_pos)
     y, stats = ops.attention_block_forward(q, k, v, q_pos, k_pos)
@@ -96,16 +101,21 @@ def test_gradients_are_differences(ops, rng, form):
     case = Case(rng, (2, 5, 7, 6, 3, 3), "gaps")
     function = getattr(ops, form)
     _, saved = function(*case.qkv, case.q_pos, case.k_pos)
-    grads = block_form(ops, case)[2:] if "block" in form else ops.attention_backward_input(
-        case.dy, *case.qkv, saved, case.q_pos, case.k_pos)
+    grads = (
+        block_form(ops, case)[2:]
+        if "block" in form
+        else ops.attention_backward_input(case.dy, *case.qkv, saved, case.q_pos, case.k_pos)
+    )
 
     def loss(*qkv):
         return float((function(*qkv, case.q_pos, case.k_pos)[0] * case.dy).sum())
 
     for i, grad in enumerate(grads):
         along, step = rng.standard_normal(grad.shape), 3e-5
-        above, below = (loss(*(x + sign * step * along if j == i else x
-                               for j, x in enumerate(case.qkv))) for sign in (1, -1))
+        above, below = (
+            loss(*(x + sign * step * along if j == i else x for j, x in enumerate(case.qkv)))
+            for sign in (1, -1)
+        )
         assert (above - below) / (2 * step) == pytest.approx(float((grad * along).sum()), rel=1e-6)
 
 
@@ -117,9 +127,13 @@ def block_backward(ops, *arrays, **positions):
     return ops.attention_block_backward(*arrays, **positions)
 
 
-def by_parts(ops, case, shown=lambda case, part: (*(x[:, part] for x in case.qkv[1:]),
-                                                   case.k_pos[part]),
-             merge=merge, backward=block_backward):
+def by_parts(
+    ops,
+    case,
+    shown=lambda case, part: (*(x[:, part] for x in case.qkv[1:]), case.k_pos[part]),
+    merge=merge,
+    backward=block_backward,
+):
     """(y, lse, dq, dk, dv) over three parts of the keys, as a ring of three ranks has them."""
     q, keys = case.qkv[0], len(case.k_pos)
     parts = [slice(0, keys // 3), slice(keys // 3, keys - 2), slice(keys - 2, keys)]
@@ -133,8 +147,7 @@ def by_parts(ops, case, shown=lambda case, part: (*(x[:, part] for x in case.qkv
     delta, dq, dkv = ops.attention_delta(case.dy, y), 0, []
     for part in parts:
         k, v, k_pos = shown(case, part)
-        own_dq, *own = backward(ops, case.dy, q, k, v, stats, delta,
-                                q_pos=case.q_pos, k_pos=k_pos)
+        own_dq, *own = backward(ops, case.dy, q, k, v, stats, delta, q_pos=case.q_pos, k_pos=k_pos)
         dq = dq + own_dq
         dkv.append(own)
     dk, dv = (np.concatenate(grads, axis=1) for grads in zip(*dkv, strict=True))
@@ -173,13 +186,21 @@ def first_of_group(ops, dy, q, k, v, stats, delta, **positions):
     group = q.shape[2] // k.shape[2]
     one = [x[:, :, ::group] for x in (dy, q)]
     _, dk, dv = ops.attention_block_backward(
-        *one, k, v, stats[:, ::group], delta[:, ::group], **positions)
+        *one, k, v, stats[:, ::group], delta[:, ::group], **positions
+    )
     return dq, dk, dv
 
 
-@pytest.mark.parametrize("twin", [
-    {"merge": added_without_rescaling}, {"shown": shifted_heads}, {"shown": local_positions},
-    {"backward": first_of_group}], ids=lambda twin: next(iter(twin.values())).__name__)
+@pytest.mark.parametrize(
+    "twin",
+    [
+        {"merge": added_without_rescaling},
+        {"shown": shifted_heads},
+        {"shown": local_positions},
+        {"backward": first_of_group},
+    ],
+    ids=lambda twin: next(iter(twin.values())).__name__,
+)
 def test_a_broken_twin_is_seen(rng, twin):
     case = Case(rng, PARTED, "gaps")
     with pytest.raises(AssertionError), np.errstate(all="ignore"):
@@ -197,8 +218,12 @@ def test_a_cache_is_a_longer_array(ops, rng):
     for i in range(tokens):
         cache[:, i, 0], cache[:, i, 1] = k[:, i], v[:, i]
         y, _ = ops.attention_block_forward(
-            q[:, i : i + 1], cache[:, : i + 1, 0], cache[:, : i + 1, 1], positions[i : i + 1],
-            positions[: i + 1])
+            q[:, i : i + 1],
+            cache[:, : i + 1, 0],
+            cache[:, : i + 1, 1],
+            positions[i : i + 1],
+            positions[: i + 1],
+        )
         assert_close(y[:, 0], whole[:, i], 1e-13, f"token {i}")
 
 
@@ -234,8 +259,10 @@ def check_parts_of_16_bits(ops, rng, exact):
         setattr(case, name, ops.asarray(getattr(case, name)))
     case.qkv = tuple(map(ops.asarray, case.qkv))
     q, (k, v) = case.qkv[0], case.qkv[1:]
-    results = [ops.attention_block_forward(q, k[:, part], v[:, part], case.q_pos, case.k_pos[part])
-               for part in (slice(0, 6), slice(6, 11))]
+    results = [
+        ops.attention_block_forward(q, k[:, part], v[:, part], case.q_pos, case.k_pos[part])
+        for part in (slice(0, 6), slice(6, 11))
+    ]
     (y, stats), more = results
     assert y.dtype == stats.dtype == np.float32
     ops.attention_merge(y, stats, *more)
@@ -246,7 +273,8 @@ def check_parts_of_16_bits(ops, rng, exact):
     assert_close(ops.to_host(rounded).astype(np.float64), expected[0], exact + unit, "rounded y")
     delta = ops.attention_delta(case.dy, y)
     grads = ops.attention_block_backward(
-        case.dy, *case.qkv, stats, delta, q_pos=case.q_pos, k_pos=case.k_pos)
+        case.dy, *case.qkv, stats, delta, q_pos=case.q_pos, k_pos=case.k_pos
+    )
     for name, grad, wanted in zip(NAMES[2:], grads, expected[2:], strict=True):
         assert grad.dtype == np.float32
         assert_close(ops.to_host(grad), wanted, 2 * exact + 2e-5, name)
@@ -259,10 +287,18 @@ def test_the_table_says_what_runs_where(cupy, monkeypatch, rng, width):
     """Shapes that no kernel takes go to the plain formula, with the same results."""
     ops, case = make("cuda", "float32"), Case(rng, (1, 5, 7, 4, 2, width), "gaps")
     started, launch = [], Loader.launch
-    monkeypatch.setattr(Loader, "launch", lambda self, file, *rest, **named: (
-        started.append(file), launch(self, file, *rest, **named)))
-    qkv, (dy, *positions) = tuple(map(ops.asarray, case.qkv)), map(
-        ops.asarray, (case.dy, case.q_pos, case.k_pos))
+    monkeypatch.setattr(
+        Loader,
+        "launch",
+        lambda self, file, *rest, **named: (
+            started.append(file),
+            launch(self, file, *rest, **named),
+        ),
+    )
+    qkv, (dy, *positions) = (
+        tuple(map(ops.asarray, case.qkv)),
+        map(ops.asarray, (case.dy, case.q_pos, case.k_pos)),
+    )
     qkv, dy = tuple(x.astype(np.float32) for x in qkv), dy.astype(np.float32)
     results, files = {}, {}
 
@@ -276,8 +312,7 @@ def test_the_table_says_what_runs_where(cupy, monkeypatch, rng, width):
     run("attention_backward_input", dy, *qkv, saved, *positions)
     y, stats = run("attention_block_forward", *qkv, *positions)
     delta = run("attention_delta", dy, y)
-    run("attention_block_backward", dy, *qkv, stats, delta,
-        q_pos=positions[0], k_pos=positions[1])
+    run("attention_block_backward", dy, *qkv, stats, delta, q_pos=positions[0], k_pos=positions[1])
     run("attention_merge", y.copy(), stats.copy(), y, stats)
     for name, ran in files.items():
         file, widest, instead = cuda_kernels.ATTENTION[name]
@@ -285,7 +320,9 @@ def test_the_table_says_what_runs_where(cupy, monkeypatch, rng, width):
         assert ran == ({file} if taken else {instead} - {None}), name
     close = partial(check, expected=case.expected, tol=2e-5)
     lse = lse_of(ops.to_host(stats))
-    for made in ((y, *results["attention_block_backward"]),
-                 (results["attention_forward"][0], *results["attention_backward_input"])):
+    for made in (
+        (y, *results["attention_block_backward"]),
+        (results["attention_forward"][0], *results["attention_backward_input"]),
+    ):
         y, *grads = map(ops.to_host, made)
         close([y, lse, *grads])

@@ -53,7 +53,7 @@ def test_large_sizes_of_a_slow_cable_are_left_out(clock):
     """4 KiB take 1 s: what is measured stays inside the budget, and small sizes are complete."""
     found = measured(clock, 3, lambda size: 0.01 + size / 4096)
     assert 1 < clock.now - 1000 <= 3
-    assert sorted(found) == list(SIZES[:SIZES.index(max(found)) + 1])
+    assert sorted(found) == list(SIZES[: SIZES.index(max(found)) + 1])
 
 
 def test_three_sizes_are_measured_however_long_they_take(clock):
@@ -95,13 +95,23 @@ class SlowLink:
             iteration = self.messages * (self.latency + size / self.rate)
             self.clock.now += max(0.05, budget.LEAST_ITERATIONS * iteration)
             ended = self.clock.now > self.end
-            self.latest = [] if ended and iteration > 1 else [{
-                "via": "mpi4py", "median_us": iteration * 1e6 / self.messages,
-                "per_sample": self.messages}]
+            self.latest = (
+                []
+                if ended and iteration > 1
+                else [
+                    {
+                        "via": "mpi4py",
+                        "median_us": iteration * 1e6 / self.messages,
+                        "per_sample": self.messages,
+                    }
+                ]
+            )
 
 
-@pytest.mark.parametrize(("latency", "rate", "measured"), [
-    (1e-6, 1e10, 64), (1e-4, 1e7, 48), (1e-4, 1e6, 32), (1e-4, 1e5, 17), (2e-2, 1e9, 9)])
+@pytest.mark.parametrize(
+    ("latency", "rate", "measured"),
+    [(1e-6, 1e10, 64), (1e-4, 1e7, 48), (1e-4, 1e6, 32), (1e-4, 1e5, 17), (2e-2, 1e9, 9)],
+)
 def test_a_quick_run_ends_in_time_on_any_link(clock, capsys, latency, rate, measured):
     """16 sections of four sizes; what does not fit is named, and all the rest is measured."""
     sections = world_sections(["ring"] * 16, 2, budget.QUICK_SIZES)

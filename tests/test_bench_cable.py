@@ -52,12 +52,17 @@ def test_a_gain_is_that_of_the_same_repetition():
     assert (nothing["computed_percent"], progress["computed_percent"]) == (0, 50)
 
 
-@pytest.mark.parametrize(("words", "message"), [
-    ("--cable 0", "--cable"), ("--cable 200,x", "--cable"), ("--cable 1e3 --json x", "--cable"),
-    ("--cable 200 --dtype bfloat16 --threads 2", "leave out --threads, --dtype"),
-    ("--cable 200 --freed --arch llama --kv-heads 2", "leave out --arch, --kv-heads, --freed"),
-    ("--cable 200 --recipe nanogpt --no-compiled", "leave out --compiled, --recipe"),
-])
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        ("--cable 0", "--cable"),
+        ("--cable 200,x", "--cable"),
+        ("--cable 1e3 --json x", "--cable"),
+        ("--cable 200 --dtype bfloat16 --threads 2", "leave out --threads, --dtype"),
+        ("--cable 200 --freed --arch llama --kv-heads 2", "leave out --arch, --kv-heads, --freed"),
+        ("--cable 200 --recipe nanogpt --no-compiled", "leave out --compiled, --recipe"),
+    ],
+)
 def test_a_cable_that_cannot_be_is_refused(words, message, capsys):
     with pytest.raises((UsageError, SystemExit)) as caught:
         step.parse(words.split())
@@ -65,12 +70,14 @@ def test_a_cable_that_cannot_be_is_refused(words, message, capsys):
 
 
 def test_ranks_are_not_started_by_hand():
-    session = SimpleNamespace(launcher=SimpleNamespace(size=2, name="mpiexec"),
-                              stop_on_request=nullcontext)
+    session = SimpleNamespace(
+        launcher=SimpleNamespace(size=2, name="mpiexec"), stop_on_request=nullcontext
+    )
     with pytest.raises(UsageError, match="starts its ranks itself: run it without mpiexec"):
         cable.on_each_cable(session, step.parse(["--cable", "200"]))
-    code, block = one_block(run_command(
-        [sys.executable, "-m", "bench.step.cable", "--json", "none.json"], timeout=60))
+    code, block = one_block(
+        run_command([sys.executable, "-m", "bench.step.cable", "--json", "none.json"], timeout=60)
+    )
     assert (code, "start it by python -m bench.step --cable 200" in block) == (2, True)
 
 
@@ -81,8 +88,11 @@ def test_a_container_that_forbids_namespaces_is_named(monkeypatch, tmp_path):
         (tmp_path / name).chmod(0o755)
     monkeypatch.setenv("PATH", f"{tmp_path}:{os.environ['PATH']}")
     reason = two_hosts.missing.__wrapped__()
-    assert re.fullmatch("ip netns add trial.*: Operation not permitted; a container must be started"
-                        " with --privileged", reason)
+    assert re.fullmatch(
+        "ip netns add trial.*: Operation not permitted; a container must be started"
+        " with --privileged",
+        reason,
+    )
 
 
 @pytest.mark.netns
@@ -90,33 +100,48 @@ def test_a_container_that_forbids_namespaces_is_named(monkeypatch, tmp_path):
 @pytest.mark.skipif(find_launcher() is None, reason="no mpiexec: install .[mpich]")
 def test_each_side_is_timed_at_each_rate(tmp_path):
     path = tmp_path / "cable.json"
-    done = run_command([sys.executable, "-m", "bench.step", "--cable", "500,1000", *SIZES.split(),
-                        "--json", path], timeout=100)
+    done = run_command(
+        [sys.executable, "-m", "bench.step", "--cable", "500,1000", *SIZES.split(), "--json", path],
+        timeout=100,
+    )
     if "no network namespaces here" in done.stderr:
         pytest.skip(done.stderr)
     assert done.returncode == 0, done.tail()
     assert "2 hosts of 1 rank, 2 steps" in done.stdout
-    rows = {(row["cable_mbit"], row["layout"], row["overlap"]): row
-            for row in json.loads(path.read_text())["rows"]}
-    assert set(rows) == {(rate, layout, name) for rate in (500, 1000)
-                         for layout, (_, names, _) in cable.LAYOUTS.items() for name in names}
+    rows = {
+        (row["cable_mbit"], row["layout"], row["overlap"]): row
+        for row in json.loads(path.read_text())["rows"]
+    }
+    assert set(rows) == {
+        (rate, layout, name)
+        for rate in (500, 1000)
+        for layout, (_, names, _) in cable.LAYOUTS.items()
+        for name in names
+    }
     for rate in (500, 1000):
-        hidden = {name: rows[rate, "dp 2", name]["computed_percent"]
-                  for name in cable.LAYOUTS["dp 2"][1]}
+        hidden = {
+            name: rows[rate, "dp 2", name]["computed_percent"] for name in cable.LAYOUTS["dp 2"][1]
+        }
         assert hidden["nothing"] == hidden["progress"] == 0 < hidden["units"]
 
 
 # --- bench.verify --goals: its settings, its verdicts, and a step across a slow cable
 
 
-@pytest.mark.parametrize(("words", "message"), [
-    ([], "give the cost model MACHINE"), (["machine.json", "--goals"], "give the cost model"),
-    (["--goals", "--no-steps"], "--no-steps: leaves out"),
-    (["machine.json", "--seconds", "0", "--launches", "-1"],
-     r"--seconds .*, above 0, such as 60\n--launches -1"),
-    (["--goals", "--start", "srun"], "--goals starts its jobs itself"),
-    (["--goals", "--launches", "1", "--seconds", "19"], "takes at least 20 for 1 launch"),
-])
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        ([], "give the cost model MACHINE"),
+        (["machine.json", "--goals"], "give the cost model"),
+        (["--goals", "--no-steps"], "--no-steps: leaves out"),
+        (
+            ["machine.json", "--seconds", "0", "--launches", "-1"],
+            r"--seconds .*, above 0, such as 60\n--launches -1",
+        ),
+        (["--goals", "--start", "srun"], "--goals starts its jobs itself"),
+        (["--goals", "--launches", "1", "--seconds", "19"], "takes at least 20 for 1 launch"),
+    ],
+)
 def test_flags_that_contradict_each_other(words, message):
     with pytest.raises(UsageError, match=message):
         verify.main.parse(words)
@@ -130,6 +155,7 @@ def test_every_schedule_and_layout_is_a_step():
 
 def test_rounds_go_through_all_layouts_and_the_quietest_counts(monkeypatch):
     """Planted: each step takes longer than the one before, but the first of all."""
+
     class Endless:
         rounds, part = staticmethod(range), lambda self, share: self
 
@@ -182,6 +208,7 @@ def test_verdicts_have_the_setting_its_tolerance_and_the_worst(monkeypatch, tmp_
                 one = line(Subject("step dp=2", ranks, "-"), "2 rows", error, 1.0)
                 (folder / "details.jsonl").write_text(json.dumps(one) + "\n")
             return 0
+
         yield start
 
     monkeypatch.setattr(verify, "job_of", job_of)
@@ -191,7 +218,9 @@ def test_verdicts_have_the_setting_its_tolerance_and_the_worst(monkeypatch, tmp_
     assert verify.run_goals(ALONE, args) == 1
     rows = json.loads(path.read_text())["rows"]
     assert [(row["link"], row["verdict"], row["cases"]) for row in rows] == [
-        ("this host, 2 ranks", "NOT KEPT", 3), ("this host, 4 ranks", "kept", 3)]
+        ("this host, 2 ranks", "NOT KEPT", 3),
+        ("this host, 4 ranks", "kept", 3),
+    ]
     assert [row["largest_error"] for row in rows] == [pytest.approx(0.2)] * 2
     assert [row["median_error"] for row in rows] == [pytest.approx(0.12)] * 2
     assert started[:6] == [(2, "bench.calibrate"), (2, "bench.verify")] * 3
@@ -210,18 +239,21 @@ def test_a_job_that_left_no_file_does_not_count_with_that_of_the_launch_before(m
                 (folder / "machine.json").touch()
                 (folder / "details.jsonl").write_text("")
             return 1
+
         yield start
 
     monkeypatch.setattr(verify, "job_of", job_of)
     with pytest.raises(EnvironmentProblem, match=r"bench\.calibrate .* ended with code 1"):
         verify.measured(
-            ALONE, verify.main.parse(["--goals", "--launches", "2"]), verify.SETTINGS[0])
+            ALONE, verify.main.parse(["--goals", "--launches", "2"]), verify.SETTINGS[0]
+        )
     assert started == ["bench.calibrate", "bench.verify", "bench.calibrate"]
 
 
 @pytest.mark.netns
-@pytest.mark.skipif(two_hosts.missing() is not None,
-                    reason=f"network namespaces: {two_hosts.missing()}")
+@pytest.mark.skipif(
+    two_hosts.missing() is not None, reason=f"network namespaces: {two_hosts.missing()}"
+)
 @pytest.mark.skipif(find_launcher() is None, reason="no mpiexec: install .[mpich]")
 def test_no_step_across_a_slow_cable_is_predicted_below_the_cable(tmp_path):
     """At 50 Mbit/s gpipe's messages take longer than its passes: 8 each way, one by one."""
@@ -229,20 +261,41 @@ def test_no_step_across_a_slow_cable_is_predicted_below_the_cable(tmp_path):
     environment = {**OVERSUBSCRIBED, **two_hosts.OVER_TCP, "PYTHONPATH": str(REPOSITORY)}
     try:
         with two_hosts.two_hosts(tmp_path, mbit) as hosts:
-            for words in (["calibrate", "--out", path, "--end-bytes", "128K", "--rows", "1",
-                           "--seconds", "30"], ["verify", path, "--details", details,
-                                                "--seconds", "10"]):
+            for words in (
+                [
+                    "calibrate",
+                    "--out",
+                    path,
+                    "--end-bytes",
+                    "128K",
+                    "--rows",
+                    "1",
+                    "--seconds",
+                    "30",
+                ],
+                ["verify", path, "--details", details, "--seconds", "10"],
+            ):
                 done = run_command(
-                    hosts.mpiexec(find_launcher(), (1, 1), sys.executable, "-m",
-                                  f"bench.{words[0]}", "--only-steps", *words[1:]),
-                    100.0, environment)
+                    hosts.mpiexec(
+                        find_launcher(),
+                        (1, 1),
+                        sys.executable,
+                        "-m",
+                        f"bench.{words[0]}",
+                        "--only-steps",
+                        *words[1:],
+                    ),
+                    100.0,
+                    environment,
+                )
                 assert done.returncode in (0, 1), done.tail()
     except subprocess.CalledProcessError as error:
         pytest.skip(f"network namespaces: {error.stderr.strip()}")
     message = 1 * 64 * 128 * 4
     floor_us = 2 * 8 * message * 8 / mbit
     assert machine_file.load(str(path)).estimate(STREAM, message).seconds == pytest.approx(
-        message * 8e-6 / mbit, rel=0.3)
+        message * 8e-6 / mbit, rel=0.3
+    )
     lines = {one["what"]: one for one in map(json.loads, details.read_text().splitlines())}
     assert set(lines) == {f"step {name}" for name, _ in layouts(2, 1)}
     for name in ("1f1b", "gpipe", "zb-h1"):

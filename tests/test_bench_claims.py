@@ -61,7 +61,8 @@ def test_a_zigzag_evens_out_what_one_run_of_tokens_does_not():
     for row in claims.context():
         even = row["tokens_of_a_rank"] == "zig-zag"
         assert row["largest_over_mean"] == pytest.approx(
-            1 if even else 2 - 1 / row["cp"], rel=1e-3), row
+            1 if even else 2 - 1 / row["cp"], rel=1e-3
+        ), row
 
 
 def test_what_is_made_again_is_not_kept(memory):
@@ -113,16 +114,20 @@ def test_tensor_parallelism_divides_flops_and_not_barriers_or_the_width_of_the_s
 
 @pytest.mark.parametrize("tp", [1, 4])
 def test_the_flops_of_a_convnet_are_those_of_a_step(tp):
-    row, = [one for one in claims.scaling() if (one["part"], one["tp"]) == ("convnet", tp)]
+    (row,) = [one for one in claims.scaling() if (one["part"], one["tp"]) == ("convnet", tp)]
     config = claims.as_convnet(claims.configure({"tp": tp}))
     counted = predict(config, 0).flops
     assert row["MFLOP"] * 1e6 * config.grid.num_microbatches == sum(counted.values())
 
 
 def test_result_files_without_times_are_what_the_code_says(barriers, memory):
-    for name, rows in (("barriers", list(barriers.values())), ("memory", list(memory.values())),
-                       ("convolution", claims.convolution()), ("context", claims.context()),
-                       ("scaling", claims.scaling())):
+    for name, rows in (
+        ("barriers", list(barriers.values())),
+        ("memory", list(memory.values())),
+        ("convolution", claims.convolution()),
+        ("context", claims.context()),
+        ("scaling", claims.scaling()),
+    ):
         path = results.ROOT / "bench" / "results" / f"claims_{name}.json"
         assert json.loads(path.read_text())["rows"] == rows, f"run python -m bench.claims {name}"
 
@@ -133,7 +138,8 @@ def test_experts_exchange_what_is_predicted_and_choose_alike():
     rows = json.loads(path.read_text())["rows"]
     assert [(row["ep"], row["dispatch"], row["routing"]) for row in rows] == [
         (ep, dispatch if ep > 1 else "-", routing)
-        for ep, dispatch, routing in measured.EXPERT_CASES]
+        for ep, dispatch, routing in measured.EXPERT_CASES
+    ]
     for routing in measured.ROUTINGS:  # the same experts, wherever they are
         assert len({row["busiest_expert"] for row in rows if row["routing"] == routing}) == 1
     for row in rows:

@@ -17,8 +17,19 @@ from bench.combinations.choices import (
 )
 from mpipar.config.sections import FIELDS
 
-FEW = {name: CHOICES[name] for name in (
-    "model", "dp", "tp", "arch", "activation", "sequence_parallel", "tp_matmul", "zero")}
+FEW = {
+    name: CHOICES[name]
+    for name in (
+        "model",
+        "dp",
+        "tp",
+        "arch",
+        "activation",
+        "sequence_parallel",
+        "tp_matmul",
+        "zero",
+    )
+}
 
 
 def test_each_setting_is_a_choice_or_stands_outside_with_its_reason():
@@ -59,10 +70,14 @@ def test_each_pair_occurs_or_each_case_with_it_is_refused(found):
     def in_some(part, those):
         return any(part.items() <= case.items() for case in those)
 
-    parts = [{one: a, other: b} for one, other in itertools.combinations(FEW, 2)
-             for a, b in itertools.product(FEW[one], FEW[other])]
+    parts = [
+        {one: a, other: b}
+        for one, other in itertools.combinations(FEW, 2)
+        for a, b in itertools.product(FEW[one], FEW[other])
+    ]
     assert [part for part in parts if in_some(part, legal)] == [
-        part for part in parts if in_some(part, cases)]
+        part for part in parts if in_some(part, cases)
+    ]
     refused = [part for part, _ in illegal]
     assert len(refused) == len(parts) - sum(in_some(part, legal) for part in parts)
     assert not any(in_some(part, legal) for part in refused)
@@ -73,7 +88,8 @@ def test_refusals_are_those_of_mpipar(found):
     why = {tuple(part.items()): text for part, text in found[1]}
     assert "--tp-matmul" in why[("model", "convnet"), ("tp_matmul", "ring")]
     assert kind_of("--heads 4: must be a multiple of tp 3; use 6") == kind_of(
-        "--heads 8: must be a multiple of tp 5; use 10")
+        "--heads 8: must be a multiple of tp 5; use 10"
+    )
 
 
 @pytest.mark.slow
@@ -97,4 +113,10 @@ def test_triples_go_on_until_all_legal_ones_occurred(found):
 
 def test_settings_are_typed_as_a_user_does():
     assert words_of({"dp": 2, "tied": False, "check_comm": True, "rope_scaling": (8.0, 1.5)}) == [
-        "--dp", "2", "--no-tied", "--check-comm", "--rope-scaling", "8,1.5"]
+        "--dp",
+        "2",
+        "--no-tied",
+        "--check-comm",
+        "--rope-scaling",
+        "8,1.5",
+    ]

@@ -121,67 +121,95 @@ def test_held_out_sizes_lie_between_the_fitted_ones():
 def row(case, size, times, **fields):
     """A row of the first launch."""
     pair = case in ("latency", "bandwidth", "bidirectional")
-    return bench_rows.row(case, size=size, times=times) | {
-        "axis": "pair" if pair else "world", "launch": 0} | fields
+    return (
+        bench_rows.row(case, size=size, times=times)
+        | {"axis": "pair" if pair else "world", "launch": 0}
+        | fields
+    )
 
 
 def test_the_quietest_round_of_each_launch_counts():
     rng = np.random.default_rng(5)
-    rows = [row("all-reduce", size, samples(rng, size, shift=shift), launch=launch)
-            for size in SIZES for launch in range(3) for shift in (4.0, 1.0, 2.5)]
+    rows = [
+        row("all-reduce", size, samples(rng, size, shift=shift), launch=launch)
+        for size in SIZES
+        for launch in range(3)
+        for shift in (4.0, 1.0, 2.5)
+    ]
     kept = quietest(rows)
     assert len(kept) == 3 * len(SIZES)
-    curve, = curves(kept)
+    (curve,) = curves(kept)
     assert (curve.operation, curve.link, curve.ranks) == ("all-reduce", "same node", 2)
     assert curve.estimate(64).seconds * 1e6 == pytest.approx(truth(64), rel=0.03)
 
 
 def test_bare_rows_and_rows_of_busy_groups_are_not_fitted():
     base = [row("all-reduce", size, [5.0] * 9) for size in SIZES[:4]]
-    others = [one | change | {"median_us": 1.0, "left_ns": [[1e3, 1e3]] * 9} for one in base
-              for change in ({"via": "mpi4py"}, {"mode": "together"})]
+    others = [
+        one | change | {"median_us": 1.0, "left_ns": [[1e3, 1e3]] * 9}
+        for one in base
+        for change in ({"via": "mpi4py"}, {"mode": "together"})
+    ]
     assert curves(base + others) == curves(base)
     assert curves(base[:2]) == []  # two sizes make no line
 
 
 def test_a_barrier_has_one_time():
-    curve, = curves([row("barrier", 0, [4.0, 5.0, 9.0], launch=launch) for launch in range(2)])
+    (curve,) = curves([row("barrier", 0, [4.0, 5.0, 9.0], launch=launch) for launch in range(2)])
     assert curve.estimate(0).seconds == pytest.approx(5e-6)
     assert not curve.estimate(0).extrapolated
 
 
 def test_factors_and_overhead():
-    rows = [row("bandwidth", 1 << 20, [100.0], algbw_GBps=10.0),
-            row("bidirectional", 1 << 20, [150.0], algbw_GBps=14.0),
-            row("bandwidth", 8, [1.0], algbw_GBps=1.0),
-            row("bidirectional", 8, [1.0], algbw_GBps=9.0)]
-    factor, = duplex(rows)
+    rows = [
+        row("bandwidth", 1 << 20, [100.0], algbw_GBps=10.0),
+        row("bidirectional", 1 << 20, [150.0], algbw_GBps=14.0),
+        row("bandwidth", 8, [1.0], algbw_GBps=1.0),
+        row("bidirectional", 8, [1.0], algbw_GBps=9.0),
+    ]
+    (factor,) = duplex(rows)
     assert (factor.link, factor.factor) == ("same node", pytest.approx(0.7))
-    rows = [row("latency", 8, [4.0]), row("latency", 8, [2.5], via="mpi4py"),
-            row("latency", 1 << 20, [90.0]), row("latency", 1 << 20, [10.0], via="mpi4py")]
+    rows = [
+        row("latency", 8, [4.0]),
+        row("latency", 8, [2.5], via="mpi4py"),
+        row("latency", 1 << 20, [90.0]),
+        row("latency", 1 << 20, [10.0], via="mpi4py"),
+    ]
     assert overhead(rows) == pytest.approx(0.75)
     assert overhead(rows[:1]) is None
-    rows = [row("all-reduce", 64, [time], mode=mode, axis="dp", ranks=ranks)
-            for mode, time in (("alone", 10.0), ("together", 17.0)) for ranks in ([0, 2], [1, 3])]
-    one, = contention(rows)
+    rows = [
+        row("all-reduce", 64, [time], mode=mode, axis="dp", ranks=ranks)
+        for mode, time in (("alone", 10.0), ("together", 17.0))
+        for ranks in ([0, 2], [1, 3])
+    ]
+    (one,) = contention(rows)
     assert (one.operation, one.axis, one.factor) == ("all-reduce", "dp", pytest.approx(1.7))
 
 
 def test_contention_is_within_a_launch():
     """A launch that is slower as a whole does not have more contention."""
-    one, = contention([row("all-reduce", 64, [slow * time], mode=mode, axis="dp", launch=launch)
-                       for launch, slow in enumerate((3.0, 1.0, 1.0))
-                       for mode, time in (("alone", 10.0), ("together", 17.0 + launch))])
+    (one,) = contention(
+        [
+            row("all-reduce", 64, [slow * time], mode=mode, axis="dp", launch=launch)
+            for launch, slow in enumerate((3.0, 1.0, 1.0))
+            for mode, time in (("alone", 10.0), ("together", 17.0 + launch))
+        ]
+    )
     assert one.factor == pytest.approx(1.8)
 
 
 def test_the_verdict_is_by_the_median_of_absolute_errors():
     def lines(what, errors):
-        return [{"what": what, "ranks": 2, "link": "same node", "error": error}
-                for error in errors]
-    verdicts = judge([*lines("latency", (-0.3, 0.09, 0.01)), *lines("all-reduce", (-0.12, 0.11)),
-                      *lines("step dp=2", (0.16, 0.14, -0.149)),
-                      *lines("stage-chain 1f1b", (0.9,))])
+        return [{"what": what, "ranks": 2, "link": "same node", "error": error} for error in errors]
+
+    verdicts = judge(
+        [
+            *lines("latency", (-0.3, 0.09, 0.01)),
+            *lines("all-reduce", (-0.12, 0.11)),
+            *lines("step dp=2", (0.16, 0.14, -0.149)),
+            *lines("stage-chain 1f1b", (0.9,)),
+        ]
+    )
     assert [one["verdict"] for one in verdicts] == ["kept", "NOT KEPT", "kept", "information"]
     assert verdicts[0]["largest_error"] == 0.3
     both = [*lines("latency", (0.01,)), *lines("latency", (0.5,))]
@@ -195,7 +223,6 @@ def test_all_reduce_formulas_in_the_limits(ranks):
     logs, n = {2: 1, 4: 2, 8: 3}[ranks], 8000.0
     found = all_reduce_models(lambda size: 3 + size / 1000, lambda size: size / 500, n, ranks)
     moved = (ranks - 1) / ranks * n
-    assert found["ring"] == pytest.approx(
-        2 * (ranks - 1) * 3 + 2 * moved / 1000 + moved / 500)
+    assert found["ring"] == pytest.approx(2 * (ranks - 1) * 3 + 2 * moved / 1000 + moved / 500)
     assert found["recursive doubling"] == pytest.approx(logs * (3 + n / 1000 + n / 500))
     assert found["Rabenseifner"] == pytest.approx(2 * logs * 3 + 2 * moved / 1000 + moved / 500)

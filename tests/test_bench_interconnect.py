@@ -79,7 +79,9 @@ def test_straggler_among_the_ranks_is_named(rng):
 
 def test_bandwidths_follow_the_conventions():
     assert statistics.bandwidths("all-reduce", 4, 1e6, 1000.0) == {
-        "algbw_GBps": 1.0, "busbw_GBps": 1.5}
+        "algbw_GBps": 1.0,
+        "busbw_GBps": 1.5,
+    }
     assert statistics.bandwidths("all-gather", 4, 1e6, 1000.0)["busbw_GBps"] == 0.75
     assert statistics.bandwidths("ring", 4, 1e6, 1000.0)["busbw_GBps"] == 1.0
 
@@ -112,17 +114,24 @@ def test_file_of_a_killed_run_is_read_up_to_there(tmp_path):
     path = tmp_path / "a.jsonl"
     write_file(path, [row(), row(size=2048)])
     text = path.read_text()
-    path.write_text(text[:text.rindex('{"kind":"end"') - 40])
+    path.write_text(text[: text.rindex('{"kind":"end"') - 40])
     (run,) = records.read(str(path))
     assert (len(run.rows), run.status) == (1, "cut off")
 
 
-@pytest.mark.parametrize(("text", "message"), [
-    ("", "empty"), ("x\n", "not a line of JSON"), ('{"kind":"head","schema":99}\n', "schema 99"),
-    ('{"kind":"row"}\n', "no head"), ('{"kind":"head","schema":2}\n{"kind":"z"}\n', "'z'"),
-    ("[1]\n", "no object"), ('{"kind":"head","schema":2}\n{"kind":"row","x":1}\n', "lacks"),
-    ("\x89PNG\n", "not text"),
-])
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("", "empty"),
+        ("x\n", "not a line of JSON"),
+        ('{"kind":"head","schema":99}\n', "schema 99"),
+        ('{"kind":"row"}\n', "no head"),
+        ('{"kind":"head","schema":2}\n{"kind":"z"}\n', "'z'"),
+        ("[1]\n", "no object"),
+        ('{"kind":"head","schema":2}\n{"kind":"row","x":1}\n', "lacks"),
+        ("\x89PNG\n", "not text"),
+    ],
+)
 def test_what_is_no_such_file_is_refused(tmp_path, text, message):
     (tmp_path / "a.jsonl").write_text(text, encoding="latin-1")
     with pytest.raises(DataError, match=message):
@@ -150,9 +159,17 @@ def test_table_says_what_is_unchecked_and_skewed():
     assert lines[3].endswith(" 0")
 
 
-@pytest.mark.parametrize(("value", "text"), [
-    (0, "0"), (0.02391, "0.02391"), (1.9, "1.900"), (12.345, "12.35"), (123456.7, "123457"),
-    (1e-9, "0.000000")])
+@pytest.mark.parametrize(
+    ("value", "text"),
+    [
+        (0, "0"),
+        (0.02391, "0.02391"),
+        (1.9, "1.900"),
+        (12.345, "12.35"),
+        (123456.7, "123457"),
+        (1e-9, "0.000000"),
+    ],
+)
 def test_four_digits_without_exponent(value, text):
     assert table.digits(value) == text
 
@@ -183,10 +200,16 @@ def test_percent_of_the_bound_is_that_of_the_link():
     inside, away = (row("ring", size=40_000, link=link) for link in ("same node", "between nodes"))
     one, two = (Bounds(5.0, 16.0, "mpi-host", several) for several in (False, True))
     assert one.columns(inside) == {
-        "bound": "--bound-GBps", "bound_GBps": 5.0, "bound_percent": pytest.approx(80)}
+        "bound": "--bound-GBps",
+        "bound_GBps": 5.0,
+        "bound_percent": pytest.approx(80),
+    }
     assert two.columns(away)["bound_percent"] == pytest.approx(80)
     assert two.columns(inside) == {
-        "bound": "memory copy", "bound_GBps": 16.0, "bound_percent": pytest.approx(25)}
+        "bound": "memory copy",
+        "bound_GBps": 16.0,
+        "bound_percent": pytest.approx(25),
+    }
     unstated = two._replace(stated_GBps=None)
     assert unstated.columns(away) == {}
     assert unstated.describe() == "16 GB/s (memory copy) inside a host, unknown between hosts"
@@ -206,30 +229,60 @@ def test_percent_of_the_bound_stands_in_every_table():
     first, second = csv.DictReader(table.as_csv(rows).splitlines())
     assert (first["bound_percent"], first["bound_GBps"], second["bound"]) == ("25.0", "4.096", "")
     cells = table.as_markdown(rows).splitlines()
-    assert [line.split("|")[-2].strip() for line in cells] == [
-        "bound_percent", "---", "25.00", ""]
+    assert [line.split("|")[-2].strip() for line in cells] == ["bound_percent", "---", "25.00", ""]
 
 
 SLOW = [row(median=30.0), row("reduce-scatter", median=8.0), row("all-gather", median=7.0)]
 FINE = [row(median=14.0), *SLOW[1:]]
 
 
-@pytest.mark.parametrize(("rows", "broken"), [
-    (SLOW, ("all-reduce", COMM, 2.0, "reduce-scatter + all-gather")), (FINE, None),
-    ([row("reduce-scatter", BARE, median=20.0), row("reduce-scatter", BARE_UNEVEN, median=5.0)],
-     ("reduce-scatter", BARE, 4.0, f"reduce-scatter ({BARE_UNEVEN})")),
-    *(([row(median=30.0), row(via=via, median=10.0)],
-       ("all-reduce", COMM, 3.0, f"all-reduce ({via})")) for via in BY),
-    ([row("all-to-allv", BARE, median=30.0), row("all-to-allv", BARE_PARTS, median=10.0)],
-     ("all-to-allv", BARE, 3.0, f"all-to-allv ({BARE_PARTS})")),
-    ([row(median=30.0), row(size=2048)], ("all-reduce", COMM, 3.0, "the same with twice the size")),
-    ([row(), row(size=2048, median=30.0)], ("all-reduce", COMM, 1.5, "twice with half the size")),
-    *(([row(median=30.0), row(via="by ring", median=10.0, size=size)],  # rounded to the ranks
-       near and ("all-reduce", COMM, 3.0, "all-reduce (by ring)"))
-      for size, near in ((1020, True), (1032, True), (960, False), (1100, False)))])
+@pytest.mark.parametrize(
+    ("rows", "broken"),
+    [
+        (SLOW, ("all-reduce", COMM, 2.0, "reduce-scatter + all-gather")),
+        (FINE, None),
+        (
+            [
+                row("reduce-scatter", BARE, median=20.0),
+                row("reduce-scatter", BARE_UNEVEN, median=5.0),
+            ],
+            ("reduce-scatter", BARE, 4.0, f"reduce-scatter ({BARE_UNEVEN})"),
+        ),
+        *(
+            (
+                [row(median=30.0), row(via=via, median=10.0)],
+                ("all-reduce", COMM, 3.0, f"all-reduce ({via})"),
+            )
+            for via in BY
+        ),
+        (
+            [row("all-to-allv", BARE, median=30.0), row("all-to-allv", BARE_PARTS, median=10.0)],
+            ("all-to-allv", BARE, 3.0, f"all-to-allv ({BARE_PARTS})"),
+        ),
+        (
+            [row(median=30.0), row(size=2048)],
+            ("all-reduce", COMM, 3.0, "the same with twice the size"),
+        ),
+        (
+            [row(), row(size=2048, median=30.0)],
+            ("all-reduce", COMM, 1.5, "twice with half the size"),
+        ),
+        *(
+            (
+                [
+                    row(median=30.0),
+                    row(via="by ring", median=10.0, size=size),
+                ],  # rounded to the ranks
+                near and ("all-reduce", COMM, 3.0, "all-reduce (by ring)"),
+            )
+            for size, near in ((1020, True), (1032, True), (960, False), (1100, False))
+        ),
+    ],
+)
 def test_broken_guidelines_are_found_with_their_factor(rows, broken):
     assert [(one.case, one.via, one.factor, one.instead) for one in findings.guidelines(rows)] == (
-        [broken] if broken else [])
+        [broken] if broken else []
+    )
 
 
 def test_guideline_that_the_intervals_leave_open_is_not_called_broken(rng):
@@ -244,19 +297,24 @@ def test_guideline_must_be_broken_in_every_launch():
 
 
 def test_contention_is_the_worst_group_over_itself_alone():
-    rows = [row(axis="dp", mode="alone", ranks=(0, 2)),
-            row(axis="dp", mode="alone", ranks=(1, 3), median=20.0),
-            row(axis="dp", mode="together", ranks=(0, 2), median=25.0),
-            row(axis="dp", mode="together", ranks=(1, 3), median=22.0)]
+    rows = [
+        row(axis="dp", mode="alone", ranks=(0, 2)),
+        row(axis="dp", mode="alone", ranks=(1, 3), median=20.0),
+        row(axis="dp", mode="together", ranks=(0, 2), median=25.0),
+        row(axis="dp", mode="together", ranks=(1, 3), median=22.0),
+    ]
     (one,) = findings.contention(rows)
     assert one["contention"] == 2.5
 
 
 def test_slow_pair_is_named():
-    rows = [row("pairs latency", ranks=pair, median=median) for pair, median in
-            (((0, 1), 2.0), ((0, 2), 9.0), ((1, 2), 2.1))]
+    rows = [
+        row("pairs latency", ranks=pair, median=median)
+        for pair, median in (((0, 1), 2.0), ((0, 2), 9.0), ((1, 2), 2.1))
+    ]
     assert findings.slow_pairs(rows) == [
-        "ranks 0 and 2 (same node): 9.0 us, 4.3 times the median pair"]
+        "ranks 0 and 2 (same node): 9.0 us, 4.3 times the median pair"
+    ]
     assert findings.slow_pairs([rows[0], rows[1] | {"link": "between nodes"}]) == []
     assert "9.000" in table.matrix(rows, "median_us")
 
@@ -266,7 +324,9 @@ def test_time_that_was_taken_away_from_a_rank_is_counted(rng):
     took = np.full((1000, 2), 200_000)
     took[::10, 1] += 50_000
     one = row("noise", size=0, via="Python", sync="none") | {
-        "entered_ns": np.zeros_like(took).tolist(), "left_ns": took.tolist()}
+        "entered_ns": np.zeros_like(took).tolist(),
+        "left_ns": took.tolist(),
+    }
     assert statistics.times_us(one).tolist() == (took[:, 1] / 1000).tolist()
     head, quiet, noisy = (line.split() for line in noise.noise_lines(one).splitlines())
     assert quiet[:4] == ["0", "200.0", "0.000", "0.0"]
@@ -287,17 +347,21 @@ def test_detours_are_looked_for_all_the_time(budget, seconds):
 
 
 def test_places_are_read_from_the_system(tmp_path):
-    files = {"devices/system/node/node0/cpulist": "0-3,8\n",
-             "devices/system/node/node1/cpulist": "4-7\n",
-             "devices/system/cpu/cpu5/topology/physical_package_id": "1\n",
-             "kernel/mm/transparent_hugepage/enabled": "always [madvise] never\n",
-             "kernel/mm/transparent_hugepage/defrag": "always defer [never]\n",
-             "class/infiniband/mlx5_0/ports/1/state": "4: ACTIVE\n",
-             "class/infiniband/mlx5_0/ports/1/rate": "200 Gb/sec (4X HDR)\n",
-             "class/infiniband/mlx5_0/device/numa_node": "1\n",
-             "class/net/eth0/operstate": "up\n", "class/net/eth0/speed": "-1\n",
-             "class/net/eth0/device/numa_node": "-1\n", "class/net/lo/operstate": "unknown\n",
-             "meminfo": "HugePages_Total:       7\nHugepagesize:       2048 kB\n"}
+    files = {
+        "devices/system/node/node0/cpulist": "0-3,8\n",
+        "devices/system/node/node1/cpulist": "4-7\n",
+        "devices/system/cpu/cpu5/topology/physical_package_id": "1\n",
+        "kernel/mm/transparent_hugepage/enabled": "always [madvise] never\n",
+        "kernel/mm/transparent_hugepage/defrag": "always defer [never]\n",
+        "class/infiniband/mlx5_0/ports/1/state": "4: ACTIVE\n",
+        "class/infiniband/mlx5_0/ports/1/rate": "200 Gb/sec (4X HDR)\n",
+        "class/infiniband/mlx5_0/device/numa_node": "1\n",
+        "class/net/eth0/operstate": "up\n",
+        "class/net/eth0/speed": "-1\n",
+        "class/net/eth0/device/numa_node": "-1\n",
+        "class/net/lo/operstate": "unknown\n",
+        "meminfo": "HugePages_Total:       7\nHugepagesize:       2048 kB\n",
+    }
     for name, text in files.items():
         (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
         (tmp_path / name).write_text(text)
@@ -306,41 +370,74 @@ def test_places_are_read_from_the_system(tmp_path):
     huge = places.huge_pages(tmp_path, tmp_path / "meminfo")
     assert huge == {"transparent": "madvise", "defrag": "never", "page_KiB": 2048, "set_aside": 7}
     own = {"cores": [0, 1, 2, 5], "numa": [0], "nics": places.nics(tmp_path), "huge_pages": huge}
-    found = places.lines([{"rank": rank, "host": host} | own
-                          for rank, host in enumerate(["a", "a", "b"])])
+    found = places.lines(
+        [{"rank": rank, "host": host} | own for rank, host in enumerate(["a", "a", "b"])]
+    )
     assert found == [
-        "a: ranks 0-1 on cores 0-2,5, NUMA 0", "b: ranks 2 on cores 0-2,5, NUMA 0",
-        ("a, b: mlx5_0 200 Gbit/s (NUMA 1), eth0; huge pages: transparent madvise (defrag never),"
-         " 7 of 2 MiB set aside")]
+        "a: ranks 0-1 on cores 0-2,5, NUMA 0",
+        "b: ranks 2 on cores 0-2,5, NUMA 0",
+        (
+            "a, b: mlx5_0 200 Gbit/s (NUMA 1), eth0; huge pages: transparent madvise (defrag"
+            " never), 7 of 2 MiB set aside"
+        ),
+    ]
     assert places.nics(tmp_path / "none") == places.numa_nodes([0], tmp_path / "none") == []
 
 
 def test_head_says_that_ranks_share_a_gpu(monkeypatch, capsys):
     monkeypatch.setitem(sys.modules, "cupy", fake_cupy)
     ops = ops_module.make("cuda", "float32")
-    bench = types.SimpleNamespace(world=types.SimpleNamespace(size=2),
-                                  places=[places.place_fact(rank, ops) for rank in (0, 1)])
-    head = dict.fromkeys(("library", "transport", "clock", "start", "buffers", "bound",
-                          "cuda_aware_stated", "cuda_aware_tried"), "-")
-    interconnect.say_head(bench, head | {"memory_copy_GBps": 9.0, "machine": {"load": 0.5},
-                                         "footprint_bytes": 0, "crowded": False})
+    bench = types.SimpleNamespace(
+        world=types.SimpleNamespace(size=2),
+        places=[places.place_fact(rank, ops) for rank in (0, 1)],
+    )
+    head = dict.fromkeys(
+        (
+            "library",
+            "transport",
+            "clock",
+            "start",
+            "buffers",
+            "bound",
+            "cuda_aware_stated",
+            "cuda_aware_tried",
+        ),
+        "-",
+    )
+    interconnect.say_head(
+        bench,
+        head
+        | {
+            "memory_copy_GBps": 9.0,
+            "machine": {"load": 0.5},
+            "footprint_bytes": 0,
+            "crowded": False,
+        },
+    )
     assert "ranks 0, 1 share GPU 0000:3B:00.0" in capsys.readouterr().err
 
 
 def test_ranks_agree_on_their_gpus_before_they_talk():
     """Otherwise the others would wait for a rank whose GPU is not usable."""
+
     def agree(function):
         raise EnvironmentProblem("somebody has none")
 
     with pytest.raises(EnvironmentProblem, match="somebody has none"):
-        session.Bench(types.SimpleNamespace(agree=agree, world=None, host_rank=0), Job(), 0,
-                      Plan())
+        session.Bench(types.SimpleNamespace(agree=agree, world=None, host_rank=0), Job(), 0, Plan())
 
 
-@pytest.mark.parametrize(("program", "answer"), [
-    ("", "yes"), ("raise SystemExit(3)", "unknown"), ("raise SystemExit(1)", "no"),
-    ("import os; os.kill(os.getpid(), 11)", "no"), ("import time; time.sleep(60)", "unknown"),
-    ("import os; raise SystemExit('SLURM_X' in os.environ)", "yes")])
+@pytest.mark.parametrize(
+    ("program", "answer"),
+    [
+        ("", "yes"),
+        ("raise SystemExit(3)", "unknown"),
+        ("raise SystemExit(1)", "no"),
+        ("import os; os.kill(os.getpid(), 11)", "no"),
+        ("import time; time.sleep(60)", "unknown"),
+        ("import os; raise SystemExit('SLURM_X' in os.environ)", "yes"),
+    ],
+)
 def test_probe_for_device_memory_has_three_answers(program, answer, monkeypatch):
     monkeypatch.setenv("SLURM_X", "1")
     limit = 1.0 if "sleep" in program else 60.0
@@ -367,8 +464,9 @@ def test_a_file_with_values_of_other_types_is_refused(changes, tmp_path):
 def test_no_two_senders_parts_or_messages_are_alike():
     ranks, window = 300, 200
     parts = range(ranks * ranks)  # of an all-to-all
-    messages = [source * MOST_MESSAGES + place
-                for source in range(ranks) for place in range(window)]
+    messages = [
+        source * MOST_MESSAGES + place for source in range(ranks) for place in range(window)
+    ]
     for indices in (parts, messages):
         first = {float(pattern(index, 1, np.float32)[0]) for index in indices}
         assert len(first) == len(indices)

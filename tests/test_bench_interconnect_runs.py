@@ -27,8 +27,10 @@ from bench.interconnect import overlap, plans, records, sampling
 from bench.interconnect.cases import BARE, COMM, PREPARED
 from mpipar.errors import EXIT_CHECK_FAILED, EXIT_INTERRUPTED, EXIT_USAGE, UsageError
 
-pytestmark = [pytest.mark.slow, pytest.mark.skipif(
-    find_launcher() is None, reason="no mpiexec: install .[mpich]")]
+pytestmark = [
+    pytest.mark.slow,
+    pytest.mark.skipif(find_launcher() is None, reason="no mpiexec: install .[mpich]"),
+]
 BENCH = [sys.executable, "-m", "bench.interconnect"]
 FAULTY = [sys.executable, "tests/faulty_run.py"]
 SHORT = ["--begin-bytes", "64", "--end-bytes", "64", "--seconds", "0.01"]
@@ -59,16 +61,25 @@ def test_quick_runs_every_case_both_ways_and_checks_it(quick):
     assert {row["checked"] for row in run.rows} == {"ok"}
     alone = {"gather": "mpi4py", "scatter": "mpi4py", "noise": "Python"}
     for row in run.rows:
-        twin = {one["via"] for one in run.rows if all(
-            one[name] == row[name] for name in ("case", "ranks", "mode", "size_bytes"))}
+        twin = {
+            one["via"]
+            for one in run.rows
+            if all(one[name] == row[name] for name in ("case", "ranks", "mode", "size_bytes"))
+        }
         assert alone.get(row["case"], COMM) in twin, row["case"]
         assert len(twin) >= 2 or row["case"] in alone, row["case"]
         assert row["low_us"] <= row["median_us"] <= row["high_us"]
         assert len(row["entered_ns"]) == row["iterations"]
     assert {row["via"] for row in run.rows if row["case"] == "reduce-scatter"} == {
-        COMM, BARE, "mpi4py Reduce_scatter"}
+        COMM,
+        BARE,
+        "mpi4py Reduce_scatter",
+    }
     assert {row["via"] for row in run.rows if row["case"] == "all-to-allv"} == {
-        COMM, BARE, "mpi4py messages"}
+        COMM,
+        BARE,
+        "mpi4py messages",
+    }
 
 
 def test_quick_prints_tables_and_head(quick):
@@ -98,37 +109,66 @@ def test_pictures_of_every_kind(quick, tmp_path):
     for row in some:
         writer.row(row)
     writer.end(records.COMPLETE)
-    done = run_command([sys.executable, "-m", "bench.plot", tmp_path / "some.jsonl", "--out",
-                        tmp_path / "plots"], LIMIT, ENV)
+    done = run_command(
+        [sys.executable, "-m", "bench.plot", tmp_path / "some.jsonl", "--out", tmp_path / "plots"],
+        LIMIT,
+        ENV,
+    )
     assert done.returncode == 0, done.tail()
     drawn = (tmp_path / "plots" / "ring-world-ranks-0-1-mpi-host-rotated-time.svg").read_text()
     assert all(f"<!-- {text} -->" in drawn for text in ("64 B", "4.0 KiB"))
     page = (tmp_path / "plots" / "index.html").read_text()
     names = sorted(path.name for path in (tmp_path / "plots").iterdir() if path.suffix != ".html")
     assert sorted(re.findall(r'<img src="([^"]+)"', page)) == [
-        name for name in names if name.endswith(".svg")]
-    assert names == [f"{stem}.{kind}" for stem in (
-        "noise-world-ranks-0-1-mpi-host-rotated-none-detours",
-        "pairs-latency-mpi-host-rotated", "ring-world-ranks-0-1-mpi-host-rotated-bandwidth",
-        "ring-world-ranks-0-1-mpi-host-rotated-late",
-        "ring-world-ranks-0-1-mpi-host-rotated-samples",
-        "ring-world-ranks-0-1-mpi-host-rotated-time") for kind in ("png", "svg")]
+        name for name in names if name.endswith(".svg")
+    ]
+    assert names == [
+        f"{stem}.{kind}"
+        for stem in (
+            "noise-world-ranks-0-1-mpi-host-rotated-none-detours",
+            "pairs-latency-mpi-host-rotated",
+            "ring-world-ranks-0-1-mpi-host-rotated-bandwidth",
+            "ring-world-ranks-0-1-mpi-host-rotated-late",
+            "ring-world-ranks-0-1-mpi-host-rotated-samples",
+            "ring-world-ranks-0-1-mpi-host-rotated-time",
+        )
+        for kind in ("png", "svg")
+    ]
     assert all((tmp_path / "plots" / name).stat().st_size > 2000 for name in names)
 
 
 def test_layout_on_four_ranks(tmp_path):
     path = tmp_path / "rows.jsonl"
-    done = bench(4, "all-reduce", "stage-chain", "--layout", "pp=2,tp=2",
-                 "--bound-GBps", "2.5", *SHORT, "--json", str(path))
+    done = bench(
+        4,
+        "all-reduce",
+        "stage-chain",
+        "--layout",
+        "pp=2,tp=2",
+        "--bound-GBps",
+        "2.5",
+        *SHORT,
+        "--json",
+        str(path),
+    )
     assert done.returncode == 0, done.tail()
     rows = [row for row in records.rows_of([str(path)]) if row["via"] == COMM]
-    groups = {(row["axis"], row["mode"], tuple(row["ranks"])) for row in rows
-              if row["case"] == "all-reduce"}
-    assert groups == {(axis, mode, ranks) for axis, both in (
-        ("pp", ((0, 2), (1, 3))), ("tp", ((0, 1), (2, 3))))
-        for mode in ("alone", "together") for ranks in both}
+    groups = {
+        (row["axis"], row["mode"], tuple(row["ranks"]))
+        for row in rows
+        if row["case"] == "all-reduce"
+    }
+    assert groups == {
+        (axis, mode, ranks)
+        for axis, both in (("pp", ((0, 2), (1, 3))), ("tp", ((0, 1), (2, 3))))
+        for mode in ("alone", "together")
+        for ranks in both
+    }
     assert {row["case"] for row in rows if row["axis"] == "pp"} == {
-        "all-reduce", "stage-chain 1f1b", "stage-chain interleaved"}
+        "all-reduce",
+        "stage-chain 1f1b",
+        "stage-chain interleaved",
+    }
     assert "more ranks than cores" in done.stderr or len(os.sched_getaffinity(0)) >= 4
     assert "# contention: together over alone" in done.stdout
     assert {(row["bound"], row["bound_GBps"]) for row in rows} == {("--bound-GBps", 2.5)}
@@ -139,8 +179,10 @@ def test_wrong_payload_is_refused(tmp_path):
     path = tmp_path / "rows.jsonl"
     done = bench(2, "wrong", "all-reduce", *SHORT, "--json", str(path), program=FAULTY)
     assert done.returncode == EXIT_CHECK_FAILED, done.tail()
-    assert ("refused: all-reduce, 64 bytes, mpipar.comm: rank 1: 1 of 16 elements are wrong"
-            in done.stderr)
+    assert (
+        "refused: all-reduce, 64 bytes, mpipar.comm: rank 1: 1 of 16 elements are wrong"
+        in done.stderr
+    )
     assert {row["via"] for row in records.rows_of([str(path)])} == {BARE, PREPARED}
 
 
@@ -152,8 +194,17 @@ def test_unchecked_is_said(tmp_path):
 
 def test_stall_ends_with_a_message():
     # Buffers as large as caches take seconds to make on a busy machine: a stall, too.
-    done = bench(2, "stall", "all-reduce", *SHORT, "--stall-seconds", "2", "--footprint", "1M",
-                 program=FAULTY)
+    done = bench(
+        2,
+        "stall",
+        "all-reduce",
+        *SHORT,
+        "--stall-seconds",
+        "2",
+        "--footprint",
+        "1M",
+        program=FAULTY,
+    )
     assert done.returncode not in (0, None)
     assert "no progress for 2 s" in done.stderr
     assert re.search(r"rank 1 is at .* \(all-reduce, 64 bytes, mpipar\.comm", done.stderr)
@@ -174,8 +225,13 @@ def test_ctrl_c_leaves_a_valid_file(tmp_path):
     command = [find_launcher(), "-n", "2", *BENCH, "all", "--seconds", "0.1", "--json", str(path)]
     with open(tmp_path / "out", "w") as out:
         process = subprocess.Popen(
-            command, cwd=REPOSITORY, stdout=out, stderr=out, start_new_session=True,
-            env={**os.environ, **OVERSUBSCRIBED, **ENV, MARK: mark})
+            command,
+            cwd=REPOSITORY,
+            stdout=out,
+            stderr=out,
+            start_new_session=True,
+            env={**os.environ, **OVERSUBSCRIBED, **ENV, MARK: mark},
+        )
         try:
             deadline = time.monotonic() + LIMIT
             while not path.exists() or path.read_text().count("\n") < 3:
@@ -194,8 +250,10 @@ def test_ctrl_c_leaves_a_valid_file(tmp_path):
     assert all(json.dumps(row) for row in run.rows)
 
 
-@pytest.mark.parametrize(("sync", "title"), [
-    pytest.param("deadline", "deadline start", marks=pytest.mark.alone), ("none", "back to back")])
+@pytest.mark.parametrize(
+    ("sync", "title"),
+    [pytest.param("deadline", "deadline start", marks=pytest.mark.alone), ("none", "back to back")],
+)
 def test_start_of_iterations_is_said_in_table_and_file(sync, title, tmp_path):
     path = tmp_path / "rows.jsonl"
     done = bench(2, "broadcast", *SHORT, "--sync", sync, "--json", str(path))
@@ -228,8 +286,11 @@ def test_overlap_is_measured_and_printed(tmp_path):
 def test_launches_are_fresh_jobs_in_one_file(tmp_path):
     path = tmp_path / "rows.jsonl"
     start = f"{find_launcher()} -n 2"
-    done = run_command([*BENCH, "barrier", *SHORT, "--launches", "2", "--start", start, "--json",
-                        path], LIMIT, {**OVERSUBSCRIBED, **ENV})
+    done = run_command(
+        [*BENCH, "barrier", *SHORT, "--launches", "2", "--start", start, "--json", path],
+        LIMIT,
+        {**OVERSUBSCRIBED, **ENV},
+    )
     assert done.returncode == 0, done.tail()
     runs = records.read(str(path))
     assert [run.head["launch"] for run in runs] == [1, 2]
@@ -245,43 +306,59 @@ def test_help_under_a_launcher_is_printed_once(name):
     assert done.stdout.count("usage: ") == 1
 
 
-@pytest.mark.parametrize(("ranks", "words", "message"), [
-    (1, "latency", "at least 2 ranks"), (2, "latncy", "did you mean"), (2, "", "name the cases"),
-    (2, "ring --layout dp=4", "for 4 ranks"),
-    (2, "latency --layout dp=2", "no groups"), (2, "ring --begin-bytes 3x", "be bytes"),
-    (2, "ring --factor 1", "--factor 1.01 or more"),
-    (2, "ring --factor nan", "by a factor of nan"), (2, "ring --factor inf", "by a factor of inf"),
-    (2, "ring --launches 2 --json x", "--launches"),
-    (2, "ring --seconds 0", "above 0"),
-    (2, "ring --window x", "--window"), (2, "ring --seconds nan", "above 0"),
-    (1, "ring --launches 0", "at least 1"),
-    (2, "ring --stall-seconds -1", "--stall-seconds"),
-    (2, "ring --start mpirun", "starts jobs only where nothing else does"),
-    (2, "ring --ways C,mpi", "did you mean"), (2, "ring --ways C --sync deadline", "--ways C: its"),
-    (2, "noise --ways C --warm-up -1", "--warm-up must"), (2, "ring --begin-bytes -1", "be bytes"),
-    (2, "ring --iterations 1000000", "from 0 to 100000"), (2, "noise --layout dp=2", "no groups"),
-    (2, "ring --quick --factor=3", "out --factor"),
-    (2, "ring --wind 3", "--wind 3"),
-    (2, "ring all-reduce --overlap 2", "all-reduce is not posted"),
-    (2, "stage-chain --overlap 2 --layout pp=2", "only ring, iall-reduce, fan-in, fan-out are"),
-    (2, "ring --overlap -1", "0 or more"),
-    (2, "all-to-allv --routing zip", "no routing 'zip'; did you mean zipf?"),
-    (2, "ring --routing zipf", "belongs to all-to-allv, which is not run"),
-    *((2, f"ring --bound-GBps={wrong}", "--bound-GBps must be above 0")
-      for wrong in ("0", "-1", "nan", "inf")),
-])
+@pytest.mark.parametrize(
+    ("ranks", "words", "message"),
+    [
+        (1, "latency", "at least 2 ranks"),
+        (2, "latncy", "did you mean"),
+        (2, "", "name the cases"),
+        (2, "ring --layout dp=4", "for 4 ranks"),
+        (2, "latency --layout dp=2", "no groups"),
+        (2, "ring --begin-bytes 3x", "be bytes"),
+        (2, "ring --factor 1", "--factor 1.01 or more"),
+        (2, "ring --factor nan", "by a factor of nan"),
+        (2, "ring --factor inf", "by a factor of inf"),
+        (2, "ring --launches 2 --json x", "--launches"),
+        (2, "ring --seconds 0", "above 0"),
+        (2, "ring --window x", "--window"),
+        (2, "ring --seconds nan", "above 0"),
+        (1, "ring --launches 0", "at least 1"),
+        (2, "ring --stall-seconds -1", "--stall-seconds"),
+        (2, "ring --start mpirun", "starts jobs only where nothing else does"),
+        (2, "ring --ways C,mpi", "did you mean"),
+        (2, "ring --ways C --sync deadline", "--ways C: its"),
+        (2, "noise --ways C --warm-up -1", "--warm-up must"),
+        (2, "ring --begin-bytes -1", "be bytes"),
+        (2, "ring --iterations 1000000", "from 0 to 100000"),
+        (2, "noise --layout dp=2", "no groups"),
+        (2, "ring --quick --factor=3", "out --factor"),
+        (2, "ring --wind 3", "--wind 3"),
+        (2, "ring all-reduce --overlap 2", "all-reduce is not posted"),
+        (2, "stage-chain --overlap 2 --layout pp=2", "only ring, iall-reduce, fan-in, fan-out are"),
+        (2, "ring --overlap -1", "0 or more"),
+        (2, "all-to-allv --routing zip", "no routing 'zip'; did you mean zipf?"),
+        (2, "ring --routing zipf", "belongs to all-to-allv, which is not run"),
+        *(
+            (2, f"ring --bound-GBps={wrong}", "--bound-GBps must be above 0")
+            for wrong in ("0", "-1", "nan", "inf")
+        ),
+    ],
+)
 def test_bad_input_is_refused(ranks, words, message, monkeypatch):
     with pytest.raises(UsageError) as caught:
         interconnect.main(words.split(), StandIn(ranks))
     assert str(caught.value).count(message) == 1
 
 
-@pytest.mark.parametrize(("ranks", "words", "message"), [
-    (2, "latncy", "did you mean"),
-    (2, "ring --begin-bytes 9000G --end-bytes 9000G", "smaller --end-bytes"),
-    (2, "ring --transport staged", "--transport staged needs "),  # CuPy, or a GPU for it
-    (1, "ring --launches 1 --start /no-such --json /tmp/x.jsonl", "/no-such: No such file"),
-])
+@pytest.mark.parametrize(
+    ("ranks", "words", "message"),
+    [
+        (2, "latncy", "did you mean"),
+        (2, "ring --begin-bytes 9000G --end-bytes 9000G", "smaller --end-bytes"),
+        (2, "ring --transport staged", "--transport staged needs "),  # CuPy, or a GPU for it
+        (1, "ring --launches 1 --start /no-such --json /tmp/x.jsonl", "/no-such: No such file"),
+    ],
+)
 def test_bad_input_is_explained(ranks, words, message):
     done = bench(ranks, *words.split())
     assert done.returncode in (EXIT_USAGE, 69), done.tail()

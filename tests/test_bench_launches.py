@@ -27,8 +27,9 @@ def test_compare_says_slower_only_when_the_launches_support_it(rng):
     assert one.verdict == "slower"
     (one,) = compare.compare_rows(shifted(rng, 1.3, 6), shifted(rng, 1, 6))
     assert one.verdict == "faster"
-    same = [compare.compare_rows(shifted(rng, 1, 6), shifted(rng, 1, 6))[0].verdict
-            for _ in range(100)]
+    same = [
+        compare.compare_rows(shifted(rng, 1, 6), shifted(rng, 1, 6))[0].verdict for _ in range(100)
+    ]
     assert same.count("not shown") >= 88
     (one,) = compare.compare_rows(shifted(rng, 1, 2), shifted(rng, 3, 2))
     assert one.verdict == "not shown"
@@ -38,16 +39,20 @@ def test_compare_says_slower_only_when_the_launches_support_it(rng):
 
 def test_each_row_needs_enough_launches(rng):
     """4 and 3 launches are more than 3 and 9, but can show less."""
-    found = [compare.compare_rows(shifted(rng, 1, a), shifted(rng, 1, b))[0]
-             for a, b in ((3, 9), (4, 3), (1, 5), (5, 5))]
+    found = [
+        compare.compare_rows(shifted(rng, 1, a), shifted(rng, 1, b))[0]
+        for a, b in ((3, 9), (4, 3), (1, 5), (5, 5))
+    ]
     nothing, little = compare.too_few(found)
     assert [text.split(" launches")[0] for text in (*nothing, *little)] == ["4 and 3", "1 and 5"]
 
 
 def test_a_row_that_b_lacks_fails_the_check(tmp_path, capsys):
     whole = [row(), row(case="ring")]
-    a, b, c = (write_file(tmp_path / name, rows, launches=5)
-               for name, rows in (("a", whole), ("b", whole[:1]), ("c", whole)))
+    a, b, c = (
+        write_file(tmp_path / name, rows, launches=5)
+        for name, rows in (("a", whole), ("b", whole[:1]), ("c", whole))
+    )
     for other, code in ((b, 1), (c, 0)):
         assert compare.main([a, other, "--check"], None) == code
         assert ("not in B: 1 row of ring" in capsys.readouterr().out) == bool(code)
@@ -56,9 +61,17 @@ def test_a_row_that_b_lacks_fails_the_check(tmp_path, capsys):
 
 def test_several_launches_are_told_by_all_of_them():
     """Each launch has its own skew, overlap and rate; the middle one counts."""
-    rows = [row(median=median, skew_us=skew, overlap_percent=skew, launch=number,
-                bound_percent=100 / median, most_to_peer_bytes=64)
-            for number, (median, skew) in enumerate([(10, 8), (20, 2), (40, 3)])]
+    rows = [
+        row(
+            median=median,
+            skew_us=skew,
+            overlap_percent=skew,
+            launch=number,
+            bound_percent=100 / median,
+            most_to_peer_bytes=64,
+        )
+        for number, (median, skew) in enumerate([(10, 8), (20, 2), (40, 3)])
+    ]
     (one,) = between.combined(rows)
     assert (one["median_us"], one["skew_us"], one["overlap_percent"]) == (20, 3, 3)
     assert one["bound_percent"] == pytest.approx(5)
@@ -67,17 +80,22 @@ def test_several_launches_are_told_by_all_of_them():
 
 def test_a_start_is_compared_with_a_whole_sample():
     """Of 64 messages in a sample each takes 1 us; starts 2 us apart are a small part of it."""
-    assert [table.cells(row(median=1.0, skew_us=2.0, per_sample=count))[""]
-            for count in (1, 64)] == ["~", ""]
+    assert [
+        table.cells(row(median=1.0, skew_us=2.0, per_sample=count))[""] for count in (1, 64)
+    ] == ["~", ""]
 
 
 def test_what_rows_say_together_is_said_of_several_launches_too(capsys):
     rows = []
     for launch in (1, 2, 3):
-        rows += [row("pairs latency", ranks=pair, median=(5.0, 6.0, 50.0)[number] + launch)
-                 for number, pair in enumerate([(0, 1), (0, 2), (1, 2)])]
-        rows += [row(axis="dp", mode=mode, median=median + launch)
-                 for mode, median in (("alone", 8.0), ("together", 18.0))]
+        rows += [
+            row("pairs latency", ranks=pair, median=(5.0, 6.0, 50.0)[number] + launch)
+            for number, pair in enumerate([(0, 1), (0, 2), (1, 2)])
+        ]
+        rows += [
+            row(axis="dp", mode=mode, median=median + launch)
+            for mode, median in (("alone", 8.0), ("together", 18.0))
+        ]
         rows.append(row("noise", "Python", size=0))
         rows[-6:] = [one | {"launch": launch} for one in rows[-6:]]
     launches.print_outcome(rows, 3)
@@ -111,14 +129,23 @@ def test_rounds_within_a_launch_are_not_launches(rng):
     assert one.a_us == pytest.approx(sorted(row["median_us"] for row in rounds[0])[4])
 
 
-@pytest.mark.parametrize(("factor", "width", "verdict"), [
-    (1.6, 0.01, "slower"), (1.4, 0.01, "not shown"), (1.6, 0.5, "not shown"),
-    (0.6, 0.01, "faster")])
+@pytest.mark.parametrize(
+    ("factor", "width", "verdict"),
+    [
+        (1.6, 0.01, "slower"),
+        (1.4, 0.01, "not shown"),
+        (1.6, 0.5, "not shown"),
+        (0.6, 0.01, "faster"),
+    ],
+)
 @pytest.mark.parametrize("more", [1, 5])
 def test_one_launch_shows_large_factors_whose_intervals_are_apart(factor, width, verdict, more):
     def side(median, launches):
-        return [row(median=median) | {"launch": n, "low_us": median * (1 - width),
-                                      "high_us": median * (1 + width)} for n in range(launches)]
+        return [
+            row(median=median)
+            | {"launch": n, "low_us": median * (1 - width), "high_us": median * (1 + width)}
+            for n in range(launches)
+        ]
 
     (one,) = compare.compare_rows(side(10.0, 1), side(10.0 * factor, more))
     assert one.verdict == verdict
@@ -127,17 +154,32 @@ def test_one_launch_shows_large_factors_whose_intervals_are_apart(factor, width,
 
 def test_a_large_factor_among_many_rows_is_found(rng):
     sizes = [4 << k for k in range(18)]
-    a, b = ([one | {"size_bytes": size} for size in sizes
-             for one in shifted(rng, 2 if slow and size == 64 else 1, 5)] for slow in (False, True))
-    found = {dict(zip(between.KEY, one.key, strict=True))["size_bytes"]: one
-             for one in compare.compare_rows(a, b)}
+    a, b = (
+        [
+            one | {"size_bytes": size}
+            for size in sizes
+            for one in shifted(rng, 2 if slow and size == 64 else 1, 5)
+        ]
+        for slow in (False, True)
+    )
+    found = {
+        dict(zip(between.KEY, one.key, strict=True))["size_bytes"]: one
+        for one in compare.compare_rows(a, b)
+    }
     assert found[64].verdict == "slower"
     assert not any(compare.discoveries([one.p_value for one in found.values()]))
 
 
-@pytest.mark.parametrize(("launches", "factor", "code", "said"), [
-    (5, 2.0, 1, "1 of 1 rows are slower in B"), (5, 1.0, 0, "0 of 1 rows are slower in B"),
-    (5, 0.5, 0, "0 of 1 rows"), (1, 2.0, 1, "slower, one launch"), (1, 1.2, 0, "not shown")])
+@pytest.mark.parametrize(
+    ("launches", "factor", "code", "said"),
+    [
+        (5, 2.0, 1, "1 of 1 rows are slower in B"),
+        (5, 1.0, 0, "0 of 1 rows are slower in B"),
+        (5, 0.5, 0, "0 of 1 rows"),
+        (1, 2.0, 1, "slower, one launch"),
+        (1, 1.2, 0, "not shown"),
+    ],
+)
 def test_check_sets_the_exit_code(tmp_path, rng, capsys, launches, factor, code, said):
     a, b = tmp_path / "a.jsonl", tmp_path / "b.jsonl"
     write_file(a, [row(times=rng.normal(10, 0.1, 50))], launches=launches)
@@ -153,9 +195,16 @@ def test_check_refuses_launches_that_can_show_nothing(tmp_path):
         compare.main([path, path, "--check"], None)
 
 
-@pytest.mark.parametrize(("size", "bare", "ours", "kept"), [
-    (8, 2.0, 2.5, True), (8 << 10, 4.0, 4.7, False), (64 << 10, 8.0, 11.0, True),
-    (1 << 20, 60.0, 61.7, True), (1 << 20, 60.0, 62.0, False)])
+@pytest.mark.parametrize(
+    ("size", "bare", "ours", "kept"),
+    [
+        (8, 2.0, 2.5, True),
+        (8 << 10, 4.0, 4.7, False),
+        (64 << 10, 8.0, 11.0, True),
+        (1 << 20, 60.0, 61.7, True),
+        (1 << 20, 60.0, 62.0, False),
+    ],
+)
 def test_cost_of_the_wrapper_is_checked_where_it_is_promised(size, bare, ours, kept):
     rows = [row("latency", BARE, size, median=bare) | {"launch": n} for n in range(3)]
     rows += [row("latency", COMM, size, median=ours) | {"launch": n} for n in range(3)]
@@ -173,7 +222,9 @@ def test_ways_stand_beside_c_and_beside_osu(tmp_path, monkeypatch, capsys):
     assert line["record_us"] == pytest.approx(0.5)
     assert ways.with_osu([line]) == [line]  # nothing of OSU is installed here
     assert ways.osu_numbers("# OSU\n# Size  MB/s\n8   16.0\n16  16.0\n", "bandwidth") == {
-        8: 0.5, 16: 1.0}
+        8: 0.5,
+        16: 1.0,
+    }
     program = tmp_path / "osu_latency"
     program.write_text("#!/bin/sh\n[ $PMI_RANK = 0 ] && echo '8  1.25'\nexit 0\n")
     program.chmod(0o755)
@@ -188,8 +239,10 @@ def test_ways_stand_beside_c_and_beside_osu(tmp_path, monkeypatch, capsys):
         assert why in told
 
 
-@pytest.mark.parametrize(("degrees", "known"), [
-    (1, 12.706), (2, 4.303), (3, 3.182), (4, 2.776), (9, 2.262), (30, 2.042), (1000, 1.962)])
+@pytest.mark.parametrize(
+    ("degrees", "known"),
+    [(1, 12.706), (2, 4.303), (3, 3.182), (4, 2.776), (9, 2.262), (30, 2.042), (1000, 1.962)],
+)
 def test_quantiles_of_student_are_those_of_the_tables(degrees, known):
     assert between.quantile(degrees) == pytest.approx(known, abs=6e-4)
 
@@ -253,21 +306,38 @@ def test_launch_is_the_same_command_without_what_starts_launches():
     argv = ["latency", "--launches", "2", "--json", "f", "--quick", "--start=mpiexec -n 3"]
     words = launches.own_command(Flags, argv, 2, "f")
     assert words[:3] == ["mpiexec", "-n", "3"]
-    assert words[4:] == ["-m", "bench.interconnect", "latency", "--quick", "--json", "f",
-                         "--launch", "2"]
+    assert words[4:] == [
+        "-m",
+        "bench.interconnect",
+        "latency",
+        "--quick",
+        "--json",
+        "f",
+        "--launch",
+        "2",
+    ]
     Flags.start = None
     assert Path(launches.own_command(Flags, argv, 2, "f")[0]).name == "mpiexec"
 
 
-@pytest.mark.parametrize(("status", "refused", "keep", "said"), [
-    ("interrupted", (), 0, "interrupted in 2 of 2 launches"),
-    ("complete", (), -5, "cut off in 1 of 2 launches"),
-    ("complete", ["ring, mpi4py: wrong"], 0, "2 cases refused, the first is ring, mpi4py: wrong"),
-    ("complete", (), 0, "")])
+@pytest.mark.parametrize(
+    ("status", "refused", "keep", "said"),
+    [
+        ("interrupted", (), 0, "interrupted in 2 of 2 launches"),
+        ("complete", (), -5, "cut off in 1 of 2 launches"),
+        (
+            "complete",
+            ["ring, mpi4py: wrong"],
+            0,
+            "2 cases refused, the first is ring, mpi4py: wrong",
+        ),
+        ("complete", (), 0, ""),
+    ],
+)
 def test_readers_say_what_a_file_lacks(tmp_path, capsys, status, refused, keep, said):
     path = tmp_path / "a.jsonl"
     write_file(path, [row()], status, 2, refused)
-    path.write_text(path.read_text()[:keep or None])
+    path.write_text(path.read_text()[: keep or None])
     for module, words in ((table, [path]), (compare, [path, path])):
         assert module.main(list(map(str, words)), None) == 0
         out, err = capsys.readouterr()
@@ -276,9 +346,14 @@ def test_readers_say_what_a_file_lacks(tmp_path, capsys, status, refused, keep, 
         assert lines == [f"{path}: rows may be missing: {said}"] * bool(said) * len(words)
 
 
-@pytest.mark.parametrize(("deaf", "code"), [
-    ((), -signal.SIGINT), ((signal.SIGINT,), -signal.SIGTERM),
-    ((signal.SIGINT, signal.SIGTERM), -signal.SIGKILL)])
+@pytest.mark.parametrize(
+    ("deaf", "code"),
+    [
+        ((), -signal.SIGINT),
+        ((signal.SIGINT,), -signal.SIGTERM),
+        ((signal.SIGINT, signal.SIGTERM), -signal.SIGKILL),
+    ],
+)
 def test_job_that_did_not_hear_of_ctrl_c_is_told(monkeypatch, deaf, code):
     class Job(subprocess.Popen):
         def send_signal(self, number):
@@ -291,8 +366,9 @@ def test_job_that_did_not_hear_of_ctrl_c_is_told(monkeypatch, deaf, code):
     monkeypatch.setattr(launches, "LOOK_SECONDS", 0.02)
     session = types.SimpleNamespace(stop_requested=True)
     signs = (signal.SIGINT, signal.SIGTERM)
-    before = [signal.signal(sign, signal.SIG_IGN if sign in deaf else signal.SIG_DFL)
-              for sign in signs]  # which the job inherits; tests in the background ignore SIGINT
+    before = [
+        signal.signal(sign, signal.SIG_IGN if sign in deaf else signal.SIG_DFL) for sign in signs
+    ]  # which the job inherits; tests in the background ignore SIGINT
     try:
         assert launches.run_job(session, ["sleep", "60"]) == code
     finally:
@@ -327,6 +403,9 @@ def test_launches_of_a_quick_run_share_its_time(monkeypatch, tmp_path):
     args = interconnect.parse(argv)
     assert launches.run_jobs(ALONE, args, argv, 3, str(tmp_path / "rows")) == 0
     assert [command[-2:] for command in commands] == [
-        ["--seconds", "28.0"], ["--seconds", "18.0"], ["--seconds", "28.0"]]
-    own = commands[1][commands[1].index("bench.interconnect") + 1:]
+        ["--seconds", "28.0"],
+        ["--seconds", "18.0"],
+        ["--seconds", "28.0"],
+    ]
+    own = commands[1][commands[1].index("bench.interconnect") + 1 :]
     assert interconnect.parse(own).seconds == 18.0

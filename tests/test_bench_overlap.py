@@ -52,9 +52,15 @@ class InWait(Background):
         self.clock.until(self.clock.now + self.seconds)
 
 
-@pytest.mark.parametrize(("operation", "length", "overlap", "tests"), [
-    (Background, 1.0, 100, NUM_TESTS), (Background, 0.5, 100, 3),
-    (Background, 2.0, 50, NUM_TESTS), (InWait, 1.0, 0, NUM_TESTS)])
+@pytest.mark.parametrize(
+    ("operation", "length", "overlap", "tests"),
+    [
+        (Background, 1.0, 100, NUM_TESTS),
+        (Background, 0.5, 100, 3),
+        (Background, 2.0, 50, NUM_TESTS),
+        (InWait, 1.0, 0, NUM_TESTS),
+    ],
+)
 def test_overlap_of_a_planted_operation(operation, length, overlap, tests):
     """length: the operation's, as a multiple of the computing's."""
     clock = Clock()
@@ -80,8 +86,9 @@ def test_computing_is_calibrated_in_nearly_equal_slices(monkeypatch):
     assert work.slices == [0, 0, 0, 0, 0, 0, 1]
 
 
-@pytest.mark.parametrize(("together", "expected"), [
-    (10.0, 100.0), (15.0, 50.0), (20.0, 0.0), (27.0, 0.0), (9.0, 100.0)])
+@pytest.mark.parametrize(
+    ("together", "expected"), [(10.0, 100.0), (15.0, 50.0), (20.0, 0.0), (27.0, 0.0), (9.0, 100.0)]
+)
 def test_percent_is_that_of_osu(together, expected):
     assert percent(10.0, 10.0, together) == expected
 
@@ -117,8 +124,12 @@ def test_table_has_the_columns_of_overlap_and_findings_leave_its_rows_out():
     assert names.split()[-3:] == ["alone_us", "computing_us", "overlap_percent"]
     (line,) = [line for line in lines if COMM + BESIDE in line]
     assert line.split()[-3:] == ["10.00", "12.00", "80.00"]
-    slow = [one | {"size_bytes": 2 * one["size_bytes"]} | dict.fromkeys(
-        ("low_us", "median_us", "high_us"), 100.0) for one in rows]
+    slow = [
+        one
+        | {"size_bytes": 2 * one["size_bytes"]}
+        | dict.fromkeys(("low_us", "median_us", "high_us"), 100.0)
+        for one in rows
+    ]
     assert findings.guidelines(rows + slow) == []
 
 

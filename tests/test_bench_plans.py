@@ -28,14 +28,23 @@ def test_sizes_begin_with_nothing():
     assert plans.geometric(0, 0, 2) == (0,)
 
 
-@pytest.mark.parametrize(("words", "ways"), [
-    ("latency", "mpipar.comm,mpi4py,mpi4py persistent"), ("latency --ways all", "all"),
-    ("all-reduce --ways persistent", "mpi4py prepared"),
-    ("latency --buffers cold --ways all", "mpipar.comm,mpi4py"),
-    ("latency --transport staged", "mpipar.comm"), ("gather --transport staged", None),
-    ("all-reduce --dtype bfloat16", "mpipar.comm"), ("reduce --dtype float16", None),
-    ("all-gather --dtype bfloat16", "mpipar.comm,mpi4py"), ("latency --ways C", "C"),
-    ("noise --ways mpipar.comm", "Python"), ("gather --ways mpipar.comm", None)])
+@pytest.mark.parametrize(
+    ("words", "ways"),
+    [
+        ("latency", "mpipar.comm,mpi4py,mpi4py persistent"),
+        ("latency --ways all", "all"),
+        ("all-reduce --ways persistent", "mpi4py prepared"),
+        ("latency --buffers cold --ways all", "mpipar.comm,mpi4py"),
+        ("latency --transport staged", "mpipar.comm"),
+        ("gather --transport staged", None),
+        ("all-reduce --dtype bfloat16", "mpipar.comm"),
+        ("reduce --dtype float16", None),
+        ("all-gather --dtype bfloat16", "mpipar.comm,mpi4py"),
+        ("latency --ways C", "C"),
+        ("noise --ways mpipar.comm", "Python"),
+        ("gather --ways mpipar.comm", None),
+    ],
+)
 def test_ways_are_those_that_the_job_can_run(words, ways):
     args = interconnect.parse(words.split())
     wanted = interconnect.chosen_sections(args, 2)
@@ -58,8 +67,12 @@ def test_every_size_that_is_none_is_named_with_all_other_problems():
     with pytest.raises(UsageError) as caught:
         interconnect.chosen_sections(interconnect.parse(words), 2)
     assert [text.split(":")[0].split(" is ")[0] for text in caught.value.problems] == [
-        "--window, --seconds and --target must be above 0", "--begin-bytes '3x'",
-        "--end-bytes '4Q'", "--footprint 'x'", "--layout dp=3"]
+        "--window, --seconds and --target must be above 0",
+        "--begin-bytes '3x'",
+        "--end-bytes '4Q'",
+        "--footprint 'x'",
+        "--layout dp=3",
+    ]
     with pytest.raises(UsageError, match=r"^--end-bytes 'x': must be bytes: .*\n--seconds 0:"):
         calibrate.main.parse(["--end-bytes", "x", "--seconds", "0"])
     with pytest.raises(UsageError, match=r"^--end-bytes 7: a fit needs 3 sizes; give 32 or more$"):
@@ -82,9 +95,11 @@ def test_sections_of_a_layout_are_its_groups_alone_and_together():
     layout = plans.read_layout("dp=2,tp=2", 4)
     found = plans.layout_sections(["all-reduce"], layout, (8,))
     assert [(one.axis, one.mode, one.groups) for one in found] == [
-        ("dp", "alone", ((0, 2),)), ("dp", "alone", ((1, 3),)),
+        ("dp", "alone", ((0, 2),)),
+        ("dp", "alone", ((1, 3),)),
         ("dp", "together", ((0, 2), (1, 3))),
-        ("tp", "alone", ((0, 1),)), ("tp", "alone", ((2, 3),)),
+        ("tp", "alone", ((0, 1),)),
+        ("tp", "alone", ((2, 3),)),
         ("tp", "together", ((0, 1), (2, 3))),
     ]
 
@@ -93,12 +108,19 @@ def test_all_that_can_be_overlapped_is_what_is_posted():
     found = interconnect.chosen_sections(interconnect.parse(["all", "--overlap", "3"]), 2)
     assert {one.num_tests for one in found} == {3}
     assert {one.title.removesuffix(" overlapped K=3") for one in found} == {
-        "ring", "iall-reduce", "fan-in", "fan-out", "stage-chain hop", "stage-chain hops 1f1b",
-        "stage-chain hops interleaved"}
+        "ring",
+        "iall-reduce",
+        "fan-in",
+        "fan-out",
+        "stage-chain hop",
+        "stage-chain hops 1f1b",
+        "stage-chain hops interleaved",
+    }
     args = interconnect.parse(["all", "--overlap", "0", "--layout", "dp=2"])
     found = interconnect.chosen_sections(args, 2)
     assert {one.title for one in found} == {
-        f"{name} overlapped K=0" for name in ("ring", "iall-reduce", "fan-in", "fan-out")}
+        f"{name} overlapped K=0" for name in ("ring", "iall-reduce", "fan-in", "fan-out")
+    }
 
 
 # Elements from each of 4 ranks to each. 48 bytes are 12 elements of the busiest rank.
@@ -107,7 +129,8 @@ PARTS = {
     "hot": [[3, 2, 2, 2]] * 4,  # 1.5, in whole elements
     "one-hot": [[3, 0, 0, 0]] * 4,
     "zipf": [[3, 2, 1, 1]] * 4,  # 3/1, 3/2, 3/3, 3/4
-    "adversarial": [[0, 12, 0, 0], [0, 0, 12, 0], [0, 0, 0, 12], [12, 0, 0, 0]]}
+    "adversarial": [[0, 12, 0, 0], [0, 0, 12, 0], [0, 0, 0, 12], [12, 0, 0, 0]],
+}
 
 
 def test_the_setting_has_each_routing():
@@ -131,10 +154,16 @@ def test_a_chain_of_one_stage_is_refused():
         plans.layout_sections(["stage-chain"], plans.read_layout("dp=2", 2), (8,))
 
 
-@pytest.mark.parametrize(("words", "ranks", "line"), [
-    ("stage-chain all-reduce --layout dp=2", 2, "needs pp=2 or more, --layout is dp=2"),
-    ("all --layout dp=2", 2, "stage-chain is left out"), ("all --layout dp=2,pp=2", 4, ""),
-    ("all-reduce --layout dp=2", 2, ""), ("all", 2, "")])
+@pytest.mark.parametrize(
+    ("words", "ranks", "line"),
+    [
+        ("stage-chain all-reduce --layout dp=2", 2, "needs pp=2 or more, --layout is dp=2"),
+        ("all --layout dp=2", 2, "stage-chain is left out"),
+        ("all --layout dp=2,pp=2", 4, ""),
+        ("all-reduce --layout dp=2", 2, ""),
+        ("all", 2, ""),
+    ],
+)
 def test_a_chain_that_is_left_out_is_said(words, ranks, line):
     args = interconnect.parse(words.split())
     wanted = interconnect.chosen_sections(args, ranks)

@@ -19,10 +19,23 @@ def test_a_row_stands_beside_its_prediction():
     assert found == pytest.approx({"predicted_us": 30.0, "measured_over_predicted": 2.0})
 
 
-@pytest.mark.parametrize("change", [
-    {"via": BARE}, {"mode": "together"}, {"sync": "none"}, {"buffers": "reused"},
-    {"dtype": "float64"}, {"transport": "staged"}, {"case": "fan-in"}, {"ranks": (0, 1, 2)},
-    {"link": "same socket"}, {"size": 8 << 20}, {"size": 4}], ids=str)
+@pytest.mark.parametrize(
+    "change",
+    [
+        {"via": BARE},
+        {"mode": "together"},
+        {"sync": "none"},
+        {"buffers": "reused"},
+        {"dtype": "float64"},
+        {"transport": "staged"},
+        {"case": "fan-in"},
+        {"ranks": (0, 1, 2)},
+        {"link": "same socket"},
+        {"size": 8 << 20},
+        {"size": 4},
+    ],
+    ids=str,
+)
 def test_what_the_model_was_not_fitted_to_has_none(change):
     assert beside(MODEL, row(**change)) == {}
 
@@ -30,8 +43,9 @@ def test_what_the_model_was_not_fitted_to_has_none(change):
 def test_a_chain_is_predicted_from_messages_on_its_own_link():
     chain = row("stage-chain 1f1b", size=10_000)
     near = replace(MODEL, curves=(*MODEL.curves, curve("bidirectional", "same node", 2)))
-    far = tuple(curve(operation, "between nodes", 2, 9.0)
-                for operation in ("latency", "bidirectional"))
+    far = tuple(
+        curve(operation, "between nodes", 2, 9.0) for operation in ("latency", "bidirectional")
+    )
     both = replace(near, curves=(*near.curves, *far))
     assert beside(both, chain) == beside(near, chain) != {}
     assert beside(replace(near, curves=far), chain) == {}

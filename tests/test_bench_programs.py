@@ -36,8 +36,9 @@ FILES, RECORDS = "--size 4M --repeats 2", "--repeats 5 --steps 2"
 
 
 def run(*words):
-    return subprocess.run([sys.executable, "-m", *words], capture_output=True, text=True,
-                          timeout=LIMIT)
+    return subprocess.run(
+        [sys.executable, "-m", *words], capture_output=True, text=True, timeout=LIMIT
+    )
 
 
 def measured(path, name, words, ranks=None, codes=(0,)):
@@ -85,10 +86,20 @@ def no_folder(tmp_path):
     return str(tmp_path / "file" / "out.json")
 
 
-@pytest.mark.parametrize(("bench", "words"), [
-    (matmul, []), (schedules, []), (step, []), (reading_path, []), (claims, ["barriers"]),
-    (claims, ["hybrids"]), (tiles, []), (kernels, [])],
-    ids=lambda one: getattr(one, "__name__", str(one)))
+@pytest.mark.parametrize(
+    ("bench", "words"),
+    [
+        (matmul, []),
+        (schedules, []),
+        (step, []),
+        (reading_path, []),
+        (claims, ["barriers"]),
+        (claims, ["hybrids"]),
+        (tiles, []),
+        (kernels, []),
+    ],
+    ids=lambda one: getattr(one, "__name__", str(one)),
+)
 def test_no_bench_measures_what_it_could_not_write(bench, words, no_folder):
     with pytest.raises(OutputError, match=f"--json {no_folder}: Not a directory"):
         bench.main([*words, "--json", no_folder], SESSION)
@@ -115,8 +126,9 @@ def test_devices_are_files_too(path):
     results.check_writable(path)
 
 
-@pytest.mark.parametrize(("name", "message"), [
-    ("", "is a folder"), ("x" * 300, "File name too long")])
+@pytest.mark.parametrize(
+    ("name", "message"), [("", "is a folder"), ("x" * 300, "File name too long")]
+)
 def test_what_cannot_be_a_file_is_refused(tmp_path, name, message):
     with pytest.raises(OutputError, match=message):
         results.check_writable(str(tmp_path / name))
@@ -144,8 +156,13 @@ def test_a_size_is_a_whole_number_above_zero(parse, number, capsys):
 
 
 def test_a_wrong_cut_is_not_timed():
-    done = changed("matmul.__main__", "from mpipar.comm.group import Comm; Comm.reduce_scatter ="
-                   " lambda self, x, name: x[self.index]", PRODUCTS, 2)
+    done = changed(
+        "matmul.__main__",
+        "from mpipar.comm.group import Comm; Comm.reduce_scatter ="
+        " lambda self, x, name: x[self.index]",
+        PRODUCTS,
+        2,
+    )
     assert done.returncode == 1, done.tail()
     assert "column_sp on grid 2, rank 0: dx is off by" in done.stdout
     assert "median_ms" not in done.stdout
@@ -162,9 +179,13 @@ def test_wrong_texts_are_not_timed(monkeypatch):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(("module", "change", "words", "ranks"), [
-    ("checkpoint", "program.LIMIT = 0.01", f"{FILES} --folder", 1),
-    ("recorder", "program.CALL_LIMIT_NS = 1", RECORDS, 2)])
+@pytest.mark.parametrize(
+    ("module", "change", "words", "ranks"),
+    [
+        ("checkpoint", "program.LIMIT = 0.01", f"{FILES} --folder", 1),
+        ("recorder", "program.CALL_LIMIT_NS = 1", RECORDS, 2),
+    ],
+)
 def test_a_limit_that_is_not_kept_is_an_exit_code(module, change, words, ranks, tmp_path):
     more = f" {tmp_path}" if module == "checkpoint" else ""
     done = changed(module, change, words + more, ranks)
@@ -176,8 +197,10 @@ def test_a_limit_that_is_not_kept_is_an_exit_code(module, change, words, ranks, 
 
 def changed(module, change, words, ranks):
     """A program in which something is replaced."""
-    code = (f"import importlib; program = importlib.import_module('bench.{module}'); {change}\n"
-            "from mpipar.job.session import guard; guard(program.main)")
+    code = (
+        f"import importlib; program = importlib.import_module('bench.{module}'); {change}\n"
+        "from mpipar.job.session import guard; guard(program.main)"
+    )
     return run_ranks(ranks, [sys.executable, "-c", code, *words.split()], timeout=LIMIT)
 
 
@@ -186,13 +209,19 @@ def changed(module, change, words, ranks):
 
 @pytest.mark.slow
 def test_every_part_of_a_checkpoint_is_measured_and_written(tmp_path):
-    done, result = measured(tmp_path / "checkpoint.json", "checkpoint",
-                            f"{FILES} --folder {tmp_path}", 2, codes=(0, 1))
+    done, result = measured(
+        tmp_path / "checkpoint.json", "checkpoint", f"{FILES} --folder {tmp_path}", 2, codes=(0, 1)
+    )
     assert [path.name for path in tmp_path.iterdir()] == ["checkpoint.json"]
     layouts = ["load dp=2, as saved", "load pp=2", "load tp=2"]
     assert [row["what"] for row in result["rows"]] == [
-        "write + fsync", "SHA-256", "save", "save, blocked (--save-async)",
-        "save, beside (--save-async)", *layouts]
+        "write + fsync",
+        "SHA-256",
+        "save",
+        "save, blocked (--save-async)",
+        "save, beside (--save-async)",
+        *layouts,
+    ]
     state = result["machine"]["state_MiB"]
     assert 3 < state < 5
     for row in result["rows"]:
@@ -210,7 +239,12 @@ def test_every_recorded_operation_is_measured_and_written(tmp_path):
     """Few batches may miss the limits."""
     done, result = measured(tmp_path / "recorder.json", "recorder", RECORDS, 2, codes=(0, 1))
     assert [row["operation"] for row in result["rows"]] == [
-        "all_reduce", "broadcast", "iall_reduce", "send_and_receive", "span"]
+        "all_reduce",
+        "broadcast",
+        "iall_reduce",
+        "send_and_receive",
+        "span",
+    ]
     for row in result["rows"]:
         assert 0 < row["bare_ns"] < row["recorded_ns"]
         assert row["cost_ns"] == row["recorded_ns"] - row["bare_ns"]
@@ -229,7 +263,8 @@ def test_one_rank_generates_beside_transformers(tmp_path):
     for row in rows.values():
         assert row["tokens_per_s"] > 0
         assert row["over_transformers"] == pytest.approx(
-            row["tokens_per_s"] / rows["transformers"]["tokens_per_s"])
+            row["tokens_per_s"] / rows["transformers"]["tokens_per_s"]
+        )
 
 
 def test_a_token_with_a_cache_and_without_it(tmp_path):
@@ -237,7 +272,8 @@ def test_a_token_with_a_cache_and_without_it(tmp_path):
     (row,) = result["rows"]
     assert row["context"] == 8
     assert row["times"] == pytest.approx(
-        row["with_cache_tokens_per_s"] / row["without_tokens_per_s"])
+        row["with_cache_tokens_per_s"] / row["without_tokens_per_s"]
+    )
 
 
 @pytest.mark.slow
@@ -247,8 +283,11 @@ def test_every_cut_is_measured_and_rows_of_other_ranks_stay(tmp_path):
     rows = result["rows"]
     one_axis = "column row gather reduce column_sp row_sp column_ring row_ring".split()
     assert [(row["ranks"], row["cut"], row["grid"]) for row in rows] == [
-        *((2, cut, "2") for cut in one_axis), (2, "2.5d", "1 x 1 x 2"),
-        *((4, cut, "4") for cut in one_axis), (4, "2d", "2 x 2"), (4, "2.5d", "1 x 1 x 4"),
+        *((2, cut, "2") for cut in one_axis),
+        (2, "2.5d", "1 x 1 x 2"),
+        *((4, cut, "4") for cut in one_axis),
+        (4, "2d", "2 x 2"),
+        (4, "2.5d", "1 x 1 x 4"),
     ]
     for row in rows:
         assert row["median_ms"] >= row["best_ms"] > 0
@@ -261,10 +300,17 @@ def test_every_cut_is_measured_and_rows_of_other_ranks_stay(tmp_path):
 
 
 def test_every_number_of_ranks_has_its_square_grids():
-    grids = {number: [shown(*case) for case in cases(number) if case[0] in MESH_CUTS]
-             for number in (1, 5, 8, 9, 12)}
-    assert grids == {1: ["1 x 1"], 5: ["1 x 1 x 5"], 8: ["2 x 2 x 2", "1 x 1 x 8"],
-                     9: ["3 x 3", "1 x 1 x 9"], 12: ["2 x 2 x 3", "1 x 1 x 12"]}
+    grids = {
+        number: [shown(*case) for case in cases(number) if case[0] in MESH_CUTS]
+        for number in (1, 5, 8, 9, 12)
+    }
+    assert grids == {
+        1: ["1 x 1"],
+        5: ["1 x 1 x 5"],
+        8: ["2 x 2 x 2", "1 x 1 x 8"],
+        9: ["3 x 3", "1 x 1 x 9"],
+        12: ["2 x 2 x 3", "1 x 1 x 12"],
+    }
 
 
 # --- bench.startup times a run from its command to its first step

@@ -23,18 +23,21 @@ def test_two_rehearsals_take_turns_over_the_ranks():
     assert alone.ranks == (0, 1)
 
 
-@pytest.mark.parametrize(("words", "ranks", "text"), [
-    (["tiny", "--layout", "dp=4"], 2, "start mpiexec -n 4"),
-    (["tiny"], 1, "two ranks or more"),
-    (["tiny", "--layout", "dp=2", "--beside", "tiny --layout tp=2"], 2, "mpiexec -n 4"),
-    (["tiny", "--layout", "dp=2", "--beside", "tiny'"], 4, "No closing quotation"),
-    (["tiny", "--layout", "dp=2", "--beside", "--layout dp=2"], 4, "first word is a preset"),
-    (["tiny", "--layout", "pp=2", "--schedule", "auto"], 2, "name one"),
-    (["tiny", "--layout", "dp=2", "--nonsense"], 2, "unknown flag"),
-    (["tiny", "--layout", "dp=2", "--preset", "gpt2"], 2, "first word is the preset"),
-    (["tiny", "--layout", "dp=2", "--goal=g.txt"], 2, "--goal=g.txt: .* leave it out"),
-    (["nobody", "--layout", "dp=2"], 2, "must be one of tiny"),
-])
+@pytest.mark.parametrize(
+    ("words", "ranks", "text"),
+    [
+        (["tiny", "--layout", "dp=4"], 2, "start mpiexec -n 4"),
+        (["tiny"], 1, "two ranks or more"),
+        (["tiny", "--layout", "dp=2", "--beside", "tiny --layout tp=2"], 2, "mpiexec -n 4"),
+        (["tiny", "--layout", "dp=2", "--beside", "tiny'"], 4, "No closing quotation"),
+        (["tiny", "--layout", "dp=2", "--beside", "--layout dp=2"], 4, "first word is a preset"),
+        (["tiny", "--layout", "pp=2", "--schedule", "auto"], 2, "name one"),
+        (["tiny", "--layout", "dp=2", "--nonsense"], 2, "unknown flag"),
+        (["tiny", "--layout", "dp=2", "--preset", "gpt2"], 2, "first word is the preset"),
+        (["tiny", "--layout", "dp=2", "--goal=g.txt"], 2, "--goal=g.txt: .* leave it out"),
+        (["nobody", "--layout", "dp=2"], 2, "must be one of tiny"),
+    ],
+)
 def test_what_cannot_be_played_is_refused(words, ranks, text):
     with pytest.raises(UsageError, match=text):
         rehearse.jobs_of(parsed(*words), ranks)
@@ -48,16 +51,19 @@ def test_first_ranks_are_fewer_than_all(layout, ranks):
     assert job.ranks == (0, 1, 2)
 
 
-@pytest.mark.parametrize(("words", "text"), [
-    (["--first-ranks", "--trace", "t"], "leave one of them out"),
-    (["--first-ranks", "--beside", "tiny --layout dp=2"], "leave one of them out"),
-    (["--compute", "1"], "give one of --gflops"),
-    (["--compute", "1", "--gflops", "1", "--machine", "m.json"], "give one of"),
-    (["--gflops", "1"], "add --compute 1"),
-    (["--compute", "some", "--gflops", "1"], "--compute"),
-    (["--compute", "1", "--gflops", "-1"], "--gflops"),
-    (["--trace", "t", "--beside", "tiny --layout dp=2"], "give one of them"),
-])
+@pytest.mark.parametrize(
+    ("words", "text"),
+    [
+        (["--first-ranks", "--trace", "t"], "leave one of them out"),
+        (["--first-ranks", "--beside", "tiny --layout dp=2"], "leave one of them out"),
+        (["--compute", "1"], "give one of --gflops"),
+        (["--compute", "1", "--gflops", "1", "--machine", "m.json"], "give one of"),
+        (["--gflops", "1"], "add --compute 1"),
+        (["--compute", "some", "--gflops", "1"], "--compute"),
+        (["--compute", "1", "--gflops", "-1"], "--gflops"),
+        (["--trace", "t", "--beside", "tiny --layout dp=2"], "give one of them"),
+    ],
+)
 def test_flags_that_do_not_fit_together_are_refused(words, text):
     with pytest.raises(UsageError, match=text):
         parsed("tiny", "--layout", "dp=2", *words)
@@ -103,7 +109,8 @@ def test_computing_lies_where_its_flops_are():
     args = parsed("tiny", "--layout", "pp=2", "--compute", "2", "--gflops", "3")
     found = Pace.of(args, config).seconds(script)
     assert sum(found) == pytest.approx(
-        2 * sum(event.flops for event in script.events) / 3e9, rel=1e-12)
+        2 * sum(event.flops for event in script.events) / 3e9, rel=1e-12
+    )
     assert Pace.of(parsed("tiny", "--layout", "pp=2"), config).seconds(script) is None
     seconds = {("F", 0): 0.5, ("B", 0): 1.5, ("opt", -1): 0.25}
     assert sum(spread(script, seconds)) == pytest.approx(4 * 0.5 + 4 * 1.5 + 0.25, rel=1e-12)

@@ -97,8 +97,23 @@ def test_llama_is_the_same_model_on_all_sides():
 @pytest.mark.peers
 def test_a_recipe_with_freed_libraries(tmp_path):
     path = tmp_path / "step.json"
-    argv = [sys.executable, "-m", "bench.step", "--recipe", "nanogpt", "--layers", "1", "--freed",
-            "--batch-size", "2", "--repeats", "1", "--no-compiled", "--json", path]
+    argv = [
+        sys.executable,
+        "-m",
+        "bench.step",
+        "--recipe",
+        "nanogpt",
+        "--layers",
+        "1",
+        "--freed",
+        "--batch-size",
+        "2",
+        "--repeats",
+        "1",
+        "--no-compiled",
+        "--json",
+        path,
+    ]
     done = run_command(argv, timeout=110)
     assert done.returncode == 0, done.tail()
     assert "1 layer, D 128, 4 heads, batch 2 x 64 tokens, V 256" in done.stdout
@@ -188,9 +203,13 @@ class Noted(OneRank):
     synchronize = staticmethod(lambda: None)
 
 
-@pytest.mark.parametrize("run", [
-    lambda world: losses({"own": world}, ["own"], world),
-    lambda world: measure_steps({"own": world}, ["own"], 1, world)])
+@pytest.mark.parametrize(
+    "run",
+    [
+        lambda world: losses({"own": world}, ["own"], world),
+        lambda world: measure_steps({"own": world}, ["own"], 1, world),
+    ],
+)
 def test_ranks_sleep_until_the_last_side_is_done(run):
     world = Noted()
     run(world)
@@ -219,7 +238,8 @@ def test_operations_of_a_step_are_those_of_the_closed_form():
     batch, tokens, width, layers, vocabulary = 2, 20, 24, 2, 31
     matrices = 12 * layers * width**2 + vocabulary * width
     assert step.step_flops(args) == (
-        6 * batch * tokens * matrices + 12 * layers * batch * tokens**2 * width)
+        6 * batch * tokens * matrices + 12 * layers * batch * tokens**2 * width
+    )
 
 
 @pytest.mark.shim
@@ -292,11 +312,17 @@ def test_the_readme_says_what_the_lead_rests_on():
     def row(side, blas, step_ms):
         return {"side": side, "blas": blas, "step_ms": step_ms}
 
-    rows = [row("mpipar numpy", "openblas 0.3 Zen", 90.0), row("mpipar numba", "", 80.0),
-            row("torch", "mkl AVX2", 120.0), row("torch compiled", "mkl AVX2", 100.0),
-            row("products, torch", "mkl AVX2", 50.0)]
-    assert tables.lead(rows) == ("A step takes 0.90x (numpy) and 0.80x (numba) as long as"
-                                 " PyTorch's fastest variant, with Zen and AVX2 products.")
+    rows = [
+        row("mpipar numpy", "openblas 0.3 Zen", 90.0),
+        row("mpipar numba", "", 80.0),
+        row("torch", "mkl AVX2", 120.0),
+        row("torch compiled", "mkl AVX2", 100.0),
+        row("products, torch", "mkl AVX2", 50.0),
+    ]
+    assert tables.lead(rows) == (
+        "A step takes 0.90x (numpy) and 0.80x (numba) as long as"
+        " PyTorch's fastest variant, with Zen and AVX2 products."
+    )
 
 
 def test_a_step_that_takes_longer_than_before_is_told_from_noise():

@@ -26,10 +26,16 @@ def test_every_tile_is_timed_and_the_constants_stay(tmp_path):
     rows = [row for row in json.loads(path.read_text())["rows"] if row["tile"] != "numba"]
     found = [(row["chain"], row["tile"]) for row in rows]
     assert found == [
-        *((chain, tile) for chain in ("gelu_forward", "layernorm_backward_input", "adamw_step")
-          for tile in (1024, "all")),
-        *((chain, tile) for chain in ("attention_forward", "attention_backward_input")
-          for tile in (4, "64 (default)", "all")),
+        *(
+            (chain, tile)
+            for chain in ("gelu_forward", "layernorm_backward_input", "adamw_step")
+            for tile in (1024, "all")
+        ),
+        *(
+            (chain, tile)
+            for chain in ("attention_forward", "attention_backward_input")
+            for tile in (4, "64 (default)", "all")
+        ),
     ]
     for chain in {row["chain"] for row in rows}:
         assert min(row["over_best"] for row in rows if row["chain"] == chain) == 1
@@ -80,10 +86,15 @@ def test_products_climb_from_loops_to_blas(tmp_path, monkeypatch, capsys):
     assert "not timed: tiled product: off by" in capsys.readouterr().err
 
 
-@pytest.mark.parametrize(("words", "message"), [
-    ("--products --size 6", "must be a multiple of 4"),
-    ("--size 8", "is for --products"), ("--width 1", "at least 2 elements"),
-    ("--products --device cuda", "--products runs on the CPU")])
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        ("--products --size 6", "must be a multiple of 4"),
+        ("--size 8", "is for --products"),
+        ("--width 1", "at least 2 elements"),
+        ("--products --device cuda", "--products runs on the CPU"),
+    ],
+)
 def test_sizes_that_cannot_be_are_refused(words, message):
     with pytest.raises(UsageError, match=message):
         tiles.main.parse(words.split())

@@ -32,8 +32,7 @@ def card(monkeypatch):
 def test_products(card, monkeypatch):
     monkeypatch.setattr(ladder, "RUNGS", {name: ladder.RUNGS[name] for name in ("naive", "mma")})
     rows = gpu_products.product_rows(card, [SIZE])
-    assert [row["kernel"] for row in rows] == [
-        "cuBLAS", "cuBLAS TF32", "naive", "cuBLAS", "mma"]
+    assert [row["kernel"] for row in rows] == ["cuBLAS", "cuBLAS TF32", "naive", "cuBLAS", "mma"]
     flops = 2 * 40 * 24 * 16
     for row in rows:
         assert row["tflop_per_s"] == pytest.approx(flops / 1e-3 * 1e-12)
@@ -88,7 +87,8 @@ def test_attention(card, monkeypatch):
     scores = 2 * 2 * 12 * 12  # of batch and heads
     assert rows["whole scores", "forward", "float32"]["kept_MB"] == pytest.approx(4e-6 * scores)
     assert rows["tiles", "forward", "float32"]["kept_MB"] == pytest.approx(
-        4e-6 * (24 * 20 + 2 * 2 * 12 * 2))
+        4e-6 * (24 * 20 + 2 * 2 * 12 * 2)
+    )
     for (name, part, _), row in rows.items():
         flops = (2 if part == "forward" else 4) * scores * 10
         assert row["tflop_per_s"] == pytest.approx(flops / 1e-3 * 1e-12), name
@@ -100,18 +100,25 @@ def test_attention(card, monkeypatch):
 
 @pytest.mark.shim
 def test_a_wrong_product_ends_the_run(card, monkeypatch, capsys):
-    monkeypatch.setattr(gpu_products, "product_rows",
-                        lambda gpu, sizes: gpu_products.sweep_rows(gpu, SIZE))
+    monkeypatch.setattr(
+        gpu_products, "product_rows", lambda gpu, sizes: gpu_products.sweep_rows(gpu, SIZE)
+    )
     monkeypatch.setattr(ladder, "grid", lambda kernel, rows, columns: (1, 1))
     assert tiles.main([*GPU_SIZES, "--tables", "products"], None) == EXIT_CHECK_FAILED
-    assert ("not timed: warp (32, 16, 8, 32, 16) of (40, 16) x (16, 24), float32: off by nan"
-            in capsys.readouterr().err)
+    assert (
+        "not timed: warp (32, 16, 8, 32, 16) of (40, 16) x (16, 24), float32: off by nan"
+        in capsys.readouterr().err
+    )
 
 
 @pytest.mark.shim
-@pytest.mark.parametrize(("kernel", "others"), [
-    ("causal_softmax_backward", ("chains", "llama")),
-    ("bias_backward_weight", ("llama", "softmaxes"))])
+@pytest.mark.parametrize(
+    ("kernel", "others"),
+    [
+        ("causal_softmax_backward", ("chains", "llama")),
+        ("bias_backward_weight", ("llama", "softmaxes")),
+    ],
+)
 def test_a_kernel_that_does_nothing_is_not_timed(card, monkeypatch, kernel, others):
     for name in others:  # compiling their kernels would take a quarter of a minute
         monkeypatch.setattr(gpu_memory, name, lambda *_: [])
@@ -143,7 +150,7 @@ def test_every_call_is_timed_after_the_caches_are_emptied(card, monkeypatch):
 
 def test_tables_say_which_card_in_which_state(card, tmp_path, monkeypatch):
     smi = tmp_path / "nvidia-smi"
-    smi.write_text("#!/bin/sh\necho \"$@\" >&2\necho 580.1, 1980, 1980, 3201, 700.00\n")
+    smi.write_text('#!/bin/sh\necho "$@" >&2\necho 580.1, 1980, 1980, 3201, 700.00\n')
     smi.chmod(0o755)
     monkeypatch.setenv("PATH", f"{tmp_path}:/bin:/usr/bin")
     for name in ("product_rows", "sweep_rows"):
@@ -151,14 +158,18 @@ def test_tables_say_which_card_in_which_state(card, tmp_path, monkeypatch):
     for module, name in ((gpu_products, "attention_rows"), (gpu_memory, "memory_rows")):
         monkeypatch.setattr(module, name, lambda gpu, args: [{"kernel": "none"}])
     assert tiles.main([*GPU_SIZES, "--json", str(tmp_path / "out")], None) == 0
-    machines = {path.stem: json.loads(path.read_text())["machine"]
-                for path in (tmp_path / "out").iterdir()}
+    machines = {
+        path.stem: json.loads(path.read_text())["machine"] for path in (tmp_path / "out").iterdir()
+    }
     assert set(machines) == {"gpu_products", "gpu_tiles", "gpu_attention", "gpu_memory"}
     for machine in machines.values():
         assert machine["gpu"] == "NVIDIA H200"
         assert machine["date"]
         assert (machine["driver"], machine["sm_mhz"], machine["power_limit_w"]) == (
-            "580.1", "1980", "700.00")
+            "580.1",
+            "1980",
+            "700.00",
+        )
     assert machines["gpu_memory"]["seq_len"] == 12
     monkeypatch.setenv("PATH", "")
     assert card.facts()["clocks"] == "unknown: no nvidia-smi"
@@ -166,15 +177,28 @@ def test_tables_say_which_card_in_which_state(card, tmp_path, monkeypatch):
 
 def test_one_table_of_smaller_products(card, tmp_path, monkeypatch):
     asked = {}
-    monkeypatch.setattr(gpu_products, "product_rows", lambda gpu, sizes: asked.update(
-        products=sizes) or [{"kernel": "none"}])
-    monkeypatch.setattr(gpu_products, "sweep_rows", lambda gpu, size: asked.update(
-        tiles=size) or [{"kernel": "none"}])
+    monkeypatch.setattr(
+        gpu_products,
+        "product_rows",
+        lambda gpu, sizes: asked.update(products=sizes) or [{"kernel": "none"}],
+    )
+    monkeypatch.setattr(
+        gpu_products,
+        "sweep_rows",
+        lambda gpu, size: asked.update(tiles=size) or [{"kernel": "none"}],
+    )
     words = ["--tables", "products", "tiles", "--largest", "1024", "--json", str(tmp_path)]
     assert tiles.main([*GPU_SIZES, *words], None) == 0
-    assert asked == {"tiles": (1024, 1024, 1024), "products": (
-        (1024, 1024, 1024), (1024, 768, 768), (1024, 1024, 768), (1024, 768, 1024),
-        (1024, 1024, 1023))}
+    assert asked == {
+        "tiles": (1024, 1024, 1024),
+        "products": (
+            (1024, 1024, 1024),
+            (1024, 768, 768),
+            (1024, 1024, 768),
+            (1024, 768, 1024),
+            (1024, 1024, 1023),
+        ),
+    }
     assert {path.name for path in tmp_path.iterdir()} == {"gpu_products.json", "gpu_tiles.json"}
     with pytest.raises(UsageError, match="--tables and --largest are for a GPU"):
         tiles.main.parse(["--largest", "64"])
@@ -191,6 +215,10 @@ def test_without_a_gpu_it_says_so(monkeypatch):
 def test_on_a_gpu(tmp_path):
     assert tiles.main([*GPU_SIZES, "--json", str(tmp_path)], None) == 0
     assert {path.name for path in tmp_path.iterdir()} == {
-        "gpu_products.json", "gpu_tiles.json", "gpu_attention.json", "gpu_memory.json"}
+        "gpu_products.json",
+        "gpu_tiles.json",
+        "gpu_attention.json",
+        "gpu_memory.json",
+    }
     for path in tmp_path.iterdir():
         assert all(row.get("device_us", 1) > 0 for row in json.loads(path.read_text())["rows"])

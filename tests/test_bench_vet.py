@@ -25,11 +25,17 @@ def measured(seed, slow_ranks=(), slow_work=(), slow_pairs=()):
     """(work, pairs, links) of 8 ranks on 4 hosts, with 10 % of noise; what is slow takes twice."""
     rng = np.random.default_rng(seed)
     work = [rng.uniform(1, 1.1) * (2 if rank in slow_work else 1) for rank in range(RANKS)]
-    links = {pair: "near" if HOSTS[pair[0]] == HOSTS[pair[1]] else "far"
-             for pair in combinations(range(RANKS), 2)}
-    times = {pair: rng.uniform(1, 1.1) * (10 if kind == "far" else 1)
-             * (2 if {*pair} & {*slow_ranks} else 1) * (4 if pair in slow_pairs else 1)
-             for pair, kind in links.items()}
+    links = {
+        pair: "near" if HOSTS[pair[0]] == HOSTS[pair[1]] else "far"
+        for pair in combinations(range(RANKS), 2)
+    }
+    times = {
+        pair: rng.uniform(1, 1.1)
+        * (10 if kind == "far" else 1)
+        * (2 if {*pair} & {*slow_ranks} else 1)
+        * (4 if pair in slow_pairs else 1)
+        for pair, kind in links.items()
+    }
     return work, {"latency": times}, links
 
 
@@ -82,8 +88,9 @@ needs_launcher = pytest.mark.skipif(find_launcher() is None, reason="no mpiexec:
 @needs_launcher
 @pytest.mark.slow
 def test_a_rank_with_more_work_is_named():
-    done = run_ranks(4, [sys.executable, "-c", SLOW_CORE], timeout=100,
-                     env={"PYTHONPATH": str(REPOSITORY)})
+    done = run_ranks(
+        4, [sys.executable, "-c", SLOW_CORE], timeout=100, env={"PYTHONPATH": str(REPOSITORY)}
+    )
     assert done.returncode == 1, done.tail()
     assert "suspect: rank 2: computing" in done.stdout
     assert "--exclude" not in done.stdout  # there is one host only
@@ -92,7 +99,11 @@ def test_a_rank_with_more_work_is_named():
 @needs_launcher
 @pytest.mark.slow
 def test_two_ranks_are_too_few():
-    done = run_ranks(2, [sys.executable, "-m", "bench", "interconnect", "vet"], timeout=100,
-                     env={"PYTHONPATH": str(REPOSITORY)})
+    done = run_ranks(
+        2,
+        [sys.executable, "-m", "bench", "interconnect", "vet"],
+        timeout=100,
+        env={"PYTHONPATH": str(REPOSITORY)},
+    )
     assert done.returncode == 2, done.tail()
     assert "too few to compare: 2 of at least 3 ranks" in done.stderr

@@ -97,18 +97,26 @@ def test_loops_that_a_host_cannot_run_are_refused():
     with pytest.raises(EnvironmentProblem, match="OPENBLAS_CORETYPE=SKYLAKEX: the processor of b"):
         choice.decide(facts, None, "SKYLAKEX")
     assert "--blas-arch SkylakeX: the processor of b (a processor) has no avx512f" in (
-        choice.unfit("--blas-arch SkylakeX", "SkylakeX", facts))
+        choice.unfit("--blas-arch SkylakeX", "SkylakeX", facts)
+    )
     assert choice.unfit("--blas-arch Zen", "Zen", facts) == ""
 
 
 def test_the_run_that_goes_on_says_its_loops(tmp_path):
     step = tmp_path / "checkpoints" / "step-00000002"
     step.mkdir(parents=True)
-    for text, found in (('blas-arch = "Zen"\n', "Zen"), ("seed = 1\n", None), ("?", None),
-                        ('blas-arch = ["Zen"]\n', None)):
+    for text, found in (
+        ('blas-arch = "Zen"\n', "Zen"),
+        ("seed = 1\n", None),
+        ("?", None),
+        ('blas-arch = ["Zen"]\n', None),
+    ):
         (tmp_path / "config.toml").write_text(text)
-        for run in ({"resume": str(tmp_path)}, {"resume": str(step)},
-                    {"resume": "auto", "out": str(tmp_path)}):
+        for run in (
+            {"resume": str(tmp_path)},
+            {"resume": str(step)},
+            {"resume": "auto", "out": str(tmp_path)},
+        ):
             started = SimpleNamespace(**{"out": None, "run_name": None} | run)
             assert choice.saved_kernels(started) == found
     assert choice.saved_kernels(SimpleNamespace(resume="never")) is None
@@ -119,9 +127,15 @@ def test_the_run_that_goes_on_says_its_loops(tmp_path):
 # --- what runs, once NumPy is loaded
 
 
-@pytest.mark.parametrize(("architecture", "said"), [
-    ("SkylakeX", []), ("SKYLAKEX", []),
-    ("Zen", [f"{LACKS} openblas 0.3.31, kernels for Zen"]), (None, [f"{LACKS} openblas 0.3.31"])])
+@pytest.mark.parametrize(
+    ("architecture", "said"),
+    [
+        ("SkylakeX", []),
+        ("SKYLAKEX", []),
+        ("Zen", [f"{LACKS} openblas 0.3.31, kernels for Zen"]),
+        (None, [f"{LACKS} openblas 0.3.31"]),
+    ],
+)
 def test_other_kernels_than_the_chosen_are_said(monkeypatch, architecture, said):
     pool = {"internal_api": "openblas", "version": "0.3.31.188.0", "architecture": architecture}
     monkeypatch.setattr(blas, "pools", lambda: [pool])
@@ -162,12 +176,20 @@ def test_a_run_chooses_its_loops_and_keeps_them(tmp_path, monkeypatch):
 
 @pytest.mark.slow
 def test_loops_that_the_flag_does_not_take_are_not_written_into_the_configuration(
-        tmp_path, monkeypatch):
+    tmp_path, monkeypatch
+):
     monkeypatch.setenv(blas.VARIABLE, "Nehalem")
     first = mpipar("train", *TINY, *TEXT, "--steps", 1, "--out", tmp_path / "run")
     assert "\nBLAS: kernels for Nehalem, as OPENBLAS_CORETYPE=Nehalem says" in first.stdout
-    mpipar("train", "--config", tmp_path / "run" / "config.toml", "--steps", 1,
-           "--out", tmp_path / "again").ended()
+    mpipar(
+        "train",
+        "--config",
+        tmp_path / "run" / "config.toml",
+        "--steps",
+        1,
+        "--out",
+        tmp_path / "again",
+    ).ended()
 
 
 def test_a_flag_that_names_no_loops_is_refused_with_the_other_problems():

@@ -80,8 +80,10 @@ def test_other_dtypes_are_read(dtype, model):
 def test_default_ffn_width_and_what_else_is_in_the_file(model):
     """n_inner null stands for 4 D; old files carry masks, which are not weights."""
     folder, tensors = model(F=4 * SHAPE["D"])
-    gpt2.write_file(folder / "model.safetensors", tensors | {
-        "h.0.attn.bias": np.ones((1, 1, 6, 6)), "h.0.attn.masked_bias": np.array(-1e4)})
+    gpt2.write_file(
+        folder / "model.safetensors",
+        tensors | {"h.0.attn.bias": np.ones((1, 1, 6, 6)), "h.0.attn.masked_bias": np.array(-1e4)},
+    )
     assert json.loads((folder / "config.json").read_text())["n_inner"] is None
     worker = loaded(folder)
     assert worker.config.model.ffn == 48
@@ -125,8 +127,10 @@ def test_all_wrong_tensors_at_once(model):
     del tensors["h.1.mlp.c_fc.bias"]
     tensors["wpe.weight"] = tensors["wpe.weight"][:-1]
     tensors["h.0.attn.c_proj.weight"] = np.zeros((12, 13))
-    save_file({name: x.astype(np.int8) if name == "ln_f.bias" else x
-               for name, x in tensors.items()}, folder / "model.safetensors")
+    save_file(
+        {name: x.astype(np.int8) if name == "ln_f.bias" else x for name, x in tensors.items()},
+        folder / "model.safetensors",
+    )
     with pytest.raises(DataError) as caught:
         loaded(folder)
     assert checkpoint.weight_problems(worker_for(folder).config) == caught.value.problems
@@ -166,8 +170,19 @@ def test_written_file_is_what_hugging_face_writes(dtype, tied, tmp_path):
         np.testing.assert_array_equal(x, found[name], err_msg=name)
     config = json.loads((tmp_path / "weights" / "config.json").read_text())
     wanted = gpt2.configuration(**SHAPE, heads=HEADS, tied=tied)
-    for key in ("model_type", "activation_function", "layer_norm_epsilon", "n_layer", "n_embd",
-                "n_head", "n_inner", "n_positions", "n_ctx", "vocab_size", "architectures"):
+    for key in (
+        "model_type",
+        "activation_function",
+        "layer_norm_epsilon",
+        "n_layer",
+        "n_embd",
+        "n_head",
+        "n_inner",
+        "n_positions",
+        "n_ctx",
+        "vocab_size",
+        "architectures",
+    ):
         assert config[key] == wanted[key], key
     assert config["tie_word_embeddings"] is tied
     assert config["torch_dtype"] == dtype
@@ -229,8 +244,17 @@ def test_flags_may_repeat_what_the_weights_say_but_not_contradict(model):
 
 def test_bytes_do_not_fit_a_model_of_tokens(model, tmp_path):
     folder, _ = model(V=50257)
-    assert_refused(65, ["50,257 is not one of bytes; give token files"], "train",
-                   "--init-from", folder, "--out", tmp_path / "run", "--steps", "1")
+    assert_refused(
+        65,
+        ["50,257 is not one of bytes; give token files"],
+        "train",
+        "--init-from",
+        folder,
+        "--out",
+        tmp_path / "run",
+        "--steps",
+        "1",
+    )
     assert not (tmp_path / "run").exists()
 
 

@@ -52,8 +52,9 @@ def test_overview_names_commands_and_exit_codes(words):
         assert f"{code:>3}  {meaning}" in text
 
 
-@pytest.mark.parametrize("words", [
-    "explain", "schedule gpipe --pp 2", "--help", "--version", "train --print-config"])
+@pytest.mark.parametrize(
+    "words", ["explain", "schedule gpipe --pp 2", "--help", "--version", "train --print-config"]
+)
 def test_only_one_rank_prints(words):
     assert printed(*words.split(), ranks=2)
     assert printed(*words.split(), rank=1, ranks=2) == ""
@@ -61,8 +62,15 @@ def test_only_one_rank_prints(words):
 
 def test_output_to_a_full_disk_is_no_defect():
     with open("/dev/full", "w") as full:
-        done = subprocess.run([*MPIPAR, "explain"], cwd=REPOSITORY, stdout=full, text=True,
-                              stderr=subprocess.PIPE, timeout=LIMIT, check=False)
+        done = subprocess.run(
+            [*MPIPAR, "explain"],
+            cwd=REPOSITORY,
+            stdout=full,
+            text=True,
+            stderr=subprocess.PIPE,
+            timeout=LIMIT,
+            check=False,
+        )
     assert done.returncode == 74, done.stderr
     assert "the output can't be written: No space left on device" in done.stderr
     assert "Traceback" not in done.stderr
@@ -124,7 +132,8 @@ def test_help_shows_the_usual_flags_and_names_help_all(command):
 ])  # fmt: skip
 def test_a_flag_that_a_command_does_not_use_is_refused(words, refused_flags):
     assert refused(*words) == [
-        f"{word}: mpipar {words[0]} does not use it; leave it out" for word in refused_flags]
+        f"{word}: mpipar {words[0]} does not use it; leave it out" for word in refused_flags
+    ]
 
 
 def test_a_file_with_the_keys_of_a_run_is_taken_by_every_command(tmp_path):
@@ -168,8 +177,11 @@ def test_flags_are_read_and_kernels_chosen_before_numpy_is_loaded():
 
 def test_every_command_is_a_module_with_one_object():
     folder = REPOSITORY / "mpipar" / "commands"
-    names = {path.stem for path in folder.glob("*.py")
-             if re.search(r"^COMMAND = ", path.read_text(), re.MULTILINE)}
+    names = {
+        path.stem
+        for path in folder.glob("*.py")
+        if re.search(r"^COMMAND = ", path.read_text(), re.MULTILINE)
+    }
     assert names == set(cli.COMMANDS)
     assert all(isinstance(cli.command_of(name), Command) for name in names)
 
@@ -177,8 +189,11 @@ def test_every_command_is_a_module_with_one_object():
 def test_nothing_below_the_command_line_sees_what_argparse_makes():
     """What was typed goes down as frozen values: arguments of a command, and a Config."""
     package = REPOSITORY / "mpipar"
-    users = {str(path.relative_to(package)) for path in package.rglob("*.py")
-             if "argparse" in path.read_text()}
+    users = {
+        str(path.relative_to(package))
+        for path in package.rglob("*.py")
+        if "argparse" in path.read_text()
+    }
     assert users == {"cli.py", "config/flags.py"}
     for name in cli.COMMANDS:
         assert cli.command_of(name).arguments.__dataclass_params__.frozen, name
@@ -187,19 +202,35 @@ def test_nothing_below_the_command_line_sees_what_argparse_makes():
 # --- all mistakes at once, for every command
 
 
-@pytest.mark.parametrize(("words", "parts"), [
-    ("explain --rank x --tp 0 --foo",
-     ["--foo", "--rank x: must be a whole number", "--tp 0: must be at least 1"]),
-    ("schedule --pp four --latency x --compare --svg f --foo",
-     ["--foo", "--pp four", "--latency: 'x'", "leave --svg out"]),
-    ("ckpt ls runs --step x --max-shard-size 0 --out o",
-     ["--step x", "--max-shard-size 0: must be at least 1", "--out: ls does not use it"]),
-    ("plan digits --machine h100 --ranks 0 --top 101 --zero 2 --foo",
-     ["--foo", "is a convnet", "--ranks 0: must be at least 1", "--top 101: must be at most 100",
-      "--zero 2: must be one of 0, 1, 3"]),
-    ("learn ffn --seed x --foo", ["--foo", "--seed x"]),
-    ("trace RUN --html a --perfetto ./a --foo", ["--foo", "give two files"]),
-])
+@pytest.mark.parametrize(
+    ("words", "parts"),
+    [
+        (
+            "explain --rank x --tp 0 --foo",
+            ["--foo", "--rank x: must be a whole number", "--tp 0: must be at least 1"],
+        ),
+        (
+            "schedule --pp four --latency x --compare --svg f --foo",
+            ["--foo", "--pp four", "--latency: 'x'", "leave --svg out"],
+        ),
+        (
+            "ckpt ls runs --step x --max-shard-size 0 --out o",
+            ["--step x", "--max-shard-size 0: must be at least 1", "--out: ls does not use it"],
+        ),
+        (
+            "plan digits --machine h100 --ranks 0 --top 101 --zero 2 --foo",
+            [
+                "--foo",
+                "is a convnet",
+                "--ranks 0: must be at least 1",
+                "--top 101: must be at most 100",
+                "--zero 2: must be one of 0, 1, 3",
+            ],
+        ),
+        ("learn ffn --seed x --foo", ["--foo", "--seed x"]),
+        ("trace RUN --html a --perfetto ./a --foo", ["--foo", "give two files"]),
+    ],
+)
 def test_own_arguments_name_all_mistakes_at_once(words, parts):
     found = refused(*words.split())
     text = "\n".join(found)
@@ -299,8 +330,12 @@ def test_flags_that_contradict_the_weights_are_refused(weights):
 
 
 def test_a_warning_that_can_come_is_legal():
-    for words in ("--hang-warn 3 --hang-stop 3", "--hang-warn 5 --hang-stop 0",
-                  "--hang-warn 0 --hang-stop 3", "--hang-stop 3"):
+    for words in (
+        "--hang-warn 3 --hang-stop 3",
+        "--hang-warn 5 --hang-stop 0",
+        "--hang-warn 0 --hang-stop 3",
+        "--hang-stop 3",
+    ):
         resolve(reading_of(*words.split()), 1)
     assert "--hang-warn 700" in refused("train", "--hang-warn", "700")[0]
 

@@ -20,8 +20,10 @@ Worker.train_step = step
 from mpipar.__main__ import main
 main()
 """
-SMALL = ("--layers 1 --d-model 8 --heads 2 --seq-len 5 --batch-size 4 --num-microbatches 1"
-         " --sample-tokens 0 --log-interval 1 --save-interval 2").split()
+SMALL = (
+    "--layers 1 --d-model 8 --heads 2 --seq-len 5 --batch-size 4 --num-microbatches 1"
+    " --sample-tokens 0 --log-interval 1 --save-interval 2"
+).split()
 
 
 def test_a_run_goes_on_and_is_resumed_when_the_clock_is_set_back(tmp_path):
@@ -39,9 +41,15 @@ def test_a_run_goes_on_and_is_resumed_when_the_clock_is_set_back(tmp_path):
 
 def test_only_what_is_shown_reads_the_time_of_day():
     """A new use needs a look: whether a clock that is set back does any harm."""
-    found = {str(path.relative_to(REPOSITORY / "mpipar"))
-             for path in (REPOSITORY / "mpipar").rglob("*.py")
-             if re.search(r"\btime\.time(_ns)?\(|datetime\.now\(", path.read_text())}
-    assert found == {"job/status.py", "commands/ckpt.py", "commands/report.py",
-                     "console/tensorboard.py",
-                     "files/digests.py"}  # a file from the future is not remembered
+    found = {
+        str(path.relative_to(REPOSITORY / "mpipar"))
+        for path in (REPOSITORY / "mpipar").rglob("*.py")
+        if re.search(r"\btime\.time(_ns)?\(|datetime\.now\(", path.read_text())
+    }
+    assert found == {
+        "job/status.py",
+        "commands/ckpt.py",
+        "commands/report.py",
+        "console/tensorboard.py",
+        "files/digests.py",
+    }  # a file from the future is not remembered

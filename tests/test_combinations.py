@@ -64,7 +64,7 @@ def test_rows_have_names_of_their_own():
 @pytest.mark.parametrize("name", BY_NAME)
 def test_an_example_breaks_its_row_alone_and_is_refused_at_the_start(name, files):
     rule = BY_NAME[name]
-    (row, values), = broken_rows(typed(rule.example), rule.ranks)
+    ((row, values),) = broken_rows(typed(rule.example), rule.ranks)
     assert row is rule
     error = refusal("train", *rule.example.split(), ranks=rule.ranks, folder=files)
     assert error.exit_code == EXIT_USAGE
@@ -78,7 +78,7 @@ def test_an_example_breaks_its_row_alone_and_is_refused_at_the_start(name, files
 def test_everything_that_a_row_offers_is_legal(name):
     rule = BY_NAME[name]
     words = typed(rule.example)
-    (_, values), = broken_rows(words, rule.ranks)
+    ((_, values),) = broken_rows(words, rule.ranks)
     found = offers(rule, values)
     assert found
     for field, value in found:
@@ -111,7 +111,7 @@ def test_a_row_with_a_setting_that_could_not_be_read_is_not_judged():
 def test_weights_that_fix_the_shape_leave_the_rest_to_change():
     """With --init-from no row offers another shape, but what cuts it may change."""
     for rule in RULES:
-        (_, values), = broken_rows(typed(rule.example), rule.ranks)
+        ((_, values),) = broken_rows(typed(rule.example), rule.ranks)
         values.init_from = "weights"
         text = rule.cure(values)
         assert not re.findall(r"--(?:heads|kv-heads|layers|d-model|vocab-size|arch)\b", text), text
@@ -132,15 +132,20 @@ BESIDE = {
     "commands.schedule.problems": "arguments of schedule",
     "config.reading.choice_problems": "the settings of a choice: see `only` of a setting",
     "config.reading.expand_layout": "one setting in two spellings",
-    "data.dataset.open_dataset": "compares with data", "data.images.load": "compares with data",
-    "data.rows.load": "compares with data", "data.source._not_bytes": "compares with data",
+    "data.dataset.open_dataset": "compares with data",
+    "data.images.load": "compares with data",
+    "data.rows.load": "compares with data",
+    "data.source._not_bytes": "compares with data",
     "pipeline.choose.choose_schedule": "known once costs are",
 }
 # Checks of a command that end with exit code 2, beside the table.
 CHECKS = {
-    "folder_problems": "the disk", "problems": "the step of a checkpoint",
-    "read_text": "the prompt and a tokenizer", "read_texts": "the same, of generate",
-    "layout_problems": "what generate can't do", "other_than_one_rank": "what verify can't do",
+    "folder_problems": "the disk",
+    "problems": "the step of a checkpoint",
+    "read_text": "the prompt and a tokenizer",
+    "read_texts": "the same, of generate",
+    "layout_problems": "what generate can't do",
+    "other_than_one_rank": "what verify can't do",
 }
 FLAGS = {"--layout", "--machine", *map(flag, FIELDS)}
 A_FLAG = "--some-flag"  # in place of a name that is put together
@@ -152,9 +157,14 @@ def literal(node):
         return node.value if isinstance(node.value, str) else ""
     if not isinstance(node, ast.JoinedStr):
         return ""
-    return "".join(literal(part) if isinstance(part, ast.Constant)
-                   else A_FLAG if ast.unparse(part.value).startswith("flag(") else "?"
-                   for part in node.values)
+    return "".join(
+        literal(part)
+        if isinstance(part, ast.Constant)
+        else A_FLAG
+        if ast.unparse(part.value).startswith("flag(")
+        else "?"
+        for part in node.values
+    )
 
 
 def refusals_of_two(module, source):
@@ -165,15 +175,19 @@ def refusals_of_two(module, source):
             texts = map(literal, itertools.chain(*map(ast.walk, function.body)))
             for text in texts:
                 words = re.findall("--[a-z][a-z0-9-]*", text)
-                if text.startswith("--") and len(
-                        {*words} & FLAGS) + words.count(A_FLAG) > 1:
+                if text.startswith("--") and len({*words} & FLAGS) + words.count(A_FLAG) > 1:
                     found.add(f"{module}.{function.name}")
     return found
 
 
 def test_no_refusal_of_two_settings_is_beside_the_table():
-    found = set().union(*(refusals_of_two(module, source) for module, source in SOURCES.items()
-                          if not module.endswith("combinations")))
+    found = set().union(
+        *(
+            refusals_of_two(module, source)
+            for module, source in SOURCES.items()
+            if not module.endswith("combinations")
+        )
+    )
     assert found == set(BESIDE)
 
 
@@ -198,7 +212,7 @@ def clean():
 def test_an_offer_that_is_illegal_is_found():
     """The broken twin of the test of offers."""
     rule = BY_NAME["heads of a rank"]
-    (_, values), = broken_rows(typed(rule.example), rule.ranks)
+    ((_, values),) = broken_rows(typed(rule.example), rule.ranks)
     assert ("tp", 4) not in offers(rule, values)
     cured, ranks = with_cure(typed(rule.example), rule.ranks, "tp", 4)
     assert broken_rows(cured, ranks)

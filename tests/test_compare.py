@@ -22,8 +22,16 @@ STEPS = 7
 PLANTED_MS = 6.0
 # The parts of a step of the run below, in ms. Rank 1 alone computes `late` before the barrier,
 # and its backward is shorter by `short`.
-PARTS = {"data": 2, "forward": 10, "late": 0, "transfer": 3, "backward": 20, "short": 10,
-         "message": 4, "opt": 5}
+PARTS = {
+    "data": 2,
+    "forward": 10,
+    "late": 0,
+    "transfer": 3,
+    "backward": 20,
+    "short": 10,
+    "message": 4,
+    "opt": 5,
+}
 
 
 def run(seed, num_steps=STEPS, **longer):
@@ -46,8 +54,9 @@ def run(seed, num_steps=STEPS, **longer):
 
     for step in range(1, num_steps + 1):
         begin = clock[0]
-        parts = {name: (ms + longer.get(name, 0)) * random.uniform(1, 1.02)
-                 for name, ms in PARTS.items()}
+        parts = {
+            name: (ms + longer.get(name, 0)) * random.uniform(1, 1.02) for name, ms in PARTS.items()
+        }
         for place in (0, 1):
             work(place, "data", parts["data"], step)
             work(place, "F", parts["forward"] + parts["late"] * place, step)
@@ -57,8 +66,9 @@ def run(seed, num_steps=STEPS, **longer):
         (sent, ready), arrived = clock, max(clock) + parts["message"]
         ends = {"tag": step, "step": step}
         records[0].append(record("send", "activations", "pp", sent, sent, sent, peer=1, **ends))
-        records[1].append(record("recv", "activations", "pp", begin, ready, arrived, peer=0,
-                                 **ends))
+        records[1].append(
+            record("recv", "activations", "pp", begin, ready, arrived, peer=0, **ends)
+        )
         clock[1] = arrived
         meet("step.norm", "world", 0, step)
         for place in (0, 1):
@@ -67,8 +77,10 @@ def run(seed, num_steps=STEPS, **longer):
     made = trace(records, spans)
     for one in made.ranks:
         one.steps = list(steps)
-    made.metrics.extend({"step": step, "loss": 1.0, "step_seconds": (end - start) * 1e-9}
-                        for step, start, end in steps)
+    made.metrics.extend(
+        {"step": step, "loss": 1.0, "step_seconds": (end - start) * 1e-9}
+        for step, start, end in steps
+    )
     return [analyse(made)]
 
 
@@ -83,7 +95,7 @@ def run(seed, num_steps=STEPS, **longer):
 ])  # fmt: skip
 def test_a_planted_slowdown_comes_first(part, causes, share):
     before, after = run(1), run(2, **{part: PLANTED_MS})
-    first = comparison.items(before, after)[:len(causes)]
+    first = comparison.items(before, after)[: len(causes)]
     assert {one.what for one in first} == causes
     for one in first:
         assert one.verdict == "slower"
@@ -147,8 +159,10 @@ def test_the_parts_of_a_step_make_up_the_step():
 
 def test_launches_that_differ_by_themselves_are_not_blamed(capsys):
     """Every launch is steady, so its steps show no spread. B's launches lie among A's."""
-    before, after = ([launch for i, late in enumerate(lates) for launch in run(i, late=late)]
-                     for lates in ((0, 6, 12), (3, 9, 12)))
+    before, after = (
+        [launch for i, late in enumerate(lates) for launch in run(i, late=late)]
+        for lates in ((0, 6, 12), (3, 9, 12))
+    )
     assert comparison.step_time(before[:1], after[:1])[0].verdict == "slower"
     step, known_from, _ = comparison.step_time(before, after)
     assert (step.verdict, known_from) == ("", "3 and 3 launches")
@@ -215,20 +229,34 @@ def test_a_cost_model_explains_a_part_and_names_the_rest(late_runs, tmp_path):
     config = config_of(late_runs["none"])
     own = replace(known.units[0], model=settings_of(config.model), dtype=config.run.dtype, tp=2)
     machine_file.save(replace(known, units=(own,)), str(tmp_path / "machine.json"))
-    text = printed("compare", late_runs["none"], late_runs["delay"], "--machine",
-                   tmp_path / "machine.json")
+    text = printed(
+        "compare", late_runs["none"], late_runs["delay"], "--machine", tmp_path / "machine.json"
+    )
     rows = {line.split("  ")[0]: line.split()[-3:] for line in text.splitlines()}
-    parts = {"passes of the busiest rank, at A's FLOP/s", "products of other shapes",
-             "idle in the pipeline", "messages between stages", "sums over replicas", "update",
-             "all parts"}
+    parts = {
+        "passes of the busiest rank, at A's FLOP/s",
+        "products of other shapes",
+        "idle in the pipeline",
+        "messages between stages",
+        "sums over replicas",
+        "update",
+        "all parts",
+    }
     assert parts < set(rows)
     assert {rows[part][2] for part in parts} == {"+0.00"}
     assert float(rows["measured, and not in the model"][2]) > 50
     assert "ms the cost model explains +0.00 ms" in text
     other = replace(own, tp=1)
     machine_file.save(replace(known, units=(other,)), str(tmp_path / "other.json"))
-    assert_refused(2, ["has no passes of this model"], "compare", late_runs["none"],
-                   late_runs["delay"], "--machine", tmp_path / "other.json")
+    assert_refused(
+        2,
+        ["has no passes of this model"],
+        "compare",
+        late_runs["none"],
+        late_runs["delay"],
+        "--machine",
+        tmp_path / "other.json",
+    )
 
 
 def test_passes_are_work_and_shapes_of_products(late_runs):
@@ -259,8 +287,13 @@ def test_launches_are_separated_by_commas(late_runs, tmp_path):
     assert text.count("A: ") == 3
     assert "(medians of 3 and 3 launches)" in text
     again = f"{tmp_path}/./0"
-    assert_refused(2, [f"{copies[0]}, {again}: one launch, named 2 times"],
-                   "compare", f"{several},{again}", several)
+    assert_refused(
+        2,
+        [f"{copies[0]}, {again}: one launch, named 2 times"],
+        "compare",
+        f"{several},{again}",
+        several,
+    )
 
 
 def test_settings_and_layouts_that_differ_are_shown(late_runs, tmp_path):

@@ -67,8 +67,9 @@ def hosts(tmp_path):
     one.mkdir()
     tokens = np.random.default_rng(0).integers(0, 256, 2 << 20).astype("<u2")
     tokens.tofile(one / "tokens.bin")
-    checkpoint.save(fresh(d_model=256, heads=2, layers=1, ffn=512, vocab_size=256,
-                          dtype="float32"), one / "w")
+    checkpoint.save(
+        fresh(d_model=256, heads=2, layers=1, ffn=512, vocab_size=256, dtype="float32"), one / "w"
+    )
     assert (one / "w" / "model.safetensors").stat().st_size > 2 * EDGE
     (one / "p.txt").write_text("a b\n")
     (one / "s.csv").write_text(CSV[0])
@@ -80,24 +81,55 @@ def hosts(tmp_path):
 TRAIN = ("train", "--data", "tokens.bin")
 
 
-@pytest.mark.parametrize(("words", "change", "fields"), [
-    ((*TRAIN, *SMALL), lambda host: flip(host / "tokens.bin"), ["data"]),
-    (("verify", "--data", "tokens.bin"), lambda host: flip(host / "tokens.bin"), ["data"]),
-    ((*TRAIN, "--init-from", "w"), lambda host: flip(host / "w" / "model.safetensors"),
-     ["weights"]),
-    (("generate", "w", "--prompt", "a"), lambda host: flip(host / "w" / "model.safetensors"),
-     ["weights"]),
-    (("generate", "w", "--prompts", "p.txt"), lambda host: (host / "p.txt").write_text("a c\n"),
-     ["prompts"]),
-    ((*TRAIN, *SMALL, "--num-microbatches", 2, "--schedule-csv", "s.csv"),
-     lambda host: (host / "s.csv").write_text(CSV[1]), ["schedule"]),
-    ((*TRAIN, *SMALL, "--config", "c.toml"),
-     lambda host: (host / "c.toml").write_text("lr = 0.2\n"), ["--lr"]),
-    (("generate", "w", "--prompt", "a"), lambda host: (
-        host / "w" / "generation_config.json").write_text('{"eos_token_id": 7}'), ["sampling"]),
-    (("train", "--data", "a.txt", *SMALL), lambda host: flip(host / "a.txt"), ["data"]),
-], ids=["data", "data of verify", "weights", "weights of generate", "prompts", "schedule",
-        "config", "stop tokens", "text"])
+@pytest.mark.parametrize(
+    ("words", "change", "fields"),
+    [
+        ((*TRAIN, *SMALL), lambda host: flip(host / "tokens.bin"), ["data"]),
+        (("verify", "--data", "tokens.bin"), lambda host: flip(host / "tokens.bin"), ["data"]),
+        (
+            (*TRAIN, "--init-from", "w"),
+            lambda host: flip(host / "w" / "model.safetensors"),
+            ["weights"],
+        ),
+        (
+            ("generate", "w", "--prompt", "a"),
+            lambda host: flip(host / "w" / "model.safetensors"),
+            ["weights"],
+        ),
+        (
+            ("generate", "w", "--prompts", "p.txt"),
+            lambda host: (host / "p.txt").write_text("a c\n"),
+            ["prompts"],
+        ),
+        (
+            (*TRAIN, *SMALL, "--num-microbatches", 2, "--schedule-csv", "s.csv"),
+            lambda host: (host / "s.csv").write_text(CSV[1]),
+            ["schedule"],
+        ),
+        (
+            (*TRAIN, *SMALL, "--config", "c.toml"),
+            lambda host: (host / "c.toml").write_text("lr = 0.2\n"),
+            ["--lr"],
+        ),
+        (
+            ("generate", "w", "--prompt", "a"),
+            lambda host: (host / "w" / "generation_config.json").write_text('{"eos_token_id": 7}'),
+            ["sampling"],
+        ),
+        (("train", "--data", "a.txt", *SMALL), lambda host: flip(host / "a.txt"), ["data"]),
+    ],
+    ids=[
+        "data",
+        "data of verify",
+        "weights",
+        "weights of generate",
+        "prompts",
+        "schedule",
+        "config",
+        "stop tokens",
+        "text",
+    ],
+)
 def test_one_bit_in_the_middle_of_what_a_rank_reads_is_seen(words, change, fields, hosts):
     for host in hosts:
         (host / "a.txt").write_text("a text of bytes. " * 40)
@@ -112,8 +144,9 @@ def test_the_files_of_a_tokenizer_are_compared(hosts):
         save_tokenizer(host / "w")
     words = (*TRAIN, "--init-from", "w")
     for host in hosts:  # a model with as many ids as the tokenizer has
-        checkpoint.save(fresh(d_model=8, heads=2, layers=1, ffn=8, vocab_size=400,
-                              dtype="float32"), host / "w")
+        checkpoint.save(
+            fresh(d_model=8, heads=2, layers=1, ffn=8, vocab_size=400, dtype="float32"), host / "w"
+        )
     assert differing(hosts, *words) == []
     path = hosts[1] / "w" / "tokenizer.json"
     content = json.loads(path.read_text())
@@ -129,7 +162,9 @@ def test_ranks_with_other_copies_end_before_the_first_step(hosts):
     words = [*TRAIN, *SMALL, "--dp", "2", "--out", hosts[0] / "run"]
     block = block_of(pair(words, words, hosts), 69)
     assert [line.split()[:2] for line in block.splitlines() if "data  " in line] == [
-        ["data", "0"], ["data", "1"]]
+        ["data", "0"],
+        ["data", "1"],
+    ]
     assert not (hosts[0] / "run").exists()
 
 
@@ -140,13 +175,18 @@ def test_ranks_with_other_copies_end_before_the_first_step(hosts):
 def test_the_table_names_field_ranks_and_values():
     facts = [{"a": "1", "b": "x"}, {"a": "2", "b": "x"}, {"a": "1", "b": "x"}]
     assert [line.split() for line in consistency.differences(facts)] == [
-        ["field", "ranks", "value"], ["a", "0,2", "1"], ["a", "1", "2"]]
+        ["field", "ranks", "value"],
+        ["a", "0,2", "1"],
+        ["a", "1", "2"],
+    ]
 
 
 def test_a_field_that_a_rank_lacks_is_left_out_unless_it_is_refused():
     lines = consistency.differences([{"a": "1", "b": "x"}, {"refused": "--y: unknown flag"}])
     assert [line.split(maxsplit=2) for line in lines[1:]] == [
-        ["refused", "0", "nothing"], ["refused", "1", "--y: unknown flag"]]
+        ["refused", "0", "nothing"],
+        ["refused", "1", "--y: unknown flag"],
+    ]
 
 
 def test_values_are_harmless_and_short():
@@ -199,7 +239,7 @@ def test_a_file_is_read_once_until_it_changes(tmp_path, cache, monkeypatch):
 def test_what_is_damaged_in_the_cache_is_not_believed(content, tmp_path, cache):
     (tmp_path / "f").write_bytes(b"abc")
     first = digest(tmp_path / "f")
-    kept, = cache.iterdir()
+    (kept,) = cache.iterdir()
     kept.write_text(content)
     assert digest(tmp_path / "f") == first
 
@@ -214,7 +254,7 @@ def test_a_file_that_was_just_written_is_read_again(tmp_path, cache, monkeypatch
 def test_tokens_are_checked_again_only_for_a_smaller_vocabulary(tmp_path, cache, monkeypatch):
     path, reads = tmp_path / "t.bin", []
     np.arange(300, dtype="<u2").tofile(path)
-    piece, = load_source((str(path),), 300).tokens.pieces
+    (piece,) = load_source((str(path),), 300).tokens.pieces
     assert piece.sha256 == digest(path)
     plain = os.preadv
     monkeypatch.setattr(os, "preadv", lambda *given: reads.append(given) or plain(*given))
@@ -230,8 +270,9 @@ def test_tokens_are_checked_again_only_for_a_smaller_vocabulary(tmp_path, cache,
 def found(path):
     """(arrays, fingerprint) of a token file."""
     arrays = [load_source((str(path),), 256).tokens]
-    return arrays, fingerprint(arrays, {piece.file.name: piece.sha256
-                                        for piece in data.pieces_of(arrays)})
+    return arrays, fingerprint(
+        arrays, {piece.file.name: piece.sha256 for piece in data.pieces_of(arrays)}
+    )
 
 
 def test_the_fingerprint_sees_every_byte():
@@ -262,7 +303,8 @@ def test_the_fingerprint_of_a_large_token_file_sees_every_byte(tmp_path):
     arrays, _ = found(tmp_path / "moved" / "other.bin")
     other_cut = [arrays[0][:EDGE], arrays[0][EDGE:]]  # other tokens are held out
     assert fingerprint(other_cut, {arrays[0].pieces[0].file.name: "x"}) != fingerprint(
-        arrays, {arrays[0].pieces[0].file.name: "x"})
+        arrays, {arrays[0].pieces[0].file.name: "x"}
+    )
 
 
 def test_a_checkpoint_refuses_what_has_changed_and_takes_the_older_fingerprint(tmp_path):

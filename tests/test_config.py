@@ -45,13 +45,20 @@ def test_every_field_says_what_it_is_and_has_a_flag_of_its_own():
 
 def test_a_name_means_the_same_in_every_section_and_family():
     """Keys form one flat space: sections share no name, and families share only ModelConfig's."""
-    sections = [{field.name for part in parts for field in dataclasses.fields(part)}
-                for parts in SECTIONS.values()]
+    sections = [
+        {field.name for part in parts for field in dataclasses.fields(part)}
+        for parts in SECTIONS.values()
+    ]
     assert sum(map(len, sections)) == len(FIELDS)
     for name, part in FAMILIES.items():
         assert part().model == name
-        shared = {field.name for other in FAMILIES.values() if other is not part
-                  for field in dataclasses.fields(part) if field.name in other.__dataclass_fields__}
+        shared = {
+            field.name
+            for other in FAMILIES.values()
+            if other is not part
+            for field in dataclasses.fields(part)
+            if field.name in other.__dataclass_fields__
+        }
         assert shared == OF_EVERY_FAMILY
         for field in dataclasses.fields(part):
             assert field.metadata == FIELDS[field.name].metadata, field.name
@@ -84,9 +91,21 @@ def test_every_preset_resolves_for_every_number_of_ranks(preset, world_size):
 @pytest.mark.parametrize(
     ("values", "world_size", "layout"),
     [
-        *(({}, dp * pp * tp, (dp, pp, tp)) for dp, pp, tp in (
-            (1, 1, 1), (1, 2, 1), (3, 1, 1), (1, 2, 2), (5, 1, 1), (3, 2, 1), (7, 1, 1),
-            (2, 2, 2), (3, 2, 2), (4, 2, 2))),
+        *(
+            ({}, dp * pp * tp, (dp, pp, tp))
+            for dp, pp, tp in (
+                (1, 1, 1),
+                (1, 2, 1),
+                (3, 1, 1),
+                (1, 2, 2),
+                (5, 1, 1),
+                (3, 2, 1),
+                (7, 1, 1),
+                (2, 2, 2),
+                (3, 2, 2),
+                (4, 2, 2),
+            )
+        ),
         ({"dp": 4}, 4, (4, 1, 1)),
         ({"pp": 4}, 4, (1, 4, 1)),
         ({"tp": 4}, 4, (1, 1, 4)),
@@ -118,8 +137,10 @@ def test_layouts_match_all_that_is_given(world_size, layers, heads, axes):
         assert heads % layout[2] == 0
         assert layout[1] <= layers
     assert sorted(found) == sorted(
-        one for one in fitting(world_size, layers, heads)
-        if all(axis in (None, size) for axis, size in zip(axes, one, strict=True)))
+        one
+        for one in fitting(world_size, layers, heads)
+        if all(axis in (None, size) for axis, size in zip(axes, one, strict=True))
+    )
 
 
 def test_wrong_product_shows_axes_ranks_and_what_to_type():
@@ -136,16 +157,32 @@ def test_wrong_product_shows_axes_ranks_and_what_to_type():
         ({"heads": 6, "d_model": 96, "tp": 4}, 4, ["--heads 6", "--tp 4", "--tp 1 or 2", "4 or 8"]),
         ({"layers": 2, "pp": 4}, 4, ["--pp 4", "--layers 2", "--pp 1 or 2", "--layers 4"]),
         ({"layers": 4, "pp": 6}, 6, ["--pp 1, 2 or 3"]),  # 4 ranks are no part of 6
-        ({"batch_size": 30, "num_microbatches": 4}, 1,
-         ["--batch-size 30", "28 or 32", "--num-microbatches 1, 2, 3"]),
+        (
+            {"batch_size": 30, "num_microbatches": 4},
+            1,
+            ["--batch-size 30", "28 or 32", "--num-microbatches 1, 2, 3"],
+        ),
         ({"batch_size": 5, "dp": 2}, 2, ["--batch-size 5", "--dp 2", "use --batch-size 8"]),
         ({"d_model": 130}, 1, ["--heads 4", "--d-model 130", "1, 2, 5, 10"]),
-        ({"heads": 6, "kv_heads": 4, "d_model": 96, "arch": "llama"}, 1,
-         ["--kv-heads 4", "--heads 6", "1, 2, 3 or 6"]),
-        ({"heads": 6, "kv_heads": 3, "d_model": 96, "arch": "llama", "tp": 2}, 2,
-         ["--kv-heads 3", "--tp 2", "use --tp 1"]),
-        ({"kv_heads": 2, "arch": "llama", "cp": 2, "cp_attention": "ulysses", "tp": 2}, 4,
-         ["--kv-heads 2", "key/value heads of a tensor-parallel rank", "use --cp-attention ring"]),
+        (
+            {"heads": 6, "kv_heads": 4, "d_model": 96, "arch": "llama"},
+            1,
+            ["--kv-heads 4", "--heads 6", "1, 2, 3 or 6"],
+        ),
+        (
+            {"heads": 6, "kv_heads": 3, "d_model": 96, "arch": "llama", "tp": 2},
+            2,
+            ["--kv-heads 3", "--tp 2", "use --tp 1"],
+        ),
+        (
+            {"kv_heads": 2, "arch": "llama", "cp": 2, "cp_attention": "ulysses", "tp": 2},
+            4,
+            [
+                "--kv-heads 2",
+                "key/value heads of a tensor-parallel rank",
+                "use --cp-attention ring",
+            ],
+        ),
         ({"cp": 2, "cp_attention": "ulysses", "seq_len": 63}, 2, ["--seq-len 63", "62 or 64"]),
         ({"cp": 4, "cp_attention": "ulysses", "tp": 2}, 8, ["--kv-heads 4", "use --cp 2"]),
         ({"cp": 2}, 3, ["--cp 2", "3 ranks", "mpiexec -n 2"]),
@@ -160,10 +197,14 @@ def test_misfit_is_refused_with_legal_values(values, world_size, words):
     assert len(found) == 1, found
 
 
-@pytest.mark.parametrize(("values", "words"), [
-    ({"model": "convnet", "preset": "digits"}, "--model convnet"),
-    ({"seq_len": 63}, "--seq-len 63"),
-    ({"cp_attention": "ulysses", "heads": 1}, "--kv-heads 1")])
+@pytest.mark.parametrize(
+    ("values", "words"),
+    [
+        ({"model": "convnet", "preset": "digits"}, "--model convnet"),
+        ({"seq_len": 63}, "--seq-len 63"),
+        ({"cp_attention": "ulysses", "heads": 1}, "--kv-heads 1"),
+    ],
+)
 def test_what_cp_cannot_cut_is_said_beside_ranks_that_do_not_fit(values, words):
     found = usage_problems(changed(cp=2, **values), 1)
     assert len(found) == 2
@@ -195,8 +236,10 @@ def test_value_out_of_range_is_refused(name, value):
 
 def test_weights_that_fix_the_shape_leave_only_the_layout_to_change():
     weights = {"init_from": "w", "heads": 1, "d_model": 4, "layers": 2}
-    for axes, ranks, offer in (({"tp": 2, "dp": 1}, 2, "--tp 1"), ({"pp": 4, "dp": 1}, 4,
-                                                                  "--pp 1 or 2")):
+    for axes, ranks, offer in (
+        ({"tp": 2, "dp": 1}, 2, "--tp 1"),
+        ({"pp": 4, "dp": 1}, 4, "--pp 1 or 2"),
+    ):
         (problem,) = usage_problems(changed(**weights, **axes), ranks)
         assert problem.endswith(f"; use {offer}")
 
@@ -241,4 +284,3 @@ def test_checks_of_other_floors_are_collected_and_usage_decides_the_code():
         resolve(changed(lr=-1.0), 1, checks)
     assert caught.value.problems[1:] == ["no data", "no GPU"]
     assert caught.value.exit_code == 2
-

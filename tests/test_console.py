@@ -19,7 +19,8 @@ def test_console_shows_layout_and_who_holds_what(run_of):
     rows = [cells(line) for line in section(text, "rank host")]
     assert [row[0] for row in rows] == [*"01234567"]
     assert [row[2] for row in rows] == [
-        f"pp{pp} dp{dp} tp{tp}" for tp in (0, 1) for dp in (0, 1) for pp in (0, 1)]
+        f"pp{pp} dp{dp} tp{tp}" for tp in (0, 1) for dp in (0, 1) for pp in (0, 1)
+    ]
     assert all(row[3].startswith("0: embedding, block") for row in rows[::2])
     assert all(row[3].startswith("1: ") and row[3].endswith("head, loss") for row in rows[1::2])
     assert [row[4][:3] for row in rows] == ["1/2"] * 4 + ["2/2"] * 4
@@ -57,8 +58,17 @@ def test_console_has_a_line_per_log_interval(layout, run_of):
 def test_barrier_table_adds_up_to_the_metrics(layout, run_of):
     folder, text = run_of(layout)
     rows = [cells(line) for line in section(text, "barriers of a step")]
-    assert rows[0] == ["axis", "barrier", "operation", "phase", "dtype", "calls/step",
-                       "bytes/step", "ms mean", "ms max"]
+    assert rows[0] == [
+        "axis",
+        "barrier",
+        "operation",
+        "phase",
+        "dtype",
+        "calls/step",
+        "bytes/step",
+        "ms mean",
+        "ms max",
+    ]
     calls = {}
     for row in rows[1:]:
         calls[row[0]] = calls.get(row[0], 0) + float(row[5])
@@ -85,8 +95,14 @@ def test_console_says_how_much_of_the_gradient_sum_was_hidden(layout, run_of):
 def test_measured_memory_stands_beside_the_predicted(layout, run_of):
     _, text = run_of(layout)
     rows = [cells(line) for line in section(text, "memory per rank")]
-    assert rows[0] == ["rank", "predicted peak", "measured peak", "ratio", "objects",
-                       "whole process"]
+    assert rows[0] == [
+        "rank",
+        "predicted peak",
+        "measured peak",
+        "ratio",
+        "objects",
+        "whole process",
+    ]
     assert [row[0] for row in rows[1:]] == [str(i) for i in range(np.prod(layout))]
     for row in rows[1:]:
         assert float(row[3]) > 0.9, "an array that the prediction has was never made"
@@ -119,11 +135,15 @@ def test_memory_is_shown_before_it_is_taken(tmp_path):
 def test_held_out_loss_and_text_are_those_of_one_rank(layout, run_of):
     _, text = run_of(layout)
     _, expected = run_of((1, 1, 1))
-    held_out = re.compile(r"^held-out loss (\d\.\d{4}) nats per token over ([\d,]+) tokens"
-                          r" \(trained on 280 tokens in [\d.]+ s\)$", re.MULTILINE)
+    held_out = re.compile(
+        r"^held-out loss (\d\.\d{4}) nats per token over ([\d,]+) tokens"
+        r" \(trained on 280 tokens in [\d.]+ s\)$",
+        re.MULTILINE,
+    )
     assert held_out.search(text).groups() == held_out.search(expected).groups()
-    bigram = re.compile(r"^byte-bigram model of the same split: (\d\.\d{4}); .* worse$",
-                        re.MULTILINE)
+    bigram = re.compile(
+        r"^byte-bigram model of the same split: (\d\.\d{4}); .* worse$", re.MULTILINE
+    )
     assert bigram.search(text)[1] == bigram.search(expected)[1]
     title = "text generated from 'The ':\n"
     shown = text.split(title)[1].rsplit("\n\nreport.html ", 1)[0]
@@ -133,8 +153,16 @@ def test_held_out_loss_and_text_are_those_of_one_rank(layout, run_of):
 
 
 def test_speed_of_a_line_is_that_of_its_milliseconds():
-    line = {"step": 7, "loss": 1.0, "grad_norm": 1.0, "lr": 1e-3, "step_seconds": 0.1,
-            "tokens_per_second": 10_000.0, "comm_share_mean": 0.0, "comm_share_max": 0.0}
+    line = {
+        "step": 7,
+        "loss": 1.0,
+        "grad_norm": 1.0,
+        "lr": 1e-3,
+        "step_seconds": 0.1,
+        "tokens_per_second": 10_000.0,
+        "comm_share_mean": 0.0,
+        "comm_share_max": 0.0,
+    }
     assert "| 250 ms | 4.00k tok/s |" in step_line(9, line, 0.25, "tok")
 
 
@@ -144,5 +172,15 @@ def test_log_file_is_the_console(run_of):
     last = f"weights, checkpoints, metrics, report.html, config.toml and log.txt are in {folder}"
     assert text.splitlines()[-1] == last
     names = {path.name for path in folder.iterdir()}
-    assert names == {"log.txt", "metrics.jsonl", "evaluations.jsonl", "metrics.csv", "report.html",
-                     "config.toml", "sources.json", "weights", "checkpoints", "result.json"}
+    assert names == {
+        "log.txt",
+        "metrics.jsonl",
+        "evaluations.jsonl",
+        "metrics.csv",
+        "report.html",
+        "config.toml",
+        "sources.json",
+        "weights",
+        "checkpoints",
+        "result.json",
+    }

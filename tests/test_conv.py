@@ -22,10 +22,21 @@ from mpipar.train.worker import Worker
 
 SIZE, CHANNELS = (5, 7), (3, 4)
 WINDOWS = [(3, 1, 1), (3, 2, 1), (2, 2, 0), (1, 1, 0), (3, 3, 2), (5, 1, 0)]
-NET = {"model": "convnet", "preset": "digits", "layers": 2, "channels": 5, "ffn": 7,
-       "classes": 4, "dtype": "float64", "batch_size": 6, "num_microbatches": 2}
-SHAPES = {"odd": {"image_shape": (7, 9, 2)}, "strided": {"image_shape": (9, 6, 1),
-                                                        "stem_stride": 2}}
+NET = {
+    "model": "convnet",
+    "preset": "digits",
+    "layers": 2,
+    "channels": 5,
+    "ffn": 7,
+    "classes": 4,
+    "dtype": "float64",
+    "batch_size": 6,
+    "num_microbatches": 2,
+}
+SHAPES = {
+    "odd": {"image_shape": (7, 9, 2)},
+    "strided": {"image_shape": (9, 6, 1), "stem_stride": 2},
+}
 
 
 def one_rank() -> Context:
@@ -36,8 +47,17 @@ def one_rank() -> Context:
 def conv_of(window, rng):
     """A Conv with random weights, and x."""
     context, (kernel, stride, padding) = one_rank(), window
-    layer = Conv(context, "conv", SIZE, CHANNELS, cut="column", std=0.1, kernel=kernel,
-                 stride=stride, padding=padding)
+    layer = Conv(
+        context,
+        "conv",
+        SIZE,
+        CHANNELS,
+        cut="column",
+        std=0.1,
+        kernel=kernel,
+        stride=stride,
+        padding=padding,
+    )
     FlatParams(context.ops, layer.params)
     for param in layer.params:
         param.data[...] = rng.standard_normal(param.data.shape)
@@ -89,7 +109,8 @@ def test_convolution_is_its_definition_and_its_gradients_finite_differences(wind
     for array, gradient in ((x, dx), (layer.w.data, layer.w.grad), (layer.b.data, layer.b.grad)):
         direction = rng.standard_normal(array.shape)
         assert slope(value, array, direction) == pytest.approx(
-            float((gradient * direction).sum()), rel=1e-6, abs=1e-8)
+            float((gradient * direction).sum()), rel=1e-6, abs=1e-8
+        )
 
 
 @pytest.mark.parametrize("pool", [MaxPool, MeanPool])
@@ -149,8 +170,11 @@ def test_loss_and_every_gradient_are_those_of_pytorch(shape, rng):
     expected = torch_loss(torch, leaves, worker.config.model, x, y)
     expected.backward()
     assert_close(loss, expected.item(), 1e-9, "loss")
-    assert_all_close({param.name: param.grad for param in params},
-                     {name: leaf.grad.numpy() for name, leaf in leaves.items()}, 1e-9)
+    assert_all_close(
+        {param.name: param.grad for param in params},
+        {name: leaf.grad.numpy() for name, leaf in leaves.items()},
+        1e-9,
+    )
 
 
 def torch_loss(torch, leaves, model, x, y):

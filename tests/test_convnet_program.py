@@ -37,16 +37,39 @@ def test_learns_the_digits_and_its_weights_go_on_in_another_layout(tmp_path):
     described = json.loads((run / "weights" / "config.json").read_text())
     assert described["model_type"] == "mpipar-convnet"
     assert weights(run)["block1.up.w"].shape == (3, 3, 32, 128)
-    result = mpipar(*CONVNET, "--out", more, "--steps", 1, "--lr", 1e-9, "--init-from",
-                    run / "weights", *layout_flags((1, 1, 2)), ranks=2).ended()
+    result = mpipar(
+        *CONVNET,
+        "--out",
+        more,
+        "--steps",
+        1,
+        "--lr",
+        1e-9,
+        "--init-from",
+        run / "weights",
+        *layout_flags((1, 1, 2)),
+        ranks=2,
+    ).ended()
     assert re.search(r"accuracy ([\d.]+)%", result.stdout)[1] == found[1]
     assert_refused(2, ["a convnet, which generates no text"], "generate", run, "--prompt", "a")
     assert_refused(2, ["type --model convnet"], "train", "--init-from", run / "weights")
 
 
 def test_images_of_the_users_own_and_verify(tmp_path):
-    shape = ("--data", npz(tmp_path), "--image-shape", "6,5,1", "--classes", 3, "--channels", 5,
-             "--batch-size", 8, "--num-microbatches", 2)
+    shape = (
+        "--data",
+        npz(tmp_path),
+        "--image-shape",
+        "6,5,1",
+        "--classes",
+        3,
+        "--channels",
+        5,
+        "--batch-size",
+        8,
+        "--num-microbatches",
+        2,
+    )
     result = mpipar("verify", "--model", "convnet", *shape, *layout_flags((1, 1, 3)), ranks=3)
     assert result.returncode == 0, result.tail()
     assert re.search(r"(\d+) of \1 agree to 1e-12", result.stdout), result.tail()
@@ -70,8 +93,22 @@ WRONG_FILES = {
 def test_a_wrong_file_is_refused(tmp_path, case):
     arrays, message = WRONG_FILES[case]
     assert_refused(
-        65, [message], *CONVNET, "--data", npz(tmp_path, **arrays), "--image-shape", "6,5,1",
-        "--classes", 3, "--batch-size", 8, "--num-microbatches", 2, "--out", tmp_path / "run")
+        65,
+        [message],
+        *CONVNET,
+        "--data",
+        npz(tmp_path, **arrays),
+        "--image-shape",
+        "6,5,1",
+        "--classes",
+        3,
+        "--batch-size",
+        8,
+        "--num-microbatches",
+        2,
+        "--out",
+        tmp_path / "run",
+    )
     assert not (tmp_path / "run").exists()
 
 
@@ -82,8 +119,10 @@ def test_without_scikit_learn_the_extra_is_named(monkeypatch, tmp_path):
 
 
 WRONG_FLAGS = {
-    "of a decoder": (("--heads", 4, "--d-model", 31),
-                     ("--heads: belongs to --model decoder", "type --channels 31")),
+    "of a decoder": (
+        ("--heads", 4, "--d-model", 31),
+        ("--heads: belongs to --model decoder", "type --channels 31"),
+    ),
     "preset": (("--preset", "gpt2"), ("--preset gpt2 with --model convnet",)),
     "image of two numbers": (("--image-shape", "8,8"), ("--image-shape 8,8: ",)),
     "image too small": (("--stem-stride", 9), ("use --image-shape 10,10,1, or --stem-stride 7",)),
@@ -96,9 +135,11 @@ def test_wrong_flags_are_refused(case):
     assert_refused(2, messages, "explain", "--model", "convnet", *flags)
 
 
-@pytest.mark.parametrize("damage", [
-    (b"PK\x01\x02", 6, 99), (b"PK\x01\x02", 8, 1), (b"x.npy", 60, 255)],
-    ids=["zip version", "encrypted", "compressed bytes"])
+@pytest.mark.parametrize(
+    "damage",
+    [(b"PK\x01\x02", 6, 99), (b"PK\x01\x02", 8, 1), (b"x.npy", 60, 255)],
+    ids=["zip version", "encrypted", "compressed bytes"],
+)
 def test_a_damaged_file_is_no_file_of_images(tmp_path, damage):
     path = tmp_path / "images.npz"
     np.savez_compressed(path, x=np.random.default_rng(0).random((40, 6, 5)), y=np.arange(40) % 3)

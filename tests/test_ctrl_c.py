@@ -36,9 +36,15 @@ def started(folder, ranks, *words, program=PROGRAM):
     return running([*program, *TINY, *words], folder, ranks)
 
 
-@pytest.mark.parametrize(("ranks", "sign"), [
-    (1, signal.SIGINT), (3, signal.SIGINT), (1, signal.SIGHUP),
-    pytest.param(2, signal.SIGUSR1, marks=fault(27, "SIGUSR1 to the launcher", 75))])
+@pytest.mark.parametrize(
+    ("ranks", "sign"),
+    [
+        (1, signal.SIGINT),
+        (3, signal.SIGINT),
+        (1, signal.SIGHUP),
+        pytest.param(2, signal.SIGUSR1, marks=fault(27, "SIGUSR1 to the launcher", 75)),
+    ],
+)
 def test_in_training_the_run_ends_with_its_weights(ranks, sign, text_folder):
     path = text_folder / "run" / "metrics.jsonl"
     with started(text_folder, ranks, "--steps", "1000000") as job:
@@ -86,8 +92,9 @@ def test_sigusr2_to_one_rank_saves_and_the_run_goes_on(text_folder):
 def test_a_save_that_takes_long_is_not_cut(sign, text_folder):
     """No other rank says that the weights are there while one writes, and no timer ends it."""
     folder = text_folder / "run" / "weights"
-    with started(text_folder, 2, "--steps", "2", "--sample-tokens", "1",
-                 program=(*FAULTY, "slow-disk")) as job:
+    with started(
+        text_folder, 2, "--steps", "2", "--sample-tokens", "1", program=(*FAULTY, "slow-disk")
+    ) as job:
         job.wait_until((folder / "model.safetensors.partial").exists)
         assert job.interrupt(sign) == 75, job.output()
         text = job.output()

@@ -62,8 +62,7 @@ def flat(passes):
 
 def errors_of_long(case, found):
     y, _, *grads = found
-    return max(relative(*pair) for pair in zip(
-        (y, *grads), (case.y, *case.grads), strict=True))
+    return max(relative(*pair) for pair in zip((y, *grads), (case.y, *case.grads), strict=True))
 
 
 @pytest.fixture(params=[1, 2])
@@ -111,8 +110,11 @@ def test_one_token_sees_itself(where, rng, dtype):
 def test_every_order_of_threads_gives_the_same_bits(rng, dtype):
     case = Case(rng, dtype, (1, 150, 2, 40), "shuffled")
     grouped = Grouped(rng, dtype, (1, 67, 41, 6, 2, 24))
-    for one, other in zip((*case.run("forwards"), *grouped.run("forwards", True)),
-                          (*case.run("backwards"), *grouped.run("backwards", True)), strict=True):
+    for one, other in zip(
+        (*case.run("forwards"), *grouped.run("forwards", True)),
+        (*case.run("backwards"), *grouped.run("backwards", True)),
+        strict=True,
+    ):
         assert one.tobytes() == other.tobytes()
 
 
@@ -134,7 +136,8 @@ def test_separate_arrays_and_other_strides(where, rng):
         q, k, v = map(to_device, parts(case.qkv))
         q = to_device(change(parts(case.qkv)[0]))
         y, lse, grads = both_passes(
-            kernels, (q, k, v), to_device(case.dy), *2 * [to_device(case.positions)])
+            kernels, (q, k, v), to_device(case.dy), *2 * [to_device(case.positions)]
+        )
         results.append([to_host(x) for x in (y, lse, *grads)])
     packed_y, packed_lse, dqkv = case.run(where)
     for result in results:
@@ -175,54 +178,102 @@ def test_every_tile_fits_a_processor():
 
 
 FORWARD, BACKWARD = "flash_forward.cu", "flash_backward.cu"
-NO_BARRIER = [(file, (f"        __syncthreads();  // {why}\n", "")) for file, why in (
-    (FORWARD, "this place is complete; the other one is no longer read"),
-    (BACKWARD, "this place is complete; the other one and ds are no longer read"),
-    (BACKWARD, "ds is complete"))]
+NO_BARRIER = [
+    (file, (f"        __syncthreads();  // {why}\n", ""))
+    for file, why in (
+        (FORWARD, "this place is complete; the other one is no longer read"),
+        (BACKWARD, "this place is complete; the other one and ds are no longer read"),
+        (BACKWARD, "ds is complete"),
+    )
+]
 NO_WAIT = [(file, ("        wait_copies<0>();\n", "")) for file in (FORWARD, BACKWARD)]
 # One group of copies too few is waited for.
 LATE = (FORWARD, ("        wait_copies<0>();\n", "        wait_copies<1>();\n"))
 # float32 reads its queries from shared memory in each step, behind another wait and barrier.
-OF_16_BITS = [(FORWARD, (line, "")) for line in (
-    "    wait_copies<1>();\n",
-    "    __syncthreads();  // q is complete, while k and v are on their way\n")]
+OF_16_BITS = [
+    (FORWARD, (line, ""))
+    for line in (
+        "    wait_copies<1>();\n",
+        "    __syncthreads();  // q is complete, while k and v are on their way\n",
+    )
+]
 MASK_LOST = (BACKWARD, ("= ds.sum[n][e] = 0.0f", "= 0.0f"))
 
 
-LOOKS = [(f"        __syncthreads();  // {why}\n", "") for why in (
-    "the results of the last look are no longer read", "all warps have written what they found")]
+LOOKS = [
+    (f"        __syncthreads();  // {why}\n", "")
+    for why in (
+        "the results of the last look are no longer read",
+        "all warps have written what they found",
+    )
+]
 
 
 @pytest.mark.shim
-@pytest.mark.parametrize(("file", "edit", "of_keys"), [
-    (FORWARD, LOOKS[0], True), (BACKWARD, LOOKS[1], False),
-    *(pytest.param(*twin, marks=pytest.mark.slow) for twin in (
-        (FORWARD, LOOKS[1], True), (BACKWARD, LOOKS[0], False),
-        (BACKWARD, ("if (first_of_part) clear(0", "if (false) clear(0"), False)))])
+@pytest.mark.parametrize(
+    ("file", "edit", "of_keys"),
+    [
+        (FORWARD, LOOKS[0], True),
+        (BACKWARD, LOOKS[1], False),
+        *(
+            pytest.param(*twin, marks=pytest.mark.slow)
+            for twin in (
+                (FORWARD, LOOKS[1], True),
+                (BACKWARD, LOOKS[0], False),
+                (BACKWARD, ("if (first_of_part) clear(0", "if (false) clear(0"), False),
+            )
+        ),
+    ],
+)
 def test_broken_twin_of_a_look_is_seen(rng, file, edit, of_keys):
     """It gives wrong results, or comes to an end that no GPU allows."""
     case, errors = Grouped.long(rng, "float32", of_keys), []
     for order in (1, -1):
         kernels = Attention(Poisoned, HostLoader(order, edited=file, edit=edit))
         try:
-            errors.append(errors_of_long(case, flat(both_passes(
-                kernels, (case.q, *case.kv(case.cache)), case.dy, case.q_pos, case.k_pos, True))))
+            errors.append(
+                errors_of_long(
+                    case,
+                    flat(
+                        both_passes(
+                            kernels,
+                            (case.q, *case.kv(case.cache)),
+                            case.dy,
+                            case.q_pos,
+                            case.k_pos,
+                            True,
+                        )
+                    ),
+                )
+            )
         except KernelError:
             errors.append(np.inf)
     assert max(errors) > 100 * case.bound
 
 
 @pytest.mark.shim
-@pytest.mark.parametrize("edit", [
-    ("first += parts * Keys", "first += 2 * parts * Keys"),
-    *(pytest.param(twin, marks=pytest.mark.slow) for twin in (
-        ("bool first_of_part =", "bool first_of_part = true ||"),
-        ("if (first_of_part) clear(now", "if (false) clear(now")))])
+@pytest.mark.parametrize(
+    "edit",
+    [
+        ("first += parts * Keys", "first += 2 * parts * Keys"),
+        *(
+            pytest.param(twin, marks=pytest.mark.slow)
+            for twin in (
+                ("bool first_of_part =", "bool first_of_part = true ||"),
+                ("if (first_of_part) clear(now", "if (false) clear(now"),
+            )
+        ),
+    ],
+)
 def test_broken_twin_of_the_parts_is_seen(rng, monkeypatch, edit):
     monkeypatch.setattr(attention, "MOST_PARTS", 1)
     case = Case(rng, "float32", (1, 200, 1, 32), "zigzag")
-    _, _, grads = both_passes(Attention(Poisoned, HostLoader(edited=BACKWARD, edit=edit)),
-                              parts(case.qkv), case.dy, *2 * [case.positions])
+    _, _, grads = both_passes(
+        Attention(Poisoned, HostLoader(edited=BACKWARD, edit=edit)),
+        parts(case.qkv),
+        case.dy,
+        *2 * [case.positions],
+    )
     assert relative(grads[0], parts(case.dqkv)[0]) > 100 * case.bound
 
 
@@ -232,11 +283,15 @@ TOKENS, QUERIES = 384, 128  # a sequence, and the rows of a tile of forward for 
 
 
 @pytest.mark.shim
-@pytest.mark.parametrize(("edit", "expected"), [
-    # The diagonal crosses QUERIES x QUERIES pairs of each block; earlier tiles are seen whole.
-    ((SEES, f"{SEES} ++counted;"), TOKENS // QUERIES * QUERIES**2),
-    ((LOOK, "j < columns && ++counted ?"), TOKENS // QUERIES * TOKENS)],
-    ids=["pairs compared", "positions of keys read to choose tiles"])
+@pytest.mark.parametrize(
+    ("edit", "expected"),
+    [
+        # The diagonal crosses QUERIES x QUERIES pairs of each block; earlier tiles are seen whole.
+        ((SEES, f"{SEES} ++counted;"), TOKENS // QUERIES * QUERIES**2),
+        ((LOOK, "j < columns && ++counted ?"), TOKENS // QUERIES * TOKENS),
+    ],
+    ids=["pairs compared", "positions of keys read to choose tiles"],
+)
 def test_positions_are_compared_where_the_diagonal_crosses(rng, edit, expected):
     case = Case(rng, "bfloat16", (1, TOKENS, 1, 64))
     chosen = attention.tile("flash_forward", "bfloat16", 64)
@@ -254,10 +309,16 @@ MMA = "const unsigned (&a)[4], const unsigned (&b)[2]) {"
 def test_number_of_products(rng, kernel, products):
     """Each tile that is seen takes part once. An instruction multiplies 16 x 8 x 16."""
     case, chosen = Case(rng, "bfloat16", (1, TOKENS, 1, 64)), attention.tile(kernel, "bfloat16", 64)
-    edit, (file, rows, columns) = (MMA, f"{MMA} ++counted;"), (
-        chosen.file, chosen.rows, chosen.columns)
-    both_passes(Attention(Poisoned, HostLoader(edited=file, edit=edit)), parts(case.qkv), case.dy,
-                *2 * [case.positions])
+    edit, (file, rows, columns) = (
+        (MMA, f"{MMA} ++counted;"),
+        (chosen.file, chosen.rows, chosen.columns),
+    )
+    both_passes(
+        Attention(Poisoned, HostLoader(edited=file, edit=edit)),
+        parts(case.qkv),
+        case.dy,
+        *2 * [case.positions],
+    )
     first = np.arange(0, TOKENS, rows)
     seen = (first + rows) // columns if products == 2 else (TOKENS - first) // columns
     each = rows * columns * chosen.width // (16 * 8 * 16)
@@ -268,14 +329,22 @@ def both_directions(loader, rng, dtype):
     """Return the Case and y, lse, dq, dk, dv."""
     case = Case(rng, dtype, (1, 70, 1, 32))
     y, lse, grads = both_passes(
-        Attention(Poisoned, loader), parts(case.qkv), case.dy, case.positions, case.positions)
+        Attention(Poisoned, loader), parts(case.qkv), case.dy, case.positions, case.positions
+    )
     return case, (y, lse, *grads)
 
 
 @pytest.mark.shim
-@pytest.mark.parametrize(("file", "edit"), [
-    NO_BARRIER[0], *(pytest.param(*twin, marks=pytest.mark.slow)
-                     for twin in (*NO_BARRIER[1:], *NO_WAIT, LATE, MASK_LOST, *OF_16_BITS))])
+@pytest.mark.parametrize(
+    ("file", "edit"),
+    [
+        NO_BARRIER[0],
+        *(
+            pytest.param(*twin, marks=pytest.mark.slow)
+            for twin in (*NO_BARRIER[1:], *NO_WAIT, LATE, MASK_LOST, *OF_16_BITS)
+        ),
+    ],
+)
 def test_broken_twin_gives_wrong_results(rng, file, edit):
     """The result must be wrong in at least one of the two orders of threads."""
     dtype = "bfloat16" if (file, edit) in OF_16_BITS else "float32"
@@ -288,30 +357,51 @@ def test_broken_twin_gives_wrong_results(rng, file, edit):
 
 
 @pytest.mark.shim
-@pytest.mark.parametrize(("file", "edit", "wrong"), [
-    (FORWARD, ("job.head / (heads / kv_heads)", "job.head % kv_heads"), {"y", "lse", "dq"}),
-    pytest.param(BACKWARD, ("member < members;", "member < 1;"), {"dk", "dv"},
-                 marks=pytest.mark.slow)],
-    ids=["another key head", "one head of each group"])
+@pytest.mark.parametrize(
+    ("file", "edit", "wrong"),
+    [
+        (FORWARD, ("job.head / (heads / kv_heads)", "job.head % kv_heads"), {"y", "lse", "dq"}),
+        pytest.param(
+            BACKWARD, ("member < members;", "member < 1;"), {"dk", "dv"}, marks=pytest.mark.slow
+        ),
+    ],
+    ids=["another key head", "one head of each group"],
+)
 def test_broken_twin_of_a_group_gives_wrong_results(rng, file, edit, wrong):
     case = Grouped(rng, "float32", (1, 20, 33, 6, 2, 24))
     loader = HostLoader(edited=file, edit=edit)
-    y, lse, grads = both_passes(Attention(Poisoned, loader), (case.q, *case.kv(case.cache)),
-                                case.dy, case.q_pos, case.k_pos, True)
+    y, lse, grads = both_passes(
+        Attention(Poisoned, loader),
+        (case.q, *case.kv(case.cache)),
+        case.dy,
+        case.q_pos,
+        case.k_pos,
+        True,
+    )
     seen = np.isfinite(case.lse)
     errors = {"y": relative(y, case.y), "lse": relative(lse[seen], case.lse[seen])}
-    errors |= {name: relative(*pair) for name, *pair in zip(
-        ("dq", "dk", "dv"), grads, case.grads, strict=True)}
+    errors |= {
+        name: relative(*pair)
+        for name, *pair in zip(("dq", "dk", "dv"), grads, case.grads, strict=True)
+    }
     assert wrong <= {name for name, error in errors.items() if error > 100 * case.bound}
 
 
 @pytest.mark.slow
 @pytest.mark.shim
-@pytest.mark.parametrize(("sanitizer", "message", "file", "edit"), [
-    ("thread", "data race", *NO_BARRIER[0]),
-    ("address", "heap-buffer-overflow", FORWARD,
-     ("if (i < to.tokens && j", "if (i <= to.tokens && j")),
-    ("thread", "data race", *NO_BARRIER[1])])
+@pytest.mark.parametrize(
+    ("sanitizer", "message", "file", "edit"),
+    [
+        ("thread", "data race", *NO_BARRIER[0]),
+        (
+            "address",
+            "heap-buffer-overflow",
+            FORWARD,
+            ("if (i < to.tokens && j", "if (i <= to.tokens && j"),
+        ),
+        ("thread", "data race", *NO_BARRIER[1]),
+    ],
+)
 def test_sanitizer_sees_the_broken_twin(rng, sanitizer, message, file, edit):
     case = Case(rng, "float32", (1, 34, 1, 32))
 
@@ -322,8 +412,16 @@ def test_sanitizer_sees_the_broken_twin(rng, sanitizer, message, file, edit):
         positions = case.positions, case.positions
         y, stats = kernels.forward(q, k, v, *positions)
         if file == BACKWARD:
-            kernels.backward(case.dy, q, k, v, stats, kernels.delta(case.dy, y),
-                             q_pos=positions[0], k_pos=positions[1])
+            kernels.backward(
+                case.dy,
+                q,
+                k,
+                v,
+                stats,
+                kernels.delta(case.dy, y),
+                q_pos=positions[0],
+                k_pos=positions[1],
+            )
         return loader.reports
 
     assert all(code == 0 and text == "" for _, code, text in reports())

@@ -15,9 +15,15 @@ ARCHITECTURES = ("sm_80", "sm_90")
 MOST_SHARED = 48 << 10  # static shared memory that any GPU gives a block
 # File -> what its kernels are called that memory decides about.
 WIDE = {
-    "gelu.cu": "gelu", "residual.cu": "bias_residual", "swiglu.cu": "swiglu", "rope.cu": "rotate",
-    "norm.cu": "norm", "columns.cu": "column_sums", "adamw.cu": "adamw",
-    "cross_entropy.cu": "cross_entropy_(stats|backward)", "softmax.cu": "softmax",
+    "gelu.cu": "gelu",
+    "residual.cu": "bias_residual",
+    "swiglu.cu": "swiglu",
+    "rope.cu": "rotate",
+    "norm.cu": "norm",
+    "columns.cu": "column_sums",
+    "adamw.cu": "adamw",
+    "cross_entropy.cu": "cross_entropy_(stats|backward)",
+    "softmax.cu": "softmax",
     "embedding.cu": "embedding_forward|position_forward|add_rows",
 }
 SUMS = "column_sums|slabs|stats"  # write a few numbers for what they read
@@ -27,8 +33,11 @@ SLOW = r"\b(div|rem)\.[su]64"  # about 70 instructions
 
 def narrow_moves(name, ptx):
     """What of a kernel's code moves memory slowly: names of what is missing, or too much."""
-    missing = [way for way in ("ld", "st") if not re.search(WIDE_MOVE.format(way), ptx)
-               and (way == "ld" or not re.search(SUMS, name))]
+    missing = [
+        way
+        for way in ("ld", "st")
+        if not re.search(WIDE_MOVE.format(way), ptx) and (way == "ld" or not re.search(SUMS, name))
+    ]
     return missing + [found[0] for found in re.finditer(SLOW, ptx)]
 
 
@@ -100,8 +109,9 @@ def test_an_array_outside_registers_is_seen():
 
 def test_what_does_not_compile_is_said():
     with pytest.raises(RuntimeError, match="undefined"):
-        nvrtc.Nvrtc().compile("template <int N> __global__ void f() { nothing(N); }", ["f<1>"],
-                              "sm_90")
+        nvrtc.Nvrtc().compile(
+            "template <int N> __global__ void f() { nothing(N); }", ["f<1>"], "sm_90"
+        )
 
 
 def test_table_of_the_ladder(tmp_path, capsys):

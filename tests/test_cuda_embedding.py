@@ -47,8 +47,10 @@ def test_a_shard_of_a_table(case, shape, width):
     got = case.kernels.forward(case.to_device(ids), table, start)
     expected = case.ops.embedding_forward(ids, table64, start)
     assert np.array_equal(case.to_host(got).astype(np.float64), expected)
-    (dy, dy64), (dtable, dtable64) = case.array(*shape, width), case.array(
-        rows, width, dtype=case.sums)
+    (dy, dy64), (dtable, dtable64) = (
+        case.array(*shape, width),
+        case.array(rows, width, dtype=case.sums),
+    )
     case.kernels.backward_weight(case.to_device(ids), dy, dtable, start)
     case.ops.embedding_backward_weight(ids, dy64, dtable64, start)
     assert relative(case.to_host(dtable), dtable64) <= case.sums_tol
@@ -91,11 +93,16 @@ def test_the_order_of_threads_changes_no_bit(rng):
 
 
 @pytest.mark.shim
-@pytest.mark.parametrize(("tiles", "edit"), [
-    (5, None), (0, ("|| (tile[i] == id && i < int(threadIdx.x))", "")),
-    (0, ("__syncthreads();  // all ids have been read", "")),
-    (1, ("(second && there == id)", "there == id")),
-    (1, ("high = min(other + length, n)", "high = min(other + length, n - 1)"))])
+@pytest.mark.parametrize(
+    ("tiles", "edit"),
+    [
+        (5, None),
+        (0, ("|| (tile[i] == id && i < int(threadIdx.x))", "")),
+        (0, ("__syncthreads();  // all ids have been read", "")),
+        (1, ("(second && there == id)", "there == id")),
+        (1, ("high = min(other + length, n)", "high = min(other + length, n - 1)")),
+    ],
+)
 def test_ids_are_sorted_and_equal_ones_stay_in_order(rng, tiles, edit):
     """Six tiles: whole and half pairs of runs, and a last run that is short.
 
@@ -130,16 +137,18 @@ TWINS = [
 
 
 @pytest.mark.shim
-@pytest.mark.parametrize("edit", [TWINS[0], *(pytest.param(twin, marks=pytest.mark.slow)
-                                              for twin in TWINS[1:])])
+@pytest.mark.parametrize(
+    "edit", [TWINS[0], *(pytest.param(twin, marks=pytest.mark.slow) for twin in TWINS[1:])]
+)
 def test_a_broken_kernel_is_seen(rng, edit):
     """In one of the two orders of threads."""
     failures = 0
     for order in (1, -1):
-        case = Case("forwards", "float32", rng,
-                    HostLoader(order, edited="embedding.cu", edit=edit))
-        for test, arguments in ((test_a_shard_of_a_table, ((3, 300), 5)),
-                                (test_positions, (False,))):
+        case = Case("forwards", "float32", rng, HostLoader(order, edited="embedding.cu", edit=edit))
+        for test, arguments in (
+            (test_a_shard_of_a_table, ((3, 300), 5)),
+            (test_positions, (False,)),
+        ):
             try:
                 test(case, *arguments)
             except AssertionError:

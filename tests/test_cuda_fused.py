@@ -25,7 +25,8 @@ class Case:
     def __init__(self, where, dtype, rng, off=0):
         xp, loader, put, self.to_host = place(where)
         self.to_device = lambda host: put(np.pad(host.reshape(-1), (off, 0)))[off:].reshape(
-            host.shape)
+            host.shape
+        )
         self.fused, self.dtype, self.rng = Fused(xp, loader), DTYPES[dtype], rng
         self.bound = BOUNDS[dtype]
         self.ops = plain("float64")
@@ -125,12 +126,12 @@ def test_what_flows_around_a_norm(case, kind, width):
     around, around64 = case.array(*shape)
     bias = [case.array(width)] if kind == "layernorm" else []
     found = []
-    for ops, arrays, more, last in ((case.fused, (x, w), [b for b, _ in bias], (dy, around)),
-                                    (case.ops, (x64, w64), [b for _, b in bias],
-                                     (dy64, around64))):
+    for ops, arrays, more, last in (
+        (case.fused, (x, w), [b for b, _ in bias], (dy, around)),
+        (case.ops, (x64, w64), [b for _, b in bias], (dy64, around64)),
+    ):
         _, *statistics = getattr(ops, f"{kind}_forward")(*arrays, *more, 1e-5)
-        found.append(getattr(ops, f"{kind}_backward_input")(
-            last[0], *arrays, *statistics, last[1]))
+        found.append(getattr(ops, f"{kind}_backward_input")(last[0], *arrays, *statistics, last[1]))
     case.check(*found)
 
 
@@ -154,15 +155,19 @@ def test_layernorm(case, shape):
     x64 += 2.0
     x = case.to_device(x64.astype(case.dtype))
     x64 = case.to_host(x).astype(np.float64)
-    got, expected = (one.layernorm_forward(*arrays, 1e-5) for one, arrays in
-                     ((case.fused, (x, w, b)), (case.ops, (x64, w64, b64))))
+    got, expected = (
+        one.layernorm_forward(*arrays, 1e-5)
+        for one, arrays in ((case.fused, (x, w, b)), (case.ops, (x64, w64, b64)))
+    )
     case.check(got[0], expected[0])
     for one, other in zip(got[1:], expected[1:], strict=True):
         case.check(one, other, np.float32, 1e-6)
     dy, dy64 = case.array(*shape)
     if columns > 1:  # of one column every gradient is 0, and its error has no relative norm
-        case.check(case.fused.layernorm_backward_input(dy, x, w, *got[1:]),
-                   case.ops.layernorm_backward_input(dy64, x64, w64, *expected[1:]))
+        case.check(
+            case.fused.layernorm_backward_input(dy, x, w, *got[1:]),
+            case.ops.layernorm_backward_input(dy64, x64, w64, *expected[1:]),
+        )
     (dw, dw64), (db, db64) = (case.array(columns, dtype=np.float32) for _ in range(2))
     case.fused.layernorm_backward_weight(dy, x, *got[1:], dw, db)
     case.ops.layernorm_backward_weight(dy64, x64, *expected[1:], dw64, db64)
@@ -179,8 +184,10 @@ def test_rmsnorm(case, shape):
     case.check(y, y64)
     case.check(rstd, rstd64, np.float32, 1e-6)
     if columns > 1:
-        case.check(case.fused.rmsnorm_backward_input(dy, x, w, rstd),
-                   case.ops.rmsnorm_backward_input(dy64, x64, w64, rstd64))
+        case.check(
+            case.fused.rmsnorm_backward_input(dy, x, w, rstd),
+            case.ops.rmsnorm_backward_input(dy64, x64, w64, rstd64),
+        )
     dw, dw64 = case.array(columns, dtype=np.float32)
     case.fused.rmsnorm_backward_weight(dy, x, rstd, dw)
     case.ops.rmsnorm_backward_weight(dy64, x64, rstd64, dw64)
@@ -209,9 +216,17 @@ def test_adamw(where, rng, step, copy, size, monkeypatch):
         assert np.array_equal(case.to_host(rounded), case.to_host(got[0]).astype(DTYPES[copy]))
 
 
-@pytest.mark.parametrize(("rows", "columns", "start", "padding"), [
-    (1, 1, 0, 0), (7, 261, 0, 5), (9, 130, 130, 0), (5, 20, 20, 20), (3, 1104, 0, 5),
-    (2, 24, 24, 24)])
+@pytest.mark.parametrize(
+    ("rows", "columns", "start", "padding"),
+    [
+        (1, 1, 0, 0),
+        (7, 261, 0, 5),
+        (9, 130, 130, 0),
+        (5, 20, 20, 20),
+        (3, 1104, 0, 5),
+        (2, 24, 24, 24),
+    ],
+)
 def test_cross_entropy(case, rows, columns, start, padding):
     """One shard's view of a vocabulary in two shards; the last is all padding."""
     logits, wide = case.array(rows, columns, scale=4.0)
@@ -226,10 +241,12 @@ def test_cross_entropy(case, rows, columns, start, padding):
     sums64 = case.rng.uniform(9.0, 10.0, (rows, 2))
     sums = case.to_device(sums64.astype(np.float32))
     sums64 = case.to_host(sums).astype(np.float64)
-    case.fused.cross_entropy_backward_input(
-        logits, device_targets, sums, start, num_valid, 0.2)
-    case.check(logits, case.ops.cross_entropy_backward_input(
-        wide, targets, sums64, start, num_valid, 0.2), bound=2 * case.bound)
+    case.fused.cross_entropy_backward_input(logits, device_targets, sums, start, num_valid, 0.2)
+    case.check(
+        logits,
+        case.ops.cross_entropy_backward_input(wide, targets, sums64, start, num_valid, 0.2),
+        bound=2 * case.bound,
+    )
 
 
 def test_cross_entropy_of_what_is_no_number(where, rng):
@@ -239,7 +256,8 @@ def test_cross_entropy_of_what_is_no_number(where, rng):
         host = np.zeros((1, 200), np.float32)
         host[0, 150] = value
         stats = case.fused.cross_entropy_forward(
-            case.to_device(host), case.to_device(np.array([3])), 0, 200)
+            case.to_device(host), case.to_device(np.array([3])), 0, 200
+        )
         with np.errstate(invalid="ignore"):
             loss, _ = case.ops.cross_entropy_combine(case.to_host(stats)[None].astype(np.float64))
         assert not np.isfinite(loss).any()
@@ -248,8 +266,11 @@ def test_cross_entropy_of_what_is_no_number(where, rng):
 @pytest.mark.parametrize("kind", ["increasing", "shuffled", "ties"])
 def test_causal_softmax(case, kind):
     tokens = 141
-    order = {"increasing": np.arange(tokens) * 2 + 3, "shuffled": case.rng.permutation(tokens),
-             "ties": np.sort(case.rng.integers(0, 60, tokens))}[kind]
+    order = {
+        "increasing": np.arange(tokens) * 2 + 3,
+        "shuffled": case.rng.permutation(tokens),
+        "ties": np.sort(case.rng.integers(0, 60, tokens)),
+    }[kind]
     scores, wide = case.array(2, 1, tokens, tokens, scale=3.0)
     case.fused.causal_softmax_forward(scores, *2 * [case.to_device(order)], 0.5)
     wide = np.where(order[None, :] <= order[:, None], 0.5 * wide, -np.inf)
@@ -267,8 +288,11 @@ def test_causal_softmax(case, kind):
 def test_swiglu(case, shape):
     (h, h64), (dy, dy64) = case.array(*shape[:-1], 2, shape[-1]), case.array(*shape)
     case.check(case.fused.swiglu_forward(h), case.ops.swiglu_forward(h64))
-    for got, expected in zip(case.fused.swiglu_backward_input(dy, h),
-                             case.ops.swiglu_backward_input(dy64, h64), strict=True):
+    for got, expected in zip(
+        case.fused.swiglu_backward_input(dy, h),
+        case.ops.swiglu_backward_input(dy64, h64),
+        strict=True,
+    ):
         case.check(got, expected)
 
 
@@ -318,15 +342,20 @@ TWINS = [
 ]
 # Not the last block of some columns adds their slabs up, or every block does, or the next launch
 # finds the counter as it was left.
-NOT_LAST = [("int(gridDim.y) - 1", "0"),
-            ("if (is_last_slab(done))", "if (is_last_slab(done) || true)"),
-            ("if (last) done[blockIdx.x] = 0;", "")]
+NOT_LAST = [
+    ("int(gridDim.y) - 1", "0"),
+    ("if (is_last_slab(done))", "if (is_last_slab(done) || true)"),
+    ("if (last) done[blockIdx.x] = 0;", ""),
+]
 # One element too far, or one pack too far: with 33 columns a kernel takes single elements.
 ELEMENT = ("i < end; i += threads)", "i <= end; i += threads)")
 PACK = ("i < end; i += threads * Wide)", "i <= end; i += threads * Wide)")
-TOO_FAR = [("gelu.cu", "gelu_forward", ELEMENT), ("norm.cu", "layernorm_forward", ELEMENT),
-           ("cross_entropy.cu", "cross_entropy_backward", ELEMENT),
-           ("norm.cu", "layernorm_forward", PACK)]
+TOO_FAR = [
+    ("gelu.cu", "gelu_forward", ELEMENT),
+    ("norm.cu", "layernorm_forward", ELEMENT),
+    ("cross_entropy.cu", "cross_entropy_backward", ELEMENT),
+    ("norm.cu", "layernorm_forward", PACK),
+]
 
 
 def call(kernel, loader, columns=33):
@@ -352,8 +381,10 @@ def call(kernel, loader, columns=33):
 
 
 @pytest.mark.shim
-@pytest.mark.parametrize(("file", "kernel", "edit"), [
-    TWINS[0], *(pytest.param(*twin, marks=pytest.mark.slow) for twin in TWINS[1:])])
+@pytest.mark.parametrize(
+    ("file", "kernel", "edit"),
+    [TWINS[0], *(pytest.param(*twin, marks=pytest.mark.slow) for twin in TWINS[1:])],
+)
 def test_missing_barrier_gives_wrong_results(file, kernel, edit):
     """The result must be wrong in at least one of the two orders of threads."""
     right = call(kernel, HostLoader())
@@ -375,12 +406,21 @@ def test_slabs_are_added_up_by_the_last_block_alone(rng, edit):
 
 @pytest.mark.slow
 @pytest.mark.shim
-@pytest.mark.parametrize(("sanitizer", "message", "file", "kernel", "edit"), [
-    ("thread", "data race", *TWINS[0]),
-    ("address", "heap-buffer-overflow", *TOO_FAR[1]),
-    *(pytest.param("thread", "data race", *twin, marks=pytest.mark.slow) for twin in TWINS[1:3]),
-    *(pytest.param("address", "heap-buffer-overflow", *twin, marks=pytest.mark.slow)
-      for twin in (TOO_FAR[0], *TOO_FAR[2:]))])
+@pytest.mark.parametrize(
+    ("sanitizer", "message", "file", "kernel", "edit"),
+    [
+        ("thread", "data race", *TWINS[0]),
+        ("address", "heap-buffer-overflow", *TOO_FAR[1]),
+        *(
+            pytest.param("thread", "data race", *twin, marks=pytest.mark.slow)
+            for twin in TWINS[1:3]
+        ),
+        *(
+            pytest.param("address", "heap-buffer-overflow", *twin, marks=pytest.mark.slow)
+            for twin in (TOO_FAR[0], *TOO_FAR[2:])
+        ),
+    ],
+)
 def test_sanitizer_sees_the_broken_twin(sanitizer, message, file, kernel, edit):
     whole, columns = HostLoader(sanitizer=sanitizer), 32 if edit is PACK else 33
     call(kernel, whole, columns)
@@ -408,7 +448,9 @@ def test_a_broken_kernel_is_seen(monkeypatch, rng, file, right, wrong):
     twin = HostLoader(edited=file, edit=(right, wrong))
     case = Case("forwards", "float32", rng)
     case.fused = Fused(Poisoned, twin)
-    test, arguments = {"rope.cu": (test_rope_turns_the_first_heads_of_an_array, (True, 48)),
-                       "swiglu.cu": (test_swiglu, (SHAPES[-1],))}[file]
+    test, arguments = {
+        "rope.cu": (test_rope_turns_the_first_heads_of_an_array, (True, 48)),
+        "swiglu.cu": (test_swiglu, (SHAPES[-1],)),
+    }[file]
     with pytest.raises(AssertionError):
         test(case, *arguments)

@@ -26,8 +26,16 @@ from mpipar.ops.mixed_ops import MixedOps
 from mpipar.plan.predict import predict
 from mpipar.train.verify import step_tensors
 
-SHAPE = {"layers": 2, "d_model": 12, "heads": 3, "ffn": 20, "seq_len": 6, "vocab_size": 17,
-         "batch_size": 4, "num_microbatches": 2}
+SHAPE = {
+    "layers": 2,
+    "d_model": 12,
+    "heads": 3,
+    "ffn": 20,
+    "seq_len": 6,
+    "vocab_size": 17,
+    "batch_size": 4,
+    "num_microbatches": 2,
+}
 
 
 LLAMA = ARCHS["llama"] | SHAPE | {"arch": "llama", "heads": 4, "kv_heads": 2, "head_dim": 6}
@@ -39,10 +47,22 @@ def traced(monkeypatch):
     monkeypatch.setitem(sys.modules, "cupy", fake_cupy)
     started, widened = [], []
     call, wide = fake_cupy.RawKernel.__call__, MixedOps._wide
-    monkeypatch.setattr(fake_cupy.RawKernel, "__call__", lambda self, *rest, **named: (
-        started.append(self.name.split("<")[0]), call(self, *rest, **named)))
-    monkeypatch.setattr(MixedOps, "_wide", lambda self, x: (
-        widened.append(x) if getattr(x, "dtype", None) == self.dtype else None, wide(self, x))[1])
+    monkeypatch.setattr(
+        fake_cupy.RawKernel,
+        "__call__",
+        lambda self, *rest, **named: (
+            started.append(self.name.split("<")[0]),
+            call(self, *rest, **named),
+        ),
+    )
+    monkeypatch.setattr(
+        MixedOps,
+        "_wide",
+        lambda self, x: (
+            widened.append(x) if getattr(x, "dtype", None) == self.dtype else None,
+            wide(self, x),
+        )[1],
+    )
     return started, widened
 
 
@@ -55,16 +75,21 @@ def attention(request, monkeypatch):
 
 
 @pytest.mark.shim
-@pytest.mark.parametrize(("sizes", "kind"), [
-    (SMALL, "ties"),
-    *(pytest.param(LARGE, kind, marks=pytest.mark.slow) for kind in ("increasing", "shuffled"))])
+@pytest.mark.parametrize(
+    ("sizes", "kind"),
+    [
+        (SMALL, "ties"),
+        *(pytest.param(LARGE, kind, marks=pytest.mark.slow) for kind in ("increasing", "shuffled")),
+    ],
+)
 def test_every_function_equals_plain(cupy, attention, sizes, kind):
     ops = make("cuda", "float32")
     assert isinstance(ops, FusedOps)
     expected = call_every_op(plain("float64"), sizes, kind)
     for name, value in call_every_op(ops, sizes, kind).items():
-        assert_close(value if isinstance(value, float) else ops.to_host(value), expected[name],
-                     2e-5, name)
+        assert_close(
+            value if isinstance(value, float) else ops.to_host(value), expected[name], 2e-5, name
+        )
 
 
 def step(shape=SHAPE, **run):
@@ -119,12 +144,17 @@ def test_a_16_bit_step_is_that_of_numpy(cupy, attention, dtype):
 
 @pytest.mark.slow
 @pytest.mark.shim
-@pytest.mark.parametrize("change", [
-    ("bias_gelu_forward", lambda ops, x, b: ops.gelu_forward(x)),
-    ("matmul_tn_add_sums", lambda ops, x, y, out, sums, fresh: ops.matmul_tn_add(x, y, out)),
-    ("rmsnorm_backward_weight", lambda ops, dy, x, rstd, dw: None),
-    ("attention_backward_input", lambda ops, *rest, out: [ops.fill(x, 0) for x in out]),
-    ("cross_entropy_backward_input", lambda ops, logits, *rest: logits)], ids=lambda one: one[0])
+@pytest.mark.parametrize(
+    "change",
+    [
+        ("bias_gelu_forward", lambda ops, x, b: ops.gelu_forward(x)),
+        ("matmul_tn_add_sums", lambda ops, x, y, out, sums, fresh: ops.matmul_tn_add(x, y, out)),
+        ("rmsnorm_backward_weight", lambda ops, dy, x, rstd, dw: None),
+        ("attention_backward_input", lambda ops, *rest, out: [ops.fill(x, 0) for x in out]),
+        ("cross_entropy_backward_input", lambda ops, logits, *rest: logits),
+    ],
+    ids=lambda one: one[0],
+)
 def test_a_kernel_that_is_left_out_is_seen(monkeypatch, cupy, exact, change):
     monkeypatch.setattr(FusedOps, *change)
     norm, wanted = ("rms", "rms") if change[0].startswith("rms") else ("layer", "sgd")
@@ -133,22 +163,34 @@ def test_a_kernel_that_is_left_out_is_seen(monkeypatch, cupy, exact, change):
 
 
 @pytest.mark.shim
-@pytest.mark.parametrize(("dtype", "norm"), [
-    *((dtype, "layer") for dtype in DTYPES), ("bfloat16", "rms")])
+@pytest.mark.parametrize(
+    ("dtype", "norm"), [*((dtype, "layer") for dtype in DTYPES), ("bfloat16", "rms")]
+)
 def test_nothing_between_products_is_plain_or_widened(traced, attention, dtype, norm):
     """Counts the kernels that a step starts; nothing of 16 bits is widened."""
     started, widened = traced
     step(device="cuda", dtype=dtype, optimizer="adamw", norm=norm)
     microbatches, blocks = SHAPE["num_microbatches"], SHAPE["layers"]
-    kernels = {"in tiles": ("flash_forward", "flash_delta", "flash_backward", "flash_dq"),
-               "whole scores": ("causal_softmax_forward", "causal_softmax_backward")}[attention]
+    kernels = {
+        "in tiles": ("flash_forward", "flash_delta", "flash_backward", "flash_dq"),
+        "whole scores": ("causal_softmax_forward", "causal_softmax_backward"),
+    }[attention]
     norms = 2 * blocks + 1
-    once = {"bias_gelu_forward": blocks, "gelu_backward": blocks, "column_sums": 4 * blocks,
-            **{f"{norm}norm_{part}": norms for part in ("forward", "backward", "slabs")},
-            **dict.fromkeys(kernels, blocks),
-            "bias_residual_forward": 2 * blocks, "embedding_forward": 1, "position_forward": 1,
-            "places_in_tiles": 2, "add_rows": 2, "cross_entropy_stats": 1,
-            "cross_entropy_combine": 1, "cross_entropy_backward": 1}
+    once = {
+        "bias_gelu_forward": blocks,
+        "gelu_backward": blocks,
+        "column_sums": 4 * blocks,
+        **{f"{norm}norm_{part}": norms for part in ("forward", "backward", "slabs")},
+        **dict.fromkeys(kernels, blocks),
+        "bias_residual_forward": 2 * blocks,
+        "embedding_forward": 1,
+        "position_forward": 1,
+        "places_in_tiles": 2,
+        "add_rows": 2,
+        "cross_entropy_stats": 1,
+        "cross_entropy_combine": 1,
+        "cross_entropy_backward": 1,
+    }
     counts = {name: microbatches * count for name, count in once.items()}
     updates = "adamw" if dtype == "float32" else "adamw_with_copy"
     counts[updates] = 1
@@ -164,13 +206,21 @@ def test_a_step_of_llama_runs_in_kernels_and_is_that_of_numpy(traced, dtype):
     started, widened = traced
     found = step(LLAMA, device="cuda", dtype=dtype, optimizer="sgd")
     microbatches, blocks = SHAPE["num_microbatches"], SHAPE["layers"]
-    for kernel, count in (("swiglu_forward", blocks), ("swiglu_backward", blocks),
-                          ("rotate", 2 * blocks), ("column_sums", 0), ("gelu_forward", 0)):
+    for kernel, count in (
+        ("swiglu_forward", blocks),
+        ("swiglu_backward", blocks),
+        ("rotate", 2 * blocks),
+        ("column_sums", 0),
+        ("gelu_forward", 0),
+    ):
         assert started.count(kernel) == microbatches * count, kernel
     assert widened == []
     tol = 1e-4 if dtype == "float32" else 4 * BOUNDS[dtype]
-    check_step(found, step(LLAMA, dtype="float64" if dtype == "float32" else dtype,
-                           optimizer="sgd"), (tol, tol))
+    check_step(
+        found,
+        step(LLAMA, dtype="float64" if dtype == "float32" else dtype, optimizer="sgd"),
+        (tol, tol),
+    )
 
 
 @pytest.mark.shim
@@ -187,7 +237,7 @@ def test_cross_entropy_over_a_cut_vocabulary(rng, cupy, dtype, shards):
     loss, sums = exact_ops.cross_entropy_combine(stats[None])
     exact_ops.cross_entropy_backward_input(whole, targets, sums, 0, vocabulary, 0.25)
     own, step = cupy.asarray(targets), width // shards
-    parts = [cupy.asarray(host[:, at:at + step].copy()) for at in range(0, width, step)]
+    parts = [cupy.asarray(host[:, at : at + step].copy()) for at in range(0, width, step)]
     own_stats = cupy.empty((shards, tokens, 3), np.float32)
     for i, part in enumerate(parts):
         own_stats[i] = ops.cross_entropy_forward(part, own, i * step, vocabulary)
@@ -197,8 +247,12 @@ def test_cross_entropy_over_a_cut_vocabulary(rng, cupy, dtype, shards):
     for i, part in enumerate(parts):
         ops.cross_entropy_backward_input(part, own, own_sums, i * step, vocabulary, 0.25)
         assert part.dtype == DTYPES[dtype]
-        assert_close(ops.to_host(part).astype(np.float64), whole[:, i * step:(i + 1) * step], tol,
-                     f"dlogits {i}")
+        assert_close(
+            ops.to_host(part).astype(np.float64),
+            whole[:, i * step : (i + 1) * step],
+            tol,
+            f"dlogits {i}",
+        )
 
 
 @pytest.mark.shim
@@ -224,7 +278,8 @@ def test_shapes_are_those_of_the_fused_kernels(cupy, attention, dtype):
     q, positions = ops.zeros((2, 7, 4, 5)), cupy.arange(7)
     saved, expected = (
         one.attention_forward(*3 * [one.asarray(q)], *2 * [one.asarray(positions)])[1]
-        for one in (on_shapes, ops))
+        for one in (on_shapes, ops)
+    )
     if attention == "in tiles":
         (same, saved), (y, expected) = saved, expected
         assert (same.shape, same.dtype) == (y.shape, y.dtype)
@@ -267,11 +322,15 @@ def test_prediction_has_no_widened_copies_on_a_gpu():
     assert unfused["buffers"] == gpu.get("buffers", 0) + wide
 
 
-@pytest.mark.parametrize(("words", "messages"), [
-    ("--kernels fused", ["--kernels fused with --device cpu"]),
-    ("--kernels plain", ["--kernels plain with --device cpu"]),
-    ("--kernels numpy --device cuda", ["use --kernels fused or plain"]),
-    ("--kernels fused --device cuda --dtype float64", ["--dtype float64"])])
+@pytest.mark.parametrize(
+    ("words", "messages"),
+    [
+        ("--kernels fused", ["--kernels fused with --device cpu"]),
+        ("--kernels plain", ["--kernels plain with --device cpu"]),
+        ("--kernels numpy --device cuda", ["use --kernels fused or plain"]),
+        ("--kernels fused --device cuda --dtype float64", ["--dtype float64"]),
+    ],
+)
 def test_what_does_not_fit_is_refused(words, messages):
     check_refused(words, messages)
 

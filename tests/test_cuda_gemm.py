@@ -13,18 +13,28 @@ pytestmark = pytest.mark.shim
 DTYPES = {"float32": np.float32, "bfloat16": ml_dtypes.bfloat16, "float16": np.float16}
 # Largest relative error of one rounding, by the number of bits.
 ROUNDING = {"float32": 2.0**-24, "bfloat16": 2.0**-8, "float16": 2.0**-11}
-SMALL = {"naive": (), "shared": (8,), "register": (16, 32, 4, 2, 4), "vector": (32, 32, 8, 4, 8),
-         "warp": (64, 32, 4, 32, 16), "mma": (32, 32, 16, 16, 32, 2)}
+SMALL = {
+    "naive": (),
+    "shared": (8,),
+    "register": (16, 32, 4, 2, 4),
+    "vector": (32, 32, 8, 4, 8),
+    "warp": (64, 32, 4, 32, 16),
+    "mma": (32, 32, 16, 16, 32, 2),
+}
 ALL_LAYOUTS = (*ladder.LAYOUTS, "TT")
 TYPES = [(rung, "float32", "float32") for rung in SMALL if rung != "mma"] + [
-    ("mma", "bfloat16", "bfloat16"), ("mma", "bfloat16", "float32"), ("mma", "float16", "float16")]
+    ("mma", "bfloat16", "bfloat16"),
+    ("mma", "bfloat16", "float32"),
+    ("mma", "float16", "float16"),
+]
 SIZES = [(1, 1, 1), (37, 41, 29), (70, 33, 50), (32, 64, 48)]
 
 
 def small(rung, dtype, out_dtype):
     """The instantiation of each layout with tiles that small products fill."""
-    return {layout: ladder.gemm(rung, layout, dtype, out_dtype, SMALL[rung])
-            for layout in ALL_LAYOUTS}
+    return {
+        layout: ladder.gemm(rung, layout, dtype, out_dtype, SMALL[rung]) for layout in ALL_LAYOUTS
+    }
 
 
 class Product:
@@ -32,15 +42,19 @@ class Product:
 
     def __init__(self, rng, sizes, layout, dtype, out_dtype, beta=0.0, gap=0):
         self.m, self.n, self.k = sizes
-        stored = ((self.m, self.k)[:: -1 if layout[0] == "T" else 1],
-                  (self.k, self.n)[:: -1 if layout[1] == "T" else 1])
+        stored = (
+            (self.m, self.k)[:: -1 if layout[0] == "T" else 1],
+            (self.k, self.n)[:: -1 if layout[1] == "T" else 1],
+        )
         self.a, self.b = (self.padded(rng, shape, gap, DTYPES[dtype]) for shape in stored)
         self.c = self.padded(rng, (self.m, self.n), gap, DTYPES[out_dtype])
         self.before, self.beta = self.c.copy(), beta
         if beta == 0.0:
             self.c[:, : self.n] = np.nan
-        a, b = (x[:, : shape[1]].astype(np.float64)
-                for x, shape in zip((self.a, self.b), stored, strict=True))
+        a, b = (
+            x[:, : shape[1]].astype(np.float64)
+            for x, shape in zip((self.a, self.b), stored, strict=True)
+        )
         a, b = (x.T if letter == "T" else x for x, letter in zip((a, b), layout, strict=True))
         added = beta * self.before[:, : self.n].astype(np.float64)
         self.expected = a @ b + added
@@ -52,12 +66,28 @@ class Product:
         return rng.standard_normal((shape[0], shape[1] + gap)).astype(dtype)
 
     def arguments(self):
-        return [self.m, self.n, self.k, self.a, self.a.shape[1], self.b, self.b.shape[1],
-                self.beta, self.c, self.c.shape[1]]
+        return [
+            self.m,
+            self.n,
+            self.k,
+            self.a,
+            self.a.shape[1],
+            self.b,
+            self.b.shape[1],
+            self.beta,
+            self.c,
+            self.c.shape[1],
+        ]
 
     def launch(self, kernel):
-        return [kernel.file, kernel.name, ladder.grid(kernel, self.m, self.n), kernel.block,
-                self.arguments(), kernel.shared_bytes]
+        return [
+            kernel.file,
+            kernel.name,
+            ladder.grid(kernel, self.m, self.n),
+            kernel.block,
+            self.arguments(),
+            kernel.shared_bytes,
+        ]
 
     def error(self):
         """Norm of the error relative to that of random sums of these terms, which never cancel.
@@ -82,12 +112,19 @@ def test_every_layout_and_edge(rng, rung, dtype, out_dtype):
                 assert error <= product.bound, (layout, sizes, beta, gap, error, product.bound)
 
 
-@pytest.mark.parametrize("name", [
-    name for file, names in cuda_kernels.KERNELS.items() if file.startswith("gemm_")
-    for name in names])
+@pytest.mark.parametrize(
+    "name",
+    [
+        name
+        for file, names in cuda_kernels.KERNELS.items()
+        if file.startswith("gemm_")
+        for name in names
+    ],
+)
 def test_every_instantiation_that_is_used(rng, name):
     kernel, (layout, dtype, out_dtype) = next(
-        (kernel, case) for kernel, case in _listed() if kernel.name == name)
+        (kernel, case) for kernel, case in _listed() if kernel.name == name
+    )
     product = Product(rng, (133, 65, 71), layout, dtype, out_dtype, beta=1.0)
     run_kernel(*product.launch(kernel))
     assert product.error() <= product.bound
@@ -118,8 +155,10 @@ def _listed():
             for dtype in DTYPES if kind.typed else ("float32",):
                 for out_dtype in {dtype, "float32"}:
                     for tiles in {kind.default, ladder.SMALL.get(rung, kind.default)}:
-                        yield (ladder.gemm(rung, layout, dtype, out_dtype, tiles),
-                               (layout, dtype, out_dtype))
+                        yield (
+                            ladder.gemm(rung, layout, dtype, out_dtype, tiles),
+                            (layout, dtype, out_dtype),
+                        )
 
 
 def test_mma_has_float32_sums(rng):
@@ -134,13 +173,17 @@ def test_mma_has_float32_sums(rng):
 
 LAST = "        __syncthreads();\n    }\n"
 TWINS = {
-    "shared": [("        __syncthreads();  // the tiles are complete\n", ""),
-               ("        __syncthreads();  // and no thread reads them any more\n", "")],
+    "shared": [
+        ("        __syncthreads();  // the tiles are complete\n", ""),
+        ("        __syncthreads();  // and no thread reads them any more\n", ""),
+    ],
     "register": [(LAST, "    }\n"), ("        __syncthreads();\n        for", "        for")],
     "vector": [(LAST, "    }\n"), ("        __syncthreads();\n        for", "        for")],
     "warp": [("        __syncthreads();  // this slot", "        // this slot")],
-    "mma": [("        __syncthreads();  // this step", "        // this step"),
-            ("        wait_copies<Stages - 2>();\n", "")],
+    "mma": [
+        ("        __syncthreads();  // this step", "        // this step"),
+        ("        wait_copies<Stages - 2>();\n", ""),
+    ],
 }
 STEP_TOO_FAR = ("row >= M ||", "row > M ||")
 
@@ -152,8 +195,10 @@ def tiny(rng, rung):
     return kernel, Product(rng, (kernel.rows + 1, kernel.columns, 40), "NT", dtype, "float32")
 
 
-@pytest.mark.parametrize(("rung", "number"), [
-    (rung, number) for rung, edits in TWINS.items() for number in range(len(edits))])
+@pytest.mark.parametrize(
+    ("rung", "number"),
+    [(rung, number) for rung, edits in TWINS.items() for number in range(len(edits))],
+)
 def test_missing_barrier_gives_wrong_results(rng, rung, number):
     """The result must be wrong in at least one of the two orders of threads."""
     kernel, product = tiny(rng, rung)

@@ -15,14 +15,25 @@ import pytest
 
 from mpipar.ops import make
 
-pytestmark = [pytest.mark.gpu, pytest.mark.skipif(
-    "CUDA_MACHINE_DEVICE" not in os.environ, reason="not on the CUDA machine")]
+pytestmark = [
+    pytest.mark.gpu,
+    pytest.mark.skipif("CUDA_MACHINE_DEVICE" not in os.environ, reason="not on the CUDA machine"),
+]
 LIMIT = 60  # seconds for a child
 STEP = Path(__file__).parent / "cuda_machine" / "step_counts.py"
 # Of one step of 12 layers in bfloat16: what may be asked of CUDA at most.
-MOST = {"launch": 137, "product": 147, "cudaMalloc": 0, "copy to the device": 3,
-        "copy to the host": 1, "record event": 10, "synchronize stream": 1, "synchronize event": 0,
-        "synchronize device": 0, "python_calls": 13300}
+MOST = {
+    "launch": 137,
+    "product": 147,
+    "cudaMalloc": 0,
+    "copy to the device": 3,
+    "copy to the host": 1,
+    "record event": 10,
+    "synchronize stream": 1,
+    "synchronize event": 0,
+    "synchronize device": 0,
+    "python_calls": 13300,
+}
 COUNT = 1 << 10
 WIDE_LOAD = r"""
 extern "C" __global__ void wide(const float4 *x, float4 *y) { y[threadIdx.x] = x[threadIdx.x]; }
@@ -129,8 +140,9 @@ def test_the_host_reads_nothing_of_embeddings_and_loss(cupy, kernels, dtype):
     before = [counted(name) for name in names]
     ops.embedding_backward_weight(ids, dy, dtable, 5)
     ops.position_backward_weight(places, dy, dplaces)
-    ops.position_forward(ops.embedding_forward(ids, ops.zeros((10, 8)), 5), places,
-                         ops.zeros((30, 8)))
+    ops.position_forward(
+        ops.embedding_forward(ids, ops.zeros((10, 8)), 5), places, ops.zeros((30, 8))
+    )
     ops.cross_entropy_backward_input(logits, ids.reshape(-1), sums, 5, 12, 0.5)
     assert [counted(name) for name in names] == before
 
@@ -167,21 +179,27 @@ def test_kernels_flush_what_float32_cannot_hold_well(cupy):
     assert np.array_equal((cupy.full(3, 1e-37, np.float32) / 100).get(), np.zeros(3))
 
 
-@pytest.mark.parametrize(("code", "message"), [
-    ("ctypes.c_long.from_address(x.data.ptr).value", "the host touched device memory"),
-    ("cupy.RawKernel(WIDE_LOAD, 'wide')((1,), (1,), (x[1:], x)); x.get()", "off its alignment"),
-    ("cupy.RawKernel(WIDE_LOAD, 'wide')((1,), (1,), (x[-2:].view(), x)); x.get()", "alignment")])
+@pytest.mark.parametrize(
+    ("code", "message"),
+    [
+        ("ctypes.c_long.from_address(x.data.ptr).value", "the host touched device memory"),
+        ("cupy.RawKernel(WIDE_LOAD, 'wide')((1,), (1,), (x[1:], x)); x.get()", "off its alignment"),
+        ("cupy.RawKernel(WIDE_LOAD, 'wide')((1,), (1,), (x[-2:].view(), x)); x.get()", "alignment"),
+    ],
+)
 def test_what_ends_the_process(cupy, code, message):
     start = f"import ctypes, cupy; WIDE_LOAD = {WIDE_LOAD!r}; x = cupy.zeros(8, 'f'); "
-    done = subprocess.run([sys.executable, "-c", start + code], capture_output=True, text=True,
-                          timeout=LIMIT)
+    done = subprocess.run(
+        [sys.executable, "-c", start + code], capture_output=True, text=True, timeout=LIMIT
+    )
     assert done.returncode < 0
     assert message in done.stderr
 
 
 def test_what_a_step_asks_of_cuda(tmp_path):
     env = os.environ | {"CUDA_MACHINE_NULL": "1", "CUPY_CACHE_DIR": str(tmp_path)}
-    done = subprocess.run([sys.executable, STEP], env=env, capture_output=True, text=True,
-                          timeout=LIMIT, check=True)
+    done = subprocess.run(
+        [sys.executable, STEP], env=env, capture_output=True, text=True, timeout=LIMIT, check=True
+    )
     found = json.loads(done.stdout)
     assert {name: most for name, most in MOST.items() if found[name] > most} == {}

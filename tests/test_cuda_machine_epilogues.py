@@ -31,17 +31,29 @@ ROWS, WIDTH, INNER = 24, 40, 56
 def case(request, rng):
     """(ops, arguments of the device, the same in float64)."""
     dtype = ALL[request.param]
-    shapes = {"x": (2, ROWS // 2, WIDTH), "w": (WIDTH, INNER), "b": (INNER,),
-              "residual": (2, ROWS // 2, INNER), "dy": (2, ROWS // 2, INNER),
-              "h": (2, ROWS // 2, WIDTH)}
+    shapes = {
+        "x": (2, ROWS // 2, WIDTH),
+        "w": (WIDTH, INNER),
+        "b": (INNER,),
+        "residual": (2, ROWS // 2, INNER),
+        "dy": (2, ROWS // 2, INNER),
+        "h": (2, ROWS // 2, WIDTH),
+    }
     host = {name: rng.standard_normal(shape).astype(dtype) for name, shape in shapes.items()}
     ops = make("cuda", request.param)
-    return ops, {name: ops.asarray(x) for name, x in host.items()}, {
-        name: x.astype(np.float64) for name, x in host.items()}
+    return (
+        ops,
+        {name: ops.asarray(x) for name, x in host.items()},
+        {name: x.astype(np.float64) for name, x in host.items()},
+    )
 
 
-CALLS = {"bias": ("matmul_bias", "x w b"), "residual": ("matmul_bias", "x w b residual"),
-         "gelu": ("matmul_bias_gelu", "x w b"), "slope": ("matmul_nt_gelu_backward", "dy w h")}
+CALLS = {
+    "bias": ("matmul_bias", "x w b"),
+    "residual": ("matmul_bias", "x w b residual"),
+    "gelu": ("matmul_bias_gelu", "x w b"),
+    "slope": ("matmul_nt_gelu_backward", "dy w h"),
+}
 
 
 def results(ops, name, arguments):
@@ -120,8 +132,11 @@ def test_a_wrong_place_of_the_bias(case, name, monkeypatch):
 @pytest.mark.parametrize("name", ["gelu", "slope"])
 def test_a_missing_place_of_what_gelu_is_applied_to(case, name, monkeypatch):
     point = epilogues.Epilogues._point
-    monkeypatch.setattr(epilogues.Epilogues, "_point",
-                        lambda self, product, more: point(self, product, [more[0], 0]))
+    monkeypatch.setattr(
+        epilogues.Epilogues,
+        "_point",
+        lambda self, product, more: point(self, product, [more[0], 0]),
+    )
     with pytest.raises(AssertionError):
         results(*case[:1], name, case[1])
 
@@ -154,8 +169,9 @@ def test_operands_that_are_less_aligned_have_a_plan_of_their_own(case, name):
 def test_a_width_that_is_refused_is_computed_by_kernels(rng, monkeypatch):
     """The library's GELU wants rows of a multiple of 8; the words come once."""
     ops = make("cuda", "float32")
-    x, w, b = (ops.asarray(rng.standard_normal(shape).astype("f")) for shape in
-               ((6, 8), (8, 9), (9,)))
+    x, w, b = (
+        ops.asarray(rng.standard_normal(shape).astype("f")) for shape in ((6, 8), (8, 9), (9,))
+    )
     with pytest.warns(UserWarning, match="refuses epilogue 164 of float32"):
         a, h = ops.matmul_bias_gelu(x, w, b)
     with warnings.catch_warnings():
@@ -183,9 +199,21 @@ def test_without_the_library_kernels_follow_products(case, monkeypatch):
 
 def step(**run):
     """(loss, norm, gradients, weights) of a step of two microbatches; no width is refused."""
-    config, _ = resolve(changed(
-        layers=2, d_model=16, heads=2, ffn=24, seq_len=6, vocab_size=17, batch_size=4,
-        num_microbatches=2, optimizer="sgd", **run), 1)
+    config, _ = resolve(
+        changed(
+            layers=2,
+            d_model=16,
+            heads=2,
+            ffn=24,
+            seq_len=6,
+            vocab_size=17,
+            batch_size=4,
+            num_microbatches=2,
+            optimizer="sgd",
+            **run,
+        ),
+        1,
+    )
     return step_tensors(config, np.random.default_rng(1).integers(0, 17, 200), Grid(0))
 
 
@@ -194,8 +222,9 @@ def test_a_step_is_that_of_float64(monkeypatch, stale):
     """stale: a broken twin, whose second microbatch overwrites the first one's bias gradients."""
     if stale:
         fresh = FusedOps.matmul_tn_add_sums
-        monkeypatch.setattr(FusedOps, "matmul_tn_add_sums", lambda ops, *rest: fresh(
-            ops, *rest[:-1], True))
+        monkeypatch.setattr(
+            FusedOps, "matmul_tn_add_sums", lambda ops, *rest: fresh(ops, *rest[:-1], True)
+        )
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         loss, norm, *tensors = step(dtype="float32", device="cuda")

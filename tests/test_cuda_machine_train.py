@@ -17,9 +17,27 @@ from mpipar.comm.record import PASSES
 from mpipar.trace import trace_file
 from mpipar.trace.analysis import analyse
 
-MODEL = ("--d-model", 32, "--heads", 4, "--layers", 2, "--seq-len", 16, "--batch-size", 4,
-         "--num-microbatches", 2, "--steps", 3, "--eval-tokens", 64, "--sample-tokens", 4,
-         *TEXT)
+MODEL = (
+    "--d-model",
+    32,
+    "--heads",
+    4,
+    "--layers",
+    2,
+    "--seq-len",
+    16,
+    "--batch-size",
+    4,
+    "--num-microbatches",
+    2,
+    "--steps",
+    3,
+    "--eval-tokens",
+    64,
+    "--sample-tokens",
+    4,
+    *TEXT,
+)
 CLOSE = {"float64": 1e-12, "bfloat16": 2e-4}
 
 
@@ -51,15 +69,26 @@ def trained(folder, device, *options, ranks=2, env=None):
     return losses(folder / device), weights(folder / device)
 
 
-@pytest.mark.parametrize("layout", [
-    "dp=2", "pp=2", "tp=2", "cp=2", "dp=2 --zero 3", "pp=2,tp=2", "dp=2,cp=2 --zero 3",
-    "dp=2,ep=2 --arch mixtral"])
+@pytest.mark.parametrize(
+    "layout",
+    [
+        "dp=2",
+        "pp=2",
+        "tp=2",
+        "cp=2",
+        "dp=2 --zero 3",
+        "pp=2,tp=2",
+        "dp=2,cp=2 --zero 3",
+        "dp=2,ep=2 --arch mixtral",
+    ],
+)
 @pytest.mark.parametrize("dtype", CLOSE)
 def test_training_equals_the_cpu(tmp_path, layout, dtype):
     options = ("--layout", *layout.split(), "--dtype", dtype)
     ranks = 2 ** (layout.count("=") - layout.count("ep="))
     (cpu, cpu_weights), (cuda, cuda_weights) = (
-        trained(tmp_path, device, *options, ranks=ranks) for device in ("cpu", "cuda"))
+        trained(tmp_path, device, *options, ranks=ranks) for device in ("cpu", "cuda")
+    )
     assert cuda == pytest.approx(cpu, rel=CLOSE[dtype], abs=0)
     for name, x in cpu_weights.items() if dtype == "float64" else ():
         assert np.abs(cuda_weights[name] - x).max() <= CLOSE[dtype] * np.abs(x).max(), name
@@ -101,12 +130,18 @@ def test_passes_end_on_the_device_within_their_traced_step(tmp_path):
     assert analyse(trace)
     for rank in trace.ranks:
         for step, start, end in rank.steps:
-            spans = sorted((span.start_ns, span.end_ns, span.kind) for span in rank.spans
-                           if span.step == step and span.kind in (*PASSES, "opt"))
+            spans = sorted(
+                (span.start_ns, span.end_ns, span.kind)
+                for span in rank.spans
+                if span.step == step and span.kind in (*PASSES, "opt")
+            )
             assert [kind for *_, kind in spans].count("F") == 2
             assert spans[-1][2] == "opt"
-            ends = [start - MARGIN, *(time for first, last, _ in spans for time in (first, last)),
-                    end + MARGIN]
+            ends = [
+                start - MARGIN,
+                *(time for first, last, _ in spans for time in (first, last)),
+                end + MARGIN,
+            ]
             assert ends == sorted(ends), (step, spans)
 
 
@@ -130,12 +165,36 @@ def test_a_run_resumes_and_generates_where_it_was_not_trained(tmp_path):
         trained(tmp_path, device, *FLOAT64)
     trained(tmp_path, "cpu", *more)
     (tmp_path / "cuda").rename(tmp_path / "moved")
-    done = mpipar("train", "--device", "cpu", "--kernels", "numpy", "--out", tmp_path / "moved",
-                  *MODEL, *more, ranks=2)
+    done = mpipar(
+        "train",
+        "--device",
+        "cpu",
+        "--kernels",
+        "numpy",
+        "--out",
+        tmp_path / "moved",
+        *MODEL,
+        *more,
+        ranks=2,
+    )
     assert done.returncode == 0, done.tail()
     assert losses(tmp_path / "moved") == pytest.approx(losses(tmp_path / "cpu"), rel=1e-12, abs=0)
-    texts = [mpipar("generate", tmp_path / "moved" / "weights", "--device", device, "--dtype",
-                    "float64", "--temperature", 0, "--sample-tokens", 8, "--prompt", "The ")
-             for device in ("cpu", "cuda")]
+    texts = [
+        mpipar(
+            "generate",
+            tmp_path / "moved" / "weights",
+            "--device",
+            device,
+            "--dtype",
+            "float64",
+            "--temperature",
+            0,
+            "--sample-tokens",
+            8,
+            "--prompt",
+            "The ",
+        )
+        for device in ("cpu", "cuda")
+    ]
     assert [text.returncode for text in texts] == [0, 0], texts[1].tail()
     assert texts[0].stdout == texts[1].stdout

@@ -35,8 +35,10 @@ WAYS = ["blas", pytest.param("tile", marks=pytest.mark.shim), "cuda-tile"]
 def test_16_bits_are_multiplied_as_they_are(rng, cupy, monkeypatch, gemm, dtype):
     """Tensor cores multiply 16 bits: products alone are not widened to float32 first."""
     ops = make("cuda", dtype, gemm=gemm)
-    x, w = (ops.asarray(rng.standard_normal(shape).astype(DTYPES[dtype]))
-            for shape in ((9, 24), (24, 17)))
+    x, w = (
+        ops.asarray(rng.standard_normal(shape).astype(DTYPES[dtype]))
+        for shape in ((9, 24), (24, 17))
+    )
     monkeypatch.setattr(MixedOps, "_wide", None)  # this function would widen
     y = ops.matmul(x, w)
     dw = ops.zeros((24, 17), ops.statistics)
@@ -50,8 +52,9 @@ def test_16_bits_are_multiplied_as_they_are(rng, cupy, monkeypatch, gemm, dtype)
 def check_every_function(ops, sizes, tol):
     expected = call_every_op(plain("float64"), sizes)
     for name, value in call_every_op(ops, sizes).items():
-        assert_close(value if isinstance(value, float) else ops.to_host(value), expected[name],
-                     tol, name)
+        assert_close(
+            value if isinstance(value, float) else ops.to_host(value), expected[name], tol, name
+        )
 
 
 @pytest.mark.parametrize("gemm", WAYS)
@@ -85,8 +88,10 @@ def test_float64_goes_to_cublas(cupy):
 def test_products_of_every_type(rng, cupy, gemm, dtype):
     """Activations keep their type, gradients of weights are float32; none is a copy's."""
     ops = make("cuda", "float32", gemm=gemm)
-    host = [rng.standard_normal(shape).astype(DTYPES[dtype]) for shape in
-            ((3, 47, 33), (33, 70), (70, 33), (3, 47, 70))]
+    host = [
+        rng.standard_normal(shape).astype(DTYPES[dtype])
+        for shape in ((3, 47, 33), (33, 70), (70, 33), (3, 47, 70))
+    ]
     x, w, table, dy = map(cupy.asarray, host)
     wide_x, wide_w, wide_table, wide_dy = (one.astype(np.float64) for one in host)
     dw, dtable = cupy.ones((33, 70), np.float32), cupy.ones((70, 33), np.float32)
@@ -94,10 +99,11 @@ def test_products_of_every_type(rng, cupy, gemm, dtype):
     ops.matmul_tn_add(x, dy, dtable.T)
     product = 1.0 + wide_x.reshape(-1, 33).T @ wide_dy.reshape(-1, 70)
     for got, expected in (
-            (ops.matmul(x, w), wide_x @ wide_w),
-            (ops.matmul(x, table.T), wide_x @ wide_table.T),
-            (ops.matmul_nt(dy, w), wide_dy @ wide_w.T),
-            (ops.matmul_nt(dy, table.T), wide_dy @ wide_table)):
+        (ops.matmul(x, w), wide_x @ wide_w),
+        (ops.matmul(x, table.T), wide_x @ wide_table.T),
+        (ops.matmul_nt(dy, w), wide_dy @ wide_w.T),
+        (ops.matmul_nt(dy, table.T), wide_dy @ wide_table),
+    ):
         assert got.dtype == DTYPES[dtype]
         assert relative(ops.to_host(got), expected) <= BOUNDS[dtype]
     for got, expected in ((dw, product), (dtable, product.T)):
@@ -113,7 +119,8 @@ def test_stacked_products(rng, cupy, dtype):
     host = rng.standard_normal((2, 7, 3, 4, 5)).astype(kind)  # B, T, 3, H, d
     q, k, v = (cupy.asarray(host)[:, :, i].transpose(0, 2, 1, 3) for i in range(3))
     wide_q, wide_k, wide_v = (
-        host[:, :, i].transpose(0, 2, 1, 3).astype(np.float64) for i in range(3))
+        host[:, :, i].transpose(0, 2, 1, 3).astype(np.float64) for i in range(3)
+    )
     scores = ops._stacked_products(q, k.transpose(0, 1, 3, 2))
     assert scores.dtype == kind
     bound = BOUNDS.get(dtype, 1e-14)
@@ -130,8 +137,10 @@ def relative(on_host, expected):
 def test_tf32_only_when_asked_for(rng, cupy):
     x, w = (cupy.asarray(rng.standard_normal((64, 64)).astype(np.float32)) for _ in range(2))
     exact = cupy.asnumpy(x).astype(np.float64) @ cupy.asnumpy(w).astype(np.float64)
-    errors = [relative(cupy.asnumpy(make("cuda", "float32", tf32=tf32).matmul(x, w)), exact)
-              for tf32 in (False, True)]
+    errors = [
+        relative(cupy.asnumpy(make("cuda", "float32", tf32=tf32).matmul(x, w)), exact)
+        for tf32 in (False, True)
+    ]
     assert errors[0] < 1e-6
     assert 1e-5 < errors[1] < 1e-3
 
@@ -139,8 +148,17 @@ def test_tf32_only_when_asked_for(rng, cupy):
 @pytest.mark.shim
 def test_a_step_with_hand_written_products(cupy):
     """Loss and gradients of a whole model, against the plain functions in float64."""
-    shape = {"layers": 2, "d_model": 12, "heads": 3, "ffn": 20, "seq_len": 6, "vocab_size": 17,
-             "batch_size": 4, "num_microbatches": 2, "optimizer": "sgd"}
+    shape = {
+        "layers": 2,
+        "d_model": 12,
+        "heads": 3,
+        "ffn": 20,
+        "seq_len": 6,
+        "vocab_size": 17,
+        "batch_size": 4,
+        "num_microbatches": 2,
+        "optimizer": "sgd",
+    }
     tokens = np.random.default_rng(1).integers(0, 17, 200)
     results = []
     for run in ({"dtype": "float64"}, {"dtype": "float32", "device": "cuda", "gemm": "tile"}):
@@ -167,25 +185,34 @@ def test_sizes_that_a_gpu_might_see():
         gemm(a, b, np.empty((rows, 2048), np.float32))
     assert calls == [
         ("gemm_warp<false, false, 128, 128, 8, 64, 32>", (32, 16), (256,), 0, (4096, 2048, 64)),
-        ("gemm_warp<false, false, 64, 64, 8, 32, 32>", (4, 32), (128,), 0, (200, 2048, 64))]
+        ("gemm_warp<false, false, 64, 64, 8, 32, 32>", (4, 32), (128,), 0, (200, 2048, 64)),
+    ]
 
 
-@pytest.mark.parametrize(("words", "messages"), [
-    ("--gemm tile", ["--gemm: belongs to --device cuda"]),
-    ("--tf32", ["--tf32: belongs to --device cuda"]),
-    ("--gemm tile --device cuda --dtype float64", ["--gemm tile with --dtype float64"]),
-    ("--tf32 --device cuda --dtype float64", ["--tf32 with --dtype float64"]),
-    ("--tf32 --gemm tile --device cuda", ["--tf32 with --gemm tile"]),
-    ("--gemm cuda-tile", ["--gemm: belongs to"]),
-    ("--gemm tile --tf32", ["--gemm: belongs to", "--tf32: belongs to"])])
+@pytest.mark.parametrize(
+    ("words", "messages"),
+    [
+        ("--gemm tile", ["--gemm: belongs to --device cuda"]),
+        ("--tf32", ["--tf32: belongs to --device cuda"]),
+        ("--gemm tile --device cuda --dtype float64", ["--gemm tile with --dtype float64"]),
+        ("--tf32 --device cuda --dtype float64", ["--tf32 with --dtype float64"]),
+        ("--tf32 --gemm tile --device cuda", ["--tf32 with --gemm tile"]),
+        ("--gemm cuda-tile", ["--gemm: belongs to"]),
+        ("--gemm tile --tf32", ["--gemm: belongs to", "--tf32: belongs to"]),
+    ],
+)
 def test_what_does_not_fit_is_refused(words, messages):
     check_refused(words, messages)
 
 
-@pytest.mark.parametrize(("words", "text"), [
-    ("--tf32 --device cuda", "float32 on cuda, products in TF32"),
-    ("--gemm tile --device cuda", "float32 on cuda, products by tile kernels"),
-    ("", "float32 on cpu")])
+@pytest.mark.parametrize(
+    ("words", "text"),
+    [
+        ("--tf32 --device cuda", "float32 on cuda, products in TF32"),
+        ("--gemm tile --device cuda", "float32 on cuda, products by tile kernels"),
+        ("", "float32 on cpu"),
+    ],
+)
 def test_how_products_are_computed_is_printed(words, text):
     config, _ = resolve_typed(reading_of(*words.split()), 1)
     assert headline(config, 1, 1, 1).splitlines()[0].endswith(text)

@@ -7,9 +7,19 @@ from cuda_host import KernelError, run_kernel, run_sanitized
 
 pytestmark = pytest.mark.shim
 DTYPES = {"bf16": ml_dtypes.bfloat16, "half": np.float16}
-NAMES = ("reverse<64>", "unwritten<32>", "half_waits<64>", "sums<96>", "shuffles<32>",
-         "shuffles<16>", "one_mma<bf16>", "one_mma<half>", "count<float>", "round_trip<bf16>",
-         "round_trip<half>")
+NAMES = (
+    "reverse<64>",
+    "unwritten<32>",
+    "half_waits<64>",
+    "sums<96>",
+    "shuffles<32>",
+    "shuffles<16>",
+    "one_mma<bf16>",
+    "one_mma<half>",
+    "count<float>",
+    "round_trip<bf16>",
+    "round_trip<half>",
+)
 
 
 def run(name, grid, block, args, **options):
@@ -37,8 +47,9 @@ def test_missing_barrier_gives_nan(order):
 def test_thread_sanitizer_sees_the_missing_barrier():
     x = np.arange(64, dtype=np.float32)
     assert run_sanitized("thread", "trial.cu", "reverse<64>", (1,), (64,), [x]) == (0, "")
-    code, text = run_sanitized("thread", "trial.cu", "reverse<64>", (1,), (64,), [x],
-                               edit=NO_BARRIER)
+    code, text = run_sanitized(
+        "thread", "trial.cu", "reverse<64>", (1,), (64,), [x], edit=NO_BARRIER
+    )
     assert code
     assert "data race" in text
     assert "trial.cu:9 in void reverse<64>" in text
@@ -95,8 +106,9 @@ def test_sums_over_warps_and_blocks(rng):
     run("sums<96>", (2,), (96,), [x, block, warp, top])
     wide = np.broadcast_to(x.sum(axis=(1, 2), keepdims=True), x.shape)
     np.testing.assert_allclose(block, wide, rtol=1e-5, atol=1e-5)
-    np.testing.assert_allclose(warp, np.broadcast_to(x.sum(-1, keepdims=True), x.shape),
-                               rtol=1e-5, atol=1e-5)
+    np.testing.assert_allclose(
+        warp, np.broadcast_to(x.sum(-1, keepdims=True), x.shape), rtol=1e-5, atol=1e-5
+    )
     assert np.array_equal(top, np.broadcast_to(x.max(-1, keepdims=True), x.shape))
 
 
@@ -148,8 +160,9 @@ def test_rounding_to_16_bits_is_that_of_numpy(rng, dtype):
     assert np.array_equal(back, expected.astype(np.float32), equal_nan=True)
 
 
-@pytest.mark.parametrize(("args", "message"), [
-    ([np.zeros(64, np.float32), 1], "wrong number"), ([1], "another size")])
+@pytest.mark.parametrize(
+    ("args", "message"), [([np.zeros(64, np.float32), 1], "wrong number"), ([1], "another size")]
+)
 def test_wrong_arguments_are_refused(args, message):
     with pytest.raises(KernelError, match=message):
         run("reverse<64>", (1,), (64,), args)

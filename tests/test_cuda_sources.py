@@ -9,8 +9,10 @@ import pytest
 
 from mpipar.ops.cuda.kernels import Loader, source, together
 
-BF16 = {file: [name for name in names if "<bf16" in name]
-        for file, names in cuda_kernels.KERNELS.items()}
+BF16 = {
+    file: [name for name in names if "<bf16" in name]
+    for file, names in cuda_kernels.KERNELS.items()
+}
 # Files that take more than one call for bfloat16: they have tiles, or results of another type.
 MORE = {"columns.cu", "flash_forward.cu", "flash_backward.cu", "gemm_mma.cu"}
 
@@ -40,8 +42,12 @@ def test_a_file_of_one_type_is_compiled_once(file):
 def test_names_of_one_file():
     text = source("embedding.cu")
     assert together("position_forward<half, float, 64>", text) == (
-        "embedding_forward<half, 64>", "position_forward<half, float, 64>", "places_in_tiles<64>",
-        "merge_runs", "add_rows<half, float>")
+        "embedding_forward<half, 64>",
+        "position_forward<half, float, 64>",
+        "places_in_tiles<64>",
+        "merge_runs",
+        "add_rows<half, float>",
+    )
     assert together("add_rows<half, float>", text) == ("merge_runs", "add_rows<half, float>")
     assert together("adamw", source("adamw.cu")) == ("adamw",)
     with pytest.raises(ValueError, match="zip"):
@@ -60,8 +66,9 @@ def test_the_loader_compiles_each_module_once():
             return lambda grid, block, values, shared_mem: started.append(name)
 
     device = SimpleNamespace(compute_capability="90")
-    loader = Loader(SimpleNamespace(cuda=SimpleNamespace(Device=lambda: device),
-                                    RawModule=RawModule))
+    loader = Loader(
+        SimpleNamespace(cuda=SimpleNamespace(Device=lambda: device), RawModule=RawModule)
+    )
     names = ["gelu_forward<bf16>", "gelu_backward<bf16>", "gelu_forward<bf16>"]
     for name in names:
         loader.launch("gelu.cu", name, (1,), (1,), ())

@@ -25,8 +25,10 @@ from mpipar.ops.cuda.tile_model import (
 
 
 def product(rng, dtype=np.float32):
-    a, b = (fake_cupy.device(rng.standard_normal(shape).astype(dtype))
-            for shape in ((133, 71), (71, 65)))
+    a, b = (
+        fake_cupy.device(rng.standard_normal(shape).astype(dtype))
+        for shape in ((133, 71), (71, 65))
+    )
     out = fake_cupy.device(np.full((133, 65), np.nan, dtype))
     TileModelGemm(fake_cupy, fake_cuda_tile)(a, b, out)
     a, b, out = map(fake_cupy.asnumpy, (a, b, out))
@@ -88,23 +90,52 @@ def test_without_the_package_it_says_what_to_install(monkeypatch):
 
 @pytest.mark.nvrtc
 @pytest.mark.parametrize("accumulate", [0, 1])
-@pytest.mark.parametrize(("dtype", "out_dtype"), [
-    ("float32", "float32"), ("bfloat16", "bfloat16"), ("bfloat16", "float32"),
-    ("float16", "float16"), ("float16", "float32")])
+@pytest.mark.parametrize(
+    ("dtype", "out_dtype"),
+    [
+        ("float32", "float32"),
+        ("bfloat16", "bfloat16"),
+        ("bfloat16", "float32"),
+        ("float16", "float16"),
+        ("float16", "float32"),
+    ],
+)
 def test_front_end_takes_the_kernel(dtype, out_dtype, accumulate):
-    assert bytecode(gemm_kernel, lambda array: [
-        array(dtype, (1, None)), array(dtype, (None, 1)), array(out_dtype, (None, 1)), accumulate,
-        *TILES[itemsize(dtype)]]) > 500
+    assert (
+        bytecode(
+            gemm_kernel,
+            lambda array: [
+                array(dtype, (1, None)),
+                array(dtype, (None, 1)),
+                array(out_dtype, (None, 1)),
+                accumulate,
+                *TILES[itemsize(dtype)],
+            ],
+        )
+        > 500
+    )
 
 
 @pytest.mark.nvrtc
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16", "float16"])
 def test_front_end_takes_attention(dtype):
     heads = (None, None, None, 1)
-    assert bytecode(attention_kernel, lambda array: [
-        *[array(dtype, heads)] * 3, *[array("int64", (1,))] * 2, array(dtype, heads),
-        *[array("float32", (None, None, None))] * 2, 0.125, 3, *ATTENTION_TILES[itemsize(dtype)],
-        64]) > 500
+    assert (
+        bytecode(
+            attention_kernel,
+            lambda array: [
+                *[array(dtype, heads)] * 3,
+                *[array("int64", (1,))] * 2,
+                array(dtype, heads),
+                *[array("float32", (None, None, None))] * 2,
+                0.125,
+                3,
+                *ATTENTION_TILES[itemsize(dtype)],
+                64,
+            ],
+        )
+        > 500
+    )
 
 
 def itemsize(dtype):
@@ -118,13 +149,25 @@ def bytecode(make_kernel, parameters):
 
     def array(name, stride_constant):
         return compilation.ArrayConstraint(
-            getattr(ct, name), len(stride_constant), index_dtype=ct.int32,
-            stride_lower_bound_incl=0, alias_groups=(), may_alias_internally=False,
-            stride_constant=stride_constant)
+            getattr(ct, name),
+            len(stride_constant),
+            index_dtype=ct.int32,
+            stride_lower_bound_incl=0,
+            alias_groups=(),
+            may_alias_internally=False,
+            stride_constant=stride_constant,
+        )
 
     signature = compilation.KernelSignature(
-        parameters(array), compilation.CallingConvention.cutile_python_v1())
+        parameters(array), compilation.CallingConvention.cutile_python_v1()
+    )
     code = io.BytesIO()
-    compilation.export_kernel(make_kernel(ct), [signature], code, gpu_code=None,
-                              output_format="tileir_bytecode", bytecode_version="13.3")
+    compilation.export_kernel(
+        make_kernel(ct),
+        [signature],
+        code,
+        gpu_code=None,
+        output_format="tileir_bytecode",
+        bytecode_version="13.3",
+    )
     return len(code.getvalue())

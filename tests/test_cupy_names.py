@@ -16,8 +16,9 @@ import pytest
 pytestmark = pytest.mark.cupy
 CLASS = fake_nccl.NcclCommunicator
 OWN = {"collective", "message"}  # of the stand-in alone
-METHODS = {name for name, value in vars(CLASS).items()
-           if callable(value) and not name.startswith("_")} - OWN
+METHODS = {
+    name for name, value in vars(CLASS).items() if callable(value) and not name.startswith("_")
+} - OWN
 FUNCTIONS = {"get_version", "get_unique_id", "groupStart", "groupEnd"}
 CONSTANTS = {name for name in vars(fake_nccl) if name.startswith("NCCL_")}
 

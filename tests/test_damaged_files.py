@@ -55,36 +55,63 @@ def write_trace(folder):
     """A run folder with a trace of two ranks, of all kinds of lines."""
     made = pipeline_trace("1f1b", 2, 2, steps=3)
     for rank in made.ranks:
-        head = {"world_rank": rank.world_rank, "host": rank.host, "place": rank.place,
-                "stages": rank.stages, "steps": rank.steps, "complete": True, "cores": [0, 1],
-                "groups": {axis: [rank.world_rank] for axis in ("dp", "cp", "tp")} | {
-                    "pp": [0, 1], "world": [0, 1]}}
-        shifted = [record._replace(posted_ns=record.posted_ns + 1, waited_ns=record.waited_ns + 1,
-                                   done_ns=record.done_ns + 1) for record in rank.records]
+        head = {
+            "world_rank": rank.world_rank,
+            "host": rank.host,
+            "place": rank.place,
+            "stages": rank.stages,
+            "steps": rank.steps,
+            "complete": True,
+            "cores": [0, 1],
+            "groups": {axis: [rank.world_rank] for axis in ("dp", "cp", "tp")}
+            | {"pp": [0, 1], "world": [0, 1]},
+        }
+        shifted = [
+            record._replace(
+                posted_ns=record.posted_ns + 1,
+                waited_ns=record.waited_ns + 1,
+                done_ns=record.done_ns + 1,
+            )
+            for record in rank.records
+        ]
         operations = [LayerOperation("block0.ffn", "matmul", 5, 9, 1, 0, 0, "F")]
         loads = [Load("block0.moe", 0, 1, 0, 0, [3, 5])]
         trace_file.write_rank(folder, head, shifted, rank.spans, operations, loads)
     model = {"model": "decoder", "norm": "layer", "layers": 2, "ffn_cut": "pair"}
-    trace_file.write_meta(folder, made.meta | {
-        "clock": made.clock.to_json(), "device": "cpu", "per_operation": True,
-        "stage_layers": [1, 1], "model": made.meta["model"] | model})
+    trace_file.write_meta(
+        folder,
+        made.meta
+        | {
+            "clock": made.clock.to_json(),
+            "device": "cpu",
+            "per_operation": True,
+            "stage_layers": [1, 1],
+            "model": made.meta["model"] | model,
+        },
+    )
     (folder / "metrics.jsonl").write_text("".join(json.dumps(one) + "\n" for one in made.metrics))
 
 
 def of_trace(name):
     def make(folder):
         write_trace(folder)
-        return folder / name, [("trace", folder), ("trace", folder, "--html", folder / "a.html"),
-                               ("trace", folder, "--perfetto", folder / "a.json"),
-                               ("compare", folder, folder)]
+        return folder / name, [
+            ("trace", folder),
+            ("trace", folder, "--html", folder / "a.html"),
+            ("trace", folder, "--perfetto", folder / "a.json"),
+            ("compare", folder, folder),
+        ]
+
     return make
 
 
 def of_machine(folder):
     path = folder / "machine.json"
     machine_file.save(machine(), str(path))
-    return path, [("explain", "--machine", path), ("explain", "--machine", path, "--schedule",
-                                                   "auto", "--layout", "pp=2")]
+    return path, [
+        ("explain", "--machine", path),
+        ("explain", "--machine", path, "--schedule", "auto", "--layout", "pp=2"),
+    ]
 
 
 def of_toml(folder):
@@ -104,22 +131,37 @@ def of_csv(folder):
 
 def of_weights(name, **values):
     """Without the command: what `generate` and --init-from do with a folder of weights."""
+
     def make(folder):
         checkpoint.save(fresh(**values), folder)
-        return folder / name, [lambda: loaded(folder, "float32"), lambda: start_notes(folder),
-                               lambda: read_tokenizer_files(folder),
-                               lambda: config_texts(folder, {"vocab_size": 17})]
+        return folder / name, [
+            lambda: loaded(folder, "float32"),
+            lambda: start_notes(folder),
+            lambda: read_tokenizer_files(folder),
+            lambda: config_texts(folder, {"vocab_size": 17}),
+        ]
+
     return make
 
 
-LLAMA = {"arch": "llama", "norm": "rms", "activation": "swiglu", "positions": "rope", "head_dim": 4,
-         "bias": "none", "tied": False, "rope_scaling": (4.0, 1.0, 3.0, 12.0)}
+LLAMA = {
+    "arch": "llama",
+    "norm": "rms",
+    "activation": "swiglu",
+    "positions": "rope",
+    "head_dim": 4,
+    "bias": "none",
+    "tied": False,
+    "rope_scaling": (4.0, 1.0, 3.0, 12.0),
+}
 
 
 def of_tokens(folder):
     path = folder / "tokens.bin"
-    path.write_bytes(np.array([20240520, 1, 999, *[0] * 253], "<i4").tobytes()
-                     + np.arange(999, dtype="<u2").tobytes())
+    path.write_bytes(
+        np.array([20240520, 1, 999, *[0] * 253], "<i4").tobytes()
+        + np.arange(999, dtype="<u2").tobytes()
+    )
     return path, [lambda: np.asarray(load_source((str(path),), 1000).tokens)]
 
 
@@ -128,17 +170,30 @@ def of_dataset(folder):
     (folder / "text.txt").write_text("a text, again and again. " * 40)
     out = folder / "prepared"
     with contextlib.redirect_stdout(io.StringIO()):
-        cli.main(["data", "prepare", str(folder / "text.txt"), "--tokenizer", "bytes", "--out",
-                  str(out)], StandIn())
-    return out / "dataset.json", [lambda: np.asarray(load_source((str(out),), 300).tokens),
-                                  ("train", "--print-config", "--data", out)]
+        cli.main(
+            [
+                "data",
+                "prepare",
+                str(folder / "text.txt"),
+                "--tokenizer",
+                "bytes",
+                "--out",
+                str(out),
+            ],
+            StandIn(),
+        )
+    return out / "dataset.json", [
+        lambda: np.asarray(load_source((str(out),), 300).tokens),
+        ("train", "--print-config", "--data", out),
+    ]
 
 
 def of_images(folder):
     path = folder / "images.npz"
     np.savez_compressed(path, x=np.zeros((60, 8, 8), np.uint8), y=np.zeros(60, np.int64))
-    config = changed(model="convnet", preset="digits", data=(str(path),), batch_size=4,
-                     num_microbatches=1)
+    config = changed(
+        model="convnet", preset="digits", data=(str(path),), batch_size=4, num_microbatches=1
+    )
     return path, [lambda: images.load(config)]
 
 
@@ -160,13 +215,19 @@ def resigned(path):
 
 
 KINDS = {
-    "meta.json": of_trace("trace/meta.json"), "rank": of_trace("trace/rank-00001.jsonl"),
-    "metrics.jsonl": of_trace("metrics.jsonl"), "machine.json": of_machine, "TOML": of_toml,
-    "CSV": of_csv, "config.json": of_weights("config.json"),
+    "meta.json": of_trace("trace/meta.json"),
+    "rank": of_trace("trace/rank-00001.jsonl"),
+    "metrics.jsonl": of_trace("metrics.jsonl"),
+    "machine.json": of_machine,
+    "TOML": of_toml,
+    "CSV": of_csv,
+    "config.json": of_weights("config.json"),
     "config.json of Llama": of_weights("config.json", **LLAMA),
     "index.json": of_weights("model.safetensors.index.json", max_shard_size=3000),
     "generation_config.json": of_weights("generation_config.json"),
-    "model.safetensors": of_weights("model.safetensors"), ".bin": of_tokens, ".npz": of_images,
+    "model.safetensors": of_weights("model.safetensors"),
+    ".bin": of_tokens,
+    ".npz": of_images,
     "dataset.json": of_dataset,
     "manifest.json": of_manifest,
 }

@@ -22,15 +22,25 @@ BATCH_SIZE, SEQ_LEN = 24, 3
 
 
 def rows_of(tokens, dp=1, num_microbatches=1, dp_rank=0, seed=3):
-    config = changed(dp=dp, pp=1, tp=1, num_microbatches=num_microbatches, seed=seed,
-                     batch_size=BATCH_SIZE, seq_len=SEQ_LEN)
+    config = changed(
+        dp=dp,
+        pp=1,
+        tp=1,
+        num_microbatches=num_microbatches,
+        seed=seed,
+        batch_size=BATCH_SIZE,
+        seq_len=SEQ_LEN,
+    )
     return Rows(OPS, tokens, resolve(config, dp)[0], Grid(dp_rank, {"dp": dp}))
 
 
 def whole_batch(tokens, dp, num_microbatches, batch_of):
     """Tokens and targets of the global batch, in the order of the rows' global numbers."""
-    parts = [batch_of(rows_of(tokens, dp, num_microbatches, dp_rank), mb)
-             for mb in range(num_microbatches) for dp_rank in range(dp)]
+    parts = [
+        batch_of(rows_of(tokens, dp, num_microbatches, dp_rank), mb)
+        for mb in range(num_microbatches)
+        for dp_rank in range(dp)
+    ]
     return np.concatenate([np.stack([part.tokens, part.targets], 1) for part in parts])
 
 
@@ -46,8 +56,9 @@ def test_every_layout_trains_on_the_same_rows(dp, num_microbatches, step, rng):
     def batch(rows, mb):
         return rows.train(step, mb)
 
-    np.testing.assert_array_equal(whole_batch(tokens, dp, num_microbatches, batch),
-                                  whole_batch(tokens, 1, 1, batch))
+    np.testing.assert_array_equal(
+        whole_batch(tokens, dp, num_microbatches, batch), whole_batch(tokens, 1, 1, batch)
+    )
 
 
 @pytest.mark.parametrize("dp", [1, 2, 3])
@@ -56,15 +67,22 @@ def test_every_layout_is_judged_on_the_same_rows(dp, num_microbatches):
     tokens = np.arange(200, dtype=np.uint8)
     alone = rows_of(tokens)
     for number in range(alone.num_sweeps()):
-        replicas = [rows_of(tokens, dp, num_microbatches, dp_rank).sweep(number)
-                    for dp_rank in range(dp)]
-        parts = [batch for mb in range(num_microbatches)
-                 for batches in replicas for batch in batches[mb:mb + 1]]
-        one, = alone.sweep(number)
+        replicas = [
+            rows_of(tokens, dp, num_microbatches, dp_rank).sweep(number) for dp_rank in range(dp)
+        ]
+        parts = [
+            batch
+            for mb in range(num_microbatches)
+            for batches in replicas
+            for batch in batches[mb : mb + 1]
+        ]
+        (one,) = alone.sweep(number)
         np.testing.assert_array_equal(np.concatenate([part.tokens for part in parts]), one.tokens)
         np.testing.assert_array_equal(np.concatenate([part.targets for part in parts]), one.targets)
-        filled = [rows_of(tokens, dp, num_microbatches, dp_rank).filled_sweep(number)
-                  for dp_rank in range(dp)]
+        filled = [
+            rows_of(tokens, dp, num_microbatches, dp_rank).filled_sweep(number)
+            for dp_rank in range(dp)
+        ]
         assert len({len(batches) for batches, _ in filled}) == 1, "replicas run the same passes"
         assert [counted for _, counted in filled] == list(map(len, replicas))
 
@@ -107,8 +125,9 @@ def test_rows_begin_anywhere(rng):
 def test_a_sweep_covers_the_text_without_overlap(length):
     tokens = np.arange(length, dtype=np.uint16)
     rows = rows_of(tokens)
-    seen = np.concatenate([batch.tokens.ravel() for i in range(rows.num_sweeps())
-                           for batch in rows.sweep(i)])
+    seen = np.concatenate(
+        [batch.tokens.ravel() for i in range(rows.num_sweeps()) for batch in rows.sweep(i)]
+    )
     np.testing.assert_array_equal(seen, np.arange(len(seen)))
     left = length - 1 - len(seen)
     assert 0 <= left < SEQ_LEN, "less than a row is left out"
@@ -143,8 +162,9 @@ def slow_bigram_loss(train, held_out, vocab_size):
     for pseudo in PSEUDO_COUNTS:
         loss = 0.0
         for a, b in itertools.pairwise(held_out):
-            prior = {token: (after[token] + 1) / (total + vocab_size)
-                     for token in range(vocab_size)}
+            prior = {
+                token: (after[token] + 1) / (total + vocab_size) for token in range(vocab_size)
+            }
             weight = pseudo * vocab_size
             known = sum(pairs[a].values()) + weight * sum(prior.values())
             loss -= math.log((pairs[a][b] + weight * prior[b]) / known)

@@ -19,17 +19,30 @@ H100 = load_cluster("h100")
 
 
 def resolved(**settings):
-    given = {"preset": "gpt2", "layers": 8, "seq_len": 256, "batch_size": 16, "dtype": "bfloat16",
-             "num_microbatches": 8, "device": "cuda"} | settings
+    given = {
+        "preset": "gpt2",
+        "layers": 8,
+        "seq_len": 256,
+        "batch_size": 16,
+        "dtype": "bfloat16",
+        "num_microbatches": 8,
+        "device": "cuda",
+    } | settings
     config = build(given)
     ranks = config.grid.dp * config.grid.pp * config.grid.cp * config.grid.tp
     return resolve(config, ranks)[0]
 
 
-@pytest.mark.parametrize("layout", [
-    {"dp": 1, "pp": 1, "tp": 1, "num_microbatches": 4}, {"dp": 1, "pp": 4, "tp": 1},
-    {"dp": 1, "pp": 4, "tp": 2, "sequence_parallel": True},
-    {"dp": 1, "pp": 4, "tp": 1, "schedule": "zb-h1"}], ids=str)
+@pytest.mark.parametrize(
+    "layout",
+    [
+        {"dp": 1, "pp": 1, "tp": 1, "num_microbatches": 4},
+        {"dp": 1, "pp": 4, "tp": 1},
+        {"dp": 1, "pp": 4, "tp": 2, "sequence_parallel": True},
+        {"dp": 1, "pp": 4, "tp": 1, "schedule": "zb-h1"},
+    ],
+    ids=str,
+)
 def test_the_code_on_shapes_takes_what_the_closed_forms_say(layout):
     """The event simulator of real barriers, and closed forms. The code also sums a tied table."""
     config = resolved(**layout)
@@ -47,8 +60,10 @@ def test_the_code_on_shapes_takes_what_the_closed_forms_say(layout):
 
 
 def test_layouts_and_schedules_are_chosen_by_it():
-    configs = [resolved(dp=1, pp=1, tp=4, num_microbatches=4),
-               resolved(dp=1, pp=4, tp=1, schedule="auto")]
+    configs = [
+        resolved(dp=1, pp=1, tp=4, num_microbatches=4),
+        resolved(dp=1, pp=4, tp=1, schedule="auto"),
+    ]
     best, notes = choose(configs, from_data_sheet(H100, configs))
     assert best.grid.pp == 4
     assert "has the shortest predicted step of 2 layouts" in notes[0]

@@ -19,8 +19,11 @@ from mpipar.plan.predict import predict
 PAGES = {str(path): pages.read_page(path) for path in pages.pages()}
 PAGE = Path("docs/page.md")
 # The memory of large models takes seconds to draw: test_pages.py compares such a page.
-SLOW = {name for name, page in PAGES.items()
-        if re.search(r"^<!-- picture: \S+ bars", page, re.MULTILINE)}
+SLOW = {
+    name
+    for name, page in PAGES.items()
+    if re.search(r"^<!-- picture: \S+ bars", page, re.MULTILINE)
+}
 
 
 def written(*lines, workplace=None):
@@ -48,15 +51,19 @@ def test_results_name_functions_that_exist():
 
 def test_a_line_becomes_its_function_and_columns_stay(tmp_path):
     (tmp_path / "mpipar").mkdir()
-    (tmp_path / "mpipar" / "a.py").write_text("class A:\n    def send(self):\n        1\n\n"
-                                              "    def wait(self):\n        2\n")
+    (tmp_path / "mpipar" / "a.py").write_text(
+        "class A:\n    def send(self):\n        1\n\n    def wait(self):\n        2\n"
+    )
     table = "place          calls\nmpipar/a.py:3      2\nmpipar/a.py:6     10\n\nother    1"
     assert results.by_function(table, tmp_path) == (
-        "place             calls\nmpipar/a.py:send      2\nmpipar/a.py:wait     10\n\nother    1")
+        "place             calls\nmpipar/a.py:send      2\nmpipar/a.py:wait     10\n\nother    1"
+    )
     with pytest.raises(LookupError):
         results.by_function("mpipar/a.py:1", tmp_path)
     assert results.unknown_places("mpipar/a.py:send mpipar/a.py:gone mpipar/b.py", tmp_path) == [
-        "mpipar/a.py:gone", "mpipar/b.py"]
+        "mpipar/a.py:gone",
+        "mpipar/b.py",
+    ]
 
 
 def test_the_path_of_a_step_is_as_long_as_the_pages_say():
@@ -75,7 +82,8 @@ def test_the_path_of_a_step_is_as_long_as_the_pages_say():
 
 def test_construction_counts_what_the_step_does_not():
     row = reading_path.construction(
-        {"mpipar/errors.py": {1, 2, 3}, "mpipar/cli.py": {7}}, {"mpipar/errors.py": {3, 4}})
+        {"mpipar/errors.py": {1, 2, 3}, "mpipar/cli.py": {7}}, {"mpipar/errors.py": {3, 4}}
+    )
     assert (row["files"], row["lines that run"]) == (1, 3)
     assert row["lines to open"] == reading_path.lines_of("mpipar/cli.py")
 
@@ -92,8 +100,10 @@ def test_outputs_of_other_pages_are_up_to_date():
 
 
 def test_what_is_typed_into_a_generated_part_is_overwritten():
-    changed = {name: page.replace("| tp 2 |", "| tp 3 |").replace("| `grid.py` |", "| `gird.py` |")
-               for name, page in PAGES.items()}
+    changed = {
+        name: page.replace("| tp 2 |", "| tp 3 |").replace("| `grid.py` |", "| `gird.py` |")
+        for name, page in PAGES.items()
+    }
     names = [name for name, page in PAGES.items() if changed[name] != page]
     assert len(names) >= 2
     for name in names:
@@ -103,8 +113,11 @@ def test_what_is_typed_into_a_generated_part_is_overwritten():
 def test_every_picture_belongs_to_a_page():
     drawn = {path.stem for path in (REPOSITORY / pictures.FOLDER).glob("*.svg")}
     assert drawn == {
-        block.words.split()[0] for page in pages.pages()
-        for block in blocks_of(page, pages.read_page(page)) if block.kind == "picture"}
+        block.words.split()[0]
+        for page in pages.pages()
+        for block in blocks_of(page, pages.read_page(page))
+        if block.kind == "picture"
+    }
 
 
 def test_every_picture_has_a_text_and_follows_the_page():
@@ -118,14 +131,18 @@ def test_every_picture_has_a_text_and_follows_the_page():
 
 def test_the_map_has_a_line_for_every_file():
     page = PAGES["docs/map.md"]
-    files = [path for folder in ("mpipar", "bench", "docs/build")
-             for path in tables.files_below(REPOSITORY / folder)]
+    files = [
+        path
+        for folder in ("mpipar", "bench", "docs/build")
+        for path in tables.files_below(REPOSITORY / folder)
+    ]
     folders = {path.parent for path in files if path.name == "__init__.py"}
     listed = re.findall(r"^\| `([^`]+\.\w+)` \|", page, re.MULTILINE)
     assert len(listed) >= len(files) - len(folders)
     for path in files:
-        assert path.name == "__init__.py" or any(
-            str(path).endswith(f"/{one}") for one in listed), f"{path}: run python -m bench.docs"
+        assert path.name == "__init__.py" or any(str(path).endswith(f"/{one}") for one in listed), (
+            f"{path}: run python -m bench.docs"
+        )
 
 
 def test_a_file_that_says_nothing_is_refused(tmp_path):
@@ -144,8 +161,11 @@ def workplace():
 
 
 def test_a_command_and_its_output(workplace):
-    page = written("<!-- run: mpipar schedule naive --pp 2 :: from ^time :: lines 1:5 -->",
-                   "old", workplace=workplace)
+    page = written(
+        "<!-- run: mpipar schedule naive --pp 2 :: from ^time :: lines 1:5 -->",
+        "old",
+        workplace=workplace,
+    )
     assert "```bash\nmpipar schedule naive --pp 2\n```" in page
     assert "...\ntime" in page
     assert "old" not in page
@@ -161,8 +181,10 @@ def test_the_same_command_runs_once_in_one_folder(workplace):
 
 
 def test_typed_commands_come_in_order():
-    page = ("```bash\nmpipar doctor  # what it shows\nmpipar plan a \\\n    --ranks 4\n```\n"
-            "```bash not-run\npip install mpipar\n```\n```text\nls\n```\n```bash\nls\n```\n")
+    page = (
+        "```bash\nmpipar doctor  # what it shows\nmpipar plan a \\\n    --ranks 4\n```\n"
+        "```bash not-run\npip install mpipar\n```\n```text\nls\n```\n```bash\nls\n```\n"
+    )
     assert commands.typed(page) == ["mpipar doctor", "mpipar plan a --ranks 4", "ls"]
 
 
@@ -176,23 +198,33 @@ def test_functions_are_listed_by_name():
 
 
 def test_columns_and_rows_of_a_result_are_chosen():
-    page = written("<!-- result: bench/results/claims_memory.json where layout=tp 2"
-                   " :: columns layout,peak_MiB -->")
+    page = written(
+        "<!-- result: bench/results/claims_memory.json where layout=tp 2"
+        " :: columns layout,peak_MiB -->"
+    )
     rows = json.loads((REPOSITORY / "bench" / "results" / "claims_memory.json").read_text())["rows"]
     (peak,) = (row["peak_MiB"] for row in rows if row["layout"] == "tp 2")
     assert [line for line in page.splitlines() if line.startswith("|")] == [
-        "| layout | peak_MiB |", "| --- | --- |", f"| tp 2 | {peak:.3g} |"]
+        "| layout | peak_MiB |",
+        "| --- | --- |",
+        f"| tp 2 | {peak:.3g} |",
+    ]
 
 
 def test_what_a_step_moves_and_computes_follows_from_its_shapes():
-    words = ("--preset gpt2 --layers 2 --d-model 24 --heads 3 --seq-len 8 --vocab-size 640"
-             " --batch-size 4 --num-microbatches 2 --dtype bfloat16 --device cuda").split()
+    words = (
+        "--preset gpt2 --layers 2 --d-model 24 --heads 3 --seq-len 8 --vocab-size 640"
+        " --batch-size 4 --num-microbatches 2 --dtype bfloat16 --device cuda"
+    ).split()
     config, found = floors.counted(words)
     rows, width, item = 4 * 8, 24, 2
     norms, microbatches = 2 * 2 + 1, 2
     assert found["layernorm_backward_weight"] == {
-        "calls": norms * microbatches, "flops": 0, "largest": norms * rows * width * item,
-        "bytes": norms * (2 * rows * (width * item + 4) + microbatches * 2 * 2 * 4 * width)}
+        "calls": norms * microbatches,
+        "flops": 0,
+        "largest": norms * rows * width * item,
+        "bytes": norms * (2 * rows * (width * item + 4) + microbatches * 2 * 2 * 4 * width),
+    }
     assert found["cross_entropy_backward_input"]["bytes"] == rows * (2 * 640 * item + 8 + 2 * 4)
     assert found["embedding_forward"]["bytes"] == rows * (8 + 2 * width * item)
     steps = predict(config, 0)
@@ -201,18 +233,24 @@ def test_what_a_step_moves_and_computes_follows_from_its_shapes():
     assert floors.floors("h100", words).count("| memory |") == len(found)  # so small is this model
 
 
-@pytest.mark.parametrize(("comment", "message"), [
-    ("code: mpipar/gone.py main", "no file mpipar/gone.py"),
-    ("code: mpipar/cli.py gone", "no gone in the file"),
-    ("result: bench/results/gone.json", "no file bench/results/gone.json"),
-    ("measured: bench/results/gone.json", "No such file"),
-    ("measured: bench/results/tiles.json", "is a file of bench.tiles"),
-    ("picture: one circle", "use a name and one of the kinds timeline"),
-    ("picture: one timeline made-up", "made-up"),
-    ("picture: one roofline bench/results/gone.json", "gone.json"),
-    ("table: gone", "use folders, files, exit codes"), ("exercise: 99z", "no exercise 99z"),
-    ("map: gone", "use folders"),
-    ("made-up: x", "PLAIN TEXT"), ("made: x", "unknown kind of block")])
+@pytest.mark.parametrize(
+    ("comment", "message"),
+    [
+        ("code: mpipar/gone.py main", "no file mpipar/gone.py"),
+        ("code: mpipar/cli.py gone", "no gone in the file"),
+        ("result: bench/results/gone.json", "no file bench/results/gone.json"),
+        ("measured: bench/results/gone.json", "No such file"),
+        ("measured: bench/results/tiles.json", "is a file of bench.tiles"),
+        ("picture: one circle", "use a name and one of the kinds timeline"),
+        ("picture: one timeline made-up", "made-up"),
+        ("picture: one roofline bench/results/gone.json", "gone.json"),
+        ("table: gone", "use folders, files, exit codes"),
+        ("exercise: 99z", "no exercise 99z"),
+        ("map: gone", "use folders"),
+        ("made-up: x", "PLAIN TEXT"),
+        ("made: x", "unknown kind of block"),
+    ],
+)
 def test_a_wrong_block_is_refused(comment, message):
     if message == "PLAIN TEXT":
         assert f"<!-- {comment} -->\n<!-- end -->" in written(f"<!-- {comment} -->")
@@ -221,9 +259,14 @@ def test_a_wrong_block_is_refused(comment, message):
         written(f"<!-- {comment} -->")
 
 
-@pytest.mark.parametrize(("option", "message"), [
-    ("lines 3:9000", "lines 3:9000 of"), ("from made-up", "no line matches 'made-up'"),
-    ("exit 2", "exit code 0, not 2")])
+@pytest.mark.parametrize(
+    ("option", "message"),
+    [
+        ("lines 3:9000", "lines 3:9000 of"),
+        ("from made-up", "no line matches 'made-up'"),
+        ("exit 2", "exit code 0, not 2"),
+    ],
+)
 def test_a_part_that_is_not_there_is_refused(option, message, workplace):
     with pytest.raises(PageError, match=message):
         written(f"<!-- run: mpipar schedule naive --pp 2 :: {option} -->", workplace=workplace)

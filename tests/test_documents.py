@@ -31,7 +31,7 @@ def in_pieces(text, sizes):
     found, first = [], 0
     while first < len(text):
         size = sizes[len(found) % len(sizes)]
-        found.append(text[first:first + size])
+        found.append(text[first : first + size])
         first += size
     return found
 
@@ -65,7 +65,11 @@ def test_documents_are_files_or_what_is_between_separators(tmp_path):
     assert found == ["one", "two", "three", "f\u00f6ur"]
     assert sum(seen) == sum(path.stat().st_size for path in paths)
     assert documents(read_documents(paths, None, seen.append)) == [
-        "one--two", "--", "three--", "f\u00f6ur"]
+        "one--two",
+        "--",
+        "three--",
+        "f\u00f6ur",
+    ]
     paths[1].write_bytes(b"ab\0")
     with pytest.raises(DataError, match=r"1.txt: is not text: byte 2 is zero"):
         list(read_documents(paths, None, seen.append))
@@ -83,8 +87,11 @@ def test_a_document_is_cut_behind_so_many_characters(text, sizes, cut):
     assert found == (expected if cut <= len(text) else [(text, End.DOCUMENT)])
 
 
-@given(texts=st.lists(LETTERS.filter(bool), min_size=1, max_size=3), sizes=SIZES,
-       longest=st.integers(1, 70))
+@given(
+    texts=st.lists(LETTERS.filter(bool), min_size=1, max_size=3),
+    sizes=SIZES,
+    longest=st.integers(1, 70),
+)
 def test_parts_cover_each_document_and_end_with_a_line(texts, sizes, longest):
     found, text = [], ""
     pieces = [one for text in texts for one in whole(in_pieces(text, sizes))]
@@ -125,9 +132,29 @@ def tokenizer(tmp_path_factory):
     return load_tokenizer(folder)
 
 
-WORDS = st.lists(st.sampled_from(
-    ["the", "encoder", "JSON", "\u00e4", "\u4e2d\u6587", "\U0001f600", "\n\n", "  ", " ", ", ",
-     "1234", "it's", "object", "_", "(self)", ".\n"]), max_size=40).map("".join)
+WORDS = st.lists(
+    st.sampled_from(
+        [
+            "the",
+            "encoder",
+            "JSON",
+            "\u00e4",
+            "\u4e2d\u6587",
+            "\U0001f600",
+            "\n\n",
+            "  ",
+            " ",
+            ", ",
+            "1234",
+            "it's",
+            "object",
+            "_",
+            "(self)",
+            ".\n",
+        ]
+    ),
+    max_size=40,
+).map("".join)
 LINES = st.lists(WORDS, max_size=8).map("\n".join)
 
 
@@ -154,7 +181,7 @@ def test_a_document_of_the_longest_part_has_its_own_ids_with_any_tokenizer(tmp_p
 def test_one_word_longer_than_all_parts(tokenizer):
     """The broken twin: a cut inside a word gives other ids, but the same text."""
     text = "ab" * 20 + "the encoder of an object " * 40 + "\u00e4" * 777
-    ids, = ids_of(tokenizer, whole(in_pieces(text, [640])), 101)
+    (ids,) = ids_of(tokenizer, whole(in_pieces(text, [640])), 101)
     assert tokenizer.decode(ids) == text
     assert ids != tokenizer.encode(text)
 
@@ -183,7 +210,8 @@ def test_of_several_documents_some_are_held_out_but_not_all(texts):
     assert any(held_out)
     assert not all(held_out)
     assert len({(text, held) for text, held in zip(texts, held_out, strict=True)}) == len(
-        set(texts)), "equal documents are on one side"
+        set(texts)
+    ), "equal documents are on one side"
 
 
 def test_one_document_in_ten_is_held_out():

@@ -87,8 +87,9 @@ def test_waiting_ranks_give_their_core_away_only_where_there_are_too_few():
 
 def doctor(num_ranks, **variables):
     words = [sys.executable, "-m", "mpipar", "doctor"]
-    result = run_ranks(num_ranks, words, 60.0) if num_ranks > 1 else run_command(
-        words, 60.0, variables)
+    result = (
+        run_ranks(num_ranks, words, 60.0) if num_ranks > 1 else run_command(words, 60.0, variables)
+    )
     return result.ended().stdout
 
 
@@ -149,8 +150,10 @@ def test_remarks_say_what_is_wrong_with_the_table():
 
 def test_gpus_that_are_shared_or_hidden_are_remarked():
     def places(*owned, host="a"):
-        return [{"rank": rank, "host": host, "gpu": gpu, "gpus": list(seen)}
-                for rank, (gpu, seen) in enumerate(owned)]
+        return [
+            {"rank": rank, "host": host, "gpu": gpu, "gpus": list(seen)}
+            for rank, (gpu, seen) in enumerate(owned)
+        ]
 
     assert gpus.remarks(places(("A", "AB"), ("B", "AB"))) == []
     assert gpus.remarks(places(("A", "A")) + places(("A", "A"), host="b")) == []

@@ -32,10 +32,16 @@ def test_evaluation_and_texts_change_nothing(here):
     result = json.loads((here / "often" / "result.json").read_text())
     assert result["held_out_loss"] == found[-1]["held_out_loss"]
     for line in found[:-1]:
-        assert (f"step {line['step']}: held-out loss {line['held_out_loss']:.4f} nats per token"
-                " over 40 tokens, ") in text
+        assert (
+            f"step {line['step']}: held-out loss {line['held_out_loss']:.4f} nats per token"
+            " over 40 tokens, "
+        ) in text
     assert [f"step {step}: text generated from 'The ':" in text for step in (3, 4, 8, 10)] == [
-        False, True, True, False]
+        False,
+        True,
+        True,
+        False,
+    ]
     assert (here / "often" / "log.txt").read_text().count("text generated from 'The '") == 3
     assert text.count("2 microbatches (gradient accumulation)") == 1
 
@@ -59,9 +65,14 @@ def test_a_killed_run_goes_on_with_the_same_evaluations(ranks, here):
 def test_with_val_data_all_of_data_is_trained_on(tmp_path):
     (tmp_path / "a.txt").write_text("abc" * 100)
     (tmp_path / "b.txt").write_text("xyz" * 10)
-    (train_part, held_out), what = load(changed(
-        data=(str(tmp_path / "a.txt"),), val_data=(str(tmp_path / "b.txt"),), seq_len=5,
-        batch_size=4))
+    (train_part, held_out), what = load(
+        changed(
+            data=(str(tmp_path / "a.txt"),),
+            val_data=(str(tmp_path / "b.txt"),),
+            seq_len=5,
+            batch_size=4,
+        )
+    )
     assert (len(train_part), bytes(held_out)) == (300, b"xyz" * 10)
     assert what == "300 bytes from 1 file; held out: 30 bytes from 1 file"
 
@@ -71,9 +82,16 @@ def test_images_of_both_files_are_scaled_alike(tmp_path):
     images, labels = rng.normal(3, 2, size=(30, 4, 4)), rng.integers(3, size=30)
     np.savez(tmp_path / "a.npz", x=images[:20], y=labels[:20])
     np.savez(tmp_path / "b.npz", x=images[20:], y=labels[20:])
-    (train_part, held_out), what = load_images(changed(
-        model="convnet", data=(str(tmp_path / "a.npz"),), val_data=(str(tmp_path / "b.npz"),),
-        image_shape=(4, 4, 1), classes=3, batch_size=4))
+    (train_part, held_out), what = load_images(
+        changed(
+            model="convnet",
+            data=(str(tmp_path / "a.npz"),),
+            val_data=(str(tmp_path / "b.npz"),),
+            image_shape=(4, 4, 1),
+            classes=3,
+            batch_size=4,
+        )
+    )
     np.testing.assert_array_equal(train_part.labels, labels[:20])
     np.testing.assert_array_equal(held_out.labels, labels[20:])
     expected = (images[..., None] - images[:20].mean()) / images[:20].std()
@@ -83,12 +101,19 @@ def test_images_of_both_files_are_scaled_alike(tmp_path):
     assert "held out: 10 images of" in what
 
 
-@pytest.mark.parametrize(("words", "code", "parts"), [
-    ("--val-data nothing.txt", 65, ["--val-data nothing.txt: no such file"]),
-    ("--val-data short.txt", 65, ["--val-data: has 3 tokens, but a row needs 64 + 1"]),
-    ("--data text.txt --val-data ids.bin", 65, ["--val-data: either it or --data is text"]),
-    ("--model convnet --val-data a.npz b.npz", 65, ["--val-data: a convnet reads one .npz file"]),
-])
+@pytest.mark.parametrize(
+    ("words", "code", "parts"),
+    [
+        ("--val-data nothing.txt", 65, ["--val-data nothing.txt: no such file"]),
+        ("--val-data short.txt", 65, ["--val-data: has 3 tokens, but a row needs 64 + 1"]),
+        ("--data text.txt --val-data ids.bin", 65, ["--val-data: either it or --data is text"]),
+        (
+            "--model convnet --val-data a.npz b.npz",
+            65,
+            ["--val-data: a convnet reads one .npz file"],
+        ),
+    ],
+)
 def test_refusals(words, code, parts, tmp_path):
     (tmp_path / "short.txt").write_text("abc")
     (tmp_path / "text.txt").write_text("some text " * 500)

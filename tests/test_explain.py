@@ -33,19 +33,34 @@ CASES = [
 DTYPES = ["float64", pytest.param("bfloat16", marks=pytest.mark.slow)]
 
 
-def configure(layout, schedule="1f1b", ffn_cut="pair", *, grid=None, memory=None,
-              run=None, model=None, **settings):
+def configure(
+    layout,
+    schedule="1f1b",
+    ffn_cut="pair",
+    *,
+    grid=None,
+    memory=None,
+    run=None,
+    model=None,
+    **settings,
+):
     """A resolved config of a small decoder, with other settings, or of another model."""
     dp, pp, tp = layout
     config = Config(
-        DecoderConfig(layers=5, d_model=24, heads=4, ffn=21, seq_len=9, vocab_size=31,
-                      ffn_cut=ffn_cut),
+        DecoderConfig(
+            layers=5, d_model=24, heads=4, ffn=21, seq_len=9, vocab_size=31, ffn_cut=ffn_cut
+        ),
         GridConfig(dp=dp, pp=pp, tp=tp, num_microbatches=4, schedule=schedule),
-        TrainConfig(batch_size=16))
+        TrainConfig(batch_size=16),
+    )
     config = resolve(config, dp * pp * tp)[0]
-    return replace(config, grid=replace(config.grid, **grid or {}),
-                   memory=memory or MemoryConfig(), run=replace(config.run, **run or {}),
-                   model=model or replace(config.model, **settings))
+    return replace(
+        config,
+        grid=replace(config.grid, **grid or {}),
+        memory=memory or MemoryConfig(),
+        run=replace(config.run, **run or {}),
+        model=model or replace(config.model, **settings),
+    )
 
 
 def context(method, cp):
@@ -75,8 +90,9 @@ def test_sequence_parallel_payloads_follow_their_formulas(layout, tp_matmul):
     config = configure(layout, sequence_parallel=True, tp_matmul=tp_matmul)
     messages = {("tp", "send"), ("tp", "recv")} if tp_matmul == "ring" else set()
     pipeline = {("pp", "send"), ("pp", "recv")} if layout[1] > 1 else set()
-    assert explained(config) == {
-        ("tp", "all_gather"), ("tp", "reduce_scatter")} | messages | pipeline
+    assert (
+        explained(config) == {("tp", "all_gather"), ("tp", "reduce_scatter")} | messages | pipeline
+    )
 
 
 @pytest.mark.parametrize("case", CASES, ids=str)
@@ -104,7 +120,12 @@ def assert_closed_forms(config):
         for label, (text, size) in memory_formulas.states(config, prediction).items():
             assert size in (None, prediction.peak_bytes.get(label, 0)), (label, text, world_rank)
         assert {axis for axis, one in expected.items() if one.sent is not None} >= axes & {
-            "tp", "pp", "dp", "cp", "data"}
+            "tp",
+            "pp",
+            "dp",
+            "cp",
+            "data",
+        }
         if block := formulas.one_block(records):
             one = formulas.layer(config, grid_sizes.tp)
             assert (len(block), sum(each.wire_bytes for each in block)) == (one.calls, one.sent)
@@ -114,35 +135,62 @@ RING = {"sequence_parallel": True, "tp_matmul": "ring"}
 
 
 @pytest.mark.parametrize("layout", [(1, 1, 4), (2, 2, 2), (1, 2, 4)], ids=str)
-@pytest.mark.parametrize("settings", [
-    {}, {"ffn_cut": "gather"}, {"ffn_cut": "reduce"}, {"sequence_parallel": True}, RING,
-    RING | {"norm": "rms"}], ids=str)
+@pytest.mark.parametrize(
+    "settings",
+    [
+        {},
+        {"ffn_cut": "gather"},
+        {"ffn_cut": "reduce"},
+        {"sequence_parallel": True},
+        RING,
+        RING | {"norm": "rms"},
+    ],
+    ids=str,
+)
 def test_a_decoder_s_calls_and_bytes_follow_the_closed_forms(layout, settings):
     """9 tokens lie on 2 or 4 ranks: those of the last rank are padded."""
     assert_closed_forms(configure(layout, **settings))
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("memory", [
-    MemoryConfig(), MemoryConfig("block"), MemoryConfig(zero=1), MemoryConfig(zero=3)], ids=str)
-@pytest.mark.parametrize(("settings", "grid"), [
-    ({}, {}), ({"shared_expert_ffn": 10}, {"expert_dispatch": "all-gather"}),
-    ({"expert_interval": 2}, {"pp": 2}), ({"sequence_parallel": True}, {"dp": 2, "cp": 2}),
-], ids=str)
+@pytest.mark.parametrize(
+    "memory",
+    [MemoryConfig(), MemoryConfig("block"), MemoryConfig(zero=1), MemoryConfig(zero=3)],
+    ids=str,
+)
+@pytest.mark.parametrize(
+    ("settings", "grid"),
+    [
+        ({}, {}),
+        ({"shared_expert_ffn": 10}, {"expert_dispatch": "all-gather"}),
+        ({"expert_interval": 2}, {"pp": 2}),
+        ({"sequence_parallel": True}, {"dp": 2, "cp": 2}),
+    ],
+    ids=str,
+)
 def test_the_calls_and_bytes_of_experts_follow_the_closed_forms(settings, grid, memory):
     """Blocks with experts and without them, of which a stage holds two or three."""
-    config = configure((1, 1, 1), grid={"dp": 4, "tp": 2, "ep": 2} | grid, memory=memory,
-                       experts=4, seq_len=24, **settings)
+    config = configure(
+        (1, 1, 1),
+        grid={"dp": 4, "tp": 2, "ep": 2} | grid,
+        memory=memory,
+        experts=4,
+        seq_len=24,
+        **settings,
+    )
     assert_closed_forms(resolve(config, config.grid.num_ranks)[0])
 
 
 def of_experts(ffn, dispatch):
     """A step of one block with 16 tokens on each of 4 ranks; 2 of 8 experts are on each."""
     config = Config(
-        DecoderConfig(layers=1, d_model=34, heads=2, seq_len=16, vocab_size=16, experts=8,
-                      expert_ffn=ffn),
+        DecoderConfig(
+            layers=1, d_model=34, heads=2, seq_len=16, vocab_size=16, experts=8, expert_ffn=ffn
+        ),
         GridConfig(dp=4, ep=4, pp=1, tp=1, num_microbatches=1, expert_dispatch=dispatch),
-        TrainConfig(batch_size=4), RunConfig(dtype="float64"))
+        TrainConfig(batch_size=4),
+        RunConfig(dtype="float64"),
+    )
     return resolve(config, 4)[0]
 
 
@@ -155,7 +203,8 @@ def test_the_worst_case_of_experts_has_all_rows_on_one_rank(dispatch, rank):
         config = of_experts(ffn, dispatch)
         usual, worst = (predict(config, rank, case) for case in (False, True))
         assert {name: worst.peak_bytes[name] for name in ("weights", "gradients")} == {
-            name: usual.peak_bytes[name] for name in ("weights", "gradients")}
+            name: usual.peak_bytes[name] for name in ("weights", "gradients")
+        }
         more.append((worst.peak_bytes["stash"] - usual.peak_bytes["stash"]) / (8 * (128 - 32)))
     assert more[1] - more[0] == pytest.approx(4)  # h, a and their gradients are as wide as ffn
     if dispatch == "all-gather":  # x, dy and dx of a row, and its probability
@@ -169,12 +218,14 @@ def test_words_about_experts_are_as_counted_by_hand():
     config = of_experts(512, "all-to-all")
     assert formulas.expert_rows(config) == (
         "experts: 2 of 8 on a rank. It sends k(ep-1)/ep = 1.5 times its tokens in each of 2"
-        " exchanges of rows forward and 2 backward, of 7 calls for a block and a microbatch")
+        " exchanges of rows forward and 2 backward, of 7 calls for a block and a microbatch"
+    )
     assert "sends ep-1 = 3 times" in formulas.expert_rows(of_experts(512, "all-gather"))
     assert formulas.expert_imbalance(config) == ""
     zipf = replace(config, model=replace(config.model, routing="zipf"))
     assert formulas.expert_imbalance(zipf) == (
-        "routing zipf: the busiest expert gets 2.94 times the mean, the busiest rank 2.21 times")
+        "routing zipf: the busiest expert gets 2.94 times the mean, the busiest rank 2.21 times"
+    )
     calls = predict(config, 0).recorder.totals("axis")["expert",].calls
     assert calls == 7
 
@@ -190,12 +241,19 @@ def test_explain_prints_the_worst_case_of_experts():
 
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize(
-    ("method", "cp"), [("ring", 2), ("ring", 4), ("gather", 4), ("ulysses", 2)])
-@pytest.mark.parametrize("layout", [
-    (1, 1, 1), (2, 1, 2), pytest.param((2, 2, 2), marks=pytest.mark.slow)], ids=str)
+    ("method", "cp"), [("ring", 2), ("ring", 4), ("gather", 4), ("ulysses", 2)]
+)
+@pytest.mark.parametrize(
+    "layout", [(1, 1, 1), (2, 1, 2), pytest.param((2, 2, 2), marks=pytest.mark.slow)], ids=str
+)
 def test_context_parallel_calls_and_bytes_follow_the_closed_forms(layout, method, cp, dtype):
-    config = configure(layout, grid=context(method, cp), run={"dtype": dtype}, seq_len=24,
-                       sequence_parallel=layout[2] > 1)
+    config = configure(
+        layout,
+        grid=context(method, cp),
+        run={"dtype": dtype},
+        seq_len=24,
+        sequence_parallel=layout[2] > 1,
+    )
     assert_closed_forms(config)
     prediction = predict(config, config.grid.num_ranks - 1)
     for record in prediction.recorder.records:
@@ -205,40 +263,85 @@ def test_context_parallel_calls_and_bytes_follow_the_closed_forms(layout, method
 
 
 @pytest.mark.parametrize("memory", [MemoryConfig(), MemoryConfig("block")], ids=str)
-@pytest.mark.parametrize(("layout", "cp", "method"), [
-    ((1, 1, 4), 1, None), ((1, 2, 4), 2, "ring"), ((2, 1, 4), 2, "gather"),
-    ((1, 1, 1), 2, "ulysses")], ids=str)
+@pytest.mark.parametrize(
+    ("layout", "cp", "method"),
+    [
+        ((1, 1, 4), 1, None),
+        ((1, 2, 4), 2, "ring"),
+        ((2, 1, 4), 2, "gather"),
+        ((1, 1, 1), 2, "ulysses"),
+    ],
+    ids=str,
+)
 def test_grouped_heads_follow_the_closed_forms(layout, cp, method, memory):
     """8 heads of queries, 2 of keys and values: two ranks of tp hold the same one."""
-    model = model_config({
-        "arch": "llama", "layers": 4, "d_model": 20, "heads": 8, "kv_heads": 2, "head_dim": 6,
-        "ffn": 21, "seq_len": 24, "vocab_size": 31,
-        "bias": "qkv" if cp == 1 else "none"}).completed()
+    model = model_config(
+        {
+            "arch": "llama",
+            "layers": 4,
+            "d_model": 20,
+            "heads": 8,
+            "kv_heads": 2,
+            "head_dim": 6,
+            "ffn": 21,
+            "seq_len": 24,
+            "vocab_size": 31,
+            "bias": "qkv" if cp == 1 else "none",
+        }
+    ).completed()
     assert_closed_forms(configure(layout, grid=context(method, cp), model=model, memory=memory))
 
 
 @pytest.mark.parametrize("layers", [None, 1])
 @pytest.mark.parametrize(("layout", "cp"), [((1, 1, 4), 1), ((1, 2, 2), 2)], ids=str)
-@pytest.mark.parametrize("settings", [
-    {}, {"ffn_cut": "gather"}, {"ffn_cut": "reduce"}, {"sequence_parallel": True}, RING], ids=str)
+@pytest.mark.parametrize(
+    "settings",
+    [{}, {"ffn_cut": "gather"}, {"ffn_cut": "reduce"}, {"sequence_parallel": True}, RING],
+    ids=str,
+)
 def test_recomputation_follows_the_closed_forms(layout, cp, settings, layers):
-    assert_closed_forms(configure(layout, grid=context("ring", cp), seq_len=8,
-                                  memory=MemoryConfig("block", layers), **settings))
+    assert_closed_forms(
+        configure(
+            layout,
+            grid=context("ring", cp),
+            seq_len=8,
+            memory=MemoryConfig("block", layers),
+            **settings,
+        )
+    )
 
 
-SHARED = [((2, 2, 1), 1, "1f1b", {}), ((2, 1, 2), 2, "1f1b", {"sequence_parallel": True}),
-          ((2, 2, 1), 1, "dualpipe", {}), ((2, 2, 2), 1, "zb-v", {"sequence_parallel": True}),
-          ((4, 1, 1), 1, "1f1b", {"tied": False})]
+SHARED = [
+    ((2, 2, 1), 1, "1f1b", {}),
+    ((2, 1, 2), 2, "1f1b", {"sequence_parallel": True}),
+    ((2, 2, 1), 1, "dualpipe", {}),
+    ((2, 2, 2), 1, "zb-v", {"sequence_parallel": True}),
+    ((4, 1, 1), 1, "1f1b", {"tied": False}),
+]
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize("memory", [
-    MemoryConfig(zero=1), MemoryConfig(zero=3), MemoryConfig("block", zero=3, zero_keep="stage"),
-    MemoryConfig(zero=3, zero_grads="sharded")], ids=lambda one: f"{one.zero}-{one.zero_keep}")
+@pytest.mark.parametrize(
+    "memory",
+    [
+        MemoryConfig(zero=1),
+        MemoryConfig(zero=3),
+        MemoryConfig("block", zero=3, zero_keep="stage"),
+        MemoryConfig(zero=3, zero_grads="sharded"),
+    ],
+    ids=lambda one: f"{one.zero}-{one.zero_keep}",
+)
 @pytest.mark.parametrize(("layout", "cp", "schedule", "settings"), SHARED, ids=str)
 def test_zero_follows_the_closed_forms(layout, cp, schedule, settings, memory, dtype):
-    config = configure(layout, schedule, grid=context("ring", cp), memory=memory,
-                       run={"dtype": dtype}, seq_len=8, **settings)
+    config = configure(
+        layout,
+        schedule,
+        grid=context("ring", cp),
+        memory=memory,
+        run={"dtype": dtype},
+        seq_len=8,
+        **settings,
+    )
     assert_closed_forms(replace(config, train=replace(config.train, bucket_bytes=2000)))
 
 
@@ -246,9 +349,12 @@ def test_recomputation_saves_only_what_lives_from_f_to_i():
     """On its last rank zb-h1 runs I soon after F, and postpones W, which reads the whole stash."""
     saved = {}
     for schedule, rank in itertools.product(("1f1b", "zb-h1"), (0, 3)):
-        whole, again = (predict(configure((1, 4, 1), schedule, memory=memory, layers=8),
-                                rank).peak_bytes["stash"]
-                        for memory in (MemoryConfig(), MemoryConfig("block")))
+        whole, again = (
+            predict(configure((1, 4, 1), schedule, memory=memory, layers=8), rank).peak_bytes[
+                "stash"
+            ]
+            for memory in (MemoryConfig(), MemoryConfig("block"))
+        )
         saved[schedule, rank] = 1 - again / whole
     assert min(saved["1f1b", 0], saved["zb-h1", 0]) > 0.4, saved
     assert 0 <= saved["zb-h1", 3] < 0.1 < saved["1f1b", 3], saved
@@ -261,45 +367,88 @@ def assert_block_forms(config):
         assert memory[field][1:3] == (size, size), (field, text)
 
 
-LLAMA = {"norm": "rms", "arch": "llama", "activation": "swiglu", "positions": "rope",
-         "bias": "none", "kv_heads": 2}
+LLAMA = {
+    "norm": "rms",
+    "arch": "llama",
+    "activation": "swiglu",
+    "positions": "rope",
+    "bias": "none",
+    "kv_heads": 2,
+}
 
 
-@pytest.mark.parametrize(("recompute", "dtype"), [("none", "float64"), *(
-    pytest.param(*case, marks=pytest.mark.slow)
-    for case in itertools.product(["none", "attention", "block"], ["float64", "bfloat16"])
-    if case != ("none", "float64"))])
-@pytest.mark.parametrize(("tp", "cp", "method", "settings", "run"), [
-    (1, 1, None, {}, {}), (2, 1, None, {"sequence_parallel": True}, {}), (4, 1, None, RING, {}),
-    (2, 2, "ring", {}, {}), (1, 2, "gather", LLAMA, {}), (1, 2, "ulysses", LLAMA, {}),
-    (4, 1, None, LLAMA, {}), (1, 2, "ulysses", {}, {"device": "cuda"}),
-    (2, 1, None, {}, {"device": "cuda"})], ids=str)
-def test_what_a_block_keeps_follows_its_closed_form(tp, cp, method, settings, run, recompute,
-                                                    dtype):
+@pytest.mark.parametrize(
+    ("recompute", "dtype"),
+    [
+        ("none", "float64"),
+        *(
+            pytest.param(*case, marks=pytest.mark.slow)
+            for case in itertools.product(["none", "attention", "block"], ["float64", "bfloat16"])
+            if case != ("none", "float64")
+        ),
+    ],
+)
+@pytest.mark.parametrize(
+    ("tp", "cp", "method", "settings", "run"),
+    [
+        (1, 1, None, {}, {}),
+        (2, 1, None, {"sequence_parallel": True}, {}),
+        (4, 1, None, RING, {}),
+        (2, 2, "ring", {}, {}),
+        (1, 2, "gather", LLAMA, {}),
+        (1, 2, "ulysses", LLAMA, {}),
+        (4, 1, None, LLAMA, {}),
+        (1, 2, "ulysses", {}, {"device": "cuda"}),
+        (2, 1, None, {}, {"device": "cuda"}),
+    ],
+    ids=str,
+)
+def test_what_a_block_keeps_follows_its_closed_form(
+    tp, cp, method, settings, run, recompute, dtype
+):
     if run and dtype == "float64":
         dtype = "float32"  # no fused kernel computes in float64
-    assert_block_forms(configure(
-        (1, 1, 1), grid=context(method, cp) | {"tp": tp}, memory=MemoryConfig(recompute),
-        run={"dtype": dtype} | run, layers=2, seq_len=12, **settings))
+    assert_block_forms(
+        configure(
+            (1, 1, 1),
+            grid=context(method, cp) | {"tp": tp},
+            memory=MemoryConfig(recompute),
+            run={"dtype": dtype} | run,
+            layers=2,
+            seq_len=12,
+            **settings,
+        )
+    )
 
 
 @pytest.mark.parametrize("recompute", ["none", "block"])
 @pytest.mark.parametrize("norm", ["layer", "rms"])
 @pytest.mark.parametrize("ffn_cut", ["pair", "gather", "reduce"])
-def test_what_a_block_of_other_cuts_and_models_keeps_follows_its_closed_form(ffn_cut, norm,
-                                                                             recompute):
+def test_what_a_block_of_other_cuts_and_models_keeps_follows_its_closed_form(
+    ffn_cut, norm, recompute
+):
     """17 channels inside are padded where two ranks cut them."""
     convnet = ConvnetConfig(layers=2, channels=10, ffn=17, ffn_cut=ffn_cut, norm=norm)
     for model, dtype in itertools.product((None, convnet), ("float64", "bfloat16")):
-        assert_block_forms(configure(
-            (1, 1, 2), "1f1b", ffn_cut, memory=MemoryConfig(recompute), run={"dtype": dtype},
-            model=model, layers=2, norm=norm))
+        assert_block_forms(
+            configure(
+                (1, 1, 2),
+                "1f1b",
+                ffn_cut,
+                memory=MemoryConfig(recompute),
+                run={"dtype": dtype},
+                model=model,
+                layers=2,
+                norm=norm,
+            )
+        )
 
 
 @pytest.mark.parametrize("method", ["gather", "ulysses"])
 def test_attention_that_runs_again_follows_the_closed_forms(method):
-    assert_closed_forms(configure((1, 1, 1), grid=context(method, 4),
-                                  memory=MemoryConfig("block"), seq_len=8))
+    assert_closed_forms(
+        configure((1, 1, 1), grid=context(method, 4), memory=MemoryConfig("block"), seq_len=8)
+    )
 
 
 @pytest.mark.parametrize("layout", [(1, 1, 4), (2, 2, 2), (1, 2, 4)], ids=str)
@@ -311,31 +460,60 @@ def test_a_convnet_s_calls_and_bytes_follow_the_closed_forms(layout, ffn_cut, re
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize(("schedule", "layout"), [
-    ("dualpipe", (1, 2, 1)), ("dualpipe", (2, 2, 2)), ("interleaved", (1, 4, 1)),
-    ("zb-v", (1, 2, 2))], ids=str)
+@pytest.mark.parametrize(
+    ("schedule", "layout"),
+    [
+        ("dualpipe", (1, 2, 1)),
+        ("dualpipe", (2, 2, 2)),
+        ("interleaved", (1, 4, 1)),
+        ("zb-v", (1, 2, 2)),
+    ],
+    ids=str,
+)
 def test_closed_forms_hold_for_stages_held_twice_and_16_bits(schedule, layout, dtype):
-    assert_closed_forms(configure(layout, schedule, run={"dtype": dtype},
-                                  sequence_parallel=layout[2] > 1))
+    assert_closed_forms(
+        configure(layout, schedule, run={"dtype": dtype}, sequence_parallel=layout[2] > 1)
+    )
 
 
-@pytest.mark.parametrize(("schedule", "layout", "split"), [
-    ("zb-v", (1, 2, 2), (0, 3, 2, 0)), ("interleaved", (2, 2, 2), (2, 0, 0, 3)),
-    ("dualpipe", (1, 2, 2), (0, 5)), ("1f1b", (1, 4, 1), (0, 5, 0, 0))], ids=str)
+@pytest.mark.parametrize(
+    ("schedule", "layout", "split"),
+    [
+        ("zb-v", (1, 2, 2), (0, 3, 2, 0)),
+        ("interleaved", (2, 2, 2), (2, 0, 0, 3)),
+        ("dualpipe", (1, 2, 2), (0, 5)),
+        ("1f1b", (1, 4, 1), (0, 5, 0, 0)),
+    ],
+    ids=str,
+)
 def test_closed_forms_hold_for_stages_without_blocks(schedule, layout, split):
     assert_closed_forms(configure(layout, schedule, grid={"stage_layers": split}))
 
 
 def test_every_barrier_is_listed_in_order_with_bytes_group_and_source():
-    text = printed("explain", "--layout", "dp=2,pp=2,tp=2", "--layers", 2, "--num-microbatches", 1,
-                    "--batch-size", 2, "--rank", 5)
+    text = printed(
+        "explain",
+        "--layout",
+        "dp=2,pp=2,tp=2",
+        "--layers",
+        2,
+        "--num-microbatches",
+        1,
+        "--batch-size",
+        2,
+        "--rank",
+        5,
+    )
     lines = text.splitlines()
     assert lines[0].startswith("rank 5 of 8: pp1 dp0 tp1; stages 1: block 1, head, loss")
-    listed = [line.split() for line in lines[3:lines.index("by name, per step:") - 1]]
-    moved = [[*row[:6], *row[7 if row[6] == "moved" else 9:]] for row in listed[1:]]
+    listed = [line.split() for line in lines[3 : lines.index("by name, per step:") - 1]]
+    moved = [[*row[:6], *row[7 if row[6] == "moved" else 9 :]] for row in listed[1:]]
     names = [(row[4], row[5], row[6]) for row in moved]
-    assert names[:3] == [("pp", "recv", "activations"), ("tp", "all_reduce", "block1.attn.proj"),
-                         ("tp", "all_reduce", "block1.ffn.down")]
+    assert names[:3] == [
+        ("pp", "recv", "activations"),
+        ("tp", "all_reduce", "block1.attn.proj"),
+        ("tp", "all_reduce", "block1.ffn.down"),
+    ]
     assert names[-1] == ("world", "all_reduce", "step.norm")
     assert listed[1][6] == "moved"
     assert listed[2][6:9] == ["partial", "->", "whole"]
@@ -364,8 +542,11 @@ def test_mistakes_are_said(flags, message):
 
 def test_the_notes_of_a_training_run_are_printed_here_too():
     flags = ("--num-microbatches", 3)  # which do not divide the preset's 16 rows
-    notes = [line for line in printed("train", *flags, "--print-config").splitlines()
-             if line.startswith("# batch size 16 of preset tiny rounded up to 18")]
+    notes = [
+        line
+        for line in printed("train", *flags, "--print-config").splitlines()
+        if line.startswith("# batch size 16 of preset tiny rounded up to 18")
+    ]
     assert [f"# {line}" for line in printed("explain", *flags).splitlines()[:1]] == notes
 
 
@@ -373,10 +554,19 @@ def test_all_ranks_shows_who_holds_what():
     small = ["--layout", "pp=2,tp=2", "--layers", 3, "--d-model", 16, "--heads", 2]
     lines = printed("explain", *small, "--all-ranks").splitlines()
     assert lines[0].startswith("4 ranks; one step of 1f1b, ")
-    assert lines[2].split() == ["rank", "place", "stage:", "layers", "share", "parameters",
-                                "predicted", "peak"]
+    assert lines[2].split() == [
+        "rank",
+        "place",
+        "stage:",
+        "layers",
+        "share",
+        "parameters",
+        "predicted",
+        "peak",
+    ]
     assert [line.split()[:3] for line in lines[3:]] == [
-        [str(rank), f"pp{rank // 2}", f"tp{rank % 2}"] for rank in range(4)]
+        [str(rank), f"pp{rank // 2}", f"tp{rank % 2}"] for rank in range(4)
+    ]
     assert "0: embedding, blocks 0-1  1/2 of " in lines[3]
     assert "1: block 2, head, loss    2/2 of " in lines[6]
     for rank, line in enumerate(lines[3:]):
@@ -405,8 +595,9 @@ def test_a_summary_has_totals_by_barrier_and_no_row_for_each_call():
 
 
 def test_a_rank_whose_stage_has_no_weights_is_explained_too():
-    text = printed("explain", "--layout", "pp=3", "--layers", 3, "--stage-layers", "2,0,1",
-                    "--rank", 1)
+    text = printed(
+        "explain", "--layout", "pp=3", "--layers", 3, "--stage-layers", "2,0,1", "--rank", 1
+    )
     assert text.startswith("rank 1 of 3: pp1; stages 1: no layers\n")
     assert "FLOPs of products: none\nmemory at the peak: weights 0 B," in text
     assert "m * 4 (sends and receives)" in text
@@ -421,10 +612,12 @@ def test_one_rank_has_no_barriers_but_memory_and_flops():
 
 
 def test_mpi_is_never_loaded():
-    program = ("import sys; from mpipar.cli import main; from mpipar.job.session import Session;"
-               " from mpipar.job.environment import Launcher;"
-               " main(['explain', '--layout', 'tp=2'], Session(Launcher()));"
-               " assert 'mpi4py.MPI' not in sys.modules, 'loaded'")
+    program = (
+        "import sys; from mpipar.cli import main; from mpipar.job.session import Session;"
+        " from mpipar.job.environment import Launcher;"
+        " main(['explain', '--layout', 'tp=2'], Session(Launcher()));"
+        " assert 'mpi4py.MPI' not in sys.modules, 'loaded'"
+    )
     result = run_command([sys.executable, "-c", program], 60, environment())
     assert result.returncode == 0, result.tail()
 
@@ -433,5 +626,8 @@ def test_the_copy_for_saving_in_the_background_is_predicted():
     small = ["--layers", 1, "--d-model", 8, "--heads", 2, "--dp", 2]
     plain, copied = (printed("explain", *small, *more) for more in ((), ("--save-async",)))
     assert "snapshot" not in plain
-    assert re.search(r"memory at the peak: .*buffers [^,]+, scratch [^,]+, snapshot [\d.]+ KiB; "
-                     "together", copied)
+    assert re.search(
+        r"memory at the peak: .*buffers [^,]+, scratch [^,]+, snapshot [\d.]+ KiB; "
+        "together",
+        copied,
+    )

@@ -21,8 +21,9 @@ from mpipar.trace import trace_file
 
 def parts_of(page):
     """(data, orders) of a page."""
-    data, orders = (re.search(rf'id="{name}">(.*?)</script>', page)[1]
-                    for name in ("data", "orders"))
+    data, orders = (
+        re.search(rf'id="{name}">(.*?)</script>', page)[1] for name in ("data", "orders")
+    )
     return json.loads(data), json.loads(zlib.decompress(base64.b64decode(orders)))
 
 
@@ -45,7 +46,8 @@ def test_the_orders_are_those_of_the_catalog():
             continue
         programs = make_schedule(name, int(p), int(m), int(chunks)).programs
         assert [[parse_instruction(text) for text in row.split()] for row in orders] == [
-            [instr for instr in program if is_compute(instr)] for program in programs]
+            [instr for instr in program if is_compute(instr)] for program in programs
+        ]
     assert {key.split()[0] for key in known} == set(FAMILIES)
     assert sum(key.startswith("interleaved ") for key in known) == 2 * 2 * 3
 
@@ -53,18 +55,29 @@ def test_the_orders_are_those_of_the_catalog():
 def test_the_page_begins_with_what_the_command_line_says(monkeypatch, tmp_path):
     few_orders(monkeypatch)
     path = tmp_path / "page.html"
-    text = printed("schedule", "zb-v", "--pp", 2, "--costs", "2,1,1/2", "--latency", "1/4",
-                   "--html", path)
+    text = printed(
+        "schedule", "zb-v", "--pp", 2, "--costs", "2,1,1/2", "--latency", "1/4", "--html", path
+    )
     assert text == f"{path}: open it in a browser\n"
     page = path.read_text()
     data, orders = parts_of(page)
-    assert data["start"] == {"first": "zb-v", "second": "zb-h1", "p": 2, "m": 8, "chunks": 2,
-                             "share": "worker", "overlap": 1, "f": 2, "i": 1, "w": 0.5,
-                             "hop": 0.25}
+    assert data["start"] == {
+        "first": "zb-v",
+        "second": "zb-h1",
+        "p": 2,
+        "m": 8,
+        "chunks": 2,
+        "share": "worker",
+        "overlap": 1,
+        "f": 2,
+        "i": 1,
+        "w": 0.5,
+        "hop": 0.25,
+    }
     assert data["own"] is None
     assert len(orders["zb-v 2 8 2"]) == 2
     assert not re.search(r"\[\[[A-Z]+\]\]", page), "every part is filled in"
-    assert '<title>zb-v, one step</title>' in page, "a reader without JavaScript sees a drawing"
+    assert "<title>zb-v, one step</title>" in page, "a reader without JavaScript sees a drawing"
 
 
 def test_other_counts_and_files_are_put_beside_the_orders(monkeypatch, tmp_path):
@@ -92,8 +105,7 @@ def test_costs_and_passes_of_a_run_fill_the_page(monkeypatch, tmp_path):
     data, _ = parts_of(path.read_text())
     start, measured = data["start"], data["measured"]
     assert (data["title"], data["unit"]) == ("Pipeline schedules: 7", " ms")
-    assert (start["first"], start["second"], start["f"], start["hop"]) == (
-        "own", "measured", 10, 0)
+    assert (start["first"], start["second"], start["f"], start["hop"]) == ("own", "measured", 10, 0)
     assert data["own"]["title"] == "zb-h1 of 7"
     assert measured["costs"] == {name: pytest.approx([10] * 4) for name in "fiw"}
     assert "\nhere: 4 ranks share 2 core(s), so ranks" in measured["words"]
@@ -118,15 +130,23 @@ def test_a_run_needs_a_trace_a_pipeline_and_a_page(monkeypatch, tmp_path):
     assert_refused(2, ["add --html FILE"], "schedule", "--from-run", tmp_path)
     assert_refused(65, ["--trace"], "schedule", "--from-run", tmp_path, "--html", "page.html")
     monkeypatch.setattr(trace_file, "read", lambda folder: pipeline_trace("gpipe", 1, 4))
-    assert_refused(2, ["has one pipeline rank"], "schedule", "--from-run", tmp_path, "--html",
-                   "page.html")
+    assert_refused(
+        2, ["has one pipeline rank"], "schedule", "--from-run", tmp_path, "--html", "page.html"
+    )
 
 
 def test_a_file_with_messages_is_refused(tmp_path):
     table = tmp_path / "wired.csv"
     printed("schedule", "1f1b", "--pp", 2, "--csv", table, "--csv-format", "compute_comms")
-    assert_refused(2, ["--csv-format compute_only"], "schedule", "--from-csv", table, "--html",
-                   tmp_path / "page.html")
+    assert_refused(
+        2,
+        ["--csv-format compute_only"],
+        "schedule",
+        "--from-csv",
+        table,
+        "--html",
+        tmp_path / "page.html",
+    )
 
 
 def test_costs_of_a_worker_are_means_over_the_workers():

@@ -24,8 +24,19 @@ from mpipar.pipeline.simulate import simulate
 from mpipar.trace import trace_file
 
 pytestmark = pytest.mark.browser
-START = {"first": "1f1b", "second": "zb-h1", "p": 4, "m": 8, "chunks": 2, "share": "worker",
-         "overlap": 1, "f": 1, "i": 1, "w": 1, "hop": 0}
+START = {
+    "first": "1f1b",
+    "second": "zb-h1",
+    "p": 4,
+    "m": 8,
+    "chunks": 2,
+    "share": "worker",
+    "overlap": 1,
+    "f": 1,
+    "i": 1,
+    "w": 1,
+    "hop": 0,
+}
 # The middle of a pass of a panel, scrolled into view.
 PLACE = """
 const [panel, label] = arguments;
@@ -40,8 +51,13 @@ return [area.x + area.width / 2, area.y + area.height / 2];
 
 def write_explorer(folder):
     """The file of a page with the orders of a few counts."""
-    data = {"title": "Pipeline schedules", "unit": "", "start": START, "own": None,
-            "measured": None}
+    data = {
+        "title": "Pipeline schedules",
+        "unit": "",
+        "start": START,
+        "own": None,
+        "measured": None,
+    }
     page = explorer.build(data, explorer.known_orders((2, 4), (4, 8)), "<svg></svg>")
     (folder / "explorer.html").write_text(page)
     return folder / "explorer.html"
@@ -95,17 +111,28 @@ def test_the_simulation_is_that_of_python(opened):
                 continue
             schedule = make_schedule(name, p, m)
             uneven = tuple((stage * 7 % 5 + 2) / 4 for stage in range(schedule.num_stages))
-            cases += [(schedule, costs) for costs in (
-                Costs(), Costs(2, 1.5, 0.75, overlap=0.75, latency=0.25),
-                Costs(uneven, 1, uneven[::-1], latency=2.5))]
-    answers = opened.run(SIMULATE, [
-        (explorer.schedule_facts(schedule), costs_json(costs, schedule.num_stages))
-        for schedule, costs in cases])
+            cases += [
+                (schedule, costs)
+                for costs in (
+                    Costs(),
+                    Costs(2, 1.5, 0.75, overlap=0.75, latency=0.25),
+                    Costs(uneven, 1, uneven[::-1], latency=2.5),
+                )
+            ]
+    answers = opened.run(
+        SIMULATE,
+        [
+            (explorer.schedule_facts(schedule), costs_json(costs, schedule.num_stages))
+            for schedule, costs in cases
+        ],
+    )
     assert len(cases) > 100
     for (schedule, costs), found in zip(cases, answers, strict=True):
         expected = simulate(schedule, costs)
-        assert found["spans"] == [[[str(span.instr), span.start, span.end] for span in own
-                                   if is_compute(span.instr)] for own in expected.spans]
+        assert found["spans"] == [
+            [[str(span.instr), span.start, span.end] for span in own if is_compute(span.instr)]
+            for own in expected.spans
+        ]
         assert found["makespan"] == expected.makespan
         assert (found["busy"], found["idle"]) == (list(expected.busy), list(expected.global_bubble))
         assert found["bubbleShare"] == pytest.approx(expected.bubble_share, abs=1e-12)
@@ -121,8 +148,9 @@ def spoiled(schedule, chance):
     for _ in range(chance.choice((1, 1, 1, 2, 4))):
         program = chance.choice([one for one in programs if one])
         place = chance.randrange(len(program))
-        kind = chance.choice(("near", "near", "far", "other", "lose", "twice", "half", "both",
-                              "odd"))
+        kind = chance.choice(
+            ("near", "near", "far", "other", "lose", "twice", "half", "both", "odd")
+        )
         instr = program[place] if kind in ("twice", "both") else program.pop(place)
         if kind == "near":
             program.insert(max(0, place + chance.choice((-2, -1, 1, 2))), instr)
@@ -135,8 +163,10 @@ def spoiled(schedule, chance):
             program.insert(place, instr._replace(kind="I" if instr.kind == "B" else "B"))
         elif kind == "odd" and instr.kind in "FBIW":
             program.insert(place, Instr(instr.kind, instr.stage, instr.mb + 4))
-    return replace(schedule, programs=tuple(
-        with_reduce_grad(program) if program else () for program in programs))
+    return replace(
+        schedule,
+        programs=tuple(with_reduce_grad(program) if program else () for program in programs),
+    )
 
 
 def complaint(schedule: Schedule) -> str:
@@ -154,18 +184,31 @@ def test_the_proof_is_that_of_python_word_for_word(opened):
         for p, m in ((2, 4), (3, 6), (4, 8)):
             if not schedule_problems(name, p, m):
                 cases += [spoiled(make_schedule(name, p, m), chance) for _ in range(25)]
-    texts = opened.run("""
+    texts = opened.run(
+        """
         return arguments[0].map(facts => {
           const programs = facts.programs.map(row => row ? row.split(" ").map(readPass) : []);
           return problemsOf(new Schedule({ ...facts, programs }))[0]?.text ?? "";
         });
-    """, [explorer.schedule_facts(schedule) for schedule in cases])
+    """,
+        [explorer.schedule_facts(schedule) for schedule in cases],
+    )
     expected = [complaint(schedule) for schedule in cases]
     assert texts == expected
-    kinds = ("needs [0-9]+F[0-9]+, which stands", "needs the backward of", "which this rank never",
-             "deadlock", "is not on this rank", "has already run", "the other form",
-             "does not exist", "passes stage [0-9]+ on rank", "B[0-9]+ .*is missing",
-             "W[0-9]+ is missing", "^$")
+    kinds = (
+        "needs [0-9]+F[0-9]+, which stands",
+        "needs the backward of",
+        "which this rank never",
+        "deadlock",
+        "is not on this rank",
+        "has already run",
+        "the other form",
+        "does not exist",
+        "passes stage [0-9]+ on rank",
+        "B[0-9]+ .*is missing",
+        "W[0-9]+ is missing",
+        "^$",
+    )
     assert [kind for kind in kinds if not any(re.search(kind, text) for text in expected)] == []
 
 
@@ -175,8 +218,10 @@ def told(page, part, panel="first"):
 
 def figures(page):
     """{name of a figure: its values} of the table."""
-    rows = page.run("return [...document.querySelectorAll('#figures tr')].map(row =>"
-                    " [...row.cells].map(cell => cell.textContent))")
+    rows = page.run(
+        "return [...document.querySelectorAll('#figures tr')].map(row =>"
+        " [...row.cells].map(cell => cell.textContent))"
+    )
     return {row[0]: row[1:] for row in rows}
 
 
@@ -198,9 +243,11 @@ def test_a_dragged_pass_is_proved_and_timed(opened):
     page.hold(x, y, x - 10.9 * page.run("return explorer.panels[0].drawing.scale"), y)
     assert told(page, "h2") == "1f1b, your order: 4 workers, 4 stages, 8 microbatches"
     assert told(page, ".verdict").startswith(
-        "schedule 1f1b: rank 0 position 0 (0B0): needs 0F0, which stands at 1\n")
-    assert page.run("return [...document.querySelectorAll('#first .unable')].map(one =>"
-                    " one.textContent)") == ["B0"]
+        "schedule 1f1b: rank 0 position 0 (0B0): needs 0F0, which stands at 1\n"
+    )
+    assert page.run(
+        "return [...document.querySelectorAll('#first .unable')].map(one => one.textContent)"
+    ) == ["B0"]
     assert page.run("return document.querySelectorAll('#first .lack').length") == 1
     assert figures(page)["step"] == ["-", "27"]
     page.click("#first .undo")
@@ -211,8 +258,9 @@ def test_a_dragged_pass_is_proved_and_timed(opened):
     page.click("#first .reset")
     x, y = page.run(PLACE, "first", "F0")
     page.hold(x, y, x, y + 38)  # to the next worker
-    assert told(page, ".verdict").startswith("schedule 1f1b: rank 0 position 3 (0B0): needs 0F0,"
-                                             " which this rank never runs\n")
+    assert told(page, ".verdict").startswith(
+        "schedule 1f1b: rank 0 position 3 (0B0): needs 0F0, which this rank never runs\n"
+    )
 
 
 def test_the_keyboard_does_what_the_pointer_does(opened, tmp_path):
@@ -232,14 +280,17 @@ def test_the_keyboard_does_what_the_pointer_does(opened, tmp_path):
 
 def choose(page, **values):
     """Set fields of the page, as a reader does."""
-    page.run("""
+    page.run(
+        """
         for (const [selector, value] of Object.entries(arguments[0])) {
           const field = document.querySelector(selector.replaceAll("_", " "));
           if (field.type === "checkbox") field.checked = value; else field.value = value;
           field.dispatchEvent(new Event("input", { bubbles: true }));
           field.dispatchEvent(new Event("change", { bubbles: true }));
         }
-    """, values)
+    """,
+        values,
+    )
 
 
 def test_choices_and_costs_change_the_figures(opened):
@@ -254,7 +305,8 @@ def test_choices_and_costs_change_the_figures(opened):
     assert page.run("return document.querySelectorAll('#first .message.on-path').length") > 0
     choose(page, **{"#f": "0"})
     assert page.run("return document.getElementById('mistake').textContent") == (
-        "F must be a number above 0")
+        "F must be a number above 0"
+    )
     choose(page, **{"#f": "1", "#p": "4", "#m": "4", "#second_.choice": "dualpipe"})
     assert told(page, ".verdict", "second").endswith("use --num-microbatches 8 or 10")
     choose(page, **{"#second_.choice": ""})
@@ -270,9 +322,11 @@ def test_a_run_is_drawn_as_measured_and_as_predicted(window, tmp_path, monkeypat
     assert told(page, "h2") == "zb-h1: 4 workers, 4 stages, 8 microbatches"
     assert told(page, "h2", "second").startswith("7, measured: ")
     assert figures(page)["step"] == ["270 ms", "270 ms"]
-    assert page.run("return explorer.panels.map(panel => panel.timeline.spans.map(own =>"
-                    " own.map(span => [span.pass.text, Math.round(span.end)])).join(';'))"
-                    ".every((text, _, all) => text === all[0])")
+    assert page.run(
+        "return explorer.panels.map(panel => panel.timeline.spans.map(own =>"
+        " own.map(span => [span.pass.text, Math.round(span.end)])).join(';'))"
+        ".every((text, _, all) => text === all[0])"
+    )
     choose(page, **{"#f": "20"})  # a typed cost counts in place of the measured ones
     assert figures(page)["step"] == ["380 ms", "270 ms"]
     assert window.console() == []

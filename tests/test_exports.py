@@ -34,9 +34,13 @@ LAYOUTS = {
     "convnet": "--preset digits --layout dp=2,tp=2,pp=2",
 }
 IN_SHORT = ("hybrid", "experts", "routed", "rows")
-each_layout = pytest.mark.parametrize("name", [
-    *IN_SHORT, *(pytest.param(name, marks=pytest.mark.slow) for name in LAYOUTS
-                 if name not in IN_SHORT)])
+each_layout = pytest.mark.parametrize(
+    "name",
+    [
+        *IN_SHORT,
+        *(pytest.param(name, marks=pytest.mark.slow) for name in LAYOUTS if name not in IN_SHORT),
+    ],
+)
 
 
 def config_named(name):
@@ -49,8 +53,12 @@ def scripts_of(name):
 
 
 def without_times(script):
-    return script._replace(calls=[call._replace(record=call.record._replace(
-        posted_ns=0, waited_ns=0, done_ns=0)) for call in script.calls])
+    return script._replace(
+        calls=[
+            call._replace(record=call.record._replace(posted_ns=0, waited_ns=0, done_ns=0))
+            for call in script.calls
+        ]
+    )
 
 
 @each_layout
@@ -68,16 +76,21 @@ def test_a_script_is_what_a_step_on_shapes_does(name):
     config = config_named(name)
     script, prediction = script_of(config, 1), predict(config, 1)
     assert [call.record[3:] for call in script.calls] == [
-        record[3:] for record in prediction.recorder.records]
+        record[3:] for record in prediction.recorder.records
+    ]
     assert sum(event.flops for event in script.events) == sum(prediction.flops.values())
     begun = [event.number for event in script.events if event.action == CALL]
     assert begun == list(range(len(script.calls)))
     waited = [event.number for event in script.events if event.action == WAIT]
     assert sorted(waited) == [number for number in begun if script.calls[number].posted]
-    places = {event.number: place for place, event in enumerate(script.events)
-              if event.action == CALL}
-    assert all(places[event.number] < place for place, event in enumerate(script.events)
-               if event.action == WAIT)
+    places = {
+        event.number: place for place, event in enumerate(script.events) if event.action == CALL
+    }
+    assert all(
+        places[event.number] < place
+        for place, event in enumerate(script.events)
+        if event.action == WAIT
+    )
 
 
 def goal_of(scripts):
@@ -106,7 +119,8 @@ def stage_costs(scripts, config, latency):
             if event.action == SPAN:
                 one = script.passes[event.number]
                 seconds[one.kind, one.stage] = sum(
-                    each.flops for each in script.events[one.first:last + 1])
+                    each.flops for each in script.events[one.first : last + 1]
+                )
     stages = range(configured_schedule(config.grid).num_stages)
     split = "I", 0
     i = tuple(seconds[("I" if split in seconds else "B", stage)] for stage in stages)
@@ -114,13 +128,20 @@ def stage_costs(scripts, config, latency):
     return Costs(f=tuple(seconds["F", stage] for stage in stages), i=i, w=w, latency=latency)
 
 
-@pytest.mark.parametrize("schedule", [
-    "1f1b", "zb-h1", "zb-v", *(pytest.param(name, marks=pytest.mark.slow)
-                               for name in ("naive", "gpipe", "interleaved"))])
+@pytest.mark.parametrize(
+    "schedule",
+    [
+        "1f1b",
+        "zb-h1",
+        "zb-v",
+        *(pytest.param(name, marks=pytest.mark.slow) for name in ("naive", "gpipe", "interleaved")),
+    ],
+)
 def test_goal_text_takes_the_time_of_our_simulator(schedule):
     """Another program's reading of a schedule: every rank's last pass ends when ours says."""
-    config = config_of(f"--preset tiny --layout pp=2 --num-microbatches 4 --schedule {schedule}"
-                       .split())
+    config = config_of(
+        f"--preset tiny --layout pp=2 --num-microbatches 4 --schedule {schedule}".split()
+    )
     scripts = list(all_scripts(config))
     ranks, latency = goal_of(scripts), 12345
     goal_run.execute(ranks, latency)
@@ -134,8 +155,11 @@ def test_goal_text_takes_the_time_of_our_simulator(schedule):
 def test_a_message_too_few_never_ends(monkeypatch):
     """The executor notices a rank that leaves a round out: another one waits for ever."""
     plain = goal.gathered
-    monkeypatch.setattr(goal, "gathered", lambda q, index, part: (
-        plain(q, index, part)[:-1] if index == 0 else plain(q, index, part)))
+    monkeypatch.setattr(
+        goal,
+        "gathered",
+        lambda q, index, part: plain(q, index, part)[:-1] if index == 0 else plain(q, index, part),
+    )
     ranks = goal_of(scripts_of("hybrid"))
     with pytest.raises(AssertionError, match="never end"):
         goal_run.execute(ranks)
@@ -151,26 +175,53 @@ def test_rounds_gather_every_part_once(q):
         for index, (receive, _) in enumerate(messages):
             assert messages[receive.peer][1].peer == index
             assert messages[receive.peer][1].nbytes == receive.nbytes
-            held[index] |= set(before[receive.peer][:receive.nbytes])
+            held[index] |= set(before[receive.peer][: receive.nbytes])
     assert held == [set(range(q))] * q
 
 
 # --- Chakra: the public schema as far as it is used, read by the library of protocol buffers.
 
 KIND = descriptor.FieldDescriptorProto
-NODE = {"id": (1, KIND.TYPE_UINT64), "name": (2, KIND.TYPE_STRING), "type": (3, KIND.TYPE_INT32),
-        "data_deps": (5, KIND.TYPE_UINT64), "duration_micros": (7, KIND.TYPE_UINT64),
-        "attr": (10, KIND.TYPE_MESSAGE)}
-VALUES = {"int32_val": (7, KIND.TYPE_INT32), "int64_val": (9, KIND.TYPE_INT64),
-          "uint64_val": (13, KIND.TYPE_UINT64), "bool_val": (27, KIND.TYPE_BOOL),
-          "string_val": (29, KIND.TYPE_STRING)}
-WANTED = {"comm_type": "int64_val", "comm_size": "int64_val", "comm_src": "int32_val",
-          "comm_dst": "int32_val", "comm_tag": "int32_val", "num_ops": "int64_val",
-          "tensor_size": "uint64_val", "is_cpu_op": "bool_val", "pg_name": "string_val"}
+NODE = {
+    "id": (1, KIND.TYPE_UINT64),
+    "name": (2, KIND.TYPE_STRING),
+    "type": (3, KIND.TYPE_INT32),
+    "data_deps": (5, KIND.TYPE_UINT64),
+    "duration_micros": (7, KIND.TYPE_UINT64),
+    "attr": (10, KIND.TYPE_MESSAGE),
+}
+VALUES = {
+    "int32_val": (7, KIND.TYPE_INT32),
+    "int64_val": (9, KIND.TYPE_INT64),
+    "uint64_val": (13, KIND.TYPE_UINT64),
+    "bool_val": (27, KIND.TYPE_BOOL),
+    "string_val": (29, KIND.TYPE_STRING),
+}
+WANTED = {
+    "comm_type": "int64_val",
+    "comm_size": "int64_val",
+    "comm_src": "int32_val",
+    "comm_dst": "int32_val",
+    "comm_tag": "int32_val",
+    "num_ops": "int64_val",
+    "tensor_size": "uint64_val",
+    "is_cpu_op": "bool_val",
+    "pg_name": "string_val",
+}
 """The kind of value that ASTRA-sim's reader asks for, of each attribute."""
 TYPES = {4: "compute", 5: "send", 6: "recv", 7: "collective"}
-KINDS = ["all_reduce", "reduce", "all_gather", "gather", "scatter", "broadcast", "all_to_all",
-         "reduce_scatter", "reduce_scatter_block", "barrier"]
+KINDS = [
+    "all_reduce",
+    "reduce",
+    "all_gather",
+    "gather",
+    "scatter",
+    "broadcast",
+    "all_to_all",
+    "reduce_scatter",
+    "reduce_scatter_block",
+    "barrier",
+]
 
 
 @functools.cache
@@ -184,9 +235,13 @@ def node_class():
         attribute.field.add(name=name, number=number, type=kind, label=1, oneof_index=0)
     node = file.message_type.add(name="Node")
     for name, (number, kind) in NODE.items():
-        node.field.add(name=name, number=number, type=kind,
-                       label=3 if name in ("data_deps", "attr") else 1,
-                       type_name=".chakra.Attribute" if name == "attr" else None)
+        node.field.add(
+            name=name,
+            number=number,
+            type=kind,
+            label=3 if name in ("data_deps", "attr") else 1,
+            type_name=".chakra.Attribute" if name == "attr" else None,
+        )
     pool = descriptor_pool.DescriptorPool()
     pool.Add(file)
     return message_factory.GetMessageClass(pool.FindMessageTypeByName("chakra.Node"))
@@ -198,8 +253,8 @@ def messages_of(content):
         end = next(place for place, byte in enumerate(content) if byte < 0x80) + 1
         length = sum((byte & 0x7F) << 7 * place for place, byte in enumerate(content[:end]))
         assert end + length <= len(content)
-        yield content[end:end + length]
-        content = content[end + length:]
+        yield content[end : end + length]
+        content = content[end + length :]
 
 
 def nodes_of(content):
@@ -211,8 +266,10 @@ def nodes_of(content):
         assert not len(unknown_fields.UnknownFieldSet(node))
         for one in node.attr:
             assert one.WhichOneof("value") == WANTED[one.name], one.name
-        found.append({name: getattr(node, name) for name in NODE} | {
-            "attr": {one.name: getattr(one, WANTED[one.name]) for one in node.attr}})
+        found.append(
+            {name: getattr(node, name) for name in NODE}
+            | {"attr": {one.name: getattr(one, WANTED[one.name]) for one in node.attr}}
+        )
     return found
 
 
@@ -231,8 +288,7 @@ def test_chakra_traces_have_the_calls_of_the_scripts(name, tmp_path):
         for node in nodes:
             assert all(one < node["id"] for one in node["data_deps"])
         calls = [node for node in nodes if TYPES[node["type"]] != "compute"]
-        assert [node["name"] for node in calls] == [
-            call.record.name for call in script.calls]
+        assert [node["name"] for node in calls] == [call.record.name for call in script.calls]
         flops = [node["attr"]["num_ops"] for node in nodes if TYPES[node["type"]] == "compute"]
         assert sum(flops) == sum(event.flops for event in script.events)
         for node, call in zip(calls, script.calls, strict=True):
@@ -277,16 +333,19 @@ def test_chakra_traces_wait_for_what_the_step_waits_for(tmp_path):
 HYBRID = ("explain", "--layout", "dp=2")
 
 
-@pytest.mark.parametrize(("words", "code", "parts"), [
-    (("--goal", "a"), 2, ["--goal a", "--gflops 1000"]),
-    (("--gflops", "3"), 2, ["--goal FILE or --chakra FOLDER"]),
-    (("--goal", "a", "--gflops", "0"), 2, ["--gflops 0", "greater than 0"]),
-    (("--goal", "a", "--gflops", "3", "--rank", "0"), 2, ["leave --rank"]),
-    (("--goal", ".", "--gflops", "3"), 74, ["is a folder"]),
-    (("--goal", "missing/a", "--gflops", "3"), 74, ["missing/a", "No such file"]),
-    (("--chakra", "."), 74, ["exists already"]),
-    (("--chakra", "missing/a"), 74, ["missing/a", "No such file"]),
-])
+@pytest.mark.parametrize(
+    ("words", "code", "parts"),
+    [
+        (("--goal", "a"), 2, ["--goal a", "--gflops 1000"]),
+        (("--gflops", "3"), 2, ["--goal FILE or --chakra FOLDER"]),
+        (("--goal", "a", "--gflops", "0"), 2, ["--gflops 0", "greater than 0"]),
+        (("--goal", "a", "--gflops", "3", "--rank", "0"), 2, ["leave --rank"]),
+        (("--goal", ".", "--gflops", "3"), 74, ["is a folder"]),
+        (("--goal", "missing/a", "--gflops", "3"), 74, ["missing/a", "No such file"]),
+        (("--chakra", "."), 74, ["exists already"]),
+        (("--chakra", "missing/a"), 74, ["missing/a", "No such file"]),
+    ],
+)
 def test_what_cannot_be_written_is_refused(words, code, parts, tmp_path):
     assert_refused(code, parts, *HYBRID, *words, folder=tmp_path)
     assert not [*tmp_path.iterdir()]
@@ -319,4 +378,3 @@ def test_what_does_not_fit_on_the_disk_is_refused_at_once(tmp_path, monkeypatch)
     with pytest.raises(OutputError, match="2 ranks need about"):
         export.write_chakra(config, str(tmp_path / "b"), None)
     assert not [*tmp_path.iterdir()]
-

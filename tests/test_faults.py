@@ -45,29 +45,55 @@ class Case:
 
     def parameter(self):
         marks = [fault(self.number, self.what, self.code)]
-        return pytest.param(self, marks=marks + [pytest.mark.slow] * (not self.quick),
-                            id=f"{self.number}-{self.what}".replace(" ", "-"))
+        return pytest.param(
+            self,
+            marks=marks + [pytest.mark.slow] * (not self.quick),
+            id=f"{self.number}-{self.what}".replace(" ", "-"),
+        )
 
 
-KILLED = [Case(25, f"kill -9 of a rank: {place}", place, "kill", 69, rank, quick=quick)
-          for place, rank, quick in (
-              ("init", 1, False), ("reading the data", 1, False), ("forward", 1, False),
-              ("backward", 1, False), ("send", 1, False), ("receive", 1, False),
-              ("all-reduce", 1, False), ("optimizer", 1, False), ("save", 1, False),
-              ("commit", 0, True), ("evaluation", 1, False), ("finalize", 1, False))]
-LEFT = [Case(42, f"a library ends a rank with exit code 0: {place}", place, "leave", 70, rank,
-             quick=quick)
-        for place, rank, quick in (
-            ("init", 1, False), ("forward", 1, True), ("finalize", 0, False))]
-RAISED = [Case(26, f"exception in the {name} stage", "forward", "raise", 70, rank, 3)
-          for rank, name in enumerate(("first", "middle", "last"))]
-STOPPED = [Case(27, "SIGUSR1 before the first step", "reading the data", "usr1", 75),
-           Case(27, "SIGUSR1 to a rank", "forward", "usr1", 75, quick=True),
-           Case(28, "SIGTERM to a rank", "backward", "term", 75),
-           Case(41, "SIGHUP to a rank: its terminal was closed", "forward", "hangup", 75),
-           Case(29, "Ctrl-C at a rank", "optimizer", "interrupt", 75),
-           Case(27, "SIGUSR1 during a save", "save", "usr1", 75),
-           Case(27, "SIGUSR1 after the last save", "evaluation", "usr1", 75)]
+KILLED = [
+    Case(25, f"kill -9 of a rank: {place}", place, "kill", 69, rank, quick=quick)
+    for place, rank, quick in (
+        ("init", 1, False),
+        ("reading the data", 1, False),
+        ("forward", 1, False),
+        ("backward", 1, False),
+        ("send", 1, False),
+        ("receive", 1, False),
+        ("all-reduce", 1, False),
+        ("optimizer", 1, False),
+        ("save", 1, False),
+        ("commit", 0, True),
+        ("evaluation", 1, False),
+        ("finalize", 1, False),
+    )
+]
+LEFT = [
+    Case(
+        42,
+        f"a library ends a rank with exit code 0: {place}",
+        place,
+        "leave",
+        70,
+        rank,
+        quick=quick,
+    )
+    for place, rank, quick in (("init", 1, False), ("forward", 1, True), ("finalize", 0, False))
+]
+RAISED = [
+    Case(26, f"exception in the {name} stage", "forward", "raise", 70, rank, 3)
+    for rank, name in enumerate(("first", "middle", "last"))
+]
+STOPPED = [
+    Case(27, "SIGUSR1 before the first step", "reading the data", "usr1", 75),
+    Case(27, "SIGUSR1 to a rank", "forward", "usr1", 75, quick=True),
+    Case(28, "SIGTERM to a rank", "backward", "term", 75),
+    Case(41, "SIGHUP to a rank: its terminal was closed", "forward", "hangup", 75),
+    Case(29, "Ctrl-C at a rank", "optimizer", "interrupt", 75),
+    Case(27, "SIGUSR1 during a save", "save", "usr1", 75),
+    Case(27, "SIGUSR1 after the last save", "evaluation", "usr1", 75),
+]
 
 
 @pytest.fixture(scope="module")
@@ -116,10 +142,12 @@ def test_a_rank_goes_wrong_and_a_resume_loses_nothing(case, text_folder, whole, 
 
 @pytest.mark.slow
 @pytest.mark.shim
-@pytest.mark.parametrize(("layout", "how", "code"), [
-    ("pp=2", "kill", 69), ("dp=2", "kill", 69), ("pp=2", "raise", 70)])
+@pytest.mark.parametrize(
+    ("layout", "how", "code"), [("pp=2", "kill", 69), ("dp=2", "kill", 69), ("pp=2", "raise", 70)]
+)
 def test_a_peer_over_nccl_goes_wrong_and_a_resume_without_gpus_goes_on(
-        layout, how, code, text_folder):
+    layout, how, code, text_folder
+):
     """The other rank waits for a message, or for a sum, that NCCL will never bring."""
     run = [*RUN[:3], "--out", "run", *RUN[7:], "--layout", layout, "--dtype", "float64"]
     command = [*FAULTY, f"nccl/forward/{how}/1", *run, "--device", "cuda"]
@@ -136,11 +164,16 @@ LAUNCHER = [(28, signal.SIGTERM), (29, signal.SIGINT), (34, signal.SIGKILL)]
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(("number", "sign"), [
-    pytest.param(*one, marks=fault(one[0], f"{one[1].name} to the launcher", ANY))
-    for one in LAUNCHER])
+@pytest.mark.parametrize(
+    ("number", "sign"),
+    [
+        pytest.param(*one, marks=fault(one[0], f"{one[1].name} to the launcher", ANY))
+        for one in LAUNCHER
+    ],
+)
 def test_a_signal_to_the_launcher_leaves_a_checkpoint_that_loads(
-        number, sign, text_folder, record_property):
+    number, sign, text_folder, record_property
+):
     """Open MPI's launcher ends the ranks itself; a save that it cuts leaves the one before."""
     with running([*PROGRAM, *RUN, "--steps", "1000000"], text_folder, 2) as job:
         job.wait_until(lambda: len(committed_steps(text_folder / "run" / "checkpoints")) > 1)

@@ -69,9 +69,13 @@ def test_toml_that_is_hostile_or_broken(case, tmp_path):
 def test_a_file_that_is_no_file_is_not_opened(tmp_path):
     os.mkfifo(tmp_path / "pipe")
     (tmp_path / "folder").mkdir()
-    for path, part in [(tmp_path / "pipe", "is a named pipe; give a regular file"),
-                       (tmp_path / "folder", "is a folder"), ("/dev/zero", "is a device"),
-                       (tmp_path / "none", "No such file"), ("a\0b", "zero byte")]:
+    for path, part in [
+        (tmp_path / "pipe", "is a named pipe; give a regular file"),
+        (tmp_path / "folder", "is a folder"),
+        ("/dev/zero", "is a device"),
+        (tmp_path / "none", "No such file"),
+        ("a\0b", "zero byte"),
+    ]:
         with at_once(), pytest.raises(DataError, match=part):
             bounded.read_json(path)
 
@@ -87,9 +91,13 @@ def test_size_and_encoding_of_a_file(tmp_path):
 
 
 VALUES = st.recursive(
-    st.none() | st.booleans() | st.integers(-(2**63), 2**64 - 1) | st.text("ab\\\"\n\u20ac")
+    st.none()
+    | st.booleans()
+    | st.integers(-(2**63), 2**64 - 1)
+    | st.text('ab\\"\n\u20ac')
     | st.floats(allow_nan=False, allow_infinity=False),
-    lambda inner: st.lists(inner) | st.dictionaries(st.text("abc"), inner))
+    lambda inner: st.lists(inner) | st.dictionaries(st.text("abc"), inner),
+)
 
 
 @given(VALUES)
@@ -102,14 +110,15 @@ def test_damaged_json_is_read_or_refused(value, data):
     text = list(json.dumps(value))
     for _ in range(data.draw(st.integers(1, 4))):
         place = data.draw(st.integers(0, len(text)))
-        text[place:place + data.draw(st.integers(0, 2))] = data.draw(
-            st.text('[]{}",:\\u0d8e9-.NI\x00', max_size=3))
+        text[place : place + data.draw(st.integers(0, 2))] = data.draw(
+            st.text('[]{}",:\\u0d8e9-.NI\x00', max_size=3)
+        )
     text = "".join(text)
     with suppress(ValueError):
         assert bounded.parse_json(text) == json.loads(text)
 
 
-@given(st.text('a.b"\'[]{}=#,\\\n 1e_-x:TZ', max_size=60))
+@given(st.text("a.b\"'[]{}=#,\\\n 1e_-x:TZ", max_size=60))
 def test_any_toml_is_read_or_refused(text):
     with suppress(ValueError):
         assert bounded.parse_toml(text) == tomllib.loads(text)
@@ -124,7 +133,10 @@ def test_text_that_a_terminal_would_obey_is_spelled_out():
 
 def test_one_of_a_thing_has_no_plural():
     assert [counted(count, "microbatch") for count in (0, 1, 2)] == [
-        "0 microbatches", "1 microbatch", "2 microbatches"]
+        "0 microbatches",
+        "1 microbatch",
+        "2 microbatches",
+    ]
     assert [counted(count, "traced row") for count in (1, 4)] == ["1 traced row", "4 traced rows"]
     one = DecoderConfig(layers=1, heads=1)
     assert describe_model(one).startswith("1 layer, D 128, 1 head, F 512")

@@ -21,8 +21,15 @@ from mpipar.commands.run_folder import SOURCES, Sources, folder_problems, read_s
 from mpipar.config.reading import to_toml
 from mpipar.errors import DataError
 
-SHAPE = {"layers": 2, "d_model": 8, "heads": 2, "ffn": 12, "seq_len": 5, "vocab_size": 256,
-         "dtype": "float32"}
+SHAPE = {
+    "layers": 2,
+    "d_model": 8,
+    "heads": 2,
+    "ffn": 12,
+    "seq_len": 5,
+    "vocab_size": 256,
+    "dtype": "float32",
+}
 OF_MODEL = """--data text.txt --batch-size 4 --num-microbatches 2 --sample-tokens 4 --steps 10
     --warmup-steps 2 --log-interval 4""".split()
 AUTO = ("--resume", "auto", "--out", "run")
@@ -60,22 +67,42 @@ def test_a_start_without_a_checkpoint_takes_all_of_the_first_one(words, here):
     shutil.copytree("m", "copy")
     text = printed("train", *AUTO, *words, "--print-config")
     source = words[1] if words else "m"
-    for line in (f'init-from = "{source}"', "lr = 0.5", "seed = 3", 'data = ["text.txt"]',
-                 "d-model = 8", "batch-size = 4"):
+    for line in (
+        f'init-from = "{source}"',
+        "lr = 0.5",
+        "seed = 3",
+        'data = ["text.txt"]',
+        "d-model = 8",
+        "batch-size = 4",
+    ):
         assert f"\n{line}\n" in text
     assert "from the weights of" in start(*AUTO, *words).notes[0]
 
 
 def test_what_the_first_start_fixed_is_not_changed(here):
-    assert_refused(2, ["--lr 0.1: can't change", "--seed 4", "which has 3"], "train", *AUTO,
-                   "--lr", "0.1", "--seed", "4")
+    assert_refused(
+        2,
+        ["--lr 0.1: can't change", "--seed 4", "which has 3"],
+        "train",
+        *AUTO,
+        "--lr",
+        "0.1",
+        "--seed",
+        "4",
+    )
 
 
-@pytest.mark.parametrize(("words", "code", "parts"), [
-    (("--init-from", "other"), 2, ["--init-from other: is not what the run in run",
-                                   "leave --init-from out"]),
-    (("--init-from", "nowhere"), 65, ["--init-from nowhere: there is no such folder"]),
-])
+@pytest.mark.parametrize(
+    ("words", "code", "parts"),
+    [
+        (
+            ("--init-from", "other"),
+            2,
+            ["--init-from other: is not what the run in run", "leave --init-from out"],
+        ),
+        (("--init-from", "nowhere"), 65, ["--init-from nowhere: there is no such folder"]),
+    ],
+)
 def test_other_first_weights_are_refused(words, code, parts, here):
     assert_refused(code, parts, "train", *AUTO, *words)
 
@@ -97,8 +124,9 @@ def test_a_run_that_began_without_weights_takes_none_later(here):
     began("plain", "--layers", "1")
     plain = ("--resume", "auto", "--out", "plain")
     assert "init-from" not in printed("train", *plain, "--print-config")
-    assert_refused(2, ["the run in plain did not start from it"], "train", *plain, "--init-from",
-                   "m")
+    assert_refused(
+        2, ["the run in plain did not start from it"], "train", *plain, "--init-from", "m"
+    )
 
 
 def test_a_folder_of_an_older_version_has_the_path_alone(here):
@@ -148,6 +176,8 @@ def test_a_branch_without_a_checkpoint_begins_behind_the_same_one(here):
     assert f"resumed after step 5: {step}" in text
     for name in ("model.safetensors", "config.json"):
         assert (here / "branch" / "weights" / name).read_bytes() == (
-            here / "whole" / "weights" / name).read_bytes()
+            here / "whole" / "weights" / name
+        ).read_bytes()
     assert [line["loss"] for line in metrics(here / "branch")] == [
-        line["loss"] for line in metrics(here / "whole")]
+        line["loss"] for line in metrics(here / "whole")
+    ]

@@ -70,8 +70,14 @@ def test_every_field_is_read_from_flag_and_file(tmp_path, name):
 def others(name):
     """The words for another value of the choice that a field belongs to."""
     choice, *values = CHOICES[name]
-    other = [flag(choice), next(str(one) for one in FIELDS[choice].metadata["choices"]
-                                if one not in values)] if values else []
+    other = (
+        [
+            flag(choice),
+            next(str(one) for one in FIELDS[choice].metadata["choices"] if one not in values),
+        ]
+        if values
+        else []
+    )
     return [*(chosen(choice)[0] if choice in CHOICES and values else []), *other]
 
 
@@ -83,13 +89,23 @@ def test_a_field_of_a_choice_that_is_not_taken_is_refused(tmp_path, name):
     shown, choice = flag(name), flag(choice)
     whose = " ".join([choice, *filter(None, [" or ".join(map(str, CHOICES[name][1:]))])])
     assert problem.startswith(f"{shown}: belongs to {whose}, but {choice} is ")
-    cure = {"d_model": "type --channels 3", "channels": "type --d-model 3",
-            "vocab_size": "type --classes 3", "classes": "type --vocab-size 3"}.get(
-        name, "leave it out")
+    cure = {
+        "d_model": "type --channels 3",
+        "channels": "type --d-model 3",
+        "vocab_size": "type --classes 3",
+        "classes": "type --vocab-size 3",
+    }.get(name, "leave it out")
     assert problem.endswith(f"; {cure}, or type {choice} {value}")
     file = tmp_path / "other.toml"
-    file.write_text("".join(line for line in to_toml(reading_of(*chosen(name)[0], *words).config)
-                            .splitlines(keepends=True) if line.startswith(shown[2:] + " =")))
+    file.write_text(
+        "".join(
+            line
+            for line in to_toml(reading_of(*chosen(name)[0], *words).config).splitlines(
+                keepends=True
+            )
+            if line.startswith(shown[2:] + " =")
+        )
+    )
     assert file.read_text()
     assert reading_of(*others(name), "--config", str(file)).problems == (problem,)
 
@@ -108,13 +124,22 @@ def test_no_field_is_blamed_on_a_model_that_is_misspelt():
 def test_a_configuration_is_written_with_the_fields_of_its_family_only(model):
     written = tomllib.loads(to_toml(resolve(reading_of("--model", model).config, 1)[0]))
     names = {key.replace("-", "_") for key in written}
-    taken = {("model", model), ("optimizer", "adamw"), ("zero", 0, 1),
-             ("lr_schedule", "cosine", "linear", "wsd")}
+    taken = {
+        ("model", model),
+        ("optimizer", "adamw"),
+        ("zero", 0, 1),
+        ("lr_schedule", "cosine", "linear", "wsd"),
+    }
     assert {CHOICES[name] for name in names & CHOICES.keys()} == taken
     # rotary positions and experts are not the default
-    others = {"experts", *(name for name, choice in CHOICES.items()
-                           if choice in {("positions", "rope"), ("experts",)}
-                           or choice[0] == "router_balance")}
+    others = {
+        "experts",
+        *(
+            name
+            for name, choice in CHOICES.items()
+            if choice in {("positions", "rope"), ("experts",)} or choice[0] == "router_balance"
+        ),
+    }
     assert names >= {field.name for field in dataclasses.fields(FAMILIES[model])} - others
     assert not names & others
     assert ("prompt" in names) == (model == "decoder")
@@ -155,8 +180,13 @@ def test_layout_is_short_for_the_axes(tmp_path):
         (["--learning-rate", "3"], ["--learning-rate: is called --lr here; type that"]),
         (["--tensor-model-parallel-size=2"], ["size: is called --tp here; type that"]),
         (["--micro-batch-size", "4"], ["--micro-batch-size: unknown", "type --num-microbatches"]),
-        (["--grad-accumulation", "4"], ["type --num-microbatches, with the same number",
-                                        "--batch-size is the batch of the whole step, dp *"]),
+        (
+            ["--grad-accumulation", "4"],
+            [
+                "type --num-microbatches, with the same number",
+                "--batch-size is the batch of the whole step, dp *",
+            ],
+        ),
         (["--dropout", "0.1"], ["--dropout: is not supported; leave it out"]),
         (["--seqlen=3"], ["--seqlen: unknown flag", "did you mean --seq-len?"]),
         (["--zzzzzzzz"], ["--zzzzzzzz: unknown flag"]),

@@ -10,12 +10,23 @@ from mpipar.config.resolve import resolve
 from mpipar.ops import make
 from mpipar.train.worker import Worker
 
-SHAPE = {"layers": 3, "d_model": 6, "heads": 2, "ffn": 11, "seq_len": 5, "vocab_size": 13,
-         "num_microbatches": 2, "batch_size": 8}
+SHAPE = {
+    "layers": 3,
+    "d_model": 6,
+    "heads": 2,
+    "ffn": 11,
+    "seq_len": 5,
+    "vocab_size": 13,
+    "num_microbatches": 2,
+    "batch_size": 8,
+}
 LAYOUTS = {
-    "one rank": {}, "data": {"dp": 4}, "tied": {"pp": 2}, "untied": {"pp": 2, "tied": False},
-    "tokens cut": {"tp": 2, "sequence_parallel": True}, "mirror": {"pp": 2, "schedule": "dualpipe",
-                                                                   "num_microbatches": 4},
+    "one rank": {},
+    "data": {"dp": 4},
+    "tied": {"pp": 2},
+    "untied": {"pp": 2, "tied": False},
+    "tokens cut": {"tp": 2, "sequence_parallel": True},
+    "mirror": {"pp": 2, "schedule": "dualpipe", "num_microbatches": 4},
 }
 
 
@@ -43,8 +54,12 @@ def test_a_stage_has_a_buffer_for_each_set_of_groups(layout):
         assert list(map(len, groups)) == sorted(map(len, groups))
         for flat in stage.flats:
             assert {param.grad_groups for param in flat.params} == {flat.groups}
-        unit_of = {param.name: unit for unit, layers in reversed([*enumerate(stage.units)])
-                   for layer in layers for param in layer.params}
+        unit_of = {
+            param.name: unit
+            for unit, layers in reversed([*enumerate(stage.units)])
+            for layer in layers
+            for param in layer.params
+        }
         assert {param.name: param.unit for param in stage.params}.items() <= unit_of.items()
 
 
@@ -58,20 +73,30 @@ def test_buffers_are_ordered_by_units_then_decay(layout):
 @pytest.mark.parametrize("layout", LAYOUTS)
 def test_runs_and_units_cover_each_parameter_once(layout):
     for flat in worker_of(**LAYOUTS[layout]).flats:
-        for runs in (list(flat.units.values()), [run for _, run in flat.updates[0]],
-                     [run for *_, run in flat.counted]):
+        for runs in (
+            list(flat.units.values()),
+            [run for _, run in flat.updates[0]],
+            [run for *_, run in flat.counted],
+        ):
             assert [run.start for run in runs] == [0, *(run.stop for run in runs[:-1])]
             assert runs[-1].stop == flat.size == sum(param.size for param in flat.params)
         for param, place in places(flat):
             run = flat.units[param.unit]
             assert run.start <= place.start
             assert place.stop <= run.stop
-            assert [param.owner] == [counts for counts, _, run in flat.counted
-                                     if run.start <= place.start and place.stop <= run.stop]
+            assert [param.owner] == [
+                counts
+                for counts, _, run in flat.counted
+                if run.start <= place.start and place.stop <= run.stop
+            ]
 
 
-SHARED = {"data": {"dp": 4}, "both": {"dp": 2, "cp": 2, "seq_len": 8}, "tied": {"dp": 2, "pp": 2},
-          "tokens cut": {"dp": 3, "tp": 2, "sequence_parallel": True, "batch_size": 12}}
+SHARED = {
+    "data": {"dp": 4},
+    "both": {"dp": 2, "cp": 2, "seq_len": 8},
+    "tied": {"dp": 2, "pp": 2},
+    "tokens cut": {"dp": 3, "tp": 2, "sequence_parallel": True, "batch_size": 12},
+}
 
 
 @pytest.mark.parametrize("level", [1, 3])
@@ -84,8 +109,9 @@ def test_every_data_rank_owns_an_equal_share(layout, level):
     config, _ = resolve(changed(**SHAPE | values | axes), count * axes["pp"] * axes["tp"])
     ranks = []
     for rank in Grid.of(config.grid, 0).group("dp", "cp"):
-        worker = Worker(config, Grid.of(config.grid, rank), make("shapes", "float32", Recorder()),
-                        Recorder())
+        worker = Worker(
+            config, Grid.of(config.grid, rank), make("shapes", "float32", Recorder()), Recorder()
+        )
         ranks.append(worker.flats)
     for flats in zip(*ranks, strict=True):
         assert_shared_out(flats, count)
@@ -103,10 +129,18 @@ def assert_shared_out(flats, count):
         for own in flat.own:
             covered[own] += 1
         assert [(own.stop - own.start) * count for own in flat.own] == [
-            segment.run.stop - segment.run.start for segment in flat.segments]
+            segment.run.stop - segment.run.start for segment in flat.segments
+        ]
     assert (covered == 1).all()
-    assert sum(part.size for flat in flats for param in flat.params
-               for _, part in flat.parts(param, flat.summed)) == flats[0].size
+    assert (
+        sum(
+            part.size
+            for flat in flats
+            for param in flat.params
+            for _, part in flat.parts(param, flat.summed)
+        )
+        == flats[0].size
+    )
 
 
 def test_an_update_is_two_runs_for_each_unit():
@@ -117,8 +151,9 @@ def test_an_update_is_two_runs_for_each_unit():
     assert len(flat.updates[0]) == 2 * SHAPE["layers"] + 2
 
 
-@pytest.mark.parametrize(("optimizer", "kinds"), [("sgd", ["master"]),
-                                                  ("adamw", ["master", "m", "v"])])
+@pytest.mark.parametrize(
+    ("optimizer", "kinds"), [("sgd", ["master"]), ("adamw", ["master", "m", "v"])]
+)
 def test_state_names_all_that_an_update_changes(optimizer, kinds):
     """Two steps give the same bits as one step, a new worker with its state, and another step."""
     config, _ = resolve(changed(**SHAPE, dp=1, pp=1, tp=1, dtype="float64", optimizer=optimizer), 1)
@@ -142,5 +177,4 @@ def test_state_names_all_that_an_update_changes(optimizer, kinds):
     second.flats[0].publish()
     second.flats[0].grad[...] = gradients[1]
     second.optimizer.step(0.1, 2)
-    np.testing.assert_array_equal(
-        first.flats[0].master, second.flats[0].master)
+    np.testing.assert_array_equal(first.flats[0].master, second.flats[0].master)

@@ -23,9 +23,14 @@ def test_from_nothing_to_a_model_of_transformers(tmp_path):
     path = os.pathsep.join([str(Path(sys.executable).parent), os.environ["PATH"]])
     script = REPOSITORY / "docs" / "from-nothing.sh"
     result = subprocess.run(
-        ["bash", script, tmp_path / "here"], timeout=LIMIT,
+        ["bash", script, tmp_path / "here"],
+        timeout=LIMIT,
         env={**os.environ, **environment(), "PATH": path},
-        stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, check=False)
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+        check=False,
+    )
     text = result.stdout
     assert result.returncode == 0, text[-3000:]
     assert "tokenizer: 2,048 ids in uint16" in text

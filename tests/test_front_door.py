@@ -27,8 +27,9 @@ def test_losses_and_weights_equal_one_rank(layout, run_of, one_rank):
     lines, expected = metrics(folder), metrics(one_rank)
     assert [line["step"] for line in lines] == [1, 2, 3, 4, 5]
     for key in ("loss", "grad_norm", "lr"):
-        assert_close([line[key] for line in lines], [line[key] for line in expected],
-                     TOLERANCE, key)
+        assert_close(
+            [line[key] for line in lines], [line[key] for line in expected], TOLERANCE, key
+        )
     assert_all_close(weights(folder), weights(one_rank), TOLERANCE)
 
 
@@ -40,8 +41,12 @@ def test_the_comparison_would_see_a_difference(one_rank, tmp_path, text_file):
     assert alone(*other).returncode == 0
     for key in ("loss", "grad_norm"):
         with pytest.raises(AssertionError, match=key):
-            assert_close([line[key] for line in metrics(tmp_path / "run")],
-                         [line[key] for line in lines], 1e-3, key)
+            assert_close(
+                [line[key] for line in metrics(tmp_path / "run")],
+                [line[key] for line in lines],
+                1e-3,
+                key,
+            )
     with pytest.raises(AssertionError, match="difference"):
         assert_all_close(weights(tmp_path / "run"), weights(one_rank), 1e-3)
 
@@ -98,8 +103,15 @@ def test_config_file_gives_the_same_run(run_of, tmp_path, one_rank):
     """The file of one layout runs on another one, because flags take precedence."""
     folder, _ = run_of((2, 2, 2))
     again = tmp_path / "again"
-    mpipar("train", "--config", folder / "config.toml", "--out", again,
-           *layout_flags((2, 1, 1)), ranks=2).ended()
+    mpipar(
+        "train",
+        "--config",
+        folder / "config.toml",
+        "--out",
+        again,
+        *layout_flags((2, 1, 1)),
+        ranks=2,
+    ).ended()
     assert_all_close(weights(again), weights(one_rank), TOLERANCE)
 
 

@@ -118,8 +118,17 @@ def test_bad_input_is_refused(words, code, parts, models):
 
 
 def test_cp_is_refused_with_what_to_type(models):
-    assert_refused(2, ["--cp 2", "use --dp for more texts, or --tp or --pp"],
-                   "generate", models[0] / "bytes", "--cp", "2", "--prompt", "a", ranks=2)
+    assert_refused(
+        2,
+        ["--cp 2", "use --dp for more texts, or --tp or --pp"],
+        "generate",
+        models[0] / "bytes",
+        "--cp",
+        "2",
+        "--prompt",
+        "a",
+        ranks=2,
+    )
 
 
 @pytest.mark.parametrize(("name", "text", "code", "parts"), [
@@ -132,18 +141,28 @@ def test_cp_is_refused_with_what_to_type(models):
 ])  # fmt: skip
 def test_files_of_prompts_that_are_refused(name, text, code, parts, models, tmp_path):
     (tmp_path / name).write_bytes(text if isinstance(text, bytes) else text.encode())
-    assert_refused(code, parts, "generate", models[0] / "bytes", "--prompts", name,
-                   folder=tmp_path)
+    assert_refused(code, parts, "generate", models[0] / "bytes", "--prompts", name, folder=tmp_path)
 
 
 def test_prompts_of_a_file_are_answered_in_their_order(models, tmp_path):
     """Two batches; each answer is the text of its prompt alone."""
     prompts = ["a", "\u00e9", "12345", "b c", "1234567"]
-    (tmp_path / "p.jsonl").write_text("".join(json.dumps({"prompt": one}) + "\n"
-                                              for one in prompts))
+    (tmp_path / "p.jsonl").write_text(
+        "".join(json.dumps({"prompt": one}) + "\n" for one in prompts)
+    )
     (tmp_path / "p.txt").write_text("\n".join(prompts), "utf-8")
-    words = ["generate", models[0] / "bytes", "--dtype", "float64", "--temperature", "0",
-             "--sample-tokens", "3", "--batch-size", "3"]
+    words = [
+        "generate",
+        models[0] / "bytes",
+        "--dtype",
+        "float64",
+        "--temperature",
+        "0",
+        "--sample-tokens",
+        "3",
+        "--batch-size",
+        "3",
+    ]
     done = alone(*words, "--prompts", "p.jsonl", cwd=tmp_path).ended()
     found = [json.loads(line) for line in done.stdout.splitlines()]
     assert [one["prompt"] for one in found] == prompts
@@ -164,7 +183,7 @@ def test_a_stop_token_ends_the_text_and_is_not_shown(models):
     assert len(whole) == 7
     stop = whole[5]
     shown = generated(models, "ids", *words, "--stop-token", f"600,{stop}").split()
-    assert shown == whole[:3 + whole[3:].index(stop)]
+    assert shown == whole[: 3 + whole[3:].index(stop)]
 
 
 @pytest.mark.parametrize(("value", "dtype"), [
@@ -185,8 +204,14 @@ def test_a_pipe_as_weights_is_refused_and_not_waited_for(models, tmp_path):
     folder = shutil.copytree(models[0] / "ids" / "weights", tmp_path / "weights")
     (folder / "model.safetensors").unlink()
     os.mkfifo(folder / "model.safetensors")
-    assert_refused(65, ["model.safetensors: ", "is a named pipe; give a regular file"],
-                   "generate", folder, "--prompt", "7")
+    assert_refused(
+        65,
+        ["model.safetensors: ", "is a named pipe; give a regular file"],
+        "generate",
+        folder,
+        "--prompt",
+        "7",
+    )
 
 
 # --- training on tokens ends in tokens
@@ -196,16 +221,34 @@ def test_a_model_of_ids_continues_its_own_data_by_default(tmp_path):
     """The default prompt is text, which such a model cannot take; nobody typed it."""
     ids = np.tile(np.arange(600, 620), 30).astype("<u2")
     (tmp_path / "tokens.bin").write_bytes(ids.tobytes())
-    words = ["--data", tmp_path / "tokens.bin", "--vocab-size", "620", "--steps", "1",
-             "--layers", "1", "--d-model", "4", "--heads", "1", "--seq-len", "8",
-             "--sample-tokens", "3", "--batch-size", "4"]
+    words = [
+        "--data",
+        tmp_path / "tokens.bin",
+        "--vocab-size",
+        "620",
+        "--steps",
+        "1",
+        "--layers",
+        "1",
+        "--d-model",
+        "4",
+        "--heads",
+        "1",
+        "--seq-len",
+        "8",
+        "--sample-tokens",
+        "3",
+        "--batch-size",
+        "4",
+    ]
     result = alone("train", *words, "--out", tmp_path / "run").ended()
     assert "bigram" not in result.stdout, "that model is one of bytes"
     text = result.stdout.split("text generated from '600':\n")[1].splitlines()[0]
     assert len(text.removeprefix("| ").split()) == 4
     assert text.startswith("| 600 ")
-    assert_refused(2, ["--prompt 'Once'"], "train", *words, "--prompt", "Once",
-                   "--out", tmp_path / "typed")
+    assert_refused(
+        2, ["--prompt 'Once'"], "train", *words, "--prompt", "Once", "--out", tmp_path / "typed"
+    )
 
 
 @pytest.mark.parametrize("vocab_size", [97, 300])
@@ -233,8 +276,9 @@ def test_a_small_model_without_a_tokenizer_takes_ids(vocab_size, tmp_path):
 def test_text_with_another_vocabulary_than_256_is_bytes(tmp_path):
     (tmp_path / "a.txt").write_text("a text of ASCII letters. " * 100)
     for size in (128, 300):
-        found = inputs.prepare(reading_of("--data", str(tmp_path / "a.txt"), "--vocab-size",
-                                          str(size)), 1, 0)
+        found = inputs.prepare(
+            reading_of("--data", str(tmp_path / "a.txt"), "--vocab-size", str(size)), 1, 0
+        )
         assert found.prompt == list(b"The ")
         found.tokenizer.copy(tmp_path)
         assert tokenizer_of(tmp_path, size).encode("b") == [98]
@@ -242,9 +286,33 @@ def test_text_with_another_vocabulary_than_256_is_bytes(tmp_path):
 
 def test_a_prompt_that_the_trained_model_cannot_read_is_refused(tmp_path):
     """The default one, which nobody typed, gives way to the held-out part."""
-    words = ["--steps", "1", "--layers", "1", "--d-model", "4", "--heads", "1", "--seq-len", "3",
-             "--sample-tokens", "4", "--batch-size", "4", "--eval-tokens", "9"]
-    assert_refused(2, ["--prompt: has 4 tokens", "reads at most 3"], "train", *words,
-                   "--prompt", "abcd", "--out", tmp_path / "typed")
+    words = [
+        "--steps",
+        "1",
+        "--layers",
+        "1",
+        "--d-model",
+        "4",
+        "--heads",
+        "1",
+        "--seq-len",
+        "3",
+        "--sample-tokens",
+        "4",
+        "--batch-size",
+        "4",
+        "--eval-tokens",
+        "9",
+    ]
+    assert_refused(
+        2,
+        ["--prompt: has 4 tokens", "reads at most 3"],
+        "train",
+        *words,
+        "--prompt",
+        "abcd",
+        "--out",
+        tmp_path / "typed",
+    )
     result = alone("train", *words, "--out", tmp_path / "run").ended()
     assert "text generated from '" in result.stdout

@@ -53,7 +53,7 @@ def assert_as_without_cache(worker, prompts, monkeypatch, sampling=GREEDY):
     for text, prompt in zip(texts, prompts, strict=True):
         tokens, logits = without_cache(worker, prompt, sampling)
         for place, wanted in enumerate(logits, len(prompt)):
-            found = seen[text.number, place][:len(wanted)]
+            found = seen[text.number, place][: len(wanted)]
             assert_close(found, wanted, 1e-12, f"logits of text {text.number}, place {place}")
         assert text.tokens == tokens, text.number
 
@@ -81,7 +81,7 @@ def test_float32_and_sixteen_bits(monkeypatch):
         for text in texts:
             for place in range(len(PROMPTS[text.number]), len(text.tokens)):
                 wanted = whole_logits(worker, text.tokens[:place]).astype(np.float64)
-                found = seen[text.number, place][:len(wanted)].astype(np.float64)
+                found = seen[text.number, place][: len(wanted)].astype(np.float64)
                 assert_close(found, wanted, tol, f"{dtype}, text {text.number}")
 
 
@@ -104,12 +104,13 @@ def changed_cache(change):
 
 
 TWINS = {
-    "padding is visible": changed_cache(
-        lambda cache, q, k, v: (q, k, v, (0,) * len(cache.firsts))),
+    "padding is visible": changed_cache(lambda cache, q, k, v: (q, k, v, (0,) * len(cache.firsts))),
     "heads of keys of another rank": changed_cache(
-        lambda cache, q, k, v: (q, np.roll(k, 1, axis=2), v, cache.firsts)),
+        lambda cache, q, k, v: (q, np.roll(k, 1, axis=2), v, cache.firsts)
+    ),
     "values in the order of another row": changed_cache(
-        lambda cache, q, k, v: (q, k, v[::-1], cache.firsts)),
+        lambda cache, q, k, v: (q, k, v[::-1], cache.firsts)
+    ),
 }
 
 
@@ -173,10 +174,13 @@ def test_the_cache_of_another_group_is_caught(gpt2, monkeypatch):
 
 
 def test_each_text_ends_by_itself(gpt2, monkeypatch):
-    free = [without_cache(gpt2, prompt, GREEDY)[0][len(prompt):] for prompt in PROMPTS]
+    free = [without_cache(gpt2, prompt, GREEDY)[0][len(prompt) :] for prompt in PROMPTS]
     # Of the first four tokens of the texts, one that comes up as late as can be.
-    place, stop, number = max((added.index(token), token, number)
-                              for number, added in enumerate(free) for token in added[:4])
+    place, stop, number = max(
+        (added.index(token), token, number)
+        for number, added in enumerate(free)
+        for token in added[:4]
+    )
     sampling = GREEDY._replace(stop=(stop,))
     assert_as_without_cache(gpt2, PROMPTS, monkeypatch, sampling)
     texts = [Text(number, list(prompt)) for number, prompt in enumerate(PROMPTS)]
@@ -195,7 +199,11 @@ def test_the_model_reads_no_more_than_seq_len(gpt2, monkeypatch):
     for _ in generate(gpt2, texts, sampling):
         pass
     assert [(len(text.tokens), text.end) for text in texts] == [
-        (17, FULL), (10, LENGTH), (17, FULL), (17, FULL)]
+        (17, FULL),
+        (10, LENGTH),
+        (17, FULL),
+        (17, FULL),
+    ]
 
 
 def test_no_token_is_asked_for(gpt2):
@@ -227,7 +235,7 @@ def test_a_text_does_not_depend_on_the_others(gpt2):
             pass
         assert alone.tokens == text.tokens
     again = list(continue_one(gpt2, PROMPTS[0], sampling._replace(seed=6)))
-    assert again != together[0].tokens[len(PROMPTS[0]):]
+    assert again != together[0].tokens[len(PROMPTS[0]) :]
 
 
 def probabilities(values, temperature):
@@ -254,8 +262,9 @@ def test_top_k_limits_the_choice(gpt2):
     prompt = [1, 2, 3]
     order = np.argsort(-whole_logits(gpt2, prompt))
     for top_k in (1, 2, 5):
-        drawn = {next(continue_one(gpt2, prompt, Sampling(1, 5.0, seed, top_k)))
-                 for seed in range(60)}
+        drawn = {
+            next(continue_one(gpt2, prompt, Sampling(1, 5.0, seed, top_k))) for seed in range(60)
+        }
         assert drawn == set(order[:top_k].tolist())
 
 
@@ -272,8 +281,11 @@ def test_draws_with_a_temperature_near_zero_are_greedy(gpt2):
 def test_bytes_of_the_cache_are_predicted(family, pp, tp):
     """2 L_stage B S (Hkv/tp) d numbers, where shapes run the same generation without numbers."""
     config = model(family).config
-    config = replace(config, grid=replace(config.grid, pp=pp, tp=tp, num_microbatches=1),
-                     run=replace(config.run, dtype="float32"))
+    config = replace(
+        config,
+        grid=replace(config.grid, pp=pp, tp=tp, num_microbatches=1),
+        run=replace(config.run, dtype="float32"),
+    )
     ops = make("shapes", "float32")
     worker = Worker(config, Grid(0, {"pp": pp, "tp": tp}), ops, Recorder())
     texts = [Text(number, [0] * 5) for number in range(3)]

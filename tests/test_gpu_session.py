@@ -41,8 +41,12 @@ def visit(folder, **env):
 
 def machine(folder, **parts):
     """A folder with a python3 and an mpiexec whose parts end as given; others end well."""
-    parts = dict.fromkeys(
-        ("tests", "interconnect", "overlap", "tiles", "step", "best", "eager"), "exit 0") | parts
+    parts = (
+        dict.fromkeys(
+            ("tests", "interconnect", "overlap", "tiles", "step", "best", "eager"), "exit 0"
+        )
+        | parts
+    )
     for name in ("python3", "mpiexec"):
         (folder / name).write_text(MADE_UP.format(**parts))
         (folder / name).chmod(0o755)
@@ -61,17 +65,32 @@ def test_every_part_is_skipped_by_name_without_a_gpu(tmp_path):
 def test_every_part_runs_where_nothing_is_missing(tmp_path):
     write = 'touch "${@: -1}"'  # the word behind --json
     table = 'touch "${@: -1}"/gpu_"${@: -3:1}".json'  # its folder, and the word behind --tables
-    result, lines = visit(tmp_path, **machine(
-        tmp_path, interconnect=write, step=write, best=write, tiles=table))
+    result, lines = visit(
+        tmp_path, **machine(tmp_path, interconnect=write, step=write, best=write, tiles=table)
+    )
     assert result.returncode == 0, result.tail()
     assert [line.rstrip().endswith(" s  ok") for line in lines.values()] == [True] * len(PARTS)
-    for words in ("--layers 12 --d-model 768 --heads 12 --seq-len 1024 --batch-size 32",
-                  "--dtype bfloat16", "--sides own", "--sides best", "--vocab-size 50304",
-                  "-n 2", "--transport staged", "--overlap 8", "--dist worksteal -m gpu tests"):
+    for words in (
+        "--layers 12 --d-model 768 --heads 12 --seq-len 1024 --batch-size 32",
+        "--dtype bfloat16",
+        "--sides own",
+        "--sides best",
+        "--vocab-size 50304",
+        "-n 2",
+        "--transport staged",
+        "--overlap 8",
+        "--dist worksteal -m gpu tests",
+    ):
         assert words in result.stdout
     assert {path.name for path in (tmp_path / "out").iterdir()} == {
-        "session.log", "summary.txt", "step_50257.json", "step_50304.json", "step_torch.json",
-        "interconnect.jsonl", *(f"gpu_{name}.json" for name in TABLES)}
+        "session.log",
+        "summary.txt",
+        "step_50257.json",
+        "step_50304.json",
+        "step_torch.json",
+        "interconnect.jsonl",
+        *(f"gpu_{name}.json" for name in TABLES),
+    }
 
 
 def test_a_part_that_fails_is_named_and_the_others_run(tmp_path):
@@ -102,7 +121,8 @@ def test_a_visit_that_is_cut_leaves_what_has_ended(tmp_path):
     try:
         deadline = time.monotonic() + 60
         while not (out / "session.log").exists() or (
-                "===== attention" not in (out / "session.log").read_text()):
+            "===== attention" not in (out / "session.log").read_text()
+        ):
             assert time.monotonic() < deadline
             time.sleep(0.05)
     finally:
@@ -133,8 +153,12 @@ def test_a_wheel_of_mpich_that_is_carried_along_is_used(tmp_path):
 def test_a_rehearsal(tmp_path):
     """Every part but the one beside PyTorch runs, at small sizes, on the real CuPy."""
     out = tmp_path / "out"
-    result = run_command(["bash", SCRIPT], REHEARSAL_SECONDS, cwd=tmp_path, env={
-        "OUT": str(out), "REHEARSE": "1", "LIMIT": str(REHEARSAL_SECONDS - 20)})
+    result = run_command(
+        ["bash", SCRIPT],
+        REHEARSAL_SECONDS,
+        cwd=tmp_path,
+        env={"OUT": str(out), "REHEARSE": "1", "LIMIT": str(REHEARSAL_SECONDS - 20)},
+    )
     assert result.returncode == 0, result.tail()
     lines = (out / "summary.txt").read_text().splitlines()
     assert len(lines) == len(PARTS)
@@ -143,15 +167,17 @@ def test_a_rehearsal(tmp_path):
         assert json.loads((out / f"{name}.json").read_text())["rows"], name
 
 
-@pytest.mark.parametrize(("env", "message"), [
-    ({"PYTHON": "no-such-python"}, "no no-such-python; name one with PYTHON=FILE"),
-    ({"OUT": "full"}, "full can't be written or is not empty; name another with OUT=FOLDER"),
-    ({"MPICH": "full"}, "no libmpi.so.12 below full; unpack a wheel of mpich there"),
-])
+@pytest.mark.parametrize(
+    ("env", "message"),
+    [
+        ({"PYTHON": "no-such-python"}, "no no-such-python; name one with PYTHON=FILE"),
+        ({"OUT": "full"}, "full can't be written or is not empty; name another with OUT=FOLDER"),
+        ({"MPICH": "full"}, "no libmpi.so.12 below full; unpack a wheel of mpich there"),
+    ],
+)
 def test_what_cannot_start_is_refused(tmp_path, env, message):
     (tmp_path / "full").mkdir()
     (tmp_path / "full" / "mine.txt").touch()
     result, _ = visit(tmp_path, **env)
     assert (result.returncode, result.stdout) == (2, "")
     assert message in result.stderr
-

@@ -28,12 +28,14 @@ def test_a_group_over_several_axes_has_every_place_that_differs_in_them(order):
         for axes in combinations(AXES, count):
             rest = [axis for axis in AXES if axis not in axes]
             for grid in everywhere:
-                same = {other.world_rank for other in everywhere
-                        if all(other.place(axis) == grid.place(axis) for axis in rest)}
+                same = {
+                    other.world_rank
+                    for other in everywhere
+                    if all(other.place(axis) == grid.place(axis) for axis in rest)
+                }
                 group = grid.group(*axes)
                 assert set(group) == same
-                places = [tuple(everywhere[rank].place(axis) for axis in axes)
-                          for rank in group]
+                places = [tuple(everywhere[rank].place(axis) for axis in axes) for rank in group]
                 assert places == sorted(places)
             assert_partition({grid.group(*axes) for grid in everywhere})
 
@@ -45,7 +47,9 @@ def test_groups_along_one_axis_are_repeated_at_every_place_of_the_others(order):
     assert_partition(groups)
     assert groups == everywhere[17].partition("pp", [(3, 0), (1, 2)])
     assert {tuple(everywhere[rank].place("pp") for rank in group) for group in groups} == {
-        (0, 3), (1, 2)}
+        (0, 3),
+        (1, 2),
+    }
     for group in groups:
         rest = {tuple(everywhere[rank].place(axis) for axis in AXES[1:]) for rank in group}
         assert len(rest) == 1
@@ -72,8 +76,8 @@ def test_a_group_that_is_divided_has_runs_of_neighbours(order):
         tp, kv, heads = map(grid.group, ("tp", "kv", "kv_heads"))
         assert grid.world_rank in {*kv} & {*heads}
         first = 2 * (grid.place("tp") // 2)
-        assert kv == tp[first:first + 2]
-        assert heads == tp[grid.place("tp") % 2::2]
+        assert kv == tp[first : first + 2]
+        assert heads == tp[grid.place("tp") % 2 :: 2]
         assert (grid.place("kv_heads"), grid.place("kv")) == divmod(grid.place("tp"), 2)
         assert grid.at(tp=0, kv_heads=2) == tp[4]
         assert grid.uncut("tp", {"kv_heads": 0}) == ("kv",)

@@ -14,8 +14,10 @@ from mpipar.trace import trace_file
 from mpipar.trace import tracer as tracer_module
 from mpipar.trace.tracer import Tracer
 
-SMALL = ("--layers 2 --d-model 16 --heads 2 --seq-len 8 --batch-size 4 --num-microbatches 1"
-         " --steps 6 --sample-tokens 0 --log-interval 1").split()
+SMALL = (
+    "--layers 2 --d-model 16 --heads 2 --seq-len 8 --batch-size 4 --num-microbatches 1"
+    " --steps 6 --sample-tokens 0 --log-interval 1"
+).split()
 
 
 def faulty(name, code, *flags, folder, said=()):
@@ -30,11 +32,20 @@ def faulty(name, code, *flags, folder, said=()):
                  marks=fault(33, "one weight changes on one tensor-parallel copy", 76)),
 ])  # fmt: skip
 def test_a_weight_that_changes_on_one_copy_is_found_before_the_last_save(
-        layout, every, step, tmp_path):
+    layout, every, step, tmp_path
+):
     """The last of the buffer: a bias of the embedding with dp, of a norm with tp."""
     folder = tmp_path / "run"
-    block = faulty("drift", 76, "--layout", layout, "--check-replicas", str(every), folder=folder,
-                   said=[f"step {step}: copies of tensors differ that must be equal bit by bit"])
+    block = faulty(
+        "drift",
+        76,
+        "--layout",
+        layout,
+        "--check-replicas",
+        str(every),
+        folder=folder,
+        said=[f"step {step}: copies of tensors differ that must be equal bit by bit"],
+    )
     assert re.search(r"(weights|first moment) of \S+: rank 0 unlike rank 1", block), block
     assert [line["step"] for line in metrics(folder)] == list(range(1, step + 1))
     assert not (folder / "weights" / "model.safetensors").exists()
@@ -44,8 +55,16 @@ def test_a_weight_that_changes_on_one_copy_is_found_before_the_last_save(
 def test_a_weight_that_is_loaded_otherwise_on_one_copy_is_found_before_the_first_step(tmp_path):
     checkpoint.save(fresh(layers=2, d_model=16, heads=2, seq_len=8, vocab_size=256), tmp_path / "m")
     folder = tmp_path / "run"
-    faulty("loaded", 76, "--layout", "dp=2", "--init-from", str(tmp_path / "m"), folder=folder,
-           said=["step 0: copies of tensors differ"])
+    faulty(
+        "loaded",
+        76,
+        "--layout",
+        "dp=2",
+        "--init-from",
+        str(tmp_path / "m"),
+        folder=folder,
+        said=["step 0: copies of tensors differ"],
+    )
     assert not (folder / "metrics.jsonl").read_text()
 
 
@@ -57,11 +76,13 @@ def test_a_weight_that_is_loaded_otherwise_on_one_copy_is_found_before_the_first
 def test_a_gradient_that_is_not_finite_on_one_rank_ends_all(layout, tmp_path):
     folder = tmp_path / "run"
     block = faulty("nan", 79, "--layout", layout, folder=folder)
-    assert re.search(r"step 3: loss \d\S*, gradient norm nan: stopped before the update; .*--lr",
-                     block)
+    assert re.search(
+        r"step 3: loss \d\S*, gradient norm nan: stopped before the update; .*--lr", block
+    )
     place = f"{layout[:2]}1"
-    assert re.search(rf"gradient of \S+: 1 number is not finite, first \[.*\]: on rank 1 \({place}",
-                     block), block
+    assert re.search(
+        rf"gradient of \S+: 1 number is not finite, first \[.*\]: on rank 1 \({place}", block
+    ), block
     assert [line["step"] for line in metrics(folder)] == [1, 2]
     assert not (folder / "weights" / "model.safetensors").exists()
 
@@ -69,8 +90,17 @@ def test_a_gradient_that_is_not_finite_on_one_rank_ends_all(layout, tmp_path):
 @fault(32, "NaN in the loss, which the last stage alone sees", 79)
 def test_a_loss_that_is_not_finite_on_the_last_stage_ends_all(tmp_path):
     folder = tmp_path / "run"
-    faulty("nan-loss", 79, "--layout", "pp=2", folder=folder, said=[
-        "step 3: loss nan, gradient norm ", "the loss of microbatch 0 is nan on rank 1 (pp1)"])
+    faulty(
+        "nan-loss",
+        79,
+        "--layout",
+        "pp=2",
+        folder=folder,
+        said=[
+            "step 3: loss nan, gradient norm ",
+            "the loss of microbatch 0 is nan on rank 1 (pp1)",
+        ],
+    )
     assert [line["step"] for line in metrics(folder)] == [1, 2]
     assert not list(folder.rglob("*.safetensors"))
 
@@ -88,9 +118,18 @@ def test_weights_that_an_update_ruined_are_not_saved(interval, tmp_path):
     """Otherwise the newest checkpoint, from which a run resumes, would be useless."""
     folder = tmp_path / "run"
     flags = "--optimizer sgd --lr 1e300 --clip 0 --warmup-steps 0 --save-interval".split()
-    block = faulty("none", 79, "--layout", "tp=2", *flags, interval, "--steps", "1" if
-                   interval == "0" else "3", folder=folder, said=[
-                       "step 1: the update produced weights that are not finite: not saved"])
+    block = faulty(
+        "none",
+        79,
+        "--layout",
+        "tp=2",
+        *flags,
+        interval,
+        "--steps",
+        "1" if interval == "0" else "3",
+        folder=folder,
+        said=["step 1: the update produced weights that are not finite: not saved"],
+    )
     assert re.search(r"weights of \S+: \d+ numbers are not finite, first \[.*\]: on rank 0 ", block)
     assert [line["step"] for line in metrics(folder)] == [1]
     assert not list(folder.rglob("*.safetensors"))
@@ -117,11 +156,15 @@ def traced_run(folder, trace, steps=3):
     return tracer
 
 
-@pytest.mark.parametrize("error", [OSError(28, "No space left on device"), MemoryError(),
-                                   TypeError("not JSON serializable")], ids=repr)
+@pytest.mark.parametrize(
+    "error",
+    [OSError(28, "No space left on device"), MemoryError(), TypeError("not JSON serializable")],
+    ids=repr,
+)
 @pytest.mark.parametrize("function", ["write_rank", "write_meta"])
 def test_a_trace_that_cannot_be_written_is_removed_and_said(
-        function, error, monkeypatch, tmp_path, capsys, one_clock):
+    function, error, monkeypatch, tmp_path, capsys, one_clock
+):
     plain = getattr(trace_file, function)
 
     def write(*arguments):
@@ -146,7 +189,8 @@ def test_a_run_folder_that_is_gone_costs_the_trace_alone(tmp_path, capsys, one_c
 
 
 def test_a_trace_that_cannot_be_written_does_not_hide_the_error(
-        monkeypatch, tmp_path, capsys, one_clock):
+    monkeypatch, tmp_path, capsys, one_clock
+):
     def write(*arguments):
         raise OSError(28, "No space left on device")
 

@@ -16,32 +16,43 @@ from mpipar.job import watchdog
 from mpipar.job.watchdog import Watchdog
 
 SHORT = ["--hang-warn", "0", "--hang-stop", "1"]
-SMALL = ("--layers 2 --d-model 16 --heads 2 --seq-len 8 --batch-size 4 --num-microbatches 1"
-         " --steps 5 --sample-tokens 0 --log-interval 1").split()
+SMALL = (
+    "--layers 2 --d-model 16 --heads 2 --seq-len 8 --batch-size 4 --num-microbatches 1"
+    " --steps 5 --sample-tokens 0 --log-interval 1"
+).split()
 QUICK = ["--hang-warn", "1", "--hang-stop", "3"]
 
 
 def faulty(how, *arguments, tmp_path, ranks=2):
     text = TEXT if how != "none" else ()  # a healthy run has a long evaluation
     command = [*FAULTY, how, "train", *SMALL, *text, "--out", str(tmp_path / "run"), *arguments]
-    return run_ranks(ranks, command, timeout=150,
-                     env={"PYTHONPATH": str(REPOSITORY)})
+    return run_ranks(ranks, command, timeout=150, env={"PYTHONPATH": str(REPOSITORY)})
 
 
-@pytest.mark.parametrize(("how", "more"), [
-    ("sleep", ()), pytest.param("sleep", ("--all-reduce", "window"), marks=pytest.mark.slow),
-    pytest.param("spin", (), marks=[
-        pytest.mark.slow, fault(30, "an infinite loop in a rank", 76)])])
+@pytest.mark.parametrize(
+    ("how", "more"),
+    [
+        ("sleep", ()),
+        pytest.param("sleep", ("--all-reduce", "window"), marks=pytest.mark.slow),
+        pytest.param(
+            "spin", (), marks=[pytest.mark.slow, fault(30, "an infinite loop in a rank", 76)]
+        ),
+    ],
+)
 def test_a_stuck_rank_is_named_with_what_it_does(how, more, tmp_path):
     result = faulty(how, *QUICK, *more, "--layout", "tp=2", tmp_path=tmp_path)
     text = result.stderr
     assert result.returncode == 76, result.tail()
     assert "no progress for 1 s" in text  # the warning came first
-    assert re.search(r"barrier block1\.\S+ \(all_reduce \d+ of the tp group \[0, 1\]\) is"
-                     r" incomplete:"
-                     r" rank 0 arrived, rank 1 missing", text), result.tail()
     assert re.search(
-        r"late: rank 1 is in no communication \(step \d, phase F, stage 0, mb 0\)", text)
+        r"barrier block1\.\S+ \(all_reduce \d+ of the tp group \[0, 1\]\) is"
+        r" incomplete:"
+        r" rank 0 arrived, rank 1 missing",
+        text,
+    ), result.tail()
+    assert re.search(
+        r"late: rank 1 is in no communication \(step \d, phase F, stage 0, mb 0\)", text
+    )
     assert "faulty_run.py" in text  # the line on which rank 1 is
     assert text.count("mpipar: stopped") == 1
 
@@ -55,17 +66,29 @@ def test_a_stuck_stage_is_named_by_the_one_that_waits_for_its_message(tmp_path):
 
 
 @fault(30, "SIGSTOP of a rank", 76)
-@pytest.mark.parametrize("sums", [  # pytest-mpi would skip a test with the word `mpi`
-    pytest.param("mpi", id="library"), pytest.param("window", marks=pytest.mark.slow)])
+@pytest.mark.parametrize(
+    "sums",
+    [  # pytest-mpi would skip a test with the word `mpi`
+        pytest.param("mpi", id="library"),
+        pytest.param("window", marks=pytest.mark.slow),
+    ],
+)
 def test_a_stopped_process_is_missing(sums, tmp_path):
     result = faulty("stopped", *QUICK, "--layout", "tp=2", "--all-reduce", sums, tmp_path=tmp_path)
     assert result.returncode == 76, result.tail()
     assert "late: rank 1 has written nothing" in result.stderr
 
 
-@pytest.mark.parametrize("place", [
-    "evaluation",
-    *(pytest.param(place, marks=pytest.mark.slow) for place in ("start", "data", "setup", "end"))])
+@pytest.mark.parametrize(
+    "place",
+    [
+        "evaluation",
+        *(
+            pytest.param(place, marks=pytest.mark.slow)
+            for place in ("start", "data", "setup", "end")
+        ),
+    ],
+)
 def test_a_process_that_stops_before_or_after_the_steps_is_missing(place, tmp_path):
     """`start` is MPI_Init and `end` MPI_Finalize."""
     result = faulty(f"stopped-{place}", *SHORT, "--layout", "tp=2", tmp_path=tmp_path).ended(76)
@@ -80,8 +103,12 @@ def test_a_process_that_stops_in_another_command_is_missing(command, tmp_path):
     if command == "generate":
         mpipar("train", *SMALL, "--out", tmp_path / "run").ended()
         words = ["generate", str(tmp_path / "run"), "--prompt", "a"]
-    result = run_ranks(2, [*FAULTY, f"stopped-{command}", *words, "--layout", "tp=2", *SHORT],
-                       timeout=150, env={"PYTHONPATH": str(REPOSITORY)}).ended(76)
+    result = run_ranks(
+        2,
+        [*FAULTY, f"stopped-{command}", *words, "--layout", "tp=2", *SHORT],
+        timeout=150,
+        env={"PYTHONPATH": str(REPOSITORY)},
+    ).ended(76)
     assert "rank 1 has written nothing" in result.stderr
 
 
@@ -100,8 +127,12 @@ with watchdog.following(lambda: 0, state_of, stop=0.5):
 
 def test_a_suspended_job_was_not_stuck(tmp_path):
     """Ctrl-Z, and SLURM for another job, stop all threads, while the clock continues."""
-    process = subprocess.Popen([sys.executable, "-c", SUSPENDED, tmp_path], text=True,
-                               stdout=subprocess.PIPE, env={"PYTHONPATH": str(REPOSITORY)})
+    process = subprocess.Popen(
+        [sys.executable, "-c", SUSPENDED, tmp_path],
+        text=True,
+        stdout=subprocess.PIPE,
+        env={"PYTHONPATH": str(REPOSITORY)},
+    )
     try:
         assert process.stdout.readline() == "up\n"
         process.send_signal(signal.SIGSTOP)
@@ -142,14 +173,17 @@ def test_a_state_that_is_no_longer_true_is_gone_at_the_end(tmp_path):
     assert not (tmp_path / "hang").exists()
 
 
-@pytest.mark.parametrize(("how", "second"), [
-    ("missing", r"all_reduce block1\.ffn\.down"), ("mismatch", r"all_gather block1\.attn\.proj")])
+@pytest.mark.parametrize(
+    ("how", "second"),
+    [("missing", r"all_reduce block1\.ffn\.down"), ("mismatch", r"all_gather block1\.attn\.proj")],
+)
 def test_a_wrong_collective_ends_with_the_two_places(how, second, tmp_path):
     result = faulty(how, *QUICK, "--layout", "tp=2", "--check-comm", tmp_path=tmp_path).ended(76)
     assert re.search(
         r"rank 0 calls all_reduce block1\.attn\.proj float32 \d+ bytes at"
         r" mpipar/layers/attention\.py:\d+, cut mpipar/partition/row\.py:\d+",
-        result.stderr), result.tail()
+        result.stderr,
+    ), result.tail()
     assert re.search(f"rank 1 calls {second}", result.stderr), result.tail()
     assert result.stderr.count("mpipar: stopped") == 1
 

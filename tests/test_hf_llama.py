@@ -77,11 +77,16 @@ def written(folder, config, **changes):
 
 def spelled_anew(config):
     """The same as transformers 5 writes it."""
-    found = {key: value for key, value in config.items()
-             if key not in ("rope_theta", "rope_scaling", "torch_dtype")}
+    found = {
+        key: value
+        for key, value in config.items()
+        if key not in ("rope_theta", "rope_scaling", "torch_dtype")
+    }
     scaling = config.get("rope_scaling") or {"rope_type": "default"}
-    return found | {"dtype": config["torch_dtype"],
-                    "rope_parameters": {"rope_theta": config["rope_theta"]} | scaling}
+    return found | {
+        "dtype": config["torch_dtype"],
+        "rope_parameters": {"rope_theta": config["rope_theta"]} | scaling,
+    }
 
 
 @pytest.mark.parametrize("name", REAL)
@@ -93,14 +98,34 @@ def test_both_spellings_say_the_same(name, tmp_path):
 
 def test_what_published_models_are(tmp_path):
     found = model_settings(written(tmp_path, LLAMA_32))
-    wanted = {"layers": 16, "d_model": 2048, "heads": 32, "kv_heads": 8, "head_dim": 64,
-              "ffn": 8192, "vocab_size": 128256, "tied": True, "norm_eps": 1e-5, "bias": "none",
-              "rope_theta": 5e5, "rope_scaling": (32.0, 1.0, 4.0, 8192.0), "seq_len": 131072,
-              "max_positions": 131072}
+    wanted = {
+        "layers": 16,
+        "d_model": 2048,
+        "heads": 32,
+        "kv_heads": 8,
+        "head_dim": 64,
+        "ffn": 8192,
+        "vocab_size": 128256,
+        "tied": True,
+        "norm_eps": 1e-5,
+        "bias": "none",
+        "rope_theta": 5e5,
+        "rope_scaling": (32.0, 1.0, 4.0, 8192.0),
+        "seq_len": 131072,
+        "max_positions": 131072,
+    }
     assert wanted.items() <= found.items()
     found = model_settings(written(tmp_path, QWEN_25))
-    wanted = {"bias": "qkv", "rope_scaling": (), "rope_theta": 1e6, "kv_heads": 2, "head_dim": 64,
-              "max_positions": 32768, "norm_eps": 1e-6, "tied": True}
+    wanted = {
+        "bias": "qkv",
+        "rope_scaling": (),
+        "rope_theta": 1e6,
+        "kv_heads": 2,
+        "head_dim": 64,
+        "max_positions": 32768,
+        "norm_eps": 1e-6,
+        "tied": True,
+    }
     assert wanted.items() <= found.items()
     # Further tokens than its window are another model than mpipar's.
     found = model_settings(written(tmp_path, MISTRAL_01))
@@ -116,8 +141,9 @@ def test_what_published_models_are(tmp_path):
     assert "router_loss_coef" not in found
 
 
-@pytest.mark.parametrize(("preset", "billions"), [
-    ("mixtral-8x7b", 46.70), ("mixtral-8x22b", 140.6)])
+@pytest.mark.parametrize(
+    ("preset", "billions"), [("mixtral-8x7b", 46.70), ("mixtral-8x22b", 140.6)]
+)
 def test_presets_have_as_many_parameters_as_is_published(preset, billions):
     model = resolve(reading_of("--preset", preset), 1)[0].model
     count = sum(math.prod(param.shape) for _, param in all_params(model, (model.layers,)))
@@ -138,10 +164,21 @@ def test_rows_may_be_shorter_than_the_positions_reach(tmp_path):
 
 
 def test_routers_may_be_trained_otherwise(tmp_path):
-    start = ("--arch", "mixtral", "--init-from", written(tmp_path, MIXTRAL_01), "--seq-len", "8",
-             "--batch-size", "4")
-    for words, balance, coef in (((), "loss", 0.02), (("--router-balance", "none"), "none", 0.02),
-                                 (("--router-loss-coef", "0.5"), "loss", 0.5)):
+    start = (
+        "--arch",
+        "mixtral",
+        "--init-from",
+        written(tmp_path, MIXTRAL_01),
+        "--seq-len",
+        "8",
+        "--batch-size",
+        "4",
+    )
+    for words, balance, coef in (
+        ((), "loss", 0.02),
+        (("--router-balance", "none"), "none", 0.02),
+        (("--router-loss-coef", "0.5"), "loss", 0.5),
+    ):
         model = resolve(reading_of(*start, *words), 1)[0].model
         assert (model.router_balance, model.router_loss_coef) == (balance, coef)
 
@@ -154,12 +191,21 @@ REFUSED = {
     "yarn": ("qwen2", {"rope_scaling": {"type": "yarn", "factor": 4.0}}, "rope_type is 'yarn'"),
     "linear": ("llama", {"rope_parameters": {"rope_type": "linear"}}, "rope_type is 'linear'"),
     "partial": ("llama", {"partial_rotary_factor": 0.5}, "partial_rotary_factor is 0.5"),
-    "partial, new": ("llama", {"rope_parameters": {"partial_rotary_factor": 0.5}},
-                     "partial_rotary_factor is 0.5"),
-    "two thetas": ("llama", {"rope_parameters": {"rope_theta": 7.0}},
-                   "rope_theta is 500000.0 and 7.0 in the parameters of rope"),
-    "layers": ("qwen2", {"layer_types": ["full_attention", "linear_attention"]},
-               "layer_types has 'linear_attention'"),
+    "partial, new": (
+        "llama",
+        {"rope_parameters": {"partial_rotary_factor": 0.5}},
+        "partial_rotary_factor is 0.5",
+    ),
+    "two thetas": (
+        "llama",
+        {"rope_parameters": {"rope_theta": 7.0}},
+        "rope_theta is 500000.0 and 7.0 in the parameters of rope",
+    ),
+    "layers": (
+        "qwen2",
+        {"layer_types": ["full_attention", "linear_attention"]},
+        "layer_types has 'linear_attention'",
+    ),
     "window of text": ("mistral", {"sliding_window": "all"}, "sliding_window is 'all'"),
     "lists": ("llama", {"rope_scaling": {"factor": [1, 2]}}, "rope_scaling is {'factor': [1, 2]}"),
     "rope": ("llama", {"rope_scaling": 7}, "rope_scaling is 7"),
@@ -167,8 +213,7 @@ REFUSED = {
     "theta": ("qwen2", {"rope_theta": "1e6"}, "rope_theta is '1e6'"),
     "theta 0": ("qwen2", {"rope_theta": 0}, "rope-theta 0.0: must be greater than 0"),
     "heads": ("llama", {"num_attention_heads": 0}, "num_attention_heads is 0"),
-    "no heads": ("llama", {"num_attention_heads": 0, "head_dim": None},
-                 "num_attention_heads is 0"),
+    "no heads": ("llama", {"num_attention_heads": 0, "head_dim": None}, "num_attention_heads is 0"),
     "kv heads": ("mistral", {"num_key_value_heads": ...}, "num_key_value_heads is None"),
     "layers of text": ("llama", {"num_hidden_layers": "16"}, "num_hidden_layers is '16'"),
     "enormous": ("llama", {"hidden_size": 1 << 40}, "d-model 1099511627776: must be at most"),
@@ -199,64 +244,108 @@ def test_what_does_not_fit_is_told_as_flags_are(tmp_path):
         resolve(reading_of("--init-from", folder, "--experts", "4"), 1)
     folder = written(tmp_path, MIXTRAL_01)
     with pytest.raises(UsageError, match=r"--router-balance bias: contradicts .* it is loss"):
-        resolve(reading_of(
-            "--init-from", folder, "--arch", "mixtral", "--router-balance", "bias"), 1)
+        resolve(
+            reading_of("--init-from", folder, "--arch", "mixtral", "--router-balance", "bias"), 1
+        )
     folder = written(tmp_path, MIXTRAL_01, num_experts_per_tok=9)
     with pytest.raises(UsageError, match="--experts-per-token 9 with --experts 8"):
         resolve(reading_of("--init-from", folder), 1)
 
 
 def test_all_differences_at_once(tmp_path):
-    folder = written(tmp_path, LLAMA_32, hidden_act="relu", attention_dropout=0.5, mlp_bias=True,
-                     rope_scaling={"rope_type": "dynamic"})
+    folder = written(
+        tmp_path,
+        LLAMA_32,
+        hidden_act="relu",
+        attention_dropout=0.5,
+        mlp_bias=True,
+        rope_scaling={"rope_type": "dynamic"},
+    )
     with pytest.raises(DataError) as caught:
         model_settings(folder)
     assert len(caught.value.problems) == 4
 
 
 def test_what_does_not_matter_is_named_in_one_line(tmp_path):
-    note, = start_notes(written(tmp_path, QWEN_25))
+    (note,) = start_notes(written(tmp_path, QWEN_25))
     assert note.endswith("ignored fields: initializer_range, use_cache, use_mrope")
-    note, = start_notes(written(tmp_path, QWEN_25, **{f"x{i:02}": i for i in range(20)}))
+    (note,) = start_notes(written(tmp_path, QWEN_25, **{f"x{i:02}": i for i in range(20)}))
     assert note.endswith(" and 11 more")
-    (tmp_path / "config.json").write_text(json.dumps({
-        key: value for key, value in QWEN_25.items()
-        if key not in ("initializer_range", "use_cache", "use_mrope")}))
+    (tmp_path / "config.json").write_text(
+        json.dumps(
+            {
+                key: value
+                for key, value in QWEN_25.items()
+                if key not in ("initializer_range", "use_cache", "use_mrope")
+            }
+        )
+    )
     assert start_notes(str(tmp_path)) == []
 
 
 def test_dropout_that_gpt2_was_trained_with_is_named(tmp_path):
-    config = {"model_type": "gpt2", "n_layer": 1, "n_embd": 4, "n_head": 2, "n_positions": 5,
-              "vocab_size": 9, "attn_pdrop": 0.1, "resid_pdrop": 0.0, "embd_pdrop": 0.1}
-    note, = start_notes(written(tmp_path, config))
+    config = {
+        "model_type": "gpt2",
+        "n_layer": 1,
+        "n_embd": 4,
+        "n_head": 2,
+        "n_positions": 5,
+        "vocab_size": 9,
+        "attn_pdrop": 0.1,
+        "resid_pdrop": 0.0,
+        "embd_pdrop": 0.1,
+    }
+    (note,) = start_notes(written(tmp_path, config))
     assert note.endswith("no dropout is applied, although it says attn_pdrop 0.1, embd_pdrop 0.1")
 
 
 # --- out
 
-SMALL = {"layers": 2, "d_model": 12, "heads": 4, "kv_heads": 2, "ffn": 20, "seq_len": 6,
-         "vocab_size": 17}
+SMALL = {
+    "layers": 2,
+    "d_model": 12,
+    "heads": 4,
+    "kv_heads": 2,
+    "ffn": 20,
+    "seq_len": 6,
+    "vocab_size": 17,
+}
 
 
 IN_WORDS = [  # (arch, its values) that config.json of the same name can say
     ("llama", {"head_dim": 6, "rope_scaling": (4.0, 1.0, 3.0, 12.0), "norm_eps": 1e-5}),
-    ("llama", {"bias": "all", "tied": True, "head_dim": 4}), ("mistral", {"head_dim": 8}),
+    ("llama", {"bias": "all", "tied": True, "head_dim": 4}),
+    ("mistral", {"head_dim": 8}),
     ("qwen2", {"rope_theta": 77.0, "head_dim": 4, "bias": "qkv"}),
     ("mixtral", {"experts": 3, "ffn": 24, "router_loss_coef": 0.25, "head_dim": 6}),
-    ("mixtral", {"experts": 5, "experts_per_token": 3, "router_balance": "none", "tied": True})]
+    ("mixtral", {"experts": 5, "experts_per_token": 3, "router_balance": "none", "tied": True}),
+]
 MIXED = [
-    ("llama", {"d_model": 14, "head_dim": 6}), ("llama", {"bias": "qkv"}),
-    ("mistral", {"norm": "layer", "head_dim": 2}), ("llama", {"experts": 3}),
+    ("llama", {"d_model": 14, "head_dim": 6}),
+    ("llama", {"bias": "qkv"}),
+    ("mistral", {"norm": "layer", "head_dim": 2}),
+    ("llama", {"experts": 3}),
     ("mixtral", {"experts": 3, "shared_expert_ffn": 8}),
     ("mixtral", {"experts": 3, "expert_interval": 2}),
-    ("mixtral", {"experts": 3, "router_balance": "bias"})]
+    ("mixtral", {"experts": 3, "router_balance": "bias"}),
+]
 
 
 @pytest.mark.parametrize(("arch", "values"), [*IN_WORDS, *MIXED])
 def test_what_is_written_is_read_as_the_same_model(arch, values, tmp_path):
-    worker = fresh(**SMALL | {"arch": arch, "norm": "rms", "activation": "swiglu",
-                              "positions": "rope", "bias": "none", "tied": False,
-                              "head_dim": 4} | values)
+    worker = fresh(
+        **SMALL
+        | {
+            "arch": arch,
+            "norm": "rms",
+            "activation": "swiglu",
+            "positions": "rope",
+            "bias": "none",
+            "tied": False,
+            "head_dim": 4,
+        }
+        | values
+    )
     checkpoint.save(worker, tmp_path)
     again = loaded(tmp_path)
     assert replace(again.config.model, seq_len=6) == worker.config.model
@@ -268,8 +357,20 @@ def test_what_is_written_is_read_as_the_same_model(arch, values, tmp_path):
 
 def test_all_that_is_wrong_with_experts_at_once(tmp_path):
     """Those that are missing or of another size, and another number of them than the file's."""
-    checkpoint.save(fresh(**SMALL, arch="mixtral", experts=3, norm="rms", activation="swiglu",
-                          positions="rope", bias="none", tied=False, head_dim=4), tmp_path)
+    checkpoint.save(
+        fresh(
+            **SMALL,
+            arch="mixtral",
+            experts=3,
+            norm="rms",
+            activation="swiglu",
+            positions="rope",
+            bias="none",
+            tied=False,
+            head_dim=4,
+        ),
+        tmp_path,
+    )
     path, block = tmp_path / "model.safetensors", "model.layers.1.block_sparse_moe"
     tensors = load_file(path)
     assert sum("experts" in name for name in tensors) == 2 * 3 * 3
@@ -278,7 +379,8 @@ def test_all_that_is_wrong_with_experts_at_once(tmp_path):
     save_file(bad, path)
     assert problems_of(tmp_path) == [
         f"{block}.experts.2.w2.weight is [12, 19] in the file, [12, 20] in the model",
-        "layers.1.block_sparse_moe.experts.0.w3.weight is missing"]
+        "layers.1.block_sparse_moe.experts.0.w3.weight is missing",
+    ]
     save_file(tensors | {f"{block}.experts.1.w1.weight": np.full((20, 12), np.nan)}, path)
     with pytest.raises(DataError, match=rf"tensor {block}.experts.1.w1.weight: not all numbers"):
         loaded(tmp_path)
@@ -286,7 +388,8 @@ def test_all_that_is_wrong_with_experts_at_once(tmp_path):
     config = json.loads((tmp_path / "config.json").read_text())
     written(tmp_path, config, num_local_experts=2)
     assert problems_of(tmp_path)[1] == (
-        f"{block}.gate.weight is [3, 12] in the file, [2, 12] in the model")
+        f"{block}.gate.weight is [3, 12] in the file, [2, 12] in the model"
+    )
     written(tmp_path, config, num_local_experts=9)
     *_, last = problems_of(tmp_path)
     assert last == "and 18 other tensors"
@@ -296,31 +399,62 @@ def problems_of(folder):
     """What loading a folder finds wrong with its tensors, without the words before."""
     with pytest.raises(DataError) as caught:
         loaded(folder)
-    return [text.split("tensor ")[-1].split(f"--init-from {folder}: ")[-1]
-            for text in caught.value.problems]
+    return [
+        text.split("tensor ")[-1].split(f"--init-from {folder}: ")[-1]
+        for text in caught.value.problems
+    ]
 
 
 # --- what travels with weights
 
-TOKENIZER = {"tokenizer_config.json": '{"model_max_length": 1000000000000000019884624838656}',
-             "special_tokens_map.json": "{}", "README.md": "not a tokenizer's"}
+TOKENIZER = {
+    "tokenizer_config.json": '{"model_max_length": 1000000000000000019884624838656}',
+    "special_tokens_map.json": "{}",
+    "README.md": "not a tokenizer's",
+}
 
 
 def test_tokenizer_and_ids_travel_from_run_to_run(tmp_path):
     """From a folder to a run, from its checkpoint to a branch, and to what is exported of it."""
     start = tmp_path / "start"
-    checkpoint.save(fresh(**SMALL, tied=False, arch="llama", norm="rms", activation="swiglu",
-                          positions="rope", bias="none", head_dim=4, dtype="float32"), start)
+    checkpoint.save(
+        fresh(
+            **SMALL,
+            tied=False,
+            arch="llama",
+            norm="rms",
+            activation="swiglu",
+            positions="rope",
+            bias="none",
+            head_dim=4,
+            dtype="float32",
+        ),
+        start,
+    )
     for name, text in TOKENIZER.items():
         (start / name).write_text(text)
     (start / "generation_config.json").unlink()
     config = json.loads((start / "config.json").read_text()) | {"eos_token_id": [3, 4]}
     (start / "config.json").write_text(json.dumps(config))
     np.arange(500, dtype=np.uint16).__mod__(17).tofile(tmp_path / "tokens.bin")
-    words = ["--data", "tokens.bin", "--batch-size", "4", "--num-microbatches", "2", "--seq-len",
-             "5", "--sample-tokens", "0", "--steps", "1"]
-    for more in (["--init-from", "start", "--out", "run"],
-                 ["--init-from", "run/checkpoints/step-00000001", "--out", "second"]):
+    words = [
+        "--data",
+        "tokens.bin",
+        "--batch-size",
+        "4",
+        "--num-microbatches",
+        "2",
+        "--seq-len",
+        "5",
+        "--sample-tokens",
+        "0",
+        "--steps",
+        "1",
+    ]
+    for more in (
+        ["--init-from", "start", "--out", "run"],
+        ["--init-from", "run/checkpoints/step-00000001", "--out", "second"],
+    ):
         alone("train", *words, *more, cwd=tmp_path).ended()
     alone("train", "--resume", "run", "--steps", "2", "--out", "branch", cwd=tmp_path).ended()
     alone("ckpt", "export", "branch", "--dtype", "bfloat16", "--out", "out", cwd=tmp_path).ended()
@@ -333,8 +467,10 @@ def test_tokenizer_and_ids_travel_from_run_to_run(tmp_path):
             assert json.loads((here / name).read_text())["eos_token_id"] == [3, 4], folder
         assert json.loads((here / "config.json").read_text())["max_position_embeddings"] == 6
     shutil.rmtree(start)
-    assert load_file(tmp_path / "run" / "weights" / "model.safetensors").keys() == load_file(
-        tmp_path / "branch" / "weights" / "model.safetensors").keys()
+    assert (
+        load_file(tmp_path / "run" / "weights" / "model.safetensors").keys()
+        == load_file(tmp_path / "branch" / "weights" / "model.safetensors").keys()
+    )
 
 
 def test_the_tokenizer_of_prepared_data_replaces_another(tmp_path):
@@ -363,6 +499,16 @@ def test_tokenizer_files_that_cannot_be_read_are_refused(tmp_path):
     (start / "generation_config.json").unlink()
     (start / "generation_config.json").mkdir()
     (tmp_path / "text.txt").write_text("a text " * 99)
-    assert_refused(65, ["generation_config.json"], "train", "--init-from", "start", "--data",
-                   "text.txt", "--out", "run", folder=tmp_path)
+    assert_refused(
+        65,
+        ["generation_config.json"],
+        "train",
+        "--init-from",
+        "start",
+        "--data",
+        "text.txt",
+        "--out",
+        "run",
+        folder=tmp_path,
+    )
     assert not (tmp_path / "run").exists()

@@ -52,8 +52,11 @@ COUNTS = {
 
 @pytest.mark.parametrize("words", SIZES, ids=lambda words: words[:40])
 def test_sizes_are_bounded_before_anything_is_made(words):
-    for command in ("explain",) if "explained" in SIZES[words] or "rank" in words else (
-            "explain", "train", "verify"):
+    for command in (
+        ("explain",)
+        if "explained" in SIZES[words] or "rank" in words
+        else ("explain", "train", "verify")
+    ):
         if (command, words[:14]) != ("verify", "--memory-limit"):
             with at_once():
                 assert_refused(2, [SIZES[words]], command, *words.split())
@@ -61,8 +64,14 @@ def test_sizes_are_bounded_before_anything_is_made(words):
 
 @pytest.mark.parametrize("name", ["n_layer", "n_embd", "n_positions", "vocab_size"])
 def test_the_shape_in_a_config_json_is_bounded(name, tmp_path):
-    shape = {"model_type": "gpt2", "n_layer": 2, "n_head": 2, "n_embd": 8, "n_positions": 8,
-             "vocab_size": 256} | {name: 10**9}
+    shape = {
+        "model_type": "gpt2",
+        "n_layer": 2,
+        "n_head": 2,
+        "n_embd": 8,
+        "n_positions": 8,
+        "vocab_size": 256,
+    } | {name: 10**9}
     (tmp_path / "config.json").write_text(json.dumps(shape))
     with at_once():
         assert_refused(65, [str(10**9)], "train", "--init-from", tmp_path)

@@ -29,29 +29,90 @@ pytestmark = pytest.mark.peers
 T = 9  # tokens of a row
 STEPS = 6
 EAGER = {"attn_implementation": "eager", "experts_implementation": "eager"}
-SIZES = {"vocab_size": 29, "hidden_size": 12, "intermediate_size": 22, "num_hidden_layers": 2,
-         "num_attention_heads": 4, "num_key_value_heads": 2, "max_position_embeddings": 48,
-         "bos_token_id": 1, "eos_token_id": 2, "initializer_range": 0.4}
-LLAMA3 = {"rope_type": "llama3", "rope_theta": 500.0, "factor": 4.0, "low_freq_factor": 1.0,
-          "high_freq_factor": 3.0, "original_max_position_embeddings": 12}
+SIZES = {
+    "vocab_size": 29,
+    "hidden_size": 12,
+    "intermediate_size": 22,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "max_position_embeddings": 48,
+    "bos_token_id": 1,
+    "eos_token_id": 2,
+    "initializer_range": 0.4,
+}
+LLAMA3 = {
+    "rope_type": "llama3",
+    "rope_theta": 500.0,
+    "factor": 4.0,
+    "low_freq_factor": 1.0,
+    "high_freq_factor": 3.0,
+    "original_max_position_embeddings": 12,
+}
 MODELS = {
     "llama": ("Llama", {"head_dim": 6, "rms_norm_eps": 1e-5}),
-    "llama 3": ("Llama", {"rope_parameters": LLAMA3, "tie_word_embeddings": True, "head_dim": 2,
-                          "eos_token_id": [2, 7]}),
+    "llama 3": (
+        "Llama",
+        {
+            "rope_parameters": LLAMA3,
+            "tie_word_embeddings": True,
+            "head_dim": 2,
+            "eos_token_id": [2, 7],
+        },
+    ),
     "llama, biases": ("Llama", {"attention_bias": True, "mlp_bias": True, "head_dim": 4}),
-    "mistral": ("Mistral", {"head_dim": 8, "sliding_window": 40,
-                            "rope_parameters": {"rope_type": "default", "rope_theta": 77.0}}),
-    "mistral, tied": ("Mistral", {"head_dim": 4, "sliding_window": None, "num_key_value_heads": 1,
-                                  "tie_word_embeddings": True}),
+    "mistral": (
+        "Mistral",
+        {
+            "head_dim": 8,
+            "sliding_window": 40,
+            "rope_parameters": {"rope_type": "default", "rope_theta": 77.0},
+        },
+    ),
+    "mistral, tied": (
+        "Mistral",
+        {
+            "head_dim": 4,
+            "sliding_window": None,
+            "num_key_value_heads": 1,
+            "tie_word_embeddings": True,
+        },
+    ),
     "qwen2": ("Qwen2", {"hidden_size": 16, "num_key_value_heads": 4}),
-    "qwen2, tied": ("Qwen2", {"hidden_size": 24, "tie_word_embeddings": True,
-                              "num_key_value_heads": 1}),
-    "mixtral": ("Mixtral", {"num_local_experts": 4, "head_dim": 6,
-                            "rope_parameters": {"rope_type": "default", "rope_theta": 77.0}}),
-    "mixtral, tied": ("Mixtral", {"num_local_experts": 5, "num_experts_per_tok": 3, "head_dim": 4,
-                                  "sliding_window": 40, "tie_word_embeddings": True}),
-    "gpt2": ("GPT2", {"n_embd": 12, "n_head": 3, "n_layer": 2, "n_positions": T, "n_inner": 22,
-                      "vocab_size": 29, "layer_norm_epsilon": 1e-6}),
+    "qwen2, tied": (
+        "Qwen2",
+        {"hidden_size": 24, "tie_word_embeddings": True, "num_key_value_heads": 1},
+    ),
+    "mixtral": (
+        "Mixtral",
+        {
+            "num_local_experts": 4,
+            "head_dim": 6,
+            "rope_parameters": {"rope_type": "default", "rope_theta": 77.0},
+        },
+    ),
+    "mixtral, tied": (
+        "Mixtral",
+        {
+            "num_local_experts": 5,
+            "num_experts_per_tok": 3,
+            "head_dim": 4,
+            "sliding_window": 40,
+            "tie_word_embeddings": True,
+        },
+    ),
+    "gpt2": (
+        "GPT2",
+        {
+            "n_embd": 12,
+            "n_head": 3,
+            "n_layer": 2,
+            "n_positions": T,
+            "n_inner": 22,
+            "vocab_size": 29,
+            "layer_norm_epsilon": 1e-6,
+        },
+    ),
 }
 
 
@@ -83,8 +144,10 @@ def exact(monkeypatch):
     """transformers computes norms, rotations and softmax in float64 too, as mpipar does."""
     for kind in ("llama", "mistral", "qwen2", "mixtral"):
         monkeypatch.setattr(f"transformers.models.{kind}.modeling_{kind}.torch", Float64Torch())
-        monkeypatch.setattr(f"transformers.models.{kind}.modeling_{kind}.nn.functional.softmax",
-                            lambda x, dim, dtype=None: torch.softmax(x, dim))
+        monkeypatch.setattr(
+            f"transformers.models.{kind}.modeling_{kind}.nn.functional.softmax",
+            lambda x, dim, dtype=None: torch.softmax(x, dim),
+        )
     monkeypatch.setattr("transformers.modeling_rope_utils.torch", Float64Torch())
     monkeypatch.setattr(torch.Tensor, "float", torch.Tensor.double)
 
@@ -108,8 +171,7 @@ def no_warning():
 def read_back(folder, dtype=torch.float64):
     """The model that transformers makes of a folder, without any warning."""
     with no_warning():
-        model = transformers.AutoModelForCausalLM.from_pretrained(
-            folder, **EAGER)
+        model = transformers.AutoModelForCausalLM.from_pretrained(folder, **EAGER)
     return model.to(dtype).eval()
 
 
@@ -133,8 +195,11 @@ def test_logits(name, rng, tmp_path):
 # --- broken twins: the test above must fail
 
 
-SWAPS = {"k and v": ("attn.k", "attn.v"), "gate and up": ("ffn.gate", "ffn.up"),
-         "norms": ("norm1", "norm2")}
+SWAPS = {
+    "k and v": ("attn.k", "attn.v"),
+    "gate and up": ("ffn.gate", "ffn.up"),
+    "norms": ("norm1", "norm2"),
+}
 
 
 @pytest.mark.usefixtures("exact")
@@ -163,9 +228,12 @@ def test_steps_of_adamw(name, rng, tmp_path):
     """
     model = theirs(name)
     model.save_pretrained(tmp_path)
-    worker = loaded(tmp_path, "float64", *([] if name == "gpt2" else ["--seq-len", str(T)]),
-                    *(["--arch", "mixtral", "--router-balance", "none"]
-                      if "mixtral" in name else []))
+    worker = loaded(
+        tmp_path,
+        "float64",
+        *([] if name == "gpt2" else ["--seq-len", str(T)]),
+        *(["--arch", "mixtral", "--router-balance", "none"] if "mixtral" in name else []),
+    )
     rows, train = rows_of(rng, model.config.vocab_size), worker.config.train
     batch = Batch(rows[:, :-1].copy(), rows[:, 1:].copy(), np.arange(T))
     assert train.optimizer == "adamw"
@@ -183,8 +251,9 @@ def test_steps_of_adamw(name, rng, tmp_path):
 
 def local_positions(monkeypatch):
     plain = Rotation.forward
-    monkeypatch.setattr(Rotation, "forward",
-                        lambda self, x, positions: plain(self, x, positions % 8))
+    monkeypatch.setattr(
+        Rotation, "forward", lambda self, x, positions: plain(self, x, positions % 8)
+    )
 
 
 def interleaved(monkeypatch):
@@ -213,8 +282,10 @@ def heads_shifted(monkeypatch):
 def gate_and_up_swapped(monkeypatch):
     plain = GatedFeedForward._gate_and_up
     monkeypatch.setattr(
-        GatedFeedForward, "_gate_and_up",
-        lambda self, x, stash: np.ascontiguousarray(plain(self, x, stash)[..., ::-1, :]))
+        GatedFeedForward,
+        "_gate_and_up",
+        lambda self, x, stash: np.ascontiguousarray(plain(self, x, stash)[..., ::-1, :]),
+    )
 
 
 def not_turned_back_on_dk(monkeypatch):
@@ -226,8 +297,10 @@ def not_turned_back_on_dk(monkeypatch):
 
 
 @pytest.mark.usefixtures("exact")
-@pytest.mark.parametrize("plant", [local_positions, interleaved, heads_shifted,
-                                   gate_and_up_swapped, not_turned_back_on_dk])
+@pytest.mark.parametrize(
+    "plant",
+    [local_positions, interleaved, heads_shifted, gate_and_up_swapped, not_turned_back_on_dk],
+)
 def test_a_planted_bug_is_seen(plant, rng, tmp_path, monkeypatch):
     plant(monkeypatch)
     with pytest.raises(AssertionError, match="difference"):
@@ -238,10 +311,13 @@ def theirs_after(model, train, rows):
     """Losses, norms, the first gradients, and the weights of steps of transformers and PyTorch."""
     ids, found = torch.tensor(rows), {"losses": [], "norms": []}
     weights = dict(model.named_parameters())
-    groups = [{"params": [w for w in weights.values() if w.ndim > 1]},
-              {"params": [w for w in weights.values() if w.ndim == 1], "weight_decay": 0.0}]
-    optimizer = torch.optim.AdamW(groups, betas=(train.beta1, train.beta2), eps=train.eps,
-                                  weight_decay=train.weight_decay)
+    groups = [
+        {"params": [w for w in weights.values() if w.ndim > 1]},
+        {"params": [w for w in weights.values() if w.ndim == 1], "weight_decay": 0.0},
+    ]
+    optimizer = torch.optim.AdamW(
+        groups, betas=(train.beta1, train.beta2), eps=train.eps, weight_decay=train.weight_decay
+    )
     for step in range(1, STEPS + 1):
         for group in optimizer.param_groups:
             group["lr"] = learning_rate(train, step)
@@ -252,12 +328,13 @@ def theirs_after(model, train, rows):
         found["losses"].append(loss.item())
         if step == 1:
             found["gradients"] = apart_in_files(
-                {name: w.grad.numpy().copy() for name, w in weights.items()})
-        found["norms"].append(
-            torch.nn.utils.clip_grad_norm_(weights.values(), train.clip).item())
+                {name: w.grad.numpy().copy() for name, w in weights.items()}
+            )
+        found["norms"].append(torch.nn.utils.clip_grad_norm_(weights.values(), train.clip).item())
         optimizer.step()
-    return found | {"weights": apart_in_files(
-        {name: w.detach().numpy() for name, w in weights.items()})}
+    return found | {
+        "weights": apart_in_files({name: w.detach().numpy() for name, w in weights.items()})
+    }
 
 
 FUSED = {"gate_up_proj": ("w1", "w3"), "down_proj": ("w2",)}  # by what ends its name in memory
@@ -281,8 +358,11 @@ def apart_in_files(tensors):
 def in_files(worker, kind):
     """{name in a file: weights or gradients in the file's shape} of one rank."""
     form = format_of(worker.config.model)
-    return {name: part.copy() for param in worker.stages[0].params
-            for name, part in apart(form.tensors(param), getattr(param, kind)).items()}
+    return {
+        name: part.copy()
+        for param in worker.stages[0].params
+        for name, part in apart(form.tensors(param), getattr(param, kind)).items()
+    }
 
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
@@ -293,10 +373,17 @@ def test_files_there_and_back_byte_for_byte(name, dtype, tmp_path):
     model = theirs(name, kind)
     model.save_pretrained(tmp_path / "theirs", max_shard_size="3KB")
     worker = loaded(tmp_path / "theirs", "float32")
-    checkpoint.write(tmp_path / "ours", worker.config, np.dtype(dtype),
-                     checkpoint.stream(worker, "master"), 2000 if several else None)
-    with WeightFiles(tmp_path / "theirs", "theirs") as files, WeightFiles(
-            tmp_path / "ours", "ours") as own:
+    checkpoint.write(
+        tmp_path / "ours",
+        worker.config,
+        np.dtype(dtype),
+        checkpoint.stream(worker, "master"),
+        2000 if several else None,
+    )
+    with (
+        WeightFiles(tmp_path / "theirs", "theirs") as files,
+        WeightFiles(tmp_path / "ours", "ours") as own,
+    ):
         assert len(files.files) > 1
         assert (len(own.files) > 1) == several
         assert own.tensors.keys() == files.tensors.keys()
@@ -335,8 +422,9 @@ def their_texts(model, prompts, **options):
     ids = torch.tensor([[0] * (longest - len(prompt)) + prompt for prompt in prompts])
     seen = torch.tensor([[0] * (longest - len(prompt)) + [1] * len(prompt) for prompt in prompts])
     with torch.no_grad():
-        found = model.generate(ids, attention_mask=seen, do_sample=False, max_new_tokens=NEW,
-                               pad_token_id=0, **options)
+        found = model.generate(
+            ids, attention_mask=seen, do_sample=False, max_new_tokens=NEW, pad_token_id=0, **options
+        )
     return found[:, longest:].tolist()
 
 
@@ -366,8 +454,9 @@ def test_texts_end_at_the_same_token(tmp_path):
     stop = free[0][2]
     expected = their_texts(model, PROMPTS, eos_token_id=stop)
     for text, prompt, wanted in zip(
-            our_texts(tmp_path, PROMPTS, (stop,)), PROMPTS, expected, strict=True):
-        added = text.tokens[len(prompt):]
-        assert added == wanted[:len(added)]
+        our_texts(tmp_path, PROMPTS, (stop,)), PROMPTS, expected, strict=True
+    ):
+        added = text.tokens[len(prompt) :]
+        assert added == wanted[: len(added)]
         assert (text.end == STOP) == (stop in wanted)
-        assert set(wanted[len(added):]) <= {0}, "the rest is their padding"
+        assert set(wanted[len(added) :]) <= {0}, "the rest is their padding"

@@ -19,6 +19,7 @@ JOB = [sys.executable, str(Path(__file__).parent / "launch_job.py")]
 LIMIT = 60.0  # for the whole command, start under load included
 QUICK = 20.0  # from the failure to the end of the last process: a second, and much for the load
 
+
 @pytest.fixture(autouse=True)
 def clean_environment(no_launcher, monkeypatch, tmp_path):
     """The test has its own error folders, too."""
@@ -46,11 +47,19 @@ def launch(num_ranks, *argv):
         ("exit-3", 70, ["sys.exit(3)", "rank 1 of 3"]),
         ("exit-0", 70, ["sys.exit(0)", "rank 1 of 3"]),
         ("user-error", 74, ["disk full", "rank 1 of 3", "step 17"]),
-        pytest.param("thread", 70, ["ValueError: a defect", "rank 1 of 3", "thread helper"],
-                     marks=fault(26, "an exception in a helper thread", 70)),
+        pytest.param(
+            "thread",
+            70,
+            ["ValueError: a defect", "rank 1 of 3", "thread helper"],
+            marks=fault(26, "an exception in a helper thread", 70),
+        ),
         ("thread-that-is-no-daemon", 70, ["ValueError: a defect", "thread helper"]),
-        pytest.param("single-threaded", 70, ["ValueError: a defect", "rank 1", "thread helper"],
-                     marks=fault(38, "MPI without MPI_THREAD_MULTIPLE", 70)),
+        pytest.param(
+            "single-threaded",
+            70,
+            ["ValueError: a defect", "rank 1", "thread helper"],
+            marks=fault(38, "MPI without MPI_THREAD_MULTIPLE", 70),
+        ),
         ("early-exception", 70, ["ValueError: a defect", "rank 1 of 3"]),
     ],
 )
@@ -101,10 +110,16 @@ def test_mistake_of_the_user_is_told_once_and_needs_no_abort(how, code, words, a
     assert "Traceback" not in result.stderr
 
 
-@pytest.mark.parametrize(("how", "ranks", "code"), [
-    ("agree", 3, 0), ("ranks-leave-with-different-codes", 3, 1),
-    ("alone", 3, 0),  # what one rank does at the end keeps no other waiting
-    ("reporting-fails", 3, 70), ("unheard", 2, 70)])  # a failure that cannot be told
+@pytest.mark.parametrize(
+    ("how", "ranks", "code"),
+    [
+        ("agree", 3, 0),
+        ("ranks-leave-with-different-codes", 3, 1),
+        ("alone", 3, 0),  # what one rank does at the end keeps no other waiting
+        ("reporting-fails", 3, 70),
+        ("unheard", 2, 70),
+    ],
+)  # a failure that cannot be told
 def test_ends_without_a_block(how, ranks, code):
     assert launch(ranks, how).returncode == code
 
@@ -145,8 +160,9 @@ def up(num_ranks, how, folder):
 
 def is_hydra():
     """Whether the launcher is Hydra; Open MPI's answers Ctrl-C itself and has its own exit code."""
-    version = subprocess.run([find_launcher(), "--version"], capture_output=True, text=True,
-                             check=False)
+    version = subprocess.run(
+        [find_launcher(), "--version"], capture_output=True, text=True, check=False
+    )
     return "HYDRA" in version.stdout
 
 
@@ -155,8 +171,10 @@ needs_hydra = pytest.mark.skipif(
 )
 
 
-@pytest.mark.parametrize(("target", "sign"), [
-    ("launcher", signal.SIGINT), ("rank", signal.SIGINT), ("rank", signal.SIGTERM)])
+@pytest.mark.parametrize(
+    ("target", "sign"),
+    [("launcher", signal.SIGINT), ("rank", signal.SIGINT), ("rank", signal.SIGTERM)],
+)
 def test_a_signal_before_any_step_ends_the_job(target, sign, tmp_path):
     """It also holds while a rank waits in MPI."""
     with up(3, "busy", tmp_path) as (job, ranks):
@@ -171,9 +189,17 @@ def test_a_signal_before_any_step_ends_the_job(target, sign, tmp_path):
 
 
 @needs_hydra
-@pytest.mark.parametrize(("target", "sign"), [
-    ("launcher", signal.SIGINT), ("rank", signal.SIGINT), ("launcher", signal.SIGTERM),
-    ("rank", signal.SIGHUP), ("launcher", signal.SIGUSR1), ("rank", signal.SIGUSR1)])
+@pytest.mark.parametrize(
+    ("target", "sign"),
+    [
+        ("launcher", signal.SIGINT),
+        ("rank", signal.SIGINT),
+        ("launcher", signal.SIGTERM),
+        ("rank", signal.SIGHUP),
+        ("launcher", signal.SIGUSR1),
+        ("rank", signal.SIGUSR1),
+    ],
+)
 def test_a_signal_in_a_loop_stops_all_ranks_at_the_same_step(target, sign, tmp_path):
     with up(3, "stop", tmp_path) as (job, ranks):
         os.kill(job.process.pid if target == "launcher" else ranks[1], sign)
@@ -202,9 +228,19 @@ def test_only_a_second_ctrl_c_does_not_wait(tmp_path):
     assert "interrupted twice (SIGINT), rank 1 of 2" in line
 
 
-@pytest.mark.parametrize("how", ["busy", pytest.param("computing", marks=[
-    pytest.mark.slow,
-    fault(34, "kill -9 of the launcher and its daemon while ranks compute", None)])])
+@pytest.mark.parametrize(
+    "how",
+    [
+        "busy",
+        pytest.param(
+            "computing",
+            marks=[
+                pytest.mark.slow,
+                fault(34, "kill -9 of the launcher and its daemon while ranks compute", None),
+            ],
+        ),
+    ],
+)
 def test_ranks_whose_launcher_was_killed_end(how, tmp_path):
     """Hydra's proxy ends them; so does Open MPI for ranks that communicate, but not for others."""
     with up(2, how, tmp_path) as (job, ranks):
@@ -285,8 +321,10 @@ def test_a_rank_whose_mpi_cannot_be_loaded_ends_the_others(tmp_path):
     assert list((tmp_path / "tmp").iterdir()) == []
 
 
-SMALL = ("train --layers 2 --d-model 8 --heads 2 --seq-len 5 --batch-size 4 --sample-tokens 0"
-         " --num-microbatches 2 --steps 2 --layout tp=2 --data text.txt").split()
+SMALL = (
+    "train --layers 2 --d-model 8 --heads 2 --seq-len 5 --batch-size 4 --sample-tokens 0"
+    " --num-microbatches 2 --steps 2 --layout tp=2 --data text.txt"
+).split()
 
 
 @fault(5, "ranks with other flags", 69)

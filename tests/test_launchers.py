@@ -33,8 +33,9 @@ def test_console_script(tmp_path):
     assert_trained(result, tmp_path / "runs" / "0001")
 
 
-@pytest.mark.parametrize("ranks", [
-    2, *(pytest.param(ranks, marks=pytest.mark.slow) for ranks in (1, 3, 5))])
+@pytest.mark.parametrize(
+    "ranks", [2, *(pytest.param(ranks, marks=pytest.mark.slow) for ranks in (1, 3, 5))]
+)
 def test_any_number_of_ranks_gets_a_layout(ranks, tmp_path):
     words = [*SHORT, *TEXT, "--layers", "2", "--batch-size", "60"]
     result = run_ranks(ranks, [*PROGRAM, *words], LIMIT, environment(), tmp_path)

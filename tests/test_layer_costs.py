@@ -16,18 +16,26 @@ from mpipar.plan.measure import unit_memory
 from mpipar.plan.predict import predict
 
 EVERY_LAYER = [
-    ((1, 1, 1), 1, {}, "none"), ((1, 1, 4), 1, {"ffn_cut": "gather"}, "none"),
-    ((1, 1, 2), 1, {"ffn_cut": "reduce"}, "block"), ((1, 1, 2), 1, {"sequence_parallel": True},
-                                                     "attention"),
-    ((1, 1, 4), 1, RING, "block"), ((1, 1, 2), 2, LLAMA | {"sequence_parallel": True}, "none"),
-    ((1, 1, 4), 1, LLAMA, "block")]
+    ((1, 1, 1), 1, {}, "none"),
+    ((1, 1, 4), 1, {"ffn_cut": "gather"}, "none"),
+    ((1, 1, 2), 1, {"ffn_cut": "reduce"}, "block"),
+    ((1, 1, 2), 1, {"sequence_parallel": True}, "attention"),
+    ((1, 1, 4), 1, RING, "block"),
+    ((1, 1, 2), 2, LLAMA | {"sequence_parallel": True}, "none"),
+    ((1, 1, 4), 1, LLAMA, "block"),
+]
 
 
 def of_every_layer(layout, cp, settings, recompute):
     config = configure(layout, "1f1b", "pair")
     grid = replace(config.grid, cp=cp, cp_attention="ring" if cp > 1 else None)
-    return replace(config, grid=grid, memory=MemoryConfig(recompute), run=replace(
-        config.run, dtype="bfloat16"), model=replace(config.model, seq_len=24, **settings))
+    return replace(
+        config,
+        grid=grid,
+        memory=MemoryConfig(recompute),
+        run=replace(config.run, dtype="bfloat16"),
+        model=replace(config.model, seq_len=24, **settings),
+    )
 
 
 @pytest.mark.parametrize(("layout", "cp", "settings", "recompute"), EVERY_LAYER, ids=str)
@@ -42,14 +50,21 @@ def test_layers_say_every_barrier_of_the_passes(layout, cp, settings, recompute)
             q = len(prediction.groups[barrier.axis])
             phases = [barrier.phase] + ["recompute"] * (barrier.again and recompute == "block")
             for phase, operation in itertools.product(
-                    phases, KINDS[barrier.kind].operations if q > 1 else ()):
+                phases, KINDS[barrier.kind].operations if q > 1 else ()
+            ):
                 calls = barrier.calls(q) // len(KINDS[barrier.kind].operations)
-                said[barrier.axis, barrier.name, operation, phase,
-                     barrier.payload(sizes, q)] += times * calls
+                said[barrier.axis, barrier.name, operation, phase, barrier.payload(sizes, q)] += (
+                    times * calls
+                )
     for record in prediction.recorder.records:
         if record.mb == 1 and record.axis in ("tp", "cp", "kv"):
-            found[record.axis, family(record.name), record.operation, record.phase,
-                  record.payload_bytes] += 1
+            found[
+                record.axis,
+                family(record.name),
+                record.operation,
+                record.phase,
+                record.payload_bytes,
+            ] += 1
     assert said == found
     assert bool(found) == (layout != (1, 1, 1))
 
@@ -62,7 +77,8 @@ def test_layers_say_what_the_first_and_the_last_unit_keep(layout, cp, settings, 
     # There a unit's result belongs to it, here its input does.
     for place, cost, moved in ((0, entry, 1), (-1, head, -1)):
         assert memory["stash_bytes"][place] == (
-            value(cost.stash, sizes) + moved * value(stream, sizes))
+            value(cost.stash, sizes) + moved * value(stream, sizes)
+        )
         assert memory["kept_bytes"][place] == value(cost.kept, sizes)
 
 
@@ -72,8 +88,10 @@ def test_layers_say_the_flops_of_their_products(layout, cp, settings, recompute)
     config = of_every_layer(layout, cp, settings, recompute)
     units, sizes = formulas.units_of(config)
     times = [(1, units.entry), (config.model.layers, units.block), (1, units.head)]
-    flops, attention = (sum(count * value(getattr(cost, kind), sizes) for count, cost in times)
-                        for kind in ("flops", "attention"))
+    flops, attention = (
+        sum(count * value(getattr(cost, kind), sizes) for count, cost in times)
+        for kind in ("flops", "attention")
+    )
     counted = predict(config, 0).flops
     m = config.grid.num_microbatches
     assert counted["W"] == m * (flops - attention)
@@ -83,8 +101,12 @@ def test_layers_say_the_flops_of_their_products(layout, cp, settings, recompute)
 @pytest.mark.parametrize("ffn_cut", ["pair", "gather", "reduce"])
 def test_a_convnet_s_layers_say_the_flops_of_their_products(ffn_cut):
     config = configure((1, 1, 2), "1f1b", ffn_cut)
-    config = replace(config, model=ConvnetConfig(
-        layers=3, channels=7, ffn=11, classes=31, ffn_cut=ffn_cut, image_shape=(9, 8, 3)))
+    config = replace(
+        config,
+        model=ConvnetConfig(
+            layers=3, channels=7, ffn=11, classes=31, ffn_cut=ffn_cut, image_shape=(9, 8, 3)
+        ),
+    )
     (entry, blocks, head, _), sizes = formulas.units_of(config)
     flops = sum(value(cost.flops, sizes) for cost in (entry, *blocks, head))
     counted = predict(config, 0).flops

@@ -29,8 +29,10 @@ def loads(schedule, split, units):
     stages = [sum(units.blocks[a:b]) for a, b in itertools.pairwise(bounds)]
     stages[0] += units.entry
     stages[-1] += units.head
-    return [sum(stages[stage] for stage in schedule.stages_of(pp_rank))
-            for pp_rank in range(schedule.pp_size)]
+    return [
+        sum(stages[stage] for stage in schedule.stages_of(pp_rank))
+        for pp_rank in range(schedule.pp_size)
+    ]
 
 
 def every_split(layers, num_stages):
@@ -44,8 +46,10 @@ def balanced_and_best(schedule, units):
     split = balanced_layers(units, schedule.stages_by_rank)
     assert len(split) == schedule.num_stages
     assert sum(split) == len(units.blocks)
-    best = min(max(loads(schedule, other, units))
-               for other in every_split(len(units.blocks), schedule.num_stages))
+    best = min(
+        max(loads(schedule, other, units))
+        for other in every_split(len(units.blocks), schedule.num_stages)
+    )
     return split, max(loads(schedule, split, units)), best
 
 
@@ -80,11 +84,17 @@ def test_no_split_has_a_less_busy_busiest_rank(name, layers, head, pp_size):
             units = UnitFlops(entry, (10,) * layers, head)
             assert_no_split_is_better(schedule, units)
             assert balanced_layers(units, schedule.stages_by_rank) == counted_split(
-                units, schedule.stages_by_rank)
+                units, schedule.stages_by_rank
+            )
 
 
-@given(counts(max_p=3, max_m=6), st.integers(1, 7), st.integers(0, 9), st.integers(1, 9),
-       st.integers(0, 40))
+@given(
+    counts(max_p=3, max_m=6),
+    st.integers(1, 7),
+    st.integers(0, 9),
+    st.integers(1, 9),
+    st.integers(0, 40),
+)
 @settings(max_examples=150, deadline=None)
 def test_no_split_of_any_schedule_is_better(case, layers, entry, block, head):
     name, p, m, chunks = case
@@ -95,7 +105,10 @@ def test_no_split_of_any_schedule_is_better(case, layers, entry, block, head):
 
 BLOCKS = st.lists(st.integers(1, 30), min_size=1, max_size=7) | st.builds(
     lambda one, other, layers: ([one, other] * layers)[:layers],
-    st.integers(1, 30), st.integers(1, 30), st.integers(1, 7))
+    st.integers(1, 30),
+    st.integers(1, 30),
+    st.integers(1, 7),
+)
 UNITS = st.builds(UnitFlops, st.integers(0, 9), BLOCKS.map(tuple), st.integers(0, 40))
 
 
@@ -112,16 +125,24 @@ def test_no_split_of_unequal_blocks_is_better_by_a_block(case, units):
     schedule = make_schedule(name, p, m, min(chunks, 2) if name in LOOPED else None)
     split, busiest, best = balanced_and_best(schedule, units)
     assert busiest < best + max(units.blocks), split
-    assert busiest <= max(loads(schedule, splits.even_split(
-        units, list(dict.fromkeys(map(tuple, schedule.stages_by_rank)))), units))
+    assert busiest <= max(
+        loads(
+            schedule,
+            splits.even_split(units, list(dict.fromkeys(map(tuple, schedule.stages_by_rank)))),
+            units,
+        )
+    )
 
 
-@pytest.mark.parametrize(("name", "blocks", "expected"), [
-    ("1f1b", (1, 9) * 3, (3, 3)),
-    ("1f1b", (9, 9, 1, 1, 1, 1), (1, 5)),
-    ("1f1b", (1, 1, 1, 1, 9, 9), (5, 1)),
-    ("interleaved", (1, 1, 9, 9, 1, 1, 1, 1), (1, 2, 3, 2)),
-])
+@pytest.mark.parametrize(
+    ("name", "blocks", "expected"),
+    [
+        ("1f1b", (1, 9) * 3, (3, 3)),
+        ("1f1b", (9, 9, 1, 1, 1, 1), (1, 5)),
+        ("1f1b", (1, 1, 1, 1, 9, 9), (5, 1)),
+        ("interleaved", (1, 1, 9, 9, 1, 1, 1, 1), (1, 2, 3, 2)),
+    ],
+)
 def test_a_split_goes_by_the_costs_of_its_blocks(name, blocks, expected):
     schedule = make_schedule(name, 2, 4, 2 if name in LOOPED else None)
     assert balanced_layers(UnitFlops(0, blocks, 0), schedule.stages_by_rank) == expected
@@ -139,16 +160,19 @@ def test_a_split_that_ignores_costs_is_caught(monkeypatch):
         assert_no_split_is_better(make_schedule("1f1b", 2, 4), UnitFlops(0, (9, 9, 1, 1, 1, 1), 0))
 
 
-@pytest.mark.parametrize(("name", "pp_size", "layers", "expected"), [
-    ("1f1b", 4, 8, (2, 2, 2, 2)),
-    ("1f1b", 4, 6, (1, 2, 2, 1)),
-    ("zb-v", 2, 6, (2, 2, 1, 1)),
-    ("zb-v", 4, 8, (1,) * 8),
-    ("interleaved", 2, 6, (2, 2, 1, 1)),
-    ("dualpipe", 2, 6, (3, 3)),
-    ("dualpipe", 4, 7, (2, 2, 2, 1)),
-    ("zb-v", 3, 2, (0, 1, 1, 0, 0, 0)),
-])
+@pytest.mark.parametrize(
+    ("name", "pp_size", "layers", "expected"),
+    [
+        ("1f1b", 4, 8, (2, 2, 2, 2)),
+        ("1f1b", 4, 6, (1, 2, 2, 1)),
+        ("zb-v", 2, 6, (2, 2, 1, 1)),
+        ("zb-v", 4, 8, (1,) * 8),
+        ("interleaved", 2, 6, (2, 2, 1, 1)),
+        ("dualpipe", 2, 6, (3, 3)),
+        ("dualpipe", 4, 7, (2, 2, 2, 1)),
+        ("zb-v", 3, 2, (0, 1, 1, 0, 0, 0)),
+    ],
+)
 def test_default_splits_of_the_small_decoder(name, pp_size, layers, expected):
     """6 blocks of zb-v on two ranks: each has three.
 
@@ -165,11 +189,17 @@ def test_a_split_that_is_given_is_taken():
     assert models.layer_split(config, make_schedule("1f1b", 2, 8)) == (6, 0)
 
 
-@pytest.mark.parametrize(("one", "wider"), [
-    (DecoderConfig(layers=1, d_model=8, ffn=24, heads=2, seq_len=6, vocab_size=10),
-     {"vocab_size": 30}),
-    (ConvnetConfig(layers=1, channels=8, ffn=24, classes=10), {"classes": 30}),
-], ids=["decoder", "convnet"])
+@pytest.mark.parametrize(
+    ("one", "wider"),
+    [
+        (
+            DecoderConfig(layers=1, d_model=8, ffn=24, heads=2, seq_len=6, vocab_size=10),
+            {"vocab_size": 30},
+        ),
+        (ConvnetConfig(layers=1, channels=8, ffn=24, classes=10), {"classes": 30}),
+    ],
+    ids=["decoder", "convnet"],
+)
 def test_flops_of_units(one, wider):
     """A head costs in proportion to its classes; a decoder's block costs its products."""
     more = models.unit_flops(replace(one, **wider))
@@ -188,7 +218,10 @@ def test_every_block_is_in_exactly_one_stage():
     stages = [stage_parts(stage, split) for stage in range(3)]
     assert [block for blocks, _, _ in stages for block in blocks] == [0, 1, 2, 3, 4]
     assert [(first, last) for _, first, last in stages] == [
-        (True, False), (False, False), (False, True)]
+        (True, False),
+        (False, False),
+        (False, True),
+    ]
 
 
 def test_blocks_cost_in_proportion_to_their_flops(monkeypatch):

@@ -24,9 +24,15 @@ def known(**passes):
     """The cost model with blocks of tp 1, 2 and 4; passes: seconds of a forward by tp."""
     base = machine()
     units = base.units[0]
-    return replace(base, units=tuple(
-        replace(units, tp=tp, block=Passes(seconds, seconds, seconds))
-        for tp, seconds in zip((1, 2, 4), passes.get("seconds", (1e-3, 8e-4, 7e-4)), strict=True)))
+    return replace(
+        base,
+        units=tuple(
+            replace(units, tp=tp, block=Passes(seconds, seconds, seconds))
+            for tp, seconds in zip(
+                (1, 2, 4), passes.get("seconds", (1e-3, 8e-4, 7e-4)), strict=True
+            )
+        ),
+    )
 
 
 def configs(limit=None, num_microbatches=4):
@@ -57,6 +63,7 @@ def test_a_bound_above_the_step_would_lose_the_best_layout(monkeypatch):
     def longer(config, model):
         one = true(config, model)
         return one._replace(seconds=10.0) if one.config.grid == best.grid else one
+
     monkeypatch.setattr(choose_layout, "scheduled", longer)
     assert choose(configs(), known())[0].grid != best.grid
 
@@ -82,14 +89,18 @@ def axes_of(readings):
     return {(one.config.grid.dp, one.config.grid.pp, one.config.grid.tp) for one in readings}
 
 
-@pytest.mark.parametrize(("values", "ranks", "expected"), [
-    ({}, 4, {(4, 1, 1), (2, 2, 1), (1, 4, 1), (2, 1, 2), (1, 2, 2), (1, 1, 4)}),
-    ({"tp": 2}, 4, {(2, 1, 2), (1, 2, 2)}),
-    ({}, 3, {(1, 3, 1)}),  # three copies would need 24 rows, three tp ranks another model
-    ({"cp": 2}, 2, {(1, 1, 1)}),
-    ({"zero": 1}, 2, {(2, 1, 1)}),
-    ({"batch_size": 18, "num_microbatches": 2}, 3, {(3, 1, 1), (1, 3, 1)}),
-    ({"preset": "digits"}, 3, {(1, 1, 3)})])
+@pytest.mark.parametrize(
+    ("values", "ranks", "expected"),
+    [
+        ({}, 4, {(4, 1, 1), (2, 2, 1), (1, 4, 1), (2, 1, 2), (1, 2, 2), (1, 1, 4)}),
+        ({"tp": 2}, 4, {(2, 1, 2), (1, 2, 2)}),
+        ({}, 3, {(1, 3, 1)}),  # three copies would need 24 rows, three tp ranks another model
+        ({"cp": 2}, 2, {(1, 1, 1)}),
+        ({"zero": 1}, 2, {(2, 1, 1)}),
+        ({"batch_size": 18, "num_microbatches": 2}, 3, {(3, 1, 1), (1, 3, 1)}),
+        ({"preset": "digits"}, 3, {(1, 1, 3)}),
+    ],
+)
 def test_layouts_are_those_that_these_ranks_can_have(values, ranks, expected):
     reading = ParsedConfig(build(values), given=values, chooses_layout=True)
     assert axes_of(legal_layouts(reading, ranks)) == expected
@@ -98,10 +109,19 @@ def test_layouts_are_those_that_these_ranks_can_have(values, ranks, expected):
 
 
 def test_one_block_is_measured_for_each_number_of_rows_and_of_tp_ranks():
-    found = [(one.train.batch_size // one.grid.dp, one.grid.tp, one.model.layers, one.grid.dp)
-             for one in one_blocks(configs(), 4)]
-    assert found == [(1, 1, 1, 4), (1, 2, 1, 2), (1, 4, 1, 1), (2, 1, 1, 4), (2, 2, 1, 2),
-                     (4, 1, 1, 4), (4, 4, 1, 1)]
+    found = [
+        (one.train.batch_size // one.grid.dp, one.grid.tp, one.model.layers, one.grid.dp)
+        for one in one_blocks(configs(), 4)
+    ]
+    assert found == [
+        (1, 1, 1, 4),
+        (1, 2, 1, 2),
+        (1, 4, 1, 1),
+        (2, 1, 1, 4),
+        (2, 2, 1, 2),
+        (4, 1, 1, 4),
+        (4, 4, 1, 1),
+    ]
 
 
 def test_a_run_that_goes_on_keeps_what_was_chosen():
@@ -117,23 +137,32 @@ def test_a_run_that_goes_on_keeps_what_was_chosen():
 def test_only_train_chooses(tmp_path):
     for words in (("explain",), ("verify",)):
         assert "--layout auto: only mpipar train accepts it" in str(
-            refusal(*words, "--layout", "auto"))
+            refusal(*words, "--layout", "auto")
+        )
     (tmp_path / "job.toml").write_text('layout = "auto"\nlayers = 2\n')
     text = printed("train", "--config", tmp_path / "job.toml", "--print-config")
     assert "# --layout auto: training measures and chooses" in text
     text = printed("train", "--config", tmp_path / "job.toml", "--layout", "dp=1", "--print-config")
     assert "chooses" not in text
     (tmp_path / "axes.toml").write_text('layout = "pp=2"\nlayers = 2\n')
-    text = printed("train", "--config", tmp_path / "axes.toml", "--layout", "auto",
-                   "--print-config", ranks=1)
+    text = printed(
+        "train", "--config", tmp_path / "axes.toml", "--layout", "auto", "--print-config", ranks=1
+    )
     assert "pp = 1" in text
 
 
 def test_a_cost_model_without_a_choice_is_refused():
-    assert_refused(2, ["--machine machine.json with", "--layout auto"], "train", "--machine",
-                   "machine.json", ranks=2)
+    assert_refused(
+        2,
+        ["--machine machine.json with", "--layout auto"],
+        "train",
+        "--machine",
+        "machine.json",
+        ranks=2,
+    )
 
 
 def test_a_cost_model_is_read_even_where_one_layout_is_left(tmp_path):
-    assert_refused(65, ["none.json"], "train", "--layout", "auto", "--machine", "none.json",
-                   folder=tmp_path)
+    assert_refused(
+        65, ["none.json"], "train", "--layout", "auto", "--machine", "none.json", folder=tmp_path
+    )

@@ -66,7 +66,8 @@ def test_a_schedule_is_proved_and_timed(number, tmp_path):
     assert "WRONG" in check(number, "--file", path, code=EXIT_CHECK_FAILED)
     write_csv(make_schedule(right, p, 4), path)
     assert "microbatches: 4, asked for 8 -> WRONG" in check(
-        number, "--file", path, code=EXIT_CHECK_FAILED)
+        number, "--file", path, code=EXIT_CHECK_FAILED
+    )
     path.write_text("0F0,0B0\n1B0,1F0\n")
     assert "needs 1F0, which stands at" in check(number, "--file", path, code=EXIT_CHECK_FAILED)
     path.write_text("0F0,what\n")
@@ -93,12 +94,16 @@ def test_a_weight_gradient_is_judged_by_finite_differences(tmp_path, capsys):
         assert words in check("2c", "--file", path, code=EXIT_CHECK_FAILED)
 
 
-@pytest.mark.parametrize(("text", "said"), [
-    ("def backward_weight(:\n", ["my.py:1: invalid syntax"]),
-    ("x = 1\ny = x / 0\n", ["my.py:2: y = x / 0: ZeroDivisionError"]),
-    ("raise SystemExit(3)\n", ["my.py:1: raise SystemExit(3)"]),
-    ("backward_weight = 3\n", ["defines no backward_weight"]),
-    (LINEAR.replace("dw +=", "dw = dw + x +"), ["my.py:2: ", "ValueError"])])
+@pytest.mark.parametrize(
+    ("text", "said"),
+    [
+        ("def backward_weight(:\n", ["my.py:1: invalid syntax"]),
+        ("x = 1\ny = x / 0\n", ["my.py:2: y = x / 0: ZeroDivisionError"]),
+        ("raise SystemExit(3)\n", ["my.py:1: raise SystemExit(3)"]),
+        ("backward_weight = 3\n", ["defines no backward_weight"]),
+        (LINEAR.replace("dw +=", "dw = dw + x +"), ["my.py:2: ", "ValueError"]),
+    ],
+)
 def test_errors_of_a_readers_file_are_shown_with_their_line(tmp_path, text, said):
     (tmp_path / "my.py").write_text(text)
     assert_refused(EXIT_USAGE, said, "learn", "check", "2c", "--file", tmp_path / "my.py")
@@ -109,12 +114,12 @@ def test_a_made_trace_has_the_truth_that_is_planted(seed):
     """The findings of `mpipar trace` name it too."""
     planted = late_rank(seed)
     place, cause = planted.truth
-    finding, = planted.analysis.findings
+    (finding,) = planted.analysis.findings
     assert re.search(rf"\brank {place}\b", finding.text)
     assert check("11a", place, cause, "--seed", seed).endswith("11a: right\n")
     other = next(one for one in CAUSES if one != cause)
     assert "WRONG" in check("11a", place, other, "--seed", seed, code=EXIT_CHECK_FAILED)
-    truth, = pipeline_run(seed).truth
+    (truth,) = pipeline_run(seed).truth
     assert check("11c", truth, "--seed", seed).endswith("11c: right\n")
     other = next(one for one in SHAPES if one != truth)
     assert "WRONG" in check("11c", other, "--seed", seed, code=EXIT_CHECK_FAILED)
@@ -123,8 +128,13 @@ def test_a_made_trace_has_the_truth_that_is_planted(seed):
 def test_every_shape_of_a_pipeline_can_be_told():
     found = [pipeline_run(seed) for seed in range(9)]
     kinds = {one.truth[0]: [finding.kind for finding in one.analysis.findings] for one in found}
-    assert kinds == {"uneven": ["uneven stage"], "head": ["heavy head"], "link": ["slow link"],
-                     "schedule": ["one active rank"], "nothing": []}
+    assert kinds == {
+        "uneven": ["uneven stage"],
+        "head": ["heavy head"],
+        "link": ["slow link"],
+        "schedule": ["one active rank"],
+        "nothing": [],
+    }
 
 
 def test_a_trace_is_shown_with_the_exercise():
@@ -159,8 +169,9 @@ def test_an_exercise_says_how_it_is_answered(number):
 
 
 def test_tasks_are_plain_english():
-    found = [problem for one in EXERCISES.values()
-             for problem in clumsy_words(page_paragraphs(one.task))]
+    found = [
+        problem for one in EXERCISES.values() for problem in clumsy_words(page_paragraphs(one.task))
+    ]
     assert not found, "\n".join(found)
 
 
@@ -182,21 +193,31 @@ REFUSED = {
     "no word of the list": (["check", "9b", "cp"], ["type one of dp, pp, tp"]),
     "no letter": (["check", "6c", "m"], ["type one of a, b, c"]),
     "a file where words are asked for": (
-        ["check", "4a", "--file", "x"], ["not answered with a file"]),
+        ["check", "4a", "--file", "x"],
+        ["not answered with a file"],
+    ),
     "words where a file is asked for": (["check", "5b", "33"], ["answered with a", "leave 33"]),
     "no file": (["check", "5b", "--file", "none.csv"], ["cannot read none.csv", "No such file"]),
-    "no file, of a copy": (["check", "2c", "--file", "my file.py"], [
-        "--file my file.py: no such file; start from a copy: cp",
-        "mpipar/partition/column.py 'my file.py'"]),
-    "code without ranks": (["check", "6b", "--file", "x.py"], [
-        "6b runs on 2 ranks, but 1 was started", "mpiexec -n 2 mpipar learn check 6b --file x.py"]),
+    "no file, of a copy": (
+        ["check", "2c", "--file", "my file.py"],
+        [
+            "--file my file.py: no such file; start from a copy: cp",
+            "mpipar/partition/column.py 'my file.py'",
+        ],
+    ),
+    "code without ranks": (
+        ["check", "6b", "--file", "x.py"],
+        ["6b runs on 2 ranks, but 1 was started", "mpiexec -n 2 mpipar learn check 6b --file x.py"],
+    ),
     "a wrong rank and cause": (["check", "11a", "9", "sleep"], ["'9': not a rank", "not a cause"]),
     "a layout of other size": (["check", "15c", "tp=4"], ["has 4 ranks, but there are 8 devices"]),
     "a layout that is none": (["check", "15c", "tp=x"], ["'tp=x' is not understood"]),
     "a flag that is none": (["check", "15c", "tp=8 --fast"], ["--fast"]),
     "a quote that is open": (["check", "15c", "tp='8"], ["cannot be read"]),
-    "a seed of no trace": (["check", "4a", "8.3", "22", "--seed", "3"], [
-        "--seed 3: selects another trace in exercise 11a or 11c; leave it out"]),
+    "a seed of no trace": (
+        ["check", "4a", "8.3", "22", "--seed", "3"],
+        ["--seed 3: selects another trace in exercise 11a or 11c; leave it out"],
+    ),
     "a flag of other commands": (["ffn", "--steps", "3"], ["--steps"]),
 }
 
@@ -207,10 +228,14 @@ def test_a_mistake_is_named(case, tmp_path):
     assert_refused(EXIT_USAGE, said, "learn", *words, folder=tmp_path)
 
 
-@pytest.mark.parametrize(("words", "ranks", "said"), [
-    (["pipeline"], 4, "pipeline needs 2 ranks, but 4 were started"),
-    (["check", "6c"], 4, "6c runs on 2 ranks, but 4 were started"),
-    (["check", "3c", "--file", "x.py"], 3, "3c runs on 4 ranks, but 3 were started")])
+@pytest.mark.parametrize(
+    ("words", "ranks", "said"),
+    [
+        (["pipeline"], 4, "pipeline needs 2 ranks, but 4 were started"),
+        (["check", "6c"], 4, "6c runs on 2 ranks, but 4 were started"),
+        (["check", "3c", "--file", "x.py"], 3, "3c runs on 4 ranks, but 3 were started"),
+    ],
+)
 def test_a_wrong_number_of_ranks_is_named(words, ranks, said, tmp_path):
     assert_refused(EXIT_USAGE, [said], "learn", *words, ranks=ranks, folder=tmp_path)
 
@@ -237,9 +262,10 @@ def test_code_of_a_reader_runs_on_ranks(tmp_path):
     assert "6b: right" in on_two_ranks(tmp_path, *words)
     path.write_text(wrong[0][0])
     assert "the sum is missing" in on_two_ranks(tmp_path, *words, code=EXIT_CHECK_FAILED)
-    head = right[:right.index("def forward")]
+    head = right[: right.index("def forward")]
     path.write_text(
-        head + "def forward(*_, **__):\n    return 1 / 0\n" + right[right.index("def backward"):])
+        head + "def forward(*_, **__):\n    return 1 / 0\n" + right[right.index("def backward") :]
+    )
     said = on_two_ranks(tmp_path, *words, code=EXIT_USAGE)
     line = head.count("\n") + 2
     assert f"my_row.py:{line}: return 1 / 0: ZeroDivisionError" in said

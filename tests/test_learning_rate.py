@@ -15,9 +15,14 @@ from mpipar.train.optim import fall_start, learning_rate, of_new_length
 
 FALLING = ("cosine", "linear", "wsd")
 configs = st.builds(
-    TrainConfig, steps=st.integers(2, 400), warmup_steps=st.integers(0, 50),
-    lr=st.floats(1e-6, 10), min_lr_ratio=st.floats(0, 1), decay_ratio=st.floats(0.01, 1),
-    lr_schedule=st.sampled_from([*FALLING, "constant"]))
+    TrainConfig,
+    steps=st.integers(2, 400),
+    warmup_steps=st.integers(0, 50),
+    lr=st.floats(1e-6, 10),
+    min_lr_ratio=st.floats(0, 1),
+    decay_ratio=st.floats(0.01, 1),
+    lr_schedule=st.sampled_from([*FALLING, "constant"]),
+)
 
 
 def rates(config):
@@ -42,26 +47,39 @@ def test_the_peak_lasts_up_to_the_fall(config):
     found, start = rates(config), fall_start(config)
     if config.lr_schedule == "constant":
         start = config.steps
-    assert set(found[config.warmup_steps:start]) <= {config.lr}
+    assert set(found[config.warmup_steps : start]) <= {config.lr}
     if config.lr_schedule == "wsd":
         share = max(1, round(config.decay_ratio * config.steps))
         assert start == max(config.warmup_steps, config.steps - share)
 
 
-@pytest.mark.parametrize(("name", "left"), [
-    ("cosine", [0.5 * (1 + math.cos(math.pi * part)) for part in (0.25, 0.5, 0.75, 1)]),
-    ("linear", [0.75, 0.5, 0.25, 0]), ("constant", [1, 1, 1, 1]),
-    ("wsd", [1 - math.sqrt(part) for part in (0.25, 0.5, 0.75, 1)])])
+@pytest.mark.parametrize(
+    ("name", "left"),
+    [
+        ("cosine", [0.5 * (1 + math.cos(math.pi * part)) for part in (0.25, 0.5, 0.75, 1)]),
+        ("linear", [0.75, 0.5, 0.25, 0]),
+        ("constant", [1, 1, 1, 1]),
+        ("wsd", [1 - math.sqrt(part) for part in (0.25, 0.5, 0.75, 1)]),
+    ],
+)
 def test_formulas(name, left):
     """The last four steps of ten, from 2 down to 1."""
-    config = TrainConfig(steps=10, warmup_steps=0 if name == "wsd" else 6, lr=2.0,
-                         min_lr_ratio=0.5, lr_schedule=name, decay_ratio=0.4)
+    config = TrainConfig(
+        steps=10,
+        warmup_steps=0 if name == "wsd" else 6,
+        lr=2.0,
+        min_lr_ratio=0.5,
+        lr_schedule=name,
+        decay_ratio=0.4,
+    )
     assert rates(config)[6:] == pytest.approx([1 + one for one in left], rel=1e-15)
 
 
 def test_a_longer_run_with_wsd_keeps_the_rates_that_it_had():
-    short, long = (TrainConfig(steps=steps, lr_schedule="wsd", warmup_steps=3, decay_ratio=0.5)
-                   for steps in (20, 40))
+    short, long = (
+        TrainConfig(steps=steps, lr_schedule="wsd", warmup_steps=3, decay_ratio=0.5)
+        for steps in (20, 40)
+    )
     assert rates(short)[:10] == rates(long)[:10]
     assert rates(long)[10:20] == [short.lr] * 10
 
@@ -69,16 +87,22 @@ def test_a_longer_run_with_wsd_keeps_the_rates_that_it_had():
 def test_a_run_that_goes_on_keeps_its_schedule():
     saved = values_of(to_toml(changed(lr_schedule="wsd", decay_ratio=0.3)))
     (problem,) = resumed(reading_of("--lr-schedule", "cosine"), saved, 1).problems
-    assert problem == ("--lr-schedule cosine: can't change in a resumed run, which has wsd;"
-                       " leave --lr-schedule out, or start a new run")
+    assert problem == (
+        "--lr-schedule cosine: can't change in a resumed run, which has wsd;"
+        " leave --lr-schedule out, or start a new run"
+    )
     (problem,) = resumed(reading_of("--decay-ratio", "0.5"), saved, 1).problems
     assert "which has 0.3" in problem
     assert resumed(reading_of("--steps", "400"), saved, 1).config.train.decay_ratio == 0.3
 
 
-@pytest.mark.parametrize(("name", "text"), [
-    ("cosine", "the learning rate of each further step follows the schedule of the new length"),
-    ("constant", "the learning rate stays constant"),
-    ("wsd", "the learning rate stays at its peak up to step 80, then falls")])
+@pytest.mark.parametrize(
+    ("name", "text"),
+    [
+        ("cosine", "the learning rate of each further step follows the schedule of the new length"),
+        ("constant", "the learning rate stays constant"),
+        ("wsd", "the learning rate stays at its peak up to step 80, then falls"),
+    ],
+)
 def test_more_steps_are_explained(name, text):
     assert of_new_length(TrainConfig(steps=100, lr_schedule=name)) == text

@@ -80,8 +80,9 @@ def test_cut_mlp_of_the_docs_equals_the_whole_one(ranks):
     result = run_ranks(ranks, [sys.executable, str(EXAMPLE)], LIMIT, environment())
     assert largest_difference(result) <= 1e-12
     barriers = {line for line in result.stdout.splitlines() if line.startswith("all_reduce")}
-    assert barriers == ({f"all_reduce of mlp.{name} over tp" for name in ("up", "down")}
-                        if ranks > 1 else set())
+    assert barriers == (
+        {f"all_reduce of mlp.{name} over tp" for name in ("up", "down")} if ranks > 1 else set()
+    )
 
 
 def test_cut_mlp_without_its_sums_is_caught():

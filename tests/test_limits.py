@@ -31,7 +31,8 @@ def test_each_small_limit_of_a_process_is_named_with_a_cure(monkeypatch):
     limited(monkeypatch, RLIMIT_AS=300 * MIB, RLIMIT_NOFILE=12)
     assert limits.process_problems(TWO) == [
         "the limit of address space is 300 MiB, but 512 MiB are needed: ulimit -v unlimited",
-        "the limit of open files is 12, but 56 are needed: ulimit -n 1024"]
+        "the limit of open files is 12, but 56 are needed: ulimit -n 1024",
+    ]
 
 
 def test_what_mpi_needs_is_looked_at_where_ranks_share_a_host(monkeypatch, tmp_path):
@@ -52,26 +53,46 @@ def test_what_mpi_needs_is_looked_at_where_ranks_share_a_host(monkeypatch, tmp_p
 
 def test_a_start_with_few_open_files_says_so():
     words = f"ulimit -n 24; exec {' '.join(PROGRAM)} doctor"
-    block_of(run_command(["bash", "-c", words], LIMIT, environment()), 69,
-             "the limit of open files is 24, but 52 are needed: ulimit -n 1024")
+    block_of(
+        run_command(["bash", "-c", words], LIMIT, environment()),
+        69,
+        "the limit of open files is 24, but 52 are needed: ulimit -n 1024",
+    )
 
 
 def namespaces():
     """Whether a mount of this test's own is possible: of root, with unshare."""
-    return os.getuid() == 0 and shutil.which("unshare") and subprocess.run(
-        ["unshare", "-m", "true"], capture_output=True, check=False).returncode == 0
+    return (
+        os.getuid() == 0
+        and shutil.which("unshare")
+        and subprocess.run(["unshare", "-m", "true"], capture_output=True, check=False).returncode
+        == 0
+    )
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(("before", "said"), [
-    pytest.param(before, said, marks=fault(43, what, 69)) for what, before, said in (
-        ("ulimit -v 300000", "ulimit -v 300000", "the limit of address space is 293 MiB"),
-        ("ulimit -n 32", "ulimit -n 32", "the limit of open files is 32"),
-        ("ulimit -f 1000", "ulimit -f 1000", "the limit of file sizes and shared memory"),
-        ("/dev/shm of 64 KiB", "mount -t tmpfs -o size=64k tmpfs /dev/shm", "has 0.0625 MiB left"),
-        ("/dev/shm that cannot be written", "mount -t tmpfs -o ro tmpfs /dev/shm",
-         "/dev/shm can't be written to"),
-        ("a hidden /proc", "mount -t tmpfs tmpfs /proc", "/proc does not show this process"))])
+@pytest.mark.parametrize(
+    ("before", "said"),
+    [
+        pytest.param(before, said, marks=fault(43, what, 69))
+        for what, before, said in (
+            ("ulimit -v 300000", "ulimit -v 300000", "the limit of address space is 293 MiB"),
+            ("ulimit -n 32", "ulimit -n 32", "the limit of open files is 32"),
+            ("ulimit -f 1000", "ulimit -f 1000", "the limit of file sizes and shared memory"),
+            (
+                "/dev/shm of 64 KiB",
+                "mount -t tmpfs -o size=64k tmpfs /dev/shm",
+                "has 0.0625 MiB left",
+            ),
+            (
+                "/dev/shm that cannot be written",
+                "mount -t tmpfs -o ro tmpfs /dev/shm",
+                "/dev/shm can't be written to",
+            ),
+            ("a hidden /proc", "mount -t tmpfs tmpfs /proc", "/proc does not show this process"),
+        )
+    ],
+)
 def test_two_ranks_where_the_system_allows_too_little(before, said):
     """It is so for the ranks. A launcher may need more, and then says so in its own words."""
     mounts = before.startswith("mount")

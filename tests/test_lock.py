@@ -32,8 +32,7 @@ def winners(folder):
     """How many of several processes get the lock if they all ask at the same moment."""
     context = multiprocessing.get_context("fork")
     won, barrier = context.Queue(), context.Barrier(RACERS)
-    racers = [context.Process(target=race, args=(barrier, folder, won))
-              for _ in range(RACERS)]
+    racers = [context.Process(target=race, args=(barrier, folder, won)) for _ in range(RACERS)]
     for racer in racers:
         racer.start()
     first = won.get(timeout=LIMIT)
@@ -77,20 +76,31 @@ def test_a_lock_ends_with_its_job_and_says_who_has_it(tmp_path):
     assert lock.acquire(tmp_path, "two").note == ""
 
 
-@pytest.mark.parametrize(("facts", "environ", "answer", "why"), [
-    ({"started": 1}, {}, "", "its process is gone"),
-    ({}, {}, "", None),
-    (ELSEWHERE, {}, "", None),
-    (ELSEWHERE | {"slurm_job": "7"}, {}, "echo 7", None),
-    (ELSEWHERE | {"slurm_job": "7"}, {}, "echo 8", "SLURM job 7 is over"),
-    (ELSEWHERE | {"slurm_job": "7"}, {}, "echo Invalid job id specified >&2; exit 1",
-     "SLURM job 7 is over"),
-    (ELSEWHERE | {"slurm_job": "7"}, {}, "echo no controller >&2; exit 1", None),
-    (ELSEWHERE | {"slurm_job": "7"}, {"SLURM_CLUSTER_NAME": "other"}, "echo 8", None),
-    (ELSEWHERE | {"slurm_job": "7"}, {"SLURM_JOB_ID": "7", "SLURM_RESTART_COUNT": "1"}, "echo 7",
-     "SLURM has requeued this job"),
-    (ELSEWHERE | {"slurm_job": "7"}, {"SLURM_JOB_ID": "7"}, "echo 8", None),
-])
+@pytest.mark.parametrize(
+    ("facts", "environ", "answer", "why"),
+    [
+        ({"started": 1}, {}, "", "its process is gone"),
+        ({}, {}, "", None),
+        (ELSEWHERE, {}, "", None),
+        (ELSEWHERE | {"slurm_job": "7"}, {}, "echo 7", None),
+        (ELSEWHERE | {"slurm_job": "7"}, {}, "echo 8", "SLURM job 7 is over"),
+        (
+            ELSEWHERE | {"slurm_job": "7"},
+            {},
+            "echo Invalid job id specified >&2; exit 1",
+            "SLURM job 7 is over",
+        ),
+        (ELSEWHERE | {"slurm_job": "7"}, {}, "echo no controller >&2; exit 1", None),
+        (ELSEWHERE | {"slurm_job": "7"}, {"SLURM_CLUSTER_NAME": "other"}, "echo 8", None),
+        (
+            ELSEWHERE | {"slurm_job": "7"},
+            {"SLURM_JOB_ID": "7", "SLURM_RESTART_COUNT": "1"},
+            "echo 7",
+            "SLURM has requeued this job",
+        ),
+        (ELSEWHERE | {"slurm_job": "7"}, {"SLURM_JOB_ID": "7"}, "echo 8", None),
+    ],
+)
 def test_whether_the_owner_is_gone(facts, environ, answer, why, tmp_path, monkeypatch):
     (tmp_path / "bin").mkdir()
     squeue = tmp_path / "bin" / "squeue"
@@ -120,6 +130,7 @@ def test_a_lock_that_cannot_be_read_needs_take_over(text, tmp_path, monkeypatch)
 @contextlib.contextmanager
 def killed_starts(monkeypatch, **facts):
     """Inside, a start that takes over a lock is killed before it renames its own; `owner` says."""
+
     def killed(*_, **__):
         raise KeyboardInterrupt
 
@@ -173,8 +184,10 @@ def test_a_lock_that_was_taken_over_is_not_released_by_its_former_owner(tmp_path
 @fault(21, "two jobs on one run folder", 2)
 def test_two_starts_with_one_folder_at_once(text_folder):
     """Both have looked at the folder before either has made it."""
-    words = ("train --data text.txt --out run --schedule auto --layers 2 --d-model 8 --heads 2"
-             " --seq-len 5 --batch-size 4 --num-microbatches 2 --sample-tokens 4 --steps 60")
+    words = (
+        "train --data text.txt --out run --schedule auto --layers 2 --d-model 8 --heads 2"
+        " --seq-len 5 --batch-size 4 --num-microbatches 2 --sample-tokens 4 --steps 60"
+    )
     env = {**os.environ, **environment()}
     starts = [subprocess.Popen([*PROGRAM, *words.split()], cwd=text_folder, env=env, text=True,
                                stdout=subprocess.DEVNULL, stderr=subprocess.PIPE)

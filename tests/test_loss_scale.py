@@ -40,8 +40,10 @@ def test_types_with_the_range_of_float32_have_none():
 
 def steps(worker, count, first=1):
     rows = Rows(worker.ops, TOKENS, worker.config, worker.grid)
-    return [worker.train_step(step, lambda mb, step=step: rows.train(step, mb))
-            for step in range(first, first + count)]
+    return [
+        worker.train_step(step, lambda mb, step=step: rows.train(step, mb))
+        for step in range(first, first + count)
+    ]
 
 
 def masters(worker):
@@ -77,7 +79,8 @@ def test_skipped_steps_leave_weights_moments_and_adam_s_count_alone():
     assert 0 < count < 14
     assert skipped == [True] * count + [False] * (14 - count)
     assert [result.loss_scale for result in results] == [
-        2.0 ** (30 - min(i, count)) for i in range(14)]
+        2.0 ** (30 - min(i, count)) for i in range(14)
+    ]
     good = fresh(dtype="float16", loss_scale=2.0 ** (30 - count), lr=3e-3)
     assert (masters(good) == before).all()
     good.loss_scale.skipped = count  # the same learning rates and rows; Adam begins at 1

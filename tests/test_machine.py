@@ -113,10 +113,13 @@ def test_places_that_cannot_be_read_or_written(tmp_path):
 
 def test_an_estimate_says_whether_its_size_was_measured():
     known = machine()
-    for nbytes, us, outside in ((8, LATENCY_US, False), (1024, LATENCY_US, False),
-                                (2000, LARGE_US + 2000 * US_PER_BYTE, False),
-                                (4, LATENCY_US, True),
-                                (8 << 20, LARGE_US + (8 << 20) * US_PER_BYTE, True)):
+    for nbytes, us, outside in (
+        (8, LATENCY_US, False),
+        (1024, LATENCY_US, False),
+        (2000, LARGE_US + 2000 * US_PER_BYTE, False),
+        (4, LATENCY_US, True),
+        (8 << 20, LARGE_US + (8 << 20) * US_PER_BYTE, True),
+    ):
         guess = known.estimate("all-reduce", nbytes, 4)
         assert guess.seconds == pytest.approx(us * 1e-6)
         assert guess.extrapolated == outside, nbytes
@@ -128,7 +131,8 @@ def test_lines_through_times_end_in_the_time_of_the_larger_size():
     times = {200: 4e-6, 100: 1e-6, 400: 5e-6, 800: 2e-6}
     line = Curve.through("sending", "any two ranks", 2, times, 5)
     assert [(piece.latency_us, piece.us_per_byte) for piece in line.pieces] == [
-        pytest.approx(pair) for pair in ((0, 0.02), (3, 0.005), (5, 0))]
+        pytest.approx(pair) for pair in ((0, 0.02), (3, 0.005), (5, 0))
+    ]
     found = [line.estimate(size) for size in (150, 200, 400, 800, 1000)]
     assert [one.seconds * 1e6 for one in found] == pytest.approx([3, 4, 5, 5, 5])
     assert [one.extrapolated for one in found] == [False] * 4 + [True]
@@ -147,11 +151,14 @@ def test_links_compare_at_a_size_that_all_of_them_have():
     assert known.curve(HOP) == short
 
 
-@pytest.mark.parametrize(("operation", "ranks", "link", "message"), [
-    ("all-reduce", 8, None, "measured with 2 ranks (same node), 4 ranks (same node)"),
-    ("all-reduce", 2, "same socket", "no all-reduce of 2 ranks (same socket)"),
-    ("gather", 2, None, "not measured at all"),
-])
+@pytest.mark.parametrize(
+    ("operation", "ranks", "link", "message"),
+    [
+        ("all-reduce", 8, None, "measured with 2 ranks (same node), 4 ranks (same node)"),
+        ("all-reduce", 2, "same socket", "no all-reduce of 2 ranks (same socket)"),
+        ("gather", 2, None, "not measured at all"),
+    ],
+)
 def test_what_was_not_measured_is_refused(operation, ranks, link, message):
     with pytest.raises(UsageError) as raised:
         machine().estimate(operation, 8, ranks, link)
@@ -160,8 +167,12 @@ def test_what_was_not_measured_is_refused(operation, ranks, link, message):
 
 def test_products_are_interpolated_and_beyond_flagged():
     known = machine()  # 1 ns for each multiplication: exact at every shape
-    for shape, outside in (((32, 128, 32), False), ((64, 50, 100), False), ((32, 32, 1000), True),
-                           ((1, 32, 32), True)):
+    for shape, outside in (
+        ((32, 128, 32), False),
+        ((64, 50, 100), False),
+        ((32, 32, 1000), True),
+        ((1, 32, 32), True),
+    ):
         guess = known.product_seconds(*shape)
         assert guess.seconds == pytest.approx(1e-9 * np.prod(shape))
         assert guess.extrapolated == outside, shape
@@ -181,7 +192,8 @@ def test_a_step_of_replicas_is_passes_sums_and_update():
     assert found.update == pytest.approx(params * 2e-9)
     gradients = 4 * params  # a bucket is 4 MiB: more than any of the six units
     assert found.barriers == pytest.approx(
-        (5 * LARGE_US + gradients * US_PER_BYTE + 2 * LATENCY_US) * 1e-6, rel=1e-3)
+        (5 * LARGE_US + gradients * US_PER_BYTE + 2 * LATENCY_US) * 1e-6, rel=1e-3
+    )
     assert found.extrapolated == ()
     assert found.total == found.pipeline + found.barriers + found.update
 
@@ -189,13 +201,18 @@ def test_a_step_of_replicas_is_passes_sums_and_update():
 def test_the_first_blocks_of_each_stage_run_forward_again():
     """Of four blocks on two stages, --recompute-layers 1 makes the first and the third do it."""
     config = config_of(pp=2)
-    again = [replace(config, memory=replace(config.memory, recompute="block", recompute_layers=n))
-             for n in (1, None)]
+    again = [
+        replace(config, memory=replace(config.memory, recompute="block", recompute_layers=n))
+        for n in (1, None)
+    ]
     usual, first, every = (costs_of(machine(), one, 0) for one in (config, *again))
-    ran_again = [[i > once for i, once in zip(one.i, usual.i, strict=True)]
-                 for one in (first, every)]
-    assert ran_again == [[False, True, False, True, False, False],
-                         [False, True, True, True, True, False]]
+    ran_again = [
+        [i > once for i, once in zip(one.i, usual.i, strict=True)] for one in (first, every)
+    ]
+    assert ran_again == [
+        [False, True, False, True, False, False],
+        [False, True, True, True, True, False],
+    ]
     assert first.i[1] == pytest.approx(usual.i[1] + usual.f[1])
     assert (first.f, first.w) == (usual.f, usual.w)
 
@@ -231,17 +248,22 @@ def test_a_pipeline_is_not_faster_than_its_links():
     config = config_of(layers=4, num_microbatches=16, pp=2)
     config = replace(config, grid=replace(config.grid, schedule="gpipe"))
     message, us = 2 * 64 * 128 * 4, 0.2
-    slow, = [replace(curve, pieces=tuple(replace(piece, us_per_byte=us) for piece in curve.pieces))
-             for curve in machine().curves
-             if (curve.operation, curve.link) == ("latency", "between nodes")]
+    (slow,) = [
+        replace(curve, pieces=tuple(replace(piece, us_per_byte=us) for piece in curve.pieces))
+        for curve in machine().curves
+        if (curve.operation, curve.link) == ("latency", "between nodes")
+    ]
     others = [curve for curve in machine().curves if curve.operation != "latency"]
     cable = replace(machine(), curves=(slow, *others))
     asked = replace(cable, eager=(Eager("between nodes", message // 2),))
     assert [costs_of(one, config, message).is_rendezvous() for one in (cable, asked)] == [0, 1]
     for one in (cable, asked):
         assert step_estimate(one, config).pipeline > 2 * 16 * message * us * 1e-6
-    stream = replace(slow, operation="bandwidth", pieces=tuple(
-        replace(piece, us_per_byte=2 * us) for piece in slow.pieces))
+    stream = replace(
+        slow,
+        operation="bandwidth",
+        pieces=tuple(replace(piece, us_per_byte=2 * us) for piece in slow.pieces),
+    )
     streamed = costs_of(replace(cable, curves=(*cable.curves, stream)), config, message)
     assert streamed.hop() == pytest.approx(costs_of(cable, config, message).hop())
     assert streamed.time_on_link() == pytest.approx(stream.estimate(message).seconds)
@@ -252,8 +274,11 @@ def test_a_message_takes_a_share_of_its_senders_core():
     config, message = config_of(pp=2), 2 * 64 * 128 * 4
     busy = costs_of(machine(), config, message).time_on_link()
     for seconds, share in (({}, 0), ({8: 0.0, 2 * message: busy}, 0.5), ({8: 1.0, 9: 1.0}, 1)):
-        curves = [Curve.through(SENDING, link, 2, seconds, 1)
-                  for link in ("same node", "between nodes") if seconds]
+        curves = [
+            Curve.through(SENDING, link, 2, seconds, 1)
+            for link in ("same node", "between nodes")
+            if seconds
+        ]
         one = replace(machine(), curves=(*machine().curves, *curves))
         assert costs_of(one, config, message).sending == pytest.approx(share, rel=1e-3)
         found = step_estimate(one, config).pipeline - step_estimate(machine(), config).pipeline
@@ -268,15 +293,18 @@ def test_more_ranks_than_cores_share_them_and_the_prediction_says_so(path):
     assert shared.update == pytest.approx(2 * own.update)
     assert own.sharing == ""
     assert shared.sharing.startswith("4 ranks share 2 cores: in the prediction, ranks that")
-    dearer = replace(machine(), units=tuple(
-        replace(units, sharing=1.25) for units in machine().units))
+    dearer = replace(
+        machine(), units=tuple(replace(units, sharing=1.25) for units in machine().units)
+    )
     assert step_estimate(replace(dearer, cores=4), config) == own
     found = step_estimate(replace(dearer, cores=2), config)
     assert found.pipeline == pytest.approx(1.25 * shared.pipeline)
     assert found.update == pytest.approx(1.25 * shared.update)
     assert found.sharing.endswith(" equal shares, and passes take 1.25 times as much of a core")
-    piped = [step_estimate(replace(machine(), cores=cores), config_of(pp=4)).pipeline
-             for cores in (4, 2, 1)]
+    piped = [
+        step_estimate(replace(machine(), cores=cores), config_of(pp=4)).pipeline
+        for cores in (4, 2, 1)
+    ]
     assert piped[0] < piped[1] < piped[2] < 4 * piped[0]  # not all four compute all the time
     grid = config_of(dp=2, tp=2).grid
     assert [crowding(grid, cores) for cores in (1, 2, 4, 8)] == [2, 2, 1, 1]
@@ -305,14 +333,17 @@ def test_groups_that_are_not_the_world_disturb_each_other():
     together = step_estimate(known, config)
     assert known.contention_factor("iall-reduce") == 1.7
     assert together.barriers > 1.1 * alone.barriers
-    assert step_estimate(known, config_of(dp=4)).barriers == step_estimate(
-        replace(known, contention=()), config_of(dp=4)).barriers
+    assert (
+        step_estimate(known, config_of(dp=4)).barriers
+        == step_estimate(replace(known, contention=()), config_of(dp=4)).barriers
+    )
 
 
 def test_any_number_of_blocks_and_rows_that_were_not_measured():
     known = machine()
-    deep, usual, many = (step_estimate(known, one) for one in (
-        config_of(9), config_of(), config_of(rows=6)))
+    deep, usual, many = (
+        step_estimate(known, one) for one in (config_of(9), config_of(), config_of(rows=6))
+    )
     assert deep.pipeline - usual.pipeline == pytest.approx(4 * 5 * 3.5e-3)
     assert many.pipeline == pytest.approx(3 * usual.pipeline)
     assert usual.extrapolated == ()
@@ -339,13 +370,23 @@ def test_explain_prints_the_time_of_a_step(path):
     line = text.splitlines()[-1]
     assert line.startswith(f"predicted step: {expected.total * 1e3:.2f} ms = "), line
     assert f"{expected.update * 1e3:.2f} update" in line
-    more = printed("explain", "--layout", "dp=2", "--batch-size", "24", "--num-microbatches", "4",
-                   "--machine", path)
+    more = printed(
+        "explain",
+        "--layout",
+        "dp=2",
+        "--batch-size",
+        "24",
+        "--num-microbatches",
+        "4",
+        "--machine",
+        path,
+    )
     assert more.splitlines()[-1] == "extrapolated, not measured: passes of 3 row(s)"
 
 
-CHOOSE = ("--batch-size 8 --num-microbatches 4 --layers 4 --layout pp=2 "
-          "--schedule auto --machine").split()
+CHOOSE = (
+    "--batch-size 8 --num-microbatches 4 --layers 4 --layout pp=2 --schedule auto --machine"
+).split()
 
 
 def simulated(name, config):
@@ -363,29 +404,42 @@ def test_schedule_auto_chooses_by_the_cost_model(path):
     times = {name: f"{simulated(name, config) * 1e3:.1f} ms" for name in ("1f1b", chosen)}
     assert simulated(chosen, config) <= simulated("1f1b", config)
     for name, took in times.items():
-        line, = [line for line in text.splitlines() if line.startswith(f"{name} ")]
+        (line,) = [line for line in text.splitlines() if line.startswith(f"{name} ")]
         assert took in line
     assert f"one step of {chosen}" in text
 
 
 def test_training_takes_the_schedule_that_the_cost_model_chooses(path, tmp_path):
     known = re.search(r"auto: (\S+) has", printed("explain", *CHOOSE, path))[1]
-    done = mpipar("train", *CHOOSE, path, *TEXT, "--steps", 1, "--sample-tokens", 0,
-                  "--out", tmp_path / "run", ranks=2)
+    done = mpipar(
+        "train",
+        *CHOOSE,
+        path,
+        *TEXT,
+        "--steps",
+        1,
+        "--sample-tokens",
+        0,
+        "--out",
+        tmp_path / "run",
+        ranks=2,
+    )
     assert done.returncode == 0, done.tail()
     assert f'schedule = "{known}"' in (tmp_path / "run" / "config.toml").read_text()
-    assert_refused(2, ["use --schedule auto"],
-                   "train", *CHOOSE[:-3], "--machine", path, ranks=2)
+    assert_refused(2, ["use --schedule auto"], "train", *CHOOSE[:-3], "--machine", path, ranks=2)
     assert_refused(2, ["d_model 128 (not 64)"], "train", *CHOOSE, path, "--d-model", 64, ranks=2)
 
 
-@pytest.mark.parametrize(("words", "code", "message"), [
-    (["--layout", "dp=2,tp=2"], 2, "tp 1 (not 2)"),
-    (["--layout", "dp=8", "--batch-size", "64"], 2, "no iall-reduce of 8 ranks"),
-    (["--layout", "cp=2"], 2, "cp 2: a cost model has no passes on a part of the tokens"),
-    (["--d-model", "64"], 2, "d_model 128 (not 64)"),
-    (["--machine", "/missing.json"], 65, "/missing.json: No such file"),
-    (["--machine", ""], 2, "or a file that ends in .toml"),
-])
+@pytest.mark.parametrize(
+    ("words", "code", "message"),
+    [
+        (["--layout", "dp=2,tp=2"], 2, "tp 1 (not 2)"),
+        (["--layout", "dp=8", "--batch-size", "64"], 2, "no iall-reduce of 8 ranks"),
+        (["--layout", "cp=2"], 2, "cp 2: a cost model has no passes on a part of the tokens"),
+        (["--d-model", "64"], 2, "d_model 128 (not 64)"),
+        (["--machine", "/missing.json"], 65, "/missing.json: No such file"),
+        (["--machine", ""], 2, "or a file that ends in .toml"),
+    ],
+)
 def test_explain_says_what_the_cost_model_lacks(path, words, code, message):
     assert_refused(code, [message], "explain", "--machine", path, *words)

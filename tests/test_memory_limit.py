@@ -35,8 +35,13 @@ def test_a_layer_too_large_for_one_rank_names_a_layout_that_trains(tmp_path):
     text.write_text("A short text: its held-out end is read to the last row.\n" * 40)
     limited = (*WIDE, "--data", text, "--memory-limit", LIMIT)
     alone = mpipar("train", *limited, cwd=tmp_path)
-    block = block_of(alone, 69, "out of memory: optimizer (17144576,) float32", "wants 65.4 MiB",
-                     "gradients 65.4 MiB")
+    block = block_of(
+        alone,
+        69,
+        "out of memory: optimizer (17144576,) float32",
+        "wants 65.4 MiB",
+        "gradients 65.4 MiB",
+    )
     words, ranks = re.search(r"it fits with (--layout \S+) \(mpiexec -n (\d+);", block).groups()
     assert (words, ranks) == ("--layout dp=1,pp=1,tp=2", "2")
     done = mpipar("train", *limited, *words.split(), ranks=int(ranks), cwd=tmp_path).ended()
@@ -53,8 +58,7 @@ def test_a_context_too_long_for_its_ranks_names_what_makes_it_fit_on_them(tmp_pa
     limited = ("train", *words, "--data", text)
     block = block_of(mpipar(*limited, "--layout", "dp=4", ranks=4, cwd=tmp_path), 69)
     flags = re.search(r"on the same number of ranks it fits with (--layout [^(]+) \(", block)[1]
-    assert flags == ("--layout dp=1,pp=1,cp=4,tp=1 --zero 3 --zero-grads sharded"
-                     " --recompute block")
+    assert flags == ("--layout dp=1,pp=1,cp=4,tp=1 --zero 3 --zero-grads sharded --recompute block")
     done = mpipar(*limited, *flags.split(), ranks=4, cwd=tmp_path).ended()
     assert "held-out loss" in done.stdout
 
@@ -63,8 +67,11 @@ def test_a_pass_that_does_not_fit_names_the_layer(tmp_path):
     words = "--layers 6 --d-model 64 --heads 2 --seq-len 256 --batch-size 32 --num-microbatches 1"
     result = mpipar("train", *words.split(), "--steps", 1, "--memory-limit", 60 << 20, cwd=tmp_path)
     block = block_of(result, 69)
-    assert re.search(r"of block\d\.\S+ \(mpipar/\S+:\d+\), forward pass of stage 0, microbatch 0,"
-                     r" wants [\d.]+ MiB, but [\d.]+ \w+ are left", block), block
+    assert re.search(
+        r"of block\d\.\S+ \(mpipar/\S+:\d+\), forward pass of stage 0, microbatch 0,"
+        r" wants [\d.]+ MiB, but [\d.]+ \w+ are left",
+        block,
+    ), block
     assert "--layout dp=" in block
 
 
@@ -92,8 +99,11 @@ def test_what_the_error_itself_has_freed_is_not_said_to_have_been_left():
     config = resolve(limited(64 << 20), 1)[0]
     with pytest.raises(OutOfMemory) as caught, MemoryLimit(config, ops, Recorder()):
         [np.ones(40 << 20, np.uint8), np.ones(60 << 20, np.uint8)]
-    assert re.search(r"wants 60\.0 MiB, but [6-9]\d\.\d MiB are left \(by now; less when it was"
-                     r" requested\) of --memory-limit 67108864", str(caught.value)), caught.value
+    assert re.search(
+        r"wants 60\.0 MiB, but [6-9]\d\.\d MiB are left \(by now; less when it was"
+        r" requested\) of --memory-limit 67108864",
+        str(caught.value),
+    ), caught.value
 
 
 def test_products_take_one_thread_inside_the_limit():
@@ -109,8 +119,7 @@ def test_products_take_one_thread_inside_the_limit():
 def test_without_a_limit_the_array_is_named():
     ops = ops_module.make("cpu", "float32")
     message = r"\(1125899906842624,\) float32 .* wants 4194304.0 GiB"
-    with pytest.raises(OutOfMemory, match=message), \
-            MemoryLimit(limited(), ops, Recorder()):
+    with pytest.raises(OutOfMemory, match=message), MemoryLimit(limited(), ops, Recorder()):
         ops.empty((1 << 50,), label="weights")
 
 
@@ -128,18 +137,24 @@ def test_on_a_gpu_the_pool_gets_the_limit():
     error = MemoryError("Out of memory allocating 1,024 bytes (allocated so far: 700 bytes).")
     message = r"wants 1.0 KiB, but 300 B are left of --memory-limit 1000 "
     config, _ = resolve(limited(1000), 1)
-    with pytest.raises(OutOfMemory, match=message), \
-            MemoryLimit(config, SimpleNamespace(device="cuda", xp=cupy), Recorder()):
+    with (
+        pytest.raises(OutOfMemory, match=message),
+        MemoryLimit(config, SimpleNamespace(device="cuda", xp=cupy), Recorder()),
+    ):
         raise error
     assert limits == [1000, 0]
 
 
 def test_the_smallest_layout_that_fits_is_found():
-    config, _ = resolve(limited(
-        model=DecoderConfig(layers=1, d_model=256, heads=8, ffn=32768, seq_len=16),
-        train=TrainConfig(batch_size=4),
-        grid=GridConfig(dp=1, pp=1, tp=1, num_microbatches=1)), 1)
-    (grid, peak), = smallest_layouts(config, 100 << 20)
+    config, _ = resolve(
+        limited(
+            model=DecoderConfig(layers=1, d_model=256, heads=8, ffn=32768, seq_len=16),
+            train=TrainConfig(batch_size=4),
+            grid=GridConfig(dp=1, pp=1, tp=1, num_microbatches=1),
+        ),
+        1,
+    )
+    ((grid, peak),) = smallest_layouts(config, 100 << 20)
     assert (grid.dp, grid.pp, grid.tp) == (1, 1, 4)
     assert peak * memory_limit.HEADROOM <= 100 << 20
     assert smallest_layouts(config, 1 << 20) == []

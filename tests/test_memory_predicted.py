@@ -21,9 +21,13 @@ SHARE, LEAST_BYTES = 0.05, 1 << 20  # the larger of the two is how far a predict
 TINY = {"dp": 1, "pp": 1, "tp": 1, "batch_size": 16, "num_microbatches": 4}
 WIDE = TINY | {"layers": 2, "d_model": 256, "heads": 8, "seq_len": 128}
 CASES = {
-    "tiny": TINY, "rms": TINY | {"norm": "rms"}, "wide": WIDE,
-    "recompute": WIDE | {"recompute": "block"}, "bfloat16": TINY | {"dtype": "bfloat16"},
-    "sgd": TINY | {"optimizer": "sgd"}, "llama": TINY | {"arch": "llama"},
+    "tiny": TINY,
+    "rms": TINY | {"norm": "rms"},
+    "wide": WIDE,
+    "recompute": WIDE | {"recompute": "block"},
+    "bfloat16": TINY | {"dtype": "bfloat16"},
+    "sgd": TINY | {"optimizer": "sgd"},
+    "llama": TINY | {"arch": "llama"},
     "long": TINY | {"layers": 1, "seq_len": 512, "batch_size": 4},
 }
 
@@ -46,9 +50,14 @@ def measured(config) -> PeakMemory:
 USUAL = {("tiny", "numpy"), ("long", "numpy")}
 
 
-@pytest.mark.parametrize(("case", "kernels"), [
-    pytest.param(case, kernels, marks=() if (case, kernels) in USUAL else pytest.mark.slow)
-    for case in CASES for kernels in ops_module.KERNELS["cpu"]])
+@pytest.mark.parametrize(
+    ("case", "kernels"),
+    [
+        pytest.param(case, kernels, marks=() if (case, kernels) in USUAL else pytest.mark.slow)
+        for case in CASES
+        for kernels in ops_module.KERNELS["cpu"]
+    ],
+)
 def test_predicted_peak_is_the_measured_one(case, kernels):
     """Python's objects and those of Numba's compiler count apart."""
     if kernels == "numba" and not importlib.util.find_spec("numba"):
@@ -56,18 +65,32 @@ def test_predicted_peak_is_the_measured_one(case, kernels):
     config, _ = resolve(build(CASES[case] | {"kernels": kernels}), 1)
     predicted, found = predict(config, 0).peak_total, measured(config)
     assert abs(found.peak - predicted) <= max(SHARE * predicted, LEAST_BYTES), (
-        f"predicted {predicted / 2**20:.2f} MiB, measured {found.peak / 2**20:.2f} MiB")
+        f"predicted {predicted / 2**20:.2f} MiB, measured {found.peak / 2**20:.2f} MiB"
+    )
     assert found.objects > 0
 
 
 # Two blocks of which one pass of a simulated device takes seconds.
-ON_GPU = {"dp": 1, "pp": 1, "tp": 1, "layers": 2, "d_model": 64, "heads": 2, "seq_len": 32,
-          "batch_size": 8, "num_microbatches": 2, "device": "cuda"}
+ON_GPU = {
+    "dp": 1,
+    "pp": 1,
+    "tp": 1,
+    "layers": 2,
+    "d_model": 64,
+    "heads": 2,
+    "seq_len": 32,
+    "batch_size": 8,
+    "num_microbatches": 2,
+    "device": "cuda",
+}
 
 
 GPU_CASES = {
-    "sgd": {"optimizer": "sgd"}, "adamw": {}, "logits": {"vocab_size": 4999},
-    "long": {"layers": 1, "seq_len": 256}, "recompute": {"recompute": "block"},
+    "sgd": {"optimizer": "sgd"},
+    "adamw": {},
+    "logits": {"vocab_size": 4999},
+    "long": {"layers": 1, "seq_len": 256},
+    "recompute": {"recompute": "block"},
     "llama": {"arch": "llama"},
 }
 
@@ -126,17 +149,27 @@ def test_the_first_blocks_of_a_stage_alone_make_scores_again():
     values = TINY | {"layers": 4, "seq_len": 32, "recompute": "attention"}
     every, two, none = (
         unit_memory(resolve(build(values | more), 1)[0])["stash_bytes"][1:5]
-        for more in ({}, {"recompute_layers": 2}, {"recompute": "none"}))
+        for more in ({}, {"recompute_layers": 2}, {"recompute": "none"})
+    )
     assert max(every) < min(none)
     assert two == every[:2] + none[2:]
 
 
-@pytest.mark.parametrize(("values", "ranks", "who"), [
-    ({"cp": 2}, 2, "--cp-attention ring"), ({"cp": 2, "cp_attention": "ulysses"}, 2, None),
-    ({"device": "cuda"}, 1, "--kernels fused"), ({"device": "cuda", "head_dim": 136}, 1, None),
-    ({}, 1, None)])
+@pytest.mark.parametrize(
+    ("values", "ranks", "who"),
+    [
+        ({"cp": 2}, 2, "--cp-attention ring"),
+        ({"cp": 2, "cp_attention": "ulysses"}, 2, None),
+        ({"device": "cuda"}, 1, "--kernels fused"),
+        ({"device": "cuda", "head_dim": 136}, 1, None),
+        ({}, 1, None),
+    ],
+)
 def test_a_note_says_where_there_are_no_scores_to_make_again(values, ranks, who):
     config, _ = resolve(build({"recompute": "attention"} | values), ranks)
-    assert memory_notes(config) == ([] if who is None else [
-        f"--recompute attention: changes nothing, because {who} keeps no scores"])
+    assert memory_notes(config) == (
+        []
+        if who is None
+        else [f"--recompute attention: changes nothing, because {who} keeps no scores"]
+    )
     assert memory_notes(resolve(build(values), ranks)[0]) == []

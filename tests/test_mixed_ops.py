@@ -18,16 +18,24 @@ HALF_UNIT = {"bfloat16": 2.0**-8, "float16": 2.0**-11}  # largest relative error
 FLOAT32 = 2e-5
 # These read rounded results of other functions: they have errors of two or three roundings.
 FURTHER = {
-    "attention_backward_input": 4, "bias_forward residual": 2,
+    "attention_backward_input": 4,
+    "bias_forward residual": 2,
     # A product rounds, and so does each function behind it where no epilogue makes all of them.
-    "matmul_bias": 2, "matmul_bias residual": 3, "matmul_bias_gelu h": 2, "matmul_bias_gelu": 3,
+    "matmul_bias": 2,
+    "matmul_bias residual": 3,
+    "matmul_bias_gelu h": 2,
+    "matmul_bias_gelu": 3,
     "matmul_nt_gelu_backward": 2,
 }
 # Of the fused kernels: float32 results come from rounded operands, too.
 OPERANDS = {
     "bias_forward residual": 1,
-    "attention_forward y": 2, "attention_block_forward y": 1, "attention_merge y": 1,
-    "attention_delta": 1, "attention_block_backward dq": 2, "attention_block_backward dk": 2,
+    "attention_forward y": 2,
+    "attention_block_forward y": 1,
+    "attention_merge y": 1,
+    "attention_delta": 1,
+    "attention_block_backward dq": 2,
+    "attention_block_backward dk": 2,
     "attention_block_backward dv": 1,
 }
 
@@ -64,21 +72,43 @@ def check_every_function(ops, dtype, sizes, further=()):
         is_narrow = getattr(value, "dtype", None) == ops.dtype
         roundings = (FURTHER | dict(further)).get(name, 1 if is_narrow else 0)
         on_host = value if isinstance(value, float) else ops.to_host(value).astype(np.float64)
-        assert_close(on_host, expected[name],
-                     roundings * HALF_UNIT[dtype] + FLOAT32, name)
+        assert_close(on_host, expected[name], roundings * HALF_UNIT[dtype] + FLOAT32, name)
 
 
 def test_what_is_rounded_and_what_is_not(dtype):
     ops = make("cpu", dtype)
     results = call_every_op(ops)
-    wide = {name for name, value in results.items()
-            if not isinstance(value, float) and value.dtype == np.float32}
-    words = ("weight", "tn_add", " mean", "rstd", "sgd", "adamw", "combine", "scale",
-             "block", "merge", "delta", "router_forward", "choice", "balance", "loads", "excess",
-             "dots", "cross_entropy_forward")
+    wide = {
+        name
+        for name, value in results.items()
+        if not isinstance(value, float) and value.dtype == np.float32
+    }
+    words = (
+        "weight",
+        "tn_add",
+        " mean",
+        "rstd",
+        "sgd",
+        "adamw",
+        "combine",
+        "scale",
+        "block",
+        "merge",
+        "delta",
+        "router_forward",
+        "choice",
+        "balance",
+        "loads",
+        "excess",
+        "dots",
+        "cross_entropy_forward",
+    )
     others = ("_rows", "_order", " ids")  # of activations, and of integers
-    assert wide == {name for name in results if any(word in name for word in words)
-                    and not any(word in name for word in others)}
+    assert wide == {
+        name
+        for name in results
+        if any(word in name for word in words) and not any(word in name for word in others)
+    }
     assert (ops.dtype, ops.statistics) == (DTYPES[dtype], np.float32)
 
 

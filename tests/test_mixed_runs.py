@@ -14,8 +14,23 @@ from mpipar.plan.predict import predict
 
 SMALL = """--layers 2 --d-model 64 --seq-len 32 --log-interval 10 --sample-tokens 0
     --eval-tokens 1024""".split()
-TINY = ["--layers", 2, "--d-model", 16, "--heads", 2, "--seq-len", 8, "--batch-size", 8,
-        "--num-microbatches", 2, "--log-interval", 2, *TEXT]
+TINY = [
+    "--layers",
+    2,
+    "--d-model",
+    16,
+    "--heads",
+    2,
+    "--seq-len",
+    8,
+    "--batch-size",
+    8,
+    "--num-microbatches",
+    2,
+    "--log-interval",
+    2,
+    *TEXT,
+]
 HALF = ("bfloat16", "float16")
 # Nats between a 16-bit loss curve and float32's, while the loss falls by 2.5: the mean, and the
 # largest of all steps. The rate is a stable one. At the default rate this small model's loss has
@@ -33,6 +48,7 @@ def train(out, *words, ranks=2):
 @pytest.fixture(scope="module")
 def curve(tmp_path_factory):
     """A function: dtype -> (losses of 80 steps on two tensor-parallel ranks, console)."""
+
     @functools.cache
     def made(dtype):
         folder = tmp_path_factory.mktemp("runs") / dtype
@@ -65,21 +81,35 @@ def test_barrier_table_names_the_type_that_travels(curve, dtype):
 
 
 def test_skipped_steps_are_on_the_console_and_in_the_metrics(tmp_path):
-    text = train(tmp_path / "run", *TINY, "--steps", 30, "--dtype", "float16", "--layout", "pp=2",
-                 "--loss-scale", 2**30, "--loss-scale-interval", 1000)
+    text = train(
+        tmp_path / "run",
+        *TINY,
+        "--steps",
+        30,
+        "--dtype",
+        "float16",
+        "--layout",
+        "pp=2",
+        "--loss-scale",
+        2**30,
+        "--loss-scale-interval",
+        1000,
+    )
     lines = metrics(tmp_path / "run")
     skipped = [line for line in lines if line["skipped"]]
     assert 0 < len(skipped) < 30
     for i, line in enumerate(skipped):
         scale = 2.0 ** (30 - i)
         assert (line["step"], line["loss_scale"], line["grad_norm"]) == (i + 1, scale, None)
-        assert (f"step {i + 1}: a gradient overflowed in float16; every rank skipped the update,"
-                f" loss scale {scale:g} -> {scale / 2:g}\n") in text
+        assert (
+            f"step {i + 1}: a gradient overflowed in float16; every rank skipped the update,"
+            f" loss scale {scale:g} -> {scale / 2:g}\n"
+        ) in text
     assert text.count("every rank skipped") == len(skipped)
     assert "step  1/30 | loss" in text
     assert "| gnorm overflow | scale 1.07374e+09 |" in text
     assert f"| scale {2.0 ** (30 - len(skipped)):g} |" in text
-    assert all(line["grad_norm"] > 0 for line in lines[len(skipped):])
+    assert all(line["grad_norm"] > 0 for line in lines[len(skipped) :])
 
 
 @pytest.mark.slow
@@ -90,14 +120,41 @@ def test_weights_on_disk_are_the_float32_masters(tmp_path):
     rounded = [x.view(np.uint32) & 0xFFFF for x in found.values()]
     assert any(low.any() for low in rounded), "these were bfloat16 numbers"
     # Nothing is lost on the way in: a step with hardly any learning rate writes the same again.
-    train(tmp_path / "b", *TEXT, "--init-from", tmp_path / "a" / "weights", "--steps", 1, "--dtype",
-          "bfloat16", "--lr", "1e-30", "--batch-size", 8, "--num-microbatches", 2,
-          "--optimizer", "sgd", "--layout", "pp=2")
+    train(
+        tmp_path / "b",
+        *TEXT,
+        "--init-from",
+        tmp_path / "a" / "weights",
+        "--steps",
+        1,
+        "--dtype",
+        "bfloat16",
+        "--lr",
+        "1e-30",
+        "--batch-size",
+        8,
+        "--num-microbatches",
+        2,
+        "--optimizer",
+        "sgd",
+        "--layout",
+        "pp=2",
+    )
     again = weights(tmp_path / "b")
     assert all((again[name] == x).all() for name, x in found.items())
     for dtype in HALF:
-        text = alone("generate", tmp_path / "a", "--prompt", "The ", "--sample-tokens", 4,
-                     "--dtype", dtype, "--temperature", 0).ended()
+        text = alone(
+            "generate",
+            tmp_path / "a",
+            "--prompt",
+            "The ",
+            "--sample-tokens",
+            4,
+            "--dtype",
+            dtype,
+            "--temperature",
+            0,
+        ).ended()
         assert text.stdout.startswith("The ")
 
 
@@ -109,8 +166,9 @@ def test_verify_says_that_it_proves_the_layout_in_float64():
 
 
 def test_explain_states_the_type_of_each_barrier():
-    text = printed("explain", *TINY[:8], "--dtype", "bfloat16", "--layout", "dp=2,pp=2,tp=2",
-                   "--rank", 4)
+    text = printed(
+        "explain", *TINY[:8], "--dtype", "bfloat16", "--layout", "dp=2,pp=2,tp=2", "--rank", 4
+    )
     rows = [cells(line) for line in section(text, "phase  stage")]
     types = {row[7]: row[9] for row in rows}
     assert types["activations"] == types["head"] == "bfloat16"
@@ -134,6 +192,16 @@ def test_schedule_auto_counts_masters_and_wide_gradients(dtype, optimizer, per_p
 
 
 def test_schedule_auto_measures_a_hop_of_bfloat16(tmp_path):
-    text = train(tmp_path / "run", *TINY, "--steps", 2, "--dtype", "bfloat16", "--layout", "pp=2",
-                 "--schedule", "auto")
+    text = train(
+        tmp_path / "run",
+        *TINY,
+        "--steps",
+        2,
+        "--dtype",
+        "bfloat16",
+        "--layout",
+        "pp=2",
+        "--schedule",
+        "auto",
+    )
     assert "has the shortest simulated step" in text

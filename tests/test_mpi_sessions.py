@@ -13,8 +13,10 @@ SESSION_LIMIT = 1300.0  # seconds for one session: twice what the longest takes 
 TEST_LIMIT = 200.0  # seconds for one test inside; then every rank prints where it is, and all end
 MPI_FOLDER = REPOSITORY / "tests" / "mpi"
 # What four ranks run at once, as two do; a slow session of four ranks runs the other files.
-CORE = [MPI_FOLDER / f"test_{name}.py" for name in (
-    "broken_twins", "cuts", "equivalence", "every_schedule", "experts", "records")]
+CORE = [
+    MPI_FOLDER / f"test_{name}.py"
+    for name in ("broken_twins", "cuts", "equivalence", "every_schedule", "experts", "records")
+]
 
 
 def session_command(where: Iterable[Path | str], marked: str) -> list[str]:
@@ -35,8 +37,12 @@ def count(summary: str, word: str) -> int:
     return int(match[1]) if match else 0
 
 
-def check_session(num_ranks: int, *where: Path | str, test_limit: float = TEST_LIMIT,
-                  marked: str = "not slow and not alone"):
+def check_session(
+    num_ranks: int,
+    *where: Path | str,
+    test_limit: float = TEST_LIMIT,
+    marked: str = "not slow and not alone",
+):
     """Run one session; return (number passed, ["test - reason" of skips]); all else fails."""
     env = {"MPIPAR_TEST_LIMIT": str(test_limit)}
     result = run_ranks(num_ranks, session_command(where, marked), SESSION_LIMIT, env=env)
@@ -52,8 +58,9 @@ def check_session(num_ranks: int, *where: Path | str, test_limit: float = TEST_L
 
 
 @pytest.mark.timeout(SESSION_LIMIT + 30)
-@pytest.mark.parametrize("num_ranks", [
-    1, 2, *(pytest.param(size, marks=pytest.mark.slow) for size in (3, 4, 8))])
+@pytest.mark.parametrize(
+    "num_ranks", [1, 2, *(pytest.param(size, marks=pytest.mark.slow) for size in (3, 4, 8))]
+)
 def test_session(num_ranks, record_property):
     but = [f"--ignore={path}" for path in CORE] if num_ranks == 4 else []
     record_session(record_property, *check_session(num_ranks, MPI_FOLDER, *but))
@@ -147,9 +154,7 @@ def test_harness_catches(case, tmp_path):
 def test_harness_lets_pass(tmp_path):
     shutil.copy(MPI_FOLDER / "conftest.py", tmp_path)
     (tmp_path / "test_fine.py").write_text(
-        "import pytest\n"
-        "def test_a(): pass\n"
-        "def test_b(): pytest.skip('not today')\n"
+        "import pytest\ndef test_a(): pass\ndef test_b(): pytest.skip('not today')\n"
     )
     passed, skipped = check_session(2, tmp_path)
     assert passed == 1

@@ -62,21 +62,39 @@ def special_results(ops):
     out, probs = ops.attention_forward(q, k, v, np.arange(8), np.arange(8))
     logits, targets = x.reshape(16, 6).copy(), np.zeros(16, np.int64)
     loss, sums = ops.cross_entropy_combine(ops.cross_entropy_forward(logits, targets, 0, 6)[None])
-    state = [np.ones(96, ops.dtype), x.reshape(-1).copy(), np.zeros(96, ops.dtype),
-             np.zeros(96, ops.dtype)]
+    state = [
+        np.ones(96, ops.dtype),
+        x.reshape(-1).copy(),
+        np.zeros(96, ops.dtype),
+        np.zeros(96, ops.dtype),
+    ]
     ops.adamw_step(*state, **ADAMW | {"step": 1})
     return {
-        "gelu_forward": ops.gelu_forward(x), "gelu_backward": ops.gelu_backward_input(dy, x),
-        "layernorm_forward": y, "mean": mean, "rstd": rstd, "dw": dw, "db": db,
+        "gelu_forward": ops.gelu_forward(x),
+        "gelu_backward": ops.gelu_backward_input(dy, x),
+        "layernorm_forward": y,
+        "mean": mean,
+        "rstd": rstd,
+        "dw": dw,
+        "db": db,
         "layernorm_backward": ops.layernorm_backward_input(dy, x, one, mean, rstd),
-        "rmsnorm_forward": rms[0], "rms": rms[1], "rms_dw": rms_dw,
+        "rmsnorm_forward": rms[0],
+        "rms": rms[1],
+        "rms_dw": rms_dw,
         "rmsnorm_backward": ops.rmsnorm_backward_input(dy, x, one, rms[1]),
-        "attention_forward": out, "probs": probs,
-        "attention_backward": np.stack(ops.attention_backward_input(
-            dy.reshape(2, 8, 1, 6), q, k, v, probs, np.arange(8), np.arange(8))),
-        "loss": loss, "sums": sums,
+        "attention_forward": out,
+        "probs": probs,
+        "attention_backward": np.stack(
+            ops.attention_backward_input(
+                dy.reshape(2, 8, 1, 6), q, k, v, probs, np.arange(8), np.arange(8)
+            )
+        ),
+        "loss": loss,
+        "sums": sums,
         "dlogits": ops.cross_entropy_backward_input(logits, targets, sums, 0, 6, 1.0),
-        "adamw data": state[0], "adamw m": state[2], "adamw v": state[3],
+        "adamw data": state[0],
+        "adamw m": state[2],
+        "adamw v": state[3],
     }
 
 
@@ -140,8 +158,22 @@ def test_a_folder_that_was_named_stays(monkeypatch, tmp_path):
 
 @pytest.mark.numba
 def test_training_says_which_kernels_run(tmp_path):
-    argv = [sys.executable, "-m", "mpipar", "train", "--steps", "2", "--sample-tokens", "0",
-            "--kernels", "numba", "--data", "LICENSE", "--out", str(tmp_path / "run")]
+    argv = [
+        sys.executable,
+        "-m",
+        "mpipar",
+        "train",
+        "--steps",
+        "2",
+        "--sample-tokens",
+        "0",
+        "--kernels",
+        "numba",
+        "--data",
+        "LICENSE",
+        "--out",
+        str(tmp_path / "run"),
+    ]
     done = run_command(argv, timeout=100)
     assert done.returncode == 0, done.tail()
     assert "float32 on cpu, numba kernels" in done.stdout

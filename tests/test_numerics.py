@@ -31,8 +31,11 @@ IMPLEMENTATIONS = {
     "fused": lambda: make("cuda", "float32"),
     "fused in 16 bits": lambda: make("cuda", "bfloat16"),
 }
-MARKS = {"numba": [pytest.mark.numba], "fused": [pytest.mark.shim, pytest.mark.slow],
-         "fused in 16 bits": [pytest.mark.shim, pytest.mark.slow]}
+MARKS = {
+    "numba": [pytest.mark.numba],
+    "fused": [pytest.mark.shim, pytest.mark.slow],
+    "fused in 16 bits": [pytest.mark.shim, pytest.mark.slow],
+}
 TIMES = 4  # PyTorch's error, or a unit in the last place if that is more
 MOST = 128  # units in the last place of the largest term
 # What one rounding of a mean, of a score or of a sum of squares beyond float32 changes altogether.
@@ -43,7 +46,8 @@ ORDINARY = r"(?:1|4|beside 3|q 1 k 1|q 5 k 5|shuffled)(?: (?!alone|scores)|$)"
 LEFT_OUT = {("plain", "bias"), ("16 bits", "updates"), ("fused in 16 bits", "updates")}
 
 every = pytest.mark.parametrize(
-    "name", [pytest.param(name, marks=MARKS.get(name, ())) for name in IMPLEMENTATIONS])
+    "name", [pytest.param(name, marks=MARKS.get(name, ())) for name in IMPLEMENTATIONS]
+)
 
 
 @pytest.fixture
@@ -67,8 +71,10 @@ def bounds_of_torch(family, kind):
     """Name of a case -> result -> bound. What a rounding decides shares the worst of PyTorch's."""
     torch, bounds, worst = pytest.importorskip("torch"), {}, {}
     for name, case, exact in cases_of(family, kind):
-        errors = {key: error(x.detach().float().numpy(), exact[key], ALL[family].axis)
-                  for key, x in ALL[family].theirs(torch, case).items()}
+        errors = {
+            key: error(x.detach().float().numpy(), exact[key], ALL[family].axis)
+            for key, x in ALL[family].theirs(torch, case).items()
+        }
         bounds[name] = {key: TIMES * max(off, EPS[case.kind]) for key, off in errors.items()}
         if is_sensitive(family, name):
             worst = {key: max(most, worst.get(key, 0)) for key, most in bounds[name].items()}
@@ -139,13 +145,15 @@ def test_adamw_has_pytorchs_weights_over_several_steps(name, rng):
     data, m, v = rng.standard_normal(101), np.zeros(101), np.zeros(101)
     parameter = torch.nn.Parameter(torch.tensor(data))
     optimizer = torch.optim.AdamW(
-        [parameter], lr=0.03, betas=(0.8, 0.95), eps=1e-6, weight_decay=0.2)
+        [parameter], lr=0.03, betas=(0.8, 0.95), eps=1e-6, weight_decay=0.2
+    )
     for step in range(1, 6):
         grad = rng.standard_normal(101)
         parameter.grad = torch.tensor(grad)
         optimizer.step()
-        ops.adamw_step(data, grad, m, v, lr=0.03, beta1=0.8, beta2=0.95, eps=1e-6,
-                       weight_decay=0.2, step=step)
+        ops.adamw_step(
+            data, grad, m, v, lr=0.03, beta1=0.8, beta2=0.95, eps=1e-6, weight_decay=0.2, step=step
+        )
         assert_close(data, parameter.detach().numpy(), 1e-9, f"weights after step {step}")
 
 
@@ -167,10 +175,16 @@ def by_squares(self, x, w, b, eps, out=None):
     return (x - mean[..., None]) * rstd[..., None] * w + b, mean, rstd
 
 
-@pytest.mark.parametrize(("family", "function", "twin"), [
-    ("attention", "lowest", np.float32(-1e30)), ("loss", "lowest", np.float32(-1e30)),
-    ("loss", "cross_entropy_combine", by_one_number), ("swiglu", "swiglu_forward", by_tanh),
-    ("norms", "layernorm_forward", by_squares)])
+@pytest.mark.parametrize(
+    ("family", "function", "twin"),
+    [
+        ("attention", "lowest", np.float32(-1e30)),
+        ("loss", "lowest", np.float32(-1e30)),
+        ("loss", "cross_entropy_combine", by_one_number),
+        ("swiglu", "swiglu_forward", by_tanh),
+        ("norms", "layernorm_forward", by_squares),
+    ],
+)
 def test_a_broken_twin_is_seen(family, function, twin):
     ops = plain("float32")
     setattr(ops, function, twin.__get__(ops) if callable(twin) else twin)
@@ -179,8 +193,7 @@ def test_a_broken_twin_is_seen(family, function, twin):
 
 
 @pytest.mark.parametrize("size", [1e4, 1e10, 1e18])
-@pytest.mark.parametrize("name", [
-    "plain", "numpy", pytest.param("numba", marks=pytest.mark.numba)])
+@pytest.mark.parametrize("name", ["plain", "numpy", pytest.param("numba", marks=pytest.mark.numba)])
 def test_one_token_of_large_scores_sees_itself_alone(rng, name, size):
     """In float64: its probability is 1, if both directions make the same score."""
     ops = plain() if name == "plain" else make("cpu", "float64", kernels=name)
@@ -188,7 +201,8 @@ def test_one_token_of_large_scores_sees_itself_alone(rng, name, size):
     q, k, here = size * q, size * k, np.array([5])
     y, stats = ops.attention_block_forward(q, k, v, here, here)
     grads = ops.attention_block_backward(
-        dy, q, k, v, stats, ops.attention_delta(dy, y), q_pos=here, k_pos=here)
+        dy, q, k, v, stats, ops.attention_delta(dy, y), q_pos=here, k_pos=here
+    )
     assert np.array_equal(y, v)
     assert np.array_equal(grads[2], dy)
     assert np.abs(grads[0]).max() <= 1e-13 * size

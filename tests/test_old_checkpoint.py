@@ -33,9 +33,11 @@ def test_it_exports_the_weights_that_its_run_wrote(tmp_path):
         np.testing.assert_array_equal(found[name], array, err_msg=name)
 
 
-@pytest.mark.parametrize("layout", [
-    {"dp": 1}, {"dp": 1, "tp": 2}, {"dp": 1, "pp": 2}, {"dp": 2, "zero": 3}, {"dp": 1, "cp": 2}],
-    ids=str)
+@pytest.mark.parametrize(
+    "layout",
+    [{"dp": 1}, {"dp": 1, "tp": 2}, {"dp": 1, "pp": 2}, {"dp": 2, "zero": 3}, {"dp": 1, "cp": 2}],
+    ids=str,
+)
 def test_it_loads_onto_any_layout(layout):
     manifest = read_manifest(STEP)
     values = values_of(manifest.config) | {"pp": 1, "cp": 1, "tp": 1, "zero": 0} | layout
@@ -43,7 +45,8 @@ def test_it_loads_onto_any_layout(layout):
     config, _ = resolve(build(values), size)
     whole = {
         kind: {name: array for name, _, array in blocks(STEP, manifest, manifest.tensors, kind)}
-        for kind in manifest.kinds}
+        for kind in manifest.kinds
+    }
     seen = set()
     for worker in loaded(config, size, STEP):
         for flat in worker.flats:
@@ -54,6 +57,7 @@ def test_it_loads_onto_any_layout(layout):
                     inside = tuple(slice(0, stop - start) for start, stop in param.box)
                     shard[inside] = whole[kind][param.name][within(param.box, box)]
                     np.testing.assert_array_equal(
-                        held, shard.reshape(-1)[first:first + held.size], err_msg=param.name)
+                        held, shard.reshape(-1)[first : first + held.size], err_msg=param.name
+                    )
                     seen.add((kind, param.name))
     assert len(seen) == 3 * len(manifest.tensors)

@@ -13,8 +13,24 @@ FILE = REPOSITORY / "docs" / "examples" / "one_file.py"
 LAYOUTS = {"1,1,1": 1, "1,2,1": 2, "2,1,2": 4, "1,2,2": 4}
 QUICK = "1,1,1", "1,2,2"  # the slow tests run all
 STEPS = 3
-COMMON = ("--dtype", "float64", "--batch-size", 16, "--num-microbatches", 4, "--lr-schedule",
-          "constant", "--lr", 1e-3, "--clip", 0, "--eval-tokens", 64, "--sample-tokens", 0)
+COMMON = (
+    "--dtype",
+    "float64",
+    "--batch-size",
+    16,
+    "--num-microbatches",
+    4,
+    "--lr-schedule",
+    "constant",
+    "--lr",
+    1e-3,
+    "--clip",
+    0,
+    "--eval-tokens",
+    64,
+    "--sample-tokens",
+    0,
+)
 PROGRAM = """
 import json, runpy, sys
 file, layout, steps, weights = sys.argv[1:]
@@ -30,15 +46,20 @@ def reference(tmp_path_factory):
     """(a file of weights that have been trained for a step, the package's losses from there)."""
     folder = tmp_path_factory.mktemp("one_file")
     first, second = folder / "first", folder / "second"
-    for out, more in ((first, ("--steps", 1)),
-                      (second, ("--steps", STEPS, "--init-from", first / "weights"))):
+    for out, more in (
+        (first, ("--steps", 1)),
+        (second, ("--steps", STEPS, "--init-from", first / "weights")),
+    ):
         alone("train", "--out", out, *COMMON, *more).ended()
     return first / "weights" / "model.safetensors", [
-        line["loss"] for line in metrics(second) if "loss" in line]
+        line["loss"] for line in metrics(second) if "loss" in line
+    ]
 
 
-@pytest.mark.parametrize("layout", [pytest.param(
-    layout, marks=[pytest.mark.slow] * (layout not in QUICK)) for layout in LAYOUTS])
+@pytest.mark.parametrize(
+    "layout",
+    [pytest.param(layout, marks=[pytest.mark.slow] * (layout not in QUICK)) for layout in LAYOUTS],
+)
 def test_losses_are_those_of_the_package(reference, layout):
     weights, expected = reference
     program = [sys.executable, "-c", PROGRAM, str(FILE), layout, str(STEPS), str(weights)]

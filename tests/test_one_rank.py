@@ -25,15 +25,16 @@ WARNING = "mpipar: warning: MPI cannot be loaded ("
 SIZES = "--layers 2 --d-model 16 --heads 2 --seq-len 16 --batch-size 4".split()
 TRAIN = ("train", *SIZES, *TEXT, "--steps", "3", "--sample-tokens", "0")
 EXPLAIN = "explain --layout dp=2,tp=2 --num-microbatches 2"
-STEP = ("--layers 1 --d-model 16 --heads 2 --seq-len 8 --batch-size 2 --repeats 1"
-        " --no-compiled --sides own --json step.json")
+STEP = (
+    "--layers 1 --d-model 16 --heads 2 --seq-len 8 --batch-size 2 --repeats 1"
+    " --no-compiled --sides own --json step.json"
+)
 
 
 @pytest.fixture
 def nothing_installed(tmp_path):
     """The environment of a process whose mpi4py has no module MPI."""
-    (tmp_path / "sitecustomize.py").write_text(
-        "import sys\nsys.modules['mpi4py.MPI'] = None\n")
+    (tmp_path / "sitecustomize.py").write_text("import sys\nsys.modules['mpi4py.MPI'] = None\n")
     return {"PYTHONPATH": f"{tmp_path}:{REPOSITORY}"}
 
 
@@ -59,8 +60,15 @@ def test_training_computes_what_it_computes_with_a_library(tmp_path):
 
     result = alone("train", "--resume", "runs/0001", "--steps", "4", cwd=tmp_path / "without")
     assert "resumed after step 3" in result.stdout
-    result = alone("generate", "runs/0001", "--prompt", "The ", "--sample-tokens", "4",
-                   cwd=tmp_path / "without")
+    result = alone(
+        "generate",
+        "runs/0001",
+        "--prompt",
+        "The ",
+        "--sample-tokens",
+        "4",
+        cwd=tmp_path / "without",
+    )
     assert result.stdout.strip()
 
 
@@ -70,8 +78,7 @@ def test_verify_compares_and_doctor_says_that_there_is_no_library(tmp_path):
     assert " ".join(text.split()).count("MPI library none launcher none (one process)") == 1
 
 
-def test_a_library_that_is_not_installed_is_one_that_cannot_be_loaded(
-        tmp_path, nothing_installed):
+def test_a_library_that_is_not_installed_is_one_that_cannot_be_loaded(tmp_path, nothing_installed):
     result = alone(*TRAIN, env=nothing_installed, cwd=tmp_path)
     assert "install one with pip install '.[mpich]'" in result.stderr
     assert "held-out loss" in result.stdout
@@ -82,13 +89,19 @@ def test_what_needs_no_mpi_does_not_miss_it(tmp_path):
     assert (result.returncode, result.stderr) == (0, ""), result.tail()
 
 
-@pytest.mark.parametrize("bench", [
-    f"step {STEP}", "tiles --rows 16 --width 8 --seq-len 8 --heads 1 --repeats 1",
-    "matmul --tokens 8 --inner 8 --outer 8 --repeats 1"])
+@pytest.mark.parametrize(
+    "bench",
+    [
+        f"step {STEP}",
+        "tiles --rows 16 --width 8 --seq-len 8 --heads 1 --repeats 1",
+        "matmul --tokens 8 --inner 8 --outer 8 --repeats 1",
+    ],
+)
 def test_benchmarks_measure_one_rank(bench, tmp_path):
     name, *words = bench.split()
-    result = run_command([PROGRAM[0], "-m", f"bench.{name}", *words], LIMIT,
-                         environment(NOWHERE), tmp_path).ended()
+    result = run_command(
+        [PROGRAM[0], "-m", f"bench.{name}", *words], LIMIT, environment(NOWHERE), tmp_path
+    ).ended()
     assert "Traceback" not in result.stderr
     if name == "step":
         assert json.loads((tmp_path / "step.json").read_text())["machine"]["ranks"] == 1

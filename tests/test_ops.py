@@ -78,7 +78,8 @@ def test_norm_gradients(ops, rng, norm, names):
     x, dy = rng.standard_normal((3, 5, 7)) + 2.0, rng.standard_normal((3, 5, 7))
     params, grads = [rng.standard_normal(7) for _ in names], [np.ones(7) for _ in names]
     forward, backward_input, backward_weight = (
-        getattr(ops, f"{norm}_{part}") for part in ("forward", "backward_input", "backward_weight"))
+        getattr(ops, f"{norm}_{part}") for part in ("forward", "backward_input", "backward_weight")
+    )
 
     def loss():
         return float((forward(x, *params, 1e-3)[0] * dy).sum())
@@ -363,8 +364,7 @@ def turned(ops, x, positions, table, function="rope_forward"):
 def test_rope_gradient(ops, rng):
     x, dy = rng.standard_normal((2, 5, 3, 6)), rng.standard_normal((2, 5, 3, 6))
     positions, table = np.array([7, 0, 3, 4, 1]), rope_table(8, 6, 10.0, ())
-    numeric = numeric_gradient(
-        lambda: float((turned(ops, x, positions, table) * dy).sum()), x)
+    numeric = numeric_gradient(lambda: float((turned(ops, x, positions, table) * dy).sum()), x)
     dx = turned(ops, dy, positions, table, "rope_backward_input")
     assert_close(dx, numeric, DIFFERENCES, "dx")
     there = turned(ops, x, positions, table)
@@ -383,8 +383,10 @@ def test_rope_turns_number_i_with_number_i_of_the_second_half(ops):
 def test_scores_depend_on_distances_only(ops, rng):
     q, k = rng.standard_normal((2, 1, 4, 1, 8))
     table, places = rope_table(100, 8, 50.0, ()), np.array([0, 3, 4, 9])
-    scores = [np.einsum("bihd,bjhd->ij", *(turned(ops, x, places + shift, table) for x in (q, k)))
-              for shift in (0, 61)]
+    scores = [
+        np.einsum("bihd,bjhd->ij", *(turned(ops, x, places + shift, table) for x in (q, k)))
+        for shift in (0, 61)
+    ]
     assert_close(*scores, 1e-13, "scores")
 
 
@@ -393,8 +395,8 @@ def test_rows_may_have_positions_of_their_own(ops, rng):
     positions = rng.integers(0, 20, (3, 4))
     y = turned(ops, x, positions, table)
     for row in range(3):
-        expected = turned(plain(), x[row:row + 1], positions[row], table)
-        assert_close(y[row:row + 1], expected, 1e-15, f"row {row}")
+        expected = turned(plain(), x[row : row + 1], positions[row], table)
+        assert_close(y[row : row + 1], expected, 1e-15, f"row {row}")
 
 
 def test_frequencies_of_llama_3():

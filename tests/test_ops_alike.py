@@ -38,16 +38,26 @@ OTHERS = {"scalar", "reset_peak"}
 KERNELS = {"causal_softmax_forward", "causal_softmax_backward"}
 
 
-@pytest.mark.parametrize("name", [pytest.param(name, marks=pytest.mark.numba) if name == "numba"
-                                  else name for name in IMPLEMENTATIONS])
+@pytest.mark.parametrize(
+    "name",
+    [
+        pytest.param(name, marks=pytest.mark.numba) if name == "numba" else name
+        for name in IMPLEMENTATIONS
+    ],
+)
 def test_every_implementation_has_the_same_functions(monkeypatch, name):
     monkeypatch.setitem(sys.modules, "cupy", fake_cupy)
     ops = IMPLEMENTATIONS[name]()
     expected = {*FUNCTIONS, *MEMORY}
     missing = [one for one in expected if not callable(getattr(ops, one, None))]
     assert not missing
-    public = {one for one in dir(ops) if not one.startswith("_")
-              and callable(getattr(ops, one)) and not isinstance(getattr(ops, one), type)}
+    public = {
+        one
+        for one in dir(ops)
+        if not one.startswith("_")
+        and callable(getattr(ops, one))
+        and not isinstance(getattr(ops, one), type)
+    }
     more = public - expected - OTHERS - (KERNELS if isinstance(ops, Fused) else set())
     assert not more, "no line of the table"
 
@@ -92,7 +102,11 @@ def test_a_function_without_a_formula_is_named():
 
 def test_arguments_that_do_not_fit_a_line_are_refused():
     ops = make("cpu", "float32")
-    for call in (ops.gelu_forward, lambda: ops.gelu_forward(1, 2),
-                 lambda: ops.gelu_forward(y=1), lambda: ops.gelu_forward(1, x=1)):
+    for call in (
+        ops.gelu_forward,
+        lambda: ops.gelu_forward(1, 2),
+        lambda: ops.gelu_forward(y=1),
+        lambda: ops.gelu_forward(1, x=1),
+    ):
         with pytest.raises(TypeError, match=r"gelu_forward takes x\[\.\.\] -> y\[\.\.\]"):
             call()

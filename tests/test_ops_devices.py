@@ -23,10 +23,14 @@ def test_cuda_without_cupy_says_what_to_type(monkeypatch):
     assert caught.value.exit_code == EXIT_ENVIRONMENT
 
 
-@pytest.mark.parametrize("error", [
-    RuntimeError("cudaErrorNoDevice: no CUDA-capable device is detected"),
-    ImportError("libcublas.so.13: cannot open shared object file")],
-    ids=["driver", "library"])
+@pytest.mark.parametrize(
+    "error",
+    [
+        RuntimeError("cudaErrorNoDevice: no CUDA-capable device is detected"),
+        ImportError("libcublas.so.13: cannot open shared object file"),
+    ],
+    ids=["driver", "library"],
+)
 def test_cuda_without_a_gpu_says_what_to_type(monkeypatch, error):
     class Array:
         def __matmul__(self, other):
@@ -45,8 +49,13 @@ def test_nothing_is_computed_on_a_gpu_that_is_another_rank_s(monkeypatch):
     monkeypatch.setitem(sys.modules, "cupy", fake_cupy)
     monkeypatch.setattr(fake_cupy, "ones", lambda shape: done.append("compute") or ones(shape))
     monkeypatch.setattr(fake_cupy.cuda.runtime, "getDeviceCount", lambda: 4)
-    monkeypatch.setattr(fake_cupy.cuda, "Device", lambda number=0: types.SimpleNamespace(
-        use=lambda: done.append(number), compute_capability="90"))
+    monkeypatch.setattr(
+        fake_cupy.cuda,
+        "Device",
+        lambda number=0: types.SimpleNamespace(
+            use=lambda: done.append(number), compute_capability="90"
+        ),
+    )
     make("cuda", "bfloat16", host_rank=6)
     assert done == [2, "compute"]
 
@@ -70,8 +79,11 @@ def test_a_device_that_the_kernels_are_too_new_for_is_named(capability, fits):
 
 def test_messages_need_no_gpu_that_the_kernels_need(monkeypatch):
     monkeypatch.setitem(sys.modules, "cupy", fake_cupy)
-    monkeypatch.setattr(fake_cupy.cuda, "Device", lambda number=0: types.SimpleNamespace(
-        use=lambda: None, compute_capability="70"))
+    monkeypatch.setattr(
+        fake_cupy.cuda,
+        "Device",
+        lambda number=0: types.SimpleNamespace(use=lambda: None, compute_capability="70"),
+    )
     with pytest.raises(EnvironmentProblem, match=r"7\.0"):
         make("cuda", "float32")
     ops = session.make_ops("staged", "float32", 0)

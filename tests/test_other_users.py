@@ -60,8 +60,11 @@ def test_a_disk_that_shows_all_files_as_one_users_is_written(theirs, monkeypatch
 def everything(run):
     """All that a run writes, as the commands would report it."""
     found = {}
-    for name, write in {"log": lambda run: GrowingFile(run, "log.txt"),
-                        "result": lambda run: run_folder.write_result(run, {}), **WRITERS}.items():
+    for name, write in {
+        "log": lambda run: GrowingFile(run, "log.txt"),
+        "result": lambda run: run_folder.write_result(run, {}),
+        **WRITERS,
+    }.items():
         try:
             write(run)
         except (OutputError, PermissionError) as error:

@@ -127,8 +127,9 @@ def test_a_run_does_not_go_on_in_a_folder_with_planted_links(name, tmp_path, tex
     (tmp_path / "keys").write_text(CONTENT)
     (tmp_path / "run" / name).unlink()
     (tmp_path / "run" / name).symlink_to(tmp_path / "keys")
-    code, block = one_block(mpipar(*TINY, "--seq-len", 40, "--steps", 6, "--resume", "auto",
-                                   cwd=tmp_path))
+    code, block = one_block(
+        mpipar(*TINY, "--seq-len", 40, "--steps", 6, "--resume", "auto", cwd=tmp_path)
+    )
     assert (code, "Traceback" in block) == (74, False)
     assert f"{name} is a symbolic link" in block
     assert (tmp_path / "keys").read_text() == CONTENT
@@ -171,7 +172,7 @@ def test_damaged_lines_are_set_aside_and_the_checkpoint_decides(damage, name, tm
     content = b"".join([lines[0], DAMAGE[damage] + b"\n", *lines[2:]])
     (tmp_path / name).write_bytes(content)
     with at_once():
-        note, = run_folder.truncate_after(tmp_path, 4)
+        (note,) = run_folder.truncate_after(tmp_path, 4)
     assert "1 line damaged, the first is line 2" in note
     assert (tmp_path / name).read_bytes() == b"".join([lines[0], *lines[2:4]])
     assert (tmp_path / f"{name}.aside-1").read_bytes() == content
@@ -181,7 +182,7 @@ def test_a_file_without_ends_of_lines_is_not_read_to_its_end(tmp_path):
     (tmp_path / run_folder.METRICS).write_bytes(lines_of([1])[0])
     os.truncate(tmp_path / run_folder.METRICS, 1 << 42)
     with at_once():
-        note, = run_folder.truncate_after(tmp_path, 4)
+        (note,) = run_folder.truncate_after(tmp_path, 4)
     assert "line 2" in note
     assert (tmp_path / run_folder.METRICS).read_bytes() == lines_of([1])[0]
 
@@ -235,7 +236,8 @@ def test_a_run_folder_that_was_moved_is_said(tmp_path, text_folder):
     result = changed_in_step_3("os.rename('run', 'old')", tmp_path).ended()
     assert "WARNING: run is gone" in result.stdout
     assert "weights, checkpoints, metrics, report.html, config.toml and log.txt are in run\n" in (
-        result.stdout)
+        result.stdout
+    )
     assert [line["step"] for line in metrics(tmp_path / "run")] == [1, 2, 3, 4]
     assert (tmp_path / "run" / "log.txt").read_text() == result.stdout
     assert [step for step, _ in committed_steps(tmp_path / "old" / "checkpoints")] == [2]
@@ -250,10 +252,11 @@ def test_what_an_emptied_folder_has_lost_is_written_anew(victim):
     written = {"sources.json": b"{}", "config.toml": b"steps = 4", "weights/tokenizer.json": b"[]"}
     held = lock.acquire(run, "token")
     (run / "config.toml").write_bytes(b"changed")
-    said, = run_folder.keep(run, written, held, ())
+    (said,) = run_folder.keep(run, written, held, ())
     assert said.endswith(f"in {run}, and restored: sources.json, weights/tokenizer.json")
     assert {name: (run / name).read_bytes() for name in written} == written | {
-        "config.toml": b"changed"}
+        "config.toml": b"changed"
+    }
     assert run_folder.keep(run, written, held, ()) == []
     shutil.rmtree(run / "weights")
     (run / "weights").symlink_to(folder)
@@ -264,7 +267,8 @@ def test_what_an_emptied_folder_has_lost_is_written_anew(victim):
 @fault(55, "another job has the run folder's name while a run continues", 74)
 def test_a_folder_that_another_job_has_taken_is_not_written(tmp_path, text_folder):
     result = changed_in_step_3(
-        "os.rename('run', 'old'); os.mkdir('run'); open('run/lock', 'w').write('x')", tmp_path)
+        "os.rename('run', 'old'); os.mkdir('run'); open('run/lock', 'w').write('x')", tmp_path
+    )
     block_of(result, 74, "has the folder now")
     assert [path.name for path in (tmp_path / "run").iterdir()] == ["lock"]
 
@@ -272,7 +276,7 @@ def test_a_folder_that_another_job_has_taken_is_not_written(tmp_path, text_folde
 @fault(56, "checkpoints/ is replaced by a link while a run continues", 74)
 def test_checkpoints_behind_a_planted_link_are_not_deleted(victim):
     run, _, _ = victim
-    saver, = savers_of(workers_of(config_for(), 1), run / "checkpoints", keep=1)
+    (saver,) = savers_of(workers_of(config_for(), 1), run / "checkpoints", keep=1)
     saver.save(1)
     (run / "checkpoints").rename(run.parent / "theirs")
     (run.parent / "theirs" / "step-00000009.partial-1").mkdir()
@@ -280,13 +284,15 @@ def test_checkpoints_behind_a_planted_link_are_not_deleted(victim):
     with pytest.raises(OutputError, match="checkpoints is a symbolic link"):
         saver.save(2)
     assert {path.name for path in (run.parent / "theirs").iterdir()} == {
-        "step-00000001", "step-00000009.partial-1"}
+        "step-00000001",
+        "step-00000009.partial-1",
+    }
 
 
 def test_only_folders_of_checkpoints_are_deleted(victim):
     run, _, folder = victim
     inside = run / "checkpoints"
-    saver, = savers_of(workers_of(config_for(), 1), inside, keep=1)
+    (saver,) = savers_of(workers_of(config_for(), 1), inside, keep=1)
     saver.save(1)
     (inside / "step-00000001" / "notes.txt").write_text(CONTENT)
     for name in ("step-00000009.partial-1", ".trash-1"):
@@ -299,8 +305,13 @@ def test_only_folders_of_checkpoints_are_deleted(victim):
     saver.save(3)
     saver.finish()
     assert {path.name for path in inside.iterdir()} == {
-        "step-00000001", "step-00000009.partial-1", ".trash-1", ".trash-2",
-        "step-00000008.partial-2", "step-00000003"}
+        "step-00000001",
+        "step-00000009.partial-1",
+        ".trash-1",
+        ".trash-2",
+        "step-00000008.partial-2",
+        "step-00000003",
+    }
     (inside / "step-00000004").symlink_to(folder)
     saver.save(4)
     assert (inside / "step-00000004").is_dir()
@@ -333,6 +344,7 @@ def test_a_lock_that_is_no_file_is_refused(kind, take_over, victim):
 def test_no_lock_of_the_kernel_is_needed(tmp_path, monkeypatch):
     """A disk without them answers each with an error."""
     for name in ("flock", "lockf", "fcntl"):
+
         def refuse(*_, code=errno.ENOLCK):
             raise OSError(code, os.strerror(code))
 
@@ -343,7 +355,7 @@ def test_no_lock_of_the_kernel_is_needed(tmp_path, monkeypatch):
     new = lock.acquire(tmp_path, "two", take_over=True)
     held.release()
     assert lock.is_held(tmp_path)
-    saver, = savers_of(workers_of(config_for(), 1), tmp_path / "checkpoints")
+    (saver,) = savers_of(workers_of(config_for(), 1), tmp_path / "checkpoints")
     saver.save(1)
     checkpoint.save(fresh(), tmp_path / "weights")
     new.release()

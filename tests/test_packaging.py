@@ -18,8 +18,11 @@ INPUTS = ("setup.cfg", "pyproject.toml", "README.md", "LICENSE")
 
 def files_in(folder):
     """{path: bytes} of the files of a package, without compiled files."""
-    return {str(path.relative_to(folder)): path.read_bytes() for path in folder.rglob("*")
-            if path.is_file() and path.suffix != ".pyc"}
+    return {
+        str(path.relative_to(folder)): path.read_bytes()
+        for path in folder.rglob("*")
+        if path.is_file() and path.suffix != ".pyc"
+    }
 
 
 @pytest.fixture(scope="module")
@@ -30,9 +33,23 @@ def installed(tmp_path_factory):
         shutil.copy(REPOSITORY / name, sources)
     shutil.copytree(PACKAGE, sources / "mpipar", ignore=shutil.ignore_patterns("__pycache__"))
     result = run_command(
-        [sys.executable, "-m", "pip", "install", "--quiet", "--disable-pip-version-check",
-         "--no-index", "--no-deps", "--no-build-isolation", "--root-user-action=ignore",
-         "--target", target, sources], LIMIT)
+        [
+            sys.executable,
+            "-m",
+            "pip",
+            "install",
+            "--quiet",
+            "--disable-pip-version-check",
+            "--no-index",
+            "--no-deps",
+            "--no-build-isolation",
+            "--root-user-action=ignore",
+            "--target",
+            target,
+            sources,
+        ],
+        LIMIT,
+    )
     assert result.returncode == 0, result.tail()
     return target
 

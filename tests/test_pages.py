@@ -34,9 +34,22 @@ BLOCKS = [block for name, page in PAGES.items() for block in blocks_of(Path(name
 # What a reader writes into files before the commands of a page run.
 FILES = {name for page in PAGES.values() for name, _ in docs_commands.FILE.findall(page)}
 # Their commands run from top to bottom in an empty folder, as a reader types them.
-SESSIONS = [name for name in PAGES if name.startswith((
-    "docs/tour/", "docs/how-to/", "docs/questions", "docs/planning", "docs/failures",
-    "docs/interconnect", "docs/partitioning", "docs/schedules"))]
+SESSIONS = [
+    name
+    for name in PAGES
+    if name.startswith(
+        (
+            "docs/tour/",
+            "docs/how-to/",
+            "docs/questions",
+            "docs/planning",
+            "docs/failures",
+            "docs/interconnect",
+            "docs/partitioning",
+            "docs/schedules",
+        )
+    )
+]
 FENCE = re.compile(r"^ *```([^\n]*)\n(.*?)^ *```$", re.DOTALL | re.MULTILINE)
 README_COMMAND = re.compile(r"<!-- command: (\w+) -->\n```bash\n")
 
@@ -80,15 +93,25 @@ def test_pages_are_plain_english(name):
     assert not found, "\n".join(found)
 
 
-@pytest.mark.parametrize("page", [
-    "A run goes on.", "- one\n- a run goes\n  on", "[goes on](docs/map.md)", "# It goes on"])
+@pytest.mark.parametrize(
+    "page",
+    ["A run goes on.", "- one\n- a run goes\n  on", "[goes on](docs/map.md)", "# It goes on"],
+)
 def test_a_clumsy_word_is_found(page):
     assert len(clumsy_words(page_paragraphs(page))) == 1
 
 
-@pytest.mark.parametrize("page", [
-    "```\ngoes on\n```", "| goes on |", "`goes on`", "<!-- goes on -->", "![goes on](a.png)",
-    "It goes. On we go."])
+@pytest.mark.parametrize(
+    "page",
+    [
+        "```\ngoes on\n```",
+        "| goes on |",
+        "`goes on`",
+        "<!-- goes on -->",
+        "![goes on](a.png)",
+        "It goes. On we go.",
+    ],
+)
 def test_code_and_tables_do_not_count(page):
     assert not clumsy_words(page_paragraphs(page))
 
@@ -97,8 +120,12 @@ def test_every_scenario_has_a_command_and_an_answer():
     """The titles of the course's six cases stand word for word, and every row leads somewhere."""
     table = PAGES["docs/questions.md"].split("## Scenarios")[1].split("\n\n")[2]
     rows = [row.strip("| ").split(" | ") for row in table.splitlines()[2:]]
-    assert sum(title.startswith("[") and "](https://1cademy.com/node/" in title
-               for title, _, _ in rows) == 6
+    assert (
+        sum(
+            title.startswith("[") and "](https://1cademy.com/node/" in title for title, _, _ in rows
+        )
+        == 6
+    )
     for title, command, answer in rows:
         assert command_problem(command.strip("`")) is None, title
         assert re.search(r"\]\([\w/.#-]+\)", answer), title
@@ -109,8 +136,10 @@ def test_every_scenario_has_a_command_and_an_answer():
 
 def anchors(page):
     """The names that a page's headings can be linked by."""
-    return {re.sub(r"[^\w\- ]", "", title.lower()).replace(" ", "-")
-            for title in re.findall(r"^#+ (.*)$", page, re.MULTILINE)}
+    return {
+        re.sub(r"[^\w\- ]", "", title.lower()).replace(" ", "-")
+        for title in re.findall(r"^#+ (.*)$", page, re.MULTILINE)
+    }
 
 
 def broken_links(name, page):
@@ -171,8 +200,12 @@ def commands():
         blocks = [block for kind, block in FENCED.findall(page) if kind == "bash"]
         lines = [line for block in blocks for line in block.splitlines()]
         lines += re.findall(r"`((?:mpiexec|mpipar|python) [^`]*)`", NO_TEXT.sub("", page))
-        found += [(name, part.strip()) for line in lines
-                  for part in line.split("  #")[0].split(" && ") if part.strip()]
+        found += [
+            (name, part.strip())
+            for line in lines
+            for part in line.split("  #")[0].split(" && ")
+            if part.strip()
+        ]
     return found
 
 
@@ -211,8 +244,18 @@ def command_problem(command):
         given = {word.partition("=")[0] for word in words[3:] if word.startswith("--")}
         known = {flag for file in sources for flag in re.findall(r"--[\w-]+", file.read_text())}
         return f"no {words[2]}" if not sources else f"no {given}" if given - known else None
-    if program not in ("pip", "python", "python3", ".", "source", "sbatch", "bash", "mpipar",
-                         "find", "head"):
+    if program not in (
+        "pip",
+        "python",
+        "python3",
+        ".",
+        "source",
+        "sbatch",
+        "bash",
+        "mpipar",
+        "find",
+        "head",
+    ):
         return f"no program {program}"
     return None
 
@@ -222,11 +265,19 @@ def test_printed_commands_can_be_typed(name, command):
     assert command_problem(command) is None
 
 
-@pytest.mark.parametrize("command", [
-    "mpipar trian", "mpipar trace RUN", "mpiexec -n 4 mpipar train --made-up 3",
-    "mpipar schedule --pp four",
-    "python docs/made_up.py", "python -m bench.made_up", "python -m bench.matmul --made-up",
-    "mpirun -n 4 mpipar train"])
+@pytest.mark.parametrize(
+    "command",
+    [
+        "mpipar trian",
+        "mpipar trace RUN",
+        "mpiexec -n 4 mpipar train --made-up 3",
+        "mpipar schedule --pp four",
+        "python docs/made_up.py",
+        "python -m bench.made_up",
+        "python -m bench.matmul --made-up",
+        "mpirun -n 4 mpipar train",
+    ],
+)
 def test_a_command_that_cannot_be_typed_is_found(command):
     assert command_problem(command)
 
@@ -241,10 +292,15 @@ def blocks_without_a_test(name, page, sessions=SESSIONS):
     if name == "README.md":
         steps = (REPOSITORY / ".ci" / "run").read_text()
         own = README_COMMAND.sub(
-            lambda found: "```bash not-run\n" if f"'readme {found[1]}'" in steps else found[0], own)
-    return [text for info, text in FENCE.findall(own)
-            if info.startswith(("bash", "sh", "console")) and info != "bash not-run"
-            and not (info == "bash" and f"\n```bash\n{text}" in own and name in sessions)]
+            lambda found: "```bash not-run\n" if f"'readme {found[1]}'" in steps else found[0], own
+        )
+    return [
+        text
+        for info, text in FENCE.findall(own)
+        if info.startswith(("bash", "sh", "console"))
+        and info != "bash not-run"
+        and not (info == "bash" and f"\n```bash\n{text}" in own and name in sessions)
+    ]
 
 
 @pytest.mark.parametrize("name", PAGES)
@@ -253,30 +309,49 @@ def test_commands_run_or_are_marked(name):
     assert not found, f"run them (SESSIONS), or mark them `bash not-run`:\n{''.join(found)}"
 
 
-@pytest.mark.parametrize(("name", "page"), [
-    ("docs/speed.md", "```bash\nls\n```"), ("README.md", "\n```bash\nls\n```"),
-    ("README.md", "<!-- command: gone -->\n```bash\nls\n```"),
-    ("docs/tour/01.md", "\n```bash notrun\nls\n```"), ("docs/tour/01.md", "\n```shell\nls\n```"),
-    ("docs/tour/01.md", "- a list\n\n  ```bash\n  ls\n  ```")])
+@pytest.mark.parametrize(
+    ("name", "page"),
+    [
+        ("docs/speed.md", "```bash\nls\n```"),
+        ("README.md", "\n```bash\nls\n```"),
+        ("README.md", "<!-- command: gone -->\n```bash\nls\n```"),
+        ("docs/tour/01.md", "\n```bash notrun\nls\n```"),
+        ("docs/tour/01.md", "\n```shell\nls\n```"),
+        ("docs/tour/01.md", "- a list\n\n  ```bash\n  ls\n  ```"),
+    ],
+)
 def test_commands_that_nothing_runs_are_found(name, page):
     assert blocks_without_a_test(name, page, ["docs/tour/01.md"])
 
 
-@pytest.mark.parametrize(("name", "page"), [
-    ("docs/speed.md", "```bash not-run\nls\n```"), ("docs/tour/01.md", "\n```bash\nls\n```"),
-    ("docs/speed.md", "<!-- run: ls -->\n```bash\nls\n```\n<!-- end -->"),
-    ("README.md", "<!-- command: test -->\n```bash\nls\n```"),
-    ("docs/speed.md", "```text\nls\n```")])
+@pytest.mark.parametrize(
+    ("name", "page"),
+    [
+        ("docs/speed.md", "```bash not-run\nls\n```"),
+        ("docs/tour/01.md", "\n```bash\nls\n```"),
+        ("docs/speed.md", "<!-- run: ls -->\n```bash\nls\n```\n<!-- end -->"),
+        ("README.md", "<!-- command: test -->\n```bash\nls\n```"),
+        ("docs/speed.md", "```text\nls\n```"),
+    ],
+)
 def test_commands_that_run_or_are_marked_are_not_found(name, page):
     assert blocks_without_a_test(name, page, ["docs/tour/01.md"]) == []
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("command", sorted({
-    command for name, command in commands() if "machine.json" not in command
-    and " --html " not in command  # tests/test_explorer.py
-    and (name not in SESSIONS or command not in docs_commands.typed(PAGES[name]))
-    and command.startswith(("mpipar schedule ", "mpipar explain "))}))
+@pytest.mark.parametrize(
+    "command",
+    sorted(
+        {
+            command
+            for name, command in commands()
+            if "machine.json" not in command
+            and " --html " not in command  # tests/test_explorer.py
+            and (name not in SESSIONS or command not in docs_commands.typed(PAGES[name]))
+            and command.startswith(("mpipar schedule ", "mpipar explain "))
+        }
+    ),
+)
 def test_commands_without_mpi_run(command, tmp_path, monkeypatch, capsys):
     monkeypatch.chdir(tmp_path)
     session = Session(Launcher("none", 0, 1, 0, 1))
@@ -288,8 +363,11 @@ def test_commands_without_mpi_run(command, tmp_path, monkeypatch, capsys):
 @pytest.mark.parametrize("name", SESSIONS)
 def test_commands_of_a_page_do_what_it_shows(name):
     page = PAGES[name]
-    codes = {block.words: int(block.options.get("exit", 0))
-             for block in blocks_of(Path(name), page) if block.kind == "run"}
+    codes = {
+        block.words: int(block.options.get("exit", 0))
+        for block in blocks_of(Path(name), page)
+        if block.kind == "run"
+    }
     with contextlib.closing(docs_commands.Workplace(page)) as workplace:
         for command in docs_commands.typed(page):
             code, output = workplace.run(command)
@@ -300,8 +378,16 @@ def test_commands_of_a_page_do_what_it_shows(name):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("file", sorted({block.words for block in BLOCKS if block.kind == "measured"
-                                         and measured.is_quick(REPOSITORY / block.words)}))
+@pytest.mark.parametrize(
+    "file",
+    sorted(
+        {
+            block.words
+            for block in BLOCKS
+            if block.kind == "measured" and measured.is_quick(REPOSITORY / block.words)
+        }
+    ),
+)
 def test_measured_commands_still_run(file):
     with contextlib.closing(docs_commands.Workplace()) as workplace:
         for row in measured.rows_of(REPOSITORY / file):
@@ -313,8 +399,18 @@ def test_measured_commands_still_run(file):
 def test_the_output_in_the_readme_is_what_train_prints(tmp_path):
     """All of it but figures of time and loss: the same lines, other digits in their last part."""
     (block,) = [text for kind, text in FENCED.findall(README) if kind == "text"]
-    result = mpipar("train", "--steps", 1, "--log-interval", 1, "--sample-tokens", 0,
-                    "--out", tmp_path / "run", ranks=4)
+    result = mpipar(
+        "train",
+        "--steps",
+        1,
+        "--log-interval",
+        1,
+        "--sample-tokens",
+        0,
+        "--out",
+        tmp_path / "run",
+        ranks=4,
+    )
     assert result.returncode == 0, result.tail()
 
     def form(line):
@@ -325,5 +421,5 @@ def test_the_output_in_the_readme_is_what_train_prints(tmp_path):
     timeless = {" ".join(line.split()) for line in result.stdout.splitlines()}
     missing = [line for line in block.splitlines() if line != "..." and form(line) not in printed]
     assert not missing, result.stdout
-    start = block[:block.index("step 300")].replace("vm", socket.gethostname())
+    start = block[: block.index("step 300")].replace("vm", socket.gethostname())
     assert {" ".join(line.split()) for line in start.splitlines()} - {"..."} <= timeless

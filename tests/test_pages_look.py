@@ -48,6 +48,7 @@ each_page = pytest.mark.parametrize("write", PAGES.values(), ids=PAGES)
 @pytest.fixture
 def shown(window, tmp_path):
     """Open the page that a function writes; afterwards the console must be empty."""
+
     def load(write, **options):
         window.open(write(tmp_path, **options))
         window.run("return typeof ready === 'undefined' || ready")
@@ -87,8 +88,9 @@ def test_nothing_is_fetched_and_both_themes_are_drawn(write, shown, pictures):
     page.prefer("light")
     for expected in ("light", "dark", "system"):
         page.click("#theme")
-        assert page.run("return [find('theme').textContent, document.documentElement.dataset.theme"
-                        " ?? 'system']") == [f"theme: {expected}", expected]
+        assert page.run(
+            "return [find('theme').textContent, document.documentElement.dataset.theme ?? 'system']"
+        ) == [f"theme: {expected}", expected]
 
 
 @each_page
@@ -124,8 +126,22 @@ def test_the_timeline_follows_the_theme(shown, pictures):
 @pytest.mark.slow
 def test_the_picture_of_the_readme(window, tmp_path, pictures):
     """A real run, pp 2 x tp 2: title, efficiencies, and the timeline of one step."""
-    result = mpipar("train", "--layout", "pp=2,tp=2", "--d-model", 192, "--steps", 8, "--trace",
-                    "6:6", "--sample-tokens", 0, "--out", tmp_path / "run", ranks=4)
+    result = mpipar(
+        "train",
+        "--layout",
+        "pp=2,tp=2",
+        "--d-model",
+        192,
+        "--steps",
+        8,
+        "--trace",
+        "6:6",
+        "--sample-tokens",
+        0,
+        "--out",
+        tmp_path / "run",
+        ranks=4,
+    )
     assert result.returncode == 0, result.tail()
     window.prefer("light")
     window.resize(1200, 1000)
@@ -156,9 +172,11 @@ def test_the_pipeline_is_drawn_as_measured_and_as_simulated(shown):
     assert figures[:4] == figures[4:]
     assert figures[0] == "busy 89 %, bubble 30.0 ms"  # of 8 * 30 + (4 - 1) * 10 ms
     assert page.run("return document.querySelector('#curves .first p').textContent") == (
-        "training 0.26316 at step 19")
+        "training 0.26316 at step 19"
+    )
     assert page.run("return document.getElementById('curves').textContent").endswith(
-        "the bands mark the traced steps")
+        "the bands mark the traced steps"
+    )
     assert page.run("return document.querySelectorAll('#map .rank').length") == 4
 
 
@@ -185,8 +203,11 @@ def test_paper_is_light_and_shows_the_whole_timeline(shown, tmp_path):
 def test_a_narrow_window_scrolls_inside_its_cards(shown):
     page = shown(of_trace)
     page.resize(480, 900)
-    assert page.run("return document.querySelector('#pipeline svg').getBoundingClientRect().width"
-                    ) >= 560 > page.run("return innerWidth")
+    assert (
+        page.run("return document.querySelector('#pipeline svg').getBoundingClientRect().width")
+        >= 560
+        > page.run("return innerWidth")
+    )
     tables = page.run("""
         return [...document.querySelectorAll("table")].filter(one => one.offsetParent).map(one => [
           one.scrollWidth, one.parentElement.clientWidth,
@@ -231,7 +252,8 @@ def test_names_are_text(shown):
     assert page.run("return [window.hacked ?? 0, document.images.length]") == [0, 0]
     assert page.run("return document.querySelector('h1').textContent").startswith("<b>run: dp 1")
     assert page.run("return document.querySelector('#log pre').textContent") == (
-        f"{HOSTILE}\nlast line\n")
+        f"{HOSTILE}\nlast line\n"
+    )
     assert page.run("return find('traced').hidden")
 
 

@@ -57,10 +57,15 @@ def test_sends_and_receives_are_patient_on_request(patient):
         assert made.Test()
 
 
-@pytest.mark.parametrize(("layout", "uneven"), [
-    ([{"pp": 2, "dp": 2}], {"world", "pp", "tie"}), ([{"dp": 4}], set()),
-    ([{"dp": 2, "tp": 2}], set()), ([{"pp": 4}, ("tp", "cp", "dp", "pp")],
-                                    {"world", "pp", "tie"})])
+@pytest.mark.parametrize(
+    ("layout", "uneven"),
+    [
+        ([{"pp": 2, "dp": 2}], {"world", "pp", "tie"}),
+        ([{"dp": 4}], set()),
+        ([{"dp": 2, "tp": 2}], set()),
+        ([{"pp": 4}, ("tp", "cp", "dp", "pp")], {"world", "pp", "tie"}),
+    ],
+)
 def test_groups_with_several_stages_are_uneven(layout, uneven, monkeypatch):
     made = []
 
@@ -70,8 +75,12 @@ def test_groups_with_several_stages_are_uneven(layout, uneven, monkeypatch):
 
     monkeypatch.setattr(groups, "connect", connect)
     grid, recorder = Grid(0, *layout), Recorder()
-    comms = groups.Comms(grid, ops.shapes_for(RunConfig(), recorder), recorder,
-                        partitions={"tie": grid.partition("pp", [(0, grid.size("pp") - 1)])})
+    comms = groups.Comms(
+        grid,
+        ops.shapes_for(RunConfig(), recorder),
+        recorder,
+        partitions={"tie": grid.partition("pp", [(0, grid.size("pp") - 1)])},
+    )
     expected = {comm.ranks: name in uneven for name, comm in comms.groups.items() if comm.size > 1}
     assert dict(made) == expected
 
@@ -86,8 +95,9 @@ def test_only_ranks_that_share_cores_ask_for_it(crowded, monkeypatch):
     assert asked == [1] * crowded
 
 
-@pytest.mark.parametrize(("before", "after"), [
-    ("SCHED_OTHER", "SCHED_BATCH"), ("SCHED_IDLE", "SCHED_IDLE")])
+@pytest.mark.parametrize(
+    ("before", "after"), [("SCHED_OTHER", "SCHED_BATCH"), ("SCHED_IDLE", "SCHED_IDLE")]
+)
 def test_the_usual_policy_becomes_one_that_interrupts_nobody(before, after):
     """In a process of its own; a policy that the user chose stays."""
     code = f"""import os

@@ -20,9 +20,22 @@ TOL = 1e-9
 SHAPES = {
     "odd": {"layers": 2, "d_model": 15, "heads": 3, "ffn": 22, "seq_len": 7, "vocab_size": 29},
     "rms": {"layers": 2, "d_model": 15, "heads": 3, "seq_len": 7, "vocab_size": 29, "norm": "rms"},
-    "llama": {"layers": 2, "d_model": 12, "heads": 6, "kv_heads": 2, "head_dim": 4, "ffn": 22,
-              "seq_len": 7, "vocab_size": 29, "arch": "llama", **ARCHS["llama"], "bias": "all",
-              "rope_theta": 50.0, "rope_scaling": (4.0, 1.0, 3.0, 12.0), "norm_eps": 1e-2},
+    "llama": {
+        "layers": 2,
+        "d_model": 12,
+        "heads": 6,
+        "kv_heads": 2,
+        "head_dim": 4,
+        "ffn": 22,
+        "seq_len": 7,
+        "vocab_size": 29,
+        "arch": "llama",
+        **ARCHS["llama"],
+        "bias": "all",
+        "rope_theta": 50.0,
+        "rope_scaling": (4.0, 1.0, 3.0, 12.0),
+        "norm_eps": 1e-2,
+    },
     "one of each": {"layers": 1, "d_model": 4, "heads": 1, "ffn": 1, "seq_len": 1, "vocab_size": 2},
     "wide heads": {"layers": 1, "d_model": 34, "heads": 2, "seq_len": 19, "vocab_size": 64},
     "deep": {"layers": 5, "d_model": 24, "heads": 8, "ffn": 50, "seq_len": 33, "vocab_size": 257},
@@ -31,8 +44,15 @@ SHAPES = {
 
 def both_sides(rng, num_microbatches=2, **values):
     """One rank of ours, and PyTorch's, from the same random weights and rows."""
-    values = {"dtype": "float64", "batch_size": 6, "eps": 1e-8, "lr": 0.03, "warmup_steps": 2,
-              "steps": 4, "num_microbatches": num_microbatches} | values
+    values = {
+        "dtype": "float64",
+        "batch_size": 6,
+        "eps": 1e-8,
+        "lr": 0.03,
+        "warmup_steps": 2,
+        "steps": 4,
+        "num_microbatches": num_microbatches,
+    } | values
     config, _ = resolve(changed(**values), 1)
     model = config.model
     worker = Worker(config, Grid(0), make("cpu", "float64"), Recorder())
@@ -49,7 +69,8 @@ def both_sides(rng, num_microbatches=2, **values):
 
     batches = [batch_of(part) for part in parts]
     theirs = TorchDecoder(
-        torch, config, batch_of(rows), {param.name: param.data for param in params})
+        torch, config, batch_of(rows), {param.name: param.data for param in params}
+    )
     return worker, params, batches.__getitem__, theirs
 
 
@@ -70,7 +91,8 @@ def test_loss_and_every_gradient(shape, tied, rng):
 @pytest.mark.parametrize("shape", ["odd", "deep", "llama"])
 def test_weights_after_three_steps(shape, clip, tied, rng):
     ours, params, get_batch, theirs = both_sides(
-        rng, optimizer="adamw", clip=clip, weight_decay=0.3, **SHAPES[shape] | {"tied": tied})
+        rng, optimizer="adamw", clip=clip, weight_decay=0.3, **SHAPES[shape] | {"tied": tied}
+    )
     before = theirs.weights()
     for step in (1, 2, 3):
         loss = theirs.forward_backward(step)
@@ -87,8 +109,14 @@ def test_weights_after_three_steps(shape, clip, tied, rng):
 @pytest.mark.parametrize("what", ["weight_decay", "eps", "beta1", "beta2", "clip", "lr"])
 def test_another_setting_would_be_seen(what, rng):
     """The comparison above has teeth: it fails if one side changes one setting of the update."""
-    other = {"weight_decay": 0.31, "eps": 1e-6, "beta1": 0.91, "beta2": 0.951, "clip": 0.051,
-             "lr": 0.0301}[what]
+    other = {
+        "weight_decay": 0.31,
+        "eps": 1e-6,
+        "beta1": 0.91,
+        "beta2": 0.951,
+        "clip": 0.051,
+        "lr": 0.0301,
+    }[what]
     same = {"optimizer": "adamw", "clip": 0.05, "weight_decay": 0.3, **SHAPES["odd"]}
     ours, params, get_batch, theirs = both_sides(rng, **same)
     changed_train = changed(theirs.config, **{what: other})

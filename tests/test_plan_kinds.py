@@ -29,8 +29,20 @@ SMALL = Shape(8, 1024, 4096, 16, 16, 64, 50304, 1024)
 A100, H100 = load_cluster("a100-80"), load_cluster("h100")
 STACK = STACKS["megatron"]
 LAYOUT = Layout(dp=2, pp=4, num_microbatches=16, zero=1)
-WORDS = ("plan", "gpt2-xl", "--machine", "a100-80:4,h100:4", "--ranks", "8", "--batch-size", "32",
-         "--cp", "1", "--zero", "1")
+WORDS = (
+    "plan",
+    "gpt2-xl",
+    "--machine",
+    "a100-80:4,h100:4",
+    "--ranks",
+    "8",
+    "--batch-size",
+    "32",
+    "--cp",
+    "1",
+    "--zero",
+    "1",
+)
 
 
 def question_of(*kinds, shape=SHAPE, batch_size=32, **fixed):
@@ -55,12 +67,16 @@ def test_shares_are_the_best_of_all(most, waits, m, longer):
     def seconds(counts):
         busy = [count * block.total for count, block in zip(counts, blocks, strict=True)]
         before = [waits * one for one in (0.0, busy[0], busy[0] + busy[1])]
-        return max(m * (one + (place == 2) * head) + before[place]
-                   for place, one in enumerate(busy))
+        return max(
+            m * (one + (place == 2) * head) + before[place] for place, one in enumerate(busy)
+        )
 
     found = shares(9, layout, blocks, list(most), waits)
-    every = [counts for counts in itertools.product(*(range(1, one + 1) for one in most))
-             if sum(counts) == 9]
+    every = [
+        counts
+        for counts in itertools.product(*(range(1, one + 1) for one in most))
+        if sum(counts) == 9
+    ]
     assert found in every
     assert seconds(found) <= longer * min(map(seconds, every)) * (1 + 1e-12)
 
@@ -68,12 +84,16 @@ def test_shares_are_the_best_of_all(most, waits, m, longer):
 def test_no_split_takes_less_than_balanced_passes():
     rng = random.Random(3)
     for _ in range(50):
-        layout = Layout(pp=rng.choice((2, 3)), num_microbatches=rng.choice((3, 12)),
-                        schedule=rng.choice(("1f1b", "zb-h1")))
+        layout = Layout(
+            pp=rng.choice((2, 3)),
+            num_microbatches=rng.choice((3, 12)),
+            schedule=rng.choice(("1f1b", "zb-h1")),
+        )
         kinds = [block_of(rng.uniform(0.2, 1.0), rng.uniform(0.0, 2.0)) for _ in range(layout.pp)]
         least = balanced(7, layout, kinds)
-        every = [counts for counts in itertools.product(range(8), repeat=layout.pp)
-                 if sum(counts) == 7]
+        every = [
+            counts for counts in itertools.product(range(8), repeat=layout.pp) if sum(counts) == 7
+        ]
         assert least <= min(bound(layout, kinds, counts) for counts in every) * (1 + 1e-12)
 
 
@@ -84,8 +104,9 @@ def test_the_shortest_step_is_the_first_answer_of_a_search(room):
     assert shortest(question) == (pytest.approx(best[0].step.total) if best else None)
 
 
-@pytest.mark.parametrize("changes", [
-    {}, {"recompute": "block"}, {"zero": 3}, {"schedule": "zb-h1"}])
+@pytest.mark.parametrize(
+    "changes", [{}, {"recompute": "block"}, {"zero": 3}, {"schedule": "zb-h1"}]
+)
 def test_the_most_blocks_are_those_that_fit(changes):
     layout = LAYOUT._replace(**changes)
     gib = [9.0, 7.0, 6.5, 12.0]
@@ -125,8 +146,12 @@ def test_more_memory_never_makes_a_step_longer():
     """With room for any split, an early stage that hides its wait may get less than it could do."""
     fixed = {"pp": 2, "tp": 1, "dp": 4, "schedule": "1f1b"}
     shape = Shape(48, 1600, 6400, 25, 25, 64, 50257, 1024)
-    steps = [search(question_of(Kind(H100, 8, gib), shape=shape, batch_size=24, **fixed),
-                    1).best[0].step.total for gib in (12.0, 19.0, 23.0, 76.0)]
+    steps = [
+        search(question_of(Kind(H100, 8, gib), shape=shape, batch_size=24, **fixed), 1)
+        .best[0]
+        .step.total
+        for gib in (12.0, 19.0, 23.0, 76.0)
+    ]
     assert steps == sorted(steps, reverse=True)
 
 
@@ -147,9 +172,11 @@ def test_kinds_need_names_of_their_own(tmp_path):
 
 
 def test_two_kinds_that_are_alike_are_one_kind():
-    one, = (found for found in placed(question_of(Kind(A100, 8, 76.0)), LAYOUT,
-                                      (Kind(A100, 8, 76.0),))
-            if found.counts == blocks_of_stages(24, 4))
+    (one,) = (
+        found
+        for found in placed(question_of(Kind(A100, 8, 76.0)), LAYOUT, (Kind(A100, 8, 76.0),))
+        if found.counts == blocks_of_stages(24, 4)
+    )
     kinds = (Kind(A100, 4, 76.0), Kind(A100, 4, 76.0))
     two = next(placed(question_of(*kinds), LAYOUT, kinds))
     assert two._replace(kinds=one.kinds) == one
@@ -165,8 +192,11 @@ def test_the_faster_kind_gets_more_and_everything_fits():
         memory = rank_footprints(SHAPE, one.layout, STACK, one.counts, range(one.layout.pp))
         for kind, held in zip(one.by_rank, memory, strict=True):
             assert held.total <= kind.gib * GIB
-        fast = [count for count, kind in zip(one.counts, one.by_rank, strict=True)
-                if kind.cluster is H100]
+        fast = [
+            count
+            for count, kind in zip(one.counts, one.by_rank, strict=True)
+            if kind.cluster is H100
+        ]
         assert max(fast) == max(one.counts)
     assert plan.rejected["a stage would have two kinds of devices"] > 0
 
@@ -174,11 +204,14 @@ def test_the_faster_kind_gets_more_and_everything_fits():
 def random_cluster(rng, name):
     """A machine with rates between those of a small and of a large one."""
     by = rng.uniform(0.3, 2.0)
-    return replace(A100, name=name, product_tflops=A100.product_tflops * by,
-                   ceiling_tflops=A100.ceiling_tflops * by,
-                   attention_tflops=A100.attention_tflops * by,
-                   hbm_gbytes_s=A100.hbm_gbytes_s * rng.uniform(0.3, 2.0)).with_links(
-                       rng.uniform(0.05, 2.0), rng.uniform(0.02, 2.0))
+    return replace(
+        A100,
+        name=name,
+        product_tflops=A100.product_tflops * by,
+        ceiling_tflops=A100.ceiling_tflops * by,
+        attention_tflops=A100.attention_tflops * by,
+        hbm_gbytes_s=A100.hbm_gbytes_s * rng.uniform(0.3, 2.0),
+    ).with_links(rng.uniform(0.05, 2.0), rng.uniform(0.02, 2.0))
 
 
 def random_answer(seed):
@@ -186,10 +219,16 @@ def random_answer(seed):
     rng = random.Random(seed)
     each, tp = rng.choice((2, 4)), rng.choice((1, 2))
     kinds = tuple(Kind(random_cluster(rng, name), each * 2, 76.0) for name in ("one", "two"))
-    layout = Layout(dp=each // tp, pp=4, tp=tp, rows=rng.choice((1, 2)),
-                    num_microbatches=rng.choice((4, 9)), zero=rng.choice((0, 1, 3)),
-                    schedule=rng.choice(("1f1b", "zb-h1")),
-                    recompute=rng.choice(("none", "block")))
+    layout = Layout(
+        dp=each // tp,
+        pp=4,
+        tp=tp,
+        rows=rng.choice((1, 2)),
+        num_microbatches=rng.choice((4, 9)),
+        zero=rng.choice((0, 1, 3)),
+        schedule=rng.choice(("1f1b", "zb-h1")),
+        recompute=rng.choice(("none", "block")),
+    )
     question = question_of(*kinds, shape=SMALL)
     *_, one = placed(question, layout, kinds)
     return question, simulated(question, one)
@@ -201,12 +240,15 @@ def test_a_step_is_at_least_its_bounds(seed):
     question, one = random_answer(seed)
     layout, stack = one.layout, question.stack
     flops = SMALL.step_flops(layout.dp * layout.rows * layout.num_microbatches, "causal")
-    rate = sum(kind.ranks * max(kind.cluster.ceiling_tflops, kind.cluster.attention_tflops)
-               for kind in question.kinds)
+    rate = sum(
+        kind.ranks * max(kind.cluster.ceiling_tflops, kind.cluster.attention_tflops)
+        for kind in question.kinds
+    )
     assert one.step.total > flops / (rate * 1e12)
-    busiest = max(layout.num_microbatches * count * block_times(
-        SMALL, layout, cluster, stack).total
-        for count, cluster in zip(one.counts, one.clusters, strict=True))
+    busiest = max(
+        layout.num_microbatches * count * block_times(SMALL, layout, cluster, stack).total
+        for count, cluster in zip(one.counts, one.clusters, strict=True)
+    )
     assert one.step.total >= busiest
     fastest = max(max(link.gbytes_s for link in cluster.links) for cluster in one.clusters)
     # There and back through all stages, by links that are as fast as any here.
@@ -226,10 +268,16 @@ def test_a_faster_device_or_link_never_makes_a_step_longer(seed):
     whole = step(lambda _, kind: kind)
     assert math.isclose(whole, one.step.total)
     for place in (0, 1):
-        for faster in (lambda c: c.with_links(inner=1.5), lambda c: c.with_links(outer=1.5),
-                       lambda c: replace(c, hbm_gbytes_s=1.5 * c.hbm_gbytes_s)):
-            changed = step(lambda at, kind, faster=faster, place=place: kind._replace(
-                cluster=faster(kind.cluster)) if at == place else kind)
+        for faster in (
+            lambda c: c.with_links(inner=1.5),
+            lambda c: c.with_links(outer=1.5),
+            lambda c: replace(c, hbm_gbytes_s=1.5 * c.hbm_gbytes_s),
+        ):
+            changed = step(
+                lambda at, kind, faster=faster, place=place: (
+                    kind._replace(cluster=faster(kind.cluster)) if at == place else kind
+                )
+            )
             # Blocks move to the faster kind in whole numbers.
             assert changed <= whole * 1.002, place
 
@@ -237,12 +285,27 @@ def test_a_faster_device_or_link_never_makes_a_step_longer(seed):
 def test_the_order_of_two_kinds_does_not_change_the_answer():
     """The search tries both orders; a slow link costs the kind most whose messages cross it."""
     kinds = Kind(A100, 4, 76.0), Kind(H100, 4, 76.0)
-    one, two = (search(question_of(*order, shape=SMALL), 1).best[0]
-                for order in (kinds, kinds[::-1]))
+    one, two = (
+        search(question_of(*order, shape=SMALL), 1).best[0] for order in (kinds, kinds[::-1])
+    )
     assert one.step == two.step
-    slow = [search(question_of(*(kind._replace(cluster=kind.cluster.with_links(
-        *(0.05, 0.05) if place == at else (1, 1))) for at, kind in enumerate(kinds)),
-        shape=SMALL), 1).best[0].step.total for place in (0, 1)]
+    slow = [
+        search(
+            question_of(
+                *(
+                    kind._replace(
+                        cluster=kind.cluster.with_links(*(0.05, 0.05) if place == at else (1, 1))
+                    )
+                    for at, kind in enumerate(kinds)
+                ),
+                shape=SMALL,
+            ),
+            1,
+        )
+        .best[0]
+        .step.total
+        for place in (0, 1)
+    ]
     assert min(slow) > one.step.total
 
 
@@ -259,9 +322,16 @@ def test_layouts_of_equal_steps_share_a_line():
 
 def test_the_command_says_what_an_even_split_loses():
     text = printed(*WORDS)
-    for words in ("on 4 x a100-80 + 4 x h100", "an even split of the blocks takes", "% longer",
-                  "--stage-layers ", "the machine's figures", "h100 alone", "; blocks ",
-                  "the hosts must come in this order: ranks 0 to 3 on "):
+    for words in (
+        "on 4 x a100-80 + 4 x h100",
+        "an even split of the blocks takes",
+        "% longer",
+        "--stage-layers ",
+        "the machine's figures",
+        "h100 alone",
+        "; blocks ",
+        "the hosts must come in this order: ranks 0 to 3 on ",
+    ):
         assert words in text
     found = json.loads(printed(*WORDS, "--json"))
     assert found["layouts"][0]["step_s"] <= found["even_split_s"]
@@ -269,10 +339,16 @@ def test_the_command_says_what_an_even_split_loses():
     assert sum(found["layouts"][0]["stage_layers"]) == 48
 
 
-@pytest.mark.parametrize(("machine", "problem"), [
-    ("a100-80:4,h100:x", "as a100-80:4,h100:4"), ("a100-80:4", "as a100-80:4,h100:4"),
-    ("a100-80:4,a100-80:4", "as a100-80:4,h100:4"), ("a100-80:4,h100:8", "have 12 devices"),
-    ("a100-80:4,h10:4", "did you mean h100?")])
+@pytest.mark.parametrize(
+    ("machine", "problem"),
+    [
+        ("a100-80:4,h100:x", "as a100-80:4,h100:4"),
+        ("a100-80:4", "as a100-80:4,h100:4"),
+        ("a100-80:4,a100-80:4", "as a100-80:4,h100:4"),
+        ("a100-80:4,h100:8", "have 12 devices"),
+        ("a100-80:4,h10:4", "did you mean h100?"),
+    ],
+)
 def test_kinds_that_cannot_be_are_refused(machine, problem):
     assert problem in str(refusal(*WORDS[:3], machine, *WORDS[4:]))
 

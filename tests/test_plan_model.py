@@ -46,8 +46,16 @@ from mpipar.plan.shape import Shape
 from mpipar.plan.step_time import busy_seconds, closed, hop_seconds, seconds_of_a_number, step_time
 
 RESULTS = REPOSITORY / "bench" / "results"
-CASES = [("1f1b", 4, 8, 1), ("1f1b", 3, 5, 1), ("interleaved", 2, 4, 3), ("interleaved", 4, 8, 2),
-         ("zb-h1", 4, 9, 1), ("zb-h2", 3, 8, 1), ("zb-v", 4, 8, 2), ("zb-v", 2, 5, 2)]
+CASES = [
+    ("1f1b", 4, 8, 1),
+    ("1f1b", 3, 5, 1),
+    ("interleaved", 2, 4, 3),
+    ("interleaved", 4, 8, 2),
+    ("zb-h1", 4, 9, 1),
+    ("zb-h2", 3, 8, 1),
+    ("zb-v", 4, 8, 2),
+    ("zb-v", 2, 5, 2),
+]
 
 
 def shape_of(preset):
@@ -57,8 +65,9 @@ def shape_of(preset):
 def random_block(rng):
     """A block with any passes, and a head of any size."""
     f, i, w = (Times(products=rng.uniform(0.2, 3)) for _ in range(3))
-    return BlockTimes(f, i, w, Times(products=rng.choice((0, rng.uniform(0, 2)))),
-                      Times(rng.uniform(0, 9)))
+    return BlockTimes(
+        f, i, w, Times(products=rng.choice((0, rng.uniform(0, 2)))), Times(rng.uniform(0, 9))
+    )
 
 
 def blocks_of(rng, layout):
@@ -94,9 +103,12 @@ def test_bound_is_never_above_the_simulated_step(case):
 def test_a_bound_that_counts_the_head_on_every_stage_is_above(monkeypatch):
     def heads_everywhere(layout, blocks, counts):
         block, costs = blocks[0], pipeline_time.Costs
-        return costs(*(tuple(count * seconds + block.head.total / 3 for count in counts)
-                       for seconds in (block.f.total, block.i.total + block.again.total,
-                                       block.w.total)))
+        return costs(
+            *(
+                tuple(count * seconds + block.head.total / 3 for count in counts)
+                for seconds in (block.f.total, block.i.total + block.again.total, block.w.total)
+            )
+        )
 
     layout = layout_of("1f1b", 4, 8, 1)
     blocks, counts = [random_block(random.Random(1))] * 4, blocks_of_stages(8, 4)
@@ -128,8 +140,10 @@ def test_no_step_is_shorter_than_the_passes_of_a_rank(schedule):
         assert pipeline_time.timeline(layout, blocks, counts) >= least * (1 - 1e-12)
 
 
-@pytest.mark.parametrize(("schedule", "chunks"), [(name, {"interleaved": 2, "zb-v": 2}.get(name, 1))
-                                             for name in SCHEDULES])
+@pytest.mark.parametrize(
+    ("schedule", "chunks"),
+    [(name, {"interleaved": 2, "zb-v": 2}.get(name, 1)) for name in SCHEDULES],
+)
 def test_long_steps_grow_by_rounds(schedule, chunks):
     layout = layout_of(schedule, 4, 48, chunks)
     blocks = [random_block(random.Random(3))] * 4
@@ -170,8 +184,13 @@ def test_blocks_are_all_there_and_the_ends_have_fewest():
 
 
 def test_parameters_are_those_of_the_models():
-    for preset, billions in (("gpt2", 0.124), ("gpt3-175b", 174.6), ("llama-8b", 8.03),
-                             ("llama-70b", 70.55), ("llama-405b", 405.8)):
+    for preset, billions in (
+        ("gpt2", 0.124),
+        ("gpt3-175b", 174.6),
+        ("llama-8b", 8.03),
+        ("llama-70b", 70.55),
+        ("llama-405b", 405.8),
+    ):
         assert abs(shape_of(preset).parameters / 1e9 / billions - 1) < 0.005, preset
     # NVIDIA's own counts for a step of one sequence of 8192 tokens, and of 2048 for GPT-3.
     for preset, flops in (("llama-405b", 2.17e16), ("llama-70b", 3.94e15), ("llama-8b", 4.74e14)):
@@ -190,10 +209,13 @@ def test_collectives_by_hand():
     a100 = load_cluster("a100-80")
     inner = a100.links[0]
     assert all_reduce(a100, 1e9, 1) == 0
-    assert math.isclose(all_reduce(a100, 1e9, 8),
-                        3.5 * inner.latency_us * 1e-6 + 2 * 7 / 8 / inner.gbytes_s)
-    assert math.isclose(all_reduce(a100, 1e6, 8),  # the start of short messages, and their rate
-                        inner.latency_us * 1e-6 + 2e-3 * 7 / 8 / (0.66 * inner.gbytes_s))
+    assert math.isclose(
+        all_reduce(a100, 1e9, 8), 3.5 * inner.latency_us * 1e-6 + 2 * 7 / 8 / inner.gbytes_s
+    )
+    assert math.isclose(
+        all_reduce(a100, 1e6, 8),  # the start of short messages, and their rate
+        inner.latency_us * 1e-6 + 2e-3 * 7 / 8 / (0.66 * inner.gbytes_s),
+    )
     # Eight groups of one rank in each node are slower than one group of all devices.
     assert all_gather(a100, 1e9, 16, 8) > 4 * all_gather(a100, 1e9, 16, 1)
 
@@ -203,10 +225,13 @@ def test_a_gather_takes_a_step_for_every_rank_and_a_sum_for_every_doubling_of_no
     a100 = load_cluster("a100-80")
     inner, outer = a100.links
     moved = 1023 / 1024 * 1e6 / (8 * 0.9 * outer.gbytes_s * 1e9)
-    assert math.isclose(all_gather(a100, 1e6, 1024), moved + 1e-6 * (
-        inner.latency_us + outer.latency_us + 896 * 3.4 + 128 * 14))
-    assert math.isclose(all_reduce(a100, 1e6, 1024), 2 * moved + 1e-6 * (
-        inner.latency_us + 7 * outer.latency_us))
+    assert math.isclose(
+        all_gather(a100, 1e6, 1024),
+        moved + 1e-6 * (inner.latency_us + outer.latency_us + 896 * 3.4 + 128 * 14),
+    )
+    assert math.isclose(
+        all_reduce(a100, 1e6, 1024), 2 * moved + 1e-6 * (inner.latency_us + 7 * outer.latency_us)
+    )
     for name, nbytes in itertools.product(machine_names(), (1e3, 1e6, 1e8, 1e10)):
         one = load_cluster(name)
         for collective in (all_gather, all_reduce):
@@ -223,8 +248,7 @@ def test_what_experts_exchange_leaves_a_node_through_each_rank_s_own_adapter():
     assert all_to_all(h100, 8e9, 8) == pytest.approx(7 / inner.gbytes_s, rel=0.01)
     for ranks, stride, members in ((8, 2, 4), (8, 4, 2), (16, 1, 8), (8, 8, 1)):
         away = (ranks - members) / ranks / (0.9 * outer.gbytes_s)
-        assert all_to_all(h100, 1e9, ranks, stride) == pytest.approx(
-            away + outer.latency_us * 1e-6)
+        assert all_to_all(h100, 1e9, ranks, stride) == pytest.approx(away + outer.latency_us * 1e-6)
 
 
 def test_members_of_a_group_in_a_node_follow_from_where_they_stand():
@@ -232,7 +256,12 @@ def test_members_of_a_group_in_a_node_follow_from_where_they_stand():
     assert members_in_a_node(6, 1, 8) == 2
     assert members_in_a_node(4, 6, 8) == 1
     assert [members_in_a_node(*one, 8) for one in ((8, 1), (4, 2), (16, 1), (4, 4), (4, 8))] == [
-        8, 4, 8, 2, 1]
+        8,
+        4,
+        8,
+        2,
+        1,
+    ]
     slow = dataclasses.replace(load_cluster("h100")).with_network(25)
     assert all_reduce(slow, 12 * GIB, 6) > 3 > all_reduce(slow, 12 * GIB, 4)
 
@@ -278,8 +307,9 @@ def test_an_update_moves_what_it_reads_and_writes():
 def test_arrays_that_are_gathered_one_by_one_start_one_by_one():
     a100, shape = load_cluster("a100-80"), shape_of("gpt2-xl")
     layout = Layout(dp=64, rows=8, zero=3)
-    whole, twelve = (dataclasses.replace(STACKS["megatron"].unfused(), arrays=arrays)
-                     for arrays in (0, 12))
+    whole, twelve = (
+        dataclasses.replace(STACKS["megatron"].unfused(), arrays=arrays) for arrays in (0, 12)
+    )
     one, many = (block_times(shape, layout, a100, stack).f.gathers for stack in (whole, twelve))
     start = all_gather(a100, 0.0, 64)
     assert many - one == pytest.approx(11 * start + 12 * 64 * a100.product_us * 1e-6)
@@ -299,17 +329,26 @@ def test_the_slowest_link_sets_the_pace_of_a_pipeline():
     message = 2 * shape.tokens * shape.width
     near, far = exchange(a100, message, 1), exchange(a100, message, 8)
     # 48 stages: 3 times through two nodes. Each chunk of a microbatch crosses both ways at once.
-    assert math.isclose(hop_seconds(shape, layout, a100, stack),
-                        2 * (42 * near + 5 * far) + 48 * 3 * far)
+    assert math.isclose(
+        hop_seconds(shape, layout, a100, stack), 2 * (42 * near + 5 * far) + 48 * 3 * far
+    )
     inside = hop_seconds(shape, layout._replace(pp=8), a100, stack)
     assert math.isclose(inside, (2 * 23 + 48 * 3) * near)
 
 
-@pytest.mark.parametrize(("preset", "machine", "ranks", "fits"), [
-    ("mpt-30b", "a100-80", 8, True), ("mpt-30b", "a100-40", 8, False),
-    ("llama-70b", "h100", 8, False), ("llama-70b", "h100", 64, True),
-    ("llama-70b", "h200", 8, False), ("llama-405b", "h100", 64, False),
-    ("gpt3-175b", "a100-80", 16, False), ("gpt3-175b", "a100-80", 64, True)])
+@pytest.mark.parametrize(
+    ("preset", "machine", "ranks", "fits"),
+    [
+        ("mpt-30b", "a100-80", 8, True),
+        ("mpt-30b", "a100-40", 8, False),
+        ("llama-70b", "h100", 8, False),
+        ("llama-70b", "h100", 64, True),
+        ("llama-70b", "h200", 8, False),
+        ("llama-405b", "h100", 64, False),
+        ("gpt3-175b", "a100-80", 16, False),
+        ("gpt3-175b", "a100-80", 64, True),
+    ],
+)
 def test_what_fits_and_what_cannot(preset, machine, ranks, fits):
     cluster = load_cluster(machine)
     shape = shape_of(preset)
@@ -318,33 +357,58 @@ def test_what_fits_and_what_cannot(preset, machine, ranks, fits):
     assert bool(search(question, 1).best) == fits
 
 
-@pytest.mark.parametrize(("machine", "ranks", "gib", "stack", "tokens", "fixed"), [
-    ("a100-80", 8, 20.0, "megatron", 1024, {}),
-    ("v100", 64, 30.4, "fsdp", 8192, {"pp": 4, "cp": 1, "tp": 1, "dp": 16})])
+@pytest.mark.parametrize(
+    ("machine", "ranks", "gib", "stack", "tokens", "fixed"),
+    [
+        ("a100-80", 8, 20.0, "megatron", 1024, {}),
+        ("v100", 64, 30.4, "fsdp", 8192, {"pp": 4, "cp": 1, "tp": 1, "dp": 16}),
+    ],
+)
 def test_search_finds_what_brute_force_finds(machine, ranks, gib, stack, tokens, fixed):
     """On several nodes, too, where the order of dp and pp matters."""
     cluster = load_cluster(machine)
     shape = dataclasses.replace(shape_of("gpt2-xl"), tokens=tokens)
-    question = asked(shape, cluster, STACKS[stack].with_dtype(cluster.dtype_16), ranks,
-                     max(32, ranks), gib, dtype=cluster.dtype_16)._replace(fixed=fixed)
+    question = asked(
+        shape,
+        cluster,
+        STACKS[stack].with_dtype(cluster.dtype_16),
+        ranks,
+        max(32, ranks),
+        gib,
+        dtype=cluster.dtype_16,
+    )._replace(fixed=fixed)
     found = search(question, 3)
-    every = {layout: [step_time(question.shape, order, cluster, question.stack,
-                                pipeline_time.timeline, one.counts).total
-                      for one in placed(question, layout, question.kinds) if one.used <= 1
-                      for order in orders_of(question, layout)]
-             for layout in layouts(question, Counter())}
+    every = {
+        layout: [
+            step_time(
+                question.shape, order, cluster, question.stack, pipeline_time.timeline, one.counts
+            ).total
+            for one in placed(question, layout, question.kinds)
+            if one.used <= 1
+            for order in orders_of(question, layout)
+        ]
+        for layout in layouts(question, Counter())
+    }
     steps = [min(times) for times in every.values() if times]
     assert len(steps) == found.fitting
     assert math.isclose(min(steps), min(one.step.total for one in found.best), rel_tol=1e-12)
     assert found.simulated < len(steps) / 2
 
 
-@pytest.mark.parametrize(("float16", "float32", "gib", "chosen"), [
-    (312, 19.5, 40, "bfloat16"), (312, 280, 40, "bfloat16"), (400, 19.5, 40, "float16"),
-    (312, 19.5, 28, "float32")])  # the last one: in 16 bits nothing fits, because of the masters
+@pytest.mark.parametrize(
+    ("float16", "float32", "gib", "chosen"),
+    [
+        (312, 19.5, 40, "bfloat16"),
+        (312, 280, 40, "bfloat16"),
+        (400, 19.5, 40, "float16"),
+        (312, 19.5, 28, "float32"),
+    ],
+)  # the last one: in 16 bits nothing fits, because of the masters
 def test_the_format_is_chosen_as_if_all_were_searched(float16, float32, gib, chosen):
-    cluster = dataclasses.replace(load_cluster("a100-40"), peak_tflops={
-        "bfloat16": 312.0, "float16": float16, "float32": float32})
+    cluster = dataclasses.replace(
+        load_cluster("a100-40"),
+        peak_tflops={"bfloat16": 312.0, "float16": float16, "float32": float32},
+    )
     question = asked(shape_of("gpt2-xl"), cluster, STACKS["megatron"], 1, 2, gib)
     found, plan = search_formats(question)
     steps = {}
@@ -361,14 +425,20 @@ def test_the_format_is_chosen_as_if_all_were_searched(float16, float32, gib, cho
 
 def test_what_sends_less_goes_from_node_to_node():
     """Messages of each microbatch, for which nothing hides, against a sum in the end."""
-    layout = Layout(dp=8, pp=8, num_microbatches=64, schedule="interleaved", chunks=2,
-                    recompute="block")
+    layout = Layout(
+        dp=8, pp=8, num_microbatches=64, schedule="interleaved", chunks=2, recompute="block"
+    )
     h100, stack = load_cluster("h100"), STACKS["megatron"].unfused()
     question = asked(shape_of("llama-8b"), h100.with_network(20), stack, 64, 512, 80.0)
     orders = [layout, layout._replace(outer="dp")]
     one = next(placed(question, layout, question.kinds))
-    slow, quick = (one._replace(layout=order, step=step_time(
-        question.shape, order, one.clusters, stack, pipeline_time.timeline)) for order in orders)
+    slow, quick = (
+        one._replace(
+            layout=order,
+            step=step_time(question.shape, order, one.clusters, stack, pipeline_time.timeline),
+        )
+        for order in orders
+    )
     assert quick.step.hops < slow.step.hops / 5
     assert quick.step.total < slow.step.total / 1.03
     assert simulated(question, slow) == quick
@@ -384,39 +454,69 @@ def test_recomputation_zero_and_tp_save_memory():
     shape, stack = shape_of("llama-8b"), STACKS["megatron"]
     plain = Layout(dp=8, rows=1, num_microbatches=4)
     total = footprint(shape, plain, stack).total
-    for saving in (plain._replace(recompute="block"), plain._replace(zero=1),
-                   plain._replace(zero=3), plain._replace(dp=4, tp=2), plain._replace(dp=4, cp=2)):
+    for saving in (
+        plain._replace(recompute="block"),
+        plain._replace(zero=1),
+        plain._replace(zero=3),
+        plain._replace(dp=4, tp=2),
+        plain._replace(dp=4, cp=2),
+    ):
         assert footprint(shape, saving, stack).total < total, saving
 
 
 def confirmed(settings, layout, stack, **parts):
     """(what the closed forms say, what the code holds on shapes) of the ends of the pipeline."""
     config = build(settings)
-    question = asked(Shape.of(config.model.completed()), load_cluster("h100"), stack,
-                     layout.ranks, 1, 80.0, **parts)
+    question = asked(
+        Shape.of(config.model.completed()),
+        load_cluster("h100"),
+        stack,
+        layout.ranks,
+        1,
+        80.0,
+        **parts,
+    )
     planned = next(placed(question, layout, question.kinds))
     found, why_not = confirm(question, config, planned)
     assert not why_not
     for one in found:
         rank = one.rank // (layout.ranks // layout.pp)
-        said, = rank_footprints(question.shape, layout, stack, planned.counts, [rank])
+        (said,) = rank_footprints(question.shape, layout, stack, planned.counts, [rank])
         yield said, one
 
 
-@pytest.mark.parametrize("layout", [
-    Layout(dp=2, rows=2, num_microbatches=4), Layout(dp=4, tp=2, num_microbatches=2, zero=1),
-    Layout(dp=2, pp=3, num_microbatches=6, schedule="zb-h1", recompute="block"),
-    Layout(dp=2, pp=2, tp=2, num_microbatches=4, schedule="interleaved", chunks=2,
-           sequence_parallel=True, recompute="block", zero=1),
-    Layout(dp=4, rows=2, num_microbatches=2, zero=1, ep=2),
-    Layout(dp=2, pp=2, tp=2, rows=2, num_microbatches=2, zero=1, ep=2)],
-    ids=lambda one: "-".join(map(str, (*one.grid, one.schedule, one.zero))))
+@pytest.mark.parametrize(
+    "layout",
+    [
+        Layout(dp=2, rows=2, num_microbatches=4),
+        Layout(dp=4, tp=2, num_microbatches=2, zero=1),
+        Layout(dp=2, pp=3, num_microbatches=6, schedule="zb-h1", recompute="block"),
+        Layout(
+            dp=2,
+            pp=2,
+            tp=2,
+            num_microbatches=4,
+            schedule="interleaved",
+            chunks=2,
+            sequence_parallel=True,
+            recompute="block",
+            zero=1,
+        ),
+        Layout(dp=4, rows=2, num_microbatches=2, zero=1, ep=2),
+        Layout(dp=2, pp=2, tp=2, rows=2, num_microbatches=2, zero=1, ep=2),
+    ],
+    ids=lambda one: "-".join(map(str, (*one.grid, one.schedule, one.zero))),
+)
 def test_states_are_those_of_the_code(layout):
     """With ep, every second block has experts, beside a network that all tokens pass."""
     experts = {"experts": 4, "expert_interval": 2, "shared_expert_ffn": 512}
     dtype = "float32" if layout.pp == 1 else "bfloat16"
-    for said, one in confirmed({"preset": "gpt2"} | (experts if layout.ep > 1 else {}), layout,
-                               STACKS["megatron"].with_dtype(dtype), dtype=dtype):
+    for said, one in confirmed(
+        {"preset": "gpt2"} | (experts if layout.ep > 1 else {}),
+        layout,
+        STACKS["megatron"].with_dtype(dtype),
+        dtype=dtype,
+    ):
         assert abs(said.states / one.states - 1) < 0.03, (one, said)  # no biases and norms
         assert one.sent > 0
 
@@ -434,10 +534,17 @@ def test_a_machine_has_the_constants_that_its_own_tables_give(name):
 def test_published_steps_are_met():
     """The bars of the documentation, and no more than 2 points above what the results say."""
     groups = bench_published.by_group(published_runs())
-    bars = {"vTrain, many nodes": 6, "Korthikanti et al.": 7, "PTD-P table 1": 3,
-            "NeMo, H100": 2, "zero bubble": 4, "llm-foundry, FSDP": 4}
-    known = {row["source"]: row for row in
-             json.loads((RESULTS / "published.json").read_text())["rows"]}
+    bars = {
+        "vTrain, many nodes": 6,
+        "Korthikanti et al.": 7,
+        "PTD-P table 1": 3,
+        "NeMo, H100": 2,
+        "zero bubble": 4,
+        "llm-foundry, FSDP": 4,
+    }
+    known = {
+        row["source"]: row for row in json.loads((RESULTS / "published.json").read_text())["rows"]
+    }
     for title, runs in groups.items():
         found = bench_published.accuracy(runs)
         assert found["mean %"] <= bars.get(title, math.inf), title
@@ -487,8 +594,9 @@ def test_layouts_of_their_publishers_are_among_the_first_five():
 
 def test_experts_are_shared_out_by_hand():
     """8 experts on 4 ranks: what each sends, holds and sums, counted by hand."""
-    shape = Shape(2, 64, 256, 4, 4, 16, 1000, 32, tied=False, experts=8, experts_per_token=2,
-                  expert_ffn=128)
+    shape = Shape(
+        2, 64, 256, 4, 4, 16, 1000, 32, tied=False, experts=8, experts_per_token=2, expert_ffn=128
+    )
     layout = Layout(dp=8, rows=3, ep=4)
     assert shape.block_parameters == 4 * 64 * 64 + 8 * 64 + 8 * 2 * 64 * 128
     assert shape.expert_parameters == 8 * 2 * 64 * 128
@@ -506,8 +614,9 @@ def test_experts_are_shared_out_by_hand():
 
 def test_a_plan_shares_out_experts_where_that_saves_memory():
     given = {"pp": 4, "tp": 1, "cp": 1, "schedule": "zb-v", "recompute": "none", "zero": 1}
-    question = asked(shape_of("mixtral-8x7b"), load_cluster("h100"), STACKS["mpipar"], 64, 256,
-                     76.0)._replace(fixed=given)
+    question = asked(
+        shape_of("mixtral-8x7b"), load_cluster("h100"), STACKS["mpipar"], 64, 256, 76.0
+    )._replace(fixed=given)
     best = search(question, 3).best
     assert all(one.layout.ep > 1 for one in best)
     alone = placed(question, best[0].layout._replace(ep=1), best[0].kinds)
@@ -519,13 +628,22 @@ MEMORY_CASES = [
     ({}, Layout(pp=4, num_microbatches=8, schedule="zb-h1")),
     ({}, Layout(pp=4, num_microbatches=8, schedule="zb-h2", rows=2, recompute="block")),
     ({}, Layout(dp=2, pp=2, num_microbatches=8, schedule="zb-v", chunks=2, zero=1)),
-    ({}, Layout(pp=2, tp=2, num_microbatches=4, schedule="interleaved", chunks=2,
-                sequence_parallel=True)),
+    (
+        {},
+        Layout(
+            pp=2, tp=2, num_microbatches=4, schedule="interleaved", chunks=2, sequence_parallel=True
+        ),
+    ),
     ({}, Layout(dp=2, pp=2, num_microbatches=4, zero=3)),
-    ({"arch": "llama", "kv_heads": 4}, Layout(pp=2, cp=2, rows=2, num_microbatches=4,
-                                              schedule="zb-h1")),
-    ({"experts": 4, "expert_ffn": 1024}, Layout(dp=2, pp=2, num_microbatches=4, schedule="zb-v",
-                                                chunks=2, zero=1, ep=2))]
+    (
+        {"arch": "llama", "kv_heads": 4},
+        Layout(pp=2, cp=2, rows=2, num_microbatches=4, schedule="zb-h1"),
+    ),
+    (
+        {"experts": 4, "expert_ffn": 1024},
+        Layout(dp=2, pp=2, num_microbatches=4, schedule="zb-v", chunks=2, zero=1, ep=2),
+    ),
+]
 
 
 def memory_of(settings, layout):
@@ -544,7 +662,12 @@ def test_memory_is_that_of_the_code(settings, layout):
 
 def test_memory_without_what_waits_for_weight_gradients_is_seen(monkeypatch):
     """Twin: a schedule that puts W off keeps as much as one that does not."""
-    monkeypatch.setattr(footprints, "in_flight", lambda layout, rank, orders: (
-        footprints.Held(layout.pp - rank, 0, rank == layout.last_rank, 0),))
+    monkeypatch.setattr(
+        footprints,
+        "in_flight",
+        lambda layout, rank, orders: (
+            footprints.Held(layout.pp - rank, 0, rank == layout.last_rank, 0),
+        ),
+    )
     *_, (said, held) = memory_of(*MEMORY_CASES[1])
     assert said < 0.8 * held

@@ -17,7 +17,8 @@ LAYOUT = Layout(dp=4, pp=4, tp=2, num_microbatches=16)
 KINDS = (Kind(load_cluster("a100-80"), 32, 80.0),)
 QUESTION = Question(SHAPE, KINDS, STACKS["megatron"].unfused(), 64, {})
 ONE = next(placed(QUESTION, LAYOUT, KINDS))._replace(
-    step=step_time(SHAPE, LAYOUT, KINDS[0].cluster, QUESTION.stack))
+    step=step_time(SHAPE, LAYOUT, KINDS[0].cluster, QUESTION.stack)
+)
 
 
 def across(axis, *sites):
@@ -76,8 +77,26 @@ def test_a_faster_link_costs_less_and_more_sites_carry_more(axis):
 
 
 def test_the_command_says_which_axis_crosses():
-    words = ("plan", "gpt2-medium", "--machine", "a100-80", "--ranks", "16", "--batch-size", "64",
-             "--pp", "2", "--tp", "2", "--rows", "2", "--schedule", "1f1b", "--cp", "1")
+    words = (
+        "plan",
+        "gpt2-medium",
+        "--machine",
+        "a100-80",
+        "--ranks",
+        "16",
+        "--batch-size",
+        "64",
+        "--pp",
+        "2",
+        "--tp",
+        "2",
+        "--rows",
+        "2",
+        "--schedule",
+        "1f1b",
+        "--cp",
+        "1",
+    )
     text = printed(*words, "--sites", "2:10:5")
     assert "2 sites with 10 Gbit/s and 5 ms between them" in text
     for wrong in ("2:x:1", "1:10:5", "2:0:5", "2:10"):

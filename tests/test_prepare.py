@@ -26,8 +26,10 @@ from mpipar.data.source import load_source
 from mpipar.data.tokenizer import END, load_tokenizer
 from mpipar.errors import DataError, OutputError
 
-STORIES = [f"Story {number}: the encoder of object {number * 7} is \u00e4 \u4e2d.\n" * 3
-           for number in range(40)]
+STORIES = [
+    f"Story {number}: the encoder of object {number * 7} is \u00e4 \u4e2d.\n" * 3
+    for number in range(40)
+]
 
 
 @pytest.fixture
@@ -47,8 +49,12 @@ def prepared(*words, out="out"):
 def documents_of(folder, part):
     """The ids of each document of a part, in order, without the id that ends it."""
     found, _ = read_dataset(folder)
-    ids = np.concatenate([np.fromfile(folder / file.name, f"<{np.dtype(found.dtype).str[1:]}")
-                          for file in found.part(part)])
+    ids = np.concatenate(
+        [
+            np.fromfile(folder / file.name, f"<{np.dtype(found.dtype).str[1:]}")
+            for file in found.part(part)
+        ]
+    )
     ends = np.flatnonzero(ids == found.end_of_text)
     assert ends[-1] == len(ids) - 1
     assert len(ends) == sum(file.documents for file in found.part(part))
@@ -70,8 +76,12 @@ def test_bytes_of_documents_between_separators(here):
         assert hashlib.sha256(content).hexdigest() == file["sha256"]
         assert len(content) == 2 * file["tokens"]
     assert sorted(path.name for path in (here / "out").iterdir()) == [
-        "dataset.json", "tokenizer.json", "tokenizer_config.json", "train-00000.bin",
-        "val-00000.bin"]
+        "dataset.json",
+        "tokenizer.json",
+        "tokenizer_config.json",
+        "train-00000.bin",
+        "val-00000.bin",
+    ]
     assert not list(here.glob("*.partial*"))
 
 
@@ -102,8 +112,11 @@ def test_ids_of_documents_are_those_of_transformers(save, here):
     transformers = pytest.importorskip("transformers", reason="text: transformers is missing")
     save(here / "model")
     prepared("stories.txt", "--separator", "<sep>", "--tokenizer", "model")
-    kind = transformers.GPT2TokenizerFast if save is save_like_gpt2 else \
-        transformers.PreTrainedTokenizerFast
+    kind = (
+        transformers.GPT2TokenizerFast
+        if save is save_like_gpt2
+        else transformers.PreTrainedTokenizerFast
+    )
     theirs = kind.from_pretrained("model")
     expected = {text: theirs(text)["input_ids"] for text in STORIES}
     found = documents_of(here / "out", "train") + documents_of(here / "out", "val")
@@ -116,12 +129,16 @@ def test_a_new_tokenizer_is_the_same_in_every_run(here):
     text, found = prepared("stories.txt", "--separator", "<sep>", "--tokenizer", "train:300")
     assert (found["vocab_size"], found["end_of_text"]) == (300, 0)
     assert "tokenizer: 300 ids in uint16, 0 ends a text" in text
-    _, again = prepared("stories.txt", "--separator", "<sep>", "--tokenizer", "train:300",
-                        out="again")
+    _, again = prepared(
+        "stories.txt", "--separator", "<sep>", "--tokenizer", "train:300", out="again"
+    )
     assert again == found
     tokenizer = load_tokenizer("out")
-    assert sorted(tokenizer.decode(ids) for part in ("train", "val")
-                  for ids in documents_of(here / "out", part)) == sorted(STORIES)
+    assert sorted(
+        tokenizer.decode(ids)
+        for part in ("train", "val")
+        for ids in documents_of(here / "out", part)
+    ) == sorted(STORIES)
     transformers = pytest.importorskip("transformers", reason="text: transformers is missing")
     theirs = transformers.AutoTokenizer.from_pretrained("out")
     assert theirs.eos_token == END
@@ -142,7 +159,10 @@ def test_files_that_are_full(here, monkeypatch):
     monkeypatch.setattr(prepare_module, "SHARD", 1000)
     _, found = prepared("stories.txt", "--separator", "<sep>", "--tokenizer", "bytes", out="many")
     assert [file["name"] for file in found["files"]][:3] == [
-        "train-00000.bin", "train-00001.bin", "train-00002.bin"]
+        "train-00000.bin",
+        "train-00001.bin",
+        "train-00002.bin",
+    ]
     assert {file["tokens"] for file in found["files"][:3]} == {1000}
     for part in ("train", "val"):
         assert documents_of(here / "many", part) == documents_of(here / "out", part)
@@ -199,8 +219,17 @@ def test_files_without_text(name, content, part, here):
 
 def test_a_new_tokenizer_needs_the_library(here, monkeypatch):
     monkeypatch.setitem(sys.modules, "tokenizers", None)
-    assert_refused(69, ["pip install '.[text]'"], "data", "prepare", "stories.txt", "--tokenizer",
-                   "train:300", "--out", "out")
+    assert_refused(
+        69,
+        ["pip install '.[text]'"],
+        "data",
+        "prepare",
+        "stories.txt",
+        "--tokenizer",
+        "train:300",
+        "--out",
+        "out",
+    )
     assert not list(here.glob("out*"))
 
 
@@ -209,8 +238,17 @@ def test_a_tokenizer_without_an_end_of_text(here):
     save_tokenizer(here / "model")
     path = here / "model" / "tokenizer.json"
     path.write_text(path.read_text().replace(END, "<unk>"))
-    assert_refused(65, ["no file says which id ends a text", "eos_token"], "data", "prepare",
-                   "stories.txt", "--tokenizer", "model", "--out", "out")
+    assert_refused(
+        65,
+        ["no file says which id ends a text", "eos_token"],
+        "data",
+        "prepare",
+        "stories.txt",
+        "--tokenizer",
+        "model",
+        "--out",
+        "out",
+    )
     (here / "model" / "tokenizer_config.json").write_text('{"eos_token": "<unk>"}')
     assert prepared("stories.txt", "--tokenizer", "model")[1]["end_of_text"] == 0
 
@@ -222,8 +260,9 @@ def test_a_full_disk_leaves_nothing(place, here, monkeypatch):
 
     monkeypatch.setattr(prepare_module.Part, place, full)
     with pytest.raises(OutputError, match=r"out: can't be written: No space left") as caught:
-        cli.main(["data", "prepare", "stories.txt", "--tokenizer", "bytes", "--out", "out"],
-                 StandIn())
+        cli.main(
+            ["data", "prepare", "stories.txt", "--tokenizer", "bytes", "--out", "out"], StandIn()
+        )
     assert caught.value.exit_code == 74
     assert not list(here.glob("out*"))
 
@@ -236,8 +275,19 @@ def test_text_that_changes_while_it_is_read(here, monkeypatch):
 
     before = prepare_module.survey
     monkeypatch.setattr(prepare_module, "survey", more)
-    assert_refused(65, ["changed while it was being read"], "data", "prepare", "stories.txt",
-                   "--separator", "<sep>", "--tokenizer", "bytes", "--out", "out")
+    assert_refused(
+        65,
+        ["changed while it was being read"],
+        "data",
+        "prepare",
+        "stories.txt",
+        "--separator",
+        "<sep>",
+        "--tokenizer",
+        "bytes",
+        "--out",
+        "out",
+    )
 
 
 @pytest.mark.slow
@@ -246,8 +296,9 @@ def test_a_signal_leaves_nothing(tmp_path):
     with open(tmp_path / "text.txt", "wb") as file:
         file.writelines(b"some text to read\n" * 4096 for _ in range(4000))
     words = [*PROGRAM, "data", "prepare", "text.txt", "--tokenizer", "bytes", "--out", "out"]
-    process = subprocess.Popen(words, cwd=tmp_path, stderr=subprocess.DEVNULL,
-                               env={**os.environ, **environment()})
+    process = subprocess.Popen(
+        words, cwd=tmp_path, stderr=subprocess.DEVNULL, env={**os.environ, **environment()}
+    )
     try:
         end = time.monotonic() + 60
         while not list(tmp_path.glob("out.partial-*/train-*.bin")):
@@ -264,8 +315,11 @@ def test_a_signal_leaves_nothing(tmp_path):
 
 def test_the_bar_shows_how_far_it_is(monkeypatch):
     seen, now = [], iter(range(1, 100))
-    terminal = type("Terminal", (io.StringIO,), {"isatty": lambda _: True,
-                                                 "write": lambda _, text: seen.append(text)})()
+    terminal = type(
+        "Terminal",
+        (io.StringIO,),
+        {"isatty": lambda _: True, "write": lambda _, text: seen.append(text)},
+    )()
     monkeypatch.setattr("sys.stderr", terminal)
     monkeypatch.setenv("TERM", "xterm")
     monkeypatch.setattr(progress, "monotonic", lambda: next(now))
@@ -297,8 +351,9 @@ def problems(folder, vocab_size=257, thorough=True):
 def test_what_is_read_back(folder):
     source = load_source((str(folder),), 300)
     found, digest = read_dataset(folder)
-    assert source.what == (f"{sum(file.tokens for file in found.files):,} tokens of 40 documents"
-                           f" from {folder}")
+    assert source.what == (
+        f"{sum(file.tokens for file in found.files):,} tokens of 40 documents from {folder}"
+    )
     assert source.tokens.digest == source.validation().tokens.digest == digest
     assert len(source.tokens) == sum(file.tokens for file in found.part("train"))
 
@@ -320,7 +375,8 @@ def test_files_that_are_not_what_was_written(folder):
 
 def test_another_tokenizer_and_a_small_model(folder):
     assert "vocabulary of 257 is above the model's of 256; type --vocab-size 257" in problems(
-        folder, 256)
+        folder, 256
+    )
     (folder / "tokenizer.json").write_text("{}")
     assert "the tokenizer is not the one that made the tokens" in problems(folder)
     (folder / "tokenizer.json").unlink()

@@ -19,8 +19,22 @@ from mpipar.data.tokenizer import FILES, load_tokenizer
 from mpipar.files.text import harmless
 
 STORIES = [f"Story {number}: the encoder of object {number * 7}.\n" * 3 for number in range(40)]
-SMALL = ("--layers", 1, "--d-model", 8, "--heads", 2, "--ffn", 8, "--seq-len", 16,
-         "--batch-size", 4, "--num-microbatches", 1)
+SMALL = (
+    "--layers",
+    1,
+    "--d-model",
+    8,
+    "--heads",
+    2,
+    "--ffn",
+    8,
+    "--seq-len",
+    16,
+    "--batch-size",
+    4,
+    "--num-microbatches",
+    1,
+)
 
 
 @pytest.fixture
@@ -33,13 +47,28 @@ def here(tmp_path, monkeypatch):
 
 
 def prepare(tokenizer, out):
-    printed("data", "prepare", "stories.txt", "--separator", "<sep>", "--tokenizer", tokenizer,
-            "--out", out)
+    printed(
+        "data",
+        "prepare",
+        "stories.txt",
+        "--separator",
+        "<sep>",
+        "--tokenizer",
+        tokenizer,
+        "--out",
+        out,
+    )
 
 
-@pytest.mark.parametrize(("words", "size"), [
-    ((), 257), (("--vocab-size", 300), 300), (("--preset", "gpt2"), 50257),
-    (("--config", "a.toml"), 400)])
+@pytest.mark.parametrize(
+    ("words", "size"),
+    [
+        ((), 257),
+        (("--vocab-size", 300), 300),
+        (("--preset", "gpt2"), 50257),
+        (("--config", "a.toml"), 400),
+    ],
+)
 def test_the_model_has_the_vocabulary_of_its_data(words, size, here):
     (here / "a.toml").write_text("vocab-size = 400\n")
     text = printed("train", "--print-config", "--data", "bytes", *words)
@@ -48,8 +77,15 @@ def test_the_model_has_the_vocabulary_of_its_data(words, size, here):
 
 
 def test_a_vocabulary_above_the_model_s_is_refused(here):
-    assert_refused(65, ["257 is above the model's of 256; type --vocab-size 257"], "train",
-                   "--data", "bytes", "--vocab-size", 256)
+    assert_refused(
+        65,
+        ["257 is above the model's of 256; type --vocab-size 257"],
+        "train",
+        "--data",
+        "bytes",
+        "--vocab-size",
+        256,
+    )
 
 
 def test_the_fingerprint_covers_all_files(here):
@@ -72,8 +108,23 @@ def test_train_go_on_and_generate_with_the_tokenizer_of_the_data(here):
     """The run keeps the tokenizer from its first step on; another data folder is refused."""
     save_tokenizer(here / "model")
     prepare("model", "data")
-    result = alone("train", "--data", "data", "--out", "run", "--steps", 2, *SMALL,
-                    "--prompt", "The object", "--sample-tokens", 5, "--temperature", 0, cwd=here)
+    result = alone(
+        "train",
+        "--data",
+        "data",
+        "--out",
+        "run",
+        "--steps",
+        2,
+        *SMALL,
+        "--prompt",
+        "The object",
+        "--sample-tokens",
+        5,
+        "--temperature",
+        0,
+        cwd=here,
+    )
     assert result.returncode == 0, result.tail()
     assert "V 400, tied head" in result.stdout
     source = load_source(("data",), 400)
@@ -82,12 +133,25 @@ def test_train_go_on_and_generate_with_the_tokenizer_of_the_data(here):
     said = "\n".join(line.removeprefix("| ") for line in said.splitlines())
     kept = load_tokenizer("run/weights")
     assert kept.digest == load_tokenizer("model").digest
-    assert json.loads((here / "run/weights/generation_config.json").read_text())[
-        "eos_token_id"] == kept.end == 0
+    assert (
+        json.loads((here / "run/weights/generation_config.json").read_text())["eos_token_id"]
+        == kept.end
+        == 0
+    )
     assert {path.name for path in (here / "run" / "weights").iterdir()} & {*FILES} == {
-        "tokenizer.json"}
-    again = alone("generate", "run", "--prompt", "The object", "--sample-tokens", 5,
-                   "--temperature", 0, cwd=here)
+        "tokenizer.json"
+    }
+    again = alone(
+        "generate",
+        "run",
+        "--prompt",
+        "The object",
+        "--sample-tokens",
+        5,
+        "--temperature",
+        0,
+        cwd=here,
+    )
     assert harmless(again.stdout).rstrip() == said.rstrip()
     shutil.copytree("data", "other")
     path = here / "other" / "train-00000.bin"
@@ -103,21 +167,42 @@ def test_train_go_on_and_generate_with_the_tokenizer_of_the_data(here):
 
 def test_a_large_vocabulary_has_no_table_of_pairs(here):
     """The square of 50,257 numbers would take 20 GB."""
-    done = alone("train", "--data", "bytes", *SMALL, "--vocab-size", 600, "--steps", 1,
-                  "--sample-tokens", 0, "--eval-tokens", 64, cwd=here).ended()
+    done = alone(
+        "train",
+        "--data",
+        "bytes",
+        *SMALL,
+        "--vocab-size",
+        600,
+        "--steps",
+        1,
+        "--sample-tokens",
+        0,
+        "--eval-tokens",
+        64,
+        cwd=here,
+    ).ended()
     assert "byte-bigram" not in done.stdout
 
 
 @pytest.mark.text
 def test_held_out_data_of_another_tokenizer_is_refused(here):
     prepare("train:300", "other")
-    assert_refused(65, ["--val-data: its tokens were made by another", "--tokenizer other"],
-                   "train", "--data", "other", "--val-data", "bytes")
+    assert_refused(
+        65,
+        ["--val-data: its tokens were made by another", "--tokenizer other"],
+        "train",
+        "--data",
+        "other",
+        "--val-data",
+        "bytes",
+    )
 
 
 def test_weights_keep_their_vocabulary(here):
     """No flag can change it, so none is named."""
     words = ("train", "--data", "bytes", "--init-from")
     save(fresh(layers=1, d_model=8, heads=2, ffn=8, seq_len=16, vocab_size=256), here / "weights")
-    assert_refused(65, ["above the model's of 256; give data prepared with the tokenizer"],
-                   *words, "weights")
+    assert_refused(
+        65, ["above the model's of 256; give data prepared with the tokenizer"], *words, "weights"
+    )

@@ -36,7 +36,7 @@ def screen(text):
         elif piece == "\x1b[K":
             lines[-1] = lines[-1][:column]
         else:
-            lines[-1] = lines[-1][:column].ljust(column) + piece + lines[-1][column + len(piece):]
+            lines[-1] = lines[-1][:column].ljust(column) + piece + lines[-1][column + len(piece) :]
             column += len(piece)
     return lines
 
@@ -51,6 +51,7 @@ class Terminal(io.StringIO):
 @pytest.fixture
 def open_terminal(monkeypatch):
     """From its call on, standard output and error are one terminal; no update is left out."""
+
     def start():  # not before: pytest sets both streams at the start of a test
         made = Terminal()
         monkeypatch.setattr("sys.stdout", made)
@@ -58,6 +59,7 @@ def open_terminal(monkeypatch):
         monkeypatch.setenv("TERM", "xterm")
         monkeypatch.setattr(progress, "EVERY_SECONDS", 0)
         return made
+
     return start
 
 
@@ -74,7 +76,11 @@ def test_what_else_is_printed_stands_above_the_line(open_terminal):
     assert screen(terminal.getvalue())[-1] == ""
     print("after it")
     assert screen(terminal.getvalue()) == [
-        "a text", "mpipar: warning: the disk is full", "after it", ""]
+        "a text",
+        "mpipar: warning: the disk is full",
+        "after it",
+        "",
+    ]
 
 
 def test_the_emulator_sees_a_mangled_line(open_terminal):
@@ -99,6 +105,7 @@ def test_threads_do_not_mix_their_texts(open_terminal):
     """Steps in one thread, warnings in three others: each line is whole."""
     terminal = open_terminal()
     with status_line("line") as line:
+
         def warns(name):
             for number in range(50):
                 warn(f"{name} {number}")
@@ -112,7 +119,8 @@ def test_threads_do_not_mix_their_texts(open_terminal):
             thread.join()
     found = screen(terminal.getvalue())
     assert sorted(filter(None, found)) == sorted(
-        f"mpipar: warning: {name} {number}" for name in "abc" for number in range(50))
+        f"mpipar: warning: {name} {number}" for name in "abc" for number in range(50)
+    )
 
 
 def test_the_line_is_cut_to_the_terminal(open_terminal, monkeypatch):
@@ -132,9 +140,16 @@ def test_it_is_not_written_more_often_than_a_person_reads(open_terminal, monkeyp
         assert screen(terminal.getvalue()) == ["first"]
 
 
-@pytest.mark.parametrize(("wanted", "term", "isatty", "taken"), [
-    (None, "xterm", True, True), (None, "dumb", True, False), (None, "xterm", False, False),
-    ("plain", "xterm", True, False), ("line", "dumb", False, True)])
+@pytest.mark.parametrize(
+    ("wanted", "term", "isatty", "taken"),
+    [
+        (None, "xterm", True, True),
+        (None, "dumb", True, False),
+        (None, "xterm", False, False),
+        ("plain", "xterm", True, False),
+        ("line", "dumb", False, True),
+    ],
+)
 def test_when_it_is_taken(wanted, term, isatty, taken, open_terminal, monkeypatch):
     open_terminal()
     monkeypatch.setenv("TERM", term)
@@ -163,8 +178,14 @@ def in_terminal(argv, folder, columns=80):
     """What a program writes to a terminal of so many columns, as text; it must end with 0."""
     ours, its = pty.openpty()
     fcntl.ioctl(its, termios.TIOCSWINSZ, struct.pack("HHHH", 40, columns, 0, 0))
-    process = subprocess.Popen([*map(str, argv)], stdin=its, stdout=its, stderr=its, cwd=folder,
-                               env=environment() | {"TERM": "xterm"})
+    process = subprocess.Popen(
+        [*map(str, argv)],
+        stdin=its,
+        stdout=its,
+        stderr=its,
+        cwd=folder,
+        env=environment() | {"TERM": "xterm"},
+    )
     os.close(its)
     timer, found = threading.Timer(LIMIT, process.kill), b""
     timer.start()
@@ -191,7 +212,8 @@ def test_a_run_at_a_terminal(here):
     steps = [line for line in log if re.match(r"step +\d+/60 \|", line)]
     assert len(steps) == 7
     assert [line for line in screen(text) if line][:200] == [
-        line for line in log if line and line not in steps[:-1]]
+        line for line in log if line and line not in steps[:-1]
+    ]
     shown = re.findall(r"\r\x1b\[K(step \d+/60 \| loss \d\.\d+ \| \S+ tok/s \| eta \d:\d\d)", text)
     assert shown
     assert max(map(len, shown)) < 60
@@ -207,8 +229,18 @@ def test_plain_lines_at_a_terminal(here):
 @pytest.mark.slow
 def test_a_line_under_mpiexec_where_it_is_asked_for(here):
     """The launcher passes on what rank 0 writes."""
-    command = [find_launcher(), "-n", 2, *PROGRAM, "train", *WORDS, "--progress", "line", "--out",
-               "run"]
+    command = [
+        find_launcher(),
+        "-n",
+        2,
+        *PROGRAM,
+        "train",
+        *WORDS,
+        "--progress",
+        "line",
+        "--out",
+        "run",
+    ]
     text = in_terminal(command, here)
     log = (here / "run" / "log.txt").read_text().splitlines()
     assert [line for line in screen(text) if line][-5:] == [line for line in log if line][-5:]

@@ -18,8 +18,12 @@ from mpipar.ops import make
 from mpipar.partition import CUTS, Here, Sizes
 from mpipar.plan.predict import predict
 
-LAYERS = {"attn.qkv": "self.qkv.", "attn.proj": "self.proj.", "ffn.up": "self.up.",
-          "ffn.down": "self.down."}
+LAYERS = {
+    "attn.qkv": "self.qkv.",
+    "attn.proj": "self.proj.",
+    "ffn.up": "self.up.",
+    "ffn.down": "self.down.",
+}
 
 
 def line_of(place):
@@ -27,8 +31,11 @@ def line_of(place):
     return (REPOSITORY / path).read_text().splitlines()[int(line) - 1]
 
 
-@pytest.mark.parametrize("change", [
-    {}, {"sequence_parallel": True}, {"sequence_parallel": True, "tp_matmul": "ring"}], ids=str)
+@pytest.mark.parametrize(
+    "change",
+    [{}, {"sequence_parallel": True}, {"sequence_parallel": True, "tp_matmul": "ring"}],
+    ids=str,
+)
 def test_every_barrier_of_a_product_is_on_its_layer_s_line(change):
     config, _ = resolve(changed(tp=2, pp=1, dp=1, **change), 2)
     found = {}
@@ -47,8 +54,9 @@ def test_every_barrier_of_a_product_is_on_its_layer_s_line(change):
 
 def test_who_calls_the_group_itself_has_no_cut():
     config, _ = resolve(changed(tp=1, pp=2, dp=2), 4)
-    places = {record.name: (record.site, record.cut) for record in
-              predict(config, 3).recorder.records}
+    places = {
+        record.name: (record.site, record.cut) for record in predict(config, 3).recorder.records
+    }
     assert places["activations"][0].startswith("mpipar/pipeline/engine.py:")
     assert places["grads.bucket"][0].startswith("mpipar/train/gradsync.py:")
     assert {cut for _, cut in places.values()} == {""}
@@ -88,7 +96,11 @@ def test_a_send_that_blocks_is_known_before_it_has_a_tally():
         assert after.done_ns >= after.posted_ns > 0
         assert during == after._replace(done_ns=0)
         assert (after.name, after.payload_bytes, after.wire_bytes, after.tag) == (
-            "bench", 12, 12, 7)
+            "bench",
+            12,
+            12,
+            7,
+        )
         assert "comm.send(np.zeros(3" in line_of(after.site)
     assert comm.recorder.open_send is None  # it holds the caller's frame, and so its arrays
     (counter,) = comm.recorder.counters.values()
@@ -109,8 +121,10 @@ def recorded(records, spans):
 
 def sum_of_waits(recorder):
     """The broken twin: whatever came between posting and the own wait counts as hidden."""
-    return (sum(one.done_ns - one.posted_ns for one in recorder.records),
-            sum(one.waited_ns - one.posted_ns for one in recorder.records))
+    return (
+        sum(one.done_ns - one.posted_ns for one in recorder.records),
+        sum(one.waited_ns - one.posted_ns for one in recorder.records),
+    )
 
 
 @pytest.mark.parametrize(("records", "spans", "flight", "hidden", "twin"), [
@@ -131,6 +145,7 @@ def test_only_computing_hides_a_flight(records, spans, flight, hidden, twin):
 
 def test_who_reads_the_newest_record_keeps_no_arrays():
     """The watchdog reads it from a thread of its own, while a pass has arrays in its frames."""
+
     def a_pass():
         x = np.ones(8)
         Recorder().newest()
@@ -178,7 +193,8 @@ def test_a_line_has_one_tally_whatever_the_sizes():
     payloads = [record.payload_bytes for record in recorder.records]
     assert payloads == [*(4 * size for size in sizes), 28]
     assert [record.wire_bytes for record in recorder.records] == [
-        4 * payload // 3 for payload in payloads]
+        4 * payload // 3 for payload in payloads
+    ]
     ((key, sums),) = recorder.counters.items()
     assert (key.name, key.operation, key.phase, key.dtype) == ("y", "all_reduce", "F", "float32")
     assert sums[:3] == (2001, sum(payloads), sum(4 * payload // 3 for payload in payloads))
@@ -195,8 +211,11 @@ def test_other_phases_and_types_of_one_line_are_counted_apart():
             with recorder.at(phase):
                 comm.all_gather(ops.zeros(4, np.dtype(dtype)), "y")
     assert {(key.phase, key.dtype): sums[:3] for key, sums in recorder.counters.items()} == {
-        ("F", "float32"): (2, 64, 32), ("F", "float64"): (2, 128, 64),
-        ("I", "float32"): (1, 32, 16), ("I", "float64"): (1, 64, 32)}
+        ("F", "float32"): (2, 64, 32),
+        ("F", "float64"): (2, 128, 64),
+        ("I", "float32"): (1, 32, 16),
+        ("I", "float64"): (1, 64, 32),
+    }
 
 
 def test_messages_and_collectives_are_numbered_apart():
@@ -208,7 +227,11 @@ def test_messages_and_collectives_are_numbered_apart():
     comm.recv(x, 1, 7, "message")
     comm.barrier("second")
     assert [(record.operation, record.seq) for record in recorder.records] == [
-        ("barrier", 1), ("send", 1), ("recv", 2), ("barrier", 2)]
+        ("barrier", 1),
+        ("send", 1),
+        ("recv", 2),
+        ("barrier", 2),
+    ]
 
 
 def test_spans_between_marks_come_when_a_device_has_told_their_times():

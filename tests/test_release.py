@@ -34,9 +34,14 @@ def copied() -> dict[str, list[str]]:
     docker = (REPOSITORY / "Dockerfile").read_text()
     apptainer = (DEPLOY / "apptainer.def").read_text()
     files = re.search(r"^%files\n((?: +\S+ \S+\n)+)", apptainer, re.MULTILINE)
-    return {"Dockerfile": [name for line in re.findall(r"^COPY (.*) \S+$", docker, re.MULTILINE)
-                           for name in line.split()],
-            "apptainer.def": [line.split()[0] for line in files[1].splitlines()]}
+    return {
+        "Dockerfile": [
+            name
+            for line in re.findall(r"^COPY (.*) \S+$", docker, re.MULTILINE)
+            for name in line.split()
+        ],
+        "apptainer.def": [line.split()[0] for line in files[1].splitlines()],
+    }
 
 
 def test_one_version_everywhere():
@@ -66,14 +71,18 @@ def test_containers_copy_what_is_there(name):
 
 @pytest.mark.slow
 def test_what_containers_install_is_enough(tmp_path):
-    install = {re.search(r"pip install --no-cache-dir '(.*)'$", path.read_text(), re.MULTILINE)[1]
-               for path in (REPOSITORY / "Dockerfile", DEPLOY / "apptainer.def")}
+    install = {
+        re.search(r"pip install --no-cache-dir '(.*)'$", path.read_text(), re.MULTILINE)[1]
+        for path in (REPOSITORY / "Dockerfile", DEPLOY / "apptainer.def")
+    }
     assert install == {".[mpich,cpu,text]"}
     for name in copied()["Dockerfile"]:
         run_well(["cp", "-r", str(REPOSITORY / name), str(tmp_path)])
     packages = tmp_path / "packages"
-    run_well([sys.executable, "-m", "pip", "install", "-q", "--no-deps", "--target", str(packages),
-              "."], cwd=tmp_path)  # with the packages that are here already
+    run_well(
+        [sys.executable, "-m", "pip", "install", "-q", "--no-deps", "--target", str(packages), "."],
+        cwd=tmp_path,
+    )  # with the packages that are here already
     doctor = run_ranks(2, (*PROGRAM, "doctor"), LIMIT, {"PYTHONPATH": str(packages)}, "/")
     assert f"mpipar {mpipar.__version__}" in doctor.stdout, doctor.tail()
 
@@ -90,8 +99,12 @@ def site(tmp_path):
 
 @pytest.mark.slow
 def test_pbs(site):
-    job = {"PBS_O_WORKDIR": str(site), "PBS_NODEFILE": str(site / "nodes"),
-           "PBS_JOBID": "12.server", "MPIPAR_FLAGS": "--steps 2 --layout dp=2 --save-interval 1"}
+    job = {
+        "PBS_O_WORKDIR": str(site),
+        "PBS_NODEFILE": str(site / "nodes"),
+        "PBS_JOBID": "12.server",
+        "MPIPAR_FLAGS": "--steps 2 --layout dp=2 --save-interval 1",
+    }
     for expected in ("dp 2", "step 2"):  # the second time it continues
         printed = run_well(["bash", str(DEPLOY / "train.pbs")], environment(job), site)
         assert expected in printed
@@ -111,7 +124,12 @@ def test_the_job_of_kubernetes_is_a_command_that_trains():
     words = re.search(r"command: \[(.*?)\]", text, re.DOTALL)[1].split(", ")[:7]
     launcher, dash_n, ranks, program, command, flag, layout = [one.strip('"') for one in words]
     assert (launcher, dash_n, program, command, flag) == (
-        "mpiexec", "-n", "mpipar", "train", "--layout")
+        "mpiexec",
+        "-n",
+        "mpipar",
+        "train",
+        "--layout",
+    )
     slots = re.search(r"slotsPerWorker: (\d+)", text)[1]
     workers = re.search(r"Worker:\n +replicas: (\d+)", text)[1]
     assert int(ranks) == int(slots) * int(workers)
@@ -122,13 +140,18 @@ def test_the_job_of_kubernetes_is_a_command_that_trains():
 @pytest.mark.reframe
 def test_reframe_runs_the_checks(tmp_path):
     partition = {"name": "cpu", "scheduler": "local", "launcher": "mpirun", "environs": ["here"]}
-    site = {"systems": [{"name": "here", "hostnames": [".*"], "partitions": [partition]}],
-            "environments": [{"name": "here"}]}
+    site = {
+        "systems": [{"name": "here", "hostnames": [".*"], "partitions": [partition]}],
+        "environments": [{"name": "here"}],
+    }
     (tmp_path / "site.py").write_text(f"site_configuration = {json.dumps(site)}\n")
     path = f"{Path(sys.executable).parent}:{os.environ['PATH']}"
     checks = ["-c", str(DEPLOY / "reframe_checks.py"), "-r", "--performance-report"]
-    printed = run_well(["reframe", "-C", "site.py", "--exec-policy=serial", *checks],
-                       environment({"PATH": path, "HOME": str(tmp_path)}), tmp_path)
+    printed = run_well(
+        ["reframe", "-C", "site.py", "--exec-policy=serial", *checks],
+        environment({"PATH": path, "HOME": str(tmp_path)}),
+        tmp_path,
+    )
     assert "Ran 3/3 test case(s) from 3 check(s) (0 failure(s)" in printed
     figures = [float(value) for value in re.findall(r"^P: \w+: (\S+)", printed, re.MULTILINE)]
     assert len(figures) == 3

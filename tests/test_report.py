@@ -36,13 +36,21 @@ def test_what_the_page_shows(tmp_path):
     assert found["trained on"] == "40.96k"  # 40 steps of 16 rows of 64 tokens
     assert (found["speed"], found["communication"]) == ("4.12k", "25%")
     assert [one["title"] for one in data["curves"]] == [
-        "Loss", "Learning rate", "Gradient norm", "Speed", "Communication"]
+        "Loss",
+        "Learning rate",
+        "Gradient norm",
+        "Speed",
+        "Communication",
+    ]
     training, held_out = data["curves"][0]["series"]
     assert len(training["points"]) == 40
     assert held_out["points"] == [[step, 6 / step**0.5] for step in (10, 20, 30, 40)]
     titles = [table["title"] for table in data["tables"]]
-    assert titles == ["Layout", "Environment", *(f"Configuration: {name}" for name in (
-        "model", "grid", "train", "run", "memory"))]
+    assert titles == [
+        "Layout",
+        "Environment",
+        *(f"Configuration: {name}" for name in ("model", "grid", "train", "run", "memory")),
+    ]
     train_section = dict(data["tables"][titles.index("Configuration: train")]["rows"])
     assert train_section["lr-schedule"] == "cosine"
     assert data["log"] == "a line\n"
@@ -66,7 +74,8 @@ def test_hostile_names_stay_text(tmp_path):
     assert data["log"] == HOSTILE
     assert dict(data["tables"][1]["rows"])["command"] == HOSTILE
     assert "://" not in (folder / "report.html").read_text().replace(
-        "http://www.w3.org/2000/svg", ""), "a page loads nothing"
+        "http://www.w3.org/2000/svg", ""
+    ), "a page loads nothing"
 
 
 def test_a_long_run_is_drawn_as_means():
@@ -84,9 +93,20 @@ def test_the_csv_has_the_numbers_of_the_lines(tmp_path):
     written(folder)
     rows = list(csv.DictReader((folder / "metrics.csv").open()))
     assert list(rows[0]) == [
-        "step", "loss_nats", "held_out_loss_nats", "grad_norm", "lr", "step_seconds",
-        "tokens_per_second", "comm_share_mean", "comm_share_max", "comm_tp_calls",
-        "comm_tp_bytes", "comm_tp_seconds_mean", "comm_tp_seconds_max"]
+        "step",
+        "loss_nats",
+        "held_out_loss_nats",
+        "grad_norm",
+        "lr",
+        "step_seconds",
+        "tokens_per_second",
+        "comm_share_mean",
+        "comm_share_max",
+        "comm_tp_calls",
+        "comm_tp_bytes",
+        "comm_tp_seconds_mean",
+        "comm_tp_seconds_max",
+    ]
     for row, line in zip(rows, lines_of(40), strict=True):
         assert float(row["loss_nats"]) == line["loss"]
         assert (row["step"], row["comm_tp_bytes"]) == (str(line["step"]), "4096")
@@ -120,15 +140,20 @@ def test_going_on_takes_away_what_was_made_of_later_steps(tmp_path):
     written(folder)
     truncate_after(folder, 25)
     assert {path.name for path in folder.iterdir()} == {
-        "metrics.jsonl", "evaluations.jsonl", "log.txt"}
+        "metrics.jsonl",
+        "evaluations.jsonl",
+        "log.txt",
+    }
     written(folder)
     assert len((folder / "metrics.csv").read_text().splitlines()) == 1 + 25
     assert len((folder / "evaluations.jsonl").read_text().splitlines()) == 2
 
 
 def steps_and_losses(folder):
-    return [(row["step"], row["loss_nats"], row["held_out_loss_nats"])
-            for row in csv.DictReader((folder / "metrics.csv").open())]
+    return [
+        (row["step"], row["loss_nats"], row["held_out_loss_nats"])
+        for row in csv.DictReader((folder / "metrics.csv").open())
+    ]
 
 
 def test_a_stopped_run_has_both_and_goes_on_in_them(here):
@@ -164,8 +189,9 @@ def test_a_table_of_many_ranks_is_cut():
 
 
 def test_the_page_names_what_a_setting_is():
-    rows = dict(row for table in report.configuration(reading_of("--tied").config)
-                for row in table["rows"])
+    rows = dict(
+        row for table in report.configuration(reading_of("--tied").config) for row in table["rows"]
+    )
     assert (rows["tied"], rows["check-comm"], rows["rank-order"]) == ("on", "off", "pp,dp,cp,tp")
     assert "data" not in rows
 

@@ -42,32 +42,48 @@ def here(made, tmp_path):
 # --- what is refused, and what is typed instead
 
 
-@pytest.mark.parametrize(("words", "code", "parts"), [
-    ("--out run", 2, ["run exists and is not empty", "--resume auto --out run"]),
-    ("--resume auto --out run --steps 5", 2, ["--steps 5", "step 6"]),
-    ("--resume nowhere", 65, ["--resume nowhere: there is no checkpoint here"]),
-    ("--resume run/checkpoints/step-00000009", 65, ["step-00000009"]),
-    ("--resume run --out text.txt", 2, ["text.txt is a file"]),
-    ("--resume run/checkpoints/step-00000002 --steps 9 --data other.txt", 65,
-     ["--data: has changed", "length 930, dtype uint8, sha256", "length 1200, dtype uint8"]),
-    ("--resume run --steps 9 --dp 3", 2, ["--dp 3", "mpiexec -n 3"]),
-])
+@pytest.mark.parametrize(
+    ("words", "code", "parts"),
+    [
+        ("--out run", 2, ["run exists and is not empty", "--resume auto --out run"]),
+        ("--resume auto --out run --steps 5", 2, ["--steps 5", "step 6"]),
+        ("--resume nowhere", 65, ["--resume nowhere: there is no checkpoint here"]),
+        ("--resume run/checkpoints/step-00000009", 65, ["step-00000009"]),
+        ("--resume run --out text.txt", 2, ["text.txt is a file"]),
+        (
+            "--resume run/checkpoints/step-00000002 --steps 9 --data other.txt",
+            65,
+            ["--data: has changed", "length 930, dtype uint8, sha256", "length 1200, dtype uint8"],
+        ),
+        ("--resume run --steps 9 --dp 3", 2, ["--dp 3", "mpiexec -n 3"]),
+    ],
+)
 def test_refusals(words, code, parts, here):
     (here / "other.txt").write_text("another text" * 100)
     assert_refused(code, parts, "train", *words.split(), folder=here)
 
 
-FIXED = {"seed": ("7", "0"), "batch-size": ("8", "4"), "optimizer": ("sgd", "adamw"),
-         "lr": ("0.1", "0.003"), "clip": ("2", "1"),
-         "dtype": ("float32", "float64"), "layers": ("3", "2"), "heads": ("4", "2"),
-         "vocab-size": ("300", "256"), "warmup-steps": ("3", "20")}
+FIXED = {
+    "seed": ("7", "0"),
+    "batch-size": ("8", "4"),
+    "optimizer": ("sgd", "adamw"),
+    "lr": ("0.1", "0.003"),
+    "clip": ("2", "1"),
+    "dtype": ("float32", "float64"),
+    "layers": ("3", "2"),
+    "heads": ("4", "2"),
+    "vocab-size": ("300", "256"),
+    "warmup-steps": ("3", "20"),
+}
 
 
 @pytest.mark.parametrize("source", ["auto --out run", "run --out new"])
 def test_what_cannot_change_is_refused_at_once_with_both_values(source, here):
     words = [word for name, (value, _) in FIXED.items() for word in (f"--{name}", value)]
-    parts = [f"--{name} {value}: can't change in a resumed run, which has {saved}"
-             for name, (value, saved) in FIXED.items()]
+    parts = [
+        f"--{name} {value}: can't change in a resumed run, which has {saved}"
+        for name, (value, saved) in FIXED.items()
+    ]
     assert_refused(2, parts, "train", "--resume", *source.split(), *words, folder=here)
 
 
@@ -98,8 +114,23 @@ def settled(saved, *words, ranks=4):
 
 
 def test_settings_come_from_the_checkpoint_unless_they_are_given():
-    saved = saved_settings("--lr", "0.5", "--pp", "2", "--tp", "2", "--schedule", "gpipe", "--out",
-                           "a", "--trace", "1", "--log-interval", "7", "--no-tied")
+    saved = saved_settings(
+        "--lr",
+        "0.5",
+        "--pp",
+        "2",
+        "--tp",
+        "2",
+        "--schedule",
+        "gpipe",
+        "--out",
+        "a",
+        "--trace",
+        "1",
+        "--log-interval",
+        "7",
+        "--no-tied",
+    )
     config = settled(saved, "--log-interval", "3", "--schedule", "auto")
     assert (config.train.lr, config.model.tied) == (0.5, False)
     assert (config.grid.dp, config.grid.pp, config.grid.tp) == (1, 2, 2)
@@ -107,27 +138,47 @@ def test_settings_come_from_the_checkpoint_unless_they_are_given():
     assert (config.run.out, config.run.trace, config.run.resume) == (None, None, "never")
 
 
-@pytest.mark.parametrize(("words", "ranks", "layout"), [
-    ([], 2, (1, 2, 1)), ([], 8, (2, 2, 2)), (["--dp", "4"], 4, (4, 1, 1)),
-    (["--layout", "tp=2"], 2, (1, 1, 2)),
-])
+@pytest.mark.parametrize(
+    ("words", "ranks", "layout"),
+    [
+        ([], 2, (1, 2, 1)),
+        ([], 8, (2, 2, 2)),
+        (["--dp", "4"], 4, (4, 1, 1)),
+        (["--layout", "tp=2"], 2, (1, 1, 2)),
+    ],
+)
 def test_a_layout_that_is_given_or_does_not_fit_is_chosen_anew(words, ranks, layout):
-    saved = saved_settings("--pp", "4", "--schedule", "interleaved", "--chunks", "1",
-                           "--stage-layers", "1,1,1,1", "--num-microbatches", "4")
+    saved = saved_settings(
+        "--pp",
+        "4",
+        "--schedule",
+        "interleaved",
+        "--chunks",
+        "1",
+        "--stage-layers",
+        "1,1,1,1",
+        "--num-microbatches",
+        "4",
+    )
     grid = settled(saved, *words, "--schedule", "1f1b", ranks=ranks).grid
     assert (grid.dp, grid.pp, grid.tp) == layout
     assert (grid.stage_layers, grid.chunks) == (None, None)
 
 
-@pytest.mark.parametrize(("words", "ranks", "none"), [
-    ("--zero 3 --dp 4", 4, {5, 7}), ("--zero 1 --dp 2 --cp 2", 4, {5, 7}),
-    ("--batch-size 8 --dp 2", 2, {5, 7}), ("--batch-size 6 --num-microbatches 3", 1, {5, 7}),
-    ("--batch-size 8 --schedule dualpipe-v --pp 2 --num-microbatches 4", 2, {5, 7}),
-    ("--schedule dualpipe --pp 2 --num-microbatches 4", 2, {5, 7}),
-    ("--heads 3 --d-model 12 --batch-size 7 --num-microbatches 7 --tp 3", 3, {5, 8}),
-    ("--model convnet --batch-size 8 --dp 2", 2, set()),
-    ("--layers 1 --heads 1 --batch-size 2 --num-microbatches 2", 1, {3, 4, 5, 6, 7, 8}),
-])
+@pytest.mark.parametrize(
+    ("words", "ranks", "none"),
+    [
+        ("--zero 3 --dp 4", 4, {5, 7}),
+        ("--zero 1 --dp 2 --cp 2", 4, {5, 7}),
+        ("--batch-size 8 --dp 2", 2, {5, 7}),
+        ("--batch-size 6 --num-microbatches 3", 1, {5, 7}),
+        ("--batch-size 8 --schedule dualpipe-v --pp 2 --num-microbatches 4", 2, {5, 7}),
+        ("--schedule dualpipe --pp 2 --num-microbatches 4", 2, {5, 7}),
+        ("--heads 3 --d-model 12 --batch-size 7 --num-microbatches 7 --tp 3", 3, {5, 8}),
+        ("--model convnet --batch-size 8 --dp 2", 2, set()),
+        ("--layers 1 --heads 1 --batch-size 2 --num-microbatches 2", 1, {3, 4, 5, 6, 7, 8}),
+    ],
+)
 def test_a_run_goes_on_on_any_ranks_that_have_a_layout(words, ranks, none):
     """none: numbers of ranks for which no dp x pp x tp divides rows, layers and heads."""
     saved = saved_settings(*words.split(), ranks=ranks)
@@ -144,12 +195,12 @@ def test_a_run_goes_on_on_any_ranks_that_have_a_layout(words, ranks, none):
 def test_what_gives_way_is_said_in_one_line():
     saved = saved_settings("--zero", "3", "--dp", "4")
     assert changes(settled(saved), saved) == []
-    assert changes(settled(saved, ranks=1), saved) == [
-        "with this layout: --zero 0 (3 before)"]
+    assert changes(settled(saved, ranks=1), saved) == ["with this layout: --zero 0 (3 before)"]
     with pytest.raises(UsageError, match="--zero 3 with --dp 1"):  # the user wants it
         settled(saved, "--zero", "3", ranks=1)
-    saved = saved_settings("--batch-size", "2", "--num-microbatches", "2", "--layers", "1",
-                           "--heads", "1", ranks=1)
+    saved = saved_settings(
+        "--batch-size", "2", "--num-microbatches", "2", "--layers", "1", "--heads", "1", ranks=1
+    )
     with pytest.raises(UsageError, match=r"^5 ranks: .* resume it on 2$"):
         settled(saved, ranks=5)
 
@@ -234,19 +285,23 @@ def test_ckpt_export_writes_what_the_run_has_written(here):
         assert (out / name).read_bytes() == (weights / name).read_bytes()
     printed("ckpt", "export", here / "run", "--step", "2", "--out", here / "second")
     assert (here / "second" / name).read_bytes() == (weights / name).read_bytes()
-    assert ((here / "second" / "model.safetensors").read_bytes()
-            != (weights / "model.safetensors").read_bytes())
+    assert (here / "second" / "model.safetensors").read_bytes() != (
+        weights / "model.safetensors"
+    ).read_bytes()
 
 
-@pytest.mark.parametrize(("words", "code", "parts"), [
-    ("ls text.txt", 65, ["not a run folder"]),
-    ("verify .", 65, ["not a run folder"]),
-    ("export run", 2, ["run/weights: exists and is not empty", "--out"]),
-    ("export run --step 3", 65, ["2, 4, 6"]),
-    ("ls run --step 3", 2, ["--step: ls does not use it"]),
-    ("verify run --out x", 2, ["--out: verify does not use it"]),
-    ("look run", 2, ["look", "ls|verify|export"]),
-])
+@pytest.mark.parametrize(
+    ("words", "code", "parts"),
+    [
+        ("ls text.txt", 65, ["not a run folder"]),
+        ("verify .", 65, ["not a run folder"]),
+        ("export run", 2, ["run/weights: exists and is not empty", "--out"]),
+        ("export run --step 3", 65, ["2, 4, 6"]),
+        ("ls run --step 3", 2, ["--step: ls does not use it"]),
+        ("verify run --out x", 2, ["--out: verify does not use it"]),
+        ("look run", 2, ["look", "ls|verify|export"]),
+    ],
+)
 def test_ckpt_refusals(words, code, parts, here):
     assert_refused(code, parts, "ckpt", *words.split(), folder=here)
 
@@ -254,18 +309,26 @@ def test_ckpt_refusals(words, code, parts, here):
 def test_a_damaged_checkpoint_is_not_exported(here):
     path = here / "run" / "checkpoints" / "step-00000006" / "pieces-00000.safetensors"
     path.write_bytes(path.read_bytes()[:-1])
-    assert_refused(65, ["pieces-00000.safetensors"], "ckpt", "export", "run", "--out", "x",
-                   folder=here)
+    assert_refused(
+        65, ["pieces-00000.safetensors"], "ckpt", "export", "run", "--out", "x", folder=here
+    )
     assert not (here / "x").exists()
 
 
 def test_going_back_to_an_earlier_step_keeps_the_later_ones_aside(here):
     (here / "run" / "result.json").unlink()
     before = (here / "run" / "metrics.jsonl").read_text()
-    alone("train", "--resume", "run/checkpoints/step-00000002", "--save-interval", "3",
-          cwd=here).ended()
+    alone(
+        "train", "--resume", "run/checkpoints/step-00000002", "--save-interval", "3", cwd=here
+    ).ended()
     names = sorted(path.name for path in (here / "run" / "checkpoints").iterdir())
-    assert names == ["step-00000002", "step-00000003", "step-00000004.aside-1", "step-00000006",
-                     "step-00000006.aside-1"]
+    assert names == [
+        "step-00000002",
+        "step-00000003",
+        "step-00000004.aside-1",
+        "step-00000006",
+        "step-00000006.aside-1",
+    ]
     assert [line["loss"] for line in metrics(here / "run")] == [
-        json.loads(line)["loss"] for line in before.splitlines()]
+        json.loads(line)["loss"] for line in before.splitlines()
+    ]

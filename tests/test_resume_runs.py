@@ -57,9 +57,21 @@ def ended(here, how, number, *words, ranks=None):
 
 def without_times(folder):
     """The lines of metrics.jsonl, without what a clock has measured."""
-    return [{name: ({axis: {"calls": one["calls"], "bytes": one["bytes"]}
-                     for axis, one in value.items()} if name == "comm" else value)
-             for name, value in line.items() if name not in TIMES} for line in metrics(folder)]
+    return [
+        {
+            name: (
+                {
+                    axis: {"calls": one["calls"], "bytes": one["bytes"]}
+                    for axis, one in value.items()
+                }
+                if name == "comm"
+                else value
+            )
+            for name, value in line.items()
+            if name not in TIMES
+        }
+        for line in metrics(folder)
+    ]
 
 
 def state(folder, step):
@@ -81,14 +93,17 @@ def assert_same_run(one, other, step=10):
 # --- kill -9, then go on
 
 
-@pytest.mark.parametrize("words", [
-    pytest.param([*TINY], id="float32", marks=pytest.mark.slow),
-    pytest.param([*TINY, *FLOAT16], id="float16"),
-    pytest.param([*TINY, "--dtype", "float64"], id="float64", marks=pytest.mark.slow),
-    pytest.param([*TINY, "--dtype", "bfloat16"], id="bfloat16", marks=pytest.mark.slow),
-    pytest.param([*TINY, "--optimizer", "sgd"], id="sgd", marks=pytest.mark.slow),
-    pytest.param(CONVNET, id="convnet", marks=pytest.mark.slow),
-])
+@pytest.mark.parametrize(
+    "words",
+    [
+        pytest.param([*TINY], id="float32", marks=pytest.mark.slow),
+        pytest.param([*TINY, *FLOAT16], id="float16"),
+        pytest.param([*TINY, "--dtype", "float64"], id="float64", marks=pytest.mark.slow),
+        pytest.param([*TINY, "--dtype", "bfloat16"], id="bfloat16", marks=pytest.mark.slow),
+        pytest.param([*TINY, "--optimizer", "sgd"], id="sgd", marks=pytest.mark.slow),
+        pytest.param(CONVNET, id="convnet", marks=pytest.mark.slow),
+    ],
+)
 def test_a_killed_run_goes_on_as_if_nothing_had_been(words, here):
     train(here, *words, "--out", "whole")
     result = ended(here, "kill", 7, *words, "--out", "killed", "--save-interval", "4")
@@ -108,11 +123,35 @@ def test_a_killed_run_goes_on_as_if_nothing_had_been(words, here):
 @pytest.mark.slow
 def test_experts_of_a_killed_run_go_on_elsewhere(here):
     """Their weights and state lie on four ranks, and are put together for a layout without ep."""
-    words = [*TINY, "--dtype", "float64", "--experts", "4", "--experts-per-token", "2",
-             "--router-balance", "bias"]
+    words = [
+        *TINY,
+        "--dtype",
+        "float64",
+        "--experts",
+        "4",
+        "--experts-per-token",
+        "2",
+        "--router-balance",
+        "bias",
+    ]
     train(here, *words, "--out", "whole")
-    result = ended(here, "kill", 7, *words, "--num-microbatches", "1", "--layout", "dp=4,ep=4",
-                   "--zero", "3", "--save-interval", "4", "--out", "killed", ranks=4)
+    result = ended(
+        here,
+        "kill",
+        7,
+        *words,
+        "--num-microbatches",
+        "1",
+        "--layout",
+        "dp=4,ep=4",
+        "--zero",
+        "3",
+        "--save-interval",
+        "4",
+        "--out",
+        "killed",
+        ranks=4,
+    )
     assert result.returncode == EXIT_ENVIRONMENT, result.tail()
     text = train(here, "--resume", "auto", "--out", "killed", "--layout", "tp=2,pp=2", ranks=4)
     assert "resumed after step 4" in text
@@ -122,8 +161,9 @@ def test_experts_of_a_killed_run_go_on_elsewhere(here):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("form", [
-    pytest.param("--no-save-async", marks=pytest.mark.slow), "--save-async"])
+@pytest.mark.parametrize(
+    "form", [pytest.param("--no-save-async", marks=pytest.mark.slow), "--save-async"]
+)
 def test_two_ranks_killed_twice(form, here):
     words = [*TINY, "--pp", "2", "--schedule", "gpipe"]
     train(here, *words, "--out", "whole", ranks=2)
@@ -147,9 +187,13 @@ def test_a_stop_saves_and_the_run_goes_on(here):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(("how", "number", "lines", "said"), [
-    ("kill", 6, 4, "no checkpoint: the run starts at step 1"),  # before the first save
-    ("evaluate", 0, 10, "held-out loss")])  # only that is left
+@pytest.mark.parametrize(
+    ("how", "number", "lines", "said"),
+    [
+        ("kill", 6, 4, "no checkpoint: the run starts at step 1"),  # before the first save
+        ("evaluate", 0, 10, "held-out loss"),
+    ],
+)  # only that is left
 def test_killed_without_an_interval_of_saves(how, number, lines, said, here):
     train(here, *TINY, "--out", "whole")
     ended(here, how, number, *TINY, "--out", "killed").ended(EXIT_ENVIRONMENT)
@@ -166,15 +210,35 @@ def killed(tmp_path_factory):
     folder = tmp_path_factory.mktemp("killed")
     prepare(folder)
     train(folder, *TINY, *FLOAT16, "--out", "whole")
-    ended(folder, "kill", 8, *TINY, *FLOAT16, "--out", "killed", "--save-interval", "4",
-          "--log-interval", "1")
+    ended(
+        folder,
+        "kill",
+        8,
+        *TINY,
+        *FLOAT16,
+        "--out",
+        "killed",
+        "--save-interval",
+        "4",
+        "--log-interval",
+        "1",
+    )
     assert newest_step(folder / "killed") == 4
     return folder
 
 
-@pytest.mark.parametrize("twin", ["nothing", "moments", "metrics", *(
-    pytest.param(twin, marks=pytest.mark.slow)
-    for twin in ("good", "skipped", "scale", "publish"))])
+@pytest.mark.parametrize(
+    "twin",
+    [
+        "nothing",
+        "moments",
+        "metrics",
+        *(
+            pytest.param(twin, marks=pytest.mark.slow)
+            for twin in ("good", "skipped", "scale", "publish")
+        ),
+    ],
+)
 def test_a_run_that_goes_on_with_a_mistake_is_found_out(twin, killed, tmp_path):
     """Broken twins: assert_same_run must see each of them, and nothing else."""
     here = tmp_path / "here"
@@ -229,6 +293,8 @@ def test_no_space_at_the_end_keeps_the_former_checkpoint(here):
     result = ended(here, "full", 3, *TINY, "--save-interval", "3", "--out", "run")
     block_of(result, 74, "No space left on device")
     assert [path.name for path in sorted((here / "run" / "checkpoints").iterdir())] == [
-        "step-00000003", "step-00000006"]
+        "step-00000003",
+        "step-00000006",
+    ]
     train(here, "--resume", "auto", "--out", "run")
     assert json.loads((here / "run" / "result.json").read_text())["step"] == 10

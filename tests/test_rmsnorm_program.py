@@ -18,8 +18,24 @@ from mpipar.commands.resolve import resolve
 from mpipar.config.model import ConvnetConfig, model_config
 from mpipar.errors import DataError, UsageError
 
-SMALL = ("--layers", 2, "--d-model", 12, "--heads", 6, "--ffn", 30, "--seq-len", 5,
-         "--batch-size", 8, "--num-microbatches", 2, "--norm", "rms")
+SMALL = (
+    "--layers",
+    2,
+    "--d-model",
+    12,
+    "--heads",
+    6,
+    "--ffn",
+    30,
+    "--seq-len",
+    5,
+    "--batch-size",
+    8,
+    "--num-microbatches",
+    2,
+    "--norm",
+    "rms",
+)
 
 
 @pytest.fixture
@@ -51,13 +67,17 @@ def test_weights_there_and_back(saved):
     np.testing.assert_array_equal(again.flats[0].data, worker.flats[0].data)
 
 
-@pytest.mark.parametrize(("values", "part"), [
-    ({"model_type": "mpipar-tree"}, "is not a 'mpipar-tree' configuration"),
-    ({"norm": "none"}, "norm is 'none'"),
-    ({"tied": 1}, "tied is 1"),
-    ({"heads": 0}, "heads is 0"),
-    ({"seq_len": None}, "it lacks 'seq_len'"),
-], ids=lambda value: "" if isinstance(value, str) else next(iter(value)))
+@pytest.mark.parametrize(
+    ("values", "part"),
+    [
+        ({"model_type": "mpipar-tree"}, "is not a 'mpipar-tree' configuration"),
+        ({"norm": "none"}, "norm is 'none'"),
+        ({"tied": 1}, "tied is 1"),
+        ({"heads": 0}, "heads is 0"),
+        ({"seq_len": None}, "it lacks 'seq_len'"),
+    ],
+    ids=lambda value: "" if isinstance(value, str) else next(iter(value)),
+)
 def test_configuration_that_describes_no_model_is_refused(saved, values, part):
     edit(saved[1], **values)
     with pytest.raises(DataError, match=re.escape(part)):
@@ -78,14 +98,17 @@ def test_a_convnet_s_file_holds_its_own_fields(tmp_path, norm):
 
 def test_the_other_norm_than_that_of_the_weights_is_refused(saved, tmp_path, rng):
     shape = {"layers": 2, "D": 12, "F": 20, "T": 6, "V": 17, "tied": True}
-    gpt2.write_model(tmp_path / "gpt2", gpt2.random_weights(rng, **shape),
-                     gpt2.configuration(heads=3, **shape))
+    gpt2.write_model(
+        tmp_path / "gpt2", gpt2.random_weights(rng, **shape), gpt2.configuration(heads=3, **shape)
+    )
     for folder, typed, true in ((saved[1], "layer", "rms"), (tmp_path / "gpt2", "rms", "layer")):
         with pytest.raises(UsageError) as caught:
             resolve(reading_of("--init-from", str(folder), "--norm", typed), 1)
         (problem,) = caught.value.problems
-        assert problem == (f"--norm {typed}: contradicts --init-from {folder}, where it is {true};"
-                           " leave --norm out")
+        assert problem == (
+            f"--norm {typed}: contradicts --init-from {folder}, where it is {true};"
+            " leave --norm out"
+        )
 
 
 def test_verify_agrees(tmp_path):

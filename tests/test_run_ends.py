@@ -92,10 +92,21 @@ launch.guard(cli.main, sys.argv[2:])
 @pytest.mark.parametrize("limit", [500, 1000, 8000], ids=["config", "log", "weights"])
 def test_full_disk_is_said_with_code_74(limit, text_folder):
     """A limit on the size of files stands for the disk."""
-    command = [sys.executable, "-c", FULL_DISK, str(limit), "train", "--data", "text.txt", *SHORT,
-               "--out", "run"]
-    block = block_of(run_ranks(2, command, LIMIT, environment(), text_folder), 74, "File too large",
-                     "run")
+    command = [
+        sys.executable,
+        "-c",
+        FULL_DISK,
+        str(limit),
+        "train",
+        "--data",
+        "text.txt",
+        *SHORT,
+        "--out",
+        "run",
+    ]
+    block = block_of(
+        run_ranks(2, command, LIMIT, environment(), text_folder), 74, "File too large", "run"
+    )
     assert "Traceback" not in block
     assert not list((text_folder / "run").glob("weights/*.safetensors*"))
 
@@ -103,8 +114,24 @@ def test_full_disk_is_said_with_code_74(limit, text_folder):
 @pytest.mark.slow
 def test_a_disk_that_is_too_small_for_trace_and_metrics_does_not_end_the_run(text_folder):
     """The weights fit, and they are what the run is for."""
-    command = [sys.executable, "-c", FULL_DISK, "40000", "train", "--data", "text.txt", *TINY,
-               "--tp", "2", "--steps", "100", "--trace", "1:30", "--out", "run"]
+    command = [
+        sys.executable,
+        "-c",
+        FULL_DISK,
+        "40000",
+        "train",
+        "--data",
+        "text.txt",
+        *TINY,
+        "--tp",
+        "2",
+        "--steps",
+        "100",
+        "--trace",
+        "1:30",
+        "--out",
+        "run",
+    ]
     result = run_ranks(2, command, LIMIT, environment(), text_folder).ended()
     warnings = [line for line in result.stderr.splitlines() if "warning" in line]
     assert len(warnings) == 2
@@ -220,8 +247,12 @@ def test_a_record_is_not_written_through_a_link(tmp_path):
 def test_a_run_goes_on_without_standard_output(streams, warned, text_folder):
     """A closed stream's number must not go to the next file that is opened, such as log.txt."""
     words = [*PROGRAM, "train", "--data", "text.txt", *SHORT, "--out", "run"]
-    result = run_command(["bash", "-c", f"set -o pipefail; {shlex.join(words)} {streams}"], LIMIT,
-                         environment(), text_folder).ended()
+    result = run_command(
+        ["bash", "-c", f"set -o pipefail; {shlex.join(words)} {streams}"],
+        LIMIT,
+        environment(),
+        text_folder,
+    ).ended()
     assert ("standard output can't be written" in result.stderr) == warned, result.tail()
     assert BLOCK not in result.stderr
     log = (text_folder / "run" / "log.txt").read_text()
@@ -244,11 +275,24 @@ def test_a_result_without_standard_output_does_not_blame_the_run_folder(text_fol
 @pytest.mark.parametrize("encoding", ["ascii", "latin-1"])
 def test_console_of_another_encoding(encoding, text_folder):
     """Files are UTF-8 whatever the locale says, and the console shows what it can."""
-    locale = {"LC_ALL": "C", "PYTHONCOERCECLOCALE": "0", "PYTHONUTF8": "0",
-              "PYTHONIOENCODING": encoding}
+    locale = {
+        "LC_ALL": "C",
+        "PYTHONCOERCECLOCALE": "0",
+        "PYTHONUTF8": "0",
+        "PYTHONIOENCODING": encoding,
+    }
     (text_folder / "prompt.toml").write_text('prompt = "caf\u00e9 \u20ac"', "utf-8")
-    result = train(text_folder, *SHORT, "--seq-len", "16", "--out", "run", "--config",
-                   "prompt.toml", env=locale).ended()
+    result = train(
+        text_folder,
+        *SHORT,
+        "--seq-len",
+        "16",
+        "--out",
+        "run",
+        "--config",
+        "prompt.toml",
+        env=locale,
+    ).ended()
     assert "caf\u00e9 \u20ac" in (text_folder / "run" / "log.txt").read_text("utf-8")
     assert 'prompt = "caf\u00e9 \u20ac"' in (text_folder / "run" / "config.toml").read_text("utf-8")
     assert "The " not in result.stdout

@@ -42,8 +42,10 @@ def edited(schedule, pp_rank, change):
 
 def swap(one, other):
     """Exchange two positions."""
+
     def change(program):
         program[one], program[other] = program[other], program[one]
+
     return change
 
 
@@ -77,35 +79,87 @@ def test_full_lists_are_accepted_with_the_same_report(name):
     ("name", "pp_rank", "change", "expected"),
     [
         ("1f1b", 1, swap(0, 3), "rank 1 position 0 (1B0): needs 1F0, which stands at 3"),
-        ("1f1b", 3, lambda program: program.remove(Instr("F", 3, 2)),
-         "rank 3 position 4 (3B2): needs 3F2, which this rank never runs"),
-        ("1f1b", 0, lambda program: program.remove(Instr("B", 0, 5)),
-         "rank 0 position 16 (end of the program): 0B5 (or 0I5 and 0W5) is missing"),
-        ("1f1b", 2, lambda program: program.insert(5, Instr("F", 2, 1)),
-         "rank 2 position 5 (2F1): has already run at position 1"),
-        ("1f1b", 2, lambda program: program.append(Instr("I", 2, 1)),
-         "rank 2 position 17 (2I1): the other form of this backward has run at position 4"),
-        ("1f1b", 1, lambda program: program.insert(0, Instr("F", 2, 0)),
-         "rank 1 position 0 (2F0): stage 2 is not on this rank, which holds [1]"),
-        ("1f1b", 1, lambda program: program.append(Instr("F", 1, 8)),
-         "rank 1 position 17 (1F8): microbatch 8 does not exist, there are 8"),
-        ("1f1b", 1, lambda program: program.append(Instr("F", 1, -1)),
-         "microbatch -1 does not exist"),
-        ("1f1b", 1, lambda program: program.append(Instr("X", 1, 0)),
-         "rank 1 position 17 (1X0): only F B I W OVERLAP_F_B REDUCE_GRAD may appear"),
-        ("1f1b", 1, lambda program: program.append(Instr("SEND_F", 1, 0)),
-         "rank 1 position 17 (1SEND_F0): only F B"),
-        ("1f1b", 1, lambda program: program.pop(),
-         "position 16 (end of the program): 1REDUCE_GRAD is missing"),
+        (
+            "1f1b",
+            3,
+            lambda program: program.remove(Instr("F", 3, 2)),
+            "rank 3 position 4 (3B2): needs 3F2, which this rank never runs",
+        ),
+        (
+            "1f1b",
+            0,
+            lambda program: program.remove(Instr("B", 0, 5)),
+            "rank 0 position 16 (end of the program): 0B5 (or 0I5 and 0W5) is missing",
+        ),
+        (
+            "1f1b",
+            2,
+            lambda program: program.insert(5, Instr("F", 2, 1)),
+            "rank 2 position 5 (2F1): has already run at position 1",
+        ),
+        (
+            "1f1b",
+            2,
+            lambda program: program.append(Instr("I", 2, 1)),
+            "rank 2 position 17 (2I1): the other form of this backward has run at position 4",
+        ),
+        (
+            "1f1b",
+            1,
+            lambda program: program.insert(0, Instr("F", 2, 0)),
+            "rank 1 position 0 (2F0): stage 2 is not on this rank, which holds [1]",
+        ),
+        (
+            "1f1b",
+            1,
+            lambda program: program.append(Instr("F", 1, 8)),
+            "rank 1 position 17 (1F8): microbatch 8 does not exist, there are 8",
+        ),
+        (
+            "1f1b",
+            1,
+            lambda program: program.append(Instr("F", 1, -1)),
+            "microbatch -1 does not exist",
+        ),
+        (
+            "1f1b",
+            1,
+            lambda program: program.append(Instr("X", 1, 0)),
+            "rank 1 position 17 (1X0): only F B I W OVERLAP_F_B REDUCE_GRAD may appear",
+        ),
+        (
+            "1f1b",
+            1,
+            lambda program: program.append(Instr("SEND_F", 1, 0)),
+            "rank 1 position 17 (1SEND_F0): only F B",
+        ),
+        (
+            "1f1b",
+            1,
+            lambda program: program.pop(),
+            "position 16 (end of the program): 1REDUCE_GRAD is missing",
+        ),
         ("1f1b", 1, swap(-1, -2), "rank 1 position 15 (1REDUCE_GRAD): stage 1 has a backward at"),
-        ("1f1b", 1, lambda program: program.append(Instr("REDUCE_GRAD", 1)),
-         "rank 1 position 17 (1REDUCE_GRAD): the stage's gradients were reduced at 16"),
-        ("1f1b", 1, lambda program: program[-1:],
-         "rank 1 position 1 (end of the program): 1F0 is missing"),
+        (
+            "1f1b",
+            1,
+            lambda program: program.append(Instr("REDUCE_GRAD", 1)),
+            "rank 1 position 17 (1REDUCE_GRAD): the stage's gradients were reduced at 16",
+        ),
+        (
+            "1f1b",
+            1,
+            lambda program: program[-1:],
+            "rank 1 position 1 (end of the program): 1F0 is missing",
+        ),
         ("zb-h1", 0, swap(4, 5), "rank 0 position 4 (0W0): needs 0I0, which stands at 5"),
         ("zb-h1", 2, lambda program: program.remove(Instr("W", 2, 3)), "2W3 is missing"),
-        ("dualpipe", 0, lambda program: program.insert(0, Instr("F", 0, 4)),
-         "rank 0 position 0 (0F4): microbatch 4 passes stage 0 on rank 3"),
+        (
+            "dualpipe",
+            0,
+            lambda program: program.insert(0, Instr("F", 0, 4)),
+            "rank 0 position 0 (0F4): microbatch 4 passes stage 0 on rank 3",
+        ),
     ],
 )
 def test_broken_orders_are_refused_by_name(name, pp_rank, change, expected):
@@ -125,24 +179,60 @@ def test_a_rank_that_hands_data_to_itself_keeps_the_order():
 @pytest.mark.parametrize(
     ("pp_rank", "change", "expected"),
     [
-        (1, lambda program: program.remove(Instr("RECV_F", 1, 2)),
-         "(1F2): the receive of its message is missing"),
-        (1, lambda program: program.remove(Instr("SEND_B", 1, 3)),
-         "(1B3): the send of its message is missing"),
-        (1, lambda program: [instr if instr != Instr("RECV_F", 1, 2) else Instr("RECV_F", 1, 9)
-                             for instr in program], "(1RECV_F9): microbatch 9 does not exist"),
-        (1, lambda program: [instr if instr != Instr("SEND_F", 1, 2) else Instr("SEND_F", 1, 3)
-                             for instr in program], "(1SEND_F3): appears here a second time"),
-        (1, lambda program: [instr if instr != Instr("SEND_B", 1, 2) else Instr("RECV_B", 1, 2)
-                             for instr in program], "(1RECV_B2): appears here a second time"),
-        (0, lambda program: program.append(Instr("SEND_B", 0, 2)),
-         "(0SEND_B2): no pass of this rank has this message: wrong stage, microbatch or rank"),
-        (3, lambda program: program.insert(0, Instr("RECV_B", 3, 0)),
-         "rank 3 position 0 (3RECV_B0): no pass of this rank has this message"),
-        (0, lambda program: program.insert(0, program.pop(at(program, "0SEND_F1"))),
-         "rank 0 position 0 (0SEND_F1): the send is on the wrong side of its pass at position"),
-        (1, lambda program: program.append(program.pop(at(program, "1RECV_B4"))),
-         "(1RECV_B4): the receive is on the wrong side of its pass at position"),
+        (
+            1,
+            lambda program: program.remove(Instr("RECV_F", 1, 2)),
+            "(1F2): the receive of its message is missing",
+        ),
+        (
+            1,
+            lambda program: program.remove(Instr("SEND_B", 1, 3)),
+            "(1B3): the send of its message is missing",
+        ),
+        (
+            1,
+            lambda program: [
+                instr if instr != Instr("RECV_F", 1, 2) else Instr("RECV_F", 1, 9)
+                for instr in program
+            ],
+            "(1RECV_F9): microbatch 9 does not exist",
+        ),
+        (
+            1,
+            lambda program: [
+                instr if instr != Instr("SEND_F", 1, 2) else Instr("SEND_F", 1, 3)
+                for instr in program
+            ],
+            "(1SEND_F3): appears here a second time",
+        ),
+        (
+            1,
+            lambda program: [
+                instr if instr != Instr("SEND_B", 1, 2) else Instr("RECV_B", 1, 2)
+                for instr in program
+            ],
+            "(1RECV_B2): appears here a second time",
+        ),
+        (
+            0,
+            lambda program: program.append(Instr("SEND_B", 0, 2)),
+            "(0SEND_B2): no pass of this rank has this message: wrong stage, microbatch or rank",
+        ),
+        (
+            3,
+            lambda program: program.insert(0, Instr("RECV_B", 3, 0)),
+            "rank 3 position 0 (3RECV_B0): no pass of this rank has this message",
+        ),
+        (
+            0,
+            lambda program: program.insert(0, program.pop(at(program, "0SEND_F1"))),
+            "rank 0 position 0 (0SEND_F1): the send is on the wrong side of its pass at position",
+        ),
+        (
+            1,
+            lambda program: program.append(program.pop(at(program, "1RECV_B4"))),
+            "(1RECV_B4): the receive is on the wrong side of its pass at position",
+        ),
     ],
 )
 def test_broken_messages_are_refused_by_name(pp_rank, change, expected):
@@ -167,7 +257,8 @@ def test_an_overlap_waits_for_both_its_inputs():
     check(linear("0F0 0F1 0B0 0B1", "1F0 (1F1;1B0)OVERLAP_F_B 1B1"))
     one = "0F0 (0F1;0B0)OVERLAP_F_B 0B1"
     assert "rank 0 position 1 ((0F1;0B0)OVERLAP_F_B) waits for rank 1 position 1" in refusal(
-        linear(one, "1F0 (1F1;1B0)OVERLAP_F_B 1B1"))
+        linear(one, "1F0 (1F1;1B0)OVERLAP_F_B 1B1")
+    )
     assert "needs 0F0, which stands at 0" in refusal(linear("(0F0;0B0)OVERLAP_F_B"))
 
 
@@ -198,7 +289,8 @@ def test_the_verdict_is_that_of_acting_it_out(case, stated, data):
             "remove": lambda program, one=one: program.pop(one) and None,
             "repeat": lambda program, one=one, other=other: program.insert(other, program[one]),
             "relabel": lambda program, one=one, mb=other % m: program.__setitem__(
-                one, program[one] if program[one].mb < 0 else program[one]._replace(mb=mb)),
+                one, program[one] if program[one].mb < 0 else program[one]._replace(mb=mb)
+            ),
         }[kind]
         schedule = edited(schedule, pp_rank, change)
         if not schedule.programs[pp_rank]:
@@ -252,8 +344,10 @@ def test_another_order_is_refused_where_nccl_carries_messages(kind):
     two = [program.index(f"{stage}{kind}{mb}") for mb in (0, 2)]
     changed = edited(schedule, pp_rank, swap(*two))
     first, second = (2, 0) if kind == "SEND_F" else (0, 2)
-    with pytest.raises(ScheduleError, match=(
-            f"rank 0 runs 0SEND_F{first} where rank 1 runs 1RECV_F{second}.*MPIPAR_NCCL=no")):
+    with pytest.raises(
+        ScheduleError,
+        match=(f"rank 0 runs 0SEND_F{first} where rank 1 runs 1RECV_F{second}.*MPIPAR_NCCL=no"),
+    ):
         check_lanes(changed)
 
 

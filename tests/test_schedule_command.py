@@ -23,12 +23,14 @@ def run(words, capsys):
 
 
 def test_the_textbook_picture():
-    assert draw.grid(simulate(make_schedule("1f1b", 3, 4), Costs())) == "\n".join([
-        "time     0              5              10             15",
-        "worker 0 F0 F1 F2 .  .  .  .  B0--- F3 B1--- .  B2--- .  B3---",
-        "worker 1 .  F0 F1 .  .  B0--- F2 B1--- F3 B2--- .  B3--- .  .",
-        "worker 2 .  .  F0 B0--- F1 B1--- F2 B2--- F3 B3--- .  .  .  .",
-    ])
+    assert draw.grid(simulate(make_schedule("1f1b", 3, 4), Costs())) == "\n".join(
+        [
+            "time     0              5              10             15",
+            "worker 0 F0 F1 F2 .  .  .  .  B0--- F3 B1--- .  B2--- .  B3---",
+            "worker 1 .  F0 F1 .  .  B0--- F2 B1--- F3 B2--- .  B3--- .  .",
+            "worker 2 .  .  F0 B0--- F1 B1--- F2 B2--- F3 B3--- .  .  .  .",
+        ]
+    )
 
 
 def test_the_picture_in_the_orientation_of_the_book(capsys):
@@ -38,7 +40,8 @@ def test_the_picture_in_the_orientation_of_the_book(capsys):
         "time     0                   5",
         "worker 3 .   .   B3\u2191 B3\u2193 .   .",
         "worker 2 .   B2\u2191 .   .   B2\u2193 .",
-        "worker 1 B1\u2191 .   .   .   .   B1\u2193"]
+        "worker 1 B1\u2191 .   .   .   .   B1\u2193",
+    ]
     assert "worker  busy" not in text
     assert "m(p-1)(f+b) = 4" in text
     assert "B3,1\u2191 B3,2\u2191" in run("gpipe --book --pp 3 --num-microbatches 2", capsys)
@@ -47,37 +50,47 @@ def test_the_picture_in_the_orientation_of_the_book(capsys):
 
 def test_the_book_on_a_terminal_without_arrows():
     done = subprocess.run(
-        [sys.executable, "-m", "mpipar", "schedule", "naive", "--book", "--pp", "2"], text=True,
-        env={"PYTHONIOENCODING": "ascii"}, capture_output=True, check=True, timeout=60)
+        [sys.executable, "-m", "mpipar", "schedule", "naive", "--book", "--pp", "2"],
+        text=True,
+        env={"PYTHONIOENCODING": "ascii"},
+        capture_output=True,
+        check=True,
+        timeout=60,
+    )
     assert "B2,1^ B2,1v" in done.stdout
 
 
 def test_several_stages_and_overlaps_are_named():
-    assert draw.grid(simulate(make_schedule("dualpipe", 2, 4), Costs())) == "\n".join([
-        "time     0                   5                   10",
-        "worker 0 0F0 1F2 0F1 1B2---- 1F3&0B0---- 1B3---- 0I1 0W1",
-        "worker 1 0F2 1F0 0F3 1B0---- 1F1&0B2---- 1B1---- 0I3 0W3",
-    ])
+    assert draw.grid(simulate(make_schedule("dualpipe", 2, 4), Costs())) == "\n".join(
+        [
+            "time     0                   5                   10",
+            "worker 0 0F0 1F2 0F1 1B2---- 1F3&0B0---- 1B3---- 0I1 0W1",
+            "worker 1 0F2 1F0 0F3 1B0---- 1F1&0B2---- 1B1---- 0I3 0W3",
+        ]
+    )
 
 
 def test_symbols_in_time_order():
-    assert draw.symbols(simulate(make_schedule("gpipe", 2, 2), Costs())) == "\n".join([
-        "time  worker 0  worker 1",
-        "0     F_0",
-        "1     F_1       F_0",
-        "2               F_1",
-        "3               B_0",
-        "5     B_0       B_1",
-        "7     B_1",
-    ])
+    assert draw.symbols(simulate(make_schedule("gpipe", 2, 2), Costs())) == "\n".join(
+        [
+            "time  worker 0  worker 1",
+            "0     F_0",
+            "1     F_1       F_0",
+            "2               F_1",
+            "3               B_0",
+            "5     B_0       B_1",
+            "7     B_1",
+        ]
+    )
     wide = draw.symbols(simulate(make_schedule("interleaved", 12, 24), Costs()))
     assert max(map(len, wide.splitlines())) <= 100
     assert "F_23^13" in wide
 
 
 @pytest.mark.parametrize("name", SCHEDULES)
-@pytest.mark.parametrize(("p", "m"), [
-    (2, 4), (4, 8), (8, 40), (12, 24), pytest.param(16, 200, marks=pytest.mark.slow)])
+@pytest.mark.parametrize(
+    ("p", "m"), [(2, 4), (4, 8), (8, 40), (12, 24), pytest.param(16, 200, marks=pytest.mark.slow)]
+)
 def test_a_grid_fits_in_100_columns(name, p, m):
     """Every pass is named while there is room in a few panels, and the lines never get longer."""
     timeline = simulate(make_schedule(name, p, m), Costs())
@@ -102,7 +115,8 @@ def test_default_output_shows_closed_forms_beside_the_simulation(capsys):
     text = run("zb-h1 --pp 4 --num-microbatches 8", capsys)
     squeezed = [" ".join(line.split()) for line in text.splitlines()]
     assert squeezed[0] == (
-        "zb-h1: 4 workers, 4 stages, 8 microbatches; F 1, I 1, W 1, B 2, latency 0")
+        "zb-h1: 4 workers, 4 stages, 8 microbatches; F 1, I 1, W 1, B 2, latency 0"
+    )
     assert "step 27" in squeezed
     assert "bubble, idle time of a worker 3 (p-1)max(f, i, f+i-w) = 3" in squeezed
     assert "peak stash, stage activations 4 min(p, m) = 4" in squeezed
@@ -154,10 +168,14 @@ def test_compare(capsys):
     assert "looped-bfs 9" in " ".join(text.split())
 
 
-@pytest.mark.parametrize(("words", "named", "not_named"), [
-    ("naive --pp 3 --num-microbatches 1", ["F_k", "B_k", "B_l"], ["I_k", "F_k^s"]),
-    ("zb-v --pp 2 --num-microbatches 2", ["F_k", "I_k", "W_k", "F_k^s", "B_l"], ["B_k"]),
-    ("dualpipe --pp 2 --num-microbatches 4", ["F_k", "B_k", "F_k^s"], [])])
+@pytest.mark.parametrize(
+    ("words", "named", "not_named"),
+    [
+        ("naive --pp 3 --num-microbatches 1", ["F_k", "B_k", "B_l"], ["I_k", "F_k^s"]),
+        ("zb-v --pp 2 --num-microbatches 2", ["F_k", "I_k", "W_k", "F_k^s", "B_l"], ["B_k"]),
+        ("dualpipe --pp 2 --num-microbatches 4", ["F_k", "B_k", "F_k^s"], []),
+    ],
+)
 def test_symbols_are_explained_beside_the_textbooks(words, named, not_named, capsys):
     text = run(f"{words} --symbols", capsys)
     assert all(symbol in text for symbol in named)
@@ -184,20 +202,25 @@ def test_svg_has_every_pass_with_its_times(tmp_path, capsys):
     assert title == "zb-v: 3 workers, 6 stages, 5 microbatches"
     timeline = simulate(make_schedule("zb-v", 3, 5), Costs())
     assert sorted(tips) == sorted(
-        f"{cell.text}: {cell.start} to {cell.end}"
-        for row in draw.layout(timeline) for cell in row
+        f"{cell.text}: {cell.start} to {cell.end}" for row in draw.layout(timeline) for cell in row
     )
 
 
-@pytest.mark.parametrize("words", [
-    "zb-v --pp 4 --num-microbatches 16", "naive --pp 12 --num-microbatches 1",
-    "interleaved --pp 4 --num-microbatches 8 --costs 1.3,0.7,0.9",
-    "1f1b --pp 2 --num-microbatches 1 --costs 0.001,0.0015,0.002"])
+@pytest.mark.parametrize(
+    "words",
+    [
+        "zb-v --pp 4 --num-microbatches 16",
+        "naive --pp 12 --num-microbatches 1",
+        "interleaved --pp 4 --num-microbatches 8 --costs 1.3,0.7,0.9",
+        "1f1b --pp 2 --num-microbatches 1 --costs 0.001,0.0015,0.002",
+    ],
+)
 def test_svg_ticks_are_round_and_labels_do_not_touch(words, tmp_path, capsys):
     elements, width = drawn(words, tmp_path / "picture.svg", capsys)
     texts = [each for each in elements if each.tag == f"{SVG}text"]
-    ticks = [(float(each.get("x")), each.text) for each in texts
-             if each.get("text-anchor") == "middle"]
+    ticks = [
+        (float(each.get("x")), each.text) for each in texts if each.get("text-anchor") == "middle"
+    ]
     assert len(ticks) >= 3
     assert all(len(text.rstrip("0").replace(".", "").strip("0")) <= 2 for _, text in ticks)
     for (x, text), (after, _) in itertools.pairwise(ticks):
@@ -223,7 +246,7 @@ def test_a_moving_picture_hides_what_is_later_and_ends_whole(tmp_path, capsys):
     def passes(elements):
         return [each.attrib for each in elements if "pass" in each.get("class", "").split()]
 
-    group, = (each for each in moving if each.get("clip-path") == "url(#past)")
+    (group,) = (each for each in moving if each.get("clip-path") == "url(#past)")
     assert passes(group.iter()) == passes(still) == passes(moving) != []
     past, line = (each for each in moving if each.tag.startswith(f"{SVG}animate"))
     first, *_, last = map(float, past.get("values").split(";"))
@@ -256,8 +279,10 @@ def test_csv_in_both_directions(form, tmp_path, capsys):
         ("", ["which schedule?", "zb-h1"]),
         ("1f1", ["use --schedule 1f1b"]),
         ("1f1b --json --csv -", ["--json and --csv - both print"]),
-        ("dualpipe --pp 3 --costs 1,x --latency -1",
-         ["'x' is not a number", "--latency: -1 must be at least 0", "--pp 3 with"]),
+        (
+            "dualpipe --pp 3 --costs 1,x --latency -1",
+            ["'x' is not a number", "--latency: -1 must be at least 0", "--pp 3 with"],
+        ),
         ("zb-h1 --book", ["--book: zb-h1 has the passes I, W"]),
         ("1f1b --book --symbols", ["--book and --symbols: give one"]),
         ("--compare --book", ["leave --book out"]),

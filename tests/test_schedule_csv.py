@@ -53,8 +53,22 @@ def test_cells_are_read_as_they_are_written(case):
             assert parse_instruction(str(instr)) == instr
 
 
-@pytest.mark.parametrize("text", ["", "F0", "2F", "2F0 ", "2G0", "2F-1", "2SEND_F", "2UNSHARD3",
-                                  "REDUCE_GRAD", "(0F1)OVERLAP_F_B", "(0F1;0F2)OVERLAP_F_B"])
+@pytest.mark.parametrize(
+    "text",
+    [
+        "",
+        "F0",
+        "2F",
+        "2F0 ",
+        "2G0",
+        "2F-1",
+        "2SEND_F",
+        "2UNSHARD3",
+        "REDUCE_GRAD",
+        "(0F1)OVERLAP_F_B",
+        "(0F1;0F2)OVERLAP_F_B",
+    ],
+)
 def test_cells_that_are_nothing(text):
     assert parse_instruction(text) is None
 
@@ -159,8 +173,10 @@ def test_torch_accepts_our_files(name, tmp_path):
     schedule = make_schedule(name, 4, 8)
     write_csv(schedule, tmp_path / "ours.csv")
     with (tmp_path / "ours.csv").open(newline="") as file:
-        actions = {r: [schedules._Action.from_str(cell) for cell in row]
-                   for r, row in enumerate(csv.reader(file))}
+        actions = {
+            r: [schedules._Action.from_str(cell) for cell in row]
+            for r, row in enumerate(csv.reader(file))
+        }
     assert [list(map(str, row)) for row in actions.values()] == [
         list(map(str, compute(schedule, r))) for r in range(4)
     ]

@@ -115,10 +115,18 @@ V = [(0, 3), (1, 2)]
 LOOP = [(0, 2), (1, 3)]
 
 
-@pytest.mark.parametrize(("ranks", "m", "caps"), [
-    (ONE_CHUNK, 3, (1, 2, 3)), ([(0,), (1,), (2,)], 2, (1, 2)), (V, 1, (1, 2)), (LOOP, 1, (2,)),
-    ([(0, 1)], 3, (2, 3, 6)), (V, 2, (2, 3)), (LOOP, 2, (2, 3)),
-])
+@pytest.mark.parametrize(
+    ("ranks", "m", "caps"),
+    [
+        (ONE_CHUNK, 3, (1, 2, 3)),
+        ([(0,), (1,), (2,)], 2, (1, 2)),
+        (V, 1, (1, 2)),
+        (LOOP, 1, (2,)),
+        ([(0, 1)], 3, (2, 3, 6)),
+        (V, 2, (2, 3)),
+        (LOOP, 2, (2, 3)),
+    ],
+)
 def test_the_search_leaves_nothing_out(ranks, m, caps):
     for cap in caps:
         if cap < len(ranks[0]):
@@ -131,8 +139,18 @@ def test_the_search_leaves_nothing_out(ranks, m, caps):
 # p <= 4, m <= 6 with one stage a rank and p <= 2, m <= 4 with two. dualpipe is left out:
 # its two directions meet on a rank, so its microbatches are not interchangeable.
 WORST_GAP = {
-    "naive": 18, "gpipe": 6, "1f1b": 6, "eager-1f1b": 6, "interleaved": 3, "looped-bfs": 3,
-    "zb-h1": 0, "zb-h2": 1, "interleaved-zb": 0, "zb-v": 1, "v-half": 2, "v-min": 2,
+    "naive": 18,
+    "gpipe": 6,
+    "1f1b": 6,
+    "eager-1f1b": 6,
+    "interleaved": 3,
+    "looped-bfs": 3,
+    "zb-h1": 0,
+    "zb-h2": 1,
+    "interleaved-zb": 0,
+    "zb-v": 1,
+    "v-half": 2,
+    "v-min": 2,
     "dualpipe-v": 1,
 }
 

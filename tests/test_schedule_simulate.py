@@ -60,10 +60,13 @@ def test_every_span_is_a_longest_path(case, data):
     cost = st.fractions(Fraction(1, 8), 8, max_denominator=8)
     by_stage = st.tuples(*[cost] * schedule.num_stages)
     costs = Costs(
-        data.draw(by_stage), data.draw(by_stage), data.draw(by_stage),
+        data.draw(by_stage),
+        data.draw(by_stage),
+        data.draw(by_stage),
         overlap=data.draw(st.fractions(Fraction(1, 2), 1)),
         latency=data.draw(st.fractions(0, 2, max_denominator=8)),
-        bandwidth=data.draw(st.none() | st.integers(1, 9)), message_bytes=Fraction(5),
+        bandwidth=data.draw(st.none() | st.integers(1, 9)),
+        message_bytes=Fraction(5),
     )
     timeline = simulate(schedule, costs)
     ends = longest_paths(schedule, costs)
@@ -74,13 +77,29 @@ def test_every_span_is_a_longest_path(case, data):
                 assert {ends[part] for part in parts(span.instr)} == {span.end}
         assert all(a.end <= b.start for a, b in pairwise(spans))
     assert timeline.makespan == max(ends.values())
-    stated = replace(schedule, wired=True, programs=tuple(
-        tuple(lower(schedule, pp_rank)) for pp_rank in range(p)))
+    stated = replace(
+        schedule,
+        wired=True,
+        programs=tuple(tuple(lower(schedule, pp_rank)) for pp_rank in range(p)),
+    )
     assert simulate(stated, costs).makespan == timeline.makespan
 
 
-@pytest.mark.parametrize("name", ["gpipe", "looped-bfs", "1f1b", "eager-1f1b", "interleaved",
-                                  "zb-h1", "interleaved-zb", "zb-v", "zb-h2", "naive"])
+@pytest.mark.parametrize(
+    "name",
+    [
+        "gpipe",
+        "looped-bfs",
+        "1f1b",
+        "eager-1f1b",
+        "interleaved",
+        "zb-h1",
+        "interleaved-zb",
+        "zb-v",
+        "zb-h2",
+        "naive",
+    ],
+)
 def test_latency_terms(name):
     """A constant latency c per hop lengthens the step by the published multiple of c."""
     published = {
@@ -108,8 +127,9 @@ def test_latency_terms(name):
 
 def test_1f1b_against_gpipe_is_a_latency_probe():
     p, m, c = 4, 16, 2
-    one, all_forward = (simulate(make_schedule(name, p, m), Costs(latency=c))
-                        for name in ("1f1b", "gpipe"))
+    one, all_forward = (
+        simulate(make_schedule(name, p, m), Costs(latency=c)) for name in ("1f1b", "gpipe")
+    )
     assert one.makespan - all_forward.makespan == (2 * (p - 1) * m // p - 2) * c
 
 
@@ -136,11 +156,18 @@ def test_no_step_is_shorter_than_its_links_or_its_passes(case, data):
     cost = st.fractions(Fraction(1, 8), 8, max_denominator=8)
     costs = Costs(
         *(data.draw(st.tuples(*[cost] * schedule.num_stages)) for _ in "fiw"),
-        latency=data.draw(st.fractions(0, 2, max_denominator=8)), message_bytes=Fraction(5),
-        eager_bytes=data.draw(st.sampled_from((None, 4, 5))), units=data.draw(st.integers(1, 3)))
+        latency=data.draw(st.fractions(0, 2, max_denominator=8)),
+        message_bytes=Fraction(5),
+        eager_bytes=data.draw(st.sampled_from((None, 4, 5))),
+        units=data.draw(st.integers(1, 3)),
+    )
     free = simulate(schedule, replace(costs, eager_bytes=None))
-    on_links = Counter((message.source, message.target) for program in schedule.programs
-                       for instr in program for message in on_wire(schedule, instr)[1])
+    on_links = Counter(
+        (message.source, message.target)
+        for program in schedule.programs
+        for instr in program
+        for message in on_wire(schedule, instr)[1]
+    )
     before = None
     for bandwidth in (Fraction(1, 4), 1, 16, 10**9):
         timeline = simulate(schedule, replace(costs, bandwidth=bandwidth))
@@ -164,14 +191,20 @@ def test_ranks_that_share_cores_get_equal_shares(cores):
 
     Four ranks in turn take no longer: those that wait, or have ended, sleep.
     """
-    own, shared = (simulate(make_schedule("gpipe", 1, 6), Costs(2, 3, 1, cores=share)).makespan
-                   for share in (1, Fraction(cores, 4)))
+    own, shared = (
+        simulate(make_schedule("gpipe", 1, 6), Costs(2, 3, 1, cores=share)).makespan
+        for share in (1, Fraction(cores, 4))
+    )
     assert shared == own * Fraction(4, cores)
-    dearer = simulate(make_schedule("gpipe", 1, 6),
-                      Costs(2, 3, 1, cores=Fraction(cores, 4), sharing=Fraction(5, 4))).makespan
+    dearer = simulate(
+        make_schedule("gpipe", 1, 6),
+        Costs(2, 3, 1, cores=Fraction(cores, 4), sharing=Fraction(5, 4)),
+    ).makespan
     assert dearer == (shared * Fraction(5, 4) if cores < 4 else own)
-    in_turn = {simulate(make_schedule("naive", 4, 3), Costs(2, 3, 1, cores=share)).makespan
-               for share in (None, cores)}
+    in_turn = {
+        simulate(make_schedule("naive", 4, 3), Costs(2, 3, 1, cores=share)).makespan
+        for share in (None, cores)
+    }
     assert len(in_turn) == 1
 
 
@@ -187,18 +220,24 @@ def test_a_rendezvous_waits_until_both_ranks_are_in_mpi():
     assert [span.start for span in often.spans[1]][:3] == [6, 11, 15]
 
 
-@pytest.mark.parametrize(("size", "share", "starts"), [
-    (2, 0, [[0, 4, 8, 22, 24, 26], [6, 10, 14, 18, 20, 22]]),
-    # Half of the core for 2 makes a pass 1 longer. A rank that waits meanwhile loses nothing.
-    (2, Fraction(1, 2), [[0, 4, 9, 24, 27, 30], [6, 11, 16, 20, 22, 25]]),
-    (2, 1, [[0, 4, 10, 26, 30, 34], [6, 12, 18, 22, 24, 28]]),
-    # Messages queue for longer than a pass: it takes twice as long, and the link is the limit.
-    (32, Fraction(1, 2), [[0, 4, 12, 138, 170, 202], [36, 68, 100, 104, 106, 110]])])
+@pytest.mark.parametrize(
+    ("size", "share", "starts"),
+    [
+        (2, 0, [[0, 4, 8, 22, 24, 26], [6, 10, 14, 18, 20, 22]]),
+        # Half of the core for 2 makes a pass 1 longer. A rank that waits meanwhile loses nothing.
+        (2, Fraction(1, 2), [[0, 4, 9, 24, 27, 30], [6, 11, 16, 20, 22, 25]]),
+        (2, 1, [[0, 4, 10, 26, 30, 34], [6, 12, 18, 22, 24, 28]]),
+        # Messages queue for longer than a pass: it takes twice as long, and the link is the limit.
+        (32, Fraction(1, 2), [[0, 4, 12, 138, 170, 202], [36, 68, 100, 104, 106, 110]]),
+    ],
+)
 def test_a_message_that_leaves_slows_the_passes_of_its_sender_down(size, share, starts):
-    timeline = simulate(make_schedule("gpipe", 2, 3),
-                        Costs(f=4, bandwidth=1, message_bytes=size, sending=share))
-    assert [[span.start for span in spans if is_compute(span.instr)]
-            for spans in timeline.spans] == starts
+    timeline = simulate(
+        make_schedule("gpipe", 2, 3), Costs(f=4, bandwidth=1, message_bytes=size, sending=share)
+    )
+    assert [
+        [span.start for span in spans if is_compute(span.instr)] for spans in timeline.spans
+    ] == starts
 
 
 @pytest.mark.parametrize("p", [1, 2, 3, 4, 8])
@@ -260,14 +299,19 @@ def test_costs_of_stages_from_costs_of_layers():
     assert stages.message_bytes == 8
     halves = Costs(3, (1, 2), 1, stash_bytes=5).divided(2)
     assert (halves.f, halves.i, halves.stash_bytes) == (
-        Fraction(3, 2), (Fraction(1, 2), 1), Fraction(5, 2))
+        Fraction(3, 2),
+        (Fraction(1, 2), 1),
+        Fraction(5, 2),
+    )
 
 
 def model(layers, **fields):
     """costs_of a model of equal layers."""
+
     def costs_of(schedule):
         units = UnitFlops(0, (1,) * layers, 0)
         return Costs(**fields).merged(balanced_layers(units, schedule.stages_by_rank))
+
     return costs_of
 
 

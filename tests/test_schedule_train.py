@@ -14,8 +14,11 @@ from mpipar.config.sections import Config
 from mpipar.plan.choose_layout import with_schedule_name
 from mpipar.train.build import configured_schedule
 
-SMALL = [*TEXT, *"""--layers 4 --d-model 16 --heads 2 --seq-len 8 --batch-size 8
-    --num-microbatches 4 --steps 3 --sample-tokens 3 --dtype float64 --layout pp=2""".split()]
+SMALL = [
+    *TEXT,
+    *"""--layers 4 --d-model 16 --heads 2 --seq-len 8 --batch-size 8
+    --num-microbatches 4 --steps 3 --sample-tokens 3 --dtype float64 --layout pp=2""".split(),
+]
 
 
 def losses(folder):
@@ -39,19 +42,46 @@ def test_a_schedule_from_a_csv_file_trains_like_the_one_by_name(tmp_path, name):
 def test_what_a_csv_file_does_not_leave_open_is_refused(tmp_path):
     path = tmp_path / "order.csv"
     printed("schedule", "zb-v", "--pp", 2, "--num-microbatches", 4, "--csv", path)
-    own = [f"{flag} with --schedule-csv {path}"
-           for flag in ("--schedule auto", "--chunks 3", "--group-size 4")]
-    assert_refused(2, [*own, "--stage-layers 2,2 with", "use --stage-layers 1,1,1,1"], "explain",
-                   "--pp", 2, "--schedule-csv", path, "--schedule", "auto", "--chunks", 3,
-                   "--group-size", 4, "--stage-layers", "2,2")
+    own = [
+        f"{flag} with --schedule-csv {path}"
+        for flag in ("--schedule auto", "--chunks 3", "--group-size 4")
+    ]
+    assert_refused(
+        2,
+        [*own, "--stage-layers 2,2 with", "use --stage-layers 1,1,1,1"],
+        "explain",
+        "--pp",
+        2,
+        "--schedule-csv",
+        path,
+        "--schedule",
+        "auto",
+        "--chunks",
+        3,
+        "--group-size",
+        4,
+        "--stage-layers",
+        "2,2",
+    )
 
 
 def test_a_csv_file_with_its_own_sends_trains_evaluates_and_generates(tmp_path):
-    rows = ["0F0,0SEND_F0,0F1,0SEND_F1,0RECV_B0,0B0,0RECV_B1,0B1",
-            "1RECV_F0,1F0,1B0,1SEND_B0,1RECV_F1,1F1,1B1,1SEND_B1"]
+    rows = [
+        "0F0,0SEND_F0,0F1,0SEND_F1,0RECV_B0,0B0,0RECV_B1,0B1",
+        "1RECV_F0,1F0,1B0,1SEND_B0,1RECV_F1,1F1,1B1,1SEND_B1",
+    ]
     (tmp_path / "full.csv").write_text("\n".join(rows) + "\n")
-    result = mpipar("train", *SMALL, "--num-microbatches", 2, "--out", tmp_path / "run",
-                    "--schedule-csv", tmp_path / "full.csv", ranks=2).ended()
+    result = mpipar(
+        "train",
+        *SMALL,
+        "--num-microbatches",
+        2,
+        "--out",
+        tmp_path / "run",
+        "--schedule-csv",
+        tmp_path / "full.csv",
+        ranks=2,
+    ).ended()
     assert "held-out loss" in result.stdout
 
 
@@ -62,18 +92,30 @@ def test_a_csv_file_with_its_own_sends_trains_evaluates_and_generates(tmp_path):
 ])  # fmt: skip
 def test_a_broken_csv_file_is_refused(tmp_path, rows, what):
     (tmp_path / "bad.csv").write_text("\n".join(rows) + "\n")
-    assert_refused(2, [what], "train", *SMALL, "--num-microbatches", 2, "--out", tmp_path / "run",
-                   "--schedule-csv", tmp_path / "bad.csv", ranks=2)
+    assert_refused(
+        2,
+        [what],
+        "train",
+        *SMALL,
+        "--num-microbatches",
+        2,
+        "--out",
+        tmp_path / "run",
+        "--schedule-csv",
+        tmp_path / "bad.csv",
+        ranks=2,
+    )
     assert not (tmp_path / "run").exists()
 
 
 def test_auto_measures_ranks_and_writes_down_what_it_chose(tmp_path):
-    result = mpipar("train", *SMALL[:-1], "auto", "--schedule", "auto", "--out", tmp_path / "run",
-                    ranks=2).ended()
+    result = mpipar(
+        "train", *SMALL[:-1], "auto", "--schedule", "auto", "--out", tmp_path / "run", ranks=2
+    ).ended()
     assert re.search(r"measured for \d+\.\d s on these ranks, 20 at most", result.stdout)
     axes = re.search(r"--layout auto: dp (\d) x pp (\d) x tp (\d) has the shortest", result.stdout)
     chosen = re.search(r"--schedule auto: (\S+) has the shortest simulated step", result.stdout)[1]
-    table = result.stdout[result.stdout.index("\nschedule  ") + 1:]
+    table = result.stdout[result.stdout.index("\nschedule  ") + 1 :]
     assert table.splitlines()[1].startswith(chosen)
     config = tomllib.loads((tmp_path / "run" / "config.toml").read_text())
     assert config["schedule"] == chosen
@@ -89,8 +131,17 @@ def test_chunks_reach_the_chosen_schedule_only_where_they_are_free(chosen, stage
 
 
 def test_auto_under_a_limit_that_nothing_meets_says_what_the_smallest_needs(tmp_path):
-    result = mpipar("train", *SMALL, "--schedule", "auto", "--memory-limit", 1000,
-                    "--out", tmp_path / "run", ranks=2).ended(2)
+    result = mpipar(
+        "train",
+        *SMALL,
+        "--schedule",
+        "auto",
+        "--memory-limit",
+        1000,
+        "--out",
+        tmp_path / "run",
+        ranks=2,
+    ).ended(2)
     assert "no schedule fits" in result.stderr
     assert result.stderr.count("mpipar: stopped") == 1
 

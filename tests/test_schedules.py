@@ -36,8 +36,16 @@ ANCHORS = {  # f = i = w = 1, f&b = 3: (p, m) -> name, chunks -> makespan (globa
     (4, 4): (48, 21, 33, 45, 33, 15, 16, 27, 30, None, None),
 }
 ANCHOR_COLUMNS = (
-    ("naive", None), ("gpipe", None), ("interleaved", 2), ("interleaved", 3), ("looped-bfs", 2),
-    ("zb-h1", None), ("zb-h2", None), ("interleaved-zb", 2), ("zb-v", None), ("dualpipe", None),
+    ("naive", None),
+    ("gpipe", None),
+    ("interleaved", 2),
+    ("interleaved", 3),
+    ("looped-bfs", 2),
+    ("zb-h1", None),
+    ("zb-h2", None),
+    ("interleaved-zb", 2),
+    ("zb-v", None),
+    ("dualpipe", None),
     ("dualpipe-v", None),
 )
 SENDS_4_8 = {
@@ -57,23 +65,61 @@ SENDS_4_8 = {
     [
         ("naive", 2, 2, ["0F0 0B0 0F1 0B1", "1F0 1B0 1F1 1B1"]),
         ("gpipe", 2, 3, ["0F0 0F1 0F2 0B0 0B1 0B2", "1F0 1F1 1F2 1B0 1B1 1B2"]),
-        ("1f1b", 3, 3, ["0F0 0F1 0F2 0B0 0B1 0B2", "1F0 1F1 1B0 1F2 1B1 1B2",
-                        "2F0 2B0 2F1 2B1 2F2 2B2"]),
-        ("eager-1f1b", 2, 4, ["0F0 0F1 0F2 0B0 0F3 0B1 0B2 0B3",
-                              "1F0 1B0 1F1 1B1 1F2 1B2 1F3 1B3"]),
-        ("zb-h1", 2, 3, ["0F0 0F1 0I0 0W0 0F2 0I1 0W1 0I2 0W2",
-                         "1F0 1I0 1F1 1I1 1W0 1F2 1I2 1W1 1W2"]),
-        ("zb-h2", 2, 3, ["0F0 0F1 0F2 0I0 0W0 0I1 0W1 0I2 0W2",
-                         "1F0 1I0 1F1 1I1 1F2 1I2 1W0 1W1 1W2"]),
-        ("interleaved", 2, 2, ["0F0 0F1 2F0 2F1 2B0 2B1 0B0 0B1",
-                               "1F0 1F1 3F0 3B0 3F1 3B1 1B0 1B1"]),
-        ("looped-bfs", 2, 2, ["0F0 0F1 2F0 2F1 2B1 2B0 0B1 0B0",
-                              "1F0 1F1 3F0 3F1 3B1 3B0 1B1 1B0"]),
+        (
+            "1f1b",
+            3,
+            3,
+            ["0F0 0F1 0F2 0B0 0B1 0B2", "1F0 1F1 1B0 1F2 1B1 1B2", "2F0 2B0 2F1 2B1 2F2 2B2"],
+        ),
+        (
+            "eager-1f1b",
+            2,
+            4,
+            ["0F0 0F1 0F2 0B0 0F3 0B1 0B2 0B3", "1F0 1B0 1F1 1B1 1F2 1B2 1F3 1B3"],
+        ),
+        (
+            "zb-h1",
+            2,
+            3,
+            ["0F0 0F1 0I0 0W0 0F2 0I1 0W1 0I2 0W2", "1F0 1I0 1F1 1I1 1W0 1F2 1I2 1W1 1W2"],
+        ),
+        (
+            "zb-h2",
+            2,
+            3,
+            ["0F0 0F1 0F2 0I0 0W0 0I1 0W1 0I2 0W2", "1F0 1I0 1F1 1I1 1F2 1I2 1W0 1W1 1W2"],
+        ),
+        (
+            "interleaved",
+            2,
+            2,
+            ["0F0 0F1 2F0 2F1 2B0 2B1 0B0 0B1", "1F0 1F1 3F0 3B0 3F1 3B1 1B0 1B1"],
+        ),
+        (
+            "looped-bfs",
+            2,
+            2,
+            ["0F0 0F1 2F0 2F1 2B1 2B0 0B1 0B0", "1F0 1F1 3F0 3F1 3B1 3B0 1B1 1B0"],
+        ),
         ("zb-v", 1, 2, ["0F0 1F0 1I0 1W0 0F1 0I0 0W0 1F1 1I1 1W1 0I1 0W1"]),
-        ("v-min", 2, 2, ["0F0 3F0 3I0 3W0 0F1 0I0 0W0 3F1 3I1 3W1 0I1 0W1",
-                         "1F0 2F0 2I0 1I0 1F1 2F1 2W0 1W0 2I1 1I1 2W1 1W1"]),
-        ("dualpipe", 2, 4, ["0F0 1F2 0F1 1B2 (1F3;0B0)OVERLAP_F_B 1B3 0I1 0W1",
-                            "0F2 1F0 0F3 1B0 (1F1;0B2)OVERLAP_F_B 1B1 0I3 0W3"]),
+        (
+            "v-min",
+            2,
+            2,
+            [
+                "0F0 3F0 3I0 3W0 0F1 0I0 0W0 3F1 3I1 3W1 0I1 0W1",
+                "1F0 2F0 2I0 1I0 1F1 2F1 2W0 1W0 2I1 1I1 2W1 1W1",
+            ],
+        ),
+        (
+            "dualpipe",
+            2,
+            4,
+            [
+                "0F0 1F2 0F1 1B2 (1F3;0B0)OVERLAP_F_B 1B3 0I1 0W1",
+                "0F2 1F0 0F3 1B0 (1F1;0B2)OVERLAP_F_B 1B1 0I3 0W3",
+            ],
+        ),
     ],
 )
 def test_orders_worked_out_by_hand(name, p, m, expected):
@@ -166,8 +212,9 @@ def test_lowered_programs_match_each_other(case):
     sent, received = Counter(), Counter()
     for pp_rank in range(p):
         program = lower(schedule, pp_rank)
-        assert tuple(i for i in program if is_compute(i) or i.kind == "REDUCE_GRAD") == (
-            schedule.programs[pp_rank]
+        assert (
+            tuple(i for i in program if is_compute(i) or i.kind == "REDUCE_GRAD")
+            == (schedule.programs[pp_rank])
         )
         for position, instr in enumerate(program):
             if instr.kind.startswith("SEND"):
@@ -201,8 +248,9 @@ def test_makespan_integers(p, m):
     assert simulate(make_schedule("1f1b", p, m), Costs()).makespan == ANCHORS[p, m][1]
 
 
-@pytest.mark.parametrize(("p", "m", "h2", "v"), [(2, 4, 12, 24), (4, 8, 24, 48), (4, 12, 36, 72),
-                                                 (8, 16, 48, 96)])
+@pytest.mark.parametrize(
+    ("p", "m", "h2", "v"), [(2, 4, 12, 24), (4, 8, 24, 48), (4, 12, 36, 72), (8, 16, 48, 96)]
+)
 def test_zero_bubble_is_about_the_span_of_a_rank(p, m, h2, v):
     """In ZB-H2 and ZB-V no rank waits between its first and last pass; overall p-1 are lost."""
     for name, span in (("zb-h2", h2), ("zb-v", v)):
@@ -244,7 +292,9 @@ def test_peak_stash_forms_by_rank(p, m, v, rounds):
 
 
 costs = st.builds(
-    Costs, st.fractions(Fraction(1, 4), 9), st.fractions(Fraction(1, 4), 9),
+    Costs,
+    st.fractions(Fraction(1, 4), 9),
+    st.fractions(Fraction(1, 4), 9),
     st.fractions(Fraction(1, 4), 9),
 )
 
@@ -275,10 +325,13 @@ def test_there_is_a_closed_form_to_print(name):
 # The counts that schedules take or refuse; stash and step of the V schedules over many p.
 
 
-@pytest.mark.parametrize("p", [
-    *range(1, 13), 17, *(pytest.param(p, marks=pytest.mark.slow) for p in (24, 31)), 32])
-@pytest.mark.parametrize(("name", "cap"), [("v-min", lambda p: 2 * ((p + 4) // 3)),
-                                           ("v-half", lambda p: 2 * ((p + 2) // 2))])
+@pytest.mark.parametrize(
+    "p", [*range(1, 13), 17, *(pytest.param(p, marks=pytest.mark.slow) for p in (24, 31)), 32]
+)
+@pytest.mark.parametrize(
+    ("name", "cap"),
+    [("v-min", lambda p: 2 * ((p + 4) // 3)), ("v-half", lambda p: 2 * ((p + 2) // 2))],
+)
 def test_v_min_and_v_half_are_accepted(name, cap, p):
     """They have a small stash, and never a longer step than 1F1B on stages of twice the length."""
     for m in {1, 2, 3, p, p + 1, 2 * p, 3 * p + 2}:
@@ -298,8 +351,10 @@ def test_v_min_block_offsets():
             order = compute(schedule, r)
             at = {instr[:3]: position for position, instr in enumerate(order)}
             passes = {
-                ("F", r, mb): r, ("F", 2 * p - 1 - r, mb): 2 * p - 1 - r,
-                ("I", 2 * p - 1 - r, mb): 2 * p + r + late, ("I", r, mb): 4 * p - 1 - r + late,
+                ("F", r, mb): r,
+                ("F", 2 * p - 1 - r, mb): 2 * p - 1 - r,
+                ("I", 2 * p - 1 - r, mb): 2 * p + r + late,
+                ("I", r, mb): 4 * p - 1 - r + late,
             }
             first = at["F", r, mb] - r  # in the steady state every slot is filled
             assert {key: at[key] - first for key in passes} == passes
@@ -391,9 +446,13 @@ def test_next_valid_counts_are_valid(case):
     for name in ("dualpipe", "dualpipe-v"):
         for problem in schedule_problems(name, p, m):
             for value in offered("num-microbatches", problem):
-                assert not [text for text in schedule_problems(name, p, value)
-                            if text.startswith("--num-microbatches")]
+                assert not [
+                    text
+                    for text in schedule_problems(name, p, value)
+                    if text.startswith("--num-microbatches")
+                ]
             for value in offered("pp", problem):
-                assert not [text for text in schedule_problems(name, value, m)
-                            if text.startswith("--pp")]
+                assert not [
+                    text for text in schedule_problems(name, value, m) if text.startswith("--pp")
+                ]
             assert offered("pp", problem) + offered("num-microbatches", problem)

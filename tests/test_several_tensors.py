@@ -13,8 +13,15 @@ def gated(rows):
     """A gated network of 5 and 3 features with its parameters by name, and x and dy."""
     ops, rng = mpipar.make_ops("cpu", "float64"), np.random.default_rng(2)
     layer = GatedFeedForward(
-        mpipar.Context(ops, mpipar.Comms.solo(ops)), "ffn", 5, 3, cuts=("column", "row"), std=0.5,
-        out_std=0.5, rows=rows)
+        mpipar.Context(ops, mpipar.Comms.solo(ops)),
+        "ffn",
+        5,
+        3,
+        cuts=("column", "row"),
+        std=0.5,
+        out_std=0.5,
+        rows=rows,
+    )
     mpipar.FlatParams(ops, layer.params).initialize(seed=1, spread=0.5)
     params = {param.name: param for param in layer.params}
     return layer, params, *rng.standard_normal((2, 1, 4, 5))
@@ -35,8 +42,10 @@ def test_gate_and_up_multiply_their_own_columns(rows):
     dx = layer.backward_input(dy, stash)
     layer.backward_weight(stash)
     assert not stash
-    for name, array, gradient in [("x", x, dx), *(
-            (name, param.data, param.grad) for name, param in params.items())]:
+    for name, array, gradient in [
+        ("x", x, dx),
+        *((name, param.data, param.grad) for name, param in params.items()),
+    ]:
         numeric = numeric_gradient(lambda: float((y() * dy).sum()), array)
         assert_close(gradient, numeric, 1e-6, name)
 

@@ -151,8 +151,7 @@ def test_flops_of_a_layer_by_phase():
     dx = ops.matmul_nt(dhidden, weights[2])
     dy = ops.matmul_nt(dx, weights[1]).reshape(*heads_y.shape)
     dqkv = ops.empty(qkv.shape)
-    ops.attention_backward_input(
-        dy, *parts(qkv), probs, positions, positions, out=parts(dqkv))
+    ops.attention_backward_input(dy, *parts(qkv), probs, positions, positions, out=parts(dqkv))
     dqkv = dqkv.reshape(batch, tokens, 3 * width)
     ops.matmul_nt(dqkv, weights[0])
     assert ops.flops["I"] == products + 8 * attention
@@ -194,17 +193,26 @@ CASES = {
     "layernorm_forward": lambda ops, a: ops.layernorm_forward(a["h"], a["b"], a["b"], 1e-5),
     "rmsnorm_forward": lambda ops, a: ops.rmsnorm_forward(a["h"], a["b"], 1e-5),
     "attention_forward": lambda ops, a: ops.attention_forward(
-        *parts(a["qkv"]), a["positions"], a["positions"]),
+        *parts(a["qkv"]), a["positions"], a["positions"]
+    ),
     "attention_backward_input": lambda ops, a: ops.attention_backward_input(
         a["dy"], *parts(a["qkv"]), a["probs"], a["positions"], a["positions"]
     ),
     "attention_forward of shared keys": lambda ops, a: ops.attention_forward(
-        a["dy"], *shared(a), a["positions"], a["few"]),
+        a["dy"], *shared(a), a["positions"], a["few"]
+    ),
     "attention_block_forward": lambda ops, a: ops.attention_block_forward(
-        a["dy"], *shared(a), a["positions"], a["few"]),
+        a["dy"], *shared(a), a["positions"], a["few"]
+    ),
     "attention_block_backward": lambda ops, a: ops.attention_block_backward(
-        a["dy"], a["dy"], *shared(a), a["stats"], a["row_values"],
-        q_pos=a["positions"], k_pos=a["few"]),
+        a["dy"],
+        a["dy"],
+        *shared(a),
+        a["stats"],
+        a["row_values"],
+        q_pos=a["positions"],
+        k_pos=a["few"],
+    ),
     "attention_delta": lambda ops, a: ops.attention_delta(a["dy"], a["dy"]),
     "cross_entropy_forward": lambda ops, a: ops.cross_entropy_forward(
         a["logits"], a["targets"], 0, 900
@@ -228,7 +236,8 @@ def test_memory_is_that_of_the_tuned_functions(name):
         "qkv": np.ones((batch, tokens, 3, 4, 64), np.float32),
         "dy": np.ones((batch, tokens, 4, 64), np.float32),
         "probs": np.ones((batch, 4, tokens, tokens), np.float32),
-        "positions": np.arange(tokens), "few": np.arange(tokens // 2),
+        "positions": np.arange(tokens),
+        "few": np.arange(tokens // 2),
         "row_values": np.ones((batch, 4, tokens), np.float32),
         "logits": np.ones((batch * tokens, inner), np.float32),
         "targets": np.zeros(batch * tokens, np.int64),

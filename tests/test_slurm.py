@@ -52,9 +52,17 @@ def test_ranks_see_each_other_across_nodes(cluster, tmp_path):
         "if w.rank == 0: print(w.size, *nodes)"
     )
     step = ["srun", "--mpi=pmi2", sys.executable, "-c", program]
-    result = cluster.finish(lambda: cluster.submit(
-        "--nodes=2", "--ntasks-per-node=2", f"--output={tmp_path}/job.log",
-        "--wrap", shlex.join(step), cwd=tmp_path), timeout=60.0)
+    result = cluster.finish(
+        lambda: cluster.submit(
+            "--nodes=2",
+            "--ntasks-per-node=2",
+            f"--output={tmp_path}/job.log",
+            "--wrap",
+            shlex.join(step),
+            cwd=tmp_path,
+        ),
+        timeout=60.0,
+    )
     assert (result.state, result.exit_code) == ("COMPLETED", 0), result.output
     assert result.output.split() == ["4", "n1", "n1", "n2", "n2"]
 
@@ -62,20 +70,41 @@ def test_ranks_see_each_other_across_nodes(cluster, tmp_path):
 @pytest.mark.parametrize("then", ["sleep 60", "exit 143"])
 def test_a_job_that_slurm_cut_off_is_started_again(cluster, tmp_path, then):
     first = f"mkdir {tmp_path}/once && echo 'slurmstepd-n1: error: {CUT_REQUEST}' && {then}"
-    result = cluster.finish(lambda: cluster.submit(
-        f"--output={tmp_path}/job.log", "--wrap", f"{first} || echo done", cwd=tmp_path),
-        timeout=60.0)
+    result = cluster.finish(
+        lambda: cluster.submit(
+            f"--output={tmp_path}/job.log", "--wrap", f"{first} || echo done", cwd=tmp_path
+        ),
+        timeout=60.0,
+    )
     assert (result.state, result.exit_code) == ("COMPLETED", 0), result.output
     assert result.output.endswith("done\n")
 
 
 def test_interconnect_script(cluster, tmp_path):
     path = tmp_path / "rows.jsonl"
-    result = cluster.finish(lambda: cluster.submit(
-        "--nodes=2", "--ntasks-per-node=1", f"--output={tmp_path}/job.log",
-        "slurm/interconnect.sbatch", "barrier", "latency", "--begin-bytes", "64", "--end-bytes",
-        "64", "--seconds", "0.01", "--launches", "2", "--json", str(path), cwd=REPOSITORY,
-        env={"MPIPAR_VENV": sys.prefix}), timeout=180.0)
+    result = cluster.finish(
+        lambda: cluster.submit(
+            "--nodes=2",
+            "--ntasks-per-node=1",
+            f"--output={tmp_path}/job.log",
+            "slurm/interconnect.sbatch",
+            "barrier",
+            "latency",
+            "--begin-bytes",
+            "64",
+            "--end-bytes",
+            "64",
+            "--seconds",
+            "0.01",
+            "--launches",
+            "2",
+            "--json",
+            str(path),
+            cwd=REPOSITORY,
+            env={"MPIPAR_VENV": sys.prefix},
+        ),
+        timeout=180.0,
+    )
     assert (result.state, result.exit_code) == ("COMPLETED", 0), result.output
     runs = records.read(str(path))
     assert [run.head["launch"] for run in runs] == [1, 2]
@@ -126,9 +155,12 @@ def test_missing_environment_is_named(cluster, tmp_path):
 
 
 def test_submitted_from_elsewhere(cluster, tmp_path):
-    result = cluster.finish(lambda: cluster.submit(
-        f"--output={tmp_path}/job.log", str(REPOSITORY / "slurm" / "train.sbatch"), cwd=tmp_path
-    ), timeout=60.0)
+    result = cluster.finish(
+        lambda: cluster.submit(
+            f"--output={tmp_path}/job.log", str(REPOSITORY / "slurm" / "train.sbatch"), cwd=tmp_path
+        ),
+        timeout=60.0,
+    )
     assert (result.state, result.exit_code) == ("FAILED", 2), result.output
     assert "from the top of the repository" in result.output
 

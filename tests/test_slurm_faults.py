@@ -40,6 +40,7 @@ def cluster():
 @pytest.fixture(scope="module")
 def weights(tmp_path_factory):
     """A function: seed -> the weights of a run that nothing interrupts, without SLURM."""
+
     @functools.cache
     def run(seed):
         folder = tmp_path_factory.mktemp("whole")
@@ -120,12 +121,25 @@ class Job:
 @pytest.fixture
 def with_job(cluster, here):
     """A function that submits a job and runs the test's body with it, again if SLURM cut it off."""
+
     def run(body, *flags, seed="1"):
         for _ in range(MOST_STARTS):
-            job = Job(cluster, here, cluster.submit(
-                "--nodes=2", "--ntasks-per-node=1", f"--output={here}/%j-%a.log", *flags,
-                "slurm/train.sbatch", *RUN, "--seed", seed, cwd=here,
-                env={"MPIPAR_VENV": str(here / "venv")}))
+            job = Job(
+                cluster,
+                here,
+                cluster.submit(
+                    "--nodes=2",
+                    "--ntasks-per-node=1",
+                    f"--output={here}/%j-%a.log",
+                    *flags,
+                    "slurm/train.sbatch",
+                    *RUN,
+                    "--seed",
+                    seed,
+                    cwd=here,
+                    env={"MPIPAR_VENV": str(here / "venv")},
+                ),
+            )
             try:
                 return body(job)
             except CutRequestError:
@@ -138,6 +152,7 @@ def with_job(cluster, here):
 @fault(27, "SIGUSR1 by scancel --signal, to the tasks of a SLURM job array", 75)
 def test_tasks_of_an_array_that_are_asked_to_stop_go_on_later(with_job, weights):
     """Each task has a run of its own."""
+
     def body(job):
         tasks = [job.task(number) for number in (1, 2)]
         for task in tasks:

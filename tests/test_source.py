@@ -38,8 +38,14 @@ def test_text_is_read_as_bytes(tmp_path):
 
 
 def test_a_folder_stands_for_its_files(tmp_path):
-    for name, text in {"b.txt": "2", "sub/a.txt": "3", "a.txt": "1", ".secret": "x",
-                       ".git/config": "x", "sub/.cache/c": "x"}.items():
+    for name, text in {
+        "b.txt": "2",
+        "sub/a.txt": "3",
+        "a.txt": "1",
+        ".secret": "x",
+        ".git/config": "x",
+        "sub/.cache/c": "x",
+    }.items():
         path = tmp_path / name
         path.parent.mkdir(parents=True, exist_ok=True)
         path.write_text(text)
@@ -111,7 +117,7 @@ def test_a_file_that_is_no_text(content, message, tmp_path):
 @given(st.lists(st.text(alphabet="a\u00e4\u4e2d\U0001f600\n")), st.integers(1, 9))
 def test_text_is_read_in_blocks_of_any_size(texts, size):
     content = "".join(texts).encode()
-    blocks = [content[first:first + size] for first in range(0, len(content), size)]
+    blocks = [content[first : first + size] for first in range(0, len(content), size)]
     assert "".join(text_pieces(blocks)) == "".join(texts)
 
 
@@ -129,8 +135,11 @@ def test_files_that_are_held_out_by_their_names(names, tmp_path):
     config = changed(data=(str(tmp_path),), batch_size=BATCH_SIZE, seq_len=SEQ_LEN)
     (train, held_out), what = load(resolve(config, 1)[0])
     assert what == f"{300 * len(names)} tokens from {len(names)} files".replace("1200", "1,200")
-    of_val = [number for number, name in enumerate(names) if "val." in name or "val_" in name
-              or "val-" in name]
+    of_val = [
+        number
+        for number, name in enumerate(names)
+        if "val." in name or "val_" in name or "val-" in name
+    ]
     expected = [number for number in range(len(names)) if number not in of_val]
     if "interval.bin" in names:
         of_val, expected = [1, 2], [0]
@@ -149,19 +158,21 @@ def test_data_that_is_held_out_alone_or_too_small(tmp_path):
         loaded(data=(str(tmp_path / "val.bin"),))
     with pytest.raises(DataError) as caught:
         loaded(data=(str(tmp_path),))
-    problem, = caught.value.problems
+    (problem,) = caught.value.problems
     assert problem.startswith("--data, what it holds out: has 3 tokens, but a row needs 3 + 1: ")
     (tmp_path / "val.bin").write_bytes(np.zeros(9, "<u2").tobytes())
     for val_data, count in (("val.bin", 9), (".", 9), ("train.bin", 72)):
-        (_, held_out), _ = loaded(data=(str(tmp_path / "train.bin"),),
-                                  val_data=(str(tmp_path / val_data),))
+        (_, held_out), _ = loaded(
+            data=(str(tmp_path / "train.bin"),), val_data=(str(tmp_path / val_data),)
+        )
         assert len(held_out) == count
 
 
 def test_token_files_of_both_widths_of_llm_c(tmp_path, rng):
     ids = rng.integers(0, 128_256, 500)
     (tmp_path / "a_train_0.bin").write_bytes(
-        header(500, magic=20240801, version=7) + ids.astype("<u4").tobytes())
+        header(500, magic=20240801, version=7) + ids.astype("<u4").tobytes()
+    )
     tokens = load_source((str(tmp_path),), 128_256).tokens
     assert tokens.dtype == np.uint32
     np.testing.assert_array_equal(tokens, ids)
@@ -173,7 +184,7 @@ def test_several_files_are_one_stream(sizes, data, tmp_path_factory):
     folder, total = tmp_path_factory.mktemp("stream"), sum(sizes)
     whole, begin = np.arange(total), 0
     for number, size in enumerate(sizes):
-        (folder / f"{number}.bin").write_bytes(whole[begin:begin + size].astype("<u2").tobytes())
+        (folder / f"{number}.bin").write_bytes(whole[begin : begin + size].astype("<u2").tobytes())
         begin += size
     tokens = load_source((str(folder),), total + 1).tokens
     first, last = (data.draw(st.integers(0, total)) for _ in range(2))
@@ -219,8 +230,9 @@ def test_python_without_the_built_in_text(monkeypatch):
     monkeypatch.setitem(sys.modules, "pydoc_data.topics", None)
     with pytest.raises(DataError, match=r"pydoc_data.topics.* --data FILE_OR_FOLDER"):
         load_source((), 256)
-    monkeypatch.setitem(sys.modules, "pydoc_data.topics",
-                        types.SimpleNamespace(topics={"b": "2", "a": "1"}))
+    monkeypatch.setitem(
+        sys.modules, "pydoc_data.topics", types.SimpleNamespace(topics={"b": "2", "a": "1"})
+    )
     assert bytes(load_source((), 256).tokens) == b"1\n2"
 
 
@@ -268,4 +280,4 @@ def test_data_of_more_than_4_gib(tmp_path, monkeypatch):
     tokens, what = source.tokens, source.what
     assert f"{count:,} tokens" in what
     assert len(tokens) == count
-    assert list(tokens[count - 2:count]) == [0, 7]
+    assert list(tokens[count - 2 : count]) == [0, 7]

@@ -28,9 +28,18 @@ from mpipar.checkpoint.manifest import committed_steps, damage, read_manifest
 from mpipar.errors import DataError, OutputError
 from mpipar.plan.predict import predict
 
-LAYOUTS = [{}, {"dp": 2}, {"pp": 2}, {"tp": 2}, {"dp": 2, "pp": 2, "tp": 2}, {"tp": 3, "dp": 3},
-           {"pp": 2, "schedule": "dualpipe"}, {"pp": 3, "dp": 2, "rank_order": "dp,pp,cp,tp"},
-           {"pp": 2, "schedule": "zb-v", "tied": False}, {"dp": 2, "cp": 2, "tp": 2}]
+LAYOUTS = [
+    {},
+    {"dp": 2},
+    {"pp": 2},
+    {"tp": 2},
+    {"dp": 2, "pp": 2, "tp": 2},
+    {"tp": 3, "dp": 3},
+    {"pp": 2, "schedule": "dualpipe"},
+    {"pp": 3, "dp": 2, "rank_order": "dp,pp,cp,tp"},
+    {"pp": 2, "schedule": "zb-v", "tied": False},
+    {"dp": 2, "cp": 2, "tp": 2},
+]
 
 
 def ranks_of(layout):
@@ -46,9 +55,14 @@ def contents(folder):
     return {path.name: path.read_bytes() for path in folder.iterdir()}
 
 
-@pytest.mark.parametrize("layout", [
-    pytest.param(layout, marks=[pytest.mark.slow] * (number % 2))
-    for number, layout in enumerate(LAYOUTS)], ids=str)
+@pytest.mark.parametrize(
+    "layout",
+    [
+        pytest.param(layout, marks=[pytest.mark.slow] * (number % 2))
+        for number, layout in enumerate(LAYOUTS)
+    ],
+    ids=str,
+)
 def test_any_layout_reads_what_another_has_written(layout, tmp_path):
     written = saved(config_for(**layout), ranks_of(layout), tmp_path)
     assert damage(written) == []
@@ -74,10 +88,12 @@ def test_the_files_are_ordinary_safetensors(tmp_path):
     assert manifest.kinds == ("m", "master", "v")
     for piece in manifest.pieces:
         found = load_file(written / piece.file)[piece.key]
-        expected = full_tensor(piece.tensor, piece.kind, manifest.tensors[piece.tensor].shape,
-                               np.float32)
+        expected = full_tensor(
+            piece.tensor, piece.kind, manifest.tensors[piece.tensor].shape, np.float32
+        )
         np.testing.assert_array_equal(
-            found, expected[tuple(slice(first, stop) for first, stop in piece.box)])
+            found, expected[tuple(slice(first, stop) for first, stop in piece.box)]
+        )
 
 
 def test_all_ranks_write_about_the_same(tmp_path):
@@ -101,8 +117,8 @@ def test_blocks_of_full_tensors(tmp_path, monkeypatch):
     assert max(map(len, found.values())) > 1
     for name, rows in found.items():
         np.testing.assert_array_equal(
-            np.concatenate(rows),
-            full_tensor(name, "v", manifest.tensors[name].shape, np.float32))
+            np.concatenate(rows), full_tensor(name, "v", manifest.tensors[name].shape, np.float32)
+        )
 
 
 # --- which checkpoints there are
@@ -110,7 +126,7 @@ def test_blocks_of_full_tensors(tmp_path, monkeypatch):
 
 @pytest.mark.parametrize(("keep", "left"), [(0, [1, 2, 3, 4]), (1, [4]), (2, [3, 4])])
 def test_the_newest_stay(keep, left, tmp_path):
-    saver, = savers_of(workers_of(config_for(), 1), tmp_path / "checkpoints", keep)
+    (saver,) = savers_of(workers_of(config_for(), 1), tmp_path / "checkpoints", keep)
     for step in (1, 2, 3, 4):
         save_and_finish(saver, step)
     folder = tmp_path / "checkpoints"
@@ -119,23 +135,23 @@ def test_the_newest_stay(keep, left, tmp_path):
 
 
 def test_a_commit_removes_what_others_have_left_and_later_steps(tmp_path):
-    worker, = workers_of(config_for(), 1)
-    saver, = savers_of([worker], tmp_path)
+    (worker,) = workers_of(config_for(), 1)
+    (saver,) = savers_of([worker], tmp_path)
     saver.save(7)
     (tmp_path / "step-00000009.partial-0a").mkdir()
     (tmp_path / ".trash-step-00000001-0b").mkdir()
     (tmp_path / "notes").mkdir()
     fill(worker, seed=1)
-    again, = savers_of([worker], tmp_path)
+    (again,) = savers_of([worker], tmp_path)
     save_and_finish(again, 5)  # a run that was resumed from a step before 7
     assert sorted(path.name for path in tmp_path.iterdir()) == ["notes", "step-00000005"]
 
 
 def test_a_step_is_saved_again_only_if_it_differs(tmp_path):
-    worker, = workers_of(config_for(), 1)
+    (worker,) = workers_of(config_for(), 1)
     for seed in (0, 0, 1):
         fill(worker, seed)
-        saver, = savers_of([worker], tmp_path)
+        (saver,) = savers_of([worker], tmp_path)
         save_and_finish(saver, 7)
         found = tmp_path / "step-00000007"
         assert_filled(loaded(config_for(), 1, found)[0], seed)
@@ -171,8 +187,11 @@ def test_no_space_leaves_the_former_checkpoint(background, tmp_path, small_files
     small_files(5000)
 
     def fails(saver):
-        with pytest.raises(OutputError, match=r"step-00000002: the checkpoint could not be written:"
-                           r" rank 0: File too large; rank 1: File too large"):
+        with pytest.raises(
+            OutputError,
+            match=r"step-00000002: the checkpoint could not be written:"
+            r" rank 0: File too large; rank 1: File too large",
+        ):
             save_and_finish(saver, 2)
 
     on_all(fails, savers)
@@ -185,7 +204,7 @@ def test_no_space_leaves_the_former_checkpoint(background, tmp_path, small_files
 
 def test_a_folder_that_cannot_be_made(tmp_path):
     (tmp_path / "file").write_text("")
-    saver, = savers_of(workers_of(config_for(), 1), tmp_path / "file" / "checkpoints")
+    (saver,) = savers_of(workers_of(config_for(), 1), tmp_path / "file" / "checkpoints")
     with pytest.raises(OutputError, match="Not a directory"):
         saver.save(1)
 
@@ -232,14 +251,14 @@ def test_the_background_form_saves_the_state_of_its_step(tmp_path):
     assert committed_steps(tmp_path) == []
     on_all(lambda saver: saver.finish(), savers)
     assert not any(saver.written() for saver in savers)
-    (step, folder), = committed_steps(tmp_path)
+    ((step, folder),) = committed_steps(tmp_path)
     assert step == 4
     for worker in loaded(config_for(tp=2, dtype="float16"), 2, folder):
         assert_filled(worker, seed=0)
 
 
 def test_a_second_save_waits_for_the_first(tmp_path):
-    saver, = savers_of(workers_of(config_for(), 1), tmp_path, background=True)
+    (saver,) = savers_of(workers_of(config_for(), 1), tmp_path, background=True)
     saver.save(1)
     saver.save(2)
     assert saver.waits == 1
@@ -258,16 +277,18 @@ def test_a_second_save_waits_for_the_first(tmp_path):
 def test_another_model_is_refused_with_a_table(tmp_path):
     written = saved(config_for(), 1, tmp_path)
     manifest = read_manifest(written)
-    worker, = workers_of(config_for(vocab_size=30, tied=False, layers=4), 1)
+    (worker,) = workers_of(config_for(vocab_size=30, tied=False, layers=4), 1)
     with pytest.raises(DataError) as caught:
         load.load_state(worker, written, manifest)
-    problem, = caught.value.problems
+    (problem,) = caught.value.problems
     lines = problem.splitlines()
     assert lines[0].endswith("the checkpoint is of another model:")
     here, there = "in the checkpoint", "in the model"
-    for line in (f"  embedding.tokens: float32 [29, 12] {here}, float32 [30, 12] {there}",
-                 f"  head.table: missing {here}, float32 [30, 12] {there}",
-                 f"  block3.ffn.up.w: missing {here}, float32 [12, 21] {there}"):
+    for line in (
+        f"  embedding.tokens: float32 [29, 12] {here}, float32 [30, 12] {there}",
+        f"  head.table: missing {here}, float32 [30, 12] {there}",
+        f"  block3.ffn.up.w: missing {here}, float32 [12, 21] {there}",
+    ):
         assert line in lines
     assert not any(np.any(values) for *_, values in state_views(worker))
 
@@ -279,7 +300,7 @@ def test_another_model_is_refused_with_a_table(tmp_path):
 ], ids=str)  # fmt: skip
 def test_another_type_or_optimizer_is_refused(ours, part, tmp_path):
     written = saved(config_for(), 1, tmp_path)
-    worker, = workers_of(config_for(**ours), 1)
+    (worker,) = workers_of(config_for(**ours), 1)
     with pytest.raises(DataError, match=re.escape(part)):
         load.load_state(worker, written, read_manifest(written))
 
@@ -291,10 +312,12 @@ def test_the_copy_for_the_background_is_predicted(values, tmp_path):
     predicted = [predict(config, number).peak_bytes for number in range(4)]
     savers = savers_of(workers_of(config, 4), tmp_path, background=True)
     assert [peak["snapshot"] for peak in predicted] == [
-        sum(one.x.nbytes for one in saver.copy) for saver in savers]
+        sum(one.x.nbytes for one in saver.copy) for saver in savers
+    ]
     tensors = savers[0].tensors.values()
     assert sum(peak["snapshot"] for peak in predicted) == 3 * sum(
-        4 * math.prod(tensor.shape) for tensor in tensors)
+        4 * math.prod(tensor.shape) for tensor in tensors
+    )
     assert "snapshot" not in predict(config_for(**values), 0).peak_bytes
 
 
@@ -306,7 +329,8 @@ def test_state_on_a_gpu(dtype, background, cupy, tmp_path):
     The device cuts the vocabulary elsewhere, because it pads each rank's rows to a multiple.
     """
     on_device, on_host = (
-        config_for(tp=2, dtype=dtype, device=device) for device in ("cuda", "cpu"))
+        config_for(tp=2, dtype=dtype, device=device) for device in ("cuda", "cpu")
+    )
     written = saved(on_host, 2, tmp_path / "host")
     workers = loaded(on_device, 2, written)
     for worker in workers:
@@ -316,10 +340,10 @@ def test_state_on_a_gpu(dtype, background, cupy, tmp_path):
             assert worker.ops.to_host(param.data).tobytes() == expected, param.name
     savers = savers_of(workers, tmp_path / "device", background=background)
     on_all(lambda saver: save_and_finish(saver, 3), savers)
-    (_, between), = committed_steps(tmp_path / "device")
+    ((_, between),) = committed_steps(tmp_path / "device")
     workers = loaded(on_host, 2, between)
     for worker in workers:
         assert_filled(worker)
     on_all(lambda saver: saver.save(3), savers_of(workers, tmp_path / "again"))
-    (_, again), = committed_steps(tmp_path / "again")
+    ((_, again),) = committed_steps(tmp_path / "again")
     assert contents(again) == contents(written)

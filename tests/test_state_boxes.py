@@ -18,9 +18,14 @@ LENGTHS = st.lists(st.integers(1, 7), min_size=1, max_size=4)
 
 @given(LENGTHS, st.data())
 def test_rows_of_copies_and_blocks_tile_a_shard(lengths, data):
-    box = tuple((first, first + length) for first, length in zip(
-        data.draw(st.lists(st.integers(0, 5), min_size=len(lengths), max_size=len(lengths))),
-        lengths, strict=True))
+    box = tuple(
+        (first, first + length)
+        for first, length in zip(
+            data.draw(st.lists(st.integers(0, 5), min_size=len(lengths), max_size=len(lengths))),
+            lengths,
+            strict=True,
+        )
+    )
     copies = data.draw(st.integers(1, 9))
     shares = [boxes.share_of_rows(box, index, copies) for index in range(copies)]
     rows = [row for share in shares for row in range(*share[0])]
@@ -28,15 +33,15 @@ def test_rows_of_copies_and_blocks_tile_a_shard(lengths, data):
     limit = data.draw(st.integers(1, 300))
     blocks = list(boxes.row_blocks(box, 4, limit))
     assert [row for block in blocks for row in range(*block[0])] == rows
-    assert all(4 * boxes.volume(block) <= limit or block[0][1] - block[0][0] == 1
-               for block in blocks)
+    assert all(
+        4 * boxes.volume(block) <= limit or block[0][1] - block[0][0] == 1 for block in blocks
+    )
 
 
 @given(LENGTHS, st.data())
 def test_boxes_of_a_run_hold_its_elements_in_order(lengths, data):
     whole = np.arange(math.prod(lengths)).reshape(lengths)
-    first, stop = sorted(data.draw(st.lists(
-        st.integers(0, whole.size), min_size=2, max_size=2)))
+    first, stop = sorted(data.draw(st.lists(st.integers(0, whole.size), min_size=2, max_size=2)))
     found = boxes.boxes_of_run(tuple(lengths), first, stop)
     parts = [whole[boxes.within(box, tuple((0, length) for length in lengths))] for box in found]
     numbers = [number for part in parts for number in part.reshape(-1)]
@@ -56,25 +61,28 @@ def test_tiling_is_judged_as_by_counting_every_element(lengths, data):
     assert boxes.tiling_problem(lengths, tiles) == ""
     number = data.draw(st.integers(0, len(tiles) - 1))
     assert "2 boxes cover" in boxes.tiling_problem(lengths, [*tiles, tiles[number]])
-    assert "0 boxes cover" in boxes.tiling_problem(lengths, tiles[:number] + tiles[number + 1:])
+    assert "0 boxes cover" in boxes.tiling_problem(lengths, tiles[:number] + tiles[number + 1 :])
     axis = data.draw(st.integers(0, len(lengths) - 1))
     for moved in ((-1, 0), (0, 1), (1, 0), (0, -1)):
         pair = tuple(edge + by for edge, by in zip(tiles[number][axis], moved, strict=True))
         broken = [*tiles]
-        broken[number] = (*tiles[number][:axis], pair, *tiles[number][axis + 1:])
+        broken[number] = (*tiles[number][:axis], pair, *tiles[number][axis + 1 :])
         assert boxes.tiling_problem(lengths, broken)
 
 
 @given(LENGTHS, st.data())
 def test_overlap_holds_the_common_elements(lengths, data):
     def draw():
-        edges = [sorted(data.draw(st.lists(st.integers(0, length), min_size=2, max_size=2)))
-                 for length in lengths]
+        edges = [
+            sorted(data.draw(st.lists(st.integers(0, length), min_size=2, max_size=2)))
+            for length in lengths
+        ]
         return tuple(map(tuple, edges))
 
     def elements(box):
-        return {()} if not box else {
-            (i, *rest) for i in range(*box[0]) for rest in elements(box[1:])}
+        return (
+            {()} if not box else {(i, *rest) for i in range(*box[0]) for rest in elements(box[1:])}
+        )
 
     one, other = draw(), draw()
     shared = boxes.overlap(one, other)
@@ -87,23 +95,47 @@ def test_overlap_holds_the_common_elements(lengths, data):
 @st.composite
 def layouts(draw, most=8):
     """(ranks, fields of a config) of a layout that the small decoder takes, uneven ones too."""
-    dp, pp, tp = draw(st.sampled_from([
-        (dp, pp, tp) for dp in (1, 2, 3, 4, 5) for pp in (1, 2, 3) for tp in (1, 2, 3, 6)
-        if dp * pp * tp <= most]))
+    dp, pp, tp = draw(
+        st.sampled_from(
+            [
+                (dp, pp, tp)
+                for dp in (1, 2, 3, 4, 5)
+                for pp in (1, 2, 3)
+                for tp in (1, 2, 3, 6)
+                if dp * pp * tp <= most
+            ]
+        )
+    )
     schedules = ["1f1b", "gpipe", "zb-h1"] + ["zb-v", "dualpipe"] * (pp == 2) + ["interleaved"]
     schedule = draw(st.sampled_from(schedules)) if pp > 1 else "1f1b"
     order = draw(st.sampled_from(["pp,dp,cp,tp", "tp,cp,dp,pp", "dp,pp,tp,cp"]))
     zero = draw(st.sampled_from([0, 1, 3])) if dp > 1 else 0
-    return dp * pp * tp, {"dp": dp, "pp": pp, "tp": tp, "schedule": schedule, "rank_order": order,
-                          "zero": zero, "bucket_bytes": 800}
+    return dp * pp * tp, {
+        "dp": dp,
+        "pp": pp,
+        "tp": tp,
+        "schedule": schedule,
+        "rank_order": order,
+        "zero": zero,
+        "bucket_bytes": 800,
+    }
 
 
 @given(
-    layouts(), layouts(),
-    st.fixed_dictionaries({}, optional={
-        "tied": st.booleans(), "norm": st.just("rms"), "vocab_size": st.integers(2, 40),
-        "ffn": st.integers(1, 30), "optimizer": st.just("sgd"),
-        "dtype": st.sampled_from(["float64", "bfloat16", "float16"])}))
+    layouts(),
+    layouts(),
+    st.fixed_dictionaries(
+        {},
+        optional={
+            "tied": st.booleans(),
+            "norm": st.just("rms"),
+            "vocab_size": st.integers(2, 40),
+            "ffn": st.integers(1, 30),
+            "optimizer": st.just("sgd"),
+            "dtype": st.sampled_from(["float64", "bfloat16", "float16"]),
+        },
+    ),
+)
 @settings(max_examples=12, deadline=None, suppress_health_check=[HealthCheck.too_slow])
 @pytest.mark.timeout(240)
 @pytest.mark.slow
@@ -122,4 +154,5 @@ def test_there_and_back_changes_no_byte(tmp_path_factory, first, second, values)
 
     back = again(again(original, count_b, b, "b"), count_a, a, "back")
     assert {path.name: path.read_bytes() for path in back.iterdir()} == {
-        path.name: path.read_bytes() for path in original.iterdir()}
+        path.name: path.read_bytes() for path in original.iterdir()
+    }

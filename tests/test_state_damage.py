@@ -67,7 +67,7 @@ def test_a_flipped_bit_names_file_and_tensor(folder):
     path.write_bytes(path.read_bytes()[:-1] + b"?")
     with pytest.raises(DataError, match=rf"{PIECES}: is damaged: its SHA-256 is .*; tensor "):
         load(folder)
-    problem, = damage(folder)
+    (problem,) = damage(folder)
     assert re.search(rf"{PIECES}: is damaged: its SHA-256 is \w+, \w+ was written", problem)
 
 
@@ -106,7 +106,7 @@ def test_the_folder_of_another_step(folder):
 @fault(18, "a stray file of another layout", 0)
 def test_a_stray_file_is_reported_and_not_read(folder):
     shutil.copy(folder / PIECES, folder / "pieces-00002.safetensors")
-    problem, = damage(folder)
+    (problem,) = damage(folder)
     assert problem.endswith("pieces-00002.safetensors: does not belong to the checkpoint")
     assert_filled(load(folder))
 
@@ -136,6 +136,7 @@ def rewrite(folder, change):
 
 def entry(*keys, value):
     """A change of one entry of a manifest."""
+
     def change(content):
         for key in keys[:-1]:
             content = content[key]
@@ -146,6 +147,7 @@ def entry(*keys, value):
 
 def named(name):
     """Return a change that gives the second file another name, with the same bytes in it."""
+
     def change(content):
         content["files"][name] = content["files"].pop(PIECES)
         for piece in content["pieces"]:
@@ -166,7 +168,8 @@ def without(*keys):
 
 def many_kinds(content):
     content["pieces"] = [
-        {**piece, "kind": f"k{number}"} for piece in content["pieces"] for number in range(50)]
+        {**piece, "kind": f"k{number}"} for piece in content["pieces"] for number in range(50)
+    ]
 
 
 TENSOR = "block0.ffn.up.w"  # [4, 3]
@@ -175,8 +178,7 @@ HOSTILE = {
     "an absolute path": (named("/etc/passwd"), "'/etc/passwd' is not the name of a file"),
     "another name": (named("weights.safetensors"), "is not the name of a file"),
     "a zero byte": (named("pieces-00001\0.safetensors"), "zero byte"),
-    "a shape that overflows": (
-        entry("tensors", TENSOR, "shape", value=[2**52, 2**52]), TENSOR),
+    "a shape that overflows": (entry("tensors", TENSOR, "shape", value=[2**52, 2**52]), TENSOR),
     "a negative length": (entry("tensors", TENSOR, "shape", value=[-4, -3]), TENSOR),
     "many axes": (entry("tensors", TENSOR, "shape", value=[1] * 99), TENSOR),
     "no axes": (entry("tensors", TENSOR, "shape", value=[]), TENSOR),
@@ -185,9 +187,13 @@ HOSTILE = {
     "an unknown tensor": (without("tensors", TENSOR), "one of them is unknown"),
     "an unknown file": (without("files", PIECES), "one of them is unknown"),
     "a tensor without pieces": (
-        entry("tensors", "more", value={"shape": [2], "dtype": "float32"}), "0 boxes cover"),
+        entry("tensors", "more", value={"shape": [2], "dtype": "float32"}),
+        "0 boxes cover",
+    ),
     "a piece twice": (
-        lambda content: content["pieces"].append(content["pieces"][0]), "2 boxes cover"),
+        lambda content: content["pieces"].append(content["pieces"][0]),
+        "2 boxes cover",
+    ),
     "a piece less": (lambda content: content["pieces"].pop(), "0 boxes cover"),
     "no pieces": (entry("pieces", value=[]), "it has no pieces"),
     "a box outside": (entry("pieces", 0, "box", value=[[0, 2**40]]), "is not inside"),
@@ -197,10 +203,14 @@ HOSTILE = {
     "a kind that is a number": (entry("pieces", 0, "kind", value=5), r"pieces\[0\].kind"),
     "no format": (without("format"), "is not the manifest of a checkpoint"),
     "an older format": (entry("format", value=0), "its format is 0, not 1"),
-    "a newer format": (entry("format", value=2),
-                       "has format 2, but this version of mpipar reads 1: it was written"),
+    "a newer format": (
+        entry("format", value=2),
+        "has format 2, but this version of mpipar reads 1: it was written",
+    ),
     "a counter that is no number": (
-        entry("loss_scale", "good", value=float("nan")), "not a finite number"),
+        entry("loss_scale", "good", value=float("nan")),
+        "not a finite number",
+    ),
     "an endless scale": (entry("loss_scale", "value", value=float("inf")), "not a finite number"),
     "a scale of zero": (entry("loss_scale", "value", value=0.0), "loss_scale is"),
     "a negative counter": (entry("loss_scale", "skipped", value=-1), "whole number"),
@@ -230,8 +240,9 @@ def test_an_axis_that_a_checkpoint_does_not_name_had_one_rank(folder):
     assert read_manifest(folder).layout == {"pp": 1, "dp": 2, "cp": 1, "tp": 1}
 
 
-@pytest.mark.parametrize("text", [
-    "", "{", "[" * 100_000, "9" * 5000, "\xff", "null", "{}", '["format"]'])
+@pytest.mark.parametrize(
+    "text", ["", "{", "[" * 100_000, "9" * 5000, "\xff", "null", "{}", '["format"]']
+)
 def test_a_broken_manifest_is_refused(text, folder):
     (folder / "manifest.json").write_bytes(text.encode("latin-1"))
     assert_damaged(folder, r"manifest\.json: ")
@@ -239,8 +250,12 @@ def test_a_broken_manifest_is_refused(text, folder):
 
 def test_a_million_tensors_are_refused(folder, monkeypatch):
     monkeypatch.setattr(manifest_module, "MOST_TENSORS", 1000)  # to make fewer here
-    rewrite(folder, lambda content: content["tensors"].update(
-        {f"t{number}": {"shape": [1], "dtype": "float32"} for number in range(1001)}))
+    rewrite(
+        folder,
+        lambda content: content["tensors"].update(
+            {f"t{number}": {"shape": [1], "dtype": "float32"} for number in range(1001)}
+        ),
+    )
     assert_damaged(folder, "more than 1000")
 
 
@@ -267,13 +282,20 @@ def test_pieces_that_do_not_hold_what_the_manifest_says(folder):
     """The digests fit, but a tensor has another shape or type, or another name."""
     tensors = load_file(folder / PIECES)
     changes = {"embedding.tokens/m": lambda x: x.T, "embedding.positions/v": lambda x: x.view("i4")}
-    changed = {name: np.ascontiguousarray(changes.get(name, lambda x: x)(x))
-               for name, x in tensors.items()}
+    changed = {
+        name: np.ascontiguousarray(changes.get(name, lambda x: x)(x)) for name, x in tensors.items()
+    }
     changed["other"] = changed.pop("block0.attn.qkv.w/master")
     save_file(changed, folder / PIECES)
     content = (folder / PIECES).read_bytes()
-    rewrite(folder, entry("files", PIECES, value={
-        "bytes": len(content), "sha256": hashlib.sha256(content).hexdigest()}))
+    rewrite(
+        folder,
+        entry(
+            "files",
+            PIECES,
+            value={"bytes": len(content), "sha256": hashlib.sha256(content).hexdigest()},
+        ),
+    )
     found = "\n".join(damage(folder))
     for name in ("embedding.tokens (m)", "embedding.positions (v)", "block0.attn.qkv.w (master)"):
         assert f"{PIECES}: tensor {name}: the piece" in found

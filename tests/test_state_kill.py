@@ -13,8 +13,15 @@ from state_cases import assert_filled, config_for, fill, loaded, savers_of
 
 from mpipar.checkpoint.manifest import committed_steps, damage
 
-SMALL = {"layers": 1, "d_model": 4, "heads": 2, "ffn": 3, "seq_len": 2, "vocab_size": 5,
-         "optimizer": "sgd"}
+SMALL = {
+    "layers": 1,
+    "d_model": 4,
+    "heads": 2,
+    "ffn": 3,
+    "seq_len": 2,
+    "vocab_size": 5,
+    "optimizer": "sgd",
+}
 CALLS = ("open", "write", "fsync", "rename", "mkdir", "unlink", "rmdir")
 LIMIT = 400  # points; a save has some 80
 
@@ -41,9 +48,9 @@ def kill_at(point, log):
 
     def half_write(file, data):
         dies("write")
-        done = write(file, data[:len(data) // 2])
+        done = write(file, data[: len(data) // 2])
         dies("half of a write")
-        return done + write(file, data[len(data) // 2:])
+        return done + write(file, data[len(data) // 2 :])
 
     for name in CALLS:
         setattr(os, name, watched(name, getattr(os, name)))
@@ -76,29 +83,29 @@ def save_and_die(saver, point):
 
 def newest(folder):
     """(step, folder) of the newest checkpoint without damage, as --resume auto finds it."""
-    return next((step, path) for step, path in reversed(committed_steps(folder))
-                if not damage(path))
+    return next(
+        (step, path) for step, path in reversed(committed_steps(folder)) if not damage(path)
+    )
 
 
 @pytest.mark.slow
 @fault(15, "kill -9 at each call of a save", None)
-@pytest.mark.parametrize("background", [
-    False, True], ids=["at once", "background"])
+@pytest.mark.parametrize("background", [False, True], ids=["at once", "background"])
 @pytest.mark.parametrize("start", ["step 1", "a damaged step 2"])
 @pytest.mark.timeout(120)
 def test_the_newest_committed_checkpoint_is_found(start, background, tmp_path, monkeypatch):
     """Of steps 1 (there before) and 2 (being saved); --keep-checkpoints 1 deletes step 1."""
     monkeypatch.setattr(os, "fsync", lambda file: None)  # counts, but a kill needs none
     config, folder, base = config_for(**SMALL), tmp_path / "checkpoints", tmp_path / "base"
-    worker, = workers_of(config, 1)
-    saver, = savers_of([worker], base)
+    (worker,) = workers_of(config, 1)
+    (saver,) = savers_of([worker], base)
     fill(worker, seed=0)
     saver.save(1)
     fill(worker, seed=1)
     if start == "a damaged step 2":
         saver.save(2)
         (base / "step-00000002" / "pieces-00000.safetensors").write_bytes(b"x")
-    saver, = savers_of([worker], folder, keep=1, background=background)
+    (saver,) = savers_of([worker], folder, keep=1, background=background)
     seen = []
     for point in range(LIMIT):
         shutil.copytree(base, folder)
@@ -107,7 +114,7 @@ def test_the_newest_committed_checkpoint_is_found(start, background, tmp_path, m
         step, path = newest(folder)
         assert_filled(loaded(config, 1, path)[0], seed=step - 1)
         seen.append((name, step))
-        again, = savers_of([worker], folder, keep=1)
+        (again,) = savers_of([worker], folder, keep=1)
         again.save(3)  # what a killed run has left is no obstacle, and goes
         again.finish()
         assert [path.name for path in folder.iterdir()] == ["step-00000003"]
@@ -133,13 +140,19 @@ def test_everything_is_on_the_disk_before_the_commit(tmp_path, monkeypatch):
         order.append(("rename", source.partition("-0")[0]))
         plain_rename(source, target, **folders)
 
-    saver, = savers_of(workers_of(config_for(**SMALL), 1), tmp_path / "run" / "checkpoints")
+    (saver,) = savers_of(workers_of(config_for(**SMALL), 1), tmp_path / "run" / "checkpoints")
     monkeypatch.setattr(os, "open", note_open)
-    monkeypatch.setattr(os, "fsync", lambda file: order.append(
-        ("flush", paths[file].name.partition("-0")[0])))
+    monkeypatch.setattr(
+        os, "fsync", lambda file: order.append(("flush", paths[file].name.partition("-0")[0]))
+    )
     monkeypatch.setattr(os, "rename", note_rename)
     saver.save(1)
     assert order == [
-        ("flush", "run"), ("flush", "checkpoints"), ("flush", "pieces"),
-        ("flush", "manifest.json"), ("flush", "step"), ("rename", "step"),
-        ("flush", "checkpoints")]
+        ("flush", "run"),
+        ("flush", "checkpoints"),
+        ("flush", "pieces"),
+        ("flush", "manifest.json"),
+        ("flush", "step"),
+        ("rename", "step"),
+        ("flush", "checkpoints"),
+    ]

@@ -24,20 +24,22 @@ def train(worker, steps):
     """Loss, norm, scale and whether skipped, of some steps of a worker without MPI, as texts."""
     rows = Rows(worker.ops, TOKENS, worker.config, worker.grid)
     found = [worker.train_step(step, lambda mb, step=step: rows.train(step, mb)) for step in steps]
-    return [tuple(map(repr, (one.loss, one.grad_norm, one.loss_scale, one.skipped)))
-            for one in found]
+    return [
+        tuple(map(repr, (one.loss, one.grad_norm, one.loss_scale, one.skipped))) for one in found
+    ]
 
 
 def contents(worker):
     """All bytes that training reads and changes."""
-    return [buffer.tobytes() for flat in worker.flats
-            for buffer in (flat.data, *flat.state.values())]
+    return [
+        buffer.tobytes() for flat in worker.flats for buffer in (flat.data, *flat.state.values())
+    ]
 
 
 def stop_and_resume(folder, background=False, **values):
     """Return what the steps after a save give, and what they leave: ((continued), (resumed))."""
     config = config_for(**values)
-    worker, = workers_of(config, 1)
+    (worker,) = workers_of(config, 1)
     worker.initialize()
     before, state = train(worker, range(1, 6)), worker.loss_scale.state()
     saver = Saver(worker, folder, keep=2, background=background, facts=FACTS)
@@ -48,9 +50,9 @@ def stop_and_resume(folder, background=False, **values):
     went_on = train(worker, range(6, 11)), contents(worker)
     gate.set()
     saver.finish()
-    again, = workers_of(config, 1)
+    (again,) = workers_of(config, 1)
     again.initialize()
-    (_, step_folder), = committed_steps(folder)
+    ((_, step_folder),) = committed_steps(folder)
     load_state(again, step_folder, read_manifest(step_folder))
     if values.get("dtype") == "float16":
         assert {skipped for *_, skipped in before} == {"False", "True"}
@@ -60,8 +62,11 @@ def stop_and_resume(folder, background=False, **values):
 
 
 @pytest.mark.parametrize("background", [False, True], ids=["at once", "background"])
-@pytest.mark.parametrize("values", [
-    {}, {"dtype": "float64", "optimizer": "sgd"}, {"dtype": "bfloat16"}, FLOAT16], ids=str)
+@pytest.mark.parametrize(
+    "values",
+    [{}, {"dtype": "float64", "optimizer": "sgd"}, {"dtype": "bfloat16"}, FLOAT16],
+    ids=str,
+)
 def test_a_resumed_run_goes_on_bit_by_bit(values, background, tmp_path):
     went_on, resumed = stop_and_resume(tmp_path, background, **values)
     assert resumed == went_on
@@ -81,8 +86,13 @@ def test_a_moment_not_loaded(moment, tmp_path, monkeypatch):
 
     def broken(*arguments):
         with monkeypatch.context() as patch:
-            patch.setattr(FlatParams, "state", property(lambda self: {
-                kind: x for kind, x in plain.fget(self).items() if kind != moment}))
+            patch.setattr(
+                FlatParams,
+                "state",
+                property(
+                    lambda self: {kind: x for kind, x in plain.fget(self).items() if kind != moment}
+                ),
+            )
             load.load_state(*arguments)
 
     monkeypatch.setitem(globals(), "load_state", broken)
@@ -92,8 +102,11 @@ def test_a_moment_not_loaded(moment, tmp_path, monkeypatch):
 @pytest.mark.parametrize("counter", ["value", "good", "skipped"])
 def test_a_counter_of_the_loss_scale_not_saved(counter, tmp_path, monkeypatch):
     plain = LossScale.restore
-    monkeypatch.setattr(LossScale, "restore", lambda self, state: plain(
-        self, state | {counter: getattr(self, counter)}))
+    monkeypatch.setattr(
+        LossScale,
+        "restore",
+        lambda self, state: plain(self, state | {counter: getattr(self, counter)}),
+    )
     assert_resumes_differently(tmp_path, **FLOAT16)
 
 
@@ -120,7 +133,7 @@ def save_and_load(folder, **layout):
     for worker in workers:
         fill(worker)
     on_all(lambda saver: saver.save(1), savers_of(workers, folder))
-    worker, = loaded(config_for(), 1, committed_steps(folder)[-1][1])
+    (worker,) = loaded(config_for(), 1, committed_steps(folder)[-1][1])
     assert_filled(worker)
 
 
@@ -136,8 +149,11 @@ def test_a_box_off_by_one_row(layout, tmp_path, monkeypatch):
     save_and_load(tmp_path / "right", **layout)
     plain_share, plain_within = boxes.share_of_rows, boxes.within
     with monkeypatch.context() as patch:
-        patch.setattr(boxes, "share_of_rows", lambda *arguments: (
-            box := plain_share(*arguments)) and shifted(box))
+        patch.setattr(
+            boxes,
+            "share_of_rows",
+            lambda *arguments: (box := plain_share(*arguments)) and shifted(box),
+        )
         with pytest.raises(AssertionError, match=r"boxes cover|is not inside"):
             save_and_load(tmp_path / "named", **layout)
 
@@ -169,9 +185,11 @@ def test_a_replica_writes_what_another_should(tmp_path, monkeypatch):
         monkeypatch.setattr(save, "place_among_copies", lambda *_: (1 - index, count))
         other = {(one.piece.tensor, one.piece.kind): one for one in own_pieces(worker)}
         monkeypatch.setattr(save, "place_among_copies", plain)
-        return [other[key]._replace(piece=other[key].piece._replace(box=box))
-                for key, box in found.items()
-                if boxes.shape_of(box) == other[key].x.shape]
+        return [
+            other[key]._replace(piece=other[key].piece._replace(box=box))
+            for key, box in found.items()
+            if boxes.shape_of(box) == other[key].x.shape
+        ]
 
     monkeypatch.setattr(save, "own_pieces", others_rows)
     with pytest.raises(AssertionError, match=r" of \w|boxes cover"):

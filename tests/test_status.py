@@ -11,8 +11,10 @@ from program import FAULTY, LIMIT, block_of, environment, mpipar, pair
 from mpipar.errors import OutputError
 from mpipar.job import lock, status
 
-SMALL = ("train --layers 2 --d-model 8 --heads 2 --seq-len 5 --batch-size 4 --sample-tokens 0"
-         " --num-microbatches 1 --data text.txt --out run").split()
+SMALL = (
+    "train --layers 2 --d-model 8 --heads 2 --seq-len 5 --batch-size 4 --sample-tokens 0"
+    " --num-microbatches 1 --data text.txt --out run"
+).split()
 
 
 @fault(25, "kill -9 of a rank: the next start and ckpt ls name it", None)
@@ -81,8 +83,17 @@ def test_nothing_is_told_of_a_job_at_work_or_after_a_regular_end(tmp_path):
     assert status.killed(tmp_path) == []
 
 
-@pytest.mark.parametrize("content", [b"", b"\0" * status.SIZE, b"x" * 99, b"[" * status.SIZE,
-                                     b'{"rank": 1}'.ljust(status.SIZE, b"\0"), b"y" * 10**6])
+@pytest.mark.parametrize(
+    "content",
+    [
+        b"",
+        b"\0" * status.SIZE,
+        b"x" * 99,
+        b"[" * status.SIZE,
+        b'{"rank": 1}'.ljust(status.SIZE, b"\0"),
+        b"y" * 10**6,
+    ],
+)
 def test_files_that_are_no_status_are_passed_over(content, tmp_path):
     open_status(tmp_path, 1)
     (tmp_path / "status" / "rank-00001").write_bytes(content)

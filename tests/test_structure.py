@@ -55,8 +55,7 @@ def test_every_floor_is_there():
 
 
 def test_the_root_holds_little_else_than_folders():
-    files = {module for module in SOURCES if "." not in module
-             and not (PACKAGE / module).is_dir()}
+    files = {module for module in SOURCES if "." not in module and not (PACKAGE / module).is_dir()}
     assert files == {"__init__", "__main__", "cli", "errors"}
 
 
@@ -79,8 +78,9 @@ def docstring_problems(name, source):
     """Words that are no English of this field, and lines that say that nothing is sent."""
     found = []
     for line, text in docstrings(source):
-        found += [f"{name}:{line}: {problem}"
-                  for problem in clumsy_words(docstring_paragraphs(text))]
+        found += [
+            f"{name}:{line}: {problem}" for problem in clumsy_words(docstring_paragraphs(text))
+        ]
         if "Comm: none" in text:
             found.append(f"{name}:{line}: says Comm: none; leave that out")
     return found
@@ -89,38 +89,59 @@ def docstring_problems(name, source):
 def python_files(folder):
     """The Python files below a folder of the repository."""
     # A whole check keeps environments with other people's files in .ci/scratch.
-    return [path.relative_to(REPOSITORY) for path in sorted((REPOSITORY / folder).rglob("*.py"))
-            if "scratch" not in path.relative_to(REPOSITORY).parts]
+    return [
+        path.relative_to(REPOSITORY)
+        for path in sorted((REPOSITORY / folder).rglob("*.py"))
+        if "scratch" not in path.relative_to(REPOSITORY).parts
+    ]
 
 
 @pytest.mark.parametrize("folder", ["mpipar", "bench", "tests", ".ci", "docs"])
 def test_docstrings_are_plain_english(folder):
-    found = [problem for path in python_files(folder)
-             for problem in docstring_problems(path, (REPOSITORY / path).read_text())]
+    found = [
+        problem
+        for path in python_files(folder)
+        for problem in docstring_problems(path, (REPOSITORY / path).read_text())
+    ]
     assert not found, "\n".join(found)
 
 
 @pytest.mark.parametrize("folder", ["mpipar", "bench"])
 def test_docstrings_of_public_functions_are_imperative(folder):
-    found = [f"{path}:{line}: {text}" for path in python_files(folder)
-             for line, text in not_imperative((REPOSITORY / path).read_text())]
+    found = [
+        f"{path}:{line}: {text}"
+        for path in python_files(folder)
+        for line, text in not_imperative((REPOSITORY / path).read_text())
+    ]
     assert not found, "\n".join(found)
 
 
-@pytest.mark.parametrize(("docstring", "count"), [
-    ("Runs go on.", 1), ("Short.\n\n    it goes on\n\nEnd.", 0), ("A step\ngoes\non.", 1),
-    ("Short.\n\n    Comm: none", 1), ("Comm: an all_reduce", 0)])
+@pytest.mark.parametrize(
+    ("docstring", "count"),
+    [
+        ("Runs go on.", 1),
+        ("Short.\n\n    it goes on\n\nEnd.", 0),
+        ("A step\ngoes\non.", 1),
+        ("Short.\n\n    Comm: none", 1),
+        ("Comm: an all_reduce", 0),
+    ],
+)
 def test_a_clumsy_docstring_is_found(docstring, count):
     lines = docstring.replace("\n", "\n    ")
     source = f'def f():\n    """{lines}"""\n'
     assert len(docstring_problems("x.py", source)) == count
 
 
-@pytest.mark.parametrize(("function", "count"), [
-    ('def f():\n    """The sum."""', 1), ('def f():\n    """Return the sum."""', 0),
-    ('def _f():\n    """The sum."""', 0),
-    ('class C:\n    @property\n    def f(self):\n        """The sum."""', 0),
-    ('class C:\n    def f(self):\n        """Whether it is."""', 1)])
+@pytest.mark.parametrize(
+    ("function", "count"),
+    [
+        ('def f():\n    """The sum."""', 1),
+        ('def f():\n    """Return the sum."""', 0),
+        ('def _f():\n    """The sum."""', 0),
+        ('class C:\n    @property\n    def f(self):\n        """The sum."""', 0),
+        ('class C:\n    def f(self):\n        """Whether it is."""', 1),
+    ],
+)
 def test_a_docstring_that_names_a_thing_is_found(function, count):
     assert len(not_imperative(function)) == count
 

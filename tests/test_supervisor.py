@@ -24,8 +24,11 @@ STARTED = "from mpi4py import MPI; from mpipar.job.session import guard; guard(l
 
 def test_an_mpi_that_has_started_before_the_fork_is_refused():
     """MPI_Finalize would wait for threads that only the parent has."""
-    block_of(run_command([sys.executable, "-c", STARTED], LIMIT, environment()), 70,
-             "Import mpi4py.MPI inside main")
+    block_of(
+        run_command([sys.executable, "-c", STARTED], LIMIT, environment()),
+        70,
+        "Import mpi4py.MPI inside main",
+    )
 
 
 def test_a_process_without_a_launcher_is_watched_too():
@@ -40,10 +43,14 @@ guard(lambda argv, session: os.kill(os.getpid(), int(argv[0])))
 """
 
 
-@pytest.mark.parametrize(("sign", "code", "said"), [
-    (9, 69, "signal 9 (Killed), for example because memory"),
-    (7, 69, "signal 7 (Bus error), for example because /dev/shm or a disk is full"),
-    (11, 70, "signal 11 (Segmentation fault)")])
+@pytest.mark.parametrize(
+    ("sign", "code", "said"),
+    [
+        (9, 69, "signal 9 (Killed), for example because memory"),
+        (7, 69, "signal 7 (Bus error), for example because /dev/shm or a disk is full"),
+        (11, 70, "signal 11 (Segmentation fault)"),
+    ],
+)
 def test_a_signal_that_kills_is_named(sign, code, said):
     result = run_command([sys.executable, "-c", KILLED, str(sign)], LIMIT, environment())
     block_of(result, code, said)

@@ -22,8 +22,16 @@ from mpipar.train.worker import Worker
 
 ROWS = 128
 VOCABULARY = 131  # odd, and with two ranks of tp the second holds three true rows
-SHAPE = {"layers": 1, "d_model": 12, "heads": 2, "ffn": 20, "seq_len": 6, "batch_size": 4,
-         "num_microbatches": 2, "vocab_size": VOCABULARY}
+SHAPE = {
+    "layers": 1,
+    "d_model": 12,
+    "heads": 2,
+    "ffn": 20,
+    "seq_len": 6,
+    "batch_size": 4,
+    "num_microbatches": 2,
+    "vocab_size": VOCABULARY,
+}
 
 
 def configured(num_ranks=1, **settings):
@@ -31,16 +39,31 @@ def configured(num_ranks=1, **settings):
 
 
 def tables_of(worker):
-    return {param.name: param for stage in worker.stages.values() for param in stage.params
-            if param.name.endswith(("tokens", "table"))}
+    return {
+        param.name: param
+        for stage in worker.stages.values()
+        for param in stage.params
+        if param.name.endswith(("tokens", "table"))
+    }
 
 
 @pytest.mark.parametrize("kernels", ["fused", "plain"])
 @pytest.mark.parametrize("tp", [1, 2, 3])
 @pytest.mark.parametrize("vocabulary", [10, VOCABULARY, 50257])
 def test_shards_have_whole_tiles_of_rows_and_cover_the_table_once(vocabulary, tp, kernels):
-    config = configured(tp, vocab_size=vocabulary, tp=tp, d_model=12 * tp, heads=2 * tp,
-                        dp=1, pp=1, device="cuda", kernels=kernels, dtype="bfloat16", tied=False)
+    config = configured(
+        tp,
+        vocab_size=vocabulary,
+        tp=tp,
+        d_model=12 * tp,
+        heads=2 * tp,
+        dp=1,
+        pp=1,
+        device="cuda",
+        kernels=kernels,
+        dtype="bfloat16",
+        tied=False,
+    )
     covered = []
     for rank in range(tp):
         ops = shapes_for(config.run, Recorder())
@@ -66,30 +89,42 @@ def test_no_row_is_added_on_a_cpu():
 
 
 def test_forms_have_the_rows_of_a_device_and_flops_those_of_the_model():
-    args = SimpleNamespace(arch="gpt2", kv_heads=None, dtype="bfloat16", **{
-        name: SHAPE[name] for name in ("layers", "d_model", "heads", "seq_len", "batch_size",
-                                       "vocab_size")})
+    args = SimpleNamespace(
+        arch="gpt2",
+        kv_heads=None,
+        dtype="bfloat16",
+        **{
+            name: SHAPE[name]
+            for name in ("layers", "d_model", "heads", "seq_len", "batch_size", "vocab_size")
+        },
+    )
     true, padded = (configured(device=device) for device in ("cpu", "cuda"))
     assert units_of(true)[1]["v"] == VOCABULARY
     assert units_of(padded)[1]["v"] == 2 * ROWS
     extra = 6 * 24 * 12 * (2 * ROWS - VOCABULARY)  # three products of 24 tokens
-    assert (sum(predict(padded, 0).flops.values())
-            == sum(predict(true, 0).flops.values()) + extra)
-    assert (step_flops(SimpleNamespace(**vars(args), device="cuda"))
-            == step_flops(SimpleNamespace(**vars(args), device="cpu")))
+    assert sum(predict(padded, 0).flops.values()) == sum(predict(true, 0).flops.values()) + extra
+    assert step_flops(SimpleNamespace(**vars(args), device="cuda")) == step_flops(
+        SimpleNamespace(**vars(args), device="cpu")
+    )
 
 
 @pytest.mark.shim
 @pytest.mark.parametrize("optimizer", ["adamw", "sgd"])
-@pytest.mark.parametrize(("dtype", "kernels"), [
-    ("float64", "plain"), ("bfloat16", "plain"), ("bfloat16", "fused")])
+@pytest.mark.parametrize(
+    ("dtype", "kernels"), [("float64", "plain"), ("bfloat16", "plain"), ("bfloat16", "fused")]
+)
 def test_rows_of_padding_stay_zero_and_change_nothing(cupy, dtype, kernels, optimizer):
     """Three steps with decay, on the device and on the CPU."""
     tokens = np.random.default_rng(3).integers(0, VOCABULARY, (3, 2, 2, 7))
     losses = {}
     for device in ("cpu", "cuda"):
-        config = configured(device=device, dtype=dtype, optimizer=optimizer, weight_decay=0.1,
-                            kernels=kernels if device == "cuda" else "numpy")
+        config = configured(
+            device=device,
+            dtype=dtype,
+            optimizer=optimizer,
+            weight_decay=0.1,
+            kernels=kernels if device == "cuda" else "numpy",
+        )
         ops = make_for(config.run)
         worker = Worker(config, Grid(0), ops, Recorder())
         worker.initialize()
@@ -114,5 +149,9 @@ def test_rows_of_padding_stay_zero_and_change_nothing(cupy, dtype, kernels, opti
 
 def batch(ops, rows):
     """The Batch of some rows of tokens, one longer than what is read."""
-    return Batch(*(ops.asarray(np.ascontiguousarray(one)) for one in (
-        rows[:, :-1], rows[:, 1:], np.arange(rows.shape[1] - 1))))
+    return Batch(
+        *(
+            ops.asarray(np.ascontiguousarray(one))
+            for one in (rows[:, :-1], rows[:, 1:], np.arange(rows.shape[1] - 1))
+        )
+    )

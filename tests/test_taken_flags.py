@@ -35,8 +35,11 @@ def test_the_list_has_every_command():
 @pytest.mark.parametrize("command", listed())
 def test_every_flag_of_the_list_is_still_taken(command):
     here = taken(command)
-    gone = [argument for argument in sorted(listed()[command] - here)
-            if RENAMED.get((command, argument)) not in here]
+    gone = [
+        argument
+        for argument in sorted(listed()[command] - here)
+        if RENAMED.get((command, argument)) not in here
+    ]
     assert not gone, f"mpipar {command} no longer takes {', '.join(gone)}"
 
 
@@ -46,8 +49,9 @@ def test_a_new_flag_joins_the_list(command):
     assert not new, f"write them into {LIST.name}: {', '.join(sorted(new))}"
 
 
-@pytest.mark.parametrize(("argument", "new"), [
-    ("--steps VALUE", "--num-steps VALUE"), ("--tied", "--tied VALUE")])
+@pytest.mark.parametrize(
+    ("argument", "new"), [("--steps VALUE", "--num-steps VALUE"), ("--tied", "--tied VALUE")]
+)
 def test_a_flag_that_is_gone_is_found(monkeypatch, argument, new):
     names = taken("train") - {argument} | {new}
     monkeypatch.setitem(globals(), "taken", lambda command: names)

@@ -25,12 +25,18 @@ def entry(first=0, last=16, shape=(4,), dtype="F32"):
 
 
 def test_a_file_is_read_as_the_library_reads_it(rng, tmp_path):
-    tensors = {"a": rng.random((5, 3, 2)).astype(np.float32), "b": rng.random(7),
-               "c": rng.random((4, 2)).astype(np.float16), "empty": np.zeros((0, 3)),
-               "d": rng.random((6, 1)).astype(ml_dtypes.bfloat16)}
+    tensors = {
+        "a": rng.random((5, 3, 2)).astype(np.float32),
+        "b": rng.random(7),
+        "c": rng.random((4, 2)).astype(np.float16),
+        "empty": np.zeros((0, 3)),
+        "d": rng.random((6, 1)).astype(ml_dtypes.bfloat16),
+    }
     save_file(tensors, tmp_path / "a.safetensors", {"format": "pt"})
-    with TensorFile(tmp_path / "a.safetensors") as own, safe_open(
-            tmp_path / "a.safetensors", "numpy") as other:
+    with (
+        TensorFile(tmp_path / "a.safetensors") as own,
+        safe_open(tmp_path / "a.safetensors", "numpy") as other,
+    ):
         assert own.tensors.keys() == set(other.keys())
         for name, expected in tensors.items():
             assert own.tensors[name].shape == expected.shape
@@ -68,8 +74,9 @@ def test_a_hostile_file_is_refused(case, tmp_path):
 
 
 def test_a_type_that_cannot_be_read_does_not_hide_the_others(tmp_path):
-    path = written(tmp_path / "a.safetensors",
-                   {"a": entry(0, 8, (8,), "F8_E4M3"), "b": entry(8, 16, (2,))})
+    path = written(
+        tmp_path / "a.safetensors", {"a": entry(0, 8, (8,), "F8_E4M3"), "b": entry(8, 16, (2,))}
+    )
     with TensorFile(path) as file:
         assert file.tensors["a"].dtype == "F8_E4M3"
         np.testing.assert_array_equal(file.rows("b", 0, 2), [0, 0])

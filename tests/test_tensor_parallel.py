@@ -18,8 +18,12 @@ from mpipar.ops.timed_ops import TimedOps
 from mpipar.partition import CUTS
 from mpipar.trace import pop, waits
 
-SMALL = ["train", *TEXT, *"""--layers 2 --d-model 32 --heads 2 --seq-len 33 --batch-size 4
-    --num-microbatches 2 --steps 3 --sample-tokens 5 --tp 2 --pp 1""".split()]
+SMALL = [
+    "train",
+    *TEXT,
+    *"""--layers 2 --d-model 32 --heads 2 --seq-len 33 --batch-size 4
+    --num-microbatches 2 --steps 3 --sample-tokens 5 --tp 2 --pp 1""".split(),
+]
 
 
 @given(st.integers(0, 50), st.integers(1, 12))
@@ -28,7 +32,8 @@ def test_pieces_follow_each_other_and_cover_the_axis(length, parts):
     assert [i for place in places for i in range(place.start, place.stop)] == list(range(length))
     assert all(place.stop - place.start <= chunk_size(length, parts) for place in places)
     assert not length or (
-        (chunk_size(length, parts) - 1) * parts < length <= chunk_size(length, parts) * parts)
+        (chunk_size(length, parts) - 1) * parts < length <= chunk_size(length, parts) * parts
+    )
 
 
 @pytest.mark.parametrize("cut", CUTS)
@@ -44,7 +49,8 @@ def test_every_operation_of_a_cut_is_its_layer_s(cut):
         product.run(phase)
     assert {layer for layer, *_ in recorder.operations} == {NAME}
     assert {"matmul", "matmul_nt", "matmul_tn_add"} <= {
-        function for _, function, *_ in recorder.operations}
+        function for _, function, *_ in recorder.operations
+    }
 
 
 @pytest.mark.parametrize("operation", ["broadcast", "reduce"])
@@ -58,35 +64,66 @@ def test_ring_without_cut_tokens_is_refused_with_exit_code_2():
 
 
 def test_a_run_reports_barriers_by_name_and_how_much_of_the_ring_is_hidden(tmp_path):
-    done = mpipar(*SMALL, "--sequence-parallel", "--tp-matmul", "ring", "--out", tmp_path / "run",
-                  ranks=2).ended()
+    done = mpipar(
+        *SMALL, "--sequence-parallel", "--tp-matmul", "ring", "--out", tmp_path / "run", ranks=2
+    ).ended()
     lines = section(done.stdout, "barriers of a step")
     found = {tuple(line.split()[1:4]) for line in lines if line.startswith("tp")}
-    for name, phases in (("attn.qkv", "FIW"), ("ffn.up", "FIW"), ("attn.proj", "FI"),
-                         ("ffn.down", "FI")):
+    for name, phases in (
+        ("attn.qkv", "FIW"),
+        ("ffn.up", "FIW"),
+        ("attn.proj", "FI"),
+        ("ffn.down", "FI"),
+    ):
         for phase in phases:
             assert {(f"block*.{name}", kind, phase) for kind in ("send", "recv")} <= found
     assert ("grads.tp", "all_reduce", "sync") in found
-    hidden = re.search(r"^messages of tp: its rank computed in (\d+)% of the time of flight$",
-                       done.stdout, re.MULTILINE)
+    hidden = re.search(
+        r"^messages of tp: its rank computed in (\d+)% of the time of flight$",
+        done.stdout,
+        re.MULTILINE,
+    )
     assert 0 <= int(hidden[1]) <= 100
 
 
 @pytest.mark.slow
 def test_costs_for_the_choice_of_a_schedule(tmp_path):
-    mpipar(*SMALL[:-4], "--tp", 2, "--pp", 2, "--schedule", "auto", "--sequence-parallel",
-           "--out", tmp_path / "run", ranks=4).ended()
+    mpipar(
+        *SMALL[:-4],
+        "--tp",
+        2,
+        "--pp",
+        2,
+        "--schedule",
+        "auto",
+        "--sequence-parallel",
+        "--out",
+        tmp_path / "run",
+        ranks=4,
+    ).ended()
 
 
 def reduce_trace(posted):
     """A trace of one reduce to the first of three ranks; all are done at 100 ns."""
     ranks = []
     for world_rank, time in enumerate(posted):
-        record = Record(**dict.fromkeys(Record._fields, 0) | {
-            "posted_ns": time, "waited_ns": time, "done_ns": 100, "operation": "reduce",
-            "name": "product", "axis": "tp", "peer": 0})
-        ranks.append(SimpleNamespace(
-            world_rank=world_rank, groups={"tp": (0, 1, 2)}, records=[record], start=0, end=120))
+        record = Record(
+            **dict.fromkeys(Record._fields, 0)
+            | {
+                "posted_ns": time,
+                "waited_ns": time,
+                "done_ns": 100,
+                "operation": "reduce",
+                "name": "product",
+                "axis": "tp",
+                "peer": 0,
+            }
+        )
+        ranks.append(
+            SimpleNamespace(
+                world_rank=world_rank, groups={"tp": (0, 1, 2)}, records=[record], start=0, end=120
+            )
+        )
     return SimpleNamespace(ranks=ranks)
 
 

@@ -20,8 +20,9 @@ def curves(folder):
 
     found = EventAccumulator(str(folder / "tensorboard"))
     found.Reload()
-    return {tag: {one.step: one.value for one in found.Scalars(tag)}
-            for tag in found.Tags()["scalars"]}
+    return {
+        tag: {one.step: one.value for one in found.Scalars(tag)} for tag in found.Tags()["scalars"]
+    }
 
 
 @needs_package
@@ -49,8 +50,9 @@ def test_steps_that_are_taken_again_are_dropped(tmp_path):
             events.add({"step": step, "loss": loss, "grad_norm": None})
         events.sync()
         events.close()
-    assert curves(tmp_path) == {"loss/training": {
-        step: 1.0 if step < 5 else 2.0 for step in range(1, 11)}}
+    assert curves(tmp_path) == {
+        "loss/training": {step: 1.0 if step < 5 else 2.0 for step in range(1, 11)}
+    }
 
 
 @needs_package
@@ -66,9 +68,18 @@ def test_a_folder_that_cannot_be_written_is_said_once(tmp_path, capsys):
 
 def test_without_the_package_the_run_does_not_begin(tmp_path, monkeypatch):
     plain = importlib.util.find_spec
-    monkeypatch.setattr(importlib.util, "find_spec",
-                        lambda name: None if name == "tensorboard" else plain(name))
-    assert_refused(69, ["--tensorboard: the package tensorboard is not installed",
-                        "pip install '.[tensorboard]'", "metrics.csv has the same numbers"],
-                   "train", "--tensorboard", folder=tmp_path)
+    monkeypatch.setattr(
+        importlib.util, "find_spec", lambda name: None if name == "tensorboard" else plain(name)
+    )
+    assert_refused(
+        69,
+        [
+            "--tensorboard: the package tensorboard is not installed",
+            "pip install '.[tensorboard]'",
+            "metrics.csv has the same numbers",
+        ],
+        "train",
+        "--tensorboard",
+        folder=tmp_path,
+    )
     assert not list(tmp_path.iterdir())

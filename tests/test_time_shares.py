@@ -15,11 +15,32 @@ class Past:
     """Stands in for a recorder: spans and records, here in milliseconds."""
 
     def __init__(self, spans, calls):
-        self.spans = [Span(kind, *(int(t * 1e6) for t in times), step, 0, 0)
-                      for kind, times, step in spans]
-        self.records = [Record(
-            int(waited * 1e6), int(waited * 1e6), int(done * 1e6), "all_reduce", "x", "tp", 1, -1,
-            -1, 8, 8, "float32", step, 0, 0, "F", "a.py:1", "") for waited, done, step in calls]
+        self.spans = [
+            Span(kind, *(int(t * 1e6) for t in times), step, 0, 0) for kind, times, step in spans
+        ]
+        self.records = [
+            Record(
+                int(waited * 1e6),
+                int(waited * 1e6),
+                int(done * 1e6),
+                "all_reduce",
+                "x",
+                "tp",
+                1,
+                -1,
+                -1,
+                8,
+                8,
+                "float32",
+                step,
+                0,
+                0,
+                "F",
+                "a.py:1",
+                "",
+            )
+            for waited, done, step in calls
+        ]
 
 
 # Of a step: a pass of 10 ms with 4 ms of an all-reduce inside, a message of 3 ms behind it, an
@@ -45,10 +66,14 @@ def test_only_whole_steps_count():
 
 def test_steps_that_have_lost_records_do_not_count():
     """The ring of the records is full sooner: of step 1 only spans are left, of step 2 a part."""
-    spans = [(kind, (start + 30 * step, end + 30 * step), step)
-             for step in (1, 2, 3) for kind, (start, end), _ in SPANS]
-    calls = [(start + 30 * step, end + 30 * step, step)
-             for step in (2, 3) for start, end, _ in CALLS][1:]
+    spans = [
+        (kind, (start + 30 * step, end + 30 * step), step)
+        for step in (1, 2, 3)
+        for kind, (start, end), _ in SPANS
+    ]
+    calls = [
+        (start + 30 * step, end + 30 * step, step) for step in (2, 3) for start, end, _ in CALLS
+    ][1:]
     facts = share_facts(Past(spans, calls))
     assert facts == pytest.approx({"useful": 8e-3, "communication": 7e-3, "rest": 5e-3})
 
@@ -64,6 +89,7 @@ def test_shares_of_a_trace_add_to_one():
     shares = time_shares(analysis)
     assert sum(shares.values()) == pytest.approx(1)
     assert shares["useful"] > 0.3
-    kinds = sum((Counter({one.kind: one.length}) for own in analysis.segments for one in own),
-                Counter())
+    kinds = sum(
+        (Counter({one.kind: one.length}) for own in analysis.segments for one in own), Counter()
+    )
     assert shares["waiting"] == pytest.approx(kinds["wait"] / kinds.total())

@@ -39,7 +39,7 @@ def test_bytes_have_a_file_that_is_known_again(tmp_path):
         assert (found.size, found.end, found.what) == (size, 256 if end else None, "bytes")
         assert found.digest == made.digest
     assert byte_tokenizer(True).decode([104, 256, 105, 300]) == f"h{END}i"
-    assert byte_tokenizer().decode([104, 0xe4, 256]) == "h\ufffd"
+    assert byte_tokenizer().decode([104, 0xE4, 256]) == "h\ufffd"
 
 
 def test_a_model_without_files_takes_bytes_or_ids():
@@ -51,8 +51,12 @@ def test_a_model_without_files_takes_bytes_or_ids():
     assert ids.encode("464 318") == [464, 318]
     assert ids.decode([464, 318]) == "464 318"
     assert prompt_ids(ids, "464 318", 50257) == [464, 318]
-    for prompt, words in (("Hello", "takes ids"), ("50257", "takes ids"), ("", "takes ids"),
-                          ("9" * 5000, "takes ids")):
+    for prompt, words in (
+        ("Hello", "takes ids"),
+        ("50257", "takes ids"),
+        ("", "takes ids"),
+        ("9" * 5000, "takes ids"),
+    ):
         with pytest.raises(UsageError, match=words):
             prompt_ids(ids, prompt, 50257)
     for prompt in ("", "\xff"):
@@ -84,8 +88,11 @@ def test_ids_are_those_of_transformers(save, tmp_path):
     save(tmp_path)
     tokenizer = load_tokenizer(tmp_path)
     transformers = pytest.importorskip("transformers", reason="text: transformers is missing")
-    kind = transformers.GPT2TokenizerFast if save is save_like_gpt2 else \
-        transformers.PreTrainedTokenizerFast
+    kind = (
+        transformers.GPT2TokenizerFast
+        if save is save_like_gpt2
+        else transformers.PreTrainedTokenizerFast
+    )
     theirs = kind.from_pretrained(tmp_path)
     assert len(theirs) == tokenizer.size == 400
     assert theirs.convert_tokens_to_ids(END) == tokenizer.end == (399 * (save is save_like_gpt2))
@@ -140,7 +147,9 @@ def test_a_copy_is_the_same_tokenizer(tmp_path):
     assert again.digest == found.digest
     assert again.end == found.end == found.encode("e")[0]  # the file's word comes first
     assert sorted(path.name for path in (tmp_path / "b").iterdir()) == [
-        "tokenizer.json", "tokenizer_config.json"]
+        "tokenizer.json",
+        "tokenizer_config.json",
+    ]
     with pytest.raises(DataError, match="400 ids, more than the model's vocabulary of 300"):
         tokenizer_of(tmp_path / "b", 300)
 

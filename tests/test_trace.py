@@ -24,6 +24,7 @@ from mpipar.trace.tracer import Tracer
 
 pytestmark = pytest.mark.skipif(find_launcher() is None, reason="no mpiexec: install .[mpich]")
 
+
 @pytest.fixture(scope="module")
 def delayed(late_runs):
     """Rank 1 sleeps 50 ms in one named layer, once a microbatch, in every step."""
@@ -34,7 +35,10 @@ def delayed(late_runs):
 def test_the_files_hold_the_steps_asked_for_and_nothing_else(delayed):
     trace, folder = delayed
     assert sorted(path.name for path in (folder / "trace").iterdir()) == [
-        "meta.json", "rank-00000.jsonl", "rank-00001.jsonl"]
+        "meta.json",
+        "rank-00000.jsonl",
+        "rank-00001.jsonl",
+    ]
     for rank in trace.ranks:
         assert [step for step, _, _ in rank.steps] == [2, 3, 4, 5, 6]
         assert {record.step for record in rank.records} == {2, 3, 4, 5, 6}
@@ -67,8 +71,11 @@ def test_a_planted_delay_is_the_cause_and_the_wait_is_its_lateness(delayed):
     """The wait of rank 0 at the barrier after the delay is how much later rank 1 came, +- 2 ms."""
     trace, _ = delayed
     found, pieces = analyse(trace)
-    events = [event for event in found.events
-              if event.name == "block1.attn.proj" and event.calls[0].record.phase == "F"]
+    events = [
+        event
+        for event in found.events
+        if event.name == "block1.attn.proj" and event.calls[0].record.phase == "F"
+    ]
     assert len(events) == PASSES
     for event in events:
         calls = {call.rank: call for call in event.calls}
@@ -92,7 +99,8 @@ def test_efficiencies_multiply_and_an_ideal_network_is_never_slower(delayed):
     result = pop.efficiency(trace, found, pieces)
     assert result.ideal_ns <= result.runtime_ns * 1.001
     assert result.parallel == pytest.approx(
-        result.load_balance * result.serialization * result.transfer)
+        result.load_balance * result.serialization * result.transfer
+    )
     # Rank 0 works while rank 1 sleeps in its span: most of the imbalance is planted.
     assert result.useful_ns[1] > result.useful_ns[0] + PASSES * 40e6
 
@@ -102,13 +110,14 @@ def test_the_command_names_the_late_rank_the_barrier_and_the_line(delayed):
     _, folder = delayed
     text = printed("trace", folder)
     assert re.search(r"^- slow rank \(.*\): rank 1 on \S+ computes", text, re.MULTILINE), text
-    assert re.search(r"^rank 1: forward of stage 0 .* rank 0 +tp block\*\.attn\.proj$", text,
-                     re.MULTILINE), text
+    assert re.search(
+        r"^rank 1: forward of stage 0 .* rank 0 +tp block\*\.attn\.proj$", text, re.MULTILINE
+    ), text
     # One cut, two layers: each barrier has its own place.
     for layer in ("attention", "ffn"):
         assert re.search(rf"mpipar/layers/{layer}\.py:\d+, cut mpipar/partition/row\.py:\d+", text)
     assert re.search(r"^tp block\*\.attn\.proj .* rank 1 \d+x", text, re.MULTILINE)
-    assert all(len(line) <= 100 for line in text[:text.index("efficiency ")].splitlines())
+    assert all(len(line) <= 100 for line in text[: text.index("efficiency ")].splitlines())
 
 
 def test_the_run_folder_gets_its_report(delayed):
@@ -116,8 +125,10 @@ def test_the_run_folder_gets_its_report(delayed):
     page = (folder / "report.html").read_text()
     assert "block1.attn.proj" in page
     assert "rank 1: forward of stage 0" in page
-    assert "report.html shows the run, and who waited for whom; open it" in (
-        folder / "log.txt").read_text()
+    assert (
+        "report.html shows the run, and who waited for whom; open it"
+        in (folder / "log.txt").read_text()
+    )
 
 
 def test_the_files_that_were_asked_for_are_written(delayed, tmp_path):
@@ -128,26 +139,41 @@ def test_the_files_that_were_asked_for_are_written(delayed, tmp_path):
     assert f"{page}: open it in a browser" in text
     alone, whole = (data_of(one.read_text()) for one in (page, folder / "report.html"))
     assert {name: whole[name] for name in alone.keys() - {"title", "model", "curves"}} == {
-        name: value for name, value in alone.items() if name not in ("title", "model", "curves")}
+        name: value for name, value in alone.items() if name not in ("title", "model", "curves")
+    }
     found = json.loads(events.read_text())["traceEvents"]
     assert f"{len(found):,} events" in text
     for again in (events, f"{tmp_path}/./{events.name}"):
-        assert_refused(2, [f"--html and --perfetto both name {again}"],
-                       "trace", folder, "--html", again, "--perfetto", events)
+        assert_refused(
+            2,
+            [f"--html and --perfetto both name {again}"],
+            "trace",
+            folder,
+            "--html",
+            again,
+            "--perfetto",
+            events,
+        )
     assert json.loads(events.read_text())["traceEvents"] == found
     check_slices(found)
-    leads = [(start["pid"], end["pid"]) for start, end in check_arrows(found)
-             if start["name"] == "block1.attn.proj"]
+    leads = [
+        (start["pid"], end["pid"])
+        for start, end in check_arrows(found)
+        if start["name"] == "block1.attn.proj"
+    ]
     assert leads.count((1, 0)) >= PASSES  # in every step and microbatch rank 1 was late
 
 
 @pytest.mark.parametrize("flag", ["--html", "--perfetto"])
 def test_a_file_that_cannot_be_written_is_said(delayed, tmp_path, flag):
     _, folder = delayed
-    for path, reason in ((tmp_path, "Is a directory"),
-                         (tmp_path / "no" / "file", "No such file or directory")):
-        assert_refused(74, [f"cannot write {path}: {reason}; name another file"],
-                       "trace", folder, flag, path)
+    for path, reason in (
+        (tmp_path, "Is a directory"),
+        (tmp_path / "no" / "file", "No such file or directory"),
+    ):
+        assert_refused(
+            74, [f"cannot write {path}: {reason}; name another file"], "trace", folder, flag, path
+        )
 
 
 def test_a_trace_that_cannot_be_read_does_not_fail_the_report(delayed, tmp_path):
@@ -156,8 +182,9 @@ def test_a_trace_that_cannot_be_read_does_not_fail_the_report(delayed, tmp_path)
     shutil.copytree(delayed[1], folder)
     (folder / "trace" / "rank-00001.jsonl").unlink()
     assert trace_data(folder, said.append) == ({}, "")
-    assert re.match(r"report\.html is without the trace: .*: rank-00001\.jsonl missing of 2 ranks",
-                    said[0])
+    assert re.match(
+        r"report\.html is without the trace: .*: rank-00001\.jsonl missing of 2 ranks", said[0]
+    )
 
 
 def test_the_timeline_shows_the_wait(delayed):
@@ -190,9 +217,11 @@ def test_a_file_that_lacks_what_it_should_say_is_refused(tmp_path):
 
 def with_head(change):
     """An edit of a rank's file: `change` of its head."""
+
     def edit(texts):
         head, rest = texts[1].split("\n", 1)
         return json.dumps(json.loads(head) | change) + "\n" + rest
+
     return edit
 
 
@@ -210,12 +239,15 @@ def with_head(change):
     ("meta.json", lambda texts: texts[2].replace('"tp": 2', '"tp": 1'), "of a trace: the layout"),
     ("meta.json", lambda texts: "{}", "trace schema None"),
 ])  # fmt: skip
-def test_files_that_are_broken_or_of_several_runs_are_refused(delayed, tmp_path, name, edit,
-                                                              message):
+def test_files_that_are_broken_or_of_several_runs_are_refused(
+    delayed, tmp_path, name, edit, message
+):
     folder = tmp_path / "run"
     shutil.copytree(delayed[1], folder)
-    texts = [(folder / "trace" / one).read_text()
-             for one in ("rank-00000.jsonl", "rank-00001.jsonl", "meta.json")]
+    texts = [
+        (folder / "trace" / one).read_text()
+        for one in ("rank-00000.jsonl", "rank-00001.jsonl", "meta.json")
+    ]
     (folder / "trace" / name).write_text(edit(texts))
     with pytest.raises(DataError, match=rf"{name}.*{message}"):
         trace_file.read(folder)

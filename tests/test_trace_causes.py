@@ -65,7 +65,7 @@ def check(layout, fault):
     assert next(iter(late.costs)).text() == text
     true, charged = share_of(late, base, text)
     assert charged == pytest.approx(true, abs=POINTS)
-    finding, = late.findings
+    (finding,) = late.findings
     assert finding.kind == kind
     assert f"rank {run.rank} on host{run.rank}" in finding.text
     assert words in finding.text
@@ -73,7 +73,8 @@ def check(layout, fault):
     if fault == "between":  # the trace has one step more than stretches between steps
         longer *= run.steps / (run.steps - 1)
     assert finding.lost_ms / late_run.step_ms == pytest.approx(
-        longer / late_run.step_ms, abs=POINTS)
+        longer / late_run.step_ms, abs=POINTS
+    )
 
 
 @pytest.mark.parametrize("fault", FAULTS)
@@ -85,8 +86,9 @@ def test_a_late_rank_and_its_cause_are_named(layout, fault):
 def test_what_both_ranks_did_is_no_excess(monkeypatch):
     """The broken twin charges all that the late rank has done since they met."""
     plain = causes.Work.more_than
-    monkeypatch.setattr(causes.Work, "more_than",
-                        lambda self, other, length: plain(self, causes.Work(), length))
+    monkeypatch.setattr(
+        causes.Work, "more_than", lambda self, other, length: plain(self, causes.Work(), length)
+    )
     analysed.cache_clear()
     with pytest.raises(AssertionError):
         check(DP, "data")
@@ -95,11 +97,16 @@ def test_what_both_ranks_did_is_no_excess(monkeypatch):
 
 def test_more_work_in_passes_that_are_each_shorter_is_charged_to_all_of_them():
     """Rank 1 computes 12 and 8 ms, rank 0 one pass of 14 ms."""
-    late = analyse(trace(
-        [[blocking("all_reduce", "a", "world", start, 21)] for start in (14, 20)],
-        [[span("F", 0, 14)], [span("F", 0, 12, stage=1), span("F", 12, 20, stage=3)]], end=21))
-    assert {cause.text(): cost.wait_ns for cause, cost in late.costs.items()} == pytest.approx({
-        "rank 1: forward of stage 1": 3.6e6, "rank 1: forward of stage 3": 2.4e6})
+    late = analyse(
+        trace(
+            [[blocking("all_reduce", "a", "world", start, 21)] for start in (14, 20)],
+            [[span("F", 0, 14)], [span("F", 0, 12, stage=1), span("F", 12, 20, stage=3)]],
+            end=21,
+        )
+    )
+    assert {cause.text(): cost.wait_ns for cause, cost in late.costs.items()} == pytest.approx(
+        {"rank 1: forward of stage 1": 3.6e6, "rank 1: forward of stage 3": 2.4e6}
+    )
 
 
 def test_both_directions_of_a_link_are_the_same_work():
@@ -125,13 +132,15 @@ def test_what_holds_up_one_step_alone_is_no_finding(steps):
 
 
 @pytest.mark.parametrize("layout", [PP, DP + PP, PP + TP], ids=str)
-@pytest.mark.parametrize(("kind", "values", "place"), [
-    ("uneven stage", {"stage_layers": (3, 1)}, 0), ("heavy head", {"vocab_size": 1500}, 1)])
+@pytest.mark.parametrize(
+    ("kind", "values", "place"),
+    [("uneven stage", {"stage_layers": (3, 1)}, 0), ("heavy head", {"vocab_size": 1500}, 1)],
+)
 def test_a_stage_with_more_work_is_named(layout, kind, values, place):
     late_run, late = analysed(Run(layout, **values))
     even = 3.0 + late_run.head_ms / 4 if kind == "heavy head" else 3.0  # the same work in all
     base_run, _ = analysed(Run(layout, block_ms=even))
-    finding, = late.findings
+    (finding,) = late.findings
     assert finding.kind == kind
     assert finding.text.startswith(f"pipeline rank {place} (stage {place}: ")
     lost = (late_run.step_ms - base_run.step_ms) / late_run.step_ms
@@ -146,7 +155,7 @@ def test_a_stage_with_more_work_is_named(layout, kind, values, place):
 def test_one_active_rank_is_named_with_its_cure(layout, microbatches):
     late_run, late = analysed(Run(layout, schedule="naive", microbatches=microbatches))
     size = late_run.sizes["pp"]
-    finding, = late.findings
+    (finding,) = late.findings
     assert finding.kind == "one active rank"
     assert f"one of {size} pipeline ranks" in finding.text
     bubble = float(finding.text.split("%")[0].removeprefix("bubble ")) / 100
@@ -155,7 +164,8 @@ def test_one_active_rank_is_named_with_its_cure(layout, microbatches):
         better, _ = analysed(Run(layout, schedule="1f1b", microbatches=microbatches))
         lost = late_run.step_ms - better.step_ms
         assert finding.lost_ms / late_run.step_ms == pytest.approx(
-            lost / late_run.step_ms, abs=POINTS)
+            lost / late_run.step_ms, abs=POINTS
+        )
     else:
         assert f"cut into {min(16 // late_run.sizes['dp'], 4 * size)} microb" in finding.text
 
@@ -172,8 +182,9 @@ def test_the_chain_of_waits_ends_at_the_root():
     """Rank 3 loads data late. Its tp mate waits for it, and the stage before for both."""
     run, _ = case(PP + TP, "data")
     _, late = analysed(run)
-    longest = max((call for call in late.waits.calls[0] if call.wait_ns),
-                  key=lambda call: call.wait_ns)
+    longest = max(
+        (call for call in late.waits.calls[0] if call.wait_ns), key=lambda call: call.wait_ns
+    )
     told = late.causes.chain(longest)
     assert told[-1] == "rank 3: data loading"
     assert told[0].startswith("rank 2 waited for rank 3 (tp block")

@@ -36,7 +36,7 @@ class Network:
 
 
 @hypothesis.given(
-    offset_ns=st.integers(-10**15, 10**15),
+    offset_ns=st.integers(-(10**15), 10**15),
     drift=st.floats(-1e-4, 1e-4),
     random=st.randoms(use_true_random=False),
 )
@@ -127,8 +127,9 @@ def test_ranks_in_their_own_time_namespaces_share_one_time(tmp_path):
     error = trace.clock.largest_error_ns()
     assert abs(ahead) <= error, "the planted 5000 s came back"
     assert trace.clock.before[1].error_ns > 0
-    assert re.fullmatch(r"2 clocks: offsets by ping-pong .* good to \+-[\d.]+ us",
-                        trace.clock.describe())
+    assert re.fullmatch(
+        r"2 clocks: offsets by ping-pong .* good to \+-[\d.]+ us", trace.clock.describe()
+    )
     found = waits.find(trace)
     messages = [event for event in found.events if event.operation == "message"]
     assert len(messages) == 3 * 4 * 2  # steps x microbatches x directions

@@ -13,8 +13,11 @@ from mpipar.trace.analysis import analyse
 from mpipar.trace.planted_delays import Run, Simulator
 
 # Large enough that products, not Python, take a stage's time.
-SIZE = [*TEXT, *"""--d-model 128 --heads 4 --seq-len 64 --batch-size 8 --num-microbatches 4
-    --layout pp=2 --schedule gpipe --steps 5 --trace 3:5 --sample-tokens 0""".split()]
+SIZE = [
+    *TEXT,
+    *"""--d-model 128 --heads 4 --seq-len 64 --batch-size 8 --num-microbatches 4
+    --layout pp=2 --schedule gpipe --steps 5 --trace 3:5 --sample-tokens 0""".split(),
+]
 
 
 def found_in(run):
@@ -33,8 +36,18 @@ def test_an_uneven_stage_is_named(tmp_path):
 @pytest.mark.alone
 def test_a_heavy_head_is_named(tmp_path):
     np.arange(16_000, dtype=np.uint16).tofile(tmp_path / "tokens.bin")
-    run = traced(tmp_path / "run", *SIZE, "--layers", "4", "--stage-layers", "2,2", "--vocab-size",
-                 "16000", "--data", str(tmp_path / "tokens.bin"))
+    run = traced(
+        tmp_path / "run",
+        *SIZE,
+        "--layers",
+        "4",
+        "--stage-layers",
+        "2,2",
+        "--vocab-size",
+        "16000",
+        "--data",
+        str(tmp_path / "tokens.bin"),
+    )
     finding = found_in(run)["heavy head"]
     assert finding.text.startswith("pipeline rank 1 (stage 1: blocks 2-3, head, loss) computes ")
     assert "the head is 83% of its FLOPs" in finding.text  # 2DV of 2DV + 2 (24 D^2 + 4 T D)
@@ -50,13 +63,16 @@ def by_hand(slow_steps, steps=3):
 
 def test_a_rank_that_is_slower_than_its_stage_in_every_step_is_named():
     finding = found_in(by_hand({(1, 0), (1, 1), (1, 2)}))["slow rank"]
-    assert finding.text == ("rank 1 on host1 computes 20.0 ms per step, the others of its stage"
-                            " 10.0 ms, most of it in the forward of stage 0")
+    assert finding.text == (
+        "rank 1 on host1 computes 20.0 ms per step, the others of its stage"
+        " 10.0 ms, most of it in the forward of stage 0"
+    )
     assert finding.lost_ms == pytest.approx(10)
 
 
 def test_a_slow_rank_beside_a_stage_without_blocks_is_named():
     """Stage 0 has the embedding alone, whose FLOPs are 0."""
+
     class Light(Simulator):
         def _pass(self, rank, instr):
             if self.stage_layers[instr.stage]:
@@ -70,13 +86,25 @@ def test_a_slow_rank_beside_a_stage_without_blocks_is_named():
     assert finding.lost_ms == pytest.approx(200, rel=0.05)
 
 
-EXPERTS = ["--experts", "4", "--experts-per-token", "1", "--expert-ffn", "512", "--layers", "2",
-           "--layout", "dp=2,ep=2", "--num-microbatches", "2", "--trace-ops"]
+EXPERTS = [
+    "--experts",
+    "4",
+    "--experts-per-token",
+    "1",
+    "--expert-ffn",
+    "512",
+    "--layers",
+    "2",
+    "--layout",
+    "dp=2,ep=2",
+    "--num-microbatches",
+    "2",
+    "--trace-ops",
+]
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("routing", [
-    "one-hot", pytest.param("uniform", marks=pytest.mark.slow)])
+@pytest.mark.parametrize("routing", ["one-hot", pytest.param("uniform", marks=pytest.mark.slow)])
 def test_a_hot_expert_alone_is_named(routing, tmp_path):
     found = found_in(traced(tmp_path / "run", *SIZE, *EXPERTS, "--routing", routing))
     if routing == "uniform":
@@ -84,42 +112,70 @@ def test_a_hot_expert_alone_is_named(routing, tmp_path):
         return
     assert "slow rank" not in found
     text = found["hot expert"].text
-    assert re.fullmatch(r"expert 0 of block [01] received 4\.0 times the mean; rank 0 on \S+ made"
-                        r" the others wait [\d.]+ ms per step", text), text
+    assert re.fullmatch(
+        r"expert 0 of block [01] received 4\.0 times the mean; rank 0 on \S+ made"
+        r" the others wait [\d.]+ ms per step",
+        text,
+    ), text
     assert found["hot expert"].lost_ms > 0
 
 
 def by_experts(rows, wait_ms):
     """Two ranks with two experts each: rank 0 lets rank 1 wait in each of two steps."""
+
     def exchange(rank, step):
         posted = 100 * step + (10 if rank else 10 + wait_ms)
-        return blocking("all_to_allv", "block2.moe.combine", "expert", posted,
-                        100 * step + 11 + wait_ms, step=step + 1)
+        return blocking(
+            "all_to_allv",
+            "block2.moe.combine",
+            "expert",
+            posted,
+            100 * step + 11 + wait_ms,
+            step=step + 1,
+        )
 
     groups = [dict.fromkeys(("tp", "pp", "world", "expert"), (0, 1))] * 2
-    made = trace([[exchange(rank, step) for step in (0, 1)] for rank in (0, 1)],
-                 end=200, groups=groups, steps=2)
+    made = trace(
+        [[exchange(rank, step) for step in (0, 1)] for rank in (0, 1)],
+        end=200,
+        groups=groups,
+        steps=2,
+    )
     for rank in made.ranks:
-        rank.loads = [Load("block2.moe", 2 * rank.world_rank, step, 0, 0,
-                           rows[step - 1][2 * rank.world_rank:][:2]) for step in (1, 2)]
+        rank.loads = [
+            Load(
+                "block2.moe",
+                2 * rank.world_rank,
+                step,
+                0,
+                0,
+                rows[step - 1][2 * rank.world_rank :][:2],
+            )
+            for step in (1, 2)
+        ]
     return made
 
 
 HOT = [[6, 8, 1, 1], [2, 10, 2, 2]]  # expert 1: 2 and 2.5 times the mean
 
 
-@pytest.mark.parametrize(("rows", "wait_ms", "named"), [
-    (HOT, 31, True),
-    (HOT, 2, False),  # nobody waits for long
-    ([HOT[0], [4, 4, 4, 4]], 31, False),  # in one step alone
-    ([[5, 5, 5, 1]] * 2, 31, False)])  # 1.25 times the mean: rank 0 is late for another reason
+@pytest.mark.parametrize(
+    ("rows", "wait_ms", "named"),
+    [
+        (HOT, 31, True),
+        (HOT, 2, False),  # nobody waits for long
+        ([HOT[0], [4, 4, 4, 4]], 31, False),  # in one step alone
+        ([[5, 5, 5, 1]] * 2, 31, False),
+    ],
+)  # 1.25 times the mean: rank 0 is late for another reason
 def test_a_hot_expert_is_named_if_others_wait(rows, wait_ms, named):
     found = found_in(by_experts(rows, wait_ms))
     assert ("hot expert" in found) == named
     if named:
         assert found["hot expert"].text == (
             "expert 1 of block 2 received 2.0 times the mean; rank 0 on host0 made the others wait"
-            " 31.0 ms per step")
+            " 31.0 ms per step"
+        )
         assert found["hot expert"].lost_ms == pytest.approx(31)
 
 
@@ -128,4 +184,5 @@ def test_once_may_be_chance():
     one = by_hand({(1, 0)}, steps=1)
     assert found_in(one) == {}
     assert one.remarks() == [
-        "one step is traced: what is slow in every step shows only with several"]
+        "one step is traced: what is slow in every step shows only with several"
+    ]

@@ -35,8 +35,10 @@ def test_whole_steps_are_left_out_before_slices():
 @pytest.mark.parametrize("steps", [1, 3])
 def test_a_pipeline_that_failed_in_its_last_step(steps, schedule, capsys):
     """Tables and page tell all that is known; the bubble is that of the steps before."""
-    failed, before = (Simulator(Run((("pp", 2),), steps=count, schedule=schedule)).trace
-                      for count in (steps, steps - 1 or 1))
+    failed, before = (
+        Simulator(Run((("pp", 2),), steps=count, schedule=schedule)).trace
+        for count in (steps, steps - 1 or 1)
+    )
     for rank in failed.ranks:
         number, start, end = rank.steps[-1]
         cut = (start + end) // 2
@@ -44,7 +46,9 @@ def test_a_pipeline_that_failed_in_its_last_step(steps, schedule, capsys):
         rank.spans = [one for one in rank.spans if one.end_ns <= cut]
         rank.records = [
             one._replace(waited_ns=min(one.waited_ns, cut), done_ns=min(one.done_ns, cut))
-            for one in rank.records if one.posted_ns < cut]
+            for one in rank.records
+            if one.posted_ns < cut
+        ]
     show(analyse(failed))
     text, data = capsys.readouterr().out, html.page_data(analyse(failed))
     assert "the run failed in the last step that is shown" in text
@@ -55,8 +59,9 @@ def test_a_pipeline_that_failed_in_its_last_step(steps, schedule, capsys):
 
 def data_of(page):
     """The data of a page, as a browser finds them: up to the first end of a script."""
-    start, data = re.search(r'(.*<script type="application/json" id="data">)(.*?)</script>', page,
-                            re.DOTALL).groups()
+    start, data = re.search(
+        r'(.*<script type="application/json" id="data">)(.*?)</script>', page, re.DOTALL
+    ).groups()
     assert "<!--" not in data, "behind it a browser passes over the end of the script"
     assert start.count("<script") == 1
     return json.loads(data)
@@ -70,8 +75,18 @@ def test_the_data_are_plain_json(tmp_path):
     assert not re.search(r"\[\[[A-Z]+\]\]", text), "every part is filled in"
 
 
-@pytest.mark.parametrize("name", ["<!--<script>", "[[DATA]]", "[[SCRIPT]]", "</script><b>",
-                                  "</title><script>alert(1)</script>", "\\1\\g<0>", "a\x1b[2J"])
+@pytest.mark.parametrize(
+    "name",
+    [
+        "<!--<script>",
+        "[[DATA]]",
+        "[[SCRIPT]]",
+        "</script><b>",
+        "</title><script>alert(1)</script>",
+        "\\1\\g<0>",
+        "a\x1b[2J",
+    ],
+)
 def test_no_name_of_a_run_breaks_the_page(name):
     data = html.page_data(analyse(case()))
     page = html.build(data | {"title": name, "remarks": [name]})

@@ -9,18 +9,32 @@ from mpipar.trace.analysis import analyse
 
 pytestmark = pytest.mark.slow
 
-SIZE = ("--d-model 64 --heads 4 --seq-len 32 --batch-size 8 --num-microbatches 2 --layers 2"
-        " --steps 6 --trace 3:6 --sample-tokens 0 --schedule 1f1b").split()
+SIZE = (
+    "--d-model 64 --heads 4 --seq-len 32 --batch-size 8 --num-microbatches 2 --layers 2"
+    " --steps 6 --trace 3:6 --sample-tokens 0 --schedule 1f1b"
+).split()
 LAYOUTS = ("dp=2", "pp=2", "tp=2")
 FOUR = ("pp=4",)  # layouts of four ranks, which share cores on a small machine
+
 
 def analysed(folder, fault, layout):
     flags = ["--trace-ops"] * (fault in "FB") + ["--save-interval", "1"] * (fault == "save")
     flags += ["--layers", "4"] * (layout in FOUR)
     tokens = folder.with_name("tokens.bin")
     (np.arange(2_000, dtype=np.uint16) % 256).tofile(tokens)  # little to evaluate
-    return analyse(traced(folder, *SIZE, *flags, "--data", str(tokens), "--layout", layout,
-                          fault=fault, ranks=4 if layout in FOUR else 2))
+    return analyse(
+        traced(
+            folder,
+            *SIZE,
+            *flags,
+            "--data",
+            str(tokens),
+            "--layout",
+            layout,
+            fault=fault,
+            ranks=4 if layout in FOUR else 2,
+        )
+    )
 
 
 def undisturbed(folder, fault, layout, accepted):
@@ -37,9 +51,16 @@ def undisturbed(folder, fault, layout, accepted):
 def test_the_late_rank_is_named(tmp_path, layout, fault):
     kind, words = FAULTS[fault]
     words = words.format(stage=int(layout == "pp=2"), layer="block1.norm1")
-    analysis = undisturbed(tmp_path, fault, layout, lambda found: (
-        next(iter(found.costs)).text() == f"rank 1: {words}"
-        and found.findings and found.findings[0].kind == kind))
+    analysis = undisturbed(
+        tmp_path,
+        fault,
+        layout,
+        lambda found: (
+            next(iter(found.costs)).text() == f"rank 1: {words}"
+            and found.findings
+            and found.findings[0].kind == kind
+        ),
+    )
     assert next(iter(analysis.costs)).text() == f"rank 1: {words}"
     assert analysis.findings, analysis.trace.remarks()
     finding = analysis.findings[0]
@@ -48,12 +69,22 @@ def test_the_late_rank_is_named(tmp_path, layout, fault):
     assert words in finding.text
 
 
-@pytest.mark.parametrize(("layout", "link"), [
-    ("dp=2", "dp group 0, 1"), ("pp=2", "pp link 0 -> 1"), ("tp=2", "tp group 0, 1"),
-    ("pp=4", "pp link 0 -> 1")])
+@pytest.mark.parametrize(
+    ("layout", "link"),
+    [
+        ("dp=2", "dp group 0, 1"),
+        ("pp=2", "pp link 0 -> 1"),
+        ("tp=2", "tp group 0, 1"),
+        ("pp=4", "pp link 0 -> 1"),
+    ],
+)
 def test_a_slow_link_is_named(tmp_path, layout, link):
-    analysis = undisturbed(tmp_path, link[:2] + " link", layout, lambda found: (
-        found.findings and found.findings[0].kind == "slow link"))
+    analysis = undisturbed(
+        tmp_path,
+        link[:2] + " link",
+        layout,
+        lambda found: found.findings and found.findings[0].kind == "slow link",
+    )
     finding = analysis.findings[0]
     assert finding.kind == "slow link"
     assert finding.text.startswith(link)

@@ -11,9 +11,16 @@ from mpipar.trace.analysis import analyse
 from mpipar.trace.planted_delays import Run, Simulator
 
 GROUPS = [(DP, ("dp", (0, 1))), (TP, ("tp", (0, 1))), (DP + PP, ("dp", (2, 3)))]
-MESSAGES = [(layout, ("pp", ranks)) for layout, pairs in (
-    (PP, [(0, 1), (1, 0)]), (DP + PP, [(0, 2), (3, 1)]), (PP + TP, [(0, 2), (3, 1)]),
-    (PP4, [(0, 1), (1, 2), (2, 3), (1, 0), (2, 1), (3, 2)])) for ranks in pairs]
+MESSAGES = [
+    (layout, ("pp", ranks))
+    for layout, pairs in (
+        (PP, [(0, 1), (1, 0)]),
+        (DP + PP, [(0, 2), (3, 1)]),
+        (PP + TP, [(0, 2), (3, 1)]),
+        (PP4, [(0, 1), (1, 2), (2, 3), (1, 0), (2, 1), (3, 2)]),
+    )
+    for ranks in pairs
+]
 
 
 def check(layout, link, schedule, steps_late):
@@ -22,13 +29,14 @@ def check(layout, link, schedule, steps_late):
     base, _ = analysed(plain)
     run = replace(plain, fault="link", link=link, delay=steps_late * base.step_ms)
     late = Simulator(run)
-    finding, = analyse(late.trace).findings
+    (finding,) = analyse(late.trace).findings
     axis, ranks = link
     name = " -> ".join(map(str, ranks)) if axis == "pp" else ", ".join(map(str, ranks))
     assert finding.kind == "slow link"
     assert finding.text.startswith(f"{axis} {'link' if axis == 'pp' else 'group'} {name}: ")
     assert finding.lost_ms / late.step_ms == pytest.approx(
-        1 - base.step_ms / late.step_ms, abs=POINTS)
+        1 - base.step_ms / late.step_ms, abs=POINTS
+    )
 
 
 @pytest.mark.parametrize("schedule", ["1f1b", "gpipe"])
@@ -47,19 +55,42 @@ def test_a_link_of_any_slowness_is_named(layout, link, schedule, steps_late):
 
 def test_small_transfers_that_nobody_waited_for_do_not_make_a_link_slow():
     """The large sums of both groups are equally fast; one group also has small hidden ones."""
+
     def sums(group):
         made = []
         for step in range(6):
             at = 100 * step
-            made += [record("all_reduce", "grads.block", "dp", at + 5 * i, at + 60, at + 60,
-                            payload_bytes=200_000, step=step + 1)
-                     for i in range(8) if group == 0]
-            made.append(record("all_reduce", "grads.embed", "dp", at + 70, at + 70, at + 80,
-                               payload_bytes=4 << 20, step=step + 1))
+            made += [
+                record(
+                    "all_reduce",
+                    "grads.block",
+                    "dp",
+                    at + 5 * i,
+                    at + 60,
+                    at + 60,
+                    payload_bytes=200_000,
+                    step=step + 1,
+                )
+                for i in range(8)
+                if group == 0
+            ]
+            made.append(
+                record(
+                    "all_reduce",
+                    "grads.embed",
+                    "dp",
+                    at + 70,
+                    at + 70,
+                    at + 80,
+                    payload_bytes=4 << 20,
+                    step=step + 1,
+                )
+            )
         return made
 
     groups = [{"dp": (0, 1), "world": (0, 1, 2, 3)}] * 2 + [
-        {"dp": (2, 3), "world": (0, 1, 2, 3)}] * 2
+        {"dp": (2, 3), "world": (0, 1, 2, 3)}
+    ] * 2
     run = trace([sums(0), sums(0), sums(1), sums(1)], end=600, groups=groups, steps=6)
     found = links.measured(waits.find(run), [[]] * 4)
     assert [len(link.lengths) for link in found] == [6, 6]
@@ -117,8 +148,11 @@ def by_hand(arrivals, waits_from=0):
         now, done = 110 * step, 110 * step + arrival + 60
         facts = {"step": step + 1, "payload_bytes": 8192}
         records[0].append(record("send", "activations", "pp", now, now, now, peer=1, **facts))
-        records[1].append(record("recv", "activations", "pp", now, now + waits_from, now + arrival,
-                                 peer=0, **facts))
+        records[1].append(
+            record(
+                "recv", "activations", "pp", now, now + waits_from, now + arrival, peer=0, **facts
+            )
+        )
         passes.append(span("F", now, now + 40, step=step + 1))
         for own, came in zip(records, (now + 40, done), strict=True):
             own.append(record("all_reduce", "step.norm", "world", came, came, done))
@@ -128,9 +162,11 @@ def by_hand(arrivals, waits_from=0):
 
 
 def test_a_message_shows_its_length_if_somebody_waits_for_half_of_it():
-    (text, lost), = by_hand([30] * 6, waits_from=10)
-    assert text == ("pp link 0 -> 1: 6 transfers of 8.0 KiB take 30.00 ms each (0.3 MB/s), longer"
-                    " than over a gigabit cable: 18% of the step")
+    ((text, lost),) = by_hand([30] * 6, waits_from=10)
+    assert text == (
+        "pp link 0 -> 1: 6 transfers of 8.0 KiB take 30.00 ms each (0.3 MB/s), longer"
+        " than over a gigabit cable: 18% of the step"
+    )
     assert lost == pytest.approx(6 * 20e6, rel=0.01)  # so long the receiver waited
     assert by_hand([30] * 6, waits_from=16) == []
 

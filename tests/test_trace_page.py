@@ -18,16 +18,22 @@ def test_a_hover_says_which_barrier_it_is(opened):
     title, lines = tooltip(page)
     assert title == "block3.ffn.down"
     assert lines == {
-        "axis": "tp, all_reduce", "rank": "0 with 1",
-        "step": "1, phase F, stage 0, microbatch 2", "bytes": "128.0 KiB (sends 128.0 KiB)",
-        "wait": "30.00 ms for rank 1", "because": "rank 1: forward of stage 0",
+        "axis": "tp, all_reduce",
+        "rank": "0 with 1",
+        "step": "1, phase F, stage 0, microbatch 2",
+        "bytes": "128.0 KiB (sends 128.0 KiB)",
+        "wait": "30.00 ms for rank 1",
+        "because": "rank 1: forward of stage 0",
         "transfer": "2.00 ms",
         "source": "mpipar/layers/ffn.py:33, cut mpipar/partition/row.py:13",
     }
     page.move(*page.run(PLACE, 1, 1))
     title, lines = tooltip(page)
-    assert (title, lines["axis"], lines["wait"]) == ("activations", "pp, recv",
-                                                     "10.00 ms for rank 0")
+    assert (title, lines["axis"], lines["wait"]) == (
+        "activations",
+        "pp, recv",
+        "10.00 ms for rank 0",
+    )
     x, y = page.run(PLACE, 0, 0)
     page.move(x, y - 30)  # the lane above: compute
     assert tooltip(page)[0] == "forward of stage 0"
@@ -62,23 +68,36 @@ def test_the_operations_of_layers_have_a_lane_of_their_own(opened):
         return [box.x + timeline.x(20000), box.y + top + height / 2];
     """)
     page.move(x, y)
-    assert tooltip(page) == ["matmul", {
-        "layer": "block1.ffn.down", "rank": "1, tp1",
-        "step": "1, forward, stage 0, microbatch 2", "duration": "14.00 ms"}]
-    shade = page.run(f"""
+    assert tooltip(page) == [
+        "matmul",
+        {
+            "layer": "block1.ffn.down",
+            "rank": "1, tp1",
+            "step": "1, forward, stage 0, microbatch 2",
+            "duration": "14.00 ms",
+        },
+    ]
+    shade = page.run(
+        f"""
         const [x, y] = arguments, box = {HOOK}, scale = timeline.scale;
         const pixels = timeline.base.getContext("2d").getImageData(
           (x - box.x) * scale, (y - box.y + 9) * scale, 1, 1).data;
         return `rgb(${{[...pixels.slice(0, 3)].join(", ")}})` === timeline.colours.F;
-    """, x, y)
+    """,
+        x,
+        y,
+    )
     assert shade, "it is drawn in the colour of its pass"
     assert page.run("return document.getElementById('lanes').textContent") == (
-        "lanes of a rank: passes, operations of layers, barriers")
+        "lanes of a rank: passes, operations of layers, barriers"
+    )
     page = opened(example())
     assert page.run("return timeline.lanes") == ["spans", "calls"]
     page = opened(with_operations(trace([[]], [[span("F", 0, 45)]])))  # one rank alone
     assert page.run("return [timeline.lanes, find('legend').textContent]") == [
-        ["spans", "operations"], "forward"]
+        ["spans", "operations"],
+        "forward",
+    ]
 
 
 def test_axes_can_be_filtered_out(opened):
@@ -95,8 +114,11 @@ def test_axes_can_be_filtered_out(opened):
 
 
 def column(page, key):
-    return page.run("return [...document.querySelectorAll('#barriers tbody tr')]"
-                    ".map(line => line.row[arguments[0]]);", key)
+    return page.run(
+        "return [...document.querySelectorAll('#barriers tbody tr')]"
+        ".map(line => line.row[arguments[0]]);",
+        key,
+    )
 
 
 def test_the_barrier_table_sorts_and_a_row_singles_out_its_barrier(opened):
@@ -114,9 +136,11 @@ def test_the_barrier_table_sorts_and_a_row_singles_out_its_barrier(opened):
     page.click("#barriers tbody tr")
     assert page.run("return timeline.focus.axis") == "tp"
     assert page.run("return document.getElementById('focus').textContent") == (
-        "only tp block*.ffn.down \u00d7")
-    hidden = page.run("return timeline.data.ranks[0].calls.filter("
-                      "call => timeline.shown(call)).length")
+        "only tp block*.ffn.down \u00d7"
+    )
+    hidden = page.run(
+        "return timeline.data.ranks[0].calls.filter(call => timeline.shown(call)).length"
+    )
     assert hidden == 20  # every second of 40 is on tp
     page.click("#focus")
     assert page.run("return timeline.focus") is None
@@ -126,12 +150,19 @@ def test_every_table_sorts_numbers_with_units(opened):
     page = opened(busy_trace(ranks=3, barriers=40))
     texts = ["9", "1.5 MiB", "900 B", "1,024", "-", "2.5k", "0.5 %"]
     found = page.run("return arguments[0].sort(compare)", texts)
-    assert [one for one in found if one != "-"] == ["0.5 %", "9", "900 B", "1,024", "2.5k",
-                                                    "1.5 MiB"]
+    assert [one for one in found if one != "-"] == [
+        "0.5 %",
+        "9",
+        "900 B",
+        "1,024",
+        "2.5k",
+        "1.5 MiB",
+    ]
     page.click("#causes th:nth-child(2)")
     page.click("#causes th:nth-child(2)")
-    values = page.run("return [...document.querySelectorAll('#causes tbody tr')]"
-                      ".map(line => line.row.ms)")
+    values = page.run(
+        "return [...document.querySelectorAll('#causes tbody tr')].map(line => line.row.ms)"
+    )
     assert len(values) > 1
     assert values == sorted(values)
 
@@ -146,12 +177,15 @@ def test_the_wheel_zooms_around_the_pointer_and_a_double_click_shows_all(opened)
     start, end = page.run("return timeline.view")
     assert end - start < 0.5 * (whole[1] - whole[0])
     assert page.run(f"return timeline.time(arguments[0] - {HOOK}.x)", x) == pytest.approx(
-        under, abs=100)  # microseconds; the pointer is at whole pixels
+        under, abs=100
+    )  # microseconds; the pointer is at whole pixels
     page.move(x, y, clicks=2)
     assert page.run("return timeline.view") == whole
     page.wheel(x, y, 100)  # out of the whole: the page scrolls instead
-    assert page.run("return new Promise(done => { addEventListener('scroll', () => done(true));"
-                    "setTimeout(() => done(scrollY > 0), 2000); });")
+    assert page.run(
+        "return new Promise(done => { addEventListener('scroll', () => done(true));"
+        "setTimeout(() => done(scrollY > 0), 2000); });"
+    )
     assert page.run("return timeline.view") == whole
 
 
@@ -159,8 +193,11 @@ def test_the_keyboard_moves_the_timeline_and_singles_out_a_barrier(opened):
     page = opened(example())
     low, high = page.run("timeline.base.focus(); return timeline.view")
     length = high - low
-    for key, view in (("+", [low + length / 4, high - length / 4]),
-                      ("d", [low + 0.35 * length, high - 0.15 * length]), ("0", [low, high])):
+    for key, view in (
+        ("+", [low + length / 4, high - length / 4]),
+        ("d", [low + 0.35 * length, high - 0.15 * length]),
+        ("0", [low, high]),
+    ):
         page.press(key)
         assert page.run("return timeline.view") == pytest.approx(view)
     page.run("document.querySelector('#barriers tbody tr').focus()")
@@ -219,7 +256,9 @@ def test_a_big_trace_is_thinned_and_says_so(opened):
     told = page.run("return document.getElementById('remarks').textContent")
     match = re.fullmatch(
         r"thinned: (\d+) of 2,000 slices are shown; step 1 of 1 step, slices from [\d.]+ us on"
-        "one step is traced: what is slow in every step shows only with several", told)
+        "one step is traced: what is slow in every step shows only with several",
+        told,
+    )
     assert match, told
     assert int(match[1]) == page.run(COUNT) <= 300
 

@@ -45,14 +45,17 @@ def slices(found):
         if event["ph"] == "X":
             assert event["dur"] > 0
             rows[event["pid"], event["tid"]].append(
-                (event["ts"], event["ts"] + event["dur"], event["name"]))
+                (event["ts"], event["ts"] + event["dur"], event["name"])
+            )
     return rows
 
 
 def test_one_process_per_rank_with_four_named_rows(found):
     names = [event for event in found if event["ph"] == "M" and event["name"] == "process_name"]
     assert [event["args"]["name"] for event in names] == [
-        "rank 0 - tp0 - host0", "rank 1 - tp1 - host1"]
+        "rank 0 - tp0 - host0",
+        "rank 1 - tp1 - host1",
+    ]
     rows = [event["args"]["name"] for event in found if event["name"] == "thread_name"]
     assert rows == ["compute", "wait", "transfer", "post"] * 2
 
@@ -75,8 +78,9 @@ def innermost(found):
     for event in found:
         if event["ph"] == "X":
             start = round(event["ts"] * 1000)
-            rows[event["pid"], event["tid"]].append((start, start + round(event["dur"] * 1000),
-                                                     event["name"]))
+            rows[event["pid"], event["tid"]].append(
+                (start, start + round(event["dur"] * 1000), event["name"])
+            )
     for event in found:
         if event["ph"] in "sf":
             time = round(event["ts"] * 1000)
@@ -107,17 +111,28 @@ def check_arrows(found):
 def test_slices_nest_and_arrows_lead_from_the_late_to_the_waiting(found):
     check_slices(found)
     leads = sorted((start["name"], start["pid"], end["pid"]) for start, end in check_arrows(found))
-    assert leads == [("activations", 0, 1), ("activations", 0, 1), ("block0.ffn.down", 1, 0),
-                     ("gradients", 0, 1)]
+    assert leads == [
+        ("activations", 0, 1),
+        ("activations", 0, 1),
+        ("block0.ffn.down", 1, 0),
+        ("gradients", 0, 1),
+    ]
 
 
 def test_arrows_from_the_call_itself_lead_backwards(found):
     """The broken twin begins an arrow in the late rank's transfer, as Perfetto would join it."""
     for event in found:
         if event["ph"] == "s":
-            time, mark = event["ts"], next(
-                one for one in found if one["ph"] == "X" and one["tid"] == 3
-                and (one["pid"], one["ts"]) == (event["pid"], event["ts"]))
+            time, mark = (
+                event["ts"],
+                next(
+                    one
+                    for one in found
+                    if one["ph"] == "X"
+                    and one["tid"] == 3
+                    and (one["pid"], one["ts"]) == (event["pid"], event["ts"])
+                ),
+            )
             event["tid"], event["ts"] = 2, time + mark["dur"]
     with pytest.raises(AssertionError):
         check_arrows(found)
@@ -127,8 +142,14 @@ def test_arrows_from_the_call_itself_lead_backwards(found):
 def test_no_arrow_leads_backwards_on_clocks_that_differ(error):
     made = Simulator(Run((("dp", 2), ("pp", 2)), fault="data", delay=20.0)).trace
     rank = made.ranks[1]
-    rank.records = [one._replace(posted_ns=one.posted_ns + error, waited_ns=one.waited_ns + error,
-                                 done_ns=one.done_ns + error) for one in rank.records]
+    rank.records = [
+        one._replace(
+            posted_ns=one.posted_ns + error,
+            waited_ns=one.waited_ns + error,
+            done_ns=one.done_ns + error,
+        )
+        for one in rank.records
+    ]
     found = perfetto.events(made, waits.find(made))
     check_slices([event for event in found if event.get("cat") != "compute"])
     assert len(check_arrows(found)) > 50
@@ -161,7 +182,8 @@ def test_operations_of_layers_lie_inside_their_passes():
     (start, end, name), *operations = slices(found)[1, 0]
     assert name == "1F0"
     assert [name for *_, name in operations] == [
-        f"block{part}.ffn.down matmul" for part in range(3)]
+        f"block{part}.ffn.down matmul" for part in range(3)
+    ]
     assert (operations[0][0], operations[-1][1]) == (start, end) == (2_000, 44_000)
     operation = next(event for event in found if event["name"].startswith("block2."))
     assert operation["args"] == {"phase": "F", "step": 1, "stage": 0, "mb": 0}

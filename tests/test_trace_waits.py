@@ -13,8 +13,10 @@ from mpipar.trace.waits import totals
 
 def states(found):
     """(wait, transfer, rank waited for), times in ms, by rank and call."""
-    return [[(call.wait_ns / MS, call.transfer_ns / MS, call.late) for call in own]
-            for own in found.calls]
+    return [
+        [(call.wait_ns / MS, call.transfer_ns / MS, call.late) for call in own]
+        for own in found.calls
+    ]
 
 
 def test_collective_wait_is_last_arrival_minus_own_arrival():
@@ -23,7 +25,7 @@ def test_collective_wait_is_last_arrival_minus_own_arrival():
                   [blocking("all_reduce", "a", "tp", 25, 35)]])  # fmt: skip
     found, _ = analyse(case)
     assert states(found) == [[(20, 4, 1)], [(0, 3, -1)], [(5, 5, 1)]]
-    event, = found.events
+    (event,) = found.events
     assert (event.last, event.arrival_ns, event.ranks) == (1, 30 * MS, (0, 1, 2))
 
 
@@ -106,10 +108,18 @@ def test_segments_cover_all_time_and_take_waiting_out_of_spans():
                  [[span("F", 10, 60), span("opt", 90, 95)], [span("F", 40, 55)]])  # fmt: skip
     _, pieces = analyse(case)
     assert segments.by_kind(pieces[0]) == {
-        "other": 45 * MS, "F": 20 * MS, "wait": 25 * MS, "transfer": 5 * MS, "opt": 5 * MS}
+        "other": 45 * MS,
+        "F": 20 * MS,
+        "wait": 25 * MS,
+        "transfer": 5 * MS,
+        "opt": 5 * MS,
+    }
     assert all(piece.span.kind == "F" for piece in pieces[0] if piece.kind in ("wait", "transfer"))
-    assert segments.by_kind(pieces[0], 0, 30 * MS) == {"other": 10 * MS, "F": 10 * MS,
-                                                       "wait": 10 * MS}
+    assert segments.by_kind(pieces[0], 0, 30 * MS) == {
+        "other": 10 * MS,
+        "F": 10 * MS,
+        "wait": 10 * MS,
+    }
 
 
 def chain():
@@ -200,8 +210,9 @@ def test_what_must_hold_of_any_trace(case):
             assert call.wait_ns >= 0
             assert call.transfer_ns >= 0
             assert (call.late == -1) == (call.wait_ns == 0)
-            assert call.wait_ns == max(
-                0, call.event.arrival_ns - call.record.posted_ns), "last arrival - own arrival"
+            assert call.wait_ns == max(0, call.event.arrival_ns - call.record.posted_ns), (
+                "last arrival - own arrival"
+            )
     waited = sum(call.wait_ns for own in found.calls for call in own)
     charged = sum(cost.wait_ns for cost in Causes(case, found, pieces).costs().values())
     assert charged == waited

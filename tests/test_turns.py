@@ -30,13 +30,16 @@ def is_transpose(forward: list[str], backward: list[str]) -> bool:
     if not (forward and backward):
         return all(TURNS[one][1] == "whole" for one in forward + backward)
     return [TURNS[one] for one in backward] == [
-        (GRADIENT[TURNS[one][1]], GRADIENT[TURNS[one][0]]) for one in reversed(forward)]
+        (GRADIENT[TURNS[one][1]], GRADIENT[TURNS[one][0]]) for one in reversed(forward)
+    ]
 
 
 def at(barriers, side):
     """The kinds of the barriers of F and of I that carry this side of a product."""
-    return tuple([kind for phase, kind, place in barriers if (phase, place) == (wanted, side)]
-                 for wanted in "FI")
+    return tuple(
+        [kind for phase, kind, place in barriers if (phase, place) == (wanted, side)]
+        for wanted in "FI"
+    )
 
 
 @pytest.mark.parametrize("side", "xy")
@@ -45,9 +48,15 @@ def test_backward_of_a_cut_is_the_transpose_of_forward(name, side):
     assert is_transpose(*at(CUTS[name].barriers, side))
 
 
-@pytest.mark.parametrize(("forward", "backward"), [
-    (["all_reduce"], ["all_gather"]), (["all_gather"], ["all_gather"]),
-    (["reduce_scatter"], []), ([], ["reduce_scatter"])])
+@pytest.mark.parametrize(
+    ("forward", "backward"),
+    [
+        (["all_reduce"], ["all_gather"]),
+        (["all_gather"], ["all_gather"]),
+        (["reduce_scatter"], []),
+        ([], ["reduce_scatter"]),
+    ],
+)
 def test_what_is_no_transpose_is_found(forward, backward):
     assert not is_transpose(forward, backward)
 
@@ -56,15 +65,19 @@ def test_exchanges_over_cp_are_transposes():
     again, *back = [kind for phase, kind, *_ in gathered if phase == "I"]
     assert again == "all_gather"  # keys and values that forward did not keep, once more
     assert is_transpose(["all_gather"], back)
-    forward, backward = ([kind for phase, kind, *_ in Ulysses.barriers if phase == wanted]
-                         for wanted in "FI")
+    forward, backward = (
+        [kind for phase, kind, *_ in Ulysses.barriers if phase == wanted] for wanted in "FI"
+    )
     assert is_transpose(forward, backward)
 
 
 def operations(prediction, phases, part):
     """{(operation, peer)} of the records with this part of a name in some phases."""
-    return {(one.operation, one.peer) for one in prediction.recorder.records
-            if part in one.name and one.phase in phases}
+    return {
+        (one.operation, one.peer)
+        for one in prediction.recorder.records
+        if part in one.name and one.phase in phases
+    }
 
 
 def test_weights_and_messages_are_transposes_too():
@@ -72,8 +85,8 @@ def test_weights_and_messages_are_transposes_too():
     config = configure((2, 2, 1), "1f1b", "pair")
     config = replace(config, memory=MemoryConfig(zero=3, zero_grads="sharded"))
     prediction = predict(config, 0)
-    (gather, _), = operations(prediction, "F", "block0.gather")
-    (scatter, _), = operations(prediction, ("sync",), "block0.scatter")
+    ((gather, _),) = operations(prediction, "F", "block0.gather")
+    ((scatter, _),) = operations(prediction, ("sync",), "block0.scatter")
     assert is_transpose([gather], [scatter])
     assert operations(prediction, "F", "activations") == {("send", 1)}
     assert operations(prediction, "I", "gradients") == {("recv", 1)}

@@ -22,9 +22,19 @@ EXPECTED_GBPS = MBIT_PER_SECOND / 8e3 * PAYLOAD / MTU
 def bench(hosts, counts, path, *words):
     """(finished command, its run), with counts[i] ranks on host i."""
     done = run_command(
-        hosts.mpiexec(find_launcher(), counts, sys.executable, "-m", "bench.interconnect", *words,
-                      "--json", path),
-        100.0, {**OVERSUBSCRIBED, **OVER_TCP, "PYTHONPATH": str(REPOSITORY)})
+        hosts.mpiexec(
+            find_launcher(),
+            counts,
+            sys.executable,
+            "-m",
+            "bench.interconnect",
+            *words,
+            "--json",
+            path,
+        ),
+        100.0,
+        {**OVERSUBSCRIBED, **OVER_TCP, "PYTHONPATH": str(REPOSITORY)},
+    )
     assert done.returncode == 0, done.tail()
     (run,) = records.read(str(path))
     return done, run
@@ -34,14 +44,35 @@ def bench(hosts, counts, path, *words):
 def both(tmp_path_factory):
     """Messages of three ranks after a barrier, and a ring of two that starts at agreed moments."""
     folder = tmp_path_factory.mktemp("hosts")
-    behind = ("bandwidth", "pairs", "--begin-bytes", "1M", "--end-bytes", "2M",
-              "--window", "4", "--seconds", "0.2")
-    at = ("ring", "--sync", "deadline", "--begin-bytes", "1K", "--end-bytes", "1K", "--seconds",
-          "1")  # who waits for an instant keeps its core: as many ranks as cores
+    behind = (
+        "bandwidth",
+        "pairs",
+        "--begin-bytes",
+        "1M",
+        "--end-bytes",
+        "2M",
+        "--window",
+        "4",
+        "--seconds",
+        "0.2",
+    )
+    at = (
+        "ring",
+        "--sync",
+        "deadline",
+        "--begin-bytes",
+        "1K",
+        "--end-bytes",
+        "1K",
+        "--seconds",
+        "1",
+    )  # who waits for an instant keeps its core: as many ranks as cores
     try:
         with two_hosts(folder, MBIT_PER_SECOND) as hosts:
-            return (bench(hosts, (2, 1), folder / "behind.jsonl", *behind),
-                    bench(hosts, (1, 1), folder / "at.jsonl", *at))
+            return (
+                bench(hosts, (2, 1), folder / "behind.jsonl", *behind),
+                bench(hosts, (1, 1), folder / "at.jsonl", *at),
+            )
     except subprocess.CalledProcessError as error:
         pytest.skip(f"network namespaces: {error.stderr.strip()}")
 
@@ -62,8 +93,11 @@ def test_bandwidth_is_that_of_the_cable(measured):
 
 def test_pair_matrix_shows_the_slow_link(measured):
     done, run = measured
-    rates = {tuple(row["ranks"]): row["algbw_GBps"] for row in run.rows
-             if row["case"] == "pairs bandwidth" and row["via"] == "mpipar.comm"}
+    rates = {
+        tuple(row["ranks"]): row["algbw_GBps"]
+        for row in run.rows
+        if row["case"] == "pairs bandwidth" and row["via"] == "mpipar.comm"
+    }
     for pair in ((0, 2), (1, 2)):
         assert rates[pair] == pytest.approx(EXPECTED_GBPS, rel=0.05)
     assert rates[0, 1] > 3 * EXPECTED_GBPS

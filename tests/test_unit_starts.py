@@ -16,8 +16,20 @@ from mpipar.pipeline.engine import Engine
 from mpipar.pipeline.schedules.catalog import SCHEDULES
 from mpipar.train.worker import Worker
 
-SHAPE = {"layers": 8, "d_model": 6, "heads": 2, "ffn": 11, "seq_len": 5, "vocab_size": 13,
-         "dp": 2, "pp": 2, "tp": 1, "num_microbatches": 4, "batch_size": 8, "bucket_bytes": 600}
+SHAPE = {
+    "layers": 8,
+    "d_model": 6,
+    "heads": 2,
+    "ffn": 11,
+    "seq_len": 5,
+    "vocab_size": 13,
+    "dp": 2,
+    "pp": 2,
+    "tp": 1,
+    "num_microbatches": 4,
+    "batch_size": 8,
+    "bucket_bytes": 600,
+}
 
 
 def workers(**values):
@@ -27,8 +39,9 @@ def workers(**values):
     for pp_rank in range(config.grid.pp):
         recorder = Recorder(1 << 16)
         place = Grid.of(config.grid, 0).at(pp=pp_rank)
-        yield Worker(config, Grid.of(config.grid, place), make("shapes", "float32", recorder),
-                     recorder)
+        yield Worker(
+            config, Grid.of(config.grid, place), make("shapes", "float32", recorder), recorder
+        )
 
 
 def step(worker):
@@ -72,22 +85,27 @@ def sums_are_in_time(worker, monkeypatch):
     found, flats = events(worker, monkeypatch)
     for stage, own in flats.items():
         for unit in {unit for flat in own for unit in flat.units}:
-            alone = [flat.units[unit] for flat in own
-                     if len(flat.groups) == 1 and unit in flat.units]
+            alone = [
+                flat.units[unit] for flat in own if len(flat.groups) == 1 and unit in flat.units
+            ]
             last = max(place for place, one in enumerate(found) if one == ("W", stage, unit))
             behind = []
-            for what, where, x in found[last + 1:]:
+            for what, where, x in found[last + 1 :]:
                 if what != "sum":
                     break
                 behind.append(x.size)
                 assert where == stage
-            wanted = [min(150, run.stop - first) for run in alone
-                      for first in range(run.start, run.stop, 150)]
+            wanted = [
+                min(150, run.stop - first)
+                for run in alone
+                for first in range(run.start, run.stop, 150)
+            ]
             if behind != wanted:
                 return False
     sums = sum(x.nbytes for what, _, x in found if what == "sum")
-    late = sum(record.payload_bytes for record in worker.recorder.records
-               if record.name == "grads.late")
+    late = sum(
+        record.payload_bytes for record in worker.recorder.records if record.name == "grads.late"
+    )
     assert sums + late == 4 * sum(flat.size for flat in worker.flats)
     return True
 
@@ -95,8 +113,9 @@ def sums_are_in_time(worker, monkeypatch):
 @pytest.mark.parametrize("recompute", ["none", "block"])
 @pytest.mark.parametrize("schedule", SCHEDULES)
 def test_each_unit_is_summed_behind_its_last_weight_gradient(schedule, recompute, monkeypatch):
-    ranks = list(workers(schedule=schedule, recompute=recompute,
-                         tied=not schedule.startswith("dualpipe")))
+    ranks = list(
+        workers(schedule=schedule, recompute=recompute, tied=not schedule.startswith("dualpipe"))
+    )
     assert len(ranks) == 2
     for worker in ranks:
         assert sums_are_in_time(worker, monkeypatch)
@@ -113,10 +132,14 @@ def before_its_weight_gradient(self, unit):
         self.gradsync.start_unit(self.passing.stage, unit)
 
 
-@pytest.mark.parametrize("twin", [
-    {"enter": before_its_weight_gradient, "leave": lambda self, unit: None},
-    {"leave": lambda self, unit: None},  # all at the end of the stage's last backward
-], ids=["too early", "too late"])
+@pytest.mark.parametrize(
+    "twin",
+    [
+        {"enter": before_its_weight_gradient, "leave": lambda self, unit: None},
+        {"leave": lambda self, unit: None},  # all at the end of the stage's last backward
+    ],
+    ids=["too early", "too late"],
+)
 def test_sums_at_another_time_are_seen(twin, monkeypatch):
     for name, function in twin.items():
         monkeypatch.setattr(Engine, name, function)

@@ -52,8 +52,9 @@ def test_says_yes(layout, tmp_path):
     for kind in ("gradient", "weight"):
         assert sum(row[1] == kind for row in rows) == tensors
     assert all(row[-1] == "ok" and float(row[2]) <= 1e-12 for row in rows)
-    assert re.search(rf"^{1 + 2 * tensors} of {1 + 2 * tensors} agree to 1e-12", result.stdout,
-                     re.MULTILINE)
+    assert re.search(
+        rf"^{1 + 2 * tensors} of {1 + 2 * tensors} agree to 1e-12", result.stdout, re.MULTILINE
+    )
 
 
 def test_says_no_and_where():
@@ -67,10 +68,24 @@ def test_says_no_and_where():
 
 
 def test_a_schedule_that_is_chosen_later_is_refused_once():
-    assert_refused(2, ["--schedule auto: needs a measurement, which verify does not do"],
-                   "verify", *SMALL, "--schedule", "auto")
-    assert_refused(2, ["--routing adversarial: sends to the next rank"],
-                   "verify", *SMALL, "--experts", "4", "--routing", "adversarial")
+    assert_refused(
+        2,
+        ["--schedule auto: needs a measurement, which verify does not do"],
+        "verify",
+        *SMALL,
+        "--schedule",
+        "auto",
+    )
+    assert_refused(
+        2,
+        ["--routing adversarial: sends to the next rank"],
+        "verify",
+        *SMALL,
+        "--experts",
+        "4",
+        "--routing",
+        "adversarial",
+    )
 
 
 def test_a_schedule_from_a_file_or_with_groups_is_none_of_the_one_rank_s(tmp_path):

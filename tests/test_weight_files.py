@@ -42,15 +42,16 @@ def test_what_is_larger_than_a_file_may_be_goes_to_several(sharded):
     assert names[0] == f"model-00001-of-{len(names):05}.safetensors"
     assert not (folder / WEIGHTS).exists()
     assert index["weight_map"].keys() == tensors.keys()
-    assert index["metadata"] == {"total_size": sum(x.nbytes for x in tensors.values()),
-                                 "total_parameters": sum(x.size for x in tensors.values())}
+    assert index["metadata"] == {
+        "total_size": sum(x.nbytes for x in tensors.values()),
+        "total_parameters": sum(x.size for x in tensors.values()),
+    }
     for name in names:
         for key, x in load_file(folder / name).items():
             assert index["weight_map"][key] == name
             np.testing.assert_array_equal(x, tensors[key], err_msg=key)
     again = loaded(folder, "float32")
-    np.testing.assert_array_equal(again.flats[0].data, fresh(dtype="float32").flats[0]
-                                  .data)
+    np.testing.assert_array_equal(again.flats[0].data, fresh(dtype="float32").flats[0].data)
 
 
 def test_split_fills_files_in_order():
@@ -73,8 +74,8 @@ def test_one_set_of_files_replaces_the_other(sharded):
         others = {INDEX} if INDEX in found else set()
         assert found == weights | others | {"config.json", "generation_config.json"}
         np.testing.assert_array_equal(
-            loaded(folder, "float32").flats[0].data,
-            fresh(dtype="float32", seed=size).flats[0].data)
+            loaded(folder, "float32").flats[0].data, fresh(dtype="float32", seed=size).flats[0].data
+        )
 
 
 # --- hostile and broken sets of files
@@ -87,14 +88,25 @@ def refused(folder):
     return caught.value.problems
 
 
-@pytest.mark.parametrize("name", ["../one/model.safetensors", "/etc/passwd", ".safetensors",
-                                  "model.bin", "a\\b.safetensors", 7, ["a"], None])
+@pytest.mark.parametrize(
+    "name",
+    [
+        "../one/model.safetensors",
+        "/etc/passwd",
+        ".safetensors",
+        "model.bin",
+        "a\\b.safetensors",
+        7,
+        ["a"],
+        None,
+    ],
+)
 def test_an_index_names_files_of_its_own_folder_only(name, sharded):
     folder, _ = sharded
     index = index_of(folder)
     index["weight_map"]["transformer.wpe.weight"] = name
     (folder / INDEX).write_text(json.dumps(index))
-    problem, = refused(folder)
+    (problem,) = refused(folder)
     assert "does not name a file in this folder" in problem
 
 
@@ -104,7 +116,7 @@ def test_a_tensor_in_two_files_is_refused(sharded):
     first, last = min(index.values()), max(index.values())
     twice = next(name for name, file in index.items() if file == first)
     save_file(load_file(folder / last) | {twice: np.zeros(3, F32)}, folder / last)
-    problem, = refused(folder)
+    (problem,) = refused(folder)
     assert f"tensor '{twice}' is in {first} and in {last}" in problem
 
 
@@ -122,7 +134,7 @@ def test_a_missing_file_of_several(sharded):
     folder, _ = sharded
     file = min(index_of(folder)["weight_map"].values())
     (folder / file).unlink()
-    problem, = refused(folder)
+    (problem,) = refused(folder)
     assert f"{file}: No such file" in problem
 
 
@@ -130,14 +142,14 @@ def test_a_missing_file_of_several(sharded):
 def test_a_broken_index(text, sharded):
     folder, _ = sharded
     (folder / INDEX).write_text(text)
-    problem, = refused(folder)
+    (problem,) = refused(folder)
     assert f"{INDEX}:" in problem
 
 
 def test_weights_in_another_form(sharded):
     folder, _ = sharded
     (folder / INDEX).rename(folder / "pytorch_model.bin")
-    problem, = refused(folder)
+    (problem,) = refused(folder)
     assert "model.safetensors: No such file or directory; only safetensors can be read" in problem
 
 
@@ -159,9 +171,14 @@ def made(tmp_path_factory):
     folder = tmp_path_factory.mktemp("made")
     (folder / "text.txt").write_text(LETTERS)
     alone(
-        "train", "--data", "text.txt", *"--layers 2 --d-model 8 --heads 2 --ffn 12 --seq-len 5"
+        "train",
+        "--data",
+        "text.txt",
+        *"--layers 2 --d-model 8 --heads 2 --ffn 12 --seq-len 5"
         " --batch-size 4 --num-microbatches 2 --sample-tokens 0 --steps 3 --save-interval 2"
-        " --out run".split(), cwd=folder).ended()
+        " --out run".split(),
+        cwd=folder,
+    ).ended()
     return folder
 
 
@@ -200,16 +217,20 @@ def test_checkpoints_to_start_from_are_checked(made, tmp_path):
 @pytest.mark.parametrize("dtype", [None, "float32", "bfloat16"])
 def test_export_rounds_and_splits(dtype, made, tmp_path):
     words = () if dtype is None else ("--dtype", dtype)
-    printed("ckpt", "export", made / "run", "--out", tmp_path / "out", *words,
-            "--max-shard-size", "1K")
+    printed(
+        "ckpt", "export", made / "run", "--out", tmp_path / "out", *words, "--max-shard-size", "1K"
+    )
     config = json.loads((tmp_path / "out" / "config.json").read_text())
     assert config["torch_dtype"] == config["dtype"] == (dtype or "float32")
     kind = ml_dtypes.bfloat16 if dtype == "bfloat16" else np.float32
     expected, found = load_file(made / "run" / "weights" / WEIGHTS), {}
     for path in (tmp_path / "out").glob("model-*.safetensors"):
         with WeightFiles(tmp_path / "out", "here") as files:
-            found |= {name: files.rows(name, 0, files.tensors[name].shape[0])
-                      for name in files.tensors if files.file_of[name] == path.name}
+            found |= {
+                name: files.rows(name, 0, files.tensors[name].shape[0])
+                for name in files.tensors
+                if files.file_of[name] == path.name
+            }
     assert found.keys() == expected.keys()
     for name, x in expected.items():
         assert found[name].tobytes() == x.astype(kind).tobytes(), name
@@ -217,8 +238,17 @@ def test_export_rounds_and_splits(dtype, made, tmp_path):
 
 @pytest.mark.parametrize(("size", "part"), [("0", "must be at least 1"), ("x", "must be bytes")])
 def test_export_refuses_sizes(size, part, made, tmp_path):
-    assert_refused(2, ["--max-shard-size", part], "ckpt", "export", made / "run", "--out",
-                   tmp_path / "out", "--max-shard-size", size)
+    assert_refused(
+        2,
+        ["--max-shard-size", part],
+        "ckpt",
+        "export",
+        made / "run",
+        "--out",
+        tmp_path / "out",
+        "--max-shard-size",
+        size,
+    )
 
 
 def test_export_beside_tokenizer_files(made, tmp_path):
@@ -229,7 +259,7 @@ def test_export_beside_tokenizer_files(made, tmp_path):
         path.unlink()
     (weights / "generation_config.json").write_text('{"eos_token_id": [5, 300], "x": 1}')
     (weights / "tokenizer_config.json").write_text("{}")
-    (_, step), = committed_steps(tmp_path / "run" / "checkpoints")[-1:]
+    ((_, step),) = committed_steps(tmp_path / "run" / "checkpoints")[-1:]
     printed("ckpt", "export", tmp_path / "run")
     found = json.loads((weights / "config.json").read_text())
     assert found["eos_token_id"] is None  # 300 is none of the 256 ids

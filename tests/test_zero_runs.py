@@ -32,8 +32,14 @@ def test_a_killed_run_goes_on_without_what_it_shared_out(tmp_path):
     steps = [step for step, _ in committed_steps(tmp_path / "run" / "checkpoints")]
     assert steps
     assert steps[-1] < 10
-    done = mpipar("train", "--resume", "auto", "--out", "run", "--layout", "tp=2,pp=2", ranks=4,
-                  cwd=tmp_path).ended()
+    done = mpipar(
+        "train", "--resume", "auto", "--out", "run", "--layout", "tp=2,pp=2", ranks=4, cwd=tmp_path
+    ).ended()
     assert "--zero 0 (3 before)" in done.stdout
-    assert max(abs(a - b) for a, b in zip(
-        losses(tmp_path / "alone"), losses(tmp_path / "run"), strict=True)) < 1e-10
+    assert (
+        max(
+            abs(a - b)
+            for a, b in zip(losses(tmp_path / "alone"), losses(tmp_path / "run"), strict=True)
+        )
+        < 1e-10
+    )

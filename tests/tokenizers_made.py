@@ -10,8 +10,14 @@ from mpipar.data.tokenizer import END
 
 TEXTS = [
     "The cat sat on the mat.\n\n  \tIt's 12,345 o'clock! \u00e4\u00f6 \u4e2d\u6587 \U0001f600",
-    "for i in range(10):\n    print(i)\n", " ", "a", "\n\n\n", f"a {END} b", "x" * 300,
-    "\u0000\u007f\u00a0\u2028\ufeff"]
+    "for i in range(10):\n    print(i)\n",
+    " ",
+    "a",
+    "\n\n\n",
+    f"a {END} b",
+    "x" * 300,
+    "\u0000\u007f\u00a0\u2028\ufeff",
+]
 
 
 def trained(vocab_size: int = 400):
@@ -22,8 +28,11 @@ def trained(vocab_size: int = 400):
     made.pre_tokenizer = level(add_prefix_space=False)
     made.decoder = tokenizers.decoders.ByteLevel()
     trainer = tokenizers.trainers.BpeTrainer(
-        vocab_size=vocab_size, special_tokens=[END], initial_alphabet=level.alphabet(),
-        show_progress=False)
+        vocab_size=vocab_size,
+        special_tokens=[END],
+        initial_alphabet=level.alphabet(),
+        show_progress=False,
+    )
     made.train_from_iterator([json.__doc__ * 3, pytest.__doc__ or "", str(json.__file__)], trainer)
     return made
 
@@ -56,14 +65,24 @@ def save_like_llama(folder):
     made = tokenizers.Tokenizer(tokenizers.models.BPE(byte_fallback=True))
     normalizers, decoders = tokenizers.normalizers, tokenizers.decoders
     made.normalizer = normalizers.Sequence(
-        [normalizers.Prepend("\u2581"), normalizers.Replace(" ", "\u2581")])
+        [normalizers.Prepend("\u2581"), normalizers.Replace(" ", "\u2581")]
+    )
     made.decoder = decoders.Sequence(
-        [decoders.Replace("\u2581", " "), decoders.ByteFallback(), decoders.Fuse(),
-         decoders.Strip(" ", 1, 0)])
+        [
+            decoders.Replace("\u2581", " "),
+            decoders.ByteFallback(),
+            decoders.Fuse(),
+            decoders.Strip(" ", 1, 0),
+        ]
+    )
     trainer = tokenizers.trainers.BpeTrainer(
-        vocab_size=600, show_progress=False, max_token_length=16, special_tokens=[
-            "<pad>", "<s>", "</s>", *(f"<0x{byte:02X}>" for byte in range(256))])
+        vocab_size=600,
+        show_progress=False,
+        max_token_length=16,
+        special_tokens=["<pad>", "<s>", "</s>", *(f"<0x{byte:02X}>" for byte in range(256))],
+    )
     made.train_from_iterator(json.__doc__.split("\n"), trainer)
     made.post_processor = tokenizers.processors.TemplateProcessing(
-        single="<s> $A", special_tokens=[("<s>", 1)])
+        single="<s> $A", special_tokens=[("<s>", 1)]
+    )
     made.save(str(folder / "tokenizer.json"))

@@ -37,9 +37,15 @@ def trace(records, spans=None, end=100, groups=None, steps=1):
         for i in range(count)
     ]  # fmt: skip
     meta = common_facts(
-        make_schedule("gpipe", 1, 1), (2,), {"pp": 1, "dp": 1, "cp": 1, "tp": count}, "embedding",
-        rank_order=["pp", "dp", "cp", "tp"], batch_size=4, dtype="float32",
-        model={"layers": 2, "d_model": 8, "heads": 2, "ffn": 32, "seq_len": 4, "vocab_size": 16})
+        make_schedule("gpipe", 1, 1),
+        (2,),
+        {"pp": 1, "dp": 1, "cp": 1, "tp": count},
+        "embedding",
+        rank_order=["pp", "dp", "cp", "tp"],
+        batch_size=4,
+        dtype="float32",
+        model={"layers": 2, "d_model": 8, "heads": 2, "ffn": 32, "seq_len": 4, "vocab_size": 16},
+    )
     return Trace(Path("run"), meta, ranks, CommonClock((0,) * count, {}, {}), [])
 
 
@@ -59,12 +65,21 @@ def busy_trace(ranks=8, barriers=320, seed=0):
             axis = ("tp", "world")[number % 2]
             spans[rank].append(span("FB"[number % 2], clock[rank], arrivals[rank], mb=number % 4))
             clock[rank] = max(arrivals) + random.uniform(0.01, 0.05)
-            records[rank].append(blocking(
-                "all_reduce", f"block{number % 5}.ffn.down", axis, arrivals[rank], clock[rank],
-                payload_bytes=4096 * (number % 5 + 1), mb=number % 4))
+            records[rank].append(
+                blocking(
+                    "all_reduce",
+                    f"block{number % 5}.ffn.down",
+                    axis,
+                    arrivals[rank],
+                    clock[rank],
+                    payload_bytes=4096 * (number % 5 + 1),
+                    mb=number % 4,
+                )
+            )
     made = trace(records, spans, end=max(clock) + 1)
-    made.metrics.extend({"step": step, "loss": 5 / step, "step_seconds": 0.1}
-                        for step in range(1, 20))
+    made.metrics.extend(
+        {"step": step, "loss": 5 / step, "step_seconds": 0.1} for step in range(1, 20)
+    )
     return made
 
 
@@ -77,9 +92,18 @@ def with_operations(made):
             third = (one.end_ns - one.start_ns) // 3
             phase = "I" if one.kind == "B" else one.kind
             rank.operations += [
-                LayerOperation(f"block{part}.ffn.down", "matmul",
-                               one.start_ns + part * third, one.start_ns + (part + 1) * third,
-                               one.step, one.stage, one.mb, phase) for part in range(3)]
+                LayerOperation(
+                    f"block{part}.ffn.down",
+                    "matmul",
+                    one.start_ns + part * third,
+                    one.start_ns + (part + 1) * third,
+                    one.step,
+                    one.stage,
+                    one.mb,
+                    phase,
+                )
+                for part in range(3)
+            ]
     return made
 
 
@@ -93,8 +117,11 @@ def pipeline_trace(name="zb-h1", ranks=4, microbatches=8, steps=2):
     length = float(timeline.makespan) + 5  # the optimizer's
     made = trace([[]] * ranks, end=length * steps, steps=steps)
     made.meta.update(
-        layout={"pp": ranks, "dp": 1, "cp": 1, "tp": 1}, schedule=schedule_json(schedule),
-        stage_layers=[1] * ranks, stages=[f"{stage}: block {stage}" for stage in range(ranks)])
+        layout={"pp": ranks, "dp": 1, "cp": 1, "tp": 1},
+        schedule=schedule_json(schedule),
+        stage_layers=[1] * ranks,
+        stages=[f"{stage}: block {stage}" for stage in range(ranks)],
+    )
     for place, own in enumerate(timeline.spans):
         rank = made.ranks[place]
         rank.place, rank.stages = {"pp": place, "dp": 0, "cp": 0, "tp": 0}, (place,)
@@ -105,19 +132,40 @@ def pipeline_trace(name="zb-h1", ranks=4, microbatches=8, steps=2):
                 start, end = begin + float(one.start), begin + float(one.end)
                 kind, stage, mb = one.instr.kind, one.instr.stage, one.instr.mb
                 sends, needs = {"F": (1, -1), "I": (-1, 1)}.get(kind, (0, 0))
-                facts = {"stage": stage, "mb": mb, "phase": kind, "step": step + 1,
-                         "payload_bytes": 2**16, "wire_bytes": 2**16}
+                facts = {
+                    "stage": stage,
+                    "mb": mb,
+                    "phase": kind,
+                    "step": step + 1,
+                    "payload_bytes": 2**16,
+                    "wire_bytes": 2**16,
+                }
                 what = "activations" if kind == "F" else "gradients"
                 tag = 2 * mb + (kind == "I")
                 if needs and 0 <= place + needs < ranks:
-                    rank.records.append(record("recv", what, "pp", begin, now, start, tag=tag,
-                                               peer=place + needs, **facts))
+                    rank.records.append(
+                        record(
+                            "recv",
+                            what,
+                            "pp",
+                            begin,
+                            now,
+                            start,
+                            tag=tag,
+                            peer=place + needs,
+                            **facts,
+                        )
+                    )
                 rank.spans.append(span(kind, start, end, stage, mb, step + 1))
                 if sends and 0 <= place + sends < ranks:
-                    rank.records.append(record("send", what, "pp", end, end, end, tag=tag,
-                                               peer=place + sends, **facts))
+                    rank.records.append(
+                        record(
+                            "send", what, "pp", end, end, end, tag=tag, peer=place + sends, **facts
+                        )
+                    )
                 now = end
             rank.spans.append(span("opt", begin + length - 5, begin + length, step=step + 1, mb=-1))
-    made.metrics.extend({"step": step, "loss": 5 / step, "step_seconds": length / 1e3}
-                        for step in range(1, 20))
+    made.metrics.extend(
+        {"step": step, "loss": 5 / step, "step_seconds": length / 1e3} for step in range(1, 20)
+    )
     return made

@@ -9,8 +9,10 @@ from program import FAULTY, environment
 from mpipar.trace import trace_file
 
 # The text is short: its held-out part is evaluated in rows of 8 tokens.
-SMALL = ("--layers 2 --d-model 16 --heads 2 --seq-len 8 --batch-size 4 --num-microbatches 2"
-         f" --steps 6 --sample-tokens 0 --data {REPOSITORY / 'LICENSE'}").split()
+SMALL = (
+    "--layers 2 --d-model 16 --heads 2 --seq-len 8 --batch-size 4 --num-microbatches 2"
+    f" --steps 6 --sample-tokens 0 --data {REPOSITORY / 'LICENSE'}"
+).split()
 STEPS, PASSES = 5, 5 * 2  # traced steps, and microbatches in them, of `late_runs`
 
 

@@ -22,12 +22,19 @@ from bench.claims import computed, measured, shipped
 from bench.claims.computed import MODEL
 from bench.program import Outcome, Program
 
-COMPUTED = {"barriers": computed.barriers, "memory": computed.memory,
-            "convolution": computed.convolution, "context": computed.context,
-            "scaling": computed.scaling}
+COMPUTED = {
+    "barriers": computed.barriers,
+    "memory": computed.memory,
+    "convolution": computed.convolution,
+    "context": computed.context,
+    "scaling": computed.scaling,
+}
 MEASURED = measured.TABLES | {"shipped": shipped.shipped, "curves": shipped.curves}
-FACTS = {"limit": measured.TOO_LARGE, "moe": measured.EXPERTS,
-         **dict.fromkeys(("shipped", "curves"), shipped.MODEL | shipped.TRAINING)}
+FACTS = {
+    "limit": measured.TOO_LARGE,
+    "moe": measured.EXPERTS,
+    **dict.fromkeys(("shipped", "curves"), shipped.MODEL | shipped.TRAINING),
+}
 
 
 def make_table(args, session) -> Outcome | int:
@@ -41,6 +48,9 @@ def make_table(args, session) -> Outcome | int:
 
 
 main = Program(
-    "claims", __doc__, make_table, together=lambda args: args.table in MEASURED,
+    "claims",
+    __doc__,
+    make_table,
+    together=lambda args: args.table in MEASURED,
     add=lambda parser: parser.add_argument("table", choices=(*COMPUTED, *MEASURED)),
 ).started(__name__)

@@ -21,19 +21,40 @@ from mpipar.plan.formulas import units_of
 from mpipar.plan.predict import fullest, predict
 
 LAYOUTS = [
-    {"tp": 1}, {"tp": 2}, {"tp": 4}, {"tp": 8}, {"pp": 2}, {"pp": 4}, {"pp": 8},
-    {"dp": 2}, {"dp": 4}, {"dp": 8}, {"dp": 2, "pp": 2, "tp": 2},
+    {"tp": 1},
+    {"tp": 2},
+    {"tp": 4},
+    {"tp": 8},
+    {"pp": 2},
+    {"pp": 4},
+    {"pp": 8},
+    {"dp": 2},
+    {"dp": 4},
+    {"dp": 8},
+    {"dp": 2, "pp": 2, "tp": 2},
 ]
 
 
 def table_cases() -> list[tuple]:
     """Return (layout, suffix of its name, other settings) of each row of a table."""
-    again = [({axis: size}, f" (recompute {what})", {"recompute": what})
-             for axis, size in (("tp", 1), ("tp", 4), ("pp", 4)) for what in ("attention", "block")]
-    return [(layout, "", {}) for layout in LAYOUTS] + [
-        ({"tp": size}, " (sequence-parallel)", {"sequence_parallel": True}) for size in (2, 4, 8)
-    ] + [({"cp": size}, f" ({method})", {"cp_attention": method})
-         for size in (2, 4) for method in PIECES_PER_RANK] + again
+    again = [
+        ({axis: size}, f" (recompute {what})", {"recompute": what})
+        for axis, size in (("tp", 1), ("tp", 4), ("pp", 4))
+        for what in ("attention", "block")
+    ]
+    return (
+        [(layout, "", {}) for layout in LAYOUTS]
+        + [
+            ({"tp": size}, " (sequence-parallel)", {"sequence_parallel": True})
+            for size in (2, 4, 8)
+        ]
+        + [
+            ({"cp": size}, f" ({method})", {"cp_attention": method})
+            for size in (2, 4)
+            for method in PIECES_PER_RANK
+        ]
+        + again
+    )
 
 
 def barriers() -> list[dict]:
@@ -47,20 +68,29 @@ def barriers() -> list[dict]:
         for rank in range(prod(layout.values())):
             totals = predict(config, rank).recorder.totals("operation")
             own = {
-                "collectives": sum(counter.calls for (operation,), counter in totals.items()
-                                   if operation not in POINT_TO_POINT),
+                "collectives": sum(
+                    counter.calls
+                    for (operation,), counter in totals.items()
+                    if operation not in POINT_TO_POINT
+                ),
                 "messages": totals.get(("send",), Sums()).calls,
                 "sent": sum(counter.wire_bytes for counter in totals.values()),
-                "payload": sum(counter.payload_bytes for (operation,), counter in totals.items()
-                               if operation != "recv"),
+                "payload": sum(
+                    counter.payload_bytes
+                    for (operation,), counter in totals.items()
+                    if operation != "recv"
+                ),
             }
             busiest = {key: max(busiest[key], own[key]) for key in busiest}
-        rows.append({
-            "layout": layout_name(layout) + variant,
-            "collectives_per_step": busiest["collectives"],
-            "messages_sent_per_step": busiest["messages"],
-            "payload_MiB": busiest["payload"] / 2**20, "sent_MiB": busiest["sent"] / 2**20,
-        })
+        rows.append(
+            {
+                "layout": layout_name(layout) + variant,
+                "collectives_per_step": busiest["collectives"],
+                "messages_sent_per_step": busiest["messages"],
+                "payload_MiB": busiest["payload"] / 2**20,
+                "sent_MiB": busiest["sent"] / 2**20,
+            }
+        )
     return rows
 
 
@@ -70,10 +100,14 @@ def memory() -> list[dict]:
     for layout, variant, settings in table_cases():
         config = configure(layout, **settings)
         most = fullest(config)
-        rows.append({"layout": layout_name(layout) + variant} | {
-            f"{label}_MiB": most.peak_bytes.get(label, 0) / 2**20
-            for label in (*MEMORY_LABELS, "scratch")
-        } | {"peak_MiB": most.peak_total / 2**20})
+        rows.append(
+            {"layout": layout_name(layout) + variant}
+            | {
+                f"{label}_MiB": most.peak_bytes.get(label, 0) / 2**20
+                for label in (*MEMORY_LABELS, "scratch")
+            }
+            | {"peak_MiB": most.peak_total / 2**20}
+        )
     return rows
 
 
@@ -88,17 +122,25 @@ def context() -> list[dict]:
         if method == "gather":  # holds the same tokens as the ring
             continue
         held = [token_pieces(tokens, method, size, index) for index in range(size)]
-        pairs = [sum(place + 1 for piece in pieces for place in range(piece.start, piece.stop))
-                 for pieces in held]
-        rows.append({
-            "cp": size, "tokens_of_a_rank": "zig-zag" if pieces == 2 else "one run",
-            "largest_pairs": max(pairs), "mean_pairs": sum(pairs) / size,
-            "largest_over_mean": max(pairs) * size / sum(pairs)})
+        pairs = [
+            sum(place + 1 for piece in pieces for place in range(piece.start, piece.stop))
+            for pieces in held
+        ]
+        rows.append(
+            {
+                "cp": size,
+                "tokens_of_a_rank": "zig-zag" if pieces == 2 else "one run",
+                "largest_pairs": max(pairs),
+                "mean_pairs": sum(pairs) / size,
+                "largest_over_mean": max(pairs) * size / sum(pairs),
+            }
+        )
     return rows
 
 
 LAYERS = [  # model, one of its layers, the name of that layer's records
-    ("convnet", "2 convolutions", "block0."), ("decoder", "feed-forward", "block0.ffn."),
+    ("convnet", "2 convolutions", "block0."),
+    ("decoder", "feed-forward", "block0.ffn."),
     ("decoder", "attention", "block0.attn."),
 ]
 CUTS = {"gather": "output channels", "reduce": "input channels", "pair": "pair"}
@@ -118,16 +160,23 @@ def convolution() -> list[dict]:
             config = configure({"tp": size}, ffn_cut=cut)
             if model == "convnet":
                 config = as_convnet(config)
-            records = [one for one in predict(config, 0).recorder.records
-                       if one.name.startswith(prefix) and one.mb == 0]
-            rows.append({
-                "layer": f"{model}: {layer}", "cut": CUTS[cut], "tp": size,
-                "forward": ", ".join(one.operation for one in records if one.phase == "F"),
-                "backward": ", ".join(one.operation for one in records if one.phase == "I"),
-                "barriers": len(records),
-                "payload_MiB": sum(one.payload_bytes for one in records) / 2**20,
-                "sent_MiB": sum(one.wire_bytes for one in records) / 2**20,
-            })
+            records = [
+                one
+                for one in predict(config, 0).recorder.records
+                if one.name.startswith(prefix) and one.mb == 0
+            ]
+            rows.append(
+                {
+                    "layer": f"{model}: {layer}",
+                    "cut": CUTS[cut],
+                    "tp": size,
+                    "forward": ", ".join(one.operation for one in records if one.phase == "F"),
+                    "backward": ", ".join(one.operation for one in records if one.phase == "I"),
+                    "barriers": len(records),
+                    "payload_MiB": sum(one.payload_bytes for one in records) / 2**20,
+                    "sent_MiB": sum(one.wire_bytes for one in records) / 2**20,
+                }
+            )
     return rows
 
 
@@ -152,12 +201,19 @@ def scaling() -> list[dict]:
             alone = alone or flops
             barriers = [one for one in cost.barriers if one.axis == "tp" and size > 1]
             sent = sum(one.sent(letters, size) for one in barriers)
-            rows.append({
-                "part": what, "tp": size, "MFLOP": flops / 1e6, "times_ranks": size * flops / alone,
-                "weights_KiB": value(cost.weights, letters) * letters["e"] / 1024,
-                "stash_KiB": value(cost.stash, letters) / 1024,
-                "barriers": sum(one.calls(size) for one in barriers), "sent_KiB": sent / 1024,
-                "flop_per_byte": flops / sent if sent else "-"})
+            rows.append(
+                {
+                    "part": what,
+                    "tp": size,
+                    "MFLOP": flops / 1e6,
+                    "times_ranks": size * flops / alone,
+                    "weights_KiB": value(cost.weights, letters) * letters["e"] / 1024,
+                    "stash_KiB": value(cost.stash, letters) / 1024,
+                    "barriers": sum(one.calls(size) for one in barriers),
+                    "sent_KiB": sent / 1024,
+                    "flop_per_byte": flops / sent if sent else "-",
+                }
+            )
     return rows
 
 
@@ -189,8 +245,9 @@ def as_convnet(config):
     After its stem an image has as many positions as a row of the decoder has tokens.
     """
     same = {name: getattr(config.model, name) for name in OF_EVERY_FAMILY - {"model"}}
-    return replace(config, model=ConvnetConfig(
-        channels=config.model.d_model, image_shape=(16, 32, 3), **same))
+    return replace(
+        config, model=ConvnetConfig(channels=config.model.d_model, image_shape=(16, 32, 3), **same)
+    )
 
 
 def layout_name(layout: dict) -> str:

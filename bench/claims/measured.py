@@ -48,14 +48,16 @@ def median_step(config, world, folder: str) -> float:
     return statistics.median(seconds[1:])
 
 
-def from_steps(cases: Iterable[tuple], configured: Callable, row: Callable,
-               traced: bool = False) -> Table:
+def from_steps(
+    cases: Iterable[tuple], configured: Callable, row: Callable, traced: bool = False
+) -> Table:
     """Return the function of a table: a row for each case, on world rank 0, None elsewhere.
 
     configured(*case): its config. row(config, case, seconds, analysis): its row. seconds: of a step
     of the slowest rank. analysis: of the trace; None if not traced. Comm: everything of a few
     training steps per row.
     """
+
     def table(world: Any) -> list[dict] | None:
         rows = []
         for case in cases:
@@ -71,21 +73,31 @@ def from_steps(cases: Iterable[tuple], configured: Callable, row: Callable,
             if seconds:
                 rows.append(row(config, case, max(seconds), found))
         return rows if world.rank == 0 else None
+
     return table
 
 
 def time_shares(analysis) -> dict[str, float]:
     """Return useful, waiting, transfer and idle of an analysed trace, which add up to 1."""
     sums = sum(map(segments.by_kind, analysis.segments), Counter())
-    shares = {"useful": sum(sums[kind] for kind in COMPUTE), "waiting": sums["wait"],
-              "transfer": sums["transfer"], "idle": sums["other"]}
+    shares = {
+        "useful": sum(sums[kind] for kind in COMPUTE),
+        "waiting": sums["wait"],
+        "transfer": sums["transfer"],
+        "idle": sums["other"],
+    }
     return {name: length / sums.total() for name, length in shares.items()}
 
 
 HYBRIDS = [
-    ({"pp": 4}, 8, "naive"), ({"pp": 4}, 8, "gpipe"), ({"pp": 4}, 8, "1f1b"),
-    ({"pp": 4}, 8, "zb-h1"), ({"pp": 2, "dp": 2}, 8, "1f1b"), ({"pp": 2, "tp": 2}, 8, "1f1b"),
-    ({"dp": 4}, 8, "1f1b"), ({"tp": 4}, 8, "1f1b"),
+    ({"pp": 4}, 8, "naive"),
+    ({"pp": 4}, 8, "gpipe"),
+    ({"pp": 4}, 8, "1f1b"),
+    ({"pp": 4}, 8, "zb-h1"),
+    ({"pp": 2, "dp": 2}, 8, "1f1b"),
+    ({"pp": 2, "tp": 2}, 8, "1f1b"),
+    ({"dp": 4}, 8, "1f1b"),
+    ({"tp": 4}, 8, "1f1b"),
 ]
 
 
@@ -97,16 +109,25 @@ def hybrid_row(config, case, seconds: float, analysis) -> dict:
     time.
     """
     layout, _, schedule = case
-    return {"layout": layout_name(layout), "schedule": schedule if "pp" in layout else "-",
-            **time_shares(analysis), "step_ms": seconds * 1e3,
-            "tokens_per_s": config.train.batch_size * config.model.seq_len / seconds}
+    return {
+        "layout": layout_name(layout),
+        "schedule": schedule if "pp" in layout else "-",
+        **time_shares(analysis),
+        "step_ms": seconds * 1e3,
+        "tokens_per_s": config.train.batch_size * config.model.seq_len / seconds,
+    }
 
 
 PIECES = {"zero": 3, "zero_grads": "sharded"}
 SHARING = [
-    ({"dp": 4}, {}), ({"dp": 4}, {"recompute": "block"}), ({"dp": 4}, {"zero": 1}),
-    ({"dp": 4}, {"zero": 3}), ({"dp": 4}, {"zero": 3, "zero_keep": "stage"}), ({"dp": 4}, PIECES),
-    ({"cp": 4}, {}), ({"cp": 4}, PIECES | {"recompute": "block"}),
+    ({"dp": 4}, {}),
+    ({"dp": 4}, {"recompute": "block"}),
+    ({"dp": 4}, {"zero": 1}),
+    ({"dp": 4}, {"zero": 3}),
+    ({"dp": 4}, {"zero": 3, "zero_keep": "stage"}),
+    ({"dp": 4}, PIECES),
+    ({"cp": 4}, {}),
+    ({"cp": 4}, PIECES | {"recompute": "block"}),
 ]
 
 
@@ -117,34 +138,59 @@ def sharing_row(config, case, seconds: float, analysis) -> dict:
     """
     layout, settings = case
     found = predict(config, 0)
-    bytes_of = {f"{label}_MiB": found.peak_bytes.get(label, 0) / 2**20
-                for label in ("weights", "gradients", "optimizer", "stash")}
+    bytes_of = {
+        f"{label}_MiB": found.peak_bytes.get(label, 0) / 2**20
+        for label in ("weights", "gradients", "optimizer", "stash")
+    }
     words = [f"{name.replace('_', '-')} {value}" for name, value in settings.items()]
-    return {"layout": layout_name(layout), "with": ", ".join(words) or "-", **bytes_of,
-            "peak_MiB": found.peak_total / 2**20, "barriers": len(found.recorder.records),
-            "sent_MiB": sum(one.wire_bytes for one in found.recorder.records) / 2**20,
-            "step_ms": seconds * 1e3}
+    return {
+        "layout": layout_name(layout),
+        "with": ", ".join(words) or "-",
+        **bytes_of,
+        "peak_MiB": found.peak_total / 2**20,
+        "barriers": len(found.recorder.records),
+        "sent_MiB": sum(one.wire_bytes for one in found.recorder.records) / 2**20,
+        "step_ms": seconds * 1e3,
+    }
 
 
-EXPERTS = {"layers": 4, "d_model": 128, "heads": 4, "seq_len": 128, "experts": 8,
-           "experts_per_token": 2, "expert_ffn": 512}
+EXPERTS = {
+    "layers": 4,
+    "d_model": 128,
+    "heads": 4,
+    "seq_len": 128,
+    "experts": 8,
+    "experts_per_token": 2,
+    "expert_ffn": 512,
+}
 ROUTINGS = ("uniform", "learned", "zipf", "one-hot")
-EXPERT_CASES = [(ep, dispatch, routing) for routing in ROUTINGS for ep in (1, 2, 4)
-                for dispatch in DISPATCHES if ep > 1 or dispatch == "all-to-all"]
+EXPERT_CASES = [
+    (ep, dispatch, routing)
+    for routing in ROUTINGS
+    for ep in (1, 2, 4)
+    for dispatch in DISPATCHES
+    if ep > 1 or dispatch == "all-to-all"
+]
 
 
 def with_experts(ep: int, dispatch: str, routing: str) -> Any:
     """Return the resolved configuration of a row, without a trace."""
-    return configure({"dp": 4}, **EXPERTS | {
-        "ep": ep, "expert_dispatch": dispatch, "routing": routing})
+    return configure(
+        {"dp": 4}, **EXPERTS | {"ep": ep, "expert_dispatch": dispatch, "routing": routing}
+    )
 
 
 def expert_row(config, case, seconds: float, analysis) -> dict:
     """Return barriers, bytes, time and imbalance of experts on several ranks."""
     ep, dispatch, routing = case
-    return {"ep": ep, "dispatch": dispatch if ep > 1 else "-", "routing": routing,
-            **exchanged(analysis.trace), "waiting": time_shares(analysis)["waiting"],
-            "step_ms": seconds * 1e3}
+    return {
+        "ep": ep,
+        "dispatch": dispatch if ep > 1 else "-",
+        "routing": routing,
+        **exchanged(analysis.trace),
+        "waiting": time_shares(analysis)["waiting"],
+        "step_ms": seconds * 1e3,
+    }
 
 
 def exchanged(trace) -> dict[str, float]:
@@ -165,8 +211,12 @@ def exchanged(trace) -> dict[str, float]:
     def over_mean(counts):
         return max(counts.values()) * len(counts) / counts.total()
 
-    return {"barriers": calls, "sent_MiB": max(sent) / 2**20,
-            "busiest_expert": over_mean(loads), "busiest_rank": over_mean(ranks)}
+    return {
+        "barriers": calls,
+        "sent_MiB": max(sent) / 2**20,
+        "busiest_expert": over_mean(loads),
+        "busiest_rank": over_mean(ranks),
+    }
 
 
 TOO_LARGE = {"layers": 2, "d_model": 256, "heads": 8, "seq_len": 16, "ffn": 32768}
@@ -199,24 +249,31 @@ def too_large(world) -> list[dict] | None:
     """
     rows = []
     for axes in LIMITED:
-        config = configure(axes, axes.get("dp", 1), batch_size=4, memory_limit=LIMIT_MIB << 20,
-                           **TOO_LARGE)
+        config = configure(
+            axes, axes.get("dp", 1), batch_size=4, memory_limit=LIMIT_MIB << 20, **TOO_LARGE
+        )
         count = config.grid.num_ranks
         part = world.Split(0 if world.rank < count else 1, world.rank)
         outcome = attempt(config, part) if world.rank < count else ""
         part.Free()
         outcomes = gather_facts(world, outcome)
         if outcomes:
-            rows.append({
-                "layout": layout_name(axes) or "one rank",
-                "predicted_peak_MiB": fullest(config).peak_total / 2**20,
-                "limit_MiB": LIMIT_MIB, "outcome": outcomes[0]})
+            rows.append(
+                {
+                    "layout": layout_name(axes) or "one rank",
+                    "predicted_peak_MiB": fullest(config).peak_total / 2**20,
+                    "limit_MiB": LIMIT_MIB,
+                    "outcome": outcomes[0],
+                }
+            )
     return rows if world.rank == 0 else None
 
 
 TABLES: dict[str, Table] = {
     "hybrids": from_steps(HYBRIDS, configure, hybrid_row, traced=True),
-    "sharing": from_steps(SHARING, lambda layout, settings: configure(layout, **settings),
-                          sharing_row),
+    "sharing": from_steps(
+        SHARING, lambda layout, settings: configure(layout, **settings), sharing_row
+    ),
     "limit": too_large,
-    "moe": from_steps(EXPERT_CASES, with_experts, expert_row, traced=True)}
+    "moe": from_steps(EXPERT_CASES, with_experts, expert_row, traced=True),
+}

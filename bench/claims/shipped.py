@@ -63,13 +63,20 @@ def row(name: str, twin: Twin, layout: dict[str, int], world: Any) -> dict:
         right, _ = train(config, ExitStack(), world)
         losses, drifted = train(config, twin.plant(), world)
         seen += ["--check-replicas"] * drifted
-        found |= {"loss_right": end(right), "loss_with_bug": end(losses),
-                  "curve": looks(losses, end(right))}
+        found |= {
+            "loss_right": end(right),
+            "loss_with_bug": end(losses),
+            "curve": looks(losses, end(right)),
+        }
     columns = ("loss_right", "loss_with_bug", "curve", "gradient_error", "wrong_gradients")
-    return {"twin": name, "bug": twin.cause, "layout": layout_name(layout),
-            **{column: found.get(column, "-") for column in columns},
-            "seen_by": ", ".join(seen) or "none",
-            "published": ", ".join(f"[{short(one)}]({GITHUB}{one})" for one in twin.threads) or "-"}
+    return {
+        "twin": name,
+        "bug": twin.cause,
+        "layout": layout_name(layout),
+        **{column: found.get(column, "-") for column in columns},
+        "seen_by": ", ".join(seen) or "none",
+        "published": ", ".join(f"[{short(one)}]({GITHUB}{one})" for one in twin.threads) or "-",
+    }
 
 
 def curves(world: Any) -> list[dict] | None:
@@ -82,11 +89,14 @@ def curves(world: Any) -> list[dict] | None:
     for name, of_run in itertools.product(OF_EXPERTS, ("right", "with the bug")):
         twin = SHIPPED[name]
         config = small_model.small_config(
-            twin.layouts[0], model=replace(small_model.MODEL, **twin.model))
+            twin.layouts[0], model=replace(small_model.MODEL, **twin.model)
+        )
         planted = ExitStack() if of_run == "right" else twin.plant()
         losses, _ = train(config, planted, world)
-        rows.append({"twin": name, "layout": layout_name(twin.layouts[0]), "loss": of_run}
-                    | {f"step_{step}": losses[step - 1] for step in SHOWN})
+        rows.append(
+            {"twin": name, "layout": layout_name(twin.layouts[0]), "loss": of_run}
+            | {f"step_{step}": losses[step - 1] for step in SHOWN}
+        )
     return rows if world.rank == 0 else None
 
 
@@ -107,9 +117,11 @@ def first_step(config: Any, twin: Twin, world: Any) -> dict:
         outcome = small_model.step_beside(config, world, expected)
     gradients = [one for one in outcome.differences if one.kind == "gradient"]
     wrong = [one for one in gradients if not one.ok]
-    return {"differs": broadcast_text(world, "x" * bool(outcome.wrong)) == "x",
-            "gradient_error": max((one.error for one in wrong), default=0.0),
-            "wrong_gradients": f"{len(wrong)} of {len(gradients)}"}
+    return {
+        "differs": broadcast_text(world, "x" * bool(outcome.wrong)) == "x",
+        "gradient_error": max((one.error for one in wrong), default=0.0),
+        "wrong_gradients": f"{len(wrong)} of {len(gradients)}",
+    }
 
 
 def end(losses: list[float]) -> float:
@@ -124,8 +136,9 @@ def looks(losses: list[float], right: float) -> str:
     return "falls" if end(losses) < 0.9 * losses[0] else "does not fall"
 
 
-def train(config: Any, planted: AbstractContextManager, world: Any,
-          steps: int = STEPS) -> tuple[list[float], bool]:
+def train(
+    config: Any, planted: AbstractContextManager, world: Any, steps: int = STEPS
+) -> tuple[list[float], bool]:
     """Train; return (loss of each step, whether copies of a tensor drifted apart).
 
     Comm: all of it, and a comparison of copies after each step.

@@ -32,16 +32,21 @@ RANKS = 4
 def add_flags(parser) -> None:
     """Add the flags that say for how long lives are run."""
     parser.add_argument("--triples", action="store_true", help="continue after the pairs")
-    parser.add_argument("--seconds", type=float, default=480.0,
-                        help="start no life later than this many seconds after the first (480)")
+    parser.add_argument(
+        "--seconds",
+        type=float,
+        default=480.0,
+        help="start no life later than this many seconds after the first (480)",
+    )
 
 
 def live(args, session) -> Outcome | int:
     """Run the lives and print what differs; code 1 if any does."""
     world = session.world
     if world.size != RANKS:
-        raise UsageError(f"{world.size} ranks: the cases are for {RANKS}; start them with mpiexec"
-                         f" -n {RANKS}")
+        raise UsageError(
+            f"{world.size} ranks: the cases are for {RANKS}; start them with mpiexec -n {RANKS}"
+        )
     tally = Tally(args) if world.rank == 0 else None
     quiet_barrier(world)
     with tempfile.TemporaryDirectory(prefix="mpipar-lives-") as own:
@@ -70,8 +75,11 @@ class Tally:
 
     def cases(self):
         """Yield the cases, until the time is over."""
-        more = triples(self.seen[3], [part for part, _ in self.illegal], Completion()
-                       ) if self.args.triples else ()
+        more = (
+            triples(self.seen[3], [part for part, _ in self.illegal], Completion())
+            if self.args.triples
+            else ()
+        )
         for case in itertools.chain(self.array, more):
             if perf_counter() - self.start > self.args.seconds:
                 return
@@ -84,8 +92,10 @@ class Tally:
         self.count += 1
         if check.wrong:
             self.wrong.append(case["number"])
-            print(f"case {case['number']} differs: mpipar train"
-                  f" {' '.join(words_of(settings_of(case)))}")
+            print(
+                f"case {case['number']} differs: mpipar train"
+                f" {' '.join(words_of(settings_of(case)))}"
+            )
             for text in check.wrong:
                 print(f"  {text}", flush=True)
         if self.count == len(self.array):
@@ -96,23 +106,38 @@ class Tally:
         seen = self.seen[strength]
         legal, illegal = seen.different(), seen.holding([part for part, _ in self.illegal])
         legal &= ~illegal
-        return {"of_each": name, "cases": self.count, "differ": len(self.wrong),
-                "legal": int(legal.sum()), "occurred": int((legal & seen.seen).sum()),
-                "illegal": int(illegal.sum()), "seconds": round(perf_counter() - self.start)}
+        return {
+            "of_each": name,
+            "cases": self.count,
+            "differ": len(self.wrong),
+            "legal": int(legal.sum()),
+            "occurred": int((legal & seen.seen).sum()),
+            "illegal": int(illegal.sum()),
+            "seconds": round(perf_counter() - self.start),
+        }
 
     def outcome(self) -> Outcome:
         """Return the outcome."""
         if self.args.triples:
             self.rows.append(self.row("triple", 3))
         refused = dict(Counter(why for _, why in self.illegal).most_common())
-        table = results.text_table([{"refusal": why, "pairs": count}
-                                    for why, count in refused.items()])
+        table = results.text_table(
+            [{"refusal": why, "pairs": count} for why, count in refused.items()]
+        )
         return Outcome(
             self.rows or [self.row("pair", 2)],
             {"ranks": RANKS, "choices": len(CHOICES), "values": len(self.seen[2].values)},
-            EXIT_CHECK_FAILED if self.wrong else EXIT_OK, {"refused_pairs": refused},
-            end=f"\nillegal pairs by what refuses them:\n{table}")
+            EXIT_CHECK_FAILED if self.wrong else EXIT_OK,
+            {"refused_pairs": refused},
+            end=f"\nillegal pairs by what refuses them:\n{table}",
+        )
 
 
-main = Program("combinations", __doc__, live, together=True, add=add_flags,
-               json="write the outcome to this file").started(__name__)
+main = Program(
+    "combinations",
+    __doc__,
+    live,
+    together=True,
+    add=add_flags,
+    json="write the outcome to this file",
+).started(__name__)

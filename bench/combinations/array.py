@@ -52,8 +52,7 @@ class Completion:
             tries[name] += 1
             for value in self.choices[name]:
                 other = {**case, name: value}
-                if value == case[name] or kind in map(
-                        kind_of, refusals(other, self.most_ranks)):
+                if value == case[name] or kind in map(kind_of, refusals(other, self.most_ranks)):
                     continue
                 matters[name] += 1
                 if found := self._mended(other, fixed | {name}, depth - 1):
@@ -108,16 +107,18 @@ class Coverage:
         for part in parts:
             pair[tuple(self.places(part))] = True
         pair |= pair.T
-        return self.different() & (pair if self.strength == 2 else (
-            pair[:, :, None] | pair[:, None] | pair))
+        return self.different() & (
+            pair if self.strength == 2 else (pair[:, :, None] | pair[:, None] | pair)
+        )
 
     def part(self, places) -> dict:
         """Return the values with these numbers."""
         return dict(self.values[place] for place in places)
 
 
-def filled(part: Case, coverage: Coverage, completion: Completion, order,
-           near: Case | None = None) -> dict | None:
+def filled(
+    part: Case, coverage: Coverage, completion: Completion, order, near: Case | None = None
+) -> dict | None:
     """Return a whole legal case with these values, adding the most new tuples choice by choice.
 
     near: see `Completion.of`.
@@ -129,10 +130,10 @@ def filled(part: Case, coverage: Coverage, completion: Completion, order,
     for name in order:
         if name in case:
             continue
-        for value in sorted(coverage.choices[name], reverse=True,
-                            key=lambda value: coverage.gain(case, name, value)):
-            found = whole if whole[name] == value else completion.of(
-                {**case, name: value}, whole)
+        for value in sorted(
+            coverage.choices[name], reverse=True, key=lambda value: coverage.gain(case, name, value)
+        ):
+            found = whole if whole[name] == value else completion.of({**case, name: value}, whole)
             if found:
                 case[name], whole = value, found
                 break
@@ -182,8 +183,11 @@ def pairs(choices=CHOICES) -> tuple[list[dict], list[tuple[dict, str]]]:
     for part in refused:  # a case with one of the values may be closer to a legal one with both
         if coverage.seen[tuple(coverage.places(part))]:
             continue
-        near = [one for name, value in part.items()
-                for one in [case for case in cases if case[name] == value][:NEAR]]
+        near = [
+            one
+            for name, value in part.items()
+            for one in [case for case in cases if case[name] == value][:NEAR]
+        ]
         tried = (filled(part, coverage, completion, choices, one) for one in [None, *near])
         if case := next(filter(None, tried), None):
             cases.append(case)
@@ -202,8 +206,9 @@ def triples(coverage: Coverage, illegal: list[dict], completion: Completion):
     open_ = coverage.different() & ~coverage.holding(illegal)
     while len(missing := np.flatnonzero(open_ & ~coverage.seen)):
         places = np.unravel_index(rng.choice(missing), open_.shape)
-        case = filled(coverage.part(places), coverage, completion,
-                      rng.permutation(list(coverage.choices)))
+        case = filled(
+            coverage.part(places), coverage, completion, rng.permutation(list(coverage.choices))
+        )
         if case is None:
             open_[places] = False
         else:

@@ -21,7 +21,10 @@ CHOICES = {
     "model": (None, "convnet"),
     "schedule": SCHEDULES,
     # An axis of 3 or 4 leaves nothing to the others, so each axis has only one of the two.
-    "dp": (1, 2, 3), "pp": (1, 2, 4), "cp": (1, 2, 3), "tp": (1, 2, 4),
+    "dp": (1, 2, 3),
+    "pp": (1, 2, 4),
+    "cp": (1, 2, 3),
+    "tp": (1, 2, 4),
     "num_microbatches": (1, 2, 4, 8),
     "chunks": (None, 1, 3),
     "group_size": (None, 4),
@@ -104,8 +107,7 @@ CHOICES = {
 }
 # What every case has: a small model with odd sizes, and an update that hides no error.
 STEPS, LATER = 3, 4  # of a run, and of the one that resumes it
-BASE = {
-    "layers": 4, "batch_size": 24, "steps": STEPS, "hang_warn": 0.0, "hang_stop": 0.0}
+BASE = {"layers": 4, "batch_size": 24, "steps": STEPS, "hang_warn": 0.0, "hang_stop": 0.0}
 BASE_OF = {
     ("model", None): {"d_model": 24, "heads": 12, "seq_len": 12},
     ("model", "convnet"): {"channels": 12, "image_shape": (8, 8, 1)},
@@ -117,8 +119,11 @@ OUTSIDE = {  # settings that no case has
     "preset": "sets values of other settings",
     "data": "every decoder reads one text, every convnet the same images",
     "val_data": "is read as --data is",
-    "out": "names a folder", "run_name": "names a folder",
-    "device": "cuda needs a GPU", "gemm": "is for a GPU", "tf32": "is for a GPU",
+    "out": "names a folder",
+    "run_name": "names a folder",
+    "device": "cuda needs a GPU",
+    "gemm": "is for a GPU",
+    "tf32": "is for a GPU",
     "blas_arch": "is chosen before NumPy is loaded, once in a process",
     "schedule_csv": "loads a schedule that has a name here",
     "tensorboard": "needs an extra, and writes what metrics.jsonl has",
@@ -129,10 +134,18 @@ OUTSIDE = {  # settings that no case has
 
 def small_choices() -> dict:
     """Return the choices of exact cases on at most two ranks, without kernels to be compiled."""
-    return CHOICES | dict.fromkeys(AXES, (1, 2)) | {
-        "num_microbatches": (1, 2, 4), "stage_layers": (None, (3, 1)),
-        "kernels": (None, "numpy"), "dtype": ("float64",), "loss_scale": (None,),
-        "loss_scale_interval": (None,)}
+    return (
+        CHOICES
+        | dict.fromkeys(AXES, (1, 2))
+        | {
+            "num_microbatches": (1, 2, 4),
+            "stage_layers": (None, (3, 1)),
+            "kernels": (None, "numpy"),
+            "dtype": ("float64",),
+            "loss_scale": (None,),
+            "loss_scale_interval": (None,),
+        }
+    )
 
 
 Case = Mapping[str, object]
@@ -149,16 +162,22 @@ def settings_of(case: Case) -> dict:
     for (choice, value), settings in BASE_OF.items():
         if case.get(choice) == value:
             typed |= settings
-    return {name: value for name, value in typed.items()
-            if value is not None and name not in ("init_from", "resume", "number")}
+    return {
+        name: value
+        for name, value in typed.items()
+        if value is not None and name not in ("init_from", "resume", "number")
+    }
 
 
 def refusals(case: Case, most_ranks: int = MOST_RANKS) -> list[str]:
     """Return mpipar's objections to a case, which may lack choices; empty if it is legal."""
     reading = over({}, ParsedConfig(None, given=settings_of(case)))
     ranks = ranks_of(case)
-    wrong = [f"ranks: {ranks} are more than the {most_ranks} of a session"
-             ] if ranks > most_ranks else []
+    wrong = (
+        [f"ranks: {ranks} are more than the {most_ranks} of a session"]
+        if ranks > most_ranks
+        else []
+    )
     try:
         resolve(reading, ranks)
     except UserError as error:
@@ -174,6 +193,10 @@ def words_of(settings: Mapping[str, object]) -> list[str]:
         if isinstance(value, bool):
             found.append(flag if value else f"--no-{flag[2:]}")
         else:
-            found += [flag, ",".join(f"{one:g}" if isinstance(one, float) else str(one)
-                                     for one in value) if isinstance(value, tuple) else str(value)]
+            found += [
+                flag,
+                ",".join(f"{one:g}" if isinstance(one, float) else str(one) for one in value)
+                if isinstance(value, tuple)
+                else str(value),
+            ]
     return found

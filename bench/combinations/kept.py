@@ -32,20 +32,23 @@ def row_of(case: Case) -> str:
 
 def case_of(row: str) -> dict:
     """Return the case of a row of letters."""
-    return {name: values[LETTERS.index(letter)]
-            for letter, (name, values) in zip(row, CHOICES.items(), strict=True)}
+    return {
+        name: values[LETTERS.index(letter)]
+        for letter, (name, values) in zip(row, CHOICES.items(), strict=True)
+    }
 
 
 def text_of(part: Case) -> str:
     """Return some values of a case, as "zero=0 tp=2" with the letters of the values."""
-    return " ".join(f"{name}={LETTERS[CHOICES[name].index(value)]}"
-                    for name, value in part.items())
+    return " ".join(f"{name}={LETTERS[CHOICES[name].index(value)]}" for name, value in part.items())
 
 
 def part_of(text: str) -> dict:
     """Return the values that `text_of` wrote."""
-    return {name: CHOICES[name][LETTERS.index(letter)]
-            for name, letter in (word.split("=") for word in text.split())}
+    return {
+        name: CHOICES[name][LETTERS.index(letter)]
+        for name, letter in (word.split("=") for word in text.split())
+    }
 
 
 def read() -> dict[str, list]:
@@ -58,18 +61,29 @@ def read() -> dict[str, list]:
     kept = json.loads(FILE.read_text())
     if kept["choices"] != described():
         raise ValueError(f"{FILE}: made for other choices; run {COMMAND}")
-    return {"few": list(map(case_of, kept["few"])), "pairs": list(map(case_of, kept["pairs"])),
-            "illegal": [(part_of(part), why) for part, why in kept["illegal"].items()]}
+    return {
+        "few": list(map(case_of, kept["few"])),
+        "pairs": list(map(case_of, kept["pairs"])),
+        "illegal": [(part_of(part), why) for part, why in kept["illegal"].items()],
+    }
 
 
 def main() -> None:
     """Find the arrays and write them."""
     few = singles(small_choices(), 2)
     found, illegal = pairs()
-    FILE.write_text(json.dumps({
-        "choices": described(), "few": list(map(row_of, few)),
-        "pairs": list(map(row_of, found)),
-        "illegal": {text_of(part): why for part, why in illegal}}, indent=0) + "\n")
+    FILE.write_text(
+        json.dumps(
+            {
+                "choices": described(),
+                "few": list(map(row_of, few)),
+                "pairs": list(map(row_of, found)),
+                "illegal": {text_of(part): why for part, why in illegal},
+            },
+            indent=0,
+        )
+        + "\n"
+    )
     print(f"{FILE.name}: {len(few)} and {len(found)} cases, {len(illegal)} illegal pairs")
 
 

@@ -83,8 +83,10 @@ class Lives:
 
     def __init__(self, world, folder: Path):
         self.world, self.folder = world, folder
-        self.comms = {size: world.Split(int(world.rank < size), world.rank)
-                      for size in range(1, world.size + 1)}
+        self.comms = {
+            size: world.Split(int(world.rank < size), world.rank)
+            for size in range(1, world.size + 1)
+        }
 
     def on(self, check, size: int, *words) -> tuple[str, list]:
         """Run a command on the first ranks; return (what rank 0 prints, logits seen).
@@ -101,8 +103,9 @@ class Lives:
                 code, text = error.exit_code, str(error)
         quiet_barrier(self.world)
         if check and code:
-            check.wrong.append(f"{' '.join(map(str, words[:2]))} ended with {code}:\n"
-                               f"{text[-1500:]}")
+            check.wrong.append(
+                f"{' '.join(map(str, words[:2]))} ended with {code}:\n{text[-1500:]}"
+            )
         if self.world.bcast(code):
             raise Ended
         return text, next(filter(None, self.world.gather(seen) or ()), [])
@@ -118,8 +121,9 @@ class Lives:
         return check
 
     def _live(self, case, other, check):
-        run, later, out = (self.folder / f"{name}-{case['number']}"
-                           for name in ("run", "later", "out"))
+        run, later, out = (
+            self.folder / f"{name}-{case['number']}" for name in ("run", "later", "out")
+        )
         given = settings_of(case) | data_of(case, self.folder) | {"out": str(run)}
         if case["init_from"]:
             given["init_from"] = str(start_of(self.folder, case))
@@ -130,8 +134,16 @@ class Lives:
         place, first = [run, "--out", later], STEPS + 1
         if case["resume"] == "auto":
             place, later, first = ["auto", "--out", run], run, 1
-        output = self.on(check, ranks_of(other), "train", "--resume", *place, "--steps", LATER,
-                         *words_of(free_of(other)))
+        output = self.on(
+            check,
+            ranks_of(other),
+            "train",
+            "--resume",
+            *place,
+            "--steps",
+            LATER,
+            *words_of(free_of(other)),
+        )
         if check:
             check.resumed(output[0])
             check.run(later, first, LATER)
@@ -145,8 +157,9 @@ class Lives:
 
     def generate(self, check, case, other, weights):
         """Continue the case's prompt on the layout of the other case."""
-        prompts, answers = (self.folder / f"{name}-{case['number']}"
-                            for name in ("prompts", "answers"))
+        prompts, answers = (
+            self.folder / f"{name}-{case['number']}" for name in ("prompts", "answers")
+        )
         if check:
             prompts.write_text(case["prompt"] or "The ")
         # The run's own texts end with the rows it was trained on, those of rotations need not.
@@ -154,10 +167,22 @@ class Lives:
         names = ("temperature", "top_k", "top_p", "stop_token", "seed", "dtype")
         given = {name: case[name] for name in names if case[name] is not None} | {
             "sample_tokens": room if case["sample_tokens"] is None else case["sample_tokens"],
-            "dp": other["dp"] * other["cp"], "pp": other["pp"], "tp": other["tp"]}
+            "dp": other["dp"] * other["cp"],
+            "pp": other["pp"],
+            "tp": other["tp"],
+        }
         quiet_barrier(self.world)
-        output = self.on(check, ranks_of(other), "generate", weights, "--prompts", prompts,
-                         "--answers", answers, *words_of(given))
+        output = self.on(
+            check,
+            ranks_of(other),
+            "generate",
+            weights,
+            "--prompts",
+            prompts,
+            "--answers",
+            answers,
+            *words_of(given),
+        )
         if check:
             check.tokens(json.loads(answers.read_text())["tokens"])
             check.logits("generate", [LATER], output[1])
@@ -216,8 +241,10 @@ def live_all(world, folder: Path, cases, planted=contextlib.nullcontext, where=p
         quiet_barrier(world)
         truths = world.gather(own) or [None] * len(batch)
         for (case, other), truth in zip(batch, truths, strict=False):
-            where(f"case {case['number']}: {' '.join(words_of(settings_of(case)))}, and resumes as"
-                  f" {' '.join(words_of(free_of(other)))}")
+            where(
+                f"case {case['number']}: {' '.join(words_of(settings_of(case)))}, and resumes as"
+                f" {' '.join(words_of(free_of(other)))}"
+            )
             with planted():
                 check = lives.live(case, other, truth)
             yield case, check
@@ -234,7 +261,8 @@ class Check:
         self.master = UNIT["float64" if self.exact else "float32"]  # of the weights that are kept
         half = case["dtype"] in ("bfloat16", "float16")
         self.loss_units, self.move_units = (
-            (HALF_LOSS_UNITS, HALF_MOVE_UNITS) if half else (LOSS_UNITS, MOVE_UNITS))
+            (HALF_LOSS_UNITS, HALF_MOVE_UNITS) if half else (LOSS_UNITS, MOVE_UNITS)
+        )
         self.floor = 1.0 if half else FLOOR
 
     def close(self, what: str, found: float, expected: float) -> None:
@@ -252,25 +280,33 @@ class Check:
     def run(self, folder: Path, first: int, last: int) -> None:
         """Check losses and held-out losses of a run's steps, and its weights after the last."""
         steps = [*range(first, last + 1)]
-        evaluated = [step for step in steps
-                     if step >= STEPS or (self.case["eval_interval"] and step < STEPS)]
+        evaluated = [
+            step for step in steps if step >= STEPS or (self.case["eval_interval"] and step < STEPS)
+        ]
         if not (folder / "result.json").exists():
             self.wrong.append(f"{folder.name}: has no result.json")
             return
         for name, key, wanted, expected in (
-                ("metrics.jsonl", "loss", steps, self.truth.losses),
-                ("evaluations.jsonl", "held_out_loss", evaluated, self.truth.held_out)):
+            ("metrics.jsonl", "loss", steps, self.truth.losses),
+            ("evaluations.jsonl", "held_out_loss", evaluated, self.truth.held_out),
+        ):
             lines = [json.loads(line) for line in (folder / name).read_text().splitlines()]
             if [line["step"] for line in lines] != wanted:
-                self.wrong.append(f"{folder.name}/{name}: has steps"
-                                  f" {[line['step'] for line in lines]}, and not {wanted}")
+                self.wrong.append(
+                    f"{folder.name}/{name}: has steps"
+                    f" {[line['step'] for line in lines]}, and not {wanted}"
+                )
                 continue
             for line in lines:
-                self.close(f"{folder.name}/{name}: {key} of step {line['step']}", line[key],
-                           expected[line["step"] - 1])
+                self.close(
+                    f"{folder.name}/{name}: {key} of step {line['step']}",
+                    line[key],
+                    expected[line["step"] - 1],
+                )
         result = json.loads((folder / "result.json").read_text())
-        self.close(f"{folder.name}/result.json", result["held_out_loss"],
-                   self.truth.held_out[last - 1])
+        self.close(
+            f"{folder.name}/result.json", result["held_out_loss"], self.truth.held_out[last - 1]
+        )
         self.moved(folder / "weights", last)
 
     def texts(self, folder: Path, steps: list[int], printed: str, seen: list) -> None:
@@ -278,8 +314,10 @@ class Check:
         for step in steps if self.exact and self.truth.texts else ():
             wanted = printable(self.truth.shown[step])
             if self.case["sample_tokens"] != 0 and wanted not in printed:
-                self.wrong.append(f"{folder.name}: the text of one rank is {wanted!r}, but it"
-                                  f" printed\n{printed[printed.find('generated from'):][:300]!r}")
+                self.wrong.append(
+                    f"{folder.name}: the text of one rank is {wanted!r}, but it"
+                    f" printed\n{printed[printed.find('generated from') :][:300]!r}"
+                )
         self.logits(folder.name, steps, seen)
 
     def logits(self, what: str, steps: list[int], seen: list) -> None:
@@ -291,11 +329,13 @@ class Check:
         if self.exact and len(seen) != len(wanted):
             self.wrong.append(f"{what}: chose {len(seen)} tokens, one rank {len(wanted)}")
         for number, (found, logits) in enumerate(zip(seen, wanted, strict=False)):
-            expected = np.sort(logits)[::-1][:len(found)]
+            expected = np.sort(logits)[::-1][: len(found)]
             error = float(np.abs(found - expected).max() / np.abs(logits).max()) / self.unit
             if not error <= self.move_units:
-                self.wrong.append(f"{what}: the logits of token {number} differ from one rank's by"
-                                  f" {error * self.unit:.1e} of the largest")
+                self.wrong.append(
+                    f"{what}: the logits of token {number} differ from one rank's by"
+                    f" {error * self.unit:.1e} of the largest"
+                )
             if not self.exact:
                 return
 
@@ -312,19 +352,27 @@ class Check:
             if name.endswith("router.bias") and self.unit > UNIT["float64"]:
                 continue
             rounded = LATER * self.master * rms(expected)  # in each update
-            error = max(0.0, rms(found[name] - expected) - rounded) / max(
-                rms(expected - start[name]), self.floor * largest) / self.unit
+            error = (
+                max(0.0, rms(found[name] - expected) - rounded)
+                / max(rms(expected - start[name]), self.floor * largest)
+                / self.unit
+            )
             self.worst["weights"] = max(self.worst["weights"], error)
             if not error <= self.move_units:  # also NaN
-                self.wrong.append(f"{folder.parent.name}: {name} after step {step} is"
-                                  f" {error * self.unit:.1e} of its movement from one rank's")
+                self.wrong.append(
+                    f"{folder.parent.name}: {name} after step {step} is"
+                    f" {error * self.unit:.1e} of its movement from one rank's"
+                )
 
     def exported(self, out: Path, weights: Path) -> None:
         """Check that an export holds the weights of the run, bit by bit."""
         pair = weights_in(out), weights_in(weights)
-        differ = [name for name in {**pair[0], **pair[1]}
-                  if not all(name in one for one in pair)
-                  or pair[0][name].tobytes() != pair[1][name].tobytes()]
+        differ = [
+            name
+            for name in {**pair[0], **pair[1]}
+            if not all(name in one for one in pair)
+            or pair[0][name].tobytes() != pair[1][name].tobytes()
+        ]
         if differ or not pair[0]:
             self.wrong.append(f"{out.name}: differs from {weights} in {differ}")
 
@@ -335,7 +383,7 @@ class Check:
         one rank takes or draws from.
         """
         logits, text = self.truth.logits[LATER], self.truth.texts[LATER]
-        expected = text[len(text) - len(logits):]
+        expected = text[len(text) - len(logits) :]
         if found == expected:
             return
         wrong, place = self.exact, 0
@@ -409,8 +457,12 @@ def run_inside(comm, *words: object) -> tuple[int, str]:
     Any other exception is raised here. Comm: that of the command.
     """
     session, text = Inside(comm), io.StringIO()
-    with (contextlib.redirect_stdout(text), contextlib.redirect_stderr(text), freed_groups(),
-          mock.patch.object(os, "fsync", return_value=None)):  # no power fails in a life
+    with (
+        contextlib.redirect_stdout(text),
+        contextlib.redirect_stderr(text),
+        freed_groups(),
+        mock.patch.object(os, "fsync", return_value=None),
+    ):  # no power fails in a life
         try:
             code = cli.main([str(word) for word in words], session)
         except AgreedError as agreed:

@@ -28,13 +28,48 @@ from mpipar.train.verify import full_tensors, serial_config
 from mpipar.train.worker import Worker
 
 NUMBERS = (  # the choices that determine the numbers; all others leave them as they are
-    "model", "arch", "norm", "activation", "positions", "rope_theta", "rope_scaling",
-    "max_positions", "bias", "tied", "kv_heads", "head_dim", "ffn", "vocab_size", "stem_stride",
-    "classes", "optimizer", "lr_schedule", "min_lr_ratio", "decay_ratio", "warmup_steps",
-    "experts", "experts_per_token", "expert_ffn", "expert_interval", "shared_expert_ffn",
-    "router_balance", "router_loss_coef", "router_bias_rate",
-    "weight_decay", "beta1", "beta2", "clip", "seed", "eval_tokens", "sample_tokens", "prompt",
-    "temperature", "top_k", "top_p", "stop_token")
+    "model",
+    "arch",
+    "norm",
+    "activation",
+    "positions",
+    "rope_theta",
+    "rope_scaling",
+    "max_positions",
+    "bias",
+    "tied",
+    "kv_heads",
+    "head_dim",
+    "ffn",
+    "vocab_size",
+    "stem_stride",
+    "classes",
+    "optimizer",
+    "lr_schedule",
+    "min_lr_ratio",
+    "decay_ratio",
+    "warmup_steps",
+    "experts",
+    "experts_per_token",
+    "expert_ffn",
+    "expert_interval",
+    "shared_expert_ffn",
+    "router_balance",
+    "router_loss_coef",
+    "router_bias_rate",
+    "weight_decay",
+    "beta1",
+    "beta2",
+    "clip",
+    "seed",
+    "eval_tokens",
+    "sample_tokens",
+    "prompt",
+    "temperature",
+    "top_k",
+    "top_p",
+    "stop_token",
+)
 SPREAD = 0.05  # of the weights that --init-from loads: no bias is zero
 
 
@@ -58,8 +93,9 @@ class Truth:
 def plain_reading(case: Case, folder: Path) -> ParsedConfig:
     """Return the plain choices of a case: those that determine its numbers, in float64."""
     numbers = {name: case[name] for name in NUMBERS if case.get(name) is not None}
-    given = settings_of(numbers) | {"dtype": "float64", "num_microbatches": 1} | data_of(
-        case, folder)
+    given = (
+        settings_of(numbers) | {"dtype": "float64", "num_microbatches": 1} | data_of(case, folder)
+    )
     return over({}, ParsedConfig(None, given=given))
 
 
@@ -90,21 +126,23 @@ def truth_of(case: Case, folder: Path) -> Truth:
     source = data.data_of(config.model)
     rows = source.Rows(worker.ops, inputs.train_part, config, worker.grid)
     held_out = source.Rows(
-        worker.ops, source.evaluated(inputs.held_out, config), config, worker.grid)
+        worker.ops, source.evaluated(inputs.held_out, config), config, worker.grid
+    )
     found = Truth([], [], {}, {}, {0: tensors_of(worker)}, {})
     if case["init_from"]:
         checkpoint.save(worker, start_of(folder, case))
     for step in range(1, LATER + 1):
         if step > STEPS:  # the resumed run has a learning-rate schedule of its own length
             worker.config = replace(config, train=replace(config.train, steps=LATER))
-        found.losses.append(worker.train_step(
-            step, lambda mb, step=step: rows.train(step, mb)).loss)
+        found.losses.append(
+            worker.train_step(step, lambda mb, step=step: rows.train(step, mb)).loss
+        )
         found.held_out.append(worker.evaluate(held_out)[0])
         if config.model.whole_heads:
             text, logits = continued(worker, inputs)
             found.texts[step], found.logits[step] = text, logits
             decode = inputs.tokenizer.decode
-            start = decode(text[:len(text) - len(logits)])
+            start = decode(text[: len(text) - len(logits)])
             found.shown[step] = f"text generated from {start!r}:\n{quoted(decode(text))}"
         if step in (STEPS, LATER):
             found.weights[step] = tensors_of(worker)
@@ -120,8 +158,11 @@ def tensors_of(worker) -> dict:
     """Return all weights, by their names and in their shapes in files."""
     model, found = worker.config.model, full_tensors(worker, "master")
     form = formats.format_of(model)
-    return {name: part for _, param in all_params(model, (model.layers,))
-            for name, part in formats.apart(form.tensors(param), found[param.name]).items()}
+    return {
+        name: part
+        for _, param in all_params(model, (model.layers,))
+        for name, part in formats.apart(form.tensors(param), found[param.name]).items()
+    }
 
 
 def continued(worker, inputs) -> tuple[list[int], list]:
@@ -134,8 +175,8 @@ def continued(worker, inputs) -> tuple[list[int], list]:
     for _ in range(min(sampling.num_tokens, size + 1 - len(prompt))):
         batch = Batch(np.array([text]), None, np.arange(len(text)))
         logits = worker.forward([0], lambda mb, batch=batch: batch)[0][-1:]
-        candidates, = best(worker, logits, sampling.candidates)
-        kept.append(logits[0, :worker.config.model.vocab_size].copy())
+        (candidates,) = best(worker, logits, sampling.candidates)
+        kept.append(logits[0, : worker.config.model.vocab_size].copy())
         text.append(int(draw(candidates, sampling, 0, len(text))))
         if text[-1] in sampling.stop:
             break

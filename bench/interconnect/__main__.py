@@ -55,8 +55,19 @@ from mpipar.job import gpus
 from mpipar.job.session import guard
 from mpipar.ops.mixed_ops import DTYPES as MIXED
 
-FIXED_BY_QUICK = ("-b", "--begin-bytes", "-e", "--end-bytes", "-f", "--factor", "--target",
-                  "-w", "--warm-up", "-n", "--iterations")
+FIXED_BY_QUICK = (
+    "-b",
+    "--begin-bytes",
+    "-e",
+    "--end-bytes",
+    "-f",
+    "--factor",
+    "--target",
+    "-w",
+    "--warm-up",
+    "-n",
+    "--iterations",
+)
 SECONDS = 0.5
 DTYPES = ("float32", "float64", *MIXED)
 MOST_ITERATIONS = 100_000
@@ -64,64 +75,132 @@ MOST_ITERATIONS = 100_000
 
 def add_repeats(parser) -> None:
     """Add the flags for how often each size and way is repeated."""
-    parser.add_argument("--seconds", type=float,
-                        help=f"time for each size and way ({SECONDS:g}); with --quick, of the "
-                             f"whole run, all launches ({budget.SECONDS:g})")
-    parser.add_argument("--target", type=float, default=0.02,
-                        help="stop when the median is known to this share (0.02)")
-    parser.add_argument("-w", "--warm-up", type=int, default=5, metavar="N",
-                        help="warm-up iterations of each size and way (5)")
-    parser.add_argument("-n", "--iterations", type=int, default=0, metavar="N",
-                        help="exactly this many counted iterations (0: determined by --seconds and"
-                             " --target)")
+    parser.add_argument(
+        "--seconds",
+        type=float,
+        help=f"time for each size and way ({SECONDS:g}); with --quick, of the "
+        f"whole run, all launches ({budget.SECONDS:g})",
+    )
+    parser.add_argument(
+        "--target",
+        type=float,
+        default=0.02,
+        help="stop when the median is known to this share (0.02)",
+    )
+    parser.add_argument(
+        "-w",
+        "--warm-up",
+        type=int,
+        default=5,
+        metavar="N",
+        help="warm-up iterations of each size and way (5)",
+    )
+    parser.add_argument(
+        "-n",
+        "--iterations",
+        type=int,
+        default=0,
+        metavar="N",
+        help="exactly this many counted iterations (0: determined by --seconds and --target)",
+    )
 
 
 def parse(argv):
     """Read and check the flags. Raises UsageError."""
     parser = flags.Parser(prog="python -m bench.interconnect", description=__doc__)
-    parser.add_argument("cases", nargs="*", metavar="CASE",
-                        help=f"{', '.join(plans.CASES)}, or all (with --quick the default)")
-    parser.add_argument("--layout", metavar="dp=2,tp=2",
-                        help="run on this layout's groups, one at a time and all at once")
-    parser.add_argument("-b", "--begin-bytes", default="8", metavar="SIZE",
-                        help="smallest size (8); 0 is a size too")
-    parser.add_argument("-e", "--end-bytes", default="4M", metavar="SIZE",
-                        help="largest size (4M)")
+    parser.add_argument(
+        "cases",
+        nargs="*",
+        metavar="CASE",
+        help=f"{', '.join(plans.CASES)}, or all (with --quick the default)",
+    )
+    parser.add_argument(
+        "--layout",
+        metavar="dp=2,tp=2",
+        help="run on this layout's groups, one at a time and all at once",
+    )
+    parser.add_argument(
+        "-b",
+        "--begin-bytes",
+        default="8",
+        metavar="SIZE",
+        help="smallest size (8); 0 is a size too",
+    )
+    parser.add_argument("-e", "--end-bytes", default="4M", metavar="SIZE", help="largest size (4M)")
     parser.add_argument("-f", "--factor", type=float, default=2.0, help="factor between sizes (2)")
     parser.add_argument("--window", type=int, default=64, help="messages in flight (64)")
-    parser.add_argument("-d", "--dtype", choices=DTYPES, default="float32",
-                        help="of the numbers; MPI adds no 16-bit ones, mpipar.comm does (float32)")
-    parser.add_argument("--ways", default="mpipar.comm,mpi4py,persistent", metavar="WAY,WAY",
-                        help=f"how to run it, of {', '.join(plans.WAYS)}, or all; C where there is "
-                             "a compiler, algorithms beside MPI's own (the first three)")
+    parser.add_argument(
+        "-d",
+        "--dtype",
+        choices=DTYPES,
+        default="float32",
+        help="of the numbers; MPI adds no 16-bit ones, mpipar.comm does (float32)",
+    )
+    parser.add_argument(
+        "--ways",
+        default="mpipar.comm,mpi4py,persistent",
+        metavar="WAY,WAY",
+        help=f"how to run it, of {', '.join(plans.WAYS)}, or all; C where there is "
+        "a compiler, algorithms beside MPI's own (the first three)",
+    )
     parser.add_argument("--transport", choices=tuple(WIRES), default="mpi-host")
     parser.add_argument("--buffers", choices=POLICIES, default="rotated")
-    parser.add_argument("--footprint", default="0", metavar="SIZE",
-                        help="memory that rotated buffers cycle through, twice per rank "
-                             "(0: the last-level cache)")
+    parser.add_argument(
+        "--footprint",
+        default="0",
+        metavar="SIZE",
+        help="memory that rotated buffers cycle through, twice per rank (0: the last-level cache)",
+    )
     add_repeats(parser)
-    parser.add_argument("--sync", choices=tuple(STARTS), default="barrier",
-                        help="ranks start an iteration after a barrier (default), at an agreed "
-                             "instant of the common clock, or at once, for throughput")
-    parser.add_argument("--overlap", type=int, metavar="K",
-                        help=f"also measure beside equally long computing with K tests; cases: "
-                             f"{', '.join(plans.POSTED_CASES)}")
-    parser.add_argument("--routing", metavar="NAME,NAME",
-                        help=f"parts of all-to-allv: {', '.join(ROUTINGS)}, or all (hot)")
-    parser.add_argument("--bound-GBps", type=float, metavar="X",
-                        help="report busbw in percent of this one-way rate of a rank's link; it "
-                             "applies between hosts if there are several; inside a host a "
-                             "memory copy is the bound")
+    parser.add_argument(
+        "--sync",
+        choices=tuple(STARTS),
+        default="barrier",
+        help="ranks start an iteration after a barrier (default), at an agreed "
+        "instant of the common clock, or at once, for throughput",
+    )
+    parser.add_argument(
+        "--overlap",
+        type=int,
+        metavar="K",
+        help=f"also measure beside equally long computing with K tests; cases: "
+        f"{', '.join(plans.POSTED_CASES)}",
+    )
+    parser.add_argument(
+        "--routing",
+        metavar="NAME,NAME",
+        help=f"parts of all-to-allv: {', '.join(ROUTINGS)}, or all (hot)",
+    )
+    parser.add_argument(
+        "--bound-GBps",
+        type=float,
+        metavar="X",
+        help="report busbw in percent of this one-way rate of a rank's link; it "
+        "applies between hosts if there are several; inside a host a "
+        "memory copy is the bound",
+    )
     parser.add_argument("--no-check", action="store_true", help="time without checking payloads")
-    parser.add_argument("--quick", action="store_true",
-                        help="a few sizes, little time for each; ends in time on any link, and "
-                             "reports what it left out")
-    parser.add_argument("--stall-seconds", type=float, default=60.0,
-                        help="end the job after this many seconds without progress (60; 0: never)")
-    parser.add_argument("--launches", type=int, metavar="K",
-                        help=f"without a launcher: number of jobs ({launches.LAUNCHES})")
-    parser.add_argument("--start", metavar="COMMAND",
-                        help=f"without a launcher: what starts a job ({START})")
+    parser.add_argument(
+        "--quick",
+        action="store_true",
+        help="a few sizes, little time for each; ends in time on any link, and "
+        "reports what it left out",
+    )
+    parser.add_argument(
+        "--stall-seconds",
+        type=float,
+        default=60.0,
+        help="end the job after this many seconds without progress (60; 0: never)",
+    )
+    parser.add_argument(
+        "--launches",
+        type=int,
+        metavar="K",
+        help=f"without a launcher: number of jobs ({launches.LAUNCHES})",
+    )
+    parser.add_argument(
+        "--start", metavar="COMMAND", help=f"without a launcher: what starts a job ({START})"
+    )
     parser.add_argument("--launch", type=int, default=0, help=argparse.SUPPRESS)
     parser.add_argument("--json", metavar="FILE", help="write every row with its samples")
     args = parser.parse_args(argv)
@@ -131,8 +210,11 @@ def parse(argv):
         skipped = plans.WITHOUT_LAYOUT if args.layout else ()
         some = plans.CASES if args.overlap is None else plans.posted_cases(args.layout)
         args.cases = [case for case in some if case not in skipped]
-    typed = {word.split("=")[0] if word.startswith("--") else word[:2] for word in argv
-             if word.startswith("-")}
+    typed = {
+        word.split("=")[0] if word.startswith("--") else word[:2]
+        for word in argv
+        if word.startswith("-")
+    }
     if fixed := [name for name in FIXED_BY_QUICK if args.quick and name in typed]:
         raise UsageError(f"--quick has sizes of its own: leave out {', '.join(fixed)}, or --quick")
     return args
@@ -140,13 +222,17 @@ def parse(argv):
 
 def chosen_sizes(args) -> tuple[int, ...]:
     """Return the sizes of every case. Raises UsageError, also for the footprint."""
-    if found := plans.size_problems({"--begin-bytes": args.begin_bytes,
-                                     "--end-bytes": args.end_bytes, "--footprint": args.footprint}):
+    if found := plans.size_problems(
+        {
+            "--begin-bytes": args.begin_bytes,
+            "--end-bytes": args.end_bytes,
+            "--footprint": args.footprint,
+        }
+    ):
         raise UsageError(found)
     if args.quick:
         return budget.QUICK_SIZES
-    return plans.geometric(read_bytes(args.begin_bytes), read_bytes(args.end_bytes),
-                           args.factor)
+    return plans.geometric(read_bytes(args.begin_bytes), read_bytes(args.end_bytes), args.factor)
 
 
 def chosen_sections(args, world_size: int) -> list[plans.Section]:
@@ -198,21 +284,31 @@ def chosen_ways(args) -> tuple[str, ...]:
 def way_problems(args) -> list[str]:
     """Return what is wrong with --ways."""
     names = [] if args.ways == "all" else args.ways.split(",")
-    found = [f"--ways: no way {name!r}{suggestion(name, plans.WAYS)}; give some of "
-             f"{','.join(plans.WAYS)}, or all" for name in names if name not in plans.WAYS]
+    found = [
+        f"--ways: no way {name!r}{suggestion(name, plans.WAYS)}; give some of "
+        f"{','.join(plans.WAYS)}, or all"
+        for name in names
+        if name not in plans.WAYS
+    ]
     if "C" in names and not can_run_in_c(args):
-        found.append("--ways C: its loops take known buffers of less than 2 GiB in host memory, "
-                     "and start after a barrier or at once; leave out C, or --buffers cold, "
-                     "--transport, --sync and larger sizes")
+        found.append(
+            "--ways C: its loops take known buffers of less than 2 GiB in host memory, "
+            "and start after a barrier or at once; leave out C, or --buffers cold, "
+            "--transport, --sync and larger sizes"
+        )
     return found
 
 
 def can_run_in_c(args) -> bool:
     """Return whether loops in C can do what these flags ask for."""
     large = not plans.size_problems({"": args.end_bytes}) and (
-        read_bytes(args.end_bytes) > compiled.MOST_BYTES)
-    return args.transport == "mpi-host" and args.buffers != "cold" and (
-        args.sync != "deadline" and not large)
+        read_bytes(args.end_bytes) > compiled.MOST_BYTES
+    )
+    return (
+        args.transport == "mpi-host"
+        and args.buffers != "cold"
+        and (args.sync != "deadline" and not large)
+    )
 
 
 def loops_for(session, args):
@@ -245,8 +341,10 @@ def attempt(found: list[str], function, *arguments):
 def refuse_unaware(transport: str, tried: str) -> None:
     """Raise EnvironmentProblem if device memory would crash this MPI."""
     if transport == "mpi-cuda" and tried == "no":
-        raise EnvironmentProblem("this MPI does not accept device memory: a child job that sent"
-                                 " some failed; use --transport staged")
+        raise EnvironmentProblem(
+            "this MPI does not accept device memory: a child job that sent"
+            " some failed; use --transport staged"
+        )
 
 
 def chosen_job(args, loops) -> plans.Job:
@@ -268,8 +366,14 @@ def chosen_plan(args) -> Plan:
     """Return the time limits and the start of the measurement, from the flags."""
     if args.quick:
         return Plan(0.05, 0.05, 5, 2, not args.no_check, args.sync)
-    return Plan(args.seconds, args.target, warm_up=args.warm_up, check=not args.no_check,
-                sync=args.sync, exactly=args.iterations)
+    return Plan(
+        args.seconds,
+        args.target,
+        warm_up=args.warm_up,
+        check=not args.no_check,
+        sync=args.sync,
+        exactly=args.iterations,
+    )
 
 
 def say_head(bench, head) -> None:
@@ -281,10 +385,11 @@ def say_head(bench, head) -> None:
         f"clock: {head['clock']}; start: {head['start']}",
         f"CUDA-aware MPI: stated {head['cuda_aware_stated']}, child job {head['cuda_aware_tried']}",
         f"buffers {head['buffers']} through {head['footprint_bytes'] >> 20} MiB; memory {memory}",
-        f"bound of busbw: {head['bound']}", *places.lines(bench.places)]
+        f"bound of busbw: {head['bound']}",
+        *places.lines(bench.places),
+    ]
     if head["crowded"]:
-        lines.append("more ranks than cores on a host: trends are meaningful, times say"
-                     " little")
+        lines.append("more ranks than cores on a host: trends are meaningful, times say little")
     lines += gpus.remarks(bench.places)
     print("\n".join(lines), file=sys.stderr, flush=True)
 
@@ -294,8 +399,11 @@ def begin(args, argv, bench, writer, tried: str) -> Bounds:
     head = bench.head(argv, args.launch)
     hosts = {place["host"] for place in bench.places}
     bounds = Bounds(args.bound_GBps, head["memory_copy_GBps"], args.transport, len(hosts) > 1)
-    head |= {"cuda_aware_stated": cuda_aware(), "cuda_aware_tried": tried or "not tried",
-             "bound": bounds.describe()}
+    head |= {
+        "cuda_aware_stated": cuda_aware(),
+        "cuda_aware_tried": tried or "not tried",
+        "bound": bounds.describe(),
+    }
     writer.head(head)
     if args.launch <= 1:
         say_head(bench, head)
@@ -335,13 +443,19 @@ def main(argv, session) -> int:
     if session.launcher.name is None or args.launches is not None:
         return launches.run(session, args, argv)
     if args.start:
-        raise UsageError(f"--start {args.start}: starts jobs only where nothing else does; "
-                         f"{session.launcher.name} has started this one")
-    tried = "" if args.transport == "mpi-host" or session.launcher.rank else cuda_probe.probe(
-        cuda_probe.command())  # before MPI starts here: a child job is a separate job
+        raise UsageError(
+            f"--start {args.start}: starts jobs only where nothing else does; "
+            f"{session.launcher.name} has started this one"
+        )
+    tried = (
+        ""
+        if args.transport == "mpi-host" or session.launcher.rank
+        else cuda_probe.probe(cuda_probe.command())
+    )  # before MPI starts here: a child job is a separate job
     world = session.start()
-    wanted, footprint = session.agree(lambda: (
-        chosen_sections(args, world.size), read_bytes(args.footprint)))
+    wanted, footprint = session.agree(
+        lambda: (chosen_sections(args, world.size), read_bytes(args.footprint))
+    )
     loops = loops_for(session, args)
     job = chosen_job(args, loops)
     sections = session.agree(lambda: chosen_to_run(args, wanted, job))
@@ -354,7 +468,8 @@ def main(argv, session) -> int:
     bench = Bench(session, job, footprint, chosen_plan(args), args.window, loops=loops)
     writer = session.agree(lambda: Writer(args.json if world.rank == 0 else None, args.launch > 1))
     bounds = session.agree(  # no rank waits under the watchdog for rank 0's facts about the machine
-        lambda: begin(args, argv, bench, writer, tried) if world.rank == 0 else None)
+        lambda: begin(args, argv, bench, writer, tried) if world.rank == 0 else None
+    )
     with session.stop_on_request(), bench.watchdog(args.stall_seconds):
         limited = budget.Quick(bench, sections, args.seconds) if args.quick else None
         turns = limited.turns() if limited else in_random_order(sections, args.launch)

@@ -18,8 +18,7 @@ from bench.interconnect.cases import BY, COMM, IN_WINDOW
 from bench.program import Outcome, Program
 from mpipar.errors import DataError
 
-COLUMNS = {COMM: "mpi_us", **{via: f"{name}_us" for via, name in BY.items()},
-           IN_WINDOW: "in_it_us"}
+COLUMNS = {COMM: "mpi_us", **{via: f"{name}_us" for via, name in BY.items()}, IN_WINDOW: "in_it_us"}
 GAINS = {"window_gain": "by window", "in_it_gain": IN_WINDOW}
 
 
@@ -37,8 +36,11 @@ def compared(rows) -> list[dict]:
         middle = {via: median(time for time, _ in own.values()) for via, own in ways.items()}
         line = {"case": case, "ranks": ranks, "size_bytes": size, "launches": len(ways[COMM])}
         line |= {name: middle.get(via, "-") for via, name in COLUMNS.items()}
-        line["fastest"] = min(set(middle) - {IN_WINDOW}, key=middle.__getitem__).removeprefix(
-            "by ").replace(COMM, "mpi")
+        line["fastest"] = (
+            min(set(middle) - {IN_WINDOW}, key=middle.__getitem__)
+            .removeprefix("by ")
+            .replace(COMM, "mpi")
+        )
         for name, via in GAINS.items():
             for place, of in enumerate(("", "_p5")):
                 line[f"{name}{of}"] = gain(ways[COMM], ways.get(via), place)
@@ -61,12 +63,19 @@ def measured(args, session) -> Outcome:
     """Return the lines of the files."""
     lines = compared(records.rows_of(args.files, tell=True))
     if not lines:
-        raise DataError(f"{', '.join(args.files)}: no collective by several algorithms: measure"
-                        " with --ways mpipar.comm,algorithms")
+        raise DataError(
+            f"{', '.join(args.files)}: no collective by several algorithms: measure"
+            " with --ways mpipar.comm,algorithms"
+        )
     return Outcome(lines, records.facts_of(args.files[0]))
 
 
 main = Program(
-    "interconnect.algorithms", __doc__, measured, kept="bench/results/algorithms.json",
+    "interconnect.algorithms",
+    __doc__,
+    measured,
+    kept="bench/results/algorithms.json",
     add=lambda parser: parser.add_argument(
-        "files", metavar="FILE", nargs="+", help="of bench.interconnect --json")).started(__name__)
+        "files", metavar="FILE", nargs="+", help="of bench.interconnect --json"
+    ),
+).started(__name__)

@@ -29,8 +29,19 @@ from mpipar.errors import DataError
 RESULT = "bench/results/launches.json"
 LEAST_LAUNCHES, DRAWS = 20, 1000
 SHARE = 0.95
-KEY = ("case", "via", "transport", "dtype", "buffers", "axis", "mode", "ranks", "window",
-       "size_bytes", "sync")
+KEY = (
+    "case",
+    "via",
+    "transport",
+    "dtype",
+    "buffers",
+    "axis",
+    "mode",
+    "ranks",
+    "window",
+    "size_bytes",
+    "sync",
+)
 
 
 def quantile(degrees: int) -> float:
@@ -71,17 +82,39 @@ def combined(rows) -> list[dict]:
         middle = float(np.median(values))
         low, high = next_launch(values) if len(values) > 1 else (first["low_us"], first["high_us"])
         scale = first["median_us"] / middle if middle else 0.0
-        rates = {name: first[name] * scale for name in (
-            "algbw_GBps", "busbw_GBps", "messages_per_s", "bound_percent") if name in first}
+        rates = {
+            name: first[name] * scale
+            for name in ("algbw_GBps", "busbw_GBps", "messages_per_s", "bound_percent")
+            if name in first
+        }
         every = [row for own in launches for row in own]
-        rates |= {name: float(np.median([row[name] for row in every if name in row]))
-                  for name in ("skew_us", "alone_us", "computing_us", "overlap_percent",
-                               "measured_over_predicted") if name in first}
-        within = np.median([(row["high_us"] - row["low_us"]) / max(row["median_us"], 1e-9)
-                            for row in every])
-        found.append(first | rates | {
-            "launches": len(values), "median_us": middle, "low_us": low, "high_us": high,
-            "best_us": min(values), "worst_us": max(values), "within_percent": 100 * float(within)})
+        rates |= {
+            name: float(np.median([row[name] for row in every if name in row]))
+            for name in (
+                "skew_us",
+                "alone_us",
+                "computing_us",
+                "overlap_percent",
+                "measured_over_predicted",
+            )
+            if name in first
+        }
+        within = np.median(
+            [(row["high_us"] - row["low_us"]) / max(row["median_us"], 1e-9) for row in every]
+        )
+        found.append(
+            first
+            | rates
+            | {
+                "launches": len(values),
+                "median_us": middle,
+                "low_us": low,
+                "high_us": high,
+                "best_us": min(values),
+                "worst_us": max(values),
+                "within_percent": 100 * float(within),
+            }
+        )
     return found
 
 
@@ -101,19 +134,31 @@ def measured(args, session) -> Outcome:
     for key, launches in by_operation(records.rows_of([args.file], tell=True)).items():
         one, medians = dict(zip(KEY, key, strict=True)), medians_of(launches)
         if len(medians) < LEAST_LAUNCHES:
-            raise DataError(f"{args.file}: {len(medians)} launches, at least {LEAST_LAUNCHES} are "
-                            "needed: measure with --launches 30")
+            raise DataError(
+                f"{args.file}: {len(medians)} launches, at least {LEAST_LAUNCHES} are "
+                "needed: measure with --launches 30"
+            )
         name = f"{one['case']}, {one['size_bytes']} bytes, {one['via']}"
         kept[name] = [round(median, 3) for median in medians]
-        lines.append({
-            "operation": name, "launches": len(medians), "median_us": float(np.median(medians)),
-            "best_us": min(medians), "worst_us": max(medians),
-            "held_percent": 100 * held_share(medians)})
+        lines.append(
+            {
+                "operation": name,
+                "launches": len(medians),
+                "median_us": float(np.median(medians)),
+                "best_us": min(medians),
+                "worst_us": max(medians),
+                "held_percent": 100 * held_share(medians),
+            }
+        )
     return Outcome(lines, beside={"medians_us": kept})
 
 
 main = Program(
-    "interconnect.between", __doc__, measured, kept=RESULT,
+    "interconnect.between",
+    __doc__,
+    measured,
+    kept=RESULT,
     add=lambda parser: parser.add_argument(
-        "file", metavar="FILE", help="of bench.interconnect --launches 30 --json"),
+        "file", metavar="FILE", help="of bench.interconnect --launches 30 --json"
+    ),
 ).started(__name__)

@@ -19,15 +19,21 @@ LEAST_SIZES = 3  # of each operation, however long they take: a line must be fit
 
 def add_seconds(parser) -> None:
     """Add --seconds to a parser."""
-    parser.add_argument("--seconds", type=float, default=SECONDS,
-                        help="time of the whole command, which chooses rounds and sizes accordingly"
-                             f" ({SECONDS:g})")
+    parser.add_argument(
+        "--seconds",
+        type=float,
+        default=SECONDS,
+        help=f"time of the whole command, which chooses rounds and sizes accordingly ({SECONDS:g})",
+    )
 
 
 def seconds_problems(seconds: float) -> list[str]:
     """Return what is wrong with a value of --seconds."""
-    return [] if 0 < seconds < math.inf else [
-        f"--seconds {seconds:g}: give the time of the whole command, above 0, such as 60"]
+    return (
+        []
+        if 0 < seconds < math.inf
+        else [f"--seconds {seconds:g}: give the time of the whole command, above 0, such as 60"]
+    )
 
 
 class Budget:
@@ -123,8 +129,11 @@ class Quick:
     def turns(self):
         """Yield (section, its sizes), which `Bench.run` takes. Comm: some broadcasts for each."""
         if self.bench.world.rank == 0:
-            print(f"quick run: {counted(len(self.waiting), 'part')}, ends within"
-                  f" {self.seconds:g} s", file=sys.stderr, flush=True)
+            print(
+                f"quick run: {counted(len(self.waiting), 'part')}, ends within {self.seconds:g} s",
+                file=sys.stderr,
+                flush=True,
+            )
         before, last = None, False
         while self.waiting and not last:
             last = self.waiting == before  # nothing fitted into its part: now each may take all
@@ -151,8 +160,12 @@ class Quick:
             if fits[0]:
                 if world.rank == 0 and size == sizes[0]:
                     seconds = self.budget.end - time.monotonic()
-                    print(f"quick run: {section.title}; left: {counted(parts, 'part')}, at most "
-                          f"{seconds:.0f} s", file=sys.stderr, flush=True)
+                    print(
+                        f"quick run: {section.title}; left: {counted(parts, 'part')}, at most "
+                        f"{seconds:.0f} s",
+                        file=sys.stderr,
+                        flush=True,
+                    )
                 self.bench.end, refused = time.monotonic() + left, len(self.bench.refused)
                 yield size
                 known = self._note(took, size, left - own.left())
@@ -178,8 +191,11 @@ class Quick:
         if self.bench.world.rank == 0:
             print(f"quick run: {spent:.0f} s of {self.seconds:g}", file=sys.stderr)
             for section, sizes in self.waiting:
-                print(f"not measured, for lack of time: {section.title}, "
-                      f"{', '.join(map(str, sizes))} bytes", file=sys.stderr)
+                print(
+                    f"not measured, for lack of time: {section.title}, "
+                    f"{', '.join(map(str, sizes))} bytes",
+                    file=sys.stderr,
+                )
 
 
 def least_seconds(took: dict, size: int) -> float:
@@ -187,5 +203,7 @@ def least_seconds(took: dict, size: int) -> float:
 
     0 where nothing is known.
     """
-    return sum(max(LEAST_SECONDS, LEAST_ITERATIONS * expected_seconds(known, size))
-               for known in took.values())
+    return sum(
+        max(LEAST_SECONDS, LEAST_ITERATIONS * expected_seconds(known, size))
+        for known in took.values()
+    )

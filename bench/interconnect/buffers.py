@@ -66,17 +66,18 @@ class Arena:
             self.memory[role] = self.ops.zeros((needed,), label="buffers")
             self.memory[role][:] = 1  # touch every page
         base = self.memory[role]
-        views = [base[k * stride:k * stride + num_elements] for k in range(slots)]
+        views = [base[k * stride : k * stride + num_elements] for k in range(slots)]
         return Slots(views, self.ops, count, num_elements)
-
 
     def _check_room(self, nbytes: int) -> None:
         """Raise UsageError if a send and a receive side cannot fit into the host's memory."""
         memory = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
         if self.ops.device == "cpu" and 2 * nbytes > memory:
-            raise UsageError(f"buffers of 2 x {nbytes >> 20} MiB on each rank, but the host has "
-                             f"{memory >> 20} MiB: take a smaller --end-bytes, --window or "
-                             "--footprint")
+            raise UsageError(
+                f"buffers of 2 x {nbytes >> 20} MiB on each rank, but the host has "
+                f"{memory >> 20} MiB: take a smaller --end-bytes, --window or "
+                "--footprint"
+            )
 
 
 class Slots:
@@ -93,7 +94,7 @@ class Slots:
         first, number = self.next, len(self.views)
         self.next = (first + self.count) % number
         if first + self.count <= number:
-            return self.views[first:first + self.count]
+            return self.views[first : first + self.count]
         return [self.views[(first + k) % number] for k in range(self.count)]
 
     def _fresh(self):

@@ -38,7 +38,12 @@ BY_PARTS = ("by ring", "by window")  # have their own all-gathers and reduce-sca
 IN_WINDOW = "by window, in it"  # of an array inside the window, as gradients are
 THROUGH_COMM = (COMM, *BY, IN_WINDOW)
 METHODS = dict.fromkeys(THROUGH_COMM, "through_comm") | {
-    BARE: "bare", BARE_UNEVEN: "uneven", BARE_PARTS: "messages", PREPARED: "prepared", IN_C: "c"}
+    BARE: "bare",
+    BARE_UNEVEN: "uneven",
+    BARE_PARTS: "messages",
+    PREPARED: "prepared",
+    IN_C: "c",
+}
 MOST_BITS = 24  # of the numbers in a payload: float32 holds every integer up to there
 APART = 1_000_003  # distance of neighbours' patterns; a prime, so that few patterns coincide
 NAME, TAG = "bench", 5  # of the barrier in the records; of messages
@@ -108,6 +113,7 @@ class Case:
         self.item = self.ops.dtype.itemsize
         if via != COMM:
             from mpi4py import MPI
+
             self.mpi4py = MPI
 
     def elements(self, parts: int = 1) -> int:
@@ -214,8 +220,11 @@ class Collective(Case):
         self.given_shape = self.shape_in()
         self.result_shape = self.shape_out() if self.shape_out else None
         self.inputs = setup.arena.cut("send", 1, int(np.prod(self.given_shape)))
-        self.outputs = setup.arena.cut("receive", 1, int(np.prod(self.result_shape))
-                                       ) if self.result_shape else None
+        self.outputs = (
+            setup.arena.cut("receive", 1, int(np.prod(self.result_shape)))
+            if self.result_shape
+            else None
+        )
         self.call = getattr(self, METHODS[via])
 
     def prepare(self) -> None:
@@ -245,14 +254,18 @@ class Collective(Case):
         made = self.run()
         returned = self.outputs is not None and self.via in THROUGH_COMM
         result = made if returned else self.y
-        found = [] if self.at_root and self.index else mismatch(
-            self.ops, result, self.expected(), f"rank {self.index}")
+        found = (
+            []
+            if self.at_root and self.index
+            else mismatch(self.ops, result, self.expected(), f"rank {self.index}")
+        )
         self.x[...] = 0  # sums in place must not grow
         return found
 
     def pattern(self, number: int, parts: int = 1):
-        return pattern(number, self.elements(parts) // parts, self.ops.dtype,
-                       self.ranks if self.sums else 1)
+        return pattern(
+            number, self.elements(parts) // parts, self.ops.dtype, self.ranks if self.sums else 1
+        )
 
     def given(self, sender: int):
         """Return what a rank gives."""
@@ -328,8 +341,16 @@ class AllReduce(Collective):
 
     def loop(self, team, xs):
         """Sum each of xs in C. Comm: an all-reduce for each; the team's barriers."""
-        return compiled.run(self.setup.loops, "all_reduce", self.mpi, team, len(xs), xs=xs,
-                            count=self.elements(), dtype=self.ops.dtype)
+        return compiled.run(
+            self.setup.loops,
+            "all_reduce",
+            self.mpi,
+            team,
+            len(xs),
+            xs=xs,
+            count=self.elements(),
+            dtype=self.ops.dtype,
+        )
 
     def expected(self):
         return total(self.every(self.given))
@@ -423,11 +444,13 @@ class UnevenAllToAll(Collective):
     def volume(self):
         own, others = self.parts[self.index], ~np.eye(self.ranks, dtype=bool)
         bytes_of = {
-            "size_bytes": self.parts.sum(axis=0).max(), "bytes_in": own.sum(),
+            "size_bytes": self.parts.sum(axis=0).max(),
+            "bytes_in": own.sum(),
             "bytes_out": self.parts[:, self.index].sum(),
             "wire_bytes": own.sum() - own[self.index],
             "least_to_peer_bytes": self.parts[others].min(),
-            "most_to_peer_bytes": self.parts[others].max()}
+            "most_to_peer_bytes": self.parts[others].max(),
+        }
         return {name: int(count) * self.item for name, count in bytes_of.items()}
 
 
@@ -436,46 +459,87 @@ def collective(name: str, base: type = Collective, **fields) -> type[Collective]
     return type(name, (base,), {"name": name, **fields})
 
 
-COLLECTIVES = {case.name: case for case in (
-    AllReduce, PostedAllReduce,
-    collective(
-        "reduce", AllReduce, operation="reduce", wide=True, vias=(COMM, BARE), at_root=True,
-        through_comm=lambda case, x, y: partial(case.comm.reduce, x, 0, NAME),
-        bare=lambda case, x, y: partial(case.mpi.Reduce, *(
-            (x, None) if case.index else (case.mpi4py.IN_PLACE, x)), root=0),
-        of_root=lambda case, found: {"bytes_out": 0} if case.index else {}),
-    collective(
-        "all-gather", shape_in=part, shape_out=parts, vias=(COMM, BARE, *BY_PARTS),
-        through_comm=lambda case, x, y: partial(case.comm.all_gather, x, NAME),
-        bare=lambda case, x, y: partial(case.mpi.Allgather, x, y)),
-    collective(  # MPI has a form for equal parts and one for any parts
-        "reduce-scatter", shape_in=parts, shape_out=part, sums=True,
-        vias=(COMM, BARE, BARE_UNEVEN, *BY_PARTS),
-        through_comm=lambda case, x, y: partial(case.comm.reduce_scatter, x, NAME),
-        bare=lambda case, x, y: partial(case.mpi.Reduce_scatter_block, x, y),
-        uneven=lambda case, x, y: partial(case.mpi.Reduce_scatter, x, y,
-                                          recvcounts=[len(x[0])] * case.ranks),
-        expected=lambda case: total(case.every(case.part_for, case.index))),
-    collective(  # mpipar.comm has no gather and no scatter
-        "gather", shape_in=part, shape_out=parts, vias=(BARE,), at_root=True,
-        bare=lambda case, x, y: partial(case.mpi.Gather, x, None if case.index else y, root=0),
-        of_root=lambda case, found: {"bytes_out": 0, "wire_bytes": found["bytes_in"]
-                                     } if case.index else {"wire_bytes": 0}),
-    collective(
-        "scatter", shape_in=parts, shape_out=part, vias=(BARE,),
-        bare=lambda case, x, y: partial(case.mpi.Scatter, None if case.index else x, y, root=0),
-        expected=lambda case: case.part_for(0, case.index),
-        of_root=lambda case, found: {"bytes_in": 0, "wire_bytes": 0} if case.index else {
-            "wire_bytes": found["bytes_in"] - found["bytes_out"]}),
-    collective(
-        "broadcast",
-        through_comm=lambda case, x, y: partial(case.comm.broadcast, x, 0, NAME),
-        bare=lambda case, x, y: partial(case.mpi.Bcast, x, root=0),
-        expected=lambda case: case.given(0),
-        of_root=lambda case, found: {"bytes_in": 0} if case.index else {}),
-    collective(
-        "all-to-all", shape_in=parts, shape_out=parts, vias=(COMM, BARE),
-        through_comm=lambda case, x, y: partial(case.comm.all_to_all, x, NAME),
-        bare=lambda case, x, y: partial(case.mpi.Alltoall, x, y),
-        expected=lambda case: [*case.every(case.part_for, case.index)]),
-    UnevenAllToAll)}
+COLLECTIVES = {
+    case.name: case
+    for case in (
+        AllReduce,
+        PostedAllReduce,
+        collective(
+            "reduce",
+            AllReduce,
+            operation="reduce",
+            wide=True,
+            vias=(COMM, BARE),
+            at_root=True,
+            through_comm=lambda case, x, y: partial(case.comm.reduce, x, 0, NAME),
+            bare=lambda case, x, y: partial(
+                case.mpi.Reduce, *((x, None) if case.index else (case.mpi4py.IN_PLACE, x)), root=0
+            ),
+            of_root=lambda case, found: {"bytes_out": 0} if case.index else {},
+        ),
+        collective(
+            "all-gather",
+            shape_in=part,
+            shape_out=parts,
+            vias=(COMM, BARE, *BY_PARTS),
+            through_comm=lambda case, x, y: partial(case.comm.all_gather, x, NAME),
+            bare=lambda case, x, y: partial(case.mpi.Allgather, x, y),
+        ),
+        collective(  # MPI has a form for equal parts and one for any parts
+            "reduce-scatter",
+            shape_in=parts,
+            shape_out=part,
+            sums=True,
+            vias=(COMM, BARE, BARE_UNEVEN, *BY_PARTS),
+            through_comm=lambda case, x, y: partial(case.comm.reduce_scatter, x, NAME),
+            bare=lambda case, x, y: partial(case.mpi.Reduce_scatter_block, x, y),
+            uneven=lambda case, x, y: partial(
+                case.mpi.Reduce_scatter, x, y, recvcounts=[len(x[0])] * case.ranks
+            ),
+            expected=lambda case: total(case.every(case.part_for, case.index)),
+        ),
+        collective(  # mpipar.comm has no gather and no scatter
+            "gather",
+            shape_in=part,
+            shape_out=parts,
+            vias=(BARE,),
+            at_root=True,
+            bare=lambda case, x, y: partial(case.mpi.Gather, x, None if case.index else y, root=0),
+            of_root=lambda case, found: (
+                {"bytes_out": 0, "wire_bytes": found["bytes_in"]}
+                if case.index
+                else {"wire_bytes": 0}
+            ),
+        ),
+        collective(
+            "scatter",
+            shape_in=parts,
+            shape_out=part,
+            vias=(BARE,),
+            bare=lambda case, x, y: partial(case.mpi.Scatter, None if case.index else x, y, root=0),
+            expected=lambda case: case.part_for(0, case.index),
+            of_root=lambda case, found: (
+                {"bytes_in": 0, "wire_bytes": 0}
+                if case.index
+                else {"wire_bytes": found["bytes_in"] - found["bytes_out"]}
+            ),
+        ),
+        collective(
+            "broadcast",
+            through_comm=lambda case, x, y: partial(case.comm.broadcast, x, 0, NAME),
+            bare=lambda case, x, y: partial(case.mpi.Bcast, x, root=0),
+            expected=lambda case: case.given(0),
+            of_root=lambda case, found: {"bytes_in": 0} if case.index else {},
+        ),
+        collective(
+            "all-to-all",
+            shape_in=parts,
+            shape_out=parts,
+            vias=(COMM, BARE),
+            through_comm=lambda case, x, y: partial(case.comm.all_to_all, x, NAME),
+            bare=lambda case, x, y: partial(case.mpi.Alltoall, x, y),
+            expected=lambda case: [*case.every(case.part_for, case.index)],
+        ),
+        UnevenAllToAll,
+    )
+}

@@ -31,9 +31,12 @@ class Loop(ctypes.Structure):
 
     _fields_ = (
         *((name, ctypes.c_void_p) for name in ("team", "group", "type", "op")),
-        *((name, ctypes.c_int) for name in (
-            "samples", "peer", "first", "count", "sends", "receives")),
-        *((name, ctypes.c_void_p) for name in ("xs", "ys", "ack", "entered", "left")))
+        *(
+            (name, ctypes.c_int)
+            for name in ("samples", "peer", "first", "count", "sends", "receives")
+        ),
+        *((name, ctypes.c_void_p) for name in ("xs", "ys", "ack", "entered", "left")),
+    )
 
 
 def program_of_mpi(name: str) -> str | None:
@@ -49,8 +52,10 @@ def wrapper() -> str:
     found = program_of_mpi(WRAPPER)
     if found is None or shutil.which("cc") is None:
         missing = WRAPPER if found is None else "cc"
-        raise EnvironmentProblem(f"rows in C need a compiler, but there is no {missing}: install "
-                                 "it, or leave C out of --ways")
+        raise EnvironmentProblem(
+            f"rows in C need a compiler, but there is no {missing}: install "
+            "it, or leave C out of --ways"
+        )
     return found
 
 
@@ -58,8 +63,12 @@ def compiled(source: Path = SOURCE) -> bytes:
     """Return the shared library of a C source. Raises EnvironmentProblem."""
     with tempfile.TemporaryDirectory() as folder:
         target = Path(folder) / "loops.so"
-        done = subprocess.run([wrapper(), *FLAGS, "-o", str(target), str(source)],
-                              capture_output=True, text=True, check=False)
+        done = subprocess.run(
+            [wrapper(), *FLAGS, "-o", str(target), str(source)],
+            capture_output=True,
+            text=True,
+            check=False,
+        )
         if done.returncode:
             raise EnvironmentProblem(f"{source.name} did not compile: {done.stderr.strip()}")
         return target.read_bytes()
@@ -79,8 +88,10 @@ def loaded(code: bytes):
     finally:
         os.close(file)
     if not library.is_running():
-        raise EnvironmentProblem(f"rows in C: {WRAPPER} belongs to another MPI library than "
-                                 "mpi4py; leave C out of --ways")
+        raise EnvironmentProblem(
+            f"rows in C: {WRAPPER} belongs to another MPI library than "
+            "mpi4py; leave C out of --ways"
+        )
     return library
 
 
@@ -103,8 +114,21 @@ def addresses(arrays):
     return np.array([x.ctypes.data for x in arrays], np.uint64)
 
 
-def run(library, function: str, group, team, samples: int, *, xs, ys=(), ack=None, count: int,
-        peer: int = -1, first: bool = False, dtype="float32"):
+def run(
+    library,
+    function: str,
+    group,
+    team,
+    samples: int,
+    *,
+    xs,
+    ys=(),
+    ack=None,
+    count: int,
+    peer: int = -1,
+    first: bool = False,
+    dtype="float32",
+):
     """Return (entered, left): the times of `samples` samples of a function of loops.c.
 
     group, team: communicators; team is None where samples follow each other. xs, ys: the buffers of
@@ -119,9 +143,22 @@ def run(library, function: str, group, team, samples: int, *, xs, ys=(), ack=Non
     assert ack.nbytes >= ACK_BYTES, (ack.nbytes, "loops.c would write beyond it")
     assert count <= MOST_BYTES, count
     kind = MPI.DOUBLE if np.dtype(dtype).itemsize == 8 else MPI.FLOAT
-    loop = Loop(team and MPI._addressof(team), MPI._addressof(group), MPI._addressof(kind),
-                MPI._addressof(MPI.SUM), samples, peer, first, count, len(xs) // samples,
-                len(ys) // samples, sent.ctypes.data, received.ctypes.data, ack.ctypes.data,
-                entered.ctypes.data, left.ctypes.data)
+    loop = Loop(
+        team and MPI._addressof(team),
+        MPI._addressof(group),
+        MPI._addressof(kind),
+        MPI._addressof(MPI.SUM),
+        samples,
+        peer,
+        first,
+        count,
+        len(xs) // samples,
+        len(ys) // samples,
+        sent.ctypes.data,
+        received.ctypes.data,
+        ack.ctypes.data,
+        entered.ctypes.data,
+        left.ctypes.data,
+    )
     getattr(library, function)(ctypes.byref(loop))
     return entered, left

@@ -32,8 +32,14 @@ def probe(words, time_limit: float = TIME_LIMIT) -> str:
         return "unknown"
     inherited = {name: value for name, value in os.environ.items() if not OUTER_JOB.match(name)}
     try:
-        done = subprocess.run(words, env=inherited, timeout=time_limit, check=False,
-                              stdin=subprocess.DEVNULL, capture_output=True)
+        done = subprocess.run(
+            words,
+            env=inherited,
+            timeout=time_limit,
+            check=False,
+            stdin=subprocess.DEVNULL,
+            capture_output=True,
+        )
     except (OSError, subprocess.TimeoutExpired):
         return "unknown"
     return {0: "yes", CANNOT_TRY: "unknown"}.get(done.returncode, "no")

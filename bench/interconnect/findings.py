@@ -71,14 +71,14 @@ def guidelines(rows) -> list[Finding]:
     """
     found = []
     for by_launch in _by_way(rows).values():
-        launches = [{one[:3] + one[4:]: one for one in _broken(ways)}
-                    for ways in by_launch.values()]
+        launches = [
+            {one[:3] + one[4:]: one for one in _broken(ways)} for ways in by_launch.values()
+        ]
         for key, one in launches[0].items():
             if all(key in launch for launch in launches):
                 factors = [launch[key].factor for launch in launches]
                 found.append(one._replace(factor=float(np.median(factors))))
-    return sorted((one for one in found if one.factor >= LEAST_FACTOR),
-                  key=lambda one: -one.factor)
+    return sorted((one for one in found if one.factor >= LEAST_FACTOR), key=lambda one: -one.factor)
 
 
 def _broken(ways) -> list[Finding]:
@@ -93,8 +93,9 @@ def _broken(ways) -> list[Finding]:
                 if None in parts:
                     continue
                 if own[size]["low_us"] > sum(part["high_us"] for part in parts):
-                    instead = " + ".join(case if way is None else f"{case} ({way})"
-                                         for case, way in right)
+                    instead = " + ".join(
+                        case if way is None else f"{case} ({way})" for case, way in right
+                    )
                     factor = own[size]["median_us"] / sum(part["median_us"] for part in parts)
                     found.append(Finding(left[0], via, size, factor, instead))
     return found
@@ -146,9 +147,18 @@ def contention(rows) -> list[dict]:
             factor = row["median_us"] / base
             if factor > together.get(key, (0, 0, 0))[0]:
                 together[key] = factor, base, row["median_us"]
-    return [{"case": key[0], "axis": key[1], "via": key[2], "size_bytes": key[3],
-             "alone_us": base, "together_us": median, "contention": factor}
-            for key, (factor, base, median) in sorted(together.items())]
+    return [
+        {
+            "case": key[0],
+            "axis": key[1],
+            "via": key[2],
+            "size_bytes": key[3],
+            "alone_us": base,
+            "together_us": median,
+            "contention": factor,
+        }
+        for key, (factor, base, median) in sorted(together.items())
+    ]
 
 
 def slow_pairs(rows) -> list[str]:
@@ -159,10 +169,15 @@ def slow_pairs(rows) -> list[str]:
     found = []
     for link, times in links.items():
         middle = float(np.median(list(times.values())))
-        found += [(time / middle, link, pair, time) for pair, time in times.items()
-                  if time > SLOW_PAIR * middle]
-    return [f"ranks {low} and {high} ({link}): {time:.1f} us, {factor:.1f} times the median pair"
-            for factor, link, (low, high), time in sorted(found, reverse=True)]
+        found += [
+            (time / middle, link, pair, time)
+            for pair, time in times.items()
+            if time > SLOW_PAIR * middle
+        ]
+    return [
+        f"ranks {low} and {high} ({link}): {time:.1f} us, {factor:.1f} times the median pair"
+        for factor, link, (low, high), time in sorted(found, reverse=True)
+    ]
 
 
 def say(rows) -> None:
@@ -176,17 +191,23 @@ def say(rows) -> None:
         for via in dict.fromkeys(row["via"] for row in merged):
             pairs = [row for row in merged if row["case"] == case and row["via"] == via]
             if pairs:
-                print(f"\n# {case}, {via}, {value} of {pairs[0]['size_bytes']} bytes\n"
-                      + table.matrix(pairs, value))
+                print(
+                    f"\n# {case}, {via}, {value} of {pairs[0]['size_bytes']} bytes\n"
+                    + table.matrix(pairs, value)
+                )
                 print("\n".join(f"slow: {line}" for line in slow_pairs(pairs)), end="")
     for row in rows:
         if row["case"] == Noise.name:
             launch = f", launch {row['launch']}" if several else ""
-            print(f"\n# noise{launch}: detours of a fixed piece of work, a second of it\n"
-                  + noise_lines(row))
+            print(
+                f"\n# noise{launch}: detours of a fixed piece of work, a second of it\n"
+                + noise_lines(row)
+            )
     if shared := contention(merged):
         print(f"\n# contention: together over alone\n{results.text_table(shared, left=3)}")
     if broken := guidelines(rows):
         where = "every launch" if several else "this launch"
-        print(f"\n# slower than what could replace it, in {where}\n"
-              + results.text_table([one._asdict() for one in broken], left=2))
+        print(
+            f"\n# slower than what could replace it, in {where}\n"
+            + results.text_table([one._asdict() for one in broken], left=2)
+        )

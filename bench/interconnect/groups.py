@@ -21,8 +21,12 @@ from mpipar.comm.transport import DirectTransport
 from mpipar.errors import EnvironmentProblem
 
 POLL_SECONDS = 0.5e-3
-WIRES = {"mpi-host": DirectTransport, "mpi-cuda": DeviceTransport, "staged": StagedTransport,
-         "nccl": NcclTransport}
+WIRES = {
+    "mpi-host": DirectTransport,
+    "mpi-cuda": DeviceTransport,
+    "staged": StagedTransport,
+    "nccl": NcclTransport,
+}
 LINKS = ("same socket", "same node", "between nodes")
 
 
@@ -56,8 +60,10 @@ def make_wire(transport: str, ops, mpi):
     Raises EnvironmentProblem if CuPy finds no NCCL.
     """
     if transport == "nccl" and not has_nccl():
-        raise EnvironmentProblem("--transport nccl needs NCCL, which CuPy cannot load here: install"
-                                 " it with pip install '.[cuda]', or use --transport staged")
+        raise EnvironmentProblem(
+            "--transport nccl needs NCCL, which CuPy cannot load here: install"
+            " it with pip install '.[cuda]', or use --transport staged"
+        )
     return with_half_precision(WIRES[transport](ops, mpi, Options(reach=mpi.size)), ops, mpi.size)
 
 
@@ -86,8 +92,9 @@ def comms_by(mpi, ops, recorder, algorithm: str) -> Comms:
 
     Comm: that of `Comms` over the communicator.
     """
-    return Comms(Grid(mpi.rank, {"dp": mpi.size}), ops, recorder, mpi,
-                 Options(all_reduce=algorithm))
+    return Comms(
+        Grid(mpi.rank, {"dp": mpi.size}), ops, recorder, mpi, Options(all_reduce=algorithm)
+    )
 
 
 def largest(mpi, numbers) -> list[int]:

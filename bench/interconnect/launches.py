@@ -36,8 +36,9 @@ PATIENCE_SECONDS = 4.5  # a job has this long to end before each signal
 def alone(session, start: str) -> None:
     """Raise UsageError under a launcher: a job inside a job would not be a fresh one."""
     if session.launcher.size > 1:
-        raise UsageError(f"--launches starts the jobs itself ({start}): run it without "
-                         f"{session.launcher.name}")
+        raise UsageError(
+            f"--launches starts the jobs itself ({start}): run it without {session.launcher.name}"
+        )
 
 
 def own_launcher() -> str:
@@ -69,8 +70,17 @@ def own_command(args, argv, launch: int, path: str) -> list[str]:
             skip = not skip and "=" not in word
             continue
         kept.append(word)
-    return [*launcher_words(args.start), sys.executable, "-m", "bench.interconnect", *kept,
-            "--json", path, "--launch", str(launch)]
+    return [
+        *launcher_words(args.start),
+        sys.executable,
+        "-m",
+        "bench.interconnect",
+        *kept,
+        "--json",
+        path,
+        "--launch",
+        str(launch),
+    ]
 
 
 def environment_of_jobs() -> dict[str, str]:
@@ -111,8 +121,10 @@ def run(session, args, argv) -> int:
     if count < 1:
         raise UsageError("--launches must be at least 1")
     if args.quick and args.seconds < (least := count * (START_SECONDS + LEAST_SECONDS)):
-        raise UsageError(f"--quick --seconds {args.seconds:g}: {counted(count, 'launch')}"
-                         f" take {least:g} s; give that, or fewer --launches")
+        raise UsageError(
+            f"--quick --seconds {args.seconds:g}: {counted(count, 'launch')}"
+            f" take {least:g} s; give that, or fewer --launches"
+        )
     alone(session, args.start or START)
     if count > 1:
         scipy_stats()  # fail before hours of measuring
@@ -141,9 +153,11 @@ def run_jobs(session, args, argv, count: int, path: str) -> int:
         except OSError as error:
             raise UsageError(f"--start {args.start or START}: {error.strerror}") from error
         if ended in (EXIT_OK, EXIT_CHECK_FAILED) and written(path) == before:
-            raise UsageError(f"--start {args.start or START}: ended with {ended}, and no rank has "
-                             f"written to {path}; give a launcher and its flags, as {START}, and "
-                             "--json FILE in a folder that rank 0 shares")
+            raise UsageError(
+                f"--start {args.start or START}: ended with {ended}, and no rank has "
+                f"written to {path}; give a launcher and its flags, as {START}, and "
+                "--json FILE in a folder that rank 0 shares"
+            )
         code = code or ended
         if session.stop_requested or ended == EXIT_INTERRUPTED:
             return EXIT_INTERRUPTED
@@ -187,8 +201,12 @@ def job_of(folder: Path, ranks: int, mbit_per_second: int):
             environment |= two_hosts.OVER_TCP
 
         def start(session, words: list[str]) -> int:
-            return run_job(session, [*prefix, sys.executable, "-m", *words], env=environment,
-                           stdout=subprocess.DEVNULL)
+            return run_job(
+                session,
+                [*prefix, sys.executable, "-m", *words],
+                env=environment,
+                stdout=subprocess.DEVNULL,
+            )
 
         yield start
 

@@ -47,8 +47,11 @@ class Messages(Case):
         self.out = setup.arena.cut("send", sends, count) if sends else None
         self.into = setup.arena.cut("receive", receives, count) if receives else None
         self.ack = self.ops.zeros((max(1, ACK_BYTES // self.item),), label="buffers")
-        wire, self.label = (self.comm, (NAME,)) if via == COMM else (
-            BareNames(self.mpi, self.known if self.item == 2 else None), ())
+        wire, self.label = (
+            (self.comm, (NAME,))
+            if via == COMM
+            else (BareNames(self.mpi, self.known if self.item == 2 else None), ())
+        )
         self.isend, self.irecv = wire.isend, wire.irecv
         self.send, self.recv = wire.send, wire.recv
 
@@ -77,8 +80,9 @@ class Messages(Case):
         found = []
         for place, (y, (source, number)) in enumerate(zip(self.ys, self.sources(), strict=True)):
             expected = pattern(source * MOST_MESSAGES + number, len(y), self.ops.dtype)
-            found += mismatch(self.ops, y, expected,
-                              f"rank {self.index}, message {place} from rank {source}")
+            found += mismatch(
+                self.ops, y, expected, f"rank {self.index}, message {place} from rank {source}"
+            )
         return found
 
     def volume(self):
@@ -99,8 +103,7 @@ class Exchange(Messages):
         return len(self.sends), len(self.receives)
 
     def sources(self):
-        return [(peer, self.parts(peer)[0].index((self.index, tag)))
-                for peer, tag in self.receives]
+        return [(peer, self.parts(peer)[0].index((self.index, tag))) for peer, tag in self.receives]
 
     def volume(self):
         volume = super().volume()
@@ -112,10 +115,14 @@ class Pattern(Posted, Exchange):
 
     def prepare(self):
         super().prepare()
-        self.calls = [partial(self.irecv, y, peer, tag, *self.label)
-                      for y, (peer, tag) in zip(self.ys, self.receives, strict=True)]
-        self.calls += [partial(self.isend, x, peer, tag, *self.label)
-                       for x, (peer, tag) in zip(self.xs, self.sends, strict=True)]
+        self.calls = [
+            partial(self.irecv, y, peer, tag, *self.label)
+            for y, (peer, tag) in zip(self.ys, self.receives, strict=True)
+        ]
+        self.calls += [
+            partial(self.isend, x, peer, tag, *self.label)
+            for x, (peer, tag) in zip(self.xs, self.sends, strict=True)
+        ]
 
     def post(self):
         return [call() for call in self.calls]
@@ -131,6 +138,7 @@ PEERS = {
 
 def pattern_of(name: str, peers) -> type[Pattern]:
     """Return the class of a row of PEERS; the size is that of one message."""
+
     def parts(case, index):
         return tuple([(peer, TAG) for peer in some] for some in peers(index, case.ranks))
 
@@ -223,11 +231,15 @@ class Hops(Pattern):
         super().__init__(setup, via)
 
     def parts(self, index):
-        messages = [(source, target, TAG + 2 * number + direction)
-                    for number, (low, high) in self.hops
-                    for direction, (source, target) in enumerate(((low, high), (high, low)))]
-        return ([(target, tag) for source, target, tag in messages if source == index],
-                [(source, tag) for source, target, tag in messages if target == index])
+        messages = [
+            (source, target, TAG + 2 * number + direction)
+            for number, (low, high) in self.hops
+            for direction, (source, target) in enumerate(((low, high), (high, low)))
+        ]
+        return (
+            [(target, tag) for source, target, tag in messages if source == index],
+            [(source, tag) for source, target, tag in messages if target == index],
+        )
 
 
 def microbatches(pp_size: int) -> int:
@@ -240,6 +252,7 @@ def program(schedule, pp_rank: int) -> list[tuple[str, int, int]]:
 
     A tag names a message: its direction, the stage that it enters, its microbatch.
     """
+
     def tag_of(direction: str, stage: int, mb: int) -> int:
         return TAG + (stage * schedule.num_microbatches + mb) * 2 + (direction == "B")
 
@@ -271,8 +284,9 @@ class Program(Exchange):
 
     def parts(self, index):
         steps = program(self.schedule, index)
-        return tuple([(peer, tag) for step, peer, tag in steps if step == kind]
-                     for kind in ("send", "recv"))
+        return tuple(
+            [(peer, tag) for step, peer, tag in steps if step == kind] for kind in ("send", "recv")
+        )
 
     def run(self):
         xs, ys, inbox, sent = iter(self.xs), iter(self.ys), {}, []

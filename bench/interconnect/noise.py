@@ -74,9 +74,16 @@ def noise_lines(row: dict) -> str:
     for place, rank in enumerate(row["ranks"]):
         own = detours[:, place]
         counts, _ = np.histogram(own, [*EDGES_US, np.inf])
-        lines.append({"rank": rank, "quantum_us": f"{took[:, place].min() * 1e-3:.1f}",
-                      "lost_percent": f"{own.sum() * 1e-6 / seconds[place] * 100:.3f}",
-                      "longest_us": f"{own.max():.1f}",
-                      **{f"from_{low}_us": count / seconds[place]
-                         for low, count in zip(EDGES_US, counts, strict=True)}})
+        lines.append(
+            {
+                "rank": rank,
+                "quantum_us": f"{took[:, place].min() * 1e-3:.1f}",
+                "lost_percent": f"{own.sum() * 1e-6 / seconds[place] * 100:.3f}",
+                "longest_us": f"{own.max():.1f}",
+                **{
+                    f"from_{low}_us": count / seconds[place]
+                    for low, count in zip(EDGES_US, counts, strict=True)
+                },
+            }
+        )
     return results.text_table(lines)

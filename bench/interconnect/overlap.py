@@ -131,8 +131,11 @@ def completed(rows: dict, num_tests: int | None) -> list[dict]:
             more = NO_RATES
             if all(part in rows for part in parts):
                 alone, computing, together = (rows[part]["median_us"] for part in parts)
-                more = more | {"alone_us": alone, "computing_us": computing,
-                               "overlap_percent": percent(alone, computing, together)}
+                more = more | {
+                    "alone_us": alone,
+                    "computing_us": computing,
+                    "overlap_percent": percent(alone, computing, together),
+                }
         found.append(row | {"num_tests": num_tests} | more)
     return found
 

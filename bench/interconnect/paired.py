@@ -60,15 +60,19 @@ class Paired(Messages):
         self.first, self.pairs = place < half, half
         self.peer = place + half if self.first else place - half
         super().__init__(setup, via)
-        self.kept = [Kept(lambda x: self.mpi.Send_init(self.known(x), self.peer, TAG)),
-                     Kept(lambda x: self.mpi.Recv_init(self.known(x), self.peer, TAG))]
+        self.kept = [
+            Kept(lambda x: self.mpi.Send_init(self.known(x), self.peer, TAG)),
+            Kept(lambda x: self.mpi.Recv_init(self.known(x), self.peer, TAG)),
+        ]
         self.run = {PERSISTENT: self.run_kept, IN_C: self.run_in_c}.get(via, self.run_plain)
 
     def prepare(self):
         super().prepare()
         if self.via == PERSISTENT:
-            self.requests = [kept.of(some * self.same)
-                             for kept, some in zip(self.kept, (self.xs, self.ys), strict=True)]
+            self.requests = [
+                kept.of(some * self.same)
+                for kept, some in zip(self.kept, (self.xs, self.ys), strict=True)
+            ]
             self.arrange()
 
     def arrange(self) -> None:
@@ -90,9 +94,19 @@ class Paired(Messages):
         """Run samples in C; return (entered, left). xs, ys: all their buffers. Comm: their
         messages.
         """
-        return compiled.run(self.setup.loops, self.function, self.mpi, team, samples, xs=xs, ys=ys,
-                            ack=self.ack, count=self.elements() * self.item, peer=self.peer,
-                            first=self.first)
+        return compiled.run(
+            self.setup.loops,
+            self.function,
+            self.mpi,
+            team,
+            samples,
+            xs=xs,
+            ys=ys,
+            ack=self.ack,
+            count=self.elements() * self.item,
+            peer=self.peer,
+            first=self.first,
+        )
 
     def close(self):
         for kept in self.kept:
@@ -197,11 +211,14 @@ class Bandwidth(Paired):
 
     def volume(self):
         size = self.elements() * self.item
-        return {"size_bytes": size, "bytes_in": size * (self.both or self.first),
-                "bytes_out": size * (self.both or not self.first),
-                "wire_bytes": size * (self.both or self.first),
-                "counted_bytes": size * self.pairs * (1 + self.both),
-                "messages": self.pairs * (1 + self.both)}
+        return {
+            "size_bytes": size,
+            "bytes_in": size * (self.both or self.first),
+            "bytes_out": size * (self.both or not self.first),
+            "wire_bytes": size * (self.both or self.first),
+            "counted_bytes": size * self.pairs * (1 + self.both),
+            "messages": self.pairs * (1 + self.both),
+        }
 
 
 class Bidirectional(Bandwidth):

@@ -39,19 +39,40 @@ from mpipar.ops.mixed_ops import DTYPES as MIXED
 
 LEAST_FACTOR = 1.01  # from one size to the next
 PAIR_CASES = {case.name: case for case in (Latency, Bandwidth, Bidirectional)}
-GROUP_CASES = {case.name: case for case in (
-    MultiLatency, MultiBandwidth, Bisection, PATTERNS["ring"], *COLLECTIVES.values(),
-    PATTERNS["fan-in"], PATTERNS["fan-out"], Barrier, Noise)}
+GROUP_CASES = {
+    case.name: case
+    for case in (
+        MultiLatency,
+        MultiBandwidth,
+        Bisection,
+        PATTERNS["ring"],
+        *COLLECTIVES.values(),
+        PATTERNS["fan-in"],
+        PATTERNS["fan-out"],
+        Barrier,
+        Noise,
+    )
+}
 CASES = (*PAIR_CASES, "pairs", *GROUP_CASES, "stage-chain")
 WITHOUT_LAYOUT = (*PAIR_CASES, "pairs", Noise.name)  # do not run on the groups of a layout
 IN_PAIRS = (MultiLatency.name, MultiBandwidth.name)  # need an even number of ranks
-WAYS = {"mpipar.comm": COMM, "mpi4py": BARE, "persistent": PERSISTENT, "C": IN_C,
-        "algorithms": ALGORITHMS}
+WAYS = {
+    "mpipar.comm": COMM,
+    "mpi4py": BARE,
+    "persistent": PERSISTENT,
+    "C": IN_C,
+    "algorithms": ALGORITHMS,
+}
 PLAIN_WAYS = (COMM, BARE)
-KINDS = {via: via for via in WAYS.values()} | {PREPARED: PERSISTENT} | dict.fromkeys(
-    (*BY, IN_WINDOW), ALGORITHMS)  # others: of mpi4py's
-POSTED_CASES = (*(name for name, case in GROUP_CASES.items() if issubclass(case, Posted)),
-                "stage-chain")
+KINDS = (
+    {via: via for via in WAYS.values()}
+    | {PREPARED: PERSISTENT}
+    | dict.fromkeys((*BY, IN_WINDOW), ALGORITHMS)
+)  # others: of mpi4py's
+POSTED_CASES = (
+    *(name for name, case in GROUP_CASES.items() if issubclass(case, Posted)),
+    "stage-chain",
+)
 LEAST_BYTES = 8  # after 0
 PAIR_SIZES = (8, 1 << 20)  # of the pair matrices: latency, bandwidth
 CHAIN_SCHEDULES = ("1f1b", "interleaved")
@@ -104,7 +125,8 @@ class Job(NamedTuple):
             (self.transport in ("staged", "nccl") and via != COMM)
             or (self.transport != "mpi-host" and kind == ALGORITHMS)
             or (plain_only and kind not in PLAIN_WAYS)
-            or (self.dtype in MIXED and case.sums and (via != COMM or case.wide)))
+            or (self.dtype in MIXED and case.sums and (via != COMM or case.wide))
+        )
 
 
 def size_problems(texts: dict[str, str]) -> list[str]:
@@ -124,8 +146,10 @@ def geometric(begin: int, end: int, factor: float) -> tuple[int, ...]:
     If begin is 0: 0, then the smallest size that holds a number, and so on.
     """
     if begin < 0 or end < begin or not LEAST_FACTOR <= factor < math.inf:
-        raise UsageError(f"sizes from {begin} to {end} bytes by a factor of {factor:g}: give "
-                         f"0 <= --begin-bytes <= --end-bytes and --factor {LEAST_FACTOR} or more")
+        raise UsageError(
+            f"sizes from {begin} to {end} bytes by a factor of {factor:g}: give "
+            f"0 <= --begin-bytes <= --end-bytes and --factor {LEAST_FACTOR} or more"
+        )
     sizes, size = [0] * (begin == 0), float(begin or LEAST_BYTES)
     while size <= end * 1.0001:
         sizes.append(round(size))
@@ -139,8 +163,9 @@ def read_layout(text: str, world_size: int) -> dict[str, int]:
     sizes = dict.fromkeys(AXES, 1) | expand_layout({"layout": text}, found)
     product = math.prod(sizes.values())
     if not found and product != world_size:
-        found.append(f"--layout {text}: is for {counted(product, 'rank')}, but there are"
-                     f" {world_size}")
+        found.append(
+            f"--layout {text}: is for {counted(product, 'rank')}, but there are {world_size}"
+        )
     if found:
         raise UsageError(found)
     return sizes
@@ -148,14 +173,21 @@ def read_layout(text: str, world_size: int) -> dict[str, int]:
 
 def case_problems(cases, layout: str | None, world_size: int) -> list[str]:
     """Return the problems of the choice of cases."""
-    found = [f"no case {case!r}{suggestion(case, CASES)}; choose from {', '.join(CASES)}, all"
-             for case in cases if case not in CASES]
+    found = [
+        f"no case {case!r}{suggestion(case, CASES)}; choose from {', '.join(CASES)}, all"
+        for case in cases
+        if case not in CASES
+    ]
     if world_size < 2:
-        found.append("an interconnect needs at least 2 ranks: mpiexec -n 2 python -m "
-                     "bench.interconnect ...")
+        found.append(
+            "an interconnect needs at least 2 ranks: mpiexec -n 2 python -m bench.interconnect ..."
+        )
     if layout is not None:
-        found += [f"--layout has no groups for {case!r}; run it without --layout"
-                  for case in cases if case in WITHOUT_LAYOUT]
+        found += [
+            f"--layout has no groups for {case!r}; run it without --layout"
+            for case in cases
+            if case in WITHOUT_LAYOUT
+        ]
     return found
 
 
@@ -164,16 +196,22 @@ def posted_cases(layout: str | None) -> tuple[str, ...]:
 
     A layout's chains are whole schedules, which wait in between.
     """
-    return POSTED_CASES if layout is None else tuple(
-        name for name in POSTED_CASES if name in GROUP_CASES)
+    return (
+        POSTED_CASES
+        if layout is None
+        else tuple(name for name in POSTED_CASES if name in GROUP_CASES)
+    )
 
 
 def overlap_problems(cases, layout: str | None, num_tests: int) -> list[str]:
     """Return the problems of overlapping these cases with computing."""
     some = posted_cases(layout)
-    found = [f"--overlap: {case} is not posted and waited for; only {', '.join(some)} are"
-             f"{'' if layout is None else ' with --layout'}"
-             for case in cases if case in CASES and case not in some]
+    found = [
+        f"--overlap: {case} is not posted and waited for; only {', '.join(some)} are"
+        f"{'' if layout is None else ' with --layout'}"
+        for case in cases
+        if case in CASES and case not in some
+    ]
     if num_tests < 0:
         found.append(f"--overlap {num_tests}: give the number of tests while computing, 0 or more")
     return found
@@ -181,8 +219,11 @@ def overlap_problems(cases, layout: str | None, num_tests: int) -> list[str]:
 
 def overlapped(sections, num_tests: int) -> list[Section]:
     """Return those of the sections that are posted and waited for, to overlap with computing."""
-    return [one._replace(title=f"{one.title} overlapped K={num_tests}", num_tests=num_tests)
-            for one in sections if issubclass(one.case, Posted)]
+    return [
+        one._replace(title=f"{one.title} overlapped K={num_tests}", num_tests=num_tests)
+        for one in sections
+        if issubclass(one.case, Posted)
+    ]
 
 
 def world_sections(cases, world_size: int, sizes) -> list[Section]:
@@ -200,23 +241,31 @@ def world_sections(cases, world_size: int, sizes) -> list[Section]:
             found += chain_sections(world_size, sizes)
         else:
             case = GROUP_CASES[name]
-            found.append(Section(name, case, in_pairs(name, all_ranks),
-                                 sizes if case.sized else (0,)))
+            found.append(
+                Section(name, case, in_pairs(name, all_ranks), sizes if case.sized else (0,))
+            )
     return found
 
 
 def routed(sections, routings) -> list[Section]:
     """Return the sections, with one of all-to-allv for each of some routings."""
-    return [one if one.case is not UnevenAllToAll else one._replace(
-                title=f"{one.title} {name}", make=partial(UnevenAllToAll, routing=name))
-            for one in sections
-            for name in (routings if one.case is UnevenAllToAll else ("",))]
+    return [
+        one
+        if one.case is not UnevenAllToAll
+        else one._replace(title=f"{one.title} {name}", make=partial(UnevenAllToAll, routing=name))
+        for one in sections
+        for name in (routings if one.case is UnevenAllToAll else ("",))
+    ]
 
 
 def routing_problems(routings, cases) -> list[str]:
     """Return the problems of the choice of routings."""
-    found = [f"--routing: no routing {name!r}{suggestion(name, tuple(ROUTINGS))}; give some of"
-             f" {','.join(ROUTINGS)}, or all" for name in routings if name not in ROUTINGS]
+    found = [
+        f"--routing: no routing {name!r}{suggestion(name, tuple(ROUTINGS))}; give some of"
+        f" {','.join(ROUTINGS)}, or all"
+        for name in routings
+        if name not in ROUTINGS
+    ]
     if UnevenAllToAll.name not in cases:
         found.append(f"--routing: belongs to {UnevenAllToAll.name}, which is not run; name it too")
     return found
@@ -224,20 +273,37 @@ def routing_problems(routings, cases) -> list[str]:
 
 def in_pairs(name: str, groups):
     """Return a case's groups; if it needs pairs, the last of an odd number of ranks is left out."""
-    return tuple(group[:len(group) // 2 * 2] for group in groups) if name in IN_PAIRS else groups
+    return tuple(group[: len(group) // 2 * 2] for group in groups) if name in IN_PAIRS else groups
 
 
 def chain_sections(world_size: int, sizes) -> list[Section]:
     """Return each hop alone, all hops of each schedule together, and each schedule's messages."""
     all_ranks = (tuple(range(world_size)),)
-    found = [Section("stage-chain hop", partial(Hops, hops=((0, 1),)), (hop,), sizes, "pp", "alone")
-             for hop in hops_of("interleaved", world_size)]
+    found = [
+        Section("stage-chain hop", partial(Hops, hops=((0, 1),)), (hop,), sizes, "pp", "alone")
+        for hop in hops_of("interleaved", world_size)
+    ]
     for schedule in CHAIN_SCHEDULES:
         hops = hops_of(schedule, world_size)
-        found.append(Section(f"stage-chain hops {schedule}", partial(Hops, hops=tuple(hops)),
-                             all_ranks, sizes, "pp", "together"))
-        found.append(Section(f"stage-chain {schedule}", partial(Program, schedule_name=schedule),
-                             all_ranks, sizes, "pp"))
+        found.append(
+            Section(
+                f"stage-chain hops {schedule}",
+                partial(Hops, hops=tuple(hops)),
+                all_ranks,
+                sizes,
+                "pp",
+                "together",
+            )
+        )
+        found.append(
+            Section(
+                f"stage-chain {schedule}",
+                partial(Program, schedule_name=schedule),
+                all_ranks,
+                sizes,
+                "pp",
+            )
+        )
     return found
 
 
@@ -245,14 +311,17 @@ def left_out(cases, layout: str | None, wanted, job: Job) -> list[str]:
     """Return lines on cases for which the layout has no groups, or the job no way."""
     lines = []
     if layout is not None and "stage-chain" in cases and all(one.axis != "pp" for one in wanted):
-        lines.append("stage-chain is left out: a chain of stages needs pp=2 or more, --layout is "
-                     f"{layout}")
+        lines.append(
+            f"stage-chain is left out: a chain of stages needs pp=2 or more, --layout is {layout}"
+        )
     reasons: dict[str, list[str]] = {}
     for one in (one for one in wanted if not job.ways(one)):
         reason = "nothing of it runs with these --ways, --transport and --dtype"
         reasons.setdefault(reason, []).append(one.title)
-    return lines + [f"left out: {', '.join(sorted(set(titles)))}: {reason}"
-                    for reason, titles in reasons.items()]
+    return lines + [
+        f"left out: {', '.join(sorted(set(titles)))}: {reason}"
+        for reason, titles in reasons.items()
+    ]
 
 
 def layout_sections(cases, layout: dict[str, int], sizes) -> list[Section]:
@@ -261,8 +330,7 @@ def layout_sections(cases, layout: dict[str, int], sizes) -> list[Section]:
     Raises UsageError if there is nothing to run.
     """
     world_size = math.prod(layout.values())
-    grids = [Grid(place, layout)
-             for place in range(world_size)]
+    grids = [Grid(place, layout) for place in range(world_size)]
     found = []
     for axis in [axis for axis in AXES if layout[axis] > 1]:
         groups = tuple(sorted({grid.group(axis) for grid in grids}))
@@ -270,15 +338,24 @@ def layout_sections(cases, layout: dict[str, int], sizes) -> list[Section]:
         modes += [(groups, "together")] if len(groups) > 1 else []
         for name in cases:
             if name == "stage-chain":
-                makes = {f"{name} {schedule}": partial(Program, schedule_name=schedule)
-                         for schedule in CHAIN_SCHEDULES} if axis == "pp" else {}
+                makes = (
+                    {
+                        f"{name} {schedule}": partial(Program, schedule_name=schedule)
+                        for schedule in CHAIN_SCHEDULES
+                    }
+                    if axis == "pp"
+                    else {}
+                )
             else:
                 makes = {name: GROUP_CASES[name]}
             for title, make in makes.items():
                 own = sizes if getattr(make, "sized", True) else (0,)
-                found += [Section(title, make, in_pairs(name, some), own, axis, mode)
-                          for some, mode in modes]
+                found += [
+                    Section(title, make, in_pairs(name, some), own, axis, mode)
+                    for some, mode in modes
+                ]
     if not found:
-        raise UsageError(f"--layout has no groups for {', '.join(cases)}: a chain of stages needs "
-                         "pp=2 or more")
+        raise UsageError(
+            f"--layout has no groups for {', '.join(cases)}: a chain of stages needs pp=2 or more"
+        )
     return found

@@ -21,11 +21,41 @@ SCHEMA = 2
 COMPLETE, INTERRUPTED, CUT_OFF = "complete", "interrupted", "cut off"
 SAMPLES = ("entered_ns", "left_ns", "late_at")  # the wide columns: tables leave them out
 COLUMNS = {  # every row has these
-    "case", "via", "transport", "axis", "mode", "ranks", "link", "dtype", "buffers", "in_place",
-    "window", "per_sample", "size_bytes", "count", "bytes_per_rank_in", "bytes_per_rank_out",
-    "bytes_on_wire_per_rank", "iterations", "median_us", "p5_us", "p95_us", "p99_us", "max_us",
-    "low_us", "high_us", "algbw_GBps", "busbw_GBps", "skew_us", "slowest_rank", "slowest_share",
-    "checked", "sync", "late", *SAMPLES}
+    "case",
+    "via",
+    "transport",
+    "axis",
+    "mode",
+    "ranks",
+    "link",
+    "dtype",
+    "buffers",
+    "in_place",
+    "window",
+    "per_sample",
+    "size_bytes",
+    "count",
+    "bytes_per_rank_in",
+    "bytes_per_rank_out",
+    "bytes_on_wire_per_rank",
+    "iterations",
+    "median_us",
+    "p5_us",
+    "p95_us",
+    "p99_us",
+    "max_us",
+    "low_us",
+    "high_us",
+    "algbw_GBps",
+    "busbw_GBps",
+    "skew_us",
+    "slowest_rank",
+    "slowest_share",
+    "checked",
+    "sync",
+    "late",
+    *SAMPLES,
+}
 
 TEXTS = {"case", "via", "transport", "axis", "mode", "link", "dtype", "buffers", "checked", "sync"}
 NUMBERS = {name for name in COLUMNS if name.endswith(("_us", "_GBps", "_bytes", "_share"))}
@@ -93,12 +123,14 @@ def parse(lines, name: str) -> list[Run]:
         kind = value.pop("kind", None)
         if kind == "head":
             if (found := value.get("schema")) != SCHEMA:
-                raise DataError(f"{name}:{number}: schema {shown(found)}, this program reads"
-                                f" {SCHEMA}")
+                raise DataError(
+                    f"{name}:{number}: schema {shown(found)}, this program reads {SCHEMA}"
+                )
             runs.append(Run(value))
         elif not runs:
-            raise DataError(f"{name}:{number}: no head before it; is this a file of "
-                            "bench.interconnect --json?")
+            raise DataError(
+                f"{name}:{number}: no head before it; is this a file of bench.interconnect --json?"
+            )
         elif kind == "row":
             if missing := sorted(COLUMNS - value.keys()):
                 raise DataError(f"{name}:{number}: lacks {', '.join(missing)}")
@@ -122,7 +154,8 @@ def _fits(column: str, value) -> bool:
         rows = value if isinstance(value, list) else [None]
         if rows and all(isinstance(one, list) for one in rows):
             return len(set(map(len, rows))) == 1 and all(
-                type(part) is int for one in rows for part in one)
+                type(part) is int for one in rows for part in one
+            )
         return all(type(one) is int for one in rows)
     if column in TEXTS:
         return value is None or (isinstance(value, str) and value.isprintable())
@@ -137,8 +170,9 @@ def read(path: str) -> list[Run]:
     except OSError as error:
         raise DataError(f"{path}: {error.strerror}") from error
     except UnicodeDecodeError as error:
-        raise DataError(f"{path}: not text; is this a file of bench.interconnect --json?"
-                        ) from error
+        raise DataError(
+            f"{path}: not text; is this a file of bench.interconnect --json?"
+        ) from error
 
 
 def facts_of(path: str) -> dict:
@@ -149,9 +183,11 @@ def facts_of(path: str) -> dict:
 
 def remark(path: str, runs) -> str:
     """Return one line on a file if one of its launches did not measure everything, else ""."""
-    found = [f"{name} in {count} of {counted(len(runs), 'launch')}"
-             for name in (INTERRUPTED, CUT_OFF)
-             if (count := sum(run.status == name for run in runs))]
+    found = [
+        f"{name} in {count} of {counted(len(runs), 'launch')}"
+        for name in (INTERRUPTED, CUT_OFF)
+        if (count := sum(run.status == name for run in runs))
+    ]
     if refused := [text for run in runs for text in run.refused]:
         found.append(f"{counted(len(refused), 'case')} refused, the first is {refused[0]}")
     return f"{path}: rows may be missing: {'; '.join(found)}" if found else ""

@@ -129,8 +129,9 @@ def checked(team, case) -> list[str]:
     return problems or ([ELSEWHERE] if most else [])
 
 
-def measure_cases(team, cases: dict, plan: Plan, progress, stopping,
-            ahead_ns: int = 0) -> dict[str, Outcome]:
+def measure_cases(
+    team, cases: dict, plan: Plan, progress, stopping, ahead_ns: int = 0
+) -> dict[str, Outcome]:
     """Return {way: Outcome} of this rank; all ways continue until each has enough.
 
     stopping(): whether this rank was asked to end. ahead_ns: this rank's clock minus the common
@@ -156,10 +157,17 @@ def measure_cases(team, cases: dict, plan: Plan, progress, stopping,
             orders.append(batch_size((left - entered) * 1e-9, plans[via], len(found[via].left)))
         kept = {via: np.subtract(found[via].left, found[via].entered) * 1e-9 for via in running}
         done = turn >= LEAST_TURNS and all(
-            enough(kept[via], spent[via], plans[via]) for via in running)
+            enough(kept[via], spent[via], plans[via]) for via in running
+        )
         first = team.rank == 0
-        *counts, going, stopped = largest(team, [  # all but the first rank give 0
-            *(count * first for count in orders), first and not done, stopping()])
+        *counts, going, stopped = largest(
+            team,
+            [  # all but the first rank give 0
+                *(count * first for count in orders),
+                first and not done,
+                stopping(),
+            ],
+        )
         if stopped or not going:
             break
     gc.enable()
@@ -168,8 +176,10 @@ def measure_cases(team, cases: dict, plan: Plan, progress, stopping,
 
 def on_common_clock(facts, ranks, via: str, clock) -> tuple[np.ndarray, np.ndarray]:
     """Return (n, ranks) entered and left on the clock of world rank 0, ns."""
-    columns = [[[clock.common_ns(number, time) for time in facts[number][via][part]]
-                for number in ranks] for part in (0, 1)]
+    columns = [
+        [[clock.common_ns(number, time) for time in facts[number][via][part]] for number in ranks]
+        for part in (0, 1)
+    ]
     return tuple(np.array(column, np.int64).T for column in columns)
 
 

@@ -95,8 +95,9 @@ class Bench:
     must make it; if the GPU of one is not usable, all leave together.
     """
 
-    def __init__(self, session, job: Job, footprint: int, plan: Plan, window: int = 64, *,
-                 loops=None):
+    def __init__(
+        self, session, job: Job, footprint: int, plan: Plan, window: int = 64, *, loops=None
+    ):
         self.session, self.world = session, session.world
         self.ops = session.agree(lambda: make_ops(job.transport, job.dtype, session.host_rank))
         self.job, self.plan, self.window, self.loops = job, plan, window, loops
@@ -113,8 +114,9 @@ class Bench:
     def _look_at_clocks(self) -> None:
         """Measure how far this rank's clock is ahead of rank 0's. Comm: messages, one broadcast."""
         self.clock_before = measure_clocks(self.world, self.owners)
-        text = json.dumps({str(owner): sample.offset_ns
-                           for owner, sample in self.clock_before.items()})
+        text = json.dumps(
+            {str(owner): sample.offset_ns for owner, sample in self.clock_before.items()}
+        )
         offsets = json.loads(broadcast_text(self.world, text))
         self.ahead_ns = round(offsets.get(str(self.owners[self.world.rank]), 0))
 
@@ -135,27 +137,40 @@ class Bench:
         return {
             "machine": results.machine(),
             "library": " ".join(MPI.Get_library_version().splitlines()[0].split()),
-            "launcher": self.session.launcher.name, "arguments": list(argv), "launch": launch,
-            "revision": revision(), "ranks": self.world.size, "places": self.places,
-            "clock": clock.describe(), "start": MEANING[self.plan.sync],
+            "launcher": self.session.launcher.name,
+            "arguments": list(argv),
+            "launch": launch,
+            "revision": revision(),
+            "ranks": self.world.size,
+            "places": self.places,
+            "clock": clock.describe(),
+            "start": MEANING[self.plan.sync],
             "time": "last exit - first entry; latency, bandwidth, bidirectional: first rank alone",
-            "transport": self.job.transport, "dtype": str(self.ops.dtype),
-            "buffers": self.job.buffers, "footprint_bytes": self.arena.footprint,
-            "crowded": self.crowded(), "memory_copy_GBps": copy_rate(), "plan": self.plan._asdict(),
-            "environment": {name: value for name, value in sorted(os.environ.items())
-                            if VARIABLES.match(name)},
+            "transport": self.job.transport,
+            "dtype": str(self.ops.dtype),
+            "buffers": self.job.buffers,
+            "footprint_bytes": self.arena.footprint,
+            "crowded": self.crowded(),
+            "memory_copy_GBps": copy_rate(),
+            "plan": self.plan._asdict(),
+            "environment": {
+                name: value for name, value in sorted(os.environ.items()) if VARIABLES.match(name)
+            },
         }
 
     def watchdog(self, seconds: float):
         """End the job with a message after this many seconds without progress (0: never)."""
         return self.session.watch.following(
             lambda: (self.progress.count, self.progress.doing),
-            lambda: watchdog.state_of(where=self.progress.doing), seconds)
+            lambda: watchdog.state_of(where=self.progress.doing),
+            seconds,
+        )
 
     def run(self, section, sizes=None) -> list[dict]:
         """Measure a section; return its rows on world rank 0. Comm: all ranks must call it."""
-        group = make_group(section.groups, section.axis, self.job.transport, self.ops, self.world,
-                           self.recorder)
+        group = make_group(
+            section.groups, section.axis, self.job.transport, self.ops, self.world, self.recorder
+        )
         rows = []
         for size in section.sizes if sizes is None else sizes:
             self.latest = self._one(section, group, size)
@@ -168,17 +183,29 @@ class Bench:
     def _one(self, section, group, size: int) -> list[dict]:
         fact: dict = {"ways": {}, "volume": {}}
         if group.team is not None:
-            setup = Setup(group.comm, group.mpi, self.arena, size, self.window, self.loops,
-                          partial(comms_by, group.mpi, self.ops, self.recorder))
+            setup = Setup(
+                group.comm,
+                group.mpi,
+                self.arena,
+                size,
+                self.window,
+                self.loops,
+                partial(comms_by, group.mpi, self.ops, self.recorder),
+            )
             cases = {via: section.make(setup, via) for via in self.job.ways(section)}
             if section.num_tests is not None:
                 cases = overlap.with_computing(group.team, section, setup, cases, self.progress)
-            outcomes = measure_cases(group.team, cases, self.plan, self.progress,
-                                     self._must_end, self.ahead_ns)
+            outcomes = measure_cases(
+                group.team, cases, self.plan, self.progress, self._must_end, self.ahead_ns
+            )
             case = next(iter(cases.values()))
-            fact = {"ways": {via: list(outcome) for via, outcome in outcomes.items()},
-                    "volume": case.volume(), "window": case.window,
-                    "per_sample": case.per_sample, "in_place": case.in_place}
+            fact = {
+                "ways": {via: list(outcome) for via, outcome in outcomes.items()},
+                "volume": case.volume(),
+                "window": case.window,
+                "per_sample": case.per_sample,
+                "in_place": case.in_place,
+            }
             for one in cases.values():
                 one.close()
         self.progress.doing = "waiting for the other groups"
@@ -198,21 +225,21 @@ class Bench:
         for ranks in group.groups:
             new, size = {}, facts[ranks[0]]["volume"]["size_bytes"]
             for via in facts[ranks[0]]["ways"]:
-                bad = [problem for number in ranks
-                       for problem in facts[number]["ways"][via][2]]
+                bad = [problem for number in ranks for problem in facts[number]["ways"][via][2]]
                 count = len(facts[ranks[0]]["ways"][via][0])
-                late = sorted({one for number in group.ranks
-                               for one in facts[number]["ways"][via][3]})
+                late = sorted(
+                    {one for number in group.ranks for one in facts[number]["ways"][via][3]}
+                )
                 what = f"{section.title}, {size} bytes, {via}"
                 if bad:
                     where = next((one for one in bad if one != ELSEWHERE), ELSEWHERE)
                     self.refused.append(f"{what}: {where}")
                 elif count and len(late) == count:
-                    self.refused.append(f"{what}: no iteration started in time; use --sync "
-                                        "barrier")
+                    self.refused.append(f"{what}: no iteration started in time; use --sync barrier")
                 elif count:
                     entered, left = on_common_clock(
-                        [fact["ways"] for fact in facts], ranks, via, clock)
+                        [fact["ways"] for fact in facts], ranks, via, clock
+                    )
                     new[via] = self._row(section, ranks, via, facts, entered, left, late)
             rows += overlap.completed(new, section.num_tests)
         return rows
@@ -225,29 +252,46 @@ class Bench:
         slowest, share = last_share(left)
         start = entered.min()
         row = {
-            "case": section.title, "via": via, "transport": self.job.transport,
+            "case": section.title,
+            "via": via,
+            "transport": self.job.transport,
             "axis": section.axis,
-            "mode": section.mode, "ranks": list(ranks), "link": link_of(self.places, ranks),
-            "dtype": str(self.ops.dtype), "buffers": self.job.buffers,
-            "in_place": first["in_place"], "window": first["window"],
-            "per_sample": first["per_sample"], "size_bytes": size,
+            "mode": section.mode,
+            "ranks": list(ranks),
+            "link": link_of(self.places, ranks),
+            "dtype": str(self.ops.dtype),
+            "buffers": self.job.buffers,
+            "in_place": first["in_place"],
+            "window": first["window"],
+            "per_sample": first["per_sample"],
+            "size_bytes": size,
             "count": size // self.ops.dtype.itemsize,
             "bytes_per_rank_in": max(volume["bytes_in"] for volume in volumes),
             "bytes_per_rank_out": max(volume["bytes_out"] for volume in volumes),
             "bytes_on_wire_per_rank": max(volume["wire_bytes"] for volume in volumes),
-            "slowest_rank": ranks[slowest], "slowest_share": share,
+            "slowest_rank": ranks[slowest],
+            "slowest_share": share,
             "checked": "ok" if self.plan.check else "unchecked",
-            "sync": section.case.sync or self.plan.sync, "late": len(late), "late_at": late,
-            "entered_ns": (entered - start).tolist(), "left_ns": (left - start).tolist(),
+            "sync": section.case.sync or self.plan.sync,
+            "late": len(late),
+            "late_at": late,
+            "entered_ns": (entered - start).tolist(),
+            "left_ns": (left - start).tolist(),
         }
         times = times_us(row)
         line = summary(times)
         if "messages" in volumes[0]:
             row["messages_per_s"] = volumes[0]["messages"] * 1e6 / line["median_us"]
         row |= {name: volumes[0][name] for name in PEERS if name in volumes[0]}
-        return row | line | {
-            "converged": half_width(times) <= self.plan.target, "skew_us": skew_us(row),
-            **bandwidths(section.title, len(ranks), counted, line["median_us"])}
+        return (
+            row
+            | line
+            | {
+                "converged": half_width(times) <= self.plan.target,
+                "skew_us": skew_us(row),
+                **bandwidths(section.title, len(ranks), counted, line["median_us"]),
+            }
+        )
 
 
 STATED, COPY = "--bound-GBps", "memory copy"
@@ -275,13 +319,16 @@ class Bounds(NamedTuple):
         if bound is None or not row["busbw_GBps"]:
             return {}
         rate = bound[1] * (2 if row["case"] == Bidirectional.name else 1)  # it counts both ways
-        return {"bound": bound[0], "bound_GBps": rate,
-                "bound_percent": 100 * row["busbw_GBps"] / rate}
+        return {
+            "bound": bound[0],
+            "bound_GBps": rate,
+            "bound_percent": 100 * row["busbw_GBps"] / rate,
+        }
 
     def describe(self) -> str:
         """Return the bounds of this job in one line."""
         parts = []
-        for between_hosts in (False, True)[:1 + self.several_hosts]:
+        for between_hosts in (False, True)[: 1 + self.several_hosts]:
             bound = self.of(between_hosts)
             rate = f"{bound[1]:.4g} GB/s ({bound[0]})" if bound else "unknown"
             parts.append(f"{rate} {'between hosts' if between_hosts else 'inside a host'}")

@@ -22,8 +22,10 @@ EACH_ALONE = "noise"  # nothing is sent: the slowest rank's own time counts
 # result. Source: PERFORMANCE.md of nccl-tests.
 BUS_FACTORS = {
     **dict.fromkeys(("all-reduce", "iall-reduce"), lambda ranks: 2 * (ranks - 1) / ranks),
-    **dict.fromkeys(("all-gather", "reduce-scatter", "all-to-all", "all-to-allv", "gather",
-                     "scatter"), lambda ranks: (ranks - 1) / ranks),
+    **dict.fromkeys(
+        ("all-gather", "reduce-scatter", "all-to-all", "all-to-allv", "gather", "scatter"),
+        lambda ranks: (ranks - 1) / ranks,
+    ),
     **dict.fromkeys(("multi-bandwidth", "bisection"), lambda ranks: 1 / (ranks // 2)),  # one pair's
 }
 
@@ -101,9 +103,14 @@ def summary(times_us) -> dict:
     low, high = median_interval(times_us)
     p5, p95, p99 = np.percentile(times_us, (5, 95, 99))
     return {
-        "iterations": len(times_us), "median_us": float(np.median(times_us)), "p5_us": float(p5),
-        "p95_us": float(p95), "p99_us": float(p99), "max_us": float(times_us.max()),
-        "low_us": low, "high_us": high,
+        "iterations": len(times_us),
+        "median_us": float(np.median(times_us)),
+        "p5_us": float(p5),
+        "p95_us": float(p95),
+        "p99_us": float(p99),
+        "max_us": float(times_us.max()),
+        "low_us": low,
+        "high_us": high,
     }
 
 
@@ -138,6 +145,7 @@ def scipy_stats():
     try:
         from scipy import stats  # here, because it takes half a second, and ranks need none
     except ImportError:
-        raise EnvironmentProblem("intervals and tests between launches need the package scipy:"
-                                 " pip install '.[bench]'") from None
+        raise EnvironmentProblem(
+            "intervals and tests between launches need the package scipy: pip install '.[bench]'"
+        ) from None
     return stats

@@ -28,8 +28,13 @@ exec ip netns exec "$host" unshare "${{own[@]}}" bash -c "hostname $host; exec $
 """
 # Shared memory would bypass the cable. Both hosts also share the cores of this machine: a rank that
 # considers all of them its own would start so many BLAS threads that they wait for each other.
-OVER_TCP = {"UCX_TLS": "tcp,self", "UCX_NET_DEVICES": "eth0", "MPIR_CVAR_NOLOCAL": "1",
-            "HYDRA_LAUNCHER": "ssh", "OMP_NUM_THREADS": str(max(1, (os.cpu_count() or 1) // 2))}
+OVER_TCP = {
+    "UCX_TLS": "tcp,self",
+    "UCX_NET_DEVICES": "eth0",
+    "MPIR_CVAR_NOLOCAL": "1",
+    "HYDRA_LAUNCHER": "ssh",
+    "OMP_NUM_THREADS": str(max(1, (os.cpu_count() or 1) // 2)),
+}
 
 
 @cache
@@ -57,7 +62,8 @@ def ip(*words) -> str:
     if done.returncode:
         raise EnvironmentProblem(
             f"ip {' '.join(words)}: {done.stderr.strip()}; a container must be started with "
-            "--privileged")
+            "--privileged"
+        )
     return done.stdout
 
 
@@ -65,7 +71,8 @@ def wait_until_up(name):
     """Wait until the kernel reports that a cable's other end is up."""
     deadline = time.monotonic() + 10
     while "LOWER_UP" not in (text := ip("-n", name, "link", "show", "eth0")) or (
-            "state UP" not in text):
+        "state UP" not in text
+    ):
         assert time.monotonic() < deadline, text
         time.sleep(0.05)
 
@@ -79,8 +86,18 @@ class Hosts:
     def mpiexec(self, launcher, counts, *command):
         """Return the command of mpiexec on the first host, with counts[i] ranks on host i."""
         hosts = ",".join(f"{name}:{count}" for name, count in zip(self.names, counts, strict=True))
-        words = [launcher, "-localhost", "10.77.0.1", "-launcher-exec", self.enter, "-hosts",
-                 hosts, "-n", str(sum(counts)), *command]
+        words = [
+            launcher,
+            "-localhost",
+            "10.77.0.1",
+            "-launcher-exec",
+            self.enter,
+            "-hosts",
+            hosts,
+            "-n",
+            str(sum(counts)),
+            *command,
+        ]
         return [self.enter, self.names[0], *words]
 
 
@@ -95,14 +112,42 @@ def two_hosts(folder, mbit_per_second):
     try:
         for name in names:
             ip("netns", "add", name)
-        ip("link", "add", "eth0", "netns", names[0], "type", "veth", "peer", "name", "eth0",
-           "netns", names[1])
+        ip(
+            "link",
+            "add",
+            "eth0",
+            "netns",
+            names[0],
+            "type",
+            "veth",
+            "peer",
+            "name",
+            "eth0",
+            "netns",
+            names[1],
+        )
         for number, name in enumerate(names, 1):
             ip("-n", name, "addr", "add", f"10.77.0.{number}/24", "dev", "eth0")
             for device in ("lo", "eth0"):
                 ip("-n", name, "link", "set", device, "up")
-            ip("netns", "exec", name, "tc", "qdisc", "add", "dev", "eth0", "root", "tbf", "rate",
-               f"{mbit_per_second}mbit", "burst", "32kb", "latency", "50ms")
+            ip(
+                "netns",
+                "exec",
+                name,
+                "tc",
+                "qdisc",
+                "add",
+                "dev",
+                "eth0",
+                "root",
+                "tbf",
+                "rate",
+                f"{mbit_per_second}mbit",
+                "burst",
+                "32kb",
+                "latency",
+                "50ms",
+            )
         for name in names:
             wait_until_up(name)
         yield Hosts(names, str(enter))

@@ -58,8 +58,10 @@ class Suspect(NamedTuple):
 
     def __str__(self) -> str:
         names = " and ".join(map(str, self.ranks))
-        return (f"rank{'s' * (len(self.ranks) > 1)} {names}: {self.what} {self.factor:.1f} times"
-                " the median")
+        return (
+            f"rank{'s' * (len(self.ranks) > 1)} {names}: {self.what} {self.factor:.1f} times"
+            " the median"
+        )
 
 
 def rounds_of(size: int) -> list[list[Pair]]:
@@ -80,28 +82,45 @@ def outliers(values: dict, limit: float) -> dict:
         return {}
     middle = median(values.values())
     usual = NORMAL * median(abs(value - middle) for value in values.values())
-    return {name: value / middle for name, value in values.items()
-            if value > limit * middle and value - middle > FAR * usual}
+    return {
+        name: value / middle
+        for name, value in values.items()
+        if value > limit * middle and value - middle > FAR * usual
+    }
 
 
-def suspects(work: list[float], pairs: dict[str, dict[Pair, float]], links: dict[Pair, str],
-             hosts: list[str], limit: float) -> list[Suspect]:
+def suspects(
+    work: list[float],
+    pairs: dict[str, dict[Pair, float]],
+    links: dict[Pair, str],
+    hosts: list[str],
+    limit: float,
+) -> list[Suspect]:
     """Return the slow ranks and pairs.
 
     work: of each rank; pairs: {what: {pair: seconds}}; links: the kind of each.
     """
-    found = [Suspect((rank,), "computing", factor, (hosts[rank],))
-             for rank, factor in outliers(dict(enumerate(work)), limit).items()]
+    found = [
+        Suspect((rank,), "computing", factor, (hosts[rank],))
+        for rank, factor in outliers(dict(enumerate(work)), limit).items()
+    ]
     for what, times in pairs.items():
-        kinds = {kind: median(time for pair, time in times.items() if links[pair] == kind)
-                 for kind in set(links.values())}
+        kinds = {
+            kind: median(time for pair, time in times.items() if links[pair] == kind)
+            for kind in set(links.values())
+        }
         over = {pair: time / kinds[links[pair]] for pair, time in times.items()}
-        ranks = {rank: median(value for pair, value in over.items() if rank in pair)
-                 for rank in range(len(work))}
+        ranks = {
+            rank: median(value for pair, value in over.items() if rank in pair)
+            for rank in range(len(work))
+        }
         slow = outliers(ranks, limit)
         found += [Suspect((rank,), what, factor, (hosts[rank],)) for rank, factor in slow.items()]
-        found += [Suspect(pair, f"{what} between them", factor, ())
-                  for pair, factor in outliers(over, 2 * limit).items() if not {*pair} & {*slow}]
+        found += [
+            Suspect(pair, f"{what} between them", factor, ())
+            for pair, factor in outliers(over, 2 * limit).items()
+            if not {*pair} & {*slow}
+        ]
     return found
 
 
@@ -135,7 +154,7 @@ def measure(world, rounds: int, progress) -> tuple[list[float], dict] | None:
     for number in range(rounds):
         table[0] = np.minimum(table[0], work_seconds(exponent))
         turns = rounds_of(world.size)
-        for turn in turns[number % len(turns):] + turns[:number % len(turns)]:
+        for turn in turns[number % len(turns) :] + turns[: number % len(turns)]:
             progress()
             world.Barrier()
             for pair in (pair for pair in turn if world.rank in pair):
@@ -146,22 +165,38 @@ def measure(world, rounds: int, progress) -> tuple[list[float], dict] | None:
     if tables is None:
         return None
     return tables[:, 0, 0].tolist(), {
-        what: {pair: float(tables[pair[0], row, pair[1]])
-               for pair in combinations(range(world.size), 2)}
-        for row, what in enumerate(SIZES, 1)}
+        what: {
+            pair: float(tables[pair[0], row, pair[1]])
+            for pair in combinations(range(world.size), 2)
+        }
+        for row, what in enumerate(SIZES, 1)
+    }
 
 
 def lines_of(work, pairs, hosts) -> list[dict]:
     """Return a line for each rank: its work, and the median of its pairs."""
-    return [{"rank": rank, "host": hosts[rank], "work_us": f"{own * 1e6:.1f}", **{
-        f"{what}_us": f"{median(t for pair, t in times.items() if rank in pair) * 1e6:.1f}"
-        for what, times in pairs.items()}} for rank, own in enumerate(work)]
+    return [
+        {
+            "rank": rank,
+            "host": hosts[rank],
+            "work_us": f"{own * 1e6:.1f}",
+            **{
+                f"{what}_us": f"{median(t for pair, t in times.items() if rank in pair) * 1e6:.1f}"
+                for what, times in pairs.items()
+            },
+        }
+        for rank, own in enumerate(work)
+    ]
 
 
 def add_flags(parser) -> None:
     """Add the flags for what counts as slow, and how often to look."""
-    parser.add_argument("--limit", type=float, default=1.5,
-                        help="a rank is slow from this many times the median (1.5)")
+    parser.add_argument(
+        "--limit",
+        type=float,
+        default=1.5,
+        help="a rank is slow from this many times the median (1.5)",
+    )
     parser.add_argument("--rounds", type=flags.count, default=3, help="of everything (3)")
 
 
@@ -176,13 +211,15 @@ def vetted(args, session) -> int:
     world = session.world
     if world.size < LEAST_RANKS:
         if world.rank == 0:
-            print(f"too few to compare: {world.size} of at least {LEAST_RANKS} ranks; with two it"
-                  " is unclear which one is slow", file=sys.stderr)
+            print(
+                f"too few to compare: {world.size} of at least {LEAST_RANKS} ranks; with two it"
+                " is unclear which one is slow",
+                file=sys.stderr,
+            )
         return EXIT_USAGE
     places = gather_facts(world, place_fact(world.rank, make("cpu", "float32")))
     steps: list[int] = []
-    with session.watch.following(
-            lambda: len(steps), lambda: state_of(where="vetting"), 60.0):
+    with session.watch.following(lambda: len(steps), lambda: state_of(where="vetting"), 60.0):
         found = measure(world, args.rounds, lambda: steps.append(1))
     crowded = cores_of(world).crowded
     code = say(found, places, args.limit, crowded) if found else EXIT_OK
@@ -211,5 +248,6 @@ def say(found, places, limit: float, crowded: bool = False) -> int:
     return EXIT_CHECK_FAILED if slow else EXIT_OK
 
 
-main = Program("interconnect.vet", __doc__, vetted, together=True, json=None, add=add_flags,
-               check=check).started(__name__)
+main = Program(
+    "interconnect.vet", __doc__, vetted, together=True, json=None, add=add_flags, check=check
+).started(__name__)

@@ -23,8 +23,13 @@ from bench.interconnect.cases import BARE, COMM, IN_C, PERSISTENT, PREPARED
 from bench.program import Outcome, Program
 from mpipar.errors import EXIT_CHECK_FAILED, EXIT_OK, DataError
 
-COLUMNS = {IN_C: "C_us", BARE: "mpi4py_us", PERSISTENT: "prepared_us", PREPARED: "prepared_us",
-           COMM: "mpipar_comm_us"}
+COLUMNS = {
+    IN_C: "C_us",
+    BARE: "mpi4py_us",
+    PERSISTENT: "prepared_us",
+    PREPARED: "prepared_us",
+    COMM: "mpipar_comm_us",
+}
 # From C to mpipar.comm: what each step adds.
 STEPS = (("calling_us", IN_C, PREPARED), ("asking_us", PREPARED, BARE), ("record_us", BARE, COMM))
 LIMIT_US, SMALL_BYTES = 0.6, 8 << 10  # up to the size that OSU's benchmarks call small
@@ -41,17 +46,25 @@ def compared(rows) -> list[dict]:
         found.setdefault(key, {}).setdefault(row["via"], []).append(row)
     lines = []
     for (case, _, ranks, size, _), ways in sorted(found.items()):
-        times = {COLUMNS[via]: statistics.median(row["median_us"] for row in own)
-                 for via, own in ways.items() if via in COLUMNS}
+        times = {
+            COLUMNS[via]: statistics.median(row["median_us"] for row in own)
+            for via, own in ways.items()
+            if via in COLUMNS
+        }
         if len(times) < 2:
             continue
-        line = {"case": case, "ranks": len(ranks), "size_bytes": size,
-                "launches": len({row["launch"] for own in ways.values() for row in own}),
-                **{name: times.get(name, "-") for name in COLUMNS.values()}}
+        line = {
+            "case": case,
+            "ranks": len(ranks),
+            "size_bytes": size,
+            "launches": len({row["launch"] for own in ways.values() for row in own}),
+            **{name: times.get(name, "-") for name in COLUMNS.values()},
+        }
         for via in (BARE, PERSISTENT):
             known = COLUMNS[via] in times and COLUMNS[IN_C] in times
             line[f"{COLUMNS[via].removesuffix('_us')}_over_C"] = (
-                times[COLUMNS[via]] / times[COLUMNS[IN_C]] if known else "-")
+                times[COLUMNS[via]] / times[COLUMNS[IN_C]] if known else "-"
+            )
         for name, *step in STEPS:
             less, more = (times.get(COLUMNS[via]) for via in step)
             line[name] = "-" if None in (less, more) else more - less
@@ -68,7 +81,8 @@ def latency_problems(lines) -> list[str]:
         size, more = line["size_bytes"], line["record_us"]
         share = more / line["mpi4py_us"]
         if (size <= SMALL_BYTES and more > LIMIT_US) or (
-                size >= LARGE_BYTES and share > LIMIT_SHARE):
+            size >= LARGE_BYTES and share > LIMIT_SHARE
+        ):
             found.append(f"latency of {size} bytes: {more:.2f} us ({share:.1%}) above bare mpi4py")
     return found
 
@@ -93,18 +107,33 @@ def with_osu(lines) -> list[dict]:
             ranks = max(line["ranks"] for line in lines if line["case"] == case)
             try:
                 done = subprocess.run(
-                    [launches.own_launcher(), "-n", str(ranks), path, "-m",
-                     f"{max(1, min(sizes))}:{max(sizes)}"], capture_output=True, text=True,
-                    check=True, env=launches.environment_of_jobs(), timeout=OSU_SECONDS)
+                    [
+                        launches.own_launcher(),
+                        "-n",
+                        str(ranks),
+                        path,
+                        "-m",
+                        f"{max(1, min(sizes))}:{max(sizes)}",
+                    ],
+                    capture_output=True,
+                    text=True,
+                    check=True,
+                    env=launches.environment_of_jobs(),
+                    timeout=OSU_SECONDS,
+                )
             except subprocess.SubprocessError as error:  # such as one built for another MPI
-                print(f"{program} is left out: {error}; {(error.stderr or '').strip()[-300:]}",
-                      file=sys.stderr)
+                print(
+                    f"{program} is left out: {error}; {(error.stderr or '').strip()[-300:]}",
+                    file=sys.stderr,
+                )
                 continue
             times[case] = osu_numbers(done.stdout, case)
     if not times:
         return lines
-    return [line | {"osu_us": times.get(line["case"], {}).get(line["size_bytes"], "-")}
-            for line in lines]
+    return [
+        line | {"osu_us": times.get(line["case"], {}).get(line["size_bytes"], "-")}
+        for line in lines
+    ]
 
 
 def measured(args, session) -> Outcome:
@@ -113,11 +142,20 @@ def measured(args, session) -> Outcome:
     if not lines:
         raise DataError(f"{args.file}: nothing was run in two ways: measure with --ways all")
     found = latency_problems(lines)
-    return Outcome(lines, records.facts_of(args.file), EXIT_CHECK_FAILED if found else EXIT_OK,
-                   end="\n".join(found))
+    return Outcome(
+        lines,
+        records.facts_of(args.file),
+        EXIT_CHECK_FAILED if found else EXIT_OK,
+        end="\n".join(found),
+    )
 
 
 main = Program(
-    "interconnect.ways", __doc__, measured, kept="bench/results/interconnect.json",
+    "interconnect.ways",
+    __doc__,
+    measured,
+    kept="bench/results/interconnect.json",
     add=lambda parser: parser.add_argument(
-        "file", metavar="FILE", help="of bench.interconnect --json")).started(__name__)
+        "file", metavar="FILE", help="of bench.interconnect --json"
+    ),
+).started(__name__)

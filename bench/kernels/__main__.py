@@ -25,16 +25,29 @@ def rows() -> list[dict]:
     for rung, kind in ladder.RUNGS.items():
         dtype, itemsize = ("bfloat16", 2) if rung == "mma" else ("float32", 4)
         kernel = ladder.gemm(rung, "NN", dtype)
-        usage = {arch: compiler.compile(kernels.source(kernel.file), [kernel.name], arch)[1]
-                 for arch in ARCHITECTURES}
+        usage = {
+            arch: compiler.compile(kernels.source(kernel.file), [kernel.name], arch)[1]
+            for arch in ARCHITECTURES
+        }
         static = usage[ARCHITECTURES[0]][kernel.name].shared_bytes
-        found.append({
-            "kernel": f"gemm_{rung}.cu", "operands": dtype,
-            "tiles": ", ".join(f"{name} {size}" for name, size in
-                               zip(kind.tiles.split(), kind.default, strict=True)) or "-",
-            "threads": prod(kernel.block), "flop_per_byte": ladder.flop_per_byte(kernel, itemsize),
-            "shared_KiB": (static + kernel.shared_bytes) / 1024,
-            **{f"registers_{arch}": usage[arch][kernel.name].registers for arch in ARCHITECTURES}})
+        found.append(
+            {
+                "kernel": f"gemm_{rung}.cu",
+                "operands": dtype,
+                "tiles": ", ".join(
+                    f"{name} {size}"
+                    for name, size in zip(kind.tiles.split(), kind.default, strict=True)
+                )
+                or "-",
+                "threads": prod(kernel.block),
+                "flop_per_byte": ladder.flop_per_byte(kernel, itemsize),
+                "shared_KiB": (static + kernel.shared_bytes) / 1024,
+                **{
+                    f"registers_{arch}": usage[arch][kernel.name].registers
+                    for arch in ARCHITECTURES
+                },
+            }
+        )
     return found
 
 

@@ -41,10 +41,15 @@ class CountedOps(Ops):
         if function.name in MEMORY:
             return result
         if sizes := moved_bytes(function, function.bind(arguments, named), result):
-            own = self.found.setdefault(function.name, dict.fromkeys(
-                ("calls", "bytes", "largest", "flops"), 0))
-            for name, more in (("calls", 1), ("bytes", sum(sizes)), ("largest", max(sizes)),
-                               ("flops", sum(self._ops.flops.values()) - before)):
+            own = self.found.setdefault(
+                function.name, dict.fromkeys(("calls", "bytes", "largest", "flops"), 0)
+            )
+            for name, more in (
+                ("calls", 1),
+                ("bytes", sum(sizes)),
+                ("largest", max(sizes)),
+                ("flops", sum(self._ops.flops.values()) - before),
+            ):
                 own[name] += more
         return result
 
@@ -58,8 +63,11 @@ def moved_bytes(function: Function, given: dict[str, Any], result: Any) -> list[
         changed = part.written and (function.name, part.name) not in ONLY_WRITTEN
         found += [size] * (2 if changed else 1)
     made = result if isinstance(result, tuple) else (result,)
-    return found + [x.nbytes for part, x in zip(function.gives, made, strict=False)
-                    if part in function.makes and hasattr(x, "nbytes")]
+    return found + [
+        x.nbytes
+        for part, x in zip(function.gives, made, strict=False)
+        if part in function.makes and hasattr(x, "nbytes")
+    ]
 
 
 def counted(words: list[str]) -> tuple[Any, dict[str, dict[str, int]]]:
@@ -77,22 +85,31 @@ def floors(machine: str, words: list[str]) -> str:
     rows, likely = [], 0.0
     for name, one in found.items():
         moving, computing = one["bytes"] / memory, one["flops"] / peak
-        rows.append({
-            "function": name, "calls": one["calls"], "MB": one["bytes"] * 1e-6,
-            "passes": one["bytes"] / one["largest"], "GFLOP": one["flops"] * 1e-9 or "-",
-            "floor_us": max(moving, computing) * 1e6,
-            "bound_by": "memory" if moving > computing else "products"})
+        rows.append(
+            {
+                "function": name,
+                "calls": one["calls"],
+                "MB": one["bytes"] * 1e-6,
+                "passes": one["bytes"] / one["largest"],
+                "GFLOP": one["flops"] * 1e-9 or "-",
+                "floor_us": max(moving, computing) * 1e6,
+                "bound_by": "memory" if moving > computing else "products",
+            }
+        )
         rate = cluster.attention_tflops if "attention" in name else cluster.product_tflops
         likely += max(moving, one["flops"] / (rate * 1e12))
     rows.sort(key=lambda row: -row["floor_us"])
     floor = sum(row["floor_us"] for row in rows) * 1e-6
     of_memory = sum(row["floor_us"] for row in rows if row["bound_by"] == "memory")
     flops = sum(one["flops"] for one in found.values())
-    most, share = (100 * utilization(flops, seconds, 1, peak * 1e-12)
-                   for seconds in (floor, likely))
-    return (f"{markdown_table(rows)}\n\nAll floors together are {floor * 1e3:.1f} ms, those of"
-            f" memory {of_memory * 1e-3:.1f} ms. The MFU of this step of {flops * 1e-12:.1f} TFLOP"
-            f" is therefore at most {most:.0f} %.\n**An estimate, not measured:**"
-            f" {likely * 1e3:.0f} ms and {share:.0f} % with memory at its full rate, products at"
-            f" {cluster.product_tflops:.0f} and attention at {cluster.attention_tflops:.0f}"
-            " TFLOP/s.")
+    most, share = (
+        100 * utilization(flops, seconds, 1, peak * 1e-12) for seconds in (floor, likely)
+    )
+    return (
+        f"{markdown_table(rows)}\n\nAll floors together are {floor * 1e3:.1f} ms, those of"
+        f" memory {of_memory * 1e-3:.1f} ms. The MFU of this step of {flops * 1e-12:.1f} TFLOP"
+        f" is therefore at most {most:.0f} %.\n**An estimate, not measured:**"
+        f" {likely * 1e3:.0f} ms and {share:.0f} % with memory at its full rate, products at"
+        f" {cluster.product_tflops:.0f} and attention at {cluster.attention_tflops:.0f}"
+        " TFLOP/s."
+    )

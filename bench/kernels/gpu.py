@@ -18,20 +18,34 @@ from mpipar.ops.cuda.kernels import Loader
 # H100 (SXM) and the H200 (SXM), by the driver's name for them. Where a sheet says "with sparsity",
 # this is half of its figure.
 ROOFS = {
-    "NVIDIA A100-SXM4-80GB": {"float32": 19.5, "tf32": 156, "bfloat16": 312, "float16": 312,
-                              "memory": 2039},
-    "NVIDIA H100 80GB HBM3": {"float32": 67, "tf32": 495, "bfloat16": 989, "float16": 989,
-                              "memory": 3350},
-    "NVIDIA H200": {"float32": 67, "tf32": 495, "bfloat16": 989, "float16": 989,
-                    "memory": 4800},
+    "NVIDIA A100-SXM4-80GB": {
+        "float32": 19.5,
+        "tf32": 156,
+        "bfloat16": 312,
+        "float16": 312,
+        "memory": 2039,
+    },
+    "NVIDIA H100 80GB HBM3": {
+        "float32": 67,
+        "tf32": 495,
+        "bfloat16": 989,
+        "float16": 989,
+        "memory": 3350,
+    },
+    "NVIDIA H200": {"float32": 67, "tf32": 495, "bfloat16": 989, "float16": 989, "memory": 4800},
 }
 # Largest relative norm of an error. float32: sums are added in another order; tf32: operands are
 # rounded to 11 bits; bfloat16: one or two roundings to 8 bits.
 TOLERANCE = {"float32": 1e-5, "tf32": 2.0**-10, "bfloat16": 2.0**-7}
 WARM_UP = 3
 FLUSHES = 20  # times the device's cache is filled before each timed call: 0.3 ms of an H100
-STATE = {"driver": "driver_version", "sm_mhz": "clocks.sm", "sm_max_mhz": "clocks.max.sm",
-         "memory_mhz": "clocks.mem", "power_limit_w": "power.limit"}
+STATE = {
+    "driver": "driver_version",
+    "sm_mhz": "clocks.sm",
+    "sm_max_mhz": "clocks.max.sm",
+    "memory_mhz": "clocks.mem",
+    "power_limit_w": "power.limit",
+}
 
 
 class Gpu:
@@ -58,8 +72,12 @@ class Gpu:
     def check(self, what: str, got, expected, dtype: str) -> None:
         """Raise ValueError if got differs from expected by more than the type's tolerance."""
         wide = expected.astype(np.float64)
-        error, size = (square ** 0.5 for square in self.ops.numbers(
-            [self.ops.square_sum(x) for x in (got.astype(np.float64) - wide, wide)]))
+        error, size = (
+            square**0.5
+            for square in self.ops.numbers(
+                [self.ops.square_sum(x) for x in (got.astype(np.float64) - wide, wide)]
+            )
+        )
         error /= max(size, 1e-30)
         if not error <= TOLERANCE[dtype]:
             raise ValueError(f"{what}, {dtype}: off by {error:.1e}")
@@ -93,8 +111,12 @@ class Gpu:
 
     def facts(self) -> dict:
         """Return facts that a figure depends on; clocks and power limit right after measuring."""
-        return {"gpu": self.name, "cupy": self.xp.__version__, "repeats": self.repeats,
-                **state(self.xp.cuda.Device().pci_bus_id)}
+        return {
+            "gpu": self.name,
+            "cupy": self.xp.__version__,
+            "repeats": self.repeats,
+            **state(self.xp.cuda.Device().pci_bus_id),
+        }
 
 
 def state(bus: str) -> dict[str, str]:
@@ -102,9 +124,17 @@ def state(bus: str) -> dict[str, str]:
     if shutil.which("nvidia-smi") is None:
         return {"clocks": "unknown: no nvidia-smi"}
     done = subprocess.run(
-        ["nvidia-smi", f"--id={bus}", f"--query-gpu={','.join(STATE.values())}",
-         "--format=csv,noheader,nounits"],
-        capture_output=True, check=False, text=True, timeout=60)
+        [
+            "nvidia-smi",
+            f"--id={bus}",
+            f"--query-gpu={','.join(STATE.values())}",
+            "--format=csv,noheader,nounits",
+        ],
+        capture_output=True,
+        check=False,
+        text=True,
+        timeout=60,
+    )
     if done.returncode:
         return {"clocks": f"unknown: nvidia-smi exits with {done.returncode}"}
     return dict(zip(STATE, done.stdout.strip().split(", "), strict=True))

@@ -58,8 +58,12 @@ def chains(gpu: Gpu, fused, plain, rows, width, dtype) -> list[Kernel]:
     root, one = fused.rmsnorm_forward(x, w, EPS)[1], x.nbytes
     return [
         Kernel("gelu_forward", (x,), 2 * one),
-        Kernel("bias_gelu_forward", (x.copy(), b), 3 * one,  # it changes x
-               plain=lambda x, b: plain.gelu_forward(x + b)),
+        Kernel(
+            "bias_gelu_forward",
+            (x.copy(), b),
+            3 * one,  # it changes x
+            plain=lambda x, b: plain.gelu_forward(x + b),
+        ),
         Kernel("bias_forward", (x.copy(), b, around), 3 * one),  # and that too
         Kernel("gelu_backward_input", (dy, x), 3 * one),
         Kernel("bias_backward_weight", (dy, db), one, changes=(1,)),
@@ -85,8 +89,10 @@ def llama(gpu: Gpu, fused, plain, args, dtype) -> list[Kernel]:
     return [
         Kernel("swiglu_forward", (h,), 1.5 * h.nbytes),
         Kernel("swiglu_backward_input", (dy, h), 3 * h.nbytes),
-        *(Kernel(name, (x.copy(), positions, table), 2 * x.nbytes, changes=(0,))
-          for name in ("rope_forward", "rope_backward_input")),
+        *(
+            Kernel(name, (x.copy(), positions, table), 2 * x.nbytes, changes=(0,))
+            for name in ("rope_forward", "rope_backward_input")
+        ),
     ]
 
 
@@ -113,13 +119,29 @@ def softmaxes(gpu: Gpu, fused, plain, args, dtype) -> list[Kernel]:
     fused.causal_softmax_forward(probs, positions, positions, factor)
     return [
         Kernel("cross_entropy_forward", (logits, targets), logits.nbytes, (0, VOCABULARY)),
-        Kernel("cross_entropy_backward_input", (logits, targets, sums), 2 * logits.nbytes,
-               (0, VOCABULARY, 1.0)),
+        Kernel(
+            "cross_entropy_backward_input",
+            (logits, targets, sums),
+            2 * logits.nbytes,
+            (0, VOCABULARY, 1.0),
+        ),
         Kernel("cross_entropy_combine", (stats,), 2 * stats.nbytes),
-        Kernel("causal_softmax_forward", (scores, positions, positions), 1.5 * scores.nbytes,
-               (factor,), (0,), plain=causal_forward),
-        Kernel("causal_softmax_backward", (probs, dprobs), 2 * scores.nbytes, (factor,), (1,),
-               plain=causal_backward),
+        Kernel(
+            "causal_softmax_forward",
+            (scores, positions, positions),
+            1.5 * scores.nbytes,
+            (factor,),
+            (0,),
+            plain=causal_forward,
+        ),
+        Kernel(
+            "causal_softmax_backward",
+            (probs, dprobs),
+            2 * scores.nbytes,
+            (factor,),
+            (1,),
+            plain=causal_backward,
+        ),
     ]
 
 
@@ -128,8 +150,10 @@ def updates(gpu: Gpu, fused, plain, count, dtype) -> list[Kernel]:
 
     16-bit parameters also need the copy.
     """
-    edges = [count * (number // 2 * 11 + number % 2 * 10) // (11 * UNITS)
-             for number in range(2 * UNITS + 1)]
+    edges = [
+        count * (number // 2 * 11 + number % 2 * 10) // (11 * UNITS)
+        for number in range(2 * UNITS + 1)
+    ]
     runs = [(number % 2 == 0, slice(*pair)) for number, pair in enumerate(pairwise(edges))]
     state = (*(gpu.random(count) for _ in range(3)), abs(gpu.random(count)))
     arrays = state if dtype == "float32" else (*state, gpu.random(count, dtype=dtype))
@@ -143,15 +167,24 @@ def updates(gpu: Gpu, fused, plain, count, dtype) -> list[Kernel]:
         for one in copy:
             one[...] = data
 
-    return [Kernel("adamw_runs", arrays, (7 * 4 + (dtype != "float32") * 2) * count,
-                   changes=written, call=call, plain=same)]
+    return [
+        Kernel(
+            "adamw_runs",
+            arrays,
+            (7 * 4 + (dtype != "float32") * 2) * count,
+            changes=written,
+            call=call,
+            plain=same,
+        )
+    ]
 
 
 def checked(gpu: Gpu, kernel: Kernel, call, plain, dtype: str) -> None:
     """Raise ValueError if a kernel's results differ from those of its plain formulas."""
     got = kernel.run(call, [x.copy() for x in kernel.arrays])
-    expected = kernel.run(plain, [x.astype(np.int64 if x.dtype.kind == "i" else np.float64)
-                                  for x in kernel.arrays])
+    expected = kernel.run(
+        plain, [x.astype(np.int64 if x.dtype.kind == "i" else np.float64) for x in kernel.arrays]
+    )
     for one, other in zip(got, expected, strict=True):
         gpu.check(kernel.name, one, other, dtype)
 
@@ -161,18 +194,27 @@ def memory_rows(gpu: Gpu, args) -> list[dict]:
     fused, plain = Fused(gpu.xp, gpu.loader), ArrayOps(gpu.xp, "float64", "cuda")
     found = []
     for dtype in ("float32", "bfloat16"):
-        for make in (partial(chains, gpu, fused, plain, args.rows, args.width),
-                     partial(llama, gpu, fused, plain, args),
-                     partial(softmaxes, gpu, fused, plain, args),
-                     partial(updates, gpu, fused, plain, args.rows * args.width)):
+        for make in (
+            partial(chains, gpu, fused, plain, args.rows, args.width),
+            partial(llama, gpu, fused, plain, args),
+            partial(softmaxes, gpu, fused, plain, args),
+            partial(updates, gpu, fused, plain, args.rows * args.width),
+        ):
             for kernel in make(dtype):
                 call = kernel.call or getattr(fused, kernel.name)
                 checked(gpu, kernel, call, kernel.plain or getattr(plain, kernel.name), dtype)
                 device, host = gpu.timed(partial(call, *kernel.arrays, *kernel.numbers))
                 speed = kernel.bytes / device * 1e-9
-                found.append({
-                    "kernel": kernel.name, "dtype": dtype, "MB": kernel.bytes * 1e-6,
-                    "device_us": device * 1e6, "host_us": host * 1e6, "gb_per_s": speed,
-                    "percent_of_copy": 100 * gpu.copy_seconds(int(kernel.bytes)) / device,
-                    "percent_of_roof": gpu.percent(speed, "memory")})
+                found.append(
+                    {
+                        "kernel": kernel.name,
+                        "dtype": dtype,
+                        "MB": kernel.bytes * 1e-6,
+                        "device_us": device * 1e6,
+                        "host_us": host * 1e6,
+                        "gb_per_s": speed,
+                        "percent_of_copy": 100 * gpu.copy_seconds(int(kernel.bytes)) / device,
+                        "percent_of_roof": gpu.percent(speed, "memory"),
+                    }
+                )
     return found

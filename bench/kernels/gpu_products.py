@@ -21,14 +21,34 @@ from mpipar.ops.cuda import ladder
 from mpipar.ops.cuda.gemm import BlasGemm, TileGemm
 from mpipar.ops.cupy_fused import FusedOps
 
-SIZES = ((1024, 1024, 1024), (4096, 4096, 4096), (8192, 768, 768), (8192, 3072, 768),
-         (8192, 768, 3072), (4095, 4097, 1023))
+SIZES = (
+    (1024, 1024, 1024),
+    (4096, 4096, 4096),
+    (8192, 768, 768),
+    (8192, 3072, 768),
+    (8192, 768, 3072),
+    (4095, 4097, 1023),
+)
 SWEEPS = {  # from starved to full: few multiplications per value read, few threads, few blocks
-    "warp": ((32, 16, 8, 32, 16), (64, 32, 8, 32, 16), (64, 64, 4, 32, 32), (64, 64, 8, 32, 32),
-             (128, 64, 8, 64, 32), (128, 128, 8, 64, 32), (128, 128, 16, 64, 32)),
-    "mma": ((32, 32, 16, 16, 16, 2), (64, 32, 32, 32, 16, 2), (64, 64, 32, 32, 32, 2),
-            (64, 64, 32, 32, 32, 3), (128, 64, 32, 64, 32, 3), (128, 128, 32, 64, 32, 2),
-            (128, 128, 32, 64, 32, 3), (128, 128, 32, 64, 32, 4)),
+    "warp": (
+        (32, 16, 8, 32, 16),
+        (64, 32, 8, 32, 16),
+        (64, 64, 4, 32, 32),
+        (64, 64, 8, 32, 32),
+        (128, 64, 8, 64, 32),
+        (128, 128, 8, 64, 32),
+        (128, 128, 16, 64, 32),
+    ),
+    "mma": (
+        (32, 32, 16, 16, 16, 2),
+        (64, 32, 32, 32, 16, 2),
+        (64, 64, 32, 32, 32, 2),
+        (64, 64, 32, 32, 32, 3),
+        (128, 64, 32, 64, 32, 3),
+        (128, 128, 32, 64, 32, 2),
+        (128, 128, 32, 64, 32, 3),
+        (128, 128, 32, 64, 32, 4),
+    ),
 }
 SWEEP_SIZE = (4096, 4096, 4096)
 TABLES = ("attention", "memory", "products", "tiles")  # of bench.tiles --device cuda
@@ -42,8 +62,12 @@ class Products:
 
     def rung(self, rung, tiles=None):
         """Return the product by one rung with fixed tiles."""
-        return TileGemm(self.gpu.loader, lambda layout, dtype, out_dtype, rows, columns:
-                        ladder.gemm(rung, layout, dtype, out_dtype, tiles))
+        return TileGemm(
+            self.gpu.loader,
+            lambda layout, dtype, out_dtype, rows, columns: ladder.gemm(
+                rung, layout, dtype, out_dtype, tiles
+            ),
+        )
 
     def timed(self, name, gemm, a, b, expected, precision=None) -> tuple[float, float]:
         """Return the seconds on device and host of gemm(a, b), whose result must equal `expected`.
@@ -52,8 +76,7 @@ class Products:
         """
         out = self.xp.full(expected.shape, np.nan, np.float32).astype(expected.dtype)
         gemm(a, b, out)
-        self.gpu.check(f"{name} of {a.shape} x {b.shape}", out, expected,
-                       precision or a.dtype.name)
+        self.gpu.check(f"{name} of {a.shape} x {b.shape}", out, expected, precision or a.dtype.name)
         return self.gpu.timed(partial(gemm, a, b, out))
 
     def operands(self, m, n, k, dtype):
@@ -76,19 +99,31 @@ def product_rows(gpu: Gpu, sizes=SIZES) -> list[dict]:
             a, b, expected, blas = products.operands(m, n, k, dtype)
             found = [("cuBLAS", dtype, blas)]
             if dtype == "float32":
-                tf32 = products.timed("cuBLAS TF32", BlasGemm(gpu.xp, tf32=True), a, b, expected,
-                                      "tf32")
+                tf32 = products.timed(
+                    "cuBLAS TF32", BlasGemm(gpu.xp, tf32=True), a, b, expected, "tf32"
+                )
                 found.append(("cuBLAS TF32", "tf32", tf32))
             names = [rung for rung in ladder.RUNGS if (rung == "mma") == (dtype == "bfloat16")]
-            found += [(rung, dtype, products.timed(rung, products.rung(rung), a, b, expected))
-                      for rung in names]
+            found += [
+                (rung, dtype, products.timed(rung, products.rung(rung), a, b, expected))
+                for rung in names
+            ]
             for name, roof, (device, host) in found:
                 speed = 2 * m * n * k / device * 1e-12
-                rows.append({
-                    "kernel": name, "dtype": dtype, "M": m, "N": n, "K": k,
-                    "device_us": device * 1e6, "host_us": host * 1e6, "tflop_per_s": speed,
-                    "percent_of_cublas": 100 * blas[0] / device,
-                    "percent_of_roof": gpu.percent(speed, roof)})
+                rows.append(
+                    {
+                        "kernel": name,
+                        "dtype": dtype,
+                        "M": m,
+                        "N": n,
+                        "K": k,
+                        "device_us": device * 1e6,
+                        "host_us": host * 1e6,
+                        "tflop_per_s": speed,
+                        "percent_of_cublas": 100 * blas[0] / device,
+                        "percent_of_roof": gpu.percent(speed, roof),
+                    }
+                )
     return rows
 
 
@@ -100,14 +135,21 @@ def sweep_rows(gpu: Gpu, size=SWEEP_SIZE) -> list[dict]:
         a, b, expected, blas = products.operands(m, n, k, dtype)
         for tiles in sweep:
             kernel = ladder.gemm(rung, "NN", dtype, None, tiles)
-            device, _ = products.timed(f"{rung} {tiles}", products.rung(rung, tiles), a, b,
-                                      expected)
+            device, _ = products.timed(
+                f"{rung} {tiles}", products.rung(rung, tiles), a, b, expected
+            )
             speed = 2 * m * n * k / device * 1e-12
-            rows.append({
-                "kernel": rung, "tiles": " ".join(map(str, tiles)), "threads": kernel.block[0],
-                "flop_per_byte": ladder.flop_per_byte(kernel, a.itemsize),
-                "tflop_per_s": speed, "percent_of_cublas": 100 * blas[0] / device,
-                "percent_of_roof": gpu.percent(speed, dtype)})
+            rows.append(
+                {
+                    "kernel": rung,
+                    "tiles": " ".join(map(str, tiles)),
+                    "threads": kernel.block[0],
+                    "flop_per_byte": ladder.flop_per_byte(kernel, a.itemsize),
+                    "tflop_per_s": speed,
+                    "percent_of_cublas": 100 * blas[0] / device,
+                    "percent_of_roof": gpu.percent(speed, dtype),
+                }
+            )
     return rows
 
 
@@ -126,17 +168,24 @@ def run(args) -> int:
         results.check_writable(str(Path(args.folder) / "gpu_products.json"))
     sizes = {"tokens": args.rows, "width": args.width, "seq_len": args.seq_len, "heads": args.heads}
     products, (sweep,) = (cut_to(args.largest, of) for of in (SIZES, (SWEEP_SIZE,)))
-    tables = {"attention": (partial(attention_rows, args=args), {}),
-              "memory": (partial(gpu_memory.memory_rows, args=args), sizes),
-              "products": (partial(product_rows, sizes=products), {}),
-              "tiles": (partial(sweep_rows, size=sweep), {})}
+    tables = {
+        "attention": (partial(attention_rows, args=args), {}),
+        "memory": (partial(gpu_memory.memory_rows, args=args), sizes),
+        "products": (partial(product_rows, sizes=products), {}),
+        "tiles": (partial(sweep_rows, size=sweep), {}),
+    }
     for name in args.tables:
         measure, facts = tables[name]
         rows = measure(gpu)
         print(f"\n{name} on {gpu.name}\n\n{results.markdown_table(rows)}", flush=True)
         if args.folder:
-            results.write(str(Path(args.folder) / f"gpu_{name}.json"), "bench.tiles", rows,
-                          **gpu.facts(), **facts)
+            results.write(
+                str(Path(args.folder) / f"gpu_{name}.json"),
+                "bench.tiles",
+                rows,
+                **gpu.facts(),
+                **facts,
+            )
     return 0
 
 
@@ -151,8 +200,7 @@ def parts(packed):
 def backward(ops, dy, qkv, saved, positions):
     """Return dqkv (B, T, 3, H, d) of attention, packed as the layer packs it."""
     dqkv = ops.empty(qkv.shape, qkv.dtype)
-    ops.attention_backward_input(
-        dy, *parts(qkv), saved, positions, positions, out=parts(dqkv))
+    ops.attention_backward_input(dy, *parts(qkv), saved, positions, positions, out=parts(dqkv))
     return dqkv
 
 
@@ -188,18 +236,30 @@ def attention_rows(gpu: Gpu, args) -> list[dict]:
             forward = partial(ops.attention_forward, *parts(qkv), positions, positions)
             got, saved = forward()
             again = partial(backward, ops, dy, qkv, saved, positions)
-            passes = {"forward": (got, y, flops, forward),
-                      "backward": (again(), dqkv, 2 * flops, again)}
+            passes = {
+                "forward": (got, y, flops, forward),
+                "backward": (again(), dqkv, 2 * flops, again),
+            }
             kept = saved if isinstance(saved, tuple) else (saved,)
             for part, (result, expected, count, call) in passes.items():
                 gpu.check(f"attention {part}, {name}", result, expected, dtype)
                 device, host = gpu.timed(call)
                 speed = count / device * 1e-12
-                found.append({
-                    "kernel": name, "pass": part, "dtype": dtype, "B": batch, "T": args.seq_len,
-                    "H": args.heads, "d": width, "device_us": device * 1e6, "host_us": host * 1e6,
-                    "tflop_per_s": speed,
-                    "times_whole_scores": whole_seconds.setdefault(part, device) / device,
-                    "percent_of_roof": gpu.percent(speed, dtype),
-                    "kept_MB": sum(x.nbytes for x in kept) * 1e-6})
+                found.append(
+                    {
+                        "kernel": name,
+                        "pass": part,
+                        "dtype": dtype,
+                        "B": batch,
+                        "T": args.seq_len,
+                        "H": args.heads,
+                        "d": width,
+                        "device_us": device * 1e6,
+                        "host_us": host * 1e6,
+                        "tflop_per_s": speed,
+                        "times_whole_scores": whole_seconds.setdefault(part, device) / device,
+                        "percent_of_roof": gpu.percent(speed, dtype),
+                        "kept_MB": sum(x.nbytes for x in kept) * 1e-6,
+                    }
+                )
     return found

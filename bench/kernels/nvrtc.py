@@ -61,14 +61,23 @@ class Nvrtc:
         The first maps to PTX, the code before registers are assigned, the second to Usage.
         """
         program = ctypes.c_void_p()
-        self._call("CreateProgram", ctypes.byref(program), source.encode(), b"kernels.cu", 0,
-                   None, None)
+        self._call(
+            "CreateProgram", ctypes.byref(program), source.encode(), b"kernels.cu", 0, None, None
+        )
         for name in names:
             self._call("AddNameExpression", program, name.encode())
-        options = [f"--gpu-architecture={arch}", *OPTIONS, "--ptxas-options=-v",
-                   f"--include-path={folder('cuda_runtime', 'include')}"]
-        code = self._call("CompileProgram", program, len(options),
-                          (ctypes.c_char_p * len(options))(*map(str.encode, options)))
+        options = [
+            f"--gpu-architecture={arch}",
+            *OPTIONS,
+            "--ptxas-options=-v",
+            f"--include-path={folder('cuda_runtime', 'include')}",
+        ]
+        code = self._call(
+            "CompileProgram",
+            program,
+            len(options),
+            (ctypes.c_char_p * len(options))(*map(str.encode, options)),
+        )
         log = self._text("ProgramLog", program).rstrip(b"\0").decode()
         if code:
             raise RuntimeError(log)

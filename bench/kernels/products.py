@@ -42,9 +42,9 @@ def tiled(a, b, c):
         for j0 in range(0, n, TILE):
             for k0 in range(0, inner, TILE):
                 for i in range(i0, min(i0 + TILE, m)):
-                    row = c[i, j0:j0 + TILE]
+                    row = c[i, j0 : j0 + TILE]
                     for k in range(k0, min(k0 + TILE, inner)):
-                        add_row(row, a[i, k], b[k, j0:j0 + TILE])
+                        add_row(row, a[i, k], b[k, j0 : j0 + TILE])
 
 
 @numba.njit(fastmath=True, inline="always")
@@ -68,7 +68,7 @@ def packed(a, b, c):
         depth = min(INNER, inner - k0)
         for j0 in range(0, n, COLUMNS):
             width = min(COLUMNS, n - j0)
-            panel[:depth, :width] = b[k0:k0 + depth, j0:j0 + width]
+            panel[:depth, :width] = b[k0 : k0 + depth, j0 : j0 + width]
             columns = slice(j0, j0 + width)
             for i in range(0, m, 4):
                 rows = c[i, columns], c[i + 1, columns], c[i + 2, columns], c[i + 3, columns]
@@ -85,12 +85,24 @@ def four_by_four(rows, a, i, place, panel, k):
     c0, c1, c2, c3 = rows
     b0, b1, b2, b3 = panel[k], panel[k + 1], panel[k + 2], panel[k + 3]
     a00, a01, a02, a03 = a[i, place], a[i, place + 1], a[i, place + 2], a[i, place + 3]
-    a10, a11, a12, a13 = (a[i + 1, place], a[i + 1, place + 1], a[i + 1, place + 2],
-                          a[i + 1, place + 3])
-    a20, a21, a22, a23 = (a[i + 2, place], a[i + 2, place + 1], a[i + 2, place + 2],
-                          a[i + 2, place + 3])
-    a30, a31, a32, a33 = (a[i + 3, place], a[i + 3, place + 1], a[i + 3, place + 2],
-                          a[i + 3, place + 3])
+    a10, a11, a12, a13 = (
+        a[i + 1, place],
+        a[i + 1, place + 1],
+        a[i + 1, place + 2],
+        a[i + 1, place + 3],
+    )
+    a20, a21, a22, a23 = (
+        a[i + 2, place],
+        a[i + 2, place + 1],
+        a[i + 2, place + 2],
+        a[i + 2, place + 3],
+    )
+    a30, a31, a32, a33 = (
+        a[i + 3, place],
+        a[i + 3, place + 1],
+        a[i + 3, place + 2],
+        a[i + 3, place + 3],
+    )
     for j in range(len(c0)):
         x0, x1, x2, x3 = b0[j], b1[j], b2[j], b3[j]
         c0[j] += a00 * x0 + a01 * x1 + a02 * x2 + a03 * x3
@@ -108,12 +120,14 @@ class Rung(NamedTuple):
 
 RUNGS = {
     "naive": Rung(naive, lambda size: (size**3, size**3, size**2)),
-    "tiled": Rung(tiled, lambda size: (
-        size**2 * ceil(size / TILE), size**2 * ceil(size / TILE), 2 * size**2)),
-    "packed": Rung(packed, lambda size: (
-        size**2 * ceil(size / COLUMNS), size**2, 2 * size**2 * ceil(size / INNER))),
-    "BLAS": Rung(lambda a, b, c: np.matmul(a, b, out=c),
-                 lambda size: (size**2, size**2, size**2)),
+    "tiled": Rung(
+        tiled, lambda size: (size**2 * ceil(size / TILE), size**2 * ceil(size / TILE), 2 * size**2)
+    ),
+    "packed": Rung(
+        packed,
+        lambda size: (size**2 * ceil(size / COLUMNS), size**2, 2 * size**2 * ceil(size / INNER)),
+    ),
+    "BLAS": Rung(lambda a, b, c: np.matmul(a, b, out=c), lambda size: (size**2, size**2, size**2)),
 }
 
 
@@ -138,8 +152,14 @@ def rows(size: int, seconds_of: Callable) -> list[dict]:
         if not error <= TOLERANCE:
             raise ValueError(f"{name} product: off by {error:.1e} of the largest entry")
         seconds = seconds_of(lambda rung=rung, c=c: rung.call(a, b, c))
-        found.append({"product": name, "size": size, "ms": seconds * 1e3,
-                      "gflops": 2e-9 * size**3 / seconds,
-                      "flop_per_byte": flop_per_byte(rung, size)})
+        found.append(
+            {
+                "product": name,
+                "size": size,
+                "ms": seconds * 1e3,
+                "gflops": 2e-9 * size**3 / seconds,
+                "flop_per_byte": flop_per_byte(rung, size),
+            }
+        )
     blas = found[-1]["gflops"]
     return [row | {"percent_of_blas": 100 * (row["gflops"] / blas)} for row in found]

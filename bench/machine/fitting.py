@@ -144,11 +144,21 @@ def fitted_pieces(sizes, times, breaks, resampled) -> tuple[Piece, ...]:
         redone = np.array([robust_line(sizes[part], one[part]) for one in resampled.T])
         low, high = np.percentile(redone, (2.5, 97.5), axis=0)
         left = 0.0 if first == 0 else float(np.sqrt(sizes[first - 1] * sizes[first]))
-        right = float(sizes[-1]) if end == len(sizes) else float(
-            np.sqrt(sizes[end - 1] * sizes[end]))
-        pieces.append(Piece(left, right,
-                            start, float(min(low[0], start)), float(max(high[0], start)),
-                            slope, float(min(low[1], slope)), float(max(high[1], slope))))
+        right = (
+            float(sizes[-1]) if end == len(sizes) else float(np.sqrt(sizes[end - 1] * sizes[end]))
+        )
+        pieces.append(
+            Piece(
+                left,
+                right,
+                start,
+                float(min(low[0], start)),
+                float(max(high[0], start)),
+                slope,
+                float(min(low[1], slope)),
+                float(max(high[1], slope)),
+            )
+        )
     return tuple(pieces)
 
 
@@ -174,8 +184,15 @@ def quietest(rows) -> list[dict]:
     """Return the rows with the lowest median of each operation and size in one launch."""
     found: dict = {}
     for row in rows:
-        key = (row.get("launch"), row["case"], row["via"], row["axis"], row["mode"],
-               tuple(row["ranks"]), row["size_bytes"])
+        key = (
+            row.get("launch"),
+            row["case"],
+            row["via"],
+            row["axis"],
+            row["mode"],
+            tuple(row["ranks"]),
+            row["size_bytes"],
+        )
         if key not in found or row["median_us"] < found[key]["median_us"]:
             found[key] = row
     return list(found.values())
@@ -189,18 +206,27 @@ def fittable(rows) -> dict:
     """
     data: dict = {}
     for row in rows:
-        if (row["via"] == COMM and row["mode"] != "together" and "num_tests" not in row
-                and "stage-chain" not in row["case"]):
+        if (
+            row["via"] == COMM
+            and row["mode"] != "together"
+            and "num_tests" not in row
+            and "stage-chain" not in row["case"]
+        ):
             key = (row["case"].removeprefix("pairs "), row["link"], len(row["ranks"]))
             data.setdefault(key, {}).setdefault(row["size_bytes"], []).append(times_us(row))
-    return {key: sizes for key, sizes in sorted(data.items())
-            if len(sizes) >= LEAST_SIZES or set(sizes) == {0}}
+    return {
+        key: sizes
+        for key, sizes in sorted(data.items())
+        if len(sizes) >= LEAST_SIZES or set(sizes) == {0}
+    }
 
 
 def curves(rows) -> list[Curve]:
     """Return a curve for each operation, kind of link and number of ranks that can be fitted."""
-    return [barrier(key, sizes[0]) if set(sizes) == {0} else fit(*key, sizes)
-            for key, sizes in fittable(rows).items()]
+    return [
+        barrier(key, sizes[0]) if set(sizes) == {0} else fit(*key, sizes)
+        for key, sizes in fittable(rows).items()
+    ]
 
 
 def barrier(key, launches) -> Curve:
@@ -263,18 +289,41 @@ def rate(us_per_byte: float) -> str:
 
 def describe_machine(machine: Machine) -> str:
     """Return the fitted pieces as a table, and the other numbers."""
-    rows = [("operation", "link", "ranks", "from_bytes", "to_bytes", "latency_us", "95 %", "GB/s",
-             "95 %", "held out")]
+    rows = [
+        (
+            "operation",
+            "link",
+            "ranks",
+            "from_bytes",
+            "to_bytes",
+            "latency_us",
+            "95 %",
+            "GB/s",
+            "95 %",
+            "held out",
+        )
+    ]
     for curve in machine.curves:
         for number, piece in enumerate(curve.pieces):
-            error = "" if curve.held_out_median is None or number else (
-                f"{curve.held_out_median:.1%} max {curve.held_out_max:.0%}")
-            rows.append((
-                curve.operation, curve.link, curve.ranks, round(piece.from_bytes),
-                round(piece.to_bytes), f"{piece.latency_us:.2f}",
-                f"{piece.latency_low_us:.2f}..{piece.latency_high_us:.2f}",
-                rate(piece.us_per_byte),
-                f"{rate(piece.us_per_byte_high)}..{rate(piece.us_per_byte_low)}", error))
+            error = (
+                ""
+                if curve.held_out_median is None or number
+                else (f"{curve.held_out_median:.1%} max {curve.held_out_max:.0%}")
+            )
+            rows.append(
+                (
+                    curve.operation,
+                    curve.link,
+                    curve.ranks,
+                    round(piece.from_bytes),
+                    round(piece.to_bytes),
+                    f"{piece.latency_us:.2f}",
+                    f"{piece.latency_low_us:.2f}..{piece.latency_high_us:.2f}",
+                    rate(piece.us_per_byte),
+                    f"{rate(piece.us_per_byte_high)}..{rate(piece.us_per_byte_low)}",
+                    error,
+                )
+            )
     lines = [table(rows, left=2)]
     lines += [f"duplex factor, {one.link}: {one.factor:.2f}" for one in machine.duplex]
     for operation in dict.fromkeys(one.operation for one in machine.contention):
@@ -286,9 +335,11 @@ def describe_machine(machine: Machine) -> str:
         lines.append(f"products: up to {best * 1e-9:.1f} GFLOP/s on each rank")
     for units in machine.units:
         block = sum((units.block.f, units.block.i, units.block.w))
-        lines.append(f"passes of {units.rows} row(s), tp {units.tp}: {block * 1e3:.2f} ms for a "
-                     f"block, {units.update_seconds_per_parameter * 1e9:.2f} ns per parameter and "
-                     "update")
+        lines.append(
+            f"passes of {units.rows} row(s), tp {units.tp}: {block * 1e3:.2f} ms for a "
+            f"block, {units.update_seconds_per_parameter * 1e9:.2f} ns per parameter and "
+            "update"
+        )
         if units.sharing > 1:
             lines[-1] += f", {units.sharing:.2f} times as much core time where ranks share it"
     return "\n".join(lines)

@@ -83,8 +83,12 @@ def measure_products(world, ops, sides=GEMM_SIDES) -> tuple[Product, ...]:
         rounds = []
         for _ in range(ROUNDS):
             world.Barrier()
-            rounds.append(largest(world, in_turns(world, world.rank, world.size, 1,
-                                                  partial(time_product, ops, *shape))))
+            rounds.append(
+                largest(
+                    world,
+                    in_turns(world, world.rank, world.size, 1, partial(time_product, ops, *shape)),
+                )
+            )
         found.append(Product(*shape, min(rounds)))
     return tuple(found)
 
@@ -111,10 +115,14 @@ def step_config(config: Config, rows: int, world_size: int, **axes: int) -> Conf
     """Return a layout's resolved config with microbatches of `rows` rows. Raises UsageError."""
     axes = {"dp": 1, "pp": 1, "tp": 1} | axes
     num_microbatches = MICROBATCHES * axes["pp"]
-    return resolve(replace(
-        config, grid=GridConfig(**axes, num_microbatches=num_microbatches),
-        train=replace(config.train, batch_size=axes["dp"] * num_microbatches * rows)),
-        world_size)[0]
+    return resolve(
+        replace(
+            config,
+            grid=GridConfig(**axes, num_microbatches=num_microbatches),
+            train=replace(config.train, batch_size=axes["dp"] * num_microbatches * rows),
+        ),
+        world_size,
+    )[0]
 
 
 def step_seconds(world, ops, config, budget) -> float:
@@ -141,8 +149,13 @@ def measure_passes(world, ops, configs, budget) -> list[list[Costs | None]]:
 
     Comm: see `measure_costs`, and those of the budget.
     """
-    return [[measure_costs(config, Grid.of(config.grid, world.rank), ops, world)
-             for _ in own.rounds(PASS_ROUNDS)] for config, own in budget.shares(configs)]
+    return [
+        [
+            measure_costs(config, Grid.of(config.grid, world.rank), ops, world)
+            for _ in own.rounds(PASS_ROUNDS)
+        ]
+        for config, own in budget.shares(configs)
+    ]
 
 
 SCHEDULES = ("1f1b", "gpipe", "zb-h1", "interleaved")
@@ -152,11 +165,16 @@ CHUNKS = 2  # of each rank with interleaved
 def layouts(world_size: int, tp: int) -> list[tuple[str, dict]]:
     """Return (name, settings of the grid) of the steps that passes of a `tp` predict."""
     if tp > 1:
-        return [(f"tp={tp}" if tp == world_size else f"dp={world_size // tp},tp={tp}",
-                 {"dp": world_size // tp, "tp": tp})]
+        return [
+            (
+                f"tp={tp}" if tp == world_size else f"dp={world_size // tp},tp={tp}",
+                {"dp": world_size // tp, "tp": tp},
+            )
+        ]
     found = [(f"dp={world_size}", {"dp": world_size})]
-    found += [(f"pp={world_size} {name}", {"pp": world_size, "schedule": name})
-              for name in SCHEDULES]
+    found += [
+        (f"pp={world_size} {name}", {"pp": world_size, "schedule": name}) for name in SCHEDULES
+    ]
     if world_size % 2 == 0 and world_size > 2:
         half = world_size // 2
         found.append((f"dp=2,pp={half} 1f1b", {"dp": 2, "pp": half, "schedule": "1f1b"}))
@@ -171,27 +189,45 @@ def verify_steps(world, machine, budget) -> list[dict]:
     the budget.
     """
     cases: list[tuple] = []
-    largest = {(str(units.model), units.tp): units
-               for units in sorted(machine.units, key=lambda units: units.rows)}
+    largest = {
+        (str(units.model), units.tp): units
+        for units in sorted(machine.units, key=lambda units: units.rows)
+    }
     for units in largest.values():
         if world.size % units.tp:
             continue
-        settings = {name: tuple(value) if isinstance(value, list) else value
-                    for name, value in units.model.items()}  # JSON has no tuples
+        settings = {
+            name: tuple(value) if isinstance(value, list) else value
+            for name, value in units.model.items()
+        }  # JSON has no tuples
         model = model_config(settings | {"layers": CHUNKS * max(2, world.size)})
-        base = Config(model, train=TrainConfig(optimizer=units.optimizer, warmup_steps=0),
-                      run=RunConfig(dtype=units.dtype))
+        base = Config(
+            model,
+            train=TrainConfig(optimizer=units.optimizer, warmup_steps=0),
+            run=RunConfig(dtype=units.dtype),
+        )
         for name, grid in layouts(world.size, units.tp):
             chunks = CHUNKS if grid.get("schedule") == "interleaved" else None
             config = step_config(base, units.rows, world.size, **grid, chunks=chunks)
             cases.append((name, config, units))
     guesses = [step_estimate(machine, config) for _, config, _ in cases]
-    rounds = [[step_seconds(world, ops_module.make("cpu", units.dtype), config, own)
-               for (_, config, units), own in budget.part(1 / (ROUNDS - number)).shares(cases)]
-              for number in budget.rounds(ROUNDS)]
-    return [line(Subject(f"step {name}", world.size, "-"), f"{units.rows} rows",
-                 guess.total * 1e6, min(seconds) * 1e6, bool(guess.extrapolated))
-            for (name, _, units), guess, *seconds in zip(cases, guesses, *rounds, strict=True)]
+    rounds = [
+        [
+            step_seconds(world, ops_module.make("cpu", units.dtype), config, own)
+            for (_, config, units), own in budget.part(1 / (ROUNDS - number)).shares(cases)
+        ]
+        for number in budget.rounds(ROUNDS)
+    ]
+    return [
+        line(
+            Subject(f"step {name}", world.size, "-"),
+            f"{units.rows} rows",
+            guess.total * 1e6,
+            min(seconds) * 1e6,
+            bool(guess.extrapolated),
+        )
+        for (name, _, units), guess, *seconds in zip(cases, guesses, *rounds, strict=True)
+    ]
 
 
 COLLECTIVES = ("all-reduce", "iall-reduce", "all-gather", "reduce-scatter", "barrier")
@@ -219,20 +255,25 @@ def sections(pairs, world_size: int, sizes, only_steps: bool = False) -> list[Se
     Groups have every size that divides the world. only_steps: without what no step's prediction
     reads.
     """
-    found = [Section(name, case, (pair,), sizes, "pair")
-             for pair in pairs for name, case in PAIR_CASES.items()
-             if not only_steps or name in (HOP, STREAM)]
+    found = [
+        Section(name, case, (pair,), sizes, "pair")
+        for pair in pairs
+        for name, case in PAIR_CASES.items()
+        if not only_steps or name in (HOP, STREAM)
+    ]
     counts = divisors(world_size)[1:]
     for count in counts:
         for name in CONTENDED if only_steps else COLLECTIVES:
             case = GROUP_CASES[name]
-            found.append(Section(name, case, (tuple(range(count)),),
-                                 sizes if case.sized else (0,)))
+            found.append(Section(name, case, (tuple(range(count)),), sizes if case.sized else (0,)))
     if len(counts) > 1:
         layout = {"pp": 1, "dp": world_size // counts[0], "cp": 1, "tp": counts[0]}
         found += plans.layout_sections(CONTENDED, layout, CONTENTION_SIZES)
-        found += [one for one in plans.chain_sections(world_size, CONTENTION_SIZES)
-                  if one.mode and not only_steps]
+        found += [
+            one
+            for one in plans.chain_sections(world_size, CONTENTION_SIZES)
+            if one.mode and not only_steps
+        ]
     return found
 
 
@@ -280,8 +321,9 @@ def open_bench(session, dtype: str, buffers="rotated", transport="mpi-host"):
     session.agree(lambda: several(session.world.size))
     bench = Bench(session, Job(dtype, buffers, transport), 0, Plan(SIZE_SECONDS, warm_up=2))
     if session.world.rank == 0 and bench.crowded():
-        print("more ranks than cores on a host: trends are meaningful, times are"
-              " not", file=sys.stderr)
+        print(
+            "more ranks than cores on a host: trends are meaningful, times are not", file=sys.stderr
+        )
     return bench, json.loads(broadcast_text(session.world, json.dumps(bench.places)))
 
 
@@ -290,8 +332,7 @@ def measure_rows(session, dtype: str, args, budget) -> tuple[list[dict], list[di
 
     Raises UsageError and OutputError. Comm: the cases.
     """
-    sizes = session.agree(
-        lambda: plans.geometric(BEGIN_BYTES, read_bytes(args.end_bytes), FACTOR))
+    sizes = session.agree(lambda: plans.geometric(BEGIN_BYTES, read_bytes(args.end_bytes), FACTOR))
     bench, places = open_bench(session, dtype)
     world = session.world
     writer = session.agree(lambda: Writer(args.json if world.rank == 0 else None))
@@ -326,8 +367,7 @@ def measure_sends(world, ops, heads, end_bytes: int) -> tuple[tuple[Eager, ...],
                 alone[nbytes] = goes_alone(comms["pp"], pair[1], x, y, hop)
                 seconds[nbytes] = measure_sending(comms["pp"], pair[1], x, y, hop)
         early = list(takewhile(alone.get, alone))
-        eager.append(Eager(link, None if len(early) == len(alone) else
-                           early[-1] if early else 0))
+        eager.append(Eager(link, None if len(early) == len(alone) else early[-1] if early else 0))
         if len(seconds) > 1:
             curves.append(Curve.through(SENDING, link, 2, seconds, WORKS))
     comms.close()

@@ -32,8 +32,12 @@ def predicted(machine: Machine, row: dict) -> Estimate:
         return machine.estimate(row["case"].removeprefix("pairs "), nbytes, ranks, link)
     hop, busy = (machine.estimate(operation, nbytes, link=link) for operation in (HOP, BOTH_WAYS))
     schedule = make_schedule("1f1b", ranks, microbatches(ranks))
-    costs = Costs(f=busy.seconds / 2, i=busy.seconds / 2, w=0,
-                  latency=max(0.0, hop.seconds - busy.seconds / 2))
+    costs = Costs(
+        f=busy.seconds / 2,
+        i=busy.seconds / 2,
+        w=0,
+        latency=max(0.0, hop.seconds - busy.seconds / 2),
+    )
     return Estimate(float(simulate(schedule, costs).makespan), hop.extrapolated)
 
 
@@ -44,9 +48,13 @@ def holds(machine: Machine, row: dict) -> bool:
     those that it was fitted to.
     """
     fitted = machine.provenance
-    return (row["via"] == COMM and row["mode"] != "together" and row["sync"] != "none"
-            and row["buffers"] in fitted.get("buffers", ())
-            and all(row[name] == fitted.get(name) for name in ("transport", "dtype")))
+    return (
+        row["via"] == COMM
+        and row["mode"] != "together"
+        and row["sync"] != "none"
+        and row["buffers"] in fitted.get("buffers", ())
+        and all(row[name] == fitted.get(name) for name in ("transport", "dtype"))
+    )
 
 
 def beside(machine: Machine, row: dict) -> dict:
@@ -93,12 +101,22 @@ class Subject(NamedTuple):
     link: str
 
 
-def line(subject: Subject, detail: str, predicted_us: float, measured_us: float,
-         extrapolated: bool = False) -> dict:
+def line(
+    subject: Subject,
+    detail: str,
+    predicted_us: float,
+    measured_us: float,
+    extrapolated: bool = False,
+) -> dict:
     """Return one comparison as a row."""
-    return {**subject._asdict(), "detail": detail, "predicted_us": predicted_us,
-            "measured_us": measured_us, "error": predicted_us / measured_us - 1,
-            "extrapolated": extrapolated}
+    return {
+        **subject._asdict(),
+        "detail": detail,
+        "predicted_us": predicted_us,
+        "measured_us": measured_us,
+        "error": predicted_us / measured_us - 1,
+        "extrapolated": extrapolated,
+    }
 
 
 def judge(lines, step_tolerance: float = STEP_TOLERANCE) -> list[dict]:
@@ -107,11 +125,17 @@ def judge(lines, step_tolerance: float = STEP_TOLERANCE) -> list[dict]:
     for one in lines:
         subject = Subject(one["what"], one["ranks"], one["link"])
         found.setdefault(subject, []).append(abs(one["error"]))
-    return [{**subject._asdict(), "cases": len(errors), "median_error": statistics.median(errors),
-             "largest_error": max(errors),
-             "tolerance": (tolerance := tolerance_of(subject.what, step_tolerance)) or "-",
-             "verdict": verdict(statistics.median(errors), tolerance)}
-            for subject, errors in found.items()]
+    return [
+        {
+            **subject._asdict(),
+            "cases": len(errors),
+            "median_error": statistics.median(errors),
+            "largest_error": max(errors),
+            "tolerance": (tolerance := tolerance_of(subject.what, step_tolerance)) or "-",
+            "verdict": verdict(statistics.median(errors), tolerance),
+        }
+        for subject, errors in found.items()
+    ]
 
 
 def verdict(error: float, tolerance: float | None) -> str:
@@ -132,12 +156,31 @@ def tolerance_of(what: str, step_tolerance: float) -> float | None:
 def shown(lines, verdicts) -> str:
     """Return a table of the comparisons, and below it one of the verdicts."""
     rows = [("what", "link", "ranks", "size", "predicted_us", "measured_us", "error", "")]
-    rows += [(one["what"], one["link"], one["ranks"], one["detail"], f"{one['predicted_us']:.2f}",
-              f"{one['measured_us']:.2f}", f"{one['error']:+.1%}",
-              "extrapolated" if one["extrapolated"] else "") for one in lines]
+    rows += [
+        (
+            one["what"],
+            one["link"],
+            one["ranks"],
+            one["detail"],
+            f"{one['predicted_us']:.2f}",
+            f"{one['measured_us']:.2f}",
+            f"{one['error']:+.1%}",
+            "extrapolated" if one["extrapolated"] else "",
+        )
+        for one in lines
+    ]
     ends = [("what", "link", "ranks", "cases", "median error", "largest", "tolerance", "")]
-    ends += [(one["what"], one["link"], one["ranks"], one["cases"], f"{one['median_error']:.1%}",
-              f"{one['largest_error']:.1%}",
-              "-" if one["tolerance"] == "-" else f"{one['tolerance']:.0%}", one["verdict"])
-             for one in verdicts]
+    ends += [
+        (
+            one["what"],
+            one["link"],
+            one["ranks"],
+            one["cases"],
+            f"{one['median_error']:.1%}",
+            f"{one['largest_error']:.1%}",
+            "-" if one["tolerance"] == "-" else f"{one['tolerance']:.0%}",
+            one["verdict"],
+        )
+        for one in verdicts
+    ]
     return f"{table(rows, left=2)}\n\n{table(ends, left=2)}"

@@ -62,8 +62,11 @@ def measure_product(case, sizes, dtype, repeats, world, full) -> dict:
     for phase in PHASES:
         product.run(phase)
     errors = product.errors(full)
-    wrong = [f"{name} is off by {error:.1e}" for name, error in errors.items()
-             if not error <= TOLERANCE[dtype]]
+    wrong = [
+        f"{name} is off by {error:.1e}"
+        for name, error in errors.items()
+        if not error <= TOLERANCE[dtype]
+    ]
     seconds, inside = [], []
     recorder.clear()
     for _ in range(repeats):
@@ -78,20 +81,32 @@ def measure_product(case, sizes, dtype, repeats, world, full) -> dict:
     flight, hidden = recorder.flight_ns("tp", POINT_TO_POINT)
     comms.close()
     held, beside = memory(case, sizes, dtype, world.rank)
-    return {"wrong": wrong, "seconds": seconds, "inside": inside, "sent": sent,
-            "hidden": hidden / flight if flight else None,
-            "held": held, "beside": beside}
+    return {
+        "wrong": wrong,
+        "seconds": seconds,
+        "inside": inside,
+        "sent": sent,
+        "hidden": hidden / flight if flight else None,
+        "held": held,
+        "beside": beside,
+    }
 
 
 def row(case, num_ranks, facts) -> dict:
     """Return one line of the table, made from all ranks' figures."""
     slowest = [max(times) for times in zip(*(fact["seconds"] for fact in facts), strict=True)]
-    shares = [inside / seconds for fact in facts
-              for inside, seconds in zip(fact["inside"], fact["seconds"], strict=True)]
+    shares = [
+        inside / seconds
+        for fact in facts
+        for inside, seconds in zip(fact["inside"], fact["seconds"], strict=True)
+    ]
     hidden = [fact["hidden"] for fact in facts if fact["hidden"] is not None]
     return {
-        "cut": case[0], "ranks": num_ranks, "grid": shown(*case),
-        "median_ms": statistics.median(slowest) * 1e3, "best_ms": min(slowest) * 1e3,
+        "cut": case[0],
+        "ranks": num_ranks,
+        "grid": shown(*case),
+        "median_ms": statistics.median(slowest) * 1e3,
+        "best_ms": min(slowest) * 1e3,
         "sent_MiB": max(fact["sent"] for fact in facts) / MIB,
         "blocks_MiB": max(fact["held"] for fact in facts) / MIB,
         "beside_MiB": max(fact["beside"] for fact in facts) / MIB,
@@ -112,15 +127,17 @@ def former(path: str, sizes: Sizes, num_ranks: int) -> list[dict]:
         same = all(found["machine"].get(name) == value for name, value in sizes._asdict().items())
         return [one for one in found["rows"] if one["ranks"] != num_ranks] if same else []
     except (DataError, KeyError, TypeError, AttributeError) as error:
-        raise DataError(f"--json {path}: exists and is not a file of bench.matmul --json; "
-                        "name another") from error
+        raise DataError(
+            f"--json {path}: exists and is not a file of bench.matmul --json; name another"
+        ) from error
 
 
 def measure(args, session) -> Outcome | int:
     """Measure every cut that these ranks allow; code 1 if one computes something else."""
     world, sizes = session.world, Sizes(1, args.tokens, args.inner, args.outer)
-    rows = session.agree(lambda: former(args.json, sizes, world.size)
-                         if args.json and world.rank == 0 else [])
+    rows = session.agree(
+        lambda: former(args.json, sizes, world.size) if args.json and world.rank == 0 else []
+    )
     full = whole(sizes, args.dtype)
     for case in cases(world.size):
         fact = measure_product(case, sizes, args.dtype, args.repeats, world, full)
@@ -139,9 +156,16 @@ def measure(args, session) -> Outcome | int:
 
 
 main = Program(
-    "matmul", __doc__, measure, together=True, counts={
-        "--tokens": (1024, "rows T of x"), "--inner": (1024, "columns K of x"),
-        "--outer": (1024, "columns N of w"), "--repeats": (7, "repetitions")},
+    "matmul",
+    __doc__,
+    measure,
+    together=True,
+    counts={
+        "--tokens": (1024, "rows T of x"),
+        "--inner": (1024, "columns K of x"),
+        "--outer": (1024, "columns N of w"),
+        "--repeats": (7, "repetitions"),
+    },
     json="write the rows to this file; it keeps those of other rank counts",
     add=lambda parser: parser.add_argument("--dtype", choices=tuple(TOLERANCE), default="float32"),
 ).started(__name__)

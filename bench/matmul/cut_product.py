@@ -84,10 +84,14 @@ def connect(cut, q, d, world_rank, ops, recorder, *, mpi_world=None, options=Non
 
 def block(array: np.ndarray, places) -> np.ndarray:
     """Return a rank's block of a whole array: for each axis (parts, index), padded with zeros."""
-    shape = [chunk_size(length, parts)
-             for length, (parts, _) in zip(array.shape, places, strict=True)]
-    own = array[tuple(
-        chunk_slice(length, *place) for length, place in zip(array.shape, places, strict=True))]
+    shape = [
+        chunk_size(length, parts) for length, (parts, _) in zip(array.shape, places, strict=True)
+    ]
+    own = array[
+        tuple(
+            chunk_slice(length, *place) for length, place in zip(array.shape, places, strict=True)
+        )
+    ]
     result = np.zeros(shape, array.dtype)
     result[tuple(slice(length) for length in own.shape)] = own
     return result

@@ -70,20 +70,37 @@ class Job(NamedTuple):
 def add_flags(parser) -> None:
     """Add the flags that `mpipar explain` does not have."""
     parser.add_argument("preset", metavar="PRESET", help="the model, as --preset of training")
-    parser.add_argument("--compute", metavar="X", type=scale, default=0.0,
-                        help="computing takes X times its modelled time; none: no time (none)")
-    parser.add_argument("--gflops", metavar="N", type=positive,
-                        help="the model of computing: this rate of a rank's products")
+    parser.add_argument(
+        "--compute",
+        metavar="X",
+        type=scale,
+        default=0.0,
+        help="computing takes X times its modelled time; none: no time (none)",
+    )
+    parser.add_argument(
+        "--gflops",
+        metavar="N",
+        type=positive,
+        help="the model of computing: this rate of a rank's products",
+    )
     parser.add_argument("--machine", metavar="FILE", help="the model of computing and of messages")
     parser.add_argument("--sleep", action="store_true", help="sleep instead of keeping a core busy")
-    parser.add_argument("--bound-GBps", metavar="N", type=positive,
-                        help="rate of a rank's link, one way")
-    parser.add_argument("--all-reduce", choices=["levels", *ALGORITHMS], default="mpi",
-                        help="how sums travel, as in training (mpi)")
+    parser.add_argument(
+        "--bound-GBps", metavar="N", type=positive, help="rate of a rank's link, one way"
+    )
+    parser.add_argument(
+        "--all-reduce",
+        choices=["levels", *ALGORITHMS],
+        default="mpi",
+        help="how sums travel, as in training (mpi)",
+    )
     parser.add_argument("--sync-sends", action="store_true", help="as in training")
     parser.add_argument("--beside", metavar="'WORDS'", help="another rehearsal at the same time")
-    parser.add_argument("--first-ranks", action="store_true",
-                        help="the layout may be larger than this job: play its first ranks")
+    parser.add_argument(
+        "--first-ranks",
+        action="store_true",
+        help="the layout may be larger than this job: play its first ranks",
+    )
     parser.add_argument("--trace", metavar="FOLDER", help="write a trace of three more steps")
 
 
@@ -103,16 +120,21 @@ def scale(text: str) -> float:
 def check(args, parser) -> None:
     """Check that the flags fit together. Raises UsageError."""
     if args.compute and (args.gflops is None) == (args.machine is None):
-        raise UsageError("--compute X: needs the time of computing to scale; give one of --gflops N"
-                         " and --machine FILE")
+        raise UsageError(
+            "--compute X: needs the time of computing to scale; give one of --gflops N"
+            " and --machine FILE"
+        )
     if args.gflops is not None and not args.compute:
-        raise UsageError("--gflops N: is the rate of what --compute X lets a rank compute; add"
-                         " --compute 1")
+        raise UsageError(
+            "--gflops N: is the rate of what --compute X lets a rank compute; add --compute 1"
+        )
     if args.trace is not None and args.beside is not None:
         raise UsageError("--trace, --beside: a trace is of one job; give one of them")
     if args.first_ranks and (args.beside is not None or args.trace is not None):
-        raise UsageError("--first-ranks: goes with neither --beside nor --trace, which are of whole"
-                         " layouts; leave one of them out")
+        raise UsageError(
+            "--first-ranks: goes with neither --beside nor --trace, which are of whole"
+            " layouts; leave one of them out"
+        )
 
 
 def words_of(text: str) -> list[str]:
@@ -141,12 +163,15 @@ def configured(words: list[str], args) -> Any:
         raise UsageError("--beside 'PRESET --layout ...': the first word is a preset")
     for word in words:
         if word.split("=")[0] in ("--preset", "--goal", "--chakra"):
-            raise UsageError(f"{word}: means nothing to a rehearsal, whose first word is the preset"
-                             " and which writes what --json and --trace name; leave it out")
+            raise UsageError(
+                f"{word}: means nothing to a rehearsal, whose first word is the preset"
+                " and which writes what --json and --trace name; leave it out"
+            )
     config = config_of(["--preset", *words])
     if config.grid.schedule == AUTO:
-        raise UsageError("--schedule auto: needs measuring, which a rehearsal does not do; name"
-                         " one")
+        raise UsageError(
+            "--schedule auto: needs measuring, which a rehearsal does not do; name one"
+        )
     run = replace(config.run, all_reduce=args.all_reduce, sync_sends=args.sync_sends)
     return replace(config, run=run)
 
@@ -160,21 +185,36 @@ def jobs_of(args, num_ranks: int) -> list[Job]:
     needed = [Grid.of(config.grid, 0).world_size for config in configs]
     if args.first_ranks:
         if not 1 < num_ranks < needed[0]:
-            raise UsageError(f"--first-ranks: {layout_text(configs[0].grid)} has"
-                             f" {counted(needed[0], 'rank')}, but this job {num_ranks}: give a"
-                             " larger layout, or leave --first-ranks out; start two ranks or more")
+            raise UsageError(
+                f"--first-ranks: {layout_text(configs[0].grid)} has"
+                f" {counted(needed[0], 'rank')}, but this job {num_ranks}: give a"
+                " larger layout, or leave --first-ranks out; start two ranks or more"
+            )
         needed = [num_ranks]
     if sum(needed) != num_ranks or 1 in needed:
-        which = " and ".join(f"{layout_text(config.grid)} ({counted(count, 'rank')})"
-                             for config, count in zip(configs, needed, strict=True))
-        raise UsageError(f"{which}: this job has {counted(num_ranks, 'rank')}; start"
-                         f" mpiexec -n {max(2, sum(needed))}, with two ranks or more in each"
-                         " layout")
-    owners = [number for _, number in sorted(
-        (turn, number) for number, count in enumerate(needed) for turn in range(count))]
-    return [Job(tuple(words), config, tuple(
-        rank for rank, owner in enumerate(owners) if owner == number))
-        for number, (words, config) in enumerate(zip(texts, configs, strict=True))]
+        which = " and ".join(
+            f"{layout_text(config.grid)} ({counted(count, 'rank')})"
+            for config, count in zip(configs, needed, strict=True)
+        )
+        raise UsageError(
+            f"{which}: this job has {counted(num_ranks, 'rank')}; start"
+            f" mpiexec -n {max(2, sum(needed))}, with two ranks or more in each"
+            " layout"
+        )
+    owners = [
+        number
+        for _, number in sorted(
+            (turn, number) for number, count in enumerate(needed) for turn in range(count)
+        )
+    ]
+    return [
+        Job(
+            tuple(words),
+            config,
+            tuple(rank for rank, owner in enumerate(owners) if owner == number),
+        )
+        for number, (words, config) in enumerate(zip(texts, configs, strict=True))
+    ]
 
 
 def memory_left() -> int:
@@ -194,9 +234,11 @@ def check_room(script: Script, on_host: int) -> None:
     """
     needed, free = room_needed(script), memory_left() // on_host
     if needed > free:
-        raise UsageError(f"the payloads of rank {script.world_rank} need {nbytes(needed)}, and"
-                         f" {nbytes(free)} are free for each rank of its host; take more ranks or a"
-                         " smaller model")
+        raise UsageError(
+            f"the payloads of rank {script.world_rank} need {nbytes(needed)}, and"
+            f" {nbytes(free)} are free for each rank of its host; take more ranks or a"
+            " smaller model"
+        )
 
 
 def player_of(job: Job, pace: Pace, args, session) -> Player:
@@ -225,8 +267,11 @@ def measure(args, session) -> Outcome | int:
     pace = session.agree(lambda: Pace.of(args, jobs[number].config))
     predicted = None if args.first_ranks else session.agree(pace.step_seconds)
     player = player_of(jobs[number], pace, args, session)
-    wrong = [f"rank {rank}: {text}" for rank, text in enumerate(
-        gather_facts(world, player.check()) or ()) if text]
+    wrong = [
+        f"rank {rank}: {text}"
+        for rank, text in enumerate(gather_facts(world, player.check()) or ())
+        if text
+    ]
     if broadcast_text(world, "wrong" if wrong else ""):
         print("\n".join(wrong), end="\n" if wrong else "")
         return EXIT_CHECK_FAILED
@@ -243,13 +288,19 @@ def measure(args, session) -> Outcome | int:
         both = slowest(player.world, together.seconds)
         slowdown = statistics.median(both) / statistics.median(steps)
     facts = gather_facts(
-        world, Share(number, steps, predicted, slowdown, sums_of(player, pace, alone)))
+        world, Share(number, steps, predicted, slowdown, sums_of(player, pace, alone))
+    )
     player.close()
     if facts is None:
         return EXIT_OK
     found = outcome(jobs, [Share(*fact) for fact in facts], args, session)
-    return found if not args.first_ranks else found._replace(
-        head=found.head + described(jobs[0].config, player.script, found.rows, world) + "\n")
+    return (
+        found
+        if not args.first_ranks
+        else found._replace(
+            head=found.head + described(jobs[0].config, player.script, found.rows, world) + "\n"
+        )
+    )
 
 
 class Share(NamedTuple):
@@ -291,8 +342,14 @@ def sums_of(player: Player, pace: Pace, steps: Steps) -> list:
         ranks = len(player.comms.groups[record.axis].ranks)
         predicted = pace.call_seconds(record, record.posted_ns < record.waited_ns, ranks)
         key = record.axis, family(record.name), record.operation, record.phase
-        values = (1, record.payload_bytes, record.wire_bytes, record.done_ns - record.waited_ns,
-                  record.done_ns - record.posted_ns, math.nan if predicted is None else predicted)
+        values = (
+            1,
+            record.payload_bytes,
+            record.wire_bytes,
+            record.done_ns - record.waited_ns,
+            record.done_ns - record.posted_ns,
+            math.nan if predicted is None else predicted,
+        )
         sums[key] = [one + more for one, more in zip(sums[key], values, strict=True)]
     return [[key, [value / len(steps.seconds) for value in found]] for key, found in sums.items()]
 
@@ -305,21 +362,30 @@ def outcome(jobs: list[Job], shares: list[Share], args, session) -> Outcome:
     rows, head = [], []
     for number, job in enumerate(jobs):
         own = [share for share in shares if share.job == number]
-        rows += [({"job": number + 1} if len(jobs) > 1 else {}) | row
-                 for row in barrier_rows([share.sums for share in own], rate)]
+        rows += [
+            ({"job": number + 1} if len(jobs) > 1 else {}) | row
+            for row in barrier_rows([share.sums for share in own], rate)
+        ]
         head.append(headline(job, own[0], args))
     end = []
     if rate is not None:
         source = "the rate of a memory copy" if args.bound_GBps is None else "as stated"
         end.append(f"bound: {rate:.4g} GB/s one way, {source}")
     if args.trace is not None:
-        end.append(f"the trace of {TRACED} more steps is in {args.trace}; see it with: mpipar trace"
-                   f" {args.trace}")
-    facts = {"ranks": session.world.size, "words": [" ".join(job.words) for job in jobs],
-             "compute": args.compute, "steps": args.steps,
-             "step_ms": [1e3 * statistics.median(next(
-                 share.steps for share in shares if share.job == number))
-                 for number in range(len(jobs))]}
+        end.append(
+            f"the trace of {TRACED} more steps is in {args.trace}; see it with: mpipar trace"
+            f" {args.trace}"
+        )
+    facts = {
+        "ranks": session.world.size,
+        "words": [" ".join(job.words) for job in jobs],
+        "compute": args.compute,
+        "steps": args.steps,
+        "step_ms": [
+            1e3 * statistics.median(next(share.steps for share in shares if share.job == number))
+            for number in range(len(jobs))
+        ],
+    }
     return Outcome(rows, facts, head="\n".join(head) + "\n", end="\n".join(end))
 
 
@@ -330,10 +396,12 @@ def headline(job: Job, share: Share, args) -> str:
     computing = f"{args.compute:g} times its modelled time" if args.compute else "no time"
     said = "" if share.predicted is None else f"; predicted {share.predicted * 1e3:.2f} ms"
     slower = "" if share.slowdown is None else f"; {share.slowdown:.2f} times as long beside"
-    return (f"{' '.join(job.words)}: {counted(len(job.ranks), 'rank')}, {order};"
-            " every payload as it should be\n"
-            f"a step takes {statistics.median(times):.2f} ms ({times[0]:.2f} to {times[-1]:.2f},"
-            f" {counted(len(times), 'step')}), computing {computing}{said}{slower}")
+    return (
+        f"{' '.join(job.words)}: {counted(len(job.ranks), 'rank')}, {order};"
+        " every payload as it should be\n"
+        f"a step takes {statistics.median(times):.2f} ms ({times[0]:.2f} to {times[-1]:.2f},"
+        f" {counted(len(times), 'step')}), computing {computing}{said}{slower}"
+    )
 
 
 def barrier_rows(by_rank: list[list], rate: float | None) -> list[dict]:
@@ -346,11 +414,13 @@ def barrier_rows(by_rank: list[list], rate: float | None) -> list[dict]:
     for key, ranks in sorted(found.items()):
         row = dict(zip(("axis", "barrier", "operation", "phase"), key, strict=True))
         mean = {name: sum(one[name] for one in ranks) / len(by_rank) for name in SUMS}
-        row |= {"calls": round(sum(one["calls"] for one in ranks)),
-                "bytes": round(sum(one["payload"] for one in ranks)),
-                "waited_ms": mean["waited_ns"] * 1e-6,
-                "most_ms": max(one["waited_ns"] for one in ranks) * 1e-6,
-                "flight_ms": mean["flight_ns"] * 1e-6}
+        row |= {
+            "calls": round(sum(one["calls"] for one in ranks)),
+            "bytes": round(sum(one["payload"] for one in ranks)),
+            "waited_ms": mean["waited_ns"] * 1e-6,
+            "most_ms": max(one["waited_ns"] for one in ranks) * 1e-6,
+            "flight_ms": mean["flight_ns"] * 1e-6,
+        }
         row |= {} if rate is None else {"bound_ms": mean["sent"] / rate * 1e-6}
         row |= {"predicted_ms": mean["predicted"] * 1e3}
         rows.append(row)
@@ -359,5 +429,13 @@ def barrier_rows(by_rank: list[list], rate: float | None) -> list[dict]:
     return [row | {"predicted_ms": ""} if math.isnan(row["predicted_ms"]) else row for row in rows]
 
 
-main = Program("rehearse", __doc__, measure, together=True, add=add_flags, check=check,
-               counts={"--steps": (20, "timed steps")}, takes_words=True).started(__name__)
+main = Program(
+    "rehearse",
+    __doc__,
+    measure,
+    together=True,
+    add=add_flags,
+    check=check,
+    counts={"--steps": (20, "timed steps")},
+    takes_words=True,
+).started(__name__)

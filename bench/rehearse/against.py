@@ -34,24 +34,33 @@ from mpipar.config import flags
 from mpipar.errors import EXIT_CHECK_FAILED, UsageError
 
 LAYOUTS = {
-    "dp 2": "dp=2", "dp 2, zero 3": "dp=2 --zero 3", "pp 2, 1f1b": "pp=2",
-    "pp 2, zb-h1": "pp=2 --schedule zb-h1", "tp 2": "tp=2", "cp 2": "cp=2"}
+    "dp 2": "dp=2",
+    "dp 2, zero 3": "dp=2 --zero 3",
+    "pp 2, 1f1b": "pp=2",
+    "pp 2, zb-h1": "pp=2 --schedule zb-h1",
+    "tp 2": "tp=2",
+    "cp 2": "cp=2",
+}
 SIZES = "--preset tiny --d-model 256 --seq-len 128 --batch-size 8 --num-microbatches 4"
 WARM_UP, TOKENS = 2, 1 << 16  # real steps before the first turn; in the text
 
 
 def comparable(recorder: Recorder) -> list[Record]:
     """Return the records, without times, and without numbers that count from the first step on."""
-    return [record._replace(posted_ns=0, waited_ns=0, done_ns=0, seq=0)
-            for record in recorder.records]
+    return [
+        record._replace(posted_ns=0, waited_ns=0, done_ns=0, seq=0) for record in recorder.records
+    ]
 
 
 def pass_seconds(recorder: Recorder) -> dict[tuple[str, int], float]:
     """Return the median computing time of each (kind, stage) of a pass, without its waits."""
     found = defaultdict(list)
     for span in recorder.spans:
-        waited = sum(record.done_ns - record.waited_ns for record in recorder.records
-                     if span.start_ns <= record.waited_ns < span.end_ns)
+        waited = sum(
+            record.done_ns - record.waited_ns
+            for record in recorder.records
+            if span.start_ns <= record.waited_ns < span.end_ns
+        )
         found[span.kind, span.stage].append((span.end_ns - span.start_ns - waited) * 1e-9)
     return {key: median(times) for key, times in found.items() if key[0] != "pipeline"}
 
@@ -91,8 +100,9 @@ def measure(args, session) -> Outcome | int:
     facts = {"steps": args.steps, "model": SIZES}
     if args.cable:
         with session.stop_on_request():
-            code, found = over_cable(session, args.cable, [
-                "bench.rehearse.against", "--steps", str(args.steps)])
+            code, found = over_cable(
+                session, args.cable, ["bench.rehearse.against", "--steps", str(args.steps)]
+            )
         if found is None:
             print("the ranks on two hosts have ended early", file=sys.stderr)
             return abs(code) or EXIT_CHECK_FAILED
@@ -104,16 +114,31 @@ def measure(args, session) -> Outcome | int:
             times, equal = one_layout(world, words, args.steps)
             low, ratio, high = np.percentile(times[:, 1] / times[:, 0], (25, 50, 75))
             code = code if equal else EXIT_CHECK_FAILED
-            rows.append({"layout": name, "real_ms": 1e3 * float(np.median(times[:, 0])),
-                         "rehearsed_ms": 1e3 * float(np.median(times[:, 1])), "low": float(low),
-                         "ratio": float(ratio), "high": float(high),
-                         "records": "alike" if equal else "differ"})
+            rows.append(
+                {
+                    "layout": name,
+                    "real_ms": 1e3 * float(np.median(times[:, 0])),
+                    "rehearsed_ms": 1e3 * float(np.median(times[:, 1])),
+                    "low": float(low),
+                    "ratio": float(ratio),
+                    "high": float(high),
+                    "records": "alike" if equal else "differ",
+                }
+            )
     return Outcome(rows, facts, code) if world.rank == 0 else code
 
 
 main = Program(
-    "rehearse.against", __doc__, measure, together=lambda args: not args.cable,
+    "rehearse.against",
+    __doc__,
+    measure,
+    together=lambda args: not args.cable,
     add=lambda parser: parser.add_argument(
-        "--cable", type=flags.count, default=0, metavar="MBIT",
-        help="two hosts, each in a network namespace, joined by a cable of this rate"),
-    counts={"--steps": (20, "turns")}).started(__name__)
+        "--cable",
+        type=flags.count,
+        default=0,
+        metavar="MBIT",
+        help="two hosts, each in a network namespace, joined by a cable of this rate",
+    ),
+    counts={"--steps": (20, "turns")},
+).started(__name__)

@@ -74,23 +74,36 @@ def with_stand_ins(script: Script, world: Any) -> Script:
         if peer < world.size:
             calls.append(call._replace(record=call.record._replace(peer=place.index(peer))))
             continue
-        record = call.record._replace(axis=ABSENT, peer=peer % world.size, tag=(
-            2 * len(asked) + (call.record.operation == "recv")))  # directions share no tag
+        record = call.record._replace(
+            axis=ABSENT,
+            peer=peer % world.size,
+            tag=(2 * len(asked) + (call.record.operation == "recv")),
+        )  # directions share no tag
         calls.append(call._replace(record=record))
         asked.append((record._replace(dtype=str(record.dtype)), call.shape))
-    mine = [Call(mirrored(Record(*record), world_rank), tuple(shape), True, False, None)
-            for world_rank, messages in enumerate(all_gather_facts(world, asked))
-            for record, shape in messages if Record(*record).peer == world.rank]
+    mine = [
+        Call(mirrored(Record(*record), world_rank), tuple(shape), True, False, None)
+        for world_rank, messages in enumerate(all_gather_facts(world, asked))
+        for record, shape in messages
+        if Record(*record).peer == world.rank
+    ]
     here = len(mine)
     events = [Event(0, CALL, number) for number in range(here)]
-    events += [event._replace(number=event.number + here) if event.action in (CALL, WAIT) else event
-               for event in script.events]
+    events += [
+        event._replace(number=event.number + here) if event.action in (CALL, WAIT) else event
+        for event in script.events
+    ]
     events += [Event(0, WAIT, number) for number in range(here)]
-    groups = {axis: tuple(rank for rank in ranks if rank < world.size)
-              for axis, ranks in script.groups.items()}
+    groups = {
+        axis: tuple(rank for rank in ranks if rank < world.size)
+        for axis, ranks in script.groups.items()
+    }
     return script._replace(
-        calls=(*mine, *calls), events=tuple(events), groups=groups,
-        passes=tuple(one._replace(first=one.first + here) for one in script.passes))
+        calls=(*mine, *calls),
+        events=tuple(events),
+        groups=groups,
+        passes=tuple(one._replace(first=one.first + here) for one in script.passes),
+    )
 
 
 def among_present(call: Call, ranks: tuple[int, ...], world: Any) -> Call:
@@ -101,8 +114,7 @@ def among_present(call: Call, ranks: tuple[int, ...], world: Any) -> Call:
     places = [place for place, rank in enumerate(ranks) if rank < world.size]
     record, shape, argument = call.record, call.shape, call.argument
     if record.peer >= 0:
-        record = record._replace(
-            peer=places.index(record.peer) if record.peer in places else 0)
+        record = record._replace(peer=places.index(record.peer) if record.peer in places else 0)
     if record.operation in BY_PARTS or (record.operation == "all_gather" and call.posted):
         shape = (len(places), *shape[1:])
     elif record.operation == "all_to_allv":
@@ -113,8 +125,14 @@ def among_present(call: Call, ranks: tuple[int, ...], world: Any) -> Call:
 
 def mirrored(record: Record, world_rank: int) -> Record:
     """Return the record of a stand-in for a message of `world_rank`, whose record is given."""
-    return record._replace(operation=OTHER_SIDE[record.operation], peer=world_rank,
-                           name=record.name + STAND_IN, phase="sync", stage=-1, mb=-1)
+    return record._replace(
+        operation=OTHER_SIDE[record.operation],
+        peer=world_rank,
+        name=record.name + STAND_IN,
+        phase="sync",
+        stage=-1,
+        mb=-1,
+    )
 
 
 def group_of(comms: Comms, world: Any) -> Comm:
@@ -130,9 +148,16 @@ def described(config: Config, script: Script, rows: Iterable[dict], world: Any) 
     here = FirstRanks.here(config, world)
     groups = ", ".join(
         f"{len(script.groups[axis])} of {whole.size(axis)} in {axis}"
-        for axis in script.groups if axis in whole.parts and whole.size(axis) > 1)
-    messages = sum(row["calls"] for row in rows
-                   if row["axis"] == ABSENT and not row["barrier"].endswith(STAND_IN))
-    return (f"the first {here.world_size} of {whole.world_size} ranks; of the members of rank 0's"
-            f" groups these are here: {groups}. A step has {counted(messages, 'message')} with"
-            f" absent peers, for which rank (peer mod {world.size}) stands in")
+        for axis in script.groups
+        if axis in whole.parts and whole.size(axis) > 1
+    )
+    messages = sum(
+        row["calls"]
+        for row in rows
+        if row["axis"] == ABSENT and not row["barrier"].endswith(STAND_IN)
+    )
+    return (
+        f"the first {here.world_size} of {whole.world_size} ranks; of the members of rank 0's"
+        f" groups these are here: {groups}. A step has {counted(messages, 'message')} with"
+        f" absent peers, for which rank (peer mod {world.size}) stands in"
+    )

@@ -50,8 +50,10 @@ class Pace(NamedTuple):
         machine = machine_file.load(args.machine) if args.machine is not None else None
         pace = cls(config, args.compute, args.gflops, machine)
         if pace.modelled and config.grid.tp > 1:
-            raise UsageError("--machine: its passes of tp ranks include their barriers, which a"
-                             " rehearsal makes itself; with --tp, give --gflops N for --compute X")
+            raise UsageError(
+                "--machine: its passes of tp ranks include their barriers, which a"
+                " rehearsal makes itself; with --tp, give --gflops N for --compute X"
+            )
         if pace.modelled:
             measured_units(machine, config)
         return pace
@@ -76,7 +78,8 @@ class Pace(NamedTuple):
         units = measured_units(self.machine, config)
         message = largest_message([predict(config, script.world_rank)])
         costs = costs_of(self.machine, config, message).merged(
-            unit_counts(config, configured_schedule(config.grid)))
+            unit_counts(config, configured_schedule(config.grid))
+        )
         found = {}
         for stage, (f, i, w) in enumerate(zip(costs.f, costs.i, costs.w, strict=True)):
             found |= {("F", stage): f, ("I", stage): i, ("W", stage): w, ("B", stage): i + w}
@@ -85,8 +88,11 @@ class Pace(NamedTuple):
 
     def step_seconds(self) -> float | None:
         """Return the predicted step, if computing takes its modelled time."""
-        return step_estimate(self.machine, self.config).total if (
-            self.modelled and self.scale == 1) else None
+        return (
+            step_estimate(self.machine, self.config).total
+            if (self.modelled and self.scale == 1)
+            else None
+        )
 
     def call_seconds(self, record: Record, posted: bool, ranks: int) -> float | None:
         """Return the machine file's prediction for a call; None if it has none.
@@ -100,7 +106,8 @@ class Pace(NamedTuple):
         name = HOP if record.operation in POINT_TO_POINT else f"{'i' * posted}{name}"
         try:
             found = self.machine.estimate(
-                name, record.payload_bytes, 2 if record.operation in POINT_TO_POINT else ranks)
+                name, record.payload_bytes, 2 if record.operation in POINT_TO_POINT else ranks
+            )
         except UsageError:
             return None
         return found.seconds * (0.5 if half else 1.0)

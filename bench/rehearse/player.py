@@ -33,17 +33,22 @@ BLOCKING: Mapping[str, Callable[[Comm, Any, Call], Any]] = {
     "reduce_scatter": lambda comm, x, call: comm.reduce_scatter(x, call.record.name),
     "all_to_all": lambda comm, x, call: comm.all_to_all(x, call.record.name),
     "all_to_allv": lambda comm, x, call: comm.all_to_allv(
-        x, call.argument[0], call.record.name, call.argument[1]),
+        x, call.argument[0], call.record.name, call.argument[1]
+    ),
     "broadcast": lambda comm, x, call: comm.broadcast(x, call.record.peer, call.record.name),
-    "reduce": lambda comm, x, call: comm.reduce(x, call.record.peer, call.record.name)}
+    "reduce": lambda comm, x, call: comm.reduce(x, call.record.peer, call.record.name),
+}
 POSTED: Mapping[str, Callable[[Comm, Any, Call], Any]] = {
     "all_reduce": lambda comm, x, call: comm.iall_reduce(x, call.record.name),
     "all_gather": lambda comm, x, call: comm.iall_gather(x, call.record.name),
     "reduce_scatter": lambda comm, x, call: comm.ireduce_scatter(x, call.record.name),
     "send": lambda comm, x, call: comm.isend(
-        x, call.record.peer, call.record.tag, call.record.name),
+        x, call.record.peer, call.record.tag, call.record.name
+    ),
     "recv": lambda comm, x, call: comm.irecv(
-        x, call.record.peer, call.record.tag, call.record.name)}
+        x, call.record.peer, call.record.tag, call.record.name
+    ),
+}
 
 
 class Form(NamedTuple):
@@ -121,18 +126,24 @@ class Player:
     Comm: makes the groups of the layout; every rank of `world` must make its own.
     """
 
-    def __init__(self, config: Any, world: Any, ops: Any, script: Script | None = None,
-                 grid: Grid | None = None):
+    def __init__(
+        self,
+        config: Any,
+        world: Any,
+        ops: Any,
+        script: Script | None = None,
+        grid: Grid | None = None,
+    ):
         self.config, self.world, self.ops = config, world, ops
         self.script = script_of(config, world.rank) if script is None else script
-        self.grid = build.with_shared_heads(
-            grid or Grid.of(config.grid, world.rank), config.model)
+        self.grid = build.with_shared_heads(grid or Grid.of(config.grid, world.rank), config.model)
         self.schedule = build.configured_schedule(config.grid)
         self.stage_layers = models.layer_split(config, self.schedule)
         self.stages = self.schedule.stages_of(self.grid.place("pp"))
         self.recorder = Placed()
         self.comms = build.groups_of(
-            config, self.grid, self.schedule, ops, self.recorder, world, {})
+            config, self.grid, self.schedule, ops, self.recorder, world, {}
+        )
         if isinstance(self.grid, FirstRanks):
             self.comms.groups[ABSENT] = group_of(self.comms, world)
         self.seconds: Sequence[float] | None = None
@@ -157,15 +168,21 @@ class Player:
         """
         arrays: list[Any] = [None] * len(forms)
         for axis, kind in sorted({(form.axis, str(form.dtype)) for form in forms}):
-            numbers = [number for number, form in enumerate(forms)
-                       if (form.axis, str(form.dtype)) == (axis, kind)]
+            numbers = [
+                number
+                for number, form in enumerate(forms)
+                if (form.axis, str(form.dtype)) == (axis, kind)
+            ]
             sizes = [-(-forms[number].size // ALIGNED) * ALIGNED for number in numbers]
             shape, dtype = (sum(sizes),), forms[numbers[0]].dtype
-            arena = (self.comms.groups[axis].zeros(self.ops, shape, dtype, "buffers") if axis
-                     else self.ops.zeros(shape, dtype, label="buffers"))
+            arena = (
+                self.comms.groups[axis].zeros(self.ops, shape, dtype, "buffers")
+                if axis
+                else self.ops.zeros(shape, dtype, label="buffers")
+            )
             for number, run in zip(numbers, consecutive_slices(sizes), strict=True):
                 form = forms[number]
-                arrays[number] = arena[run][:form.size].reshape(form.shape)
+                arrays[number] = arena[run][: form.size].reshape(form.shape)
         return [arrays[number] for number in chosen]
 
     def check(self) -> str:
@@ -227,8 +244,7 @@ class Player:
         """Compare what a call delivered with what it should; keep the first difference."""
         comm = self.comm(call)
         self.settle()
-        self.wrong = self.wrong or problem(
-            x, result, call, place_of(call, comm.index, comm.size))
+        self.wrong = self.wrong or problem(x, result, call, place_of(call, comm.index, comm.size))
 
     def compute(self, seconds: float) -> None:
         """Spend the time of computing."""
@@ -239,8 +255,9 @@ class Player:
         while perf_counter_ns() < end:
             pass
 
-    def steps(self, count: int, seconds: float = 0.0,
-              around: Callable[[int], Any] = nullcontext) -> Steps:
+    def steps(
+        self, count: int, seconds: float = 0.0, around: Callable[[int], Any] = nullcontext
+    ) -> Steps:
         """Play `count` steps or more, for some seconds.
 
         around(step): the context in which a step is played. Comm: a broadcast, a barrier, a step.
@@ -316,32 +333,52 @@ def own(x: Any, call: Call, place: Place) -> list[tuple[Any, int]]:
 
 
 PAYLOADS = {
-    "all_reduce": Payload(own, lambda x, result, call, place: [(
-        x, max(map(place.value, range(place.size))) if call.argument == "max"
-        else place.summed())]),
-    "reduce": Payload(own, lambda x, result, call, place: [
-        (x, place.summed())] * (call.record.peer == place.index)),
+    "all_reduce": Payload(
+        own,
+        lambda x, result, call, place: [
+            (
+                x,
+                max(map(place.value, range(place.size)))
+                if call.argument == "max"
+                else place.summed(),
+            )
+        ],
+    ),
+    "reduce": Payload(
+        own,
+        lambda x, result, call, place: [(x, place.summed())] * (call.record.peer == place.index),
+    ),
     "broadcast": Payload(
         lambda x, call, place: own(x, call, place) * (call.record.peer == place.index),
-        lambda x, result, call, place: [(x, place.value(call.record.peer))]),
+        lambda x, result, call, place: [(x, place.value(call.record.peer))],
+    ),
     "all_gather": Payload(
         lambda x, call, place: own(x[place.index] if call.posted else x, call, place),
-        lambda x, result, call, place: from_all(x if call.posted else result, place)),
+        lambda x, result, call, place: from_all(x if call.posted else result, place),
+    ),
     "reduce_scatter": Payload(
         lambda x, call, place: to_all(x, place),
         lambda x, result, call, place: [
-            (x[0] if call.posted else result, place.summed(place.index))]),
+            (x[0] if call.posted else result, place.summed(place.index))
+        ],
+    ),
     "all_to_all": Payload(
         lambda x, call, place: to_all(x, place),
-        lambda x, result, call, place: from_all(result, place, place.index)),
+        lambda x, result, call, place: from_all(result, place, place.index),
+    ),
     "all_to_allv": Payload(
         lambda x, call, place: to_all(rows_of(x, call.argument[0]), place),
-        lambda x, result, call, place: from_all(rows_of(*result), place, place.index)),
-    "send": Payload(lambda x, call, place: [(x, place.value(place.index, call.record.peer))],
-                    lambda x, result, call, place: []),
-    "recv": Payload(lambda x, call, place: [],
-                    lambda x, result, call, place: [
-                        (x, place.value(call.record.peer, place.index))])}
+        lambda x, result, call, place: from_all(rows_of(*result), place, place.index),
+    ),
+    "send": Payload(
+        lambda x, call, place: [(x, place.value(place.index, call.record.peer))],
+        lambda x, result, call, place: [],
+    ),
+    "recv": Payload(
+        lambda x, call, place: [],
+        lambda x, result, call, place: [(x, place.value(call.record.peer, place.index))],
+    ),
+}
 
 
 def fill(x: Any, call: Call, place: Place) -> None:
@@ -358,8 +395,7 @@ def rows_of(x: Any, counts: Any) -> list[Any]:
 
 def problem(x: Any, result: Any, call: Call, place: Place) -> str:
     """Return what is wrong after a call, or "". x: what was given. result: what was returned."""
-    for part, value in PAYLOADS[call.record.operation].wanted(
-            x, result, call, place):
+    for part, value in PAYLOADS[call.record.operation].wanted(x, result, call, place):
         if not bool((part == np.asarray(value).astype(part.dtype)).all()):
             found = part.reshape(-1)[:1].tolist()
             return f"{call.record.name}: {call.record.operation} delivered {found}, not {value}"

@@ -95,38 +95,74 @@ def parse(argv):
     """Read the flags: sizes of the model and of the measurement."""
     parser = flags.Parser(prog="python -m bench.step", description=__doc__)
     add_sizes(parser)
-    parser.add_argument("--compiled", action=BooleanOptionalAction, default=None,
-                        help="compile PyTorch's sides as well (where a compiler is found; "
-                        "--no-compiled leaves them out)")
-    parser.add_argument("--sides", choices=SIDES, default="all", help="best: mpipar with its"
-                        " default kernels beside PyTorch with its own attention and AdamW, compiled"
-                        " where it can be; own: the first of the two alone (all)")
-    parser.add_argument(blas.FLAG, action="store_true", help="free both BLAS libraries from what"
-                        " they know of the processor's maker (see bench/step/blas.py)")
-    parser.add_argument("--recipe", choices=("nanogpt",), help="its sizes and its learning rate, on"
-                        " the default text as bytes")
-    parser.add_argument("--threads", type=flags.count,
-                        help="threads of PyTorch, and of all ranks together (number of ranks)")
+    parser.add_argument(
+        "--compiled",
+        action=BooleanOptionalAction,
+        default=None,
+        help="compile PyTorch's sides as well (where a compiler is found; "
+        "--no-compiled leaves them out)",
+    )
+    parser.add_argument(
+        "--sides",
+        choices=SIDES,
+        default="all",
+        help="best: mpipar with its"
+        " default kernels beside PyTorch with its own attention and AdamW, compiled"
+        " where it can be; own: the first of the two alone (all)",
+    )
+    parser.add_argument(
+        blas.FLAG,
+        action="store_true",
+        help="free both BLAS libraries from what"
+        " they know of the processor's maker (see bench/step/blas.py)",
+    )
+    parser.add_argument(
+        "--recipe",
+        choices=("nanogpt",),
+        help="its sizes and its learning rate, on the default text as bytes",
+    )
+    parser.add_argument(
+        "--threads",
+        type=flags.count,
+        help="threads of PyTorch, and of all ranks together (number of ranks)",
+    )
     parser.add_argument("--device", choices=("cpu", "cuda"), default="cpu")
-    parser.add_argument("--dtype", choices=tuple(TOLERANCE), default="float32",
-                        help="of weights and activations (float32); on a CPU 16 bits show numerics,"
-                        " not speed: NumPy widens and rounds around every function")
+    parser.add_argument(
+        "--dtype",
+        choices=tuple(TOLERANCE),
+        default="float32",
+        help="of weights and activations (float32); on a CPU 16 bits show numerics,"
+        " not speed: NumPy widens and rounds around every function",
+    )
     parser.add_argument("--peak-tflops", type=float, help="peak of one rank's device in --dtype")
-    parser.add_argument("--cable", type=flags.counts, metavar="MBIT[,MBIT]",
-                        help="time mpipar's step on two hosts that a cable of each of these rates"
-                        " joins, without and with what hides messages (see bench/step/cable.py)")
-    parser.add_argument("--all-reduce", type=lambda text: text.split(","), default=[],
-                        metavar="NAME,NAME", help="data and tensor parallelism also with these"
-                        " algorithms of train's --all-reduce")
+    parser.add_argument(
+        "--cable",
+        type=flags.counts,
+        metavar="MBIT[,MBIT]",
+        help="time mpipar's step on two hosts that a cable of each of these rates"
+        " joins, without and with what hides messages (see bench/step/cable.py)",
+    )
+    parser.add_argument(
+        "--all-reduce",
+        type=lambda text: text.split(","),
+        default=[],
+        metavar="NAME,NAME",
+        help="data and tensor parallelism also with these algorithms of train's --all-reduce",
+    )
     parser.add_argument("--json", help="write the result to this file")
     if parser.parse_known_args(argv)[0].recipe:
         parser.set_defaults(**RECIPE)
     args = parser.parse_args(argv)
-    others = [f"--{name.replace('_', '-')}" for name, value in vars(args).items()
-              if name not in ("cable", "json", *SIZES) and value != parser.get_default(name)]
+    others = [
+        f"--{name.replace('_', '-')}"
+        for name, value in vars(args).items()
+        if name not in ("cable", "json", *SIZES) and value != parser.get_default(name)
+    ]
     if args.cable and others:
-        parser.error("--cable compares ways to send, with gpt2 in float32 on the CPU, one thread "
-                     f"for each rank; leave out {', '.join(others)}")
+        parser.error(
+            "--cable compares ways to send, with gpt2 in float32 on the CPU, one thread "
+            f"for each rank; leave out {', '.join(others)}"
+        )
     if wrong := [name for name in args.all_reduce if name not in SUMS]:
         parser.error(f"--all-reduce: no {wrong[0]!r}; choose from {', '.join(SUMS)}")
     if args.compiled is None:
@@ -144,11 +180,16 @@ def layouts_of(args, num_ranks: int) -> tuple[dict[str, dict], dict[str, dict]]:
     if num_ranks == 1:
         return {"": {}}, {}
     alone = {APART: {}, ALONE: {}}
-    found = {f", {axis} {num_ranks}": {axis: num_ranks}
-             for axis, count in (("dp", args.batch_size), ("tp", args.heads))
-             if count % num_ranks == 0}
-    found |= {f"{suffix} {name}": layout | {"all_reduce": name}
-              for suffix, layout in found.items() for name in args.all_reduce}
+    found = {
+        f", {axis} {num_ranks}": {axis: num_ranks}
+        for axis, count in (("dp", args.batch_size), ("tp", args.heads))
+        if count % num_ranks == 0
+    }
+    found |= {
+        f"{suffix} {name}": layout | {"all_reduce": name}
+        for suffix, layout in found.items()
+        for name in args.all_reduce
+    }
     if args.device == "cpu" and args.layers >= num_ranks:
         piped = {"pp": num_ranks, "num_microbatches": math.gcd(args.batch_size, MICROBATCHES)}
         found |= {f", pp {num_ranks} {name}": piped | {"schedule": name} for name in SCHEDULES}
@@ -165,7 +206,7 @@ def our_sides(args, rows, world, host_rank=0) -> tuple[list[str], dict]:
     names, sides = [], {}
     together, alone = layouts_of(args, world.size)
     for suffix, layout in (together | alone).items():
-        for name in KERNELS[args.device][:None if args.sides == "all" else 1]:
+        for name in KERNELS[args.device][: None if args.sides == "all" else 1]:
             if name == "numba" and importlib.util.find_spec("numba") is None:
                 continue
             shown = f"mpipar {name if args.device == 'cpu' else f'cupy {name}'}{suffix}"
@@ -186,10 +227,12 @@ def product_sides(args, names, sides, world) -> dict:
         return {}
     found = {"products, numpy": None} | ({"products, torch": None} if "torch" in names else {})
     if world.rank == 0:
-        one = next(name for name in names if name.startswith("mpipar numpy")
-                   and (world.size == 1 or name.endswith(ALONE)))
-        taken = products_of(
-            sides[one], CHECK_STEPS + WARM_UP_STEPS + args.repeats + 1)
+        one = next(
+            name
+            for name in names
+            if name.startswith("mpipar numpy") and (world.size == 1 or name.endswith(ALONE))
+        )
+        taken = products_of(sides[one], CHECK_STEPS + WARM_UP_STEPS + args.repeats + 1)
         found["products, numpy"] = Products(taken)
         if "torch" in names:
             torch = sides["torch"].torch
@@ -245,31 +288,45 @@ def rows(args, names, seconds, peak_tflops=None, flops=None) -> list[dict]:
     libs, parts = libraries(args, names), seconds.max(axis=0)
     steps = dict(zip(names, seconds[..., :2].sum(axis=-1).max(axis=0), strict=True))
     theirs = steps.get("torch")
-    fastest = min((statistics.median(one) for name, one in steps.items()
-                   if name.startswith("torch")), default=None)
+    fastest = min(
+        (statistics.median(one) for name, one in steps.items() if name.startswith("torch")),
+        default=None,
+    )
     found = []
     for number, name in enumerate(names):
         step_s = statistics.median(steps[name])
         tflops = (flops or {}).get(name, step_flops(args)) / step_s * 1e-12
         # A rank without a part in this side has measured nothing.
         busy = seconds[:, number, :, :2].sum(axis=-1)
-        found.append({
-            "side": name,
-            "blas": libs[name],
-            **{f"{part}_ms": statistics.median(parts[number, :, i]) * 1e3
-               for i, part in enumerate(PARTS)},
-            "step_ms": step_s * 1e3,
-            **({} if theirs is None else {
-                "over_torch": step_s / statistics.median(theirs),
-                "best_over_torch": min(steps[name]) / min(theirs)}),
-            **({} if fastest is None else {"over_best": step_s / fastest}),
-            **compared(name, steps),
-            "in_communication": float(seconds[:, number, :, 2].sum() / busy.sum()),
-            "tokens_per_s": args.batch_size * args.seq_len / step_s,
-            "tflops": tflops,
-            **({} if peak_tflops is None else {
-                "mfu": tflops / (peak_tflops * np.count_nonzero(busy.any(axis=-1)))}),
-        })
+        found.append(
+            {
+                "side": name,
+                "blas": libs[name],
+                **{
+                    f"{part}_ms": statistics.median(parts[number, :, i]) * 1e3
+                    for i, part in enumerate(PARTS)
+                },
+                "step_ms": step_s * 1e3,
+                **(
+                    {}
+                    if theirs is None
+                    else {
+                        "over_torch": step_s / statistics.median(theirs),
+                        "best_over_torch": min(steps[name]) / min(theirs),
+                    }
+                ),
+                **({} if fastest is None else {"over_best": step_s / fastest}),
+                **compared(name, steps),
+                "in_communication": float(seconds[:, number, :, 2].sum() / busy.sum()),
+                "tokens_per_s": args.batch_size * args.seq_len / step_s,
+                "tflops": tflops,
+                **(
+                    {}
+                    if peak_tflops is None
+                    else {"mfu": tflops / (peak_tflops * np.count_nonzero(busy.any(axis=-1)))}
+                ),
+            }
+        )
     return found
 
 
@@ -279,11 +336,9 @@ def compared(name, steps) -> dict:
     alone = {one.removesuffix(ALONE): one for one in steps if one.endswith(ALONE)}
     if "products, numpy" in steps:
         one_rank = ours and (not alone or name in alone.values())
-        found["over_products"] = (
-            paired(steps[name], steps["products, numpy"]) if one_rank else "-")
+        found["over_products"] = paired(steps[name], steps["products, numpy"]) if one_rank else "-"
     if alone:
-        found["speedup"] = (
-            paired(steps[alone[name.split(",")[0]]], steps[name]) if ours else "-")
+        found["speedup"] = paired(steps[alone[name.split(",")[0]]], steps[name]) if ours else "-"
     return found
 
 
@@ -300,15 +355,21 @@ def their_sides(args, rows, world) -> tuple[list[str], dict]:
 
     torch.set_num_threads(args.threads)
     attention, update = {"fused": True}, {"fused_update": True}
-    kinds = {"torch": {}, "torch fused attention": attention,
-             "torch fused attention, AdamW": attention | update}
+    kinds = {
+        "torch": {},
+        "torch fused attention": attention,
+        "torch fused attention, AdamW": attention | update,
+    }
     if args.compiled:
         compiled = update | {"compiled": True}
-        kinds |= {"torch compiled": compiled,
-                  "torch fused attention, compiled": attention | compiled}
+        kinds |= {
+            "torch compiled": compiled,
+            "torch fused attention, compiled": attention | compiled,
+        }
     names = [*kinds] if args.sides == "all" else [*kinds][-1:]
-    return names, {name: torch_side(torch, args, rows, **kinds[name])
-                   for name in names if world.rank == 0}
+    return names, {
+        name: torch_side(torch, args, rows, **kinds[name]) for name in names if world.rank == 0
+    }
 
 
 def compare_sides(args, world, host_rank) -> int:
@@ -319,8 +380,11 @@ def compare_sides(args, world, host_rank) -> int:
     sides |= more
     names = ours + theirs
     found = losses(sides, names, world)
-    problem = disagreement({name: found[name] for name in sides}, found[theirs[0]], args.dtype) \
-        if theirs and world.rank == 0 else None
+    problem = (
+        disagreement({name: found[name] for name in sides}, found[theirs[0]], args.dtype)
+        if theirs and world.rank == 0
+        else None
+    )
     wrong = np.array([problem is not None], np.int64)
     world.Allreduce(wrong.copy(), wrong)
     if wrong[0]:
@@ -333,24 +397,35 @@ def compare_sides(args, world, host_rank) -> int:
     seconds = gather_numbers(world, measure_steps(sides, names, args.repeats, world))
     if seconds is not None:
         facts, flops = device_facts(args), {name: one.flops for name, one in alone.items()}
-        print_sides(args, rows(args, names, seconds, facts.get("peak_tflops"), flops), world.size,
-                    facts)
+        print_sides(
+            args, rows(args, names, seconds, facts.get("peak_tflops"), flops), world.size, facts
+        )
     return 0
 
 
 def print_sides(args, found, num_ranks, facts):
     """Print the table and write the file."""
     heads = counted(args.heads, "head") + (f" ({args.kv_heads} kv)" if args.kv_heads else "")
-    print(f"{args.arch}, {counted(args.layers, 'layer')}, D {args.d_model}, {heads}, batch"
-          f" {args.batch_size} x {args.seq_len} tokens, V {args.vocab_size}, {args.dtype},"
-          f" {counted(num_ranks, 'rank')}, {counted(args.threads, 'thread')},"
-          f" {counted(args.repeats, 'step')}, "
-          + (f"losses equal to {TOLERANCE[args.dtype]:.1g}" if "over_best" in found[0]
-             else "without PyTorch"))
+    print(
+        f"{args.arch}, {counted(args.layers, 'layer')}, D {args.d_model}, {heads}, batch"
+        f" {args.batch_size} x {args.seq_len} tokens, V {args.vocab_size}, {args.dtype},"
+        f" {counted(num_ranks, 'rank')}, {counted(args.threads, 'thread')},"
+        f" {counted(args.repeats, 'step')}, "
+        + (
+            f"losses equal to {TOLERANCE[args.dtype]:.1g}"
+            if "over_best" in found[0]
+            else "without PyTorch"
+        )
+    )
     print(results.markdown_table(found))
     sizes = {key: value for key, value in vars(args).items() if key not in ("json", "peak_tflops")}
-    results.write(args.json, "bench.step", found, ranks=num_ranks,
-                  **results.versions("torch", "numba") | sizes | facts)
+    results.write(
+        args.json,
+        "bench.step",
+        found,
+        ranks=num_ranks,
+        **results.versions("torch", "numba") | sizes | facts,
+    )
 
 
 def main(argv, session) -> int:

@@ -45,21 +45,36 @@ def rows_of_pairs(pairs: list[tuple[dict, dict]]) -> list[dict]:
         before, now = ([pair[which][side] for pair in pairs] for which in (0, 1))
         ratios = [b / a for a, b in zip(before, now, strict=True)]
         low, high = interval(ratios)
-        found.append({"side": side, "before_ms": statistics.median(before),
-                      "now_ms": statistics.median(now), "low": low,
-                      "ratio": statistics.median(ratios), "high": high,
-                      "slower": "yes" if low > LIMIT else "no"})
+        found.append(
+            {
+                "side": side,
+                "before_ms": statistics.median(before),
+                "now_ms": statistics.median(now),
+                "low": low,
+                "ratio": statistics.median(ratios),
+                "high": high,
+                "slower": "yes" if low > LIMIT else "no",
+            }
+        )
     return found
 
 
 def check_checkout(root: Path) -> None:
     """Raise UsageError unless Python finds both packages of this checkout in its folder."""
     code = "import bench.step, mpipar; print(bench.__file__); print(mpipar.__file__)"
-    process = subprocess.run([sys.executable, "-c", code], cwd=root, text=True, check=False,
-                             capture_output=True, env=environment_of_jobs() | path_of(root))
+    process = subprocess.run(
+        [sys.executable, "-c", code],
+        cwd=root,
+        text=True,
+        check=False,
+        capture_output=True,
+        env=environment_of_jobs() | path_of(root),
+    )
     if [Path(line).parent.parent for line in process.stdout.splitlines()] != [root, root]:
-        raise UsageError(f"{root} is not a checkout with bench/step and mpipar: "
-                         f"{(process.stdout + process.stderr).strip()[-300:]}")
+        raise UsageError(
+            f"{root} is not a checkout with bench/step and mpipar: "
+            f"{(process.stdout + process.stderr).strip()[-300:]}"
+        )
 
 
 def path_of(root: Path) -> dict[str, str]:
@@ -73,13 +88,20 @@ def measure(session, root: Path, args, folder: Path) -> dict[str, float]:
     path.unlink(missing_ok=True)
     sizes = [f"--{size.replace('_', '-')}={getattr(args, size)}" for size in SIZES]
     prefix = [] if args.ranks == 1 else [own_launcher(), "-n", str(args.ranks)]
-    run_job(session, [*prefix, sys.executable, "-m", "bench.step", "--no-compiled", *sizes,
-                      "--json", str(path)],
-            env=environment_of_jobs() | path_of(root), cwd=root, stdout=subprocess.DEVNULL)
+    run_job(
+        session,
+        [*prefix, sys.executable, "-m", "bench.step", "--no-compiled", *sizes, "--json", str(path)],
+        env=environment_of_jobs() | path_of(root),
+        cwd=root,
+        stdout=subprocess.DEVNULL,
+    )
     if session.stop_requested or not path.exists():
         return {}
-    return {row["side"]: row["step_ms"] for row in json.loads(path.read_text())["rows"]
-            if row["side"].startswith("mpipar ")}
+    return {
+        row["side"]: row["step_ms"]
+        for row in json.loads(path.read_text())["rows"]
+        if row["side"].startswith("mpipar ")
+    }
 
 
 def add_flags(parser) -> None:
@@ -106,9 +128,17 @@ def compare(args, session) -> Outcome | int:
             pairs.append((found[roots[0]], found[roots[1]]))
     rows = rows_of_pairs(pairs)
     slower = any(row["slower"] == "yes" for row in rows)
-    return Outcome(rows, {name: getattr(args, name) for name in ("ranks", "pairs", *SIZES)},
-                   EXIT_CHECK_FAILED if slower else EXIT_OK)
+    return Outcome(
+        rows,
+        {name: getattr(args, name) for name in ("ranks", "pairs", *SIZES)},
+        EXIT_CHECK_FAILED if slower else EXIT_OK,
+    )
 
 
-main = Program("step.against", __doc__, compare, add=add_flags, counts={
-    "--ranks": (1, "of each job"), "--pairs": (10, "of processes")}).started(__name__)
+main = Program(
+    "step.against",
+    __doc__,
+    compare,
+    add=add_flags,
+    counts={"--ranks": (1, "of each job"), "--pairs": (10, "of processes")},
+).started(__name__)

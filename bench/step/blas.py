@@ -36,8 +36,11 @@ FREED = "from bench.step.blas import free_mkl; free_mkl(); "
 
 def numpy_blas() -> str:
     """Return NumPy's library with its version and the processor it is tuned for."""
-    own = (blas.shown(pool) for pool in blas.pools()
-           if not any(part in pool["filepath"] for part in OTHERS))
+    own = (
+        blas.shown(pool)
+        for pool in blas.pools()
+        if not any(part in pool["filepath"] for part in OTHERS)
+    )
     return next(own, "unknown").replace(", kernels for", "")
 
 
@@ -49,8 +52,14 @@ def torch_blas(freed: bool = False) -> str:
     whether MKL is freed there, see the module's docstring.
     """
     code = FIRST_PRODUCT.format(FREED if freed else "")
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True,
-                          env=os.environ | {"MKL_VERBOSE": "1"}, timeout=120, check=False)
+    done = subprocess.run(
+        [sys.executable, "-c", code],
+        capture_output=True,
+        text=True,
+        env=os.environ | {"MKL_VERBOSE": "1"},
+        timeout=120,
+        check=False,
+    )
     found = MKL_LINE.search(done.stdout)
     if not found:
         return "unknown"
@@ -80,8 +89,14 @@ def mkl_answer() -> Path | None:
     if not path.exists():
         own = folder / f"{os.getpid()}.so"
         with suppress(OSError, subprocess.SubprocessError):
-            subprocess.run([compiler, "-shared", "-fPIC", "-o", own, "-xc", "-"], input=SOURCE,
-                           text=True, check=True, capture_output=True, timeout=60)
+            subprocess.run(
+                [compiler, "-shared", "-fPIC", "-o", own, "-xc", "-"],
+                input=SOURCE,
+                text=True,
+                check=True,
+                capture_output=True,
+                timeout=60,
+            )
             own.replace(path)
     return path if path.exists() else None
 

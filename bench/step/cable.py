@@ -93,14 +93,19 @@ def layout_rows(layout, seconds, flights) -> list[dict]:
     for number, name in enumerate(LAYOUTS[layout][1]):
         gains = np.percentile(100 * (1 - steps[number] / steps[0]), (25, 50, 75))
         flight, computed = flights[:, number].sum(axis=0)
-        rows.append({
-            "layout": layout, "overlap": name, "step_ms": float(np.median(steps[number])) * 1e3,
-            **dict(zip(GAINS, map(float, gains), strict=True)),
-            "best_gain_percent": 100 * float(1 - steps[number].min() / steps[0].min()),
-            "in_communication": float(
-                seconds[:, number, :, 2].sum() / seconds[:, number, :, :2].sum()),
-            "computed_percent": 100 * float(computed / flight),
-        })
+        rows.append(
+            {
+                "layout": layout,
+                "overlap": name,
+                "step_ms": float(np.median(steps[number])) * 1e3,
+                **dict(zip(GAINS, map(float, gains), strict=True)),
+                "best_gain_percent": 100 * float(1 - steps[number].min() / steps[0].min()),
+                "in_communication": float(
+                    seconds[:, number, :, 2].sum() / seconds[:, number, :, :2].sum()
+                ),
+                "computed_percent": 100 * float(computed / flight),
+            }
+        )
     return rows
 
 
@@ -113,14 +118,22 @@ def on_each_cable(session, args) -> int:
     sizes, rows = {name: getattr(args, name) for name in SIZES}, []
     with session.stop_on_request():
         for rate in args.cable:
-            code, found = over_cable(session, rate, ["bench.step.cable", *(
-                f"--{name.replace('_', '-')}={size}" for name, size in sizes.items())])
+            code, found = over_cable(
+                session,
+                rate,
+                [
+                    "bench.step.cable",
+                    *(f"--{name.replace('_', '-')}={size}" for name, size in sizes.items()),
+                ],
+            )
             if session.stop_requested or code:
                 return EXIT_INTERRUPTED if session.stop_requested else abs(code)
             if not rows:
-                print(f"{args.layers} layers, D {args.d_model}, {args.heads} heads, batch"
-                      f" {args.batch_size} x {args.seq_len} tokens, V {args.vocab_size}, float32,"
-                      f" 2 hosts of 1 rank, {args.repeats} steps")
+                print(
+                    f"{args.layers} layers, D {args.d_model}, {args.heads} heads, batch"
+                    f" {args.batch_size} x {args.seq_len} tokens, V {args.vocab_size}, float32,"
+                    f" 2 hosts of 1 rank, {args.repeats} steps"
+                )
             rows += found["rows"]
             print(results.markdown_table(found["rows"]), flush=True)
     results.write(args.json, "bench.step --cable", rows, **sizes)

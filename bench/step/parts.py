@@ -33,9 +33,15 @@ from mpipar.ops.timed_ops import TimedOps
 
 APART, LAYOUTS = "apart", ("dp", "tp")
 WARM_UP_STEPS = 2
-KINDS = {"matmul": "products", "attention": "attention", "norm": "norms and residual sums",
-         "residual": "norms and residual sums", "gelu": "activation function",
-         "swiglu": "activation function", "relu": "activation function"}
+KINDS = {
+    "matmul": "products",
+    "attention": "attention",
+    "norm": "norms and residual sums",
+    "residual": "norms and residual sums",
+    "gelu": "activation function",
+    "swiglu": "activation function",
+    "relu": "activation function",
+}
 OTHERS, BETWEEN = "other functions", "between functions"
 COMMUNICATION, UPDATE = "communication", "update"
 
@@ -65,8 +71,10 @@ def one_step(side: OurSide, step: int) -> dict[str, float]:
         found[kind] = found.get(kind, 0.0) + (end - begin) * 1e-9
     middle = time.perf_counter()
     side.update(step)
-    return found | {BETWEEN: middle - start - sum(found.values()),
-                    UPDATE: time.perf_counter() - middle}
+    return found | {
+        BETWEEN: middle - start - sum(found.values()),
+        UPDATE: time.perf_counter() - middle,
+    }
 
 
 def measure(args, session) -> Outcome | int:
@@ -78,7 +86,8 @@ def measure(args, session) -> Outcome | int:
     rows = rows_of(args)
     sides = {APART: timed_side(args, {}, rows, alone)} | {
         axis: timed_side(args, {axis: world.size, "all_reduce": args.all_reduce}, rows, world)
-        for axis in LAYOUTS}
+        for axis in LAYOUTS
+    }
     taken: dict[str, list] = {name: [] for name in sides}
     for step in range(1, WARM_UP_STEPS + args.repeats + 1):
         for name, side in sides.items():
@@ -87,28 +96,54 @@ def measure(args, session) -> Outcome | int:
             if step > WARM_UP_STEPS:
                 taken[name].append(found)
     quiet_barrier(world)
-    mine = {name: {part: float(np.median([step.get(part, 0.0) for step in steps]))
-                   for part in dict.fromkeys(part for step in steps for part in step)}
-            for name, steps in taken.items()}
+    mine = {
+        name: {
+            part: float(np.median([step.get(part, 0.0) for step in steps]))
+            for part in dict.fromkeys(part for step in steps for part in step)
+        }
+        for name, steps in taken.items()
+    }
     facts = gather_facts(world, mine)
-    return 0 if facts is None else Outcome(table(facts), {
-        "ranks": world.size, **{name: value for name, value in vars(args).items()
-                                if name != "json"}})
+    return (
+        0
+        if facts is None
+        else Outcome(
+            table(facts),
+            {
+                "ranks": world.size,
+                **{name: value for name, value in vars(args).items() if name != "json"},
+            },
+        )
+    )
 
 
 def table(ranks: list[dict]) -> list[dict]:
     """Return a row for each part, those that a layout pays most for first, and their sum."""
-    mean = {name: {part: sum(rank[name].get(part, 0.0) for rank in ranks) / len(ranks) * 1e3
-                   / (len(ranks) if name == APART else 1)
-                   for rank in ranks for part in rank[name]} for name in ranks[0]}
+    mean = {
+        name: {
+            part: sum(rank[name].get(part, 0.0) for rank in ranks)
+            / len(ranks)
+            * 1e3
+            / (len(ranks) if name == APART else 1)
+            for rank in ranks
+            for part in rank[name]
+        }
+        for name in ranks[0]
+    }
     rows = []
     for part in dict.fromkeys(part for parts in mean.values() for part in parts):
         ms = {name: parts.get(part, 0.0) for name, parts in mean.items()}
-        rows.append({"part": part} | {f"{name}_ms": each for name, each in ms.items()}
-                    | {f"{axis}_more": ms[axis] - ms[APART] for axis in LAYOUTS})
+        rows.append(
+            {"part": part}
+            | {f"{name}_ms": each for name, each in ms.items()}
+            | {f"{axis}_more": ms[axis] - ms[APART] for axis in LAYOUTS}
+        )
     rows.sort(key=lambda row: -max(row[f"{axis}_more"] for axis in LAYOUTS))
-    return [*rows, {"part": "all"} | {column: sum(row[column] for row in rows)
-                                      for column in rows[0] if column != "part"}]
+    return [
+        *rows,
+        {"part": "all"}
+        | {column: sum(row[column] for row in rows) for column in rows[0] if column != "part"},
+    ]
 
 
 def check(args, parser) -> None:
@@ -121,9 +156,14 @@ def check(args, parser) -> None:
 def add(parser) -> None:
     """Add the flags of the model, and that of the algorithm."""
     add_sizes(parser)
-    parser.add_argument("--all-reduce", default="window", metavar="NAME",
-                        help="train's --all-reduce of the layouts (window)")
+    parser.add_argument(
+        "--all-reduce",
+        default="window",
+        metavar="NAME",
+        help="train's --all-reduce of the layouts (window)",
+    )
 
 
-main = Program("step.parts", __doc__, measure, together=True, add=add,
-               check=check).started(__name__)
+main = Program("step.parts", __doc__, measure, together=True, add=add, check=check).started(
+    __name__
+)

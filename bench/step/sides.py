@@ -44,10 +44,15 @@ SETTLE_SECONDS = 0.02  # PyTorch's threads spin for a while after its step
 
 
 # nanoGPT's recipe for a CPU: its sizes, and its update with a decaying learning rate.
-RECIPE = {"layers": 4, "d_model": 128, "heads": 4, "seq_len": 64, "batch_size": 12,
-          "vocab_size": 256}
-RECIPE_TRAIN = {"steps": 2000, "lr": 1e-3, "min_lr_ratio": 0.1, "warmup_steps": 100,
-                "beta2": 0.99}
+RECIPE = {
+    "layers": 4,
+    "d_model": 128,
+    "heads": 4,
+    "seq_len": 64,
+    "batch_size": 12,
+    "vocab_size": 256,
+}
+RECIPE_TRAIN = {"steps": 2000, "lr": 1e-3, "min_lr_ratio": 0.1, "warmup_steps": 100, "beta2": 0.99}
 
 
 def add_sizes(parser) -> None:
@@ -55,11 +60,18 @@ def add_sizes(parser) -> None:
     archs = [name for name, values in ARCHS.items() if "experts" not in values]
     parser.add_argument("--arch", choices=archs, default="gpt2", help="(gpt2)")
     parser.add_argument("--kv-heads", type=flags.count, help="heads of keys (as many as queries)")
-    add_counts(parser, {
-        "--layers": (6, "transformer blocks"), "--d-model": (384, "model width"),
-        "--heads": (6, "attention heads"), "--seq-len": (256, "tokens per row"),
-        "--batch-size": (4, "rows per step"), "--vocab-size": (256, "tokens in the vocabulary"),
-        "--repeats": (20, "timed steps")})
+    add_counts(
+        parser,
+        {
+            "--layers": (6, "transformer blocks"),
+            "--d-model": (384, "model width"),
+            "--heads": (6, "attention heads"),
+            "--seq-len": (256, "tokens per row"),
+            "--batch-size": (4, "rows per step"),
+            "--vocab-size": (256, "tokens in the vocabulary"),
+            "--repeats": (20, "timed steps"),
+        },
+    )
 
 
 def configure(args, layout: dict, num_ranks: int):
@@ -67,16 +79,24 @@ def configure(args, layout: dict, num_ranks: int):
 
     all_reduce among them belongs to the run's settings.
     """
-    model = model_config({
-        "arch": args.arch, "layers": args.layers, "d_model": args.d_model, "heads": args.heads,
-        "kv_heads": args.kv_heads, "seq_len": args.seq_len, "vocab_size": args.vocab_size})
-    train = TrainConfig(batch_size=args.batch_size, **(
-        RECIPE_TRAIN if getattr(args, "recipe", None) else {"warmup_steps": 0}))
+    model = model_config(
+        {
+            "arch": args.arch,
+            "layers": args.layers,
+            "d_model": args.d_model,
+            "heads": args.heads,
+            "kv_heads": args.kv_heads,
+            "seq_len": args.seq_len,
+            "vocab_size": args.vocab_size,
+        }
+    )
+    train = TrainConfig(
+        batch_size=args.batch_size,
+        **(RECIPE_TRAIN if getattr(args, "recipe", None) else {"warmup_steps": 0}),
+    )
     axes = {"dp": 1, "pp": 1, "tp": 1, "num_microbatches": 1} | layout
-    run = RunConfig(device=args.device, dtype=args.dtype,
-                    all_reduce=axes.pop("all_reduce", "mpi"))
-    config, _ = resolve(
-        Config(model, GridConfig(**axes), train, run), num_ranks)
+    run = RunConfig(device=args.device, dtype=args.dtype, all_reduce=axes.pop("all_reduce", "mpi"))
+    config, _ = resolve(Config(model, GridConfig(**axes), train, run), num_ranks)
     return config
 
 
@@ -114,9 +134,19 @@ class OurSide:
         batch, count = self.rows(step), self.config.grid.num_microbatches
         size = len(batch.tokens) // (self.config.grid.dp * count)
         starts = [(self.dp_rank * count + mb) * size for mb in range(count)]
-        return [Batch(*(self.ops.asarray(x) for x in (
-            batch.tokens[start:start + size], batch.targets[start:start + size],
-            batch.positions))) for start in starts]
+        return [
+            Batch(
+                *(
+                    self.ops.asarray(x)
+                    for x in (
+                        batch.tokens[start : start + size],
+                        batch.targets[start : start + size],
+                        batch.positions,
+                    )
+                )
+            )
+            for start in starts
+        ]
 
     def forward_backward(self, step):
         """Return the mean loss of all rows; keep the gradient norm for `update`."""
@@ -153,8 +183,16 @@ def torch_side(torch, args, rows, **how) -> TorchSide:
     config = configure(args, {}, 1)
     alone = worker_of(config, OneRank("none is needed"), make("cpu", "float32"))
     weights = {param.name: param.data for stage in alone.stages.values() for param in stage.params}
-    return TorchSide(torch, config, rows, weights, device=args.device,
-                     dtype=getattr(torch, args.dtype), loss_scale=alone.loss_scale.value, **how)
+    return TorchSide(
+        torch,
+        config,
+        rows,
+        weights,
+        device=args.device,
+        dtype=getattr(torch, args.dtype),
+        loss_scale=alone.loss_scale.value,
+        **how,
+    )
 
 
 def step_flops(args) -> int:
@@ -237,8 +275,7 @@ def products_of(side, step: int) -> list[tuple]:
         noted.append((x, w, y))
         return y
 
-    with patch.object(numpy_ops, "np", Noting(noted)), patch.object(
-            numpy_ops, "_product", product):
+    with patch.object(numpy_ops, "np", Noting(noted)), patch.object(numpy_ops, "_product", product):
         side.forward_backward(step)
     return noted
 

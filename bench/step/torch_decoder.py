@@ -22,8 +22,20 @@ class TorchDecoder:
     attention is scaled_dot_product_attention. fused_update: whether AdamW is one pass.
     """
 
-    def __init__(self, torch, config, batch, weights, *, device="cpu", compiled=False,
-                 dtype=None, loss_scale=1.0, fused=False, fused_update=False):
+    def __init__(
+        self,
+        torch,
+        config,
+        batch,
+        weights,
+        *,
+        device="cpu",
+        compiled=False,
+        dtype=None,
+        loss_scale=1.0,
+        fused=False,
+        fused_update=False,
+    ):
         self.torch, self.functional, self.config = torch, torch.nn.functional, config
         self.device, self.loss_scale = device, loss_scale
         self.read(batch)
@@ -43,13 +55,17 @@ class TorchDecoder:
         plain = [w for w in self.leaves.values() if w.ndim == 1]
         self.optimizer = torch.optim.AdamW(
             [{"params": decayed}, {"params": plain, "weight_decay": 0.0}],
-            betas=(train.beta1, train.beta2), eps=train.eps, weight_decay=train.weight_decay,
-            fused=fused_update or None)
+            betas=(train.beta1, train.beta2),
+            eps=train.eps,
+            weight_decay=train.weight_decay,
+            fused=fused_update or None,
+        )
 
     def read(self, batch):
         """Take the rows of the next step."""
         self.tokens, self.targets = (
-            self.torch.from_numpy(x).to(self.device) for x in (batch.tokens, batch.targets))
+            self.torch.from_numpy(x).to(self.device) for x in (batch.tokens, batch.targets)
+        )
 
     @staticmethod
     def _is_product(name, ndim):
@@ -79,13 +95,16 @@ class TorchDecoder:
 
     def gradients(self):
         """Return {name: gradient} of every parameter, in our layout."""
-        return {name: self._our_layout(name, w.grad.cpu().numpy())
-                for name, w in self.leaves.items()}
+        return {
+            name: self._our_layout(name, w.grad.cpu().numpy()) for name, w in self.leaves.items()
+        }
 
     def weights(self):
         """Return {name: value} of every parameter, in our layout."""
-        return {name: self._our_layout(name, w.detach().cpu().numpy()).copy()
-                for name, w in self.leaves.items()}
+        return {
+            name: self._our_layout(name, w.detach().cpu().numpy()).copy()
+            for name, w in self.leaves.items()
+        }
 
     def _weight(self, name):
         """Return the leaf in the model's type: the leaf itself if it has that type."""
@@ -110,8 +129,9 @@ class TorchDecoder:
             return None
         table = rope_table(seq_len, model.head_dim, model.rope_theta, model.rope_scaling)
         both = np.concatenate([table, table], axis=-1)
-        return [self.torch.tensor(both[:, i], dtype=self.dtype, device=self.device)
-                for i in range(2)]
+        return [
+            self.torch.tensor(both[:, i], dtype=self.dtype, device=self.device) for i in range(2)
+        ]
 
     def _turned(self, x):
         """Return x (B, H, T, d) rotated by its positions, as transformers does it."""
@@ -127,8 +147,10 @@ class TorchDecoder:
             qkv = self._linear(x, f"{name}.qkv").view(*x.shape[:2], 3, self.config.model.heads, -1)
             return [qkv[:, :, i].transpose(1, 2) for i in range(3)]
         width = self.config.model.head_dim
-        return [self._linear(x, f"{name}.{part}").unflatten(-1, (-1, width)).transpose(1, 2)
-                for part in "qkv"]
+        return [
+            self._linear(x, f"{name}.{part}").unflatten(-1, (-1, width)).transpose(1, 2)
+            for part in "qkv"
+        ]
 
     def _explicit(self, q, k, v):
         """Compute attention in its parts; keys and values are repeated for queries sharing them."""
@@ -141,7 +163,8 @@ class TorchDecoder:
 
     def _fused(self, q, k, v):
         return self.functional.scaled_dot_product_attention(
-            q, k, v, is_causal=True, enable_gqa=q.shape[1] != k.shape[1])
+            q, k, v, is_causal=True, enable_gqa=q.shape[1] != k.shape[1]
+        )
 
     def _wide(self, x, name):
         """Return the input of a block's last product."""
@@ -162,7 +185,7 @@ class TorchDecoder:
         table = self._weight("embedding.tokens")
         x = self.functional.embedding(self.tokens, table)
         if "embedding.positions" in self.leaves:
-            x = x + self._weight("embedding.positions")[:self.tokens.shape[1]]
+            x = x + self._weight("embedding.positions")[: self.tokens.shape[1]]
         for index in range(self.config.model.layers):
             x = self._block(x, f"block{index}")
         head = table if self.config.model.tied else self._weight("head.table")

@@ -27,8 +27,10 @@ def main(argv: list[str] | None = None) -> int:
             measured.measure(Path(argv[1]), argv[2:])
             return 0
         parser = argparse.ArgumentParser(
-            prog="python -m bench.docs", description=bench.docs.__doc__,
-            formatter_class=argparse.RawDescriptionHelpFormatter)
+            prog="python -m bench.docs",
+            description=bench.docs.__doc__,
+            formatter_class=argparse.RawDescriptionHelpFormatter,
+        )
         parser.add_argument("pages", nargs="*", type=Path, help="default: all")
         parser.add_argument("--check", action="store_true", help="write nothing")
         parser.add_argument("--no-run", action="store_true", help="run no command of a page")
@@ -65,7 +67,8 @@ def write(page: Path, *, check: bool, run: bool) -> int:
             code = 1
             print(f"{path}: out of date; run python -m bench.docs {page}")
             lines = difflib.unified_diff(
-                before.splitlines(), text.splitlines(), "old", "new", lineterm="", n=0)
+                before.splitlines(), text.splitlines(), "old", "new", lineterm="", n=0
+            )
             print("\n".join(line[:WIDEST] for line in list(lines)[:MOST_SHOWN]))
         elif text != before:
             file.parent.mkdir(parents=True, exist_ok=True)

@@ -77,8 +77,14 @@ def block_of(found: re.Match[str], page: Path) -> Block:
     words, *options = re.split(r" :: +", found[2])
     pairs = (option.strip().partition(" ") for option in options)
     text, body = found.string, found[3]
-    block = Block(found[1], words.strip(), {name: value for name, _, value in pairs}, page,
-                  text.count("\n", 0, found.start()) + 1, body or "")
+    block = Block(
+        found[1],
+        words.strip(),
+        {name: value for name, _, value in pairs},
+        page,
+        text.count("\n", 0, found.start()) + 1,
+        body or "",
+    )
     other = NEXT.search(text, found.end(2), len(text) if body is None else found.end())
     if body is None or other:
         where = f" before line {text.count(chr(10), 0, other.start()) + 1}" if other else ""
@@ -93,6 +99,7 @@ def blocks_of(page: Path, text: str) -> Iterator[Block]:
 
 def update(page: Path, text: str, write: Callable[[Block], str]) -> str:
     """Return the text of a page with the body of each block rewritten. Raises PageError."""
+
     def written(found: re.Match[str]) -> str:
         if not found[1]:
             return found[0]

@@ -31,9 +31,16 @@ TYPED = re.compile(r"^```bash\n(.*?)^```$", re.MULTILINE | re.DOTALL)
 SHELL = re.compile(r"[|<>;*$&]")  # what only a shell understands
 # The only variables that programs see, so that output depends on nothing else. Ranks that share
 # cores must not spin.
-SETTINGS = {"COLUMNS": "80", "LC_ALL": "C.UTF-8", "PYTHONPATH": str(ROOT), "NO_COLOR": "1",
-            "MPIR_CVAR_ENABLE_HEAVY_YIELD": "1", "MPIR_CVAR_POLLS_BEFORE_YIELD": "1",
-            "OMPI_ALLOW_RUN_AS_ROOT": "1", "OMPI_ALLOW_RUN_AS_ROOT_CONFIRM": "1"}
+SETTINGS = {
+    "COLUMNS": "80",
+    "LC_ALL": "C.UTF-8",
+    "PYTHONPATH": str(ROOT),
+    "NO_COLOR": "1",
+    "MPIR_CVAR_ENABLE_HEAVY_YIELD": "1",
+    "MPIR_CVAR_POLLS_BEFORE_YIELD": "1",
+    "OMPI_ALLOW_RUN_AS_ROOT": "1",
+    "OMPI_ALLOW_RUN_AS_ROOT_CONFIRM": "1",
+}
 
 
 class Workplace:
@@ -68,8 +75,9 @@ class Workplace:
 
 def typed(page: str) -> list[str]:
     """Return a page's commands in order: lines of its ```bash fences, except ```bash not-run."""
-    lines = [line for block in TYPED.findall(page)
-             for line in re.sub(r"\\\n\s*", "", block).splitlines()]
+    lines = [
+        line for block in TYPED.findall(page) for line in re.sub(r"\\\n\s*", "", block).splitlines()
+    ]
     commands = (re.split(r"(?:^|\s+)#", line)[0].strip() for line in lines)
     return [command for command in commands if command]
 
@@ -82,8 +90,12 @@ def execute(command: str, folder: Path) -> tuple[int, str]:
     output, code = [], 0
     for one in command.split(" && "):
         words = shlex.split(one)
-        inside = words[0] == "mpipar" and not SHELL.search(one) and words[1] in cli.COMMANDS and (
-            not cli.command_of(words[1]).needs_mpi)
+        inside = (
+            words[0] == "mpipar"
+            and not SHELL.search(one)
+            and words[1] in cli.COMMANDS
+            and (not cli.command_of(words[1]).needs_mpi)
+        )
         found = run_inside(words[1:], folder) if inside else None
         code, text = found or run_outside(one, folder)
         output.append(text)
@@ -100,8 +112,11 @@ def run_inside(words: list[str], folder: Path) -> tuple[int, str] | None:
     text, before = io.StringIO(), dict(os.environ)
     os.environ.update(SETTINGS)
     try:
-        with contextlib.chdir(folder), contextlib.redirect_stdout(text), \
-                contextlib.redirect_stderr(text):
+        with (
+            contextlib.chdir(folder),
+            contextlib.redirect_stdout(text),
+            contextlib.redirect_stderr(text),
+        ):
             return cli.main(words, Session(Launcher("none", 0, 1, 0, 1))), text.getvalue()
     except UserError:
         return None
@@ -115,18 +130,34 @@ def run_inside(words: list[str], folder: Path) -> tuple[int, str] | None:
 def run_outside(command: str, folder: Path) -> tuple[int, str]:
     """Run like `execute`, in a shell and separate processes."""
     path = f"{Path(sys.prefix) / 'bin'}{os.pathsep}{os.environ['PATH']}"
-    kept = {key: value for key, value in environment_of_jobs().items()
-            if not key.startswith("PYTEST_")}
-    done = subprocess.run(["bash", "-c", command], cwd=folder, check=False, text=True,
-                          env={**kept, **SETTINGS, "PATH": path}, stdin=subprocess.DEVNULL,
-                          stdout=subprocess.PIPE, stderr=subprocess.STDOUT, timeout=LIMIT)
+    kept = {
+        key: value for key, value in environment_of_jobs().items() if not key.startswith("PYTEST_")
+    }
+    done = subprocess.run(
+        ["bash", "-c", command],
+        cwd=folder,
+        check=False,
+        text=True,
+        env={**kept, **SETTINGS, "PATH": path},
+        stdin=subprocess.DEVNULL,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        timeout=LIMIT,
+    )
     return done.returncode, done.stdout
 
 
 def passing_words() -> list[str]:
     """Return words that depend on this host or today's date: no page may show them."""
-    return [socket.gethostname(), str(ROOT), platform.python_version(), np.__version__,
-            os.path.expanduser("~/"), "/tmp/", time.strftime("%Y-%m-%d")]  # noqa: S108
+    return [
+        socket.gethostname(),
+        str(ROOT),
+        platform.python_version(),
+        np.__version__,
+        os.path.expanduser("~/"),
+        "/tmp/",  # noqa: S108
+        time.strftime("%Y-%m-%d"),
+    ]
 
 
 def shown(block: Block, workplace: Workplace) -> str:

@@ -41,14 +41,20 @@ def measure(path: Path, commands: list[str]) -> None:
             code, output = workplace.run(command)
             if code:
                 raise DataError(f"{command}: exit code {code}\n{output}")
-            rows.append({"command": command, "seconds": round(time.perf_counter() - start, 1),
-                         "output": by_function(without_host(output))})
+            rows.append(
+                {
+                    "command": command,
+                    "seconds": round(time.perf_counter() - start, 1),
+                    "output": by_function(without_host(output)),
+                }
+            )
         beside = last_trace(workplace.folder())
     results.write(str(path), BENCH, rows, beside=beside)
 
 
 def without_host(output: str) -> str:
     """Return the output with `host` for this machine's name; columns keep their places."""
+
     def replace(found: re.Match) -> str:
         return "host".ljust(len(found[0])) if len(found[1]) > 1 else f"host{found[1]}"
 
@@ -92,15 +98,27 @@ def last_trace(folder: Path) -> dict:
         return {}
     trace = read(found[-1].parent.parent)
     step, _ = median_step(trace)
-    return {"trace": {"layout": trace.layout(), "schedule": trace.meta["schedule"]["name"],
-                      "rows": [*passes(trace, step), *barrier(trace, step)]}}
+    return {
+        "trace": {
+            "layout": trace.layout(),
+            "schedule": trace.meta["schedule"]["name"],
+            "rows": [*passes(trace, step), *barrier(trace, step)],
+        }
+    }
 
 
 def row(what: str, rank: int, kind: str, place: tuple[int, int], times: tuple) -> dict:
     """Return a pass, or a part of the barrier. place: stage, microbatch; times: in milliseconds."""
     start, end = (round(float(one), 4) for one in times)
-    return {"what": what, "rank": rank, "kind": kind, "stage": place[0], "mb": place[1],
-            "start_ms": start, "end_ms": end}
+    return {
+        "what": what,
+        "rank": rank,
+        "kind": kind,
+        "stage": place[0],
+        "mb": place[1],
+        "start_ms": start,
+        "end_ms": end,
+    }
 
 
 def passes(trace: Trace, step: int) -> list[dict]:
@@ -109,22 +127,48 @@ def passes(trace: Trace, step: int) -> list[dict]:
     They are followed by the same passes as the simulator places them, with the trace's mean times.
     """
     chosen = {rank.place["pp"]: rank for rank in reversed(trace.ranks)}
-    spans = [(place, span) for place, rank in sorted(chosen.items()) for span in rank.spans
-             if span.step == step and span.kind in PASSES]
+    spans = [
+        (place, span)
+        for place, rank in sorted(chosen.items())
+        for span in rank.spans
+        if span.step == step and span.kind in PASSES
+    ]
     start = min(span.start_ns for _, span in spans)
-    return [*(row("measured", place, span.kind, (span.stage, span.mb),
-                  ((span.start_ns - start) * 1e-6, (span.end_ns - start) * 1e-6))
-              for place, span in spans),
-            *(row("simulated", place, span.instr.kind, parts(span.instr)[0][1:],
-                  (span.start * 1e3, span.end * 1e3))
-              for place, spans in enumerate(pop.simulated(trace).spans) for span in spans
-              if span.end > span.start)]
+    return [
+        *(
+            row(
+                "measured",
+                place,
+                span.kind,
+                (span.stage, span.mb),
+                ((span.start_ns - start) * 1e-6, (span.end_ns - start) * 1e-6),
+            )
+            for place, span in spans
+        ),
+        *(
+            row(
+                "simulated",
+                place,
+                span.instr.kind,
+                parts(span.instr)[0][1:],
+                (span.start * 1e3, span.end * 1e3),
+            )
+            for place, spans in enumerate(pop.simulated(trace).spans)
+            for span in spans
+            if span.end > span.start
+        ),
+    ]
 
 
 def barrier(trace: Trace, step: int) -> list[dict]:
     """Return wait and transfer of each rank in the step's collective with the most waiting."""
-    found = [event for event in waits.find(trace).events if len(event.calls) > 1
-             and event.operation != "message" and event.calls[0].record.step == step]
+    found = [
+        event
+        for event in waits.find(trace).events
+        if len(event.calls) > 1
+        and event.operation != "message"
+        and event.calls[0].record.step == step
+    ]
     if not found:
         return []
     event = max(found, key=lambda one: sum(call.wait_ns for call in one.calls))
@@ -133,7 +177,14 @@ def barrier(trace: Trace, step: int) -> list[dict]:
         came, done = call.record.waited_ns - first, call.record.done_ns - first
         met = came + call.wait_ns
         place = (call.record.stage, call.record.mb)
-        rows += [row(f"{what}: {event.operation} {event.name}", call.rank, call.record.phase, place,
-                     (start * 1e-6, end * 1e-6))
-                 for what, start, end in (("wait", came, met), ("transfer", met, done))]
+        rows += [
+            row(
+                f"{what}: {event.operation} {event.name}",
+                call.rank,
+                call.record.phase,
+                place,
+                (start * 1e-6, end * 1e-6),
+            )
+            for what, start, end in (("wait", came, met), ("transfer", met, done))
+        ]
     return rows

@@ -9,8 +9,14 @@ from docs.build import commands, measured, pictures, tables
 from docs.build.blocks import Block, update
 
 # What writes a block of each kind: (block, root of the repository) -> text.
-WRITERS = {"measured": measured.shown, "code": tables.listing, "result": tables.result,
-           "table": tables.table, "map": tables.table, "exercise": tables.exercises}
+WRITERS = {
+    "measured": measured.shown,
+    "code": tables.listing,
+    "result": tables.result,
+    "table": tables.table,
+    "map": tables.table,
+    "exercise": tables.exercises,
+}
 
 
 def pages() -> list[Path]:

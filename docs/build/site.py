@@ -21,31 +21,44 @@ ROOT = Path(__file__).resolve().parent.parent.parent
 PACKAGE = ROOT / "mpipar"
 CORE = ("ops", "comm", "partition", "layers", "models", "pipeline", "train")  # what a library needs
 SETTINGS = {
-    "project": "mpipar", "html_title": "mpipar", "author": "The mpipar authors",
+    "project": "mpipar",
+    "html_title": "mpipar",
+    "author": "The mpipar authors",
     "copyright": "The mpipar authors, Apache-2.0",
     "extensions": ["myst_parser", "sphinx.ext.autodoc"],
-    "html_theme": "furo", "exclude_patterns": ["build", "examples"],
-    "myst_heading_anchors": 4, "autodoc_member_order": "bysource",
+    "html_theme": "furo",
+    "exclude_patterns": ["build", "examples"],
+    "myst_heading_anchors": 4,
+    "autodoc_member_order": "bysource",
     "autodoc_default_options": {"members": True, "undoc-members": True},
     # A fence may name a language that Sphinx does not know, and several folders have a class of the
     # same name.
     "suppress_warnings": ["misc.highlighting_failure", "ref.python"],
 }
 FIRST = ("index", "questions", "postmortem", "bugs")
-CODE_OR_LINK = re.compile(r"^```.*?^```$|`[^`\n]+`|(?<!!)\[[^]\[]*\]\(([^)\s#:]+)[^)\s]*\)",
-                          re.MULTILINE | re.DOTALL)
+CODE_OR_LINK = re.compile(
+    r"^```.*?^```$|`[^`\n]+`|(?<!!)\[[^]\[]*\]\(([^)\s#:]+)[^)\s]*\)", re.MULTILINE | re.DOTALL
+)
 PARTS = {"Tour": "tour", "How-tos": "how-to", "Reference": "reference", "API": "api"}
 
 
 def contents(pages: list[str]) -> str:
     """Return the hidden tables of contents after the first page: what the side bar shows."""
-    parts = {title: [page for page in pages if page.startswith(f"{folder}/")]
-             for title, folder in PARTS.items()}
+    parts = {
+        title: [page for page in pages if page.startswith(f"{folder}/")]
+        for title, folder in PARTS.items()
+    }
     rest = [page for page in pages if "/" not in page and page not in FIRST]
-    tables = {"Start": list(FIRST[1:]), "Tour": parts.pop("Tour"),
-              "Understand a part": rest, **parts}
-    return "".join(f"\n```{{toctree}}\n:hidden:\n:caption: {title}\n\n" + "\n".join(found)
-                   + "\n```\n" for title, found in tables.items())
+    tables = {
+        "Start": list(FIRST[1:]),
+        "Tour": parts.pop("Tour"),
+        "Understand a part": rest,
+        **parts,
+    }
+    return "".join(
+        f"\n```{{toctree}}\n:hidden:\n:caption: {title}\n\n" + "\n".join(found) + "\n```\n"
+        for title, found in tables.items()
+    )
 
 
 def module_pages() -> Iterator[tuple[str, str]]:
@@ -85,27 +98,36 @@ def without_outside_links(page: Path, text: str) -> str:
 
     page: its path in the repository. Sources and README.md are in no page of the site.
     """
+
     def plain(found: re.Match[str]) -> str:
         target = (ROOT / page).parent / found[1] if found[1] else ROOT / "docs"
         target = target.resolve()
-        return found[0] if target.is_relative_to(ROOT / "docs") else (
-            f"`{target.relative_to(ROOT)}`")
+        return (
+            found[0] if target.is_relative_to(ROOT / "docs") else (f"`{target.relative_to(ROOT)}`")
+        )
 
     return CODE_OR_LINK.sub(plain, text)
 
 
 def write_sources(folder: Path) -> None:
     """Copy the pages, and add those of the package and the tables of contents."""
-    shutil.copytree(ROOT / "docs", folder, dirs_exist_ok=True,
-                    ignore=shutil.ignore_patterns("__pycache__", "build"))
+    shutil.copytree(
+        ROOT / "docs",
+        folder,
+        dirs_exist_ok=True,
+        ignore=shutil.ignore_patterns("__pycache__", "build"),
+    )
     for path in folder.rglob("*.md"):
         page = Path("docs") / path.relative_to(folder)
         path.write_text(without_outside_links(page, path.read_text()))
     (folder / "api").mkdir()
     for name, text in module_pages():
         (folder / "api" / f"{name}.md").write_text(text)
-    pages = sorted(str(path.relative_to(folder).with_suffix(""))
-                   for path in folder.rglob("*.md") if path.parts[-2] != "examples")
+    pages = sorted(
+        str(path.relative_to(folder).with_suffix(""))
+        for path in folder.rglob("*.md")
+        if path.parts[-2] != "examples"
+    )
     index = folder / "index.md"
     index.write_text(index.read_text() + contents(pages))
 
@@ -117,11 +139,22 @@ def build(out: Path, **more: Any) -> int:
     with tempfile.TemporaryDirectory(prefix="mpipar-site-") as own:
         source = Path(own) / "docs"
         write_sources(source)
-        app = Sphinx(source, None, out, Path(own) / "doctrees", "html", SETTINGS | more,
-                     warningiserror=True, status=None)
-        app.connect("autodoc-process-docstring",
-                    lambda app, what, name, thing, options, lines: lines.__setitem__(
-                        slice(None), as_rst(lines)))
+        app = Sphinx(
+            source,
+            None,
+            out,
+            Path(own) / "doctrees",
+            "html",
+            SETTINGS | more,
+            warningiserror=True,
+            status=None,
+        )
+        app.connect(
+            "autodoc-process-docstring",
+            lambda app, what, name, thing, options, lines: lines.__setitem__(
+                slice(None), as_rst(lines)
+            ),
+        )
         app.build()
         return int(app.statuscode)
 

@@ -77,20 +77,26 @@ def lead(rows: list[dict]) -> str:
     """Return a sentence that compares one rank's step times with PyTorch's best, and names the
     kernels.
     """
-    theirs = min((row for row in rows if row["side"].startswith("torch")),
-                 key=lambda row: row["step_ms"])
+    theirs = min(
+        (row for row in rows if row["side"].startswith("torch")), key=lambda row: row["step_ms"]
+    )
     ours = {row["side"].split()[1]: row for row in rows if row["side"].startswith("mpipar ")}
-    shown = " and ".join(f"{row['step_ms'] / theirs['step_ms']:.2f}x ({name})"
-                         for name, row in ours.items())
+    shown = " and ".join(
+        f"{row['step_ms'] / theirs['step_ms']:.2f}x ({name})" for name, row in ours.items()
+    )
     loops = [row["blas"].split()[-1] for row in (next(iter(ours.values())), theirs)]
-    return (f"A step takes {shown} as long as PyTorch's fastest variant,"
-            f" with {loops[0]} and {loops[1]} products.")
+    return (
+        f"A step takes {shown} as long as PyTorch's fastest variant,"
+        f" with {loops[0]} and {loops[1]} products."
+    )
 
 
 def chapters(root: Path) -> str:
     """Return a line for each chapter of the tour: its title and what follows it."""
-    titles = ((path, path.read_text(encoding="utf-8").partition("\n")[0].removeprefix("# "))
-              for path in sorted((root / "docs" / "tour").glob("*.md")))
+    titles = (
+        (path, path.read_text(encoding="utf-8").partition("\n")[0].removeprefix("# "))
+        for path in sorted((root / "docs" / "tour").glob("*.md"))
+    )
     return "\n".join(f"- [{title}](tour/{path.name})" for path, title in titles)
 
 
@@ -112,12 +118,14 @@ def flags_of(command: str) -> str:
     """Return the arguments and flags of a command, a table for each group of its help."""
     parser, parts = cli.command_parser(command, every=True), [f"## mpipar {command}"]
     for group in parser._action_groups:
-        rows = [(f"`{flag_of(action)}`",
-                 (action.help or "") % {"prog": parser.prog, **vars(action)})
-                for action in group._group_actions
-                if action.help != argparse.SUPPRESS and "--help" not in action.option_strings]
+        rows = [
+            (f"`{flag_of(action)}`", (action.help or "") % {"prog": parser.prog, **vars(action)})
+            for action in group._group_actions
+            if action.help != argparse.SUPPRESS and "--help" not in action.option_strings
+        ]
         title = {"positional arguments": "arguments", "options": "flags"}.get(
-            group.title, group.title)
+            group.title, group.title
+        )
         if rows:
             parts.append(f"### {command}: {title}\n\n{rows_of('flag, meaning', rows)}")
     return "\n\n".join(parts)
@@ -153,8 +161,11 @@ def first_sentence(path: Path) -> str:
 
 def files_below(folder: Path) -> list[Path]:
     """Return the sources in and below a folder, in alphabetical order, files before folders."""
-    found = [path for path in folder.rglob("*")
-             if path.suffix in SOURCES and "__pycache__" not in path.parts]
+    found = [
+        path
+        for path in folder.rglob("*")
+        if path.suffix in SOURCES and "__pycache__" not in path.parts
+    ]
     return sorted(found, key=lambda path: (path.parent, path.name))
 
 
@@ -166,9 +177,11 @@ def reading_path(root: Path) -> dict:
 def path_of_a_step(root: Path) -> str:
     """Return how much a reader of one step opens, how much of it runs, and what set-up adds."""
     step, before = reading_path(root)["rows"][-2:]
-    return (f"To open for one step: {step['files']} files with {step['lines to open']:,} lines,"
-            f" of which {step['lines that run']:,} run; to construct the worker: {before['files']}"
-            f" more with {before['lines to open']:,} lines.")
+    return (
+        f"To open for one step: {step['files']} files with {step['lines to open']:,} lines,"
+        f" of which {step['lines that run']:,} run; to construct the worker: {before['files']}"
+        f" more with {before['lines to open']:,} lines."
+    )
 
 
 def map_rows(root: Path, base: Path, places: dict[Path, list[Path]]) -> Iterable[tuple]:
@@ -197,10 +210,13 @@ def file_tables(root: Path) -> str:
     package, parts = root / "mpipar", []
     for folder in [*folders(root), package, root / "bench", root / "docs" / "build"]:
         files = sorted(package.glob("*.py")) if folder == package else files_below(folder)
-        rows = map_rows(root, folder, {
-            one: [one] for one in files if one != folder / "__init__.py"})
-        parts.append(f"## {folder.relative_to(root)}/\n\n{first_sentence(folder / '__init__.py')}"
-                     f"\n\n{rows_of('file, what is in it, lines', rows)}")
+        rows = map_rows(
+            root, folder, {one: [one] for one in files if one != folder / "__init__.py"}
+        )
+        parts.append(
+            f"## {folder.relative_to(root)}/\n\n{first_sentence(folder / '__init__.py')}"
+            f"\n\n{rows_of('file, what is in it, lines', rows)}"
+        )
     return "\n\n".join(parts)
 
 
@@ -211,10 +227,10 @@ TABLES = {
     "files": lambda words, root: file_tables(root),
     "exit codes": lambda words, root: rows_of("exit code, meaning", errors.EXIT_CODES.items()),
     "commands": lambda words, root: rows_of(
-        "command, what it does", ((f"`mpipar {one}`", text) for one, text in cli.COMMANDS.items())),
+        "command, what it does", ((f"`mpipar {one}`", text) for one, text in cli.COMMANDS.items())
+    ),
     "flags": lambda words, root: "\n\n".join(map(flags_of, cli.COMMANDS)),
-    "combinations": lambda words, root: rows_of(
-        "illegal, why, type instead", illegal_rows()),
+    "combinations": lambda words, root: rows_of("illegal, why, type instead", illegal_rows()),
     "choices": lambda words, root: rows_of("only with, flags", choices()),
     "tour": lambda words, root: chapters(root),
     "path": lambda words, root: path_of_a_step(root),
@@ -240,9 +256,15 @@ def read_words(words: list[str]) -> tuple[ParsedConfig, str | None]:
 def broken(words: list[str], ranks: int) -> list[tuple[Rule, SimpleNamespace]]:
     """Return the rows of the table that these flags of `mpipar train` break."""
     reading, machine = read_words(words)
-    return broken_rules(reading.config, ranks, RULES, reading.bad, machine=machine,
-                        chooses_layout=reading.chooses_layout,
-                        csv=schedule_of_file(reading.config))
+    return broken_rules(
+        reading.config,
+        ranks,
+        RULES,
+        reading.bad,
+        machine=machine,
+        chooses_layout=reading.chooses_layout,
+        csv=schedule_of_file(reading.config),
+    )
 
 
 def illegal_rows() -> list[tuple[str, str, str]]:
@@ -250,8 +272,9 @@ def illegal_rows() -> list[tuple[str, str, str]]:
     found = []
     with folder_of_examples():
         for rule in RULES:
-            values = next(values for one, values in broken(rule.example.split(), rule.ranks)
-                          if one is rule)
+            values = next(
+                values for one, values in broken(rule.example.split(), rule.ranks) if one is rule
+            )
             ranks = f" on {counted(rule.ranks, 'rank')}" if rule.ranks > 1 else ""
             found.append((f"`{rule.example}`{ranks}", rule.reason, rule.cure(values)))
     return found
@@ -266,8 +289,15 @@ def choices() -> list[tuple[str, str]]:
     return [(only, ", ".join(names)) for only, names in found.items()]
 
 
-LANGUAGES = {".py": "python", ".cu": "cpp", ".cuh": "cpp", ".js": "js", ".toml": "toml",
-             ".sh": "bash", ".sbatch": "bash"}
+LANGUAGES = {
+    ".py": "python",
+    ".cu": "cpp",
+    ".cuh": "cpp",
+    ".js": "js",
+    ".toml": "toml",
+    ".sh": "bash",
+    ".sbatch": "bash",
+}
 
 
 def listing(block: Block, root: Path) -> str:
@@ -305,5 +335,10 @@ def names_of(node: ast.stmt) -> set[str]:
     if isinstance(node, ast.FunctionDef | ast.ClassDef):
         return {node.name}
     targets = node.targets if isinstance(node, ast.Assign) else [getattr(node, "target", None)]
-    return {one.id for target in targets if target for one in ast.walk(target)
-            if isinstance(one, ast.Name)}
+    return {
+        one.id
+        for target in targets
+        if target
+        for one in ast.walk(target)
+        if isinstance(one, ast.Name)
+    }

@@ -41,8 +41,10 @@ class Grid:  # mpipar/comm/grid.py
 
     def __init__(self, dp, pp, tp):
         if dp * pp * tp != WORLD.size or pp > L or H % tp or ROWS // MICROBATCHES % dp:
-            raise SystemExit(f"--layout {dp},{pp},{tp}: the product must be {WORLD.size}, pp at"
-                             f" most {L}, tp a divisor of {H}, dp of {ROWS // MICROBATCHES}")
+            raise SystemExit(
+                f"--layout {dp},{pp},{tp}: the product must be {WORLD.size}, pp at"
+                f" most {L}, tp a divisor of {H}, dp of {ROWS // MICROBATCHES}"
+            )
         self.p, self.d, self.t = np.unravel_index(WORLD.rank, (pp, dp, tp))
         self.dp = WORLD.Split(self.p * tp + self.t)
         self.pp = WORLD.Split(self.d * tp + self.t)
@@ -57,9 +59,18 @@ def shapes(grid, blocks):  # mpipar/models/decoder.py, mpipar/checkpoint/hf_gpt2
         yield "wte.weight", (V, D), 0
     if grid.is_first:
         yield "wpe.weight", (T, D), None
-    layers = [(f"h.{i}.{name}", *more) for i in blocks for name, *more in (
-        ("ln_1", (D,), None), ("attn.c_attn", (D, 3, D), 2), ("attn.c_proj", (D, D), 0),
-        ("ln_2", (D,), None), ("mlp.c_fc", (D, F), 1), ("mlp.c_proj", (F, D), 0))]
+    layers = [
+        (f"h.{i}.{name}", *more)
+        for i in blocks
+        for name, *more in (
+            ("ln_1", (D,), None),
+            ("attn.c_attn", (D, 3, D), 2),
+            ("attn.c_proj", (D, D), 0),
+            ("ln_2", (D,), None),
+            ("mlp.c_fc", (D, F), 1),
+            ("mlp.c_proj", (F, D), 0),
+        )
+    ]
     for name, shape, axis in layers + [("ln_f", (D,), None)] * int(grid.is_last):
         yield f"{name}.weight", shape, axis
         yield f"{name}.bias", shape[1:] or shape, axis - 1 if axis else None
@@ -107,6 +118,7 @@ class Stage:  # mpipar/models/stage.py
         found, parts = {}, {}
         if path:  # what one rank gets of a file: mpipar/checkpoint/weights.py
             from safetensors.numpy import load_file
+
             found = {name.removeprefix("transformer."): x for name, x in load_file(path).items()}
         for name, shape, axis in shapes(grid, self.blocks):
             x = found[name].reshape(shape) if path else initial(name, shape)
@@ -119,7 +131,8 @@ class Stage:  # mpipar/models/stage.py
         for name, x in parts.items():
             run = slice(end, end := end + x.size)
             self.w[name], self.g[name] = (
-                flat[run].reshape(x.shape) for flat in (self.flat, self.grad))
+                flat[run].reshape(x.shape) for flat in (self.flat, self.grad)
+            )
             self.decay[run] = DECAY * (x.ndim > 1)
 
     def norm(self, x, name):  # mpipar/layers/norm.py
@@ -206,8 +219,10 @@ class Stage:  # mpipar/models/stage.py
         """Run rows (B, T + 1) of tokens; return activations for the next stage, or the loss."""
         parts = [(self.embedding, rows[:, :-1])] if self.grid.is_first else []
         for i in self.blocks:
-            parts += [(self.branch, f"h.{i}", "ln_1", "attn.c_attn", attention, "attn.c_proj"),
-                      (self.branch, f"h.{i}", "ln_2", "mlp.c_fc", gelu, "mlp.c_proj")]
+            parts += [
+                (self.branch, f"h.{i}", "ln_1", "attn.c_attn", attention, "attn.c_proj"),
+                (self.branch, f"h.{i}", "ln_2", "mlp.c_fc", gelu, "mlp.c_proj"),
+            ]
         parts += [(self.norm, "ln_f"), (self.loss, rows[:, 1:])] if self.grid.is_last else []
         self.saved[mb] = []
         for part, *more in parts:
@@ -268,18 +283,19 @@ def batch_of(tokens, number, grid):  # mpipar/data/rows.py
     """Return this rank's microbatches: row i of a step is the same on any layout."""
     philox = (np.random.Philox(key=0, counter=[0, row, number, 0]) for row in range(ROWS))
     begins = [np.random.Generator(one).integers(len(tokens) - T) for one in philox]
-    rows = np.array([tokens[begin:begin + T + 1] for begin in begins], np.int64)
+    rows = np.array([tokens[begin : begin + T + 1] for begin in begins], np.int64)
     return rows.reshape(MICROBATCHES, grid.dp.size, -1, T + 1)[:, grid.d]
 
 
 def train(layout, steps, path=None):  # mpipar/commands/training.py
     """Train on Python's own documentation; return the loss of each step."""
     from pydoc_data.topics import topics
+
     tokens = np.frombuffer("\n".join(topics[name] for name in sorted(topics)).encode(), np.uint8)
     grid, losses = Grid(*layout), []
     stage = Stage(grid, path)
     for number in range(1, steps + 1):
-        loss = step(stage, grid, batch_of(tokens[:-(len(tokens) // 10)], number, grid))
+        loss = step(stage, grid, batch_of(tokens[: -(len(tokens) // 10)], number, grid))
         total = all_reduce(WORLD, np.array(loss * float(grid.t == 0)), "loss")
         losses.append(float(total) / (ROWS * T))
         stage.adamw(number)
@@ -292,8 +308,13 @@ def train(layout, steps, path=None):  # mpipar/commands/training.py
 
 if __name__ == "__main__":
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
-    parser.add_argument("--layout", metavar="DP,PP,TP", default={
-        1: "1,1,1", 2: "1,2,1", 4: "1,2,2", 8: "2,2,2"}.get(WORLD.size, f"{WORLD.size},1,1"))
+    parser.add_argument(
+        "--layout",
+        metavar="DP,PP,TP",
+        default={1: "1,1,1", 2: "1,2,1", 4: "1,2,2", 8: "2,2,2"}.get(
+            WORLD.size, f"{WORLD.size},1,1"
+        ),
+    )
     parser.add_argument("--steps", type=int, default=60)
     parser.add_argument("--weights", help="a safetensors file with GPT-2's names")
     args = parser.parse_args()

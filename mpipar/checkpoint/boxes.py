@@ -35,15 +35,17 @@ def boxes_of_run(shape, first: int, stop: int) -> list[Box]:
     if low > high:
         return _in_row(shape, low - 1, first, stop)
     rows = [((low, high), *((0, length) for length in shape[1:]))] if low < high else []
-    return [*_in_row(shape, low - 1, first, low * row), *rows,
-            *_in_row(shape, high, high * row, stop)]
+    return [
+        *_in_row(shape, low - 1, first, low * row),
+        *rows,
+        *_in_row(shape, high, high * row, stop),
+    ]
 
 
 def _in_row(shape, row: int, first: int, stop: int) -> list[Box]:
     """Return `boxes_of_run` of a run within one row."""
     start = row * math.prod(shape[1:])
-    return [((row, row + 1), *box)
-            for box in boxes_of_run(shape[1:], first - start, stop - start)]
+    return [((row, row + 1), *box) for box in boxes_of_run(shape[1:], first - start, stop - start)]
 
 
 def boxes_of_part(param, first: int, values):
@@ -53,10 +55,11 @@ def boxes_of_part(param, first: int, values):
     """
     held, done = param.box, 0
     for local in boxes_of_run(param.local_shape, first, first + values.size):
-        x = values[done:done + volume(local)].reshape(shape_of(local))
+        x = values[done : done + volume(local)].reshape(shape_of(local))
         done += x.size
-        place = tuple((low + start, high + start)
-                      for (low, high), (start, _) in zip(local, held, strict=True))
+        place = tuple(
+            (low + start, high + start) for (low, high), (start, _) in zip(local, held, strict=True)
+        )
         box = overlap(place, held)
         if box is not None:
             yield box, x[within(box, place)]
@@ -87,8 +90,10 @@ def overlap(one: Box, other: Box) -> Box | None:
 
 def within(box: Box, outer: Box) -> tuple[slice, ...]:
     """Return the place of a box in an array that holds the box `outer`, as slices."""
-    return tuple(slice(first - start, stop - start)
-                 for (first, stop), (start, _) in zip(box, outer, strict=True))
+    return tuple(
+        slice(first - start, stop - start)
+        for (first, stop), (start, _) in zip(box, outer, strict=True)
+    )
 
 
 def row_blocks(box: Box, itemsize: int, limit: int):
@@ -106,20 +111,26 @@ def tiling_problem(shape, boxes) -> str:
     """
     for box in boxes:
         inside = len(box) == len(shape) and all(
-            0 <= first < stop <= length
-            for (first, stop), length in zip(box, shape, strict=True))
+            0 <= first < stop <= length for (first, stop), length in zip(box, shape, strict=True)
+        )
         if not inside:
             return f"the box {box} is not inside {tuple(shape)}"
-    edges = [sorted({0, length, *(edge for box in boxes for edge in box[axis])})
-             for axis, length in enumerate(shape)]
+    edges = [
+        sorted({0, length, *(edge for box in boxes for edge in box[axis])})
+        for axis, length in enumerate(shape)
+    ]
     lengths = [len(found) - 1 for found in edges]
     if math.prod(lengths) > MOST_CELLS * max(MOST_CELLS, len(boxes)):
         return f"{len(boxes)} boxes cut it into {math.prod(lengths)} cells"
     places = [{edge: place for place, edge in enumerate(found)} for found in edges]
     counts = np.zeros(lengths, np.int32)
     for box in boxes:
-        counts[tuple(slice(places[axis][first], places[axis][stop])
-                     for axis, (first, stop) in enumerate(box))] += 1
+        counts[
+            tuple(
+                slice(places[axis][first], places[axis][stop])
+                for axis, (first, stop) in enumerate(box)
+            )
+        ] += 1
     wrong = np.argwhere(counts != 1)
     if not len(wrong):
         return ""

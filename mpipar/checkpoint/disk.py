@@ -26,8 +26,11 @@ def safetensors_head(tensors) -> bytes:
     header, offset = {"__metadata__": {"format": "pt"}}, 0
     for name, dtype, shape in tensors:
         end = offset + math.prod(shape) * dtype.itemsize
-        header[name] = {"dtype": DTYPES[dtype.name], "shape": list(shape),
-                        "data_offsets": [offset, end]}
+        header[name] = {
+            "dtype": DTYPES[dtype.name],
+            "shape": list(shape),
+            "data_offsets": [offset, end],
+        }
         offset = end
     text = json.dumps(header).encode()
     text += b" " * (-len(text) % 8)
@@ -49,12 +52,15 @@ def write_new(path: Path, chunks) -> tuple[int, str]:
     file = no_links.opened(run_folder, str(path.relative_to(run_folder)), no_links.NEW)
     try:
         for chunk in chunks:
-            data = memoryview(np.ascontiguousarray(chunk)  # a transposed view has other bytes
-                              if isinstance(chunk, np.ndarray) else chunk).cast("B")
+            data = memoryview(
+                np.ascontiguousarray(chunk)  # a transposed view has other bytes
+                if isinstance(chunk, np.ndarray)
+                else chunk
+            ).cast("B")
             digest.update(data)
             size += len(data)
             while data:
-                data = data[os.write(file, data):]
+                data = data[os.write(file, data) :]
             if size - told >= BLOCK_BYTES and hasattr(os, "posix_fadvise"):  # not on every system
                 os.posix_fadvise(file, told, size - told, os.POSIX_FADV_DONTNEED)
                 told = size

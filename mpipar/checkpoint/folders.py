@@ -66,18 +66,24 @@ def set_aside(folder: Path, step: int, keep: int) -> list[Path]:
     since this run has replaced theirs, and so do folders left by killed runs. A failure is left for
     the next time.
     """
-    with contextlib.suppress(OSError, DataError), \
-            no_links.folder(folder.parent, folder.name) as inside:
+    with (
+        contextlib.suppress(OSError, DataError),
+        no_links.folder(folder.parent, folder.name) as inside,
+    ):
         committed = committed_steps(folder)
         earlier = [path.name for number, path in committed if number < step]
         later = [path.name for number, path in committed if number > step]
-        left = [name for name in os.listdir(inside)
-                if PARTIAL in name and not name.startswith(TRASH)]
-        for name in left + later + (earlier[:max(0, len(earlier) - keep + 1)] if keep else []):
+        left = [
+            name for name in os.listdir(inside) if PARTIAL in name and not name.startswith(TRASH)
+        ]
+        for name in left + later + (earlier[: max(0, len(earlier) - keep + 1)] if keep else []):
             if _is_checkpoint(inside, name):
                 _rename_away(inside, name)
-        return [folder / name for name in os.listdir(inside)
-                if name.startswith(TRASH) and _is_checkpoint(inside, name)]
+        return [
+            folder / name
+            for name in os.listdir(inside)
+            if name.startswith(TRASH) and _is_checkpoint(inside, name)
+        ]
     return []
 
 
@@ -95,9 +101,11 @@ def _is_checkpoint(inside: int, name: str) -> bool:
     except OSError:
         return False
     try:
-        return all((one == NAME or PIECES_FILE.fullmatch(one))
-                   and stat.S_ISREG(os.lstat(one, dir_fd=descriptor).st_mode)
-                   for one in os.listdir(descriptor))
+        return all(
+            (one == NAME or PIECES_FILE.fullmatch(one))
+            and stat.S_ISREG(os.lstat(one, dir_fd=descriptor).st_mode)
+            for one in os.listdir(descriptor)
+        )
     finally:
         os.close(descriptor)
 

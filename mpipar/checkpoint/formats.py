@@ -30,11 +30,25 @@ from mpipar.errors import DataError
 from mpipar.files.bounded import read_json
 from mpipar.files.text import brief, shown
 
-FORMS = {"gpt2": hf_gpt2, "llama": LLAMA, "mistral": MISTRAL, "qwen2": QWEN2,
-         "mixtral": MIXTRAL}  # by model_type
+FORMS = {
+    "gpt2": hf_gpt2,
+    "llama": LLAMA,
+    "mistral": MISTRAL,
+    "qwen2": QWEN2,
+    "mixtral": MIXTRAL,
+}  # by model_type
 # Fields about how a model is stored, made or run elsewhere, but not about what it computes.
-OUTSIDE = {"model_type", "architectures", "dtype", "torch_dtype", "transformers_version",
-           "bos_token_id", "eos_token_id", "pad_token_id", "_name_or_path"}
+OUTSIDE = {
+    "model_type",
+    "architectures",
+    "dtype",
+    "torch_dtype",
+    "transformers_version",
+    "bos_token_id",
+    "eos_token_id",
+    "pad_token_id",
+    "_name_or_path",
+}
 # Every published GPT-2 says 0.1, so it is no reason to refuse one.
 DROPOUT = {"attn_pdrop", "embd_pdrop", "resid_pdrop"}
 MOST_NAMED = 12  # ignored fields in a line
@@ -45,8 +59,9 @@ def format_of(model):
     return next((form for form in FORMS.values() if form.describes(model)), native_format)
 
 
-def file_slices(tensors: dict[str, tuple[int, ...]], first: int,
-                stop: int) -> Iterator[tuple[str, int, int]]:
+def file_slices(
+    tensors: dict[str, tuple[int, ...]], first: int, stop: int
+) -> Iterator[tuple[str, int, int]]:
     """Yield (name, first, stop): which slice of which tensor in the files holds [first, stop).
 
     first, stop: numbers of a parameter. tensors: the parameter's, see above.
@@ -63,8 +78,10 @@ def apart(tensors: dict[str, tuple[int, ...]], x) -> dict:
     """Return {name: array} of the tensors in the files, from all numbers x of a parameter."""
     ends = list(itertools.accumulate(map(math.prod, tensors.values())))
     parts = np.split(x.reshape(-1), ends[:-1])
-    return {name: part.reshape(shape)
-            for (name, shape), part in zip(tensors.items(), parts, strict=True)}
+    return {
+        name: part.reshape(shape)
+        for (name, shape), part in zip(tensors.items(), parts, strict=True)
+    }
 
 
 def is_step(folder) -> bool:
@@ -89,7 +106,8 @@ def model_settings(folder: str, seq_len: int | None = None, where: str = "") -> 
     except (KeyError, TypeError, AttributeError) as error:
         what = f"it lacks {error}" if isinstance(error, KeyError) else str(error)
         raise DataError(
-            f"{where}: config.json is not a {kind} configuration: {brief(what)}") from None
+            f"{where}: config.json is not a {kind} configuration: {brief(what)}"
+        ) from None
     wrong = [f"{where}: config.json: {text}" for text in (*different, *_out_of_bounds(settings))]
     if wrong:
         raise DataError(wrong)
@@ -106,8 +124,7 @@ def _read(folder: str, where: str):
     if kind.startswith(native_format.KIND):
         return found, native_format, shown(kind)
     if kind not in FORMS:
-        raise DataError(f"{where}: model_type is {shown(kind)}; mpipar computes"
-                        f" {', '.join(FORMS)}")
+        raise DataError(f"{where}: model_type is {shown(kind)}; mpipar computes {', '.join(FORMS)}")
     return found, FORMS[kind], kind
 
 
@@ -124,16 +141,22 @@ def _saved_settings(folder: str, where: str) -> dict:
 
 def _other_values(form, found: dict) -> list[str]:
     """Return fields whose value means that the model computes something else than mpipar's."""
-    return [f"{key} is {shown(found[key])}; mpipar computes"
-            f" {' or '.join('null' if one is None else shown(one) for one in legal)}"
-            for key, legal in form.COMPUTED.items() if found.get(key, legal[0]) not in legal]
+    return [
+        f"{key} is {shown(found[key])}; mpipar computes"
+        f" {' or '.join('null' if one is None else shown(one) for one in legal)}"
+        for key, legal in form.COMPUTED.items()
+        if found.get(key, legal[0]) not in legal
+    ]
 
 
 def _out_of_bounds(settings: dict) -> list[str]:
     """Return which sizes are too large, before anything is built from them."""
-    found = [value_problem(name, FIELDS[name].metadata, one) for name, value in settings.items()
-             for one in (value if isinstance(value, tuple) else (value,))
-             if type(one) in (int, float)]
+    found = [
+        value_problem(name, FIELDS[name].metadata, one)
+        for name, value in settings.items()
+        for one in (value if isinstance(value, tuple) else (value,))
+        if type(one) in (int, float)
+    ]
     return [text.removeprefix("--") for text in found if text]
 
 
@@ -148,8 +171,9 @@ def start_notes(folder: str) -> list[str]:
         more = f" and {len(ignored) - MOST_NAMED} more" if len(ignored) > MOST_NAMED else ""
         names = ", ".join(brief(name) for name in ignored[:MOST_NAMED])
         notes.append(f"{where}: ignored fields: {names}{more}")
-    dropout = ", ".join(f"{name} {shown(found[name])}" for name in sorted(DROPOUT)
-                        if found.get(name))
+    dropout = ", ".join(
+        f"{name} {shown(found[name])}" for name in sorted(DROPOUT) if found.get(name)
+    )
     if dropout:
         notes.append(f"{where}: no dropout is applied, although it says {dropout}")
     return notes

@@ -14,24 +14,39 @@ from mpipar.checkpoint.hf_gpt2 import name_in_block
 from mpipar.files.text import shown
 
 LAYER = {
-    "norm1": "input_layernorm", "norm2": "post_attention_layernorm", "attn.q": "self_attn.q_proj",
-    "attn.k": "self_attn.k_proj", "attn.v": "self_attn.v_proj", "attn.proj": "self_attn.o_proj",
-    "ffn.gate": "mlp.gate_proj", "ffn.up": "mlp.up_proj", "ffn.down": "mlp.down_proj",
+    "norm1": "input_layernorm",
+    "norm2": "post_attention_layernorm",
+    "attn.q": "self_attn.q_proj",
+    "attn.k": "self_attn.k_proj",
+    "attn.v": "self_attn.v_proj",
+    "attn.proj": "self_attn.o_proj",
+    "ffn.gate": "mlp.gate_proj",
+    "ffn.up": "mlp.up_proj",
+    "ffn.down": "mlp.down_proj",
     "moe.router": "block_sparse_moe.gate",
 }
 OTHER = {
-    "embedding.tokens": "model.embed_tokens.weight", "final_norm.w": "model.norm.weight",
+    "embedding.tokens": "model.embed_tokens.weight",
+    "final_norm.w": "model.norm.weight",
     "head.table": "lm_head.weight",
 }
 NUMBERS = {  # field of ModelConfig: that of config.json
-    "layers": "num_hidden_layers", "d_model": "hidden_size", "heads": "num_attention_heads",
-    "kv_heads": "num_key_value_heads", "head_dim": "head_dim", "ffn": "intermediate_size",
-    "vocab_size": "vocab_size", "max_positions": "max_position_embeddings",
+    "layers": "num_hidden_layers",
+    "d_model": "hidden_size",
+    "heads": "num_attention_heads",
+    "kv_heads": "num_key_value_heads",
+    "head_dim": "head_dim",
+    "ffn": "intermediate_size",
+    "vocab_size": "vocab_size",
+    "max_positions": "max_position_embeddings",
 }
 SCALING = ("factor", "low_freq_factor", "high_freq_factor", "original_max_position_embeddings")
 COMPUTED = {
-    "hidden_act": ("silu",), "attention_dropout": (0.0, None), "quantization_config": (None,),
-    "partial_rotary_factor": (1.0, None), "pruned_heads": ({}, None),
+    "hidden_act": ("silu",),
+    "attention_dropout": (0.0, None),
+    "quantization_config": (None,),
+    "partial_rotary_factor": (1.0, None),
+    "pruned_heads": ({}, None),
 }
 
 
@@ -53,10 +68,20 @@ class LlamaForm:
 
     @property
     def READ(self) -> set[str]:
-        return {*self.COMPUTED, *self.NUMBERS.values(), "rms_norm_eps", "tie_word_embeddings",
-                "rope_theta", "rope_scaling", "rope_parameters", "sliding_window",
-                "use_sliding_window", "max_window_layers", "layer_types",
-                *(key for one in self.biases.values() for key in one)}
+        return {
+            *self.COMPUTED,
+            *self.NUMBERS.values(),
+            "rms_norm_eps",
+            "tie_word_embeddings",
+            "rope_theta",
+            "rope_scaling",
+            "rope_parameters",
+            "sliding_window",
+            "use_sliding_window",
+            "max_window_layers",
+            "layer_types",
+            *(key for one in self.biases.values() for key in one),
+        }
 
     def tensors(self, param) -> dict[str, tuple[int, ...]]:
         """Return them as Hugging Face saves a model with head: matrices (out, in), biases 1-d."""
@@ -70,10 +95,16 @@ class LlamaForm:
 
     def describes(self, model) -> bool:
         """Return whether config.json can say what a ModelConfig computes."""
-        return (model.model == "decoder" and model.arch == self.kind and model.norm == "rms"
-                and model.experts is None and model.activation == "swiglu"
-                and model.positions == "rope"
-                and model.bias in self.biases and model.d_model % model.heads == 0)
+        return (
+            model.model == "decoder"
+            and model.arch == self.kind
+            and model.norm == "rms"
+            and model.experts is None
+            and model.activation == "swiglu"
+            and model.positions == "rope"
+            and model.bias in self.biases
+            and model.d_model % model.heads == 0
+        )
 
     def to_json(self, model, dtype: str) -> dict:
         """Return the config.json of a resolved ModelConfig whose weights are written as `dtype`."""
@@ -82,20 +113,28 @@ class LlamaForm:
             scaling[SCALING[-1]] = round(scaling[SCALING[-1]])
         kind = {"rope_type": "llama3" if scaling else "default"}
         return {
-            "architectures": [f"{self.name}ForCausalLM"], "model_type": self.kind,
+            "architectures": [f"{self.name}ForCausalLM"],
+            "model_type": self.kind,
             **{key: getattr(model, name) for name, key in self.NUMBERS.items()},
-            "hidden_act": "silu", "rms_norm_eps": model.norm_eps, "attention_dropout": 0.0,
-            **self.biases[model.bias], "sliding_window": None,
-            "rope_theta": model.rope_theta, "rope_scaling": kind | scaling if scaling else None,
+            "hidden_act": "silu",
+            "rms_norm_eps": model.norm_eps,
+            "attention_dropout": 0.0,
+            **self.biases[model.bias],
+            "sliding_window": None,
+            "rope_theta": model.rope_theta,
+            "rope_scaling": kind | scaling if scaling else None,
             "rope_parameters": {**kind, "rope_theta": model.rope_theta, **scaling},
-            "tie_word_embeddings": model.tied, "torch_dtype": dtype, "dtype": dtype,
+            "tie_word_embeddings": model.tied,
+            "torch_dtype": dtype,
+            "dtype": dtype,
         }
 
     def settings(self, found: dict) -> dict:
         """Return the ModelConfig fields that a config.json fixes; raise KeyError or TypeError."""
         values = {name: found.get(key) for name, key in self.NUMBERS.items()}
         values["head_dim"] = values["head_dim"] or found["hidden_size"] // (
-            found["num_attention_heads"] or 1)  # 0 heads are refused below
+            found["num_attention_heads"] or 1
+        )  # 0 heads are refused below
         if self.kind == "llama":  # the first Llamas do not name kv_heads
             values["kv_heads"] = values["kv_heads"] or values["heads"]
         for name, key in self.NUMBERS.items():
@@ -104,20 +143,37 @@ class LlamaForm:
         tied, eps = found.get("tie_word_embeddings", False), found.get("rms_norm_eps", 1e-6)
         if type(tied) is not bool:
             raise TypeError(f"tie_word_embeddings is {shown(tied)}")
-        bias = next((name for name, fields in self.biases.items() if all(
-            found.get(key, False) == value for key, value in fields.items())), None)
+        bias = next(
+            (
+                name
+                for name, fields in self.biases.items()
+                if all(found.get(key, False) == value for key, value in fields.items())
+            ),
+            None,
+        )
         rope = _rope(found)
         window = self.window(found)
         if type(window) is int and window > 0:  # mpipar would attend to more tokens than this
             values["max_positions"] = min(values["max_positions"], window)
-        return {"experts": None} | values | {
-            "model": "decoder", "arch": self.kind, "norm": "rms", "activation": "swiglu",
-            "positions": "rope", "bias": bias or next(iter(self.biases)), "tied": tied,
-            "norm_eps": number("rms_norm_eps", eps), "seq_len": values["max_positions"],
-            "rope_theta": number("rope_theta", rope.get("rope_theta", 10000.0)),
-            "rope_scaling": tuple(number(key, rope.get(key)) for key in SCALING
-                                  if _kind(rope) == "llama3"),
-        }
+        return (
+            {"experts": None}
+            | values
+            | {
+                "model": "decoder",
+                "arch": self.kind,
+                "norm": "rms",
+                "activation": "swiglu",
+                "positions": "rope",
+                "bias": bias or next(iter(self.biases)),
+                "tied": tied,
+                "norm_eps": number("rms_norm_eps", eps),
+                "seq_len": values["max_positions"],
+                "rope_theta": number("rope_theta", rope.get("rope_theta", 10000.0)),
+                "rope_scaling": tuple(
+                    number(key, rope.get(key)) for key in SCALING if _kind(rope) == "llama3"
+                ),
+            }
+        )
 
     def differences(self, found: dict, seq_len: int | None) -> list[str]:
         """Return the values of a config.json that mpipar's layers do not compute, beside COMPUTED.
@@ -126,26 +182,39 @@ class LlamaForm:
         """
         wrong, rope, window = [], _rope(found), self.window(found)
         if _kind(rope) not in ("default", "llama3"):
-            wrong.append(f"rope_type is {shown(_kind(rope))}; mpipar computes 'default' or"
-                         " 'llama3'")
+            wrong.append(
+                f"rope_type is {shown(_kind(rope))}; mpipar computes 'default' or 'llama3'"
+            )
         if rope.get("partial_rotary_factor", 1.0) != 1.0:
-            wrong.append(f"partial_rotary_factor is {shown(rope['partial_rotary_factor'])};"
-                         " mpipar computes 1.0")
-        wrong += [f"{key} is {shown(found[key])} and {shown(rope[key])} in the parameters of rope"
-                  for key in ("rope_theta",) if found.get(key, rope.get(key)) != rope.get(key)]
+            wrong.append(
+                f"partial_rotary_factor is {shown(rope['partial_rotary_factor'])};"
+                " mpipar computes 1.0"
+            )
+        wrong += [
+            f"{key} is {shown(found[key])} and {shown(rope[key])} in the parameters of rope"
+            for key in ("rope_theta",)
+            if found.get(key, rope.get(key)) != rope.get(key)
+        ]
         if window is not None and (type(window) is not int or window < 1):
             wrong.append(f"sliding_window is {shown(window)}, not a number of tokens")
         elif window is not None and seq_len is not None and seq_len > window:
-            wrong.append(f"sliding_window is {window}, below the {seq_len:,} tokens of a row; use"
-                         f" --seq-len {window} or less")
-        kinds = {*map(str, found.get("layer_types") or ())} - {"full_attention"} - (
-            {"sliding_attention"} if window else set())
+            wrong.append(
+                f"sliding_window is {window}, below the {seq_len:,} tokens of a row; use"
+                f" --seq-len {window} or less"
+            )
+        kinds = (
+            {*map(str, found.get("layer_types") or ())}
+            - {"full_attention"}
+            - ({"sliding_attention"} if window else set())
+        )
         if kinds:
             wrong.append(f"layer_types has {shown(min(kinds))}; mpipar computes 'full_attention'")
         flags = {key: found.get(key, False) for one in self.biases.values() for key in one}
         if flags and flags not in self.biases.values():
-            wrong.append(f"{', '.join(f'{key} is {shown(flags[key])}' for key in flags)}; mpipar"
-                         " computes both true or both false")
+            wrong.append(
+                f"{', '.join(f'{key} is {shown(flags[key])}' for key in flags)}; mpipar"
+                " computes both true or both false"
+            )
         return wrong
 
 
@@ -154,7 +223,8 @@ def _rope(found: dict) -> dict:
     for key in ("rope_parameters", "rope_scaling"):
         value = found.get(key)
         if not isinstance(value, dict | None) or any(
-                isinstance(one, dict | list) for one in (value or {}).values()):
+            isinstance(one, dict | list) for one in (value or {}).values()
+        ):
             raise TypeError(f"{key} is {shown(value)}")
     rope = found.get("rope_parameters") or found.get("rope_scaling") or {}
     return {"rope_theta": found["rope_theta"], **rope} if "rope_theta" in found else rope
@@ -171,9 +241,22 @@ def number(key: str, value) -> float:
     return float(value)
 
 
-LLAMA = LlamaForm("llama", "Llama", {"none": {"attention_bias": False, "mlp_bias": False},
-                                     "all": {"attention_bias": True, "mlp_bias": True}})
-MISTRAL = LlamaForm("mistral", "Mistral", {"none": {}},
-                    window=lambda found: found.get("sliding_window", 4096))
-QWEN2 = LlamaForm("qwen2", "Qwen2", {"qkv": {}}, window=lambda found: (
-    found.get("sliding_window", 4096) if found.get("use_sliding_window") else None))
+LLAMA = LlamaForm(
+    "llama",
+    "Llama",
+    {
+        "none": {"attention_bias": False, "mlp_bias": False},
+        "all": {"attention_bias": True, "mlp_bias": True},
+    },
+)
+MISTRAL = LlamaForm(
+    "mistral", "Mistral", {"none": {}}, window=lambda found: found.get("sliding_window", 4096)
+)
+QWEN2 = LlamaForm(
+    "qwen2",
+    "Qwen2",
+    {"qkv": {}},
+    window=lambda found: (
+        found.get("sliding_window", 4096) if found.get("use_sliding_window") else None
+    ),
+)

@@ -21,8 +21,10 @@ class MixtralForm(LlamaForm):
     """See `mpipar.checkpoint.formats` for what a format is."""
 
     NUMBERS = NUMBERS | {
-        "expert_ffn": "intermediate_size", "experts": "num_local_experts",
-        "experts_per_token": "num_experts_per_tok"}
+        "expert_ffn": "intermediate_size",
+        "experts": "num_local_experts",
+        "experts_per_token": "num_experts_per_tok",
+    }
     COMPUTED = COMPUTED | {"router_jitter_noise": (0.0, None)}
 
     @property
@@ -35,14 +37,22 @@ class MixtralForm(LlamaForm):
         if layer not in EXPERT:
             return super().tensors(param)
         start = f"{self.PREFIX}layers.{block.removeprefix('block')}.block_sparse_moe.experts"
-        return {f"{start}.{expert}.{name}.weight": param.shape[-2:]
-                for expert in range(param.shape[0]) for name in EXPERT[layer]}
+        return {
+            f"{start}.{expert}.{name}.weight": param.shape[-2:]
+            for expert in range(param.shape[0])
+            for name in EXPERT[layer]
+        }
 
     def describes(self, model) -> bool:
         """Return whether config.json can say what a ModelConfig computes."""
-        return (model.model == "decoder" and super().describes(replace(model, experts=None))
-                and model.experts is not None and model.expert_interval == 1
-                and model.shared_expert_ffn is None and model.router_balance != "bias")
+        return (
+            model.model == "decoder"
+            and super().describes(replace(model, experts=None))
+            and model.experts is not None
+            and model.expert_interval == 1
+            and model.shared_expert_ffn is None
+            and model.router_balance != "bias"
+        )
 
     def to_json(self, model, dtype: str) -> dict:
         """Return the config.json of a resolved ModelConfig whose weights are written as `dtype`."""
@@ -53,11 +63,14 @@ class MixtralForm(LlamaForm):
         """Return the ModelConfig fields that a config.json fixes; raise KeyError or TypeError."""
         found = MISSING | found
         coef = number(COEF, found[COEF])
-        balance = {"router_balance": "loss", "router_loss_coef": coef} if coef else {
-            "router_balance": "none"}
-        return super().settings(found) | {
-            "expert_interval": 1, "shared_expert_ffn": None} | balance
+        balance = (
+            {"router_balance": "loss", "router_loss_coef": coef}
+            if coef
+            else {"router_balance": "none"}
+        )
+        return super().settings(found) | {"expert_interval": 1, "shared_expert_ffn": None} | balance
 
 
-MIXTRAL = MixtralForm("mixtral", "Mixtral", {"none": {}},
-                      window=lambda found: found.get("sliding_window"))
+MIXTRAL = MixtralForm(
+    "mixtral", "Mixtral", {"none": {}}, window=lambda found: found.get("sliding_window")
+)

@@ -68,18 +68,28 @@ class Pieces:
 
 def state_problems(worker, step_folder: Path, manifest: Manifest) -> list[str]:
     """Return how a checkpoint's tensors and moments differ from a worker's model, as a table."""
-    ours = {param.name: Tensor(param.shape, worker.ops.statistics.name)
-            for _, param in worker.all_params}
-    names = sorted(name for name in ours.keys() | manifest.tensors.keys()
-                   if ours.get(name) != manifest.tensors.get(name))
-    lines = [f"{name}: {_shown(manifest.tensors.get(name))} in the checkpoint,"
-             f" {_shown(ours.get(name))} in the model" for name in islice(names, MOST_LINES)]
+    ours = {
+        param.name: Tensor(param.shape, worker.ops.statistics.name)
+        for _, param in worker.all_params
+    }
+    names = sorted(
+        name
+        for name in ours.keys() | manifest.tensors.keys()
+        if ours.get(name) != manifest.tensors.get(name)
+    )
+    lines = [
+        f"{name}: {_shown(manifest.tensors.get(name))} in the checkpoint,"
+        f" {_shown(ours.get(name))} in the model"
+        for name in islice(names, MOST_LINES)
+    ]
     if len(names) > MOST_LINES:
         lines.append(f"and {len(names) - MOST_LINES} other tensors")
     kinds = tuple(sorted(("master", *worker.optimizer.kinds)))
     if manifest.kinds != kinds:
-        lines.append(f"for each tensor it has {', '.join(manifest.kinds)}; the optimizer"
-                     f" {worker.config.train.optimizer} needs {', '.join(kinds)}")
+        lines.append(
+            f"for each tensor it has {', '.join(manifest.kinds)}; the optimizer"
+            f" {worker.config.train.optimizer} needs {', '.join(kinds)}"
+        )
     head = f"{step_folder}: the checkpoint is of another model:"
     return ["\n  ".join([head, *lines])] if lines else []
 

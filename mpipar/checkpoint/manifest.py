@@ -101,7 +101,8 @@ class Manifest:
         content = vars(self) | {
             "tensors": {name: one._asdict() for name, one in self.tensors.items()},
             "files": {name: one._asdict() for name, one in self.files.items()},
-            "pieces": [piece._asdict() for piece in self.pieces]}
+            "pieces": [piece._asdict() for piece in self.pieces],
+        }
         content["sha256"] = _digest(content)
         lines = (f"{json.dumps(key)}: {json.dumps(value)}" for key, value in content.items())
         return "{\n" + ",\n".join(lines) + "\n}\n"
@@ -131,15 +132,20 @@ def committed_steps(folder: Path) -> list[tuple[int, Path]]:
     """
     try:
         found = [(STEP_FOLDER.fullmatch(path.name), path) for path in folder.iterdir()]
-        links = [path for path in (folder, *(path for match, path in found if match))
-                 if path.is_symlink()]
+        links = [
+            path
+            for path in (folder, *(path for match, path in found if match))
+            if path.is_symlink()
+        ]
     except (FileNotFoundError, NotADirectoryError):
         return []
     except OSError as error:
         raise DataError(f"{folder}: {error.strerror}") from None
     if links:
-        raise DataError(f"{links[0]}: is a symbolic link, but a run's checkpoints must be in its"
-                        " own folder; replace the link by its target")
+        raise DataError(
+            f"{links[0]}: is a symbolic link, but a run's checkpoints must be in its"
+            " own folder; replace the link by its target"
+        )
     return sorted((int(match[1]), path) for match, path in found if match and path.is_dir())
 
 
@@ -157,8 +163,11 @@ def read_manifest(step_folder: Path) -> Manifest:
         why = error if type(error) is ValueError else repr(error)
         raise DataError(f"{path}: is not the manifest of a checkpoint: {why}") from None
     match = STEP_FOLDER.fullmatch(path.parent.resolve().name)
-    wrong = [f"{path}: is of step {manifest.step}, but its folder is of another"] if (
-        match and int(match[1]) != manifest.step) else []
+    wrong = (
+        [f"{path}: is of step {manifest.step}, but its folder is of another"]
+        if (match and int(match[1]) != manifest.step)
+        else []
+    )
     wrong += file_problems(path.parent, manifest.files)
     if wrong:
         raise DataError(wrong)
@@ -169,8 +178,10 @@ def _check_format(path: Path, content: dict) -> None:
     """Raise DataError for a newer format, ValueError for another one or a wrong digest."""
     found = content["format"]
     if type(found) is int and found > FORMAT:
-        raise DataError(f"{path}: has format {found}, but this version of mpipar reads {FORMAT}:"
-                        " it was written by a newer mpipar; use that one")
+        raise DataError(
+            f"{path}: has format {found}, but this version of mpipar reads {FORMAT}:"
+            " it was written by a newer mpipar; use that one"
+        )
     if found != FORMAT:
         raise ValueError(f"its format is {shown(found)}, not {FORMAT}")
     if content.pop("sha256") != _digest(content):
@@ -184,13 +195,16 @@ def _manifest(content: dict) -> Manifest:
         raise ValueError(f"config is {shown(config)}")
     found = built(Manifest, content | {"config": ""}, "it")  # every other text has one line
     if unknown := sorted(found.layout.keys() - {*AXES}):
-        raise ValueError(f"its layout has the axis {shown(unknown[0])}, which this version of"
-                         f" mpipar does not know; it knows {', '.join(AXES)}")
-    found = replace(found, config=config,
-                    layout={axis: found.layout.get(axis, 1) for axis in AXES})
+        raise ValueError(
+            f"its layout has the axis {shown(unknown[0])}, which this version of"
+            f" mpipar does not know; it knows {', '.join(AXES)}"
+        )
+    found = replace(found, config=config, layout={axis: found.layout.get(axis, 1) for axis in AXES})
     if len(found.tensors) > MOST_TENSORS or len(found.kinds) > MOST_KINDS:
-        raise ValueError(f"{len(found.tensors)} tensors or {len(found.kinds)} kinds of state are"
-                         f" more than {MOST_TENSORS} or {MOST_KINDS}")
+        raise ValueError(
+            f"{len(found.tensors)} tensors or {len(found.kinds)} kinds of state are"
+            f" more than {MOST_TENSORS} or {MOST_KINDS}"
+        )
     scale = built(Scale, found.loss_scale, "loss_scale")
     if not scale.value > 0:
         raise ValueError(f"loss_scale is {scale.value}")
@@ -198,10 +212,15 @@ def _manifest(content: dict) -> Manifest:
         if not 0 <= number < COUNTER:
             raise ValueError(f"{number} is not a whole number from 0 to 2**53")
     for name, (shape, dtype) in found.tensors.items():
-        if dtype not in MASTERS or not 0 < len(shape) <= MOST_AXES or min(shape) < 1 or (
-                math.prod(shape) > MOST_ELEMENTS):
-            raise ValueError(f"tensor {shown(name)} has the type {shown(dtype)} and the shape"
-                             f" {shown(shape)}")
+        if (
+            dtype not in MASTERS
+            or not 0 < len(shape) <= MOST_AXES
+            or min(shape) < 1
+            or (math.prod(shape) > MOST_ELEMENTS)
+        ):
+            raise ValueError(
+                f"tensor {shown(name)} has the type {shown(dtype)} and the shape {shown(shape)}"
+            )
     for name in found.files:
         if not PIECES_FILE.fullmatch(name):  # a match is a file in this folder
             raise ValueError(f"{shown(name)} is not the name of a file of pieces")
@@ -216,15 +235,24 @@ def piece_problems(tensors, files, pieces) -> list[str]:
     boxes = {(name, kind): [] for name in tensors for kind in kinds}
     for piece in pieces:
         if piece.file not in files or (piece.tensor, piece.kind) not in boxes:
-            return [(f"{shown(piece.key)} is a piece of {shown(piece.tensor)} in"
-                     f" {shown(piece.file)}, but one of them is unknown")]
+            return [
+                (
+                    f"{shown(piece.key)} is a piece of {shown(piece.tensor)} in"
+                    f" {shown(piece.file)}, but one of them is unknown"
+                )
+            ]
         boxes[piece.tensor, piece.kind].append(piece.box)
     if not boxes:
         return ["it has no pieces"]
-    found = ((name, kind, tiling_problem(tensors[name].shape, own))
-             for (name, kind), own in boxes.items())
-    return [f"tensor {shown(name)} ({shown(kind)}): {problem}"
-            for name, kind, problem in found if problem]
+    found = (
+        (name, kind, tiling_problem(tensors[name].shape, own))
+        for (name, kind), own in boxes.items()
+    )
+    return [
+        f"tensor {shown(name)} ({shown(kind)}): {problem}"
+        for name, kind, problem in found
+        if problem
+    ]
 
 
 def file_problems(folder: Path, files: dict[str, File]) -> list[str]:
@@ -250,8 +278,11 @@ def digest_problem(path: Path, expected: File) -> str:
         found = digest_of(path)
     except OSError as error:
         return f"{path}: {error.strerror}"
-    return "" if found == expected.sha256 else (
-        f"{path}: is damaged: its SHA-256 is {found}, {expected.sha256} was written")
+    return (
+        ""
+        if found == expected.sha256
+        else (f"{path}: is damaged: its SHA-256 is {found}, {expected.sha256} was written")
+    )
 
 
 def tensor_problems(path: Path, pieces, tensors) -> list[str]:
@@ -264,8 +295,10 @@ def tensor_problems(path: Path, pieces, tensors) -> list[str]:
                 entry = file.tensors.get(piece.key)
                 found = entry and ([*entry.shape], entry.dtype)
                 if found != expected:
-                    wrong.append(f"{path}: tensor {piece.tensor} ({piece.kind}): the piece"
-                                 f" {piece.key} is {found or 'missing'}, not {expected}")
+                    wrong.append(
+                        f"{path}: tensor {piece.tensor} ({piece.kind}): the piece"
+                        f" {piece.key} is {found or 'missing'}, not {expected}"
+                    )
     except (OSError, ValueError) as error:
         return [f"{path}: {error}"]
     return wrong
@@ -283,5 +316,6 @@ def damage(step_folder: Path) -> list[str]:
         problem = digest_problem(folder / name, expected)
         wrong += [problem] if problem else tensor_problems(folder / name, own, manifest.tensors)
     strangers = {path.name for path in folder.iterdir()} - {NAME, *manifest.files}
-    return wrong + [f"{folder / name}: does not belong to the checkpoint"
-                    for name in sorted(strangers)]
+    return wrong + [
+        f"{folder / name}: does not belong to the checkpoint" for name in sorted(strangers)
+    ]

@@ -34,16 +34,26 @@ def tensors(param) -> dict[str, tuple[int, ...]]:
 def to_json(model, dtype: str) -> dict:
     """Return the config.json of a resolved ModelConfig whose weights are written as `dtype`."""
     values = vars(model)
-    return {"model_type": KIND + model.model, "torch_dtype": dtype, **{
-        one.name: values[one.name] for one in of_weights(model.model)
-        if values[one.name] is not None and not_taken(one.name, values) is None}}
+    return {
+        "model_type": KIND + model.model,
+        "torch_dtype": dtype,
+        **{
+            one.name: values[one.name]
+            for one in of_weights(model.model)
+            if values[one.name] is not None and not_taken(one.name, values) is None
+        },
+    }
 
 
 def settings(found: dict) -> dict:
     """Return the ModelConfig fields that a config.json fixes; raise KeyError or TypeError."""
     model = found["model_type"].removeprefix(KIND)
-    given = {"model": model, **{one.name: _value(one, found[one.name])
-                                for one in of_weights(model) if one.name in found}}
+    given = {
+        "model": model,
+        **{
+            one.name: _value(one, found[one.name]) for one in of_weights(model) if one.name in found
+        },
+    }
     values = {one.name: one.default for one in of_weights(model)} | given
     for one in of_weights(model):
         if one.default is not None and not_taken(one.name, values) is None:
@@ -56,8 +66,12 @@ def _value(field, raw):
     base, is_tuple = kind(field)
     legal, values = field.metadata, raw if is_tuple and type(raw) is list else [raw]
     for one in values:
-        if type(one) is not base or (legal["choices"] and one not in legal["choices"]) or (
-                base is int and one < 1) or (base is float and not math.isfinite(one)):
+        if (
+            type(one) is not base
+            or (legal["choices"] and one not in legal["choices"])
+            or (base is int and one < 1)
+            or (base is float and not math.isfinite(one))
+        ):
             raise TypeError(f"{field.name} is {shown(raw)}")
     return tuple(values) if is_tuple else raw
 

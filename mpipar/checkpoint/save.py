@@ -77,8 +77,9 @@ def own_pieces(worker) -> list[Own]:
                     box = boxes.share_of_rows(held, *place)
                     if boxes.volume(box):
                         key = unused_key(f"{param.name}/{kind}", found)
-                        found[key] = Own(Piece(file, key, param.name, kind, box),
-                                         x[boxes.within(box, held)])
+                        found[key] = Own(
+                            Piece(file, key, param.name, kind, box), x[boxes.within(box, held)]
+                        )
     return [found[key] for key in sorted(found)]
 
 
@@ -100,7 +101,8 @@ def write_pieces(path: Path, own: list[Own], ops) -> dict:
     """Write one rank's file; return {bytes, sha256, seconds}, or the error of a disk."""
     start = perf_counter()
     head = safetensors_head(
-        (one.piece.key, ops.statistics, boxes.shape_of(one.piece.box)) for one in own)
+        (one.piece.key, ops.statistics, boxes.shape_of(one.piece.box)) for one in own
+    )
     blocks = (block for one in own for _, block in row_blocks(one, ops))
     try:
         size, digest = write_new(path, itertools.chain([head], blocks))
@@ -150,8 +152,16 @@ class Saver:
     Comm: one gather over the world.
     """
 
-    def __init__(self, worker, folder: Path, *, keep: int, background: bool, facts: dict,
-                 ready: Callable[[], None] = lambda: None):
+    def __init__(
+        self,
+        worker,
+        folder: Path,
+        *,
+        keep: int,
+        background: bool,
+        facts: dict,
+        ready: Callable[[], None] = lambda: None,
+    ):
         self.worker, self.folder, self.keep, self.facts = worker, Path(folder), keep, facts
         self.ready = ready
         self.comm, self.mpi_world = worker.comms.world, worker.comms.mpi_world
@@ -160,10 +170,13 @@ class Saver:
         gathered = gather_facts(self.mpi_world, [one.piece for one in self.own])
         self.pieces = tuple(
             Piece(*names, tuple((first, stop) for first, stop in box))
-            for pieces in gathered or [] for *names, box in pieces)
+            for pieces in gathered or []
+            for *names, box in pieces
+        )
         self.tensors = {
             param.name: Tensor(param.shape, worker.ops.statistics.name)
-            for _, param in worker.all_params}
+            for _, param in worker.all_params
+        }
         if gathered:  # a piece written by two ranks, or none, is a defect: it must not reach a disk
             problems = piece_problems(self.tensors, {one.file for one in self.pieces}, self.pieces)
             assert not problems, problems
@@ -272,18 +285,25 @@ class Saver:
         return self.folder / answer
 
     def _failure(self, step, why) -> str:
-        return (f"{self.folder / step_folder_name(step)}: the checkpoint could not be written:"
-                f" {why}; earlier checkpoints are unchanged")
+        return (
+            f"{self.folder / step_folder_name(step)}: the checkpoint could not be written:"
+            f" {why}; earlier checkpoints are unchanged"
+        )
 
     def _commit_files(self, flight: Flight, facts: list[dict]) -> str:
         """Write the manifest and rename the folder; return why that failed, or "". Rank 0 only."""
         partial = self.partial
         try:
-            failed = [f"rank {number}: {fact['error']}" for number, fact in enumerate(facts)
-                      if "error" in fact]
+            failed = [
+                f"rank {number}: {fact['error']}"
+                for number, fact in enumerate(facts)
+                if "error" in fact
+            ]
             if not failed:
-                files = {pieces_file(number): File(fact["bytes"], fact["sha256"])
-                         for number, fact in enumerate(facts)}
+                files = {
+                    pieces_file(number): File(fact["bytes"], fact["sha256"])
+                    for number, fact in enumerate(facts)
+                }
                 failed = file_problems(partial, files)  # as when hosts do not share the folder
             if not failed:
                 text = self._manifest(flight, files).text()
@@ -302,7 +322,13 @@ class Saver:
     def _manifest(self, flight: Flight, files: dict[str, File]) -> Manifest:
         worker = self.worker
         return Manifest(
-            step=flight.step, config=self.facts["config"],
+            step=flight.step,
+            config=self.facts["config"],
             layout={axis: worker.grid.size(axis) for axis in AXES},
-            schedule=worker.schedule.name, loss_scale=flight.loss_scale, data=self.facts["data"],
-            tensors=self.tensors, files=files, pieces=self.pieces)
+            schedule=worker.schedule.name,
+            loss_scale=flight.loss_scale,
+            data=self.facts["data"],
+            tensors=self.tensors,
+            files=files,
+            pieces=self.pieces,
+        )

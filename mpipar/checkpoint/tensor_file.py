@@ -18,8 +18,12 @@ from mpipar.files.bounded import open_regular, parse_json
 from mpipar.files.text import shown
 
 MOST_HEADER = 32 << 20  # bytes; a tensor takes about 150
-NUMBERS = {"F64": np.dtype("<f8"), "F32": np.dtype("<f4"), "F16": np.dtype("<f2"),
-           "BF16": np.dtype(ml_dtypes.bfloat16)}
+NUMBERS = {
+    "F64": np.dtype("<f8"),
+    "F32": np.dtype("<f4"),
+    "F16": np.dtype("<f2"),
+    "BF16": np.dtype(ml_dtypes.bfloat16),
+}
 
 
 class Entry(NamedTuple):
@@ -43,14 +47,18 @@ class TensorFile:
             size = os.fstat(self.file.fileno()).st_size
             length = int.from_bytes(self._read(0, 8), "little")
             if length > MOST_HEADER:
-                raise ValueError(f"its header of {length:,} bytes is too long; the limit is"
-                                 f" {MOST_HEADER:,}")
+                raise ValueError(
+                    f"its header of {length:,} bytes is too long; the limit is {MOST_HEADER:,}"
+                )
             self.start = 8 + length
             header = parse_json(self._read(8, self.start).decode())
             if not isinstance(header, dict):
                 raise ValueError(f"its header is {shown(header)}, not an object")
-            self.tensors = {name: _entry(name, facts) for name, facts in header.items()
-                            if name != "__metadata__"}
+            self.tensors = {
+                name: _entry(name, facts)
+                for name, facts in header.items()
+                if name != "__metadata__"
+            }
             end = 0
             for entry in sorted(self.tensors.values(), key=lambda one: (one.first, one.last)):
                 if entry.first != end:
@@ -91,8 +99,11 @@ def _entry(name: str, facts) -> Entry:
     """Return an entry of the header if it is consistent."""
     try:
         dtype, shape, (first, last) = facts["dtype"], tuple(facts["shape"]), facts["data_offsets"]
-        fits = type(dtype) is str and all(type(one) is int and one >= 0
-                                          for one in (*shape, first, last)) and first <= last
+        fits = (
+            type(dtype) is str
+            and all(type(one) is int and one >= 0 for one in (*shape, first, last))
+            and first <= last
+        )
         if fits and dtype in NUMBERS:
             fits = math.prod(shape) * NUMBERS[dtype].itemsize == last - first
     except (TypeError, KeyError, ValueError):

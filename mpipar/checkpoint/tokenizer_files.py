@@ -28,8 +28,11 @@ def read_tokenizer_files(source: Path | None, speaks=None) -> dict[str, bytes]:
     a text, else config.json, else the tokenizer. Raises DataError for a file that cannot be read.
     """
     found, files = _read(source) if source else {}, speaks.files if speaks else {}
-    if files and found.keys() - {GENERATION} and any(
-            found.get(name) != files.get(name) for name in tokenizer.FILES):
+    if (
+        files
+        and found.keys() - {GENERATION}
+        and any(found.get(name) != files.get(name) for name in tokenizer.FILES)
+    ):
         found = {}
     if GENERATION not in found and speaks and speaks.end is not None:
         found[GENERATION] = json_bytes({"eos_token_id": speaks.end})

@@ -44,8 +44,13 @@ class WeightFiles:
         self.file_of: dict[str, str] = {}
         with ExitStack() as stack:
             expected = index_of(self.folder, where)
-            other = "" if expected or os.path.exists(self.folder / WEIGHTS) else (
-                "only safetensors can be read: let transformers save the weights in that format")
+            other = (
+                ""
+                if expected or os.path.exists(self.folder / WEIGHTS)
+                else (
+                    "only safetensors can be read: let transformers save the weights in that format"
+                )
+            )
             for name in dict.fromkeys(expected.values()) if expected else [WEIGHTS]:
                 with problems_as(DataError, f"{where}: {name}", other):
                     self.files[name] = stack.enter_context(TensorFile(self.folder / name))
@@ -60,11 +65,16 @@ class WeightFiles:
                 if expected and name not in expected:
                     continue
                 if name in self.tensors:
-                    wrong.append(f"{self.where}: tensor {shown(name)} is in"
-                                 f" {self.file_of[name]} and in {file_name}")
+                    wrong.append(
+                        f"{self.where}: tensor {shown(name)} is in"
+                        f" {self.file_of[name]} and in {file_name}"
+                    )
                 self.tensors[name], self.file_of[name] = entry, file_name
-        wrong += [f"{self.where}: {INDEX}: says that tensor {shown(name)} is in {file}, which lacks"
-                  f" it" for name, file in expected.items() if name not in self.files[file].tensors]
+        wrong += [
+            f"{self.where}: {INDEX}: says that tensor {shown(name)} is in {file}, which lacks it"
+            for name, file in expected.items()
+            if name not in self.files[file].tensors
+        ]
         if wrong:
             raise DataError(wrong[:MOST_TOLD])
 
@@ -90,8 +100,11 @@ def index_of(folder: Path, where: str) -> dict[str, str]:
     found = content.get("weight_map") if isinstance(content, dict) else None
     if not isinstance(found, dict) or not found:
         raise DataError(f"{where}: has no object 'weight_map' with the file of each tensor")
-    wrong = [f"{where}: {shown(name)} does not name a file in this folder ending in .safetensors"
-             for name in dict.fromkeys(map(str, found.values())) if not _is_plain(name)]
+    wrong = [
+        f"{where}: {shown(name)} does not name a file in this folder ending in .safetensors"
+        for name in dict.fromkeys(map(str, found.values()))
+        if not _is_plain(name)
+    ]
     if wrong:
         raise DataError(wrong[:MOST_TOLD])
     return found
@@ -99,15 +112,19 @@ def index_of(folder: Path, where: str) -> dict[str, str]:
 
 def _is_plain(name: str) -> bool:
     """Return whether a name is that of a file beside the index, not of one elsewhere."""
-    return (name.endswith(".safetensors") and not name.startswith(".")
-            and not set(name) & {"/", "\\", "\0"})
+    return (
+        name.endswith(".safetensors")
+        and not name.startswith(".")
+        and not set(name) & {"/", "\\", "\0"}
+    )
 
 
 def weight_paths(folder: Path, where: str) -> list[Path]:
     """Return the files of a folder of weights, including the index. Raises DataError."""
     index = index_of(folder, where)
-    return [folder / name for name in ([INDEX, *sorted(set(index.values()))] if index
-                                       else [WEIGHTS])]
+    return [
+        folder / name for name in ([INDEX, *sorted(set(index.values()))] if index else [WEIGHTS])
+    ]
 
 
 def split(tensors, most_bytes: int) -> dict[str, list]:
@@ -126,8 +143,10 @@ def split(tensors, most_bytes: int) -> dict[str, list]:
         size += more
     if len(parts) == 1:
         return {WEIGHTS: parts[0]}
-    return {f"model-{number:05}-of-{len(parts):05}.safetensors": part
-            for number, part in enumerate(parts, 1)}
+    return {
+        f"model-{number:05}-of-{len(parts):05}.safetensors": part
+        for number, part in enumerate(parts, 1)
+    }
 
 
 def _bytes(tensor) -> int:
@@ -169,8 +188,11 @@ def new_weights(folder: Path, texts: dict[str, str], tensors, most_bytes: int):
 
         yield put
     with no_links.folder(folder.parent, folder.name) as inside:
-        stale = [name for name in os.listdir(inside) if name not in files
-                 and (SHARD.fullmatch(name) or name in (WEIGHTS, INDEX))]
+        stale = [
+            name
+            for name in os.listdir(inside)
+            if name not in files and (SHARD.fullmatch(name) or name in (WEIGHTS, INDEX))
+        ]
     for name in stale:
         no_links.remove(folder.parent, f"{folder.name}/{name}")
 
@@ -178,7 +200,13 @@ def new_weights(folder: Path, texts: dict[str, str], tensors, most_bytes: int):
 def _index_text(parts: dict[str, list]) -> str:
     sizes = [(_bytes(one), math.prod(one[2])) for part in parts.values() for one in part]
     total, parameters = map(sum, zip(*sizes, strict=True))
-    return json.dumps({
-        "metadata": {"total_parameters": parameters, "total_size": total},
-        "weight_map": {one[0]: name for name, part in parts.items() for one in part},
-    }, indent=2) + "\n"
+    return (
+        json.dumps(
+            {
+                "metadata": {"total_parameters": parameters, "total_size": total},
+                "weight_map": {one[0]: name for name, part in parts.items() for one in part},
+            },
+            indent=2,
+        )
+        + "\n"
+    )

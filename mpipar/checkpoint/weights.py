@@ -46,9 +46,8 @@ def shard_of(worker, flat, param, kind: str):
     shard = ops.zeros((param.size,), ops.statistics, label="buffers")
     pieces = flat.summed if kind == "grad" else flat.pieces(kind)
     for first, values in flat.parts(param, pieces):  # pieces are disjoint, so the sum is exact
-        ops.copy(shard[first:first + values.size], values)
-    return flat.sharding.comm.reduce(
-        shard.reshape(param.local_shape), 0, f"save.{param.name}")
+        ops.copy(shard[first : first + values.size], values)
+    return flat.sharding.comm.reduce(shard.reshape(param.local_shape), 0, f"save.{param.name}")
 
 
 def stream(worker, kind: str):
@@ -116,8 +115,10 @@ def write(folder: Path, config, dtype, blocks, most_bytes: int | None = None) ->
     Raises OutputError if they cannot be written.
     """
     form = formats.format_of(config.model)
-    tensors = {param.name: form.tensors(param)
-               for _, param in all_params(config.model, (config.model.layers,))}
+    tensors = {
+        param.name: form.tensors(param)
+        for _, param in all_params(config.model, (config.model.layers,))
+    }
     made = [(name, dtype, shape) for found in tensors.values() for name, shape in found.items()]
     try:
         no_links.make_root(folder.parent)
@@ -126,7 +127,8 @@ def write(folder: Path, config, dtype, blocks, most_bytes: int | None = None) ->
             for param, row, block in blocks:
                 numbers, first = block.reshape(-1), row * (block.size // len(block))
                 for name, start, stop in formats.file_slices(
-                        tensors[param], first, first + block.size):
+                    tensors[param], first, first + block.size
+                ):
                     here, numbers = np.split(numbers, [stop - start])
                     put(name, start, here)
     except OSError as error:
@@ -182,11 +184,13 @@ def load(worker, folder: str) -> None:
     if bad:
         more = f" and {len(bad) - 1} others" if len(bad) > 1 else ""
         param, place = next(iter(bad.items()))
-        name = next((one for one, *_ in formats.file_slices(
-                         found.get(param, {}), place, place + 1)),
-                    param)
-        raise DataError(f"--init-from {folder}: tensor {name}{more}: not all numbers are finite in"
-                        f" {worker.ops.statistics.name}; give other weights")
+        name = next(
+            (one for one, *_ in formats.file_slices(found.get(param, {}), place, place + 1)), param
+        )
+        raise DataError(
+            f"--init-from {folder}: tensor {name}{more}: not all numbers are finite in"
+            f" {worker.ops.statistics.name}; give other weights"
+        )
 
 
 def _fill(worker, blocks_of) -> dict[str, int]:
@@ -253,7 +257,8 @@ def _read(files: WeightFiles, tensors: dict, param, held):
             width = math.prod(tensors[name][1:])
             parts.append(files.rows(name, start // width, stop // width).reshape(-1))
         block = (np.concatenate(parts) if len(parts) > 1 else parts[0]).reshape(
-            boxes.shape_of(rows))
+            boxes.shape_of(rows)
+        )
         wanted = (rows[0], *held[1:])
         yield wanted, block[boxes.within(wanted, rows)]
 
@@ -261,8 +266,10 @@ def _read(files: WeightFiles, tensors: dict, param, held):
 def _shape_problems(folder: str, model) -> list[str]:
     """Return tensors of a checkpoint that are missing, or differ in shape from a model's."""
     saved = read_manifest(Path(folder)).tensors
-    return [f"--init-from {folder}: tensor {param.name} is"
-            f" {[*saved[param.name].shape] if param.name in saved else 'missing'} in the"
-            f" checkpoint, {[*param.shape]} in the model"
-            for _, param in all_params(model, (model.layers,))
-            if param.name not in saved or saved[param.name].shape != tuple(param.shape)]
+    return [
+        f"--init-from {folder}: tensor {param.name} is"
+        f" {[*saved[param.name].shape] if param.name in saved else 'missing'} in the"
+        f" checkpoint, {[*param.shape]} in the model"
+        for _, param in all_params(model, (model.layers,))
+        if param.name not in saved or saved[param.name].shape != tuple(param.shape)
+    ]

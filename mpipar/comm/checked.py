@@ -53,9 +53,12 @@ class CallCheck:
             return
         calls = all_gather_facts(self.mpi, f"{what} at {record.source}, collective {record.seq}")
         common = max(calls, key=calls.count)
-        self._disagree([
-            f"rank {world_rank} calls {call}{'' if call == common else '   <- differs'}"
-            for world_rank, call in zip(self.ranks, calls, strict=True)])
+        self._disagree(
+            [
+                f"rank {world_rank} calls {call}{'' if call == common else '   <- differs'}"
+                for world_rank, call in zip(self.ranks, calls, strict=True)
+            ]
+        )
 
     def rows(self, record: Record, row_bytes: int, counts: Counts, received: Counts | None) -> None:
         """Verify that each rank expects the rows that the others send it in an uneven exchange.
@@ -64,21 +67,32 @@ class CallCheck:
         Comm: one all-gather of counts, and a gather of texts when they differ.
         """
         size = len(self.ranks)
-        own = np.array([[row_bytes] * size, counts,
-                        [UNKNOWN] * size if received is None else received], np.int64)
+        own = np.array(
+            [[row_bytes] * size, counts, [UNKNOWN] * size if received is None else received],
+            np.int64,
+        )
         everybody = np.empty((size, *own.shape), np.int64)
         self.mpi.Allgather(own, everybody)
         widths, sent, expected = everybody[:, 0, 0], everybody[:, 1], everybody[:, 2].T
         wrong = np.argwhere((expected != UNKNOWN) & (expected != sent))  # [from, to]
         if len(wrong) or (widths != widths[0]).any():
-            callers = [f"rank {world_rank} in {record.operation} {record.name} at {place}"
-                       for world_rank, place in zip(
-                           self.ranks, all_gather_facts(self.mpi, record.source), strict=True)]
-            self._disagree([
-                f"{callers[to]} expects {expected[source, to]} rows from rank {self.ranks[source]};"
-                f" {callers[source]} sends it {sent[source, to]}" for source, to in wrong] or [
-                f"{caller} has rows of {width} bytes"
-                for caller, width in zip(callers, widths, strict=True)])
+            callers = [
+                f"rank {world_rank} in {record.operation} {record.name} at {place}"
+                for world_rank, place in zip(
+                    self.ranks, all_gather_facts(self.mpi, record.source), strict=True
+                )
+            ]
+            self._disagree(
+                [
+                    f"{callers[to]} expects {expected[source, to]} rows from"
+                    f" rank {self.ranks[source]}; {callers[source]} sends it {sent[source, to]}"
+                    for source, to in wrong
+                ]
+                or [
+                    f"{caller} has rows of {width} bytes"
+                    for caller, width in zip(callers, widths, strict=True)
+                ]
+            )
 
     def _disagree(self, lines: list[str]) -> NoReturn:
         head = f"ranks disagree at collective {self.number} of the group {list(self.ranks)}"

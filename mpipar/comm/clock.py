@@ -39,6 +39,7 @@ class Sample:
 
 def clock_identity() -> str:
     """Return a text that identifies this rank's monotonic clock: host, boot and time namespace."""
+
     def read(function: Callable[[str], str], path: str) -> str:
         try:
             return function(path)
@@ -65,8 +66,9 @@ def best_sample(trips: list[tuple[int, int, int]]) -> Sample:
     return Sample(local, local - (sent + received) / 2, (received - sent) / 2)
 
 
-def measure_clocks(mpi_world: MPI.Intracomm, owners: Sequence[int],
-                   clock: Callable[[], int] = perf_counter_ns) -> dict[int, Sample]:
+def measure_clocks(
+    mpi_world: MPI.Intracomm, owners: Sequence[int], clock: Callable[[], int] = perf_counter_ns
+) -> dict[int, Sample]:
     """Return {lowest rank of a clock: Sample} on world rank 0, {} elsewhere.
 
     Every rank calls it. owners: see `shared_clocks`; if all share a clock, nothing is sent.
@@ -139,8 +141,10 @@ class CommonClock:
             return "one host: its monotonic clock as it is"
         worst = max(abs(self.drift(owner)) for owner in clocks)
         drift = f"drift up to {worst * 1e6:.2f} us/s taken out" if self.after else "drift unknown"
-        return (f"{len(clocks)} clocks: offsets by ping-pong (shortest of {ROUND_TRIPS}), {drift};"
-                f" good to +-{self.largest_error_ns() * 1e-3:.1f} us")
+        return (
+            f"{len(clocks)} clocks: offsets by ping-pong (shortest of {ROUND_TRIPS}), {drift};"
+            f" good to +-{self.largest_error_ns() * 1e-3:.1f} us"
+        )
 
     def to_json(self) -> dict[str, Any]:
         """Return the clock as JSON-able values."""
@@ -149,6 +153,8 @@ class CommonClock:
     @classmethod
     def from_json(cls, value: dict[str, Any]) -> CommonClock:
         """Return the clock that `to_json` described."""
-        before, after = ({int(owner): Sample(**sample) for owner, sample in value[name].items()}
-                         for name in ("before", "after"))
+        before, after = (
+            {int(owner): Sample(**sample) for owner, sample in value[name].items()}
+            for name in ("before", "after")
+        )
         return cls(tuple(value["owners"]), before, after)

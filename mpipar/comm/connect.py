@@ -27,8 +27,9 @@ def split(mpi_world: MPI.Intracomm, ranks: tuple[int, ...]) -> Any:
     return mpi_comm
 
 
-def connect(ops: Any, mpi_world: MPI.Intracomm | None, ranks: tuple[int, ...],
-            options: Options) -> Transport:
+def connect(
+    ops: Any, mpi_world: MPI.Intracomm | None, ranks: tuple[int, ...], options: Options
+) -> Transport:
     """Return the transport for one group of world ranks.
 
     Comm: with an MPI world, one Split over the world, so every rank must connect its groups in the
@@ -94,8 +95,9 @@ def gpu_awareness() -> tuple[str, str]:
     return stated_awareness(MPI.Get_library_version(), kinds, os.environ, support)
 
 
-def stated_awareness(library: str, kinds: str | None, environ: Mapping[str, str],
-                     support: int | None) -> tuple[str, str]:
+def stated_awareness(
+    library: str, kinds: str | None, environ: Mapping[str, str], support: int | None
+) -> tuple[str, str]:
     """Return whether MPI accepts device pointers (yes, no or unknown), and how that is known.
 
     It is never tried out, because a wrong yes is a segmentation fault. Only a clear statement of

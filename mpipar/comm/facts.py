@@ -39,15 +39,18 @@ def all_gather_facts(mpi_world: MPI.Intracomm, fact: Any) -> list[Any]:
     return _gathered(fact, mpi_world.size, mpi_world.Allgather, mpi_world.Allgatherv)
 
 
-def _gathered(fact: Any, count: int, gather: Callable[..., None],
-              gather_unequal: Callable[..., None]) -> list[Any]:
+def _gathered(
+    fact: Any, count: int, gather: Callable[..., None], gather_unequal: Callable[..., None]
+) -> list[Any]:
     """Return the facts of `count` ranks; 0 on a rank that receives none, whose list is empty."""
     own, lengths = json.dumps(fact).encode(), array("q", [0] * count)
     gather(array("q", [len(own)]), lengths if count else None)
     received = bytearray(sum(lengths))
     gather_unequal(own, [received, lengths] if count else None)
-    return [json.loads(received[end - length:end])
-            for end, length in zip(accumulate(lengths), lengths, strict=True)]
+    return [
+        json.loads(received[end - length : end])
+        for end, length in zip(accumulate(lengths), lengths, strict=True)
+    ]
 
 
 def broadcast_text(mpi_world: MPI.Intracomm | None, text: str) -> str:

@@ -210,10 +210,15 @@ class Grid:
         Each group appears once for every place on the other axes.
         """
         others = self.places([other for other in AXES if other != axis])
-        return [tuple(self.at(**place, **{axis: i}) for i in sorted(group))
-                for group in groups for place in others]
+        return [
+            tuple(self.at(**place, **{axis: i}) for i in sorted(group))
+            for group in groups
+            for place in others
+        ]
 
     def describe(self) -> str:
         """Return the place on the axes with several ranks, as in `pp1 tp0`."""
-        return " ".join(f"{axis}{self.place(axis)}" for axis in AXES
-                        if self.size(axis) > 1) or "one rank"
+        return (
+            " ".join(f"{axis}{self.place(axis)}" for axis in AXES if self.size(axis) > 1)
+            or "one rank"
+        )

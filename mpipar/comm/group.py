@@ -80,8 +80,15 @@ class Comm:
     check: compares a collective over the group before it is made (--check-comm), or None.
     """
 
-    def __init__(self, axis: str, ranks: tuple[int, ...], index: int, wire: Transport | None,
-                 recorder: Recorder, check: CallCheck | None = None):
+    def __init__(
+        self,
+        axis: str,
+        ranks: tuple[int, ...],
+        index: int,
+        wire: Transport | None,
+        recorder: Recorder,
+        check: CallCheck | None = None,
+    ):
         self.axis = axis
         self.ranks = ranks
         self.index = index
@@ -96,8 +103,16 @@ class Comm:
         if wire is not None and wire.ops.device == "cuda":
             self._drain = wire.ops.synchronize
 
-    def _open(self, operation: str, name: str, x: Array, payload: int, peer: int = -1,
-              tag: int = -1, posted: int = 0) -> Entry:
+    def _open(
+        self,
+        operation: str,
+        name: str,
+        x: Array,
+        payload: int,
+        peer: int = -1,
+        tag: int = -1,
+        posted: int = 0,
+    ) -> Entry:
         """Append the entry of an operation to the record, and return it, before the operation.
 
         First drains the stream that produced the array, because MPI does not wait for a device.
@@ -113,10 +128,15 @@ class Comm:
         recorder, frame = self.recorder, _getframe(2)
         call = recorder.phase, operation, name
         tally = self._newest.get(call, NO_TALLY)
-        if (tally.instruction != frame.f_lasti or tally.code is not frame.f_code
-                or tally.dtype != x.dtype or (tally.depth and tally.is_elsewhere(frame))):
+        if (
+            tally.instruction != frame.f_lasti
+            or tally.code is not frame.f_code
+            or tally.dtype != x.dtype
+            or (tally.depth and tally.is_elsewhere(frame))
+        ):
             tally = self._newest[call] = recorder.tally(
-                self.axis, self.size, x.dtype, operation, name, frame)
+                self.axis, self.size, x.dtype, operation, name, frame
+            )
         if tally.payload != payload:
             tally.resize(payload)
         tally.calls += 1
@@ -125,8 +145,20 @@ class Comm:
         else:
             self.messages = seq = self.messages + 1
         now = posted or perf_counter_ns()
-        entry = [now, now, 0, seq, peer, tag, payload, tally.sent, recorder.step, recorder.stage,
-                 recorder.mb, tally]
+        entry = [
+            now,
+            now,
+            0,
+            seq,
+            peer,
+            tag,
+            payload,
+            tally.sent,
+            recorder.step,
+            recorder.stage,
+            recorder.mb,
+            tally,
+        ]
         recorder.entries.append(entry)
         if self.check is not None and tag < 0:
             self.check(as_record(entry))
@@ -179,8 +211,13 @@ class Comm:
         entry = self._open("all_to_all", name, x, x.nbytes)
         return close(entry, self.wire.all_to_all(x))
 
-    def all_to_allv(self, x: Array, counts: Counts, name: str, received: Counts | None = None,
-                    ) -> Exchanged:
+    def all_to_allv(
+        self,
+        x: Array,
+        counts: Counts,
+        name: str,
+        received: Counts | None = None,
+    ) -> Exchanged:
         """Send rows of x (rows, ...) to each rank; return (what arrived, rows from each rank).
 
         The first counts[0] rows go to rank 0, the next counts[1] to rank 1, and so on; what arrives

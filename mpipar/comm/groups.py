@@ -31,9 +31,16 @@ class Comms(dict[str, Comm]):
     Comm: one communicator split per group when `mpi_world` is given; none for the shapes-only run.
     """
 
-    def __init__(self, grid: Grid, ops: Any, recorder: Recorder,
-                 mpi_world: MPI.Intracomm | None = None, options: Options | None = None,
-                 partitions: Partitions | None = None, messages: Collection[str] = ()):
+    def __init__(
+        self,
+        grid: Grid,
+        ops: Any,
+        recorder: Recorder,
+        mpi_world: MPI.Intracomm | None = None,
+        options: Options | None = None,
+        partitions: Partitions | None = None,
+        messages: Collection[str] = (),
+    ):
         self.grid, self.recorder, self.mpi_world, self.ops = grid, recorder, mpi_world, ops
         crowded = cores_of(mpi_world).crowded
         self.options = options = (options or Options())._replace(patient=crowded)
@@ -49,8 +56,11 @@ class Comms(dict[str, Comm]):
                 return Comm(axis, ranks, 0, None, recorder)
             place, check, levels = ranks.index(grid.world_rank), None, None
             stages = {grid.place_of(member, "pp") for member in ranks}
-            own = self.options._replace(uneven=len(stages) > 1, group=f"{axis} {list(ranks)}",
-                                        reach=max(options.reach, axis in messages))
+            own = self.options._replace(
+                uneven=len(stages) > 1,
+                group=f"{axis} {list(ranks)}",
+                reach=max(options.reach, axis in messages),
+            )
             if axis == "world":  # it sums only a few numbers
                 own = own._replace(all_reduce="mpi")
             elif hosts is not None and len(set(hosts)) > 1:
@@ -69,15 +79,20 @@ class Comms(dict[str, Comm]):
         for name in grid.groups():
             self.groups[name] = make(name, grid.group(name), grid.size(name) == 1)
         for name, groups in (partitions or {}).items():
-            mine = next((ranks for ranks in groups if grid.world_rank in ranks),
-                        (grid.world_rank,))
+            mine = next((ranks for ranks in groups if grid.world_rank in ranks), (grid.world_rank,))
             self.groups[name] = make(name, mine, all(len(ranks) == 1 for ranks in groups))
         self.groups["world"] = self.world
-        super().__init__(self.groups | {
-            name: self.groups[grid.same_as(name)] for name in grid.parts})
+        super().__init__(
+            self.groups | {name: self.groups[grid.same_as(name)] for name in grid.parts}
+        )
 
-    def _levels(self, axis: str, ranks: tuple[int, ...], options: Options, hosts: list[int],
-                ) -> tuple[tuple[Comm, Comm, Comm] | None, Options]:
+    def _levels(
+        self,
+        axis: str,
+        ranks: tuple[int, ...],
+        options: Options,
+        hosts: list[int],
+    ) -> tuple[tuple[Comm, Comm, Comm] | None, Options]:
         """Return the levels of this rank's group if it needs them, and its own transport's options.
 
         Comm: three splits over the world, also by ranks whose group has no levels.
@@ -88,20 +103,30 @@ class Comms(dict[str, Comm]):
         inside = "mpi" if options.all_reduce == "levels" else options.all_reduce
 
         def level(members: tuple[int, ...], algorithm: str) -> Comm:
-            wire = connect(self.ops, self.mpi_world, members, options._replace(
-                all_reduce=algorithm, group=f"{axis} {list(members)}"))
+            wire = connect(
+                self.ops,
+                self.mpi_world,
+                members,
+                options._replace(all_reduce=algorithm, group=f"{axis} {list(members)}"),
+            )
             return Comm(axis, members, members.index(own), wire, self.recorder)
 
         groups = level(near, inside), level(far, "mpi"), level(near, "mpi")
         one_host = len({hosts[member] for member in ranks}) == 1
         return groups if found else None, options if one_host else options._replace(
-            all_reduce="mpi")
+            all_reduce="mpi"
+        )
 
     @property
     def carriers(self) -> list[str]:
         """What carries the bytes of this rank's groups between GPUs, as text."""
-        return sorted({comm.wire.carrier for comm in self.groups.values()
-                       if comm.size > 1 and comm.wire.ops.device == "cuda"})
+        return sorted(
+            {
+                comm.wire.carrier
+                for comm in self.groups.values()
+                if comm.size > 1 and comm.wire.ops.device == "cuda"
+            }
+        )
 
     @classmethod
     def solo(cls, ops: Any, grid: Grid | None = None, recorder: Recorder | None = None) -> Comms:

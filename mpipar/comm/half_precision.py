@@ -45,12 +45,12 @@ class HalfPrecisionTransport:
         assert op == "sum", op
         count = self.group_size
         parts = self.ops.zeros((count, chunk_size(x.size, count)), label="buffers")
-        self.ops.copy(parts.reshape(-1)[:x.size], x.reshape(-1))
+        self.ops.copy(parts.reshape(-1)[: x.size], x.reshape(-1))
         self.ops.synchronize()  # the parts are computed here, after Comm has drained the stream
         own = self.reduce_scatter(parts)
         self.ops.synchronize()
         whole = self.all_gather(own, self.group_size)
-        self.ops.copy(x.reshape(-1), whole.reshape(-1)[:x.size])
+        self.ops.copy(x.reshape(-1), whole.reshape(-1)[: x.size])
 
     def iall_reduce(self, x: Array) -> Request:
         assert not self._is_narrow(x), "gradients are summed in float32"

@@ -68,8 +68,13 @@ def quiet_barrier(mpi_world: MPI.Intracomm) -> None:
     mpi_world.Barrier()
 
 
-def in_turns(mpi_world: MPI.Intracomm | None, group: int, num_groups: int, cores_each: int,
-             run: Callable[[], Any]) -> Any:
+def in_turns(
+    mpi_world: MPI.Intracomm | None,
+    group: int,
+    num_groups: int,
+    cores_each: int,
+    run: Callable[[], Any],
+) -> Any:
     """Return what run() returns, called by as many groups of ranks at once as the cores allow.
 
     group: number of this rank's group. Each rank gets a core; ranks that wait for their turn sleep.

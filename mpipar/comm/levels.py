@@ -36,8 +36,16 @@ class LeveledComm(Comm):
     rank, so it needs its own communicator.
     """
 
-    def __init__(self, axis: str, ranks: tuple[int, ...], index: int, wire: Transport | None,
-                 recorder: Recorder, check: CallCheck | None, levels: tuple[Comm, Comm, Comm]):
+    def __init__(
+        self,
+        axis: str,
+        ranks: tuple[int, ...],
+        index: int,
+        wire: Transport | None,
+        recorder: Recorder,
+        check: CallCheck | None,
+        levels: tuple[Comm, Comm, Comm],
+    ):
         super().__init__(axis, ranks, index, wire, recorder, check)
         self.near, self.far, self.back = levels
         self.near.check = check
@@ -62,7 +70,7 @@ class LeveledComm(Comm):
         own = self.near.reduce_scatter(self.shares(x), f"{name}/host")
         self.far.all_reduce(own, f"{name}/across")
         whole = self.near.all_gather(own, f"{name}/host")
-        self.ops.copy(x.reshape(-1), whole.reshape(-1)[:x.size])
+        self.ops.copy(x.reshape(-1), whole.reshape(-1)[: x.size])
         return x
 
     def iall_reduce(self, x: Array, name: str) -> Pending:
@@ -78,7 +86,7 @@ class LeveledComm(Comm):
             self.ops.copy(parts[near.index], parts[0])
         yield self.back.iall_gather(parts, f"{name}/host")
         if x.size % near.size:
-            self.ops.copy(x.reshape(-1), parts.reshape(-1)[:x.size])
+            self.ops.copy(x.reshape(-1), parts.reshape(-1)[: x.size])
 
     def zeros(self, ops: Any, shape: tuple[int, ...], dtype: Any, label: str) -> Array:
         return self.near.zeros(ops, shape, dtype, label)
@@ -102,8 +110,11 @@ def hosts_of(mpi_world: MPI.Intracomm) -> list[int]:
     return all_gather_facts(mpi_world, first)
 
 
-def near_and_far(ranks: Sequence[int], hosts: Sequence[int], own: int,
-                 ) -> tuple[tuple[int, ...], tuple[int, ...]] | None:
+def near_and_far(
+    ranks: Sequence[int],
+    hosts: Sequence[int],
+    own: int,
+) -> tuple[tuple[int, ...], tuple[int, ...]] | None:
     """Return the members of a group on the host of `own`, and those at its place of each host.
 
     None where two levels make no sense: on one host, with one rank on each host, or with different

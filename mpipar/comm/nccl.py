@@ -90,8 +90,12 @@ class NcclTransport(StagedTransport):
         self.group = self.nccl.NcclCommunicator(mpi_comm.size, bytes(key), mpi_comm.rank)
         self.stream = ops.xp.cuda.Stream(non_blocking=True)
         self.byte = self.nccl.NCCL_INT8
-        self.kinds = {"float32": self.nccl.NCCL_FLOAT32, "float64": self.nccl.NCCL_FLOAT64,
-                      "int64": self.nccl.NCCL_INT64, "uint64": self.nccl.NCCL_UINT64}
+        self.kinds = {
+            "float32": self.nccl.NCCL_FLOAT32,
+            "float64": self.nccl.NCCL_FLOAT64,
+            "int64": self.nccl.NCCL_INT64,
+            "uint64": self.nccl.NCCL_UINT64,
+        }
         self.sums = {"sum": self.nccl.NCCL_SUM, "max": self.nccl.NCCL_MAX}
         self.lanes: dict[tuple[int, bool, int], Lane] = {}  # by peer, whether it sends, parity
         for source, target in pairs(mpi_comm.size, options.reach):
@@ -105,8 +109,9 @@ class NcclTransport(StagedTransport):
         return self._patiently(Queued(self.group, self.stream))
 
     def _reduced(self, x: Array, op: str) -> Request:
-        self.group.allReduce(address(x), address(x), x.size, self.kinds[x.dtype.name],
-                             self.sums[op], self.stream.ptr)
+        self.group.allReduce(
+            address(x), address(x), x.size, self.kinds[x.dtype.name], self.sums[op], self.stream.ptr
+        )
         return self._queued()
 
     def all_reduce(self, x: Array, op: str) -> None:
@@ -116,8 +121,14 @@ class NcclTransport(StagedTransport):
         return self._reduced(x, "sum")
 
     def _scattered(self, x: Array, y: Array) -> None:
-        self.group.reduceScatter(address(x), address(y), y.size, self.kinds[x.dtype.name],
-                                 self.sums["sum"], self.stream.ptr)
+        self.group.reduceScatter(
+            address(x),
+            address(y),
+            y.size,
+            self.kinds[x.dtype.name],
+            self.sums["sum"],
+            self.stream.ptr,
+        )
 
     def reduce_scatter(self, x: Array) -> Array:
         y = self._new(x.shape[1:], x.dtype)
@@ -163,8 +174,10 @@ class NcclTransport(StagedTransport):
     def all_to_allv(self, x: Array, counts: Counts, received: Counts | None) -> Exchanged:
         received = self.counts_from(counts) if received is None else received
         y = self._new((sum(received), *x.shape[1:]), x.dtype)
-        self._exchanged([x[run] for run in consecutive_slices(counts)],
-                        [y[run] for run in consecutive_slices(received)])
+        self._exchanged(
+            [x[run] for run in consecutive_slices(counts)],
+            [y[run] for run in consecutive_slices(received)],
+        )
         return y, received
 
     def broadcast(self, x: Array, root: int) -> None:
@@ -172,8 +185,15 @@ class NcclTransport(StagedTransport):
         self._queued().Wait()
 
     def reduce(self, x: Array, root: int) -> None:
-        self.group.reduce(address(x), address(x), x.size, self.kinds[x.dtype.name],
-                          self.sums["sum"], root, self.stream.ptr)
+        self.group.reduce(
+            address(x),
+            address(x),
+            x.size,
+            self.kinds[x.dtype.name],
+            self.sums["sum"],
+            root,
+            self.stream.ptr,
+        )
         self._queued().Wait()
 
     def isend(self, x: Array, peer: int, tag: int) -> Request:

@@ -24,8 +24,13 @@ from typing import Any, NamedTuple, TypeAlias, TypeVar
 
 PACKAGE = f"{Path(__file__).resolve().parents[2]}/"
 # Modules that cross barriers for a layer, or for a group.
-CUTS = ("mpipar.partition", "mpipar.layers.linear", "mpipar.comm.levels", "mpipar.comm.algorithms",
-        "mpipar.comm.group")
+CUTS = (
+    "mpipar.partition",
+    "mpipar.layers.linear",
+    "mpipar.comm.levels",
+    "mpipar.comm.algorithms",
+    "mpipar.comm.group",
+)
 POINT_TO_POINT = ("send", "recv")
 PASSES = ("F", "B", "I", "W")  # kinds of spans that a schedule orders
 COMPUTE = (*PASSES, "opt", "data")  # kinds of spans in which a rank computes; none contains another
@@ -33,9 +38,14 @@ COMPUTE = (*PASSES, "opt", "data")  # kinds of spans in which a rank computes; n
 # it, the same numbers. cut: each rank has its own piece. partial: the ranks' arrays add up to it.
 # one: one rank has it. A collective changes the state and never the array.
 TURNS = {
-    "all_reduce": ("partial", "whole"), "reduce_scatter": ("partial", "cut"),
-    "reduce": ("partial", "one"), "all_gather": ("cut", "whole"), "all_to_all": ("cut", "cut"),
-    "all_to_allv": ("cut", "cut"), "broadcast": ("one", "whole")}
+    "all_reduce": ("partial", "whole"),
+    "reduce_scatter": ("partial", "cut"),
+    "reduce": ("partial", "one"),
+    "all_gather": ("cut", "whole"),
+    "all_to_all": ("cut", "cut"),
+    "all_to_allv": ("cut", "cut"),
+    "broadcast": ("one", "whole"),
+}
 # Everything that keeps a rank busy; garbage collection happens during the others.
 BUSY = (*COMPUTE, "eval", "save", "gc")
 
@@ -174,14 +184,21 @@ class Tally:
         site: FrameType | None = frame
         for _ in range(self.depth):
             site = site and site.f_back
-        return (site is None or self.site_code is not site.f_code
-                or self.site_instruction != site.f_lasti)
+        return (
+            site is None
+            or self.site_code is not site.f_code
+            or self.site_instruction != site.f_lasti
+        )
 
     def sums(self) -> Sums:
         """Return the sums over all calls."""
         calls = self.calls - self.before.calls
-        return Sums(self.calls, self.before.payload_bytes + calls * self.payload,
-                    self.before.wire_bytes + calls * self.sent, self.nanoseconds)
+        return Sums(
+            self.calls,
+            self.before.payload_bytes + calls * self.payload,
+            self.before.wire_bytes + calls * self.sent,
+            self.nanoseconds,
+        )
 
     def resize(self, payload: int) -> None:
         """Change the payload of further calls. Most lines have only one, so this is rare."""
@@ -235,9 +252,20 @@ def site_of(frame: FrameType) -> tuple[int, FrameType]:
 def as_record(entry: Entry) -> Record:
     """Return the Record of an entry. Other threads may call it, even while MPI is in its call."""
     tally = entry[TALLY]
-    return Record._make((
-        *entry[:SEQ], tally.operation, tally.name, tally.axis, *entry[SEQ:STEP], tally.dtype,
-        *entry[STEP:TALLY], tally.phase, tally.site, tally.cut))
+    return Record._make(
+        (
+            *entry[:SEQ],
+            tally.operation,
+            tally.name,
+            tally.axis,
+            *entry[SEQ:STEP],
+            tally.dtype,
+            *entry[STEP:TALLY],
+            tally.phase,
+            tally.site,
+            tally.cut,
+        )
+    )
 
 
 def close(entry: Entry, result: Result) -> Result:
@@ -253,9 +281,12 @@ def overlap_ns(flights: Intervals, computing: Intervals, blocked: Intervals) -> 
     Each argument: a list of (start, end) in nanoseconds. Time that a rank spends in another wait
     does not count as computing, even inside a pass.
     """
-    edges = sorted((time, kind, change)
-                   for kind, intervals in enumerate((flights, computing, blocked))
-                   for start, end in intervals for time, change in ((start, 1), (end, -1)))
+    edges = sorted(
+        (time, kind, change)
+        for kind, intervals in enumerate((flights, computing, blocked))
+        for start, end in intervals
+        for time, change in ((start, 1), (end, -1))
+    )
     inside, last, flight, hidden = [0, 0, 0], 0, 0, 0
     for time, kind, change in edges:
         if inside[0]:
@@ -342,8 +373,22 @@ class Recorder:
             return []
         group, x, peer, tag, name, posted, frame = send
         tally = self.tally(group.axis, group.size, x.dtype, "send", name, frame)
-        return [[posted, posted, 0, group.messages + 1, peer, tag, x.nbytes, x.nbytes, self.step,
-                 self.stage, self.mb, tally]]
+        return [
+            [
+                posted,
+                posted,
+                0,
+                group.messages + 1,
+                peer,
+                tag,
+                x.nbytes,
+                x.nbytes,
+                self.step,
+                self.stage,
+                self.mb,
+                tally,
+            ]
+        ]
 
     def newest(self) -> tuple[Any, ...]:
         """Return fields of the newest record and span, which change with every event."""
@@ -385,17 +430,33 @@ class Recorder:
                 counters[key] = counters.get(key, Sums()).plus(tally.sums())
         return counters
 
-    def tally(self, axis: str, group_size: int, dtype: object, operation: str, name: str,
-              frame: FrameType) -> Tally:
+    def tally(
+        self, axis: str, group_size: int, dtype: object, operation: str, name: str, frame: FrameType
+    ) -> Tally:
         """Return the tally of a call from this frame; a new one for a line that had none."""
         depth, site = site_of(frame)
-        line = (operation, name, axis, group_size, dtype, self.phase, frame.f_code, frame.f_lasti,
-                depth, site.f_code, site.f_lasti)
+        line = (
+            operation,
+            name,
+            axis,
+            group_size,
+            dtype,
+            self.phase,
+            frame.f_code,
+            frame.f_lasti,
+            depth,
+            site.f_code,
+            site.f_lasti,
+        )
         found = self.tallies.get(line)
         if found is None:
             cut = place(frame.f_code.co_filename, frame.f_lineno) if depth else ""
-            found = self.tallies.setdefault(line, Tally(  # another thread may have made one
-                *line, place(site.f_code.co_filename, site.f_lineno), cut))
+            found = self.tallies.setdefault(
+                line,
+                Tally(  # another thread may have made one
+                    *line, place(site.f_code.co_filename, site.f_lineno), cut
+                ),
+            )
         return found
 
     def span(self, kind: str, start: Any, stage: int = -1, mb: int = -1, end: Any = None) -> None:
@@ -415,8 +476,7 @@ class Recorder:
         index: of this rank in the group, whose ranks have equally many experts.
         """
         if self.phase == "F":
-            self.loads.append(
-                Load(layer, index * len(rows), self.step, self.stage, self.mb, rows))
+            self.loads.append(Load(layer, index * len(rows), self.step, self.stage, self.mb, rows))
 
     def _append(self, span: tuple[Any, ...]) -> None:
         kind, start_ns, end_ns, *_ = span
@@ -449,12 +509,17 @@ class Recorder:
         operations are left out, and only what is in the rings counts.
         """
         records = [record for record in self.records if record.done_ns]
-        flights = [(record.posted_ns, record.done_ns) for record in records
-                   if record.axis == axis and record.operation in operations
-                   and record.posted_ns < record.waited_ns]
+        flights = [
+            (record.posted_ns, record.done_ns)
+            for record in records
+            if record.axis == axis
+            and record.operation in operations
+            and record.posted_ns < record.waited_ns
+        ]
         computing = [(span.start_ns, span.end_ns) for span in self.spans if span.kind in COMPUTE]
-        return overlap_ns(flights, computing,
-                          [(record.waited_ns, record.done_ns) for record in records])
+        return overlap_ns(
+            flights, computing, [(record.waited_ns, record.done_ns) for record in records]
+        )
 
     def comm_ns(self) -> int:
         """Return the ns that this rank has spent in communication since the counters began."""

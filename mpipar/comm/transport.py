@@ -137,8 +137,11 @@ class HostTransport:
         self.travel = ALGORITHMS[options.all_reduce](ops, mpi_comm, options)
         # Synchronous sends return only when matched. A program that works with them never relies on
         # buffers inside MPI, whatever the message size.
-        self._send, self._isend = (mpi_comm.Ssend, mpi_comm.Issend) if options.sync_sends else (
-            mpi_comm.Send, mpi_comm.Isend)
+        self._send, self._isend = (
+            (mpi_comm.Ssend, mpi_comm.Issend)
+            if options.sync_sends
+            else (mpi_comm.Send, mpi_comm.Isend)
+        )
         self.tag_ub: Any = MPI.COMM_WORLD.Get_attr(MPI.TAG_UB)  # Open MPI sets it only there
         self.patient = options.patient
         self.sleeps_before_sums = options.patient and options.uneven
@@ -189,8 +192,9 @@ class HostTransport:
             received = self.counts_from(counts)
         y = self._new((sum(received), *x.shape[1:]), x.dtype)
         width = math.prod(x.shape[1:])
-        self.mpi.Alltoallv((x, [width * count for count in counts]),
-                           (y, [width * count for count in received]))
+        self.mpi.Alltoallv(
+            (x, [width * count for count in counts]), (y, [width * count for count in received])
+        )
         return y, received
 
     def counts_from(self, counts: Counts) -> list[int]:

@@ -29,9 +29,16 @@ NAME = "algorithms.json"
 
 def is_choice(value) -> bool:
     """Return whether a value is what `auto` chose for a group: an algorithm per call and size."""
-    return isinstance(value, dict) and value.keys() == {*CALLS} and all(
-        isinstance(names, list) and len(names) == len(SIZES)
-        and all(name in [*KINDS] for name in names) for names in value.values())
+    return (
+        isinstance(value, dict)
+        and value.keys() == {*CALLS}
+        and all(
+            isinstance(names, list)
+            and len(names) == len(SIZES)
+            and all(name in [*KINDS] for name in names)
+            for names in value.values()
+        )
+    )
 
 
 def folder_of_machine(session, run) -> Path | None:
@@ -41,8 +48,9 @@ def folder_of_machine(session, run) -> Path | None:
     cores of each rank, the MPI library, how messages are sent, and this version. Comm: a gather of
     facts over the world.
     """
-    facts = gather_facts(session.world, [
-        session.host_ranks, processor(), len(os.sched_getaffinity(0))])
+    facts = gather_facts(
+        session.world, [session.host_ranks, processor(), len(os.sched_getaffinity(0))]
+    )
     if facts is None:
         return None
     text = json.dumps([__version__, library_name(session.world), run.sync_sends, facts])
@@ -73,8 +81,10 @@ def known_choices(session, run, folders: list[Path], log) -> tuple[dict, Path | 
 
     chosen = json.loads(broadcast_text(session.world, session.agree(read)))
     if folder is not None and folder == machine:
-        log("--all-reduce auto: as an earlier run measured on these ranks; to measure again,"
-            f" remove {machine / NAME}")
+        log(
+            "--all-reduce auto: as an earlier run measured on these ranks; to measure again,"
+            f" remove {machine / NAME}"
+        )
     return chosen, machine if folder in (None, machine) else None
 
 

@@ -52,24 +52,31 @@ def with_choices(session, inputs, choices: list[ParsedConfig], machine_path: str
     config, world = inputs.config, session.world
     machine, notes = None, []
     if choices[0].chooses_layout and getattr(config.model, "experts", None):
-        notes.append(f"layout auto keeps ep {config.grid.ep}, as it keeps cp; --ep N sets another"
-                     " number of expert-parallel ranks")
+        notes.append(
+            f"layout auto keeps ep {config.grid.ep}, as it keeps cp; --ep N sets another"
+            " number of expert-parallel ranks"
+        )
     if choices[0].chooses_layout and len(choices) == 1:
-        notes.append(f"--layout auto: {sizes_text(vars(config.grid))} is the only layout possible"
-                     f" on these ranks for this model and {config.train.batch_size} rows per step")
+        notes.append(
+            f"--layout auto: {sizes_text(vars(config.grid))} is the only layout possible"
+            f" on these ranks for this model and {config.train.batch_size} rows per step"
+        )
     others = (resolve(one, world.size)[0] for one in choices[1:])
     configs = [config, *(replace(config, grid=one.grid, train=one.train) for one in others)]
     if machine_path is not None:
         machine = session.agree(
-            lambda: machine_of(machine_path, configs) if world.rank == 0 else None)
+            lambda: machine_of(machine_path, configs) if world.rank == 0 else None
+        )
         source = f"by the cost model {machine_path}"
     if config.grid.schedule != AUTO and len(choices) == 1:
         return replace(inputs, notes=[*inputs.notes, *notes])
     if machine_path is None:
         begin = monotonic()
         machine = measure_machine(configs, inputs.ops, world)
-        source = (f"measured for {monotonic() - begin:.1f} s on these ranks, {SECONDS:g} at most;"
-                  " --machine FILE avoids the measurement")
+        source = (
+            f"measured for {monotonic() - begin:.1f} s on these ranks, {SECONDS:g} at most;"
+            " --machine FILE avoids the measurement"
+        )
 
     def chosen():
         try:

@@ -42,7 +42,8 @@ def with_kernels(session, parsed: ParsedConfig) -> ParsedConfig:
     session.start()
     facts = all_gather_facts(session.world, fact)
     if run.blas_arch is not None and (
-            problem := unfit(f"--blas-arch {run.blas_arch}", run.blas_arch, facts)):
+        problem := unfit(f"--blas-arch {run.blas_arch}", run.blas_arch, facts)
+    ):
         return replace(parsed, problems=(problem,), unread=(problem,))
     kernels, words = session.agree(lambda: decide(facts, run.blas_arch, named))
     if kernels is None:
@@ -71,8 +72,10 @@ def unfit(given: str, kernels: str, facts: list[dict]) -> str:
     """Return a message about the first host that cannot run these kernels, or nothing."""
     for one in facts:
         if missing := blas.lacking(kernels, one["units"]):
-            return (f"{given}: the processor of {one['host']} ({one['processor']}) has no"
-                    f" {', '.join(missing)}; leave it out, and mpipar chooses")
+            return (
+                f"{given}: the processor of {one['host']} ({one['processor']}) has no"
+                f" {', '.join(missing)}; leave it out, and mpipar chooses"
+            )
     return ""
 
 
@@ -109,7 +112,8 @@ def loaded_facts(session, kernels: str | None) -> dict[str, str]:
     found = ", ".join(sorted(map(blas.shown, pools)))
     if kernels.lower() not in [str(pool.get("architecture")).lower() for pool in pools]:
         session.notes.append(
-            f"BLAS: NumPy's library has no kernels for {kernels}: {found or 'none'}")
+            f"BLAS: NumPy's library has no kernels for {kernels}: {found or 'none'}"
+        )
     return {"BLAS": found}
 
 
@@ -128,5 +132,7 @@ def settle_threads(session, device: str) -> None:
         session.notes.append(f"BLAS: {threads} threads per rank")
         return
     blas.one_thread()
-    session.notes.append(f"BLAS: one thread per rank, because the cores are shared: trial products"
-                         f" took {slower:.1f} times as long with {threads}")
+    session.notes.append(
+        f"BLAS: one thread per rank, because the cores are shared: trial products"
+        f" took {slower:.1f} times as long with {threads}"
+    )

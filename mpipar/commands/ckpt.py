@@ -33,21 +33,39 @@ class Arguments:
     """The action, the run folder, and the flags of verify and export."""
 
     action: str = positional(
-        "ls|verify|export", "list checkpoints, compare every byte with its digest, or write weights"
-        " in Hugging Face's format", choices=("ls", "verify", "export"))
+        "ls|verify|export",
+        "list checkpoints, compare every byte with its digest, or write weights"
+        " in Hugging Face's format",
+        choices=("ls", "verify", "export"),
+    )
     run_folder: str = positional("RUN", "run folder of mpipar train")
     step: int | None = setting(
-        None, "the checkpoint of this step (default: all for verify, the newest for export)",
-        only=("action", "verify", "export"))
+        None,
+        "the checkpoint of this step (default: all for verify, the newest for export)",
+        only=("action", "verify", "export"),
+    )
     out: str | None = setting(
-        None, "export: a new folder for the weights (default: RUN/weights)", metavar="FOLDER",
-        only=OF_EXPORT)
+        None,
+        "export: a new folder for the weights (default: RUN/weights)",
+        metavar="FOLDER",
+        only=OF_EXPORT,
+    )
     dtype: str | None = setting(
-        None, "export: number format, to which weights are rounded (default: as they were"
-        " saved)", choices=tuple(DTYPES), only=OF_EXPORT)
+        None,
+        "export: number format, to which weights are rounded (default: as they were saved)",
+        choices=tuple(DTYPES),
+        only=OF_EXPORT,
+    )
     max_shard_size: int | None = setting(
-        None, "export: largest size of a file, as in 200M; larger weights are split, with an index"
-        " (default: the run's)", in_bytes=True, low=1, below=2**63, metavar="BYTES", only=OF_EXPORT)
+        None,
+        "export: largest size of a file, as in 200M; larger weights are split, with an index"
+        " (default: the run's)",
+        in_bytes=True,
+        low=1,
+        below=2**63,
+        metavar="BYTES",
+        only=OF_EXPORT,
+    )
 
 
 def run(context: Context) -> int:
@@ -58,8 +76,10 @@ def run(context: Context) -> int:
     if not steps and not is_run(folder):
         raise DataError(f"{folder}: is not a run folder; give one of mpipar train")
     if not steps and args.action != "ls":
-        raise DataError(f"{folder}: has no checkpoint; a run writes one every --save-interval steps"
-                        " and at its end")
+        raise DataError(
+            f"{folder}: has no checkpoint; a run writes one every --save-interval steps"
+            " and at its end"
+        )
     if args.step is not None:
         known = ", ".join(str(step) for step, _ in steps)
         steps = [(step, path) for step, path in steps if step == args.step]
@@ -83,8 +103,15 @@ def list_steps(folder: Path, steps, args) -> int:
             rows.append((str(step), "", "", age(path), f"DAMAGED: {error.problems[0]}"))
             continue
         size = sum(file.bytes for file in manifest.files.values())
-        rows.append((str(step), nbytes(size), layout_words(manifest.layout, manifest.schedule),
-                     age(path / NAME), "complete"))
+        rows.append(
+            (
+                str(step),
+                nbytes(size),
+                layout_words(manifest.layout, manifest.schedule),
+                age(path / NAME),
+                "complete",
+            )
+        )
     say(table(rows, left=0) if steps else f"{folder} has no checkpoint")
     known = {path for _, path in steps}
     inside = folder / CHECKPOINTS
@@ -94,8 +121,11 @@ def list_steps(folder: Path, steps, args) -> int:
     for line in killed(folder):
         say(line)
     ended = finished_step(folder)
-    say(f"the run ended with step {ended}" if ended else
-        f"the run has not ended; resume it: mpipar train --resume auto --out {folder}")
+    say(
+        f"the run ended with step {ended}"
+        if ended
+        else f"the run has not ended; resume it: mpipar train --resume auto --out {folder}"
+    )
     return EXIT_OK
 
 
@@ -136,8 +166,9 @@ def export(folder: Path, steps, args) -> int:
     """Write the weights of the newest of these checkpoints into a new folder."""
     _, path = steps[-1]
     out = Path(args.out) if args.out is not None else folder / WEIGHTS
-    if out.exists() and (not out.is_dir() or any(
-            path.name not in tokenizer_files.FILES for path in out.iterdir())):
+    if out.exists() and (
+        not out.is_dir() or any(path.name not in tokenizer_files.FILES for path in out.iterdir())
+    ):
         raise UsageError(f"{out}: exists and is not empty; give a new folder with --out")
     wrong = damage(path)
     if wrong:
@@ -162,8 +193,10 @@ def config_of(path: Path, manifest: Manifest) -> Config:
     wrong = [f"{where}: {text}" for text in config_problems(config)]
     if wrong:
         raise DataError(wrong)
-    shapes = {param.name: tuple(param.shape)
-              for _, param in all_params(config.model, (config.model.layers,))}
+    shapes = {
+        param.name: tuple(param.shape)
+        for _, param in all_params(config.model, (config.model.layers,))
+    }
     if shapes != {name: tensor.shape for name, tensor in manifest.tensors.items()}:
         raise DataError(f"{where}: describes another model than the tensors")
     return config

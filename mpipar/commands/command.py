@@ -13,12 +13,43 @@ from mpipar.config.sections import FIELDS
 from mpipar.errors import UserError
 from mpipar.job.session import Session
 
-OF_A_RUN = frozenset({  # what matters only to many steps, their updates and their run folder
-    "steps", "min_lr_ratio", "warmup_steps", "lr_schedule", "decay_ratio", "weight_decay", "beta1",
-    "beta2", "eps", "val_data", "eval_interval", "eval_tokens", "sample_interval", "progress",
-    "tensorboard", "out", "run_name", "resume", "save_interval", "save_async", "keep_checkpoints",
-    "log_interval", "trace", "trace_ops", "memory", "prompt", "sample_tokens", "temperature",
-    "top_k", "top_p", "stop_token", "max_shard_size", "blas_arch"})
+OF_A_RUN = frozenset(
+    {  # what matters only to many steps, their updates and their run folder
+        "steps",
+        "min_lr_ratio",
+        "warmup_steps",
+        "lr_schedule",
+        "decay_ratio",
+        "weight_decay",
+        "beta1",
+        "beta2",
+        "eps",
+        "val_data",
+        "eval_interval",
+        "eval_tokens",
+        "sample_interval",
+        "progress",
+        "tensorboard",
+        "out",
+        "run_name",
+        "resume",
+        "save_interval",
+        "save_async",
+        "keep_checkpoints",
+        "log_interval",
+        "trace",
+        "trace_ops",
+        "memory",
+        "prompt",
+        "sample_tokens",
+        "temperature",
+        "top_k",
+        "top_p",
+        "stop_token",
+        "max_shard_size",
+        "blas_arch",
+    }
+)
 OF_A_STEP = frozenset(FIELDS) - OF_A_RUN
 
 

@@ -32,12 +32,18 @@ WIDTH = 100  # characters per line of text
 class Arguments:
     """The two run folders, and whether the exit code depends on the result."""
 
-    run_a: str = positional("RUN_A", "run folder of mpipar train --trace, or several with the same"
-                      " settings, separated by commas")
+    run_a: str = positional(
+        "RUN_A",
+        "run folder of mpipar train --trace, or several with the same"
+        " settings, separated by commas",
+    )
     run_b: str = positional("RUN_B", "the run to compare with it, or several launches of it")
     machine: str | None = setting(
-        None, "cost model of bench.calibrate: report how much of the difference it explains, part"
-        " by part", metavar="FILE")
+        None,
+        "cost model of bench.calibrate: report how much of the difference it explains, part"
+        " by part",
+        metavar="FILE",
+    )
     check: bool = switch("exit with 1 if steps of B are slower than those of A beyond the spread")
 
 
@@ -69,10 +75,13 @@ def launches(text: str) -> list[str]:
     """
     several = [] if os.path.isdir(text) else [folder for folder in text.split(",") if folder]
     places = [os.path.realpath(folder) for folder in several]
-    if twice := [folder for folder, place in zip(several, places, strict=True)
-                 if places.count(place) > 1]:
-        raise UsageError(f"{', '.join(map(harmless, twice))}: one launch, named {len(twice)} times;"
-                         " name each launch once")
+    if twice := [
+        folder for folder, place in zip(several, places, strict=True) if places.count(place) > 1
+    ]:
+        raise UsageError(
+            f"{', '.join(map(harmless, twice))}: one launch, named {len(twice)} times;"
+            " name each launch once"
+        )
     return several or [text]
 
 
@@ -82,11 +91,16 @@ def print_runs(before: Side, after: Side) -> None:
     for name, side in sides:
         for one in side:
             trace = one.trace
-            print(f"{name}: {harmless(str(trace.folder))}: {trace.size()},"
-                  f" {trace.meta['schedule']['name']}, {counted(trace.num_steps, 'traced step')}")
+            print(
+                f"{name}: {harmless(str(trace.folder))}: {trace.size()},"
+                f" {trace.meta['schedule']['name']}, {counted(trace.num_steps, 'traced step')}"
+            )
     first, *others = [one.trace for one in (*before, *after)]
-    lines = [f"   {brief(key)}: {brief(str(old))} -> {brief(str(new))}" for other in others
-             for key, old, new in comparison.settings_that_differ(first.folder, other.folder)]
+    lines = [
+        f"   {brief(key)}: {brief(str(old))} -> {brief(str(new))}"
+        for other in others
+        for key, old, new in comparison.settings_that_differ(first.folder, other.folder)
+    ]
     for line in dict.fromkeys(lines):
         print(line)
     if any(other.meta["layout"] != first.meta["layout"] for other in others):
@@ -96,30 +110,48 @@ def print_runs(before: Side, after: Side) -> None:
         for remark in dict.fromkeys(text for one in side for text in one.trace.remarks()):
             remarks.setdefault(remark, []).append(name)
     for remark, names in remarks.items():
-        print(textwrap.fill(f"{' and '.join(names)}: {remark}", WIDTH, initial_indent="   ",
-                            subsequent_indent="   "))
-    timed = [name for name, side in sides
-             if any(one.trace.meta.get("per_operation") for one in side)]
+        print(
+            textwrap.fill(
+                f"{' and '.join(names)}: {remark}",
+                WIDTH,
+                initial_indent="   ",
+                subsequent_indent="   ",
+            )
+        )
+    timed = [
+        name for name, side in sides if any(one.trace.meta.get("per_operation") for one in side)
+    ]
     if len(timed) == 1:
-        print(f"   only {timed[0]} was traced with --trace-ops: its causes of waiting are more"
-              " specific, so they do not match the other's")
+        print(
+            f"   only {timed[0]} was traced with --trace-ops: its causes of waiting are more"
+            " specific, so they do not match the other's"
+        )
     if min(one.trace.num_steps for one in (*before, *after)) < comparison.LEAST_STEPS:
-        print(f"   fewer than {comparison.LEAST_STEPS} traced steps: how much steps vary by"
-              " themselves is unknown; trace more, as in --trace 10:14")
+        print(
+            f"   fewer than {comparison.LEAST_STEPS} traced steps: how much steps vary by"
+            " themselves is unknown; trace more, as in --trace 10:14"
+        )
 
 
 def print_step(before: Side, after: Side) -> str:
     """Print how long a step takes on both sides; return the verdict."""
     step, known_from, has_spread = comparison.step_time(before, after)
-    undecided = ("within the spread: neither slower nor faster" if has_spread
-                 else "which may be chance: so few steps show no spread")
-    print(f"\na step takes {step.before_ms:.2f} ms in A and {step.after_ms:.2f} ms in B (medians of"
-          f" {known_from}):\nB takes {step.after_ms / max(step.before_ms, 1e-9):.2f}x as long,"
-          f" {step.verdict or undecided}")
+    undecided = (
+        "within the spread: neither slower nor faster"
+        if has_spread
+        else "which may be chance: so few steps show no spread"
+    )
+    print(
+        f"\na step takes {step.before_ms:.2f} ms in A and {step.after_ms:.2f} ms in B (medians of"
+        f" {known_from}):\nB takes {step.after_ms / max(step.before_ms, 1e-9):.2f}x as long,"
+        f" {step.verdict or undecided}"
+    )
     if not comparison.by_launch(before, after):
-        print(f"how far launches differ by themselves is not shown: A has {len(before)} and B has"
-              f" {len(after)}; start each\n{comparison.LEAST_LAUNCHES} times, and give the folders"
-              " as RUN1,RUN2,RUN3")
+        print(
+            f"how far launches differ by themselves is not shown: A has {len(before)} and B has"
+            f" {len(after)}; start each\n{comparison.LEAST_LAUNCHES} times, and give the folders"
+            " as RUN1,RUN2,RUN3"
+        )
     return step.verdict
 
 
@@ -139,16 +171,24 @@ def explanation(machine, before: Side, after: Side) -> str:
     configs = [config_of(side[0].trace.folder) for side in (before, after)]
     parts = [step_parts(machine, config) for config in configs]
     step, _, _ = comparison.step_time(before, after)
-    passes, *others = [comparison.Change(part, 1e3 * parts[0][part], 1e3 * parts[1][part])
-                       for part in parts[0]]
+    passes, *others = [
+        comparison.Change(part, 1e3 * parts[0][part], 1e3 * parts[1][part]) for part in parts[0]
+    ]
     total = comparison.Change("all parts", *(1e3 * sum(side.values()) for side in parts))
-    rest = comparison.Change("measured, and not in the model", step.before_ms - total.before_ms,
-                             step.after_ms - total.after_ms)
+    rest = comparison.Change(
+        "measured, and not in the model",
+        step.before_ms - total.before_ms,
+        step.after_ms - total.after_ms,
+    )
     rows = [("part", "A ms", "B ms", "change ms")]
-    rows += [(one.what, f"{one.before_ms:.2f}", f"{one.after_ms:.2f}", f"{one.change_ms:+z.2f}")
-             for one in (*work_and_shapes(passes, *map(most_flops, configs)), *others, total, rest)]
-    return (f"\nwhat the cost model says of a step, ms:\n{table(rows)}\nof the difference of"
-            f" {step.change_ms:+.2f} ms the cost model explains {total.change_ms:+.2f} ms\n")
+    rows += [
+        (one.what, f"{one.before_ms:.2f}", f"{one.after_ms:.2f}", f"{one.change_ms:+z.2f}")
+        for one in (*work_and_shapes(passes, *map(most_flops, configs)), *others, total, rest)
+    ]
+    return (
+        f"\nwhat the cost model says of a step, ms:\n{table(rows)}\nof the difference of"
+        f" {step.change_ms:+.2f} ms the cost model explains {total.change_ms:+.2f} ms\n"
+    )
 
 
 def work_and_shapes(passes: comparison.Change, before: int, after: int) -> list[comparison.Change]:
@@ -157,15 +197,19 @@ def work_and_shapes(passes: comparison.Change, before: int, after: int) -> list[
     before, after: FLOPs of the busiest rank.
     """
     at_rate_of_a = passes.before_ms * after / before
-    return [comparison.Change(f"{passes.what}, at A's FLOP/s", passes.before_ms, at_rate_of_a),
-            comparison.Change("products of other shapes", 0.0, passes.after_ms - at_rate_of_a)]
+    return [
+        comparison.Change(f"{passes.what}, at A's FLOP/s", passes.before_ms, at_rate_of_a),
+        comparison.Change("products of other shapes", 0.0, passes.after_ms - at_rate_of_a),
+    ]
 
 
 def most_flops(config) -> int:
     """Return the FLOPs of a step on the busiest rank of the pipeline."""
     first = Grid.of(config.grid, 0)
-    return max(sum(predict(config, first.at(pp=pp_rank)).flops.values())
-               for pp_rank in range(first.size("pp")))
+    return max(
+        sum(predict(config, first.at(pp=pp_rank)).flops.values())
+        for pp_rank in range(first.size("pp"))
+    )
 
 
 def config_of(folder):
@@ -182,12 +226,25 @@ def change_table(title: str, changes: list[comparison.Change]) -> str:
     rest = [one for one in changes if one not in largest]
     shown = [one for one in changes if one in largest]
     if rest:
-        shown.append(comparison.Change(f"{len(rest)} smaller changes", sum(
-            one.before_ms for one in rest), sum(one.after_ms for one in rest)))
+        shown.append(
+            comparison.Change(
+                f"{len(rest)} smaller changes",
+                sum(one.before_ms for one in rest),
+                sum(one.after_ms for one in rest),
+            )
+        )
     verdicts = any(one.verdict for one in shown)
     rows = [(title, "A ms", "B ms", "change ms", *(["beyond the spread"] * verdicts))]
-    rows += [(one.what, f"{one.before_ms:.2f}", f"{one.after_ms:.2f}", f"{one.change_ms:+z.2f}",
-              *([one.verdict] * verdicts)) for one in shown]
+    rows += [
+        (
+            one.what,
+            f"{one.before_ms:.2f}",
+            f"{one.after_ms:.2f}",
+            f"{one.change_ms:+z.2f}",
+            *([one.verdict] * verdicts),
+        )
+        for one in shown
+    ]
     return table(rows) if changes else "no rank waited"
 
 

@@ -39,8 +39,10 @@ def compare_inputs(session, inputs) -> tuple[dict, str]:
     digests = digests_on_host(session, files, read)
     found = session.agree(lambda: fingerprint(arrays, digests))
     facts = config_facts(session, config, inputs.tokenizer)
-    session.compare(facts | {"data": " ".join(map(str, found.values())),
-                             "prompt": digest_of_value(inputs.prompt)})
+    session.compare(
+        facts
+        | {"data": " ".join(map(str, found.values())), "prompt": digest_of_value(inputs.prompt)}
+    )
     return found, facts.get("weights", "")
 
 
@@ -87,17 +89,21 @@ def digest_of_value(value) -> str:
     return hashlib.sha256(json.dumps(value).encode()).hexdigest()
 
 
-def digests_on_host(session, files: Mapping[str, BinaryIO],
-                    read: Mapping[str, str] = {}) -> dict[str, str]:
+def digests_on_host(
+    session, files: Mapping[str, BinaryIO], read: Mapping[str, str] = {}
+) -> dict[str, str]:
     """Return {name: SHA-256} of open files, over every byte of them.
 
     The first rank of each host reads them. The others rely on its result for each file that is the
     same in the same state, and read any other. read: {state: SHA-256} of files already read.
     Comm: one agreement; with several ranks another one, and two small all-gathers.
     """
+
     def those(known: Mapping[str, str]) -> dict[str, str]:
-        return {name: known.get(state_of(file)) or digest_of(file, file.name)
-                for name, file in files.items()}
+        return {
+            name: known.get(state_of(file)) or digest_of(file, file.name)
+            for name, file in files.items()
+        }
 
     first = session.host_rank == 0
     found = session.agree(lambda: those(read) if first else {})

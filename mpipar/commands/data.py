@@ -23,42 +23,61 @@ class Arguments:
     """The action, the text files and the flags."""
 
     action: str | None = positional(
-        "prepare", "convert text files to token files, for train --data FOLDER", default=None)
+        "prepare", "convert text files to token files, for train --data FOLDER", default=None
+    )
     texts: tuple[str, ...] = positional(
-        "TEXT", "text files in UTF-8, or folders of them; each file is a document", default=())
+        "TEXT", "text files in UTF-8, or folders of them; each file is a document", default=()
+    )
     tokenizer: str | None = setting(
-        None, "bytes; a tokenizer.json, or a folder with one or with GPT-2's vocab.json and"
-        " merges.txt; or train:VOCAB for a new tokenizer with that many ids", metavar="WHAT")
+        None,
+        "bytes; a tokenizer.json, or a folder with one or with GPT-2's vocab.json and"
+        " merges.txt; or train:VOCAB for a new tokenizer with that many ids",
+        metavar="WHAT",
+    )
     out: str | None = setting(None, "a new folder for the token files", metavar="FOLDER")
     separator: str | None = setting(
-        None, "text that separates the documents in a file", metavar="TEXT")
+        None, "text that separates the documents in a file", metavar="TEXT"
+    )
 
 
 def problems(args: Arguments) -> list[UserError]:
     """Return what is wrong with the arguments, and text files that are missing."""
     found, missing = [], text_files(args.texts, "")[1]
     if args.action != "prepare":
-        found.append(f"{' '.join(['data', brief(args.action or '')]).rstrip()}: the only action is"
-                     " prepare; type mpipar data prepare TEXT...")
+        found.append(
+            f"{' '.join(['data', brief(args.action or '')]).rstrip()}: the only action is"
+            " prepare; type mpipar data prepare TEXT..."
+        )
     if not args.texts:
         found.append("no text files: name files in UTF-8, or folders of them")
     if args.tokenizer is None:
-        found.append(f"--tokenizer: is missing; use {BYTES}, a folder or file of a tokenizer, or"
-                     f" {TRAIN}4096")
+        found.append(
+            f"--tokenizer: is missing; use {BYTES}, a folder or file of a tokenizer, or {TRAIN}4096"
+        )
     elif args.tokenizer.startswith(TRAIN):
         size = args.tokenizer.removeprefix(TRAIN)
-        if not (size.isascii() and size.isdecimal() and len(size) < 10
-                and LEAST_NEW <= int(size) <= MOST_NEW):
-            found.append(f"--tokenizer {brief(args.tokenizer)}: a new tokenizer has {LEAST_NEW} to"
-                         f" {MOST_NEW:,} ids, as in {TRAIN}4096")
+        if not (
+            size.isascii()
+            and size.isdecimal()
+            and len(size) < 10
+            and LEAST_NEW <= int(size) <= MOST_NEW
+        ):
+            found.append(
+                f"--tokenizer {brief(args.tokenizer)}: a new tokenizer has {LEAST_NEW} to"
+                f" {MOST_NEW:,} ids, as in {TRAIN}4096"
+            )
     elif args.tokenizer != BYTES and not os.path.exists(args.tokenizer):
-        found.append(f"--tokenizer {brief(args.tokenizer)}: no such file or folder; use {BYTES},"
-                     f" a tokenizer.json, a folder with it, or {TRAIN}4096")
+        found.append(
+            f"--tokenizer {brief(args.tokenizer)}: no such file or folder; use {BYTES},"
+            f" a tokenizer.json, a folder with it, or {TRAIN}4096"
+        )
     if not args.out or "\0" in args.out:
         found.append("--out: is missing; name a new folder")
     elif os.path.lexists(args.out):
-        found.append(f"--out {brief(args.out)}: exists; a prepared folder never overwrites another:"
-                     " name a new one")
+        found.append(
+            f"--out {brief(args.out)}: exists; a prepared folder never overwrites another:"
+            " name a new one"
+        )
     if args.separator == "":
         found.append("--separator '': is empty; name the text that separates two documents")
     return [error(texts) for error, texts in ((UsageError, found), (DataError, missing)) if texts]
@@ -80,7 +99,8 @@ def run(context: Context) -> int:
         with new_folder(out) as session.unfinished:
             try:
                 dataset, tokenizer = prepare(
-                    Texts(files, args.separator, bar), args.tokenizer, session.unfinished)
+                    Texts(files, args.separator, bar), args.tokenizer, session.unfinished
+                )
             finally:
                 bar.clear()
         size = sum(path.stat().st_size for path in files)
@@ -94,15 +114,30 @@ def show(dataset, tokenizer, size: int, out: Path) -> None:
     rows = [("part", "documents", "tokens", "files")]
     for part in PARTS:
         files = dataset.part(part)
-        rows.append((part, f"{sum(file.documents for file in files):,}",
-                     f"{sum(file.tokens for file in files):,}", str(len(files))))
+        rows.append(
+            (
+                part,
+                f"{sum(file.documents for file in files):,}",
+                f"{sum(file.tokens for file in files):,}",
+                str(len(files)),
+            )
+        )
     tokens = sum(file.tokens for file in dataset.files)
     print(table(rows, left=1))
     kind = "bytes" if tokenizer.is_bytes else "tokenizer"
-    print(printable(f"{kind}: {dataset.vocab_size:,} ids in {dataset.dtype}, {shown(tokenizer.end)}"
-                    f" ends a text; {size / tokens:.2f} bytes of text per token"))
+    print(
+        printable(
+            f"{kind}: {dataset.vocab_size:,} ids in {dataset.dtype}, {shown(tokenizer.end)}"
+            f" ends a text; {size / tokens:.2f} bytes of text per token"
+        )
+    )
     print(printable(f"train on it: mpipar train --data {out}"))
 
 
-COMMAND = Command(run, "prepare TEXT... --tokenizer WHAT --out FOLDER [--separator TEXT]",
-                  Arguments, is_free=True, problems=problems)
+COMMAND = Command(
+    run,
+    "prepare TEXT... --tokenizer WHAT --out FOLDER [--separator TEXT]",
+    Arguments,
+    is_free=True,
+    problems=problems,
+)

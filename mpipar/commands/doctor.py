@@ -70,8 +70,12 @@ def own_device(host_rank: int) -> dict:
 def job_lines(session, facts: list[dict]) -> list[str]:
     """Return the lines about the whole job."""
     hosts = {fact["host"] for fact in facts}
-    versions = {"mpipar": __version__, "Python": platform.python_version(),
-                "NumPy": consistency.numpy_version(), "mpi4py": mpi4py.__version__}
+    versions = {
+        "mpipar": __version__,
+        "Python": platform.python_version(),
+        "NumPy": consistency.numpy_version(),
+        "mpi4py": mpi4py.__version__,
+    }
     rows = [
         ("versions", ", ".join(f"{name} {version}" for name, version in versions.items())),
         ("MPI library", mpi.library_name(session.world)),
@@ -92,11 +96,17 @@ def library_rows() -> list[tuple[str, str]]:
 
     from mpipar.comm.connect import gpu_awareness
 
-    levels = {MPI.THREAD_SINGLE: "single", MPI.THREAD_FUNNELED: "funneled",
-              MPI.THREAD_SERIALIZED: "serialized", MPI.THREAD_MULTIPLE: "multiple"}
-    return [("MPI standard", ".".join(map(str, MPI.Get_version()))),
-            ("thread level", levels[MPI.Query_thread()]),
-            ("GPU-aware MPI", "{} ({})".format(*gpu_awareness()))]
+    levels = {
+        MPI.THREAD_SINGLE: "single",
+        MPI.THREAD_FUNNELED: "funneled",
+        MPI.THREAD_SERIALIZED: "serialized",
+        MPI.THREAD_MULTIPLE: "multiple",
+    }
+    return [
+        ("MPI standard", ".".join(map(str, MPI.Get_version()))),
+        ("thread level", levels[MPI.Query_thread()]),
+        ("GPU-aware MPI", "{} ({})".format(*gpu_awareness())),
+    ]
 
 
 def rank_table(facts: list[dict]) -> list[str]:
@@ -104,8 +114,10 @@ def rank_table(facts: list[dict]) -> list[str]:
     from mpipar.console.tables import table  # late: it loads NumPy
 
     rows = [("rank", "host", "cores", "threads", "device")]
-    rows += [(fact["world_rank"], fact["host"], ranges(fact["cores"]), fact["threads"],
-              fact["device"]) for fact in facts]
+    rows += [
+        (fact["world_rank"], fact["host"], ranges(fact["cores"]), fact["threads"], fact["device"])
+        for fact in facts
+    ]
     return table(rows, left=len(rows[0])).splitlines()
 
 
@@ -117,15 +129,21 @@ def remarks(facts: list[dict]) -> list[str]:
         cores = set().union(*(fact["cores"] for fact in here))
         threads = sum(fact["threads"] for fact in here)
         if len(here) > len(cores):
-            found.append(f"{host}: {len(here)} ranks share {len(cores)} core(s): times measured "
-                         "here say little about a machine with a core for each rank")
+            found.append(
+                f"{host}: {len(here)} ranks share {len(cores)} core(s): times measured "
+                "here say little about a machine with a core for each rank"
+            )
         elif threads > len(cores):
-            found.append(f"{host}: {threads} BLAS threads on {len(cores)} core(s): set "
-                         f"OPENBLAS_NUM_THREADS={max(1, len(cores) // len(here))}")
+            found.append(
+                f"{host}: {threads} BLAS threads on {len(cores)} core(s): set "
+                f"OPENBLAS_NUM_THREADS={max(1, len(cores) // len(here))}"
+            )
         kernels, units = here[0].get("kernels"), here[0].get("units", ())
         if kernels and (other := blas.wider(kernels, units)):
-            found.append(f"{host}: BLAS uses kernels for {kernels}, but the processor has wider"
-                         f" vector units; set {blas.VARIABLE}={other}, as mpipar train does")
+            found.append(
+                f"{host}: BLAS uses kernels for {kernels}, but the processor has wider"
+                f" vector units; set {blas.VARIABLE}={other}, as mpipar train does"
+            )
     found += gpus.remarks(fact | {"rank": fact["world_rank"]} for fact in facts)
     return ["", *found] if found else []
 

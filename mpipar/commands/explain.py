@@ -46,19 +46,28 @@ class Arguments:
 
     rank: int | None = setting(None, "world rank to explain (default 0)", metavar="R")
     all_ranks: bool = switch(
-        "a row for each rank: which layers, shard, parameters and memory it holds")
+        "a row for each rank: which layers, shard, parameters and memory it holds"
+    )
     summary: bool = switch(
-        "totals by barrier instead of a row per call; with --all-ranks over all ranks")
+        "totals by barrier instead of a row per call; with --all-ranks over all ranks"
+    )
     machine: str | None = setting(
-        None, "cost model of bench.calibrate, or a machine of mpipar plan: predict the time of a"
-        " step, and choose --schedule auto by it", metavar="FILE|NAME")
+        None,
+        "cost model of bench.calibrate, or a machine of mpipar plan: predict the time of a"
+        " step, and choose --schedule auto by it",
+        metavar="FILE|NAME",
+    )
     goal: str | None = setting(
-        None, "write the step of all ranks as GOAL text, for LogGOPSim; needs --gflops",
-        metavar="FILE")
+        None,
+        "write the step of all ranks as GOAL text, for LogGOPSim; needs --gflops",
+        metavar="FILE",
+    )
     chakra: str | None = setting(
-        None, "write the step of each rank as a Chakra trace, for ASTRA-sim", metavar="FOLDER")
+        None, "write the step of each rank as a Chakra trace, for ASTRA-sim", metavar="FOLDER"
+    )
     gflops: float | None = setting(
-        None, "rate of a rank's matrix products in these files, in GFLOP/s", above=0)
+        None, "rate of a rank's matrix products in these files, in GFLOP/s", above=0
+    )
 
 
 def format_problems(args: Arguments) -> list[str]:
@@ -66,13 +75,17 @@ def format_problems(args: Arguments) -> list[str]:
     asked = args.goal is not None or args.chakra is not None
     found = []
     if args.goal is not None and args.gflops is None:
-        found.append(f"--goal {args.goal}: includes the time of computation; give the rate of a"
-                     " rank's matrix products, such as --gflops 1000")
+        found.append(
+            f"--goal {args.goal}: includes the time of computation; give the rate of a"
+            " rank's matrix products, such as --gflops 1000"
+        )
     if args.gflops is not None and not asked:
         found.append("--gflops: is a rate for --goal FILE or --chakra FOLDER; give one of them")
     if asked and (args.all_ranks or args.summary or args.rank is not None):
-        found.append("--goal, --chakra: write all ranks and show none; leave --rank, --all-ranks"
-                     " and --summary out")
+        found.append(
+            "--goal, --chakra: write all ranks and show none; leave --rank, --all-ranks"
+            " and --summary out"
+        )
     return found
 
 
@@ -113,8 +126,9 @@ def configured(parsed, args):
     parsed, world_size = of_named_axes(parsed)
     if world_size > MOST_RANKS:
         axes = ",".join(f"{axis}={getattr(parsed.config.grid, axis)}" for axis in AXES)
-        raise UsageError(f"--layout {axes}: has {world_size:,} ranks; at most {MOST_RANKS:,} can be"
-                         " explained")
+        raise UsageError(
+            f"--layout {axes}: has {world_size:,} ranks; at most {MOST_RANKS:,} can be explained"
+        )
     config, notes = resolve(parsed, world_size)
     problems = format_problems(args)
     if args.rank is not None and not 0 <= args.rank < world_size:
@@ -122,11 +136,15 @@ def configured(parsed, args):
     if args.all_ranks and args.rank is not None:
         problems.append(f"--all-ranks and --rank {args.rank}: give one of them")
     if args.all_ranks and world_size > MOST_LISTED:
-        problems.append(f"--all-ranks: the layout has {world_size:,} ranks, and at most"
-                        f" {MOST_LISTED} are listed; use --rank R for one of them")
+        problems.append(
+            f"--all-ranks: the layout has {world_size:,} ranks, and at most"
+            f" {MOST_LISTED} are listed; use --rank R for one of them"
+        )
     if config.grid.schedule == AUTO and args.machine is None:
-        problems.append("--schedule auto: needs a measurement, which explain does not do; name a "
-                        "schedule, or give --machine FILE to choose by")
+        problems.append(
+            "--schedule auto: needs a measurement, which explain does not do; name a "
+            "schedule, or give --machine FILE to choose by"
+        )
     if problems:
         raise UsageError(problems)
     machine = machine_of(args.machine, [config]) if args.machine is not None else None
@@ -155,18 +173,24 @@ def print_all_ranks(config, schedule, summary: bool) -> None:
 
 def step_words(config, schedule) -> str:
     """Return a description of the explained step."""
-    return (f"one step of {schedule.name}, "
-            f"{counted(config.grid.num_microbatches, 'microbatch')} of "
-            f"{counted(rows_per_microbatch(config), 'row')}, {config.run.dtype}")
+    return (
+        f"one step of {schedule.name}, "
+        f"{counted(config.grid.num_microbatches, 'microbatch')} of "
+        f"{counted(rows_per_microbatch(config), 'row')}, {config.run.dtype}"
+    )
 
 
 def print_rank(config, schedule, prediction, summary: bool) -> None:
     """Print one rank's barriers, FLOPs and memory; with `summary` only totals of the barriers."""
     grid, model = Grid.of(config.grid, prediction.world_rank), models.model_of(config.model)
     split = models.layer_split(config, schedule)
-    print(f"rank {grid.world_rank} of {grid.world_size}: {grid.describe()}; stages "
-          + "; ".join(describe_stage(stage, split, model.ENTRY)
-                      for stage in schedule.stages_of(grid.place("pp"))))
+    print(
+        f"rank {grid.world_rank} of {grid.world_size}: {grid.describe()}; stages "
+        + "; ".join(
+            describe_stage(stage, split, model.ENTRY)
+            for stage in schedule.stages_of(grid.place("pp"))
+        )
+    )
     print(f"{step_words(config, schedule)}\n")
     if prediction.recorder.records:
         if not summary:
@@ -174,21 +198,34 @@ def print_rank(config, schedule, prediction, summary: bool) -> None:
         print("by name, per step:")
         counters = [[*key, *counter] for key, counter in prediction.recorder.counters.items()]
         print(without_times(barriers([counters], 1, 1)))
-        print("\ncalls and bytes sent per step, and for one block and microbatch, beside the closed"
-              " forms\n(L blocks here, R of them recomputed, m microbatches, q ranks in the"
-              " group):")
+        print(
+            "\ncalls and bytes sent per step, and for one block and microbatch, beside the closed"
+            " forms\n(L blocks here, R of them recomputed, m microbatches, q ranks in the"
+            " group):"
+        )
         print(closed_forms(prediction, config, schedule, split, grid))
     else:
-        print("no barriers: a single rank waits for no other; add, for example, --layout"
-              " dp=2,pp=2,tp=2")
+        print(
+            "no barriers: a single rank waits for no other; add, for example, --layout"
+            " dp=2,pp=2,tp=2"
+        )
     print("\nparameters, and what a block keeps of one microbatch, beside the closed forms:")
     print(f"{memory_forms(prediction, config)}\n\n{formulas.letters(config)}")
-    print("\nFLOPs of products: " + (", ".join(
-        f"{phase} {short_count(flops)}" for phase, flops in prediction.flops.items()) or "none"))
-    print("memory at the peak: " + ", ".join(
-        f"{label} {nbytes(prediction.peak_bytes.get(label, 0))}"
-        for label in labels_of([prediction.peak_bytes]))
-        + f"; together {nbytes(prediction.peak_total)}")
+    print(
+        "\nFLOPs of products: "
+        + (
+            ", ".join(f"{phase} {short_count(flops)}" for phase, flops in prediction.flops.items())
+            or "none"
+        )
+    )
+    print(
+        "memory at the peak: "
+        + ", ".join(
+            f"{label} {nbytes(prediction.peak_bytes.get(label, 0))}"
+            for label in labels_of([prediction.peak_bytes])
+        )
+        + f"; together {nbytes(prediction.peak_total)}"
+    )
     if len(prediction.groups.get("expert", ())) > 1:
         print_experts(prediction, config)
     if (limit := config.run.memory_limit) is not None and prediction.peak_total > limit:
@@ -198,18 +235,25 @@ def print_rank(config, schedule, prediction, summary: bool) -> None:
 def print_experts(prediction, config) -> None:
     """Print what a rank exchanges with its expert-parallel group, and worst-case memory."""
     worst = predict(config, prediction.world_rank, worst_case=True)
-    print(f"if all tokens of the {config.grid.ep} ranks go to experts of this one: stash "
-          f"{nbytes(worst.peak_bytes.get('stash', 0))}; together {nbytes(worst.peak_total)}")
-    print("\n".join(filter(None, (formulas.expert_rows(config),
-                                  formulas.expert_imbalance(config)))))
+    print(
+        f"if all tokens of the {config.grid.ep} ranks go to experts of this one: stash "
+        f"{nbytes(worst.peak_bytes.get('stash', 0))}; together {nbytes(worst.peak_total)}"
+    )
+    print(
+        "\n".join(filter(None, (formulas.expert_rows(config), formulas.expert_imbalance(config))))
+    )
 
 
 def step_time(estimate) -> str:
     """Return the predicted time of a step, its parts, and caveats."""
-    parts = {"pipeline": estimate.pipeline, "sums and norm": estimate.barriers,
-             "update": estimate.update}
+    parts = {
+        "pipeline": estimate.pipeline,
+        "sums and norm": estimate.barriers,
+        "update": estimate.update,
+    }
     text = f"predicted step: {estimate.total * 1e3:.2f} ms = " + " + ".join(
-        f"{seconds * 1e3:.2f} {name}" for name, seconds in parts.items())
+        f"{seconds * 1e3:.2f} {name}" for name, seconds in parts.items()
+    )
     if estimate.extrapolated:
         text += f"\nextrapolated, not measured: {'; '.join(estimate.extrapolated)}"
     return f"{text}\n{estimate.sharing}" if estimate.sharing else text
@@ -217,8 +261,26 @@ def step_time(estimate) -> str:
 
 def in_order(prediction, config) -> str:
     """Return one row per barrier or message, in the rank's order; see record.py for the columns."""
-    rows = [("", "phase", "stage", "mb", "axis", "operation", "turns", "name", "ranks", "dtype",
-             "payload", "formula", "sent", "factor", "site", "cut")]
+    rows = [
+        (
+            "",
+            "phase",
+            "stage",
+            "mb",
+            "axis",
+            "operation",
+            "turns",
+            "name",
+            "ranks",
+            "dtype",
+            "payload",
+            "formula",
+            "sent",
+            "factor",
+            "site",
+            "cut",
+        )
+    ]
     costs = formulas.units_of(config)
     for i, record in enumerate(prediction.recorder.records, 1):
         ranks = prediction.groups[record.axis]
@@ -229,11 +291,26 @@ def in_order(prediction, config) -> str:
             shown = f"{arrow} {ranks[record.peer]}"
         else:
             shown = ",".join(map(str, ranks))
-        rows.append((
-            i, record.phase, record.stage, record.mb, record.axis, record.operation,
-            turns(record.operation), record.name, shown, dtype, nbytes(record.payload_bytes),
-            formula[0] if formula else "", nbytes(record.wire_bytes), formulas.sent(record),
-            record.site, record.cut))
+        rows.append(
+            (
+                i,
+                record.phase,
+                record.stage,
+                record.mb,
+                record.axis,
+                record.operation,
+                turns(record.operation),
+                record.name,
+                shown,
+                dtype,
+                nbytes(record.payload_bytes),
+                formula[0] if formula else "",
+                nbytes(record.wire_bytes),
+                formulas.sent(record),
+                record.site,
+                record.cut,
+            )
+        )
     return table(rows, left=10)
 
 
@@ -257,9 +334,17 @@ def closed_forms(prediction, config, schedule, split, grid) -> str:
     rows = [("axis", "calls", "closed form", "", "sent", "closed form", "")]
     for axis, own in groups.items():
         formula, count, text, size = expected.get(axis, formulas.Expected())
-        rows.append((axis, len(own), "" if count is None else count, formula,
-                     nbytes(sum(one.wire_bytes for one in own)),
-                     "" if size is None else nbytes(size), text))
+        rows.append(
+            (
+                axis,
+                len(own),
+                "" if count is None else count,
+                formula,
+                nbytes(sum(one.wire_bytes for one in own)),
+                "" if size is None else nbytes(size),
+                text,
+            )
+        )
     return table(rows)
 
 
@@ -272,12 +357,26 @@ def memory_forms(prediction, config) -> str:
     forms, found = forms | parts, found | dict(zip(parts, kept, strict=True))
     rows = [("", "bytes", "closed form", "")]
     for label, (text, size) in forms.items():
-        rows.append((label, nbytes(found.get(label, 0)), "" if size is None else nbytes(size),
-                     text))
+        rows.append(
+            (label, nbytes(found.get(label, 0)), "" if size is None else nbytes(size), text)
+        )
     return table(rows)
 
 
 COMMAND = Command(
-    run, arguments=Arguments, fields=(OF_A_STEP | {"save_async"}) - {  # its copy of the state
-        "hang_warn", "hang_stop", "lr", "data", "seed", "sync_sends", "check_comm", "all_reduce",
-        "loss_scale", "loss_scale_interval"})
+    run,
+    arguments=Arguments,
+    fields=(OF_A_STEP | {"save_async"})
+    - {  # its copy of the state
+        "hang_warn",
+        "hang_stop",
+        "lr",
+        "data",
+        "seed",
+        "sync_sends",
+        "check_comm",
+        "all_reduce",
+        "loss_scale",
+        "loss_scale_interval",
+    },
+)

@@ -39,28 +39,45 @@ def write_page(args, costs: Costs) -> None:
         schedule = csv_format.read_csv(Path(args.from_csv))
         own = {"title": harmless(schedule.name)}
         if schedule.wired:
-            raise UsageError(f"{args.from_csv} has sends and receives, but the page shows passes:"
-                             " write the file with --csv-format compute_only")
+            raise UsageError(
+                f"{args.from_csv} has sends and receives, but the page shows passes:"
+                " write the file with --csv-format compute_only"
+            )
     else:
-        schedule = make_schedule(args.name or FIRST, args.pp, args.num_microbatches, args.chunks,
-                                 args.group_size)
-        own = None if is_known(schedule, args.group_size) else {
-            "title": f"{schedule.name}, {schedule.pp_size} workers"}
+        schedule = make_schedule(
+            args.name or FIRST, args.pp, args.num_microbatches, args.chunks, args.group_size
+        )
+        own = (
+            None
+            if is_known(schedule, args.group_size)
+            else {"title": f"{schedule.name}, {schedule.pp_size} workers"}
+        )
     check_size(schedule)
     chunks = schedule.num_stages // schedule.pp_size
     worker = costs_of_a_worker(costs, schedule)
     second = SECOND if schedule.name != SECOND else FIRST
     if schedule.pp_size not in explorer.RANKS or (
-            schedule.num_microbatches not in explorer.MICROBATCHES):
+        schedule.num_microbatches not in explorer.MICROBATCHES
+    ):
         second = ""  # the page has none with these counts
     start = {
-        "first": "own" if own else schedule.name, "second": "measured" if measured else second,
-        "p": schedule.pp_size, "m": schedule.num_microbatches, "chunks": chunks,
-        "share": "worker", "overlap": float(costs.overlap), "hop": rounded(costs.latency),
+        "first": "own" if own else schedule.name,
+        "second": "measured" if measured else second,
+        "p": schedule.pp_size,
+        "m": schedule.num_microbatches,
+        "chunks": chunks,
+        "share": "worker",
+        "overlap": float(costs.overlap),
+        "hop": rounded(costs.latency),
         **{name: rounded(getattr(worker, name)) for name in "fiw"},
     }
-    data = {"title": title, "unit": unit, "start": start, "measured": measured,
-            "own": own and own | {"schedule": explorer.schedule_facts(schedule)}}
+    data = {
+        "title": title,
+        "unit": unit,
+        "start": start,
+        "measured": measured,
+        "own": own and own | {"schedule": explorer.schedule_facts(schedule)},
+    }
     drawing = svg(simulate(schedule, worker.divided(chunks)), f"{schedule.name}, one step")
     page = explorer.build(data, explorer.known_orders(), drawing)
     output.write_text(Path(args.html), page)
@@ -70,24 +87,35 @@ def write_page(args, costs: Costs) -> None:
 def is_known(schedule: Schedule, group_size: int | None) -> bool:
     """Return whether the page contains this order anyway."""
     chunks = schedule.num_stages // schedule.pp_size
-    return (group_size is None and schedule.pp_size in explorer.RANKS
-            and schedule.num_microbatches in explorer.MICROBATCHES
-            and chunks in explorer.chunk_counts(schedule.name))
+    return (
+        group_size is None
+        and schedule.pp_size in explorer.RANKS
+        and schedule.num_microbatches in explorer.MICROBATCHES
+        and chunks in explorer.chunk_counts(schedule.name)
+    )
 
 
 def check_size(schedule: Schedule) -> None:
     """Raise UsageError if a browser would be slow to draw the schedule."""
     count = schedule.num_stages * schedule.num_microbatches
     if count > MOST_DRAWN:
-        raise UsageError(f"--html draws at most {MOST_DRAWN:,} forward passes, and this schedule"
-                         f" has {count:,}: use fewer workers, chunks or microbatches")
+        raise UsageError(
+            f"--html draws at most {MOST_DRAWN:,} forward passes, and this schedule"
+            f" has {count:,}: use fewer workers, chunks or microbatches"
+        )
 
 
 def costs_of_a_worker(costs: Costs, schedule: Schedule) -> Costs:
     """Return the costs with single values of f, i and w: those given, or the mean over workers."""
     sums = {name: getattr(costs, name) for name in "fiw"}
-    return replace(costs, **{name: sum(value) / schedule.pp_size
-                             for name, value in sums.items() if isinstance(value, tuple)})
+    return replace(
+        costs,
+        **{
+            name: sum(value) / schedule.pp_size
+            for name, value in sums.items()
+            if isinstance(value, tuple)
+        },
+    )
 
 
 def rounded(value) -> float:
@@ -104,19 +132,40 @@ def of_run(folder: str) -> tuple[Schedule, Costs, dict]:
     """Return a traced run's schedule, its costs in milliseconds, and its passes for the page."""
     trace = trace_file.read(folder)
     if trace.meta["layout"]["pp"] == 1:
-        raise UsageError(f"--from-run {harmless(folder)}: the run has one pipeline rank, and so no"
-                         " schedule to show; train with --layout pp=2 or more")
+        raise UsageError(
+            f"--from-run {harmless(folder)}: the run has one pipeline rank, and so no"
+            " schedule to show; train with --layout pp=2 or more"
+        )
     with trace_file.contradictions_are_data_errors(folder):
         schedule = trace.schedule()
         seconds = measured_costs(pop.pass_facts(trace), schedule.num_stages)
         by_stage = {name: tuple(1e3 * value for value in getattr(seconds, name)) for name in "fiw"}
         step, passes = pop.median_passes(trace)
         start = min(span.start_ns for own in passes for span in own)
-        rows = [[[(span.start_ns - start) * 1e-6, (span.end_ns - start) * 1e-6,
-                  f"{span.stage}{span.kind}{span.mb}"] for span in own] for own in passes]
+        rows = [
+            [
+                [
+                    (span.start_ns - start) * 1e-6,
+                    (span.end_ns - start) * 1e-6,
+                    f"{span.stage}{span.kind}{span.mb}",
+                ]
+                for span in own
+            ]
+            for own in passes
+        ]
         costs = Costs(**by_stage, latency=pop.hop_ns(trace) * 1e-6)
     name = run_name(folder)
-    words = (f"measured in step {step} of {name}; who waited for a message is in its trace:"
-             f" mpipar trace {harmless(folder)}")
-    return schedule, costs, {"title": f"{name}, measured", "costs": by_stage, "passes": rows,
-                             "words": "\n".join([words, *trace.remarks()])}
+    words = (
+        f"measured in step {step} of {name}; who waited for a message is in its trace:"
+        f" mpipar trace {harmless(folder)}"
+    )
+    return (
+        schedule,
+        costs,
+        {
+            "title": f"{name}, measured",
+            "costs": by_stage,
+            "passes": rows,
+            "words": "\n".join([words, *trace.remarks()]),
+        },
+    )

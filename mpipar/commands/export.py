@@ -33,9 +33,11 @@ def checked_size(pieces: Iterable[bytes], place: Path, files: int) -> Iterator[b
         if number == 1:
             needed, free = files * len(piece), shutil.disk_usage(place).free
             if needed > free:
-                raise OutputError(f"{counted(files, 'rank')} need about {nbytes(needed)}, and"
-                                  f" {place} has {nbytes(free)} left: take a smaller layout, fewer"
-                                  " microbatches, or a larger --bucket-bytes")
+                raise OutputError(
+                    f"{counted(files, 'rank')} need about {nbytes(needed)}, and"
+                    f" {place} has {nbytes(free)} left: take a smaller layout, fewer"
+                    " microbatches, or a larger --bucket-bytes"
+                )
         yield piece
 
 
@@ -48,16 +50,20 @@ def write_goal(config: Config, name: str, gflops: float) -> str:
         text = goal_text(all_scripts(config), num_ranks, gflops)
         replace_file(path, checked_size(text, path.parent, num_ranks), sync=False)
     size = nbytes(path.stat().st_size)
-    return (f"{name}: GOAL of {counted(num_ranks, 'rank')}, {size}; computing, in ns, at"
-            f" {gflops:g} GFLOP/s\nsimulate it: txt2bin -i {name} -o {name}.bin && LogGOPSim -f"
-            f" {name}.bin")
+    return (
+        f"{name}: GOAL of {counted(num_ranks, 'rank')}, {size}; computing, in ns, at"
+        f" {gflops:g} GFLOP/s\nsimulate it: txt2bin -i {name} -o {name}.bin && LogGOPSim -f"
+        f" {name}.bin"
+    )
 
 
 def write_chakra(config: Config, name: str, gflops: float | None) -> str:
     """Write a Chakra trace per rank; return lines to print. Raises OutputError."""
     path, num_ranks, groups = Path(name), Grid.of(config.grid, 0).world_size, Groups()
-    with problems_as(OutputError, f"--chakra {name}", "name a new folder"), new_folder(
-            path) as unfinished:
+    with (
+        problems_as(OutputError, f"--chakra {name}", "name a new folder"),
+        new_folder(path) as unfinished,
+    ):
         for script in all_scripts(config):
             file = unfinished / f"{PREFIX}.{script.world_rank}.et"
             file.write_bytes(b"".join(trace_of(script, groups, gflops)))
@@ -65,6 +71,8 @@ def write_chakra(config: Config, name: str, gflops: float | None) -> str:
                 list(checked_size([b"", file.read_bytes()], unfinished, num_ranks))
         (unfinished / GROUPS).write_text(json.dumps(groups.listed()) + "\n")
         size = sum(file.stat().st_size for file in unfinished.iterdir())
-    return (f"{name}: Chakra traces of {counted(num_ranks, 'rank')}, {nbytes(size)}, and their"
-            f" groups\nsimulate them: astra-sim with --workload-configuration={name}/{PREFIX}"
-            f" --comm-group-configuration={name}/{GROUPS}")
+    return (
+        f"{name}: Chakra traces of {counted(num_ranks, 'rank')}, {nbytes(size)}, and their"
+        f" groups\nsimulate them: astra-sim with --workload-configuration={name}/{PREFIX}"
+        f" --comm-group-configuration={name}/{GROUPS}"
+    )

@@ -42,8 +42,9 @@ class Evaluation:
         self.file, self.events = file, events
         self.run, self.steps = worker.config.run, worker.config.train.steps
         source = data.data_of(worker.config.model)
-        self.rows = source.Rows(worker.ops, source.evaluated(inputs.held_out, worker.config),
-                                worker.config, worker.grid)
+        self.rows = source.Rows(
+            worker.ops, source.evaluated(inputs.held_out, worker.config), worker.config, worker.grid
+        )
         self.unit = UNITS[worker.config.model.model][0]
 
     def after_step(self, step: int) -> bool:
@@ -52,13 +53,17 @@ class Evaluation:
         The last step is skipped, because the end of the run does both.
         Comm: that of `loss` and `show_text`.
         """
-        evaluates, samples = (every and step % every == 0 and step < self.steps
-                              for every in (self.run.eval_interval, self.run.sample_interval))
+        evaluates, samples = (
+            every and step % every == 0 and step < self.steps
+            for every in (self.run.eval_interval, self.run.sample_interval)
+        )
         if evaluates:
             start = perf_counter()
             loss, count = self.loss(step)
-            self.log(f"step {step}: held-out loss {loss:.4f} nats per {self.unit} over {count:,}"
-                     f" {self.unit}s, {perf_counter() - start:.2f} s")
+            self.log(
+                f"step {step}: held-out loss {loss:.4f} nats per {self.unit} over {count:,}"
+                f" {self.unit}s, {perf_counter() - start:.2f} s"
+            )
         if samples:
             show_text(self.worker, self.inputs, self.log, f"step {step}: text")
         return bool(evaluates or samples)
@@ -70,8 +75,12 @@ class Evaluation:
         """
         start = perf_counter()
         loss, count = self.worker.evaluate(self.rows)
-        line = {"step": step, "held_out_loss": loss, f"{self.unit}s": count,
-                "seconds": perf_counter() - start}
+        line = {
+            "step": step,
+            "held_out_loss": loss,
+            f"{self.unit}s": count,
+            "seconds": perf_counter() - start,
+        }
         if self.file is not None:
             self.file.write(json.dumps(line) + "\n")
         if self.events is not None:
@@ -88,32 +97,47 @@ def report_step(world, worker, fact, memory, steps, log) -> None:
     """
     worker.settle()
     fact = fact | {
-        "counters": [[*key, *counter] for key, counter in worker.recorder.counters.items()
-                     if key.phase in ("F", "I", "recompute", "W", "sync", "opt")],
+        "counters": [
+            [*key, *counter]
+            for key, counter in worker.recorder.counters.items()
+            if key.phase in ("F", "I", "recompute", "W", "sync", "opt")
+        ],
         "buckets_ns": worker.recorder.flight_ns(
-            worker.comms["data"].axis, ("all_reduce", "reduce_scatter")),
+            worker.comms["data"].axis, ("all_reduce", "reduce_scatter")
+        ),
         "ring_ns": worker.recorder.flight_ns("tp", POINT_TO_POINT),
-        "measured": memory.peak, "objects": memory.objects, "process": process_peak(),
-        "pp_rank": worker.grid.place("pp"), "spans": recorded_facts(worker.recorder),
-        "shares": share_facts(worker.recorder), "cores": len(os.sched_getaffinity(0)),
+        "measured": memory.peak,
+        "objects": memory.objects,
+        "process": process_peak(),
+        "pp_rank": worker.grid.place("pp"),
+        "spans": recorded_facts(worker.recorder),
+        "shares": share_facts(worker.recorder),
+        "cores": len(os.sched_getaffinity(0)),
     }
     facts = gather_facts(world, fact)
     if facts:
         log("\nbarriers of a step, by name (calls and bytes summed over ranks):")
         log(console.barriers([fact["counters"] for fact in facts], steps, len(facts)))
         sums = f"gradient {'reduce-scatter' if worker.config.memory.zero else 'all-reduce'}"
-        overlaps = [console.overlap(name, [fact[key] for fact in facts]) for name, key in (
-            (sums, "buckets_ns"), ("messages of tp", "ring_ns"))]
+        overlaps = [
+            console.overlap(name, [fact[key] for fact in facts])
+            for name, key in ((sums, "buckets_ns"), ("messages of tp", "ring_ns"))
+        ]
         log("\n" + (overlaps[0] or f"{sums}: none (dp 1)"))
         if overlaps[1]:
             log(overlaps[1])
         log("\nshares of a step:")
         log(share_table([fact["shares"] for fact in facts], [fact["place"] for fact in facts]))
         if worker.grid.size("pp") > 1:
-            rows = bubble_rows([fact["spans"] for fact in facts],
-                               [fact["pp_rank"] for fact in facts], worker.schedule)
-            log(f"\nbusy share and bubble of {worker.schedule.name},"
-                " simulated from the measured passes:")
+            rows = bubble_rows(
+                [fact["spans"] for fact in facts],
+                [fact["pp_rank"] for fact in facts],
+                worker.schedule,
+            )
+            log(
+                f"\nbusy share and bubble of {worker.schedule.name},"
+                " simulated from the measured passes:"
+            )
             log(bubble_table(rows))
             note = crowded([fact["host"] for fact in facts], [fact["cores"] for fact in facts])
             if note:
@@ -132,17 +156,21 @@ def show_decoder(worker, inputs, evaluate, log, took) -> tuple[dict, Callable]:
     config = worker.config
     loss, count = evaluate()
     trained = worker.num_tokens * config.train.steps
-    log(f"\nheld-out loss {loss:.4f} nats per token over {count:,} tokens"
-        f" (trained on {trained:,} tokens{took})")
+    log(
+        f"\nheld-out loss {loss:.4f} nats per token over {count:,} tokens"
+        f" (trained on {trained:,} tokens{took})"
+    )
     show_text(worker, inputs, log)
 
     def compare():
         # With more ids, a table of pairs would fill the memory.
         vocab_size = config.model.vocab_size
         if log.speaks and inputs.tokenizer.is_bytes and vocab_size <= BYTE_VOCABULARY:
-            bar = bigram_loss(inputs.train_part, inputs.held_out[:count + 1], vocab_size)
-            log(f"\nbyte-bigram model of the same split: {bar:.4f}; the decoder is"
-                f" {abs(bar - loss):.4f} nats {'better' if loss < bar else 'worse'}")
+            bar = bigram_loss(inputs.train_part, inputs.held_out[: count + 1], vocab_size)
+            log(
+                f"\nbyte-bigram model of the same split: {bar:.4f}; the decoder is"
+                f" {abs(bar - loss):.4f} nats {'better' if loss < bar else 'worse'}"
+            )
 
     return {"held_out_loss": loss}, compare
 
@@ -169,8 +197,10 @@ def show_convnet(worker, inputs, evaluate, log, took) -> tuple[dict, Callable]:
     held_out = images.Rows(worker.ops, inputs.held_out, worker.config, worker.grid)
     share, _ = accuracy(worker, held_out)
     trained = worker.config.train.batch_size * worker.config.train.steps
-    log(f"\nheld-out loss {loss:.4f} nats per image, accuracy {share:.2%} of {count:,} images"
-        f" (trained on {trained:,} images{took})")
+    log(
+        f"\nheld-out loss {loss:.4f} nats per image, accuracy {share:.2%} of {count:,} images"
+        f" (trained on {trained:,} images{took})"
+    )
     return {"held_out_loss": loss, "accuracy": share}, lambda: None
 
 

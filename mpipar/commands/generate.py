@@ -12,12 +12,17 @@ class Arguments:
     """The model, a file of prompts, and a file for the answers."""
 
     run_folder: str = positional(
-        "RUN", "a run folder of mpipar train, a folder of weights, or a checkpoint")
+        "RUN", "a run folder of mpipar train, a folder of weights, or a checkpoint"
+    )
     prompts: str | None = setting(
-        None, "continue each line of a file, or the prompt of each object in a .jsonl file; writes"
-        " lines of JSON", metavar="FILE")
+        None,
+        "continue each line of a file, or the prompt of each object in a .jsonl file; writes"
+        " lines of JSON",
+        metavar="FILE",
+    )
     answers: str | None = setting(
-        None, "output file for --prompts; must be new (default: standard output)", metavar="FILE")
+        None, "output file for --prompts; must be new (default: standard output)", metavar="FILE"
+    )
 
 
 def run(context: Context) -> int:
@@ -26,16 +31,42 @@ def run(context: Context) -> int:
 
 
 COMMAND = Command(
-    run, "RUN --prompt TEXT | --prompts FILE [flags]", Arguments, needs_mpi=True,
-    fields=frozenset({
-        "prompt", "sample_tokens", "temperature", "top_k", "top_p", "stop_token", "seed",
-        "batch_size", "num_microbatches", "dp", "pp", "cp", "tp", "rank_order", "device", "dtype",
-        "kernels", "gemm", "tf32", "hang_warn", "hang_stop"}),
+    run,
+    "RUN --prompt TEXT | --prompts FILE [flags]",
+    Arguments,
+    needs_mpi=True,
+    fields=frozenset(
+        {
+            "prompt",
+            "sample_tokens",
+            "temperature",
+            "top_k",
+            "top_p",
+            "stop_token",
+            "seed",
+            "batch_size",
+            "num_microbatches",
+            "dp",
+            "pp",
+            "cp",
+            "tp",
+            "rank_order",
+            "device",
+            "dtype",
+            "kernels",
+            "gemm",
+            "tf32",
+            "hang_warn",
+            "hang_stop",
+        }
+    ),
     help_of={
         "prompt": "the text to continue (default 'The ')",
         "sample_tokens": "tokens to add to each prompt (default 200)",
         "seed": "determines the random draws, for every layout (default 0)",
         "batch_size": "prompts that are continued at the same time (default: 8 for each group and"
-                      " dp replica)",
+        " dp replica)",
         "num_microbatches": "groups of prompts in the pipeline at the same time (default: pp)",
-        "cp": "must be 1, because a text grows by one token at a time"})
+        "cp": "must be 1, because a text grows by one token at a time",
+    },
+)

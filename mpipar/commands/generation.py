@@ -58,9 +58,13 @@ def run(context: Context) -> int:
     world = session.start()
     request = session.agree(lambda: prepare(parsed, args, world.size, session.host_rank))
     config = request.config
-    session.compare(config_facts(session, config, request.tokenizer) | {
-        "prompts": digest_of_value([(one.typed, one.ids) for one in request.prompts]),
-        "sampling": str(request.sampling)})
+    session.compare(
+        config_facts(session, config, request.tokenizer)
+        | {
+            "prompts": digest_of_value([(one.typed, one.ids) for one in request.prompts]),
+            "sampling": str(request.sampling),
+        }
+    )
     worker = Worker(config, Grid.of(config.grid, world.rank), request.ops, Recorder(), world)
     session.agree(lambda: checkpoint.load(worker, config.run.init_from))
     file = session.agree(lambda: open_answers(args.answers) if world.rank == 0 else None)
@@ -78,23 +82,30 @@ def stream(worker, request: Request) -> Iterator[str]:
     """Yield the text of one prompt for a terminal, with a note if the model can read no more."""
     (prompt,), tokenizer = request.prompts, request.tokenizer
     text = Text(0, list(prompt.ids))
-    added = (text.tokens[-1] for _ in generate(worker, [text], request.sampling)
-             if text.end != STOP)
+    added = (
+        text.tokens[-1] for _ in generate(worker, [text], request.sampling) if text.end != STOP
+    )
     shown = prompts_module.visible(tokenizer, prompt)
     for piece in prompts_module.show(shown, added, tokenizer):
         yield printable(piece)
     yield "\n"
     if text.end == FULL and worker.comms.world.index == 0:
-        print(f"mpipar: the text ends here because the model reads at most"
-              f" {worker.config.model.seq_len:,} tokens", file=sys.stderr, flush=True)
+        print(
+            f"mpipar: the text ends here because the model reads at most"
+            f" {worker.config.model.seq_len:,} tokens",
+            file=sys.stderr,
+            flush=True,
+        )
 
 
 def answers(worker, request: Request) -> Iterator[str]:
     """Yield a line of JSON for each prompt, in order."""
     prompts = request.prompts
     for first in range(0, len(prompts), request.together):
-        texts = [Text(number, list(prompt.ids)) for number, prompt in
-                 enumerate(prompts[first:first + request.together], first)]
+        texts = [
+            Text(number, list(prompt.ids))
+            for number, prompt in enumerate(prompts[first : first + request.together], first)
+        ]
         for _ in generate(worker, texts, request.sampling):
             pass
         for text in texts:
@@ -118,23 +129,29 @@ def prepare(parsed, args, world_size: int, host_rank: int) -> Request:
     """
     weights, given = weights_of(args.run_folder), parsed.config
     start = replace(
-        given, run=replace(given.run, init_from=weights),
+        given,
+        run=replace(given.run, init_from=weights),
         grid=replace(given.grid, num_microbatches=given.grid.num_microbatches or 1),
-        train=replace(given.train, optimizer="sgd"))
+        train=replace(given.train, optimizer="sgd"),
+    )
     problems = (*parsed.problems, *option_problems(parsed, args))
     beside, texts, found = tokenizer_folder(weights), [], {"notes": []}
     is_default = args.prompts is None and "prompt" not in parsed.given
 
     def read_files(config):
-        texts[:] = ([("--prompt", config.run.prompt)] if args.prompts is None
-                    else prompts_module.read_prompts(args.prompts))
+        texts[:] = (
+            [("--prompt", config.run.prompt)]
+            if args.prompts is None
+            else prompts_module.read_prompts(args.prompts)
+        )
         found["tokenizer"] = tokenizer_of(beside, config.model.vocab_size)
 
     def read_texts(config):
         try:
             if "tokenizer" in found:
                 found["prompts"] = prompts_module.encode_prompts(
-                    found["tokenizer"], texts, config.model)
+                    found["tokenizer"], texts, config.model
+                )
         except UsageError:
             if not is_default:
                 raise
@@ -143,17 +160,27 @@ def prepare(parsed, args, world_size: int, host_rank: int) -> Request:
             found["notes"].append(
                 f"this model cannot read the default prompt {config.run.prompt!r}, so the text"
                 f" begins with id {FIRST.typed}; for another beginning, give --prompt:"
-                f" {found['tokenizer'].takes}")
+                f" {found['tokenizer'].takes}"
+            )
 
-    checks = [(read_files, DataError), (read_texts, UsageError),
-              (layout_problems, UsageError), (checkpoint.weight_problems, DataError)]
+    checks = [
+        (read_files, DataError),
+        (read_texts, UsageError),
+        (layout_problems, UsageError),
+        (checkpoint.weight_problems, DataError),
+    ]
     config, _ = resolve(replace(parsed, config=start, problems=problems), world_size, checks)
     groups = given.grid.num_microbatches or config.grid.pp  # as many as work at the same time
     config = replace(config, grid=replace(config.grid, num_microbatches=groups))
     together = given.train.batch_size or ROWS_OF_A_GROUP * config.grid.dp * groups
     ends = ends_of(beside, found["tokenizer"], config.model.vocab_size)
-    return Request(config, ops_module.make_for(config.run, host_rank), **found,
-                   sampling=Sampling.of(config.run, ends), together=together)
+    return Request(
+        config,
+        ops_module.make_for(config.run, host_rank),
+        **found,
+        sampling=Sampling.of(config.run, ends),
+        together=together,
+    )
 
 
 def option_problems(parsed, args) -> list[str]:
@@ -162,8 +189,10 @@ def option_problems(parsed, args) -> list[str]:
     if args.prompts is not None and "prompt" in parsed.given:
         found.append(f"--prompt and --prompts {args.prompts}: give one of them")
     if args.answers is not None and args.prompts is None:
-        found.append(f"--answers {args.answers}: is for --prompts FILE; without it the text goes"
-                     " to standard output")
+        found.append(
+            f"--answers {args.answers}: is for --prompts FILE; without it the text goes"
+            " to standard output"
+        )
     elif args.answers is not None and os.path.lexists(args.answers):
         found.append(f"--answers {args.answers}: exists already; give a new file")
     return found
@@ -173,8 +202,12 @@ def layout_problems(config) -> list[str]:
     """Return what is wrong if the layout cuts an axis that a single token does not have."""
     if config.grid.cp == 1:
         return []
-    return [(f"--cp {config.grid.cp}: cuts the tokens of a row, but a text grows by one token at a"
-            " time; use --dp for more texts, or --tp or --pp to cut the model")]
+    return [
+        (
+            f"--cp {config.grid.cp}: cuts the tokens of a row, but a text grows by one token at a"
+            " time; use --dp for more texts, or --tp or --pp to cut the model"
+        )
+    ]
 
 
 def weights_of(run_folder: str) -> str:
@@ -182,8 +215,10 @@ def weights_of(run_folder: str) -> str:
     weights = find_source(run_folder, run_folder)
     model = formats.model_settings(weights, where=run_folder)["model"]
     if model != "decoder":
-        raise UsageError(f"{run_folder}: holds a {model}, which generates no text; give the run"
-                         " folder of a decoder")
+        raise UsageError(
+            f"{run_folder}: holds a {model}, which generates no text; give the run"
+            " folder of a decoder"
+        )
     return weights
 
 

@@ -42,8 +42,9 @@ class Inputs:
     prompt: list[int]
 
 
-def prepare(parsed, world_size: int, host_rank: int, checks=(), started=None,
-            machine=None) -> Inputs:
+def prepare(
+    parsed, world_size: int, host_rank: int, checks=(), started=None, machine=None
+) -> Inputs:
     """Check everything that can be checked before anything is allocated.
 
     host_rank: place of this process on its host; only the first reads all token files once.
@@ -56,15 +57,19 @@ def prepare(parsed, world_size: int, host_rank: int, checks=(), started=None,
     def read_data(config):
         try:
             found["parts"], found["what"] = data.data_of(config.model).load(
-                config, thorough=host_rank == 0)
+                config, thorough=host_rank == 0
+            )
         except DataError as error:
             if config.run.init_from is None:
                 raise
             # No flag can change the vocabulary of given weights.
             parts = [text.partition("type --vocab-size") for text in error.problems]
-            raise DataError([
-                before + (cut and "give data prepared with the tokenizer of these weights")
-                for before, cut, _ in parts]) from None
+            raise DataError(
+                [
+                    before + (cut and "give data prepared with the tokenizer of these weights")
+                    for before, cut, _ in parts
+                ]
+            ) from None
 
     def make_ops(config):
         found["ops"] = ops_module.make_for(config.run, host_rank)
@@ -74,15 +79,22 @@ def prepare(parsed, world_size: int, host_rank: int, checks=(), started=None,
             found["tokenizer"] = tokenizer_of_run(config, started, found["parts"][0])
             found["prompt"] = prompt_tokens(config, found["tokenizer"])
 
-    checks = [*checks, (read_data, DataError), (read_text, UsageError),
-              (checkpoint.weight_problems, DataError), (make_ops, EnvironmentProblem)]
+    checks = [
+        *checks,
+        (read_data, DataError),
+        (read_text, UsageError),
+        (checkpoint.weight_problems, DataError),
+        (make_ops, EnvironmentProblem),
+    ]
     config, notes = resolve(parsed, world_size, checks, machine)
     train_part, held_out = found["parts"]
-    notes.append(f"data: {found['what']}; {len(train_part):,} to train on,"
-                 f" {len(held_out):,} held out")
+    notes.append(
+        f"data: {found['what']}; {len(train_part):,} to train on, {len(held_out):,} held out"
+    )
     notes += tokenizer_notes(config.run.init_from, found["tokenizer"])
-    return Inputs(config, notes, found["ops"], train_part, held_out, found["tokenizer"],
-                  found["prompt"])
+    return Inputs(
+        config, notes, found["ops"], train_part, held_out, found["tokenizer"], found["prompt"]
+    )
 
 
 def tokenizer_of_run(config, started, tokens) -> Tokenizer | None:
@@ -103,11 +115,18 @@ def tokenizer_of_run(config, started, tokens) -> Tokenizer | None:
 def tokenizer_notes(source: str | None, tokenizer: Tokenizer | None) -> list[str]:
     """Return a note if the tokenizer files of the data and of the first weights differ."""
     folder = tokenizer_folder(source) if source and tokenizer else None
-    if folder is None or not has_tokenizer(folder) or (
-            files_digest(read_files(folder)) == tokenizer.digest):
+    if (
+        folder is None
+        or not has_tokenizer(folder)
+        or (files_digest(read_files(folder)) == tokenizer.digest)
+    ):
         return []
-    return [(f"the tokenizer files of --data differ from those of {folder}: where they do, an id"
-             " had another meaning when the weights were trained")]
+    return [
+        (
+            f"the tokenizer files of --data differ from those of {folder}: where they do, an id"
+            " had another meaning when the weights were trained"
+        )
+    ]
 
 
 def prompt_tokens(config, tokenizer: Tokenizer | None) -> list[int]:

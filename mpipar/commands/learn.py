@@ -40,10 +40,14 @@ class Arguments:
 
     topic: str | None = positional("EXAMPLE", f"{', '.join(EXAMPLES)}; or {CHECK}", default=None)
     words: tuple[str, ...] = positional(
-        "EXERCISE ANSWER", "with check: the exercise, and the answer if it is short", default=())
+        "EXERCISE ANSWER", "with check: the exercise, and the answer if it is short", default=()
+    )
     file: str | None = setting(
-        None, "the answer, if it is a file. Python code is imported and runs in this process, with"
-        " your permissions", metavar="FILE")
+        None,
+        "the answer, if it is a file. Python code is imported and runs in this process, with"
+        " your permissions",
+        metavar="FILE",
+    )
     seed: int = setting(0, "another trace in 11a and 11c (default 0)")
 
 
@@ -57,12 +61,16 @@ def run(context: Context) -> int:
     # What ranks compare once MPI starts. Until then each process reports its own errors.
     facts, session.facts = session.facts, {}
     if args.file and (topic != CHECK or not words):
-        raise UsageError(f"--file {args.file}: answers an exercise: type mpipar learn {CHECK} ID"
-                         f" --file {args.file}")
+        raise UsageError(
+            f"--file {args.file}: answers an exercise: type mpipar learn {CHECK} ID"
+            f" --file {args.file}"
+        )
     seeded = [one.id for one in EXERCISES.values() if one.seeded]
     if args.seed and (topic != CHECK or not words or words[0].lower() not in seeded):
-        raise UsageError(f"--seed {args.seed}: selects another trace in exercise"
-                         f" {' or '.join(seeded)}; leave it out")
+        raise UsageError(
+            f"--seed {args.seed}: selects another trace in exercise"
+            f" {' or '.join(seeded)}; leave it out"
+        )
     if topic is None or (topic == CHECK and not words):
         if session.launcher.rank == 0:
             print("\n".join(listing()))
@@ -73,8 +81,10 @@ def run(context: Context) -> int:
         return example(session, facts, topic, words)
     if topic.lower() in EXERCISES:
         raise UsageError(f"{topic} is an exercise: type mpipar learn {CHECK} {topic}")
-    raise UsageError(f"{shown(topic)}: no such example{suggestion(topic, [*EXAMPLES, CHECK])}; use"
-                     f" one of {', '.join(EXAMPLES)}, or {CHECK}")
+    raise UsageError(
+        f"{shown(topic)}: no such example{suggestion(topic, [*EXAMPLES, CHECK])}; use"
+        f" one of {', '.join(EXAMPLES)}, or {CHECK}"
+    )
 
 
 def listing() -> list[str]:
@@ -82,13 +92,20 @@ def listing() -> list[str]:
     lines = []
     for chapter, title in enumerate(CHAPTERS, 1):
         lines += ["", f"{chapter}  {title}"]
-        lines += [f"  {name:<11} {one.title}"
-                  for name, one in EXAMPLES.items() if one.chapter == chapter]
-        lines += [f"  {one.id:<12}{textwrap.shorten(one.task, WIDTH - 14, placeholder=' ...')}"
-                  for one in EXERCISES.values() if one.chapter == chapter]
-    return [*lines[1:], "",
-            "mpiexec -n 2 mpipar learn ffn shows the worked example ffn, with real numbers.",
-            "mpipar learn check 4a shows exercise 4a, and how to answer it."]
+        lines += [
+            f"  {name:<11} {one.title}" for name, one in EXAMPLES.items() if one.chapter == chapter
+        ]
+        lines += [
+            f"  {one.id:<12}{textwrap.shorten(one.task, WIDTH - 14, placeholder=' ...')}"
+            for one in EXERCISES.values()
+            if one.chapter == chapter
+        ]
+    return [
+        *lines[1:],
+        "",
+        "mpiexec -n 2 mpipar learn ffn shows the worked example ffn, with real numbers.",
+        "mpipar learn check 4a shows exercise 4a, and how to answer it.",
+    ]
 
 
 def example(session, facts: dict[str, str], name: str, words: tuple[str, ...]) -> int:
@@ -97,9 +114,11 @@ def example(session, facts: dict[str, str], name: str, words: tuple[str, ...]) -
     counts = " or ".join(map(str, one.ranks))
     problems = [f"{name} takes no more arguments: leave {' '.join(words)} out"] if words else []
     if size not in one.ranks:
-        problems.append(f"{name} needs {counts} ranks, but {size}"
-                        f" {'was' if size == 1 else 'were'} started: type mpiexec -n"
-                        f" {one.ranks[0]} mpipar learn {name}")
+        problems.append(
+            f"{name} needs {counts} ranks, but {size}"
+            f" {'was' if size == 1 else 'were'} started: type mpiexec -n"
+            f" {one.ranks[0]} mpipar learn {name}"
+        )
     if problems:
         raise UsageError(problems)
     session.facts = facts | {"example": name}
@@ -109,12 +128,15 @@ def example(session, facts: dict[str, str], name: str, words: tuple[str, ...]) -
     return EXIT_OK if off <= TOLERANCE else EXIT_CHECK_FAILED
 
 
-def check(session, facts: dict[str, str], number: str, words: tuple[str, ...],
-          args: Arguments) -> int:
+def check(
+    session, facts: dict[str, str], number: str, words: tuple[str, ...], args: Arguments
+) -> int:
     """Show an exercise, or judge an answer to it. Comm: that of the exercise."""
     if number not in EXERCISES:
-        raise UsageError(f"{shown(number)}: no such exercise{suggestion(number, list(EXERCISES))};"
-                         " mpipar learn lists them")
+        raise UsageError(
+            f"{shown(number)}: no such exercise{suggestion(number, list(EXERCISES))};"
+            " mpipar learn lists them"
+        )
     one = EXERCISES[number]
     answered = bool(words or args.file)
     on_ranks = session.launcher.size in one.ranks
@@ -148,9 +170,11 @@ def misfits(one: Exercise, words, file: str | None, size: int) -> list[str]:
     needs_ranks = file is not None and not one.alone
     if size not in one.ranks and (needs_ranks or (one.ranks and size > 1)):
         counts = " or ".join(map(str, sorted(one.ranks)))
-        found.append(f"{one.id} runs on {counts} ranks, but {size} {'was' if size == 1 else 'were'}"
-                     f" started: type {one.launcher}mpipar learn check {one.id}"
-                     + (f" --file {file}" if file else ""))
+        found.append(
+            f"{one.id} runs on {counts} ranks, but {size} {'was' if size == 1 else 'were'}"
+            f" started: type {one.launcher}mpipar learn check {one.id}"
+            + (f" --file {file}" if file else "")
+        )
     return found
 
 
@@ -185,8 +209,11 @@ def judge(one: Exercise, asked: Asked) -> int:
     """Print the verdict on an answer. Comm: that of the exercise."""
     speaks = asked.world is None or asked.world.rank == 0
     if asked.file and speaks and asked.file.suffix == ".py":
-        print(f"{asked.file} is imported and runs in this process, with your permissions",
-              file=sys.stderr, flush=True)
+        print(
+            f"{asked.file} is imported and runs in this process, with your permissions",
+            file=sys.stderr,
+            flush=True,
+        )
     verdict = one.judge(asked)
     if not speaks:
         return EXIT_OK
@@ -196,5 +223,11 @@ def judge(one: Exercise, asked: Asked) -> int:
     return EXIT_OK if verdict.right else EXIT_CHECK_FAILED
 
 
-COMMAND = Command(run, "[EXAMPLE] | mpipar learn check [EXERCISE [ANSWER]] [--file FILE]",
-                  Arguments, examples=EXAMPLES_TYPED, needs_mpi=True, is_free=True)
+COMMAND = Command(
+    run,
+    "[EXAMPLE] | mpipar learn check [EXERCISE [ANSWER]] [--file FILE]",
+    Arguments,
+    examples=EXAMPLES_TYPED,
+    needs_mpi=True,
+    is_free=True,
+)

@@ -32,8 +32,13 @@ RESERVE_BYTES = 16 << 20
 # Freed arrays leave holes, and BLAS and NumPy use temporaries that shapes do not show.
 HEADROOM = 1.05
 MOST_RANKS = 64  # of the layouts that are tried
-PASSES = {"F": "forward pass", "I": "input gradient",
-          "recompute": "recomputation", "W": "weight gradient", "opt": "update"}
+PASSES = {
+    "F": "forward pass",
+    "I": "input gradient",
+    "recompute": "recomputation",
+    "W": "weight gradient",
+    "opt": "update",
+}
 
 
 class MemoryLimit:
@@ -90,40 +95,68 @@ class MemoryLimit:
 
     def _problems(self, error, left) -> list[str]:
         wanted = bytes_wanted(error)
-        text = (f"out of memory: {tensor(error)}{self._when()} wants"
-                f" {'some bytes' if wanted is None else nbytes(wanted)}")
+        text = (
+            f"out of memory: {tensor(error)}{self._when()} wants"
+            f" {'some bytes' if wanted is None else nbytes(wanted)}"
+        )
         if self.budget is None:
-            return [(f"{text}, and this host has no more; --memory prints the predicted bytes of"
-                    " each rank; more ranks (--tp, --pp) or fewer rows (--batch-size) need less")]
+            return [
+                (
+                    f"{text}, and this host has no more; --memory prints the predicted bytes of"
+                    " each rank; more ranks (--tp, --pp) or fewer rows (--batch-size) need less"
+                )
+            ]
         predicted = fullest(self.config)
         parts = ", ".join(f"{label} {nbytes(size)}" for label, size in predicted.peak_bytes.items())
         # Memory that was freed while the error propagated counts as left, such as a finished stage.
         freed = wanted is not None and left >= wanted
         when = " (by now; less when it was requested)" if freed else ""
         found = [
-            (f"{text}, but {nbytes(left)} are left{when} of --memory-limit {self.budget}"
-            f" ({nbytes(self.budget)}{self._beside()})"),
-            (f"the fullest rank of this layout is predicted to need {nbytes(predicted.peak_total)}:"
-             f" {parts}")]
-        here = [f"{words} ({nbytes(peak)})" for words, peak in cheaper_ways(
-            self.config, self.budget)]
+            (
+                f"{text}, but {nbytes(left)} are left{when} of --memory-limit {self.budget}"
+                f" ({nbytes(self.budget)}{self._beside()})"
+            ),
+            (
+                f"the fullest rank of this layout is predicted to need"
+                f" {nbytes(predicted.peak_total)}:"
+                f" {parts}"
+            ),
+        ]
+        here = [
+            f"{words} ({nbytes(peak)})" for words, peak in cheaper_ways(self.config, self.budget)
+        ]
         if here:
             found.append(f"on the same number of ranks it fits with {', or with '.join(here)}")
         layouts = smallest_layouts(self.config, self.budget)
         if not layouts and here:
             return found
         if not layouts:
-            sizes = {"decoder": "--batch-size, --seq-len or --d-model",
-                     "convnet": "--batch-size or --channels"}
-            return [*found, (f"no layout of up to {MOST_RANKS} ranks fits: set a higher limit, or"
-                            f" a smaller {sizes[self.config.model.model]}")]
-        return [*found, "it fits with " + ", or with ".join(
-            f"{typed(vars(grid))} (mpiexec -n {grid.num_ranks}; {nbytes(peak)})"
-            for grid, peak in layouts)]
+            sizes = {
+                "decoder": "--batch-size, --seq-len or --d-model",
+                "convnet": "--batch-size or --channels",
+            }
+            return [
+                *found,
+                (
+                    f"no layout of up to {MOST_RANKS} ranks fits: set a higher limit, or"
+                    f" a smaller {sizes[self.config.model.model]}"
+                ),
+            ]
+        return [
+            *found,
+            "it fits with "
+            + ", or with ".join(
+                f"{typed(vars(grid))} (mpiexec -n {grid.num_ranks}; {nbytes(peak)})"
+                for grid, peak in layouts
+            ),
+        ]
 
     def _beside(self) -> str:
-        return "" if self.ops.device == "cuda" else (
-            f", and {nbytes(RESERVE_BYTES)} more for everything but the model's arrays")
+        return (
+            ""
+            if self.ops.device == "cuda"
+            else (f", and {nbytes(RESERVE_BYTES)} more for everything but the model's arrays")
+        )
 
     def _when(self) -> str:
         recorder = self.recorder
@@ -131,8 +164,7 @@ class MemoryLimit:
             return ""
         if recorder.stage < 0:
             return f", {PASSES[recorder.phase]},"
-        return (f", {PASSES[recorder.phase]} of stage {recorder.stage}, microbatch"
-                f" {recorder.mb},")
+        return f", {PASSES[recorder.phase]} of stage {recorder.stage}, microbatch {recorder.mb},"
 
 
 def tight(budget: int | None, peaks: list[int]) -> str:
@@ -142,9 +174,11 @@ def tight(budget: int | None, peaks: list[int]) -> str:
     """
     if budget is None or max(peaks) <= budget:
         return ""
-    return (f"--memory-limit {budget} ({nbytes(budget)}) is below the {nbytes(max(peaks))} that the"
-            f" fullest rank is predicted to need; it only fits if there is room in the"
-            f" {nbytes(RESERVE_BYTES)} that a process has for other things")
+    return (
+        f"--memory-limit {budget} ({nbytes(budget)}) is below the {nbytes(max(peaks))} that the"
+        f" fullest rank is predicted to need; it only fits if there is room in the"
+        f" {nbytes(RESERVE_BYTES)} that a process has for other things"
+    )
 
 
 def data_bytes() -> int:
@@ -184,9 +218,14 @@ def tensor(error: Exception) -> str:
 
 
 # What makes a run smaller on the same ranks, from the cheapest to the most expensive.
-CHEAPER = ({"recompute": "attention"}, {"recompute": "block"}, {"zero": 1}, {"zero": 3},
-           {"zero": 3, "zero_grads": "sharded"},
-           {"zero": 3, "zero_grads": "sharded", "recompute": "block"})
+CHEAPER = (
+    {"recompute": "attention"},
+    {"recompute": "block"},
+    {"zero": 1},
+    {"zero": 3},
+    {"zero": 3, "zero_grads": "sharded"},
+    {"zero": 3, "zero_grads": "sharded", "recompute": "block"},
+)
 
 
 def cheaper_ways(config, budget: int) -> list[tuple]:
@@ -215,10 +254,15 @@ def smallest_layouts(config, budget: int) -> list[tuple]:
     """
     given = config.grid
     room = MOST_RANKS // given.num_ranks
-    alone = [[{axis: getattr(given, axis) * times} for times in range(2, room + 1)]
-             for axis in ("tp", "pp", "dp", "cp")]
-    both = [{"pp": given.pp * a, "tp": given.tp * b}
-            for a in range(2, room + 1) for b in range(2, room // a + 1)]
+    alone = [
+        [{axis: getattr(given, axis) * times} for times in range(2, room + 1)]
+        for axis in ("tp", "pp", "dp", "cp")
+    ]
+    both = [
+        {"pp": given.pp * a, "tp": given.tp * b}
+        for a in range(2, room + 1)
+        for b in range(2, room // a + 1)
+    ]
     found = [one for axis in alone if (one := _first_fit(config, axis, budget))]
     if found:
         return found

@@ -51,8 +51,9 @@ def run(context: Context) -> int:
     if args.json:
         found = plan_report.as_dict(question, plan, job)
         if batches:
-            found["batches"] = {rows: one.best[0].step.total if one.best else None
-                                for rows, one in batches.items()}
+            found["batches"] = {
+                rows: one.best[0].step.total if one.best else None for rows, one in batches.items()
+            }
         print(json.dumps(found, indent=1))
     elif args.csv:
         csv.writer(sys.stdout, lineterminator="\n").writerows(plan_report.csv_rows(question, plan))
@@ -73,8 +74,11 @@ def answer(args, question: Question, plan: Plan, batches: dict[int, Plan], job: 
         if own is not None:
             parts.append(plan_report.own_table(*own))
         if args.failure_hours:
-            parts.append(plan_report.saving(
-                question, best.step.total, args.save_seconds or SAVE_SECONDS, args.failure_hours))
+            parts.append(
+                plan_report.saving(
+                    question, best.step.total, args.save_seconds or SAVE_SECONDS, args.failure_hours
+                )
+            )
         if args.sites:
             parts.append(plan_report.sites_table(question, plan, sites_of(args.sites)))
     if len(batches) > 1:
@@ -88,7 +92,8 @@ def refusal(question: Question, job: Job, one: Candidate) -> str:
         resolve(ParsedConfig(train_config(question, job.config, one)), one.layout.ranks)
     except UserError as error:
         return "mpipar train refuses this command:\n" + "\n".join(
-            f"  {problem}" for problem in error.problems)
+            f"  {problem}" for problem in error.problems
+        )
     return ""
 
 
@@ -97,6 +102,7 @@ def chosen_batch(args, question: Question, tell):
 
     Without --dtype the number format is chosen too, and set in the question.
     """
+
     def found(rows: int) -> tuple[Question, Plan]:
         asked = question._replace(batch_size=rows)
         if args.dtype is None:

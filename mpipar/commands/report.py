@@ -55,10 +55,13 @@ def write(folder: Path, config: Config, told: dict, log: Callable[[str], None]) 
     """
     try:
         (lines, damaged), (evaluations, more) = (
-            series.read_lines(folder, name) for name in (METRICS, EVALUATIONS))
+            series.read_lines(folder, name) for name in (METRICS, EVALUATIONS)
+        )
         if damaged or more:
-            log(f"{REPORT} and {CSV} are without {counted(damaged + more, 'damaged line')} of"
-                f" {METRICS} and {EVALUATIONS}")
+            log(
+                f"{REPORT} and {CSV} are without {counted(damaged + more, 'damaged line')} of"
+                f" {METRICS} and {EVALUATIONS}"
+            )
         replace_file(CSV, [series.csv_text(lines, evaluations).encode()], root=folder)
         page, trace_words = run_data(folder, config, lines, evaluations, told), ""
         if told["traced"]:
@@ -89,14 +92,17 @@ def run_data(folder: Path, config: Config, lines, evaluations, told: dict) -> di
     unit = UNITS[config.model.model][0]
     return {
         "title": f"{folder.resolve().name}: {tables.layout_text(config.grid)},"
-                 f" {config.grid.schedule_csv or config.grid.schedule}",
+        f" {config.grid.schedule_csv or config.grid.schedule}",
         "model": f"{models.model_of(config.model).describe_model(config.model)};"
-                 f" {config.train.optimizer}, {config.run.dtype} on {config.run.device}",
-        "state": told["state"], "summary": summary(config, lines, evaluations, unit),
+        f" {config.train.optimizer}, {config.run.dtype} on {config.run.device}",
+        "state": told["state"],
+        "summary": summary(config, lines, evaluations, unit),
         "curves": series.curves(lines, evaluations, unit),
-        "tables": [layout_table(told["ranks"], told["headline"].splitlines()[0]),
-                   {"title": "Environment", "rows": [list(row) for row in told["environment"]]},
-                   *configuration(config)],
+        "tables": [
+            layout_table(told["ranks"], told["headline"].splitlines()[0]),
+            {"title": "Environment", "rows": [list(row) for row in told["environment"]]},
+            *configuration(config),
+        ],
         "log": log_text(folder),
     }
 
@@ -112,14 +118,24 @@ def summary(config: Config, lines, evaluations, unit: str) -> list[list[str]]:
         found.append(["held-out loss", f"{last['held_out_loss']:.4f}", words])
     if lines:
         newest = lines[-20:]
-        found.append(["training loss", f"{sum(one['loss'] for one in newest) / len(newest):.4f}",
-                      f"nats per {unit}, mean of the last {counted(len(newest), 'step')}"])
+        found.append(
+            [
+                "training loss",
+                f"{sum(one['loss'] for one in newest) / len(newest):.4f}",
+                f"nats per {unit}, mean of the last {counted(len(newest), 'step')}",
+            ]
+        )
         speed = median(one["tokens_per_second"] for one in lines)
         found.append(["speed", tables.short_count(speed), f"{unit}s per second, median step"])
         seen = len(lines) * config.train.batch_size * config.model.targets_per_row
         seconds = sum(one["step_seconds"] for one in lines)
-        found.append(["trained on", tables.short_count(seen),
-                      f"{unit}s, in {seconds:.0f} s of {len(lines):,} steps"])
+        found.append(
+            [
+                "trained on",
+                tables.short_count(seen),
+                f"{unit}s, in {seconds:.0f} s of {len(lines):,} steps",
+            ]
+        )
         share = sum(one["comm_share_mean"] for one in lines) / len(lines)
         found.append(["communication", f"{share:.0%}", "of the time, mean over ranks"])
     return found
@@ -129,8 +145,12 @@ def layout_table(ranks: list[dict], head: str) -> dict:
     """Return a table of what each rank holds, and its memory."""
     shown = tables.holding_rows(ranks[:MOST_RANKS])
     left_out = [f"and {len(ranks) - MOST_RANKS:,} more ranks"] if len(ranks) > MOST_RANKS else []
-    return {"title": "Layout", "words": "; ".join([head, *left_out]),
-            "head": list(map(str, shown[0])), "rows": [list(map(str, row)) for row in shown[1:]]}
+    return {
+        "title": "Layout",
+        "words": "; ".join([head, *left_out]),
+        "head": list(map(str, shown[0])),
+        "rows": [list(map(str, row)) for row in shown[1:]],
+    }
 
 
 def configuration(config: Config) -> list[dict]:

@@ -23,8 +23,12 @@ from mpipar.pipeline.instructions import Schedule
 ROUTING = ("router_balance", "router_loss_coef", "router_bias_rate")
 
 
-def resolve(parsed: ParsedConfig, world_size: int, checks: Iterable[config_resolve.Check] = (),
-            machine: str | None = None) -> tuple[Config, list[str]]:
+def resolve(
+    parsed: ParsedConfig,
+    world_size: int,
+    checks: Iterable[config_resolve.Check] = (),
+    machine: str | None = None,
+) -> tuple[Config, list[str]]:
     """Return a command's complete Config for this number of ranks, and notes for the user.
 
     checks: the command's own, besides the table of illegal combinations and the shape of weights.
@@ -53,15 +57,18 @@ def resolve(parsed: ParsedConfig, world_size: int, checks: Iterable[config_resol
         config = replace(config, model=replace(config.model, vocab_size=size))
         source_notes = [f"--vocab-size {size}, the vocabulary of the data"]
     config, notes = config_resolve.resolve(
-        config, world_size, checks, errors=errors, bad=parsed.bad, rules=RULES, **facts)
+        config, world_size, checks, errors=errors, bad=parsed.bad, rules=RULES, **facts
+    )
     return config, [*notes, *source_notes, *memory_notes(config)]
 
 
 def memory_notes(config: Config) -> list[str]:
     """Return a note if there are no scores that --recompute attention could recompute."""
     if config.memory.recompute != "attention" or keeps_scores(
-            config.grid.cp_attention, config.model.head_dim,
-            shapes_for(config.run, None).tiled_head_width):
+        config.grid.cp_attention,
+        config.model.head_dim,
+        shapes_for(config.run, None).tiled_head_width,
+    ):
         return []
     method = config.grid.cp_attention
     who = f"--cp-attention {method}" if method in ("ring", "gather") else "--kernels fused"
@@ -75,15 +82,22 @@ def with_weights_shape(parsed: ParsedConfig, shape: dict, source: str) -> Config
     """
     typed = in_force(parsed.config)
     if shape["model"] != typed["model"]:
-        raise UsageError(f"--init-from {typed['init_from']}: holds a {shape['model']}, but --model"
-                         f" is {typed['model']}; type --model {shape['model']}")
+        raise UsageError(
+            f"--init-from {typed['init_from']}: holds a {shape['model']}, but --model"
+            f" is {typed['model']}; type --model {shape['model']}"
+        )
     given = typed.keys() & parsed.given.keys() - parsed.bad
-    shape = {name: value for name, value in shape.items() if not (
-        name in ROUTING and name in given and "bias" not in (value, typed[name]))}
-    found = [f"{flag(name)} {typed[name]}: contradicts --init-from {typed['init_from']}, where it "
-             f"is {value}; leave {flag(name)} out"
-             for name, value in shape.items()
-             if name in given and typed[name] not in (None, value)]
+    shape = {
+        name: value
+        for name, value in shape.items()
+        if not (name in ROUTING and name in given and "bias" not in (value, typed[name]))
+    }
+    found = [
+        f"{flag(name)} {typed[name]}: contradicts --init-from {typed['init_from']}, where it "
+        f"is {value}; leave {flag(name)} out"
+        for name, value in shape.items()
+        if name in given and typed[name] not in (None, value)
+    ]
     if found:
         raise UsageError(found)
     named = {name: value for name, value in typed.items() if value is not None}

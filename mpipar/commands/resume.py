@@ -116,10 +116,17 @@ def _newest_of(steps: list[Path], source: Path, folder: Path | None, asked: str)
             notes.append(damage)
             continue
         return Start(
-            str(folder) if folder else None, newest_step(folder) if folder else 0,
-            tuple(map(str, steps[number:])), found.step, found.config, found.layout,
-            found.schedule, found.data, finished=finished_step(folder) if folder else 0,
-            notes=tuple(fallback(note) for note in notes))
+            str(folder) if folder else None,
+            newest_step(folder) if folder else 0,
+            tuple(map(str, steps[number:])),
+            found.step,
+            found.config,
+            found.layout,
+            found.schedule,
+            found.data,
+            finished=finished_step(folder) if folder else 0,
+            notes=tuple(fallback(note) for note in notes),
+        )
     raise DataError([*notes, f"--resume {asked}: no checkpoint of {source} can be read"])
 
 
@@ -136,14 +143,22 @@ def again(run, folder: Path) -> Start:
         step = Path(sources.resumed)
         found = _newest_of([step], step.parent.parent, folder, AUTO)
         if digest_of_weights(sources.resumed) != sources.digest:
-            raise DataError(f"{step}: has changed since the run in {folder} started from it; give a"
-                            " new --out")
+            raise DataError(
+                f"{step}: has changed since the run in {folder} started from it; give a new --out"
+            )
         return replace(found, config=config or found.config)
     note = f"{folder} has no checkpoint: the run starts at step 1"
     if weights:
         note += f", from the weights of {weights}"
-    return Start(str(folder), config=config, data=sources.data, weights=weights,
-                 digest=sources.digest, finished=finished_step(folder), notes=(note,))
+    return Start(
+        str(folder),
+        config=config,
+        data=sources.data,
+        weights=weights,
+        digest=sources.digest,
+        finished=finished_step(folder),
+        notes=(note,),
+    )
 
 
 def _first_config(folder: Path) -> str:
@@ -175,21 +190,25 @@ def check_first_weights(run, folder: Path, sources: Sources) -> str:
     else:
         same = Path(found).resolve() == Path(sources.init_from).resolve()
     if not same:
-        raise UsageError(f"{where}: is not what the run in {folder} started from, which was"
-                         f" {sources.init_from}; {cure}")
+        raise UsageError(
+            f"{where}: is not what the run in {folder} started from, which was"
+            f" {sources.init_from}; {cure}"
+        )
     return found
 
 
 def _named_steps(text: str) -> tuple[Path, list[Path]]:
     """Return (run folder, [one step]) for a path to a run or to one of its steps."""
     path = Path(text)
-    if path.parent.name == CHECKPOINTS and (
-            os.path.exists(path / NAME) or not os.path.isdir(path)):
+    if path.parent.name == CHECKPOINTS and (os.path.exists(path / NAME) or not os.path.isdir(path)):
         return path.parent.parent, [path]
     steps = committed_steps(path / CHECKPOINTS)
     if not steps:
-        cure = (f"; start it again with --resume auto --out {text}" if is_run(path)
-                else "; give a run folder, or one of its checkpoints/step-...")
+        cure = (
+            f"; start it again with --resume auto --out {text}"
+            if is_run(path)
+            else "; give a run folder, or one of its checkpoints/step-..."
+        )
         raise DataError(f"--resume {text}: there is no checkpoint here{cure}")
     return path, [steps[-1][1]]
 
@@ -212,11 +231,17 @@ def with_saved_settings(parsed, start: Start, world_size: int):
 
 def start_problems(start: Start):
     """Return the check that the run has steps left after its checkpoint."""
+
     def problems(config) -> list[str]:
         if config.train.steps >= start.step:
             return []
-        return [(f"--steps {config.train.steps}: the checkpoint is already of step {start.step};"
-                 f" use {start.step} or more")]
+        return [
+            (
+                f"--steps {config.train.steps}: the checkpoint is already of step {start.step};"
+                f" use {start.step} or more"
+            )
+        ]
+
     return problems, UsageError
 
 
@@ -228,8 +253,10 @@ def after(start: Start, inputs):
     config, notes, saved = inputs.config, [*start.notes], values_of(start.config)
     chosen, was = trace_steps(config.run.trace), saved.get("steps", config.train.steps)
     if chosen and chosen[0] <= start.step:
-        notes.append(f"--trace {config.run.trace}: the run resumes after step {start.step}, so"
-                     " nothing is traced")
+        notes.append(
+            f"--trace {config.run.trace}: the run resumes after step {start.step}, so"
+            " nothing is traced"
+        )
         config = replace(config, run=replace(config.run, trace=None, trace_ops=False))
     if config.train.steps != was:
         notes.append(f"--steps {config.train.steps}, {was} before: {of_new_length(config.train)}")
@@ -249,12 +276,12 @@ def agreed_sources(session, start: Start, inputs) -> Sources:
     return Sources(inputs.config.run.init_from or "", digest, first, found)
 
 
-def agreed_folder(session, start: Start, inputs,
-                  sources: Sources) -> tuple[Path, dict[str, bytes]]:
+def agreed_folder(session, start: Start, inputs, sources: Sources) -> tuple[Path, dict[str, bytes]]:
     """Return the run folder, new or ready to resume in, and what world rank 0 wrote to it.
 
     World rank 0 alone writes. Comm: an agreement; the folder's name from world rank 0.
     """
+
     def made() -> tuple[Path | None, dict[str, bytes]]:
         if session.world.rank > 0:
             return None, {}
@@ -278,11 +305,14 @@ def check_begin(start: Start, found: Mapping[str, object], arrays, weights: str)
     # Older checkpoints contain a fingerprint of the ends of the files.
     now = of_ends(arrays) if "sha256" in start.data and "files" in found else found
     if start.data and start.data != now:
-        raise DataError(f"--data: has changed since {since}: {describe_data(now)} now,"
-                        f" {describe_data(start.data)} then; give the same --data and --val-data")
+        raise DataError(
+            f"--data: has changed since {since}: {describe_data(now)} now,"
+            f" {describe_data(start.data)} then; give the same --data and --val-data"
+        )
     if start.digest and start.digest != weights:
-        raise DataError(f"--init-from {start.weights}: has changed since the run started; give a"
-                        " new --out")
+        raise DataError(
+            f"--init-from {start.weights}: has changed since the run started; give a new --out"
+        )
 
 
 def describe_data(found: Mapping[str, object]) -> str:
@@ -301,8 +331,9 @@ def load_newest(session, worker, start: Start, log) -> int:
     for text in start.candidates:
         fact = _try(worker, Path(text))
         everybody = gather_facts(session.world, fact)
-        found = json.loads(broadcast_text(
-            session.world, json.dumps(_of_all(everybody, text) if everybody else [])))
+        found = json.loads(
+            broadcast_text(session.world, json.dumps(_of_all(everybody, text) if everybody else []))
+        )
         if not found:
             log(f"resumed after step {fact['step']}: {text}; {moved(start, worker)}")
             return fact["step"]
@@ -313,6 +344,7 @@ def load_newest(session, worker, start: Start, log) -> int:
 
     def refuse():
         raise DataError(wrong)
+
     return session.agree(refuse)
 
 
@@ -331,8 +363,16 @@ def _of_all(facts: list[dict], folder: str) -> list[str]:
     if problems := next(filter(None, (fact["problems"] for fact in facts)), []):
         return problems
     others = [place for place, fact in enumerate(facts) if fact["digest"] != facts[0]["digest"]]
-    return [(f"{folder}: rank {others[0]} has another checkpoint of this name than rank 0; give"
-             " all hosts the same files")] if others else []
+    return (
+        [
+            (
+                f"{folder}: rank {others[0]} has another checkpoint of this name than rank 0; give"
+                " all hosts the same files"
+            )
+        ]
+        if others
+        else []
+    )
 
 
 def layout_words(layout: Mapping[str, int], schedule: str) -> str:

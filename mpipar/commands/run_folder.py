@@ -63,12 +63,17 @@ def folder_problems(config) -> list[str]:
     if not folder.is_dir():
         return [f"{folder} is a file, but a run needs a folder: give a new {other}"]
     cure = f", or resume it with --resume auto {other} {config.run.out or config.run.run_name}"
-    return [(f"{folder} exists and is not empty; a run never overwrites another: give a new"
-             f" {other}{cure if is_run(folder) else ''}")]
+    return [
+        (
+            f"{folder} exists and is not empty; a run never overwrites another: give a new"
+            f" {other}{cure if is_run(folder) else ''}"
+        )
+    ]
 
 
-def make_run_folder(config, session, sources: Sources,
-                    beside: Mapping[str, bytes]) -> tuple[Path, dict[str, bytes]]:
+def make_run_folder(
+    config, session, sources: Sources, beside: Mapping[str, bytes]
+) -> tuple[Path, dict[str, bytes]]:
     """Create and lock the run folder; return it and what was written, for `keep`.
 
     beside: files to be placed beside the weights. Raises OutputError and UsageError.
@@ -90,8 +95,11 @@ def make_run_folder(config, session, sources: Sources,
 
 def _write(first: dict[str, bytes], config, beside, folder: Path) -> dict[str, bytes]:
     """Write what a start leaves in its folder, and return it; config.toml makes it a run folder."""
-    files = first | {CONFIG: to_toml(config).encode()} | {
-        f"{WEIGHTS}/{name}": content for name, content in beside.items()}
+    files = (
+        first
+        | {CONFIG: to_toml(config).encode()}
+        | {f"{WEIGHTS}/{name}": content for name, content in beside.items()}
+    )
     for name, content in files.items():
         replace_file(name, [content], root=folder)
     return files
@@ -100,8 +108,11 @@ def _write(first: dict[str, bytes], config, beside, folder: Path) -> dict[str, b
 def _content(folder: Path) -> list[str]:
     """Return the names in a folder, except those of a start that ended before config.toml."""
     begun = (SOURCES, f"{SOURCES}.partial", f"{CONFIG}.partial")
-    return [path.name for path in folder.iterdir()
-            if path.name not in begun and not lock.NAMES.fullmatch(path.name)]
+    return [
+        path.name
+        for path in folder.iterdir()
+        if path.name not in begun and not lock.NAMES.fullmatch(path.name)
+    ]
 
 
 def read_sources(folder: Path) -> Sources:
@@ -114,13 +125,13 @@ def read_sources(folder: Path) -> Sources:
     with problems_as(DataError, str(path), "give a new --out"):
         found, due = parse_json(read_text(SOURCES, root=folder)), asdict(Sources())
         if not isinstance(found, dict) or {name: type(value) for name, value in found.items()} != {
-                name: type(value) for name, value in due.items()}:
+            name: type(value) for name, value in due.items()
+        }:
             raise ValueError(f"must be an object of {', '.join(due)}")
         return Sources(**found)
 
 
-def resume_in(start, config, session,
-              beside: Mapping[str, bytes]) -> tuple[Path, dict[str, bytes]]:
+def resume_in(start, config, session, beside: Mapping[str, bytes]) -> tuple[Path, dict[str, bytes]]:
     """Lock a run folder and prepare it for resuming; return as `make_run_folder` does.
 
     start: where the run starts, found before the folder was locked. What an earlier start left at
@@ -200,8 +211,12 @@ def _cut_lines(folder: Path, name: str, step: int) -> list[str]:
         if not damaged:
             return []
         aside = set_aside(folder / name)
-    return [(f"WARNING: {folder / name}: {counted(len(damaged), 'line')} damaged, the first is line"
-             f" {damaged[0]:,}; the run continues without, and the original file is {aside}")]
+    return [
+        (
+            f"WARNING: {folder / name}: {counted(len(damaged), 'line')} damaged, the first is line"
+            f" {damaged[0]:,}; the run continues without, and the original file is {aside}"
+        )
+    ]
 
 
 def finished_step(folder: Path) -> int:
@@ -221,9 +236,11 @@ def keep(folder: Path, written: Mapping[str, bytes], held: lock.RunLock, files) 
     """
     notes = []
     if not os.path.lexists(folder):
-        notes.append(f"WARNING: {folder} is gone (moved or removed?); the run continues in a new"
-                     " folder of this name; earlier checkpoints and traces are wherever the old one"
-                     " is")
+        notes.append(
+            f"WARNING: {folder} is gone (moved or removed?); the run continues in a new"
+            " folder of this name; earlier checkpoints and traces are wherever the old one"
+            " is"
+        )
         folder.mkdir(parents=True)
     held.keep()
     gone = [name for name in written if not os.path.lexists(folder / name)]
@@ -236,8 +253,14 @@ def keep(folder: Path, written: Mapping[str, bytes], held: lock.RunLock, files) 
 
 def whereabouts(folder: Path) -> str:
     """Return which files a run that has ended has in its folder, and which are missing."""
-    parts = {"weights": WEIGHTS, "checkpoints": CHECKPOINTS, "metrics": METRICS, REPORT: REPORT,
-             CONFIG: CONFIG, LOG: LOG}
+    parts = {
+        "weights": WEIGHTS,
+        "checkpoints": CHECKPOINTS,
+        "metrics": METRICS,
+        REPORT: REPORT,
+        CONFIG: CONFIG,
+        LOG: LOG,
+    }
     there = [part for part, name in parts.items() if os.path.lexists(folder / name)]
     text = f"{', '.join(there[:-1])} and {there[-1]} are in {folder}" if len(there) > 1 else ""
     missing = [part for part in parts if part not in there]

@@ -47,8 +47,10 @@ class Saving:
         if saver.saved == before:
             return
         if self.run.save_async:  # a later save may have begun, and blocked for another time
-            self.log(f"saved step {saver.saved}: {blocked:.2f} s blocked,"
-                     f" {saver.write_seconds:.2f} s beside training")
+            self.log(
+                f"saved step {saver.saved}: {blocked:.2f} s blocked,"
+                f" {saver.write_seconds:.2f} s beside training"
+            )
         else:
             self.log(f"saved step {saver.saved}: {saver.blocked_seconds:.2f} s blocked")
 

@@ -55,37 +55,53 @@ class Arguments:
     pp: int = setting(4, "pipeline ranks", metavar="P")
     num_microbatches: int = setting(8, "per step", metavar="M")
     chunks: int | None = setting(
-        None, "stages per worker, for looped schedules (default 2)", metavar="V")
+        None, "stages per worker, for looped schedules (default 2)", metavar="V"
+    )
     group_size: int | None = setting(
-        None, "microbatches that pass a chunk before the next chunk, for interleaved schedules",
-        metavar="G")
+        None,
+        "microbatches that pass a chunk before the next chunk, for interleaved schedules",
+        metavar="G",
+    )
     costs: str | None = setting(
-        None, "time of forward, input gradient, weight gradient and, if less than their sum, of an"
+        None,
+        "time of forward, input gradient, weight gradient and, if less than their sum, of an"
         " overlapped forward and backward (default 1,1,1; with --book 1,1/2,1/2)",
-        metavar="F,I,W[,FB]")
+        metavar="F,I,W[,FB]",
+    )
     latency: str | None = setting(
-        None, "time of a message between workers (default 0)", metavar="C")
+        None, "time of a message between workers (default 0)", metavar="C"
+    )
     symbols: bool = switch("print F_k and B_k in time order instead of the grid")
     book: bool = switch(
         "draw the grid as textbooks do: the last worker on top, an arrow up for a forward pass of"
-        " block l and an arrow down for its backward pass, both equally wide")
+        " block l and an arrow down for its backward pass, both equally wide"
+    )
     compare: bool = switch("print a table of all schedules for these counts")
     svg: str | None = setting(None, "draw into an SVG file", metavar="FILE")
     animate: bool = switch("with --svg: passes appear as time goes by")
     json: bool = switch("print everything as JSON and nothing else")
     csv: str | None = setting(
-        None, "write in the format of torch.distributed.pipelining; with - print that and nothing"
-        " else", metavar="FILE")
-    csv_format: str = setting("compute_only", "passes only, or sends and receives too",
-                              choices=csv_format.FORMATS)
+        None,
+        "write in the format of torch.distributed.pipelining; with - print that and nothing else",
+        metavar="FILE",
+    )
+    csv_format: str = setting(
+        "compute_only", "passes only, or sends and receives too", choices=csv_format.FORMATS
+    )
     from_csv: str | None = setting(
-        None, "read, prove and draw a schedule from such a file", metavar="FILE")
+        None, "read, prove and draw a schedule from such a file", metavar="FILE"
+    )
     html: str | None = setting(
-        None, "write the schedule explorer, a page for the browser: choose and compare schedules,"
-        " drag passes, and see what breaks; print nothing else", metavar="FILE")
+        None,
+        "write the schedule explorer, a page for the browser: choose and compare schedules,"
+        " drag passes, and see what breaks; print nothing else",
+        metavar="FILE",
+    )
     from_run: str | None = setting(
-        None, "with --html: schedule, costs and measured times of a run of mpipar train --trace",
-        metavar="RUN")
+        None,
+        "with --html: schedule, costs and measured times of a run of mpipar train --trace",
+        metavar="RUN",
+    )
 
 
 def problems(args: Arguments) -> list[UsageError]:
@@ -98,26 +114,51 @@ def problems(args: Arguments) -> list[UsageError]:
     if not prints:
         found += unread(args, "--html writes one page and nothing else", "--compare", *VIEWS)
     if args.from_run is not None:
-        found += ["--from-run fills the explorer: add --html FILE"] if prints else unread(
-            args, "--from-run brings its own schedule and costs", "NAME", "--chunks",
-            "--group-size", "--costs", "--latency", "--from-csv")
+        found += (
+            ["--from-run fills the explorer: add --html FILE"]
+            if prints
+            else unread(
+                args,
+                "--from-run brings its own schedule and costs",
+                "NAME",
+                "--chunks",
+                "--group-size",
+                "--costs",
+                "--latency",
+                "--from-csv",
+            )
+        )
     elif args.from_csv is not None:
-        found += unread(args, "--from-csv brings its own schedule", "NAME",
-                        *["--compare"] * prints, "--chunks", "--group-size")
+        found += unread(
+            args,
+            "--from-csv brings its own schedule",
+            "NAME",
+            *["--compare"] * prints,
+            "--chunks",
+            "--group-size",
+        )
     elif args.compare and prints:
-        found += unread(args, "--compare prints one table of all schedules", "NAME",
-                        "--group-size", *VIEWS)
-        if args.pp * args.num_microbatches > MOST_COMPARED and min(
-                args.pp, args.num_microbatches) > 0:
-            found.append(f"--compare makes every schedule: --pp times --num-microbatches is"
-                         f" {brief(str(args.pp * args.num_microbatches))}, but must be at most"
-                         f" {MOST_COMPARED:,}")
+        found += unread(
+            args, "--compare prints one table of all schedules", "NAME", "--group-size", *VIEWS
+        )
+        if (
+            args.pp * args.num_microbatches > MOST_COMPARED
+            and min(args.pp, args.num_microbatches) > 0
+        ):
+            found.append(
+                f"--compare makes every schedule: --pp times --num-microbatches is"
+                f" {brief(str(args.pp * args.num_microbatches))}, but must be at most"
+                f" {MOST_COMPARED:,}"
+            )
     elif args.name is None and prints:
-        found.append(f"which schedule? use mpipar schedule NAME with one of {', '.join(SCHEDULES)},"
-                     " or --compare")
+        found.append(
+            f"which schedule? use mpipar schedule NAME with one of {', '.join(SCHEDULES)},"
+            " or --compare"
+        )
     else:
-        found += schedule_problems(args.name or explore.FIRST, args.pp, args.num_microbatches,
-                                   args.chunks, args.group_size)
+        found += schedule_problems(
+            args.name or explore.FIRST, args.pp, args.num_microbatches, args.chunks, args.group_size
+        )
     if args.animate and not (args.svg or args.compare or args.html):
         found.append("--animate: animates a picture; add --svg FILE")
     if args.book and args.symbols:
@@ -140,8 +181,9 @@ def run(context: Context) -> int:
     if args.from_csv is not None:
         schedule = csv_format.read_csv(Path(args.from_csv))
     else:
-        schedule = make_schedule(args.name, args.pp, args.num_microbatches, args.chunks,
-                                 args.group_size)
+        schedule = make_schedule(
+            args.name, args.pp, args.num_microbatches, args.chunks, args.group_size
+        )
     show(args, schedule, costs)
     return EXIT_OK
 
@@ -149,8 +191,9 @@ def run(context: Context) -> int:
 def costs_of(args: Arguments) -> Costs:
     """Return the exact costs of --costs and --latency. Raises UsageError."""
     usual = "1,1/2,1/2" if args.book else "1,1,1"
-    return parse_costs(usual if args.costs is None else args.costs,
-                       "0" if args.latency is None else args.latency)
+    return parse_costs(
+        usual if args.costs is None else args.costs, "0" if args.latency is None else args.latency
+    )
 
 
 def unread(args: Arguments, why: str, *words: str) -> list[str]:
@@ -169,15 +212,18 @@ def parse_costs(text: str, latency: str) -> Costs:
         try:
             value = Fraction(word if COST.fullmatch(word.strip()) else "")
         except (ValueError, ZeroDivisionError):
-            problems.append(f"{flag}: {shown(word)} is not a number of at most 9 digits, such as 1,"
-                            " 0.25, 1/3 or 2e-3")
+            problems.append(
+                f"{flag}: {shown(word)} is not a number of at most 9 digits, such as 1,"
+                " 0.25, 1/3 or 2e-3"
+            )
             continue
         if value < 0 or (least and value == 0):
             problems.append(f"{flag}: {word} must be {'more than' if least else 'at least'} 0")
         values.append(int(value) if value.denominator == 1 else value)
     if len(text.split(",")) not in (3, 4):
-        problems.append(f"--costs {brief(text)}: use three numbers F,I,W or four F,I,W,FB, as in"
-                        " 1,1,1")
+        problems.append(
+            f"--costs {brief(text)}: use three numbers F,I,W or four F,I,W,FB, as in 1,1,1"
+        )
     if problems:
         raise UsageError(problems)
     f, i, w, *overlapped, hop = values
@@ -204,8 +250,10 @@ def show(args: Arguments, schedule: Schedule, costs: Costs) -> None:
         picture = f"{draw.symbols(timeline)}\n\n{draw.notation(schedule)}"
     elif args.book:
         picture = book_picture(timeline)
-    headline = (f"{title(schedule)}; {cost_words(costs)}\nproved: every pass once and in order, no"
-                " deadlock even if every send is synchronous")
+    headline = (
+        f"{title(schedule)}; {cost_words(costs)}\nproved: every pass once and in order, no"
+        " deadlock even if every send is synchronous"
+    )
     blocks = [headline, picture, summary(timeline, form)]
     print("\n\n".join(blocks if args.book else [*blocks, workers(timeline)]))
     for path in (args.svg, args.csv):
@@ -221,11 +269,14 @@ def book_picture(timeline: Timeline) -> str:
     Raises UsageError for passes that textbooks do not have.
     """
     schedule = timeline.schedule
-    others = sorted({cell.instr.kind for row in draw.layout(timeline) for cell in row}
-                    - draw.ARROWS.keys())
+    others = sorted(
+        {cell.instr.kind for row in draw.layout(timeline) for cell in row} - draw.ARROWS.keys()
+    )
     if others:
-        raise UsageError(f"--book: {schedule.name} has the passes {', '.join(others)}, which no"
-                         " textbook draws: leave --book out, or use naive, gpipe or 1f1b")
+        raise UsageError(
+            f"--book: {schedule.name} has the passes {', '.join(others)}, which no"
+            " textbook draws: leave --book out, or use naive, gpipe or 1f1b"
+        )
     picture = f"{draw.grid(timeline, book=True)}\n\n{draw.book_notation(schedule)}"
     try:
         picture.encode(sys.stdout.encoding or "utf-8")
@@ -284,8 +335,13 @@ def workers(timeline: Timeline) -> str:
     """Return a table with a line for each worker."""
     rows = [("worker", "busy", "share", "idle", "idle between its passes", "peak stash", "sends")]
     columns = zip(
-        timeline.busy, timeline.busy_share, timeline.global_bubble, timeline.span_bubble,
-        timeline.peak_stash, timeline.messages, strict=True,
+        timeline.busy,
+        timeline.busy_share,
+        timeline.global_bubble,
+        timeline.span_bubble,
+        timeline.peak_stash,
+        timeline.messages,
+        strict=True,
     )
     for pp_rank, (busy, share, idle, between, stash, sent) in enumerate(columns):
         texts = map(draw.short_number, (idle, between, stash, sent))
@@ -309,11 +365,17 @@ def compare_schedules(p: int, m: int, chunks: int | None, costs: Costs) -> str:
         timeline = simulate(schedule, costs.divided(v))
         slowest = slowest or timeline.makespan
         stash = Fraction(max(timeline.peak_stash), v)
-        rows.append((
-            name, str(schedule.num_stages), draw.short_number(timeline.makespan),
-            f"{100 * timeline.bubble_share:.1f} %", f"{float(slowest / timeline.makespan):.2f} x",
-            draw.short_number(stash), draw.short_number(sum(timeline.messages)),
-        ))
+        rows.append(
+            (
+                name,
+                str(schedule.num_stages),
+                draw.short_number(timeline.makespan),
+                f"{100 * timeline.bubble_share:.1f} %",
+                f"{float(slowest / timeline.makespan):.2f} x",
+                draw.short_number(stash),
+                draw.short_number(sum(timeline.messages)),
+            )
+        )
     if len(rows) == 1:
         raise UsageError(list(dict.fromkeys(notes)))  # each problem only once
     head = f"{counted(p, 'worker')}, {counted(m, 'microbatch')}; a worker's layers take"
@@ -324,6 +386,7 @@ def compare_schedules(p: int, m: int, chunks: int | None, costs: Costs) -> str:
 
 def as_dict(timeline: Timeline, form: ClosedForm | None) -> dict:
     """Return everything as plain values; times are numbers in the unit of --costs."""
+
     def values(source, names: str) -> dict:
         return {name: getattr(source, name) for name in names.split()}
 
@@ -331,14 +394,18 @@ def as_dict(timeline: Timeline, form: ClosedForm | None) -> dict:
         **values(timeline.schedule, "name pp_size num_stages num_microbatches placement"),
         **values(timeline, "makespan bubble_share busy busy_share global_bubble span_bubble"),
         **values(timeline, "peak_stash messages"),
-        "closed_form": form and {
-            name: {"formula": text, "value": value} for name, (text, value) in vars(form).items()
-        },
+        "closed_form": form
+        and {name: {"formula": text, "value": value} for name, (text, value) in vars(form).items()},
         "workers": [
             [[str(span.instr), span.start, span.end] for span in spans] for spans in timeline.spans
         ],
     }
 
 
-COMMAND = Command(run, "NAME [flags] | mpipar schedule --compare [flags]", Arguments,
-                  examples=EXAMPLES, problems=problems)
+COMMAND = Command(
+    run,
+    "NAME [flags] | mpipar schedule --compare [flags]",
+    Arguments,
+    examples=EXAMPLES,
+    problems=problems,
+)

@@ -27,11 +27,15 @@ def find_source(path: str, where: str) -> str:
     steps = committed_steps(folder / CHECKPOINTS)
     if found is None and not steps:
         if not os.path.exists(folder):
-            raise DataError(f"{where}: there is no such folder, and nothing is downloaded; give the"
-                            " run folder of mpipar train, a folder of weights, or a checkpoint")
-        raise DataError(f"{where}: no weights here (looked for config.json in {options[0]} and"
-                        f" {options[1]}, and for checkpoints in {folder / CHECKPOINTS}); give the"
-                        " run folder of mpipar train, a folder of weights, or a checkpoint")
+            raise DataError(
+                f"{where}: there is no such folder, and nothing is downloaded; give the"
+                " run folder of mpipar train, a folder of weights, or a checkpoint"
+            )
+        raise DataError(
+            f"{where}: no weights here (looked for config.json in {options[0]} and"
+            f" {options[1]}, and for checkpoints in {folder / CHECKPOINTS}); give the"
+            " run folder of mpipar train, a folder of weights, or a checkpoint"
+        )
     return str(found or steps[-1][1])
 
 
@@ -52,8 +56,10 @@ def own_weights(run_folder: Path) -> Path:
             inside = [*folder.iterdir()]
     for path in (folder, *inside):
         if os.path.islink(path):
-            raise DataError(f"{path}: is a symbolic link, but the weights of a run must be in its"
-                            " own folder; replace the link by its target, or give the target")
+            raise DataError(
+                f"{path}: is a symbolic link, but the weights of a run must be in its"
+                " own folder; replace the link by its target, or give the target"
+            )
     return folder
 
 

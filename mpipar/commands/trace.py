@@ -24,16 +24,21 @@ class Arguments:
     """The run folder, and the two files that can be written."""
 
     run_folder: str = positional("RUN", "run folder of mpipar train --trace")
-    perfetto: str | None = setting(None, "write Chrome JSON for ui.perfetto.dev to this file, and"
-                                   " print no tables", metavar="FILE")
-    html: str | None = setting(None, "write one self-contained page to this file, and print no"
-                               " tables", metavar="FILE")
+    perfetto: str | None = setting(
+        None,
+        "write Chrome JSON for ui.perfetto.dev to this file, and print no tables",
+        metavar="FILE",
+    )
+    html: str | None = setting(
+        None, "write one self-contained page to this file, and print no tables", metavar="FILE"
+    )
 
 
 def problems(args: Arguments) -> list[UsageError]:
     """Return a problem if both files are the same."""
     same = None not in (args.html, args.perfetto) and (
-        Path(args.html).resolve() == Path(args.perfetto).resolve())
+        Path(args.html).resolve() == Path(args.perfetto).resolve()
+    )
     return [UsageError(f"--html and --perfetto both name {args.html}: give two files")] * same
 
 
@@ -56,9 +61,11 @@ def run(context: Context) -> int:
 def show(analysis: Analysis) -> None:
     """Print the tables of a traced run."""
     trace = analysis.trace
-    print(f"{trace.size()}, {counted(trace.num_steps, 'step')} of"
-          f" {trace.meta['schedule']['name']} in {(trace.end - trace.start) * 1e-6:.1f} ms;"
-          f" clocks: {trace.clock.describe()}")
+    print(
+        f"{trace.size()}, {counted(trace.num_steps, 'step')} of"
+        f" {trace.meta['schedule']['name']} in {(trace.end - trace.start) * 1e-6:.1f} ms;"
+        f" clocks: {trace.clock.describe()}"
+    )
     for remark in trace.remarks():
         print(textwrap.fill(remark, WIDTH))
     step, window = median_step(trace)
@@ -74,8 +81,10 @@ def show(analysis: Analysis) -> None:
         print("\nbusy share and bubble of each pipeline rank:")
         print(bubble_table(pop.pipeline_bubble(trace)))
     if analysis.waits.unmatched:
-        print(f"\n{len(analysis.waits.unmatched)} operations have no counterpart in the trace: all"
-              " their time counts as transfer")
+        print(
+            f"\n{len(analysis.waits.unmatched)} operations have no counterpart in the trace: all"
+            " their time counts as transfer"
+        )
 
 
 def write_files(args, analysis: Analysis) -> None:
@@ -97,8 +106,10 @@ def print_findings(analysis: Analysis) -> None:
         print(textwrap.fill(text, WIDTH, subsequent_indent="  "))
     print("\nwhere the time went, ms per step:")
     rows = [("rank", "place", *CATEGORIES)]
-    rows += [(one["rank"], one["place"], *(f"{ms:.1f}" for ms in one["ms"]))
-             for one in rank_rows(analysis)]
+    rows += [
+        (one["rank"], one["place"], *(f"{ms:.1f}" for ms in one["ms"]))
+        for one in rank_rows(analysis)
+    ]
     print(table(rows, left=2))
 
 
@@ -108,10 +119,11 @@ def print_waits(analysis: Analysis) -> None:
     print("\nwhat others waited for, ms per step (waiting summed over ranks):")
     print(cause_table(analysis))
     for title, key in (
-            ("axis", lambda call: call.record.axis),
-            ("barrier", lambda call: f"{call.record.axis} {family(call.record.name)}"),
-            ("source", lambda call: call.record.source),
-            ("rank", lambda call: f"rank {call.rank}")):
+        ("axis", lambda call: call.record.axis),
+        ("barrier", lambda call: f"{call.record.axis} {family(call.record.name)}"),
+        ("source", lambda call: call.record.source),
+        ("rank", lambda call: f"rank {call.rank}"),
+    ):
         print(f"\nby {title}, per step:")
         print(wait_table(title, waits.totals(analysis.waits, key), steps))
 
@@ -119,8 +131,16 @@ def print_waits(analysis: Analysis) -> None:
 def cause_table(analysis: Analysis) -> str:
     """Return a table of what ranks did while others waited for them, the longest wait first."""
     rows = [("cause", "ms", "share", "mostly waiting", "at")]
-    rows += [(one["text"], f"{one['ms']:.2f}", f"{one['share']:.0%}", f"rank {one['rank']}",
-              one["barrier"]) for one in cause_rows(analysis, MOST)]
+    rows += [
+        (
+            one["text"],
+            f"{one['ms']:.2f}",
+            f"{one['share']:.0%}",
+            f"rank {one['rank']}",
+            one["barrier"],
+        )
+        for one in cause_rows(analysis, MOST)
+    ]
     return table(rows) if analysis.costs else "no rank waited"
 
 
@@ -129,10 +149,17 @@ def wait_table(title: str, sums: dict, steps: int) -> str:
     rows = [(title, "calls", "payload", "wait ms", "transfer ms", "longest wait ms", "last")]
     for key, entry in list(sums.items())[:MOST]:
         late = ", ".join(f"rank {late} {count}x" for late, count in entry.last.most_common(2))
-        rows.append((key, f"{entry.calls / steps:.4g}", nbytes(entry.payload / steps),
-                     f"{entry.wait_ns * 1e-6 / steps:.2f}",
-                     f"{entry.transfer_ns * 1e-6 / steps:.2f}",
-                     f"{entry.longest_wait_ns * 1e-6:.2f}", late))
+        rows.append(
+            (
+                key,
+                f"{entry.calls / steps:.4g}",
+                nbytes(entry.payload / steps),
+                f"{entry.wait_ns * 1e-6 / steps:.2f}",
+                f"{entry.transfer_ns * 1e-6 / steps:.2f}",
+                f"{entry.longest_wait_ns * 1e-6:.2f}",
+                late,
+            )
+        )
     return table(rows)
 
 

@@ -14,10 +14,15 @@ class Arguments:
     """What belongs to one start of the program, and is not written to config.toml."""
 
     machine: str | None = setting(
-        None, "cost model of bench.calibrate: --layout auto and --schedule auto choose by it,"
-        " without measuring", metavar="FILE", rare=True)
-    take_over: bool = switch("take over the run folder even if its previous owner cannot be"
-                             " confirmed dead", rare=True)
+        None,
+        "cost model of bench.calibrate: --layout auto and --schedule auto choose by it,"
+        " without measuring",
+        metavar="FILE",
+        rare=True,
+    )
+    take_over: bool = switch(
+        "take over the run folder even if its previous owner cannot be confirmed dead", rare=True
+    )
 
 
 def run(context: Context) -> int:
@@ -29,6 +34,13 @@ def run(context: Context) -> int:
 
 
 COMMAND = Command(
-    run, arguments=Arguments, fields=frozenset(FIELDS), needs_mpi=True, trains=True, help_of={
+    run,
+    arguments=Arguments,
+    fields=frozenset(FIELDS),
+    needs_mpi=True,
+    trains=True,
+    help_of={
         "layout": "short for --dp 2 --pp 2 --tp 2; auto: the axes with the shortest predicted step,"
-                  " from costs measured at the start"})
+        " from costs measured at the start"
+    },
+)

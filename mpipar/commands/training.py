@@ -76,7 +76,8 @@ def run(session, parsed, machine_path: str | None = None) -> int:
         with MemoryLimit(training.config, training.inputs.ops, training.recorder):
             training.allocate()
             with session.watch.follow_records(
-                    training.recorder, training.worker.comms, training.written_bytes):
+                training.recorder, training.worker.comms, training.written_bytes
+            ):
                 with session.stop_on_request():
                     training.loop()
                     training.save_last()
@@ -109,13 +110,22 @@ class Run:
         if world.rank == 0 and start.folder is None:  # world rank 0 alone checks the disk
             checks.append((folder_problems, UsageError))
         choices = session.agree(lambda: legal_layouts(parsed, world.size))
-        inputs = session.agree(lambda: prepare(
-            choices[0], world.size, session.host_rank, checks, next(iter(start.candidates), None),
-            machine_path))
+        inputs = session.agree(
+            lambda: prepare(
+                choices[0],
+                world.size,
+                session.host_rank,
+                checks,
+                next(iter(start.candidates), None),
+                machine_path,
+            )
+        )
         if start.finished >= inputs.config.train.steps:
             if world.rank == 0:
-                print(f"{start.folder}: this run ended with step {start.finished}; nothing is left"
-                      " to do. For more steps, add --steps")
+                print(
+                    f"{start.folder}: this run ended with step {start.finished}; nothing is left"
+                    " to do. For more steps, add --steps"
+                )
             return False
         session.compare(blas_kernels.loaded_facts(session, inputs.config.run.blas_arch))
         sources = resume.agreed_sources(session, start, inputs)
@@ -165,8 +175,11 @@ class Run:
         self.fact = console.holding(config, schedule, predicted, host_name(os.environ))
         facts = gather_facts(self.world, self.fact)
         if facts:
-            self.told = {"ranks": facts, "headline": headline,
-                         "environment": report.environment(session, len(hosts))}
+            self.told = {
+                "ranks": facts,
+                "headline": headline,
+                "environment": report.environment(session, len(hosts)),
+            }
             log(console.holdings(facts))
             if config.run.memory:
                 log("\n" + console.memory_breakdown(facts))
@@ -186,8 +199,12 @@ class Run:
         self.memory = PeakMemory(ops)
         self.memory.start()
         timed_ops = TimedOps(ops, recorder) if config.run.trace_ops else None
-        chosen, machine = known_choices(self.session, config.run, [self.folder, *(
-            Path(one).parent.parent for one in self.start.candidates)], self.log)
+        chosen, machine = known_choices(
+            self.session,
+            config.run,
+            [self.folder, *(Path(one).parent.parent for one in self.start.candidates)],
+            self.log,
+        )
         self.worker = Worker(config, self.grid, timed_ops or ops, recorder, self.world, chosen)
         self.written |= keep_choices(self.world, self.folder, machine, chosen)
         if carriers := self.worker.comms.carriers:
@@ -206,9 +223,13 @@ class Run:
         self.metrics = Metrics(recorder, axes, self.worker.num_tokens, metrics, events)
         self.evaluation = finish.Evaluation(self.worker, self.inputs, self.log, evaluations, events)
         saver = Saver(
-            self.worker, self.folder / CHECKPOINTS, keep=config.run.keep_checkpoints,
+            self.worker,
+            self.folder / CHECKPOINTS,
+            keep=config.run.keep_checkpoints,
             background=config.run.save_async,
-            facts={"config": to_toml(config), "data": self.fingerprint}, ready=self.keep_folder)
+            facts={"config": to_toml(config), "data": self.fingerprint},
+            ready=self.keep_folder,
+        )
         if self.start.newest:
             saver.saved = self.first - 1  # this folder already has that checkpoint
         self.saving = Saving(saver, config.run, self.before_save, self.log)
@@ -232,7 +253,8 @@ class Run:
             worker.initialize()
         if start.folder is not None:
             for note in session.agree(
-                    lambda: truncate_after(self.folder, done) if self.log.speaks else []):
+                lambda: truncate_after(self.folder, done) if self.log.speaks else []
+            ):
                 self.log(note)
         return done
 
@@ -249,7 +271,8 @@ class Run:
             try:
                 with self.tracer.step(step):
                     result = worker.train_step(
-                        step, lambda mb, step=step: self.rows.train(step, mb), self.votes)
+                        step, lambda mb, step=step: self.rows.train(step, mb), self.votes
+                    )
                 self.last = step
                 self.show_step(result)
                 self.check_replicas(step, step == steps or result.votes.stop)
@@ -269,19 +292,23 @@ class Run:
                 self.metrics.skip()
         self.seconds = perf_counter() - start
         if self.tracer.finish():
-            self.log(f"\nthe trace of {self.tracer.steps_text()} is in {self.folder / 'trace'}; see"
-                     f" it with: mpipar trace {self.folder}")
+            self.log(
+                f"\nthe trace of {self.tracer.steps_text()} is in {self.folder / 'trace'}; see"
+                f" it with: mpipar trace {self.folder}"
+            )
         if self.replicas.count:
             self.log(self.replicas.summary())
         if not self.stopped and self.last >= self.first:
-            finish.report_step(self.world, worker, self.fact, self.memory,
-                               self.last - self.first + 1, self.log)
+            finish.report_step(
+                self.world, worker, self.fact, self.memory, self.last - self.first + 1, self.log
+            )
 
     def votes(self) -> StepVotes:
         """Return what this rank tells the others in a step."""
         session = self.session
         return StepVotes(
-            session.stop_requested, session.save_requested, self.saving.saver.written())
+            session.stop_requested, session.save_requested, self.saving.saver.written()
+        )
 
     def show_step(self, result) -> None:
         """Record a step, and print it if it is time to. Comm: that of `Metrics.flush`."""
@@ -297,8 +324,9 @@ class Run:
             if lines:
                 self.log.step(console.step_line(steps, lines[-1], seconds, unit), stops)
         if not stops:
-            self.log.status(console.status_line(
-                steps, result, seconds, self.worker.num_tokens / seconds, unit))
+            self.log.status(
+                console.status_line(steps, result, seconds, self.worker.num_tokens / seconds, unit)
+            )
 
     def check_replicas(self, step, now) -> None:
         """Compare all replicas of tensors every --check-replicas steps, and if `now` is true.
@@ -330,8 +358,9 @@ class Run:
 
     def keep_folder(self) -> None:
         """Sync all lines to disk, in a folder that is still this run's. World rank 0 only."""
-        for note in keep(self.folder, self.written, self.session.held,
-                         (self.log.file, *self.growing)):
+        for note in keep(
+            self.folder, self.written, self.session.held, (self.log.file, *self.growing)
+        ):
             self.log(note)
 
     def save_last(self) -> None:
@@ -370,8 +399,10 @@ class Run:
         if self.stopped:
             code = self.session.leave_mpi(EXIT_STOPPED)
             self.report(f"stopped on request after step {self.last} of {steps}")
-            self.log(f"stopped on request after step {self.last}; checkpoint and weights are in"
-                     f" {self.folder}; resume with --resume auto --out {self.folder}")
+            self.log(
+                f"stopped on request after step {self.last}; checkpoint and weights are in"
+                f" {self.folder}; resume with --resume auto --out {self.folder}"
+            )
             return code
         self.session.where = lambda: "evaluation"
         if self.session.stop_requested:  # too late for a step: during the last save
@@ -380,7 +411,8 @@ class Run:
         if self.first > 1:
             took = f", after step {self.first - 1}{took}"
         found, compare = finish.SHOW[self.config.model.model](
-            self.worker, self.inputs, lambda: self.evaluation.loss(self.last), self.log, took)
+            self.worker, self.inputs, lambda: self.evaluation.loss(self.last), self.log, took
+        )
         if self.log.speaks:
             self.keep_folder()
             write_result(self.folder, {"step": self.last} | found)

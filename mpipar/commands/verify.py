@@ -24,29 +24,40 @@ def run(context: Context) -> int:
 
     session, parsed = context.session, context.parsed
     world = session.start()
-    inputs = session.agree(lambda: prepare(exact(parsed), world.size, session.host_rank,
-                                           [(other_than_one_rank, UsageError)]))
+    inputs = session.agree(
+        lambda: prepare(
+            exact(parsed), world.size, session.host_rank, [(other_than_one_rank, UsageError)]
+        )
+    )
     compare_inputs(session, inputs)
     grid = inputs.config.grid
-    found = verify.compare_with_one_rank(inputs.config, inputs.train_part, world,
-                           host_rank=session.host_rank)
+    found = verify.compare_with_one_rank(
+        inputs.config, inputs.train_part, world, host_rank=session.host_rank
+    )
     bad = [d for d in found if not d.ok]
     if world.rank == 0:
         for note in inputs.notes:
             print(note)
         asked = parsed.config.run.dtype
         if asked != "float64" and "dtype" in parsed.given:
-            print(f"in float64 in place of {asked}: this proves the layout for any dtype;"
-                  " rounding would hide its mistakes")
-        print(f"{layout_text(grid)}, schedule {grid.schedule_csv or grid.schedule},"
-              f" {counted(grid.num_microbatches, 'microbatch')},"
-              " against one rank and one microbatch; float64\n")
+            print(
+                f"in float64 in place of {asked}: this proves the layout for any dtype;"
+                " rounding would hide its mistakes"
+            )
+        print(
+            f"{layout_text(grid)}, schedule {grid.schedule_csv or grid.schedule},"
+            f" {counted(grid.num_microbatches, 'microbatch')},"
+            " against one rank and one microbatch; float64\n"
+        )
         rows = [("tensor", "of the step", "largest difference", "at", "")]
-        rows += [(d.name, d.kind, f"{d.error:.1e}", d.where, "ok" if d.ok else "DIFFERS")
-                 for d in found]
+        rows += [
+            (d.name, d.kind, f"{d.error:.1e}", d.where, "ok" if d.ok else "DIFFERS") for d in found
+        ]
         print(table(rows, left=2))
-        print(f"\n{len(found) - len(bad)} of {len(found)} agree to {verify.TOLERANCE:g} of their"
-              f" largest entry{'' if not bad else '; ' + str(len(bad)) + ' DIFFER'}")
+        print(
+            f"\n{len(found) - len(bad)} of {len(found)} agree to {verify.TOLERANCE:g} of their"
+            f" largest entry{'' if not bad else '; ' + str(len(bad)) + ' DIFFER'}"
+        )
     # Only world rank 0 knows the result; the highest exit code becomes that of all ranks.
     return EXIT_CHECK_FAILED if bad else EXIT_OK
 
@@ -55,20 +66,32 @@ def other_than_one_rank(config) -> list[str]:
     """Return what one rank cannot reproduce: an unchosen schedule, or a routing by rank."""
     found = []
     if config.grid.schedule == AUTO:
-        found.append("--schedule auto: needs a measurement, which verify does not do; name a"
-                     " schedule")
+        found.append(
+            "--schedule auto: needs a measurement, which verify does not do; name a schedule"
+        )
     if getattr(config.model, "routing", "") == "adversarial":
-        found.append("--routing adversarial: sends to the next rank, so it differs on one rank;"
-                     " use one-hot, or another routing")
+        found.append(
+            "--routing adversarial: sends to the next rank, so it differs on one rank;"
+            " use one-hot, or another routing"
+        )
     return found
 
 
 def exact(parsed):
     """Return the configuration with float64 and SGD, whatever flags or preset say."""
     config = parsed.config
-    config = replace(config, run=replace(config.run, dtype="float64", loss_scale=None,
-                                         loss_scale_interval=None, gemm="blas", tf32=False),
-                     train=replace(config.train, optimizer="sgd"))
+    config = replace(
+        config,
+        run=replace(
+            config.run,
+            dtype="float64",
+            loss_scale=None,
+            loss_scale_interval=None,
+            gemm="blas",
+            tf32=False,
+        ),
+        train=replace(config.train, optimizer="sgd"),
+    )
     return replace(parsed, config=config)
 
 

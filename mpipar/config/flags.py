@@ -31,10 +31,10 @@ USUAL = (  # (title, description, fields) that --help shows; --help-all shows th
 class Typed:
     """Flags that are not settings."""
 
-    layout: str | None = setting(
-        None, "short for --dp 2 --pp 2 --tp 2", metavar="dp=2,pp=2,tp=2")
+    layout: str | None = setting(None, "short for --dp 2 --pp 2 --tp 2", metavar="dp=2,pp=2,tp=2")
     config: str | None = setting(
-        None, "read these keys first; flags override them", metavar="FILE.toml")
+        None, "read these keys first; flags override them", metavar="FILE.toml"
+    )
     print_config: bool = switch("print the resulting configuration as TOML and exit")
 
 
@@ -63,7 +63,8 @@ def count(text: str) -> int:
     """Return a positive whole number; used as the type of an argument."""
     if not text.isdecimal() or len(text) > 9 or int(text) == 0:
         raise argparse.ArgumentTypeError(
-            f"{shown(text)}: must be a whole number above 0, of at most 9 digits")
+            f"{shown(text)}: must be a whole number above 0, of at most 9 digits"
+        )
     return int(text)
 
 
@@ -76,16 +77,22 @@ def all_groups() -> list[tuple[str, str, list[str]]]:
     """Return groups as in USUAL: one per section, one per family of models, and MORE."""
     shared = [name for name in FIELDS if name in OF_EVERY_FAMILY]
     found = [("model", ModelConfig.__doc__, shared)]
-    parts = [*FAMILIES.items(), *((name, parts[0]) for name, parts in SECTIONS.items()
-                                  if name != "model")]
+    parts = [
+        *FAMILIES.items(),
+        *((name, parts[0]) for name, parts in SECTIONS.items() if name != "model"),
+    ]
     for name, part in parts:
         own = [one.name for one in dataclasses.fields(part) if one.name not in shared]
         found.append((name, part.__doc__, own))
     return [*found, ("configuration", "", list(MORE))]
 
 
-def add_flags(parser: argparse.ArgumentParser, names=frozenset(FIELDS), every=True,
-              help_of=types.MappingProxyType({})) -> bool:
+def add_flags(
+    parser: argparse.ArgumentParser,
+    names=frozenset(FIELDS),
+    every=True,
+    help_of=types.MappingProxyType({}),
+) -> bool:
     """Add the flags of the named fields and those of MORE; return whether the help hides some.
 
     every: the help shows all of them, by section; otherwise, if there are many, only the USUAL
@@ -100,8 +107,11 @@ def add_flags(parser: argparse.ArgumentParser, names=frozenset(FIELDS), every=Tr
         if chosen:
             group = parser.add_argument_group(title, text or None)
             for name in chosen:
-                add_field(group, (FIELDS | MORE)[name],
-                          **({"help": help_of[name]} if name in help_of else {}))
+                add_field(
+                    group,
+                    (FIELDS | MORE)[name],
+                    **({"help": help_of[name]} if name in help_of else {}),
+                )
                 hidden.remove(name)
     for name in hidden:
         add_field(parser, (FIELDS | MORE)[name], help=argparse.SUPPRESS)
@@ -131,18 +141,24 @@ def add_field(group, field: dataclasses.Field, **more) -> None:
         options["metavar"] = "{" + ",".join(map(str, legal["choices"])) + "}"
     elif legal["metavar"] is None:
         options["metavar"] = "SIZE" if legal["in_bytes"] else FORMS[base]
-    if field.default not in (None, (), "", MISSING) and not legal["is_switch"] and (
-            "default" not in text):
+    if (
+        field.default not in (None, (), "", MISSING)
+        and not legal["is_switch"]
+        and ("default" not in text)
+    ):
         shown = {True: "on", False: "off"}.get(field.default) if base is bool else field.default
         text += f" (default {shown!s})"
     if not legal["is_positional"]:
         options |= {"dest": field.name, "required": field.default is MISSING}
-    group.add_argument(field.name if legal["is_positional"] else flag(field.name), **{
-        "help": text.replace("%", "%%"), **options, **more})
+    group.add_argument(
+        field.name if legal["is_positional"] else flag(field.name),
+        **{"help": text.replace("%", "%%"), **options, **more},
+    )
 
 
-def parsed(parser: argparse.ArgumentParser, words: list[str],
-           is_free: bool = False) -> tuple[dict[str, object], list[str]]:
+def parsed(
+    parser: argparse.ArgumentParser, words: list[str], is_free: bool = False
+) -> tuple[dict[str, object], list[str]]:
     """Return ({field: text} of what was typed, problems with what the parser does not know).
 
     is_free: whether arguments without a flag may stand before, between and after the flags.
@@ -157,8 +173,12 @@ def unknown_flags(parser: argparse.ArgumentParser, extras: list[str]) -> list[st
 
     The argument belongs to another command or to none; the problem then names the closest flag.
     """
-    known = [option[2:].replace("-", "_") for action in parser._actions
-             for option in action.option_strings if option.startswith("--")]
+    known = [
+        option[2:].replace("-", "_")
+        for action in parser._actions
+        for option in action.option_strings
+        if option.startswith("--")
+    ]
     found, after_flag = [], False
     for extra in extras:
         if extra.startswith("--"):
@@ -177,8 +197,12 @@ def unknown_flags(parser: argparse.ArgumentParser, extras: list[str]) -> list[st
 
 def join_negative(parser: argparse.ArgumentParser, argv: list[str]) -> list[str]:
     """Turn `--lr -1e-3` into `--lr=-1e-3`, because argparse would take -1e-3 or -inf for a flag."""
-    takes_value = {option for action in parser._actions for option in action.option_strings
-                   if action.nargs is None and action.option_strings}
+    takes_value = {
+        option
+        for action in parser._actions
+        for option in action.option_strings
+        if action.nargs is None and action.option_strings
+    }
     joined = []
     for word in argv:
         negative = word.startswith("-") and not word.startswith("--") and len(word) > 1

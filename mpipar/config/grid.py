@@ -13,42 +13,66 @@ AUTO = "auto"  # for --schedule and --layout: chosen once costs are known
 class GridConfig:
     """Parallel layout, dp x pp x cp x tp = number of ranks, and pipeline schedule."""
 
-    dp: int | None = setting(None, "data-parallel replicas (default: the remaining ranks)", low=1,
-                             high=2**17)
-    pp: int | None = setting(None, "pipeline ranks (default 2 if the number of ranks allows it)",
-                             low=1, high=2**12)
+    dp: int | None = setting(
+        None, "data-parallel replicas (default: the remaining ranks)", low=1, high=2**17
+    )
+    pp: int | None = setting(
+        None, "pipeline ranks (default 2 if the number of ranks allows it)", low=1, high=2**12
+    )
     cp: int = setting(
-        1, "context-parallel ranks: each holds T/cp tokens of every row, and attention spans them",
-        low=1, high=2**16)
+        1,
+        "context-parallel ranks: each holds T/cp tokens of every row, and attention spans them",
+        low=1,
+        high=2**16,
+    )
     cp_attention: str | None = setting(
-        None, "with --cp: ring (default) = keys and values circulate; gather = they are gathered;"
-        " ulysses = ranks exchange tokens for heads", choices=tuple(PIECES_PER_RANK))
-    tp: int | None = setting(None, "tensor-parallel ranks (default 2 from 4 ranks on)", low=1,
-                             high=2**16)
+        None,
+        "with --cp: ring (default) = keys and values circulate; gather = they are gathered;"
+        " ulysses = ranks exchange tokens for heads",
+        choices=tuple(PIECES_PER_RANK),
+    )
+    tp: int | None = setting(
+        None, "tensor-parallel ranks (default 2 from 4 ranks on)", low=1, high=2**16
+    )
     ep: int = setting(
-        1, "expert-parallel ranks: neighbours in dp x cp that divide the experts of a block and"
-        " exchange tokens", low=1, high=2**12)
+        1,
+        "expert-parallel ranks: neighbours in dp x cp that divide the experts of a block and"
+        " exchange tokens",
+        low=1,
+        high=2**12,
+    )
     expert_dispatch: str = setting(
-        "all-to-all", "how tokens reach experts on other ranks of --ep: all-to-all = each row goes"
+        "all-to-all",
+        "how tokens reach experts on other ranks of --ep: all-to-all = each row goes"
         " to its token's experts; all-gather = every rank gets all rows",
-        choices=("all-to-all", "all-gather"))
+        choices=("all-to-all", "all-gather"),
+    )
     rank_order: str = setting(
-        "pp,dp,cp,tp", "axes from outermost to innermost; ranks of the last axis are adjacent")
+        "pp,dp,cp,tp", "axes from outermost to innermost; ranks of the last axis are adjacent"
+    )
     schedule: str = setting(
-        "1f1b", "pipeline schedule, the order of forward and backward passes; auto = the shortest "
-        "simulated step, from costs measured at the start")
+        "1f1b",
+        "pipeline schedule, the order of forward and backward passes; auto = the shortest "
+        "simulated step, from costs measured at the start",
+    )
     schedule_csv: str | None = setting(
-        None, "run the schedule in this CSV file (torch.distributed.pipelining's format)")
-    chunks: int | None = setting(None, "stages per pipeline rank (default: the schedule's)", low=1,
-                                 high=2**10)
+        None, "run the schedule in this CSV file (torch.distributed.pipelining's format)"
+    )
+    chunks: int | None = setting(
+        None, "stages per pipeline rank (default: the schedule's)", low=1, high=2**10
+    )
     group_size: int | None = setting(
-        None, "interleaved: microbatches that pass through the ranks together (default: pp)", low=1,
-        high=2**16)
+        None,
+        "interleaved: microbatches that pass through the ranks together (default: pp)",
+        low=1,
+        high=2**16,
+    )
     stage_layers: tuple[int, ...] | None = setting(
-        None, "blocks of each stage, as 3,2,2,1 (default: equal cost, including the head)", low=0)
+        None, "blocks of each stage, as 3,2,2,1 (default: equal cost, including the head)", low=0
+    )
     num_microbatches: int | None = setting(
-        None, "microbatches per step and replica; more = smaller pipeline bubble", low=1,
-        high=2**16)
+        None, "microbatches per step and replica; more = smaller pipeline bubble", low=1, high=2**16
+    )
 
     @property
     def num_ranks(self) -> int:

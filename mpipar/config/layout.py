@@ -11,8 +11,11 @@ Layout = tuple[int, int, int]  # (dp, pp, tp)
 
 def shown_axes(sizes: Mapping[str, int]) -> list[tuple[str, int]]:
     """Return (axis, size) in the order in which layouts are written; cp and ep only if above 1."""
-    return [(axis, sizes[axis]) for axis in ("dp", "pp", "cp", "tp", "ep")
-            if axis not in ("cp", "ep") or sizes.get(axis, 1) > 1]
+    return [
+        (axis, sizes[axis])
+        for axis in ("dp", "pp", "cp", "tp", "ep")
+        if axis not in ("cp", "ep") or sizes.get(axis, 1) > 1
+    ]
 
 
 def sizes_text(sizes: Mapping[str, int]) -> str:
@@ -55,22 +58,37 @@ def fitting(world_size: int, layers: int, heads: int, kv_heads: int | None = Non
     kv_heads: the number of key/value heads, by default as many as query heads.
     """
     kv_heads = heads if kv_heads is None else kv_heads
-    return [(world_size // (tp * pp), pp, tp)
-            for tp in divisors(world_size) if cuts_heads(tp, heads, kv_heads)
-            for pp in divisors(world_size // tp) if pp <= layers]
+    return [
+        (world_size // (tp * pp), pp, tp)
+        for tp in divisors(world_size)
+        if cuts_heads(tp, heads, kv_heads)
+        for pp in divisors(world_size // tp)
+        if pp <= layers
+    ]
 
 
-def matching(given: tuple[int | None, int | None, int | None], world_size: int, layers: int,
-             heads: int, kv_heads: int | None = None, cp: int = 1) -> list[Layout]:
+def matching(
+    given: tuple[int | None, int | None, int | None],
+    world_size: int,
+    layers: int,
+    heads: int,
+    kv_heads: int | None = None,
+    cp: int = 1,
+) -> list[Layout]:
     """Return the layouts with the `given` axes (dp, pp, tp; None = free), the default one first.
 
     heads, kv_heads: see `ModelConfig.whole_heads`; every other width may be cut over any tp.
     cp: the size of that axis, which is never chosen here.
     """
     options = fitting(world_size // cp, layers, heads, kv_heads) if world_size % cp == 0 else []
-    return sorted((one for one in options if all(
-        want in (None, have) for want, have in zip(given, one, strict=True))),
-        key=preference(given, world_size // cp))
+    return sorted(
+        (
+            one
+            for one in options
+            if all(want in (None, have) for want, have in zip(given, one, strict=True))
+        ),
+        key=preference(given, world_size // cp),
+    )
 
 
 def preference(given, world_size: int):

@@ -28,8 +28,11 @@ CUTS = {"ffn_cut", "sequence_parallel", "tp_matmul"}  # how a layer is cut: not 
 
 def family(name: str):
     """Return the field `model`, with the family's name as its default."""
-    return setting(name, "what is trained: a decoder-only language model, or a convnet for images",
-                   choices=("decoder", "convnet"))
+    return setting(
+        name,
+        "what is trained: a decoder-only language model, or a convnet for images",
+        choices=("decoder", "convnet"),
+    )
 
 
 @dataclass(frozen=True)
@@ -39,14 +42,21 @@ class ModelConfig:
     model: str
     layers: int = setting(4, "blocks: of a transformer, or pairs of convolutions", low=1, high=1024)
     ffn: int | None = setting(
-        None, "width F inside a block (default: 4 times the width of the stream; swiglu: 8/3 times,"
-        " rounded up to a multiple of 32); padded for tp", low=1, high=2**20)
-    norm: str = setting("layer", "layer = LayerNorm; rms = RMSNorm, without mean and bias",
-                        choices=("layer", "rms"))
+        None,
+        "width F inside a block (default: 4 times the width of the stream; swiglu: 8/3 times,"
+        " rounded up to a multiple of 32); padded for tp",
+        low=1,
+        high=2**20,
+    )
+    norm: str = setting(
+        "layer", "layer = LayerNorm; rms = RMSNorm, without mean and bias", choices=("layer", "rms")
+    )
     ffn_cut: str = setting(
-        "pair", "how tp cuts the FFN: pair = column, then row: one all-reduce; gather = both by "
+        "pair",
+        "how tp cuts the FFN: pair = column, then row: one all-reduce; gather = both by "
         "output: an all-gather after each; reduce = both by input: an all-reduce after each",
-        choices=("pair", "gather", "reduce"))
+        choices=("pair", "gather", "reduce"),
+    )
 
     @property
     def whole_heads(self) -> int:
@@ -74,73 +84,129 @@ class DecoderConfig(ModelConfig):
 
     model: str = family("decoder")
     arch: str = setting(
-        "gpt2", "sets norm, activation, positions, bias and tied, unless they are given, and the"
-        " format of the weights", choices=tuple(ARCHS))
+        "gpt2",
+        "sets norm, activation, positions, bias and tied, unless they are given, and the"
+        " format of the weights",
+        choices=tuple(ARCHS),
+    )
     d_model: int = setting(128, "model width D, in features", low=1, high=2**17)
     heads: int = setting(4, "attention heads H of queries; tp divides H", low=1, high=2**12)
     kv_heads: int | None = setting(
-        None, "key/value heads, each shared by H/N query heads (default: H)", low=1,
-        high=2**12)
+        None, "key/value heads, each shared by H/N query heads (default: H)", low=1, high=2**12
+    )
     head_dim: int | None = setting(None, "width of a head (default D/H)", low=1, high=2**12)
-    seq_len: int = setting(64, "tokens per row T; attention memory grows with T^2", low=1,
-                           high=2**24)
-    vocab_size: int = setting(256, "tokens in the vocabulary V (256 = bytes); padded for tp", low=2,
-                              high=2**22)
+    seq_len: int = setting(
+        64, "tokens per row T; attention memory grows with T^2", low=1, high=2**24
+    )
+    vocab_size: int = setting(
+        256, "tokens in the vocabulary V (256 = bytes); padded for tp", low=2, high=2**22
+    )
     norm_eps: float = setting(
-        1e-5, "epsilon added to the variance in norms", low=2.0**-126, below=1.0)
+        1e-5, "epsilon added to the variance in norms", low=2.0**-126, below=1.0
+    )
     activation: str = setting(
-        "gelu", "inside a block: gelu = gelu(x up) down; swiglu = (silu(x gate) x up) down",
-        choices=("gelu", "swiglu"))
+        "gelu",
+        "inside a block: gelu = gelu(x up) down; swiglu = (silu(x gate) x up) down",
+        choices=("gelu", "swiglu"),
+    )
     positions: str = setting(
-        "learned", "learned = a learned vector is added to each token; rope = rotary positions:"
+        "learned",
+        "learned = a learned vector is added to each token; rope = rotary positions:"
         " queries and keys are rotated",
-        choices=("learned", "rope"))
+        choices=("learned", "rope"),
+    )
     rope_theta: float = setting(
-        10000.0, "base of the rotations: pair i of a head turns by X^(-2i/d) per position",
-        above=0.0, below=1e12, only=OF_ROPE)
+        10000.0,
+        "base of the rotations: pair i of a head turns by X^(-2i/d) per position",
+        above=0.0,
+        below=1e12,
+        only=OF_ROPE,
+    )
     rope_scaling: tuple[float, ...] = setting(
-        (), "slows rotations down as Llama 3 does: factor, low and high frequency factor, original"
-        " length (default: none)", above=0.0, below=2.0**40, only=OF_ROPE)
+        (),
+        "slows rotations down as Llama 3 does: factor, low and high frequency factor, original"
+        " length (default: none)",
+        above=0.0,
+        below=2.0**40,
+        only=OF_ROPE,
+    )
     max_positions: int | None = setting(
-        None, "longest row that the rotary positions are made for, at least T; written to"
-        " config.json for other programs (default: T, or what --rope-scaling reaches)", low=1,
-        high=2**24, only=OF_ROPE)
-    bias: str = setting("all", "which products of a block add a bias; qkv = those of queries, keys"
-                        " and values", choices=("all", "qkv", "none"))
+        None,
+        "longest row that the rotary positions are made for, at least T; written to"
+        " config.json for other programs (default: T, or what --rope-scaling reaches)",
+        low=1,
+        high=2**24,
+        only=OF_ROPE,
+    )
+    bias: str = setting(
+        "all",
+        "which products of a block add a bias; qkv = those of queries, keys and values",
+        choices=("all", "qkv", "none"),
+    )
     tied: bool = setting(True, "the head reuses the token embedding's weights (one matrix less)")
     experts: int | None = setting(
-        None, "experts per block: feed-forward networks, of which a router selects some for each"
-        " token (default: one network for all tokens)", low=2, high=2**12)
+        None,
+        "experts per block: feed-forward networks, of which a router selects some for each"
+        " token (default: one network for all tokens)",
+        low=2,
+        high=2**12,
+    )
     experts_per_token: int = setting(
-        2, "experts that each token is routed to", low=1, high=2**12, only=OF_EXPERTS)
+        2, "experts that each token is routed to", low=1, high=2**12, only=OF_EXPERTS
+    )
     expert_ffn: int | None = setting(
-        None, "width inside an expert, padded for tp (default: --ffn)", low=1, high=2**20,
-        only=OF_EXPERTS)
+        None,
+        "width inside an expert, padded for tp (default: --ffn)",
+        low=1,
+        high=2**20,
+        only=OF_EXPERTS,
+    )
     expert_interval: int = setting(
-        1, "every N-th block has experts; the others have one network", low=1, high=1024,
-        only=OF_EXPERTS)
+        1,
+        "every N-th block has experts; the others have one network",
+        low=1,
+        high=1024,
+        only=OF_EXPERTS,
+    )
     shared_expert_ffn: int | None = setting(
-        None, "width of a shared expert, which all tokens pass in addition (default: none)",
-        low=1, high=2**20, only=OF_EXPERTS)
+        None,
+        "width of a shared expert, which all tokens pass in addition (default: none)",
+        low=1,
+        high=2**20,
+        only=OF_EXPERTS,
+    )
     router_balance: str = setting(
-        "loss", "how the load of experts is balanced: loss = an auxiliary loss per row; bias = a"
+        "loss",
+        "how the load of experts is balanced: loss = an auxiliary loss per row; bias = a"
         " bias per expert, adjusted once per step, that only affects the selection; none",
-        choices=("none", "loss", "bias"), only=OF_EXPERTS)
+        choices=("none", "loss", "bias"),
+        only=OF_EXPERTS,
+    )
     router_loss_coef: float = setting(
-        0.01, "factor of the load-balancing loss", low=0.0, only=("router_balance", "loss"))
+        0.01, "factor of the load-balancing loss", low=0.0, only=("router_balance", "loss")
+    )
     router_bias_rate: float = setting(
-        0.001, "change of each expert's bias per step", low=0.0,
-        only=("router_balance", "bias"))
+        0.001, "change of each expert's bias per step", low=0.0, only=("router_balance", "bias")
+    )
     routing: str = setting(
-        "learned", "for study: override the router's selection; one-hot = the first expert, and"
+        "learned",
+        "for study: override the router's selection; one-hot = the first expert, and"
         " others; zipf = the n-th gets 1/n of the first; adversarial = all experts of a rank's"
-        " tokens are on the next rank", choices=ROUTINGS, only=OF_EXPERTS, rare=True)
+        " tokens are on the next rank",
+        choices=ROUTINGS,
+        only=OF_EXPERTS,
+        rare=True,
+    )
     sequence_parallel: bool = setting(
-        False, "cut tokens over tp between the products: norms, stash and pipeline messages shrink "
-        "to 1/tp, at the price of more barriers")
+        False,
+        "cut tokens over tp between the products: norms, stash and pipeline messages shrink "
+        "to 1/tp, at the price of more barriers",
+    )
     tp_matmul: str = setting(
-        "plain", "ring = with --sequence-parallel, tokens travel in pieces while others are "
-        "multiplied", choices=("plain", "ring"))
+        "plain",
+        "ring = with --sequence-parallel, tokens travel in pieces while others are multiplied",
+        choices=("plain", "ring"),
+    )
 
     @property
     def width(self) -> int:
@@ -178,10 +244,14 @@ class DecoderConfig(ModelConfig):
             scaling = self.rope_scaling or (0.0,)
             positions = max(self.seq_len, round(scaling[0] * scaling[-1]))
         ffn = self.ffn or ffn
-        return replace(self, ffn=ffn, kv_heads=self.whole_kv_heads,
-                       expert_ffn=self.expert_ffn or (ffn if self.experts else None),
-                       head_dim=self.head_dim or self.d_model // self.heads,
-                       max_positions=positions)
+        return replace(
+            self,
+            ffn=ffn,
+            kv_heads=self.whole_kv_heads,
+            expert_ffn=self.expert_ffn or (ffn if self.experts else None),
+            head_dim=self.head_dim or self.d_model // self.heads,
+            max_positions=positions,
+        )
 
 
 @dataclass(frozen=True)
@@ -192,9 +262,11 @@ class ConvnetConfig(ModelConfig):
     channels: int = setting(32, "channels D of the stream between convolutions", low=1, high=2**16)
     classes: int = setting(10, "classes V of images; padded for tp", low=2, high=2**22)
     image_shape: tuple[int, ...] = setting(
-        (8, 8, 1), "height, width and channels of an image (default 8,8,1)", low=1, high=2**14)
+        (8, 8, 1), "height, width and channels of an image (default 8,8,1)", low=1, high=2**14
+    )
     stem_stride: int = setting(
-        1, "stride of the first convolution; 2 = a quarter of the work", low=1, high=2**14)
+        1, "stride of the first convolution; 2 = a quarter of the work", low=1, high=2**14
+    )
 
     @property
     def width(self) -> int:

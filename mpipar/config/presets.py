@@ -2,34 +2,80 @@
 
 
 def _gpt2(layers, d_model, heads):
-    return {"layers": layers, "d_model": d_model, "heads": heads, "seq_len": 1024,
-            "vocab_size": 50257, "batch_size": 512, "num_microbatches": 8, "lr": 6e-4,
-            "warmup_steps": 700, "steps": 20000}
+    return {
+        "layers": layers,
+        "d_model": d_model,
+        "heads": heads,
+        "seq_len": 1024,
+        "vocab_size": 50257,
+        "batch_size": 512,
+        "num_microbatches": 8,
+        "lr": 6e-4,
+        "warmup_steps": 700,
+        "steps": 20000,
+    }
 
 
 def _llama(layers, d_model, heads, **shape):
-    return {"arch": "llama", "layers": layers, "d_model": d_model, "heads": heads,
-            "seq_len": 1024, "vocab_size": 32000, "batch_size": 512, "num_microbatches": 8,
-            "lr": 6e-4, "warmup_steps": 700, "steps": 20000} | shape
+    return {
+        "arch": "llama",
+        "layers": layers,
+        "d_model": d_model,
+        "heads": heads,
+        "seq_len": 1024,
+        "vocab_size": 32000,
+        "batch_size": 512,
+        "num_microbatches": 8,
+        "lr": 6e-4,
+        "warmup_steps": 700,
+        "steps": 20000,
+    } | shape
 
 
 def _llama3(layers, d_model, heads, factor=8.0, **shape):
     """Return the fields of Llama 3.1 and 3.2, at the row length of their first training."""
-    return _llama(layers, d_model, heads, kv_heads=8, vocab_size=128256, seq_len=8192,
-                  rope_theta=5e5, rope_scaling=(factor, 1.0, 4.0, 8192.0), batch_size=128,
-                  lr=3e-4) | shape
+    return (
+        _llama(
+            layers,
+            d_model,
+            heads,
+            kv_heads=8,
+            vocab_size=128256,
+            seq_len=8192,
+            rope_theta=5e5,
+            rope_scaling=(factor, 1.0, 4.0, 8192.0),
+            batch_size=128,
+            lr=3e-4,
+        )
+        | shape
+    )
 
 
 def _mixtral(layers, d_model, heads, **shape):
-    return _llama(layers, d_model, heads, arch="mixtral", kv_heads=8, seq_len=4096,
-                  router_loss_coef=0.02, lr=3e-4, **shape)
+    return _llama(
+        layers,
+        d_model,
+        heads,
+        arch="mixtral",
+        kv_heads=8,
+        seq_len=4096,
+        router_loss_coef=0.02,
+        lr=3e-4,
+        **shape,
+    )
 
 
 PRESETS = {
     "tiny": {"batch_size": 16, "num_microbatches": 4},
     "digits": {
-        "model": "convnet", "layers": 2, "channels": 32, "classes": 10, "batch_size": 64,
-        "num_microbatches": 4, "steps": 200},
+        "model": "convnet",
+        "layers": 2,
+        "channels": 32,
+        "classes": 10,
+        "batch_size": 64,
+        "num_microbatches": 4,
+        "steps": 200,
+    },
     "gpt2": _gpt2(12, 768, 12),
     "gpt2-medium": _gpt2(24, 1024, 16),
     "gpt2-large": _gpt2(36, 1280, 20),
@@ -42,8 +88,14 @@ PRESETS = {
     "llama-70b": _llama3(80, 8192, 64, ffn=28672),
     # A mixture of experts that trains in a minute on a CPU.
     "moe-tiny": {
-        "arch": "llama", "layers": 4, "ffn": 256, "experts": 8, "expert_ffn": 128,
-        "batch_size": 16, "num_microbatches": 4},
+        "arch": "llama",
+        "layers": 4,
+        "ffn": 256,
+        "experts": 8,
+        "expert_ffn": 128,
+        "batch_size": 16,
+        "num_microbatches": 4,
+    },
     # For planning.
     "llama-405b": _llama3(126, 16384, 128, ffn=53248),
     "mixtral-8x7b": _mixtral(32, 4096, 32, ffn=14336, max_positions=32768),

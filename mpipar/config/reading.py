@@ -45,8 +45,9 @@ class ParsedConfig:
     prints: bool = False
 
 
-def read(typed: Mapping[str, object], problems: Iterable[str] = (),
-         may_choose: bool = False) -> ParsedConfig:
+def read(
+    typed: Mapping[str, object], problems: Iterable[str] = (), may_choose: bool = False
+) -> ParsedConfig:
     """Return the unresolved Config that --config and the flags make up; it raises nothing.
 
     typed: the text of each given flag, by field. problems: those found so far (unknown flags),
@@ -70,10 +71,15 @@ def read(typed: Mapping[str, object], problems: Iterable[str] = (),
                 problems.append(f"{flag(name)} {where}: {error}")
                 bad.add(name)
     if chooses and not may_choose:
-        problems.append("--layout auto: only mpipar train accepts it; name the axes, as in --layout"
-                        " dp=2,pp=2")
-    return over({}, ParsedConfig(None, (), values, frozenset(bad), tuple(problems), chooses,
-                                 "print_config" in typed))
+        problems.append(
+            "--layout auto: only mpipar train accepts it; name the axes, as in --layout dp=2,pp=2"
+        )
+    return over(
+        {},
+        ParsedConfig(
+            None, (), values, frozenset(bad), tuple(problems), chooses, "print_config" in typed
+        ),
+    )
 
 
 def read_arguments(form: type, typed: Mapping[str, object], problems: list[str]):
@@ -120,14 +126,18 @@ def choice_problems(config: Config, given: dict) -> list[str]:
     values, found = in_force(config), []
     for name, value in given.items():
         choice, *wanted = not_taken(name, values) or (None,)
-        if choice and all(values[one] in (FIELDS[one].metadata["choices"] or (None,))
-                          for one in (choice, "preset")):
+        if choice and all(
+            values[one] in (FIELDS[one].metadata["choices"] or (None,))
+            for one in (choice, "preset")
+        ):
             other = COUNTERPARTS.get(name)
             cure = f"type {flag(other)} {value}" if other else "leave it out"
             whose = f"{flag(choice)} {' or '.join(map(str, wanted))}".rstrip()
             now = "not given" if values[choice] is None else values[choice]
-            found.append(f"{flag(name)}: belongs to {whose}, but {flag(choice)} is {now}; {cure},"
-                         f" or type {flag(choice)} {(*wanted, EXAMPLES.get(choice))[0]}")
+            found.append(
+                f"{flag(name)}: belongs to {whose}, but {flag(choice)} is {now}; {cure},"
+                f" or type {flag(choice)} {(*wanted, EXAMPLES.get(choice))[0]}"
+            )
     return found
 
 
@@ -145,8 +155,11 @@ def _read_file(path: str, problems: list[str]) -> dict:
     for key, value in table.items():
         name = key.replace("-", "_")
         if isinstance(value, dict) or (name not in FIELDS and name != "layout"):
-            what = ("unknown key; keys are at the top level, without tables"
-                    if isinstance(value, dict) else unknown_word(key, [*FIELDS, "layout"], "key"))
+            what = (
+                "unknown key; keys are at the top level, without tables"
+                if isinstance(value, dict)
+                else unknown_word(key, [*FIELDS, "layout"], "key")
+            )
             problems.append(f"--config {path}: {brief(key)}: {what}")
         elif name in found:
             problems.append(f"--config {path}: {key}: given twice, with a hyphen and an underscore")
@@ -169,11 +182,15 @@ def expand_layout(source: dict, problems: list[str], names: Collection[str] = AX
     for part in map(str.strip, text.split(",")):
         name, _, value = part.partition("=")
         if name not in names or not RANKS.fullmatch(value) or name in seen:
-            problems.append(f"--layout {brief(text)}: {shown(part)} is not understood; name each "
-                            f"of {', '.join(names)} at most once, as in dp=2,pp=2,tp=2")
+            problems.append(
+                f"--layout {brief(text)}: {shown(part)} is not understood; name each "
+                f"of {', '.join(names)} at most once, as in dp=2,pp=2,tp=2"
+            )
         elif name in layer and str(layer[name]) != value:
-            problems.append(f"--layout {brief(text)}: contradicts {flag(name)}"
-                            f" {brief(str(layer[name]))}; give one")
+            problems.append(
+                f"--layout {brief(text)}: contradicts {flag(name)}"
+                f" {brief(str(layer[name]))}; give one"
+            )
         else:
             layer.setdefault(name, int(value))
         seen.add(name)

@@ -26,8 +26,10 @@ def _value_problems(config: Config) -> dict[str, str]:
 
 def config_problems(config: Config) -> list[str]:
     """Return everything wrong with the values themselves, whatever the number of ranks."""
-    return [*_value_problems(config).values(),
-            *(rule.problem(values) for rule, values in broken_rules(config, None))]
+    return [
+        *_value_problems(config).values(),
+        *(rule.problem(values) for rule, values in broken_rules(config, None)),
+    ]
 
 
 def _default_microbatches(config: Config) -> int:
@@ -47,16 +49,26 @@ def _choose_batch(config: Config) -> tuple[Config, list[str]]:
     up = -(-(rows or preset["batch_size"]) // unit) * unit
     notes = []
     if rows is None and up != preset["batch_size"]:
-        notes.append(f"batch size {preset['batch_size']} of preset {config.run.preset} rounded up"
-                     f" to {up}, a multiple of dp {dp} * {counted(num_mb, 'microbatch')}")
+        notes.append(
+            f"batch size {preset['batch_size']} of preset {config.run.preset} rounded up"
+            f" to {up}, a multiple of dp {dp} * {counted(num_mb, 'microbatch')}"
+        )
     return replace(config, train=replace(config.train, batch_size=up)), notes
 
 
 # If one of these is wrong, nothing is chosen, and the checks of other packages do not run: they
 # could not compute with the value.
-FIRST = {"batch_size", "preset", "dtype", "device", *(
-    field.name for part in SECTIONS["model"] + SECTIONS["grid"]
-    for field in dataclasses.fields(part))}
+FIRST = {
+    "batch_size",
+    "preset",
+    "dtype",
+    "device",
+    *(
+        field.name
+        for part in SECTIONS["model"] + SECTIONS["grid"]
+        for field in dataclasses.fields(part)
+    ),
+}
 
 
 def _choose(config: Config, world_size: int) -> tuple[Config, set[str]]:
@@ -67,41 +79,65 @@ def _choose(config: Config, world_size: int) -> tuple[Config, set[str]]:
     """
     model, given = config.model.completed(), config.grid
     axes = (given.dp, given.pp, given.tp)
-    fitting = layout.matching(axes, world_size, model.layers, model.whole_heads,
-                              model.whole_kv_heads, given.cp)
+    fitting = layout.matching(
+        axes, world_size, model.layers, model.whole_heads, model.whole_kv_heads, given.cp
+    )
     dp, pp, tp = fitting[0] if fitting else [axis or 1 for axis in axes]
     method = given.cp_attention or ("ring" if given.cp > 1 else None)
-    config = replace(config, model=model, grid=replace(
-        given, dp=dp, pp=pp, tp=tp, cp_attention=method))
-    config = replace(config, grid=replace(
-        config.grid, num_microbatches=given.num_microbatches or _default_microbatches(config)))
+    config = replace(
+        config, model=model, grid=replace(given, dp=dp, pp=pp, tp=tp, cp_attention=method)
+    )
+    config = replace(
+        config,
+        grid=replace(
+            config.grid, num_microbatches=given.num_microbatches or _default_microbatches(config)
+        ),
+    )
     guessed = set() if fitting else {axis for axis in ("dp", "pp") if getattr(given, axis) is None}
     return config, guessed
 
 
-def broken_rules(config: Config, world_size: int | None, rules: Iterable[Rule] = RULES,
-                 bad: Iterable[str] = (), **facts) -> list[tuple[Rule, SimpleNamespace]]:
+def broken_rules(
+    config: Config,
+    world_size: int | None,
+    rules: Iterable[Rule] = RULES,
+    bad: Iterable[str] = (),
+    **facts,
+) -> list[tuple[Rule, SimpleNamespace]]:
     """Return the rules that a Config breaks on so many ranks, each with the values it judged.
 
     If their number is unknown, only what was typed is judged. config, bad: as in `resolve`. facts:
     further values that rules judge by, see `values_of`.
     """
     bad = {*_value_problems(config), *bad}
-    facts |= {"ranks": world_size, "free": frozenset(
-        axis for axis in ("dp", "pp", "tp") if getattr(config.grid, axis) is None)}
+    facts |= {
+        "ranks": world_size,
+        "free": frozenset(
+            axis for axis in ("dp", "pp", "tp") if getattr(config.grid, axis) is None
+        ),
+    }
     is_open = world_size is None or bool(bad & FIRST)
     stages = [(False, values_of(config, **facts), bad | ({"ranks"} if is_open else set()))]
     if not is_open:
         chosen, guessed = _choose(config, world_size)
         stages.append((True, values_of(chosen, **facts), bad | guessed))
-    return [(rule, values) for complete, values, unknown in stages
-            for rule in broken_of((one for one in rules if one.complete == complete),
-                                  values, unknown)]
+    return [
+        (rule, values)
+        for complete, values, unknown in stages
+        for rule in broken_of((one for one in rules if one.complete == complete), values, unknown)
+    ]
 
 
-def resolve(config: Config, world_size: int, checks: Iterable[Check] = (), *,
-            errors: Iterable[UserError] = (), bad: Iterable[str] = (),
-            rules: Iterable[Rule] = RULES, **facts) -> tuple[Config, list[str]]:
+def resolve(
+    config: Config,
+    world_size: int,
+    checks: Iterable[Check] = (),
+    *,
+    errors: Iterable[UserError] = (),
+    bad: Iterable[str] = (),
+    rules: Iterable[Rule] = RULES,
+    **facts,
+) -> tuple[Config, list[str]]:
     """Fill in every None; return the config and notes; raise one UserError with all problems.
 
     checks: functions of other packages that list a config's problems, each with its class of error.
@@ -111,8 +147,13 @@ def resolve(config: Config, world_size: int, checks: Iterable[Check] = (), *,
     """
     found, notes = _value_problems(config), []
     bad = {*found, *bad}
-    usage = [*found.values(), *(rule.problem(values) for rule, values in broken_rules(
-        config, world_size, rules, bad, **facts))]
+    usage = [
+        *found.values(),
+        *(
+            rule.problem(values)
+            for rule, values in broken_rules(config, world_size, rules, bad, **facts)
+        ),
+    ]
     errors = [*errors, *([UsageError(usage)] if usage else [])]
     if not bad & FIRST:
         config, notes = _choose_batch(_choose(config, world_size)[0])

@@ -46,8 +46,9 @@ class Rule:
     def cure(self, values: SimpleNamespace) -> str:
         """Return what to type instead; never another model shape where weights fix it."""
         fixed = SHAPE if getattr(values, "init_from", None) else ()
-        found = {name: list(legal) for name, legal in self.cures(values).items()
-                 if name not in fixed}
+        found = {
+            name: list(legal) for name, legal in self.cures(values).items() if name not in fixed
+        }
         return cure_text({name: legal for name, legal in found.items() if legal})
 
 
@@ -57,13 +58,19 @@ def values_of(config: Config, **facts) -> SimpleNamespace:
     facts: `ranks`, their number. free: the axes that were not given. csv: the schedule in the file
     of --schedule-csv. machine, chooses_layout: --machine, and whether --layout is auto.
     """
-    known = {"ranks": None, "free": frozenset(), "csv": None, "machine": None,
-             "chooses_layout": False}
+    known = {
+        "ranks": None,
+        "free": frozenset(),
+        "csv": None,
+        "machine": None,
+        "chooses_layout": False,
+    }
     return SimpleNamespace(**in_force(config), **known | facts)
 
 
-def broken_of(rules: Iterable[Rule], values: SimpleNamespace,
-              bad: Iterable[str] = ()) -> list[Rule]:
+def broken_of(
+    rules: Iterable[Rule], values: SimpleNamespace, bad: Iterable[str] = ()
+) -> list[Rule]:
     """Return the rules that these values break.
 
     A rule is skipped if a setting that it relates is in `bad` or not in force.
@@ -84,8 +91,11 @@ def subject(names: tuple[str, ...], values: SimpleNamespace) -> str:
     """Return the settings of a rule with their values, without those that were not given."""
     told = {name: getattr(values, name) for name in names}
     ranks = told.pop("ranks", None)
-    given = [flag(name) if value is True else f"{flag(name)} {typed(value)}"
-             for name, value in told.items() if value is not False and value not in (None, ())]
+    given = [
+        flag(name) if value is True else f"{flag(name)} {typed(value)}"
+        for name, value in told.items()
+        if value is not False and value not in (None, ())
+    ]
     without = [flag(name) for name, value in told.items() if value is False]
     text = given[0] + (f" with {listed(given[1:], 'and')}" if given[1:] else "")
     text += f" without {listed(without, 'and')}" if without else ""

@@ -29,20 +29,38 @@ class Config:
 
 
 # The classes that a section may have.
-SECTIONS = {"model": tuple(FAMILIES.values()), "grid": (GridConfig,), "train": (TrainConfig,),
-            "run": (RunConfig,), "memory": (MemoryConfig,)}
-FIELDS = {one.name: one for parts in SECTIONS.values() for part in parts
-          for one in dataclasses.fields(part)}
+SECTIONS = {
+    "model": tuple(FAMILIES.values()),
+    "grid": (GridConfig,),
+    "train": (TrainConfig,),
+    "run": (RunConfig,),
+    "memory": (MemoryConfig,),
+}
+FIELDS = {
+    one.name: one
+    for parts in SECTIONS.values()
+    for part in parts
+    for one in dataclasses.fields(part)
+}
 FIELDS |= {one.name: one for one in dataclasses.fields(DecoderConfig)}  # the default family
 OF_EVERY_FAMILY = frozenset(one.name for one in dataclasses.fields(ModelConfig))
 # Family -> (section name, field) of every field of a Config with it.
-ROWS = {family: tuple((section, one) for section, parts in SECTIONS.items()
-                      for one in dataclasses.fields(family if section == "model" else parts[0]))
-        for family in FAMILIES.values()}
+ROWS = {
+    family: tuple(
+        (section, one)
+        for section, parts in SECTIONS.items()
+        for one in dataclasses.fields(family if section == "model" else parts[0])
+    )
+    for family in FAMILIES.values()
+}
 # Field -> (field, value, ...) of the choice that it belongs to; that field may belong to another.
 # Without values, the choice is a field that is unset by default, and any value of it will do.
-CHOICES = {one.name: ("model", name) for name, part in FAMILIES.items()
-           for one in dataclasses.fields(part) if one.name not in OF_EVERY_FAMILY}
+CHOICES = {
+    one.name: ("model", name)
+    for name, part in FAMILIES.items()
+    for one in dataclasses.fields(part)
+    if one.name not in OF_EVERY_FAMILY
+}
 CHOICES |= {name: one.metadata["only"] for name, one in FIELDS.items() if one.metadata["only"]}
 
 
@@ -51,8 +69,9 @@ def settings(config: Config) -> list[tuple[str, dataclasses.Field, object]]:
     rows = next(rows for family, rows in ROWS.items() if isinstance(config.model, family))
     found = [(section, one, getattr(getattr(config, section), one.name)) for section, one in rows]
     values = {one.name: value for _, one, value in found}
-    return [row for row in found
-            if row[1].name not in CHOICES or not_taken(row[1].name, values) is None]
+    return [
+        row for row in found if row[1].name not in CHOICES or not_taken(row[1].name, values) is None
+    ]
 
 
 def not_taken(name: str, values: dict) -> tuple[str, ...] | None:
@@ -80,9 +99,15 @@ def build(values: dict) -> Config:
     default = OF_MODEL.get(values.get("model", "decoder"), "tiny")
     values = {"preset": default} | values
     preset = PRESETS.get(values["preset"], {})
-    values = {name: value for name, value in preset.items()
-              if name not in ("batch_size", "num_microbatches")} | values
-    parts = [part(**{one.name: values[one.name] for one in dataclasses.fields(part)
-                     if one.name in values})
-             for part in (GridConfig, TrainConfig, RunConfig, MemoryConfig)]
+    values = {
+        name: value
+        for name, value in preset.items()
+        if name not in ("batch_size", "num_microbatches")
+    } | values
+    parts = [
+        part(
+            **{one.name: values[one.name] for one in dataclasses.fields(part) if one.name in values}
+        )
+        for part in (GridConfig, TrainConfig, RunConfig, MemoryConfig)
+    ]
     return Config(model_config(values), *parts)

@@ -11,9 +11,22 @@ from mpipar.errors import suggestion
 from mpipar.files import text
 
 
-def setting(default, what, *, low=None, above=None, below=None, high=None, choices=None,
-            in_bytes=False, only=None, metavar=None, rare=False, is_positional=False,
-            is_switch=False):
+def setting(
+    default,
+    what,
+    *,
+    low=None,
+    above=None,
+    below=None,
+    high=None,
+    choices=None,
+    in_bytes=False,
+    only=None,
+    metavar=None,
+    rare=False,
+    is_positional=False,
+    is_switch=False,
+):
     """Return a field with its help and limits: low <= value <= high, above < value < below.
 
     default: MISSING if it must be given. in_bytes: 64K is accepted as a value. only: (field,
@@ -21,9 +34,19 @@ def setting(default, what, *, low=None, above=None, below=None, high=None, choic
     no meaning, is not written, and is refused if given. metavar: placeholder for the value in the
     help. rare: shown by --help-all only. is_positional, is_switch: see below.
     """
-    legal = {"low": low, "above": above, "below": below, "high": high, "choices": choices,
-             "in_bytes": in_bytes, "only": only, "metavar": metavar, "rare": rare,
-             "is_positional": is_positional, "is_switch": is_switch}
+    legal = {
+        "low": low,
+        "above": above,
+        "below": below,
+        "high": high,
+        "choices": choices,
+        "in_bytes": in_bytes,
+        "only": only,
+        "metavar": metavar,
+        "rare": rare,
+        "is_positional": is_positional,
+        "is_switch": is_switch,
+    }
     return dataclasses.field(default=default, metadata={"help": what, **legal})
 
 
@@ -73,11 +96,15 @@ def value_problem(name: str, legal: Mapping[str, typing.Any], value: object) -> 
     if legal["choices"] and value not in legal["choices"]:
         options = [str(option) for option in legal["choices"]]
         hint = suggestion(value, options) if isinstance(value, str) else ""
-        return (f"{argument(name, legal)} {text.shown(value)}: must be one of"
-                f" {', '.join(options)}{hint}")
+        return (
+            f"{argument(name, legal)} {text.shown(value)}: must be one of"
+            f" {', '.join(options)}{hint}"
+        )
     if isinstance(value, str) and any(0xD800 <= ord(letter) < 0xE000 for letter in value):
-        return (f"{argument(name, legal)} {text.shown(value)}: is not valid UTF-8, so it cannot be"
-                " written to config.toml")
+        return (
+            f"{argument(name, legal)} {text.shown(value)}: is not valid UTF-8, so it cannot be"
+            " written to config.toml"
+        )
     return None
 
 

@@ -3,8 +3,9 @@
 import re
 from fractions import Fraction
 
-SIZE = re.compile(r"(\d{1,19}|\d{1,19}\.\d{1,19}(?=[KMGT]))(?:([KMGT])i?)?B?",
-                  re.IGNORECASE | re.ASCII)
+SIZE = re.compile(
+    r"(\d{1,19}|\d{1,19}\.\d{1,19}(?=[KMGT]))(?:([KMGT])i?)?B?", re.IGNORECASE | re.ASCII
+)
 POWERS = {"": 0, "K": 10, "M": 20, "G": 30, "T": 40}
 
 

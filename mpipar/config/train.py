@@ -13,30 +13,47 @@ class TrainConfig:
 
     steps: int = setting(300, "number of optimizer steps", low=1)
     batch_size: int | None = setting(
-        None, "rows per step over all ranks; a multiple of dp * num-microbatches", low=1,
-        high=2**24)
+        None, "rows per step over all ranks; a multiple of dp * num-microbatches", low=1, high=2**24
+    )
     optimizer: str = setting("adamw", "update rule", choices=("adamw", "sgd"))
     lr: float = setting(3e-3, "peak learning rate", above=0.0)
     warmup_steps: int = setting(20, "steps of linear learning-rate warm-up", low=0)
     lr_schedule: str = setting(
-        "cosine", "learning rate after the warm-up: cosine or linear = decays until the last step;"
+        "cosine",
+        "learning rate after the warm-up: cosine or linear = decays until the last step;"
         " wsd = constant, then decays at the end; constant",
-        choices=("cosine", "linear", "constant", "wsd"))
+        choices=("cosine", "linear", "constant", "wsd"),
+    )
     min_lr_ratio: float = setting(
-        0.1, "final learning rate as a fraction of the peak, if it decays", low=0.0,
-        only=("lr_schedule", "cosine", "linear", "wsd"))
+        0.1,
+        "final learning rate as a fraction of the peak, if it decays",
+        low=0.0,
+        only=("lr_schedule", "cosine", "linear", "wsd"),
+    )
     decay_ratio: float = setting(
-        0.2, "wsd: fraction of the steps, at the end, in which the learning rate decays", above=0.0,
-        high=1.0, only=("lr_schedule", "wsd"))
+        0.2,
+        "wsd: fraction of the steps, at the end, in which the learning rate decays",
+        above=0.0,
+        high=1.0,
+        only=("lr_schedule", "wsd"),
+    )
     weight_decay: float = setting(
-        0.1, "decoupled weight decay, multiplied by lr; applies to matrices only", low=0.0)
+        0.1, "decoupled weight decay, multiplied by lr; applies to matrices only", low=0.0
+    )
     beta1: float = setting(
-        0.9, "AdamW: decay rate of the first moment", low=0.0, below=1.0, only=OF_ADAMW)
+        0.9, "AdamW: decay rate of the first moment", low=0.0, below=1.0, only=OF_ADAMW
+    )
     beta2: float = setting(
-        0.95, "AdamW: decay rate of the second moment", low=0.0, below=1.0, only=OF_ADAMW)
+        0.95, "AdamW: decay rate of the second moment", low=0.0, below=1.0, only=OF_ADAMW
+    )
     eps: float = setting(  # 0 in float32 would turn weights that never had a gradient into NaN
-        1e-8, "AdamW: added to the square root of the second moment", low=2.0**-126, only=OF_ADAMW)
+        1e-8, "AdamW: added to the square root of the second moment", low=2.0**-126, only=OF_ADAMW
+    )
     clip: float = setting(1.0, "largest global gradient norm; 0 = no clipping", low=0.0)
     bucket_bytes: int = setting(
-        4 * 2**20, "bytes per gradient all-reduce; smaller = earlier start, more messages (default"
-        " 4M)", low=1, in_bytes=True, only=("zero", 0, 1))  # ZeRO-3 reduces each unit as a whole
+        4 * 2**20,
+        "bytes per gradient all-reduce; smaller = earlier start, more messages (default 4M)",
+        low=1,
+        in_bytes=True,
+        only=("zero", 0, 1),
+    )  # ZeRO-3 reduces each unit as a whole

@@ -46,7 +46,8 @@ def span_facts(spans, whole: set[int]) -> dict:
             pipeline[span.step] += seconds
     return {
         "passes": {key: sum(values) / len(values) for key, values in passes.items()},
-        "busy": {step: busy[step] for step in whole}, "pipeline": dict(pipeline),
+        "busy": {step: busy[step] for step in whole},
+        "pipeline": dict(pipeline),
     }
 
 
@@ -57,10 +58,15 @@ def measured_costs(facts: list[dict], num_stages: int) -> Costs:
         for key, seconds in fact["passes"].items():
             sums[key].append(seconds)
     mean = {key: sum(values) / len(values) for key, values in sums.items()}
-    halves = {kind + key[1:]: full / 2 for key, full in mean.items() if key[0] == "B"
-              for kind in "IW"}
-    return Costs(**{kind.lower(): tuple((mean | halves)[f"{kind}{stage}"]
-                                        for stage in range(num_stages)) for kind in "FIW"})
+    halves = {
+        kind + key[1:]: full / 2 for key, full in mean.items() if key[0] == "B" for kind in "IW"
+    }
+    return Costs(
+        **{
+            kind.lower(): tuple((mean | halves)[f"{kind}{stage}"] for stage in range(num_stages))
+            for kind in "FIW"
+        }
+    )
 
 
 def bubble_rows(facts: list[dict], pp_ranks: list[int], schedule) -> list[tuple]:
@@ -76,9 +82,15 @@ def bubble_rows(facts: list[dict], pp_ranks: list[int], schedule) -> list[tuple]
     for pp_rank in range(schedule.pp_size):
         members = [fact for fact, place in zip(facts, pp_ranks, strict=True) if place == pp_rank]
         busy = sum(fact["busy"][step] for fact in members for step in steps) / len(members)
-        rows.append((
-            pp_rank, busy / total, (total - busy) / len(steps),
-            timeline.busy_share[pp_rank], float(timeline.global_bubble[pp_rank])))
+        rows.append(
+            (
+                pp_rank,
+                busy / total,
+                (total - busy) / len(steps),
+                timeline.busy_share[pp_rank],
+                float(timeline.global_bubble[pp_rank]),
+            )
+        )
     return rows
 
 
@@ -86,6 +98,13 @@ def bubble_table(rows: list[tuple]) -> str:
     """Return the rows as text."""
     lines = [("pipeline rank", "busy measured", "simulated", "bubble measured", "simulated")]
     for pp_rank, busy, bubble, busy_sim, bubble_sim in rows:
-        lines.append((pp_rank, f"{busy:.1%}", f"{busy_sim:.1%}",
-                      f"{bubble * 1e3:.1f} ms", f"{bubble_sim * 1e3:.1f} ms"))
+        lines.append(
+            (
+                pp_rank,
+                f"{busy:.1%}",
+                f"{busy_sim:.1%}",
+                f"{bubble * 1e3:.1f} ms",
+                f"{bubble_sim * 1e3:.1f} ms",
+            )
+        )
     return table(lines)

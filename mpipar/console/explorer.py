@@ -24,8 +24,15 @@ from mpipar.pipeline.schedules.catalog import FAMILIES, make_schedule, schedule_
 RANKS = (1, 2, 3, 4, 5, 6, 7, 8)
 MICROBATCHES = (*range(1, 17), 20, 24, 28, 32)
 CHUNKS = (2, 3, 4)  # of looped schedules; the others fix theirs
-SCRIPTS = ("order.js", "proof.js", "simulate.js", "drawing.js", "panel.js", "edit.js",
-           "explorer.js")
+SCRIPTS = (
+    "order.js",
+    "proof.js",
+    "simulate.js",
+    "drawing.js",
+    "panel.js",
+    "edit.js",
+    "explorer.js",
+)
 
 
 def build(data: dict, orders: dict, fallback: str) -> str:
@@ -35,14 +42,30 @@ def build(data: dict, orders: dict, fallback: str) -> str:
     """
     text = json.dumps(orders, separators=(",", ":"))
     packed = base64.b64encode(zlib.compress(text.encode("ascii"), 9)).decode("ascii")
-    families = {name: {"placement": family.placement, "chunks": chunk_counts(name)}
-                for name, family in FAMILIES.items()}
-    homes = {f"{family.placement} {p} {chunks}": PLACEMENTS[family.placement].homes(p, p * chunks)
-             for name, family in FAMILIES.items() for p in RANKS for chunks in chunk_counts(name)}
-    facts = {"families": families, "homes": homes, "ranks": RANKS, "microbatches": MICROBATCHES,
-             "mirrorLine": MIRROR_LINE}
-    return html.build(files("mpipar.console") / "explorer_page", SCRIPTS, facts | data,
-                      ORDERS=packed, FALLBACK=fallback)
+    families = {
+        name: {"placement": family.placement, "chunks": chunk_counts(name)}
+        for name, family in FAMILIES.items()
+    }
+    homes = {
+        f"{family.placement} {p} {chunks}": PLACEMENTS[family.placement].homes(p, p * chunks)
+        for name, family in FAMILIES.items()
+        for p in RANKS
+        for chunks in chunk_counts(name)
+    }
+    facts = {
+        "families": families,
+        "homes": homes,
+        "ranks": RANKS,
+        "microbatches": MICROBATCHES,
+        "mirrorLine": MIRROR_LINE,
+    }
+    return html.build(
+        files("mpipar.console") / "explorer_page",
+        SCRIPTS,
+        facts | data,
+        ORDERS=packed,
+        FALLBACK=fallback,
+    )
 
 
 def known_orders(ranks: Iterable[int] = RANKS, microbatches: Iterable[int] = MICROBATCHES) -> dict:
@@ -51,8 +74,9 @@ def known_orders(ranks: Iterable[int] = RANKS, microbatches: Iterable[int] = MIC
     for name in FAMILIES:
         for p, m, chunks in product(ranks, microbatches, chunk_counts(name)):
             problems = schedule_problems(name, p, m, chunks)
-            found[f"{name} {p} {m} {chunks}"] = ("; ".join(problems) if problems else
-                                                 passes(make_schedule(name, p, m, chunks)))
+            found[f"{name} {p} {m} {chunks}"] = (
+                "; ".join(problems) if problems else passes(make_schedule(name, p, m, chunks))
+            )
     return found
 
 
@@ -64,11 +88,18 @@ def chunk_counts(name: str) -> tuple[int, ...]:
 
 def passes(schedule: Schedule) -> list[str]:
     """Return the passes of each rank, as in the cells of a CSV file, separated by spaces."""
-    return [" ".join(str(instr) for instr in program if is_compute(instr))
-            for program in schedule.programs]
+    return [
+        " ".join(str(instr) for instr in program if is_compute(instr))
+        for program in schedule.programs
+    ]
 
 
 def schedule_facts(schedule: Schedule) -> dict:
     """Return a schedule that is not among the known orders as values for JSON."""
-    return {"name": schedule.name, "p": schedule.pp_size, "m": schedule.num_microbatches,
-            "homes": schedule.homes, "programs": passes(schedule)}
+    return {
+        "name": schedule.name,
+        "p": schedule.pp_size,
+        "m": schedule.num_microbatches,
+        "homes": schedule.homes,
+        "programs": passes(schedule),
+    }

@@ -26,8 +26,13 @@ def build(folder: Traversable, scripts: tuple[str, ...], data: dict, **more: str
     script = [base / "base.js", *(folder / name for name in scripts)]
     # A "<" could close the script element that holds the data, or open a comment in it.
     numbers = json.dumps(data, separators=(",", ":"), allow_nan=False).replace("<", "\\u003c")
-    texts = {"TITLE": escape(harmless(data["title"])), "STYLE": joined(style),
-             "SCRIPT": joined(script), "DATA": numbers, **more}
+    texts = {
+        "TITLE": escape(harmless(data["title"])),
+        "STYLE": joined(style),
+        "SCRIPT": joined(script),
+        "DATA": numbers,
+        **more,
+    }
     # All placeholders at once, because a run may be named [[DATA]].
     skeleton = joined([base / "page.html"]).replace("[[BODY]]", joined([folder / "body.html"]))
     return re.sub(r"\[\[([A-Z]+)\]\]", lambda mark: texts[mark[1]], skeleton)

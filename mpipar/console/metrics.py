@@ -68,18 +68,27 @@ class Metrics:
         per_axis = numbers[:, :-1].reshape(len(numbers), len(self.axes), 3)
         inside = per_axis[:, :, 2].sum(1) / numbers[:, -1]
         return {
-            "step": result.step, "loss": result.loss,
+            "step": result.step,
+            "loss": result.loss,
             "grad_norm": None if result.skipped else result.grad_norm,
-            **({} if result.loss_scale is None else
-               {"loss_scale": result.loss_scale, "skipped": result.skipped}),
-            "lr": result.lr, "step_seconds": seconds,
+            **(
+                {}
+                if result.loss_scale is None
+                else {"loss_scale": result.loss_scale, "skipped": result.skipped}
+            ),
+            "lr": result.lr,
+            "step_seconds": seconds,
             "tokens_per_second": self.tokens_per_step / seconds,
-            "comm_share_mean": float(inside.mean()), "comm_share_max": float(inside.max()),
+            "comm_share_mean": float(inside.mean()),
+            "comm_share_max": float(inside.max()),
             "comm": {
                 axis: {
-                    "calls": int(per_axis[:, i, 0].sum()), "bytes": int(per_axis[:, i, 1].sum()),
+                    "calls": int(per_axis[:, i, 0].sum()),
+                    "bytes": int(per_axis[:, i, 1].sum()),
                     "seconds_mean": float(per_axis[:, i, 2].mean()),
                     "seconds_max": float(per_axis[:, i, 2].max()),
-                } for i, axis in enumerate(self.axes) if per_axis[:, i, 0].any()
+                }
+                for i, axis in enumerate(self.axes)
+                if per_axis[:, i, 0].any()
             },
         }

@@ -45,7 +45,7 @@ class GrowingFile:
         self.pending += text.encode("utf-8")
         try:
             while self.pending:
-                self.pending = self.pending[self.file.write(self.pending):]
+                self.pending = self.pending[self.file.write(self.pending) :]
         except OSError as error:
             self._refused(error)
 

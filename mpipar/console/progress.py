@@ -45,7 +45,7 @@ class StatusLine:
             if self.inside:  # an unfinished line of text
                 return
             try:
-                self.stream.write(ERASE + text[:width(self.stream) - 1])
+                self.stream.write(ERASE + text[: width(self.stream) - 1])
                 self.stream.flush()
                 self.shown = True
             except OSError:  # no reader; the next text in the log reports it
@@ -126,8 +126,7 @@ class Bar:
         share = done / total if total else 1.0
         full = int(share * BAR)
         rate = done / 1e6 / max(now - self.begun, 1e-3)
-        self.line.show(f"{work}  [{'#' * full}{'.' * (BAR - full)}] {share:4.0%}"
-                       f"  {rate:.1f} MB/s")
+        self.line.show(f"{work}  [{'#' * full}{'.' * (BAR - full)}] {share:4.0%}  {rate:.1f} MB/s")
 
     def clear(self) -> None:
         """Leave an empty line for what is printed next."""

@@ -16,10 +16,19 @@ MOST_LINE = 1 << 20  # bytes
 MOST_DEPTH = 3  # nested objects in a line
 LARGEST = 1 << 63  # above any count in a line
 MOST_POINTS = 1000  # of a drawn curve; longer ones are drawn as means
-COLUMNS = {"step": "step", "loss": "loss_nats", "held_out_loss": "held_out_loss_nats",
-           "grad_norm": "grad_norm", "lr": "lr", "loss_scale": "loss_scale", "skipped": "skipped",
-           "step_seconds": "step_seconds", "tokens_per_second": "tokens_per_second",
-           "comm_share_mean": "comm_share_mean", "comm_share_max": "comm_share_max"}
+COLUMNS = {
+    "step": "step",
+    "loss": "loss_nats",
+    "held_out_loss": "held_out_loss_nats",
+    "grad_norm": "grad_norm",
+    "lr": "lr",
+    "loss_scale": "loss_scale",
+    "skipped": "skipped",
+    "step_seconds": "step_seconds",
+    "tokens_per_second": "tokens_per_second",
+    "comm_share_mean": "comm_share_mean",
+    "comm_share_max": "comm_share_max",
+}
 PARTS = ("calls", "bytes", "seconds_mean", "seconds_max")  # what lines report for each axis
 
 
@@ -44,9 +53,13 @@ def _object_of(line: bytes) -> dict | None:
         value = json.loads(line.decode())
     except (ValueError, RecursionError):
         return None
-    whole = (isinstance(value, dict) and type(value.get("step")) is int and value["step"] > 0
-             and isinstance(value.get("loss", value.get("held_out_loss")), float)
-             and _has_numbers(value, MOST_DEPTH))
+    whole = (
+        isinstance(value, dict)
+        and type(value.get("step")) is int
+        and value["step"] > 0
+        and isinstance(value.get("loss", value.get("held_out_loss")), float)
+        and _has_numbers(value, MOST_DEPTH)
+    )
     return value if whole else None
 
 
@@ -54,8 +67,11 @@ def _has_numbers(value, depth: int) -> bool:
     """Return whether this is a finite number, None, or an object of such values."""
     if isinstance(value, dict):
         return depth > 0 and all(_has_numbers(one, depth - 1) for one in value.values())
-    return value is None or (isinstance(value, float) and math.isfinite(value)) or (
-        isinstance(value, int) and abs(value) < LARGEST)
+    return (
+        value is None
+        or (isinstance(value, float) and math.isfinite(value))
+        or (isinstance(value, int) and abs(value) < LARGEST)
+    )
 
 
 def read_lines(folder: Path, name: str) -> tuple[list[dict], int]:
@@ -77,13 +93,21 @@ def csv_text(lines: list[dict], evaluations: list[dict]) -> str:
     columns = [name for name in COLUMNS if name in known]
     file = io.StringIO()
     writer = csv.writer(file, lineterminator="\n")
-    writer.writerow([*(COLUMNS[name] for name in columns),
-                     *(f"comm_{axis}_{part}" for axis in axes for part in PARTS)])
+    writer.writerow(
+        [
+            *(COLUMNS[name] for name in columns),
+            *(f"comm_{axis}_{part}" for axis in axes for part in PARTS),
+        ]
+    )
     for line in lines:
         values = {"held_out_loss": held_out.get(line["step"])} | line
         comm = [line.get("comm", {}).get(axis, {}) for axis in axes]
-        writer.writerow([*(values.get(name) for name in columns),
-                         *(own.get(part, 0) for own in comm for part in PARTS)])
+        writer.writerow(
+            [
+                *(values.get(name) for name in columns),
+                *(own.get(part, 0) for own in comm for part in PARTS),
+            ]
+        )
     return file.getvalue()
 
 
@@ -93,18 +117,30 @@ def curves(lines: list[dict], evaluations: list[dict], unit: str = "token") -> l
     Curves without values are left out. unit: of the data, in the singular.
     """
     wanted = [
-        ("Loss", f"nats per {unit}", [("training", "F", _points(lines, "loss")),
-                                     ("held out", "W", _points(evaluations, "held_out_loss"))]),
+        (
+            "Loss",
+            f"nats per {unit}",
+            [
+                ("training", "F", _points(lines, "loss")),
+                ("held out", "W", _points(evaluations, "held_out_loss")),
+            ],
+        ),
         ("Learning rate", "", [("learning rate", "data", _points(lines, "lr"))]),
         ("Gradient norm", "before clipping", [("norm", "opt", _points(lines, "grad_norm"))]),
         ("Speed", f"{unit}s per second", [("speed", "B", _points(lines, "tokens_per_second"))]),
-        ("Communication", "share of a step, mean",
-         [("share", "axis-tp", _points(lines, "comm_share_mean"))]),
+        (
+            "Communication",
+            "share of a step, mean",
+            [("share", "axis-tp", _points(lines, "comm_share_mean"))],
+        ),
     ]
     found = []
     for title, words, series in wanted:
-        some = [{"name": name, "colour": colour, "points": thinned(points)}
-                for name, colour, points in series if any(value for _, value in points)]
+        some = [
+            {"name": name, "colour": colour, "points": thinned(points)}
+            for name, colour, points in series
+            if any(value for _, value in points)
+        ]
         if some:
             found.append({"title": title, "unit": words, "series": some})
     return found
@@ -117,5 +153,5 @@ def _points(lines: list[dict], name: str) -> list[tuple[int, float]]:
 def thinned(points: list[tuple[int, float]]) -> list[list]:
     """Return at most MOST_POINTS points: means of equally many neighbours, at the last's step."""
     each = -(-len(points) // MOST_POINTS) or 1
-    parts = [points[first:first + each] for first in range(0, len(points), each)]
+    parts = [points[first : first + each] for first in range(0, len(points), each)]
     return [[part[-1][0], sum(value for _, value in part) / len(part)] for part in parts]

@@ -16,8 +16,10 @@ def table(rows: list[tuple], left: int = 1) -> str:
     widths = [max(len(row[i]) for row in cells) for i in range(len(cells[0]))]
     lines = []
     for row in cells:
-        parts = [cell.ljust(width) if i < left else cell.rjust(width)
-                 for i, (cell, width) in enumerate(zip(row, widths, strict=True))]
+        parts = [
+            cell.ljust(width) if i < left else cell.rjust(width)
+            for i, (cell, width) in enumerate(zip(row, widths, strict=True))
+        ]
         lines.append("  ".join(parts).rstrip())
     return "\n".join(lines)
 
@@ -83,11 +85,16 @@ def holding(config, schedule, prediction, host: str | None = None) -> dict:
     split = models.layer_split(config, schedule)
     share = f"{grid.place('tp') + 1}/{grid.size('tp')} of {model.CUT}"
     return {
-        "rank": grid.world_rank, "host": host, "place": grid.describe(),
-        "stages": [describe_stage(stage, split, model.ENTRY)
-                   for stage in schedule.stages_of(grid.place("pp"))],
+        "rank": grid.world_rank,
+        "host": host,
+        "place": grid.describe(),
+        "stages": [
+            describe_stage(stage, split, model.ENTRY)
+            for stage in schedule.stages_of(grid.place("pp"))
+        ],
         "share": share if grid.size("tp") > 1 else "all",
-        "params": prediction.num_params, "memory": prediction.peak_bytes,
+        "params": prediction.num_params,
+        "memory": prediction.peak_bytes,
     }
 
 
@@ -100,8 +107,18 @@ def holdings(facts: list[dict]) -> str:
 def holding_rows(facts: list[dict]) -> list[tuple]:
     """Return the cells of `holdings`, column names first; hosts only if they are known."""
     rows = [("rank", "host", "place", "stage: layers", "share", "parameters", "predicted peak")]
-    rows += [(fact["rank"], fact["host"], fact["place"], "; ".join(fact["stages"]), fact["share"],
-              short_count(fact["params"]), nbytes(sum(fact["memory"].values()))) for fact in facts]
+    rows += [
+        (
+            fact["rank"],
+            fact["host"],
+            fact["place"],
+            "; ".join(fact["stages"]),
+            fact["share"],
+            short_count(fact["params"]),
+            nbytes(sum(fact["memory"].values())),
+        )
+        for fact in facts
+    ]
     if all(fact["host"] is None for fact in facts):
         rows = [(row[0], *row[2:]) for row in rows]
     return rows
@@ -113,8 +130,13 @@ def memory_breakdown(facts: list[dict]) -> str:
     rows = [("rank", *labels, "predicted peak")]
     for fact in facts:
         memory = fact["memory"]
-        rows.append((fact["rank"], *(nbytes(memory.get(label, 0)) for label in labels),
-                     nbytes(sum(memory.values()))))
+        rows.append(
+            (
+                fact["rank"],
+                *(nbytes(memory.get(label, 0)) for label in labels),
+                nbytes(sum(memory.values())),
+            )
+        )
     return table(rows)
 
 
@@ -123,9 +145,16 @@ def measured_memory(facts: list[dict]) -> str:
     rows = [("rank", "predicted peak", "measured peak", "ratio", "objects", "whole process")]
     for fact in facts:
         predicted = sum(fact["memory"].values())
-        rows.append((fact["rank"], nbytes(predicted), nbytes(fact["measured"]),
-                     f"{fact['measured'] / predicted:.2f}", nbytes(fact["objects"]),
-                     nbytes(fact["process"])))
+        rows.append(
+            (
+                fact["rank"],
+                nbytes(predicted),
+                nbytes(fact["measured"]),
+                f"{fact['measured'] / predicted:.2f}",
+                nbytes(fact["objects"]),
+                nbytes(fact["process"]),
+            )
+        )
     return table(rows)
 
 
@@ -148,9 +177,11 @@ def step_line(steps: int, line: dict, seconds_per_step: float, unit: str) -> str
 
 def status_line(steps: int, result, seconds_per_step: float, per_second: float, unit: str) -> str:
     """Return what a terminal shows between two of these lines, for a `StepResult`."""
-    return (f"step {result.step}/{steps} | loss {result.loss:.4f}"
-            f" | {short_count(per_second)} {unit}/s"
-            f" | eta {time_left(steps, result.step, seconds_per_step)}")
+    return (
+        f"step {result.step}/{steps} | loss {result.loss:.4f}"
+        f" | {short_count(per_second)} {unit}/s"
+        f" | eta {time_left(steps, result.step, seconds_per_step)}"
+    )
 
 
 def time_left(steps: int, step: int, seconds_per_step: float) -> str:
@@ -161,9 +192,12 @@ def time_left(steps: int, step: int, seconds_per_step: float) -> str:
 
 def skipped_steps(lines: list[dict]) -> list[str]:
     """Return a sentence about each of these steps whose gradients overflowed."""
-    return [f"step {line['step']}: a gradient overflowed in float16; every rank skipped the update,"
-            f" loss scale {line['loss_scale']:g} -> {line['loss_scale'] / 2:g}"
-            for line in lines if line.get("skipped")]
+    return [
+        f"step {line['step']}: a gradient overflowed in float16; every rank skipped the update,"
+        f" loss scale {line['loss_scale']:g} -> {line['loss_scale'] / 2:g}"
+        for line in lines
+        if line.get("skipped")
+    ]
 
 
 def barriers(facts: list[list], steps: int, world_size: int) -> str:
@@ -176,19 +210,36 @@ def barriers(facts: list[list], steps: int, world_size: int) -> str:
     sums: dict = {}
     for world_rank, counters in enumerate(facts):
         for row in counters:
-            key, counter = Key(*row[:len(Key._fields)]), Sums(*row[len(Key._fields):])
-            entry = sums.setdefault(key._replace(name=family(key.name)),
-                                    [0, 0, [0.0] * world_size])
+            key, counter = Key(*row[: len(Key._fields)]), Sums(*row[len(Key._fields) :])
+            entry = sums.setdefault(key._replace(name=family(key.name)), [0, 0, [0.0] * world_size])
             entry[0] += counter.calls
             entry[1] += counter.payload_bytes
             entry[2][world_rank] += counter.nanoseconds * 1e-6
     if not sums:
         return "none: a single rank waits for no other"
-    rows = [("axis", "barrier", "operation", "phase", "dtype", "calls/step", "bytes/step",
-             "ms mean", "ms max")]
+    rows = [
+        (
+            "axis",
+            "barrier",
+            "operation",
+            "phase",
+            "dtype",
+            "calls/step",
+            "bytes/step",
+            "ms mean",
+            "ms max",
+        )
+    ]
     for key, (calls, size, times) in sorted(sums.items()):
-        rows.append((*key, f"{calls / steps:.4g}", nbytes(size / steps),
-                     f"{sum(times) / world_size / steps:.2f}", f"{max(times) / steps:.2f}"))
+        rows.append(
+            (
+                *key,
+                f"{calls / steps:.4g}",
+                nbytes(size / steps),
+                f"{sum(times) / world_size / steps:.2f}",
+                f"{max(times) / steps:.2f}",
+            )
+        )
     return table(rows, left=5)
 
 

@@ -11,18 +11,29 @@ from mpipar.files import no_links
 from mpipar.job.streams import warn
 
 FOLDER = "tensorboard"  # in the run folder; each start of a run adds a file
-TAGS = {"loss": "loss/training", "held_out_loss": "loss/held_out", "lr": "learning_rate",
-        "grad_norm": "gradient_norm", "loss_scale": "loss_scale",
-        "tokens_per_second": "speed/tokens_per_second", "step_seconds": "speed/step_seconds",
-        "comm_share_mean": "communication/share_mean", "comm_share_max": "communication/share_max"}
+TAGS = {
+    "loss": "loss/training",
+    "held_out_loss": "loss/held_out",
+    "lr": "learning_rate",
+    "grad_norm": "gradient_norm",
+    "loss_scale": "loss_scale",
+    "tokens_per_second": "speed/tokens_per_second",
+    "step_seconds": "speed/step_seconds",
+    "comm_share_mean": "communication/share_mean",
+    "comm_share_max": "communication/share_max",
+}
 
 
 def tensorboard_problems(config) -> list[str]:
     """Return a problem if --tensorboard is given but its extra is not installed."""
     if not config.run.tensorboard or importlib.util.find_spec("tensorboard") is not None:
         return []
-    return [("--tensorboard: the package tensorboard is not installed: pip install"
-             " '.[tensorboard]', or leave --tensorboard out; metrics.csv has the same numbers")]
+    return [
+        (
+            "--tensorboard: the package tensorboard is not installed: pip install"
+            " '.[tensorboard]', or leave --tensorboard out; metrics.csv has the same numbers"
+        )
+    ]
 
 
 class Events:
@@ -66,8 +77,11 @@ class Events:
     def _add(self, line: dict) -> None:
         from tensorboard.compat.proto.summary_pb2 import Summary
 
-        values = [Summary.Value(tag=tag, simple_value=line[name])
-                  for name, tag in TAGS.items() if line.get(name) is not None]
+        values = [
+            Summary.Value(tag=tag, simple_value=line[name])
+            for name, tag in TAGS.items()
+            if line.get(name) is not None
+        ]
         self._event(line["step"], summary=Summary(value=values))
 
     def sync(self) -> str:

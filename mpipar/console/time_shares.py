@@ -35,8 +35,11 @@ def share_facts(recorder) -> dict:
     sums: Counter = Counter()
     for step in whole:
         sums["rest"] += ends[step] - starts[step]
-        spans[step] = sorted(one for one in spans[step]  # an evaluation after the step computes too
-                             if starts[step] <= one[0] <= ends[step])
+        spans[step] = sorted(
+            one
+            for one in spans[step]  # an evaluation after the step computes too
+            if starts[step] <= one[0] <= ends[step]
+        )
         sums["useful"] += sum(end - start for start, end in spans[step])
     for record in records:
         if record.step in whole and record.waited_ns and record.done_ns > record.waited_ns:
@@ -67,11 +70,18 @@ def crowded(hosts: list[str], cores: list[int]) -> str | None:
     hosts, cores: of every rank.
     """
     ranks = Counter(hosts)
-    found = {host: (ranks[host], have) for host, have in zip(hosts, cores, strict=True)
-             if ranks[host] > have}
+    found = {
+        host: (ranks[host], have)
+        for host, have in zip(hosts, cores, strict=True)
+        if ranks[host] > have
+    }
     if not found:
         return None
-    told = ", ".join(f"{count} ranks share {counted(have, 'core')} of {host}"
-                     for host, (count, have) in found.items())
-    return (f"{told}: a rank also waits for a core,\nso passes last longer and measured shares"
-            " differ from simulated ones")
+    told = ", ".join(
+        f"{count} ranks share {counted(have, 'core')} of {host}"
+        for host, (count, have) in found.items()
+    )
+    return (
+        f"{told}: a rank also waits for a core,\nso passes last longer and measured shares"
+        " differ from simulated ones"
+    )

@@ -30,6 +30,6 @@ def _pairs(tokens, vocab_size: int) -> np.ndarray:
     """Return how often each token follows each other (V, V), reading the text in blocks."""
     counts = np.zeros(vocab_size**2)
     for first in range(0, len(tokens) - 1, BLOCK):
-        block = np.asarray(tokens[first:first + BLOCK + 1]).astype(np.int64)
+        block = np.asarray(tokens[first : first + BLOCK + 1]).astype(np.int64)
         counts += np.bincount(block[:-1] * vocab_size + block[1:], minlength=vocab_size**2)
     return counts.reshape(vocab_size, vocab_size)

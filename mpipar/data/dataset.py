@@ -72,8 +72,11 @@ def read_dataset(folder: Path) -> tuple[Dataset, str]:
     with problems_as(DataError, str(path)):
         content = read_bytes(path, most_bytes=MOST_BYTES)
         found = parse_json(content.decode())
-        if isinstance(found, dict) and type(found.get("format")) is int and found[
-                "format"] > FORMAT:
+        if (
+            isinstance(found, dict)
+            and type(found.get("format")) is int
+            and found["format"] > FORMAT
+        ):
             raise ValueError(f"has format {found['format']}, but this version reads {FORMAT}")
         found = built(Dataset, found, "dataset")
         if wrong := _problems(found):
@@ -116,18 +119,24 @@ def open_dataset(folder: Path, vocab_size: int, thorough: bool):
     found, digest = read_dataset(folder)
     wrong = []
     if found.vocab_size > vocab_size:
-        wrong.append(f"--data {folder}: its vocabulary of {found.vocab_size:,} is above the"
-                     f" model's of {vocab_size:,}; type --vocab-size {found.vocab_size}")
+        wrong.append(
+            f"--data {folder}: its vocabulary of {found.vocab_size:,} is above the"
+            f" model's of {vocab_size:,}; type --vocab-size {found.vocab_size}"
+        )
     try:
         if files_digest(read_files(folder)) != found.tokenizer:
-            wrong.append(f"--data {folder}: the tokenizer is not the one that made the tokens;"
-                         f" prepare the data again")
+            wrong.append(
+                f"--data {folder}: the tokenizer is not the one that made the tokens;"
+                f" prepare the data again"
+            )
     except DataError as error:
         wrong += error.problems
     parts = []
     for part in PARTS:
-        pieces = [_open(folder, file, np.dtype(found.dtype).newbyteorder("<"), wrong)
-                  for file in found.part(part)]
+        pieces = [
+            _open(folder, file, np.dtype(found.dtype).newbyteorder("<"), wrong)
+            for file in found.part(part)
+        ]
         parts.append(None if wrong else TokenFiles(pieces, found.vocab_size, digest))
     if wrong:
         raise DataError(wrong)
@@ -148,6 +157,8 @@ def _open(folder: Path, stated: File, dtype, wrong: list[str]) -> Piece | None:
         return None
     size, due = os.fstat(file.fileno()).st_size, stated.tokens * dtype.itemsize
     if size != due:
-        wrong.append(f"--data {path}: has {size:,} bytes; {NAME} says {stated.tokens:,} tokens"
-                     f" ({due:,} bytes)")
+        wrong.append(
+            f"--data {path}: has {size:,} bytes; {NAME} says {stated.tokens:,} tokens"
+            f" ({due:,} bytes)"
+        )
     return Piece(file, 0, 0, stated.tokens, dtype)

@@ -45,12 +45,14 @@ class TextPart:
     head: int
 
 
-def read_documents(files: Iterable[Path], separator: str | None,
-                   progress) -> Iterator[tuple[str, End]]:
+def read_documents(
+    files: Iterable[Path], separator: str | None, progress
+) -> Iterator[tuple[str, End]]:
     """Yield (piece of text, what ends with it) of all documents that are not empty, in order.
 
     progress(bytes): called for each block. Raises DataError for a file that is not text.
     """
+
     def blocks(file):
         for block in blocks_of(file):
             progress(len(block))
@@ -110,8 +112,10 @@ def parts(pieces: Iterable[tuple[str, End]], longest: int = LONGEST) -> Iterator
         text += piece
         while len(text) > longest:
             head = head_hash(text) if head is None else head
-            stop = max((found.end() for found in LINE_END.finditer(text, longest // 2, longest)),
-                       default=longest)
+            stop = max(
+                (found.end() for found in LINE_END.finditer(text, longest // 2, longest)),
+                default=longest,
+            )
             yield TextPart(text[:stop], End.NOTHING, head)
             text = text[stop:]
         if end is not End.NOTHING:
@@ -119,8 +123,9 @@ def parts(pieces: Iterable[tuple[str, End]], longest: int = LONGEST) -> Iterator
             text, head = "", None
 
 
-def encoded_documents(tokenizer, pieces: Iterable[tuple[str, End]],
-                      longest: int = LONGEST) -> Iterator[tuple[np.ndarray, TextPart]]:
+def encoded_documents(
+    tokenizer, pieces: Iterable[tuple[str, End]], longest: int = LONGEST
+) -> Iterator[tuple[np.ndarray, TextPart]]:
     """Yield the ids of each part of all documents, in order; many parts are encoded at a time."""
     batch, characters = [], 0
     for part in parts(pieces, longest):
@@ -180,6 +185,7 @@ def survey(pieces: Iterable[tuple[str, End]]) -> Survey:
     if documents == 1 and characters < HELD_OUT:
         raise DataError(f"there is too little text: {characters} characters; give more")
     if smallest == largest and documents > 1:
-        raise DataError(f"all {documents:,} documents are the same text, so none can be held out;"
-                        " give it once")
+        raise DataError(
+            f"all {documents:,} documents are the same text, so none can be held out; give it once"
+        )
     return Survey(documents, characters, smallest, largest)

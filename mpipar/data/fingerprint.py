@@ -22,16 +22,27 @@ def fingerprint(arrays: Sequence, digests: Mapping[str, str]) -> dict:
     """
     found = {"length": sum(map(len, arrays)), "dtype": arrays[0].dtype.name}
     if any(isinstance(array, TokenFiles) for array in arrays):
-        parts = [[array.digest, *([digests[piece.file.name], piece.start, piece.first, piece.last]
-                                  for piece in array.pieces)] for array in arrays]
+        parts = [
+            [
+                array.digest,
+                *(
+                    [digests[piece.file.name], piece.start, piece.first, piece.last]
+                    for piece in array.pieces
+                ),
+            ]
+            for array in arrays
+        ]
         return found | {"files": hashlib.sha256(json.dumps(parts).encode()).hexdigest()}
     return found | {"sha256": _digest(array.reshape(-1) for array in arrays)}
 
 
 def of_ends(arrays: Sequence) -> dict:
     """Return the fingerprint of older checkpoints, which covers only the ends of large files."""
-    return {"length": sum(map(len, arrays)), "dtype": arrays[0].dtype.name,
-            "sha256": _digest(piece for array in arrays for piece in _ends(array))}
+    return {
+        "length": sum(map(len, arrays)),
+        "dtype": arrays[0].dtype.name,
+        "sha256": _digest(piece for array in arrays for piece in _ends(array)),
+    }
 
 
 def _digest(arrays) -> str:
@@ -49,5 +60,11 @@ def _ends(array) -> list:
     if len(array) <= 2 * edge:
         return [head, array]
     files = [TokenFiles([piece], array.vocab_size) for piece in array.pieces]
-    return [head, *(part for file in files for part in (
-        [file[:edge], file[-edge:]] if len(file) > 2 * edge else [file]))]
+    return [
+        head,
+        *(
+            part
+            for file in files
+            for part in ([file[:edge], file[-edge:]] if len(file) > 2 * edge else [file])
+        ),
+    ]

@@ -21,8 +21,20 @@ from mpipar.files.bounded import open_regular
 HELD_OUT = 5  # one image in five is held out
 # What NumPy and the zip reader raise for a damaged file, or one of another kind. RuntimeError: it
 # is encrypted or of another version. zlib's: compressed arrays. TokenError: an array's header.
-DAMAGED = (ValueError, TypeError, AttributeError, EOFError, RuntimeError, zipfile.BadZipFile,
-           zlib.error, tokenize.TokenError, MemoryError, OverflowError, LookupError, struct.error)
+DAMAGED = (
+    ValueError,
+    TypeError,
+    AttributeError,
+    EOFError,
+    RuntimeError,
+    zipfile.BadZipFile,
+    zlib.error,
+    tokenize.TokenError,
+    MemoryError,
+    OverflowError,
+    LookupError,
+    struct.error,
+)
 MOST_BYTES = 2 << 30  # of an .npz file's arrays
 
 
@@ -84,20 +96,22 @@ def load(config, thorough: bool = True):
     """
     images, labels, what = _read(config.run.data, "--data", config.model)
     if config.run.val_data:
-        held_images, held_labels, held_what = _read(
-            config.run.val_data, "--val-data", config.model)
+        held_images, held_labels, held_what = _read(config.run.val_data, "--val-data", config.model)
         if not (len(images) and len(held_images)):
             raise DataError("--data and --val-data: must hold at least one image each")
-        images, labels = (np.concatenate(both) for both in (
-            (held_images, images), (held_labels, labels)))
+        images, labels = (
+            np.concatenate(both) for both in ((held_images, images), (held_labels, labels))
+        )
         return _parts(images, labels, np.arange(len(images)), len(held_images)), (
-            f"{what}; held out: {held_what}")
+            f"{what}; held out: {held_what}"
+        )
     batch_size = config.train.batch_size
     held_out = max(len(images) // HELD_OUT, batch_size)
     if len(images) - held_out < batch_size:
         raise DataError(
             f"the data has {len(images):,} images, fewer than one batch to train on and one to hold"
-            f" out (2 x {batch_size}): give more images, or a smaller --batch-size")
+            f" out (2 x {batch_size}): give more images, or a smaller --batch-size"
+        )
     # The same order for every --seed, so that what is held out stays held out.
     order = np.random.Generator(np.random.Philox(key=0)).permutation(len(images))
     return _parts(images, labels, order, held_out), what
@@ -125,8 +139,9 @@ def _parts(images, labels, order, held_out: int) -> list[ImageSet]:
     images, labels = images[order].astype(np.float64), labels[order].astype(np.int64)
     images -= images[held_out:].mean()
     images /= images[held_out:].std() or 1.0
-    return [ImageSet(images[part], labels[part])
-            for part in (slice(held_out, None), slice(held_out))]
+    return [
+        ImageSet(images[part], labels[part]) for part in (slice(held_out, None), slice(held_out))
+    ]
 
 
 def _digits():
@@ -136,10 +151,14 @@ def _digits():
     except ImportError:
         raise DataError(
             "the digits come with scikit-learn, which is not installed: pip install '.[digits]',"
-            " or give your own images with --data FILE.npz (arrays x and y)") from None
+            " or give your own images with --data FILE.npz (arrays x and y)"
+        ) from None
     digits = load_digits()
-    return (digits.images[..., None], digits.target,
-            f"{len(digits.target):,} handwritten digits of scikit-learn")
+    return (
+        digits.images[..., None],
+        digits.target,
+        f"{len(digits.target):,} handwritten digits of scikit-learn",
+    )
 
 
 def _read_npz(path: str, flag: str):
@@ -151,25 +170,32 @@ def _read_npz(path: str, flag: str):
                 raise DataError(
                     f"{flag} {path}: has no array {' and no array '.join(missing)} (it has"
                     f" {', '.join(file) or 'none'}); x holds images (N, H, W) or (N, H, W, C), y"
-                    " their classes (N,)")
+                    " their classes (N,)"
+                )
             nbytes = sum(one.file_size for one in file.zip.infolist())
             if nbytes > MOST_BYTES:
-                raise DataError(f"{flag} {path}: its arrays take {nbytes:,} bytes; images are held"
-                                f" in memory, at most {MOST_BYTES:,}")
+                raise DataError(
+                    f"{flag} {path}: its arrays take {nbytes:,} bytes; images are held"
+                    f" in memory, at most {MOST_BYTES:,}"
+                )
             x, y = file["x"], file["y"]
     except OSError as error:
         raise DataError(f"{flag} {path}: {error.strerror or error}") from None
     except DAMAGED:
-        raise DataError(f"{flag} {path}: is not an .npz file of numeric arrays x and y, as"
-                        " numpy.savez(FILE, x=images, y=classes) writes it") from None
+        raise DataError(
+            f"{flag} {path}: is not an .npz file of numeric arrays x and y, as"
+            " numpy.savez(FILE, x=images, y=classes) writes it"
+        ) from None
     return x[..., None] if x.ndim == 3 else x, y, f"{len(y) if y.ndim else 0:,} images of {path}"
 
 
 def _check(x, y, model, where) -> None:
     """Raise DataError with every way in which x and y do not fit each other or the model."""
     if x.ndim != 4 or y.ndim != 1 or len(x) != len(y):
-        raise DataError(f"{where}: x has shape {x.shape} and y {y.shape}; they must be images"
-                        " (N, H, W) or (N, H, W, C) and equally many classes (N,)")
+        raise DataError(
+            f"{where}: x has shape {x.shape} and y {y.shape}; they must be images"
+            " (N, H, W) or (N, H, W, C) and equally many classes (N,)"
+        )
     found = []
     if x.dtype.kind not in "fiub" or not np.isfinite(x).all():
         found.append(f"{where}: x must hold finite numbers; it is {x.dtype}")
@@ -180,7 +206,9 @@ def _check(x, y, model, where) -> None:
         found.append(f"{where}: y must hold whole numbers, the classes; it is {y.dtype}")
     elif len(y) and (y.min() < 0 or y.max() >= model.classes):
         cure = f"type --classes {y.max() + 1} or more" if y.min() >= 0 else "count from 0"
-        found.append(f"{where}: y has classes {y.min()} to {y.max()}, but the model has"
-                     f" {model.classes}, 0 to {model.classes - 1}; {cure}")
+        found.append(
+            f"{where}: y has classes {y.min()} to {y.max()}, but the model has"
+            f" {model.classes}, 0 to {model.classes - 1}; {cure}"
+        )
     if found:
         raise DataError(found)

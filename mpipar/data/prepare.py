@@ -73,11 +73,11 @@ class Part:
                 path = self.folder / f"{self.name}-{len(self.files):05d}.bin"
                 self.file = open(path, "xb")  # noqa: SIM115 (close() does)
                 self.tokens, self.documents, self.digest = 0, 0, hashlib.sha256()
-            some = ids[:SHARD - self.tokens].astype(self.dtype)
+            some = ids[: SHARD - self.tokens].astype(self.dtype)
             self.file.write(some.data)
             self.digest.update(some.data)
             self.tokens += len(some)
-            ids = ids[len(some):]
+            ids = ids[len(some) :]
             if self.tokens == SHARD and len(ids):
                 self.close()
 
@@ -93,8 +93,9 @@ class Part:
         self.file.flush()
         os.fsync(self.file.fileno())
         self.file.close()
-        self.files.append(File(Path(self.file.name).name, self.tokens, self.documents,
-                               self.digest.hexdigest()))
+        self.files.append(
+            File(Path(self.file.name).name, self.tokens, self.documents, self.digest.hexdigest())
+        )
         self.file = None
 
 
@@ -118,8 +119,14 @@ def prepare(texts: Texts, name: str, folder: Path) -> tuple[Dataset, Tokenizer]:
     empty = [part.name for part in parts if not part.files]
     if empty:
         raise DataError(f"there is too little text: the part {empty[0]} has no tokens; give more")
-    dataset = Dataset(FORMAT, dtype.name, tokenizer.size, tokenizer.end, tokenizer.digest,
-                      tuple(file for part in parts for file in part.files))
+    dataset = Dataset(
+        FORMAT,
+        dtype.name,
+        tokenizer.size,
+        tokenizer.end,
+        tokenizer.digest,
+        tuple(file for part in parts for file in part.files),
+    )
     with open(folder / NAME, "x", encoding="utf-8") as file:
         file.write(dataset.text())
         file.flush()
@@ -139,9 +146,15 @@ def train_tokenizer(texts: Iterable[str], vocab_size: int, folder: Path) -> None
     made = tokenizers.Tokenizer(tokenizers.models.BPE())
     made.pre_tokenizer = level(add_prefix_space=False)
     made.decoder = tokenizers.decoders.ByteLevel()
-    made.train_from_iterator(texts, tokenizers.trainers.BpeTrainer(
-        vocab_size=vocab_size, special_tokens=[END], initial_alphabet=level.alphabet(),
-        show_progress=False))
+    made.train_from_iterator(
+        texts,
+        tokenizers.trainers.BpeTrainer(
+            vocab_size=vocab_size,
+            special_tokens=[END],
+            initial_alphabet=level.alphabet(),
+            show_progress=False,
+        ),
+    )
     (folder / TOKENIZER).write_text(made.to_str(pretty=True), encoding="utf-8")
     (folder / SETTINGS).write_bytes(settings_file(end=True))
 
@@ -152,9 +165,11 @@ def _tokenizer(name: str) -> Tokenizer:
         return byte_tokenizer(end=True)
     found = load_tokenizer(name)
     if found.end is None:
-        raise DataError(f"--tokenizer {name}: no file says which id ends a text; name the token in"
-                        " tokenizer_config.json beside tokenizer.json, as in {\"eos_token\":"
-                        " \"</s>\"}, and give the folder")
+        raise DataError(
+            f"--tokenizer {name}: no file says which id ends a text; name the token in"
+            ' tokenizer_config.json beside tokenizer.json, as in {"eos_token":'
+            ' "</s>"}, and give the folder'
+        )
     return found
 
 

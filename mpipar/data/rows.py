@@ -49,7 +49,8 @@ def split(tokens, batch_size: int, seq_len: int):
         raise DataError(
             f"the data has {len(tokens):,} tokens, fewer than one batch to train on and one to"
             f" hold out (2 x ({batch_size} rows x {seq_len} tokens + 1) = {2 * one_batch:,}):"
-            " give more data, or a smaller --batch-size or --seq-len")
+            " give more data, or a smaller --batch-size or --seq-len"
+        )
     return tokens[:-held_out], tokens[-held_out:]
 
 
@@ -63,24 +64,31 @@ def load(config, thorough: bool = True):
     source = load_source(run.data, model.vocab_size, thorough)
     tokens, what, held_out = source.tokens, source.what, source.validation()
     if tokens is None:
-        raise DataError(f"--data {run.data[0]}: is held out, as its name says, so there is nothing"
-                        " to train on; give training files too, or another name")
+        raise DataError(
+            f"--data {run.data[0]}: is held out, as its name says, so there is nothing"
+            " to train on; give training files too, or another name"
+        )
     if run.val_data:
         held_out = _val_data(config, thorough)
         what = f"{what}; held out: {held_out.what}"
     if held_out is None:
         return split(tokens, config.train.batch_size, model.seq_len), what
     flag = "--val-data" if run.val_data else "--data, what it holds out"
-    found = [f"{flag}: has {len(part):,} tokens, but a row needs {model.seq_len} + 1: give more"
-             " data, or a smaller --seq-len"
-             for flag, part in (("--data", tokens), (flag, held_out.tokens))
-             if len(part) <= model.seq_len]
+    found = [
+        f"{flag}: has {len(part):,} tokens, but a row needs {model.seq_len} + 1: give more"
+        " data, or a smaller --seq-len"
+        for flag, part in (("--data", tokens), (flag, held_out.tokens))
+        if len(part) <= model.seq_len
+    ]
     if (tokens.dtype == np.uint8) != (held_out.tokens.dtype == np.uint8):
-        found.append("--val-data: either it or --data is text, the other token files (.bin): give"
-                     " one kind")
+        found.append(
+            "--val-data: either it or --data is text, the other token files (.bin): give one kind"
+        )
     if source.tokenizer and held_out.tokenizer not in ("", source.tokenizer):
-        found.append("--val-data: its tokens were made by another tokenizer than --data's; prepare"
-                     f" it with --tokenizer {run.data[0]}")
+        found.append(
+            "--val-data: its tokens were made by another tokenizer than --data's; prepare"
+            f" it with --tokenizer {run.data[0]}"
+        )
     if found:
         raise DataError(found)
     return (tokens, held_out.tokens), what
@@ -91,15 +99,16 @@ def _val_data(config, thorough: bool):
     try:
         source = load_source(config.run.val_data, config.model.vocab_size, thorough)
     except DataError as error:
-        raise DataError([text.replace("--data", "--val-data", 1)
-                         for text in error.problems]) from None
+        raise DataError(
+            [text.replace("--data", "--val-data", 1) for text in error.problems]
+        ) from None
     return source.validation() or source
 
 
 def evaluated(part, config):
     """Return what evaluations read of the held-out part: the rows that --eval-tokens reaches."""
     tokens, seq_len = config.run.eval_tokens, config.model.seq_len
-    return part if tokens is None else part[:-(-tokens // seq_len) * seq_len + 1]
+    return part if tokens is None else part[: -(-tokens // seq_len) * seq_len + 1]
 
 
 def arrays(part) -> list:
@@ -136,8 +145,17 @@ def routed_rows(config, grid) -> np.ndarray | None:
             total = rows_per_microbatch(config) * len(places) * model.experts_per_token
             counts.append(np.diff(total * np.arange(model.experts + 1) // model.experts))
             continue
-        chosen = scores(model.routing, model.seq_len, model.experts, model.experts_per_token,
-                        index, len(ranks)) > 0
+        chosen = (
+            scores(
+                model.routing,
+                model.seq_len,
+                model.experts,
+                model.experts_per_token,
+                index,
+                len(ranks),
+            )
+            > 0
+        )
         counts.append(rows_per_microbatch(config) * chosen[places].sum(axis=0))
     return np.array(counts)
 
@@ -185,10 +203,11 @@ class Rows:
         return range(first, first + self.num_rows)
 
     def _batch(self, starts) -> Batch:
-        rows = np.stack([self.part[start:start + self.distance + 1] for start in starts])
+        rows = np.stack([self.part[start : start + self.distance + 1] for start in starts])
         rows = rows.astype(np.int64)
-        tokens, targets = (np.ascontiguousarray(rows[:, places])
-                           for places in (self.places, self.places + 1))
+        tokens, targets = (
+            np.ascontiguousarray(rows[:, places]) for places in (self.places, self.places + 1)
+        )
         return Batch(self.ops.asarray(tokens), self.ops.asarray(targets), *self.positions)
 
     def train(self, step: int, mb: int) -> Batch:
@@ -216,10 +235,12 @@ class Rows:
         """
         first = number * self.batch_size
         left = self.rows_of_sweep() - first
-        rows = ([row for row in self._indices(mb) if row < left]
-                for mb in range(self.num_microbatches))
-        return [self._batch([(first + row) * self.distance for row in some])
-                for some in rows if some]
+        rows = (
+            [row for row in self._indices(mb) if row < left] for mb in range(self.num_microbatches)
+        )
+        return [
+            self._batch([(first + row) * self.distance for row in some]) for some in rows if some
+        ]
 
     def filled_sweep(self, number: int) -> tuple[list[Batch], int]:
         """Return (microbatches, how many of them count), equally many on every replica.

@@ -47,8 +47,11 @@ class Source:
 
     def validation(self) -> Source | None:
         """Return the tokens that the data itself holds out, as a source; None if there are none."""
-        return None if self.held_out is None else Source(
-            self.held_out, None, self.what, self.tokenizer)
+        return (
+            None
+            if self.held_out is None
+            else Source(self.held_out, None, self.what, self.tokenizer)
+        )
 
 
 def load_source(paths: tuple[str, ...], vocab_size: int, thorough: bool = True) -> Source:
@@ -62,12 +65,18 @@ def load_source(paths: tuple[str, ...], vocab_size: int, thorough: bool = True) 
         return _language_reference(vocab_size)
     if prepared := [path for path in paths if dataset.is_dataset(path)]:
         if len(paths) > 1:
-            raise DataError(f"--data {prepared[0]}: a prepared folder is given alone; leave out"
-                            f" {' '.join(path for path in paths if path != prepared[0])}")
+            raise DataError(
+                f"--data {prepared[0]}: a prepared folder is given alone; leave out"
+                f" {' '.join(path for path in paths if path != prepared[0])}"
+            )
         train, held_out, found = dataset.open_dataset(Path(paths[0]), vocab_size, thorough)
-        return Source(train, held_out, f"{len(train) + len(held_out):,} tokens of"
-                      f" {sum(file.documents for file in found.files):,} documents from {paths[0]}",
-                      found.tokenizer)
+        return Source(
+            train,
+            held_out,
+            f"{len(train) + len(held_out):,} tokens of"
+            f" {sum(file.documents for file in found.files):,} documents from {paths[0]}",
+            found.tokenizer,
+        )
     files, problems = text_files(paths, "--data ", only=".bin")
     if len({path.suffix == ".bin" for path in files}) > 1:
         problems.append("--data mixes token files (.bin) and text: give one kind")
@@ -104,7 +113,8 @@ def _language_reference(vocab_size):
     except ImportError:
         raise DataError(
             "this Python has no pydoc_data.topics, the built-in text: give your own text with"
-            " --data FILE_OR_FOLDER") from None
+            " --data FILE_OR_FOLDER"
+        ) from None
     text = "\n".join(topics[name] for name in sorted(topics))
     tokens, problems = np.frombuffer(text.encode(), np.uint8), []
     _check_ids("the built-in text", tokens, vocab_size, problems)
@@ -125,8 +135,9 @@ def text_files(paths: Iterable[str], flag: str, only: str = "") -> tuple[list[Pa
         if not name:  # as from an unset shell variable; Path("") is this folder
             problems.append(f"{flag}'': is empty; name a file or a folder")
         elif os.path.isdir(path):
-            inside = sorted(p for p in path.rglob("*")
-                            if os.path.isfile(p) and not _hidden(p, path))
+            inside = sorted(
+                p for p in path.rglob("*") if os.path.isfile(p) and not _hidden(p, path)
+            )
             files += [p for p in inside if only and p.suffix == only] or inside
             if not inside:
                 problems.append(f"{flag}{name}: this folder has no files")
@@ -158,12 +169,15 @@ def _read(path, vocab_size, thorough, problems):
             if vocab_size > BYTE_VOCABULARY:
                 raise DataError(_not_bytes(str(path), vocab_size))
             if nbytes > MOST_TEXT:
-                raise ValueError(f"has {nbytes:,} bytes, but text is held in memory, at most"
-                                 f" {MOST_TEXT:,}; give token files (.bin)")
+                raise ValueError(
+                    f"has {nbytes:,} bytes, but text is held in memory, at most"
+                    f" {MOST_TEXT:,}; give token files (.bin)"
+                )
             tokens = np.frombuffer(file.read(nbytes), np.uint8)
             view = memoryview(tokens)
-            for _ in text_pieces(bytes(view[first:first + TEXT_BLOCK])
-                                 for first in range(0, len(view), TEXT_BLOCK)):
+            for _ in text_pieces(
+                bytes(view[first : first + TEXT_BLOCK]) for first in range(0, len(view), TEXT_BLOCK)
+            ):
                 pass  # only to check that it is text
     except DataError as error:
         problems += error.problems
@@ -175,7 +189,7 @@ def _read(path, vocab_size, thorough, problems):
 def _read_bin(file, nbytes, vocab_size) -> TokenFiles:
     """Return the tokens of an open file; ValueError says why it has none."""
     start, dtype = 0, np.dtype("<u2")
-    head = np.frombuffer(file.read(12)[:nbytes // 4 * 4], "<i4")
+    head = np.frombuffer(file.read(12)[: nbytes // 4 * 4], "<i4")
     magic = int(head[0]) if len(head) else None
     if magic in OTHER_MAGICS:
         raise ValueError(f"this is {OTHER_MAGICS[magic]}, not a file of tokens")
@@ -183,8 +197,10 @@ def _read_bin(file, nbytes, vocab_size) -> TokenFiles:
         start, version, dtype = LLMC_HEADER, LLMC[magic][0], np.dtype(LLMC[magic][1])
         due = start + dtype.itemsize * int(head[2])
         if head[1] != version or nbytes != due:
-            raise ValueError(f"the header says version {head[1]} and {head[2]:,} tokens"
-                             f" ({due:,} bytes), but the file has {nbytes:,} bytes")
+            raise ValueError(
+                f"the header says version {head[1]} and {head[2]:,} tokens"
+                f" ({due:,} bytes), but the file has {nbytes:,} bytes"
+            )
     elif nbytes % dtype.itemsize:
         raise ValueError(f"{nbytes:,} bytes are not a whole number of uint16 tokens")
     if nbytes == start:
@@ -199,13 +215,15 @@ def _check_ids(path, tokens, vocab_size, problems):
     It checks block by block here, not inside a kernel.
     """
     for first in range(0, len(tokens), BLOCK):
-        piece = tokens[first:first + BLOCK]
+        piece = tokens[first : first + BLOCK]
         if piece.max() >= vocab_size:
             problems.append(f"--data: {outside(path, piece, first, vocab_size)}")
             return
 
 
 def _not_bytes(what, vocab_size):
-    return (f"--data: {what} would be read as bytes, but a vocabulary of {vocab_size:,} is not"
-            " one of bytes; give token files (.bin), a folder of mpipar data prepare, or"
-            " --vocab-size 256")
+    return (
+        f"--data: {what} would be read as bytes, but a vocabulary of {vocab_size:,} is not"
+        " one of bytes; give token files (.bin), a folder of mpipar data prepare, or"
+        " --vocab-size 256"
+    )

@@ -83,8 +83,10 @@ class TokenFiles:
             # For a damaged file the digest should be reported, not an id that was never written.
             found = _whole(piece, MOST_IDS if due else self.vocab_size)
             if due and found != due:
-                wrong.append(f"--data {piece.file.name}: has other tokens than were written:"
-                             f" SHA-256 {found[:16]}..., not {due[:16]}...")
+                wrong.append(
+                    f"--data {piece.file.name}: has other tokens than were written:"
+                    f" SHA-256 {found[:16]}..., not {due[:16]}..."
+                )
             pieces.append(piece._replace(sha256=found))
         if wrong:
             raise DataError(wrong)
@@ -95,8 +97,11 @@ def _whole(piece: Piece, vocab_size: int) -> str:
     """Return the SHA-256 of a piece's whole file, all of whose ids are below the size."""
     file, known = piece.file, kept(piece.file)
     form = f"{piece.dtype.name} from byte {piece.start}"
-    if known.get("tokens") == form and type(known.get("largest")) is int and (
-            known["largest"] < vocab_size):
+    if (
+        known.get("tokens") == form
+        and type(known.get("largest")) is int
+        and (known["largest"] < vocab_size)
+    ):
         return known["sha256"]
     state, largest = state_of(file), 0
     digest = hashlib.sha256(os.pread(file.fileno(), piece.start, 0))
@@ -120,8 +125,10 @@ def _read(piece: Piece, vocab_size: int) -> np.ndarray:
     if done < len(view):
         left = os.fstat(piece.file.fileno()).st_size - piece.start
         end = max(0, left // tokens.itemsize)
-        raise DataError(f"--data {piece.file.name}: ends at token {end:,}, but tokens up to"
-                        f" {piece.last:,} were there: it was truncated while it was being read")
+        raise DataError(
+            f"--data {piece.file.name}: ends at token {end:,}, but tokens up to"
+            f" {piece.last:,} were there: it was truncated while it was being read"
+        )
     if done and tokens.max() >= vocab_size:
         raise DataError("--data: " + outside(piece.file.name, tokens, piece.first, vocab_size))
     return tokens
@@ -130,5 +137,7 @@ def _read(piece: Piece, vocab_size: int) -> np.ndarray:
 def outside(name, tokens: np.ndarray, first: int, vocab_size: int) -> str:
     """Return a message about tokens with an id outside the vocabulary. first: their position."""
     at = int(np.argmax(tokens >= vocab_size))
-    return (f"{name}: token {int(tokens[at])} at position {first + at:,} is outside the vocabulary"
-            f" of {vocab_size:,}; type --vocab-size {int(tokens.max()) + 1} or more")
+    return (
+        f"{name}: token {int(tokens[at])} at position {first + at:,} is outside the vocabulary"
+        f" of {vocab_size:,}; type --vocab-size {int(tokens.max()) + 1} or more"
+    )

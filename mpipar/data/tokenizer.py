@@ -23,8 +23,16 @@ from mpipar.files.replace import replace_file
 
 TOKENIZER, SETTINGS = "tokenizer.json", "tokenizer_config.json"
 # The files of a tokenizer, as transformers looks for them; those that exist are copied.
-FILES = (TOKENIZER, SETTINGS, "special_tokens_map.json", "added_tokens.json", "vocab.json",
-         "merges.txt", "tokenizer.model", "chat_template.jinja")
+FILES = (
+    TOKENIZER,
+    SETTINGS,
+    "special_tokens_map.json",
+    "added_tokens.json",
+    "vocab.json",
+    "merges.txt",
+    "tokenizer.model",
+    "chat_template.jinja",
+)
 MOST_BYTES = 128 << 20  # of one file; the largest known one has about 35 MB
 MOST_IDS = 1 << 24  # the largest known vocabulary has about 260,000 ids
 END = "<|endoftext|>"
@@ -64,8 +72,9 @@ class Tokenizer:
     def decode(self, ids: Iterable[int]) -> str:
         """Return the text of ids, with special tokens; invalid UTF-8 becomes replacement marks."""
         special = {self.end: END.encode()}
-        return b"".join(bytes([one]) if one < BYTES else special.get(one, b"")
-                        for one in map(int, ids)).decode(errors="replace")
+        return b"".join(
+            bytes([one]) if one < BYTES else special.get(one, b"") for one in map(int, ids)
+        ).decode(errors="replace")
 
     def copy(self, folder: Path) -> None:
         """Write the tokenizer's files into an existing folder. Raises OSError."""
@@ -90,8 +99,11 @@ class Ids(Tokenizer):
 
     def encode(self, text: str) -> list[int]:
         words = text.split()  # a word with more digits than an id is not one, and may be endless
-        return [int(word) for word in words] if all(
-            word.isdecimal() and len(word) < 20 for word in words) else []
+        return (
+            [int(word) for word in words]
+            if all(word.isdecimal() and len(word) < 20 for word in words)
+            else []
+        )
 
     def decode(self, ids: Iterable[int]) -> str:
         return " ".join(map(str, ids))
@@ -166,7 +178,8 @@ def files_digest(files: dict[str, bytes]) -> str:
 def has_tokenizer(folder: Path) -> bool:
     """Return whether a folder has tokenizer files that can be read."""
     return os.path.exists(folder / TOKENIZER) or all(
-        os.path.exists(folder / name) for name in ("vocab.json", "merges.txt"))
+        os.path.exists(folder / name) for name in ("vocab.json", "merges.txt")
+    )
 
 
 def tokenizer_of(folder: Path | None, vocab_size: int, is_text: bool = False) -> Tokenizer:
@@ -176,12 +189,17 @@ def tokenizer_of(folder: Path | None, vocab_size: int, is_text: bool = False) ->
     Raises as `load_tokenizer` does, and DataError if it has more ids than the model.
     """
     if folder is None or not has_tokenizer(Path(folder)):
-        return (byte_tokenizer(size=min(BYTES, vocab_size)) if is_text
-                else default_tokenizer(vocab_size))
+        return (
+            byte_tokenizer(size=min(BYTES, vocab_size))
+            if is_text
+            else default_tokenizer(vocab_size)
+        )
     found = load_tokenizer(folder)
     if found.size > vocab_size:
-        raise DataError(f"{folder}: its tokenizer has {found.size:,} ids, more than the model's"
-                        f" vocabulary of {vocab_size:,}; give the tokenizer of this model")
+        raise DataError(
+            f"{folder}: its tokenizer has {found.size:,} ids, more than the model's"
+            f" vocabulary of {vocab_size:,}; give the tokenizer of this model"
+        )
     return found
 
 
@@ -190,8 +208,10 @@ def prompt_ids(tokenizer: Tokenizer, prompt: str, vocab_size: int) -> list[int]:
     ids = tokenizer.encode_prompt(prompt)
     if ids and max(ids) < vocab_size:
         return ids
-    raise UsageError(f"--prompt {prompt!r}: needs at least one token, all below the model's"
-                     f" vocabulary of {vocab_size:,}; {tokenizer.takes}")
+    raise UsageError(
+        f"--prompt {prompt!r}: needs at least one token, all below the model's"
+        f" vocabulary of {vocab_size:,}; {tokenizer.takes}"
+    )
 
 
 def read_files(path: Path) -> dict[str, bytes]:
@@ -199,10 +219,15 @@ def read_files(path: Path) -> dict[str, bytes]:
     folder = os.path.isdir(path)
     names = [name for name in FILES if os.path.exists(path / name)] if folder else [TOKENIZER]
     if folder and not has_tokenizer(path):
-        cure = ("; tokenizer.model alone cannot be read: let transformers save it as tokenizer.json"
-                if "tokenizer.model" in names else "")
-        raise DataError(f"{path}: no tokenizer here (looked for {TOKENIZER}, and for vocab.json"
-                        f" with merges.txt){cure}")
+        cure = (
+            "; tokenizer.model alone cannot be read: let transformers save it as tokenizer.json"
+            if "tokenizer.model" in names
+            else ""
+        )
+        raise DataError(
+            f"{path}: no tokenizer here (looked for {TOKENIZER}, and for vocab.json"
+            f" with merges.txt){cure}"
+        )
     found = {}
     for name in names:
         file = path / name if folder else path
@@ -218,7 +243,8 @@ def library_of(where):
     except ImportError:
         raise EnvironmentProblem(
             f"{where}: this needs the library tokenizers, which is not installed:"
-            " pip install '.[text]'") from None
+            " pip install '.[text]'"
+        ) from None
     return tokenizers
 
 
@@ -230,8 +256,9 @@ def _library(path: Path, text: str):
         library.no_truncation()
         library.no_padding()
     except Exception as error:  # noqa: BLE001 (the library raises nothing more specific)
-        raise DataError(f"{path}: cannot be read by the library tokenizers"
-                        f" {tokenizers.__version__}: {error}") from None
+        raise DataError(
+            f"{path}: cannot be read by the library tokenizers {tokenizers.__version__}: {error}"
+        ) from None
     library.encode_special_tokens = True  # for texts; prompts ask for special tokens
     return library
 
@@ -253,18 +280,36 @@ def _of_gpt2(path: Path, files: dict[str, bytes]) -> str:
 
 def _bpe_file(vocabulary: dict, merges: list, added: list, regex: bool) -> str:
     """Return the text of a byte-level BPE tokenizer.json. regex: merge only within words."""
-    level = {"type": "ByteLevel", "add_prefix_space": False, "trim_offsets": True,
-             "use_regex": regex}
-    return json.dumps({
-        "version": "1.0", "added_tokens": added, "normalizer": None, "pre_tokenizer": level,
-        "post_processor": None, "decoder": level,
-        "model": {"type": "BPE", "vocab": vocabulary, "merges": merges}})
+    level = {
+        "type": "ByteLevel",
+        "add_prefix_space": False,
+        "trim_offsets": True,
+        "use_regex": regex,
+    }
+    return json.dumps(
+        {
+            "version": "1.0",
+            "added_tokens": added,
+            "normalizer": None,
+            "pre_tokenizer": level,
+            "post_processor": None,
+            "decoder": level,
+            "model": {"type": "BPE", "vocab": vocabulary, "merges": merges},
+        }
+    )
 
 
 def _special(number: int) -> dict:
     """Return the end of text as a special token with this id."""
-    return {"id": number, "content": END, "single_word": False, "lstrip": False, "rstrip": False,
-            "normalized": False, "special": True}
+    return {
+        "id": number,
+        "content": END,
+        "single_word": False,
+        "lstrip": False,
+        "rstrip": False,
+        "normalized": False,
+        "special": True,
+    }
 
 
 def settings_file(end: bool) -> bytes:
@@ -277,8 +322,14 @@ def _bytes_of(content: bytes) -> Tokenizer | None:
     """Return the `byte_tokenizer` whose tokenizer.json this is, or None."""
     if len(content) > MOST_OF_BYTES:
         return None
-    found = (byte_tokenizer(end, size) for end, size in (
-        (False, BYTES), (True, BYTES), *((False, size) for size in range(1, BYTES))))
+    found = (
+        byte_tokenizer(end, size)
+        for end, size in (
+            (False, BYTES),
+            (True, BYTES),
+            *((False, size) for size in range(1, BYTES)),
+        )
+    )
     return next((one for one in found if one.files[TOKENIZER] == content), None)
 
 
@@ -288,7 +339,7 @@ def _byte_file(end: bool, size: int) -> bytes:
     A byte that is a visible letter of Latin-1 stands for itself; the others take the letters from
     U+0100 on, in order.
     """
-    visible = [*range(0x21, 0x7f), *range(0xa1, 0xad), *range(0xae, 0x100)]
+    visible = [*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)]
     others = [byte for byte in range(BYTES) if byte not in visible]
     letters = {byte: chr(byte) for byte in visible}
     letters |= {byte: chr(BYTES + place) for place, byte in enumerate(others)}

@@ -31,7 +31,8 @@ MOST_PARTS = 32  # of a dotted key in TOML: tomllib needs quadratic time and mem
 # In TOML, what may stand between the dots of a dotted name, and more: strings, names, white space.
 # Each pattern passes over a line once, whatever it contains.
 BETWEEN_DOTS = re.compile(
-    r"""  "(?:\\.?|[^"\\])*(?:"|$)  |  '[^']*(?:'|$)  |  [\w\s-]+  """, re.VERBOSE)
+    r"""  "(?:\\.?|[^"\\])*(?:"|$)  |  '[^']*(?:'|$)  |  [\w\s-]+  """, re.VERBOSE
+)
 
 
 def open_regular(path: str | os.PathLike, root: str | os.PathLike | None = None) -> BinaryIO:
@@ -44,8 +45,11 @@ def open_regular(path: str | os.PathLike, root: str | os.PathLike | None = None)
         raise OSError(errno.EINVAL, "a file name cannot contain a zero byte")
     if root is None:
         return open(path, "rb", opener=_open_regular)
-    return open(Path(root, path), "rb",
-                opener=lambda _, flags: no_links.opened(root, os.fspath(path), flags))
+    return open(
+        Path(root, path),
+        "rb",
+        opener=lambda _, flags: no_links.opened(root, os.fspath(path), flags),
+    )
 
 
 def _open_regular(path: str, flags: int) -> int:
@@ -122,8 +126,9 @@ def _decoded(decode: Callable[[str], Any], text: str):
     except RecursionError:
         raise ValueError(TOO_DEEP) from None
     except json.JSONDecodeError as error:
-        raise ValueError(f"is not JSON: line {error.lineno}, column {error.colno}:"
-                         f" {error.msg}") from None
+        raise ValueError(
+            f"is not JSON: line {error.lineno}, column {error.colno}: {error.msg}"
+        ) from None
     except tomllib.TOMLDecodeError as error:
         raise ValueError(f"is not TOML: {brief(str(error), 200)}") from None
     except TwiceError:
@@ -168,8 +173,9 @@ def _check_values(value, finite: bool = True, huge: bool = False) -> None:
             if isinstance(one, dict):
                 for name in one:
                     if len(name) > MOST_NAME:
-                        raise ValueError(f"has a name of {len(name):,} characters; the limit is"
-                                         f" {MOST_NAME}")
+                        raise ValueError(
+                            f"has a name of {len(name):,} characters; the limit is {MOST_NAME}"
+                        )
                     _check_text(name, name)
                 below.extend(one.items())
             elif isinstance(one, list):

@@ -27,8 +27,9 @@ SETTLED = 2_000_000_000  # ns: no file system's clock is coarser
 def state_of(file: BinaryIO) -> str:
     """Return text that identifies a file and its state among all files of this host."""
     found = os.fstat(file.fileno())
-    return " ".join(map(str, (found.st_dev, found.st_ino, found.st_size, found.st_mtime_ns,
-                              found.st_ctime_ns)))
+    return " ".join(
+        map(str, (found.st_dev, found.st_ino, found.st_size, found.st_mtime_ns, found.st_ctime_ns))
+    )
 
 
 def digest_of(file: BinaryIO, where: str) -> str:
@@ -56,8 +57,11 @@ def kept(file: BinaryIO) -> dict:
         return {}
     with contextlib.suppress(DataError):
         found = read_json(path)
-        if isinstance(found, dict) and found.get("file") == _name(state_of(file)) and len(
-                str(found.get("sha256"))) == 64:
+        if (
+            isinstance(found, dict)
+            and found.get("file") == _name(state_of(file))
+            and len(str(found.get("sha256"))) == 64
+        ):
             return found
     return {}
 

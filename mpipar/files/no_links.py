@@ -24,9 +24,14 @@ FOLDER = os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC
 # O_NONBLOCK has no effect on a regular file; it opens a pipe without waiting for its other end.
 SAFELY = os.O_NOFOLLOW | os.O_NONBLOCK | os.O_NOCTTY | os.O_CLOEXEC
 NEW = os.O_RDWR | os.O_CREAT | os.O_EXCL | SAFELY
-KINDS = ((stat.S_ISLNK, "a symbolic link"), (stat.S_ISDIR, "a folder"),
-         (stat.S_ISFIFO, "a named pipe"), (stat.S_ISCHR, "a device"), (stat.S_ISBLK, "a device"),
-         (stat.S_ISSOCK, "a socket"))
+KINDS = (
+    (stat.S_ISLNK, "a symbolic link"),
+    (stat.S_ISDIR, "a folder"),
+    (stat.S_ISFIFO, "a named pipe"),
+    (stat.S_ISCHR, "a device"),
+    (stat.S_ISBLK, "a device"),
+    (stat.S_ISSOCK, "a socket"),
+)
 
 
 def kind_of(mode: int) -> str:
@@ -83,8 +88,11 @@ def opened(root, name: str, flags: int, *, make: bool = False) -> int:
             if flags & (os.O_WRONLY | os.O_RDWR) and not flags & os.O_EXCL:
                 _check_owner(status, last, parent)
                 if status.st_nlink > 1:
-                    raise OSError(errno.EPERM, f"{last} has {status.st_nlink} names (hard links),"
-                                  " so others would change with it; put a copy in its place")
+                    raise OSError(
+                        errno.EPERM,
+                        f"{last} has {status.st_nlink} names (hard links),"
+                        " so others would change with it; put a copy in its place",
+                    )
         except BaseException:
             os.close(descriptor)
             raise
@@ -121,8 +129,11 @@ def _check_owner(status: os.stat_result, name: str, parent: int) -> None:
     """Refuse what another user owns. Root may write anywhere, whoever the owner."""
     user = os.geteuid()
     if user not in (0, status.st_uid) and _owner_of_new(parent) != status.st_uid:
-        raise OSError(errno.EPERM, f"{name} belongs to another user (id {status.st_uid}, yours is"
-                      f" {user}); work on a copy of the folder")
+        raise OSError(
+            errno.EPERM,
+            f"{name} belongs to another user (id {status.st_uid}, yours is"
+            f" {user}); work on a copy of the folder",
+        )
 
 
 def _owner_of_new(parent: int) -> int:

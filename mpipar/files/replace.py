@@ -35,11 +35,13 @@ def replaced_files(root, inside="", *, gone: Iterable[str] = (), sync: bool = Tr
     """
     files = {}
     with no_links.folder(root, inside, make=True) as folder, ExitStack() as at_end:
+
         def remove(name: str) -> None:
             with suppress(FileNotFoundError):
                 os.unlink(name, dir_fd=folder)
 
         with ExitStack() as stack:
+
             def create(name: str):
                 remove(f"{name}.partial")  # left by a killed process, or planted
                 descriptor = os.open(f"{name}.partial", no_links.NEW, 0o666, dir_fd=folder)

@@ -8,7 +8,8 @@ import sys
 # What moves a terminal's cursor, changes its state or the direction of writing; newline and tab are
 # allowed.
 HARMFUL = re.compile(
-    "[\x00-\x08\x0b-\x1f\x7f-\x9f\u061c\u200e\u200f\u2028-\u202e\u2066-\u2069\ud800-\udfff]")
+    "[\x00-\x08\x0b-\x1f\x7f-\x9f\u061c\u200e\u200f\u2028-\u202e\u2066-\u2069\ud800-\udfff]"
+)
 MOST_SHOWN = 80  # characters of a foreign value in a message
 
 

@@ -27,14 +27,19 @@ def built(kind, value, where: str):
         return tuple(built(inner, one, f"{where}[{place}]") for place, one in enumerate(value))
     if typing.get_origin(kind) is dict:
         inner = typing.get_args(kind)[1]
-        return {built(str, name, f"a name in {where}"): built(inner, one, f"{where}.{name}")
-                for name, one in _object(value, where).items()}
+        return {
+            built(str, name, f"a name in {where}"): built(inner, one, f"{where}.{name}")
+            for name, one in _object(value, where).items()
+        }
     if is_dataclass(kind) or hasattr(kind, "_fields"):
         return _record(kind, _object(value, where), where)
     if kind is float and type(value) is int:
         value = float(value)
-    if type(value) is not kind or (kind is float and not math.isfinite(value)) or (
-            kind is str and not value.isprintable()):
+    if (
+        type(value) is not kind
+        or (kind is float and not math.isfinite(value))
+        or (kind is str and not value.isprintable())
+    ):
         raise ValueError(f"{where} is {shown(value)}, not a legal {kind.__name__}")
     return value
 
@@ -47,8 +52,11 @@ def _object(value, where: str) -> dict:
 
 def _record(kind, value: dict, where: str):
     hints = typing.get_type_hints(kind)
-    given = kind._field_defaults if hasattr(kind, "_fields") else [
-        one.name for one in fields(kind) if {one.default, one.default_factory} != {MISSING}]
+    given = (
+        kind._field_defaults
+        if hasattr(kind, "_fields")
+        else [one.name for one in fields(kind) if {one.default, one.default_factory} != {MISSING}]
+    )
     needed = [name for name in hints if name not in given]
     if unknown := sorted(value.keys() - hints.keys()):
         raise ValueError(f"{where} has an unknown key {shown(unknown[0])}")

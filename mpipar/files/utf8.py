@@ -30,7 +30,8 @@ def _decoded(decoder, block: bytes, begin: int, final: bool = False) -> str:
         return decoder.decode(block, final)
     except UnicodeDecodeError as error:
         raise ValueError(
-            f"is not UTF-8 text: byte {begin + error.start:,} cannot be decoded") from None
+            f"is not UTF-8 text: byte {begin + error.start:,} cannot be decoded"
+        ) from None
 
 
 def blocks_of(file) -> Iterator[bytes]:

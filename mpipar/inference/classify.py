@@ -18,11 +18,12 @@ def accuracy(worker, rows) -> tuple[float, int]:
     for number in range(rows.num_sweeps()):
         batches, counted = rows.filled_sweep(number)
         outputs = worker.forward(
-            range(len(batches)), lambda mb, batches=batches: replace(batches[mb], targets=None))
+            range(len(batches)), lambda mb, batches=batches: replace(batches[mb], targets=None)
+        )
         for mb, logits in sorted(outputs.items()):
             ids = best(worker, logits, 1)[:, 0, 1]
             found = worker.ops.to_host(batches[mb].targets) == ids
             if worker.comms["tp"].index == 0 and mb < counted:
                 right += float(found.sum())
-    right, = all_reduce_scalars(worker.ops, worker.comms, [right], "eval.accuracy")
+    (right,) = all_reduce_scalars(worker.ops, worker.comms, [right], "eval.accuracy")
     return right / count, count

@@ -48,7 +48,7 @@ class Group:
 
     def __init__(self, worker, mb: int, texts, rows: range, sampling):
         self.ops, self.seq_len = worker.ops, worker.config.model.seq_len
-        self.texts, self.spoken = texts, {*texts[rows.start:rows.stop]}
+        self.texts, self.spoken = texts, {*texts[rows.start : rows.stop]}
         self.own = own = [texts[min(row, len(texts) - 1)] for row in rows]
         self.room = {text: text.room(sampling, self.seq_len) for text in texts}
         self.cut_short = {text for text in texts if self.room[text] < sampling.num_tokens}
@@ -58,8 +58,10 @@ class Group:
         # The last token is never read.
         slots = self.ops.asarray(np.arange(self.length + max(self.room.values()) - 1))
         self.caches = {
-            (stage, mb): Cache(self.firsts.tolist(), slots) for stage in worker.stages
-            if worker.schedule.rank_of(stage, mb) == worker.grid.place("pp")}
+            (stage, mb): Cache(self.firsts.tolist(), slots)
+            for stage in worker.stages
+            if worker.schedule.rank_of(stage, mb) == worker.grid.place("pp")
+        }
 
     def batch(self) -> Batch:
         """Return this replica's next input (B, T): padded whole prompts, or the newest tokens.
@@ -69,8 +71,8 @@ class Group:
         """
         tokens = np.zeros((len(self.own), self.fresh), np.int64)
         for row, text in zip(tokens, self.own, strict=True):
-            newest = text.tokens[-self.fresh:]
-            row[self.fresh - len(newest):] = newest
+            newest = text.tokens[-self.fresh :]
+            row[self.fresh - len(newest) :] = newest
         new = slice(self.length - self.fresh, self.length)
         for cache in self.caches.values():
             cache.new = new
@@ -106,8 +108,10 @@ def deal(worker, texts, sampling) -> dict[int, Group]:
     per_replica = -(-len(texts) // dp)
     num_rows = -(-per_replica // min(per_replica, worker.schedule.num_microbatches))
     own = range(replica * num_rows, (replica + 1) * num_rows)
-    return {mb: Group(worker, mb, texts[first:first + dp * num_rows], own, sampling)
-            for mb, first in enumerate(range(0, len(texts), dp * num_rows))}
+    return {
+        mb: Group(worker, mb, texts[first : first + dp * num_rows], own, sampling)
+        for mb, first in enumerate(range(0, len(texts), dp * num_rows))
+    }
 
 
 def generate(worker, texts: list[Text], sampling: Sampling) -> Iterator[list[Text]]:
@@ -131,14 +135,15 @@ def generate(worker, texts: list[Text], sampling: Sampling) -> Iterator[list[Tex
         chosen = [0.0] * len(going)
         for mb, logits in sorted(outputs.items()):
             for text, candidates in zip(
-                    groups[mb].own, best(worker, logits, sampling.candidates), strict=True):
+                groups[mb].own, best(worker, logits, sampling.candidates), strict=True
+            ):
                 if speaks and text in groups[mb].spoken and not text.end:
-                    chosen[places[text]] = draw(
-                        candidates, sampling, text.number, len(text.tokens))
+                    chosen[places[text]] = draw(candidates, sampling, text.number, len(text.tokens))
         ids = all_reduce_scalars(worker.ops, worker.comms, chosen, "generate.next")
         if any(np.isnan(ids)):
-            raise NonFiniteError("a logit is not a number, so no token is the most likely; try"
-                                 " another --dtype")
+            raise NonFiniteError(
+                "a logit is not a number, so no token is the most likely; try another --dtype"
+            )
         ids = {text: int(ids[place]) for text, place in places.items()}
         yield [text for group in groups.values() for text in group.grow(ids, sampling)]
 

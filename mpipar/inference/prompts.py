@@ -32,8 +32,9 @@ def read_prompts(path: str) -> list[tuple[str, str]]:
     with problems_as(DataError, path):
         # Other line separators, such as U+2028, may be part of a JSON string.
         lines = read_text(path, most_bytes=MOST_BYTES).replace("\r\n", "\n").split("\n")
-    found = [(f"{path}: line {number}", line) for number, line in enumerate(lines, 1)
-             if line.strip()]
+    found = [
+        (f"{path}: line {number}", line) for number, line in enumerate(lines, 1) if line.strip()
+    ]
     if not found:
         raise DataError(f"{path}: has no prompt; write one on each line")
     if Path(path).suffix != ".jsonl":
@@ -47,8 +48,9 @@ def _of_json(where: str, line: str) -> str:
         value = parse_json(line)
         text = value.get("prompt") if isinstance(value, dict) else None
         if not isinstance(text, str):
-            raise ValueError('must be an object with a text named "prompt", as in'
-                             ' {"prompt": "The "}')
+            raise ValueError(
+                'must be an object with a text named "prompt", as in {"prompt": "The "}'
+            )
     return text
 
 
@@ -62,12 +64,15 @@ def encode_prompts(tokenizer: Tokenizer, texts, model) -> list[Prompt]:
         try:
             ids = prompt_ids(tokenizer, text, model.vocab_size)
         except UsageError as error:
-            problems += [one if where == "--prompt" else f"{where}: {one}"
-                         for one in error.problems]
+            problems += [
+                one if where == "--prompt" else f"{where}: {one}" for one in error.problems
+            ]
             continue
         if len(ids) > model.seq_len:
-            problems.append(f"{where}: has {len(ids):,} tokens, but the model reads at most"
-                            f" {model.seq_len:,} (its --seq-len): shorten it")
+            problems.append(
+                f"{where}: has {len(ids):,} tokens, but the model reads at most"
+                f" {model.seq_len:,} (its --seq-len): shorten it"
+            )
         found.append(Prompt(text, ids))
     if problems:
         more = len(problems) - MOST_PROBLEMS
@@ -99,9 +104,13 @@ def visible(tokenizer: Tokenizer, prompt: Prompt) -> list[int]:
 
 def answer(tokenizer: Tokenizer, prompt: Prompt, text: Text) -> dict:
     """Return one answer of --prompts: prompt, continuation, its tokens, and why it ended."""
-    added = text.tokens[len(prompt.ids):]
+    added = text.tokens[len(prompt.ids) :]
     spoken = added[:-1] if text.end == STOP else added
     before = visible(tokenizer, prompt)
     whole = tokenizer.decode([*before, *spoken])
-    return {"prompt": prompt.typed, "text": whole[len(tokenizer.decode(before)):],
-            "tokens": added, "end": text.end}
+    return {
+        "prompt": prompt.typed,
+        "text": whole[len(tokenizer.decode(before)) :],
+        "tokens": added,
+        "end": text.end,
+    }

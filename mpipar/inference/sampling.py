@@ -30,8 +30,14 @@ class Sampling(NamedTuple):
     @classmethod
     def of(cls, run, stop=()):
         """Return the parameters in a RunConfig. stop: ids that end a text if it names none."""
-        return cls(run.sample_tokens, run.temperature, run.seed, run.top_k, run.top_p,
-                   run.stop_token or tuple(stop))
+        return cls(
+            run.sample_tokens,
+            run.temperature,
+            run.seed,
+            run.top_k,
+            run.top_p,
+            run.stop_token or tuple(stop),
+        )
 
     @property
     def candidates(self) -> int:
@@ -51,7 +57,7 @@ def best(worker, logits, count: int) -> np.ndarray:
     if len(offers) == 1:
         return offers[0]
     merged = np.concatenate(list(offers), axis=1)
-    order = np.argsort(-merged[..., 0], axis=1, kind="stable")[:, :offers.shape[2], None]
+    order = np.argsort(-merged[..., 0], axis=1, kind="stable")[:, : offers.shape[2], None]
     order[np.isnan(merged[..., 0]).any(axis=1)] = 0  # that row has no largest
     return np.take_along_axis(merged, order, axis=1)
 
@@ -66,7 +72,7 @@ def draw(candidates: np.ndarray, sampling: Sampling, number: int, position: int)
         return ids[0] + 0 * values[0]
     reached = np.cumsum(np.exp((values - values[0]) / sampling.temperature))
     reached /= reached[-1]
-    kept = reached[:1 + np.searchsorted(reached, sampling.top_p)]
+    kept = reached[: 1 + np.searchsorted(reached, sampling.top_p)]
     philox = np.random.Philox(key=sampling.seed, counter=[0, position, number, 1])
     chance = np.random.Generator(philox).random() * kept[-1]
     return ids[np.searchsorted(kept, chance, side="right")]

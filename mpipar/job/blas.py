@@ -19,7 +19,10 @@ AVX2 = ("avx2", "fma")
 AVX512 = (*AVX2, "avx512f", "avx512cd", "avx512bw", "avx512dq", "avx512vl")
 # OpenBLAS's name of an architecture -> the vector units its kernels need, in Linux's spelling.
 ARCHITECTURES = {
-    "Haswell": AVX2, "Zen": AVX2, "SkylakeX": AVX512, "Cooperlake": (*AVX512, "avx512_bf16"),
+    "Haswell": AVX2,
+    "Zen": AVX2,
+    "SkylakeX": AVX512,
+    "Cooperlake": (*AVX512, "avx512_bf16"),
     "SapphireRapids": (*AVX512, "avx512_bf16"),
 }
 # Fastest first; the others run the same kernels for float32 and float64, or slower ones.
@@ -36,8 +39,9 @@ def processor() -> tuple[str, tuple[str, ...]]:
     text = ""
     with suppress(OSError), open(CPUINFO, encoding="utf-8", errors="replace") as file:
         text = file.read(1 << 14)
-    name, flags = (re.search(rf"^{word}\s*: (.*)$", text, re.MULTILINE)
-                   for word in ("model name", "flags"))
+    name, flags = (
+        re.search(rf"^{word}\s*: (.*)$", text, re.MULTILINE) for word in ("model name", "flags")
+    )
     has = set(flags[1].split()) if flags else ()
     return name[1] if name else "", tuple(unit for unit in UNITS if unit in has)
 

@@ -27,9 +27,12 @@ def versions() -> dict[str, str]:
     """Return facts about the software that this rank runs, without importing NumPy."""
     import mpi4py
 
-    return {"mpipar": f"{__version__}, source {source_digest()[:12]}",
-            "Python": platform.python_version(), "NumPy": numpy_version(),
-            "mpi4py": mpi4py.__version__}
+    return {
+        "mpipar": f"{__version__}, source {source_digest()[:12]}",
+        "Python": platform.python_version(),
+        "NumPy": numpy_version(),
+        "mpi4py": mpi4py.__version__,
+    }
 
 
 def numpy_version() -> str:
@@ -41,8 +44,12 @@ def numpy_version() -> str:
 def source_digest() -> str:
     """Return the SHA-256 of the names and bytes of the package's sources."""
     digest = hashlib.sha256()
-    paths = [f"{folder}/{name}" for folder, _, names in os.walk(PACKAGE)
-             for name in names if name.endswith((".py", ".cu", ".cuh"))]
+    paths = [
+        f"{folder}/{name}"
+        for folder, _, names in os.walk(PACKAGE)
+        for name in names
+        if name.endswith((".py", ".cu", ".cuh"))
+    ]
     for path in sorted(paths):  # every start waits for this, and Path objects are slower
         content = Path(path).read_bytes()
         digest.update(f"{path.removeprefix(str(PACKAGE))} {len(content)}\n".encode())
@@ -62,8 +69,10 @@ def differences(facts: Sequence[dict[str, str]]) -> list[str]:
         for rank, fact in enumerate([] if lacking else facts):
             values.setdefault(fact.get(field, "nothing"), []).append(rank)
         if len(values) > 1:
-            rows += [(field, ranges(ranks), cut(harmless(value), MOST_SHOWN))
-                     for value, ranks in values.items()]
+            rows += [
+                (field, ranges(ranks), cut(harmless(value), MOST_SHOWN))
+                for value, ranks in values.items()
+            ]
     first, second = (max(len(row[column]) for row in rows) + 2 for column in (0, 1))
     return [f"{field:<{first}}{ranks:<{second}}{value}" for field, ranks, value in rows]
 

@@ -17,8 +17,12 @@ from pathlib import Path
 from mpipar.errors import EnvironmentProblem
 
 OPEN_MPI, MPICH = "Open MPI's mpirun", "MPICH's mpiexec"
-THREAD_VARIABLES = ("OPENBLAS_NUM_THREADS", "OMP_NUM_THREADS", "MKL_NUM_THREADS",
-                    "BLIS_NUM_THREADS")
+THREAD_VARIABLES = (
+    "OPENBLAS_NUM_THREADS",
+    "OMP_NUM_THREADS",
+    "MKL_NUM_THREADS",
+    "BLIS_NUM_THREADS",
+)
 # A rank that waits in MPI spins. With more ranks than cores it may occupy the core of the very rank
 # it waits for, so it has to yield after each poll. Measured with 4 ranks on 2 cores, 1 ms of work +
 # ring exchange + all-reduce, median. Open MPI 5.0.11: 3.6 ms without, 1.8 ms with yielding. MPICH
@@ -55,26 +59,45 @@ def read_launcher(environ: Mapping[str, str]) -> Launcher:
     Only a SLURM *step* starts ranks. The batch script and a shell under salloc also see
     SLURM_NTASKS but are a single process; SLURM_STEP_NUM_TASKS is set in steps only.
     """
+
     def number(name, default):
         text = environ.get(name, "")
         return int(text) if text.isdecimal() else default
 
     for name, rank, size, local_rank, local_size in (
-            (OPEN_MPI, "OMPI_COMM_WORLD_RANK", "OMPI_COMM_WORLD_SIZE",
-             "OMPI_COMM_WORLD_LOCAL_RANK", "OMPI_COMM_WORLD_LOCAL_SIZE"),
-            (MPICH, "PMI_RANK", "PMI_SIZE", "MPI_LOCALRANKID", "MPI_LOCALNRANKS")):
+        (
+            OPEN_MPI,
+            "OMPI_COMM_WORLD_RANK",
+            "OMPI_COMM_WORLD_SIZE",
+            "OMPI_COMM_WORLD_LOCAL_RANK",
+            "OMPI_COMM_WORLD_LOCAL_SIZE",
+        ),
+        (MPICH, "PMI_RANK", "PMI_SIZE", "MPI_LOCALRANKID", "MPI_LOCALNRANKS"),
+    ):
         if number(size, 0) and local_size in environ:
-            return Launcher(name, number(rank, 0), number(size, 1), number(local_rank, 0),
-                            number(local_size, 1))
+            return Launcher(
+                name, number(rank, 0), number(size, 1), number(local_rank, 0), number(local_size, 1)
+            )
     if number("SLURM_STEP_NUM_TASKS", 0):
-        on_node = _tasks_on_node(environ.get("SLURM_STEP_TASKS_PER_NODE", "1"),
-                                 number("SLURM_NODEID", 0))
-        return Launcher("srun", number("SLURM_PROCID", 0), number("SLURM_STEP_NUM_TASKS", 1),
-                        number("SLURM_LOCALID", 0), on_node)
+        on_node = _tasks_on_node(
+            environ.get("SLURM_STEP_TASKS_PER_NODE", "1"), number("SLURM_NODEID", 0)
+        )
+        return Launcher(
+            "srun",
+            number("SLURM_PROCID", 0),
+            number("SLURM_STEP_NUM_TASKS", 1),
+            number("SLURM_LOCALID", 0),
+            on_node,
+        )
     if number("PMI_SIZE", 0):
         rank, size = number("PMI_RANK", 0), number("PMI_SIZE", 1)
-        return Launcher("a PMI launcher", rank, size, number("PMI_LOCAL_RANK", rank),
-                        number("PMI_LOCAL_SIZE", size))
+        return Launcher(
+            "a PMI launcher",
+            rank,
+            size,
+            number("PMI_LOCAL_RANK", rank),
+            number("PMI_LOCAL_SIZE", size),
+        )
     return Launcher()
 
 
@@ -102,8 +125,9 @@ def presets(environ: Mapping[str, str], num_cores: int) -> dict[str, str]:
     if not any(name in environ for name in THREAD_VARIABLES):
         chosen.update(dict.fromkeys(THREAD_VARIABLES, str(threads)))
     if local_size > num_cores:
-        chosen.update({name: value for name, value in YIELD_VARIABLES.items()
-                       if name not in environ})
+        chosen.update(
+            {name: value for name, value in YIELD_VARIABLES.items() if name not in environ}
+        )
     return chosen
 
 
@@ -113,20 +137,24 @@ def check_library(launcher: Launcher, library: str) -> None:
         raise Mismatch(
             f"{launcher.name} started these {launcher.size} ranks, but the MPI library is "
             f"{_short(library)}: start them with the mpiexec of MPICH "
-            f"({Path(sys.executable).parent / 'mpiexec'}), or install mpi4py for Open MPI")
+            f"({Path(sys.executable).parent / 'mpiexec'}), or install mpi4py for Open MPI"
+        )
 
 
 def check_alone(launcher: Launcher, world_size: int, library: str) -> None:
     """Refuse N processes that each believe they are rank 0 of 1 and would run the job N times."""
     if world_size > 1 or launcher.size == 1:
         return
-    cure = ("with MPICH use srun --mpi=pmi2, with Open MPI srun --mpi=pmix"
-            if launcher.name == "srun" else
-            "use the mpiexec that belongs to the library, or install the library that belongs to "
-            "the launcher: pip install '.[mpich]' for MPICH")
+    cure = (
+        "with MPICH use srun --mpi=pmi2, with Open MPI srun --mpi=pmix"
+        if launcher.name == "srun"
+        else "use the mpiexec that belongs to the library, or install the library that belongs to "
+        "the launcher: pip install '.[mpich]' for MPICH"
+    )
     raise Mismatch(
         f"this process is alone (rank 0 of 1), but {launcher.name} started {launcher.size}: the "
-        f"MPI library ({_short(library)}) does not understand this launcher; {cure}")
+        f"MPI library ({_short(library)}) does not understand this launcher; {cure}"
+    )
 
 
 def _short(library: str) -> str:
@@ -178,8 +206,11 @@ def _is_own(path) -> bool:
     """Return whether this is a real folder, not a link, that only this user can write to."""
     with contextlib.suppress(OSError):
         found = os.lstat(path)
-        return (stat.S_ISDIR(found.st_mode) and found.st_uid == os.getuid()
-                and not found.st_mode & 0o022)
+        return (
+            stat.S_ISDIR(found.st_mode)
+            and found.st_uid == os.getuid()
+            and not found.st_mode & 0o022
+        )
     return False
 
 

@@ -51,8 +51,12 @@ def error_report(error: BaseException, where: str, saved: str = "") -> Report:
         return Report(error.exit_code, tuple(error.problems), where)
     if isinstance(error, KeyboardInterrupt):
         code = errors.EXIT_STOPPED if saved else errors.EXIT_INTERRUPTED
-        return Report(code, (str(error) or "interrupted (SIGINT)",), where,
-                      do=saved and f"the weights are in {saved}")
+        return Report(
+            code,
+            (str(error) or "interrupted (SIGINT)",),
+            where,
+            do=saved and f"the weights are in {saved}",
+        )
     if isinstance(error, BrokenPipeError):
         what = "the program reading the output exited before all of it was written"
         return Report(errors.EXIT_OUTPUT, (what,), where)
@@ -65,9 +69,14 @@ def error_report(error: BaseException, where: str, saved: str = "") -> Report:
         what = f"sys.exit({error.code!r}) on this rank, while the others continue"
     frames = traceback.extract_tb(error.__traceback__)
     why = f"{frames[-1].filename}:{frames[-1].lineno} in {frames[-1].name}" if frames else ""
-    return Report(errors.EXIT_INTERNAL, (what,), where, why,
-                  "report this with the command line and the traceback",
-                  "".join(traceback.format_exception(error)))
+    return Report(
+        errors.EXIT_INTERNAL,
+        (what,),
+        where,
+        why,
+        "report this with the command line and the traceback",
+        "".join(traceback.format_exception(error)),
+    )
 
 
 def show(found: Report, record: Path | None = None) -> None:
@@ -76,8 +85,13 @@ def show(found: Report, record: Path | None = None) -> None:
     if found.exit_code == errors.EXIT_INTERRUPTED:
         lines[0] += f": {found.what[0]}, {found.where}"
         found, record = replace(found, what=(), where=""), None
-    for title, texts in (("what", found.what), ("where", (found.where,)), ("why", (found.why,)),
-                         ("do", (found.do,)), ("record", (str(record or ""),))):
+    for title, texts in (
+        ("what", found.what),
+        ("where", (found.where,)),
+        ("why", (found.why,)),
+        ("do", (found.do,)),
+        ("record", (str(record or ""),)),
+    ):
         label = f"{title}:"
         for text in filter(None, texts):
             shown = printable(cut(text, MOST_TEXT), sys.stderr)

@@ -24,13 +24,20 @@ def remarks(places) -> list[str]:
         for gpu, sharing in by_gpu.items():
             if len(sharing) > 1:
                 ranks = ", ".join(str(place["rank"]) for place in sharing)
-                found.append(f"{host}: ranks {ranks} share GPU {gpu}: times say little about a "
-                             "machine with one GPU per rank")
-        hidden = [f"rank {place['rank']} sees {', '.join(place['gpus'])}"
-                  for sharing in by_gpu.values() for place in sharing
-                  if not by_gpu.keys() <= set(place["gpus"])]
+                found.append(
+                    f"{host}: ranks {ranks} share GPU {gpu}: times say little about a "
+                    "machine with one GPU per rank"
+                )
+        hidden = [
+            f"rank {place['rank']} sees {', '.join(place['gpus'])}"
+            for sharing in by_gpu.values()
+            for place in sharing
+            if not by_gpu.keys() <= set(place["gpus"])
+        ]
         if hidden:
-            found.append(f"{host}: ranks cannot see all the GPUs that they exchange messages with "
-                         f"({'; '.join(hidden)}), which rules out direct copies: let each rank see "
-                         "all GPUs of its host (SLURM: --gpu-bind=none, and no --gpus-per-task)")
+            found.append(
+                f"{host}: ranks cannot see all the GPUs that they exchange messages with "
+                f"({'; '.join(hidden)}), which rules out direct copies: let each rank see "
+                "all GPUs of its host (SLURM: --gpu-bind=none, and no --gpus-per-task)"
+            )
     return found

@@ -21,8 +21,13 @@ def process_problems(launcher: Launcher) -> list[str]:
     """Return limits under which no command can run here, each with its cure."""
     least = {
         resource.RLIMIT_AS: (ADDRESS_SPACE, "address space", "ulimit -v unlimited", mib),
-        resource.RLIMIT_NOFILE: (DESCRIPTORS + DESCRIPTORS_PER_RANK * launcher.local_size,
-                                 "open files", "ulimit -n 1024", str)}
+        resource.RLIMIT_NOFILE: (
+            DESCRIPTORS + DESCRIPTORS_PER_RANK * launcher.local_size,
+            "open files",
+            "ulimit -n 1024",
+            str,
+        ),
+    }
     return _too_small(least)
 
 
@@ -30,12 +35,22 @@ def mpi_problems(launcher: Launcher) -> list[str]:
     """Return what keeps MPI from starting on this host, each problem with its cure."""
     found = []
     if not PROCESS.exists():
-        found.append("/proc does not show this process, but MPI reads it there: mount it"
-                     " (mount -t proc proc /proc)")
+        found.append(
+            "/proc does not show this process, but MPI reads it there: mount it"
+            " (mount -t proc proc /proc)"
+        )
     if launcher.local_size > 1:
         least = SHARED_PER_RANK * launcher.local_size
-        found += _too_small({resource.RLIMIT_FSIZE: (
-            least, "file sizes and shared memory", "ulimit -f unlimited", mib)})
+        found += _too_small(
+            {
+                resource.RLIMIT_FSIZE: (
+                    least,
+                    "file sizes and shared memory",
+                    "ulimit -f unlimited",
+                    mib,
+                )
+            }
+        )
         found += shared_problems(least)
     return found
 
@@ -47,8 +62,9 @@ def shared_problems(least: int) -> list[str]:
         return [f"{SHARED} can't be written to, but ranks exchange messages there: {cure}"]
     free = shared_free()
     if free < least:
-        return [(f"{SHARED} has {mib(free)} left, but the ranks of this host need"
-                 f" {mib(least)}: {cure}")]
+        return [
+            (f"{SHARED} has {mib(free)} left, but the ranks of this host need {mib(least)}: {cure}")
+        ]
     return []
 
 
@@ -66,9 +82,11 @@ def shared_free() -> int:
 def shown() -> str:
     """Return the limits of this process as text, for `mpipar doctor`."""
     parts = [f"{mib(shared_free())} free in {SHARED}" if SHARED.exists() else f"no {SHARED}"]
-    for name, which, text in (("open files", resource.RLIMIT_NOFILE, str),
-                              ("address space", resource.RLIMIT_AS, mib),
-                              ("file sizes", resource.RLIMIT_FSIZE, mib)):
+    for name, which, text in (
+        ("open files", resource.RLIMIT_NOFILE, str),
+        ("address space", resource.RLIMIT_AS, mib),
+        ("file sizes", resource.RLIMIT_FSIZE, mib),
+    ):
         limit = resource.getrlimit(which)[0]
         parts.append(f"{name} {'unlimited' if limit == resource.RLIM_INFINITY else text(limit)}")
     return ", ".join(parts)
@@ -83,6 +101,7 @@ def _too_small(least: dict) -> list[str]:
     for which, (value, name, cure, text) in least.items():
         limit = resource.getrlimit(which)[0]
         if limit != resource.RLIM_INFINITY and limit < value:
-            found.append(f"the limit of {name} is {text(limit)}, but {text(value)} are needed:"
-                         f" {cure}")
+            found.append(
+                f"the limit of {name} is {text(limit)}, but {text(value)} are needed: {cure}"
+            )
     return found

@@ -43,8 +43,10 @@ class RunLock:
         if not _create(self.folder, NAME, self.text):
             found = _text_of(self.folder, NAME)
             if found != self.text:
-                raise OutputError(f"{self.folder}: {_judged(found, os.environ)[0]} has the folder"
-                                  " now, so this job stops writing to it")
+                raise OutputError(
+                    f"{self.folder}: {_judged(found, os.environ)[0]} has the folder"
+                    " now, so this job stops writing to it"
+                )
 
     def release(self) -> None:
         """Remove the lock, unless another job has taken it over."""
@@ -53,8 +55,9 @@ class RunLock:
                 no_links.remove(self.folder, NAME)
 
 
-def acquire(folder: Path, token: str, take_over: bool = False,
-            environ: Mapping[str, str] = os.environ) -> RunLock:
+def acquire(
+    folder: Path, token: str, take_over: bool = False, environ: Mapping[str, str] = os.environ
+) -> RunLock:
     """Lock the folder for the job with this token; raise UsageError, naming the owner, if locked.
 
     take_over: take the lock even if it is unknown whether its owner is gone.
@@ -70,8 +73,12 @@ def acquire(folder: Path, token: str, take_over: bool = False,
 def owner(token: str, environ: Mapping[str, str]) -> dict:
     """Return what a lock records about this process."""
     return {
-        "token": token, "host": host_name(environ), "machine": _machine(), "pid": os.getpid(),
-        "started": started(os.getpid()), "time": time.strftime("%Y-%m-%d %H:%M:%S"),
+        "token": token,
+        "host": host_name(environ),
+        "machine": _machine(),
+        "pid": os.getpid(),
+        "started": started(os.getpid()),
+        "time": time.strftime("%Y-%m-%d %H:%M:%S"),
         "slurm_job": environ.get("SLURM_JOB_ID", ""),
         "slurm_cluster": environ.get("SLURM_CLUSTER_NAME", ""),
         "slurm_restarts": int(environ.get("SLURM_RESTART_COUNT") or 0),
@@ -111,8 +118,13 @@ def is_held(folder: Path, environ: Mapping[str, str] = os.environ) -> bool:
 def _is_over(job: str) -> bool:
     """Return whether SLURM no longer has this job; squeue lists all jobs that have not ended."""
     try:
-        asked = subprocess.run(["squeue", "-h", "-j", job, "-o", "%A"], capture_output=True,
-                               text=True, timeout=SLURM_SECONDS, check=False)
+        asked = subprocess.run(
+            ["squeue", "-h", "-j", job, "-o", "%A"],
+            capture_output=True,
+            text=True,
+            timeout=SLURM_SECONDS,
+            check=False,
+        )
     except (OSError, subprocess.TimeoutExpired):
         return False
     if asked.returncode:
@@ -124,15 +136,17 @@ def _judged(text: str, environ: Mapping[str, str]) -> tuple[str, str]:
     """Return (who wrote this lock, why that owner is gone or "")."""
     try:
         lock = parse_json(text)
-        who = (f"the job of process {lock['pid']} on {lock['host']}, started {lock['time']}"
-               + (f", SLURM job {lock['slurm_job']}" if lock["slurm_job"] else ""))
+        who = f"the job of process {lock['pid']} on {lock['host']}, started {lock['time']}" + (
+            f", SLURM job {lock['slurm_job']}" if lock["slurm_job"] else ""
+        )
         return harmless(who), why_gone(lock, environ)
     except (ValueError, KeyError, TypeError):
         return "an unknown job", ""
 
 
-def _taken_over(folder: Path, text: str, found: str, take_over: bool,
-                environ: Mapping[str, str]) -> RunLock:
+def _taken_over(
+    folder: Path, text: str, found: str, take_over: bool, environ: Mapping[str, str]
+) -> RunLock:
     """Take the lock from the owner `found`, or raise UsageError.
 
     The new lock is first written to a file beside the old one, which it then replaces. The file's
@@ -164,7 +178,8 @@ def _taken_over(folder: Path, text: str, found: str, take_over: bool,
             break
     raise UsageError(
         f"{folder}: {who} is writing to it, and only one job may: wait until it ends, choose"
-        " another folder or, if you know that it is gone, add --take-over")
+        " another folder or, if you know that it is gone, add --take-over"
+    )
 
 
 def _following(text: str) -> str:

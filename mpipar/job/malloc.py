@@ -12,14 +12,14 @@ TRIM_THRESHOLD, MMAP_THRESHOLD = -1, -3  # mallopt's parameters, from glibc's ma
 WHOLE = 2**31 - 1  # arrays of up to 2 GiB come from the heap, which never shrinks
 MOST = 32 << 20  # the largest threshold that older versions accept
 LARGE = 1 << 20  # with --memory-limit: larger arrays are mapped, and unmapped when freed
-SETTINGS = ("GLIBC_TUNABLES", "MALLOC_TRIM_THRESHOLD_", "MALLOC_MMAP_THRESHOLD_",
-            "MALLOC_TOP_PAD_")
+SETTINGS = ("GLIBC_TUNABLES", "MALLOC_TRIM_THRESHOLD_", "MALLOC_MMAP_THRESHOLD_", "MALLOC_TOP_PAD_")
 
 
 def keep_heap() -> bool:
     """Keep freed memory in this process; return whether the C library accepted the setting."""
     return _set(TRIM_THRESHOLD, WHOLE) and (
-        _set(MMAP_THRESHOLD, WHOLE) or _set(MMAP_THRESHOLD, MOST))
+        _set(MMAP_THRESHOLD, WHOLE) or _set(MMAP_THRESHOLD, MOST)
+    )
 
 
 def give_back_heap() -> None:

@@ -45,6 +45,7 @@ def load():
     """Return mpi4py.MPI, not yet initialized. Raises EnvironmentProblem if it cannot be loaded."""
     try:
         import mpi4py
+
         mpi4py.rc.initialize = False
         mpi4py.rc.finalize = False
         from mpi4py import MPI
@@ -53,7 +54,8 @@ def load():
         if named := os.environ.get(LIBRARY):
             reason, cure = f"{reason}: {LIBRARY}={named}", f"unset {LIBRARY}"
         raise EnvironmentProblem(
-            f"MPI cannot be loaded ({reason}); {cure}, or load your cluster's MPI") from error
+            f"MPI cannot be loaded ({reason}); {cure}, or load your cluster's MPI"
+        ) from error
     return MPI
 
 
@@ -75,7 +77,8 @@ def initialize(MPI) -> None:
         return
     level = ctypes.c_int()
     code = ctypes.CDLL(MPI.__file__).MPI_Init_thread(
-        None, None, MPI.THREAD_MULTIPLE, ctypes.byref(level))
+        None, None, MPI.THREAD_MULTIPLE, ctypes.byref(level)
+    )
     if code:
         raise EnvironmentProblem(f"MPI cannot be started (MPI_Init_thread returned {code})")
     for communicator in (MPI.COMM_WORLD, MPI.COMM_SELF):
@@ -122,8 +125,11 @@ def forget_shared_memory() -> None:
     Call it once every rank of this host has left MPI_Init. Open MPI's launcher unlinks its own.
     """
     with contextlib.suppress(OSError):
-        mapped = {line.split(maxsplit=5)[5] for line in MAPS.read_text().splitlines()
-                  if "/mpich_shm_" in line}
+        mapped = {
+            line.split(maxsplit=5)[5]
+            for line in MAPS.read_text().splitlines()
+            if "/mpich_shm_" in line
+        }
         for path in mapped:
             Path(path).unlink(missing_ok=True)
 

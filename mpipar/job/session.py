@@ -94,8 +94,9 @@ class Session(Interruptible):
         self._failing = threading.Lock()
         size = launcher.size if launcher.size == launcher.local_size else 0
         # where the ranks of this host find each other until there is a run folder
-        self.watch = Watchdog(scratch(f"{os.getuid()}-{birthplace(launcher)}"), range(size),
-                              self.doing, self.fail)
+        self.watch = Watchdog(
+            scratch(f"{os.getuid()}-{birthplace(launcher)}"), range(size), self.doing, self.fail
+        )
 
     def start(self):
         """Start MPI, compare the facts of all ranks, and return `world`; later calls only return.
@@ -139,7 +140,8 @@ class Session(Interruptible):
         if rank == 0:
             self.ending.callback(status.close_folder, folder)
         self.notes += self.agree(
-            lambda: status.open_folder(folder, self._token) if rank == 0 else [])
+            lambda: status.open_folder(folder, self._token) if rank == 0 else []
+        )
         self.agree(lambda: status.check_shared(folder, self._token, host))
         self.status = self.agree(lambda: status.Status(folder, rank, host))
         self.ending.callback(self.status.close)
@@ -161,8 +163,12 @@ class Session(Interruptible):
             return
         everybody = gather_facts(self._private, facts)
         if everybody is not None:
-            problem = EnvironmentProblem(["the ranks of this job differ where they must not:",
-                                          *consistency.differences(everybody)])
+            problem = EnvironmentProblem(
+                [
+                    "the ranks of this job differ where they must not:",
+                    *consistency.differences(everybody),
+                ]
+            )
             failure.show(failure.error_report(problem, ""))
         raise AgreedError(errors.EXIT_ENVIRONMENT)
 
@@ -242,8 +248,11 @@ class Session(Interruptible):
 
     def orphaned(self) -> None:
         """End this rank because the process that started it is gone; see `listen`."""
-        self.fail(EnvironmentProblem(
-            f"{self.launcher.name} ended before its ranks (killed?), so they end too"))
+        self.fail(
+            EnvironmentProblem(
+                f"{self.launcher.name} ended before its ranks (killed?), so they end too"
+            )
+        )
 
     def _place(self) -> str:
         rank, size = self.launcher.rank, self.launcher.size
@@ -302,9 +311,13 @@ class Session(Interruptible):
         Launchers leave them waiting, so this rank starts MPI and aborts from within, unless it can
         tell the launcher. A user's mistake, by contrast, reaches all ranks in the same way.
         """
-        return (self.world is None and self.launcher.size > 1 and self.launcher.name != MPICH
-                and not isinstance(error, UserError | KeyboardInterrupt)
-                and threading.current_thread() is threading.main_thread())
+        return (
+            self.world is None
+            and self.launcher.size > 1
+            and self.launcher.name != MPICH
+            and not isinstance(error, UserError | KeyboardInterrupt)
+            and threading.current_thread() is threading.main_thread()
+        )
 
     def _abort(self, code: int):
         """Kill every rank or, if MPI cannot, at least this process."""

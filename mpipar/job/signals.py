@@ -106,8 +106,9 @@ def later(seconds: float, function: Callable, *arguments) -> None:
     timer.start()
 
 
-def listen(interrupt: Callable[[int], None], line: socket.socket,
-           orphaned: Callable[[], None]) -> None:
+def listen(
+    interrupt: Callable[[int], None], line: socket.socket, orphaned: Callable[[], None]
+) -> None:
     """Call interrupt(number) for each signal, from a thread of its own.
 
     A Python signal handler would have to wait until MPI returns. line: delivers the numbers of

@@ -49,8 +49,10 @@ class Status:
         self.run_folder, self.name = run_folder, f"{FOLDER}/rank-{rank:05d}"
         self.path = run_folder / self.name
         head = json.dumps({"rank": rank, "host": host[:64], "pid": os.getpid()}).encode()
-        with problems_as(OutputError, f"{self.path}: can't be written"), \
-                no_links.create(run_folder, self.name) as file:
+        with (
+            problems_as(OutputError, f"{self.path}: can't be written"),
+            no_links.create(run_folder, self.name) as file,
+        ):
             file.write(head.ljust(SIZE, b"\0"))  # allocated, or writing to the map raises SIGBUS
             file.flush()
             self._map = mmap.mmap(file.fileno(), SIZE)
@@ -97,7 +99,8 @@ def check_shared(run_folder: Path, token: str, host: str) -> None:
         if time.monotonic() > limit:
             raise OutputError(
                 f"{run_folder}: host {host} does not see what world rank 0 writes there; use an"
-                " --out on a file system that all hosts share, under the same path on all of them")
+                " --out on a file system that all hosts share, under the same path on all of them"
+            )
         time.sleep(0.1)
 
 
@@ -122,10 +125,17 @@ def signs(run_folder: Path) -> list[LastSign]:
             content = read_bytes(f"{FOLDER}/{path.name}", most_bytes=SIZE, root=run_folder)
             head = parse_json(content[:HEAD].rstrip(b"\0").decode())
             step, moment, phase = LIVE.unpack_from(content, HEAD)
-            found.append(LastSign(
-                int(head["rank"]), str(head["host"]), int(head["pid"]), step, moment,
-                phase.rstrip(b"\0").decode("ascii", "replace"),
-                *LOST.unpack_from(content, HEAD + LIVE.size)))
+            found.append(
+                LastSign(
+                    int(head["rank"]),
+                    str(head["host"]),
+                    int(head["pid"]),
+                    step,
+                    moment,
+                    phase.rstrip(b"\0").decode("ascii", "replace"),
+                    *LOST.unpack_from(content, HEAD + LIVE.size),
+                )
+            )
     return found
 
 
@@ -152,11 +162,15 @@ def last_words(found: list[LastSign]) -> list[str]:
         return [f"{text}: first {_phrase(first)}"]
     # by step, because the clock may have been set back
     last = sorted(found, key=lambda sign: (sign.step, sign.time))[-MOST_TOLD:]
-    return [f"{text}; no rank saw which one was first; their last signs:",
-            *(f"  {_phrase(sign)}" for sign in last)]
+    return [
+        f"{text}; no rank saw which one was first; their last signs:",
+        *(f"  {_phrase(sign)}" for sign in last),
+    ]
 
 
 def _phrase(sign: LastSign) -> str:
     moment = time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(sign.time))
-    return (f"rank {sign.rank} on {harmless(sign.host)} (pid {sign.pid}), in step {sign.step},"
-            f" phase {harmless(sign.phase)}, since {moment}")
+    return (
+        f"rank {sign.rank} on {harmless(sign.host)} (pid {sign.pid}), in step {sign.step},"
+        f" phase {harmless(sign.phase)}, since {moment}"
+    )

@@ -38,7 +38,8 @@ def supervise(launcher: Launcher) -> socket.socket:
     library = sys.modules.get("mpi4py.MPI")
     assert not (library and library.Is_initialized()), (
         "MPI was started before this process forked: a fork loses its threads, and MPI_Finalize"
-        " would wait for them. Import mpi4py.MPI inside main")
+        " would wait for them. Import mpi4py.MPI inside main"
+    )
     upper, lower = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
     parent, heard = os.getpid(), obeyed() | {signal.SIGCHLD}
     signal.signal(signal.SIGCHLD, signal.SIG_DFL)
@@ -104,8 +105,10 @@ def last_words(child: int, code: int, launcher: Launcher) -> failure.Report:
     """Return the report for a process that ended without a word; code: see `os`."""
     exit_code, do = errors.EXIT_INTERNAL, "report this with the command line"
     if code >= 0:
-        what = (f"the process ended with exit code {code} before its job had ended: a library"
-                " called exit()")
+        what = (
+            f"the process ended with exit code {code} before its job had ended: a library"
+            " called exit()"
+        )
     else:
         what = f"the process was killed by signal {-code} ({signal.strsignal(-code)})"
         if -code in KILLED:

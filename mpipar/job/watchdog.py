@@ -49,8 +49,9 @@ class Watchdog:
     fail: ends the job; called on the lowest rank that has written its state.
     """
 
-    def __init__(self, folder: Path, ranks: Sequence[int], where: Callable[[], str],
-                 fail: Callable):
+    def __init__(
+        self, folder: Path, ranks: Sequence[int], where: Callable[[], str], fail: Callable
+    ):
         self.warn, self.stop = WARN_SECONDS, STOP_SECONDS
         self.folder, self.ranks, self.world_rank = folder, ranks, 0
         self.begun = False
@@ -145,8 +146,12 @@ class Watchdog:
         folder, name = self.folder, f"rank-{self.world_rank:05d}.json"
         with contextlib.suppress(OSError):  # a full disk must not hide the hang itself
             own_folder(folder)
-            replace_file(f"{folder.name}/{name}", [json.dumps(state).encode()], sync=False,
-                         root=folder.parent)
+            replace_file(
+                f"{folder.name}/{name}",
+                [json.dumps(state).encode()],
+                sync=False,
+                root=folder.parent,
+            )
             self._written = folder / name
 
     def _report(self, limit: float, tell: Callable) -> None:
@@ -155,7 +160,8 @@ class Watchdog:
         for path in sorted(self.folder.glob("rank-*.json")):
             with contextlib.suppress(OSError, ValueError):
                 states[int(path.stem.split("-")[1])] = parse_json(
-                    read_text(f"{path.parent.name}/{path.name}", root=path.parent.parent))
+                    read_text(f"{path.parent.name}/{path.name}", root=path.parent.parent)
+                )
         states = states or {self.world_rank: self._describe()}
         if self.world_rank == min(states):
             tell([f"no progress for {limit:g} s", *explain(states, self.ranks)])
@@ -195,8 +201,10 @@ def state_of(recorder=None, comms=None, where: str = "") -> dict:
 
     where: the description of a rank without a recorder.
     """
-    stack = [f"{place(frame.f_code.co_filename, line)} in {frame.f_code.co_name}"
-             for frame, line in islice(main_stack(), MOST_FRAMES)]
+    stack = [
+        f"{place(frame.f_code.co_filename, line)} in {frame.f_code.co_name}"
+        for frame, line in islice(main_stack(), MOST_FRAMES)
+    ]
     if recorder is None:
         return {"at": where or "start", "counted": False, "inside": None, "stack": stack}
     record = waiting_record(recorder)
@@ -204,14 +212,19 @@ def state_of(recorder=None, comms=None, where: str = "") -> dict:
     if record is not None:
         ranks = comms.groups[record.axis].ranks
         inside = {
-            "operation": record.operation, "name": record.name, "axis": record.axis,
-            "seq": record.seq, "ranks": list(ranks), "source": record.source,
-            "peer": ranks[record.peer] if record.peer >= 0 else None, "stage": record.stage,
-            "mb": record.mb, "phase": record.phase,
+            "operation": record.operation,
+            "name": record.name,
+            "axis": record.axis,
+            "seq": record.seq,
+            "ranks": list(ranks),
+            "source": record.source,
+            "peer": ranks[record.peer] if record.peer >= 0 else None,
+            "stage": record.stage,
+            "mb": record.mb,
+            "phase": record.phase,
             "seconds": round((perf_counter_ns() - record.waited_ns) * 1e-9, 1),
         }
-    at = (f"step {recorder.step}, phase {recorder.phase}, stage {recorder.stage},"
-          f" mb {recorder.mb}")
+    at = f"step {recorder.step}, phase {recorder.phase}, stage {recorder.stage}, mb {recorder.mb}"
     return {"at": at, "counted": recorder.phase in STEP, "inside": inside, "stack": stack}
 
 
@@ -226,10 +239,15 @@ def doing(state: dict | None) -> str:
             return f"is in no communication ({at}); its main thread is at {here}"
         caller = next((frame for frame in stack if not frame.startswith(INSIDE)), here)
         return f"is at {here}" + (f", called from {caller}" if caller != here else "") + f" ({at})"
-    target = f" {'to' if inside['operation'] == 'send' else 'from'} rank {inside['peer']}" \
-        if inside["peer"] is not None else ""
-    return (f"waits in {inside['operation']} {inside['name']}{target} ({inside['axis']}, {at})"
-            f" for {inside['seconds']} s at {inside['source']}")
+    target = (
+        f" {'to' if inside['operation'] == 'send' else 'from'} rank {inside['peer']}"
+        if inside["peer"] is not None
+        else ""
+    )
+    return (
+        f"waits in {inside['operation']} {inside['name']}{target} ({inside['axis']}, {at})"
+        f" for {inside['seconds']} s at {inside['source']}"
+    )
 
 
 def awaited(rank: int, states: dict[int, dict]) -> list[int]:
@@ -249,8 +267,11 @@ def awaited(rank: int, states: dict[int, dict]) -> list[int]:
 def barrier_of(state: dict | None) -> tuple | None:
     """Return what the ranks in one barrier have in common; None outside of communication."""
     inside = state and state["inside"]
-    return (inside["axis"], tuple(inside["ranks"]), inside["seq"], inside["operation"],
-            inside["name"]) if inside else None
+    return (
+        (inside["axis"], tuple(inside["ranks"]), inside["seq"], inside["operation"], inside["name"])
+        if inside
+        else None
+    )
 
 
 def explain(states: dict[int, dict], ranks: Iterable[int]) -> list[str]:
@@ -270,10 +291,14 @@ def explain(states: dict[int, dict], ranks: Iterable[int]) -> list[str]:
     for (axis, members, seq, operation, name), arrived in barriers.items():
         lines.append(
             f"barrier {name} ({operation} {seq} of the {axis} group {list(members)}) is incomplete:"
-            f" {names(arrived)} arrived, {names(waits_for[arrived[0]])} missing")
+            f" {names(arrived)} arrived, {names(waits_for[arrived[0]])} missing"
+        )
     missing_ranks = {other for others in waits_for.values() for other in others}
-    lines += [f"late: rank {rank} {doing(states.get(rank))}" for rank in sorted(missing_ranks)
-              if barrier_of(states.get(rank)) is None]
+    lines += [
+        f"late: rank {rank} {doing(states.get(rank))}"
+        for rank in sorted(missing_ranks)
+        if barrier_of(states.get(rank)) is None
+    ]
     circle = find_circle(waits_for)
     if circle:
         lines.append("a cycle of ranks waiting for each other: " + " -> ".join(map(str, circle)))
@@ -296,6 +321,6 @@ def find_circle(waits_for: dict[int, list[int]]) -> list[int]:
         path = [start]
         while others := waits_for.get(path[-1]):
             if others[0] in path:
-                return [*path[path.index(others[0]):], others[0]]
+                return [*path[path.index(others[0]) :], others[0]]
             path.append(others[0])
     return []

@@ -47,8 +47,9 @@ class Rotation:
 
     def __init__(self, ops: Any, config: Any) -> None:
         self.ops = ops
-        host = rope_table(config.seq_len, config.head_dim, config.rope_theta,
-                          config.rope_scaling).astype(ops.statistics)
+        host = rope_table(
+            config.seq_len, config.head_dim, config.rope_theta, config.rope_scaling
+        ).astype(ops.statistics)
         self.table = ops.empty(host.shape, ops.statistics, label="buffers")
         ops.copy(self.table, ops.asarray(host))
 
@@ -68,8 +69,16 @@ class Attention:
     embedding has already added these.
     """
 
-    def __init__(self, context: Context, name: str, config: Any,
-                 rotation: Rotation | None, *, std: float, out_std: float) -> None:
+    def __init__(
+        self,
+        context: Context,
+        name: str,
+        config: Any,
+        rotation: Rotation | None,
+        *,
+        std: float,
+        out_std: float,
+    ) -> None:
         self.ops, self.name, self.rotation = context.ops, name, rotation
         self.attention = context.attention
         self.cp, self.kv = context.comms["cp"], context.comms["kv"]
@@ -82,12 +91,32 @@ class Attention:
         cuts, rows = context.pair("pair"), config.rows
         head_shape, kv_shape = (config.heads, self.head_width), (config.kv_heads, self.head_width)
         self.qkv = Linear(
-            context, f"{name}.qkv", (config.d_model,), (3, *head_shape) if rows == "in" else {
-                f"{name}.q": (head_shape, "tp"), f"{name}.k": (kv_shape, "kv_heads"),
-                f"{name}.v": (kv_shape, "kv_heads")},
-            cut=cuts[0], out_axis=int(rows == "in"), std=std, bias=config.bias != "none", rows=rows)
-        self.proj = Linear(context, f"{name}.proj", head_shape, (config.d_model,), cut=cuts[1],
-                           std=out_std, bias=config.bias == "all", rows=rows)
+            context,
+            f"{name}.qkv",
+            (config.d_model,),
+            (3, *head_shape)
+            if rows == "in"
+            else {
+                f"{name}.q": (head_shape, "tp"),
+                f"{name}.k": (kv_shape, "kv_heads"),
+                f"{name}.v": (kv_shape, "kv_heads"),
+            },
+            cut=cuts[0],
+            out_axis=int(rows == "in"),
+            std=std,
+            bias=config.bias != "none",
+            rows=rows,
+        )
+        self.proj = Linear(
+            context,
+            f"{name}.proj",
+            head_shape,
+            (config.d_model,),
+            cut=cuts[1],
+            std=out_std,
+            bias=config.bias == "all",
+            rows=rows,
+        )
         self.params = [*self.qkv.params, *self.proj.params]
 
     @staticmethod
@@ -106,13 +135,21 @@ class Attention:
         over = attention_over(method).barriers
         flops = term("B*T*A*Q", 4)
         inside = Cost(
-            flops=flops, attention=flops, stash=total(kept), barriers=tuple(
+            flops=flops,
+            attention=flops,
+            stash=total(kept),
+            barriers=tuple(
                 Barrier(name, phase, kind, array("B*T", widths, number), "cp", phase == "F")
-                for phase, kind, widths, number in over))
+                for phase, kind, widths, number in over
+            ),
+        )
         shared = Barrier(f"{name}.kv", "W", "all_reduce", array("B*T", "KK"), "kv")
-        return together(product_cost(f"{name}.qkv", held.cuts[0], "D", "QKK"), inside,
-                        Cost(barriers=(shared,)),
-                        product_cost(f"{name}.proj", held.cuts[1], "Q", "D"))
+        return together(
+            product_cost(f"{name}.qkv", held.cuts[0], "D", "QKK"),
+            inside,
+            Cost(barriers=(shared,)),
+            product_cost(f"{name}.proj", held.cuts[1], "Q", "D"),
+        )
 
     def forward(self, x: Array, stash: Stash, residual: Array | None = None) -> Array:
         """Return y (B, T, D) of x (B, T, D), plus residual.
@@ -123,8 +160,7 @@ class Attention:
         if self.rotation:
             self.rotation.forward(qkv[:, :, self.turned], stash.batch.positions)
         attention = stash.cache or self.attention
-        heads, stash[self.name, "saved"] = attention.forward(
-            self._here(stash), *self._split(qkv))
+        heads, stash[self.name, "saved"] = attention.forward(self._here(stash), *self._split(qkv))
         return self.proj.forward(heads.reshape(*heads.shape[:2], -1), stash, residual)
 
     def backward_input(self, dy: Array, stash: Stash) -> Array:
@@ -135,7 +171,8 @@ class Attention:
         saved = stash.pop((self.name, "saved"))
         dheads = self._by_head(self.proj.backward_input(dy, stash))
         dqkv = self.ops.empty(
-            (*dheads.shape[:2], self.parts[-1].stop, self.head_width), dheads.dtype)
+            (*dheads.shape[:2], self.parts[-1].stop, self.head_width), dheads.dtype
+        )
         self.attention.backward_input(self._here(stash), dheads, saved, self._split(dqkv))
         if self.rotation:
             self.rotation.backward(dqkv[:, :, self.turned], stash.batch.positions)

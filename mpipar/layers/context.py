@@ -104,10 +104,12 @@ def recompute_options(config: Any) -> dict[str, Any]:
     scores = memory.recompute == "attention"
     every = config.model.layers if memory.recompute_layers is None else memory.recompute_layers
     method = config.grid.cp_attention if config.grid.cp > 1 else None
-    return {"attention": attention_over(method),
-            "recompute_blocks": every * (memory.recompute != "none"),
-            "recompute_attention": attention_over(method, context_again) if scores else None,
-            "dispatch": DISPATCHES[config.grid.expert_dispatch]}
+    return {
+        "attention": attention_over(method),
+        "recompute_blocks": every * (memory.recompute != "none"),
+        "recompute_attention": attention_over(method, context_again) if scores else None,
+        "dispatch": DISPATCHES[config.grid.expert_dispatch],
+    }
 
 
 def recomputed_blocks(config: Any) -> int:

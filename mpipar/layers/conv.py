@@ -27,8 +27,9 @@ class PatchProduct:
     name: of the layer, for --trace-ops. size: (H, W), which y's shape does not determine.
     """
 
-    def __init__(self, ops: Any, name: str, size: tuple[int, int], kernel: int, stride: int,
-                 padding: int) -> None:
+    def __init__(
+        self, ops: Any, name: str, size: tuple[int, int], kernel: int, stride: int, padding: int
+    ) -> None:
         self.ops, self.name, self.size = ops, name, size
         self.window = kernel, stride, padding
 
@@ -58,9 +59,19 @@ class Conv(Linear):
     Comm: the barriers of the cut.
     """
 
-    def __init__(self, context: Context, name: str, size: tuple[int, int],
-                 channels: tuple[int, int], *, cut: str, std: float, kernel: int = 3,
-                 stride: int = 1, padding: int = 1) -> None:
+    def __init__(
+        self,
+        context: Context,
+        name: str,
+        size: tuple[int, int],
+        channels: tuple[int, int],
+        *,
+        cut: str,
+        std: float,
+        kernel: int = 3,
+        stride: int = 1,
+        padding: int = 1,
+    ) -> None:
         in_shape, out_shape = (kernel, kernel, channels[0]), channels[1:]
         super().__init__(context, name, in_shape, out_shape, cut=cut, std=std, in_axis=2)
         self.product = PatchProduct(context.ops, name, size, kernel, stride, padding)
@@ -84,8 +95,7 @@ class MaxPool:
 
     def backward_input(self, dy: Array, stash: Stash) -> Array:
         """Return dx (B, H, W, C) of dy (B, H/2, W/2, C)."""
-        return self.ops.maxpool_backward_input(
-            dy, *stash.pop((self.name, "places")), self.width)
+        return self.ops.maxpool_backward_input(dy, *stash.pop((self.name, "places")), self.width)
 
     def backward_weight(self, stash: Stash) -> None:
         """Do nothing: there is no weight."""

@@ -113,8 +113,7 @@ class Barrier(NamedTuple):
     def sent(self, letters: Letters, q: int) -> int:
         """Return the bytes that a rank sends."""
         way = KINDS[self.kind]
-        return way.rounds(q) * wire_bytes(
-            way.operations[0], int(self.payload(letters, q)), q)
+        return way.rounds(q) * wire_bytes(way.operations[0], int(self.payload(letters, q)), q)
 
 
 class Cost(NamedTuple):
@@ -141,10 +140,14 @@ def together(*costs: Cost) -> Cost:
     """Return the Cost of several layers."""
     return Cost(
         tuple(product for one in costs for product in one.products),
-        total(one.weights for one in costs), total(one.flops for one in costs),
-        total(one.attention for one in costs), total(one.stash for one in costs),
-        total(one.kept for one in costs), total(one.remade for one in costs),
-        tuple(barrier for one in costs for barrier in one.barriers))
+        total(one.weights for one in costs),
+        total(one.flops for one in costs),
+        total(one.attention for one in costs),
+        total(one.stash for one in costs),
+        total(one.kept for one in costs),
+        total(one.remade for one in costs),
+        tuple(barrier for one in costs for barrier in one.barriers),
+    )
 
 
 def sides(cut: str, inner: str, outer: str) -> dict[str, tuple[str, str]]:
@@ -154,14 +157,25 @@ def sides(cut: str, inner: str, outer: str) -> dict[str, tuple[str, str]]:
     """
     one, widths = CUTS[cut], [inner, outer]
     widths[one.shard_axis] = widths[one.shard_axis].translate(PIECES)
-    gathered = {side for _, kind, side in one.barriers
-                if kind == "all_gather" and not one.tokens_are_cut}
-    return {side: (own, whole if side in gathered else own)
-            for side, own, whole in zip("xy", widths, (inner, outer), strict=True)}
+    gathered = {
+        side for _, kind, side in one.barriers if kind == "all_gather" and not one.tokens_are_cut
+    }
+    return {
+        side: (own, whole if side in gathered else own)
+        for side, own, whole in zip("xy", widths, (inner, outer), strict=True)
+    }
 
 
-def product_cost(name: str, cut: str, inner: str, outer: str, rows: str = "B*T", *,
-                 patch: str = "", again: bool = True) -> Cost:
+def product_cost(
+    name: str,
+    cut: str,
+    inner: str,
+    outer: str,
+    rows: str = "B*T",
+    *,
+    patch: str = "",
+    again: bool = True,
+) -> Cost:
     """Return the Cost of a product and its cut. inner, outer: letters of its whole widths.
 
     patch: for a convolution, what the rows of the product's matrix have besides `inner`. again: see
@@ -177,18 +191,25 @@ def product_cost(name: str, cut: str, inner: str, outer: str, rows: str = "B*T",
         ((rows + patch, widths["x"][0], widths["y"][0]),),
         total(term("*".join(pair)) for pair in pairs),
         total(term(f"{rows}{patch}*{'*'.join(pair)}", 2) for pair in pairs),
-        stash=x, kept=total((x, y)),
-        barriers=tuple(Barrier(name, phase, kind, array(held, widths[side][0]),
-                               again=again and phase == "F")
-                       for phase, kind, side in one.barriers))
+        stash=x,
+        kept=total((x, y)),
+        barriers=tuple(
+            Barrier(name, phase, kind, array(held, widths[side][0]), again=again and phase == "F")
+            for phase, kind, side in one.barriers
+        ),
+    )
 
 
-def token_barriers(name: str, held: type[WholeTokens], *, scatter: str, gather: str,
-                   rows: str = "B*T") -> tuple[Barrier, ...]:
+def token_barriers(
+    name: str, held: type[WholeTokens], *, scatter: str, gather: str, rows: str = "B*T"
+) -> tuple[Barrier, ...]:
     """Return the barriers of a layer that gathers held tokens in one phase and scatters in another.
 
     rows: letters of all rows, which are those of all tokens, or of images.
     """
     kinds = {scatter: held.scatters, gather: held.gathers}
-    return tuple(Barrier(name, phase, kind, array(rows.replace("B*T", held.rows), "D"))
-                 for phase, kind in sorted(kinds.items()) if kind)
+    return tuple(
+        Barrier(name, phase, kind, array(rows.replace("B*T", held.rows), "D"))
+        for phase, kind in sorted(kinds.items())
+        if kind
+    )

@@ -24,8 +24,7 @@ if TYPE_CHECKING:
 class TokenEmbedding:
     """x = token_table[tokens], without positions, which attention adds."""
 
-    def __init__(self, context: Context, token_table: Param, seq_len: int, *,
-                 std: float) -> None:
+    def __init__(self, context: Context, token_table: Param, seq_len: int, *, std: float) -> None:
         self.ops, self.held, self.name = context.ops, context.held, "embedding"
         self.tokens = token_table  # (V, D) cut on V; perhaps shared with the head
         self.params = [self.tokens]
@@ -34,8 +33,10 @@ class TokenEmbedding:
     @staticmethod
     def cost(held: type[WholeTokens]) -> Cost:
         """Return its Cost. held: a class of partition/tokens.py."""
-        return Cost(kept=array(held.rows, "D"),
-                    barriers=token_barriers("embedding", held, scatter="F", gather="W"))
+        return Cost(
+            kept=array(held.rows, "D"),
+            barriers=token_barriers("embedding", held, scatter="F", gather="W"),
+        )
 
     def forward(self, x: Array, stash: Stash) -> Array:
         """Return y (B, T, D) of the tokens held, for the microbatch's tokens; x is ignored.
@@ -66,11 +67,11 @@ class TokenEmbedding:
 class Embedding(TokenEmbedding):
     """x = token_table[tokens] + position_table[positions]."""
 
-    def __init__(self, context: Context, token_table: Param, seq_len: int, *,
-                 std: float) -> None:
+    def __init__(self, context: Context, token_table: Param, seq_len: int, *, std: float) -> None:
         super().__init__(context, token_table, seq_len, std=std)
         self.positions = Param(
-            context, "embedding.positions", (seq_len, token_table.shape[1]), std=std)
+            context, "embedding.positions", (seq_len, token_table.shape[1]), std=std
+        )
         self.params = [self.tokens, self.positions]
 
     def forward(self, x: Array, stash: Stash) -> Array:

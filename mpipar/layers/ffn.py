@@ -25,20 +25,44 @@ class FeedForward:
     tensors: tuple[str, ...] = ("up",)  # the weights of the first product
     keeps_input_of_down = True  # from forward to backward
 
-    def __init__(self, context: Context, name: str, d_model: int, ffn: int, *,
-                 cuts: tuple[str, str], std: float, out_std: float, bias: bool = True,
-                 rows: str = "in") -> None:
+    def __init__(
+        self,
+        context: Context,
+        name: str,
+        d_model: int,
+        ffn: int,
+        *,
+        cuts: tuple[str, str],
+        std: float,
+        out_std: float,
+        bias: bool = True,
+        rows: str = "in",
+    ) -> None:
         self.ops, self.name = context.ops, name
         wide = {f"{name}.{tensor}": ((ffn,), "tp") for tensor in self.tensors}
-        self.up = Linear(context, f"{name}.up", (d_model,), wide, cut=cuts[0], std=std, bias=bias,
-                         rows=rows)
-        self.down = Linear(context, f"{name}.down", (ffn,), (d_model,), cut=cuts[1], std=out_std,
-                           bias=bias, rows=rows)
+        self.up = Linear(
+            context, f"{name}.up", (d_model,), wide, cut=cuts[0], std=std, bias=bias, rows=rows
+        )
+        self.down = Linear(
+            context,
+            f"{name}.down",
+            (ffn,),
+            (d_model,),
+            cut=cuts[1],
+            std=out_std,
+            bias=bias,
+            rows=rows,
+        )
         self.params = [*self.up.params, *self.down.params]
 
     @classmethod
     def cost(
-        cls, name: str, cuts: tuple[str, str], rows: str = "B*T", patch: str = "", width: str = "F",
+        cls,
+        name: str,
+        cuts: tuple[str, str],
+        rows: str = "B*T",
+        patch: str = "",
+        width: str = "F",
     ) -> Cost:
         """Return its Cost. rows, patch: see `product_cost`. width: the letter of its own width."""
         wide = "".join(width for _ in cls.tensors)  # the letters of what the first product computes

@@ -65,8 +65,11 @@ class Sharding(NamedTuple):
             return [Segment(-1, slice(0, total))]
         limit = self.bucket if self.level == 1 else total
         size = max(1, limit // self.comm.size) * self.comm.size
-        return [Segment(unit, slice(first, min(first + size, run.stop)))
-                for unit, run in units.items() for first in range(run.start, run.stop, size)]
+        return [
+            Segment(unit, slice(first, min(first + size, run.stop)))
+            for unit, run in units.items()
+            for first in range(run.start, run.stop, size)
+        ]
 
     def own(self, segments: list[Segment]) -> list[slice]:
         """Return this rank's piece of each segment, as slices of the whole buffer."""
@@ -107,8 +110,14 @@ class FlatParams:
     it is summed over all ranks.
     """
 
-    def __init__(self, ops: Any, params: Iterable[Param], sharding: Sharding = WHOLE,
-                 groups: tuple[str, ...] = (), sign_rate: float = 0.0):
+    def __init__(
+        self,
+        ops: Any,
+        params: Iterable[Param],
+        sharding: Sharding = WHOLE,
+        groups: tuple[str, ...] = (),
+        sign_rate: float = 0.0,
+    ):
         self.ops, self.sharding, self.groups = ops, sharding, groups
         self.sign_rate = sign_rate
         self.params = sorted(params, key=lambda param: (-param.unit, not param.decay))
@@ -128,9 +137,14 @@ class FlatParams:
                 self.displace(kind, slice(0, self.total))
             else:
                 self.place(kind, getattr(self, kind))
-        self.summed = self.pieces("grad") if self.shares("grad") else [
-            self.grad[whole.run.start:whole.run.start + own.stop - own.start]
-            for whole, own in zip(self.segments, self.own, strict=True)]
+        self.summed = (
+            self.pieces("grad")
+            if self.shares("grad")
+            else [
+                self.grad[whole.run.start : whole.run.start + own.stop - own.start]
+                for whole, own in zip(self.segments, self.own, strict=True)
+            ]
+        )
 
     def _number(self) -> None:
         """Compute the place of each parameter, the runs, and the segments."""
@@ -250,14 +264,14 @@ class FlatParams:
         for own, piece in zip(self.own, pieces, strict=True):
             low, high = max(start, own.start), min(start + param.size, own.stop)
             if low < high:
-                yield low - start, piece[low - own.start:high - own.start]
+                yield low - start, piece[low - own.start : high - own.start]
 
     def _held_of(self, param: Param, kind: str) -> Iterable[tuple[int, Array]]:
         """Return (first, values) of all that a buffer holds of a parameter; see `parts`."""
         if self.shares(kind):
             return self.parts(param, self.pieces(kind))
         start = self.starts[param]
-        return [(0, self.buffer(kind)[start:start + param.size])]
+        return [(0, self.buffer(kind)[start : start + param.size])]
 
     def held(self, kind: str) -> Iterator[tuple[Param, int, Array]]:
         """Yield (Param, first, values) of all that a buffer holds; see `parts`."""
@@ -276,7 +290,7 @@ class FlatParams:
         flat = x.reshape(-1)
         for kind in self.weights:
             for first, view in self._held_of(param, kind):
-                self.ops.copy(view, flat[first:first + view.size])
+                self.ops.copy(view, flat[first : first + view.size])
 
     def initialize(self, seed: int, spread: float = 0.0) -> None:
         """Set every parameter to its initial values; padding stays zero.
@@ -324,8 +338,10 @@ def flats_of(
     def shared(groups: tuple[str, ...]) -> Sharding:
         return sharding._replace(comm=comms[groups[-1]]) if sharding.level else sharding
 
-    return [FlatParams(ops, sets[groups, rate], shared(groups), groups, rate)
-            for groups, rate in sorted(sets, key=lambda one: (len(one[0]), one))]
+    return [
+        FlatParams(ops, sets[groups, rate], shared(groups), groups, rate)
+        for groups, rate in sorted(sets, key=lambda one: (len(one[0]), one))
+    ]
 
 
 def padded(length: int, count: int) -> int:

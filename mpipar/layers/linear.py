@@ -37,9 +37,20 @@ class Linear:
     w, b: the first tensor of the weights, and of the bias or None.
     """
 
-    def __init__(self, context: Context, name: str, in_shape: Shape,
-                 out_shape: Shape | Mapping[str, tuple[Shape, str]], *, cut: str, std: float,
-                 in_axis: int = 0, out_axis: int = 0, bias: bool = True, rows: str = "in") -> None:
+    def __init__(
+        self,
+        context: Context,
+        name: str,
+        in_shape: Shape,
+        out_shape: Shape | Mapping[str, tuple[Shape, str]],
+        *,
+        cut: str,
+        std: float,
+        in_axis: int = 0,
+        out_axis: int = 0,
+        bias: bool = True,
+        rows: str = "in",
+    ) -> None:
         self.ops, self.name, self.comm = context.ops, name, context.tp
         self.cut = CUTS[cut]
         self.product: Product = context.ops  # a convolution has its own
@@ -47,15 +58,30 @@ class Linear:
         in_first = rows == "in" and len(outputs) == 1
         weights, biases = [], []
         for tensor, (shape, group) in outputs.items():
-            axes = (in_axis + (0 if in_first else len(shape)),
-                    out_axis + (len(in_shape) if in_first else 0))
-            weights.append(Param(
-                context, f"{tensor}.w", (*in_shape, *shape) if in_first else (*shape, *in_shape),
-                placement={group: axes[self.cut.shard_axis]}, std=std))
+            axes = (
+                in_axis + (0 if in_first else len(shape)),
+                out_axis + (len(in_shape) if in_first else 0),
+            )
+            weights.append(
+                Param(
+                    context,
+                    f"{tensor}.w",
+                    (*in_shape, *shape) if in_first else (*shape, *in_shape),
+                    placement={group: axes[self.cut.shard_axis]},
+                    std=std,
+                )
+            )
             if bias:
-                biases.append(Param(
-                    context, f"{tensor}.b", shape, fill=0.0, decay=False,
-                    placement={group: out_axis} if self.cut.bias_is_cut else {}))
+                biases.append(
+                    Param(
+                        context,
+                        f"{tensor}.b",
+                        shape,
+                        fill=0.0,
+                        decay=False,
+                        placement={group: out_axis} if self.cut.bias_is_cut else {},
+                    )
+                )
         self.params = [*weights, *biases]
         assert len({one.grad_groups for one in weights}) == 1, name  # so they are side by side
         self.w, self.b = weights[0], biases[0] if biases else None
@@ -64,8 +90,9 @@ class Linear:
         local, count = self.w.local_shape, len(in_shape)
         inner = math.prod(local[:count] if in_first else local[-count:])
         self.in_first, self.in_memory = in_first, (inner, -1) if in_first else (-1, inner)
-        self.sizes = Sizes(0, math.prod(in_shape),
-                           sum(math.prod(shape) for shape, _ in outputs.values()))
+        self.sizes = Sizes(
+            0, math.prod(in_shape), sum(math.prod(shape) for shape, _ in outputs.values())
+        )
 
     @property
     def alone(self) -> bool:
@@ -133,7 +160,8 @@ class Linear:
     def backward_input(self, dy: Array, stash: Stash) -> Array:
         """Return dx (.., K) of dy (.., N). Comm: backward_input of the cut."""
         dx, stash[self.name, "dy"] = self.cut.backward_input(
-            self._here(stash), dy, self.matrix("data"))
+            self._here(stash), dy, self.matrix("data")
+        )
         return dx
 
     def backward_input_gelu(self, dy: Array, h: Array, stash: Stash) -> Array:

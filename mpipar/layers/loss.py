@@ -75,8 +75,10 @@ class CrossEntropy:
     @staticmethod
     def cost(rows: str = "B*T") -> Cost:
         """Return its Cost; the logits and two numbers of each row stay for the input gradient."""
-        return Cost(stash=total((array(rows, "v"), term(f"{rows}*s", 2))),
-                    barriers=(Barrier("loss", "F", "all_gather", term(f"{rows}*s", 3)),))
+        return Cost(
+            stash=total((array(rows, "v"), term(f"{rows}*s", 2))),
+            barriers=(Barrier("loss", "F", "all_gather", term(f"{rows}*s", 3)),),
+        )
 
     def forward(self, logits: Array, stash: Stash) -> Array:
         """Return the sum of the token losses, a float; without targets, the logits unchanged.
@@ -95,7 +97,8 @@ class CrossEntropy:
         """Return dlogits (N, V/tp), written over the logits; dy is None."""
         logits, targets, sums = stash.pop((self.name, "logits"))
         return self.ops.cross_entropy_backward_input(
-            logits, targets, sums, self.start, self.vocab_size, self.factor.value)
+            logits, targets, sums, self.start, self.vocab_size, self.factor.value
+        )
 
     def backward_weight(self, stash: Stash) -> None:
         """Do nothing: there is no weight."""

@@ -50,30 +50,49 @@ class Router:
         self.cp, self.factor = context.comms["cp"], context.factor
         # What a choice adds to coef * E f_e. The ranks of tp make the same choices, and the sum
         # over them comes later.
-        self.part = config.router_loss_coef * config.experts / (
-            config.experts_per_token * config.seq_len * context.tp.size)
+        self.part = (
+            config.router_loss_coef
+            * config.experts
+            / (config.experts_per_token * config.seq_len * context.tp.size)
+        )
         # Each rank of tp computes the gradients of its own part of the experts.
-        self.w = Param(context, f"{name}.w", (config.experts, config.d_model), std=std,
-                       partial_groups=("tp",))
+        self.w = Param(
+            context, f"{name}.w", (config.experts, config.d_model), std=std, partial_groups=("tp",)
+        )
         self.params = [self.w]
         self.bias = None
         if config.router_balance == "bias":
-            self.bias = Param(context, f"{name}.bias", (config.experts,), fill=0.0, decay=False,
-                              sign_rate=config.router_bias_rate)
+            self.bias = Param(
+                context,
+                f"{name}.bias",
+                (config.experts,),
+                fill=0.0,
+                decay=False,
+                sign_rate=config.router_bias_rate,
+            )
             self.params.append(self.bias)
         self.forced = None
         if config.routing != "learned":
             expert = context.comms["expert"]
-            table = scores(config.routing, config.seq_len, config.experts,
-                           config.experts_per_token, expert.index, expert.size)
+            table = scores(
+                config.routing,
+                config.seq_len,
+                config.experts,
+                config.experts_per_token,
+                expert.index,
+                expert.size,
+            )
             self.forced = self.ops.empty(table.shape, label="buffers")
             self.ops.copy(self.forced, self.ops.asarray(table.astype(self.ops.dtype)))
 
     def forward(self, x: Array, stash: Stash) -> Choice:
         """Return the Choice for x (N, D)."""
         logits = self.ops.router_forward(x, self.w.data)
-        choice = Choice(*self.ops.choice_forward(
-            logits, self.config.experts_per_token, self._added(stash.batch)))
+        choice = Choice(
+            *self.ops.choice_forward(
+                logits, self.config.experts_per_token, self._added(stash.batch)
+            )
+        )
         stash[self.name, "x"], stash[self.name, "logits"] = x, logits
         stash[self.name, "choice"] = choice
         return choice
@@ -95,15 +114,17 @@ class Router:
         Comm: one all_reduce over cp if there is anything to balance.
         """
         choice, logits = stash.pop((self.name, "choice")), stash.pop((self.name, "logits"))
-        dlogits = self.ops.choice_backward_input(dprobs, choice.probs, choice.ids,
-                                                 self.config.experts)
+        dlogits = self.ops.choice_backward_input(
+            dprobs, choice.probs, choice.ids, self.config.experts
+        )
         rows = stash.batch.shape[0]
         loads = self.ops.expert_loads(choice.ids.reshape(rows, -1), self.config.experts)
         if self.config.router_balance == "loss":
             by_row = rows, -1, self.config.experts
             loads = self.ops.scale(self.cp.all_reduce(loads, f"{self.name}.loads"), self.part)
             self.ops.balance_backward_input(
-                dlogits.reshape(by_row), logits.reshape(by_row), loads, self.factor.value)
+                dlogits.reshape(by_row), logits.reshape(by_row), loads, self.factor.value
+            )
         elif self.bias is not None:
             stash[self.name, "loads"] = loads
         stash[self.name, "dlogits"] = dlogits
@@ -124,19 +145,29 @@ class MixtureOfExperts:
     holds (E, D, F).
     """
 
-    def __init__(self, context: Context, name: str, config: Any, *, std: float,
-                 out_std: float) -> None:
+    def __init__(
+        self, context: Context, name: str, config: Any, *, std: float, out_std: float
+    ) -> None:
         self.ops, self.name, self.held = context.ops, name, context.held
         self.expert, self.dispatch = context.comms["expert"], context.dispatch
         self.recorder = context.comms.recorder
         self.experts, self.gated = config.experts, config.activation == "swiglu"
         wide = (2, config.expert_ffn) if self.gated else (config.expert_ffn,)
         self.router = Router(context, f"{name}.router", config, std)
-        self.up = Param(context, f"{name}.up.w", (config.experts, *wide, config.d_model), std=std,
-                        placement={"expert": 0, "tp": len(wide)})
+        self.up = Param(
+            context,
+            f"{name}.up.w",
+            (config.experts, *wide, config.d_model),
+            std=std,
+            placement={"expert": 0, "tp": len(wide)},
+        )
         self.down = Param(
-            context, f"{name}.down.w", (config.experts, config.d_model, config.expert_ffn),
-            std=out_std, placement={"expert": 0, "tp": 2})
+            context,
+            f"{name}.down.w",
+            (config.experts, config.d_model, config.expert_ffn),
+            std=out_std,
+            placement={"expert": 0, "tp": 2},
+        )
         self.params = [*self.router.params, self.up, self.down]
 
     def _up(self, kind: str) -> Array:
@@ -203,8 +234,9 @@ class MixtureOfExperts:
             dh, a = ops.gelu_backward_input(da, h), ops.gelu_forward(h)
         dprobs = dispatch.factors_back(ops, ops.row_dots(da, a), plan, expert, name)
         dh, dy = ops.scale_rows(dh, factors), ops.scale_rows(dy, factors)
-        dx = dispatch.combine(ops, ops.grouped_matmul(dh, self._up("data"), plan.counts), plan,
-                              False, expert, name)
+        dx = dispatch.combine(
+            ops, ops.grouped_matmul(dh, self._up("data"), plan.counts), plan, False, expert, name
+        )
         dx = ops.accumulate(dx, self.router.backward_input(dprobs, stash))
         stash[name, "dh"], stash[name, "a"], stash[name, "dy"] = dh, a, dy
         stash[name, "counts"] = plan.counts
@@ -219,20 +251,31 @@ class MixtureOfExperts:
         self.router.backward_weight(stash)
 
     @staticmethod
-    def cost(name: str, held: type[WholeTokens], activation: str, dispatch: Dispatch,
-             balance: str) -> Cost:
+    def cost(
+        name: str, held: type[WholeTokens], activation: str, dispatch: Dispatch, balance: str
+    ) -> Cost:
         """Return its Cost if experts are equally popular, with the letters of models/decoder.py."""
         wide, rows = "gg" if activation == "swiglu" else "g", "B*T*k"
         barriers = [
-            *(one._replace(again=one.phase == "F")
-              for one in token_barriers(f"{name}.up", held, scatter="I", gather="F")),
-            *(Barrier(f"{name}.{ending}", phase, kind, term(carries), "expert",
-                      phase == "F" and ending != "combine")  # see `recompute`
-              for phase, ending, kind, carries in dispatch.barriers),
-            *token_barriers(f"{name}.down", held, scatter="F", gather="I")]
+            *(
+                one._replace(again=one.phase == "F")
+                for one in token_barriers(f"{name}.up", held, scatter="I", gather="F")
+            ),
+            *(
+                Barrier(
+                    f"{name}.{ending}",
+                    phase,
+                    kind,
+                    term(carries),
+                    "expert",
+                    phase == "F" and ending != "combine",
+                )  # see `recompute`
+                for phase, ending, kind, carries in dispatch.barriers
+            ),
+            *token_barriers(f"{name}.down", held, scatter="F", gather="I"),
+        ]
         if balance == "loss":
-            barriers.append(
-                Barrier(f"{name}.router.loads", "I", "all_reduce", term("B*E*s"), "cp"))
+            barriers.append(Barrier(f"{name}.router.loads", "I", "all_reduce", term("B*E*s"), "cp"))
         h, x, matrices = array(rows, wide), array(rows, "D"), f"{wide}g"
         return Cost(
             (("B*T", "D", "E"), (rows, "D", wide), (rows, "g", "D")),
@@ -240,7 +283,9 @@ class MixtureOfExperts:
             total((term("B*T*D*E", 2), *(term(f"{rows}*D*{one}", 2) for one in matrices))),
             stash=total((array("B*T", "D"), term("B*T*E*s"), term(f"{rows}*s"), x, h)),
             kept=total((array("B*T", "D"), term("B*T*E*s"), x, x, h, array(rows, "g"))),
-            remade=array(rows, "g"), barriers=tuple(barriers))
+            remade=array(rows, "g"),
+            barriers=tuple(barriers),
+        )
 
 
 class Beside:

@@ -31,9 +31,17 @@ class Norm:
 
     def __init__(self, context: Context, name: str, d_model: int, eps: float = 1e-5) -> None:
         self.ops, self.name, self.eps = context.ops, name, eps
-        self.params = [Param(context, f"{name}.{kind}", (d_model,), fill=fill, decay=False,
-                             partial_groups=context.held.partial_groups)
-                       for kind, fill in self.fills]
+        self.params = [
+            Param(
+                context,
+                f"{name}.{kind}",
+                (d_model,),
+                fill=fill,
+                decay=False,
+                partial_groups=context.held.partial_groups,
+            )
+            for kind, fill in self.fills
+        ]
         self._forward, self._backward_input, self._backward_weight = self._functions(self.ops)
 
     @classmethod
@@ -67,8 +75,7 @@ class LayerNorm(Norm):
     statistics = 2
 
     def _functions(self, ops: Any) -> tuple[Callable[..., Any], ...]:
-        return (ops.layernorm_forward, ops.layernorm_backward_input,
-                ops.layernorm_backward_weight)
+        return (ops.layernorm_forward, ops.layernorm_backward_input, ops.layernorm_backward_weight)
 
 
 class RMSNorm(Norm):

@@ -67,11 +67,21 @@ class Param:
     master: Array
     fresh: bool  # whether the gradient still consists of the zeros that a step begins with
 
-    def __init__(self, context: Held, name: str, shape: Iterable[int], *,
-                 placement: Mapping[str, int] | None = None, std: float = 0.0,
-                 fill: float | None = None, decay: bool = True,
-                 partial_groups: tuple[str, ...] = (), copies: Copies | None = None,
-                 multiple: int = 1, sign_rate: float = 0.0) -> None:
+    def __init__(
+        self,
+        context: Held,
+        name: str,
+        shape: Iterable[int],
+        *,
+        placement: Mapping[str, int] | None = None,
+        std: float = 0.0,
+        fill: float | None = None,
+        decay: bool = True,
+        partial_groups: tuple[str, ...] = (),
+        copies: Copies | None = None,
+        multiple: int = 1,
+        sign_rate: float = 0.0,
+    ) -> None:
         grid, copies = context.comms.grid, copies or context.copies
         self.name = name
         self.shape = tuple(shape)
@@ -99,14 +109,16 @@ class Param:
         """Explain what is missing; called for attributes that have not been set."""
         if kind not in ("data", "grad", "master"):
             raise AttributeError(f"Param has no attribute {kind!r}")
-        raise UsageError(f"{self.name}: has no {kind} yet; before a layer computes, call"
-                         " mpipar.FlatParams(ops, layer.params).initialize(seed)")
+        raise UsageError(
+            f"{self.name}: has no {kind} yet; before a layer computes, call"
+            " mpipar.FlatParams(ops, layer.params).initialize(seed)"
+        )
 
     def place(self, kind: str, buffer: Array, start: int) -> None:
         """Make data, grad or master a view of a flat buffer, starting at `start`."""
         self._places[kind] = buffer, start
         self.fresh = False
-        setattr(self, kind, buffer[start:start + self.size].reshape(self.local_shape))
+        setattr(self, kind, buffer[start : start + self.size].reshape(self.local_shape))
 
     def displace(self, kind: str) -> None:
         """Remove data, grad or master: no rank holds it whole."""
@@ -121,14 +133,15 @@ class Param:
         buffer, start = self._places.get(kind) or self.__getattr__(kind)
         same, place = last._places[kind]
         assert same is buffer, (self.name, last.name)
-        return buffer[start:place + last.size]
+        return buffer[start : place + last.size]
 
     def box_at(self, grid: Grid, places: Mapping[str, int]) -> Box:
         """Return (start, stop) on each dimension, for the shard at some places of its groups."""
         found = [(0, length) for length in self.shape]
         for group, dimension in self.placement.items():
             part = chunk_slice(
-                self.shape[dimension], grid.size(group), places[group], self.multiple)
+                self.shape[dimension], grid.size(group), places[group], self.multiple
+            )
             found[dimension] = part.start, part.stop
         return tuple(found)
 
@@ -147,10 +160,11 @@ class Param:
         inside = values[(slice(None), *(slice(stop - start) for start, stop in self.box[1:]))]
         for row, one in self.initial_rows(seed, spread, rows):
             inside[row - rows.start] = one
-        return values.reshape(-1)[first - rows.start * width:][:count]
+        return values.reshape(-1)[first - rows.start * width :][:count]
 
-    def initial_rows(self, seed: int, spread: float = 0.0,
-                     rows: slice = slice(None)) -> Iterator[tuple[int, Array]]:
+    def initial_rows(
+        self, seed: int, spread: float = 0.0, rows: slice = slice(None)
+    ) -> Iterator[tuple[int, Array]]:
         """Yield (local row, values) for first-axis rows of this shard, without padding.
 
         rows: slice of the rows to make; all by default.
@@ -171,5 +185,7 @@ class Param:
             state["state"]["counter"][1] = row  # the counter is row << 64: rows cannot overlap
             bits.state = state
             values = np.asarray(generator.standard_normal(self.shape[1:]))[inside]
-            yield row - first, (
-                values * self.std if self.fill is None else values * spread + self.fill)
+            yield (
+                row - first,
+                (values * self.std if self.fill is None else values * spread + self.fill),
+            )

@@ -40,8 +40,10 @@ class GatheredUnits:
 
     def make_room(self) -> list[Array]:
         """Return the two buffers, each as large as the largest unit that it ever holds."""
-        sizes = [largest(needs for units in self.needs.values() for needs in units[odd::2])
-                 for odd in (0, 1)]
+        sizes = [
+            largest(needs for units in self.needs.values() for needs in units[odd::2])
+            for odd in (0, 1)
+        ]
         return [self.ops.empty((size,), label="weights") for size in sizes]
 
     def enter(self, passing: Any, unit: int) -> None:
@@ -124,13 +126,20 @@ UNITS = {"none": GatheredUnits, "stage": KeptUnits}  # by --zero-keep
 
 def unit_segments(stages: Stages) -> dict[int, list[Needs]]:
     """Return {stage: [(flat, number of a segment), ...] of each unit}: what its layers use."""
-    homes = {param: (flat, number) for stage in stages.values() for flat in stage.flats
-             for number, segment in enumerate(flat.segments)
-             for param in flat.params_in(segment.run)}
+    homes = {
+        param: (flat, number)
+        for stage in stages.values()
+        for flat in stage.flats
+        for number, segment in enumerate(flat.segments)
+        for param in flat.params_in(segment.run)
+    }
     return {
-        number: [list(dict.fromkeys(homes[param] for layer in layers for param in layer.params))
-                 for layers in stage.units]
-        for number, stage in stages.items()}
+        number: [
+            list(dict.fromkeys(homes[param] for layer in layers for param in layer.params))
+            for layers in stage.units
+        ]
+        for number, stage in stages.items()
+    }
 
 
 def largest(units: Iterable[Needs]) -> int:

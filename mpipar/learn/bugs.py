@@ -16,16 +16,22 @@ MOST = 8  # tensors of a kind that are shown
 
 def exercises() -> list[Exercise]:
     """Return one exercise per twin."""
-    return [Exercise(number, task(number, twin), "LETTER", partial(judge, number),
-                     partial(show, twin), (2,)) for number, twin in TWINS.items()]
+    return [
+        Exercise(
+            number, task(number, twin), "LETTER", partial(judge, number), partial(show, twin), (2,)
+        )
+        for number, twin in TWINS.items()
+    ]
 
 
 def task(number: str, twin: Twin) -> str:
     """Return the task of the exercise."""
-    (axis, size), = twin.layouts[0].items()
-    return (f"A bug is planted in a step with {axis}={size} and the schedule {twin.schedule}."
-            f" `mpiexec -n 2 mpipar learn check {number}` shows what differs from one rank, and"
-            " twelve causes. Which cause is it?")
+    ((axis, size),) = twin.layouts[0].items()
+    return (
+        f"A bug is planted in a step with {axis}={size} and the schedule {twin.schedule}."
+        f" `mpiexec -n 2 mpipar learn check {number}` shows what differs from one rank, and"
+        " twelve causes. Which cause is it?"
+    )
 
 
 def show(twin: Twin, asked: Asked) -> list[str]:
@@ -51,11 +57,23 @@ def symptoms(outcome: small_model.Outcome) -> list[str]:
     for kind, count in Counter(one.kind for one in outcome.differences).items():
         name = "loss and norm" if kind == "value" else f"{kind}s"
         lines.append(f"{name}: {wrong[kind] or 'none'} of {count} differ")
-    shown = [one for kind in ("value", "gradient")
-             for one in [one for one in outcome.wrong if one.kind == kind][:MOST]]
+    shown = [
+        one
+        for kind in ("value", "gradient")
+        for one in [one for one in outcome.wrong if one.kind == kind][:MOST]
+    ]
     rows = [("tensor", "of the step", "difference", "at", "it is", "must be")]
-    rows += [(one.name, one.kind, f"{one.error:.1e}", ",".join(map(str, one.where)),
-              f"{one.actual:.6f}", f"{one.expected:.6f}") for one in shown]
+    rows += [
+        (
+            one.name,
+            one.kind,
+            f"{one.error:.1e}",
+            ",".join(map(str, one.where)),
+            f"{one.actual:.6f}",
+            f"{one.expected:.6f}",
+        )
+        for one in shown
+    ]
     return [*lines, "", table(rows, left=2)]
 
 
@@ -68,5 +86,7 @@ def judge(number: str, asked: Asked) -> Verdict:
     verdict = said(given, letter, f"{twin.cause}. {twin.lesson}")
     planted = inspect.getsource(twin.plant).rstrip()
     threads = [f"published: {GITHUB}{thread}" for thread in twin.threads]
-    return Verdict(verdict.right, [*verdict.lines, *threads,
-                                   "as planted in mpipar/learn/twins.py:", "", planted])
+    return Verdict(
+        verdict.right,
+        [*verdict.lines, *threads, "as planted in mpipar/learn/twins.py:", "", planted],
+    )

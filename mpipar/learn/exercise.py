@@ -111,14 +111,18 @@ def numbers(number: str, answer: str, task: str) -> Callable[[Truth], Exercise]:
 
     answer: their names, in capitals.
     """
+
     def judge(truth: Truth, asked: Asked) -> Verdict:
         given = numbers_of(asked.words, answer)
         expected, why = truth()
         assert len(expected) == len(given), (number, answer)
-        rows = [one_number(one, value, word) for one, value, word in zip(
-            expected, given, asked.words, strict=True)]
-        return Verdict(all(right for right, _ in rows),
-                       [*(line for _, line in rows), f"why: {why}"])
+        rows = [
+            one_number(one, value, word)
+            for one, value, word in zip(expected, given, asked.words, strict=True)
+        ]
+        return Verdict(
+            all(right for right, _ in rows), [*(line for _, line in rows), f"why: {why}"]
+        )
 
     return lambda truth: Exercise(number, task, answer, partial(judge, truth))
 
@@ -128,8 +132,10 @@ def one_number(expected: Number, given: Fraction, word: str) -> tuple[bool, str]
     off = abs(given - Fraction(expected.value))
     right = off <= Fraction(expected.within) + abs(Fraction(expected.value)) / 10**9
     digits = 1 - math.floor(math.log10(expected.within)) if expected.within else MOST_DIGITS
-    return right, (f"{expected.name}: you say {brief(word)}, it is"
-                   f" {plain(expected.value, digits)} -> {'right' if right else 'WRONG'}")
+    return right, (
+        f"{expected.name}: you say {brief(word)}, it is"
+        f" {plain(expected.value, digits)} -> {'right' if right else 'WRONG'}"
+    )
 
 
 def plain(value: float, digits: int = MOST_DIGITS) -> str:
@@ -142,9 +148,16 @@ def plain(value: float, digits: int = MOST_DIGITS) -> str:
 def numbers_of(words: tuple[str, ...], answer: str) -> list[Fraction]:
     """Return the numbers that the reader typed; UsageError says what to type instead."""
     names = answer.split()
-    problems = [] if len(words) == len(names) else [
-        (f"{len(words)} {'words' if len(words) != 1 else 'word'} given: type {len(names)},"
-        f" {' '.join(names)}")]
+    problems = (
+        []
+        if len(words) == len(names)
+        else [
+            (
+                f"{len(words)} {'words' if len(words) != 1 else 'word'} given: type {len(names)},"
+                f" {' '.join(names)}"
+            )
+        ]
+    )
     found = []
     for word in words:
         try:
@@ -166,6 +179,7 @@ def number_of(word: str) -> Fraction:
 
 def words(number: str, choices: tuple[str, ...], task: str) -> Callable[[Callable], Exercise]:
     """Return a decorator: it makes an exercise of a function that returns a word and the reason."""
+
     def judge(truth: Callable, asked: Asked) -> Verdict:
         given = one_of(asked.words, choices)
         return said(given, *truth())
@@ -176,8 +190,10 @@ def words(number: str, choices: tuple[str, ...], task: str) -> Callable[[Callabl
 def said(given: str, expected: str, why: str) -> Verdict:
     """Return the verdict on one word."""
     right = given == expected
-    return Verdict(right, [f"you say {given}, it is {expected} -> {'right' if right else 'WRONG'}",
-                           f"why: {why}"])
+    return Verdict(
+        right,
+        [f"you say {given}, it is {expected} -> {'right' if right else 'WRONG'}", f"why: {why}"],
+    )
 
 
 def one_of(given: tuple[str, ...], choices) -> str:

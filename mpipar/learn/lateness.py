@@ -25,8 +25,12 @@ BARRIERS = 6  # rows of the table of barriers
 LAYOUTS = ((("dp", 2),), (("tp", 2),), (("pp", 2),), (("dp", 2), ("pp", 2)))
 CAUSES = {"data": "data", "forward": "F", "backward": "B", "optimizer": "opt", "gc": "gc"}
 SHAPES = {  # what can be wrong with a run of four pipeline ranks
-    "uneven": {"stage_layers": (2, 1, 1, 0)}, "head": {"vocab_size": 1500},
-    "link": {"fault": "link"}, "schedule": {"schedule": "naive", "microbatches": 8}, "nothing": {}}
+    "uneven": {"stage_layers": (2, 1, 1, 0)},
+    "head": {"vocab_size": 1500},
+    "link": {"fault": "link"},
+    "schedule": {"schedule": "naive", "microbatches": 8},
+    "nothing": {},
+}
 ARRIVALS, DONE = (10.0, 14.0, 11.0), 16.0  # ms
 
 
@@ -41,16 +45,27 @@ def exercises() -> list[Exercise]:
     """Return all exercises of this kind."""
     causes = "|".join(CAUSES)
     return [
-        Exercise("11a", "One rank of a run is late in every step, and others wait for it."
-                 " `mpipar learn check 11a` prints a trace. Which rank is late, and what takes it"
-                 " too long? With `--seed N` you get another trace.", f"RANK {causes}",
-                 partial(judge, late_rank, late_answer), partial(show, late_rank), seeded=True),
+        Exercise(
+            "11a",
+            "One rank of a run is late in every step, and others wait for it."
+            " `mpipar learn check 11a` prints a trace. Which rank is late, and what takes it"
+            " too long? With `--seed N` you get another trace.",
+            f"RANK {causes}",
+            partial(judge, late_rank, late_answer),
+            partial(show, late_rank),
+            seeded=True,
+        ),
         waits_of_three,
-        Exercise("11c", "Four pipeline ranks run a step, and `mpipar learn check 11c` prints a"
-                 " trace. What is wrong: uneven stages, a heavy head, a slow link, the schedule, or"
-                 " nothing? With `--seed N` you get another trace.", "|".join(SHAPES),
-                 partial(judge, pipeline_run, lambda words, _: (one_of(words, SHAPES),)),
-                 partial(show, pipeline_run), seeded=True),
+        Exercise(
+            "11c",
+            "Four pipeline ranks run a step, and `mpipar learn check 11c` prints a"
+            " trace. What is wrong: uneven stages, a heavy head, a slow link, the schedule, or"
+            " nothing? With `--seed N` you get another trace.",
+            "|".join(SHAPES),
+            partial(judge, pipeline_run, lambda words, _: (one_of(words, SHAPES),)),
+            partial(show, pipeline_run),
+            seeded=True,
+        ),
     ]
 
 
@@ -72,8 +87,9 @@ def pipeline_run(seed: int) -> Planted:
     run = replace(Run((("pp", 4),), microbatches=8, seed=seed), **SHAPES[shape])
     if shape == "link":
         sender = random.choice((0, 1, 2))
-        run = replace(run, link=("pp", (sender, sender + 1)),
-                      delay=Simulator(run.without()).step_ms)
+        run = replace(
+            run, link=("pp", (sender, sender + 1)), delay=Simulator(run.without()).step_ms
+        )
     return Planted(analyse(Simulator(run).trace), (shape,))
 
 
@@ -83,16 +99,31 @@ def show(make: Callable[[int], Planted], asked: Asked) -> list[str]:
     trace = analysis.trace
     step, window = median_step(trace)
     rows = [("rank", "place", "stages", *CATEGORIES)]
-    rows += [(one["rank"], one["place"], "; ".join(one["stages"]),
-              *(f"{ms:.1f}" for ms in one["ms"])) for one in rank_rows(analysis)]
+    rows += [
+        (one["rank"], one["place"], "; ".join(one["stages"]), *(f"{ms:.1f}" for ms in one["ms"]))
+        for one in rank_rows(analysis)
+    ]
     meetings = [("axis", "barrier", "wait ms", "transfer ms", "mostly waited for")]
-    meetings += [(one["axis"], one["name"], f"{one['wait_ms']:.2f}",
-                  f"{one['transfer_ms']:.2f}", f"rank {one['last']}" if one["times"] else "")
-                 for one in barrier_rows(analysis)[:BARRIERS]]
-    return [f"step {step} of {trace.num_steps}:",
-            timeline(trace, analysis.segments, WIDTH, window), "",
-            "where the time went, ms per step:", table(rows, left=3), "",
-            "barriers, ms per step, summed over ranks:", table(meetings, left=2)]
+    meetings += [
+        (
+            one["axis"],
+            one["name"],
+            f"{one['wait_ms']:.2f}",
+            f"{one['transfer_ms']:.2f}",
+            f"rank {one['last']}" if one["times"] else "",
+        )
+        for one in barrier_rows(analysis)[:BARRIERS]
+    ]
+    return [
+        f"step {step} of {trace.num_steps}:",
+        timeline(trace, analysis.segments, WIDTH, window),
+        "",
+        "where the time went, ms per step:",
+        table(rows, left=3),
+        "",
+        "barriers, ms per step, summed over ranks:",
+        table(meetings, left=2),
+    ]
 
 
 def judge(make: Callable[[int], Planted], read: Callable, asked: Asked) -> Verdict:
@@ -100,8 +131,12 @@ def judge(make: Callable[[int], Planted], read: Callable, asked: Asked) -> Verdi
     planted = make(asked.seed)
     given = read(asked.words, planted)
     findings = [f"{one.kind}: {one.text}" for one in planted.analysis.findings]
-    return said(" ".join(given), " ".join(planted.truth), "`mpipar trace` says of it: "
-                + ("; ".join(findings) or "no finding, all ranks are equally busy"))
+    return said(
+        " ".join(given),
+        " ".join(planted.truth),
+        "`mpipar trace` says of it: "
+        + ("; ".join(findings) or "no finding, all ranks are equally busy"),
+    )
 
 
 def late_answer(words: tuple[str, ...], planted: Planted) -> tuple[str, ...]:
@@ -119,9 +154,13 @@ def late_answer(words: tuple[str, ...], planted: Planted) -> tuple[str, ...]:
     return str(int(words[0])), words[1].lower()
 
 
-@numbers("11b", "RANK_0 RANK_1 RANK_2", "Three ranks come to an all-reduce at 10, 14 and 11 ms. All"
-         " leave it at 16 ms. How many ms does each of them wait for a late rank? The rest of its"
-         " time there is transfer.")
+@numbers(
+    "11b",
+    "RANK_0 RANK_1 RANK_2",
+    "Three ranks come to an all-reduce at 10, 14 and 11 ms. All"
+    " leave it at 16 ms. How many ms does each of them wait for a late rank? The rest of its"
+    " time there is transfer.",
+)
 def waits_of_three():
     """Split times as `mpipar trace` does."""
     late = max(range(3), key=ARRIVALS.__getitem__)
@@ -131,5 +170,7 @@ def waits_of_three():
         if index != late:
             call.set_wait(round(ARRIVALS[late] * 1e6), late)
         found.append(Number(f"rank {index}", call.wait_ns * 1e-6, 0.001))
-    return found, (f"rank {late} comes last, at {ARRIVALS[late]:g} ms. The others wait until then,"
-                   f" and from then to {DONE:g} ms all three transfer")
+    return found, (
+        f"rank {late} comes last, at {ARRIVALS[late]:g} ms. The others wait until then,"
+        f" and from then to {DONE:g} ms all three transfer"
+    )

@@ -38,31 +38,51 @@ def exercises() -> list[Exercise]:
     """Return all exercises of this kind."""
     return [
         Exercise(
-            "2c", "Write the weight gradient of a product: copy `mpipar/partition/column.py`"
+            "2c",
+            "Write the weight gradient of a product: copy `mpipar/partition/column.py`"
             " to `my_linear.py`, empty its `backward_weight`, and fill it using only NumPy."
             " x is (3, 4), dy is (3, 5), and the result is added to dw (4, 5)."
-            " Finite differences judge it.", "--file my_linear.py", judge_weight_gradient,
-            original="mpipar/partition/column.py"),
+            " Finite differences judge it.",
+            "--file my_linear.py",
+            judge_weight_gradient,
+            original="mpipar/partition/column.py",
+        ),
         Exercise(
-            "3c", "Write `all_reduce(comm, x)`: afterwards x holds the sum of all ranks' x. Use"
+            "3c",
+            "Write `all_reduce(comm, x)`: afterwards x holds the sum of all ranks' x. Use"
             " `comm.isend(x, peer, tag, name)`, `comm.irecv(x, peer, tag, name)` and `.wait()`"
             " alone, with `comm.index`, `comm.size` and `comm.neighbor(steps)`. Send no more bytes"
             " than a ring does: 2(q-1)/q of x on each of q ranks.",
-            "--file my_ring.py", judge_all_reduce, ranks=(4,), alone=False),
+            "--file my_ring.py",
+            judge_all_reduce,
+            ranks=(4,),
+            alone=False,
+        ),
         in_a_step(
-            "6b", "Write the row cut: copy `mpipar/partition/row.py` to `my_row.py`, empty its"
+            "6b",
+            "Write the row cut: copy `mpipar/partition/row.py` to `my_row.py`, empty its"
             " three functions, and fill them. A step with tp=2 must equal one rank.",
-            "my_row.py", row, CUT, "mpipar/partition/row.py"),
+            "my_row.py",
+            row,
+            CUT,
+            "mpipar/partition/row.py",
+        ),
         in_a_step(
-            "7d", "Write the loss over a cut vocabulary: copy `mpipar/layers/loss.py` to"
+            "7d",
+            "Write the loss over a cut vocabulary: copy `mpipar/layers/loss.py` to"
             " `my_loss.py`, and empty `forward` and `backward_input` of its class `CrossEntropy`."
             " Fill them using NumPy. No rank may send its logits.",
-            "my_loss.py", CrossEntropy, ("forward", "backward_input"), "mpipar/layers/loss.py"),
+            "my_loss.py",
+            CrossEntropy,
+            ("forward", "backward_input"),
+            "mpipar/layers/loss.py",
+        ),
     ]
 
 
-def in_a_step(number: str, task: str, file: str, owner, names: tuple[str, ...],
-              original: str) -> Exercise:
+def in_a_step(
+    number: str, task: str, file: str, owner, names: tuple[str, ...], original: str
+) -> Exercise:
     """Return an exercise whose functions replace those of a module or class in a step with tp=2.
 
     file: the name of the reader's file. original: the program's file, of which it is a copy.
@@ -76,11 +96,13 @@ def in_a_step(number: str, task: str, file: str, owner, names: tuple[str, ...],
         usual = small_model.step_beside(config, asked.world, expected)
         with blamed(asked.file), replaced(owner, **functions):
             found = small_model.step_beside(config, asked.world, expected)
-        return Verdict(not found.wrong and not sends_more(found, usual),
-                       described(found, usual, original))
+        return Verdict(
+            not found.wrong and not sends_more(found, usual), described(found, usual, original)
+        )
 
-    return Exercise(number, task, f"--file {file}", judge, ranks=(2,), alone=False,
-                    original=original)
+    return Exercise(
+        number, task, f"--file {file}", judge, ranks=(2,), alone=False, original=original
+    )
 
 
 def described(found, usual, original: str) -> list[str]:
@@ -93,16 +115,22 @@ def described(found, usual, original: str) -> list[str]:
     if wrong and not missing:
         missing = [f"the barriers match those of {original}: look at what is computed between them"]
     lines += missing
-    counts = ", ".join(f"{operation} {name} in {phase}"
-                       for phase, name, operation in sorted(calls(usual)))
-    return [*lines, (f"why: {original} gives the same on 2 ranks as on one, with these barriers:"
-            f" {counts}")]
+    counts = ", ".join(
+        f"{operation} {name} in {phase}" for phase, name, operation in sorted(calls(usual))
+    )
+    return [
+        *lines,
+        (f"why: {original} gives the same on 2 ranks as on one, with these barriers: {counts}"),
+    ]
 
 
 def calls(outcome) -> Counter:
     """Return {(phase, name without numbers, operation): count} over the tensor-parallel group."""
-    return Counter((one.phase, family(one.name), one.operation)
-                   for one in outcome.recorder.records if one.axis == "tp")
+    return Counter(
+        (one.phase, family(one.name), one.operation)
+        for one in outcome.recorder.records
+        if one.axis == "tp"
+    )
 
 
 def barrier_lines(found, usual, original: str) -> list[str]:
@@ -116,15 +144,18 @@ def barrier_lines(found, usual, original: str) -> list[str]:
         summed = operation in ("all_reduce", "reduce_scatter")
         less = "the sum is missing" if summed else "the other ranks' parts are missing"
         more = "a complete sum is summed again" if summed else "the other ranks have it already"
-        lines.append(f"{operation} {name} in {phase}: {mine[key]} times, and {right[key]} in"
-                     f" {original}: {less if mine[key] < right[key] else more}")
+        lines.append(
+            f"{operation} {name} in {phase}: {mine[key]} times, and {right[key]} in"
+            f" {original}: {less if mine[key] < right[key] else more}"
+        )
     return lines
 
 
 def sends_more(found, usual) -> bool:
     """Return whether the reader's code sends more bytes than the program's."""
-    mine, right = (sum(one.wire_bytes for one in outcome.recorder.records)
-                   for outcome in (found, usual))
+    mine, right = (
+        sum(one.wire_bytes for one in outcome.recorder.records) for outcome in (found, usual)
+    )
     return mine > right
 
 
@@ -132,26 +163,31 @@ def judge_weight_gradient(asked: Asked) -> Verdict:
     """Judge dw by finite differences of sum(dy * (x w)), which are exact: it is linear in w."""
     function = asked.agree(lambda: load(asked.file, ("backward_weight",)))
     random = np.random.default_rng(2)
-    x, dy, before = (random.integers(-3, 4, shape).astype(float)
-                     for shape in ((3, 4), (3, 5), (4, 5)))
+    x, dy, before = (
+        random.integers(-3, 4, shape).astype(float) for shape in ((3, 4), (3, 5), (4, 5))
+    )
     dw = before.copy()
     ops = ops_module.make("cpu", "float64")
     with blamed(asked.file):
         function["backward_weight"](
-            Here(ops, ops, Comms.solo(ops)["tp"], "learn", Sizes(0, 4, 5)), x.copy(), dy.copy(), dw)
+            Here(ops, ops, Comms.solo(ops)["tp"], "learn", Sizes(0, 4, 5)), x.copy(), dy.copy(), dw
+        )
     expected = finite_differences(x, dy)
     wrong = np.argwhere(~np.isclose(dw - before, expected, rtol=0, atol=1e-9))
     lines = [f"{expected.size - len(wrong)} of {expected.size} numbers of dw are right"]
     if len(wrong):
         i, j = wrong[0]
-        lines.append(f"dw[{i},{j}] grew by {dw[i, j] - before[i, j]:g}, but must grow by"
-                     f" {expected[i, j]:g}")
+        lines.append(
+            f"dw[{i},{j}] grew by {dw[i, j] - before[i, j]:g}, but must grow by {expected[i, j]:g}"
+        )
         if np.allclose(dw, expected):
             lines.append("it was overwritten: each microbatch adds its own part to dw")
         elif np.allclose(dw, before):
             lines.append("dw is unchanged: write into the array itself, as in dw += ...")
-    lines.append("why: w[i,j] reaches y[t,j] with the factor x[t,i], so dw[i,j] is the sum over"
-                 " tokens of x[t,i] dy[t,j], which is x^T dy")
+    lines.append(
+        "why: w[i,j] reaches y[t,j] with the factor x[t,i], so dw[i,j] is the sum over"
+        " tokens of x[t,i] dy[t,j], which is x^T dy"
+    )
     return Verdict(not len(wrong), lines)
 
 
@@ -170,13 +206,12 @@ def judge_all_reduce(asked: Asked) -> Verdict:
 
     Comm: what the reader's function sends, one all_reduce, one gather.
     """
-    function: FunctionType = asked.agree(
-        lambda: load(asked.file, ("all_reduce",)))["all_reduce"]
+    function: FunctionType = asked.agree(lambda: load(asked.file, ("all_reduce",)))["all_reduce"]
     world, recorder = asked.world, Recorder()
     ops = ops_module.make("cpu", "float64")
     comms = Comms(Grid(world.rank, {"tp": world.size}), ops, recorder, world)
     comm = comms["tp"]
-    x = np.arange(1.0, NUMBERS * world.size + 1) * 10.0 ** world.rank
+    x = np.arange(1.0, NUMBERS * world.size + 1) * 10.0**world.rank
     expected = x.copy()
     with blamed(asked.file):
         function(comm, x)
@@ -185,8 +220,9 @@ def judge_all_reduce(asked: Asked) -> Verdict:
     others = sorted({one.operation for one in records} - set(POINT_TO_POINT))
     wrong = np.flatnonzero(x != expected)
     first = [int(wrong[0]), float(x[wrong[0]]), float(expected[wrong[0]])] if len(wrong) else None
-    facts = gather_facts(world, {
-        "first": first, "others": others, "sent": sum(one.wire_bytes for one in records)})
+    facts = gather_facts(
+        world, {"first": first, "others": others, "sent": sum(one.wire_bytes for one in records)}
+    )
     comms.close()
     if world.rank:
         return Verdict(True, [])
@@ -201,18 +237,28 @@ def sum_verdict(facts: list[dict], most: int, nbytes: int) -> Verdict:
             at, is_, must = fact["first"]
             lines.append(f"rank {place}: x[{at}] is {is_:g}, but must be {must:g} -> WRONG")
         if fact["others"]:
-            lines.append(f"rank {place}: {', '.join(fact['others'])}: use only isend and irecv"
-                         " -> WRONG")
+            lines.append(
+                f"rank {place}: {', '.join(fact['others'])}: use only isend and irecv -> WRONG"
+            )
         if fact["sent"] > most:
-            lines.append(f"rank {place}: sends {fact['sent']:,} bytes, but a ring {most:,}"
-                         " -> WRONG")
+            lines.append(
+                f"rank {place}: sends {fact['sent']:,} bytes, but a ring {most:,} -> WRONG"
+            )
         right = right and not (fact["first"] or fact["others"] or fact["sent"] > most)
     if right:
-        lines.append(f"all {len(facts)} ranks hold the sum, and none sends more than {most:,} bytes"
-                     " -> right")
-    return Verdict(right, [*lines, (
-        f"why: x has {nbytes:,} bytes. A ring sums each of q pieces while it travels round, and"
-        " brings it to all in a second round: 2(q-1) pieces from each rank")])
+        lines.append(
+            f"all {len(facts)} ranks hold the sum, and none sends more than {most:,} bytes -> right"
+        )
+    return Verdict(
+        right,
+        [
+            *lines,
+            (
+                f"why: x has {nbytes:,} bytes. A ring sums each of q pieces while it travels round,"
+                " and brings it to all in a second round: 2(q-1) pieces from each rank"
+            ),
+        ],
+    )
 
 
 def load(path: Path, names: tuple[str, ...], inside: str | None = None) -> dict[str, object]:
@@ -234,8 +280,10 @@ def load(path: Path, names: tuple[str, ...], inside: str | None = None) -> dict[
         place, home = vars(found), f"{path}, class {inside}"
     missing = [name for name in names if not isinstance(place.get(name), FunctionType)]
     if missing:
-        raise UsageError(f"{home}: defines no {' and no '.join(missing)}; functions of these names"
-                         f" are needed: {', '.join(names)}")
+        raise UsageError(
+            f"{home}: defines no {' and no '.join(missing)}; functions of these names"
+            f" are needed: {', '.join(names)}"
+        )
     return {name: place[name] for name in names}
 
 
@@ -250,8 +298,9 @@ def blamed(path: Path) -> Iterator[None]:
     except UserError:
         raise
     except SyntaxError as error:
-        raise UsageError(f"{path}:{error.lineno}: {error.msg}: {(error.text or '').strip()}"
-                         ) from error
+        raise UsageError(
+            f"{path}:{error.lineno}: {error.msg}: {(error.text or '').strip()}"
+        ) from error
     except (Exception, SystemExit) as error:
         raise UsageError(place_of(error, path)) from error
 
@@ -263,5 +312,7 @@ def place_of(error: BaseException, path: Path) -> list[str]:
     own = [frame for frame in frames if frame.filename == str(path)]
     if own:
         return [f"{path}:{own[-1].lineno}: {own[-1].line}: {what}"]
-    return [f"with {path} in place, the step fails after its functions:  {what}",
-            "one of them returns something else than the function that it replaces"]
+    return [
+        f"with {path} in place, the step fails after its functions:  {what}",
+        "one of them returns something else than the function that it replaces",
+    ]

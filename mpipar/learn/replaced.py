@@ -25,12 +25,14 @@ def replaced(owner, **functions) -> Iterator[None]:
 
 def in_place_of(owner: type, name: str) -> Callable:
     """Turn function(the original method, self, ...) into a `Twin.plant`: see `replaced`."""
+
     def decorate(function: Callable) -> Callable:
         @functools.wraps(function)
         def plant():
             plain = vars(owner)[name]
-            return replaced(owner, **{name: lambda *given, **named: function(
-                plain, *given, **named)})
+            return replaced(
+                owner, **{name: lambda *given, **named: function(plain, *given, **named)}
+            )
 
         return plant
 

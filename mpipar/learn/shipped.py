@@ -91,7 +91,7 @@ def buckets_crossed(_, self, flat, unit):
     if data.index == 1 and len(firsts) > 2:
         firsts[:2] = firsts[1::-1]
     for first in firsts:
-        piece = flat.grad[first:min(first + self.bucket, run.stop)]
+        piece = flat.grad[first : min(first + self.bucket, run.stop)]
         self.pending.append(data.iall_reduce(piece, "grads.bucket"))
 
 
@@ -108,60 +108,96 @@ SHIPPED = {
         loss_times_cp,
         "A sum over ranks that share a row needs no such factor; a mean would. All gradients are"
         " doubled, and the printed loss is not.",
-        ({"cp": 2},), model={"seq_len": 8},
-        threads=("NVIDIA/Megatron-LM/issues/906", "NVIDIA/Megatron-LM/pull/3959")),
+        ({"cp": 2},),
+        model={"seq_len": 8},
+        threads=("NVIDIA/Megatron-LM/issues/906", "NVIDIA/Megatron-LM/pull/3959"),
+    ),
     "norms of sp": Twin(
-        "gradients of norms are not summed over tp where tokens are cut", tp_sums_dropped,
+        "gradients of norms are not summed over tp where tokens are cut",
+        tp_sums_dropped,
         "With sequence parallelism a norm sees only the tokens of its rank. Its copies get"
         " different gradients and drift apart.",
-        (TP,), model={"sequence_parallel": True},
-        threads=("NVIDIA/Megatron-LM/issues/1446", "EleutherAI/gpt-neox/pull/1259")),
+        (TP,),
+        model={"sequence_parallel": True},
+        threads=("NVIDIA/Megatron-LM/issues/1446", "EleutherAI/gpt-neox/pull/1259"),
+    ),
     "router": Twin(
-        "gradients of a router are not summed over tp", tp_sums_dropped,
+        "gradients of a router are not summed over tp",
+        tp_sums_dropped,
         "Each rank of tp has a part of every expert, so the router's gradient is partial. The"
         " loss is right, and the copies of the router drift apart.",
-        (TP,), model={"experts": 4},
-        threads=("huggingface/transformers/pull/48205", "huggingface/transformers/issues/48687")),
+        (TP,),
+        model={"experts": 4},
+        threads=("huggingface/transformers/pull/48205", "huggingface/transformers/issues/48687"),
+    ),
     "experts": Twin(
-        "gradients of experts are scaled as if ranks held copies of them", experts_doubled,
+        "gradients of experts are scaled as if ranks held copies of them",
+        experts_doubled,
         "An expert on one rank has seen the tokens of all ranks, so its gradient is complete.",
-        ({"dp": 2, "ep": 2},), model={"experts": 4}, threads=("pytorch/pytorch/issues/160285",)),
+        ({"dp": 2, "ep": 2},),
+        model={"experts": 4},
+        threads=("pytorch/pytorch/issues/160285",),
+    ),
     "shared kv": Twin(
         "ranks that hold one head of keys and values do not sum its gradient",
         shared_heads_dropped,
         "Each copy of the head gets gradients only from its own queries, and the copies drift"
         " apart.",
-        (TP,), model={"arch": "llama", "kv_heads": 1},
-        threads=("bigcode-project/Megatron-LM/pull/37",)),
+        (TP,),
+        model={"arch": "llama", "kv_heads": 1},
+        threads=("bigcode-project/Megatron-LM/pull/37",),
+    ),
     "same shards": Twin(
-        "all ranks of tp draw the same initial numbers for their shards", same_shards,
+        "all ranks of tp draw the same initial numbers for their shards",
+        same_shards,
         "The weights are not those of one rank, and every second neuron repeats another one. Each"
         " step after that is right.",
-        (TP,), threads=("InternLM/InternLM/pull/405", "modelscope/ms-swift/pull/7944")),
+        (TP,),
+        threads=("InternLM/InternLM/pull/405", "modelscope/ms-swift/pull/7944"),
+    ),
     "same rows": Twin(
-        "every replica reads the same rows", same_rows,
+        "every replica reads the same rows",
+        same_rows,
         "Two replicas do the work of one, and the batch is half as large as stated. They stay"
         " identical, so only `verify` sees it.",
-        (DP,), threads=("yaak-ai/rbyte/pull/106", "vllm-project/speculators/pull/427")),
+        (DP,),
+        threads=("yaak-ai/rbyte/pull/106", "vllm-project/speculators/pull/427"),
+    ),
     "own norm": Twin(
-        "each rank clips by the norm of its own gradients", own_norm,
+        "each rank clips by the norm of its own gradients",
+        own_norm,
         "Ranks scale by different factors. Copies of one tensor drift apart; where there are none,"
         " parts of the model take steps of another length, and nothing shows it.",
-        (TP, PP), model={"tied": False},
-        threads=("bigscience-workshop/Megatron-DeepSpeed/pull/270",
-                 "pytorch/torchtitan/issues/596")),
+        (TP, PP),
+        model={"tied": False},
+        threads=(
+            "bigscience-workshop/Megatron-DeepSpeed/pull/270",
+            "pytorch/torchtitan/issues/596",
+        ),
+    ),
     "wiped": Twin(
-        "gradients are set to zero between the microbatches of a step", wiped,
+        "gradients are set to zero between the microbatches of a step",
+        wiped,
         "Only the last microbatch trains the model. The loss is summed separately, so it looks"
         " right.",
-        (PP,), threads=("NVIDIA-NeMo/Automodel/pull/3530",)),
+        (PP,),
+        threads=("NVIDIA-NeMo/Automodel/pull/3530",),
+    ),
     "crossed": Twin(
-        "two ranks sum their buckets in different orders", buckets_crossed,
+        "two ranks sum their buckets in different orders",
+        buckets_crossed,
         "Equal sizes meet, so no call fails. Each rank stores a sum of gradients of different"
-        " weights.", (DP,), threads=("deepspeedai/DeepSpeed/issues/2343",)),
+        " weights.",
+        (DP,),
+        threads=("deepspeedai/DeepSpeed/issues/2343",),
+    ),
     "left out": Twin(
-        "a rank that has not used a layer leaves its sums out", unit_left_out,
+        "a rank that has not used a layer leaves its sums out",
+        unit_left_out,
         "From there on each sum of this rank is paired with a different one of its neighbour. The"
-        " job hangs, or ends with garbage.", (DP,), threads=(
-            "pytorch/pytorch/issues/158719", "pytorch/pytorch/issues/64629"), desync=True),
+        " job hangs, or ends with garbage.",
+        (DP,),
+        threads=("pytorch/pytorch/issues/158719", "pytorch/pytorch/issues/64629"),
+        desync=True,
+    ),
 }

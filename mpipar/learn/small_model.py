@@ -24,8 +24,9 @@ MODEL = DecoderConfig(layers=2, d_model=12, heads=4, ffn=21, seq_len=6, vocab_si
 ROWS = 2  # of a microbatch
 
 
-def small_config(layout: dict[str, int], num_microbatches: int = 2, model=MODEL,
-                 **changes) -> Config:
+def small_config(
+    layout: dict[str, int], num_microbatches: int = 2, model=MODEL, **changes
+) -> Config:
     """Return a resolved float64 configuration with plain SGD, which hides no wrong scale.
 
     layout: {axis: size}; further axes have size 1. changes: further fields of a GridConfig.
@@ -34,9 +35,11 @@ def small_config(layout: dict[str, int], num_microbatches: int = 2, model=MODEL,
     grid = GridConfig(**sizes, num_microbatches=num_microbatches, **changes)
     rows = sizes["dp"] * num_microbatches * ROWS
     config = Config(
-        model=model, grid=grid,
+        model=model,
+        grid=grid,
         train=TrainConfig(batch_size=rows, optimizer="sgd", lr=0.1, bucket_bytes=999),
-        run=RunConfig(dtype="float64", seed=3, check_comm=True))
+        run=RunConfig(dtype="float64", seed=3, check_comm=True),
+    )
     return resolve(config, math.prod(sizes[axis] for axis in AXES))[0]
 
 
@@ -71,8 +74,7 @@ def step_beside(config, world, expected) -> Outcome:
     Comm: a training step, and two streams of tensors to world rank 0.
     """
     recorder = Recorder()
-    found = compare_with_one_rank(
-        config, tokens(), world, lambda *_: expected, recorder=recorder)
+    found = compare_with_one_rank(config, tokens(), world, lambda *_: expected, recorder=recorder)
     return Outcome(found, recorder)
 
 
@@ -84,5 +86,7 @@ def worst_first(differences) -> list[Difference]:
 def in_words(one: Difference) -> str:
     """Return a sentence on a tensor that differs, like 'gradient of block0.ffn.down.w ...'."""
     place = f" at {','.join(map(str, one.where))}" if one.where else ""
-    return (f"{one.kind} of {one.name} differs by {one.error:.1g} of its largest entry: it is"
-            f" {one.actual:.4g}{place}, but must be {one.expected:.4g}")
+    return (
+        f"{one.kind} of {one.name} differs by {one.error:.1g} of its largest entry: it is"
+        f" {one.actual:.4g}{place}, but must be {one.expected:.4g}"
+    )

@@ -69,6 +69,7 @@ def reduce_doubled(plain, self):
 
 def summed_early():
     """Post the buckets of a unit before its last weight gradient instead of after it."""
+
     def enter(self, unit):
         if self.passing in self.last_passes:
             self.gradsync.start_unit(self.passing.stage, unit)
@@ -158,67 +159,99 @@ def loss_of_a_microbatch(plain, self, step, get_batch, *votes):
 
 TWINS = {
     "5d": Twin(
-        "a receive buffer is used again before backward has read it", buffer_aliased,
+        "a receive buffer is used again before backward has read it",
+        buffer_aliased,
         "With one microbatch in flight nothing differs. With more, backward finds the newest input"
         " under every microbatch, and only weights that read it get wrong gradients.",
-        (PP,), "gpipe",
-        threads=("deepspeedai/DeepSpeed/issues/2800",)),
+        (PP,),
+        "gpipe",
+        threads=("deepspeedai/DeepSpeed/issues/2800",),
+    ),
     "5e": Twin(
-        "the last stage reads the rows of a different microbatch than the"
-        " first", microbatches_swapped,
+        "the last stage reads the rows of a different microbatch than the first",
+        microbatches_swapped,
         "Tokens of one row meet the targets of another. The loss is wrong, and so are all"
-        " gradients; no shape is.", (PP,),
-        threads=("deepspeedai/DeepSpeed/issues/5729",)),
+        " gradients; no shape is.",
+        (PP,),
+        threads=("deepspeedai/DeepSpeed/issues/5729",),
+    ),
     "6c": Twin(
-        "the bias of a row cut is added on every rank, before the sum", bias_on_every_rank,
+        "the bias of a row cut is added on every rank, before the sum",
+        bias_on_every_rank,
         "The sum over q ranks counts the bias q times. Where biases start at zero, nothing shows"
-        " until they have learned something.", (TP,),
-        threads=("huggingface/text-generation-inference/issues/1036", "awslabs/slapo/issues/10")),
+        " until they have learned something.",
+        (TP,),
+        threads=("huggingface/text-generation-inference/issues/1036", "awslabs/slapo/issues/10"),
+    ),
     "6d": Twin(
-        "one product leaves out the sum over its tensor-parallel group", reduce_dropped,
+        "one product leaves out the sum over its tensor-parallel group",
+        reduce_dropped,
         "Every rank continues with its own part. Before the product, forward is right and"
-        " gradients are wrong. Ranks now also differ where they must be equal.", (TP,),
-        threads=("NovaSky-AI/SkyRL/pull/1886",)),
+        " gradients are wrong. Ranks now also differ where they must be equal.",
+        (TP,),
+        threads=("NovaSky-AI/SkyRL/pull/1886",),
+    ),
     "8b": Twin(
-        "the loss is divided by the tokens of a microbatch, not of the step", loss_of_a_microbatch,
+        "the loss is divided by the tokens of a microbatch, not of the step",
+        loss_of_a_microbatch,
         "Every gradient is too large by the number of microbatches. AdamW divides by their size"
-        " and hides it; plain SGD does not.", (PP,),
-        threads=("karpathy/nanoGPT/issues/168", "meta-pytorch/torchtune/pull/1875")),
+        " and hides it; plain SGD does not.",
+        (PP,),
+        threads=("karpathy/nanoGPT/issues/168", "meta-pytorch/torchtune/pull/1875"),
+    ),
     "8c": Twin(
-        "the sum of one gradient bucket is lost", bucket_dropped,
+        "the sum of one gradient bucket is lost",
+        bucket_dropped,
         "A few neighbouring parameters keep this rank's own gradient. All others are right, and"
-        " the loss of the step is too.", (DP,),
-        threads=("pytorch/pytorch/issues/109191",)),
+        " the loss of the step is too.",
+        (DP,),
+        threads=("pytorch/pytorch/issues/109191",),
+    ),
     "8d": Twin(
-        "gradients are summed over the replicas twice", reduce_doubled,
+        "gradients are summed over the replicas twice",
+        reduce_doubled,
         "All gradients of a stage are multiplied by the number of replicas, after one sum too"
         " many.",
         (DP,),
-        threads=("NVIDIA/Megatron-LM/issues/775",)),
+        threads=("NVIDIA/Megatron-LM/issues/775",),
+    ),
     "8e": Twin(
-        "gradients are summed before the last weight gradient is in them", summed_early,
+        "gradients are summed before the last weight gradient is in them",
+        summed_early,
         "The last microbatch of each replica is not summed. The loss is right, and every gradient"
-        " is a little wrong.", (DP,),
-        threads=("deepspeedai/DeepSpeed/issues/8061",)),
+        " is a little wrong.",
+        (DP,),
+        threads=("deepspeedai/DeepSpeed/issues/8061",),
+    ),
     "9c": Twin(
-        "the two ends of the pipeline do not sum the gradient of the tied table", tie_forgotten,
+        "the two ends of the pipeline do not sum the gradient of the tied table",
+        tie_forgotten,
         "Embedding and head share one table. Each end has only its own part of the gradient, and"
-        " the two copies drift apart.", (PP,),
-        threads=("uw-syfi/piper/issues/13",)),
+        " the two copies drift apart.",
+        (PP,),
+        threads=("uw-syfi/piper/issues/13",),
+    ),
     "9d": Twin(
-        "the gradient of the tied table is summed over both ends twice", tied_twice,
-        "Exactly one tensor has twice its gradient.", (PP,),
-        threads=("NVIDIA/Megatron-LM/issues/844",)),
+        "the gradient of the tied table is summed over both ends twice",
+        tied_twice,
+        "Exactly one tensor has twice its gradient.",
+        (PP,),
+        threads=("NVIDIA/Megatron-LM/issues/844",),
+    ),
     "9e": Twin(
-        "the gradient norm counts tensors that several ranks hold once per"
-        " rank", norm_counts_copies,
+        "the gradient norm counts tensors that several ranks hold once per rank",
+        norm_counts_copies,
         "Every gradient is right. Only the norm is too large, and with it clipping is wrong.",
         (PP, TP),
-        threads=("NVIDIA-NeMo/RL/pull/3788", "ROCm/TransformerEngine/pull/715")),
+        threads=("NVIDIA-NeMo/RL/pull/3788", "ROCm/TransformerEngine/pull/715"),
+    ),
     "10c": Twin(
-        "one weight gradient of one microbatch is left out", weight_gradient_skipped,
+        "one weight gradient of one microbatch is left out",
+        weight_gradient_skipped,
         "One layer lacks one microbatch. Nothing else differs, because no other pass reads a"
-        " weight gradient.", (PP,)),
+        " weight gradient.",
+        (PP,),
+    ),
 }
 
 

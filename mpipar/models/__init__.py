@@ -36,12 +36,15 @@ def unit_flops(config: ModelConfig) -> UnitFlops:
     """Return the FLOPs of a ModelConfig's units in a forward pass, per image or per token."""
     model, config = model_of(config), config.completed()
     units, sizes = model.unit_costs(config), model.letters(config, 1, 1, 1) | {"T": 1}
-    return UnitFlops(value(units.entry.flops, sizes),
-                     tuple(value(block.flops, sizes) for block in units.blocks),
-                     value(units.head.flops, sizes))
+    return UnitFlops(
+        value(units.entry.flops, sizes),
+        tuple(value(block.flops, sizes) for block in units.blocks),
+        value(units.head.flops, sizes),
+    )
 
 
 def layer_split(config: Config, schedule: Placed) -> Split:
     """Return each stage's number of blocks: --stage-layers, or balanced over the ranks."""
     return config.grid.stage_layers or balanced_layers(
-        unit_flops(config.model), schedule.stages_by_rank)
+        unit_flops(config.model), schedule.stages_by_rank
+    )

@@ -46,8 +46,9 @@ def deviation(channels: int) -> float:
 
 def stem_size(config: ConvnetConfig) -> tuple[int, int]:
     """Return height and width after the stem's convolution, before its pooling."""
-    height, width = (out_length(side, KERNEL, config.stem_stride, KERNEL // 2)
-                     for side in config.image_shape[:2])
+    height, width = (
+        out_length(side, KERNEL, config.stem_stride, KERNEL // 2) for side in config.image_shape[:2]
+    )
     return height, width
 
 
@@ -66,8 +67,15 @@ class Stem:
     def __init__(self, context: Context, config: ConvnetConfig):
         self.ops, self.name = context.ops, "stem"
         height, width, channels = config.image_shape
-        self.conv = Conv(context, "stem", (height, width), (channels, config.channels),
-                         cut="gather", std=deviation(channels), stride=config.stem_stride)
+        self.conv = Conv(
+            context,
+            "stem",
+            (height, width),
+            (channels, config.channels),
+            cut="gather",
+            std=deviation(channels),
+            stride=config.stem_stride,
+        )
         self.pool = MaxPool(context, "stem.pool")
         self.params = self.conv.params
 
@@ -75,8 +83,10 @@ class Stem:
     def cost() -> Cost:
         """Return its Cost, without the images, which belong to the microbatch."""
         conv = product_cost("stem", "gather", "C", "D", "B*S0", patch=PATCH)
-        return together(conv._replace(stash={}, kept={}, barriers=conv.barriers[:1]), Cost(
-            stash=array("B*S0", "D"), kept=array("B*S0", "D")))
+        return together(
+            conv._replace(stash={}, kept={}, barriers=conv.barriers[:1]),
+            Cost(stash=array("B*S0", "D"), kept=array("B*S0", "D")),
+        )
 
     def forward(self, x: Array, stash: Stash) -> Array:
         """Return y (B, P, Q, D) of the microbatch's images; x is ignored. Comm: one all_gather."""
@@ -98,13 +108,20 @@ class ConvPair(FeedForward):
     """y = down(gelu(up(x))): convolutions from D to F channels and back. Comm: see Linear."""
 
     def __init__(
-        self, context: Context, name: str, size: tuple[int, int], widths: tuple[int, int], *,
-        cuts: tuple[str, str], out_std: float,
+        self,
+        context: Context,
+        name: str,
+        size: tuple[int, int],
+        widths: tuple[int, int],
+        *,
+        cuts: tuple[str, str],
+        out_std: float,
     ):
         self.ops, self.name = context.ops, name
         outer, inner = widths
-        self.up = Conv(context, f"{name}.up", size, (outer, inner), cut=cuts[0],
-                       std=deviation(outer))
+        self.up = Conv(
+            context, f"{name}.up", size, (outer, inner), cut=cuts[0], std=deviation(outer)
+        )
         self.down = Conv(context, f"{name}.down", size, (inner, outer), cut=cuts[1], std=out_std)
         self.params = [*self.up.params, *self.down.params]
 
@@ -119,8 +136,14 @@ def pair_block(context: Context, config: ConvnetConfig, index: int) -> list[Laye
     # Residual branches start smaller so that the stream's variance does not grow with depth.
     out_std = deviation(config.ffn) / math.sqrt(config.layers)
     norm = NORMS[config.norm](context, f"{name}.norm", config.channels)
-    pair = ConvPair(context, name, stream_size(config), (config.channels, config.ffn),
-                    cuts=context.pair(config.ffn_cut), out_std=out_std)
+    pair = ConvPair(
+        context,
+        name,
+        stream_size(config),
+        (config.channels, config.ffn),
+        cuts=context.pair(config.ffn_cut),
+        out_std=out_std,
+    )
     return [Residual(norm, pair)]
 
 
@@ -134,14 +157,18 @@ BLOCKS = {"pair": BlockKind(pair_block, pair_cost)}  # by config.block_kind(inde
 
 
 def unit_costs(
-    config: ConvnetConfig, method: str | None = None, scores: bool = False, dispatch: str = "",
+    config: ConvnetConfig,
+    method: str | None = None,
+    scores: bool = False,
+    dispatch: str = "",
 ) -> UnitCosts:
     """Return what the units cost.
 
     The other arguments have no effect, because there are neither attention nor experts.
     """
-    head = together(NORMS[config.norm].cost("B*S"), Head.cost(WholeTokens, "B"),
-                    CrossEntropy.cost("B"))
+    head = together(
+        NORMS[config.norm].cost("B*S"), Head.cost(WholeTokens, "B"), CrossEntropy.cost("B")
+    )
     return UnitCosts(Stem.cost(), block_costs(BLOCKS, config), head, array("B*S", "D"))
 
 
@@ -155,39 +182,60 @@ def letters(
     """
     assert config.ffn, "completed"
     return {
-        "B": rows, "S0": math.prod(stem_size(config)), "S": math.prod(stream_size(config)),
-        "C": config.image_shape[2], "k": KERNEL,
-        "D": config.channels, "F": config.ffn, "V": config.classes,
-        "d": chunk_size(config.channels, tp), "f": chunk_size(config.ffn, tp),
-        "v": chunk_size(config.classes, tp, table_multiple)}
+        "B": rows,
+        "S0": math.prod(stem_size(config)),
+        "S": math.prod(stream_size(config)),
+        "C": config.image_shape[2],
+        "k": KERNEL,
+        "D": config.channels,
+        "F": config.ffn,
+        "V": config.classes,
+        "d": chunk_size(config.channels, tp),
+        "f": chunk_size(config.ffn, tp),
+        "v": chunk_size(config.classes, tp, table_multiple),
+    }
 
 
 def describe_model(config: ConvnetConfig) -> str:
     """Return the sizes of a resolved ModelConfig, for a headline."""
-    image, stream = ("x".join(map(str, shape)) for shape in (config.image_shape,
-                                                             stream_size(config)))
-    return (f"{config.layers} pairs of convolutions, {config.channels} channels, {config.ffn}"
-            f" inside a pair, images {image}, {stream} after the stem, {config.classes} classes"
-            f"{', RMSNorm' if config.norm == 'rms' else ''}")
+    image, stream = (
+        "x".join(map(str, shape)) for shape in (config.image_shape, stream_size(config))
+    )
+    return (
+        f"{config.layers} pairs of convolutions, {config.channels} channels, {config.ffn}"
+        f" inside a pair, images {image}, {stream} after the stem, {config.classes} classes"
+        f"{', RMSNorm' if config.norm == 'rms' else ''}"
+    )
 
 
 class Stage(LayerRun):
     """A stage of the network. Stages share no parameter, so `tables` stays empty."""
 
     def __init__(
-        self, context: Context, config: ConvnetConfig, stage: int, stage_layers: tuple[int, ...],
+        self,
+        context: Context,
+        config: ConvnetConfig,
+        stage: int,
+        stage_layers: tuple[int, ...],
         tables: dict[str, Param],
     ):
         blocks, is_first, is_last = stage_parts(stage, stage_layers)
-        units = context.blocks(lambda context, index: BLOCKS[config.block_kind(index)].layers(
-            context, config, index), blocks)
+        units = context.blocks(
+            lambda context, index: BLOCKS[config.block_kind(index)].layers(context, config, index),
+            blocks,
+        )
         loss = None
         if is_first:
             units.insert(0, [Stem(context, config)])
         if is_last:
-            table = Param(context, "head.table", (config.classes, config.channels),
-                          placement={"tp": 0}, std=1 / math.sqrt(config.channels),
-                          multiple=context.ops.table_multiple)
+            table = Param(
+                context,
+                "head.table",
+                (config.classes, config.channels),
+                placement={"tp": 0},
+                std=1 / math.sqrt(config.channels),
+                multiple=context.ops.table_multiple,
+            )
             loss = CrossEntropy(context, table)
             norm = NORMS[config.norm](context, "final_norm", config.channels)
             units.append([norm, MeanPool(context, "mean"), Head(context, table), loss])

@@ -61,7 +61,8 @@ def expert_block(
 ) -> list[Layer]:
     """Return the layers of a pre-norm block with experts, and perhaps a shared network."""
     branch: Any = MixtureOfExperts(
-        context, f"block{index}.moe", config, std=STD, out_std=out_std(config))
+        context, f"block{index}.moe", config, std=STD, out_std=out_std(config)
+    )
     if config.shared_expert_ffn:
         name = f"block{index}.shared"
         branch = Beside(feed_forward(context, config, name, config.shared_expert_ffn), branch)
@@ -79,12 +80,23 @@ def out_std(config: DecoderConfig) -> float:
 def feed_forward(context: Context, config: DecoderConfig, name: str, ffn: int) -> FeedForward:
     """Return a feed-forward network of this width."""
     return FFNS[config.activation](
-        context, name, config.d_model, ffn, cuts=context.pair(config.ffn_cut), std=STD,
-        out_std=out_std(config), bias=config.bias == "all", rows=config.rows)
+        context,
+        name,
+        config.d_model,
+        ffn,
+        cuts=context.pair(config.ffn_cut),
+        std=STD,
+        out_std=out_std(config),
+        bias=config.bias == "all",
+        rows=config.rows,
+    )
 
 
 def block_around(
-    context: Context, config: DecoderConfig, index: int, rotation: Rotation | None,
+    context: Context,
+    config: DecoderConfig,
+    index: int,
+    rotation: Rotation | None,
     branch: Any,
 ) -> list[Layer]:
     """Return the layers of a block: attention, then the branch."""
@@ -103,8 +115,11 @@ def dense_cost(config: DecoderConfig, method: str | None, scores: bool, dispatch
 def expert_cost(config: DecoderConfig, method: str | None, scores: bool, dispatch: str) -> Cost:
     """Return the Cost of a block with experts. method, scores: see `Attention.cost`."""
     held = holder(config.sequence_parallel, config.tp_matmul)
-    parts = [MixtureOfExperts.cost("block*.moe", held, config.activation,
-                                   DISPATCHES[dispatch], config.router_balance)]
+    parts = [
+        MixtureOfExperts.cost(
+            "block*.moe", held, config.activation, DISPATCHES[dispatch], config.router_balance
+        )
+    ]
     if config.shared_expert_ffn:
         parts.insert(0, ffn_cost(config, "block*.shared", "W"))
     return cost_around(config, method, scores, *parts)
@@ -117,17 +132,17 @@ def ffn_cost(config: DecoderConfig, name: str, width: str = "F") -> Cost:
     return FFNS[config.activation].cost(name, cuts, width=width)
 
 
-def cost_around(
-    config: DecoderConfig, method: str | None, scores: bool, *branch: Cost
-) -> Cost:
+def cost_around(config: DecoderConfig, method: str | None, scores: bool, *branch: Cost) -> Cost:
     """Return the Cost of a block: attention, then the branch."""
     held = holder(config.sequence_parallel, config.tp_matmul)
     norm = NORMS[config.norm].cost(held.rows)
     return together(norm, Attention.cost("block*.attn", held, method, scores), norm, *branch)
 
 
-BLOCKS = {"dense": BlockKind(dense_block, dense_cost),  # by config.block_kind(index)
-          "experts": BlockKind(expert_block, expert_cost)}
+BLOCKS = {
+    "dense": BlockKind(dense_block, dense_cost),  # by config.block_kind(index)
+    "experts": BlockKind(expert_block, expert_cost),
+}
 
 
 def norm_layer(context: Context, name: str, config: DecoderConfig) -> Norm:
@@ -145,13 +160,21 @@ def shared_table(
     if name not in tables:
         tied = config.tied and name == TOKENS
         tables[name] = Param(
-            context, name, (config.vocab_size, config.d_model), placement={"tp": 0}, std=STD,
-            copies=context.tied if tied else context.copies, multiple=context.ops.table_multiple)
+            context,
+            name,
+            (config.vocab_size, config.d_model),
+            placement={"tp": 0},
+            std=STD,
+            copies=context.tied if tied else context.copies,
+            multiple=context.ops.table_multiple,
+        )
     return tables[name]
 
 
 def unit_costs(
-    config: DecoderConfig, method: str | None = None, scores: bool = False,
+    config: DecoderConfig,
+    method: str | None = None,
+    scores: bool = False,
     dispatch: str = "all-to-all",
 ) -> UnitCosts:
     """Return what the units cost.
@@ -176,14 +199,27 @@ def letters(
     assert config.head_dim, "completed"
     tokens, heads = config.seq_len // cp, config.heads // tp
     return {
-        "B": rows, "T": tokens, "t": chunk_size(tokens, tp), "A": config.seq_len,
-        "D": config.d_model, "F": config.ffn, "V": config.vocab_size,
-        "d": chunk_size(config.d_model, tp), "f": chunk_size(config.ffn, tp),
-        "v": chunk_size(config.vocab_size, tp, table_multiple), "Q": heads * config.head_dim,
-        "K": chunk_size(config.whole_kv_heads, tp) * config.head_dim, "h": heads,
-        "E": config.experts or 0, "x": config.experts or 0, "k": config.experts_per_token,
-        "g": chunk_size(config.expert_ffn or 0, tp), "W": config.shared_expert_ffn or 0,
-        "w": chunk_size(config.shared_expert_ffn or 0, tp), "i": 8}
+        "B": rows,
+        "T": tokens,
+        "t": chunk_size(tokens, tp),
+        "A": config.seq_len,
+        "D": config.d_model,
+        "F": config.ffn,
+        "V": config.vocab_size,
+        "d": chunk_size(config.d_model, tp),
+        "f": chunk_size(config.ffn, tp),
+        "v": chunk_size(config.vocab_size, tp, table_multiple),
+        "Q": heads * config.head_dim,
+        "K": chunk_size(config.whole_kv_heads, tp) * config.head_dim,
+        "h": heads,
+        "E": config.experts or 0,
+        "x": config.experts or 0,
+        "k": config.experts_per_token,
+        "g": chunk_size(config.expert_ffn or 0, tp),
+        "W": config.shared_expert_ffn or 0,
+        "w": chunk_size(config.shared_expert_ffn or 0, tp),
+        "i": 8,
+    }
 
 
 def describe_model(config: DecoderConfig) -> str:
@@ -192,11 +228,17 @@ def describe_model(config: DecoderConfig) -> str:
     assert one.head_dim, "completed"
     keys = f" ({one.kv_heads} kv)" if one.kv_heads != one.heads else ""
     width = f" of {one.head_dim}" if one.head_dim * one.heads != one.d_model else ""
-    more = [", tied head"] * one.tied + [", RMSNorm"] * (one.norm == "rms") + [
-        ", SwiGLU"] * (one.activation == "swiglu") + [", RoPE"] * (one.positions == "rope")
-    return (f"{counted(one.layers, 'layer')}, D {one.d_model},"
-            f" {counted(one.heads, 'head')}{keys}{width}, F {one.ffn},"
-            f" T {one.seq_len}, V {one.vocab_size}{''.join(more)}")
+    more = (
+        [", tied head"] * one.tied
+        + [", RMSNorm"] * (one.norm == "rms")
+        + [", SwiGLU"] * (one.activation == "swiglu")
+        + [", RoPE"] * (one.positions == "rope")
+    )
+    return (
+        f"{counted(one.layers, 'layer')}, D {one.d_model},"
+        f" {counted(one.heads, 'head')}{keys}{width}, F {one.ffn},"
+        f" T {one.seq_len}, V {one.vocab_size}{''.join(more)}"
+    )
 
 
 class Stage(LayerRun):
@@ -207,7 +249,11 @@ class Stage(LayerRun):
     """
 
     def __init__(
-        self, context: Context, config: DecoderConfig, stage: int, stage_layers: tuple[int, ...],
+        self,
+        context: Context,
+        config: DecoderConfig,
+        stage: int,
+        stage_layers: tuple[int, ...],
         tables: dict[str, Param],
     ):
         kind = holder(config.sequence_parallel, config.tp_matmul)
@@ -216,8 +262,12 @@ class Stage(LayerRun):
         blocks, is_first, is_last = stage_parts(stage, stage_layers)
         elsewhere = set(tables)
         rotation = Rotation(context.ops, config) if config.positions == "rope" else None
-        units = context.blocks(lambda context, index: BLOCKS[config.block_kind(index)].layers(
-            context, config, index, rotation), blocks)
+        units = context.blocks(
+            lambda context, index: BLOCKS[config.block_kind(index)].layers(
+                context, config, index, rotation
+            ),
+            blocks,
+        )
         loss = None
         if is_first:
             table = shared_table(context, TOKENS, config, tables)

@@ -85,8 +85,7 @@ def filled_split(units: UnitFlops, ranks: list[Split], limit: float) -> Split:
     reaches the limit.
     """
     last = max(map(max, ranks))
-    room = {held: limit - units.entry * (0 in held) - units.head * (last in held)
-            for held in ranks}
+    room = {held: limit - units.entry * (0 in held) - units.head * (last in held) for held in ranks}
     split, left = [0] * (last + 1), list(units.blocks)
     for stage in reversed(range(last + 1)):
         held = next(held for held in ranks if stage in held)

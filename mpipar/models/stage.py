@@ -35,8 +35,14 @@ class LayerRun:
     """
 
     def __init__(
-        self, context: Context, stage: int, units: Sequence[Sequence[Layer]], width: int,
-        places: tuple[int, ...] = (), *, loss: CrossEntropy | None = None,
+        self,
+        context: Context,
+        stage: int,
+        units: Sequence[Sequence[Layer]],
+        width: int,
+        places: tuple[int, ...] = (),
+        *,
+        loss: CrossEntropy | None = None,
         elsewhere: Collection[str] = (),
     ):
         self.ops, self.stage, self.units, self.loss = context.ops, stage, units, loss

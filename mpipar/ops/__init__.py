@@ -23,8 +23,13 @@ KERNELS = {"cpu": ("numpy", "numba"), "cuda": ("fused", "plain")}  # the first i
 
 
 def make(
-    device: str, dtype: str, recorder: Any = None, kernels: str | None = None, gemm: str = "blas",
-    tf32: bool = False, host_rank: int = 0
+    device: str,
+    dtype: str,
+    recorder: Any = None,
+    kernels: str | None = None,
+    gemm: str = "blas",
+    tf32: bool = False,
+    host_rank: int = 0,
 ) -> Ops:
     """Return the array functions of one device: "cpu", "cuda" or "shapes".
 

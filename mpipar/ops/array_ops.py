@@ -114,9 +114,12 @@ class ArrayOps:
         """
         sizes = np.asarray(blocks)
         starts = np.cumsum(sizes).reshape(sizes.shape) - sizes
-        order = np.concatenate([
-            np.arange(start, start + size)
-            for start, size in zip(starts.T.flat, sizes.T.flat, strict=True)])
+        order = np.concatenate(
+            [
+                np.arange(start, start + size)
+                for start, size in zip(starts.T.flat, sizes.T.flat, strict=True)
+            ]
+        )
         return self.asarray(order), self.asarray(np.argsort(order))
 
     @memory
@@ -246,9 +249,7 @@ class ArrayOps:
         return self.gelu_backward_input(self.matmul_nt(dy, w), h)
 
     @shapes("x[..K] y[..M] out[KM]+ sums[M]+ fresh ->")
-    def matmul_tn_add_sums(
-        self, x: Array, y: Array, out: Array, sums: Array, fresh: bool
-    ) -> None:
+    def matmul_tn_add_sums(self, x: Array, y: Array, out: Array, sums: Array, fresh: bool) -> None:
         """Add x^T y to out as `matmul_tn_add` does, and the sum of the rows of y to sums (M,).
 
         fresh: whether sums is known to be zero, so that it may be overwritten.
@@ -302,9 +303,7 @@ class ArrayOps:
         return self.grouped_matmul(x, w.transpose(0, 2, 1), counts)
 
     @shapes("x[RK] y[RM] out[EKM]+ counts ->")
-    def grouped_matmul_tn_add(
-        self, x: Array, y: Array, out: Array, counts: Sequence[int]
-    ) -> None:
+    def grouped_matmul_tn_add(self, x: Array, y: Array, out: Array, counts: Sequence[int]) -> None:
         """Add x^T y over the rows of each expert to out[e]: (R, K) and (R, M) give (E, K, M)."""
         for expert, rows in _groups(counts, x):
             self.matmul_tn_add(x[rows], y[rows], out[expert])
@@ -346,9 +345,7 @@ class ArrayOps:
         return probs
 
     @shapes("dprobs[NK] probs[NK] ids[NK] experts=E -> dlogits[NE]:sum")
-    def choice_backward_input(
-        self, dprobs: Array, probs: Array, ids: Array, experts: int
-    ) -> Array:
+    def choice_backward_input(self, dprobs: Array, probs: Array, ids: Array, experts: int) -> Array:
         """Return dlogits (N, E) of dprobs (N, K): zero for experts that were not chosen."""
         dlogits = self.xp.zeros((len(ids), experts), probs.dtype)
         inner = (dprobs - self._row_dots(probs, dprobs)[:, None]) * probs
@@ -515,8 +512,13 @@ class ArrayOps:
 
     @shapes("dy[..D] x[..D] w[D] rstd[..] residual[..D]? -> dx[..D]")
     def rmsnorm_backward_input(
-        self, dy: Array, x: Array, w: Array, rstd: Array, residual: Array | None = None,
-        out: Array | None = None
+        self,
+        dy: Array,
+        x: Array,
+        w: Array,
+        rstd: Array,
+        residual: Array | None = None,
+        out: Array | None = None,
     ) -> Array:
         """Return dx = rstd (g - xhat mean(g xhat)), where g = dy w and xhat = x rstd.
 
@@ -552,8 +554,14 @@ class ArrayOps:
 
     @shapes("dy[..D] x[..D] w[D] mean[..] rstd[..] residual[..D]? -> dx[..D]")
     def layernorm_backward_input(
-        self, dy: Array, x: Array, w: Array, mean: Array, rstd: Array,
-        residual: Array | None = None, out: Array | None = None
+        self,
+        dy: Array,
+        x: Array,
+        w: Array,
+        mean: Array,
+        rstd: Array,
+        residual: Array | None = None,
+        out: Array | None = None,
     ) -> Array:
         """Return dx = c - mean(c), where c is the gradient of x - mean; plus residual, if given."""
         c = self.xp.subtract(x, mean[..., None], out=out)
@@ -671,11 +679,21 @@ class ArrayOps:
         probs = probs.astype(q.dtype, copy=False)
         return self._weighted(probs, v, q.dtype), probs
 
-    @shapes("dy[BQHd] q[BQHd] k[BKGd] v[BKGd] saved q_pos[Q] k_pos[K] out? -> "
-            "dq[BQHd] dk[BKGd] dv[BKGd]")
+    @shapes(
+        "dy[BQHd] q[BQHd] k[BKGd] v[BKGd] saved q_pos[Q] k_pos[K] out? -> "
+        "dq[BQHd] dk[BKGd] dv[BKGd]"
+    )
     def attention_backward_input(
-        self, dy: Array, q: Array, k: Array, v: Array, saved: Any, q_pos: Array, k_pos: Array, *,
-        out: ThreeArrays | None = None
+        self,
+        dy: Array,
+        q: Array,
+        k: Array,
+        v: Array,
+        saved: Any,
+        q_pos: Array,
+        k_pos: Array,
+        *,
+        out: ThreeArrays | None = None,
     ) -> ThreeArrays:
         """Return (dq, dk, dv), given the probabilities that `attention_forward` saved.
 
@@ -707,8 +725,7 @@ class ArrayOps:
         assert y.dtype == stats.dtype == self.statistics, (y.dtype, stats.dtype)
         top = self.xp.maximum(stats[..., 0], stats2[..., 0])
         with np.errstate(over="ignore"):  # a difference below all numbers is small enough
-            own, other = (
-                one[..., 1] * self.xp.exp(one[..., 0] - top) for one in (stats, stats2))
+            own, other = (one[..., 1] * self.xp.exp(one[..., 0] - top) for one in (stats, stats2))
         total = own + other
         y *= (own / filled(total)).transpose(0, 2, 1)[..., None]
         y += (other / filled(total)).transpose(0, 2, 1)[..., None] * y2
@@ -721,11 +738,21 @@ class ArrayOps:
         delta = (dy * y).sum(axis=-1, dtype=self.statistics)
         return self.xp.ascontiguousarray(delta.transpose(0, 2, 1))
 
-    @shapes("dy[BQHd] q[BQHd] k[BKGd] v[BKGd] stats[BHQ2] delta[BHQ] q_pos[Q] k_pos[K] -> "
-            "dq[BQHd]:sum dk[BKGd]:sum dv[BKGd]:sum")
+    @shapes(
+        "dy[BQHd] q[BQHd] k[BKGd] v[BKGd] stats[BHQ2] delta[BHQ] q_pos[Q] k_pos[K] -> "
+        "dq[BQHd]:sum dk[BKGd]:sum dv[BKGd]:sum"
+    )
     def attention_block_backward(
-        self, dy: Array, q: Array, k: Array, v: Array, stats: Array, delta: Array, *, q_pos: Array,
-        k_pos: Array
+        self,
+        dy: Array,
+        q: Array,
+        k: Array,
+        v: Array,
+        stats: Array,
+        delta: Array,
+        *,
+        q_pos: Array,
+        k_pos: Array,
     ) -> ThreeArrays:
         """Return the parts of (dq, dk, dv) due to these keys; stats and delta are over all keys.
 
@@ -752,8 +779,7 @@ class ArrayOps:
         """Return a b^T (B, H, Tq, Tk) of a (B, Tq, H, d) and b (B, Tk, Hkv, d)."""
         out = self.xp.empty((a.shape[0], a.shape[2], a.shape[1], b.shape[1]), self.statistics)
         for one in self._members(a, b):
-            self._stacked_products(
-                _heads_first(a)[:, one], b.transpose(0, 2, 3, 1), out[:, one])
+            self._stacked_products(_heads_first(a)[:, one], b.transpose(0, 2, 3, 1), out[:, one])
         return out
 
     def _visible(self, scores: Array, q_pos: Array, k_pos: Array, factor: float) -> Array:
@@ -792,14 +818,17 @@ class ArrayOps:
         dq, dk, dv = out
         dscores = dscores.astype(q.dtype, copy=False)
         for one in self._members(q, k):
-            self._stacked_products(
-                dscores[:, one], _heads_first(k), _heads_first(dq)[:, one])
+            self._stacked_products(dscores[:, one], _heads_first(k), _heads_first(dq)[:, one])
         for rows, right, total in ((dscores, q, dk), (probs, dy, dv)):
             # A key's gradient is the sum over its group.
-            parts = [self._stacked_products(
-                rows[:, one].transpose(0, 1, 3, 2), _heads_first(right)[:, one],
-                self.xp.empty(_heads_first(total).shape, self.statistics))
-                for one in self._members(q, k)]
+            parts = [
+                self._stacked_products(
+                    rows[:, one].transpose(0, 1, 3, 2),
+                    _heads_first(right)[:, one],
+                    self.xp.empty(_heads_first(total).shape, self.statistics),
+                )
+                for one in self._members(q, k)
+            ]
             _heads_first(total)[...] = sum(parts)
         return dq, dk, dv
 
@@ -883,8 +912,11 @@ class ArrayOps:
         best[..., 0], best[..., 1] = -np.inf, start
         if take:
             top = valid.max(axis=1)
-            last = top if take == 1 else (
-                xp.partition(valid, columns - take, axis=1)[:, columns - take])
+            last = (
+                top
+                if take == 1
+                else (xp.partition(valid, columns - take, axis=1)[:, columns - take])
+            )
             for row in range(len(valid)):
                 # Only logits that reach the last place are sorted, including all that equal it.
                 ids = xp.nonzero(valid[row] >= last[row])[0]
@@ -907,7 +939,7 @@ class ArrayOps:
         batch, height, width, channels = x.shape
         sides = [out_length(length, kernel, stride, padding) for length in (height, width)]
         padded = self.zeros((batch, height + 2 * padding, width + 2 * padding, channels))
-        padded[:, padding:padding + height, padding:padding + width] = x
+        padded[:, padding : padding + height, padding : padding + width] = x
         patches = self.empty((batch, *sides, kernel, kernel, channels))
         for (i, j), view in _windows(padded, sides, kernel, stride):
             patches[:, :, :, i, j] = view
@@ -923,7 +955,7 @@ class ArrayOps:
         dy = dy.reshape(*dy.shape[:3], kernel, kernel, channels)
         for (i, j), view in _windows(dpadded, dy.shape[1:3], kernel, stride):
             self.accumulate(view, dy[:, :, :, i, j])
-        dx = dpadded[:, padding:padding + height, padding:padding + width]
+        dx = dpadded[:, padding : padding + height, padding : padding + width]
         return self.xp.ascontiguousarray(dx)
 
     @shapes("x[BHWC] width -> y[BPQC] places[BPQC]:int64")
@@ -971,8 +1003,19 @@ class ArrayOps:
 
     @shapes("data[..]+ grad[..] m[..]+ v[..]+ lr beta1 beta2 eps weight_decay step copy[..]+? ->")
     def adamw_step(
-        self, data: Array, grad: Array, m: Array, v: Array, *, lr: float, beta1: float,
-        beta2: float, eps: float, weight_decay: float, step: int, copy: Array | None = None
+        self,
+        data: Array,
+        grad: Array,
+        m: Array,
+        v: Array,
+        *,
+        lr: float,
+        beta1: float,
+        beta2: float,
+        eps: float,
+        weight_decay: float,
+        step: int,
+        copy: Array | None = None,
     ) -> None:
         """Update data, m, v in place; step counts from 1. copy: receives the new data, rounded.
 
@@ -997,11 +1040,24 @@ class ArrayOps:
         if copy is not None:
             self.copy(copy, data)
 
-    @shapes("data[..]+ grad[..] m[..]+ v[..]+ runs lr beta1 beta2 eps weight_decay step "
-            "copy[..]+? ->")
+    @shapes(
+        "data[..]+ grad[..] m[..]+ v[..]+ runs lr beta1 beta2 eps weight_decay step copy[..]+? ->"
+    )
     def adamw_runs(
-        self, data: Array, grad: Array, m: Array, v: Array, runs: Runs, *, lr: float, beta1: float,
-        beta2: float, eps: float, weight_decay: float, step: int, copy: Array | None = None
+        self,
+        data: Array,
+        grad: Array,
+        m: Array,
+        v: Array,
+        runs: Runs,
+        *,
+        lr: float,
+        beta1: float,
+        beta2: float,
+        eps: float,
+        weight_decay: float,
+        step: int,
+        copy: Array | None = None,
     ) -> None:
         """Update flat buffers as `adamw_step` does; some parts have no weight decay.
 
@@ -1009,9 +1065,18 @@ class ArrayOps:
         """
         for decays, run in runs:
             self.adamw_step(
-                data[run], grad[run], m[run], v[run], lr=lr, beta1=beta1, beta2=beta2, eps=eps,
-                weight_decay=weight_decay if decays else 0.0, step=step,
-                copy=None if copy is None else copy[run])
+                data[run],
+                grad[run],
+                m[run],
+                v[run],
+                lr=lr,
+                beta1=beta1,
+                beta2=beta2,
+                eps=eps,
+                weight_decay=weight_decay if decays else 0.0,
+                step=step,
+                copy=None if copy is None else copy[run],
+            )
 
 
 def _groups(counts: Sequence[int], x: Array) -> Iterator[tuple[int, slice]]:

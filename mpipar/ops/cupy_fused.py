@@ -22,13 +22,28 @@ from mpipar.ops.signature import Array, ThreeArrays
 # Functions besides the products that take 16-bit operands as they are.
 FUSED_16_BITS = (
     *EPILOGUES,
-    "swiglu_forward", "swiglu_backward_input", "rope_forward", "rope_backward_input",
-    "bias_backward_weight", "gelu_forward", "bias_gelu_forward", "gelu_backward_input",
-    "layernorm_forward", "layernorm_backward_input", "layernorm_backward_weight",
-    "rmsnorm_forward", "rmsnorm_backward_input", "rmsnorm_backward_weight",
-    "attention_forward", "attention_backward_input", "attention_block_forward", "attention_delta",
-    "attention_block_backward", "cross_entropy_forward",
-    "cross_entropy_backward_input", "adamw_runs",
+    "swiglu_forward",
+    "swiglu_backward_input",
+    "rope_forward",
+    "rope_backward_input",
+    "bias_backward_weight",
+    "gelu_forward",
+    "bias_gelu_forward",
+    "gelu_backward_input",
+    "layernorm_forward",
+    "layernorm_backward_input",
+    "layernorm_backward_weight",
+    "rmsnorm_forward",
+    "rmsnorm_backward_input",
+    "rmsnorm_backward_weight",
+    "attention_forward",
+    "attention_backward_input",
+    "attention_block_forward",
+    "attention_delta",
+    "attention_block_backward",
+    "cross_entropy_forward",
+    "cross_entropy_backward_input",
+    "adamw_runs",
 )
 
 
@@ -43,10 +58,14 @@ class FusedOps(Fused, CupyOps):  # type: ignore[misc]
         CupyOps.__init__(self, "float32", gemm, tf32, host_rank)
         loader = Loader(self.xp)
         Fused.__init__(self, self.xp, loader)
-        self._tiles = (TileModelAttention(self.xp, loader, cuda_tile()) if gemm == "cuda-tile"
-                       else Attention(self.xp, loader))
-        self._epilogues = (Epilogues(self.xp, self._blas, speaks=host_rank == 0)
-                           if gemm == "blas" else None)
+        self._tiles = (
+            TileModelAttention(self.xp, loader, cuda_tile())
+            if gemm == "cuda-tile"
+            else Attention(self.xp, loader)
+        )
+        self._epilogues = (
+            Epilogues(self.xp, self._blas, speaks=host_rank == 0) if gemm == "blas" else None
+        )
 
     # Products with what follows them, where cuBLASLt has both as one function.
 
@@ -70,16 +89,15 @@ class FusedOps(Fused, CupyOps):  # type: ignore[misc]
         dh = self._with(DGELU, dy, w.T, aux=self._whole(h))
         return super().matmul_nt_gelu_backward(dy, w, h) if dh is None else dh
 
-    def matmul_tn_add_sums(
-        self, x: Array, y: Array, out: Array, sums: Array, fresh: bool
-    ) -> None:
+    def matmul_tn_add_sums(self, x: Array, y: Array, out: Array, sums: Array, fresh: bool) -> None:
         """Add x^T y to out as `matmul_tn_add` does, and the sum of the rows of y to sums (M,).
 
         The product's kernel overwrites the sums.
         """
         made = sums if fresh else self.xp.empty(sums.shape, sums.dtype)
         if self._epilogues is None or not self._epilogues.with_sums(
-                as_rows(x).T, as_rows(y), out, made):
+            as_rows(x).T, as_rows(y), out, made
+        ):
             super().matmul_tn_add_sums(x, y, out, sums, fresh)
         elif not fresh:
             self.accumulate(sums, made)
@@ -88,7 +106,8 @@ class FusedOps(Fused, CupyOps):  # type: ignore[misc]
         """Return x w with an epilogue, or None if there is no such function."""
         y = self.xp.empty((*x.shape[:-1], w.shape[1]), x.dtype)
         done = self._epilogues is not None and self._epilogues(
-            epilogue, as_rows(x), w, as_rows(y), **more)
+            epilogue, as_rows(x), w, as_rows(y), **more
+        )
         return y if done else None
 
     # Attention runs in tiles, which keep two numbers per query. If heads are too wide for a tile,
@@ -105,8 +124,16 @@ class FusedOps(Fused, CupyOps):  # type: ignore[misc]
         return saved[0], saved
 
     def attention_backward_input(
-        self, dy: Array, q: Array, k: Array, v: Array, saved: Any, q_pos: Array, k_pos: Array, *,
-        out: ThreeArrays | None = None
+        self,
+        dy: Array,
+        q: Array,
+        k: Array,
+        v: Array,
+        saved: Any,
+        q_pos: Array,
+        k_pos: Array,
+        *,
+        out: ThreeArrays | None = None,
     ) -> ThreeArrays:
         """Return (dq, dk, dv), written to the three arrays `out` if they are given."""
         if q.shape[-1] > self.tiled_head_width:
@@ -115,7 +142,8 @@ class FusedOps(Fused, CupyOps):  # type: ignore[misc]
         y, stats = saved
         delta = self._tiles.delta(dy, y)
         return self._tiles.backward(
-            dy, q, k, v, stats, delta, q_pos=q_pos, k_pos=k_pos, out=results)
+            dy, q, k, v, stats, delta, q_pos=q_pos, k_pos=k_pos, out=results
+        )
 
     def attention_block_forward(
         self, q: Array, k: Array, v: Array, q_pos: Array, k_pos: Array
@@ -130,13 +158,22 @@ class FusedOps(Fused, CupyOps):  # type: ignore[misc]
         return self._tiles.delta(dy, y)
 
     def attention_block_backward(
-        self, dy: Array, q: Array, k: Array, v: Array, stats: Array, delta: Array, *, q_pos: Array,
-        k_pos: Array
+        self,
+        dy: Array,
+        q: Array,
+        k: Array,
+        v: Array,
+        stats: Array,
+        delta: Array,
+        *,
+        q_pos: Array,
+        k_pos: Array,
     ) -> ThreeArrays:
         """Return the parts of (dq, dk, dv) due to these keys; stats and delta are over all keys."""
         if q.shape[-1] > self.tiled_head_width:
             return super().attention_block_backward(
-                dy, q, k, v, stats, delta, q_pos=q_pos, k_pos=k_pos)
+                dy, q, k, v, stats, delta, q_pos=q_pos, k_pos=k_pos
+            )
         return self._tiles.backward(dy, q, k, v, stats, delta, q_pos=q_pos, k_pos=k_pos)
 
     def _causal_softmax(self, scores: Array, q_pos: Array, k_pos: Array, factor: float) -> Array:

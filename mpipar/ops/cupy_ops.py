@@ -38,9 +38,16 @@ class CupyOps(ArrayOps):
     """
 
     takes_16_bits: tuple[str, ...] = (
-        "matmul", "matmul_nt", "matmul_tn_add", "grouped_matmul", "grouped_matmul_nt",
-        "grouped_matmul_tn_add", "embedding_backward_weight", "position_forward",
-        "position_backward_weight")
+        "matmul",
+        "matmul_nt",
+        "matmul_tn_add",
+        "grouped_matmul",
+        "grouped_matmul_nt",
+        "grouped_matmul_tn_add",
+        "embedding_backward_weight",
+        "position_forward",
+        "position_backward_weight",
+    )
     table_multiple = 128
     checksum_block = 1 << 22  # few kernels, and 64 MiB of temporaries
 
@@ -56,10 +63,12 @@ class CupyOps(ArrayOps):
         self._embedding = Embedding(self.xp, Loader(self.xp, oldest=0))
         # This makes no copy of what it reads, which would be as large as all gradients.
         self._squares = self.xp.ReductionKernel(
-            "T x", "float64 y", "double(x) * double(x)", "a + b", "y = a", "0", "square_sum")
+            "T x", "float64 y", "double(x) * double(x)", "a + b", "y = a", "0", "square_sum"
+        )
         self._mark = self.instant(), perf_counter_ns()  # of the newest `numbers`
         self._descend = self.xp.ElementwiseKernel(
-            "T grad, T lr", "T data", "data -= lr * grad", "sgd_step")
+            "T grad, T lr", "T data", "data -= lr * grad", "sgd_step"
+        )
         if gemm == "tile":
             self._gemm = TileGemm(Loader(self.xp), partial(fitting, num_processors(self.xp)))
         elif gemm == "cuda-tile":
@@ -183,7 +192,8 @@ def _usable_cupy(host_rank: int) -> ModuleType:
         raise EnvironmentProblem(
             f"--device cuda needs CuPy {OLDEST_CUPY} or newer, and CuPy {cupy.__version__} is "
             "installed: pip install --upgrade '.[cuda]' (CUDA 12: '.[cuda12]'), or type "
-            "--device cpu")
+            "--device cpu"
+        )
     try:
         # A driver alone is not enough: with a missing CUDA library or a GPU that is too new, a
         # compiled kernel and a product fail. CUDA errors are RuntimeErrors; a library that cannot

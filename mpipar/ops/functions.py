@@ -15,7 +15,8 @@ from mpipar.ops.array_ops import ArrayOps
 from mpipar.ops.signature import DIMS, Function, shape_of
 
 DECLARED: dict[str, Function] = {
-    name: method.function for name, method in vars(ArrayOps).items() if hasattr(method, "function")}
+    name: method.function for name, method in vars(ArrayOps).items() if hasattr(method, "function")
+}
 
 
 def by_call(formula: Callable[..., Any]) -> Callable[..., Any]:
@@ -33,6 +34,7 @@ if TYPE_CHECKING:
     # Whatever computes, layers and models call the functions of `ArrayOps`, as it declares them.
     Ops: TypeAlias = ArrayOps
 else:
+
     class Ops:
         """All array functions, each of them computed by `_call` unless a method replaces it.
 
@@ -49,19 +51,30 @@ else:
 MEMORY = [name for name, function in DECLARED.items() if function.text == "->"]
 FUNCTIONS = {name: function for name, function in DECLARED.items() if name not in MEMORY}
 # FLOPs: a number and the sizes that it is multiplied by.
-EPILOGUES = (
-    "matmul_bias", "matmul_bias_gelu", "matmul_nt_gelu_backward", "matmul_tn_add_sums")
+EPILOGUES = ("matmul_bias", "matmul_bias_gelu", "matmul_nt_gelu_backward", "matmul_tn_add_sums")
 FLOPS = dict.fromkeys(("matmul", "matmul_nt", "matmul_tn_add", *EPILOGUES), "2..KM")
+FLOPS |= dict.fromkeys(("grouped_matmul", "grouped_matmul_nt", "grouped_matmul_tn_add"), "2RKM")
 FLOPS |= dict.fromkeys(
-    ("grouped_matmul", "grouped_matmul_nt", "grouped_matmul_tn_add"), "2RKM")
-FLOPS |= dict.fromkeys(
-    ("router_forward", "router_backward_input", "router_backward_weight"), "2NED")
+    ("router_forward", "router_backward_input", "router_backward_weight"), "2NED"
+)
 # These take 16-bit operands as they are. They move values, add two numbers of one type
 # (which rounds once), or work on arrays that are float32 anyway.
 EXACT_IN_16_BITS = (
-    "fill", "copy", "scale", "accumulate", "bias_forward", "embedding_forward", "sum",
-    "square_sum", "checksum", "attention_merge", "cross_entropy_combine", "sign_step", "sgd_step",
-    "adamw_step", "adamw_runs",
+    "fill",
+    "copy",
+    "scale",
+    "accumulate",
+    "bias_forward",
+    "embedding_forward",
+    "sum",
+    "square_sum",
+    "checksum",
+    "attention_merge",
+    "cross_entropy_combine",
+    "sign_step",
+    "sgd_step",
+    "adamw_step",
+    "adamw_runs",
 )
 # Two functions in sequence, which a device may have as one that rounds once.
 COMPOSED = (*EPILOGUES, "bias_gelu_forward")

@@ -20,8 +20,16 @@ from mpipar.ops.signature import Array, Function, Part, Shape
 DTYPES = {"bfloat16": np.dtype(ml_dtypes.bfloat16), "float16": np.dtype(np.float16)}
 
 # Facts that the shapes count or the kernels depend on, and copies, which change no number.
-FACTS = ("flops", "live", "peak", "reset_peak", "tiled_head_width", "table_multiple",
-         "recorder", "copies")
+FACTS = (
+    "flops",
+    "live",
+    "peak",
+    "reset_peak",
+    "tiled_head_width",
+    "table_multiple",
+    "recorder",
+    "copies",
+)
 
 
 class MixedOps(Ops):
@@ -51,8 +59,11 @@ class MixedOps(Ops):
         return self._rounded(exact, function, arguments, named)
 
     def _rounded(
-        self, exact: Callable[..., Any], function: Function, arguments: tuple[Any, ...],
-        named: dict[str, Any]
+        self,
+        exact: Callable[..., Any],
+        function: Function,
+        arguments: tuple[Any, ...],
+        named: dict[str, Any],
     ) -> Any:
         """Return a function's results for widened arguments; round activations among both.
 
@@ -61,8 +72,10 @@ class MixedOps(Ops):
         out = named.pop("out", None)
         given = function.bind(arguments, named)
         wide = {name: self._wide(x) for name, x in given.items()}
-        made = exact(*[wide[name] for name in list(wide)[: len(arguments)]],
-                     **{name: wide[name] for name in named})
+        made = exact(
+            *[wide[name] for name in list(wide)[: len(arguments)]],
+            **{name: wide[name] for name in named},
+        )
         made = made if isinstance(made, tuple) else (made,)
         if out is not None:
             for to, x in zip(out, made, strict=True):
@@ -73,7 +86,8 @@ class MixedOps(Ops):
                 self.copy(given[part.name], wide[part.name])
         results = tuple(
             given[part.name] if part.name in given else self._narrow(part, x)
-            for part, x in zip(function.gives, made, strict=False))
+            for part, x in zip(function.gives, made, strict=False)
+        )
         return results if len(results) > 1 else results[0] if results else None
 
     def _wide(self, x: Any) -> Any:

@@ -36,8 +36,12 @@ def compiled(relaxed: set[str], inline: Any = "never") -> Callable[[Method], Met
     settings: Any = numba.config
     njit: Any = numba.njit
     decorator: Callable[[Method], Method] = njit(
-        error_model="numpy", fastmath=relaxed, nogil=True, inline=inline,
-        cache=bool(settings.CACHE_DIR))
+        error_model="numpy",
+        fastmath=relaxed,
+        nogil=True,
+        inline=inline,
+        cache=bool(settings.CACHE_DIR),
+    )
     return decorator
 
 
@@ -368,8 +372,16 @@ def square_sum(x: Array) -> Any:
 
 @compiled(ROUND_ONCE)
 def adamw_step(
-    data: Array, grad: Array, m: Array, v: Array, beta1: Any, beta2: Any, eps: Any, decay: Any,
-    root: Any, rate: Any
+    data: Array,
+    grad: Array,
+    m: Array,
+    v: Array,
+    beta1: Any,
+    beta2: Any,
+    eps: Any,
+    decay: Any,
+    root: Any,
+    rate: Any,
 ) -> None:
     """Update data, m, v (flat): decay = 1 - lr * weight_decay, root and rate: bias correction."""
     one = data.dtype.type(1.0)

@@ -31,8 +31,10 @@ def in_one_pass(chain: Method) -> Method:
     # For each argument and result: whether it is a number, and the number of its dimensions besides
     # the leading ones, None if it has no leading ones. They are computed once, because a call takes
     # microseconds.
-    kinds = [(part.dims is None, len(part.dims or ()) - 1 if part.by_row else None)
-             for part in (*needed, *function.gives)]
+    kinds = [
+        (part.dims is None, len(part.dims or ()) - 1 if part.by_row else None)
+        for part in (*needed, *function.gives)
+    ]
 
     @wraps(chain)
     def method(self: Any, *arguments: Any, **named: Any) -> Any:
@@ -44,10 +46,16 @@ def in_one_pass(chain: Method) -> Method:
         at = len(shape) - len(letters) + 1
         sizes = dict(zip(letters, (shape[:at], *shape[at:]), strict=True))
         results = tuple([np.empty(shape_of(dims, sizes), self.dtype) for dims in made])
-        getattr(self.kernels, function.name)(*[
-            self.scalar(x) if number else x if inner is None
-            else x.reshape(-1, *x.shape[x.ndim - inner :])
-            for x, (number, inner) in zip((*arguments, *results), kinds, strict=True)])
+        getattr(self.kernels, function.name)(
+            *[
+                self.scalar(x)
+                if number
+                else x
+                if inner is None
+                else x.reshape(-1, *x.shape[x.ndim - inner :])
+                for x, (number, inner) in zip((*arguments, *results), kinds, strict=True)
+            ]
+        )
         for residual in further:
             if residual is not None:
                 self.accumulate(results[0], residual)
@@ -106,8 +114,19 @@ class NumbaOps(NumpyOps):
         return float(self.kernels.square_sum(x.reshape(-1)))
 
     def adamw_step(
-        self, data: Array, grad: Array, m: Array, v: Array, *, lr: float, beta1: float,
-        beta2: float, eps: float, weight_decay: float, step: int, copy: Array | None = None
+        self,
+        data: Array,
+        grad: Array,
+        m: Array,
+        v: Array,
+        *,
+        lr: float,
+        beta1: float,
+        beta2: float,
+        eps: float,
+        weight_decay: float,
+        step: int,
+        copy: Array | None = None,
     ) -> None:
         """Update data, m, v in place as `ArrayOps.adamw_step` does; step counts from 1."""
         root, rate = (1.0 - beta2**step) ** -0.5, lr / (1.0 - beta1**step)
@@ -129,8 +148,8 @@ def _load_kernels() -> ModuleType:
         from numba import config
     except ImportError:
         raise EnvironmentProblem(
-            "--kernels numba: Numba is not installed: pip install '.[cpu]', or use "
-            "--kernels numpy") from None
+            "--kernels numba: Numba is not installed: pip install '.[cpu]', or use --kernels numpy"
+        ) from None
     settings: Any = config
     if not settings.CACHE_DIR:
         settings.CACHE_DIR = str(cache_folder("numba") or "")

@@ -84,8 +84,11 @@ def walk(
     Arguments that are not rows, such as a gradient that each tile adds to, are passed whole to
     every tile. takes_out: whether the formula takes an array for its first result.
     """
-    by_row = [(part, x, x.ndim - len(part.dims or ()) + 1)
-              for part, x in function.arrays(given) if part.by_row]
+    by_row = [
+        (part, x, x.ndim - len(part.dims or ()) + 1)
+        for part, x in function.arrays(given)
+        if part.by_row
+    ]
     _, first, at = by_row[0]
     count = math.prod(first.shape[:at])
     tiles = list(cut(count, max(math.prod(x.shape[own:]) for _, x, own in by_row)))
@@ -94,7 +97,8 @@ def walk(
     rows = {part.name: x.reshape(count, *x.shape[own:]) for part, x, own in by_row}
     for part, x, _ in by_row:
         assert not part.written or np.may_share_memory(rows[part.name], x), (
-            f"{function.name}: {part.name} has gaps, so that nothing can be written to its rows")
+            f"{function.name}: {part.name} has gaps, so that nothing can be written to its rows"
+        )
     results = []
     if takes_out:
         inside = shape_of((function.gives[0].dims or ())[1:], function.sizes(given))
@@ -104,11 +108,12 @@ def walk(
         made = formula(**given | {name: x[tile] for name, x in rows.items()} | out)
         if function.makes:
             made = made if isinstance(made, tuple) else (made,)
-            results += [np.empty((count, *x.shape[1:]), x.dtype) for x in made[len(results):]]
+            results += [np.empty((count, *x.shape[1:]), x.dtype) for x in made[len(results) :]]
             for whole, part in list(zip(results, made, strict=True))[takes_out:]:
                 whole[tile] = part
     results = [x.reshape(*first.shape[:at], *x.shape[1:]) for x in results] or [
-        given[part.name] for part in function.gives]
+        given[part.name] for part in function.gives
+    ]
     return tuple(results) if len(results) > 1 else results[0] if results else None
 
 
@@ -174,8 +179,9 @@ class NumpyOps(ArrayOps):
         if len(rows) <= ROW_RUN:
             return factors @ rows
         whole = len(rows) // ROW_RUN * ROW_RUN
-        runs = (factors[:whole].reshape(-1, 1, ROW_RUN)
-                @ rows[:whole].reshape(-1, ROW_RUN, rows.shape[1]))
+        runs = factors[:whole].reshape(-1, 1, ROW_RUN) @ rows[:whole].reshape(
+            -1, ROW_RUN, rows.shape[1]
+        )
         return self._column_sums(runs) + factors[whole:] @ rows[whole:]
 
     def square_sum(self, x: Array) -> Any:
@@ -187,8 +193,10 @@ class NumpyOps(ArrayOps):
         rest = flat.size % SHORT_SUM
         rows = flat[rest:].reshape(-1, SHORT_SUM)
         with np.errstate(over="ignore"):
-            total = sum(float(np.vecdot(part, part).sum(dtype=np.float64))
-                        for part in (rows, flat[None, :rest]))
+            total = sum(
+                float(np.vecdot(part, part).sum(dtype=np.float64))
+                for part in (rows, flat[None, :rest])
+            )
         return total if math.isfinite(total) else super().square_sum(x)
 
     # Products.
@@ -270,13 +278,26 @@ class NumpyOps(ArrayOps):
         stats = np.empty((len(q), q.shape[2], q.shape[1], 2), q.dtype)
         tiles = _query_tiles(q_pos, k_pos, q.dtype)
         for part in _parts(q, k):
-            self._attend_part(q[part.of_q], k[part.of_k], v[part.of_k], tiles, y[part.of_q],
-                              stats[part.of_rows], None if probs is None else probs[part.of_rows])
+            self._attend_part(
+                q[part.of_q],
+                k[part.of_k],
+                v[part.of_k],
+                tiles,
+                y[part.of_q],
+                stats[part.of_rows],
+                None if probs is None else probs[part.of_rows],
+            )
         return y, stats
 
     def _attend_part(
-        self, q: Array, k: Array, v: Array, tiles: list[Tile], y: Array, stats: Array,
-        probs: Array | None
+        self,
+        q: Array,
+        k: Array,
+        v: Array,
+        tiles: list[Tile],
+        y: Array,
+        stats: Array,
+        probs: Array | None,
     ) -> None:
         """Write y, stats and, if there is an array for them, the probabilities of a part."""
         kv_heads, out = k.shape[2], _by_group(y, k.shape[2])
@@ -296,8 +317,9 @@ class NumpyOps(ArrayOps):
             top, total = self._softmax_tile(rows, at, tile.keys)
             for which, one in enumerate((top, total)):
                 stats[..., tile.queries, which] = one.reshape(*stats.shape[:2], -1)
-            np.matmul(_split(scores, queries), values[..., : tile.keys, :],
-                      out=out[..., tile.queries, :])
+            np.matmul(
+                _split(scores, queries), values[..., : tile.keys, :], out=out[..., tile.queries, :]
+            )
 
     def _attend_with_one(self, q: Array, k: Array, v: Array) -> tuple[Array, Array]:
         """Return (y, stats) of one query per row, which sees all keys: all rows at once."""
@@ -352,13 +374,22 @@ class NumpyOps(ArrayOps):
         return top, total
 
     def attention_backward_input(
-        self, dy: Array, q: Array, k: Array, v: Array, saved: Any, q_pos: Array, k_pos: Array, *,
-        out: ThreeArrays | None = None
+        self,
+        dy: Array,
+        q: Array,
+        k: Array,
+        v: Array,
+        saved: Any,
+        q_pos: Array,
+        k_pos: Array,
+        *,
+        out: ThreeArrays | None = None,
     ) -> ThreeArrays:
         """Return (dq, dk, dv), given the probabilities that `attention_forward` saved.
 
         out: three arrays to write to.
         """
+
         def probs_of(part: Part, queries: Array, keys: Array, dys: Array) -> ProbsOfTile:
             rows = saved[part.of_rows].reshape(-1, *saved.shape[2:])
 
@@ -371,8 +402,16 @@ class NumpyOps(ArrayOps):
         return self._walk_back(dy, q, k, v, _query_tiles(q_pos, k_pos, q.dtype), probs_of, out)
 
     def attention_block_backward(
-        self, dy: Array, q: Array, k: Array, v: Array, stats: Array, delta: Array, *, q_pos: Array,
-        k_pos: Array
+        self,
+        dy: Array,
+        q: Array,
+        k: Array,
+        v: Array,
+        stats: Array,
+        delta: Array,
+        *,
+        q_pos: Array,
+        k_pos: Array,
     ) -> ThreeArrays:
         """Return the parts of (dq, dk, dv) due to these keys; stats and delta are over all keys.
 
@@ -406,8 +445,14 @@ class NumpyOps(ArrayOps):
         dprobs *= p
 
     def _walk_back(
-        self, dy: Array, q: Array, k: Array, v: Array, tiles: list[Tile], probs_of: ProbsOf,
-        out: Sequence[Array] | None = None
+        self,
+        dy: Array,
+        q: Array,
+        k: Array,
+        v: Array,
+        tiles: list[Tile],
+        probs_of: ProbsOf,
+        out: Sequence[Array] | None = None,
     ) -> ThreeArrays:
         """Return (dq, dk, dv).
 
@@ -421,14 +466,25 @@ class NumpyOps(ArrayOps):
             queries = self._scaled(q[part.of_q], kv_heads)
             dys = self._heads("dy", dy[part.of_q], kv_heads)
             self._walk_part(
-                dys, queries, k[part.of_k], v[part.of_k], tiles,
+                dys,
+                queries,
+                k[part.of_k],
+                v[part.of_k],
+                tiles,
                 probs_of(part, queries, k[part.of_k], dys),
-                (dq[part.of_q], dk[part.of_k], dv[part.of_k]))
+                (dq[part.of_q], dk[part.of_k], dv[part.of_k]),
+            )
         return dq, dk, dv
 
     def _walk_part(
-        self, dys: Array, queries: Array, k: Array, v: Array, tiles: list[Tile],
-        probs_of_tile: ProbsOfTile, out: Sequence[Array]
+        self,
+        dys: Array,
+        queries: Array,
+        k: Array,
+        v: Array,
+        tiles: list[Tile],
+        probs_of_tile: ProbsOfTile,
+        out: Sequence[Array],
     ) -> None:
         """Write (dq, dk, dv) of a part to the arrays `out`."""
         dq, kv_heads, factor = out[0], k.shape[2], k.dtype.type(k.shape[-1] ** -0.5)
@@ -437,8 +493,9 @@ class NumpyOps(ArrayOps):
         # The last tile comes first: in training it reaches every key, so its products fill both.
         for tile in reversed(tiles):
             at, fresh = tile.queries, tile is tiles[-1]
-            dscores = self._buffer("scores", (
-                math.prod(queries.shape[:3]), at.stop - at.start, tile.keys))
+            dscores = self._buffer(
+                "scores", (math.prod(queries.shape[:3]), at.stop - at.start, tile.keys)
+            )
             by_group = _split(dscores, queries)
             np.matmul(dys[..., at, :], values[..., : tile.keys], out=by_group)
             probs = _split(probs_of_tile(tile, dscores), queries)
@@ -516,8 +573,9 @@ def _parts(q: Array, k: Array) -> list[Part]:
         for head in range(0, kv_heads, some_heads):
             rows, of_keys = slice(row, row + some_rows), slice(head, head + some_heads)
             of_queries = slice(group * head, group * (head + some_heads))
-            parts.append(Part(
-                (rows, tokens, of_queries), (rows, tokens, of_keys), (rows, of_queries)))
+            parts.append(
+                Part((rows, tokens, of_queries), (rows, tokens, of_keys), (rows, of_queries))
+            )
     return parts
 
 

@@ -32,8 +32,11 @@ class ShapeOps(Ops):
     """
 
     def __init__(
-        self, dtype: Any, recorder: Any = None, like: type[ArrayOps] = ArrayOps,
-        keeps_scratch: bool = False
+        self,
+        dtype: Any,
+        recorder: Any = None,
+        like: type[ArrayOps] = ArrayOps,
+        keeps_scratch: bool = False,
     ) -> None:
         self.takes_16_bits, self.tiled_head_width = like.takes_16_bits, like.tiled_head_width
         self.table_multiple = like.table_multiple
@@ -104,8 +107,9 @@ class ShapeOps(Ops):
             if own is not None:
                 routed = table.sum(axis=0)
             else:
-                routed = (np.split(table, len(table), axis=1)[place].ravel() if most
-                          else table[place])
+                routed = (
+                    np.split(table, len(table), axis=1)[place].ravel() if most else table[place]
+                )
             return list(map(int, routed))
         found = [0] * counts.size
         worst = bool(most) and self.worst_case
@@ -123,7 +127,10 @@ class ShapeOps(Ops):
     # These concern only the host.
     pinned, to_pinned = ArrayOps.pinned, ArrayOps.to_pinned
     synchronize, instant, nanoseconds = (
-        ArrayOps.synchronize, ArrayOps.instant, ArrayOps.nanoseconds)
+        ArrayOps.synchronize,
+        ArrayOps.instant,
+        ArrayOps.nanoseconds,
+    )
 
     # All functions that have no method here.
 
@@ -180,8 +187,16 @@ class ShapeOps(Ops):
         return y, (y, self.empty((*scores[:-1], 2), self.statistics))
 
     def attention_backward_input(
-        self, dy: Array, q: Array, k: Array, v: Array, saved: Any, q_pos: Array, k_pos: Array, *,
-        out: ThreeArrays | None = None
+        self,
+        dy: Array,
+        q: Array,
+        k: Array,
+        v: Array,
+        saved: Any,
+        q_pos: Array,
+        k_pos: Array,
+        *,
+        out: ThreeArrays | None = None,
     ) -> ThreeArrays:
         """Return (dq, dk, dv), or `out`; four products."""
         scores = self._count_pairs(4, q, k)
@@ -200,20 +215,30 @@ class ShapeOps(Ops):
     ) -> tuple[Array, Array]:
         """Return (y (B, Tq, H, d), stats (B, H, Tq, 2)); two products."""
         self._count_pairs(2, q, k)
-        self._lend_tiles(q, k, "queries", turned=("keys",), of_keys=("values",),
-                         of_scores=("scores",))
+        self._lend_tiles(
+            q, k, "queries", turned=("keys",), of_keys=("values",), of_scores=("scores",)
+        )
         return super().attention_block_forward(q, k, v, q_pos, k_pos)
 
     def attention_block_backward(
-        self, dy: Array, q: Array, k: Array, v: Array, stats: Array, delta: Array, *, q_pos: Array,
-        k_pos: Array
+        self,
+        dy: Array,
+        q: Array,
+        k: Array,
+        v: Array,
+        stats: Array,
+        delta: Array,
+        *,
+        q_pos: Array,
+        k_pos: Array,
     ) -> ThreeArrays:
         """Return (dq, dk, dv); five products, one of which recomputes the scores."""
         self._count_pairs(5, q, k)
         held = self._lend_backward(q, k, "scores", "probs")
         self._lend_tiles(q, k, turned=("turned keys",))
         results = super().attention_block_backward(
-            dy, q, k, v, stats, delta, q_pos=q_pos, k_pos=k_pos)
+            dy, q, k, v, stats, delta, q_pos=q_pos, k_pos=k_pos
+        )
         del held
         return results
 
@@ -226,17 +251,34 @@ class ShapeOps(Ops):
 
     def _lend_backward(self, q: Array, k: Array, *of_scores: str) -> Array | None:
         """Count the buffers of a tiled backward pass; return those that a GPU releases."""
-        sums = ("dk", "dv", "part") if q.shape[1] > QUERY_TILE or q.shape[2] > k.shape[2] else (
-            "dk", "dv")  # a single product computes each
-        self._lend_tiles(q, k, "queries", "dy", turned=("values",), of_scores=of_scores,
-                         of_keys=("keys", *sums), of_tile=("dq",))
+        sums = (
+            ("dk", "dv", "part")
+            if q.shape[1] > QUERY_TILE or q.shape[2] > k.shape[2]
+            else ("dk", "dv")
+        )  # a single product computes each
+        self._lend_tiles(
+            q,
+            k,
+            "queries",
+            "dy",
+            turned=("values",),
+            of_scores=of_scores,
+            of_keys=("keys", *sums),
+            of_tile=("dq",),
+        )
         if q.shape[-1] > self.tiled_head_width:
             return None
         return self.empty(parts_shape(q, k), np.float32, "buffers")
 
     def _lend_tiles(
-        self, q: Array, k: Array, *of_queries: str, turned: Sequence[str] = (),
-        of_keys: Sequence[str] = (), of_scores: Sequence[str] = (), of_tile: Sequence[str] = ()
+        self,
+        q: Array,
+        k: Array,
+        *of_queries: str,
+        turned: Sequence[str] = (),
+        of_keys: Sequence[str] = (),
+        of_scores: Sequence[str] = (),
+        of_tile: Sequence[str] = (),
     ) -> None:
         """Count the buffers for a part, by name: see `NumpyOps`."""
         (batch, queries, heads, width), (_, keys, kv_heads, _) = q.shape, k.shape
@@ -244,8 +286,10 @@ class ShapeOps(Ops):
         heads, kv_heads = heads // kv_heads * own_heads, own_heads
         tile = min(queries, QUERY_TILE)
         for names, size in (
-            (of_queries, heads * queries * width), (of_tile, heads * tile * width),
-            (of_keys, kv_heads * keys * width), (turned, kv_heads * width * (keys + GAP)),
+            (of_queries, heads * queries * width),
+            (of_tile, heads * tile * width),
+            (of_keys, kv_heads * keys * width),
+            (turned, kv_heads * width * (keys + GAP)),
             (of_scores, heads * tile * keys),
         ):
             for name in names:
@@ -265,8 +309,11 @@ def _no_image(sizes: Sizes, given: Sizes) -> More:
 def _unfold_sizes(sizes: Sizes, given: Sizes) -> More:
     kernel, stride, padding = (given[name] for name in ("kernel", "stride", "padding"))
     batch, height, width, channels = (sizes[letter] for letter in "BHWC")
-    more = {"P": out_length(height, kernel, stride, padding),
-            "Q": out_length(width, kernel, stride, padding), "K": kernel * kernel * channels}
+    more = {
+        "P": out_length(height, kernel, stride, padding),
+        "Q": out_length(width, kernel, stride, padding),
+        "K": kernel * kernel * channels,
+    }
     padded = (batch, height + 2 * padding, width + 2 * padding, channels)
     # Without padding the gradient is the scratch array itself.
     return more, [padded] if padding or "dy" not in given else []
@@ -281,6 +328,8 @@ def _maxpool_sizes(sizes: Sizes, given: Sizes) -> More:
 
 
 IMAGE_SIZES: dict[str, Callable[[Sizes, Sizes], More]] = {
-    "unfold_forward": _unfold_sizes, "unfold_backward_input": _unfold_sizes,
-    "maxpool_forward": _maxpool_sizes, "maxpool_backward_input": _maxpool_sizes,
+    "unfold_forward": _unfold_sizes,
+    "unfold_backward_input": _unfold_sizes,
+    "maxpool_forward": _maxpool_sizes,
+    "maxpool_backward_input": _maxpool_sizes,
 }

@@ -91,14 +91,19 @@ class Function(NamedTuple):
         given: dict[str, Any] = {**dict(zip(names, arguments, strict=False)), **named}
         missing = [part.name for part in self.takes if not (part.optional or part.name in given)]
         if missing or len(arguments) + len(named) != len(given) or not given.keys() <= set(names):
-            raise TypeError(f"{self.name} takes {self.text}: {len(arguments)} arguments and "
-                            f"{list(named)} were given")
+            raise TypeError(
+                f"{self.name} takes {self.text}: {len(arguments)} arguments and "
+                f"{list(named)} were given"
+            )
         return given
 
     def arrays(self, given: Mapping[str, Any]) -> list[tuple[Part, Array]]:
         """Return [(Part, array)] for the arguments of a call that are arrays."""
-        return [(part, given[part.name]) for part in self.takes
-                if part.dims is not None and given.get(part.name) is not None]
+        return [
+            (part, given[part.name])
+            for part in self.takes
+            if part.dims is not None and given.get(part.name) is not None
+        ]
 
     def sizes(self, given: Mapping[str, Any]) -> dict[str, Any]:
         """Return letter -> size for the arguments of a call, which must be consistent."""
@@ -106,12 +111,16 @@ class Function(NamedTuple):
         fits = True
         arrays = self.arrays(given)
         pairs: list[tuple[Any, Any]] = [(part.dims, part.lengths(x.shape)) for part, x in arrays]
-        pairs += [(part.sizes, given[part.name] if len(part.sizes) > 1 else (given[part.name],))
-                  for part in self.takes if part.sizes]
+        pairs += [
+            (part.sizes, given[part.name] if len(part.sizes) > 1 else (given[part.name],))
+            for part in self.takes
+            if part.sizes
+        ]
         for letters, lengths in pairs:
             fits &= lengths is not None and all(
                 length == (int(letter) if letter.isdigit() else sizes.setdefault(letter, length))
-                for letter, length in zip(letters, lengths, strict=True))
+                for letter, length in zip(letters, lengths, strict=True)
+            )
         shapes = ", ".join(str(tuple(x.shape)) for _, x in arrays)
         assert fits, f"{self.name}: shapes {shapes} do not fit {self.text}"
         return sizes
@@ -128,6 +137,7 @@ def shape_of(dims: Iterable[str], sizes: Mapping[str, Any]) -> Shape:
 
 def shapes(text: str) -> Callable[[Method], Method]:
     """Return the decorator that gives a function its line, in its attribute `function`."""
+
     def declare(declared: Method) -> Method:
         declared.function = Function.parse(declared.__name__, text)  # type: ignore[attr-defined]
         return declared

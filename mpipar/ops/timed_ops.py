@@ -22,8 +22,7 @@ def layer_of(frame: FrameType) -> str:
     """
     while True:
         local = frame.f_locals
-        layer = str(local.get("name") or getattr(
-            local.get("self", local.get("here")), "name", ""))
+        layer = str(local.get("name") or getattr(local.get("self", local.get("here")), "name", ""))
         if layer or not frame.f_globals["__name__"].startswith(PARTITION):
             return layer
         assert frame.f_back
@@ -51,6 +50,16 @@ class TimedOps(Ops):
         result = real(*arguments, **named)
         self._ops.synchronize()  # an operation ends when the device is done
         end, now = perf_counter_ns(), self._recorder
-        now.operations.append((layer_of(_getframe(2)), function.name, start, end, now.step,
-                               now.stage, now.mb, now.phase))
+        now.operations.append(
+            (
+                layer_of(_getframe(2)),
+                function.name,
+                start,
+                end,
+                now.step,
+                now.stage,
+                now.mb,
+                now.phase,
+            )
+        )
         return result

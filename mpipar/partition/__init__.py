@@ -33,9 +33,17 @@ class Cuts(dict[str, LayerCut]):
 
 
 # The cuts of a layer, over one group.
-CUTS = Cuts({
-    "column": column, "row": row, "gather": gather, "reduce": reduce,
-    "column_sp": column_sp, "row_sp": row_sp, "column_ring": column_ring, "row_ring": row_ring,
-})
+CUTS = Cuts(
+    {
+        "column": column,
+        "row": row,
+        "gather": gather,
+        "reduce": reduce,
+        "column_sp": column_sp,
+        "row_sp": row_sp,
+        "column_ring": column_ring,
+        "row_ring": row_ring,
+    }
+)
 # Cuts of a matrix product over a grid of ranks; no layer uses them.
 MESH_CUTS: dict[str, Cut[Mesh]] = {"2d": summa, "2.5d": depth}

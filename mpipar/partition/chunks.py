@@ -16,8 +16,12 @@ from mpipar.ops.signature import Array
 def local_chunk(ops: Ops, x: Array, axis: int, comm: Comm) -> Array:
     """Return this rank's chunk of x along an axis: a view, or a copy if it needs padding."""
     length = x.shape[axis]
-    return pad(ops, _part(x, axis, chunk_slice(length, comm.size, comm.index)), axis,
-               chunk_size(length, comm.size))
+    return pad(
+        ops,
+        _part(x, axis, chunk_slice(length, comm.size, comm.index)),
+        axis,
+        chunk_size(length, comm.size),
+    )
 
 
 def pad(ops: Ops, x: Array, axis: int, length: int) -> Array:

@@ -22,12 +22,13 @@ def forward(here: Here, x: Array, w: Array) -> Array:
     y = here.ops.empty((x.shape[0], here.sizes.tokens, w.shape[1]))
     for place, block in ring.pieces(here.ops, x, here.comm, here.name):
         own = y[:, chunk_slice(here.sizes.tokens, here.comm.size, place)]
-        here.ops.copy(own, here.product.matmul(block[:, :own.shape[1]], w))
+        here.ops.copy(own, here.product.matmul(block[:, : own.shape[1]], w))
     return y
 
 
 def backward_input(here: Here, dy: Array, w: Array) -> tuple[Array, Array]:
     """Return dx (B, T/q, K), summed over the columns of all ranks. Comm: one ring of dx."""
+
     def part(place: int) -> Array:
         rows = chunk_slice(here.sizes.tokens, here.comm.size, place)
         dx = here.product.matmul_nt(dy[:, rows], w)
@@ -46,5 +47,5 @@ def backward_weight(here: Here, x: Array, dy: Array, dw: Array) -> None:
     whole = here.ops.empty((x.shape[0], here.sizes.tokens, x.shape[2]), x.dtype, label="buffers")
     for place, block in ring.pieces(here.ops, x, here.comm, here.name):
         own = whole[:, chunk_slice(here.sizes.tokens, here.comm.size, place)]
-        here.ops.copy(own, block[:, :own.shape[1]])
+        here.ops.copy(own, block[:, : own.shape[1]])
     here.product.matmul_tn_add(whole, dy, dw)

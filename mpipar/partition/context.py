@@ -29,7 +29,10 @@ def attention_over(method: str | None, whole: ContextCut = context_whole) -> Con
     if method is None:
         return whole
     methods: dict[str, ContextCut] = {
-        "ring": context_ring, "gather": context_gather, "ulysses": Ulysses(whole)}
+        "ring": context_ring,
+        "gather": context_gather,
+        "ulysses": Ulysses(whole),
+    }
     return methods[method]
 
 

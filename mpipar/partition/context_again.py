@@ -27,6 +27,7 @@ def backward_input(here: Attending, dy: Array, saved: Saved, out: Out) -> None:
     """Write dq, dk, dv."""
     ops, places, (q, k, v, y, stats) = here.ops, whole_positions(here.batch), saved
     gradients = ops.attention_block_backward(
-        dy, q, k, v, stats, ops.attention_delta(dy, y), q_pos=places, k_pos=places)
+        dy, q, k, v, stats, ops.attention_delta(dy, y), q_pos=places, k_pos=places
+    )
     for to, gradient in zip(out, gradients, strict=True):
         ops.copy(to, gradient)

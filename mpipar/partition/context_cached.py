@@ -41,19 +41,25 @@ class Cache:
         queries, end = self.slots[self.new], self.new.stop
         if not any(self.firsts):
             y, _ = ops.attention_block_forward(
-                q, keys[:, :end], values[:, :end], queries, self.slots[:end])
+                q, keys[:, :end], values[:, :end], queries, self.slots[:end]
+            )
             return rounded(ops, y, q.dtype), None
         y = ops.empty(q.shape, q.dtype)
         for row, first in enumerate(self.firsts):
             seen = slice(first, end)
             part, _ = ops.attention_block_forward(
-                q[row : row + 1], keys[row : row + 1, seen], values[row : row + 1, seen], queries,
-                self.slots[seen])
+                q[row : row + 1],
+                keys[row : row + 1, seen],
+                values[row : row + 1, seen],
+                queries,
+                self.slots[seen],
+            )
             ops.copy(y[row : row + 1], part)
         return y, None
 
     def _room(self, ops: Ops, k: Array) -> tuple[Array, Array]:
         """Return a layer's (keys, values): uninitialized arrays (B, S, Hkv, d) for all slots."""
         batch, _, *head = k.shape
-        return tuple(ops.empty((batch, self.slots.shape[0], *head), k.dtype, label="cache")
-                     for _ in range(2))
+        return tuple(
+            ops.empty((batch, self.slots.shape[0], *head), k.dtype, label="cache") for _ in range(2)
+        )

@@ -12,15 +12,19 @@ from mpipar.ops.signature import Array
 from mpipar.partition.chunks import packed, rounded
 from mpipar.partition.contracts import Attending, Out, Saved
 
-barriers = (("F", "all_gather", "KK", "e"), ("I", "all_gather", "KK", "e"),
-            ("I", "reduce_scatter", "KK", "s"))
+barriers = (
+    ("F", "all_gather", "KK", "e"),
+    ("I", "all_gather", "KK", "e"),
+    ("I", "reduce_scatter", "KK", "s"),
+)
 
 
 def forward(here: Attending, q: Array, k: Array, v: Array) -> tuple[Array, Saved]:
     """Return y (B, n, H, d). Comm: one all_gather of k and v together."""
     keys, values = _gathered(here, k, v)
     y, stats = here.ops.attention_block_forward(
-        q, keys, values, here.batch.positions, here.batch.all_positions)
+        q, keys, values, here.batch.positions, here.batch.all_positions
+    )
     y = rounded(here.ops, y, q.dtype)
     return y, (q, k, v, y, stats)
 
@@ -33,8 +37,15 @@ def backward_input(here: Attending, dy: Array, saved: Saved, out: Out) -> None:
     ops, comm, (q, k, v, y, stats) = here.ops, here.comm, saved
     keys, values = _gathered(here, k, v)
     dq, *whole = ops.attention_block_backward(
-        dy, q, keys, values, stats, ops.attention_delta(dy, y),
-        q_pos=here.batch.positions, k_pos=here.batch.all_positions)
+        dy,
+        q,
+        keys,
+        values,
+        stats,
+        ops.attention_delta(dy, y),
+        q_pos=here.batch.positions,
+        k_pos=here.batch.all_positions,
+    )
     parts = ops.empty((comm.size, 2, *k.shape), whole[0].dtype, label="buffers")
     for place in range(comm.size):
         for which, gradient in enumerate(whole):

@@ -30,7 +30,8 @@ def forward(here: Attending, q: Array, k: Array, v: Array) -> tuple[Array, Saved
     for place, there in ring.pieces(ops, packed(ops, k, v), comm, here.name):
         queries, keys, where = _seen(ops, here.batch.positions, place, comm.index)
         part = ops.attention_block_forward(
-            q[:, queries], there[0][:, keys], there[1][:, keys], *where)
+            q[:, queries], there[0][:, keys], there[1][:, keys], *where
+        )
         if place == comm.index:
             y, stats = part
         else:
@@ -53,8 +54,15 @@ def backward_input(here: Attending, dy: Array, saved: Saved, out: Out) -> None:
     for place, there in ring.pieces(ops, packed(ops, k, v), comm, here.name):
         queries, keys, where = _seen(ops, here.batch.positions, place, comm.index)
         dq_part, *dkv_part = ops.attention_block_backward(
-            dy[:, queries], q[:, queries], there[0][:, keys], there[1][:, keys],
-            stats[:, :, queries], delta[:, :, queries], q_pos=where[0], k_pos=where[1])
+            dy[:, queries],
+            q[:, queries],
+            there[0][:, keys],
+            there[1][:, keys],
+            stats[:, :, queries],
+            delta[:, :, queries],
+            q_pos=where[0],
+            k_pos=where[1],
+        )
         if not under_way:  # this rank's own piece comes first
             dq, total = dq_part, packed(ops, *dkv_part)
         else:
@@ -63,8 +71,10 @@ def backward_input(here: Attending, dy: Array, saved: Saved, out: Out) -> None:
             for which, part in enumerate(dkv_part):
                 ops.accumulate(total[which][:, keys], part)
         after = ops.empty(total.shape, total.dtype, label="buffers")
-        under_way = [comm.irecv(after, comm.neighbor(-1), GRADIENTS, here.name),
-                     comm.isend(total, comm.neighbor(1), GRADIENTS, here.name)]
+        under_way = [
+            comm.irecv(after, comm.neighbor(-1), GRADIENTS, here.name),
+            comm.isend(total, comm.neighbor(1), GRADIENTS, here.name),
+        ]
     home, _ = [message.wait() for message in under_way]
     for to, gradient in zip(out, (dq, home[0], home[1]), strict=True):
         ops.copy(to, gradient)

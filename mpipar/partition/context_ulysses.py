@@ -16,15 +16,17 @@ from mpipar.partition.contracts import Attending, ContextCut, Out, Saved
 class Ulysses:
     """The two functions, wrapped around those of `whole`, for a rank that holds all tokens."""
 
-    barriers = (("F", "all_to_all", "QKK", "e"), ("F", "all_to_all", "Q", "e"),
-                ("I", "all_to_all", "Q", "e"), ("I", "all_to_all", "QKK", "e"))
+    barriers = (
+        ("F", "all_to_all", "QKK", "e"),
+        ("F", "all_to_all", "Q", "e"),
+        ("I", "all_to_all", "Q", "e"),
+        ("I", "all_to_all", "QKK", "e"),
+    )
 
     def __init__(self, whole: ContextCut) -> None:
         self.whole = whole
 
-    def forward(
-        self, here: Attending, q: Array, k: Array, v: Array
-    ) -> tuple[Array, Saved]:
+    def forward(self, here: Attending, q: Array, k: Array, v: Array) -> tuple[Array, Saved]:
         """Return y (B, n, H, d). Comm: two all_to_alls, of q, k and v together, and of y."""
         own = here.ops.empty(q.shape, q.dtype)
         y, saved = self.whole.forward(here, *_all_tokens(here, (q, k, v)))
@@ -75,5 +77,6 @@ def _own_tokens(here: Attending, arrays: Saved, out: Saved) -> None:
     received = comm.all_to_all(parts, here.name)
     for place in range(comm.size):
         for inside, x in zip(heads, out, strict=True):
-            ops.copy(x[:, :, chunk_slice(x.shape[2], comm.size, place)],
-                     received[place][:, :, inside])
+            ops.copy(
+                x[:, :, chunk_slice(x.shape[2], comm.size, place)], received[place][:, :, inside]
+            )

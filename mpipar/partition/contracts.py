@@ -91,7 +91,8 @@ class Cut(Protocol[Group]):
     def forward(self, here: OnRank[Group], x: Array, w: Array, /) -> Array: ...
 
     def backward_input(
-        self, here: OnRank[Group], dy: Array, w: Array, /) -> tuple[Array, Array]: ...
+        self, here: OnRank[Group], dy: Array, w: Array, /
+    ) -> tuple[Array, Array]: ...
 
     def backward_weight(self, here: OnRank[Group], x: Array, dy: Array, dw: Array, /) -> None: ...
 
@@ -180,9 +181,7 @@ class ContextCut(Protocol):
     @property
     def barriers(self) -> tuple[tuple[str, str, str, str], ...]: ...
 
-    def forward(
-        self, here: Attending, q: Array, k: Array, v: Array, /
-    ) -> tuple[Array, Saved]:
+    def forward(self, here: Attending, q: Array, k: Array, v: Array, /) -> tuple[Array, Saved]:
         """Return y (B, n, H, d), and what the backward pass needs."""
 
     def backward_input(self, here: Attending, dy: Array, saved: Saved, out: Out, /) -> None:

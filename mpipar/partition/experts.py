@@ -17,5 +17,4 @@ from mpipar.partition import experts_all_to_all, experts_gather
 from mpipar.partition.contracts import Dispatch
 
 # --expert-dispatch
-DISPATCHES: dict[str, Dispatch] = {
-    "all-to-all": experts_all_to_all, "all-gather": experts_gather}
+DISPATCHES: dict[str, Dispatch] = {"all-to-all": experts_all_to_all, "all-gather": experts_gather}

@@ -39,10 +39,14 @@ class Plan(NamedTuple):
 
 
 barriers = (
-    ("F", "counts", "all_to_all", "E*s"), ("F", "dispatch", "all_to_allv", "B*T*k*D*e"),
-    ("F", "combine", "all_to_allv", "B*T*k*D*e"), ("I", "dispatch", "all_to_allv", "B*T*k*D*e"),
-    ("I", "probs", "all_to_allv", "B*T*k*s"), ("I", "probs", "all_to_allv", "B*T*k*s"),
-    ("I", "combine", "all_to_allv", "B*T*k*D*e"))
+    ("F", "counts", "all_to_all", "E*s"),
+    ("F", "dispatch", "all_to_allv", "B*T*k*D*e"),
+    ("F", "combine", "all_to_allv", "B*T*k*D*e"),
+    ("I", "dispatch", "all_to_allv", "B*T*k*D*e"),
+    ("I", "probs", "all_to_allv", "B*T*k*s"),
+    ("I", "probs", "all_to_allv", "B*T*k*s"),
+    ("I", "combine", "all_to_allv", "B*T*k*D*e"),
+)
 
 
 def plan(ops: Ops, choice: Choice, experts: int, comm: Comm, name: str) -> Plan:
@@ -57,9 +61,16 @@ def plan(ops: Ops, choice: Choice, experts: int, comm: Comm, name: str) -> Plan:
     sent, received = ([counts[one] for one in each] for counts in (here, coming))
     is_sorted = 1 in (len(received), len(received[0]))
     sorts = (None, None) if is_sorted else ops.block_order(received)
-    return Plan(choice.probs, [sum(counts) for counts in zip(*received, strict=True)],
-                list(map(sum, sent)), list(map(sum, received)), order.reshape(-1),
-                tokens.reshape(-1), places, *sorts)
+    return Plan(
+        choice.probs,
+        [sum(counts) for counts in zip(*received, strict=True)],
+        list(map(sum, sent)),
+        list(map(sum, received)),
+        order.reshape(-1),
+        tokens.reshape(-1),
+        places,
+        *sorts,
+    )
 
 
 def rows(ops: Ops, x: Array, plan: Plan, comm: Comm, name: str) -> Array:
@@ -77,7 +88,8 @@ def combine(ops: Ops, rows: Array, plan: Plan, weighted: bool, comm: Comm, name:
     """Return (N, D): the sum of each token's rows (R, D). Comm: one all_to_allv."""
     mine = _return(ops, rows, plan, comm, f"{name}.combine")
     return ops.combine_rows(
-        ops.embedding_forward(plan.places, mine, 0), plan.probs if weighted else None)
+        ops.embedding_forward(plan.places, mine, 0), plan.probs if weighted else None
+    )
 
 
 def factors_back(ops: Ops, factors: Array, plan: Plan, comm: Comm, name: str) -> Array:

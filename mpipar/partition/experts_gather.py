@@ -38,10 +38,15 @@ class Plan(NamedTuple):
 
 
 barriers = (
-    ("F", "counts", "all_reduce", "i"), ("F", "counts", "all_gather", "B*T*k*i"),
-    ("F", "counts", "all_gather", "B*T*k*s"), ("F", "dispatch", "all_gather", "B*T*D*e"),
-    ("F", "combine", "reduce_scatter", "B*T*D*e"), ("I", "dispatch", "all_gather", "B*T*D*e"),
-    ("I", "probs", "reduce_scatter", "B*T*k*s"), ("I", "combine", "reduce_scatter", "B*T*D*e"))
+    ("F", "counts", "all_reduce", "i"),
+    ("F", "counts", "all_gather", "B*T*k*i"),
+    ("F", "counts", "all_gather", "B*T*k*s"),
+    ("F", "dispatch", "all_gather", "B*T*D*e"),
+    ("F", "combine", "reduce_scatter", "B*T*D*e"),
+    ("I", "dispatch", "all_gather", "B*T*D*e"),
+    ("I", "probs", "reduce_scatter", "B*T*k*s"),
+    ("I", "combine", "reduce_scatter", "B*T*D*e"),
+)
 
 
 def plan(ops: Ops, choice: Choice, experts: int, comm: Comm, name: str) -> Plan:
@@ -61,12 +66,21 @@ def plan(ops: Ops, choice: Choice, experts: int, comm: Comm, name: str) -> Plan:
     order, tokens, places = ops.expert_order(ids)
     each = chunk_size(experts, comm.size)
     here = consecutive_slices(itertools.repeat(each, comm.size))[comm.index]
-    loads = ops.row_counts(ops.expert_loads(ids.reshape(1, -1), experts), ids.size,
-                           (len(ids), min(width, each)), here)
+    loads = ops.row_counts(
+        ops.expert_loads(ids.reshape(1, -1), experts), ids.size, (len(ids), min(width, each)), here
+    )
     counts = loads[here]
-    before, mine = consecutive_slices([sum(loads[:here.start]), sum(counts)])
-    return Plan(counts, length, most, probs.reshape(-1, width), places, before.stop,
-                order.reshape(-1)[mine], tokens.reshape(-1)[mine])
+    before, mine = consecutive_slices([sum(loads[: here.start]), sum(counts)])
+    return Plan(
+        counts,
+        length,
+        most,
+        probs.reshape(-1, width),
+        places,
+        before.stop,
+        order.reshape(-1)[mine],
+        tokens.reshape(-1)[mine],
+    )
 
 
 def rows(ops: Ops, x: Array, plan: Plan, comm: Comm, name: str) -> Array:
@@ -96,4 +110,4 @@ def factors_back(ops: Ops, factors: Array, plan: Plan, comm: Comm, name: str) ->
 def _own(whole: Array, plan: Plan, comm: Comm, name: str) -> Array:
     """Return this rank's rows of the sum of all ranks' (q most, ..). Comm: one reduce_scatter."""
     parts = whole.reshape(comm.size, plan.most, whole.shape[-1])
-    return comm.reduce_scatter(parts, name)[:plan.length]
+    return comm.reduce_scatter(parts, name)[: plan.length]

@@ -18,6 +18,7 @@ barriers = (("F", "ring", "y"), ("I", "ring", "y"))
 
 def forward(here: Here, x: Array, w: Array) -> Array:
     """Return y (B, T/q, N), summed over all ranks' channels. Comm: one ring of y."""
+
     def part(place: int) -> Array:
         rows = chunk_slice(here.sizes.tokens, here.comm.size, place)
         y = here.product.matmul(x[:, rows], w)
@@ -33,7 +34,7 @@ def backward_input(here: Here, dy: Array, w: Array) -> tuple[Array, Array]:
     for place, block in ring.pieces(here.ops, dy, here.comm, here.name):
         rows = chunk_slice(here.sizes.tokens, here.comm.size, place)
         own = whole[:, rows]
-        here.ops.copy(own, block[:, :own.shape[1]])
+        here.ops.copy(own, block[:, : own.shape[1]])
         here.ops.copy(dx[:, rows], here.product.matmul_nt(own, w))
     return dx, whole
 

@@ -33,7 +33,7 @@ def scatter(ops: Ops, y: Array, comm: Comm, name: str) -> Array:
     parts = ops.zeros((comm.size, batch, chunk_size(tokens, comm.size), width), label="buffers")
     for place in range(comm.size):
         own = y[:, chunk_slice(tokens, comm.size, place)]
-        ops.copy(parts[place, :, :own.shape[1]], own)
+        ops.copy(parts[place, :, : own.shape[1]], own)
     return comm.reduce_scatter(parts, name)
 
 

@@ -100,14 +100,16 @@ def check_lanes(schedule: Schedule) -> None:
                 raise ScheduleError(
                     f"schedule {schedule.name}: rank {source} runs {one.send} where rank {target}"
                     f" runs {other.receive}, and NCCL matches messages by their order: put both"
-                    " into the same order, or set MPIPAR_NCCL=no to send by MPI")
+                    " into the same order, or set MPIPAR_NCCL=no to send by MPI"
+                )
 
 
 def check_placement(schedule: Schedule) -> None:
     """Raise ScheduleError unless stages, ranks and microbatches fit the placement."""
     p, stages, m = schedule.pp_size, schedule.num_stages, schedule.num_microbatches
-    fits = p == len(schedule.programs) and m >= 1 and PLACEMENTS[schedule.placement].fits(
-        p, stages, m)
+    fits = (
+        p == len(schedule.programs) and m >= 1 and PLACEMENTS[schedule.placement].fits(p, stages, m)
+    )
     if not fits:
         raise ScheduleError(
             f"schedule {schedule.name}: {stages} stages, {m} microbatches and "
@@ -127,10 +129,13 @@ def program_problems(schedule: Schedule, pp_rank: int) -> Problems:
             if reason := misfit(schedule, pp_rank, held, part):
                 yield position, reason
             if part in at:
-                yield position, {
-                    "REDUCE_GRAD": f"the stage's gradients were reduced at {at[part]}",
-                    **dict.fromkeys(WIRE_KINDS, "appears here a second time"),
-                }.get(part[0], f"has already run at position {at[part]}")
+                yield (
+                    position,
+                    {
+                        "REDUCE_GRAD": f"the stage's gradients were reduced at {at[part]}",
+                        **dict.fromkeys(WIRE_KINDS, "appears here a second time"),
+                    }.get(part[0], f"has already run at position {at[part]}"),
+                )
             at[part] = position
     yield from order_problems(schedule, at)
     for reason in missing_parts(schedule, pp_rank, at):
@@ -171,11 +176,15 @@ def order_problems(schedule: Schedule, at: Places) -> Problems:
                 needed[f"{source}F{mb}"] = at.get(("F", source, mb), NEVER)
             else:
                 needed[f"the backward of {source}F{mb}"] = min(
-                    at.get((half, source, mb), NEVER) for half in "BI")
+                    at.get((half, source, mb), NEVER) for half in "BI"
+                )
         for what, where in needed.items():
             if where >= position:
-                yield position, f"needs {what}, which " + (
-                    "this rank never runs" if where == NEVER else f"stands at {where}")
+                yield (
+                    position,
+                    f"needs {what}, which "
+                    + ("this rank never runs" if where == NEVER else f"stands at {where}"),
+                )
         rival = at.get((RIVAL.get(kind, ""), stage, mb), NEVER)
         if rival < position:
             yield position, f"the other form of this backward has run at position {rival}"
@@ -272,10 +281,12 @@ def circle(schedule: Schedule, waiting: dict[Message, int]) -> str:
     while (peer := awaited[path[-1]].source) not in path:
         path.append(peer)
     lines = [f"schedule {schedule.name}: deadlock, these ranks wait for each other in a circle:"]
-    for pp_rank in path[path.index(peer):]:
+    for pp_rank in path[path.index(peer) :]:
         message = awaited[pp_rank]
-        lines.append(f"  {pass_of(schedule, pp_rank, message)} waits for "
-                     f"{pass_of(schedule, message.source, message)}")
+        lines.append(
+            f"  {pass_of(schedule, pp_rank, message)} waits for "
+            f"{pass_of(schedule, message.source, message)}"
+        )
     return "\n".join(lines)
 
 

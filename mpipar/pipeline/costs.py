@@ -8,8 +8,7 @@ from typing import Any
 from mpipar.errors import UsageError
 from mpipar.pipeline.forms import Number
 
-PER_STAGE = (
-    "f", "i", "w", "units", "stash_bytes", "kept_bytes", "transient_bytes", "weight_bytes")
+PER_STAGE = ("f", "i", "w", "units", "stash_bytes", "kept_bytes", "transient_bytes", "weight_bytes")
 
 
 @dataclass(frozen=True)

@@ -27,7 +27,8 @@ FORMATS = ("compute_only", "compute_comms")
 MIRROR_LINE = "# mpipar mirror placement: no counterpart in torch.distributed.pipelining"
 NUMBER = "([0-9]{1,6})"  # of a stage or microbatch; no schedule has that many
 CELL = re.compile(
-    rf"{NUMBER}(F|B|I|W|REDUCE_GRAD|SEND_F|RECV_F|SEND_B|RECV_B|UNSHARD|RESHARD){NUMBER}?")
+    rf"{NUMBER}(F|B|I|W|REDUCE_GRAD|SEND_F|RECV_F|SEND_B|RECV_B|UNSHARD|RESHARD){NUMBER}?"
+)
 OVERLAP = re.compile(rf"\({NUMBER}F{NUMBER};{NUMBER}B{NUMBER}\)OVERLAP_F_B")
 MOST_BYTES = 8 << 20  # of a file
 MOST_CELLS = 1 << 19  # passes, and their messages
@@ -128,8 +129,11 @@ def assemble_schedule(path: Path, programs: list[list[Instr]], mirror: bool) -> 
     )
     if mirror:
         return schedule
-    candidates = [replace(schedule, placement=name) for name, placement in PLACEMENTS.items()
-                  if len(placement.copies) == 1 and placement.fits(p, num_stages, num_microbatches)]
+    candidates = [
+        replace(schedule, placement=name)
+        for name, placement in PLACEMENTS.items()
+        if len(placement.copies) == 1 and placement.fits(p, num_stages, num_microbatches)
+    ]
     if not candidates:
         raise UsageError(
             f"{path}: {num_stages} stages on {p} ranks: not one on each rank, nor a multiple"

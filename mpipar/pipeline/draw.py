@@ -57,7 +57,8 @@ DEFINITIONS = (
     'patternTransform="rotate(45)"><rect width="6" height="6" class="ground"/>'
     '<path d="M0 0V6" class="hatch"/></pattern><marker id="head" viewBox="0 0 8 8" refX="7" '
     'refY="4" markerWidth="6" markerHeight="6" orient="auto"><path d="M0 0L8 4L0 8Z" '
-    'class="head"/></marker></defs>')
+    'class="head"/></marker></defs>'
+)
 
 
 class Cell(NamedTuple):
@@ -74,16 +75,23 @@ def layout(timeline: Timeline) -> list[list[Cell]]:
     """Return the cells of each worker, from which all drawings are made."""
     rows: list[list[Cell]] = []
     for held, spans in zip(timeline.schedule.stages_by_rank, timeline.spans, strict=True):
-        late = held[len(held) // 2 + len(held) % 2:] if len(held) > 1 else ()
-        rows.append([Cell(instr, start, end, label(timeline.schedule, instr), instr.stage in late)
-                     for instr, start, end in spans if is_compute(instr) and end > start])
+        late = held[len(held) // 2 + len(held) % 2 :] if len(held) > 1 else ()
+        rows.append(
+            [
+                Cell(instr, start, end, label(timeline.schedule, instr), instr.stage in late)
+                for instr, start, end in spans
+                if is_compute(instr) and end > start
+            ]
+        )
     return rows
 
 
 def label(schedule: Schedule, instr: Instr) -> str:
     """Return the name of a pass, without the stage where each rank holds only one."""
-    return "&".join(f"{kind}{mb}" if schedule.one_stage_each else f"{stage}{kind}{mb}"
-                    for kind, stage, mb in parts(instr))
+    return "&".join(
+        f"{kind}{mb}" if schedule.one_stage_each else f"{stage}{kind}{mb}"
+        for kind, stage, mb in parts(instr)
+    )
 
 
 def round_times(first: Number, last: Number, least: Number) -> Iterator[Number]:
@@ -119,8 +127,10 @@ def grid(timeline: Timeline, width: int = WIDTH, book: bool = False) -> str:
     heads = [f"worker {pp_rank + book} " for pp_rank in range(len(rows))]
     if book:
         heads.reverse()
-        rows = [[cell._replace(text=book_label(timeline.schedule, cell.instr)) for cell in row]
-                for row in reversed(rows)]
+        rows = [
+            [cell._replace(text=book_label(timeline.schedule, cell.instr)) for cell in row]
+            for row in reversed(rows)
+        ]
     head_width = len(max(heads, key=len))
     room = width - head_width
     scale: Number
@@ -157,6 +167,7 @@ def book_label(schedule: Schedule, instr: Instr) -> str:
 
 def named_line(row: list[Cell], length: int, scale: Number, unit: int) -> str:
     """Return a worker's line that names every pass, with a dot for each unit of idle time."""
+
     def idle(length: int) -> str:
         return (".".ljust(unit) * length)[:length]
 
@@ -209,43 +220,61 @@ def symbols(timeline: Timeline, width: int = WIDTH) -> str:
     blocks = []
     for first in range(0, len(columns), together):
         lines = zip(head, *columns[first : first + together], strict=True)
-        blocks.append("\n".join(
-            (stamp.ljust(head_width) + "".join(text.ljust(column_width) for text in texts)).rstrip()
-            for stamp, *texts in lines
-            if any(texts)
-        ))
+        blocks.append(
+            "\n".join(
+                (
+                    stamp.ljust(head_width) + "".join(text.ljust(column_width) for text in texts)
+                ).rstrip()
+                for stamp, *texts in lines
+                if any(texts)
+            )
+        )
     return "\n\n".join(blocks)
 
 
 def notation(schedule: Schedule) -> str:
     """Return what the symbols mean, compared with the notation of textbooks that number blocks."""
     kinds = {instr.kind for program in schedule.programs for instr in program}
-    words = {"F": "F_k is the forward pass of microbatch k", "B": "B_k its backward pass",
-             "I": "I_k its input gradient", "W": "W_k its weight gradient"}
-    meanings = ", ".join(text for kind, text in words.items()
-                         if kind in kinds or (kind in "FB" and "OVERLAP_F_B" in kinds))
+    words = {
+        "F": "F_k is the forward pass of microbatch k",
+        "B": "B_k its backward pass",
+        "I": "I_k its input gradient",
+        "W": "W_k its weight gradient",
+    }
+    meanings = ", ".join(
+        text
+        for kind, text in words.items()
+        if kind in kinds or (kind in "FB" and "OVERLAP_F_B" in kinds)
+    )
     lines = [f"{meanings}. The column says on which worker."]
     if not schedule.one_stage_each:
         lines.append("F_k^s is that of stage s, where a worker holds several stages.")
-    lines.append("Some textbooks write B_l for block l, with an arrow for the direction.\n"
-                 "Their B_l up is F here, in the column of the worker that holds block l.\n"
-                 "Their B_l down is the backward pass there: B, or I and W.")
+    lines.append(
+        "Some textbooks write B_l for block l, with an arrow for the direction.\n"
+        "Their B_l up is F here, in the column of the worker that holds block l.\n"
+        "Their B_l down is the backward pass there: B, or I and W."
+    )
     return "\n".join(lines)
 
 
 def book_notation(schedule: Schedule) -> str:
     """Return what the marks of a textbook's drawing mean, and where mpipar counts differently."""
-    mark, of = ("Bl,k", "block l for microbatch k") if schedule.num_microbatches > 1 else (
-        "Bl", "block l")
-    return (f"{mark}{ARROWS['F']} is the forward pass of {of}, {mark}{ARROWS['B']} its backward"
-            " pass.\nBlocks and workers count from 1 here: worker 1 is worker 0 elsewhere, and"
-            " block 1 is stage 0.")
+    mark, of = (
+        ("Bl,k", "block l for microbatch k") if schedule.num_microbatches > 1 else ("Bl", "block l")
+    )
+    return (
+        f"{mark}{ARROWS['F']} is the forward pass of {of}, {mark}{ARROWS['B']} its backward"
+        " pass.\nBlocks and workers count from 1 here: worker 1 is worker 0 elsewhere, and"
+        " block 1 is stage 0."
+    )
 
 
 def symbol(schedule: Schedule, instr: Instr) -> str:
     """Return F_k, or F_k^stage where a rank holds several stages."""
-    return " & ".join(f"{kind}_{mb}" if schedule.one_stage_each else f"{kind}_{mb}^{stage}"
-                      for kind, stage, mb in parts(instr))
+    return " & ".join(
+        f"{kind}_{mb}" if schedule.one_stage_each else f"{kind}_{mb}^{stage}"
+        for kind, stage, mb in parts(instr)
+    )
 
 
 # As a picture.
@@ -272,8 +301,10 @@ def svg(timeline: Timeline, title: str, moving: bool = False) -> str:
     ]
     x = LEFT
     for names, text in legend:
-        elements += [f'<rect x="{x + 14 * k}" y="24" width="12" height="12" class="{name}"/>'
-                  for k, name in enumerate(names)]
+        elements += [
+            f'<rect x="{x + 14 * k}" y="24" width="12" height="12" class="{name}"/>'
+            for k, name in enumerate(names)
+        ]
         x += 14 * len(names) + 2
         elements.append(f'<text x="{x}" y="34">{escape(text)}</text>')
         x += ceil(CHARACTER * len(text)) + LEGEND
@@ -282,29 +313,38 @@ def svg(timeline: Timeline, title: str, moving: bool = False) -> str:
         elements.append(f'<text x="4" y="{y + 16}">worker {pp_rank}</text>')
         area = f'x="{LEFT}" y="{y}" width="{width:.2f}" height="{ROW - 4}"'
         elements.append(f'<rect {area} class="area"/>')
-    passes = [part for pp_rank, row in enumerate(rows) for cell in row
-              for part in box(cell, TOP + ROW * pp_rank, scale)]
+    passes = [
+        part
+        for pp_rank, row in enumerate(rows)
+        for cell in row
+        for part in box(cell, TOP + ROW * pp_rank, scale)
+    ]
     passes += arrows(timeline.schedule, rows, scale)
     elements += shown_in_time(passes, width, ROW * len(rows)) if moving else passes
     least = max(TICK, CHARACTER * (len(short_number(timeline.makespan)) + 2) + 8) / scale
-    elements += [f'<text x="{LEFT + float(time) * scale:.2f}" y="{TOP + ROW * len(rows) + 14}"'
-              f' text-anchor="middle">{short_number(time)}</text>'
-              for time in round_times(0, timeline.makespan, least)]
+    elements += [
+        f'<text x="{LEFT + float(time) * scale:.2f}" y="{TOP + ROW * len(rows) + 14}"'
+        f' text-anchor="middle">{short_number(time)}</text>'
+        for time in round_times(0, timeline.makespan, least)
+    ]
     return "\n".join([*elements, "</svg>", ""])
 
 
 def shown_in_time(passes: list[str], width: float, height: int) -> list[str]:
     """Return the passes, clipped at a line that moves to the right."""
-    clock = (f'dur="{STEP_SECONDS}s" repeatCount="{REPEATS}" fill="freeze" '
-             f'keyTimes="0;{DONE};1" values=')
+    clock = (
+        f'dur="{STEP_SECONDS}s" repeatCount="{REPEATS}" fill="freeze" keyTimes="0;{DONE};1" values='
+    )
     past = (
         f'<clipPath id="past"><rect x="0" y="0" width="{LEFT + width:.0f}" height="{TOP + height}">'
         f'<animate attributeName="width" {clock}"{LEFT};{LEFT + width:.0f};{LEFT + width:.0f}"/>'
-        "</rect></clipPath>")
+        "</rect></clipPath>"
+    )
     line = (
         f'<path class="message" d="M{LEFT} {TOP - 4}V{TOP + height}">'
         f'<animateTransform attributeName="transform" type="translate" {clock}'
-        f'"0;{width:.0f};{width:.0f}"/></path>')
+        f'"0;{width:.0f};{width:.0f}"/></path>'
+    )
     return [past, '<g clip-path="url(#past)">', *passes, "</g>", line]
 
 
@@ -318,8 +358,11 @@ def legend_entries(timeline: Timeline, rows: list[list[Cell]]) -> Legend:
     used: dict[str, set[bool]] = {}
     for cell in (cell for row in rows for cell in row):
         used.setdefault(cell.instr.kind, set()).add(cell.late)
-    entries: Legend = [(tuple(f"{kind}{' late' * late}" for late in sorted(used[kind])), text)
-                       for kind, text in WORDS.items() if kind in used]
+    entries: Legend = [
+        (tuple(f"{kind}{' late' * late}" for late in sorted(used[kind])), text)
+        for kind, text in WORDS.items()
+        if kind in used
+    ]
     if any(len(shades) > 1 for shades in used.values()):
         entries.append(((), "darker: later stages of a worker"))
     if any(timeline.global_bubble):
@@ -329,10 +372,14 @@ def legend_entries(timeline: Timeline, rows: list[list[Cell]]) -> Legend:
 
 def drawing_width(timeline: Timeline, rows: list[list[Cell]], legend: Legend, title: str) -> float:
     """Return the pixels for the passes; all labels fit unless that takes more than WIDEST."""
-    needed = max((LETTER * len(cell.text) + 4) * float(timeline.makespan / (cell.end - cell.start))
-                 for row in rows for cell in row)
-    words = sum(14 * len(names) + 2 + ceil(CHARACTER * len(text)) + LEGEND
-                for names, text in legend)
+    needed = max(
+        (LETTER * len(cell.text) + 4) * float(timeline.makespan / (cell.end - cell.start))
+        for row in rows
+        for cell in row
+    )
+    words = sum(
+        14 * len(names) + 2 + ceil(CHARACTER * len(text)) + LEGEND for names, text in legend
+    )
     return max(NARROWEST, words - LEGEND, 1.2 * CHARACTER * len(title), min(needed, WIDEST))
 
 
@@ -348,8 +395,10 @@ def arrows(schedule: Schedule, rows: list[list[Cell]], scale: float) -> list[str
                 y1 = TOP + ROW * message.source + (ROW - 4) * down
                 y2 = TOP + ROW * message.target + (ROW - 4) * (not down)
                 x1, x2 = (LEFT + float(time) * scale for time in (ends[message], cell.start))
-                found.append(f'<path class="message" marker-end="url(#head)" '
-                             f'd="M{x1:.1f} {y1}L{x2:.1f} {y2}"/>')
+                found.append(
+                    f'<path class="message" marker-end="url(#head)" '
+                    f'd="M{x1:.1f} {y1}L{x2:.1f} {y2}"/>'
+                )
     return found if len(found) <= MOST_ARROWS else []
 
 

@@ -38,9 +38,13 @@ def forward_only(schedule: Schedule, mbs: Collection[int]) -> Schedule:
     Evaluation and generation run them.
     """
     programs = tuple(
-        tuple(instr._replace(kind="F", stage_b=-1, mb_b=-1) for instr in program
-              if instr.kind in ("F", "OVERLAP_F_B") and instr.mb in mbs)
-        for program in schedule.programs)
+        tuple(
+            instr._replace(kind="F", stage_b=-1, mb_b=-1)
+            for instr in program
+            if instr.kind in ("F", "OVERLAP_F_B") and instr.mb in mbs
+        )
+        for program in schedule.programs
+    )
     return replace(schedule, programs=programs, wired=False)
 
 
@@ -102,8 +106,16 @@ class Engine:
     when a pass enters and leaves a unit, see `layers/units.py`.
     """
 
-    def __init__(self, ops: Any, stages: dict[int, Stage], schedule: Schedule, comm: Comm,
-                 recorder: Recorder, gradsync: Gradients, weights: Weights):
+    def __init__(
+        self,
+        ops: Any,
+        stages: dict[int, Stage],
+        schedule: Schedule,
+        comm: Comm,
+        recorder: Recorder,
+        gradsync: Gradients,
+        weights: Weights,
+    ):
         self.ops, self.stages, self.schedule = ops, stages, schedule
         self.comm, self.recorder, self.gradsync = comm, recorder, gradsync
         self.weights = weights
@@ -115,8 +127,13 @@ class Engine:
             for one in (schedule, forward_only(schedule, range(schedule.num_microbatches))):
                 check_lanes(one)
 
-    def run(self, program: Sequence[Instr], get_batch: Callable[[int], Any], training: bool = True,
-            caches: dict[Key, Any] | None = None) -> dict[int, Array]:
+    def run(
+        self,
+        program: Sequence[Instr],
+        get_batch: Callable[[int], Any],
+        training: bool = True,
+        caches: dict[Key, Any] | None = None,
+    ) -> dict[int, Array]:
         """Run one program; return the last stage's outputs by microbatch, {} on other ranks.
 
         get_batch(mb) returns the rows of a microbatch. With training=False nothing is kept for a
@@ -208,14 +225,20 @@ class Engine:
         shape = self.stages[message.stage].in_shape(self._batch(message.mb))
         buffer = self.ops.empty(shape, label="buffers")
         self.inbox[message] = self.comm.irecv(
-            buffer, message.source, self._tag(*message[:3]), NAME_OF[message.direction])
+            buffer, message.source, self._tag(*message[:3]), NAME_OF[message.direction]
+        )
 
     def _send(self, instr: Instr) -> None:
         """Post the send of a stage's result."""
         _, (message,) = neighbours(self.schedule, instr)
-        self.sending.append(self.comm.isend(
-            self.outbox.pop(message), message.target, self._tag(*message[:3]),
-            NAME_OF[message.direction]))
+        self.sending.append(
+            self.comm.isend(
+                self.outbox.pop(message),
+                message.target,
+                self._tag(*message[:3]),
+                NAME_OF[message.direction],
+            )
+        )
 
     def _take(self, instr: Instr) -> Array:
         """Return a stage's input, received or from a stage here; None at the model's ends."""

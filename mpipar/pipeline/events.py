@@ -141,8 +141,9 @@ class Events:
         share = self.costs.sending
         if not share:
             return 0
-        left = sum(max(0, free - self.now)
-                   for (source, _), free in self.free.items() if source == pp_rank)
+        left = sum(
+            max(0, free - self.now) for (source, _), free in self.free.items() if source == pp_rank
+        )
         if work < left * (1 - share):  # the part ends first
             left = work / (1 - share)
         return share * left
@@ -163,7 +164,8 @@ class Events:
         for message in on_wire(self.schedule, instr)[1]:
             self.messages[pp_rank] += 1
             if not self.rendezvous or (
-                    message in self.open and message.target not in self.computing):
+                message in self.open and message.target not in self.computing
+            ):
                 self._depart(message)
             else:
                 self.asking[message.target].append(message)

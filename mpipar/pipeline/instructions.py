@@ -143,9 +143,15 @@ class Message(NamedTuple):
 
 # By kind: the direction of its messages, whether it takes the one that enters its stage, and
 # whether it gives the one that leaves it.
-ENDS = {"F": ("F", True, True), "B": ("B", True, True), "I": ("B", True, True),
-        "RECV_F": ("F", True, False), "SEND_F": ("F", False, True),
-        "RECV_B": ("B", True, False), "SEND_B": ("B", False, True)}
+ENDS = {
+    "F": ("F", True, True),
+    "B": ("B", True, True),
+    "I": ("B", True, True),
+    "RECV_F": ("F", True, False),
+    "SEND_F": ("F", False, True),
+    "RECV_B": ("B", True, False),
+    "SEND_B": ("B", False, True),
+}
 
 
 def neighbours(schedule: Schedule, instr: Instr) -> tuple[list[Message], list[Message]]:
@@ -184,8 +190,10 @@ def on_wire(schedule: Schedule, instr: Instr) -> tuple[list[Message], list[Messa
 
     A pass waits. Its results leave at once or, in a wired schedule, at their SEND.
     """
-    taken, given = ([message for message in messages if message.is_remote]
-                    for messages in neighbours(schedule, instr))
+    taken, given = (
+        [message for message in messages if message.is_remote]
+        for messages in neighbours(schedule, instr)
+    )
     leaves_here = not (schedule.wired and is_compute(instr))
     return taken if is_compute(instr) else [], given if leaves_here else []
 
@@ -227,6 +235,7 @@ def with_weights_kept(program: Sequence[Instr]) -> list[Instr]:
     for place, instr in enumerate(program):
         found += [Instr("UNSHARD", stage) for stage, all_of in places.items() if all_of[0] == place]
         found.append(instr)
-        found += [Instr("RESHARD", stage) for stage, all_of in places.items()
-                  if all_of[-1] == place]
+        found += [
+            Instr("RESHARD", stage) for stage, all_of in places.items() if all_of[-1] == place
+        ]
     return found

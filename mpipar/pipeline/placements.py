@@ -38,11 +38,17 @@ ONE_WAY = Form("2m(p-1)", lambda n: 2 * n.m * (n.p - 1))
 PLACEMENTS = {
     "linear": Placement((lambda s, p: s,), ONE_WAY),
     # Down the ranks and back up, so the first rank holds the first and the last stage.
-    "v": Placement((lambda s, p: min(s, 2 * p - 1 - s),), chunks=2,
-                   messages=Form("4m(p-1)", lambda n: 4 * n.m * (n.p - 1))),
+    "v": Placement(
+        (lambda s, p: min(s, 2 * p - 1 - s),),
+        chunks=2,
+        messages=Form("4m(p-1)", lambda n: 4 * n.m * (n.p - 1)),
+    ),
     "looped": Placement(
-        (lambda s, p: s % p,), chunks=2, free=True,
-        messages=Form("2m(pv-1)", lambda n: 2 * n.m * (n.p * n.v - 1) if n.p > 1 else 0)),
+        (lambda s, p: s % p,),
+        chunks=2,
+        free=True,
+        messages=Form("2m(pv-1)", lambda n: 2 * n.m * (n.p * n.v - 1) if n.p > 1 else 0),
+    ),
     # Each half of the microbatches enters at a different end of the ranks.
     "mirror": Placement((lambda s, p: s, lambda s, p: p - 1 - s), ONE_WAY),
 }

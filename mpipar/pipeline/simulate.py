@@ -69,15 +69,24 @@ def simulate(schedule: Schedule, costs: Costs) -> Timeline:
     check_programs(schedule)
     wired = schedule
     if costs.is_rendezvous() and not schedule.wired:  # it then matters when receives are posted
-        wired = replace(schedule, wired=True, programs=tuple(
-            tuple(lower(schedule, pp_rank)) for pp_rank in range(schedule.pp_size)))
+        wired = replace(
+            schedule,
+            wired=True,
+            programs=tuple(tuple(lower(schedule, pp_rank)) for pp_rank in range(schedule.pp_size)),
+        )
     events = Events(wired, costs, durations(schedule, costs))
     events.run()
-    spans = tuple(tuple(span for span in spans
-                        if schedule.wired or span.instr.kind not in WIRE_KINDS)
-                  for spans in events.spans)
-    return Timeline(schedule, spans, tuple(map(peak_stash, schedule.programs)),
-                    tuple(peak_stash_bytes(schedule, costs)), tuple(events.messages))
+    spans = tuple(
+        tuple(span for span in spans if schedule.wired or span.instr.kind not in WIRE_KINDS)
+        for spans in events.spans
+    )
+    return Timeline(
+        schedule,
+        spans,
+        tuple(map(peak_stash, schedule.programs)),
+        tuple(peak_stash_bytes(schedule, costs)),
+        tuple(events.messages),
+    )
 
 
 def durations(schedule: Schedule, costs: Costs) -> Callable[[Instr], Number]:

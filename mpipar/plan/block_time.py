@@ -35,7 +35,8 @@ BESIDE = 0.5  # of gathers for weight gradients: they overlap with other product
 # Bytes of what crosses memory: the widened activation, q, logits, and scores where they are stored.
 EXPERT_ROWS = "B*T*k"  # of the products of experts: a token has one for each of its experts
 BYTES = {("B*T", widths): array("B*T", widths) for widths in ("f", "ff", "Q", "v")} | {
-    (EXPERT_ROWS, widths): array(EXPERT_ROWS, widths) for widths in ("g", "gg", "D")}
+    (EXPERT_ROWS, widths): array(EXPERT_ROWS, widths) for widths in ("g", "gg", "D")
+}
 SCORE_BYTES = array("B*T*A", "h")
 
 
@@ -98,12 +99,16 @@ def elementwise_rate(cluster: Cluster, stack: Stack) -> float:
     return cluster.hbm_gbytes_s * 1e9 / stack.on(cluster).elementwise
 
 
-def product_seconds(m: float, n: float, k: float, cluster: Cluster, stack: Stack,
-                    more: float = 0.0) -> float:
+def product_seconds(
+    m: float, n: float, k: float, cluster: Cluster, stack: Stack, more: float = 0.0
+) -> float:
     """Return the seconds of a product (m, k) x (k, n). more: sizes of further experts' matrices."""
     numbers = m * k + k * n + m * n + more
-    return (cluster.product_us * 1e-6 + 2 * m * n * k / product_rate(cluster, stack)
-            + stack.number_bytes * numbers / (cluster.product_gbytes_s * 1e9))
+    return (
+        cluster.product_us * 1e-6
+        + 2 * m * n * k / product_rate(cluster, stack)
+        + stack.number_bytes * numbers / (cluster.product_gbytes_s * 1e9)
+    )
 
 
 def product_times(cost: Cost, sizes: Letters, cluster: Cluster, stack: Stack) -> list[float]:
@@ -113,8 +118,9 @@ def product_times(cost: Cost, sizes: Letters, cluster: Cluster, stack: Stack) ->
         n = prod(map(sizes.__getitem__, rows.split("*")))
         depth, columns = (sum(map(sizes.__getitem__, side)) for side in (inner, outer))
         more = (sizes["x"] - 1) * depth * columns if rows == EXPERT_ROWS else 0.0
-        for way, order in enumerate(((n, columns, depth), (n, depth, columns),
-                                     (columns, depth, n))):
+        for way, order in enumerate(
+            ((n, columns, depth), (n, depth, columns), (columns, depth, n))
+        ):
             found[way] += product_seconds(*order, cluster, stack, more)
     return found
 
@@ -142,15 +148,20 @@ def block_times(shape: Shape, layout: Layout, cluster: Cluster, stack: Stack) ->
     found = [passes_of(cost, sizes, stream, layout, cluster, stack) for _, cost in blocks]
     if len(found) > 1:
         shares = [share for share, _ in blocks]
-        found = [[reduce(Times.plus, map(Times.times, passes, shares))
-                  for passes in zip(*found, strict=True)]]
+        found = [
+            [
+                reduce(Times.plus, map(Times.times, passes, shares))
+                for passes in zip(*found, strict=True)
+            ]
+        ]
     head = head_times(units.head, sizes, cluster, stack)
     block = BlockTimes(*found[0], head._replace(tp=found[0][0].tp))
     return with_gathers(shape, layout, cluster, stack, block) if layout.zero > 1 else block
 
 
-def passes_of(cost: Cost, sizes: Letters, stream: float, layout: Layout, cluster: Cluster,
-              stack: Stack) -> list[Times]:
+def passes_of(
+    cost: Cost, sizes: Letters, stream: float, layout: Layout, cluster: Cluster, stack: Stack
+) -> list[Times]:
     """Return forward, input gradient, weight gradient of a block, and what recomputation adds.
 
     stream: bytes of the activations between blocks.
@@ -161,25 +172,47 @@ def passes_of(cost: Cost, sizes: Letters, stream: float, layout: Layout, cluster
     *_, (rows, _, up), _ = cost.products  # before the last one is what widens
     wide, heads = (value(BYTES[one], sizes) for one in ((rows, up), ("B*T", "Q")))
     routed = value(BYTES[rows, "D"], sizes) if rows == EXPERT_ROWS else 0.0
-    elementwise = [(STREAM[way] * stream + WIDE[way] * wide + HEADS[way] * heads
-                    + ROUTED[way] * routed) / memory for way in (0, 1)]
+    elementwise = [
+        (STREAM[way] * stream + WIDE[way] * wide + HEADS[way] * heads + ROUTED[way] * routed)
+        / memory
+        for way in (0, 1)
+    ]
     start = stack.on(cluster).starts_us * 1e-6
-    barriers = {(axis, phase): [one for one in cost.barriers
-                                if (one.axis, one.phase) == (axis, phase)]
-                for axis, phase in product(("tp", "expert"), "FIW")}
-    tp = {phase: sum(barrier_seconds(one, sizes, cluster, layout.tp)
-                     for one in barriers["tp", phase]) for phase in "FIW"}
-    ep = {phase: sum(expert_seconds(one, sizes, layout, cluster)
-                     for one in barriers["expert", phase]) for phase in "FI"}
+    barriers = {
+        (axis, phase): [one for one in cost.barriers if (one.axis, one.phase) == (axis, phase)]
+        for axis, phase in product(("tp", "expert"), "FIW")
+    }
+    tp = {
+        phase: sum(barrier_seconds(one, sizes, cluster, layout.tp) for one in barriers["tp", phase])
+        for phase in "FIW"
+    }
+    ep = {
+        phase: sum(expert_seconds(one, sizes, layout, cluster) for one in barriers["expert", phase])
+        for phase in "FI"
+    }
     cp = context_seconds(cost, sizes, layout, cluster, attention)
-    launched = {phase: start * (1 + BARRIER * len(barriers["tp", phase]) * (layout.tp > 1))
-                for phase in "FI"}
-    f = started(launched["F"], Times(products[0], attention[0], elementwise[0] + scores[0], 0.0,
-                                     tp["F"], cp[0], ep["F"]))
-    i = started(launched["I"], Times(products[1], attention[1], elementwise[1] + scores[1], 0.0,
-                                     tp["I"], cp[1], ep["I"]))
-    w = started(start, Times(products[2], 0.0, adding_seconds(cost, sizes, layout, cluster, stack),
-                             0.0, tp["W"] * BESIDE))
+    launched = {
+        phase: start * (1 + BARRIER * len(barriers["tp", phase]) * (layout.tp > 1))
+        for phase in "FI"
+    }
+    f = started(
+        launched["F"],
+        Times(products[0], attention[0], elementwise[0] + scores[0], 0.0, tp["F"], cp[0], ep["F"]),
+    )
+    i = started(
+        launched["I"],
+        Times(products[1], attention[1], elementwise[1] + scores[1], 0.0, tp["I"], cp[1], ep["I"]),
+    )
+    w = started(
+        start,
+        Times(
+            products[2],
+            0.0,
+            adding_seconds(cost, sizes, layout, cluster, stack),
+            0.0,
+            tp["W"] * BESIDE,
+        ),
+    )
     selected = Times(attention=attention[0], elementwise=scores[0])
     if stack.fused:
         half = Times(products[0] / 2, elementwise=elementwise[0])
@@ -187,8 +220,9 @@ def passes_of(cost: Cost, sizes: Letters, stream: float, layout: Layout, cluster
     return [f, i, w, {"none": Times(), "block": f, "attention": selected}[layout.recompute]]
 
 
-def adding_seconds(cost: Cost, sizes: Letters, layout: Layout, cluster: Cluster,
-                   stack: Stack) -> float:
+def adding_seconds(
+    cost: Cost, sizes: Letters, layout: Layout, cluster: Cluster, stack: Stack
+) -> float:
     """Return the seconds of adding a microbatch's weight gradients to those of the step in memory.
 
     Where weights are sharded, gradients are sent away instead.
@@ -228,8 +262,10 @@ def context_seconds(cost: Cost, sizes: Letters, layout: Layout, cluster: Cluster
         return 0.0, 0.0
     ring = next(one for one in cost.barriers if (one.axis, one.phase) == ("cp", "F"))
     hop = exchange(cluster, ring.payload(sizes, layout.cp), layout.tp)
-    return tuple((layout.cp - 1) * beside(often * hop, part / layout.cp)
-                 for often, part in zip((1, 2), attention, strict=True))
+    return tuple(
+        (layout.cp - 1) * beside(often * hop, part / layout.cp)
+        for often, part in zip((1, 2), attention, strict=True)
+    )
 
 
 def beside(moved: float, window: float) -> float:
@@ -249,9 +285,13 @@ def head_times(head: Cost, sizes: Letters, cluster: Cluster, stack: Stack) -> Ti
     moved, slower = LOGITS * value(BYTES["B*T", "v"], sizes), 1.0
     if not stack.pads and sizes["v"] % 1 == 0 and sizes["v"] % ALIGNED:
         slower = 1 / UNALIGNED
-    return started(stack.on(cluster).starts_us * 1e-6, Times(
-        slower * sum(product_times(head, sizes, cluster, stack)),
-        elementwise=moved / elementwise_rate(cluster, stack)))
+    return started(
+        stack.on(cluster).starts_us * 1e-6,
+        Times(
+            slower * sum(product_times(head, sizes, cluster, stack)),
+            elementwise=moved / elementwise_rate(cluster, stack),
+        ),
+    )
 
 
 def with_gathers(shape, layout, cluster, stack, block: BlockTimes) -> BlockTimes:
@@ -265,15 +305,19 @@ def with_gathers(shape, layout, cluster, stack, block: BlockTimes) -> BlockTimes
     arrays = stack.arrays or 1
     gather = arrays * sum(
         all_gather(cluster, one.elements * stack.number_bytes / arrays, one.ranks, one.stride)
-        for one in segments(shape, layout, 1))
+        for one in segments(shape, layout, 1)
+    )
     scatter = gather * stack.wire_bytes / stack.number_bytes
     copies = stack.arrays * layout.data_ranks * cluster.product_us * 1e-6
     often = 1.0 if layout.zero == 3 else 1 / layout.num_microbatches
 
     def added(moved: float, window: float) -> float:
         return often * (beside(moved, window) if stack.overlap else moved)
+
     gather, scatter = gather + copies, scatter + copies
     f, i = block.f, block.i
     backward = i.total + block.w.total + block.again.total
-    return block._replace(f=f._replace(gathers=added(gather, f.total)),
-                          i=i._replace(gathers=added(gather + scatter, backward)))
+    return block._replace(
+        f=f._replace(gathers=added(gather, f.total)),
+        i=i._replace(gathers=added(gather + scatter, backward)),
+    )

@@ -20,8 +20,15 @@ from mpipar.plan.script import CALL, WAIT, Call, Script
 VERSION = "0.0.4"  # of the schema
 COMP_NODE, COMM_SEND_NODE, COMM_RECV_NODE, COMM_COLL_NODE = 4, 5, 6, 7  # NodeType
 COLLECTIVES = {  # CollectiveCommType
-    "all_reduce": 0, "reduce": 1, "all_gather": 2, "broadcast": 5, "all_to_all": 6,
-    "all_to_allv": 6, "reduce_scatter": 7, "barrier": 9}
+    "all_reduce": 0,
+    "reduce": 1,
+    "all_gather": 2,
+    "broadcast": 5,
+    "all_to_all": 6,
+    "all_to_allv": 6,
+    "reduce_scatter": 7,
+    "barrier": 9,
+}
 MESSAGES = {"send": COMM_SEND_NODE, "recv": COMM_RECV_NODE}
 # Field numbers of Node, of AttributeProto and its kinds of values, and of GlobalMetadata.
 NODE_ID, NODE_NAME, NODE_TYPE, NODE_DATA_DEPS, NODE_DURATION, NODE_ATTR = 1, 2, 3, 5, 7, 10
@@ -103,9 +110,11 @@ def trace_of(script: Script, groups: Groups, gflops: float | None) -> Iterator[b
             call, node = script.calls[event.number], next(numbers)
             ranks = script.groups[call.record.axis]
             kind = MESSAGES.get(call.record.operation, COMM_COLL_NODE)
-            made = (_message(call, ranks, script.world_rank, axes[call.record.axis])
-                    if call.record.operation in POINT_TO_POINT
-                    else _collective(call, len(ranks), groups.number(ranks)))
+            made = (
+                _message(call, ranks, script.world_rank, axes[call.record.axis])
+                if call.record.operation in POINT_TO_POINT
+                else _collective(call, len(ranks), groups.number(ranks))
+            )
             yield framed(_node(node, call.record.name, kind, after) + made)
             posted[event.number] = node
             after = after if call.posted else {node: None}
@@ -116,16 +125,18 @@ def trace_of(script: Script, groups: Groups, gflops: float | None) -> Iterator[b
 def _node(number: int, name: str, kind: int, after: dict[int, None]) -> bytes:
     """Return what every node has."""
     deps = piece(NODE_DATA_DEPS, b"".join(map(varint, after))) if after else b""
-    return (whole(NODE_ID, number) + piece(NODE_NAME, name.encode()) + whole(NODE_TYPE, kind)
-            + deps)
+    return whole(NODE_ID, number) + piece(NODE_NAME, name.encode()) + whole(NODE_TYPE, kind) + deps
 
 
 def _computing(flops: int, gflops: float | None) -> bytes:
     """Return the attributes of a compute node. Its one byte of tensors means: only FLOPs count."""
-    duration = b"" if gflops is None else whole(
-        NODE_DURATION, max(1, round(flops / gflops * 1e-3)))
-    return (duration + attribute("is_cpu_op", BOOL, 0) + attribute("num_ops", INT64, flops)
-            + attribute("tensor_size", UINT64, 1))
+    duration = b"" if gflops is None else whole(NODE_DURATION, max(1, round(flops / gflops * 1e-3)))
+    return (
+        duration
+        + attribute("is_cpu_op", BOOL, 0)
+        + attribute("num_ops", INT64, flops)
+        + attribute("tensor_size", UINT64, 1)
+    )
 
 
 def _message(call: Call, ranks: tuple[int, ...], own: int, group: int) -> bytes:
@@ -135,14 +146,20 @@ def _message(call: Call, ranks: tuple[int, ...], own: int, group: int) -> bytes:
     assert group < 1 << GROUP_BITS, group
     peer = ranks[record.peer]
     source, target = (own, peer) if record.operation == "send" else (peer, own)
-    return (attribute("is_cpu_op", BOOL, 0)
-            + attribute("comm_size", INT64, record.payload_bytes)
-            + attribute("comm_src", INT32, source) + attribute("comm_dst", INT32, target)
-            + attribute("comm_tag", INT32, group << TAG_BITS | record.tag))
+    return (
+        attribute("is_cpu_op", BOOL, 0)
+        + attribute("comm_size", INT64, record.payload_bytes)
+        + attribute("comm_src", INT32, source)
+        + attribute("comm_dst", INT32, target)
+        + attribute("comm_tag", INT32, group << TAG_BITS | record.tag)
+    )
 
 
 def _collective(call: Call, q: int, group: str) -> bytes:
     """Return the attributes of a collective."""
-    return (attribute("is_cpu_op", BOOL, 0)
-            + attribute("comm_type", INT64, COLLECTIVES[call.record.operation])
-            + attribute("comm_size", INT64, put_in(call, q)) + attribute("pg_name", STRING, group))
+    return (
+        attribute("is_cpu_op", BOOL, 0)
+        + attribute("comm_type", INT64, COLLECTIVES[call.record.operation])
+        + attribute("comm_size", INT64, put_in(call, q))
+        + attribute("pg_name", STRING, group)
+    )

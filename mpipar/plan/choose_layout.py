@@ -60,8 +60,13 @@ def choose(configs: list[Config], machine: Machine) -> tuple[Config, list[str]]:
     if not judged:
         raise UsageError([f"--layout auto: {name}: {reason}" for name, reason in rejected.items()])
     first = min(judged, key=lambda place: judged[place].total)
-    notes = [(f"--layout auto: {words(ranked[first].config)} has the shortest predicted step of"
-              f" {len(configs)} layouts"), ranking(ranked, judged, first, rejected)]
+    notes = [
+        (
+            f"--layout auto: {words(ranked[first].config)} has the shortest predicted step of"
+            f" {len(configs)} layouts"
+        ),
+        ranking(ranked, judged, first, rejected),
+    ]
     if judged[first].extrapolated:
         notes.append(f"extrapolated, not measured: {'; '.join(judged[first].extrapolated)}")
     return ranked[first].config, [*notes, *schedule_notes(ranked[first], machine)]
@@ -76,9 +81,12 @@ def scheduled(config: Config, machine: Machine) -> Scheduled:
         seconds = simulate(schedule, costs.merged(unit_counts(config, schedule))).makespan
         return Scheduled(config, float(seconds), ())
     name, considered = choose_schedule(
-        grid.pp, grid.num_microbatches,
+        grid.pp,
+        grid.num_microbatches,
         lambda schedule: costs.merged(unit_counts(config, schedule)),
-        config.run.memory_limit or float("inf"), grid.chunks)
+        config.run.memory_limit or float("inf"),
+        grid.chunks,
+    )
     return Scheduled(with_schedule_name(config, name), float(considered[0].makespan), considered)
 
 
@@ -92,8 +100,10 @@ def fitting_estimate(config: Config, machine: Machine) -> StepEstimate:
     """Return the predicted step. Raises UsageError if a rank needs more than --memory-limit."""
     step, limit = step_estimate(machine, config), config.run.memory_limit
     if limit is not None and step.peak_bytes > limit:
-        raise UsageError(f"its fullest rank needs {nbytes(step.peak_bytes)}, and --memory-limit is"
-                         f" {nbytes(limit)}")
+        raise UsageError(
+            f"its fullest rank needs {nbytes(step.peak_bytes)}, and --memory-limit is"
+            f" {nbytes(limit)}"
+        )
     return step
 
 
@@ -102,32 +112,60 @@ def words(config: Config) -> str:
     return sizes_text(vars(config.grid))
 
 
-def ranking(ranked: list[Scheduled], judged: dict[int, StepEstimate], first: int,
-            rejected: dict[str, str]) -> str:
+def ranking(
+    ranked: list[Scheduled], judged: dict[int, StepEstimate], first: int, rejected: dict[str, str]
+) -> str:
     """Return the table of layouts: the chosen one, the others by step, and why the rest are out."""
-    rows = [("layout", "schedule", "predicted step", "passes", "sums", "update", "fullest rank",
-             "against the first")]
+    rows = [
+        (
+            "layout",
+            "schedule",
+            "predicted step",
+            "passes",
+            "sums",
+            "update",
+            "fullest rank",
+            "against the first",
+        )
+    ]
     best = judged[first]
     order = sorted(judged, key=lambda place: (place != first, judged[place].total))
     for place in order:
         step, one = judged[place], ranked[place]
-        rows.append((
-            words(one.config), one.config.grid.schedule, *(
-                f"{seconds * 1e3:.1f} ms"
-                for seconds in (step.total, step.pipeline, step.barriers, step.update)),
-            nbytes(step.peak_bytes), "" if place == first else why_not(best, step)))
-    rows += [(words(one.config), one.config.grid.schedule, f"> {one.seconds * 1e3:.1f} ms",
-              *[""] * 4, "its passes alone take longer")
-             for place, one in enumerate(ranked)
-             if place not in judged and words(one.config) not in rejected]
+        rows.append(
+            (
+                words(one.config),
+                one.config.grid.schedule,
+                *(
+                    f"{seconds * 1e3:.1f} ms"
+                    for seconds in (step.total, step.pipeline, step.barriers, step.update)
+                ),
+                nbytes(step.peak_bytes),
+                "" if place == first else why_not(best, step),
+            )
+        )
+    rows += [
+        (
+            words(one.config),
+            one.config.grid.schedule,
+            f"> {one.seconds * 1e3:.1f} ms",
+            *[""] * 4,
+            "its passes alone take longer",
+        )
+        for place, one in enumerate(ranked)
+        if place not in judged and words(one.config) not in rejected
+    ]
     rows += [(name, *[""] * 6, reason) for name, reason in rejected.items()]
     return table(rows, left=2)
 
 
 def why_not(first: StepEstimate, other: StepEstimate) -> str:
     """Return how much longer a step is, and which part adds most."""
-    more = {"passes": other.pipeline - first.pipeline, "sums": other.barriers - first.barriers,
-            "update": other.update - first.update}
+    more = {
+        "passes": other.pipeline - first.pipeline,
+        "sums": other.barriers - first.barriers,
+        "update": other.update - first.update,
+    }
     worst = max(more, key=more.get)
     percent = 100 * (other.total / first.total - 1)
     return f"{percent:+.0f} %, most of it in {worst}"
@@ -137,8 +175,10 @@ def schedule_notes(one: Scheduled, machine: Machine) -> list[str]:
     """Return why this schedule was chosen, and caveats of its prediction."""
     grid, notes = one.config.grid, []
     if one.considered:
-        notes = [f"--schedule auto: {grid.schedule} has the shortest simulated step",
-                 schedules_table(one.considered)]
+        notes = [
+            f"--schedule auto: {grid.schedule} has the shortest simulated step",
+            schedules_table(one.considered),
+        ]
     if grid.num_ranks > machine.cores:
         notes.append(f"more ranks than cores: {EQUAL_SHARES}")
     return notes
@@ -149,6 +189,12 @@ def schedules_table(considered: tuple[Candidate, ...]) -> str:
     rows = [("schedule", "simulated step", "weights and stash", "")]
     for each in considered:
         known = each.makespan is not None
-        rows.append((each.name, f"{each.makespan * 1e3:.1f} ms" if known else "",
-                     nbytes(each.peak_bytes) if known else "", each.verdict))
+        rows.append(
+            (
+                each.name,
+                f"{each.makespan * 1e3:.1f} ms" if known else "",
+                nbytes(each.peak_bytes) if known else "",
+                each.verdict,
+            )
+        )
     return table(rows)

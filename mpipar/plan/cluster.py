@@ -76,22 +76,33 @@ class Cluster:
         share = self.peak_tflops[dtype] / self.peak_tflops[self.dtype_16]
         if share == 1:
             return self
-        return replace(self, product_tflops=self.product_tflops * share,
-                       attention_tflops=self.attention_tflops * share,
-                       ceiling_tflops=self.ceiling_tflops * share,
-                       basis=f"{self.basis}; {dtype} in proportion to its peak")
+        return replace(
+            self,
+            product_tflops=self.product_tflops * share,
+            attention_tflops=self.attention_tflops * share,
+            ceiling_tflops=self.ceiling_tflops * share,
+            basis=f"{self.basis}; {dtype} in proportion to its peak",
+        )
 
     def with_old_collectives(self) -> Cluster:
         """Return the same devices with libraries before 2023, which have only the later start."""
-        return replace(self, links=tuple(replace(
-            link, latency_us=OLD_START * link.latency_us) for link in self.links))
+        return replace(
+            self,
+            links=tuple(
+                replace(link, latency_us=OLD_START * link.latency_us) for link in self.links
+            ),
+        )
 
     def with_links(self, inner: float = 1.0, outer: float = 1.0) -> Cluster:
         """Return the same devices with links that many times as fast, within and between nodes."""
         first, *others = self.links
-        return replace(self, links=(
-            replace(first, gbytes_s=first.gbytes_s * inner),
-            *(replace(link, gbytes_s=link.gbytes_s * outer) for link in others)))
+        return replace(
+            self,
+            links=(
+                replace(first, gbytes_s=first.gbytes_s * inner),
+                *(replace(link, gbytes_s=link.gbytes_s * outer) for link in others),
+            ),
+        )
 
     def with_network(self, gbits_per_device: float) -> Cluster:
         """Return the same devices with a network of another rate."""
@@ -153,8 +164,9 @@ class Stack:
 
     def with_states(self, weight: float, gradient: float, optimizer: float) -> Stack:
         """Return the same stack with other bytes of a parameter."""
-        return replace(self, weight_bytes=weight, gradient_bytes=gradient,
-                       optimizer_bytes=optimizer)
+        return replace(
+            self, weight_bytes=weight, gradient_bytes=gradient, optimizer_bytes=optimizer
+        )
 
     def with_dtype(self, dtype: str) -> Stack:
         """Return the same stack in another number format; 32-bit weights need no masters."""
@@ -164,26 +176,45 @@ class Stack:
 
     def with_starts(self, by: float) -> Stack:
         """Return the same stack, which launches `by` times as many operations a second."""
-        return replace(self, sets=tuple(
-            (name, one._replace(starts_us=one.starts_us / by)) for name, one in self.sets))
+        return replace(
+            self,
+            sets=tuple(
+                (name, one._replace(starts_us=one.starts_us / by)) for name, one in self.sets
+            ),
+        )
 
     def unfused(self) -> Stack:
         """Return the same stack as it was before 2023: scores in memory, and no overlap."""
         return replace(self, fused=False, overlap=False)
 
 
-MEGATRON = (("a100", Constants(0.946, 1.71, 1.04, 808.0)),
-            ("h100", Constants(1.04, 1.03, 0.958, 300.0)))
-FSDP = (("a100", Constants(0.882, 2.22, 0.527, 300.0)),
-        ("h100", Constants(0.842, 2.96, 0.495, 300.0)))
+MEGATRON = (
+    ("a100", Constants(0.946, 1.71, 1.04, 808.0)),
+    ("h100", Constants(1.04, 1.03, 0.958, 300.0)),
+)
+FSDP = (
+    ("a100", Constants(0.882, 2.22, 0.527, 300.0)),
+    ("h100", Constants(0.842, 2.96, 0.495, 300.0)),
+)
 GENERATIONS = tuple(name for name, _ in MEGATRON)  # of machines, for `efficiency`
 STACKS = {
-    "mpipar": Stack(MEGATRON, "none of its steps is measured on a GPU: it is given Megatron-LM's"
-                    " constants, and keeps in memory what its own layers say", remakes=True),
-    "megatron": Stack(MEGATRON, "170 published steps of Megatron-LM and its relatives, and 730 on"
-                      " one node"),
-    "fsdp": Stack(FSDP, "108 published steps of PyTorch FSDP", weight_bytes=4, optimizer_bytes=8,
-                  every_other=True, logit_bytes=4),
+    "mpipar": Stack(
+        MEGATRON,
+        "none of its steps is measured on a GPU: it is given Megatron-LM's"
+        " constants, and keeps in memory what its own layers say",
+        remakes=True,
+    ),
+    "megatron": Stack(
+        MEGATRON, "170 published steps of Megatron-LM and its relatives, and 730 on one node"
+    ),
+    "fsdp": Stack(
+        FSDP,
+        "108 published steps of PyTorch FSDP",
+        weight_bytes=4,
+        optimizer_bytes=8,
+        every_other=True,
+        logit_bytes=4,
+    ),
 }
 
 
@@ -212,8 +243,10 @@ def load_cluster(name: str) -> Cluster:
         if name.endswith(".json"):
             wrong = "is no data sheet; files of bench.calibrate are for explain and train"
         close = suggestion(name.lower(), like(name, names))
-        raise UsageError(f"--machine {brief(name)} {wrong}{close}; use one of"
-                         f" {', '.join(names)}, or a file that ends in .toml")
+        raise UsageError(
+            f"--machine {brief(name)} {wrong}{close}; use one of"
+            f" {', '.join(names)}, or a file that ends in .toml"
+        )
     values = read_toml(path, DataError)
     with problems_as(DataError, str(path)):
         cluster = built(Cluster, {"name": path.stem} | values, "the file")
@@ -226,18 +259,25 @@ def load_cluster(name: str) -> Cluster:
 
 def _problems(cluster: Cluster) -> list[str]:
     """List what no machine has, as a rate of 0 or a time below 0, and what plans do not know."""
-    wrong = [f"{place} is {value:g}, which cannot be" for place, value in numbers(asdict(cluster))
-             if not 0 <= value <= LARGEST or (value == 0 and not place.endswith(("_us", "joins")))]
+    wrong = [
+        f"{place} is {value:g}, which cannot be"
+        for place, value in numbers(asdict(cluster))
+        if not 0 <= value <= LARGEST or (value == 0 and not place.endswith(("_us", "joins")))
+    ]
     if cluster.links[0].joins < 1:
         wrong.append("the first of links joins 0 devices; say how many a node has")
     if cluster.ceiling_tflops > max(cluster.peak_tflops.values(), default=0.0):
         wrong.append(f"ceiling_tflops is {cluster.ceiling_tflops:g}, above the peak")
     if len(cluster.links) > 2:
-        wrong.append(f"links has {len(cluster.links)} levels; leave those out between the fastest"
-                     " one and the network")
+        wrong.append(
+            f"links has {len(cluster.links)} levels; leave those out between the fastest"
+            " one and the network"
+        )
     if cluster.efficiency not in GENERATIONS:
-        wrong.append(f"efficiency {brief(cluster.efficiency)}: no software is measured on it; use"
-                     f" {' or '.join(GENERATIONS)}, whichever is more similar")
+        wrong.append(
+            f"efficiency {brief(cluster.efficiency)}: no software is measured on it; use"
+            f" {' or '.join(GENERATIONS)}, whichever is more similar"
+        )
     if not cluster.peak_tflops.keys() & {"bfloat16", "float16"}:
         wrong.append("peak_tflops names neither bfloat16 nor float16")
     return wrong

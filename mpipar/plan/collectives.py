@@ -90,8 +90,9 @@ def members_in_a_node(ranks: int, stride: int, per_node: int) -> int:
             last = first + (ranks - 1) * stride
             if first // per_node != last // per_node:
                 begins = math.ceil((per_node - first % per_node) / stride)
-                fewest = min(fewest, begins, last % per_node // stride + 1,
-                             max(1, per_node // stride))
+                fewest = min(
+                    fewest, begins, last % per_node // stride + 1, max(1, per_node // stride)
+                )
     return fewest
 
 

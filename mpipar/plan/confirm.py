@@ -47,8 +47,9 @@ class Confirmed(NamedTuple):
         return self.states + self.rest
 
 
-def train_config(question: Question, config: Config, one: Candidate,
-                 num_microbatches: int | None = None) -> Config:
+def train_config(
+    question: Question, config: Config, one: Candidate, num_microbatches: int | None = None
+) -> Config:
     """Return the Config of a candidate, before it is resolved.
 
     config: names the model. num_microbatches: by default those of the layout.
@@ -56,17 +57,34 @@ def train_config(question: Question, config: Config, one: Candidate,
     layout = one.layout
     num_microbatches = num_microbatches or layout.num_microbatches
     grid = replace(
-        config.grid, dp=layout.dp, pp=layout.pp, cp=layout.cp, tp=layout.tp, ep=layout.ep,
-        num_microbatches=num_microbatches, schedule=layout.schedule,
-        chunks=layout.chunks if layout.family.looped else None, group_size=None,
-        stage_layers=one.counts if layout.pp > 1 else None, rank_order=",".join(layout.rank_order))
-    model = replace(config.model, seq_len=question.shape.tokens, max_positions=None,
-                    sequence_parallel=layout.sequence_parallel)
+        config.grid,
+        dp=layout.dp,
+        pp=layout.pp,
+        cp=layout.cp,
+        tp=layout.tp,
+        ep=layout.ep,
+        num_microbatches=num_microbatches,
+        schedule=layout.schedule,
+        chunks=layout.chunks if layout.family.looped else None,
+        group_size=None,
+        stage_layers=one.counts if layout.pp > 1 else None,
+        rank_order=",".join(layout.rank_order),
+    )
+    model = replace(
+        config.model,
+        seq_len=question.shape.tokens,
+        max_positions=None,
+        sequence_parallel=layout.sequence_parallel,
+    )
     if model.completed().activation != question.shape.activation:
         model = replace(model, activation=question.shape.activation)
     train = replace(config.train, batch_size=layout.dp * layout.rows * num_microbatches)
-    memory = replace(config.memory, recompute=layout.recompute, zero=layout.zero,
-                     zero_grads="sharded" if layout.zero == 3 else "full")
+    memory = replace(
+        config.memory,
+        recompute=layout.recompute,
+        zero=layout.zero,
+        zero_grads="sharded" if layout.zero == 3 else "full",
+    )
     run = replace(config.run, dtype=question.dtype, device="cuda")
     return replace(config, grid=grid, model=model, train=train, memory=memory, run=run)
 
@@ -75,8 +93,11 @@ def command_line(question: Question, job: Job, one: Candidate) -> str:
     """Return the command that trains with a candidate: all settings besides the model's flags."""
     wanted = train_config(question, job.config, one)
     before = {field.name: value for _, field, value in settings(job.config)}
-    words = [as_typed(field.name, value) for _, field, value in settings(wanted)
-             if field.name not in LAYOUT and value not in (None, before.get(field.name))]
+    words = [
+        as_typed(field.name, value)
+        for _, field, value in settings(wanted)
+        if field.name not in LAYOUT and value not in (None, before.get(field.name))
+    ]
     lines = [f"mpiexec -n {question.ranks} mpipar train {job.flags} {typed(one.layout._asdict())}"]
     for word in words:
         if len(lines) == 1 or len(lines[-1]) + len(word) > WIDTH:
@@ -111,7 +132,13 @@ def confirm(question: Question, config: Config, one: Candidate) -> tuple[list[Co
         seen = predict(complete, rank)
         states = sum(seen.peak_bytes.get(label, 0) for label in STATES)
         sent = sum(record.wire_bytes for record in seen.recorder.records)
-        found.append(Confirmed(rank, states, seen.peak_total - states,
-                               sent * layout.num_microbatches // short,
-                               one.by_rank[rank // each].gib))
+        found.append(
+            Confirmed(
+                rank,
+                states,
+                seen.peak_total - states,
+                sent * layout.num_microbatches // short,
+                one.by_rank[rank // each].gib,
+            )
+        )
     return found, ""

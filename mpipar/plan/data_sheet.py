@@ -46,11 +46,15 @@ def from_data_sheet(cluster: Cluster, configs: Sequence[Config]) -> Machine:
     dtype, model = configs[0].run.dtype, configs[0].model.model
     wrong = []
     if model != "decoder":
-        wrong.append(f"--machine {cluster.name}: a data sheet predicts decoders, and this is a"
-                     f" {model}; measure it with python -m bench.calibrate")
+        wrong.append(
+            f"--machine {cluster.name}: a data sheet predicts decoders, and this is a"
+            f" {model}; measure it with python -m bench.calibrate"
+        )
     if dtype not in cluster.peak_tflops:
-        wrong.append(f"--dtype {dtype}: {cluster.name} has no rate for it; use one of"
-                     f" {', '.join(one for one in FORMATS if one in cluster.peak_tflops)}")
+        wrong.append(
+            f"--dtype {dtype}: {cluster.name} has no rate for it; use one of"
+            f" {', '.join(one for one in FORMATS if one in cluster.peak_tflops)}"
+        )
     if wrong:
         raise UsageError(wrong)
     cluster, stack = cluster.with_dtype(dtype), STACKS["mpipar"].with_dtype(dtype)
@@ -62,7 +66,7 @@ def from_data_sheet(cluster: Cluster, configs: Sequence[Config]) -> Machine:
         line = grid.group("pp")
         hop = max(hop, *(after - one for one, after in pairwise(line)), 1)
         # The ends of the pipeline form a group if the table is tied.
-        for group in [*map(grid.group, grid.parts), line[::len(line) - 1 or 1]]:
+        for group in [*map(grid.group, grid.parts), line[:: len(line) - 1 or 1]]:
             if len(group) > 1:
                 strides[len(group)] = max(strides.get(len(group), 1), group[1] - group[0])
 
@@ -71,23 +75,45 @@ def from_data_sheet(cluster: Cluster, configs: Sequence[Config]) -> Machine:
 
     message = partial(exchange, cluster, stride=hop)
     start = message(SIZES[0])
-    curves = [curve(HOP, 2, message),
-              curve(STREAM, 2, lambda nbytes: max(1e-12, message(nbytes) - start))]
-    curves += [curve(operation, size, partial(all_reduce, cluster, ranks=size, stride=stride))
-               for size, stride in strides.items() if size > 1
-               for operation in ("all-reduce", "iall-reduce")]
+    curves = [
+        curve(HOP, 2, message),
+        curve(STREAM, 2, lambda nbytes: max(1e-12, message(nbytes) - start)),
+    ]
+    curves += [
+        curve(operation, size, partial(all_reduce, cluster, ranks=size, stride=stride))
+        for size, stride in strides.items()
+        if size > 1
+        for operation in ("all-reduce", "iall-reduce")
+    ]
     units = tuple(units_of(cluster, stack, config) for config in configs)
-    return Machine(tuple(curves), (), (), (), None, (), units, ranks, ranks,
-                   {"data sheet": cluster.name, "basis": cluster.basis})
+    return Machine(
+        tuple(curves),
+        (),
+        (),
+        (),
+        None,
+        (),
+        units,
+        ranks,
+        ranks,
+        {"data sheet": cluster.name, "basis": cluster.basis},
+    )
 
 
 def layout_of(config: Config) -> Layout:
     """Return the planner's Layout of a resolved config, for the time of its passes."""
     grid, memory = config.grid, config.memory
     return Layout(
-        grid.dp, grid.pp, grid.cp, grid.tp, rows_per_microbatch(config), grid.num_microbatches,
-        sequence_parallel=config.model.sequence_parallel, ep=grid.ep,
-        recompute=memory.recompute if memory.recompute == "attention" else "none")
+        grid.dp,
+        grid.pp,
+        grid.cp,
+        grid.tp,
+        rows_per_microbatch(config),
+        grid.num_microbatches,
+        sequence_parallel=config.model.sequence_parallel,
+        ep=grid.ep,
+        recompute=memory.recompute if memory.recompute == "attention" else "none",
+    )
 
 
 def units_of(cluster: Cluster, stack: Stack, config: Config) -> Units:
@@ -96,7 +122,14 @@ def units_of(cluster: Cluster, stack: Stack, config: Config) -> Units:
     block = block_times(shape, layout_of(config), cluster, stack)
     passes = Passes(block.f.total, block.i.total + block.again.total, block.w.total)
     return Units(
-        settings_of(config.model), config.run.dtype, config.train.optimizer, config.grid.tp,
-        rows_per_microbatch(config), Passes(0.0, 0.0, 0.0), passes,
-        Passes(*[block.head.total / 3] * 3), seconds_of_a_number(cluster, stack),
-        ep=config.grid.ep)
+        settings_of(config.model),
+        config.run.dtype,
+        config.train.optimizer,
+        config.grid.tp,
+        rows_per_microbatch(config),
+        Passes(0.0, 0.0, 0.0),
+        passes,
+        Passes(*[block.head.total / 3] * 3),
+        seconds_of_a_number(cluster, stack),
+        ep=config.grid.ep,
+    )

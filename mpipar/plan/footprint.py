@@ -91,7 +91,7 @@ def fullest_of(schedule: str, pp: int, rank: int, m: int, chunks: int) -> tuple[
     found, here, head = set(), [0, 0], [0, 0]
     for instr in program:
         for kind, stage, _ in parts(instr):
-            for own in (here, head)[:1 + (stage == pp * chunks - 1)]:
+            for own in (here, head)[: 1 + (stage == pp * chunks - 1)]:
                 own[0] += (kind == "F") - (kind in "IB")
                 own[1] += (kind == "I") - (kind == "W")
         found.add((*head, *here))
@@ -122,8 +122,9 @@ def footprint(shape: Shape, layout: Layout, stack: Stack) -> Footprint:
     return max(rank_footprints(shape, layout, stack, counts, ranks), key=lambda one: one.total)
 
 
-def fullest_ranks(layout: Layout, counts: tuple[int, ...],
-                  kinds: Sequence[object] = ()) -> list[int]:
+def fullest_ranks(
+    layout: Layout, counts: tuple[int, ...], kinds: Sequence[object] = ()
+) -> list[int]:
     """Return pipeline ranks that include the fullest of each kind. kinds: of each rank; or one.
 
     These are the ends, which have tables, and the first and last rank of each number of blocks:
@@ -139,8 +140,9 @@ def fullest_ranks(layout: Layout, counts: tuple[int, ...],
     return sorted({0, last, *(ranks[end] for ranks in same.values() for end in (0, -1))})
 
 
-def most_blocks(shape: Shape, layout: Layout, stack: Stack, gib: Sequence[float],
-                kept: Kept | None = None) -> list[int]:
+def most_blocks(
+    shape: Shape, layout: Layout, stack: Stack, gib: Sequence[float], kept: Kept | None = None
+) -> list[int]:
     """Return the most blocks that each pipeline rank has room for; a rank has one stage.
 
     gib: memory that each rank may use. Memory grows with the blocks by no more than it does first.
@@ -149,12 +151,17 @@ def most_blocks(shape: Shape, layout: Layout, stack: Stack, gib: Sequence[float]
     kept = kept or Kept.of(shape, layout, stack)
     last = layout.pp - 1
     ends = list(dict.fromkeys((0, min(1, last), last)))
-    empty = dict(zip(ends, rank_footprints(shape, layout, stack, (0,) * layout.pp, ends, kept),
-                     strict=True))
+    empty = dict(
+        zip(ends, rank_footprints(shape, layout, stack, (0,) * layout.pp, ends, kept), strict=True)
+    )
     states = sum(states_of(segments(shape, layout, 1), layout, stack))
-    return [int((gib[rank] * GIB - empty.get(rank, empty[ends[1]]).total)
-                // (states + (1 + BETWEEN) * kept.most(layout, rank, 1)))
-            for rank in range(layout.pp)]
+    return [
+        int(
+            (gib[rank] * GIB - empty.get(rank, empty[ends[1]]).total)
+            // (states + (1 + BETWEEN) * kept.most(layout, rank, 1))
+        )
+        for rank in range(layout.pp)
+    ]
 
 
 class Kept(NamedTuple):
@@ -180,33 +187,51 @@ class Kept(NamedTuple):
         own = stash[layout.recompute]
         if not stack.remakes:
             again = (AGAIN - 1) * stash["attention"] - own + stash["none"]
-            return cls((own, own), (0.0, 0.0), again if layout.recompute == "block" else 0.0,
-                       orders)
+            return cls(
+                (own, own), (0.0, 0.0), again if layout.recompute == "block" else 0.0, orders
+            )
         sizes = shape.letters(layout.rows, layout.tp, layout.cp, stack.number_bytes, layout.ep)
-        late, head = shape.mean("kept", sizes, layout.sequence_parallel), shape.costs(
-            layout.sequence_parallel).head
-        return cls((own, late), (value(head.stash, sizes), value(head.kept, sizes)),
-                   stash["none"] + (late if layout.recompute == "block" else 0.0), orders)
+        late, head = (
+            shape.mean("kept", sizes, layout.sequence_parallel),
+            shape.costs(layout.sequence_parallel).head,
+        )
+        return cls(
+            (own, late),
+            (value(head.stash, sizes), value(head.kept, sizes)),
+            stash["none"] + (late if layout.recompute == "block" else 0.0),
+            orders,
+        )
 
     def most(self, layout: Layout, rank: int, blocks: float) -> float:
         """Return the bytes that a rank with `blocks` blocks keeps at its fullest."""
         each = blocks / layout.chunks
-        return max(each * (one.waiting * self.block[0] + one.pending * self.block[1])
-                   + one.head_waiting * self.head[0] + one.head_pending * self.head[1]
-                   for one in in_flight(layout, rank, self.orders))
+        return max(
+            each * (one.waiting * self.block[0] + one.pending * self.block[1])
+            + one.head_waiting * self.head[0]
+            + one.head_pending * self.head[1]
+            for one in in_flight(layout, rank, self.orders)
+        )
 
 
 def states_of(own: list[Segment], layout: Layout, stack: Stack) -> tuple[float, float, float]:
     """Return the bytes of weights, gradients and optimizer of some segments."""
     elements = sum(one.elements for one in own)
     pieces = sum(one.elements / one.ranks for one in own)
-    return ((pieces if layout.zero >= 3 else elements) * stack.weight_bytes,
-            (pieces if layout.zero >= 2 else elements) * stack.gradient_bytes,
-            (pieces if layout.zero else elements) * stack.optimizer_bytes)
+    return (
+        (pieces if layout.zero >= 3 else elements) * stack.weight_bytes,
+        (pieces if layout.zero >= 2 else elements) * stack.gradient_bytes,
+        (pieces if layout.zero else elements) * stack.optimizer_bytes,
+    )
 
 
-def rank_footprints(shape: Shape, layout: Layout, stack: Stack, counts: tuple[int, ...],
-                    ranks: Iterable[int], kept: Kept | None = None) -> list[Footprint]:
+def rank_footprints(
+    shape: Shape,
+    layout: Layout,
+    stack: Stack,
+    counts: tuple[int, ...],
+    ranks: Iterable[int],
+    kept: Kept | None = None,
+) -> list[Footprint]:
     """Return the memory of some pipeline ranks.
 
     counts: blocks of each stage. kept: of the layout, if it is known.
@@ -215,13 +240,16 @@ def rank_footprints(shape: Shape, layout: Layout, stack: Stack, counts: tuple[in
     return [_rank_footprint(shape, layout, stack, rank, counts, kept) for rank in ranks]
 
 
-def _rank_footprint(shape: Shape, layout: Layout, stack: Stack, rank: int,
-                    counts: tuple[int, ...], kept: Kept) -> Footprint:
+def _rank_footprint(
+    shape: Shape, layout: Layout, stack: Stack, rank: int, counts: tuple[int, ...], kept: Kept
+) -> Footprint:
     size, tables = stack.number_bytes, layout.tables_of(rank)
     own, has_head = rank_segments(shape, layout, rank, counts), rank == layout.last_rank
     tokens = layout.rows * shape.tokens / layout.cp
-    held = (kept.most(layout, rank, layout.blocks_of(rank, counts))
-            + size * tokens * shape.width * tables)
+    held = (
+        kept.most(layout, rank, layout.blocks_of(rank, counts))
+        + size * tokens * shape.width * tables
+    )
     buffers, logits = kept.work, has_head * tokens * shape.vocab / layout.tp
     if stack.remakes:  # logits are part of the head's stash, and freed when a block runs
         buffers = max(0.0, buffers - logits * size)

@@ -9,8 +9,9 @@ from mpipar.plan.search import Plan, Question, search
 FORMATS = ("float32", "float16", "bfloat16")  # mpipar trains in them, and data sheets have rates
 
 
-def search_formats(question: Question, count: int = 5,
-                   tell=lambda text: None) -> tuple[Question, Plan]:
+def search_formats(
+    question: Question, count: int = 5, tell=lambda text: None
+) -> tuple[Question, Plan]:
     """Return the question in the format with the shortest step, and its plan.
 
     question: in the format that is searched first. The plan counts the layouts in other formats as
@@ -32,11 +33,13 @@ def search_formats(question: Question, count: int = 5,
 
 def other_formats(question: Question) -> list[str]:
     """Return formats whose rates or bytes differ on these machines from the question's."""
+
     def facts(dtype: str) -> tuple:
         return rates(dtype), question.stack.with_dtype(dtype)
 
     def rates(dtype: str) -> tuple[float | None, ...]:
         return tuple(kind.cluster.peak_tflops.get(dtype) for kind in question.kinds)
+
     known = {facts(dtype): dtype for dtype in FORMATS if None not in rates(dtype)}
     return [dtype for facts_of_it, dtype in known.items() if facts_of_it != facts(question.dtype)]
 
@@ -44,15 +47,15 @@ def other_formats(question: Question) -> list[str]:
 def in_format(question: Question, dtype: str) -> Question:
     """Return a 16-bit question in another format."""
     return question._replace(stack=question.stack.with_dtype(dtype), dtype=dtype).changed(
-        lambda kind: kind._replace(cluster=kind.cluster.with_dtype(dtype)))
+        lambda kind: kind._replace(cluster=kind.cluster.with_dtype(dtype))
+    )
 
 
 def least_seconds(question: Question) -> float:
     """Return the seconds of the products of weights alone, on devices that are never idle."""
     shape = question.shape
     weights = shape.layers * shape.passed_parameters + shape.vocab * shape.width
-    rate = sum(kind.ranks * product_rate(kind.cluster, question.stack)
-               for kind in question.kinds)
+    rate = sum(kind.ranks * product_rate(kind.cluster, question.stack) for kind in question.kinds)
     return 6 * question.batch_size * shape.tokens * weights / rate
 
 

@@ -24,16 +24,28 @@ from mpipar.ops import shapes_for
 from mpipar.partition.context import keeps_scores
 from mpipar.partition.experts import DISPATCHES
 
-FACTORS = {"all_reduce": "2(q-1)/q", "all_gather": "(q-1)/q", "reduce_scatter": "(q-1)/q",
-           "all_to_all": "(q-1)/q", "all_to_allv": "1"}  # its payload has only rows for others
+FACTORS = {
+    "all_reduce": "2(q-1)/q",
+    "all_gather": "(q-1)/q",
+    "reduce_scatter": "(q-1)/q",
+    "all_to_all": "(q-1)/q",
+    "all_to_allv": "1",
+}  # its payload has only rows for others
 # By kind of barrier: how often a rank sends the Barrier's payload, as a number and a factor.
-SENT = {"all_reduce": (2, "(q-1)/q"), "all_to_all": (1, "(q-1)/q"),
-        "all_to_allv": (1, "(q-1)/q"), "all_gather": (1, "(q-1)"),
-        "reduce_scatter": (1, "(q-1)"), "ring": (1, "(q-1)"), "ring_home": (1, "q")}
+SENT = {
+    "all_reduce": (2, "(q-1)/q"),
+    "all_to_all": (1, "(q-1)/q"),
+    "all_to_allv": (1, "(q-1)/q"),
+    "all_gather": (1, "(q-1)"),
+    "reduce_scatter": (1, "(q-1)"),
+    "ring": (1, "(q-1)"),
+    "ring_home": (1, "q"),
+}
 
 SENDS = {  # --expert-dispatch: (formula, how many times its tokens a rank sends)
     "all-to-all": ("k(ep-1)/ep", lambda k, ep: k * (ep - 1) / ep),
-    "all-gather": ("ep-1", lambda k, ep: ep - 1)}
+    "all-gather": ("ep-1", lambda k, ep: ep - 1),
+}
 
 
 def units_of(config) -> tuple[UnitCosts, Letters]:
@@ -43,8 +55,9 @@ def units_of(config) -> tuple[UnitCosts, Letters]:
     ops = shapes_for(config.run, None)
     if config.model.whole_heads and config.memory.recompute != "attention":
         scores = keeps_scores(method, config.model.head_dim, ops.tiled_head_width)
-    sizes = model.letters(config.model, rows_per_microbatch(config), grid.tp, grid.cp,
-                          ops.table_multiple)
+    sizes = model.letters(
+        config.model, rows_per_microbatch(config), grid.tp, grid.cp, ops.table_multiple
+    )
     costs = model.unit_costs(config.model, method, scores, grid.expert_dispatch)
     return costs, sizes | {"e": e, "s": s}
 
@@ -61,8 +74,14 @@ def text(form: Sum) -> str:
         if others:
             inside = [f"{often:.0f}{width}" if often > 1 else width for often, width in widths]
             width, often = f"({' + '.join(inside)})", 1
-        found.append("*".join([f"{often:.0f}"] * (often > 1) + [rows] * bool(rows)
-                              + [width] * bool(width) + [number]))
+        found.append(
+            "*".join(
+                [f"{often:.0f}"] * (often > 1)
+                + [rows] * bool(rows)
+                + [width] * bool(width)
+                + [number]
+            )
+        )
     return " + ".join(found)
 
 
@@ -74,7 +93,9 @@ def sent_text(barriers: Iterable[Barrier]) -> str:
         factors.setdefault(factor, []).extend([barrier.carries] * often)
     return " + ".join(
         (f"{often:.0f}" if often > 1 else "") + f"{factor} * {'*'.join(letters)}"
-        for factor, sums in factors.items() for letters, often in total(sums).items())
+        for factor, sums in factors.items()
+        for letters, often in total(sums).items()
+    )
 
 
 def payload_text(barrier: Barrier) -> str:
@@ -83,8 +104,7 @@ def payload_text(barrier: Barrier) -> str:
     return factor + text(barrier.carries)
 
 
-def payload(record, costs: tuple[UnitCosts, Letters],
-            group_size: int) -> tuple[str, float] | None:
+def payload(record, costs: tuple[UnitCosts, Letters], group_size: int) -> tuple[str, float] | None:
     """Return (formula, bytes) of a record's payload; None if no layer declares it, as a step's
     sums.
 
@@ -95,10 +115,13 @@ def payload(record, costs: tuple[UnitCosts, Letters],
     if record.name in ("activations", "gradients"):
         return text(units.stream), value(units.stream, sizes)
     phase = "F" if record.phase == "recompute" else record.phase
-    found = ((payload_text(barrier), barrier.payload(sizes, group_size))
-             for cost in (units.entry, *units.kinds, units.head) for barrier in cost.barriers
-             if (barrier.name, barrier.phase) == (family(record.name), phase)
-             and record.operation in KINDS[barrier.kind].operations)
+    found = (
+        (payload_text(barrier), barrier.payload(sizes, group_size))
+        for cost in (units.entry, *units.kinds, units.head)
+        for barrier in cost.barriers
+        if (barrier.name, barrier.phase) == (family(record.name), phase)
+        and record.operation in KINDS[barrier.kind].operations
+    )
     return next((one for one in found if sizes[one[0][-1]] == record.dtype.itemsize), None)
 
 
@@ -109,13 +132,14 @@ def sent(record) -> str:
 
 def letters(config) -> str:
     """Return the meaning of the formulas' letters and words, for a reader of `mpipar explain`."""
-    found = (f"{models.model_of(config.model).LETTERS},\n"
-             "N numbers of this rank's parameters")
+    found = f"{models.model_of(config.model).LETTERS},\nN numbers of this rank's parameters"
     if config.memory.zero:
         found += ", x ranks that shard them, segment by segment"
     if config.memory.zero == 3:
-        found += (",\nreads: the segments that all units read, u0 and u1: the largest units of even"
-                  " and of odd number,\nu: the larger one")
+        found += (
+            ",\nreads: the segments that all units read, u0 and u1: the largest units of even"
+            " and of odd number,\nu: the larger one"
+        )
     return found
 
 
@@ -138,17 +162,26 @@ def expected(config, schedule, stage_layers, grid, prediction) -> dict[str, Expe
     stages, mirror = schedule.stages_of(grid.place("pp")), schedule.placement == "mirror"
     parts = [stage_parts(stage, stage_layers) for stage in stages]
     m = config.grid.num_microbatches // (1 + mirror), "m/2" if mirror else "m"
-    found = {axis: _layers(config, axis, parts, *m, len(prediction.groups[axis]))
-             for axis in ("tp", "cp", "kv", "expert") if len(prediction.groups.get(axis, ())) > 1}
+    found = {
+        axis: _layers(config, axis, parts, *m, len(prediction.groups[axis]))
+        for axis in ("tp", "cp", "kv", "expert")
+        if len(prediction.groups.get(axis, ())) > 1
+    }
     if grid.size("pp") > 1:
         # Neighbouring stages on one rank need no message. A mirror's stages have two directions.
-        hops = sum(0 <= other < schedule.num_stages and (mirror or other not in stages)
-                   for stage in stages for other in (stage - 1, stage + 1))
+        hops = sum(
+            0 <= other < schedule.num_stages and (mirror or other not in stages)
+            for stage in stages
+            for other in (stage - 1, stage + 1)
+        )
         units, sizes = units_of(config)
         stream = units.stream
-        found["pp"] = Expected(f"{m[1]} * {2 * hops} (sends and receives)", 2 * m[0] * hops,
-                               f"{m[1]} * {hops} * {text(stream)}",
-                               m[0] * hops * value(stream, sizes))
+        found["pp"] = Expected(
+            f"{m[1]} * {2 * hops} (sends and receives)",
+            2 * m[0] * hops,
+            f"{m[1]} * {hops} * {text(stream)}",
+            m[0] * hops * value(stream, sizes),
+        )
     if sums := _sums(config, prediction):
         found["tp"] = _plus(found["tp"], sums)
     copies = grid.size("dp") * grid.size("cp")
@@ -165,19 +198,28 @@ def expected(config, schedule, stage_layers, grid, prediction) -> dict[str, Expe
 def _layers(config, axis: str, parts, m: int, m_text: str, q: int) -> Expected:
     """Return the Expected of an axis inside layers: blocks, recomputed ones, and the ends."""
     units, sizes = units_of(config)
-    ends = [one for place, cost in ((1, units.entry), (2, units.head)) for part in parts
-            for one in cost.barriers * part[place] if one.axis == axis]
+    ends = [
+        one
+        for place, cost in ((1, units.entry), (2, units.head))
+        for part in parts
+        for one in cost.barriers * part[place]
+        if one.axis == axis
+    ]
     runs = []
     for number, kind in enumerate(units.kinds, 1):
         # Positions of the blocks of this kind within each stage.
-        places = [[place for place, block in enumerate(part[0]) if units.blocks[block] is kind]
-                  for part in parts]
+        places = [
+            [place for place, block in enumerate(part[0]) if units.blocks[block] is kind]
+            for part in parts
+        ]
         again = [place for own in places for place in own if place < recomputed_blocks(config)]
         barriers, letter = [one for one in kind.barriers if one.axis == axis], ""
         if len(units.kinds) > 1:
             letter = str(number)
-        runs += [(f"L{letter}", sum(map(len, places)), barriers),
-                 (f"R{letter}", len(again), [one for one in barriers if one.again])]
+        runs += [
+            (f"L{letter}", sum(map(len, places)), barriers),
+            (f"R{letter}", len(again), [one for one in barriers if one.again]),
+        ]
     runs = [(letter, count, barriers) for letter, count, barriers in runs if count and barriers]
     calls = [f"{_calls(barriers, q)}{letter}" for letter, _, barriers in runs]
     bytes_sent = [f"{letter} * ({sent_text(barriers)})" for letter, _, barriers in runs]
@@ -186,10 +228,12 @@ def _layers(config, axis: str, parts, m: int, m_text: str, q: int) -> Expected:
     calls += [f"{_calls(ends, q)}"] * bool(ends)
     bytes_sent += [sent_text(ends)] * bool(ends)
     runs.append(("", 1, ends))
-    return Expected(f"{m_text} * ({' + '.join(calls) or 0})",
-                    m * sum(count * _calls(barriers, q) for _, count, barriers in runs),
-                    f"{m_text} * ({' + '.join(bytes_sent) or 0})",
-                    m * sum(count * _sent(barriers, sizes, q) for _, count, barriers in runs))
+    return Expected(
+        f"{m_text} * ({' + '.join(calls) or 0})",
+        m * sum(count * _calls(barriers, q) for _, count, barriers in runs),
+        f"{m_text} * ({' + '.join(bytes_sent) or 0})",
+        m * sum(count * _sent(barriers, sizes, q) for _, count, barriers in runs),
+    )
 
 
 def _calls(barriers: list[Barrier], q: int) -> int:
@@ -211,42 +255,60 @@ def _sums(config, prediction) -> Expected | None:
     copies = config.grid.dp * config.grid.cp if config.memory.zero else 1
     q, over = config.grid.tp, "/(dp*cp)" if config.memory.zero else ""
     numbers = sum(length // copies for length in lengths)
-    return Expected(f"{len(lengths)}", len(lengths), f"2(q-1)/q * norms{over}",
-                    2 * (q - 1) / q * numbers * bytes_of_numbers(config)[1])
+    return Expected(
+        f"{len(lengths)}",
+        len(lengths),
+        f"2(q-1)/q * norms{over}",
+        2 * (q - 1) / q * numbers * bytes_of_numbers(config)[1],
+    )
 
 
 def _plus(one: Expected, two: Expected) -> Expected:
     """Return the sum of both."""
-    return Expected(f"{one.calls_formula} + {two.calls_formula}", one.calls + two.calls,
-                    f"{one.sent_formula} + {two.sent_formula}", one.sent + two.sent)
+    return Expected(
+        f"{one.calls_formula} + {two.calls_formula}",
+        one.calls + two.calls,
+        f"{one.sent_formula} + {two.sent_formula}",
+        one.sent + two.sent,
+    )
 
 
-def _data(
-    config, prediction, group: str, group_size: int, m: int, m_text: str
-) -> Expected:
+def _data(config, prediction, group: str, group_size: int, m: int, m_text: str) -> Expected:
     """Return the Expected of a group that sums gradients and shards its states (--zero)."""
     (itemsize, sum_itemsize), memory = bytes_of_numbers(config), config.memory
     factor = (group_size - 1) / group_size
     own = [length for groups, length in prediction.segments if groups[-1] == group]
     numbers = sum(own)
     if memory.zero == 0:  # the number of calls depends on buckets and further groups
-        return Expected(sent_formula="2(q-1)/q * gradients",
-                        sent=2 * factor * numbers * sum_itemsize)
+        return Expected(
+            sent_formula="2(q-1)/q * gradients", sent=2 * factor * numbers * sum_itemsize
+        )
     if memory.zero == 1:
-        return Expected("2 segments", 2 * len(own),
-                        "(q-1)/q * (gradients + weights)",
-                        factor * numbers * (sum_itemsize + itemsize))
-    lengths = [length for units in prediction.reads.values() for unit in units
-               for groups, length in unit if groups[-1] == group]
+        return Expected(
+            "2 segments",
+            2 * len(own),
+            "(q-1)/q * (gradients + weights)",
+            factor * numbers * (sum_itemsize + itemsize),
+        )
+    lengths = [
+        length
+        for units in prediction.reads.values()
+        for unit in units
+        for groups, length in unit
+        if groups[-1] == group
+    ]
     gathers, gathers_text = (1, "") if memory.gathers == "stage" else (2 * m, f"2*{m_text} ")
     calls, sums, words = len(own), numbers, "gradients"
     calls_text = f"{gathers_text}reads + segments"
     if memory.keeps_pieces_of_gradients:
         calls, sums, words = m * len(lengths), m * sum(lengths), f"{m_text} gradients"
         calls_text = f"{gathers_text}reads + {m_text} reads"
-    return Expected(calls_text, gathers * len(lengths) + calls,
-                    f"(q-1)/q * ({gathers_text}weights + {words})",
-                    factor * (gathers * sum(lengths) * itemsize + sums * sum_itemsize))
+    return Expected(
+        calls_text,
+        gathers * len(lengths) + calls,
+        f"(q-1)/q * ({gathers_text}weights + {words})",
+        factor * (gathers * sum(lengths) * itemsize + sums * sum_itemsize),
+    )
 
 
 def bytes_of_numbers(config) -> tuple[int, int]:
@@ -269,8 +331,11 @@ def one_block(records) -> list:
 
     Those of recomputation are counted separately.
     """
-    inside = [one for one in records if one.axis == "tp" and one.name.startswith("block")
-              and one.phase != "recompute"]
+    inside = [
+        one
+        for one in records
+        if one.axis == "tp" and one.name.startswith("block") and one.phase != "recompute"
+    ]
     first = [(one.name.split(".")[0], one.mb) for one in inside[:1]]
     return [one for one in inside if [(one.name.split(".")[0], one.mb)] == first]
 
@@ -283,10 +348,12 @@ def expert_rows(config) -> str:
     barriers = DISPATCHES[grid.expert_dispatch].barriers
     rows = [phase for phase, ending, *_ in barriers if ending in ("dispatch", "combine")]
     calls = sum(len(KINDS[kind].operations) for _, _, kind, _ in barriers)
-    return (f"experts: {each} of {model.experts} on a rank. It sends {formula} ="
-            f" {times(model.experts_per_token, grid.ep):g} times its tokens in each of"
-            f" {rows.count('F')} exchanges of rows forward and {rows.count('I')} backward, of"
-            f" {calls} calls for a block and a microbatch")
+    return (
+        f"experts: {each} of {model.experts} on a rank. It sends {formula} ="
+        f" {times(model.experts_per_token, grid.ep):g} times its tokens in each of"
+        f" {rows.count('F')} exchanges of rows forward and {rows.count('I')} backward, of"
+        f" {calls} calls for a block and a microbatch"
+    )
 
 
 def expert_imbalance(config) -> str:
@@ -294,8 +361,12 @@ def expert_imbalance(config) -> str:
     model, ep = config.model, config.grid.ep
     if model.routing == "learned":
         return ""
-    loads = sum(shares(model.routing, model.experts, model.experts_per_token, rank, ep)
-                for rank in range(ep))
+    loads = sum(
+        shares(model.routing, model.experts, model.experts_per_token, rank, ep)
+        for rank in range(ep)
+    )
     ranks = loads.reshape(ep, -1).sum(axis=1)
-    return (f"routing {model.routing}: the busiest expert gets {loads.max() / loads.mean():.2f}"
-            f" times the mean, the busiest rank {ranks.max() / ranks.mean():.2f} times")
+    return (
+        f"routing {model.routing}: the busiest expert gets {loads.max() / loads.mean():.2f}"
+        f" times the mean, the busiest rank {ranks.max() / ranks.mean():.2f} times"
+    )

@@ -42,8 +42,12 @@ def gathered(q: int, index: int, part: int) -> Rounds:
     found, held = [], 1
     while held < q:
         passed = min(held, q - held) * part
-        found.append([Message("recv", (index + held) % q, passed),
-                      Message("send", (index - held) % q, passed)])
+        found.append(
+            [
+                Message("recv", (index + held) % q, passed),
+                Message("send", (index - held) % q, passed),
+            ]
+        )
         held += min(held, q - held)
     return found
 
@@ -51,8 +55,10 @@ def gathered(q: int, index: int, part: int) -> Rounds:
 def scattered(q: int, index: int, part: int) -> Rounds:
     """Return the rounds in which q ranks add up and each gets its part: gathering in reverse."""
     turned = {"recv": "send", "send": "recv"}
-    return [[Message(turned[one.verb], one.peer, one.nbytes) for one in reversed(messages)]
-            for messages in reversed(gathered(q, index, part))]
+    return [
+        [Message(turned[one.verb], one.peer, one.nbytes) for one in reversed(messages)]
+        for messages in reversed(gathered(q, index, part))
+    ]
 
 
 def along_chain(q: int, index: int, root: int, nbytes: int) -> Rounds:
@@ -66,8 +72,12 @@ def exchanged(q: int, index: int, sent: list[int], received: list[int]) -> Round
     """Return one round in which each rank sends a part to every other one, its neighbour first."""
     others = [(index + ahead) % q for ahead in range(1, q)]
     before = [(index - ahead) % q for ahead in range(1, q)]
-    return [[*(Message("recv", peer, received[peer]) for peer in before if received[peer]),
-             *(Message("send", peer, sent[peer]) for peer in others if sent[peer])]]
+    return [
+        [
+            *(Message("recv", peer, received[peer]) for peer in before if received[peer]),
+            *(Message("send", peer, sent[peer]) for peer in others if sent[peer]),
+        ]
+    ]
 
 
 def _rows(q: int, index: int, call: Call) -> Rounds:
@@ -85,15 +95,19 @@ ROUNDS: dict[str, Callable[[int, int, Call], Rounds]] = {
     "all_gather": lambda q, index, call: gathered(q, index, _part(q, call)),
     "reduce_scatter": lambda q, index, call: scattered(q, index, _part(q, call)),
     "all_reduce": lambda q, index, call: (
-        scattered(q, index, _part(q, call)) + gathered(q, index, _part(q, call))),
+        scattered(q, index, _part(q, call)) + gathered(q, index, _part(q, call))
+    ),
     "all_to_all": lambda q, index, call: exchanged(q, index, *[[_part(q, call)] * q] * 2),
     "all_to_allv": _rows,
     "broadcast": lambda q, index, call: along_chain(
-        q, index, call.record.peer, call.record.payload_bytes),
+        q, index, call.record.peer, call.record.payload_bytes
+    ),
     "reduce": lambda q, index, call: [
         [Message("send" if one.verb == "recv" else "recv", one.peer, one.nbytes) for one in round_]
-        for round_ in reversed(along_chain(q, index, call.record.peer, call.record.payload_bytes))],
-    "barrier": lambda q, index, call: gathered(q, index, 1)}
+        for round_ in reversed(along_chain(q, index, call.record.peer, call.record.payload_bytes))
+    ],
+    "barrier": lambda q, index, call: gathered(q, index, 1),
+}
 
 
 class RankText:
@@ -110,8 +124,7 @@ class RankText:
         self.axes = {axis: number for number, axis in enumerate(sorted(script.groups))}
         assert len(self.axes) < 1 << GROUP_BITS, self.axes
         self.operations = 0
-        self.index = {axis: ranks.index(script.world_rank)
-                      for axis, ranks in script.groups.items()}
+        self.index = {axis: ranks.index(script.world_rank) for axis, ranks in script.groups.items()}
         self.write()
         self.template = "\n".join(self.lines)
 

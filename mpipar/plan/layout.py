@@ -8,8 +8,11 @@ from mpipar.pipeline.schedules.families import FAMILIES, Family
 from mpipar.plan.shape import Shape
 
 # The schedules, and those of published runs for which one of them stands.
-BY_NAME = FAMILIES | {name: family._replace(bubble=bubble) for family in FAMILIES.values()
-                      for name, bubble in family.published.items()}
+BY_NAME = FAMILIES | {
+    name: family._replace(bubble=bubble)
+    for family in FAMILIES.values()
+    for name, bubble in family.published.items()
+}
 
 
 class Layout(NamedTuple):
@@ -103,7 +106,7 @@ class Layout(NamedTuple):
         """Return the blocks of a pipeline rank. counts: those of each stage."""
         if self.folded:
             return counts[rank] + counts[-1 - rank]
-        return sum(counts[rank::self.pp])
+        return sum(counts[rank :: self.pp])
 
 
 class Segment(NamedTuple):
@@ -119,16 +122,27 @@ def segments(shape: Shape, layout: Layout, blocks: float, tables: float = 0.0) -
 
     Experts are distributed, so fewer ranks hold the same ones.
     """
-    found = [Segment((blocks * shape.dense_parameters + tables) / layout.tp,
-                     layout.data_ranks, layout.data_stride)]
+    found = [
+        Segment(
+            (blocks * shape.dense_parameters + tables) / layout.tp,
+            layout.data_ranks,
+            layout.data_stride,
+        )
+    ]
     if shape.experts:
-        found.append(Segment(blocks * shape.expert_parameters / layout.tp / layout.ep,
-                             layout.data_ranks // layout.ep, layout.data_stride * layout.ep))
+        found.append(
+            Segment(
+                blocks * shape.expert_parameters / layout.tp / layout.ep,
+                layout.data_ranks // layout.ep,
+                layout.data_stride * layout.ep,
+            )
+        )
     return found
 
 
-def rank_segments(shape: Shape, layout: Layout, rank: int,
-                  counts: tuple[int, ...]) -> list[Segment]:
+def rank_segments(
+    shape: Shape, layout: Layout, rank: int, counts: tuple[int, ...]
+) -> list[Segment]:
     """Return the segments of a pipeline rank. counts: blocks of each stage.
 
     The first and the last stage have a table each. A rank with both has one where they are tied.

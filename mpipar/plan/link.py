@@ -50,8 +50,13 @@ def measure_link(comm, peer: int, x, y) -> Link | None:
     hop = measure_hop(comm, peer, x)
     windows = [one_window(comm, peer, x, y) for _ in range(TRIES)]
     busy = max(0.0, median(windows) - 2 * hop) / (WINDOW - 1)
-    return Link(x.nbytes, hop, min(hop, busy), goes_alone(comm, peer, x, y, hop),
-                measure_sending(comm, peer, x, y, hop))
+    return Link(
+        x.nbytes,
+        hop,
+        min(hop, busy),
+        goes_alone(comm, peer, x, y, hop),
+        measure_sending(comm, peer, x, y, hop),
+    )
 
 
 def measure_hop(comm, peer: int, x, repeats: int = REPEATS) -> float:

@@ -23,8 +23,11 @@ SENDING = "sending"  # the name of a message's time on its sender's core
 
 def settings_of(model) -> dict:
     """Return the settings of a ModelConfig on which its passes depend, as a file keeps them."""
-    return {name: list(value) if isinstance(value, tuple) else value
-            for name, value in asdict(model).items() if name != "layers"}
+    return {
+        name: list(value) if isinstance(value, tuple) else value
+        for name, value in asdict(model).items()
+        if name != "layers"
+    }
 
 
 class Estimate(NamedTuple):
@@ -192,20 +195,30 @@ class Machine:
         link: None selects the slowest kind measured with that many ranks, at the largest size that
         all of them have. Raises UsageError, which lists the calibrated curves.
         """
-        same = [curve for curve in self.curves if curve.operation == operation
-                and curve.ranks == ranks and link in (None, curve.link)]
+        same = [
+            curve
+            for curve in self.curves
+            if curve.operation == operation and curve.ranks == ranks and link in (None, curve.link)
+        ]
         if same:
             shared = min(curve.fitted_bytes[-1] for curve in same)
             return max(same, key=lambda curve: curve.estimate(shared).seconds)
-        known = sorted({f"{curve.ranks} ranks ({curve.link})" for curve in self.curves
-                        if curve.operation == operation})
+        known = sorted(
+            {
+                f"{curve.ranks} ranks ({curve.link})"
+                for curve in self.curves
+                if curve.operation == operation
+            }
+        )
         raise UsageError(
             f"no {operation} of {ranks} ranks{f' ({link})' if link else ''} in this cost model: "
             f"{'measured with ' + ', '.join(known) if known else 'not measured at all'}; run "
-            f"python -m bench.calibrate with {ranks} ranks")
+            f"python -m bench.calibrate with {ranks} ranks"
+        )
 
-    def estimate(self, operation: str, nbytes: float, ranks: int = 2,
-                 link: str | None = None) -> Estimate:
+    def estimate(
+        self, operation: str, nbytes: float, ranks: int = 2, link: str | None = None
+    ) -> Estimate:
         """Return the seconds of an operation, 0 for a group of one. UsageError: see `curve`."""
         if ranks == 1:
             return Estimate(0.0, False)
@@ -230,15 +243,19 @@ class Machine:
         products.
         """
         if not self.products:
-            raise UsageError("this cost model has no products: run bench.calibrate without "
-                             "--no-compute")
+            raise UsageError(
+                "this cost model has no products: run bench.calibrate without --no-compute"
+            )
         known = {(one.m, one.k, one.n): one.seconds for one in self.products}
         axes = [sorted({shape[axis] for shape in known}) for axis in range(3)]
-        inside = [min(max(size, ticks[0]), ticks[-1])
-                  for size, ticks in zip((m, k, n), axes, strict=True)]
+        inside = [
+            min(max(size, ticks[0]), ticks[-1]) for size, ticks in zip((m, k, n), axes, strict=True)
+        ]
         ends = [_between(size, ticks) for size, ticks in zip(inside, axes, strict=True)]
-        total = sum(wm * wk * wn * math.log(known[am, ak, an])
-                    for (am, wm), (ak, wk), (an, wn) in product(*ends))
+        total = sum(
+            wm * wk * wn * math.log(known[am, ak, an])
+            for (am, wm), (ak, wk), (an, wn) in product(*ends)
+        )
         scale = m * k * n / math.prod(inside)
         return Estimate(math.exp(total) * scale, inside != [m, k, n])
 
@@ -248,20 +265,27 @@ class Machine:
         Raises UsageError, which lists the available ones.
         """
         wanted = settings_of(model) | {"dtype": dtype, "tp": tp, "ep": ep}
-        others = [units.model | {"dtype": units.dtype, "tp": units.tp, "ep": units.ep}
-                  for units in self.units]
+        others = [
+            units.model | {"dtype": units.dtype, "tp": units.tp, "ep": units.ep}
+            for units in self.units
+        ]
         same = [units for units, have in zip(self.units, others, strict=True) if have == wanted]
         if same:
             return min(same, key=lambda units: abs(math.log(units.rows / rows)))
         found = dict.fromkeys(f"; measured: {_differences(have, wanted)}" for have in others)
-        raise UsageError("this cost model has no passes of this model; measure them with python -m "
-                         f"bench.calibrate --config FILE.toml --tp N{''.join(found)}")
+        raise UsageError(
+            "this cost model has no passes of this model; measure them with python -m "
+            f"bench.calibrate --config FILE.toml --tp N{''.join(found)}"
+        )
 
 
 def _differences(have: dict, wanted: dict) -> str:
     """Return how the model of measured passes differs from the wanted one."""
-    return ", ".join(f"{name} {have.get(name)} (not {wanted.get(name)})"
-                     for name in {**have, **wanted} if have.get(name) != wanted.get(name))
+    return ", ".join(
+        f"{name} {have.get(name)} (not {wanted.get(name)})"
+        for name in {**have, **wanted}
+        if have.get(name) != wanted.get(name)
+    )
 
 
 def _between(size: float, ticks) -> list[tuple[int, float]]:

@@ -79,7 +79,8 @@ def _problems(machine: Machine) -> list[str]:
     shapes = {(one.m, one.k, one.n) for one in machine.products}
     grid = math.prod(len({shape[axis] for shape in shapes}) for axis in range(3))
     if len(shapes) != (grid if shapes else 0) or any(
-            min(one.m, one.k, one.n, one.seconds) <= 0 for one in machine.products):
+        min(one.m, one.k, one.n, one.seconds) <= 0 for one in machine.products
+    ):
         found.append("products: every combination of some M, K and N once, all above 0")
     if any(min(units.rows, units.tp, units.ep) < 1 for units in machine.units):
         found.append("units: rows, tp and ep must be at least 1")

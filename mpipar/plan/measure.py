@@ -160,7 +160,8 @@ def _unit_memory(config) -> dict:
     comms = Comms.solo(ops, Grid.of(config.grid, 0), recorder)
     context = Context(ops, comms, **recompute_options(config))
     stage = models.model_of(config.model).Stage(
-        context, config.model, 0, (config.model.layers,), {})
+        context, config.model, 0, (config.model.layers,), {}
+    )
     num_units = config.model.layers + 2
 
     def held():
@@ -174,8 +175,9 @@ def _unit_memory(config) -> dict:
     moments = len(OPTIMIZERS[config.train.optimizer].kinds)
     copies = 1 + moments + (ops.dtype != ops.statistics)
     each = ops.dtype.itemsize + copies * ops.statistics.itemsize
-    weights = [each * sum(p.size for layer in layers for p in layer.params)
-               for layers in stage.units]
+    weights = [
+        each * sum(p.size for layer in layers for p in layer.params) for layers in stage.units
+    ]
     return {
         "stash_bytes": tuple(kept["f", unit] for unit in range(num_units)),
         "kept_bytes": tuple(-kept["w", unit] for unit in range(num_units)),
@@ -194,16 +196,21 @@ def measure_costs(config, grid, ops, mpi_world=None, repeats: int = REPEATS) -> 
     Comm: makes the groups of a worker. Then a few passes of every layer over tp, cp and expert,
     barriers and a gather over the world.
     """
-    plain = replace(config, grid=replace(
-        config.grid, schedule="gpipe", chunks=None, stage_layers=None))
+    plain = replace(
+        config, grid=replace(config.grid, schedule="gpipe", chunks=None, stage_layers=None)
+    )
     worker = Worker(plain, grid, ops, Recorder(), mpi_world)
     worker.initialize()
     # Data ranks that wait for each other inside passes: neighbours that exchange tokens.
     together = math.lcm(grid.size("cp"), grid.size("expert"))
     runs = grid.size("data") // together
-    times = in_turns(mpi_world, grid.place("pp") * runs + grid.place("data") // together,
-                     grid.size("pp") * runs, together * grid.size("tp"),
-                     lambda: measure_times(worker, repeats))
+    times = in_turns(
+        mpi_world,
+        grid.place("pp") * runs + grid.place("data") // together,
+        grid.size("pp") * runs,
+        together * grid.size("tp"),
+        lambda: measure_times(worker, repeats),
+    )
     cores = cores_of(mpi_world).cores
     share = pipeline_cores(config.grid, cores)
     shared = None
@@ -228,10 +235,17 @@ def measure_costs(config, grid, ops, mpi_world=None, repeats: int = REPEATS) -> 
 
     sharing = 1.0
     if shared is not None:
-        sharing = max(1.0, median(_core_seconds(crowded) / _core_seconds(alone)
-                                  for alone, crowded in facts))
-    return Costs(f=by_unit("f"), i=by_unit("i"), w=by_unit("w"), cores=share, sharing=sharing,
-                 **unit_memory(config))
+        sharing = max(
+            1.0, median(_core_seconds(crowded) / _core_seconds(alone) for alone, crowded in facts)
+        )
+    return Costs(
+        f=by_unit("f"),
+        i=by_unit("i"),
+        w=by_unit("w"),
+        cores=share,
+        sharing=sharing,
+        **unit_memory(config),
+    )
 
 
 def _core_seconds(times) -> float:

@@ -42,8 +42,10 @@ SIZES = (8, 4 << 10, 64 << 10, 1 << 20, 4 << 20)  # bytes of a message, and of a
 UPDATES = 5  # of a round, after a warm-up
 ROUNDS, PATIENCE = 3, 30  # of passes, if PATIENCE times a first look's seconds are left
 LINK = "any two ranks"
-SUMS = {"all-reduce": lambda comm, x: comm.all_reduce(x, "measure.sum"),
-        "iall-reduce": lambda comm, x: comm.iall_reduce(x, "measure.sum").wait()}
+SUMS = {
+    "all-reduce": lambda comm, x: comm.all_reduce(x, "measure.sum"),
+    "iall-reduce": lambda comm, x: comm.iall_reduce(x, "measure.sum").wait(),
+}
 
 
 def measure_machine(configs, ops, mpi_world, seconds: float = SECONDS) -> Machine | None:
@@ -87,12 +89,26 @@ def one_blocks(configs, world_size: int) -> list:
     for config in configs:
         tp, cp, rows = config.grid.tp, config.grid.cp, rows_per_microbatch(config)
         dp = world_size // (tp * cp)
-        found |= {(count, tp): replace(
-            config, model=replace(config.model, layers=1),
-            grid=replace(config.grid, dp=dp, pp=1, num_microbatches=1, schedule="gpipe",
-                         schedule_csv=None, chunks=None, group_size=None, stage_layers=None),
-            train=replace(config.train, batch_size=dp * count),
-            memory=as_measured(config.memory)) for count in (1, rows)}
+        found |= {
+            (count, tp): replace(
+                config,
+                model=replace(config.model, layers=1),
+                grid=replace(
+                    config.grid,
+                    dp=dp,
+                    pp=1,
+                    num_microbatches=1,
+                    schedule="gpipe",
+                    schedule_csv=None,
+                    chunks=None,
+                    group_size=None,
+                    stage_layers=None,
+                ),
+                train=replace(config.train, batch_size=dp * count),
+                memory=as_measured(config.memory),
+            )
+            for count in (1, rows)
+        }
     return [found[key] for key in sorted(found)]
 
 
@@ -107,10 +123,13 @@ def measure_links(ops, mpi_world) -> tuple[tuple[Curve, ...], tuple[Eager, ...]]
     if size == 1:
         return (), ()
     counts = sorted({2, *divisors(size)[1:]})
-    groups = {f"of {count}": [tuple(range(first, first + count))
-                              for first in range(0, size - count + 1, count)] for count in counts}
-    comms = Comms(Grid(mpi_world.rank, {"dp": size}), ops, Recorder(), mpi_world,
-                  partitions=groups)
+    groups = {
+        f"of {count}": [
+            tuple(range(first, first + count)) for first in range(0, size - count + 1, count)
+        ]
+        for count in counts
+    }
+    comms = Comms(Grid(mpi_world.rank, {"dp": size}), ops, Recorder(), mpi_world, partitions=groups)
     sums, links = {}, []
     for nbytes in SIZES:
         shape = (nbytes // ops.statistics.itemsize,)
@@ -120,20 +139,26 @@ def measure_links(ops, mpi_world) -> tuple[tuple[Curve, ...], tuple[Eager, ...]]
             if comm.size > 1:
                 for operation, run in SUMS.items():
                     sums.setdefault(f"{operation} {name}", []).append(
-                        median_seconds(ops, partial(run, comm, x)))
+                        median_seconds(ops, partial(run, comm, x))
+                    )
         links.append(measure_link(comms.world, size - 1, x, y))
     comms.close()
     facts = gather_facts(mpi_world, sums)
     if facts is None:
         return (), ()
-    times = {(HOP, 2): [link.hop for link in links], (STREAM, 2): [link.busy for link in links],
-             (SENDING, 2): [link.sending for link in links]}
+    times = {
+        (HOP, 2): [link.hop for link in links],
+        (STREAM, 2): [link.busy for link in links],
+        (SENDING, 2): [link.sending for link in links],
+    }
     for operation in SUMS:
         for count in counts:
             several = [fact[name] for fact in facts if (name := f"{operation} of {count}") in fact]
             times[operation, count] = [max(each) for each in zip(*several, strict=True)]
-    curves = [Curve.through(operation, LINK, ranks, dict(zip(SIZES, seconds, strict=True)), REPEATS)
-              for (operation, ranks), seconds in times.items()]
+    curves = [
+        Curve.through(operation, LINK, ranks, dict(zip(SIZES, seconds, strict=True)), REPEATS)
+        for (operation, ranks), seconds in times.items()
+    ]
     alone = [link.nbytes for link in links if link.alone]
     eager = Eager(LINK, None if len(alone) == len(links) else max(alone, default=0))
     return tuple(curves), (eager,)
@@ -164,8 +189,9 @@ def as_measured(memory):
     `step_estimate` adds the cost of ZeRO, and of activation recomputation.
     """
     again = "none" if memory.recompute == "block" else memory.recompute
-    return replace(memory, recompute=again, recompute_layers=None, zero=0, zero_grads="full",
-                   zero_keep="none")
+    return replace(
+        memory, recompute=again, recompute_layers=None, zero=0, zero_grads="full", zero_keep="none"
+    )
 
 
 def measure_units(config, ops, mpi_world, rounds: int = 1, repeats: int = REPEATS) -> Units | None:
@@ -184,6 +210,7 @@ def units_of(config, spells: list[list[Costs]]) -> Units:
     The times are those of the median round in the quietest spell. The cost of sharing a core is the
     median of all rounds. The update is left at 0.
     """
+
     def seconds(one: Costs):
         return sum(map(sum, (one.f, one.i, one.w)))
 
@@ -193,11 +220,18 @@ def units_of(config, spells: list[list[Costs]]) -> Units:
     sharing = median(one.sharing for costs in spells for one in costs)
     times = list(zip(quiet.f, quiet.i, quiet.w, strict=True))
     return Units(
-        settings_of(config.model), config.run.dtype, config.train.optimizer, config.grid.tp,
+        settings_of(config.model),
+        config.run.dtype,
+        config.train.optimizer,
+        config.grid.tp,
         rows_per_microbatch(config),
-        embedding=Passes(*times[0]), head=Passes(*times[-1]),
+        embedding=Passes(*times[0]),
+        head=Passes(*times[-1]),
         block=Passes(*map(mean, zip(*times[1:-1], strict=True))),
-        update_seconds_per_parameter=0.0, sharing=sharing, ep=config.grid.ep)
+        update_seconds_per_parameter=0.0,
+        sharing=sharing,
+        ep=config.grid.ep,
+    )
 
 
 def update_seconds(config, ops, mpi_world, rounds: int, updates: int = UPDATES) -> float:
@@ -223,7 +257,8 @@ def update_seconds(config, ops, mpi_world, rounds: int, updates: int = UPDATES) 
 
     for _ in range(rounds):
         quiet_barrier(mpi_world)
-        found.append(largest(mpi_world, in_turns(
-            mpi_world, mpi_world.rank, mpi_world.size, 1, run)))
+        found.append(
+            largest(mpi_world, in_turns(mpi_world, mpi_world.rank, mpi_world.size, 1, run))
+        )
     worker.close()
     return min(found)

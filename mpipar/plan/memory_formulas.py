@@ -32,19 +32,24 @@ def states(config, prediction) -> dict[str, Form]:
     level = config.memory.zero
     over = "/x" if level and config.grid.dp * config.grid.cp > 1 else ""
     numbers = sum(length for _, length in prediction.segments)
-    pieces = sum(length // (len(prediction.groups.get(groups[-1], "1")) if level else 1)
-                 for groups, length in prediction.segments)  # what this rank keeps of them
-    units = [[sum(length for _, length in unit) for unit in units]
-             for units in prediction.reads.values()]
-    turns = [max((size for stage in units for size in stage[odd::2]), default=0)
-             for odd in (0, 1)]
+    pieces = sum(
+        length // (len(prediction.groups.get(groups[-1], "1")) if level else 1)
+        for groups, length in prediction.segments
+    )  # what this rank keeps of them
+    units = [
+        [sum(length for _, length in unit) for unit in units] for units in prediction.reads.values()
+    ]
+    turns = [max((size for stage in units for size in stage[odd::2]), default=0) for odd in (0, 1)]
     found = {"weights": Form("N*e", numbers * e), "gradients": Form("N*s", numbers * s)}
     if level == 3:
         own = pieces * e
         found["weights"] = Form("N*e/x + (u0 + u1)*e", own + sum(turns) * e)
         if config.memory.gathers == "stage":
-            found["weights"] = Form("N*e/x + the stage's units",
-                                    own + sum(units[0]) * e) if len(units) == 1 else Form()
+            found["weights"] = (
+                Form("N*e/x + the stage's units", own + sum(units[0]) * e)
+                if len(units) == 1
+                else Form()
+            )
         if config.memory.keeps_pieces_of_gradients:
             found["gradients"] = Form("N*s/x + u*s", pieces * s + max(turns) * s)
     masters = int(np.dtype(config.run.dtype).itemsize < s)
@@ -65,5 +70,7 @@ def block(config) -> dict[str, Form]:
     block = units.blocks[0]
     if config.memory.recompute == "block":
         block = Recomputed.cost(block, units.stream)
-    return {f"one block, from {when}": Form(text(kept), value(kept, sizes))
-            for when, kept in (("F to I", block.stash), ("I to W", block.kept))}
+    return {
+        f"one block, from {when}": Form(text(kept), value(kept, sizes))
+        for when, kept in (("F to I", block.stash), ("I to W", block.kept))
+    }

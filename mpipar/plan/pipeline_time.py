@@ -21,12 +21,10 @@ Order = Callable[[str, int, int, int | None], list[tuple]]  # passes_in_order, p
 
 def stage_costs(layout: Layout, blocks: Blocks, counts: tuple[int, ...]) -> Costs:
     """Return the seconds of each stage's passes; the last adds a third of the head to each pass."""
-    of_rank = {id(one): (one.f.total, one.i.total + one.again.total, one.w.total)
-               for one in blocks}
+    of_rank = {id(one): (one.f.total, one.i.total + one.again.total, one.w.total) for one in blocks}
     own = [of_rank[id(blocks[layout.rank_of(stage)])] for stage in range(len(counts))]
     head = blocks[layout.last_rank].head.total / 3
-    found = [[count * one[way] for count, one in zip(counts, own, strict=True)]
-             for way in range(3)]
+    found = [[count * one[way] for count, one in zip(counts, own, strict=True)] for way in range(3)]
     return Costs(*((*each[:-1], each[-1] + head) for each in found))
 
 
@@ -54,8 +52,11 @@ def balanced(layers: int, layout: Layout, blocks: Blocks) -> float:
     No split of the blocks over the ranks takes less, and no schedule.
     """
     last = blocks[layout.last_rank]
-    return layout.num_microbatches * (layers + last.head.total / last.total) / sum(
-        1 / block.total for block in blocks)
+    return (
+        layout.num_microbatches
+        * (layers + last.head.total / last.total)
+        / sum(1 / block.total for block in blocks)
+    )
 
 
 def passes_in_order(name: str, pp: int, num_microbatches: int, chunks: int | None) -> list[tuple]:
@@ -65,20 +66,25 @@ def passes_in_order(name: str, pp: int, num_microbatches: int, chunks: int | Non
     """
     schedule = make_schedule(name, pp, num_microbatches, chunks)
     check_programs(schedule)
-    return [(rank, instr.kind, instr.stage, tuple(received), tuple(sent))
-            for rank, instr, received, sent in runnable_order(schedule) if is_compute(instr)]
+    return [
+        (rank, instr.kind, instr.stage, tuple(received), tuple(sent))
+        for rank, instr, received, sent in runnable_order(schedule)
+        if is_compute(instr)
+    ]
 
 
-def timeline(layout: Layout, blocks: Blocks, counts: tuple[int, ...],
-             order: Order = passes_in_order) -> float:
+def timeline(
+    layout: Layout, blocks: Blocks, counts: tuple[int, ...], order: Order = passes_in_order
+) -> float:
     """Return the simulated seconds of the passes, in the schedule's order.
 
     The first rounds of zb-v and zb-h2 grow by less than later ones, so what they extrapolate to may
     be below the bound.
     """
     costs = stage_costs(layout, blocks, counts)
-    return max(bound(layout, blocks, counts),
-               makespan(layout, layout.num_microbatches, costs, order))
+    return max(
+        bound(layout, blocks, counts), makespan(layout, layout.num_microbatches, costs, order)
+    )
 
 
 def cached_timeline() -> Pipeline:
@@ -94,15 +100,21 @@ def makespan(layout: Layout, num_microbatches: int, costs: Costs, order: Order) 
     """
     if num_microbatches > 5 * layout.pp:
         rounds, rest = divmod(num_microbatches, layout.pp)
-        short, longer = (makespan(layout, count * layout.pp + rest, costs, order)
-                         for count in (3, 4))
+        short, longer = (
+            makespan(layout, count * layout.pp + rest, costs, order) for count in (3, 4)
+        )
         return longer + (rounds - 4) * (longer - short)
-    seconds = {"F": costs.f, "I": costs.i, "W": costs.w,
-               "B": tuple(map(sum, zip(costs.i, costs.w, strict=True)))}
+    seconds = {
+        "F": costs.f,
+        "I": costs.i,
+        "W": costs.w,
+        "B": tuple(map(sum, zip(costs.i, costs.w, strict=True))),
+    }
     clock, arrival = [0.0] * layout.pp, {}
     free = layout.chunks if layout.family.looped else None
     for rank, kind, stage, received, sent in order(
-            layout.schedule, layout.pp, num_microbatches, free):
+        layout.schedule, layout.pp, num_microbatches, free
+    ):
         now = max([clock[rank], *map(arrival.pop, received)]) + seconds[kind][stage]
         clock[rank] = now
         for message in sent:

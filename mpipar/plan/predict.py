@@ -43,8 +43,9 @@ class Prediction:
         return sum(self.peak_bytes.values())
 
 
-def worker_on_shapes(config, world_rank: int, recorder: Recorder,
-                     worst_case: bool = False) -> Worker:
+def worker_on_shapes(
+    config, world_rank: int, recorder: Recorder, worst_case: bool = False
+) -> Worker:
     """Return the real Worker of `world_rank` in the layout of a resolved config, on shapes.
 
     worst_case: see `predict`.
@@ -69,14 +70,25 @@ def predict(config, world_rank: int, worst_case: bool = False) -> Prediction:
         snapshot = ops.empty((elements,), ops.statistics, label="snapshot")  # noqa: F841 (held)
     blank_batch = data.data_of(config.model).blank_batch
     worker.train_step(1, lambda mb: blank_batch(ops, config))
-    return Prediction(world_rank, ops.peak, dict(ops.flops), worker.recorder,
-                      {axis: comm.ranks for axis, comm in worker.comms.groups.items()},
-                      sum(flat.size for flat in worker.flats),
-                      [(flat.groups, flat.length(number)) for flat in worker.flats
-                       for number in range(len(flat.segments))],
-                      {number: [[(flat.groups, flat.length(segment)) for flat, segment in needs]
-                                for needs in units]
-                       for number, units in unit_segments(worker.stages).items()})
+    return Prediction(
+        world_rank,
+        ops.peak,
+        dict(ops.flops),
+        worker.recorder,
+        {axis: comm.ranks for axis, comm in worker.comms.groups.items()},
+        sum(flat.size for flat in worker.flats),
+        [
+            (flat.groups, flat.length(number))
+            for flat in worker.flats
+            for number in range(len(flat.segments))
+        ],
+        {
+            number: [
+                [(flat.groups, flat.length(segment)) for flat, segment in needs] for needs in units
+            ]
+            for number, units in unit_segments(worker.stages).items()
+        },
+    )
 
 
 def predict_stages(config) -> list[Prediction]:
@@ -85,8 +97,11 @@ def predict_stages(config) -> list[Prediction]:
     Replicas and tensor-parallel ranks do the same work.
     """
     places = (Grid.of(config.grid, one) for one in range(config.grid.num_ranks))
-    return [predict(config, one.world_rank) for one in places
-            if not any(map(one.place, ("dp", "cp", "tp")))]
+    return [
+        predict(config, one.world_rank)
+        for one in places
+        if not any(map(one.place, ("dp", "cp", "tp")))
+    ]
 
 
 def fullest(config) -> Prediction:

@@ -18,8 +18,12 @@ from mpipar.plan.shape import Shape, utilization
 from mpipar.plan.step_time import StepTime, step_time
 
 DATA = MACHINES.parent / "data"
-MACHINE_OF = {"A100-80-SXM": "a100-80", "A100-40-SXM": "a100-40", "H100-80-SXM": "h100",
-              "H100-96-SXM-HBM2e-500W": "h100-96"}
+MACHINE_OF = {
+    "A100-80-SXM": "a100-80",
+    "A100-40-SXM": "a100-40",
+    "H100-80-SXM": "h100",
+    "H100-96-SXM-HBM2e-500W": "h100-96",
+}
 SIXTEEN_BITS = ("bf16", "fp16", "amp_bf16", "bf16 PURE")
 ACTIVATION = {"gpt": "gelu", "llama": "swiglu", "sqrelu": "relu2"}
 RECOMPUTE = {"full": "block", "selective": "attention", "selective?": "attention", "none": "none"}
@@ -60,8 +64,12 @@ class Run(NamedTuple):
     @property
     def mfu(self) -> float:
         """The measured step's share of the devices' peak, by the rule `model`."""
-        return utilization(self.shape.step_flops(int(self.row["gbs"])), self.seconds,
-                           self.layout.ranks, float(self.row["peak_tflops"]))
+        return utilization(
+            self.shape.step_flops(int(self.row["gbs"])),
+            self.seconds,
+            self.layout.ranks,
+            float(self.row["peak_tflops"]),
+        )
 
     @property
     def gib(self) -> float:
@@ -111,8 +119,18 @@ def layout_of(row: dict[str, str]) -> Layout:
         zero = 1
     recompute = RECOMPUTE.get(row["recompute"], "block" if zero == 3 else "none")
     return Layout(
-        dp, int(row["pp"]), int(row["cp"] or 1), int(row["tp"]), rows, microbatches,
-        schedule, chunks, row["seq_par"] == "1", recompute, zero)
+        dp,
+        int(row["pp"]),
+        int(row["cp"] or 1),
+        int(row["tp"]),
+        rows,
+        microbatches,
+        schedule,
+        chunks,
+        row["seq_par"] == "1",
+        recompute,
+        zero,
+    )
 
 
 def shape_of(row: dict[str, str]) -> Shape | None:
@@ -120,9 +138,18 @@ def shape_of(row: dict[str, str]) -> Shape | None:
     if row["arch"] not in ACTIVATION or not row["layers"]:
         return None
     width, heads = int(row["hidden"]), int(row["heads"])
-    return Shape(int(row["layers"]), width, int(row["ffn"]), heads, int(row["kv_heads"]),
-                 width // heads, int(row["vocab"]), int(row["seq"]), ACTIVATION[row["arch"]],
-                 tied=row["arch"] == "gpt")
+    return Shape(
+        int(row["layers"]),
+        width,
+        int(row["ffn"]),
+        heads,
+        int(row["kv_heads"]),
+        width // heads,
+        int(row["vocab"]),
+        int(row["seq"]),
+        ACTIVATION[row["arch"]],
+        tied=row["arch"] == "gpt",
+    )
 
 
 def run_of(row: dict[str, str], clusters: dict[str, Cluster]) -> Run | None:
@@ -131,8 +158,12 @@ def run_of(row: dict[str, str], clusters: dict[str, Cluster]) -> Run | None:
     clusters: by the name of the device.
     """
     shape = shape_of(row)
-    if (shape is None or row["device"] not in clusters or row["precision"] not in SIXTEEN_BITS
-            or not all(row[name] for name in ("mbs", "step_s", "dp"))):
+    if (
+        shape is None
+        or row["device"] not in clusters
+        or row["precision"] not in SIXTEEN_BITS
+        or not all(row[name] for name in ("mbs", "step_s", "dp"))
+    ):
         return None
     cluster = clusters[row["device"]]
     if row["net_per_gpu_gbps"]:
@@ -160,19 +191,27 @@ def published_runs() -> tuple[Run, ...]:
     return tuple(read_runs("published.csv"))
 
 
-def nearest_runs(shape: Shape, layout: Layout, cluster: Cluster, stack: Stack,
-                 count: int = 3) -> list[Run]:
+def nearest_runs(
+    shape: Shape, layout: Layout, cluster: Cluster, stack: Stack, count: int = 3
+) -> list[Run]:
     """Return the published runs of a stack that are most similar to a layout.
 
     Device, size, ranks and parallelism are compared. A stack's constants say whose runs they come
     from.
     """
+
     def distance(run: Run) -> float:
         other = run.layout
-        pairs = ((shape.parameters, run.shape.parameters), (layout.ranks, other.ranks),
-                 (layout.tp, other.tp), (layout.pp, other.pp), (shape.tokens, run.shape.tokens))
+        pairs = (
+            (shape.parameters, run.shape.parameters),
+            (layout.ranks, other.ranks),
+            (layout.tp, other.tp),
+            (layout.pp, other.pp),
+            (shape.tokens, run.shape.tokens),
+        )
         apart = sum(abs(math.log2(one / two)) for one, two in pairs)
         apart += 4 * (run.cluster.name != cluster.name)
         return apart + 2 * ((layout.zero > 1) != (other.zero > 1))
+
     same = [run for run in published_runs() if run.stack.sets == stack.sets]
     return sorted(same, key=distance)[:count]

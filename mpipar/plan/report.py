@@ -32,11 +32,20 @@ from mpipar.plan.shape import MFU_RULES, utilization
 from mpipar.plan.sites import Sites, crossings, needed_gbits
 from mpipar.plan.step_time import StepTime, rank_times
 
-PARTS = {"products": "products", "attention": "attention",
-         "elementwise": "elementwise operations", "starts": "starts of operations",
-         "again": "forward passes again", "tp": "tp barriers", "cp": "cp messages",
-         "ep": "exchanges of experts' rows", "bubble": "idle in the pipeline",
-         "hops": "messages between stages", "sums": "gradient sums", "update": "update"}
+PARTS = {
+    "products": "products",
+    "attention": "attention",
+    "elementwise": "elementwise operations",
+    "starts": "starts of operations",
+    "again": "forward passes again",
+    "tp": "tp barriers",
+    "cp": "cp messages",
+    "ep": "exchanges of experts' rows",
+    "bubble": "idle in the pipeline",
+    "hops": "messages between stages",
+    "sums": "gradient sums",
+    "update": "update",
+}
 COMPUTE = ("products", "attention", "elementwise", "starts")  # that no layout removes
 SHORT = {"again": "recompute", "bubble": "idle", "hops": "pp", "sums": "dp"}  # in narrow columns
 FACTORS = (2, 3, 4, 8, 16, 32, 64)  # of the number of devices, to try
@@ -57,12 +66,19 @@ def report(question: Question, plan: Plan, job: Job) -> str:
     if not plan.best:
         return "\n\n".join([*blocks, impossible(question, plan), rejections(plan)])
     best = plan.best[0]
-    blocks += [verdict(question, plan), command_line(question, job, best),
-               hosts(best), nodes(question, plan), parts_table(best),
-               *stage_tables(question, plan),
-               "layouts, best first; each is the best of its grid\n" + ranking(question, plan),
-               alone_table(question), rejections(plan), changes_table(question, plan),
-               confidence(question, best)]
+    blocks += [
+        verdict(question, plan),
+        command_line(question, job, best),
+        hosts(best),
+        nodes(question, plan),
+        parts_table(best),
+        *stage_tables(question, plan),
+        "layouts, best first; each is the best of its grid\n" + ranking(question, plan),
+        alone_table(question),
+        rejections(plan),
+        changes_table(question, plan),
+        confidence(question, best),
+    ]
     return "\n\n".join(filter(None, blocks))
 
 
@@ -75,11 +91,13 @@ def headline(question: Question) -> str:
     """Return model, machine and batch."""
     shape = question.shape
     figures = dict.fromkeys(kind.cluster.basis for kind in question.kinds)
-    return (f"{shape.parameters / 1e9:.2f} billion parameters in {question.dtype},"
-            f" {counted(question.batch_size, 'row')} of {shape.tokens} tokens a step, on"
-            f" {devices(question)}\n"
-            f"the machine's figures: {'; '.join(figures)}\n"
-            f"the software's: {question.stack.evidence}")
+    return (
+        f"{shape.parameters / 1e9:.2f} billion parameters in {question.dtype},"
+        f" {counted(question.batch_size, 'row')} of {shape.tokens} tokens a step, on"
+        f" {devices(question)}\n"
+        f"the machine's figures: {'; '.join(figures)}\n"
+        f"the software's: {question.stack.evidence}"
+    )
 
 
 def verdict(question: Question, plan: Plan) -> str:
@@ -88,21 +106,27 @@ def verdict(question: Question, plan: Plan) -> str:
     seconds = best.step.total
     tokens = question.batch_size * question.shape.tokens / seconds
     room = best.memory.total / best.used
-    return (f"it fits: {best.memory.total / GIB:.1f} of {room / GIB:.1f} GiB on the fullest rank;"
-            f" {seconds:.3f} s a step, {short_count(tokens)} tokens/s,"
-            f" {short_count(tokens / question.ranks)} on each device\n"
-            f"MFU {100 * mfu(question, best):.1f} % of {peak(question):.0f} TFLOP/s, with"
-            f" {MFU_RULES[question.mfu_rule]}; it is bound by {PARTS[bound_by(best.step)]}\n"
-            f"a step of this layout by the constants of other software: {others(question, plan)}"
-            + even_words(question, plan))
+    return (
+        f"it fits: {best.memory.total / GIB:.1f} of {room / GIB:.1f} GiB on the fullest rank;"
+        f" {seconds:.3f} s a step, {short_count(tokens)} tokens/s,"
+        f" {short_count(tokens / question.ranks)} on each device\n"
+        f"MFU {100 * mfu(question, best):.1f} % of {peak(question):.0f} TFLOP/s, with"
+        f" {MFU_RULES[question.mfu_rule]}; it is bound by {PARTS[bound_by(best.step)]}\n"
+        f"a step of this layout by the constants of other software: {others(question, plan)}"
+        + even_words(question, plan)
+    )
 
 
 def others(question: Question, plan: Plan) -> str:
     """Return the step time of a layout by the constants of each other stack."""
     best = plan.best[0]
-    found = {name: question._replace(stack=stack.with_dtype(question.dtype)).step(
-        best.layout, best.clusters, best.counts, plan.pipeline).total
-        for name, stack in STACKS.items() if stack.evidence != question.stack.evidence}
+    found = {
+        name: question._replace(stack=stack.with_dtype(question.dtype))
+        .step(best.layout, best.clusters, best.counts, plan.pipeline)
+        .total
+        for name, stack in STACKS.items()
+        if stack.evidence != question.stack.evidence
+    }
     return ", ".join(f"{seconds:.3f} s {name}" for name, seconds in found.items())
 
 
@@ -125,7 +149,8 @@ def even_words(question: Question, plan: Plan) -> str:
         return "\nan even split of the blocks does not fit"
     longer = 100 * (even / seconds - 1)
     return f"\nan even split of the blocks takes {even:.3f} s, {longer:.0f} % longer" * (
-        even != seconds)
+        even != seconds
+    )
 
 
 def hosts(one: Candidate) -> str:
@@ -142,8 +167,10 @@ def hosts(one: Candidate) -> str:
 def alone_table(question: Question) -> str:
     """Return the job's step on each kind alone, and with equal work for all; "" with one kind."""
     alone = alone_seconds(question)
-    rows = [(name, f"{seconds:.3f} s a step" if seconds else "does not fit")
-            for name, seconds in alone.items()]
+    rows = [
+        (name, f"{seconds:.3f} s a step" if seconds else "does not fit")
+        for name, seconds in alone.items()
+    ]
     return table([("the same batch", ""), *rows]) if rows else ""
 
 
@@ -161,20 +188,23 @@ def alone_seconds(question: Question) -> dict[str, float | None]:
     asked = {f"{kind.cluster.name} alone": kind for kind in kinds}
     asked["equal work for all, at the slowest kind's speed"] = uniform
     fixed = {name: value for name, value in question.fixed.items() if name not in LAYOUT}
-    return {name: shortest(question._replace(kinds=(kind,), fixed=fixed))
-            for name, kind in asked.items()}
+    return {
+        name: shortest(question._replace(kinds=(kind,), fixed=fixed))
+        for name, kind in asked.items()
+    }
 
 
 def peak(question: Question) -> float:
     """Return TFLOP/s per device in the plan's number format, averaged over all devices."""
-    return sum(kind.ranks * kind.cluster.peak_tflops[question.dtype]
-               for kind in question.kinds) / question.ranks
+    return (
+        sum(kind.ranks * kind.cluster.peak_tflops[question.dtype] for kind in question.kinds)
+        / question.ranks
+    )
 
 
 def mfu(question: Question, one: Candidate) -> float:
     """Return the share of the devices' peak, by the question's rule."""
-    flops = question.shape.step_flops(
-        question.batch_size, question.mfu_rule, one.layout.recompute)
+    flops = question.shape.step_flops(question.batch_size, question.mfu_rule, one.layout.recompute)
     return utilization(flops, one.step.total, question.ranks, peak(question))
 
 
@@ -207,12 +237,18 @@ def nodes(question: Question, plan: Plan) -> str:
 
 def parts_table(best: Candidate) -> str:
     """Return the step's seconds by part, omitting zeros, and bytes of the fullest rank."""
-    memory = [(name, f"{size / GIB:.2f}") for name, size in (
-        *best.memory._asdict().items(), ("reserve", best.memory.reserve))]
-    time = [(PARTS[name], f"{seconds:.3f}", f"{100 * seconds / best.step.total:.1f} %")
-            for name, seconds in best.step._asdict().items() if seconds > 0]
-    rows = [(*(left or ("", "", "")), *(right or ("", "")))
-            for left, right in zip_longest(time, memory)]
+    memory = [
+        (name, f"{size / GIB:.2f}")
+        for name, size in (*best.memory._asdict().items(), ("reserve", best.memory.reserve))
+    ]
+    time = [
+        (PARTS[name], f"{seconds:.3f}", f"{100 * seconds / best.step.total:.1f} %")
+        for name, seconds in best.step._asdict().items()
+        if seconds > 0
+    ]
+    rows = [
+        (*(left or ("", "", "")), *(right or ("", ""))) for left, right in zip_longest(time, memory)
+    ]
     return table([("a step's seconds", "", "", "GiB of the fullest rank", ""), *rows])
 
 
@@ -222,22 +258,41 @@ def stages(question: Question, plan: Plan) -> list[tuple[int, Footprint, StepTim
     layout, shape, stack, counts = best.layout, question.shape, question.stack, best.counts
     times = rank_times(shape, layout, best.clusters, stack, plan.pipeline, counts)
     memory = rank_footprints(shape, layout, stack, counts, range(layout.pp))
-    return [(layout.blocks_of(rank, counts), memory[rank], times[rank])
-            for rank in range(layout.pp)]
+    return [
+        (layout.blocks_of(rank, counts), memory[rank], times[rank]) for rank in range(layout.pp)
+    ]
 
 
 def stage_tables(question: Question, plan: Plan) -> list[str]:
     """Return memory and seconds of each pipeline rank. Rows of the latter add up to the step."""
     found, best = stages(question, plan), plan.best[0]
     clusters, several = best.clusters, len(best.kinds) > 1
-    some = [name for name in StepTime._fields
-            if any(getattr(parts, name) > 0 for *_, parts in found)]
-    memory = [("pipeline rank", *["devices"] * several, "blocks", "weights GiB", "gradients GiB",
-               "optimizer GiB", "stash GiB", "buffers GiB", "all GiB")]
+    some = [
+        name for name in StepTime._fields if any(getattr(parts, name) > 0 for *_, parts in found)
+    ]
+    memory = [
+        (
+            "pipeline rank",
+            *["devices"] * several,
+            "blocks",
+            "weights GiB",
+            "gradients GiB",
+            "optimizer GiB",
+            "stash GiB",
+            "buffers GiB",
+            "all GiB",
+        )
+    ]
     time = [("seconds of rank", *(SHORT.get(name, name) for name in some))]
     for rank, (blocks, held, parts) in enumerate(found):
-        memory.append((str(rank), *[clusters[rank].name] * several, str(blocks), *(
-            f"{size / GIB:.1f}" for size in (*held, held.total))))
+        memory.append(
+            (
+                str(rank),
+                *[clusters[rank].name] * several,
+                str(blocks),
+                *(f"{size / GIB:.1f}" for size in (*held, held.total)),
+            )
+        )
         time.append((str(rank), *(f"{max(getattr(parts, name), 0):.3f}" for name in some)))
     return [table(in_short(memory)), table(in_short(time))]
 
@@ -252,37 +307,52 @@ def own_table(found: list[Confirmed], why_not: str) -> str:
     if why_not:
         return f"mpipar cannot run this layout: {why_not}"
     rows = [("mpipar's own step, on shapes", "states GiB", "the rest GiB", "sent in a step GiB")]
-    rows += [(f"rank {one.rank}", f"{one.states / GIB:.2f}", f"{one.rest / GIB:.2f}",
-              f"{one.sent / GIB:.2f}") for one in found]
+    rows += [
+        (
+            f"rank {one.rank}",
+            f"{one.states / GIB:.2f}",
+            f"{one.rest / GIB:.2f}",
+            f"{one.sent / GIB:.2f}",
+        )
+        for one in found
+    ]
     fullest = max(found, key=lambda one: one.bytes_at_peak / one.gib)
     fits = "it fits" if confirmed(found) else "it does not fit"
-    return (f"{table(rows)}\n{fits}: {fullest.bytes_at_peak / GIB:.1f} of {fullest.gib:.1f} GiB,"
-            " not counting memory outside of arrays")
+    return (
+        f"{table(rows)}\n{fits}: {fullest.bytes_at_peak / GIB:.1f} of {fullest.gib:.1f} GiB,"
+        " not counting memory outside of arrays"
+    )
 
 
 def confirmed(found: list[Confirmed]) -> bool:
     """Return whether mpipar's own step ran on shapes, and fits."""
-    return bool(found) and all(
-        one.bytes_at_peak <= one.gib * GIB - RESERVE for one in found)
+    return bool(found) and all(one.bytes_at_peak <= one.gib * GIB - RESERVE for one in found)
 
 
 def sites_table(question: Question, plan: Plan, sites: Sites) -> str:
     """Return, for each layout, which axis crosses the link between sites, and what that costs."""
-    rows = [("layout", "across", "GiB one way", "link s", "step s", "loss %",
-             "Gbit/s for 5 %")]
+    rows = [("layout", "across", "GiB one way", "link s", "step s", "loss %", "Gbit/s for 5 %")]
     for one in plan.best:
         for found in crossings(question, one, sites):
             step = one.step.total + found.exposed
-            rows.append((layout_words(one.layout), found.axis, f"{found.sent / GIB:.1f}",
-                         f"{found.seconds:.2f}", f"{step:.3f}",
-                         f"{100 * found.exposed / one.step.total:.1f}",
-                         f"{needed_gbits(question, one, sites, found.axis):.3g}".replace(
-                             "inf", "none")))
+            rows.append(
+                (
+                    layout_words(one.layout),
+                    found.axis,
+                    f"{found.sent / GIB:.1f}",
+                    f"{found.seconds:.2f}",
+                    f"{step:.3f}",
+                    f"{100 * found.exposed / one.step.total:.1f}",
+                    f"{needed_gbits(question, one, sites, found.axis):.3g}".replace("inf", "none"),
+                )
+            )
     if len(rows) == 1:
         return f"no axis of these layouts can cross the links between {sites.count} sites"
     rows[1:] = sorted(rows[1:], key=lambda row: float(row[4]))
-    return (f"{sites.count} sites with {sites.gbits:g} Gbit/s and {sites.milliseconds:g} ms between"
-            f" them, the best first\n{table(rows, left=2)}")
+    return (
+        f"{sites.count} sites with {sites.gbits:g} Gbit/s and {sites.milliseconds:g} ms between"
+        f" them, the best first\n{table(rows, left=2)}"
+    )
 
 
 def saving(question: Question, step_seconds: float, save_seconds: float, hours: float) -> str:
@@ -295,23 +365,30 @@ def saving(question: Question, step_seconds: float, save_seconds: float, hours: 
     interval = math.sqrt(2 * save_seconds * between)
     lost = save_seconds / interval + interval / 2 / between
     if lost >= 1:
-        return (f"a failure of the job every {between:.0f} seconds: saving and lost work take all"
-                " of the time")
-    return (f"a failure of the job every {between / 3600:.1f} hours: save every {interval / 60:.1f}"
-            f" minutes, --save-interval {max(1, round(interval / step_seconds))}; saving and lost"
-            f" work then take {100 * lost:.1f} % of the time")
+        return (
+            f"a failure of the job every {between:.0f} seconds: saving and lost work take all"
+            " of the time"
+        )
+    return (
+        f"a failure of the job every {between / 3600:.1f} hours: save every {interval / 60:.1f}"
+        f" minutes, --save-interval {max(1, round(interval / step_seconds))}; saving and lost"
+        f" work then take {100 * lost:.1f} % of the time"
+    )
 
 
 def layout_words(layout: Layout) -> str:
     """Return a layout in a line of a table."""
     schedule = layout.schedule if layout.pp > 1 else ""
     chunks = f" v{layout.chunks}" if layout.schedule == "interleaved" else ""
-    words = [sizes_text(layout._asdict()), schedule + chunks,
-             f"{layout.num_microbatches} x {layout.rows} rows",
-             "sp" if layout.sequence_parallel else "",
-             f"recompute {layout.recompute}" if layout.recompute != "none" else "",
-             f"zero {layout.zero}" if layout.zero else "",
-             "dp outermost" if layout.outer == "dp" else ""]
+    words = [
+        sizes_text(layout._asdict()),
+        schedule + chunks,
+        f"{layout.num_microbatches} x {layout.rows} rows",
+        "sp" if layout.sequence_parallel else "",
+        f"recompute {layout.recompute}" if layout.recompute != "none" else "",
+        f"zero {layout.zero}" if layout.zero else "",
+        "dp outermost" if layout.outer == "dp" else "",
+    ]
     return ", ".join(word for word in words if word)
 
 
@@ -319,9 +396,16 @@ def ranking(question: Question, plan: Plan) -> str:
     """Return the layouts, with what each loses and gains against the first."""
     first = plan.best[0]
     rows = [("layout", "step s", "GiB", "MFU %", "against the first")]
-    rows += [(candidate_words(one), f"{one.step.total:.3f}", f"{one.memory.total / GIB:.1f}",
-              f"{100 * mfu(question, one):.1f}",
-              "" if one is first else why_not(first, one)) for one in plan.best]
+    rows += [
+        (
+            candidate_words(one),
+            f"{one.step.total:.3f}",
+            f"{one.memory.total / GIB:.1f}",
+            f"{100 * mfu(question, one):.1f}",
+            "" if one is first else why_not(first, one),
+        )
+        for one in plan.best
+    ]
     return table(rows)
 
 
@@ -344,8 +428,10 @@ def in_runs(counts: Iterable[int]) -> str:
 
 def why_not(first: Candidate, other: Candidate) -> str:
     """Return the parts that make another layout slower, and those that win some of it back."""
-    more = {name: two - one for (name, one), two in zip(
-        first.step._asdict().items(), other.step, strict=True)}
+    more = {
+        name: two - one
+        for (name, one), two in zip(first.step._asdict().items(), other.step, strict=True)
+    }
     worse = max(more, key=more.get)
     better = min(more, key=more.get)
     text = f"{more[worse]:+.2f} s {PARTS[worse]}"
@@ -359,17 +445,34 @@ def batch_table(plans: dict[int, Plan]) -> str:
     rows = [("rows of a step", "step s", "rows/s", "layout")]
     for count, plan in plans.items():
         best = plan.best[0] if plan.best else None
-        rows.append((str(count), *((f"{best.step.total:.3f}", f"{count / best.step.total:.1f}",
-                                    candidate_words(best)) if best else ("", "", "none fits"))))
+        rows.append(
+            (
+                str(count),
+                *(
+                    (
+                        f"{best.step.total:.3f}",
+                        f"{count / best.step.total:.1f}",
+                        candidate_words(best),
+                    )
+                    if best
+                    else ("", "", "none fits")
+                ),
+            )
+        )
     return table(rows)
 
 
 def rejections(plan: Plan) -> str:
     """Return how many layouts were considered, and why most were rejected."""
-    said = (f"{plan.fitting:,} layouts fit, {plan.simulated:,} of them were simulated: no other can"
-            " be shorter than these\n" if plan.fitting else "")
-    return said + "\n".join(["rejected:", *(
-        f"  {count:>7,}  {reason}" for reason, count in plan.rejected.items())])
+    said = (
+        f"{plan.fitting:,} layouts fit, {plan.simulated:,} of them were simulated: no other can"
+        " be shorter than these\n"
+        if plan.fitting
+        else ""
+    )
+    return said + "\n".join(
+        ["rejected:", *(f"  {count:>7,}  {reason}" for reason, count in plan.rejected.items())]
+    )
 
 
 def impossible(question: Question, plan: Plan) -> str:
@@ -377,11 +480,13 @@ def impossible(question: Question, plan: Plan) -> str:
     if plan.least is None:
         return "no layout can be run: see the reasons below"
     one, more = plan.least, plan.memory[1]
-    text = (f"no layout fits: the one that needs least has {one.memory.total / GIB:.1f} GiB on its"
-            f" fullest rank, and {one.memory.total / one.used / GIB:.1f} are there\n"
-            f"  {candidate_words(one)}\n"
-            f"its states alone are {one.memory.states / GIB:.1f} GiB; use {enough(question)}, or"
-            " devices with more memory")
+    text = (
+        f"no layout fits: the one that needs least has {one.memory.total / GIB:.1f} GiB on its"
+        f" fullest rank, and {one.memory.total / one.used / GIB:.1f} are there\n"
+        f"  {candidate_words(one)}\n"
+        f"its states alone are {one.memory.states / GIB:.1f} GiB; use {enough(question)}, or"
+        " devices with more memory"
+    )
     if more:
         text += f"\nwith 20 % more memory would be first: {candidate_words(more)}"
     return text
@@ -393,7 +498,8 @@ def enough(question: Question) -> str:
         return "another layout: the given parts of it leave none"
     for factor in FACTORS:
         more = question._replace(fixed={}).changed(
-            lambda kind, factor=factor: kind._replace(ranks=kind.ranks * factor))
+            lambda kind, factor=factor: kind._replace(ranks=kind.ranks * factor)
+        )
         if fits(more):
             return f"{more.ranks} devices"
     return f"more than {question.ranks * FACTORS[-1]} devices"
@@ -402,8 +508,11 @@ def enough(question: Question) -> str:
 def fits(question: Question) -> bool:
     """Return whether any layout fits in memory."""
     known = Known(question)
-    return any(one.used <= 1 for layout in layouts(question, Counter())
-               for one in placed(question, layout, question.kinds, known))
+    return any(
+        one.used <= 1
+        for layout in layouts(question, Counter())
+        for one in placed(question, layout, question.kinds, known)
+    )
 
 
 def changes(question: Question, plan: Plan) -> list[dict]:
@@ -411,23 +520,41 @@ def changes(question: Question, plan: Plan) -> list[dict]:
 
     Which layouts fit depends on memory too: the search has kept what it would choose.
     """
+
     def row(name: str, step: Callable[[Candidate, float], float]) -> dict:
         steps = [[step(one, by) for one in plan.best] for by in OFF]
-        return {"input": name, "steps_s": [each[0] for each in steps],
-                "first": [plan.best[each.index(min(each))].layout for each in steps]}
+        return {
+            "input": name,
+            "steps_s": [each[0] for each in steps],
+            "first": [plan.best[each.index(min(each))].layout for each in steps],
+        }
 
     def on(one: Candidate, clusters: Sequence[Cluster], stack: Stack = question.stack) -> float:
-        return question._replace(stack=stack).step(
-            one.layout, clusters, one.counts, plan.pipeline).total
+        return (
+            question._replace(stack=stack)
+            .step(one.layout, clusters, one.counts, plan.pipeline)
+            .total
+        )
 
-    found = [row(name, lambda one, by, changed=changed: on(
-        one, [changed(each, by) for each in one.clusters])) for name, changed in INPUTS.items()]
-    found.insert(3, row(STARTS, lambda one, by: on(
-        one, one.clusters, question.stack.with_starts(by))))
+    found = [
+        row(
+            name,
+            lambda one, by, changed=changed: on(one, [changed(each, by) for each in one.clusters]),
+        )
+        for name, changed in INPUTS.items()
+    ]
+    found.insert(
+        3, row(STARTS, lambda one, by: on(one, one.clusters, question.stack.with_starts(by)))
+    )
     found.append(row(PARTS["bubble"], lambda one, by: one.step.total + (by - 1) * one.step.bubble))
-    return [*found, {"input": "memory of a device",
-                     "steps_s": [one.step.total if one else None for one in plan.memory],
-                     "first": [one.layout if one else None for one in plan.memory]}]
+    return [
+        *found,
+        {
+            "input": "memory of a device",
+            "steps_s": [one.step.total if one else None for one in plan.memory],
+            "first": [one.layout if one else None for one in plan.memory],
+        },
+    ]
 
 
 def changes_table(question: Question, plan: Plan) -> str:
@@ -437,11 +564,14 @@ def changes_table(question: Question, plan: Plan) -> str:
     for row in changes(question, plan):
         if row["steps_s"] == [now, now]:
             continue
-        rows.append((row["input"], *(f"{seconds:.3f}" if seconds else "-"
-                                     for seconds in row["steps_s"])))
-        others = [f"{text}: {instead(plan.best[0].layout, layout)}"
-                  for text, layout in zip(("less", "more"), row["first"], strict=True)
-                  if layout != plan.best[0].layout]
+        rows.append(
+            (row["input"], *(f"{seconds:.3f}" if seconds else "-" for seconds in row["steps_s"]))
+        )
+        others = [
+            f"{text}: {instead(plan.best[0].layout, layout)}"
+            for text, layout in zip(("less", "more"), row["first"], strict=True)
+            if layout != plan.best[0].layout
+        ]
         lasts.append("; ".join(others) or "the same")
     return "\n".join(map("  ".join, zip(table(rows).splitlines(), lasts, strict=True)))
 
@@ -457,12 +587,20 @@ def confidence(question: Question, best: Candidate) -> str:
     """Return how far the closed forms are from published runs that resemble this one."""
     if question.shape.experts:
         return "no published step here is of a model with experts"
-    rows = [("published runs that are most like it", "measured s", "MFU %", "closed form s",
-             "error %")]
-    rows += [(f"{run.row['model']}, {run.layout.ranks} x {run.row['device']}, "
-              + sizes_text(run.layout._asdict()), f"{run.seconds:.3f}",
-              f"{100 * run.mfu:.1f}", f"{run.predicted:.3f}", f"{100 * run.error:+.1f}")
-             for run in nearest(question, best)]
+    rows = [
+        ("published runs that are most like it", "measured s", "MFU %", "closed form s", "error %")
+    ]
+    rows += [
+        (
+            f"{run.row['model']}, {run.layout.ranks} x {run.row['device']}, "
+            + sizes_text(run.layout._asdict()),
+            f"{run.seconds:.3f}",
+            f"{100 * run.mfu:.1f}",
+            f"{run.predicted:.3f}",
+            f"{100 * run.error:+.1f}",
+        )
+        for run in nearest(question, best)
+    ]
     return table(rows)
 
 
@@ -473,42 +611,92 @@ def nearest(question: Question, best: Candidate) -> list[Run]:
 
 def csv_rows(question: Question, plan: Plan) -> list[list]:
     """Return a header, and a row for each layout, with units in the names."""
-    names = [*Layout._fields, "stage_layers", "kinds", "step_s",
-             *(f"{name}_s" for name in StepTime._fields), "memory_gib", "mfu_percent"]
-    return [names, *([*one.layout, in_runs(one.counts),
-                      " ".join(kind.cluster.name for kind in one.kinds), f"{one.step.total:.6g}",
-                      *(f"{max(part, 0):.6g}" for part in one.step),
-                      f"{one.memory.total / GIB:.3f}",
-                      f"{100 * mfu(question, one):.2f}"] for one in plan.best)]
+    names = [
+        *Layout._fields,
+        "stage_layers",
+        "kinds",
+        "step_s",
+        *(f"{name}_s" for name in StepTime._fields),
+        "memory_gib",
+        "mfu_percent",
+    ]
+    return [
+        names,
+        *(
+            [
+                *one.layout,
+                in_runs(one.counts),
+                " ".join(kind.cluster.name for kind in one.kinds),
+                f"{one.step.total:.6g}",
+                *(f"{max(part, 0):.6g}" for part in one.step),
+                f"{one.memory.total / GIB:.3f}",
+                f"{100 * mfu(question, one):.2f}",
+            ]
+            for one in plan.best
+        ),
+    ]
 
 
 def as_dict(question: Question, plan: Plan, job: Job) -> dict:
     """Return everything as plain values; seconds, bytes."""
     found = {
         "model": asdict(question.shape) | {"parameters": question.shape.parameters},
-        "kinds": [{"machine": kind.cluster.name, "basis": kind.cluster.basis,
-                   "ranks": kind.ranks, "memory_gib": kind.gib} for kind in question.kinds],
-        "ranks": question.ranks, "dtype": question.dtype, "batch_size": question.batch_size,
-        "mfu_rule": question.mfu_rule, "fits": bool(plan.best),
-        "layouts": [{"layout": one.layout._asdict(), "stage_layers": one.counts,
-                     "kinds": [kind.cluster.name for kind in one.kinds],
-                     "twins": [twin._asdict() for twin in one.twins], "step_s": one.step.total,
-                     "parts_s": one.step._asdict(), "memory_bytes": one.memory._asdict(),
-                     "total_bytes": one.memory.total, "mfu": mfu(question, one),
-                     "why_not_first": "" if one is plan.best[0] else why_not(plan.best[0], one)}
-                    for one in plan.best],
-        "fitting": plan.fitting, "simulated": plan.simulated, "rejected": plan.rejected}
+        "kinds": [
+            {
+                "machine": kind.cluster.name,
+                "basis": kind.cluster.basis,
+                "ranks": kind.ranks,
+                "memory_gib": kind.gib,
+            }
+            for kind in question.kinds
+        ],
+        "ranks": question.ranks,
+        "dtype": question.dtype,
+        "batch_size": question.batch_size,
+        "mfu_rule": question.mfu_rule,
+        "fits": bool(plan.best),
+        "layouts": [
+            {
+                "layout": one.layout._asdict(),
+                "stage_layers": one.counts,
+                "kinds": [kind.cluster.name for kind in one.kinds],
+                "twins": [twin._asdict() for twin in one.twins],
+                "step_s": one.step.total,
+                "parts_s": one.step._asdict(),
+                "memory_bytes": one.memory._asdict(),
+                "total_bytes": one.memory.total,
+                "mfu": mfu(question, one),
+                "why_not_first": "" if one is plan.best[0] else why_not(plan.best[0], one),
+            }
+            for one in plan.best
+        ],
+        "fitting": plan.fitting,
+        "simulated": plan.simulated,
+        "rejected": plan.rejected,
+    }
     if not plan.best:
         return found | {"why_not": impossible(question, plan)}
     best = plan.best[0]
     return found | {
-        "command": command_line(question, job, best), "bound_by": bound_by(best.step),
-        "even_split_s": even_split(question, plan), "alone_s": alone_seconds(question),
-        "pipeline_ranks": [{"blocks": blocks, "memory_bytes": memory._asdict(),
-                            "parts_s": parts._asdict()}
-                           for blocks, memory, parts in stages(question, plan)],
-        "changes": [row | {"first": [one and one._asdict() for one in row["first"]]}
-                    for row in changes(question, plan)],
-        "published": [{"row": run.row["id"], "measured_s": run.seconds,
-                       "predicted_s": run.predicted, "error": run.error}
-                      for run in nearest(question, best)]}
+        "command": command_line(question, job, best),
+        "bound_by": bound_by(best.step),
+        "even_split_s": even_split(question, plan),
+        "alone_s": alone_seconds(question),
+        "pipeline_ranks": [
+            {"blocks": blocks, "memory_bytes": memory._asdict(), "parts_s": parts._asdict()}
+            for blocks, memory, parts in stages(question, plan)
+        ],
+        "changes": [
+            row | {"first": [one and one._asdict() for one in row["first"]]}
+            for row in changes(question, plan)
+        ],
+        "published": [
+            {
+                "row": run.row["id"],
+                "measured_s": run.seconds,
+                "predicted_s": run.predicted,
+                "error": run.error,
+            }
+            for run in nearest(question, best)
+        ],
+    }

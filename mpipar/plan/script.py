@@ -182,12 +182,20 @@ def script_of(config: Config, world_rank: int) -> Script:
             comm.wire = Listening(worker.ops, notes)
     blank_batch = data.data_of(config.model).blank_batch
     worker.train_step(1, lambda mb: blank_batch(worker.ops, config))
-    calls = [Call(record, shape, posted, number in notes.looked, argument)
-             for number, (record, (shape, posted, argument))
-             in enumerate(zip(notes.records, notes.given, strict=True))]
-    return Script(world_rank, tuple(calls), tuple(notes.events), tuple(notes.passes),
-                  {axis: comm.ranks for axis, comm in worker.comms.groups.items()},
-                  sum(flat.size for flat in worker.flats))
+    calls = [
+        Call(record, shape, posted, number in notes.looked, argument)
+        for number, (record, (shape, posted, argument)) in enumerate(
+            zip(notes.records, notes.given, strict=True)
+        )
+    ]
+    return Script(
+        world_rank,
+        tuple(calls),
+        tuple(notes.events),
+        tuple(notes.passes),
+        {axis: comm.ranks for axis, comm in worker.comms.groups.items()},
+        sum(flat.size for flat in worker.flats),
+    )
 
 
 def all_scripts(config: Config) -> Iterator[Script]:
@@ -205,9 +213,13 @@ def all_scripts(config: Config) -> Iterator[Script]:
 def moved(script: Script, world_rank: int) -> Script:
     """Return the script for a replica's rank: its groups are the same, or those of its replica."""
     away = world_rank - script.world_rank
-    return script._replace(world_rank=world_rank, groups={
-        axis: ranks if world_rank in ranks else tuple(rank + away for rank in ranks)
-        for axis, ranks in script.groups.items()})
+    return script._replace(
+        world_rank=world_rank,
+        groups={
+            axis: ranks if world_rank in ranks else tuple(rank + away for rank in ranks)
+            for axis, ranks in script.groups.items()
+        },
+    )
 
 
 def first_copy(grid: Grid) -> int:

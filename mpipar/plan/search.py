@@ -38,8 +38,20 @@ TELL_EVERY = 1000  # layouts between two calls of `tell`
 LESS, MORE = 0.8, 1.2  # of the memory: the choices with these are part of the answer
 NO_TIME = StepTime(*[0.0] * len(StepTime._fields))  # of a layout without a bound
 EQUAL = 1e-6  # steps that differ by less take the same time
-FIXED = ("dp", "pp", "cp", "tp", "ep", "rows", "num_microbatches", "schedule", "chunks",
-         "sequence_parallel", "recompute", "zero")
+FIXED = (
+    "dp",
+    "pp",
+    "cp",
+    "tp",
+    "ep",
+    "rows",
+    "num_microbatches",
+    "schedule",
+    "chunks",
+    "sequence_parallel",
+    "recompute",
+    "zero",
+)
 
 
 class Kind(NamedTuple):
@@ -74,8 +86,13 @@ class Question(NamedTuple):
         """Devices of the smallest node: groups of tp fit inside the nodes of every kind."""
         return min(kind.cluster.per_node() for kind in self.kinds)
 
-    def step(self, layout: Layout, clusters: Sequence[Cluster],
-             counts: tuple[int, ...] | None = None, pipeline: Pipeline = timeline) -> StepTime:
+    def step(
+        self,
+        layout: Layout,
+        clusters: Sequence[Cluster],
+        counts: tuple[int, ...] | None = None,
+        pipeline: Pipeline = timeline,
+    ) -> StepTime:
         """Return the simulated step of a layout; see `step_time`."""
         return step_time(self.shape, layout, clusters, self.stack, pipeline, counts)
 
@@ -92,9 +109,11 @@ class Known:
         clusters = {kind.cluster.name: kind.cluster for kind in question.kinds}
         orders = cache(fullest_of)
         self._times: Callable[[Layout, str], BlockTimes] = cache(
-            lambda layout, name: block_times(shape, layout, clusters[name], stack))
+            lambda layout, name: block_times(shape, layout, clusters[name], stack)
+        )
         self.kept: Callable[[Layout], Kept] = cache(
-            lambda layout: Kept.of(shape, layout, stack, orders))
+            lambda layout: Kept.of(shape, layout, stack, orders)
+        )
 
     def blocks(self, layout: Layout, clusters: Sequence[Cluster]) -> Blocks:
         """Return the passes on each pipeline rank, which do not depend on the schedule."""
@@ -161,8 +180,10 @@ def axes(question: Question, rejected: Counter) -> Iterator[tuple[int, int, int,
         for pp in divisors(question.ranks // tp):
             for cp in divisors(question.ranks // tp // pp):
                 dp = question.ranks // tp // pp // cp
-                if any(fixed.get(name, size) != size for name, size in (
-                        ("dp", dp), ("pp", pp), ("cp", cp), ("tp", tp))):
+                if any(
+                    fixed.get(name, size) != size
+                    for name, size in (("dp", dp), ("pp", pp), ("cp", cp), ("tp", tp))
+                ):
                     continue
                 if not cuts_heads(tp, shape.heads, shape.kv_heads):
                     rejected["tp does not divide the heads"] += 1
@@ -200,11 +221,24 @@ def layouts(question: Question, rejected: Counter) -> Iterator[Layout]:
                         if zero and dp * cp == 1:
                             rejected["zero needs two ranks of dp x cp to share"] += 1
                             continue
-                        for parallel in given(fixed, "sequence_parallel",
-                                              (False, True) if tp > 1 else (False,)):
+                        for parallel in given(
+                            fixed, "sequence_parallel", (False, True) if tp > 1 else (False,)
+                        ):
                             for ep in experts(question, dp * cp, rejected):
-                                yield Layout(dp, pp, cp, tp, rows, share // rows, schedule, chunks,
-                                             parallel, recompute, zero, ep=ep)
+                                yield Layout(
+                                    dp,
+                                    pp,
+                                    cp,
+                                    tp,
+                                    rows,
+                                    share // rows,
+                                    schedule,
+                                    chunks,
+                                    parallel,
+                                    recompute,
+                                    zero,
+                                    ep=ep,
+                                )
 
 
 def experts(question: Question, data_ranks: int, rejected: Counter) -> list[int]:
@@ -218,8 +252,12 @@ def experts(question: Question, data_ranks: int, rejected: Counter) -> list[int]
 
 def microbatches(share: int, fixed: dict, rejected: Counter) -> list[int]:
     """Return the rows that a microbatch can have. share: rows of a step on each replica."""
-    found = [rows for rows in divisors(share) if fixed.get("rows", rows) == rows
-             and fixed.get("num_microbatches", share // rows) * rows == share]
+    found = [
+        rows
+        for rows in divisors(share)
+        if fixed.get("rows", rows) == rows
+        and fixed.get("num_microbatches", share // rows) * rows == share
+    ]
     if not found:
         rejected["the given microbatches do not make up a replica's share of the batch"] += 1
     given_any = fixed.keys() & {"rows", "num_microbatches"}
@@ -264,8 +302,11 @@ def search(question: Question, count: int = 5, tell=lambda text: None) -> Plan:
     for seen, layout in enumerate(layouts(question, rejected)):
         if seen % TELL_EVERY == 0:
             tell(f"{seen:,} layouts of {question.ranks} ranks, {fitting:,} fit")
-        found = [one for kinds in itertools.permutations(question.kinds)
-                 for one in placed(question, layout, kinds, known)]
+        found = [
+            one
+            for kinds in itertools.permutations(question.kinds)
+            for one in placed(question, layout, kinds, known)
+        ]
         ranked += [one for one in found if one.used <= MORE]
         closest = min(found, key=lambda one: one.used)
         if closest.used <= 1:
@@ -276,12 +317,27 @@ def search(question: Question, count: int = 5, tell=lambda text: None) -> Plan:
             least = closest
     ranked.sort(key=lambda one: one.step.total)
     fit = [one for one in ranked if one.used <= 1]
-    best, tried = judged(question, fit, count, pipeline, lambda tried: tell(
-        f"{fitting:,} layouts fit, {tried:,} simulated"))
-    other = [judged(question, [one for one in ranked if one.used <= factor], 1, pipeline)[0]
-             for factor in (LESS, MORE)]
-    return Plan(best, fitting, tried, dict(rejected.most_common()), None if best else least,
-                trade_off(fit), [found[0] if found else None for found in other], pipeline)
+    best, tried = judged(
+        question,
+        fit,
+        count,
+        pipeline,
+        lambda tried: tell(f"{fitting:,} layouts fit, {tried:,} simulated"),
+    )
+    other = [
+        judged(question, [one for one in ranked if one.used <= factor], 1, pipeline)[0]
+        for factor in (LESS, MORE)
+    ]
+    return Plan(
+        best,
+        fitting,
+        tried,
+        dict(rejected.most_common()),
+        None if best else least,
+        trade_off(fit),
+        [found[0] if found else None for found in other],
+        pipeline,
+    )
 
 
 def shortest(question: Question) -> float | None:
@@ -293,9 +349,17 @@ def shortest(question: Question) -> float | None:
     known, pipeline, number = Known(question), cached_timeline(), itertools.count()
     shape, (kind,) = question.shape, question.kinds
     queue: list[tuple[float, int, Layout | None, Candidate | None]] = [
-        (min(balanced(shape.layers, one, known.blocks(one, [kind.cluster] * layout.pp))
-             for one in orders_of(question, layout)),
-         next(number), layout, None) for layout in layouts(question, Counter())]
+        (
+            min(
+                balanced(shape.layers, one, known.blocks(one, [kind.cluster] * layout.pp))
+                for one in orders_of(question, layout)
+            ),
+            next(number),
+            layout,
+            None,
+        )
+        for layout in layouts(question, Counter())
+    ]
     heapify(queue)
     while queue:
         seconds, _, layout, one = heappop(queue)
@@ -311,8 +375,9 @@ def shortest(question: Question) -> float | None:
     return None
 
 
-def placed(question: Question, layout: Layout, kinds: tuple[Kind, ...],
-           known: Known | None = None) -> Iterator[Candidate]:
+def placed(
+    question: Question, layout: Layout, kinds: tuple[Kind, ...], known: Known | None = None
+) -> Iterator[Candidate]:
     """Yield the layout with each split of its blocks over stages that may be best.
 
     Steps are bounds, in the better rank order. What would not fit even with MORE memory has none.
@@ -324,30 +389,53 @@ def placed(question: Question, layout: Layout, kinds: tuple[Kind, ...],
 
     def held(counts: tuple[int, ...]) -> list[tuple[float, Footprint]]:
         ranks = fullest_ranks(layout, counts, clusters if len(kinds) > 1 else ())
-        return [(memory.total / (by_rank[rank].gib * GIB), memory) for rank, memory in zip(
-            ranks, rank_footprints(shape, layout, stack, counts, ranks, kept), strict=True)]
+        return [
+            (memory.total / (by_rank[rank].gib * GIB), memory)
+            for rank, memory in zip(
+                ranks, rank_footprints(shape, layout, stack, counts, ranks, kept), strict=True
+            )
+        ]
 
     held_once = cache(held)
-    for counts in splits(shape, layout, stack, blocks, [kind.gib for kind in by_rank],
-                         lambda counts: [used for used, _ in held_once(counts)], kept):
+    for counts in splits(
+        shape,
+        layout,
+        stack,
+        blocks,
+        [kind.gib for kind in by_rank],
+        lambda counts: [used for used, _ in held_once(counts)],
+        kept,
+    ):
         used, memory = max(held_once(counts))
         step = NO_TIME
         if used <= MORE:
-            step = min((step_of(shape, one, clusters, known.blocks(one, clusters), stack, bound,
-                                counts) for one in orders_of(question, layout)), key=sum)
+            step = min(
+                (
+                    step_of(shape, one, clusters, known.blocks(one, clusters), stack, bound, counts)
+                    for one in orders_of(question, layout)
+                ),
+                key=sum,
+            )
         yield Candidate(layout, kinds, counts, step, memory, used)
 
 
 def simulated(question: Question, one: Candidate, pipeline: Pipeline = timeline) -> Candidate:
     """Return a candidate with its simulated step, in the better rank order."""
-    steps = {layout: question.step(layout, one.clusters, one.counts, pipeline)
-             for layout in orders_of(question, one.layout)}
+    steps = {
+        layout: question.step(layout, one.clusters, one.counts, pipeline)
+        for layout in orders_of(question, one.layout)
+    }
     layout = min(steps, key=lambda each: steps[each].total)
     return one._replace(layout=layout, step=steps[layout])
 
 
-def judged(question: Question, ranked: list[Candidate], count: int, pipeline: Pipeline,
-           tell=lambda tried: None) -> tuple[list[Candidate], int]:
+def judged(
+    question: Question,
+    ranked: list[Candidate],
+    count: int,
+    pipeline: Pipeline,
+    tell=lambda tried: None,
+) -> tuple[list[Candidate], int]:
     """Return (the best `count` of candidates sorted by bound, how many were simulated)."""
     best: dict[tuple, Candidate] = {}
     tried = 0
@@ -366,8 +454,12 @@ def judged(question: Question, ranked: list[Candidate], count: int, pipeline: Pi
 
 def orders_of(question: Question, layout: Layout) -> list[Layout]:
     """Return the layout, and with dp and pp swapped across nodes, if both are there."""
-    if (layout.cp > 1 or min(layout.dp, layout.pp) == 1 or len(question.kinds) > 1
-            or layout.ranks <= question.per_node):
+    if (
+        layout.cp > 1
+        or min(layout.dp, layout.pp) == 1
+        or len(question.kinds) > 1
+        or layout.ranks <= question.per_node
+    ):
         return [layout]
     return [layout, layout._replace(outer="pp" if layout.outer == "dp" else "dp")]
 

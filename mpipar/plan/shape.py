@@ -23,8 +23,11 @@ BLOCKS = {"dense": {}, "experts": {"experts": 2}, "shared": {"experts": 2, "shar
 COSTS = {
     (kind, activation, parallel, scores): unit_costs(
         DecoderConfig(layers=1, activation=activation, sequence_parallel=parallel, **BLOCKS[kind]),
-        "ring", scores)
-    for kind, activation, parallel, scores in product(BLOCKS, FFNS, (False, True), (False, True))}
+        "ring",
+        scores,
+    )
+    for kind, activation, parallel, scores in product(BLOCKS, FFNS, (False, True), (False, True))
+}
 MFU_RULES = {
     "model": "3 x forward of all products and of attention over the whole square; the head once",
     "causal": "attention over the half of the square that a token may see",
@@ -63,14 +66,25 @@ class Shape:
     def of(cls, model: DecoderConfig) -> Shape:
         """Return the Shape of a resolved DecoderConfig."""
         return cls(
-            model.layers, model.d_model, model.ffn, model.heads, model.kv_heads or model.heads,
-            model.head_dim or model.d_model // model.heads, model.vocab_size, model.seq_len,
-            model.activation, model.tied, model.seq_len if model.positions == "learned" else 0,
-            model.experts or 0, model.experts_per_token, model.expert_ffn or 0,
-            model.shared_expert_ffn or 0, model.expert_interval)
+            model.layers,
+            model.d_model,
+            model.ffn,
+            model.heads,
+            model.kv_heads or model.heads,
+            model.head_dim or model.d_model // model.heads,
+            model.vocab_size,
+            model.seq_len,
+            model.activation,
+            model.tied,
+            model.seq_len if model.positions == "learned" else 0,
+            model.experts or 0,
+            model.experts_per_token,
+            model.expert_ffn or 0,
+            model.shared_expert_ffn or 0,
+            model.expert_interval,
+        )
 
-    def costs(self, parallel: bool = False, scores: bool = False,
-              kind: str = "dense") -> UnitCosts:
+    def costs(self, parallel: bool = False, scores: bool = False, kind: str = "dense") -> UnitCosts:
         """Return the costs of the units: a row of COSTS. An activation without a gate counts as
         GELU.
         """
@@ -86,27 +100,47 @@ class Shape:
         several = self.costs(parallel, scores, "shared" if self.shared_ffn else "experts").block
         return [(share, several), (1 - share, dense)] if share < 1 else [(1.0, several)]
 
-    def mean(self, part: str, sizes: Letters, parallel: bool = False,
-             scores: bool = False) -> float:
+    def mean(
+        self, part: str, sizes: Letters, parallel: bool = False, scores: bool = False
+    ) -> float:
         """Return a Sum of the blocks' Cost by its field, averaged over all blocks."""
-        return sum(share * value(getattr(cost, part), sizes)
-                   for share, cost in self.blocks(parallel, scores))
+        return sum(
+            share * value(getattr(cost, part), sizes)
+            for share, cost in self.blocks(parallel, scores)
+        )
 
-    def letters(self, rows: float = 1, tp: int = 1, cp: int = 1, number: float = 1,
-                ep: int = 1) -> Letters:
+    def letters(
+        self, rows: float = 1, tp: int = 1, cp: int = 1, number: float = 1, ep: int = 1
+    ) -> Letters:
         """Return the sizes of a rank for `costs`, without padding to whole numbers.
 
         rows: of a microbatch. number: bytes of one. Statistics of norms are neglected.
         """
         tokens = self.tokens / cp
         found = {
-            "B": rows, "T": tokens, "t": tokens / tp, "A": self.tokens, "D": self.width,
-            "f": self.ffn / tp, "v": self.vocab / tp, "Q": self.heads * self.head_dim / tp,
-            "K": self.kv_heads * self.head_dim / tp, "h": self.heads / tp, "e": number, "s": 0}
+            "B": rows,
+            "T": tokens,
+            "t": tokens / tp,
+            "A": self.tokens,
+            "D": self.width,
+            "f": self.ffn / tp,
+            "v": self.vocab / tp,
+            "Q": self.heads * self.head_dim / tp,
+            "K": self.kv_heads * self.head_dim / tp,
+            "h": self.heads / tp,
+            "e": number,
+            "s": 0,
+        }
         if self.experts:
-            found |= {"E": self.experts, "x": self.experts / ep, "k": self.experts_per_token,
-                      "g": self.expert_ffn / tp, "W": self.shared_ffn,
-                      "w": self.shared_ffn / tp, "i": 8}
+            found |= {
+                "E": self.experts,
+                "x": self.experts / ep,
+                "k": self.experts_per_token,
+                "g": self.expert_ffn / tp,
+                "W": self.shared_ffn,
+                "w": self.shared_ffn / tp,
+                "i": 8,
+            }
         return found
 
     def _weights(self, experts: int) -> float:

@@ -105,6 +105,7 @@ def needed_gbits(question: Question, one: Candidate, sites: Sites, axis: str) ->
 
     Infinite where its latency alone costs more.
     """
+
     def lost(gbits: float) -> float:
         found = crossings(question, one, sites._replace(gbits=gbits))
         return next(each.exposed for each in found if each.axis == axis) / one.step.total

@@ -18,9 +18,15 @@ from mpipar.plan.step_time import Blocks
 HALVINGS = 12  # of the time in which stages are filled
 
 
-def splits(shape: Shape, layout: Layout, stack: Stack, blocks: Callable[[], Blocks],
-           gib: Sequence[float], used: Callable[[tuple[int, ...]], list[float]],
-           kept: Kept) -> Iterator[tuple[int, ...]]:
+def splits(
+    shape: Shape,
+    layout: Layout,
+    stack: Stack,
+    blocks: Callable[[], Blocks],
+    gib: Sequence[float],
+    used: Callable[[tuple[int, ...]], list[float]],
+    kept: Kept,
+) -> Iterator[tuple[int, ...]]:
     """Yield the blocks of each stage: an even split, and uneven ones that fit if ranks have one
     stage.
 
@@ -44,18 +50,21 @@ def splits(shape: Shape, layout: Layout, stack: Stack, blocks: Callable[[], Bloc
         yield from sorted(both_shares(shape.layers, layout, blocks(), most))
 
 
-def both_shares(layers: int, layout: Layout, blocks: Blocks,
-                most: Sequence[int]) -> set[tuple[int, ...]]:
+def both_shares(
+    layers: int, layout: Layout, blocks: Blocks, most: Sequence[int]
+) -> set[tuple[int, ...]]:
     """Return the `shares` if ranks first wait for those before them, and if they hide these waits.
 
     The simulator tells which is nearer to a schedule. A split backward always fills the waits.
     """
-    return {shares(layers, layout, blocks, most, waits)
-            for waits in {False, not layout.family.split}}
+    return {
+        shares(layers, layout, blocks, most, waits) for waits in {False, not layout.family.split}
+    }
 
 
-def shares(layers: int, layout: Layout, blocks: Blocks, most: Sequence[int],
-           waits: bool) -> tuple[int, ...]:
+def shares(
+    layers: int, layout: Layout, blocks: Blocks, most: Sequence[int], waits: bool
+) -> tuple[int, ...]:
     """Return the blocks of each stage with which the closed form of the passes is shortest.
 
     most: that a stage has room for; together enough for all layers. Bisection finds the shortest
@@ -82,8 +91,9 @@ def shares(layers: int, layout: Layout, blocks: Blocks, most: Sequence[int],
         middle = (low + high) / 2
         low, high = (low, middle) if sum(within(middle)) >= layers else (middle, high)
     counts = within(high)
-    busy = [count * second + head
-            for count, second, head in zip(counts, seconds, heads, strict=True)]
+    busy = [
+        count * second + head for count, second, head in zip(counts, seconds, heads, strict=True)
+    ]
     for _ in range(sum(counts) - layers):  # more are done within this time than there are
         rank = max((rank for rank in range(layout.pp) if counts[rank] > 1), key=busy.__getitem__)
         counts[rank] -= 1

@@ -58,10 +58,13 @@ def measured_units(machine: Machine, config):
     because a pass on a part of the tokens is not measured.
     """
     if config.grid.cp > 1:
-        raise UsageError(f"cp {config.grid.cp}: a cost model has no passes on a part of the tokens;"
-                         " leave --machine out, or predict a layout with cp 1")
-    return machine.units_of(config.model, config.run.dtype, config.grid.tp,
-                            rows_per_microbatch(config), config.grid.ep)
+        raise UsageError(
+            f"cp {config.grid.cp}: a cost model has no passes on a part of the tokens;"
+            " leave --machine out, or predict a layout with cp 1"
+        )
+    return machine.units_of(
+        config.model, config.run.dtype, config.grid.tp, rows_per_microbatch(config), config.grid.ep
+    )
 
 
 def costs_of(machine: Machine, config, message_bytes: int) -> Costs:
@@ -77,15 +80,21 @@ def costs_of(machine: Machine, config, message_bytes: int) -> Costs:
     split = models.layer_split(config, configured_schedule(config.grid))
     again = [place < recomputed_blocks(config) for count in split for place in range(count)]
     flops = models.unit_flops(config.model).blocks
-    blocks = [(twice if runs_again else once).scaled(one * len(flops) / sum(flops))
-              for runs_again, one in zip(again, flops, strict=True)]
+    blocks = [
+        (twice if runs_again else once).scaled(one * len(flops) / sum(flops))
+        for runs_again, one in zip(again, flops, strict=True)
+    ]
     parts = [units.embedding, *blocks, units.head]
     parts = [passes.scaled(factor) for passes in parts]
-    return Costs(f=tuple(passes.f for passes in parts), i=tuple(passes.i for passes in parts),
-                 w=tuple(passes.w for passes in parts),
-                 cores=pipeline_cores(config.grid, machine.cores), sharing=units.sharing,
-                 **(link_costs(machine, message_bytes) if config.grid.pp > 1 else {}),
-                 **unit_memory(config))
+    return Costs(
+        f=tuple(passes.f for passes in parts),
+        i=tuple(passes.i for passes in parts),
+        w=tuple(passes.w for passes in parts),
+        cores=pipeline_cores(config.grid, machine.cores),
+        sharing=units.sharing,
+        **(link_costs(machine, message_bytes) if config.grid.pp > 1 else {}),
+        **unit_memory(config),
+    )
 
 
 def link_costs(machine: Machine, message_bytes: int) -> dict:
@@ -102,22 +111,36 @@ def link_costs(machine: Machine, message_bytes: int) -> dict:
     if STREAM in found:
         busy = found[STREAM].seconds
     sending = found[SENDING].seconds / busy if SENDING in found and busy else 0.0
-    return {"latency": hop - busy, "message_bytes": message_bytes,
-            "bandwidth": message_bytes / busy if busy else None,
-            "eager_bytes": machine.eager_bytes(curve.link), "sending": min(1.0, sending)}
+    return {
+        "latency": hop - busy,
+        "message_bytes": message_bytes,
+        "bandwidth": message_bytes / busy if busy else None,
+        "eager_bytes": machine.eager_bytes(curve.link),
+        "sending": min(1.0, sending),
+    }
 
 
 def message_estimates(machine: Machine, message_bytes: int) -> dict:
     """Return the measurements of a message by the slowest kind of link: {operation: Estimate}."""
     link = machine.curve(HOP).link
-    return {one.operation: one.estimate(message_bytes) for one in machine.curves
-            if one.link == link and one.operation in (HOP, STREAM, SENDING)}
+    return {
+        one.operation: one.estimate(message_bytes)
+        for one in machine.curves
+        if one.link == link and one.operation in (HOP, STREAM, SENDING)
+    }
 
 
 def largest_message(steps) -> int:
     """Return the bytes of the largest message between stages in these ranks' steps on shapes."""
-    return max((record.payload_bytes for step in steps for record in step.recorder.records
-                if record.operation == "send" and record.phase not in ("sync", "opt")), default=0)
+    return max(
+        (
+            record.payload_bytes
+            for step in steps
+            for record in step.recorder.records
+            if record.operation == "send" and record.phase not in ("sync", "opt")
+        ),
+        default=0,
+    )
 
 
 def schedule_costs(machine: Machine, config) -> Costs:
@@ -125,8 +148,9 @@ def schedule_costs(machine: Machine, config) -> Costs:
 
     Raises UsageError if the machine's file lacks the model or the message.
     """
-    plain = replace(config, grid=replace(
-        config.grid, schedule="gpipe", chunks=None, stage_layers=None))
+    plain = replace(
+        config, grid=replace(config.grid, schedule="gpipe", chunks=None, stage_layers=None)
+    )
     return costs_of(machine, plain, largest_message([predict(plain, 0)]))
 
 
@@ -142,8 +166,7 @@ def step_estimate(machine: Machine, config) -> StepEstimate:
     if units.optimizer != config.train.optimizer:
         outside.add(f"the update of {config.train.optimizer}, only that of {units.optimizer}")
     message = largest_message(steps)
-    if message and any(one.extrapolated
-                       for one in message_estimates(machine, message).values()):
+    if message and any(one.extrapolated for one in message_estimates(machine, message).values()):
         outside.add(f"a message of {message} bytes")
     schedule = configured_schedule(config.grid)
     stages = costs_of(machine, config, message).merged(unit_counts(config, schedule))
@@ -155,9 +178,14 @@ def step_estimate(machine: Machine, config) -> StepEstimate:
     update = updated * units.update_seconds_per_parameter
     crowd = crowding(config.grid, machine.cores)
     update *= crowd * units.sharing if crowd > 1 else 1
-    return StepEstimate(pipeline, barriers, update, tuple(sorted(outside)),
-                        sharing_note(config.grid, machine.cores, units.sharing),
-                        max(step.peak_total for step in steps))
+    return StepEstimate(
+        pipeline,
+        barriers,
+        update,
+        tuple(sorted(outside)),
+        sharing_note(config.grid, machine.cores, units.sharing),
+        max(step.peak_total for step in steps),
+    )
 
 
 def step_parts(machine: Machine, config) -> dict[str, float]:
@@ -171,9 +199,13 @@ def step_parts(machine: Machine, config) -> dict[str, float]:
     stages = costs_of(machine, config, 0).merged(unit_counts(config, schedule))
     timeline = simulate(schedule, replace(stages, latency=0, bandwidth=None))
     passes, silent = float(max(timeline.busy)), float(timeline.makespan)
-    return {"passes of the busiest rank": passes, "idle in the pipeline": silent - passes,
-            "messages between stages": whole.pipeline - silent,
-            "sums over replicas": whole.barriers, "update": whole.update}
+    return {
+        "passes of the busiest rank": passes,
+        "idle in the pipeline": silent - passes,
+        "messages between stages": whole.pipeline - silent,
+        "sums over replicas": whole.barriers,
+        "update": whole.update,
+    }
 
 
 def behind_the_pipeline(machine: Machine, step: Prediction, outside: set) -> float:
@@ -196,6 +228,5 @@ def behind_the_pipeline(machine: Machine, step: Prediction, outside: set) -> flo
             outside.add(f"{operation} of {record.payload_bytes} bytes")
         together = 1 < ranks < len(step.groups["world"])
         share = 0.5 if half else 1.0
-        seconds += share * found.seconds * (
-            machine.contention_factor(operation) if together else 1)
+        seconds += share * found.seconds * (machine.contention_factor(operation) if together else 1)
     return seconds

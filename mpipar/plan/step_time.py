@@ -53,8 +53,14 @@ class StepTime(NamedTuple):
         return sum(self)
 
 
-def step_time(shape: Shape, layout: Layout, cluster: Cluster | Sequence[Cluster], stack: Stack,
-              pipeline: Pipeline | None = None, counts: tuple[int, ...] | None = None) -> StepTime:
+def step_time(
+    shape: Shape,
+    layout: Layout,
+    cluster: Cluster | Sequence[Cluster],
+    stack: Stack,
+    pipeline: Pipeline | None = None,
+    counts: tuple[int, ...] | None = None,
+) -> StepTime:
     """Return the step of a layout, with the parts of its busiest pipeline rank.
 
     cluster: of all devices, or of those of each pipeline rank. pipeline: by default the closed
@@ -67,41 +73,83 @@ def step_time(shape: Shape, layout: Layout, cluster: Cluster | Sequence[Cluster]
     return step_of(shape, layout, clusters, blocks, stack, pipeline or closed, counts)
 
 
-def step_of(shape: Shape, layout: Layout, clusters: Sequence[Cluster], blocks: Blocks,
-            stack: Stack, pipeline: Pipeline, counts: tuple[int, ...]) -> StepTime:
+def step_of(
+    shape: Shape,
+    layout: Layout,
+    clusters: Sequence[Cluster],
+    blocks: Blocks,
+    stack: Stack,
+    pipeline: Pipeline,
+    counts: tuple[int, ...],
+) -> StepTime:
     """Return the step of given passes; otherwise like `step_time`."""
     passes = pipeline(layout, blocks, counts)
     busy = busy_seconds(layout, blocks, counts)
     rank = max(range(layout.pp), key=busy.__getitem__)
     kinds = clusters if clusters[0].name != clusters[-1].name else ()
-    sums, update = max((behind_the_passes(shape, layout, clusters[one], stack, one, blocks[one],
-                                          counts) for one in fullest_ranks(layout, counts, kinds)),
-                       key=sum)
+    sums, update = max(
+        (
+            behind_the_passes(shape, layout, clusters[one], stack, one, blocks[one], counts)
+            for one in fullest_ranks(layout, counts, kinds)
+        ),
+        key=sum,
+    )
     hops = messages_seconds(shape, layout, clusters, stack)
     return spent(layout, rank, blocks[rank], counts, passes - busy[rank], hops, (sums, update))
 
 
-def rank_times(shape: Shape, layout: Layout, clusters: Sequence[Cluster], stack: Stack,
-               pipeline: Pipeline, counts: tuple[int, ...]) -> list[StepTime]:
+def rank_times(
+    shape: Shape,
+    layout: Layout,
+    clusters: Sequence[Cluster],
+    stack: Stack,
+    pipeline: Pipeline,
+    counts: tuple[int, ...],
+) -> list[StepTime]:
     """Return the step as each pipeline rank spends it; one whose sums are done waits for others."""
     blocks = passes_by_rank(shape, layout, clusters, stack)
     whole = step_of(shape, layout, clusters, blocks, stack, pipeline, counts)
-    own = [spent(layout, rank, block, counts, 0.0, whole.hops, behind_the_passes(
-        shape, layout, clusters[rank], stack, rank, block, counts))
-        for rank, block in enumerate(blocks)]
+    own = [
+        spent(
+            layout,
+            rank,
+            block,
+            counts,
+            0.0,
+            whole.hops,
+            behind_the_passes(shape, layout, clusters[rank], stack, rank, block, counts),
+        )
+        for rank, block in enumerate(blocks)
+    ]
     return [one._replace(bubble=whole.total - one.total) for one in own]
 
 
-def spent(layout: Layout, rank: int, block: BlockTimes, counts: tuple[int, ...], bubble: float,
-          hops: float, after: tuple[float, float]) -> StepTime:
+def spent(
+    layout: Layout,
+    rank: int,
+    block: BlockTimes,
+    counts: tuple[int, ...],
+    bubble: float,
+    hops: float,
+    after: tuple[float, float],
+) -> StepTime:
     """Return the step of a pipeline rank. after: the seconds of its sums and of its update."""
     m, (sums, update) = layout.num_microbatches, after
     many = m * layout.blocks_of(rank, counts)
     own = block.passes.times(many)
     if rank == layout.last_rank:
         own = own.plus(block.head.times(m))
-    return StepTime(*own[:4], many * block.again.total, own.tp, own.cp, own.ep, bubble, hops,
-                    own.gathers + sums, update)
+    return StepTime(
+        *own[:4],
+        many * block.again.total,
+        own.tp,
+        own.cp,
+        own.ep,
+        bubble,
+        hops,
+        own.gathers + sums,
+        update,
+    )
 
 
 def by_rank(layout: Layout, cluster: Cluster | Sequence[Cluster]) -> Sequence[Cluster]:
@@ -109,26 +157,40 @@ def by_rank(layout: Layout, cluster: Cluster | Sequence[Cluster]) -> Sequence[Cl
     return (cluster,) * layout.pp if isinstance(cluster, Cluster) else cluster
 
 
-def passes_by_rank(shape: Shape, layout: Layout, clusters: Sequence[Cluster],
-                   stack: Stack) -> Blocks:
+def passes_by_rank(
+    shape: Shape, layout: Layout, clusters: Sequence[Cluster], stack: Stack
+) -> Blocks:
     """Return the passes of a block on each pipeline rank, the same object on equal devices."""
-    known = {one.name: block_times(shape, layout, one, stack)
-             for one in {cluster.name: cluster for cluster in clusters}.values()}
+    known = {
+        one.name: block_times(shape, layout, one, stack)
+        for one in {cluster.name: cluster for cluster in clusters}.values()
+    }
     return [known[cluster.name] for cluster in clusters]
 
 
-def behind_the_passes(shape: Shape, layout: Layout, cluster: Cluster, stack: Stack, rank: int,
-                      block: BlockTimes, counts: tuple[int, ...]) -> tuple[float, float]:
+def behind_the_passes(
+    shape: Shape,
+    layout: Layout,
+    cluster: Cluster,
+    stack: Stack,
+    rank: int,
+    block: BlockTimes,
+    counts: tuple[int, ...],
+) -> tuple[float, float]:
     """Return a pipeline rank's seconds of (sums that no window hides, the update).
 
     Sums begin when the last microbatch's backward has left its last chunk's first block. Weights
     are gathered during the first microbatch's forward.
     """
     own, each = rank_segments(shape, layout, rank, counts), layout.blocks_of(rank, counts) - 1
-    windows = [max(0, each) * seconds for seconds in (
-        block.i.total + block.w.total + block.again.total, block.f.total)]
-    return (sum_seconds(shape, layout, cluster, stack, own, windows),
-            update_seconds(layout, cluster, stack, own))
+    windows = [
+        max(0, each) * seconds
+        for seconds in (block.i.total + block.w.total + block.again.total, block.f.total)
+    ]
+    return (
+        sum_seconds(shape, layout, cluster, stack, own, windows),
+        update_seconds(layout, cluster, stack, own),
+    )
 
 
 def busy_seconds(layout: Layout, blocks: Blocks, counts: tuple[int, ...]) -> list[float]:
@@ -151,7 +213,7 @@ def bubble_of(layout: Layout, blocks: Blocks, counts: tuple[int, ...]) -> list[f
     The schedule's row has the cost for each block before: its bubble on two ranks.
     """
     found, waits = [], 0.0
-    for count, block in zip(counts[:layout.pp], blocks, strict=True):
+    for count, block in zip(counts[: layout.pp], blocks, strict=True):
         found.append(waits)
         f, i, w = block.f.total, block.i.total + block.again.total, block.w.total
         letters = Letters(2, layout.num_microbatches, 1, f, i, w)
@@ -168,8 +230,9 @@ def message_bytes(shape: Shape, layout: Layout, stack: Stack) -> float:
     return layout.rows * shape.tokens / layout.cp * shape.width * stack.number_bytes / layout.tp
 
 
-def messages_seconds(shape: Shape, layout: Layout, clusters: Sequence[Cluster],
-                     stack: Stack) -> float:
+def messages_seconds(
+    shape: Shape, layout: Layout, clusters: Sequence[Cluster], stack: Stack
+) -> float:
     """Return the seconds of messages between stages, by the slowest links; the network joins kinds.
 
     If there are more ranks than a node has, `hop_seconds` includes that already.
@@ -178,8 +241,9 @@ def messages_seconds(shape: Shape, layout: Layout, clusters: Sequence[Cluster],
     seconds = max(hop_seconds(shape, layout, one, stack) for one in kinds)
     if len(kinds) > 1 and layout.ranks <= min(one.per_node() for one in kinds):
         message = message_bytes(shape, layout, stack)
-        seconds += 2 * (len(kinds) - 1) * max(
-            exchange(one, message, one.per_node()) for one in kinds)
+        seconds += (
+            2 * (len(kinds) - 1) * max(exchange(one, message, one.per_node()) for one in kinds)
+        )
     return seconds
 
 
@@ -203,15 +267,23 @@ def hop_seconds(shape: Shape, layout: Layout, cluster: Cluster, stack: Stack) ->
     return seconds
 
 
-def sum_seconds(shape: Shape, layout: Layout, cluster: Cluster, stack: Stack,
-                own: list[Segment], windows: Sequence[float]) -> float:
+def sum_seconds(
+    shape: Shape,
+    layout: Layout,
+    cluster: Cluster,
+    stack: Stack,
+    own: list[Segment],
+    windows: Sequence[float],
+) -> float:
     """Return the seconds of sums of a rank's segments that no window hides.
 
     windows: seconds of computing (beside gradient sums, beside gathers of weights).
     """
+
     def over_all(collective: Collective, element_bytes: float) -> float:
-        return sum(collective(cluster, one.elements * element_bytes, one.ranks, one.stride)
-                   for one in own)
+        return sum(
+            collective(cluster, one.elements * element_bytes, one.ranks, one.stride) for one in own
+        )
 
     if layout.zero > 1:  # gathers of blocks overlap with others; the tables are units, too
         often = layout.num_microbatches if layout.zero == 3 else 1
@@ -230,7 +302,8 @@ def sum_seconds(shape: Shape, layout: Layout, cluster: Cluster, stack: Stack,
 def update_seconds(layout: Layout, cluster: Cluster, stack: Stack, own: list[Segment]) -> float:
     """Return the seconds of clearing gradients, norm and optimizer."""
     return seconds_of_a_number(cluster, stack) * sum(
-        one.elements / (one.ranks if layout.zero else 1) for one in own)
+        one.elements / (one.ranks if layout.zero else 1) for one in own
+    )
 
 
 def seconds_of_a_number(cluster: Cluster, stack: Stack) -> float:

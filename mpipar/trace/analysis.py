@@ -12,9 +12,19 @@ from mpipar.trace.trace_file import Trace
 
 # The categories of a rank's time, in the order in which views show them.
 CATEGORIES = ("forward", "backward", "optimizer", "data", "bubble", "waiting", "transfer", "other")
-CATEGORY_OF = {"F": "forward", "B": "backward", "I": "backward", "W": "backward",
-               "opt": "optimizer", "data": "data", "transfer": "transfer", "eval": "other",
-               "save": "other", "gc": "other", "other": "other"}
+CATEGORY_OF = {
+    "F": "forward",
+    "B": "backward",
+    "I": "backward",
+    "W": "backward",
+    "opt": "optimizer",
+    "data": "data",
+    "transfer": "transfer",
+    "eval": "other",
+    "save": "other",
+    "gc": "other",
+    "other": "other",
+}
 
 
 @dataclass(frozen=True)
@@ -36,8 +46,15 @@ def analyse(trace: Trace) -> Analysis:
     pieces = segments.of_trace(trace, found)
     causes = Causes(trace, found, pieces)
     costs = causes.costs()
-    return Analysis(trace, found, pieces, pop.efficiency(trace, found, pieces),
-                    causes, costs, findings.find(trace, found, pieces, causes, costs))
+    return Analysis(
+        trace,
+        found,
+        pieces,
+        pop.efficiency(trace, found, pieces),
+        causes,
+        costs,
+        findings.find(trace, found, pieces, causes, costs),
+    )
 
 
 def category(segment: segments.Segment) -> str:
@@ -55,11 +72,16 @@ def rank_rows(analysis: Analysis) -> list[dict]:
     trace, rows = analysis.trace, []
     for rank, own in zip(trace.ranks, analysis.segments, strict=True):
         sums = segments.by_kind(own, kind=category)
-        rows.append({
-            "rank": rank.world_rank, "host": rank.host, "place": trace.place(rank),
-            "coordinates": rank.place,
-            "stages": [trace.meta["stages"][stage] for stage in rank.stages],
-            "ms": [sums[name] * 1e-6 / trace.num_steps for name in CATEGORIES]})
+        rows.append(
+            {
+                "rank": rank.world_rank,
+                "host": rank.host,
+                "place": trace.place(rank),
+                "coordinates": rank.place,
+                "stages": [trace.meta["stages"][stage] for stage in rank.stages],
+                "ms": [sums[name] * 1e-6 / trace.num_steps for name in CATEGORIES],
+            }
+        )
     return rows
 
 
@@ -69,10 +91,15 @@ def cause_rows(analysis: Analysis, most: int) -> list[dict]:
     rows = []
     for cause, cost in list(analysis.costs.items())[:most]:
         axis, name = cost.by_barrier.most_common(1)[0][0]
-        rows.append({
-            "text": cause.text(), "ms": cost.wait_ns * 1e-6 / analysis.trace.num_steps,
-            "share": cost.wait_ns / total, "rank": cost.by_rank.most_common(1)[0][0],
-            "barrier": f"{axis} {name}"})
+        rows.append(
+            {
+                "text": cause.text(),
+                "ms": cost.wait_ns * 1e-6 / analysis.trace.num_steps,
+                "share": cost.wait_ns / total,
+                "rank": cost.by_rank.most_common(1)[0][0],
+                "barrier": f"{axis} {name}",
+            }
+        )
     return rows
 
 
@@ -82,6 +109,7 @@ def barrier_rows(analysis: Analysis) -> list[dict]:
     Numbers are per step and summed over ranks. last: the rank that others waited for most, and how
     often.
     """
+
     def key(call):
         record = call.record
         return record.axis, family(record.name), record.operation
@@ -93,13 +121,23 @@ def barrier_rows(analysis: Analysis) -> list[dict]:
     steps, rows = analysis.trace.num_steps, []
     for (axis, name, operation), entry in waits.totals(analysis.waits, key).items():
         last, times = entry.last.most_common(1)[0] if entry.last else (-1, 0)
-        rows.append({
-            "axis": axis, "name": name, "operation": operation, "calls": entry.calls / steps,
-            "bytes": entry.payload / steps, "sent": entry.wire / steps,
-            "wait_ms": entry.wait_ns * 1e-6 / steps,
-            "transfer_ms": entry.transfer_ns * 1e-6 / steps,
-            "longest_ms": entry.longest_wait_ns * 1e-6, "last": last, "times": times,
-            "events": sum(entry.last.values()),
-            "source": sources[axis, name, operation].most_common(1)[0][0].replace("mpipar/", ""),
-        })
+        rows.append(
+            {
+                "axis": axis,
+                "name": name,
+                "operation": operation,
+                "calls": entry.calls / steps,
+                "bytes": entry.payload / steps,
+                "sent": entry.wire / steps,
+                "wait_ms": entry.wait_ns * 1e-6 / steps,
+                "transfer_ms": entry.transfer_ns * 1e-6 / steps,
+                "longest_ms": entry.longest_wait_ns * 1e-6,
+                "last": last,
+                "times": times,
+                "events": sum(entry.last.values()),
+                "source": sources[axis, name, operation]
+                .most_common(1)[0][0]
+                .replace("mpipar/", ""),
+            }
+        )
     return rows

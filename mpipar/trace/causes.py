@@ -21,10 +21,18 @@ from mpipar.trace.segments import Segment
 from mpipar.trace.trace_file import Trace
 from mpipar.trace.waits import Call, Event, Waits
 
-WORDS = {"F": "forward", "B": "backward", "I": "input gradient", "W": "weight gradient",
-         "opt": "optimizer", "data": "data loading", "eval": "evaluation",
-         "save": "checkpoint save", "gc": "garbage collection",
-         "other": "between spans (Python, posting, logging)"}
+WORDS = {
+    "F": "forward",
+    "B": "backward",
+    "I": "input gradient",
+    "W": "weight gradient",
+    "opt": "optimizer",
+    "data": "data loading",
+    "eval": "evaluation",
+    "save": "checkpoint save",
+    "gc": "garbage collection",
+    "other": "between spans (Python, posting, logging)",
+}
 ONE_SIDED = ("message", "broadcast", "reduce")  # not every member waits for every other one
 
 
@@ -139,8 +147,11 @@ class Meetings:
 def _meetings_of(event: Event) -> list[tuple[tuple[int, ...], int]]:
     """Return [(ranks that met, when)] of one event."""
     if event.operation in ONE_SIDED:
-        return [(tuple(sorted((call.rank, call.late))), call.record.waited_ns + call.wait_ns)
-                for call in event.calls if call.wait_ns]
+        return [
+            (tuple(sorted((call.rank, call.late))), call.record.waited_ns + call.wait_ns)
+            for call in event.calls
+            if call.wait_ns
+        ]
     instant = max(call.record.waited_ns for call in event.calls)
     blocked = instant <= min(call.record.done_ns for call in event.calls)
     return [(tuple(sorted(event.ranks)), instant)] if blocked else []
@@ -183,8 +194,9 @@ class Causes:
         steps = []
         while (earlier := self.before[id(call)]) is not None:
             record = earlier.record
-            steps.append(f"rank {earlier.rank} waited for rank {earlier.late}"
-                         f" ({record.axis} {record.name})")
+            steps.append(
+                f"rank {earlier.rank} waited for rank {earlier.late} ({record.axis} {record.name})"
+            )
             call = earlier
         return steps + [cause.text() for cause, _ in self.parts[id(call)].most_common(1)]
 
@@ -192,8 +204,12 @@ class Causes:
         """Fill `parts` and `before` of a call that waits."""
         late, start = call.late, call.record.waited_ns
         end = start + call.wait_ns
-        begin = min(start, self.meetings.last(
-            call.rank, late, end, max(self.ranks[call.rank].start, self.ranks[late].start)))
+        begin = min(
+            start,
+            self.meetings.last(
+                call.rank, late, end, max(self.ranks[call.rank].start, self.ranks[late].start)
+            ),
+        )
         if self.latest[0] != (late, begin, end):  # the same for all that wait in one collective
             self.latest = (late, begin, end), self.work(late, begin, end)
         theirs, own = self.latest[1], self.work(call.rank, begin, start)

@@ -28,8 +28,10 @@ LATEST = 1 << 62  # ns; differences of times still fit into 64 bits
 # By the letter that begins a line after the head: what the line holds, and the types of its values.
 # `site` and `cut` of a record are indices into the head's list of sites.
 LINES = {
-    "r": (Record, (int, int, int, str, str, str, int, int, int, int, int, str, int, int, int, str,
-                   int, int)),
+    "r": (
+        Record,
+        (int, int, int, str, str, str, int, int, int, int, int, str, int, int, int, str, int, int),
+    ),
     "s": (Span, (str, int, int, int, int, int)),
     "o": (LayerOperation, (str, str, int, int, int, int, int, str)),
     "e": (Load, (str, int, int, int, int, list)),
@@ -90,11 +92,15 @@ class ScheduleFacts:
     def schedule(self) -> Schedule:
         """Return the proved schedule; raises ValueError."""
         instrs = tuple(tuple(map(parse_instruction, program)) for program in self.programs)
-        if self.placement not in PLACEMENTS or len(instrs) != self.pp_size or not all(
-                all(program) for program in instrs):
+        if (
+            self.placement not in PLACEMENTS
+            or len(instrs) != self.pp_size
+            or not all(all(program) for program in instrs)
+        ):
             raise ValueError("schedule: not one for this pipeline")
         if min(self.num_stages, self.num_microbatches) < 1 or (
-                self.num_stages * self.num_microbatches > MOST_PASSES):
+            self.num_stages * self.num_microbatches > MOST_PASSES
+        ):
             raise ValueError(f"schedule: must have 1 to {MOST_PASSES:,} forward passes")
         made = Schedule(**vars(self) | {"programs": instrs})
         try:
@@ -138,9 +144,13 @@ def check_meta(value: dict) -> Schedule:
     """Check meta.json; return its schedule."""
     meta = entries(Meta, value)
     sizes = meta.layout
-    if (sorted(meta.rank_order) != sorted(AXES) or sorted(sizes) != sorted(AXES)
-            or min(sizes.values()) < 1 or math.prod(sizes.values()) != meta.world_size
-            or meta.world_size > MOST_RANKS):
+    if (
+        sorted(meta.rank_order) != sorted(AXES)
+        or sorted(sizes) != sorted(AXES)
+        or min(sizes.values()) < 1
+        or math.prod(sizes.values()) != meta.world_size
+        or meta.world_size > MOST_RANKS
+    ):
         raise ValueError(f"the layout {shown(sizes)} is not one of {meta.world_size} ranks")
     schedule, shape = meta.schedule.schedule(), value.get("model")
     if not isinstance(shape, dict):
@@ -152,14 +162,20 @@ def check_meta(value: dict) -> Schedule:
         for number in one if isinstance(one, tuple) else (one,):
             if number is not None and (text := value_problem(name, FIELDS[name].metadata, number)):
                 raise ValueError(text.removeprefix("--"))
-    if (schedule.pp_size != sizes["pp"] or len(meta.stages) != schedule.num_stages
-            or len(meta.stage_layers) != schedule.num_stages or min(meta.stage_layers) < 0
-            or sum(meta.stage_layers) != sized.layers):
+    if (
+        schedule.pp_size != sizes["pp"]
+        or len(meta.stages) != schedule.num_stages
+        or len(meta.stage_layers) != schedule.num_stages
+        or min(meta.stage_layers) < 0
+        or sum(meta.stage_layers) != sized.layers
+    ):
         raise ValueError("its stages do not match its schedule and model")
     owners = meta.clock.owners
-    if len(owners) != meta.world_size or not all(
-            owner == 0 or str(owner) in meta.clock.before for owner in owners) or any(
-            name not in map(str, owners) for name in (*meta.clock.before, *meta.clock.after)):
+    if (
+        len(owners) != meta.world_size
+        or not all(owner == 0 or str(owner) in meta.clock.before for owner in owners)
+        or any(name not in map(str, owners) for name in (*meta.clock.before, *meta.clock.after))
+    ):
         raise ValueError("clock: some ranks have none")
     return schedule
 
@@ -168,16 +184,23 @@ def check_head(value: dict, num_stages: int, world_size: int) -> RankTrace:
     """Check the first line of a rank's file; return it."""
     head = entries(RankTrace, value)
     numbers = [time for step in head.steps for time in step]
-    if any(start >= end for _, start, end in head.steps) or any(
+    if (
+        any(start >= end for _, start, end in head.steps)
+        or any(
             before[2] > after[1] or before[0] >= after[0]
-            for before, after in zip(head.steps, head.steps[1:], strict=False)) or not all(
-            0 <= number < LATEST for number in numbers):
+            for before, after in zip(head.steps, head.steps[1:], strict=False)
+        )
+        or not all(0 <= number < LATEST for number in numbers)
+    ):
         raise ValueError("steps: must be [step, start, end] in order of time")
     if not all(0 <= stage < num_stages for stage in head.stages):
         raise ValueError(f"stages: must be below {num_stages}")
     for name, ranks in head.groups.items():
-        if head.world_rank not in ranks or len({*ranks}) < len(ranks) or not all(
-                0 <= one < world_size for one in ranks):
+        if (
+            head.world_rank not in ranks
+            or len({*ranks}) < len(ranks)
+            or not all(0 <= one < world_size for one in ranks)
+        ):
             raise ValueError(f"groups.{name}: not a group of rank {head.world_rank}")
     return head
 
@@ -195,12 +218,14 @@ class LineCheck:
         if tuple(map(type, values)) != types:
             raise ValueError(f"{shown([letter, *values])} is not a line of a trace")
         for one in [*values[:-1], *values[-1]] if kind is Load else values:
-            if not (one.isprintable() if type(one) is str else
-                    type(one) is int and -1 <= one < LATEST):
+            if not (
+                one.isprintable() if type(one) is str else type(one) is int and -1 <= one < LATEST
+            ):
                 raise ValueError(f"{shown(one)} in {shown([letter, *values])}")
         found = kind(*values)
         if kind is not LayerOperation and (
-                found.step not in self.steps or found.stage >= self.num_stages):
+            found.step not in self.steps or found.stage >= self.num_stages
+        ):
             raise ValueError(f"step {found.step}, stage {found.stage}: not of this trace")
         if kind is Record:
             return self._record(found)

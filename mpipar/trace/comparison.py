@@ -61,8 +61,10 @@ def by_launch(before: Side, after: Side) -> bool:
 def change(what: str, before: list[list[float]], after: list[list[float]]) -> Change:
     """Return the medians of the milliseconds of all launches, and their verdict: see above."""
     launches = by_launch(before, after)
-    sides = [[median(one) for one in side] if launches else [ms for one in side for ms in one]
-             for side in (before, after)]
+    sides = [
+        [median(one) for one in side] if launches else [ms for one in side for ms in one]
+        for side in (before, after)
+    ]
     return Change(what, *map(median, sides), verdict(*sides))
 
 
@@ -74,8 +76,10 @@ def untraced_ms(trace: Trace) -> list[float]:
 
 def traced_ms(trace: Trace) -> list[float]:
     """Return the milliseconds of each traced step."""
-    return [max(rank.steps[i][2] - rank.steps[i][1] for rank in trace.ranks) * 1e-6
-            for i in range(trace.num_steps)]
+    return [
+        max(rank.steps[i][2] - rank.steps[i][1] for rank in trace.ranks) * 1e-6
+        for i in range(trace.num_steps)
+    ]
 
 
 def step_time(before: Side, after: Side) -> tuple[Change, str, bool]:
@@ -86,8 +90,10 @@ def step_time(before: Side, after: Side) -> tuple[Change, str, bool]:
     """
     kind, times = "steps", [[untraced_ms(one.trace) for one in side] for side in (before, after)]
     if min(len(one) for side in times for one in side) < LEAST_STEPS:
-        kind, times = "traced steps", [[traced_ms(one.trace) for one in side]
-                                       for side in (before, after)]
+        kind, times = (
+            "traced steps",
+            [[traced_ms(one.trace) for one in side] for side in (before, after)],
+        )
     found = change("step", *times)
     if by_launch(before, after):
         return found, f"{len(before)} and {len(after)} launches", True
@@ -125,21 +131,38 @@ def by_item(analysis: Analysis, by_stage: bool) -> dict[str, list[float]]:
 def items(before: Side, after: Side) -> list[Change]:
     """Return changes of all items, largest loss first. A stage is named if both have the same."""
     stages = [one.trace.meta["stages"] for one in (*before, *after)]
-    sides = [[(by_item(one, stages.count(stages[0]) == len(stages)), one.trace.num_steps)
-              for one in side] for side in (before, after)]
+    sides = [
+        [
+            (by_item(one, stages.count(stages[0]) == len(stages)), one.trace.num_steps)
+            for one in side
+        ]
+        for side in (before, after)
+    ]
     names = {name: None for side in sides for found, _ in side for name in found}
-    changes = [change(name, *([found.get(name, [0.0] * steps) for found, steps in side]
-                              for side in sides)) for name in names]
+    changes = [
+        change(name, *([found.get(name, [0.0] * steps) for found, steps in side] for side in sides))
+        for name in names
+    ]
     return sorted(changes, key=lambda one: -one.change_ms)
 
 
 def waited_for(before: Side, after: Side) -> list[Change]:
     """Return what others waited for, in ms per step summed over ranks, the largest loss first."""
-    sides = [[{cause.text(): cost.wait_ns * 1e-6 / one.trace.num_steps
-               for cause, cost in one.costs.items()} for one in side] for side in (before, after)]
+    sides = [
+        [
+            {
+                cause.text(): cost.wait_ns * 1e-6 / one.trace.num_steps
+                for cause, cost in one.costs.items()
+            }
+            for one in side
+        ]
+        for side in (before, after)
+    ]
     names = {text: None for side in sides for found in side for text in found}
-    changes = [Change(text, *(median(found.get(text, 0.0) for found in side) for side in sides))
-               for text in names]
+    changes = [
+        Change(text, *(median(found.get(text, 0.0) for found in side) for side in sides))
+        for text in names
+    ]
     return sorted(changes, key=lambda one: -one.change_ms)
 
 
@@ -152,5 +175,8 @@ def settings_that_differ(before: Path, after: Path) -> list[tuple[str, object, o
         except DataError:
             return []
     names = [name for name in {**values[0], **values[1]} if name not in PLACES]
-    return [(name, values[0].get(name), values[1].get(name)) for name in names
-            if values[0].get(name) != values[1].get(name)]
+    return [
+        (name, values[0].get(name), values[1].get(name))
+        for name in names
+        if values[0].get(name) != values[1].get(name)
+    ]

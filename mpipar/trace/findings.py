@@ -35,9 +35,13 @@ LARGE_SHARE = 0.05  # of all ranks' time, for a cause of waiting to matter
 HOT = 1.5  # rows of an expert, over the mean of its block, in every traced step
 MOST_PER_RANK = 4  # microbatches per pipeline rank; more gain little
 # Kinds of causes outside the passes: name of the finding, and whether one step with it is enough.
-HOLD_UP = {"data": ("data loading", False), "opt": ("optimizer", False),
-           "other": ("time between spans", False), "save": ("checkpoint save", True),
-           "gc": ("garbage collection", True)}
+HOLD_UP = {
+    "data": ("data loading", False),
+    "opt": ("optimizer", False),
+    "other": ("time between spans", False),
+    "save": ("checkpoint save", True),
+    "gc": ("garbage collection", True),
+}
 
 
 @dataclass(frozen=True)
@@ -73,16 +77,26 @@ class HotExpert(NamedTuple):
         return f"expert {self.expert} of {self.layer.split('.')[0].replace('block', 'block ')}"
 
 
-def find(trace: Trace, waits: Waits, segments: list[list[Segment]], causes: Causes,
-         costs: dict[Cause, Cost]) -> list[Finding]:
+def find(
+    trace: Trace,
+    waits: Waits,
+    segments: list[list[Segment]],
+    causes: Causes,
+    costs: dict[Cause, Cost],
+) -> list[Finding]:
     """Return all findings, the costliest first."""
     work = Passes(trace, segments, causes)
     hot = hot_experts(trace, waits)
-    found = [one for one in stages(work) + replicas(work, hot)
-             if one.kind != "slow rank" or trace.num_steps > 1]
+    found = [
+        one
+        for one in stages(work) + replicas(work, hot)
+        if one.kind != "slow rank" or trace.num_steps > 1
+    ]
     found += held_up(trace, costs) + busy_experts(trace, hot)
-    found += [Finding("slow link", text, time * 1e-6 / trace.num_steps)
-              for text, time in slow_links(trace, waits, segments)]
+    found += [
+        Finding("slow link", text, time * 1e-6 / trace.num_steps)
+        for text, time in slow_links(trace, waits, segments)
+    ]
     return sorted(found + one_at_a_time(trace), key=lambda finding: -finding.lost_ms)
 
 
@@ -94,8 +108,10 @@ class Passes:
         # With more ranks than cores, ranks also wait for cores, some longer than others.
         self.patience = 2 if trace.crowded() else 1
         # by rank: {step: nanoseconds of computing in passes}
-        self.steps = [by_kind((one for one in own if one.kind in PASSES),
-                              kind=lambda one: one.span.step) for own in segments]
+        self.steps = [
+            by_kind((one for one in own if one.kind in PASSES), kind=lambda one: one.span.step)
+            for own in segments
+        ]
         self.segments = segments
         self.model, self.split = model_config(trace.meta["model"]), trace.meta["stage_layers"]
         self.units = models.unit_flops(self.model)
@@ -107,8 +123,11 @@ class Passes:
     def flops(self, rank: RankTrace) -> tuple[float, float]:
         """Return the FLOPs (of the blocks, of the head) in all traced forward passes of a rank."""
         stages = stage_flops(self.units, self.split)
-        costs = [stages[span.stage] for span in rank.spans
-                 if span.kind == "F" and span.stage in rank.stages]
+        costs = [
+            stages[span.stage]
+            for span in rank.spans
+            if span.kind == "F" and span.stage in rank.stages
+        ]
         blocks, head = (sum(values) for values in zip(*costs, strict=True)) if costs else (0, 0)
         return blocks, head
 
@@ -122,8 +141,11 @@ class Passes:
             if one.kind in PASSES:
                 lengths = passes.setdefault((one.kind, one.span.stage), Counter())
                 lengths[one.span] += one.length
-        return sum(median(lengths.values()) * len(lengths)
-                   for lengths in passes.values()) * 1e-6 / len(steps)
+        return (
+            sum(median(lengths.values()) * len(lengths) for lengths in passes.values())
+            * 1e-6
+            / len(steps)
+        )
 
     def limit(self, times: float) -> float:
         """Return a threshold, higher where ranks share cores."""
@@ -141,11 +163,13 @@ class Passes:
                 # Blocks cost the same. Whole passes are compared by their FLOPs.
                 others = [
                     time * (1 if key[1][1] else flops[own] / max(flops[other], 1))
-                    for other, work in enumerate(works) for one, time in work.get(key, {}).items()
-                    if one != cause]
+                    for other, work in enumerate(works)
+                    for one, time in work.get(key, {}).items()
+                    if one != cause
+                ]
                 if others:
                     found[cause] = length - median(others)
-        (cause, extra), = found.most_common(1) or [(None, 0)]
+        ((cause, extra),) = found.most_common(1) or [(None, 0)]
         return f", most of it in the {cause.what}" if extra > 0 else ""
 
 
@@ -170,27 +194,39 @@ def stages(work: Passes) -> list[Finding]:
         return []
     ranks = places[slowest]
     named = "; ".join(trace.meta["stages"][stage] for stage in ranks[0].stages)
-    measured = (f"pipeline rank {slowest} (stage {named}) computes {spent[slowest]:.1f} ms per"
-                f" step, {ratio(spent):.1f}x the mean")
+    measured = (
+        f"pipeline rank {slowest} (stage {named}) computes {spent[slowest]:.1f} ms per"
+        f" step, {ratio(spent):.1f}x the mean"
+    )
     if ratio(flops) - 1 < (ratio(spent) - 1) / 2:
         others = [spent[one] / flops[one] for one in places if one != slowest and flops[one] > 1]
         due = flops[slowest] * median(others) if others else None
         if due is None or spent[slowest] < work.limit(SLOW) * due:
             return []
-        return [Finding("slow rank", f"{measured}, but only {ratio(flops):.1f}x of the FLOPs are"
-                        f" there: {_names(ranks)} slow, or late inside a pass"
-                        f"{work.most_of_it(ranks[0])}", spent[slowest] - due)]
+        return [
+            Finding(
+                "slow rank",
+                f"{measured}, but only {ratio(flops):.1f}x of the FLOPs are"
+                f" there: {_names(ranks)} slow, or late inside a pass"
+                f"{work.most_of_it(ranks[0])}",
+                spent[slowest] - due,
+            )
+        ]
     lost = pop.lost_by_uneven_stages(trace)
     if lost < LARGE_SHARE * (trace.end - trace.start) * 1e-6 / trace.num_steps:
         return []
     held = [members[0].stages for _, members in sorted(places.items())]
     balanced = balanced_layers(work.units, held)
-    cure = "" if list(balanced) == list(work.split) else (
-        f"; balanced by FLOPs: --stage-layers {','.join(map(str, balanced))}")
+    cure = (
+        ""
+        if list(balanced) == list(work.split)
+        else (f"; balanced by FLOPs: --stage-layers {','.join(map(str, balanced))}")
+    )
     if ratio(blocks) < NOTABLE:
         share = 1 - blocks[slowest] / flops[slowest]
-        return [Finding("heavy head", f"{measured}: the head is {share:.0%} of its FLOPs{cure}",
-                        lost)]
+        return [
+            Finding("heavy head", f"{measured}: the head is {share:.0%} of its FLOPs{cure}", lost)
+        ]
     return [Finding("uneven stage", f"{measured}; by FLOPs {ratio(flops):.1f}x{cure}", lost)]
 
 
@@ -203,15 +239,25 @@ def replicas(work: Passes, hot: list[HotExpert]) -> list[Finding]:
     for rank in work.trace.ranks:
         if any(rank.world_rank in one.ranks for one in hot):
             continue
-        mates = [other for other in work.trace.ranks
-                 if other.place["pp"] == rank.place["pp"] and other is not rank]
-        if mates and all(length > work.limit(NOTABLE) * median(
-                work.steps[mate.world_rank][step] for mate in mates)
-                for step, length in work.steps[rank.world_rank].items()):
+        mates = [
+            other
+            for other in work.trace.ranks
+            if other.place["pp"] == rank.place["pp"] and other is not rank
+        ]
+        if mates and all(
+            length
+            > work.limit(NOTABLE) * median(work.steps[mate.world_rank][step] for mate in mates)
+            for step, length in work.steps[rank.world_rank].items()
+        ):
             own, others = work.ms(rank), median(map(work.ms, mates))
-            found.append(Finding(
-                "slow rank", f"{_names([rank])} computes {own:.1f} ms per step, the others of its"
-                f" stage {others:.1f} ms{work.most_of_it(rank)}", own - others))
+            found.append(
+                Finding(
+                    "slow rank",
+                    f"{_names([rank])} computes {own:.1f} ms per step, the others of its"
+                    f" stage {others:.1f} ms{work.most_of_it(rank)}",
+                    own - others,
+                )
+            )
     return found
 
 
@@ -231,9 +277,14 @@ def held_up(trace: Trace, costs: dict[Cause, Cost]) -> list[Finding]:
         lost = longest * 1e-6 / trace.num_steps * counted / cost.wait_ns
         axis, name = cost.by_barrier.most_common(1)[0][0]
         rank = trace.ranks[cause.ranks[0]]
-        found.append(Finding(
-            kind, f"{_names([rank])}, {cause.what}: rank {waiting} waits {lost:.1f} ms"
-            f" per step for it, mostly at {axis} {name}", lost))
+        found.append(
+            Finding(
+                kind,
+                f"{_names([rank])}, {cause.what}: rank {waiting} waits {lost:.1f} ms"
+                f" per step for it, mostly at {axis} {name}",
+                lost,
+            )
+        )
     return found
 
 
@@ -253,23 +304,30 @@ def hot_experts(trace: Trace, waits: Waits) -> list[HotExpert]:
                 holders[load.layer, expert].add(rank.world_rank)
     found: dict[tuple[int, ...], HotExpert] = {}
     for layer, steps in rows.items():
-        times = {expert: min(own[expert] * len(own) / max(own.total(), 1) for own in steps.values())
-                 for expert in next(iter(steps.values()))}
+        times = {
+            expert: min(own[expert] * len(own) / max(own.total(), 1) for own in steps.values())
+            for expert in next(iter(steps.values()))
+        }
         hottest = max(times, key=times.__getitem__)
         ranks = tuple(sorted(holders[layer, hottest]))
-        if times[hottest] >= HOT and (
-                ranks not in found or times[hottest] > found[ranks].times):
+        if times[hottest] >= HOT and (ranks not in found or times[hottest] > found[ranks].times):
             found[ranks] = HotExpert(
-                layer, hottest, times[hottest], ranks, _waits_for(waits, ranks))
+                layer, hottest, times[hottest], ranks, _waits_for(waits, ranks)
+            )
     return list(found.values())
 
 
 def _waits_for(waits: Waits, ranks: tuple[int, ...]) -> Counter:
     """Return {rank: nanoseconds} of waiting for these ranks in their groups of experts."""
-    return Counter({
-        own[0].rank: sum(call.wait_ns for call in own
-                         if call.record.axis == "expert" and call.late in ranks)
-        for own in waits.calls if own})
+    return Counter(
+        {
+            own[0].rank: sum(
+                call.wait_ns for call in own if call.record.axis == "expert" and call.late in ranks
+            )
+            for own in waits.calls
+            if own
+        }
+    )
 
 
 def busy_experts(trace: Trace, hot: list[HotExpert]) -> list[Finding]:
@@ -280,10 +338,15 @@ def busy_experts(trace: Trace, hot: list[HotExpert]) -> list[Finding]:
         longest = max(one.waits.values(), default=0)
         if trace.num_steps > 1 and longest >= least:
             lost = longest * 1e-6 / trace.num_steps
-            found.append(Finding(
-                "hot expert", f"{one.text} received {one.times:.1f} times the mean;"
-                f" {_names([trace.ranks[rank] for rank in one.ranks])} made the others wait"
-                f" {lost:.1f} ms per step", lost))
+            found.append(
+                Finding(
+                    "hot expert",
+                    f"{one.text} received {one.times:.1f} times the mean;"
+                    f" {_names([trace.ranks[rank] for rank in one.ranks])} made the others wait"
+                    f" {lost:.1f} ms per step",
+                    lost,
+                )
+            )
     return found
 
 
@@ -305,11 +368,18 @@ def one_at_a_time(trace: Trace) -> list[Finding]:
         return [Finding("one active rank", text, 0.0)]
     costs = measured_costs(facts, schedule.num_stages)
     stages = [schedule.stages_of(place) for place in range(size)]
-    whole = Costs(**{name: tuple(sum(getattr(costs, name)[stage] for stage in own) / parts
-                                 for own in stages) for name in "fiw"})
+    whole = Costs(
+        **{
+            name: tuple(sum(getattr(costs, name)[stage] for stage in own) / parts for own in stages)
+            for name in "fiw"
+        }
+    )
     then = float(simulate(make_schedule("1f1b", size, count * parts), whole).makespan)
-    how = "with these passes" if parts == 1 else (
-        f"with these passes cut into {count * parts} microbatches")
+    how = (
+        "with these passes"
+        if parts == 1
+        else (f"with these passes cut into {count * parts} microbatches")
+    )
     text += f"; 1f1b {how} would take {then * 1e3:.1f} ms, not {now * 1e3:.1f}"
     return [Finding("one active rank", text, max(0.0, (now - then) * 1e3))]
 

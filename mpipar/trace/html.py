@@ -44,17 +44,24 @@ def page_data(analysis: Analysis, most_slices: int = MOST_SLICES) -> dict:
     return {
         "title": f"{trace.folder.resolve().name}: {trace.layout()}, {meta['schedule']['name']}",
         "model": f"{models.model_of(model).describe_model(model)};"
-                 f" {counted(meta['batch_size'], 'row')} per step,"
-                 f" {counted(meta['schedule']['num_microbatches'], 'microbatch')}, {meta['dtype']}",
-        "clock": trace.clock.describe(), "thinned": thinned,
+        f" {counted(meta['batch_size'], 'row')} per step,"
+        f" {counted(meta['schedule']['num_microbatches'], 'microbatch')}, {meta['dtype']}",
+        "clock": trace.clock.describe(),
+        "thinned": thinned,
         "remarks": trace.remarks(),
         "step_ms": (trace.end - trace.start) * 1e-6 / trace.num_steps,
         "efficiency": analysis.efficiency.rows(),
-        "findings": [{"kind": one.kind, "lost_ms": one.lost_ms, "text": one.text}
-                     for one in analysis.findings],
-        "causes": cause_rows(analysis, MOST_CAUSES), "barriers": barrier_rows(analysis),
-        "categories": CATEGORIES, "ranks": rank_rows(analysis), "timeline": slices,
-        "order": meta["rank_order"], "sizes": meta["layout"],
+        "findings": [
+            {"kind": one.kind, "lost_ms": one.lost_ms, "text": one.text}
+            for one in analysis.findings
+        ],
+        "causes": cause_rows(analysis, MOST_CAUSES),
+        "barriers": barrier_rows(analysis),
+        "categories": CATEGORIES,
+        "ranks": rank_rows(analysis),
+        "timeline": slices,
+        "order": meta["rank_order"],
+        "sizes": meta["layout"],
         "curves": series.curves(trace.metrics, []),
         "pipeline": pipeline_data(analysis),
     }
@@ -64,8 +71,19 @@ def timeline_data(analysis: Analysis, most_slices: int) -> tuple[dict, str | Non
     """Return spans, layers' operations and calls by rank, tables of names, and what is left out."""
     trace = analysis.trace
     kept_steps, shortest, thinned = thin(analysis, most_slices)
-    tables: dict[str, dict] = {name: {} for name in (
-        "names", "sources", "axes", "collectives", "layers", "functions", "phases", "chains")}
+    tables: dict[str, dict] = {
+        name: {}
+        for name in (
+            "names",
+            "sources",
+            "axes",
+            "collectives",
+            "layers",
+            "functions",
+            "phases",
+            "chains",
+        )
+    }
 
     def index(table, value):
         return tables[table].setdefault(value, len(tables[table]))
@@ -73,34 +91,71 @@ def timeline_data(analysis: Analysis, most_slices: int) -> tuple[dict, str | Non
     numbers = {id(event): i for i, event in enumerate(analysis.waits.events)}
     ranks = []
     for rank, own in zip(trace.ranks, analysis.waits.calls, strict=True):
-        spans = [[_us(one.start_ns), _us(one.end_ns - one.start_ns), BUSY.index(one.kind),
-                  one.stage, one.mb, one.step]
-                 for one in rank.spans if one.kind in BUSY and one.step in kept_steps
-                 and one.end_ns - one.start_ns >= shortest]
+        spans = [
+            [
+                _us(one.start_ns),
+                _us(one.end_ns - one.start_ns),
+                BUSY.index(one.kind),
+                one.stage,
+                one.mb,
+                one.step,
+            ]
+            for one in rank.spans
+            if one.kind in BUSY and one.step in kept_steps and one.end_ns - one.start_ns >= shortest
+        ]
         calls = []
         for call in own:
             record = call.record
             if record.step not in kept_steps or call.blocked_ns < max(shortest, 1):
                 continue
-            calls.append([
-                _us(record.waited_ns), _us(call.wait_ns), _us(call.transfer_ns),
-                index("names", record.name), index("axes", record.axis),
-                index("collectives", record.operation), record.payload_bytes, record.wire_bytes,
-                index("sources", record.source), call.late, record.stage, record.mb, record.step,
-                numbers.get(id(call.event), -1), record.phase,
-                index("chains", chain_text(analysis, call)) if call.wait_ns else -1])
-        operations = [[_us(one.start_ns), _us(one.end_ns - one.start_ns),
-                       index("phases", one.phase), one.stage, one.mb, one.step,
-                       index("layers", one.layer), index("functions", one.function)]
-                      for one in rank.operations if one.step in kept_steps
-                      and one.end_ns - one.start_ns >= shortest]
-        ranks.append({"spans": sorted(spans), "operations": sorted(operations),
-                      "calls": sorted(calls, key=lambda row: row[0])})
+            calls.append(
+                [
+                    _us(record.waited_ns),
+                    _us(call.wait_ns),
+                    _us(call.transfer_ns),
+                    index("names", record.name),
+                    index("axes", record.axis),
+                    index("collectives", record.operation),
+                    record.payload_bytes,
+                    record.wire_bytes,
+                    index("sources", record.source),
+                    call.late,
+                    record.stage,
+                    record.mb,
+                    record.step,
+                    numbers.get(id(call.event), -1),
+                    record.phase,
+                    index("chains", chain_text(analysis, call)) if call.wait_ns else -1,
+                ]
+            )
+        operations = [
+            [
+                _us(one.start_ns),
+                _us(one.end_ns - one.start_ns),
+                index("phases", one.phase),
+                one.stage,
+                one.mb,
+                one.step,
+                index("layers", one.layer),
+                index("functions", one.function),
+            ]
+            for one in rank.operations
+            if one.step in kept_steps and one.end_ns - one.start_ns >= shortest
+        ]
+        ranks.append(
+            {
+                "spans": sorted(spans),
+                "operations": sorted(operations),
+                "calls": sorted(calls, key=lambda row: row[0]),
+            }
+        )
     steps = zip(trace.ranks[0].steps, trace.windows(), strict=True)
     return {
-        "kinds": BUSY, "ranks": ranks,
-        "steps": [[step, _us(start), _us(end)] for (step, *_), (start, end) in steps
-                  if step in kept_steps],
+        "kinds": BUSY,
+        "ranks": ranks,
+        "steps": [
+            [step, _us(start), _us(end)] for (step, *_), (start, end) in steps if step in kept_steps
+        ],
     } | {name: list(table) for name, table in tables.items()}, thinned
 
 
@@ -109,7 +164,7 @@ def chain_text(analysis: Analysis, call) -> str:
     chain = analysis.causes.chain(call)
     left = len(chain) - LONGEST_CHAIN
     if left > 0:
-        chain[LONGEST_CHAIN // 2:-LONGEST_CHAIN // 2] = [f"{left} more"]
+        chain[LONGEST_CHAIN // 2 : -LONGEST_CHAIN // 2] = [f"{left} more"]
     return "; ".join(chain)
 
 
@@ -139,8 +194,10 @@ def thin(analysis: Analysis, most: int) -> tuple[set[int], int, str | None]:
         shortest = sorted(lengths[min(kept)])[-most] + 1
         count = sum(length >= shortest for length in lengths[min(kept)])
     shown = f"step {min(kept)}" if len(kept) == 1 else f"steps {min(kept)} to {max(kept)}"
-    text = (f"thinned: {count:,} of {total:,} slices are shown;"
-            f" {shown} of {counted(len(lengths), 'step')}")
+    text = (
+        f"thinned: {count:,} of {total:,} slices are shown;"
+        f" {shown} of {counted(len(lengths), 'step')}"
+    )
     if shortest:
         text += f", slices from {shortest * 1e-3:.1f} us on"
     return kept, shortest, text
@@ -153,14 +210,37 @@ def pipeline_data(analysis: Analysis) -> dict | None:
         return None
     chosen, passes = pop.median_passes(trace)
     start = min(one.start_ns for own in passes for one in own)
-    measured = [[[_us(one.start_ns - start), _us(one.end_ns - start), one.kind, one.stage, one.mb]
-                 for one in own] for own in passes]
+    measured = [
+        [
+            [_us(one.start_ns - start), _us(one.end_ns - start), one.kind, one.stage, one.mb]
+            for one in own
+        ]
+        for own in passes
+    ]
     timeline = pop.simulated(trace)
-    simulated = [[[float(one.start) * 1e6, float(one.end) * 1e6, one.instr.kind, one.instr.stage,
-                   one.instr.mb] for one in own if one.end > one.start] for own in timeline.spans]
-    rows = [{"busy": busy, "bubble_ms": bubble * 1e3, "busy_simulated": busy_sim,
-             "bubble_simulated_ms": bubble_sim * 1e3}
-            for _, busy, bubble, busy_sim, bubble_sim in pop.pipeline_bubble(trace)]
+    simulated = [
+        [
+            [
+                float(one.start) * 1e6,
+                float(one.end) * 1e6,
+                one.instr.kind,
+                one.instr.stage,
+                one.instr.mb,
+            ]
+            for one in own
+            if one.end > one.start
+        ]
+        for own in timeline.spans
+    ]
+    rows = [
+        {
+            "busy": busy,
+            "bubble_ms": bubble * 1e3,
+            "busy_simulated": busy_sim,
+            "bubble_simulated_ms": bubble_sim * 1e3,
+        }
+        for _, busy, bubble, busy_sim, bubble_sim in pop.pipeline_bubble(trace)
+    ]
     return {"step": chosen, "measured": measured, "simulated": simulated, "rows": rows}
 
 

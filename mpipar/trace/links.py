@@ -55,14 +55,19 @@ class Link:
     def text(self) -> str:
         """Return which link, what it carried, and how long it took."""
         ranks = (" -> " if self.message else ", ").join(map(str, self.ranks))
-        return (f"{self.axis} {'link' if self.message else 'group'} {ranks}: {len(self.events)}"
-                f" transfers of {self.size / 1024:.1f} KiB take {self.length * 1e-6:.2f} ms"
-                f" each ({self.size / max(self.length, 1) * 1e3:.1f} MB/s)")
+        return (
+            f"{self.axis} {'link' if self.message else 'group'} {ranks}: {len(self.events)}"
+            f" transfers of {self.size / 1024:.1f} KiB take {self.length * 1e-6:.2f} ms"
+            f" each ({self.size / max(self.length, 1) * 1e3:.1f} MB/s)"
+        )
 
     def lost(self, trace: Trace, waits: Waits, usual: float) -> float:
         """Return how many nanoseconds steps would save if even quick transfers were as usual."""
-        saved = {id(call): min(call.transfer_ns, self.quick - usual)
-                 for event in self.events for call in event.calls}
+        saved = {
+            id(call): min(call.transfer_ns, self.quick - usual)
+            for event in self.events
+            for call in event.calls
+        }
         ends = replay(trace, waits, lambda call: call.transfer_ns - saved.get(id(call), 0))
         return trace.end - max(ends)
 
@@ -72,8 +77,11 @@ def slow_links(trace: Trace, waits: Waits, segments: list[list[Segment]]) -> lis
     links = [link for link in measured(waits, segments) if len(link.lengths) >= LEAST_LENGTHS]
     least, found = CABLE_NS * (CROWDED if trace.crowded() else 1), []
     for link in links:
-        others = [one.length / one.size for one in links
-                  if one is not link and (one.axis, one.message) == (link.axis, link.message)]
+        others = [
+            one.length / one.size
+            for one in links
+            if one is not link and (one.axis, one.message) == (link.axis, link.message)
+        ]
         usual = median(others) * link.size if others else 0.0
         cable = CABLE_NS_PER_BYTE * link.size
         if others and link.quick > max(SLOW_LINK * usual, least):
@@ -97,8 +105,9 @@ def measured(waits: Waits, segments: list[list[Segment]]) -> list[Link]:
         if not event.calls[0].record.payload_bytes:
             continue
         message = event.operation == "message"
-        link = links.setdefault((event.axis, event.ranks, message),
-                                Link(event.axis, event.ranks, message))
+        link = links.setdefault(
+            (event.axis, event.ranks, message), Link(event.axis, event.ranks, message)
+        )
         sent = event.calls[0].record.posted_ns if message else event.arrival_ns
         first = _first_to_leave(event)
         start, end = max(sent, link.free), first.record.done_ns
@@ -126,5 +135,8 @@ def _stood_still(start: int, end: int, sender: list[Segment]) -> bool:
     first = bisect_right(sender, start, key=lambda one: one.end)
     last = bisect_left(sender, end, key=lambda one: one.start)
     computing = [one for one in sender[first:last] if one.kind in COMPUTE]
-    return bool(computing) and 0 <= end - computing[-1].end < AFTER_NS and (
-        computing[-1].end - max(computing[-1].start, start) > (end - start) / 2)
+    return (
+        bool(computing)
+        and 0 <= end - computing[-1].end < AFTER_NS
+        and (computing[-1].end - max(computing[-1].start, start) > (end - start) / 2)
+    )

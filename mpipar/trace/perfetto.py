@@ -27,8 +27,11 @@ MARK_NS = 1000  # length of a slice that only carries an arrow, unless another o
 def write(trace: Trace, waits: Waits, path: Path) -> int:
     """Write the file and return the number of events; raises OutputError."""
     found = events(trace, waits)
-    value = {"traceEvents": found, "displayTimeUnit": "ms",
-             "otherData": {"source": "mpipar", "clock": trace.clock.describe()}}
+    value = {
+        "traceEvents": found,
+        "displayTimeUnit": "ms",
+        "otherData": {"source": "mpipar", "clock": trace.clock.describe()},
+    }
     output.write_text(path, json.dumps(value))
     return len(found)
 
@@ -47,11 +50,27 @@ def events(trace: Trace, waits: Waits) -> list[dict]:
         for span in rank.spans:
             if span.kind in BUSY:
                 name = f"{span.stage}{span.kind}{span.mb}" if span.mb >= 0 else span.kind
-                found.append(_slice(pid, "compute", name, span.start_ns, span.end_ns, {
-                    "step": span.step, "stage": span.stage, "mb": span.mb}))
-        found += [_slice(pid, "compute", f"{one.layer} {one.function}".strip(), one.start_ns,
-                         one.end_ns, {"phase": one.phase, "step": one.step, "stage": one.stage,
-                                      "mb": one.mb}) for one in rank.operations]
+                found.append(
+                    _slice(
+                        pid,
+                        "compute",
+                        name,
+                        span.start_ns,
+                        span.end_ns,
+                        {"step": span.step, "stage": span.stage, "mb": span.mb},
+                    )
+                )
+        found += [
+            _slice(
+                pid,
+                "compute",
+                f"{one.layer} {one.function}".strip(),
+                one.start_ns,
+                one.end_ns,
+                {"phase": one.phase, "step": one.step, "stage": one.stage, "mb": one.mb},
+            )
+            for one in rank.operations
+        ]
     for own in waits.calls:
         found += _slices_of_calls(own)
     return found + _arrows(waits)
@@ -67,8 +86,16 @@ def _slices_of_calls(calls: list[Call]) -> list[dict]:
         start, end = record.waited_ns, record.done_ns
         split = start + call.wait_ns
         if split > start:
-            found.append(_slice(call.rank, "wait", record.name, start, split,
-                                {**facts, "waits for rank": call.late}))
+            found.append(
+                _slice(
+                    call.rank,
+                    "wait",
+                    record.name,
+                    start,
+                    split,
+                    {**facts, "waits for rank": call.late},
+                )
+            )
         if end > split:
             found.append(_slice(call.rank, "transfer", record.name, split, end, facts))
             starts.append(split)
@@ -103,15 +130,27 @@ def _arrows(waits: Waits) -> list[dict]:
             if time > last:
                 before, last = last, time
             start, record = max(before, time - MARK_NS), source.record
-            found.append(_slice(rank, "post", f"{record.operation} {record.name}", start, time,
-                                _facts(source)))
+            found.append(
+                _slice(
+                    rank, "post", f"{record.operation} {record.name}", start, time, _facts(source)
+                )
+            )
             for target in targets:
                 number += 1
                 ends = {"id": number, "name": record.name, "cat": record.axis}
-                found.append({"ph": "s", "pid": rank, "tid": ROWS.index("post"),
-                              "ts": start / 1000, **ends})
-                found.append({"ph": "f", "pid": target.rank, "tid": ROWS.index("transfer"),
-                              "ts": _arrival(target) / 1000, "bp": "e", **ends})
+                found.append(
+                    {"ph": "s", "pid": rank, "tid": ROWS.index("post"), "ts": start / 1000, **ends}
+                )
+                found.append(
+                    {
+                        "ph": "f",
+                        "pid": target.rank,
+                        "tid": ROWS.index("transfer"),
+                        "ts": _arrival(target) / 1000,
+                        "bp": "e",
+                        **ends,
+                    }
+                )
     return found
 
 
@@ -134,10 +173,19 @@ def _arrival(call: Call) -> int:
 
 def _facts(call: Call) -> dict:
     record = call.record
-    facts = {"axis": record.axis, "operation": record.operation, "bytes": record.payload_bytes,
-             "sent": record.wire_bytes, "wait us": call.wait_ns / 1000,
-             "transfer us": call.transfer_ns / 1000, "source": record.source, "step": record.step,
-             "stage": record.stage, "mb": record.mb, "phase": record.phase}
+    facts = {
+        "axis": record.axis,
+        "operation": record.operation,
+        "bytes": record.payload_bytes,
+        "sent": record.wire_bytes,
+        "wait us": call.wait_ns / 1000,
+        "transfer us": call.transfer_ns / 1000,
+        "source": record.source,
+        "step": record.step,
+        "stage": record.stage,
+        "mb": record.mb,
+        "phase": record.phase,
+    }
     if call.event is not None:
         facts["ranks"] = ",".join(map(str, call.event.ranks))
         facts["last"] = call.event.last
@@ -145,10 +193,23 @@ def _facts(call: Call) -> dict:
 
 
 def _slice(pid: int, row: str, name: str, start: int, end: int, facts: dict) -> dict:
-    return {"ph": "X", "pid": pid, "tid": ROWS.index(row), "name": name, "cat": row,
-            "ts": start / 1000, "dur": (end - start) / 1000, "args": facts}
+    return {
+        "ph": "X",
+        "pid": pid,
+        "tid": ROWS.index(row),
+        "name": name,
+        "cat": row,
+        "ts": start / 1000,
+        "dur": (end - start) / 1000,
+        "args": facts,
+    }
 
 
 def _meta(kind: str, pid: int, tid: int | None = None, **facts) -> dict:
-    return {"ph": "M", "pid": pid, "name": kind, "args": facts,
-            **({} if tid is None else {"tid": tid})}
+    return {
+        "ph": "M",
+        "pid": pid,
+        "name": kind,
+        "args": facts,
+        **({} if tid is None else {"tid": tid}),
+    }

@@ -31,9 +31,20 @@ DATA_MS, OPTIMIZER_MS, BETWEEN_MS, SAVE_MS, WIRE_MS = 0.3, 1.5, 0.4, 0.5, 0.05
 
 def record(operation, name, axis, posted, waited, done, **other):
     """Return a record with times in milliseconds."""
-    values = {"seq": 1, "peer": -1, "tag": -1, "payload_bytes": 1024, "wire_bytes": 1024,
-              "dtype": "float32", "step": 1, "stage": 0, "mb": 0, "phase": "F",
-              "site": "mpipar/layers/ffn.py:33", "cut": "mpipar/partition/row.py:20"} | other
+    values = {
+        "seq": 1,
+        "peer": -1,
+        "tag": -1,
+        "payload_bytes": 1024,
+        "wire_bytes": 1024,
+        "dtype": "float32",
+        "step": 1,
+        "stage": 0,
+        "mb": 0,
+        "phase": "F",
+        "site": "mpipar/layers/ffn.py:33",
+        "cut": "mpipar/partition/row.py:20",
+    } | other
     times = (round(time * MS) for time in (posted, waited, done))
     return Record(*times, operation, name, axis, **values)
 
@@ -88,19 +99,34 @@ class Simulator:
         self.ranks = []
         for rank, grid in enumerate(self.grids):
             groups = {axis: grid.group(axis) for axis in AXES} | {"world": tuple(range(world_size))}
-            self.ranks.append(RankTrace(
-                rank, f"host{rank}", {axis: grid.place(axis) for axis in AXES},
-                self.schedule.stages_of(grid.place("pp")), groups, ()))
+            self.ranks.append(
+                RankTrace(
+                    rank,
+                    f"host{rank}",
+                    {axis: grid.place(axis) for axis in AXES},
+                    self.schedule.stages_of(grid.place("pp")),
+                    groups,
+                    (),
+                )
+            )
         running = {rank: self._program(rank) for rank in range(world_size)}
         while running:  # a generator yields until what it waits for has arrived
             for rank in list(running):
                 if next(running[rank], "ended") == "ended":
                     del running[rank]
         meta = common_facts(
-            self.schedule, self.stage_layers, sizes, "embedding", rank_order=list(AXES),
-            model=self.model, batch_size=16, dtype="float32")
-        self.trace = Trace(Path("run"), meta, self.ranks,
-                           CommonClock((0,) * world_size, {}, {}), [])
+            self.schedule,
+            self.stage_layers,
+            sizes,
+            "embedding",
+            rank_order=list(AXES),
+            model=self.model,
+            batch_size=16,
+            dtype="float32",
+        )
+        self.trace = Trace(
+            Path("run"), meta, self.ranks, CommonClock((0,) * world_size, {}, {}), []
+        )
         self.step_ms = (self.trace.end - self.trace.start) / MS / run.steps
 
     def _planted(self, fault, rank):
@@ -129,8 +155,16 @@ class Simulator:
         while len(arrived) < len(group):
             yield
         self.clock[rank] = max(waited, self._travel(key, (axis, group), max(arrived.values())))
-        self._record(rank, "all_reduce", name, axis, (posted, waited, self.clock[rank]),
-                     payload_bytes=size, wire_bytes=size, **facts)
+        self._record(
+            rank,
+            "all_reduce",
+            name,
+            axis,
+            (posted, waited, self.clock[rank]),
+            payload_bytes=size,
+            wire_bytes=size,
+            **facts,
+        )
 
     def _travel(self, key, link, sent):
         """Return when the data of a meeting or message arrives: a link carries one at a time."""
@@ -148,7 +182,8 @@ class Simulator:
 
     def _record(self, rank, operation, name, axis, times, **facts):
         self.ranks[rank].records.append(
-            record(operation, name, axis, *times, **{"step": self.step[rank], **facts}))
+            record(operation, name, axis, *times, **{"step": self.step[rank], **facts})
+        )
 
     def _program(self, rank):
         """Run all steps of a rank."""
@@ -162,13 +197,11 @@ class Simulator:
                 yield from self._meet(rank, "dp", "grads.bucket", posted, 2**20, phase="sync")
             yield from self._meet(rank, "world", "step.norm", size=24, phase="sync")
             self._span("opt", rank, self._work(rank, OPTIMIZER_MS, self._planted("opt", rank)))
-            self.ranks[rank].steps += (
-                (step, round(start * MS), round(self.clock[rank] * MS)),)
+            self.ranks[rank].steps += ((step, round(start * MS), round(self.clock[rank] * MS)),)
             if step < self.run.steps:
                 self._work(rank, BETWEEN_MS, self._planted("between", rank))
                 if self.run.fault in ("", "save"):
-                    self._span("save", rank,
-                               self._work(rank, SAVE_MS, self._planted("save", rank)))
+                    self._span("save", rank, self._work(rank, SAVE_MS, self._planted("save", rank)))
                     yield from self._meet(rank, "world", "save.written", size=0, phase="save")
 
     def _pipeline(self, rank):
@@ -198,15 +231,28 @@ class Simulator:
                 yield from self._pass(rank, instr)
 
     def _key(self, rank, message, source, target):
-        return ("message", self.step[rank], message[:3], self.grids[rank].at(pp=source),
-                self.grids[rank].at(pp=target))
+        return (
+            "message",
+            self.step[rank],
+            message[:3],
+            self.grids[rank].at(pp=source),
+            self.grids[rank].at(pp=target),
+        )
 
     def _send(self, rank, message):
         now = self.clock[rank]
         self.arrivals[self._key(rank, message, message.source, message.target)][rank] = now
-        self._record(rank, "send", "activations" if message.direction == "F" else "gradients", "pp",
-                     (now, now, now), peer=message.target, tag=self._tag(message),
-                     payload_bytes=8192, wire_bytes=8192)
+        self._record(
+            rank,
+            "send",
+            "activations" if message.direction == "F" else "gradients",
+            "pp",
+            (now, now, now),
+            peer=message.target,
+            tag=self._tag(message),
+            payload_bytes=8192,
+            wire_bytes=8192,
+        )
 
     def _receive(self, rank, message, posted):
         source, waited = self.grids[rank].at(pp=message.source), self.clock[rank]
@@ -215,9 +261,17 @@ class Simulator:
         while source not in sent:
             yield
         self.clock[rank] = max(waited, self._travel(key, ("pp", (source, rank)), sent[source]))
-        self._record(rank, "recv", "activations" if message.direction == "F" else "gradients", "pp",
-                     (posted, waited, self.clock[rank]), peer=message.source,
-                     tag=self._tag(message), payload_bytes=8192, wire_bytes=0)
+        self._record(
+            rank,
+            "recv",
+            "activations" if message.direction == "F" else "gradients",
+            "pp",
+            (posted, waited, self.clock[rank]),
+            peer=message.source,
+            tag=self._tag(message),
+            payload_bytes=8192,
+            wire_bytes=0,
+        )
 
     def _tag(self, message):
         return (message.stage * 99 + message.mb) * 2 + (message.direction == "B")
@@ -238,15 +292,23 @@ class Simulator:
                 ends = self._work(rank, times * self.run.block_ms / len(LAYERS) / tp, extra)
                 self._operation(rank, instr, f"block{block}.{layer}", ends)
                 if layer in REDUCED:
-                    yield from self._meet(rank, "tp", f"block{block}.{layer}", stage=stage,
-                                          mb=instr.mb, phase=instr.kind)
+                    yield from self._meet(
+                        rank,
+                        "tp",
+                        f"block{block}.{layer}",
+                        stage=stage,
+                        mb=instr.mb,
+                        phase=instr.kind,
+                    )
         if is_last:
-            self._operation(rank, instr, "head",
-                            self._work(rank, times * self.head_ms / tp))
+            self._operation(rank, instr, "head", self._work(rank, times * self.head_ms / tp))
         ends = round(start * MS), round(self.clock[rank] * MS)
         self._span(instr.kind, rank, ends, stage, instr.mb)
 
     def _operation(self, rank, instr, layer, ends):
         if self.run.timed_layers:
-            self.ranks[rank].operations.append(LayerOperation(
-                layer, "matmul", *ends, self.step[rank], instr.stage, instr.mb, instr.kind))
+            self.ranks[rank].operations.append(
+                LayerOperation(
+                    layer, "matmul", *ends, self.step[rank], instr.stage, instr.mb, instr.kind
+                )
+            )

@@ -69,23 +69,26 @@ class Efficiency:
 
 def efficiency(trace: Trace, waits: Waits, segments: list[list[Segment]]) -> Efficiency:
     """Return the efficiencies of the traced steps."""
-    useful = tuple(sum(segment.length for segment in own if segment.kind not in IDLE)
-                   for own in segments)
+    useful = tuple(
+        sum(segment.length for segment in own if segment.kind not in IDLE) for own in segments
+    )
     ends = replay(trace, waits)
     ideal = max(ends) - min(rank.start for rank in trace.ranks)
     return Efficiency(useful, trace.end - trace.start, ideal)
 
 
-def replay(trace: Trace, waits: Waits, transfer: Callable[[Call], float] = lambda _: 0
-           ) -> list[float]:
+def replay(
+    trace: Trace, waits: Waits, transfer: Callable[[Call], float] = lambda _: 0
+) -> list[float]:
     """Return when each rank would end on an ideal network; starts are those of the trace.
 
     Each rank runs through its own posts and waits, and stops at a wait until all participants have
     posted. The job has run, so some rank can always continue. transfer: how long a call blocks
     after that. With its `transfer_ns` the replay reproduces the trace.
     """
-    programs = [_program(rank.start, calls)
-                for rank, calls in zip(trace.ranks, waits.calls, strict=True)]
+    programs = [
+        _program(rank.start, calls) for rank, calls in zip(trace.ranks, waits.calls, strict=True)
+    ]
     posted: dict[int, int] = {}  # id of a call: when it was posted in the replay
     waiting: dict[int, list[int]] = defaultdict(list)  # id of a call: ranks waiting for its post
     position, clock = [0] * len(programs), [rank.start for rank in trace.ranks]
@@ -108,8 +111,10 @@ def replay(trace: Trace, waits: Waits, transfer: Callable[[Call], float] = lambd
                 runnable += waiting.pop(id(call), [])
             position[rank] += 1
     assert not waiting, "the replay is stuck"
-    tails = [rank.end - max([rank.start, *(call.record.done_ns for call in calls)])
-             for rank, calls in zip(trace.ranks, waits.calls, strict=True)]
+    tails = [
+        rank.end - max([rank.start, *(call.record.done_ns for call in calls)])
+        for rank, calls in zip(trace.ranks, waits.calls, strict=True)
+    ]
     return [max(now, 0) + tail for now, tail in zip(clock, tails, strict=True)]
 
 
@@ -145,8 +150,9 @@ def _partners(call: Call) -> list[Call]:
 
 def whole_steps(trace: Trace) -> set[int]:
     """Return the steps whose passes every rank has finished: the last one may be incomplete."""
-    return set.intersection(*({span.step for span in rank.spans if span.kind == "pipeline"}
-                              for rank in trace.ranks))
+    return set.intersection(
+        *({span.step for span in rank.spans if span.kind == "pipeline"} for rank in trace.ranks)
+    )
 
 
 def pass_facts(trace: Trace) -> list[dict]:
@@ -157,13 +163,18 @@ def pass_facts(trace: Trace) -> list[dict]:
 
 def median_passes(trace: Trace) -> tuple[int, list[list[Span]]]:
     """Return (step, passes by pipeline rank) of the step of median length, of one pipeline."""
-    pipeline = [rank for rank in trace.ranks
-                if all(rank.place[axis] == 0 for axis in rank.place if axis != "pp")]
+    pipeline = [
+        rank
+        for rank in trace.ranks
+        if all(rank.place[axis] == 0 for axis in rank.place if axis != "pp")
+    ]
     pipeline.sort(key=lambda rank: rank.place["pp"])
     lasting = Counter({step: end - start for step, start, end in pipeline[0].steps})
     chosen = sorted(lasting, key=lasting.get)[len(lasting) // 2]
-    return chosen, [[one for one in rank.spans if one.step == chosen and one.kind in PASSES]
-                    for rank in pipeline]
+    return chosen, [
+        [one for one in rank.spans if one.step == chosen and one.kind in PASSES]
+        for rank in pipeline
+    ]
 
 
 def hop_ns(trace: Trace) -> float:

@@ -36,8 +36,11 @@ class Segment(NamedTuple):
 
 def of_rank(rank: RankTrace, calls: list[Call]) -> list[Segment]:
     """Return the rank's segments from its first step's start to its last step's end, gapless."""
-    pieces = [(span.start_ns, -span.end_ns, span.kind, span, None)
-              for span in rank.spans if span.kind in BUSY]
+    pieces = [
+        (span.start_ns, -span.end_ns, span.kind, span, None)
+        for span in rank.spans
+        if span.kind in BUSY
+    ]
     for call in calls:
         start, end = call.record.waited_ns, call.record.done_ns
         split = start + call.wait_ns
@@ -75,8 +78,12 @@ def of_trace(trace: Trace, waits: Waits) -> list[list[Segment]]:
     return [of_rank(rank, calls) for rank, calls in zip(trace.ranks, waits.calls, strict=True)]
 
 
-def by_kind(segments: Iterable[Segment], start: float = -math.inf, end: float = math.inf,
-            kind: Callable = attrgetter("kind")) -> Counter:
+def by_kind(
+    segments: Iterable[Segment],
+    start: float = -math.inf,
+    end: float = math.inf,
+    kind: Callable = attrgetter("kind"),
+) -> Counter:
     """Return the nanoseconds of each kind between start and end."""
     sums: Counter = Counter()
     for segment in segments:

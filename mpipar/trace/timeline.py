@@ -5,14 +5,32 @@ from __future__ import annotations
 from mpipar.trace.segments import Segment, by_kind
 from mpipar.trace.trace_file import Trace
 
-LETTERS = {"F": "F", "B": "B", "I": "I", "W": "W", "opt": "o", "data": "d", "eval": "e",
-           "save": "s", "gc": "g", "wait": ".", "transfer": "-", "other": " "}
-LEGEND = ("F B I W passes, o optimizer, d data, e evaluates, s saves, g collects garbage, . waits,"
-          " - transfer")
+LETTERS = {
+    "F": "F",
+    "B": "B",
+    "I": "I",
+    "W": "W",
+    "opt": "o",
+    "data": "d",
+    "eval": "e",
+    "save": "s",
+    "gc": "g",
+    "wait": ".",
+    "transfer": "-",
+    "other": " ",
+}
+LEGEND = (
+    "F B I W passes, o optimizer, d data, e evaluates, s saves, g collects garbage, . waits,"
+    " - transfer"
+)
 
 
-def timeline(trace: Trace, segments: list[list[Segment]], width: int = 100,
-             window: tuple[int, int] | None = None) -> str:
+def timeline(
+    trace: Trace,
+    segments: list[list[Segment]],
+    width: int = 100,
+    window: tuple[int, int] | None = None,
+) -> str:
     """Return a row of letters per rank; each slice shows what the rank did for most of it.
 
     width: the most characters of a line. window: start and end in ns, by default the whole trace.

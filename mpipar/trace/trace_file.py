@@ -43,8 +43,9 @@ from mpipar.trace.checks import (
 SCHEMA = 3
 METRICS = "metrics.jsonl"  # of a run folder
 META = "trace/meta.json"  # also there: what the files of all ranks have in common
-TIMES = {kind: [name for name in kind._fields if name.endswith("_ns")]
-         for kind, _ in LINES.values()}
+TIMES = {
+    kind: [name for name in kind._fields if name.endswith("_ns")] for kind, _ in LINES.values()
+}
 LEAST_CORE_WAIT = 0.1  # of the traced time, to be reported
 
 MOST_META, MOST_LINE = 64 << 20, 16 << 20  # bytes
@@ -80,8 +81,10 @@ class Trace:
 
     def windows(self) -> list[tuple[int, int]]:
         """Return when the first rank began and the last one ended, of each step."""
-        return [(min(start for _, start, _ in step), max(end for _, _, end in step))
-                for step in zip(*(rank.steps for rank in self.ranks), strict=True)]
+        return [
+            (min(start for _, start, _ in step), max(end for _, _, end in step))
+            for step in zip(*(rank.steps for rank in self.ranks), strict=True)
+        ]
 
     def layout(self) -> str:
         """Return the layout in words, as in `pp 2 x tp 2`."""
@@ -110,20 +113,27 @@ class Trace:
             if cores and len(here) > len(cores):
                 found.append(f"{host}: {len(here)} ranks share {len(cores)} core(s)")
         if found:
-            why = ("so ranks also wait for each other's core: the times show the order of the work,"
-                   " not the speed of a machine with a core for each rank")
+            why = (
+                "so ranks also wait for each other's core: the times show the order of the work,"
+                " not the speed of a machine with a core for each rank"
+            )
             return [f"{', '.join(found)}, {why}"]
         waited = max(rank.core_wait_ns / max(rank.end - rank.start, 1) for rank in self.ranks)
-        remark = (f"ranks shared cores with other processes and waited up to {min(waited, 1):.0%}"
-                  " of the time for one: the times are not those of an idle machine")
+        remark = (
+            f"ranks shared cores with other processes and waited up to {min(waited, 1):.0%}"
+            " of the time for one: the times are not those of an idle machine"
+        )
         return [remark] if waited >= LEAST_CORE_WAIT else []
 
     def remarks(self) -> list[str]:
         """Return the caveats that a reader must know before trusting the numbers."""
         failed = not all(rank.complete for rank in self.ranks)
         alone = self.num_steps == 1 < len(self.ranks)
-        return [*self.crowded(), *["the run failed in the last step that is shown"] * failed,
-                *["one step is traced: what is slow in every step shows only with several"] * alone]
+        return [
+            *self.crowded(),
+            *["the run failed in the last step that is shown"] * failed,
+            *["one step is traced: what is slow in every step shows only with several"] * alone,
+        ]
 
     def schedule(self) -> Schedule:
         """Return the schedule that the run used."""
@@ -136,7 +146,8 @@ def schedule_json(schedule: Schedule) -> dict:
     """Return a Schedule as values for JSON; `Trace.schedule` is the inverse."""
     programs = [[str(instr) for instr in program] for program in schedule.programs]
     return {name: getattr(schedule, name) for name in ScheduleFacts.__dataclass_fields__} | {
-        "programs": programs}
+        "programs": programs
+    }
 
 
 def common_facts(schedule: Schedule, stage_layers, layout: dict, entry: str, **more) -> dict:
@@ -145,10 +156,15 @@ def common_facts(schedule: Schedule, stage_layers, layout: dict, entry: str, **m
     more: rank_order, model, batch_size, dtype, and others.
     """
     return {
-        "world_size": math.prod(layout.values()), "layout": layout,
-        "schedule": schedule_json(schedule), "stage_layers": list(stage_layers),
-        "stages": [describe_stage(stage, stage_layers, entry)
-                   for stage in range(schedule.num_stages)], **more}
+        "world_size": math.prod(layout.values()),
+        "layout": layout,
+        "schedule": schedule_json(schedule),
+        "stage_layers": list(stage_layers),
+        "stages": [
+            describe_stage(stage, stage_layers, entry) for stage in range(schedule.num_stages)
+        ],
+        **more,
+    }
 
 
 def rank_name(world_rank: int) -> str:
@@ -176,17 +192,34 @@ def write_rank(folder: Path, head: dict, records, spans, operations, loads=()) -
     def index(site):
         return sites.setdefault(site, len(sites))
 
-    rows = [record._replace(dtype=str(record.dtype), site=index(record.site), cut=index(record.cut))
-            for record in records]
+    rows = [
+        record._replace(dtype=str(record.dtype), site=index(record.site), cut=index(record.cut))
+        for record in records
+    ]
     head = {
-        "mpipar_trace": SCHEMA, **head, "fields": Record._fields, "span_fields": Span._fields,
-        "operation_fields": LayerOperation._fields, "load_fields": Load._fields,
-        "sites": list(sites), "lines": sum(map(len, (records, spans, operations, loads))),
+        "mpipar_trace": SCHEMA,
+        **head,
+        "fields": Record._fields,
+        "span_fields": Span._fields,
+        "operation_fields": LayerOperation._fields,
+        "load_fields": Load._fields,
+        "sites": list(sites),
+        "lines": sum(map(len, (records, spans, operations, loads))),
     }
-    lines = itertools.chain([head], ([letter, *entry] for letter, entries in (
-        ("r", rows), ("s", spans), ("o", operations), ("e", loads)) for entry in entries))
-    replace_file(rank_name(head["world_rank"]), (
-        f"{json.dumps(line)}\n".encode() for line in lines), sync=False, root=folder)
+    lines = itertools.chain(
+        [head],
+        (
+            [letter, *entry]
+            for letter, entries in (("r", rows), ("s", spans), ("o", operations), ("e", loads))
+            for entry in entries
+        ),
+    )
+    replace_file(
+        rank_name(head["world_rank"]),
+        (f"{json.dumps(line)}\n".encode() for line in lines),
+        sync=False,
+        root=folder,
+    )
 
 
 def write_meta(folder: Path, meta: dict) -> None:
@@ -210,8 +243,10 @@ def read(folder: str | Path) -> Trace:
     missing = [path.name for path in paths if not os.path.lexists(path)]
     if missing:
         more = ", ..." if len(missing) > MOST_NAMED else ""
-        raise DataError(f"{folder / 'trace'}: {', '.join(missing[:MOST_NAMED])}{more} missing of"
-                        f" {len(paths)} ranks; {_why_missing(folder)}")
+        raise DataError(
+            f"{folder / 'trace'}: {', '.join(missing[:MOST_NAMED])}{more} missing of"
+            f" {len(paths)} ranks; {_why_missing(folder)}"
+        )
     ranks = [_read_rank(folder, clock, grid, len(meta["stages"])) for grid in grids]
     for path, rank in zip(paths, ranks, strict=True):
         if [step for step, *_ in rank.steps] != [step for step, *_ in ranks[0].steps]:
@@ -226,8 +261,10 @@ def _why_missing(folder: Path) -> str:
         record = read_json(f"errors/{name}", root=folder)
         return f"the run failed before they were written: {shown(record['what'][0])}"
     except (DataError, TypeError, LookupError, ValueError):
-        return ("a rank writes its file after the last traced step: is the run still going, or is"
-                " the folder on a disk that not all hosts share?")
+        return (
+            "a rank writes its file after the last traced step: is the run still going, or is"
+            " the folder on a disk that not all hosts share?"
+        )
 
 
 def _load(folder: Path) -> tuple[dict, CommonClock, list[Grid]]:
@@ -238,8 +275,9 @@ def _load(folder: Path) -> tuple[dict, CommonClock, list[Grid]]:
     try:
         check_meta(value)
         sizes = {axis: value["layout"][axis] for axis in AXES}
-        grids = [Grid(rank, sizes, tuple(value["rank_order"]))
-                 for rank in range(value["world_size"])]
+        grids = [
+            Grid(rank, sizes, tuple(value["rank_order"])) for rank in range(value["world_size"])
+        ]
         return value, CommonClock.from_json(value["clock"]), grids
     except ValueError as error:
         raise DataError(f"{path}: not of a trace: {brief(str(error), 300)}; {HOW_TO}") from None
@@ -248,8 +286,9 @@ def _load(folder: Path) -> tuple[dict, CommonClock, list[Grid]]:
 def _checked(path: Path, head) -> dict:
     if not isinstance(head, dict) or head.get("mpipar_trace") != SCHEMA:
         found = head.get("mpipar_trace") if isinstance(head, dict) else None
-        raise DataError(f"{path}: trace schema {shown(found)}, this mpipar reads {SCHEMA};"
-                        f" {HOW_TO}")
+        raise DataError(
+            f"{path}: trace schema {shown(found)}, this mpipar reads {SCHEMA}; {HOW_TO}"
+        )
     return head
 
 
@@ -272,18 +311,21 @@ def _read_rank(folder: Path, clock: CommonClock, grid: Grid, num_stages: int) ->
                 number += 1
             trace.steps = _moved_steps(trace.steps, common)
     except (OSError, ValueError, TypeError) as error:
-        raise DataError(f"{path}, line {number + 1}: not a trace:"
-                        f" {brief(str(error), 300)}") from None
+        raise DataError(
+            f"{path}, line {number + 1}: not a trace: {brief(str(error), 300)}"
+        ) from None
     if number != 1 + trace.lines:
         raise DataError(f"{path}: {number} lines of {1 + trace.lines}: was it copied only in part?")
     if not trace.steps:
         raise DataError(f"{path}: no step was traced; {HOW_TO}")
     if trace.world_rank != grid.world_rank or any(
-            (trace.place.get(axis), trace.groups.get(axis))
-            != (grid.place(axis), grid.group(axis))
-            for axis in AXES):
-        raise DataError(f"{path}: not of rank {grid.world_rank} ({grid.describe()}) in the layout"
-                        f" of meta.json: {MIXED}")
+        (trace.place.get(axis), trace.groups.get(axis)) != (grid.place(axis), grid.group(axis))
+        for axis in AXES
+    ):
+        raise DataError(
+            f"{path}: not of rank {grid.world_rank} ({grid.describe()}) in the layout"
+            f" of meta.json: {MIXED}"
+        )
     return trace
 
 
@@ -314,12 +356,22 @@ def contradictions_are_data_errors(*folders: str | Path):
     """
     try:
         yield
-    except (ArithmeticError, AssertionError, AttributeError, LookupError, TypeError, ValueError,
-            RuntimeError, UsageError) as error:
+    except (
+        ArithmeticError,
+        AssertionError,
+        AttributeError,
+        LookupError,
+        TypeError,
+        ValueError,
+        RuntimeError,
+        UsageError,
+    ) as error:
         at = traceback.extract_tb(error.__traceback__)[-1]
-        raise DataError(f"{' or '.join(map(str, folders))}: a trace that contradicts itself:"
-                        f" {type(error).__name__} {brief(str(error))} at"
-                        f" {Path(at.filename).name}:{at.lineno}; {HOW_TO}") from error
+        raise DataError(
+            f"{' or '.join(map(str, folders))}: a trace that contradicts itself:"
+            f" {type(error).__name__} {brief(str(error))} at"
+            f" {Path(at.filename).name}:{at.lineno}; {HOW_TO}"
+        ) from error
 
 
 def _lines(file):

@@ -112,8 +112,9 @@ class Tracer:
         if self.lost:
             trace_file.remove(self.folder, self.worker.grid.world_rank)
         if first:
-            warn(f"rank {first[0]} cannot write its trace: {first[1]}; the run continues without"
-                 " it")
+            warn(
+                f"rank {first[0]} cannot write its trace: {first[1]}; the run continues without it"
+            )
         if self.timed_ops is not None:
             self.timed_ops.active = False
         self.worker.recorder.resize(self.capacity)
@@ -137,30 +138,50 @@ class Tracer:
         """Write this rank's file, and on world rank 0 meta.json; return what went wrong, or ""."""
         gc.callbacks.remove(self._collected)
         return self._tried(self._write_rank, complete) or (
-            self._tried(self._write_meta, after) if self.worker.grid.world_rank == 0 else "")
+            self._tried(self._write_meta, after) if self.worker.grid.world_rank == 0 else ""
+        )
 
     def _write_rank(self, complete: bool) -> None:
         worker, recorder = self.worker, self.worker.recorder
         numbers = {step for step, *_ in self.steps}
         groups = {axis: comm.ranks for axis, comm in worker.comms.groups.items()}
         head = {
-            "world_rank": worker.grid.world_rank, "host": os.uname().nodename, "pid": os.getpid(),
+            "world_rank": worker.grid.world_rank,
+            "host": os.uname().nodename,
+            "pid": os.getpid(),
             "place": {axis: worker.grid.place(axis) for axis in AXES},
-            "stages": sorted(worker.stages), "groups": groups,
-            "steps": self.steps, "complete": complete, "cores": sorted(os.sched_getaffinity(0)),
+            "stages": sorted(worker.stages),
+            "groups": groups,
+            "steps": self.steps,
+            "complete": complete,
+            "cores": sorted(os.sched_getaffinity(0)),
             "core_wait_ns": core_wait_ns() - self.core_wait,
         }
         trace_file.write_rank(
-            self.folder, head, [record for record in recorder.records if record.step in numbers],
-            [span for span in recorder.spans if span.step in numbers], recorder.operations,
-            [load for load in recorder.loads if load.step in numbers])
+            self.folder,
+            head,
+            [record for record in recorder.records if record.step in numbers],
+            [span for span in recorder.spans if span.step in numbers],
+            recorder.operations,
+            [load for load in recorder.loads if load.step in numbers],
+        )
 
     def _write_meta(self, after: dict | None = None) -> None:
         worker, config = self.worker, self.worker.config
         clock = CommonClock(tuple(self.owners), self.before, after or {})
-        trace_file.write_meta(self.folder, trace_file.common_facts(
-            worker.schedule, worker.stage_layers,
-            {axis: worker.grid.size(axis) for axis in AXES}, models.model_of(config.model).ENTRY,
-            rank_order=worker.grid.order, model=asdict(config.model),
-            batch_size=config.train.batch_size, dtype=config.run.dtype, device=config.run.device,
-            per_operation=self.timed_ops is not None, clock=clock.to_json()))
+        trace_file.write_meta(
+            self.folder,
+            trace_file.common_facts(
+                worker.schedule,
+                worker.stage_layers,
+                {axis: worker.grid.size(axis) for axis in AXES},
+                models.model_of(config.model).ENTRY,
+                rank_order=worker.grid.order,
+                model=asdict(config.model),
+                batch_size=config.train.batch_size,
+                dtype=config.run.dtype,
+                device=config.run.device,
+                per_operation=self.timed_ops is not None,
+                clock=clock.to_json(),
+            ),
+        )

@@ -37,8 +37,13 @@ def configured_schedule(grid_config: GridConfig) -> Schedule:
         return read_csv(Path(grid_config.schedule_csv))
     assert grid_config.pp, grid_config
     assert grid_config.num_microbatches, grid_config
-    return make_schedule(grid_config.schedule, grid_config.pp, grid_config.num_microbatches,
-                         grid_config.chunks, grid_config.group_size)
+    return make_schedule(
+        grid_config.schedule,
+        grid_config.pp,
+        grid_config.num_microbatches,
+        grid_config.chunks,
+        grid_config.group_size,
+    )
 
 
 def lowered(config: Config, schedule: Schedule, pp_rank: int) -> list[Instr]:
@@ -62,8 +67,15 @@ def holders(schedule: Schedule, stages: Iterable[int]) -> tuple[int, ...]:
     return tuple(sorted({schedule.rank_of(stage, mb) for stage in stages for mb in mbs}))
 
 
-def groups_of(config: Config, grid: Grid, schedule: Schedule, ops: Any, recorder: Recorder,
-              mpi_world: Any, chosen: Choices | None = None) -> Comms:
+def groups_of(
+    config: Config,
+    grid: Grid,
+    schedule: Schedule,
+    ops: Any,
+    recorder: Recorder,
+    mpi_world: Any,
+    chosen: Choices | None = None,
+) -> Comms:
     """Return all groups of a rank. chosen: see `Options`.
 
     Some tensors have copies on several pipeline ranks: tied tables at both ends ("tie"), and stages
@@ -73,8 +85,10 @@ def groups_of(config: Config, grid: Grid, schedule: Schedule, ops: Any, recorder
     """
     last = schedule.num_stages - 1
     mirrors = {holders(schedule, (stage,)) for stage in range(last + 1)}
-    partitions = {"tie": grid.partition("pp", [holders(schedule, (0, last))]),
-                  "mirror": grid.partition("pp", sorted(mirrors))}
+    partitions = {
+        "tie": grid.partition("pp", [holders(schedule, (0, last))]),
+        "mirror": grid.partition("pp", sorted(mirrors)),
+    }
     run = config.run
     options = Options(run.sync_sends, run.check_comm, all_reduce=run.all_reduce, chosen=chosen)
     rings = {"tp": vars(config.model).get("tp_matmul"), "cp": config.grid.cp_attention}
@@ -82,17 +96,21 @@ def groups_of(config: Config, grid: Grid, schedule: Schedule, ops: Any, recorder
     return Comms(grid, ops, recorder, mpi_world, options, partitions, messages)
 
 
-def stages_of(config: Config, schedule: Schedule, stage_layers: tuple[int, ...], ops: Any,
-              comms: Comms) -> dict[int, Any]:
+def stages_of(
+    config: Config, schedule: Schedule, stage_layers: tuple[int, ...], ops: Any, comms: Comms
+) -> dict[int, Any]:
     """Return {stage: the model's Stage} of a pipeline rank, with parameters in flat buffers.
 
     Each tensor has one owner: the rank that runs its first stage on microbatch 0.
     """
     model, memory, pp_rank = models.model_of(config.model), config.memory, comms.grid.place("pp")
     sharding = Sharding(
-        memory.zero, comms["data"] if memory.zero else comms.alone,
-        config.train.bucket_bytes // ops.statistics.itemsize, not memory.keeps_pieces_of_gradients,
-        comms["data"])
+        memory.zero,
+        comms["data"] if memory.zero else comms.alone,
+        config.train.bucket_bytes // ops.statistics.itemsize,
+        not memory.keeps_pieces_of_gradients,
+        comms["data"],
+    )
     tied = Copies(("tie",) if schedule.num_stages > 1 else (), schedule.rank_of(0, 0) == pp_rank)
     context = Context(ops, comms, **recompute_options(config), sharding=sharding, tied=tied)
     tables: dict[str, Param] = {}
@@ -101,7 +119,8 @@ def stages_of(config: Config, schedule: Schedule, stage_layers: tuple[int, ...],
         mirrored = len(holders(schedule, (stage,))) > 1
         copies = Copies(("mirror",) if mirrored else (), schedule.rank_of(stage, 0) == pp_rank)
         found[stage] = model.Stage(
-            replace(context, copies=copies), config.model, stage, stage_layers, tables)
+            replace(context, copies=copies), config.model, stage, stage_layers, tables
+        )
     return found
 
 

@@ -35,12 +35,19 @@ class GradSync:
     comms: the groups of this rank. stages: {stage: Stage}.
     """
 
-    def __init__(self, ops: Any, stages: Mapping[int, LayerRun], comms: Comms, recorder: Recorder,
-                 bucket_bytes: int):
+    def __init__(
+        self,
+        ops: Any,
+        stages: Mapping[int, LayerRun],
+        comms: Comms,
+        recorder: Recorder,
+        bucket_bytes: int,
+    ):
         self.ops, self.stages, self.comms, self.recorder = ops, stages, comms, recorder
         # The order is the same on every rank: sums over further groups follow it.
         self.flats: list[FlatParams] = [
-            flat for number in sorted(stages) for flat in stages[number].flats]
+            flat for number in sorted(stages) for flat in stages[number].flats
+        ]
         self.updated = [flat for flat in self.flats if not flat.sign_rate]  # by the optimizer
         self.bucket = max(1, bucket_bytes // ops.statistics.itemsize)  # elements
         self.pending: list[Pending] = []
@@ -85,7 +92,7 @@ class GradSync:
         if data.size == 1:
             return
         for first in range(run.start, run.stop, self.bucket):
-            piece = flat.grad[first:min(first + self.bucket, run.stop)]
+            piece = flat.grad[first : min(first + self.bucket, run.stop)]
             self.pending.append(data.iall_reduce(piece, "grads.bucket"))
 
     def post_late(self, flat: FlatParams) -> None:
@@ -136,8 +143,11 @@ class GradSync:
         that is not finite. This costs no time, because these ranks would otherwise wait while the
         first one adds up its squares.
         """
-        return [(self.ops.square_sum(flat.summed[segment][place]), owned and self.counts(flat))
-                for flat in self.updated for owned, segment, place in flat.counted]
+        return [
+            (self.ops.square_sum(flat.summed[segment][place]), owned and self.counts(flat))
+            for flat in self.updated
+            for owned, segment, place in flat.counted
+        ]
 
     def unscale(self, loss_scale: float) -> None:
         """Divide all gradients by the factor that multiplied the loss."""
@@ -167,8 +177,11 @@ class ScatterSync(GradSync):
 
     def post(self, flat: FlatParams, unit: int) -> None:
         """Post a unit's sums over the data group. Comm: one reduce_scatter per segment."""
-        self.pending += [self.scatter(flat, flat.grad[segment.run], "grads.bucket")
-                         for segment in flat.segments if segment.unit == unit]
+        self.pending += [
+            self.scatter(flat, flat.grad[segment.run], "grads.bucket")
+            for segment in flat.segments
+            if segment.unit == unit
+        ]
 
     def scatter(self, flat: FlatParams, grad: Array, name: str) -> Pending:
         """Post the sum of a segment of gradients. Comm: one reduce_scatter over the data group."""
@@ -177,8 +190,9 @@ class ScatterSync(GradSync):
 
     def post_late(self, flat: FlatParams) -> None:
         """Post a buffer's sums over the data group. Comm: one reduce_scatter per segment."""
-        self.pending += [self.scatter(flat, flat.grad[segment.run], "grads.late")
-                         for segment in flat.segments]
+        self.pending += [
+            self.scatter(flat, flat.grad[segment.run], "grads.late") for segment in flat.segments
+        ]
 
 
 class PieceSync(ScatterSync):
@@ -193,8 +207,7 @@ class PieceSync(ScatterSync):
         super().__init__(*arguments)
         self.needs = unit_segments(self.stages)
         size = largest(unit for units in self.needs.values() for unit in units)
-        self.scratch = self.comms["data"].zeros(
-            self.ops, (size,), self.ops.statistics, "gradients")
+        self.scratch = self.comms["data"].zeros(self.ops, (size,), self.ops.statistics, "gradients")
         self.scattered: list[tuple[Pending, FlatParams, int]] = []  # int: of the segment
 
     def begin_unit(self, stage: int, unit: int) -> None:

@@ -25,12 +25,16 @@ def bad_numbers(worker: Any, pieces_of: PiecesOf, losses: Losses) -> Facts:
     stage, unit, name, how many numbers, index of the first one in the whole tensor.
     """
     rows = []
-    for number, flat in ((number, flat) for number, stage in worker.stages.items()
-                         for flat in stage.flats):
+    for number, flat in (
+        (number, flat) for number, stage in worker.stages.items() for flat in stage.flats
+    ):
         pieces = pieces_of(flat)
         for param in flat.params:
-            bad = [first + place for first, values in flat.parts(param, pieces)
-                   for place in np.flatnonzero(~np.isfinite(worker.ops.to_host(values)))]
+            bad = [
+                first + place
+                for first, values in flat.parts(param, pieces)
+                for place in np.flatnonzero(~np.isfinite(worker.ops.to_host(values)))
+            ]
             if bad:
                 first = [int(place) for place in np.unravel_index(bad[0], param.local_shape)]
                 first = [place + start for place, (start, _) in zip(first, param.box, strict=True)]
@@ -44,12 +48,17 @@ def describe(title: str, facts: list[Facts]) -> list[str]:
 
     title: what the tensors' numbers are. facts: by rank.
     """
-    found = [f"the loss of microbatch {mb} is {value} on rank {world_rank} ({fact['place']})"
-             for world_rank, fact in enumerate(facts) for mb, value in fact["losses"][:1]][:SHOWN]
+    found = [
+        f"the loss of microbatch {mb} is {value} on rank {world_rank} ({fact['place']})"
+        for world_rank, fact in enumerate(facts)
+        for mb, value in fact["losses"][:1]
+    ][:SHOWN]
     holders: dict[str, list[int]] = {}
     for _, _, name, world_rank in sorted(
-            (-stage, -unit, name, world_rank) for world_rank, fact in enumerate(facts)
-            for stage, unit, name, *_ in fact["tensors"]):
+        (-stage, -unit, name, world_rank)
+        for world_rank, fact in enumerate(facts)
+        for stage, unit, name, *_ in fact["tensors"]
+    ):
         holders.setdefault(name, []).append(world_rank)
     for name, ranks in list(holders.items())[:SHOWN]:
         count, first = next(row[3:] for row in facts[ranks[0]]["tensors"] if row[2] == name)

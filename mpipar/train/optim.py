@@ -72,12 +72,21 @@ class AdamW(Sgd):
 
     def update(self, flat: FlatParams, segment: int, lr: float, step: int) -> None:
         config = self.config
-        master, data, m, v = (
-            flat.piece(kind, segment) for kind in ("master", "data", *self.kinds))
+        master, data, m, v = (flat.piece(kind, segment) for kind in ("master", "data", *self.kinds))
         self.ops.adamw_runs(
-            master, flat.summed[segment], m, v, flat.updates[segment], lr=lr, beta1=config.beta1,
-            beta2=config.beta2, eps=config.eps, weight_decay=config.weight_decay, step=step,
-            copy=data if flat.rounds else None)
+            master,
+            flat.summed[segment],
+            m,
+            v,
+            flat.updates[segment],
+            lr=lr,
+            beta1=config.beta1,
+            beta2=config.beta2,
+            eps=config.eps,
+            weight_decay=config.weight_decay,
+            step=step,
+            copy=data if flat.rounds else None,
+        )
 
 
 OPTIMIZERS: dict[str, type[Sgd]] = {"sgd": Sgd, "adamw": AdamW}

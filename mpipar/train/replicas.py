@@ -25,9 +25,11 @@ from mpipar.ops.signature import Array
 from mpipar.train.optim import TITLES
 from mpipar.train.worker import Worker
 
-DRIFT = ("copies of tensors differ that must be equal bit by bit. A memory, a link or a library is"
-         " at fault, or hosts compute differently: resume from an older checkpoint, or accept it"
-         " with --check-replicas 0")
+DRIFT = (
+    "copies of tensors differ that must be equal bit by bit. A memory, a link or a library is"
+    " at fault, or hosts compute differently: resume from an older checkpoint, or accept it"
+    " with --check-replicas 0"
+)
 SHOWN = 5  # pieces of a report
 PieceOf = tuple[str, str, int]  # kind, name, shard
 
@@ -46,11 +48,14 @@ class Replicas:
         # What every rank holds whole: with --zero 1 the weights, with --zero 3 nothing.
         level = worker.config.memory.zero
         self.kinds = {0: ("master", *worker.optimizer.kinds), 1: ("master",), 3: ()}[level]
-        pieces = [(param.name, shard)
-                  for _, param in worker.all_params
-                  for shard in range(len(param.shards(worker.grid)))]
-        self.places = {(kind, *piece): place
-                       for place, (kind, piece) in enumerate(product(self.kinds, pieces))}
+        pieces = [
+            (param.name, shard)
+            for _, param in worker.all_params
+            for shard in range(len(param.shards(worker.grid)))
+        ]
+        self.places = {
+            (kind, *piece): place for place, (kind, piece) in enumerate(product(self.kinds, pieces))
+        }
         self.count, self.seconds = 0, 0.0
 
     def pieces(self) -> Iterator[tuple[PieceOf, Param, Array]]:
@@ -63,8 +68,11 @@ class Replicas:
     def checksums(self) -> dict[PieceOf, int]:
         """Return {(kind, name, shard): 64-bit checksum} of pieces here with copies elsewhere."""
         worker = self.worker
-        return {piece: worker.ops.checksum(view) for piece, param, view in self.pieces()
-                if place_among_copies(worker.comms, param)[1] > 1}
+        return {
+            piece: worker.ops.checksum(view)
+            for piece, param, view in self.pieces()
+            if place_among_copies(worker.comms, param)[1] > 1
+        }
 
     def check(self, step: int) -> None:
         """Raise DriftError on every rank if any two copies of a piece differ.
@@ -83,7 +91,8 @@ class Replicas:
             for piece, checksum in mine.items():
                 ends[:, self.places[piece]] = checksum, ~np.uint64(checksum)
             ends = worker.ops.to_host(
-                worker.comms.world.all_reduce(worker.ops.asarray(ends), "check.replicas", "max"))
+                worker.comms.world.all_reduce(worker.ops.asarray(ends), "check.replicas", "max")
+            )
         differs = (ends[0] != ~ends[1]) & ends.any(axis=0)
         drifted = [piece for piece, place in self.places.items() if differs[place]]
         self.count, self.seconds = self.count + 1, self.seconds + perf_counter() - start
@@ -93,8 +102,10 @@ class Replicas:
     def summary(self) -> str:
         """Return what the comparisons so far have found and how long they took."""
         each = self.seconds / self.count * 1e3
-        return ("all copies of tensors were equal: compared"
-                f" {counted(self.count, 'time')}, {each:.1f} ms each")
+        return (
+            "all copies of tensors were equal: compared"
+            f" {counted(self.count, 'time')}, {each:.1f} ms each"
+        )
 
     def _report(self, step: int, drifted: list[PieceOf], mine: dict[PieceOf, int]) -> list[str]:
         """Return lines that name each piece that drifted, with its ranks grouped by what they hold.
@@ -106,8 +117,13 @@ class Replicas:
         """
         worker, found = self.worker, []
         sums = self._sums(drifted)
-        facts = gather_facts(worker.mpi_world, [
-            [mine[piece], *sums[piece]] if piece in mine else None for piece in drifted]) or []
+        facts = (
+            gather_facts(
+                worker.mpi_world,
+                [[mine[piece], *sums[piece]] if piece in mine else None for piece in drifted],
+            )
+            or []
+        )
         for (kind, name, shard), *held in zip(drifted, *facts, strict=True) if facts else ():
             ranks: dict[int, list[int]] = {}
             for world_rank, fact in enumerate(held):

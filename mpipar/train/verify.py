@@ -63,8 +63,14 @@ def full_tensors(worker: Worker, kind: str) -> Tensors:
     return {name: np.concatenate(parts) for name, parts in blocks.items()}
 
 
-def step_tensors(config: Config, part: Any, grid: Grid, mpi_world: Any = None, host_rank: int = 0,
-                 recorder: Recorder | None = None) -> StepTensors:
+def step_tensors(
+    config: Config,
+    part: Any,
+    grid: Grid,
+    mpi_world: Any = None,
+    host_rank: int = 0,
+    recorder: Recorder | None = None,
+) -> StepTensors:
     """Run one step; return (loss, norm, gradients, weights after the update) as whole tensors.
 
     recorder: records what this rank sends.
@@ -98,8 +104,17 @@ def differences(kind: str, actual: Tensors, expected: Tensors) -> list[Differenc
         where = np.unravel_index(int(np.argmax(difference)), difference.shape)
         scale = max(float(np.abs(right).max()), 1e-3 * largest)
         error = float(difference[where]) / scale
-        found.append(Difference(name, kind, error, tuple(map(int, where)), error <= TOLERANCE,
-                                float(actual[name][where]), float(right[where])))
+        found.append(
+            Difference(
+                name,
+                kind,
+                error,
+                tuple(map(int, where)),
+                error <= TOLERANCE,
+                float(actual[name][where]),
+                float(right[where]),
+            )
+        )
     return found
 
 
@@ -109,9 +124,13 @@ def one_rank_tensors(config: Config, part: Any) -> StepTensors:
 
 
 def compare_with_one_rank(
-        config: Config, part: Any, mpi_world: Any = None,
-        expected: Callable[[Config, Any], StepTensors] = one_rank_tensors, host_rank: int = 0,
-        recorder: Recorder | None = None) -> list[Difference]:
+    config: Config,
+    part: Any,
+    mpi_world: Any = None,
+    expected: Callable[[Config, Any], StepTensors] = one_rank_tensors,
+    host_rank: int = 0,
+    recorder: Recorder | None = None,
+) -> list[Difference]:
     """Return all differences between this layout and one rank on world rank 0, [] elsewhere.
 
     config: resolved, float64, optimizer sgd (Adam would hide a wrong scale). expected: a function
@@ -119,12 +138,16 @@ def compare_with_one_rank(
     can cache them. host_rank: place of this process on its host. recorder: see `step_tensors`.
     """
     world_rank = mpi_world.rank if mpi_world else 0
-    parallel = step_tensors(config, part, Grid.of(config.grid, world_rank), mpi_world,
-                            host_rank, recorder)
+    parallel = step_tensors(
+        config, part, Grid.of(config.grid, world_rank), mpi_world, host_rank, recorder
+    )
     if world_rank > 0:
         return []
     serial = expected(config, part)
-    found = differences("value", {"loss and gradient norm": np.array(parallel[:2])},
-                        {"loss and gradient norm": np.array(serial[:2])})
+    found = differences(
+        "value",
+        {"loss and gradient norm": np.array(parallel[:2])},
+        {"loss and gradient norm": np.array(serial[:2])},
+    )
     found += differences("gradient", parallel[2], serial[2])
     return found + differences("weight", parallel[3], serial[3])

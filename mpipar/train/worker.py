@@ -69,8 +69,9 @@ class Worker:
     The step comes first; what it works on follows, built by train/build.py.
     """
 
-    def train_step(self, step: int, get_batch: GetBatch,
-                   votes: Callable[[], StepVotes] = StepVotes) -> StepResult:
+    def train_step(
+        self, step: int, get_batch: GetBatch, votes: Callable[[], StepVotes] = StepVotes
+    ) -> StepResult:
         """Run one training step; update the weights unless float16 gradients overflowed.
 
         `step` counts from 1. votes() returns this rank's StepVotes.
@@ -85,7 +86,8 @@ class Worker:
         if not math.isfinite(loss) or (overflow and not self.loss_scale.can_skip()):
             raise self._not_finite(
                 f"step {step}: loss {loss}, gradient norm {norm}: stopped before the update",
-                non_finite.report(self, "gradient", lambda flat: flat.summed, self.losses))
+                non_finite.report(self, "gradient", lambda flat: flat.summed, self.losses),
+            )
         self.loss_scale.update(overflow)
         lr = learning_rate(self.config.train, step)
         with self.recorder.at("opt"):
@@ -98,8 +100,9 @@ class Worker:
         shown = scale if self.loss_scale.dynamic else None
         return StepResult(step, loss, norm, lr, seconds, agreed, shown, overflow)
 
-    def gradients(self, step: int, get_batch: GetBatch,
-                  votes: Callable[[], StepVotes] = StepVotes) -> tuple[float, float, StepVotes]:
+    def gradients(
+        self, step: int, get_batch: GetBatch, votes: Callable[[], StepVotes] = StepVotes
+    ) -> tuple[float, float, StepVotes]:
         """Run forward and backward of one step; return (mean loss, gradient norm, votes of all).
 
         get_batch(mb) returns this replica's microbatches. Afterwards every gradient is that of the
@@ -121,7 +124,8 @@ class Worker:
             self.gradsync.unscale(self.loss_scale.value)
             loss, squares = self._loss_and_squares()
             loss, squares, stop, save, written = all_reduce_scalars(
-                self.ops, self.comms, [loss, squares, *map(float, astuple(votes()))], "step.norm")
+                self.ops, self.comms, [loss, squares, *map(float, astuple(votes()))], "step.norm"
+            )
         agreed = StepVotes(stop > 0, save > 0, written == self.comms["world"].size)
         return loss / self.num_tokens, math.sqrt(squares), agreed
 
@@ -139,8 +143,15 @@ class Worker:
         loss = masked_contribution(sum(self.losses.values()), self.comms["tp"].index == 0)
         return loss, masked_sum((next(numbers), counts) for _, counts in parts)
 
-    def __init__(self, config: Config, grid: Grid, ops: Any, recorder: Recorder,
-                 mpi_world: Any = None, chosen: Choices | None = None):
+    def __init__(
+        self,
+        config: Config,
+        grid: Grid,
+        ops: Any,
+        recorder: Recorder,
+        mpi_world: Any = None,
+        chosen: Choices | None = None,
+    ):
         """Build what the steps of one rank work on.
 
         config: resolved. grid: this rank's place. mpi_world: an mpi4py communicator, or None
@@ -152,15 +163,23 @@ class Worker:
         self.schedule = build.configured_schedule(config.grid)
         self.program = build.lowered(config, self.schedule, grid.place("pp"))
         self.comms = build.groups_of(
-            config, self.grid, self.schedule, ops, recorder, mpi_world, chosen)
+            config, self.grid, self.schedule, ops, recorder, mpi_world, chosen
+        )
         self.stage_layers = models.layer_split(config, self.schedule)
         self.stages = build.stages_of(config, self.schedule, self.stage_layers, ops, self.comms)
         self.flats = [flat for stage in self.stages.values() for flat in stage.flats]
         self.gradsync = build.gradient_sums(config.memory)(
-            ops, self.stages, self.comms, recorder, config.train.bucket_bytes)
+            ops, self.stages, self.comms, recorder, config.train.bucket_bytes
+        )
         self.engine = Engine(
-            ops, self.stages, self.schedule, self.comms["pp"], recorder, self.gradsync,
-            build.gathered_weights(config.memory, ops, self.stages))
+            ops,
+            self.stages,
+            self.schedule,
+            self.comms["pp"],
+            recorder,
+            self.gradsync,
+            build.gathered_weights(config.memory, ops, self.stages),
+        )
         self.optimizer = OPTIMIZERS[config.train.optimizer](ops, self.flats, config.train)
         self.loss_scale = LossScale(config.run)
         assert config.train.batch_size, "the Config is not resolved"
@@ -199,17 +218,22 @@ class Worker:
         Comm: one all_reduce of a number over world.
         """
         with self.recorder.at("check"):
-            total = sum(self.ops.numbers(
-                [self.ops.square_sum(flat.master) for flat in self.flats]))
-            total, = all_reduce_scalars(
-                self.ops, self.comms, [masked_contribution(total, counts=False)], "check.weights")
+            total = sum(self.ops.numbers([self.ops.square_sum(flat.master) for flat in self.flats]))
+            (total,) = all_reduce_scalars(
+                self.ops, self.comms, [masked_contribution(total, counts=False)], "check.weights"
+            )
         if not math.isfinite(total):
             raise self._not_finite(
                 f"step {step}: the update produced weights that are not finite: not saved",
-                non_finite.report(self, "weights", lambda flat: flat.pieces("master"), {}))
+                non_finite.report(self, "weights", lambda flat: flat.pieces("master"), {}),
+            )
 
-    def forward(self, mbs: Collection[int], get_batch: GetBatch,
-                caches: dict[tuple[int, int], Any] | None = None) -> dict[int, Any]:
+    def forward(
+        self,
+        mbs: Collection[int],
+        get_batch: GetBatch,
+        caches: dict[tuple[int, int], Any] | None = None,
+    ) -> dict[int, Any]:
         """Run forward passes of some microbatches; return the last stage's outputs by microbatch.
 
         Ranks without the last stage return an empty dict. caches: see `Engine.run`.
@@ -237,17 +261,26 @@ class Worker:
             batches, counted = rows.filled_sweep(number)
             losses = self.forward(range(len(batches)), batches.__getitem__)
             if self.comms["tp"].index == 0:
-                total += sum(self.ops.numbers(
-                    [loss for mb, loss in losses.items() if mb < counted]))
+                total += sum(
+                    self.ops.numbers([loss for mb, loss in losses.items() if mb < counted])
+                )
         with self.recorder.at("eval"):
-            total, = all_reduce_scalars(self.ops, self.comms, [total], "eval.loss")
+            (total,) = all_reduce_scalars(self.ops, self.comms, [total], "eval.loss")
         if not math.isfinite(total):
             raise self._not_finite(f"held-out loss {total / count}: the weights are useless")
         return total / count, count
 
     def _not_finite(self, what: str, where: Iterable[str] = ()) -> NonFiniteError:
         """Return the error of a run whose numbers are not finite. where: more lines."""
-        return NonFiniteError([
-            f"{what}; try a smaller --lr (now {self.config.train.lr:g}) or a longer --warmup-steps"
-            + (", or --dtype bfloat16: float16 ends at 65504" if self.loss_scale.dynamic else ""),
-            *where])
+        return NonFiniteError(
+            [
+                f"{what}; try a smaller --lr (now {self.config.train.lr:g})"
+                " or a longer --warmup-steps"
+                + (
+                    ", or --dtype bfloat16: float16 ends at 65504"
+                    if self.loss_scale.dynamic
+                    else ""
+                ),
+                *where,
+            ]
+        )

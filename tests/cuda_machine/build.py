@@ -23,17 +23,32 @@ ROOT = HERE.parents[1]
 SHIM = HERE.parent / "cuda_shim"
 CUPY = "14.2.0"
 PACKAGES = [
-    f"cupy-cuda13x=={CUPY}", "fastrlock", "cuda-pathfinder", "cython",
-    "nvidia-cuda-runtime==13.*", "nvidia-cuda-crt==13.*",
+    f"cupy-cuda13x=={CUPY}",
+    "fastrlock",
+    "cuda-pathfinder",
+    "cython",
+    "nvidia-cuda-runtime==13.*",
+    "nvidia-cuda-crt==13.*",
 ]  # without what they need: NVRTC is ours
 SOURCES = ["queue", "memory", "runtime", "driver", "nvrtc", "cublas", "cublaslt"]
 # Under these names CuPy and its libraries look for CUDA's; all of them are the one library.
-NAMES = ["libcuda.so.1", "libcudart.so.13", "libcudart.so", "libnvrtc.so.13", "libcublas.so.13",
-         "libcublasLt.so.13", "libcusolver.so.12", "libcurand.so.10", "libcusparse.so.12",
-         "libcufft.so.12"]
+NAMES = [
+    "libcuda.so.1",
+    "libcudart.so.13",
+    "libcudart.so",
+    "libnvrtc.so.13",
+    "libcublas.so.13",
+    "libcublasLt.so.13",
+    "libcusolver.so.12",
+    "libcurand.so.10",
+    "libcusparse.so.12",
+    "libcufft.so.12",
+]
 UNKNOWN = {"cuda": 801, "cublas": 15}  # prefix -> the error of a function that is not there
-COMPILER = ("g++ -std=c++20 -w -fpermissive -O1 -U_FORTIFY_SOURCE -fPIC -fvisibility=hidden "
-            "-fno-gnu-unique -pthread -fsanitize=alignment -fsanitize-undefined-trap-on-error")
+COMPILER = (
+    "g++ -std=c++20 -w -fpermissive -O1 -U_FORTIFY_SOURCE -fPIC -fvisibility=hidden "
+    "-fno-gnu-unique -pthread -fsanitize=alignment -fsanitize-undefined-trap-on-error"
+)
 if " fma " in Path("/proc/cpuinfo").read_text():
     COMPILER += " -mfma -ffp-contract=fast"  # a product and a sum are rounded once, as on a GPU
 
@@ -120,8 +135,19 @@ class Machine:
         source = self.folder / "source"
         shutil.rmtree(source, ignore_errors=True)
         source.mkdir()
-        run(self.python, "-m", "pip", "download", "--quiet", "--no-deps", "--no-binary", "cupy",
-            f"cupy=={CUPY}", cwd=source, env=os.environ | {"CUPY_INSTALL_USE_STUB": "1"})
+        run(
+            self.python,
+            "-m",
+            "pip",
+            "download",
+            "--quiet",
+            "--no-deps",
+            "--no-binary",
+            "cupy",
+            f"cupy=={CUPY}",
+            cwd=source,
+            env=os.environ | {"CUPY_INSTALL_USE_STUB": "1"},
+        )
         with tarfile.open(source / f"cupy-{CUPY}.tar.gz") as archive:
             archive.extractall(source, filter="data")
         unpacked = source / f"cupy-{CUPY}"
@@ -129,10 +155,23 @@ class Machine:
         run(self.python, "-W", "ignore", HERE / "cythonize.py", module, cwd=unpacked)
         include = sysconfig.get_paths()["include"]
         suffix = sysconfig.get_config_var("EXT_SUFFIX")
-        run("g++", "-O1", "-fPIC", "-shared", "-w", "-D_FORCE_INLINES=1",
-            '-DCYTHON_EXTERN_C=extern "C"', "-DCUPY_CACHE_KEY=machine", f"-I{include}",
-            f"-I{self._cuda_headers()}", f"-I{HERE / 'include'}", f"{module}.cpp",
-            "-o", self._site() / f"{module}{suffix}", cwd=unpacked)
+        run(
+            "g++",
+            "-O1",
+            "-fPIC",
+            "-shared",
+            "-w",
+            "-D_FORCE_INLINES=1",
+            '-DCYTHON_EXTERN_C=extern "C"',
+            "-DCUPY_CACHE_KEY=machine",
+            f"-I{include}",
+            f"-I{self._cuda_headers()}",
+            f"-I{HERE / 'include'}",
+            f"{module}.cpp",
+            "-o",
+            self._site() / f"{module}{suffix}",
+            cwd=unpacked,
+        )
         shutil.rmtree(source)
 
     def _cuda_headers(self) -> Path:
@@ -143,9 +182,24 @@ class Machine:
         stubs = self.libraries / "stubs.cpp"
         stubs.write_text(self._stubs())
         library = self.libraries / "libmachine.so"
-        run("g++", "-std=c++20", "-O2", "-Wall", "-shared", "-fPIC", "-fvisibility=hidden",
-            f"-I{self._cuda_headers()}", f"-I{HERE / 'include'}", *sources, stubs, "-o", library,
-            "-pthread", "-ldl", "-Wl,-soname,libmachine.so")
+        run(
+            "g++",
+            "-std=c++20",
+            "-O2",
+            "-Wall",
+            "-shared",
+            "-fPIC",
+            "-fvisibility=hidden",
+            f"-I{self._cuda_headers()}",
+            f"-I{HERE / 'include'}",
+            *sources,
+            stubs,
+            "-o",
+            library,
+            "-pthread",
+            "-ldl",
+            "-Wl,-soname,libmachine.so",
+        )
         for name in NAMES:
             (self.libraries / name).unlink(missing_ok=True)
             (self.libraries / name).symlink_to(library.name)
@@ -155,14 +209,19 @@ class Machine:
         """Return weak functions that say their name and fail, for all that CuPy may ask."""
         backends = self._site() / "cupy_backends" / "cuda"
         modules = [*backends.glob("api/runtime.*.so"), *backends.glob("libs/cublas.*.so")]
-        asked = {line.split()[-1].split("@")[0] for module in modules
-                 for line in output("nm", "-D", "--undefined-only", module).splitlines()}
+        asked = {
+            line.split()[-1].split("@")[0]
+            for module in modules
+            for line in output("nm", "-D", "--undefined-only", module).splitlines()
+        }
         stub = 'extern "C" __attribute__((visibility("default"), weak)) int'
         say = 'fprintf(stderr, "cuda machine: {} is not there\\n");'
         return "#include <cstdio>\n" + "".join(
             f"{stub} {name}() {{ {say.format(name)} return {error}; }}\n"
-            for name in sorted(asked) for prefix, error in UNKNOWN.items()
-            if name.startswith(prefix))
+            for name in sorted(asked)
+            for prefix, error in UNKNOWN.items()
+            if name.startswith(prefix)
+        )
 
     def _make_headers(self) -> None:
         """Lay out the device headers, and compile CuPy's in advance for both kinds of threads."""
@@ -173,8 +232,17 @@ class Machine:
         cupy = self._site() / "cupy" / "_core" / "include"
         for kind, option in (("fibers", []), ("loops", ["-DMACHINE_LOOPS"])):
             (self.device / kind).mkdir()
-            run(*COMPILER.split(), *option, f"-I{self.device}", f"-I{cupy}", "-x", "c++-header",
-                self.device / "prelude.h", "-o", self.device / kind / "prelude.h.gch")
+            run(
+                *COMPILER.split(),
+                *option,
+                f"-I{self.device}",
+                f"-I{cupy}",
+                "-x",
+                "c++-header",
+                self.device / "prelude.h",
+                "-o",
+                self.device / kind / "prelude.h.gch",
+            )
 
 
 def run(*command, **options) -> None:

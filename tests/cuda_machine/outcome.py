@@ -22,14 +22,22 @@ def rows_of(report: Path, cache: str) -> list[dict]:
     counts: dict[str, Counter] = defaultdict(Counter)
     for case in ET.parse(report).iter("testcase"):  # noqa: S314 - our own file
         kinds = {child.tag for child in case}
-        became = ("failed" if kinds & {"failure", "error"} else
-                  "skipped" if "skipped" in kinds else "passed")
+        became = (
+            "failed"
+            if kinds & {"failure", "error"}
+            else "skipped"
+            if "skipped" in kinds
+            else "passed"
+        )
         own = counts[case.get("file") or str(case.get("classname"))]
         own[became] += 1
         own["seconds"] += float(case.get("time") or 0)
-    return [{"tests": file} | {name: own[name] for name in COLUMNS}
-            | {f"seconds_{cache}": round(own["seconds"], 1)}
-            for file, own in sorted(counts.items())]
+    return [
+        {"tests": file}
+        | {name: own[name] for name in COLUMNS}
+        | {f"seconds_{cache}": round(own["seconds"], 1)}
+        for file, own in sorted(counts.items())
+    ]
 
 
 def keep(path: Path, report: Path, cache: str, seconds: float) -> None:
@@ -37,10 +45,11 @@ def keep(path: Path, report: Path, cache: str, seconds: float) -> None:
     before = json.loads(path.read_text()) if path.exists() else {"rows": [], "machine": {}}
     other = {"cold": "warm", "warm": "cold"}[cache]
     times = {row["tests"]: row.get(f"seconds_{other}") for row in before["rows"]}
-    rows = [row | ({f"seconds_{other}": times[row["tests"]]} if times.get(row["tests"]) else {})
-            for row in rows_of(report, cache)]
-    facts = {name: value for name, value in before["machine"].items()
-             if name == f"seconds_{other}"}
+    rows = [
+        row | ({f"seconds_{other}": times[row["tests"]]} if times.get(row["tests"]) else {})
+        for row in rows_of(report, cache)
+    ]
+    facts = {name: value for name, value in before["machine"].items() if name == f"seconds_{other}"}
     facts |= {f"seconds_{cache}": round(seconds)}
     facts |= {name: sum(row[name] for row in rows) for name in COLUMNS}
     results.write(str(path), "tests.cuda_machine", rows, **facts)

@@ -29,11 +29,21 @@ def main(words: list[str]) -> int:
     cold = not any(machine.kernels.iterdir())
     with tempfile.TemporaryDirectory() as folder:
         report, start = Path(folder) / "report.xml", time.monotonic()
-        code = subprocess.run([*words[2:], f"--junitxml={report}"],
-                              env=machine.environment()).returncode
+        code = subprocess.run(
+            [*words[2:], f"--junitxml={report}"], env=machine.environment()
+        ).returncode
         subprocess.run(
-            [machine.python, KEEP, words[1], report, "cold" if cold else "warm",
-             str(time.monotonic() - start)], env=machine.environment(), check=True)
+            [
+                machine.python,
+                KEEP,
+                words[1],
+                report,
+                "cold" if cold else "warm",
+                str(time.monotonic() - start),
+            ],
+            env=machine.environment(),
+            check=True,
+        )
     return code
 
 

@@ -16,19 +16,41 @@ from types import SimpleNamespace
 from bench.step.sides import OurSide, configure, rows_of
 from mpipar.ops import make
 
-NAMES = ("launch", "product", "memset", "cudaMalloc", "copy to the device", "copy to the host",
-         "copy on the device", "record event", "synchronize event", "synchronize stream",
-         "synchronize device")
+NAMES = (
+    "launch",
+    "product",
+    "memset",
+    "cudaMalloc",
+    "copy to the device",
+    "copy to the host",
+    "copy on the device",
+    "record event",
+    "synchronize event",
+    "synchronize stream",
+    "synchronize device",
+)
 WARM_UP, STEPS = 3, 5
 
 
 def step_counts(layers: int, dtype: str) -> dict:
     """Return name -> calls of one step, and the least milliseconds of a step."""
     args = SimpleNamespace(
-        arch="gpt2", layers=layers, d_model=64, heads=4, kv_heads=None, seq_len=64, batch_size=2,
-        vocab_size=256, repeats=WARM_UP + STEPS, device="cuda", dtype=dtype, recipe=None)
-    side = OurSide(configure(args, {}, 1), rows_of(args), make("cuda", dtype),
-                   SimpleNamespace(rank=0, size=1))
+        arch="gpt2",
+        layers=layers,
+        d_model=64,
+        heads=4,
+        kv_heads=None,
+        seq_len=64,
+        batch_size=2,
+        vocab_size=256,
+        repeats=WARM_UP + STEPS,
+        device="cuda",
+        dtype=dtype,
+        recipe=None,
+    )
+    side = OurSide(
+        configure(args, {}, 1), rows_of(args), make("cuda", dtype), SimpleNamespace(rank=0, size=1)
+    )
     count = ctypes.CDLL("libcudart.so.13").cuda_machine_count
     times = []
 
@@ -42,8 +64,10 @@ def step_counts(layers: int, dtype: str) -> dict:
         before = {name: count(name.encode()) for name in NAMES}
         take(step)
         found = {name: count(name.encode()) - before[name] for name in NAMES}
-    return found | {"python_ms": 1e3 * min(times[WARM_UP:]),
-                    "python_calls": calls_of(lambda: take(WARM_UP + STEPS))}
+    return found | {
+        "python_ms": 1e3 * min(times[WARM_UP:]),
+        "python_calls": calls_of(lambda: take(WARM_UP + STEPS)),
+    }
 
 
 def calls_of(function) -> int:

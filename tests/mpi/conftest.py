@@ -138,6 +138,7 @@ def pytest_configure(config: pytest.Config) -> None:
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
     """Leave out the tests for other numbers of ranks: nothing is missing, they run there."""
+
     def fits(item: pytest.Item) -> bool:
         marker = item.get_closest_marker("ranks")
         return marker is None or MPI.COMM_WORLD.Get_size() in marker.args

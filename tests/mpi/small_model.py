@@ -36,8 +36,15 @@ LAYOUTS = {  # number of ranks: (dp, pp, tp)
     8: [(2, 2, 2)],
 }
 # Stages that hold only the first layer, only the head, or nothing: (schedule, blocks by stage).
-EMPTY_STAGES = [("1f1b", (0, 5)), ("1f1b", (5, 0)), ("zb-v", (0, 3, 2, 0)), ("zb-v", (3, 0, 0, 2)),
-                ("interleaved", (2, 0, 0, 3)), ("v-min", (0, 0, 5, 0)), ("dualpipe", (0, 5))]
+EMPTY_STAGES = [
+    ("1f1b", (0, 5)),
+    ("1f1b", (5, 0)),
+    ("zb-v", (0, 3, 2, 0)),
+    ("zb-v", (3, 0, 0, 2)),
+    ("interleaved", (2, 0, 0, 3)),
+    ("v-min", (0, 0, 5, 0)),
+    ("dualpipe", (0, 5)),
+]
 # 6 heads of width 3, 5 layers, 7 tokens; ffn 31 and 29 tokens in the vocabulary: padded for every
 # tp > 1.
 MODEL = DecoderConfig(layers=5, d_model=18, heads=6, ffn=31, seq_len=7, vocab_size=29)
@@ -54,7 +61,8 @@ def small_config(
     config = Config(
         model=model,
         train=TrainConfig(
-            batch_size=10 * 2 * rows_per_mb, optimizer="sgd", lr=0.1, bucket_bytes=999),
+            batch_size=10 * 2 * rows_per_mb, optimizer="sgd", lr=0.1, bucket_bytes=999
+        ),
         run=RunConfig(preset=OF_MODEL[model.model], dtype="float64", seed=3),
     )
     config = changed(config, dp=dp, pp=pp, tp=tp, num_microbatches=num_microbatches, **values)
@@ -73,8 +81,11 @@ def every(quick=lambda one: True, **choices):
         made = {}
         for name, value in (choices | dict(zip(names, values, strict=True))).items():
             made |= value if isinstance(value, dict) else {name: value}
-        text = " ".join(str(value) if name == "layout" else f"{name} {value}"
-                        for name, value in made.items() if name != "model")
+        text = " ".join(
+            str(value) if name == "layout" else f"{name} {value}"
+            for name, value in made.items()
+            if name != "model"
+        )
         found.append(pytest.param(made, id=text, marks=() if quick(made) else pytest.mark.slow))
     return found
 
@@ -87,6 +98,7 @@ def tokens():
 
 def poison_unwritten(monkeypatch) -> None:
     """Fill every array that ops.empty hands out with NaN."""
+
     def empty(plain, *given, **named):
         x = plain(*given, **named)
         if x.dtype.kind in "fV":  # NumPy knows bfloat16 as "void"
@@ -102,8 +114,13 @@ def cpu(dtype="float64"):
 
 def comms_of(ops=None, recorder=None, axes=None, **options) -> Comms:
     """The groups of all ranks: one along dp, or those of some axes. Comm: makes them."""
-    return Comms(Grid(WORLD.rank, axes or {"dp": WORLD.size}), ops or cpu(),
-                 recorder or Recorder(), WORLD, Options(**options))
+    return Comms(
+        Grid(WORLD.rank, axes or {"dp": WORLD.size}),
+        ops or cpu(),
+        recorder or Recorder(),
+        WORLD,
+        Options(**options),
+    )
 
 
 def worker_of(config, *, alone=False, ops=None, recorder=None) -> Worker:
@@ -112,14 +129,20 @@ def worker_of(config, *, alone=False, ops=None, recorder=None) -> Worker:
     ops: on the CPU by default.
     """
     grid = Grid(0) if alone else Grid.of(config.grid, WORLD.rank)
-    return Worker(serial_config(config) if alone else config, grid, ops or cpu(config.run.dtype),
-                  recorder or Recorder(), None if alone else WORLD)
+    return Worker(
+        serial_config(config) if alone else config,
+        grid,
+        ops or cpu(config.run.dtype),
+        recorder or Recorder(),
+        None if alone else WORLD,
+    )
 
 
 def rows_of(worker, part=None):
     """What a worker trains on or is judged by: the random tokens by default."""
     return data_of(worker.config.model).Rows(
-        worker.ops, tokens() if part is None else part, worker.config, worker.grid)
+        worker.ops, tokens() if part is None else part, worker.config, worker.grid
+    )
 
 
 def worker_and_rows(config, *, spread=0.0, part=None, **made):
@@ -200,7 +223,9 @@ def assert_saved(whole: tuple[int, int], less: tuple[int, int], under_way: int =
     measured, predicted = (a - b for a, b in zip(whole, less, strict=True))
     assert predicted > 1 << 20
     assert abs(measured - predicted) <= max(0.05 * predicted, 1 << 20) + under_way, (
-        measured, predicted)
+        measured,
+        predicted,
+    )
 
 
 @functools.cache
@@ -245,16 +270,14 @@ def assert_records_predicted(config: Config, part=None):
     """
     worker, recorder = real_step(config, part)
     predicted = predict(config, WORLD.rank)
-    assert [one[3:] for one in recorder.records] == [
-        one[3:] for one in predicted.recorder.records]
+    assert [one[3:] for one in recorder.records] == [one[3:] for one in predicted.recorder.records]
     return worker, recorder, predicted
 
 
 def plant(monkeypatch, owner, name, twin) -> None:
     """Plant a bug: owner.name(...) becomes twin(plain, ...), where plain is what it was."""
     plain = getattr(owner, name)
-    monkeypatch.setattr(
-        owner, name, lambda *given, **named: twin(plain, *given, **named))
+    monkeypatch.setattr(owner, name, lambda *given, **named: twin(plain, *given, **named))
 
 
 def called(value) -> str:
@@ -275,8 +298,10 @@ def slow_unless(chosen, cases):
 
 def last(layouts):
     """On four ranks and more the last layout; the others are for the slow sessions."""
-    return [pytest.param(one, marks=pytest.mark.slow if WORLD.size > 3 and one != layouts[-1]
-                         else ()) for one in layouts]
+    return [
+        pytest.param(one, marks=pytest.mark.slow if WORLD.size > 3 and one != layouts[-1] else ())
+        for one in layouts
+    ]
 
 
 def cut_model(tp_matmul="plain", **changes) -> DecoderConfig:

@@ -42,8 +42,9 @@ everyone = pytest.mark.parametrize("name", slow_unless(QUICK.__contains__, zip(N
 @pytest.fixture
 def two_hosts(monkeypatch):
     """Let pairs of ranks count as hosts."""
-    monkeypatch.setattr(groups, "hosts_of", lambda world: [
-        place // 2 * 2 for place in range(world.size)])
+    monkeypatch.setattr(
+        groups, "hosts_of", lambda world: [place // 2 * 2 for place in range(world.size)]
+    )
 
 
 def numbers(place: int, length: int) -> np.ndarray:
@@ -65,8 +66,11 @@ def wrong_sums(name: str, **options) -> int:
     comms = comms_for(name, **options)
     dp, bad = comms["dp"], 0
     for length in LENGTHS:
-        arrays = [np.empty(length), np.empty(length),
-                  dp.zeros(comms.ops, (length,), "float64", "gradients")]
+        arrays = [
+            np.empty(length),
+            np.empty(length),
+            dp.zeros(comms.ops, (length,), "float64", "gradients"),
+        ]
         for x in arrays:
             x[:] = numbers(HERE, length)
         pending = [dp.iall_reduce(x, "posted") for x in arrays[1:]]
@@ -86,8 +90,7 @@ def test_sums_of_any_length(name, sync_sends):
 
 
 @pytest.mark.ranks(4)
-@pytest.mark.parametrize("name", [
-    "levels", "window", pytest.param("auto", marks=pytest.mark.slow)])
+@pytest.mark.parametrize("name", ["levels", "window", pytest.param("auto", marks=pytest.mark.slow)])
 def test_sums_over_two_hosts(name, two_hosts):
     assert wrong_sums(name, check=True) == 0
 
@@ -102,8 +105,10 @@ def test_parts(name):
         whole = np.stack([numbers(place, length) for place in range(RANKS)])
         assert np.array_equal(dp.reduce_scatter(given.copy(), "parts"), due)
         assert np.array_equal(dp.all_gather(numbers(HERE, length), "parts"), whole)
-        assert np.array_equal(dp.all_to_all(given, "parts"), np.stack(
-            [numbers(RANKS * place + HERE, length) for place in range(RANKS)]))
+        assert np.array_equal(
+            dp.all_to_all(given, "parts"),
+            np.stack([numbers(RANKS * place + HERE, length) for place in range(RANKS)]),
+        )
         for x in (given.copy(), dp.zeros(comms.ops, given.shape, "float64", "gradients")):
             x[:] = given
             assert np.array_equal(dp.ireduce_scatter(x, "parts").wait()[0], due)
@@ -146,14 +151,15 @@ def test_every_rank_and_run_has_the_same_bits(name):
             x = np.random.default_rng(HERE).standard_normal(length)
             rows.append(WORLD.allgather(comms["dp"].all_reduce(x, "sum").tobytes()))
         comms.close()
-    assert rows[:len(LENGTHS)] == rows[len(LENGTHS):]
+    assert rows[: len(LENGTHS)] == rows[len(LENGTHS) :]
     if name != "mpi":  # what MPI does is MPI's
         assert all(len(set(row)) == 1 for row in rows)
 
 
-@pytest.mark.parametrize(("name", "replaced", "left"), [
-    ("room_left", lambda: (1 << 20) + (HERE << 30), 1),
-    ("get_pages", lambda x: HERE > 0, 0)])  # another group has taken it meanwhile
+@pytest.mark.parametrize(
+    ("name", "replaced", "left"),
+    [("room_left", lambda: (1 << 20) + (HERE << 30), 1), ("get_pages", lambda x: HERE > 0, 0)],
+)  # another group has taken it meanwhile
 def test_too_little_shared_memory_is_said_on_every_rank(name, replaced, left, monkeypatch):
     monkeypatch.setattr(shared, name, replaced)
     with pytest.raises(EnvironmentProblem, match=rf"{left} MiB left.*--all-reduce mpi"):
@@ -161,6 +167,7 @@ def test_too_little_shared_memory_is_said_on_every_rank(name, replaced, left, mo
 
 
 # --- twins: each must be caught by the tests above
+
 
 def no_fence(_plain, marks, row, mark):
     """A meeting that nobody waits for."""
@@ -186,13 +193,18 @@ def too_early(_plain, levels, x, name):
     parts[levels.near.index] = parts[0]
     yield levels.back.iall_gather(parts, f"{name}/host")
     yield levels.far.iall_reduce(parts[0].copy(), f"{name}/across")
-    x.reshape(-1)[:] = parts.reshape(-1)[:x.size]
+    x.reshape(-1)[:] = parts.reshape(-1)[: x.size]
 
 
-@pytest.mark.parametrize(("name", "kind", "method", "twin"), [
-    ("window", Marks, "meet", no_fence), ("window", Window, "add_up", added_twice),
-    ("ring", Ring, "scattered", hop_too_many),
-    pytest.param("levels", LeveledComm, "steps", too_early, marks=pytest.mark.ranks(4))])
+@pytest.mark.parametrize(
+    ("name", "kind", "method", "twin"),
+    [
+        ("window", Marks, "meet", no_fence),
+        ("window", Window, "add_up", added_twice),
+        ("ring", Ring, "scattered", hop_too_many),
+        pytest.param("levels", LeveledComm, "steps", too_early, marks=pytest.mark.ranks(4)),
+    ],
+)
 def test_a_twin_is_caught(name, kind, method, twin, monkeypatch, request):
     if name == "levels":
         request.getfixturevalue("two_hosts")
@@ -201,6 +213,7 @@ def test_a_twin_is_caught(name, kind, method, twin, monkeypatch, request):
 
 
 # --- the record and the check
+
 
 def names_of(recorder) -> list[tuple[str, str]]:
     return [(record.operation, record.name) for record in recorder.records]
@@ -213,8 +226,11 @@ def test_each_level_is_a_barrier_of_its_own(two_hosts):
     comms["dp"].all_reduce(np.ones(4), "sum")
     comms["dp"].iall_reduce(np.ones(4), "grads.bucket").wait()
     due = [("reduce_scatter", "/host"), ("all_reduce", "/across"), ("all_gather", "/host")]
-    assert names_of(recorder) == [(operation, f"{name}{level}") for name in ("sum", "grads.bucket")
-                                  for operation, level in due]
+    assert names_of(recorder) == [
+        (operation, f"{name}{level}")
+        for name in ("sum", "grads.bucket")
+        for operation, level in due
+    ]
     records = recorder.records
     assert [record.payload_bytes for record in records] == [32, 16, 32] * 2
     assert [record.wire_bytes for record in records] == [16, 16, 16] * 2
@@ -250,6 +266,7 @@ def test_levels_need_equal_hosts():
 
 # --- auto
 
+
 def test_auto_takes_what_is_known(monkeypatch):
     chosen = {}
     comms_for("auto", chosen=chosen).close()
@@ -263,24 +280,32 @@ def test_auto_takes_what_is_known(monkeypatch):
     comms = comms_for("auto", chosen=known)
     auto = comms["dp"].wire.travel
     assert [type(auto.of(np.empty(size // 8))).__name__ for size in (8, *SIZES, 1 << 24)] == [
-        "Ring", *["Ring", "MpiOwn"] * 3, "MpiOwn"]
+        "Ring",
+        *["Ring", "MpiOwn"] * 3,
+        "MpiOwn",
+    ]
     comms.close()
 
 
 # --- training
 
+
 def config_for(name, layout, cp=1, **values):
     return small_config(layout, 5, EVEN if cp > 1 else MODEL, cp=cp, all_reduce=name, **values)
 
 
-LAYOUTS = {2: [((2, 1, 1), 1, 0), ((1, 1, 2), 1, 0), ((2, 1, 1), 1, 1), ((2, 1, 1), 1, 3)],
-           3: [((1, 1, 3), 1, 0)],
-           4: [((2, 1, 2), 1, 0), ((2, 2, 1), 1, 1), ((4, 1, 1), 1, 0), ((1, 2, 1), 2, 3)]}
+LAYOUTS = {
+    2: [((2, 1, 1), 1, 0), ((1, 1, 2), 1, 0), ((2, 1, 1), 1, 1), ((2, 1, 1), 1, 3)],
+    3: [((1, 1, 3), 1, 0)],
+    4: [((2, 1, 2), 1, 0), ((2, 2, 1), 1, 1), ((4, 1, 1), 1, 0), ((1, 2, 1), 2, 3)],
+}
 
 
 @everyone
-@pytest.mark.parametrize(("layout", "cp", "zero"), slow_unless(
-    lambda *case: case == LAYOUTS[RANKS][0], LAYOUTS.get(RANKS, [])))
+@pytest.mark.parametrize(
+    ("layout", "cp", "zero"),
+    slow_unless(lambda *case: case == LAYOUTS[RANKS][0], LAYOUTS.get(RANKS, [])),
+)
 def test_training_equals_one_rank(name, layout, cp, zero):
     assert_equals_known(config_for(name, layout, cp, zero=zero, sync_sends=True))
 

@@ -59,8 +59,15 @@ def outcomes(section, job=None, ops=None, loops=None, window=3):
     group = make_group(section.groups, section.axis, job.transport, ops, WORLD, Recorder())
     found = {}
     if group.team is not None:
-        setup = Setup(group.comm, group.mpi, Arena(ops, job.buffers, 1 << 12), section.sizes[0],
-                      window, loops, partial(comms_by, group.mpi, ops, Recorder()))
+        setup = Setup(
+            group.comm,
+            group.mpi,
+            Arena(ops, job.buffers, 1 << 12),
+            section.sizes[0],
+            window,
+            loops,
+            partial(comms_by, group.mpi, ops, Recorder()),
+        )
         cases = {via: section.make(setup, via) for via in job.ways(section)}
         if section.num_tests is not None:
             cases = overlap.with_computing(group.team, section, setup, cases, Progress())
@@ -78,8 +85,12 @@ def right_outcomes(section, *more, **named):
     return found
 
 
-@pytest.mark.parametrize("policy", slow_unless(
-    lambda policy: WORLD.size == 2 or policy == "rotated", [(policy,) for policy in POLICIES]))
+@pytest.mark.parametrize(
+    "policy",
+    slow_unless(
+        lambda policy: WORLD.size == 2 or policy == "rotated", [(policy,) for policy in POLICIES]
+    ),
+)
 def test_payload_of_every_case_through_host_memory(policy):
     chosen, job = sections(), Job(buffers=policy, kinds=USUAL)
     names = {one.case.name for one in chosen if job.ways(one)}
@@ -179,16 +190,29 @@ def test_hot_expert_gets_twice_as_much_as_each_other():
     group.close()
     received = 256 if WORLD.rank == 0 else 128
     sent_on = 128 // WORLD.size * (others if WORLD.rank == 0 else others + 1)
-    assert volume == {"size_bytes": 256, "bytes_in": 128 + 128 // WORLD.size,
-                      "bytes_out": received, "wire_bytes": sent_on,
-                      "least_to_peer_bytes": 128 // WORLD.size,
-                      "most_to_peer_bytes": 256 // WORLD.size}
+    assert volume == {
+        "size_bytes": 256,
+        "bytes_in": 128 + 128 // WORLD.size,
+        "bytes_out": received,
+        "wire_bytes": sent_on,
+        "least_to_peer_bytes": 128 // WORLD.size,
+        "most_to_peer_bytes": 256 // WORLD.size,
+    }
 
 
-@pytest.mark.parametrize(("title", "sent"), [  # messages of the first rank, of a last one
-    ("latency", (1, 1)), ("bandwidth", (1, 0)), ("bidirectional", (1, 1)), ("ring", (1, 1)),
-    ("fan-in", (0, 1)), ("fan-out", (WORLD.size - 1, 0)), ("stage-chain hops 1f1b", (1, 1)),
-    ("stage-chain hops interleaved", (2, 2))])
+@pytest.mark.parametrize(
+    ("title", "sent"),
+    [  # messages of the first rank, of a last one
+        ("latency", (1, 1)),
+        ("bandwidth", (1, 0)),
+        ("bidirectional", (1, 1)),
+        ("ring", (1, 1)),
+        ("fan-in", (0, 1)),
+        ("fan-out", (WORLD.size - 1, 0)),
+        ("stage-chain hops 1f1b", (1, 1)),
+        ("stage-chain hops interleaved", (2, 2)),
+    ],
+)
 def test_bytes_on_the_wire_are_those_that_a_rank_sends(title, sent):
     ops = cpu("float32")
     chosen = plans.world_sections([title.split()[0]], WORLD.size, (48,))
@@ -214,8 +238,9 @@ def test_hosts_with_other_caches_walk_through_as_much(monkeypatch):
     assert bench.arena.footprint == WORLD.size << 16
 
 
-@pytest.mark.parametrize("num_tests", slow_unless(
-    lambda num_tests: WORLD.size == 2 or num_tests, [(0,), (3,)]))
+@pytest.mark.parametrize(
+    "num_tests", slow_unless(lambda num_tests: WORLD.size == 2 or num_tests, [(0,), (3,)])
+)
 def test_what_is_overlapped_is_checked_too(num_tests, monkeypatch):
     beside = {COMM + overlap.BESIDE, "mpi4py" + overlap.BESIDE}
     everything = plans.world_sections(plans.POSTED_CASES, WORLD.size, (48,))

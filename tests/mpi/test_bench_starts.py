@@ -83,8 +83,9 @@ def test_slow_exit_from_a_barrier_is_skew_and_a_deadline_takes_it_out():
 @pytest.mark.alone
 def test_deadline_is_an_instant_of_the_common_clock():
     ahead_ns = PLANTED_NS if WORLD.rank == 1 else 0  # a clock that is ahead: it starts too late
-    assert some_attempt(lambda skew: abs(skew - PLANTED_NS) < PLANTED_NS / 10,
-                        "deadline", WORLD, ahead_ns)
+    assert some_attempt(
+        lambda skew: abs(skew - PLANTED_NS) < PLANTED_NS / 10, "deadline", WORLD, ahead_ns
+    )
 
 
 def test_iteration_whose_deadline_was_missed_is_flagged():

@@ -39,8 +39,9 @@ def test_planted_clocks_are_brought_together():
     last = perf_counter_ns()
     after = measure_clocks(WORLD, owners, clock)
     true_times = [first, (first + last) // 2, last]
-    facts = gather_facts(WORLD, {"true": true_times, "shown": [planted(t) for t in true_times],
-                                 "drift": DRIFT})
+    facts = gather_facts(
+        WORLD, {"true": true_times, "shown": [planted(t) for t in true_times], "drift": DRIFT}
+    )
     assert bool(before) == (WORLD.rank == 0)
     if WORLD.rank > 0:
         return

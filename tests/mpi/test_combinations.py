@@ -28,8 +28,10 @@ def few():
 
 def many():
     """Cases in which each pair of values occurs, without kernels that are compiled first."""
-    return [{**case, "kernels": "numpy"} if case["kernels"] == "numba" else case
-            for case in kept.read()["pairs"]]
+    return [
+        {**case, "kernels": "numpy"} if case["kernels"] == "numba" else case
+        for case in kept.read()["pairs"]
+    ]
 
 
 def lives(folder, cases, **named):
@@ -45,9 +47,16 @@ def first(cases=few, **values):
     """The first case with these values, on world rank 0; values may be functions."""
     if WORLD.rank:
         return []
-    return [next(case for case in cases() if all(
-        value(case[name]) if callable(value) else case[name] == value
-        for name, value in values.items()))]
+    return [
+        next(
+            case
+            for case in cases()
+            if all(
+                value(case[name]) if callable(value) else case[name] == value
+                for name, value in values.items()
+            )
+        )
+    ]
 
 
 @pytest.mark.ranks(2)
@@ -60,7 +69,7 @@ def test_every_value_lives(folder):
 @pytest.mark.parametrize("part", range(PARTS))
 def test_cases_of_all_pairs_live(part, folder):
     """A third of them: all take the cores for ten minutes."""
-    cases = many()[EACH * part::EACH * PARTS] if WORLD.rank == 0 else None
+    cases = many()[EACH * part :: EACH * PARTS] if WORLD.rank == 0 else None
     quiet_barrier(WORLD)
     assert lives(folder, cases) == []
 
@@ -95,6 +104,7 @@ def larger_steps(plain, config, step):
 
 def planting(monkeypatch, *what):
     """What plants a fault into a life, but not into its truth."""
+
     @contextmanager
     def planted():
         with monkeypatch.context() as patch:
@@ -105,19 +115,31 @@ def planting(monkeypatch, *what):
 
 
 TWINS = [  # what is replaced, by what, the values of the case that must find it, what it says
-    (Recomputed, "forward", without_cache,
-     {"recompute": "block", "model": None, "sample_tokens": lambda n: n != 0},
-     "the logits of token"),
+    (
+        Recomputed,
+        "forward",
+        without_cache,
+        {"recompute": "block", "model": None, "sample_tokens": lambda n: n != 0},
+        "the logits of token",
+    ),
     (rows, "evaluated", whole_part, {"eval_tokens": 50}, "held_out_loss of step 3"),
-    (training, "truncate_after", without_evaluations, {"resume": "auto"},
-     "evaluations.jsonl: has steps"),
+    (
+        training,
+        "truncate_after",
+        without_evaluations,
+        {"resume": "auto"},
+        "evaluations.jsonl: has steps",
+    ),
     (worker, "learning_rate", larger_steps, {"model": None}, "of its movement"),
 ]
 
 
 @pytest.mark.ranks(2)
-@pytest.mark.parametrize(("owner", "name", "twin", "values", "message"), TWINS,
-                         ids=[called(twin) for _, _, twin, *_ in TWINS])
+@pytest.mark.parametrize(
+    ("owner", "name", "twin", "values", "message"),
+    TWINS,
+    ids=[called(twin) for _, _, twin, *_ in TWINS],
+)
 def test_the_fixed_part_finds(owner, name, twin, values, message, folder, monkeypatch):
     found = lives(folder, first(**values), planted=planting(monkeypatch, owner, name, twin))
     assert any(message in text for text in found), found

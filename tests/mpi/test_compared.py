@@ -22,8 +22,9 @@ class Host:
 def test_a_file_of_a_host_is_read_by_its_first_rank_alone(tmp_path, monkeypatch):
     monkeypatch.setenv("XDG_CACHE_HOME", "/dev/null/none")
     reads, plain = [], compared.digest_of
-    monkeypatch.setattr(compared, "digest_of",
-                        lambda file, where: reads.append(where) or plain(file, where))
+    monkeypatch.setattr(
+        compared, "digest_of", lambda file, where: reads.append(where) or plain(file, where)
+    )
     shared = WORLD.bcast(tmp_path) / "shared"
     own = tmp_path / "own"
     own.write_bytes(b"of rank 1" if WORLD.rank == 1 else b"of all")
@@ -35,5 +36,4 @@ def test_a_file_of_a_host_is_read_by_its_first_rank_alone(tmp_path, monkeypatch)
     assert reads == ([str(shared), str(own)] if WORLD.rank == 0 else [str(own)])
     assert found["shared"] == hashlib.sha256(b"x" * 99).hexdigest()
     everybody = WORLD.allgather(found["own"])
-    assert [one == everybody[0] for one in everybody] == [
-        rank != 1 for rank in range(WORLD.size)]
+    assert [one == everybody[0] for one in everybody] == [rank != 1 for rank in range(WORLD.size)]

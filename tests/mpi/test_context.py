@@ -44,23 +44,38 @@ METHOD_NAMES = tuple(METHODS)
 # Ranks: [((dp, pp, tp), cp, schedule, model)]. Each method runs all of them.
 CASES = {
     2: [((1, 1, 1), 2, "1f1b", MODEL)],
-    4: [((1, 1, 1), 4, "1f1b", MODEL), ((1, 1, 2), 2, "1f1b", HELD), ((2, 1, 1), 2, "gpipe", MODEL),
-        ((1, 2, 1), 2, "zb-h1", MODEL), ((1, 2, 1), 2, "zb-v", MODEL)],
+    4: [
+        ((1, 1, 1), 4, "1f1b", MODEL),
+        ((1, 1, 2), 2, "1f1b", HELD),
+        ((2, 1, 1), 2, "gpipe", MODEL),
+        ((1, 2, 1), 2, "zb-h1", MODEL),
+        ((1, 2, 1), 2, "zb-v", MODEL),
+    ],
     8: [((1, 2, 2), 2, "interleaved", HELD), ((2, 2, 1), 2, "dualpipe", MODEL)],
 }
 HERE = CASES.get(WORLD.size, [])
 every_method = pytest.mark.parametrize("method", METHOD_NAMES)
 # The ring runs every case. Of the others the first one of a session, and the rest where time is.
-everything = pytest.mark.parametrize(("case", "method"), [
-    pytest.param(case, method, id=f"{case[:3]}-{method}",
-                 marks=() if method == "ring" or case is HERE[0] else pytest.mark.slow)
-    for case in HERE for method in METHOD_NAMES])
+everything = pytest.mark.parametrize(
+    ("case", "method"),
+    [
+        pytest.param(
+            case,
+            method,
+            id=f"{case[:3]}-{method}",
+            marks=() if method == "ring" or case is HERE[0] else pytest.mark.slow,
+        )
+        for case in HERE
+        for method in METHOD_NAMES
+    ],
+)
 
 
 def config_for(case, method, num_microbatches=4, **changes):
     layout, cp, schedule, model = case
-    return small_config(layout, num_microbatches, model, cp=cp, cp_attention=method,
-                        schedule=schedule, **changes)
+    return small_config(
+        layout, num_microbatches, model, cp=cp, cp_attention=method, schedule=schedule, **changes
+    )
 
 
 @everything
@@ -93,8 +108,9 @@ def test_shared_key_heads_equal_whole_attention(method, kv_heads):
     k, v = (rng.standard_normal((2, length, kv_heads, 3)) for _ in range(2))
     y, probs = ops.attention_forward(q, k, v, places, places)
     wanted = (y, *ops.attention_backward_input(dy, q, k, v, probs, places, places))
-    own = np.concatenate([places[one] for one in token_pieces(
-        length, method, WORLD.size, WORLD.rank)])
+    own = np.concatenate(
+        [places[one] for one in token_pieces(length, method, WORLD.size, WORLD.rank)]
+    )
     held = [x[:, own] for x in (q, k, v)]
     here = Attending(ops, comm, "attn", Batch(None, None, own, places))
     found, saved = METHODS[method].forward(here, *held)
@@ -129,20 +145,23 @@ def test_text_and_held_out_loss_are_those_of_one_rank(method):
     worker.close()
 
 
-@pytest.mark.parametrize("method", [
-    "ring", *(pytest.param(one, marks=pytest.mark.slow) for one in METHOD_NAMES[1:])])
+@pytest.mark.parametrize(
+    "method", ["ring", *(pytest.param(one, marks=pytest.mark.slow) for one in METHOD_NAMES[1:])]
+)
 @pytest.mark.ranks(2)
 def test_what_a_rank_keeps_is_what_is_predicted(method):
     """To 5 % or 1 MiB, whichever is larger, and less than with all tokens."""
     model = replace(MODEL, layers=2, d_model=96, ffn=384, seq_len=128)
-    measured, predicted = peaks(small_config(
-        (1, 1, 1), 2, rows_per_mb=1, cp=2, cp_attention=method, model=model))
+    measured, predicted = peaks(
+        small_config((1, 1, 1), 2, rows_per_mb=1, cp=2, cp_attention=method, model=model)
+    )
     assert abs(measured - predicted) <= max(0.05 * predicted, 1 << 20), (measured, predicted)
     whole = predict(small_config((1, 1, 1), 2, rows_per_mb=1, model=model), 0).peak_total
     assert measured < 0.7 * whole, (measured, whole)
 
 
 # --- pairs of a query and a key that are multiplied
+
 
 def pairs_multiplied(monkeypatch, method):
     """How many pairs this rank multiplies forward, in a layer and row."""
@@ -194,12 +213,17 @@ def keys_in_the_order_of_the_ranks(_plain, tokens, method, *place):
 
 
 @pytest.mark.ranks(2)
-@pytest.mark.parametrize(("owner", "name", "twin", "method"), [
-    (Comm, "isend", keys_that_do_not_come_home, "ring"),
-    (NumpyOps, "attention_merge", added_without_rescaling, "ring"),
-    *((Comm, "iall_reduce", not_summed_over_a_row, method) for method in METHODS),
-    *((data_rows, "token_pieces", one_run_of_tokens, method) for method in ("ring", "gather")),
-    (context_gather, "held_and_whole", keys_in_the_order_of_the_ranks, "gather")], ids=called)
+@pytest.mark.parametrize(
+    ("owner", "name", "twin", "method"),
+    [
+        (Comm, "isend", keys_that_do_not_come_home, "ring"),
+        (NumpyOps, "attention_merge", added_without_rescaling, "ring"),
+        *((Comm, "iall_reduce", not_summed_over_a_row, method) for method in METHODS),
+        *((data_rows, "token_pieces", one_run_of_tokens, method) for method in ("ring", "gather")),
+        (context_gather, "held_and_whole", keys_in_the_order_of_the_ranks, "gather"),
+    ],
+    ids=called,
+)
 def test_a_planted_bug_is_seen(monkeypatch, owner, name, twin, method):
     plant(monkeypatch, owner, name, twin)
     assert_caught(config_for(HERE[0], method, 2))

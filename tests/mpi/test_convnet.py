@@ -48,21 +48,30 @@ def convnet(layout, num_microbatches=2, **values):
 
 
 CASES = [
-    *every(layout=HERE, order=[
-        {"schedule": schedule, "num_microbatches": count}
-        for schedule, count in (("gpipe", 2), ("1f1b", 1), ("1f1b", 5))]),
+    *every(
+        layout=HERE,
+        order=[
+            {"schedule": schedule, "num_microbatches": count}
+            for schedule, count in (("gpipe", 2), ("1f1b", 1), ("1f1b", 5))
+        ],
+    ),
     *every(layout=HERE, ffn_cut=CUTS, sync_sends=True),
 ]
 if WORLD.size < 4:
     CASES += every(layout=HERE, norm="rms")
 if WORLD.size in (2, 4):
-    CASES += every(layout=(2, 1, WORLD.size // 2), memory=[
-        {"zero": 1}, {"zero": 3, "zero_grads": "sharded"}])
-    CASES += every(layout=(1, 2, WORLD.size // 2), num_microbatches=4,
-                   schedule=["zb-h1", "interleaved", "dualpipe", "zb-v"])
+    CASES += every(
+        layout=(2, 1, WORLD.size // 2), memory=[{"zero": 1}, {"zero": 3, "zero_grads": "sharded"}]
+    )
+    CASES += every(
+        layout=(1, 2, WORLD.size // 2),
+        num_microbatches=4,
+        schedule=["zb-h1", "interleaved", "dualpipe", "zb-v"],
+    )
 if WORLD.size in (4, 8):  # fewer channels than ranks
-    CASES += every(layout=(1, 1, WORLD.size), num_microbatches=1, ffn_cut=CUTS, layers=1,
-                   channels=3, ffn=2)
+    CASES += every(
+        layout=(1, 1, WORLD.size), num_microbatches=1, ffn_cut=CUTS, layers=1, channels=3, ffn=2
+    )
 
 
 @pytest.mark.parametrize("values", CASES)
@@ -89,8 +98,10 @@ def test_records_are_those_predicted_and_follow_the_formulas(layout, ffn_cut):
     num_rows = config.train.batch_size // (config.grid.dp * 2)
     narrow, wide, *equal = (8 * num_rows * 3 * 4 * channels for channels in (5, 11, 6, 12))
     blocks = [one for one in real if one.name.startswith("block0.")]
-    sums, gathers = (sorted(one.payload_bytes for one in blocks if one.operation == operation)
-                     for operation in ("all_reduce", "all_gather"))
+    sums, gathers = (
+        sorted(one.payload_bytes for one in blocks if one.operation == operation)
+        for operation in ("all_reduce", "all_gather")
+    )
     apart = ([narrow, narrow, wide, wide], sorted(equal * 2))
     expected = {"pair": ([narrow] * 4, []), "gather": apart, "reduce": apart}
     assert (sums, gathers) == (expected[ffn_cut] if blocks else ([], []))
@@ -114,6 +125,7 @@ def test_accuracy_is_that_of_one_rank(layout):
 
 def without(name):
     """What leaves out the sum of this barrier."""
+
     def barrier_dropped(plain, self, x, barrier, op="sum"):
         return x if barrier == name else plain(self, x, barrier, op)
 
@@ -147,14 +159,23 @@ def stem_bias_without_its_gradient_on_one_copy(plain, self, stash):
 
 
 @pytest.mark.ranks(2)
-@pytest.mark.parametrize(("owner", "name", "twin", "layout", "ffn_cut"), [
-    *((Comm, "all_reduce", without(barrier), TP, "pair")
-      for barrier in ("block1.up", "block1.down", "head")),
-    *((Comm, "all_gather", collected_in_the_wrong_order, TP, cut) for cut in ("gather", "reduce")),
-    (Linear, "backward_weight", weight_gradient_skipped, TP, "pair"),
-    (PatchProduct, "matmul_nt", window_that_slides_wrongly_on_one_rank, PP, "pair"),
-    (Stem, "backward_weight", stem_bias_without_its_gradient_on_one_copy, DP, "pair")],
-    ids=called)
+@pytest.mark.parametrize(
+    ("owner", "name", "twin", "layout", "ffn_cut"),
+    [
+        *(
+            (Comm, "all_reduce", without(barrier), TP, "pair")
+            for barrier in ("block1.up", "block1.down", "head")
+        ),
+        *(
+            (Comm, "all_gather", collected_in_the_wrong_order, TP, cut)
+            for cut in ("gather", "reduce")
+        ),
+        (Linear, "backward_weight", weight_gradient_skipped, TP, "pair"),
+        (PatchProduct, "matmul_nt", window_that_slides_wrongly_on_one_rank, PP, "pair"),
+        (Stem, "backward_weight", stem_bias_without_its_gradient_on_one_copy, DP, "pair"),
+    ],
+    ids=called,
+)
 def test_a_planted_bug_is_seen(monkeypatch, owner, name, twin, layout, ffn_cut):
     plant(monkeypatch, owner, name, twin)
     with pytest.raises(AssertionError, match="tensors differ"):

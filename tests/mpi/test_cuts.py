@@ -39,8 +39,9 @@ SIZES = [Sizes(3, 5, 7, 11), Sizes(1, 1, 2, 1), Sizes(2, 24, 48, 72)]
 def connected(case, sizes, ops=None, **options):
     """The product of a cut, whose three functions have run. Comm: the cut's."""
     ops, recorder = ops or cpu(), Recorder()
-    comms, comm = connect(*case, WORLD.rank, ops, recorder, mpi_world=WORLD,
-                          options=Options(**options))
+    comms, comm = connect(
+        *case, WORLD.rank, ops, recorder, mpi_world=WORLD, options=Options(**options)
+    )
     product = CutProduct(ops, recorder, case[0], comm, sizes)
     product.take(whole(sizes, "float64"))
     for phase in PHASES:
@@ -83,21 +84,26 @@ def _long_last_piece(ops, x, axis, comm):
     """A variant without padding: the last pieces begin earlier and overlap."""
     width = chunk_size(x.shape[-1], comm.size)
     start = min(comm.index * width, x.shape[-1] - width)
-    return x[..., start:start + width]
+    return x[..., start : start + width]
 
 
 BROKEN = {
-    "all_reduce": (Comm, lambda self, x, name, op="sum": x,
-                   {"column", "row", "gather", "reduce", "2.5d"}),
+    "all_reduce": (
+        Comm,
+        lambda self, x, name, op="sum": x,
+        {"column", "row", "gather", "reduce", "2.5d"},
+    ),
     "all_gather": (Comm, _own_repeated, {"gather", "reduce", "column_sp", "row_sp"}),
     "local_chunk": (chunks, _long_last_piece, {"gather", "reduce"}),
     "reduce_scatter": (Comm, _own_part, {"column_sp", "row_sp"}),
     "broadcast": (Comm, lambda self, x, root, name: x, {"2d", "2.5d"}),
     "reduce": (Comm, lambda self, x, root, name: x if self.index == root else None, {"2d", "2.5d"}),
-    "pieces": (ring, lambda ops, x, comm, name: ((i, x) for i in range(comm.size)),
-               {"column_ring", "row_ring"}),
-    "total": (ring, lambda ops, part, comm, name: part(comm.index),
-              {"column_ring", "row_ring"}),
+    "pieces": (
+        ring,
+        lambda ops, x, comm, name: ((i, x) for i in range(comm.size)),
+        {"column_ring", "row_ring"},
+    ),
+    "total": (ring, lambda ops, part, comm, name: part(comm.index), {"column_ring", "row_ring"}),
 }
 
 
@@ -113,16 +119,17 @@ def test_dropped_barrier_is_caught(function, monkeypatch):
     assert caught == cuts & here & sides
 
 
-SWAPPED = [(tokens, {"column_sp", "row_sp"}),
-           (chunks, {"gather", "reduce", "column_sp", "row_sp"})]
+SWAPPED = [(tokens, {"column_sp", "row_sp"}), (chunks, {"gather", "reduce", "column_sp", "row_sp"})]
 
 
 @pytest.mark.parametrize(("where", "cuts"), SWAPPED, ids=["tokens", "chunks"])
 def test_pieces_swapped_are_caught(where, cuts, monkeypatch):
     """The typical bug of a cut puts a token or channel in the wrong place."""
     monkeypatch.setattr(
-        where, "chunk_slice",
-        lambda length, parts, index: chunk_slice(length, parts, parts - 1 - index))
+        where,
+        "chunk_slice",
+        lambda length, parts, index: chunk_slice(length, parts, parts - 1 - index),
+    )
     caught = {case[0] for case in HERE if bad_tensors(case, SIZES[2])}
     assert caught == (cuts if WORLD.size > 1 else set())
 
@@ -167,10 +174,16 @@ def test_bytes_on_the_wire_follow_the_formula(case, sizes):
     assert sent == sent_bytes(case, product)
     _, q, d = case
     barriers = {
-        "column": (0, 1, 0), "row": (1, 0, 0), "gather": (1, 1, 0), "reduce": (1, 1, 0),
-        "column_sp": (1, 1, 1), "row_sp": (1, 1, 0),
-        "column_ring": (2 * (q - 1),) * 3, "row_ring": (2 * (q - 1), 2 * (q - 1), 0),
-        "2d": (2 * q,) * 3, "2.5d": (2 * q * (q > 1), 2 * q * (q > 1), 2 * q * (q > 1) + (d > 1)),
+        "column": (0, 1, 0),
+        "row": (1, 0, 0),
+        "gather": (1, 1, 0),
+        "reduce": (1, 1, 0),
+        "column_sp": (1, 1, 1),
+        "row_sp": (1, 1, 0),
+        "column_ring": (2 * (q - 1),) * 3,
+        "row_ring": (2 * (q - 1), 2 * (q - 1), 0),
+        "2d": (2 * q,) * 3,
+        "2.5d": (2 * q * (q > 1), 2 * q * (q > 1), 2 * q * (q > 1) + (d > 1)),
     }[case[0]]
     calls = tuple(totals.get((phase,), Sums()).calls for phase in PHASES)
     assert calls == (barriers if WORLD.size > 1 else (0, 0, 0))
@@ -201,7 +214,8 @@ def test_shapes_only_run_predicts_every_record(case, sizes):
     fields = "axis", "operation", "phase"
     real, shapes = recorder.totals(*fields), predicted.totals(*fields)
     assert {key: value.payload_bytes for key, value in real.items()} == {
-        key: value.payload_bytes for key, value in shapes.items()}
+        key: value.payload_bytes for key, value in shapes.items()
+    }
 
 
 MEMORY_SIZES = Sizes(1, 192, 239, 335)  # the last rank's channels are padded
@@ -213,14 +227,20 @@ def memory_of(case, product):
     x, w, y = local_sizes(product)
     side, pieces = q - 1, min(2, q - 1)  # pieces of a ring that belong to other ranks
     last_row, last_column, place = (
-        (product.comm.row.index, product.comm.column.index, 0) if cut in MESH_CUTS
-        else (side, side, product.comm.index))
+        (product.comm.row.index, product.comm.column.index, 0)
+        if cut in MESH_CUTS
+        else (side, side, product.comm.index)
+    )
     x_part, y_part = (1 + (last < side) for last in (last_row, last_column))
     w_panel, x_panel = w * (q > 1), x * (q > 1)
     x_piece, y_piece = piece_sizes(product)
     # This rank's channels of a whole array are copied where they need padding.
-    x_copy, y_copy = (nbytes * ((place + 1) * width > length) for nbytes, width, length in zip(
-        (x_piece, y_piece), product.w.shape, product.sizes[2:], strict=True))
+    x_copy, y_copy = (
+        nbytes * ((place + 1) * width > length)
+        for nbytes, width, length in zip(
+            (x_piece, y_piece), product.w.shape, product.sizes[2:], strict=True
+        )
+    )
     if q == 1 and cut not in MESH_CUTS:
         return None
     return {
@@ -264,15 +284,19 @@ def test_memory_follows_the_formula(case):
 
 
 # Layers whose second one has the cut: of matrices, and of patches of images 5 wide and 5 high.
-PAIRS = {"linear": (Linear, [((6,), (23,)), ((23,), (5,))], (4, 3, 6)),
-         "conv": (Conv, [((5, 5), (6, 23)), ((5, 5), (23, 5))], (2, 5, 5, 6))}
+PAIRS = {
+    "linear": (Linear, [((6,), (23,)), ((23,), (5,))], (4, 3, 6)),
+    "conv": (Conv, [((5, 5), (6, 23)), ((5, 5), (23, 5))], (2, 5, 5, 6)),
+}
 
 
 def pair_of_layers(comms, kind, cuts):
     """(y, dx, {name: (the Param, its gradient)}) of two layers with these cuts. Comm: theirs."""
     ops, (layer, sizes, shape) = cpu(), PAIRS[kind]
-    first, second = (layer(Context(ops, comms), f"{number}", *size, cut=cut, std=0.3)
-                     for number, (cut, size) in enumerate(zip(cuts, sizes, strict=True)))
+    first, second = (
+        layer(Context(ops, comms), f"{number}", *size, cut=cut, std=0.3)
+        for number, (cut, size) in enumerate(zip(cuts, sizes, strict=True))
+    )
     params = [*first.params, *second.params]
     FlatParams(ops, params).initialize(seed=1, spread=0.1)
     rng, stash = np.random.default_rng(0), Stash()
@@ -295,8 +319,11 @@ def wrong_results(kind, cuts) -> set[str]:
         held = tuple(slice(stop - start) for start, stop in param.box)
         there = tuple(slice(start, stop) for start, stop in param.box)
         found[name] = (grad[held], whole_grads[name][1][there])
-    return {name for name, (have, want) in found.items()
-            if not np.allclose(have, want, rtol=0, atol=1e-10)}
+    return {
+        name
+        for name, (have, want) in found.items()
+        if not np.allclose(have, want, rtol=0, atol=1e-10)
+    }
 
 
 @pytest.fixture
@@ -311,8 +338,10 @@ def add_here(monkeypatch, tmp_path):
 
 @pytest.mark.parametrize("kind", PAIRS)
 @pytest.mark.parametrize(
-    "cuts", [("column", "row"), ("gather", "gather"), ("reduce", "reduce"), ("column", "add_here")],
-    ids=str)
+    "cuts",
+    [("column", "row"), ("gather", "gather"), ("reduce", "reduce"), ("column", "add_here")],
+    ids=str,
+)
 def test_a_cut_goes_with_matrices_and_with_patches(kind, cuts, add_here):
     assert wrong_results(kind, cuts) == set()
 

@@ -32,10 +32,25 @@ from mpipar.ops.cupy_copies import Copies
 from mpipar.train.verify import SPREAD, differences, full_tensors
 
 HERE = LAYOUTS[WORLD.size]
-BLOCKING = ("all_reduce", "all_gather", "reduce_scatter", "all_to_all", "broadcast", "reduce",
-            "barrier")
-CALLS = (*BLOCKING, "iall_reduce", "iall_gather", "ireduce_scatter", "isend", "irecv", "send",
-         "recv")
+BLOCKING = (
+    "all_reduce",
+    "all_gather",
+    "reduce_scatter",
+    "all_to_all",
+    "broadcast",
+    "reduce",
+    "barrier",
+)
+CALLS = (
+    *BLOCKING,
+    "iall_reduce",
+    "iall_gather",
+    "ireduce_scatter",
+    "isend",
+    "irecv",
+    "send",
+    "recv",
+)
 
 
 @pytest.fixture(params=["yes", "no"], ids=["cuda-aware", "staged"])
@@ -61,16 +76,22 @@ def test_device_path_equals_one_rank(cuda_aware, layout):
 
     Only a pipeline needs more microbatches than two.
     """
-    check_step(cuda_aware, small_config(
-        layout, 5 if layout[1] > 1 else 2, layers=layout[1] + 1, rows_per_mb=1))
+    check_step(
+        cuda_aware,
+        small_config(layout, 5 if layout[1] > 1 else 2, layers=layout[1] + 1, rows_per_mb=1),
+    )
 
 
 @pytest.mark.parametrize("tp_matmul", ["plain", "ring"])
 @pytest.mark.parametrize("layout", [layout for layout in HERE if layout[2] > 1], ids=str)
 @pytest.mark.ranks(2, 3, 4, 8)
 def test_device_path_with_cut_tokens_equals_one_rank(cuda_aware, layout, tp_matmul):
-    check_step(cuda_aware, small_config(
-        layout, layers=layout[1] + 1, sequence_parallel=True, tp_matmul=tp_matmul, rows_per_mb=1))
+    check_step(
+        cuda_aware,
+        small_config(
+            layout, layers=layout[1] + 1, sequence_parallel=True, tp_matmul=tp_matmul, rows_per_mb=1
+        ),
+    )
 
 
 @pytest.mark.parametrize("zero", [1, 3])
@@ -83,9 +104,14 @@ def test_device_path_that_shares_out_equals_one_rank(cuda_aware, zero):
 def test_device_path_with_checked_calls_equals_one_rank(cuda_aware, monkeypatch):
     """--check-comm blocks in MPI too, before each collective."""
     plain, unsent = CallCheck.__call__, []
-    monkeypatch.setattr(CallCheck, "__call__", lambda self, record: (
-        unsent.append(any(copy.leaves for copy in fake_streams.Stream.queued)),
-        plain(self, record))[1])
+    monkeypatch.setattr(
+        CallCheck,
+        "__call__",
+        lambda self, record: (
+            unsent.append(any(copy.leaves for copy in fake_streams.Stream.queued)),
+            plain(self, record),
+        )[1],
+    )
     check_step(cuda_aware, small_config((2, 2, 1), check_comm=True))
     assert unsent
     assert not any(unsent)
@@ -101,8 +127,11 @@ def exchanged(poll=False):
     comms = comms_of(ops)
     x, sent, got = (ops.asarray(np.full(5, value)) for value in (here + 1.0, here + 10.0, 0.0))
     comm = comms.world
-    pending = [comm.iall_reduce(x, "sum"), comm.isend(sent, 1 - here, 7, "message"),
-               comm.irecv(got, 1 - here, 7, "message")]
+    pending = [
+        comm.iall_reduce(x, "sum"),
+        comm.isend(sent, 1 - here, 7, "message"),
+        comm.irecv(got, 1 - here, 7, "message"),
+    ]
     ops.matmul(ops.zeros((3, 3)), ops.zeros((3, 3)))
     waiting = len(ops.copies.leaving)
     while poll and not all(one.test() for one in pending):
@@ -127,8 +156,9 @@ def test_what_is_posted_arrives(cuda_aware, poll):
 def test_only_the_own_piece_of_a_gather_leaves_the_device(cuda_aware, monkeypatch):
     """And all pieces come back: 3 numbers of each rank."""
     left = []
-    monkeypatch.setattr(Copies, "out", lambda self, x, *more: (
-        left.append(x.nbytes), COPY_OUT(self, x, *more))[1])
+    monkeypatch.setattr(
+        Copies, "out", lambda self, x, *more: (left.append(x.nbytes), COPY_OUT(self, x, *more))[1]
+    )
     ops, here = ops_module.make("cuda", "float64"), WORLD.rank
     comms = comms_of(ops)
     pieces = np.full((WORLD.size, 3), np.nan)
@@ -155,8 +185,11 @@ def forgotten(self, host, x):
 
 
 COPY_OUT = Copies.out
-TWINS = {"out": sent_at_once, "into": forgotten,
-         "use_after": lambda self, event: None}  # products do not wait for the copy of their input
+TWINS = {
+    "out": sent_at_once,
+    "into": forgotten,
+    "use_after": lambda self, event: None,
+}  # products do not wait for the copy of their input
 
 
 @pytest.mark.parametrize("name", TWINS)
@@ -188,8 +221,7 @@ def check_step(cuda_aware, config):
 
     Checked calls hand over every message at once, so they are an exception.
     """
-    worker, rows = worker_and_rows(
-        config, spread=SPREAD, ops=ops_module.make("cuda", "float64"))
+    worker, rows = worker_and_rows(config, spread=SPREAD, ops=ops_module.make("cuda", "float64"))
     kind = connect.DeviceTransport if cuda_aware == "yes" else connect.StagedTransport
     if WORLD.size > 1:
         assert type(worker.comms.world.wire) is kind

@@ -28,10 +28,12 @@ CASES = [
     (2, (1, 2, 1), {"schedule": "zb-v"}),
     (2, (1, 2, 1), {"schedule": "dualpipe", "num_microbatches": 4}),
     (2, (1, 1, 1), {"cp": 2, "model": CONTEXT}),
-    (4, (1, 2, 1), {"cp": 2, "model": CONTEXT}), (4, (2, 1, 1), {"cp": 2, "model": CONTEXT}),
+    (4, (1, 2, 1), {"cp": 2, "model": CONTEXT}),
+    (4, (2, 1, 1), {"cp": 2, "model": CONTEXT}),
     (4, (1, 1, 2), {"cp": 2, "cp_attention": "gather", "model": CONTEXT}),
     # A unit is gathered for every pass, so replicas that share weights out run the same passes.
-    (2, (2, 1, 1), {"zero": 3}), (4, (2, 2, 1), {"zero": 3}),
+    (2, (2, 1, 1), {"zero": 3}),
+    (4, (2, 2, 1), {"zero": 3}),
     (8, (1, 2, 2), {"cp": 2, "schedule": "interleaved", "model": replace(CONTEXT, layers=4)}),
 ]
 HERE = [case[1:] for case in CASES if case[0] == WORLD.size]
@@ -66,6 +68,7 @@ def test_every_layout_has_the_loss_of_one_rank(layout, options, monkeypatch):
 @pytest.mark.parametrize("layout", LAYOUTS[2], ids=str)
 def test_twins_that_count_wrongly_are_found(layout, monkeypatch):
     """A rank that counts a loss that others count too, or one that leaves out what it has."""
+
     def all_reduce_scalars(plain, ops, comms, numbers, name):
         wrong = numbers[0] * 2 if comms.world.index == 0 else numbers[0] / 2
         return plain(ops, comms, [wrong] if comms.world.size > 1 else numbers, name)
@@ -83,8 +86,11 @@ def test_evaluation_is_a_phase_of_its_own_and_changes_nothing(layout, options):
     worker.train_step(1, lambda mb: rows.train(1, mb))
 
     def state():
-        return [np.asarray(buffer).tobytes() for flat in worker.flats
-                for buffer in (flat.grad, *flat.state.values())]
+        return [
+            np.asarray(buffer).tobytes()
+            for flat in worker.flats
+            for buffer in (flat.grad, *flat.state.values())
+        ]
 
     before, recorder = state(), worker.recorder
     losses_before, counters = dict(worker.losses), recorder.counters
@@ -101,8 +107,12 @@ def test_evaluation_is_a_phase_of_its_own_and_changes_nothing(layout, options):
 
 @pytest.mark.ranks(1)
 def test_an_engine_that_keeps_the_phase_of_training_is_found(monkeypatch):
-    plant(monkeypatch, Engine, "run", lambda plain, self, program, get_batch, **_: plain(
-        self, program, get_batch))
+    plant(
+        monkeypatch,
+        Engine,
+        "run",
+        lambda plain, self, program, get_batch, **_: plain(self, program, get_batch),
+    )
     with pytest.raises(AssertionError, match="unused"):
         losses((1, 1, 1), {}, tokens()[:50])
 
@@ -113,5 +123,5 @@ def test_eval_tokens_is_rounded_up_to_rows(asked, rows):
     config = small_config(eval_tokens=asked)
     part, worker = evaluated(tokens(), config), worker_of(config)
     assert rows_of(worker, part).rows_of_sweep() == rows
-    assert part[:20].tolist() == tokens()[:len(part)][:20].tolist()
+    assert part[:20].tolist() == tokens()[: len(part)][:20].tolist()
     worker.close()

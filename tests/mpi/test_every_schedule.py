@@ -31,8 +31,14 @@ ONE_OF_EACH_PLACEMENT = ("1f1b", "interleaved", "zb-v", "dualpipe")
 
 def config_for(name, layout, num_microbatches, **more):
     """Every stage has a block, of four stages on two ranks one has two."""
-    return small_config(layout, num_microbatches, rows_per_mb=4, schedule=name,
-                        layers=max(MODEL.layers, 2 * layout[1]), **more)
+    return small_config(
+        layout,
+        num_microbatches,
+        rows_per_mb=4,
+        schedule=name,
+        layers=max(MODEL.layers, 2 * layout[1]),
+        **more,
+    )
 
 
 def counts(name, layout):
@@ -46,20 +52,42 @@ def enough(name, layout):
 
 
 PIPELINE_ALONE = (1, WORLD.size, 1)
-FULL = [(name, layout, enough(name, layout)) for name in SCHEDULES for layout in HERE
-        if counts(name, layout)]
-CASES = FULL if WORLD.size == 8 else [
-    (name, layout, m) for name, layout, _ in FULL for m in counts(name, layout)]
-of_each_placement = pytest.mark.parametrize(("name", "layout", "num_microbatches"), slow_unless(
-    lambda name, *_: name in ONE_OF_EACH_PLACEMENT, FULL), ids=str)
-of_every_schedule = pytest.mark.parametrize(("name", "layout", "num_microbatches"), slow_unless(
-    lambda name, layout, _: name in ONE_OF_EACH_PLACEMENT or layout == PIPELINE_ALONE, FULL),
-    ids=str)
+FULL = [
+    (name, layout, enough(name, layout))
+    for name in SCHEDULES
+    for layout in HERE
+    if counts(name, layout)
+]
+CASES = (
+    FULL
+    if WORLD.size == 8
+    else [(name, layout, m) for name, layout, _ in FULL for m in counts(name, layout)]
+)
+of_each_placement = pytest.mark.parametrize(
+    ("name", "layout", "num_microbatches"),
+    slow_unless(lambda name, *_: name in ONE_OF_EACH_PLACEMENT, FULL),
+    ids=str,
+)
+of_every_schedule = pytest.mark.parametrize(
+    ("name", "layout", "num_microbatches"),
+    slow_unless(
+        lambda name, layout, _: name in ONE_OF_EACH_PLACEMENT or layout == PIPELINE_ALONE, FULL
+    ),
+    ids=str,
+)
 
 
-@pytest.mark.parametrize(("name", "layout", "num_microbatches"), slow_unless(
-    lambda name, layout, m: (layout == PIPELINE_ALONE and m in (1, enough(name, layout)))
-    or (name in ONE_OF_EACH_PLACEMENT and m == enough(name, layout)), CASES), ids=str)
+@pytest.mark.parametrize(
+    ("name", "layout", "num_microbatches"),
+    slow_unless(
+        lambda name, layout, m: (
+            (layout == PIPELINE_ALONE and m in (1, enough(name, layout)))
+            or (name in ONE_OF_EACH_PLACEMENT and m == enough(name, layout))
+        ),
+        CASES,
+    ),
+    ids=str,
+)
 def test_schedule_equals_one_rank(name, layout, num_microbatches):
     """By default with a full pipeline, and with one microbatch where there is nothing else."""
     assert_equals_known(config_for(name, layout, num_microbatches, sync_sends=True))
@@ -96,8 +124,12 @@ def test_tie_and_mirror_sums(name, layout, num_microbatches):
     mirror = [counter for key, counter in recorder.counters.items() if key.axis == "mirror"]
     assert bool(mirror) == mirrored
     # Copies count once: the owned elements of all ranks add up to one model.
-    owned = sum(param.size for stage in worker.stages.values() for param in stage.params
-                if param.owner and worker.grid.place("dp") == 0)
+    owned = sum(
+        param.size
+        for stage in worker.stages.values()
+        for param in stage.params
+        if param.owner and worker.grid.place("dp") == 0
+    )
     total = WORLD.allreduce(owned)
     alone = sum(flat.size for flat in worker_of(config, alone=True).flats)
     tp, D = layout[2], MODEL.d_model
@@ -128,7 +160,8 @@ def test_weight_gradients_are_really_postponed(name, layout, num_microbatches):
     assert kinds["F"] == program["F"] + overlaps
     assert kinds["B"] == program["B"] + overlaps
     blocks = sum(
-        isinstance(unit[0], Residual) for stage in worker.stages.values() for unit in stage.units)
+        isinstance(unit[0], Residual) for stage in worker.stages.values() for unit in stage.units
+    )
     mirrored = 2 if worker.schedule.placement == "mirror" else 1
     dp, _, tp = layout
     tokens_done = config.train.batch_size * MODEL.seq_len // dp // mirrored

@@ -30,10 +30,20 @@ from mpipar.train.verify import differences, full_tensors
 
 LAYOUTS = {  # number of ranks: ((dp, pp, tp), cp, ep)
     1: [((1, 1, 1), 1, 1)],
-    2: [((2, 1, 1), 1, 2), ((1, 1, 1), 2, 2), ((2, 1, 1), 1, 1), ((1, 1, 2), 1, 1),
-        ((1, 2, 1), 1, 1)],
-    4: [((2, 1, 2), 1, 2), ((2, 2, 1), 1, 2), ((2, 1, 1), 2, 4), ((1, 1, 2), 2, 2),
-        ((4, 1, 1), 1, 2)],
+    2: [
+        ((2, 1, 1), 1, 2),
+        ((1, 1, 1), 2, 2),
+        ((2, 1, 1), 1, 1),
+        ((1, 1, 2), 1, 1),
+        ((1, 2, 1), 1, 1),
+    ],
+    4: [
+        ((2, 1, 2), 1, 2),
+        ((2, 2, 1), 1, 2),
+        ((2, 1, 1), 2, 4),
+        ((1, 1, 2), 2, 2),
+        ((4, 1, 1), 1, 2),
+    ],
     8: [((4, 1, 2), 1, 2), ((2, 2, 1), 2, 4), ((2, 2, 2), 1, 2)],
 }
 HERE = LAYOUTS.get(WORLD.size, [])
@@ -48,36 +58,73 @@ def expert_config(layout, num_microbatches=2, model=EXPERTS, **values):
 
 def some(layouts, count, quick=lambda one: True, **choices):
     """`every` with layouts, of which those up to `count` are quick: the first ones mix most."""
-    return every(lambda one: layouts.index(one["layout"]) < count and quick(one),
-                 layout=layouts, **choices)
+    return every(
+        lambda one: layouts.index(one["layout"]) < count and quick(one), layout=layouts, **choices
+    )
 
 
 SHARING = [one for one in HERE if one[0][0] * one[1] > 1]
 STAGES = [one for one in HERE if one[0][1] > 1]
 GATED = {"arch": "llama", "activation": "swiglu", "norm": "rms", "bias": "none"}
-BLOCK, PIECES = {"recompute": "block"}, {
-    "zero": 3, "zero_grads": "sharded", "zero_keep": "stage", "router_balance": "bias"}
+BLOCK, PIECES = (
+    {"recompute": "block"},
+    {"zero": 3, "zero_grads": "sharded", "zero_keep": "stage", "router_balance": "bias"},
+)
 CASES = [
-    *some(HERE, 4, lambda one: one["router_balance"] == "loss",
-          router_balance=["none", "loss", "bias"]),
+    *some(
+        HERE,
+        4,
+        lambda one: one["router_balance"] == "loss",
+        router_balance=["none", "loss", "bias"],
+    ),
     *some(HERE, 2, expert_dispatch="all-gather"),
-    *some(HERE, 1, lambda one: "tp_matmul" not in one and "experts_per_token" not in one, kind=[
-        {"sequence_parallel": True}, {"sequence_parallel": True, "tp_matmul": "ring"},
-        {**GATED, "shared_expert_ffn": 11, "expert_interval": 2},
-        {"experts_per_token": 1}, {"experts_per_token": 4}]),
-    *some([one for one in HERE if one[0][2] == 1 < one[1]], 0, cp_attention="ulysses",
-          rank_order="tp,cp,dp,pp"),
-    *some(STAGES, 1, lambda one: one["schedule"] in ("dualpipe", "zb-v"),
-          layers=4, sync_sends=True, order=[
-              # A bidirectional one holds every expert twice.
-              {"schedule": "dualpipe", "num_microbatches": 4, "router_balance": "bias"},
-              *({"schedule": name, "num_microbatches": 4}
-                for name in ("zb-h1", "zb-v", "interleaved")),
-              {"schedule": "naive", "num_microbatches": 1},
-              {"schedule": "gpipe", "num_microbatches": 5}]),
-    *some(SHARING, 1, lambda one: one.get("zero") == 3, memory=[
-        {"zero": 1}, {"zero": 3}, PIECES | BLOCK, BLOCK,
-        {"recompute": "attention", "recompute_layers": 1}]),
+    *some(
+        HERE,
+        1,
+        lambda one: "tp_matmul" not in one and "experts_per_token" not in one,
+        kind=[
+            {"sequence_parallel": True},
+            {"sequence_parallel": True, "tp_matmul": "ring"},
+            {**GATED, "shared_expert_ffn": 11, "expert_interval": 2},
+            {"experts_per_token": 1},
+            {"experts_per_token": 4},
+        ],
+    ),
+    *some(
+        [one for one in HERE if one[0][2] == 1 < one[1]],
+        0,
+        cp_attention="ulysses",
+        rank_order="tp,cp,dp,pp",
+    ),
+    *some(
+        STAGES,
+        1,
+        lambda one: one["schedule"] in ("dualpipe", "zb-v"),
+        layers=4,
+        sync_sends=True,
+        order=[
+            # A bidirectional one holds every expert twice.
+            {"schedule": "dualpipe", "num_microbatches": 4, "router_balance": "bias"},
+            *(
+                {"schedule": name, "num_microbatches": 4}
+                for name in ("zb-h1", "zb-v", "interleaved")
+            ),
+            {"schedule": "naive", "num_microbatches": 1},
+            {"schedule": "gpipe", "num_microbatches": 5},
+        ],
+    ),
+    *some(
+        SHARING,
+        1,
+        lambda one: one.get("zero") == 3,
+        memory=[
+            {"zero": 1},
+            {"zero": 3},
+            PIECES | BLOCK,
+            BLOCK,
+            {"recompute": "attention", "recompute_layers": 1},
+        ],
+    ),
 ]
 
 
@@ -86,16 +133,29 @@ def test_experts_equal_one_rank(values):
     assert_equals_known(expert_config(**values))
 
 
-@pytest.mark.parametrize("values", some(
-    SHARING, 1, lambda one: one["zero"] == 1, zero=[0, 1, 3], optimizer="adamw", lr=0.01, eps=1e-3,
-    clip=0.05, warmup_steps=0))
+@pytest.mark.parametrize(
+    "values",
+    some(
+        SHARING,
+        1,
+        lambda one: one["zero"] == 1,
+        zero=[0, 1, 3],
+        optimizer="adamw",
+        lr=0.01,
+        eps=1e-3,
+        clip=0.05,
+        warmup_steps=0,
+    ),
+)
 def test_clipped_updates_of_adamw_equal_one_rank(values):
     """Three steps: the norm counts each expert once, and every rank scales by the same factor."""
     results, whole = [], []
     for worker in two_workers(expert_config(**values)):
         rows = rows_of(worker)
-        steps = [worker.train_step(step, lambda mb, step=step, rows=rows: rows.train(step, mb))
-                 for step in (1, 2, 3)]
+        steps = [
+            worker.train_step(step, lambda mb, step=step, rows=rows: rows.train(step, mb))
+            for step in (1, 2, 3)
+        ]
         results.append(np.array([(one.loss, one.grad_norm) for one in steps]))
         whole.append(full_tensors(worker, "master"))
         worker.close()
@@ -140,7 +200,7 @@ def router_detached(plain, ops, factors, plan, comm, name):
 def router_unsummed(_plain, ops, factors, plan, comm, name):
     """Keep on each rank what its own experts tell the router, as after a plain all-gather."""
     whole = ops.embedding_forward(plan.places, factors.reshape(-1, 1), plan.start)
-    return whole.reshape(comm.size, -1, *plan.places.shape[1:])[comm.index][:plan.length]
+    return whole.reshape(comm.size, -1, *plan.places.shape[1:])[comm.index][: plan.length]
 
 
 def counts_of_another(plain, ops, choice, experts, comm, name):
@@ -157,13 +217,19 @@ LAST_COUNTS = {}
 
 
 @pytest.mark.ranks(2)
-@pytest.mark.parametrize(("owner", "name", "twin"), [
-    (Grid, "uncut", summed_over_data), (experts_all_to_all, "combine", weighted_twice),
-    (experts_all_to_all, "combine", in_order_of_sending),
-    (NumpyOps, "balance_backward_input", balanced_by_microbatch),
-    (experts_all_to_all, "factors_back", router_detached),
-    (experts_gather, "factors_back", router_unsummed),
-    (experts_all_to_all, "plan", counts_of_another)], ids=called)
+@pytest.mark.parametrize(
+    ("owner", "name", "twin"),
+    [
+        (Grid, "uncut", summed_over_data),
+        (experts_all_to_all, "combine", weighted_twice),
+        (experts_all_to_all, "combine", in_order_of_sending),
+        (NumpyOps, "balance_backward_input", balanced_by_microbatch),
+        (experts_all_to_all, "factors_back", router_detached),
+        (experts_gather, "factors_back", router_unsummed),
+        (experts_all_to_all, "plan", counts_of_another),
+    ],
+    ids=called,
+)
 def test_a_planted_bug_is_seen(owner, name, twin, monkeypatch):
     plant(monkeypatch, owner, name, twin)
     dispatch = "all-gather" if owner is experts_gather else "all-to-all"
@@ -173,6 +239,7 @@ def test_a_planted_bug_is_seen(owner, name, twin, monkeypatch):
 @pytest.mark.ranks(2)
 def test_ties_are_broken_alike_on_all_ranks(monkeypatch):
     """The router's weights of two experts are equal, so that each token likes both as much."""
+
     def initial_rows(plain, self, *given):
         first = None
         for row, values in plain(self, *given):
@@ -193,8 +260,9 @@ def test_ties_are_broken_alike_on_all_ranks(monkeypatch):
 
 
 @pytest.mark.ranks(4)
-@pytest.mark.parametrize("layout", [
-    ((2, 2, 1), 1, 2), ((1, 1, 2), 2, 2), ((2, 1, 1), 2, 2)], ids=str)
+@pytest.mark.parametrize(
+    "layout", [((2, 2, 1), 1, 2), ((1, 1, 2), 2, 2), ((2, 1, 1), 2, 2)], ids=str
+)
 def test_ranks_that_exchange_rows_are_measured_at_the_same_time(layout, monkeypatch):
     """Costs are measured in turns; a rank must not wait for one whose turn comes later."""
     turns = []
@@ -208,7 +276,7 @@ def test_ranks_that_exchange_rows_are_measured_at_the_same_time(layout, monkeypa
     grid = Grid.of(config.grid, WORLD.rank)
     costs = measure.measure_costs(config, grid, cpu(), WORLD, repeats=0)
     assert (costs is None) == (WORLD.rank > 0)
-    (group, num_groups, cores_each), = turns
+    ((group, num_groups, cores_each),) = turns
     assert num_groups * cores_each == WORLD.size
     groups = WORLD.allgather(group)
     assert sorted(groups) == sorted([*range(num_groups)] * cores_each)
@@ -221,22 +289,34 @@ def test_ranks_that_exchange_rows_are_measured_at_the_same_time(layout, monkeypa
 ROUTED = {2: HERE[1::-1], 4: HERE[:3]}.get(WORLD.size, [])
 
 
-@pytest.mark.parametrize("values", some(
-    ROUTED, 1, lambda one: one["routing"] == "zipf", routing=["zipf", "one-hot", "uniform"]))
+@pytest.mark.parametrize(
+    "values",
+    some(ROUTED, 1, lambda one: one["routing"] == "zipf", routing=["zipf", "one-hot", "uniform"]),
+)
 def test_forced_experts_equal_one_rank(values):
     assert_equals_one_rank(expert_config(**values))
 
 
-@pytest.mark.parametrize(("layout", "dispatch"), slow_unless(
-    lambda layout, dispatch: layout == ROUTED[-1] and dispatch == "all-to-all",
-    [(layout, name) for layout in ROUTED for name in ("all-to-all", "all-gather")]), ids=str)
+@pytest.mark.parametrize(
+    ("layout", "dispatch"),
+    slow_unless(
+        lambda layout, dispatch: layout == ROUTED[-1] and dispatch == "all-to-all",
+        [(layout, name) for layout in ROUTED for name in ("all-to-all", "all-gather")],
+    ),
+    ids=str,
+)
 def test_records_of_a_balanced_routing_are_those_of_shapes(layout, dispatch):
     assert_records_predicted(expert_config(layout, routing="uniform", expert_dispatch=dispatch))
 
 
-@pytest.mark.parametrize(("layout", "routing"), slow_unless(
-    lambda layout, routing: layout == ROUTED[1] and routing == "adversarial",
-    [(layout, name) for layout in ROUTED for name in ROUTINGS if name != "uniform"]), ids=str)
+@pytest.mark.parametrize(
+    ("layout", "routing"),
+    slow_unless(
+        lambda layout, routing: layout == ROUTED[1] and routing == "adversarial",
+        [(layout, name) for layout in ROUTED for name in ROUTINGS if name != "uniform"],
+    ),
+    ids=str,
+)
 def test_bytes_of_a_skewed_routing_are_its_shares(layout, routing):
     """What a rank sends is what its tokens send to experts of others, up to a token of a row."""
     config = expert_config(layout, routing=routing)
@@ -244,7 +324,7 @@ def test_bytes_of_a_skewed_routing_are_its_shares(layout, routing):
     expert = worker.comms["expert"]
     each = EXPERTS.experts // expert.size
     own = shares(routing, EXPERTS.experts, EXPERTS.experts_per_token, expert.index, expert.size)
-    elsewhere = own.sum() - own[expert.index * each:][:each].sum()
+    elsewhere = own.sum() - own[expert.index * each :][:each].sum()
     exchange = next(one for one in recorder.records if one.name.endswith("moe.dispatch"))
     rows = config.train.batch_size // (config.grid.dp * config.grid.num_microbatches)
     tokens = rows * EXPERTS.seq_len // config.grid.cp

@@ -46,15 +46,28 @@ def assert_as_one_rank(worker, alone, monkeypatch, prompts=PROMPTS):
     assert sum(WORLD.allgather(len(seen))) >= sum(len(logits) for _, logits in expected)
     for (number, place), own in seen.items():
         wanted = expected[number][1][place - len(prompts[number])]
-        wanted = wanted[last.loss.start:last.loss.start + len(own)]
-        assert_close(own[:len(wanted)], wanted, 1e-12, f"logits of text {number}, place {place}",
-                     largest=1e3 * np.abs(expected[number][1][0]).max())
+        wanted = wanted[last.loss.start : last.loss.start + len(own)]
+        assert_close(
+            own[: len(wanted)],
+            wanted,
+            1e-12,
+            f"logits of text {number}, place {place}",
+            largest=1e3 * np.abs(expected[number][1][0]).max(),
+        )
 
 
-@pytest.mark.parametrize(("layout", "family"), slow_unless(
-    lambda layout, family: family != "qwen2" and WORLD.size < 8,
-    [(layout, family) for layout in HERE for family in FAMILIES
-     if SHAPE["heads"] % layout[2] == 0 and (family == "gpt2" or layout[2] != 3)]))
+@pytest.mark.parametrize(
+    ("layout", "family"),
+    slow_unless(
+        lambda layout, family: family != "qwen2" and WORLD.size < 8,
+        [
+            (layout, family)
+            for layout in HERE
+            for family in FAMILIES
+            if SHAPE["heads"] % layout[2] == 0 and (family == "gpt2" or layout[2] != 3)
+        ],
+    ),
+)
 def test_texts_are_those_of_one_rank_without_a_cache(layout, family, monkeypatch):
     """Prompts of other lengths, in two groups; with two replicas, one repeats a row."""
     poison_unwritten(monkeypatch)
@@ -64,12 +77,15 @@ def test_texts_are_those_of_one_rank_without_a_cache(layout, family, monkeypatch
 
 
 @pytest.mark.ranks(2)
-@pytest.mark.parametrize(("schedule", "groups"), slow_unless(
-    lambda schedule, groups: schedule in ("zb-v", "dualpipe"),
-    [("gpipe", 5), ("interleaved", 4), ("zb-h1", 2), ("zb-v", 4), ("dualpipe", 4)]))
+@pytest.mark.parametrize(
+    ("schedule", "groups"),
+    slow_unless(
+        lambda schedule, groups: schedule in ("zb-v", "dualpipe"),
+        [("gpipe", 5), ("interleaved", 4), ("zb-h1", 2), ("zb-v", 4), ("dualpipe", 4)],
+    ),
+)
 def test_every_kind_of_schedule_has_a_forward_part(schedule, groups, monkeypatch):
-    worker, alone = workers(config_of((1, 2, 1), groups=groups, schedule=schedule,
-                                      sync_sends=True))
+    worker, alone = workers(config_of((1, 2, 1), groups=groups, schedule=schedule, sync_sends=True))
     assert_as_one_rank(worker, alone, monkeypatch)
     worker.close()
 
@@ -82,8 +98,9 @@ def test_fewer_texts_than_replicas(layout, monkeypatch):
     worker.close()
 
 
-@pytest.mark.parametrize("layout", [layout for layout in HERE
-                                    if SHAPE["heads"] % layout[2] == 0], ids=str)
+@pytest.mark.parametrize(
+    "layout", [layout for layout in HERE if SHAPE["heads"] % layout[2] == 0], ids=str
+)
 def test_drawn_texts_are_those_of_one_rank(layout):
     made = workers(config_of(layout))
     for sampling in (Sampling(8, 1.0, 3, top_k=4), Sampling(8, 2.0, 4, top_k=50, top_p=0.9)):
@@ -101,8 +118,9 @@ def test_drawn_texts_are_those_of_one_rank(layout):
 # --- barriers
 
 
-@pytest.mark.parametrize("layout", [layout for layout in HERE
-                                    if SHAPE["heads"] % layout[2] == 0], ids=str)
+@pytest.mark.parametrize(
+    "layout", [layout for layout in HERE if SHAPE["heads"] % layout[2] == 0], ids=str
+)
 def test_barriers_of_every_round(layout):
     """Per group: 2 all-reduces a layer over tp, one of the embedding, an all-gather of candidates.
 
@@ -129,8 +147,7 @@ def test_barriers_of_every_round(layout):
         each = 2 * layers + first
         wanted["tp", "all_reduce"] = each * groups * rounds, each * groups * activation
         if last:
-            wanted["tp", "all_gather"] = (
-                groups * rounds, groups * rounds * tp * rows * 5 * 2 * 8)
+            wanted["tp", "all_gather"] = (groups * rounds, groups * rounds * tp * rows * 5 * 2 * 8)
     if not first:
         wanted["pp", "recv"] = groups * rounds, groups * activation
     if not last:

@@ -34,8 +34,15 @@ CP = (1, 1, 1)
 
 def part_of(worker, name, kind):
     """This rank's part of a tensor's gradient, master weights or moment; None if it has none."""
-    return next((values for flat in worker.flats for param, _, values in flat.held(kind)
-                 if param.name == name), None)
+    return next(
+        (
+            values
+            for flat in worker.flats
+            for param, _, values in flat.held(kind)
+            if param.name == name
+        ),
+        None,
+    )
 
 
 # --- replica drift
@@ -44,21 +51,29 @@ def part_of(worker, name, kind):
 # (layout, further settings) of every kind of copies, by name.
 COPIES = {
     **{str(layout): (layout, {}) for layout in HERE},
-    **{f"{layout} with cut tokens": (layout, {"model": cut_model()})
-       for layout in HERE if layout[2] > 1},
-    **{f"{layout} with mirrored stages": (layout, {"schedule": "dualpipe"})
-       for layout in HERE if layout[1] > 1},
+    **{
+        f"{layout} with cut tokens": (layout, {"model": cut_model()})
+        for layout in HERE
+        if layout[2] > 1
+    },
+    **{
+        f"{layout} with mirrored stages": (layout, {"schedule": "dualpipe"})
+        for layout in HERE
+        if layout[1] > 1
+    },
     "context parallel": ((1, 1, WORLD.size // 2), {"cp": 2, "model": EVEN}),
 }
 
 
-@pytest.mark.parametrize("dtype", [
-    "float32", pytest.param("bfloat16", marks=[pytest.mark.slow] * (WORLD.size > 2))])
+@pytest.mark.parametrize(
+    "dtype", ["float32", pytest.param("bfloat16", marks=[pytest.mark.slow] * (WORLD.size > 2))]
+)
 @pytest.mark.parametrize("name", COPIES)
 def test_copies_stay_equal(name, dtype):
     layout, options = COPIES[name]
-    worker, step = worker_and_step(small_config(
-        layout, 2 * layout[1], dtype=dtype, optimizer="adamw", **options))
+    worker, step = worker_and_step(
+        small_config(layout, 2 * layout[1], dtype=dtype, optimizer="adamw", **options)
+    )
     copies = Replicas(worker)
     for number in (1, 2):
         step(number)
@@ -66,7 +81,8 @@ def test_copies_stay_equal(name, dtype):
         copies.check(number)
         records = worker.recorder.records
         assert [(record.axis, record.name, record.phase) for record in records] == [
-            ("world", "check.replicas", "check")]
+            ("world", "check.replicas", "check")
+        ]
         assert records[0].payload_bytes == 16 * len(copies.places)
     assert copies.count == 2
     worker.close()
@@ -77,8 +93,9 @@ def drift(layout, kind, name, num_microbatches=2, steps=1, bit=1, **options):
 
     Returns the text of the error, and the ranks that hold the tensor.
     """
-    worker, step = worker_and_step(small_config(
-        layout, num_microbatches, dtype="float32", optimizer="adamw", **options))
+    worker, step = worker_and_step(
+        small_config(layout, num_microbatches, dtype="float32", optimizer="adamw", **options)
+    )
     copies = Replicas(worker)
     step(1)
     found = part_of(worker, name, kind)
@@ -95,25 +112,36 @@ def drift(layout, kind, name, num_microbatches=2, steps=1, bit=1, **options):
 
 KINDS = {"m": "first moment", "v": "second moment", "master": "weights"}
 OF_COPIES = [
-    (DP, "master", "block3.ffn.up.w"), (DP, "m", "block0.norm1.w"), (DP, "v", "embedding.tokens"),
-    (TP, "master", "block2.norm2.b"), (TP, "m", "block4.ffn.down.b"),
+    (DP, "master", "block3.ffn.up.w"),
+    (DP, "m", "block0.norm1.w"),
+    (DP, "v", "embedding.tokens"),
+    (TP, "master", "block2.norm2.b"),
+    (TP, "m", "block4.ffn.down.b"),
 ]
 
 
-@pytest.mark.parametrize(("layout", "kind", "name"), [
-    *OF_COPIES, (TP, "v", "block4.ffn.down.b"), (PP, "m", "embedding.tokens"),
-    (CP, "master", "block1.attn.proj.w")])
+@pytest.mark.parametrize(
+    ("layout", "kind", "name"),
+    [
+        *OF_COPIES,
+        (TP, "v", "block4.ffn.down.b"),
+        (PP, "m", "embedding.tokens"),
+        (CP, "master", "block1.attn.proj.w"),
+    ],
+)
 @pytest.mark.ranks(2)
 def test_one_bit_of_a_copy_is_found_and_named(layout, kind, name):
     options = {"cp": 2, "model": EVEN} if layout == CP else {}
     text, _ = drift(layout, kind, name, **options)
     assert re.fullmatch(
-        rf"step 1: copies .*\n{KINDS[kind]} of {name}: rank 0 unlike rank 1", text), text
+        rf"step 1: copies .*\n{KINDS[kind]} of {name}: rank 0 unlike rank 1", text
+    ), text
 
 
 @pytest.mark.parametrize("bit", [1 << 12, 1 << 29])
-@pytest.mark.parametrize(("layout", "kind", "name"), [
-    *OF_COPIES, (PP, "master", "embedding.tokens")])
+@pytest.mark.parametrize(
+    ("layout", "kind", "name"), [*OF_COPIES, (PP, "master", "embedding.tokens")]
+)
 @pytest.mark.ranks(2)
 def test_a_bit_that_changed_some_steps_ago_is_still_named(layout, kind, name, bit):
     """The wrong number has been computed with in the meantime: with tp all tensors are wrong."""
@@ -157,8 +185,14 @@ def test_what_is_whole_on_a_rank_is_compared():
 
 @pytest.mark.ranks(2)
 def test_a_check_that_ignores_the_moments_is_caught(monkeypatch):
-    plant(monkeypatch, Replicas, "checksums", lambda plain, self: {
-        piece: number for piece, number in plain(self).items() if piece[0] == "master"})
+    plant(
+        monkeypatch,
+        Replicas,
+        "checksums",
+        lambda plain, self: {
+            piece: number for piece, number in plain(self).items() if piece[0] == "master"
+        },
+    )
     with pytest.raises(AssertionError, match="raised nothing"):
         drift(DP, "m", "embedding.tokens")
 
@@ -166,8 +200,11 @@ def test_a_check_that_ignores_the_moments_is_caught(monkeypatch):
 @pytest.mark.ranks(2)
 @pytest.mark.parametrize("layout", [DP, TP, PP], ids=str)
 def test_a_check_that_looks_at_owned_tensors_alone_is_caught(layout, monkeypatch):
-    monkeypatch.setattr(replicas, "place_among_copies", lambda comms, param: (
-        0, 1 + (param.owner and comms["dp"].index == 0)))
+    monkeypatch.setattr(
+        replicas,
+        "place_among_copies",
+        lambda comms, param: (0, 1 + (param.owner and comms["dp"].index == 0)),
+    )
     with pytest.raises(AssertionError, match="raised nothing"):
         drift(layout, "master", "embedding.tokens" if layout == PP else "block2.norm2.b")
 
@@ -177,8 +214,11 @@ def test_a_check_that_looks_at_owned_tensors_alone_is_caught(layout, monkeypatch
 
 def not_finite(layout, name, dtype="float32", number=math.nan):
     """Plant a number in one gradient of the last rank that has it, after all sums, in step 2."""
-    worker, step = worker_and_step(small_config(
-        layout, dtype=dtype, optimizer="adamw", loss_scale=1.0 if dtype == "float16" else None))
+    worker, step = worker_and_step(
+        small_config(
+            layout, dtype=dtype, optimizer="adamw", loss_scale=1.0 if dtype == "float16" else None
+        )
+    )
     found = part_of(worker, name, "grad")
     held = WORLD.allgather(found is not None)
     holder = max(rank for rank in range(WORLD.size) if held[rank])
@@ -206,8 +246,11 @@ def test_a_gradient_that_is_not_finite_on_any_copy_stops_all(layout, name):
     text, rank = not_finite(layout, name, number=number)
     first, second = text.splitlines()
     assert re.match(r"step 2: loss \d\S+, gradient norm (nan|inf): stopped before", first)
-    assert re.fullmatch(rf"gradient of {name}: 1 number is not finite, first \[.*\]: on rank {rank}"
-                        r" \(.*\)", second), text
+    assert re.fullmatch(
+        rf"gradient of {name}: 1 number is not finite, first \[.*\]: on rank {rank}"
+        r" \(.*\)",
+        second,
+    ), text
 
 
 @pytest.mark.ranks(2)
@@ -218,8 +261,9 @@ def test_float16_stops_with_the_name_when_no_smaller_scale_is_left():
 @pytest.mark.ranks(2)
 @pytest.mark.parametrize("layout", [DP, TP], ids=str)
 def test_a_norm_that_reads_only_what_it_counts_is_caught(layout, monkeypatch):
-    monkeypatch.setattr(gradsync, "masked_contribution",
-                        lambda value, counts: value if counts else 0.0)
+    monkeypatch.setattr(
+        gradsync, "masked_contribution", lambda value, counts: value if counts else 0.0
+    )
     with pytest.raises(AssertionError, match="raised nothing"):
         not_finite(layout, "block0.norm1.w")
 

@@ -50,8 +50,9 @@ def test_code_of_a_reader_is_judged(number, tmp_path):
 
 
 @pytest.mark.ranks(2)
-@pytest.mark.parametrize(("text", "said"), [
-    ("return x.no_such", ":2: return x.no"), ("pass", "returns something else")])
+@pytest.mark.parametrize(
+    ("text", "said"), [("return x.no_such", ":2: return x.no"), ("pass", "returns something else")]
+)
 def test_an_error_in_code_of_a_reader_is_the_readers(text, said, tmp_path):
     rest = FILES["6b"][0].partition("def backward_input")
     text = f"def forward(here, x, w):\n    {text}\n"

@@ -50,46 +50,75 @@ BLOCK, SCORES = {"recompute": "block"}, {"recompute": "attention"}
 SOME = BLOCK | {"recompute_layers": 1}
 # Ranks: [((dp, pp, tp), cp, schedule, model, memory)]
 AGAIN = {
-    1: [((1, 1, 1), 1, "1f1b", ODD, BLOCK), ((1, 1, 1), 1, "1f1b", ODD, SCORES),
-        ((1, 1, 1), 1, "1f1b", ODD, SCORES | {"recompute_layers": 2})],
-    2: [((1, 2, 1), 1, "zb-h1", ODD, BLOCK), ((1, 2, 1), 1, "dualpipe", ODD, SOME),
-        ((1, 1, 2), 1, "gpipe", RING, BLOCK), ((1, 1, 1), 2, "1f1b", ODD_HELD, BLOCK)],
+    1: [
+        ((1, 1, 1), 1, "1f1b", ODD, BLOCK),
+        ((1, 1, 1), 1, "1f1b", ODD, SCORES),
+        ((1, 1, 1), 1, "1f1b", ODD, SCORES | {"recompute_layers": 2}),
+    ],
+    2: [
+        ((1, 2, 1), 1, "zb-h1", ODD, BLOCK),
+        ((1, 2, 1), 1, "dualpipe", ODD, SOME),
+        ((1, 1, 2), 1, "gpipe", RING, BLOCK),
+        ((1, 1, 1), 2, "1f1b", ODD_HELD, BLOCK),
+    ],
     4: [((1, 2, 2), 1, "zb-v", ODD_HELD, BLOCK), ((1, 2, 1), 2, "interleaved", ODD_HELD, SOME)],
 }.get(WORLD.size, [])
 ZERO = {
-    2: [((2, 1, 1), 1, "1f1b", MODEL, ONE), ((1, 1, 1), 2, "1f1b", MODEL, ONE),
-        ((2, 1, 1), 1, "1f1b", MODEL, THREE), ((2, 1, 1), 1, "gpipe", MODEL, PIECES),
-        ((1, 1, 1), 2, "1f1b", MODEL, KEPT)],
-    4: [((2, 2, 1), 1, "1f1b", MODEL, ONE), ((2, 1, 2), 1, "1f1b", HELD, ONE),
-        ((2, 1, 1), 2, "gpipe", MODEL, ONE), ((2, 2, 1), 1, "dualpipe", MODEL, ONE),
+    2: [
+        ((2, 1, 1), 1, "1f1b", MODEL, ONE),
+        ((1, 1, 1), 2, "1f1b", MODEL, ONE),
+        ((2, 1, 1), 1, "1f1b", MODEL, THREE),
+        ((2, 1, 1), 1, "gpipe", MODEL, PIECES),
+        ((1, 1, 1), 2, "1f1b", MODEL, KEPT),
+    ],
+    4: [
+        ((2, 2, 1), 1, "1f1b", MODEL, ONE),
+        ((2, 1, 2), 1, "1f1b", HELD, ONE),
+        ((2, 1, 1), 2, "gpipe", MODEL, ONE),
+        ((2, 2, 1), 1, "dualpipe", MODEL, ONE),
         ((2, 2, 1), 1, "zb-h1", MODEL, ONE | BLOCK),
-        ((2, 2, 1), 1, "zb-v", MODEL, ONE), ((2, 2, 1), 1, "zb-v", MODEL, PIECES),
+        ((2, 2, 1), 1, "zb-v", MODEL, ONE),
+        ((2, 2, 1), 1, "zb-v", MODEL, PIECES),
         ((2, 2, 1), 1, "dualpipe", MODEL, KEPT | PIECES),
         ((2, 1, 2), 1, "1f1b", HELD, PIECES | BLOCK),
-        ((1, 2, 1), 2, "interleaved", MODEL, KEPT), ((2, 2, 1), 1, "zb-h1", MODEL, THREE)],
+        ((1, 2, 1), 2, "interleaved", MODEL, KEPT),
+        ((2, 2, 1), 1, "zb-h1", MODEL, THREE),
+    ],
     8: [((2, 2, 1), 2, "interleaved", MODEL, ONE), ((2, 2, 2), 1, "zb-h1", HELD, ONE)],
 }.get(WORLD.size, [])
 # A small part of ZERO is for every session, by place; the slow ones run all, and predict each
 # schedule with each. Lives compare the numbers of these pairs with one rank's.
-QUICK = [*AGAIN, *(ZERO[place] for place in {2: (0, 2, 3, 4), 4: (1, 6, 7, 8), 8: (0,)}.get(
-    WORLD.size, ()))]
-EVERY = [((3 - cp, 2, 1), cp, schedule, MODEL, memory)
-         for number, schedule in enumerate(SCHEDULES)
-         for memory, cp in (((ONE, THREE)[number % 2] | BLOCK, 1 + number % 2),
-                            (PIECES, 2 - number % 2), (KEPT, 1 + number % 2))]
+QUICK = [
+    *AGAIN,
+    *(ZERO[place] for place in {2: (0, 2, 3, 4), 4: (1, 6, 7, 8), 8: (0,)}.get(WORLD.size, ())),
+]
+EVERY = [
+    ((3 - cp, 2, 1), cp, schedule, MODEL, memory)
+    for number, schedule in enumerate(SCHEDULES)
+    for memory, cp in (
+        ((ONE, THREE)[number % 2] | BLOCK, 1 + number % 2),
+        (PIECES, 2 - number % 2),
+        (KEPT, 1 + number % 2),
+    )
+]
 
 
 def cases(some):
     """The cases as parameters of a test."""
-    return pytest.mark.parametrize("case", [
-        pytest.param(case, id=f"{case[:3]}-{case[-1]}",
-                     marks=() if case in QUICK else pytest.mark.slow) for case in some])
+    return pytest.mark.parametrize(
+        "case",
+        [
+            pytest.param(
+                case, id=f"{case[:3]}-{case[-1]}", marks=() if case in QUICK else pytest.mark.slow
+            )
+            for case in some
+        ],
+    )
 
 
 def config_for(case, num_microbatches=4, **more):
     layout, cp, schedule, model, memory = case
-    return small_config(
-        layout, num_microbatches, model, cp=cp, schedule=schedule, **memory, **more)
+    return small_config(layout, num_microbatches, model, cp=cp, schedule=schedule, **memory, **more)
 
 
 @cases([*AGAIN, *ZERO])
@@ -124,7 +153,9 @@ def test_convnet_has_the_same_gradients():
     for memory in (BLOCK, {}):
         worker = worker_of(small_config((1, 1, WORLD.size), 2, model, **memory))
         worker.initialize(0.02)
-        worker.gradients(1, lambda mb: Batch(images[4 * mb:4 * mb + 4], labels[4 * mb:4 * mb + 4]))
+        worker.gradients(
+            1, lambda mb: Batch(images[4 * mb : 4 * mb + 4], labels[4 * mb : 4 * mb + 4])
+        )
         found.append([flat.grad.tobytes() for flat in worker.flats])
         worker.close()
     assert found[0] == found[1]
@@ -134,8 +165,10 @@ def test_convnet_has_the_same_gradients():
 def test_what_runs_again_saves_what_is_predicted():
     """The peak of arrays falls by the predicted bytes, to 5 % or 1 MiB, whichever is larger."""
     model = replace(ODD, d_model=96, heads=6, ffn=384, seq_len=128, layers=4)
-    whole, *found = [peaks(small_config((1, WORLD.size, 1), 4, model, 1, **memory))
-                     for memory in ({}, SCORES, BLOCK)]
+    whole, *found = [
+        peaks(small_config((1, WORLD.size, 1), 4, model, 1, **memory))
+        for memory in ({}, SCORES, BLOCK)
+    ]
     for less in found:
         assert_saved(whole, less, under_way=1 << 19)
 
@@ -143,9 +176,12 @@ def test_what_runs_again_saves_what_is_predicted():
 @pytest.mark.ranks(2)
 def test_what_is_shared_out_saves_what_is_predicted():
     model = replace(MODEL, d_model=96, ffn=384, seq_len=64, vocab_size=997)
-    whole, *found = [peaks(small_config((2, 1, 1), 2, model, 1, optimizer="adamw",
-                                        bucket_bytes=1 << 20, **memory))
-                     for memory in ({}, ONE, THREE, PIECES)]
+    whole, *found = [
+        peaks(
+            small_config((2, 1, 1), 2, model, 1, optimizer="adamw", bucket_bytes=1 << 20, **memory)
+        )
+        for memory in ({}, ONE, THREE, PIECES)
+    ]
     predicted = [one for _, one in (whole, *found)]
     assert predicted == sorted(predicted, reverse=True)
     for less in found:
@@ -170,8 +206,12 @@ def test_weights_gradients_and_state_follow_the_closed_forms():
 
 
 def piece_of_the_next_rank(plain, self, segments):
-    return plain(self._replace(comm=SimpleNamespace(
-        index=(self.comm.index + 1) % self.comm.size, size=self.comm.size)), segments)
+    return plain(
+        self._replace(
+            comm=SimpleNamespace(index=(self.comm.index + 1) % self.comm.size, size=self.comm.size)
+        ),
+        segments,
+    )
 
 
 def weights_gathered_before_the_update(_plain, self, lr, step):
@@ -197,7 +237,7 @@ def no_gather_before_the_input_gradient(plain, self, stage, unit, room):
         return
     first, posted = 0, []
     for flat, number in self.needs[stage][unit]:
-        whole = room[first:first + flat.length(number)]
+        whole = room[first : first + flat.length(number)]
         first += whole.size
         posted.append((Pending(Done(), list(NO_ENTRY), whole), flat, number, whole))
     self.coming[stage, unit] = posted
@@ -241,26 +281,30 @@ def result_in_place_of_the_input(_plain, self, x, stash):
 
 
 DP, PP = ((2, 1, 1), 1, "1f1b", MODEL), ((1, 2, 1), 1)
-TWINS = {2: [  # by ranks: (what is replaced, by what, where it must show)
-    (Sharding, "own", piece_of_the_next_rank, (*DP, ONE)),
-    (Sharding, "own", piece_of_the_next_rank, (*DP, PIECES)),
-    (Sgd, "step", weights_gathered_before_the_update, (*DP, ONE)),
-    (ScatterSync, "counts", norm_of_the_first_rank_s_pieces, (*DP, ONE)),
-    (GatheredUnits, "make_room", two_units_in_one_buffer, (*DP, THREE)),
-    (GatheredUnits, "post", no_gather_before_the_input_gradient, (*DP, THREE)),
-    (ScatterSync, "finish", means_in_place_of_sums, (*DP, ONE)),
-    (PieceSync, "finish", means_in_place_of_sums, (*DP, PIECES)),
-    (PieceSync, "begin_unit", gradients_of_another_unit_in_the_scratch_buffer, (*DP, PIECES)),
-    (Recomputed, "backward_input", stash_of_another_microbatch, (*PP, "zb-h1", MODEL, BLOCK)),
-    (Engine, "_take", input_in_a_receive_buffer, (*PP, "gpipe", ODD, BLOCK)),
-], 1: [  # a step that ends in the middle leaves no message
-    (Recomputed, "forward", result_in_place_of_the_input, ((1, 1, 1), 1, "1f1b", ODD, BLOCK)),
-]}
+TWINS = {
+    2: [  # by ranks: (what is replaced, by what, where it must show)
+        (Sharding, "own", piece_of_the_next_rank, (*DP, ONE)),
+        (Sharding, "own", piece_of_the_next_rank, (*DP, PIECES)),
+        (Sgd, "step", weights_gathered_before_the_update, (*DP, ONE)),
+        (ScatterSync, "counts", norm_of_the_first_rank_s_pieces, (*DP, ONE)),
+        (GatheredUnits, "make_room", two_units_in_one_buffer, (*DP, THREE)),
+        (GatheredUnits, "post", no_gather_before_the_input_gradient, (*DP, THREE)),
+        (ScatterSync, "finish", means_in_place_of_sums, (*DP, ONE)),
+        (PieceSync, "finish", means_in_place_of_sums, (*DP, PIECES)),
+        (PieceSync, "begin_unit", gradients_of_another_unit_in_the_scratch_buffer, (*DP, PIECES)),
+        (Recomputed, "backward_input", stash_of_another_microbatch, (*PP, "zb-h1", MODEL, BLOCK)),
+        (Engine, "_take", input_in_a_receive_buffer, (*PP, "gpipe", ODD, BLOCK)),
+    ],
+    1: [  # a step that ends in the middle leaves no message
+        (Recomputed, "forward", result_in_place_of_the_input, ((1, 1, 1), 1, "1f1b", ODD, BLOCK)),
+    ],
+}
 
 
 @pytest.mark.ranks(1, 2)
 @pytest.mark.parametrize(("owner", "name", "twin", "case"), TWINS.get(WORLD.size, []), ids=called)
 def test_a_planted_bug_is_seen(monkeypatch, owner, name, twin, case):
     plant(monkeypatch, owner, name, twin)
-    assert_caught(config_for(case, 2 if case[:4] == DP else 4), computed_once,
-                  r"tensors differ|in the stash")
+    assert_caught(
+        config_for(case, 2 if case[:4] == DP else 4), computed_once, r"tensors differ|in the stash"
+    )

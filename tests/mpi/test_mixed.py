@@ -61,8 +61,11 @@ def assert_equals_one_rank(config, expected=computed_once):
     roundings = ROUNDINGS["tp" if config.grid.tp > 1 else "rows"]
     limit = roundings * HALF_UNIT[config.run.dtype]
     found = compare_with_one_rank(config, tokens(), WORLD, expected)
-    bad = [f"tensors differ: {d.kind} of {d.name}: {d.error:.1e}" for d in found
-           if not d.error <= limit]
+    bad = [
+        f"tensors differ: {d.kind} of {d.name}: {d.error:.1e}"
+        for d in found
+        if not d.error <= limit
+    ]
     on_all_ranks(", ".join(bad[:5]))
 
 
@@ -80,9 +83,14 @@ def test_layout_equals_one_rank(layout, dtype, monkeypatch):
         assert_equals_one_rank(small_config(layout, dtype=dtype, **values))
 
 
-@pytest.mark.parametrize("layout", [
-    pytest.param(layout, marks=[pytest.mark.slow] * (WORLD.size > 2))
-    for layout in {2: [DP], 4: [(2, 1, 2)]}.get(WORLD.size, [])], ids=str)
+@pytest.mark.parametrize(
+    "layout",
+    [
+        pytest.param(layout, marks=[pytest.mark.slow] * (WORLD.size > 2))
+        for layout in {2: [DP], 4: [(2, 1, 2)]}.get(WORLD.size, [])
+    ],
+    ids=str,
+)
 def test_experts_equal_one_rank(layout, dtype, monkeypatch):
     """Routers compute in float32, so that every layout chooses the same experts."""
     poison_unwritten(monkeypatch)
@@ -94,8 +102,11 @@ def test_experts_equal_one_rank(layout, dtype, monkeypatch):
 @pytest.mark.parametrize("layout", HERE[-2:], ids=str)
 def test_device_path_equals_one_rank(layout, dtype):
     """It uses plain kernels: each process would compile the fused ones for the CPU again."""
-    assert_equals_one_rank(small_config(
-        layout, layers=layout[1] + 1, rows_per_mb=1, dtype=dtype, device="cuda", kernels="plain"))
+    assert_equals_one_rank(
+        small_config(
+            layout, layers=layout[1] + 1, rows_per_mb=1, dtype=dtype, device="cuda", kernels="plain"
+        )
+    )
 
 
 def sum_dropped_in_a_layer(plain, self, x, name, op="sum"):
@@ -108,9 +119,11 @@ def summed_in_16_bits(plain, self, x, name):
 
 
 @pytest.mark.ranks(2)
-@pytest.mark.parametrize(("name", "twin", "layout"), [
-    ("all_reduce", sum_dropped_in_a_layer, TP), ("iall_reduce", summed_in_16_bits, DP)],
-    ids=called)
+@pytest.mark.parametrize(
+    ("name", "twin", "layout"),
+    [("all_reduce", sum_dropped_in_a_layer, TP), ("iall_reduce", summed_in_16_bits, DP)],
+    ids=called,
+)
 def test_a_planted_bug_is_seen(name, twin, layout, dtype, monkeypatch):
     plant(monkeypatch, Comm, name, twin)
     with pytest.raises(AssertionError, match="tensors differ"):
@@ -119,8 +132,9 @@ def test_a_planted_bug_is_seen(name, twin, layout, dtype, monkeypatch):
 
 @pytest.mark.parametrize("layout", last(HERE), ids=str)
 def test_copies_of_a_parameter_stay_the_same_bit_by_bit(layout, dtype):
-    worker, step = worker_and_step(small_config(
-        layout, optimizer="adamw", rows_per_mb=1, dtype=dtype))
+    worker, step = worker_and_step(
+        small_config(layout, optimizer="adamw", rows_per_mb=1, dtype=dtype)
+    )
     for number in (1, 2):
         step(number)
     worker.close()
@@ -135,9 +149,14 @@ def test_copies_of_a_parameter_stay_the_same_bit_by_bit(layout, dtype):
             assert seen.setdefault(key, digest) == digest, key
 
 
-@pytest.mark.parametrize(("layout", "tp_matmul"), slow_unless(
-    lambda layout, tp_matmul: (tp_matmul == "ring") == (layout[2] > 1),
-    itertools.product(HERE, [None, "plain", "ring"])), ids=str)
+@pytest.mark.parametrize(
+    ("layout", "tp_matmul"),
+    slow_unless(
+        lambda layout, tp_matmul: (tp_matmul == "ring") == (layout[2] > 1),
+        itertools.product(HERE, [None, "plain", "ring"]),
+    ),
+    ids=str,
+)
 def test_shapes_only_run_predicts_every_record(layout, tp_matmul, dtype):
     model = cut_model(tp_matmul) if tp_matmul else MODEL
     *_, predicted = assert_records_predicted(small_config(layout, model=model, dtype=dtype))
@@ -149,17 +168,22 @@ def test_shapes_only_run_predicts_every_record(layout, tp_matmul, dtype):
 
 
 @pytest.mark.ranks(1, 2, 4)
-@pytest.mark.parametrize("layout", [pytest.param(
-    layout, marks=[pytest.mark.slow] * (WORLD.size > 2)) for layout in HERE[-1:]], ids=str)
+@pytest.mark.parametrize(
+    "layout",
+    [pytest.param(layout, marks=[pytest.mark.slow] * (WORLD.size > 2)) for layout in HERE[-1:]],
+    ids=str,
+)
 def test_memory_is_predicted(layout):
     """Widened copies and master weights count; the prediction holds within 5 % and 2 MiB."""
-    config = small_config(
-        layout, d_model=96, ffn=384, seq_len=64, rows_per_mb=1, dtype="bfloat16")
+    config = small_config(layout, d_model=96, ffn=384, seq_len=64, rows_per_mb=1, dtype="bfloat16")
     assert_peak(*peaks(config))
     predicted = predict(config, WORLD.rank)
     assert predicted.peak_bytes["weights"] == 2 * predicted.num_params
-    assert predicted.peak_bytes["gradients"] == predicted.peak_bytes["optimizer"] == (
-        4 * predicted.num_params)
+    assert (
+        predicted.peak_bytes["gradients"]
+        == predicted.peak_bytes["optimizer"]
+        == (4 * predicted.num_params)
+    )
 
 
 @pytest.mark.parametrize("size", [1, 7, 30])
@@ -183,6 +207,7 @@ def test_sums_are_made_in_float32_and_the_same_everywhere(size, dtype):
 
 def overflow_on_rank_1(monkeypatch, at_step):
     """Plant an infinity in a gradient of world rank 1, after all sums, in these steps."""
+
     def unscale(plain, self, loss_scale):
         if WORLD.rank == 1 and self.recorder.step in at_step:
             flat = self.flats[-1]
@@ -195,9 +220,17 @@ def overflow_on_rank_1(monkeypatch, at_step):
 
 def skip_together(layout, zero=0):
     """Steps 2 and 3 overflow on one rank: nobody may change a weight; then the scale recovers."""
-    worker, step = worker_and_step(small_config(
-        layout, rows_per_mb=1, dtype="float16", optimizer="adamw", loss_scale=1024.0,
-        loss_scale_interval=2, zero=zero))
+    worker, step = worker_and_step(
+        small_config(
+            layout,
+            rows_per_mb=1,
+            dtype="float16",
+            optimizer="adamw",
+            loss_scale=1024.0,
+            loss_scale_interval=2,
+            zero=zero,
+        )
+    )
     problem, skipped, scales = "", [], []
     for number in range(1, 8):
         before = [flat.master.copy() for flat in worker.flats]
@@ -209,8 +242,10 @@ def skip_together(layout, zero=0):
         if same != (number in (2, 3)):
             problem = f"step {number}: rank {WORLD.rank} skipped: {same}"
     worker.close()
-    if not problem and (skipped != [False, True, True, False, False, False, False]
-                        or scales != [1024, 1024, 512, 256, 256, 512, 512]):
+    if not problem and (
+        skipped != [False, True, True, False, False, False, False]
+        or scales != [1024, 1024, 512, 256, 256, 512, 512]
+    ):
         problem = f"rank {WORLD.rank}: {skipped}, {scales}"
     on_all_ranks(problem)
 
@@ -243,8 +278,9 @@ def test_ranks_that_do_not_agree_are_caught(layout, monkeypatch):
 def test_an_overflow_that_the_norm_does_not_count_is_caught(layout, monkeypatch):
     """Rank 1 holds a copy whose gradient the norm leaves to rank 0."""
     overflow_on_rank_1(monkeypatch, (2, 3))
-    monkeypatch.setattr(gradsync, "masked_contribution",
-                        lambda value, counts: value if counts else 0.0)
+    monkeypatch.setattr(
+        gradsync, "masked_contribution", lambda value, counts: value if counts else 0.0
+    )
     with pytest.raises((AssertionError, NonFiniteError), match=r"rank|loss nan"):
         skip_together(layout)
 

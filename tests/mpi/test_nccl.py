@@ -49,10 +49,13 @@ def group(dtype="float64", reach=1):
 
 def trained(config, steps=2):
     """(losses, gradients by name on rank 0, carriers) of steps on the device. Comm: theirs."""
-    worker, rows = worker_and_rows(config, spread=SPREAD, ops=ops_module.make(
-        "cuda", config.run.dtype, kernels="plain"))
-    losses = [worker.train_step(step, lambda mb, step=step: rows.train(step, mb)).loss
-              for step in range(1, steps + 1)]
+    worker, rows = worker_and_rows(
+        config, spread=SPREAD, ops=ops_module.make("cuda", config.run.dtype, kernels="plain")
+    )
+    losses = [
+        worker.train_step(step, lambda mb, step=step: rows.train(step, mb)).loss
+        for step in range(1, steps + 1)
+    ]
     found = losses, full_tensors(worker, "data"), worker.comms.carriers
     worker.close()
     return found
@@ -67,7 +70,8 @@ def by_mpi(monkeypatch, config):
 def same(expected, found):
     """Whether two runs have the same numbers. Comm: a broadcast."""
     ok = expected[0] == pytest.approx(found[0], rel=1e-12) and all(
-        one.ok for one in (differences("weight", found[1], expected[1]) if HERE == 0 else ()))
+        one.ok for one in (differences("weight", found[1], expected[1]) if HERE == 0 else ())
+    )
     return WORLD.bcast(bool(ok))
 
 
@@ -75,33 +79,53 @@ RING = {"model": cut_model("ring")}
 SHARED = {"zero": 3, "zero_grads": "sharded"}
 CP_RING, CP_ULYSSES = ({"model": EVEN, "cp": 2, "cp_attention": one} for one in ("ring", "ulysses"))
 CASES = {  # {name: arguments of small_config}
-    "dp": (DP, {}), "tp": (TP, {}), "tp ring": (TP, RING), "1f1b": (PP, {}),
-    "zb-v": (PP, {"schedule": "zb-v"}), "interleaved": (PP, {"schedule": "interleaved"}),
-    "zero 3": (DP, {"zero": 3}), "pieces": (DP, SHARED), "cp ring": ((1, 1, 1), CP_RING),
-    "cp ulysses": ((1, 1, 1), CP_ULYSSES), "3 stages": ((1, 3, 1), {"schedule": "zb-h1"}),
-    "4 stages": ((1, 4, 1), {"schedule": "zb-h1"}), "dp x pp": ((2, 2, 1), {}),
-    "pp x tp": ((1, 2, 2), RING), "zero 3 x pp": ((2, 2, 1), SHARED),
+    "dp": (DP, {}),
+    "tp": (TP, {}),
+    "tp ring": (TP, RING),
+    "1f1b": (PP, {}),
+    "zb-v": (PP, {"schedule": "zb-v"}),
+    "interleaved": (PP, {"schedule": "interleaved"}),
+    "zero 3": (DP, {"zero": 3}),
+    "pieces": (DP, SHARED),
+    "cp ring": ((1, 1, 1), CP_RING),
+    "cp ulysses": ((1, 1, 1), CP_ULYSSES),
+    "3 stages": ((1, 3, 1), {"schedule": "zb-h1"}),
+    "4 stages": ((1, 4, 1), {"schedule": "zb-h1"}),
+    "dp x pp": ((2, 2, 1), {}),
+    "pp x tp": ((1, 2, 2), RING),
+    "zero 3 x pp": ((2, 2, 1), SHARED),
     "cp x tp": ((1, 1, 2), CP_RING),
 }
 # The others are for the slow sessions, which take more microbatches of each.
 QUICK = ("dp", "1f1b", "3 stages", "zero 3 x pp")
 MICROBATCHES = {"dp": 2, "1f1b": 2}
-MINE = [name for name, (layout, more) in CASES.items()
-        if np.prod(layout) * more.get("cp", 1) == RANKS]
+MINE = [
+    name for name, (layout, more) in CASES.items() if np.prod(layout) * more.get("cp", 1) == RANKS
+]
 
 
 def config_of(name, dtype="float64"):
     layout, more = CASES[name]
-    return small_config(layout, MICROBATCHES.get(name, 5), rows_per_mb=1, dtype=dtype,
-                        check_comm=dtype == "bfloat16", **more)
+    return small_config(
+        layout,
+        MICROBATCHES.get(name, 5),
+        rows_per_mb=1,
+        dtype=dtype,
+        check_comm=dtype == "bfloat16",
+        **more,
+    )
 
 
 @pytest.mark.parametrize("name", slow_unless(QUICK.__contains__, zip(MINE)))
 def test_training_equals_that_over_mpi(name, monkeypatch):
     through_host = []
     expected = by_mpi(monkeypatch, config_of(name))
-    plant(monkeypatch, StagedTransport, "isend", lambda plain, self, *message: (
-        through_host.append(message[2]), plain(self, *message))[1])
+    plant(
+        monkeypatch,
+        StagedTransport,
+        "isend",
+        lambda plain, self, *message: (through_host.append(message[2]), plain(self, *message))[1],
+    )
     found = trained(config_of(name))
     assert (expected[2], found[2]) == (["MPI through host memory"], ["NCCL"])
     assert same(expected, found)
@@ -138,14 +162,22 @@ def test_every_call_gives_what_mpi_gives(dtype, monkeypatch):
         root = comm.reduce(wide(4), RANKS - 1, "a")
         found += [] if root is None else [root]
         comm.barrier("a")
-        pending = [comm.iall_reduce(wide(6), "a"), comm.ireduce_scatter(wide(RANKS, 2), "a"),
-                   comm.iall_gather(array(RANKS, 2), "a"), comm.iall_gather(wide(RANKS, 1), "a")]
+        pending = [
+            comm.iall_reduce(wide(6), "a"),
+            comm.ireduce_scatter(wide(RANKS, 2), "a"),
+            comm.iall_gather(array(RANKS, 2), "a"),
+            comm.iall_gather(wide(RANKS, 1), "a"),
+        ]
         for peer, tag in product((comm.neighbor(1), comm.neighbor(-1)), (6, 3, 7)):
-            pending += [comm.isend(array(tag, 2), peer, tag, "a"),
-                        comm.irecv(array(tag, 2), peer, tag, "a")]
+            pending += [
+                comm.isend(array(tag, 2), peer, tag, "a"),
+                comm.irecv(array(tag, 2), peer, tag, "a"),
+            ]
         waited = [one.wait() for one in reversed(pending)]
-        found += [x[0] if one.entry and k == len(pending) - 2 else x
-                  for k, (one, x) in enumerate(zip(reversed(pending), waited, strict=True))]
+        found += [
+            x[0] if one.entry and k == len(pending) - 2 else x
+            for k, (one, x) in enumerate(zip(reversed(pending), waited, strict=True))
+        ]
         if HERE == 0:
             comm.send(array(3), 1, 2, "a")
         elif HERE == 1:
@@ -166,10 +198,13 @@ def exchanged(tags_to_send, tags_to_receive):
     """{tag: what came from the rank before}; every number is a tag."""
     comm, comms = group()
     ops = comm.wire.ops
-    pending = {tag: comm.irecv(ops.zeros(3), comm.neighbor(-1), tag, "a")
-               for tag in tags_to_receive}
-    sent = [comm.isend(ops.asarray(np.full(3, float(tag))), comm.neighbor(1), tag, "a")
-            for tag in tags_to_send]
+    pending = {
+        tag: comm.irecv(ops.zeros(3), comm.neighbor(-1), tag, "a") for tag in tags_to_receive
+    }
+    sent = [
+        comm.isend(ops.asarray(np.full(3, float(tag))), comm.neighbor(1), tag, "a")
+        for tag in tags_to_send
+    ]
     found = {tag: ops.to_host(one.wait()).tolist() for tag, one in pending.items()}
     for one in sent:
         one.wait()
@@ -193,8 +228,12 @@ def test_one_lane_for_both_kinds_is_caught(monkeypatch):
     config = config_of("zb-v")
     expected = by_mpi(monkeypatch, config)
     for name in ("isend", "irecv"):
-        plant(monkeypatch, nccl.NcclTransport, name, lambda plain, self, x, peer, tag: plain(
-            self, x, peer, 0))
+        plant(
+            monkeypatch,
+            nccl.NcclTransport,
+            name,
+            lambda plain, self, x, peer, tag: plain(self, x, peer, 0),
+        )
     assert not same(expected, trained(config, 2))
 
 
@@ -242,6 +281,7 @@ def test_mpi_carries_where_nccl_cannot(why, monkeypatch):
 def test_every_pair_is_connected_in_one_order():
     assert list(nccl.pairs(2, 1)) == [(0, 1), (1, 0)]
     assert sorted(nccl.pairs(5, 1)) == sorted(
-        (one, (one + step) % 5) for one in range(5) for step in (-1, 1))
+        (one, (one + step) % 5) for one in range(5) for step in (-1, 1)
+    )
     assert len(set(nccl.pairs(6, 6))) == 30
     assert list(nccl.pairs(6, 0)) == []

@@ -35,15 +35,26 @@ CUT = [layout for layout in HERE if layout[2] > 1]  # --sequence-parallel, --tp-
 MATMULS = ["plain", "ring"]
 
 
-@pytest.mark.parametrize("values", [
-    *every(lambda one: one["schedule"] == "1f1b" and (
-        one["ffn_cut"] == "pair" or one["layout"] in CUT),
-        layout=HERE, ffn_cut=[*PER_BLOCK], schedule=["naive", "gpipe", "1f1b"]),
-    *every(layout=CUT, schedule=["1f1b", "zb-h1"], sequence_parallel=True, tp_matmul=MATMULS)])
+@pytest.mark.parametrize(
+    "values",
+    [
+        *every(
+            lambda one: (
+                one["schedule"] == "1f1b" and (one["ffn_cut"] == "pair" or one["layout"] in CUT)
+            ),
+            layout=HERE,
+            ffn_cut=[*PER_BLOCK],
+            schedule=["naive", "gpipe", "1f1b"],
+        ),
+        *every(layout=CUT, schedule=["1f1b", "zb-h1"], sequence_parallel=True, tp_matmul=MATMULS),
+    ],
+)
 def test_shapes_only_run_predicts_every_record(values):
     _, recorder, predicted = assert_records_predicted(small_config(**values))
-    real, foreseen = ({key: counter[:3] for key, counter in one.counters.items()}
-                      for one in (recorder, predicted.recorder))
+    real, foreseen = (
+        {key: counter[:3] for key, counter in one.counters.items()}
+        for one in (recorder, predicted.recorder)
+    )
     assert real == foreseen
     assert bool(real) == (WORLD.size > 1)
 
@@ -57,8 +68,9 @@ class Step:
     def __init__(self, config):
         self.worker, self.recorder = real_step(config)
         count, stages = config.grid.num_microbatches, self.worker.stages
-        self.blocks = sum(isinstance(unit[0], Residual)
-                          for stage in stages.values() for unit in stage.units)
+        self.blocks = sum(
+            isinstance(unit[0], Residual) for stage in stages.values() for unit in stage.units
+        )
         self.first, self.last = 0 in stages, self.worker.schedule.num_stages - 1 in stages
         rows = config.train.batch_size // (config.grid.dp * count)
         self.token_bytes = 8 * rows  # of a channel, a token of each row
@@ -67,7 +79,8 @@ class Step:
         self.per_mb = {
             key[1:]: [value / count for value in counter[:3]]
             for key, counter in self.recorder.totals("axis", "operation", "phase").items()
-            if key[0] == "tp" and key[2] in "FIW"}
+            if key[0] == "tp" and key[2] in "FIW"
+        }
 
     def sent(self, what):
         """(calls, payload bytes) of the messages over pp with this name."""
@@ -75,31 +88,47 @@ class Step:
         return totals.get(("pp", what, "send"), Sums())[:2]
 
 
-@pytest.mark.parametrize(("layout", "ffn_cut", "num_microbatches"), slow_unless(
-    lambda layout, ffn_cut, num_microbatches: (
-        (ffn_cut, num_microbatches) in (("pair", 1), ("gather", 2), ("reduce", 5))
-        and (ffn_cut == "pair" or layout[2] > 1)),
-    itertools.product(HERE, PER_BLOCK, [1, 2, 5])), ids=str)
+@pytest.mark.parametrize(
+    ("layout", "ffn_cut", "num_microbatches"),
+    slow_unless(
+        lambda layout, ffn_cut, num_microbatches: (
+            (ffn_cut, num_microbatches) in (("pair", 1), ("gather", 2), ("reduce", 5))
+            and (ffn_cut == "pair" or layout[2] > 1)
+        ),
+        itertools.product(HERE, PER_BLOCK, [1, 2, 5]),
+    ),
+    ids=str,
+)
 def test_tensor_parallel_barriers_follow_the_formula(layout, ffn_cut, num_microbatches):
     step, tp = Step(small_config(layout, num_microbatches, ffn_cut=ffn_cut)), layout[2]
     if tp == 1:
         assert not [key for key in step.recorder.totals("axis") if key == ("tp",)]
         return
     act, wide = step.column * MODEL.d_model, step.column * MODEL.ffn
-    apart = step.column * tp * (  # in equal chunks
-        chunk_size(MODEL.d_model, tp) + chunk_size(MODEL.ffn, tp))
-    ends = {"F": (step.first, step.last, step.last * step.stats),  # embedding and loss
-            "I": (step.last, 0, 0)}  # head
+    apart = (
+        step.column
+        * tp
+        * (  # in equal chunks
+            chunk_size(MODEL.d_model, tp) + chunk_size(MODEL.ffn, tp)
+        )
+    )
+    ends = {
+        "F": (step.first, step.last, step.last * step.stats),  # embedding and loss
+        "I": (step.last, 0, 0),
+    }  # head
     expected = {}
     for phase, sums, gathers in zip("FI", *PER_BLOCK[ffn_cut], strict=True):
         end_sums, end_gathers, gathered = ends[phase]
         calls = step.blocks * sums + end_sums
         extra = step.blocks * (wide - act) * (sums == 3)
         expected["all_reduce", phase] = [calls, calls * act + extra]
-        expected["all_gather", phase] = [step.blocks * gathers + end_gathers,
-                                         step.blocks * apart * (gathers == 2) + gathered]
+        expected["all_gather", phase] = [
+            step.blocks * gathers + end_gathers,
+            step.blocks * apart * (gathers == 2) + gathered,
+        ]
     assert {key: found[:2] for key, found in step.per_mb.items()} == {
-        key: value for key, value in expected.items() if value[0]}
+        key: value for key, value in expected.items() if value[0]
+    }
     assert {key[1] for key in step.recorder.totals("axis", "phase") if key[0] == "tp"} <= {*"FI"}
 
 
@@ -126,8 +155,11 @@ def test_sums_of_units_start_inside_the_last_backward(layout):
     worker, recorder = real_step(small_config(layout, schedule="1f1b"))
     for stage, one in worker.stages.items():
         end = max(span.end_ns for span in recorder.spans if (span.kind, span.stage) == ("B", stage))
-        sums = [record for record in recorder.records
-                if (record.name, record.stage) == ("grads.bucket", stage)]
+        sums = [
+            record
+            for record in recorder.records
+            if (record.name, record.stage) == ("grads.bucket", stage)
+        ]
         assert (len(sums) > len(one.units)) == (layout[0] > 1)
         assert all(record.posted_ns < end for record in sums)
     flight, hidden = recorder.flight_ns("dp", ("all_reduce",))
@@ -179,8 +211,9 @@ def test_barriers_of_cut_tokens_follow_the_formula(layout, num_microbatches):
     assert step.per_mb == {key: value for key, value in expected.items() if value[0]}
 
 
-@pytest.mark.parametrize(("tp_matmul", "norm", "vectors"), [
-    ("plain", "layer", 2), ("ring", "rms", 1)])
+@pytest.mark.parametrize(
+    ("tp_matmul", "norm", "vectors"), [("plain", "layer", 2), ("ring", "rms", 1)]
+)
 @cut_layouts
 def test_one_sum_of_replicated_gradients_a_step(layout, tp_matmul, norm, vectors):
     """The only partial gradients are the vectors of two norms a layer and of the last norm."""
@@ -195,14 +228,20 @@ def test_ring_sends_as_many_bytes_in_pieces(layout):
     plain, ring = (real_step(small_config(layout, 2, model=cut_model(way)))[1] for way in MATMULS)
 
     def sent(recorder, kinds):
-        return sum(counter.wire_bytes for key, counter in recorder.counters.items()
-                   if key.axis == "tp" and key.name.startswith("block") and key.operation in kinds)
+        return sum(
+            counter.wire_bytes
+            for key, counter in recorder.counters.items()
+            if key.axis == "tp" and key.name.startswith("block") and key.operation in kinds
+        )
 
     collectives = ("all_gather", "reduce_scatter")
     assert sent(ring, ("send",)) == sent(plain, collectives) > 0
     assert sent(ring, collectives) == sent(plain, ("send",)) == 0
-    messages = Counter((record.name, record.phase) for record in ring.records
-                       if record.operation == "recv" and record.name.startswith("block"))
+    messages = Counter(
+        (record.name, record.phase)
+        for record in ring.records
+        if record.operation == "recv" and record.name.startswith("block")
+    )
     # qkv and up: one ring each way and one for the weight gradient; proj and down: one each way.
     per_layer = {("attn.qkv", "FIW"), ("ffn.up", "FIW"), ("attn.proj", "FI"), ("ffn.down", "FI")}
     names = {name for name, _ in messages}
@@ -224,9 +263,14 @@ def test_pipeline_messages_carry_a_share(layout):
 
 
 @of_several
-@pytest.mark.parametrize(("layout", "tp_matmul"), slow_unless(
-    lambda layout, tp_matmul: (layout, tp_matmul) == (CUT[-1], "plain"),
-    itertools.product(CUT, MATMULS)), ids=str)
+@pytest.mark.parametrize(
+    ("layout", "tp_matmul"),
+    slow_unless(
+        lambda layout, tp_matmul: (layout, tp_matmul) == (CUT[-1], "plain"),
+        itertools.product(CUT, MATMULS),
+    ),
+    ids=str,
+)
 def test_memory_of_cut_tokens_is_predicted_and_smaller(layout, tp_matmul):
     """It holds within 5 % and 2 MiB for tile buffers and Python objects; the stash shrinks."""
     sizes = {"d_model": 96, "ffn": 384, "seq_len": 64 + layout[2] * 2}

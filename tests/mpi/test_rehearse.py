@@ -27,8 +27,21 @@ from mpipar.comm.record import POINT_TO_POINT
 from mpipar.comm.transport import HostTransport
 from mpipar.plan.script import script_of
 
-WHAT = attrgetter("operation", "name", "axis", "peer", "tag", "payload_bytes", "wire_bytes",
-                  "dtype", "stage", "mb", "phase", "site", "cut")
+WHAT = attrgetter(
+    "operation",
+    "name",
+    "axis",
+    "peer",
+    "tag",
+    "payload_bytes",
+    "wire_bytes",
+    "dtype",
+    "stage",
+    "mb",
+    "phase",
+    "site",
+    "cut",
+)
 PIPELINE = {2: (1, 2, 1), 4: (2, 2, 1)}.get(WORLD.size, (1, 1, 1))
 TENSOR = {2: (1, 1, 2), 4: (2, 1, 2)}.get(WORLD.size, (1, 1, 1))
 SHARED = {2: (2, 1, 1), 4: (2, 2, 1)}.get(WORLD.size, (1, 1, 1))
@@ -48,8 +61,14 @@ CASES = {  # name: arguments of small_config
     "popular experts": {"layout": DATA, "model": EXPERTS, "ep": 2, "routing": "zipf"},
     "one expert": {"layout": DATA, "model": EXPERTS, "ep": 2, "routing": "one-hot"},
     "the next rank": {"layout": DATA, "model": EXPERTS, "ep": 2, "routing": "adversarial"},
-    "popular experts, cp": {"layout": CONTEXT, "model": EXPERTS, "ep": 2, "routing": "zipf",
-                            "cp": 2, "expert_dispatch": "all-gather"},
+    "popular experts, cp": {
+        "layout": CONTEXT,
+        "model": EXPERTS,
+        "ep": 2,
+        "routing": "zipf",
+        "cp": 2,
+        "expert_dispatch": "all-gather",
+    },
     "zero 3": {"layout": SHARED, "zero": 3},
     "sharded gradients": {"layout": DATA, "zero": 3, "zero_grads": "sharded"},
     "bfloat16": {"layout": TENSOR, "dtype": "bfloat16"},
@@ -65,9 +84,13 @@ IN_SHORT = {2: ("zb-h1", "experts", "zero 3"), 4: ()}.get(WORLD.size, ())
 
 
 @pytest.mark.ranks(2, 4)
-@pytest.mark.parametrize("case", slow_unless(
-    lambda case: case in (*IN_SHORT, f"1f1b {LAYOUTS[WORLD.size][-1]}"),
-    [(case,) for case in CASES]))
+@pytest.mark.parametrize(
+    "case",
+    slow_unless(
+        lambda case: case in (*IN_SHORT, f"1f1b {LAYOUTS[WORLD.size][-1]}"),
+        [(case,) for case in CASES],
+    ),
+)
 def test_records_are_those_of_a_real_step(case):
     """Only what experts send depends on numbers, if tokens choose them."""
     config = small_config(**CASES[case])
@@ -86,30 +109,49 @@ def test_records_are_those_of_a_real_step(case):
 
 
 @pytest.mark.ranks(2)
-@pytest.mark.parametrize("words", [
-    "dp=4,pp=2,tp=2", "pp=4,dp=2 --schedule dualpipe --num-microbatches 8", "dp=8 --zero 3",
-    "pp=4 --schedule zb-v --num-microbatches 8 --tied", "cp=4", "tp=4 --dtype bfloat16",
-    "dp=4,ep=4 --experts 8 --expert-ffn 64 --routing zipf",
-    "dp=3,ep=3 --experts 6 --expert-ffn 64 --batch-size 12 --num-microbatches 4"])
+@pytest.mark.parametrize(
+    "words",
+    [
+        "dp=4,pp=2,tp=2",
+        "pp=4,dp=2 --schedule dualpipe --num-microbatches 8",
+        "dp=8 --zero 3",
+        "pp=4 --schedule zb-v --num-microbatches 8 --tied",
+        "cp=4",
+        "tp=4 --dtype bfloat16",
+        "dp=4,ep=4 --experts 8 --expert-ffn 64 --routing zipf",
+        "dp=3,ep=3 --experts 6 --expert-ffn 64 --batch-size 12 --num-microbatches 4",
+    ],
+)
 def test_first_ranks_make_their_calls(words):
     """In the order of the step, with stand-ins for the peers that are absent."""
     config = config_of(["--preset", "tiny", "--layers", "8", "--layout", *words.split()])
     script = script_of(config, WORLD.rank)
-    player = Player(config, WORLD, ops_module.make_for(config.run), with_stand_ins(script, WORLD),
-                    FirstRanks.here(config, WORLD))
+    player = Player(
+        config,
+        WORLD,
+        ops_module.make_for(config.run),
+        with_stand_ins(script, WORLD),
+        FirstRanks.here(config, WORLD),
+    )
     assert player.check() == ""
     _, ((*played,),) = player.steps(1)
     player.close()
     stands_in = [one.operation for one in played if one.name.endswith(STAND_IN)]
-    due = [(one.record.operation, one.record.name, one.record.phase) for one in script.calls
-           if one.record.tag >= 0 or min(
-               rank for rank in script.groups[one.record.axis] if rank != WORLD.rank) < WORLD.size]
-    assert [(one.operation, one.name, one.phase) for one in played
-            if not one.name.endswith(STAND_IN)] == due
-    absent = [one.operation for one in played
-              if one.axis == ABSENT and not one.name.endswith(STAND_IN)]
-    count = WORLD.allreduce(np.array([
-        [kinds.count(kind) for kind in POINT_TO_POINT] for kinds in (absent, stands_in)]))
+    due = [
+        (one.record.operation, one.record.name, one.record.phase)
+        for one in script.calls
+        if one.record.tag >= 0
+        or min(rank for rank in script.groups[one.record.axis] if rank != WORLD.rank) < WORLD.size
+    ]
+    assert [
+        (one.operation, one.name, one.phase) for one in played if not one.name.endswith(STAND_IN)
+    ] == due
+    absent = [
+        one.operation for one in played if one.axis == ABSENT and not one.name.endswith(STAND_IN)
+    ]
+    count = WORLD.allreduce(
+        np.array([[kinds.count(kind) for kind in POINT_TO_POINT] for kinds in (absent, stands_in)])
+    )
     assert count[0].tolist() == count[1][::-1].tolist()
     assert count.any() == ("dp=8" not in words and "tp=4 " not in words and "ep=" not in words)
 
@@ -138,11 +180,20 @@ def parts_of_the_wrong_ranks(plain, wire, x, size):
 
 
 @pytest.mark.ranks(2)
-@pytest.mark.parametrize(("owner", "name", "twin", "values"), [
-    (HostTransport, "all_reduce", sum_that_lacks_a_part, {"layout": TENSOR}),
-    (Comm, "isend", exchanged_messages, {"layout": PIPELINE, "schedule": "gpipe"}),
-    (HostTransport, "all_gather", parts_of_the_wrong_ranks, {
-        "layout": TENSOR, "sequence_parallel": True})], ids=called)
+@pytest.mark.parametrize(
+    ("owner", "name", "twin", "values"),
+    [
+        (HostTransport, "all_reduce", sum_that_lacks_a_part, {"layout": TENSOR}),
+        (Comm, "isend", exchanged_messages, {"layout": PIPELINE, "schedule": "gpipe"}),
+        (
+            HostTransport,
+            "all_gather",
+            parts_of_the_wrong_ranks,
+            {"layout": TENSOR, "sequence_parallel": True},
+        ),
+    ],
+    ids=called,
+)
 def test_a_planted_bug_is_seen(owner, name, twin, values, monkeypatch):
     plant(monkeypatch, owner, name, twin)
     assert wrong_on_some_rank(small_config(**values))

@@ -32,13 +32,19 @@ def planted(layout, cores, monkeypatch):
     return measure.measure_costs(config, grid, cpu(), WORLD), calls
 
 
-@pytest.mark.parametrize(("layout", "cores", "times"), [
-    ((4, 1, 1), 2, 2), ((1, 4, 1), 1, 2), ((2, 2, 1), 2, 2),
-    ((4, 1, 1), 4, 1),  # a core each
-    ((2, 1, 2), 2, 1),  # ranks of tp wait for each other, which takes cores, too
-])
+@pytest.mark.parametrize(
+    ("layout", "cores", "times"),
+    [
+        ((4, 1, 1), 2, 2),
+        ((1, 4, 1), 1, 2),
+        ((2, 2, 1), 2, 2),
+        ((4, 1, 1), 4, 1),  # a core each
+        ((2, 1, 2), 2, 1),  # ranks of tp wait for each other, which takes cores, too
+    ],
+)
 def test_sharing_is_the_time_of_a_core_with_all_ranks_over_that_in_turns(
-        layout, cores, times, monkeypatch):
+    layout, cores, times, monkeypatch
+):
     costs, calls = planted(layout, cores, monkeypatch)
     assert calls == [0.0, request.NAP_SECONDS][:times]
     if WORLD.rank == 0:
@@ -46,10 +52,14 @@ def test_sharing_is_the_time_of_a_core_with_all_ranks_over_that_in_turns(
         assert costs.sharing == (CROWDED / CORE if times == 2 else 1.0)
 
 
-@pytest.mark.parametrize(("axis", "crowded", "sleeps"), [
-    ("world", True, True), ("world", False, False),
-    ("dp", True, False),  # of one stage: its ranks come together
-])
+@pytest.mark.parametrize(
+    ("axis", "crowded", "sleeps"),
+    [
+        ("world", True, True),
+        ("world", False, False),
+        ("dp", True, False),  # of one stage: its ranks come together
+    ],
+)
 def test_a_rank_whose_stage_is_done_early_sleeps_before_a_sum(axis, crowded, sleeps, monkeypatch):
     naps = []
 
@@ -65,8 +75,8 @@ def test_a_rank_whose_stage_is_done_early_sleeps_before_a_sum(axis, crowded, sle
     last = comm.index == comm.size - 1
     if last:
         time.sleep(0.05)
-    total = comm.all_reduce(np.array([2.0 ** WORLD.rank]), "sum")
-    assert total == sum(2.0 ** rank for rank in comm.ranks)
+    total = comm.all_reduce(np.array([2.0**WORLD.rank]), "sum")
+    assert total == sum(2.0**rank for rank in comm.ranks)
     comms.close()
     assert last or bool(naps) == sleeps
 

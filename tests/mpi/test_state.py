@@ -33,9 +33,10 @@ class Trainer:
 
     def train(self, first, last, votes=StepVotes):
         """Losses and norms of some steps, and what all have agreed on in the last one."""
-        found = [self.worker.train_step(
-                     step, lambda mb, step=step: self.rows.train(step, mb), votes)
-                 for step in range(first, last + 1)]
+        found = [
+            self.worker.train_step(step, lambda mb, step=step: self.rows.train(step, mb), votes)
+            for step in range(first, last + 1)
+        ]
         self.votes = found[-1].votes
         return [(one.loss, one.grad_norm) for one in found]
 
@@ -50,8 +51,11 @@ class Trainer:
 
     def bytes(self):
         """All numbers of this rank's state and of the layers' weights."""
-        return [buffer.tobytes() for flat in self.worker.flats
-                for buffer in (flat.data, *flat.state.values())]
+        return [
+            buffer.tobytes()
+            for flat in self.worker.flats
+            for buffer in (flat.data, *flat.state.values())
+        ]
 
 
 def started(config, steps):
@@ -67,9 +71,18 @@ def assert_everywhere(right, what):
     assert all(WORLD.allgather(bool(right))), what
 
 
-@pytest.mark.parametrize(("layout", "dtype"), [
-    *(pytest.param(layout, "float64", marks=[pytest.mark.slow] * (WORLD.size > 2))
-      for layout in HERE[1:]), (HERE[0], "float64"), (HERE[0], "bfloat16")], ids=str)
+@pytest.mark.parametrize(
+    ("layout", "dtype"),
+    [
+        *(
+            pytest.param(layout, "float64", marks=[pytest.mark.slow] * (WORLD.size > 2))
+            for layout in HERE[1:]
+        ),
+        (HERE[0], "float64"),
+        (HERE[0], "bfloat16"),
+    ],
+    ids=str,
+)
 def test_the_same_layout_goes_on_bit_by_bit(layout, dtype, folder):
     config = config_of(layout, dtype)
     first = started(config, 2)
@@ -93,11 +106,12 @@ def test_other_layouts_have_the_same_losses(folder):
         back.load(folder / f"{number}")
         assert_everywhere(back.bytes() == before, f"state after {layout}")
         back.saver(folder / f"back-{number}").save(2)
-        digests = [read_manifest(committed_steps(folder / name)[-1][1]).files
-                   for name in ("first", f"back-{number}")]
+        digests = [
+            read_manifest(committed_steps(folder / name)[-1][1]).files
+            for name in ("first", f"back-{number}")
+        ]
         assert_everywhere(digests[0] == digests[1], f"files after {layout}")
-        for (loss, norm), (expected, expected_norm) in zip(
-                other.train(3, 5), went_on, strict=True):
+        for (loss, norm), (expected, expected_norm) in zip(other.train(3, 5), went_on, strict=True):
             close = abs(loss / expected - 1) < 1e-12 and abs(norm / expected_norm - 1) < 1e-10
             assert_everywhere(close, f"{layout}: {loss} and {expected}")
 
@@ -130,6 +144,7 @@ def test_ranks_fail_together_and_go_on(broken, folder, monkeypatch):
     trainer.train(2, 2)
     last = WORLD.size - 1
     with monkeypatch.context() as patch:
+
         def fails(*arguments, **named):
             raise OSError(28, "No space left on device")
 

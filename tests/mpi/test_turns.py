@@ -12,17 +12,23 @@ pytestmark = pytest.mark.ranks(2, 4)
 Q = WORLD.size
 # The states of x and y of each cut, and the axis along which one is cut.
 STATES = {
-    "column": (("whole", 0), ("cut", -1)), "row": (("cut", -1), ("whole", 0)),
-    "gather": (("whole", 0), ("whole", 0)), "reduce": (("whole", 0), ("whole", 0)),
-    "column_sp": (("cut", 1), ("cut", -1)), "row_sp": (("cut", -1), ("cut", 1)),
-    "column_ring": (("cut", 1), ("cut", -1)), "row_ring": (("cut", -1), ("cut", 1))}
+    "column": (("whole", 0), ("cut", -1)),
+    "row": (("cut", -1), ("whole", 0)),
+    "gather": (("whole", 0), ("whole", 0)),
+    "reduce": (("whole", 0), ("whole", 0)),
+    "column_sp": (("cut", 1), ("cut", -1)),
+    "row_sp": (("cut", -1), ("cut", 1)),
+    "column_ring": (("cut", 1), ("cut", -1)),
+    "row_ring": (("cut", -1), ("cut", 1)),
+}
 CALLS = {  # the collective of a Comm, as a function of a rank's array (Q, Q)
     "all_reduce": lambda comm, x: comm.all_reduce(x, "sum"),
     "reduce_scatter": lambda comm, x: comm.reduce_scatter(x, "scatter")[None],
     "reduce": lambda comm, x: comm.reduce(x, 0, "reduce"),
     "all_gather": lambda comm, x: comm.all_gather(x, "gather").reshape(-1, Q),
     "all_to_all": lambda comm, x: comm.all_to_all(x.reshape(Q, Q, 1), "exchange").reshape(Q, Q),
-    "broadcast": lambda comm, x: comm.broadcast(x, 0, "copy")}
+    "broadcast": lambda comm, x: comm.broadcast(x, 0, "copy"),
+}
 
 
 @pytest.fixture
@@ -64,7 +70,8 @@ def test_a_collective_changes_the_state_and_not_the_array(operation, tp):
     y = CALLS[operation](tp, x.copy())
     if operation == "all_to_all":  # cut along rows, then along columns
         expected = np.concatenate(
-            [part.reshape(Q, Q, 1) for part in WORLD.allgather(x)], 2).transpose(2, 0, 1)
+            [part.reshape(Q, Q, 1) for part in WORLD.allgather(x)], 2
+        ).transpose(2, 0, 1)
         actual = np.stack([part.reshape(Q, Q) for part in WORLD.allgather(y)], 1)
     else:
         actual = value(end, y if y is not None else x)
@@ -90,8 +97,14 @@ def gap(name, tp):
     """|<dy, F x> - <I dy, x>| of a cut: zero if backward is the transpose of forward."""
     ops, cut = cpu(), CUTS[name]
     (sx, ax), (sy, ay) = STATES[name]
-    x, w, dy = (own(state, numbers(*shape, seed=seed), axis) for state, axis, shape, seed in (
-        (sx, ax, (2, 8, 12), 1), ("cut", cut.shard_axis, (12, 16), 2), (sy, ay, (2, 8, 16), 3)))
+    x, w, dy = (
+        own(state, numbers(*shape, seed=seed), axis)
+        for state, axis, shape, seed in (
+            (sx, ax, (2, 8, 12), 1),
+            ("cut", cut.shard_axis, (12, 16), 2),
+            (sy, ay, (2, 8, 16), 3),
+        )
+    )
     here = Here(ops, ops, tp, "cut", Sizes(8, 12, 16))
     y = cut.forward(here, x, w)
     dx, _ = cut.backward_input(here, dy, w)

@@ -60,8 +60,9 @@ def wide_cost(*args):
 
 def attention_cost(config, method, scores, dispatch):
     held = holder(config.sequence_parallel, config.tp_matmul)
-    return together(NORMS[config.norm].cost(held.rows),
-                    Attention.cost("block*.attn", held, method, scores))
+    return together(
+        NORMS[config.norm].cost(held.rows), Attention.cost("block*.attn", held, method, scores)
+    )
 
 
 def ffn_cost(config, method, scores, dispatch):
@@ -70,7 +71,8 @@ def ffn_cost(config, method, scores, dispatch):
 
 
 ROWS = {
-    "wide": BlockKind(wide_block, wide_cost), "attention": BlockKind(branch(0), attention_cost),
+    "wide": BlockKind(wide_block, wide_cost),
+    "attention": BlockKind(branch(0), attention_cost),
     "ffn": BlockKind(branch(1), ffn_cost),
 }
 AGAIN, SCORES, PIECES = {"recompute": "block"}, {"recompute": "attention"}, {"zero": 3}
@@ -78,14 +80,25 @@ SOME, CUT = AGAIN | {"recompute_layers": 1}, AGAIN | {"sequence_parallel": True}
 # Ranks: [((dp, pp, tp), cp, schedule, other values)]
 CASES = {
     1: [((1, 1, 1), 1, "1f1b", AGAIN), ((1, 1, 1), 1, "gpipe", SCORES)],
-    2: [((1, 2, 1), 1, "1f1b", AGAIN), ((1, 2, 1), 1, "zb-h1", SOME),
-        ((1, 2, 1), 1, "dualpipe", {}), ((1, 2, 1), 1, "interleaved", SCORES),
-        ((2, 1, 1), 1, "1f1b", PIECES), ((1, 1, 2), 1, "1f1b", AGAIN),
-        ((1, 1, 1), 2, "1f1b", {}), ((1, 1, 2), 1, "1f1b", CUT)],
+    2: [
+        ((1, 2, 1), 1, "1f1b", AGAIN),
+        ((1, 2, 1), 1, "zb-h1", SOME),
+        ((1, 2, 1), 1, "dualpipe", {}),
+        ((1, 2, 1), 1, "interleaved", SCORES),
+        ((2, 1, 1), 1, "1f1b", PIECES),
+        ((1, 1, 2), 1, "1f1b", AGAIN),
+        ((1, 1, 1), 2, "1f1b", {}),
+        ((1, 1, 2), 1, "1f1b", CUT),
+    ],
     3: [((1, 3, 1), 1, "zb-h1", {}), ((1, 3, 1), 1, "zb-v", SOME)],
-    4: [((1, 4, 1), 1, "1f1b", AGAIN), ((1, 4, 1), 1, "gpipe", {}),
-        ((1, 2, 2), 1, "zb-v", AGAIN), ((2, 2, 1), 1, "1f1b", PIECES),
-        ((2, 2, 1), 1, "interleaved", PIECES | AGAIN), ((1, 2, 2), 1, "1f1b", CUT)],
+    4: [
+        ((1, 4, 1), 1, "1f1b", AGAIN),
+        ((1, 4, 1), 1, "gpipe", {}),
+        ((1, 2, 2), 1, "zb-v", AGAIN),
+        ((2, 2, 1), 1, "1f1b", PIECES),
+        ((2, 2, 1), 1, "interleaved", PIECES | AGAIN),
+        ((1, 2, 2), 1, "1f1b", CUT),
+    ],
 }
 HERE = CASES.get(WORLD.size, [])
 every_case = pytest.mark.parametrize("case", HERE, ids=str)
@@ -101,7 +114,8 @@ def rows_of_the_test(monkeypatch):
 def config_for(family, case, **values):
     layout, cp, schedule, more = case
     return small_config(
-        layout, 4, family(**asdict(EVEN)), cp=cp, schedule=schedule, **more, **values)
+        layout, 4, family(**asdict(EVEN)), cp=cp, schedule=schedule, **more, **values
+    )
 
 
 @every_case
@@ -137,6 +151,12 @@ def test_a_gradient_that_does_not_flow_around_a_branch_is_caught(monkeypatch):
     config = config_for(Halves, HERE[0])
     assert_equals_known(config)  # keeps the true tensors
 
-    plant(monkeypatch, Residual, "backward_input", lambda _, self, dy, stash: (
-        self.norm.backward_input(self.branch.backward_input(dy, stash), stash)))
+    plant(
+        monkeypatch,
+        Residual,
+        "backward_input",
+        lambda _, self, dy, stash: self.norm.backward_input(
+            self.branch.backward_input(dy, stash), stash
+        ),
+    )
     assert_caught(config, computed_once)

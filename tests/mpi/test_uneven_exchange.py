@@ -37,8 +37,7 @@ def exchange(comm, counts, width, known=False):
     x = np.concatenate([piece(counts, HERE, target, width) for target in range(RANKS)])
     x = x.astype(comm.wire.ops.dtype)
     received = counts[:, HERE].tolist() if known else None
-    y, split = comm.all_to_allv(
-        comm.wire.ops.asarray(x), counts[HERE].tolist(), "tokens", received)
+    y, split = comm.all_to_allv(comm.wire.ops.asarray(x), counts[HERE].tolist(), "tokens", received)
     return comm.wire.ops.to_host(y), split
 
 
@@ -54,8 +53,10 @@ def assert_exchanged(comm, counts, width=3, known=False):
 
 EYE = np.eye(RANKS, dtype=np.int64)
 COUNTS = {  # [from, to], the same on every rank
-    "nothing": 0 * EYE, "to one rank": np.outer(4 + np.arange(RANKS), EYE[-1]),
-    "from one rank": np.outer(EYE[0], 1 + np.arange(RANKS)), "to itself": 5 * EYE,
+    "nothing": 0 * EYE,
+    "to one rank": np.outer(4 + np.arange(RANKS), EYE[-1]),
+    "from one rank": np.outer(EYE[0], 1 + np.arange(RANKS)),
+    "to itself": 5 * EYE,
     "any": np.random.default_rng(2).integers(0, 6, (RANKS, RANKS)),
 }
 
@@ -151,16 +152,26 @@ def disagreement(call, collectives=0):
 LAST = RANKS - 1
 OTHER = HERE == LAST  # this rank calls what the others do not
 CALLS = {  # what one rank does: (the call, a line of the error)
-    "name": (lambda comm: comm.all_reduce(np.ones(3), "b" if OTHER else "a"),
-             rf"rank {LAST} calls all_reduce b float64 24 bytes at .*test_uneven_exchange.py:\d+"),
-    "operation": (lambda comm: comm.barrier("a") if OTHER else comm.all_reduce(np.ones(3), "a"),
-                  rf"rank {LAST} calls barrier a .* 0 bytes at"),
-    "dtype": (lambda comm: comm.all_reduce(np.ones(3 + 3 * OTHER, "f4" if OTHER else "f8"), "a"),
-              rf"rank {LAST} calls all_reduce a float32 24 bytes at"),
-    "size": (lambda comm: comm.all_reduce(np.ones(3 + OTHER), "a"),
-             rf"rank {LAST} calls all_reduce a float64 32 bytes at"),
-    "root": (lambda comm: comm.broadcast(np.ones(3), LAST if OTHER else 0, "a"),
-             rf"rank {LAST} calls broadcast a float64 24 bytes root {LAST} at"),
+    "name": (
+        lambda comm: comm.all_reduce(np.ones(3), "b" if OTHER else "a"),
+        rf"rank {LAST} calls all_reduce b float64 24 bytes at .*test_uneven_exchange.py:\d+",
+    ),
+    "operation": (
+        lambda comm: comm.barrier("a") if OTHER else comm.all_reduce(np.ones(3), "a"),
+        rf"rank {LAST} calls barrier a .* 0 bytes at",
+    ),
+    "dtype": (
+        lambda comm: comm.all_reduce(np.ones(3 + 3 * OTHER, "f4" if OTHER else "f8"), "a"),
+        rf"rank {LAST} calls all_reduce a float32 24 bytes at",
+    ),
+    "size": (
+        lambda comm: comm.all_reduce(np.ones(3 + OTHER), "a"),
+        rf"rank {LAST} calls all_reduce a float64 32 bytes at",
+    ),
+    "root": (
+        lambda comm: comm.broadcast(np.ones(3), LAST if OTHER else 0, "a"),
+        rf"rank {LAST} calls broadcast a float64 24 bytes root {LAST} at",
+    ),
 }
 
 
@@ -188,8 +199,11 @@ def test_rows_that_are_not_expected_are_named_with_both_numbers():
 
     text, sent = disagreement(call), counts[0, LAST]
     line = r"in all_to_allv back at \S*test_uneven_exchange\.py:\d+"
-    assert re.search(rf"rank {LAST} {line} expects {sent + 1} rows from rank 0; rank 0 {line}"
-                     rf" sends it {sent}$", text), text
+    assert re.search(
+        rf"rank {LAST} {line} expects {sent + 1} rows from rank 0; rank 0 {line}"
+        rf" sends it {sent}$",
+        text,
+    ), text
     assert len(text.splitlines()) == 2
 
 
@@ -199,8 +213,11 @@ def test_rows_of_other_widths_are_found():
 
     text = disagreement(call)
     for rank in range(RANKS):
-        assert re.search(rf"rank {rank} in all_to_allv tokens at \S+ has rows of"
-                         rf" {16 + 8 * (rank == LAST)} bytes", text), text
+        assert re.search(
+            rf"rank {rank} in all_to_allv tokens at \S+ has rows of"
+            rf" {16 + 8 * (rank == LAST)} bytes",
+            text,
+        ), text
 
 
 def test_a_check_that_compares_no_rows_lets_them_pass(monkeypatch):

@@ -1,6 +1,5 @@
 """Importing and exporting weights, and generated text: every layout gives one rank's results."""
 
-
 import gpt2_reference as gpt2
 import numpy as np
 import pytest
@@ -46,14 +45,16 @@ def test_imported_model_computes_what_gpt2_computes(layout, tied, folder):
     assert bool(outputs) == (worker.schedule.num_stages - 1 in worker.stages)
     if outputs:
         parts = worker.comms["tp"].all_gather(outputs[0], "test.logits")  # (tp, N, V/tp)
-        logits = np.concatenate(list(parts), axis=1)[:, :MODEL.vocab_size]
+        logits = np.concatenate(list(parts), axis=1)[:, : MODEL.vocab_size]
         assert_close(logits, gpt2.logits(tensors, MODEL.heads, ids), 1e-12, "logits")
     worker.close()
 
 
 @pytest.mark.parametrize("tied", [True, False], ids=["tied", "untied"])
-@pytest.mark.parametrize("block_bytes", [
-    pytest.param(1, marks=pytest.mark.slow), 300, pytest.param(2**24, marks=pytest.mark.slow)])
+@pytest.mark.parametrize(
+    "block_bytes",
+    [pytest.param(1, marks=pytest.mark.slow), 300, pytest.param(2**24, marks=pytest.mark.slow)],
+)
 @pytest.mark.parametrize("layout", HERE, ids=str)
 def test_written_file_has_the_same_bytes_on_every_layout(
     layout, block_bytes, tied, folder, monkeypatch
@@ -104,25 +105,42 @@ def assert_written_and_read(config, folder):
 
 
 # 8 heads of width 6, which is not D / H; ffn 31 and 29 tokens in the vocabulary are padded.
-WIDE = {"layers": 4, "d_model": 16, "heads": 8, "head_dim": 6, "ffn": 31, "seq_len": 16,
-        "vocab_size": 29}
-ARCHS = {"llama": {"kv_heads": 2, "bias": "all"}, "mistral": {"kv_heads": 4},
-         "qwen2": {"kv_heads": 1, "tied": True}, "mixtral": {"kv_heads": 2, "experts": 4},
-         "gpt2": {"norm": "rms"}}  # mpipar's own form, whose files have all axes of the tensors
+WIDE = {
+    "layers": 4,
+    "d_model": 16,
+    "heads": 8,
+    "head_dim": 6,
+    "ffn": 31,
+    "seq_len": 16,
+    "vocab_size": 29,
+}
+ARCHS = {
+    "llama": {"kv_heads": 2, "bias": "all"},
+    "mistral": {"kv_heads": 4},
+    "qwen2": {"kv_heads": 1, "tied": True},
+    "mixtral": {"kv_heads": 2, "experts": 4},
+    "gpt2": {"norm": "rms"},
+}  # mpipar's own form, whose files have all axes of the tensors
 OF_ARCHS = {2: LAYOUTS[2], 4: [(1, 2, 2), (1, 1, 4)]}.get(WORLD.size, [])  # tp above kv heads
 OTHERS = {4: [(2, 1, 2)]}.get(WORLD.size, [])
 
 
 @pytest.mark.ranks(2, 4)
-@pytest.mark.parametrize(("layout", "arch"), [
-    *((layout, arch) for layout in OF_ARCHS for arch in ARCHS),
-    *((layout, arch) for layout in OTHERS for arch in ("mixtral", "gpt2"))], ids=str)
+@pytest.mark.parametrize(
+    ("layout", "arch"),
+    [
+        *((layout, arch) for layout in OF_ARCHS for arch in ARCHS),
+        *((layout, arch) for layout in OTHERS for arch in ("mixtral", "gpt2")),
+    ],
+    ids=str,
+)
 def test_every_form_is_written_and_read(layout, arch, folder, monkeypatch):
     """Llama and its kin, and mpipar's own form: ranks share kv heads and experts."""
     monkeypatch.setattr(checkpoint, "BLOCK_BYTES", 300)
     model = model_config({"arch": arch} | WIDE | ARCHS[arch])
     assert_written_and_read(
-        small_config(layout, model=model, ep=layout[0] if model.experts else 1), folder)
+        small_config(layout, model=model, ep=layout[0] if model.experts else 1), folder
+    )
 
 
 @pytest.mark.parametrize("block_bytes", [1, pytest.param(300, marks=pytest.mark.slow)])

@@ -10,12 +10,24 @@ from mpipar.errors import UserError
 
 FOLDER = Path("docs/pictures")
 # Each draws what its words and the root of the repository say: (SVG, its alt text).
-KINDS = {"timeline": lanes.timeline, "blocks": boxes.blocks, "ring": boxes.ring,
-         "grid": boxes.grid, "memory": plots.memory, "tradeoff": plots.tradeoff,
-         "barrier": lanes.barrier, "roofline": plots.roofline,
-         "utilization": plots.utilization, "predicted": lanes.predicted,
-         "chain": boxes.chain, "buckets": lanes.buckets, "range": lanes.ranges,
-         "bars": lanes.bars, "tokens": lanes.tokens, "rows": lanes.rows}
+KINDS = {
+    "timeline": lanes.timeline,
+    "blocks": boxes.blocks,
+    "ring": boxes.ring,
+    "grid": boxes.grid,
+    "memory": plots.memory,
+    "tradeoff": plots.tradeoff,
+    "barrier": lanes.barrier,
+    "roofline": plots.roofline,
+    "utilization": plots.utilization,
+    "predicted": lanes.predicted,
+    "chain": boxes.chain,
+    "buckets": lanes.buckets,
+    "range": lanes.ranges,
+    "bars": lanes.bars,
+    "tokens": lanes.tokens,
+    "rows": lanes.rows,
+}
 
 
 def draw(block: Block, root: Path) -> tuple[Path, str, str]:

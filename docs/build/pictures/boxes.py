@@ -37,15 +37,26 @@ def blocks(words: list[str], root: Path) -> Picture:
     The barriers come from a step on shapes of a decoder with one block, cut over Q ranks.
     """
     args = arguments("blocks", words, cut=tuple(CUTS), ranks=2)
-    config = config_of([
-        *"--layers 1 --num-microbatches 1 --batch-size 4 --tp".split(), str(args.ranks),
-        "--ffn-cut", "gather" if args.cut == "gather" else "pair"])
-    records = [one for one in predict(config, 0).recorder.records
-               if one.name.startswith("block0.ffn") and one.name.endswith(CUTS[args.cut])]
+    config = config_of(
+        [
+            *"--layers 1 --num-microbatches 1 --batch-size 4 --tp".split(),
+            str(args.ranks),
+            "--ffn-cut",
+            "gather" if args.cut == "gather" else "pair",
+        ]
+    )
+    records = [
+        one
+        for one in predict(config, 0).recorder.records
+        if one.name.startswith("block0.ffn") and one.name.endswith(CUTS[args.cut])
+    ]
     canvas = Drawing(
         f"One product cut over {args.ranks} ranks: the colour of a block is the rank that holds it",
-        [*((f"r{rank}", f"rank {rank}") for rank in range(args.ranks)),
-         ("plain", "every rank holds all of it")])
+        [
+            *((f"r{rank}", f"rank {rank}") for rank in range(args.ranks)),
+            ("plain", "every rank holds all of it"),
+        ],
+    )
     x, alt = 0.0, []
     for product in CUTS[args.cut]:
         by_column = product == "up" or args.cut == "gather"
@@ -63,19 +74,29 @@ def blocks(words: list[str], root: Path) -> Picture:
             if record.phase == "F" and record.name.endswith(product):
                 alt.append(f"Barrier in forward: {barrier(canvas, x, TOP - 2, 132, record)}")
                 x = matrix(canvas, x + 7 + GAP, after, (TOKENS, outer), None, args.ranks)
-    texts = [f"{one.operation.replace('_', '-')} of the input gradient at"
-             f" {one.name.split('.')[-1]}, {nbytes(one.payload_bytes)}"
-             for one in records if one.phase != "F"]
-    alt.append("Barriers of the backward pass: "
-                + ("; ".join(texts) or "none: each rank needs only what it has"))
+    texts = [
+        f"{one.operation.replace('_', '-')} of the input gradient at"
+        f" {one.name.split('.')[-1]}, {nbytes(one.payload_bytes)}"
+        for one in records
+        if one.phase != "F"
+    ]
+    alt.append(
+        "Barriers of the backward pass: "
+        + ("; ".join(texts) or "none: each rank needs only what it has")
+    )
     canvas.text(0, TOP + 192, f"{alt[-1]}.", "soft")
-    return canvas.svg(f"Who holds what: {args.cut}", (
-        f"A product cut over {args.ranks} ranks ({args.cut}): blocks of x, w and y in the colours"
-        f" of their ranks. {'. '.join(alt)}"))
+    return canvas.svg(
+        f"Who holds what: {args.cut}",
+        (
+            f"A product cut over {args.ranks} ranks ({args.cut}): blocks of x, w and y in the"
+            f" colours of their ranks. {'. '.join(alt)}"
+        ),
+    )
 
 
-def matrix(canvas: Drawing, x: float, name: str, shape: tuple[int, int], cut: int | None,
-           ranks: int) -> float:
+def matrix(
+    canvas: Drawing, x: float, name: str, shape: tuple[int, int], cut: int | None, ranks: int
+) -> float:
     """Draw a matrix (rows, columns), cut along an axis or whole on every rank; return the x after
     it.
     """
@@ -87,8 +108,14 @@ def matrix(canvas: Drawing, x: float, name: str, shape: tuple[int, int], cut: in
     for rank in range(0 if cut is None else ranks):
         own = chunk_slice(shape[cut], ranks, rank)
         length, start = own.stop - own.start, own.start
-        canvas.rect(x + start * cut, y + start * (1 - cut), length if cut else columns,
-                    rows if cut else length, f"r{rank}", tip=f"{name}: rank {rank}")
+        canvas.rect(
+            x + start * cut,
+            y + start * (1 - cut),
+            length if cut else columns,
+            rows if cut else length,
+            f"r{rank}",
+            tip=f"{name}: rank {rank}",
+        )
     return x + columns + GAP
 
 
@@ -98,8 +125,14 @@ def parts_of_sum(canvas: Drawing, x: float, name: str, columns: int, ranks: int)
     """
     canvas.text(x + columns / 2, TOP - 8, f"parts of {name}", "bold", "middle")
     for rank in range(ranks):
-        canvas.rect(x + 9 * rank, TOP + 36 + 11 * rank, columns, TOKENS, f"r{rank}",
-                    tip=f"rank {rank}'s part of {name}, to be added")
+        canvas.rect(
+            x + 9 * rank,
+            TOP + 36 + 11 * rank,
+            columns,
+            TOKENS,
+            f"r{rank}",
+            tip=f"rank {rank}'s part of {name}, to be added",
+        )
     return x + columns + 9 * (ranks - 1) + GAP
 
 
@@ -108,24 +141,43 @@ def chain(words: list[str], root: Path) -> Picture:
     directions, whose bytes come from a step of rank 0 on shapes.
     """
     config = config_of(words)
-    records = [one for one in predict(config, 0).recorder.records
-               if one.name.startswith("block0.") and one.mb == 0 and one.phase in ("F", "I", "B")]
+    records = [
+        one
+        for one in predict(config, 0).recorder.records
+        if one.name.startswith("block0.") and one.mb == 0 and one.phase in ("F", "I", "B")
+    ]
     if not records:
         raise UsageError("no barriers in a block: choose a layout with tp or cp")
-    layers = {"norm1": "norm", "attn.qkv": "q, k, v", "attn": "attention",
-              "attn.proj": "projection", "norm2": "norm", "ffn.up": "up", "ffn.down": "down"}
+    layers = {
+        "norm1": "norm",
+        "attn.qkv": "q, k, v",
+        "attn": "attention",
+        "attn.proj": "projection",
+        "norm2": "norm",
+        "ffn.up": "up",
+        "ffn.down": "down",
+    }
     canvas = Drawing(
-        f"One block of one microbatch on {layout_words(config)}: layers, and where all ranks"
-        " wait", [("r0", "each rank has its part"), ("plain", "every rank does all of it"),
-                  ("wait", "barrier")])
+        f"One block of one microbatch on {layout_words(config)}: layers, and where all ranks wait",
+        [
+            ("r0", "each rank has its part"),
+            ("plain", "every rank does all of it"),
+            ("wait", "barrier"),
+        ],
+    )
     alt = []
     for y, title in ((92, "forward"), (212, "backward")):
         forward = title == "forward"
-        found = {one.name.removeprefix("block0."): one for one in records
-                 if (one.phase == "F") == forward}
+        found = {
+            one.name.removeprefix("block0."): one
+            for one in records
+            if (one.phase == "F") == forward
+        }
         canvas.text(0, y + 26, title, "bold")
-        alt += [f"{title} {one.name} {one.operation.replace('_', '-')} {nbytes(one.payload_bytes)}"
-                 for one in found.values()]
+        alt += [
+            f"{title} {one.name} {one.operation.replace('_', '-')} {nbytes(one.payload_bytes)}"
+            for one in found.values()
+        ]
         for place, (name, words) in enumerate(layers.items()):
             x, whole = 84 + 112 * place, name.startswith("norm")  # no rank has a part of a norm
             canvas.rect(x, y, 84, 44, "plain" if whole else "r0", tip=f"block0.{name}", words=words)
@@ -134,14 +186,20 @@ def chain(words: list[str], root: Path) -> Picture:
                 canvas.line(*(ends if forward else ends[::-1]), "ink", arrow=True)
             if name in found:
                 barrier(canvas, x + 94 if forward else x - 18, y - 8, 60, found[name])
-    return canvas.svg("A block and its barriers", (
-        f"A block as a chain of layers with {len(alt)} barriers: {'; '.join(alt)}"))
+    return canvas.svg(
+        "A block and its barriers",
+        (f"A block as a chain of layers with {len(alt)} barriers: {'; '.join(alt)}"),
+    )
 
 
 def grid(words: list[str], root: Path) -> Picture:
     """`grid [flags of explain]`: the ranks of a layout, and the bytes of each axis between them."""
-    says = {"dp": "sums of gradients", "pp": "activations and their gradients",
-            "cp": "keys and values", "tp": "barriers inside layers"}
+    says = {
+        "dp": "sums of gradients",
+        "pp": "activations and their gradients",
+        "cp": "keys and values",
+        "tp": "barriers inside layers",
+    }
     config = config_of(words)
     steps = [predict(config, rank) for rank in range(config.grid.num_ranks)]
     grids = [Grid.of(config.grid, step.world_rank) for step in steps]
@@ -153,8 +211,10 @@ def grid(words: list[str], root: Path) -> Picture:
     axes = [axis for axis in AXES if getattr(config.grid, axis) > 1]
     alt = [f"{axis}: {says[axis]}, {nbytes(most[axis])}" for axis in axes]
     layout = layout_words(config)
-    canvas = Drawing(f"{layout}: the width of a line is the bytes that a rank sends in a step",
-                     zip(axes, alt, strict=True))
+    canvas = Drawing(
+        f"{layout}: the width of a line is the bytes that a rank sends in a step",
+        zip(axes, alt, strict=True),
+    )
     middles = [(x + 46, y + 20) for x, y in map(place_of, grids)]
     for axis in axes:
         width = max(1.5, 14 * sqrt(most[axis] / max(most.values())))
@@ -165,9 +225,13 @@ def grid(words: list[str], root: Path) -> Picture:
         canvas.rect(x - 46, y - 20, 92, 40, "plain", tip=one.describe())
         canvas.text(x, y - 3, f"rank {one.world_rank}", "bold", "middle")
         canvas.note(x, y + 12, one.describe())
-    return canvas.svg(f"Bytes of a step by axis: {layout}", (
-        f"The ranks of {layout} as boxes, joined along each axis. Most that a rank sends in a step:"
-        f" {'; '.join(alt)}"))
+    return canvas.svg(
+        f"Bytes of a step by axis: {layout}",
+        (
+            f"The ranks of {layout} as boxes, joined along each axis. Most that a rank sends in a"
+            f" step: {'; '.join(alt)}"
+        ),
+    )
 
 
 def place_of(grid: Grid) -> tuple[float, float]:
@@ -178,8 +242,10 @@ def place_of(grid: Grid) -> tuple[float, float]:
     layers = grid.size("dp") - 1
     if grid.size("tp") * grid.size("cp") == 1:
         inner, depth, layers = grid.place("dp"), 0, 0
-    return (4 + (166 + 104 * layers) * inner + 104 * depth,
-            76 + (106 + 62 * layers) * grid.place("pp") + 62 * depth)
+    return (
+        4 + (166 + 104 * layers) * inner + 104 * depth,
+        76 + (106 + 62 * layers) * grid.place("pp") + 62 * depth,
+    )
 
 
 def hops(size: int) -> list[tuple[list[list[int]], list[int], bool]]:
@@ -228,6 +294,10 @@ def ring(words: list[str], root: Path) -> Picture:
                 ends = [((x, y + 27), (x + 26, y + 40)), ((to - 26, y + 43), (to - 3, y + 56))]
             for start, end in ends:
                 canvas.line(start, end, "transfer", width=1.6, arrow=end == ends[-1][1])
-    return canvas.svg(f"All-reduce on a ring of {size} ranks", (
-        f"All-reduce on a ring of {size} ranks: in {size - 1} hops pieces are added up, in"
-        f" {size - 1} more hops the sums are copied. Then every box of every rank holds {total}"))
+    return canvas.svg(
+        f"All-reduce on a ring of {size} ranks",
+        (
+            f"All-reduce on a ring of {size} ranks: in {size - 1} hops pieces are added up, in"
+            f" {size - 1} more hops the sums are copied. Then every box of every rank holds {total}"
+        ),
+    )

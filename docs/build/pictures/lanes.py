@@ -53,15 +53,21 @@ def timeline(words: list[str], root: Path) -> Picture:
     `--svg -` comes before `--animate`.
     """
     args = cli.context_of(None, "schedule", words).args
-    found = simulate(make_schedule(args.name, args.pp, args.num_microbatches, args.chunks,
-                                   args.group_size), costs_of(args))
+    found = simulate(
+        make_schedule(args.name, args.pp, args.num_microbatches, args.chunks, args.group_size),
+        costs_of(args),
+    )
     shares = [100 * share for share in found.busy_share]
-    busy = f"{min(shares):.1f} %" if max(shares) - min(shares) < 0.05 else (
-        f"{min(shares):.1f} to {max(shares):.1f} %")
+    busy = (
+        f"{min(shares):.1f} %"
+        if max(shares) - min(shares) < 0.05
+        else (f"{min(shares):.1f} to {max(shares):.1f} %")
+    )
     name = title(found.schedule)
     return svg(found, name, args.animate), (
         f"Timeline of {name}: a row for each worker, time to the right. Each worker computes {busy}"
-        " of the time; idle time is hatched")
+        " of the time; idle time is hatched"
+    )
 
 
 def barrier(words: list[str], root: Path) -> Picture:
@@ -74,8 +80,10 @@ def barrier(words: list[str], root: Path) -> Picture:
     end = max(row["end_ms"] for row in rows)
     lead = 0.15 * end  # shown before the first arrival and after the end
     met = max(row["end_ms"] for row in rows if row["what"].startswith("wait"))
-    canvas = Drawing(f"One barrier, {name}: arrival, wait and transfer", [
-        ("r0", "computes"), ("wait", "waits for the last rank"), ("transfer", "transfer")])
+    canvas = Drawing(
+        f"One barrier, {name}: arrival, wait and transfer",
+        [("r0", "computes"), ("wait", "waits for the last rank"), ("transfer", "transfer")],
+    )
     lanes = Lanes(canvas, 78, 600 / (end + 2 * lead), 28, -lead)
     ranks, alt, y = sorted({row["rank"] for row in rows}), [], 96
     for rank in ranks:
@@ -94,22 +102,33 @@ def barrier(words: list[str], root: Path) -> Picture:
     canvas.note(lanes.at(0), y + 24, "0")
     canvas.note(lanes.at(end), y + 24, f"{end:.2f} ms")
     canvas.note(0, y + 48, measured, "start")
-    return canvas.svg("Arrival, wait and transfer of one barrier",
-                      f"One barrier, {name}. The last rank ends all waits: {', '.join(alt)}")
+    return canvas.svg(
+        "Arrival, wait and transfer of one barrier",
+        f"One barrier, {name}. The last rank ends all waits: {', '.join(alt)}",
+    )
 
 
 def predicted(words: list[str], root: Path) -> Picture:
     """`predicted FILE`: the simulated timeline of a step above the measured one of a traced run."""
-    passes = {"F": ("r0", "F forward"), "B": ("r2", "B backward"), "I": ("r2", "I input gradient"),
-              "W": ("r1", "W weight gradient"), "OVERLAP_F_B": ("r4", "F and B together")}
+    passes = {
+        "F": ("r0", "F forward"),
+        "B": ("r2", "B backward"),
+        "I": ("r2", "I input gradient"),
+        "W": ("r1", "W weight gradient"),
+        "OVERLAP_F_B": ("r4", "F and B together"),
+    }
     trace, where = load_trace(root, words)
-    rows = {word: [row for row in trace["rows"] if row["what"] == what]
-            for word, what in (("predicted", "simulated"), ("measured", "measured"))}
+    rows = {
+        word: [row for row in trace["rows"] if row["what"] == what]
+        for word, what in (("predicted", "simulated"), ("measured", "measured"))
+    }
     ends = {word: max(row["end_ms"] for row in own) for word, own in rows.items()}
     ranks = 1 + max(row["rank"] for row in rows["measured"])
     kinds = dict.fromkeys(row["kind"] for row in rows["measured"])
-    canvas = Drawing(f"{trace['layout']}, {trace['schedule']}: predicted above measured",
-                     [*(passes[kind] for kind in kinds), ("idle", "idle")])
+    canvas = Drawing(
+        f"{trace['layout']}, {trace['schedule']}: predicted above measured",
+        [*(passes[kind] for kind in kinds), ("idle", "idle")],
+    )
     lanes, y = Lanes(canvas, 82, 640 / max(ends.values()), 22), 92
     for word, own in rows.items():
         canvas.text(0, y - 8, f"{word}: {ends[word]:.1f} ms", "bold")
@@ -119,25 +138,46 @@ def predicted(words: list[str], root: Path) -> Picture:
         for row in own:
             name, start, end = f"{row['kind'][0]}{row['mb']}", row["start_ms"], row["end_ms"]
             fits = (end - start) * lanes.scale > 9 * len(name)
-            lanes.box(y + 26 * row["rank"], start, end, passes[row["kind"]][0], style="small",
-                      words=name if fits else "", tip=f"{name}: {start:.2f} to {end:.2f} ms")
+            lanes.box(
+                y + 26 * row["rank"],
+                start,
+                end,
+                passes[row["kind"]][0],
+                style="small",
+                words=name if fits else "",
+                tip=f"{name}: {start:.2f} to {end:.2f} ms",
+            )
         y += 26 * ranks + 38
     canvas.note(0, y - 10, where, "start")
-    return canvas.svg("Predicted above measured", (
-        f"Two timelines of one step of {trace['schedule']}: predicted {ends['predicted']:.1f} ms"
-        f" above, measured {ends['measured']:.1f} ms below"))
+    return canvas.svg(
+        "Predicted above measured",
+        (
+            f"Two timelines of one step of {trace['schedule']}: predicted {ends['predicted']:.1f}"
+            f" ms above, measured {ends['measured']:.1f} ms below"
+        ),
+    )
 
 
 def ranges(words: list[str], root: Path) -> Picture:
     """`range`: which numbers float32, bfloat16 and float16 can hold, as powers of two."""
-    canvas, alt, y = Drawing("The numbers that each type can hold, as powers of two", [
-        ("r2", "full precision"), ("r1", "fewer and fewer digits (subnormal)"),
-        ("idle", "becomes 0, or infinite")]), [], 86
+    canvas, alt, y = (
+        Drawing(
+            "The numbers that each type can hold, as powers of two",
+            [
+                ("r2", "full precision"),
+                ("r1", "fewer and fewer digits (subnormal)"),
+                ("idle", "becomes 0, or infinite"),
+            ],
+        ),
+        [],
+        86,
+    )
     lanes = Lanes(canvas, 84, 620 / 280, 26, -150)
     for kind in (np.float32, ml_dtypes.bfloat16, np.float16):
         info, name = ml_dtypes.finfo(kind), np.dtype(kind).name
-        small, normal, large = (log2(float(one)) for one in (
-            info.smallest_subnormal, info.tiny, info.max))
+        small, normal, large = (
+            log2(float(one)) for one in (info.smallest_subnormal, info.tiny, info.max)
+        )
         canvas.text(4, y + 17, name, "bold")
         lanes.box(y, -150, 130, "idle")
         lanes.box(y, small, normal, "r1")
@@ -149,8 +189,10 @@ def ranges(words: list[str], root: Path) -> Picture:
         y += 62
     for power in range(-120, 131, 40):
         canvas.note(lanes.at(power), y + 10, f"2^{power}")
-    return canvas.svg("Ranges of float32, bfloat16 and float16",
-                      f"Ranges of three types of numbers. {'. '.join(alt)}")
+    return canvas.svg(
+        "Ranges of float32, bfloat16 and float16",
+        f"Ranges of three types of numbers. {'. '.join(alt)}",
+    )
 
 
 def tokens(words: list[str], root: Path) -> Picture:
@@ -159,32 +201,49 @@ def tokens(words: list[str], root: Path) -> Picture:
     ranks, length = range(args.cp), args.seq_len
     canvas = Drawing(
         f"A row of {length:,} tokens over {args.cp} ranks: who holds which tokens, and how many"
-        " pairs it multiplies", [(f"r{rank}", f"rank {rank}") for rank in ranks])
-    held = {method: [token_pieces(length, method, args.cp, rank) for rank in ranks]
-            for method in ("ring", "ulysses")}
+        " pairs it multiplies",
+        [(f"r{rank}", f"rank {rank}") for rank in ranks],
+    )
+    held = {
+        method: [token_pieces(length, method, args.cp, rank) for rank in ranks]
+        for method in ("ring", "ulysses")
+    }
     # Pairs of a query in these pieces with a key at or before its position.
-    counts = {method: [sum((one.stop * (one.stop + 1) - one.start * (one.start + 1)) // 2
-                           for one in pieces) for pieces in own] for method, own in held.items()}
+    counts = {
+        method: [
+            sum((one.stop * (one.stop + 1) - one.start * (one.start + 1)) // 2 for one in pieces)
+            for pieces in own
+        ]
+        for method, own in held.items()
+    }
     lanes = Lanes(canvas, 150, 560 / length, 30)
     bars = Lanes(canvas, 150, 0.8 * 560 / max(max(own) for own in counts.values()), 12)
-    for method, parts, methods in (("ring", "two pieces each", "ring, gather"),
-                                   ("ulysses", "one run each", "ulysses")):
+    for method, parts, methods in (
+        ("ring", "two pieces each", "ring, gather"),
+        ("ulysses", "one run each", "ulysses"),
+    ):
         canvas.text(0, y + 12, parts)
         canvas.note(0, y + 28, f"{methods}", "start")
         for rank, pieces in enumerate(held[method]):
             for one in pieces:
-                lanes.box(y, one.start, one.stop, f"r{rank}", words=str(rank),
-                          tip=f"{one.start} to {one.stop - 1}")
+                lanes.box(
+                    y,
+                    one.start,
+                    one.stop,
+                    f"r{rank}",
+                    words=str(rank),
+                    tip=f"{one.start} to {one.stop - 1}",
+                )
         y += 40
         for rank, number in enumerate(counts[method]):
             bars.box(y, 0, number, f"r{rank}")
             canvas.note(bars.at(number) + 8, y + 10, f"{number:,} pairs", "start")
             y += 14
         y += 30
-        alt.append(f"{parts} ({methods}): {min(counts[method]):,} to {max(counts[method]):,}"
-                   " pairs")
-    return canvas.svg("Tokens held by each rank",
-                      f"Tokens of a row on {args.cp} ranks. {'. '.join(alt)}")
+        alt.append(f"{parts} ({methods}): {min(counts[method]):,} to {max(counts[method]):,} pairs")
+    return canvas.svg(
+        "Tokens held by each rank", f"Tokens of a row on {args.cp} ranks. {'. '.join(alt)}"
+    )
 
 
 def bars(words: list[str], root: Path) -> Picture:
@@ -202,8 +261,10 @@ def bars(words: list[str], root: Path) -> Picture:
         found[layout] = fullest(config_of(["--layout", sizes, *extra, *flags])).peak_bytes
     limit, y, alt = args.memory * (1 << 30), 88, []
     labels = purposes_of(found.values())
-    canvas = Drawing("Memory of the fullest rank, by layout", [
-        (PURPOSES.get(label, "r5"), label) for label in labels])
+    canvas = Drawing(
+        "Memory of the fullest rank, by layout",
+        [(PURPOSES.get(label, "r5"), label) for label in labels],
+    )
     lanes = Lanes(canvas, 170, 480 / max(limit, *(sum(one.values()) for one in found.values())), 22)
     for layout, own in found.items():
         canvas.text(162, y + 16, layout.replace("+sp", ", seq. parallel"), "", "end")
@@ -219,8 +280,7 @@ def bars(words: list[str], root: Path) -> Picture:
         canvas.line((lanes.at(limit), 80), (lanes.at(limit), y), "limit dashed", width=2)
         canvas.text(lanes.at(limit), y + 16, f"{nbytes(limit)} of the device", "small", "middle")
         alt.append(f"the device has {nbytes(limit)}")
-    return canvas.svg("Memory by layout",
-                      f"Memory of the fullest rank as bars: {'; '.join(alt)}")
+    return canvas.svg("Memory by layout", f"Memory of the fullest rank as bars: {'; '.join(alt)}")
 
 
 def buckets(words: list[str], root: Path) -> Picture:
@@ -230,9 +290,11 @@ def buckets(words: list[str], root: Path) -> Picture:
     """
     config = config_of(words)
     step = watch(config, 0)
-    sums = [(max(look.flops for look in step.seen if look.posted <= place),
-             nbytes(one.payload_bytes)) for place, one in enumerate(step.records)
-            if one.name in ("grads.bucket", "grads.late")]
+    sums = [
+        (max(look.flops for look in step.seen if look.posted <= place), nbytes(one.payload_bytes))
+        for place, one in enumerate(step.records)
+        if one.name in ("grads.bucket", "grads.late")
+    ]
     if not sums:
         raise UsageError("no sums of gradients: choose a layout with dp")
     passes = [look for look in step.seen if look.name]
@@ -240,7 +302,8 @@ def buckets(words: list[str], root: Path) -> Picture:
     start = min(sums[0][0], max((look.flops for look in passes if look.name[0] == "F"), default=0))
     canvas = Drawing(
         f"{layout_words(config)}: gradients travel while the backward pass continues",
-        [("r2", "rank 0 computes"), ("dp", "sum of a bucket may travel")])
+        [("r2", "rank 0 computes"), ("dp", "sum of a bucket may travel")],
+    )
     lanes = Lanes(canvas, 92, 600 / (end - start), 26, start)
     canvas.text(0, 101, "passes")
     for before, one in zip([start, *(look.flops for look in passes)], passes, strict=False):
@@ -253,9 +316,13 @@ def buckets(words: list[str], root: Path) -> Picture:
         y += 16
     canvas.line((lanes.at(end), 74), (lanes.at(end), y), "wait dashed", width=2)
     canvas.text(lanes.at(end), y + 16, "here rank 0 waits for all of them", "small", "end")
-    return canvas.svg("Buckets of gradients in flight", (
-        f"{len(sums)} buckets of gradients are posted one after the other during the backward pass,"
-        " and waited for at its end"))
+    return canvas.svg(
+        "Buckets of gradients in flight",
+        (
+            f"{len(sums)} buckets of gradients are posted one after the other during the backward"
+            " pass, and waited for at its end"
+        ),
+    )
 
 
 def rows(words: list[str], root: Path) -> Picture:
@@ -265,12 +332,19 @@ def rows(words: list[str], root: Path) -> Picture:
     canvas = Drawing(
         f"Rows that each of {args.ep} ranks gets for its experts, by the rank that sends them"
         f" ({args.tokens} tokens each, {per_token} of {args.experts} experts)",
-        [(f"r{rank}", f"from rank {rank}") for rank in ranks])
+        [(f"r{rank}", f"from rank {rank}") for rank in ranks],
+    )
     lanes = Lanes(canvas, 150, 0.8 * 560 / (args.tokens * per_token * args.ep * 0.6), 14)
     for routing in ("uniform", "zipf", "adversarial"):
         canvas.text(0, y + 12, routing)
-        parts = [scores(routing, args.tokens, args.experts, per_token, rank, args.ep).sum(axis=0)
-                 .reshape(args.ep, -1).sum(axis=1) / 2 for rank in ranks]
+        parts = [
+            scores(routing, args.tokens, args.experts, per_token, rank, args.ep)
+            .sum(axis=0)
+            .reshape(args.ep, -1)
+            .sum(axis=1)
+            / 2
+            for rank in ranks
+        ]
         for receiver in ranks:
             start = 0
             for rank in ranks:

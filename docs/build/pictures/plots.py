@@ -37,8 +37,10 @@ class Plot:
 
     def at(self, x: float, y: float) -> tuple[float, float]:
         """Return the place of a point."""
-        return (self.corner[0] + self.size[0] * self.x(x),
-                self.corner[1] + self.size[1] * (1 - self.y(y)))
+        return (
+            self.corner[0] + self.size[0] * self.x(x),
+            self.corner[1] + self.size[1] * (1 - self.y(y)),
+        )
 
     def ticks(self, across: Ticks, up: Ticks, title: str) -> None:
         """Draw values below and beside the plot, and the title of the axis below."""
@@ -73,9 +75,11 @@ def tradeoff(words: list[str], root: Path) -> tuple[str, str]:
     canvas.text(0, 38, f"A worker's layers take {cost_words(costs)}.", "soft")
     plot = Plot(canvas, (56, 76), (600, 330), lambda x: x / most, lambda y: y / worst)
     plot.axes(60)
-    plot.ticks(((one, str(one)) for one in range(0, int(most) + 1, max(1, round(most / 8)))),
-               ((one, f"{one} %") for one in range(0, int(worst) + 1, 10)),
-               "microbatches stashed on the fullest worker")
+    plot.ticks(
+        ((one, str(one)) for one in range(0, int(most) + 1, max(1, round(most / 8)))),
+        ((one, f"{one} %") for one in range(0, int(worst) + 1, 10)),
+        "microbatches stashed on the fullest worker",
+    )
     canvas.text(0, 64, "bubble: share of the step that workers idle", "soft")
     taken = [(x - 7, x + 7, y) for x, y in (plot.at(*point) for point in points)]
     alt = []
@@ -84,8 +88,10 @@ def tradeoff(words: list[str], root: Path) -> tuple[str, str]:
         canvas.circle(x, y, 5, "tp", f"{', '.join(names)}: bubble {bubble} %, stash {stash:g}")
         label(plot, x, y, ", ".join(names), taken)
         alt.append(f"{', '.join(names)}: {bubble} % bubble, {stash:g} stashed")
-    return canvas.svg("Bubble against stash", (
-        f"Bubble against stash on {p} workers with {m} microbatches. {'; '.join(alt)}"))
+    return canvas.svg(
+        "Bubble against stash",
+        (f"Bubble against stash on {p} workers with {m} microbatches. {'; '.join(alt)}"),
+    )
 
 
 def label(plot: Plot, x: float, y: float, words: str, taken: list) -> None:
@@ -94,12 +100,26 @@ def label(plot: Plot, x: float, y: float, words: str, taken: list) -> None:
     taken: (left, right, y) of each text drawn so far; the new ones are added.
     """
     width, ((left, top), (wide, high)) = CHARACTER * len(words), (plot.corner, plot.size)
-    spans = [(side, side + width, y + step * sign * ROW) for step in range(9) for sign in (-1, 1)
-             for side in (x + 9, x - 9 - width)]
-    span = next((one for one in spans if left < one[0] and one[1] < left + wide + 90
-                 and top - 6 < one[2] < top + high - 4
-                 and all(abs(one[2] - other) >= ROW - 1 or one[1] < low or one[0] > end
-                         for low, end, other in taken)), spans[0])
+    spans = [
+        (side, side + width, y + step * sign * ROW)
+        for step in range(9)
+        for sign in (-1, 1)
+        for side in (x + 9, x - 9 - width)
+    ]
+    span = next(
+        (
+            one
+            for one in spans
+            if left < one[0]
+            and one[1] < left + wide + 90
+            and top - 6 < one[2] < top + high - 4
+            and all(
+                abs(one[2] - other) >= ROW - 1 or one[1] < low or one[0] > end
+                for low, end, other in taken
+            )
+        ),
+        spans[0],
+    )
     if span[2] != y:
         plot.canvas.line((x, y), (span[0] if span[0] > x else span[1], span[2]), "ink")
     near, anchor = (span[0], "start") if span[0] > x else (span[1], "end")
@@ -121,14 +141,20 @@ def roofline(words: list[str], root: Path) -> tuple[str, str]:
     high_y, low_y = 2 * peak, min(low_x * memory, *(row["gflops"] for row in rows)) / 2
     canvas = Drawing("The product ladder under the roofs of this machine")
     canvas.note(0, 38, measured, "start")
-    plot = Plot(canvas, (64, 66), (620, 320),
-                lambda x: log10(x / low_x) / log10(high_x / low_x),
-                lambda y: log10(y / low_y) / log10(high_y / low_y))
+    plot = Plot(
+        canvas,
+        (64, 66),
+        (620, 320),
+        lambda x: log10(x / low_x) / log10(high_x / low_x),
+        lambda y: log10(y / low_y) / log10(high_y / low_y),
+    )
     plot.axes()
     powers = [(10.0**power, f"{10.0**power:g}") for power in range(-3, 5)]
-    plot.ticks((one for one in powers if low_x <= one[0] <= high_x),
-               (one for one in powers if low_y <= one[0] <= high_y),
-               "FLOPs for each byte that memory delivers")
+    plot.ticks(
+        (one for one in powers if low_x <= one[0] <= high_x),
+        (one for one in powers if low_y <= one[0] <= high_y),
+        "FLOPs for each byte that memory delivers",
+    )
     canvas.text(72, 68, "GFLOP/s", "soft")
     canvas.line(plot.at(low_x, low_x * memory), plot.at(ridge, peak), "tp", width=2.5)
     canvas.line(plot.at(ridge, peak), plot.at(high_x, peak), "dp", width=2.5)
@@ -144,8 +170,10 @@ def roofline(words: list[str], root: Path) -> tuple[str, str]:
         below = 20 if row["gflops"] > 0.8 * peak else 4  # clear of the roof
         canvas.text(near, y + below, name, "small", anchor)
     alt = "; ".join(f"{row['product']} {row['gflops']:.3g} GFLOP/s" for row in rows)
-    return canvas.svg("Roofline of the product ladder", (
-        f"Roofline: memory gives {memory:.1f} GB/s, BLAS {peak:.0f} GFLOP/s. {alt}"))
+    return canvas.svg(
+        "Roofline of the product ladder",
+        (f"Roofline: memory gives {memory:.1f} GB/s, BLAS {peak:.0f} GFLOP/s. {alt}"),
+    )
 
 
 def purposes_of(parts: Iterable[dict[str, int]]) -> list[str]:
@@ -164,21 +192,29 @@ def memory(words: list[str], root: Path) -> tuple[str, str]:
     seen = watch(config, rank).seen
     labels = purposes_of(look.live for look in seen)
     most, work = max(sum(look.live.values()) for look in seen), seen[-1].flops
-    canvas = Drawing(f"Memory of rank {rank} in one step: {layout_words(config)}",
-                     [(PURPOSES.get(label, "r5"), label) for label in labels])
+    canvas = Drawing(
+        f"Memory of rank {rank} in one step: {layout_words(config)}",
+        [(PURPOSES.get(label, "r5"), label) for label in labels],
+    )
     plot = Plot(canvas, (82, 78), (600, 260), lambda x: x / work, lambda y: y / most)
     below, alt = [0] * len(seen), []
     for label in labels:
         above = [low + look.live.get(label, 0) for low, look in zip(below, seen, strict=True)]
-        edges = [[plot.at(look.flops, size) for look, size in zip(seen, edge, strict=True)]
-                 for edge in (above, below)]
+        edges = [
+            [plot.at(look.flops, size) for look, size in zip(seen, edge, strict=True)]
+            for edge in (above, below)
+        ]
         peak = nbytes(max(look.live.get(label, 0) for look in seen))
-        canvas.area([*edges[0], *reversed(edges[1])], PURPOSES.get(label, "r5"),
-                    f"{label}: at most {peak}")
+        canvas.area(
+            [*edges[0], *reversed(edges[1])], PURPOSES.get(label, "r5"), f"{label}: at most {peak}"
+        )
         alt.append(f"{label} {peak}")
         below = above
-    plot.ticks((), ((most * share, nbytes(most * share)) for share in (0, 0.5, 1)),
-               "work done in this step (FLOPs of products)")
+    plot.ticks(
+        (),
+        ((most * share, nbytes(most * share)) for share in (0, 0.5, 1)),
+        "work done in this step (FLOPs of products)",
+    )
     ends = [(0, ""), *((look.flops, look.name) for look in seen if look.name)]
     for (before, _), (flops, name) in pairwise(ends):
         if flops > before:
@@ -186,9 +222,13 @@ def memory(words: list[str], root: Path) -> tuple[str, str]:
             canvas.line((right, bottom), (right, bottom + 6), "ink")
             if right - left > 8 * len(name):
                 canvas.note((left + right) / 2, bottom + 17, name)
-    return canvas.svg("Memory over a step", (
-        "Memory of a rank as stacked areas over the passes of one step. At most:"
-        f" {', '.join(alt)}; together {nbytes(most)}"))
+    return canvas.svg(
+        "Memory over a step",
+        (
+            "Memory of a rank as stacked areas over the passes of one step. At most:"
+            f" {', '.join(alt)}; together {nbytes(most)}"
+        ),
+    )
 
 
 def utilization(words: list[str], root: Path) -> tuple[str, str]:
@@ -198,12 +238,17 @@ def utilization(words: list[str], root: Path) -> tuple[str, str]:
     """
     found, _ = load(root, words, "bench.planned")
     rows = found["rows"]
-    machines, presets = (list(dict.fromkeys(row[name] for row in rows))
-                         for name in ("machine", "preset"))
+    machines, presets = (
+        list(dict.fromkeys(row[name] for row in rows)) for name in ("machine", "preset")
+    )
     stacks = list(STACKS)
-    canvas = Drawing("Utilization that plans promise, % of the peak", [
-        *((f"r{place}", stack) for place, stack in enumerate(stacks)),
-        ("wait", "best published for the device")])
+    canvas = Drawing(
+        "Utilization that plans promise, % of the peak",
+        [
+            *((f"r{place}", stack) for place, stack in enumerate(stacks)),
+            ("wait", "best published for the device"),
+        ],
+    )
     bar, columns, names, wide = 5, 2, 100, 200
     high = 34 + len(presets) * (bar * len(stacks) + 5)
     alt = []
@@ -218,15 +263,27 @@ def utilization(words: list[str], root: Path) -> tuple[str, str]:
             row = next(one for one in own if one["preset"] == preset)
             for which, stack in enumerate(stacks):
                 if (percent := row[f"{stack} %"]) != "-":
-                    canvas.rect(left + names, y + bar * which, wide * percent / 100, bar,
-                                f"r{which}", tip=f"{preset}, {machine}, {stack}: {percent:.1f} %")
+                    canvas.rect(
+                        left + names,
+                        y + bar * which,
+                        wide * percent / 100,
+                        bar,
+                        f"r{which}",
+                        tip=f"{preset}, {machine}, {stack}: {percent:.1f} %",
+                    )
         most = own[0]["published %"]
         if most != "-":
             x = left + names + wide * most / 100
             canvas.line((x, top + 6), (x, top + high - 28), "wait", width=2)
-        highest, preset = max((row[f"{stack} %"], row["preset"]) for row in own for stack in stacks
-                              if row[f"{stack} %"] != "-")
+        highest, preset = max(
+            (row[f"{stack} %"], row["preset"])
+            for row in own
+            for stack in stacks
+            if row[f"{stack} %"] != "-"
+        )
         published = "nothing" if most == "-" else f"{most:.1f} %"
         alt.append(f"{machine} at most {highest:.1f} % ({preset}), published {published}")
-    return canvas.svg("Utilization that plans promise", (
-        f"Utilization that plans promise, by device: {'; '.join(alt)}"))
+    return canvas.svg(
+        "Utilization that plans promise",
+        (f"Utilization that plans promise, by device: {'; '.join(alt)}"),
+    )

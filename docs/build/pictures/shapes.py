@@ -51,8 +51,7 @@ class Watching(Recorder):
 
     def look(self, name: str = "") -> None:
         """Record what is alive now."""
-        self.seen.append(Look(
-            sum(self.ops.flops.values()), name, self.ops.live, len(self.entries)))
+        self.seen.append(Look(sum(self.ops.flops.values()), name, self.ops.live, len(self.entries)))
 
     def span(self, kind: str, start, stage: int = -1, mb: int = -1, end=None) -> None:
         """Record what is alive after a pass."""

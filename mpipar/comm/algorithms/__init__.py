@@ -15,5 +15,10 @@ from mpipar.comm.algorithms.ring import Ring
 from mpipar.comm.algorithms.window import Window
 
 KINDS: dict[str, type[MpiOwn]] = {
-    "mpi": MpiOwn, "ring": Ring, "doubling": Doubling, "halves": Halves, "window": Window}
+    "mpi": MpiOwn,
+    "ring": Ring,
+    "doubling": Doubling,
+    "halves": Halves,
+    "window": Window,
+}
 ALGORITHMS: dict[str, Callable[..., MpiOwn]] = {**KINDS, "auto": partial(Auto, kinds=KINDS)}

@@ -31,7 +31,8 @@ CALLS: dict[str, Callable[[MpiOwn, Array, Array], None]] = {
     "own": lambda one, x, y: one.all_reduce(x, "sum"),
     "window": lambda one, x, y: one.iall_reduce(x).Wait(),
     "all_gather": lambda one, x, y: one.all_gather(x[0], y),
-    "reduce_scatter": lambda one, x, y: one.reduce_scatter(x, y[0])}
+    "reduce_scatter": lambda one, x, y: one.reduce_scatter(x, y[0]),
+}
 
 
 class Auto(MpiOwn):
@@ -40,8 +41,9 @@ class Auto(MpiOwn):
     kinds: {name: class}. Comm: that of all of them, and the measurement unless its result is known.
     """
 
-    def __init__(self, ops: Any, mpi_comm: MPI.Intracomm, options: Options,
-                 kinds: dict[str, type[MpiOwn]]):
+    def __init__(
+        self, ops: Any, mpi_comm: MPI.Intracomm, options: Options, kinds: dict[str, type[MpiOwn]]
+    ):
         super().__init__(ops, mpi_comm, options)
         self.all = {name: kind(ops, mpi_comm, options) for name, kind in kinds.items()}
         window = self.all["window"]
@@ -67,9 +69,18 @@ class Auto(MpiOwn):
         for size in SIZES:
             flat = slice(size // 4 // self.mpi.size * self.mpi.size)
             given, taken = (one.reshape(-1)[flat].reshape(self.mpi.size, -1) for one in (x, y))
-            times = np.array([median(column) for column in zip(*(
-                [self.timed(one, call, given, taken) for one in self.all.values()]
-                for _ in range(ROUNDS)), strict=True)])
+            times = np.array(
+                [
+                    median(column)
+                    for column in zip(
+                        *(
+                            [self.timed(one, call, given, taken) for one in self.all.values()]
+                            for _ in range(ROUNDS)
+                        ),
+                        strict=True,
+                    )
+                ]
+            )
             self.mpi.Allreduce(self.in_place, times, self.reduce_ops["max"])
             best = int(np.argmin(times))
             own = [*self.all].index("mpi")
@@ -100,7 +111,6 @@ class Auto(MpiOwn):
 
     def reduce_scatter(self, x: Array, y: Array) -> None:
         self.best("reduce_scatter", x.nbytes).reduce_scatter(x, y)
-
 
     def iall_reduce(self, x: Array) -> Request:
         return self.of(x).iall_reduce(x)

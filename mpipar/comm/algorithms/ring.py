@@ -19,16 +19,17 @@ class Ring(Stepwise):
 
     def hop(self, tag: int, sent: Array, received: Array) -> Request:
         """Pass a piece on and receive the next one."""
-        return self.exchange(tag, sent, (self.index + 1) % self.size,
-                             received, (self.index - 1) % self.size)
+        return self.exchange(
+            tag, sent, (self.index + 1) % self.size, received, (self.index - 1) % self.size
+        )
 
     def scattered(self, pieces: list[Array], tag: int) -> Steps:
         """Leave the whole sum of this rank's piece in pieces[index]; the others become invalid."""
         room = np.empty_like(pieces[0])
         for hop in range(1, self.size):
             sent, grown = (pieces[(self.index - hop - ahead) % self.size] for ahead in (0, 1))
-            yield self.hop(tag, sent, room[:len(grown)])
-            add(grown, room[:len(grown)], grown)
+            yield self.hop(tag, sent, room[: len(grown)])
+            add(grown, room[: len(grown)], grown)
 
     def gathered(self, pieces: list[Array], tag: int) -> Steps:
         """Leave pieces[index] of every rank in pieces."""

@@ -49,8 +49,7 @@ class SharedMemory:
         check_room(mpi_comm, room_left(), self.nbytes)
         self.window = MPI.Win.Allocate_shared(self.nbytes, 1, MPI.INFO_NULL, mpi_comm)
         self.window.Lock_all(MPI.MODE_NOCHECK)
-        memories: list[Any] = [self.window.Shared_query(place)[0]
-                               for place in range(mpi_comm.size)]
+        memories: list[Any] = [self.window.Shared_query(place)[0] for place in range(mpi_comm.size)]
         self.of = [np.frombuffer(one, np.uint8, self.nbytes) for one in memories]
         own = self.of[mpi_comm.rank]
         # Other groups, which looked at the same time, may have taken the room meanwhile.
@@ -64,7 +63,7 @@ class SharedMemory:
     def views(self, start: int, shape: tuple[int, ...], dtype: Any) -> list[Array]:
         """Return one array per rank, at the same place in its bytes."""
         size = int(np.prod(shape)) * np.dtype(dtype).itemsize
-        return [one[start:start + size].view(dtype).reshape(shape) for one in self.of]
+        return [one[start : start + size].view(dtype).reshape(shape) for one in self.of]
 
     def free(self) -> None:
         """End the window; its arrays must not be used any more. Comm: every member."""
@@ -111,12 +110,14 @@ class Marks:
     def __init__(self, mpi_comm: MPI.Intracomm, rows: int, patient: bool):
         self.memory = SharedMemory(mpi_comm, rows * LINE)
         own, self.patient = mpi_comm.rank, patient
-        rows_of: list[Any] = [one[:rows * LINE].view(np.int64) for one in self.memory.of]
+        rows_of: list[Any] = [one[: rows * LINE].view(np.int64) for one in self.memory.of]
         views = [memoryview(one) for one in rows_of]
         step = LINE // 8
-        self.own = [views[own][row * step:row * step + 1] for row in range(rows)]
-        self.others = [[view[row * step:row * step + 1] for place, view in enumerate(views)
-                        if place != own] for row in range(rows)]
+        self.own = [views[own][row * step : row * step + 1] for row in range(rows)]
+        self.others = [
+            [view[row * step : row * step + 1] for place, view in enumerate(views) if place != own]
+            for row in range(rows)
+        ]
         self.fence, self.ask = self.memory.window.Sync, mpi_comm.Iprobe
 
     def meet(self, row: int, mark: int) -> Any:
@@ -139,13 +140,15 @@ def check_room(mpi_comm: Any, left: int, nbytes: int) -> None:
     Comm: an all_reduce.
     """
     from mpi4py import MPI
+
     least, needed = np.array([left]), nbytes * mpi_comm.size
     mpi_comm.Allreduce(MPI.IN_PLACE, least, op=MPI.MIN)
     if least[0] < needed:
         raise EnvironmentProblem(
             f"{SHARED_MEMORY} has {least[0] >> 20} MiB left, and a window of {mpi_comm.size}"
             f" ranks needs {-(-needed >> 20)} MiB: use --all-reduce mpi, or provide more of it"
-            " (docker run --shm-size)")
+            " (docker run --shm-size)"
+        )
 
 
 def get_pages(x: Array) -> bool:
@@ -153,7 +156,9 @@ def get_pages(x: Array) -> bool:
     libc = ctypes.CDLL(None, use_errno=True)
     place, size = ctypes.c_void_p(address(x)), ctypes.c_size_t(x.nbytes)
     return libc.madvise(place, size, MADV_POPULATE_WRITE) == 0 or ctypes.get_errno() not in (
-        errno.EFAULT, errno.ENOMEM)
+        errno.EFAULT,
+        errno.ENOMEM,
+    )
 
 
 def room_left() -> int:

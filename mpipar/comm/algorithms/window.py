@@ -90,8 +90,9 @@ class Window(MpiOwn):
         before = self.under_way.pop(row, None)
         if before is not None:
             before.Wait()
-        posted = self.under_way[row] = Posted(steps(
-            arrays, lambda meeting: self.marks.meet(row, turn + meeting)))
+        posted = self.under_way[row] = Posted(
+            steps(arrays, lambda meeting: self.marks.meet(row, turn + meeting))
+        )
         return posted
 
     def add_up(self, sum_: Array, parts: list[Array]) -> None:
@@ -140,8 +141,7 @@ class Window(MpiOwn):
         self.turn = (self.turn + 1) % ROOMS
         key = self.turn, dtype
         if key not in self.typed:
-            self.typed[key] = self.rooms.views(
-                self.turn * TILE, (TILE // dtype.itemsize,), dtype)
+            self.typed[key] = self.rooms.views(self.turn * TILE, (TILE // dtype.itemsize,), dtype)
         return [room[:size] for room in self.typed[key]]
 
     def all_reduce(self, x: Array, op: str) -> None:
@@ -157,7 +157,7 @@ class Window(MpiOwn):
     def tiles(self, x: Array) -> list[Array]:
         """Return x as parts (n,) of the size of a room."""
         x, width = in_line(x), TILE // x.itemsize
-        return [x[first:first + width] for first in range(0, len(x), width)]
+        return [x[first : first + width] for first in range(0, len(x), width)]
 
     def sum_whole(self, tiles: list[Array]) -> None:
         """Show each tile to all ranks, and add up all of theirs in the order of the group.
@@ -193,7 +193,8 @@ class Window(MpiOwn):
         """Return the piece of each rank."""
         if length not in self.cuts:
             self.cuts[length] = [
-                chunk_slice(length, self.size, place) for place in range(self.size)]
+                chunk_slice(length, self.size, place) for place in range(self.size)
+            ]
         return self.cuts[length]
 
     def show(self, x: Array) -> list[Array]:

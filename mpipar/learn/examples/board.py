@@ -50,8 +50,10 @@ class ShownComm:
         frame = sys._getframe(2)
         sent = wire_bytes(operation, payload, self.comm.size)
         self.board.note(f"before the {name} barrier", x)
-        self.board.say(f"--- barrier: {operation} {name}, {payload} bytes; each rank sends {sent}"
-                       f" ({place(frame.f_code.co_filename, frame.f_lineno)})")
+        self.board.say(
+            f"--- barrier: {operation} {name}, {payload} bytes; each rank sends {sent}"
+            f" ({place(frame.f_code.co_filename, frame.f_lineno)})"
+        )
         y = getattr(self.comm, operation)(x, name, *more)
         self.board.note("after it", y)
         return y
@@ -114,8 +116,11 @@ def printed(by_rank: list[list]) -> list[str]:
     """Return the lines of all ranks' notes, in the order of the ranks."""
     titles = [[title for title, _ in notes] for notes in by_rank]
     if any(one != titles[0] for one in titles):
-        return [line for index, notes in enumerate(by_rank)
-                for line in ["", f"rank {index}:", *one_rank(notes)]]
+        return [
+            line
+            for index, notes in enumerate(by_rank)
+            for line in ["", f"rank {index}:", *one_rank(notes)]
+        ]
     lines = []
     for position, title in enumerate(titles[0]):
         arrays = [notes[position][1] for notes in by_rank]
@@ -130,8 +135,11 @@ def printed(by_rank: list[list]) -> list[str]:
 
 def one_rank(notes: list) -> list[str]:
     """Return the lines of one rank's notes."""
-    return [line for title, rows in notes
-            for line in [f"  {title}", *indented(indented(matrix(rows) if rows else []))]]
+    return [
+        line
+        for title, rows in notes
+        for line in [f"  {title}", *indented(indented(matrix(rows) if rows else []))]
+    ]
 
 
 def indented(lines: list[str]) -> list[str]:

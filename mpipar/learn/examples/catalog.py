@@ -34,22 +34,35 @@ class Example(NamedTuple):
 
 
 EXAMPLES = {
-    "ring": Example(3, "an all-reduce by hand: pieces travel round a ring, twice", "tp",
-                    wires.ring_example),
-    "pipeline": Example(4, "two stages and two microbatches: what is sent, forward and backward",
-                        "pp", pipeline, (2,)),
-    "ffn": Example(6, "two products cut by columns and by rows: one sum forward, one backward",
-                   "tp", products.ffn),
-    "attention": Example(7, "attention cut by heads, with one sum after it", "tp",
-                         products.attention),
-    "vocabulary": Example(7, "the loss when no rank holds all logits", "tp",
-                          products.vocabulary),
-    "data": Example(8, "replicas read different rows, and sum their gradients", "dp",
-                    wires.data_example),
-    "context": Example(16, "one row of tokens over all ranks: keys and values travel round a ring",
-                       "cp", context),
-    "zero": Example(16, "a sharded update: sums are scattered, weights are gathered", "dp",
-                    wires.zero_example),
+    "ring": Example(
+        3, "an all-reduce by hand: pieces travel round a ring, twice", "tp", wires.ring_example
+    ),
+    "pipeline": Example(
+        4,
+        "two stages and two microbatches: what is sent, forward and backward",
+        "pp",
+        pipeline,
+        (2,),
+    ),
+    "ffn": Example(
+        6,
+        "two products cut by columns and by rows: one sum forward, one backward",
+        "tp",
+        products.ffn,
+    ),
+    "attention": Example(
+        7, "attention cut by heads, with one sum after it", "tp", products.attention
+    ),
+    "vocabulary": Example(7, "the loss when no rank holds all logits", "tp", products.vocabulary),
+    "data": Example(
+        8, "replicas read different rows, and sum their gradients", "dp", wires.data_example
+    ),
+    "context": Example(
+        16, "one row of tokens over all ranks: keys and values travel round a ring", "cp", context
+    ),
+    "zero": Example(
+        16, "a sharded update: sums are scattered, weights are gathered", "dp", wires.zero_example
+    ),
 }
 
 
@@ -85,8 +98,12 @@ def run(name: str, world) -> tuple[list[str], float]:
     if world.rank:
         return [], 0.0
     largest = max(fact["off"] for fact in facts)
-    lines = [f"{name}: {example.title}; {world.size} ranks",
-             *printed([fact["notes"] for fact in facts]), "",
-             "no number differs from one rank's by more than 1e-12" if largest <= TOLERANCE
-             else f"largest difference from one rank: {largest:.0e}, which is a defect of mpipar"]
+    lines = [
+        f"{name}: {example.title}; {world.size} ranks",
+        *printed([fact["notes"] for fact in facts]),
+        "",
+        "no number differs from one rank's by more than 1e-12"
+        if largest <= TOLERANCE
+        else f"largest difference from one rank: {largest:.0e}, which is a defect of mpipar",
+    ]
     return lines, largest

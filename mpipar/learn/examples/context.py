@@ -20,10 +20,15 @@ def context(case) -> list[float]:
     """
     q = np.ones((1, TOKENS, 1, 1))
     k, v = np.zeros(q.shape), 2 * np.arange(float(TOKENS)).reshape(q.shape)
-    held = np.concatenate([np.arange(one.start, one.stop) for one in token_pieces(
-        TOKENS, "ring", case.comm.size, case.comm.index)])
-    case.board.note("positions of the tokens that each rank holds: from both ends of the row",
-                    held[None])
+    held = np.concatenate(
+        [
+            np.arange(one.start, one.stop)
+            for one in token_pieces(TOKENS, "ring", case.comm.size, case.comm.index)
+        ]
+    )
+    case.board.note(
+        "positions of the tokens that each rank holds: from both ends of the row", held[None]
+    )
     case.board.note("their v", v[0, held, 0, 0][None])
     case.board.say("k and v travel together, k in the first row and v in the second")
 
@@ -34,6 +39,7 @@ def context(case) -> list[float]:
 
     every = np.arange(TOKENS)
     found = attended(context_ring, case.comm, held, every)
-    case.board.note("y, the mean of all v up to its token, equals the token's"
-                    " position", found[None])
+    case.board.note(
+        "y, the mean of all v up to its token, equals the token's position", found[None]
+    )
     return [difference(found, attended(context_whole, case.alone, every, None)[held])]

@@ -14,12 +14,19 @@ W_DOWN = np.array([[1.0, 0.0], [0.0, 1.0], [1.0, 1.0], [2.0, -1.0]])
 DY = np.array([[1.0, 0.0], [0.0, 1.0]])
 HEADS = 4
 TOKENS = np.array([[1.0, 0.0, 1.0, 2.0], [0.0, 1.0, 2.0, 1.0]])
-W_QKV = np.array([  # maps a token's four numbers to q, k and v of four heads
-    [1, 0, 1, 0, 0, 1, 0, 1, 1, 1, 0, 0], [0, 1, 0, 1, 1, 0, 1, 0, 0, 1, 1, 0],
-    [1, 1, 0, 0, 0, 0, 1, 1, 0, 0, 1, 1], [0, 0, 1, 1, 1, 1, 0, 0, 1, 0, 0, 1]], float)
+W_QKV = np.array(
+    [  # maps a token's four numbers to q, k and v of four heads
+        [1, 0, 1, 0, 0, 1, 0, 1, 1, 1, 0, 0],
+        [0, 1, 0, 1, 1, 0, 1, 0, 0, 1, 1, 0],
+        [1, 1, 0, 0, 0, 0, 1, 1, 0, 0, 1, 1],
+        [0, 0, 1, 1, 1, 1, 0, 0, 1, 0, 0, 1],
+    ],
+    float,
+)
 W_PROJ = np.array([[1, 0], [0, 1], [1, 1], [1, -1]], float)
-LOGITS = np.array([[2.0, 1.0, 0.0, 3.0, 1.0, 0.0, 2.0, 1.0],
-                   [0.0, 4.0, 1.0, 1.0, 2.0, 0.0, 0.0, 1.0]])
+LOGITS = np.array(
+    [[2.0, 1.0, 0.0, 3.0, 1.0, 0.0, 2.0, 1.0], [0.0, 4.0, 1.0, 1.0, 2.0, 0.0, 0.0, 1.0]]
+)
 TARGETS = np.array([3, 4])
 
 
@@ -28,6 +35,7 @@ def ffn(case) -> list[float]:
 
     The activation between them is left out: it acts on each number alone, and needs no barrier.
     """
+
     def both(group, board):
         part = chunk_slice(W_UP.shape[1], group.size, group.index)
         up, down = W_UP[:, part].copy(), W_DOWN[part].copy()
@@ -54,28 +62,38 @@ def ffn(case) -> list[float]:
     y, dx, d_up, d_down = both(case.comm, case.board)
     whole = both(case.alone, case.silent)
     part = chunk_slice(W_UP.shape[1], case.comm.size, case.comm.index)
-    return [difference(y, whole[0]), difference(dx, whole[1]),
-            difference(d_up, whole[2][:, part]), difference(d_down, whole[3][part])]
+    return [
+        difference(y, whole[0]),
+        difference(dx, whole[1]),
+        difference(d_up, whole[2][:, part]),
+        difference(d_down, whole[3][part]),
+    ]
 
 
 def attention(case) -> list[float]:
     """Attend by heads, which are independent: each rank takes its own, and one sum joins them."""
+
     def heads(group, board):
         part = chunk_slice(HEADS, group.size, group.index)
         w = W_QKV.reshape(4, 3, HEADS)[:, :, part].reshape(4, -1).copy()
         board.note("x, whole on each rank: two tokens of four numbers", TOKENS)
         ops = case.ops
         qkv = column.forward(
-            Here(ops, ops, group, "attn.qkv", Sizes(0, *W_QKV.shape)), TOKENS[None], w)
-        q, k, v = (np.ascontiguousarray(one)[..., None]
-                   for one in np.moveaxis(qkv.reshape(1, 2, 3, -1), 2, 0))
+            Here(ops, ops, group, "attn.qkv", Sizes(0, *W_QKV.shape)), TOKENS[None], w
+        )
+        q, k, v = (
+            np.ascontiguousarray(one)[..., None]
+            for one in np.moveaxis(qkv.reshape(1, 2, 3, -1), 2, 0)
+        )
         for name, x, matrix in zip("qkv", (q, k, v), np.split(w, 3, axis=1), strict=True):
             board.note(f"w_{name} of its own heads, a column for each", matrix)
             board.note(f"{name} = x w_{name}", x[0, :, :, 0])
         places = np.arange(2)
         y, _ = ops.attention_forward(q, k, v, places, places)
-        board.note("what its heads attend to: token 1 sees tokens 0 and 1, token 0 only itself",
-                   y[0, :, :, 0])
+        board.note(
+            "what its heads attend to: token 1 sees tokens 0 and 1, token 0 only itself",
+            y[0, :, :, 0],
+        )
         board.note("w_proj: the rows of its own heads", W_PROJ[part])
         at_proj = Here(ops, ops, group, "attn.proj", Sizes(0, *W_PROJ.shape))
         return row.forward(at_proj, y.reshape(1, 2, -1), W_PROJ[part].copy())
@@ -85,21 +103,28 @@ def attention(case) -> list[float]:
 
 def vocabulary(case) -> list[float]:
     """Compute loss and gradient without gathering logits: three numbers for each token travel."""
+
     def loss(group, board):
         part, ops = chunk_slice(LOGITS.shape[1], group.size, group.index), case.ops
         logits = LOGITS[:, part].copy()
-        board.note("logits of two tokens: each rank has those of its part of the vocabulary",
-                   logits)
+        board.note(
+            "logits of two tokens: each rank has those of its part of the vocabulary", logits
+        )
         board.note("targets, on each rank", TARGETS[None])
-        board.say("a token's three numbers: largest logit, sum of exp(logit - largest),"
-                  " logit of its target (or 0)")
+        board.say(
+            "a token's three numbers: largest logit, sum of exp(logit - largest),"
+            " logit of its target (or 0)"
+        )
         stats = ops.cross_entropy_forward(logits, TARGETS, part.start, LOGITS.shape[1])
         losses, sums = ops.cross_entropy_combine(group.all_gather(stats, "loss"))
-        board.note("loss of each token: log of the whole sum of exp, minus the target's logit",
-                   losses[None])
+        board.note(
+            "loss of each token: log of the whole sum of exp, minus the target's logit",
+            losses[None],
+        )
         scale = 1 / len(TARGETS)
         gradient = ops.cross_entropy_backward_input(
-            logits, TARGETS, sums, part.start, LOGITS.shape[1], scale)
+            logits, TARGETS, sums, part.start, LOGITS.shape[1], scale
+        )
         board.note("gradient of its logits: (softmax - 1 at the target) / tokens", gradient)
         return losses, gradient, part
 

@@ -15,10 +15,10 @@ RATE = 0.5
 def ring_example(case) -> list[float]:
     """Sum round a ring; each rank has its own decimal digit, so that a sum shows its parts."""
     comm, board = case.comm, case.board
-    own = np.arange(1.0, comm.size + 1) * 10.0 ** comm.index
+    own = np.arange(1.0, comm.size + 1) * 10.0**comm.index
     board.note("each rank's numbers, one piece for each rank", own)
     board.say("first round: the sum of a piece travels round the ring, and every rank adds its own")
-    total = ring.total(case.ops, lambda place: own[place:place + 1].copy(), comm, "a sum")
+    total = ring.total(case.ops, lambda place: own[place : place + 1].copy(), comm, "a sum")
     board.note("each rank now has the complete sum of one piece, its own", total)
     board.say("second round: the finished pieces travel round")
     found = np.empty(comm.size)
@@ -31,6 +31,7 @@ def ring_example(case) -> list[float]:
 
 def data_example(case) -> list[float]:
     """Compute dw = x^T dy: each replica of w has the rows of its own data."""
+
     def gradient(rows, group, board):
         x, dy, dw = ROWS[rows], GRADIENTS[rows], np.zeros((2, 1))
         board.note("x, this replica's rows of the batch", x)
@@ -54,8 +55,9 @@ def zero_example(case) -> list[float]:
     piece = comm.reduce_scatter(gradient.reshape(comm.size, -1), "grads.bucket")
     w = chunks.local_chunk(case.ops, WEIGHTS, 0, comm).copy()
     case.ops.sgd_step(w, piece, RATE)
-    board.note(f"own piece of w after w -= {RATE} dw: only its owner keeps the optimizer's state",
-               w)
+    board.note(
+        f"own piece of w after w -= {RATE} dw: only its owner keeps the optimizer's state", w
+    )
     found = comm.all_gather(w, "weights").reshape(-1)
     expected = WEIGHTS.copy()
     factor = sum(range(1, comm.size + 1))

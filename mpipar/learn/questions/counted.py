@@ -44,8 +44,9 @@ def sent(prediction: Prediction, axis: str) -> int:
     return sum(record.wire_bytes for record in prediction.recorder.records if record.axis == axis)
 
 
-def simulated(name: str, p: int, m: int, chunks: int | None = None, costs=(1, 1, 1),
-              hop=0) -> Timeline:
+def simulated(
+    name: str, p: int, m: int, chunks: int | None = None, costs=(1, 1, 1), hop=0
+) -> Timeline:
     """Simulate a schedule's step. costs: F, I and W of a worker's layers, shared by its chunks."""
     costs = Costs(*map(Fraction, costs), latency=Fraction(hop))
     return simulate(make_schedule(name, p, m, chunks), costs.divided(chunks or 1))

@@ -18,10 +18,14 @@ from mpipar.ops.signature import Array, Shape, ThreeArrays
 # which a processor has enough registers. A narrower head is padded with zeros. No block needs more
 # than 99 KiB of shared memory, which compute capabilities 8.6 and 8.9 have.
 TILES = {
-    4: {"flash_forward": {32: (64, 32, 3), 64: (64, 32, 3), 128: (64, 16, 2)},
-        "flash_backward": {32: (64, 64, 2), 64: (64, 32, 2), 128: (32, 16, 3)}},
-    2: {"flash_forward": {32: (128, 64, 2), 64: (128, 32, 2), 128: (128, 32, 1)},
-        "flash_backward": {32: (128, 64, 1), 64: (128, 64, 1), 128: (64, 16, 2)}},
+    4: {
+        "flash_forward": {32: (64, 32, 3), 64: (64, 32, 3), 128: (64, 16, 2)},
+        "flash_backward": {32: (64, 64, 2), 64: (64, 32, 2), 128: (32, 16, 3)},
+    },
+    2: {
+        "flash_forward": {32: (128, 64, 2), 64: (128, 32, 2), 128: (128, 32, 1)},
+        "flash_backward": {32: (128, 64, 1), 64: (128, 64, 1), 128: (64, 16, 2)},
+    },
 }
 # Backward sums dq in parts (see `flash_backward.cu`): as many as give BLOCKS blocks, a few for each
 # processor of the largest GPUs, but at most MOST_PARTS, because each takes 4 bytes per element of
@@ -98,9 +102,18 @@ class Attention:
         stats = self._row_values(q, 2)
         sizes, arrays = self._arguments(q, k, v)
         chosen = tile("flash_forward", q.dtype.name, q.shape[-1])
-        self._start(chosen, ceil(q.shape[1] / chosen.rows) * q.shape[0] * q.shape[2], *sizes,
-                    *arrays, self._ids(q_pos), self._ids(k_pos), q.shape[-1] ** -0.5, int(wide),
-                    y, stats)
+        self._start(
+            chosen,
+            ceil(q.shape[1] / chosen.rows) * q.shape[0] * q.shape[2],
+            *sizes,
+            *arrays,
+            self._ids(q_pos),
+            self._ids(k_pos),
+            q.shape[-1] ** -0.5,
+            int(wide),
+            y,
+            stats,
+        )
         return y, stats
 
     def delta(self, dy: Array, y: Array) -> Array:
@@ -108,14 +121,27 @@ class Attention:
         batch, queries, heads, width = y.shape
         delta, rows = self._row_values(y), batch * queries * heads
         y, dy = self._xp.ascontiguousarray(y), self._xp.ascontiguousarray(dy)
-        self._loader.launch("flash_backward.cu", delta_name(y.dtype.name, dy.dtype.name),
-                            (ceil(rows / (DELTA_THREADS // 32)),), (DELTA_THREADS,),
-                            (rows, queries, heads, width, y, dy, delta))
+        self._loader.launch(
+            "flash_backward.cu",
+            delta_name(y.dtype.name, dy.dtype.name),
+            (ceil(rows / (DELTA_THREADS // 32)),),
+            (DELTA_THREADS,),
+            (rows, queries, heads, width, y, dy, delta),
+        )
         return delta
 
     def backward(
-        self, dy: Array, q: Array, k: Array, v: Array, stats: Array, delta: Array, *, q_pos: Array,
-        k_pos: Array, out: Sequence[Array] | None = None
+        self,
+        dy: Array,
+        q: Array,
+        k: Array,
+        v: Array,
+        stats: Array,
+        delta: Array,
+        *,
+        q_pos: Array,
+        k_pos: Array,
+        out: Sequence[Array] | None = None,
     ) -> ThreeArrays:
         """Return (dq, dk, dv) in float32, given what `forward` and `delta` returned.
 
@@ -130,11 +156,36 @@ class Attention:
         (batch, queries, heads, width), factor = q.shape, q.shape[-1] ** -0.5
         chosen = tile("flash_backward", q.dtype.name, width)
         parts = self._xp.empty(parts_shape(q, k), np.float32)
-        self._start(chosen, len(parts) * batch * k.shape[2], *sizes, dkv_stride, len(parts),
-                    *arrays, self._xp.ascontiguousarray(dy), self._ids(q_pos), self._ids(k_pos),
-                    factor, *map(self._xp.ascontiguousarray, (stats, delta)), wide, parts, dk, dv)
-        self._start(of_parts(chosen), ceil(queries / chosen.columns) * batch * heads, queries,
-                    heads, width, dq_stride, len(parts), parts, factor, wide, dq)
+        self._start(
+            chosen,
+            len(parts) * batch * k.shape[2],
+            *sizes,
+            dkv_stride,
+            len(parts),
+            *arrays,
+            self._xp.ascontiguousarray(dy),
+            self._ids(q_pos),
+            self._ids(k_pos),
+            factor,
+            *map(self._xp.ascontiguousarray, (stats, delta)),
+            wide,
+            parts,
+            dk,
+            dv,
+        )
+        self._start(
+            of_parts(chosen),
+            ceil(queries / chosen.columns) * batch * heads,
+            queries,
+            heads,
+            width,
+            dq_stride,
+            len(parts),
+            parts,
+            factor,
+            wide,
+            dq,
+        )
         for asked, made in zip(results, (dq, dk, dv), strict=True):
             if made is not asked:
                 asked[...] = made
@@ -147,8 +198,9 @@ class Attention:
 
     def _start(self, chosen: Tile, blocks: int, *arguments: Any) -> None:
         """Start a kernel with two threads for each row of its tile: a warp has 16 rows."""
-        self._loader.launch(chosen.file, chosen.name, (blocks,), (2 * chosen.rows,), arguments,
-                            chosen.shared_bytes)
+        self._loader.launch(
+            chosen.file, chosen.name, (blocks,), (2 * chosen.rows,), arguments, chosen.shared_bytes
+        )
 
     def _arguments(self, q: Array, k: Array, v: Array) -> tuple[tuple[Any, ...], tuple[Array, ...]]:
         """Return (sizes and strides as the kernels take them, the arrays, copied if necessary)."""
@@ -157,8 +209,11 @@ class Attention:
         assert heads % kv_heads == 0, (q.shape, k.shape)
         (q,), q_stride, _ = self._alike(True, q)
         (k, v), kv_stride, kv_apart = self._alike(False, k, v)
-        return (queries, keys, heads, kv_heads, width, q_stride, kv_stride,
-                np.int64(kv_apart)), (q, k, v)
+        return (queries, keys, heads, kv_heads, width, q_stride, kv_stride, np.int64(kv_apart)), (
+            q,
+            k,
+            v,
+        )
 
     def _alike(self, whole: bool, *arrays: Array) -> tuple[tuple[Array, ...], int, int]:
         """Return (arrays, elements between tokens, elements between sequences).

@@ -28,8 +28,11 @@ def names(dtype: str) -> tuple[str, ...]:
     """Return the name expressions of forward, position_forward and add_rows for a type."""
     own = TYPES[dtype]
     total = own if own == "double" else "float"
-    return (f"embedding_forward<{own}, {ROW_THREADS}>",
-            f"position_forward<{own}, {total}, {ROW_THREADS}>", f"add_rows<{own}, {total}>")
+    return (
+        f"embedding_forward<{own}, {ROW_THREADS}>",
+        f"position_forward<{own}, {total}, {ROW_THREADS}>",
+        f"add_rows<{own}, {total}>",
+    )
 
 
 NAMES = {dtype: names(dtype) for dtype in TYPES}
@@ -51,15 +54,21 @@ class Embedding:
         """Return x (B, T, D) + table[positions], positions (T,) or (B, T)."""
         assert x.dtype == table.dtype, (x.dtype, table.dtype)
         y = self._xp.empty(x.shape, x.dtype)
-        self._rows(1, y, positions.size, self._ids(positions), table,
-                   self._xp.ascontiguousarray(x), y)
+        self._rows(
+            1, y, positions.size, self._ids(positions), table, self._xp.ascontiguousarray(x), y
+        )
         return y
 
     def _rows(self, kernel: int, y: Array, *arguments: Any) -> None:
         """Start a kernel with a block for each row of y (..., D)."""
         if y.size:
-            self._loader.launch(FILE, NAMES[y.dtype.name][kernel], (y.size // y.shape[-1],),
-                                (ROW_THREADS,), (y.shape[-1], *arguments))
+            self._loader.launch(
+                FILE,
+                NAMES[y.dtype.name][kernel],
+                (y.size // y.shape[-1],),
+                (ROW_THREADS,),
+                (y.shape[-1], *arguments),
+            )
 
     def backward_weight(self, ids: Array, dy: Array, dtable: Array, start: int) -> None:
         """Add each row of dy (..., D) to its id's row of dtable (V, D).
@@ -73,9 +82,22 @@ class Embedding:
         assert dtable.flags.c_contiguous, (dtable.shape, dtable.strides)
         ids, dy = self._ids(ids), self._xp.ascontiguousarray(dy)
         self._loader.launch(
-            FILE, NAMES[dy.dtype.name][2], (n, ceil(columns * dy.itemsize / SUM_BYTES)), SUM_BLOCK,
-            (columns, n, dy.size // columns // n, ids, self._order(ids), dy, np.int64(start),
-             np.int64(len(dtable)), dtable))
+            FILE,
+            NAMES[dy.dtype.name][2],
+            (n, ceil(columns * dy.itemsize / SUM_BYTES)),
+            SUM_BLOCK,
+            (
+                columns,
+                n,
+                dy.size // columns // n,
+                ids,
+                self._order(ids),
+                dy,
+                np.int64(start),
+                np.int64(len(dtable)),
+                dtable,
+            ),
+        )
 
     def _order(self, ids: Array) -> Array:
         """Return the places of the ids in ascending order; equal ids keep their order."""

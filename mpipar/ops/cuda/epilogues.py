@@ -34,8 +34,13 @@ SIGNATURES: dict[str, tuple[Any, ...]] = {
 class _Found(ctypes.Structure):
     """cublasLtMatmulHeuristicResult_t."""
 
-    _fields_ = (("algorithm", ctypes.c_uint64 * 8), ("workspace", ctypes.c_size_t),
-                ("state", _I), ("waves", ctypes.c_float), ("reserved", _I * 4))
+    _fields_ = (
+        ("algorithm", ctypes.c_uint64 * 8),
+        ("workspace", ctypes.c_size_t),
+        ("state", _I),
+        ("waves", ctypes.c_float),
+        ("reserved", _I * 4),
+    )
 
 
 class _Plan(NamedTuple):
@@ -76,8 +81,15 @@ class Epilogues:
             warnings.warn(f"{why}: kernels after the product do it", stacklevel=2)
 
     def __call__(
-        self, epilogue: int, a: Array, b: Array, out: Array, *, bias: Array | None = None,
-        added: Array | None = None, aux: Array | None = None
+        self,
+        epilogue: int,
+        a: Array,
+        b: Array,
+        out: Array,
+        *,
+        bias: Array | None = None,
+        added: Array | None = None,
+        aux: Array | None = None,
     ) -> bool:
         """Write epilogue(a b + added) to out (M, N); return whether the library can.
 
@@ -102,10 +114,25 @@ class Epilogues:
             self._workspace = self._xp.empty((need,), "uint8")
         zero, one = self._blas.places[a.dtype.name]
         left, right, result = plan.matrices
-        self._call("cublasLtMatmul", self._handle, plan.product, one, places[0], left, places[1],
-                   right, zero if added is None else one, places[2], result, places[3], result,
-                   ctypes.byref(plan.found), self._workspace.data.ptr, need,
-                   self._xp.cuda.get_current_stream().ptr)
+        self._call(
+            "cublasLtMatmul",
+            self._handle,
+            plan.product,
+            one,
+            places[0],
+            left,
+            places[1],
+            right,
+            zero if added is None else one,
+            places[2],
+            result,
+            places[3],
+            result,
+            ctypes.byref(plan.found),
+            self._workspace.data.ptr,
+            need,
+            self._xp.cuda.get_current_stream().ptr,
+        )
         return True
 
     def with_sums(self, a: Array, b: Array, out: Array, sums: Array) -> bool:
@@ -119,8 +146,13 @@ class Epilogues:
         return self(epilogue, a, b, out, bias=sums, added=out)
 
     def _plan(
-        self, epilogue: int, a: Array, b: Array, out: Array, more: list[int],
-        aligned: tuple[int, ...]
+        self,
+        epilogue: int,
+        a: Array,
+        b: Array,
+        out: Array,
+        more: list[int],
+        aligned: tuple[int, ...],
     ) -> _Plan | None:
         """Return the library's plan, or None if it refuses.
 
@@ -129,8 +161,9 @@ class Epilogues:
         name, (rows, columns), inner = a.dtype.name, out.shape, a.shape[1]
         kind, out_kind = (self._blas.types[x.dtype.name] for x in (a, out))
         (a_turned, lda), (b_turned, ldb), (_, ldc) = map(stored, (a, b, out))
-        product = self._made("cublasLtMatmulDescCreate", self._blas.compute_type(name),
-                             self._blas.types["float32"])
+        product = self._made(
+            "cublasLtMatmulDescCreate", self._blas.compute_type(name), self._blas.types["float32"]
+        )
         for attribute, value in ((TRANSA, b_turned), (TRANSB, a_turned), (EPILOGUE, epilogue)):
             self._set(product, attribute, _I(value))
         self._set(product, AUX_LD, ctypes.c_int64(columns))
@@ -140,20 +173,40 @@ class Epilogues:
             for one, shape, leading in (
                 (kind, (inner, columns) if b_turned else (columns, inner), ldb),
                 (kind, (rows, inner) if a_turned else (inner, rows), lda),
-                (out_kind, (columns, rows), ldc)))
+                (out_kind, (columns, rows), ldc),
+            )
+        )
         wishes = self._made("cublasLtMatmulPreferenceCreate")
-        for attribute, size in ((MAX_WORKSPACE, ctypes.c_uint64(MOST_WORKSPACE)), *(
-                (MIN_ALIGNMENT + i, ctypes.c_uint32(one)) for i, one in enumerate(aligned[:4]))):
-            self._call("cublasLtMatmulPreferenceSetAttribute", wishes, attribute,
-                       ctypes.byref(size), ctypes.sizeof(size))
+        for attribute, size in (
+            (MAX_WORKSPACE, ctypes.c_uint64(MOST_WORKSPACE)),
+            *((MIN_ALIGNMENT + i, ctypes.c_uint32(one)) for i, one in enumerate(aligned[:4])),
+        ):
+            self._call(
+                "cublasLtMatmulPreferenceSetAttribute",
+                wishes,
+                attribute,
+                ctypes.byref(size),
+                ctypes.sizeof(size),
+            )
         found, count = _Found(), _I(0)
         status = self._library.cublasLtMatmulAlgoGetHeuristic(
-            self._handle, product, left, right, result, result, wishes, 1, ctypes.byref(found),
-            ctypes.byref(count))
+            self._handle,
+            product,
+            left,
+            right,
+            result,
+            result,
+            wishes,
+            1,
+            ctypes.byref(found),
+            ctypes.byref(count),
+        )
         assert status != INVALID_VALUE, (epilogue, a.shape, b.shape, more)
         if status or not count.value:
-            self._refuse(f"cuBLASLt refuses epilogue {epilogue} of {name}, {out.shape} = "
-                         f"{a.shape} x {b.shape}")
+            self._refuse(
+                f"cuBLASLt refuses epilogue {epilogue} of {name}, {out.shape} = "
+                f"{a.shape} x {b.shape}"
+            )
             return None
         return _Plan(product, (left, right, result), found)
 
@@ -164,8 +217,13 @@ class Epilogues:
                 self._set(product, attribute, _P(place))
 
     def _set(self, product: Any, attribute: int, value: Any) -> None:
-        self._call("cublasLtMatmulDescSetAttribute", product, attribute, ctypes.byref(value),
-                   ctypes.sizeof(value))
+        self._call(
+            "cublasLtMatmulDescSetAttribute",
+            product,
+            attribute,
+            ctypes.byref(value),
+            ctypes.sizeof(value),
+        )
 
     def _made(self, function: str, *arguments: Any) -> Any:
         """Return the object that a function creates; it lives as long as the process."""

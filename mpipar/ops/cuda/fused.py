@@ -49,15 +49,21 @@ class Fused:
     ) -> None:
         """Start a kernel whose threads share `count` elements, `each` elements per thread."""
         blocks = min(max(1, ceil(count / (ELEMENT_THREADS * each))), MOST_BLOCKS)
-        self._loader.launch(file, name, (blocks,), (ELEMENT_THREADS,),
-                            (np.int64(count), *arguments))
+        self._loader.launch(
+            file, name, (blocks,), (ELEMENT_THREADS,), (np.int64(count), *arguments)
+        )
 
     def _rows(self, file: str, kernel: str, x: Array, *arguments: Any) -> None:
         """Start a kernel with a block for each row of x (..., D)."""
         rows = x.size // max(1, x.shape[-1])
         if rows:
-            self._loader.launch(file, by_row(kernel, x.dtype.name), (rows,), (ROW_THREADS,),
-                                (x.shape[-1], *arguments))
+            self._loader.launch(
+                file,
+                by_row(kernel, x.dtype.name),
+                (rows,),
+                (ROW_THREADS,),
+                (x.shape[-1], *arguments),
+            )
 
     def _warps(self, file: str, kernel: str, x: Array, *arguments: Any) -> None:
         """Start a kernel with a warp for each row of x (..., D)."""
@@ -67,8 +73,13 @@ class Fused:
 
     def _by_warp(self, file: str, kernel: str, x: Array, rows: int, *arguments: Any) -> None:
         """Start a kernel of the type of x with a warp for each of the rows."""
-        self._loader.launch(file, by_type(kernel, x.dtype.name), (ceil(rows / WARPS),),
-                            (32, WARPS), (rows, *arguments))
+        self._loader.launch(
+            file,
+            by_type(kernel, x.dtype.name),
+            (ceil(rows / WARPS),),
+            (32, WARPS),
+            (rows, *arguments),
+        )
 
     # GELU.
 
@@ -99,8 +110,14 @@ class Fused:
             return y
         assert (y.shape, y.shape[-1:]) == (residual.shape, b.shape), (y.shape, b.shape)
         assert y.dtype == residual.dtype == b.dtype, (y.dtype, residual.dtype, b.dtype)
-        self._warps("residual.cu", "bias_residual_forward", y, self._whole(b),
-                    self._whole(residual), self._in_place(y))
+        self._warps(
+            "residual.cu",
+            "bias_residual_forward",
+            y,
+            self._whole(b),
+            self._whole(residual),
+            self._in_place(y),
+        )
         return y
 
     # SwiGLU and rotary positions.
@@ -136,9 +153,20 @@ class Fused:
         assert positions.size in (tokens, batch * tokens), (positions.shape, x.shape)
         assert table.dtype == np.float32, table.dtype
         if x.size:
-            self._by_warp("rope.cu", "rotate", x, batch * tokens, width // 2, heads,
-                          np.int64(row // item), positions.size, self._ids(positions),
-                          self._in_place(table), sign, x)
+            self._by_warp(
+                "rope.cu",
+                "rotate",
+                x,
+                batch * tokens,
+                width // 2,
+                heads,
+                np.int64(row // item),
+                positions.size,
+                self._ids(positions),
+                self._in_place(table),
+                sign,
+                x,
+            )
         return x
 
     # Sums over rows.
@@ -164,21 +192,25 @@ class Fused:
             self._done = self._xp.zeros((strips,), np.int32)
         partial = self._xp.empty((len(outs), slabs, columns), np.float32)
         self._loader.launch(
-            file, name, (strips, slabs), (SLAB_THREADS,),
-            (rows, columns, *arguments, partial, self._done, *map(self._in_place, outs)))
+            file,
+            name,
+            (strips, slabs),
+            (SLAB_THREADS,),
+            (rows, columns, *arguments, partial, self._done, *map(self._in_place, outs)),
+        )
 
     # LayerNorm, and RMSNorm, which has neither mean nor b.
 
     def layernorm_forward(self, x: Array, w: Array, b: Array, eps: float) -> ThreeArrays:
         """Return (y, mean, rstd): y (..., D), mean and rstd (...) in float32."""
         y, mean, rstd = self._results(x, 2)
-        self._warps("norm.cu", "layernorm_forward", x, self._whole(x), w, b, float(eps), y, mean,
-                    rstd)
+        self._warps(
+            "norm.cu", "layernorm_forward", x, self._whole(x), w, b, float(eps), y, mean, rstd
+        )
         return y, mean, rstd
 
     def layernorm_backward_input(
-        self, dy: Array, x: Array, w: Array, mean: Array, rstd: Array,
-        residual: Array | None = None
+        self, dy: Array, x: Array, w: Array, mean: Array, rstd: Array, residual: Array | None = None
     ) -> Array:
         """Return dx (..., D), plus residual if there is one."""
         return self._norm_backward("layernorm_backward", dy, x, w, mean, rstd, residual=residual)
@@ -210,21 +242,38 @@ class Fused:
         self._slabs("norm.cu", by_type("rmsnorm_slabs", x.dtype.name), x, arguments, (dw,))
 
     def _norm_backward(
-        self, kernel: str, dy: Array, x: Array, w: Array, *statistics: Array,
-        residual: Array | None = None
+        self,
+        kernel: str,
+        dy: Array,
+        x: Array,
+        w: Array,
+        *statistics: Array,
+        residual: Array | None = None,
     ) -> Array:
         """Return dx (..., D), plus residual if there is one."""
         dx, adds = self._xp.empty(x.shape, x.dtype), residual is not None
         around = self._whole(residual) if adds else dx  # not read in that case
         assert (around.shape, around.dtype) == (x.shape, x.dtype), (around.shape, x.shape)
-        self._warps("norm.cu", kernel, x, self._whole(dy), self._whole(x), w, *statistics,
-                    int(adds), around, dx)
+        self._warps(
+            "norm.cu",
+            kernel,
+            x,
+            self._whole(dy),
+            self._whole(x),
+            w,
+            *statistics,
+            int(adds),
+            around,
+            dx,
+        )
         return dx
 
     def _results(self, x: Array, statistics: int) -> tuple[Array, ...]:
         """Return empty arrays: one like x (..., D), and as many (...) in float32."""
-        return (self._xp.empty(x.shape, x.dtype),
-                *(self._xp.empty(x.shape[:-1], np.float32) for _ in range(statistics)))
+        return (
+            self._xp.empty(x.shape, x.dtype),
+            *(self._xp.empty(x.shape[:-1], np.float32) for _ in range(statistics)),
+        )
 
     # Cross-entropy over a vocabulary shard.
 
@@ -237,8 +286,16 @@ class Fused:
         """
         valid = valid_columns(logits, start, num_valid)
         stats = self._xp.empty((logits.shape[0], 3), np.float32)
-        self._rows("cross_entropy.cu", "cross_entropy_stats", logits, valid,
-                   self._in_place(logits), self._ids(targets), np.int64(start), stats)
+        self._rows(
+            "cross_entropy.cu",
+            "cross_entropy_stats",
+            logits,
+            valid,
+            self._in_place(logits),
+            self._ids(targets),
+            np.int64(start),
+            stats,
+        )
         return stats
 
     def cross_entropy_combine(self, stats: Array) -> tuple[Array, Array]:
@@ -249,8 +306,16 @@ class Fused:
         shards, rows, _ = stats.shape
         assert stats.dtype == np.float32, stats.dtype
         loss, sums = (self._xp.empty(shape, np.float32) for shape in ((rows,), (rows, 2)))
-        self._elements("cross_entropy.cu", "cross_entropy_combine", rows, shards,
-                       self._whole(stats), loss, sums, each=1)
+        self._elements(
+            "cross_entropy.cu",
+            "cross_entropy_combine",
+            rows,
+            shards,
+            self._whole(stats),
+            loss,
+            sums,
+            each=1,
+        )
         return loss, sums
 
     def cross_entropy_backward_input(
@@ -261,9 +326,17 @@ class Fused:
         sums (N, 2) float32: maximum and sum of exp(logit - maximum) over all shards.
         """
         valid = valid_columns(logits, start, num_valid)
-        self._rows("cross_entropy.cu", "cross_entropy_backward", logits, valid,
-                   self._in_place(logits), self._ids(targets), self._whole(sums), np.int64(start),
-                   float(scale))
+        self._rows(
+            "cross_entropy.cu",
+            "cross_entropy_backward",
+            logits,
+            valid,
+            self._in_place(logits),
+            self._ids(targets),
+            self._whole(sums),
+            np.int64(start),
+            float(scale),
+        )
         return logits
 
     # Softmax of attention's scores.
@@ -272,20 +345,46 @@ class Fused:
         self, scores: Array, q_pos: Array, k_pos: Array, factor: float
     ) -> None:
         """Write softmax of factor scores (..., Tq, Tk) over the visible keys over scores."""
-        self._rows("softmax.cu", "causal_softmax_forward", scores, len(q_pos), self._ids(q_pos),
-                   self._ids(k_pos), float(factor), self._in_place(scores))
+        self._rows(
+            "softmax.cu",
+            "causal_softmax_forward",
+            scores,
+            len(q_pos),
+            self._ids(q_pos),
+            self._ids(k_pos),
+            float(factor),
+            self._in_place(scores),
+        )
 
     def causal_softmax_backward(self, probs: Array, dprobs: Array, factor: float) -> None:
         """Write the gradient of the scores (..., Tq, Tk) over dprobs."""
         assert probs.dtype == dprobs.dtype, (probs.dtype, dprobs.dtype)
-        self._rows("softmax.cu", "causal_softmax_backward", probs, float(factor),
-                   self._whole(probs), self._in_place(dprobs))
+        self._rows(
+            "softmax.cu",
+            "causal_softmax_backward",
+            probs,
+            float(factor),
+            self._whole(probs),
+            self._in_place(dprobs),
+        )
 
     # Updates.
 
     def adamw_runs(
-        self, data: Array, grad: Array, m: Array, v: Array, runs: Runs, *, lr: float, beta1: float,
-        beta2: float, eps: float, weight_decay: float, step: int, copy: Array | None = None
+        self,
+        data: Array,
+        grad: Array,
+        m: Array,
+        v: Array,
+        runs: Runs,
+        *,
+        lr: float,
+        beta1: float,
+        beta2: float,
+        eps: float,
+        weight_decay: float,
+        step: int,
+        copy: Array | None = None,
     ) -> None:
         """Update the flat float32 buffers data, m, v in one launch; step counts from 1.
 
@@ -299,13 +398,25 @@ class Fused:
         table = np.array([(run.start, run.stop, decays) for decays, run in runs], np.int64)
         longest = int((table[:, 1] - table[:, 0]).max())
         blocks = min(ceil(longest / (ELEMENT_THREADS * ELEMENTS)), MOST_BLOCKS_OF_RUN)
-        numbers = (beta1, 1.0 - beta1, beta2, 1.0 - beta2, 1.0 - lr * weight_decay,
-                   lr / (1.0 - beta1**step), (1.0 - beta2**step) ** -0.5, eps)
+        numbers = (
+            beta1,
+            1.0 - beta1,
+            beta2,
+            1.0 - beta2,
+            1.0 - lr * weight_decay,
+            lr / (1.0 - beta1**step),
+            (1.0 - beta2**step) ** -0.5,
+            eps,
+        )
         name = "adamw" if copy is None else by_type("adamw_with_copy", copy.dtype.name)
         copies = () if copy is None else (self._in_place(copy),)
         self._loader.launch(
-            "adamw.cu", name, (blocks, len(runs)), (ELEMENT_THREADS,),
-            (self._on_device(table), *buffers, *map(float, numbers), *copies))
+            "adamw.cu",
+            name,
+            (blocks, len(runs)),
+            (ELEMENT_THREADS,),
+            (self._on_device(table), *buffers, *map(float, numbers), *copies),
+        )
 
     def _on_device(self, table: np.ndarray) -> Array:
         """Return a table on the device, where it is kept: every step uses the same ones."""

@@ -43,15 +43,23 @@ class BlasGemm:
     def __init__(self, xp: Any, tf32: bool = False) -> None:
         self._blas, self._device = xp.cuda.cublas, xp.cuda.device
         runtime = xp.cuda.runtime
-        self.types = {"float64": runtime.CUDA_R_64F, "float32": runtime.CUDA_R_32F,
-                       "bfloat16": runtime.CUDA_R_16BF, "float16": runtime.CUDA_R_16F}
+        self.types = {
+            "float64": runtime.CUDA_R_64F,
+            "float32": runtime.CUDA_R_32F,
+            "bfloat16": runtime.CUDA_R_16BF,
+            "float16": runtime.CUDA_R_16F,
+        }
         self._tf32 = tf32
         # 0 and 1 in host memory, where cuBLAS reads its factors during the call, and their
         # addresses.
-        self._factors = {name: np.array([0, 1], "float64" if name == "float64" else "float32")
-                         for name in self.types}
-        self.places = {name: [one.ctypes.data + i * one.itemsize for i in (0, 1)]
-                        for name, one in self._factors.items()}
+        self._factors = {
+            name: np.array([0, 1], "float64" if name == "float64" else "float32")
+            for name in self.types
+        }
+        self.places = {
+            name: [one.ctypes.data + i * one.itemsize for i in (0, 1)]
+            for name, one in self._factors.items()
+        }
 
     def compute_type(self, name: str) -> Any:
         """Return cuBLAS's name for the type of sums of operands of a type."""
@@ -70,12 +78,19 @@ class BlasGemm:
         assert len(a) == len(b) == len(out), (a.shape, b.shape, out.shape)
         assert not stored(out[0])[0], (out.shape, out.strides)
         apart = [(x.strides[0] // x.itemsize,) for x in (a, b, out)]
-        self._multiply(self._blas.gemmStridedBatchedEx, *checked(a[0], b[0], out[0]), False,
-                       apart, (len(a),))
+        self._multiply(
+            self._blas.gemmStridedBatchedEx, *checked(a[0], b[0], out[0]), False, apart, (len(a),)
+        )
 
     def _multiply(
-        self, function: Callable[..., Any], a: Array, b: Array, out: Array, accumulate: bool,
-        apart: Sequence[tuple[int, ...]] = ((), (), ()), count: tuple[int, ...] = ()
+        self,
+        function: Callable[..., Any],
+        a: Array,
+        b: Array,
+        out: Array,
+        accumulate: bool,
+        apart: Sequence[tuple[int, ...]] = ((), (), ()),
+        count: tuple[int, ...] = (),
     ) -> None:
         """Call cuBLAS. apart, count: for stacked matrices, their distances and their number.
 
@@ -87,12 +102,30 @@ class BlasGemm:
         (a_turned, lda), (b_turned, ldb), (_, ldc) = map(stored, (a, b, out))
         turn = (self._blas.CUBLAS_OP_N, self._blas.CUBLAS_OP_T)
         function(
-            self._device.get_cublas_handle(), turn[b_turned], turn[a_turned],
-            out.shape[1], out.shape[0], a.shape[1], one,
-            b.data.ptr, self.types[name], ldb, *apart[1],
-            a.data.ptr, self.types[name], lda, *apart[0],
-            one if accumulate else zero, out.data.ptr, self.types[out.dtype.name], ldc, *apart[2],
-            *count, self.compute_type(name), self._blas.CUBLAS_GEMM_DEFAULT)
+            self._device.get_cublas_handle(),
+            turn[b_turned],
+            turn[a_turned],
+            out.shape[1],
+            out.shape[0],
+            a.shape[1],
+            one,
+            b.data.ptr,
+            self.types[name],
+            ldb,
+            *apart[1],
+            a.data.ptr,
+            self.types[name],
+            lda,
+            *apart[0],
+            one if accumulate else zero,
+            out.data.ptr,
+            self.types[out.dtype.name],
+            ldc,
+            *apart[2],
+            *count,
+            self.compute_type(name),
+            self._blas.CUBLAS_GEMM_DEFAULT,
+        )
 
 
 class TileGemm:
@@ -114,5 +147,11 @@ class TileGemm:
         layout = "NT"[a_turned] + "NT"[b_turned]
         kernel = self._choose(layout, a.dtype.name, out.dtype.name, *out.shape)
         arguments = (*out.shape, a.shape[1], a, lda, b, ldb, float(accumulate), out, ldc)
-        self._loader.launch(kernel.file, kernel.name, ladder.grid(kernel, *out.shape),
-                            kernel.block, arguments, kernel.shared_bytes)
+        self._loader.launch(
+            kernel.file,
+            kernel.name,
+            ladder.grid(kernel, *out.shape),
+            kernel.block,
+            arguments,
+            kernel.shared_bytes,
+        )

@@ -22,7 +22,8 @@ PLAIN_SHARED_BYTES = 48 << 10  # a kernel has to request more shared memory than
 SCALARS = {int: np.int32, float: np.float32}
 KERNEL = re.compile(  # its template parameters, its name
     r"(?:template <([^>]*)>\s*)?__global__ void\s+"
-    r"(?:__launch_bounds__\((?:[^()]|\([^()]*\))*\)\s*)?(\w+)\(")
+    r"(?:__launch_bounds__\((?:[^()]|\([^()]*\))*\)\s*)?(\w+)\("
+)
 INCLUDE = re.compile(r'^#include "(\w+\.cuh)"$', re.MULTILINE)
 
 
@@ -39,7 +40,8 @@ def source(file: str, folders: Sequence[Path] = (FOLDER,)) -> str:
         path = next(folder / name for folder in folders if (folder / name).exists())
         text = path.read_text().replace("#pragma once\n", "\n")
         return f'#line 1 "{path}"\n' + INCLUDE.sub(
-            lambda match: include(match[1], path, text[: match.start()].count("\n") + 2), text)
+            lambda match: include(match[1], path, text[: match.start()].count("\n") + 2), text
+        )
 
     def include(name: str, path: Path, next_line: int) -> str:
         if name in seen:
@@ -58,11 +60,16 @@ def together(name: str, text: str) -> tuple[str, ...]:
     once.
     """
     asked, _, values = name.rstrip(">").partition("<")
-    parameters = {kernel: [one.split()[-1] for one in listed.split(",") if one]
-                  for listed, kernel in KERNEL.findall(text)}
+    parameters = {
+        kernel: [one.split()[-1] for one in listed.split(",") if one]
+        for listed, kernel in KERNEL.findall(text)
+    }
     known = dict(zip(parameters[asked], filter(None, values.split(", ")), strict=True))
-    return tuple(f"{kernel}<{', '.join(known[one] for one in needed)}>" if needed else kernel
-                 for kernel, needed in parameters.items() if known.keys() >= set(needed))
+    return tuple(
+        f"{kernel}<{', '.join(known[one] for one in needed)}>" if needed else kernel
+        for kernel, needed in parameters.items()
+        if known.keys() >= set(needed)
+    )
 
 
 class Loader:
@@ -79,14 +86,20 @@ class Loader:
             raise EnvironmentProblem(
                 f"this GPU has compute capability {found[:-1]}.{found[-1]}, and the kernels of "
                 "mpipar need 8.0 (A100) or newer: use --kernels plain without --gemm, or another "
-                "GPU")
+                "GPU"
+            )
         self._xp = xp
         self._found: dict[str, Any] = {}  # by name: the function that finds a kernel in its module
         self._functions: dict[str, Any] = {}
 
     def launch(
-        self, file: str, name: str, grid: Shape, block: Shape, arguments: Iterable[Any],
-        shared_bytes: int = 0
+        self,
+        file: str,
+        name: str,
+        grid: Shape,
+        block: Shape,
+        arguments: Iterable[Any],
+        shared_bytes: int = 0,
     ) -> None:
         """Queue one kernel on the current stream.
 
@@ -96,8 +109,9 @@ class Loader:
         """
         if name not in self._functions:
             self._functions[name] = self._function(file, name, shared_bytes)
-        values = tuple([SCALARS[type(one)](one) if type(one) in SCALARS else one
-                        for one in arguments])
+        values = tuple(
+            [SCALARS[type(one)](one) if type(one) in SCALARS else one for one in arguments]
+        )
         self._functions[name](grid, block, values, shared_mem=shared_bytes)
 
     def _function(self, file: str, name: str, shared_bytes: int) -> Any:

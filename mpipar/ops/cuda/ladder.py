@@ -46,8 +46,11 @@ class Gemm(NamedTuple):
 
 
 def gemm(
-    rung: str, layout: str, dtype: str = "float32", out_dtype: str | None = None,
-    tiles: Sequence[int] | None = None
+    rung: str,
+    layout: str,
+    dtype: str = "float32",
+    out_dtype: str | None = None,
+    tiles: Sequence[int] | None = None,
 ) -> Gemm:
     """Return the Gemm of one rung for operands of `dtype` (NumPy's name) and C of `out_dtype`."""
     kind = RUNGS[rung]

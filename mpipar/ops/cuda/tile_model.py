@@ -33,8 +33,12 @@ class TileModelGemm:
         a, b, out = checked(a, b, out)
         tiles = TILES[a.itemsize]
         grid = tuple(ceil(n / tile) for n, tile in zip(out.shape, tiles[:2], strict=True))
-        self._ct.launch(self._xp.cuda.get_current_stream(), grid, self._kernel,
-                        (a, b, out, int(accumulate), *tiles))
+        self._ct.launch(
+            self._xp.cuda.get_current_stream(),
+            grid,
+            self._kernel,
+            (a, b, out, int(accumulate), *tiles),
+        )
 
 
 def gemm_kernel(ct: Any) -> Any:
@@ -78,9 +82,25 @@ class TileModelAttention(Attention):
         stats = self._row_values(q, 2)
         tq, tk = ATTENTION_TILES[q.itemsize]
         self._ct.launch(
-            self._xp.cuda.get_current_stream(), (ceil(queries / tq), heads, batch), self._kernel,
-            (q, k, v, q_pos, k_pos, y, stats[..., 0], stats[..., 1], width**-0.5,
-             heads // k.shape[2], tq, tk, 1 << (width - 1).bit_length()))
+            self._xp.cuda.get_current_stream(),
+            (ceil(queries / tq), heads, batch),
+            self._kernel,
+            (
+                q,
+                k,
+                v,
+                q_pos,
+                k_pos,
+                y,
+                stats[..., 0],
+                stats[..., 1],
+                width**-0.5,
+                heads // k.shape[2],
+                tq,
+                tk,
+                1 << (width - 1).bit_length(),
+            ),
+        )
         return y, stats
 
 
@@ -95,13 +115,28 @@ def attention_kernel(ct: Any) -> Any:
     constant = ct.Constant[int]
 
     @ct.kernel
-    def attention(q, k, v, q_pos, k_pos, y, tops, sums, factor: ct.Constant[float], group: constant,
-                  tq: constant, tk: constant, width: constant):
+    def attention(
+        q,
+        k,
+        v,
+        q_pos,
+        k_pos,
+        y,
+        tops,
+        sums,
+        factor: ct.Constant[float],
+        group: constant,
+        tq: constant,
+        tk: constant,
+        width: constant,
+    ):
         tile, head, row = ct.bid(0), ct.bid(1), ct.bid(2)
         kv_head = head // group
         zero = ct.PaddingMode.ZERO
-        queries = ct.reshape(ct.load(q, (row, tile, head, 0), shape=(1, tq, 1, width),
-                                     padding_mode=zero), (tq, width))
+        queries = ct.reshape(
+            ct.load(q, (row, tile, head, 0), shape=(1, tq, 1, width), padding_mode=zero),
+            (tq, width),
+        )
         at = ct.reshape(ct.load(q_pos, (tile,), shape=(tq,), padding_mode=zero), (tq, 1))
         last = ct.max(at)
         top = ct.full((tq, 1), LOWEST, dtype=ct.float32)
@@ -110,12 +145,18 @@ def attention_kernel(ct: Any) -> Any:
         for j in range(ct.num_tiles(k, 1, shape=(1, tk, 1, width))):
             of_keys = ct.load(k_pos, (j,), shape=(tk,), padding_mode=zero)
             if ct.min(of_keys) <= last:
-                keys = ct.reshape(ct.load(k, (row, j, kv_head, 0), shape=(1, tk, 1, width),
-                                          padding_mode=zero), (tk, width))
-                values = ct.reshape(ct.load(v, (row, j, kv_head, 0), shape=(1, tk, 1, width),
-                                            padding_mode=zero), (tk, width))
-                scores = ct.mma(queries, ct.transpose(keys),
-                                ct.full((tq, tk), 0.0, dtype=ct.float32)) * factor
+                keys = ct.reshape(
+                    ct.load(k, (row, j, kv_head, 0), shape=(1, tk, 1, width), padding_mode=zero),
+                    (tk, width),
+                )
+                values = ct.reshape(
+                    ct.load(v, (row, j, kv_head, 0), shape=(1, tk, 1, width), padding_mode=zero),
+                    (tk, width),
+                )
+                scores = (
+                    ct.mma(queries, ct.transpose(keys), ct.full((tq, tk), 0.0, dtype=ct.float32))
+                    * factor
+                )
                 inside = j * tk + ct.arange(tk, dtype=ct.int32) < k.shape[1]
                 seen = ct.reshape(inside, (1, tk)) & (ct.reshape(of_keys, (1, tk)) <= at)
                 scores = ct.where(seen, scores, -inf)
@@ -126,8 +167,7 @@ def attention_kernel(ct: Any) -> Any:
                 total = total * shrink + ct.sum(p, axis=1, keepdims=True)
                 out = ct.mma(ct.astype(p, v.dtype), values, out * shrink)
         out = out / ct.where(total == 0.0, 1.0, total)  # 0: a query saw no key
-        ct.store(y, (row, tile, head, 0),
-                 ct.reshape(ct.astype(out, y.dtype), (1, tq, 1, width)))
+        ct.store(y, (row, tile, head, 0), ct.reshape(ct.astype(out, y.dtype), (1, tq, 1, width)))
         ct.store(tops, (row, head, tile), ct.reshape(top, (1, 1, tq)))
         ct.store(sums, (row, head, tile), ct.reshape(total, (1, 1, tq)))
 

@@ -13,8 +13,14 @@ from mpipar.pipeline.instructions import Instr, Schedule
 from mpipar.pipeline.placements import PLACEMENTS
 from mpipar.pipeline.schedules.families import FAMILIES, SCHEDULES, num_stages
 
-__all__ = ["FAMILIES", "SCHEDULES", "closed_form", "make_schedule", "num_stages",
-           "schedule_problems"]
+__all__ = [
+    "FAMILIES",
+    "SCHEDULES",
+    "closed_form",
+    "make_schedule",
+    "num_stages",
+    "schedule_problems",
+]
 
 
 def make_schedule(
@@ -93,8 +99,9 @@ def closed_form(schedule: Schedule, costs: Costs) -> ClosedForm | None:
     equal = [cost for cost in (costs.f, costs.i, costs.w) if not isinstance(cost, tuple)]
     if family is None or len(equal) < 3:
         return None
-    n = Letters(schedule.pp_size, schedule.num_microbatches,
-                schedule.num_stages // schedule.pp_size, *equal)
+    n = Letters(
+        schedule.pp_size, schedule.num_microbatches, schedule.num_stages // schedule.pp_size, *equal
+    )
     bubble = family.bubble if costs.overlap == 1 else None
     forms = bubble, family.peak, PLACEMENTS[family.placement].messages, family.hops
     return ClosedForm(*(evaluated(form, n) for form in forms))

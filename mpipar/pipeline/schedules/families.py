@@ -61,7 +61,8 @@ class Family(NamedTuple):
 
 FULL = Form("(p-1)(f+b)", lambda n: (n.p - 1) * (n.f + n.b))
 POSTPONED = Form(
-    "(p-1)max(f, i, f+i-w)", lambda n: (n.p - 1) * max(n.f, n.i, n.f + n.i - n.w), many)
+    "(p-1)max(f, i, f+i-w)", lambda n: (n.p - 1) * max(n.f, n.i, n.f + n.i - n.w), many
+)
 NO_WAIT = Form("(p-1)f", lambda n: (n.p - 1) * n.f, many_same)
 NO_BUBBLE = Form("0", lambda n: 0)  # the next step begins before this one has ended everywhere
 ALL = Form("mv", lambda n: n.m * n.v)
@@ -70,49 +71,96 @@ TWICE = Form("min(2p-1, m)", lambda n: min(2 * n.p - 1, n.m))
 THERE_AND_BACK = Form("2(p-1)", lambda n: 2 * (n.p - 1), steady)
 FAMILIES = {
     "naive": Family(
-        naive, peak=Form("1", lambda n: 1),
+        naive,
+        peak=Form("1", lambda n: 1),
         bubble=Form("m(p-1)(f+b)", lambda n: n.m * (n.p - 1) * (n.f + n.b)),
-        hops=Form("2m(p-1)", lambda n: 2 * n.m * (n.p - 1), steady)),
+        hops=Form("2m(p-1)", lambda n: 2 * n.m * (n.p - 1), steady),
+    ),
     "gpipe": Family(gpipe, bubble=FULL, peak=Form("m", lambda n: n.m), hops=THERE_AND_BACK),
     "1f1b": Family(
-        one_f_one_b, early=True, bubble=FULL, peak=EVERY_RANK,
-        planned=True, published={"none": FULL},
-        hops=Form("2(p-1)m/p + 2(p-2)",
-                  lambda n: 2 * (n.p - 1) * n.m // n.p + 2 * (n.p - 2), steady)),
+        one_f_one_b,
+        early=True,
+        bubble=FULL,
+        peak=EVERY_RANK,
+        planned=True,
+        published={"none": FULL},
+        hops=Form(
+            "2(p-1)m/p + 2(p-2)", lambda n: 2 * (n.p - 1) * n.m // n.p + 2 * (n.p - 2), steady
+        ),
+    ),
     "eager-1f1b": Family(eager_one_f_one_b, bubble=FULL, peak=TWICE, hops=THERE_AND_BACK),
     "interleaved": Family(
-        interleaved, "looped", grouped=True, early=True, planned=True,
+        interleaved,
+        "looped",
+        grouped=True,
+        early=True,
+        planned=True,
         bubble=FULL._replace(holds=many),
-        peak=Form("min(2(p-1)+(v-1)g+1, mv)",
-                  lambda n: min(2 * (n.p - 1) + (n.v - 1) * n.g + 1, n.m * n.v)),
-        hops=Form("2(pv-1)", lambda n: 2 * (n.p * n.v - 1), steady)),
+        peak=Form(
+            "min(2(p-1)+(v-1)g+1, mv)",
+            lambda n: min(2 * (n.p - 1) + (n.v - 1) * n.g + 1, n.m * n.v),
+        ),
+        hops=Form("2(pv-1)", lambda n: 2 * (n.p * n.v - 1), steady),
+    ),
     "looped-bfs": Family(
-        looped_bfs, "looped", bubble=FULL._replace(holds=many), peak=ALL, hops=THERE_AND_BACK),
+        looped_bfs, "looped", bubble=FULL._replace(holds=many), peak=ALL, hops=THERE_AND_BACK
+    ),
     "zb-h1": Family(
-        zb_h1, split=True, bubble=POSTPONED, peak=EVERY_RANK, planned=True,
+        zb_h1,
+        split=True,
+        bubble=POSTPONED,
+        peak=EVERY_RANK,
+        planned=True,
         published={"zb-1p": POSTPONED},
-        hops=Form("4(p-1)", lambda n: 4 * (n.p - 1), steady)),
+        hops=Form("4(p-1)", lambda n: 4 * (n.p - 1), steady),
+    ),
     "zb-h2": Family(
-        zb_h2, split=True, bubble=NO_WAIT, peak=TWICE, planned=True, published={"zb-2p": NO_BUBBLE},
-        hops=Form("p-1", lambda n: n.p - 1, steady)),
+        zb_h2,
+        split=True,
+        bubble=NO_WAIT,
+        peak=TWICE,
+        planned=True,
+        published={"zb-2p": NO_BUBBLE},
+        hops=Form("p-1", lambda n: n.p - 1, steady),
+    ),
     "interleaved-zb": Family(
-        interleaved_zb, "looped", grouped=True, split=True, bubble=POSTPONED,
+        interleaved_zb,
+        "looped",
+        grouped=True,
+        split=True,
+        bubble=POSTPONED,
         peak=Form("min(p+(v-1)g, mv)", lambda n: min(n.p + (n.v - 1) * n.g, n.m * n.v)),
-        hops=Form("5p-4", lambda n: 5 * n.p - 4, lambda n: steady(n) and n.v == 2)),
+        hops=Form("5p-4", lambda n: 5 * n.p - 4, lambda n: steady(n) and n.v == 2),
+    ),
     "zb-v": Family(
-        zb_v, "v", split=True, bubble=NO_WAIT, planned=True,
+        zb_v,
+        "v",
+        split=True,
+        bubble=NO_WAIT,
+        planned=True,
         peak=Form("min(2p, 2m)", lambda n: min(2 * n.p, 2 * n.m)),
-        hops=Form("5p-7", lambda n: 5 * n.p - 7, steady)),
-    "v-half": Family(v_half, "v", split=True,
-                     peak=Form("<= 2((p+2) div 2)", lambda n: 2 * ((n.p + 2) // 2))),
-    "v-min": Family(v_min, "v", split=True,
-                    peak=Form("<= 2((p+4) div 3)", lambda n: 2 * ((n.p + 4) // 3))),
+        hops=Form("5p-7", lambda n: 5 * n.p - 7, steady),
+    ),
+    "v-half": Family(
+        v_half, "v", split=True, peak=Form("<= 2((p+2) div 2)", lambda n: 2 * ((n.p + 2) // 2))
+    ),
+    "v-min": Family(
+        v_min, "v", split=True, peak=Form("<= 2((p+4) div 3)", lambda n: 2 * ((n.p + 4) // 3))
+    ),
     "dualpipe": Family(
-        dualpipe, "mirror", rounds=2, peak=Form("p+1", lambda n: n.p + 1),
-        bubble=Form("(p/2-1)(f+2b-3w)", lambda n: (n.p // 2 - 1) * (n.f + 2 * n.i - n.w), same)),
+        dualpipe,
+        "mirror",
+        rounds=2,
+        peak=Form("p+1", lambda n: n.p + 1),
+        bubble=Form("(p/2-1)(f+2b-3w)", lambda n: (n.p // 2 - 1) * (n.f + 2 * n.i - n.w), same),
+    ),
     "dualpipe-v": Family(
-        dualpipe_v, "v", rounds=2, peak=Form("2p+1", lambda n: 2 * n.p + 1),
-        bubble=Form("(p-1)(f+2b-3w)", lambda n: (n.p - 1) * (n.f + 2 * n.i - n.w), same)),
+        dualpipe_v,
+        "v",
+        rounds=2,
+        peak=Form("2p+1", lambda n: 2 * n.p + 1),
+        bubble=Form("(p-1)(f+2b-3w)", lambda n: (n.p - 1) * (n.f + 2 * n.i - n.w), same),
+    ),
 }
 SCHEDULES = tuple(FAMILIES)
 

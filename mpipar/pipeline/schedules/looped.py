@@ -33,8 +33,11 @@ def both_ways(
     for size in groups:
         order += [(chunk, mb) for chunk in range(v) for mb in range(first, first + size)]
         first += size
-    return ([Instr("F", chunk * p + r, mb) for chunk, mb in order],
-            [Instr(backward, (v - 1 - chunk) * p + r, mb) for chunk, mb in order], groups[0])
+    return (
+        [Instr("F", chunk * p + r, mb) for chunk, mb in order],
+        [Instr(backward, (v - 1 - chunk) * p + r, mb) for chunk, mb in order],
+        groups[0],
+    )
 
 
 def interleaved(p: int, r: int, m: int, v: int, g: int | None) -> list[Instr]:

@@ -71,8 +71,9 @@ def zb_h2(p: int, r: int, m: int) -> list[Instr]:
         rank 0  F0 F1 F2 I0 W0 F3 I1 W1 I2 W2 I3 W3
         rank 1  .. F0 I0 F1 I1 F2 I2 W0 F3 I3 W1 W2 W3
     """
-    return warmed_up(passes("F", r, m), passes("I", r, m), 2 * (p - 1 - r), passes("W", r, m),
-                     late=2 * r)
+    return warmed_up(
+        passes("F", r, m), passes("I", r, m), 2 * (p - 1 - r), passes("W", r, m), late=2 * r
+    )
 
 
 def passes(kind: str, stage: int, m: int) -> list[Instr]:
@@ -81,8 +82,11 @@ def passes(kind: str, stage: int, m: int) -> list[Instr]:
 
 
 def warmed_up(
-    forwards: Sequence[Instr], backwards: Sequence[Instr], warmup: int,
-    weights: Sequence[Instr] = (), late: int = 0
+    forwards: Sequence[Instr],
+    backwards: Sequence[Instr],
+    warmup: int,
+    weights: Sequence[Instr] = (),
+    late: int = 0,
 ) -> list[Instr]:
     """Return `warmup` forwards, then a forward and a backward in turn, as long as there are some.
 

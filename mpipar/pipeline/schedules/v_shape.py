@@ -85,8 +85,11 @@ def repeated_block(p: int, r: int, m: int, offsets: tuple[int, int, int, int]) -
     early as it can.
     """
     passes = zip(offsets, "FFII", (r, 2 * p - 1 - r, 2 * p - 1 - r, r), strict=True)
-    slots = {offset + BLOCK * mb: Instr(kind, stage, mb)
-             for offset, kind, stage in passes for mb in range(m)}
+    slots = {
+        offset + BLOCK * mb: Instr(kind, stage, mb)
+        for offset, kind, stage in passes
+        for mb in range(m)
+    }
     assert len(slots) == 4 * m, f"two passes in one slot: rank {r} of {p}, offsets {offsets}"
     program: list[Instr] = []
     late_weights: deque[Instr] = deque()
