@@ -35,7 +35,7 @@ POINTER = b"version https://git-lfs.github.com/spec/v1\noid sha256:00\nsize 12\n
 
 
 @pytest.mark.parametrize(
-    "content, word",
+    ("content", "word"),
     [
         (b"", "empty"),
         (POINTER, "Git LFS"),
