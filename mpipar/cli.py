@@ -31,7 +31,7 @@ COMMANDS = {  # each is the COMMAND of the module mpipar.commands.NAME
     "compare": "compare two traced runs: what got slower, and why; needs no MPI",
     "explain": "list every barrier of one rank's training step; needs no MPI",
     "plan": "choose a layout for a model, a machine and a number of devices; needs no MPI",
-    "learn": "show worked examples with real numbers, and check exercises",
+    "learn": "show worked examples with real numbers",
     "doctor": "show MPI, launcher, ranks, hosts, cores, threads and GPUs",
 }
 USAGE = """\

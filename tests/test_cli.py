@@ -227,7 +227,7 @@ def test_nothing_below_the_command_line_sees_what_argparse_makes():
                 "--zero 2: must be one of 0, 1, 3",
             ],
         ),
-        ("learn ffn --seed x --foo", ["--foo", "--seed x"]),
+        ("learn ffn --seed x --foo", ["--foo", "--seed"]),
         ("trace RUN --html a --perfetto ./a --foo", ["--foo", "give two files"]),
     ],
 )

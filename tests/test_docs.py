@@ -245,7 +245,6 @@ def test_what_a_step_moves_and_computes_follows_from_its_shapes():
         ("picture: one timeline made-up", "made-up"),
         ("picture: one roofline bench/results/gone.json", "gone.json"),
         ("table: gone", "use folders, files, exit codes"),
-        ("exercise: 99z", "no exercise 99z"),
         ("map: gone", "use folders"),
         ("made-up: x", "PLAIN TEXT"),
         ("made: x", "unknown kind of block"),

@@ -4,11 +4,11 @@ from dataclasses import replace
 from functools import cache
 
 import pytest
+from planted_delays import Run, Simulator
 from trace_cases import blocking, span, trace
 
 from mpipar.trace import causes
 from mpipar.trace.analysis import analyse
-from mpipar.trace.planted_delays import Run, Simulator
 
 DP, PP, TP, PP4 = (("dp", 2),), (("pp", 2),), (("tp", 2),), (("pp", 4),)
 LAYOUTS = (DP, PP, TP, DP + PP, PP + TP)

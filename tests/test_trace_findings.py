@@ -4,13 +4,13 @@ import re
 
 import numpy as np
 import pytest
+from planted_delays import Run, Simulator
 from program import TEXT
 from trace_cases import blocking, span, trace
 from traced_runs import traced
 
 from mpipar.comm.record import Load
 from mpipar.trace.analysis import analyse
-from mpipar.trace.planted_delays import Run, Simulator
 
 # Large enough that products, not Python, take a stage's time.
 SIZE = [

@@ -5,13 +5,13 @@ import re
 from html import unescape
 
 import pytest
+from planted_delays import Run, Simulator
 from trace_cases import blocking, trace
 
 from mpipar.commands.trace import show
 from mpipar.files.text import harmless
 from mpipar.trace import html, pop
 from mpipar.trace.analysis import analyse
-from mpipar.trace.planted_delays import Run, Simulator
 
 
 def case():

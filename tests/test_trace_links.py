@@ -3,12 +3,12 @@
 from dataclasses import replace
 
 import pytest
+from planted_delays import Run, Simulator
 from test_trace_causes import DP, POINTS, PP, PP4, TP, analysed
 from trace_cases import record, span, trace
 
 from mpipar.trace import links, pop, segments, waits
 from mpipar.trace.analysis import analyse
-from mpipar.trace.planted_delays import Run, Simulator
 
 GROUPS = [(DP, ("dp", (0, 1))), (TP, ("tp", (0, 1))), (DP + PP, ("dp", (2, 3)))]
 MESSAGES = [

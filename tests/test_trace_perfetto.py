@@ -4,10 +4,10 @@ import json
 from collections import defaultdict
 
 import pytest
+from planted_delays import Run, Simulator
 from trace_cases import blocking, record, span, trace, with_operations
 
 from mpipar.trace import perfetto, waits
-from mpipar.trace.planted_delays import Run, Simulator
 
 
 def example():

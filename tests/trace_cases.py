@@ -3,13 +3,14 @@
 from pathlib import Path
 from random import Random
 
+from planted_delays import MS, record
+
 from mpipar.comm.clock import CommonClock
 from mpipar.comm.record import LayerOperation, Span
 from mpipar.pipeline.costs import Costs
 from mpipar.pipeline.schedules.catalog import make_schedule
 from mpipar.pipeline.simulate import simulate
 from mpipar.trace import segments, waits
-from mpipar.trace.planted_delays import MS, record
 from mpipar.trace.trace_file import RankTrace as Rank
 from mpipar.trace.trace_file import Trace, common_facts, schedule_json
 

@@ -1,6 +1,6 @@
 """Bugs that shipped: what each does to the loss and to the gradient, and which check detects it.
 
-Two ranks run each twin of mpipar.learn for a second. They compare a step with one rank's, and a
+Two ranks run each twin of tests/twins for a second. They compare a step with one rank's, and a
 short training run with the same run without the bug.
 """
 
@@ -21,10 +21,9 @@ from mpipar import ops as ops_module
 from mpipar.comm.facts import broadcast_text
 from mpipar.comm.record import Recorder
 from mpipar.errors import DriftError, HangError
-from mpipar.learn import small_model
-from mpipar.learn.shipped import SHIPPED
-from mpipar.learn.twins import GITHUB, TWINS, Twin
 from mpipar.train.replicas import Replicas
+from tests.twins import small_model
+from tests.twins.planted import GITHUB, TWINS, Twin
 
 STEPS, LAST = 40, 5  # of a training run, and those whose mean loss is shown
 TRAINING = {"steps": STEPS, "optimizer": "adamw", "lr": 0.01, "warmup_steps": 5, "clip": 1.0}
@@ -34,8 +33,8 @@ LOOKS_RIGHT = 0.1  # nats: runs with other rows or initial weights differ by as 
 
 
 def cases() -> Iterator[tuple[str, Twin, dict[str, int]]]:
-    """Yield (exercise or name, twin, layout) of each row: the exercises first."""
-    for name, twin in {**TWINS, **SHIPPED}.items():
+    """Yield (name, twin, layout) of each row."""
+    for name, twin in TWINS.items():
         for layout in twin.layouts:
             yield name, twin, layout
 
@@ -87,7 +86,7 @@ def curves(world: Any) -> list[dict] | None:
     """
     rows = []
     for name, of_run in itertools.product(OF_EXPERTS, ("right", "with the bug")):
-        twin = SHIPPED[name]
+        twin = TWINS[name]
         config = small_model.small_config(
             twin.layouts[0], model=replace(small_model.MODEL, **twin.model)
         )

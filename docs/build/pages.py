@@ -15,7 +15,6 @@ WRITERS = {
     "result": tables.result,
     "table": tables.table,
     "map": tables.table,
-    "exercise": tables.exercises,
 }
 
 

@@ -28,7 +28,6 @@ from mpipar.config.rule import Rule
 from mpipar.config.sections import CHOICES
 from mpipar.config.setting import flag
 from mpipar.files.text import counted
-from mpipar.learn.catalog import EXERCISES
 from mpipar.pipeline.combinations import RULES
 from mpipar.pipeline.csv_format import write_csv
 from mpipar.pipeline.schedules.catalog import make_schedule
@@ -59,18 +58,6 @@ def result(block: Block, root: Path) -> str:
         chosen = block.options["columns"].split(",")
         found["rows"] = [{key: row[key] for key in chosen} for row in found["rows"]]
     return results.markdown(found)
-
-
-def exercises(block: Block, root: Path) -> str:
-    """Return the tasks of `exercise: 4a 4b`, each with the command that judges an answer."""
-    unknown = [name for name in block.words.split() if name not in EXERCISES]
-    if unknown:
-        raise block.problem(f"no exercise {', '.join(unknown)}")
-    parts = []
-    for one in map(EXERCISES.get, block.words.split()):
-        task = textwrap.fill(f"**{one.id}.** {one.task}", 118, break_on_hyphens=False)
-        parts.append(f"{task}\n\n```bash not-run\n{one.command}\n```")
-    return "\n\n".join(parts)
 
 
 def lead(rows: list[dict]) -> str:

@@ -1,1 +1,1 @@
-"""For learners: worked examples with real numbers, exercises, and the checks that judge answers."""
+"""For learners: worked examples of partitioned layers, with real numbers."""

@@ -1,6 +1,6 @@
 """A decoder whose step takes milliseconds, and the comparison of that step with one rank's.
 
-Exercises plant a bug, or a reader's code, and compare. Widths are odd where a cut must pad.
+Twins plant a bug and compare. Widths are odd where a cut must pad.
 """
 
 from __future__ import annotations
@@ -76,17 +76,3 @@ def step_beside(config, world, expected) -> Outcome:
     recorder = Recorder()
     found = compare_with_one_rank(config, tokens(), world, lambda *_: expected, recorder=recorder)
     return Outcome(found, recorder)
-
-
-def worst_first(differences) -> list[Difference]:
-    """Return what differs, the largest first; NaN before everything."""
-    return sorted(differences, key=lambda one: (not math.isnan(one.error), -one.error))
-
-
-def in_words(one: Difference) -> str:
-    """Return a sentence on a tensor that differs, like 'gradient of block0.ffn.down.w ...'."""
-    place = f" at {','.join(map(str, one.where))}" if one.where else ""
-    return (
-        f"{one.kind} of {one.name} differs by {one.error:.1g} of its largest entry: it is"
-        f" {one.actual:.4g}{place}, but must be {one.expected:.4g}"
-    )

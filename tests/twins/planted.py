@@ -1,24 +1,27 @@
-"""Twelve broken twins: known bugs of distributed training programs, each planted on demand.
+"""Broken twins: bugs that distributed training programs have shipped with, planted on demand.
 
-A twin is the program with one function replaced. A comparison with one rank must fail for each of
-them, which the tests prove. Learners see what fails, and look for the bug.
-
-No twin leaves a message pending at the end of its step.
+A twin is the program with one function replaced. A comparison with one rank must fail for it; what
+each does to a run, and which check detects it, is on docs/bugs.md. No twin leaves a message pending
+at the end of its step.
 """
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager
 from typing import NamedTuple
 
 from mpipar.comm.group import Comm
+from mpipar.data.rows import Rows
 from mpipar.layers.linear import Linear
-from mpipar.learn.replaced import in_place_of, replaced
+from mpipar.layers.loss import CrossEntropy
+from mpipar.layers.param import Param
 from mpipar.partition import row
 from mpipar.pipeline.engine import Engine
 from mpipar.train.gradsync import GradSync
 from mpipar.train.worker import Worker
+from tests.twins.replaced import in_place_of, replaced
 
 GITHUB = "https://github.com/"
 DP, PP, TP = {"dp": 2}, {"pp": 2}, {"tp": 2}
@@ -27,15 +30,14 @@ DP, PP, TP = {"dp": 2}, {"pp": 2}, {"tp": 2}
 class Twin(NamedTuple):
     """A planted bug.
 
-    cause: what is wrong. plant() -> a context manager that plants it. lesson: why its symptoms are
-    what they are. layouts: those on which a comparison fails. schedule, model: what it needs; the
-    latter are changes of the small model. threads: where it was published, below GITHUB. desync:
-    whether ranks make different calls, so that it hangs without --check-comm.
+    cause: what is wrong. plant() -> a context manager that plants it. layouts: those on which a
+    comparison fails. schedule, model: what it needs; the latter are changes of the small model.
+    threads: where it was published, below GITHUB. desync: whether ranks make different calls, so
+    that it hangs without --check-comm.
     """
 
     cause: str
     plant: Callable[[], AbstractContextManager]
-    lesson: str
     layouts: tuple[dict[str, int], ...]
     schedule: str = "1f1b"
     threads: tuple[str, ...] = ()
@@ -157,105 +159,237 @@ def loss_of_a_microbatch(plain, self, step, get_batch, *votes):
         self.num_tokens *= self.schedule.num_microbatches
 
 
+@in_place_of(CrossEntropy, "backward_input")
+def loss_times_cp(plain, self, dy, stash):
+    """Multiply the gradient of the loss by the two ranks of cp, as for a mean over them."""
+    self.factor.value *= 2
+    try:
+        return plain(self, dy, stash)
+    finally:
+        self.factor.value /= 2
+
+
+@in_place_of(Comm, "all_reduce")
+def tp_sums_dropped(plain, self, x, name, op="sum"):
+    """Do not sum gradients of whole weights, of which each rank of tp computes a part, over tp."""
+    return x if name == "grads.tp" else plain(self, x, name, op)
+
+
+@in_place_of(GradSync, "finish")
+def experts_doubled(plain, self):
+    """Multiply the gradients of experts on two ranks by two, as if ranks held copies of them."""
+    plain(self)
+    for flat in self.flats:
+        if flat.groups[-1] == "expert_data":
+            self.ops.scale(flat.grad, 2.0)
+
+
+@in_place_of(Comm, "all_reduce")
+def shared_heads_dropped(plain, self, x, name, op="sum"):
+    """Keep each rank's own gradient of a head of keys and values that two ranks hold."""
+    return x if self.axis == "kv" else plain(self, x, name, op)
+
+
+@in_place_of(Param, "initial_rows")
+def same_shards(plain, self, *given):
+    """Let every rank draw its shard of a weight as if it were the first one."""
+    box, self.box = self.box, tuple((0, stop - start) for start, stop in self.box)
+    try:
+        yield from plain(self, *given)
+    finally:
+        self.box = box
+
+
+@in_place_of(Rows, "train")
+def same_rows(plain, self, step, mb):
+    """Let every replica of the model read the rows of the first one."""
+    place, self.dp_rank = self.dp_rank, 0
+    try:
+        return plain(self, step, mb)
+    finally:
+        self.dp_rank = place
+
+
+@in_place_of(GradSync, "clip")
+def own_norm(plain, self, norm, limit):
+    """Clip on every rank by the norm of what that rank holds."""
+    own = self.ops.numbers([part for part, _ in self.square_sums()])
+    plain(self, math.sqrt(sum(own)), limit)
+
+
+@in_place_of(Engine, "_backward")
+def wiped(plain, self, instr):
+    """Set gradients to zero before each backward pass, so that only the last microbatch counts."""
+    self.gradsync.zero()
+    plain(self, instr)
+
+
+@in_place_of(GradSync, "post")
+def buckets_crossed(_, self, flat, unit):
+    """Let the second rank sum the first two buckets of a unit in the other order."""
+    run, data = flat.units[unit], self.comms[flat.groups[-1]]
+    firsts = list(range(run.start, run.stop, self.bucket))
+    if data.index == 1 and len(firsts) > 2:
+        firsts[:2] = firsts[1::-1]
+    for first in firsts:
+        piece = flat.grad[first : min(first + self.bucket, run.stop)]
+        self.pending.append(data.iall_reduce(piece, "grads.bucket"))
+
+
+@in_place_of(GradSync, "post")
+def unit_left_out(plain, self, flat, unit):
+    """Let the second rank skip a block, and sum no gradients of it."""
+    if unit != 1 or self.comms[flat.groups[-1]].index == 0:
+        plain(self, flat, unit)
+
+
 TWINS = {
-    "5d": Twin(
+    "aliased buffer": Twin(
         "a receive buffer is used again before backward has read it",
         buffer_aliased,
-        "With one microbatch in flight nothing differs. With more, backward finds the newest input"
-        " under every microbatch, and only weights that read it get wrong gradients.",
         (PP,),
         "gpipe",
         threads=("deepspeedai/DeepSpeed/issues/2800",),
     ),
-    "5e": Twin(
+    "swapped rows": Twin(
         "the last stage reads the rows of a different microbatch than the first",
         microbatches_swapped,
-        "Tokens of one row meet the targets of another. The loss is wrong, and so are all"
-        " gradients; no shape is.",
         (PP,),
         threads=("deepspeedai/DeepSpeed/issues/5729",),
     ),
-    "6c": Twin(
+    "bias times tp": Twin(
         "the bias of a row cut is added on every rank, before the sum",
         bias_on_every_rank,
-        "The sum over q ranks counts the bias q times. Where biases start at zero, nothing shows"
-        " until they have learned something.",
         (TP,),
         threads=("huggingface/text-generation-inference/issues/1036", "awslabs/slapo/issues/10"),
     ),
-    "6d": Twin(
+    "sum left out": Twin(
         "one product leaves out the sum over its tensor-parallel group",
         reduce_dropped,
-        "Every rank continues with its own part. Before the product, forward is right and"
-        " gradients are wrong. Ranks now also differ where they must be equal.",
         (TP,),
         threads=("NovaSky-AI/SkyRL/pull/1886",),
     ),
-    "8b": Twin(
+    "own tokens": Twin(
         "the loss is divided by the tokens of a microbatch, not of the step",
         loss_of_a_microbatch,
-        "Every gradient is too large by the number of microbatches. AdamW divides by their size"
-        " and hides it; plain SGD does not.",
         (PP,),
         threads=("karpathy/nanoGPT/issues/168", "meta-pytorch/torchtune/pull/1875"),
     ),
-    "8c": Twin(
+    "lost bucket": Twin(
         "the sum of one gradient bucket is lost",
         bucket_dropped,
-        "A few neighbouring parameters keep this rank's own gradient. All others are right, and"
-        " the loss of the step is too.",
         (DP,),
         threads=("pytorch/pytorch/issues/109191",),
     ),
-    "8d": Twin(
+    "summed twice": Twin(
         "gradients are summed over the replicas twice",
         reduce_doubled,
-        "All gradients of a stage are multiplied by the number of replicas, after one sum too"
-        " many.",
         (DP,),
         threads=("NVIDIA/Megatron-LM/issues/775",),
     ),
-    "8e": Twin(
+    "summed early": Twin(
         "gradients are summed before the last weight gradient is in them",
         summed_early,
-        "The last microbatch of each replica is not summed. The loss is right, and every gradient"
-        " is a little wrong.",
         (DP,),
         threads=("deepspeedai/DeepSpeed/issues/8061",),
     ),
-    "9c": Twin(
+    "tie forgotten": Twin(
         "the two ends of the pipeline do not sum the gradient of the tied table",
         tie_forgotten,
-        "Embedding and head share one table. Each end has only its own part of the gradient, and"
-        " the two copies drift apart.",
         (PP,),
         threads=("uw-syfi/piper/issues/13",),
     ),
-    "9d": Twin(
+    "tie twice": Twin(
         "the gradient of the tied table is summed over both ends twice",
         tied_twice,
-        "Exactly one tensor has twice its gradient.",
         (PP,),
         threads=("NVIDIA/Megatron-LM/issues/844",),
     ),
-    "9e": Twin(
+    "norm of copies": Twin(
         "the gradient norm counts tensors that several ranks hold once per rank",
         norm_counts_copies,
-        "Every gradient is right. Only the norm is too large, and with it clipping is wrong.",
         (PP, TP),
         threads=("NVIDIA-NeMo/RL/pull/3788", "ROCm/TransformerEngine/pull/715"),
     ),
-    "10c": Twin(
+    "lost W": Twin(
         "one weight gradient of one microbatch is left out",
         weight_gradient_skipped,
-        "One layer lacks one microbatch. Nothing else differs, because no other pass reads a"
-        " weight gradient.",
         (PP,),
     ),
+    "cp scale": Twin(
+        "the loss is multiplied by the ranks of cp before its gradients are summed over them",
+        loss_times_cp,
+        ({"cp": 2},),
+        model={"seq_len": 8},
+        threads=("NVIDIA/Megatron-LM/issues/906", "NVIDIA/Megatron-LM/pull/3959"),
+    ),
+    "norms of sp": Twin(
+        "gradients of norms are not summed over tp where tokens are cut",
+        tp_sums_dropped,
+        (TP,),
+        model={"sequence_parallel": True},
+        threads=("NVIDIA/Megatron-LM/issues/1446", "EleutherAI/gpt-neox/pull/1259"),
+    ),
+    "router": Twin(
+        "gradients of a router are not summed over tp",
+        tp_sums_dropped,
+        (TP,),
+        model={"experts": 4},
+        threads=("huggingface/transformers/pull/48205", "huggingface/transformers/issues/48687"),
+    ),
+    "experts": Twin(
+        "gradients of experts are scaled as if ranks held copies of them",
+        experts_doubled,
+        ({"dp": 2, "ep": 2},),
+        model={"experts": 4},
+        threads=("pytorch/pytorch/issues/160285",),
+    ),
+    "shared kv": Twin(
+        "ranks that hold one head of keys and values do not sum its gradient",
+        shared_heads_dropped,
+        (TP,),
+        model={"arch": "llama", "kv_heads": 1},
+        threads=("bigcode-project/Megatron-LM/pull/37",),
+    ),
+    "same shards": Twin(
+        "all ranks of tp draw the same initial numbers for their shards",
+        same_shards,
+        (TP,),
+        threads=("InternLM/InternLM/pull/405", "modelscope/ms-swift/pull/7944"),
+    ),
+    "same rows": Twin(
+        "every replica reads the same rows",
+        same_rows,
+        (DP,),
+        threads=("yaak-ai/rbyte/pull/106", "vllm-project/speculators/pull/427"),
+    ),
+    "own norm": Twin(
+        "each rank clips by the norm of its own gradients",
+        own_norm,
+        (TP, PP),
+        model={"tied": False},
+        threads=(
+            "bigscience-workshop/Megatron-DeepSpeed/pull/270",
+            "pytorch/torchtitan/issues/596",
+        ),
+    ),
+    "wiped": Twin(
+        "gradients are set to zero between the microbatches of a step",
+        wiped,
+        (PP,),
+        threads=("NVIDIA-NeMo/Automodel/pull/3530",),
+    ),
+    "crossed": Twin(
+        "two ranks sum their buckets in different orders",
+        buckets_crossed,
+        (DP,),
+        threads=("deepspeedai/DeepSpeed/issues/2343",),
+    ),
+    "left out": Twin(
+        "a rank that has not used a layer leaves its sums out",
+        unit_left_out,
+        (DP,),
+        threads=("pytorch/pytorch/issues/158719", "pytorch/pytorch/issues/64629"),
+        desync=True,
+    ),
 }
-
-
-def by_letter() -> dict[str, str]:
-    """Return {letter: exercise}, in the alphabetical order of the causes."""
-    order = sorted(TWINS, key=lambda number: TWINS[number].cause)
-    return {chr(ord("a") + place): number for place, number in enumerate(order)}

@@ -80,7 +80,7 @@ class Simulator:
     """Simulates a run. `trace` is the result, `step_ms` the mean length of a step."""
 
     def __init__(self, run: Run):
-        self.run, self.random = run, Random(run.seed)  # noqa: S311 (nothing is secret)
+        self.run, self.random = run, Random(run.seed)
         sizes = {axis: dict(run.layout).get(axis, 1) for axis in AXES}
         self.sizes = sizes
         world_size = math.prod(sizes.values())

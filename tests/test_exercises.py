@@ -1,0 +1,116 @@
+"""The exercises of the tour: their tests pass with right answers and fail with wrong ones."""
+
+import io
+import sys
+
+import pytest
+from helpers import REPOSITORY, run_ranks
+from program import LIMIT, environment
+
+from mpipar.pipeline.csv_format import print_csv
+from mpipar.pipeline.schedules.catalog import make_schedule
+
+FOLDER = REPOSITORY / "docs" / "examples" / "exercises"
+RING = """
+def all_reduce(comm, x):
+    pieces = x.reshape(comm.size, -1)
+    for step in range(2 * (comm.size - 1)):
+        adds = step < comm.size - 1
+        out, into = comm.neighbor(-step), comm.neighbor(-step - 1)
+        came = pieces[into].copy()
+        arriving = comm.irecv(came, comm.neighbor(-1), 0, "ring")
+        leaving = comm.isend(pieces[out].copy(), comm.neighbor(1), 0, "ring")
+        arriving.wait()
+        leaving.wait()
+        pieces[into] = pieces[into] + came if adds else came
+"""
+EVERYBODY_TO_EVERYBODY = """
+def all_reduce(comm, x):
+    own = x.copy()
+    for step in range(1, comm.size):
+        came = own.copy()
+        arriving = comm.irecv(came, comm.neighbor(-step), 0, "all")
+        leaving = comm.isend(own, comm.neighbor(step), 0, "all")
+        arriving.wait()
+        leaving.wait()
+        x += came
+"""
+ROW = """
+def forward(comm, x, w):
+    return comm.all_reduce(x @ w, "row")
+
+
+def backward_input(comm, dy, w):
+    return dy @ w.T
+
+
+def backward_weight(comm, x, dy, dw):
+    dw += x.T @ dy
+"""
+LOSS = """
+def losses(comm, logits, targets, start):
+    top = logits.max(axis=1)
+    mine = (targets >= start) & (targets < start + logits.shape[1])
+    where = np.flatnonzero(mine), (targets - start)[mine]
+    goal = np.zeros(len(targets))
+    goal[where[0]] = logits[where]
+    stats = np.stack([top, np.exp(logits - top[:, None]).sum(axis=1), goal])
+    tops, sums, goals = np.moveaxis(comm.all_gather(stats, "loss"), 1, 0)
+    most = tops.max(axis=0)
+    total = (sums * np.exp(tops - most)).sum(axis=0)
+    dlogits = np.exp(logits - most[:, None]) / total[:, None]
+    dlogits[where] -= 1
+    return most + np.log(total) - goals.sum(axis=0), dlogits
+"""
+
+
+def schedule(name, pp):
+    """A right answer to an exercise on schedules, as `mpipar schedule --csv` prints it."""
+    text = io.StringIO()
+    print_csv(make_schedule(name, pp, 8), text)
+    return f"\ndef lines():\n    return {text.getvalue().split()!r}\n"
+
+
+RIGHT = {
+    "weight_gradient": "\ndef backward_weight(x, dy, dw):\n    dw += x.T @ dy\n",
+    "ring_all_reduce": RING,
+    "row_cut": ROW,
+    "vocabulary_loss": LOSS,
+    "one_f_one_b": schedule("1f1b", 4),
+    "zero_bubble": schedule("zb-h1", 2),
+}
+WRONG = {
+    "weight_gradient": RIGHT["weight_gradient"].replace("+=", "[:] ="),
+    "ring_all_reduce": EVERYBODY_TO_EVERYBODY,
+    "row_cut": ROW.replace('comm.all_reduce(x @ w, "row")', "x @ w"),
+    "vocabulary_loss": LOSS.replace('comm.all_gather(stats, "loss")', "stats[None]"),
+    "one_f_one_b": schedule("gpipe", 4),
+    "zero_bubble": schedule("1f1b", 2),
+}
+
+
+def judged(answers, folder):
+    """How the exercises' own tests end on four ranks, with these answers below the blanks."""
+    for name, answer in answers.items():
+        text = (FOLDER / f"{name}.py").read_text()
+        assert "...  # your code" in text
+        (folder / f"{name}.py").write_text(text + answer)
+    files = [f"{name}.py" for name in answers]
+    command = [sys.executable, "-m", "pytest", "-p", "no:cacheprovider", *files]
+    return run_ranks(4, command, LIMIT, environment(), cwd=folder)
+
+
+def test_every_exercise_has_answers_here():
+    assert {path.stem for path in FOLDER.glob("*.py")} == RIGHT.keys() == WRONG.keys()
+
+
+def test_right_answers_pass(tmp_path):
+    result = judged(RIGHT, tmp_path)
+    assert result.returncode == 0, result.tail()
+    assert result.stdout.count(f"{len(RIGHT)} passed") == 4
+
+
+@pytest.mark.parametrize("answers", [WRONG, dict.fromkeys(WRONG, "")], ids=["wrong", "blank"])
+def test_other_answers_fail(answers, tmp_path):
+    result = judged(answers, tmp_path)
+    assert result.stdout.count(f"{len(WRONG)} failed") == 4, result.tail()

@@ -1,0 +1,1 @@
+"""Planted bugs: the program with one function replaced, which a check must find."""
