@@ -11,7 +11,6 @@ from state_cases import config_for, savers_of
 from mpipar.checkpoint import weights as checkpoint
 from mpipar.errors import DataError, OutputError, UsageError
 from mpipar.files import replace
-from mpipar.job import status
 from mpipar.trace import trace_file
 
 NOBODY = 65534
@@ -40,7 +39,6 @@ KINDS = ["a link", "a dangling link", "a loop", "a hard link", "a pipe", "a fold
 
 WRITERS = {
     "trace": lambda run: trace_file.write_meta(run, {}),
-    "status": lambda run: status.open_folder(run, "token"),
     "weights": lambda run: checkpoint.save(fresh(), run / "weights"),
     "hang": lambda run: replace.replace_file("hang/rank-00000.json", [b"{}"], root=run),
     "checkpoints": lambda run: savers_of(workers_of(config_for(), 1), run / "checkpoints")[0].save(

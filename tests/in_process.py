@@ -95,7 +95,7 @@ def assert_refused(code, parts, *words, ranks=1, folder="."):
 
 
 def alone(*words, cwd="."):
-    """How a command ends that runs as one rank in this process, without a supervisor and MPI.
+    """How a command ends that runs as one rank in this process, without MPI.
 
     A start takes a second and more. An error is told as the guard tells it.
     """

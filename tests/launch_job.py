@@ -5,6 +5,7 @@ that is up. Before a rank goes wrong it prints the time, because a start under l
 seconds.
 """
 
+import ctypes
 import os
 import signal
 import subprocess
@@ -14,6 +15,7 @@ import time
 from pathlib import Path
 
 from mpipar.errors import DataError, OutputError, UsageError
+from mpipar.job.environment import started
 from mpipar.job.session import guard
 
 
@@ -123,17 +125,23 @@ def main(argv, session):
 
         MPI.Init_thread(MPI.THREAD_SINGLE)
     world = session.start()
-    if how == "leave":
-        os._exit(0)
     rank = world.Get_rank()
+    if how == "leave" and rank == world.Get_size() // 2:
+        announce()
+        ctypes.CDLL(None).exit(0)
+    if how.startswith("kill-") and rank == 1:
+        announce()
+        os.kill(os.getpid(), int(how[5:]))
     if how == "alone":  # rank 0 works on when the other ranks have ended
         others = session.world.allgather(os.getpid())[1:]
         code = session.leave_mpi(0)
-        while rank == 0 and any(Path(f"/proc/{pid}").exists() for pid in others):
+        while rank == 0 and any(map(started, others)):
             time.sleep(0.02)
         return code
     if folder:
-        session.use_folder(Path(folder))
+        folder = Path(folder)
+        session.agree(lambda: None if rank else session.lock(folder))
+        session.use_folder(folder)
     session.where = (lambda: 1 / 0) if how == "reporting-fails" else lambda: "step 17"
     if how == "ranks-leave-with-different-codes":
         return 1 if world.Get_rank() == 2 else 0
@@ -159,5 +167,5 @@ def main(argv, session):
     return go_wrong(how, session, world)
 
 
-LAUNCHER = os.getppid()  # of this process; the work is done in its child
+LAUNCHER = os.getppid()
 guard(main)

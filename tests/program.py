@@ -145,6 +145,17 @@ def block_of(result: Finished, code: int, *parts: str) -> str:
     return block
 
 
+def killed_by(result: Finished, sign: int) -> Finished:
+    """Return a command whose rank a signal has killed: its launcher ends it and says so.
+
+    The exit code is the signal's number from Hydra, 128 more from Open MPI's mpirun.
+    """
+    assert result.returncode in (-sign, sign, 128 + sign), result.tail()
+    said = result.returncode < 0 or f"signal {sign}" in result.stdout + result.stderr
+    assert said, result.tail()
+    return result
+
+
 def section(text: str, title: str) -> list[str]:
     """Return the lines of the console below one that starts with ``title``, up to an empty one.
 

@@ -154,6 +154,30 @@ launch.guard(main, [])
 """
 
 
+PAUSED = """
+import os, signal, subprocess, time
+from mpipar.job import signals
+from mpipar.job.session import guard
+
+def main(argv, session):
+    with session.stop_on_request():
+        pause = f"kill -STOP {os.getpid()}; sleep 0.06; kill -CONT {os.getpid()}; sleep 0.03"
+        subprocess.run(["sh", "-c", "; ".join([pause] * 5)])
+        os.kill(os.getpid(), signal.SIGUSR1)
+        time.sleep(0.1)
+        return 0 if session.stop_requested else 1
+
+signals.LOOK_SECONDS = 0.02
+guard(main)
+"""
+
+
+@fault(61, "a rank is paused and continues: Ctrl-Z and fg, or SLURM's suspend", 0)
+def test_a_process_that_was_paused_obeys_signals_as_before():
+    """A look at the signals outlasts its time then."""
+    run_command([sys.executable, "-c", PAUSED], LIMIT, environment()).ended()
+
+
 def test_when_mpi_has_ended_nothing_is_asked_of_it():
     result = run_command([sys.executable, "-c", AT_THE_END], LIMIT, environment()).ended(130)
     assert result.stderr.count(BLOCK) == 1, result.tail()

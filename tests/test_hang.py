@@ -125,6 +125,7 @@ with watchdog.following(lambda: 0, state_of, stop=0.5):
 """
 
 
+@fault(61, "a rank is paused and continues: Ctrl-Z and fg, or SLURM's suspend", 0)
 def test_a_suspended_job_was_not_stuck(tmp_path):
     """Ctrl-Z, and SLURM for another job, stop all threads, while the clock continues."""
     process = subprocess.Popen(

@@ -13,7 +13,7 @@ from pathlib import Path
 import pytest
 from fault_table import fault
 from helpers import OVERSUBSCRIBED, REPOSITORY, find_launcher, launcher, run_command, run_ranks
-from program import BLOCK, PROGRAM, block_of, mpipar, one_block, pair, running
+from program import BLOCK, PROGRAM, block_of, killed_by, mpipar, one_block, pair, running
 
 JOB = [sys.executable, str(Path(__file__).parent / "launch_job.py")]
 LIMIT = 60.0  # for the whole command, start under load included
@@ -124,10 +124,19 @@ def test_ends_without_a_block(how, ranks, code):
     assert launch(ranks, how).returncode == code
 
 
-@pytest.mark.parametrize(("how", "ranks"), [("leave", 1), ("leave", 3), ("all", 4)])
-def test_what_ends_every_rank_is_told_once(how, ranks):
-    block = block_of(launch(ranks, how), 70)
-    assert ("ended with exit code 0 before its job had ended" in block) == (how == "leave")
+def test_what_ends_every_rank_is_told_once():
+    block_of(launch(4, "all"), 70)
+
+
+@pytest.mark.parametrize("sign", [signal.SIGKILL, signal.SIGSEGV])
+def test_the_launcher_says_which_signal_has_killed_a_rank(sign):
+    """SIGKILL is how a system ends a process when memory runs out."""
+    assert BLOCK not in killed_by(launch(3, f"kill-{sign}"), sign).stderr
+
+
+@pytest.mark.parametrize("ranks", [1, 3])
+def test_a_library_that_calls_exit_is_reported(ranks):
+    block_of(launch(ranks, "leave"), 70, "a library called exit()")
 
 
 def test_installed_console_script_is_guarded(tmp_path):

@@ -8,9 +8,20 @@ import subprocess
 
 import pytest
 from fault_table import fault
-from program import LIMIT, PROGRAM, block_of, environment, metrics, mpipar
+from helpers import run_ranks
+from program import (
+    FAULTY,
+    LIMIT,
+    PROGRAM,
+    block_of,
+    environment,
+    killed_by,
+    metrics,
+    mpipar,
+    pair,
+)
 
-from mpipar.errors import UsageError
+from mpipar.errors import OutputError, UsageError
 from mpipar.job import lock
 
 RACERS = 8
@@ -53,7 +64,8 @@ def left_by(folder, **facts):
     return text
 
 
-ELSEWHERE = {"host": "n9", "machine": ["another boot", "pid:[1]"]}
+ELSEWHERE = {"host": "n9", "machine": ["n9", "another boot", "pid:[1]"]}
+REQUEUED = {"SLURM_JOB_ID": "7", "SLURM_RESTART_COUNT": "1"}
 
 
 @pytest.mark.parametrize("held", ["no", "by a process that is gone"])
@@ -70,61 +82,61 @@ def test_a_lock_ends_with_its_job_and_says_who_has_it(tmp_path):
     with pytest.raises(UsageError) as refused:
         lock.acquire(tmp_path, "two")
     assert str(os.getpid()) in str(refused.value)
-    assert "--take-over" in str(refused.value)
-    held.release()
+    assert f"type rm {tmp_path / lock.NAME}" in str(refused.value)
+    lock.release(tmp_path, "two")  # which does not hold it
+    assert (tmp_path / lock.NAME).read_text() == held.text
+    lock.release(tmp_path, "one")
     assert list(tmp_path.iterdir()) == []
     assert lock.acquire(tmp_path, "two").note == ""
 
 
 @pytest.mark.parametrize(
-    ("facts", "environ", "answer", "why"),
+    ("facts", "environ", "why"),
     [
-        ({"started": 1}, {}, "", "its process is gone"),
-        ({}, {}, "", None),
-        (ELSEWHERE, {}, "", None),
-        (ELSEWHERE | {"slurm_job": "7"}, {}, "echo 7", None),
-        (ELSEWHERE | {"slurm_job": "7"}, {}, "echo 8", "SLURM job 7 is over"),
-        (
-            ELSEWHERE | {"slurm_job": "7"},
-            {},
-            "echo Invalid job id specified >&2; exit 1",
-            "SLURM job 7 is over",
-        ),
-        (ELSEWHERE | {"slurm_job": "7"}, {}, "echo no controller >&2; exit 1", None),
-        (ELSEWHERE | {"slurm_job": "7"}, {"SLURM_CLUSTER_NAME": "other"}, "echo 8", None),
-        (
-            ELSEWHERE | {"slurm_job": "7"},
-            {"SLURM_JOB_ID": "7", "SLURM_RESTART_COUNT": "1"},
-            "echo 7",
-            "SLURM has requeued this job",
-        ),
-        (ELSEWHERE | {"slurm_job": "7"}, {"SLURM_JOB_ID": "7"}, "echo 8", None),
+        ({"started": 1}, {}, "its process is gone"),
+        ({"pid": 1 << 22}, {}, "its process is gone"),
+        ({}, {}, None),
+        (ELSEWHERE, {}, None),
+        (ELSEWHERE | {"machine": []}, {}, None),
+        (ELSEWHERE | {"slurm_job": "7"}, {}, None),
+        (ELSEWHERE | {"slurm_job": "7"}, REQUEUED, "SLURM has requeued this job"),
+        (ELSEWHERE | {"slurm_job": "8"}, REQUEUED, None),
+        (ELSEWHERE | {"slurm_job": "7", "slurm_restarts": 1}, REQUEUED, None),
+        (ELSEWHERE | {"slurm_job": "7", "slurm_cluster": "other"}, REQUEUED, None),
+        ({"slurm_job": "7"}, REQUEUED, None),  # it is here, and runs
     ],
 )
-def test_whether_the_owner_is_gone(facts, environ, answer, why, tmp_path, monkeypatch):
-    (tmp_path / "bin").mkdir()
-    squeue = tmp_path / "bin" / "squeue"
-    squeue.write_text(f"#!/bin/sh\n{answer or 'exit 1'}\n")
-    squeue.chmod(0o755)
-    monkeypatch.setenv("PATH", f"{squeue.parent}:{os.environ['PATH']}")
-    folder = tmp_path / "run"
-    folder.mkdir()
-    left_by(folder, **facts)
+def test_whether_the_owner_is_gone(facts, environ, why, tmp_path):
+    left_by(tmp_path, **facts)
     if why is not None:
-        assert why in lock.acquire(folder, "new", environ=environ).note
+        assert why in lock.acquire(tmp_path, "new", environ).note
         return
-    with pytest.raises(UsageError):
-        lock.acquire(folder, "new", environ=environ)
-    assert "--take-over" in lock.acquire(folder, "new", True, environ).note
+    with pytest.raises(UsageError) as refused:
+        lock.acquire(tmp_path, "new", environ)
+    subprocess.run(["sh", "-c", str(refused.value).rpartition(", type ")[2]], check=True)
+    assert lock.acquire(tmp_path, "new", environ).note == ""
 
 
-@pytest.mark.parametrize("text", ["", "{", "[]", '{"pid": 1}', "\xff", "1" * 5000])
-def test_a_lock_that_cannot_be_read_needs_take_over(text, tmp_path, monkeypatch):
+def same_machine(**facts):
+    """A lock of this machine with hostile facts."""
+    return json.dumps(lock.owner("other", {}) | facts)
+
+
+@pytest.mark.parametrize(
+    "text",
+    ["", "{", "[]", '{"pid": 1}', "\xff", "1" * 5000]
+    + [same_machine(pid=pid) for pid in ([], "self/..", "x" * 5000, None, 10**18)],
+)
+def test_a_lock_that_cannot_be_read_is_refused_or_of_a_process_that_is_gone(
+    text, tmp_path, monkeypatch
+):
     monkeypatch.setattr(lock, "WRITE_SECONDS", 0.1)
     (tmp_path / lock.NAME).write_text(text, "latin-1")
-    with pytest.raises(UsageError, match="--take-over"):
+    if "machine" in text:
+        assert "its process is gone" in lock.acquire(tmp_path, "new").note
+        return
+    with pytest.raises(UsageError, match=f"type rm {tmp_path / lock.NAME}"):
         lock.acquire(tmp_path, "new")
-    assert lock.acquire(tmp_path, "new", take_over=True).note
 
 
 @contextlib.contextmanager
@@ -171,14 +183,59 @@ def test_a_start_that_is_taking_over_keeps_others_away(tmp_path, monkeypatch):
         lock.acquire(tmp_path, "slow")  # its process is this one, which lives
     with pytest.raises(UsageError, match=f"process {os.getpid()} "):
         lock.acquire(tmp_path, "next")
-    assert "--take-over" not in lock.acquire(tmp_path, "next", take_over=True).note
 
 
-def test_a_lock_that_was_taken_over_is_not_released_by_its_former_owner(tmp_path):
-    former = lock.acquire(tmp_path, "former")
-    new = lock.acquire(tmp_path, "new", take_over=True)
-    former.release()
-    assert (tmp_path / lock.NAME).read_text() == new.text
+def test_a_lock_that_was_replaced_meanwhile_is_judged_again(tmp_path, monkeypatch):
+    """Between looking at a lock and the right to replace it, another start took it over."""
+    left_by(tmp_path, started=1)
+    plain, new = lock._judged, []
+
+    def late(text, environ):
+        found = plain(text, environ)
+        if not new:
+            new.append(left_by(tmp_path))
+        return found
+
+    monkeypatch.setattr(lock, "_judged", late)
+    with pytest.raises(UsageError, match=f"process {os.getpid()} "):
+        lock.acquire(tmp_path, "late")
+    assert (tmp_path / lock.NAME).read_text() == new[0]
+    assert [path.name for path in tmp_path.iterdir()] == [lock.NAME]
+
+
+@pytest.mark.parametrize("token", [None, "of another job"])
+def test_a_host_that_does_not_see_the_folder_of_this_job(token, tmp_path, monkeypatch):
+    monkeypatch.setattr(lock, "SHARED_SECONDS", 0.2)
+    if token is not None:
+        lock.acquire(tmp_path, token)
+    with pytest.raises(OutputError, match="does not see"):
+        lock.check_seen(tmp_path, "token")
+
+
+SMALL = (
+    "train --layers 2 --d-model 8 --heads 2 --seq-len 5 --batch-size 4 --sample-tokens 0"
+    " --num-microbatches 1 --data text.txt --out run --steps 8 --layout tp=2"
+).split()
+
+
+@fault(25, "kill -9 of a rank: the same command with --resume auto takes its lock over", None)
+def test_resuming_after_kill_9_is_one_command(text_folder):
+    killed_by(run_ranks(2, [*FAULTY, "killed", *SMALL], LIMIT, environment(), text_folder), 9)
+    assert (text_folder / "run" / lock.NAME).exists()
+    done = mpipar(*SMALL, "--resume", "auto", ranks=2, cwd=text_folder).ended()
+    assert "took over the lock" in done.stdout
+    assert not (text_folder / "run" / lock.NAME).exists()
+
+
+@fault(7, "a run folder that a rank does not see", 74)
+@pytest.mark.slow
+def test_a_run_folder_that_a_rank_does_not_see_is_74(text_folder):
+    """Two working folders stand for two hosts without a shared disk."""
+    other = text_folder / "other"
+    other.mkdir()
+    (other / "text.txt").write_bytes((text_folder / "text.txt").read_bytes())
+    block_of(pair(SMALL, SMALL, [text_folder, other]), 74, "does not see", "rank 1 of 2")
+    assert not (text_folder / "run" / lock.NAME).exists()
 
 
 @fault(21, "two jobs on one run folder", 2)

@@ -330,13 +330,12 @@ def test_what_a_run_lacks_at_its_end_is_not_claimed(tmp_path):
 
 
 @fault(57, "a lock that is a link, a pipe or a folder", 74)
-@pytest.mark.parametrize("take_over", [False, True])
 @pytest.mark.parametrize("kind", [kind for kind in KINDS if kind != "a hard link"])
-def test_a_lock_that_is_no_file_is_refused(kind, take_over, victim):
+def test_a_lock_that_is_no_file_is_refused(kind, victim):
     run, outside, _ = victim
     plant(kind, run / lock.NAME, outside)
     with at_once(), pytest.raises(OSError, match="lock is a") as refused:
-        lock.acquire(run, "token", take_over)
+        lock.acquire(run, "token")
     with pytest.raises(OutputError), run_folder.said(run, "no"):
         raise refused.value
 
@@ -352,13 +351,11 @@ def test_no_lock_of_the_kernel_is_needed(tmp_path, monkeypatch):
     held = lock.acquire(tmp_path, "one")
     with pytest.raises(UsageError):
         lock.acquire(tmp_path, "two")
-    new = lock.acquire(tmp_path, "two", take_over=True)
-    held.release()
-    assert lock.is_held(tmp_path)
+    assert (tmp_path / lock.NAME).read_text() == held.text
     (saver,) = savers_of(workers_of(config_for(), 1), tmp_path / "checkpoints")
     saver.save(1)
     checkpoint.save(fresh(), tmp_path / "weights")
-    new.release()
+    lock.release(tmp_path, "one")
     assert not (tmp_path / lock.NAME).exists()
 
 

@@ -11,11 +11,10 @@ from damage import flip
 from fault_table import fault
 from helpers import run_command, run_ranks
 from in_process import alone
-from program import FAULTY, LETTERS, LIMIT, block_of, environment, metrics, mpipar
+from program import FAULTY, LETTERS, LIMIT, block_of, environment, killed_by, metrics, mpipar
 
 from mpipar.checkpoint.manifest import committed_steps, read_manifest
 from mpipar.commands.run_folder import newest_step
-from mpipar.errors import EXIT_ENVIRONMENT
 
 TINY = """--data text.txt --layers 2 --d-model 8 --heads 2 --ffn 12 --seq-len 5 --batch-size 4
     --num-microbatches 2 --sample-tokens 4 --steps 10 --warmup-steps 2 --log-interval 4""".split()
@@ -107,10 +106,11 @@ def assert_same_run(one, other, step=10):
 def test_a_killed_run_goes_on_as_if_nothing_had_been(words, here):
     train(here, *words, "--out", "whole")
     result = ended(here, "kill", 7, *words, "--out", "killed", "--save-interval", "4")
-    assert result.returncode == EXIT_ENVIRONMENT, result.tail()
+    killed_by(result, 9)
     assert newest_step(here / "killed") == 4
     text = train(here, "--resume", "auto", "--out", "killed")
     assert "resumed after step 4" in text
+    assert "took over the lock" in text
     assert "as before" in text
     assert_same_run(here / "whole", here / "killed")
     if words[-1] == "3":
@@ -152,7 +152,7 @@ def test_experts_of_a_killed_run_go_on_elsewhere(here):
         "killed",
         ranks=4,
     )
-    assert result.returncode == EXIT_ENVIRONMENT, result.tail()
+    killed_by(result, 9)
     text = train(here, "--resume", "auto", "--out", "killed", "--layout", "tp=2,pp=2", ranks=4)
     assert "resumed after step 4" in text
     pairs = [[line["loss"] for line in metrics(here / name)] for name in ("whole", "killed")]
@@ -169,7 +169,7 @@ def test_two_ranks_killed_twice(form, here):
     train(here, *words, "--out", "whole", ranks=2)
     for at in (5, 9):
         resume = ["--resume", "auto", form, "--save-interval", "2", "--out", "killed"]
-        ended(here, "kill", at, *words, *resume, ranks=2).ended(69)
+        killed_by(ended(here, "kill", at, *words, *resume, ranks=2), 9)
     assert newest_step(here / "killed") >= 6
     train(here, *words, "--resume", "auto", "--out", "killed", ranks=2)
     assert_same_run(here / "whole", here / "killed")
@@ -196,7 +196,7 @@ def test_a_stop_saves_and_the_run_goes_on(here):
 )  # only that is left
 def test_killed_without_an_interval_of_saves(how, number, lines, said, here):
     train(here, *TINY, "--out", "whole")
-    ended(here, how, number, *TINY, "--out", "killed").ended(EXIT_ENVIRONMENT)
+    killed_by(ended(here, how, number, *TINY, "--out", "killed"), 9)
     assert len(metrics(here / "killed")) == lines
     text = train(here, *TINY, "--resume", "auto", "--out", "killed")
     assert said in text

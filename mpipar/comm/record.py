@@ -301,8 +301,7 @@ def overlap_ns(flights: Intervals, computing: Intervals, blocked: Intervals) -> 
 class At:
     """A rank's place in a step, until the block ends. See `Recorder.at`.
 
-    The board is told of each phase as it begins, so that the phase of a killed rank is known. After
-    an error the place stays as it was, because the error's report says where it happened.
+    After an error the place stays as it was, because the error's report says where it happened.
     """
 
     __slots__ = ("before", "mb", "phase", "recorder", "stage")
@@ -318,8 +317,6 @@ class At:
             recorder.stage = self.stage
         if self.mb is not None:
             recorder.mb = self.mb
-        if recorder.board is not None:
-            recorder.board(recorder.step, self.phase)
 
     def __exit__(self, error: type[BaseException] | None, *_: object) -> None:
         if error is None:
@@ -350,7 +347,6 @@ class Recorder:
         self.stage = -1
         self.mb = -1
         self.phase = phase
-        self.board: Callable[[int, str], None] | None = None
 
     def at(self, phase: str, stage: int | None = None, mb: int | None = None) -> At:
         """Return a context with this phase, and with this stage and microbatch if given."""

@@ -22,7 +22,6 @@ from mpipar.console.tables import nbytes, table
 from mpipar.errors import EXIT_DATA, EXIT_OK, DataError, UsageError
 from mpipar.files.bounded import problems_as
 from mpipar.files.text import one_line, printable
-from mpipar.job.status import killed
 
 OF_EXPORT = ("action", "export")
 DTYPES = {"float32": np.dtype(np.float32), "bfloat16": np.dtype(ml_dtypes.bfloat16)}
@@ -118,8 +117,6 @@ def list_steps(folder: Path, steps, args) -> int:
     for path in sorted(inside.iterdir() if inside.is_dir() else ()):
         if path not in known:
             say(f"{inside}/{one_line(path.name)}: {stranger(path.name)}")
-    for line in killed(folder):
-        say(line)
     ended = finished_step(folder)
     say(
         f"the run ended with step {ended}"

@@ -29,7 +29,7 @@ METRICS, EVALUATIONS = "metrics.jsonl", "evaluations.jsonl"  # a line per report
 CSV, REPORT = "metrics.csv", "report.html"  # made from the other files when the run ends
 RESULT = "result.json"  # exists once a run is complete
 GROWING = (LOG, METRICS, EVALUATIONS)
-FOLDERS = (CHECKPOINTS, WEIGHTS, "trace", "status", "hang", "tensorboard")
+FOLDERS = (CHECKPOINTS, WEIGHTS, "trace", "hang", "tensorboard")
 
 
 @dataclass(frozen=True)

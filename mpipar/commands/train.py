@@ -6,7 +6,7 @@ from importlib import import_module
 from mpipar.commands.blas_kernels import with_kernels
 from mpipar.commands.command import Command, Context
 from mpipar.config.sections import FIELDS
-from mpipar.config.setting import setting, switch
+from mpipar.config.setting import setting
 
 
 @dataclass(frozen=True)
@@ -20,15 +20,11 @@ class Arguments:
         metavar="FILE",
         rare=True,
     )
-    take_over: bool = switch(
-        "take over the run folder even if its previous owner cannot be confirmed dead", rare=True
-    )
 
 
 def run(context: Context) -> int:
     """Start the job, and train. Comm: that of `with_kernels` and of `training.run`."""
     session, args = context.session, context.args
-    session.take_over = args.take_over
     parsed = with_kernels(session, context.parsed)
     return import_module("mpipar.commands.training").run(session, parsed, args.machine)
 

@@ -137,7 +137,6 @@ class Run:
         self.grid = Grid.of(self.config.grid, world.rank)
         self.folder, self.written = resume.agreed_folder(session, start, self.inputs, sources)
         session.use_folder(self.folder)
-        self.recorder.board = session.status.enter
         return True
 
     @contextmanager

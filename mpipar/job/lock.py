@@ -1,18 +1,17 @@
 """The lock of a run folder: only one job at a time writes to it.
 
-A lock is a file that names its owner. If two jobs start at the same moment, both try to create it
-and only one can. A lock outlives an owner that was killed, so the next start finds out whether the
-owner is gone, from the process table if it is on the same host, or from SLURM. Kernel locks (flock,
-fcntl) would end with their process, but many shared file systems honour them only within a host or
-not at all, so they are not used here.
+A lock is a file that names its owner; of two jobs that start at the same moment, only one can
+create it. A lock outlives an owner that was killed. The next start takes it over where it can be
+sure: on the same host, boot and pid namespace the process table shows whether the owner is gone,
+and SLURM requeues a job only after its end. Kernel locks (flock, fcntl) would end with their
+process, but many shared file systems honour them only within a host or not at all.
 """
 
 import contextlib
-import hashlib
 import json
 import os
 import re
-import subprocess
+import shlex
 import time
 from collections.abc import Mapping
 from pathlib import Path
@@ -24,9 +23,9 @@ from mpipar.files.text import harmless
 from mpipar.job.environment import host_name, started
 
 NAME = "lock"
-NAMES = re.compile(r"lock(\.next-[0-9a-f]{16})?")  # every file that this module creates
+NAMES = re.compile(r"lock(\.next)*")  # every file that this module creates
 WRITE_SECONDS = 1.0  # an owner creates its lock, then writes to it
-SLURM_SECONDS = 20.0  # how long a query to SLURM may take
+SHARED_SECONDS = 5.0  # how long a new file may take to become visible on another host
 
 
 class RunLock:
@@ -48,26 +47,69 @@ class RunLock:
                     " now, so this job stops writing to it"
                 )
 
-    def release(self) -> None:
-        """Remove the lock, unless another job has taken it over."""
-        with contextlib.suppress(OSError, ValueError):
-            if read_text(NAME, root=self.folder) == self.text:
-                no_links.remove(self.folder, NAME)
+
+def release(folder: Path, token: str) -> None:
+    """Remove the lock of the job with this token; another job may have the folder by now."""
+    with contextlib.suppress(OSError):
+        if _is_of(folder, token):
+            no_links.remove(folder, NAME)
 
 
-def acquire(
-    folder: Path, token: str, take_over: bool = False, environ: Mapping[str, str] = os.environ
-) -> RunLock:
+def _is_of(folder: Path, token: str) -> bool:
+    try:
+        return parse_json(read_text(NAME, root=folder))["token"] == token
+    except (ValueError, LookupError, TypeError):
+        return False
+
+
+def acquire(folder: Path, token: str, environ: Mapping[str, str] = os.environ) -> RunLock:
     """Lock the folder for the job with this token; raise UsageError, naming the owner, if locked.
 
-    take_over: take the lock even if it is unknown whether its owner is gone.
     Raises OSError if the folder cannot be written to.
     """
     text = json.dumps(owner(token, environ))
-    while not _create(folder, NAME, text):
-        if found := _text_of(folder, NAME):
-            return _taken_over(folder, text, found, take_over, environ)
-    return RunLock(folder, text)
+    return RunLock(folder, text, _take(folder, NAME, text, environ))
+
+
+def _take(folder: Path, name: str, text: str, environ: Mapping[str, str]) -> str:
+    """Create a lock, or take it over; return a note about the owner it was taken from.
+
+    Only who holds the lock NAME.next may replace the lock NAME, and does so by renaming the former.
+    A start that is killed in between leaves NAME.next, which is taken over in the same way.
+    """
+    while not _create(folder, name, text):
+        found = _text_of(folder, name)
+        if not found:  # it was just released
+            continue
+        who, reason = _judged(found, environ)
+        if not reason:
+            raise UsageError(
+                f"{folder}: {who} is writing to it, and only one job may: wait until it ends,"
+                " choose another folder or, if you know that it is gone, type"
+                f" rm {shlex.quote(str(folder / name))}"
+            )
+        _take(folder, following := f"{name}.next", text, environ)
+        if _text_of(folder, name) == found:
+            os.replace(folder / following, folder / name)
+            return f"took over the lock of {who} ({reason})"
+        no_links.remove(folder, following)
+    return ""
+
+
+def check_seen(folder: Path, token: str) -> None:
+    """Raise OutputError if this host does not see the lock that world rank 0 holds there."""
+    limit = time.monotonic() + SHARED_SECONDS
+    while True:
+        with contextlib.suppress(OSError):
+            if _is_of(folder, token):
+                return
+        if time.monotonic() > limit:
+            raise OutputError(
+                f"{folder}: host {host_name(os.environ)} does not see what world rank 0 writes"
+                " there; use an --out on a file system that all hosts share, under the same path on"
+                " all of them"
+            )
+        time.sleep(0.1)
 
 
 def owner(token: str, environ: Mapping[str, str]) -> dict:
@@ -86,105 +128,31 @@ def owner(token: str, environ: Mapping[str, str]) -> dict:
 
 
 def _machine() -> list[str]:
-    """Return this machine's current boot and the pid namespace seen from here."""
+    """Return this host, its current boot, and the pid namespace seen from here."""
     with contextlib.suppress(OSError):
         boot = Path("/proc/sys/kernel/random/boot_id").read_text().strip()
-        return [boot, os.readlink("/proc/self/ns/pid")]
+        return [os.uname().nodename, boot, os.readlink("/proc/self/ns/pid")]
     return []
 
 
-def why_gone(lock: dict, environ: Mapping[str, str]) -> str:
-    """Return how this process knows that a lock's owner is gone; "" if it may still be running."""
-    if lock["machine"] and lock["machine"] == _machine():
-        return "" if started(lock["pid"]) == lock["started"] else "its process is gone"
-    job = lock["slurm_job"]
-    if not job or lock["slurm_cluster"] != environ.get("SLURM_CLUSTER_NAME", ""):
-        return ""
-    if job == environ.get("SLURM_JOB_ID"):
-        restarts = int(environ.get("SLURM_RESTART_COUNT") or 0)
-        return "SLURM has requeued this job" if restarts > lock["slurm_restarts"] else ""
-    return f"SLURM job {job} is over" if _is_over(job) else ""
-
-
-def is_held(folder: Path, environ: Mapping[str, str] = os.environ) -> bool:
-    """Return whether this folder is locked by a job that may still be running."""
-    try:
-        found = _text_of(folder, NAME)
-    except OSError:
-        return True
-    return bool(found) and not _judged(found, environ)[1]
-
-
-def _is_over(job: str) -> bool:
-    """Return whether SLURM no longer has this job; squeue lists all jobs that have not ended."""
-    try:
-        asked = subprocess.run(
-            ["squeue", "-h", "-j", job, "-o", "%A"],
-            capture_output=True,
-            text=True,
-            timeout=SLURM_SECONDS,
-            check=False,
-        )
-    except (OSError, subprocess.TimeoutExpired):
-        return False
-    if asked.returncode:
-        return "Invalid job id" in asked.stderr
-    return job not in asked.stdout.split()  # for an array job it lists the other tasks too
-
-
 def _judged(text: str, environ: Mapping[str, str]) -> tuple[str, str]:
-    """Return (who wrote this lock, why that owner is gone or "")."""
+    """Return (who wrote this lock, how it is known that this owner is gone, or "")."""
+    reason = ""
     try:
         lock = parse_json(text)
+        job, cluster = lock["slurm_job"], lock["slurm_cluster"]
         who = f"the job of process {lock['pid']} on {lock['host']}, started {lock['time']}" + (
-            f", SLURM job {lock['slurm_job']}" if lock["slurm_job"] else ""
+            f", SLURM job {job}" if job else ""
         )
-        return harmless(who), why_gone(lock, environ)
-    except (ValueError, KeyError, TypeError):
+        here = (environ.get("SLURM_JOB_ID"), environ.get("SLURM_CLUSTER_NAME", ""))
+        restarts = int(environ.get("SLURM_RESTART_COUNT") or 0)
+        if lock["machine"] and lock["machine"] == _machine():
+            reason = "" if started(lock["pid"]) == lock["started"] else "its process is gone"
+        elif job and (job, cluster) == here and restarts > lock["slurm_restarts"]:
+            reason = "SLURM has requeued this job"
+    except (ValueError, LookupError, TypeError):
         return "an unknown job", ""
-
-
-def _taken_over(
-    folder: Path, text: str, found: str, take_over: bool, environ: Mapping[str, str]
-) -> RunLock:
-    """Take the lock from the owner `found`, or raise UsageError.
-
-    The new lock is first written to a file beside the old one, which it then replaces. The file's
-    name is derived from the old lock's text, so only one start at a time can create it and thereby
-    gain the right to replace that lock. It then checks that the old lock is still the one it has
-    judged. A start that is killed in between leaves its file there; whoever finds that owner gone
-    too takes its place in the same way.
-    """
-    note, passed, last = "", [], found
-    while True:
-        who, reason = _judged(last, environ)
-        reason = reason or ("--take-over" if take_over else "")
-        if not reason:
-            break
-        note = note or f"took over the lock of {who} ({reason})"
-        following = _following(last)
-        if _create(folder, following, text):
-            if _text_of(folder, NAME) == found:
-                os.replace(folder / following, folder / NAME)
-                for name in passed:  # only now: while the old lock was there, each had to stay
-                    no_links.remove(folder, name)
-                return RunLock(folder, text, note)
-            no_links.remove(folder, following)
-            who = "a job that started at the same time"
-            break
-        passed.append(following)
-        if not (last := _text_of(folder, following)):  # its owner has just lost, or won the lock
-            who = "a job that started at the same time"
-            break
-    raise UsageError(
-        f"{folder}: {who} is writing to it, and only one job may: wait until it ends, choose"
-        " another folder or, if you know that it is gone, add --take-over"
-    )
-
-
-def _following(text: str) -> str:
-    """Return the name of the file of whoever takes over the lock with this text."""
-    return f"{NAME}.next-{hashlib.sha256(text.encode()).hexdigest()[:16]}"
+    return harmless(who), reason
 
 
 def _create(folder: Path, name: str, text: str) -> bool:

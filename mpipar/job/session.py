@@ -4,19 +4,20 @@ If one rank leaves with a plain exception, the others wait for it forever. guard
 the whole command: whatever goes wrong, on any rank and in any thread, ends every rank with one
 error block and one exit code:
 
-    guard -> supervise (a child continues) -> Session.start (MPI) -> command -> Session.finish
-                 any failure -> Session.fail -> one rank's block -> Abort
-                 an end without a word -> the parent's block -> Abort
+    guard -> Session.start (MPI) -> command -> Session.finish
+        any failure -> Session.fail -> one rank's block -> Abort
 
-All state is in the Session object, which is passed to the command.
+A rank that a signal kills cannot speak: its launcher says which it was, and ends the others. All
+state is in the Session object, which is passed to the command.
 """
 
+import atexit
 import contextlib
+import ctypes
 import hashlib
 import json
 import os
 import shutil
-import socket
 import sys
 import threading
 import time
@@ -27,13 +28,12 @@ from mpipar import errors
 from mpipar.comm.facts import gather_facts
 from mpipar.comm.one_rank import OneRank
 from mpipar.errors import EnvironmentProblem, UsageError, UserError
-from mpipar.job import consistency, failure, limits, lock, mpi, status, supervisor
+from mpipar.job import consistency, failure, limits, lock, mpi
 from mpipar.job.environment import (
     MPICH,
     Launcher,
     Mismatch,
     birthplace,
-    host_name,
     presets,
     read_launcher,
     scratch,
@@ -64,9 +64,7 @@ class Session(Interruptible):
     command that needs no MPI.
     watch: the watchdog, which notices a lack of progress, from start() to the end of finish().
     where: called when an error is reported; returns what the rank is doing, such as "step 17".
-    take_over: whether lock() also takes a lock whose owner may still be running (--take-over).
     notes: lines for the log about earlier jobs in the run folder.
-    status: this rank's status file, once there is a run folder.
     ending: what finish() closes on this rank.
     unfinished: a folder to be removed if the process ends at once, or None.
     presets: environment variables that guard() has set because the user had not.
@@ -83,14 +81,12 @@ class Session(Interruptible):
         self.where: Callable[[], str] = str
         self.unfinished: Path | None = None
         self.saved = ""
-        self.take_over, self.notes, self.presets = False, [], {}
+        self.notes, self.presets = [], {}
         self.held: lock.RunLock | None = None  # of the run folder, on world rank 0
-        self.status: status.Status | None = None
         self.ending = contextlib.ExitStack()
         self._private = None
         self._token, self._host = "", 0
         self._words = self._window = None  # see failure.is_first
-        self._line: socket.socket | None = None  # to the parent
         self._failing = threading.Lock()
         size = launcher.size if launcher.size == launcher.local_size else 0
         # where the ranks of this host find each other until there is a run folder
@@ -131,21 +127,12 @@ class Session(Interruptible):
         return self.where()
 
     def use_folder(self, folder: Path) -> None:
-        """Let ranks write states and errors into the run folder from now on; all hosts share it.
+        """Let ranks write states and errors into the locked run folder from now on.
 
-        All ranks leave together if some host does not see the folder or cannot write to it.
-        Comm: three all-gathers of a byte per rank.
+        All ranks leave together if some host does not see the lock of this job there.
+        Comm: one all-gather of a byte per rank.
         """
-        rank, host = self.world.Get_rank(), host_name(os.environ)
-        if rank == 0:
-            self.ending.callback(status.close_folder, folder)
-        self.notes += self.agree(
-            lambda: status.open_folder(folder, self._token) if rank == 0 else []
-        )
-        self.agree(lambda: status.check_shared(folder, self._token, host))
-        self.status = self.agree(lambda: status.Status(folder, rank, host))
-        self.ending.callback(self.status.close)
-        self._tell_parent(os.fsencode(os.path.abspath(self.status.path)))
+        self.agree(lambda: lock.check_seen(folder, self._token))
         self.run_folder = folder
         self.watch.folder = folder / f"hang-{self._token}"
         self.watch.ranks = range(self.world.Get_size())
@@ -216,9 +203,9 @@ class Session(Interruptible):
 
         Raises UsageError if another job holds the lock, and OSError if it cannot be written.
         """
-        held = self.held = lock.acquire(folder, self._token, self.take_over)
+        held = self.held = lock.acquire(folder, self._token)
         self.notes += filter(None, [held.note])
-        self.ending.callback(held.release)
+        self.ending.callback(lock.release, folder, self._token)
 
     def leave_mpi(self, exit_code: int) -> int:
         """Leave MPI together with all ranks; return the highest of their exit codes.
@@ -299,7 +286,6 @@ class Session(Interruptible):
             record = None
             if self.run_folder:
                 record = failure.write_record(self.run_folder / "errors", rank, found)
-                status.forget(self.run_folder)
             failure.show(found, record)
         else:  # the reporting rank's abort also ends this process; if not, it ends itself
             time.sleep(ABORT_SECONDS + failure.TURN_SECONDS * failure.MOST_TURNS)
@@ -325,9 +311,10 @@ class Session(Interruptible):
             self.ending.close()
         failure.leave_code(os.environ, code)
         later(ABORT_SECONDS, os._exit, code)
-        self.say_end()
         time.sleep(failure.FORWARD_SECONDS)
         shutil.rmtree(self.watch.folder, ignore_errors=True)  # the block has reported its content
+        if self.run_folder is not None:
+            lock.release(self.run_folder, self._token)
         if self.unfinished is not None:
             shutil.rmtree(self.unfinished, ignore_errors=True)
         if self.world is None:
@@ -336,18 +323,22 @@ class Session(Interruptible):
             self.world.Abort(code)
         os._exit(code)
 
-    def listen_to(self, line: socket.socket) -> None:
-        """Handle signals from now on, including those that the parent passes on."""
-        self._line = line
-        listen(self.interrupt, line, self.orphaned)
 
-    def say_end(self) -> None:
-        """Tell the parent that this process ends regularly, or has reported why it does not."""
-        self._tell_parent(supervisor.END)
+def tell_of_exit(tell: Callable[[], None]) -> None:
+    """Call tell() if a library calls exit(), with which a launcher may report success.
 
-    def _tell_parent(self, message: bytes) -> None:
-        if self._line is not None:
-            supervisor.send(self._line, message)
+    The C library then runs the functions that were registered for the end of this handle. Python
+    itself unregisters this one before it ends the process.
+    """
+    library, handle, armed = ctypes.CDLL(None), ctypes.c_int(), [True]
+    called = ctypes.CFUNCTYPE(None, ctypes.c_void_p)(lambda _: tell() if armed else None)
+    library["__cxa_atexit"](called, None, ctypes.byref(handle))
+
+    def disarm(_kept=called):
+        armed.clear()
+        library["__cxa_finalize"](ctypes.byref(handle))
+
+    atexit.register(disarm)
 
 
 def raised(error: BaseException):
@@ -367,7 +358,6 @@ def _run(main: Callable, argv: list[str], session: Session) -> int:
     except BrokenPipeError:
         if session.world is not None:
             raise
-        session.say_end()
         os._exit(errors.EXIT_OUTPUT)  # mpipar schedule ... | head: the reader has left
     except AgreedError as agreed:
         exit_code = agreed.exit_code
@@ -393,11 +383,11 @@ def guard(main: Callable, argv: list[str] | None = None):
     try:
         if problems := limits.process_problems(session.launcher):
             raise EnvironmentProblem(problems)
-        session.listen_to(supervisor.supervise(session.launcher))
+        tell_of_exit(lambda: session.fail(RuntimeError("a library called exit() in this process")))
+        listen(session.interrupt, session.orphaned if session.launcher.name else None)
         exit_code = _run(main, sys.argv[1:] if argv is None else argv, session)
     except BaseException as error:  # noqa: BLE001 - whatever it is, no rank may be left waiting
         session.fail(error)
     if exit_code:
         failure.leave_code(os.environ, exit_code)
-    session.say_end()
     sys.exit(exit_code)

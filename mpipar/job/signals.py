@@ -16,7 +16,6 @@ import contextlib
 import os
 import select
 import signal
-import socket
 import threading
 import time
 from collections.abc import Callable
@@ -25,9 +24,9 @@ from mpipar.job.streams import note
 
 STOPPING = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1)
 SAVING = signal.SIGUSR2
-ORPHANED = 0  # what the parent sends instead of a signal's number when the launcher has ended
+LOOK_SECONDS = 1.0  # between two checks that the launcher is still there
 MOST_BYTES = 64  # read from a pipe of signal numbers at a time
-SAME_SECONDS = 0.2  # one Ctrl-C arrives twice: directly, and passed on by the parent
+SAME_SECONDS = 0.2  # one Ctrl-C arrives twice: directly, and passed on by the launcher
 
 
 class Interruptible:
@@ -84,21 +83,6 @@ def obeyed() -> set[int]:
     return {*STOPPING, SAVING} - ({signal.SIGHUP} if nohup else set())
 
 
-def numbers_of(signals: set[int]) -> int:
-    """Return a descriptor that yields the number of each of these signals, one byte each.
-
-    Blocked ones are unblocked. (`signal.sigtimedwait` would be shorter, but after the process was
-    paused by SIGSTOP it may return a number that is no signal.)
-    """
-    read_end, write_end = os.pipe()
-    os.set_blocking(write_end, False)
-    for number in signals:
-        signal.signal(number, lambda number, frame: None)
-    signal.set_wakeup_fd(write_end, warn_on_full_buffer=False)
-    signal.pthread_sigmask(signal.SIG_UNBLOCK, signals)
-    return read_end
-
-
 def later(seconds: float, function: Callable, *arguments) -> None:
     """Call the function in a thread of its own after so many seconds."""
     timer = threading.Timer(seconds, function, arguments)
@@ -106,26 +90,29 @@ def later(seconds: float, function: Callable, *arguments) -> None:
     timer.start()
 
 
-def listen(
-    interrupt: Callable[[int], None], line: socket.socket, orphaned: Callable[[], None]
-) -> None:
+def listen(interrupt: Callable[[int], None], orphaned: Callable[[], None] | None = None) -> None:
     """Call interrupt(number) for each signal, from a thread of its own.
 
-    A Python signal handler would have to wait until MPI returns. line: delivers the numbers of
-    signals that reached the parent, and ORPHANED. orphaned: called for the latter, because a rank
-    that computes would otherwise run forever.
+    A Python signal handler would have to wait until MPI returns. orphaned: called once the process
+    that started this one, the launcher's, is gone; a rank that computes would otherwise run
+    forever. (`signal.sigtimedwait` would be shorter, but after SIGSTOP and SIGCONT it may return a
+    number that is no signal.)
     """
-    numbers = obeyed()
-    sources = numbers_of(numbers), line.fileno()
-    signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGCHLD})
+    numbers, parent = obeyed(), os.getppid()
+    read_end, write_end = os.pipe()
+    os.set_blocking(write_end, False)
+    for number in numbers:
+        signal.signal(number, lambda number, frame: None)
+    signal.set_wakeup_fd(write_end, warn_on_full_buffer=False)
+    signal.pthread_sigmask(signal.SIG_UNBLOCK, numbers)
 
     def watch():
         while True:
-            for source in select.select(sources, [], [])[0]:
-                for number in os.read(source, MOST_BYTES):
-                    if number == ORPHANED:
-                        orphaned()
-                    elif number in numbers:
+            if select.select([read_end], [], [], LOOK_SECONDS)[0]:
+                for number in os.read(read_end, MOST_BYTES):
+                    if number in numbers:
                         interrupt(number)
+            if orphaned is not None and os.getppid() != parent:
+                orphaned()
 
     threading.Thread(target=watch, name="signals", daemon=True).start()
