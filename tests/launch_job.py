@@ -74,8 +74,20 @@ def fail_under_a_slow_launcher(session):
         raise OutputError("disk full")
 
 
+def end_unheard(how, world):
+    """End rank 1, or the only one, by a signal or by a library's exit()."""
+    if world.Get_rank() == world.Get_size() // 2:
+        announce()
+        if how == "leave":
+            ctypes.CDLL(None).exit(0)
+        os.kill(os.getpid(), int(how.removeprefix("kill-")))
+    no_return(world)
+
+
 def go_wrong(how, session, world):
     rank = world.Get_rank()
+    if how == "leave" or how.startswith("kill-"):
+        end_unheard(how, world)
     if how == "two":
         world.Barrier()
         if rank == 1:
@@ -126,12 +138,6 @@ def main(argv, session):
         MPI.Init_thread(MPI.THREAD_SINGLE)
     world = session.start()
     rank = world.Get_rank()
-    if how == "leave" and rank == world.Get_size() // 2:
-        announce()
-        ctypes.CDLL(None).exit(0)
-    if how.startswith("kill-") and rank == 1:
-        announce()
-        os.kill(os.getpid(), int(how[5:]))
     if how == "alone":  # rank 0 works on when the other ranks have ended
         others = session.world.allgather(os.getpid())[1:]
         code = session.leave_mpi(0)
