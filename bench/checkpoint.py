@@ -32,7 +32,7 @@ from mpipar.comm.facts import broadcast_text, gather_numbers
 from mpipar.comm.grid import Grid
 from mpipar.comm.record import Recorder
 from mpipar.config.grid import GridConfig
-from mpipar.config.model import DecoderConfig
+from mpipar.config.model import ModelConfig
 from mpipar.config.resolve import resolve
 from mpipar.config.sections import Config
 from mpipar.config.sizes import read_bytes
@@ -54,11 +54,11 @@ ORDER = (
 FACTS = {"config": "", "data": {}}
 
 
-def model_of(state_bytes: int) -> DecoderConfig:
+def model_of(state_bytes: int) -> ModelConfig:
     """Return a decoder whose state has about that many bytes; almost all of it in its blocks."""
     width = (state_bytes / BYTES_PER_PARAMETER / (12 * LAYERS)) ** 0.5
     width = max(WIDTH_STEP, round(width / WIDTH_STEP) * WIDTH_STEP)
-    return DecoderConfig(layers=LAYERS, d_model=width, heads=4, seq_len=32)
+    return ModelConfig(layers=LAYERS, d_model=width, heads=4, seq_len=32)
 
 
 class Bench:
@@ -84,7 +84,7 @@ class Bench:
         self.mine = np.concatenate([one.x.reshape(-1) for one in own]).view(np.uint8)
         self.plain = folder / f"bytes-{world.rank}"
 
-    def worker(self, axis: str, model: DecoderConfig) -> Worker:
+    def worker(self, axis: str, model: ModelConfig) -> Worker:
         axes = dict.fromkeys(("dp", "tp", "pp"), 1) | {axis: self.world.size}
         grid = GridConfig(**axes, num_microbatches=self.world.size)
         config, _ = resolve(

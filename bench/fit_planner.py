@@ -6,7 +6,7 @@ prints the constants as they are written in mpipar/plan/machines/*.toml and in S
 mpipar/plan/cluster.py. Those of products come from a device's own table only; those of stacks from
 steps. Then the stacks are fitted again without each source in turn, and the errors printed are
 those of the steps that were left out. No constant belongs to a source, a model or a row. SciPy is
-needed, which is installed with scikit-learn.
+needed.
 """
 
 from __future__ import annotations

@@ -8,12 +8,13 @@ from __future__ import annotations
 from functools import partial
 from typing import Any
 
-from mpipar import cli, data
+from mpipar import cli
 from mpipar import ops as ops_module
 from mpipar.comm.grid import Grid
 from mpipar.comm.record import Recorder
 from mpipar.commands.explain import of_named_axes
 from mpipar.commands.resolve import resolve
+from mpipar.data import rows
 from mpipar.data.rows import Rows
 from mpipar.data.source import load_source
 from mpipar.train.worker import StepResult, Worker
@@ -61,6 +62,6 @@ def config_of(words: list[str]) -> Any:
 def take_step(config: Any, rank: int, recorder: Recorder, ops: Any) -> Worker:
     """Return the real worker of a rank after one step with these ops."""
     worker = Worker(config, Grid.of(config.grid, rank), ops, recorder)
-    batch = data.data_of(config.model).blank_batch
+    batch = rows.blank_batch
     worker.train_step(1, lambda mb: batch(ops, config))
     return worker

@@ -14,7 +14,6 @@ LIBRARY = {  # name: where it is
     "Attention": "layers.attention.Attention",
     "Comms": "comm.groups.Comms",
     "Context": "layers.context.Context",
-    "Conv": "layers.conv.Conv",
     "CrossEntropy": "layers.loss.CrossEntropy",
     "Embedding": "layers.embedding.Embedding",
     "Engine": "pipeline.engine.Engine",

@@ -6,19 +6,14 @@ import pytest
 
 from mpipar.commands.resolve import resolve
 from mpipar.config import flags
-from mpipar.config.model import FAMILIES
 from mpipar.config.reading import read
 from mpipar.config.sections import Config
 from mpipar.errors import UsageError
 
 
 def changed(config=None, **values):
-    """A Config with flat values replaced; another model brings the defaults of its family."""
+    """A Config with flat values replaced."""
     config = config or Config()
-    known = FAMILIES.get(values.get("model"))
-    if known and not isinstance(config.model, known):
-        config = dataclasses.replace(config, model=known())
-    values = dict(values)
     parts = {}
     for section in dataclasses.fields(config):
         part = getattr(config, section.name)

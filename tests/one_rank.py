@@ -44,18 +44,8 @@ def logits(worker, ids):
 
 def fresh(**values):
     """One rank with random weights, no file."""
-    return _made(
-        {"layers": 2, "d_model": 12, "heads": 3, "ffn": 20, "seq_len": 6, "vocab_size": 17} | values
-    )
-
-
-def fresh_convnet(**values):
-    """One rank of a convnet with random weights, no file."""
-    return _made({"model": "convnet", "preset": "digits", "layers": 2} | values)
-
-
-def _made(values):
-    values = {"batch_size": 4, "num_microbatches": 1, "dtype": "float64"} | values
+    shape = {"layers": 2, "d_model": 12, "heads": 3, "ffn": 20, "seq_len": 6, "vocab_size": 17}
+    values = shape | {"batch_size": 4, "num_microbatches": 1, "dtype": "float64"} | values
     config, _ = resolve_alone(changed(Config(), **values), 1)
     worker = Worker(config, Grid(0), make("cpu", config.run.dtype), Recorder())
     worker.initialize()

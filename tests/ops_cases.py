@@ -72,7 +72,6 @@ def call_every_op(ops, sizes=SMALL, kind="increasing", seed=5, rounded=None):
         **_attention(ops, make, sizes, kind),
         **_embeddings(ops, make, sizes),
         **_loss(ops, make, sizes),
-        **_images(ops, make, sizes),
         **_updates(ops, make, sizes),
         **_llama(ops, make, sizes),
         **_residual(ops, make, sizes),
@@ -235,28 +234,6 @@ def _loss(ops, make, sizes):
         "cross_entropy_combine loss": loss,
         "cross_entropy_combine sums": sums,
         "cross_entropy_backward_input": dlogits,
-    }
-
-
-def _images(ops, make, sizes):
-    x = make.real(sizes.batch, sizes.tokens, sizes.width, sizes.heads)
-    patches = ops.unfold_forward(x, 3, 2, 1)
-    dx = ops.unfold_backward_input(make.real(*patches.shape), x.shape, 3, 2, 1)
-    unpadded = ops.unfold_forward(x, 2, 1, 0)
-    inside = ops.unfold_backward_input(make.real(*unpadded.shape), x.shape, 2, 1, 0)
-    largest, places = ops.maxpool_forward(x, 2)
-    mean = ops.meanpool_forward(x)
-    return {
-        "unfold_forward": patches,
-        "unfold_backward_input": dx,
-        "unfold_forward without padding": unpadded,
-        "unfold_backward_input without padding": inside,
-        "maxpool_forward y": largest,
-        "maxpool_backward_input": ops.maxpool_backward_input(
-            make.real(*places.shape), places, x.shape, 2
-        ),
-        "meanpool_forward": mean,
-        "meanpool_backward_input": ops.meanpool_backward_input(make.real(*mean.shape), x.shape),
     }
 
 

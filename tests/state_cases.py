@@ -13,13 +13,11 @@ from mpipar.config.resolve import resolve
 from mpipar.config.sections import Config
 
 DECODER = {"layers": 3, "d_model": 12, "heads": 6, "ffn": 21, "seq_len": 8, "vocab_size": 29}
-CONVNET = {"model": "convnet", "preset": "digits", "layers": 2, "channels": 10}
 FACTS = {"config": "steps = 3\n", "data": {"tokens": 17, "sha256": "00"}}
 
 
 def config_for(dp=1, pp=1, tp=1, cp=1, **values):
-    """A resolved config of a small decoder, or of a convnet (model="convnet")."""
-    shape = CONVNET if values.get("model") == "convnet" else DECODER
+    """A resolved config of a small decoder."""
     values = {
         "batch_size": 4 * dp,
         "num_microbatches": 4,
@@ -27,7 +25,7 @@ def config_for(dp=1, pp=1, tp=1, cp=1, **values):
         "pp": pp,
         "tp": tp,
         "cp": cp,
-        **shape,
+        **DECODER,
         **values,
     }
     return resolve(changed(Config(), **values), dp * pp * tp * cp)[0]

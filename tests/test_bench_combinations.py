@@ -20,7 +20,6 @@ from mpipar.config.sections import FIELDS
 FEW = {
     name: CHOICES[name]
     for name in (
-        "model",
         "dp",
         "tp",
         "arch",
@@ -86,7 +85,7 @@ def test_each_pair_occurs_or_each_case_with_it_is_refused(found):
 
 def test_refusals_are_those_of_mpipar(found):
     why = {tuple(part.items()): text for part, text in found[1]}
-    assert "--tp-matmul" in why[("model", "convnet"), ("tp_matmul", "ring")]
+    assert "--tp-matmul" in why[("sequence_parallel", None), ("tp_matmul", "ring")]
     assert kind_of("--heads 4: must be a multiple of tp 3; use 6") == kind_of(
         "--heads 8: must be a multiple of tp 5; use 10"
     )

@@ -218,10 +218,9 @@ def test_nothing_below_the_command_line_sees_what_argparse_makes():
             ["--step x", "--max-shard-size 0: must be at least 1", "--out: ls does not use it"],
         ),
         (
-            "plan digits --machine h100 --ranks 0 --top 101 --zero 2 --foo",
+            "plan tiny --machine h100 --ranks 0 --top 101 --zero 2 --foo",
             [
                 "--foo",
-                "is a convnet",
                 "--ranks 0: must be at least 1",
                 "--top 101: must be at most 100",
                 "--zero 2: must be one of 0, 1, 3",

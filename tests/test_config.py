@@ -10,14 +10,13 @@ from hypothesis import strategies as st
 
 from mpipar.config.grid import GridConfig
 from mpipar.config.layout import fitting, matching
-from mpipar.config.model import FAMILIES
+from mpipar.config.model import ModelConfig
 from mpipar.config.presets import PRESETS
 from mpipar.config.resolve import config_problems, resolve
 from mpipar.config.run import RunConfig
 from mpipar.config.sections import (
     CHOICES,
     FIELDS,
-    OF_EVERY_FAMILY,
     SECTIONS,
     Config,
     settings,
@@ -36,40 +35,22 @@ def usage_problems(config, world_size):
 
 
 def test_every_field_says_what_it_is_and_has_a_flag_of_its_own():
-    for model in FAMILIES.values():
-        names = [field.name for _, field, _ in settings(Config(model()))]
-        assert len(names) == len(set(names))
+    names = [field.name for _, field, _ in settings(Config())]
+    assert len(names) == len(set(names))
     for name, field in FIELDS.items():
         assert len(field.metadata["help"]) > 10, name
 
 
-def test_a_name_means_the_same_in_every_section_and_family():
-    """Keys form one flat space: sections share no name, and families share only ModelConfig's."""
-    sections = [
-        {field.name for part in parts for field in dataclasses.fields(part)}
-        for parts in SECTIONS.values()
-    ]
-    assert sum(map(len, sections)) == len(FIELDS)
-    for name, part in FAMILIES.items():
-        assert part().model == name
-        shared = {
-            field.name
-            for other in FAMILIES.values()
-            if other is not part
-            for field in dataclasses.fields(part)
-            if field.name in other.__dataclass_fields__
-        }
-        assert shared == OF_EVERY_FAMILY
-        for field in dataclasses.fields(part):
-            assert field.metadata == FIELDS[field.name].metadata, field.name
+def test_a_name_means_the_same_in_every_section():
+    """Keys form one flat space: sections share no name."""
+    assert sum(len(dataclasses.fields(part)) for part in SECTIONS.values()) == len(FIELDS)
     for choice, *values in CHOICES.values():
         legal = FIELDS[choice].metadata["choices"]
         assert set(values) < set(legal) if values else FIELDS[choice].default is None
 
 
 def test_configs_are_frozen():
-    families = [part() for part in FAMILIES.values()]
-    for part in (Config(), *families, GridConfig(), TrainConfig(), RunConfig()):
+    for part in (Config(), ModelConfig(), GridConfig(), TrainConfig(), RunConfig()):
         with pytest.raises(dataclasses.FrozenInstanceError):
             part.anything = 1
 
@@ -200,7 +181,6 @@ def test_misfit_is_refused_with_legal_values(values, world_size, words):
 @pytest.mark.parametrize(
     ("values", "words"),
     [
-        ({"model": "convnet", "preset": "digits"}, "--model convnet"),
         ({"seq_len": 63}, "--seq-len 63"),
         ({"cp_attention": "ulysses", "heads": 1}, "--kv-heads 1"),
     ],
@@ -256,8 +236,6 @@ def test_a_memory_limit_may_be_that_of_a_large_gpu():
 def test_odd_sizes_are_fine():
     odd = changed(seq_len=63, d_model=33, heads=3, vocab_size=257, ffn=7, layers=3, tp=3)
     assert resolve(odd, 3)[0].model.ffn == 7
-    images = changed(preset="digits", model="convnet", channels=5, ffn=7, tp=4)
-    assert resolve(images, 4)[0].model.channels == 5
 
 
 def test_preset_batch_is_rounded_up_and_said():

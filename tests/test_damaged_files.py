@@ -10,7 +10,6 @@ import json
 
 import numpy as np
 import pytest
-from config_helpers import changed
 from damage import damaged
 from in_process import StandIn, at_once
 from machine_models import machine
@@ -25,7 +24,6 @@ from mpipar.checkpoint import weights as checkpoint
 from mpipar.checkpoint.formats import start_notes
 from mpipar.checkpoint.tokenizer_files import config_texts, read_tokenizer_files
 from mpipar.comm.record import LayerOperation, Load
-from mpipar.data import images
 from mpipar.data.source import load_source
 from mpipar.errors import DataError, UsageError
 from mpipar.files.bounded import read_json
@@ -188,15 +186,6 @@ def of_dataset(folder):
     ]
 
 
-def of_images(folder):
-    path = folder / "images.npz"
-    np.savez_compressed(path, x=np.zeros((60, 8, 8), np.uint8), y=np.zeros(60, np.int64))
-    config = changed(
-        model="convnet", preset="digits", data=(str(path),), batch_size=4, num_microbatches=1
-    )
-    return path, [lambda: images.load(config)]
-
-
 def of_manifest(folder):
     config = config_for(layers=1, d_model=4, heads=2, ffn=3, seq_len=2, vocab_size=5)
     path = saved(config, 1, folder)
@@ -227,7 +216,6 @@ KINDS = {
     "generation_config.json": of_weights("generation_config.json"),
     "model.safetensors": of_weights("model.safetensors"),
     ".bin": of_tokens,
-    ".npz": of_images,
     "dataset.json": of_dataset,
     "manifest.json": of_manifest,
 }

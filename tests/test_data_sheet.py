@@ -75,6 +75,5 @@ def test_explain_takes_the_name_of_a_machine():
     assert "predicted step: " in text
     assert "did you mean h100?" in str(refusal(*words, "--machine", "h10"))
     assert "nosuch.json" in str(refusal(*words, "--machine", "nosuch.json"))
-    text = str(refusal("explain", "--preset", "digits", "--dtype", "float64", "--machine", "h100"))
-    for part in ("predicts decoders, and this is a convnet", "--dtype float64: h100 has no rate"):
-        assert part in text
+    text = str(refusal("explain", "--dtype", "float64", "--machine", "h100"))
+    assert "--dtype float64: h100 has no rate" in text

@@ -9,7 +9,6 @@ from in_process import assert_refused
 from program import killed_by
 from test_resume_runs import TINY, assert_same_run, ended, here, train
 
-from mpipar.data.images import load as load_images
 from mpipar.data.rows import load
 
 __all__ = ["here"]  # the fixture
@@ -78,41 +77,12 @@ def test_with_val_data_all_of_data_is_trained_on(tmp_path):
     assert what == "300 bytes from 1 file; held out: 30 bytes from 1 file"
 
 
-def test_images_of_both_files_are_scaled_alike(tmp_path):
-    rng = np.random.default_rng(0)
-    images, labels = rng.normal(3, 2, size=(30, 4, 4)), rng.integers(3, size=30)
-    np.savez(tmp_path / "a.npz", x=images[:20], y=labels[:20])
-    np.savez(tmp_path / "b.npz", x=images[20:], y=labels[20:])
-    (train_part, held_out), what = load_images(
-        changed(
-            model="convnet",
-            data=(str(tmp_path / "a.npz"),),
-            val_data=(str(tmp_path / "b.npz"),),
-            image_shape=(4, 4, 1),
-            classes=3,
-            batch_size=4,
-        )
-    )
-    np.testing.assert_array_equal(train_part.labels, labels[:20])
-    np.testing.assert_array_equal(held_out.labels, labels[20:])
-    expected = (images[..., None] - images[:20].mean()) / images[:20].std()
-    np.testing.assert_allclose(train_part.images, expected[:20], atol=1e-12)
-    np.testing.assert_allclose(held_out.images, expected[20:], atol=1e-12)
-    assert "20 images of" in what
-    assert "held out: 10 images of" in what
-
-
 @pytest.mark.parametrize(
     ("words", "code", "parts"),
     [
         ("--val-data nothing.txt", 65, ["--val-data nothing.txt: no such file"]),
         ("--val-data short.txt", 65, ["--val-data: has 3 tokens, but a row needs 64 + 1"]),
         ("--data text.txt --val-data ids.bin", 65, ["--val-data: either it or --data is text"]),
-        (
-            "--model convnet --val-data a.npz b.npz",
-            65,
-            ["--val-data: a convnet reads one .npz file"],
-        ),
     ],
 )
 def test_refusals(words, code, parts, tmp_path):

@@ -15,7 +15,7 @@ from mpipar import models
 from mpipar.comm.grid import Grid
 from mpipar.config.grid import GridConfig
 from mpipar.config.memory import MemoryConfig
-from mpipar.config.model import ConvnetConfig, DecoderConfig, model_config
+from mpipar.config.model import ModelConfig, model_config
 from mpipar.config.resolve import resolve
 from mpipar.config.run import RunConfig
 from mpipar.config.sections import Config
@@ -47,7 +47,7 @@ def configure(
     """A resolved config of a small decoder, with other settings, or of another model."""
     dp, pp, tp = layout
     config = Config(
-        DecoderConfig(
+        ModelConfig(
             layers=5, d_model=24, heads=4, ffn=21, seq_len=9, vocab_size=31, ffn_cut=ffn_cut
         ),
         GridConfig(dp=dp, pp=pp, tp=tp, num_microbatches=4, schedule=schedule),
@@ -184,7 +184,7 @@ def test_the_calls_and_bytes_of_experts_follow_the_closed_forms(settings, grid, 
 def of_experts(ffn, dispatch):
     """A step of one block with 16 tokens on each of 4 ranks; 2 of 8 experts are on each."""
     config = Config(
-        DecoderConfig(
+        ModelConfig(
             layers=1, d_model=34, heads=2, seq_len=16, vocab_size=16, experts=8, expert_ffn=ffn
         ),
         GridConfig(dp=4, ep=4, pp=1, tp=1, num_microbatches=1, expert_dispatch=dispatch),
@@ -424,12 +424,8 @@ def test_what_a_block_keeps_follows_its_closed_form(
 @pytest.mark.parametrize("recompute", ["none", "block"])
 @pytest.mark.parametrize("norm", ["layer", "rms"])
 @pytest.mark.parametrize("ffn_cut", ["pair", "gather", "reduce"])
-def test_what_a_block_of_other_cuts_and_models_keeps_follows_its_closed_form(
-    ffn_cut, norm, recompute
-):
-    """17 channels inside are padded where two ranks cut them."""
-    convnet = ConvnetConfig(layers=2, channels=10, ffn=17, ffn_cut=ffn_cut, norm=norm)
-    for model, dtype in itertools.product((None, convnet), ("float64", "bfloat16")):
+def test_what_a_block_of_other_cuts_keeps_follows_its_closed_form(ffn_cut, norm, recompute):
+    for dtype in ("float64", "bfloat16"):
         assert_block_forms(
             configure(
                 (1, 1, 2),
@@ -437,7 +433,6 @@ def test_what_a_block_of_other_cuts_and_models_keeps_follows_its_closed_form(
                 ffn_cut,
                 memory=MemoryConfig(recompute),
                 run={"dtype": dtype},
-                model=model,
                 layers=2,
                 norm=norm,
             )
@@ -449,14 +444,6 @@ def test_attention_that_runs_again_follows_the_closed_forms(method):
     assert_closed_forms(
         configure((1, 1, 1), grid=context(method, 4), memory=MemoryConfig("block"), seq_len=8)
     )
-
-
-@pytest.mark.parametrize("layout", [(1, 1, 4), (2, 2, 2), (1, 2, 4)], ids=str)
-@pytest.mark.parametrize("ffn_cut", ["pair", "gather", "reduce"])
-@pytest.mark.parametrize("recompute", ["none", "block"])
-def test_a_convnet_s_calls_and_bytes_follow_the_closed_forms(layout, ffn_cut, recompute):
-    model = ConvnetConfig(layers=5, channels=7, ffn=11, classes=31, ffn_cut=ffn_cut)
-    assert_closed_forms(configure(layout, model=model, memory=MemoryConfig(recompute)))
 
 
 @pytest.mark.parametrize("dtype", DTYPES)

@@ -31,7 +31,6 @@ LAYOUTS = {
     "rows": "--preset moe-tiny --layout dp=3,ep=3 --layers 2 --experts 6 --batch-size 12",
     "context": f"--preset tiny --layout dp=2,cp=2,tp=2 {SMALL} --dtype bfloat16",
     "zb-h1": "--preset tiny --layout dp=2,pp=4 --schedule zb-h1",
-    "convnet": "--preset digits --layout dp=2,tp=2,pp=2",
 }
 IN_SHORT = ("hybrid", "experts", "routed", "rows")
 each_layout = pytest.mark.parametrize(

@@ -10,7 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from in_process import at_once, printed
 
-from mpipar.config.model import DecoderConfig
+from mpipar.config.model import ModelConfig
 from mpipar.errors import DataError, UsageError
 from mpipar.files import bounded
 from mpipar.files.text import counted, harmless, printable, shown
@@ -138,7 +138,7 @@ def test_one_of_a_thing_has_no_plural():
         "2 microbatches",
     ]
     assert [counted(count, "traced row") for count in (1, 4)] == ["1 traced row", "4 traced rows"]
-    one = DecoderConfig(layers=1, heads=1)
+    one = ModelConfig(layers=1, heads=1)
     assert describe_model(one).startswith("1 layer, D 128, 1 head, F 512")
     text = printed("explain", "--num-microbatches", 1, "--batch-size", 1)
     assert "one step of 1f1b, 1 microbatch of 1 row, float32\n" in text

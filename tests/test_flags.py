@@ -9,12 +9,12 @@ from config_helpers import changed, reading_of
 from hypothesis import given
 from hypothesis import strategies as st
 
-from mpipar.config.model import FAMILIES
+from mpipar.config.model import ModelConfig
 from mpipar.config.reading import to_toml
 from mpipar.config.resolve import resolve
 from mpipar.config.sections import CHOICES, FIELDS, settings
 from mpipar.config.setting import flag, kind
-from mpipar.config.synonyms import COUNTERPARTS, EXAMPLES, NOT_BUILT, OTHERWISE, SYNONYMS
+from mpipar.config.synonyms import EXAMPLES, NOT_BUILT, OTHERWISE, SYNONYMS
 
 
 def test_flags_win_over_the_file_and_the_file_over_the_preset(tmp_path):
@@ -44,10 +44,11 @@ def sample(field):
 
 def chosen(name):
     """The words for the choice that a field belongs to; the choice's field and value."""
-    choice, *values = CHOICES.get(name, ("model", "decoder"))
+    if name not in CHOICES:
+        return [], None, None
+    choice, *values = CHOICES[name]
     value = (*values, EXAMPLES.get(choice))[0]
-    before = chosen(choice)[0] if choice in CHOICES else []
-    return [] if name == "model" else [*before, flag(choice), str(value)], choice, value
+    return [*chosen(choice)[0], flag(choice), str(value)], choice, value
 
 
 @pytest.mark.parametrize("name", FIELDS)
@@ -89,13 +90,7 @@ def test_a_field_of_a_choice_that_is_not_taken_is_refused(tmp_path, name):
     shown, choice = flag(name), flag(choice)
     whose = " ".join([choice, *filter(None, [" or ".join(map(str, CHOICES[name][1:]))])])
     assert problem.startswith(f"{shown}: belongs to {whose}, but {choice} is ")
-    cure = {
-        "d_model": "type --channels 3",
-        "channels": "type --d-model 3",
-        "vocab_size": "type --classes 3",
-        "classes": "type --vocab-size 3",
-    }.get(name, "leave it out")
-    assert problem.endswith(f"; {cure}, or type {choice} {value}")
+    assert problem.endswith(f"; leave it out, or type {choice} {value}")
     file = tmp_path / "other.toml"
     file.write_text(
         "".join(
@@ -110,22 +105,15 @@ def test_a_field_of_a_choice_that_is_not_taken_is_refused(tmp_path, name):
     assert reading_of(*others(name), "--config", str(file)).problems == (problem,)
 
 
-def test_a_typed_default_of_the_other_family_is_refused_too():
-    (problem,) = reading_of("--model", "convnet", "--heads", "4").problems
-    assert "--heads: belongs to --model decoder" in problem
+def test_no_field_is_blamed_on_a_choice_that_is_misspelt():
+    assert reading_of("--positions", "rop", "--rope-theta", "3").problems == ()
+    assert reading_of("--preset", "tny", "--experts-per-token", "3").problems == ()
 
 
-def test_no_field_is_blamed_on_a_model_that_is_misspelt():
-    assert reading_of("--model", "convnt", "--channels", "3", "--heads", "2").problems == ()
-    assert reading_of("--preset", "digts", "--channels", "3").problems == ()
-
-
-@pytest.mark.parametrize("model", FAMILIES)
-def test_a_configuration_is_written_with_the_fields_of_its_family_only(model):
-    written = tomllib.loads(to_toml(resolve(reading_of("--model", model).config, 1)[0]))
+def test_a_configuration_is_written_with_the_fields_in_force_only():
+    written = tomllib.loads(to_toml(resolve(reading_of().config, 1)[0]))
     names = {key.replace("-", "_") for key in written}
     taken = {
-        ("model", model),
         ("optimizer", "adamw"),
         ("zero", 0, 1),
         ("lr_schedule", "cosine", "linear", "wsd"),
@@ -140,9 +128,8 @@ def test_a_configuration_is_written_with_the_fields_of_its_family_only(model):
             if choice in {("positions", "rope"), ("experts",)} or choice[0] == "router_balance"
         ),
     }
-    assert names >= {field.name for field in dataclasses.fields(FAMILIES[model])} - others
+    assert names >= {field.name for field in dataclasses.fields(ModelConfig)} - others
     assert not names & others
-    assert ("prompt" in names) == (model == "decoder")
 
 
 TEXT = st.characters(exclude_categories=["Cs"], exclude_characters="\0")  # no flag can hold others
@@ -214,7 +201,7 @@ def test_what_is_said_of_other_programs_names_is_true():
     tables = SYNONYMS, OTHERWISE, NOT_BUILT
     names = {name for table in tables for name in table}
     assert len(names - FIELDS.keys()) == sum(map(len, tables))
-    assert {*SYNONYMS.values(), *COUNTERPARTS} <= FIELDS.keys()
+    assert {*SYNONYMS.values()} <= FIELDS.keys()
     for text in (*OTHERWISE.values(), *NOT_BUILT.values()):
         for word in re.findall(r"--([a-z-]+)", text):
             assert word.removeprefix("no-").replace("-", "_") in FIELDS, text

@@ -9,7 +9,6 @@ from test_explain import LLAMA, RING, configure
 
 from mpipar.comm.record import family
 from mpipar.config.memory import MemoryConfig
-from mpipar.config.model import ConvnetConfig
 from mpipar.layers.costs import KINDS, value
 from mpipar.plan import formulas
 from mpipar.plan.measure import unit_memory
@@ -96,18 +95,3 @@ def test_layers_say_the_flops_of_their_products(layout, cp, settings, recompute)
     m = config.grid.num_microbatches
     assert counted["W"] == m * (flops - attention)
     assert counted["F"] == m * (flops - attention * (cp - 1) / 2 / cp)
-
-
-@pytest.mark.parametrize("ffn_cut", ["pair", "gather", "reduce"])
-def test_a_convnet_s_layers_say_the_flops_of_their_products(ffn_cut):
-    config = configure((1, 1, 2), "1f1b", ffn_cut)
-    config = replace(
-        config,
-        model=ConvnetConfig(
-            layers=3, channels=7, ffn=11, classes=31, ffn_cut=ffn_cut, image_shape=(9, 8, 3)
-        ),
-    )
-    (entry, blocks, head, _), sizes = formulas.units_of(config)
-    flops = sum(value(cost.flops, sizes) for cost in (entry, *blocks, head))
-    counted = predict(config, 0).flops
-    assert counted["F"] == counted["W"] == config.grid.num_microbatches * flops

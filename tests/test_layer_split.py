@@ -11,7 +11,7 @@ from schedule_cases import LOOPED, counts
 
 from mpipar import models
 from mpipar.config.grid import GridConfig
-from mpipar.config.model import ConvnetConfig, DecoderConfig
+from mpipar.config.model import ModelConfig
 from mpipar.config.sections import Config
 from mpipar.models import split as splits
 from mpipar.models.split import UnitFlops, balanced_layers, stage_flops
@@ -179,34 +179,23 @@ def test_default_splits_of_the_small_decoder(name, pp_size, layers, expected):
     Stages of equal cost would give one rank four. A head that costs a part of a block lies on the
     last stage.
     """
-    model = DecoderConfig(layers=layers, d_model=128, seq_len=64, vocab_size=256)
+    model = ModelConfig(layers=layers, d_model=128, seq_len=64, vocab_size=256)
     config = Config(model=model, grid=GridConfig(pp=pp_size))
     assert models.layer_split(config, make_schedule(name, pp_size, 8)) == expected
 
 
 def test_a_split_that_is_given_is_taken():
-    config = Config(model=DecoderConfig(layers=6), grid=GridConfig(pp=2, stage_layers=(6, 0)))
+    config = Config(model=ModelConfig(layers=6), grid=GridConfig(pp=2, stage_layers=(6, 0)))
     assert models.layer_split(config, make_schedule("1f1b", 2, 8)) == (6, 0)
 
 
-@pytest.mark.parametrize(
-    ("one", "wider"),
-    [
-        (
-            DecoderConfig(layers=1, d_model=8, ffn=24, heads=2, seq_len=6, vocab_size=10),
-            {"vocab_size": 30},
-        ),
-        (ConvnetConfig(layers=1, channels=8, ffn=24, classes=10), {"classes": 30}),
-    ],
-    ids=["decoder", "convnet"],
-)
-def test_flops_of_units(one, wider):
-    """A head costs in proportion to its classes; a decoder's block costs its products."""
-    more = models.unit_flops(replace(one, **wider))
+def test_flops_of_units():
+    """A head costs in proportion to its vocabulary; a block costs its products."""
+    one = ModelConfig(layers=1, d_model=8, ffn=24, heads=2, seq_len=6, vocab_size=10)
+    more = models.unit_flops(replace(one, vocab_size=30))
     assert more.head == 3 * models.unit_flops(one).head == 2 * 8 * 30
     assert more[:2] == models.unit_flops(one)[:2]
-    if one.model == "decoder":
-        assert models.unit_flops(one) == (0, (2 * (4 * 8 * 8 + 2 * 8 * 24) + 4 * 6 * 8,), 160)
+    assert models.unit_flops(one) == (0, (2 * (4 * 8 * 8 + 2 * 8 * 24) + 4 * 6 * 8,), 160)
 
 
 def test_flops_of_stages():

@@ -98,7 +98,6 @@ def axes_of(readings):
         ({"cp": 2}, 2, {(1, 1, 1)}),
         ({"zero": 1}, 2, {(2, 1, 1)}),
         ({"batch_size": 18, "num_microbatches": 2}, 3, {(3, 1, 1), (1, 3, 1)}),
-        ({"preset": "digits"}, 3, {(1, 1, 3)}),
     ],
 )
 def test_layouts_are_those_that_these_ranks_can_have(values, ranks, expected):

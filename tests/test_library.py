@@ -11,12 +11,12 @@ from program import LIMIT, environment
 import mpipar
 from mpipar.errors import UsageError
 
-EXAMPLE = REPOSITORY / "docs" / "examples" / "cut_mlp.py"
-PLANTED = f"""
+EXAMPLES = REPOSITORY / "docs" / "examples"
+PLANTED = """
 import runpy
 from mpipar.comm.group import Comm
 Comm.all_reduce = lambda self, x, name, op="sum": x
-runpy.run_path({str(EXAMPLE)!r})
+runpy.run_path({!r})
 """
 
 
@@ -77,7 +77,7 @@ def largest_difference(result) -> float:
 @pytest.mark.parametrize("ranks", [1, 2, 3])
 def test_cut_mlp_of_the_docs_equals_the_whole_one(ranks):
     """23 channels are padded on two ranks and on three."""
-    result = run_ranks(ranks, [sys.executable, str(EXAMPLE)], LIMIT, environment())
+    result = run_ranks(ranks, [sys.executable, str(EXAMPLES / "cut_mlp.py")], LIMIT, environment())
     assert largest_difference(result) <= 1e-12
     barriers = {line for line in result.stdout.splitlines() if line.startswith("all_reduce")}
     assert barriers == (
@@ -85,6 +85,21 @@ def test_cut_mlp_of_the_docs_equals_the_whole_one(ranks):
     )
 
 
-def test_cut_mlp_without_its_sums_is_caught():
-    result = run_ranks(2, [sys.executable, "-c", PLANTED], LIMIT, environment())
-    assert largest_difference(result) > 1e-3
+@pytest.mark.parametrize("ranks", [1, 2, 4])
+def test_convolutions_of_the_docs_equal_those_of_one_rank(ranks):
+    """2 images of 5 x 4 places and 3 channels; 10 channels between are padded on four ranks."""
+    program = [sys.executable, str(EXAMPLES / "convolution.py")]
+    result = run_ranks(ranks, program, LIMIT, environment())
+    assert largest_difference(result) <= 1e-12
+    image = 2 * 5 * 4 * 3 * 8  # bytes
+    expected = [
+        f"all_reduce of conv.down over tp, {image} bytes",
+        f"all_reduce of conv.up over tp, {3 * 3 * image} bytes",
+    ]
+    assert result.stdout.splitlines()[1:] == (expected if ranks > 1 else [])
+
+
+@pytest.mark.parametrize("name", ["cut_mlp.py", "convolution.py"])
+def test_an_example_without_its_sums_is_caught(name):
+    program = [sys.executable, "-c", PLANTED.format(str(EXAMPLES / name))]
+    assert largest_difference(run_ranks(2, program, LIMIT, environment())) > 1e-3

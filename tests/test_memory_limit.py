@@ -16,7 +16,7 @@ from mpipar.comm.record import Recorder
 from mpipar.commands import memory_limit
 from mpipar.commands.memory_limit import MemoryLimit, data_bytes, smallest_layouts, tight
 from mpipar.config.grid import GridConfig
-from mpipar.config.model import DecoderConfig
+from mpipar.config.model import ModelConfig
 from mpipar.config.resolve import resolve
 from mpipar.config.sections import Config
 from mpipar.config.train import TrainConfig
@@ -148,7 +148,7 @@ def test_on_a_gpu_the_pool_gets_the_limit():
 def test_the_smallest_layout_that_fits_is_found():
     config, _ = resolve(
         limited(
-            model=DecoderConfig(layers=1, d_model=256, heads=8, ffn=32768, seq_len=16),
+            model=ModelConfig(layers=1, d_model=256, heads=8, ffn=32768, seq_len=16),
             train=TrainConfig(batch_size=4),
             grid=GridConfig(dp=1, pp=1, tp=1, num_microbatches=1),
         ),

@@ -4,7 +4,6 @@ import importlib.util
 
 import pytest
 
-from mpipar import data
 from mpipar import ops as ops_module
 from mpipar.comm.grid import Grid
 from mpipar.comm.record import Recorder
@@ -12,6 +11,7 @@ from mpipar.commands.resolve import memory_notes
 from mpipar.config.resolve import resolve
 from mpipar.config.sections import build
 from mpipar.console.memory import PeakMemory
+from mpipar.data import rows
 from mpipar.ops.shape_array import Ledger
 from mpipar.plan.measure import unit_memory
 from mpipar.plan.predict import predict
@@ -39,7 +39,7 @@ def measured(config) -> PeakMemory:
     memory.start()
     worker = Worker(config, Grid.of(config.grid, 0), ops, Recorder())
     worker.initialize()
-    blank_batch = data.data_of(config.model).blank_batch
+    blank_batch = rows.blank_batch
     for step in (1, 2):
         worker.train_step(step, lambda mb: blank_batch(ops, config))
         assert memory.after_step(step == 2)

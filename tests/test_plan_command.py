@@ -290,7 +290,7 @@ def test_the_batch_is_chosen_by_its_rate():
         ),
         ((*WORDS, "--ep", "2"), ["--ep 2: MODEL llama-8b has no experts"]),
         (("plan", "llama-8", "--machine", "h100", "--ranks", "8"), ["did you mean llama-8b?"]),
-        (("plan", "digits", "--machine", "h100", "--ranks", "0"), ["is a convnet", "--ranks 0"]),
+        (("plan", "tiny", "--machine", "h100", "--ranks", "0"), ["--ranks 0"]),
         (
             (*WORDS, "--dp", "0", "--headroom", "200", "--memory-limit", "x"),
             ["--dp 0", "--headroom 200", "--memory-limit x"],

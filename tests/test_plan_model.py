@@ -524,7 +524,7 @@ def test_states_are_those_of_the_code(layout):
 @pytest.mark.slow  # it loads SciPy
 @pytest.mark.parametrize("name", fit_planner.PRODUCTS)
 def test_a_machine_has_the_constants_that_its_own_tables_give(name):
-    pytest.importorskip("scipy", reason="digits: scikit-learn, which brings SciPy, is missing")
+    pytest.importorskip("scipy")
     found, cluster = fit_planner.fit_products(fit_planner.PRODUCTS[name]), load_cluster(name)
     assert len(found) == 3
     for constant, value in found.items():

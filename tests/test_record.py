@@ -65,7 +65,7 @@ def test_who_calls_the_group_itself_has_no_cut():
 def test_one_barrier_that_is_crossed_from_two_lines_shows_each():
     ops, recorder = make("shapes", "float64"), Recorder()
     comm = Comms.solo(ops, Grid(0, {"tp": 2}), recorder)["tp"]
-    x, w, here = ops.empty((1, 3, 4)), ops.empty((4, 5)), Here(ops, ops, comm, "y", Sizes(0, 4, 5))
+    x, w, here = ops.empty((1, 3, 4)), ops.empty((4, 5)), Here(ops, comm, "y", Sizes(0, 4, 5))
 
     def cross():
         return CUTS["row"].forward(here, x, w)

@@ -175,7 +175,6 @@ def test_a_layout_that_is_given_or_does_not_fit_is_chosen_anew(words, ranks, lay
         ("--batch-size 8 --schedule dualpipe-v --pp 2 --num-microbatches 4", 2, {5, 7}),
         ("--schedule dualpipe --pp 2 --num-microbatches 4", 2, {5, 7}),
         ("--heads 3 --d-model 12 --batch-size 7 --num-microbatches 7 --tp 3", 3, {5, 8}),
-        ("--model convnet --batch-size 8 --dp 2", 2, set()),
         ("--layers 1 --heads 1 --batch-size 2 --num-microbatches 2", 1, {3, 4, 5, 6, 7, 8}),
     ],
 )
@@ -210,12 +209,6 @@ def test_print_config_shows_the_settings_of_the_run(here):
     assert "layers = 2\n" in text
     assert 'dtype = "float64"\n' in text
     assert "log-interval = 3\n" in text
-
-
-def test_settings_of_a_convnet_are_read_without_its_name():
-    saved = saved_settings("--model", "convnet", "--stem-stride", "2", ranks=1)
-    config = settled(saved, "--stem-stride", "2", "--steps", "7", ranks=1)
-    assert (config.model.model, config.model.stem_stride) == ("convnet", 2)
 
 
 # --- the run folder

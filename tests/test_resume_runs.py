@@ -20,23 +20,19 @@ TINY = """--data text.txt --layers 2 --d-model 8 --heads 2 --ffn 12 --seq-len 5 
     --num-microbatches 2 --sample-tokens 4 --steps 10 --warmup-steps 2 --log-interval 4""".split()
 # float16 whose scale overflows at first, and doubles after three good steps
 FLOAT16 = "--dtype float16 --loss-scale 1048576 --loss-scale-interval 3".split()
-CONVNET = """--model convnet --data images.npz --image-shape 4,4,1 --classes 3 --layers 1
-    --channels 4 --batch-size 4 --num-microbatches 2 --steps 10 --log-interval 4""".split()
 TIMES = {"step_seconds", "tokens_per_second", "comm_share_mean", "comm_share_max"}
 
 
 @pytest.fixture
 def here(tmp_path):
-    """A folder to start in, with a text and images in it."""
+    """A folder to start in, with a text in it."""
     prepare(tmp_path)
     return tmp_path
 
 
 def prepare(folder):
-    """Write the text and the images."""
+    """Write the text."""
     (folder / "text.txt").write_text(LETTERS)
-    rng = np.random.default_rng(0)
-    np.savez(folder / "images.npz", x=rng.normal(size=(60, 4, 4)), y=rng.integers(3, size=60))
 
 
 def train(here, *words, ranks=None, code=0):
@@ -100,7 +96,6 @@ def assert_same_run(one, other, step=10):
         pytest.param([*TINY, "--dtype", "float64"], id="float64", marks=pytest.mark.slow),
         pytest.param([*TINY, "--dtype", "bfloat16"], id="bfloat16", marks=pytest.mark.slow),
         pytest.param([*TINY, "--optimizer", "sgd"], id="sgd", marks=pytest.mark.slow),
-        pytest.param(CONVNET, id="convnet", marks=pytest.mark.slow),
     ],
 )
 def test_a_killed_run_goes_on_as_if_nothing_had_been(words, here):

@@ -2,20 +2,18 @@
 
 import json
 import re
-from dataclasses import fields
 
 import gpt2_reference as gpt2
 import numpy as np
 import pytest
 from config_helpers import reading_of
-from one_rank import fresh, fresh_convnet, loaded
+from one_rank import fresh, loaded
 from program import layout_flags, mpipar
 from safetensors.numpy import load_file
 
 from mpipar.checkpoint import weights as checkpoint
 from mpipar.checkpoint.formats import model_settings
 from mpipar.commands.resolve import resolve
-from mpipar.config.model import ConvnetConfig, model_config
 from mpipar.errors import DataError, UsageError
 
 SMALL = (
@@ -70,7 +68,7 @@ def test_weights_there_and_back(saved):
 @pytest.mark.parametrize(
     ("values", "part"),
     [
-        ({"model_type": "mpipar-tree"}, "is not a 'mpipar-tree' configuration"),
+        ({"model_type": "mpipar-tree"}, "model_type is 'mpipar-tree'; mpipar computes"),
         ({"norm": "none"}, "norm is 'none'"),
         ({"tied": 1}, "tied is 1"),
         ({"heads": 0}, "heads is 0"),
@@ -82,18 +80,6 @@ def test_configuration_that_describes_no_model_is_refused(saved, values, part):
     edit(saved[1], **values)
     with pytest.raises(DataError, match=re.escape(part)):
         model_settings(str(saved[1]))
-
-
-@pytest.mark.parametrize("norm", ["layer", "rms"])
-def test_a_convnet_s_file_holds_its_own_fields(tmp_path, norm):
-    worker = fresh_convnet(norm=norm, channels=5, classes=7)
-    checkpoint.save(worker, tmp_path)
-    found = model_settings(str(tmp_path))
-    assert model_config(found) == worker.config.model
-    assert found.keys() == {field.name for field in fields(ConvnetConfig)} - {"ffn_cut"}
-    edit(tmp_path, channels=None, d_model=5)
-    with pytest.raises(DataError, match="it lacks 'channels'"):
-        model_settings(str(tmp_path))
 
 
 def test_the_other_norm_than_that_of_the_weights_is_refused(saved, tmp_path, rng):

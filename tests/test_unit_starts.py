@@ -6,11 +6,11 @@ No MPI: every rank's real step on shapes, with the order of its events.
 import pytest
 from config_helpers import changed
 
-from mpipar import data
 from mpipar.comm.grid import Grid
 from mpipar.comm.group import Comm
 from mpipar.comm.record import Recorder
 from mpipar.config.resolve import resolve
+from mpipar.data import rows
 from mpipar.ops import make
 from mpipar.pipeline.engine import Engine
 from mpipar.pipeline.schedules.catalog import SCHEDULES
@@ -47,7 +47,7 @@ def workers(**values):
 def step(worker):
     """One step on blank rows."""
     config = worker.config
-    blank = data.data_of(config.model).blank_batch
+    blank = rows.blank_batch
     worker.train_step(1, lambda mb: blank(worker.ops, config))
 
 

@@ -2,7 +2,7 @@
 
     python -m bench.claims barriers [--json FILE]         # barriers and bytes of a step, by layout
     python -m bench.claims memory [--json FILE]           # bytes per rank against dp, pp and tp
-    python -m bench.claims convolution [--json FILE]      # barriers of one layer: convnet, decoder
+    python -m bench.claims cuts [--json FILE]             # barriers of one layer by its cut
     python -m bench.claims scaling [--json FILE]          # FLOPs and bytes of a rank against tp
     python -m bench.claims context [--json FILE]          # pairs that ranks of a long row multiply
     mpiexec -n 4 python -m bench.claims hybrids [--json FILE]   # how four workers spend their time
@@ -25,7 +25,7 @@ from bench.program import Outcome, Program
 COMPUTED = {
     "barriers": computed.barriers,
     "memory": computed.memory,
-    "convolution": computed.convolution,
+    "cuts": computed.cuts,
     "context": computed.context,
     "scaling": computed.scaling,
 }

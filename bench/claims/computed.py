@@ -1,21 +1,18 @@
 """The tables of bench.claims that shapes and formulas give, without a training step.
 
-Also here: the model of bench.claims in any layout, as a decoder or a convnet; layouts in words.
+Also here: the model of bench.claims in any layout; layouts in words.
 """
 
 from __future__ import annotations
 
 import itertools
-from dataclasses import replace
 from math import prod
-from typing import Any
 
 from mpipar.comm.grid import PIECES_PER_RANK, token_pieces
 from mpipar.comm.record import POINT_TO_POINT, Sums
-from mpipar.config.model import ConvnetConfig
 from mpipar.config.resolve import resolve
-from mpipar.config.sections import OF_EVERY_FAMILY, build
-from mpipar.layers.costs import Cost, Letters, together, value
+from mpipar.config.sections import build
+from mpipar.layers.costs import value
 from mpipar.ops.shape_array import MEMORY_LABELS
 from mpipar.plan.formulas import units_of
 from mpipar.plan.predict import fullest, predict
@@ -138,36 +135,28 @@ def context() -> list[dict]:
     return rows
 
 
-LAYERS = [  # model, one of its layers, the name of that layer's records
-    ("convnet", "2 convolutions", "block0."),
-    ("decoder", "feed-forward", "block0.ffn."),
-    ("decoder", "attention", "block0.attn."),
-]
+LAYERS = {"feed-forward": "block0.ffn.", "attention": "block0.attn."}  # and what begins its names
 CUTS = {"gather": "output channels", "reduce": "input channels", "pair": "pair"}
 
 
-def convolution() -> list[dict]:
+def cuts() -> list[dict]:
     """Return barriers of one layer, forward and backward of a microbatch; bytes per rank.
 
-    There is a row for each cut and tp. The convnet is that of `as_convnet`. Attention is always cut
-    as a pair.
+    There is a row for each cut and tp. Attention is always cut as a pair.
     """
     rows = []
-    for model, layer, prefix in LAYERS:
+    for layer, prefix in LAYERS.items():
         for cut, size in itertools.product(CUTS, (2, 4, 8)):
             if layer == "attention" and cut != "pair":
                 continue
-            config = configure({"tp": size}, ffn_cut=cut)
-            if model == "convnet":
-                config = as_convnet(config)
             records = [
                 one
-                for one in predict(config, 0).recorder.records
+                for one in predict(configure({"tp": size}, ffn_cut=cut), 0).recorder.records
                 if one.name.startswith(prefix) and one.mb == 0
             ]
             rows.append(
                 {
-                    "layer": f"{model}: {layer}",
+                    "layer": layer,
                     "cut": CUTS[cut],
                     "tp": size,
                     "forward": ", ".join(one.operation for one in records if one.phase == "F"),
@@ -181,52 +170,38 @@ def convolution() -> list[dict]:
 
 
 SIZES = (1, 2, 4, 8)
-PARTS = ("one block", "convnet")
 PASSES = 3  # forward, input gradient and weight gradient take the FLOPs of a forward each
 
 
 def scaling() -> list[dict]:
-    """Return what tensor parallelism divides by its ranks, and what not, as the layers declare.
+    """Return what tensor parallelism divides by its ranks, and what not, as a block declares.
 
     FLOPs, memory, barriers and bytes are of one rank and microbatch, both passes, against tp.
     times_ranks: the FLOPs of all ranks, as a multiple of those of one rank alone. flop_per_byte:
     what a rank computes for each byte that it sends.
     """
-    rows = []
-    for what in PARTS:
-        alone = None
-        for size in SIZES:
-            first, cost, letters = part(what, configure({"tp": size}))
-            flops = PASSES * value(cost.flops, letters) - value(first.flops, letters)
-            alone = alone or flops
-            barriers = [one for one in cost.barriers if one.axis == "tp" and size > 1]
-            sent = sum(one.sent(letters, size) for one in barriers)
-            rows.append(
-                {
-                    "part": what,
-                    "tp": size,
-                    "MFLOP": flops / 1e6,
-                    "times_ranks": size * flops / alone,
-                    "weights_KiB": value(cost.weights, letters) * letters["e"] / 1024,
-                    "stash_KiB": value(cost.stash, letters) / 1024,
-                    "barriers": sum(one.calls(size) for one in barriers),
-                    "sent_KiB": sent / 1024,
-                    "flop_per_byte": flops / sent if sent else "-",
-                }
-            )
+    rows, alone = [], 0
+    for size in SIZES:
+        units, letters = units_of(configure({"tp": size}))
+        cost = units.block
+        flops = PASSES * value(cost.flops, letters)
+        alone = alone or flops
+        barriers = [one for one in cost.barriers if one.axis == "tp" and size > 1]
+        sent = sum(one.sent(letters, size) for one in barriers)
+        rows.append(
+            {
+                "part": "one block",
+                "tp": size,
+                "MFLOP": flops / 1e6,
+                "times_ranks": size * flops / alone,
+                "weights_KiB": value(cost.weights, letters) * letters["e"] / 1024,
+                "stash_KiB": value(cost.stash, letters) / 1024,
+                "barriers": sum(one.calls(size) for one in barriers),
+                "sent_KiB": sent / 1024,
+                "flop_per_byte": flops / sent if sent else "-",
+            }
+        )
     return rows
-
-
-def part(what: str, config: Any) -> tuple[Cost, Cost, Letters]:
-    """Return the Cost of a decoder block, or of the whole convnet, and the sizes of a rank.
-
-    Before it comes the Cost of what needs no input gradient, because nothing precedes it.
-    """
-    if what == "one block":
-        units, letters = units_of(config)
-        return Cost(), units.block, letters
-    units, letters = units_of(as_convnet(config))
-    return units.entry, together(units.entry, *units.blocks, units.head), letters
 
 
 MODEL = {"layers": 8, "d_model": 256, "heads": 8, "seq_len": 128}
@@ -237,17 +212,6 @@ def configure(layout: dict, num_microbatches: int = 8, schedule: str = "1f1b", *
     values = {"dp": 1, "pp": 1, "tp": 1, "batch_size": 16} | MODEL | layout | settings
     values |= {"num_microbatches": num_microbatches // values["dp"], "schedule": schedule}
     return resolve(build(values), prod(layout.values()))[0]
-
-
-def as_convnet(config):
-    """Return the same with a convnet of the decoder's widths.
-
-    After its stem an image has as many positions as a row of the decoder has tokens.
-    """
-    same = {name: getattr(config.model, name) for name in OF_EVERY_FAMILY - {"model"}}
-    return replace(
-        config, model=ConvnetConfig(channels=config.model.d_model, image_shape=(16, 32, 3), **same)
-    )
 
 
 def layout_name(layout: dict) -> str:

@@ -18,7 +18,6 @@ from mpipar.pipeline.schedules.catalog import SCHEDULES
 MOST_RANKS = 4
 AXES = ("dp", "pp", "cp", "tp")
 CHOICES = {
-    "model": (None, "convnet"),
     "schedule": SCHEDULES,
     # An axis of 3 or 4 leaves nothing to the others, so each axis has only one of the two.
     "dp": (1, 2, 3),
@@ -57,8 +56,6 @@ CHOICES = {
     "expert_dispatch": (None, "all-gather"),
     "sequence_parallel": (None, True),
     "tp_matmul": (None, "ring"),
-    "stem_stride": (None, 2),
-    "classes": (None, 11),
     "recompute": (None, "block", "attention"),
     "recompute_layers": (None, 1),
     "zero": (0, 1, 3),
@@ -107,17 +104,24 @@ CHOICES = {
 }
 # What every case has: a small model with odd sizes, and an update that hides no error.
 STEPS, LATER = 3, 4  # of a run, and of the one that resumes it
-BASE = {"layers": 4, "batch_size": 24, "steps": STEPS, "hang_warn": 0.0, "hang_stop": 0.0}
+BASE = {
+    "layers": 4,
+    "d_model": 24,
+    "heads": 12,
+    "seq_len": 12,
+    "batch_size": 24,
+    "steps": STEPS,
+    "hang_warn": 0.0,
+    "hang_stop": 0.0,
+}
 BASE_OF = {
-    ("model", None): {"d_model": 24, "heads": 12, "seq_len": 12},
-    ("model", "convnet"): {"channels": 12, "image_shape": (8, 8, 1)},
     # Near a gradient of zero AdamW would turn a rounding error into a whole step.
     ("optimizer", None): {"lr": 0.01, "eps": 1e-3},
     ("optimizer", "sgd"): {"lr": 0.5},
 }
 OUTSIDE = {  # settings that no case has
     "preset": "sets values of other settings",
-    "data": "every decoder reads one text, every convnet the same images",
+    "data": "every case reads one text",
     "val_data": "is read as --data is",
     "out": "names a folder",
     "run_name": "names a folder",

@@ -124,7 +124,7 @@ class Lives:
         run, later, out = (
             self.folder / f"{name}-{case['number']}" for name in ("run", "later", "out")
         )
-        given = settings_of(case) | data_of(case, self.folder) | {"out": str(run)}
+        given = settings_of(case) | data_of(self.folder) | {"out": str(run)}
         if case["init_from"]:
             given["init_from"] = str(start_of(self.folder, case))
         output = self.on(check, ranks_of(case), "train", *words_of(given))

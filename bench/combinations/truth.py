@@ -13,7 +13,6 @@ import numpy as np
 from safetensors.numpy import load_file
 
 from bench.combinations.choices import LATER, STEPS, Case, settings_of
-from mpipar import data
 from mpipar.checkpoint import formats
 from mpipar.checkpoint import weights as checkpoint
 from mpipar.checkpoint.params import all_params
@@ -21,6 +20,7 @@ from mpipar.comm.grid import Grid
 from mpipar.comm.record import Recorder
 from mpipar.commands.inputs import prepare
 from mpipar.config.reading import ParsedConfig, over
+from mpipar.data import rows
 from mpipar.data.rows import Batch
 from mpipar.files.text import quoted
 from mpipar.inference.sampling import Sampling, best, draw
@@ -28,7 +28,6 @@ from mpipar.train.verify import full_tensors, serial_config
 from mpipar.train.worker import Worker
 
 NUMBERS = (  # the choices that determine the numbers; all others leave them as they are
-    "model",
     "arch",
     "norm",
     "activation",
@@ -42,8 +41,6 @@ NUMBERS = (  # the choices that determine the numbers; all others leave them as 
     "head_dim",
     "ffn",
     "vocab_size",
-    "stem_stride",
-    "classes",
     "optimizer",
     "lr_schedule",
     "min_lr_ratio",
@@ -93,28 +90,23 @@ class Truth:
 def plain_reading(case: Case, folder: Path) -> ParsedConfig:
     """Return the plain choices of a case: those that determine its numbers, in float64."""
     numbers = {name: case[name] for name in NUMBERS if case.get(name) is not None}
-    given = (
-        settings_of(numbers) | {"dtype": "float64", "num_microbatches": 1} | data_of(case, folder)
-    )
+    given = settings_of(numbers) | {"dtype": "float64", "num_microbatches": 1} | data_of(folder)
     return over({}, ParsedConfig(None, given=given))
 
 
-def data_of(case: Case, folder: Path) -> dict:
-    """Return the setting that names a family's data."""
-    return {"data": (str(folder / ("images.npz" if case.get("model") else "text.txt")),)}
+def data_of(folder: Path) -> dict:
+    """Return the setting that names the data."""
+    return {"data": (str(folder / "text.txt"),)}
 
 
 def write_data(folder: Path) -> None:
-    """Write the data of all lives: words that recur, and images that resemble their class.
+    """Write the data of all lives: words that recur, so that they can be learnt.
 
-    This makes them learnable. They are few, because each evaluation reads what is held out.
+    They are few, because each evaluation reads what is held out.
     """
     words = "the a to of ranks wait for each other while one sums what all have sent".split()
     rng = np.random.default_rng(5)
     (folder / "text.txt").write_text(" ".join(rng.choice(words, 300)))
-    classes = rng.integers(0, 10, 120)
-    looks = rng.normal(size=(10, 8, 8))
-    np.savez(folder / "images.npz", y=classes, x=looks[classes] + rng.normal(size=(120, 8, 8)))
 
 
 def truth_of(case: Case, folder: Path) -> Truth:
@@ -123,11 +115,8 @@ def truth_of(case: Case, folder: Path) -> Truth:
     config = serial_config(inputs.config)
     worker = Worker(config, Grid(0), inputs.ops, Recorder())
     worker.initialize(SPREAD if case["init_from"] else 0.0)
-    source = data.data_of(config.model)
-    rows = source.Rows(worker.ops, inputs.train_part, config, worker.grid)
-    held_out = source.Rows(
-        worker.ops, source.evaluated(inputs.held_out, config), config, worker.grid
-    )
+    train_part = rows.Rows(worker.ops, inputs.train_part, config, worker.grid)
+    held_out = rows.Rows(worker.ops, rows.evaluated(inputs.held_out, config), config, worker.grid)
     found = Truth([], [], {}, {}, {0: tensors_of(worker)}, {})
     if case["init_from"]:
         checkpoint.save(worker, start_of(folder, case))
@@ -135,15 +124,14 @@ def truth_of(case: Case, folder: Path) -> Truth:
         if step > STEPS:  # the resumed run has a learning-rate schedule of its own length
             worker.config = replace(config, train=replace(config.train, steps=LATER))
         found.losses.append(
-            worker.train_step(step, lambda mb, step=step: rows.train(step, mb)).loss
+            worker.train_step(step, lambda mb, step=step: train_part.train(step, mb)).loss
         )
         found.held_out.append(worker.evaluate(held_out)[0])
-        if config.model.whole_heads:
-            text, logits = continued(worker, inputs)
-            found.texts[step], found.logits[step] = text, logits
-            decode = inputs.tokenizer.decode
-            start = decode(text[: len(text) - len(logits)])
-            found.shown[step] = f"text generated from {start!r}:\n{quoted(decode(text))}"
+        text, logits = continued(worker, inputs)
+        found.texts[step], found.logits[step] = text, logits
+        decode = inputs.tokenizer.decode
+        start = decode(text[: len(text) - len(logits)])
+        found.shown[step] = f"text generated from {start!r}:\n{quoted(decode(text))}"
         if step in (STEPS, LATER):
             found.weights[step] = tensors_of(worker)
     return found

@@ -27,7 +27,6 @@ from bench.interconnect.sampling import Plan
 from bench.interconnect.session import Bench
 from bench.machine.predicted import Subject, line
 from bench.training import worker_of
-from mpipar import data
 from mpipar import ops as ops_module
 from mpipar.comm.facts import broadcast_text
 from mpipar.comm.grid import Grid
@@ -42,6 +41,7 @@ from mpipar.config.run import RunConfig
 from mpipar.config.sections import Config
 from mpipar.config.sizes import read_bytes
 from mpipar.config.train import TrainConfig
+from mpipar.data import rows
 from mpipar.errors import DataError, UsageError
 from mpipar.pipeline.costs import Costs
 from mpipar.plan.link import WORKS, goes_alone, measure_hop, measure_sending
@@ -133,7 +133,7 @@ def step_seconds(world, ops, config, budget) -> float:
     before and after each, and those of the budget.
     """
     worker = worker_of(config, world, ops)
-    batch, seconds = data.data_of(config.model).blank_batch(ops, config), []
+    batch, seconds = rows.blank_batch(ops, config), []
     for number in budget.rounds(STEPS + 1):
         world.Barrier()
         start = perf_counter()

@@ -136,7 +136,7 @@ class CutProduct:
     def run(self, phase: str):
         """Run forward, input gradient or weight gradient, and keep the result. Comm: the cut's."""
         start = perf_counter_ns()
-        here = OnRank(self.ops, self.ops, self.comm, NAME, self.sizes)
+        here = OnRank(self.ops, self.comm, NAME, self.sizes)
         with self.recorder.at(phase):
             if phase == "F":
                 self.y = self.cut.forward(here, self.x, self.w)

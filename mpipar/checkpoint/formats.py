@@ -121,7 +121,7 @@ def _read(folder: str, where: str):
     kind = found.get("model_type") if isinstance(found, dict) else None
     if not isinstance(kind, str):
         raise DataError(f"{where}: is not an object with a 'model_type'")
-    if kind.startswith(native_format.KIND):
+    if kind == native_format.KIND:
         return found, native_format, shown(kind)
     if kind not in FORMS:
         raise DataError(f"{where}: model_type is {shown(kind)}; mpipar computes {', '.join(FORMS)}")

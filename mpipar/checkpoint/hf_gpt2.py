@@ -34,7 +34,6 @@ COMPUTED = {
 }
 # What this format implies about a decoder.
 ALWAYS = {
-    "model": "decoder",
     "arch": "gpt2",
     "norm": "layer",
     "activation": "gelu",

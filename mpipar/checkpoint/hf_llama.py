@@ -96,8 +96,7 @@ class LlamaForm:
     def describes(self, model) -> bool:
         """Return whether config.json can say what a ModelConfig computes."""
         return (
-            model.model == "decoder"
-            and model.arch == self.kind
+            model.arch == self.kind
             and model.norm == "rms"
             and model.experts is None
             and model.activation == "swiglu"
@@ -159,7 +158,6 @@ class LlamaForm:
             {"experts": None}
             | values
             | {
-                "model": "decoder",
                 "arch": self.kind,
                 "norm": "rms",
                 "activation": "swiglu",

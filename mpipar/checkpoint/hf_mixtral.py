@@ -46,8 +46,7 @@ class MixtralForm(LlamaForm):
     def describes(self, model) -> bool:
         """Return whether config.json can say what a ModelConfig computes."""
         return (
-            model.model == "decoder"
-            and super().describes(replace(model, experts=None))
+            super().describes(replace(model, experts=None))
             and model.experts is not None
             and model.expert_interval == 1
             and model.shared_expert_ffn is None

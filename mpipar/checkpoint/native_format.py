@@ -1,4 +1,4 @@
-"""mpipar's own format for models that Hugging Face's do not cover: convnets, mixed decoders.
+"""mpipar's own format for models that Hugging Face's do not cover, such as mixed ones.
 
 Tensors have the names and shapes of the parameters. config.json holds the fields of the model.
 """
@@ -8,26 +8,22 @@ from __future__ import annotations
 import math
 from dataclasses import fields
 
-from mpipar.config.model import CUTS, FAMILIES
+from mpipar.config.model import CUTS, ModelConfig
 from mpipar.config.sections import not_taken
 from mpipar.config.setting import kind
 from mpipar.files.text import shown
 
 PREFIX = ""  # of the names
-KIND = "mpipar-"  # begins a model_type
+KIND = "mpipar-decoder"  # the model_type
 COMPUTED: dict[str, tuple] = {}  # mpipar computes everything that this format can state
 
 
-def of_weights(model: str) -> list:
-    """Return the fields of a family that its weights fix."""
-    return [one for one in fields(FAMILIES[model]) if one.name not in CUTS | {"model"}]
-
-
-READ = {one.name for model in FAMILIES for one in of_weights(model)}
+OF_WEIGHTS = [one for one in fields(ModelConfig) if one.name not in CUTS]  # they fix these fields
+READ = {one.name for one in OF_WEIGHTS}
 
 
 def tensors(param) -> dict[str, tuple[int, ...]]:
-    """Return the parameter itself: a convolution's weight is (k, k, C, N), qkv's (D, 3, H, d)."""
+    """Return the parameter itself: qkv's weight is (D, 3, H, d)."""
     return {param.name: param.shape}
 
 
@@ -35,11 +31,11 @@ def to_json(model, dtype: str) -> dict:
     """Return the config.json of a resolved ModelConfig whose weights are written as `dtype`."""
     values = vars(model)
     return {
-        "model_type": KIND + model.model,
+        "model_type": KIND,
         "torch_dtype": dtype,
         **{
             one.name: values[one.name]
-            for one in of_weights(model.model)
+            for one in OF_WEIGHTS
             if values[one.name] is not None and not_taken(one.name, values) is None
         },
     }
@@ -47,15 +43,9 @@ def to_json(model, dtype: str) -> dict:
 
 def settings(found: dict) -> dict:
     """Return the ModelConfig fields that a config.json fixes; raise KeyError or TypeError."""
-    model = found["model_type"].removeprefix(KIND)
-    given = {
-        "model": model,
-        **{
-            one.name: _value(one, found[one.name]) for one in of_weights(model) if one.name in found
-        },
-    }
-    values = {one.name: one.default for one in of_weights(model)} | given
-    for one in of_weights(model):
+    given = {one.name: _value(one, found[one.name]) for one in OF_WEIGHTS if one.name in found}
+    values = {one.name: one.default for one in OF_WEIGHTS} | given
+    for one in OF_WEIGHTS:
         if one.default is not None and not_taken(one.name, values) is None:
             given[one.name] = _value(one, found[one.name])
     return given

@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-from mpipar import models
 from mpipar import ops as ops_module
 from mpipar.comm.groups import Comms
 from mpipar.layers.context import Context
 from mpipar.layers.param import Param
+from mpipar.models.decoder import Stage
 
 
 def all_params(config, stage_layers, table_multiple: int = 1) -> list[tuple[int, Param]]:
@@ -20,6 +20,6 @@ def all_params(config, stage_layers, table_multiple: int = 1) -> list[tuple[int,
     solo = Context(ops, Comms.solo(ops))
     tables, found = {}, []
     for number in range(len(stage_layers)):
-        stage = models.model_of(config).Stage(solo, config, number, stage_layers, tables)
+        stage = Stage(solo, config, number, stage_layers, tables)
         found += [(number, param) for param in stage.params]
     return sorted(found, key=lambda item: item[1].name)

@@ -32,7 +32,7 @@ def compare_inputs(session, inputs) -> tuple[dict, str]:
     Comm: that of `digests_on_host` and of `Session.compare`.
     """
     config = inputs.config
-    arrays = data.arrays_of(config.model, (inputs.train_part, inputs.held_out))
+    arrays = data.arrays_of((inputs.train_part, inputs.held_out))
     pieces = {piece.file.name: piece for piece in data.pieces_of(arrays)}
     files = {name: piece.file for name, piece in pieces.items()}
     read = {state_of(piece.file): piece.sha256 for piece in pieces.values() if piece.sha256}

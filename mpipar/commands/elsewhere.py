@@ -16,7 +16,7 @@ from mpipar.comm.grid import AXES, LAYOUT
 from mpipar.commands.resolve import resolve
 from mpipar.config.grid import AUTO, GridConfig
 from mpipar.config.layout import divisors, matching
-from mpipar.config.model import CUTS, FAMILIES
+from mpipar.config.model import CUTS, ModelConfig
 from mpipar.config.reading import ParsedConfig, over
 from mpipar.config.resolve import config_problems
 from mpipar.config.rule import typed
@@ -166,7 +166,7 @@ def resumed(parsed: ParsedConfig, saved: Mapping[str, object], world_size: int) 
 
 def unchangeable(given: Mapping[str, object], saved: Mapping[str, object]) -> list[str]:
     """Return a problem for each value that the user names differently from the saved run."""
-    shape = [one.name for part in FAMILIES.values() for one in fields(part) if one.name not in CUTS]
+    shape = [one.name for one in fields(ModelConfig) if one.name not in CUTS]
     return [
         f"{flag(name)} {typed(given[name])}: can't change in a resumed run, which has"
         f" {typed(saved[name]) if name in saved else 'the default'}; leave {flag(name)} out, or"

@@ -27,6 +27,7 @@ from mpipar.console.tables import (
 from mpipar.data.rows import rows_per_microbatch
 from mpipar.errors import EXIT_OK, UsageError
 from mpipar.files.text import counted
+from mpipar.models.decoder import ENTRY
 from mpipar.ops.shape_array import labels_of
 from mpipar.plan import formulas, memory_formulas
 from mpipar.plan.choose_layout import choose
@@ -182,13 +183,12 @@ def step_words(config, schedule) -> str:
 
 def print_rank(config, schedule, prediction, summary: bool) -> None:
     """Print one rank's barriers, FLOPs and memory; with `summary` only totals of the barriers."""
-    grid, model = Grid.of(config.grid, prediction.world_rank), models.model_of(config.model)
+    grid = Grid.of(config.grid, prediction.world_rank)
     split = models.layer_split(config, schedule)
     print(
         f"rank {grid.world_rank} of {grid.world_size}: {grid.describe()}; stages "
         + "; ".join(
-            describe_stage(stage, split, model.ENTRY)
-            for stage in schedule.stages_of(grid.place("pp"))
+            describe_stage(stage, split, ENTRY) for stage in schedule.stages_of(grid.place("pp"))
         )
     )
     print(f"{step_words(config, schedule)}\n")
@@ -210,7 +210,7 @@ def print_rank(config, schedule, prediction, summary: bool) -> None:
             " dp=2,pp=2,tp=2"
         )
     print("\nparameters, and what a block keeps of one microbatch, beside the closed forms:")
-    print(f"{memory_forms(prediction, config)}\n\n{formulas.letters(config)}")
+    print(f"{memory_forms(prediction, config)}\n\n{formulas.legend(config)}")
     print(
         "\nFLOPs of products: "
         + (

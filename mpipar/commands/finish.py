@@ -11,23 +11,18 @@ import os
 from collections.abc import Callable
 from time import perf_counter
 
-from mpipar import data
 from mpipar.comm.facts import gather_facts
 from mpipar.comm.record import POINT_TO_POINT
 from mpipar.console import tables as console
 from mpipar.console.bubble import bubble_rows, bubble_table, recorded_facts
 from mpipar.console.memory import process_peak
 from mpipar.console.time_shares import crowded, share_facts, share_table
-from mpipar.data import images
+from mpipar.data import rows
 from mpipar.data.bigram import bigram_loss
 from mpipar.data.tokenizer import BYTE_VOCABULARY
 from mpipar.files.text import quoted
-from mpipar.inference.classify import accuracy
 from mpipar.inference.generate import continue_one
 from mpipar.inference.sampling import Sampling
-
-# Model -> the unit of its data, and its abbreviation in rates.
-UNITS = {"decoder": ("token", "tok"), "convnet": ("image", "img")}
 
 
 class Evaluation:
@@ -41,11 +36,9 @@ class Evaluation:
         self.worker, self.inputs, self.log = worker, inputs, log
         self.file, self.events = file, events
         self.run, self.steps = worker.config.run, worker.config.train.steps
-        source = data.data_of(worker.config.model)
-        self.rows = source.Rows(
-            worker.ops, source.evaluated(inputs.held_out, worker.config), worker.config, worker.grid
+        self.rows = rows.Rows(
+            worker.ops, rows.evaluated(inputs.held_out, worker.config), worker.config, worker.grid
         )
-        self.unit = UNITS[worker.config.model.model][0]
 
     def after_step(self, step: int) -> bool:
         """Evaluate and generate if it is time for either; return whether anything was done.
@@ -61,15 +54,15 @@ class Evaluation:
             start = perf_counter()
             loss, count = self.loss(step)
             self.log(
-                f"step {step}: held-out loss {loss:.4f} nats per {self.unit} over {count:,}"
-                f" {self.unit}s, {perf_counter() - start:.2f} s"
+                f"step {step}: held-out loss {loss:.4f} nats per token over {count:,}"
+                f" tokens, {perf_counter() - start:.2f} s"
             )
         if samples:
             show_text(self.worker, self.inputs, self.log, f"step {step}: text")
         return bool(evaluates or samples)
 
     def loss(self, step: int) -> tuple[float, int]:
-        """Return (mean held-out loss, number of tokens or images); evaluations.jsonl gets them too.
+        """Return (mean held-out loss, number of tokens); evaluations.jsonl gets them too.
 
         Comm: that of `Worker.evaluate`.
         """
@@ -78,7 +71,7 @@ class Evaluation:
         line = {
             "step": step,
             "held_out_loss": loss,
-            f"{self.unit}s": count,
+            "tokens": count,
             "seconds": perf_counter() - start,
         }
         if self.file is not None:
@@ -129,7 +122,7 @@ def report_step(world, worker, fact, memory, steps, log) -> None:
         log("\nshares of a step:")
         log(share_table([fact["shares"] for fact in facts], [fact["place"] for fact in facts]))
         if worker.grid.size("pp") > 1:
-            rows = bubble_rows(
+            shares = bubble_rows(
                 [fact["spans"] for fact in facts],
                 [fact["pp_rank"] for fact in facts],
                 worker.schedule,
@@ -138,7 +131,7 @@ def report_step(world, worker, fact, memory, steps, log) -> None:
                 f"\nbusy share and bubble of {worker.schedule.name},"
                 " simulated from the measured passes:"
             )
-            log(bubble_table(rows))
+            log(bubble_table(shares))
             note = crowded([fact["host"] for fact in facts], [fact["cores"] for fact in facts])
             if note:
                 log(note)
@@ -185,23 +178,3 @@ def show_text(worker, inputs, log, title="\ntext") -> None:
         text = list(continue_one(worker, prompt, sampling))
         log(f"{title} generated from {decode(prompt)!r}:")
         log(quoted(decode([*prompt, *text])))
-
-
-def show_convnet(worker, inputs, evaluate, log, took) -> tuple[dict, Callable]:
-    """Print held-out loss and accuracy; return them, and a function that does nothing.
-
-    evaluate() -> (loss, images). took: how long training took, as text.
-    Comm: that of evaluate(), one sweep of forward passes over the held-out part.
-    """
-    loss, count = evaluate()
-    held_out = images.Rows(worker.ops, inputs.held_out, worker.config, worker.grid)
-    share, _ = accuracy(worker, held_out)
-    trained = worker.config.train.batch_size * worker.config.train.steps
-    log(
-        f"\nheld-out loss {loss:.4f} nats per image, accuracy {share:.2%} of {count:,} images"
-        f" (trained on {trained:,} images{took})"
-    )
-    return {"held_out_loss": loss, "accuracy": share}, lambda: None
-
-
-SHOW = {"decoder": show_decoder, "convnet": show_convnet}

@@ -7,13 +7,13 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from mpipar import data
 from mpipar import ops as ops_module
 from mpipar.checkpoint import weights as checkpoint
 from mpipar.commands.resolve import resolve
 from mpipar.commands.source import tokenizer_folder
 from mpipar.config.run import RunConfig
-from mpipar.config.sections import Config, in_force
+from mpipar.config.sections import Config
+from mpipar.data import rows
 from mpipar.data.dataset import is_dataset
 from mpipar.data.tokenizer import (
     Tokenizer,
@@ -28,17 +28,14 @@ from mpipar.inference.prompts import encode_prompts
 
 @dataclass(frozen=True)
 class Inputs:
-    """A complete configuration with its ops, data, tokenizer and prompt. notes: for the user.
-
-    tokenizer: None for a model without text.
-    """
+    """A complete configuration with its ops, data, tokenizer and prompt. notes: for the user."""
 
     config: Config
     notes: list[str]
     ops: object
     train_part: object
     held_out: object
-    tokenizer: Tokenizer | None
+    tokenizer: Tokenizer
     prompt: list[int]
 
 
@@ -56,9 +53,7 @@ def prepare(
 
     def read_data(config):
         try:
-            found["parts"], found["what"] = data.data_of(config.model).load(
-                config, thorough=host_rank == 0
-            )
+            found["parts"], found["what"] = rows.load(config, thorough=host_rank == 0)
         except DataError as error:
             if config.run.init_from is None:
                 raise
@@ -97,24 +92,22 @@ def prepare(
     )
 
 
-def tokenizer_of_run(config, started, tokens) -> Tokenizer | None:
-    """Return the tokenizer for prompts and generated text; None for a model without text.
+def tokenizer_of_run(config, started, tokens) -> Tokenizer:
+    """Return the tokenizer for prompts and generated text.
 
     It is that of prepared data, else of the weights that the run started from, else the default.
     tokens: the training part.
     Raises DataError and EnvironmentProblem.
     """
-    if "prompt" not in in_force(config):
-        return None
     prepared = next(filter(is_dataset, config.run.data), None)
     source = started or config.run.init_from
     folder = prepared or (tokenizer_folder(source) if source else None)
     return tokenizer_of(folder, config.model.vocab_size, is_text=tokens.dtype == np.uint8)
 
 
-def tokenizer_notes(source: str | None, tokenizer: Tokenizer | None) -> list[str]:
+def tokenizer_notes(source: str | None, tokenizer: Tokenizer) -> list[str]:
     """Return a note if the tokenizer files of the data and of the first weights differ."""
-    folder = tokenizer_folder(source) if source and tokenizer else None
+    folder = tokenizer_folder(source) if source else None
     if (
         folder is None
         or not has_tokenizer(folder)
@@ -129,14 +122,14 @@ def tokenizer_notes(source: str | None, tokenizer: Tokenizer | None) -> list[str
     ]
 
 
-def prompt_tokens(config, tokenizer: Tokenizer | None) -> list[int]:
-    """Return the prompt's tokens; none for a model without text or an unusable default prompt.
+def prompt_tokens(config, tokenizer: Tokenizer) -> list[int]:
+    """Return the prompt's tokens; none for an unusable default prompt.
 
     The default prompt is four letters of text. A model of token ids, of shorter rows, or without
     these letters starts from the held-out part instead.
     """
     run = config.run
-    if tokenizer is None or not run.sample_tokens:
+    if not run.sample_tokens:
         return []
     with suppress(UsageError) if run.prompt == RunConfig.prompt else nullcontext():
         return encode_prompts(tokenizer, [("--prompt", run.prompt)], config.model)[0].ids

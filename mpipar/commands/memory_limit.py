@@ -131,15 +131,11 @@ class MemoryLimit:
         if not layouts and here:
             return found
         if not layouts:
-            sizes = {
-                "decoder": "--batch-size, --seq-len or --d-model",
-                "convnet": "--batch-size or --channels",
-            }
             return [
                 *found,
                 (
                     f"no layout of up to {MOST_RANKS} ranks fits: set a higher limit, or"
-                    f" a smaller {sizes[self.config.model.model]}"
+                    f" a smaller --batch-size, --seq-len or --d-model"
                 ),
             ]
         return [

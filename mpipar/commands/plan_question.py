@@ -223,11 +223,7 @@ def question_of(args: Arguments, job: Job) -> Question:
     args: without `problems`. Raises UsageError with what is wrong for this model and machine.
     """
     model, problems = job.config.model, []
-    if model.model != "decoder":
-        problems.append(
-            f"MODEL {brief(args.model)}: is a {model.model}; only decoders can be planned"
-        )
-    elif args.seq_len is not None:
+    if args.seq_len is not None:
         if job.flags.startswith("--init-from"):
             problems += row_problems(model, args.seq_len)
         model = replace(model, seq_len=args.seq_len, max_positions=None)

@@ -14,8 +14,6 @@ from collections.abc import Callable
 from pathlib import Path
 from statistics import median
 
-from mpipar import models
-from mpipar.commands.finish import UNITS
 from mpipar.commands.run_folder import CSV, EVALUATIONS, LOG, METRICS, REPORT
 from mpipar.config.sections import Config, settings
 from mpipar.config.setting import flag
@@ -25,6 +23,7 @@ from mpipar.files.bounded import open_regular
 from mpipar.files.replace import replace_file
 from mpipar.files.text import counted
 from mpipar.job import blas, consistency, mpi
+from mpipar.models.decoder import describe_model
 from mpipar.trace import html, trace_file
 from mpipar.trace.analysis import analyse
 
@@ -89,15 +88,14 @@ def trace_data(folder: Path, log) -> tuple[dict, str]:
 
 def run_data(folder: Path, config: Config, lines, evaluations, told: dict) -> dict:
     """Return what the page shows for every run, as values for JSON."""
-    unit = UNITS[config.model.model][0]
     return {
         "title": f"{folder.resolve().name}: {tables.layout_text(config.grid)},"
         f" {config.grid.schedule_csv or config.grid.schedule}",
-        "model": f"{models.model_of(config.model).describe_model(config.model)};"
+        "model": f"{describe_model(config.model)};"
         f" {config.train.optimizer}, {config.run.dtype} on {config.run.device}",
         "state": told["state"],
-        "summary": summary(config, lines, evaluations, unit),
-        "curves": series.curves(lines, evaluations, unit),
+        "summary": summary(config, lines, evaluations),
+        "curves": series.curves(lines, evaluations),
         "tables": [
             layout_table(told["ranks"], told["headline"].splitlines()[0]),
             {"title": "Environment", "rows": [list(row) for row in told["environment"]]},
@@ -107,12 +105,12 @@ def run_data(folder: Path, config: Config, lines, evaluations, told: dict) -> di
     }
 
 
-def summary(config: Config, lines, evaluations, unit: str) -> list[list[str]]:
+def summary(config: Config, lines, evaluations) -> list[list[str]]:
     """Return [name, value, description] of the most important figures."""
     found = []
     if evaluations:
         last, best = evaluations[-1], min(evaluations, key=lambda one: one["held_out_loss"])
-        words = f"nats per {unit}, after step {last['step']}"
+        words = f"nats per token, after step {last['step']}"
         if best["held_out_loss"] < last["held_out_loss"]:
             words += f"; lowest {best['held_out_loss']:.4f} after step {best['step']}"
         found.append(["held-out loss", f"{last['held_out_loss']:.4f}", words])
@@ -122,18 +120,18 @@ def summary(config: Config, lines, evaluations, unit: str) -> list[list[str]]:
             [
                 "training loss",
                 f"{sum(one['loss'] for one in newest) / len(newest):.4f}",
-                f"nats per {unit}, mean of the last {counted(len(newest), 'step')}",
+                f"nats per token, mean of the last {counted(len(newest), 'step')}",
             ]
         )
         speed = median(one["tokens_per_second"] for one in lines)
-        found.append(["speed", tables.short_count(speed), f"{unit}s per second, median step"])
+        found.append(["speed", tables.short_count(speed), "tokens per second, median step"])
         seen = len(lines) * config.train.batch_size * config.model.targets_per_row
         seconds = sum(one["step_seconds"] for one in lines)
         found.append(
             [
                 "trained on",
                 tables.short_count(seen),
-                f"{unit}s, in {seconds:.0f} s of {len(lines):,} steps",
+                f"tokens, in {seconds:.0f} s of {len(lines):,} steps",
             ]
         )
         share = sum(one["comm_share_mean"] for one in lines) / len(lines)

@@ -81,11 +81,6 @@ def with_weights_shape(parsed: ParsedConfig, shape: dict, source: str) -> Config
     source: the folder of these weights, which the Config names from now on.
     """
     typed = in_force(parsed.config)
-    if shape["model"] != typed["model"]:
-        raise UsageError(
-            f"--init-from {typed['init_from']}: holds a {shape['model']}, but --model"
-            f" is {typed['model']}; type --model {shape['model']}"
-        )
     given = typed.keys() & parsed.given.keys() - parsed.bad
     shape = {
         name: value
@@ -111,7 +106,7 @@ def data_vocabulary(parsed: ParsedConfig) -> int | None:
     """
     config = parsed.config
     prepared = next(filter(is_dataset, config.run.data), None)
-    if prepared is None or "vocab_size" in parsed.given or "vocab_size" not in in_force(config):
+    if prepared is None or "vocab_size" in parsed.given:
         return None
     with contextlib.suppress(DataError):  # reported where the data is read
         found = read_dataset(Path(prepared))[0].vocab_size

@@ -269,7 +269,7 @@ def agreed_sources(session, start: Start, inputs) -> Sources:
     Otherwise all ranks leave together. Comm: that of `compare_inputs`, and an agreement.
     """
     found, weights = compare_inputs(session, inputs)
-    arrays = data.arrays_of(inputs.config.model, (inputs.train_part, inputs.held_out))
+    arrays = data.arrays_of((inputs.train_part, inputs.held_out))
     session.agree(lambda: check_begin(start, found, arrays, weights))
     first = next(iter(start.candidates), "")
     digest = session.agree(lambda: digest_of_weights(first)) if first else weights

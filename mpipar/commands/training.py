@@ -8,7 +8,6 @@ from pathlib import Path
 from statistics import median
 from time import perf_counter
 
-from mpipar import data
 from mpipar.checkpoint import weights as checkpoint
 from mpipar.checkpoint.save import Saver
 from mpipar.comm.facts import gather_facts
@@ -41,6 +40,7 @@ from mpipar.console.metrics import Metrics
 from mpipar.console.output import GrowingFile, Log
 from mpipar.console.progress import status_line
 from mpipar.console.tensorboard import Events, tensorboard_problems
+from mpipar.data import rows
 from mpipar.errors import (
     EXIT_OK,
     EXIT_STOPPED,
@@ -210,7 +210,7 @@ class Run:
             self.log(f"messages are carried by {' and '.join(carriers)}")
         self.replicas = Replicas(self.worker)
         self.tracer = Tracer(self.worker, self.world, self.folder, timed_ops)
-        self.rows = data.data_of(config.model).Rows(ops, self.inputs.train_part, config, self.grid)
+        self.rows = rows.Rows(ops, self.inputs.train_part, config, self.grid)
         self.first = self.restore() + 1
         # Every rank has the same axes, even if it is alone in a group (a tie has two members).
         axes = [*self.worker.comms.groups]
@@ -317,14 +317,13 @@ class Run:
         if not self.memory.after_step(stops):  # a step whose memory is watched takes longer
             self.durations = [*self.durations[-50:], result.step_seconds]
         seconds = median(self.durations or [result.step_seconds])
-        unit = finish.UNITS[self.config.model.model][1]
         if step % run.log_interval == 0 or step == self.first or stops:
             lines = self.flush()
             if lines:
-                self.log.step(console.step_line(steps, lines[-1], seconds, unit), stops)
+                self.log.step(console.step_line(steps, lines[-1], seconds), stops)
         if not stops:
             self.log.status(
-                console.status_line(steps, result, seconds, self.worker.num_tokens / seconds, unit)
+                console.status_line(steps, result, seconds, self.worker.num_tokens / seconds)
             )
 
     def check_replicas(self, step, now) -> None:
@@ -409,7 +408,7 @@ class Run:
         took = f" in {self.seconds:.1f} s"
         if self.first > 1:
             took = f", after step {self.first - 1}{took}"
-        found, compare = finish.SHOW[self.config.model.model](
+        found, compare = finish.show_decoder(
             self.worker, self.inputs, lambda: self.evaluation.loss(self.last), self.log, took
         )
         if self.log.speaks:

@@ -18,7 +18,6 @@ from mpipar.comm.grid import AXES, PIECES_PER_RANK
 from mpipar.config.grid import AUTO
 from mpipar.config.layout import axes_text, cuts_heads, divisors, fitting, matching, nearest
 from mpipar.config.model import SCALING
-from mpipar.config.presets import OF_MODEL, PRESETS
 from mpipar.config.rule import Rule
 from mpipar.config.run import NEVER, RunConfig, trace_steps
 from mpipar.ops import KERNELS
@@ -28,13 +27,8 @@ CHOSEN_AXES = ("dp", "pp", "tp")  # if they are not given
 
 
 def kv_heads(v) -> int:
-    """Return the number of key/value heads; 0 for a model without attention, as `heads`."""
-    return getattr(v, "kv_heads", None) or heads(v)
-
-
-def heads(v) -> int:
-    """Return the number of query heads; 0 for a model without attention."""
-    return getattr(v, "heads", 0)
+    """Return the number of key/value heads."""
+    return v.kv_heads or v.heads
 
 
 def head_width(v) -> int:
@@ -63,7 +57,7 @@ def is_no_product(v) -> bool:
 
 def layouts(v, count: int = 8) -> list[str]:
     """Return layouts of these ranks, as values of --layout."""
-    options = [] if v.ranks % v.cp else fitting(v.ranks // v.cp, v.layers, heads(v), kv_heads(v))
+    options = [] if v.ranks % v.cp else fitting(v.ranks // v.cp, v.layers, v.heads, kv_heads(v))
     return [
         axes_text(dict(zip((*CHOSEN_AXES, "cp"), (*one, v.cp), strict=True)))
         for one in options[:count]
@@ -75,11 +69,9 @@ def fits_nowhere(v) -> bool:
     legal = (
         not is_no_product(v)
         and (v.pp or 1) <= v.layers
-        and cuts_heads(v.tp or 1, heads(v), kv_heads(v))
+        and cuts_heads(v.tp or 1, v.heads, kv_heads(v))
     )
-    return legal and not matching(
-        (v.dp, v.pp, v.tp), v.ranks, v.layers, heads(v), kv_heads(v), v.cp
-    )
+    return legal and not matching((v.dp, v.pp, v.tp), v.ranks, v.layers, v.heads, kv_heads(v), v.cp)
 
 
 def multiples(number: int, unit: int) -> list[int]:
@@ -210,27 +202,6 @@ MODEL = (
         lambda v: v.expert_interval > v.layers,
         lambda v: {"expert_interval": [v.layers], "layers": [v.expert_interval]},
         "--experts 4 --expert-interval 5",
-    ),
-    Rule(
-        "three sides",
-        ("image_shape",),
-        "an image has three sizes: height, width and channels",
-        lambda v: len(v.image_shape) != 3,
-        lambda v: {"image_shape": ["8,8,1"]},
-        "--model convnet --image-shape 8,8",
-    ),
-    Rule(
-        "pooled images",
-        ("image_shape", "stem_stride"),
-        "the pooling after the first convolution needs two places in each direction",
-        lambda v: len(v.image_shape) == 3 and min(v.image_shape[:2]) <= v.stem_stride,
-        lambda v: {
-            "image_shape": [
-                (*(max(side, v.stem_stride + 1) for side in v.image_shape[:2]), v.image_shape[2])
-            ],
-            "stem_stride": [min(v.image_shape[:2]) - 1 or None],
-        },
-        "--model convnet --image-shape 8,2,1 --stem-stride 2",
     ),
     Rule(
         "end of a text",
@@ -370,15 +341,6 @@ LAYOUT = (
         complete=True,
     ),
     Rule(
-        "tokens of a model",
-        ("cp", "model"),
-        "context parallelism cuts the tokens of a row, and images have none",
-        lambda v: v.cp > 1 and v.model == "convnet",
-        lambda v: {"cp": [1]},
-        "--model convnet --cp 2",
-        ranks=2,
-    ),
-    Rule(
         "method of one rank",
         ("cp_attention", "cp"),
         "it sets how the ranks of --cp attend, and there is only one",
@@ -435,10 +397,10 @@ LAYOUT = (
     ),
     Rule(
         "ranks without experts",
-        ("ep", "model"),
+        ("ep", "experts"),
         "expert-parallel ranks divide the experts of a block, and there are none",
-        lambda v: v.ep > 1 and getattr(v, "experts", None) is None,
-        lambda v: {"ep": [1], "experts": [v.ep] if v.model == "decoder" else []},
+        lambda v: v.ep > 1 and v.experts is None,
+        lambda v: {"ep": [1], "experts": [v.ep]},
         "--ep 2 --dp 2",
         ranks=2,
     ),
@@ -478,14 +440,6 @@ LAYOUT = (
 )
 
 MEMORY = (
-    Rule(
-        "scores of a model",
-        ("recompute", "model"),
-        "it recomputes the scores of attention, and a network for images has none",
-        lambda v: v.recompute == "attention" and v.model == "convnet",
-        lambda v: {"recompute": ["block", None]},
-        "--model convnet --recompute attention",
-    ),
     Rule(
         "unequal blocks",
         ("recompute_layers", "schedule"),
@@ -583,17 +537,6 @@ MACHINE = (
 )
 
 RUN = (
-    Rule(
-        "preset of a model",
-        ("preset", "model"),
-        "each preset is made for one kind of model",
-        lambda v: PRESETS[v.preset].get("model", "decoder") != v.model,
-        lambda v: {
-            "preset": [OF_MODEL[v.model]],
-            "model": [PRESETS[v.preset].get("model", "decoder")],
-        },
-        "--preset gpt2 --model convnet",
-    ),
     Rule(
         "plain name",
         ("run_name",),

@@ -6,8 +6,7 @@ import os
 import types
 from dataclasses import MISSING, dataclass
 
-from mpipar.config.model import FAMILIES, ModelConfig
-from mpipar.config.sections import FIELDS, OF_EVERY_FAMILY, SECTIONS
+from mpipar.config.sections import FIELDS, SECTIONS
 from mpipar.config.setting import flag, kind, setting, switch
 from mpipar.config.synonyms import EXAMPLES, SYNONYMS, unknown_word
 from mpipar.errors import UsageError
@@ -21,7 +20,7 @@ USUAL = (  # (title, description, fields) that --help shows; --help-all shows th
     ("input and output", "", ("preset", "config", "data", "out", "resume")),
     ("layout", "dp x pp x cp x tp = number of ranks", ("layout", "dp", "pp", "cp", "tp")),
     ("pipeline", "", ("schedule", "num_microbatches")),
-    ("shape of the model", "", ("model", "layers", "d_model", "heads", "seq_len")),
+    ("shape of the model", "", ("layers", "d_model", "heads", "seq_len")),
     ("update", "", ("steps", "batch_size", "lr", "seed")),
     ("machine and measurement", "", ("dtype", "device", "trace")),
 )
@@ -74,16 +73,11 @@ def counts(text: str) -> tuple[int, ...]:
 
 
 def all_groups() -> list[tuple[str, str, list[str]]]:
-    """Return groups as in USUAL: one per section, one per family of models, and MORE."""
-    shared = [name for name in FIELDS if name in OF_EVERY_FAMILY]
-    found = [("model", ModelConfig.__doc__, shared)]
-    parts = [
-        *FAMILIES.items(),
-        *((name, parts[0]) for name, parts in SECTIONS.items() if name != "model"),
+    """Return groups as in USUAL: one per section, and MORE."""
+    found = [
+        (name, part.__doc__, [one.name for one in dataclasses.fields(part)])
+        for name, part in SECTIONS.items()
     ]
-    for name, part in parts:
-        own = [one.name for one in dataclasses.fields(part) if one.name not in shared]
-        found.append((name, part.__doc__, own))
     return [*found, ("configuration", "", list(MORE))]
 
 

@@ -77,7 +77,7 @@ def matching(
 ) -> list[Layout]:
     """Return the layouts with the `given` axes (dp, pp, tp; None = free), the default one first.
 
-    heads, kv_heads: see `ModelConfig.whole_heads`; every other width may be cut over any tp.
+    heads, kv_heads: of a model; every other width may be cut over any tp.
     cp: the size of that axis, which is never chosen here.
     """
     options = fitting(world_size // cp, layers, heads, kv_heads) if world_size % cp == 0 else []

@@ -1,7 +1,7 @@
-"""The shape of the trained model: one class per family.
+"""The shape of the trained model: a decoder.
 
-A family has only the fields that have a meaning for it. Its variants are values of its choices,
-such as `norm`. A field that applies to one value of a choice names that value: see `setting`.
+Its variants are values of its choices, such as `norm`. A field that applies to one value of a
+choice names that value: see `setting`.
 """
 
 from dataclasses import dataclass, fields, replace
@@ -26,21 +26,17 @@ SCALING = "8,1,4,8192"  # of rotations, in Llama 3.1
 CUTS = {"ffn_cut", "sequence_parallel", "tp_matmul"}  # how a layer is cut: not the model's shape
 
 
-def family(name: str):
-    """Return the field `model`, with the family's name as its default."""
-    return setting(
-        name,
-        "what is trained: a decoder-only language model, or a convnet for images",
-        choices=("decoder", "convnet"),
-    )
-
-
 @dataclass(frozen=True)
 class ModelConfig:
-    """For every family: a stream of features passes through blocks that are wider inside."""
+    """A pre-norm transformer that predicts the next token: GPT-2, Llama and their relatives."""
 
-    model: str
-    layers: int = setting(4, "blocks: of a transformer, or pairs of convolutions", low=1, high=1024)
+    arch: str = setting(
+        "gpt2",
+        "sets norm, activation, positions, bias and tied, unless they are given, and the"
+        " format of the weights",
+        choices=tuple(ARCHS),
+    )
+    layers: int = setting(4, "blocks of the transformer", low=1, high=1024)
     ffn: int | None = setting(
         None,
         "width F inside a block (default: 4 times the width of the stream; swiglu: 8/3 times,"
@@ -56,38 +52,6 @@ class ModelConfig:
         "how tp cuts the FFN: pair = column, then row: one all-reduce; gather = both by "
         "output: an all-gather after each; reduce = both by input: an all-reduce after each",
         choices=("pair", "gather", "reduce"),
-    )
-
-    @property
-    def whole_heads(self) -> int:
-        """Attention heads, which tp must divide; 0 if there are none."""
-        return 0
-
-    @property
-    def whole_kv_heads(self) -> int:
-        """Key/value heads: tp divides them, or they divide tp; 0 if there are none."""
-        return 0
-
-    @property
-    def targets_per_row(self) -> int:
-        """Targets predicted per row of data, such as the class of an image."""
-        return 1
-
-    def completed(self) -> Self:
-        """Return a copy with every None replaced by the value it stands for."""
-        return replace(self, ffn=self.ffn or 4 * self.width)
-
-
-@dataclass(frozen=True)
-class DecoderConfig(ModelConfig):
-    """A pre-norm transformer that predicts the next token: GPT-2, Llama and their relatives."""
-
-    model: str = family("decoder")
-    arch: str = setting(
-        "gpt2",
-        "sets norm, activation, positions, bias and tied, unless they are given, and the"
-        " format of the weights",
-        choices=tuple(ARCHS),
     )
     d_model: int = setting(128, "model width D, in features", low=1, high=2**17)
     heads: int = setting(4, "attention heads H of queries; tp divides H", low=1, high=2**12)
@@ -214,11 +178,8 @@ class DecoderConfig(ModelConfig):
         return self.d_model
 
     @property
-    def whole_heads(self) -> int:
-        return self.heads
-
-    @property
     def whole_kv_heads(self) -> int:
+        """Key/value heads: tp divides them, or they divide tp."""
         return self.kv_heads or self.heads
 
     @property
@@ -254,40 +215,12 @@ class DecoderConfig(ModelConfig):
         )
 
 
-@dataclass(frozen=True)
-class ConvnetConfig(ModelConfig):
-    """A convolutional network that classifies images."""
-
-    model: str = family("convnet")
-    channels: int = setting(32, "channels D of the stream between convolutions", low=1, high=2**16)
-    classes: int = setting(10, "classes V of images; padded for tp", low=2, high=2**22)
-    image_shape: tuple[int, ...] = setting(
-        (8, 8, 1), "height, width and channels of an image (default 8,8,1)", low=1, high=2**14
-    )
-    stem_stride: int = setting(
-        1, "stride of the first convolution; 2 = a quarter of the work", low=1, high=2**14
-    )
-
-    @property
-    def width(self) -> int:
-        """Channels of the stream between blocks."""
-        return self.channels
-
-    def block_kind(self, index: int) -> str:
-        """Return the key of this block in the model's BLOCKS: the same for all."""
-        return "pair"
-
-
-FAMILIES = {"decoder": DecoderConfig, "convnet": ConvnetConfig}
-
-
 def model_config(values: dict) -> ModelConfig:
-    """Return the ModelConfig of the family that values["model"] names.
+    """Return a ModelConfig of these values, those not given from its architecture.
 
-    Values that are not fields of it are dropped. A decoder takes values that are not given from its
-    architecture. A misspelt name gives a decoder; the checks of values report the name.
+    Values that are not fields of it are dropped.
     """
-    chosen = FAMILIES.get(values.get("model"), DecoderConfig)
-    if chosen is DecoderConfig:
-        values = ARCHS.get(values.get("arch"), {}) | values
-    return chosen(**{one.name: values[one.name] for one in fields(chosen) if one.name in values})
+    values = ARCHS.get(values.get("arch"), {}) | values
+    return ModelConfig(
+        **{one.name: values[one.name] for one in fields(ModelConfig) if one.name in values}
+    )

@@ -67,15 +67,6 @@ def _mixtral(layers, d_model, heads, **shape):
 
 PRESETS = {
     "tiny": {"batch_size": 16, "num_microbatches": 4},
-    "digits": {
-        "model": "convnet",
-        "layers": 2,
-        "channels": 32,
-        "classes": 10,
-        "batch_size": 64,
-        "num_microbatches": 4,
-        "steps": 200,
-    },
     "gpt2": _gpt2(12, 768, 12),
     "gpt2-medium": _gpt2(24, 1024, 16),
     "gpt2-large": _gpt2(36, 1280, 20),
@@ -104,5 +95,3 @@ PRESETS = {
     # MPT uses ALiBi instead of positions. Learned ones come closest: they add T D numbers.
     "mpt-30b": _gpt2(48, 7168, 64) | {"seq_len": 8192, "vocab_size": 50432, "bias": "none"},
 }
-
-OF_MODEL = {"decoder": "tiny", "convnet": "digits"}  # without --preset

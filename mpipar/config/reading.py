@@ -13,10 +13,11 @@ from dataclasses import dataclass
 
 from mpipar.comm.grid import AXES, LAYOUT
 from mpipar.config.grid import AUTO
+from mpipar.config.removed import CONSTANT
 from mpipar.config.sections import FIELDS, Config, build, in_force, not_taken, settings
 from mpipar.config.setting import argument, field_problem, flag, kind
 from mpipar.config.sizes import read_bytes
-from mpipar.config.synonyms import COUNTERPARTS, EXAMPLES, unknown_word
+from mpipar.config.synonyms import EXAMPLES, unknown_word
 from mpipar.errors import UsageError
 from mpipar.files.bounded import parse_toml, read_toml
 from mpipar.files.text import brief, shown
@@ -124,18 +125,16 @@ def choice_problems(config: Config, given: dict) -> list[str]:
     Nothing is judged if a preset or the choice itself has an unknown value.
     """
     values, found = in_force(config), []
-    for name, value in given.items():
+    for name in given:
         choice, *wanted = not_taken(name, values) or (None,)
         if choice and all(
             values[one] in (FIELDS[one].metadata["choices"] or (None,))
             for one in (choice, "preset")
         ):
-            other = COUNTERPARTS.get(name)
-            cure = f"type {flag(other)} {value}" if other else "leave it out"
             whose = f"{flag(choice)} {' or '.join(map(str, wanted))}".rstrip()
             now = "not given" if values[choice] is None else values[choice]
             found.append(
-                f"{flag(name)}: belongs to {whose}, but {flag(choice)} is {now}; {cure},"
+                f"{flag(name)}: belongs to {whose}, but {flag(choice)} is {now}; leave it out,"
                 f" or type {flag(choice)} {(*wanted, EXAMPLES.get(choice))[0]}"
             )
     return found
@@ -234,6 +233,8 @@ def values_of(text: str) -> dict[str, object]:
     found = {}
     for key, raw in parse_toml(text).items():
         name = key.replace("-", "_")
+        if name in CONSTANT and raw == CONSTANT[name]:
+            continue
         if name not in FIELDS:
             raise ValueError(f"{key} is not a setting of this version")
         found[name] = _value(FIELDS[name], raw, False)

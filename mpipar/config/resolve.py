@@ -7,9 +7,11 @@ from types import SimpleNamespace
 
 from mpipar.config import layout
 from mpipar.config.combinations import RULES
+from mpipar.config.grid import GridConfig
+from mpipar.config.model import ModelConfig
 from mpipar.config.presets import PRESETS
 from mpipar.config.rule import Rule, broken_of, values_of
-from mpipar.config.sections import SECTIONS, Config, settings
+from mpipar.config.sections import Config, settings
 from mpipar.config.setting import field_problem
 from mpipar.errors import UsageError, UserError, combine
 from mpipar.files.text import counted
@@ -63,11 +65,7 @@ FIRST = {
     "preset",
     "dtype",
     "device",
-    *(
-        field.name
-        for part in SECTIONS["model"] + SECTIONS["grid"]
-        for field in dataclasses.fields(part)
-    ),
+    *(field.name for part in (ModelConfig, GridConfig) for field in dataclasses.fields(part)),
 }
 
 
@@ -80,7 +78,7 @@ def _choose(config: Config, world_size: int) -> tuple[Config, set[str]]:
     model, given = config.model.completed(), config.grid
     axes = (given.dp, given.pp, given.tp)
     fitting = layout.matching(
-        axes, world_size, model.layers, model.whole_heads, model.whole_kv_heads, given.cp
+        axes, world_size, model.layers, model.heads, model.whole_kv_heads, given.cp
     )
     dp, pp, tp = fitting[0] if fitting else [axis or 1 for axis in axes]
     method = given.cp_attention or ("ring" if given.cp > 1 else None)

@@ -7,13 +7,13 @@ from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, fields
 from types import SimpleNamespace
 
-from mpipar.config.model import CUTS, FAMILIES
+from mpipar.config.model import CUTS, ModelConfig
 from mpipar.config.sections import Config, in_force
 from mpipar.config.setting import flag
 from mpipar.files.text import counted, shown
 
 Cures = Mapping[str, Iterable]
-SHAPE = {one.name for part in FAMILIES.values() for one in fields(part)} - CUTS  # of weights
+SHAPE = {one.name for one in fields(ModelConfig)} - CUTS  # of weights
 PLAIN = re.compile(r"[\w.,:/+=-]+")  # a value that needs no quotes in a sentence
 
 

@@ -8,7 +8,6 @@ from mpipar.config.presets import PRESETS
 from mpipar.config.setting import setting
 from mpipar.job.blas import ARCHITECTURES
 
-OF_TEXT = ("model", "decoder")
 OF_GPU = ("device", "cuda")
 OF_FLOAT16 = ("dtype", "float16")
 RUNS = Path("runs")  # parent of run folders that --out does not name
@@ -106,7 +105,6 @@ class RunConfig:
         "held-out tokens per evaluation, from the start of the data, in whole rows (default: all)",
         low=1,
         below=2**63,
-        only=OF_TEXT,
     )
     progress: str | None = setting(
         None,
@@ -149,33 +147,23 @@ class RunConfig:
         in_bytes=True,
     )
     memory: bool = setting(False, "print the predicted bytes per rank before allocating them")
-    prompt: str = setting(
-        "The ", "start of the text generated at the end (default 'The ')", only=OF_TEXT
-    )
-    sample_tokens: int = setting(
-        200, "tokens generated at the end; 0 = none", low=0, high=2**20, only=OF_TEXT
-    )
-    sample_interval: int = setting(
-        0, "steps between generated texts; 0 = only at the end", low=0, only=OF_TEXT
-    )
+    prompt: str = setting("The ", "start of the text generated at the end (default 'The ')")
+    sample_tokens: int = setting(200, "tokens generated at the end; 0 = none", low=0, high=2**20)
+    sample_interval: int = setting(0, "steps between generated texts; 0 = only at the end", low=0)
     temperature: float = setting(
         0.8,
         "sampling temperature: higher = more random; 0 = always the most likely token",
         low=0.0,
-        only=OF_TEXT,
     )
-    top_k: int = setting(
-        50, "draw each token from the N most likely ones", low=1, high=2**20, only=OF_TEXT
-    )
+    top_k: int = setting(50, "draw each token from the N most likely ones", low=1, high=2**20)
     top_p: float = setting(
         1.0,
         "and of these only from the first ones whose probabilities add up to X",
         above=0.0,
         high=1.0,
-        only=OF_TEXT,
     )
     stop_token: tuple[int, ...] = setting(
-        (), "ids that end a text (default: the tokenizer's end of text)", low=0, only=OF_TEXT
+        (), "ids that end a text (default: the tokenizer's end of text)", low=0
     )
 
 

@@ -11,8 +11,8 @@ from dataclasses import dataclass, field
 
 from mpipar.config.grid import GridConfig
 from mpipar.config.memory import MemoryConfig
-from mpipar.config.model import FAMILIES, DecoderConfig, ModelConfig, model_config
-from mpipar.config.presets import OF_MODEL, PRESETS
+from mpipar.config.model import ModelConfig, model_config
+from mpipar.config.presets import PRESETS
 from mpipar.config.run import RunConfig
 from mpipar.config.train import TrainConfig
 
@@ -21,53 +21,26 @@ from mpipar.config.train import TrainConfig
 class Config:
     """Everything a command needs to know."""
 
-    model: ModelConfig = field(default_factory=DecoderConfig)
+    model: ModelConfig = field(default_factory=ModelConfig)
     grid: GridConfig = field(default_factory=GridConfig)
     train: TrainConfig = field(default_factory=TrainConfig)
     run: RunConfig = field(default_factory=RunConfig)
     memory: MemoryConfig = field(default_factory=MemoryConfig)
 
 
-# The classes that a section may have.
-SECTIONS = {
-    "model": tuple(FAMILIES.values()),
-    "grid": (GridConfig,),
-    "train": (TrainConfig,),
-    "run": (RunConfig,),
-    "memory": (MemoryConfig,),
-}
-FIELDS = {
-    one.name: one
-    for parts in SECTIONS.values()
-    for part in parts
-    for one in dataclasses.fields(part)
-}
-FIELDS |= {one.name: one for one in dataclasses.fields(DecoderConfig)}  # the default family
-OF_EVERY_FAMILY = frozenset(one.name for one in dataclasses.fields(ModelConfig))
-# Family -> (section name, field) of every field of a Config with it.
-ROWS = {
-    family: tuple(
-        (section, one)
-        for section, parts in SECTIONS.items()
-        for one in dataclasses.fields(family if section == "model" else parts[0])
-    )
-    for family in FAMILIES.values()
-}
+SECTIONS = {one.name: one.default_factory for one in dataclasses.fields(Config)}  # name: class
+ROWS = tuple(
+    (section, one) for section, part in SECTIONS.items() for one in dataclasses.fields(part)
+)
+FIELDS = {one.name: one for _, one in ROWS}
 # Field -> (field, value, ...) of the choice that it belongs to; that field may belong to another.
 # Without values, the choice is a field that is unset by default, and any value of it will do.
-CHOICES = {
-    one.name: ("model", name)
-    for name, part in FAMILIES.items()
-    for one in dataclasses.fields(part)
-    if one.name not in OF_EVERY_FAMILY
-}
-CHOICES |= {name: one.metadata["only"] for name, one in FIELDS.items() if one.metadata["only"]}
+CHOICES = {name: one.metadata["only"] for name, one in FIELDS.items() if one.metadata["only"]}
 
 
 def settings(config: Config) -> list[tuple[str, dataclasses.Field, object]]:
     """Return every (section name, field, value) that is in force in this Config, in file order."""
-    rows = next(rows for family, rows in ROWS.items() if isinstance(config.model, family))
-    found = [(section, one, getattr(getattr(config, section), one.name)) for section, one in rows]
+    found = [(section, one, getattr(getattr(config, section), one.name)) for section, one in ROWS]
     values = {one.name: value for _, one, value in found}
     return [
         row for row in found if row[1].name not in CHOICES or not_taken(row[1].name, values) is None
@@ -96,9 +69,7 @@ def build(values: dict) -> Config:
     Batch size and microbatches are left to resolve(). Values of a choice that is not taken are
     dropped.
     """
-    default = OF_MODEL.get(values.get("model", "decoder"), "tiny")
-    values = {"preset": default} | values
-    preset = PRESETS.get(values["preset"], {})
+    preset = PRESETS.get(values.get("preset", "tiny"), {})
     values = {
         name: value
         for name, value in preset.items()

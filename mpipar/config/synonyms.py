@@ -138,15 +138,8 @@ NOT_BUILT = {  # well-known names for what mpipar does not do -> what to do inst
     "fp8_format": "use --dtype bfloat16",
     "wandb_project": "leave it out: a run folder has metrics.jsonl",
 }
-COUNTERPARTS = {  # a field -> its name in the other family of models
-    "d_model": "channels",
-    "channels": "d_model",
-    "vocab_size": "classes",
-    "classes": "vocab_size",
-}
 EXAMPLES = {
     "stage_layers": "3,2,2,1",
-    "image_shape": "8,8,1",
     "data": "text.txt",
     "val_data": "held-out.txt",
     "rope_scaling": "8,1,4,8192",

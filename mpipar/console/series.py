@@ -111,15 +111,15 @@ def csv_text(lines: list[dict], evaluations: list[dict]) -> str:
     return file.getvalue()
 
 
-def curves(lines: list[dict], evaluations: list[dict], unit: str = "token") -> list[dict]:
+def curves(lines: list[dict], evaluations: list[dict]) -> list[dict]:
     """Return what a page draws: [{title, unit, series: [{name, colour, points: [[step, value]]}]}].
 
-    Curves without values are left out. unit: of the data, in the singular.
+    Curves without values are left out.
     """
     wanted = [
         (
             "Loss",
-            f"nats per {unit}",
+            "nats per token",
             [
                 ("training", "F", _points(lines, "loss")),
                 ("held out", "W", _points(evaluations, "held_out_loss")),
@@ -127,7 +127,7 @@ def curves(lines: list[dict], evaluations: list[dict], unit: str = "token") -> l
         ),
         ("Learning rate", "", [("learning rate", "data", _points(lines, "lr"))]),
         ("Gradient norm", "before clipping", [("norm", "opt", _points(lines, "grad_norm"))]),
-        ("Speed", f"{unit}s per second", [("speed", "B", _points(lines, "tokens_per_second"))]),
+        ("Speed", "tokens per second", [("speed", "B", _points(lines, "tokens_per_second"))]),
         (
             "Communication",
             "share of a step, mean",

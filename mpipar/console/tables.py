@@ -7,6 +7,7 @@ from mpipar.comm.grid import Grid
 from mpipar.comm.record import Key, Sums, family
 from mpipar.config.layout import sizes_text
 from mpipar.files.text import counted
+from mpipar.models.decoder import CUT, ENTRY, describe_model
 from mpipar.ops.shape_array import labels_of
 
 
@@ -62,7 +63,7 @@ def headline(config, world_size: int, num_hosts: int, num_stages: int) -> str:
         f" {microbatches_text(grid.num_microbatches)}, {run.dtype} on {run.device}"
         f"{kernels}{', products in TF32' if run.tf32 else ''}"
         f"{f', products by {run.gemm} kernels' if run.gemm != 'blas' else ''}\n"
-        f"model {run.preset}: {models.model_of(model).describe_model(model)};"
+        f"model {run.preset}: {describe_model(model)};"
         f" {config.train.optimizer}, {counted(config.train.batch_size, 'row')} per step"
     )
 
@@ -81,16 +82,15 @@ def describe_stage(stage: int, stage_layers, entry: str) -> str:
 
 def holding(config, schedule, prediction, host: str | None = None) -> dict:
     """Return what the rank of a `Prediction` holds, as plain values. host: if it is known."""
-    grid, model = Grid.of(config.grid, prediction.world_rank), models.model_of(config.model)
+    grid = Grid.of(config.grid, prediction.world_rank)
     split = models.layer_split(config, schedule)
-    share = f"{grid.place('tp') + 1}/{grid.size('tp')} of {model.CUT}"
+    share = f"{grid.place('tp') + 1}/{grid.size('tp')} of {CUT}"
     return {
         "rank": grid.world_rank,
         "host": host,
         "place": grid.describe(),
         "stages": [
-            describe_stage(stage, split, model.ENTRY)
-            for stage in schedule.stages_of(grid.place("pp"))
+            describe_stage(stage, split, ENTRY) for stage in schedule.stages_of(grid.place("pp"))
         ],
         "share": share if grid.size("tp") > 1 else "all",
         "params": prediction.num_params,
@@ -158,7 +158,7 @@ def measured_memory(facts: list[dict]) -> str:
     return table(rows)
 
 
-def step_line(steps: int, line: dict, seconds_per_step: float, unit: str) -> str:
+def step_line(steps: int, line: dict, seconds_per_step: float) -> str:
     """Return the line of a log interval, with fields in a fixed order.
 
     seconds_per_step sets the speed.
@@ -169,17 +169,17 @@ def step_line(steps: int, line: dict, seconds_per_step: float, unit: str) -> str
     return (
         f"step {line['step']:>{len(str(steps))}}/{steps} | loss {line['loss']:.4f}"
         f" | gnorm {norm}{scale} | lr {line['lr']:.1e}"
-        f" | {seconds_per_step * 1e3:.0f} ms | {short_count(per_second)} {unit}/s"
+        f" | {seconds_per_step * 1e3:.0f} ms | {short_count(per_second)} tok/s"
         f" | comm {line['comm_share_mean']:.0%} max {line['comm_share_max']:.0%}"
         f" | eta {time_left(steps, line['step'], seconds_per_step)}"
     )
 
 
-def status_line(steps: int, result, seconds_per_step: float, per_second: float, unit: str) -> str:
+def status_line(steps: int, result, seconds_per_step: float, per_second: float) -> str:
     """Return what a terminal shows between two of these lines, for a `StepResult`."""
     return (
         f"step {result.step}/{steps} | loss {result.loss:.4f}"
-        f" | {short_count(per_second)} {unit}/s"
+        f" | {short_count(per_second)} tok/s"
         f" | eta {time_left(steps, result.step, seconds_per_step)}"
     )
 

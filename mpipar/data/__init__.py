@@ -1,22 +1,12 @@
-"""Data: tokens from text, the rows of each step, images, and a bigram model for comparison.
+"""Data: tokens from text, the rows of each step, and a bigram model for comparison."""
 
-The data of a model is a module with `load`, `evaluated`, `Rows`, `arrays` and `blank_batch`.
-"""
-
-from mpipar.data import images, rows
+from mpipar.data import rows
 from mpipar.data.token_file import Piece, TokenFiles
 
-DATA = {"decoder": rows, "convnet": images}
 
-
-def data_of(config):
-    """Return the module for the data that a ModelConfig's model reads."""
-    return DATA[config.model]
-
-
-def arrays_of(config, parts) -> list:
-    """Return the arrays of both parts of the data that a ModelConfig's model reads."""
-    return [array for part in parts for array in data_of(config).arrays(part)]
+def arrays_of(parts) -> list:
+    """Return the arrays of both parts of the data."""
+    return [array for part in parts for array in rows.arrays(part)]
 
 
 def pieces_of(arrays) -> list[Piece]:

@@ -1,1 +1,1 @@
-"""Using a trained model: text generation and image classification."""
+"""Using a trained model: text generation."""

@@ -57,7 +57,7 @@ def _of_json(where: str, line: str) -> str:
 def encode_prompts(tokenizer: Tokenizer, texts, model) -> list[Prompt]:
     """Return the prompts of [(where, text)]; raise one UsageError for all misfits.
 
-    model: a DecoderConfig.
+    model: a ModelConfig.
     """
     found, problems = [], []
     for where, text in texts:

@@ -65,7 +65,7 @@ class Rotation:
 class Attention:
     """softmax(q k^T / sqrt(d)) v, where positions determine which keys a query may see.
 
-    config: a completed DecoderConfig. rotation: rotates q and k by their positions; None if the
+    config: a completed ModelConfig. rotation: rotates q and k by their positions; None if the
     embedding has already added these.
     """
 

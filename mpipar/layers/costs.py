@@ -173,13 +173,11 @@ def product_cost(
     outer: str,
     rows: str = "B*T",
     *,
-    patch: str = "",
     again: bool = True,
 ) -> Cost:
     """Return the Cost of a product and its cut. inner, outer: letters of its whole widths.
 
-    patch: for a convolution, what the rows of the product's matrix have besides `inner`. again: see
-    Barrier.
+    again: see Barrier.
     """
     one, widths = CUTS[cut], sides(cut, inner, outer)
     held = "B*t" if one.tokens_are_cut else rows
@@ -188,9 +186,9 @@ def product_cost(
     x, y = array(held if pieces else rows, widths["x"][1]), array(rows, widths["y"][1])
     pairs = [(one, other) for one in widths["x"][0] for other in widths["y"][0]]
     return Cost(
-        ((rows + patch, widths["x"][0], widths["y"][0]),),
+        ((rows, widths["x"][0], widths["y"][0]),),
         total(term("*".join(pair)) for pair in pairs),
-        total(term(f"{rows}{patch}*{'*'.join(pair)}", 2) for pair in pairs),
+        total(term(f"{rows}*{'*'.join(pair)}", 2) for pair in pairs),
         stash=x,
         kept=total((x, y)),
         barriers=tuple(
@@ -205,7 +203,7 @@ def token_barriers(
 ) -> tuple[Barrier, ...]:
     """Return the barriers of a layer that gathers held tokens in one phase and scatters in another.
 
-    rows: letters of all rows, which are those of all tokens, or of images.
+    rows: letters of all rows.
     """
     kinds = {scatter: held.scatters, gather: held.gathers}
     return tuple(

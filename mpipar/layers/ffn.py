@@ -61,14 +61,13 @@ class FeedForward:
         name: str,
         cuts: tuple[str, str],
         rows: str = "B*T",
-        patch: str = "",
         width: str = "F",
     ) -> Cost:
-        """Return its Cost. rows, patch: see `product_cost`. width: the letter of its own width."""
+        """Return its Cost. rows: see `product_cost`. width: the letter of its own width."""
         wide = "".join(width for _ in cls.tensors)  # the letters of what the first product computes
-        up = product_cost(f"{name}.up", cuts[0], "D", wide, rows, patch=patch)
+        up = product_cost(f"{name}.up", cuts[0], "D", wide, rows)
         h = array(rows, sides(cuts[0], "D", wide)["y"][1])
-        down = product_cost(f"{name}.down", cuts[1], width, "D", rows, patch=patch, again=False)
+        down = product_cost(f"{name}.down", cuts[1], width, "D", rows, again=False)
         if not cls.keeps_input_of_down:
             down = down._replace(stash=NOTHING, remade=down.stash)
         return together(up, Cost(stash=h), down)

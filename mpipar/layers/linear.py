@@ -13,7 +13,7 @@ from mpipar.layers.param import Param
 from mpipar.layers.stash import Stash
 from mpipar.ops.signature import Array
 from mpipar.partition import CUTS, Sizes
-from mpipar.partition.contracts import Here, Product
+from mpipar.partition.contracts import Here
 
 Shape = tuple[int, ...]
 
@@ -53,7 +53,6 @@ class Linear:
     ) -> None:
         self.ops, self.name, self.comm = context.ops, name, context.tp
         self.cut = CUTS[cut]
-        self.product: Product = context.ops  # a convolution has its own
         outputs = out_shape if isinstance(out_shape, Mapping) else {name: (out_shape, "tp")}
         in_first = rows == "in" and len(outputs) == 1
         weights, biases = [], []
@@ -100,7 +99,7 @@ class Linear:
 
         A device may then compute both in one function.
         """
-        return self.comm.size == 1 and self.product is self.ops
+        return self.comm.size == 1
 
     def matrix(self, kind: str) -> Array:
         """Return the weights, or their gradients, as one matrix (K, N): a view."""
@@ -118,7 +117,7 @@ class Linear:
         sizes = self.sizes
         if self.cut.tokens_are_cut:
             sizes = sizes._replace(tokens=stash.batch.shape[1])
-        return Here(self.product, self.ops, self.comm, self.name, sizes)
+        return Here(self.ops, self.comm, self.name, sizes)
 
     def forward(self, x: Array, stash: Stash, residual: Array | None = None) -> Array:
         """Return y (.., N) of x (.., K), with local sizes as the cut leaves them.

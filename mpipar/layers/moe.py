@@ -42,7 +42,7 @@ class Router:
     --routing replaces the choice by one that depends on the place in a row, see data/routing.py.
     The probabilities and gradients are still the router's.
 
-    config: a completed DecoderConfig.
+    config: a completed ModelConfig.
     """
 
     def __init__(self, context: Context, name: str, config: Any, std: float) -> None:
@@ -141,7 +141,7 @@ class Router:
 class MixtureOfExperts:
     """y = sum over the chosen experts e of p_e down_e(activation(up_e(x))).
 
-    config: a completed DecoderConfig. up holds (E, F, D), or (E, 2, F, D) for gate and up; down
+    config: a completed ModelConfig. up holds (E, F, D), or (E, 2, F, D) for gate and up; down
     holds (E, D, F).
     """
 

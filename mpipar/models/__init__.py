@@ -1,23 +1,15 @@
-"""Models as sequences of layers, split into the stages that a pipeline runs.
-
-A model is a module with `Stage`, `BLOCKS`, `unit_costs`, `letters`, `LETTERS`, `describe_model`,
-`ENTRY` and `CUT`. The data it reads is handled by mpipar/data, its form on disk by
-mpipar/checkpoint.
-"""
+"""The decoder as a sequence of layers, split into the stages that a pipeline runs."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from types import ModuleType
 from typing import Protocol
 
 from mpipar.config.model import ModelConfig
 from mpipar.config.sections import Config
 from mpipar.layers.costs import value
-from mpipar.models import convnet, decoder
+from mpipar.models.decoder import letters, unit_costs
 from mpipar.models.split import Split, UnitFlops, balanced_layers
-
-MODELS = {"decoder": decoder, "convnet": convnet}
 
 
 class Placed(Protocol):
@@ -27,15 +19,10 @@ class Placed(Protocol):
     def stages_by_rank(self) -> Sequence[Sequence[int]]: ...
 
 
-def model_of(config: ModelConfig) -> ModuleType:
-    """Return the module of a ModelConfig's model."""
-    return MODELS[config.model]
-
-
 def unit_flops(config: ModelConfig) -> UnitFlops:
-    """Return the FLOPs of a ModelConfig's units in a forward pass, per image or per token."""
-    model, config = model_of(config), config.completed()
-    units, sizes = model.unit_costs(config), model.letters(config, 1, 1, 1) | {"T": 1}
+    """Return the FLOPs of a ModelConfig's units in a forward pass, per token."""
+    config = config.completed()
+    units, sizes = unit_costs(config), letters(config, 1, 1, 1) | {"T": 1}
     return UnitFlops(
         value(units.entry.flops, sizes),
         tuple(value(block.flops, sizes) for block in units.blocks),

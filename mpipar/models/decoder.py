@@ -15,7 +15,7 @@ from dataclasses import replace
 from typing import Any
 
 from mpipar.comm.grid import chunk_size
-from mpipar.config.model import DecoderConfig
+from mpipar.config.model import ModelConfig
 from mpipar.files.text import counted
 from mpipar.layers.attention import Attention, Rotation
 from mpipar.layers.context import Context
@@ -44,7 +44,7 @@ TOKENS = "embedding.tokens"  # the table that a tied head shares
 
 
 def dense_block(
-    context: Context, config: DecoderConfig, index: int, rotation: Rotation | None
+    context: Context, config: ModelConfig, index: int, rotation: Rotation | None
 ) -> list[Layer]:
     """Return the layers of a pre-norm block whose tokens all pass the same feed-forward network.
 
@@ -57,7 +57,7 @@ def dense_block(
 
 
 def expert_block(
-    context: Context, config: DecoderConfig, index: int, rotation: Rotation | None
+    context: Context, config: ModelConfig, index: int, rotation: Rotation | None
 ) -> list[Layer]:
     """Return the layers of a pre-norm block with experts, and perhaps a shared network."""
     branch: Any = MixtureOfExperts(
@@ -69,7 +69,7 @@ def expert_block(
     return block_around(context, config, index, rotation, branch)
 
 
-def out_std(config: DecoderConfig) -> float:
+def out_std(config: ModelConfig) -> float:
     """Return the standard deviation of the weights that end residual branches.
 
     As in GPT-2, it is smaller so that the stream's variance does not grow with depth.
@@ -77,7 +77,7 @@ def out_std(config: DecoderConfig) -> float:
     return STD / math.sqrt(2 * config.layers)
 
 
-def feed_forward(context: Context, config: DecoderConfig, name: str, ffn: int) -> FeedForward:
+def feed_forward(context: Context, config: ModelConfig, name: str, ffn: int) -> FeedForward:
     """Return a feed-forward network of this width."""
     return FFNS[config.activation](
         context,
@@ -94,7 +94,7 @@ def feed_forward(context: Context, config: DecoderConfig, name: str, ffn: int) -
 
 def block_around(
     context: Context,
-    config: DecoderConfig,
+    config: ModelConfig,
     index: int,
     rotation: Rotation | None,
     branch: Any,
@@ -107,12 +107,12 @@ def block_around(
     return [Residual(norm1, attn), Residual(norm2, branch)]
 
 
-def dense_cost(config: DecoderConfig, method: str | None, scores: bool, dispatch: str) -> Cost:
+def dense_cost(config: ModelConfig, method: str | None, scores: bool, dispatch: str) -> Cost:
     """Return the Cost of a dense block. method, scores: see `Attention.cost`."""
     return cost_around(config, method, scores, ffn_cost(config, "block*.ffn"))
 
 
-def expert_cost(config: DecoderConfig, method: str | None, scores: bool, dispatch: str) -> Cost:
+def expert_cost(config: ModelConfig, method: str | None, scores: bool, dispatch: str) -> Cost:
     """Return the Cost of a block with experts. method, scores: see `Attention.cost`."""
     held = holder(config.sequence_parallel, config.tp_matmul)
     parts = [
@@ -125,14 +125,14 @@ def expert_cost(config: DecoderConfig, method: str | None, scores: bool, dispatc
     return cost_around(config, method, scores, *parts)
 
 
-def ffn_cost(config: DecoderConfig, name: str, width: str = "F") -> Cost:
+def ffn_cost(config: ModelConfig, name: str, width: str = "F") -> Cost:
     """Return the Cost of a feed-forward network whose width is this letter."""
     held = holder(config.sequence_parallel, config.tp_matmul)
     cuts = held.cuts if config.ffn_cut == "pair" else (config.ffn_cut,) * 2
     return FFNS[config.activation].cost(name, cuts, width=width)
 
 
-def cost_around(config: DecoderConfig, method: str | None, scores: bool, *branch: Cost) -> Cost:
+def cost_around(config: ModelConfig, method: str | None, scores: bool, *branch: Cost) -> Cost:
     """Return the Cost of a block: attention, then the branch."""
     held = holder(config.sequence_parallel, config.tp_matmul)
     norm = NORMS[config.norm].cost(held.rows)
@@ -145,13 +145,13 @@ BLOCKS = {
 }
 
 
-def norm_layer(context: Context, name: str, config: DecoderConfig) -> Norm:
+def norm_layer(context: Context, name: str, config: ModelConfig) -> Norm:
     """Return the norm over the model width that the config names."""
     return NORMS[config.norm](context, name, config.d_model, config.norm_eps)
 
 
 def shared_table(
-    context: Context, name: str, config: DecoderConfig, tables: dict[str, Param]
+    context: Context, name: str, config: ModelConfig, tables: dict[str, Param]
 ) -> Param:
     """Return the (V, D) table of this name, cut by vocabulary: token embedding or LM head.
 
@@ -172,7 +172,7 @@ def shared_table(
 
 
 def unit_costs(
-    config: DecoderConfig,
+    config: ModelConfig,
     method: str | None = None,
     scores: bool = False,
     dispatch: str = "all-to-all",
@@ -188,7 +188,7 @@ def unit_costs(
 
 
 def letters(
-    config: DecoderConfig, rows: int, tp: int, cp: int, table_multiple: int = 1
+    config: ModelConfig, rows: int, tp: int, cp: int, table_multiple: int = 1
 ) -> dict[str, float]:
     """Return the sizes of LETTERS for a microbatch of `rows` rows on a rank, except e and s.
 
@@ -222,7 +222,7 @@ def letters(
     }
 
 
-def describe_model(config: DecoderConfig) -> str:
+def describe_model(config: ModelConfig) -> str:
     """Return the sizes of a resolved ModelConfig, for a headline, and how it differs from GPT-2."""
     one = config.completed()
     assert one.head_dim, "completed"
@@ -251,7 +251,7 @@ class Stage(LayerRun):
     def __init__(
         self,
         context: Context,
-        config: DecoderConfig,
+        config: ModelConfig,
         stage: int,
         stage_layers: tuple[int, ...],
         tables: dict[str, Param],

@@ -16,7 +16,7 @@ Split = tuple[int, ...]  # blocks of each stage
 class UnitFlops(NamedTuple):
     """FLOPs of the products in a forward pass: before the blocks, of each block, of the head.
 
-    They are per image or per token; only their ratios matter.
+    They are per token; only their ratios matter.
     """
 
     entry: float

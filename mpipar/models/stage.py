@@ -27,8 +27,7 @@ class LayerRun:
 
     units: lists of layers. A unit is what comes before the blocks, a block, or what comes after
     them. flats: see `flats_of`. loss: the last layer on the last stage, else None. elsewhere: names
-    of parameters that another stage's buffers hold. width: of the stream between stages. places:
-    height and width of an image in it; () for the tokens of a batch that this rank holds.
+    of parameters that another stage's buffers hold. width: of the stream between stages.
 
     Every pass takes the object that runs it, `engine`, and calls engine.enter(unit) before it
     touches a unit and engine.leave(unit) when it is done with it. Units are counted from the first.
@@ -40,14 +39,13 @@ class LayerRun:
         stage: int,
         units: Sequence[Sequence[Layer]],
         width: int,
-        places: tuple[int, ...] = (),
         *,
         loss: CrossEntropy | None = None,
         elsewhere: Collection[str] = (),
     ):
         self.ops, self.stage, self.units, self.loss = context.ops, stage, units, loss
         self.recorder, self.factor = context.comms.recorder, context.factor
-        self.held, self.width, self.places = context.held, width, places
+        self.held, self.width = context.held, width
         # There is one Param per name: a tied table may be in two layers here, or belong to another
         # stage's buffers. Its gradient is complete with that of the first unit that has it.
         own: dict[str, Param] = {}
@@ -64,9 +62,8 @@ class LayerRun:
         return [param for flat in self.flats for param in flat.params]
 
     def in_shape(self, batch: Any) -> tuple[int, ...]:
-        """Return the shape of activations between stages: (B, tokens held, D) or (B, P, Q, D)."""
-        places = self.places or (self.held.length(batch.shape[1]),)
-        return (batch.shape[0], *places, self.width)
+        """Return the shape of activations between stages: (B, tokens held, D)."""
+        return (batch.shape[0], self.held.length(batch.shape[1]), self.width)
 
     def set_loss_scale(self, scale: float) -> None:
         """Set the factor of the losses' gradients: loss scale / targets in the global batch."""

@@ -926,69 +926,6 @@ class ArrayOps:
             best[:, 0, 0] = top  # NaN if any logit is
         return best
 
-    # Images: patches of a convolution, and pooling. B images, H and W their height and width, k the
-    # width of a square kernel. P and Q are the height and width of the result. C channels come
-    # last, so that a product over channels reads neighbouring numbers.
-
-    @shapes("x[BHWC] kernel stride padding -> y[BPQK]")
-    def unfold_forward(self, x: Array, kernel: int, stride: int, padding: int) -> Array:
-        """Return the patch (k, k, C) under every place of the kernel: (B, P, Q, k*k*C) of x.
-
-        The edges of x (B, H, W, C) are padded with `padding` zeros.
-        """
-        batch, height, width, channels = x.shape
-        sides = [out_length(length, kernel, stride, padding) for length in (height, width)]
-        padded = self.zeros((batch, height + 2 * padding, width + 2 * padding, channels))
-        padded[:, padding : padding + height, padding : padding + width] = x
-        patches = self.empty((batch, *sides, kernel, kernel, channels))
-        for (i, j), view in _windows(padded, sides, kernel, stride):
-            patches[:, :, :, i, j] = view
-        return patches.reshape(batch, *sides, -1)
-
-    @shapes("dy[BPQK] shape=BHWC kernel stride padding -> dx[BHWC]")
-    def unfold_backward_input(
-        self, dy: Array, shape: Shape, kernel: int, stride: int, padding: int
-    ) -> Array:
-        """Return dx of x's shape (B, H, W, C): each entry sums over the patches that contain it."""
-        batch, height, width, channels = shape
-        dpadded = self.zeros((batch, height + 2 * padding, width + 2 * padding, channels))
-        dy = dy.reshape(*dy.shape[:3], kernel, kernel, channels)
-        for (i, j), view in _windows(dpadded, dy.shape[1:3], kernel, stride):
-            self.accumulate(view, dy[:, :, :, i, j])
-        dx = dpadded[:, padding : padding + height, padding : padding + width]
-        return self.xp.ascontiguousarray(dx)
-
-    @shapes("x[BHWC] width -> y[BPQC] places[BPQC]:int64")
-    def maxpool_forward(self, x: Array, width: int) -> tuple[Array, Array]:
-        """Return (y, places): maximum and its place in each width x width tile of x (B, H, W, C).
-
-        A remainder at the far edges that is smaller than a tile is dropped.
-        """
-        views = [_tile(x, width, *divmod(place, width)) for place in range(width * width)]
-        tiles = self.xp.stack(views)
-        return tiles.max(axis=0), tiles.argmax(axis=0)
-
-    @shapes("dy[BPQC] places[BPQC] shape=BHWC width -> dx[BHWC]")
-    def maxpool_backward_input(self, dy: Array, places: Array, shape: Shape, width: int) -> Array:
-        """Return dx of x's shape: dy at the place of each (first) maximum, zero elsewhere."""
-        dx = self.zeros(shape)
-        for place in range(width * width):
-            view = _tile(dx, width, *divmod(place, width))
-            view[...] = self.xp.where(places == place, dy, self.scalar(0.0))
-        return dx
-
-    @shapes("x[BHWC] -> y[BC]")
-    def meanpool_forward(self, x: Array) -> Array:
-        """Return the mean over the places of x (B, H, W, C): (B, C)."""
-        return x.mean(axis=(1, 2), dtype=np.float64).astype(x.dtype)
-
-    @shapes("dy[BC] shape=BHWC -> dx[BHWC]")
-    def meanpool_backward_input(self, dy: Array, shape: Shape) -> Array:
-        """Return dx of x's shape (B, H, W, C): an equal share of dy (B, C) for every place."""
-        dx = self.empty(shape)
-        dx[...] = (dy * self.scalar(1.0 / (shape[1] * shape[2])))[:, None, None]
-        return dx
-
     # Updates of flat buffers in place.
 
     @shapes("data[..]+ grad[..] rate ->")
@@ -1107,28 +1044,6 @@ def _heads_first(x: Array) -> Array:
 def valid_columns(logits: Array, start: int, num_valid: int) -> int:
     """Return the number of leading columns of a shard that are not padding."""
     return min(max(num_valid - start, 0), int(logits.shape[1]))
-
-
-def out_length(length: int, kernel: int, stride: int, padding: int) -> int:
-    """Return the number of places of a kernel along one side of an image."""
-    return (length + 2 * padding - kernel) // stride + 1
-
-
-def _windows(
-    padded: Array, sides: Sequence[int], kernel: int, stride: int
-) -> Iterator[tuple[tuple[int, int], Array]]:
-    """Yield ((i, j), the entries of padded under entry i, j of the kernel at all its places)."""
-    for i in range(kernel):
-        for j in range(kernel):
-            rows = slice(i, i + stride * (sides[0] - 1) + 1, stride)
-            columns = slice(j, j + stride * (sides[1] - 1) + 1, stride)
-            yield (i, j), padded[:, rows, columns]
-
-
-def _tile(x: Array, width: int, row: int, column: int) -> Array:
-    """Return entry (row, column) of each whole tile of x (B, H, W, C), as a view."""
-    rows, columns = (length // width * width for length in x.shape[1:3])
-    return x[:, row:rows:width, column:columns:width]
 
 
 def rope_table(length: int, width: int, theta: float, scaling: Sequence[float]) -> np.ndarray:

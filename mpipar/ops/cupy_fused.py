@@ -1,6 +1,6 @@
 """The array functions on a GPU in fused kernels: `--kernels fused`, the default of `--device cuda`.
 
-Products, embeddings and images are those of `cupy_ops`. Every chain of elementwise functions and
+Products and embeddings are those of `cupy_ops`. Every chain of elementwise functions and
 sums between them is one kernel of `ops/cuda`. The kernels read and round 16-bit operands
 themselves, and compute in float32. There are no such kernels for float64.
 """

@@ -8,12 +8,12 @@ results.
 
 import math
 from collections import Counter
-from collections.abc import Callable, Mapping, Sequence
-from typing import Any, TypeAlias
+from collections.abc import Mapping, Sequence
+from typing import Any
 
 import numpy as np
 
-from mpipar.ops.array_ops import ArrayOps, out_length
+from mpipar.ops.array_ops import ArrayOps
 from mpipar.ops.cuda.attention import parts_shape
 from mpipar.ops.functions import EPILOGUES, Ops, flops
 from mpipar.ops.numpy_ops import GAP, PRODUCT_TILE, QUERY_TILE, part_sizes
@@ -151,15 +151,10 @@ class ShapeOps(Ops):
             return getattr(ArrayOps, function.name)(self, *arguments, **named)  # one after another
         given = function.bind(arguments, named)
         sizes = function.sizes(given)
-        more, scratch = IMAGE_SIZES.get(function.name, _no_image)(sizes, given)
-        for letter, length in more.items():
-            assert sizes.setdefault(letter, length) == length, (function.text, letter, sizes, more)
         if count := flops(function.name, sizes):
             self._count(count)
-        held = [self.empty(shape) for shape in scratch]
         real = [x.dtype for _, x in function.arrays(given) if x.dtype.kind not in "iu"]
         results = tuple(self._result(part, sizes, given, real) for part in function.gives)
-        del held
         return results if len(results) > 1 else results[0] if results else None
 
     def _result(
@@ -294,42 +289,3 @@ class ShapeOps(Ops):
         ):
             for name in names:
                 self._lend(name, rows * size)
-
-
-# What the lines of functions cannot say: (sizes that follow from a window, shapes of scratch).
-Sizes: TypeAlias = Mapping[str, Any]
-More: TypeAlias = tuple[dict[str, int], Sequence[Shape]]
-
-
-def _no_image(sizes: Sizes, given: Sizes) -> More:
-    """Return (no more sizes, no scratch arrays)."""
-    return {}, ()
-
-
-def _unfold_sizes(sizes: Sizes, given: Sizes) -> More:
-    kernel, stride, padding = (given[name] for name in ("kernel", "stride", "padding"))
-    batch, height, width, channels = (sizes[letter] for letter in "BHWC")
-    more = {
-        "P": out_length(height, kernel, stride, padding),
-        "Q": out_length(width, kernel, stride, padding),
-        "K": kernel * kernel * channels,
-    }
-    padded = (batch, height + 2 * padding, width + 2 * padding, channels)
-    # Without padding the gradient is the scratch array itself.
-    return more, [padded] if padding or "dy" not in given else []
-
-
-def _maxpool_sizes(sizes: Sizes, given: Sizes) -> More:
-    batch, height, width, channels = (sizes[letter] for letter in "BHWC")
-    side = given["width"]
-    more = {"P": height // side, "Q": width // side}
-    tiles = (side * side, batch, *more.values(), channels)
-    return more, [] if "dy" in given else [tiles]
-
-
-IMAGE_SIZES: dict[str, Callable[[Sizes, Sizes], More]] = {
-    "unfold_forward": _unfold_sizes,
-    "unfold_backward_input": _unfold_sizes,
-    "maxpool_forward": _maxpool_sizes,
-    "maxpool_backward_input": _maxpool_sizes,
-}

@@ -18,14 +18,14 @@ barriers = (("I", "all_reduce", "x"),)
 
 def forward(here: Here, x: Array, w: Array) -> Array:
     """Return y (.., N/q) of x (.., K)."""
-    return here.product.matmul(x, w)
+    return here.ops.matmul(x, w)
 
 
 def backward_input(here: Here, dy: Array, w: Array) -> tuple[Array, Array]:
     """Return dx (.., K), summed over the columns of all ranks. Comm: one all_reduce of dx."""
-    return here.comm.all_reduce(here.product.matmul_nt(dy, w), here.name), dy
+    return here.comm.all_reduce(here.ops.matmul_nt(dy, w), here.name), dy
 
 
 def backward_weight(here: Here, x: Array, dy: Array, dw: Array) -> None:
     """Add x^T dy to dw (K, N/q)."""
-    here.product.matmul_tn_add(x, dy, dw)
+    here.ops.matmul_tn_add(x, dy, dw)

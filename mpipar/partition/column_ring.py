@@ -22,7 +22,7 @@ def forward(here: Here, x: Array, w: Array) -> Array:
     y = here.ops.empty((x.shape[0], here.sizes.tokens, w.shape[1]))
     for place, block in ring.pieces(here.ops, x, here.comm, here.name):
         own = y[:, chunk_slice(here.sizes.tokens, here.comm.size, place)]
-        here.ops.copy(own, here.product.matmul(block[:, : own.shape[1]], w))
+        here.ops.copy(own, here.ops.matmul(block[:, : own.shape[1]], w))
     return y
 
 
@@ -31,7 +31,7 @@ def backward_input(here: Here, dy: Array, w: Array) -> tuple[Array, Array]:
 
     def part(place: int) -> Array:
         rows = chunk_slice(here.sizes.tokens, here.comm.size, place)
-        dx = here.product.matmul_nt(dy[:, rows], w)
+        dx = here.ops.matmul_nt(dy[:, rows], w)
         return chunks.pad(here.ops, dx, 1, chunk_size(here.sizes.tokens, here.comm.size))
 
     return ring.total(here.ops, part, here.comm, here.name), dy
@@ -48,4 +48,4 @@ def backward_weight(here: Here, x: Array, dy: Array, dw: Array) -> None:
     for place, block in ring.pieces(here.ops, x, here.comm, here.name):
         own = whole[:, chunk_slice(here.sizes.tokens, here.comm.size, place)]
         here.ops.copy(own, block[:, : own.shape[1]])
-    here.product.matmul_tn_add(whole, dy, dw)
+    here.ops.matmul_tn_add(whole, dy, dw)

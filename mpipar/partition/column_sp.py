@@ -20,15 +20,15 @@ barriers = (("F", "all_gather", "x"), ("I", "reduce_scatter", "x"), ("W", "all_g
 def forward(here: Here, x: Array, w: Array) -> Array:
     """Return y (B, T, N/q) of x (B, T/q, K). Comm: one all_gather of x."""
     x = held.gather(here.ops, x, here.sizes.tokens, here.comm, here.name)
-    return here.product.matmul(x, w)
+    return here.ops.matmul(x, w)
 
 
 def backward_input(here: Here, dy: Array, w: Array) -> tuple[Array, Array]:
     """Return dx (B, T/q, K), summed over all ranks' columns. Comm: one reduce_scatter of dx."""
-    return held.scatter(here.ops, here.product.matmul_nt(dy, w), here.comm, here.name), dy
+    return held.scatter(here.ops, here.ops.matmul_nt(dy, w), here.comm, here.name), dy
 
 
 def backward_weight(here: Here, x: Array, dy: Array, dw: Array) -> None:
     """Add x^T dy over all tokens to dw (K, N/q). Comm: one all_gather of x."""
     x = held.gather(here.ops, x, here.sizes.tokens, here.comm, here.name)
-    here.product.matmul_tn_add(x, dy, dw)
+    here.ops.matmul_tn_add(x, dy, dw)

@@ -1,4 +1,4 @@
-"""The interfaces of this folder as types: a product, the cuts of one, and attention over cp.
+"""The interfaces of this folder as types: the cuts of a product, and attention over cp.
 
 A cut is a module, or an object, with three functions. Its barriers are visible lines in them:
 
@@ -8,8 +8,7 @@ A cut is a module, or an object, with three functions. Its barriers are visible 
 
 here: what this rank computes and sends with, see `Here`. w (K, N) is this rank's shard. If the
 group does not divide a width, every shard has the size of the first, and the last ones are padded
-with zeros, which change no product (see chunks.py). A convolution's w has the rows of a patch for
-each channel, so a cut must rely on the last axis of x and not on the first axis of w.
+with zeros, which change no product (see chunks.py).
 """
 
 from __future__ import annotations
@@ -24,22 +23,6 @@ from mpipar.ops.signature import Array, ThreeArrays
 Saved: TypeAlias = tuple[Array, ...]  # what the backward pass needs from the forward pass
 Out: TypeAlias = ThreeArrays  # arrays that a function writes to
 Group = TypeVar("Group")
-
-
-class Product(Protocol):
-    """y = x w and its two gradients on one rank. The matrix product is that of the array functions.
-
-    A convolution has its own, over every patch of x.
-    """
-
-    def matmul(self, x: Array, w: Array, /) -> Array:
-        """Return y = x w."""
-
-    def matmul_nt(self, dy: Array, w: Array, /) -> Array:
-        """Return dx = dy w^T."""
-
-    def matmul_tn_add(self, x: Array, dy: Array, dw: Array, /) -> None:
-        """Add x^T dy to dw."""
 
 
 class Sizes(NamedTuple):
@@ -68,13 +51,11 @@ class Mesh(NamedTuple):
 class OnRank(NamedTuple, Generic[Group]):
     """What a cut of one product works with on this rank.
 
-    product: the multiplication itself. ops: all array functions, for everything that a cut does
-    with x and y besides multiplying. comm: the group or, for the cuts of MESH_CUTS, a `Mesh` of
-    groups. name: of the barriers. sizes: those of the uncut product; only the cuts that join pieces
-    read them (gather, reduce, *_sp, *_ring).
+    ops: all array functions. comm: the group or, for the cuts of MESH_CUTS, a `Mesh` of groups.
+    name: of the barriers. sizes: those of the uncut product; only the cuts that join pieces read
+    them (gather, reduce, *_sp, *_ring).
     """
 
-    product: Product
     ops: Ops
     comm: Group
     name: str

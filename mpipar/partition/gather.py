@@ -20,16 +20,16 @@ barriers = (("F", "all_gather", "y"), ("I", "all_reduce", "x"))
 
 def forward(here: Here, x: Array, w: Array) -> Array:
     """Return y (.., N) of x (.., K). Comm: one all_gather of y."""
-    pieces = here.comm.all_gather(here.product.matmul(x, w), here.name)  # (q, .., N/q)
+    pieces = here.comm.all_gather(here.ops.matmul(x, w), here.name)  # (q, .., N/q)
     return chunks.join(here.ops, pieces, -1, here.sizes.outer)
 
 
 def backward_input(here: Here, dy: Array, w: Array) -> tuple[Array, Array]:
     """Return dx (.., K), summed over all ranks' columns of dy. Comm: one all_reduce of dx."""
-    dx = here.product.matmul_nt(chunks.local_chunk(here.ops, dy, -1, here.comm), w)
+    dx = here.ops.matmul_nt(chunks.local_chunk(here.ops, dy, -1, here.comm), w)
     return here.comm.all_reduce(dx, here.name), dy
 
 
 def backward_weight(here: Here, x: Array, dy: Array, dw: Array) -> None:
     """Add x^T (own columns of dy (.., N)) to dw (K, N/q)."""
-    here.product.matmul_tn_add(x, chunks.local_chunk(here.ops, dy, -1, here.comm), dw)
+    here.ops.matmul_tn_add(x, chunks.local_chunk(here.ops, dy, -1, here.comm), dw)

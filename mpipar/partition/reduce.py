@@ -25,10 +25,10 @@ def forward(here: Here, x: Array, w: Array) -> Array:
 
 def backward_input(here: Here, dy: Array, w: Array) -> tuple[Array, Array]:
     """Return dx (.., K) of dy (.., N). Comm: one all_gather of dx."""
-    pieces = here.comm.all_gather(here.product.matmul_nt(dy, w), here.name)  # (q, .., K/q)
+    pieces = here.comm.all_gather(here.ops.matmul_nt(dy, w), here.name)  # (q, .., K/q)
     return chunks.join(here.ops, pieces, -1, here.sizes.inner), dy
 
 
 def backward_weight(here: Here, x: Array, dy: Array, dw: Array) -> None:
     """Add (own channels of x)^T dy to dw (K/q, N)."""
-    here.product.matmul_tn_add(chunks.local_chunk(here.ops, x, -1, here.comm), dy, dw)
+    here.ops.matmul_tn_add(chunks.local_chunk(here.ops, x, -1, here.comm), dy, dw)

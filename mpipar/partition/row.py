@@ -18,14 +18,14 @@ barriers = (("F", "all_reduce", "y"),)
 
 def forward(here: Here, x: Array, w: Array) -> Array:
     """Return y (.., N), summed over all ranks' channels. Comm: one all_reduce of y."""
-    return here.comm.all_reduce(here.product.matmul(x, w), here.name)
+    return here.comm.all_reduce(here.ops.matmul(x, w), here.name)
 
 
 def backward_input(here: Here, dy: Array, w: Array) -> tuple[Array, Array]:
     """Return dx (.., K/q) of dy (.., N)."""
-    return here.product.matmul_nt(dy, w), dy
+    return here.ops.matmul_nt(dy, w), dy
 
 
 def backward_weight(here: Here, x: Array, dy: Array, dw: Array) -> None:
     """Add x^T dy to dw (K/q, N)."""
-    here.product.matmul_tn_add(x, dy, dw)
+    here.ops.matmul_tn_add(x, dy, dw)

@@ -21,7 +21,7 @@ def forward(here: Here, x: Array, w: Array) -> Array:
 
     def part(place: int) -> Array:
         rows = chunk_slice(here.sizes.tokens, here.comm.size, place)
-        y = here.product.matmul(x[:, rows], w)
+        y = here.ops.matmul(x[:, rows], w)
         return chunks.pad(here.ops, y, 1, chunk_size(here.sizes.tokens, here.comm.size))
 
     return ring.total(here.ops, part, here.comm, here.name)
@@ -35,10 +35,10 @@ def backward_input(here: Here, dy: Array, w: Array) -> tuple[Array, Array]:
         rows = chunk_slice(here.sizes.tokens, here.comm.size, place)
         own = whole[:, rows]
         here.ops.copy(own, block[:, : own.shape[1]])
-        here.ops.copy(dx[:, rows], here.product.matmul_nt(own, w))
+        here.ops.copy(dx[:, rows], here.ops.matmul_nt(own, w))
     return dx, whole
 
 
 def backward_weight(here: Here, x: Array, dy: Array, dw: Array) -> None:
     """Add x^T dy over all tokens to dw (K/q, N)."""
-    here.product.matmul_tn_add(x, dy, dw)
+    here.ops.matmul_tn_add(x, dy, dw)

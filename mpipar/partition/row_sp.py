@@ -19,15 +19,15 @@ barriers = (("F", "reduce_scatter", "y"), ("I", "all_gather", "y"))
 
 def forward(here: Here, x: Array, w: Array) -> Array:
     """Return y (B, T/q, N), summed over all ranks' channels. Comm: one reduce_scatter of y."""
-    return held.scatter(here.ops, here.product.matmul(x, w), here.comm, here.name)
+    return held.scatter(here.ops, here.ops.matmul(x, w), here.comm, here.name)
 
 
 def backward_input(here: Here, dy: Array, w: Array) -> tuple[Array, Array]:
     """Return dx (B, T, K/q) of dy (B, T/q, N), and dy of all tokens. Comm: one all_gather of dy."""
     dy = held.gather(here.ops, dy, here.sizes.tokens, here.comm, here.name)
-    return here.product.matmul_nt(dy, w), dy
+    return here.ops.matmul_nt(dy, w), dy
 
 
 def backward_weight(here: Here, x: Array, dy: Array, dw: Array) -> None:
     """Add x^T dy over all tokens to dw (K/q, N)."""
-    here.product.matmul_tn_add(x, dy, dw)
+    here.ops.matmul_tn_add(x, dy, dw)

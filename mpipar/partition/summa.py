@@ -32,7 +32,7 @@ def forward(here: HereOnMesh, x: Array, w: Array) -> Array:
     x_blocks, w_blocks = _blocks(here, rows, here.comm.row), _blocks(here, w, here.comm.column)
     for x_block, w_block in zip(x_blocks, w_blocks, strict=True):
         # y += x w, where x is the transpose of x^T.
-        here.product.matmul_tn_add(x_block.T, w_block, y)
+        here.ops.matmul_tn_add(x_block.T, w_block, y)
     return y.reshape(*x.shape[:-1], w.shape[1])
 
 
@@ -43,7 +43,7 @@ def backward_input(here: HereOnMesh, dy: Array, w: Array) -> tuple[Array, Array]
     """
     dx, row = None, here.comm.row
     for root, w_block in enumerate(_blocks(here, w, here.comm.column)):
-        part = row.reduce(here.product.matmul_nt(dy, w_block), root, here.name)
+        part = row.reduce(here.ops.matmul_nt(dy, w_block), root, here.name)
         dx = part if row.index == root else dx
     return dx, dy
 
@@ -53,7 +53,7 @@ def backward_weight(here: HereOnMesh, x: Array, dy: Array, dw: Array) -> None:
     rows, column = x.reshape(-1, x.shape[-1]), here.comm.column
     for root, x_block in enumerate(_blocks(here, rows, here.comm.row)):
         part = here.ops.zeros(dw.shape)
-        here.product.matmul_tn_add(x_block, dy.reshape(-1, dy.shape[-1]), part)
+        here.ops.matmul_tn_add(x_block, dy.reshape(-1, dy.shape[-1]), part)
         part = column.reduce(part, root, here.name)
         if column.index == root:
             here.ops.accumulate(dw, part)

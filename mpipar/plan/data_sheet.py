@@ -43,20 +43,12 @@ def machine_of(text: str, configs: Sequence[Config]) -> Machine:
 
 def from_data_sheet(cluster: Cluster, configs: Sequence[Config]) -> Machine:
     """Return the Machine of resolved configs, with one device per rank. Raises UsageError."""
-    dtype, model = configs[0].run.dtype, configs[0].model.model
-    wrong = []
-    if model != "decoder":
-        wrong.append(
-            f"--machine {cluster.name}: a data sheet predicts decoders, and this is a"
-            f" {model}; measure it with python -m bench.calibrate"
-        )
+    dtype = configs[0].run.dtype
     if dtype not in cluster.peak_tflops:
-        wrong.append(
+        raise UsageError(
             f"--dtype {dtype}: {cluster.name} has no rate for it; use one of"
             f" {', '.join(one for one in FORMATS if one in cluster.peak_tflops)}"
         )
-    if wrong:
-        raise UsageError(wrong)
     cluster, stack = cluster.with_dtype(dtype), STACKS["mpipar"].with_dtype(dtype)
     ranks = max(config.grid.num_ranks for config in configs)
     strides: dict[int, int] = {ranks: 1}  # of groups by their size: the widest

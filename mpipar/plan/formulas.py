@@ -12,13 +12,14 @@ from typing import NamedTuple
 import ml_dtypes  # noqa: F401 - registers bfloat16 with NumPy
 import numpy as np
 
-from mpipar import models
 from mpipar.comm.grid import chunk_size
 from mpipar.comm.record import family
 from mpipar.data.routing import shares
 from mpipar.data.rows import rows_per_microbatch
 from mpipar.layers.context import recomputed_blocks
 from mpipar.layers.costs import KINDS, Barrier, Letters, Sum, total, value
+from mpipar.models.decoder import LETTERS, unit_costs
+from mpipar.models.decoder import letters as letters_of
 from mpipar.models.stage import UnitCosts, stage_parts
 from mpipar.ops import shapes_for
 from mpipar.partition.context import keeps_scores
@@ -50,15 +51,15 @@ SENDS = {  # --expert-dispatch: (formula, how many times its tokens a rank sends
 
 def units_of(config) -> tuple[UnitCosts, Letters]:
     """Return the costs of a resolved config's units, and the sizes of a rank."""
-    model, grid, (e, s) = models.model_of(config.model), config.grid, bytes_of_numbers(config)
+    grid, (e, s) = config.grid, bytes_of_numbers(config)
     method, scores = grid.cp_attention if grid.cp > 1 else None, False
     ops = shapes_for(config.run, None)
-    if config.model.whole_heads and config.memory.recompute != "attention":
+    if config.memory.recompute != "attention":
         scores = keeps_scores(method, config.model.head_dim, ops.tiled_head_width)
-    sizes = model.letters(
+    sizes = letters_of(
         config.model, rows_per_microbatch(config), grid.tp, grid.cp, ops.table_multiple
     )
-    costs = model.unit_costs(config.model, method, scores, grid.expert_dispatch)
+    costs = unit_costs(config.model, method, scores, grid.expert_dispatch)
     return costs, sizes | {"e": e, "s": s}
 
 
@@ -130,9 +131,9 @@ def sent(record) -> str:
     return FACTORS.get(record.operation, "1" if record.operation == "send" else "0")
 
 
-def letters(config) -> str:
+def legend(config) -> str:
     """Return the meaning of the formulas' letters and words, for a reader of `mpipar explain`."""
-    found = f"{models.model_of(config.model).LETTERS},\nN numbers of this rank's parameters"
+    found = f"{LETTERS},\nN numbers of this rank's parameters"
     if config.memory.zero:
         found += ", x ranks that shard them, segment by segment"
     if config.memory.zero == 3:

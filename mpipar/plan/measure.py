@@ -15,7 +15,7 @@ from time import perf_counter, sleep, thread_time
 
 import numpy as np
 
-from mpipar import data, models
+from mpipar import models
 from mpipar import ops as ops_module
 from mpipar.comm.facts import gather_facts
 from mpipar.comm.grid import Grid
@@ -24,9 +24,11 @@ from mpipar.comm.hosts import cores_of, in_turns, quiet_barrier
 from mpipar.comm.record import Recorder
 from mpipar.comm.request import NAP_SECONDS
 from mpipar.config.memory import MemoryConfig
+from mpipar.data import rows
 from mpipar.files.text import counted
 from mpipar.layers.context import Context, recompute_options
 from mpipar.layers.stash import Stash
+from mpipar.models.decoder import Stage
 from mpipar.pipeline.costs import Costs
 from mpipar.train.optim import OPTIMIZERS
 from mpipar.train.worker import Worker
@@ -119,7 +121,7 @@ def measure_times(worker, repeats: int, nap: float = 0.0) -> dict:
     Comm: the layers' barriers over tp.
     """
     ops, config = worker.ops, worker.config
-    batch = data.data_of(config.model).blank_batch(ops, config)
+    batch = rows.blank_batch(ops, config)
     # Activations between any two stages have the same shape.
     activation = next(iter(worker.stages.values())).in_shape(batch)
     rng = np.random.default_rng(0)
@@ -159,16 +161,14 @@ def _unit_memory(config) -> dict:
     ops = ops_module.shapes_for(config.run, recorder)
     comms = Comms.solo(ops, Grid.of(config.grid, 0), recorder)
     context = Context(ops, comms, **recompute_options(config))
-    stage = models.model_of(config.model).Stage(
-        context, config.model, 0, (config.model.layers,), {}
-    )
+    stage = Stage(context, config.model, 0, (config.model.layers,), {})
     num_units = config.model.layers + 2
 
     def held():
         """Return the bytes alive, without the scratch that the first unit leaves to all others."""
         return sum(size for label, size in ops.live.items() if label != "scratch")
 
-    batch = data.data_of(config.model).blank_batch(ops, config)
+    batch = rows.blank_batch(ops, config)
     watch = Watch(held)
     watch_passes(stage, watch, [Stash(batch)], None, None)
     kept = {key: sum(rises) for key, rises in watch.taken.items()}

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from mpipar import data
 from mpipar import ops as ops_module
 from mpipar.checkpoint.save import num_elements, own_pieces
 from mpipar.comm.grid import Grid
@@ -68,7 +67,7 @@ def predict(config, world_rank: int, worst_case: bool = False) -> Prediction:
     if config.run.save_async and config.run.device == "cpu":  # a GPU's copy is in host memory
         elements = num_elements(own_pieces(worker))
         snapshot = ops.empty((elements,), ops.statistics, label="snapshot")  # noqa: F841 (held)
-    blank_batch = data.data_of(config.model).blank_batch
+    blank_batch = rows.blank_batch
     worker.train_step(1, lambda mb: blank_batch(ops, config))
     return Prediction(
         world_rank,

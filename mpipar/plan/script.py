@@ -14,12 +14,12 @@ from functools import lru_cache
 from time import perf_counter_ns
 from typing import Any, NamedTuple
 
-from mpipar import data
 from mpipar.comm.grid import Grid
 from mpipar.comm.record import Record, Recorder
 from mpipar.comm.request import Array, Request
 from mpipar.comm.transport import Counts, Exchanged, NoTransport
 from mpipar.config.sections import Config
+from mpipar.data import rows
 from mpipar.plan.predict import worker_on_shapes
 from mpipar.train.build import with_shared_heads
 
@@ -180,7 +180,7 @@ def script_of(config: Config, world_rank: int) -> Script:
     for comm in worker.comms.groups.values():
         if comm.size > 1:
             comm.wire = Listening(worker.ops, notes)
-    blank_batch = data.data_of(config.model).blank_batch
+    blank_batch = rows.blank_batch
     worker.train_step(1, lambda mb: blank_batch(worker.ops, config))
     calls = [
         Call(record, shape, posted, number in notes.looked, argument)

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from functools import cached_property
 from itertools import product
 
-from mpipar.config.model import DecoderConfig
+from mpipar.config.model import ModelConfig
 from mpipar.layers.costs import Cost, Letters, value
 from mpipar.layers.ffn import FFNS
 from mpipar.models.decoder import unit_costs
@@ -22,7 +22,7 @@ BLOCKS = {"dense": {}, "experts": {"experts": 2}, "shared": {"experts": 2, "shar
 # units}. A rank's tokens of cp travel round a ring.
 COSTS = {
     (kind, activation, parallel, scores): unit_costs(
-        DecoderConfig(layers=1, activation=activation, sequence_parallel=parallel, **BLOCKS[kind]),
+        ModelConfig(layers=1, activation=activation, sequence_parallel=parallel, **BLOCKS[kind]),
         "ring",
         scores,
     )
@@ -63,8 +63,8 @@ class Shape:
     expert_interval: int = 1
 
     @classmethod
-    def of(cls, model: DecoderConfig) -> Shape:
-        """Return the Shape of a resolved DecoderConfig."""
+    def of(cls, model: ModelConfig) -> Shape:
+        """Return the Shape of a resolved ModelConfig."""
         return cls(
             model.layers,
             model.d_model,

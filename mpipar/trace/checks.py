@@ -11,7 +11,7 @@ from dataclasses import dataclass, field
 from mpipar.comm.clock import Sample
 from mpipar.comm.grid import AXES
 from mpipar.comm.record import LayerOperation, Load, Record, Span
-from mpipar.config.model import FAMILIES, DecoderConfig
+from mpipar.config.model import ModelConfig
 from mpipar.config.sections import FIELDS
 from mpipar.config.setting import value_problem
 from mpipar.errors import UserError
@@ -155,9 +155,8 @@ def check_meta(value: dict) -> Schedule:
     schedule, shape = meta.schedule.schedule(), value.get("model")
     if not isinstance(shape, dict):
         raise ValueError("it has no 'model'")
-    model = FAMILIES.get(shape.get("model"), DecoderConfig)
-    sized = entries(model, shape)
-    for name in model.__dataclass_fields__:
+    sized = entries(ModelConfig, shape)
+    for name in ModelConfig.__dataclass_fields__:
         one = getattr(sized, name)
         for number in one if isinstance(one, tuple) else (one,):
             if number is not None and (text := value_problem(name, FIELDS[name].metadata, number)):

@@ -9,11 +9,11 @@ from __future__ import annotations
 from importlib.resources import files
 from pathlib import Path
 
-from mpipar import models
 from mpipar.comm.record import BUSY
 from mpipar.config.model import model_config
 from mpipar.console import html, output, series
 from mpipar.files.text import counted
+from mpipar.models.decoder import describe_model
 from mpipar.trace import pop
 from mpipar.trace.analysis import CATEGORIES, Analysis, barrier_rows, cause_rows, rank_rows
 
@@ -43,7 +43,7 @@ def page_data(analysis: Analysis, most_slices: int = MOST_SLICES) -> dict:
     model = model_config(meta["model"])
     return {
         "title": f"{trace.folder.resolve().name}: {trace.layout()}, {meta['schedule']['name']}",
-        "model": f"{models.model_of(model).describe_model(model)};"
+        "model": f"{describe_model(model)};"
         f" {counted(meta['batch_size'], 'row')} per step,"
         f" {counted(meta['schedule']['num_microbatches'], 'microbatch')}, {meta['dtype']}",
         "clock": trace.clock.describe(),

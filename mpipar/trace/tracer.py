@@ -9,12 +9,12 @@ from dataclasses import asdict
 from pathlib import Path
 from time import perf_counter_ns
 
-from mpipar import models
 from mpipar.comm.clock import CommonClock, clock_identity, measure_clocks, shared_clocks
 from mpipar.comm.facts import broadcast_text, gather_facts
 from mpipar.comm.grid import AXES
 from mpipar.config.run import trace_steps
 from mpipar.job.streams import warn
+from mpipar.models.decoder import ENTRY
 from mpipar.trace import trace_file
 
 SCHEDSTAT = Path("/proc/thread-self/schedstat")  # ns on a core, ns waiting for one, time slices
@@ -175,7 +175,7 @@ class Tracer:
                 worker.schedule,
                 worker.stage_layers,
                 {axis: worker.grid.size(axis) for axis in AXES},
-                models.model_of(config.model).ENTRY,
+                ENTRY,
                 rank_order=worker.grid.order,
                 model=asdict(config.model),
                 batch_size=config.train.batch_size,

@@ -7,7 +7,6 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from mpipar import models
 from mpipar.comm.grid import Grid
 from mpipar.comm.groups import Comms
 from mpipar.comm.record import Recorder
@@ -20,6 +19,7 @@ from mpipar.layers.context import Context, recompute_options
 from mpipar.layers.flat import Sharding
 from mpipar.layers.param import Copies, Param
 from mpipar.layers.units import UNITS
+from mpipar.models.decoder import Stage
 from mpipar.pipeline.csv_format import read_csv
 from mpipar.pipeline.engine import Weights, WholeWeights
 from mpipar.pipeline.instructions import Instr, Schedule, lower, with_weights_kept
@@ -103,7 +103,7 @@ def stages_of(
 
     Each tensor has one owner: the rank that runs its first stage on microbatch 0.
     """
-    model, memory, pp_rank = models.model_of(config.model), config.memory, comms.grid.place("pp")
+    memory, pp_rank = config.memory, comms.grid.place("pp")
     sharding = Sharding(
         memory.zero,
         comms["data"] if memory.zero else comms.alone,
@@ -118,7 +118,7 @@ def stages_of(
     for stage in schedule.stages_of(pp_rank):
         mirrored = len(holders(schedule, (stage,))) > 1
         copies = Copies(("mirror",) if mirrored else (), schedule.rank_of(stage, 0) == pp_rank)
-        found[stage] = model.Stage(
+        found[stage] = Stage(
             replace(context, copies=copies), config.model, stage, stage_layers, tables
         )
     return found

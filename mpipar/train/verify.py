@@ -13,7 +13,6 @@ from typing import Any
 
 import numpy as np
 
-from mpipar import data
 from mpipar import ops as ops_module
 from mpipar.checkpoint import weights as checkpoint
 from mpipar.checkpoint.weights import stream
@@ -22,6 +21,7 @@ from mpipar.comm.record import Recorder
 from mpipar.config.grid import GridConfig
 from mpipar.config.memory import MemoryConfig
 from mpipar.config.sections import Config
+from mpipar.data import rows
 from mpipar.train.worker import Worker
 
 SPREAD = 0.02  # of biases and norms: a bias of zero that is counted twice is still zero
@@ -82,8 +82,8 @@ def step_tensors(
         checkpoint.load(worker, config.run.init_from)
     else:
         worker.initialize(SPREAD)
-    rows = data.data_of(config.model).Rows(ops, part, config, grid)
-    loss, norm, _ = worker.gradients(1, lambda mb: rows.train(1, mb))
+    own = rows.Rows(ops, part, config, grid)
+    loss, norm, _ = worker.gradients(1, lambda mb: own.train(1, mb))
     gradients = full_tensors(worker, "grad")
     worker.optimizer.step(config.train.lr, 1)
     weights = full_tensors(worker, "master")

@@ -14,14 +14,14 @@ from mpipar.comm.grid import Grid
 from mpipar.comm.groups import Comms
 from mpipar.comm.record import Recorder
 from mpipar.comm.request import Options
-from mpipar.config.model import DecoderConfig
+from mpipar.config.model import ModelConfig
 from mpipar.config.presets import OF_MODEL
 from mpipar.config.resolve import resolve
 from mpipar.config.run import RunConfig
 from mpipar.config.sections import Config
 from mpipar.config.train import TrainConfig
 from mpipar.console.memory import PeakMemory
-from mpipar.data import data_of
+from mpipar.data import rows
 from mpipar.ops.numpy_ops import NumpyOps
 from mpipar.plan.predict import predict
 from mpipar.train.verify import compare_with_one_rank, one_rank_tensors, serial_config, step_tensors
@@ -47,7 +47,7 @@ EMPTY_STAGES = [
 ]
 # 6 heads of width 3, 5 layers, 7 tokens; ffn 31 and 29 tokens in the vocabulary: padded for every
 # tp > 1.
-MODEL = DecoderConfig(layers=5, d_model=18, heads=6, ffn=31, seq_len=7, vocab_size=29)
+MODEL = ModelConfig(layers=5, d_model=18, heads=6, ffn=31, seq_len=7, vocab_size=29)
 EVEN = replace(MODEL, seq_len=8)  # tokens that context parallelism can share out
 EXPERTS = replace(EVEN, layers=2, experts=4, expert_ffn=13, router_loss_coef=0.5)
 DP, PP, TP = LAYOUTS[2]
@@ -140,9 +140,7 @@ def worker_of(config, *, alone=False, ops=None, recorder=None) -> Worker:
 
 def rows_of(worker, part=None):
     """What a worker trains on or is judged by: the random tokens by default."""
-    return data_of(worker.config.model).Rows(
-        worker.ops, tokens() if part is None else part, worker.config, worker.grid
-    )
+    return rows.Rows(worker.ops, tokens() if part is None else part, worker.config, worker.grid)
 
 
 def worker_and_rows(config, *, spread=0.0, part=None, **made):
@@ -304,6 +302,6 @@ def last(layouts):
     ]
 
 
-def cut_model(tp_matmul="plain", **changes) -> DecoderConfig:
+def cut_model(tp_matmul="plain", **changes) -> ModelConfig:
     """The small decoder with --sequence-parallel."""
     return replace(MODEL, sequence_parallel=True, tp_matmul=tp_matmul, **changes)

@@ -24,7 +24,7 @@ from small_model import (
 
 from mpipar.comm.grid import token_pieces
 from mpipar.comm.group import Comm
-from mpipar.config.model import DecoderConfig
+from mpipar.config.model import ModelConfig
 from mpipar.data import rows as data_rows
 from mpipar.data.rows import Batch
 from mpipar.inference.generate import continue_one
@@ -37,7 +37,7 @@ from mpipar.plan.predict import predict
 
 pytestmark = [pytest.mark.ranks(2, 4, 8), pytest.mark.usefixtures("poisoned_memory")]
 # 8 heads of width 3; 16 tokens are 2 pieces for each of up to 8 ranks.
-MODEL = DecoderConfig(layers=4, d_model=24, heads=8, ffn=31, seq_len=16, vocab_size=29)
+MODEL = ModelConfig(layers=4, d_model=24, heads=8, ffn=31, seq_len=16, vocab_size=29)
 HELD = replace(MODEL, sequence_parallel=True)
 METHODS = {"ring": context_ring, "gather": context_gather, "ulysses": Ulysses(context_whole)}
 METHOD_NAMES = tuple(METHODS)

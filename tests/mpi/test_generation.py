@@ -15,7 +15,7 @@ from small_model import (
 )
 
 from mpipar.comm.record import Recorder
-from mpipar.config.model import DecoderConfig
+from mpipar.config.model import ModelConfig
 from mpipar.inference.generate import Text, generate
 from mpipar.inference.sampling import Sampling
 
@@ -24,7 +24,7 @@ GREEDY = Sampling(8)
 
 
 def config_of(layout, family="gpt2", groups=2, **values):
-    return small_config(layout, groups, DecoderConfig(**SHAPE | FAMILIES[family]), **values)
+    return small_config(layout, groups, ModelConfig(**SHAPE | FAMILIES[family]), **values)
 
 
 def workers(config):

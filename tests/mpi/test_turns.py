@@ -105,7 +105,7 @@ def gap(name, tp):
             (sy, ay, (2, 8, 16), 3),
         )
     )
-    here = Here(ops, ops, tp, "cut", Sizes(8, 12, 16))
+    here = Here(ops, tp, "cut", Sizes(8, 12, 16))
     y = cut.forward(here, x, w)
     dx, _ = cut.backward_input(here, dy, w)
     return abs(inner(sy, dy, y) - inner(sx, dx, x))

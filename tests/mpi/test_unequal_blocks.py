@@ -19,7 +19,7 @@ from small_model import (
 )
 
 from mpipar import models
-from mpipar.config.model import DecoderConfig
+from mpipar.config.model import ModelConfig
 from mpipar.layers.attention import Attention
 from mpipar.layers.costs import together
 from mpipar.layers.ffn import FeedForward
@@ -31,14 +31,14 @@ from mpipar.partition.tokens import holder
 pytestmark = [pytest.mark.ranks(1, 2, 3, 4), pytest.mark.usefixtures("poisoned_memory")]
 
 
-class Wide(DecoderConfig):
+class Wide(ModelConfig):
     """Blocks of odd numbers have a wider feed-forward network."""
 
     def block_kind(self, index):
         return "wide" if index % 2 else "dense"
 
 
-class Halves(DecoderConfig):
+class Halves(ModelConfig):
     """Blocks of odd numbers have no attention, those of even numbers nothing else."""
 
     def block_kind(self, index):

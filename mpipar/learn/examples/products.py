@@ -40,8 +40,8 @@ def ffn(case) -> list[float]:
         part = chunk_slice(W_UP.shape[1], group.size, group.index)
         up, down = W_UP[:, part].copy(), W_DOWN[part].copy()
         d_up, d_down = np.zeros_like(up), np.zeros_like(down)
-        at_up = Here(case.ops, case.ops, group, "ffn.up", Sizes(0, *W_UP.shape))
-        at_down = Here(case.ops, case.ops, group, "ffn.down", Sizes(0, *W_DOWN.shape))
+        at_up = Here(case.ops, group, "ffn.up", Sizes(0, *W_UP.shape))
+        at_down = Here(case.ops, group, "ffn.down", Sizes(0, *W_DOWN.shape))
         board.note("x, whole on each rank: two tokens of two numbers", X)
         board.note("w_up: each rank holds some columns", up)
         h = column.forward(at_up, X, up)
@@ -78,9 +78,7 @@ def attention(case) -> list[float]:
         w = W_QKV.reshape(4, 3, HEADS)[:, :, part].reshape(4, -1).copy()
         board.note("x, whole on each rank: two tokens of four numbers", TOKENS)
         ops = case.ops
-        qkv = column.forward(
-            Here(ops, ops, group, "attn.qkv", Sizes(0, *W_QKV.shape)), TOKENS[None], w
-        )
+        qkv = column.forward(Here(ops, group, "attn.qkv", Sizes(0, *W_QKV.shape)), TOKENS[None], w)
         q, k, v = (
             np.ascontiguousarray(one)[..., None]
             for one in np.moveaxis(qkv.reshape(1, 2, 3, -1), 2, 0)
@@ -95,7 +93,7 @@ def attention(case) -> list[float]:
             y[0, :, :, 0],
         )
         board.note("w_proj: the rows of its own heads", W_PROJ[part])
-        at_proj = Here(ops, ops, group, "attn.proj", Sizes(0, *W_PROJ.shape))
+        at_proj = Here(ops, group, "attn.proj", Sizes(0, *W_PROJ.shape))
         return row.forward(at_proj, y.reshape(1, 2, -1), W_PROJ[part].copy())
 
     return [difference(heads(case.comm, case.board), heads(case.alone, case.silent))]
