@@ -100,7 +100,7 @@ def test_csv_files_are_bounded(text, part, tmp_path):
 
 @pytest.mark.parametrize("words", [
     "train --config PIPE", "explain --machine PIPE", "train --data PIPE",
-    "schedule --from-csv PIPE", "train --model convnet --data PIPE",
+    "schedule --from-csv PIPE", "train --val-data PIPE",
 ])  # fmt: skip
 def test_a_pipe_is_no_file(words, tmp_path):
     os.mkfifo(tmp_path / "PIPE")

@@ -7,7 +7,7 @@ the weights (k * k * C, N) turn into N channels. So the two cuts of a linear lay
 of a convolution. The first one is cut by its outputs: each rank computes its share of the channels
 between, and sends nothing forward. The second one is cut by its inputs: each rank has patches of
 its own channels, and one all-reduce adds up the results. Backward, the first one has the sum: of
-the gradient of its patches, k * k numbers for each of an image.
+the gradient of its patches, k * k numbers for each one of an image.
 
 Letters: B images, H and W their height and width, C channels, F channels between, q ranks.
 """
@@ -64,7 +64,7 @@ class Convolution:
         return fold(self.linear.backward_input(dy, stash))
 
     def backward_weight(self, stash):
-        """Add the gradients of w and b. Comm: none, for each rank has what its shard needs."""
+        """Add the gradients of w and b, for which a rank has all that its shard needs."""
         self.linear.backward_weight(stash)
 
 
