@@ -70,6 +70,7 @@ def hosts(tmp_path):
     checkpoint.save(
         fresh(d_model=256, heads=2, layers=1, ffn=512, vocab_size=256, dtype="float32"), one / "w"
     )
+    (one / "w" / "digests.json").unlink()  # by which a host would know that its own copy is damaged
     assert (one / "w" / "model.safetensors").stat().st_size > 2 * EDGE
     (one / "p.txt").write_text("a b\n")
     (one / "s.csv").write_text(CSV[0])

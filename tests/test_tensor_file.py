@@ -41,35 +41,35 @@ def test_a_file_is_read_as_the_library_reads_it(rng, tmp_path):
         for name, expected in tensors.items():
             assert own.tensors[name].shape == expected.shape
             assert NUMBERS[own.tensors[name].dtype] == expected.dtype
-            found = own.rows(name, 1, len(expected)) if len(expected) else own.rows(name, 0, 0)
-            np.testing.assert_array_equal(found, expected[1:])
+            if len(expected):
+                np.testing.assert_array_equal(own.rows(name, 1, len(expected)), expected[1:])
 
 
-TWICE = f'{{"a": {json.dumps(entry())}, "a": {json.dumps(entry())}}}'
-HOSTILE = {  # a header, what else is to be written, a part of what is said
-    "a header that is too long": ({}, {"length": 1 << 40}, "1,099,511,627,776 bytes is too long"),
-    "a header longer than the file": ({}, {"length": 1 << 20}, "ends at byte"),
-    "a header that is a list": ([], {}, "not an object"),
-    "a header that is none": ("{", {}, "is not JSON"),
-    "depth": ("[" * 99_999, {}, "more than 32 deep"),
-    "a key twice": (TWICE, {}, "the key 'a' 2 times"),
-    "numbers missing": ({"a": entry()}, {"numbers": b""}, "its header says"),
-    "numbers left over": ({"a": entry()}, {"numbers": b"\0" * 17}, "its header says"),
-    "an overlap": ({"a": entry(), "b": entry()}, {}, "overlap"),
-    "a gap": ({"a": entry(8, 16, (2,))}, {}, "overlap, or leave a gap"),
-    "a wrong size": ({"a": entry(shape=(5,))}, {}, "tensor 'a': its header is"),
-    "an enormous shape": ({"a": entry(shape=(2**62, 2**62))}, {}, "tensor 'a'"),
-    "a shape below 0": ({"a": entry(shape=(-2, -2))}, {}, "tensor 'a'"),
-    "a shape of text": ({"a": entry() | {"shape": "4444"}}, {}, "tensor 'a'"),
-    "no type": ({"a": {"shape": [4], "data_offsets": [0, 16]}}, {}, "tensor 'a'"),
-    "an end before the start": ({"a": entry(16, 0)}, {}, "tensor 'a'"),
+HOSTILE = {  # a header, what else is to be written
+    "a header that is too long": ({}, {"length": 1 << 40}),
+    "a header longer than the file": ({}, {"length": 1 << 20}),
+    "a header that is a list": ([], {}),
+    "a header that is none": ("{", {}),
+    "depth": ("[" * 99_999, {}),
+    "objects in objects": ('{"a":' * 9_999, {}),
+    "numbers missing": ({"a": entry()}, {"numbers": b""}),
+    "numbers left over": ({"a": entry()}, {"numbers": b"\0" * 17}),
+    "an overlap": ({"a": entry(), "b": entry()}, {}),
+    "a gap": ({"a": entry(8, 16, (2,))}, {}),
+    "a wrong size": ({"a": entry(shape=(5,))}, {}),
+    "an enormous shape": ({"a": entry(shape=(2**62, 2**62))}, {}),
+    "a shape below 0": ({"a": entry(shape=(-2, -2))}, {}),
+    "a shape of text": ({"a": entry() | {"shape": "4444"}}, {}),
+    "no type": ({"a": {"shape": [4], "data_offsets": [0, 16]}}, {}),
+    "an unknown type": ({"a": entry(dtype="Q7")}, {}),
+    "an end before the start": ({"a": entry(16, 0)}, {}),
 }
 
 
 @pytest.mark.parametrize("case", HOSTILE)
 def test_a_hostile_file_is_refused(case, tmp_path):
-    header, more, message = HOSTILE[case]
-    with pytest.raises(ValueError, match=message):
+    header, more = HOSTILE[case]
+    with pytest.raises(ValueError, match="is not a whole safetensors file"):
         TensorFile(written(tmp_path / "a.safetensors", header, **more))
 
 
@@ -86,5 +86,5 @@ def test_a_file_that_is_cut_while_it_is_read(tmp_path):
     path = written(tmp_path / "a.safetensors", {"a": entry()})
     with TensorFile(path) as file:
         os.truncate(path, path.stat().st_size - 6)
-        with pytest.raises(ValueError, match="ends at byte"):
+        with pytest.raises(ValueError, match="bytes, but had"):
             file.rows("a", 0, 4)

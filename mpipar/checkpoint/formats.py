@@ -160,6 +160,12 @@ def _out_of_bounds(settings: dict) -> list[str]:
     return [text.removeprefix("--") for text in found if text]
 
 
+def some_names(names: list[str]) -> str:
+    """Return the first of these foreign names, and how many more there are."""
+    more = f" and {len(names) - MOST_NAMED} more" if len(names) > MOST_NAMED else ""
+    return ", ".join(map(brief, names[:MOST_NAMED])) + more
+
+
 def start_notes(folder: str) -> list[str]:
     """Return notes, in lines, about the weights that a run starts from."""
     if is_step(folder):
@@ -168,9 +174,7 @@ def start_notes(folder: str) -> list[str]:
     where, notes = f"{folder}/config.json", []
     ignored = sorted(found.keys() - form.READ - OUTSIDE - DROPOUT)
     if ignored:
-        more = f" and {len(ignored) - MOST_NAMED} more" if len(ignored) > MOST_NAMED else ""
-        names = ", ".join(brief(name) for name in ignored[:MOST_NAMED])
-        notes.append(f"{where}: ignored fields: {names}{more}")
+        notes.append(f"{where}: ignored fields: {some_names(ignored)}")
     dropout = ", ".join(
         f"{name} {shown(found[name])}" for name in sorted(DROPOUT) if found.get(name)
     )

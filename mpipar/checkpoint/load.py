@@ -55,7 +55,7 @@ class Pieces:
     def _open(self, piece) -> TensorFile:
         if piece.file not in self.files:
             path = self.folder / piece.file
-            problem = digest_problem(path, self.manifest.files[piece.file])
+            problem = digest_problem(path, self.manifest.files[piece.file].sha256)
             if problem:
                 raise DataError(f"{problem}; tensor {piece.tensor} ({piece.kind}) is in it")
             wrong = tensor_problems(path, self.by_file[piece.file], self.manifest.tensors)

@@ -272,16 +272,16 @@ def file_problems(folder: Path, files: dict[str, File]) -> list[str]:
     return wrong
 
 
-def digest_problem(path: Path, expected: File) -> str:
-    """Return why the content of a file is not what was written, or ""."""
+def digest_problem(path: Path, expected: str) -> str:
+    """Return why a file does not have the expected SHA-256, or ""."""
     try:
         found = digest_of(path)
     except OSError as error:
         return f"{path}: {error.strerror}"
     return (
         ""
-        if found == expected.sha256
-        else (f"{path}: is damaged: its SHA-256 is {found}, {expected.sha256} was written")
+        if found == expected
+        else (f"{path}: is damaged: its SHA-256 is {found}, {expected} was written")
     )
 
 
@@ -313,7 +313,7 @@ def damage(step_folder: Path) -> list[str]:
     folder, wrong = Path(step_folder), []
     for name, expected in manifest.files.items():
         own = [piece for piece in manifest.pieces if piece.file == name]
-        problem = digest_problem(folder / name, expected)
+        problem = digest_problem(folder / name, expected.sha256)
         wrong += [problem] if problem else tensor_problems(folder / name, own, manifest.tensors)
     strangers = {path.name for path in folder.iterdir()} - {NAME, *manifest.files}
     return wrong + [

@@ -1,23 +1,24 @@
-"""Reads user-supplied safetensors files: header within bounds, rows by ordinary reads.
+"""Reads user-supplied safetensors files, row by row, with the library `safetensors`.
 
-The file is 8 bytes with the length of a header, the header as JSON, and the numbers. If it were
-mapped, truncating it while it is read would kill the process. Duplicate keys in the header are
-refused, since either tensor could be meant.
+The library checks the header and maps the file. Reading a page of a mapping that the file no
+longer has would kill the process, so the size is compared before each read.
 """
 
 from __future__ import annotations
 
-import math
 import os
-from typing import BinaryIO, NamedTuple
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
+from typing import NamedTuple
 
 import ml_dtypes
 import numpy as np
+from safetensors import SafetensorError, safe_open
 
-from mpipar.files.bounded import open_regular, parse_json
-from mpipar.files.text import shown
+from mpipar.files.bounded import open_regular
+from mpipar.files.recognize import SAFETENSORS, recognize
+from mpipar.files.text import brief
 
-MOST_HEADER = 32 << 20  # bytes; a tensor takes about 150
 NUMBERS = {
     "F64": np.dtype("<f8"),
     "F32": np.dtype("<f4"),
@@ -27,12 +28,10 @@ NUMBERS = {
 
 
 class Entry(NamedTuple):
-    """A tensor's entry in the header: name of its type, shape, and bytes [first, last)."""
+    """A tensor's entry in the header: safetensors' name of its type, and its shape."""
 
     dtype: str
     shape: tuple[int, ...]
-    first: int
-    last: int
 
 
 class TensorFile:
@@ -42,72 +41,42 @@ class TensorFile:
     """
 
     def __init__(self, path):
-        self.file: BinaryIO = open_regular(path)
-        try:
-            size = os.fstat(self.file.fileno()).st_size
-            length = int.from_bytes(self._read(0, 8), "little")
-            if length > MOST_HEADER:
-                raise ValueError(
-                    f"its header of {length:,} bytes is too long; the limit is {MOST_HEADER:,}"
-                )
-            self.start = 8 + length
-            header = parse_json(self._read(8, self.start).decode())
-            if not isinstance(header, dict):
-                raise ValueError(f"its header is {shown(header)}, not an object")
+        kind = recognize(path)
+        if kind not in (None, SAFETENSORS):
+            raise ValueError(f"is {kind}")
+        with ExitStack() as stack:
+            self.file = stack.enter_context(open_regular(path))
+            self.size = os.fstat(self.file.fileno()).st_size
+            with self._problems():
+                self.library = stack.enter_context(safe_open(path, "np"))
+                names = self.library.keys()
+                found = {name: self.library.get_slice(name) for name in names}
             self.tensors = {
-                name: _entry(name, facts)
-                for name, facts in header.items()
-                if name != "__metadata__"
+                name: Entry(one.get_dtype(), tuple(one.get_shape())) for name, one in found.items()
             }
-            end = 0
-            for entry in sorted(self.tensors.values(), key=lambda one: (one.first, one.last)):
-                if entry.first != end:
-                    raise ValueError("its tensors overlap, or leave a gap")
-                end = entry.last
-            if self.start + end != size:
-                raise ValueError(f"has {size:,} bytes, but its header says {self.start + end:,}")
-        except BaseException:
-            self.file.close()
-            raise
+            self.stack = stack.pop_all()
 
     def __enter__(self):
         return self
 
     def __exit__(self, *error):
-        self.file.close()
+        self.stack.close()
 
     def rows(self, name: str, first: int, last: int) -> np.ndarray:
         """Return the rows [first, last) of a tensor whose type is one of NUMBERS."""
-        entry, dtype = self.tensors[name], NUMBERS[self.tensors[name].dtype]
-        width = math.prod(entry.shape[1:]) * dtype.itemsize
-        start = self.start + entry.first
-        content = self._read(start + first * width, start + last * width)
-        return np.frombuffer(content, dtype).reshape(last - first, *entry.shape[1:])
+        size = os.fstat(self.file.fileno()).st_size
+        if size != self.size:
+            raise ValueError(f"has {size:,} bytes, but had {self.size:,} when it was opened")
+        with self._problems():
+            return self.library.get_slice(name)[first:last]
 
-    def _read(self, first: int, last: int) -> bytearray:
-        content = bytearray(last - first)
-        view, done = memoryview(content), 0
-        while done < len(view):  # one call reads at most 2 GiB
-            read = os.preadv(self.file.fileno(), [view[done:]], first + done)
-            if not read:
-                raise ValueError(f"ends at byte {first + done:,}, before byte {last:,}")
-            done += read
-        return content
-
-
-def _entry(name: str, facts) -> Entry:
-    """Return an entry of the header if it is consistent."""
-    try:
-        dtype, shape, (first, last) = facts["dtype"], tuple(facts["shape"]), facts["data_offsets"]
-        fits = (
-            type(dtype) is str
-            and all(type(one) is int and one >= 0 for one in (*shape, first, last))
-            and first <= last
-        )
-        if fits and dtype in NUMBERS:
-            fits = math.prod(shape) * NUMBERS[dtype].itemsize == last - first
-    except (TypeError, KeyError, ValueError):
-        fits = False
-    if not fits:
-        raise ValueError(f"tensor {shown(name)}: its header is {shown(facts)}")
-    return Entry(dtype, shape, first, last)
+    @contextmanager
+    def _problems(self) -> Iterator[None]:
+        """Turn the library's error inside into ValueError."""
+        try:
+            yield
+        except SafetensorError as error:
+            text = brief(str(error).removeprefix("Error while deserializing header: "), 200)
+            raise ValueError(
+                f"is not a whole safetensors file ({self.size:,} bytes): {text}"
+            ) from None

@@ -6,11 +6,14 @@ so on beside `model.safetensors.index.json`. Each of these files is called a sha
 
 from __future__ import annotations
 
+import hashlib
+import itertools
 import json
 import math
 import os
 import re
-from contextlib import ExitStack, contextmanager
+from collections.abc import Iterator, Mapping
+from contextlib import ExitStack
 from pathlib import Path
 
 import numpy as np
@@ -20,14 +23,20 @@ from mpipar.checkpoint.tensor_file import Entry, TensorFile
 from mpipar.errors import DataError
 from mpipar.files import no_links
 from mpipar.files.bounded import problems_as, read_json
+from mpipar.files.recognize import SAFETENSORS, recognize
 from mpipar.files.replace import replaced_files
-from mpipar.files.text import shown
+from mpipar.files.text import brief, shown
+from mpipar.files.typed import built
 
 WEIGHTS = "model.safetensors"
 INDEX = f"{WEIGHTS}.index.json"
 SHARD = re.compile(r"model-\d{5,}-of-\d{5,}\.safetensors")  # as they are written
 MOST_INDEX = 16 << 20  # bytes; a tensor takes about 120
 MOST_TOLD = 10  # problems reported for one index
+DIGESTS = "digests.json"  # SHA-256 of each file of weights, as it was written
+OTHERS = (".bin", ".pt", ".pth", ".ckpt", ".gguf", ".h5", ".npz", ".safetensors", ".gz", ".zip")
+ADAPTER = "adapter_config.json"
+ADAPTER_CURE = "this is a LoRA adapter; merge it into its model (merge_and_unload of peft)"
 
 
 class WeightFiles:
@@ -44,37 +53,28 @@ class WeightFiles:
         self.file_of: dict[str, str] = {}
         with ExitStack() as stack:
             expected = index_of(self.folder, where)
-            other = (
-                ""
-                if expected or os.path.exists(self.folder / WEIGHTS)
-                else (
-                    "only safetensors can be read: let transformers save the weights in that format"
-                )
-            )
-            for name in dict.fromkeys(expected.values()) if expected else [WEIGHTS]:
+            other = "" if expected else instead_of_weights(self.folder)
+            for name in dict.fromkeys(expected.values()) or [WEIGHTS]:
                 with problems_as(DataError, f"{where}: {name}", other):
                     self.files[name] = stack.enter_context(TensorFile(self.folder / name))
             self._match(expected)
             self.stack = stack.pop_all()
 
     def _match(self, expected: dict[str, str]) -> None:
-        """Collect the tensors of all files, if each is where the index says, and nowhere else."""
-        wrong = []
+        """Collect the tensors of all files, if each is in one of them, as the index says."""
+        wrong = [
+            f"{self.where}: {INDEX}: says that tensor {shown(name)} is in {file}, which lacks it"
+            for name, file in expected.items()
+            if name not in self.files[file].tensors
+        ]
         for file_name, file in self.files.items():
             for name, entry in file.tensors.items():
-                if expected and name not in expected:
-                    continue
                 if name in self.tensors:
                     wrong.append(
                         f"{self.where}: tensor {shown(name)} is in"
                         f" {self.file_of[name]} and in {file_name}"
                     )
                 self.tensors[name], self.file_of[name] = entry, file_name
-        wrong += [
-            f"{self.where}: {INDEX}: says that tensor {shown(name)} is in {file}, which lacks it"
-            for name, file in expected.items()
-            if name not in self.files[file].tensors
-        ]
         if wrong:
             raise DataError(wrong[:MOST_TOLD])
 
@@ -89,6 +89,19 @@ class WeightFiles:
         file = self.file_of[name]
         with problems_as(DataError, f"{self.where}: {file}"):
             return self.files[file].rows(name, first, last)
+
+
+def instead_of_weights(folder: Path) -> str:
+    """Return what to do if a folder has no model.safetensors, by what it has instead, or ""."""
+    if os.path.exists(folder / WEIGHTS) or not os.path.isdir(folder):
+        return ""
+    if os.path.exists(folder / ADAPTER):
+        return f"{ADAPTER} is there: {ADAPTER_CURE}"
+    for name in sorted(os.listdir(folder)):
+        kind = recognize(folder / name) if name.endswith(OTHERS) else None
+        if kind not in (None, SAFETENSORS):
+            return f"{brief(name)} is {kind}"
+    return "only safetensors can be read: let transformers save the weights in that format"
 
 
 def index_of(folder: Path, where: str) -> dict[str, str]:
@@ -154,47 +167,82 @@ def _bytes(tensor) -> int:
     return math.prod(shape) * dtype.itemsize
 
 
-@contextmanager
-def new_weights(folder: Path, texts: dict[str, str], tensors, most_bytes: int):
-    """Yield a function put(tensor, first, numbers), which writes a flat array from that number on.
+def write_weights(
+    folder: Path, texts: dict[str, str], tensors, most_bytes: int, blocks: Iterator[np.ndarray]
+) -> None:
+    """Write tensors block by block; all files get their names at the end, the old ones stay before.
 
-    All files get their names when the block ends; the old ones stay until then. The folder is
-    created if necessary, and a link is refused. texts: {name: text} of files to write beside the
-    weights. tensors, most_bytes: see `split`. Raises OSError.
+    The folder is created if necessary, and a link is refused. texts: {name: text} of files to write
+    beside the weights. tensors, most_bytes: see `split`. blocks: arrays of the tensors' type, with
+    all their numbers in order. Raises OSError.
+
+    The library `safetensors` writes only what is in memory as a whole.
     """
-    parts, places = split(tensors, most_bytes), {}
+    parts, rest = split(tensors, most_bytes), np.empty(0, np.uint8)
     index = {INDEX: _index_text(parts)} if len(parts) > 1 else {}
-    # Half of a new set of files must never be mixed with half of an old one under one index.
-    with replaced_files(folder.parent, folder.name, gone=index) as create:
-        files = {name: create(name) for name in [*texts, *parts, *index]}
+    digests = {name: hashlib.sha256(text.encode()).hexdigest() for name, text in index.items()}
+
+    def taken(size: int) -> Iterator[np.ndarray]:
+        """Yield the next bytes, so many of them."""
+        nonlocal rest
+        while size:
+            rest = rest if rest.size else next(blocks).reshape(-1).view(np.uint8)
+            piece, rest = rest[:size], rest[size:]
+            size -= piece.size
+            yield piece
+
+    # Half of a new set of files must never be mixed with half of an old one under one index, or
+    # be compared with its digests.
+    with replaced_files(folder.parent, folder.name, gone=[*index, DIGESTS]) as create:
+        files = {name: create(name) for name in [*texts, *parts, *index, DIGESTS]}
         for name, text in (texts | index).items():
             files[name].write(text.encode())
         for name, part in parts.items():
-            head = safetensors_head(part)
-            files[name].write(head)
-            files[name].flush()
-            offset = len(head)
-            for tensor in part:
-                places[tensor[0]] = files[name].fileno(), offset, tensor[1]
-                offset += _bytes(tensor)
-
-        def put(tensor: str, first: int, numbers: np.ndarray) -> None:
-            number, offset, dtype = places[tensor]
-            view = memoryview(np.ascontiguousarray(numbers, dtype).view(np.uint8))
-            offset += first * dtype.itemsize
-            done = 0
-            while done < len(view):
-                done += os.pwrite(number, view[done:], offset + done)
-
-        yield put
+            digest = hashlib.sha256()
+            for piece in itertools.chain([safetensors_head(part)], taken(sum(map(_bytes, part)))):
+                files[name].write(piece)
+                digest.update(piece)
+            digests[name] = digest.hexdigest()
+        assert next(blocks, None) is None, "blocks beyond the tensors"
+        files[DIGESTS].write(json.dumps(digests, indent=2).encode() + b"\n")
     with no_links.folder(folder.parent, folder.name) as inside:
-        stale = [
-            name
-            for name in os.listdir(inside)
-            if name not in files and (SHARD.fullmatch(name) or name in (WEIGHTS, INDEX))
-        ]
+        stale = [name for name in os.listdir(inside) if name not in files and _is_of_weights(name)]
     for name in stale:
         no_links.remove(folder.parent, f"{folder.name}/{name}")
+
+
+def written_digests(folder: Path) -> dict[str, str]:
+    """Return {file: SHA-256} of a folder's weights as they were written; {} if nothing is known.
+
+    Raises DataError.
+    """
+    path = folder / DIGESTS
+    if not os.path.exists(path):
+        return {}
+    content = read_json(path)
+    with problems_as(DataError, str(path)):
+        found = built(dict[str, str], content, "its content")
+    return {name: digest for name, digest in found.items() if _is_of_weights(name)}
+
+
+def check_digests(folder: Path, found: Mapping[str, str]) -> None:
+    """Raise DataError that names the files of weights that are not what was written.
+
+    found: {name: SHA-256} of the files that are read.
+    """
+    written = written_digests(folder)
+    wrong = [
+        f"{folder / name}: is damaged, or was changed: its SHA-256 is {found[name]},"
+        f" {written[name]} was written; if you changed it, remove {folder / DIGESTS}"
+        for name in sorted(written.keys() & found.keys())
+        if written[name] != found[name]
+    ]
+    if wrong:
+        raise DataError(wrong[:MOST_TOLD])
+
+
+def _is_of_weights(name: str) -> bool:
+    return name in (WEIGHTS, INDEX) or SHARD.fullmatch(name) is not None
 
 
 def _index_text(parts: dict[str, list]) -> str:

@@ -9,6 +9,7 @@ bytes, because the logical shape only splits axes of the file's shape, as (D, 3,
 from __future__ import annotations
 
 import math
+import re
 from dataclasses import asdict
 from pathlib import Path
 
@@ -20,13 +21,16 @@ from mpipar.checkpoint.load import Pieces
 from mpipar.checkpoint.manifest import read_manifest
 from mpipar.checkpoint.params import all_params
 from mpipar.checkpoint.tensor_file import NUMBERS
-from mpipar.checkpoint.weight_files import WeightFiles, new_weights
+from mpipar.checkpoint.weight_files import ADAPTER_CURE, WeightFiles, write_weights
 from mpipar.config.model import model_config
 from mpipar.errors import DataError, OutputError
 from mpipar.files import no_links
 from mpipar.files.text import brief
 
 MOST_TOLD = 20  # problems of tensors that are reported
+HEAD = "lm_head.weight"
+# Masks and angles that old files carry; mpipar computes them.
+BUFFERS = re.compile(r"\.attn\.(masked_)?bias$|(^|\.)rotary_emb\.inv_freq$")
 
 
 def _blocks(box, itemsize):
@@ -110,27 +114,21 @@ def write(folder: Path, config, dtype, blocks, most_bytes: int | None = None) ->
     """Write the files of weights and config.json; a crash leaves the old files unchanged.
 
     config: resolved. dtype: of the numbers in the files, to which they are rounded. blocks: (name
-    of a parameter, first row, array of whole rows) of all parameters. most_bytes: of numbers per
-    file, by default as configured.
+    of a parameter, first row, array of whole rows) of all parameters, in order. most_bytes: of
+    numbers per file, by default as configured.
     Raises OutputError if they cannot be written.
     """
     form = formats.format_of(config.model)
-    tensors = {
-        param.name: form.tensors(param)
+    made = [
+        (name, dtype, shape)
         for _, param in all_params(config.model, (config.model.layers,))
-    }
-    made = [(name, dtype, shape) for found in tensors.values() for name, shape in found.items()]
+        for name, shape in form.tensors(param).items()
+    ]
     try:
         no_links.make_root(folder.parent)
         texts = tokenizer_files.config_texts(folder, form.to_json(config.model, dtype.name))
-        with new_weights(folder, texts, made, most_bytes or config.run.max_shard_size) as put:
-            for param, row, block in blocks:
-                numbers, first = block.reshape(-1), row * (block.size // len(block))
-                for name, start, stop in formats.file_slices(
-                    tensors[param], first, first + block.size
-                ):
-                    here, numbers = np.split(numbers, [stop - start])
-                    put(name, start, here)
+        rounded = (np.ascontiguousarray(block, dtype) for _, _, block in blocks)
+        write_weights(folder, texts, made, most_bytes or config.run.max_shard_size, rounded)
     except OSError as error:
         raise OutputError(f"{folder}: the weights could not be written: {error.strerror}") from None
 
@@ -227,14 +225,14 @@ def _find(files: WeightFiles, model) -> tuple[dict[str, dict], list[str]]:
 
     A model without its head is saved without the prefix of the names.
     """
-    found, wrong, form = {}, [], formats.format_of(model)
+    found, missing, wrong, form = {}, [], [], formats.format_of(model)
     for _, param in all_params(model, (model.layers,)):
         found[param.name] = {}
         for full, needed in form.tensors(param).items():
             options = [full, full.removeprefix(form.PREFIX)]
             name = next((option for option in options if option in files.tensors), None)
             if name is None:
-                wrong.append(f"{files.where}: tensor {options[1]} is missing")
+                missing.append(options[1])
                 continue
             found[param.name][name], tensor = needed, files.tensors[name]
             where = f"{files.where}: tensor {name} is"
@@ -242,9 +240,65 @@ def _find(files: WeightFiles, model) -> tuple[dict[str, dict], list[str]]:
                 wrong.append(f"{where} {brief(tensor.dtype)}, not one of {', '.join(NUMBERS)}")
             elif tensor.shape != needed:
                 wrong.append(f"{where} {[*tensor.shape]} in the file, {[*needed]} in the model")
+    if missing:
+        wrong += _missing(files, missing, any(found.values()))
+    elif not wrong and model.tied:
+        wrong += _head_problems(files, next(iter(found["embedding.tokens"])))
     if len(wrong) > MOST_TOLD:
         wrong[MOST_TOLD:] = [f"{files.where}: and {len(wrong) - MOST_TOLD} other tensors"]
     return found, wrong
+
+
+def _missing(files: WeightFiles, missing: list[str], some_found: bool) -> list[str]:
+    """Return what to say about missing tensors: one line if the names in the files show why."""
+    if adapter := next((name for name in files.tensors if ".lora_" in name), None):
+        return [f"{files.where}: has tensors such as {brief(adapter)}: {ADAPTER_CURE}"]
+
+    def holds_first(name: str) -> bool:  # as _orig_mod.model.norm.weight holds norm.weight
+        parts = iter(name.split("."))
+        return all(part in parts for part in missing[0].split("."))
+
+    other = next(filter(holds_first, files.tensors), None)
+    if other is None and some_found:
+        return [f"{files.where}: tensor {name} is missing" for name in missing]
+    other = other or next(iter(files.tensors), None)
+    there = "no tensors" if other is None else f"names such as {brief(other)} instead"
+    more = f" and {len(missing) - 1:,} more are" if missing[1:] else " is"
+    text = f"tensor {missing[0]}{more} missing; the file has {there}"
+    return [f"{files.where}: {text}: save the model itself, not what wraps it"]
+
+
+def _head_problems(files: WeightFiles, table: str) -> list[str]:
+    """Return a problem if the files of a tied model have a head that is not its embedding."""
+    head, other = files.tensors.get(HEAD), files.tensors[table]
+    if head is None or (
+        head.shape == other.shape and head.dtype in NUMBERS and _same(files, table)
+    ):
+        return []
+    cure = 'write "tie_word_embeddings": false there to use this head, or remove it from the file'
+    return [f"{files.where}: tensor {HEAD} is not {table}, but config.json ties them: {cure}"]
+
+
+def _same(files: WeightFiles, table: str) -> bool:
+    """Return whether the head has the numbers of a table."""
+    return all(
+        np.array_equal(files.rows(HEAD, *rows), files.rows(table, *rows))
+        for rows, *_ in _blocks(boxes.whole_box(files.tensors[table].shape), 8)
+    )
+
+
+def unread_notes(config) -> list[str]:
+    """Return a note that names the tensors in the files of the first weights that are not read."""
+    folder = config.run.init_from
+    if folder is None or formats.is_step(folder):
+        return []
+    with _open(folder) as files:
+        found, _ = _find(files, config.model)
+    # A head that a tied model does not have is its embedding; another one is refused.
+    read = {name for one in found.values() for name in one} | {HEAD}
+    rest = [name for name in files.tensors if name not in read and not BUFFERS.search(name)]
+    what = f"{folder}: tensors that the model of config.json does not have, not read"
+    return [f"{what}: {formats.some_names(rest)}"] if rest else []
 
 
 def _read(files: WeightFiles, tensors: dict, param, held):

@@ -9,11 +9,20 @@ import numpy as np
 
 from mpipar.checkpoint import tokenizer_files, weights
 from mpipar.checkpoint.load import blocks
-from mpipar.checkpoint.manifest import NAME, Manifest, committed_steps, damage, read_manifest
+from mpipar.checkpoint.manifest import (
+    NAME,
+    Manifest,
+    committed_steps,
+    damage,
+    digest_problem,
+    read_manifest,
+)
 from mpipar.checkpoint.params import all_params
+from mpipar.checkpoint.weight_files import written_digests
 from mpipar.commands.command import Command, Context
 from mpipar.commands.resume import layout_words
 from mpipar.commands.run_folder import CHECKPOINTS, WEIGHTS, finished_step, is_run, said
+from mpipar.commands.source import own_weights
 from mpipar.config.reading import values_of
 from mpipar.config.resolve import config_problems
 from mpipar.config.sections import Config, build
@@ -147,16 +156,20 @@ def age(path: Path) -> str:
 
 
 def verify(folder: Path, steps, args) -> int:
-    """Compare every byte with its digest; return 65 if anything is damaged."""
-    code = EXIT_OK
-    for _, path in steps:
-        wrong = damage(path)
+    """Compare every byte with its digest; return 65 if anything is damaged.
+
+    That of the final weights too, unless a step is asked for.
+    """
+    found = {path: damage(path) for _, path in steps}
+    final = own_weights(folder)
+    if args.step is None and (digests := written_digests(final)):
+        problems = (digest_problem(final / name, digest) for name, digest in digests.items())
+        found[final] = [text for text in problems if text]
+    for path, wrong in found.items():
         say(f"{path}: {'DAMAGED' if wrong else 'every byte is as it was written'}")
         for text in wrong:
             say(f"  {text}")
-        if wrong:
-            code = EXIT_DATA
-    return code
+    return EXIT_DATA if any(found.values()) else EXIT_OK
 
 
 def export(folder: Path, steps, args) -> int:

@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import BinaryIO
 
 from mpipar import data
+from mpipar.checkpoint.weight_files import check_digests
 from mpipar.comm.facts import all_gather_facts
 from mpipar.commands.source import source_files
 from mpipar.config.sections import Config, in_force
@@ -57,7 +58,11 @@ def config_facts(session, config: Config, tokenizer) -> dict[str, str]:
     if config.grid.schedule_csv is not None:
         facts["schedule"] = _digest_of_files(session, lambda: [Path(config.grid.schedule_csv)])
     if config.run.init_from is not None:
-        facts["weights"] = _digest_of_files(session, lambda: source_files(config.run.init_from))
+        facts["weights"] = _digest_of_files(
+            session,
+            lambda: source_files(config.run.init_from),
+            lambda found: check_digests(Path(config.run.init_from), found),
+        )
     return facts
 
 
@@ -68,11 +73,21 @@ def digest_of_weights(folder: str) -> str:
         return digest_of_value({name: digest_of(file, file.name) for name, file in files.items()})
 
 
-def _digest_of_files(session, paths: Callable[[], Iterable[Path]]) -> str:
-    """Return a SHA-256 over those of the files. Comm: an agreement, that of `digests_on_host`."""
+def _digest_of_files(
+    session,
+    paths: Callable[[], Iterable[Path]],
+    check: Callable[[dict[str, str]], None] = lambda found: None,
+) -> str:
+    """Return a SHA-256 over those of the files.
+
+    check({name: SHA-256}): raises DataError if one of them is damaged.
+    Comm: two agreements, that of `digests_on_host`.
+    """
     with ExitStack() as stack:
         files = session.agree(lambda: _opened(paths(), stack))
-        return digest_of_value(digests_on_host(session, files))
+        found = digests_on_host(session, files)
+        session.agree(lambda: check(found))
+        return digest_of_value(found)
 
 
 def _opened(paths: Iterable[Path], stack: ExitStack) -> dict[str, BinaryIO]:

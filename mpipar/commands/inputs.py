@@ -86,6 +86,7 @@ def prepare(
     notes.append(
         f"data: {found['what']}; {len(train_part):,} to train on, {len(held_out):,} held out"
     )
+    notes += checkpoint.unread_notes(config)
     notes += tokenizer_notes(config.run.init_from, found["tokenizer"])
     return Inputs(
         config, notes, found["ops"], train_part, held_out, found["tokenizer"], found["prompt"]

@@ -7,10 +7,11 @@ from pathlib import Path
 
 from mpipar.checkpoint.formats import is_step
 from mpipar.checkpoint.manifest import NAME, committed_steps
-from mpipar.checkpoint.weight_files import weight_paths
+from mpipar.checkpoint.weight_files import instead_of_weights, weight_paths
 from mpipar.commands.run_folder import CHECKPOINTS, WEIGHTS
 from mpipar.errors import DataError
 from mpipar.files.bounded import problems_as
+from mpipar.files.recognize import recognize
 
 
 def find_source(path: str, where: str) -> str:
@@ -26,6 +27,9 @@ def find_source(path: str, where: str) -> str:
     found = next((one for one in options if os.path.exists(one / "config.json")), None)
     steps = committed_steps(folder / CHECKPOINTS)
     if found is None and not steps:
+        kind = recognize(folder)
+        if kind:
+            raise DataError(f"{where}: is {kind}; give a folder with config.json and safetensors")
         if not os.path.exists(folder):
             raise DataError(
                 f"{where}: there is no such folder, and nothing is downloaded; give the"
@@ -33,8 +37,11 @@ def find_source(path: str, where: str) -> str:
             )
         raise DataError(
             f"{where}: no weights here (looked for config.json in {options[0]} and"
-            f" {options[1]}, and for checkpoints in {folder / CHECKPOINTS}); give the"
-            " run folder of mpipar train, a folder of weights, or a checkpoint"
+            f" {options[1]}, and for checkpoints in {folder / CHECKPOINTS}); "
+            + (
+                instead_of_weights(folder)
+                or "give the run folder of mpipar train, a folder of weights, or a checkpoint"
+            )
         )
     return str(found or steps[-1][1])
 

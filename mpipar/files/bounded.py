@@ -21,6 +21,7 @@ from typing import Any, BinaryIO
 
 from mpipar.errors import DataError, UserError
 from mpipar.files import no_links
+from mpipar.files.recognize import HEAD, recognized
 from mpipar.files.text import brief, shown
 
 MOST_BYTES = 1 << 20  # of a file whose reader sets no other limit
@@ -77,8 +78,12 @@ def read_bytes(path, *, most_bytes: int = MOST_BYTES, root=None) -> bytes:
 
 def read_text(path, *, most_bytes: int = MOST_BYTES, root=None) -> str:
     """Return the text of a small regular file in UTF-8; raise OSError and ValueError."""
+    return _text_of(read_bytes(path, most_bytes=most_bytes, root=root))
+
+
+def _text_of(content: bytes) -> str:
     try:
-        return read_bytes(path, most_bytes=most_bytes, root=root).decode()
+        return content.decode()
     except UnicodeDecodeError as error:
         raise ValueError(f"is not UTF-8 text: byte {error.start:,} cannot be decoded") from None
 
@@ -99,7 +104,10 @@ def read_json(path, *, where: str = "", cure: str = "", most_bytes: int = MOST_B
     where: begins the sentence in place of the path. cure: ends it.
     """
     with problems_as(DataError, where or str(Path(root or "", path)), cure):
-        return parse_json(read_text(path, most_bytes=most_bytes, root=root))
+        content = read_bytes(path, most_bytes=most_bytes, root=root)
+        if kind := recognized(content[:HEAD], len(content)):
+            raise ValueError(f"is not JSON: it is {kind}")
+        return parse_json(_text_of(content))
 
 
 def read_toml(path, error: type[UserError], *, where: str = "") -> dict:
