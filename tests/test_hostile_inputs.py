@@ -132,6 +132,6 @@ def test_files_follow_the_umask(tmp_path):
     finally:
         os.umask(before)
     modes = {path.name: stat.filemode(path.stat().st_mode) for path in tmp_path.rglob("*")}
-    assert len(modes) == 9
+    assert len(modes) == 10
     for name, mode in modes.items():
         assert mode == ("drwxr-x---" if name in ("weights", "trace") else "-rw-r-----"), name

@@ -374,9 +374,7 @@ def test_files_that_are_not_what_was_written(folder):
 
 
 def test_another_tokenizer_and_a_small_model(folder):
-    assert "vocabulary of 257 is above the model's of 256; type --vocab-size 257" in problems(
-        folder, 256
-    )
+    assert "is outside the vocabulary of 256; type --vocab-size 257" in problems(folder, 256)
     (folder / "tokenizer.json").write_text("{}")
     assert "the tokenizer is not the one that made the tokens" in problems(folder)
     (folder / "tokenizer.json").unlink()

@@ -76,10 +76,10 @@ def test_the_model_has_the_vocabulary_of_its_data(words, size, here):
     assert ("# --vocab-size 257, the vocabulary of the data" in text) == (size == 257)
 
 
-def test_a_vocabulary_above_the_model_s_is_refused(here):
+def test_an_id_above_the_model_s_vocabulary_is_refused(here):
     assert_refused(
         65,
-        ["257 is above the model's of 256; type --vocab-size 257"],
+        ["token 256 at position", "vocabulary of 256; type --vocab-size 257 or more"],
         "train",
         "--data",
         "bytes",
@@ -204,5 +204,5 @@ def test_weights_keep_their_vocabulary(here):
     words = ("train", "--data", "bytes", "--init-from")
     save(fresh(layers=1, d_model=8, heads=2, ffn=8, seq_len=16, vocab_size=256), here / "weights")
     assert_refused(
-        65, ["above the model's of 256; give data prepared with the tokenizer"], *words, "weights"
+        65, ["vocabulary of 256; give data prepared with the tokenizer"], *words, "weights"
     )

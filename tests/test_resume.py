@@ -261,11 +261,11 @@ def test_ckpt_ls(here):
 
 def test_ckpt_verify(here):
     step = here / "run" / "checkpoints" / "step-00000004"
-    assert printed("ckpt", "verify", here / "run").count("every byte") == 3
+    assert printed("ckpt", "verify", here / "run").count("every byte") == 4
     flip(step / "pieces-00000.safetensors", 1)
     (step / "notes.txt").write_text("mine")
     text = printed("ckpt", "verify", here / "run", code=65)
-    assert text.count("every byte") == 2
+    assert text.count("every byte") == 3
     assert "pieces-00000.safetensors: is damaged" in text
     assert "notes.txt: does not belong" in text
     assert printed("ckpt", "verify", here / "run", "--step", "6").count("every byte") == 1

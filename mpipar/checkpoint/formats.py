@@ -2,9 +2,10 @@
 
 A format is a module. PREFIX begins the names of tensors, and may be missing in a file. COMPUTED is
 {field of config.json: values that mpipar computes, the first one if the field is missing}. READ are
-all fields that are read. Its function `tensors` gives {name: shape} of the tensors in the files
-that hold a parameter's numbers, one after another; usually there is one. The other functions are
-`describes`, `to_json`, `settings`, and `differences`, which lists what else is not computed.
+all fields that are read, and ALIASES {other name of a field: field}. Its function `tensors` gives
+{name: shape} of the tensors in the files that hold a parameter's numbers, one after another;
+usually there is one. The other functions are `describes`, `to_json`, `settings`, and `differences`,
+which lists what else is not computed.
 """
 
 from __future__ import annotations
@@ -48,6 +49,39 @@ OUTSIDE = {
     "eos_token_id",
     "pad_token_id",
     "_name_or_path",
+    "initializer_range",
+    "use_cache",
+    "pretraining_tp",  # sums in parts
+    "reorder_and_upcast_attn",  # more digits
+    "output_attentions",
+    "output_hidden_states",
+    "output_router_logits",
+    "return_dict",
+    "task_specific_params",
+    "summary_type",
+    "summary_use_proj",
+    "summary_activation",
+    "summary_proj_to_labels",
+    "summary_first_dropout",
+}
+# Fields by which any model may say that it computes something else, and when they do not say it.
+NEUTRAL = {
+    "is_causal": (True, None),
+    "add_cross_attention": (False, None),
+    "pruned_heads": ({}, None),
+    "quantization_config": (None,),
+    "attn_logit_softcapping": (None,),
+    "final_logit_softcapping": (None,),
+    "query_pre_attn_scalar": (None,),
+    "qk_norm": (False, None),
+    "use_qk_norm": (False, None),
+    "qk_layernorm": (False, None),
+    "use_mrope": (False, None),
+    "alibi": (False, None),
+    "embedding_multiplier": (1.0, None),
+    "attention_multiplier": (None,),
+    "residual_multiplier": (1.0, None),
+    "logits_scaling": (1.0, None),
 }
 # Every published GPT-2 says 0.1, so it is no reason to refuse one.
 DROPOUT = {"attn_pdrop", "embd_pdrop", "resid_pdrop"}
@@ -100,9 +134,14 @@ def model_settings(folder: str, seq_len: int | None = None, where: str = "") -> 
     if is_step(folder):
         return _saved_settings(folder, where)
     found, form, kind = _read(folder, where)
+    found, contradictions = _by_one_name(form, found)
     try:
         settings = form.settings(found)
-        different = [*_other_values(form, found), *form.differences(found, seq_len)]
+        different = [
+            *contradictions,
+            *_other_values(form, found),
+            *form.differences(found, seq_len),
+        ]
     except (KeyError, TypeError, AttributeError) as error:
         what = f"it lacks {error}" if isinstance(error, KeyError) else str(error)
         raise DataError(
@@ -128,6 +167,17 @@ def _read(folder: str, where: str):
     return found, FORMS[kind], kind
 
 
+def _by_one_name(form, found: dict) -> tuple[dict, list[str]]:
+    """Return a config.json with one name for each field, and those that contradict each other."""
+    names = [(alias, name) for alias, name in form.ALIASES.items() if alias in found]
+    wrong = [
+        f"{alias} is {shown(found[alias])}, but {name} is {shown(found[name])}"
+        for alias, name in names
+        if found.get(name, found[alias]) != found[alias]
+    ]
+    return {name: found[alias] for alias, name in names} | found, wrong
+
+
 def _saved_settings(folder: str, where: str) -> dict:
     """Return the ModelConfig fields of a checkpoint, without those that say how it was cut."""
     manifest = read_manifest(Path(folder))
@@ -144,7 +194,7 @@ def _other_values(form, found: dict) -> list[str]:
     return [
         f"{key} is {shown(found[key])}; mpipar computes"
         f" {' or '.join('null' if one is None else shown(one) for one in legal)}"
-        for key, legal in form.COMPUTED.items()
+        for key, legal in (NEUTRAL | form.COMPUTED).items()
         if found.get(key, legal[0]) not in legal
     ]
 
@@ -166,17 +216,21 @@ def some_names(names: list[str]) -> str:
     return ", ".join(map(brief, names[:MOST_NAMED])) + more
 
 
-def start_notes(folder: str) -> list[str]:
-    """Return notes, in lines, about the weights that a run starts from."""
+def start_notes(folder: str, trains: bool = True) -> list[str]:
+    """Return notes, in lines, about the weights that a run starts from.
+
+    trains: whether it is a run that dropout would change.
+    """
     if is_step(folder):
         return [f"weights: those of the checkpoint {folder}"]
     found, form, _ = _read(folder, f"--init-from {folder}")
     where, notes = f"{folder}/config.json", []
-    ignored = sorted(found.keys() - form.READ - OUTSIDE - DROPOUT)
+    known = form.READ | form.ALIASES.keys() | NEUTRAL.keys() | OUTSIDE | DROPOUT
+    ignored = sorted(key for key in found.keys() - known if found[key] is not None)
     if ignored:
         notes.append(f"{where}: ignored fields: {some_names(ignored)}")
     dropout = ", ".join(
-        f"{name} {shown(found[name])}" for name in sorted(DROPOUT) if found.get(name)
+        f"{name} {shown(found[name])}" for name in sorted(DROPOUT) if trains and found.get(name)
     )
     if dropout:
         notes.append(f"{where}: no dropout is applied, although it says {dropout}")

@@ -23,14 +23,18 @@ HF_OTHER = {
     "head.table": "lm_head.weight",
 }
 # What mpipar's layers compute; the first value is the default of a missing field. A configuration
-# with another value is another model.
+# with another value is another model. All of these names are GELU by the hyperbolic tangent.
 COMPUTED = {
-    "activation_function": ("gelu_new",),
+    "activation_function": ("gelu_new", "gelu_pytorch_tanh", "gelu_fast", "gelu_accurate"),
     "scale_attn_weights": (True,),
     "scale_attn_by_inverse_layer_idx": (False,),
-    "add_cross_attention": (False,),
-    "pruned_heads": ({},),
-    "quantization_config": (None,),
+}
+ALIASES = {
+    "num_hidden_layers": "n_layer",
+    "hidden_size": "n_embd",
+    "num_attention_heads": "n_head",
+    "max_position_embeddings": "n_positions",
+    "n_ctx": "n_positions",
 }
 # What this format implies about a decoder.
 ALWAYS = {
@@ -48,7 +52,6 @@ READ = {
     "n_head",
     "n_inner",
     "n_positions",
-    "n_ctx",
     "vocab_size",
     "tie_word_embeddings",
     "layer_norm_epsilon",

@@ -1,7 +1,7 @@
 """Hugging Face's formats of Llama, Mistral and Qwen2: names, shapes, two spellings of config.json.
 
-transformers 4 writes `rope_theta`, `rope_scaling` and `torch_dtype`; version 5 writes
-`rope_parameters` and `dtype`. Both are read, and both are written.
+transformers 4 writes `rope_theta` and `rope_scaling`, version 5 `rope_parameters`. Both are read,
+and must agree; the first is written, which both versions read.
 """
 
 from __future__ import annotations
@@ -9,6 +9,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable
 from dataclasses import dataclass
+from typing import ClassVar
 
 from mpipar.checkpoint.hf_gpt2 import name_in_block
 from mpipar.files.text import shown
@@ -41,12 +42,11 @@ NUMBERS = {  # field of ModelConfig: that of config.json
     "max_positions": "max_position_embeddings",
 }
 SCALING = ("factor", "low_freq_factor", "high_freq_factor", "original_max_position_embeddings")
+ROPE = {"default": (), "linear": ("factor",), "llama3": SCALING}  # type: its parameters
 COMPUTED = {
-    "hidden_act": ("silu",),
+    "hidden_act": ("silu", "swish"),
     "attention_dropout": (0.0, None),
-    "quantization_config": (None,),
     "partial_rotary_factor": (1.0, None),
-    "pruned_heads": ({}, None),
 }
 
 
@@ -56,15 +56,18 @@ class LlamaForm:
 
     kind: its model_type. name: begins its class in transformers. biases: {value of --bias: fields
     of config.json that say so}. window(found): how many tokens of a row a query sees, or None.
+    window_fields: the fields that say so.
     """
 
     kind: str
     name: str
     biases: dict[str, dict[str, bool]]
     window: Callable[[dict], object] = lambda found: None
+    window_fields: tuple[str, ...] = ()
     PREFIX = "model."
     NUMBERS = NUMBERS
     COMPUTED = COMPUTED
+    ALIASES: ClassVar[dict[str, str]] = {}
 
     @property
     def READ(self) -> set[str]:
@@ -76,10 +79,9 @@ class LlamaForm:
             "rope_theta",
             "rope_scaling",
             "rope_parameters",
-            "sliding_window",
-            "use_sliding_window",
-            "max_window_layers",
+            SCALING[-1],
             "layer_types",
+            *self.window_fields,
             *(key for one in self.biases.values() for key in one),
         }
 
@@ -110,7 +112,6 @@ class LlamaForm:
         scaling = dict(zip(SCALING, model.rope_scaling, strict=False))
         if scaling:
             scaling[SCALING[-1]] = round(scaling[SCALING[-1]])
-        kind = {"rope_type": "llama3" if scaling else "default"}
         return {
             "architectures": [f"{self.name}ForCausalLM"],
             "model_type": self.kind,
@@ -121,8 +122,7 @@ class LlamaForm:
             **self.biases[model.bias],
             "sliding_window": None,
             "rope_theta": model.rope_theta,
-            "rope_scaling": kind | scaling if scaling else None,
-            "rope_parameters": {**kind, "rope_theta": model.rope_theta, **scaling},
+            "rope_scaling": {"rope_type": "llama3", **scaling} if scaling else None,
             "tie_word_embeddings": model.tied,
             "torch_dtype": dtype,
             "dtype": dtype,
@@ -150,7 +150,7 @@ class LlamaForm:
             ),
             None,
         )
-        rope = _rope(found)
+        rope, _ = _rope(found)
         window = self.window(found)
         if type(window) is int and window > 0:  # mpipar would attend to more tokens than this
             values["max_positions"] = min(values["max_positions"], window)
@@ -168,7 +168,7 @@ class LlamaForm:
                 "seq_len": values["max_positions"],
                 "rope_theta": number("rope_theta", rope.get("rope_theta", 10000.0)),
                 "rope_scaling": tuple(
-                    number(key, rope.get(key)) for key in SCALING if _kind(rope) == "llama3"
+                    number(key, rope.get(key)) for key in SCALING if rope["rope_type"] == "llama3"
                 ),
             }
         )
@@ -178,27 +178,36 @@ class LlamaForm:
 
         seq_len: tokens per row, if the user has set them.
         """
-        wrong, rope, window = [], _rope(found), self.window(found)
-        if _kind(rope) not in ("default", "llama3"):
+        (rope, wrong), window = _rope(found), self.window(found)
+        kind = rope["rope_type"]
+        if kind not in ROPE or (kind == "linear" and rope.get("factor") != 1):
             wrong.append(
-                f"rope_type is {shown(_kind(rope))}; mpipar computes 'default' or 'llama3'"
+                f"rope_type is {shown(kind)}; mpipar computes 'default', 'llama3', and 'linear'"
+                " with factor 1"
             )
-        if rope.get("partial_rotary_factor", 1.0) != 1.0:
+        else:
+            wrong += [
+                f"{key} is {shown(value)}, but rotations of type {shown(kind)} have no such number"
+                for key, value in rope.items()
+                if key not in ("rope_type", "rope_theta", "partial_rotary_factor", *ROPE[kind])
+                and value is not None
+            ]
+        if rope.get("partial_rotary_factor") not in (None, 1.0):
             wrong.append(
                 f"partial_rotary_factor is {shown(rope['partial_rotary_factor'])};"
                 " mpipar computes 1.0"
             )
-        wrong += [
-            f"{key} is {shown(found[key])} and {shown(rope[key])} in the parameters of rope"
-            for key in ("rope_theta",)
-            if found.get(key, rope.get(key)) != rope.get(key)
-        ]
         if window is not None and (type(window) is not int or window < 1):
             wrong.append(f"sliding_window is {shown(window)}, not a number of tokens")
         elif window is not None and seq_len is not None and seq_len > window:
             wrong.append(
                 f"sliding_window is {window}, below the {seq_len:,} tokens of a row; use"
                 f" --seq-len {window} or less"
+            )
+        count = len(found.get("layer_types") or ())
+        if count not in (0, found["num_hidden_layers"]):
+            wrong.append(
+                f"layer_types has {count} layers, num_hidden_layers another number of them"
             )
         kinds = (
             {*map(str, found.get("layer_types") or ())}
@@ -216,20 +225,29 @@ class LlamaForm:
         return wrong
 
 
-def _rope(found: dict) -> dict:
-    """Return what config.json says about rotations, in either spelling; raise TypeError."""
-    for key in ("rope_parameters", "rope_scaling"):
-        value = found.get(key)
+def _rope(found: dict) -> tuple[dict, list[str]]:
+    """Return what config.json says about rotations, and contradictions in it; raise TypeError.
+
+    It has up to four places for the same thing; no place wins over another one.
+    """
+    rope, wrong, place_of = {}, [], {}
+    places = {key: found.get(key) for key in ("rope_parameters", "rope_scaling")}
+    for place, value in places.items():
         if not isinstance(value, dict | None) or any(
             isinstance(one, dict | list) for one in (value or {}).values()
         ):
-            raise TypeError(f"{key} is {shown(value)}")
-    rope = found.get("rope_parameters") or found.get("rope_scaling") or {}
-    return {"rope_theta": found["rope_theta"], **rope} if "rope_theta" in found else rope
-
-
-def _kind(rope: dict):
-    return rope.get("rope_type", rope.get("type", "default"))
+            raise TypeError(f"{place} is {shown(value)}")
+    above = {key: found[key] for key in ("rope_theta", SCALING[-1]) if key in found}
+    for place, value in {**places, "config.json": above}.items():
+        for key, said in (value or {}).items():
+            name = "rope_type" if key == "type" else key
+            if rope.get(name, said) != said:
+                wrong.append(
+                    f"{name} is {shown(rope[name])} in {place_of[name]}, and {shown(said)} in"
+                    f" {place}; write one of them"
+                )
+            rope[name], place_of[name] = said, place
+    return {"rope_type": "default"} | rope, wrong
 
 
 def number(key: str, value) -> float:
@@ -248,7 +266,11 @@ LLAMA = LlamaForm(
     },
 )
 MISTRAL = LlamaForm(
-    "mistral", "Mistral", {"none": {}}, window=lambda found: found.get("sliding_window", 4096)
+    "mistral",
+    "Mistral",
+    {"none": {}},
+    window=lambda found: found.get("sliding_window", 4096),
+    window_fields=("sliding_window",),
 )
 QWEN2 = LlamaForm(
     "qwen2",
@@ -257,4 +279,5 @@ QWEN2 = LlamaForm(
     window=lambda found: (
         found.get("sliding_window", 4096) if found.get("use_sliding_window") else None
     ),
+    window_fields=("sliding_window", "use_sliding_window", "max_window_layers"),
 )

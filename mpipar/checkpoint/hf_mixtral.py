@@ -8,6 +8,7 @@ separately, as version 4 does.
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
+from typing import ClassVar
 
 from mpipar.checkpoint.hf_llama import COMPUTED, NUMBERS, LlamaForm, number
 
@@ -26,6 +27,7 @@ class MixtralForm(LlamaForm):
         "experts_per_token": "num_experts_per_tok",
     }
     COMPUTED = COMPUTED | {"router_jitter_noise": (0.0, None)}
+    ALIASES: ClassVar[dict[str, str]] = {"num_experts": "num_local_experts"}
 
     @property
     def READ(self) -> set[str]:
@@ -71,5 +73,9 @@ class MixtralForm(LlamaForm):
 
 
 MIXTRAL = MixtralForm(
-    "mixtral", "Mixtral", {"none": {}}, window=lambda found: found.get("sliding_window")
+    "mixtral",
+    "Mixtral",
+    {"none": {}},
+    window=lambda found: found.get("sliding_window"),
+    window_fields=("sliding_window",),
 )

@@ -16,6 +16,7 @@ from mpipar.files.text import shown
 PREFIX = ""  # of the names
 KIND = "mpipar-decoder"  # the model_type
 COMPUTED: dict[str, tuple] = {}  # mpipar computes everything that this format can state
+ALIASES: dict[str, str] = {}
 
 
 OF_WEIGHTS = [one for one in fields(ModelConfig) if one.name not in CUTS]  # they fix these fields

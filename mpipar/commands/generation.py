@@ -173,7 +173,10 @@ def prepare(parsed, args, world_size: int, host_rank: int) -> Request:
     groups = given.grid.num_microbatches or config.grid.pp  # as many as work at the same time
     config = replace(config, grid=replace(config.grid, num_microbatches=groups))
     together = given.train.batch_size or ROWS_OF_A_GROUP * config.grid.dp * groups
-    found["notes"] += [*formats.start_notes(weights), *checkpoint.unread_notes(config)]
+    found["notes"] += [
+        *formats.start_notes(weights, trains=False),
+        *checkpoint.unread_notes(config),
+    ]
     ends = ends_of(beside, found["tokenizer"], config.model.vocab_size)
     return Request(
         config,

@@ -117,12 +117,8 @@ def open_dataset(folder: Path, vocab_size: int, thorough: bool):
     Raises DataError with all problems of the files.
     """
     found, digest = read_dataset(folder)
-    wrong = []
-    if found.vocab_size > vocab_size:
-        wrong.append(
-            f"--data {folder}: its vocabulary of {found.vocab_size:,} is above the"
-            f" model's of {vocab_size:,}; type --vocab-size {found.vocab_size}"
-        )
+    # The table of a model may lack tokens that were added to its tokenizer: each id is compared.
+    wrong, least = [], min(found.vocab_size, vocab_size)
     try:
         if files_digest(read_files(folder)) != found.tokenizer:
             wrong.append(
@@ -137,12 +133,14 @@ def open_dataset(folder: Path, vocab_size: int, thorough: bool):
             _open(folder, file, np.dtype(found.dtype).newbyteorder("<"), wrong)
             for file in found.part(part)
         ]
-        parts.append(None if wrong else TokenFiles(pieces, found.vocab_size, digest))
+        parts.append(None if wrong else TokenFiles(pieces, least, digest))
     if wrong:
         raise DataError(wrong)
     if thorough:
         for part, tokens in zip(PARTS, parts, strict=True):
             tokens.check([file.sha256 for file in found.part(part)])
+            if least < found.vocab_size:
+                tokens.check()
     return *parts, found
 
 

@@ -82,6 +82,14 @@ class Tokenizer:
             replace_file(Path(folder) / name, [content])
 
     @property
+    def least_vocabulary(self) -> int:
+        """The least vocabulary of a model with this tokenizer, whose table may lack added tokens.
+
+        A token for padding is often added without a row; only a text that has its id is refused.
+        """
+        return self.size
+
+    @property
     def is_bytes(self) -> bool:
         """Whether each id is a byte, except for an end of text."""
         return self.what == "bytes"
@@ -115,6 +123,10 @@ class HuggingFace(Tokenizer):
 
     takes = "give text"
     library: object = field(default=None, repr=False)
+
+    @property
+    def least_vocabulary(self) -> int:
+        return 1 + max(self.library.get_vocab(with_added_tokens=False).values(), default=0)
 
     def encode(self, text: str) -> list[int]:
         return self.library.encode(text, add_special_tokens=False).ids
@@ -195,9 +207,9 @@ def tokenizer_of(folder: Path | None, vocab_size: int, is_text: bool = False) ->
             else default_tokenizer(vocab_size)
         )
     found = load_tokenizer(folder)
-    if found.size > vocab_size:
+    if found.least_vocabulary > vocab_size:
         raise DataError(
-            f"{folder}: its tokenizer has {found.size:,} ids, more than the model's"
+            f"{folder}: its tokenizer has {found.least_vocabulary:,} ids, more than the model's"
             f" vocabulary of {vocab_size:,}; give the tokenizer of this model"
         )
     return found
@@ -270,7 +282,7 @@ def _of_gpt2(path: Path, files: dict[str, bytes]) -> str:
         if not isinstance(vocabulary, dict):
             raise ValueError("must hold an object of tokens with their ids")
     with problems_as(DataError, str(path / "merges.txt")):
-        lines = files["merges.txt"].decode().split("\n")
+        lines = files["merges.txt"].decode().replace("\r\n", "\n").split("\n")
         merges = [line.split(" ") for line in lines if line and not line.startswith("#version")]
         if bad := next((pair for pair in merges if len(pair) != 2), None):
             raise ValueError(f"a line must hold two tokens, not {' '.join(bad)[:80]!r}")
