@@ -48,7 +48,7 @@ def saved(tmp_path):
 
 
 def change(folder, change_tensors):
-    """Write a folder's file of weights anew, with what a function makes of its tensors."""
+    """Rewrite a folder's file of weights with what a function makes of its tensors."""
     tensors = load_file(folder / WEIGHTS)
     save_file(change_tensors(tensors), folder / WEIGHTS)
 
