@@ -19,6 +19,7 @@ EXIT_STOPPED = 75
 EXIT_HANG = 76
 EXIT_NON_FINITE = 79
 EXIT_INTERRUPTED = 130
+EXIT_NO_READER = 141  # as SIGPIPE ends other programs
 
 EXIT_CODES = {
     EXIT_OK: "finished",
@@ -32,6 +33,7 @@ EXIT_CODES = {
     EXIT_HANG: "a hang, or ranks that disagree, or copies of a tensor that do",
     EXIT_NON_FINITE: "a loss or gradient that is not finite",
     EXIT_INTERRUPTED: "interrupted, nothing saved",
+    EXIT_NO_READER: "the program that read the output left before its end",
 }
 
 

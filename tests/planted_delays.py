@@ -101,6 +101,7 @@ class Simulator:
             groups = {axis: grid.group(axis) for axis in AXES} | {"world": tuple(range(world_size))}
             self.ranks.append(
                 RankTrace(
+                    "planted",
                     rank,
                     f"host{rank}",
                     {axis: grid.place(axis) for axis in AXES},
@@ -119,6 +120,7 @@ class Simulator:
             self.stage_layers,
             sizes,
             "embedding",
+            recording="planted",
             rank_order=list(AXES),
             model=self.model,
             batch_size=16,

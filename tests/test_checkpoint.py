@@ -20,6 +20,7 @@ from safetensors.numpy import load_file, save_file
 from mpipar.checkpoint import weights as checkpoint
 from mpipar.checkpoint.formats import model_settings
 from mpipar.commands.resolve import resolve
+from mpipar.data.rows import Batch
 from mpipar.errors import DataError, OutputError, UsageError
 
 SHAPE = {"layers": 2, "D": 12, "F": 20, "T": 6, "V": 17}
@@ -54,6 +55,28 @@ def test_imported_model_computes_what_gpt2_computes(prefix, tied, model):
     expected = gpt2.logits(tensors, HEADS, np.array(ids))
     assert_close(logits(worker, ids), expected, 1e-13, "logits")
     assert_close(logits(worker, ids[:4]), expected[:4], 1e-13, "logits of fewer tokens")
+
+
+@pytest.mark.parametrize("tokens", [1, 4])
+def test_rows_shorter_than_the_table_of_positions(tokens, model, tmp_path):
+    """They use its first rows; the others get no gradient, and all are written again."""
+    folder, tensors = model()
+    worker = loaded(folder, "float64", "--seq-len", str(tokens), "--optimizer", "sgd")
+    ids = np.array([3, 16, 0, 7, 9])[: tokens + 1]
+    expected = gpt2.logits(tensors, HEADS, ids[:-1])
+    assert_close(logits(worker, list(ids[:-1])), expected, 1e-13, "logits")
+    rows = np.tile(ids, (worker.config.train.batch_size, 1))
+    batch = Batch(rows[:, :-1].copy(), rows[:, 1:].copy(), np.arange(tokens))
+    loss = worker.train_step(1, lambda mb: batch).loss
+    chances = np.exp(expected - expected.max(-1, keepdims=True))
+    chances /= chances.sum(-1, keepdims=True)
+    assert_close(loss, -np.log(chances[range(tokens), ids[1:]]).mean(), 1e-13, "loss")
+    checkpoint.save(worker, tmp_path / "out")
+    found = load_file(tmp_path / "out" / "model.safetensors")["transformer.wpe.weight"]
+    changed = (found != tensors["wpe.weight"]).any(-1)
+    assert changed.tolist() == [True] * tokens + [False] * (6 - tokens)
+    written = json.loads((tmp_path / "out" / "config.json").read_text())
+    assert (written["n_positions"], written["n_ctx"]) == (6, 6)
 
 
 def test_each_tensor_counts(model):

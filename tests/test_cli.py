@@ -14,6 +14,7 @@ from helpers import REPOSITORY, run_command, run_ranks
 from in_process import printed, refusal
 
 from mpipar import __version__, cli, errors
+from mpipar.checkpoint.params import all_params
 from mpipar.commands.command import Command
 from mpipar.commands.resolve import resolve
 from mpipar.config import flags
@@ -294,12 +295,13 @@ def test_help_under_a_launcher_is_printed_once():
     assert result.stdout.count("usage: mpipar train") == 1
 
 
-def test_reader_that_has_seen_enough_gets_no_error():
-    closed = "bash -c 'exec 0<&-; sleep 1'"
-    result = run_command(
-        ["bash", "-c", f"{sys.executable} -m mpipar train --help | {closed}"], LIMIT
-    )
+@pytest.mark.parametrize("words", ["train --help", "--help", "explain", "schedule 1f1b", "doctor"])
+def test_reader_that_has_seen_enough_gets_no_error(words):
+    """As in `mpipar explain | head`, but the reader leaves before anything is printed."""
+    script = f"set -o pipefail; {sys.executable} -m mpipar {words} | true"
+    result = run_command(["bash", "-c", script], LIMIT)
     assert result.stderr == ""
+    assert result.returncode in (errors.EXIT_OK, errors.EXIT_NO_READER)
 
 
 # --- weights to start from
@@ -318,14 +320,23 @@ def test_weights_fix_the_shape(weights):
     assert resolve(reading_of("--init-from", weights, "--layers", "3"), 1)[0].model == model
 
 
+def test_rows_may_be_shorter_than_the_table_of_positions(weights):
+    words = ["--init-from", weights, "--seq-len"]
+    model = resolve(reading_of(*words, "8"), 1)[0].model
+    assert (model.seq_len, model.max_positions) == (8, 32)
+    assert [p.shape for _, p in all_params(model, (3,)) if "positions" in p.name] == [(32, 48)]
+    with pytest.raises(UsageError, match=r"--seq-len 33 .*a row cannot be longer than"):
+        resolve(reading_of(*words, "33"), 1)
+
+
 def test_flags_that_contradict_the_weights_are_refused(weights):
-    words = ["--init-from", weights, "--layers", "4", "--seq-len", "64", "--heads", "4"]
+    words = ["--init-from", weights, "--layers", "4", "--vocab-size", "64", "--heads", "4"]
     with pytest.raises(UsageError) as caught:
         resolve(reading_of(*words), 1)
     assert len(caught.value.problems) == 2, caught.value.problems
     assert "--layers 4: contradicts" in str(caught.value)
     assert "where it is 3; leave --layers out" in str(caught.value)
-    assert "--seq-len 64: contradicts" in str(caught.value)
+    assert "--vocab-size 64: contradicts" in str(caught.value)
 
 
 def test_a_warning_that_can_come_is_legal():

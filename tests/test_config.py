@@ -198,7 +198,7 @@ def test_what_cp_cannot_cut_is_said_beside_ranks_that_do_not_fit(values, words):
         ("lr", math.nan), ("lr", -1.0), ("lr", 0.0), ("lr", math.inf), ("eps", 0.0),
         ("eps", 1e-46),  # 0 in float32
         ("beta1", 1.0), ("beta2", -0.1), ("clip", -1.0), ("weight_decay", math.nan),
-        ("layers", 0), ("heads", -1), ("steps", 0), ("seed", -1), ("seed", 2**63),
+        ("layers", 0), ("heads", -1), ("steps", -1), ("seed", -1), ("seed", 2**63),
         ("num_microbatches", 0), ("stage_layers", (3, 0)), ("batch_size", 0), ("vocab_size", 1),
         ("device", "gpu"), ("dtype", "float8"), ("optimizer", "adam"), ("ffn_cut", "row"),
         ("lr_schedule", "cosin"), ("progress", "bar"), ("all_reduce", "MPI"),

@@ -54,6 +54,7 @@ def write_trace(folder):
     made = pipeline_trace("1f1b", 2, 2, steps=3)
     for rank in made.ranks:
         head = {
+            "recording": made.meta["recording"],
             "world_rank": rank.world_rank,
             "host": rank.host,
             "place": rank.place,

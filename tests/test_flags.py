@@ -122,6 +122,7 @@ def test_a_configuration_is_written_with_the_fields_in_force_only():
     # rotary positions and experts are not the default
     others = {
         "experts",
+        "max_positions",
         *(
             name
             for name, choice in CHOICES.items()

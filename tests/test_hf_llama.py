@@ -165,8 +165,6 @@ def test_rows_may_be_shorter_than_the_positions_reach(tmp_path):
 
 def test_routers_may_be_trained_otherwise(tmp_path):
     start = (
-        "--arch",
-        "mixtral",
         "--init-from",
         written(tmp_path, MIXTRAL_01),
         "--seq-len",
@@ -181,6 +179,9 @@ def test_routers_may_be_trained_otherwise(tmp_path):
     ):
         model = resolve(reading_of(*start, *words), 1)[0].model
         assert (model.router_balance, model.router_loss_coef) == (balance, coef)
+    words = ["--init-from", written(tmp_path, LLAMA_32), "--router-balance", "none"]
+    with pytest.raises(UsageError, match="belongs to --experts, but --experts is not given"):
+        resolve(reading_of(*words), 1)
 
 
 REFUSED = {
@@ -244,9 +245,11 @@ def test_what_does_not_fit_is_told_as_flags_are(tmp_path):
         resolve(reading_of("--init-from", folder, "--experts", "4"), 1)
     folder = written(tmp_path, MIXTRAL_01)
     with pytest.raises(UsageError, match=r"--router-balance bias: contradicts .* it is loss"):
-        resolve(
-            reading_of("--init-from", folder, "--arch", "mixtral", "--router-balance", "bias"), 1
-        )
+        resolve(reading_of("--init-from", folder, "--router-balance", "bias"), 1)
+    with pytest.raises(UsageError, match=r"--rope-theta 5.0: contradicts .* it is 1000000.0"):
+        resolve(reading_of("--init-from", folder, "--rope-theta", "5"), 1)
+    with pytest.raises(UsageError, match=r"belongs to --router-balance bias, but .* is loss"):
+        resolve(reading_of("--init-from", folder, "--router-bias-rate", "0.1"), 1)
     folder = written(tmp_path, MIXTRAL_01, num_experts_per_tok=9)
     with pytest.raises(UsageError, match="--experts-per-token 9 with --experts 8"):
         resolve(reading_of("--init-from", folder), 1)

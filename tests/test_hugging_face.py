@@ -107,7 +107,7 @@ MODELS = {
             "n_embd": 12,
             "n_head": 3,
             "n_layer": 2,
-            "n_positions": T,
+            "n_positions": T + 4,
             "n_inner": 22,
             "vocab_size": 29,
             "layer_norm_epsilon": 1e-6,
@@ -231,8 +231,9 @@ def test_steps_of_adamw(name, rng, tmp_path):
     worker = loaded(
         tmp_path,
         "float64",
-        *([] if name == "gpt2" else ["--seq-len", str(T)]),
-        *(["--arch", "mixtral", "--router-balance", "none"] if "mixtral" in name else []),
+        "--seq-len",
+        str(T),
+        *(["--router-balance", "none"] if "mixtral" in name else []),
     )
     rows, train = rows_of(rng, model.config.vocab_size), worker.config.train
     batch = Batch(rows[:, :-1].copy(), rows[:, 1:].copy(), np.arange(T))
@@ -372,7 +373,7 @@ def test_files_there_and_back_byte_for_byte(name, dtype, tmp_path):
     kind, several = getattr(torch, dtype), dtype == "bfloat16"
     model = theirs(name, kind)
     model.save_pretrained(tmp_path / "theirs", max_shard_size="3KB")
-    worker = loaded(tmp_path / "theirs", "float32")
+    worker = loaded(tmp_path / "theirs", "float32", "--seq-len", str(T))
     checkpoint.write(
         tmp_path / "ours",
         worker.config,

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from mpipar.commands.elsewhere import resumed
 from mpipar.config.reading import to_toml, values_of
 from mpipar.config.train import TrainConfig
-from mpipar.train.optim import fall_start, learning_rate, of_new_length
+from mpipar.train.optim import fall_start, learning_rate, of_new_length, warm_up_notes
 
 FALLING = ("cosine", "linear", "wsd")
 configs = st.builds(
@@ -106,3 +106,10 @@ def test_a_run_that_goes_on_keeps_its_schedule():
 )
 def test_more_steps_are_explained(name, text):
     assert of_new_length(TrainConfig(steps=100, lr_schedule=name)) == text
+
+
+@pytest.mark.parametrize("steps", [3, 5, 10])
+def test_a_run_that_ends_within_its_warm_up_says_so(steps):
+    found = warm_up_notes(TrainConfig(steps=steps, warmup_steps=5, lr=0.1))
+    said = "warm-up of 5 steps: the learning rate rises to 0.06 and never reaches 0.1"
+    assert [said in note for note in found] == [True] * (steps < 5)

@@ -81,6 +81,10 @@ def test_skipped_steps_leave_weights_moments_and_adam_s_count_alone():
     assert [result.loss_scale for result in results] == [
         2.0 ** (30 - min(i, count)) for i in range(14)
     ]
+    config = worker.config.train
+    assert config.warmup_steps > 14 - count, "a skipped step uses up none of it"
+    for number, result in enumerate(results):
+        assert result.lr == config.lr * max(1, number + 1 - count) / config.warmup_steps
     good = fresh(dtype="float16", loss_scale=2.0 ** (30 - count), lr=3e-3)
     assert (masters(good) == before).all()
     good.loss_scale.skipped = count  # the same learning rates and rows; Adam begins at 1

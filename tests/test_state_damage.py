@@ -13,7 +13,9 @@ from safetensors.numpy import load_file, save_file
 from state_cases import assert_filled, config_for, loaded, saved
 
 from mpipar.checkpoint import manifest as manifest_module
-from mpipar.checkpoint.manifest import committed_steps, damage, read_manifest
+from mpipar.checkpoint.formats import model_settings
+from mpipar.checkpoint.manifest import NAME, committed_steps, damage, read_manifest
+from mpipar.commands.compared import digest_of_weights
 from mpipar.errors import DataError
 
 PIECES = "pieces-00001.safetensors"
@@ -82,6 +84,17 @@ def test_a_truncated_file(size, folder):
 def test_a_missing_file(name, folder):
     (folder / name).unlink()
     assert_damaged(folder, f"{name}: No such file")
+
+
+@pytest.mark.parametrize("gone", ["manifest", "folder"])
+def test_a_checkpoint_that_is_removed_during_a_resume_is_named(gone, folder):
+    """It was found before; what reads it later does not look for other weights in its place."""
+    (folder / NAME).unlink()
+    if gone == "folder":
+        shutil.rmtree(folder)
+    for read in (read_manifest, digest_of_weights, model_settings):
+        with pytest.raises(DataError, match=rf"{folder.name}/manifest.json: .*was it removed"):
+            read(str(folder))
 
 
 def test_files_of_two_ranks_swapped(folder):

@@ -211,8 +211,8 @@ def test_a_run_without_a_trace_says_how_to_make_one(tmp_path):
 
 def test_a_file_that_lacks_what_it_should_say_is_refused(tmp_path):
     (tmp_path / "trace").mkdir()
-    (tmp_path / "trace" / "meta.json").write_text('{"mpipar_trace": 3, "clock": {}}')
-    assert_refused(65, ["meta.json", "no 'world_size', 'rank_order'"], "trace", tmp_path)
+    (tmp_path / "trace" / "meta.json").write_text('{"mpipar_trace": 4, "clock": {}}')
+    assert_refused(65, ["meta.json", "no 'recording', 'world_size'"], "trace", tmp_path)
 
 
 def with_head(change):
@@ -228,10 +228,13 @@ def with_head(change):
 @pytest.mark.parametrize(("name", "edit", "message"), [
     ("rank-00001.jsonl", lambda texts: texts[0], r"not of rank 1 \(tp1\) in the layout"),
     ("rank-00001.jsonl", with_head({"groups": {"tp": [1]}}), r"line \d+: .* axis"),
+    ("rank-00001.jsonl", with_head({"recording": "x"}), "must come from one run"),
+    ("meta.json", lambda texts: re.sub('"recording": "[0-9a-f]+"', '"recording": "x"', texts[2]),
+     "of another recording than rank-00000.jsonl, rank-00001.jsonl: .* must come from one run"),
     ("rank-00001.jsonl", with_head({"steps": [[2, 0, 9]]}), "step 3, stage 0: not of this"),
     ("rank-00001.jsonl", with_head({"host": "a\x1b[2J"}), r"line 1: .*host is 'a\\x1b\[2J'"),
     ("rank-00001.jsonl", with_head({"cores": [9**50]}), "line 1: not a trace: .* 64 bits"),
-    ("rank-00001.jsonl", with_head({"mpipar_trace": 7}), "this mpipar reads 3; record one"),
+    ("rank-00001.jsonl", with_head({"mpipar_trace": 7}), "this mpipar reads 4; record one"),
     ("rank-00001.jsonl", lambda texts: texts[1][:-30], r"line \d+: not a trace"),
     ("rank-00001.jsonl", lambda texts: "", "trace schema None"),
     ("rank-00001.jsonl", lambda texts: texts[1].rsplit("\n", 4)[0] + "\n", r"\d+ lines of \d+"),

@@ -4,6 +4,7 @@ import functools
 import re
 import sys
 
+import gpt2_reference as gpt2
 import numpy as np
 import pytest
 from helpers import run_ranks
@@ -55,6 +56,17 @@ def test_says_yes(layout, tmp_path):
     assert re.search(
         rf"^{1 + 2 * tensors} of {1 + 2 * tensors} agree to 1e-12", result.stdout, re.MULTILINE
     )
+
+
+@pytest.mark.parametrize("words", ["--layout tp=2,dp=2 --zero 3", "--layout pp=2,cp=2"])
+def test_rows_shorter_than_a_table_of_positions_on_every_layout(words, tmp_path):
+    shape = {"layers": 2, "D": 12, "F": 20, "T": 6, "V": 256, "tied": True}
+    tensors = gpt2.random_weights(np.random.default_rng(1), **shape)
+    gpt2.write_model(tmp_path / "gpt2", tensors, gpt2.configuration(heads=2, **shape))
+    words = ["--init-from", tmp_path / "gpt2", "--seq-len", "4", *words.split()]
+    result = mpipar("verify", *words, ranks=4).ended()
+    assert re.search(r"^(\d+) of \1 agree to 1e-12", result.stdout, re.MULTILINE)
+    assert "embedding.positions" in result.stdout
 
 
 def test_says_no_and_where():

@@ -31,7 +31,7 @@ def trace(records, spans=None, end=100, groups=None, steps=1):
     everybody = tuple(range(count))
     groups = groups or [{"tp": everybody, "pp": everybody, "world": everybody}] * count
     ranks = [
-        Rank(i, f"host{i}", {"pp": 0, "dp": 0, "cp": 0, "tp": i}, (0,), groups[i],
+        Rank("drawn", i, f"host{i}", {"pp": 0, "dp": 0, "cp": 0, "tp": i}, (0,), groups[i],
              [(step + 1, round(end * MS * step / steps), round(end * MS * (step + 1) / steps))
               for step in range(steps)],
              list(records[i]), list(spans[i]) if spans else [])
@@ -42,6 +42,7 @@ def trace(records, spans=None, end=100, groups=None, steps=1):
         (2,),
         {"pp": 1, "dp": 1, "cp": 1, "tp": count},
         "embedding",
+        recording="drawn",
         rank_order=["pp", "dp", "cp", "tp"],
         batch_size=4,
         dtype="float32",

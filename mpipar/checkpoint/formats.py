@@ -22,7 +22,7 @@ import numpy as np
 from mpipar.checkpoint import hf_gpt2, native_format
 from mpipar.checkpoint.hf_llama import LLAMA, MISTRAL, QWEN2
 from mpipar.checkpoint.hf_mixtral import MIXTRAL
-from mpipar.checkpoint.manifest import NAME, read_manifest
+from mpipar.checkpoint.manifest import NAME, STEP_FOLDER, read_manifest
 from mpipar.config.model import CUTS
 from mpipar.config.reading import values_of
 from mpipar.config.sections import FIELDS, build
@@ -119,8 +119,14 @@ def apart(tensors: dict[str, tuple[int, ...]], x) -> dict:
 
 
 def is_step(folder) -> bool:
-    """Return whether a folder is a checkpoint; any other one holds files of weights."""
-    return os.path.exists(Path(folder) / NAME)
+    """Return whether a folder is a checkpoint; any other one holds files of weights.
+
+    A checkpoint stays one when its manifest is removed, so that the message names the manifest.
+    """
+    path = Path(folder)
+    return os.path.exists(path / NAME) or (
+        STEP_FOLDER.fullmatch(path.name) is not None and not os.path.exists(path / "config.json")
+    )
 
 
 def model_settings(folder: str, seq_len: int | None = None, where: str = "") -> dict:

@@ -11,6 +11,7 @@ from __future__ import annotations
 import hashlib
 import json
 import math
+import os
 import re
 import stat
 from dataclasses import dataclass, replace
@@ -28,6 +29,7 @@ from mpipar.files.typed import built
 
 FORMAT = 1  # newer formats are refused
 NAME = "manifest.json"
+GONE = "a checkpoint can't be read without its manifest: was it removed meanwhile?"
 STEP_FOLDER = re.compile(r"step-(\d{8,15})")
 PIECES_FILE = re.compile(r"pieces-\d{5,9}\.safetensors")
 MASTERS = ("float32", "float64")  # types of master weights and moments
@@ -155,7 +157,8 @@ def read_manifest(step_folder: Path) -> Manifest:
     Digests are checked when a file is read. Raises DataError that names what is wrong.
     """
     path = Path(step_folder) / NAME
-    content = read_json(NAME, most_bytes=MOST_BYTES, root=path.parent)
+    cure = "" if os.path.lexists(path) else GONE
+    content = read_json(NAME, cure=cure, most_bytes=MOST_BYTES, root=path.parent)
     try:
         _check_format(path, content)
         manifest = _manifest(content)

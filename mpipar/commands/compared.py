@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import BinaryIO
 
 from mpipar import data
+from mpipar.checkpoint.manifest import GONE, NAME
 from mpipar.checkpoint.weight_files import check_digests
 from mpipar.comm.facts import all_gather_facts
 from mpipar.commands.source import source_files
@@ -94,7 +95,7 @@ def _opened(paths: Iterable[Path], stack: ExitStack) -> dict[str, BinaryIO]:
     """Return {name: file} of regular files, which the stack closes. Raises DataError."""
     found = {}
     for path in paths:
-        with problems_as(DataError, str(path)):
+        with problems_as(DataError, str(path), GONE if path.name == NAME else ""):
             found[path.name] = stack.enter_context(open_regular(path))
     return found
 

@@ -151,7 +151,7 @@ def show_decoder(worker, inputs, evaluate, log, took) -> tuple[dict, Callable]:
     trained = worker.num_tokens * config.train.steps
     log(
         f"\nheld-out loss {loss:.4f} nats per token over {count:,} tokens"
-        f" (trained on {trained:,} tokens{took})"
+        + (f" (trained on {trained:,} tokens{took})" if trained else "")
     )
     show_text(worker, inputs, log)
 

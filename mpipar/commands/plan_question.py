@@ -224,9 +224,11 @@ def question_of(args: Arguments, job: Job) -> Question:
     """
     model, problems = job.config.model, []
     if args.seq_len is not None:
+        longest = None
         if job.flags.startswith("--init-from"):
             problems += row_problems(model, args.seq_len)
-        model = replace(model, seq_len=args.seq_len, max_positions=None)
+            longest = model.longest_row
+        model = replace(model, seq_len=args.seq_len, max_positions=longest)
     preset = PRESETS[job.config.run.preset]["batch_size"]
     batch = job.config.train.batch_size or preset if args.batch_size is None else args.batch_size
     machines = named_machines(args.machine)
@@ -298,21 +300,15 @@ def sites_of(text: str) -> Sites:
 
 def row_problems(model, seq_len: int) -> list[str]:
     """Return why weights cannot read rows of so many tokens, if they can't. model: theirs."""
-    if model.positions == "learned" and seq_len != model.seq_len:
-        return [
-            (
-                f"--seq-len {seq_len}: the weights have learned positions of {model.seq_len}"
-                " tokens; leave it out"
-            )
-        ]
-    if model.positions == "rope" and seq_len > model.completed().max_positions:
-        return [
-            (
-                f"--seq-len {seq_len}: the weights are made for rows of at most"
-                f" {model.completed().max_positions} tokens; use that, or leave it out"
-            )
-        ]
-    return []
+    longest = model.completed().longest_row
+    if seq_len <= longest:
+        return []
+    return [
+        (
+            f"--seq-len {seq_len}: the weights are made for rows of at most {longest} tokens; use"
+            " that, or leave it out"
+        )
+    ]
 
 
 def unused_problems(args: Arguments) -> list[str]:

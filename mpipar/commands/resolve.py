@@ -8,7 +8,7 @@ from pathlib import Path
 from mpipar.checkpoint import formats
 from mpipar.commands.source import find_source
 from mpipar.config import resolve as config_resolve
-from mpipar.config.reading import ParsedConfig
+from mpipar.config.reading import ParsedConfig, choice_problems
 from mpipar.config.sections import Config, build, in_force
 from mpipar.config.setting import flag
 from mpipar.data.dataset import is_dataset, read_dataset
@@ -35,8 +35,8 @@ def resolve(
     machine: the file of costs by which `train` chooses. Raises one UserError with all problems.
     Every rank that calls it gets the same Config.
     """
-    config, source_notes = parsed.config, []
-    errors: list[UserError] = [UsageError(parsed.problems)] if parsed.problems else []
+    config, source_notes, problems = parsed.config, [], parsed.problems
+    errors: list[UserError] = []
     facts = {"machine": machine, "chooses_layout": parsed.chooses_layout}
     try:
         facts["csv"] = schedule_of_file(config)
@@ -47,15 +47,20 @@ def resolve(
             source = find_source(config.run.init_from, f"--init-from {config.run.init_from}")
             given = parsed.given if "seq_len" not in parsed.bad else {}
             shape = formats.model_settings(source, given.get("seq_len"))
-            if shape.get("positions") == "rope" and "seq_len" in given:
-                del shape["seq_len"]  # rotary positions fit rows of any length
+            if "positions" in shape and "seq_len" in given:  # rows may be shorter
+                longest = shape.pop("seq_len")
+                if shape["positions"] == "learned":  # else rotations fit rows of any length
+                    shape["max_positions"] = shape.get("max_positions", longest)
             config = with_weights_shape(parsed, shape, source)
+            problems = [*parsed.unread, *choice_problems(config, parsed.given)]
             source_notes = formats.start_notes(source)
         except UserError as error:
             errors.append(error)
     elif size := data_vocabulary(parsed):
         config = replace(config, model=replace(config.model, vocab_size=size))
         source_notes = [f"--vocab-size {size}, the vocabulary of the data"]
+    if problems:
+        errors.insert(0, UsageError(problems))
     config, notes = config_resolve.resolve(
         config, world_size, checks, errors=errors, bad=parsed.bad, rules=RULES, **facts
     )
@@ -78,9 +83,12 @@ def memory_notes(config: Config) -> list[str]:
 def with_weights_shape(parsed: ParsedConfig, shape: dict, source: str) -> Config:
     """Return the Config with the shape of its first weights; UsageError if flags contradict it.
 
+    What the weights fix counts as given, so that a flag may belong to it, as --router-balance to
+    the experts of the weights.
+
     source: the folder of these weights, which the Config names from now on.
     """
-    typed = in_force(parsed.config)
+    typed = in_force(parsed.config) | parsed.given
     given = typed.keys() & parsed.given.keys() - parsed.bad
     shape = {
         name: value

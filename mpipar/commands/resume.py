@@ -238,7 +238,7 @@ def start_problems(start: Start):
         return [
             (
                 f"--steps {config.train.steps}: the checkpoint is already of step {start.step};"
-                f" use {start.step} or more"
+                f" use {start.step} or more, or evaluate it as a new run's initial weights"
             )
         ]
 

@@ -251,11 +251,12 @@ def keep(folder: Path, written: Mapping[str, bytes], held: lock.RunLock, files) 
     return notes + [note for note in (file.sync() for file in files) if note]
 
 
-def whereabouts(folder: Path) -> str:
-    """Return which files a run that has ended has in its folder, and which are missing."""
-    parts = {
-        "weights": WEIGHTS,
-        "checkpoints": CHECKPOINTS,
+def whereabouts(folder: Path, trained: bool = True) -> str:
+    """Return which files a run that has ended has in its folder, and which are missing.
+
+    trained: whether it took any step; otherwise it wrote no weights.
+    """
+    parts = ({"weights": WEIGHTS, "checkpoints": CHECKPOINTS} if trained else {}) | {
         "metrics": METRICS,
         REPORT: REPORT,
         CONFIG: CONFIG,

@@ -21,7 +21,7 @@ def find_source(path: str, where: str) -> str:
     checkpoint. Raises DataError, which begins with `where`, if there is neither.
     """
     folder = Path(path)
-    if is_step(folder):
+    if is_step(folder) and os.path.isdir(folder):
         return path
     options = [own_weights(folder), folder]
     found = next((one for one in options if os.path.exists(one / "config.json")), None)

@@ -59,6 +59,7 @@ from mpipar.pipeline.simulate import simulate
 from mpipar.plan.predict import predict
 from mpipar.trace.tracer import Tracer
 from mpipar.train.build import configured_schedule
+from mpipar.train.optim import warm_up_notes
 from mpipar.train.replicas import Replicas
 from mpipar.train.worker import StepVotes, Worker
 
@@ -120,7 +121,7 @@ class Run:
                 machine_path,
             )
         )
-        if start.finished >= inputs.config.train.steps:
+        if 0 < inputs.config.train.steps <= start.finished:
             if world.rank == 0:
                 print(
                     f"{start.folder}: this run ended with step {start.finished}; nothing is left"
@@ -166,7 +167,7 @@ class Run:
         hosts = {min(ranks) for ranks in gather_facts(self.world, session.host_ranks) or [(0,)]}
         headline = console.headline(config, self.world.size, len(hosts), schedule.num_stages)
         log(headline)
-        for note in (*self.inputs.notes, *session.notes):
+        for note in (*self.inputs.notes, *warm_up_notes(config.train), *session.notes):
             log(one_line(note))
         predicted = predict(config, grid.world_rank)
         # The ring has room for two whole steps, so that it still holds what led to a failure.
@@ -196,7 +197,8 @@ class Run:
         """
         config, ops, recorder = self.config, self.inputs.ops, self.recorder
         self.memory = PeakMemory(ops)
-        self.memory.start()
+        if config.train.steps:
+            self.memory.start()
         timed_ops = TimedOps(ops, recorder) if config.run.trace_ops else None
         chosen, machine = known_choices(
             self.session,
@@ -364,12 +366,16 @@ class Run:
     def save_last(self) -> None:
         """Write checkpoint and weights; when any rank returns, they are on disk.
 
+        A run of no steps has the weights that it was given, and writes none.
         Comm: that of `Saving.save_last`; see `checkpoint.stream`; a barrier over the world.
         """
+        if self.last == 0:
+            return
         with self.recorder.at("save"):
             self.session.agree(lambda: self.saving.save_last(self.last))
             checkpoint.save(self.worker, self.folder / WEIGHTS)
             self.worker.comms.world.barrier("save.written")
+        self.session.saved = str(self.folder / WEIGHTS)  # a signal from here on loses nothing
 
     def written_bytes(self) -> int:
         """Return, for the watchdog, the bytes of checkpoint and weights written so far.
@@ -392,8 +398,7 @@ class Run:
 
     def finish(self) -> int:
         """Show the results; return the exit code. Comm: forward passes, that of leave_mpi()."""
-        weights, steps = self.folder / WEIGHTS, self.config.train.steps
-        self.session.saved = str(weights)  # a signal from here on loses nothing
+        steps = self.config.train.steps
         if self.stopped:
             code = self.session.leave_mpi(EXIT_STOPPED)
             self.report(f"stopped on request after step {self.last} of {steps}")
@@ -419,5 +424,5 @@ class Run:
         self.log()
         self.report(f"ended after step {self.last}")
         if self.log.speaks:
-            self.log(whereabouts(self.folder))
+            self.log(whereabouts(self.folder, trained=self.last > 0))
         return code

@@ -96,11 +96,11 @@ class ModelConfig:
     )
     max_positions: int | None = setting(
         None,
-        "longest row that the rotary positions are made for, at least T; written to"
-        " config.json for other programs (default: T, or what --rope-scaling reaches)",
+        "longest row that the positions are made for, at least T: rows of the table of learned"
+        " positions; of rotary ones it is only written to config.json for other programs"
+        " (default: T, or what --rope-scaling reaches)",
         low=1,
         high=2**24,
-        only=OF_ROPE,
     )
     bias: str = setting(
         "all",
@@ -191,6 +191,11 @@ class ModelConfig:
     def targets_per_row(self) -> int:
         """The next token at each of T positions."""
         return self.seq_len
+
+    @property
+    def longest_row(self) -> int:
+        """Tokens of the longest row that the positions are made for; learned ones are a table."""
+        return self.max_positions or self.seq_len
 
     def block_kind(self, index: int) -> str:
         """Return the key of this block in the model's BLOCKS."""

@@ -41,7 +41,8 @@ class Rule:
 
     def problem(self, values: SimpleNamespace) -> str:
         """Return what is wrong, why, and what to type instead."""
-        return f"{subject(self.fields, values)}: {self.reason}; {self.cure(values)}"
+        cure = self.cure(values)
+        return f"{subject(self.fields, values)}: {self.reason}" + (cure and f"; {cure}")
 
     def cure(self, values: SimpleNamespace) -> str:
         """Return what to type instead; never another model shape where weights fix it."""

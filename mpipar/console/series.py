@@ -56,7 +56,7 @@ def _object_of(line: bytes) -> dict | None:
     whole = (
         isinstance(value, dict)
         and type(value.get("step")) is int
-        and value["step"] > 0
+        and value["step"] >= 0  # 0: weights that were only evaluated
         and isinstance(value.get("loss", value.get("held_out_loss")), float)
         and _has_numbers(value, MOST_DEPTH)
     )

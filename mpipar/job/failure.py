@@ -59,7 +59,7 @@ def error_report(error: BaseException, where: str, saved: str = "") -> Report:
         )
     if isinstance(error, BrokenPipeError):
         what = "the program reading the output exited before all of it was written"
-        return Report(errors.EXIT_OUTPUT, (what,), where)
+        return Report(errors.EXIT_NO_READER, (what,), where)
     if isinstance(error, OSError) and error.errno in DISK_ERRORS:
         done = "read or written" if error.errno == errno.EIO else "written"
         what = f"{error.filename or 'the output'} can't be {done}: {error.strerror}"

@@ -21,6 +21,7 @@ import shutil
 import sys
 import threading
 import time
+import warnings
 from collections.abc import Callable, Mapping
 from pathlib import Path
 
@@ -354,17 +355,17 @@ def _run(main: Callable, argv: list[str], session: Session) -> int:
             if session.world is not None or session.launcher.size == 1 or not session.facts:
                 raise
             exit_code = session.refuse(error)
+        except AgreedError as agreed:
+            exit_code = agreed.exit_code
+        except SystemExit as leaving:
+            if session.world is not None:
+                raise
+            exit_code = leaving.code or errors.EXIT_OK
         sys.stdout.flush()
-    except BrokenPipeError:
-        if session.world is not None:
+    except BrokenPipeError:  # mpipar schedule ... | head: the reader has left
+        if session.world is not None and session.world.Get_size() > 1:
             raise
-        os._exit(errors.EXIT_OUTPUT)  # mpipar schedule ... | head: the reader has left
-    except AgreedError as agreed:
-        exit_code = agreed.exit_code
-    except SystemExit as leaving:
-        if session.world is not None:
-            raise
-        exit_code = leaving.code or errors.EXIT_OK
+        os._exit(errors.EXIT_NO_READER)
     return session.finish(exit_code)
 
 
@@ -377,6 +378,8 @@ def guard(main: Callable, argv: list[str] | None = None):
     os.environ.update(chosen := presets(os.environ, len(os.sched_getaffinity(0))))
     keep_heap()
     threading.stack_size(1 << 20)  # 8 MiB for each would count against --memory-limit
+    # NumPy's: numbers that are not finite are found by our own checks, which name tensor and rank.
+    warnings.filterwarnings("ignore", ".* encountered in ", RuntimeWarning)
     session = Session(read_launcher(os.environ))
     session.presets = chosen
     threading.excepthook = lambda failed: session.fail(failed.exc_value, failed.thread.name)

@@ -24,7 +24,9 @@ if TYPE_CHECKING:
 class TokenEmbedding:
     """x = token_table[tokens], without positions, which attention adds."""
 
-    def __init__(self, context: Context, token_table: Param, seq_len: int, *, std: float) -> None:
+    def __init__(
+        self, context: Context, token_table: Param, longest_row: int, *, std: float
+    ) -> None:
         self.ops, self.held, self.name = context.ops, context.held, "embedding"
         self.tokens = token_table  # (V, D) cut on V; perhaps shared with the head
         self.params = [self.tokens]
@@ -65,12 +67,17 @@ class TokenEmbedding:
 
 
 class Embedding(TokenEmbedding):
-    """x = token_table[tokens] + position_table[positions]."""
+    """x = token_table[tokens] + position_table[positions].
 
-    def __init__(self, context: Context, token_table: Param, seq_len: int, *, std: float) -> None:
-        super().__init__(context, token_table, seq_len, std=std)
+    Shorter rows use the first rows of the table, and the others get no gradient.
+    """
+
+    def __init__(
+        self, context: Context, token_table: Param, longest_row: int, *, std: float
+    ) -> None:
+        super().__init__(context, token_table, longest_row, std=std)
         self.positions = Param(
-            context, "embedding.positions", (seq_len, token_table.shape[1]), std=std
+            context, "embedding.positions", (longest_row, token_table.shape[1]), std=std
         )
         self.params = [self.tokens, self.positions]
 

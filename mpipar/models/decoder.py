@@ -271,7 +271,7 @@ class Stage(LayerRun):
         loss = None
         if is_first:
             table = shared_table(context, TOKENS, config, tables)
-            embedding = EMBEDDINGS[config.positions](context, table, config.seq_len, std=STD)
+            embedding = EMBEDDINGS[config.positions](context, table, config.longest_row, std=STD)
             units.insert(0, [embedding])
         if is_last:
             name = TOKENS if config.tied else "head.table"

@@ -76,7 +76,7 @@ class Shape:
             model.seq_len,
             model.activation,
             model.tied,
-            model.seq_len if model.positions == "learned" else 0,
+            model.longest_row if model.positions == "learned" else 0,
             model.experts or 0,
             model.experts_per_token,
             model.expert_ffn or 0,

@@ -44,10 +44,12 @@ class RankTrace:
 
     place: {axis: coordinate}. groups: {axis: world ranks}. steps: [(step, start, end)]. cores: the
     cores of its host that it may run on. core_wait_ns: how long it was ready to run but had no
-    core. complete: false if it failed in the last step. sites, lines: of its file, the places in
+    core. complete: false if it failed in the last step. recording: the same text in all files that
+    one run wrote of the same steps. sites, lines: of its file, the places in
     the source and the number of lines after the head.
     """
 
+    recording: str
     world_rank: int
     host: str
     place: dict[str, int]
@@ -123,6 +125,7 @@ class ClockFacts:
 class Meta:
     """The part of meta.json that is read, besides the model."""
 
+    recording: str
     world_size: int
     rank_order: tuple[str, ...]
     layout: dict[str, int]

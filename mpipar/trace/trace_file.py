@@ -1,7 +1,8 @@
 """A trace on disk: writes and reads one file per rank and `trace/meta.json`, without MPI.
 
 A rank's file consists of JSON lines. The head defines the meaning of the numbers, call sites,
-steps, groups, and how many lines follow. Then comes one line per record ("r"), compute span ("s"),
+steps, groups, and how many lines follow; it and meta.json name the recording, so that files of two
+recordings are never read as one. Then comes one line per record ("r"), compute span ("s"),
 operation of a layer ("o"), and load of a rank's experts ("e"). Times on disk are those of the
 rank's own clock; the reader translates them to world rank 0's clock and starts at zero.
 """
@@ -40,7 +41,7 @@ from mpipar.trace.checks import (
     check_meta,
 )
 
-SCHEMA = 3
+SCHEMA = 4
 METRICS = "metrics.jsonl"  # of a run folder
 META = "trace/meta.json"  # also there: what the files of all ranks have in common
 TIMES = {
@@ -153,7 +154,7 @@ def schedule_json(schedule: Schedule) -> dict:
 def common_facts(schedule: Schedule, stage_layers, layout: dict, entry: str, **more) -> dict:
     """Return what meta.json says of all ranks. layout: {axis: size}. entry: what precedes blocks.
 
-    more: rank_order, model, batch_size, dtype, and others.
+    more: recording, rank_order, model, batch_size, dtype, and others.
     """
     return {
         "world_size": math.prod(layout.values()),
@@ -185,7 +186,7 @@ def write_rank(folder: Path, head: dict, records, spans, operations, loads=()) -
     """Write a rank's file. Its head holds the number of lines, so that a reader notices if it is
     cut.
 
-    head: world_rank, host, place, stages, groups, steps, complete, cores.
+    head: recording, world_rank, host, place, stages, groups, steps, complete, cores.
     """
     sites: dict[str, int] = {}
 
@@ -248,6 +249,17 @@ def read(folder: str | Path) -> Trace:
             f" {len(paths)} ranks; {_why_missing(folder)}"
         )
     ranks = [_read_rank(folder, clock, grid, len(meta["stages"])) for grid in grids]
+    others = [
+        path.name
+        for path, rank in zip(paths, ranks, strict=True)
+        if rank.recording != meta["recording"]
+    ]
+    if others:
+        more = ", ..." if len(others) > MOST_NAMED else ""
+        raise DataError(
+            f"{folder / META}: of another recording than {', '.join(others[:MOST_NAMED])}{more}:"
+            f" {MIXED}; {HOW_TO}"
+        )
     for path, rank in zip(paths, ranks, strict=True):
         if [step for step, *_ in rank.steps] != [step for step, *_ in ranks[0].steps]:
             raise DataError(f"{path}: its steps differ from those of {paths[0].name}: {MIXED}")

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gc
 import os
+import secrets
 from contextlib import contextmanager
 from dataclasses import asdict
 from pathlib import Path
@@ -45,6 +46,7 @@ class Tracer:
         self.owners: list[int] = []
         self.before: dict = {}
         self.core_wait = 0
+        self.recording = ""
         self.collecting = 0  # when the current garbage collection began
         self.written = self.lost = False
 
@@ -54,7 +56,7 @@ class Tracer:
 
         A rank that fails in a traced step writes what it has, without MPI. If writing a trace fails
         for any reason, the run continues without it. Comm: the clock measurement before FIRST and
-        after LAST, see `clock.measure_clocks`.
+        after LAST, see `clock.measure_clocks`; before FIRST a broadcast of the recording's name.
         """
         if not self.first <= number <= self.last:
             yield
@@ -80,6 +82,7 @@ class Tracer:
         recorder.resize(None)  # no record may be lost until LAST
         self.owners = shared_clocks(self.world, clock_identity())
         self.before = measure_clocks(self.world, self.owners)
+        self.recording = broadcast_text(self.world, secrets.token_hex(8))
         if self.timed_ops is not None:
             self.timed_ops.active = True
         gc.callbacks.append(self._collected)
@@ -146,6 +149,7 @@ class Tracer:
         numbers = {step for step, *_ in self.steps}
         groups = {axis: comm.ranks for axis, comm in worker.comms.groups.items()}
         head = {
+            "recording": self.recording,
             "world_rank": worker.grid.world_rank,
             "host": os.uname().nodename,
             "pid": os.getpid(),
@@ -176,6 +180,7 @@ class Tracer:
                 worker.stage_layers,
                 {axis: worker.grid.size(axis) for axis in AXES},
                 ENTRY,
+                recording=self.recording,
                 rank_order=worker.grid.order,
                 model=asdict(config.model),
                 batch_size=config.train.batch_size,

@@ -93,9 +93,10 @@ OPTIMIZERS: dict[str, type[Sgd]] = {"sgd": Sgd, "adamw": AdamW}
 
 
 def learning_rate(config: TrainConfig, step: int) -> float:
-    """Return the learning rate of `step` (from 1): a linear warm-up, then as --lr-schedule says.
+    """Return the learning rate of an update: a linear warm-up, then as --lr-schedule says.
 
-    It falls from `lr` to min_lr_ratio * lr, which it reaches in the last step.
+    step: the number of the update, from 1; steps that float16 skips are none. The rate falls from
+    `lr` to min_lr_ratio * lr, which it reaches in the last step if none is skipped.
     """
     if step <= config.warmup_steps:
         return config.lr * step / config.warmup_steps
@@ -123,6 +124,19 @@ def fall(name: str, done: float) -> float:
     if name == "cosine":
         return 0.5 * (1 + math.cos(math.pi * done))
     return 1 - (math.sqrt(done) if name == "wsd" else done)
+
+
+def warm_up_notes(config: TrainConfig) -> list[str]:
+    """Return a note if the run ends within its warm-up."""
+    if config.warmup_steps <= config.steps or not config.steps:
+        return []
+    top = learning_rate(config, config.steps)
+    return [
+        (
+            f"the run ends within its warm-up of {config.warmup_steps} steps: the learning rate"
+            f" rises to {top:.2g} and never reaches {config.lr:g}"
+        )
+    ]
 
 
 def of_new_length(config: TrainConfig) -> str:

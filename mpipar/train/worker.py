@@ -88,13 +88,14 @@ class Worker:
                 f"step {step}: loss {loss}, gradient norm {norm}: stopped before the update",
                 non_finite.report(self, "gradient", lambda flat: flat.summed, self.losses),
             )
+        update = step - self.loss_scale.skipped  # its number: a skipped step uses up no warm-up
         self.loss_scale.update(overflow)
-        lr = learning_rate(self.config.train, step)
+        lr = learning_rate(self.config.train, update)
         with self.recorder.at("opt"):
             opt_start = self.ops.instant()
             if not overflow:
                 self.gradsync.clip(norm, self.config.train.clip)
-                self.optimizer.step(lr, step - self.loss_scale.skipped)
+                self.optimizer.step(lr, update)
             self.recorder.span("opt", opt_start, end=self.ops.instant())
         seconds = (perf_counter_ns() - start) * 1e-9
         shown = scale if self.loss_scale.dynamic else None
