@@ -325,7 +325,7 @@ def test_rows_may_be_shorter_than_the_table_of_positions(weights):
     model = resolve(reading_of(*words, "8"), 1)[0].model
     assert (model.seq_len, model.max_positions) == (8, 32)
     assert [p.shape for _, p in all_params(model, (3,)) if "positions" in p.name] == [(32, 48)]
-    with pytest.raises(UsageError, match=r"--seq-len 33 .*a row cannot be longer than"):
+    with pytest.raises(UsageError, match=r"--seq-len 33: contradicts .* it is 32; leave"):
         resolve(reading_of(*words, "33"), 1)
 
 

@@ -47,10 +47,11 @@ def resolve(
             source = find_source(config.run.init_from, f"--init-from {config.run.init_from}")
             given = parsed.given if "seq_len" not in parsed.bad else {}
             shape = formats.model_settings(source, given.get("seq_len"))
-            if "positions" in shape and "seq_len" in given:  # rows may be shorter
-                longest = shape.pop("seq_len")
-                if shape["positions"] == "learned":  # else rotations fit rows of any length
-                    shape["max_positions"] = shape.get("max_positions", longest)
+            if "seq_len" in given:  # rows may be shorter than the table of positions
+                longest = shape.get("max_positions", shape.pop("seq_len"))
+                if shape["positions"] == "learned":  # rotations fit rows of any length
+                    shape["max_positions"] = longest
+                    shape["seq_len"] = min(given["seq_len"], longest)
             config = with_weights_shape(parsed, shape, source)
             problems = [*parsed.unread, *choice_problems(config, parsed.given)]
             source_notes = formats.start_notes(source)
