@@ -79,26 +79,33 @@ def test_a_stopped_process_is_missing(sums, tmp_path):
     assert "late: rank 1 has written nothing" in result.stderr
 
 
-@pytest.mark.parametrize(
-    "place",
-    [
-        "evaluation",
-        *(
-            pytest.param(place, marks=pytest.mark.slow)
-            for place in ("start", "data", "setup", "end")
-        ),
-    ],
-)
-def test_a_process_that_stops_before_or_after_the_steps_is_missing(place, tmp_path):
-    """`start` is MPI_Init and `end` MPI_Finalize."""
+def test_a_process_that_stops_in_the_evaluation_is_missing(tmp_path):
+    result = faulty("stopped-evaluation", *SHORT, "--layout", "tp=2", tmp_path=tmp_path).ended(76)
+    assert re.search(r"(late: )?rank 1 has written nothing", result.stderr), result.tail()
+    assert result.stderr.count("mpipar: stopped") == 1
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("place", ["setup", "end"])
+def test_a_process_that_stops_beside_the_steps_is_missing(place, tmp_path):
+    """`end` is MPI_Finalize."""
     result = faulty(f"stopped-{place}", *SHORT, "--layout", "tp=2", tmp_path=tmp_path).ended(76)
     assert re.search(r"(late: )?rank 1 has written nothing", result.stderr), result.tail()
     assert result.stderr.count("mpipar: stopped") == 1
 
 
 @pytest.mark.slow
+@pytest.mark.parametrize("place", ["start", "data"])
+def test_before_there_is_a_run_folder_a_rank_says_where_it_waits(place, tmp_path):
+    """`start` is MPI_Init."""
+    result = faulty(f"stopped-{place}", *SHORT, "--layout", "tp=2", tmp_path=tmp_path).ended(76)
+    assert re.search(r"rank 0 is at .*\.py:\d+ in \w+", result.stderr), result.tail()
+    assert result.stderr.count("mpipar: stopped") == 1
+
+
+@pytest.mark.slow
 @pytest.mark.parametrize("command", ["generate", "verify"])
-def test_a_process_that_stops_in_another_command_is_missing(command, tmp_path):
+def test_a_process_that_stops_ends_another_command(command, tmp_path):
     words = ["verify", *"--layers 2 --d-model 16 --heads 2 --seq-len 8 --batch-size 4".split()]
     if command == "generate":
         mpipar("train", *SMALL, "--out", tmp_path / "run").ended()
@@ -109,14 +116,16 @@ def test_a_process_that_stops_in_another_command_is_missing(command, tmp_path):
         timeout=150,
         env={"PYTHONPATH": str(REPOSITORY)},
     ).ended(76)
-    assert "rank 1 has written nothing" in result.stderr
+    assert re.search(r"rank 0 (waits in \w+|is at) .*\.py:\d+", result.stderr), result.tail()
+    assert result.stderr.count("mpipar: stopped") == 1
 
 
 SUSPENDED = """
 import sys, time
 from pathlib import Path
 from mpipar.job.watchdog import Watchdog, state_of
-watchdog = Watchdog(Path(sys.argv[1]), (0,), str, fail=lambda error: print("stuck"))
+watchdog = Watchdog(str, fail=lambda error: print("stuck"))
+watchdog.folder = Path(sys.argv[1])
 with watchdog.following(lambda: 0, state_of, stop=0.5):
     watchdog.start(0)
     print("up", flush=True)
@@ -162,7 +171,8 @@ def test_a_full_ring_of_spans_shows_progress_all_the_same():
 
 
 def test_a_state_that_is_no_longer_true_is_gone_at_the_end(tmp_path):
-    made = Watchdog(tmp_path / "hang", (0,), str, fail=pytest.fail)
+    made = Watchdog(str, fail=pytest.fail)
+    made.folder = tmp_path
     with made.following(lambda: 0, watchdog.state_of):
         made.warn, made.stop = 0.05, 0.0
         made.start(0)

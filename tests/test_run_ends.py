@@ -54,6 +54,15 @@ def test_odd_sizes_train(words, text_folder):
 # --- run folder
 
 
+def test_a_run_folder_is_for_its_user_alone(text_folder):
+    (text_folder / "shared").mkdir(mode=0o755)
+    for out in ("a/b", "shared"):
+        train_here(text_folder, "--out", out)
+    train_here(text_folder)
+    modes = [(text_folder / out).stat().st_mode & 0o777 for out in ("a/b", "runs/0001", "shared")]
+    assert modes == [0o700, 0o700, 0o755], "an existing folder stays as it is"
+
+
 def test_run_folders_are_numbered_and_named(text_folder):
     for words in ([], [], ["--run-name", "mine"], []):
         train_here(text_folder, *words)
@@ -190,7 +199,7 @@ try:
 except errors.OutputError as error:
     said.append(str(error))
 report = failure.error_report(ValueError("no"), "")
-said.append(failure.write_record(folder / "errors", 0, report))
+said.append(failure.write_record(folder, 0, report))
 resource.setrlimit(resource.RLIMIT_FSIZE, before)
 print(said)
 """
@@ -231,7 +240,7 @@ def test_a_record_is_not_written_through_a_link(tmp_path):
     (tmp_path / "target").mkdir()
     (tmp_path / "errors").symlink_to("target")
     report = failure.error_report(ValueError("no"), "")
-    assert failure.write_record(tmp_path / "errors", 0, report) is None
+    assert failure.write_record(tmp_path, 0, report) is None
     assert list((tmp_path / "target").iterdir()) == []
 
 

@@ -24,7 +24,6 @@ from mpipar.checkpoint.tensor_file import NUMBERS
 from mpipar.checkpoint.weight_files import ADAPTER_CURE, WeightFiles, write_weights
 from mpipar.config.model import model_config
 from mpipar.errors import DataError, OutputError
-from mpipar.files import no_links
 from mpipar.files.text import brief
 
 MOST_TOLD = 20  # problems of tensors that are reported
@@ -125,7 +124,7 @@ def write(folder: Path, config, dtype, blocks, most_bytes: int | None = None) ->
         for name, shape in form.tensors(param).items()
     ]
     try:
-        no_links.make_root(folder.parent)
+        folder.parent.mkdir(parents=True, exist_ok=True)
         texts = tokenizer_files.config_texts(folder, form.to_json(config.model, dtype.name))
         rounded = (np.ascontiguousarray(block, dtype) for _, _, block in blocks)
         write_weights(folder, texts, made, most_bytes or config.run.max_shard_size, rounded)

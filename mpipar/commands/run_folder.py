@@ -21,6 +21,7 @@ from mpipar.files.replace import replace_file, replaced_files, set_aside
 from mpipar.files.text import counted
 from mpipar.job import lock
 from mpipar.job.failure import DISK_ERRORS
+from mpipar.job.watchdog import HANG
 
 CHECKPOINTS, WEIGHTS = "checkpoints", "weights"
 CONFIG, SOURCES = "config.toml", "sources.json"  # the settings; what the run began with
@@ -29,7 +30,7 @@ METRICS, EVALUATIONS = "metrics.jsonl", "evaluations.jsonl"  # a line per report
 CSV, REPORT = "metrics.csv", "report.html"  # made from the other files when the run ends
 RESULT = "result.json"  # exists once a run is complete
 GROWING = (LOG, METRICS, EVALUATIONS)
-FOLDERS = (CHECKPOINTS, WEIGHTS, "trace", "hang", "tensorboard")
+FOLDERS = (CHECKPOINTS, WEIGHTS, "trace", HANG, "tensorboard")
 
 
 @dataclass(frozen=True)
@@ -85,7 +86,7 @@ def make_run_folder(
     with said(folder or RUNS, "the run folder can't be made"):
         if folder is None:
             folder = _make_numbered_folder()
-        folder.mkdir(parents=True, exist_ok=True)
+        no_links.make_root(folder)
         session.lock(folder)
         if _content(folder):
             raise UsageError(folder_problems(config))
@@ -147,7 +148,7 @@ def resume_in(start, config, session, beside: Mapping[str, bytes]) -> tuple[Path
         set_aside(folder / "errors")
         if config.run.trace:
             set_aside(folder / "trace")
-        no_links.remove_tree(folder, "hang")  # left by a job that was killed
+        no_links.remove_tree(folder, HANG)  # left by a job that was killed
         first = {}
         with contextlib.suppress(FileNotFoundError, ValueError):  # an older version's, or damaged
             first[SOURCES] = read_text(SOURCES, root=folder).encode()
@@ -241,7 +242,7 @@ def keep(folder: Path, written: Mapping[str, bytes], held: lock.RunLock, files) 
             " folder of this name; earlier checkpoints and traces are wherever the old one"
             " is"
         )
-        folder.mkdir(parents=True)
+        no_links.make_root(folder)
     held.keep()
     gone = [name for name in written if not os.path.lexists(folder / name)]
     for name in gone:
@@ -291,7 +292,7 @@ def _make_numbered_folder() -> Path:
         number += 1
         folder = RUNS / f"{number:04d}"
         with contextlib.suppress(FileExistsError):
-            folder.mkdir()
+            folder.mkdir(mode=0o700)
             return folder
 
 

@@ -4,12 +4,9 @@ These are plain functions of plain dictionaries. BLAS reads its thread count and
 only once, when they are loaded, so the guard applies the settings first (`job.session.guard`).
 """
 
-import contextlib
 import os
 import re
-import stat
 import sys
-import tempfile
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -177,47 +174,3 @@ def started(pid: int) -> int:
     except OSError:
         return 0
     return 0 if fields[0] in "ZX" else int(fields[19])
-
-
-def scratch(name: str) -> Path:
-    """Return a folder for a job's files on this host; it is created by whoever first writes there.
-
-    It is inside the folder that the system creates for each logged-in user, if there is one.
-    """
-    base = os.environ.get("XDG_RUNTIME_DIR", "")
-    if not (os.path.isabs(base) and _is_own(base)):
-        base = tempfile.gettempdir()
-    return Path(base) / f"mpipar-{name}"
-
-
-def own_folder(path: Path) -> None:
-    """Create a folder for this user alone, unless it exists.
-
-    Also raises OSError if the path is a link, or a folder that others can write to.
-    """
-    try:
-        os.mkdir(path, 0o700)
-    except FileExistsError:
-        if not _is_own(path):
-            raise
-
-
-def _is_own(path) -> bool:
-    """Return whether this is a real folder, not a link, that only this user can write to."""
-    with contextlib.suppress(OSError):
-        found = os.lstat(path)
-        return (
-            stat.S_ISDIR(found.st_mode)
-            and found.st_uid == os.getuid()
-            and not found.st_mode & 0o022
-        )
-    return False
-
-
-def birthplace(launcher: Launcher) -> str:
-    """Return a name that the ranks of one job on this host share before MPI has started.
-
-    A launcher starts all ranks of a host from one process. Without a launcher there is one rank.
-    """
-    pid = os.getppid() if launcher.size > 1 else os.getpid()
-    return f"{pid}-{started(pid)}"

@@ -20,7 +20,6 @@ from mpipar import errors
 from mpipar.errors import EXIT_CODES, UserError
 from mpipar.files.replace import replace_file
 from mpipar.files.text import cut, printable
-from mpipar.job.environment import own_folder
 
 MOST_TEXT = 4000  # characters of a sentence in the block: a file's name or a value may be long
 SETTLE_SECONDS = 0.05  # for a rank that failed at the same moment and has not yet written its word
@@ -122,14 +121,13 @@ def wait_for_turn(number: int) -> None:
     time.sleep(TURN_SECONDS * min(number, MOST_TURNS))
 
 
-def write_record(folder: Path, world_rank: int, found: Report) -> Path | None:
-    """Write the report to a file in this folder if possible; return its path."""
-    path = folder / f"rank-{world_rank}.json"
+def write_record(run_folder: Path, world_rank: int, found: Report) -> Path | None:
+    """Write the report to a file in the run folder if possible; return its path."""
+    name = f"errors/rank-{world_rank}.json"
     text = json.dumps(asdict(found) | {"world_rank": world_rank}, indent=1) + "\n"
     with contextlib.suppress(OSError):
-        own_folder(folder)
-        replace_file(path, [text.encode()], sync=False)
-        return path
+        replace_file(name, [text.encode()], sync=False, root=run_folder)
+        return run_folder / name
     return None
 
 

@@ -29,20 +29,19 @@ from mpipar import errors
 from mpipar.comm.facts import gather_facts
 from mpipar.comm.one_rank import OneRank
 from mpipar.errors import EnvironmentProblem, UsageError, UserError
+from mpipar.files import no_links
 from mpipar.job import consistency, failure, limits, lock, mpi
 from mpipar.job.environment import (
     MPICH,
     Launcher,
     Mismatch,
-    birthplace,
     presets,
     read_launcher,
-    scratch,
 )
 from mpipar.job.malloc import keep_heap
 from mpipar.job.signals import Interruptible, later, listen
 from mpipar.job.streams import open_closed, warn
-from mpipar.job.watchdog import Watchdog
+from mpipar.job.watchdog import HANG, Watchdog
 
 ABORT_SECONDS = 2.0  # how long one rank's abort may take before the others stop waiting for it
 
@@ -89,11 +88,7 @@ class Session(Interruptible):
         self._token, self._host = "", 0
         self._words = self._window = None  # see failure.is_first
         self._failing = threading.Lock()
-        size = launcher.size if launcher.size == launcher.local_size else 0
-        # where the ranks of this host find each other until there is a run folder
-        self.watch = Watchdog(
-            scratch(f"{os.getuid()}-{birthplace(launcher)}"), range(size), self.doing, self.fail
-        )
+        self.watch = Watchdog(self.doing, self.fail)
 
     def start(self):
         """Start MPI, compare the facts of all ranks, and return `world`; later calls only return.
@@ -118,7 +113,6 @@ class Session(Interruptible):
         self.host_rank = self.host_ranks.index(self.world.Get_rank())
         if self.host_rank == 0:
             mpi.forget_shared_memory()
-        self.watch.folder, self.watch.ranks = scratch(self._token), self.host_ranks
         if self.facts:
             self.compare(self.facts)
         return self.world
@@ -135,8 +129,7 @@ class Session(Interruptible):
         """
         self.agree(lambda: lock.check_seen(folder, self._token))
         self.run_folder = folder
-        self.watch.folder = folder / f"hang-{self._token}"
-        self.watch.ranks = range(self.world.Get_size())
+        self.watch.ranks, self.watch.folder = range(self.world.Get_size()), folder
 
     def compare(self, facts: Mapping[str, str]) -> None:
         """Return if all ranks have the same facts; else show the differences and leave together.
@@ -286,7 +279,7 @@ class Session(Interruptible):
             later(ABORT_SECONDS, self._abort, code)
             record = None
             if self.run_folder:
-                record = failure.write_record(self.run_folder / "errors", rank, found)
+                record = failure.write_record(self.run_folder, rank, found)
             failure.show(found, record)
         else:  # the reporting rank's abort also ends this process; if not, it ends itself
             time.sleep(ABORT_SECONDS + failure.TURN_SECONDS * failure.MOST_TURNS)
@@ -313,8 +306,9 @@ class Session(Interruptible):
         failure.leave_code(os.environ, code)
         later(ABORT_SECONDS, os._exit, code)
         time.sleep(failure.FORWARD_SECONDS)
-        shutil.rmtree(self.watch.folder, ignore_errors=True)  # the block has reported its content
         if self.run_folder is not None:
+            with contextlib.suppress(OSError):  # the block has reported its content
+                no_links.remove_tree(self.run_folder, HANG)
             lock.release(self.run_folder, self._token)
         if self.unfinished is not None:
             shutil.rmtree(self.unfinished, ignore_errors=True)

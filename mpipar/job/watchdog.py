@@ -1,8 +1,9 @@
 """The watchdog: a thread per rank that notices when progress has stopped, and finds out why.
 
 It works while the main thread is inside an MPI call, and uses no MPI itself. A rank that makes no
-progress for `warn` seconds writes what it is doing to a folder. The lowest rank that did so reads
-what the others wrote and reports who waits for whom; after `stop` seconds it ends the job.
+progress for `warn` seconds writes what it is doing to the run folder. The lowest rank that did so
+reads what the others wrote and reports who waits for whom; after `stop` seconds it ends the job.
+Where there is no run folder, a rank knows only what it waits for itself.
 
 Progress is whatever the command's recorder records, or any other count the command provides. Where
 there is none, before and after, it is any move of the main thread: a rank that waits in MPI does
@@ -28,9 +29,9 @@ from mpipar.errors import HangError
 from mpipar.files import no_links
 from mpipar.files.bounded import parse_json, read_text
 from mpipar.files.replace import replace_file
-from mpipar.job.environment import own_folder
 from mpipar.job.streams import note
 
+HANG = "hang"  # the folder of states in a run folder
 WARN_SECONDS, STOP_SECONDS = 60.0, 600.0  # for a command without --hang-warn and --hang-stop
 START_SECONDS = 60.0  # no limit is shorter at the start: programs load from shared disks
 SETTLE = 1.0  # seconds for the other ranks to write their states too
@@ -43,23 +44,23 @@ INSIDE = ("mpipar/comm/", "mpipar/job/")  # code that communicates on behalf of 
 class Watchdog:
     """The watchdog of one rank, from the first MPI call of a command to the last.
 
-    warn, stop: seconds without progress; 0: never. folder: where ranks write their states; ranks:
-    those that can write there. All of these may change at any time.
+    warn, stop: seconds without progress; 0: never. folder: the run folder, once there is one;
+    ranks: all that write there. All of these may change at any time.
     where: returns what this rank is doing while it follows nothing else.
-    fail: ends the job; called on the lowest rank that has written its state.
+    fail: ends the job; called on the lowest rank that has written its state, or on every rank.
     """
 
-    def __init__(
-        self, folder: Path, ranks: Sequence[int], where: Callable[[], str], fail: Callable
-    ):
+    def __init__(self, where: Callable[[], str], fail: Callable):
         self.warn, self.stop = WARN_SECONDS, STOP_SECONDS
-        self.folder, self.ranks, self.world_rank = folder, ranks, 0
+        self.folder: Path | None = None
+        self.ranks: Sequence[int] = ()
+        self.world_rank = 0
         self.begun = False
         self._progress: Callable = position
         self._describe: Callable = lambda: state_of(where=where())
         self._fail = fail
         self._ended = threading.Event()
-        self._written: Path | None = None  # this rank's state, while it has one
+        self._written: Path | None = None  # the run folder with this rank's state
         self._thread: threading.Thread | None = None
 
     def start(self, world_rank: int) -> None:
@@ -126,45 +127,49 @@ class Watchdog:
             self._write(stuck)
             if warn and not warned and stuck > warn + SETTLE:
                 warned = True
-                self._report(warn, lambda lines: note("\n".join(lines)))
+                self._report(warn, lambda lines: note("\n".join(lines)), everywhere=False)
             if stop and stuck > stop + SETTLE:
-                self._report(stop, lambda lines: self._fail(HangError(lines)))
+                self._report(stop, lambda lines: self._fail(HangError(lines)), everywhere=True)
         self._withdraw()
 
     def _withdraw(self) -> None:
         """Remove this rank's state, which is outdated because the rank has resumed."""
         if self._written is not None:
             with contextlib.suppress(OSError):  # others' states may keep the folder
-                folder = self._written.parent
-                no_links.remove(folder.parent, f"{folder.name}/{self._written.name}")
-                folder.rmdir()
+                no_links.remove(self._written, self._name())
+                (self._written / HANG).rmdir()
             self._written = None
+
+    def _name(self) -> str:
+        return f"{HANG}/rank-{self.world_rank:05d}.json"
 
     def _write(self, stuck: float) -> None:
         """Write this rank's state; a reader sees either all of it or the previous one."""
+        if self.folder is None:
+            return
         state = {**self._describe(), "stuck_seconds": round(stuck, 1)}
-        folder, name = self.folder, f"rank-{self.world_rank:05d}.json"
         with contextlib.suppress(OSError):  # a full disk must not hide the hang itself
-            own_folder(folder)
-            replace_file(
-                f"{folder.name}/{name}",
-                [json.dumps(state).encode()],
-                sync=False,
-                root=folder.parent,
-            )
-            self._written = folder / name
+            text = json.dumps(state).encode()
+            replace_file(self._name(), [text], sync=False, root=self.folder)
+            self._written = self.folder
 
-    def _report(self, limit: float, tell: Callable) -> None:
-        """Report what all ranks' states mean, on the lowest rank that has written one."""
+    def _report(self, limit: float, tell: Callable, everywhere: bool) -> None:
+        """Report what all ranks' states mean, on the lowest rank that has written one.
+
+        everywhere: report also on a rank that knows no state but its own, whichever it is.
+        """
         states = {}
-        for path in sorted(self.folder.glob("rank-*.json")):
+        for path in sorted(self.folder.glob(f"{HANG}/rank-*.json")) if self.folder else ():
             with contextlib.suppress(OSError, ValueError):
                 states[int(path.stem.split("-")[1])] = parse_json(
-                    read_text(f"{path.parent.name}/{path.name}", root=path.parent.parent)
+                    read_text(f"{HANG}/{path.name}", root=self.folder)
                 )
-        states = states or {self.world_rank: self._describe()}
-        if self.world_rank == min(states):
+        if states and self.world_rank == min(states):
             tell([f"no progress for {limit:g} s", *explain(states, self.ranks)])
+        elif not states and (everywhere or self.world_rank == 0):
+            state = self._describe()
+            lines = [f"rank {self.world_rank} {doing(state)}", *map("  {}".format, state["stack"])]
+            tell([f"no progress for {limit:g} s", *lines])
 
 
 def marker(recorder):
