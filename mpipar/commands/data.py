@@ -1,6 +1,7 @@
 """`mpipar data prepare TEXT...`: converts text to token files, with their tokenizer; no MPI."""
 
 import os
+import sys
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -26,7 +27,9 @@ class Arguments:
         "prepare", "convert text files to token files, for train --data FOLDER", default=None
     )
     texts: tuple[str, ...] = positional(
-        "TEXT", "text files in UTF-8, or folders of them; each file is a document", default=()
+        "TEXT",
+        "text files in UTF-8, each a document; JSON lines with a key text; or folders of them",
+        default=(),
     )
     tokenizer: str | None = setting(
         None,
@@ -98,30 +101,24 @@ def run(context: Context) -> int:
         # Whatever ends the process at once also removes the unfinished folder.
         with new_folder(out) as session.unfinished:
             try:
-                dataset, tokenizer = prepare(
-                    Texts(files, args.separator, bar), args.tokenizer, session.unfinished
-                )
+                texts = Texts(files, args.separator, bar)
+                dataset, tokenizer = prepare(texts, args.tokenizer, session.unfinished)
             finally:
                 bar.clear()
         size = sum(path.stat().st_size for path in files)
     session.unfinished = None
+    for note in texts.notes():
+        print(printable(f"mpipar: {note}"), file=sys.stderr, flush=True)
     show(dataset, tokenizer, size, out)
     return EXIT_OK
 
 
 def show(dataset, tokenizer, size: int, out: Path) -> None:
     """Print what was written. size: bytes of the text."""
-    rows = [("part", "documents", "tokens", "files")]
+    rows = [("part", "documents", "tokens")]
     for part in PARTS:
-        files = dataset.part(part)
-        rows.append(
-            (
-                part,
-                f"{sum(file.documents for file in files):,}",
-                f"{sum(file.tokens for file in files):,}",
-                str(len(files)),
-            )
-        )
+        (file,) = dataset.part(part)
+        rows.append((part, f"{file.documents:,}", f"{file.tokens:,}"))
     tokens = sum(file.tokens for file in dataset.files)
     print(table(rows, left=1))
     kind = "bytes" if tokenizer.is_bytes else "tokenizer"

@@ -19,7 +19,7 @@ from mpipar.commands.compared import config_facts, digest_of_value
 from mpipar.commands.resolve import resolve
 from mpipar.commands.source import find_source, tokenizer_folder
 from mpipar.config.sections import Config
-from mpipar.data.tokenizer import Tokenizer, tokenizer_of
+from mpipar.data.tokenizer import Tokenizer, has_tokenizer, tokenizer_of
 from mpipar.errors import EXIT_OK, DataError, OutputError, UsageError
 from mpipar.files.bounded import problems_as
 from mpipar.files.text import printable
@@ -145,6 +145,10 @@ def prepare(parsed, args, world_size: int, host_rank: int) -> Request:
             else prompts_module.read_prompts(args.prompts)
         )
         found["tokenizer"] = tokenizer_of(beside, config.model.vocab_size)
+        if found["tokenizer"].is_bytes and not has_tokenizer(beside):
+            found["notes"].append(
+                f"{beside}: no tokenizer here, so a vocabulary of 256 is taken as bytes"
+            )
 
     def read_texts(config):
         try:
@@ -222,7 +226,12 @@ def weights_of(run_folder: str) -> str:
 
 
 def ends_of(folder, tokenizer: Tokenizer, vocab_size: int) -> tuple[int, ...]:
-    """Return the ids that end a text, from generation_config.json or else from the tokenizer."""
-    found = token_ids(folder / GENERATION, vocab_size)["eos_token_id"]
-    found = tokenizer.end if found is None else found
-    return tuple(found) if isinstance(found, list) else () if found is None else (found,)
+    """Return the ids that end a text.
+
+    They are those of generation_config.json, else of config.json, else the tokenizer's.
+    """
+    for name in (GENERATION, "config.json"):
+        found = token_ids(folder / name, vocab_size)["eos_token_id"]
+        if found is not None:
+            return tuple(found) if isinstance(found, list) else (found,)
+    return () if tokenizer.end is None else (tokenizer.end,)

@@ -15,7 +15,9 @@ from mpipar.config.run import RunConfig
 from mpipar.config.sections import Config
 from mpipar.data import rows
 from mpipar.data.dataset import is_dataset
+from mpipar.data.source import character_table
 from mpipar.data.tokenizer import (
+    Ids,
     Tokenizer,
     files_digest,
     has_tokenizer,
@@ -87,7 +89,7 @@ def prepare(
         f"data: {found['what']}; {len(train_part):,} to train on, {len(held_out):,} held out"
     )
     notes += checkpoint.unread_notes(config)
-    notes += tokenizer_notes(config.run.init_from, found["tokenizer"])
+    notes += tokenizer_notes(config, found["tokenizer"], train_part)
     return Inputs(
         config, notes, found["ops"], train_part, held_out, found["tokenizer"], found["prompt"]
     )
@@ -103,24 +105,31 @@ def tokenizer_of_run(config, started, tokens) -> Tokenizer:
     prepared = next(filter(is_dataset, config.run.data), None)
     source = started or config.run.init_from
     folder = prepared or (tokenizer_folder(source) if source else None)
-    return tokenizer_of(folder, config.model.vocab_size, is_text=tokens.dtype == np.uint8)
+    is_text = tokens.dtype == np.uint8
+    if folder is None and not is_text and character_table(config.run.data):
+        return Ids(config.model.vocab_size, what="ids")
+    return tokenizer_of(folder, config.model.vocab_size, is_text)
 
 
-def tokenizer_notes(source: str | None, tokenizer: Tokenizer) -> list[str]:
-    """Return a note if the tokenizer files of the data and of the first weights differ."""
-    folder = tokenizer_folder(source) if source else None
-    if (
-        folder is None
-        or not has_tokenizer(folder)
-        or (files_digest(read_files(folder)) == tokenizer.digest)
-    ):
-        return []
-    return [
-        (
+def tokenizer_notes(config, tokenizer: Tokenizer, tokens) -> list[str]:
+    """Return notes on what the ids of token files mean. tokens: the training part."""
+    source, data = config.run.init_from, config.run.data
+    folder, notes = tokenizer_folder(source) if source else None, []
+    if folder and has_tokenizer(folder) and files_digest(read_files(folder)) != tokenizer.digest:
+        notes.append(
             f"the tokenizer files of --data differ from those of {folder}: where they do, an id"
             " had another meaning when the weights were trained"
         )
-    ]
+    if tokens.dtype == np.uint8 or any(map(is_dataset, data)):
+        return notes
+    if not source and (table := character_table(data)):
+        notes.append(
+            f"{table} says that ids are characters of nanoGPT; it is a pickle, which is never read,"
+            " so prompts and texts are ids, as in --prompt '12 8 3'"
+        )
+    elif tokenizer.is_bytes:
+        notes.append("a vocabulary of 256 is one of bytes: ids of --data are shown as bytes")
+    return notes
 
 
 def prompt_tokens(config, tokenizer: Tokenizer) -> list[int]:

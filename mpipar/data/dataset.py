@@ -24,7 +24,7 @@ from mpipar.files.typed import built
 NAME = "dataset.json"
 FORMAT = 1  # newer formats are refused
 PARTS = ("train", "val")
-FILE = re.compile(r"(train|val)-\d{5}\.bin")
+FILE = re.compile(r"(train|val)(-\d{5})?\.bin")  # earlier versions wrote several for each part
 DIGEST = re.compile(r"[0-9a-f]{64}")
 DTYPES = ("uint16", "uint32")
 MOST_BYTES = 64 << 20  # of dataset.json; each file takes about 200
@@ -54,7 +54,7 @@ class Dataset:
 
     def part(self, name: str) -> list[File]:
         """Return the files of `train` or `val`, in order."""
-        return [file for file in self.files if file.name.startswith(f"{name}-")]
+        return [file for file in self.files if file.name.startswith(name)]
 
     def text(self) -> str:
         """Return the text of dataset.json."""
@@ -97,16 +97,14 @@ def _problems(found: Dataset) -> list[str]:
         wrong.append(f"names {found.end_of_text} as the end of a text, which is not an id")
     for place, file in enumerate(found.files):
         if not FILE.fullmatch(file.name):
-            wrong.append(f"files[{place}] has the name {file.name!r}, not train- or val-NNNNN.bin")
+            wrong.append(f"files[{place}] has the name {file.name!r}, not train.bin or val.bin")
         if not 0 < file.tokens <= MOST_TOKENS or not 0 <= file.documents <= file.tokens:
             wrong.append(f"files[{place}] has {file.tokens:,} tokens of {file.documents:,} texts")
         if not DIGEST.fullmatch(file.sha256):
             wrong.append(f"files[{place}] has no SHA-256 of 64 digits")
     names = [file.name for file in found.files]
-    for part in PARTS:
-        numbered = [f"{part}-{number:05d}.bin" for number in range(len(found.part(part)))]
-        if numbered != [name for name in names if name.startswith(f"{part}-")] or not numbered:
-            wrong.append(f"does not name the files {part}-00000.bin onward, each once, in order")
+    if names != sorted(set(names)) or not all(map(found.part, PARTS)):
+        wrong.append("does not name train.bin and val.bin, each once")
     return wrong
 
 
@@ -157,6 +155,6 @@ def _open(folder: Path, stated: File, dtype, wrong: list[str]) -> Piece | None:
     if size != due:
         wrong.append(
             f"--data {path}: has {size:,} bytes; {NAME} says {stated.tokens:,} tokens"
-            f" ({due:,} bytes)"
+            f" ({due:,} bytes of {dtype.name})"
         )
     return Piece(file, 0, 0, stated.tokens, dtype)

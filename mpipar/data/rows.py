@@ -38,18 +38,17 @@ class Batch:
         return self.tokens.shape
 
 
-def split(tokens, batch_size: int, seq_len: int):
-    """Return the training part and the held-out part: the last tenth, but at least one batch.
+def split(tokens, seq_len: int):
+    """Return the training part and the held-out part: the last tenth, but at least one row.
 
-    Raises DataError if either would be smaller than one batch.
+    Raises DataError if either would be smaller than one row.
     """
-    one_batch = batch_size * seq_len + 1
-    held_out = max(len(tokens) // HELD_OUT, one_batch)
-    if len(tokens) - held_out < one_batch:
+    held_out = max(len(tokens) // HELD_OUT, seq_len + 1)
+    if len(tokens) - held_out <= seq_len:
         raise DataError(
-            f"the data has {len(tokens):,} tokens, fewer than one batch to train on and one to"
-            f" hold out (2 x ({batch_size} rows x {seq_len} tokens + 1) = {2 * one_batch:,}):"
-            " give more data, or a smaller --batch-size or --seq-len"
+            f"the data has {len(tokens):,} tokens, fewer than one row to train on and one to"
+            f" hold out (2 x ({seq_len} tokens + 1) = {2 * (seq_len + 1):,}):"
+            " give more data, or a smaller --seq-len"
         )
     return tokens[:-held_out], tokens[-held_out:]
 
@@ -72,7 +71,7 @@ def load(config, thorough: bool = True):
         held_out = _val_data(config, thorough)
         what = f"{what}; held out: {held_out.what}"
     if held_out is None:
-        return split(tokens, config.train.batch_size, model.seq_len), what
+        return split(tokens, model.seq_len), what
     flag = "--val-data" if run.val_data else "--data, what it holds out"
     found = [
         f"{flag}: has {len(part):,} tokens, but a row needs {model.seq_len} + 1: give more"

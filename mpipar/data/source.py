@@ -1,6 +1,7 @@
 """Tokens from the user's files, or from the English text that comes with every CPython.
 
-Text is read as bytes (vocabulary 256). Files ending in .bin are tokens: uint16, or with one of
+Text is read as bytes (vocabulary 256); of JSON lines, only the texts. Files ending in .bin are
+tokens: of the type that the vocabulary needs and the ids show (`type_of_ids`), or with one of
 llm.c's headers of 256 int32 (magic, version, number of tokens). One with `val` among the words of
 its name is held out: nanoGPT's val.bin, llm.c's NAME_val_000000.bin. A folder stands for all files
 in it, or only for those ending in .bin if it has any. A folder written by `mpipar data prepare` is
@@ -18,18 +19,24 @@ from pathlib import Path
 import numpy as np
 
 from mpipar.data import dataset
-from mpipar.data.token_file import BLOCK, Piece, TokenFiles, outside
+from mpipar.data.documents import is_json_lines, read_documents
+from mpipar.data.token_file import BLOCK, Piece, TokenFiles, named, outside
 from mpipar.data.tokenizer import BYTE_VOCABULARY
 from mpipar.errors import DataError
 from mpipar.files.bounded import open_regular, problems_as
+from mpipar.files.recognize import recognize
 from mpipar.files.text import counted
-from mpipar.files.utf8 import BLOCK as TEXT_BLOCK
-from mpipar.files.utf8 import text_pieces
 
 LLMC_HEADER = 256 * 4  # bytes
 LLMC = {20240520: (1, "<u2"), 20240801: (7, "<u4")}  # magic: version, dtype (GPT-2's, Llama 3's)
 OTHER_MAGICS = {20240522: "llm.c's HellaSwag format"}
 MOST_TEXT = 4 << 30  # bytes
+NARROW = 1 << 16  # ids that fit in 16 bits
+SAMPLE = 1 << 16  # bytes at the beginning, middle and end of a file that show the type of its ids
+TYPES = [np.dtype(order + size) for size in ("u8", "u4", "u2") for order in "<>"]
+# Kinds of files that begin with two bytes, as many files of ids do by chance.
+OF_TWO_BYTES = (b"\x80", b"\x1f\x8b", b"\xff\xfe", b"\xfe\xff")
+TEXT = re.compile(rb"[\t\n\r\x20-\x7e]{16,}")
 
 
 @dataclass(frozen=True)
@@ -73,7 +80,7 @@ def load_source(paths: tuple[str, ...], vocab_size: int, thorough: bool = True) 
         return Source(
             train,
             held_out,
-            f"{len(train) + len(held_out):,} tokens of"
+            f"{len(train) + len(held_out):,} tokens ({found.dtype}) of"
             f" {sum(file.documents for file in found.files):,} documents from {paths[0]}",
             found.tokenizer,
         )
@@ -86,8 +93,20 @@ def load_source(paths: tuple[str, ...], vocab_size: int, thorough: bool = True) 
     if problems:
         raise DataError(problems)
     found = [_joined(part, vocab_size) for part in (train, held_out)]
-    unit = "tokens" if files[0].suffix == ".bin" else "bytes"
-    return Source(*found, f"{sum(map(len, pieces)):,} {unit} from {counted(len(files), 'file')}")
+    unit = "bytes"
+    if files[0].suffix == ".bin":
+        types = {named(piece.dtype): None for one in pieces for piece in one.pieces}
+        unit = f"tokens ({', '.join(types)})"
+    what = f"{sum(map(len, pieces)):,} {unit} from {counted(len(files), 'file')}"
+    return Source(*found, what)
+
+
+def character_table(paths: Iterable[str]) -> Path | None:
+    """Return nanoGPT's meta.pkl beside token files: it says that their ids are characters."""
+    beside = (
+        one for path in map(Path, paths) for one in (path / "meta.pkl", path.parent / "meta.pkl")
+    )
+    return next((one for one in beside if os.path.exists(one)), None)
 
 
 def is_held_out(path: Path) -> bool:
@@ -155,7 +174,6 @@ def _hidden(path, folder):
 
 def _read(path, vocab_size, thorough, problems):
     """Return the tokens of one file; after a problem, which is appended, an empty array."""
-    nothing = np.zeros(0, np.uint8)
     try:
         with problems_as(DataError, f"--data {path}"), open_regular(path) as file:
             nbytes = os.fstat(file.fileno()).st_size
@@ -173,23 +191,31 @@ def _read(path, vocab_size, thorough, problems):
                     f"has {nbytes:,} bytes, but text is held in memory, at most"
                     f" {MOST_TEXT:,}; give token files (.bin)"
                 )
-            tokens = np.frombuffer(file.read(nbytes), np.uint8)
-            view = memoryview(tokens)
-            for _ in text_pieces(
-                bytes(view[first : first + TEXT_BLOCK]) for first in range(0, len(view), TEXT_BLOCK)
-            ):
-                pass  # only to check that it is text
+            tokens = _read_text(path)
     except DataError as error:
         problems += error.problems
-        return nothing
+        return np.zeros(0, np.uint8)
     _check_ids(path, tokens, vocab_size, problems)
     return tokens
 
 
+def _read_text(path: Path) -> np.ndarray:
+    """Return the bytes of a text, or of the texts of JSON lines, each with a line end after it."""
+    content, after = bytearray(), b"\n" if is_json_lines(path) else b""
+    try:
+        for text, ends in read_documents(path):
+            content += text.encode() + (after if ends else b"")
+    except DataError as error:
+        raise DataError([f"--data {text}" for text in error.problems]) from None
+    if not content:
+        raise ValueError("has no text")
+    return np.frombuffer(content, np.uint8)
+
+
 def _read_bin(file, nbytes, vocab_size) -> TokenFiles:
     """Return the tokens of an open file; ValueError says why it has none."""
-    start, dtype = 0, np.dtype("<u2")
-    head = np.frombuffer(file.read(12)[: nbytes // 4 * 4], "<i4")
+    start, sample = 0, _sample(file, nbytes)
+    head = np.frombuffer(sample[: min(12, nbytes // 4 * 4)], "<i4")
     magic = int(head[0]) if len(head) else None
     if magic in OTHER_MAGICS:
         raise ValueError(f"this is {OTHER_MAGICS[magic]}, not a file of tokens")
@@ -201,12 +227,44 @@ def _read_bin(file, nbytes, vocab_size) -> TokenFiles:
                 f"the header says version {head[1]} and {head[2]:,} tokens"
                 f" ({due:,} bytes), but the file has {nbytes:,} bytes"
             )
-    elif nbytes % dtype.itemsize:
-        raise ValueError(f"{nbytes:,} bytes are not a whole number of uint16 tokens")
+    else:
+        kind = recognize(file.name)
+        if kind and not sample.startswith(OF_TWO_BYTES):
+            raise ValueError(f"is {kind}")
+        if TEXT.fullmatch(sample):
+            raise ValueError("is text, not a file of ids; give it a name that does not end in .bin")
+        dtype = type_of_ids(sample, nbytes, vocab_size)
+        if nbytes % dtype.itemsize:
+            raise ValueError(f"{nbytes:,} bytes are not a whole number of {dtype.name} tokens")
     if nbytes == start:
         raise ValueError("the file has a header but no tokens")
     count = (nbytes - start) // dtype.itemsize
     return TokenFiles([Piece(open_regular(file.name), start, 0, count, dtype)], vocab_size)
+
+
+def _sample(file, nbytes: int) -> bytes:
+    """Return the beginning, middle and end of a file, or all of a small one."""
+    if nbytes <= 3 * SAMPLE:
+        return os.pread(file.fileno(), nbytes, 0)
+    places = (0, nbytes // 16 * 8, (nbytes - SAMPLE) // 8 * 8)
+    return b"".join(os.pread(file.fileno(), SAMPLE, place) for place in places)
+
+
+def type_of_ids(sample: bytes, nbytes: int, vocab_size: int) -> np.dtype:
+    """Return the type of the ids in a file without a header: 16, 32 or 64 bits, either byte order.
+
+    It is the widest in which all ids of the sample are below the size of the vocabulary: a file of
+    32-bit ids read as 16 bits has a 0 for every second token. Equal ids show nothing. Above 65,536
+    ids, 16 bits are too few. If no type fits, it is the usual one, and its ids will be refused.
+    """
+    usual = np.dtype("<u2" if vocab_size <= NARROW else "<u4")
+    for dtype in TYPES:
+        if nbytes % dtype.itemsize or dtype.itemsize < usual.itemsize:
+            continue
+        ids = np.frombuffer(sample[: len(sample) // dtype.itemsize * dtype.itemsize], dtype)
+        if ids.max() < vocab_size and (ids.min() < ids.max() or dtype == usual):
+            return dtype
+    return usual
 
 
 def _check_ids(path, tokens, vocab_size, problems):

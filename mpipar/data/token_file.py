@@ -20,6 +20,7 @@ from mpipar.files.digests import keep, kept, state_of
 
 BLOCK = 1 << 24  # tokens checked at a time
 MOST_IDS = 1 << 32
+MOST_VOCABULARY = 1 << 24  # the largest known vocabulary has about 260,000 ids
 
 
 class Piece(NamedTuple):
@@ -96,7 +97,7 @@ class TokenFiles:
 def _whole(piece: Piece, vocab_size: int) -> str:
     """Return the SHA-256 of a piece's whole file, all of whose ids are below the size."""
     file, known = piece.file, kept(piece.file)
-    form = f"{piece.dtype.name} from byte {piece.start}"
+    form = f"{named(piece.dtype)} from byte {piece.start}"
     if (
         known.get("tokens") == form
         and type(known.get("largest")) is int
@@ -107,7 +108,7 @@ def _whole(piece: Piece, vocab_size: int) -> str:
     digest = hashlib.sha256(os.pread(file.fileno(), piece.start, 0))
     for first in range(piece.first, piece.last, BLOCK):
         tokens = _read(piece._replace(first=first, last=min(first + BLOCK, piece.last)), vocab_size)
-        digest.update(tokens)
+        digest.update(tokens.data)
         largest = max(largest, int(tokens.max()))
     keep(file, state, {"sha256": digest.hexdigest(), "tokens": form, "largest": largest})
     return digest.hexdigest()
@@ -116,7 +117,7 @@ def _whole(piece: Piece, vocab_size: int) -> str:
 def _read(piece: Piece, vocab_size: int) -> np.ndarray:
     """Return the tokens of a piece."""
     tokens, done = np.empty(piece.last - piece.first, piece.dtype), 0
-    view, start = memoryview(tokens).cast("B"), piece.start + piece.first * tokens.itemsize
+    view, start = memoryview(tokens.view(np.uint8)), piece.start + piece.first * tokens.itemsize
     try:
         while read := os.preadv(piece.file.fileno(), [view[done:]], start + done):
             done += read  # one call reads at most 2 GiB
@@ -134,10 +135,19 @@ def _read(piece: Piece, vocab_size: int) -> np.ndarray:
     return tokens
 
 
+def named(dtype: np.dtype) -> str:
+    """Return the name of a type of ids, with its byte order if that is not the usual one."""
+    return f"{'big-endian ' if dtype.str[0] == '>' else ''}{dtype.name}"
+
+
 def outside(name, tokens: np.ndarray, first: int, vocab_size: int) -> str:
     """Return a message about tokens with an id outside the vocabulary. first: their position."""
-    at = int(np.argmax(tokens >= vocab_size))
+    at, largest = int(np.argmax(tokens >= vocab_size)), int(tokens.max())
+    cure = f"type --vocab-size {largest + 1} or more" if largest < MOST_VOCABULARY else ""
+    if tokens.dtype != np.uint8:
+        size = "" if tokens.itemsize < 4 else "; ids above 65,535 have 32 or 64 bits"
+        cure = f"{cure}{cure and ', or '}is it a file of {named(tokens.dtype)} ids?{size}"
     return (
         f"{name}: token {int(tokens[at])} at position {first + at:,} is outside the vocabulary"
-        f" of {vocab_size:,}; type --vocab-size {int(tokens.max()) + 1} or more"
+        f" of {vocab_size:,}; {cure}"
     )

@@ -3,15 +3,18 @@
 A tokenizer is a set of files beside the weights, as Hugging Face's libraries write them:
 tokenizer.json, or GPT-2's vocab.json and merges.txt. The byte tokenizer has such a file too, so
 that other programs can use a model of bytes. All other files are read by the library `tokenizers`
-(the extra `text`), which is imported when it is needed. Nothing is downloaded.
+(the extra `text`), which is imported when it is needed. Whatever it raises, also where it panics,
+is a DataError. Nothing is downloaded.
 """
 
 from __future__ import annotations
 
 import hashlib
 import json
+import math
 import os
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -19,15 +22,17 @@ import numpy as np
 
 from mpipar.errors import DataError, EnvironmentProblem, UsageError
 from mpipar.files.bounded import parse_json, problems_as, read_bytes
+from mpipar.files.recognize import BYTE_ORDER_MARK, HEAD, recognized
 from mpipar.files.replace import replace_file
+from mpipar.files.text import brief
 
-TOKENIZER, SETTINGS = "tokenizer.json", "tokenizer_config.json"
+TOKENIZER, SETTINGS, ADDED = "tokenizer.json", "tokenizer_config.json", "added_tokens.json"
 # The files of a tokenizer, as transformers looks for them; those that exist are copied.
 FILES = (
     TOKENIZER,
     SETTINGS,
     "special_tokens_map.json",
-    "added_tokens.json",
+    ADDED,
     "vocab.json",
     "merges.txt",
     "tokenizer.model",
@@ -35,8 +40,11 @@ FILES = (
 )
 MOST_BYTES = 128 << 20  # of one file; the largest known one has about 35 MB
 MOST_IDS = 1 << 24  # the largest known vocabulary has about 260,000 ids
+MOST_GROWTH = 256  # characters that a tokenizer may make of one
+MOST_TEMPLATE = 1 << 15  # bytes of what describes the tokens around a text
 END = "<|endoftext|>"
 ENDS = (END, "<|end_of_text|>", "</s>", "<eos>")  # looked for if no file says which one it is
+TOKEN_OPTIONS = ("single_word", "lstrip", "rstrip", "normalized")  # of an added token
 BYTES = 256
 MOST_OF_BYTES = 1 << 14  # size of a byte tokenizer's tokenizer.json
 BYTE_VOCABULARY = 512  # a model with more ids, including padding, is not one of bytes
@@ -129,21 +137,41 @@ class HuggingFace(Tokenizer):
         return 1 + max(self.library.get_vocab(with_added_tokens=False).values(), default=0)
 
     def encode(self, text: str) -> list[int]:
-        return self.library.encode(text, add_special_tokens=False).ids
+        with asked(self.what):
+            return self.library.encode(text, add_special_tokens=False).ids
 
     def encode_prompt(self, text: str) -> list[int]:
         self.library.encode_special_tokens = False
         try:
-            return self.library.encode(text).ids
+            with asked(self.what):
+                return self.library.encode(text).ids
         finally:
             self.library.encode_special_tokens = True
 
     def encode_all(self, texts: list[str]) -> list[np.ndarray]:
-        found = self.library.encode_batch_fast(texts, add_special_tokens=False)
+        with asked(self.what):
+            found = self.library.encode_batch_fast(texts, add_special_tokens=False)
         return [np.array(one.ids, np.uint32) for one in found]
 
     def decode(self, ids: Iterable[int]) -> str:
-        return self.library.decode(list(map(int, ids)), skip_special_tokens=False)
+        with asked(self.what):
+            return self.library.decode(list(map(int, ids)), skip_special_tokens=False)
+
+
+@contextmanager
+def asked(what: str) -> Iterator[None]:
+    """Turn whatever the library `tokenizers` raises inside into a DataError of one sentence."""
+    try:
+        yield
+    except DataError:
+        raise
+    except BaseException as error:
+        # A panic of the library, which has no class to import, is no Exception.
+        if not isinstance(error, Exception) and type(error).__name__ != "PanicException":
+            raise
+        raise DataError(
+            f"{what}: the library tokenizers cannot use it: {brief(str(error), 200)}"
+        ) from None
 
 
 def byte_tokenizer(end: bool = False, size: int = BYTES) -> Tokenizer:
@@ -166,11 +194,7 @@ def load_tokenizer(path) -> Tokenizer:
     files = read_files(path)
     if found := _bytes_of(files.get(TOKENIZER, b"")):
         return found
-    if TOKENIZER in files:
-        text = files[TOKENIZER].decode(errors="replace")
-    else:
-        text = _of_gpt2(path, files)
-    library = _library(path, text)
+    library = _library(path, files)
     vocabulary = library.get_vocab()
     size = max(vocabulary.values(), default=-1) + 1
     if not 1 < size <= MOST_IDS:
@@ -207,6 +231,11 @@ def tokenizer_of(folder: Path | None, vocab_size: int, is_text: bool = False) ->
             else default_tokenizer(vocab_size)
         )
     found = load_tokenizer(folder)
+    if is_text and not found.is_bytes:
+        raise DataError(
+            f"--data: text is trained as bytes, but these weights have a tokenizer of their own;"
+            f" type mpipar data prepare TEXT... --tokenizer {folder} --out DATA, and --data DATA"
+        )
     if found.least_vocabulary > vocab_size:
         raise DataError(
             f"{folder}: its tokenizer has {found.least_vocabulary:,} ids, more than the model's"
@@ -245,6 +274,9 @@ def read_files(path: Path) -> dict[str, bytes]:
         file = path / name if folder else path
         with problems_as(DataError, str(file)):
             found[name] = read_bytes(file, most_bytes=MOST_BYTES)
+            kind = recognized(found[name][:HEAD], len(found[name]))
+            if name.endswith((".json", ".txt")) and kind not in (None, BYTE_ORDER_MARK):
+                raise ValueError(f"is {kind}")
     return found
 
 
@@ -260,68 +292,103 @@ def library_of(where):
     return tokenizers
 
 
-def _library(path: Path, text: str):
-    """Return the library's object for the text of a tokenizer.json."""
+def _library(path: Path, files: dict[str, bytes]):
+    """Return the library's object for the files of a tokenizer."""
     tokenizers = library_of(path)
-    try:
-        library = tokenizers.Tokenizer.from_str(text)
+    with asked(f"{path}"):
+        if TOKENIZER in files:
+            library = tokenizers.Tokenizer.from_str(_text(files[TOKENIZER]))
+        else:
+            library = _of_gpt2(tokenizers, path, files)
         library.no_truncation()
         library.no_padding()
-    except Exception as error:  # noqa: BLE001 (the library raises nothing more specific)
-        raise DataError(
-            f"{path}: cannot be read by the library tokenizers {tokenizers.__version__}: {error}"
-        ) from None
+        if hasattr(library.model, "dropout"):
+            library.model.dropout = None  # chance: for the training of other programs
+        _add_named(tokenizers, library, path, files)
+        _check_growth(library, path)
     library.encode_special_tokens = True  # for texts; prompts ask for special tokens
     return library
 
 
-def _of_gpt2(path: Path, files: dict[str, bytes]) -> str:
-    """Return the text of a tokenizer.json for GPT-2's two files, as transformers reads them."""
-    with problems_as(DataError, str(path / "vocab.json")):
-        vocabulary = parse_json(files["vocab.json"].decode())
-        if not isinstance(vocabulary, dict):
-            raise ValueError("must hold an object of tokens with their ids")
-    with problems_as(DataError, str(path / "merges.txt")):
-        lines = files["merges.txt"].decode().replace("\r\n", "\n").split("\n")
-        merges = [line.split(" ") for line in lines if line and not line.startswith("#version")]
-        if bad := next((pair for pair in merges if len(pair) != 2), None):
-            raise ValueError(f"a line must hold two tokens, not {' '.join(bad)[:80]!r}")
-    added = [_special(vocabulary[END])] if type(vocabulary.get(END)) is int else []
-    return _bpe_file(vocabulary, merges, added, regex=True)
+def _of_gpt2(tokenizers, path: Path, files: dict[str, bytes]):
+    """Return the library's object for GPT-2's two files, as transformers reads them."""
+    vocabulary = _json(path / "vocab.json", files["vocab.json"])
+    lines = _text(files["merges.txt"]).replace("\r\n", "\n").split("\n")
+    merges = [tuple(line.split(" ")) for line in lines if line and not line.startswith("#version")]
+    if bad := next((pair for pair in merges if len(pair) != 2), None):
+        where = path / "merges.txt"
+        raise DataError(f"{where}: a line must hold two tokens, not {' '.join(bad)[:80]!r}")
+    library = tokenizers.Tokenizer(tokenizers.models.BPE(vocabulary, merges))
+    library.pre_tokenizer = tokenizers.pre_tokenizers.ByteLevel(add_prefix_space=False)
+    library.decoder = tokenizers.decoders.ByteLevel()
+    if END in vocabulary:
+        library.add_special_tokens([END])
+    return library
 
 
-def _bpe_file(vocabulary: dict, merges: list, added: list, regex: bool) -> str:
-    """Return the text of a byte-level BPE tokenizer.json. regex: merge only within words."""
-    level = {
-        "type": "ByteLevel",
-        "add_prefix_space": False,
-        "trim_offsets": True,
-        "use_regex": regex,
+def _add_named(tokenizers, library, path: Path, files: dict[str, bytes]) -> None:
+    """Add the tokens that only added_tokens.json or tokenizer_config.json names, with their ids.
+
+    Raises DataError if such a file gives a token another id than the tokenizer does.
+    """
+    named = {
+        number: {"content": content}
+        for content, number in _json(path / ADDED, files.get(ADDED, b"{}")).items()
+        if type(number) is int
     }
-    return json.dumps(
-        {
-            "version": "1.0",
-            "added_tokens": added,
-            "normalizer": None,
-            "pre_tokenizer": level,
-            "post_processor": None,
-            "decoder": level,
-            "model": {"type": "BPE", "vocab": vocabulary, "merges": merges},
-        }
-    )
+    settings = _json(path / SETTINGS, files.get(SETTINGS, b"{}"))
+    for number, token in (settings.get("added_tokens_decoder") or {}).items():
+        if number.isdecimal() and isinstance(token, dict) and isinstance(token.get("content"), str):
+            named[int(number)] = token
+    for number, token in sorted(named.items()):
+        content = token["content"]
+        if library.token_to_id(content) is None:
+            options = {name: token[name] for name in TOKEN_OPTIONS if type(token.get(name)) is bool}
+            special = bool(token.get("special"))
+            one = tokenizers.AddedToken(content, special=special, **options)
+            (library.add_special_tokens if special else library.add_tokens)([one])
+        if (found := library.token_to_id(content)) != number:
+            raise DataError(
+                f"{path}: its files give the token {brief(content)} the id {number:,}, but the"
+                f" tokenizer gives it {found}; let transformers save the tokenizer again"
+            )
 
 
-def _special(number: int) -> dict:
-    """Return the end of text as a special token with this id."""
-    return {
-        "id": number,
-        "content": END,
-        "single_word": False,
-        "lstrip": False,
-        "rstrip": False,
-        "normalized": False,
-        "special": True,
-    }
+def _check_growth(library, path: Path) -> None:
+    """Raise DataError if a few characters or ids can become any amount of text or ids."""
+    kinds = (library.normalizer, library.decoder, library.post_processor)
+    texts = [bytes(one.__getstate__()).decode() if one else "null" for one in kinds]
+    growth = max(_growth(json.loads(text)) for text in texts[:2])
+    if growth > MOST_GROWTH or len(texts[2]) > MOST_TEMPLATE:
+        raise DataError(
+            f"{path}: this tokenizer can make more than {MOST_GROWTH} characters or ids of one, so"
+            " a text has no bound; give another"
+        )
+
+
+def _growth(part) -> int:
+    """Return the most characters that a normalizer or decoder makes of one."""
+    if isinstance(part, list):
+        return math.prod(map(_growth, part))
+    if not isinstance(part, dict):
+        return 1
+    new = part.get("content") or part.get("prepend") or ""
+    own = len(new) + 1 if part.get("type") == "Prepend" else max(1, len(new))
+    return own * math.prod(map(_growth, part.values()))
+
+
+def _text(content: bytes) -> str:
+    """Return the text of a file without its byte order mark; what is not UTF-8 is marked."""
+    return content.decode(errors="replace").removeprefix("\ufeff")
+
+
+def _json(path: Path, content: bytes) -> dict:
+    """Return the object in a JSON file. Raises DataError."""
+    with problems_as(DataError, str(path)):
+        found = parse_json(_text(content), huge=True)
+        if not isinstance(found, dict):
+            raise ValueError("must hold an object, as in {}")
+    return found
 
 
 def settings_file(end: bool) -> bytes:
@@ -355,21 +422,36 @@ def _byte_file(end: bool, size: int) -> bytes:
     others = [byte for byte in range(BYTES) if byte not in visible]
     letters = {byte: chr(byte) for byte in visible}
     letters |= {byte: chr(BYTES + place) for place, byte in enumerate(others)}
-    vocabulary = {letters[byte]: byte for byte in range(size)}
-    added = [_special(BYTES)] if end else []
-    return _bpe_file(vocabulary, [], added, regex=False).encode()
+    level = {
+        "type": "ByteLevel",
+        "add_prefix_space": False,
+        "trim_offsets": True,
+        "use_regex": False,
+    }
+    special = {"id": BYTES, "content": END} | dict.fromkeys(TOKEN_OPTIONS, False)
+    return json.dumps(
+        {
+            "version": "1.0",
+            "added_tokens": [special | {"special": True}] if end else [],
+            "normalizer": None,
+            "pre_tokenizer": level,
+            "post_processor": None,
+            "decoder": level,
+            "model": {
+                "type": "BPE",
+                "vocab": {letters[byte]: byte for byte in range(size)},
+                "merges": [],
+            },
+        }
+    ).encode()
 
 
 def _end(path: Path, files: dict, vocabulary: dict, added: dict) -> int | None:
     """Return the id that ends a text: as the files say, else a known special token, or None."""
     for name in (SETTINGS, "special_tokens_map.json"):
-        if name not in files:
-            continue
-        with problems_as(DataError, str(path / name)):
-            found = parse_json(files[name].decode(), huge=True)
-            named = found.get("eos_token") if isinstance(found, dict) else None
-            named = named.get("content") if isinstance(named, dict) else named
-            if isinstance(named, str) and named in vocabulary:
-                return vocabulary[named]
+        named = _json(path / name, files.get(name, b"{}")).get("eos_token")
+        named = named.get("content") if isinstance(named, dict) else named
+        if isinstance(named, str) and named in vocabulary:
+            return vocabulary[named]
     known = {token.content: number for number, token in added.items()}
     return next((known[name] for name in ENDS if name in known), None)

@@ -7,6 +7,7 @@ DataError for data, UsageError for a configuration.
 
 from __future__ import annotations
 
+import codecs
 import errno
 import json
 import math
@@ -77,6 +78,7 @@ def read_bytes(path, *, most_bytes: int = MOST_BYTES, root=None) -> bytes:
 
 
 def read_text(path, *, most_bytes: int = MOST_BYTES, root=None) -> str:
+<<<<<<< HEAD
     """Return the text of a small regular file in UTF-8; raise OSError and ValueError."""
     return _text_of(read_bytes(path, most_bytes=most_bytes, root=root))
 
@@ -84,6 +86,17 @@ def read_text(path, *, most_bytes: int = MOST_BYTES, root=None) -> str:
 def _text_of(content: bytes) -> str:
     try:
         return content.decode()
+=======
+    """Return the text of a small regular file in UTF-8, without a byte order mark.
+
+    Raises OSError and ValueError.
+    """
+    content = read_bytes(path, most_bytes=most_bytes, root=root)
+    if content.startswith((codecs.BOM_UTF16_LE, codecs.BOM_UTF16_BE)):
+        raise ValueError("is text in UTF-16; save it in UTF-8")
+    try:
+        return content.decode().removeprefix("\ufeff")
+>>>>>>> 1a0d12bc (Texts and ids are recognized before they are parsed: JSON lines, types of ids, byte order marks, a tokenizer for its own text)
     except UnicodeDecodeError as error:
         raise ValueError(f"is not UTF-8 text: byte {error.start:,} cannot be decoded") from None
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import errno
+import glob
 import itertools
 import os
 import shutil
@@ -64,8 +65,14 @@ def replaced_files(root, inside="", *, gone: Iterable[str] = (), sync: bool = Tr
 def new_folder(path: Path) -> Iterator[Path]:
     """Yield a new folder, which gets its name at the end of the block; it is removed if that fails.
 
-    Raises OSError, also if something of that name exists already.
+    What a killed process of this host left of the same folder is removed, too. Raises OSError, also
+    if something of that name exists already.
     """
+    for old in path.parent.glob(f"{glob.escape(path.name)}.partial-*"):
+        if os.path.exists("/proc/self") and not os.path.exists(
+            f"/proc/{old.name.rpartition('-')[2]}"
+        ):
+            shutil.rmtree(old, ignore_errors=True)
     if os.path.lexists(path):
         raise FileExistsError(errno.EEXIST, "exists already")
     partial = path.with_name(f"{path.name}.partial-{os.getpid()}")

@@ -6,17 +6,21 @@ A zero byte is valid UTF-8, but no text contains one, and nearly every file of n
 from __future__ import annotations
 
 import codecs
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 
 BLOCK = 1 << 20  # bytes read at a time
 
 
 def text_pieces(blocks: Iterable[bytes]) -> Iterator[str]:
-    """Yield the text of bytes, piece by piece; ValueError names the first byte that is not text."""
+    """Yield the text of bytes, piece by piece, without a byte order mark.
+
+    ValueError names the first byte that is not text.
+    """
     decoder, begin = codecs.getincrementaldecoder("utf-8")(), 0
     for block in blocks:
         zero = block.find(b"\0")
-        yield _decoded(decoder, block if zero < 0 else block[:zero], begin)
+        text = _decoded(decoder, block if zero < 0 else block[:zero], begin)
+        yield text if begin else text.removeprefix("\ufeff")
         if zero >= 0:
             raise ValueError(f"is not text: byte {begin + zero:,} is zero")
         begin += len(block)
@@ -34,6 +38,8 @@ def _decoded(decoder, block: bytes, begin: int, final: bool = False) -> str:
         ) from None
 
 
-def blocks_of(file) -> Iterator[bytes]:
-    """Return the blocks of an open file."""
-    return iter(lambda: file.read(BLOCK), b"")
+def blocks_of(file, progress: Callable[[int], object]) -> Iterator[bytes]:
+    """Yield the blocks of an open file. progress(bytes): called for each."""
+    while block := file.read(BLOCK):
+        progress(len(block))
+        yield block

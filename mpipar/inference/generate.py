@@ -117,7 +117,7 @@ def deal(worker, texts, sampling) -> dict[int, Group]:
 def generate(worker, texts: list[Text], sampling: Sampling) -> Iterator[list[Text]]:
     """Extend texts until each has ended; yield after every round those that have grown.
 
-    All ranks see the same texts. Raises NonFiniteError on every rank if a logit is NaN.
+    All ranks see the same texts. Raises NonFiniteError on every rank if a logit is not finite.
     Comm: per round one forward pass of each group, one all_gather over tp for each, and one
     all_reduce of a number per text over world.
     """
@@ -131,7 +131,8 @@ def generate(worker, texts: list[Text], sampling: Sampling) -> Iterator[list[Tex
     while groups := {mb: group for mb, group in groups.items() if group.is_active}:
         caches = {key: cache for group in groups.values() for key, cache in group.caches.items()}
         batches = {mb: group.batch() for mb, group in groups.items()}
-        outputs = worker.forward(groups, batches.__getitem__, caches)
+        with np.errstate(all="ignore"):  # what is not finite ends the job below, in words
+            outputs = worker.forward(groups, batches.__getitem__, caches)
         chosen = [0.0] * len(going)
         for mb, logits in sorted(outputs.items()):
             for text, candidates in zip(
@@ -142,7 +143,8 @@ def generate(worker, texts: list[Text], sampling: Sampling) -> Iterator[list[Tex
         ids = all_reduce_scalars(worker.ops, worker.comms, chosen, "generate.next")
         if any(np.isnan(ids)):
             raise NonFiniteError(
-                "a logit is not a number, so no token is the most likely; try another --dtype"
+                "a logit is infinite or not a number, so no token is the most likely; try another"
+                " --dtype"
             )
         ids = {text: int(ids[place]) for text, place in places.items()}
         yield [text for group in groups.values() for text in group.grow(ids, sampling)]

@@ -7,6 +7,7 @@ from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
+from mpipar.data.documents import check_kind
 from mpipar.data.tokenizer import Tokenizer, prompt_ids
 from mpipar.errors import DataError, UsageError
 from mpipar.files.bounded import parse_json, problems_as, read_text
@@ -30,6 +31,7 @@ def read_prompts(path: str) -> list[tuple[str, str]]:
     Blank lines are skipped. Raises DataError.
     """
     with problems_as(DataError, path):
+        check_kind(Path(path))
         # Other line separators, such as U+2028, may be part of a JSON string.
         lines = read_text(path, most_bytes=MOST_BYTES).replace("\r\n", "\n").split("\n")
     found = [
@@ -83,13 +85,14 @@ def encode_prompts(tokenizer: Tokenizer, texts, model) -> list[Prompt]:
 def show(prompt: list[int], tokens: Iterable[int], tokenizer: Tokenizer) -> Iterator[str]:
     """Yield the prompt's text and what each token adds to it; together they are the whole text.
 
-    The last bytes may be part of a character that the next token completes, so they wait for it.
+    The last bytes may be part of a character that later tokens complete, so they wait for them. A
+    tokenizer shows such bytes as one replacement mark, or, with byte fallback, as one for each.
     """
     seen, shown = prompt[:-1], 0
     for token in itertools.chain(prompt[-1:], tokens):
         seen.append(token)
         text = tokenizer.decode(seen)
-        ready = max(shown, len(text) - text.endswith("\ufffd"))
+        ready = max(shown, len(text.rstrip("\ufffd")))
         yield text[shown:ready]
         shown = ready
     yield tokenizer.decode(seen)[shown:]
@@ -107,10 +110,10 @@ def answer(tokenizer: Tokenizer, prompt: Prompt, text: Text) -> dict:
     added = text.tokens[len(prompt.ids) :]
     spoken = added[:-1] if text.end == STOP else added
     before = visible(tokenizer, prompt)
-    whole = tokenizer.decode([*before, *spoken])
+    shown = len(tokenizer.decode(before).rstrip("\ufffd"))  # the rest may become a character
     return {
         "prompt": prompt.typed,
-        "text": whole[len(tokenizer.decode(before)) :],
+        "text": tokenizer.decode([*before, *spoken])[shown:],
         "tokens": added,
         "end": text.end,
     }

@@ -63,13 +63,17 @@ def best(worker, logits, count: int) -> np.ndarray:
 
 
 def draw(candidates: np.ndarray, sampling: Sampling, number: int, position: int) -> float:
-    """Return the id of a prompt's next token from candidates (count, 2); NaN if a logit is NaN.
+    """Return the id of a prompt's next token from candidates (count, 2).
+
+    NaN if the largest logit is not a finite number.
 
     number: of the prompt. position: of the new token in its text.
     """
     values, ids = candidates.T
-    if np.isnan(values[0]) or len(ids) == 1:
-        return ids[0] + 0 * values[0]
+    if not np.isfinite(values[0]):
+        return np.nan
+    if len(ids) == 1:
+        return ids[0]
     reached = np.cumsum(np.exp((values - values[0]) / sampling.temperature))
     reached /= reached[-1]
     kept = reached[: 1 + np.searchsorted(reached, sampling.top_p)]
