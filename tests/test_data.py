@@ -134,18 +134,18 @@ def test_a_sweep_covers_the_text_without_overlap(length):
 
 
 @settings(max_examples=50)
-@given(length=st.integers(0, 3000), batch_size=st.integers(1, 20), seq_len=st.integers(1, 20))
-def test_split_keeps_order_and_holds_out_the_end(length, batch_size, seq_len):
+@given(length=st.integers(0, 3000), seq_len=st.integers(1, 20))
+def test_split_keeps_order_and_holds_out_the_last_tenth_but_at_least_a_row(length, seq_len):
     tokens = np.arange(length)
-    one_batch = batch_size * seq_len + 1
-    if length < 2 * one_batch:
-        with pytest.raises(DataError, match=rf"{length:,} tokens.*--batch-size or --seq-len"):
-            split(tokens, batch_size, seq_len)
+    row = seq_len + 1
+    if length < 2 * row:
+        with pytest.raises(DataError, match=rf"{length:,} tokens.*a smaller --seq-len"):
+            split(tokens, seq_len)
         return
-    train, held_out = split(tokens, batch_size, seq_len)
+    train, held_out = split(tokens, seq_len)
     np.testing.assert_array_equal(np.concatenate([train, held_out]), tokens)
-    assert len(held_out) == max(length // 10, one_batch)
-    assert len(train) >= one_batch
+    assert len(held_out) == max(length // 10, row)
+    assert len(train) >= row
 
 
 # --- bigrams

@@ -1,29 +1,22 @@
-"""Documents in parts: separators across pieces, long documents, and what is held out."""
+"""Documents of files: separators across pieces, long documents, JSON lines, and what is none."""
 
+import gzip
 import json
+import pickle
+from collections import Counter
 
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from tokenizers_made import save_like_llama, save_tokenizer
 
-from mpipar.data.documents import (
-    HELD_OUT,
-    End,
-    Survey,
-    cut_at,
-    encoded_documents,
-    head_hash,
-    parts,
-    read_documents,
-    split,
-    survey,
-    whole,
-)
+from mpipar.data import documents as documents_module
+from mpipar.data.documents import is_held_out, read_documents
 from mpipar.data.tokenizer import byte_tokenizer, load_tokenizer
 from mpipar.errors import DataError
 
 LETTERS = st.text(alphabet="ab-\u00e4\u4e2d\U0001f600 \n", max_size=60)
+SIZES = st.lists(st.integers(1, 7), min_size=1, max_size=4)
 
 
 def in_pieces(text, sizes):
@@ -36,93 +29,79 @@ def in_pieces(text, sizes):
     return found
 
 
-def documents(pieces):
-    """The text of each document of a stream of pieces."""
-    found, text = [], ""
-    for piece, end in pieces:
-        text += piece
-        if end is End.DOCUMENT:
-            found.append(text)
-            text = ""
-    assert text == ""
+def parts_of(pieces, separator=None, longest=1 << 20):
+    """The parts of each document of a text that comes in pieces; longest: characters of a part."""
+    found = [[]]
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(documents_module, "LONGEST", longest)
+        for text, ends in documents_module._split(pieces, separator, Counter()):
+            found[-1].append(text)
+            if ends:
+                found.append([])
+    assert found.pop() == []
     return found
-
-
-SIZES = st.lists(st.integers(1, 7), min_size=1, max_size=4)
-
-
-@given(text=LETTERS, sizes=SIZES, separator=st.sampled_from(["-", "--", "-a-", "aa", "\u4e2d"]))
-def test_a_separator_may_lie_across_pieces(text, sizes, separator):
-    assert documents(split(in_pieces(text, sizes), separator)) == text.split(separator)
-
-
-def test_documents_are_files_or_what_is_between_separators(tmp_path):
-    paths, seen = [], []
-    for number, text in enumerate(["one--two", "", "--", "three--", "f\u00f6ur"]):
-        paths.append(tmp_path / f"{number}.txt")
-        paths[-1].write_text(text, encoding="utf-8")
-    found = documents(read_documents(paths, "--", seen.append))
-    assert found == ["one", "two", "three", "f\u00f6ur"]
-    assert sum(seen) == sum(path.stat().st_size for path in paths)
-    assert documents(read_documents(paths, None, seen.append)) == [
-        "one--two",
-        "--",
-        "three--",
-        "f\u00f6ur",
-    ]
-    paths[1].write_bytes(b"ab\0")
-    with pytest.raises(DataError, match=r"1.txt: is not text: byte 2 is zero"):
-        list(read_documents(paths, None, seen.append))
-
-
-@given(text=LETTERS, sizes=SIZES, cut=st.integers(1, 70))
-def test_a_document_is_cut_behind_so_many_characters(text, sizes, cut):
-    found, part = [], ""
-    for piece, end in cut_at(whole(in_pieces(text, sizes)), cut):
-        part += piece
-        if end is not End.NOTHING:
-            found.append((part, end))
-            part = ""
-    expected = [(text[:cut], End.CUT), (text[cut:], End.DOCUMENT)]
-    assert found == (expected if cut <= len(text) else [(text, End.DOCUMENT)])
 
 
 @given(
-    texts=st.lists(LETTERS.filter(bool), min_size=1, max_size=3),
+    text=LETTERS,
     sizes=SIZES,
+    separator=st.sampled_from(["-", "--", "-a-", "aa", "\u4e2d"]),
     longest=st.integers(1, 70),
 )
-def test_parts_cover_each_document_and_end_with_a_line(texts, sizes, longest):
-    found, text = [], ""
-    pieces = [one for text in texts for one in whole(in_pieces(text, sizes))]
-    for part in parts(pieces, longest):
-        assert len(part.text) <= longest
-        text += part.text
-        if part.end is End.DOCUMENT:
-            found.append((text, part.head))
+def test_a_separator_may_lie_across_pieces_and_parts(text, sizes, separator, longest):
+    found = parts_of(in_pieces(text, sizes), separator, longest)
+    assert ["".join(one) for one in found] == text.split(separator)
+
+
+def read(path, *args):
+    """The text of each document of a file, and how many bytes were reported."""
+    found, text, seen = [], "", []
+    for piece, ends in read_documents(path, *args, progress=seen.append):
+        text += piece
+        if ends:
+            found.append(text)
             text = ""
-        elif not part.text.endswith("\n"):
-            assert len(part.text) == longest
-    assert [one for one, _ in found] == texts
-    assert all(head == head_hash(one) for one, head in found if len(one) <= longest)
-
-
-def ids_of(tokenizer, pieces, longest):
-    """The ids of each document of a stream of pieces."""
-    found, ids = [], []
-    for some, part in encoded_documents(tokenizer, pieces, longest):
-        ids += some.tolist()
-        if part.end is End.DOCUMENT:
-            found.append(ids)
-            ids = []
-    assert not ids
+    assert text == ""
+    assert sum(seen) == path.stat().st_size
     return found
 
 
-@given(texts=st.lists(LETTERS.filter(bool), max_size=3), sizes=SIZES, longest=st.integers(1, 20))
-def test_bytes_of_parts_are_those_of_the_documents(texts, sizes, longest):
-    pieces = [one for text in texts for one in whole(in_pieces(text, sizes))]
-    assert ids_of(byte_tokenizer(True), pieces, longest) == [list(one.encode()) for one in texts]
+def test_documents_are_files_or_what_is_between_separators(tmp_path):
+    path = tmp_path / "a.txt"
+    for text, expected in (
+        ("one--two", ["one", "two"]),
+        ("", []),
+        ("--", []),
+        ("three--", ["three"]),
+        ("f\u00f6ur", ["f\u00f6ur"]),
+    ):
+        path.write_text(text, encoding="utf-8")
+        assert read(path, "--") == expected
+        assert read(path) == [text] * bool(text)
+
+
+@given(
+    text=LETTERS.filter(bool),
+    sizes=SIZES,
+    longest=st.integers(1, 70),
+)
+def test_parts_cover_each_document_and_end_with_a_line(text, sizes, longest):
+    (parts,) = parts_of(in_pieces(text, sizes), None, longest)
+    assert "".join(parts) == text
+    assert all(len(part) <= longest for part in parts)
+    assert all(part.endswith("\n") or len(part) == longest for part in parts[:-1])
+    assert parts_of([text], None, longest) == [parts], "the cuts do not depend on the pieces"
+
+
+def ids_of(tokenizer, parts):
+    """The ids of a document."""
+    return [number for ids in tokenizer.encode_all(parts) for number in ids.tolist()]
+
+
+@given(text=LETTERS.filter(bool), sizes=SIZES, longest=st.integers(1, 20))
+def test_bytes_of_parts_are_those_of_the_documents(text, sizes, longest):
+    (parts,) = parts_of(in_pieces(text, sizes), None, longest)
+    assert ids_of(byte_tokenizer(True), parts) == list(text.encode())
 
 
 @pytest.fixture(scope="module")
@@ -132,40 +111,20 @@ def tokenizer(tmp_path_factory):
     return load_tokenizer(folder)
 
 
-WORDS = st.lists(
-    st.sampled_from(
-        [
-            "the",
-            "encoder",
-            "JSON",
-            "\u00e4",
-            "\u4e2d\u6587",
-            "\U0001f600",
-            "\n\n",
-            "  ",
-            " ",
-            ", ",
-            "1234",
-            "it's",
-            "object",
-            "_",
-            "(self)",
-            ".\n",
-        ]
-    ),
-    max_size=40,
-).map("".join)
+SOME = ["the", "encoder", "JSON", "\u00e4", "\u4e2d\u6587", "\U0001f600", "\n\n", "  ", " ", ", "]
+SOME += ["1234", "it's", "object", "_", "(self)", ".\n"]
+WORDS = st.lists(st.sampled_from(SOME), max_size=40).map("".join)
 LINES = st.lists(WORDS, max_size=8).map("\n".join)
 
 
 @pytest.mark.text
 @settings(max_examples=200)
-@given(texts=st.lists(LINES.filter(bool), min_size=1, max_size=3), longest=st.integers(300, 600))
-def test_ids_of_parts_are_those_of_the_documents(texts, longest, tokenizer):
+@given(text=LINES, longest=st.integers(300, 600))
+def test_ids_of_parts_are_those_of_the_documents(text, longest, tokenizer):
     """Each second half of `longest` characters has the end of a line here."""
-    texts = ["\n".join(f"x{line[:100]}." for line in text.split("\n")) for text in texts]
-    pieces = [one for text in texts for one in whole(in_pieces(text, [17, 40]))]
-    assert ids_of(tokenizer, pieces, longest) == [tokenizer.encode(text) for text in texts]
+    text = "\n".join(f"x{line[:100]}." for line in text.split("\n"))
+    (parts,) = parts_of(in_pieces(text, [17, 40]), None, longest)
+    assert ids_of(tokenizer, parts) == tokenizer.encode(text)
 
 
 @pytest.mark.text
@@ -173,53 +132,96 @@ def test_a_document_of_the_longest_part_has_its_own_ids_with_any_tokenizer(tmp_p
     """Llama 2's joins text across lines, so a cut gives other ids: this is seen."""
     save_like_llama(tmp_path)
     tokenizer, text = load_tokenizer(tmp_path), json.__doc__ * 3 + "\u00e4 \u4e2d\u6587" * 9
-    assert ids_of(tokenizer, whole([text]), len(text)) == [tokenizer.encode(text)]
-    assert ids_of(tokenizer, whole([text]), len(text) - 1) != [tokenizer.encode(text)]
+    for longest, same in ((len(text), True), (len(text) - 1, False)):
+        (parts,) = parts_of([text], None, longest)
+        assert (ids_of(tokenizer, parts) == tokenizer.encode(text)) is same
 
 
 @pytest.mark.text
 def test_one_word_longer_than_all_parts(tokenizer):
     """The broken twin: a cut inside a word gives other ids, but the same text."""
     text = "ab" * 20 + "the encoder of an object " * 40 + "\u00e4" * 777
-    (ids,) = ids_of(tokenizer, whole(in_pieces(text, [640])), 101)
-    assert tokenizer.decode(ids) == text
-    assert ids != tokenizer.encode(text)
-
-
-# --- what is held out
-
-
-@settings(max_examples=50)
-@given(texts=st.lists(LETTERS.filter(bool), min_size=1, max_size=30))
-def test_of_several_documents_some_are_held_out_but_not_all(texts):
-    pieces = [one for text in texts for one in whole([text])]
-    if len(texts) > 1 and len(set(texts)) == 1:
-        with pytest.raises(DataError, match="are the same text"):
-            survey(pieces)
-        return
-    if len(texts) == 1 and len(texts[0]) < HELD_OUT:
-        with pytest.raises(DataError, match="too little text"):
-            survey(pieces)
-        return
-    found = survey(pieces)
-    assert (found.documents, found.characters) == (len(texts), sum(map(len, texts)))
-    if len(texts) == 1:
-        assert found.cut == len(texts[0]) - len(texts[0]) // HELD_OUT
-        return
-    held_out = [found.is_held_out(head_hash(text)) for text in texts]
-    assert any(held_out)
-    assert not all(held_out)
-    assert len({(text, held) for text, held in zip(texts, held_out, strict=True)}) == len(
-        set(texts)
-    ), "equal documents are on one side"
+    (parts,) = parts_of(in_pieces(text, [640]), None, 101)
+    assert tokenizer.decode(ids_of(tokenizer, parts)) == text
+    assert ids_of(tokenizer, parts) != tokenizer.encode(text)
 
 
 def test_one_document_in_ten_is_held_out():
-    found = Survey(5000, 1, 0, 2**64 - 1)
-    count = sum(found.is_held_out(head_hash(str(number))) for number in range(5000))
+    count = sum(is_held_out(str(number)) for number in range(5000))
     assert abs(count - 500) < 6 * 21
+    assert is_held_out("x" * documents_module.HEAD) == is_held_out(
+        "x" * documents_module.HEAD + "y"
+    )
 
 
-def test_no_text_at_all():
-    with pytest.raises(DataError, match="there is no text"):
-        survey([])
+# --- JSON lines, and files that are no text
+
+MARK = b"\xef\xbb\xbf"
+DOCUMENTS = ["one", "t\u00e4o\nlines", "\u2028 \U0001f600", "x" * 9000]
+LINES_OF_JSON = "\n".join(json.dumps({"id": 1, "text": text}) for text in DOCUMENTS).encode()
+
+
+@pytest.mark.parametrize(("name", "content"), [
+    ("a.jsonl", LINES_OF_JSON), ("a.ndjson", LINES_OF_JSON + b"\n\n"),
+    ("a.JSONL", LINES_OF_JSON.replace(b"\n", b"\r\n")), ("a.jsonl", MARK + LINES_OF_JSON),
+    ("a.txt", LINES_OF_JSON), ("a.json", b'{"text": "one"}\n'),
+    ("a.jsonl", b'{"text": ""}\n' + LINES_OF_JSON),
+])  # fmt: skip
+def test_documents_of_json_lines(name, content, tmp_path):
+    path = tmp_path / name
+    path.write_bytes(content)
+    assert read(path) == (DOCUMENTS if len(content) > 99 else ["one"])
+
+
+@pytest.mark.parametrize(("line", "part"), [
+    (b'{"txt": "a"}', "must be an object with a text named"), (b'{"text": 3}', "must be an object"),
+    (b'["text"]', "must be an object"), (b"text", "is not JSON"), (b'{"text": "a', "is not JSON"),
+    (b'{"text": "\\ud800"}', "half a character"), (b'{"text": "a", "text": "b"}', "2 times"),
+    (b"\xff", "is not UTF-8"), (b"\0" * 99, "is zero"), (b"[" * 100_000, "nested"),
+])  # fmt: skip
+def test_a_line_of_json_that_is_no_document(line, part, tmp_path):
+    path = tmp_path / "a.jsonl"
+    path.write_bytes(LINES_OF_JSON + b"\n" + line + b"\n")
+    with pytest.raises(DataError, match=rf"a.jsonl: line 5: .*{part}"):
+        read(path)
+
+
+def test_a_line_of_json_without_an_end_is_bounded(tmp_path, monkeypatch):
+    monkeypatch.setattr(documents_module, "MOST_LINE", 1000)
+    path = tmp_path / "a.jsonl"
+    path.write_bytes(b'{"text": "' + b"x" * 2000)
+    with pytest.raises(DataError, match=r"line 1: has 1,000 bytes or more"):
+        read(path)
+
+
+def test_a_byte_order_mark_is_no_text(tmp_path):
+    path = tmp_path / "a.txt"
+    path.write_bytes(MARK + b"text")
+    assert read(path) == ["text"]
+    path.write_bytes(MARK + b"te\xff")
+    with pytest.raises(DataError, match="byte 5 cannot be decoded"):
+        read(path)
+
+
+NO_TEXTS = [
+    (gzip.compress(b"text"), "gzip"), (pickle.dumps({"text": 1}), "pickle"),
+    (b"PAR1" + b"x" * 99, "Parquet"), (b"PK\3\4" + b"x" * 99, "zip archive"),
+    (b"version https://git-lfs.github.com/spec/v1\noid sha256:0\n", "Git LFS"),
+    (b"<!DOCTYPE html>\n<html></html>", "a web page"), ("text".encode("utf-16"), "UTF-16"),
+    ("text".encode("utf-16-be"), "byte 0 is zero"), (b"ab\0", "byte 2 is zero"),
+    (b"GGUF" + b"x" * 99, "GGUF"),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("content", "part"), NO_TEXTS)
+def test_a_file_that_is_no_text_is_named(content, part, tmp_path):
+    path = tmp_path / "a.txt"
+    path.write_bytes(content)
+    with pytest.raises(DataError, match=f"{path}: is .*{part}"):
+        read(path)
+
+
+def test_a_web_page_that_says_so_is_text(tmp_path):
+    path = tmp_path / "a.html"
+    path.write_bytes(b"<!doctype html>")
+    assert read(path) == ["<!doctype html>"]

@@ -17,14 +17,17 @@ from hypothesis import strategies as st
 from in_process import alone, assert_refused
 from one_rank import fresh, worker_for
 from safetensors.numpy import load_file, save_file
+from tokenizers_made import save_like_llama, save_tokenizer
 
 from mpipar.checkpoint import weights as checkpoint
 from mpipar.commands import generation as generate_command
 from mpipar.commands import inputs
-from mpipar.data.tokenizer import default_tokenizer, tokenizer_of
+from mpipar.data.tokenizer import default_tokenizer, load_tokenizer, tokenizer_of
 from mpipar.errors import DataError, UsageError
 from mpipar.files.text import harmless
-from mpipar.inference.prompts import show
+from mpipar.inference.generate import Text
+from mpipar.inference.prompts import Prompt, answer, read_prompts, show
+from mpipar.inference.sampling import Sampling, draw
 from mpipar.ops.mixed_ops import DTYPES
 
 SHAPE = {"layers": 4, "D": 18, "F": 31, "T": 7, "tied": True}
@@ -48,6 +51,52 @@ def test_text_shown_piece_by_piece_is_the_whole_text(tokens):
 def test_a_letter_is_shown_as_soon_as_it_is_there():
     tokens = iter(list("b\u20acc".encode()))
     assert list(show([97], tokens, default_tokenizer(256))) == ["a", "b", "", "", "\u20ac", "c", ""]
+
+
+@pytest.mark.text
+@given(text=st.text(alphabet="the object\u00e4\u4e2d\U0001f600\ufffd", min_size=1, max_size=9))
+def test_whole_characters_with_byte_fallback(text, fallback):
+    """Each byte of a letter that is not in the vocabulary is a token of its own."""
+    tokens = fallback.encode(text)
+    pieces = list(show(tokens[:1], iter(tokens[1:]), fallback))
+    assert "".join(pieces) == fallback.decode(tokens)
+    assert all("\ufffd" not in piece for piece in pieces) or "\ufffd" in text
+
+
+@pytest.fixture(scope="module")
+def fallback(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("fallback")
+    save_like_llama(folder)
+    return load_tokenizer(folder)
+
+
+def test_an_answer_completes_the_character_that_its_prompt_began():
+    tokenizer = default_tokenizer(256)
+    ids = list("a\u20ac".encode())
+    text = Text(0, [*ids, 98], end="length")
+    assert answer(tokenizer, Prompt("?", ids[:2]), text)["text"] == "\u20acb"
+
+
+@pytest.mark.parametrize("temperature", [0, 0.8])
+@pytest.mark.parametrize("largest", [np.inf, np.nan, -np.inf])
+def test_a_logit_that_is_not_finite_is_never_drawn(largest, temperature):
+    candidates = np.array([[largest, 3.0], [1.0, 2.0], [-np.inf, 1.0]])
+    with np.errstate(all="raise"):
+        assert np.isnan(draw(candidates, Sampling(1, temperature), 0, 0))
+        assert draw(candidates[1 : 2 + (temperature > 0)], Sampling(1, temperature), 0, 0) == 2
+
+
+def test_prompts_with_a_byte_order_mark(tmp_path):
+    for name, content, expected in (
+        ("a.jsonl", b'{"prompt": "one"}\n', ["one"]),
+        ("a.txt", b"one\r\ntwo\n", ["one", "two"]),
+    ):
+        (tmp_path / name).write_bytes(b"\xef\xbb\xbf" + content)
+        assert [text for _, text in read_prompts(str(tmp_path / name))] == expected
+    for content, part in (("one".encode("utf-16"), "UTF-16"), (b"\x1f\x8b\x08", "gzip")):
+        (tmp_path / "a.txt").write_bytes(content)
+        with pytest.raises(DataError, match=part):
+            read_prompts(str(tmp_path / "a.txt"))
 
 
 # --- the command
@@ -249,6 +298,58 @@ def test_a_model_of_ids_continues_its_own_data_by_default(tmp_path):
     assert_refused(
         2, ["--prompt 'Once'"], "train", *words, "--prompt", "Once", "--out", tmp_path / "typed"
     )
+
+
+@pytest.mark.parametrize(("config", "generation", "expected"), [
+    ({"eos_token_id": 41}, None, (41,)), ({"eos_token_id": [41, 7]}, None, (41, 7)),
+    ({"eos_token_id": 41}, {"eos_token_id": [5]}, (5,)), ({"eos_token_id": 41}, {}, (41,)),
+    ({"eos_token_id": None}, None, ()), ({"eos_token_id": 601}, None, ()), ({}, None, ()),
+])  # fmt: skip
+def test_texts_end_as_the_files_beside_the_weights_say(config, generation, expected, tmp_path):
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    if generation is not None:
+        (tmp_path / "generation_config.json").write_text(json.dumps(generation))
+    assert generate_command.ends_of(tmp_path, default_tokenizer(601), 601) == expected
+
+
+def test_characters_of_nanogpt_are_ids_in_training_and_after_it(tmp_path):
+    """Its meta.pkl says that the ids are not bytes; as a pickle, it is never opened."""
+    for name, count in (("train.bin", 900), ("val.bin", 90)):
+        (np.arange(count, dtype="<u2") % 14).tofile(tmp_path / name)
+    (tmp_path / "meta.pkl").write_bytes(b"cos\nsystem\n(S'false'\ntR.")
+    words = ["--data", tmp_path, "--steps", 1, "--layers", 1, "--d-model", 8, "--heads", 1]
+    words += ["--seq-len", 8, "--batch-size", 4, "--prompt", "12 8", "--sample-tokens", 3]
+    result = alone("train", *words, "--out", tmp_path / "run").ended()
+    assert "meta.pkl says that ids are characters of nanoGPT" in result.stdout
+    text = result.stdout.split("text generated from '12 8':\n")[1].splitlines()[0]
+    assert text.startswith("| 12 8 ")
+    again = alone("generate", tmp_path / "run", "--prompt", "12 8", "--sample-tokens", 3).ended()
+    assert len(again.stdout.split()) == 5
+    assert again.stdout.startswith("12 8 ")
+
+
+@pytest.mark.text
+def test_text_for_weights_with_their_own_tokenizer_is_refused(tmp_path):
+    checkpoint.save(fresh(vocab_size=300, layers=1, seq_len=8, dtype="float32"), tmp_path / "w")
+    save_tokenizer(tmp_path / "w", 300)
+    (tmp_path / "a.txt").write_text("a text of ASCII letters. " * 100)
+    for data in (["--data", tmp_path / "a.txt"], []):
+        words = ["train", "--init-from", tmp_path / "w", *data, "--out", tmp_path / "run"]
+        assert_refused(65, ["type mpipar data prepare TEXT... --tokenizer"], *words)
+
+
+@pytest.mark.parametrize("temperature", [0, 0.8])
+def test_weights_that_overflow_end_in_words_alone(temperature, tmp_path):
+    """No warning with a path of our source is printed before them."""
+    worker = fresh(layers=1, seq_len=8, vocab_size=256, dtype="float32")
+    for flat in worker.flats:
+        flat.data[...] = 6e4
+    checkpoint.save(worker, tmp_path / "w")
+    words = ["--dtype", "float16", "--prompt", "a", "--temperature", temperature]
+    result = alone("generate", tmp_path / "w", *words)
+    assert result.returncode == 79
+    assert "a logit is infinite or not a number" in result.stderr
+    assert "Warning" not in result.stderr
 
 
 @pytest.mark.parametrize("vocab_size", [97, 300])

@@ -216,7 +216,7 @@ def test_no_token_is_asked_for(gpt2):
 def test_a_logit_that_is_no_number_ends_generation():
     worker = model()
     worker.flats[0].data[...] = np.nan
-    with pytest.raises(NonFiniteError, match="a logit is not a number"):
+    with pytest.raises(NonFiniteError, match="a logit is infinite or not a number"):
         list(continue_one(worker, [1, 2], GREEDY))
 
 

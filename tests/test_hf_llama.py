@@ -8,7 +8,7 @@ from dataclasses import replace
 
 import numpy as np
 import pytest
-from config_helpers import reading_of
+from config_helpers import changed, reading_of
 from in_process import alone, assert_refused
 from one_rank import fresh, loaded
 from safetensors.numpy import load_file, save_file
@@ -469,17 +469,22 @@ def test_tokenizer_and_ids_travel_from_run_to_run(tmp_path):
 
 def test_the_tokenizer_of_prepared_data_replaces_another(tmp_path):
     before, own = byte_tokenizer(), byte_tokenizer(end=True)
+    config, text = changed(init_from=str(tmp_path), data=("a.txt",)), np.zeros(9, np.uint8)
+
+    def notes(tokenizer):
+        return tokenizer_notes(config, tokenizer, text)
+
     before.copy(tmp_path)
     (tmp_path / "generation_config.json").write_text('{"eos_token_id": 9}')
     assert read_tokenizer_files(tmp_path, before) == read_tokenizer_files(tmp_path)
     found = read_tokenizer_files(tmp_path, own)
     assert json.loads(found.pop("generation_config.json")) == {"eos_token_id": 256}
     assert found == own.files
-    assert "where they do" in tokenizer_notes(str(tmp_path), own)[0]
-    assert tokenizer_notes(str(tmp_path), before) == []
+    assert "where they do" in notes(own)[0]
+    assert notes(before) == []
     for name in before.files:
         (tmp_path / name).unlink()
-    assert tokenizer_notes(str(tmp_path), own) == []
+    assert notes(own) == []
     found = read_tokenizer_files(tmp_path, own)
     assert json.loads(found.pop("generation_config.json")) == {"eos_token_id": 9}
     assert found == own.files

@@ -5,6 +5,7 @@ import hashlib
 import io
 import json
 import os
+import shutil
 import signal
 import subprocess
 import sys
@@ -79,8 +80,8 @@ def test_bytes_of_documents_between_separators(here):
         "dataset.json",
         "tokenizer.json",
         "tokenizer_config.json",
-        "train-00000.bin",
-        "val-00000.bin",
+        "train.bin",
+        "val.bin",
     ]
     assert not list(here.glob("*.partial*"))
 
@@ -88,12 +89,10 @@ def test_bytes_of_documents_between_separators(here):
 def test_the_last_tenth_of_one_document(here):
     whole = (here / "stories.txt").read_text(encoding="utf-8")
     prepared("stories.txt", "--tokenizer", "bytes")
-    train, held_out = (np.fromfile(f"out/{part}-00000.bin", "<u2") for part in ("train", "val"))
+    train, held_out = (np.fromfile(f"out/{part}.bin", "<u2") for part in ("train", "val"))
+    assert bytes([*train.tolist(), *held_out[:-1].tolist()]).decode() == whole
     assert held_out[-1] == 256
-    assert 256 not in train
-    first, last = bytes(train.tolist()).decode(), bytes(held_out[:-1].tolist()).decode()
-    assert first + last == whole
-    assert len(last) == len(whole) // 10
+    assert len(held_out) == (len(whole.encode()) + 1) // 10
 
 
 def test_a_file_is_a_document_without_a_separator(here):
@@ -154,21 +153,25 @@ def test_many_ids_are_uint32(here, monkeypatch):
     assert load_source(("out",), 400).tokens.dtype == np.uint32
 
 
-def test_files_that_are_full(here, monkeypatch):
-    prepared("stories.txt", "--separator", "<sep>", "--tokenizer", "bytes")
-    monkeypatch.setattr(prepare_module, "SHARD", 1000)
-    _, found = prepared("stories.txt", "--separator", "<sep>", "--tokenizer", "bytes", out="many")
-    assert [file["name"] for file in found["files"]][:3] == [
-        "train-00000.bin",
-        "train-00001.bin",
-        "train-00002.bin",
-    ]
-    assert {file["tokens"] for file in found["files"][:3]} == {1000}
-    for part in ("train", "val"):
-        assert documents_of(here / "many", part) == documents_of(here / "out", part)
-    one, many = (load_source((name,), 257) for name in ("out", "many"))
-    np.testing.assert_array_equal(one.tokens, many.tokens)
-    np.testing.assert_array_equal(one.validation().tokens, many.held_out)
+def test_folders_of_earlier_versions_with_several_files_are_read(here):
+    _, found = prepared("stories.txt", "--separator", "<sep>", "--tokenizer", "bytes")
+    before = load_source(("out",), 257)
+    files = []
+    for file in found["files"]:
+        content, part = (here / "out" / file["name"]).read_bytes(), file["name"][:-4]
+        for number, piece in enumerate((content[:200], content[200:])):
+            name = f"{part}-{number:05d}.bin"
+            (here / "out" / name).write_bytes(piece)
+            digest = hashlib.sha256(piece).hexdigest()
+            documents = file["documents"] * number
+            files.append(file | {"name": name, "tokens": len(piece) // 2, "sha256": digest})
+            files[-1]["documents"] = documents
+        (here / "out" / file["name"]).unlink()
+    (here / "out" / "dataset.json").write_text(json.dumps(found | {"files": files}))
+    after = load_source(("out",), 257)
+    assert after.what == before.what
+    np.testing.assert_array_equal(after.tokens, before.tokens)
+    np.testing.assert_array_equal(after.held_out, before.held_out)
 
 
 @pytest.mark.slow
@@ -183,6 +186,75 @@ def test_a_large_file_is_read_in_pieces(here):
     _, peak = tracemalloc.get_traced_memory()
     tracemalloc.stop()
     assert peak < size / 2, peak
+
+
+def test_json_lines_are_documents(here):
+    lines = "".join(json.dumps({"text": story}) + "\n" for story in STORIES)
+    (here / "stories.jsonl").write_text(lines)
+    text, _ = prepared("stories.jsonl", "--tokenizer", "bytes")
+    parts = {part: documents_of(here / "out", part) for part in ("train", "val")}
+    texts = [bytes(ids).decode() for ids in parts["train"] + parts["val"]]
+    assert sorted(texts) == sorted(STORIES)
+    assert parts["val"]
+    assert "0.99 bytes of text per token" in text
+    assert_refused(
+        65, ["stories.jsonl: line 41: must be an object with a text"],
+        "data", "prepare", appended(here / "stories.jsonl"), "--tokenizer", "bytes", "--out", "b",
+    )  # fmt: skip
+    assert not list(here.glob("b*"))
+
+
+def appended(path):
+    """The path, after a line without a text has been added to the file."""
+    with open(path, "a") as file:
+        file.write('{"prompt": "x"}\n')
+    return path
+
+
+@pytest.mark.parametrize(("text", "words", "parts"), [
+    (f"a story{END}" * 60, [], [f"contains {END} 60 times", f"--separator '{END}'"]),
+    ("a story</s>" * 9, ["--separator", "<sep>"], ["</s> 9 times", "'<sep>' does not occur in"]),
+    (f"a story{END}" * 60, ["--separator", END], []),
+    ("a story\r\n\r\n" * 9, ["--separator", "\n\n"],
+     ["'\\n\\n' does not occur in", r"its lines end with CRLF: type --separator $'\r\n\r\n'"]),
+    ("a story\r\n\r\n" * 9, ["--separator", "\r\n\r\n"], []),
+    ("a story\n\n" * 9, ["--separator", "\n\n"], []),
+    ("a story\r\n" * 9, ["--separator", "==="], ["'===' does not occur in"]),
+])  # fmt: skip
+def test_separators_that_are_not_given_or_do_not_occur(text, words, parts, here, capsys):
+    (here / "a.txt").write_bytes(text.encode())
+    words = ["data", "prepare", "a.txt", "--tokenizer", "bytes", "--out", "out", *words]
+    cli.main(words, StandIn())
+    said = capsys.readouterr().err
+    assert len(said.splitlines()) == len([part for part in parts if "type" not in part]) - (
+        END in text and bool(parts)
+    )
+    for part in parts:
+        assert part in said
+
+
+def test_the_first_document_is_trained_on_and_its_equals(here):
+    """Nothing is held out by chance, or all: then the last tenth of the tokens is."""
+    for texts in (["same"] * 20, ["one of them", "same"] * 9, STORIES[:2], ["x" * 30]):
+        (here / "a.txt").write_text("<sep>".join(texts), encoding="utf-8")
+        prepared("a.txt", "--separator", "<sep>", "--tokenizer", "bytes")
+        train, held_out = (np.fromfile(f"out/{part}.bin", "<u2") for part in ("train", "val"))
+        assert len(train)
+        assert len(held_out)
+        count = len("".join(texts).encode()) + len(texts)
+        assert len(train) + len(held_out) == count
+        documents = [file.documents for file in read_dataset(here / "out")[0].files]
+        assert sum(documents) == len(texts)
+        shutil.rmtree("out")
+
+
+def test_what_a_killed_preparation_left_is_removed(here):
+    for number in (2**22 + 1, os.getpid()):  # the first is above the largest process number
+        (here / f"out.partial-{number}").mkdir()
+        (here / f"out.partial-{number}" / "train.bin").write_bytes(b"ab")
+    (here / f"out.partial-{os.getpid()}").rename(here / "out.partial-1")
+    prepared("stories.txt", "--tokenizer", "bytes")
+    assert [path.name for path in here.glob("out.partial-*")] == ["out.partial-1"]
 
 
 # --- refusals
@@ -206,7 +278,7 @@ def test_all_mistakes_of_the_arguments_at_once(words, parts, here):
 @pytest.mark.parametrize(("name", "content", "part"), [
     ("zero.txt", b"text\0", "zero.txt: is not text: byte 4 is zero"),
     ("latin.txt", b"caf\xe9 au lait", "latin.txt: is not UTF-8 text: byte 3 cannot be decoded"),
-    ("empty.txt", b"", "there is no text"), ("missing.txt", None, "no such file"),
+    ("empty.txt", b"", "there is too little text: 0 tokens"), ("missing.txt", None, "no such file"),
     ("", None, "'': is empty; name a file"),
     ("short.txt", b"a", "there is too little text"),
 ])  # fmt: skip
@@ -253,7 +325,7 @@ def test_a_tokenizer_without_an_end_of_text(here):
     assert prepared("stories.txt", "--tokenizer", "model")[1]["end_of_text"] == 0
 
 
-@pytest.mark.parametrize("place", ["write", "close"])
+@pytest.mark.parametrize("place", ["write", "described"])
 def test_a_full_disk_leaves_nothing(place, here, monkeypatch):
     def full(*_):
         raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
@@ -267,29 +339,6 @@ def test_a_full_disk_leaves_nothing(place, here, monkeypatch):
     assert not list(here.glob("out*"))
 
 
-def test_text_that_changes_while_it_is_read(here, monkeypatch):
-    def more(texts):
-        found = before(texts)
-        (here / "stories.txt").write_text("<sep>".join([*STORIES, "one more"]), encoding="utf-8")
-        return found
-
-    before = prepare_module.survey
-    monkeypatch.setattr(prepare_module, "survey", more)
-    assert_refused(
-        65,
-        ["changed while it was being read"],
-        "data",
-        "prepare",
-        "stories.txt",
-        "--separator",
-        "<sep>",
-        "--tokenizer",
-        "bytes",
-        "--out",
-        "out",
-    )
-
-
 @pytest.mark.slow
 def test_a_signal_leaves_nothing(tmp_path):
     """Also a program that ends at once takes its half-written folder with it."""
@@ -301,7 +350,7 @@ def test_a_signal_leaves_nothing(tmp_path):
     )
     try:
         end = time.monotonic() + 60
-        while not list(tmp_path.glob("out.partial-*/train-*.bin")):
+        while not list(tmp_path.glob("out.partial-*/train.bin")):
             assert process.poll() is None
             assert time.monotonic() < end
             time.sleep(0.01)
@@ -352,17 +401,18 @@ def test_what_is_read_back(folder):
     source = load_source((str(folder),), 300)
     found, digest = read_dataset(folder)
     assert source.what == (
-        f"{sum(file.tokens for file in found.files):,} tokens of 40 documents from {folder}"
+        f"{sum(file.tokens for file in found.files):,} tokens (uint16)"
+        f" of 40 documents from {folder}"
     )
     assert source.tokens.digest == source.validation().tokens.digest == digest
     assert len(source.tokens) == sum(file.tokens for file in found.part("train"))
 
 
 def test_files_that_are_not_what_was_written(folder):
-    path = folder / "val-00000.bin"
+    path = folder / "val.bin"
     content = path.read_bytes()
     path.write_bytes(content[:-2])
-    assert "val-00000.bin: has " in problems(folder)
+    assert "val.bin: has " in problems(folder)
     path.write_bytes(content[:10] + b"\x7f\x7f" + content[12:])
     assert "has other tokens than were written: SHA-256" in problems(folder)
     load_source((str(folder),), 257, thorough=False)  # another process of the host looks at it
@@ -387,13 +437,12 @@ def test_another_tokenizer_and_a_small_model(folder):
     ({"format": 2}, "has format 2, but this version reads 1"), ({"format": 0}, "format 0"),
     ({"dtype": "int64"}, "names the dtype 'int64'"), ({"vocab_size": 2**40}, "vocabulary of"),
     ({"end_of_text": 257}, "as the end of a text"), ({"end_of_text": -1}, "as the end of a text"),
-    ({"files": []}, "does not name the files train-00000.bin onward"),
+    ({"files": []}, "does not name train.bin and val.bin"),
     ({"files": "train"}, "must be a list"), ({"more": 1}, "unknown key 'more'"),
     ({"tokenizer": "a\nb"}, "not a legal str"),
-    ({"files/0/name": "../out/train-00000.bin"}, "has the name"),
+    ({"files/0/name": "../out/train.bin"}, "has the name"),
     ({"files/0/name": "/etc/passwd"}, "has the name"),
-    ({"files/0/name": "val-00000.bin"}, "each once, in order"),
-    ({"files/0/name": "train-00001.bin"}, "each once, in order"),
+    ({"files/0/name": "val.bin"}, "each once"), ({"files/0/name": "test.bin"}, "has the name"),
     ({"files/0/tokens": -1}, "-1 tokens"), ({"files/0/tokens": 2**60}, "tokens of"),
     ({"files/0/tokens": 1.5}, "not a legal int"), ({"files/0/documents": -1}, "-1 texts"),
     ({"files/0/sha256": "x" * 64}, "no SHA-256"),

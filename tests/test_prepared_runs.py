@@ -154,7 +154,7 @@ def test_train_go_on_and_generate_with_the_tokenizer_of_the_data(here):
     )
     assert harmless(again.stdout).rstrip() == said.rstrip()
     shutil.copytree("data", "other")
-    path = here / "other" / "train-00000.bin"
+    path = here / "other" / "train.bin"
     flip(path, 0)
     words = ("train", "--resume", "auto", "--out", "run", "--steps", 3)
     assert_refused(65, ["has other tokens than were written"], *words, "--data", "other")

@@ -2,6 +2,7 @@
 
 import os
 import sys
+import tracemalloc
 import types
 
 import numpy as np
@@ -13,6 +14,7 @@ from hypothesis import strategies as st
 from test_data import BATCH_SIZE, SEQ_LEN, rows_of
 
 from mpipar.config.resolve import resolve
+from mpipar.data import source as source_module
 from mpipar.data.bigram import bigram_loss
 from mpipar.data.rows import load, split
 from mpipar.data.source import LLMC_HEADER, load_source
@@ -64,7 +66,7 @@ def test_token_files(with_header, tmp_path, rng):
     tokens, what = source.tokens, source.what
     np.testing.assert_array_equal(tokens, ids)
     assert tokens.dtype == np.uint16
-    assert what == "1,000 tokens from 1 file"
+    assert what == "1,000 tokens (uint16) from 1 file"
     tokens = load_source((str(path), str(path)), 50257).tokens
     np.testing.assert_array_equal(tokens, np.concatenate([ids, ids]))
 
@@ -104,7 +106,7 @@ def test_token_file_that_is_none(content, message, tmp_path):
     (b"x" * (BLOCK - 1) + "\u00e4".encode() + b"\x80", f"byte {BLOCK + 1:,} cannot be decoded"),
     (b"x" * BLOCK + b"yz\0", f"byte {BLOCK + 2:,} is zero"),
     (b"x" * (BLOCK - 1) + "\U0001f600".encode()[:3], f"byte {BLOCK - 1:,} cannot be decoded"),
-    ("text".encode("utf-16"), "byte 0 cannot be decoded"),
+    ("text".encode("utf-16"), "is text in UTF-16"),
 ])  # fmt: skip
 def test_a_file_that_is_no_text(content, message, tmp_path):
     path = tmp_path / "a.txt"
@@ -134,7 +136,9 @@ def test_files_that_are_held_out_by_their_names(names, tmp_path):
     (tmp_path / "meta.pkl").write_bytes(b"\0")
     config = changed(data=(str(tmp_path),), batch_size=BATCH_SIZE, seq_len=SEQ_LEN)
     (train, held_out), what = load(resolve(config, 1)[0])
-    assert what == f"{300 * len(names)} tokens from {len(names)} files".replace("1200", "1,200")
+    assert what == f"{300 * len(names)} tokens (uint16) from {len(names)} files".replace(
+        "1200", "1,200"
+    )
     of_val = [
         number
         for number, name in enumerate(names)
@@ -176,6 +180,89 @@ def test_token_files_of_both_widths_of_llm_c(tmp_path, rng):
     tokens = load_source((str(tmp_path),), 128_256).tokens
     assert tokens.dtype == np.uint32
     np.testing.assert_array_equal(tokens, ids)
+
+
+IDS = [7, 50_000, 3, 0, 44_444, 199] * 50
+
+
+@pytest.mark.parametrize("vocab_size", [50_257, 65_536, 128_256])
+@pytest.mark.parametrize("dtype", ["<u2", ">u2", "<u4", "<i4", ">u4", "<u8", "<i8", ">u8"])
+def test_ids_are_read_with_their_own_type(dtype, vocab_size, tmp_path):
+    """A file without a header: the vocabulary, the size and the ids show the type."""
+    path, ids = tmp_path / "tokens.bin", np.array(IDS)
+    path.write_bytes(ids.astype(dtype).tobytes())
+    size = np.dtype(dtype).itemsize
+    if size == 2 and vocab_size > 65_536:  # 16 bits cannot hold the ids of such a vocabulary
+        with pytest.raises(DataError, match=r"outside the vocabulary .* a file of uint32 ids\?"):
+            load_source((str(path),), vocab_size)
+        return
+    if dtype == ">u2" and vocab_size == 65_536:
+        return  # nothing shows the order of its bytes
+    source = load_source((str(path),), vocab_size)
+    np.testing.assert_array_equal(source.tokens, ids)
+    np.testing.assert_array_equal(source.tokens[5:99], ids[5:99])
+    order = "big-endian " if dtype[0] == ">" else ""
+    assert source.what == f"300 tokens ({order}uint{8 * size}) from 1 file"
+    assert int(rows_of(source.tokens).train(0, 0).tokens.max()) < vocab_size
+
+
+def test_the_type_of_a_large_file_is_that_of_its_parts(tmp_path, monkeypatch):
+    monkeypatch.setattr(source_module, "SAMPLE", 64)
+    path = tmp_path / "tokens.bin"
+    for content, what in (
+        (np.arange(999, dtype="<u4"), "999 tokens (uint32)"),
+        (np.r_[np.zeros(500, "<u2"), np.arange(499, dtype="<u2")], "999 tokens (uint16)"),
+        (np.r_[np.zeros(900, "<u4"), np.full(99, 5, "<u4")], "999 tokens (uint32)"),
+        (np.r_[np.zeros(994, "<u4"), np.full(5, 5, "<u4")], "1,998 tokens (uint16)"),
+        (np.zeros(500, "<u2"), "500 tokens (uint16)"),
+    ):
+        path.write_bytes(content.tobytes())
+        assert load_source((str(path),), 1000).what == f"{what} from 1 file"
+
+
+@pytest.mark.parametrize(("content", "part"), [
+    (b"once upon a time, there was a text\n" * 9, "is text, not a file of ids"),
+    (b"version https://git-lfs.github.com/spec/v1\noid sha256:0\n", "Git LFS"),
+    (b"PAR1" + b"\1\2\3\4" * 99, "Parquet"), (b"\x93NUMPY" + b"\1\0" * 99, "NumPy array"),
+    (b"<!DOCTYPE html>" * 9, "a web page"), (np.array([5, -1] * 9, "<i4").tobytes(), "outside"),
+])  # fmt: skip
+def test_a_file_that_holds_no_ids_is_named(content, part, tmp_path):
+    path = tmp_path / "tokens.bin"
+    path.write_bytes(content)
+    with pytest.raises(DataError, match=part):
+        load_source((str(path),), 50_257)
+
+
+def test_ids_that_begin_as_a_pickle_or_an_archive_does(tmp_path):
+    path = tmp_path / "tokens.bin"
+    for first in (0x0280, 0x8B1F, 0xFEFF, 0xFFFE):
+        path.write_bytes(np.array([first, 5, 7], "<u2").tobytes())
+        assert load_source((str(path),), 65_536).tokens.__array__()[0] == first
+
+
+def test_json_lines_are_trained_on_as_their_texts(tmp_path):
+    path = tmp_path / "a.jsonl"
+    path.write_bytes(b'\xef\xbb\xbf{"text": "one\\ntwo"}\n\n{"id": 3, "text": "\\u00e4"}\n')
+    source = load_source((str(path),), 256)
+    assert bytes(source.tokens).decode() == "one\ntwo\n\u00e4\n"
+    path.write_bytes(b'{"text": "one"}\n{"txt": "two"}\n')
+    with pytest.raises(DataError, match=r"--data .*a.jsonl: line 2: must be an object with a text"):
+        load_source((str(path),), 256)
+    (tmp_path / "mark.txt").write_bytes(b"\xef\xbb\xbftext")
+    assert bytes(load_source((str(tmp_path / "mark.txt"),), 256).tokens) == b"text"
+
+
+def test_a_sparse_file_is_judged_before_it_takes_memory(tmp_path):
+    """Three GiB of zeros: its first byte is no text, so nothing more is read."""
+    path = tmp_path / "a.txt"
+    with open(path, "wb") as file:
+        file.truncate(3 << 30)
+    tracemalloc.start()
+    with pytest.raises(DataError, match="byte 0 is zero"):
+        load_source((str(path),), 256)
+    _, peak = tracemalloc.get_traced_memory()
+    tracemalloc.stop()
+    assert peak < 1 << 26
 
 
 @settings(max_examples=100)
@@ -248,7 +335,7 @@ def rows_of_file(path):
     """The training rows of a .bin file of 600 tokens below 50."""
     path.write_bytes(np.arange(600, dtype="<u2").__mod__(50).tobytes())
     tokens = load_source((str(path),), 50).tokens
-    train, held_out = split(tokens, BATCH_SIZE, SEQ_LEN)
+    train, held_out = split(tokens, SEQ_LEN)
     assert bigram_loss(train, held_out, 50) < 0.1  # a cycle
     return rows_of(train)
 
@@ -278,6 +365,6 @@ def test_data_of_more_than_4_gib(tmp_path, monkeypatch):
         file.write(b"\7\0")
     source = load_source((str(path),), 256)
     tokens, what = source.tokens, source.what
-    assert f"{count:,} tokens" in what
+    assert f"{count:,} tokens (uint16)" in what
     assert len(tokens) == count
     assert list(tokens[count - 2 : count]) == [0, 7]

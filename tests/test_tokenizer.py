@@ -20,6 +20,8 @@ from mpipar.data.tokenizer import (
 )
 from mpipar.errors import DataError, EnvironmentProblem, UsageError
 
+REFUSED = "the library tokenizers cannot use it"
+
 
 @given(st.text())
 def test_bytes_round_trip(text):
@@ -79,7 +81,7 @@ def test_a_folder_without_a_tokenizer(tmp_path):
         load_tokenizer(tmp_path)
     with pytest.raises(DataError, match="No such file"):
         load_tokenizer(tmp_path / "missing")
-    assert tokenizer_of(tmp_path, 256).what == "bytes"
+    assert tokenizer_of(tmp_path, 256).what == "ids", "of a tokenizer that is not known here"
 
 
 @pytest.mark.text
@@ -170,12 +172,132 @@ def test_a_tokenizer_that_is_none(content, tmp_path):
 
 @pytest.mark.text
 @pytest.mark.parametrize(("name", "content", "message"), [
-    ("vocab.json", "[]", "object of tokens"), ("vocab.json", "{", "is not JSON"),
-    ("vocab.json", '{"a": "b"}', "cannot be read by"), ("merges.txt", "a b c\n", "two tokens"),
-    ("merges.txt", "a zzzz\n", "cannot be read by"),
+    ("vocab.json", "[]", "must hold an object"), ("vocab.json", "{", "is not JSON"),
+    ("vocab.json", '{"a": "b"}', REFUSED), ("merges.txt", "a b c\n", "two tokens"),
+    ("merges.txt", "a zzzz\n", REFUSED),
 ])  # fmt: skip
 def test_files_of_gpt2_that_are_none(name, content, message, tmp_path):
     save_like_gpt2(tmp_path)
     (tmp_path / name).write_text(content)
     with pytest.raises(DataError, match=message):
         load_tokenizer(tmp_path)
+
+
+# --- files of others: what the library cannot use, what has no bound, and tokens named beside
+
+PANIC = {"type": "FixedLength", "length": 0}
+PIECES = [{"SpecialToken": {"id": "<s>", "type_id": 0}}, {"Sequence": {"id": "A", "type_id": 0}}]
+TEMPLATE = {"type": "TemplateProcessing", "single": PIECES, "pair": [], "special_tokens": {}}
+GROWS = {
+    "type": "Sequence",
+    "normalizers": [{"type": "Replace", "pattern": {"String": "a"}, "content": "aa"}] * 40,
+}
+DECODER_GROWS = {
+    "type": "Sequence",
+    "decoders": [{"type": "Replace", "pattern": {"String": "a"}, "content": "a" * 99}] * 9,
+}
+UNIGRAM = {"type": "Unigram", "unk_id": None, "vocab": [["a", -1.0], ["b", -1.0]]}
+
+
+def changed_file(folder, **parts):
+    """Write a tokenizer.json with some of its parts changed into a folder."""
+    save_tokenizer(folder)
+    path = folder / "tokenizer.json"
+    path.write_text(json.dumps(json.loads(path.read_text()) | parts))
+    return folder
+
+
+@pytest.mark.text
+@pytest.mark.parametrize("parts", [
+    {"pre_tokenizer": PANIC}, {"post_processor": TEMPLATE}, {"normalizer": GROWS},
+    {"normalizer": {"type": "Precompiled", "precompiled_charsmap": "AAAA"}},
+    {"model": {"type": "WordLevel", "vocab": {"a": 0, "b": 1}, "unk_token": "<unk>"}},
+    {"model": UNIGRAM, "added_tokens": []}, {"decoder": DECODER_GROWS},
+    {"post_processor": TEMPLATE | {"single": PIECES[1:] * 9000}},
+    {"pre_tokenizer": {"type": "Split", "pattern": {"Regex": "(("}, "behavior": "Isolated",
+                       "invert": False}},
+    {"pre_tokenizer": {"type": "Split", "pattern": {"Regex": "(x+x+)+(?!x)y|(x|xx)+$"},
+                       "behavior": "Isolated", "invert": False}},
+])  # fmt: skip
+def test_whatever_the_library_raises_is_one_sentence(parts, tmp_path):
+    """Also a panic, which is no Exception; what could grow without bound is refused before."""
+    changed_file(tmp_path, **parts)
+
+    def used():
+        tokenizer = load_tokenizer(tmp_path)
+        tokenizer.decode(tokenizer.encode_prompt("The cat " + "x" * 5000 + "!"))
+
+    with pytest.raises(DataError, match=str(tmp_path)) as caught:
+        used()
+    assert len(caught.value.problems) == 1
+    assert "\n" not in str(caught.value)
+
+
+@pytest.mark.text
+def test_no_ids_depend_on_chance(tmp_path):
+    model = json.loads(save_tokenizer(tmp_path).to_str())["model"]
+    expected = load_tokenizer(tmp_path).encode(TEXTS[0])
+    changed_file(tmp_path, model=model | {"dropout": 0.9})
+    assert [load_tokenizer(tmp_path).encode(TEXTS[0]) for _ in range(5)] == [expected] * 5
+
+
+ROLE = {"content": "<|role|>", "special": True}
+
+
+@pytest.mark.text
+@pytest.mark.parametrize("save", [save_tokenizer, save_like_gpt2])
+@pytest.mark.parametrize(("name", "content"), [
+    ("tokenizer_config.json", {"added_tokens_decoder": {"400": ROLE, "401": {"content": "<pad>"}}}),
+    ("added_tokens.json", {"<pad>": 401, "<|role|>": 400}),
+])  # fmt: skip
+def test_tokens_that_are_only_named_beside_the_tokenizer(save, name, content, tmp_path):
+    save(tmp_path)
+    before = load_tokenizer(tmp_path)
+    (tmp_path / name).write_text(json.dumps(content))
+    tokenizer = load_tokenizer(tmp_path)
+    assert tokenizer.size == 402
+    assert tokenizer.encode_prompt("a<|role|>b<pad>") == [
+        *before.encode("a"), 400, *before.encode("b"), 401
+    ]  # fmt: skip
+    assert tokenizer.decode([400, 401]) == "<|role|><pad>"
+    assert tokenizer_of(tmp_path, 400).size == 402, "a model may have no rows for added tokens"
+    with pytest.raises(UsageError, match="all below the model's vocabulary of 400"):
+        prompt_ids(tokenizer, "<pad>", 400)
+
+
+@pytest.mark.text
+def test_a_token_with_two_ids_is_refused(tmp_path):
+    save_tokenizer(tmp_path)
+    (tmp_path / "added_tokens.json").write_text('{"<pad>": 407}')
+    with pytest.raises(DataError, match=r"give the token <pad> the id 407, but .* gives it 400"):
+        load_tokenizer(tmp_path)
+
+
+@pytest.mark.text
+def test_files_that_other_systems_wrote(tmp_path):
+    """A byte order mark, and merges with CRLF."""
+    save_like_gpt2(tmp_path)
+    expected = load_tokenizer(tmp_path).encode(TEXTS[0])
+    for name in ("vocab.json", "merges.txt"):
+        content = (tmp_path / name).read_bytes().replace(b"\n", b"\r\n")
+        (tmp_path / name).write_bytes(b"\xef\xbb\xbf" + content)
+    assert load_tokenizer(tmp_path).encode(TEXTS[0]) == expected
+
+
+@pytest.mark.parametrize(("content", "part"), [
+    (b"version https://git-lfs.github.com/spec/v1\n", "Git LFS"), (b"\x1f\x8b\x08", "gzip"),
+    ("{}".encode("utf-16"), "UTF-16"), (b"<!DOCTYPE html>", "a web page"),
+])  # fmt: skip
+def test_a_tokenizer_file_that_is_another_is_named(content, part, tmp_path):
+    (tmp_path / "tokenizer.json").write_bytes(content)
+    with pytest.raises(DataError, match=f"tokenizer.json: is .*{part}"):
+        load_tokenizer(tmp_path)
+
+
+@pytest.mark.text
+def test_text_is_not_bytes_for_a_model_with_its_own_tokenizer(tmp_path):
+    save_tokenizer(tmp_path, 300)
+    with pytest.raises(DataError, match=r"type mpipar data prepare TEXT\.\.\. --tokenizer"):
+        tokenizer_of(tmp_path, 300, is_text=True)
+    byte_tokenizer(end=True).copy(tmp_path)
+    assert tokenizer_of(tmp_path, 300, is_text=True).is_bytes

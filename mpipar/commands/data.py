@@ -105,11 +105,10 @@ def run(context: Context) -> int:
                 dataset, tokenizer = prepare(texts, args.tokenizer, session.unfinished)
             finally:
                 bar.clear()
-        size = sum(path.stat().st_size for path in files)
     session.unfinished = None
     for note in texts.notes():
         print(printable(f"mpipar: {note}"), file=sys.stderr, flush=True)
-    show(dataset, tokenizer, size, out)
+    show(dataset, tokenizer, texts.nbytes, out)
     return EXIT_OK
 
 

@@ -19,7 +19,7 @@ from mpipar.commands.compared import config_facts, digest_of_value
 from mpipar.commands.resolve import resolve
 from mpipar.commands.source import find_source, tokenizer_folder
 from mpipar.config.sections import Config
-from mpipar.data.tokenizer import Tokenizer, has_tokenizer, tokenizer_of
+from mpipar.data.tokenizer import Tokenizer, tokenizer_of
 from mpipar.errors import EXIT_OK, DataError, OutputError, UsageError
 from mpipar.files.bounded import problems_as
 from mpipar.files.text import printable
@@ -145,10 +145,6 @@ def prepare(parsed, args, world_size: int, host_rank: int) -> Request:
             else prompts_module.read_prompts(args.prompts)
         )
         found["tokenizer"] = tokenizer_of(beside, config.model.vocab_size)
-        if found["tokenizer"].is_bytes and not has_tokenizer(beside):
-            found["notes"].append(
-                f"{beside}: no tokenizer here, so a vocabulary of 256 is taken as bytes"
-            )
 
     def read_texts(config):
         try:

@@ -17,12 +17,12 @@ from mpipar.data import rows
 from mpipar.data.dataset import is_dataset
 from mpipar.data.source import character_table
 from mpipar.data.tokenizer import (
-    Ids,
     Tokenizer,
     files_digest,
     has_tokenizer,
     read_files,
     tokenizer_of,
+    unknown_ids,
 )
 from mpipar.errors import DataError, EnvironmentProblem, UsageError
 from mpipar.inference.prompts import encode_prompts
@@ -107,7 +107,7 @@ def tokenizer_of_run(config, started, tokens) -> Tokenizer:
     folder = prepared or (tokenizer_folder(source) if source else None)
     is_text = tokens.dtype == np.uint8
     if folder is None and not is_text and character_table(config.run.data):
-        return Ids(config.model.vocab_size, what="ids")
+        return unknown_ids(config.model.vocab_size)
     return tokenizer_of(folder, config.model.vocab_size, is_text)
 
 

@@ -47,18 +47,20 @@ class Texts:
     """Text files, and the separator of documents in them (None: each file is a document).
 
     progress(work, done bytes, all bytes): reports how far each pass over them is. seen: how often
-    each separator occurs in the text; unsplit: the files in which the one that was given does not.
+    each separator occurs in the text; unsplit: the files in which the one that was given does not;
+    nbytes: of the text.
     """
 
     def __init__(self, files: list[Path], separator: str | None, progress: Callable):
         self.files, self.separator, self.progress = files, separator, progress
         self.seen: Counter = Counter()
         self.unsplit: list[Path] = []
+        self.nbytes = 0
 
     def documents(self, work: str) -> Iterator[tuple[str, bool]]:
         """Yield (text, whether a document ends with it). work: why they are read, in a word."""
         done, total = 0, sum(path.stat().st_size for path in self.files)
-        self.seen, self.unsplit = Counter(), []
+        self.seen, self.unsplit, self.nbytes = Counter(), [], 0
 
         def more(count):
             nonlocal done
@@ -70,6 +72,7 @@ class Texts:
             for text, ends in read_documents(path, self.separator, more, self.seen):
                 for word in (*ENDS, "\r\n"):
                     self.seen[word] += text.count(word) if word != self.separator else 0
+                self.nbytes += len(text.encode())
                 yield text, ends
             if self.separator and self.seen[self.separator] == before and not is_json_lines(path):
                 self.unsplit.append(path)

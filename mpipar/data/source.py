@@ -33,6 +33,7 @@ OTHER_MAGICS = {20240522: "llm.c's HellaSwag format"}
 MOST_TEXT = 4 << 30  # bytes
 NARROW = 1 << 16  # ids that fit in 16 bits
 SAMPLE = 1 << 16  # bytes at the beginning, middle and end of a file that show the type of its ids
+ENOUGH = 8  # ids in a sample that are not 0, to tell their type
 TYPES = [np.dtype(order + size) for size in ("u8", "u4", "u2") for order in "<>"]
 # Kinds of files that begin with two bytes, as many files of ids do by chance.
 OF_TWO_BYTES = (b"\x80", b"\x1f\x8b", b"\xff\xfe", b"\xfe\xff")
@@ -254,7 +255,7 @@ def type_of_ids(sample: bytes, nbytes: int, vocab_size: int) -> np.dtype:
     """Return the type of the ids in a file without a header: 16, 32 or 64 bits, either byte order.
 
     It is the widest in which all ids of the sample are below the size of the vocabulary: a file of
-    32-bit ids read as 16 bits has a 0 for every second token. Equal ids show nothing. Above 65,536
+    32-bit ids read as 16 bits has a 0 for every second token. Ids of 0 show nothing. Above 65,536
     ids, 16 bits are too few. If no type fits, it is the usual one, and its ids will be refused.
     """
     usual = np.dtype("<u2" if vocab_size <= NARROW else "<u4")
@@ -262,7 +263,7 @@ def type_of_ids(sample: bytes, nbytes: int, vocab_size: int) -> np.dtype:
         if nbytes % dtype.itemsize or dtype.itemsize < usual.itemsize:
             continue
         ids = np.frombuffer(sample[: len(sample) // dtype.itemsize * dtype.itemsize], dtype)
-        if ids.max() < vocab_size and (ids.min() < ids.max() or dtype == usual):
+        if ids.max() < vocab_size and (np.count_nonzero(ids) >= ENOUGH or dtype == usual):
             return dtype
     return usual
 

@@ -108,6 +108,11 @@ class Tokenizer:
         return files_digest(self.files)
 
 
+def unknown_ids(vocab_size: int) -> Tokenizer:
+    """Return plain ids, with a file that says that they are not bytes."""
+    return Ids(vocab_size, files={SETTINGS: settings_file(False)}, what="ids")
+
+
 class Ids(Tokenizer):
     """Ids written as words: without a known tokenizer, a model reads and writes `464 318`."""
 
@@ -224,12 +229,12 @@ def tokenizer_of(folder: Path | None, vocab_size: int, is_text: bool = False) ->
     is_text: whether the model is trained on text without a tokenizer, and so on bytes.
     Raises as `load_tokenizer` does, and DataError if it has more ids than the model.
     """
-    if folder is None or not has_tokenizer(Path(folder)):
-        return (
-            byte_tokenizer(size=min(BYTES, vocab_size))
-            if is_text
-            else default_tokenizer(vocab_size)
-        )
+    named = folder and any(os.path.exists(Path(folder) / name) for name in FILES)
+    if not named:
+        size = min(BYTES, vocab_size)
+        return byte_tokenizer(size=size) if is_text else default_tokenizer(vocab_size)
+    if not is_text and not has_tokenizer(Path(folder)):
+        return Ids(vocab_size, what="ids")  # of a tokenizer that is not known here
     found = load_tokenizer(folder)
     if is_text and not found.is_bytes:
         raise DataError(
