@@ -78,25 +78,18 @@ def read_bytes(path, *, most_bytes: int = MOST_BYTES, root=None) -> bytes:
 
 
 def read_text(path, *, most_bytes: int = MOST_BYTES, root=None) -> str:
-<<<<<<< HEAD
-    """Return the text of a small regular file in UTF-8; raise OSError and ValueError."""
+    """Return the text of a small regular file in UTF-8; raise OSError and ValueError.
+
+    A byte order mark is left out.
+    """
     return _text_of(read_bytes(path, most_bytes=most_bytes, root=root))
 
 
 def _text_of(content: bytes) -> str:
-    try:
-        return content.decode()
-=======
-    """Return the text of a small regular file in UTF-8, without a byte order mark.
-
-    Raises OSError and ValueError.
-    """
-    content = read_bytes(path, most_bytes=most_bytes, root=root)
     if content.startswith((codecs.BOM_UTF16_LE, codecs.BOM_UTF16_BE)):
         raise ValueError("is text in UTF-16; save it in UTF-8")
     try:
         return content.decode().removeprefix("\ufeff")
->>>>>>> 1a0d12bc (Texts and ids are recognized before they are parsed: JSON lines, types of ids, byte order marks, a tokenizer for its own text)
     except UnicodeDecodeError as error:
         raise ValueError(f"is not UTF-8 text: byte {error.start:,} cannot be decoded") from None
 
