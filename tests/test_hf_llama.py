@@ -94,6 +94,8 @@ def test_both_spellings_say_the_same(name, tmp_path):
     old = model_settings(written(tmp_path, REAL[name]))
     assert model_settings(written(tmp_path, spelled_anew(REAL[name]))) == old
     assert old["arch"] == name
+    theta = spelled_anew(REAL[name] | {"rope_theta": 7.0})
+    assert model_settings(written(tmp_path, theta))["rope_theta"] == 7.0
 
 
 def test_what_published_models_are(tmp_path):
@@ -200,7 +202,7 @@ REFUSED = {
     "two thetas": (
         "llama",
         {"rope_parameters": {"rope_theta": 7.0}},
-        "rope_theta is 7.0 in rope_parameters, and 500000.0 in config.json",
+        "rope_theta is 500000.0 in config.json, and 7.0 in rope_parameters",
     ),
     "layers": (
         "qwen2",

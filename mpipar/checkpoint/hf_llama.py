@@ -231,22 +231,21 @@ def _rope(found: dict) -> tuple[dict, list[str]]:
     It has up to four places for the same thing; no place wins over another one.
     """
     rope, wrong, place_of = {}, [], {}
-    places = {key: found.get(key) for key in ("rope_parameters", "rope_scaling")}
-    for place, value in places.items():
-        if not isinstance(value, dict | None) or any(
-            isinstance(one, dict | list) for one in (value or {}).values()
-        ):
-            raise TypeError(f"{place} is {shown(value)}")
     above = {key: found[key] for key in ("rope_theta", SCALING[-1]) if key in found}
-    for place, value in {**places, "config.json": above}.items():
-        for key, said in (value or {}).items():
+    places = {"config.json": above} | {
+        key: found[key] for key in ("rope_parameters", "rope_scaling") if found.get(key) is not None
+    }
+    for place, said in places.items():
+        if not isinstance(said, dict) or any(isinstance(one, dict | list) for one in said.values()):
+            raise TypeError(f"{place} is {shown(said)}")
+        for key, value in said.items():
             name = "rope_type" if key == "type" else key
-            if rope.get(name, said) != said:
+            if rope.get(name, value) != value:
                 wrong.append(
-                    f"{name} is {shown(rope[name])} in {place_of[name]}, and {shown(said)} in"
+                    f"{name} is {shown(rope[name])} in {place_of[name]}, and {shown(value)} in"
                     f" {place}; write one of them"
                 )
-            rope[name], place_of[name] = said, place
+            rope[name], place_of[name] = value, place
     return {"rope_type": "default"} | rope, wrong
 
 
