@@ -25,7 +25,13 @@ HF_OTHER = {
 # What mpipar's layers compute; the first value is the default of a missing field. A configuration
 # with another value is another model. All of these names are GELU by the hyperbolic tangent.
 COMPUTED = {
-    "activation_function": ("gelu_new", "gelu_pytorch_tanh", "gelu_fast", "gelu_accurate"),
+    "activation_function": (
+        "gelu_new",
+        "gelu_pytorch_tanh",
+        "gelu_fast",
+        "gelu_accurate",
+        "gelu_python_tanh",
+    ),
     "scale_attn_weights": (True,),
     "scale_attn_by_inverse_layer_idx": (False,),
 }
