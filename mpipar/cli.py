@@ -7,6 +7,7 @@ and NumPy is loaded after the guard has set the number of BLAS threads.
 import argparse
 import dataclasses
 import importlib
+import os
 
 from mpipar import __version__, errors
 from mpipar.commands.command import Command, Context
@@ -17,7 +18,7 @@ from mpipar.config.run import RunConfig
 from mpipar.config.sections import in_force
 from mpipar.config.setting import flag
 from mpipar.errors import UsageError, combine, suggestion
-from mpipar.job import consistency
+from mpipar.job import blas, consistency
 from mpipar.job.session import Session
 
 COMMANDS = {  # each is the COMMAND of the module mpipar.commands.NAME
@@ -126,6 +127,7 @@ def main(argv: list[str], session: Session) -> int:
         return errors.EXIT_OK  # under a launcher only one process prints and writes the files
     if command.needs_mpi:
         session.facts = {"command": name} | consistency.versions()
+        blas.choose_kernels(os.environ)
     session.will_loop = command.trains
     context = context_of(session, name, words)
     if context.parsed.prints:
@@ -134,6 +136,7 @@ def main(argv: list[str], session: Session) -> int:
         run = context.parsed.config.run  # problems with its values are reported later
         session.watch.warn, session.watch.stop = run.hang_warn, run.hang_stop
         session.facts |= facts_of(context)
+        session.facts[blas.VARIABLE] = str(os.environ.get(blas.VARIABLE))
     return command.run(context)
 
 

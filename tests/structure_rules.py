@@ -26,7 +26,6 @@ WIRE = {
     "comm.algorithms.halves",
     "comm.algorithms.shared",
     "comm.algorithms.window",
-    "comm.algorithms.auto",
 }
 REPORTS = {"comm.facts", "comm.clock", "comm.hosts"}  # what they send stays out of the records
 IMPORT_MPI = WIRE | REPORTS | {"job.mpi", "commands.doctor"}

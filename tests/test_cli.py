@@ -163,8 +163,8 @@ print("start", loaded("numpy", "mpi4py", "safetensors"))
 for command, words in (("train", []), ("generate", ["RUN"]), ("verify", []), ("doctor", [])):
     cli.context_of(None, command, words)
     print(command, loaded("numpy", "mpi4py.MPI", "safetensors"))
-import mpipar.commands.blas_kernels
-print("loops", loaded("numpy"))
+import mpipar.job.blas
+print("kernels", loaded("numpy"))
 """
 
 
@@ -172,7 +172,7 @@ def test_flags_are_read_and_kernels_chosen_before_numpy_is_loaded():
     """And nothing heavy is loaded before the guard has set the number of threads."""
     result = run_command([sys.executable, "-c", LOADED], LIMIT)
     assert result.stdout.splitlines() == [
-        f"{what} []" for what in ("start", "train", "generate", "verify", "doctor", "loops")
+        f"{what} []" for what in ("start", "train", "generate", "verify", "doctor", "kernels")
     ], result.tail()
 
 

@@ -128,7 +128,6 @@ OUTSIDE = {  # settings that no case has
     "device": "cuda needs a GPU",
     "gemm": "is for a GPU",
     "tf32": "is for a GPU",
-    "blas_arch": "is chosen before NumPy is loaded, once in a process",
     "schedule_csv": "loads a schedule that has a name here",
     "tensorboard": "needs an extra, and writes what metrics.jsonl has",
     "norm_eps": "is a number in one formula",

@@ -33,7 +33,7 @@ COMM, BARE, BARE_UNEVEN = "mpipar.comm", "mpi4py", "mpi4py Reduce_scatter"
 BARE_PARTS = "mpi4py messages"
 PERSISTENT, PREPARED, IN_C = "mpi4py persistent", "mpi4py prepared", "C"
 ALGORITHMS = "algorithms"  # the kind of the ways by an algorithm of mpipar.comm
-BY = {f"by {name}": name for name in SUMS if name not in ("mpi", "auto")}
+BY = {f"by {name}": name for name in SUMS if name != "mpi"}
 BY_PARTS = ("by ring", "by window")  # have their own all-gathers and reduce-scatters
 IN_WINDOW = "by window, in it"  # of an array inside the window, as gradients are
 THROUGH_COMM = (COMM, *BY, IN_WINDOW)

@@ -58,7 +58,6 @@ class Comms(dict[str, Comm]):
             stages = {grid.place_of(member, "pp") for member in ranks}
             own = self.options._replace(
                 uneven=len(stages) > 1,
-                group=f"{axis} {list(ranks)}",
                 reach=max(options.reach, axis in messages),
             )
             if axis == "world":  # it sums only a few numbers
@@ -107,7 +106,7 @@ class Comms(dict[str, Comm]):
                 self.ops,
                 self.mpi_world,
                 members,
-                options._replace(all_reduce=algorithm, group=f"{axis} {list(members)}"),
+                options._replace(all_reduce=algorithm),
             )
             return Comm(axis, members, members.index(own), wire, self.recorder)
 

@@ -25,7 +25,7 @@ if TYPE_CHECKING:
     from mpi4py import MPI
 
 
-LEVELED = ("levels", "window", "auto")  # rows of --all-reduce that use levels between hosts
+LEVELED = ("levels", "window")  # rows of --all-reduce that use levels between hosts
 
 
 class LeveledComm(Comm):

@@ -3,12 +3,10 @@
 from __future__ import annotations
 
 import time
-from collections.abc import MutableMapping
 from typing import Any, NamedTuple, Protocol, TypeAlias
 
 # An array of NumPy or CuPy, or one of shapes only: they have no common type.
 Array: TypeAlias = Any
-Choices: TypeAlias = MutableMapping[str, Any]  # {group: what `--all-reduce auto` chose for it}
 
 POLLS_BEFORE_SLEEP = 20  # no sleep for a message that has nearly arrived
 NAP_SECONDS, MOST_NAP_SECONDS = 50e-6, 200e-6  # the first sleep between two polls, and the longest
@@ -23,9 +21,7 @@ class Options(NamedTuple):
     uneven: the members hold different stages, so they reach a sum at different times.
     reach: how many places apart, around the group, members may be that exchange messages all the
     time. NCCL connects these; others may exchange messages too, but more slowly.
-    all_reduce: the algorithm of sums, a row of `mpipar.comm.algorithms` or auto.
-    group: the name of the group and its world ranks. chosen: what auto has chosen so far; it adds
-    its new choices.
+    all_reduce: the algorithm of sums, a row of `mpipar.comm.algorithms`.
     """
 
     sync_sends: bool = False
@@ -34,8 +30,6 @@ class Options(NamedTuple):
     uneven: bool = False
     reach: int = 0
     all_reduce: str = "mpi"
-    group: str = ""
-    chosen: Choices | None = None
 
 
 class Request(Protocol):

@@ -47,7 +47,6 @@ OF_A_RUN = frozenset(
         "top_p",
         "stop_token",
         "max_shard_size",
-        "blas_arch",
     }
 )
 OF_A_STEP = frozenset(FIELDS) - OF_A_RUN

@@ -37,8 +37,6 @@ def rank_facts(world_rank: int, host_rank: int) -> dict:
         "host": platform.node(),
         "cores": sorted(os.sched_getaffinity(0)),
         "blas": list(map(blas.shown, pools)),
-        "kernels": next((pool["architecture"] for pool in pools if "architecture" in pool), ""),
-        "units": blas.processor()[1],
         "limits": limits.shown(),
         "threads": max((pool["num_threads"] for pool in pools), default=1),
         **own_device(host_rank),
@@ -83,7 +81,6 @@ def job_lines(session, facts: list[dict]) -> list[str]:
         ("ranks", f"{len(facts)} on {len(hosts)} host(s)"),
         *([] if isinstance(session.world, OneRank) else library_rows()),
         ("BLAS", ", ".join(facts[0]["blas"]) or "not seen"),
-        ("vector units", " ".join(facts[0]["units"]) or "not seen"),
         ("BLAS threads", f"{facts[0]['threads']} per rank"),
         ("limits", facts[0]["limits"]),
     ]
@@ -137,12 +134,6 @@ def remarks(facts: list[dict]) -> list[str]:
             found.append(
                 f"{host}: {threads} BLAS threads on {len(cores)} core(s): set "
                 f"OPENBLAS_NUM_THREADS={max(1, len(cores) // len(here))}"
-            )
-        kernels, units = here[0].get("kernels"), here[0].get("units", ())
-        if kernels and (other := blas.wider(kernels, units)):
-            found.append(
-                f"{host}: BLAS uses kernels for {kernels}, but the processor has wider"
-                f" vector units; set {blas.VARIABLE}={other}, as mpipar train does"
             )
     found += gpus.remarks(fact | {"rank": fact["world_rank"]} for fact in facts)
     return ["", *found] if found else []

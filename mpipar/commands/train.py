@@ -1,9 +1,8 @@
-"""`mpipar train`: its flags, and what must happen before NumPy is loaded."""
+"""`mpipar train`: its flags."""
 
 from dataclasses import dataclass
 from importlib import import_module
 
-from mpipar.commands.blas_kernels import with_kernels
 from mpipar.commands.command import Command, Context
 from mpipar.config.sections import FIELDS
 from mpipar.config.setting import setting
@@ -23,10 +22,9 @@ class Arguments:
 
 
 def run(context: Context) -> int:
-    """Start the job, and train. Comm: that of `with_kernels` and of `training.run`."""
-    session, args = context.session, context.args
-    parsed = with_kernels(session, context.parsed)
-    return import_module("mpipar.commands.training").run(session, parsed, args.machine)
+    """Start the job, and train. Comm: that of `training.run`."""
+    training = import_module("mpipar.commands.training")  # late: it loads NumPy
+    return training.run(context.session, context.parsed, context.args.machine)
 
 
 COMMAND = Command(

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 from contextlib import ExitStack, closing, contextmanager, suppress
-from pathlib import Path
 from statistics import median
 from time import perf_counter
 
@@ -13,8 +12,7 @@ from mpipar.checkpoint.save import Saver
 from mpipar.comm.facts import gather_facts
 from mpipar.comm.grid import Grid
 from mpipar.comm.record import Recorder
-from mpipar.commands import blas_kernels, finish, report, resume
-from mpipar.commands.algorithms import keep_choices, known_choices
+from mpipar.commands import finish, report, resume
 from mpipar.commands.auto import legal_layouts, with_choices
 from mpipar.commands.inputs import prepare
 from mpipar.commands.memory_limit import MemoryLimit, tight
@@ -98,8 +96,7 @@ class Run:
         """Check all that can be checked, choose layout and schedule, create the run folder.
 
         Return False if --resume names a run that has ended, so that there is nothing to do.
-        Comm: that of the functions of `resume`, `session.compare`,
-        `blas_kernels.settle_threads` and `with_choices`.
+        Comm: that of the functions of `resume`, and of `with_choices`.
         """
         session, world = self.session, self.world
         self.start = start = resume.agreed_start(session, parsed.config.run)
@@ -128,10 +125,8 @@ class Run:
                     " to do. For more steps, add --steps"
                 )
             return False
-        session.compare(blas_kernels.loaded_facts(session, inputs.config.run.blas_arch))
         sources = resume.agreed_sources(session, start, inputs)
         self.fingerprint = sources.data
-        blas_kernels.settle_threads(session, inputs.config.run.device)
         inputs = resume.after(start, inputs)
         self.inputs = with_choices(session, inputs, choices, machine_path)
         self.config = self.inputs.config
@@ -192,22 +187,14 @@ class Run:
     def allocate(self) -> None:
         """Create the worker and its weights, data, metrics, tracer and saver.
 
-        Comm: the worker's groups; that of `known_choices`, `keep_choices`, `restore` and of a new
-        `Saver`.
+        Comm: the worker's groups; that of `restore` and of a new `Saver`.
         """
         config, ops, recorder = self.config, self.inputs.ops, self.recorder
         self.memory = PeakMemory(ops)
         if config.train.steps:
             self.memory.start()
         timed_ops = TimedOps(ops, recorder) if config.run.trace_ops else None
-        chosen, machine = known_choices(
-            self.session,
-            config.run,
-            [self.folder, *(Path(one).parent.parent for one in self.start.candidates)],
-            self.log,
-        )
-        self.worker = Worker(config, self.grid, timed_ops or ops, recorder, self.world, chosen)
-        self.written |= keep_choices(self.world, self.folder, machine, chosen)
+        self.worker = Worker(config, self.grid, timed_ops or ops, recorder, self.world)
         if carriers := self.worker.comms.carriers:
             self.log(f"messages are carried by {' and '.join(carriers)}")
         self.replicas = Replicas(self.worker)

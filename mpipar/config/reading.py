@@ -233,7 +233,7 @@ def values_of(text: str) -> dict[str, object]:
     found = {}
     for key, raw in parse_toml(text).items():
         name = key.replace("-", "_")
-        if name in CONSTANT and raw == CONSTANT[name]:
+        if name in CONSTANT and CONSTANT[name] in (raw, ...):
             continue
         if name not in FIELDS:
             raise ValueError(f"{key} is not a setting of this version")

@@ -9,4 +9,5 @@ REMOVED: dict[str, str] = {
     "--stem-stride": _DECODER,
     "--blas-arch": "set the environment variable OPENBLAS_CORETYPE",
 }
-CONSTANT: dict[str, object] = {"model": "decoder"}  # a saved key at this value is skipped
+# A saved key at this value is skipped; ...: at any value.
+CONSTANT: dict[str, object] = {"model": "decoder", "blas_arch": ...}

@@ -6,12 +6,11 @@ from pathlib import Path
 
 from mpipar.config.presets import PRESETS
 from mpipar.config.setting import setting
-from mpipar.job.blas import ARCHITECTURES
 
 OF_GPU = ("device", "cuda")
 OF_FLOAT16 = ("dtype", "float16")
 RUNS = Path("runs")  # parent of run folders that --out does not name
-SUMS = ("mpi", "ring", "doubling", "halves", "levels", "window", "auto")  # of --all-reduce
+SUMS = ("mpi", "ring", "doubling", "halves", "levels", "window")  # of --all-reduce
 NEVER, AUTO = "never", "auto"  # of --resume
 
 
@@ -65,12 +64,6 @@ class RunConfig:
     tf32: bool = setting(
         False, "GPU: cuBLAS multiplies float32 with a 10-bit mantissa", only=OF_GPU
     )
-    blas_arch: str | None = setting(
-        None,
-        "CPU: architecture whose OpenBLAS kernels are used (default: the variable"
-        " OPENBLAS_CORETYPE, which takes others too, or else chosen by the vector units)",
-        choices=tuple(ARCHITECTURES),
-    )
     seed: int = setting(
         0, "determines weights and order of rows, for every layout", low=0, below=2**63
     )
@@ -118,8 +111,8 @@ class RunConfig:
     sync_sends: bool = setting(False, "synchronous sends: expose code that relies on buffering")
     all_reduce: str = setting(
         "mpi",
-        "all-reduce algorithm: mpi = the library's own; auto = the fastest one in a"
-        " measurement at the start",
+        "all-reduce algorithm: mpi = the library's own; python -m bench.interconnect --ways"
+        " algorithms shows which is fastest",
         choices=SUMS,
     )
     check_comm: bool = setting(

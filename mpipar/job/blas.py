@@ -2,73 +2,59 @@
 
 OpenBLAS ships kernels for many processors and picks one set by the processor's vendor and model. An
 unknown model gets old kernels that reach half of what its vector units could deliver. Here the
-vector units decide instead, through the variable OPENBLAS_CORETYPE, which OpenBLAS reads once, when
-it is loaded. `python -m bench.blas_kernels` measures whether the choice is the fastest.
+vector units decide instead, through a variable that OpenBLAS reads once, when it is loaded.
 """
 
 from __future__ import annotations
 
 import re
-import time
-from collections.abc import Collection, Mapping, Sequence
+import sys
+from collections.abc import Collection, Mapping, MutableMapping, Sequence
 from contextlib import suppress
 from pathlib import Path
 
+from mpipar.errors import EnvironmentProblem
+
 VARIABLE = "OPENBLAS_CORETYPE"
-AVX2 = ("avx2", "fma")
-AVX512 = (*AVX2, "avx512f", "avx512cd", "avx512bw", "avx512dq", "avx512vl")
-# OpenBLAS's name of an architecture -> the vector units its kernels need, in Linux's spelling.
-ARCHITECTURES = {
-    "Haswell": AVX2,
-    "Zen": AVX2,
-    "SkylakeX": AVX512,
-    "Cooperlake": (*AVX512, "avx512_bf16"),
-    "SapphireRapids": (*AVX512, "avx512_bf16"),
+# OpenBLAS's name of an architecture -> the vector units its kernels need, in Linux's spelling. The
+# fastest is first; other names run the same kernels for float32 and float64, or slower ones.
+KERNELS = {
+    "SkylakeX": ("avx2", "fma", "avx512f", "avx512cd", "avx512bw", "avx512dq", "avx512vl"),
+    "Haswell": ("avx2", "fma"),
 }
-# Fastest first; the others run the same kernels for float32 and float64, or slower ones.
-CHOICES = ("SkylakeX", "Haswell")
-UNITS = tuple(dict.fromkeys(unit for units in ARCHITECTURES.values() for unit in units))
 CPUINFO = Path("/proc/cpuinfo")
-ROWS, INNER, COLUMNS = 256, 384, 1536  # the trial product, as in a small decoder: 0.3 GFLOP
-ROUNDS, PRODUCTS_OF_ROUND = 6, 2
-ENOUGH_SECONDS = 0.1  # where products wait for a core, a single round is enough
 
 
-def processor() -> tuple[str, tuple[str, ...]]:
-    """Return (name, vector units of UNITS) of this host's first processor; empty if unknown."""
+def processor() -> tuple[str, frozenset[str]]:
+    """Return (name, vector units and other flags) of this host's first processor, or empty ones."""
     text = ""
     with suppress(OSError), open(CPUINFO, encoding="utf-8", errors="replace") as file:
         text = file.read(1 << 14)
     name, flags = (
         re.search(rf"^{word}\s*: (.*)$", text, re.MULTILINE) for word in ("model name", "flags")
     )
-    has = set(flags[1].split()) if flags else ()
-    return name[1] if name else "", tuple(unit for unit in UNITS if unit in has)
-
-
-def lacking(architecture: str, units: Collection[str]) -> list[str]:
-    """Return the vector units that an architecture's kernels need but `units` lacks."""
-    return [unit for unit in ARCHITECTURES.get(architecture, ()) if unit not in units]
-
-
-def spelled(name: str) -> str:
-    """Return a name as ARCHITECTURES spells it; OpenBLAS ignores case."""
-    return next((one for one in ARCHITECTURES if one.lower() == name.lower()), name)
+    return name[1] if name else "", frozenset(flags[1].split()) if flags else frozenset()
 
 
 def choice(units: Collection[str]) -> str | None:
-    """Return the architecture with the fastest kernels for these vector units.
+    """Return the architecture with the fastest kernels for these units; None: OpenBLAS chooses."""
+    return next((name for name, needed in KERNELS.items() if {*needed} <= {*units}), None)
 
-    None: they belong to another kind of processor, so OpenBLAS chooses.
+
+def choose_kernels(environ: MutableMapping[str, str]) -> None:
+    """Set VARIABLE for this processor, unless the user has set it or NumPy is already loaded.
+
+    Raises EnvironmentProblem if the processor cannot run the kernels that the user names.
     """
-    return next((name for name in CHOICES if not lacking(name, units)), None)
-
-
-def wider(architecture: str, units: Collection[str]) -> str | None:
-    """Return the choice for these units if its vectors are wider than the architecture's."""
-    best = choice(units)
-    narrow = set(ARCHITECTURES.get(architecture, ())) < set(ARCHITECTURES.get(best, ()))
-    return best if narrow else None
+    (name, units), given = processor(), environ.get(VARIABLE, "")
+    needed = {one.lower(): units for one, units in KERNELS.items()}.get(given.lower(), ())
+    if units and (missing := [unit for unit in needed if unit not in units]):
+        raise EnvironmentProblem(
+            f"{VARIABLE}={given}: the processor of this host ({name}) has no {', '.join(missing)};"
+            " unset it, and mpipar chooses"
+        )
+    if not given and "numpy" not in sys.modules and (chosen := choice(units)):
+        environ[VARIABLE] = chosen
 
 
 def pools() -> Sequence[dict]:
@@ -83,41 +69,3 @@ def shown(pool: Mapping) -> str:
     version = ".".join(str(pool["version"]).split(".")[:3])
     kernels = pool.get("architecture")
     return f"{pool['internal_api']} {version}" + (f", kernels for {kernels}" if kernels else "")
-
-
-def product_seconds(count: int) -> float:
-    """Return how long `count` equal products take, in seconds."""
-    import numpy as np
-
-    x, w = np.ones((ROWS, INNER), np.float32), np.ones((INNER, COLUMNS), np.float32)
-    y = np.empty((ROWS, COLUMNS), np.float32)
-    start = time.perf_counter()
-    for _ in range(count):
-        np.matmul(x, w, out=y)
-    return time.perf_counter() - start
-
-
-def slowdown(threads: int) -> float:
-    """Return how much longer products take with `threads` threads than with one, right now.
-
-    The two alternate. Sums are compared, because a product that has to wait for a core counts too.
-    """
-    from threadpoolctl import ThreadpoolController
-
-    controller = ThreadpoolController().select(user_api="blas")
-    product_seconds(1)  # allocates BLAS's buffers
-    seconds = dict.fromkeys((1, threads), 0.0)
-    for _ in range(ROUNDS):
-        if sum(seconds.values()) > ENOUGH_SECONDS:
-            break
-        for count in seconds:
-            with controller.limit(limits=count):
-                seconds[count] += product_seconds(PRODUCTS_OF_ROUND)
-    return seconds[threads] / seconds[1]
-
-
-def one_thread() -> None:
-    """Limit BLAS to one thread from now on."""
-    from threadpoolctl import threadpool_limits
-
-    threadpool_limits(1, "blas")

@@ -67,7 +67,6 @@ class Session(Interruptible):
     notes: lines for the log about earlier jobs in the run folder.
     ending: what finish() closes on this rank.
     unfinished: a folder to be removed if the process ends at once, or None.
-    presets: environment variables that guard() has set because the user had not.
     saved: the folder of the final weights once they are written; stopping then loses nothing.
     """
 
@@ -81,7 +80,7 @@ class Session(Interruptible):
         self.where: Callable[[], str] = str
         self.unfinished: Path | None = None
         self.saved = ""
-        self.notes, self.presets = [], {}
+        self.notes = []
         self.held: lock.RunLock | None = None  # of the run folder, on world rank 0
         self.ending = contextlib.ExitStack()
         self._private = None
@@ -369,13 +368,12 @@ def guard(main: Callable, argv: list[str] | None = None):
     Call it before NumPy is imported, because it sets the number of BLAS threads.
     """
     open_closed()
-    os.environ.update(chosen := presets(os.environ, len(os.sched_getaffinity(0))))
+    os.environ.update(presets(os.environ, len(os.sched_getaffinity(0))))
     keep_heap()
     threading.stack_size(1 << 20)  # 8 MiB for each would count against --memory-limit
     # NumPy's: numbers that are not finite are found by our own checks, which name tensor and rank.
     warnings.filterwarnings("ignore", ".* encountered in ", RuntimeWarning)
     session = Session(read_launcher(os.environ))
-    session.presets = chosen
     threading.excepthook = lambda failed: session.fail(failed.exc_value, failed.thread.name)
     try:
         if problems := limits.process_problems(session.launcher):

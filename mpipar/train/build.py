@@ -10,7 +10,7 @@ from typing import Any
 from mpipar.comm.grid import Grid
 from mpipar.comm.groups import Comms
 from mpipar.comm.record import Recorder
-from mpipar.comm.request import Choices, Options
+from mpipar.comm.request import Options
 from mpipar.config.grid import GridConfig
 from mpipar.config.memory import MemoryConfig
 from mpipar.config.model import ModelConfig
@@ -74,9 +74,8 @@ def groups_of(
     ops: Any,
     recorder: Recorder,
     mpi_world: Any,
-    chosen: Choices | None = None,
 ) -> Comms:
-    """Return all groups of a rank. chosen: see `Options`.
+    """Return all groups of a rank.
 
     Some tensors have copies on several pipeline ranks: tied tables at both ends ("tie"), and stages
     that a bidirectional schedule holds twice ("mirror"). Their gradients are summed over these
@@ -90,7 +89,7 @@ def groups_of(
         "mirror": grid.partition("pp", sorted(mirrors)),
     }
     run = config.run
-    options = Options(run.sync_sends, run.check_comm, all_reduce=run.all_reduce, chosen=chosen)
+    options = Options(run.sync_sends, run.check_comm, all_reduce=run.all_reduce)
     rings = {"tp": vars(config.model).get("tp_matmul"), "cp": config.grid.cp_attention}
     messages = {"pp", *(axis for axis, method in rings.items() if method == "ring")}
     return Comms(grid, ops, recorder, mpi_world, options, partitions, messages)

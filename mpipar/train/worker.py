@@ -17,7 +17,6 @@ from mpipar import models
 from mpipar.checkpoint.params import all_params
 from mpipar.comm.grid import Grid
 from mpipar.comm.record import Recorder
-from mpipar.comm.request import Choices
 from mpipar.config.sections import Config
 from mpipar.errors import NonFiniteError
 from mpipar.pipeline.engine import Engine, forward_only
@@ -151,21 +150,18 @@ class Worker:
         ops: Any,
         recorder: Recorder,
         mpi_world: Any = None,
-        chosen: Choices | None = None,
     ):
         """Build what the steps of one rank work on.
 
         config: resolved. grid: this rank's place. mpi_world: an mpi4py communicator, or None
-        without MPI. chosen: what `--all-reduce auto` has chosen before; new choices are added.
+        without MPI.
         Comm: one split over the world for each group; every rank must build its Worker.
         """
         self.config, self.ops, self.recorder, self.mpi_world = config, ops, recorder, mpi_world
         self.grid = build.with_shared_heads(grid, config.model)
         self.schedule = build.configured_schedule(config.grid)
         self.program = build.lowered(config, self.schedule, grid.place("pp"))
-        self.comms = build.groups_of(
-            config, self.grid, self.schedule, ops, recorder, mpi_world, chosen
-        )
+        self.comms = build.groups_of(config, self.grid, self.schedule, ops, recorder, mpi_world)
         self.stage_layers = models.layer_split(config, self.schedule)
         self.stages = build.stages_of(config, self.schedule, self.stage_layers, ops, self.comms)
         self.flats = [flat for stage in self.stages.values() for flat in stage.flats]

@@ -15,7 +15,6 @@ from mpipar.comm.groups import Comms
 from mpipar.comm.record import Recorder
 from mpipar.comm.request import Options
 from mpipar.config.model import ModelConfig
-from mpipar.config.presets import OF_MODEL
 from mpipar.config.resolve import resolve
 from mpipar.config.run import RunConfig
 from mpipar.config.sections import Config
@@ -63,7 +62,7 @@ def small_config(
         train=TrainConfig(
             batch_size=10 * 2 * rows_per_mb, optimizer="sgd", lr=0.1, bucket_bytes=999
         ),
-        run=RunConfig(preset=OF_MODEL[model.model], dtype="float64", seed=3),
+        run=RunConfig(preset="tiny", dtype="float64", seed=3),
     )
     config = changed(config, dp=dp, pp=pp, tp=tp, num_microbatches=num_microbatches, **values)
     return resolve(config, dp * pp * tp * config.grid.cp)[0]

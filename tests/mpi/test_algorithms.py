@@ -16,8 +16,7 @@ from small_model import (
 )
 
 from mpipar.comm import groups
-from mpipar.comm.algorithms import KINDS, shared
-from mpipar.comm.algorithms.auto import CALLS, SIZES, Auto
+from mpipar.comm.algorithms import shared
 from mpipar.comm.algorithms.ring import Ring
 from mpipar.comm.algorithms.shared import Marks
 from mpipar.comm.algorithms.steps import add
@@ -31,7 +30,7 @@ from mpipar.errors import EnvironmentProblem, HangError
 
 pytestmark = [pytest.mark.ranks(2, 3, 4), pytest.mark.usefixtures("poisoned_memory")]
 RANKS, HERE = WORLD.size, WORLD.rank
-NAMES = [name for name in SUMS if name != "auto"]
+NAMES = [*SUMS]
 # One element, fewer than ranks, odd ones, and more than a small array and a tile of the window.
 LENGTHS = (1, 2, 7, 1001, SMALL // 8 + 1, TILE // 8 * 2 + 3)
 # Four ranks share two cores in most places: there the slow sessions run the rest.
@@ -90,7 +89,7 @@ def test_sums_of_any_length(name, sync_sends):
 
 
 @pytest.mark.ranks(4)
-@pytest.mark.parametrize("name", ["levels", "window", pytest.param("auto", marks=pytest.mark.slow)])
+@pytest.mark.parametrize("name", ["levels", "window"])
 def test_sums_over_two_hosts(name, two_hosts):
     assert wrong_sums(name, check=True) == 0
 
@@ -262,29 +261,6 @@ def test_levels_need_equal_hosts():
     assert near_and_far((1, 3), [0, 0, 2, 2], 1) is None  # one on each
     assert near_and_far((0, 1), [0, 0, 2, 2], 0) is None  # one host
     assert near_and_far((0, 1, 2), [0, 0, 2, 2], 0) is None  # two and one
-
-
-# --- auto
-
-
-def test_auto_takes_what_is_known(monkeypatch):
-    chosen = {}
-    comms_for("auto", chosen=chosen).close()
-    assert [*chosen] == [f"dp {list(range(RANKS))}"]
-    assert len({str(one) for one in WORLD.allgather(chosen)}) == 1
-    for names in chosen[f"dp {list(range(RANKS))}"].values():
-        assert len(names) == len(SIZES)
-        assert {*names} <= {*KINDS}
-    monkeypatch.setattr(Auto, "choose", None)  # nothing is left to measure
-    known = {f"dp {list(range(RANKS))}": dict.fromkeys(CALLS, ["ring", "mpi"] * 3)}
-    comms = comms_for("auto", chosen=known)
-    auto = comms["dp"].wire.travel
-    assert [type(auto.of(np.empty(size // 8))).__name__ for size in (8, *SIZES, 1 << 24)] == [
-        "Ring",
-        *["Ring", "MpiOwn"] * 3,
-        "MpiOwn",
-    ]
-    comms.close()
 
 
 # --- training

@@ -4,21 +4,16 @@
 `mpipar.comm.levels`.
 """
 
-from collections.abc import Callable
-from functools import partial
-
-from mpipar.comm.algorithms.auto import Auto
 from mpipar.comm.algorithms.doubling import Doubling
 from mpipar.comm.algorithms.halves import Halves
 from mpipar.comm.algorithms.mpi_library import MpiOwn
 from mpipar.comm.algorithms.ring import Ring
 from mpipar.comm.algorithms.window import Window
 
-KINDS: dict[str, type[MpiOwn]] = {
+ALGORITHMS: dict[str, type[MpiOwn]] = {
     "mpi": MpiOwn,
     "ring": Ring,
     "doubling": Doubling,
     "halves": Halves,
     "window": Window,
 }
-ALGORITHMS: dict[str, Callable[..., MpiOwn]] = {**KINDS, "auto": partial(Auto, kinds=KINDS)}
