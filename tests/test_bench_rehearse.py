@@ -5,9 +5,16 @@ import pytest
 from bench.rehearse import __main__ as rehearse
 from bench.rehearse.pace import Pace, spread
 from bench.rehearse.player import lay_out, room_needed
+from bench.rehearse.script import CALL, WAIT, script_of
 from bench.training import config_of
 from mpipar.errors import DataError, OutputError, UsageError
-from mpipar.plan.script import CALL, WAIT, script_of
+from mpipar.plan.predict import predict
+
+SMALL = "--layers 2 --num-microbatches 2 --batch-size 24"
+LAYOUTS = {
+    "hybrid": f"--preset tiny --layout dp=2,pp=2,tp=2 {SMALL}",
+    "experts": f"--preset moe-tiny --layout dp=4,ep=2 {SMALL} --zero 3",
+}
 
 
 def parsed(*words):
@@ -34,7 +41,7 @@ def test_two_rehearsals_take_turns_over_the_ranks():
         (["tiny", "--layout", "pp=2", "--schedule", "auto"], 2, "name one"),
         (["tiny", "--layout", "dp=2", "--nonsense"], 2, "unknown flag"),
         (["tiny", "--layout", "dp=2", "--preset", "gpt2"], 2, "first word is the preset"),
-        (["tiny", "--layout", "dp=2", "--goal=g.txt"], 2, "--goal=g.txt: .* leave it out"),
+        (["tiny", "--layout", "dp=2", "--preset=tiny"], 2, "--preset=tiny: .* leave it out"),
         (["nobody", "--layout", "dp=2"], 2, "must be one of tiny"),
     ],
 )
@@ -114,3 +121,28 @@ def test_computing_lies_where_its_flops_are():
     assert Pace.of(parsed("tiny", "--layout", "pp=2"), config).seconds(script) is None
     seconds = {("F", 0): 0.5, ("B", 0): 1.5, ("opt", -1): 0.25}
     assert sum(spread(script, seconds)) == pytest.approx(4 * 0.5 + 4 * 1.5 + 0.25, rel=1e-12)
+
+
+@pytest.mark.parametrize("name", ["hybrid", "experts"])
+def test_a_script_is_what_a_step_on_shapes_does(name):
+    """Its calls are the records, its FLOPs those of the step, and each posted call is waited for
+    once, after its begin.
+    """
+    config = config_of(LAYOUTS[name].split())
+    script, prediction = script_of(config, 1), predict(config, 1)
+    assert [call.record[3:] for call in script.calls] == [
+        record[3:] for record in prediction.recorder.records
+    ]
+    assert sum(event.flops for event in script.events) == sum(prediction.flops.values())
+    begun = [event.number for event in script.events if event.action == CALL]
+    assert begun == list(range(len(script.calls)))
+    waited = [event.number for event in script.events if event.action == WAIT]
+    assert sorted(waited) == [number for number in begun if script.calls[number].posted]
+    places = {
+        event.number: place for place, event in enumerate(script.events) if event.action == CALL
+    }
+    assert all(
+        places[event.number] < place
+        for place, event in enumerate(script.events)
+        if event.action == WAIT
+    )

@@ -207,32 +207,6 @@ def test_a_folder_and_a_file_name_the_model(tmp_path):
     assert f"--config {tmp_path}/model.toml" in text
 
 
-def test_the_page_needs_nothing_and_obeys_nobody(tmp_path):
-    printed(*WORDS, "--html", tmp_path / "plan.html")
-    text = (tmp_path / "plan.html").read_text()
-    assert text.count("<svg") == 1
-    assert text.count('class="row chosen"') == 2
-    assert text.count("chosen: dp ") == 1
-    assert "<title>llama-8b: 8.03 billion parameters on " in text
-    assert "GiB (76.0 usable)" in text
-    assert "http" not in text.replace("http-equiv", "").replace("http://www.w3.org/2000/svg", "")
-    hostile = tmp_path / "<b>x.toml"
-    hostile.write_text("layers = 2\nd-model = 64\nheads = 4\n")
-    printed(
-        "plan",
-        hostile,
-        "--machine",
-        "a100-80",
-        "--ranks",
-        "1",
-        "--batch-size",
-        "2",
-        "--html",
-        tmp_path / "other.html",
-    )
-    assert "<b>x" not in (tmp_path / "other.html").read_text()
-
-
 def test_the_code_itself_confirms_the_answer():
     text = printed(*WORDS, "--confirm", "--recompute", "block", "--pp", "2", "--dp", "2")
     lines = text.splitlines()

@@ -41,6 +41,7 @@ from bench.program import Outcome, Program
 from bench.rehearse.first_ranks import FirstRanks, described, with_stand_ins
 from bench.rehearse.pace import Pace
 from bench.rehearse.player import Player, Steps, room_needed
+from bench.rehearse.script import Script, script_of
 from bench.training import config_of
 from mpipar import ops as ops_module
 from mpipar.comm.algorithms import ALGORITHMS
@@ -52,7 +53,6 @@ from mpipar.config.grid import AUTO
 from mpipar.console.tables import layout_text, nbytes
 from mpipar.errors import EXIT_CHECK_FAILED, EXIT_OK, OutputError, UsageError
 from mpipar.files.text import counted, shown
-from mpipar.plan.script import Script, script_of
 from mpipar.trace.tracer import Tracer
 
 WARM_UP, TRACED = 2, 3  # steps
@@ -162,11 +162,8 @@ def configured(words: list[str], args) -> Any:
     if not words or words[0].startswith("-"):
         raise UsageError("--beside 'PRESET --layout ...': the first word is a preset")
     for word in words:
-        if word.split("=")[0] in ("--preset", "--goal", "--chakra"):
-            raise UsageError(
-                f"{word}: means nothing to a rehearsal, whose first word is the preset"
-                " and which writes what --json and --trace name; leave it out"
-            )
+        if word.split("=")[0] == "--preset":
+            raise UsageError(f"{word}: the first word is the preset; leave it out")
     config = config_of(["--preset", *words])
     if config.grid.schedule == AUTO:
         raise UsageError(

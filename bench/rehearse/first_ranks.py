@@ -13,6 +13,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass, replace
 from typing import Any
 
+from bench.rehearse.script import CALL, WAIT, Call, Event, Script
 from mpipar.comm.connect import connect
 from mpipar.comm.facts import all_gather_facts
 from mpipar.comm.grid import Grid
@@ -21,7 +22,6 @@ from mpipar.comm.groups import Comms
 from mpipar.comm.record import POINT_TO_POINT, Record
 from mpipar.config.sections import Config
 from mpipar.files.text import counted
-from mpipar.plan.script import CALL, WAIT, Call, Event, Script
 from mpipar.train.build import with_shared_heads
 
 ABSENT = "absent"  # the group of messages that absent ranks would send or receive

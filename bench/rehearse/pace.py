@@ -5,13 +5,13 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any, NamedTuple
 
+from bench.rehearse.script import SPAN, Script
 from mpipar.comm.record import POINT_TO_POINT, Record
 from mpipar.errors import UsageError
 from mpipar.plan import machine_file
 from mpipar.plan.machine import HOP, Machine
 from mpipar.plan.measure import unit_counts
 from mpipar.plan.predict import predict
-from mpipar.plan.script import SPAN, Script
 from mpipar.plan.step import HALVES, costs_of, largest_message, measured_units, step_estimate
 from mpipar.train.build import configured_schedule
 

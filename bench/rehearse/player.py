@@ -18,11 +18,11 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from bench.rehearse.first_ranks import ABSENT, FirstRanks, group_of
+from bench.rehearse.script import CALL, LOOK, SPAN, WAIT, Call, Script, script_of
 from mpipar import models
 from mpipar.comm.grid import Grid, consecutive_slices
 from mpipar.comm.group import Comm
 from mpipar.comm.record import Record, Recorder, Tally, as_record
-from mpipar.plan.script import CALL, LOOK, SPAN, WAIT, Call, Script, script_of
 from mpipar.train import build
 
 ALIGNED = 16  # numbers between two places of an arena

@@ -11,7 +11,6 @@ from mpipar import models
 from mpipar.comm.grid import AXES, Grid
 from mpipar.comm.record import turns
 from mpipar.commands.command import OF_A_STEP, Command, Context
-from mpipar.commands.export import write_chakra, write_goal
 from mpipar.commands.resolve import resolve
 from mpipar.config.grid import AUTO
 from mpipar.config.setting import setting, switch
@@ -58,36 +57,6 @@ class Arguments:
         " step, and choose --schedule auto by it",
         metavar="FILE|NAME",
     )
-    goal: str | None = setting(
-        None,
-        "write the step of all ranks as GOAL text, for LogGOPSim; needs --gflops",
-        metavar="FILE",
-    )
-    chakra: str | None = setting(
-        None, "write the step of each rank as a Chakra trace, for ASTRA-sim", metavar="FOLDER"
-    )
-    gflops: float | None = setting(
-        None, "rate of a rank's matrix products in these files, in GFLOP/s", above=0
-    )
-
-
-def format_problems(args: Arguments) -> list[str]:
-    """Return what is wrong with the requested formats."""
-    asked = args.goal is not None or args.chakra is not None
-    found = []
-    if args.goal is not None and args.gflops is None:
-        found.append(
-            f"--goal {args.goal}: includes the time of computation; give the rate of a"
-            " rank's matrix products, such as --gflops 1000"
-        )
-    if args.gflops is not None and not asked:
-        found.append("--gflops: is a rate for --goal FILE or --chakra FOLDER; give one of them")
-    if asked and (args.all_ranks or args.summary or args.rank is not None):
-        found.append(
-            "--goal, --chakra: write all ranks and show none; leave --rank, --all-ranks"
-            " and --summary out"
-        )
-    return found
 
 
 def run(context: Context) -> int:
@@ -96,12 +65,7 @@ def run(context: Context) -> int:
     config, machine = configured(parsed, args)
     schedule = configured_schedule(config.grid)
     estimate = step_estimate(machine, config) if machine else None
-    if args.goal is not None or args.chakra is not None:
-        if args.goal is not None:
-            print(write_goal(config, args.goal, args.gflops))
-        if args.chakra is not None:
-            print(write_chakra(config, args.chakra, args.gflops))
-    elif args.all_ranks:
+    if args.all_ranks:
         print_all_ranks(config, schedule, args.summary)
     else:
         print_rank(config, schedule, predict(config, args.rank or 0), args.summary)
@@ -131,7 +95,7 @@ def configured(parsed, args):
             f"--layout {axes}: has {world_size:,} ranks; at most {MOST_RANKS:,} can be explained"
         )
     config, notes = resolve(parsed, world_size)
-    problems = format_problems(args)
+    problems = []
     if args.rank is not None and not 0 <= args.rank < world_size:
         problems.append(f"--rank {args.rank}: the layout has ranks 0 to {world_size - 1}")
     if args.all_ranks and args.rank is not None:

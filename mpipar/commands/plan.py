@@ -5,7 +5,6 @@ from __future__ import annotations
 import csv
 import json
 import sys
-from pathlib import Path
 
 from mpipar.commands.command import Command, Context
 from mpipar.commands.plan_question import (
@@ -18,13 +17,11 @@ from mpipar.commands.plan_question import (
 )
 from mpipar.commands.resolve import resolve
 from mpipar.config.reading import ParsedConfig
-from mpipar.console import output
 from mpipar.console.progress import status_line
 from mpipar.errors import EXIT_CHECK_FAILED, EXIT_OK, UserError
 from mpipar.plan import report as plan_report
 from mpipar.plan.confirm import Job, confirm, train_config
 from mpipar.plan.formats import search_formats
-from mpipar.plan.html import page
 from mpipar.plan.search import Candidate, Plan, Question, search
 
 SAVE_SECONDS = 30.0
@@ -41,13 +38,9 @@ def run(context: Context) -> int:
     with status_line(None) as line:
         tell = line.show if line else lambda text: None
         question, plan, batches = chosen_batch(args, question, tell)
-    text, own = "", None
+    own = None
     if args.confirm and plan.best:
         own = confirm(question, job.config, plan.best[0])
-    if args.html is not None or not (args.json or args.csv):
-        text = answer(args, question, plan, batches, job, own)
-    if args.html is not None:
-        output.write_text(Path(args.html), page(question, plan, args.model, text))
     if args.json:
         found = plan_report.as_dict(question, plan, job)
         if batches:
@@ -58,7 +51,7 @@ def run(context: Context) -> int:
     elif args.csv:
         csv.writer(sys.stdout, lineterminator="\n").writerows(plan_report.csv_rows(question, plan))
     else:
-        print(text)
+        print(answer(args, question, plan, batches, job, own))
     good = plan.best and (own is None or plan_report.confirmed(own[0]))
     return EXIT_OK if good else EXIT_CHECK_FAILED
 

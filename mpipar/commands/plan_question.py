@@ -129,9 +129,6 @@ class Arguments:
         "run the first layout on shapes with mpipar's own code, and print what"
         " its ranks would keep and send"
     )
-    html: str | None = setting(
-        None, "also write the answer as a page with pictures", metavar="FILE"
-    )
     json: bool = switch("print everything as JSON and nothing else")
     csv: bool = switch("print the layouts as CSV and nothing else")
 

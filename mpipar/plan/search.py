@@ -151,9 +151,8 @@ class Candidate(NamedTuple):
 class Plan(NamedTuple):
     """The answer: the best layouts, best first, and the number of rejected ones by reason.
 
-    least: a layout that is closest to fitting, if none does. front: candidates, with bounds for
-    steps, of which no other has less of both time and memory. memory: the best one with 20 % less
-    and with 20 % more memory, of the same splits of blocks; None where nothing fits. pipeline: the
+    least: a layout that is closest to fitting, if none does. memory: the best one with 20 % less and
+    with 20 % more memory, of the same splits of blocks; None where nothing fits. pipeline: the
     simulator, with the orders that it has built.
     """
 
@@ -162,7 +161,6 @@ class Plan(NamedTuple):
     simulated: int
     rejected: dict[str, int]
     least: Candidate | None
-    front: list[Candidate]
     memory: list[Candidate | None]
     pipeline: Pipeline
 
@@ -334,7 +332,6 @@ def search(question: Question, count: int = 5, tell=lambda text: None) -> Plan:
         tried,
         dict(rejected.most_common()),
         None if best else least,
-        trade_off(fit),
         [found[0] if found else None for found in other],
         pipeline,
     )
@@ -462,15 +459,6 @@ def orders_of(question: Question, layout: Layout) -> list[Layout]:
     ):
         return [layout]
     return [layout, layout._replace(outer="pp" if layout.outer == "dp" else "dp")]
-
-
-def trade_off(ranked: list[Candidate]) -> list[Candidate]:
-    """Return those of candidates, sorted by step, that need less memory than all before them."""
-    found: list[Candidate] = []
-    for one in ranked:
-        if not found or one.used < found[-1].used:
-            found.append(one)
-    return found
 
 
 def in_order(best: dict[tuple, Candidate]) -> list[Candidate]:

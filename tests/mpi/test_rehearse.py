@@ -20,12 +20,12 @@ from small_model import (
 from bench.rehearse import against
 from bench.rehearse.first_ranks import ABSENT, STAND_IN, FirstRanks, with_stand_ins
 from bench.rehearse.player import Player
+from bench.rehearse.script import script_of
 from bench.training import config_of
 from mpipar import ops as ops_module
 from mpipar.comm.group import Comm
 from mpipar.comm.record import POINT_TO_POINT
 from mpipar.comm.transport import HostTransport
-from mpipar.plan.script import script_of
 
 WHAT = attrgetter(
     "operation",

@@ -1,30 +1,23 @@
 """The script of a rank: what it sends, waits for and computes in one step, in order.
 
 The real Worker takes its step on shapes while this module listens. A posted operation counts as
-unfinished until the step waits for it, so the script knows where a rank would wait. It can be
-replayed on a real network (bench.rehearse), and exported for other programs (plan/goal.py,
-plan/chakra.py).
+unfinished until the step waits for it, so the script knows where a rank would wait.
 """
 
 from __future__ import annotations
 
 from bisect import bisect_left
-from collections.abc import Iterator
-from functools import lru_cache
 from time import perf_counter_ns
 from typing import Any, NamedTuple
 
-from mpipar.comm.grid import Grid
 from mpipar.comm.record import Record, Recorder
 from mpipar.comm.request import Array, Request
 from mpipar.comm.transport import Counts, Exchanged, NoTransport
 from mpipar.config.sections import Config
 from mpipar.data import rows
 from mpipar.plan.predict import worker_on_shapes
-from mpipar.train.build import with_shared_heads
 
 CALL, WAIT, LOOK, SPAN = "call", "wait", "look", "span"
-MOST_KEPT = 256  # scripts of other ranks, reused for those that do the same
 
 
 class Call(NamedTuple):
@@ -196,33 +189,3 @@ def script_of(config: Config, world_rank: int) -> Script:
         {axis: comm.ranks for axis, comm in worker.comms.groups.items()},
         sum(flat.size for flat in worker.flats),
     )
-
-
-def all_scripts(config: Config) -> Iterator[Script]:
-    """Yield the script of each rank of a layout, in the order of ranks, one at a time.
-
-    Data replicas differ only in the members of their groups, so one rank of each place takes its
-    step, and the other replicas reuse its script.
-    """
-    shared = lru_cache(MOST_KEPT)(lambda first: script_of(config, first))
-    for rank in range(Grid.of(config.grid, 0).world_size):
-        grid = with_shared_heads(Grid.of(config.grid, rank), config.model)
-        yield moved(shared(first_copy(grid)), rank)
-
-
-def moved(script: Script, world_rank: int) -> Script:
-    """Return the script for a replica's rank: its groups are the same, or those of its replica."""
-    away = world_rank - script.world_rank
-    return script._replace(
-        world_rank=world_rank,
-        groups={
-            axis: ranks if world_rank in ranks else tuple(rank + away for rank in ranks)
-            for axis, ranks in script.groups.items()
-        },
-    )
-
-
-def first_copy(grid: Grid) -> int:
-    """Return the first world rank that does the same as this one, on other rows."""
-    found = grid.at(dp=0, expert=grid.place("expert"))
-    return found if grid.place_of(found, "cp") == grid.place("cp") else grid.world_rank
