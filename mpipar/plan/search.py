@@ -151,8 +151,8 @@ class Candidate(NamedTuple):
 class Plan(NamedTuple):
     """The answer: the best layouts, best first, and the number of rejected ones by reason.
 
-    least: a layout that is closest to fitting, if none does. memory: the best one with 20 % less and
-    with 20 % more memory, of the same splits of blocks; None where nothing fits. pipeline: the
+    least: a layout that is closest to fitting, if none does. memory: the best one with 20 % less
+    and with 20 % more memory, of the same splits of blocks; None where nothing fits. pipeline: the
     simulator, with the orders that it has built.
     """
 
