@@ -1,7 +1,6 @@
 """System limits that are too low end with a sentence and a cure, before a library dies of them."""
 
 import os
-import resource
 import shutil
 import subprocess
 import sys
@@ -18,37 +17,29 @@ TWO = Launcher("mpiexec", 0, 2, 0, 2)
 MIB = 1 << 20
 
 
-def limited(monkeypatch, **values):
-    """Let getrlimit answer with these soft limits, and with none for the others."""
-    none = resource.RLIM_INFINITY
-    chosen = {getattr(resource, name): value for name, value in values.items()}
-    monkeypatch.setattr(limits.resource, "getrlimit", lambda which: (chosen.get(which, none),) * 2)
+def limited(monkeypatch, open_files, shared, folder):
+    monkeypatch.setattr(limits, "open_files", lambda: open_files)
+    monkeypatch.setattr(limits, "shared_free", lambda: shared)
+    monkeypatch.setattr(limits, "SHARED", folder)
 
 
-def test_each_small_limit_of_a_process_is_named_with_a_cure(monkeypatch):
-    limited(monkeypatch)
-    assert limits.process_problems(TWO) == []
-    limited(monkeypatch, RLIMIT_AS=300 * MIB, RLIMIT_NOFILE=12)
-    assert limits.process_problems(TWO) == [
-        "the limit of address space is 300 MiB, but 512 MiB are needed: ulimit -v unlimited",
-        "the limit of open files is 12, but 56 are needed: ulimit -n 1024",
-    ]
-
-
-def test_what_mpi_needs_is_looked_at_where_ranks_share_a_host(monkeypatch, tmp_path):
-    limited(monkeypatch, RLIMIT_FSIZE=MIB)
-    monkeypatch.setattr(limits, "shared_free", lambda: 65536)
-    monkeypatch.setattr(limits, "SHARED", tmp_path)
-    file, shared = limits.mpi_problems(TWO)
-    assert file.startswith("the limit of file sizes and shared memory is 1 MiB, but 4 MiB are")
-    assert "has 0.0625 MiB left" in shared
+def test_each_small_limit_is_named_with_a_cure(monkeypatch, tmp_path):
+    for enough in (56, -1):  # -1: no limit
+        limited(monkeypatch, enough, 4 * MIB, tmp_path)
+        assert limits.problems(TWO) == []
+    limited(monkeypatch, 12, 65536, tmp_path)
+    files, shared = limits.problems(TWO)
+    assert files == "the limit of open files is 12, but 56 are needed: ulimit -n 1024"
+    assert "has 0.0625 MiB left, but the ranks of this host need 4 MiB: mount" in shared
     assert "size=64m" in shared
-    assert limits.mpi_problems(Launcher()) == []
-    monkeypatch.setattr(limits, "PROCESS", tmp_path / "stat")
-    assert "mount -t proc" in limits.mpi_problems(Launcher())[0]
+    limited(monkeypatch, -1, 0, tmp_path / "absent")
+    assert "can't be written to" in limits.problems(TWO)[0]
+    assert limits.problems(Launcher()) == []
+
+
+def test_a_host_without_shared_memory_has_none_free(monkeypatch, tmp_path):
     monkeypatch.setattr(limits, "SHARED", tmp_path / "absent")
-    assert "can't be written to" in limits.mpi_problems(TWO)[-1]
-    assert f"no {tmp_path / 'absent'}" in limits.shown()
+    assert limits.shared_free() == 0
 
 
 def test_a_start_with_few_open_files_says_so():
@@ -76,9 +67,7 @@ def namespaces():
     [
         pytest.param(before, said, marks=fault(43, what, 69))
         for what, before, said in (
-            ("ulimit -v 300000", "ulimit -v 300000", "the limit of address space is 293 MiB"),
             ("ulimit -n 32", "ulimit -n 32", "the limit of open files is 32"),
-            ("ulimit -f 1000", "ulimit -f 1000", "the limit of file sizes and shared memory"),
             (
                 "/dev/shm of 64 KiB",
                 "mount -t tmpfs -o size=64k tmpfs /dev/shm",
@@ -89,7 +78,6 @@ def namespaces():
                 "mount -t tmpfs -o ro tmpfs /dev/shm",
                 "/dev/shm can't be written to",
             ),
-            ("a hidden /proc", "mount -t tmpfs tmpfs /proc", "/proc does not show this process"),
         )
     ],
 )

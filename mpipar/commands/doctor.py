@@ -37,7 +37,8 @@ def rank_facts(world_rank: int, host_rank: int) -> dict:
         "host": platform.node(),
         "cores": sorted(os.sched_getaffinity(0)),
         "blas": list(map(blas.shown, pools)),
-        "limits": limits.shown(),
+        "limits": f"{limits.shared_free() / limits.MIB:.4g} MiB free in {limits.SHARED},"
+        f" open files {limits.open_files()}",
         "threads": max((pool["num_threads"] for pool in pools), default=1),
         **own_device(host_rank),
     }

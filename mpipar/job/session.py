@@ -97,8 +97,6 @@ class Session(Interruptible):
         """
         if self.world is not None:
             return self.world
-        if problems := limits.mpi_problems(self.launcher):
-            raise EnvironmentProblem(problems)
         self.watch.start(self.launcher.rank)
         self.world = mpi.start(self.launcher)
         if isinstance(self.world, OneRank):
@@ -376,7 +374,7 @@ def guard(main: Callable, argv: list[str] | None = None):
     session = Session(read_launcher(os.environ))
     threading.excepthook = lambda failed: session.fail(failed.exc_value, failed.thread.name)
     try:
-        if problems := limits.process_problems(session.launcher):
+        if problems := limits.problems(session.launcher):
             raise EnvironmentProblem(problems)
         tell_of_exit(lambda: session.fail(RuntimeError("a library called exit() in this process")))
         listen(session.interrupt, session.orphaned if session.launcher.name else None)
