@@ -150,6 +150,10 @@ def test_weights_in_another_form(sharded):
     folder, _ = sharded
     (folder / INDEX).rename(folder / "pytorch_model.bin")
     (problem,) = refused(folder)
+    assert f"there is model-00001-of-00007.safetensors: give it the name {WEIGHTS}, or" in problem
+    for path in folder.glob("*.safetensors"):
+        path.unlink()
+    (problem,) = refused(folder)
     assert "model.safetensors: No such file or directory; only safetensors can be read" in problem
 
 

@@ -99,7 +99,9 @@ def instead_of_weights(folder: Path) -> str:
         return f"{ADAPTER} is there: {ADAPTER_CURE}"
     for name in sorted(os.listdir(folder)):
         kind = recognize(folder / name) if name.endswith(OTHERS) else None
-        if kind not in (None, SAFETENSORS):
+        if kind == SAFETENSORS:
+            return f"there is {brief(name)}: give it the name {WEIGHTS}, or add {INDEX}"
+        if kind:
             return f"{brief(name)} is {kind}"
     return "only safetensors can be read: let transformers save the weights in that format"
 

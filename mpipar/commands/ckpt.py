@@ -18,7 +18,7 @@ from mpipar.checkpoint.manifest import (
     read_manifest,
 )
 from mpipar.checkpoint.params import all_params
-from mpipar.checkpoint.weight_files import written_digests
+from mpipar.checkpoint.weight_files import DIGESTS, written_digests
 from mpipar.commands.command import Command, Context
 from mpipar.commands.resume import layout_words
 from mpipar.commands.run_folder import CHECKPOINTS, WEIGHTS, finished_step, is_run, said
@@ -162,9 +162,13 @@ def verify(folder: Path, steps, args) -> int:
     """
     found = {path: damage(path) for _, path in steps}
     final = own_weights(folder)
-    if args.step is None and (digests := written_digests(final)):
+    if args.step is None and final.exists():
+        digests = written_digests(final)
         problems = (digest_problem(final / name, digest) for name, digest in digests.items())
-        found[final] = [text for text in problems if text]
+        if digests:
+            found[final] = [text for text in problems if text]
+        else:
+            say(f"{final}: no {DIGESTS}, so nothing is compared")
     for path, wrong in found.items():
         say(f"{path}: {'DAMAGED' if wrong else 'every byte is as it was written'}")
         for text in wrong:
