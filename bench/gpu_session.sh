@@ -74,7 +74,7 @@ probe() { # print each thing of the list that is missing: NAME, or NAME: why
     [[ -n $mpiexec ]] || echo mpiexec
     timeout 60 "$python" - 2>&1 <<'END' || echo "GPU: the probe of python3 failed"
 import importlib.util
-for name in ("numpy", "ml_dtypes", "safetensors", "threadpoolctl", "pytest", "pytest_timeout",
+for name in ("numpy", "ml_dtypes", "safetensors", "threadpoolctl", "tqdm", "pytest", "pytest_timeout",
              "hypothesis", "xdist"):
     if importlib.util.find_spec(name) is None:
         print(name)
@@ -131,7 +131,7 @@ verdict() {
 }
 
 session() {
-    local package="numpy ml_dtypes safetensors threadpoolctl GPU" missing size table workers=
+    local package="numpy ml_dtypes safetensors threadpoolctl tqdm GPU" missing size table workers=
     local step="-m bench.step --device cuda --dtype bfloat16 $model"
     missing=$(probe)
     echo "python: $python, $("$python" --version 2>&1); mpiexec: ${mpiexec:-none}"

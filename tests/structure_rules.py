@@ -39,7 +39,7 @@ MPI_CALLS = set(
 PICKLING = {"bcast", "allgather", "allreduce", "alltoall"}  # mpi4py's lower-case methods
 # Modules that are an extra's from their first line on: nobody imports them at the top.
 EXTRAS = {"ops.numba_kernels": "numba"}
-CORE = {"numpy", "mpi4py", "safetensors", "ml_dtypes", "threadpoolctl", "mpipar"}
+CORE = {"numpy", "mpi4py", "safetensors", "ml_dtypes", "threadpoolctl", "tqdm", "mpipar"}
 parsed = functools.cache(ast.parse)  # each rule reads every source
 
 

@@ -79,6 +79,6 @@ def test_core_needs_no_more_than_it_says():
     setup = configparser.ConfigParser()
     setup.read(REPOSITORY / "setup.cfg")
     names = {line.split(">=")[0] for line in setup["options"]["install_requires"].split()}
-    assert names == {"numpy", "mpi4py", "safetensors", "ml_dtypes", "threadpoolctl"}
+    assert names == {"numpy", "mpi4py", "safetensors", "ml_dtypes", "threadpoolctl", "tqdm"}
     for extra, text in setup["options.extras_require"].items():
         assert text.strip(), extra

@@ -2,7 +2,6 @@
 
 import errno
 import hashlib
-import io
 import json
 import os
 import shutil
@@ -12,6 +11,7 @@ import sys
 import time
 import tracemalloc
 from pathlib import Path
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -20,7 +20,7 @@ from program import PROGRAM, environment
 from tokenizers_made import save_like_gpt2, save_tokenizer
 
 from mpipar import cli
-from mpipar.console import progress
+from mpipar.commands.data import tell
 from mpipar.data import prepare as prepare_module
 from mpipar.data.dataset import read_dataset
 from mpipar.data.source import load_source
@@ -362,24 +362,14 @@ def test_a_signal_leaves_nothing(tmp_path):
     assert not list(tmp_path.glob("out*"))
 
 
-def test_the_bar_shows_how_far_it_is(monkeypatch):
-    seen, now = [], iter(range(1, 100))
-    terminal = type(
-        "Terminal",
-        (io.StringIO,),
-        {"isatty": lambda _: True, "write": lambda _, text: seen.append(text)},
-    )()
-    monkeypatch.setattr("sys.stderr", terminal)
-    monkeypatch.setenv("TERM", "xterm")
-    monkeypatch.setattr(progress, "monotonic", lambda: next(now))
-    shown = progress.Bar()
-    for done in (0, 5_000_000, 10_000_000):
-        shown("reading", done, 10_000_000)
-    shown.clear()
-    assert f"[{'.' * 30}]   0%" in seen[0]
-    assert f"[{'#' * 15}{'.' * 15}]  50%  1.7 MB/s" in seen[1]
-    assert f"[{'#' * 30}] 100%" in seen[2]
-    assert seen[-1] == progress.ERASE
+def test_the_line_shows_how_far_each_pass_is():
+    line = SimpleNamespace(
+        n=0, total=None, set_description_str=lambda text, refresh: seen.append(text)
+    )
+    seen, line.update = [], lambda count: setattr(line, "n", line.n + count)
+    for work, done in (("learning", 5), ("learning", 10), ("encoding", 4)):
+        tell(line, work, done, 10)
+        assert (seen[-1], line.n, line.total) == (work, done, 10)
 
 
 # --- reading it back

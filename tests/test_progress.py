@@ -1,9 +1,8 @@
-"""The terminal line that rewrites itself: what the screen shows, and that nothing is mangled."""
+"""The progress line, which rewrites itself: what the screen shows, and that nothing is mangled."""
 
 import errno
 import fcntl
 import io
-import math
 import os
 import pty
 import re
@@ -13,13 +12,12 @@ import termios
 import threading
 
 import pytest
-from helpers import find_launcher
 from program import LIMIT, PROGRAM, environment
 from test_resume_runs import TINY, here
 
-from mpipar.console import progress
-from mpipar.console.output import warn
-from mpipar.console.progress import StatusLine, status_line
+from mpipar.console import progress as progress_module
+from mpipar.console.output import Log, warn
+from mpipar.console.progress import progress
 
 __all__ = ["here"]  # the fixture
 
@@ -50,61 +48,58 @@ class Terminal(io.StringIO):
 
 @pytest.fixture
 def open_terminal(monkeypatch):
-    """From its call on, standard output and error are one terminal; no update is left out."""
+    """From its call on, standard output and error are one terminal."""
 
-    def start():  # not before: pytest sets both streams at the start of a test
-        made = Terminal()
+    def start(made=None):  # not before: pytest sets both streams at the start of a test
+        made = made or Terminal()
         monkeypatch.setattr("sys.stdout", made)
         monkeypatch.setattr("sys.stderr", made)
         monkeypatch.setenv("TERM", "xterm")
-        monkeypatch.setattr(progress, "EVERY_SECONDS", 0)
         return made
 
     return start
 
 
+def at_once(steps=9):
+    """A progress line of which no update is left out."""
+    return progress("train", steps, "step", mininterval=0, miniters=1)
+
+
+def shown(terminal):
+    return [line.rstrip() for line in screen(terminal.getvalue())]
+
+
 def test_what_else_is_printed_stands_above_the_line(open_terminal):
-    terminal = open_terminal()
-    with status_line(None) as line:
-        line.show("step 1 | a long line at first")
-        print("a text")
-        line.show("step 2")
-        assert screen(terminal.getvalue()) == ["a text", "step 2"]
+    terminal, log = open_terminal(), Log(0)
+    with at_once() as log.line:
+        log.status("loss 3.5")
+        log("a text")
+        assert [line[:9] for line in shown(terminal)] == ["a text", "train:  1"]
+        assert "1.00/9.00" in shown(terminal)[1]
+        assert "loss 3.5" in shown(terminal)[1]
         warn("the disk is full")
-        line.show("step 3")
-        assert screen(terminal.getvalue())[1:] == ["mpipar: warning: the disk is full", "step 3"]
-    assert screen(terminal.getvalue())[-1] == ""
-    print("after it")
-    assert screen(terminal.getvalue()) == [
-        "a text",
-        "mpipar: warning: the disk is full",
-        "after it",
-        "",
-    ]
+        log.status("loss 3.4")
+        assert shown(terminal)[1] == "mpipar: warning: the disk is full"
+        assert "2.00/9.00" in shown(terminal)[2]
+        log.step("step 2/9 | a line for the log", last=False)
+        assert len(shown(terminal)) == 3
+    log("after it")
+    assert shown(terminal) == ["a text", "mpipar: warning: the disk is full", "after it", ""]
 
 
 def test_the_emulator_sees_a_mangled_line(open_terminal):
-    """The twin: without erasing, the end of the longer line stays."""
+    """The twin: what does not go through the log follows the line on its row."""
     terminal = open_terminal()
-    line = StatusLine(terminal)
-    line.show("step 1 | a long line")
-    terminal.write("\rshort\n")
-    assert screen(terminal.getvalue())[0] == "short1 | a long line"
-
-
-def test_a_text_without_its_end_is_not_written_over(open_terminal):
-    terminal = open_terminal()
-    with status_line("line") as line:
-        print("no end", end="")
-        line.show("step 1")
-        print(", and now")
-        assert screen(terminal.getvalue()) == ["no end, and now", ""]
+    with at_once() as line:
+        line.update()
+        print("short")
+        assert not shown(terminal)[0].startswith("short")
 
 
 def test_threads_do_not_mix_their_texts(open_terminal):
     """Steps in one thread, warnings in three others: each line is whole."""
     terminal = open_terminal()
-    with status_line("line") as line:
+    with at_once(200) as line:
 
         def warns(name):
             for number in range(50):
@@ -113,62 +108,64 @@ def test_threads_do_not_mix_their_texts(open_terminal):
         threads = [threading.Thread(target=warns, args=(name,)) for name in "abc"]
         for thread in threads:
             thread.start()
-        for step in range(200):
-            line.show(f"step {step} | some more text")
+        for _ in range(200):
+            line.update()
         for thread in threads:
             thread.join()
-    found = screen(terminal.getvalue())
-    assert sorted(filter(None, found)) == sorted(
+    assert sorted(filter(None, shown(terminal))) == sorted(
         f"mpipar: warning: {name} {number}" for name in "abc" for number in range(50)
     )
 
 
-def test_the_line_is_cut_to_the_terminal(open_terminal, monkeypatch):
-    terminal = open_terminal()
-    monkeypatch.setattr(progress, "width", lambda stream: 10)
-    with status_line("line") as line:
-        line.show("123456789012345")
-        assert screen(terminal.getvalue()) == ["123456789"]
+class Pipe(io.StringIO):
+    encoding = "utf-8"
 
 
-def test_it_is_not_written_more_often_than_a_person_reads(open_terminal, monkeypatch):
-    terminal = open_terminal()
-    monkeypatch.setattr(progress, "EVERY_SECONDS", 60)
-    with status_line("line") as line:
-        line.show("first")
-        line.show("second")
-        assert screen(terminal.getvalue()) == ["first"]
+@pytest.mark.parametrize("seconds", [0, 3600])
+def test_where_there_is_no_terminal_a_line_comes_only_now_and_then(
+    seconds, open_terminal, monkeypatch
+):
+    pipe = open_terminal(Pipe())
+    monkeypatch.setattr(progress_module, "SECONDS", seconds)
+    with progress("text", 50, "B") as line:
+        for _ in range(50):
+            line.update()
+    found = pipe.getvalue().splitlines()
+    assert "\r" not in pipe.getvalue()
+    assert bool(found) == (seconds == 0)
+    assert all(one.startswith("text: ") for one in found)
 
 
 @pytest.mark.parametrize(
-    ("wanted", "term", "isatty", "taken"),
+    ("rank", "term", "kind", "taken"),
     [
-        (None, "xterm", True, True),
-        (None, "dumb", True, False),
-        (None, "xterm", False, False),
-        ("plain", "xterm", True, False),
-        ("line", "dumb", False, True),
+        (0, "xterm", Terminal, True),
+        (0, "dumb", Terminal, False),
+        (0, "xterm", Pipe, False),
+        (1, "xterm", Terminal, False),
     ],
 )
-def test_when_it_is_taken(wanted, term, isatty, taken, open_terminal, monkeypatch):
-    open_terminal()
+def test_when_steps_have_a_line(rank, term, kind, taken, open_terminal, monkeypatch):
+    open_terminal(kind())
     monkeypatch.setenv("TERM", term)
-    monkeypatch.setattr(Terminal, "isatty", lambda self: isatty)
-    with status_line(wanted) as line:
-        assert (line is not None) == taken
+    log = Log(rank)
+    with log.steps(0, 9):
+        assert (log.line is not None) == taken
+    assert log.line is None
 
 
-def test_a_terminal_that_is_gone_ends_nothing(open_terminal, monkeypatch):
+@pytest.mark.parametrize("kind", [Terminal, Pipe])
+def test_a_reader_that_is_gone_ends_nothing(kind, open_terminal, monkeypatch):
     def gone(self, text):
-        raise OSError(errno.EIO, "Input/output error")
+        raise OSError(errno.EIO if kind is Terminal else errno.EPIPE, "gone")
 
-    open_terminal()
-    with status_line("line") as line:
-        line.show("step 1")
-        monkeypatch.setattr(Terminal, "write", gone)
-        line.show("step 2")
-        line.erase()
-        assert (line.next, line.shown) == (math.inf, False)
+    open_terminal(kind())
+    monkeypatch.setattr(progress_module, "SECONDS", 0)
+    with at_once() as line:
+        line.update()
+        monkeypatch.setattr(kind, "write", gone)
+        line.update()
+        warn("nobody reads this")
 
 
 # --- a run in a pseudo-terminal
@@ -211,37 +208,9 @@ def test_a_run_at_a_terminal(here):
     log = (here / "run" / "log.txt").read_text().splitlines()
     steps = [line for line in log if re.match(r"step +\d+/60 \|", line)]
     assert len(steps) == 7
-    assert [line for line in screen(text) if line][:200] == [
+    assert [line.rstrip() for line in screen(text) if line.strip()][:200] == [
         line for line in log if line and line not in steps[:-1]
     ]
-    shown = re.findall(r"\r\x1b\[K(step \d+/60 \| loss \d\.\d+ \| \S+ tok/s \| eta \d:\d\d)", text)
-    assert shown
-    assert max(map(len, shown)) < 60
-
-
-@pytest.mark.slow
-def test_plain_lines_at_a_terminal(here):
-    text = in_terminal([*PROGRAM, "train", *TINY, "--progress", "plain", "--out", "run"], here)
-    assert "\x1b" not in text
-    assert screen(text)[:-1] == (here / "run" / "log.txt").read_text().splitlines()
-
-
-@pytest.mark.slow
-def test_a_line_under_mpiexec_where_it_is_asked_for(here):
-    """The launcher passes on what rank 0 writes."""
-    command = [
-        find_launcher(),
-        "-n",
-        2,
-        *PROGRAM,
-        "train",
-        *WORDS,
-        "--progress",
-        "line",
-        "--out",
-        "run",
-    ]
-    text = in_terminal(command, here)
-    log = (here / "run" / "log.txt").read_text().splitlines()
-    assert [line for line in screen(text) if line][-5:] == [line for line in log if line][-5:]
-    assert "\x1b[K" in text
+    lines = re.findall(r"\r(train: [^\r\n]+)", text)
+    assert lines
+    assert max(map(len, lines)) <= 60

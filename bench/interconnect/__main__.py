@@ -41,6 +41,7 @@ from mpipar.comm.connect import cuda_aware
 from mpipar.comm.facts import broadcast_text
 from mpipar.config import flags
 from mpipar.config.sizes import read_bytes
+from mpipar.console.progress import progress
 from mpipar.data.routing import ROUTINGS
 from mpipar.errors import (
     EXIT_CHECK_FAILED,
@@ -53,6 +54,7 @@ from mpipar.errors import (
 from mpipar.files.text import counted
 from mpipar.job import gpus
 from mpipar.job.session import guard
+from mpipar.job.streams import above
 from mpipar.ops.mixed_ops import DTYPES as MIXED
 
 FIXED_BY_QUICK = (
@@ -423,15 +425,19 @@ def sweep(bench, turns, writer, bounds: Bounds | None) -> list[dict]:
     turns: (section, sizes). bounds: on world rank 0, which has the rows.
     """
     rows = []
-    for section, sizes in turns:
-        new = [row | bounds.columns(row) for row in bench.run(section, sizes)]
-        for row in new:
-            writer.row(row)
-        rows += new
-        if new and not section.title.startswith("pairs"):
-            print(f"\n{table.as_text(new)}", flush=True)
-        if bench.stopped:
-            break
+    with progress("measured", None, " sizes", disable=bounds is None) as line:
+        for section, sizes in turns:
+            line.set_description_str(section.title, refresh=False)
+            new = [row | bounds.columns(row) for row in bench.run(section, sizes)]
+            for row in new:
+                writer.row(row)
+            rows += new
+            if new and not section.title.startswith("pairs"):
+                with above(sys.stdout):
+                    print(f"\n{table.as_text(new)}", flush=True)
+            line.update(len(sizes))
+            if bench.stopped:
+                break
     return rows
 
 

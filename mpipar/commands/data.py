@@ -3,12 +3,13 @@
 import os
 import sys
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 
 from mpipar.commands.command import Command, Context
 from mpipar.commands.run_folder import said
 from mpipar.config.setting import positional, setting
-from mpipar.console.progress import Bar
+from mpipar.console.progress import progress
 from mpipar.console.tables import table
 from mpipar.data.dataset import PARTS
 from mpipar.data.prepare import BYTES, LEAST_NEW, MOST_NEW, TRAIN, Texts, prepare
@@ -95,21 +96,25 @@ def run(context: Context) -> int:
     files, _ = text_files(args.texts, "")
     if args.tokenizer.startswith(TRAIN):
         library_of(f"--tokenizer {args.tokenizer}")  # before anything is read
-    out, bar = Path(args.out), Bar()
+    out = Path(args.out)
     with said(out, "can't be written"):
         out.parent.mkdir(parents=True, exist_ok=True)
         # Whatever ends the process at once also removes the unfinished folder.
-        with new_folder(out) as session.unfinished:
-            try:
-                texts = Texts(files, args.separator, bar)
-                dataset, tokenizer = prepare(texts, args.tokenizer, session.unfinished)
-            finally:
-                bar.clear()
+        with new_folder(out) as session.unfinished, progress("text", None, "B") as line:
+            texts = Texts(files, args.separator, partial(tell, line))
+            dataset, tokenizer = prepare(texts, args.tokenizer, session.unfinished)
     session.unfinished = None
     for note in texts.notes():
         print(printable(f"mpipar: {note}"), file=sys.stderr, flush=True)
     show(dataset, tokenizer, texts.nbytes, out)
     return EXIT_OK
+
+
+def tell(line, work: str, done: int, total: int) -> None:
+    """Say in a progress line that `done` of `total` bytes of this work are done."""
+    line.set_description_str(work, refresh=False)
+    line.total = total
+    line.update(done - line.n)
 
 
 def show(dataset, tokenizer, size: int, out: Path) -> None:

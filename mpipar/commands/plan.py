@@ -17,7 +17,7 @@ from mpipar.commands.plan_question import (
 )
 from mpipar.commands.resolve import resolve
 from mpipar.config.reading import ParsedConfig
-from mpipar.console.progress import status_line
+from mpipar.console.progress import progress
 from mpipar.errors import EXIT_CHECK_FAILED, EXIT_OK, UserError
 from mpipar.plan import report as plan_report
 from mpipar.plan.confirm import Job, confirm, train_config
@@ -35,8 +35,12 @@ def run(context: Context) -> int:
     args = context.args
     job = job_of(args.model)
     question = question_of(args, job)
-    with status_line(None) as line:
-        tell = line.show if line else lambda text: None
+    with progress("plan", None, "", bar_format="{desc} [{elapsed}]") as line:
+
+        def tell(text: str) -> None:
+            line.set_description_str(text, refresh=False)
+            line.update()
+
         question, plan, batches = chosen_batch(args, question, tell)
     own = None
     if args.confirm and plan.best:

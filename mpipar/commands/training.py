@@ -36,7 +36,6 @@ from mpipar.console import tables as console
 from mpipar.console.memory import PeakMemory
 from mpipar.console.metrics import Metrics
 from mpipar.console.output import GrowingFile, Log
-from mpipar.console.progress import status_line
 from mpipar.console.tensorboard import Events, tensorboard_problems
 from mpipar.data import rows
 from mpipar.errors import (
@@ -139,9 +138,7 @@ class Run:
     def open_files(self):
         """Open log.txt on world rank 0; the files opened inside the block close with it."""
         with ExitStack() as self.files:
-            wanted = self.config.run.progress if self.world.rank == 0 else "plain"
-            line = self.files.enter_context(status_line(wanted))
-            self.log = Log(self.world.rank, self.open_file(LOG), line)
+            self.log = Log(self.world.rank, self.open_file(LOG))
             yield
 
     def open_file(self, name):
@@ -254,30 +251,33 @@ class Run:
         session, worker, steps = self.session, self.worker, self.config.train.steps
         start, self.stopped, self.last = perf_counter(), False, self.first - 1
         self.durations: list[float] = []
-        for step in range(self.first, steps + 1):
-            session.where = lambda step=step: f"step {step}"
-            try:
-                with self.tracer.step(step):
-                    result = worker.train_step(
-                        step, lambda mb, step=step: self.rows.train(step, mb), self.votes
-                    )
-                self.last = step
-                self.show_step(result)
-                self.check_replicas(step, step == steps or result.votes.stop)
-            except (NonFiniteError, DriftError):  # raised on all ranks: report the steps so far
-                self.flush()
-                self.report(f"failed in step {step} of {steps}")
-                raise
-            session.where = lambda step=step: f"evaluation after step {step}"
-            if self.evaluation.after_step(step):  # before a stop too: a resumed run starts after it
-                self.metrics.skip()
-            if result.votes.stop:
-                self.stopped = True
-                break
-            session.where = lambda step=step: f"step {step}"
-            if step < steps and self.saving.after_step(step, result.votes):
-                session.save_requested = session.save_requested and not result.votes.save
-                self.metrics.skip()
+        with self.log.steps(self.first - 1, steps):
+            for step in range(self.first, steps + 1):
+                session.where = lambda step=step: f"step {step}"
+                try:
+                    with self.tracer.step(step):
+                        result = worker.train_step(
+                            step, lambda mb, step=step: self.rows.train(step, mb), self.votes
+                        )
+                    self.last = step
+                    self.show_step(result)
+                    self.check_replicas(step, step == steps or result.votes.stop)
+                except (NonFiniteError, DriftError):  # raised on all ranks: report the steps so far
+                    self.flush()
+                    self.report(f"failed in step {step} of {steps}")
+                    raise
+                session.where = lambda step=step: f"evaluation after step {step}"
+                if self.evaluation.after_step(
+                    step
+                ):  # before a stop too: a resumed run starts after it
+                    self.metrics.skip()
+                if result.votes.stop:
+                    self.stopped = True
+                    break
+                session.where = lambda step=step: f"step {step}"
+                if step < steps and self.saving.after_step(step, result.votes):
+                    session.save_requested = session.save_requested and not result.votes.save
+                    self.metrics.skip()
         self.seconds = perf_counter() - start
         if self.tracer.finish():
             self.log(
@@ -310,10 +310,7 @@ class Run:
             lines = self.flush()
             if lines:
                 self.log.step(console.step_line(steps, lines[-1], seconds), stops)
-        if not stops:
-            self.log.status(
-                console.status_line(steps, result, seconds, self.worker.num_tokens / seconds)
-            )
+        self.log.status(console.status(result, self.worker.num_tokens / seconds))
 
     def check_replicas(self, step, now) -> None:
         """Compare all replicas of tensors every --check-replicas steps, and if `now` is true.

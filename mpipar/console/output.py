@@ -4,14 +4,17 @@ from __future__ import annotations
 
 import os
 import shutil
+import sys
+from contextlib import contextmanager
 from pathlib import Path
 
+from mpipar.console.progress import is_terminal, progress
 from mpipar.errors import OutputError
 from mpipar.files import no_links
 from mpipar.files.replace import replaced_files, set_aside
 from mpipar.files.text import harmless, printable
 from mpipar.job.failure import DISK_ERRORS
-from mpipar.job.streams import silence_output, warn
+from mpipar.job.streams import above, silence_output, warn
 
 
 def write_text(path: Path, text: str) -> None:
@@ -94,26 +97,38 @@ class GrowingFile:
 class Log:
     """Prints a run's output on world rank 0, and copies it to the run folder's log.txt.
 
-    line: a `StatusLine` on world rank 0, or None. A standard output that is full, or has no reader,
-    does not end the run.
+    line: the progress line of the steps while one is shown. A standard output that is full, or has
+    no reader, does not end the run.
     """
 
-    def __init__(self, world_rank: int, file=None, line=None):
-        self.speaks, self.file, self.line = world_rank == 0, file, line
+    def __init__(self, world_rank: int, file=None):
+        self.speaks, self.file, self.line = world_rank == 0, file, None
+
+    @contextmanager
+    def steps(self, done: int, steps: int):
+        """Show the progress of the steps inside the block, if the console is a terminal."""
+        if self.speaks and is_terminal(sys.stdout) and is_terminal(sys.stderr):
+            with progress("train", steps, "step", initial=done) as self.line:
+                yield
+            self.line = None
+        else:
+            yield
 
     def step(self, text: str, last: bool) -> None:
-        """Log a step's line; with a status line the console shows only that of the last step."""
+        """Log a step's line; with a progress line the console shows only that of the last step."""
         self(text, on_console=last or self.line is None)
 
     def status(self, text: str) -> None:
-        """Show a text that the next one replaces, if there is a status line for it."""
+        """Say in the progress line, if there is one, that one more step is done, and this text."""
         if self.line is not None:
-            self.line.show(text)
+            self.line.set_postfix_str(text, refresh=False)
+            self.line.update()
 
     def __call__(self, text: str = "", *, on_console: bool = True) -> None:
         if self.speaks and on_console:
             try:
-                print(printable(text), flush=True)
+                with above(sys.stdout):
+                    print(printable(text), flush=True)
             except OSError as error:
                 silence_output()
                 warn(f"standard output can't be written: {error.strerror}; the run continues")

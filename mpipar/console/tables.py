@@ -175,13 +175,9 @@ def step_line(steps: int, line: dict, seconds_per_step: float) -> str:
     )
 
 
-def status_line(steps: int, result, seconds_per_step: float, per_second: float) -> str:
-    """Return what a terminal shows between two of these lines, for a `StepResult`."""
-    return (
-        f"step {result.step}/{steps} | loss {result.loss:.4f}"
-        f" | {short_count(per_second)} tok/s"
-        f" | eta {time_left(steps, result.step, seconds_per_step)}"
-    )
+def status(result, tokens_per_second: float) -> str:
+    """Return what the progress line says of a `StepResult`."""
+    return f"loss {result.loss:.4f}, {short_count(tokens_per_second)} tok/s"
 
 
 def time_left(steps: int, step: int, seconds_per_step: float) -> str:

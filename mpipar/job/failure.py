@@ -20,6 +20,7 @@ from mpipar import errors
 from mpipar.errors import EXIT_CODES, UserError
 from mpipar.files.replace import replace_file
 from mpipar.files.text import cut, printable
+from mpipar.job.streams import above
 
 MOST_TEXT = 4000  # characters of a sentence in the block: a file's name or a value may be long
 SETTLE_SECONDS = 0.05  # for a rank that failed at the same moment and has not yet written its word
@@ -98,7 +99,7 @@ def show(found: Report, record: Path | None = None) -> None:
             label = ""
     with contextlib.suppress(OSError, ValueError):  # a closed stdout must not hide the block
         sys.stdout.flush()
-    with contextlib.suppress(OSError, ValueError):
+    with contextlib.suppress(OSError, ValueError), above(sys.stderr):
         sys.stderr.write("\n".join(lines) + "\n" + found.trace)
         sys.stderr.flush()
 

@@ -28,9 +28,15 @@ def silence_output() -> None:
     os.close(nowhere)
 
 
+def above(stream):
+    """Return a context in which a text of this stream goes above the progress line, if any."""
+    loaded = sys.modules.get("tqdm")  # which only a line imports
+    return loaded.tqdm.external_write_mode(file=stream) if loaded else contextlib.nullcontext()
+
+
 def note(text: str) -> None:
     """Print a line on stderr, if it can be written: an unreadable stderr is no reason to stop."""
-    with contextlib.suppress(OSError, ValueError):
+    with contextlib.suppress(OSError, ValueError), above(sys.stderr):
         print(f"mpipar: {text}", file=sys.stderr, flush=True)
 
 
