@@ -18,12 +18,12 @@ from one_rank import fresh
 from program import block_of, pair
 from tokenizers_made import save_tokenizer
 
-from mpipar import cli, data
+from mpipar import cli
 from mpipar.checkpoint import weights as checkpoint
 from mpipar.commands.resume import Start, check_begin
 from mpipar.data.fingerprint import EDGE, fingerprint, of_ends
 from mpipar.data.source import load_source
-from mpipar.data.token_file import TokenFiles
+from mpipar.data.token_file import TokenFiles, pieces_of
 from mpipar.errors import DataError
 from mpipar.files import digests
 from mpipar.job import consistency
@@ -272,7 +272,7 @@ def found(path):
     """(arrays, fingerprint) of a token file."""
     arrays = [load_source((str(path),), 256).tokens]
     return arrays, fingerprint(
-        arrays, {piece.file.name: piece.sha256 for piece in data.pieces_of(arrays)}
+        arrays, {piece.file.name: piece.sha256 for piece in pieces_of(arrays)}
     )
 
 

@@ -128,7 +128,7 @@ STARTS = (
         "token 300 at position 1",
         tokens(*[7, 300, 8] * 100),
     ),
-    Start(13, "less data than one batch", "--batch-size 400", 65, "400 rows x 5 tokens"),
+    Start(13, "less data than two rows", "--seq-len 4000", 65, "fewer than one row to train on"),
     Start(
         14,
         "data that changed since the save",

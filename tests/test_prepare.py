@@ -423,19 +423,20 @@ def test_another_tokenizer_and_a_small_model(folder):
         load_source(("other", str(folder)), 257)
 
 
+NAMES = "does not name train.bin and val.bin, each once"
+
+
 @pytest.mark.parametrize(("change", "part"), [
     ({"format": 2}, "has format 2, but this version reads 1"), ({"format": 0}, "format 0"),
     ({"dtype": "int64"}, "names the dtype 'int64'"), ({"vocab_size": 2**40}, "vocabulary of"),
-    ({"end_of_text": 257}, "as the end of a text"), ({"end_of_text": -1}, "as the end of a text"),
-    ({"files": []}, "does not name train.bin and val.bin"),
-    ({"files": "train"}, "must be a list"), ({"more": 1}, "unknown key 'more'"),
-    ({"tokenizer": "a\nb"}, "not a legal str"),
-    ({"files/0/name": "../out/train.bin"}, "has the name"),
-    ({"files/0/name": "/etc/passwd"}, "has the name"),
-    ({"files/0/name": "val.bin"}, "each once"), ({"files/0/name": "test.bin"}, "has the name"),
-    ({"files/0/tokens": -1}, "-1 tokens"), ({"files/0/tokens": 2**60}, "tokens of"),
-    ({"files/0/tokens": 1.5}, "not a legal int"), ({"files/0/documents": -1}, "-1 texts"),
-    ({"files/0/sha256": "x" * 64}, "no SHA-256"),
+    ({"files": []}, NAMES), ({"files": "train"}, "must be a list"),
+    ({"more": 1}, "unknown key 'more'"), ({"tokenizer": "a\nb"}, "not a legal str"),
+    ({"files/0/name": "../out/train.bin"}, NAMES), ({"files/0/name": "/etc/passwd"}, NAMES),
+    ({"files/0/name": "val.bin"}, NAMES), ({"files/0/name": "test.bin"}, NAMES),
+    ({"files/0/tokens": -1}, "without tokens"), ({"files/0/tokens": 2**60}, "train.bin: has"),
+    ({"files/0/tokens": 1.5}, "not a legal int"),
+    ({"files/0/sha256": "x" * 64}, "other tokens than were written"),
+    ({"files/0/sha256": ""}, "other tokens than were written"),
 ])  # fmt: skip
 def test_a_description_that_cannot_be(change, part, folder):
     path = folder / "dataset.json"

@@ -12,9 +12,9 @@ from one_rank import fresh
 from tokenizers_made import save_tokenizer
 
 from mpipar.checkpoint.weights import save
-from mpipar.data import pieces_of
 from mpipar.data.fingerprint import fingerprint
 from mpipar.data.source import load_source
+from mpipar.data.token_file import pieces_of
 from mpipar.data.tokenizer import FILES, load_tokenizer
 from mpipar.files.text import harmless
 

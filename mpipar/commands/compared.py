@@ -14,7 +14,6 @@ from contextlib import ExitStack
 from pathlib import Path
 from typing import BinaryIO
 
-from mpipar import data
 from mpipar.checkpoint.manifest import GONE, NAME
 from mpipar.checkpoint.weight_files import check_digests
 from mpipar.comm.facts import all_gather_facts
@@ -22,6 +21,7 @@ from mpipar.commands.source import source_files
 from mpipar.config.sections import Config, in_force
 from mpipar.config.setting import flag
 from mpipar.data.fingerprint import fingerprint
+from mpipar.data.token_file import pieces_of
 from mpipar.errors import DataError
 from mpipar.files.bounded import open_regular, problems_as
 from mpipar.files.digests import digest_of, state_of
@@ -34,8 +34,8 @@ def compare_inputs(session, inputs) -> tuple[dict, str]:
     Comm: that of `digests_on_host` and of `Session.compare`.
     """
     config = inputs.config
-    arrays = data.arrays_of((inputs.train_part, inputs.held_out))
-    pieces = {piece.file.name: piece for piece in data.pieces_of(arrays)}
+    arrays = [inputs.train_part, inputs.held_out]
+    pieces = {piece.file.name: piece for piece in pieces_of(arrays)}
     files = {name: piece.file for name, piece in pieces.items()}
     read = {state_of(piece.file): piece.sha256 for piece in pieces.values() if piece.sha256}
     digests = digests_on_host(session, files, read)

@@ -134,7 +134,7 @@ def prepare(parsed, args, world_size: int, host_rank: int) -> Request:
         grid=replace(given.grid, num_microbatches=given.grid.num_microbatches or 1),
         train=replace(given.train, optimizer="sgd"),
     )
-    problems = (*parsed.problems, *option_problems(parsed, args))
+    unread = (*parsed.unread, *option_problems(parsed, args))
     beside, texts, found = tokenizer_folder(weights), [], {"notes": []}
     is_default = args.prompts is None and "prompt" not in parsed.given
 
@@ -169,7 +169,7 @@ def prepare(parsed, args, world_size: int, host_rank: int) -> Request:
         (layout_problems, UsageError),
         (checkpoint.weight_problems, DataError),
     ]
-    config, _ = resolve(replace(parsed, config=start, problems=problems), world_size, checks)
+    config, _ = resolve(replace(parsed, config=start, unread=unread), world_size, checks)
     groups = given.grid.num_microbatches or config.grid.pp  # as many as work at the same time
     config = replace(config, grid=replace(config.grid, num_microbatches=groups))
     together = given.train.batch_size or ROWS_OF_A_GROUP * config.grid.dp * groups

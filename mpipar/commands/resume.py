@@ -13,7 +13,6 @@ from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 
-from mpipar import data
 from mpipar.checkpoint.load import load_state
 from mpipar.checkpoint.manifest import NAME, committed_steps, read_manifest
 from mpipar.checkpoint.tokenizer_files import read_tokenizer_files
@@ -269,7 +268,7 @@ def agreed_sources(session, start: Start, inputs) -> Sources:
     Otherwise all ranks leave together. Comm: that of `compare_inputs`, and an agreement.
     """
     found, weights = compare_inputs(session, inputs)
-    arrays = data.arrays_of((inputs.train_part, inputs.held_out))
+    arrays = [inputs.train_part, inputs.held_out]
     session.agree(lambda: check_begin(start, found, arrays, weights))
     first = next(iter(start.candidates), "")
     digest = session.agree(lambda: digest_of_weights(first)) if first else weights

@@ -110,11 +110,6 @@ def evaluated(part, config):
     return part if tokens is None else part[: -(-tokens // seq_len) * seq_len + 1]
 
 
-def arrays(part) -> list:
-    """Return the arrays of a part, for its fingerprint."""
-    return [part]
-
-
 def rows_per_microbatch(config) -> int:
     """Return the rows of a microbatch of one dp replica. config: resolved."""
     return config.train.batch_size // (config.grid.dp * config.grid.num_microbatches)

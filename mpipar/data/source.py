@@ -20,7 +20,7 @@ import numpy as np
 
 from mpipar.data import dataset
 from mpipar.data.documents import is_json_lines, read_documents
-from mpipar.data.token_file import BLOCK, Piece, TokenFiles, named, outside
+from mpipar.data.token_file import Piece, TokenFiles, named, outside
 from mpipar.data.tokenizer import BYTE_VOCABULARY
 from mpipar.errors import DataError
 from mpipar.files.bounded import open_regular, problems_as
@@ -136,9 +136,8 @@ def _language_reference(vocab_size):
             " --data FILE_OR_FOLDER"
         ) from None
     text = "\n".join(topics[name] for name in sorted(topics))
-    tokens, problems = np.frombuffer(text.encode(), np.uint8), []
-    _check_ids("the built-in text", tokens, vocab_size, problems)
-    if problems:
+    tokens = np.frombuffer(text.encode(), np.uint8)
+    if problems := _check_ids("the built-in text", tokens, vocab_size):
         raise DataError(problems)
     what = f"{len(tokens):,} bytes of Python's language reference (pydoc_data.topics)"
     return Source(tokens, None, what)
@@ -196,7 +195,7 @@ def _read(path, vocab_size, thorough, problems):
     except DataError as error:
         problems += error.problems
         return np.zeros(0, np.uint8)
-    _check_ids(path, tokens, vocab_size, problems)
+    problems += _check_ids(path, tokens, vocab_size)
     return tokens
 
 
@@ -268,16 +267,11 @@ def type_of_ids(sample: bytes, nbytes: int, vocab_size: int) -> np.dtype:
     return usual
 
 
-def _check_ids(path, tokens, vocab_size, problems):
-    """Append a problem if an id has no row in the embedding table.
-
-    It checks block by block here, not inside a kernel.
-    """
-    for first in range(0, len(tokens), BLOCK):
-        piece = tokens[first : first + BLOCK]
-        if piece.max() >= vocab_size:
-            problems.append(f"--data: {outside(path, piece, first, vocab_size)}")
-            return
+def _check_ids(path, tokens, vocab_size) -> list[str]:
+    """Return a problem if an id has no row in the embedding table."""
+    if len(tokens) and tokens.max() >= vocab_size:
+        return [f"--data: {outside(path, tokens, 0, vocab_size)}"]
+    return []
 
 
 def _not_bytes(what, vocab_size):

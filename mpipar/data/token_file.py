@@ -82,8 +82,8 @@ class TokenFiles:
         wrong, pieces = [], []
         for piece, due in itertools.zip_longest(self.pieces, digests):
             # For a damaged file the digest should be reported, not an id that was never written.
-            found = _whole(piece, MOST_IDS if due else self.vocab_size)
-            if due and found != due:
+            found = _whole(piece, self.vocab_size if due is None else MOST_IDS)
+            if due is not None and found != due:
                 wrong.append(
                     f"--data {piece.file.name}: has other tokens than were written:"
                     f" SHA-256 {found[:16]}..., not {due[:16]}..."
@@ -92,6 +92,11 @@ class TokenFiles:
         if wrong:
             raise DataError(wrong)
         self.pieces = pieces
+
+
+def pieces_of(arrays) -> list[Piece]:
+    """Return the pieces of token files among the arrays of data."""
+    return [piece for array in arrays if isinstance(array, TokenFiles) for piece in array.pieces]
 
 
 def _whole(piece: Piece, vocab_size: int) -> str:

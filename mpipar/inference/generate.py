@@ -131,8 +131,7 @@ def generate(worker, texts: list[Text], sampling: Sampling) -> Iterator[list[Tex
     while groups := {mb: group for mb, group in groups.items() if group.is_active}:
         caches = {key: cache for group in groups.values() for key, cache in group.caches.items()}
         batches = {mb: group.batch() for mb, group in groups.items()}
-        with np.errstate(all="ignore"):  # what is not finite ends the job below, in words
-            outputs = worker.forward(groups, batches.__getitem__, caches)
+        outputs = worker.forward(groups, batches.__getitem__, caches)
         chosen = [0.0] * len(going)
         for mb, logits in sorted(outputs.items()):
             for text, candidates in zip(
