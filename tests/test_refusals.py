@@ -50,7 +50,6 @@ def check(folder, code, parts, *words, ranks=1):
         ),
         ("--data text.txt ids.bin", ["mixes token files"]),
         ("--vocab-size 100 --prompt AA", ["text.txt", "outside the vocabulary of 100"]),
-        ("--batch-size 400", ["930 tokens", "400 rows x 5 tokens", "--batch-size"]),
         ("--seq-len 500", ["930 tokens", "fewer than one row to train on", "--seq-len"]),
         ("--init-from nowhere", ["--init-from nowhere", "nothing is downloaded"]),
         ("--init-from weights", ["--init-from weights", "config.json: is not an object"]),
