@@ -27,8 +27,9 @@ WIRE = {
     "comm.algorithms.shared",
     "comm.algorithms.window",
 }
-REPORTS = {"comm.facts", "comm.clock", "comm.hosts"}  # what they send stays out of the records
-IMPORT_MPI = WIRE | REPORTS | {"job.mpi", "commands.doctor"}
+# What these send stays out of the records.
+REPORTS = {"comm.facts", "comm.clock", "comm.hosts", "comm.self_test"}
+IMPORT_MPI = WIRE | REPORTS | {"job.mpi", "comm.launcher", "commands.doctor"}
 CALL_MPI = WIRE | REPORTS | {"job.session", "job.mpi"}
 MPI_CALLS = set(
     """Allgather Allgatherv Allreduce Alltoall Alltoallv Barrier Bcast Gather Gatherv
@@ -211,7 +212,7 @@ def name_problems(module, source):
     Only grid.py, launchers and views of a run have bare names: the last two know one kind of rank.
     So has a command's flag --rank.
     """
-    if module in ("comm.grid", "comm.facts", "comm.clock") or folder(module) in (
+    if module in ("comm.grid", "comm.facts", "comm.clock", "comm.launcher") or folder(module) in (
         "console",
         "job",
         "plan",

@@ -7,18 +7,18 @@ import sys
 
 import fake_cupy
 import pytest
-from helpers import run_command, run_ranks
+from helpers import REPOSITORY, run_command, run_ranks
 from program import environment
 
 from mpipar.comm.connect import stated_awareness
-from mpipar.commands.doctor import ranges, rank_facts, remarks
-from mpipar.job import gpus
+from mpipar.comm.launcher import Launcher, read_launcher
+from mpipar.commands.doctor import launch_remarks, ranges, rank_facts, remarks
+from mpipar.job import gpus, mpi
 from mpipar.job.environment import (
     THREAD_VARIABLES,
     YIELD_VARIABLES,
-    Launcher,
+    chosen_by_user,
     presets,
-    read_launcher,
 )
 
 HYDRA = {"PMI_RANK": "3", "PMI_SIZE": "4", "MPI_LOCALRANKID": "1", "MPI_LOCALNRANKS": "2"}
@@ -111,7 +111,8 @@ def test_doctor_shows_every_rank(num_ranks, no_launcher):
             assert shown == ranges(sorted(cores))
             assert threads == str(len(cores))
         assert device
-    for word in ("MPI library", "thread level", "GPU-aware MPI", "BLAS threads", "launcher"):
+    for word in ("MPI library", "thread level", "GPU-aware MPI", "BLAS threads", "launcher",
+                 "MPI self-test"):  # fmt: skip
         assert f"\n{word}" in text
     assert f"\nranks          {num_ranks} on 1 host(s)\n" in text
 
@@ -146,6 +147,9 @@ def test_remarks_say_what_is_wrong_with_the_table():
     assert remarks([fact("a", [0], 1), fact("b", [0], 1)]) == []
     assert "3 ranks share 2 core(s)" in remarks([fact("a", [0, 1], 1)] * 3)[1]
     assert "OPENBLAS_NUM_THREADS=1" in remarks([fact("a", [0, 1], 2)] * 2)[1]
+    limited = fact("a", [0, 1, 2, 3], 2) | {"quota": 2.5}
+    assert remarks([limited]) == []
+    assert "allows the time of 2.5 cores, but there are 4" in remarks([limited] * 2)[1]
 
 
 def test_gpus_that_are_shared_or_hidden_are_remarked():
@@ -207,3 +211,96 @@ def test_a_freed_array_s_memory_serves_the_next_one():
 def test_mpi_leaves_sighup_to_the_run():
     assert presets({}, 2)["UCX_DEBUG_SIGNO"] == "0"
     assert "UCX_DEBUG_SIGNO" not in presets({"UCX_DEBUG_SIGNO": "SIGHUP"}, 2)
+
+
+@pytest.mark.parametrize("value", ["", " ", "abc", "0", "-1"])
+def test_what_is_no_number_of_threads_is_no_choice(value):
+    """`export OMP_NUM_THREADS=$SLURM_CPUS_PER_TASK` outside a job that sets it."""
+    chosen = presets(HYDRA | {"OMP_NUM_THREADS": value}, 8)
+    assert {chosen[name] for name in THREAD_VARIABLES} == {"4"}
+
+
+@pytest.mark.parametrize("value", ["3", " 2", "2,1"])
+def test_a_number_of_threads_is_a_choice(value):
+    assert not set(THREAD_VARIABLES) & set(presets(HYDRA | {"OMP_NUM_THREADS": value}, 8))
+
+
+def test_variables_of_the_launcher_and_own_choices_are_not_compared():
+    user = {"MPIR_CVAR_X": "1", "OMPI_MCA_coll": "tuned", "OMP_NUM_THREADS": "2"}
+    others = {"OMPI_MCA_orte_hnp_uri": "a", "OMPI_MCA_ess_base_vpid": "3", "HOME": "/"}
+    chosen = presets(HYDRA, 1)
+    assert chosen_by_user(user | others, ()) == user
+    assert chosen_by_user(chosen, chosen) == {}
+
+
+# --- the launcher's library
+
+
+@pytest.fixture
+def loaded(monkeypatch, tmp_path):
+    """Let these libraries exist, and none in the Python environment; return the set."""
+    here = set()
+    monkeypatch.setattr(mpi, "_loads", here.__contains__)
+    monkeypatch.setattr(sys, "prefix", str(tmp_path))
+    monkeypatch.setattr(mpi, "_start_with_link", lambda environ, _: environ.update(again="yes"))
+    return here
+
+
+@pytest.mark.parametrize(
+    ("launcher", "libraries", "environ", "added"),
+    [
+        ("MPICH's mpiexec", ["libmpi.so.12", "libmpi.so.40"], {}, {mpi.LIBRARY: "libmpi.so.12"}),
+        ("Open MPI's mpirun", ["libmpi.so.12", "libmpi.so.40"], {}, {mpi.LIBRARY: "libmpi.so.40"}),
+        ("MPICH's mpiexec", ["libmpi.so.40"], {}, {"again": "yes"}),
+        ("Open MPI's mpirun", ["libmpi.so.12"], {}, {}),
+        ("srun", ["libmpi.so.40"], {}, {}),
+        ("srun", [], {}, {"again": "yes"}),
+        ("MPICH's mpiexec", ["libmpi.so.12"], {mpi.LIBRARY: "/other"}, {}),
+        ("MPICH's mpiexec", ["libmpi.so.40"], {mpi.ABI: "openmpi"}, {}),
+        ("srun", ["libmpi.so.40"], {mpi.ABI: "mpich"}, {"again": "yes"}),
+        (None, [], {}, {}),
+    ],
+)
+def test_of_several_libraries_the_launcher_s_is_loaded(launcher, libraries, environ, added, loaded):
+    loaded.update(libraries)
+    found = dict(environ)
+    mpi.choose_library(Launcher(launcher, 0, 2), found)
+    assert found == environ | added
+
+
+def test_the_library_of_the_python_environment_comes_first(loaded, tmp_path):
+    (tmp_path / "lib").mkdir()
+    (tmp_path / "lib" / "libmpi.so.12").touch()
+    loaded.update(mpi.NAMES.values())
+    environ = {}
+    mpi.choose_library(Launcher("Open MPI's mpirun", 0, 2), environ)
+    assert environ == {}
+
+
+def test_a_world_that_its_launcher_does_not_know_is_refused(tmp_path):
+    """The examples and a program of one's own, as under srun without PMI."""
+    variables = environment() | {"SLURM_STEP_NUM_TASKS": "2", "SLURM_PROCID": "1"}
+    own = tmp_path / "own.py"
+    own.write_text(
+        "from mpi4py import MPI\nimport mpipar\n"
+        "ops = mpipar.make_ops('cpu', 'float32')\n"
+        "mpipar.Comms(mpipar.Grid(0), ops, mpipar.Recorder(), MPI.COMM_WORLD)\n"
+    )
+    examples = REPOSITORY / "docs" / "examples"
+    for file, said in (
+        (own, "this process is alone (rank 0 of 1), but srun started 2"),
+        (examples / "cut_mlp.py", "this process is alone (rank 0 of 1), but srun started 2"),
+        (examples / "one_file.py", "MPI does not know the other ranks of this launcher"),
+    ):
+        result = run_command([sys.executable, str(file)], 60.0, variables)
+        assert result.returncode == 1
+        assert said in result.stderr, result.tail()
+        assert result.stdout == ""
+
+
+def test_doctor_says_what_open_mpi_s_launcher_wants():
+    assert launch_remarks("MPICH Version: 5.0.2", 2, 0) == []
+    four = launch_remarks("Open MPI v4.1.4, package", 2, 0)[1]
+    assert "without --oversubscribe; as root it also needs --allow-run-as-root" in four
+    five = launch_remarks("Open MPI v5.0.11, package", 2, 1000)[1]
+    assert "without --map-by :OVERSUBSCRIBE; see" in five

@@ -1,5 +1,6 @@
 """System limits that are too low end with a sentence and a cure, before a library dies of them."""
 
+import math
 import os
 import shutil
 import subprocess
@@ -10,8 +11,8 @@ from fault_table import fault
 from helpers import find_launcher, run_command
 from program import LIMIT, PROGRAM, block_of, environment
 
-from mpipar.job import limits
-from mpipar.job.environment import Launcher
+from mpipar.comm.launcher import Launcher
+from mpipar.job import failure, limits
 
 TWO = Launcher("mpiexec", 0, 2, 0, 2)
 MIB = 1 << 20
@@ -89,3 +90,34 @@ def test_two_ranks_where_the_system_allows_too_little(before, said):
     words = f"{before}; exec {sys.executable} -m mpipar doctor"
     command = [find_launcher(), "-n", "2", *["unshare", "-m"] * mounts, "bash", "-c", words]
     block_of(run_command(command, LIMIT, environment()), 69, said)
+
+
+@pytest.mark.parametrize(
+    ("own", "files", "cores"),
+    [
+        ("0::/", {}, math.inf),
+        ("0::/a/b", {"a/b/cpu.max": "max 100000"}, math.inf),
+        ("0::/a/b", {"a/b/cpu.max": "150000 100000"}, 1.5),
+        ("0::/a/b", {"a/cpu.max": "50000 100000", "a/b/cpu.max": "150000 100000"}, 0.5),
+        ("0::/outside", {"cpu.max": "200000 100000"}, 2.0),
+        ("3:cpu,cpuacct:/a\n1:memory:/a", {"cpu,cpuacct/a/cpu.cfs_quota_us": "250000",
+                                           "cpu,cpuacct/a/cpu.cfs_period_us": "100000"}, 2.5),
+        ("3:cpu:/a", {"cpu/a/cpu.cfs_quota_us": "-1", "cpu/a/cpu.cfs_period_us": "100000"},
+         math.inf),
+        ("0::/", {"cpu.max": "damaged"}, math.inf),
+    ],
+)  # fmt: skip
+def test_the_quota_of_a_control_group_is_seen(own, files, cores, tmp_path):
+    (tmp_path / "own").write_text(own + "\n")
+    for name, text in files.items():
+        path = tmp_path / "fs" / name
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text(text + "\n")
+    assert limits.cpu_quota(tmp_path / "own", tmp_path / "fs") == cores
+
+
+@pytest.mark.parametrize("error", [BlockingIOError(11, "again"), RuntimeError(failure.NO_THREAD)])
+def test_no_room_for_a_process_or_thread_is_words(error):
+    report = failure.error_report(error, "here")
+    assert (report.exit_code, report.trace) == (69, "")
+    assert "ulimit -u" in report.what[0]

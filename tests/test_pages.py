@@ -20,10 +20,10 @@ from docs.build import measured
 from docs.build import pages as docs_pages
 from docs.build.blocks import blocks_of, update
 from mpipar import cli
+from mpipar.comm.launcher import Launcher
 from mpipar.config import flags
 from mpipar.config.reading import read_arguments
 from mpipar.errors import EXIT_CODES, UsageError
-from mpipar.job.environment import Launcher
 from mpipar.job.session import Session
 from mpipar.pipeline.schedules.catalog import SCHEDULES
 

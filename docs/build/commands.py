@@ -21,8 +21,8 @@ from bench.interconnect.launches import environment_of_jobs
 from bench.results import ROOT
 from docs.build.blocks import Block
 from mpipar import cli
+from mpipar.comm.launcher import Launcher
 from mpipar.errors import UserError
-from mpipar.job.environment import Launcher
 from mpipar.job.session import Session
 
 LIMIT = 100  # seconds for one command

@@ -21,6 +21,9 @@ L, D, H, T, V, F, EPS = 4, 128, 4, 64, 256, 512, 1e-5
 ROWS, MICROBATCHES = 16, 4  # of a step over all ranks, and of a pipeline
 LR, WARM_UP, BETA1, BETA2, ADAM_EPS, DECAY = 1e-3, 20, 0.9, 0.95, 1e-8, 0.1
 WORLD, WAITED = MPI.COMM_WORLD, {}  # name of a barrier: [calls, bytes, seconds]
+SIZES = ("OMPI_COMM_WORLD_SIZE", "PMI_SIZE", "SLURM_STEP_NUM_TASKS")  # mpipar/comm/launcher.py
+if WORLD.size == 1 and any(os.environ.get(name, "1") != "1" for name in SIZES):
+    raise SystemExit("MPI does not know the other ranks of this launcher: see `mpipar doctor`")
 
 
 def timed(name, call, x, *more):  # mpipar/comm/record.py

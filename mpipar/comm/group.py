@@ -3,7 +3,8 @@
 There is one `Comm` per group; `groups.py` makes them. Each call has a `name=`, under which a reader
 finds the barrier in tables and traces, and appends one record. In a group of one it does nothing,
 so no layer ever asks how many ranks there are. Reductions work in place on the array they are
-given. How bytes travel is up to the transport (`mpipar/comm/connect.py`).
+given. How bytes travel is up to the transport (`mpipar/comm/connect.py`). Arrays must be
+C-contiguous, because memory is sent as it lies; any other is refused before anything is sent.
 
 Every member of the group must make the same collective calls in the same order. A send needs a recv
 of the peer with the same tag, and vice versa. If one member skips or reorders a call, the job
@@ -17,7 +18,7 @@ from collections.abc import Callable
 from sys import _getframe
 from time import perf_counter_ns
 from types import SimpleNamespace
-from typing import Any
+from typing import Any, NoReturn
 
 from mpipar.comm.checked import CallCheck
 from mpipar.comm.record import (
@@ -35,7 +36,17 @@ from mpipar.comm.record import (
 from mpipar.comm.request import Array, Request
 from mpipar.comm.transport import Alone, Counts, Exchanged, Transport
 
-NOTHING = SimpleNamespace(dtype="")  # what a barrier sends
+IN_ORDER = SimpleNamespace(c_contiguous=True)
+NOTHING = SimpleNamespace(dtype="", flags=IN_ORDER)  # what a barrier sends
+
+
+def refuse(operation: str, name: str, x: Array) -> NoReturn:
+    """Raise ValueError for an array whose memory is not in the order of its elements."""
+    raise ValueError(
+        f"{operation} {name}: an array of shape {tuple(x.shape)} and strides"
+        f" {tuple(getattr(x, 'strides', ()))} is not C-contiguous, and memory is sent as it lies:"
+        " make it so with np.ascontiguousarray"
+    )
 
 
 class Pending:
@@ -123,6 +134,8 @@ class Comm:
         """
         if self.size == 1:
             return NO_ENTRY
+        if not x.flags.c_contiguous:
+            refuse(operation, name, x)
         if self._drain is not None and not posted:
             self._drain()
         recorder, frame = self.recorder, _getframe(2)
@@ -165,7 +178,15 @@ class Comm:
         return entry
 
     def all_reduce(self, x: Array, name: str, op: str = "sum") -> Array:
-        """Reduce x over the group in place (op: sum or max) and return it."""
+        """Reduce x over the group in place (op: sum or max) and return it.
+
+        There is no maximum of unsigned numbers: see `mpipar/comm/self_test.py`.
+        """
+        if op == "max" and x.dtype.kind == "u":
+            raise ValueError(
+                f"all_reduce {name}: the largest of {x.dtype} numbers is wrong with widespread MPI"
+                " libraries, which take them for signed; view them as a signed type, or convert"
+            )
         entry = self._open("all_reduce", name, x, x.nbytes)
         self.wire.all_reduce(x, op)
         return close(entry, x)
@@ -267,6 +288,8 @@ class Comm:
         The receiver waits for this call, so its entry is written after the message. Until then the
         recorder holds what the entry is made of.
         """
+        if not x.flags.c_contiguous:  # `_open` would notice after the message has left
+            refuse("send", name, x)
         if self._drain is not None:
             self._drain()
         recorder, posted = self.recorder, perf_counter_ns()

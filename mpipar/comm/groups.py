@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Collection, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, TypeAlias
 
@@ -10,6 +11,7 @@ from mpipar.comm.connect import connect, split
 from mpipar.comm.grid import Grid
 from mpipar.comm.group import Comm
 from mpipar.comm.hosts import cores_of, finish_passes_first
+from mpipar.comm.launcher import check_world
 from mpipar.comm.levels import LEVELED, LeveledComm, hosts_of, near_and_far
 from mpipar.comm.record import Recorder
 from mpipar.comm.request import Options
@@ -41,6 +43,8 @@ class Comms(dict[str, Comm]):
         partitions: Partitions | None = None,
         messages: Collection[str] = (),
     ):
+        if mpi_world is not None:
+            check_world(mpi_world, os.environ)
         self.grid, self.recorder, self.mpi_world, self.ops = grid, recorder, mpi_world, ops
         crowded = cores_of(mpi_world).crowded
         self.options = options = (options or Options())._replace(patient=crowded)

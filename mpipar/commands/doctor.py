@@ -3,30 +3,76 @@
 It reports only facts that the ranks themselves can see, and calls the others unknown.
 """
 
+import math
 import os
 import platform
+from dataclasses import dataclass
 from importlib import import_module
 
 import mpi4py
 
 from mpipar import __version__
+from mpipar.comm import self_test
 from mpipar.comm.facts import gather_facts
 from mpipar.comm.one_rank import OneRank
 from mpipar.commands.command import Command, Context
+from mpipar.config.setting import switch
 from mpipar.errors import EXIT_OK
 from mpipar.job import blas, consistency, gpus, limits, mpi
 from mpipar.job.consistency import ranges
 
 
+@dataclass(frozen=True)
+class DoctorArguments:
+    """What doctor is asked for."""
+
+    deep: bool = switch("also send messages of more than 2^31 bytes, which takes 4 GiB of memory")
+
+
 def run(context: Context) -> int:
-    """Print the facts of all ranks on world rank 0. Comm: one gather over the world."""
+    """Print the facts of all ranks on world rank 0.
+
+    Comm: that of `tested`, and one gather over the world.
+    """
     import_module("numpy")  # with its BLAS library, which `rank_facts` looks for
     session = context.session
     world = session.start()
-    facts = gather_facts(world, rank_facts(world.Get_rank(), session.host_rank))
+    own = rank_facts(world.Get_rank(), session.host_rank) | tested(world, context.args.deep)
+    facts = gather_facts(world, own)
     if facts is not None:
-        print("\n".join([*job_lines(session, facts), "", *rank_table(facts), *remarks(facts)]))
+        lines = [*job_lines(session, facts), "", *rank_table(facts), *remarks(facts)]
+        if session.launcher.name is None:
+            lines += launch_remarks(mpi.library_name(world), len(facts[0]["cores"]), os.geteuid())
+        print("\n".join(lines))
     return EXIT_OK
+
+
+def tested(world, deep: bool) -> dict:
+    """Return what this rank finds wrong in the MPI library, and how long the test took.
+
+    Comm: that of `timed_test`, and of `long_messages`.
+    """
+    if isinstance(world, OneRank):
+        return {}
+    wrong, tested_ms = self_test.timed_test(world)
+    return {
+        "tested_ms": tested_ms,
+        "wrong": wrong,
+        "long": self_test.long_messages(world) if deep else None,
+    }
+
+
+def self_test_text(facts: list[dict]) -> str:
+    """Return what the self-test of the MPI library has found."""
+    wrong = list(dict.fromkeys(words for fact in facts for words in fact["wrong"]))
+    text = f"{', '.join(wrong)} wrong" if wrong else "all results right"
+    if wrong == [self_test.UNUSED]:
+        text += ", which mpipar does not use; its own reductions are right"
+    text += f"; took {max(fact['tested_ms'] for fact in facts):.2g} ms"
+    if facts[0]["long"] is None:
+        return f"{text}; --deep also tests messages beyond 2^31 bytes"
+    found = list(dict.fromkeys(words for fact in facts for words in fact["long"]))
+    return f"{text}; {', '.join(found) or 'messages beyond 2^31 bytes arrive'}"
 
 
 def rank_facts(world_rank: int, host_rank: int) -> dict:
@@ -39,6 +85,7 @@ def rank_facts(world_rank: int, host_rank: int) -> dict:
         "blas": list(map(blas.shown, pools)),
         "limits": f"{limits.shared_free() / limits.MIB:.4g} MiB free in {limits.SHARED},"
         f" open files {limits.open_files()}",
+        "quota": quota if (quota := limits.cpu_quota()) < math.inf else None,
         "threads": max((pool["num_threads"] for pool in pools), default=1),
         **own_device(host_rank),
     }
@@ -80,7 +127,7 @@ def job_lines(session, facts: list[dict]) -> list[str]:
         ("MPI library", mpi.library_name(session.world)),
         ("launcher", session.launcher.name or "none (one process)"),
         ("ranks", f"{len(facts)} on {len(hosts)} host(s)"),
-        *([] if isinstance(session.world, OneRank) else library_rows()),
+        *([] if isinstance(session.world, OneRank) else library_rows(facts)),
         ("BLAS", ", ".join(facts[0]["blas"]) or "not seen"),
         ("BLAS threads", f"{facts[0]['threads']} per rank"),
         ("limits", facts[0]["limits"]),
@@ -88,7 +135,7 @@ def job_lines(session, facts: list[dict]) -> list[str]:
     return [f"{title:<15}{text}" for title, text in rows]
 
 
-def library_rows() -> list[tuple[str, str]]:
+def library_rows(facts: list[dict]) -> list[tuple[str, str]]:
     """Return what the MPI library can do."""
     from mpi4py import MPI
 
@@ -104,6 +151,7 @@ def library_rows() -> list[tuple[str, str]]:
         ("MPI standard", ".".join(map(str, MPI.Get_version()))),
         ("thread level", levels[MPI.Query_thread()]),
         ("GPU-aware MPI", "{} ({})".format(*gpu_awareness())),
+        ("MPI self-test", self_test_text(facts)),
     ]
 
 
@@ -136,8 +184,28 @@ def remarks(facts: list[dict]) -> list[str]:
                 f"{host}: {threads} BLAS threads on {len(cores)} core(s): set "
                 f"OPENBLAS_NUM_THREADS={max(1, len(cores) // len(here))}"
             )
+        quota = here[0].get("quota") or math.inf
+        if threads > quota:
+            found.append(
+                f"{host}: a control group (a container's limit) allows the time of {quota:g} cores,"
+                f" but there are {threads} BLAS threads: start fewer ranks, or set"
+                f" OPENBLAS_NUM_THREADS={max(1, int(quota) // len(here))}"
+            )
     found += gpus.remarks(fact | {"rank": fact["world_rank"]} for fact in facts)
     return ["", *found] if found else []
 
 
-COMMAND = Command(run, needs_mpi=True)
+def launch_remarks(library: str, cores: int, user: int) -> list[str]:
+    """Return what Open MPI's mpiexec needs here, which says so only in many lines."""
+    if not library.startswith("Open MPI"):
+        return []
+    many = "--oversubscribe" if library.startswith("Open MPI v4") else "--map-by :OVERSUBSCRIBE"
+    root = " as root it also needs --allow-run-as-root;" if user == 0 else ""
+    words = (
+        f"Open MPI's mpiexec refuses more ranks than cores ({cores}) without {many};{root}"
+        " see docs/how-to/mpi.md"
+    )
+    return ["", words]
+
+
+COMMAND = Command(run, usage="[--deep]", arguments=DoctorArguments, needs_mpi=True)

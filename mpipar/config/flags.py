@@ -6,12 +6,12 @@ import os
 import types
 from dataclasses import MISSING, dataclass
 
+from mpipar.comm.launcher import read_launcher
 from mpipar.config.sections import FIELDS, SECTIONS
 from mpipar.config.setting import flag, kind, setting, switch
 from mpipar.config.synonyms import EXAMPLES, SYNONYMS, unknown_word
 from mpipar.errors import UsageError
 from mpipar.files.text import brief, shown
-from mpipar.job.environment import read_launcher
 
 MANY = 28  # flags; a command with more of them shows only the common ones
 MOST_CHOICES = 8  # that are listed after a flag

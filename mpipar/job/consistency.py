@@ -60,12 +60,15 @@ def source_digest() -> str:
 def differences(facts: Sequence[dict[str, str]]) -> list[str]:
     """Return a table of the fields that differ, with the ranks of each value. facts: one per rank.
 
-    A field that some ranks lack is left out, unless it says why a rank rejected its flags.
+    A field that some ranks lack is left out, unless it says why a rank rejected its flags, or is a
+    variable of the environment.
     """
     rows = [("field", "ranks", "value")]
     for field in dict.fromkeys(name for fact in facts for name in fact):
         values: dict[str, list[int]] = {}
-        lacking = any(field not in fact for fact in facts) and field != REFUSED
+        lacking = any(field not in fact for fact in facts) and not (
+            field == REFUSED or field.partition("_")[0].isupper()
+        )
         for rank, fact in enumerate([] if lacking else facts):
             values.setdefault(fact.get(field, "nothing"), []).append(rank)
         if len(values) > 1:

@@ -27,6 +27,17 @@ SETTLE_SECONDS = 0.05  # for a rank that failed at the same moment and has not y
 TURN_SECONDS = 1.2  # enough to forward a block and for the abort after it to end the other ranks
 MOST_TURNS = 5  # a failure is reported within six seconds
 FORWARD_SECONDS = 0.3  # on abort the launcher drops output that it has not forwarded yet
+NO_THREAD = "can't start new thread"
+NO_PROCESS = (
+    "no further process or thread can be started: the limit of this user's processes is reached"
+    " (ulimit -u), or that of a container"
+)
+TOO_LONG = ("MPI_ERR_ARG", "MPI_ERR_COUNT")
+LONG = (
+    "the MPI library refuses a call. Libraries of MPI 3, such as Open MPI 4, take at most 2^31 - 1"
+    " numbers at a time: use Open MPI 5 or MPICH 4, or a layout with smaller parts"
+    " (`mpipar doctor --deep` tries a long message)"
+)
 DISK_ERRORS = {errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EIO, errno.EROFS}
 
 
@@ -64,6 +75,12 @@ def error_report(error: BaseException, where: str, saved: str = "") -> Report:
         done = "read or written" if error.errno == errno.EIO else "written"
         what = f"{error.filename or 'the output'} can't be {done}: {error.strerror}"
         return Report(errors.EXIT_OUTPUT, (what,), where)
+    if isinstance(error, BlockingIOError) or NO_THREAD in str(error):
+        return Report(errors.EXIT_ENVIRONMENT, (NO_PROCESS,), where)
+    if type(error).__module__ == "mpi4py.MPI" and str(error).startswith(TOO_LONG):
+        frames = traceback.extract_tb(error.__traceback__)
+        why = f"{frames[-1].filename}:{frames[-1].lineno} in {frames[-1].name}" if frames else ""
+        return Report(errors.EXIT_ENVIRONMENT, (f"{error}: {LONG}",), where, why)
     what = "".join(traceback.format_exception_only(error)).strip()
     if isinstance(error, SystemExit):
         what = f"sys.exit({error.code!r}) on this rank, while the others continue"

@@ -3,16 +3,19 @@
 The minimum values are what a small run on NumPy with one thread needs, measured with MPICH.
 """
 
+import contextlib
+import math
 import os
 import resource
 from pathlib import Path
 
-from mpipar.job.environment import Launcher
+from mpipar.comm.launcher import Launcher
 
 MIB = 1 << 20
 DESCRIPTORS, DESCRIPTORS_PER_RANK = 48, 4  # two ranks: 48 are enough, 32 are not
 SHARED_PER_RANK = 2 * MIB  # of /dev/shm: two ranks run with 4 MiB
 SHARED = Path("/dev/shm")  # noqa: S108 (MPI libraries choose the names in it)
+CGROUP, CGROUPS = Path("/proc/self/cgroup"), Path("/sys/fs/cgroup")
 
 
 def problems(launcher: Launcher) -> list[str]:
@@ -46,3 +49,27 @@ def shared_free() -> int:
         return 0
     found = os.statvfs(SHARED)
     return found.f_bavail * found.f_frsize
+
+
+def cpu_quota(own: Path = CGROUP, root: Path = CGROUPS) -> float:
+    """Return how many cores' time the control groups of this process allow, as containers do.
+
+    It is infinite without a quota. Both versions of control groups are read, with all parents.
+    """
+    least = math.inf
+    lines = own.read_text().splitlines() if own.exists() else []
+    for _, controllers, path in (line.split(":", 2) for line in lines):
+        if controllers and "cpu" not in controllers.split(","):
+            continue
+        base = root / controllers
+        folder = base / path.lstrip("/")
+        for place in (folder, *(one for one in folder.parents if one.is_relative_to(base))):
+            with contextlib.suppress(OSError, ValueError):
+                if controllers:
+                    names = "cpu.cfs_quota_us", "cpu.cfs_period_us"
+                    quota, period = (int((place / name).read_text()) for name in names)
+                else:
+                    quota, period = map(int, (place / "cpu.max").read_text().split())
+                if quota > 0:
+                    least = min(least, quota / period)
+    return least

@@ -10,17 +10,24 @@ from __future__ import annotations
 import array
 import contextlib
 import ctypes
+import json
 import os
-from collections.abc import Mapping
+import sys
+from collections.abc import Collection, Mapping, MutableMapping
 from pathlib import Path
 
 from mpipar.comm.facts import all_gather_facts
+from mpipar.comm.launcher import MPICH, OPEN_MPI, Launcher, check_alone, check_library
 from mpipar.comm.one_rank import OneRank
 from mpipar.errors import EnvironmentProblem
-from mpipar.job.environment import MPICH, Launcher, check_alone, check_library
+from mpipar.files.cache import cache_folder
+from mpipar.job import consistency
 
 MAPS = Path("/proc/self/maps")
 LIBRARY = "MPI4PY_LIBMPI"  # if set, mpi4py loads exactly this library
+ABI = "MPI4PY_MPIABI"  # if set, mpi4py loads a library of this kind: mpich or openmpi
+NAMES = {MPICH: "libmpi.so.12", OPEN_MPI: "libmpi.so.40"}
+DEBIAN_MPICH = "libmpich.so.12"  # also Ubuntu's
 
 
 def start(launcher: Launcher):
@@ -51,12 +58,86 @@ def load():
         from mpi4py import MPI
     except (ImportError, RuntimeError) as error:
         reason, cure = str(error).splitlines()[0], "install one with pip install '.[mpich]'"
-        if named := os.environ.get(LIBRARY):
-            reason, cure = f"{reason}: {LIBRARY}={named}", f"unset {LIBRARY}"
+        if named := next((name for name in (LIBRARY, ABI) if os.environ.get(name)), None):
+            reason, cure = f"{reason}: {named}={os.environ[named]}", f"unset {named}"
+        elif _loads(DEBIAN_MPICH):
+            cure = "start ranks with its mpiexec, so that Debian's MPICH is found"
         raise EnvironmentProblem(
             f"MPI cannot be loaded ({reason}); {cure}, or load your cluster's MPI"
         ) from error
     return MPI
+
+
+def choose_library(
+    launcher: Launcher, environ: MutableMapping[str, str], presets: Collection[str] = ()
+) -> None:
+    """Make mpi4py load the library of this launcher if the Python environment has none of its own.
+
+    A system may have several. Call it first, because this process may start over: Debian's MPICH
+    is called libmpich.so.12, mpi4py asks for libmpi.so.12, and the loader reads LD_LIBRARY_PATH
+    only when a process starts. A link there has the right name. presets: what this process has set
+    itself, and will set again.
+    """
+    own = Path(sys.prefix, "lib")
+    abi = environ.get(ABI, "").lower()
+    name = NAMES.get({"mpich": MPICH, "impi": MPICH, "openmpi": OPEN_MPI}.get(abi, launcher.name))
+    if launcher.name is None or environ.get(LIBRARY):
+        return
+    if abi or not any((own / one).exists() for one in NAMES.values()):
+        if name and (_loads(str(own / name)) or _loads(name)):
+            if not abi:
+                environ[LIBRARY] = name
+        elif name != NAMES[OPEN_MPI] and (name or not any(map(_loads, NAMES.values()))):
+            _start_with_link(environ, presets)
+
+
+def _loads(name: str) -> bool:
+    """Load a library into this process; return whether there is one."""
+    with contextlib.suppress(OSError):
+        return bool(ctypes.CDLL(name))
+    return False
+
+
+def _start_with_link(environ: MutableMapping[str, str], presets: Collection[str]) -> None:
+    """Start this process over if Debian's MPICH is here and its link is not yet on the path."""
+    folder, path = cache_folder("mpich"), environ.get("LD_LIBRARY_PATH", "")
+    if folder is None or str(folder) in path.split(":") or not _loads(DEBIAN_MPICH):
+        return
+    library = next(one for one in _mapped() if Path(one).name.startswith(DEBIAN_MPICH))
+    with contextlib.suppress(OSError):
+        new = folder / str(os.getpid())
+        new.symlink_to(library)
+        new.replace(folder / NAMES[MPICH])
+        environ["LD_LIBRARY_PATH"] = f"{folder}:{path}" if path else str(folder)
+        for name in presets:
+            del environ[name]
+        os.execv(sys.executable, [sys.executable, *sys.orig_argv[1:]])  # noqa: S606 (itself)
+
+
+def check_environment(world, facts: Mapping[str, str]) -> None:
+    """Raise EnvironmentProblem on world rank 0 if ranks differ in these variables.
+
+    Comm: a message to world rank 0, and no collective: the variables may choose its algorithm.
+    """
+    if world.Get_rank():
+        text = json.dumps(facts).encode()
+        world.Send(array.array("q", [len(text)]), 0)
+        world.Send(text, 0)
+        return
+    everybody = [facts]
+    for rank in range(1, world.Get_size()):
+        length = array.array("q", [0])
+        world.Recv(length, rank)
+        text = bytearray(length[0])
+        world.Recv(text, rank)
+        everybody.append(json.loads(text))
+    if any(one != facts for one in everybody):
+        raise EnvironmentProblem(
+            [
+                "the environment of the ranks differs where it must not:",
+                *consistency.differences(everybody),
+            ]
+        )
 
 
 def library_name(world) -> str:
@@ -125,13 +206,15 @@ def forget_shared_memory() -> None:
     Call it once every rank of this host has left MPI_Init. Open MPI's launcher unlinks its own.
     """
     with contextlib.suppress(OSError):
-        mapped = {
-            line.split(maxsplit=5)[5]
-            for line in MAPS.read_text().splitlines()
-            if "/mpich_shm_" in line
-        }
-        for path in mapped:
-            Path(path).unlink(missing_ok=True)
+        for path in _mapped():
+            if "/mpich_shm_" in path:
+                Path(path).unlink(missing_ok=True)
+
+
+def _mapped() -> set[str]:
+    """Return the paths of the files that this process has mapped."""
+    lines = [line.split(maxsplit=5) for line in MAPS.read_text().splitlines()]
+    return {line[5] for line in lines if len(line) > 5}
 
 
 def abort_before_start(launcher: Launcher, environ: Mapping[str, str], code: int) -> None:

@@ -27,17 +27,13 @@ from pathlib import Path
 
 from mpipar import errors
 from mpipar.comm.facts import gather_facts
+from mpipar.comm.launcher import MPICH, Launcher, Mismatch, read_launcher
 from mpipar.comm.one_rank import OneRank
+from mpipar.comm.self_test import check_reductions
 from mpipar.errors import EnvironmentProblem, UsageError, UserError
 from mpipar.files import no_links
 from mpipar.job import consistency, failure, limits, lock, mpi
-from mpipar.job.environment import (
-    MPICH,
-    Launcher,
-    Mismatch,
-    presets,
-    read_launcher,
-)
+from mpipar.job.environment import chosen_by_user, presets
 from mpipar.job.malloc import keep_heap
 from mpipar.job.signals import Interruptible, later, listen
 from mpipar.job.streams import open_closed, warn
@@ -66,6 +62,7 @@ class Session(Interruptible):
     where: called when an error is reported; returns what the rank is doing, such as "step 17".
     notes: lines for the log about earlier jobs in the run folder.
     ending: what finish() closes on this rank.
+    presets: environment variables that guard() has set because the user had not.
     unfinished: a folder to be removed if the process ends at once, or None.
     saved: the folder of the final weights once they are written; stopping then loses nothing.
     """
@@ -80,7 +77,7 @@ class Session(Interruptible):
         self.where: Callable[[], str] = str
         self.unfinished: Path | None = None
         self.saved = ""
-        self.notes = []
+        self.notes, self.presets = [], {}
         self.held: lock.RunLock | None = None  # of the run folder, on world rank 0
         self.ending = contextlib.ExitStack()
         self._private = None
@@ -93,12 +90,13 @@ class Session(Interruptible):
         """Start MPI, compare the facts of all ranks, and return `world`; later calls only return.
 
         Raises EnvironmentProblem if the ranks are not one job; they leave together if they differ.
-        Comm: a broadcast, that of host_ranks(), and that of compare().
+        Comm: a broadcast, that of host_ranks(), compare() and check_reductions(), an agreement.
         """
         if self.world is not None:
             return self.world
         self.watch.start(self.launcher.rank)
         self.world = mpi.start(self.launcher)
+        mpi.check_environment(self.world, chosen_by_user(os.environ, self.presets))
         if isinstance(self.world, OneRank):
             warn(f"{self.world.why}; continuing as rank 0 of 1")
         # a private communicator: agree() and finish() must never match the command's messages
@@ -112,6 +110,7 @@ class Session(Interruptible):
             mpi.forget_shared_memory()
         if self.facts:
             self.compare(self.facts)
+        self.agree(lambda: check_reductions(self._private, mpi.library_name(self.world)))
         return self.world
 
     def doing(self) -> str:
@@ -366,12 +365,14 @@ def guard(main: Callable, argv: list[str] | None = None):
     Call it before NumPy is imported, because it sets the number of BLAS threads.
     """
     open_closed()
-    os.environ.update(presets(os.environ, len(os.sched_getaffinity(0))))
+    os.environ.update(chosen := presets(os.environ, len(os.sched_getaffinity(0))))
     keep_heap()
     threading.stack_size(1 << 20)  # 8 MiB for each would count against --memory-limit
     # NumPy's: numbers that are not finite are found by our own checks, which name tensor and rank.
     warnings.filterwarnings("ignore", ".* encountered in ", RuntimeWarning)
     session = Session(read_launcher(os.environ))
+    mpi.choose_library(session.launcher, os.environ, chosen)
+    session.presets = chosen
     threading.excepthook = lambda failed: session.fail(failed.exc_value, failed.thread.name)
     try:
         if problems := limits.problems(session.launcher):

@@ -87,7 +87,8 @@ def later(seconds: float, function: Callable, *arguments) -> None:
     """Call the function in a thread of its own after so many seconds."""
     timer = threading.Timer(seconds, function, arguments)
     timer.daemon = True
-    timer.start()
+    with contextlib.suppress(RuntimeError):  # the limit of threads: then this is what is reported
+        timer.start()
 
 
 def listen(interrupt: Callable[[int], None], orphaned: Callable[[], None] | None = None) -> None:

@@ -6,6 +6,7 @@ import math
 import operator
 from collections import Counter
 from collections.abc import Iterable
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -106,6 +107,11 @@ class ShapeArray:
             n == 1 or have == want
             for n, have, want in zip(self.shape, self.strides, expected, strict=True)
         )
+
+    @property
+    def flags(self) -> SimpleNamespace:
+        """What a Comm asks of an array."""
+        return SimpleNamespace(c_contiguous=self.contiguous)
 
     @property
     def T(self) -> ShapeArray:

@@ -18,7 +18,7 @@ import numpy as np
 
 from mpipar.checkpoint.save import place_among_copies
 from mpipar.comm.facts import broadcast_text, gather_facts
-from mpipar.errors import DriftError
+from mpipar.errors import DriftError, EnvironmentProblem, UserError
 from mpipar.files.text import counted
 from mpipar.layers.param import Param
 from mpipar.ops.signature import Array
@@ -31,6 +31,11 @@ DRIFT = (
     " with --check-replicas 0"
 )
 SHOWN = 5  # pieces of a report
+LEAST = np.iinfo(np.int64).min
+NO_DRIFT = (
+    "the MPI library reported copies of tensors that differ, but compared one by one they are all"
+    " equal: its MPI_MAX is wrong (see mpipar doctor); use another library, or --check-replicas 0"
+)
 PieceOf = tuple[str, str, int]  # kind, name, shard
 
 
@@ -78,7 +83,9 @@ class Replicas:
         """Raise DriftError on every rank if any two copies of a piece differ.
 
         All copies are equal exactly if the largest checksum of a piece equals the smallest one,
-        which is the complement of the largest complement. A rank without a piece gives 0 for both.
+        which is the complement of the largest complement. A rank without a piece gives the smallest
+        number for both. Checksums are compared as signed numbers: widespread MPI libraries take
+        unsigned ones for signed in MPI_MAX (Open MPI up to 4.1.4, MPICH up to 4.0.2).
         Comm: one all_reduce of two numbers per piece over world; a gather and a broadcast of facts
         where copies differ.
         """
@@ -87,17 +94,18 @@ class Replicas:
         worker, recorder, start = self.worker, self.worker.recorder, perf_counter()
         with recorder.at("check"):
             mine = self.checksums()
-            ends = np.zeros((2, len(self.places)), np.uint64)
+            ends = np.full((2, len(self.places)), LEAST, np.int64)
             for piece, checksum in mine.items():
-                ends[:, self.places[piece]] = checksum, ~np.uint64(checksum)
+                signed = np.uint64(checksum).astype(np.int64)
+                ends[:, self.places[piece]] = signed, ~signed
             ends = worker.ops.to_host(
                 worker.comms.world.all_reduce(worker.ops.asarray(ends), "check.replicas", "max")
             )
-        differs = (ends[0] != ~ends[1]) & ends.any(axis=0)
+        differs = (ends[0] != ~ends[1]) & (ends > LEAST).any(axis=0)
         drifted = [piece for piece, place in self.places.items() if differs[place]]
         self.count, self.seconds = self.count + 1, self.seconds + perf_counter() - start
         if drifted:
-            raise DriftError(self._report(step, drifted, mine))
+            raise self._error(step, drifted, mine)
 
     def summary(self) -> str:
         """Return what the comparisons so far have found and how long they took."""
@@ -107,12 +115,13 @@ class Replicas:
             f" {counted(self.count, 'time')}, {each:.1f} ms each"
         )
 
-    def _report(self, step: int, drifted: list[PieceOf], mine: dict[PieceOf, int]) -> list[str]:
-        """Return lines that name each piece that drifted, with its ranks grouped by what they hold.
+    def _error(self, step: int, drifted: list[PieceOf], mine: dict[PieceOf, int]) -> UserError:
+        """Return an error that names each piece that drifted, with its ranks by what they hold.
 
         A fault spreads, because later gradients are computed with other weights. Where it began, it
         is isolated and large, so pieces that differ on the fewest ranks come first, and among those
         the piece whose sums are furthest apart, relative to its numbers.
+        If no two ranks differ after all, the reduction that said so was wrong.
         Comm: see `check`.
         """
         worker, found = self.worker, []
@@ -129,6 +138,8 @@ class Replicas:
             for world_rank, fact in enumerate(held):
                 if fact is not None:
                     ranks.setdefault(fact[0], []).append(world_rank)
+            if len(ranks) < 2:
+                continue
             _, totals, sizes = zip(*filter(None, held), strict=True)
             apart = (max(totals) - min(totals)) / (min(sizes) or 1.0)
             parts = sorted(ranks.values(), key=lambda ranks: (len(ranks), ranks))
@@ -137,8 +148,9 @@ class Replicas:
             found.append((len(parts[0]), -apart, f"{TITLES[kind]} of {name}{cut}: {sides}"))
         lines = [line for *_, line in sorted(found, key=itemgetter(0, 1))]
         more = [f"and {len(lines) - SHOWN} others"] if len(lines) > SHOWN else []
-        text = "\n".join([f"step {step}: {DRIFT}", *lines[:SHOWN], *more])
-        return broadcast_text(worker.mpi_world, text).splitlines()
+        text = "\n".join([f"step {step}: {DRIFT}", *lines[:SHOWN], *more]) if lines else ""
+        told = broadcast_text(worker.mpi_world, text)
+        return DriftError(told.splitlines()) if told else EnvironmentProblem(NO_DRIFT)
 
     def _sums(self, pieces: list[PieceOf]) -> dict[PieceOf, tuple[float, float]]:
         """Return the sum of each of these pieces here, and the sum of its absolute values."""

@@ -1,0 +1,190 @@
+"""What a Comm refuses before anything is sent, and the self-test of the MPI library."""
+
+import inspect
+
+import numpy as np
+import pytest
+from small_model import (
+    WORLD,
+    comms_of,
+    on_all_ranks,
+    raised_everywhere,
+    small_config,
+    worker_and_step,
+)
+from stand_in import put_in, put_in_nccl
+
+from mpipar import ops as ops_module
+from mpipar.comm import connect, self_test
+from mpipar.comm.device import DeviceTransport, StagedTransport
+from mpipar.comm.grid import Grid
+from mpipar.comm.group import Comm
+from mpipar.comm.groups import Comms
+from mpipar.comm.nccl import NcclTransport
+from mpipar.comm.record import Recorder
+from mpipar.errors import EnvironmentProblem
+from mpipar.job.environment import chosen_by_user
+from mpipar.job.mpi import check_environment
+from mpipar.train.replicas import Replicas
+
+pytestmark = pytest.mark.ranks(2)
+HERE, OTHER = WORLD.rank, 1 - WORLD.rank
+CALLS = {
+    "all_reduce": lambda comm, x: comm.all_reduce(x, "t"),
+    "iall_reduce": lambda comm, x: comm.iall_reduce(x, "t"),
+    "all_gather": lambda comm, x: comm.all_gather(x, "t"),
+    "reduce_scatter": lambda comm, x: comm.reduce_scatter(x, "t"),
+    "ireduce_scatter": lambda comm, x: comm.ireduce_scatter(x, "t"),
+    "iall_gather": lambda comm, x: comm.iall_gather(x, "t"),
+    "all_to_all": lambda comm, x: comm.all_to_all(x, "t"),
+    "all_to_allv": lambda comm, x: comm.all_to_allv(x, [1, 1], "t"),
+    "broadcast": lambda comm, x: comm.broadcast(x, 0, "t"),
+    "reduce": lambda comm, x: comm.reduce(x, 0, "t"),
+    "isend": lambda comm, x: comm.isend(x, OTHER, 0, "t"),
+    "irecv": lambda comm, x: comm.irecv(x, OTHER, 0, "t"),
+    "send": lambda comm, x: comm.send(x, OTHER, 0, "t"),
+    "recv": lambda comm, x: comm.recv(x, OTHER, 0, "t"),
+}
+OF_OTHER_ORDER = {
+    "Fortran": np.asfortranarray,
+    "with gaps": lambda x: np.repeat(x, 2, axis=-1)[..., ::2],
+    "backwards": lambda x: x[..., ::-1],
+}
+
+
+def test_every_call_with_an_array_is_in_the_table():
+    with_array = {
+        name
+        for name, one in inspect.getmembers(Comm, inspect.isfunction)
+        if not name.startswith("_") and "x" in inspect.signature(one).parameters
+    }
+    assert with_array == CALLS.keys()
+
+
+def assert_refused(comm, arrays):
+    for words, call in CALLS.items():
+        for x in arrays:
+            with pytest.raises(ValueError, match=f"{words.lstrip('i')} t: .* is not C-contiguous"):
+                call(comm, x)
+    assert not comm.recorder.records
+
+
+@pytest.mark.parametrize("dtype", ["float32", "float64", "bfloat16"])
+def test_what_is_not_contiguous_is_refused_before_it_is_sent(dtype):
+    comms = comms_of(ops_module.make("cpu", dtype))
+    x = np.zeros((2, 3, 4), comms.ops.dtype)
+    assert_refused(comms.world, [order(x) for order in OF_OTHER_ORDER.values()])
+    WORLD.Barrier()
+    assert not getattr(comms.world.wire, "wire", comms.world.wire).mpi.Iprobe()
+    comms.close()
+
+
+@pytest.mark.parametrize(
+    ("kind", "aware"), [(StagedTransport, "no"), (DeviceTransport, "yes"), (NcclTransport, "no")]
+)
+def test_every_transport_of_a_device_refuses_it(kind, aware, monkeypatch):
+    (put_in_nccl if kind is NcclTransport else put_in)(monkeypatch)
+    monkeypatch.setattr(connect, "cuda_aware", lambda: aware)
+    comms = comms_of(ops_module.make("cuda", "float64"))
+    assert type(comms.world.wire) is kind
+    assert_refused(comms.world, [comms.ops.zeros((3, 2), label="buffers").T])
+    comms.close()
+
+
+def test_the_step_on_shapes_refuses_it():
+    comms = Comms(Grid(0, {"tp": 2}), ops := ops_module.make("shapes", "float32"), Recorder())
+    assert_refused(comms.world, [ops.zeros((2, 4, 3), label="buffers").transpose(0, 2, 1)])
+
+
+@pytest.mark.parametrize("dtype", ["uint8", "uint16", "uint32", "uint64"])
+def test_a_maximum_of_unsigned_numbers_is_refused(dtype):
+    comms = comms_of(ops_module.make("cpu", "float32"))
+    with pytest.raises(ValueError, match=f"the largest of {dtype} numbers is wrong"):
+        comms.world.all_reduce(np.ones(3, dtype), "t", "max")
+    comms.close()
+
+
+# --- the self-test of the library
+
+
+class Wrong:
+    """A communicator with one wrong reduction: it changes the last number that arrives."""
+
+    def __init__(self, method, dtype):
+        self.method, self.dtype = method, dtype
+
+    def __getattr__(self, name):
+        plain = getattr(WORLD, name)
+        if name != self.method:
+            return plain
+
+        def call(x, *more):
+            request = plain(x, *more)
+            if request is not None:
+                request.Wait()
+            arrays = [one for one in (x, *more) if getattr(one, "typecode", "") == self.dtype]
+            for y in arrays[-1:]:  # where the result lies
+                y[min(6, len(y) - 1)] += 1
+            return request
+
+        return call
+
+
+def test_this_library_is_right():
+    assert [words for words in self_test.wrong_reductions(WORLD) if words != self_test.UNUSED] == []
+    self_test.check_reductions(WORLD, "this library")
+
+
+@pytest.mark.parametrize(("method", "dtype", "words"), [
+    ("Allreduce", "f", "MPI_SUM of float32, MPI_MAX of float32"),
+    ("Allreduce", "d", "MPI_SUM of float64, MPI_MAX of float64"),
+    ("Allreduce", "l", "MPI_SUM of int64, MPI_MAX of int64, MPI_MIN of int64"),
+    ("Reduce_scatter_block", "d", "MPI_Reduce_scatter_block of float64"),
+    ("Ireduce_scatter_block", "d", "MPI_Ireduce_scatter_block of float64"),
+    ("Iallreduce", "f", "MPI_Iallreduce of float32"),
+])  # fmt: skip
+def test_a_wrong_reduction_is_named_with_its_library(method, dtype, words):
+    text = raised_everywhere(
+        EnvironmentProblem,
+        lambda: self_test.check_reductions(Wrong(method, dtype), "Some MPI 1.2"),
+    )
+    assert text.startswith(f"the MPI library (Some MPI 1.2) computes wrong results: {words}; use")
+
+
+def test_unsigned_maxima_are_tested_but_not_needed():
+    assert self_test.wrong_reductions(Wrong("Allreduce", "L")) == [self_test.UNUSED]
+    self_test.check_reductions(Wrong("Allreduce", "L"), "Some MPI 1.2")
+
+
+def test_a_report_of_drift_notices_that_no_two_ranks_differ(monkeypatch):
+    """The maximum of a library that takes the larger half of the numbers for the smaller one."""
+    worker, step = worker_and_step(small_config((2, 1, 1), dtype="float32"))
+    step(1)
+    plain = Comm.all_reduce
+
+    def all_reduce(self, x, name, op="sum"):
+        plain(self, x, name, op)
+        if name == "check.replicas":
+            x[0] += 1
+        return x
+
+    monkeypatch.setattr(Comm, "all_reduce", all_reduce)
+    text = raised_everywhere(EnvironmentProblem, lambda: Replicas(worker).check(1))
+    worker.close()
+    assert "compared one by one they are all equal: its MPI_MAX is wrong" in text
+
+
+@pytest.mark.parametrize(
+    "name",
+    ["MPIR_CVAR_ANY_ALGORITHM", "OMPI_MCA_coll", "OPENBLAS_NUM_THREADS", "OPENBLAS_CORETYPE"],
+)
+@pytest.mark.parametrize("other", [{}, {"of another value": 1}])
+def test_ranks_whose_environment_differs_are_told_which_variable(name, other):
+    environ = {name: "1"} if HERE == 0 else {name: "2"} if other else {}
+    facts = chosen_by_user(environ, ())
+    if HERE == 0:
+        with pytest.raises(EnvironmentProblem, match=f"{name} +0 +1\n{name} +1 +(2|nothing)"):
+            check_environment(WORLD, facts)
+    else:
+        check_environment(WORLD, facts)
+    on_all_ranks("")
