@@ -214,8 +214,8 @@ def sources_of(module):
 def command_problem(command):
     """The problem of a command of a page, None if it can be typed as it stands."""
     words = shlex.split(command)
-    if words[0].endswith("mpiexec"):
-        words = words[3:]
+    if re.search(r"mpiexec(\.\w+)?$", words[0]):
+        words = words[words.index("-n") + 2 :]
     if not words:  # `mpiexec -n 4` alone: what to put before a command
         return None
     if any(re.fullmatch(r"[A-Z_]+|[A-Z]+\.\w+", word) for word in words[1:]):
@@ -239,6 +239,10 @@ def command_problem(command):
         return f"no {words[2]}" if not sources else f"no {given}" if given - known else None
     if program not in (
         "pip",
+        "apt-get",
+        "conda",
+        "module",
+        "srun",
         "python",
         "python3",
         ".",
