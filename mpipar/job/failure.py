@@ -8,7 +8,6 @@ no memory, nor do ranks that have not started MPI; there the lower number report
 import contextlib
 import errno
 import json
-import os
 import sys
 import time
 import traceback
@@ -139,20 +138,15 @@ def wait_for_turn(number: int) -> None:
     time.sleep(TURN_SECONDS * min(number, MOST_TURNS))
 
 
-def write_record(run_folder: Path, world_rank: int, found: Report) -> Path | None:
+def write_record(run_folder: Path | None, world_rank: int, found: Report) -> Path | None:
     """Write the report to a file in the run folder if possible; return its path."""
     name = f"errors/rank-{world_rank}.json"
     text = json.dumps(asdict(found) | {"world_rank": world_rank}, indent=1) + "\n"
     with contextlib.suppress(OSError):
-        replace_file(name, [text.encode()], sync=False, root=run_folder)
-        return run_folder / name
+        if run_folder is not None:
+            replace_file(name, [text.encode()], sync=False, root=run_folder)
+            return run_folder / name
     return None
-
-
-def place(rank: int, size: int, pid: int) -> str:
-    """Return which process this is: its rank, if the job has several, its host and its pid."""
-    here = f"host {os.uname().nodename} (pid {pid})"
-    return f"rank {rank} of {size} on {here}" if size > 1 else here
 
 
 def leave_code(environ: Mapping[str, str], code: int) -> None:

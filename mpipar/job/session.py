@@ -223,19 +223,14 @@ class Session(Interruptible):
         self.ending.close()
         return exit_code
 
-    def orphaned(self) -> None:
-        """End this rank because the process that started it is gone; see `listen`."""
-        self.fail(
-            EnvironmentProblem(
-                f"{self.launcher.name} ended before its ranks (killed?), so they end too"
-            )
-        )
-
     def _place(self) -> str:
+        """Return which process this is, and what it is doing."""
         rank, size = self.launcher.rank, self.launcher.size
         if self.world is not None:
             rank, size = self.world.Get_rank(), self.world.Get_size()
-        return ", ".join(filter(None, (failure.place(rank, size, os.getpid()), self.doing())))
+        here = f"host {os.uname().nodename} (pid {os.getpid()})"
+        here = f"rank {rank} of {size} on {here}" if size > 1 else here
+        return ", ".join(filter(None, (here, self.doing())))
 
     def fail(self, error: BaseException, thread: str = ""):
         """End the whole job because of `error`: one block on the console, one exit code.
@@ -273,10 +268,7 @@ class Session(Interruptible):
             failure.wait_for_turn(number)
             # a blocked console must not keep the job alive
             later(ABORT_SECONDS, self._abort, code)
-            record = None
-            if self.run_folder:
-                record = failure.write_record(self.run_folder, rank, found)
-            failure.show(found, record)
+            failure.show(found, failure.write_record(self.run_folder, rank, found))
         else:  # the reporting rank's abort also ends this process; if not, it ends itself
             time.sleep(ABORT_SECONDS + failure.TURN_SECONDS * failure.MOST_TURNS)
         return code
@@ -337,14 +329,19 @@ def raised(error: BaseException):
     raise error
 
 
+def _main(main: Callable, argv: list[str], session: Session) -> int:
+    try:
+        return main(argv, session)
+    except UsageError as error:
+        if session.world is not None or session.launcher.size == 1 or not session.facts:
+            raise
+        return session.refuse(error)
+
+
 def _run(main: Callable, argv: list[str], session: Session) -> int:
     try:
         try:
-            exit_code = main(argv, session)
-        except UsageError as error:
-            if session.world is not None or session.launcher.size == 1 or not session.facts:
-                raise
-            exit_code = session.refuse(error)
+            exit_code = _main(main, argv, session)
         except AgreedError as agreed:
             exit_code = agreed.exit_code
         except SystemExit as leaving:
@@ -378,7 +375,9 @@ def guard(main: Callable, argv: list[str] | None = None):
         if problems := limits.problems(session.launcher):
             raise EnvironmentProblem(problems)
         tell_of_exit(lambda: session.fail(RuntimeError("a library called exit() in this process")))
-        listen(session.interrupt, session.orphaned if session.launcher.name else None)
+        name = session.launcher.name
+        gone = EnvironmentProblem(f"{name} ended before its ranks (killed?), so they end too")
+        listen(session.interrupt, (lambda: session.fail(gone)) if name else None)
         exit_code = _run(main, sys.argv[1:] if argv is None else argv, session)
     except BaseException as error:  # noqa: BLE001 - whatever it is, no rank may be left waiting
         session.fail(error)
