@@ -1,14 +1,20 @@
-"""Hostile inputs of attention, both forms and merged parts: see numeric_cases.py."""
+"""Hostile inputs of attention, both forms and merged parts: see numeric_cases.py.
+
+A BLAS may add up the products of a score in any order, and two columns of one matrix in different
+orders. How far the roundings of that can move each probability follows from the exact scores; an
+error within it says nothing about the code. Scores that must stay equal are made of numbers of so
+few bits that every order gives the exact sum, with a width whose square root is a power of two.
+"""
 
 import numpy as np
 from numeric_cases import WIDE, Case, Family, beside, float32, spread
 
 # B, Tq, Tk, H, Hkv, d.
 SIZES = {
-    "": (2, 7, 9, 4, 2, 8),
-    " one token": (2, 1, 1, 4, 2, 8),
-    " one new token": (2, 1, 9, 4, 2, 8),
-    " long": (1, 70, 130, 2, 2, 8),
+    "": (2, 7, 9, 4, 2, 16),
+    " one token": (2, 1, 1, 4, 2, 16),
+    " one new token": (2, 1, 9, 4, 2, 16),
+    " long": (1, 70, 130, 2, 2, 16),
 }
 FORMS = ("saved", "block", "parts")
 NAMES = ("y", "dq", "dk", "dv")
@@ -48,7 +54,10 @@ def _cases_of(rng, batch, queries, keys, heads, kv_heads, width):
     for size in (1.0, 1e4, 1e18):
         key = spread(rng, batch, 1, kv_heads, width, magnitude=size)
         yield f"equal keys {size:g}", make(size, key * ones)
-    for low in (1e4, 1e18, 1e31, 1e37):
+    for size in (1.0, 2.0**13, 2.0**60):
+        few_bits = [size * rng.integers(-7, 8, shape) for shape in (of_q, (batch, 1, *of_k[2:]))]
+        yield f"equal scores {size:g}", make(float32(few_bits[0]), float32(few_bits[1]) * ones)
+    for low in (2.0**13, 2.0**60, 2.0**103, 2.0**123):
         for name, positions in (("", order), ("shuffled ", shuffled)):
             yield (
                 f"{name}scores of {-low:g}",
@@ -62,12 +71,54 @@ def _cases_of(rng, batch, queries, keys, heads, kv_heads, width):
     yield "shuffled", make(1.0, 1.0, positions=shuffled)
 
 
+def rounding_of_scores(q, k, factor):
+    """Most that float32 can add to each score by rounding, in whatever order it sums; 0 if none.
+
+    None where all products are whole multiples of one number and together below 2^24 of it.
+    """
+    size = np.einsum("bihd,bjhd->bhij", np.abs(q), np.abs(k))
+    multiple = lowest_bit(q)[..., None].transpose(0, 2, 1, 3) * lowest_bit(k).transpose(0, 2, 1)[
+        :, :, None
+    ]
+    exact = (size < 2.0**24 * multiple) & (np.log2(factor) % 1 == 0)
+    roundings = q.shape[3] + 2  # of the products, of all sums but the first, of the factor twice
+    return np.where(exact, 0, roundings * WIDE(2.0**-24) * factor * size)
+
+
+def lowest_bit(x):
+    """The largest power of two that divides every number of a row; 1 for a row of zeros."""
+    fraction, exponent = np.frexp(x)
+    whole = np.abs(fraction * 2.0**24).astype(np.int64)
+    bits = np.where(whole == 0, np.inf, np.ldexp(WIDE(1), exponent - 24) * (whole & -whole))
+    lowest = bits.min(-1)
+    return np.where(np.isinf(lowest), 1, lowest)
+
+
+def moved(scores, rounding):
+    """Most that each probability changes if each score of its row does by up to the largest rounding.
+
+    The odds of a key against all others change by at most twice that, as an exponent.
+    """
+    most = 2 * rounding.max(-1, keepdims=True)
+    highest = scores.max(-1, keepdims=True)
+    scores = scores - np.where(np.isfinite(highest), highest, 0)
+    top = np.arange(scores.shape[-1]) == scores.argmax(-1, keepdims=True)
+    whole = np.logaddexp.reduce(scores, -1, keepdims=True)
+    others = np.logaddexp.reduce(np.where(top, -np.inf, scores), -1, keepdims=True)
+    with np.errstate(all="ignore"):
+        share = np.exp(scores - whole)
+        odds = scores - np.where(top, others, whole + np.log1p(-np.where(top, 0, share)))
+        here, low, high = (1 / (1 + np.exp(-(odds + by))) for by in (0, -most, most))
+    return np.where(np.isfinite(scores), np.maximum(high - here, here - low), 0)
+
+
 def attention_exact(case):
     q, k, v, dy = case.wide("q k v dy")
     group, factor = q.shape[2] // k.shape[2], WIDE(q.shape[3]) ** -0.5
     k, v = (np.repeat(x, group, axis=2) for x in (k, v))
+    visible = case.k_pos[None, :] <= case.q_pos[:, None]
     scores = factor * np.einsum("bihd,bjhd->bhij", q, k)
-    scores = np.where(case.k_pos[None, :] <= case.q_pos[:, None], scores, -np.inf)
+    scores = np.where(visible, scores, -np.inf)
     top = scores.max(-1, keepdims=True)
     p = np.exp(scores - np.where(np.isfinite(top), top, 0))
     total = p.sum(-1, keepdims=True)
@@ -77,7 +128,8 @@ def attention_exact(case):
         np.subtract(top, scores, where=p > 0, out=np.zeros_like(p)), -1, keepdims=True
     )
     dp = np.einsum("bihd,bjhd->bhij", dy, v)
-    ds = factor * p * (dp - (p * dp).sum(-1, keepdims=True))
+    mean = (p * dp).sum(-1, keepdims=True)
+    ds = factor * p * (dp - mean)
     terms = factor * apart * p * np.einsum("bihd,bjhd->bhij", np.abs(dy), np.abs(v))
 
     def of_keys(left, right):
@@ -87,11 +139,15 @@ def attention_exact(case):
     def of_queries(left, right):
         return np.einsum("bhij,bjhd->bihd", left, right)
 
+    off = moved(scores, np.where(visible, rounding_of_scores(q, k, factor), 0))
+    ds_off = factor * (
+        off * np.abs(dp - mean) + (p + off) * (off * np.abs(dp)).sum(-1, keepdims=True)
+    )
     made = (
-        (of_queries(p, v), of_queries(apart * p, np.abs(v))),
-        (of_queries(ds, k), of_queries(terms, np.abs(k))),
-        (of_keys(ds, q), of_keys(terms, np.abs(q))),
-        (of_keys(p, dy), of_keys(apart * p, np.abs(dy))),
+        (of_queries(p, v), of_queries(apart * p, np.abs(v)), of_queries(off, np.abs(v))),
+        (of_queries(ds, k), of_queries(terms, np.abs(k)), of_queries(ds_off, np.abs(k))),
+        (of_keys(ds, q), of_keys(terms, np.abs(q)), of_keys(ds_off, np.abs(q))),
+        (of_keys(p, dy), of_keys(apart * p, np.abs(dy)), of_keys(off, np.abs(dy))),
     )
     return {f"{form} {name}": x for form in FORMS for name, x in zip(NAMES, made, strict=True)}
 

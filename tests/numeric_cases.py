@@ -33,17 +33,19 @@ class Family(NamedTuple):
 def error(got, exact, axis):
     """Largest error of a result relative to the largest exact number along `axis`; NaN is inf.
 
-    exact: the result, or (result, size of its terms). axis: () compares each number with itself, -1
-    with its row. What no float32 holds is left out.
+    exact: the result, or (result, size of its terms), or with a third array: how much of an error
+    follows from a rounding inside that no code can avoid; only what is beyond it counts. axis: ()
+    compares each number with itself, -1 with its row. What no float32 holds is left out.
     """
-    exact, terms = exact if isinstance(exact, tuple) else (exact, SMALL)
+    exact, terms, decided = (*exact, 0)[:3] if isinstance(exact, tuple) else (exact, SMALL, 0)
     exact, terms = np.broadcast_arrays(np.asarray(exact, WIDE), terms)
     got = np.asarray(got).astype(WIDE)
     assert got.shape == exact.shape, (got.shape, exact.shape)
     sizes = np.maximum(np.maximum(np.abs(exact), np.abs(terms)), SMALL)
     scale = np.max(sizes, axis=axis, keepdims=True)
     with np.errstate(invalid="ignore"):
-        off = np.where(np.abs(exact) > LARGEST, 0.0, np.abs(got - exact) / scale)
+        beyond = np.maximum(np.abs(got - exact) - decided, 0)
+        off = np.where(np.abs(exact) > LARGEST, 0.0, beyond / scale)
     return float(np.max(np.where(np.isnan(off), np.inf, off), initial=0.0))
 
 
