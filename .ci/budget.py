@@ -14,7 +14,7 @@ from pathlib import Path
 FUNCTION_STATEMENTS = 50
 POSITIONAL = 7  # parameters that may be given by position; the others are keyword-only
 LINE_LENGTH = 100
-COMPILERS = {"compiled", "kernel"}  # decorators of Numba's and cuda-tile's functions
+COMPILERS = {"compiled"}  # the decorator of Numba's functions
 SUFFIXES = {".py", ".cu", ".cuh", ".sbatch", ".js", ".css", ".html"}
 LEFTOVER = re.compile(r"\b(TO[D]O|FIX[M]E|X[X]X|NotImplemented[E]rror)\b")
 

@@ -8,9 +8,11 @@ import functools
 import gc
 import hashlib
 import importlib.util
+import itertools
 import os
 import shutil
-from collections.abc import Iterator
+from collections import defaultdict
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 
 import browser
@@ -183,8 +185,35 @@ def pytest_xdist_make_scheduler(config: pytest.Config, log):
     return Scheduling(config, log)
 
 
-def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Start the sessions first, of most ranks first, so that two processes (-n 2) end together."""
+def beyond_pairs(items: Iterable[pytest.Item]) -> set[pytest.Item]:
+    """Return the cases that can go: every two values that meet in a case of a test meet in another.
+
+    The case with most pairs that no chosen case has is chosen next.
+    """
+    pairs_of = defaultdict(dict)
+    for item in items:
+        case = getattr(item, "callspec", None)
+        values = [(name, repr(value)) for name, value in case.params.items()] if case else []
+        pairs_of[item.path, item.originalname][item] = set(itertools.combinations(values, 2))
+    left_out = set()
+    for cases in pairs_of.values():
+        missing = set().union(*cases.values())
+        left_out |= cases.keys() if missing else set()
+        while missing:
+            best = max(cases, key=lambda item: len(cases[item] & missing))
+            left_out.discard(best)
+            missing -= cases[best]
+    return left_out
+
+
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    """Choose by pairs the cases that emulate kernels, and put the order that ends soonest.
+
+    The sessions start first, of most ranks first, so that two processes (-n 2) end together.
+    """
+    left_out = beyond_pairs(item for item in items if item.get_closest_marker("shim"))
+    config.hook.pytest_deselected(items=[item for item in items if item in left_out])
+    items[:] = [item for item in items if item not in left_out]
 
     def place(item: pytest.Item) -> tuple[bool, int]:
         of = getattr(item, "callspec", None)

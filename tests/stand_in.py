@@ -4,17 +4,14 @@ import importlib
 import sys
 from types import SimpleNamespace
 
-import fake_cuda_tile
 import fake_cupy
 import fake_streams
 import pytest
 
 
 def put_in(monkeypatch):
-    """Let `import cupy` and `import cuda.tile` find the stand-ins."""
+    """Let `import cupy` find the stand-in."""
     monkeypatch.setitem(sys.modules, "cupy", fake_cupy)
-    monkeypatch.setitem(sys.modules, "cuda", SimpleNamespace(tile=fake_cuda_tile))
-    monkeypatch.setitem(sys.modules, "cuda.tile", fake_cuda_tile)
     fake_streams.Stream.queued.clear()  # what a broken twin has left
 
 
@@ -34,8 +31,6 @@ def put_in_nccl(monkeypatch, pci_bus_id=None):
 def cupy_or_stand_in(request, monkeypatch):
     """The module cupy, real or stand-in; kernels on the CPU need the mark shim."""
     if request.param == "gpu":
-        if "cuda-tile" in request.node.callspec.params.values():
-            pytest.importorskip("cuda.tile")
         return importlib.import_module("cupy")
     put_in(monkeypatch)
     return fake_cupy

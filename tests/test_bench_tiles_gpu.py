@@ -83,7 +83,7 @@ def test_attention(card, monkeypatch):
     monkeypatch.setattr(gpu_products, "HEAD_WIDTH", 10)  # independent of the width of the chains
     found = gpu_products.attention_rows(card, tiles.main.parse([*GPU_SIZES, "--width", "900"]))
     rows = {(row["kernel"], row["pass"], row["dtype"]): row for row in found}
-    assert {name for name, _, _ in rows} == {"whole scores", "tiles", "cuda-tile"}
+    assert {name for name, _, _ in rows} == {"whole scores", "tiles"}
     scores = 2 * 2 * 12 * 12  # of batch and heads
     assert rows["whole scores", "forward", "float32"]["kept_MB"] == pytest.approx(4e-6 * scores)
     assert rows["tiles", "forward", "float32"]["kept_MB"] == pytest.approx(

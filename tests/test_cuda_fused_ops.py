@@ -124,13 +124,6 @@ def test_a_float32_step_with_rmsnorm_is_that_of_float64(cupy, exact):
 
 
 @pytest.mark.shim
-@pytest.mark.parametrize("gemm", ["cuda-tile"])
-def test_a_step_in_the_tile_model_is_that_of_float64(cupy, exact, gemm):
-    """Forward attention uses cuda-tile's kernel; the other kernels use what it kept backward."""
-    check_step(step(device="cuda", optimizer="sgd", gemm=gemm), exact["sgd"], (1e-6, 1e-4))
-
-
-@pytest.mark.shim
 @pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
 def test_a_16_bit_step_is_that_of_numpy(cupy, attention, dtype):
     """Both round between two functions; a GPU's attention also rounds operands of its products.

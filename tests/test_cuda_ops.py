@@ -1,8 +1,7 @@
 """Products of the GPU path: cuBLAS's calling rules, and the hand-written kernels.
 
 Each test runs on the CPU and, if there is one, on a GPU. On the CPU tests/fake_cupy.py stands in
-for CuPy, and the kernels are those that a GPU gets. Kernels of cuda-tile run on
-tests/fake_cuda_tile.py.
+for CuPy, and the kernels are those that a GPU gets.
 """
 
 from functools import partial
@@ -27,7 +26,7 @@ from mpipar.train.verify import step_tensors
 
 BOUNDS = {"float32": 2e-6, "bfloat16": 2.0**-8, "float16": 2.0**-11}
 DTYPES = {"float32": np.float32, "bfloat16": ml_dtypes.bfloat16, "float16": np.float16}
-WAYS = ["blas", pytest.param("tile", marks=pytest.mark.shim), "cuda-tile"]
+WAYS = ["blas", pytest.param("tile", marks=pytest.mark.shim)]
 
 
 @pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
@@ -197,7 +196,6 @@ def test_sizes_that_a_gpu_might_see():
         ("--gemm tile --device cuda --dtype float64", ["--gemm tile with --dtype float64"]),
         ("--tf32 --device cuda --dtype float64", ["--tf32 with --dtype float64"]),
         ("--tf32 --gemm tile --device cuda", ["--tf32 with --gemm tile"]),
-        ("--gemm cuda-tile", ["--gemm: belongs to"]),
         ("--gemm tile --tf32", ["--gemm: belongs to", "--tf32: belongs to"]),
     ],
 )

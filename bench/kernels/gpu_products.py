@@ -6,7 +6,6 @@ plain formulas in float64 before it is timed.
 
 from __future__ import annotations
 
-from contextlib import suppress
 from functools import partial
 from pathlib import Path
 
@@ -15,7 +14,6 @@ import numpy as np
 from bench import results
 from bench.kernels import gpu_memory
 from bench.kernels.gpu import Gpu
-from mpipar.errors import EnvironmentProblem
 from mpipar.ops.array_ops import ArrayOps
 from mpipar.ops.cuda import ladder
 from mpipar.ops.cuda.gemm import BlasGemm, TileGemm
@@ -205,13 +203,10 @@ def backward(ops, dy, qkv, saved, positions):
 
 
 def ways() -> dict[str, FusedOps]:
-    """Return {name: operations}; the tile model only if its package is installed."""
+    """Return {name: operations}."""
     whole = FusedOps()
     whole.tiled_head_width = 0
-    found = {"whole scores": whole, "tiles": FusedOps()}
-    with suppress(EnvironmentProblem):
-        found["cuda-tile"] = FusedOps(gemm="cuda-tile")
-    return found
+    return {"whole scores": whole, "tiles": FusedOps()}
 
 
 def attention_rows(gpu: Gpu, args) -> list[dict]:

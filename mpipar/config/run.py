@@ -58,7 +58,7 @@ class RunConfig:
     gemm: str = setting(
         "blas",
         "GPU: library or kernel for matrix products",
-        choices=("blas", "tile", "cuda-tile"),
+        choices=("blas", "tile"),
         only=OF_GPU,
     )
     tf32: bool = setting(

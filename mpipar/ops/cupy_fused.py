@@ -14,8 +14,7 @@ from mpipar.ops.cuda.attention import MOST_WIDTH, Attention
 from mpipar.ops.cuda.epilogues import BIAS, DGELU, GELU_AUX_BIAS, Epilogues
 from mpipar.ops.cuda.fused import Fused
 from mpipar.ops.cuda.kernels import Loader
-from mpipar.ops.cuda.tile_model import TileModelAttention
-from mpipar.ops.cupy_ops import CupyOps, cuda_tile
+from mpipar.ops.cupy_ops import CupyOps
 from mpipar.ops.functions import EPILOGUES
 from mpipar.ops.signature import Array, ThreeArrays
 
@@ -58,11 +57,7 @@ class FusedOps(Fused, CupyOps):  # type: ignore[misc]
         CupyOps.__init__(self, "float32", gemm, tf32, host_rank)
         loader = Loader(self.xp)
         Fused.__init__(self, self.xp, loader)
-        self._tiles = (
-            TileModelAttention(self.xp, loader, cuda_tile())
-            if gemm == "cuda-tile"
-            else Attention(self.xp, loader)
-        )
+        self._tiles = Attention(self.xp, loader)
         self._epilogues = (
             Epilogues(self.xp, self._blas, speaks=host_rank == 0) if gemm == "blas" else None
         )

@@ -15,7 +15,6 @@ from mpipar.ops.cuda.embedding import Embedding
 from mpipar.ops.cuda.gemm import BlasGemm, TileGemm
 from mpipar.ops.cuda.kernels import Loader, num_processors
 from mpipar.ops.cuda.ladder import fitting
-from mpipar.ops.cuda.tile_model import TileModelGemm
 from mpipar.ops.cupy_copies import Copies
 from mpipar.ops.signature import Array, Shape
 
@@ -25,16 +24,15 @@ OLDEST_CUPY = 14  # the first that knows bfloat16
 class CupyOps(ArrayOps):
     """The array functions of `ArrayOps` on a CUDA device, which becomes the current one.
 
-    gemm: products with weights by "blas" (cuBLAS), "tile" (the kernels of ops/cuda) or "cuda-tile"
-    (the kernel that the package of that name compiles). The last two do not support float64. tf32:
-    cuBLAS may round float32 operands of products to 10 bits of mantissa.
+    gemm: products with weights by "blas" (cuBLAS) or "tile" (the kernels of ops/cuda, not for
+    float64). tf32: cuBLAS may round float32 operands of products to 10 bits of mantissa.
     host_rank: this process's place on its host, which selects its GPU. If there are fewer GPUs than
     ranks, the count wraps around to 0.
 
     copies: those that run beside the computing stream. All groups of a rank share them.
 
     Products and embeddings take 16-bit operands as they are, whatever `dtype` is.
-    Raises EnvironmentProblem when CuPy, cuda-tile or a usable GPU is missing.
+    Raises EnvironmentProblem when CuPy or a usable GPU is missing.
     """
 
     takes_16_bits: tuple[str, ...] = (
@@ -71,8 +69,6 @@ class CupyOps(ArrayOps):
         )
         if gemm == "tile":
             self._gemm = TileGemm(Loader(self.xp), partial(fitting, num_processors(self.xp)))
-        elif gemm == "cuda-tile":
-            self._gemm = TileModelGemm(self.xp, cuda_tile())
 
     def matmul(self, x: Array, w: Array) -> Array:
         """Return x w: (..., K) times (K, M) gives (..., M)."""
@@ -164,19 +160,6 @@ class CupyOps(ArrayOps):
         (mark, then), now = self._mark, perf_counter_ns()
         elapsed = self.xp.cuda.get_elapsed_time  # in ms
         return [min(now, then + round(1e6 * elapsed(mark, one))) for one in instants]
-
-
-def cuda_tile() -> ModuleType:
-    """Return the module cuda.tile."""
-    try:
-        import cuda.tile
-    except ImportError as error:
-        raise EnvironmentProblem(
-            f"--gemm cuda-tile needs the package cuda-tile, which cannot be imported here "
-            f"({error}): install it with pip install '.[tile]', or leave --gemm out"
-        ) from error
-    module: ModuleType = cuda.tile
-    return module
 
 
 def _usable_cupy(host_rank: int) -> ModuleType:
