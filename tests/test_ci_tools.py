@@ -1,11 +1,15 @@
 """The small programs under .ci/: each must find what it looks for."""
 
+import itertools
 import runpy
 import subprocess
 import sys
 from pathlib import Path
+from types import SimpleNamespace
+from typing import NamedTuple
 
 import pytest
+from conftest import beyond_pairs
 from helpers import REPOSITORY, run_command
 
 TOOLS = REPOSITORY / ".ci"
@@ -103,3 +107,33 @@ def test_summary_fails(tmp_path):
     result = summary(tmp_path)
     assert result.returncode == 1
     assert "failed: tests.test_a.test_waits" in result.stdout
+
+
+class Item(NamedTuple):
+    """A case of a test, as pytest describes it."""
+
+    values: tuple
+    path: str = "a.py"
+    originalname: str = "test_a"
+
+    @property
+    def callspec(self):
+        return SimpleNamespace(params=dict(enumerate(self.values)))
+
+
+@pytest.mark.parametrize(("sizes", "count"), [((2, 4, 4), 16), ((4, 6, 2), 24), ((3, 3, 2, 2), 9)])
+def test_chosen_cases_let_every_two_values_meet(sizes, count):
+    cases = [Item(values) for values in itertools.product(*map(range, sizes))]
+    chosen = set(cases) - beyond_pairs(cases)
+    assert count <= len(chosen) <= count + 2
+
+    def pairs(items):
+        return {
+            two for one in items for two in itertools.combinations(enumerate(one.values), 2)
+        }
+
+    assert pairs(chosen) == pairs(cases)
+
+
+def test_a_case_of_one_value_always_runs():
+    assert beyond_pairs([Item((1,)), Item((2,)), Item((), path="b.py")]) == set()

@@ -157,6 +157,19 @@ def test_adamw_has_pytorchs_weights_over_several_steps(name, rng):
         assert_close(data, parameter.detach().numpy(), 1e-9, f"weights after step {step}")
 
 
+def test_a_rounding_of_a_score_decides_nothing_where_every_order_has_the_exact_sum():
+    """Where one does, as beside keys of 1e18, probabilities may be any; ordinary ones move little."""
+    most = {
+        name: max(float(np.max(decided)) for _, _, decided in exact.values())
+        for name, _, exact in cases_of("attention", np.dtype(np.float32))
+    }
+    exact = [name for name in most if re.search("equal scores|scores of", name)]
+    assert len(exact) == 4 * 11
+    assert {most[name] for name in exact} == {0}
+    assert 0 < most["q 1 k 1"] < 1e-4
+    assert most["keys beside 1e+18"] > 1
+
+
 def by_one_number(self, stats):
     """The log of the sum of exp(logit) as one number, as the maximum of a sum of 1."""
     loss, sums = ArrayOps.cross_entropy_combine(self, stats)

@@ -12,6 +12,8 @@ from helpers import find_launcher
 from in_process import assert_refused, printed
 from test_trace_html import data_of
 from test_trace_perfetto import check_arrows, check_slices
+from trace_cases import blocking, span
+from trace_cases import trace as made
 from trace_cases import waits_and_segments as analyse
 from traced_runs import PASSES, SMALL
 
@@ -67,6 +69,7 @@ def test_every_call_has_its_partner_and_every_instant_its_segment(delayed):
         assert all(a.end == b.start for a, b in itertools.pairwise(own))
 
 
+@pytest.mark.alone
 def test_a_planted_delay_is_the_cause_and_the_wait_is_its_lateness(delayed):
     """The wait of rank 0 at the barrier after the delay is how much later rank 1 came, +- 2 ms."""
     trace, _ = delayed
@@ -101,10 +104,16 @@ def test_efficiencies_multiply_and_an_ideal_network_is_never_slower(delayed):
     assert result.parallel == pytest.approx(
         result.load_balance * result.serialization * result.transfer
     )
-    # Rank 0 works while rank 1 sleeps in its span: most of the imbalance is planted.
+
+
+@pytest.mark.alone
+def test_rank_0_works_while_rank_1_sleeps_in_its_span(delayed):
+    trace, _ = delayed
+    result = pop.efficiency(trace, *analyse(trace))
     assert result.useful_ns[1] > result.useful_ns[0] + PASSES * 40e6
 
 
+@pytest.mark.alone
 @fault(31, "a slow rank: named, with its line and its share of the waits", 0)
 def test_the_command_names_the_late_rank_the_barrier_and_the_line(delayed):
     _, folder = delayed
@@ -187,12 +196,13 @@ def test_a_trace_that_cannot_be_read_does_not_fail_the_report(delayed, tmp_path)
     )
 
 
-def test_the_timeline_shows_the_wait(delayed):
-    trace, _ = delayed
-    _, pieces = analyse(trace)
-    rows = timeline(trace, pieces).splitlines()
-    assert rows[1].count(".") > 30  # rank 0 waits for most of the time
-    assert rows[2].count("F") > 30  # rank 1 sleeps in its forward
+def test_the_timeline_shows_the_wait():
+    """Rank 0 waits for most of the time, for rank 1 in its forward."""
+    records = [[blocking("all_reduce", "block0.ffn.down", "tp", came, 80)] for came in (10, 78)]
+    case = made(records, [[span("F", 0, 80)]] * 2)
+    rows = timeline(case, analyse(case)[1], width=len("rank 0 ") + 100).splitlines()
+    assert rows[1] == "rank 0 " + 10 * "F" + 68 * "." + 2 * "-"
+    assert rows[2] == "rank 1 " + 78 * "F" + 2 * "-"
 
 
 @pytest.mark.parametrize(("flags", "message"), [
