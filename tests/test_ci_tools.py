@@ -128,9 +128,7 @@ def test_chosen_cases_let_every_two_values_meet(sizes, count):
     assert count <= len(chosen) <= count + 2
 
     def pairs(items):
-        return {
-            two for one in items for two in itertools.combinations(enumerate(one.values), 2)
-        }
+        return {two for one in items for two in itertools.combinations(enumerate(one.values), 2)}
 
     assert pairs(chosen) == pairs(cases)
 

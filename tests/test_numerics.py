@@ -158,7 +158,7 @@ def test_adamw_has_pytorchs_weights_over_several_steps(name, rng):
 
 
 def test_a_rounding_of_a_score_decides_nothing_where_every_order_has_the_exact_sum():
-    """Where one does, as beside keys of 1e18, probabilities may be any; ordinary ones move little."""
+    """Where one does, as beside keys of 1e18, it may decide all; ordinary results move little."""
     most = {
         name: max(float(np.max(decided)) for _, _, decided in exact.values())
         for name, _, exact in cases_of("attention", np.dtype(np.float32))

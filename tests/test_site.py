@@ -11,7 +11,6 @@ from helpers import REPOSITORY
 
 from docs.build import site
 
-
 # What no extra of the documentation installs, and an MPI library.
 HIDDEN = "cupy matplotlib mpi4py.MPI numba scipy sklearn tensorboard tokenizers torch transformers"
 BUILD_WITHOUT = """

@@ -31,7 +31,9 @@ SETTINGS = {
     "myst_heading_anchors": 4,
     "autodoc_member_order": "bysource",
     "autodoc_default_options": {"members": True, "undoc-members": True},
-    "autodoc_mock_imports": ["numba"],  # the extra docs alone is enough: compiled loops stand as written
+    "autodoc_mock_imports": [
+        "numba"
+    ],  # the extra docs alone is enough: compiled loops stand as written
     # A fence may name a language that Sphinx does not know, and several folders have a class of the
     # same name.
     "suppress_warnings": ["misc.highlighting_failure", "ref.python"],
