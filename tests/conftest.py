@@ -207,11 +207,15 @@ def beyond_pairs(items: Iterable[pytest.Item]) -> set[pytest.Item]:
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    """Choose by pairs the cases that emulate kernels, and put the order that ends soonest.
+    """Choose cases by pairs where a test says so or emulates kernels; order what ends soonest.
 
     The sessions start first, of most ranks first, so that two processes (-n 2) end together.
     """
-    left_out = beyond_pairs(item for item in items if item.get_closest_marker("shim"))
+    left_out = beyond_pairs(
+        item
+        for item in items
+        if item.get_closest_marker("shim") or item.get_closest_marker("pairs")
+    )
     config.hook.pytest_deselected(items=[item for item in items if item in left_out])
     items[:] = [item for item in items if item not in left_out]
 

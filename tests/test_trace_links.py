@@ -46,6 +46,7 @@ def test_a_slow_link_is_named(layout, link, schedule):
 
 
 @pytest.mark.slow
+@pytest.mark.pairs
 @pytest.mark.parametrize("schedule", ["1f1b", "gpipe", "zb-h1"])
 @pytest.mark.parametrize("steps_late", [0.5, 0.75, 1.5, 2, 4])
 @pytest.mark.parametrize(("layout", "link"), GROUPS + MESSAGES, ids=str)
