@@ -209,7 +209,7 @@ NO_TEXTS = [
     (b"version https://git-lfs.github.com/spec/v1\noid sha256:0\n", "Git LFS"),
     (b"<!DOCTYPE html>\n<html></html>", "a web page"), ("text".encode("utf-16"), "UTF-16"),
     ("text".encode("utf-16-be"), "byte 0 is zero"), (b"ab\0", "byte 2 is zero"),
-    (b"GGUF" + b"x" * 99, "GGUF"),
+    (b"GGUF" + b"x" * 99, "GGUF"), (b'[{"text": "a"},\n {"text": "b"}]', "a JSON array"),
 ]  # fmt: skip
 
 

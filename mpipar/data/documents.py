@@ -26,23 +26,28 @@ HEAD = 1 << 16  # characters at the start of a document that decide whether it i
 HELD_OUT = 10  # one part in ten is held out
 WEB_PAGES = (".html", ".htm")  # read as text, as their names say what they are
 KEY = "text"
+ARRAY = re.compile(rb'\s*\[\s*\{\s*"')
 BEGINS_WITH_TEXT = re.compile(rb'\{[ \t]*"text"[ \t]*:')
 
 
 def check_kind(path: Path) -> None:
     """Raise ValueError that names a file which is not text, such as an archive."""
     kind = recognize(path)
-    if kind in (None, "empty", BYTE_ORDER_MARK, JSON_LINES) or path.suffix in WEB_PAGES:
-        return
-    raise ValueError(f"is {kind}")
+    if kind not in (None, "empty", BYTE_ORDER_MARK, JSON_LINES) and path.suffix not in WEB_PAGES:
+        raise ValueError(f"is {kind}")
+    if ARRAY.match(_head(path)):
+        raise ValueError("is a JSON array; write its objects one on each line, as JSON lines")
 
 
 def is_json_lines(path: Path) -> bool:
     """Return whether a file holds a JSON object on each line, by its name or its first line."""
-    if path.suffix.lower() in (".jsonl", ".ndjson") or recognize(path) == JSON_LINES:
-        return True
+    known = path.suffix.lower() in (".jsonl", ".ndjson") or recognize(path) == JSON_LINES
+    return known or bool(BEGINS_WITH_TEXT.match(_head(path)))
+
+
+def _head(path: Path) -> bytes:
     with open_regular(path) as file:
-        return bool(BEGINS_WITH_TEXT.match(file.read(99).removeprefix(b"\xef\xbb\xbf")))
+        return file.read(99).removeprefix(b"\xef\xbb\xbf")
 
 
 def read_documents(
