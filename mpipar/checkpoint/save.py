@@ -17,7 +17,7 @@ from __future__ import annotations
 import contextlib
 import itertools
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
 from time import perf_counter, perf_counter_ns
@@ -97,15 +97,24 @@ def row_blocks(own: Own, ops):
         yield place, ops.to_host(own.x[place])
 
 
-def write_pieces(path: Path, own: list[Own], ops) -> dict:
-    """Write one rank's file; return {bytes, sha256, seconds}, or the error of a disk."""
+def unwatched(blocks: Iterable, total: int) -> Iterable:
+    """Return the blocks."""
+    return blocks
+
+
+def write_pieces(path: Path, own: list[Own], ops, watch=unwatched) -> dict:
+    """Write one rank's file; return {bytes, sha256, seconds}, or the error of a disk.
+
+    watch(blocks, their bytes): yields the blocks, and may show how far they are.
+    """
     start = perf_counter()
     head = safetensors_head(
         (one.piece.key, ops.statistics, boxes.shape_of(one.piece.box)) for one in own
     )
     blocks = (block for one in own for _, block in row_blocks(one, ops))
+    total = sum(one.x.size for one in own) * ops.statistics.itemsize
     try:
-        size, digest = write_new(path, itertools.chain([head], blocks))
+        size, digest = write_new(path, itertools.chain([head], watch(blocks, total)))
     except OSError as error:
         return {"error": error.strerror or str(error)}
     return {"bytes": size, "sha256": digest, "seconds": perf_counter() - start}
@@ -144,7 +153,8 @@ class Saver:
     keep: how many of the newest checkpoints to keep (0: all). background: whether a thread writes a
     copy of the state while training continues; it never calls MPI. facts: `config`, the
     configuration as TOML, and `data`, the fingerprint of the data. ready(): called on rank 0 before
-    each save; raises OSError or OutputError if the run folder cannot take one.
+    each save; raises OSError or OutputError if the run folder cannot take one. watch: shows how far
+    this rank's own writing is, see `write_pieces`; not in background.
 
     saved: the step of the last commit, or None. blocked_seconds: how long the last `save` blocked
     training. write_seconds: how long this rank wrote for the last commit. waits: how often a save
@@ -161,9 +171,10 @@ class Saver:
         background: bool,
         facts: dict,
         ready: Callable[[], None] = lambda: None,
+        watch: Callable[[Iterable, int], Iterable] = unwatched,
     ):
         self.worker, self.folder, self.keep, self.facts = worker, Path(folder), keep, facts
-        self.ready = ready
+        self.ready, self.watch = ready, watch
         self.comm, self.mpi_world = worker.comms.world, worker.comms.mpi_world
         self.own = own_pieces(worker)
         self.file = pieces_file(worker.grid.world_rank)
@@ -208,7 +219,7 @@ class Saver:
             path, own = self.partial / self.file, self.own
             outcome = Future()
             if self.copy is None:
-                outcome.set_result(write_pieces(path, own, self.worker.ops))
+                outcome.set_result(write_pieces(path, own, self.worker.ops, self.watch))
             else:
                 self._copy_state()
                 outcome = self.thread.submit(write_pieces, path, self.copy, self.worker.ops)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 from contextlib import ExitStack, closing, contextmanager, suppress
+from functools import partial
 from statistics import median
 from time import perf_counter
 
@@ -36,6 +37,7 @@ from mpipar.console import tables as console
 from mpipar.console.memory import PeakMemory
 from mpipar.console.metrics import Metrics
 from mpipar.console.output import GrowingFile, Log
+from mpipar.console.progress import watched
 from mpipar.console.tensorboard import Events, tensorboard_problems
 from mpipar.data import rows
 from mpipar.errors import (
@@ -214,6 +216,7 @@ class Run:
             background=config.run.save_async,
             facts={"config": to_toml(config), "data": self.fingerprint},
             ready=self.keep_folder,
+            **({"watch": partial(watched, "checkpoint")} if self.log.speaks else {}),
         )
         if self.start.newest:
             saver.saved = self.first - 1  # this folder already has that checkpoint
