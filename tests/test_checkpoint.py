@@ -247,7 +247,7 @@ def test_a_kill_before_either_rename_leaves_files_that_load(name, tmp_path, monk
 
 def test_folder_that_cannot_be_written(tmp_path):
     (tmp_path / "file").write_text("")
-    with pytest.raises(OutputError, match="file/weights: the weights could not be written: Not a"):
+    with pytest.raises(OutputError, match="file/weights: the weights could not be written: File"):
         checkpoint.save(fresh(), tmp_path / "file" / "weights")
 
 

@@ -45,7 +45,8 @@ def kind_of(mode: int) -> str:
 def make_root(root) -> None:
     """Create a root, for this user alone, and the folders above it, if it does not exist."""
     Path(root).parent.mkdir(parents=True, exist_ok=True)
-    Path(root).mkdir(mode=0o700, exist_ok=True)
+    with suppress(FileExistsError):  # what is no folder is refused when it is opened
+        Path(root).mkdir(mode=0o700)
 
 
 @contextmanager
