@@ -228,12 +228,12 @@ def _read_bin(file, nbytes, vocab_size) -> TokenFiles:
                 f" ({due:,} bytes), but the file has {nbytes:,} bytes"
             )
     else:
-        kind = recognize(file.name)
-        if kind and not sample.startswith(OF_TWO_BYTES):
+        kind, dtype = recognize(file.name), type_of_ids(sample, nbytes, vocab_size)
+        if kind and (dtype is None or not sample.startswith(OF_TWO_BYTES)):
             raise ValueError(f"is {kind}")
         if TEXT.fullmatch(sample):
             raise ValueError("is text, not a file of ids; give it a name that does not end in .bin")
-        dtype = type_of_ids(sample, nbytes, vocab_size)
+        dtype = usual_type(vocab_size) if dtype is None else dtype
         if nbytes % dtype.itemsize:
             raise ValueError(f"{nbytes:,} bytes are not a whole number of {dtype.name} tokens")
     if nbytes == start:
@@ -250,21 +250,26 @@ def _sample(file, nbytes: int) -> bytes:
     return b"".join(os.pread(file.fileno(), SAMPLE, place) for place in places)
 
 
-def type_of_ids(sample: bytes, nbytes: int, vocab_size: int) -> np.dtype:
+def usual_type(vocab_size: int) -> np.dtype:
+    """Return the smaller usual type that can hold all ids of a vocabulary."""
+    return np.dtype("<u2" if vocab_size <= NARROW else "<u4")
+
+
+def type_of_ids(sample: bytes, nbytes: int, vocab_size: int) -> np.dtype | None:
     """Return the type of the ids in a file without a header: 16, 32 or 64 bits, either byte order.
 
     It is the widest in which all ids of the sample are below the size of the vocabulary: a file of
     32-bit ids read as 16 bits has a 0 for every second token. Ids of 0 show nothing. Above 65,536
-    ids, 16 bits are too few. If no type fits, it is the usual one, and its ids will be refused.
+    ids, 16 bits are too few. None if no type fits.
     """
-    usual = np.dtype("<u2" if vocab_size <= NARROW else "<u4")
+    usual = usual_type(vocab_size)
     for dtype in TYPES:
         if nbytes % dtype.itemsize or dtype.itemsize < usual.itemsize:
             continue
         ids = np.frombuffer(sample[: len(sample) // dtype.itemsize * dtype.itemsize], dtype)
         if ids.max() < vocab_size and (np.count_nonzero(ids) >= ENOUGH or dtype == usual):
             return dtype
-    return usual
+    return None
 
 
 def _check_ids(path, tokens, vocab_size) -> list[str]:
