@@ -1,14 +1,17 @@
 """The plan of bench.interconnect: flags, sizes, groups and their sections; no MPI."""
 
+import contextlib
+import os
 from types import SimpleNamespace
 
 import pytest
 
 from bench import calibrate, verify
 from bench.interconnect import __main__ as interconnect
-from bench.interconnect import plans
+from bench.interconnect import buffers, plans
 from bench.interconnect.buffers import Arena
 from bench.interconnect.cases import COMM, Setup
+from bench.interconnect.sampling import Progress
 from bench.machine import measuring
 from mpipar import ops
 from mpipar.config import model
@@ -183,6 +186,24 @@ def test_buffers_beyond_the_memory_of_the_host_are_refused(policy):
     arena = Arena(ops.make("cpu", "float32"), policy, 1 << 60)
     with pytest.raises(UsageError, match="--footprint"):
         arena.cut("send", 1, 8)
+
+
+def test_buffers_of_all_ranks_of_a_host_count():
+    """One rank may take 3/8 of the memory, two may not."""
+    memory = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+    for ranks, fits in ((1, True), (2, False)):
+        arena = Arena(ops.make("cpu", "float32"), "cold", 0, ranks=ranks)
+        with contextlib.nullcontext() if fits else pytest.raises(UsageError, match="of 2 ranks"):
+            arena.cut("send", 1, memory * 3 // 8 // 4)
+
+
+def test_filling_buffers_is_progress(monkeypatch):
+    monkeypatch.setattr(buffers, "TOUCHED_AT_ONCE", 256)
+    progress = Progress()
+    arena = Arena(ops.make("cpu", "float32"), "reused", 4 << 10, touched=progress.advance)
+    arena.cut("send", 1, 8)
+    assert progress.count == 4
+    assert (arena.memory["send"] == 1).all()
 
 
 @pytest.mark.parametrize("wrong", ["0", "-1", "nan", "inf"])

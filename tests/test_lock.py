@@ -259,3 +259,10 @@ def test_a_failed_run_releases_its_lock(tmp_path):
     words = "train --out run --lr 1e30 --clip 0 --optimizer sgd --steps 9".split()
     block_of(mpipar(*words, cwd=tmp_path), 79)
     assert not (tmp_path / "run" / lock.NAME).exists()
+
+
+def test_a_count_of_restarts_that_is_none_is_zero():
+    """As another scheduler's imitation of SLURM's variables may have it."""
+    assert lock._restarts({"SLURM_RESTART_COUNT": "2"}) == 2
+    for text in ("abc", "", "-1"):
+        assert lock._restarts({"SLURM_RESTART_COUNT": text}) == 0

@@ -12,6 +12,7 @@ from __future__ import annotations
 import mmap
 import os
 import re
+from collections.abc import Callable
 from pathlib import Path
 
 import numpy as np
@@ -20,6 +21,7 @@ from mpipar.errors import UsageError
 
 POLICIES = ("rotated", "reused", "osu", "cold")
 MAX_SLOTS = 4096
+TOUCHED_AT_ONCE = 1 << 24  # elements
 LINE_BYTES = 64
 UNKNOWN_CACHE = 32 << 20
 
@@ -38,10 +40,20 @@ class Arena:
     """One stretch of touched memory for each of the roles "send" and "receive".
 
     footprint: bytes of each stretch; the two of a rank together exceed the last-level cache.
+    ranks: of this host, which share its memory. touched: called while memory is filled.
     """
 
-    def __init__(self, ops, policy: str, footprint: int):
+    def __init__(
+        self,
+        ops,
+        policy: str,
+        footprint: int,
+        *,
+        ranks: int = 1,
+        touched: Callable[[], None] = lambda: None,
+    ):
         self.ops, self.policy, self.footprint = ops, policy, footprint
+        self.ranks, self.touched = ranks, touched
         self.memory: dict = {}
 
     def cut(self, role: str, count: int, num_elements: int) -> Slots:
@@ -64,7 +76,9 @@ class Arena:
         if role not in self.memory or self.memory[role].size < needed:
             self.memory[role] = None  # free the old one first
             self.memory[role] = self.ops.zeros((needed,), label="buffers")
-            self.memory[role][:] = 1  # touch every page
+            for start in range(0, needed, TOUCHED_AT_ONCE):
+                self.memory[role][start : start + TOUCHED_AT_ONCE] = 1  # touch every page
+                self.touched()
         base = self.memory[role]
         views = [base[k * stride : k * stride + num_elements] for k in range(slots)]
         return Slots(views, self.ops, count, num_elements)
@@ -72,9 +86,9 @@ class Arena:
     def _check_room(self, nbytes: int) -> None:
         """Raise UsageError if a send and a receive side cannot fit into the host's memory."""
         memory = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
-        if self.ops.device == "cpu" and 2 * nbytes > memory:
+        if self.ops.device == "cpu" and 2 * nbytes * self.ranks > memory:
             raise UsageError(
-                f"buffers of 2 x {nbytes >> 20} MiB on each rank, but the host has "
+                f"buffers of 2 x {nbytes >> 20} MiB on each of {self.ranks} ranks, but the host has "
                 f"{memory >> 20} MiB: take a smaller --end-bytes, --window or "
                 "--footprint"
             )

@@ -55,6 +55,10 @@ class Progress:
     def __init__(self):
         self.count, self.doing = 0, "starting"
 
+    def advance(self) -> None:
+        """Say that something has been done."""
+        self.count += 1
+
 
 class Outcome(NamedTuple):
     """The result of one way on this rank.

@@ -102,8 +102,14 @@ class Bench:
         self.ops = session.agree(lambda: make_ops(job.transport, job.dtype, session.host_rank))
         self.job, self.plan, self.window, self.loops = job, plan, window, loops
         (most,) = largest(self.world, [footprint or cache_bytes()])
-        self.arena = Arena(self.ops, job.buffers, most)
         self.recorder, self.progress = Recorder(phase="F"), Progress()
+        self.arena = Arena(
+            self.ops,
+            job.buffers,
+            most,
+            ranks=len(session.host_ranks),
+            touched=self.progress.advance,
+        )
         self.places = gather_facts(self.world, place_fact(self.world.rank, self.ops))
         self.owners = shared_clocks(self.world, clock_identity())
         self.ahead_ns, self.clock_before = 0, {}

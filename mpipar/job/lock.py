@@ -123,8 +123,14 @@ def owner(token: str, environ: Mapping[str, str]) -> dict:
         "time": time.strftime("%Y-%m-%d %H:%M:%S"),
         "slurm_job": environ.get("SLURM_JOB_ID", ""),
         "slurm_cluster": environ.get("SLURM_CLUSTER_NAME", ""),
-        "slurm_restarts": int(environ.get("SLURM_RESTART_COUNT") or 0),
+        "slurm_restarts": _restarts(environ),
     }
+
+
+def _restarts(environ: Mapping[str, str]) -> int:
+    """Return how often SLURM has requeued this job; 0 where another scheduler says something else."""
+    text = environ.get("SLURM_RESTART_COUNT", "")
+    return int(text) if text.isdecimal() else 0
 
 
 def _machine() -> list[str]:
@@ -145,7 +151,7 @@ def _judged(text: str, environ: Mapping[str, str]) -> tuple[str, str]:
             f", SLURM job {job}" if job else ""
         )
         here = (environ.get("SLURM_JOB_ID"), environ.get("SLURM_CLUSTER_NAME", ""))
-        restarts = int(environ.get("SLURM_RESTART_COUNT") or 0)
+        restarts = _restarts(environ)
         if lock["machine"] and lock["machine"] == _machine():
             reason = "" if started(lock["pid"]) == lock["started"] else "its process is gone"
         elif job and (job, cluster) == here and restarts > lock["slurm_restarts"]:
