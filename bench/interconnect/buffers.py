@@ -88,8 +88,8 @@ class Arena:
         memory = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
         if self.ops.device == "cpu" and 2 * nbytes * self.ranks > memory:
             raise UsageError(
-                f"buffers of 2 x {nbytes >> 20} MiB on each of {self.ranks} ranks, but the host has "
-                f"{memory >> 20} MiB: take a smaller --end-bytes, --window or "
+                f"buffers of 2 x {nbytes >> 20} MiB on each of {self.ranks} ranks, but the host"
+                f" has {memory >> 20} MiB: take a smaller --end-bytes, --window or "
                 "--footprint"
             )
 

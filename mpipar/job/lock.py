@@ -128,7 +128,7 @@ def owner(token: str, environ: Mapping[str, str]) -> dict:
 
 
 def _restarts(environ: Mapping[str, str]) -> int:
-    """Return how often SLURM has requeued this job; 0 where another scheduler says something else."""
+    """Return how often SLURM has requeued this job; 0 if an imitation of it gives no number."""
     text = environ.get("SLURM_RESTART_COUNT", "")
     return int(text) if text.isdecimal() else 0
 
