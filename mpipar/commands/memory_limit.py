@@ -2,7 +2,7 @@
 
 On the CPU the kernel enforces it through RLIMIT_DATA, the private memory of the process, and matrix
 products use one thread. On a GPU CuPy's pool enforces it. A layer that is too large for one device
-thus fails here as it would there, and the error says over how many ranks it fits.
+thus fails here as it would there.
 """
 
 from __future__ import annotations
@@ -10,28 +10,22 @@ from __future__ import annotations
 import re
 import resource
 import traceback
-from dataclasses import replace
 from math import prod
 
 from threadpoolctl import threadpool_limits
 
 from mpipar.comm.record import place
-from mpipar.commands.resolve import schedule_of_file
-from mpipar.config.layout import typed
-from mpipar.config.resolve import resolve
-from mpipar.config.setting import flag
 from mpipar.console.tables import nbytes
-from mpipar.errors import OutOfMemory, UserError
+from mpipar.errors import OutOfMemory
 from mpipar.job.malloc import give_back_heap, keep_heap
-from mpipar.pipeline.combinations import RULES
-from mpipar.plan.predict import fullest
 
 # What a process takes after its start besides the model's arrays: thread stacks, Python objects,
 # scratch tiles.
 RESERVE_BYTES = 16 << 20
-# Freed arrays leave holes, and BLAS and NumPy use temporaries that shapes do not show.
-HEADROOM = 1.05
-MOST_RANKS = 64  # of the layouts that are tried
+LESS = (
+    "more ranks (--tp, --pp), --recompute block or fewer rows (--batch-size) need less, and mpipar"
+    " explain shows what each rank of a layout holds"
+)
 PASSES = {
     "F": "forward pass",
     "I": "input gradient",
@@ -44,12 +38,11 @@ PASSES = {
 class MemoryLimit:
     """Context manager: inside, arrays are limited to the config's --memory-limit; None: no limit.
 
-    A MemoryError becomes OutOfMemory, with the array, the bytes wanted and left, and layouts that
-    fit.
+    A MemoryError becomes OutOfMemory, with the array, and the bytes wanted and left.
     """
 
     def __init__(self, config, ops, recorder):
-        self.config, self.ops, self.recorder = config, ops, recorder
+        self.ops, self.recorder = ops, recorder
         self.budget = config.run.memory_limit
 
     def __enter__(self):
@@ -81,7 +74,7 @@ class MemoryLimit:
             keep_heap()
             self.blas.restore_original_limits()
         if out_of_memory:
-            raise OutOfMemory(self._problems(error, left)) from error
+            raise OutOfMemory(self._problem(error, left)) from error
 
     def _pool(self):
         return self.ops.xp.get_default_memory_pool()
@@ -93,59 +86,21 @@ class MemoryLimit:
             return max(0, self.budget - self._pool().used_bytes())
         return max(0, self.limit - data_bytes())
 
-    def _problems(self, error, left) -> list[str]:
+    def _problem(self, error, left) -> str:
         wanted = bytes_wanted(error)
         text = (
             f"out of memory: {tensor(error)}{self._when()} wants"
             f" {'some bytes' if wanted is None else nbytes(wanted)}"
         )
         if self.budget is None:
-            return [
-                (
-                    f"{text}, and this host has no more; --memory prints the predicted bytes of"
-                    " each rank; more ranks (--tp, --pp) or fewer rows (--batch-size) need less"
-                )
-            ]
-        predicted = fullest(self.config)
-        parts = ", ".join(f"{label} {nbytes(size)}" for label, size in predicted.peak_bytes.items())
+            return f"{text}, and this host has no more; {LESS}"
         # Memory that was freed while the error propagated counts as left, such as a finished stage.
         freed = wanted is not None and left >= wanted
         when = " (by now; less when it was requested)" if freed else ""
-        found = [
-            (
-                f"{text}, but {nbytes(left)} are left{when} of --memory-limit {self.budget}"
-                f" ({nbytes(self.budget)}{self._beside()})"
-            ),
-            (
-                f"the fullest rank of this layout is predicted to need"
-                f" {nbytes(predicted.peak_total)}:"
-                f" {parts}"
-            ),
-        ]
-        here = [
-            f"{words} ({nbytes(peak)})" for words, peak in cheaper_ways(self.config, self.budget)
-        ]
-        if here:
-            found.append(f"on the same number of ranks it fits with {', or with '.join(here)}")
-        layouts = smallest_layouts(self.config, self.budget)
-        if not layouts and here:
-            return found
-        if not layouts:
-            return [
-                *found,
-                (
-                    f"no layout of up to {MOST_RANKS} ranks fits: set a higher limit, or"
-                    f" a smaller --batch-size, --seq-len or --d-model"
-                ),
-            ]
-        return [
-            *found,
-            "it fits with "
-            + ", or with ".join(
-                f"{typed(vars(grid))} (mpiexec -n {grid.num_ranks}; {nbytes(peak)})"
-                for grid, peak in layouts
-            ),
-        ]
+        return (
+            f"{text}, but {nbytes(left)} are left{when} of --memory-limit {self.budget}"
+            f" ({nbytes(self.budget)}{self._beside()}); {LESS}"
+        )
 
     def _beside(self) -> str:
         return (
@@ -161,20 +116,6 @@ class MemoryLimit:
         if recorder.stage < 0:
             return f", {PASSES[recorder.phase]},"
         return f", {PASSES[recorder.phase]} of stage {recorder.stage}, microbatch {recorder.mb},"
-
-
-def tight(budget: int | None, peaks: list[int]) -> str:
-    """Return a warning if the limit is below the predicted peak bytes of some rank, else "".
-
-    Such a run may still succeed, since a small model may fit into the reserve of the process.
-    """
-    if budget is None or max(peaks) <= budget:
-        return ""
-    return (
-        f"--memory-limit {budget} ({nbytes(budget)}) is below the {nbytes(max(peaks))} that the"
-        f" fullest rank is predicted to need; it only fits if there is room in the"
-        f" {nbytes(RESERVE_BYTES)} that a process has for other things"
-    )
 
 
 def data_bytes() -> int:
@@ -211,71 +152,3 @@ def tensor(error: Exception) -> str:
             break
     shape = f" {tuple(error.shape)} {error.dtype}" if hasattr(error, "shape") else ""
     return f"{label or 'a result'}{shape}{f' of {layer}' if layer else ''} ({site})"
-
-
-# What makes a run smaller on the same ranks, from the cheapest to the most expensive.
-CHEAPER = (
-    {"recompute": "attention"},
-    {"recompute": "block"},
-    {"zero": 1},
-    {"zero": 3},
-    {"zero": 3, "zero_grads": "sharded"},
-    {"zero": 3, "zero_grads": "sharded", "recompute": "block"},
-)
-
-
-def cheaper_ways(config, budget: int) -> list[tuple]:
-    """Return (flags to add, predicted peak bytes) that make a run fit on its own ranks.
-
-    These are the first settings that fit, and the first ones with the ranks of dp moved to cp.
-    """
-    given, found = config.grid, []
-    grids = [{}, {"dp": 1, "cp": given.dp * given.cp}] if given.dp > 1 else [{}]
-    for axes in grids:
-        for changes in CHEAPER + ({},) * bool(axes):
-            memory = replace(config.memory, **changes)
-            fits = _first_fit(replace(config, memory=memory), [axes], budget)
-            if fits:
-                words = [typed(vars(fits[0]))] if axes else []
-                words += [f"{flag(name)} {value}" for name, value in changes.items()]
-                found.append((" ".join(words), fits[1]))
-                break
-    return found
-
-
-def smallest_layouts(config, budget: int) -> list[tuple]:
-    """Return (grid, predicted peak bytes) of the smallest tp, pp, dp and cp that fit by themselves.
-
-    If none does, return the smallest pp x tp that fits, if any.
-    """
-    given = config.grid
-    room = MOST_RANKS // given.num_ranks
-    alone = [
-        [{axis: getattr(given, axis) * times} for times in range(2, room + 1)]
-        for axis in ("tp", "pp", "dp", "cp")
-    ]
-    both = [
-        {"pp": given.pp * a, "tp": given.tp * b}
-        for a in range(2, room + 1)
-        for b in range(2, room // a + 1)
-    ]
-    found = [one for axis in alone if (one := _first_fit(config, axis, budget))]
-    if found:
-        return found
-    one = _first_fit(config, sorted(both, key=lambda axes: axes["pp"] * axes["tp"]), budget)
-    return [one] if one else []
-
-
-def _first_fit(config, candidates: list[dict], budget: int):
-    """Return (grid, peak bytes) of the first candidate that is legal and fits, or None."""
-    csv = schedule_of_file(config)
-    for axes in candidates:
-        grid = replace(config.grid, **axes, stage_layers=None)
-        try:
-            larger, _ = resolve(replace(config, grid=grid), grid.num_ranks, rules=RULES, csv=csv)
-        except UserError:
-            continue
-        peak = fullest(larger).peak_total
-        if peak * HEADROOM <= budget:
-            return larger.grid, peak
-    return None

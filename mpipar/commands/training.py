@@ -16,7 +16,7 @@ from mpipar.comm.record import Recorder
 from mpipar.commands import finish, report, resume
 from mpipar.commands.auto import legal_layouts, with_choices
 from mpipar.commands.inputs import prepare
-from mpipar.commands.memory_limit import MemoryLimit, tight
+from mpipar.commands.memory_limit import MemoryLimit
 from mpipar.commands.run_folder import (
     CHECKPOINTS,
     EVALUATIONS,
@@ -177,9 +177,6 @@ class Run:
             log(console.holdings(facts))
             if config.run.memory:
                 log("\n" + console.memory_breakdown(facts))
-            peaks = [sum(fact["memory"].values()) for fact in facts]
-            if warning := tight(config.run.memory_limit, peaks):
-                log(f"\n{warning}")
             log(f"\none step of {schedule.name}, one row per pipeline rank:")
             log(draw.grid(simulate(schedule, Costs())) + "\n")
 

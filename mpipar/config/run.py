@@ -133,8 +133,8 @@ class RunConfig:
     trace_ops: bool = setting(False, "with --trace, also time each operation of each layer")
     memory_limit: int | None = setting(
         None,
-        "limit on the bytes of a rank's arrays; the error for exceeding it names layouts that"
-        " fit, and --schedule auto respects it (default: no limit)",
+        "limit on the bytes of a rank's arrays; the error for exceeding it names the array"
+        " (default: no limit)",
         low=1,
         below=2**63,
         in_bytes=True,
