@@ -50,6 +50,7 @@ from bench.machine.measuring import (
     several,
     step_config,
 )
+from bench.machine.units import as_measured, units_of, update_seconds
 from bench.program import Program
 from mpipar import ops as ops_module
 from mpipar.comm.hosts import cores_of
@@ -59,7 +60,6 @@ from mpipar.config.sizes import read_bytes
 from mpipar.errors import EXIT_INTERRUPTED, EXIT_OK, DataError, UsageError
 from mpipar.plan import machine_file
 from mpipar.plan.machine import Machine
-from mpipar.plan.measure_machine import as_measured, units_of, update_seconds
 
 COMPUTING = 1 / 4  # of the time, at most
 MESSAGES = 2 / 3  # of the remaining time; the rest is for passes again

@@ -89,13 +89,10 @@ def measure(args, session) -> Outcome:
     published = best_published()
     models = {name: build({"preset": name}).model for name in PRESETS}
     presets = [
-        name
-        for name, model in models.items()
-        if model.model == "decoder" and Shape.of(model.completed()).parameters > SMALLEST
+        name for name, model in models.items() if Shape.of(model.completed()).parameters > SMALLEST
     ]
-    return Outcome(
-        [row_of(preset, machine, published) for machine in machine_names() for preset in presets]
-    )
+    gpus = [name for name in machine_names() if name != "cpu"]
+    return Outcome([row_of(preset, machine, published) for machine in gpus for preset in presets])
 
 
 main = Program("planned", __doc__, measure, kept="bench/results/planned.json").started(__name__)

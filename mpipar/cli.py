@@ -165,7 +165,7 @@ def _print_config(context: Context) -> int:
         parsed = resume.with_saved_settings(parsed, start, session.launcher.size)
     config, notes = resolve(parsed, session.launcher.size)
     if parsed.chooses_layout:
-        notes.append("--layout auto: training measures and chooses; this is the layout without it")
+        notes.append("--layout auto: training chooses; this is the layout without it")
     _print_once(session, "".join(f"# {note}\n" for note in notes) + to_toml(config).rstrip())
     return errors.EXIT_OK
 

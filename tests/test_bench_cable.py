@@ -20,7 +20,7 @@ from bench import verify
 from bench.interconnect import two_hosts
 from bench.interconnect.launches import environment_of_jobs
 from bench.interconnect.two_hosts import missing
-from bench.machine import measuring
+from bench.machine import measuring, units
 from bench.machine.measuring import SCHEDULES, layouts
 from bench.machine.predicted import Subject, line
 from bench.step import __main__ as step
@@ -28,7 +28,7 @@ from bench.step import cable
 from mpipar.errors import EnvironmentProblem, UsageError
 from mpipar.job.environment import THREAD_VARIABLES
 from mpipar.pipeline.costs import Costs
-from mpipar.plan import machine_file, measure_machine
+from mpipar.plan import machine_file
 from mpipar.plan.machine import STREAM
 
 SIZES = "--layers 2 --d-model 24 --heads 4 --seq-len 20 --batch-size 4 --vocab-size 31 --repeats 2"
@@ -178,11 +178,11 @@ def test_of_the_passes_the_median_round_of_the_quietest_spell_counts(monkeypatch
     def costs_of(seconds):
         return [Costs(f=(each,) * 6, i=(1.0,) * 6, w=(1.0,) * 6, sharing=each) for each in seconds]
 
-    found = measure_machine.units_of(config_of(), [costs_of([5.0, 9.0, 1.0]), costs_of([7, 2, 6])])
+    found = units.units_of(config_of(), [costs_of([5.0, 9.0, 1.0]), costs_of([7, 2, 6])])
     assert (found.block.f, found.sharing) == (5.0, 5.5)
     rounds = iter(costs_of([4.0, 9.0, 3.0]))
-    monkeypatch.setattr(measure_machine, "measure_costs", lambda *_: next(rounds))
-    found = measure_machine.measure_units(config_of(), None, SimpleNamespace(rank=0), 3)
+    monkeypatch.setattr(units, "measure_costs", lambda *_: next(rounds))
+    found = units.measure_units(config_of(), None, SimpleNamespace(rank=0), 3)
     assert found.block.f == 4.0
 
 

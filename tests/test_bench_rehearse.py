@@ -38,7 +38,6 @@ def test_two_rehearsals_take_turns_over_the_ranks():
         (["tiny", "--layout", "dp=2", "--beside", "tiny --layout tp=2"], 2, "mpiexec -n 4"),
         (["tiny", "--layout", "dp=2", "--beside", "tiny'"], 4, "No closing quotation"),
         (["tiny", "--layout", "dp=2", "--beside", "--layout dp=2"], 4, "first word is a preset"),
-        (["tiny", "--layout", "pp=2", "--schedule", "auto"], 2, "name one"),
         (["tiny", "--layout", "dp=2", "--nonsense"], 2, "unknown flag"),
         (["tiny", "--layout", "dp=2", "--preset", "gpt2"], 2, "first word is the preset"),
         (["tiny", "--layout", "dp=2", "--preset=tiny"], 2, "--preset=tiny: .* leave it out"),

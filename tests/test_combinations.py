@@ -121,8 +121,8 @@ def test_weights_that_fix_the_shape_leave_the_rest_to_change():
 
 # Functions whose refusals name two settings of `train`, and why no row of the table does it.
 BESIDE = {
-    "commands.elsewhere.unchangeable": "compares with a checkpoint",
-    "commands.explain.configured": "arguments of explain",
+    "commands.resume.unchangeable": "compares with a checkpoint",
+    "commands.auto.best_of": "known once steps are predicted",
     "commands.generation.layout_problems": "what generate can't do",
     "commands.plan_question.fixed_problems": "arguments of plan",
     "commands.plan_question.question_of": "arguments of plan, and a model",
@@ -134,7 +134,6 @@ BESIDE = {
     "data.dataset.open_dataset": "compares with data",
     "data.rows.load": "compares with data",
     "data.source._not_bytes": "compares with data",
-    "pipeline.choose.choose_schedule": "known once costs are",
 }
 # Checks of a command that end with exit code 2, beside the table.
 CHECKS = {

@@ -109,7 +109,7 @@ def of_machine(folder):
     machine_file.save(machine(), str(path))
     return path, [
         ("explain", "--machine", path),
-        ("explain", "--machine", path, "--schedule", "auto", "--layout", "pp=2"),
+        ("explain", "--machine", path, "--layout", "pp=2"),
     ]
 
 

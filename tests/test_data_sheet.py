@@ -6,9 +6,8 @@ from in_process import printed, refusal
 from mpipar.config.resolve import resolve
 from mpipar.config.sections import build
 from mpipar.models import layer_split
-from mpipar.plan.choose_layout import choose
 from mpipar.plan.cluster import STACKS, load_cluster
-from mpipar.plan.data_sheet import from_data_sheet, layout_of, machine_of
+from mpipar.plan.data_sheet import layout_of, machine_of
 from mpipar.plan.pipeline_time import timeline
 from mpipar.plan.shape import Shape
 from mpipar.plan.step import step_estimate
@@ -57,16 +56,6 @@ def test_the_code_on_shapes_takes_what_the_closed_forms_say(layout):
     assert found.pipeline == pytest.approx(pipeline, rel=0.01)
     assert found.update == pytest.approx(expected.update, rel=0.01)
     assert expected.sums == 0 < found.barriers or config.grid.pp == 1
-
-
-def test_layouts_and_schedules_are_chosen_by_it():
-    configs = [
-        resolved(dp=1, pp=1, tp=4, num_microbatches=4),
-        resolved(dp=1, pp=4, tp=1, schedule="auto"),
-    ]
-    best, notes = choose(configs, from_data_sheet(H100, configs))
-    assert best.grid.pp == 4
-    assert "has the shortest predicted step of 2 layouts" in notes[0]
 
 
 def test_explain_takes_the_name_of_a_machine():

@@ -4,35 +4,21 @@ from dataclasses import replace
 
 import pytest
 from in_process import assert_refused, printed, refusal
-from machine_models import config_of, machine
+from machine_models import config_of
 
-from mpipar.commands.auto import legal_layouts
-from mpipar.commands.elsewhere import resumed
+from mpipar.commands.auto import best_of, legal_layouts
+from mpipar.commands.resume import resumed
 from mpipar.config.reading import ParsedConfig, over
 from mpipar.config.sections import Config, build
 from mpipar.errors import UsageError
-from mpipar.plan import choose_layout
-from mpipar.plan.choose_layout import choose
-from mpipar.plan.machine import Passes
-from mpipar.plan.measure_machine import one_blocks
+from mpipar.plan.data_sheet import machine_of
 from mpipar.plan.step import step_estimate
 
 LAYOUTS = [{"dp": 4}, {"pp": 4}, {"dp": 2, "pp": 2}, {"dp": 2, "tp": 2}, {"tp": 4}]
 
 
-def known(**passes):
-    """The cost model with blocks of tp 1, 2 and 4; passes: seconds of a forward by tp."""
-    base = machine()
-    units = base.units[0]
-    return replace(
-        base,
-        units=tuple(
-            replace(units, tp=tp, block=Passes(seconds, seconds, seconds))
-            for tp, seconds in zip(
-                (1, 2, 4), passes.get("seconds", (1e-3, 8e-4, 7e-4)), strict=True
-            )
-        ),
-    )
+def axes_of(readings):
+    return {(one.config.grid.dp, one.config.grid.pp, one.config.grid.tp) for one in readings}
 
 
 def configs(limit=None, num_microbatches=4):
@@ -45,48 +31,33 @@ def configs(limit=None, num_microbatches=4):
     return found
 
 
-@pytest.mark.parametrize("seconds", [(1e-3, 8e-4, 7e-4), (1e-3, 3e-4, 2e-4), (1e-2, 1e-2, 1e-4)])
-def test_the_choice_is_that_of_brute_force(seconds):
-    model = known(seconds=seconds)
-    every = {str(one.grid): step_estimate(model, one).total for one in configs()}
-    best, notes = choose(configs(), model)
-    assert every[str(best.grid)] <= 1.03 * min(every.values())
-    assert notes[0].startswith("--layout auto: ")
-    assert all(len(line) < 200 for line in notes[1].splitlines())
+@pytest.mark.parametrize("dtype", ["float32", "float64", "bfloat16"])
+def test_the_choice_has_the_shortest_step_of_its_data_sheet(dtype):
+    every = [replace(one, run=replace(one.run, dtype=dtype)) for one in configs()]
+    machine = machine_of("cpu", every)
+    steps = [step_estimate(machine, one).total for one in every]
+    place, note = best_of(every, None)
+    assert steps[place] == min(steps)
+    assert note.startswith("--layout auto: predicted steps by the data sheet cpu: dp ")
+    assert note.count(" ms") == len(every)
 
 
-def test_a_bound_above_the_step_would_lose_the_best_layout(monkeypatch):
-    """The broken twin: passes that seem to take longer than the whole step are never judged."""
-    best, _ = choose(configs(), known())
-    true = choose_layout.scheduled
-
-    def longer(config, model):
-        one = true(config, model)
-        return one._replace(seconds=10.0) if one.config.grid == best.grid else one
-
-    monkeypatch.setattr(choose_layout, "scheduled", longer)
-    assert choose(configs(), known())[0].grid != best.grid
+def test_another_machine_may_choose_another_layout():
+    assert "by the data sheet h100" in best_of(configs(), "h100")[1]
+    with pytest.raises(UsageError, match="did you mean h100"):
+        best_of(configs(), "h10")
 
 
-def test_what_does_not_fit_is_not_chosen_and_says_why():
-    free = {str(one.grid): step_estimate(known(), one).peak_bytes for one in configs()}
-    limit = min(free.values())
-    best, notes = choose(configs(limit), known())
-    assert free[str(best.grid)] == limit
-    assert "its fullest rank needs" in notes[1]
+def test_what_does_not_fit_a_limit_is_not_chosen():
+    machine = machine_of("cpu", configs())
+    peaks = [step_estimate(machine, one).peak_bytes for one in configs()]
+    place, note = best_of(configs(min(peaks)), None)
+    assert peaks[place] == min(peaks)
+    assert note.count(" ms") == peaks.count(min(peaks))
     with pytest.raises(UsageError) as caught:
-        choose(configs(1000), known())
-    assert len(caught.value.problems) == len(LAYOUTS)
-
-
-def test_what_the_cost_model_lacks_is_not_chosen():
-    best, notes = choose(configs(), machine())  # it has passes of tp 1 alone
-    assert best.grid.tp == 1
-    assert "tp 1 (not 4)" in notes[1]
-
-
-def axes_of(readings):
-    return {(one.config.grid.dp, one.config.grid.pp, one.config.grid.tp) for one in readings}
+        best_of(configs(1000), None)
+    assert len(caught.value.problems) == len(peaks)
+    assert "and --memory-limit is 1000 B" in caught.value.problems[0]
 
 
 @pytest.mark.parametrize(
@@ -107,22 +78,6 @@ def test_layouts_are_those_that_these_ranks_can_have(values, ranks, expected):
     assert legal_layouts(alone, ranks) == [alone]
 
 
-def test_one_block_is_measured_for_each_number_of_rows_and_of_tp_ranks():
-    found = [
-        (one.train.batch_size // one.grid.dp, one.grid.tp, one.model.layers, one.grid.dp)
-        for one in one_blocks(configs(), 4)
-    ]
-    assert found == [
-        (1, 1, 1, 4),
-        (1, 2, 1, 2),
-        (1, 4, 1, 1),
-        (2, 1, 1, 4),
-        (2, 2, 1, 2),
-        (4, 1, 1, 4),
-        (4, 4, 1, 1),
-    ]
-
-
 def test_a_run_that_goes_on_keeps_what_was_chosen():
     saved = {"dp": 2, "pp": 1, "cp": 1, "tp": 1, "schedule": "zb-h1", "stage_layers": None}
     reading = ParsedConfig(Config(), chooses_layout=True)
@@ -140,7 +95,7 @@ def test_only_train_chooses(tmp_path):
         )
     (tmp_path / "job.toml").write_text('layout = "auto"\nlayers = 2\n')
     text = printed("train", "--config", tmp_path / "job.toml", "--print-config")
-    assert "# --layout auto: training measures and chooses" in text
+    assert "# --layout auto: training chooses" in text
     text = printed("train", "--config", tmp_path / "job.toml", "--layout", "dp=1", "--print-config")
     assert "chooses" not in text
     (tmp_path / "axes.toml").write_text('layout = "pp=2"\nlayers = 2\n')
@@ -153,7 +108,7 @@ def test_only_train_chooses(tmp_path):
 def test_a_cost_model_without_a_choice_is_refused():
     assert_refused(
         2,
-        ["--machine machine.json with", "--layout auto"],
+        ["--machine machine.json: it is for --layout auto"],
         "train",
         "--machine",
         "machine.json",

@@ -8,7 +8,7 @@ from config_helpers import changed, reading_of
 from hypothesis import given
 from hypothesis import strategies as st
 
-from mpipar.commands.elsewhere import resumed
+from mpipar.commands.resume import resumed
 from mpipar.config.reading import to_toml, values_of
 from mpipar.config.train import TrainConfig
 from mpipar.train.optim import fall_start, learning_rate, of_new_length, warm_up_notes

@@ -5,7 +5,7 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 
-from mpipar.plan import link
+from bench.machine import link
 
 PRODUCT, HOP = 0.25, 8.0  # seconds, exact in binary
 

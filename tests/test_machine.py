@@ -2,14 +2,12 @@
 
 import json
 import os
-import re
 from dataclasses import replace
 
 import numpy as np
 import pytest
 from in_process import assert_refused, printed
 from machine_models import LARGE_US, LATENCY_US, US_PER_BYTE, config_of, curve, machine
-from program import TEXT, mpipar
 
 from mpipar.errors import DataError, OutputError, UsageError
 from mpipar.pipeline.simulate import simulate
@@ -312,8 +310,6 @@ def test_more_ranks_than_cores_share_them_and_the_prediction_says_so(path):
     flags = "--batch-size 8 --num-microbatches 4 --layers 4".split()
     text = printed("explain", *flags, "--layout", "dp=2", "--machine", path)
     assert text.splitlines()[-1].startswith("2 ranks share 1 core: in the prediction")
-    text = printed("explain", *CHOOSE, path)
-    assert "\nmore ranks than cores: in the prediction" in text
 
 
 def test_the_parts_of_a_step_add_up():
@@ -382,52 +378,6 @@ def test_explain_prints_the_time_of_a_step(path):
         path,
     )
     assert more.splitlines()[-1] == "extrapolated, not measured: passes of 3 row(s)"
-
-
-CHOOSE = (
-    "--batch-size 8 --num-microbatches 4 --layers 4 --layout pp=2 --schedule auto --machine"
-).split()
-
-
-def simulated(name, config):
-    """Seconds of a schedule's passes and messages in order, by the cost model."""
-    config = replace(config, grid=replace(config.grid, schedule=name))
-    schedule = configured_schedule(config.grid)
-    costs = costs_of(machine(), config, 2 * 64 * 128 * 4)
-    return simulate(schedule, costs.merged(unit_counts(config, schedule))).makespan
-
-
-def test_schedule_auto_chooses_by_the_cost_model(path):
-    config = config_of(pp=2)
-    text = printed("explain", *CHOOSE, path)
-    chosen = re.search(r"--schedule auto: (\S+) has the shortest", text)[1]
-    times = {name: f"{simulated(name, config) * 1e3:.1f} ms" for name in ("1f1b", chosen)}
-    assert simulated(chosen, config) <= simulated("1f1b", config)
-    for name, took in times.items():
-        (line,) = [line for line in text.splitlines() if line.startswith(f"{name} ")]
-        assert took in line
-    assert f"one step of {chosen}" in text
-
-
-def test_training_takes_the_schedule_that_the_cost_model_chooses(path, tmp_path):
-    known = re.search(r"auto: (\S+) has", printed("explain", *CHOOSE, path))[1]
-    done = mpipar(
-        "train",
-        *CHOOSE,
-        path,
-        *TEXT,
-        "--steps",
-        1,
-        "--sample-tokens",
-        0,
-        "--out",
-        tmp_path / "run",
-        ranks=2,
-    )
-    assert done.returncode == 0, done.tail()
-    assert f'schedule = "{known}"' in (tmp_path / "run" / "config.toml").read_text()
-    assert_refused(2, ["use --schedule auto"], "train", *CHOOSE[:-3], "--machine", path, ranks=2)
-    assert_refused(2, ["d_model 128 (not 64)"], "train", *CHOOSE, path, "--d-model", 64, ranks=2)
 
 
 @pytest.mark.parametrize(

@@ -183,25 +183,9 @@ def test_explain_states_the_type_of_each_barrier():
 
 @pytest.mark.parametrize(("dtype", "optimizer", "per_parameter"), [
     ("float32", "adamw", 16), ("bfloat16", "adamw", 18), ("float16", "sgd", 10)])  # fmt: skip
-def test_schedule_auto_counts_masters_and_wide_gradients(dtype, optimizer, per_parameter):
+def test_weights_count_masters_and_wide_gradients(dtype, optimizer, per_parameter):
     config = resolve(changed(dtype=dtype, optimizer=optimizer, pp=1, tp=1), 1)[0]
     params = predict(config, 0).num_params
     # A tied table is at both ends of the model.
     tied = config.model.vocab_size * config.model.d_model
     assert sum(unit_memory(config)["weight_bytes"]) == per_parameter * (params + tied)
-
-
-def test_schedule_auto_measures_a_hop_of_bfloat16(tmp_path):
-    text = train(
-        tmp_path / "run",
-        *TINY,
-        "--steps",
-        2,
-        "--dtype",
-        "bfloat16",
-        "--layout",
-        "pp=2",
-        "--schedule",
-        "auto",
-    )
-    assert "has the shortest simulated step" in text

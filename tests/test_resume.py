@@ -4,6 +4,7 @@ Runs that are killed and resumed are in test_resume_runs.py, files of a checkpoi
 """
 
 import json
+import re
 import shutil
 
 import pytest
@@ -12,8 +13,8 @@ from damage import flip
 from in_process import alone, assert_refused, printed
 from program import LETTERS, metrics
 
-from mpipar.commands.elsewhere import changes, legal
 from mpipar.commands.resolve import resolve
+from mpipar.commands.resume import resumed
 from mpipar.commands.run_folder import finished_step, set_aside, truncate_after
 from mpipar.config.reading import to_toml, values_of
 from mpipar.errors import UsageError
@@ -109,7 +110,7 @@ def saved_settings(*words, ranks=4):
 
 def settled(saved, *words, ranks=4):
     """Return the complete settings of a resumed run."""
-    config, _ = resolve(legal(reading_of(*words), saved, ranks), ranks)
+    config, _ = resolve(resumed(reading_of(*words), saved, ranks), ranks)
     return config
 
 
@@ -131,7 +132,7 @@ def test_settings_come_from_the_checkpoint_unless_they_are_given():
         "7",
         "--no-tied",
     )
-    config = settled(saved, "--log-interval", "3", "--schedule", "auto")
+    config = settled(saved, "--log-interval", "3")
     assert (config.train.lr, config.model.tied) == (0.5, False)
     assert (config.grid.dp, config.grid.pp, config.grid.tp) == (1, 2, 2)
     assert (config.grid.schedule, config.run.log_interval) == ("gpipe", 3)
@@ -141,13 +142,11 @@ def test_settings_come_from_the_checkpoint_unless_they_are_given():
 @pytest.mark.parametrize(
     ("words", "ranks", "layout"),
     [
-        ([], 2, (1, 2, 1)),
-        ([], 8, (2, 2, 2)),
         (["--dp", "4"], 4, (4, 1, 1)),
         (["--layout", "tp=2"], 2, (1, 1, 2)),
     ],
 )
-def test_a_layout_that_is_given_or_does_not_fit_is_chosen_anew(words, ranks, layout):
+def test_what_depends_on_the_layout_is_chosen_anew_with_one_that_is_given(words, ranks, layout):
     saved = saved_settings(
         "--pp",
         "4",
@@ -178,30 +177,21 @@ def test_a_layout_that_is_given_or_does_not_fit_is_chosen_anew(words, ranks, lay
         ("--layers 1 --heads 1 --batch-size 2 --num-microbatches 2", 1, {3, 4, 5, 6, 7, 8}),
     ],
 )
-def test_a_run_goes_on_on_any_ranks_that_have_a_layout(words, ranks, none):
+def test_on_another_number_of_ranks_a_layout_that_fits_is_named(words, ranks, none):
     """none: numbers of ranks for which no dp x pp x tp divides rows, layers and heads."""
     saved = saved_settings(*words.split(), ranks=ranks)
-    for number in range(1, 9):
-        if number in none:
-            with pytest.raises(UsageError, match="no layout of that many takes the run's batch"):
-                settled(saved, ranks=number)
-            continue
-        config = settled(saved, ranks=number)
-        assert config.train.batch_size == saved["batch_size"]
-        assert (config.memory.zero > 0) == (saved["zero"] > 0 and config.grid.dp > 1)
-
-
-def test_what_gives_way_is_said_in_one_line():
-    saved = saved_settings("--zero", "3", "--dp", "4")
-    assert changes(settled(saved), saved) == []
-    assert changes(settled(saved, ranks=1), saved) == ["with this layout: --zero 0 (3 before)"]
-    with pytest.raises(UsageError, match="--zero 3 with --dp 1"):  # the user wants it
-        settled(saved, "--zero", "3", ranks=1)
-    saved = saved_settings(
-        "--batch-size", "2", "--num-microbatches", "2", "--layers", "1", "--heads", "1", ranks=1
-    )
-    with pytest.raises(UsageError, match=r"^5 ranks: .* resume it on 2$"):
-        settled(saved, ranks=5)
+    assert settled(saved, ranks=ranks).train.batch_size == saved["batch_size"]
+    for number in {*range(1, 9)} - {ranks}:
+        with pytest.raises(UsageError) as caught:
+            settled(saved, ranks=number)
+        (problem,) = caught.value.problems
+        assert problem.startswith(f"{number} rank")
+        assert f"this run has {ranks}, --layout dp=" in problem
+        found = re.search("; add (--layout .*)$", problem)
+        assert (found is None) == (number in none), problem
+        if found:  # what it says works
+            config = settled(saved, *found[1].split(), ranks=number)
+            assert config.train.batch_size == saved["batch_size"]
 
 
 def test_print_config_shows_the_settings_of_the_run(here):

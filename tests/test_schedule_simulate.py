@@ -11,8 +11,6 @@ from hypothesis import strategies as st
 from schedule_cases import compute, counts
 
 from mpipar.errors import UsageError
-from mpipar.models.split import UnitFlops, balanced_layers
-from mpipar.pipeline.choose import FITS, choose_schedule
 from mpipar.pipeline.costs import Costs
 from mpipar.pipeline.instructions import (
     ScheduleError,
@@ -22,7 +20,7 @@ from mpipar.pipeline.instructions import (
     on_wire,
     parts,
 )
-from mpipar.pipeline.schedules.catalog import SCHEDULES, closed_form, make_schedule
+from mpipar.pipeline.schedules.catalog import closed_form, make_schedule
 from mpipar.pipeline.simulate import simulate
 
 
@@ -303,51 +301,3 @@ def test_costs_of_stages_from_costs_of_layers():
         (Fraction(1, 2), 1),
         Fraction(5, 2),
     )
-
-
-def model(layers, **fields):
-    """costs_of a model of equal layers."""
-
-    def costs_of(schedule):
-        units = UnitFlops(0, (1,) * layers, 0)
-        return Costs(**fields).merged(balanced_layers(units, schedule.stages_by_rank))
-
-    return costs_of
-
-
-def test_choice_of_a_schedule():
-    """With enough memory the shortest step; with less, what still fits; with none, the need."""
-    plenty = model(8, f=1, i=1, w=1, stash_bytes=1, kept_bytes=1, weight_bytes=10)
-    name, table = choose_schedule(4, 8, plenty, 10**9)
-    fitting = [each for each in table if each.verdict == FITS]
-    assert {each.name for each in table} == set(SCHEDULES)
-    assert len(fitting) == len(SCHEDULES)
-    assert name == table[0].name == "zb-v"
-    assert table[0].makespan == min(each.makespan for each in fitting) == 51
-    assert table[0].peak_bytes == 20 + 8
-    name, table = choose_schedule(4, 8, plenty, 20 + 4)
-    assert name == "v-min"
-    assert table[0].peak_bytes == 24
-    name, _ = choose_schedule(4, 8, plenty, 20 + 2)
-    assert name == "naive"
-    with pytest.raises(UsageError, match=r"naive needs the least, 22"):
-        choose_schedule(4, 8, plenty, 21)
-
-
-def test_choice_among_those_that_accept_the_counts():
-    few = model(4, f=1, i=1, w=1)
-    _, table = choose_schedule(4, 5, few, 10**9)
-    verdicts = {each.name: each.verdict for each in table}
-    assert verdicts["zb-v"] == FITS  # with 4 of 8 stages empty
-    assert "--num-microbatches 8 or 10" in verdicts["dualpipe"]
-    assert table[0].name == "zb-h1"
-    with pytest.raises(UsageError, match="--pp 0: must be at least 1"):
-        choose_schedule(0, 5, few, 10**9)
-
-
-def test_choice_depends_on_the_costs():
-    """With a weight gradient that costs nothing, postponing it gains nothing over 1F1B."""
-    name, table = choose_schedule(4, 8, model(4, f=1, i=1, w=Fraction(1, 1000)), 10**9)
-    makespan = {each.name: each.makespan for each in table}
-    assert makespan["1f1b"] - makespan["zb-h1"] == pytest.approx(3 * 2 * 0.001, abs=1e-9)
-    assert name == "dualpipe"

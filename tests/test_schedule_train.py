@@ -2,17 +2,11 @@
 
 import json
 import re
-import tomllib
 
 import pytest
 from helpers import REPOSITORY, run_ranks
 from in_process import assert_refused, printed
 from program import PROGRAM, TEXT, environment, mpipar
-
-from mpipar.config.grid import GridConfig
-from mpipar.config.sections import Config
-from mpipar.plan.choose_layout import with_schedule_name
-from mpipar.train.build import configured_schedule
 
 SMALL = [
     *TEXT,
@@ -44,7 +38,7 @@ def test_what_a_csv_file_does_not_leave_open_is_refused(tmp_path):
     printed("schedule", "zb-v", "--pp", 2, "--num-microbatches", 4, "--csv", path)
     own = [
         f"{flag} with --schedule-csv {path}"
-        for flag in ("--schedule auto", "--chunks 3", "--group-size 4")
+        for flag in ("--schedule zb-v", "--chunks 3", "--group-size 4")
     ]
     assert_refused(
         2,
@@ -55,7 +49,7 @@ def test_what_a_csv_file_does_not_leave_open_is_refused(tmp_path):
         "--schedule-csv",
         path,
         "--schedule",
-        "auto",
+        "zb-v",
         "--chunks",
         3,
         "--group-size",
@@ -106,44 +100,6 @@ def test_a_broken_csv_file_is_refused(tmp_path, rows, what):
         ranks=2,
     )
     assert not (tmp_path / "run").exists()
-
-
-def test_auto_measures_ranks_and_writes_down_what_it_chose(tmp_path):
-    result = mpipar(
-        "train", *SMALL[:-1], "auto", "--schedule", "auto", "--out", tmp_path / "run", ranks=2
-    ).ended()
-    assert re.search(r"measured for \d+\.\d s on these ranks, 20 at most", result.stdout)
-    axes = re.search(r"--layout auto: dp (\d) x pp (\d) x tp (\d) has the shortest", result.stdout)
-    chosen = re.search(r"--schedule auto: (\S+) has the shortest simulated step", result.stdout)[1]
-    table = result.stdout[result.stdout.index("\nschedule  ") + 1 :]
-    assert table.splitlines()[1].startswith(chosen)
-    config = tomllib.loads((tmp_path / "run" / "config.toml").read_text())
-    assert config["schedule"] == chosen
-    assert [config[axis] for axis in ("dp", "pp", "tp")] == [int(size) for size in axes.groups()]
-    assert config["dp"] * config["pp"] * config["tp"] == 2
-
-
-@pytest.mark.parametrize(("chosen", "stages"), [("1f1b", 2), ("zb-v", 4), ("interleaved", 6)])
-def test_chunks_reach_the_chosen_schedule_only_where_they_are_free(chosen, stages):
-    grid = GridConfig(pp=2, num_microbatches=4, schedule="auto", chunks=3)
-    config = with_schedule_name(Config(grid=grid), chosen)
-    assert configured_schedule(config.grid).num_stages == stages
-
-
-def test_auto_under_a_limit_that_nothing_meets_says_what_the_smallest_needs(tmp_path):
-    result = mpipar(
-        "train",
-        *SMALL,
-        "--schedule",
-        "auto",
-        "--memory-limit",
-        1000,
-        "--out",
-        tmp_path / "run",
-        ranks=2,
-    ).ended(2)
-    assert "no schedule fits" in result.stderr
-    assert result.stderr.count("mpipar: stopped") == 1
 
 
 def test_measured_bubble_stands_beside_the_simulated_one(tmp_path):

@@ -86,23 +86,6 @@ def test_a_run_reports_barriers_by_name_and_how_much_of_the_ring_is_hidden(tmp_p
     assert 0 <= int(hidden[1]) <= 100
 
 
-@pytest.mark.slow
-def test_costs_for_the_choice_of_a_schedule(tmp_path):
-    mpipar(
-        *SMALL[:-4],
-        "--tp",
-        2,
-        "--pp",
-        2,
-        "--schedule",
-        "auto",
-        "--sequence-parallel",
-        "--out",
-        tmp_path / "run",
-        ranks=4,
-    ).ended()
-
-
 def reduce_trace(posted):
     """A trace of one reduce to the first of three ranks; all are done at 100 ns."""
     ranks = []

@@ -79,15 +79,7 @@ def test_says_no_and_where():
     assert re.search(r"\d+ of 81 agree.*; \d+ DIFFER", result.stdout)
 
 
-def test_a_schedule_that_is_chosen_later_is_refused_once():
-    assert_refused(
-        2,
-        ["--schedule auto: needs a measurement, which verify does not do"],
-        "verify",
-        *SMALL,
-        "--schedule",
-        "auto",
-    )
+def test_a_routing_by_rank_is_refused():
     assert_refused(
         2,
         ["--routing adversarial: sends to the next rank"],

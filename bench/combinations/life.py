@@ -42,8 +42,8 @@ from bench.combinations.truth import (
 from mpipar import cli
 from mpipar.comm.hosts import quiet_barrier
 from mpipar.comm.launcher import Launcher
-from mpipar.commands.elsewhere import FIXED, resumed
 from mpipar.commands.resolve import resolve
+from mpipar.commands.resume import FIXED, resumed
 from mpipar.config.reading import ParsedConfig, over, to_toml, values_of
 from mpipar.errors import UserError
 from mpipar.files.text import printable

@@ -25,7 +25,9 @@ from bench.interconnect.plans import GROUP_CASES, PAIR_CASES, Job, Section
 from bench.interconnect.records import COMPLETE, INTERRUPTED, Writer
 from bench.interconnect.sampling import Plan
 from bench.interconnect.session import Bench
+from bench.machine.link import WORKS, goes_alone, measure_hop, measure_sending
 from bench.machine.predicted import Subject, line
+from bench.machine.units import largest
 from bench.training import worker_of
 from mpipar import ops as ops_module
 from mpipar.comm.facts import broadcast_text
@@ -44,10 +46,8 @@ from mpipar.config.train import TrainConfig
 from mpipar.data import rows
 from mpipar.errors import DataError, UsageError
 from mpipar.pipeline.costs import Costs
-from mpipar.plan.link import WORKS, goes_alone, measure_hop, measure_sending
 from mpipar.plan.machine import HOP, SENDING, STREAM, Curve, Eager, Product
 from mpipar.plan.measure import measure_costs
-from mpipar.plan.measure_machine import largest
 from mpipar.plan.step import step_estimate
 
 GEMM_SIDES = (32, 128, 512)

@@ -49,7 +49,6 @@ from mpipar.comm.facts import all_gather_facts, broadcast_text, gather_facts
 from mpipar.comm.grid import Grid
 from mpipar.comm.hosts import quiet_barrier
 from mpipar.comm.record import family
-from mpipar.config.grid import AUTO
 from mpipar.console.tables import layout_text, nbytes
 from mpipar.errors import EXIT_CHECK_FAILED, EXIT_OK, OutputError, UsageError
 from mpipar.files.text import counted, shown
@@ -165,10 +164,6 @@ def configured(words: list[str], args) -> Any:
         if word.split("=")[0] == "--preset":
             raise UsageError(f"{word}: the first word is the preset; leave it out")
     config = config_of(["--preset", *words])
-    if config.grid.schedule == AUTO:
-        raise UsageError(
-            "--schedule auto: needs measuring, which a rehearsal does not do; name one"
-        )
     run = replace(config.run, all_reduce=args.all_reduce, sync_sends=args.sync_sends)
     return replace(config, run=run)
 

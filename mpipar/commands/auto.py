@@ -1,25 +1,31 @@
-"""`--layout auto` and `--schedule auto`: the candidate layouts, and the costs that decide.
-
-The costs come from a measurement on these ranks, or from a cost model of the machine.
-"""
+"""`--layout auto`: the layout with the shortest step, as a machine's data sheet predicts it."""
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import replace
-from time import monotonic
 
 from mpipar.comm.facts import broadcast_text
 from mpipar.comm.hosts import quiet_barrier
-from mpipar.commands.elsewhere import layouts
 from mpipar.commands.resolve import resolve
-from mpipar.config.grid import AUTO
-from mpipar.config.layout import sizes_text
+from mpipar.config.layout import matching, sizes_text
 from mpipar.config.reading import ParsedConfig
 from mpipar.config.sections import Config
-from mpipar.errors import UserError
-from mpipar.plan.choose_layout import choose, with_schedule_name
+from mpipar.console.tables import nbytes
+from mpipar.errors import UsageError, UserError
 from mpipar.plan.data_sheet import machine_of
-from mpipar.plan.measure_machine import SECONDS, measure_machine
+from mpipar.plan.step import step_estimate
+
+SHEETS = {"cpu": "cpu", "cuda": "h100"}  # device -> data sheet, without --machine
+
+
+def layouts(parsed: ParsedConfig, world_size: int) -> Iterator[ParsedConfig]:
+    """Yield the configuration for every layout of these ranks with the given axes, best first."""
+    grid = parsed.config.grid
+    for dp, pp, tp in matching((grid.dp, grid.pp, grid.tp), world_size, world_size, 0, cp=grid.cp):
+        yield replace(
+            parsed, config=replace(parsed.config, grid=replace(grid, dp=dp, pp=pp, tp=tp))
+        )
 
 
 def legal_layouts(parsed: ParsedConfig, world_size: int) -> list[ParsedConfig]:
@@ -41,62 +47,54 @@ def legal_layouts(parsed: ParsedConfig, world_size: int) -> list[ParsedConfig]:
     return [one for rows, one in found if rows == least] or [parsed]
 
 
-def with_choices(session, inputs, choices: list[ParsedConfig], machine_path: str | None = None):
-    """Return the Inputs with layout and schedule in place of auto, and tables of the candidates.
+def best_of(configs: list[Config], machine_name: str | None) -> tuple[int, str]:
+    """Return (index of the config with the shortest predicted step, a note on the choice).
 
-    choices: from `legal_layouts`; the inputs belong to the first. World rank 0 chooses, by the cost
-    model in machine_path if there is one. Every rank raises UsageError if nothing fits
-    --memory-limit or the cost model lacks this model, DataError if the file cannot be read.
-    Comm: `measure_machine` without a cost model; a barrier; the choice from world rank 0.
+    configs: resolved, the same job in several layouts. Raises UserErrors: for a machine that can't
+    be read or lacks this model, and if nothing fits --memory-limit.
     """
+    run = configs[0].run
+    name = machine_name or SHEETS[run.device]
+    machine, steps, wrong = machine_of(name, configs), {}, []
+    for place, config in enumerate(configs):
+        layout = sizes_text(vars(config.grid))
+        try:
+            step = step_estimate(machine, config)
+        except UsageError as error:  # a model of measured passes lacks those of this layout
+            wrong.append(f"--layout auto: {layout}: {error.problems[0]}")
+            continue
+        if run.memory_limit is None or step.peak_bytes <= run.memory_limit:
+            steps[place] = step.total, layout
+        else:
+            wrong.append(
+                f"--layout auto: {layout}: its fullest rank needs {nbytes(step.peak_bytes)}, and"
+                f" --memory-limit is {nbytes(run.memory_limit)}"
+            )
+    if not steps:
+        raise UsageError(wrong)
+    order = sorted(steps, key=steps.__getitem__)
+    words = ", ".join(f"{steps[one][1]} {steps[one][0] * 1e3:.3g} ms" for one in order)
+    return order[0], f"--layout auto: predicted steps by the data sheet {name}: {words}"
+
+
+def with_choice(session, inputs, choices: list[ParsedConfig], machine_name: str | None = None):
+    """Return the Inputs with the best of several layouts, which world rank 0 chooses, and a note.
+
+    choices: from `legal_layouts`; the inputs belong to the first. Raises what `best_of` raises, on
+    every rank. Comm: a barrier; an agreement; the choice from world rank 0.
+    """
+    if not choices[0].chooses_layout:
+        return inputs
     config, world = inputs.config, session.world
-    machine, notes = None, []
-    if choices[0].chooses_layout and getattr(config.model, "experts", None):
-        notes.append(
-            f"layout auto keeps ep {config.grid.ep}, as it keeps cp; --ep N sets another"
-            " number of expert-parallel ranks"
-        )
-    if choices[0].chooses_layout and len(choices) == 1:
-        notes.append(
-            f"--layout auto: {sizes_text(vars(config.grid))} is the only layout possible"
-            f" on these ranks for this model and {config.train.batch_size} rows per step"
-        )
     others = (resolve(one, world.size)[0] for one in choices[1:])
     configs = [config, *(replace(config, grid=one.grid, train=one.train) for one in others)]
-    if machine_path is not None:
-        machine = session.agree(
-            lambda: machine_of(machine_path, configs) if world.rank == 0 else None
-        )
-        source = f"by the cost model {machine_path}"
-    if config.grid.schedule != AUTO and len(choices) == 1:
-        return replace(inputs, notes=[*inputs.notes, *notes])
-    if machine_path is None:
-        begin = monotonic()
-        machine = measure_machine(configs, inputs.ops, world)
-        source = (
-            f"measured for {monotonic() - begin:.1f} s on these ranks, {SECONDS:g} at most;"
-            " --machine FILE avoids the measurement"
-        )
 
-    def chosen():
+    def chosen() -> tuple[int, str]:
         try:
-            if world.rank == 0:
-                return choose(configs, machine)
+            return best_of(configs, machine_name) if world.rank == 0 else (0, "")
         finally:
             quiet_barrier(world)  # the others sleep
-        return None, []
 
-    best, why = session.agree(chosen)
-    text = broadcast_text(world, f"{place_of(best, configs)} {best.grid.schedule}" if best else "")
-    place, name = text.split()
-    config = configs[int(place)]
-    if config.grid.schedule == AUTO:
-        config = with_schedule_name(config, name)
-    tables = [line for text in why for line in text.splitlines()]
-    return replace(inputs, config=config, notes=[*inputs.notes, source, *notes, *tables])
-
-
-def place_of(best: Config, configs: list[Config]) -> int:
-    """Return the index of the configuration that has this layout."""
-    axes = [(one.grid.dp, one.grid.pp, one.grid.cp, one.grid.tp) for one in (*configs, best)]
-    return axes.index(axes[-1])
+    place, note = session.agree(chosen)
+    place = int(broadcast_text(world, str(place)))
+    return replace(inputs, config=configs[place], notes=[*inputs.notes, note])

@@ -12,7 +12,6 @@ from mpipar.comm.grid import AXES, Grid
 from mpipar.comm.record import turns
 from mpipar.commands.command import OF_A_STEP, Command, Context
 from mpipar.commands.resolve import resolve
-from mpipar.config.grid import AUTO
 from mpipar.config.setting import setting, switch
 from mpipar.console.tables import (
     barriers,
@@ -29,7 +28,6 @@ from mpipar.files.text import counted
 from mpipar.models.decoder import ENTRY
 from mpipar.ops.shape_array import labels_of
 from mpipar.plan import formulas, memory_formulas
-from mpipar.plan.choose_layout import choose
 from mpipar.plan.data_sheet import machine_of
 from mpipar.plan.measure import unit_memory
 from mpipar.plan.predict import predict
@@ -53,8 +51,7 @@ class Arguments:
     )
     machine: str | None = setting(
         None,
-        "cost model of bench.calibrate, or a machine of mpipar plan: predict the time of a"
-        " step, and choose --schedule auto by it",
+        "cost model of bench.calibrate, or a machine of mpipar plan: predict the time of a step",
         metavar="FILE|NAME",
     )
 
@@ -85,8 +82,7 @@ def of_named_axes(parsed) -> tuple:
 def configured(parsed, args):
     """Return (resolved configuration, the Machine of --machine or None).
 
-    For --schedule auto, the machine's costs decide. It prints the notes that `train` would print
-    for these flags. Raises UsageError.
+    It prints the notes that `train` would print for these flags. Raises UsageError.
     """
     parsed, world_size = of_named_axes(parsed)
     if world_size > MOST_RANKS:
@@ -105,17 +101,9 @@ def configured(parsed, args):
             f"--all-ranks: the layout has {world_size:,} ranks, and at most"
             f" {MOST_LISTED} are listed; use --rank R for one of them"
         )
-    if config.grid.schedule == AUTO and args.machine is None:
-        problems.append(
-            "--schedule auto: needs a measurement, which explain does not do; name a "
-            "schedule, or give --machine FILE to choose by"
-        )
     if problems:
         raise UsageError(problems)
     machine = machine_of(args.machine, [config]) if args.machine is not None else None
-    if config.grid.schedule == AUTO:
-        config, why = choose([config], machine)
-        notes += why
     if notes:
         print("\n".join([*notes, ""]))
     return config, machine

@@ -8,18 +8,22 @@ the first time: with the settings of its config.toml, and from what its sources.
 from __future__ import annotations
 
 import json
+import math
 import os
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass, field, replace
+from contextlib import suppress
+from dataclasses import asdict, dataclass, field, fields, replace
+from itertools import product
 from pathlib import Path
 
 from mpipar.checkpoint.load import load_state
 from mpipar.checkpoint.manifest import NAME, committed_steps, read_manifest
 from mpipar.checkpoint.tokenizer_files import read_tokenizer_files
 from mpipar.comm.facts import broadcast_text, gather_facts
-from mpipar.comm.grid import AXES
+from mpipar.comm.grid import AXES, LAYOUT
+from mpipar.commands.auto import layouts
 from mpipar.commands.compared import compare_inputs, digest_of_weights
-from mpipar.commands.elsewhere import changes, legal
+from mpipar.commands.resolve import resolve
 from mpipar.commands.run_folder import (
     CHECKPOINTS,
     CONFIG,
@@ -32,14 +36,43 @@ from mpipar.commands.run_folder import (
     resume_in,
 )
 from mpipar.commands.source import find_source, tokenizer_folder
-from mpipar.config.layout import sizes_text
-from mpipar.config.reading import values_of
+from mpipar.config.layout import divisors, sizes_text
+from mpipar.config.layout import typed as typed_layout
+from mpipar.config.model import CUTS, ModelConfig
+from mpipar.config.reading import over, values_of
+from mpipar.config.rule import typed
 from mpipar.config.run import AUTO, NEVER, named_folder, trace_steps
+from mpipar.config.setting import flag
 from mpipar.data.fingerprint import of_ends
-from mpipar.errors import DataError, UsageError
+from mpipar.errors import DataError, UsageError, UserError
 from mpipar.files.bounded import problems_as, read_text
-from mpipar.files.text import brief
+from mpipar.files.text import brief, counted
 from mpipar.train.optim import of_new_length
+
+# What determines the numbers of a run: with another value it would be another run.
+FIXED = (
+    "preset",
+    "dtype",
+    "seed",
+    "loss_scale",
+    "loss_scale_interval",
+    "batch_size",
+    "optimizer",
+    "lr",
+    "lr_schedule",
+    "min_lr_ratio",
+    "decay_ratio",
+    "warmup_steps",
+    "weight_decay",
+    "beta1",
+    "beta2",
+    "eps",
+    "clip",
+)
+# What belongs to one start of the program, not to the run.
+OF_A_START = ("resume", "out", "run_name", "trace", "trace_ops", "progress")
+# What is chosen together: naming one of them resets the others.
+ORDER = ("schedule", "schedule_csv", "chunks", "group_size", "stage_layers")
 
 
 @dataclass(frozen=True)
@@ -225,7 +258,64 @@ def with_saved_settings(parsed, start: Start, world_size: int):
     if parsed.config.run.resume == AUTO:  # the Start has resolved the user's --init-from
         given = {name: value for name, value in parsed.given.items() if name != "init_from"}
         parsed = replace(parsed, given=given)
-    return legal(parsed, saved, world_size)
+    return resumed(parsed, saved, world_size)
+
+
+def resumed(parsed, saved: Mapping[str, object], world_size: int):
+    """Return the configuration of a run resumed on this many ranks.
+
+    saved: the values of the run's config.toml. If the user names a layout, the stages and groups
+    that depend on it are chosen again. Another number of ranks needs a layout that the user names:
+    otherwise raises UsageError with one that fits.
+    """
+    given, was = parsed.given, {axis: saved.get(axis, 1) for axis in AXES}
+    named, ranks = any(axis in given for axis in LAYOUT), math.prod(was.values())
+    problems = (*parsed.unread, *unchangeable(given, saved))
+    chooses = parsed.chooses_layout and (named or ranks != world_size)
+    parsed = replace(parsed, unread=problems, chooses_layout=chooses)
+    dropped = set(OF_A_START)
+    if any(name in given for name in ORDER):
+        dropped |= set(ORDER)
+    if named or ranks != world_size:
+        dropped |= {*LAYOUT, *ORDER, "cp_attention"} - {"schedule"}
+    kept = {name: value for name, value in saved.items() if name not in dropped}
+    found = over(kept, parsed)
+    if ranks != world_size and not (named or chooses or found.problems):
+        raise UsageError(
+            f"{counted(world_size, 'rank')}: this run has {ranks}, {typed_layout(was)};"
+            f" {other_layout(kept, parsed, world_size)}"
+        )
+    return found
+
+
+def other_layout(kept: Mapping[str, object], parsed, world_size: int) -> str:
+    """Return what to type for a layout of so many ranks that takes the run's batch and shape.
+
+    Settings that only say how the work is done change if they must, as few of them as possible.
+    """
+    saved = {name: kept[name] for name in ("schedule", "zero", "num_microbatches") if name in kept}
+    others = {"schedule": ["1f1b"], "zero": [0], "num_microbatches": divisors(kept["batch_size"])}
+    values = (dict.fromkeys((value, *others[name])) for name, value in saved.items())
+    ways = [dict(zip(saved, way, strict=True)) for way in product(*values)]
+    for way in sorted(ways, key=lambda way: sum(way[name] != saved[name] for name in saved)):
+        for one in layouts(over({**kept, **way}, parsed), world_size):
+            with suppress(UserError):
+                words = typed_layout(vars(resolve(one, world_size)[0].grid))
+                new = [f" {flag(name)} {way[name]}" for name in saved if way[name] != saved[name]]
+                return f"add {words}{''.join(new)}"
+    return f"no layout of {world_size} takes its batch size and shape; start as many as before"
+
+
+def unchangeable(given: Mapping[str, object], saved: Mapping[str, object]) -> list[str]:
+    """Return a problem for each value that the user names differently from the saved run."""
+    shape = [one.name for one in fields(ModelConfig) if one.name not in CUTS]
+    return [
+        f"{flag(name)} {typed(given[name])}: can't change in a resumed run, which has"
+        f" {typed(saved[name]) if name in saved else 'the default'}; leave {flag(name)} out, or"
+        " start a new run"
+        for name in dict.fromkeys([*shape, *FIXED])
+        if name in given and given[name] != saved.get(name)
+    ]
 
 
 def start_problems(start: Start):
@@ -259,7 +349,7 @@ def after(start: Start, inputs):
         config = replace(config, run=replace(config.run, trace=None, trace_ops=False))
     if config.train.steps != was:
         notes.append(f"--steps {config.train.steps}, {was} before: {of_new_length(config.train)}")
-    return replace(inputs, config=config, notes=[*notes, *changes(config, saved), *inputs.notes])
+    return replace(inputs, config=config, notes=[*notes, *inputs.notes])
 
 
 def agreed_sources(session, start: Start, inputs) -> Sources:

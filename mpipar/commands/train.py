@@ -14,9 +14,9 @@ class Arguments:
 
     machine: str | None = setting(
         None,
-        "cost model of bench.calibrate: --layout auto and --schedule auto choose by it,"
-        " without measuring",
-        metavar="FILE",
+        "--layout auto chooses by this machine: a name that plan knows, a data sheet, or a cost"
+        " model of bench.calibrate (default: cpu, and h100 with --device cuda)",
+        metavar="NAME",
         rare=True,
     )
 
@@ -34,7 +34,7 @@ COMMAND = Command(
     needs_mpi=True,
     trains=True,
     help_of={
-        "layout": "short for --dp 2 --pp 2 --tp 2; auto: the axes with the shortest predicted step,"
-        " from costs measured at the start"
+        "layout": "short for --dp 2 --pp 2 --tp 2; auto: the axes with the shortest step that a"
+        " data sheet predicts"
     },
 )

@@ -14,7 +14,7 @@ from mpipar.comm.facts import gather_facts
 from mpipar.comm.grid import Grid
 from mpipar.comm.record import Recorder
 from mpipar.commands import finish, report, resume
-from mpipar.commands.auto import legal_layouts, with_choices
+from mpipar.commands.auto import legal_layouts, with_choice
 from mpipar.commands.inputs import prepare
 from mpipar.commands.memory_limit import MemoryLimit
 from mpipar.commands.run_folder import (
@@ -31,7 +31,6 @@ from mpipar.commands.run_folder import (
     write_result,
 )
 from mpipar.commands.saving import Saving
-from mpipar.config.grid import AUTO
 from mpipar.config.reading import to_toml
 from mpipar.console import tables as console
 from mpipar.console.memory import PeakMemory
@@ -64,7 +63,7 @@ from mpipar.train.worker import StepVotes, Worker
 
 
 def run(session, parsed, machine_path: str | None = None) -> int:
-    """Train as the flags say; return the exit code. machine_path: costs for --schedule auto.
+    """Train as the flags say; return the exit code. machine_path: see `best_of`.
 
     Comm: that of every method of `Run`.
     """
@@ -94,17 +93,16 @@ class Run:
         self.session, self.world, self.recorder = session, session.start(), Recorder()
 
     def prepare(self, parsed, machine_path) -> bool:
-        """Check all that can be checked, choose layout and schedule, create the run folder.
+        """Check all that can be checked, choose the layout, create the run folder.
 
         Return False if --resume names a run that has ended, so that there is nothing to do.
-        Comm: that of the functions of `resume`, and of `with_choices`.
+        Comm: that of the functions of `resume`, and of `with_choice`.
         """
         session, world = self.session, self.world
         self.start = start = resume.agreed_start(session, parsed.config.run)
         parsed = session.agree(lambda: resume.with_saved_settings(parsed, start, world.size))
         checks = [resume.start_problems(start), (tensorboard_problems, EnvironmentProblem)]
-        chooses = parsed.chooses_layout
-        if start.config and not chooses and parsed.config.grid.schedule != AUTO:
+        if start.config and not parsed.chooses_layout:
             machine_path = None  # saved settings are kept: there is nothing to choose
         if world.rank == 0 and start.folder is None:  # world rank 0 alone checks the disk
             checks.append((folder_problems, UsageError))
@@ -129,7 +127,7 @@ class Run:
         sources = resume.agreed_sources(session, start, inputs)
         self.fingerprint = sources.data
         inputs = resume.after(start, inputs)
-        self.inputs = with_choices(session, inputs, choices, machine_path)
+        self.inputs = with_choice(session, inputs, choices, machine_path)
         self.config = self.inputs.config
         self.grid = Grid.of(self.config.grid, world.rank)
         self.folder, self.written = resume.agreed_folder(session, start, self.inputs, sources)

@@ -5,7 +5,6 @@ from __future__ import annotations
 from dataclasses import replace
 
 from mpipar.commands.command import OF_A_STEP, Command, Context
-from mpipar.config.grid import AUTO
 from mpipar.errors import EXIT_CHECK_FAILED, EXIT_OK, UsageError
 from mpipar.files.text import counted
 
@@ -63,12 +62,8 @@ def run(context: Context) -> int:
 
 
 def other_than_one_rank(config) -> list[str]:
-    """Return what one rank cannot reproduce: an unchosen schedule, or a routing by rank."""
+    """Return what one rank cannot reproduce: a routing by rank."""
     found = []
-    if config.grid.schedule == AUTO:
-        found.append(
-            "--schedule auto: needs a measurement, which verify does not do; name a schedule"
-        )
     if getattr(config.model, "routing", "") == "adversarial":
         found.append(
             "--routing adversarial: sends to the next rank, so it differs on one rank;"

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from mpipar.comm.grid import AXES, PIECES_PER_RANK
 from mpipar.config.setting import setting
 
-AUTO = "auto"  # for --schedule and --layout: chosen once costs are known
+AUTO = "auto"  # for --layout: chosen by predicted steps
 
 
 @dataclass(frozen=True)
@@ -52,8 +52,7 @@ class GridConfig:
     )
     schedule: str = setting(
         "1f1b",
-        "pipeline schedule, the order of forward and backward passes; auto = the shortest "
-        "simulated step, from costs measured at the start",
+        "pipeline schedule, the order of forward and backward passes",
     )
     schedule_csv: str | None = setting(
         None, "run the schedule in this CSV file (torch.distributed.pipelining's format)"

@@ -13,7 +13,7 @@ from typing import Any
 
 from mpipar.config import combinations
 from mpipar.config.combinations import could_be
-from mpipar.config.grid import AUTO, GridConfig
+from mpipar.config.grid import GridConfig
 from mpipar.config.rule import Rule
 from mpipar.pipeline.placements import PLACEMENTS
 from mpipar.pipeline.schedules.families import FAMILIES, SCHEDULES, num_stages
@@ -22,13 +22,8 @@ MOST_PASSES = 1 << 18  # forward passes of a step, which take some seconds to pr
 
 
 def family(v: SimpleNamespace) -> Any:
-    """Return the Family of the schedule; None for auto, a CSV file and unknown names."""
+    """Return the Family of the schedule; None for a CSV file and unknown names."""
     return None if v.schedule_csv else FAMILIES.get(v.schedule)
-
-
-def is_chosen(v: SimpleNamespace) -> bool:
-    """Return whether the schedule is chosen only once costs are known."""
-    return v.schedule == AUTO and not v.schedule_csv
 
 
 def stages(v: SimpleNamespace) -> int:
@@ -90,8 +85,8 @@ OF_SCHEDULES = (
     Rule(
         "name of a schedule",
         ("schedule",),
-        f"there are {', '.join(SCHEDULES)}, and auto",
-        lambda v: v.schedule not in (*FAMILIES, AUTO),
+        f"there are {', '.join(SCHEDULES)} (mpipar schedule --compare shows their times)",
+        lambda v: v.schedule not in FAMILIES,
         lambda v: {"schedule": get_close_matches(v.schedule, SCHEDULES, n=1) or ["1f1b"]},
         "--schedule interleavd",
     ),
@@ -166,23 +161,6 @@ OF_SCHEDULES = (
         "--schedule dualpipe --pp 2 --num-microbatches 3",
         ranks=2,
         complete=True,
-    ),
-    Rule(
-        "stages of auto",
-        ("stage_layers", "schedule"),
-        "auto chooses the stages",
-        lambda v: is_chosen(v) and v.stage_layers is not None,
-        lambda v: {"stage_layers": [None], "schedule": ["1f1b"]},
-        "--schedule auto --stage-layers 3,1 --pp 2",
-        ranks=2,
-    ),
-    Rule(
-        "groups of auto",
-        ("group_size", "schedule"),
-        "auto chooses the groups",
-        lambda v: is_chosen(v) and v.group_size is not None,
-        lambda v: {"group_size": [None], "schedule": ["interleaved"]},
-        "--schedule auto --group-size 4",
     ),
     Rule(
         "number of stages",

@@ -15,7 +15,6 @@ from docs.build.pictures.shapes import arguments, layout_words, load_trace, watc
 from docs.build.pictures.svg import Drawing
 from mpipar import cli
 from mpipar.comm.grid import token_pieces
-from mpipar.commands.memory_limit import fullest
 from mpipar.commands.schedule import costs_of, title
 from mpipar.config.flags import Parser
 from mpipar.console.tables import nbytes
@@ -24,6 +23,7 @@ from mpipar.errors import DataError, UsageError
 from mpipar.pipeline.draw import svg
 from mpipar.pipeline.schedules.catalog import make_schedule
 from mpipar.pipeline.simulate import simulate
+from mpipar.plan.predict import fullest
 
 Picture = tuple[str, str]  # SVG and alt text
 
