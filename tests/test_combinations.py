@@ -131,7 +131,7 @@ BESIDE = {
     "commands.schedule.problems": "arguments of schedule",
     "config.reading.choice_problems": "the settings of a choice: see `only` of a setting",
     "config.reading.expand_layout": "one setting in two spellings",
-    "data.dataset.open_dataset": "compares with data",
+    "data.tokenizer.tokenizer_of": "compares with data",
     "data.rows.load": "compares with data",
     "data.source._not_bytes": "compares with data",
 }
