@@ -76,11 +76,15 @@ LEFT = [
         f"a library ends a rank with exit code 0: {place}",
         place,
         "leave",
-        70,
+        code,
         rank,
         quick=quick,
     )
-    for place, rank, quick in (("init", 1, False), ("forward", 1, True), ("finalize", 0, False))
+    for place, rank, quick, code in (
+        ("init", 1, False, 70),
+        ("forward", 1, True, 70),
+        ("finalize", 0, False, ANY),  # Open MPI may end itself first, with its own error
+    )
 ]
 RAISED = [
     Case(26, f"exception in the {name} stage", "forward", "raise", 70, rank, 3)
@@ -135,6 +139,8 @@ def test_a_rank_goes_wrong_and_a_resume_loses_nothing(case, text_folder, whole, 
     record_property("exit_code", result.returncode)
     if case.how == "kill":
         killed_by(result, signal.SIGKILL)
+    elif case.code is ANY:
+        assert result.returncode in (14, 70), result.tail()
     elif case.code == 70:
         block_of(result, 70, f"rank {case.rank} of {case.ranks}")
     else:
