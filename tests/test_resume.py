@@ -261,6 +261,18 @@ def test_ckpt_verify(here):
     assert printed("ckpt", "verify", here / "run", "--step", "6").count("every byte") == 1
 
 
+def test_ckpt_verify_without_checkpoints_compares_the_final_weights(here):
+    """As when they were deleted to save space."""
+    shutil.rmtree(here / "run" / "checkpoints")
+    assert printed("ckpt", "verify", here / "run").count("every byte") == 1
+    assert_refused(65, ["has no checkpoint"], "ckpt", "verify", "run", "--step", "2", folder=here)
+    flip(here / "run" / "weights" / "model.safetensors", 1)
+    assert "model.safetensors: is damaged" in printed("ckpt", "verify", here / "run", code=65)
+    shutil.rmtree(here / "run" / "weights")
+    for action in ("verify", "export"):
+        assert_refused(65, ["has no checkpoint"], "ckpt", action, "run", folder=here)
+
+
 def test_ckpt_export_writes_what_the_run_has_written(here):
     out, weights = here / "exported", here / "run" / "weights"
     printed("ckpt", "export", here / "run", "--out", out)

@@ -82,9 +82,29 @@ def test_a_type_that_cannot_be_read_does_not_hide_the_others(tmp_path):
         np.testing.assert_array_equal(file.rows("b", 0, 2), [0, 0])
 
 
-def test_a_file_that_is_cut_while_it_is_read(tmp_path):
-    path = written(tmp_path / "a.safetensors", {"a": entry()})
-    with TensorFile(path) as file:
-        os.truncate(path, path.stat().st_size - 6)
-        with pytest.raises(ValueError, match="bytes, but had"):
-            file.rows("a", 0, 4)
+@pytest.mark.parametrize("rows", [(0, 4), (1, 3), (2, 2)])
+def test_rows_of_a_large_tensor_come_in_several_reads(rows, tmp_path, monkeypatch):
+    """As a file system may return fewer bytes than were asked for."""
+    x = np.arange(4 * 5 * 3, dtype=np.float32).reshape(4, 5, 3)
+    save_file({"a": x, "b": x + 1}, tmp_path / "a.safetensors")
+    plain = os.preadv
+    monkeypatch.setattr(os, "preadv", lambda file, parts, place: plain(file, [parts[0][:7]], place))
+    with TensorFile(tmp_path / "a.safetensors") as file:
+        np.testing.assert_array_equal(file.rows("b", *rows), x[slice(*rows)] + 1)
+
+
+def test_a_file_that_is_cut_while_it_is_read(tmp_path, monkeypatch):
+    """Also between two reads of one tensor: a mapping would end the process there."""
+    path = written(
+        tmp_path / "a.safetensors", {"a": entry(0, 1 << 20, (1 << 18,))}, b"1" * (1 << 20)
+    )
+    plain = os.preadv
+
+    def cuts(file, parts, place):
+        size = plain(file, [parts[0][:4096]], place)
+        os.truncate(path, 1000)
+        return size
+
+    monkeypatch.setattr(os, "preadv", cuts)
+    with TensorFile(path) as file, pytest.raises(ValueError, match="bytes, but had more"):
+        file.rows("a", 0, 1 << 18)

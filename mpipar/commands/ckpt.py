@@ -33,6 +33,12 @@ from mpipar.files.bounded import problems_as
 from mpipar.files.text import one_line, printable
 
 OF_EXPORT = ("action", "export")
+NO_CHECKPOINT = "{}: has no checkpoint; a run writes one every --save-interval steps and at its end"
+STRANGERS = {  # part of a name beside the checkpoints: what it is
+    ".trash-": "a checkpoint that is being deleted; the next commit removes it",
+    ".partial-": "an unfinished save; the next commit removes it",
+    ".aside-": "set aside when the run resumed from an earlier step; delete it when you like",
+}
 DTYPES = {"float32": np.dtype(np.float32), "bfloat16": np.dtype(ml_dtypes.bfloat16)}
 
 
@@ -77,22 +83,19 @@ class Arguments:
 
 
 def run(context: Context) -> int:
-    """Run one action; return its exit code. Raises DataError if there is no checkpoint."""
+    """Run one action; return its exit code. Raises DataError if there is nothing to work on."""
     args = context.args
     folder = Path(args.run_folder)
-    steps = committed_steps(folder / CHECKPOINTS)
-    if not steps and not is_run(folder):
+    if not is_run(folder):
         raise DataError(f"{folder}: is not a run folder; give one of mpipar train")
-    if not steps and args.action != "ls":
-        raise DataError(
-            f"{folder}: has no checkpoint; a run writes one every --save-interval steps"
-            " and at its end"
-        )
-    if args.step is not None:
+    steps = committed_steps(folder / CHECKPOINTS)
+    if args.step is not None and steps:
         known = ", ".join(str(step) for step, _ in steps)
         steps = [(step, path) for step, path in steps if step == args.step]
         if not steps:
             raise DataError(f"--step {args.step}: {folder} has checkpoints of the steps {known}")
+    if not steps and (args.action == "export" or args.step is not None):
+        raise DataError(NO_CHECKPOINT.format(folder))
     return ACTIONS[args.action](folder, steps, args)
 
 
@@ -110,22 +113,16 @@ def list_steps(folder: Path, steps, args) -> int:
         except DataError as error:
             rows.append((str(step), "", "", age(path), f"DAMAGED: {error.problems[0]}"))
             continue
-        size = sum(file.bytes for file in manifest.files.values())
-        rows.append(
-            (
-                str(step),
-                nbytes(size),
-                layout_words(manifest.layout, manifest.schedule),
-                age(path / NAME),
-                "complete",
-            )
-        )
+        size = nbytes(sum(file.bytes for file in manifest.files.values()))
+        layout = layout_words(manifest.layout, manifest.schedule)
+        rows.append((str(step), size, layout, age(path / NAME), "complete"))
     say(table(rows, left=0) if steps else f"{folder} has no checkpoint")
     known = {path for _, path in steps}
     inside = folder / CHECKPOINTS
     for path in sorted(inside.iterdir() if inside.is_dir() else ()):
         if path not in known:
-            say(f"{inside}/{one_line(path.name)}: {stranger(path.name)}")
+            what = (text for mark, text in STRANGERS.items() if mark in path.name)
+            say(f"{inside}/{one_line(path.name)}: {next(what, 'does not belong to a checkpoint')}")
     ended = finished_step(folder)
     say(
         f"the run ended with step {ended}"
@@ -133,17 +130,6 @@ def list_steps(folder: Path, steps, args) -> int:
         else f"the run has not ended; resume it: mpipar train --resume auto --out {folder}"
     )
     return EXIT_OK
-
-
-def stranger(name: str) -> str:
-    """Return what an entry of the folder of checkpoints is that is no checkpoint."""
-    if ".partial-" in name:
-        return "an unfinished save; the next commit removes it"
-    if name.startswith(".trash-"):
-        return "a checkpoint that is being deleted; the next commit removes it"
-    if ".aside-" in name:
-        return "set aside when the run resumed from an earlier step; delete it when you like"
-    return "does not belong to a checkpoint"
 
 
 def age(path: Path) -> str:
@@ -163,12 +149,13 @@ def verify(folder: Path, steps, args) -> int:
     found = {path: damage(path) for _, path in steps}
     final = own_weights(folder)
     if args.step is None and final.exists():
-        digests = written_digests(final)
-        problems = (digest_problem(final / name, digest) for name, digest in digests.items())
-        if digests:
+        if digests := written_digests(final):
+            problems = (digest_problem(final / name, digest) for name, digest in digests.items())
             found[final] = [text for text in problems if text]
         else:
             say(f"{final}: no {DIGESTS}, so nothing is compared")
+    if not found:
+        raise DataError(NO_CHECKPOINT.format(folder))
     for path, wrong in found.items():
         say(f"{path}: {'DAMAGED' if wrong else 'every byte is as it was written'}")
         for text in wrong:
