@@ -16,19 +16,17 @@ from machine_models import machine
 from one_rank import fresh, loaded
 from state_cases import config_for, saved
 from state_cases import loaded as state
-from trace_cases import pipeline_trace
+from trace_cases import write_trace
 
 from mpipar import cli
 from mpipar.checkpoint import manifest
 from mpipar.checkpoint import weights as checkpoint
 from mpipar.checkpoint.formats import start_notes
 from mpipar.checkpoint.tokenizer_files import config_texts, read_tokenizer_files
-from mpipar.comm.record import LayerOperation, Load
 from mpipar.data.source import load_source
 from mpipar.errors import DataError, UsageError
 from mpipar.files.bounded import read_json
 from mpipar.plan import machine_file
-from mpipar.trace import trace_file
 
 FEW, MANY = range(12), range(12, 212)
 
@@ -47,48 +45,6 @@ def call(command):
         command()
         return 0
     return cli.main([str(word) for word in command], StandIn())
-
-
-def write_trace(folder):
-    """A run folder with a trace of two ranks, of all kinds of lines."""
-    made = pipeline_trace("1f1b", 2, 2, steps=3)
-    for rank in made.ranks:
-        head = {
-            "recording": made.meta["recording"],
-            "world_rank": rank.world_rank,
-            "host": rank.host,
-            "place": rank.place,
-            "stages": rank.stages,
-            "steps": rank.steps,
-            "complete": True,
-            "cores": [0, 1],
-            "groups": {axis: [rank.world_rank] for axis in ("dp", "cp", "tp")}
-            | {"pp": [0, 1], "world": [0, 1]},
-        }
-        shifted = [
-            record._replace(
-                posted_ns=record.posted_ns + 1,
-                waited_ns=record.waited_ns + 1,
-                done_ns=record.done_ns + 1,
-            )
-            for record in rank.records
-        ]
-        operations = [LayerOperation("block0.ffn", "matmul", 5, 9, 1, 0, 0, "F")]
-        loads = [Load("block0.moe", 0, 1, 0, 0, [3, 5])]
-        trace_file.write_rank(folder, head, shifted, rank.spans, operations, loads)
-    model = {"model": "decoder", "norm": "layer", "layers": 2, "ffn_cut": "pair"}
-    trace_file.write_meta(
-        folder,
-        made.meta
-        | {
-            "clock": made.clock.to_json(),
-            "device": "cpu",
-            "per_operation": True,
-            "stage_layers": [1, 1],
-            "model": made.meta["model"] | model,
-        },
-    )
-    (folder / "metrics.jsonl").write_text("".join(json.dumps(one) + "\n" for one in made.metrics))
 
 
 def of_trace(name):

@@ -1,16 +1,17 @@
 """Small handmade traces: each rank's work is written down, so the results are known."""
 
+import json
 from pathlib import Path
 from random import Random
 
 from planted_delays import MS, record
 
 from mpipar.comm.clock import CommonClock
-from mpipar.comm.record import LayerOperation, Span
+from mpipar.comm.record import LayerOperation, Load, Span
 from mpipar.pipeline.costs import Costs
 from mpipar.pipeline.schedules.catalog import make_schedule
 from mpipar.pipeline.simulate import simulate
-from mpipar.trace import segments, waits
+from mpipar.trace import segments, trace_file, waits
 from mpipar.trace.trace_file import RankTrace as Rank
 from mpipar.trace.trace_file import Trace, common_facts, schedule_json
 
@@ -171,3 +172,45 @@ def pipeline_trace(name="zb-h1", ranks=4, microbatches=8, steps=2):
         {"step": step, "loss": 5 / step, "step_seconds": length / 1e3} for step in range(1, 20)
     )
     return made
+
+
+def write_trace(folder):
+    """A run folder with a trace of two ranks, of all kinds of lines."""
+    made = pipeline_trace("1f1b", 2, 2, steps=3)
+    for rank in made.ranks:
+        head = {
+            "recording": made.meta["recording"],
+            "world_rank": rank.world_rank,
+            "host": rank.host,
+            "place": rank.place,
+            "stages": rank.stages,
+            "steps": rank.steps,
+            "complete": True,
+            "cores": [0, 1],
+            "groups": {axis: [rank.world_rank] for axis in ("dp", "cp", "tp")}
+            | {"pp": [0, 1], "world": [0, 1]},
+        }
+        shifted = [
+            record._replace(
+                posted_ns=record.posted_ns + 1,
+                waited_ns=record.waited_ns + 1,
+                done_ns=record.done_ns + 1,
+            )
+            for record in rank.records
+        ]
+        operations = [LayerOperation("block0.ffn", "matmul", 5, 9, 1, 0, 0, "F")]
+        loads = [Load("block0.moe", 0, 1, 0, 0, [3, 5])]
+        trace_file.write_rank(folder, head, shifted, rank.spans, operations, loads)
+    model = {"model": "decoder", "norm": "layer", "layers": 2, "ffn_cut": "pair"}
+    trace_file.write_meta(
+        folder,
+        made.meta
+        | {
+            "clock": made.clock.to_json(),
+            "device": "cpu",
+            "per_operation": True,
+            "stage_layers": [1, 1],
+            "model": made.meta["model"] | model,
+        },
+    )
+    (folder / "metrics.jsonl").write_text("".join(json.dumps(one) + "\n" for one in made.metrics))

@@ -1,71 +1,60 @@
 """Compares two traced runs: what got slower, by cause, and whether that is more than noise.
 
-A difference counts only when it exceeds the spread: B is slower when its lower quartile is above
-A's upper quartile, and faster in the opposite case. With fewer than three values on a side there is
-no verdict. A side is one or several launches of a run. With three launches on both sides the values
-are the medians of the launches, because launches differ by more than steps do; otherwise they are
-the steps.
+Every value is a median over steps with its quartiles. A difference counts only when it exceeds the
+spread: B is slower when its lower quartile is above A's upper quartile, and faster in the opposite
+case. With fewer than three steps on a side there is no verdict.
 """
 
 from __future__ import annotations
 
-from collections import defaultdict
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from statistics import median, quantiles
+
+import numpy as np
 
 from mpipar.errors import DataError
 from mpipar.files.bounded import read_toml
 from mpipar.trace.analysis import Analysis, category
 from mpipar.trace.causes import WORDS
-from mpipar.trace.segments import Segment, by_kind
+from mpipar.trace.segments import Segment, by_step
 from mpipar.trace.trace_file import Trace
 
-LEAST_STEPS = LEAST_LAUNCHES = 3
-Side = Sequence[Analysis]  # the launches of one run
+LEAST_STEPS = 3
 PLACES = {"out", "run-name", "trace", "trace-ops"}  # settings that do not change what is run
 
 
 @dataclass(frozen=True)
 class Change:
-    """One cause: ms per step, and the verdict: slower, faster or "" (within noise, or unknown)."""
+    """One cause in both runs: (lower quartile, median, upper quartile) of ms per step.
+
+    verdict: slower, faster or "" (within the spread, or unknown).
+    """
 
     what: str
-    before_ms: float
-    after_ms: float
+    before: tuple[float, float, float]
+    after: tuple[float, float, float]
     verdict: str = ""
 
     @property
-    def change_ms(self) -> float:
-        return self.after_ms - self.before_ms
+    def ms(self) -> float:
+        """How much longer it takes in B, by the medians."""
+        return self.after[1] - self.before[1]
 
 
-def verdict(before: list[float], after: list[float]) -> str:
-    """Return `slower`, `faster`, or "" where quartiles overlap or there are too few values."""
-    if min(len(before), len(after)) < LEAST_STEPS:
-        return ""
-    low_before, _, high_before = quantiles(before, n=4, method="inclusive")
-    low_after, _, high_after = quantiles(after, n=4, method="inclusive")
-    if low_after > high_before:
-        return "slower"
-    return "faster" if high_after < low_before else ""
+def quartiles(values: Sequence[float]) -> tuple[float, float, float]:
+    """Return the three quartiles of at least one value."""
+    low, middle, high = np.percentile(values, (25, 50, 75))
+    return float(low), float(middle), float(high)
 
 
-def by_launch(before: Side, after: Side) -> bool:
-    """Return whether both sides have enough launches to show how much launches differ."""
-    return min(len(before), len(after)) >= LEAST_LAUNCHES
-
-
-def change(what: str, before: list[list[float]], after: list[list[float]]) -> Change:
-    """Return the medians of the milliseconds of all launches, and their verdict: see above."""
-    launches = by_launch(before, after)
-    sides = [
-        [median(one) for one in side] if launches else [ms for one in side for ms in one]
-        for side in (before, after)
-    ]
-    return Change(what, *map(median, sides), verdict(*sides))
+def change(what: str, before: Sequence[float], after: Sequence[float]) -> Change:
+    """Return how the milliseconds of each step changed, and whether beyond their spread."""
+    old, new = quartiles(before), quartiles(after)
+    known = min(len(before), len(after)) >= LEAST_STEPS
+    verdict = "slower" if new[0] > old[2] else "faster" if new[2] < old[0] else ""
+    return Change(what, old, new, verdict if known else "")
 
 
 def untraced_ms(trace: Trace) -> list[float]:
@@ -77,28 +66,22 @@ def untraced_ms(trace: Trace) -> list[float]:
 def traced_ms(trace: Trace) -> list[float]:
     """Return the milliseconds of each traced step."""
     return [
-        max(rank.steps[i][2] - rank.steps[i][1] for rank in trace.ranks) * 1e-6
-        for i in range(trace.num_steps)
+        max(end - start for _, start, end in step) * 1e-6
+        for step in zip(*(rank.steps for rank in trace.ranks), strict=True)
     ]
 
 
-def step_time(before: Side, after: Side) -> tuple[Change, str, bool]:
-    """Return the step times, which steps or launches they are from, and if these show a spread.
+def step_time(before: Analysis, after: Analysis) -> tuple[Change, str, int]:
+    """Return the change of a step's time, which steps it is from, and the smaller number of them.
 
     If both runs have enough steps that were not traced, these are taken, except the first, because
     --trace-ops slows the traced steps down. Otherwise the traced steps are taken.
     """
-    kind, times = "steps", [[untraced_ms(one.trace) for one in side] for side in (before, after)]
-    if min(len(one) for side in times for one in side) < LEAST_STEPS:
-        kind, times = (
-            "traced steps",
-            [[traced_ms(one.trace) for one in side] for side in (before, after)],
-        )
-    found = change("step", *times)
-    if by_launch(before, after):
-        return found, f"{len(before)} and {len(after)} launches", True
-    first, second = (sum(map(len, side)) for side in times)
-    return found, f"{first} and {second} {kind}", min(first, second) >= LEAST_STEPS
+    kind, times = "steps", [untraced_ms(one.trace) for one in (before, after)]
+    if min(map(len, times)) < LEAST_STEPS:
+        kind, times = "traced steps", [traced_ms(one.trace) for one in (before, after)]
+    first, second = map(len, times)
+    return change("step", *times), f"{first} and {second} {kind}", min(first, second)
 
 
 def item(segment: Segment, by_stage: bool) -> str:
@@ -120,63 +103,51 @@ def item(segment: Segment, by_stage: bool) -> str:
 def by_item(analysis: Analysis, by_stage: bool) -> dict[str, list[float]]:
     """Return {item: ms in each step}, means over the ranks; a step's items add up to the step."""
     trace = analysis.trace
-    found: dict[str, list[float]] = defaultdict(lambda: [0.0] * trace.num_steps)
+    found: dict[str, list[float]] = {}
     for rank, own in zip(trace.ranks, analysis.segments, strict=True):
-        for at, (_, start, end) in enumerate(rank.steps):
-            for name, length in by_kind(own, start, end, partial(item, by_stage=by_stage)).items():
-                found[name][at] += length * 1e-6 / len(trace.ranks)
+        sums = by_step(own, rank.steps, partial(item, by_stage=by_stage))
+        for at, step in enumerate(sums):
+            for name, length in step.items():
+                times = found.setdefault(name, [0.0] * trace.num_steps)
+                times[at] += length * 1e-6 / len(trace.ranks)
     return found
 
 
-def items(before: Side, after: Side) -> list[Change]:
+def waits_by_cause(analysis: Analysis) -> dict[str, list[float]]:
+    """Return {cause of waiting: ms in each step}, summed over the ranks that waited."""
+    steps = [step for step, *_ in analysis.trace.ranks[0].steps]
+    return {
+        cause.text(): [cost.by_step[step] * 1e-6 for step in steps]
+        for cause, cost in analysis.costs.items()
+    }
+
+
+def changes(before: dict[str, list[float]], after: dict[str, list[float]]) -> list[Change]:
+    """Return the change of each name's milliseconds, the largest loss first."""
+    sides = [(side, [0.0] * max(map(len, side.values()), default=1)) for side in (before, after)]
+    names = dict.fromkeys([*before, *after])
+    found = [change(name, *(side.get(name, none) for side, none in sides)) for name in names]
+    return sorted(found, key=lambda one: -one.ms)
+
+
+def items(before: Analysis, after: Analysis) -> list[Change]:
     """Return changes of all items, largest loss first. A stage is named if both have the same."""
-    stages = [one.trace.meta["stages"] for one in (*before, *after)]
-    sides = [
-        [
-            (by_item(one, stages.count(stages[0]) == len(stages)), one.trace.num_steps)
-            for one in side
-        ]
-        for side in (before, after)
-    ]
-    names = {name: None for side in sides for found, _ in side for name in found}
-    changes = [
-        change(name, *([found.get(name, [0.0] * steps) for found, steps in side] for side in sides))
-        for name in names
-    ]
-    return sorted(changes, key=lambda one: -one.change_ms)
+    by_stage = before.trace.meta["stages"] == after.trace.meta["stages"]
+    return changes(by_item(before, by_stage), by_item(after, by_stage))
 
 
-def waited_for(before: Side, after: Side) -> list[Change]:
+def waited_for(before: Analysis, after: Analysis) -> list[Change]:
     """Return what others waited for, in ms per step summed over ranks, the largest loss first."""
-    sides = [
-        [
-            {
-                cause.text(): cost.wait_ns * 1e-6 / one.trace.num_steps
-                for cause, cost in one.costs.items()
-            }
-            for one in side
-        ]
-        for side in (before, after)
-    ]
-    names = {text: None for side in sides for found in side for text in found}
-    changes = [
-        Change(text, *(median(found.get(text, 0.0) for found in side) for side in sides))
-        for text in names
-    ]
-    return sorted(changes, key=lambda one: -one.change_ms)
+    return changes(waits_by_cause(before), waits_by_cause(after))
 
 
 def settings_that_differ(before: Path, after: Path) -> list[tuple[str, object, object]]:
     """Return (key, value before, value after) where two config.toml differ, if they can be read."""
-    values = []
-    for folder in (before, after):
-        try:
-            values.append(read_toml(folder / "config.toml", DataError))
-        except DataError:
-            return []
-    names = [name for name in {**values[0], **values[1]} if name not in PLACES]
+    try:
+        old, new = (read_toml(folder / "config.toml", DataError) for folder in (before, after))
+    except DataError:
+        return []
+    names = [name for name in {**old, **new} if name not in PLACES]
     return [
-        (name, values[0].get(name), values[1].get(name))
-        for name in names
-        if values[0].get(name) != values[1].get(name)
+        (name, old.get(name), new.get(name)) for name in names if old.get(name) != new.get(name)
     ]
