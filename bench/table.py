@@ -16,7 +16,9 @@ computing_us; time_us then covers both. With --machine, rows that its cost model
 more columns. p5 to max are percentiles of the iterations. skew_us is how far apart the ranks began.
 "slowest" is the rank that was most often the last to leave, and how often. "#wrong" is 0 if the
 payload was right. messages_per_s counts all pairs. least_to_peer_bytes and most_ are the shortest
-and the longest part of all-to-allv that a rank sends to another. Cells without a value are empty.
+and the longest part of all-to-allv that a rank sends to another. fast_us and slow_us are medians of
+two groups that the times of a row form, and slow_share is how many are slow. Cells without a value
+are empty.
 """
 
 from __future__ import annotations
@@ -31,7 +33,7 @@ import numpy as np
 from bench import results
 from bench.interconnect import records
 from bench.interconnect.between import combined
-from bench.interconnect.statistics import times_us
+from bench.interconnect.statistics import MODES, times_us
 from bench.machine.predicted import beside
 from bench.program import Program
 from mpipar.errors import EXIT_OK
@@ -51,6 +53,7 @@ WHERE_KNOWN = (
     "overlap_percent",
     "predicted_us",
     "measured_over_predicted",
+    *MODES,
 )
 
 

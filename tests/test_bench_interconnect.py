@@ -12,6 +12,7 @@ from bench_rows import BARE, COMM, row, write_file
 from bench import table
 from bench.interconnect import __main__ as interconnect
 from bench.interconnect import (
+    between,
     cuda_probe,
     findings,
     noise,
@@ -38,6 +39,56 @@ def test_interval_holds_the_median_as_often_as_it_says(rng):
             hits += low <= true <= high
         assert 0.93 <= hits / 400 <= 1.0
     assert statistics.median_interval([3.0, 1.0, 2.0]) == (1.0, 3.0)
+
+
+def one_mode(rng, count, spread=0.2):
+    return 2.0 * np.exp(spread * rng.standard_normal(count))
+
+
+ONE_MODE = {
+    "equal": lambda rng: np.full(200, 3.0),
+    "narrow": lambda rng: one_mode(rng, 400),
+    "broad": lambda rng: one_mode(rng, 400, 1.0),
+    "even": lambda rng: rng.uniform(1, 9, 400),
+    "tail": lambda rng: 1 + rng.pareto(1.0, 400),
+    "few outliers": lambda rng: np.concatenate([one_mode(rng, 400), np.full(20, 500.0)]),
+    "close modes": lambda rng: np.concatenate([one_mode(rng, 200, 0.01) * f for f in (1, 1.2)]),
+    "too few": lambda rng: np.array([1.0] * 5 + [9.0] * 4),
+}
+
+
+@pytest.mark.parametrize("kind", ONE_MODE)
+def test_times_of_one_mode_have_none_named(rng, kind):
+    for _ in range(20):
+        assert statistics.two_modes(rng.permutation(ONE_MODE[kind](rng))) is None
+
+
+@pytest.mark.parametrize("share", [0.12, 0.5, 0.88])
+@pytest.mark.parametrize("factor", [2.5, 4.5, 100])
+def test_two_modes_are_found_beside_outliers(rng, factor, share):
+    slow = round(400 * share)
+    fast_times, slow_times = one_mode(rng, 400 - slow, 0.1), factor * one_mode(rng, slow, 0.1)
+    times = rng.permutation(np.concatenate([fast_times, slow_times, [5000.0] * 4]))
+    fast_us, slow_us, found = statistics.two_modes(times)
+    assert fast_us == pytest.approx(2.0, rel=0.05)
+    assert slow_us == pytest.approx(2.0 * factor, rel=0.1)
+    assert found == pytest.approx(share, abs=0.02)
+
+
+def test_two_modes_are_columns_and_a_line_and_launches_share_them(capsys):
+    apart = row(times=[2.0] * 30 + [9.0] * 20)
+    assert [apart[name] for name in statistics.MODES] == pytest.approx([2.0, 9.0, 0.4])
+    findings.say([row(size=8), apart])
+    said = capsys.readouterr().out
+    assert "1024 bytes, mpipar.comm: median 2 us, but 60% of the times are near 2 us" in said
+    assert "8 bytes, mpipar.comm: median 10" not in said
+    assert "slow_us" in table.as_text([apart])
+    assert "slow_us" not in table.as_text([row()])
+    launches = [row(median=value) | {"launch": number} for number, value in enumerate((2.0, 9.0))]
+    (merged,) = between.combined(launches)
+    assert [merged[name] for name in statistics.MODES] == pytest.approx([2.0, 9.0, 0.5])
+    same = [apart | {"launch": 0}, *(row(median=2.0) | {"launch": one} for one in range(1, 9))]
+    assert "fast_us" not in between.combined(same)[0]
 
 
 def test_time_of_an_iteration_is_last_exit_minus_first_entry():

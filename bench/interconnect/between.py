@@ -22,7 +22,7 @@ import math
 import numpy as np
 
 from bench.interconnect import records
-from bench.interconnect.statistics import scipy_stats
+from bench.interconnect.statistics import MODES, mode_columns, scipy_stats, times_us
 from bench.program import Outcome, Program
 from mpipar.errors import DataError
 
@@ -74,11 +74,13 @@ def combined(rows) -> list[dict]:
     """Return a row per operation: the median over launches, and the interval of `next_launch`.
 
     best_us, worst_us: of the launches' medians. within_percent: the interval inside a launch, as a
-    share of its median. An operation of a single launch keeps the interval of that launch.
+    share of its median. An operation of a single launch keeps the interval of that launch. Two
+    modes are those of the times of all launches.
     """
     found = []
     for launches in by_operation(rows).values():
-        values, first = medians_of(launches), launches[0][0]
+        values = medians_of(launches)
+        first = {name: value for name, value in launches[0][0].items() if name not in MODES}
         middle = float(np.median(values))
         low, high = next_launch(values) if len(values) > 1 else (first["low_us"], first["high_us"])
         scale = first["median_us"] / middle if middle else 0.0
@@ -113,6 +115,7 @@ def combined(rows) -> list[dict]:
                 "best_us": min(values),
                 "worst_us": max(values),
                 "within_percent": 100 * float(within),
+                **mode_columns(np.concatenate([times_us(row) for row in every])),
             }
         )
     return found

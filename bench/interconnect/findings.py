@@ -180,8 +180,19 @@ def slow_pairs(rows) -> list[str]:
     ]
 
 
+def two_groups(rows) -> list[str]:
+    """Return the rows whose times form two groups, in words."""
+    return [
+        f"{row['case']}, {row['size_bytes']} bytes, {row['via']}: median {row['median_us']:.4g} us,"
+        f" but {1 - row['slow_share']:.0%} of the times are near {row['fast_us']:.4g} us"
+        f" and the others near {row['slow_us']:.4g} us"
+        for row in rows
+        if "slow_share" in row
+    ]
+
+
 def say(rows) -> None:
-    """Print pair matrices, noise, contention and broken guidelines.
+    """Print pair matrices, noise, contention, times in two groups, and broken guidelines.
 
     Times of several launches are their medians. Noise is that of each launch.
     """
@@ -205,6 +216,9 @@ def say(rows) -> None:
             )
     if shared := contention(merged):
         print(f"\n# contention: together over alone\n{results.text_table(shared, left=3)}")
+    if groups := two_groups(merged):
+        print("\n# two groups of times: the machine has two modes, compare the fast ones")
+        print("\n".join(groups))
     if broken := guidelines(rows):
         where = "every launch" if several else "this launch"
         print(

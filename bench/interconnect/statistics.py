@@ -16,7 +16,11 @@ from mpipar.errors import EnvironmentProblem
 
 FIRST_ALONE = ("latency", "bandwidth", "bidirectional")  # only the first rank's clock counts, as
 # is the case in OSU's point-to-point tests
+MODES = ("fast_us", "slow_us", "slow_share")  # columns of a row whose times form two groups
 EACH_ALONE = "noise"  # nothing is sent: the slowest rank's own time counts
+
+LEAST_IN_MODE, LEAST_SHARE = 5, 0.1  # of the samples, so that a few outliers are no mode
+LEAST_RATIO = 1.5  # of two modes' medians: smaller differences do not change a conclusion
 
 # Bus bandwidth over algorithm bandwidth for P ranks: what the busiest link carries per byte of the
 # result. Source: PERFORMANCE.md of nccl-tests.
@@ -97,6 +101,35 @@ def half_width(samples) -> float:
     return (high - low) / 2 / middle if middle else math.inf
 
 
+def two_modes(times) -> tuple[float, float, float] | None:
+    """Return (median of the fast times, of the slow ones, share of the slow ones), or None.
+
+    Some machines take several times as long for seconds at a time. The logarithms are cut in two
+    where the variance between the groups is largest (Otsu 1979, without a histogram). These are two
+    modes if the gap between them, from the 90th percentile of one to the 10th of the other, is more
+    than half the distance of their medians; of a normal distribution cut in two it is a fifth.
+    """
+    logs = np.sort(np.log(np.maximum(np.asarray(times, float), 1e-9)))
+    count, least = len(logs), max(LEAST_IN_MODE, math.ceil(LEAST_SHARE * len(logs)))
+    cuts = np.arange(least, count - least + 1)
+    if not len(cuts):
+        return None
+    sums = np.cumsum(logs)[cuts - 1]
+    cut = cuts[np.argmax((sums - cuts * logs.mean()) ** 2 / (cuts * (count - cuts)))]
+    fast, slow = logs[:cut], logs[cut:]
+    distance = np.median(slow) - np.median(fast)
+    gap = np.percentile(slow, 10) - np.percentile(fast, 90)
+    if distance < math.log(LEAST_RATIO) or gap <= distance / 2:
+        return None
+    return math.exp(np.median(fast)), math.exp(np.median(slow)), len(slow) / count
+
+
+def mode_columns(times_us) -> dict:
+    """Return columns of a row whose times form two groups; {} for any other."""
+    found = two_modes(times_us)
+    return dict(zip(MODES, found, strict=True)) if found else {}
+
+
 def summary(times_us) -> dict:
     """Return columns of a row from the times of its iterations in microseconds."""
     times_us = np.asarray(times_us, float)
@@ -111,6 +144,7 @@ def summary(times_us) -> dict:
         "max_us": float(times_us.max()),
         "low_us": low,
         "high_us": high,
+        **mode_columns(times_us),
     }
 
 
