@@ -26,7 +26,7 @@ from mpipar.config import flags
 from mpipar.errors import EnvironmentProblem
 from mpipar.ops import KERNELS
 
-FLAGS = "--steps 3 --log-interval 1 --eval-tokens 100 --sample-tokens 0 --progress plain".split()
+FLAGS = "--steps 3 --log-interval 1 --eval-tokens 100 --sample-tokens 0".split()
 
 
 def add_flags(parser) -> None:

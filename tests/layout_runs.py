@@ -9,7 +9,7 @@ SMALL = """train --dtype float64 --optimizer sgd --lr 0.5 --warmup-steps 2 --ste
     --layers 4 --d-model 18 --heads 6 --ffn 31 --seq-len 7 --batch-size 8 --num-microbatches 2
     --log-interval 2 --sample-tokens 12""".split()
 # Options that must not change a digit.
-OPTIONS = {(2, 2, 2): "--memory --num-microbatches 4 --rank-order tp,cp,dp,pp"}
+OPTIONS = {(2, 2, 2): "--num-microbatches 4 --rank-order tp,cp,dp,pp"}
 
 
 @pytest.fixture(scope="session")

@@ -46,8 +46,8 @@ def bench(name, *words, ranks=2):
     "memory",
     [
         {"zero": 1},
-        {"zero": 3, "zero_grads": "sharded", "zero_keep": "stage"},
-        {"recompute": "block", "recompute_layers": 1},
+        {"zero": 3, "reshard_after_forward": "no"},
+        {"recompute": "block"},
     ],
 )
 def test_passes_are_measured_without_what_the_prediction_adds(memory):

@@ -111,11 +111,11 @@ def test_triples_go_on_until_all_legal_ones_occurred(found):
 
 
 def test_settings_are_typed_as_a_user_does():
-    assert words_of({"dp": 2, "tied": False, "check_comm": True, "rope_scaling": (8.0, 1.5)}) == [
+    assert words_of({"dp": 2, "tied": False, "check_comm": True, "stage_layers": (3, 1)}) == [
         "--dp",
         "2",
         "--no-tied",
         "--check-comm",
-        "--rope-scaling",
-        "8,1.5",
+        "--stage-layers",
+        "3,1",
     ]

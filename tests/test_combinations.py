@@ -1,106 +1,158 @@
-"""The table of illegal combinations of settings: its rows, their suggestions, nothing besides."""
+"""The table of illegal combinations of settings: its rows, what they say, nothing besides."""
 
 import ast
+import contextlib
 import itertools
 import re
 
 import pytest
 from config_helpers import reading_of
-from hypothesis import given, settings
+from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from in_process import refusal
 from structure_rules import SOURCES
 
-from docs.build.tables import broken, folder_of_examples, read_words
-from mpipar.comm.grid import AXES
-from mpipar.config.resolve import resolve
+from mpipar.commands.resolve import schedule_of_file
+from mpipar.config import flags
+from mpipar.config.reading import read
+from mpipar.config.resolve import broken_rules, resolve
 from mpipar.config.sections import FIELDS
 from mpipar.config.setting import flag
-from mpipar.errors import EXIT_USAGE
+from mpipar.errors import EXIT_USAGE, UsageError
 from mpipar.pipeline.combinations import RULES
+from mpipar.pipeline.csv_format import write_csv
+from mpipar.pipeline.schedules.catalog import make_schedule
 
 BY_NAME = {rule.name: rule for rule in RULES}
+OF_FILE = "--schedule-csv 1f1b.csv --pp 2 --num-microbatches 4"
+EXAMPLES = {  # row: (flags that break it, on so many ranks; flags that its sentence names)
+    "head width": ("--heads 3", 1, "--heads 4"),
+    "rotated pairs": ("--positions rope --d-model 12 --heads 4", 1, "--heads 2"),
+    "groups of heads": ("--arch llama --kv-heads 3", 1, "--kv-heads 2"),
+    "heads of GPT-2": ("--kv-heads 2", 1, "--arch llama"),
+    "gate of GPT-2": ("--activation swiglu", 1, "--activation gelu"),
+    "cut of a gate": ("--arch llama --ffn-cut reduce", 1, "--ffn-cut pair"),
+    "cut of tokens": ("--ffn-cut gather --sequence-parallel", 1, "--ffn-cut pair"),
+    "ring of pieces": ("--tp-matmul ring", 1, "--sequence-parallel"),
+    "slowed rotations": ("--arch llama --config scaling.toml", 1, "--config usual.toml"),
+    "longest row": ("--arch llama --config positions.toml", 1, "--seq-len 32"),
+    "experts of a token": ("--experts 4 --experts-per-token 5", 1, "--experts-per-token 4"),
+    "blocks of experts": ("--experts 4 --config interval.toml", 1, "--layers 5"),
+    "number of ranks": ("--dp 2 --pp 2 --tp 2", 4, "--dp 1"),
+    "heads of a rank": ("--heads 6 --d-model 96 --tp 4", 4, "--tp 2"),
+    "kv heads of a rank": (
+        "--arch llama --heads 6 --kv-heads 3 --d-model 96 --tp 2", 2, "--tp 1"
+    ),
+    "blocks of a rank": ("--pp 4 --layers 2", 4, "--pp 2"),
+    "no layout": ("--dp 1", 7, "--dp 7"),
+    "order of axes": ("--rank-order pp,dp,tp", 1, "--rank-order tp,cp,dp,pp"),
+    "sum of the stages": ("--stage-layers 3,2 --pp 2", 2, "--stage-layers 3,1"),
+    "rows of a step": ("--batch-size 30 --num-microbatches 4", 1, "--batch-size 32"),
+    "method of one rank": ("--cp-attention gather", 2, "--cp 2"),
+    "pieces of a row": ("--cp 2 --seq-len 63", 2, "--seq-len 64"),
+    "heads for tokens": ("--cp 4 --cp-attention ulysses --tp 2", 8, "--cp-attention ring"),
+    "ranks without experts": ("--ep 2 --dp 2", 2, "--experts 2"),
+    "experts of a rank": ("--experts 4 --ep 3 --dp 3", 3, "--ep 1"),
+    "ranks of experts": ("--experts 4 --ep 4 --dp 2", 2, "--ep 2"),
+    "work of a step": ("--num-microbatches 16384", 1, "--num-microbatches 8"),
+    "nothing to shard": ("--zero 1", 2, "--dp 2"),
+    "kernels of a device": ("--kernels fused", 1, "--kernels numpy"),
+    "fused kernels in float64": (
+        "--device cuda --kernels fused --dtype float64", 1, "--dtype float32"
+    ),
+    "products in float64": ("--device cuda --gemm tile --dtype float64", 1, "--gemm blas"),
+    "scale that rounds": ("--dtype float16 --loss-scale 1000", 1, "--loss-scale 1024"),
+    "folder to resume in": ("--resume auto", 1, "--out runs/mine"),
+    "two sources": ("--init-from runs/0001 --resume runs/0002", 1, "--resume never"),
+    "late warning": ("--hang-warn 90 --hang-stop 80", 1, "--hang-warn 80"),
+    "steps of a trace": ("--trace 12:10", 1, "--trace 10:12"),
+    "trace after the end": ("--trace 400", 1, "--trace 300"),
+    "costs for nothing": ("--machine costs.json", 1, "--layout auto"),
+    "passes of a step": (
+        "--schedule interleaved --chunks 64 --num-microbatches 8192", 1, "--num-microbatches 64"
+    ),
+    "chunks of a schedule": ("--schedule 1f1b --chunks 2", 1, "--schedule interleaved"),
+    "pairs of dualpipe": (
+        "--schedule dualpipe --pp 3 --num-microbatches 8", 6, "--schedule dualpipe-v"
+    ),
+    "streams of dualpipe": (
+        "--schedule dualpipe --pp 2 --num-microbatches 3", 2, "--num-microbatches 4"
+    ),
+    "number of stages": ("--stage-layers 2,1,1 --pp 2", 2, "--stage-layers 2,2"),
+    "schedule and a file": (f"{OF_FILE} --schedule gpipe", 2, "--schedule 1f1b"),
+    "chunks and a file": (f"{OF_FILE} --chunks 2", 2, None),
+    "pp of a file": ("--schedule-csv 1f1b.csv --pp 1", 2, "--pp 2"),
+    "num microbatches of a file": (
+        "--schedule-csv 1f1b.csv --pp 2 --num-microbatches 8", 2, "--num-microbatches 4"
+    ),
+}  # fmt: skip
+FILES = {
+    "scaling.toml": "rope-scaling = [8.0, 4.0, 1.0, 64.0]",
+    "usual.toml": "rope-scaling = [8.0, 1.0, 4.0, 64.0]",
+    "positions.toml": "max-positions = 32",
+    "interval.toml": "expert-interval = 5",
+}
 
 
 @pytest.fixture(autouse=True)
-def files():
-    with folder_of_examples() as folder:
-        yield folder
+def files(tmp_path, monkeypatch):
+    """A folder, entered, with the files that EXAMPLES name."""
+    monkeypatch.chdir(tmp_path)
+    for name, text in FILES.items():
+        (tmp_path / name).write_text(text)
+    write_csv(make_schedule("1f1b", 2, 4), tmp_path / "1f1b.csv")
 
 
-def typed(text):
-    """The words of an example as {flag: its words}."""
-    found, name = {}, None
-    for word in text.split():
-        name = word if word.startswith("--") else name
-        found.setdefault(name, []).append(word)
-    return found
+def broken(words, ranks):
+    """The refusals of these flags on so many ranks, each with the row that made it."""
+    words, machine = list(words), None
+    if "--machine" in words:
+        at = words.index("--machine")
+        machine = words[at + 1]
+        del words[at : at + 2]
+    parser = flags.Parser(prog="mpipar train")
+    flags.add_flags(parser)
+    parsed = read(*flags.parsed(parser, words), may_choose=True)
+    facts = {"machine": machine, "chooses_layout": parsed.chooses_layout}
+    with contextlib.suppress(UsageError):
+        facts["csv"] = schedule_of_file(parsed.config)
+    found = broken_rules(parsed.config, ranks, RULES, parsed.bad, **facts)
+    return list(parsed.problems), {rule.name: rule.problem(values) for rule, values in found}
 
 
-def with_cure(words, ranks, field, value):
-    """(words, ranks) once one offer of a refusal is typed; None leaves the flag out."""
-    if field == "ranks":
-        return words, value
-    replaced = {flag(axis) for axis in AXES} if field == "layout" else {flag(field)}
-    kept = {name: one for name, one in words.items() if name not in replaced}
-    text = ",".join(map(str, value)) if isinstance(value, tuple) else str(value)
-    if value is not None and value is not False:
-        kept[flag(field)] = [flag(field)] if value is True else [flag(field), text]
-    return kept, ranks
+def test_every_row_has_an_example():
+    assert [rule.name for rule in RULES] == [*EXAMPLES]
 
 
-def broken_rows(words, ranks):
-    return broken(list(itertools.chain(*words.values())), ranks)
-
-
-def offers(rule, values):
-    return [(field, value) for field, legal in rule.cures(values).items() for value in legal]
-
-
-def test_rows_have_names_of_their_own():
-    assert len(BY_NAME) == len(RULES) > 50
-
-
-@pytest.mark.parametrize("name", BY_NAME)
-def test_an_example_breaks_its_row_alone_and_is_refused_at_the_start(name, files):
-    rule = BY_NAME[name]
-    ((row, values),) = broken_rows(typed(rule.example), rule.ranks)
-    assert row is rule
-    error = refusal("train", *rule.example.split(), ranks=rule.ranks, folder=files)
+@pytest.mark.parametrize("name", EXAMPLES)
+def test_an_example_breaks_its_row_alone_and_its_sentence_helps(name):
+    words, ranks, cure = EXAMPLES[name]
+    problems, found = broken(words.split(), ranks)
+    assert (problems, [*found]) == ([], [name])
+    assert re.match(r"(--)?[a-z-]+.*: .*; \S", found[name]), found
+    if cure:
+        named = cure.split()[0]
+        assert (
+            named[2:].replace("-", "_") in BY_NAME[name].fields
+            or named in found[name]
+            or (named == "--config")
+        )
+        assert broken([*words.split(), *cure.split()], ranks) == ([], {})
+    error = refusal("train", *words.split(), ranks=ranks)
     assert error.exit_code == EXIT_USAGE
-    text = rule.problem(values)
-    assert text in error.problems
-    assert flag(rule.fields[0]) in text.split(": ")[0] or rule.fields[0] in values.free
-    assert [path.name for path in files.iterdir()] == ["1f1b.csv"]
+    assert found[name] in error.problems
 
 
-@pytest.mark.parametrize("name", BY_NAME)
-def test_everything_that_a_row_offers_is_legal(name):
-    rule = BY_NAME[name]
-    words = typed(rule.example)
-    ((_, values),) = broken_rows(words, rule.ranks)
-    found = offers(rule, values)
-    assert found
-    for field, value in found:
-        cured, ranks = with_cure(words, rule.ranks, field, value)
-        assert broken_rows(cured, ranks) == [], (field, value)
-        assert read_words(list(itertools.chain(*cured.values())))[0].problems == (), (field, value)
-        assert flag(field) in rule.cure(values) or field == "ranks"
-
-
-@given(st.lists(st.sampled_from(RULES), min_size=2, max_size=4, unique=True))
-@settings(max_examples=60, deadline=None)
-def test_rows_meet(rows):
-    """Whatever else is wrong, a row can say what is, and with what it offers it holds."""
-    words = {}
-    for rule in rows:
-        words |= typed(rule.example)
-    ranks = max(rule.ranks for rule in rows)
-    for rule, values in broken_rows(words, ranks):
-        assert rule.reason in rule.problem(values)
-        for field, value in offers(rule, values)[:3]:
-            left = broken_rows(*with_cure(words, ranks, field, value))
-            assert rule not in [one for one, _ in left], (words, ranks, rule.name, field, value)
+@given(st.lists(st.sampled_from([*EXAMPLES]), min_size=2, max_size=4, unique=True))
+@settings(
+    max_examples=60, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture]
+)
+def test_rows_meet(names):
+    """Whatever else is wrong, a row can say what is."""
+    words = " ".join(EXAMPLES[name][0] for name in names).split()
+    for text in broken(words, max(EXAMPLES[name][1] for name in names))[1].values():
+        assert re.match(r".+: .+; ", text)
+        assert "{" not in text
 
 
 def test_a_row_with_a_setting_that_could_not_be_read_is_not_judged():
@@ -108,21 +160,12 @@ def test_a_row_with_a_setting_that_could_not_be_read_is_not_judged():
     resolve(reading.config, 1, bad=reading.bad, rules=RULES)
 
 
-def test_weights_that_fix_the_shape_leave_the_rest_to_change():
-    """With --init-from no row offers another shape, but what cuts it may change."""
-    for rule in RULES:
-        ((_, values),) = broken_rows(typed(rule.example), rule.ranks)
-        values.init_from = "weights"
-        text = rule.cure(values)
-        assert not re.findall(r"--(?:heads|kv-heads|layers|d-model|vocab-size|arch)\b", text), text
-
-
 # --- nothing is beside the table
 
 # Functions whose refusals name two settings of `train`, and why no row of the table does it.
 BESIDE = {
     "commands.resume.unchangeable": "compares with a checkpoint",
-    "commands.auto.best_of": "known once steps are predicted",
+    "commands.explain.configured": "arguments of explain",
     "commands.generation.layout_problems": "what generate can't do",
     "commands.plan_question.fixed_problems": "arguments of plan",
     "commands.plan_question.question_of": "arguments of plan, and a model",
@@ -131,9 +174,9 @@ BESIDE = {
     "commands.schedule.problems": "arguments of schedule",
     "config.reading.choice_problems": "the settings of a choice: see `only` of a setting",
     "config.reading.expand_layout": "one setting in two spellings",
-    "data.tokenizer.tokenizer_of": "compares with data",
     "data.rows.load": "compares with data",
     "data.source._not_bytes": "compares with data",
+    "data.tokenizer.tokenizer_of": "compares with files",
 }
 # Checks of a command that end with exit code 2, beside the table.
 CHECKS = {
@@ -142,7 +185,6 @@ CHECKS = {
     "read_text": "the prompt and a tokenizer",
     "read_texts": "the same, of generate",
     "layout_problems": "what generate can't do",
-    "other_than_one_rank": "what verify can't do",
 }
 FLAGS = {"--layout", "--machine", *map(flag, FIELDS)}
 A_FLAG = "--some-flag"  # in place of a name that is put together
@@ -158,7 +200,7 @@ def literal(node):
         literal(part)
         if isinstance(part, ast.Constant)
         else A_FLAG
-        if ast.unparse(part.value).startswith("flag(")
+        if ast.unparse(part.value).startswith(("flag(", "named("))
         else "?"
         for part in node.values
     )
@@ -197,19 +239,10 @@ def test_no_check_of_a_command_is_beside_the_table():
 def test_a_refusal_beside_the_table_is_found():
     source = """
 def some_problems(run):
-    return [f"--trace {run.trace}: not with --tf32" if run.tf32 else "--trace: too late"]
+    return [f"--trace {run.trace}: not with --gemm" if run.gemm else "--trace: too late"]
 def of_a_name(name):
     raise UsageError(f"{flag(name)}: not with --seed")
 def clean():
     return "see --trace and --seed", "--seed: one only"
 """
     assert refusals_of_two("x", source) == {"x.some_problems", "x.of_a_name"}
-
-
-def test_an_offer_that_is_illegal_is_found():
-    """The broken twin of the test of offers."""
-    rule = BY_NAME["heads of a rank"]
-    ((_, values),) = broken_rows(typed(rule.example), rule.ranks)
-    assert ("tp", 4) not in offers(rule, values)
-    cured, ranks = with_cure(typed(rule.example), rule.ranks, "tp", 4)
-    assert broken_rows(cured, ranks)

@@ -128,32 +128,20 @@ def test_wrong_product_shows_axes_ranks_and_what_to_type():
     text = "\n".join(usage_problems(changed(dp=2, pp=2, tp=2), 4))
     for part in ("--dp 2", "--pp 2", "--tp 2", "4 ranks", "mpiexec -n 8"):
         assert part in text
-    for dp, pp, tp in fitting(4, 4, 4):
-        assert f"--layout dp={dp},pp={pp},tp={tp}" in text
+    assert "leave an axis out" in text
 
 
 @pytest.mark.parametrize(
     ("values", "world_size", "words"),
     [
-        ({"heads": 6, "d_model": 96, "tp": 4}, 4, ["--heads 6", "--tp 4", "--tp 1 or 2", "4 or 8"]),
-        ({"layers": 2, "pp": 4}, 4, ["--pp 4", "--layers 2", "--pp 1 or 2", "--layers 4"]),
-        ({"layers": 4, "pp": 6}, 6, ["--pp 1, 2 or 3"]),  # 4 ranks are no part of 6
-        (
-            {"batch_size": 30, "num_microbatches": 4},
-            1,
-            ["--batch-size 30", "28 or 32", "--num-microbatches 1, 2, 3"],
-        ),
-        ({"batch_size": 5, "dp": 2}, 2, ["--batch-size 5", "--dp 2", "use --batch-size 8"]),
-        ({"d_model": 130}, 1, ["--heads 4", "--d-model 130", "1, 2, 5, 10"]),
+        ({"heads": 6, "d_model": 96, "tp": 4}, 4, ["--heads 6", "--tp 4", "--tp that divides 6"]),
+        ({"layers": 2, "pp": 4}, 4, ["--pp 4", "--layers 2", "at most --pp 2"]),
+        ({"batch_size": 5, "dp": 2}, 2, ["--batch-size 5", "--dp 2", "a multiple of 2 * 4"]),
+        ({"d_model": 130}, 1, ["--heads 4", "--d-model 130", "divides 130"]),
         (
             {"heads": 6, "kv_heads": 4, "d_model": 96, "arch": "llama"},
             1,
-            ["--kv-heads 4", "--heads 6", "1, 2, 3 or 6"],
-        ),
-        (
-            {"heads": 6, "kv_heads": 3, "d_model": 96, "arch": "llama", "tp": 2},
-            2,
-            ["--kv-heads 3", "--tp 2", "use --tp 1"],
+            ["--kv-heads 4", "--heads 6", "divides 6"],
         ),
         (
             {"kv_heads": 2, "arch": "llama", "cp": 2, "cp_attention": "ulysses", "tp": 2},
@@ -161,11 +149,9 @@ def test_wrong_product_shows_axes_ranks_and_what_to_type():
             [
                 "--kv-heads 2",
                 "key/value heads of a tensor-parallel rank",
-                "use --cp-attention ring",
+                "--cp-attention ring",
             ],
         ),
-        ({"cp": 2, "cp_attention": "ulysses", "seq_len": 63}, 2, ["--seq-len 63", "62 or 64"]),
-        ({"cp": 4, "cp_attention": "ulysses", "tp": 2}, 8, ["--kv-heads 4", "use --cp 2"]),
         ({"cp": 2}, 3, ["--cp 2", "3 ranks", "mpiexec -n 2"]),
         ({"preset": "tny"}, 1, ["--preset 'tny'", "did you mean tiny?"]),
     ],
@@ -201,9 +187,9 @@ def test_what_cp_cannot_cut_is_said_beside_ranks_that_do_not_fit(values, words):
         ("layers", 0), ("heads", -1), ("steps", -1), ("seed", -1), ("seed", 2**63),
         ("num_microbatches", 0), ("stage_layers", (3, 0)), ("batch_size", 0), ("vocab_size", 1),
         ("device", "gpu"), ("dtype", "float8"), ("optimizer", "adam"), ("ffn_cut", "row"),
-        ("lr_schedule", "cosin"), ("progress", "bar"), ("all_reduce", "MPI"),
-        ("d_model", 10**18), ("prompt", "\udcff"), ("temperature", -1.0), ("log_interval", 0),
-        ("loss_scale", 0.0), ("loss_scale", math.inf), ("loss_scale_interval", 0),
+        ("lr_schedule", "cosin"), ("all_reduce", "MPI"),
+        ("d_model", 10**18), ("out", "\udcff"), ("log_interval", 0),
+        ("loss_scale", 0.0), ("loss_scale", math.inf),
         ("loss_scale", 2.0**127), ("memory_limit", 0), ("memory_limit", 2**63),
     ],
 )  # fmt: skip
@@ -212,16 +198,6 @@ def test_value_out_of_range_is_refused(name, value):
     found = config_problems(changed(**choice | {name: value}))
     assert len(found) == 1, found
     assert found[0].startswith("--" + name.replace("_", "-")), found
-
-
-def test_weights_that_fix_the_shape_leave_only_the_layout_to_change():
-    weights = {"init_from": "w", "heads": 1, "d_model": 4, "layers": 2}
-    for axes, ranks, offer in (
-        ({"tp": 2, "dp": 1}, 2, "--tp 1"),
-        ({"pp": 4, "dp": 1}, 4, "--pp 1 or 2"),
-    ):
-        (problem,) = usage_problems(changed(**weights, **axes), ranks)
-        assert problem.endswith(f"; use {offer}")
 
 
 def test_a_relation_is_not_judged_by_a_value_that_is_none():

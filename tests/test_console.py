@@ -123,7 +123,7 @@ def test_memory_flag_shows_what_for(run_of):
 def test_memory_is_shown_before_it_is_taken(tmp_path):
     """A model does not fit: its bytes are on the console before the allocation fails."""
     huge = "--layers 2 --d-model 65536 --heads 2 --seq-len 8 --batch-size 2 --num-microbatches 1"
-    command = [*PROGRAM, "train", *huge.split(), "--memory", "--out", str(tmp_path / "run")]
+    command = [*PROGRAM, "train", *huge.split(), "--out", str(tmp_path / "run")]
     limited = ["bash", "-c", 'ulimit -v 16777216; exec "$@"', "limited", *command]
     result = run_command(limited, LIMIT, environment()).ended(69)
     assert re.search(r"out of memory: weights .* of block\d+\..* wants [\d.]+ GiB", result.stderr)

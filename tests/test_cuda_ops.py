@@ -133,17 +133,6 @@ def relative(on_host, expected):
     return np.linalg.norm(on_host.astype(np.float64) - expected) / np.linalg.norm(expected)
 
 
-def test_tf32_only_when_asked_for(rng, cupy):
-    x, w = (cupy.asarray(rng.standard_normal((64, 64)).astype(np.float32)) for _ in range(2))
-    exact = cupy.asnumpy(x).astype(np.float64) @ cupy.asnumpy(w).astype(np.float64)
-    errors = [
-        relative(cupy.asnumpy(make("cuda", "float32", tf32=tf32).matmul(x, w)), exact)
-        for tf32 in (False, True)
-    ]
-    assert errors[0] < 1e-6
-    assert 1e-5 < errors[1] < 1e-3
-
-
 @pytest.mark.shim
 def test_a_step_with_hand_written_products(cupy):
     """Loss and gradients of a whole model, against the plain functions in float64."""
@@ -192,11 +181,7 @@ def test_sizes_that_a_gpu_might_see():
     ("words", "messages"),
     [
         ("--gemm tile", ["--gemm: belongs to --device cuda"]),
-        ("--tf32", ["--tf32: belongs to --device cuda"]),
         ("--gemm tile --device cuda --dtype float64", ["--gemm tile with --dtype float64"]),
-        ("--tf32 --device cuda --dtype float64", ["--tf32 with --dtype float64"]),
-        ("--tf32 --gemm tile --device cuda", ["--tf32 with --gemm tile"]),
-        ("--gemm tile --tf32", ["--gemm: belongs to", "--tf32: belongs to"]),
     ],
 )
 def test_what_does_not_fit_is_refused(words, messages):
@@ -206,7 +191,6 @@ def test_what_does_not_fit_is_refused(words, messages):
 @pytest.mark.parametrize(
     ("words", "text"),
     [
-        ("--tf32 --device cuda", "float32 on cuda, products in TF32"),
         ("--gemm tile --device cuda", "float32 on cuda, products by tile kernels"),
         ("", "float32 on cpu"),
     ],

@@ -7,6 +7,7 @@ would be exit code 70, and one that takes long a hang.
 import contextlib
 import io
 import json
+from unittest import mock
 
 import numpy as np
 import pytest
@@ -84,11 +85,12 @@ def of_csv(folder):
     return path, [("schedule", "--from-csv", path)]
 
 
-def of_weights(name, **values):
+def of_weights(name, most_bytes=checkpoint.MOST_BYTES, **values):
     """Without the command: what `generate` and --init-from do with a folder of weights."""
 
     def make(folder):
-        checkpoint.save(fresh(**values), folder)
+        with mock.patch.object(checkpoint, "MOST_BYTES", most_bytes):
+            checkpoint.save(fresh(**values), folder)
         return folder / name, [
             lambda: loaded(folder, "float32"),
             lambda: start_notes(folder),
@@ -169,7 +171,7 @@ KINDS = {
     "CSV": of_csv,
     "config.json": of_weights("config.json"),
     "config.json of Llama": of_weights("config.json", **LLAMA),
-    "index.json": of_weights("model.safetensors.index.json", max_shard_size=3000),
+    "index.json": of_weights("model.safetensors.index.json", most_bytes=3000),
     "generation_config.json": of_weights("generation_config.json"),
     "model.safetensors": of_weights("model.safetensors"),
     ".bin": of_tokens,

@@ -1,6 +1,7 @@
 """Flags and TOML: values read, values refused, and config.toml written and read back."""
 
 import dataclasses
+import json
 import re
 import tomllib
 
@@ -10,11 +11,12 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from mpipar.config.model import ModelConfig
-from mpipar.config.reading import to_toml
-from mpipar.config.resolve import resolve
-from mpipar.config.sections import CHOICES, FIELDS, settings
+from mpipar.config.reading import skipped, to_toml, values_of
+from mpipar.config.removed import CONSTANT, REMOVED, SKIPPED
+from mpipar.config.resolve import config_problems, resolve
+from mpipar.config.sections import CHOICES, FIELDS, FLAGS, settings
 from mpipar.config.setting import flag, kind
-from mpipar.config.synonyms import EXAMPLES, NOT_BUILT, OTHERWISE, SYNONYMS
+from mpipar.config.synonyms import EXAMPLES, OTHERWISE, SYNONYMS
 
 
 def test_flags_win_over_the_file_and_the_file_over_the_preset(tmp_path):
@@ -51,7 +53,7 @@ def chosen(name):
     return [*chosen(choice)[0], flag(choice), str(value)], choice, value
 
 
-@pytest.mark.parametrize("name", FIELDS)
+@pytest.mark.parametrize("name", FLAGS)
 def test_every_field_is_read_from_flag_and_file(tmp_path, name):
     """Whatever a field holds, its flag and its TOML key set it to the same value."""
     want, words = sample(FIELDS[name])
@@ -82,7 +84,7 @@ def others(name):
     return [*(chosen(choice)[0] if choice in CHOICES and values else []), *other]
 
 
-@pytest.mark.parametrize("name", CHOICES)
+@pytest.mark.parametrize("name", [name for name in CHOICES if name in FLAGS])
 def test_a_field_of_a_choice_that_is_not_taken_is_refused(tmp_path, name):
     words = sample(FIELDS[name])[1]
     _, choice, value = chosen(name)
@@ -142,8 +144,8 @@ TEXT = st.characters(exclude_categories=["Cs"], exclude_characters="\0")  # no f
     st.integers(0, 2**63 - 1),
     st.lists(st.text(TEXT)),
 )
-def test_toml_there_and_back(tmp_path_factory, prompt, lr, seed, data):
-    config = changed(prompt=prompt, lr=lr, seed=seed, data=tuple(data))
+def test_toml_there_and_back(tmp_path_factory, out, lr, seed, data):
+    config = changed(out=out, lr=lr, seed=seed, data=tuple(data))
     file = tmp_path_factory.mktemp("toml") / "config.toml"
     file.write_text(to_toml(config), encoding="utf-8")
     reading = reading_of("--config", str(file))
@@ -166,16 +168,18 @@ def test_layout_is_short_for_the_axes(tmp_path):
     [
         (["--learning-rat", "3"], ["--learning-rat: unknown flag", "did you mean --lr?"]),
         (["--learning-rate", "3"], ["--learning-rate: is called --lr here; type that"]),
-        (["--tensor-model-parallel-size=2"], ["size: is called --tp here; type that"]),
+        (["--epochs=2"], ["--epochs: unknown flag; type --steps"]),
+        (["--gpus", "2"], ["--gpus: unknown flag; type mpiexec -n GPUS", "--ranks"]),
+        (["--gpu"], ["--gpu: unknown flag; type --device cuda"]),
         (["--micro-batch-size", "4"], ["--micro-batch-size: unknown", "type --num-microbatches"]),
         (
-            ["--grad-accumulation", "4"],
+            ["--gradient-accumulation-steps", "4"],
             [
                 "type --num-microbatches, with the same number",
-                "--batch-size is the batch of the whole step, dp *",
+                "--batch-size is the batch of the whole step",
             ],
         ),
-        (["--dropout", "0.1"], ["--dropout: is not supported; leave it out"]),
+        (["--dropout", "0.1"], ["--dropout: unknown flag; type nothing: leave it out"]),
         (["--seqlen=3"], ["--seqlen: unknown flag", "did you mean --seq-len?"]),
         (["--zzzzzzzz"], ["--zzzzzzzz: unknown flag"]),
         (["--layers", "2.5"], ["--layers 2.5", "whole number"]),
@@ -195,17 +199,70 @@ def test_flag_that_cannot_be_read(words, parts):
 
 
 def test_what_is_said_of_other_programs_names_is_true():
-    """No name is a field of ours, no two tables share a name, and every cure can be typed.
-
-    Whoever builds a feature takes its names out of NOT_BUILT.
-    """
-    tables = SYNONYMS, OTHERWISE, NOT_BUILT
-    names = {name for table in tables for name in table}
-    assert len(names - FIELDS.keys()) == sum(map(len, tables))
+    """No name is a field of ours, and every cure can be typed."""
+    assert not ({*SYNONYMS} | {*OTHERWISE}) & FIELDS.keys()
     assert {*SYNONYMS.values()} <= FIELDS.keys()
-    for text in (*OTHERWISE.values(), *NOT_BUILT.values()):
+    for text in (*OTHERWISE.values(), *REMOVED.values()):
         for word in re.findall(r"--([a-z-]+)", text):
-            assert word.removeprefix("no-").replace("-", "_") in FIELDS, text
+            name = word.removeprefix("no-").replace("-", "_")
+            assert name in FIELDS or word in ("ranks", "config"), text
+
+
+# --- what is gone
+
+
+@pytest.mark.parametrize(
+    "name", [name for name in REMOVED if name[2:].replace("-", "_") not in FLAGS]
+)
+def test_a_flag_that_is_gone_says_what_to_do_instead(name):
+    (problem,) = reading_of(f"{name}=1").problems
+    assert problem == f"{name}: is gone; {REMOVED[name]}"
+
+
+@pytest.mark.parametrize("name", CONSTANT)
+def test_a_saved_key_that_is_gone_may_have_the_value_of_today(name, tmp_path):
+    key, value = name.replace("_", "-"), CONSTANT[name]
+    raw = json.dumps(value)
+    path = tmp_path / "old.toml"
+    if value is not None:
+        path.write_text(f"{key} = {raw}\n")
+        reading = reading_of("--config", str(path))
+        assert reading.problems == ()
+        assert reading.notes == (f"--config {path}: {key} is no longer a setting, and left out",)
+        assert values_of(path.read_text()) == {}
+        assert len(skipped(path.read_text())) == 1
+    path.write_text(f"{key} = 17\n")
+    (problem,) = reading_of("--config", str(path)).problems
+    assert f"{key} = 17 is no longer possible" in problem
+    with pytest.raises(ValueError, match=f"{key} = 17 is no longer possible"):
+        values_of(path.read_text())
+
+
+@pytest.mark.parametrize("name", SKIPPED)
+def test_a_saved_key_of_one_start_is_skipped(name):
+    assert values_of(f'{name} = "x"\nlayers = 3') == {"layers": 3}
+
+
+@pytest.mark.parametrize(("old", "new"), [("none", "yes"), ("stage", "no")])
+def test_a_renamed_setting_keeps_its_old_name_for_one_release(old, new, tmp_path):
+    path = tmp_path / "old.toml"
+    path.write_text(f'zero = 3\nzero-keep = "{old}"\n')
+    for words in (["--zero", "3", "--zero-keep", old], ["--config", str(path)]):
+        reading = reading_of(*words)
+        assert reading.problems == ()
+        assert reading.config.memory.reshard_after_forward == new
+    assert values_of(path.read_text())["reshard_after_forward"] == new
+
+
+def test_a_key_of_a_model_has_no_flag_but_a_file_sets_it(tmp_path):
+    path = tmp_path / "model.toml"
+    path.write_text('arch = "llama"\nhead-dim = 6\nrope-scaling = [8, 1, 4, 8192]\n')
+    model = reading_of("--config", str(path)).config.model
+    assert (model.head_dim, model.rope_scaling) == (6, (8.0, 1.0, 4.0, 8192.0))
+    path.write_text("head-dim = 0\n")
+    assert config_problems(reading_of("--config", str(path)).config) == [
+        "head-dim 0: must be at least 1"
+    ]
 
 
 @pytest.mark.parametrize(
@@ -216,7 +273,7 @@ def test_what_is_said_of_other_programs_names_is_true():
         ('layers = "3"', ["--layers", "'3'", "whole number"]),
         ("layers = true", ["--layers", "whole number"]),
         ("tied = 1", ["--tied", "true or false"]),
-        ("prompt = 3", ["--prompt", "must be text"]),
+        ("out = 3", ["--out", "must be text"]),
         ("stage-layers = 3", ["--stage-layers", "must be a list", "[3,2,2,1]"]),
         ("stage-layers = []", ["--stage-layers", "must not be empty", "[3,2,2,1]"]),
         ("stage-layers = [3, true]", ["--stage-layers", "whole number"]),

@@ -3,6 +3,7 @@
 import json
 import re
 import shutil
+from unittest import mock
 
 import numpy as np
 import pytest
@@ -319,11 +320,13 @@ def run(tmp_path_factory):
     """A run that has ended, with weights in several files."""
     folder = tmp_path_factory.mktemp("run")
     (folder / "a.txt").write_text("a text " * 99)
-    alone(
+    words = [
         *("train", "--data", folder / "a.txt", "--layers", "1", "--d-model", "8", "--heads", "2"),
         *("--seq-len", "5", "--batch-size", "4", "--num-microbatches", "1", "--steps", "1"),
-        *("--sample-tokens", "0", "--max-shard-size", "2K", "--out", folder / "r"),
-    ).ended()
+        *("--sample-tokens", "0", "--out", folder / "r"),
+    ]
+    with mock.patch.object(checkpoint, "MOST_BYTES", 2048):
+        alone(*words).ended()
     return folder
 
 

@@ -5,8 +5,9 @@ tests/mpi/test_weights_and_text.py shows that every layout draws the same tokens
 
 import json
 import os
+import re
 import shutil
-from types import SimpleNamespace
+from dataclasses import replace
 
 import gpt2_reference as gpt2
 import numpy as np
@@ -20,8 +21,8 @@ from safetensors.numpy import load_file, save_file
 from tokenizers_made import save_like_llama, save_tokenizer
 
 from mpipar.checkpoint import weights as checkpoint
+from mpipar.commands import generate, inputs
 from mpipar.commands import generation as generate_command
-from mpipar.commands import inputs
 from mpipar.data.tokenizer import default_tokenizer, load_tokenizer, tokenizer_of
 from mpipar.errors import DataError, UsageError
 from mpipar.files.text import harmless
@@ -158,7 +159,7 @@ def test_float32_is_the_default(models):
     ("bytes --answers a.jsonl", 2, ["--answers a.jsonl: is for --prompts FILE"]),
     ("bytes --prompts nowhere.txt", 65, ["nowhere.txt: No such file"]),
     ("bytes --top-k 0 --stop-token x", 2, ["--top-k 0", "--stop-token"]),
-    ("bytes --prompt a --stop-token 3,999", 2, ["--stop-token 3,999 with --vocab-size 256"]),
+    ("bytes --prompt a --stop-token 3,999", 2, ["--stop-token 999: is not in the vocabulary"]),
     ("bytes --batch-size 3 --num-microbatches 2", 2, ["--batch-size 3 with"]),
 ])  # fmt: skip
 def test_bad_input_is_refused(words, code, parts, models):
@@ -295,9 +296,6 @@ def test_a_model_of_ids_continues_its_own_data_by_default(tmp_path):
     text = result.stdout.split("text generated from '600':\n")[1].splitlines()[0]
     assert len(text.removeprefix("| ").split()) == 4
     assert text.startswith("| 600 ")
-    assert_refused(
-        2, ["--prompt 'Once'"], "train", *words, "--prompt", "Once", "--out", tmp_path / "typed"
-    )
 
 
 @pytest.mark.parametrize(("config", "generation", "expected"), [
@@ -318,11 +316,10 @@ def test_characters_of_nanogpt_are_ids_in_training_and_after_it(tmp_path):
         (np.arange(count, dtype="<u2") % 14).tofile(tmp_path / name)
     (tmp_path / "meta.pkl").write_bytes(b"cos\nsystem\n(S'false'\ntR.")
     words = ["--data", tmp_path, "--steps", 1, "--layers", 1, "--d-model", 8, "--heads", 1]
-    words += ["--seq-len", 8, "--batch-size", 4, "--prompt", "12 8", "--sample-tokens", 3]
+    words += ["--seq-len", 8, "--batch-size", 4, "--sample-tokens", 3]
     result = alone("train", *words, "--out", tmp_path / "run").ended()
     assert "meta.pkl says that ids are characters of nanoGPT" in result.stdout
-    text = result.stdout.split("text generated from '12 8':\n")[1].splitlines()[0]
-    assert text.startswith("| 12 8 ")
+    assert re.search(r"text generated from '\d+':\n\| \d+ ", result.stdout)
     again = alone("generate", tmp_path / "run", "--prompt", "12 8", "--sample-tokens", 3).ended()
     assert len(again.stdout.split()) == 5
     assert again.stdout.startswith("12 8 ")
@@ -361,17 +358,15 @@ def test_a_small_model_without_a_tokenizer_takes_ids(vocab_size, tmp_path):
     words = ["--init-from", str(weights), "--data", str(tmp_path / "tokens.bin")]
     found = inputs.prepare(reading_of(*words), 1, 0)
     assert (found.prompt, found.tokenizer.what, found.tokenizer.files) == ([], "ids", {})
-    with pytest.raises(UsageError, match="takes ids, as in --prompt '464 318'"):
-        inputs.prepare(reading_of(*words, "--prompt", "Once"), 1, 0)
-    args = SimpleNamespace(run_folder=str(weights), prompts=None, answers=None)
-    request = generate_command.prepare(reading_of("--prompt", "5 9"), args, 1, 0)
-    assert (request.prompts[0].ids, request.notes) == ([5, 9], [])
+    args = generate.Arguments(str(weights), prompt="5 9")
     request = generate_command.prepare(reading_of(), args, 1, 0)
+    assert (request.prompts[0].ids, request.notes) == ([5, 9], [])
+    request = generate_command.prepare(reading_of(), replace(args, prompt=None), 1, 0)
     assert request.prompts[0].ids == [0]
     assert "default prompt 'The '" in request.notes[0]
     assert "takes ids, as in --prompt '464 318'" in request.notes[0]
     with pytest.raises(UsageError, match="takes ids"):  # typed, so it is refused
-        generate_command.prepare(reading_of("--prompt", "The "), args, 1, 0)
+        generate_command.prepare(reading_of(), replace(args, prompt="The "), 1, 0)
 
 
 def test_text_with_another_vocabulary_than_256_is_bytes(tmp_path):
@@ -385,8 +380,7 @@ def test_text_with_another_vocabulary_than_256_is_bytes(tmp_path):
         assert tokenizer_of(tmp_path, size).encode("b") == [98]
 
 
-def test_a_prompt_that_the_trained_model_cannot_read_is_refused(tmp_path):
-    """The default one, which nobody typed, gives way to the held-out part."""
+def test_a_prompt_that_the_trained_model_cannot_read_gives_way_to_the_held_out_part(tmp_path):
     words = [
         "--steps",
         "1",
@@ -405,15 +399,5 @@ def test_a_prompt_that_the_trained_model_cannot_read_is_refused(tmp_path):
         "--eval-tokens",
         "9",
     ]
-    assert_refused(
-        2,
-        ["--prompt: has 4 tokens", "reads at most 3"],
-        "train",
-        *words,
-        "--prompt",
-        "abcd",
-        "--out",
-        tmp_path / "typed",
-    )
     result = alone("train", *words, "--out", tmp_path / "run").ended()
     assert "text generated from '" in result.stdout

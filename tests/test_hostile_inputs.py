@@ -112,7 +112,7 @@ def test_a_pipe_is_no_file(words, tmp_path):
 @pytest.mark.parametrize("words", [
     "generate RUN", "trace RUN", "compare RUN RUN", "ckpt ls RUN", "train --data RUN",
     "train --config RUN", "train --init-from RUN", "train --resume RUN", "train --out RUN",
-    "train --run-name RUN", "train --schedule-csv RUN", "explain --machine RUN",
+    "train --schedule-csv RUN", "explain --machine RUN",
     "schedule --from-csv RUN",
 ])  # fmt: skip
 @pytest.mark.parametrize("name", ["x" * 5000, "/dev/null/x"], ids=["long", "odd"])

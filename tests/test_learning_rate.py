@@ -11,7 +11,13 @@ from hypothesis import strategies as st
 from mpipar.commands.resume import resumed
 from mpipar.config.reading import to_toml, values_of
 from mpipar.config.train import TrainConfig
-from mpipar.train.optim import fall_start, learning_rate, of_new_length, warm_up_notes
+from mpipar.train.optim import (
+    DECAY_RATIO,
+    fall_start,
+    learning_rate,
+    of_new_length,
+    warm_up_notes,
+)
 
 FALLING = ("cosine", "linear", "wsd")
 configs = st.builds(
@@ -20,7 +26,6 @@ configs = st.builds(
     warmup_steps=st.integers(0, 50),
     lr=st.floats(1e-6, 10),
     min_lr_ratio=st.floats(0, 1),
-    decay_ratio=st.floats(0.01, 1),
     lr_schedule=st.sampled_from([*FALLING, "constant"]),
 )
 
@@ -49,7 +54,7 @@ def test_the_peak_lasts_up_to_the_fall(config):
         start = config.steps
     assert set(found[config.warmup_steps : start]) <= {config.lr}
     if config.lr_schedule == "wsd":
-        share = max(1, round(config.decay_ratio * config.steps))
+        share = max(1, round(DECAY_RATIO * config.steps))
         assert start == max(config.warmup_steps, config.steps - share)
 
 
@@ -63,37 +68,32 @@ def test_the_peak_lasts_up_to_the_fall(config):
     ],
 )
 def test_formulas(name, left):
-    """The last four steps of ten, from 2 down to 1."""
+    """The last four steps, from 2 down to 1."""
     config = TrainConfig(
-        steps=10,
+        steps=20 if name == "wsd" else 10,
         warmup_steps=0 if name == "wsd" else 6,
         lr=2.0,
         min_lr_ratio=0.5,
         lr_schedule=name,
-        decay_ratio=0.4,
     )
-    assert rates(config)[6:] == pytest.approx([1 + one for one in left], rel=1e-15)
+    assert rates(config)[-4:] == pytest.approx([1 + one for one in left], rel=1e-15)
 
 
 def test_a_longer_run_with_wsd_keeps_the_rates_that_it_had():
     short, long = (
-        TrainConfig(steps=steps, lr_schedule="wsd", warmup_steps=3, decay_ratio=0.5)
-        for steps in (20, 40)
+        TrainConfig(steps=steps, lr_schedule="wsd", warmup_steps=3) for steps in (20, 40)
     )
-    assert rates(short)[:10] == rates(long)[:10]
-    assert rates(long)[10:20] == [short.lr] * 10
+    assert rates(short)[:16] == rates(long)[:16]
+    assert rates(long)[16:32] == [short.lr] * 16
 
 
 def test_a_run_that_goes_on_keeps_its_schedule():
-    saved = values_of(to_toml(changed(lr_schedule="wsd", decay_ratio=0.3)))
+    saved = values_of(to_toml(changed(lr_schedule="wsd")))
     (problem,) = resumed(reading_of("--lr-schedule", "cosine"), saved, 1).problems
     assert problem == (
         "--lr-schedule cosine: can't change in a resumed run, which has wsd;"
         " leave --lr-schedule out, or start a new run"
     )
-    (problem,) = resumed(reading_of("--decay-ratio", "0.5"), saved, 1).problems
-    assert "which has 0.3" in problem
-    assert resumed(reading_of("--steps", "400"), saved, 1).config.train.decay_ratio == 0.3
 
 
 @pytest.mark.parametrize(

@@ -21,7 +21,8 @@ def scale_of(**values):
 
 
 def test_halves_at_an_overflow_and_doubles_after_enough_good_steps():
-    scale = scale_of(dtype="float16", loss_scale=1024.0, loss_scale_interval=3)
+    scale = scale_of(dtype="float16", loss_scale=1024.0)
+    scale.interval = 3
     seen = []
     for overflow in [0, 0, 1, 0, 0, 0, 0, 0, 0, 1]:
         scale.update(bool(overflow))
@@ -71,7 +72,7 @@ def test_without_a_scale_small_gradients_are_lost():
 
 
 def test_skipped_steps_leave_weights_moments_and_adam_s_count_alone():
-    worker = fresh(dtype="float16", loss_scale=2.0**30, loss_scale_interval=1000)
+    worker = fresh(dtype="float16", loss_scale=2.0**30)
     before = masters(worker).copy()
     results = steps(worker, 14)
     skipped = [result.skipped for result in results]

@@ -196,25 +196,6 @@ def test_a_step_of_replicas_is_passes_sums_and_update():
     assert found.total == found.pipeline + found.barriers + found.update
 
 
-def test_the_first_blocks_of_each_stage_run_forward_again():
-    """Of four blocks on two stages, --recompute-layers 1 makes the first and the third do it."""
-    config = config_of(pp=2)
-    again = [
-        replace(config, memory=replace(config.memory, recompute="block", recompute_layers=n))
-        for n in (1, None)
-    ]
-    usual, first, every = (costs_of(machine(), one, 0) for one in (config, *again))
-    ran_again = [
-        [i > once for i, once in zip(one.i, usual.i, strict=True)] for one in (first, every)
-    ]
-    assert ran_again == [
-        [False, True, False, True, False, False],
-        [False, True, True, True, True, False],
-    ]
-    assert first.i[1] == pytest.approx(usual.i[1] + usual.f[1])
-    assert (first.f, first.w) == (usual.f, usual.w)
-
-
 def test_zero_gathers_and_scatters_by_halves_and_updates_its_share():
     """ZeRO-3 gathers weights in F and I of each microbatch; the sums are half of an all-reduce."""
     whole = config_of(dp=2)

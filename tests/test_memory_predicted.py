@@ -13,7 +13,6 @@ from mpipar.config.sections import build
 from mpipar.console.memory import PeakMemory
 from mpipar.data import rows
 from mpipar.ops.shape_array import Ledger
-from mpipar.plan.measure import unit_memory
 from mpipar.plan.predict import predict
 from mpipar.train.worker import Worker
 
@@ -143,16 +142,6 @@ def test_a_prediction_without_logits_is_caught(monkeypatch):
     predicted = predict(config, 0).peak_total
     assert forgotten
     assert abs(found / predicted - 1) > SHARE
-
-
-def test_the_first_blocks_of_a_stage_alone_make_scores_again():
-    values = TINY | {"layers": 4, "seq_len": 32, "recompute": "attention"}
-    every, two, none = (
-        unit_memory(resolve(build(values | more), 1)[0])["stash_bytes"][1:5]
-        for more in ({}, {"recompute_layers": 2}, {"recompute": "none"})
-    )
-    assert max(every) < min(none)
-    assert two == every[:2] + none[2:]
 
 
 @pytest.mark.parametrize(

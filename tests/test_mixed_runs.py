@@ -92,8 +92,6 @@ def test_skipped_steps_are_on_the_console_and_in_the_metrics(tmp_path):
         "pp=2",
         "--loss-scale",
         2**30,
-        "--loss-scale-interval",
-        1000,
     )
     lines = metrics(tmp_path / "run")
     skipped = [line for line in lines if line["skipped"]]

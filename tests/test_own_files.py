@@ -119,11 +119,7 @@ def test_what_is_read_in_a_run_folder_is_no_link(victim):
 @fault(51, "a run folder from another user, whose log.txt leads to a file of the user", 74)
 @pytest.mark.parametrize("name", ["log.txt", "metrics.jsonl"])
 def test_a_run_does_not_go_on_in_a_folder_with_planted_links(name, tmp_path, text_folder):
-    key = "ssh-ed25519 AAAA a@b"
-    alone(*TINY, "--seq-len", 40, "--prompt", f"x\n{key}\n", cwd=tmp_path).ended()
-    log = (tmp_path / "run" / "log.txt").read_text()
-    assert "| x\n| ssh-ed25519" in log
-    assert not [line for line in log.splitlines() if line.startswith("ssh")]
+    alone(*TINY, "--seq-len", 40, cwd=tmp_path).ended()
     (tmp_path / "keys").write_text(CONTENT)
     (tmp_path / "run" / name).unlink()
     (tmp_path / "run" / name).symlink_to(tmp_path / "keys")

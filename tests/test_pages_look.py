@@ -37,7 +37,7 @@ def of_trace(folder, case=None):
 def of_run(folder, name="run", steps=40, **changes):
     """The page of a run of made-up numbers; what users type in it is hostile."""
     run = run_folder(folder, steps, name, log=f"{HOSTILE}\nlast line\n")
-    report.write(run, config_of("--prompt", HOSTILE), told(**changes), lambda text: None)
+    report.write(run, config_of("--data", HOSTILE), told(**changes), lambda text: None)
     return run / "report.html"
 
 

@@ -117,19 +117,15 @@ def test_train_go_on_and_generate_with_the_tokenizer_of_the_data(here):
         "--steps",
         2,
         *SMALL,
-        "--prompt",
-        "The object",
         "--sample-tokens",
         5,
-        "--temperature",
-        0,
         cwd=here,
     )
     assert result.returncode == 0, result.tail()
     assert "V 400, tied head" in result.stdout
     source = load_source(("data",), 400)
     assert f"{len(source.tokens):,} to train on, {len(source.held_out):,} held out" in result.stdout
-    said = result.stdout.split("text generated from 'The object':\n")[1].split("\n\n")[0]
+    said = result.stdout.split("text generated from 'The ':\n")[1].split("\n\n")[0]
     said = "\n".join(line.removeprefix("| ") for line in said.splitlines())
     kept = load_tokenizer("run/weights")
     assert kept.digest == load_tokenizer("model").digest
@@ -144,12 +140,8 @@ def test_train_go_on_and_generate_with_the_tokenizer_of_the_data(here):
     again = alone(
         "generate",
         "run",
-        "--prompt",
-        "The object",
         "--sample-tokens",
         5,
-        "--temperature",
-        0,
         cwd=here,
     )
     assert harmless(again.stdout).rstrip() == said.rstrip()

@@ -49,7 +49,7 @@ def check(folder, code, parts, *words, ranks=1):
             ["ids.bin", "token 300 at position 1", "vocabulary of 256", "--vocab-size 301"],
         ),
         ("--data text.txt ids.bin", ["mixes token files"]),
-        ("--vocab-size 100 --prompt AA", ["text.txt", "outside the vocabulary of 100"]),
+        ("--vocab-size 100", ["text.txt", "outside the vocabulary of 100"]),
         ("--seq-len 500", ["930 tokens", "fewer than one row to train on", "--seq-len"]),
         ("--init-from nowhere", ["--init-from nowhere", "nothing is downloaded"]),
         ("--init-from weights", ["--init-from weights", "config.json: is not an object"]),
@@ -73,9 +73,8 @@ def test_data_and_weights_that_cannot_be_read(words, parts, text_folder):
 @pytest.mark.parametrize(
     ("ranks", "words", "parts"),
     [
-        (1, "--prompt=", ["--prompt ''", "at least one token"]),
-        (1, "--tp 2", ["--tp 2", "on 1 rank", "mpiexec -n 2", "--layout dp=1,pp=1,tp=1"]),
-        (2, "--dp 2 --pp 2", ["--dp 2 with --pp 2", "on 2 ranks", "--layout dp=2,pp=1,tp=1"]),
+        (1, "--tp 2", ["--tp 2", "on 1 rank", "mpiexec -n 2", "leave an axis out"]),
+        (2, "--dp 2 --pp 2", ["--dp 2 with --pp 2", "on 2 ranks", "mpiexec -n 4"]),
     ],
 )
 def test_flags_that_cannot_be_meant(ranks, words, parts, text_folder):

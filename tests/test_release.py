@@ -113,7 +113,7 @@ def test_pbs(site):
 
 @pytest.mark.slow
 def test_flux(site):
-    script = ["bash", str(DEPLOY / "train.flux"), "--run-name", "first", "--steps", "2"]
+    script = ["bash", str(DEPLOY / "train.flux"), "--out", "runs/first", "--steps", "2"]
     done = run_ranks(2, script, LIMIT, environment(), site)
     assert done.returncode == 0, done.tail()
     assert "runs/first" in done.stdout

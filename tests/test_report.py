@@ -69,7 +69,7 @@ def test_a_run_without_evaluations_or_steps_has_a_page_too(tmp_path):
 
 def test_hostile_names_stay_text(tmp_path):
     folder = run_folder(tmp_path, name="<b>run", log=HOSTILE)
-    config = config_of("--data", HOSTILE, "--prompt", HOSTILE)
+    config = config_of("--data", HOSTILE)
     data, _ = written(folder, config, environment=[("command", HOSTILE)])
     assert data["log"] == HOSTILE
     assert dict(data["tables"][1]["rows"])["command"] == HOSTILE

@@ -64,7 +64,7 @@ def test_a_run_folder_is_for_its_user_alone(text_folder):
 
 
 def test_run_folders_are_numbered_and_named(text_folder):
-    for words in ([], [], ["--run-name", "mine"], []):
+    for words in ([], [], ["--out", "runs/mine"], []):
         train_here(text_folder, *words)
     names = sorted(path.name for path in (text_folder / "runs").iterdir())
     assert names == ["0001", "0002", "0003", "mine"]
@@ -290,7 +290,8 @@ def test_console_of_another_encoding(encoding, text_folder):
         "PYTHONUTF8": "0",
         "PYTHONIOENCODING": encoding,
     }
-    (text_folder / "prompt.toml").write_text('prompt = "caf\u00e9 \u20ac"', "utf-8")
+    (text_folder / "caf\u00e9 \u20ac.txt").write_bytes((text_folder / "text.txt").read_bytes())
+    (text_folder / "data.toml").write_text('data = ["caf\u00e9 \u20ac.txt"]', "utf-8")
     result = train(
         text_folder,
         *SHORT,
@@ -299,7 +300,7 @@ def test_console_of_another_encoding(encoding, text_folder):
         "--out",
         "run",
         "--config",
-        "prompt.toml",
+        "data.toml",
         env=locale,
     ).ended()
     assert "caf\u00e9 \u20ac" in (text_folder / "run" / "log.txt").read_text("utf-8")

@@ -38,7 +38,7 @@ def test_pieces_follow_each_other_and_cover_the_axis(length, parts):
 
 @pytest.mark.parametrize("cut", CUTS)
 def test_every_operation_of_a_cut_is_its_layer_s(cut):
-    """--trace-ops records them, helpers of a cut included. The last of two ranks is padded."""
+    """--trace records them, helpers of a cut included. The last of two ranks is padded."""
     recorder, sizes = Recorder(), Sizes(1, 3, 5, 7)
     ops = TimedOps(ops_module.make("cpu", "float64"), recorder)
     ops.active = True

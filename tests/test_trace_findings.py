@@ -4,11 +4,13 @@ import re
 
 import numpy as np
 import pytest
+from one_rank import fresh
 from planted_delays import Run, Simulator
 from program import TEXT
 from trace_cases import blocking, span, trace
 from traced_runs import traced
 
+from mpipar.checkpoint import weights as checkpoint
 from mpipar.comm.record import Load
 from mpipar.trace.analysis import analyse
 
@@ -99,17 +101,22 @@ EXPERTS = [
     "dp=2,ep=2",
     "--num-microbatches",
     "2",
-    "--trace-ops",
+    "--router-balance",
+    "bias",
 ]
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("routing", ["one-hot", pytest.param("uniform", marks=pytest.mark.slow)])
-def test_a_hot_expert_alone_is_named(routing, tmp_path):
-    found = found_in(traced(tmp_path / "run", *SIZE, *EXPERTS, "--routing", routing))
-    if routing == "uniform":
-        assert "hot expert" not in found
-        return
+def test_a_hot_expert_alone_is_named(tmp_path):
+    """Weights whose bias for expert 0 is more than any probability send every token there."""
+    shape = {"experts": 4, "experts_per_token": 1, "expert_ffn": 512, "router_balance": "bias"}
+    worker = fresh(**shape, layers=2, d_model=128, heads=4, seq_len=64, vocab_size=256, ffn=None)
+    for param in worker.stages[0].params:
+        if param.sign_rate:
+            param.data[0] = 2.0
+    checkpoint.save(worker, tmp_path / "w")
+    words = [*EXPERTS, "--init-from", str(tmp_path / "w")]
+    found = found_in(traced(tmp_path / "run", *SIZE, *words))
     assert "slow rank" not in found
     text = found["hot expert"].text
     assert re.fullmatch(

@@ -18,7 +18,7 @@ FOUR = ("pp=4",)  # layouts of four ranks, which share cores on a small machine
 
 
 def analysed(folder, fault, layout):
-    flags = ["--trace-ops"] * (fault in "FB") + ["--save-interval", "1"] * (fault == "save")
+    flags = ["--save-interval", "1"] * (fault == "save")
     flags += ["--layers", "4"] * (layout in FOUR)
     tokens = folder.with_name("tokens.bin")
     (np.arange(2_000, dtype=np.uint16) % 256).tofile(tokens)  # little to evaluate

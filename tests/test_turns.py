@@ -83,7 +83,7 @@ def operations(prediction, phases, part):
 def test_weights_and_messages_are_transposes_too():
     """ZeRO-3 gathers weights and scatters gradients; a pipeline sends back where it received."""
     config = configure((2, 2, 1), "1f1b", "pair")
-    config = replace(config, memory=MemoryConfig(zero=3, zero_grads="sharded"))
+    config = replace(config, memory=MemoryConfig(zero=3))
     prediction = predict(config, 0)
     ((gather, _),) = operations(prediction, "F", "block0.gather")
     ((scatter, _),) = operations(prediction, ("sync",), "block0.scatter")

@@ -8,7 +8,7 @@ import gpt2_reference as gpt2
 import numpy as np
 import pytest
 from helpers import run_ranks
-from in_process import alone, assert_refused, printed
+from in_process import alone, printed
 from one_rank import fresh
 from program import LIMIT, cells, environment, layout_flags, mpipar, section
 
@@ -79,25 +79,12 @@ def test_says_no_and_where():
     assert re.search(r"\d+ of 81 agree.*; \d+ DIFFER", result.stdout)
 
 
-def test_a_routing_by_rank_is_refused():
-    assert_refused(
-        2,
-        ["--routing adversarial: sends to the next rank"],
-        "verify",
-        *SMALL,
-        "--experts",
-        "4",
-        "--routing",
-        "adversarial",
-    )
-
-
-def test_a_schedule_from_a_file_or_with_groups_is_none_of_the_one_rank_s(tmp_path):
+def test_a_schedule_from_a_file_or_with_chunks_is_none_of_the_one_rank_s(tmp_path):
     path = tmp_path / "order.csv"
     printed("schedule", "1f1b", "--pp", 2, "--num-microbatches", 2, "--csv", path)
     result = mpipar("verify", *SMALL, "--pp", 2, "--schedule-csv", path, ranks=2).ended()
     assert f"x tp 1, schedule {path}, 2 microbatches" in result.stdout
-    grid = GridConfig(schedule="interleaved", pp=2, num_microbatches=4, group_size=2)
+    grid = GridConfig(schedule="interleaved", pp=2, num_microbatches=4)
     assert configured_schedule(serial_config(Config(grid=grid)).grid).pp_size == 1
 
 

@@ -22,11 +22,11 @@ F32 = np.dtype(np.float32)
 
 
 @pytest.fixture
-def sharded(tmp_path):
+def sharded(tmp_path, monkeypatch):
     """A folder of weights in several files, and what the same weights are in one file."""
     for name, size in (("one", 1 << 30), ("many", 2000)):
-        worker = fresh(max_shard_size=size, dtype="float32")
-        checkpoint.save(worker, tmp_path / name)
+        monkeypatch.setattr(checkpoint, "MOST_BYTES", size)
+        checkpoint.save(fresh(dtype="float32"), tmp_path / name)
     return tmp_path / "many", load_file(tmp_path / "one" / WEIGHTS)
 
 
@@ -65,10 +65,11 @@ def test_split_fills_files_in_order():
     assert sizes(1) == [[1], [2], [3], [9], [1], [1]]
 
 
-def test_one_set_of_files_replaces_the_other(sharded):
+def test_one_set_of_files_replaces_the_other(sharded, monkeypatch):
     folder, _ = sharded
     for size in (3000, 1 << 30, 2000):
-        checkpoint.save(fresh(max_shard_size=size, dtype="float32", seed=size), folder)
+        monkeypatch.setattr(checkpoint, "MOST_BYTES", size)
+        checkpoint.save(fresh(dtype="float32", seed=size), folder)
         found = {path.name for path in folder.iterdir()}
         weights = set(index_of(folder)["weight_map"].values()) if INDEX in found else {WEIGHTS}
         others = {INDEX} if INDEX in found else set()

@@ -27,7 +27,7 @@ def test_a_killed_run_goes_on_without_what_it_shared_out(tmp_path):
     """Killed under --zero 3 --cp 2, it resumes with tp 2 x pp 2, as one rank would have."""
     prepare(tmp_path)
     alone("train", *TEXT, "--out", "alone", cwd=tmp_path).ended()
-    shared = "--layout dp=2,cp=2 --zero 3 --zero-grads sharded --save-interval 2".split()
+    shared = "--layout dp=2,cp=2 --zero 3 --save-interval 2".split()
     ended(tmp_path, "kill", 5, *TEXT, "--out", "run", *shared, ranks=4)
     steps = [step for step, _ in committed_steps(tmp_path / "run" / "checkpoints")]
     assert steps

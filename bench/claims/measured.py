@@ -118,16 +118,14 @@ def hybrid_row(config, case, seconds: float, analysis) -> dict:
     }
 
 
-PIECES = {"zero": 3, "zero_grads": "sharded"}
 SHARING = [
     ({"dp": 4}, {}),
     ({"dp": 4}, {"recompute": "block"}),
     ({"dp": 4}, {"zero": 1}),
     ({"dp": 4}, {"zero": 3}),
-    ({"dp": 4}, {"zero": 3, "zero_keep": "stage"}),
-    ({"dp": 4}, PIECES),
+    ({"dp": 4}, {"zero": 3, "reshard_after_forward": "no"}),
     ({"cp": 4}, {}),
-    ({"cp": 4}, PIECES | {"recompute": "block"}),
+    ({"cp": 4}, {"zero": 3, "recompute": "block"}),
 ]
 
 
@@ -163,30 +161,25 @@ EXPERTS = {
     "experts_per_token": 2,
     "expert_ffn": 512,
 }
-ROUTINGS = ("uniform", "learned", "zipf", "one-hot")
 EXPERT_CASES = [
-    (ep, dispatch, routing)
-    for routing in ROUTINGS
+    (ep, dispatch)
     for ep in (1, 2, 4)
     for dispatch in DISPATCHES
     if ep > 1 or dispatch == "all-to-all"
 ]
 
 
-def with_experts(ep: int, dispatch: str, routing: str) -> Any:
+def with_experts(ep: int, dispatch: str) -> Any:
     """Return the resolved configuration of a row, without a trace."""
-    return configure(
-        {"dp": 4}, **EXPERTS | {"ep": ep, "expert_dispatch": dispatch, "routing": routing}
-    )
+    return configure({"dp": 4}, **EXPERTS | {"ep": ep, "expert_dispatch": dispatch})
 
 
 def expert_row(config, case, seconds: float, analysis) -> dict:
     """Return barriers, bytes, time and imbalance of experts on several ranks."""
-    ep, dispatch, routing = case
+    ep, dispatch = case
     return {
         "ep": ep,
         "dispatch": dispatch if ep > 1 else "-",
-        "routing": routing,
         **exchanged(analysis.trace),
         "waiting": time_shares(analysis)["waiting"],
         "step_ms": seconds * 1e3,

@@ -21,7 +21,7 @@ from unittest import mock
 import numpy as np
 
 from bench.combinations.choices import (
-    BASE_OF,
+    BASE,
     CHOICES,
     LATER,
     STEPS,
@@ -45,9 +45,11 @@ from mpipar.comm.launcher import Launcher
 from mpipar.commands.resolve import resolve
 from mpipar.commands.resume import FIXED, resumed
 from mpipar.config.reading import ParsedConfig, over, to_toml, values_of
+from mpipar.config.run import PROMPT
 from mpipar.errors import UserError
 from mpipar.files.text import printable
 from mpipar.inference import generate
+from mpipar.inference.sampling import Sampling
 from mpipar.job.session import AgreedError, Session
 from mpipar.train.worker import Worker
 
@@ -130,7 +132,7 @@ class Lives:
         output = self.on(check, ranks_of(case), "train", *words_of(given))
         if check:
             check.run(run, 1, STEPS)
-            check.texts(run, [*range(1, STEPS)] * bool(case["sample_interval"]) + [STEPS], *output)
+            check.texts(run, [STEPS], *output)
         place, first = [run, "--out", later], STEPS + 1
         if case["resume"] == "auto":
             place, later, first = ["auto", "--out", run], run, 1
@@ -152,19 +154,18 @@ class Lives:
         self.on(check, 1, "ckpt", "export", later, "--out", out)
         if check:
             check.exported(out, later / "weights")
-        if case["model"] is None:
-            self.generate(check, case, other, out)
+        self.generate(check, case, other, out)
 
     def generate(self, check, case, other, weights):
-        """Continue the case's prompt on the layout of the other case."""
+        """Continue the prompt on the layout of the other case."""
         prompts, answers = (
             self.folder / f"{name}-{case['number']}" for name in ("prompts", "answers")
         )
         if check:
-            prompts.write_text(case["prompt"] or "The ")
+            prompts.write_text(PROMPT)
         # The run's own texts end with the rows it was trained on, those of rotations need not.
-        room = BASE_OF["model", None]["seq_len"] + 1 - len(case["prompt"] or "The ")
-        names = ("temperature", "top_k", "top_p", "stop_token", "seed", "dtype")
+        room = BASE["seq_len"] + 1 - len(PROMPT)
+        names = ("seed", "dtype")
         given = {name: case[name] for name in names if case[name] is not None} | {
             "sample_tokens": room if case["sample_tokens"] is None else case["sample_tokens"],
             "dp": other["dp"] * other["cp"],
@@ -392,8 +393,7 @@ class Check:
             place = next((n for n, (a, b) in enumerate(pairs) if a != b), None)
             wrong = place is None  # one of them ends where the other continues
         if not wrong:
-            count = 1 if self.case["temperature"] == 0 else self.case["top_k"] or 50
-            least = np.sort(logits[place])[-count]
+            least = np.sort(logits[place])[-Sampling(1).top_k]
             rounding = self.loss_units * self.unit * float(np.abs(logits[place]).max())
             wrong = not logits[place][found[place]] >= least - rounding
         if wrong:

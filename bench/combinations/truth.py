@@ -20,6 +20,7 @@ from mpipar.comm.grid import Grid
 from mpipar.comm.record import Recorder
 from mpipar.commands.inputs import prepare
 from mpipar.config.reading import ParsedConfig, over
+from mpipar.config.run import TEMPERATURE
 from mpipar.data import rows
 from mpipar.data.rows import Batch
 from mpipar.files.text import quoted
@@ -33,27 +34,20 @@ NUMBERS = (  # the choices that determine the numbers; all others leave them as 
     "activation",
     "positions",
     "rope_theta",
-    "rope_scaling",
-    "max_positions",
     "bias",
     "tied",
     "kv_heads",
-    "head_dim",
     "ffn",
     "vocab_size",
     "optimizer",
     "lr_schedule",
     "min_lr_ratio",
-    "decay_ratio",
     "warmup_steps",
     "experts",
     "experts_per_token",
     "expert_ffn",
-    "expert_interval",
     "shared_expert_ffn",
     "router_balance",
-    "router_loss_coef",
-    "router_bias_rate",
     "weight_decay",
     "beta1",
     "beta2",
@@ -61,11 +55,6 @@ NUMBERS = (  # the choices that determine the numbers; all others leave them as 
     "seed",
     "eval_tokens",
     "sample_tokens",
-    "prompt",
-    "temperature",
-    "top_k",
-    "top_p",
-    "stop_token",
 )
 SPREAD = 0.05  # of the weights that --init-from loads: no bias is zero
 
@@ -157,7 +146,9 @@ def continued(worker, inputs) -> tuple[list[int], list]:
     """Return (prompt and what follows, logits of each token); every token reruns its whole text."""
     run, size = worker.config.run, worker.config.model.seq_len
     end = inputs.tokenizer.end
-    sampling = Sampling.of(run, () if end is None else (end,))
+    sampling = Sampling(
+        run.sample_tokens, TEMPERATURE, run.seed, stop=() if end is None else (end,)
+    )
     prompt = list(inputs.prompt) or [int(token) for token in inputs.held_out[:1]]
     text, kept = list(prompt), []
     for _ in range(min(sampling.num_tokens, size + 1 - len(prompt))):

@@ -93,7 +93,6 @@ def add_flags(parser) -> None:
         default="mpi",
         help="how sums travel, as in training (mpi)",
     )
-    parser.add_argument("--sync-sends", action="store_true", help="as in training")
     parser.add_argument("--beside", metavar="'WORDS'", help="another rehearsal at the same time")
     parser.add_argument(
         "--first-ranks",
@@ -164,8 +163,7 @@ def configured(words: list[str], args) -> Any:
         if word.split("=")[0] == "--preset":
             raise UsageError(f"{word}: the first word is the preset; leave it out")
     config = config_of(["--preset", *words])
-    run = replace(config.run, all_reduce=args.all_reduce, sync_sends=args.sync_sends)
-    return replace(config, run=run)
+    return replace(config, run=replace(config.run, all_reduce=args.all_reduce))
 
 
 def jobs_of(args, num_ranks: int) -> list[Job]:

@@ -1,36 +1,26 @@
 """Tables of the pages: results of benchmarks, and what the program knows about itself.
 
-One table lists illegal combinations of settings, with the error that each example gets. Listings of
-sources select functions, methods, classes and constants by name.
+One table lists illegal combinations of settings. Listings of sources select functions, methods,
+classes and constants by name.
 """
 
 from __future__ import annotations
 
 import argparse
 import ast
-import contextlib
 import json
 import re
-import tempfile
 import textwrap
 from collections.abc import Iterable
 from pathlib import Path
-from types import SimpleNamespace
 
 from bench import results
 from bench.kernels.floors import floors
 from docs.build.blocks import Block
 from mpipar import cli, errors
-from mpipar.commands.resolve import schedule_of_file
-from mpipar.config.reading import ParsedConfig
-from mpipar.config.resolve import broken_rules
-from mpipar.config.rule import Rule
-from mpipar.config.sections import CHOICES
+from mpipar.config.sections import CHOICES, FIELDS, named
 from mpipar.config.setting import flag
-from mpipar.files.text import counted
 from mpipar.pipeline.combinations import RULES
-from mpipar.pipeline.csv_format import write_csv
-from mpipar.pipeline.schedules.catalog import make_schedule
 
 # From the ground up: a folder imports only from itself and from the folders named before it.
 FLOORS = """errors files ops comm data partition job config layers models pipeline checkpoint
@@ -217,7 +207,7 @@ TABLES = {
         "command, what it does", ((f"`mpipar {one}`", text) for one, text in cli.COMMANDS.items())
     ),
     "flags": lambda words, root: "\n\n".join(map(flags_of, cli.COMMANDS)),
-    "combinations": lambda words, root: rows_of("illegal, why, type instead", illegal_rows()),
+    "combinations": lambda words, root: rows_of("settings, why, instead", illegal_rows()),
     "choices": lambda words, root: rows_of("only with, flags", choices()),
     "tour": lambda words, root: chapters(root),
     "path": lambda words, root: path_of_a_step(root),
@@ -226,44 +216,16 @@ TABLES = {
 }
 
 
-@contextlib.contextmanager
-def folder_of_examples():
-    """Change into a folder that holds the files that examples name."""
-    with tempfile.TemporaryDirectory() as folder, contextlib.chdir(folder):
-        write_csv(make_schedule("1f1b", 2, 4), Path("1f1b.csv"))
-        yield Path(folder)
-
-
-def read_words(words: list[str]) -> tuple[ParsedConfig, str | None]:
-    """Return what `mpipar train` reads from these words, and its --machine."""
-    context = cli.context_of(None, "train", words)
-    return context.parsed, context.args.machine
-
-
-def broken(words: list[str], ranks: int) -> list[tuple[Rule, SimpleNamespace]]:
-    """Return the rows of the table that these flags of `mpipar train` break."""
-    reading, machine = read_words(words)
-    return broken_rules(
-        reading.config,
-        ranks,
-        RULES,
-        reading.bad,
-        machine=machine,
-        chooses_layout=reading.chooses_layout,
-        csv=schedule_of_file(reading.config),
-    )
-
-
 def illegal_rows() -> list[tuple[str, str, str]]:
-    """Return (flags, why they are illegal, what to type instead) of each row."""
+    """Return (settings, why they are illegal together, what to type instead) of each row."""
     found = []
-    with folder_of_examples():
-        for rule in RULES:
-            values = next(
-                values for one, values in broken(rule.example.split(), rule.ranks) if one is rule
-            )
-            ranks = f" on {counted(rule.ranks, 'rank')}" if rule.ranks > 1 else ""
-            found.append((f"`{rule.example}`{ranks}", rule.reason, rule.cure(values)))
+    for rule in RULES:
+        why, _, instead = re.sub(r"\{(?:csv\.)?(\w+)[^}]*\}", r"*\1*", rule.sentence).rpartition(
+            "; "
+        )
+        found.append(
+            (", ".join(f"`{named(name)}`" for name in rule.fields if name in FIELDS), why, instead)
+        )
     return found
 
 
@@ -272,7 +234,7 @@ def choices() -> list[tuple[str, str]]:
     found: dict[str, list[str]] = {}
     for name, (choice, *values) in CHOICES.items():
         only = " or ".join(f"`{flag(choice)} {value}`" for value in values or ["N"])
-        found.setdefault(only, []).append(f"`{flag(name)}`")
+        found.setdefault(only, []).append(f"`{named(name)}`")
     return [(only, ", ".join(names)) for only, names in found.items()]
 
 

@@ -26,6 +26,7 @@ from mpipar.config.model import model_config
 from mpipar.errors import DataError, OutputError
 from mpipar.files.text import brief
 
+MOST_BYTES = 5 << 30  # of a file, as Hugging Face's; larger weights are split, with an index
 MOST_TOLD = 20  # problems of tensors that are reported
 HEAD = "lm_head.weight"
 # Masks and angles that old files carry; mpipar computes them.
@@ -114,7 +115,7 @@ def write(folder: Path, config, dtype, blocks, most_bytes: int | None = None) ->
 
     config: resolved. dtype: of the numbers in the files, to which they are rounded. blocks: (name
     of a parameter, first row, array of whole rows) of all parameters, in order. most_bytes: of
-    numbers per file, by default as configured.
+    numbers per file, MOST_BYTES by default.
     Raises OutputError if they cannot be written.
     """
     form = formats.format_of(config.model)
@@ -127,7 +128,7 @@ def write(folder: Path, config, dtype, blocks, most_bytes: int | None = None) ->
         folder.parent.mkdir(parents=True, exist_ok=True)
         texts = tokenizer_files.config_texts(folder, form.to_json(config.model, dtype.name))
         rounded = (np.ascontiguousarray(block, dtype) for _, _, block in blocks)
-        write_weights(folder, texts, made, most_bytes or config.run.max_shard_size, rounded)
+        write_weights(folder, texts, made, most_bytes or MOST_BYTES, rounded)
     except OSError as error:
         raise OutputError(f"{folder}: the weights could not be written: {error.strerror}") from None
 

@@ -70,10 +70,10 @@ class Arguments:
         choices=tuple(DTYPES),
         only=OF_EXPORT,
     )
-    max_shard_size: int | None = setting(
-        None,
+    max_shard_size: int = setting(
+        weights.MOST_BYTES,
         "export: largest size of a file, as in 200M; larger weights are split, with an index"
-        " (default: the run's)",
+        " (default: 5G)",
         in_bytes=True,
         low=1,
         below=2**63,

@@ -60,12 +60,6 @@ def print_runs(before: Analysis, after: Analysis) -> None:
     lines = [f"{' and '.join(names)}: {remark}" for remark, names in remarks.items()]
     if old.meta["layout"] != new.meta["layout"]:
         lines.append("the layouts differ: rank 1 of A and rank 1 of B do different work")
-    timed = [name for name, trace in sides.items() if trace.meta.get("per_operation")]
-    if len(timed) == 1:
-        lines.append(
-            f"only {timed[0]} was traced with --trace-ops: its causes of waiting are more"
-            " specific, so they do not match the other's"
-        )
     for line in lines:
         print(textwrap.fill(line, WIDTH, initial_indent="   ", subsequent_indent="   "))
 

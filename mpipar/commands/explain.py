@@ -191,9 +191,7 @@ def print_experts(prediction, config) -> None:
         f"if all tokens of the {config.grid.ep} ranks go to experts of this one: stash "
         f"{nbytes(worst.peak_bytes.get('stash', 0))}; together {nbytes(worst.peak_total)}"
     )
-    print(
-        "\n".join(filter(None, (formulas.expert_rows(config), formulas.expert_imbalance(config))))
-    )
+    print(formulas.expert_rows(config))
 
 
 def step_time(estimate) -> str:
@@ -325,10 +323,8 @@ COMMAND = Command(
         "lr",
         "data",
         "seed",
-        "sync_sends",
         "check_comm",
         "all_reduce",
         "loss_scale",
-        "loss_scale_interval",
     },
 )

@@ -44,12 +44,10 @@ def write_page(args, costs: Costs) -> None:
                 " write the file with --csv-format compute_only"
             )
     else:
-        schedule = make_schedule(
-            args.name or FIRST, args.pp, args.num_microbatches, args.chunks, args.group_size
-        )
+        schedule = make_schedule(args.name or FIRST, args.pp, args.num_microbatches, args.chunks)
         own = (
             None
-            if is_known(schedule, args.group_size)
+            if is_known(schedule)
             else {"title": f"{schedule.name}, {schedule.pp_size} workers"}
         )
     check_size(schedule)
@@ -84,12 +82,11 @@ def write_page(args, costs: Costs) -> None:
     print(f"{harmless(args.html)}: open it in a browser")
 
 
-def is_known(schedule: Schedule, group_size: int | None) -> bool:
+def is_known(schedule: Schedule) -> bool:
     """Return whether the page contains this order anyway."""
     chunks = schedule.num_stages // schedule.pp_size
     return (
-        group_size is None
-        and schedule.pp_size in explorer.RANKS
+        schedule.pp_size in explorer.RANKS
         and schedule.num_microbatches in explorer.MICROBATCHES
         and chunks in explorer.chunk_counts(schedule.name)
     )

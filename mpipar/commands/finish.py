@@ -1,6 +1,6 @@
 """Evaluation between steps, and the reports at the end of training.
 
-Between steps a run computes held-out losses and generates texts; at the end it also reports
+Between steps a run computes held-out losses; at the end it also generates a text, and reports
 measured barriers, overlap and memory.
 """
 
@@ -13,6 +13,7 @@ from time import perf_counter
 
 from mpipar.comm.facts import gather_facts
 from mpipar.comm.record import POINT_TO_POINT
+from mpipar.config.run import TEMPERATURE
 from mpipar.console import tables as console
 from mpipar.console.bubble import bubble_rows, bubble_table, recorded_facts
 from mpipar.console.memory import process_peak
@@ -26,9 +27,9 @@ from mpipar.inference.sampling import Sampling
 
 
 class Evaluation:
-    """The held-out losses and texts of one run; every rank calls it at the same step.
+    """The held-out losses of one run; every rank calls it at the same step.
 
-    Both depend on the weights alone, and change nothing that a step reads. file: the
+    They depend on the weights alone, and change nothing that a step reads. file: the
     `GrowingFile` evaluations.jsonl on world rank 0, None elsewhere. events: `Events` or None.
     """
 
@@ -41,25 +42,20 @@ class Evaluation:
         )
 
     def after_step(self, step: int) -> bool:
-        """Evaluate and generate if it is time for either; return whether anything was done.
+        """Evaluate if it is time; return whether it was.
 
-        The last step is skipped, because the end of the run does both.
-        Comm: that of `loss` and `show_text`.
+        The last step is skipped, because the end of the run evaluates.
+        Comm: that of `loss`.
         """
-        evaluates, samples = (
-            every and step % every == 0 and step < self.steps
-            for every in (self.run.eval_interval, self.run.sample_interval)
-        )
-        if evaluates:
+        every = self.run.eval_interval
+        if evaluates := every and step % every == 0 and step < self.steps:
             start = perf_counter()
             loss, count = self.loss(step)
             self.log(
                 f"step {step}: held-out loss {loss:.4f} nats per token over {count:,}"
                 f" tokens, {perf_counter() - start:.2f} s"
             )
-        if samples:
-            show_text(self.worker, self.inputs, self.log, f"step {step}: text")
-        return bool(evaluates or samples)
+        return bool(evaluates)
 
     def loss(self, step: int) -> tuple[float, int]:
         """Return (mean held-out loss, number of tokens); evaluations.jsonl gets them too.
@@ -168,13 +164,15 @@ def show_decoder(worker, inputs, evaluate, log, took) -> tuple[dict, Callable]:
     return {"held_out_loss": loss}, compare
 
 
-def show_text(worker, inputs, log, title="\ntext") -> None:
+def show_text(worker, inputs, log) -> None:
     """Print text that continues the prompt. Comm: generation."""
     run, decode = worker.config.run, inputs.tokenizer.decode
     if run.sample_tokens:
         prompt = inputs.prompt or [int(token) for token in inputs.held_out[:1]]
         end = inputs.tokenizer.end
-        sampling = Sampling.of(run, () if end is None else (end,))
+        sampling = Sampling(
+            run.sample_tokens, TEMPERATURE, run.seed, stop=() if end is None else (end,)
+        )
         text = list(continue_one(worker, prompt, sampling))
-        log(f"{title} generated from {decode(prompt)!r}:")
+        log(f"\ntext generated from {decode(prompt)!r}:")
         log(quoted(decode([*prompt, *text])))

@@ -4,16 +4,18 @@ from dataclasses import dataclass
 from importlib import import_module
 
 from mpipar.commands.command import Command, Context
+from mpipar.config.run import TEMPERATURE
 from mpipar.config.setting import positional, setting
 
 
 @dataclass(frozen=True)
 class Arguments:
-    """The model, a file of prompts, and a file for the answers."""
+    """The model, what it continues, how tokens are drawn, and a file for the answers."""
 
     run_folder: str = positional(
         "RUN", "a run folder of mpipar train, a folder of weights, or a checkpoint"
     )
+    prompt: str | None = setting(None, "the text to continue (default 'The ')")
     prompts: str | None = setting(
         None,
         "continue each line of a file, or the prompt of each object in a .jsonl file; writes"
@@ -22,6 +24,22 @@ class Arguments:
     )
     answers: str | None = setting(
         None, "output file for --prompts; must be new (default: standard output)", metavar="FILE"
+    )
+    sample_tokens: int = setting(200, "tokens to add to each prompt", low=0, high=2**20)
+    temperature: float = setting(
+        TEMPERATURE,
+        "sampling temperature: higher = more random; 0 = always the most likely token",
+        low=0.0,
+    )
+    top_k: int = setting(50, "draw each token from the N most likely ones", low=1, high=2**20)
+    top_p: float = setting(
+        1.0,
+        "and of these only from the first ones whose probabilities add up to X",
+        above=0.0,
+        high=1.0,
+    )
+    stop_token: tuple[int, ...] = setting(
+        (), "ids that end a text (default: the tokenizer's end of text)", low=0
     )
 
 
@@ -37,12 +55,6 @@ COMMAND = Command(
     needs_mpi=True,
     fields=frozenset(
         {
-            "prompt",
-            "sample_tokens",
-            "temperature",
-            "top_k",
-            "top_p",
-            "stop_token",
             "seed",
             "batch_size",
             "num_microbatches",
@@ -55,14 +67,11 @@ COMMAND = Command(
             "dtype",
             "kernels",
             "gemm",
-            "tf32",
             "hang_warn",
             "hang_stop",
         }
     ),
     help_of={
-        "prompt": "the text to continue (default 'The ')",
-        "sample_tokens": "tokens to add to each prompt (default 200)",
         "seed": "determines the random draws, for every layout (default 0)",
         "batch_size": "prompts that are continued at the same time (default: 8 for each group and"
         " dp replica)",

@@ -18,6 +18,7 @@ from mpipar.commands.command import Context
 from mpipar.commands.compared import config_facts, digest_of_value
 from mpipar.commands.resolve import resolve
 from mpipar.commands.source import find_source, tokenizer_folder
+from mpipar.config.run import PROMPT
 from mpipar.config.sections import Config
 from mpipar.data.tokenizer import Tokenizer, tokenizer_of
 from mpipar.errors import EXIT_OK, DataError, OutputError, UsageError
@@ -134,13 +135,13 @@ def prepare(parsed, args, world_size: int, host_rank: int) -> Request:
         grid=replace(given.grid, num_microbatches=given.grid.num_microbatches or 1),
         train=replace(given.train, optimizer="sgd"),
     )
-    unread = (*parsed.unread, *option_problems(parsed, args))
+    unread = (*parsed.unread, *option_problems(args))
     beside, texts, found = tokenizer_folder(weights), [], {"notes": []}
-    is_default = args.prompts is None and "prompt" not in parsed.given
+    is_default = args.prompts is None and args.prompt is None
 
     def read_files(config):
         texts[:] = (
-            [("--prompt", config.run.prompt)]
+            [("--prompt", PROMPT if args.prompt is None else args.prompt)]
             if args.prompts is None
             else prompts_module.read_prompts(args.prompts)
         )
@@ -158,7 +159,7 @@ def prepare(parsed, args, world_size: int, host_rank: int) -> Request:
             # The user did not type this text; a model of plain ids, for example, cannot read it.
             found["prompts"] = [FIRST]
             found["notes"].append(
-                f"this model cannot read the default prompt {config.run.prompt!r}, so the text"
+                f"this model cannot read the default prompt {PROMPT!r}, so the text"
                 f" begins with id {FIRST.typed}; for another beginning, give --prompt:"
                 f" {found['tokenizer'].takes}"
             )
@@ -167,6 +168,7 @@ def prepare(parsed, args, world_size: int, host_rank: int) -> Request:
         (read_files, DataError),
         (read_texts, UsageError),
         (layout_problems, UsageError),
+        (lambda config: stop_problems(args.stop_token, config.model.vocab_size), UsageError),
         (checkpoint.weight_problems, DataError),
     ]
     config, _ = resolve(replace(parsed, config=start, unread=unread), world_size, checks)
@@ -182,15 +184,22 @@ def prepare(parsed, args, world_size: int, host_rank: int) -> Request:
         config,
         ops_module.make_for(config.run, host_rank),
         **found,
-        sampling=Sampling.of(config.run, ends),
+        sampling=Sampling(
+            args.sample_tokens,
+            args.temperature,
+            config.run.seed,
+            args.top_k,
+            args.top_p,
+            args.stop_token or ends,
+        ),
         together=together,
     )
 
 
-def option_problems(parsed, args) -> list[str]:
+def option_problems(args) -> list[str]:
     """Return what is wrong with the combination of --prompt, --prompts and --answers."""
     found = []
-    if args.prompts is not None and "prompt" in parsed.given:
+    if args.prompts is not None and args.prompt is not None:
         found.append(f"--prompt and --prompts {args.prompts}: give one of them")
     if args.answers is not None and args.prompts is None:
         found.append(
@@ -200,6 +209,15 @@ def option_problems(parsed, args) -> list[str]:
     elif args.answers is not None and os.path.lexists(args.answers):
         found.append(f"--answers {args.answers}: exists already; give a new file")
     return found
+
+
+def stop_problems(ids: tuple[int, ...], vocab_size: int) -> list[str]:
+    """Return what is wrong if an id that ends a text is not in the vocabulary."""
+    return [
+        f"--stop-token {one}: is not in the vocabulary; use ids below {vocab_size}"
+        for one in ids
+        if one >= vocab_size
+    ]
 
 
 def layout_problems(config) -> list[str]:

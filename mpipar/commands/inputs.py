@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from contextlib import nullcontext, suppress
+from contextlib import suppress
 from dataclasses import dataclass
 
 import numpy as np
@@ -11,7 +11,7 @@ from mpipar import ops as ops_module
 from mpipar.checkpoint import weights as checkpoint
 from mpipar.commands.resolve import resolve
 from mpipar.commands.source import tokenizer_folder
-from mpipar.config.run import RunConfig
+from mpipar.config.run import PROMPT
 from mpipar.config.sections import Config
 from mpipar.data import rows
 from mpipar.data.dataset import is_dataset
@@ -133,14 +133,13 @@ def tokenizer_notes(config, tokenizer: Tokenizer, tokens) -> list[str]:
 
 
 def prompt_tokens(config, tokenizer: Tokenizer) -> list[int]:
-    """Return the prompt's tokens; none for an unusable default prompt.
+    """Return the tokens with which the text at the end begins; none if the model can't read them.
 
-    The default prompt is four letters of text. A model of token ids, of shorter rows, or without
-    these letters starts from the held-out part instead.
+    The prompt is four letters of text. A model of token ids, of shorter rows, or without these
+    letters starts from the held-out part instead.
     """
-    run = config.run
-    if not run.sample_tokens:
+    if not config.run.sample_tokens:
         return []
-    with suppress(UsageError) if run.prompt == RunConfig.prompt else nullcontext():
-        return encode_prompts(tokenizer, [("--prompt", run.prompt)], config.model)[0].ids
+    with suppress(UsageError):
+        return encode_prompts(tokenizer, [("--prompt", PROMPT)], config.model)[0].ids
     return []

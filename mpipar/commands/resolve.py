@@ -9,8 +9,7 @@ from mpipar.checkpoint import formats
 from mpipar.commands.source import find_source
 from mpipar.config import resolve as config_resolve
 from mpipar.config.reading import ParsedConfig, choice_problems
-from mpipar.config.sections import Config, build, in_force
-from mpipar.config.setting import flag
+from mpipar.config.sections import Config, build, in_force, named
 from mpipar.data.dataset import is_dataset, read_dataset
 from mpipar.errors import DataError, UsageError, UserError
 from mpipar.ops import shapes_for
@@ -20,7 +19,7 @@ from mpipar.pipeline.csv_format import read_csv
 from mpipar.pipeline.instructions import Schedule
 
 # How routers are trained, which weights do not fix; but a bias per expert is one of the weights.
-ROUTING = ("router_balance", "router_loss_coef", "router_bias_rate")
+ROUTING = ("router_balance", "router_loss_coef")
 
 
 def resolve(
@@ -65,7 +64,7 @@ def resolve(
     config, notes = config_resolve.resolve(
         config, world_size, checks, errors=errors, bad=parsed.bad, rules=RULES, **facts
     )
-    return config, [*notes, *source_notes, *memory_notes(config)]
+    return config, [*parsed.notes, *notes, *source_notes, *memory_notes(config)]
 
 
 def memory_notes(config: Config) -> list[str]:
@@ -97,15 +96,15 @@ def with_weights_shape(parsed: ParsedConfig, shape: dict, source: str) -> Config
         if not (name in ROUTING and name in given and "bias" not in (value, typed[name]))
     }
     found = [
-        f"{flag(name)} {typed[name]}: contradicts --init-from {typed['init_from']}, where it "
-        f"is {value}; leave {flag(name)} out"
+        f"{named(name)} {typed[name]}: contradicts --init-from {typed['init_from']}, where it "
+        f"is {value}; leave {named(name)} out"
         for name, value in shape.items()
         if name in given and typed[name] not in (None, value)
     ]
     if found:
         raise UsageError(found)
-    named = {name: value for name, value in typed.items() if value is not None}
-    return build(named | shape | {"init_from": source})
+    kept = {name: value for name, value in typed.items() if value is not None}
+    return build(kept | shape | {"init_from": source})
 
 
 def data_vocabulary(parsed: ParsedConfig) -> int | None:

@@ -39,9 +39,10 @@ from mpipar.commands.source import find_source, tokenizer_folder
 from mpipar.config.layout import divisors, sizes_text
 from mpipar.config.layout import typed as typed_layout
 from mpipar.config.model import CUTS, ModelConfig
-from mpipar.config.reading import over, values_of
+from mpipar.config.reading import over, skipped, values_of
 from mpipar.config.rule import typed
 from mpipar.config.run import AUTO, NEVER, named_folder, trace_steps
+from mpipar.config.sections import named
 from mpipar.config.setting import flag
 from mpipar.data.fingerprint import of_ends
 from mpipar.errors import DataError, UsageError, UserError
@@ -55,13 +56,11 @@ FIXED = (
     "dtype",
     "seed",
     "loss_scale",
-    "loss_scale_interval",
     "batch_size",
     "optimizer",
     "lr",
     "lr_schedule",
     "min_lr_ratio",
-    "decay_ratio",
     "warmup_steps",
     "weight_decay",
     "beta1",
@@ -70,9 +69,9 @@ FIXED = (
     "clip",
 )
 # What belongs to one start of the program, not to the run.
-OF_A_START = ("resume", "out", "run_name", "trace", "trace_ops", "progress")
+OF_A_START = ("resume", "out", "trace")
 # What is chosen together: naming one of them resets the others.
-ORDER = ("schedule", "schedule_csv", "chunks", "group_size", "stage_layers")
+ORDER = ("schedule", "schedule_csv", "chunks", "stage_layers")
 
 
 @dataclass(frozen=True)
@@ -258,7 +257,8 @@ def with_saved_settings(parsed, start: Start, world_size: int):
     if parsed.config.run.resume == AUTO:  # the Start has resolved the user's --init-from
         given = {name: value for name, value in parsed.given.items() if name != "init_from"}
         parsed = replace(parsed, given=given)
-    return resumed(parsed, saved, world_size)
+    notes = [*parsed.notes, *(f"the run's config.toml: {note}" for note in skipped(start.config))]
+    return resumed(replace(parsed, notes=tuple(notes)), saved, world_size)
 
 
 def resumed(parsed, saved: Mapping[str, object], world_size: int):
@@ -310,8 +310,8 @@ def unchangeable(given: Mapping[str, object], saved: Mapping[str, object]) -> li
     """Return a problem for each value that the user names differently from the saved run."""
     shape = [one.name for one in fields(ModelConfig) if one.name not in CUTS]
     return [
-        f"{flag(name)} {typed(given[name])}: can't change in a resumed run, which has"
-        f" {typed(saved[name]) if name in saved else 'the default'}; leave {flag(name)} out, or"
+        f"{named(name)} {typed(given[name])}: can't change in a resumed run, which has"
+        f" {typed(saved[name]) if name in saved else 'the default'}; leave {named(name)} out, or"
         " start a new run"
         for name in dict.fromkeys([*shape, *FIXED])
         if name in given and given[name] != saved.get(name)
@@ -346,7 +346,7 @@ def after(start: Start, inputs):
             f"--trace {config.run.trace}: the run resumes after step {start.step}, so"
             " nothing is traced"
         )
-        config = replace(config, run=replace(config.run, trace=None, trace_ops=False))
+        config = replace(config, run=replace(config.run, trace=None))
     if config.train.steps != was:
         notes.append(f"--steps {config.train.steps}, {was} before: {of_new_length(config.train)}")
     return replace(inputs, config=config, notes=[*notes, *inputs.notes])

@@ -60,14 +60,13 @@ def folder_problems(config) -> list[str]:
             return []
     except OSError as error:
         return [f"{folder}: {error.strerror}; give another folder"]
-    other = "--run-name" if config.run.out is None else "--out"
     if not folder.is_dir():
-        return [f"{folder} is a file, but a run needs a folder: give a new {other}"]
-    cure = f", or resume it with --resume auto {other} {config.run.out or config.run.run_name}"
+        return [f"{folder} is a file, but a run needs a folder: give a new --out"]
+    cure = f", or resume it with --resume auto --out {config.run.out}"
     return [
         (
             f"{folder} exists and is not empty; a run never overwrites another: give a new"
-            f" {other}{cure if is_run(folder) else ''}"
+            f" --out{cure if is_run(folder) else ''}"
         )
     ]
 

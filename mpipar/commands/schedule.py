@@ -57,11 +57,6 @@ class Arguments:
     chunks: int | None = setting(
         None, "stages per worker, for looped schedules (default 2)", metavar="V"
     )
-    group_size: int | None = setting(
-        None,
-        "microbatches that pass a chunk before the next chunk, for interleaved schedules",
-        metavar="G",
-    )
     costs: str | None = setting(
         None,
         "time of forward, input gradient, weight gradient and, if less than their sum, of an"
@@ -122,7 +117,6 @@ def problems(args: Arguments) -> list[UsageError]:
                 "--from-run brings its own schedule and costs",
                 "NAME",
                 "--chunks",
-                "--group-size",
                 "--costs",
                 "--latency",
                 "--from-csv",
@@ -135,12 +129,9 @@ def problems(args: Arguments) -> list[UsageError]:
             "NAME",
             *["--compare"] * prints,
             "--chunks",
-            "--group-size",
         )
     elif args.compare and prints:
-        found += unread(
-            args, "--compare prints one table of all schedules", "NAME", "--group-size", *VIEWS
-        )
+        found += unread(args, "--compare prints one table of all schedules", "NAME", *VIEWS)
         if (
             args.pp * args.num_microbatches > MOST_COMPARED
             and min(args.pp, args.num_microbatches) > 0
@@ -157,7 +148,7 @@ def problems(args: Arguments) -> list[UsageError]:
         )
     else:
         found += schedule_problems(
-            args.name or explore.FIRST, args.pp, args.num_microbatches, args.chunks, args.group_size
+            args.name or explore.FIRST, args.pp, args.num_microbatches, args.chunks
         )
     if args.animate and not (args.svg or args.compare or args.html):
         found.append("--animate: animates a picture; add --svg FILE")
@@ -181,9 +172,7 @@ def run(context: Context) -> int:
     if args.from_csv is not None:
         schedule = csv_format.read_csv(Path(args.from_csv))
     else:
-        schedule = make_schedule(
-            args.name, args.pp, args.num_microbatches, args.chunks, args.group_size
-        )
+        schedule = make_schedule(args.name, args.pp, args.num_microbatches, args.chunks)
     show(args, schedule, costs)
     return EXIT_OK
 
@@ -234,7 +223,7 @@ def parse_costs(text: str, latency: str) -> Costs:
 def show(args: Arguments, schedule: Schedule, costs: Costs) -> None:
     """Print the schedule, and write the requested files."""
     timeline = simulate(schedule, costs)
-    form = None if args.group_size or args.from_csv else closed_form(schedule, costs)
+    form = None if args.from_csv else closed_form(schedule, costs)
     if args.svg:
         output.write_text(Path(args.svg), svg(timeline, title(schedule), args.animate))
     if args.csv == STDOUT:

@@ -27,10 +27,17 @@ def run(context: Context) -> int:
     return training.run(context.session, context.parsed, context.args.machine)
 
 
+EXAMPLES = """\
+examples:
+  mpipar train --steps 100
+  mpiexec -n 4 mpipar train --layout dp=2,tp=2 --data text.txt --out runs/mine --trace 10:12
+  mpiexec -n 4 mpipar train --resume auto --out runs/mine --steps 600
+"""
 COMMAND = Command(
     run,
     arguments=Arguments,
     fields=frozenset(FIELDS),
+    examples=EXAMPLES,
     needs_mpi=True,
     trains=True,
     help_of={

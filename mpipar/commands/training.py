@@ -173,8 +173,6 @@ class Run:
                 "environment": report.environment(session, len(hosts)),
             }
             log(console.holdings(facts))
-            if config.run.memory:
-                log("\n" + console.memory_breakdown(facts))
             log(f"\none step of {schedule.name}, one row per pipeline rank:")
             log(draw.grid(simulate(schedule, Costs())) + "\n")
 
@@ -187,7 +185,7 @@ class Run:
         self.memory = PeakMemory(ops)
         if config.train.steps:
             self.memory.start()
-        timed_ops = TimedOps(ops, recorder) if config.run.trace_ops else None
+        timed_ops = TimedOps(ops, recorder) if config.run.trace else None
         self.worker = Worker(config, self.grid, timed_ops or ops, recorder, self.world)
         if carriers := self.worker.comms.carriers:
             self.log(f"messages are carried by {' and '.join(carriers)}")

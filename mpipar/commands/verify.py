@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import replace
 
 from mpipar.commands.command import OF_A_STEP, Command, Context
-from mpipar.errors import EXIT_CHECK_FAILED, EXIT_OK, UsageError
+from mpipar.errors import EXIT_CHECK_FAILED, EXIT_OK
 from mpipar.files.text import counted
 
 
@@ -23,11 +23,7 @@ def run(context: Context) -> int:
 
     session, parsed = context.session, context.parsed
     world = session.start()
-    inputs = session.agree(
-        lambda: prepare(
-            exact(parsed), world.size, session.host_rank, [(other_than_one_rank, UsageError)]
-        )
-    )
+    inputs = session.agree(lambda: prepare(exact(parsed), world.size, session.host_rank))
     compare_inputs(session, inputs)
     grid = inputs.config.grid
     found = verify.compare_with_one_rank(
@@ -61,17 +57,6 @@ def run(context: Context) -> int:
     return EXIT_CHECK_FAILED if bad else EXIT_OK
 
 
-def other_than_one_rank(config) -> list[str]:
-    """Return what one rank cannot reproduce: a routing by rank."""
-    found = []
-    if getattr(config.model, "routing", "") == "adversarial":
-        found.append(
-            "--routing adversarial: sends to the next rank, so it differs on one rank;"
-            " use one-hot, or another routing"
-        )
-    return found
-
-
 def exact(parsed):
     """Return the configuration with float64 and SGD, whatever flags or preset say."""
     config = parsed.config
@@ -81,9 +66,7 @@ def exact(parsed):
             config.run,
             dtype="float64",
             loss_scale=None,
-            loss_scale_interval=None,
             gemm="blas",
-            tf32=False,
         ),
         train=replace(config.train, optimizer="sgd"),
     )

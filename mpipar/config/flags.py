@@ -7,9 +7,10 @@ import types
 from dataclasses import MISSING, dataclass
 
 from mpipar.comm.launcher import read_launcher
-from mpipar.config.sections import FIELDS, SECTIONS
+from mpipar.config.removed import RENAMED
+from mpipar.config.sections import FIELDS, FLAGS, SECTIONS
 from mpipar.config.setting import flag, kind, setting, switch
-from mpipar.config.synonyms import EXAMPLES, SYNONYMS, unknown_word
+from mpipar.config.synonyms import EXAMPLES, unknown_word
 from mpipar.errors import UsageError
 from mpipar.files.text import brief, shown
 
@@ -83,7 +84,7 @@ def all_groups() -> list[tuple[str, str, list[str]]]:
 
 def add_flags(
     parser: argparse.ArgumentParser,
-    names=frozenset(FIELDS),
+    names=frozenset(FLAGS),
     every=True,
     help_of=types.MappingProxyType({}),
 ) -> bool:
@@ -94,7 +95,9 @@ def add_flags(
     sees all mistakes at once and knows what the user typed. help_of: {field: help in place of its
     own}.
     """
-    hidden = [name for name in [*FIELDS, *MORE] if name in names or name in MORE]
+    hidden = [
+        name for name in [*FIELDS, *MORE] if (name in names and name in FLAGS) or name in MORE
+    ]
     groups = all_groups() if every or len(hidden) <= MANY else USUAL
     for title, text, members in groups:
         chosen = [name for name in members if name in hidden]
@@ -109,6 +112,9 @@ def add_flags(
                 hidden.remove(name)
     for name in hidden:
         add_field(parser, (FIELDS | MORE)[name], help=argparse.SUPPRESS)
+    for name, (new, _) in RENAMED.items():
+        if new in names:
+            parser.add_argument(flag(name), default=argparse.SUPPRESS, help=argparse.SUPPRESS)
     parser.add_argument("--help-all", action="help", help="show every flag and exit")
     return bool(hidden)
 
@@ -177,12 +183,12 @@ def unknown_flags(parser: argparse.ArgumentParser, extras: list[str]) -> list[st
     for extra in extras:
         if extra.startswith("--"):
             word = extra.split("=", 1)[0]
-            name = word.removeprefix("--").removeprefix("no-").replace("-", "_")
-            field = SYNONYMS.get(name, name)
-            if field in FIELDS and field not in known:
+            bare = word.removeprefix("--").removeprefix("no-")
+            name = bare.replace("-", "_")
+            if name in FLAGS and name not in known:
                 found.append(f"{word}: {parser.prog} does not use it; leave it out")
             else:
-                found.append(f"{word}: {unknown_word(word, known, 'flag')}")
+                found.append(f"{word}: {unknown_word(bare, known, 'flag')}")
         elif not after_flag:
             found.append(f"{extra!r}: unexpected argument; values follow a flag, as in --steps 10")
         after_flag = extra.startswith("--")

@@ -6,6 +6,22 @@ from dataclasses import dataclass
 from mpipar.comm.grid import AXES, PIECES_PER_RANK
 from mpipar.config.setting import setting
 
+SCHEDULES = (  # the rows of mpipar.pipeline.schedules.families
+    "naive",
+    "gpipe",
+    "1f1b",
+    "eager-1f1b",
+    "interleaved",
+    "looped-bfs",
+    "zb-h1",
+    "zb-h2",
+    "interleaved-zb",
+    "zb-v",
+    "v-half",
+    "v-min",
+    "dualpipe",
+    "dualpipe-v",
+)
 AUTO = "auto"  # for --layout: chosen by predicted steps
 
 
@@ -53,18 +69,13 @@ class GridConfig:
     schedule: str = setting(
         "1f1b",
         "pipeline schedule, the order of forward and backward passes",
+        choices=SCHEDULES,
     )
     schedule_csv: str | None = setting(
         None, "run the schedule in this CSV file (torch.distributed.pipelining's format)"
     )
     chunks: int | None = setting(
         None, "stages per pipeline rank (default: the schedule's)", low=1, high=2**10
-    )
-    group_size: int | None = setting(
-        None,
-        "interleaved: microbatches that pass through the ranks together (default: pp)",
-        low=1,
-        high=2**16,
     )
     stage_layers: tuple[int, ...] | None = setting(
         None, "blocks of each stage, as 3,2,2,1 (default: equal cost, including the head)", low=0

@@ -20,7 +20,6 @@ ARCHS = {
     "qwen2": _LLAMA | {"norm_eps": 1e-6, "bias": "qkv", "rope_theta": 1e6},
 }
 OF_ROPE = ("positions", "rope")
-ROUTINGS = ("learned", "uniform", "hot", "one-hot", "zipf", "adversarial")  # of --routing
 OF_EXPERTS = ("experts",)  # for any number of experts
 SCALING = "8,1,4,8192"  # of rotations, in Llama 3.1
 CUTS = {"ffn_cut", "sequence_parallel", "tp_matmul"}  # how a layer is cut: not the model's shape
@@ -58,7 +57,9 @@ class ModelConfig:
     kv_heads: int | None = setting(
         None, "key/value heads, each shared by H/N query heads (default: H)", low=1, high=2**12
     )
-    head_dim: int | None = setting(None, "width of a head (default D/H)", low=1, high=2**12)
+    head_dim: int | None = setting(
+        None, "width of a head (default D/H)", low=1, high=2**12, of_weights=True
+    )
     seq_len: int = setting(
         64, "tokens per row T; attention memory grows with T^2", low=1, high=2**24
     )
@@ -93,14 +94,16 @@ class ModelConfig:
         above=0.0,
         below=2.0**40,
         only=OF_ROPE,
+        of_weights=True,
     )
     max_positions: int | None = setting(
         None,
         "longest row that the positions are made for, at least T: rows of the table of learned"
         " positions; of rotary ones it is only written to config.json for other programs"
-        " (default: T, or what --rope-scaling reaches)",
+        " (default: T, or what rope-scaling reaches)",
         low=1,
         high=2**24,
+        of_weights=True,
     )
     bias: str = setting(
         "all",
@@ -131,6 +134,7 @@ class ModelConfig:
         low=1,
         high=1024,
         only=OF_EXPERTS,
+        of_weights=True,
     )
     shared_expert_ffn: int | None = setting(
         None,
@@ -147,19 +151,11 @@ class ModelConfig:
         only=OF_EXPERTS,
     )
     router_loss_coef: float = setting(
-        0.01, "factor of the load-balancing loss", low=0.0, only=("router_balance", "loss")
-    )
-    router_bias_rate: float = setting(
-        0.001, "change of each expert's bias per step", low=0.0, only=("router_balance", "bias")
-    )
-    routing: str = setting(
-        "learned",
-        "for study: override the router's selection; one-hot = the first expert, and"
-        " others; zipf = the n-th gets 1/n of the first; adversarial = all experts of a rank's"
-        " tokens are on the next rank",
-        choices=ROUTINGS,
-        only=OF_EXPERTS,
-        rare=True,
+        0.01,
+        "factor of the load-balancing loss",
+        low=0.0,
+        only=("router_balance", "loss"),
+        of_weights=True,
     )
     sequence_parallel: bool = setting(
         False,

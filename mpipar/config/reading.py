@@ -13,8 +13,8 @@ from dataclasses import dataclass
 
 from mpipar.comm.grid import AXES, LAYOUT
 from mpipar.config.grid import AUTO
-from mpipar.config.removed import CONSTANT
-from mpipar.config.sections import FIELDS, Config, build, in_force, not_taken, settings
+from mpipar.config.removed import RENAMED, gone
+from mpipar.config.sections import FIELDS, Config, build, in_force, named, not_taken, settings
 from mpipar.config.setting import argument, field_problem, flag, kind
 from mpipar.config.sizes import read_bytes
 from mpipar.config.synonyms import EXAMPLES, unknown_word
@@ -34,7 +34,7 @@ class ParsedConfig:
     bad: fields that the user named but whose text could not be read.
     unread: the problems that concern unreadable text. chooses_layout: whether axes that are not
     given are chosen by their predicted step (--layout auto). prints: whether the configuration is
-    only to be printed.
+    only to be printed. notes: on settings that are gone, for the user.
     """
 
     config: Config
@@ -44,6 +44,7 @@ class ParsedConfig:
     unread: tuple[str, ...] = ()
     chooses_layout: bool = False
     prints: bool = False
+    notes: tuple[str, ...] = ()
 
 
 def read(
@@ -54,9 +55,13 @@ def read(
     typed: the text of each given flag, by field. problems: those found so far (unknown flags),
     which come first. may_choose: whether the command accepts --layout auto.
     """
-    problems, bad, path = list(problems), set(), typed.get("config")
-    from_file = _read_file(str(path), problems) if path else {}
-    given = {name: value for name, value in typed.items() if name in FIELDS or name == "layout"}
+    problems, bad, notes, path = list(problems), set(), [], typed.get("config")
+    from_file = _read_file(str(path), problems, notes) if path else {}
+    given = dict(
+        today(name, value)
+        for name, value in typed.items()
+        if name in FIELDS or name in RENAMED or name == "layout"
+    )
     values, chooses = {}, False
     for source, is_text in ((from_file, False), (given, True)):
         if "layout" in source:
@@ -69,7 +74,7 @@ def read(
                 values[name] = _value(FIELDS[name], raw, is_text)
             except ValueError as error:
                 where = brief(str(raw)) if is_text else f"= {shown(raw)} in {path}"
-                problems.append(f"{flag(name)} {where}: {error}")
+                problems.append(f"{named(name)} {where}: {error}")
                 bad.add(name)
     if chooses and not may_choose:
         problems.append(
@@ -78,9 +83,22 @@ def read(
     return over(
         {},
         ParsedConfig(
-            None, (), values, frozenset(bad), tuple(problems), chooses, "print_config" in typed
+            None,
+            (),
+            values,
+            frozenset(bad),
+            tuple(problems),
+            chooses,
+            "print_config" in typed,
+            tuple(notes),
         ),
     )
+
+
+def today(name: str, value):
+    """Return (name, value) of a setting in today's words."""
+    new, values = RENAMED.get(name, (name, {}))
+    return new, values.get(str(value), value)
 
 
 def read_arguments(form: type, typed: Mapping[str, object], problems: list[str]):
@@ -134,14 +152,14 @@ def choice_problems(config: Config, given: dict) -> list[str]:
             whose = f"{flag(choice)} {' or '.join(map(str, wanted))}".rstrip()
             now = "not given" if values[choice] is None else values[choice]
             found.append(
-                f"{flag(name)}: belongs to {whose}, but {flag(choice)} is {now}; leave it out,"
+                f"{named(name)}: belongs to {whose}, but {flag(choice)} is {now}; leave it out,"
                 f" or type {flag(choice)} {(*wanted, EXAMPLES.get(choice))[0]}"
             )
     return found
 
 
-def _read_file(path: str, problems: list[str]) -> dict:
-    """Return the known keys of a TOML file, spelled as fields."""
+def _read_file(path: str, problems: list[str], notes: list[str]) -> dict:
+    """Return the known keys of a TOML file, spelled as fields; add problems and notes."""
     try:
         table = read_toml(path, UsageError, where=f"--config {path}")
     except UsageError as error:
@@ -153,6 +171,15 @@ def _read_file(path: str, problems: list[str]) -> dict:
     found = {}
     for key, value in table.items():
         name = key.replace("-", "_")
+        try:
+            note = None if isinstance(value, dict) else gone(name, value)
+        except ValueError as error:
+            problems.append(f"--config {path}: {error}")
+            continue
+        if note:
+            notes.append(f"--config {path}: {note}")
+            continue
+        name, raw = today(name, value)
         if isinstance(value, dict) or (name not in FIELDS and name != "layout"):
             what = (
                 "unknown key; keys are at the top level, without tables"
@@ -163,7 +190,7 @@ def _read_file(path: str, problems: list[str]) -> dict:
         elif name in found:
             problems.append(f"--config {path}: {key}: given twice, with a hyphen and an underscore")
         else:
-            found[name] = value
+            found[name] = raw
     return found
 
 
@@ -231,14 +258,20 @@ def _single(base: type, raw, is_text: bool):
 def values_of(text: str) -> dict[str, object]:
     """Return the values of the fields that to_toml wrote; ValueError for any other text."""
     found = {}
-    for key, raw in parse_toml(text).items():
-        name = key.replace("-", "_")
-        if name in CONSTANT and CONSTANT[name] in (raw, ...):
+    for key, value in parse_toml(text).items():
+        name, raw = today(key.replace("-", "_"), value)
+        if gone(name, raw):
             continue
         if name not in FIELDS:
             raise ValueError(f"{key} is not a setting of this version")
         found[name] = _value(FIELDS[name], raw, False)
     return found
+
+
+def skipped(text: str) -> list[str]:
+    """Return a note on each key of a saved configuration that `values_of` skips."""
+    found = [gone(key.replace("-", "_"), raw) for key, raw in parse_toml(text).items()]
+    return [note for note in found if note]
 
 
 def to_toml(config: Config) -> str:

@@ -1,13 +1,79 @@
-"""Flags and saved keys that are gone, and what to do instead."""
+"""Settings that are gone: what to type instead, and what a saved configuration may hold of them."""
 
+_KEY = "write it as a key of --config FILE.toml, or take it from weights with --init-from"
+_GENERATE = "mpipar generate takes it; training prints a text of its own (--sample-tokens)"
 _DECODER = "leave it out; every model is a decoder (docs/examples/convolution.py cuts convolutions)"
-REMOVED: dict[str, str] = {
+REMOVED: dict[str, str] = {  # flag -> what to do instead
     "--model": _DECODER,
     "--channels": _DECODER,
     "--classes": _DECODER,
     "--image-shape": _DECODER,
     "--stem-stride": _DECODER,
     "--blas-arch": "set the environment variable OPENBLAS_CORETYPE",
+    "--group-size": "leave it out: groups have as many microbatches as there are pipeline ranks",
+    "--recompute-layers": "leave it out: all blocks of a stage are recomputed",
+    "--zero-grads": "leave it out: --zero 3 shards the gradients too",
+    "--loss-scale-interval": "leave it out: the loss scale doubles after 2000 finite steps",
+    "--tf32": "use --dtype bfloat16",
+    "--max-shard-size": "leave it out: files have at most 5 GiB; mpipar ckpt export takes it",
+    "--run-name": "use --out runs/NAME",
+    "--progress": "leave it out: a terminal gets a status line; for plain lines, pipe through cat",
+    "--memory": "use mpipar explain, which shows the predicted bytes by purpose",
+    "--trace-ops": "leave it out: --trace times operations too",
+    "--sample-interval": "use --save-interval, and mpipar generate on each checkpoint",
+    "--prompt": _GENERATE,
+    "--temperature": _GENERATE,
+    "--top-k": _GENERATE,
+    "--top-p": _GENERATE,
+    "--stop-token": _GENERATE,
+    "--decay-ratio": "leave it out: wsd decays in the last fifth of the steps",
+    "--router-bias-rate": "leave it out: the bias of an expert changes by 0.001 per step",
+    "--routing": "leave it out: the router decides",
+    "--sync-sends": "set the environment variable MPIPAR_SYNC_SENDS=1",
+    "--head-dim": _KEY,
+    "--rope-scaling": _KEY,
+    "--max-positions": _KEY,
+    "--expert-interval": _KEY,
+    "--router-loss-coef": _KEY,
 }
-# A saved key at this value is skipped; ...: at any value.
-CONSTANT: dict[str, object] = {"model": "decoder", "blas_arch": ...}
+CONSTANT: dict[str, object] = {  # a saved key -> its value today; any other value is refused
+    "model": "decoder",
+    "tf32": False,
+    "max_shard_size": 5 << 30,
+    "memory": False,
+    "sample_interval": 0,
+    "prompt": "The ",
+    "temperature": 0.8,
+    "top_k": 50,
+    "top_p": 1.0,
+    "stop_token": [],
+    "decay_ratio": 0.2,
+    "router_bias_rate": 0.001,
+    "routing": "learned",
+    "sync_sends": False,
+    "loss_scale_interval": 2000,
+    "group_size": None,  # a key that was written had another value
+    "recompute_layers": None,
+}
+# Saved keys that are skipped whatever their value: none of them changes what is trained.
+SKIPPED = frozenset({"blas_arch", "run_name", "progress", "trace_ops", "zero_grads"})
+# For one release: former name -> (name, former value -> value).
+RENAMED: dict[str, tuple[str, dict[str, str]]] = {
+    "zero_keep": ("reshard_after_forward", {"none": "yes", "stage": "no"})
+}
+
+
+def gone(name: str, value: object) -> str | None:
+    """Return a note on a saved key that is skipped; None for a key of today.
+
+    Raises ValueError if it is gone and its value is not the one that it would have today.
+    """
+    key = name.replace("_", "-")
+    if name in SKIPPED or (name in CONSTANT and value == CONSTANT[name]):
+        return f"{key} is no longer a setting, and left out"
+    if name in CONSTANT:
+        raise ValueError(
+            f"{key} = {value!r} is no longer possible ({REMOVED['--' + key]}); resume with the"
+            " version that wrote it, or give its weights to a new run with --init-from"
+        )
+    return None

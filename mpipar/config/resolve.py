@@ -66,7 +66,7 @@ FIRST = {
     "dtype",
     "device",
     *(field.name for part in (ModelConfig, GridConfig) for field in dataclasses.fields(part)),
-}
+} - {"schedule"}  # nothing is computed with the name of one that does not exist
 
 
 def _choose(config: Config, world_size: int) -> tuple[Config, set[str]]:

@@ -11,6 +11,8 @@ OF_GPU = ("device", "cuda")
 OF_FLOAT16 = ("dtype", "float16")
 RUNS = Path("runs")  # parent of run folders that --out does not name
 SUMS = ("mpi", "ring", "doubling", "halves", "levels", "window")  # of --all-reduce
+# How the text at the end begins, and the temperature of its draws; `generate` takes others.
+PROMPT, TEMPERATURE = "The ", 0.8
 NEVER, AUTO = "never", "auto"  # of --resume
 
 
@@ -30,7 +32,6 @@ class RunConfig:
     out: str | None = setting(
         None, "run folder; must be new (default: runs/NUMBER, the next free number)"
     )
-    run_name: str | None = setting(None, "name of the run folder in runs/, instead of --out")
     device: str = setting("cpu", "device that holds the arrays", choices=("cpu", "cuda"))
     dtype: str = setting(
         "float32",
@@ -44,12 +45,6 @@ class RunConfig:
         below=2.0**127,
         only=OF_FLOAT16,
     )
-    loss_scale_interval: int | None = setting(
-        None,
-        "float16: finite steps until the loss scale doubles (default 2000)",
-        low=1,
-        only=OF_FLOAT16,
-    )
     kernels: str | None = setting(
         None,
         "kernels between the matrix products (default: numpy; GPU: fused)",
@@ -61,9 +56,6 @@ class RunConfig:
         choices=("blas", "tile"),
         only=OF_GPU,
     )
-    tf32: bool = setting(
-        False, "GPU: cuBLAS multiplies float32 with a 10-bit mantissa", only=OF_GPU
-    )
     seed: int = setting(
         0, "determines weights and order of rows, for every layout", low=0, below=2**63
     )
@@ -71,18 +63,11 @@ class RunConfig:
         None,
         "initial weights, which fix the model's shape: a run, a folder of weights, or a checkpoint",
     )
-    max_shard_size: int = setting(
-        5 << 30,
-        "largest size of a weight file; larger weights are split into several files with"
-        " an index (default 5G)",
-        low=1,
-        below=2**63,
-        in_bytes=True,
-    )
     resume: str = setting(
         NEVER,
         "resume from a checkpoint: never, auto (the newest of --out),"
         " or the folder of a run or of a step",
+        metavar="{never,auto,FOLDER}",
     )
     save_interval: int = setting(
         0, "steps between checkpoints; 0 = only at the end and when stopped", low=0
@@ -99,16 +84,9 @@ class RunConfig:
         low=1,
         below=2**63,
     )
-    progress: str | None = setting(
-        None,
-        "console output between steps: plain = a line every --log-interval; line = one line"
-        " that is updated in place (default: line on a terminal)",
-        choices=("plain", "line"),
-    )
     tensorboard: bool = setting(
         False, "write event files for TensorBoard into the run folder (extra: tensorboard)"
     )
-    sync_sends: bool = setting(False, "synchronous sends: expose code that relies on buffering")
     all_reduce: str = setting(
         "mpi",
         "all-reduce algorithm: mpi = the library's own; python -m bench.interconnect --ways"
@@ -128,9 +106,10 @@ class RunConfig:
         600.0, "seconds without progress until the job ends with exit code 76; 0 = never", low=0.0
     )
     trace: str | None = setting(
-        None, "write a full record of the steps FIRST:LAST to the run folder, for mpipar trace"
+        None,
+        "write a full record of the steps FIRST:LAST to the run folder, for mpipar trace",
+        metavar="FIRST:LAST",
     )
-    trace_ops: bool = setting(False, "with --trace, also time each operation of each layer")
     memory_limit: int | None = setting(
         None,
         "limit on the bytes of a rank's arrays; the error for exceeding it names the array"
@@ -139,32 +118,12 @@ class RunConfig:
         below=2**63,
         in_bytes=True,
     )
-    memory: bool = setting(False, "print the predicted bytes per rank before allocating them")
-    prompt: str = setting("The ", "start of the text generated at the end (default 'The ')")
     sample_tokens: int = setting(200, "tokens generated at the end; 0 = none", low=0, high=2**20)
-    sample_interval: int = setting(0, "steps between generated texts; 0 = only at the end", low=0)
-    temperature: float = setting(
-        0.8,
-        "sampling temperature: higher = more random; 0 = always the most likely token",
-        low=0.0,
-    )
-    top_k: int = setting(50, "draw each token from the N most likely ones", low=1, high=2**20)
-    top_p: float = setting(
-        1.0,
-        "and of these only from the first ones whose probabilities add up to X",
-        above=0.0,
-        high=1.0,
-    )
-    stop_token: tuple[int, ...] = setting(
-        (), "ids that end a text (default: the tokenizer's end of text)", low=0
-    )
 
 
 def named_folder(run: RunConfig) -> Path | None:
     """Return the folder that the user named, or None for the next number in runs/."""
-    if run.out is not None:
-        return Path(run.out)
-    return RUNS / run.run_name if run.run_name is not None else None
+    return Path(run.out) if run.out is not None else None
 
 
 def trace_steps(text: str | None) -> tuple[int, int] | None:

@@ -14,6 +14,7 @@ from mpipar.config.memory import MemoryConfig
 from mpipar.config.model import ModelConfig, model_config
 from mpipar.config.presets import PRESETS
 from mpipar.config.run import RunConfig
+from mpipar.config.setting import argument, flag
 from mpipar.config.train import TrainConfig
 
 
@@ -33,9 +34,15 @@ ROWS = tuple(
     (section, one) for section, part in SECTIONS.items() for one in dataclasses.fields(part)
 )
 FIELDS = {one.name: one for _, one in ROWS}
+FLAGS = tuple(name for name, one in FIELDS.items() if not one.metadata["of_weights"])
 # Field -> (field, value, ...) of the choice that it belongs to; that field may belong to another.
 # Without values, the choice is a field that is unset by default, and any value of it will do.
 CHOICES = {name: one.metadata["only"] for name, one in FIELDS.items() if one.metadata["only"]}
+
+
+def named(name: str) -> str:
+    """Return what messages call a setting: its flag, or its key where it has no flag."""
+    return argument(name, FIELDS[name].metadata) if name in FIELDS else flag(name)
 
 
 def settings(config: Config) -> list[tuple[str, dataclasses.Field, object]]:

@@ -26,13 +26,15 @@ def setting(
     rare=False,
     is_positional=False,
     is_switch=False,
+    of_weights=False,
 ):
     """Return a field with its help and limits: low <= value <= high, above < value < below.
 
     default: MISSING if it must be given. in_bytes: 64K is accepted as a value. only: (field,
     value, ...) of the choice that the field belongs to; with any other value of that choice it has
     no meaning, is not written, and is refused if given. metavar: placeholder for the value in the
-    help. rare: shown by --help-all only. is_positional, is_switch: see below.
+    help. rare: shown by --help-all only. is_positional, is_switch: see below. of_weights: it has no
+    flag; it comes from the config.json of weights, a preset or a key of a TOML file.
     """
     legal = {
         "low": low,
@@ -46,6 +48,7 @@ def setting(
         "rare": rare,
         "is_positional": is_positional,
         "is_switch": is_switch,
+        "of_weights": of_weights,
     }
     return dataclasses.field(default=default, metadata={"help": what, **legal})
 
@@ -66,8 +69,10 @@ def flag(field_name: str) -> str:
 
 
 def argument(name: str, legal: Mapping[str, typing.Any]) -> str:
-    """Return what messages call a field: its flag, or the placeholder that its help shows."""
-    return legal["metavar"] if legal["is_positional"] else flag(name)
+    """Return what messages call a field: its flag, its key, or what the help shows."""
+    if legal["is_positional"]:
+        return legal["metavar"]
+    return flag(name)[2:] if legal["of_weights"] else flag(name)
 
 
 def kind(field: dataclasses.Field) -> tuple[type, bool]:

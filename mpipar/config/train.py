@@ -32,13 +32,6 @@ class TrainConfig:
         low=0.0,
         only=("lr_schedule", "cosine", "linear", "wsd"),
     )
-    decay_ratio: float = setting(
-        0.2,
-        "wsd: fraction of the steps, at the end, in which the learning rate decays",
-        above=0.0,
-        high=1.0,
-        only=("lr_schedule", "wsd"),
-    )
     weight_decay: float = setting(
         0.1, "decoupled weight decay, multiplied by lr; applies to matrices only", low=0.0
     )

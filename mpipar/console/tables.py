@@ -8,7 +8,6 @@ from mpipar.comm.record import Key, Sums, family
 from mpipar.config.layout import sizes_text
 from mpipar.files.text import counted
 from mpipar.models.decoder import CUT, ENTRY, describe_model
-from mpipar.ops.shape_array import labels_of
 
 
 def table(rows: list[tuple], left: int = 1) -> str:
@@ -61,8 +60,7 @@ def headline(config, world_size: int, num_hosts: int, num_stages: int) -> str:
         f" {layout_text(grid)},"
         f" schedule {grid.schedule_csv or grid.schedule}, {counted(num_stages, 'stage')},"
         f" {microbatches_text(grid.num_microbatches)}, {run.dtype} on {run.device}"
-        f"{kernels}{', products in TF32' if run.tf32 else ''}"
-        f"{f', products by {run.gemm} kernels' if run.gemm != 'blas' else ''}\n"
+        f"{kernels}{f', products by {run.gemm} kernels' if run.gemm != 'blas' else ''}\n"
         f"model {run.preset}: {describe_model(model)};"
         f" {config.train.optimizer}, {counted(config.train.batch_size, 'row')} per step"
     )
@@ -122,22 +120,6 @@ def holding_rows(facts: list[dict]) -> list[tuple]:
     if all(fact["host"] is None for fact in facts):
         rows = [(row[0], *row[2:]) for row in rows]
     return rows
-
-
-def memory_breakdown(facts: list[dict]) -> str:
-    """Return the predicted bytes at the peak of a step, by purpose."""
-    labels = labels_of(fact["memory"] for fact in facts)
-    rows = [("rank", *labels, "predicted peak")]
-    for fact in facts:
-        memory = fact["memory"]
-        rows.append(
-            (
-                fact["rank"],
-                *(nbytes(memory.get(label, 0)) for label in labels),
-                nbytes(sum(memory.values())),
-            )
-        )
-    return table(rows)
 
 
 def measured_memory(facts: list[dict]) -> str:

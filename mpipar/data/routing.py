@@ -17,7 +17,7 @@ from numpy.typing import NDArray
 Numbers = NDArray[np.float64]
 
 
-# --routing: (numbers of the experts from 0, which of them the next rank holds) -> their weights
+# Name: (numbers of the experts from 0, which of them the next rank holds) -> their weights
 ROUTINGS: dict[str, Callable[[Numbers, Numbers], Numbers]] = {
     "uniform": lambda number, on_next: np.ones(number.shape),
     "hot": lambda number, on_next: 1 + (number == 0),  # the first one is twice as popular

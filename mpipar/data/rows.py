@@ -13,7 +13,6 @@ from typing import Any
 import numpy as np
 
 from mpipar.comm.grid import token_pieces
-from mpipar.data.routing import scores
 from mpipar.data.source import load_source
 from mpipar.errors import DataError
 
@@ -126,31 +125,16 @@ def token_places(tokens: int, grid_config, cp_rank: int) -> np.ndarray:
 def routed_rows(config, grid) -> np.ndarray | None:
     """Return the rows of a microbatch that each rank of the expert group sends to each expert.
 
-    (q, E), according to --routing. Experts are equally popular where a router decides, up to one
-    row. None if nothing is routed.
+    (q, E). Experts are equally popular, up to one row. None if nothing is routed.
     """
     model = config.model
     if not getattr(model, "experts", 0):
         return None
     ranks, counts = grid.group("expert"), []
-    for index, world_rank in enumerate(ranks):
+    for world_rank in ranks:
         places = token_places(model.seq_len, config.grid, grid.place_of(world_rank, "cp"))
-        if model.routing == "learned":
-            total = rows_per_microbatch(config) * len(places) * model.experts_per_token
-            counts.append(np.diff(total * np.arange(model.experts + 1) // model.experts))
-            continue
-        chosen = (
-            scores(
-                model.routing,
-                model.seq_len,
-                model.experts,
-                model.experts_per_token,
-                index,
-                len(ranks),
-            )
-            > 0
-        )
-        counts.append(rows_per_microbatch(config) * chosen[places].sum(axis=0))
+        total = rows_per_microbatch(config) * len(places) * model.experts_per_token
+        counts.append(np.diff(total * np.arange(model.experts + 1) // model.experts))
     return np.array(counts)
 
 

@@ -27,18 +27,6 @@ class Sampling(NamedTuple):
     top_p: float = 1.0
     stop: tuple[int, ...] = ()
 
-    @classmethod
-    def of(cls, run, stop=()):
-        """Return the parameters in a RunConfig. stop: ids that end a text if it names none."""
-        return cls(
-            run.sample_tokens,
-            run.temperature,
-            run.seed,
-            run.top_k,
-            run.top_p,
-            run.stop_token or tuple(stop),
-        )
-
     @property
     def candidates(self) -> int:
         """How many of the most likely tokens a choice considers."""

@@ -102,11 +102,10 @@ def recompute_options(config: Any) -> dict[str, Any]:
     """Return the fields of a Context that a Config determines, with those of recomputation."""
     memory = config.memory
     scores = memory.recompute == "attention"
-    every = config.model.layers if memory.recompute_layers is None else memory.recompute_layers
     method = config.grid.cp_attention if config.grid.cp > 1 else None
     return {
         "attention": attention_over(method),
-        "recompute_blocks": every * (memory.recompute != "none"),
+        "recompute_blocks": config.model.layers * (memory.recompute != "none"),
         "recompute_attention": attention_over(method, context_again) if scores else None,
         "dispatch": DISPATCHES[config.grid.expert_dispatch],
     }

@@ -19,7 +19,6 @@ from __future__ import annotations
 
 from typing import Any
 
-from mpipar.data.routing import scores
 from mpipar.layers.context import Context
 from mpipar.layers.costs import Barrier, Cost, array, term, token_barriers, total
 from mpipar.layers.param import Param
@@ -27,6 +26,8 @@ from mpipar.layers.stash import Stash
 from mpipar.ops.signature import Array
 from mpipar.partition.contracts import Choice, Dispatch
 from mpipar.partition.tokens import WholeTokens
+
+BIAS_RATE = 0.001  # a step's change of an expert's bias, as in arXiv 2408.15664
 
 
 class Router:
@@ -38,9 +39,6 @@ class Router:
     microbatch would not be. Under cp, one all_reduce adds up the choices of a row. bias: the choice
     adds one number per expert to the softmax. After a step it falls where an expert had more tokens
     than the mean, and rises where it had fewer (arXiv 2408.15664).
-
-    --routing replaces the choice by one that depends on the place in a row, see data/routing.py.
-    The probabilities and gradients are still the router's.
 
     config: a completed ModelConfig.
     """
@@ -68,45 +66,21 @@ class Router:
                 (config.experts,),
                 fill=0.0,
                 decay=False,
-                sign_rate=config.router_bias_rate,
+                sign_rate=BIAS_RATE,
             )
             self.params.append(self.bias)
-        self.forced = None
-        if config.routing != "learned":
-            expert = context.comms["expert"]
-            table = scores(
-                config.routing,
-                config.seq_len,
-                config.experts,
-                config.experts_per_token,
-                expert.index,
-                expert.size,
-            )
-            self.forced = self.ops.empty(table.shape, label="buffers")
-            self.ops.copy(self.forced, self.ops.asarray(table.astype(self.ops.dtype)))
 
     def forward(self, x: Array, stash: Stash) -> Choice:
         """Return the Choice for x (N, D)."""
         logits = self.ops.router_forward(x, self.w.data)
         choice = Choice(
             *self.ops.choice_forward(
-                logits, self.config.experts_per_token, self._added(stash.batch)
+                logits, self.config.experts_per_token, self.bias and self.bias.data
             )
         )
         stash[self.name, "x"], stash[self.name, "logits"] = x, logits
         stash[self.name, "choice"] = choice
         return choice
-
-    def _added(self, batch: Any) -> Array:
-        """Return what the choice adds to the softmax: (E,), (N, E) where it is forced, or None.
-
-        A softmax is at most 1, and a forced choice adds 2.
-        """
-        if self.forced is None:
-            return self.bias and self.bias.data
-        zeros = self.ops.zeros((*batch.shape, self.config.experts), label="buffers")
-        added = self.ops.position_forward(zeros, batch.positions, self.forced)
-        return added.reshape(-1, self.config.experts)
 
     def backward_input(self, dprobs: Array, stash: Stash) -> Array:
         """Return this rank's part of dx (N, D), from its part of dprobs (N, K).

@@ -63,7 +63,7 @@ class GatheredUnits:
             self.forget(self.needs[passing.stage][unit])
 
     def unshard(self, stage: int) -> None:
-        """Prepare a stage, before its first pass that reads weights, with --zero-keep stage."""
+        """Prepare a stage whose weights are kept, before its first pass that reads them."""
 
     def reshard(self, stage: int) -> None:
         """Release a stage, after its last pass that reads weights."""
@@ -121,7 +121,7 @@ class KeptUnits(GatheredUnits):
             del self.coming[stage, unit]
 
 
-UNITS = {"none": GatheredUnits, "stage": KeptUnits}  # by --zero-keep
+UNITS = {"yes": GatheredUnits, "no": KeptUnits}  # by --reshard-after-forward
 
 
 def unit_segments(stages: Stages) -> dict[int, list[Needs]]:

@@ -28,7 +28,6 @@ def make(
     recorder: Any = None,
     kernels: str | None = None,
     gemm: str = "blas",
-    tf32: bool = False,
     host_rank: int = 0,
 ) -> Ops:
     """Return the array functions of one device: "cpu", "cuda" or "shapes".
@@ -38,20 +37,20 @@ def make(
     recorder: its `phase` is where "shapes" books FLOPs; the other devices ignore it.
     kernels: what runs the elementwise chains, one of KERNELS; None chooses. "shapes" count the
     bytes of a GPU's kernels if these are given, else those of NumPy, and their scratch as well if a
-    kind of the CPU is named. gemm, tf32, host_rank: how "cuda" multiplies and on which GPU, as in
+    kind of the CPU is named. gemm, host_rank: how "cuda" multiplies and on which GPU, as in
     `CupyOps`.
 
     Raises UsageError for any other device, and EnvironmentProblem for "cuda" without CuPy or a
     usable GPU, or "numba" without Numba.
     """
     if dtype in DTYPES:
-        return MixedOps(make(device, "float32", recorder, kernels, gemm, tf32, host_rank), dtype)
+        return MixedOps(make(device, "float32", recorder, kernels, gemm, host_rank), dtype)
     if device == "cpu":
         return NumbaOps(dtype) if kernels == "numba" else NumpyOps(dtype)
     if device == "cuda":
         if (kernels or _default(device, dtype)) == "fused":
-            return FusedOps(gemm, tf32, host_rank)
-        return CupyOps(dtype, gemm, tf32, host_rank)
+            return FusedOps(gemm, host_rank)
+        return CupyOps(dtype, gemm, host_rank)
     if device != "shapes":
         raise UsageError(f"device {device!r} does not exist; use one of {', '.join(DEVICES)}")
     like = {"fused": FusedOps, "plain": CupyOps}.get(str(kernels), ArrayOps)
@@ -65,7 +64,7 @@ def _default(device: str, dtype: str) -> str:
 
 def make_for(run: Any, host_rank: int = 0) -> Ops:
     """Return the array functions that the settings of a run (a RunConfig) ask for."""
-    return make(run.device, run.dtype, None, run.kernels, run.gemm, run.tf32, host_rank)
+    return make(run.device, run.dtype, None, run.kernels, run.gemm, host_rank)
 
 
 def shapes_for(run: Any, recorder: Any) -> Any:

@@ -53,8 +53,8 @@ class FusedOps(Fused, CupyOps):  # type: ignore[misc]
     takes_16_bits = CupyOps.takes_16_bits + FUSED_16_BITS
     tiled_head_width = MOST_WIDTH
 
-    def __init__(self, gemm: str = "blas", tf32: bool = False, host_rank: int = 0) -> None:
-        CupyOps.__init__(self, "float32", gemm, tf32, host_rank)
+    def __init__(self, gemm: str = "blas", host_rank: int = 0) -> None:
+        CupyOps.__init__(self, "float32", gemm, host_rank)
         loader = Loader(self.xp)
         Fused.__init__(self, self.xp, loader)
         self._tiles = Attention(self.xp, loader)

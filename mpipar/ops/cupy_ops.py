@@ -49,13 +49,11 @@ class CupyOps(ArrayOps):
     table_multiple = 128
     checksum_block = 1 << 22  # few kernels, and 64 MiB of temporaries
 
-    def __init__(
-        self, dtype: Any, gemm: str = "blas", tf32: bool = False, host_rank: int = 0
-    ) -> None:
+    def __init__(self, dtype: Any, gemm: str = "blas", host_rank: int = 0) -> None:
         super().__init__(_usable_cupy(host_rank), dtype, "cuda")
-        assert gemm == "blas" or (self.dtype != np.float64 and not tf32), (gemm, dtype, tf32)
+        assert gemm == "blas" or self.dtype != np.float64, (gemm, dtype)
         self.copies = Copies(self.xp, self.pinned)
-        self._blas = BlasGemm(self.xp, tf32)
+        self._blas = BlasGemm(self.xp)
         self._gemm: Callable[..., None] = self._blas
         # Plain CuPy would read masks on the host, and sum by atomics in a different order each run.
         self._embedding = Embedding(self.xp, Loader(self.xp, oldest=0))

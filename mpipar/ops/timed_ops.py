@@ -1,4 +1,4 @@
-"""The array functions of a device, with each call of a layer timed: `--trace-ops`.
+"""The array functions of a device, with each call of a layer timed: a run with `--trace`.
 
 TimedOps wraps the real functions, so nothing is slower without it. Outside the traced steps it only
 passes calls on.

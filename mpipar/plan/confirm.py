@@ -66,7 +66,6 @@ def train_config(
         num_microbatches=num_microbatches,
         schedule=layout.schedule,
         chunks=layout.chunks if layout.family.looped else None,
-        group_size=None,
         stage_layers=one.counts if layout.pp > 1 else None,
         rank_order=",".join(layout.rank_order),
     )
@@ -79,12 +78,7 @@ def train_config(
     if model.completed().activation != question.shape.activation:
         model = replace(model, activation=question.shape.activation)
     train = replace(config.train, batch_size=layout.dp * layout.rows * num_microbatches)
-    memory = replace(
-        config.memory,
-        recompute=layout.recompute,
-        zero=layout.zero,
-        zero_grads="sharded" if layout.zero == 3 else "full",
-    )
+    memory = replace(config.memory, recompute=layout.recompute, zero=layout.zero)
     run = replace(config.run, dtype=question.dtype, device="cuda")
     return replace(config, grid=grid, model=model, train=train, memory=memory, run=run)
 

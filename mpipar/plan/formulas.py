@@ -14,7 +14,6 @@ import numpy as np
 
 from mpipar.comm.grid import chunk_size
 from mpipar.comm.record import family
-from mpipar.data.routing import shares
 from mpipar.data.rows import rows_per_microbatch
 from mpipar.layers.context import recomputed_blocks
 from mpipar.layers.costs import KINDS, Barrier, Letters, Sum, total, value
@@ -298,10 +297,10 @@ def _data(config, prediction, group: str, group_size: int, m: int, m_text: str) 
         for groups, length in unit
         if groups[-1] == group
     ]
-    gathers, gathers_text = (1, "") if memory.gathers == "stage" else (2 * m, f"2*{m_text} ")
+    gathers, gathers_text = (1, "") if memory.keeps_gathered else (2 * m, f"2*{m_text} ")
     calls, sums, words = len(own), numbers, "gradients"
     calls_text = f"{gathers_text}reads + segments"
-    if memory.keeps_pieces_of_gradients:
+    if memory.zero == 3:
         calls, sums, words = m * len(lengths), m * sum(lengths), f"{m_text} gradients"
         calls_text = f"{gathers_text}reads + {m_text} reads"
     return Expected(
@@ -354,20 +353,4 @@ def expert_rows(config) -> str:
         f" {times(model.experts_per_token, grid.ep):g} times its tokens in each of"
         f" {rows.count('F')} exchanges of rows forward and {rows.count('I')} backward, of"
         f" {calls} calls for a block and a microbatch"
-    )
-
-
-def expert_imbalance(config) -> str:
-    """Return how uneven a forced routing makes the load of experts and ranks; "" if learned."""
-    model, ep = config.model, config.grid.ep
-    if model.routing == "learned":
-        return ""
-    loads = sum(
-        shares(model.routing, model.experts, model.experts_per_token, rank, ep)
-        for rank in range(ep)
-    )
-    ranks = loads.reshape(ep, -1).sum(axis=1)
-    return (
-        f"routing {model.routing}: the busiest expert gets {loads.max() / loads.mean():.2f}"
-        f" times the mean, the busiest rank {ranks.max() / ranks.mean():.2f} times"
     )

@@ -44,14 +44,13 @@ def states(config, prediction) -> dict[str, Form]:
     if level == 3:
         own = pieces * e
         found["weights"] = Form("N*e/x + (u0 + u1)*e", own + sum(turns) * e)
-        if config.memory.gathers == "stage":
+        if config.memory.keeps_gathered:
             found["weights"] = (
                 Form("N*e/x + the stage's units", own + sum(units[0]) * e)
                 if len(units) == 1
                 else Form()
             )
-        if config.memory.keeps_pieces_of_gradients:
-            found["gradients"] = Form("N*s/x + u*s", pieces * s + max(turns) * s)
+        found["gradients"] = Form("N*s/x + u*s", pieces * s + max(turns) * s)
     masters = int(np.dtype(config.run.dtype).itemsize < s)
     copies = len(OPTIMIZERS[config.train.optimizer].kinds) + masters
     if copies:

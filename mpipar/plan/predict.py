@@ -59,7 +59,7 @@ def worker_on_shapes(
 def predict(config, world_rank: int, worst_case: bool = False) -> Prediction:
     """Run one step of `world_rank` in the layout of a resolved config, on shapes.
 
-    Experts are equally popular, or as popular as --routing says. In the worst case all rows of the
+    Experts are equally popular. In the worst case all rows of the
     group go to this rank's experts.
     """
     worker = worker_on_shapes(config, world_rank, Recorder(capacity=1 << 20), worst_case)

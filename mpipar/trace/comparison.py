@@ -22,7 +22,7 @@ from mpipar.trace.segments import Segment, by_step
 from mpipar.trace.trace_file import Trace
 
 LEAST_STEPS = 3
-PLACES = {"out", "run-name", "trace", "trace-ops"}  # settings that do not change what is run
+PLACES = {"out", "trace"}  # settings that do not change what is run
 
 
 @dataclass(frozen=True)
@@ -75,7 +75,7 @@ def step_time(before: Analysis, after: Analysis) -> tuple[Change, str, int]:
     """Return the change of a step's time, which steps it is from, and the smaller number of them.
 
     If both runs have enough steps that were not traced, these are taken, except the first, because
-    --trace-ops slows the traced steps down. Otherwise the traced steps are taken.
+    tracing slows its steps down. Otherwise the traced steps are taken.
     """
     kind, times = "steps", [untraced_ms(one.trace) for one in (before, after)]
     if min(map(len, times)) < LEAST_STEPS:

@@ -186,7 +186,6 @@ class Tracer:
                 batch_size=config.train.batch_size,
                 dtype=config.run.dtype,
                 device=config.run.device,
-                per_operation=self.timed_ops is not None,
                 clock=clock.to_json(),
             ),
         )

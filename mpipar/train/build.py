@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Iterable
 from dataclasses import replace
 from pathlib import Path
@@ -42,14 +43,13 @@ def configured_schedule(grid_config: GridConfig) -> Schedule:
         grid_config.pp,
         grid_config.num_microbatches,
         grid_config.chunks,
-        grid_config.group_size,
     )
 
 
 def lowered(config: Config, schedule: Schedule, pp_rank: int) -> list[Instr]:
     """Return a pipeline rank's program of a schedule, in the form that the engine runs."""
     program = lower(schedule, pp_rank)
-    return with_weights_kept(program) if config.memory.gathers == "stage" else program
+    return with_weights_kept(program) if config.memory.keeps_gathered else program
 
 
 def with_shared_heads(grid: Grid, model: ModelConfig) -> Grid:
@@ -89,7 +89,8 @@ def groups_of(
         "mirror": grid.partition("pp", sorted(mirrors)),
     }
     run = config.run
-    options = Options(run.sync_sends, run.check_comm, all_reduce=run.all_reduce)
+    sync = os.environ.get("MPIPAR_SYNC_SENDS") == "1"
+    options = Options(sync, run.check_comm, all_reduce=run.all_reduce)
     rings = {"tp": vars(config.model).get("tp_matmul"), "cp": config.grid.cp_attention}
     messages = {"pp", *(axis for axis, method in rings.items() if method == "ring")}
     return Comms(grid, ops, recorder, mpi_world, options, partitions, messages)
@@ -107,7 +108,7 @@ def stages_of(
         memory.zero,
         comms["data"] if memory.zero else comms.alone,
         config.train.bucket_bytes // ops.statistics.itemsize,
-        not memory.keeps_pieces_of_gradients,
+        memory.zero < 3,
         comms["data"],
     )
     tied = Copies(("tie",) if schedule.num_stages > 1 else (), schedule.rank_of(0, 0) == pp_rank)
@@ -124,12 +125,12 @@ def stages_of(
 
 
 def gradient_sums(memory: MemoryConfig) -> type[GradSync]:
-    """Return the class that sums gradients, as --zero and --zero-grads say."""
-    if memory.keeps_pieces_of_gradients:
+    """Return the class that sums gradients, as --zero says."""
+    if memory.zero == 3:
         return PieceSync
     return ScatterSync if memory.zero else GradSync
 
 
 def gathered_weights(memory: MemoryConfig, ops: Any, stages: dict[int, Any]) -> Weights:
-    """Return what makes weights whole before a pass reads them, as --zero and --zero-keep say."""
-    return WholeWeights() if memory.gathers is None else UNITS[memory.gathers](ops, stages)
+    """Return what makes weights whole before a pass reads them, as the memory settings say."""
+    return UNITS[memory.reshard_after_forward](ops, stages) if memory.zero == 3 else WholeWeights()

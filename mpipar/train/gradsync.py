@@ -290,7 +290,7 @@ class LossScale:
     def __init__(self, run: RunConfig):
         self.dynamic = run.dtype == "float16"
         self.value: float = (run.loss_scale or self.FIRST) if self.dynamic else 1.0
-        self.interval = run.loss_scale_interval or self.INTERVAL
+        self.interval = self.INTERVAL
         self.good = self.skipped = 0
 
     def update(self, overflow: bool) -> None:

@@ -2,7 +2,9 @@
 
 import functools
 import itertools
+import os
 from dataclasses import replace
+from unittest import mock
 
 import numpy as np
 import pytest
@@ -62,7 +64,7 @@ def small_config(
         train=TrainConfig(
             batch_size=10 * 2 * rows_per_mb, optimizer="sgd", lr=0.1, bucket_bytes=999
         ),
-        run=RunConfig(preset="tiny", dtype="float64", seed=3),
+        run=RunConfig(dtype="float64", seed=3),
     )
     config = changed(config, dp=dp, pp=pp, tp=tp, num_microbatches=num_microbatches, **values)
     return resolve(config, dp * pp * tp * config.grid.cp)[0]
@@ -238,7 +240,7 @@ def computed_once(config, part):
     assert part is tokens()
     serial = serial_config(config)
     model = replace(serial.model, sequence_parallel=False, tp_matmul="plain", ffn_cut="pair")
-    run = replace(serial.run, sync_sends=False, all_reduce="mpi")
+    run = replace(serial.run, all_reduce="mpi")
     return _step_on_one_rank(replace(serial, model=model, run=run))
 
 
@@ -256,8 +258,12 @@ def assert_equals_one_rank(config: Config, part=None, expected=one_rank_tensors)
 
 
 def assert_equals_known(config: Config) -> None:
-    """`assert_equals_one_rank`, whose tensors are kept; see `computed_once`."""
-    assert_equals_one_rank(config, expected=computed_once)
+    """`assert_equals_one_rank` with synchronous sends; its tensors are kept: see `computed_once`.
+
+    A send is then done only when it is matched, so code that relies on buffering hangs.
+    """
+    with mock.patch.dict(os.environ, MPIPAR_SYNC_SENDS="1"):
+        assert_equals_one_rank(config, expected=computed_once)
 
 
 def assert_records_predicted(config: Config, part=None):

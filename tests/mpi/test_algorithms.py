@@ -283,7 +283,7 @@ LAYOUTS = {
     slow_unless(lambda *case: case == LAYOUTS[RANKS][0], LAYOUTS.get(RANKS, [])),
 )
 def test_training_equals_one_rank(name, layout, cp, zero):
-    assert_equals_known(config_for(name, layout, cp, zero=zero, sync_sends=True))
+    assert_equals_known(config_for(name, layout, cp, zero=zero))
 
 
 @pytest.mark.ranks(4)

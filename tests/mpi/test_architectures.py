@@ -103,7 +103,7 @@ def test_layout_equals_one_rank(name, layout, values):
     kv_heads = MODELS[name].get("kv_heads", 8)
     if values.get("cp_attention") == "ulysses" and max(1, kv_heads // layout[2]) % values["cp"]:
         pytest.skip("a rank has fewer heads of keys than ranks of cp")
-    assert_equals_known(config_for(name, layout, sync_sends=True, **values))
+    assert_equals_known(config_for(name, layout, **values))
 
 
 @pytest.mark.parametrize("tp_matmul", CUT)

@@ -80,7 +80,7 @@ def config_for(case, method, num_microbatches=4, **changes):
 
 @everything
 def test_layout_equals_one_rank(case, method):
-    assert_equals_known(config_for(case, method, sync_sends=True))
+    assert_equals_known(config_for(case, method))
 
 
 @every_method

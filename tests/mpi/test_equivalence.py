@@ -51,14 +51,13 @@ CASES = [
     *every(layout=HERE, changes=[{"tied": False}, {"norm": "rms"}]),
     # two products that stand alone
     *every(layout=HERE, ffn_cut=["gather", "reduce"]),
-    *every(layout=HERE, num_microbatches=5, sync_sends=True),
+    *every(layout=HERE, num_microbatches=5),
     *every(layout=HERE, rank_order="tp,cp,dp,pp"),
     *every(layout=(1, WORLD.size, 1), stage_layers=UNEVEN.get(WORLD.size, [])),
     # An empty stage passes on the array that it received.
     *every(
         layout=[one for one in HERE if one[1] == 2],
         num_microbatches=4,
-        sync_sends=True,
         stages=[{"schedule": schedule, "stage_layers": split} for schedule, split in EMPTY_STAGES],
     ),
     # --sequence-parallel and --tp-matmul ring
@@ -66,7 +65,6 @@ CASES = [
         is_last,
         layout=CUT,
         **HELD,
-        sync_sends=True,
         order=[
             {"schedule": schedule, "num_microbatches": count}
             for schedule, count in (("gpipe", 2), ("1f1b", 1), ("1f1b", 5), ("zb-h1", 5))

@@ -90,7 +90,7 @@ of_every_schedule = pytest.mark.parametrize(
 )
 def test_schedule_equals_one_rank(name, layout, num_microbatches):
     """By default with a full pipeline, and with one microbatch where there is nothing else."""
-    assert_equals_known(config_for(name, layout, num_microbatches, sync_sends=True))
+    assert_equals_known(config_for(name, layout, num_microbatches))
 
 
 @of_each_placement

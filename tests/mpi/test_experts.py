@@ -8,20 +8,16 @@ from small_model import (
     assert_caught,
     assert_equals_known,
     assert_equals_one_rank,
-    assert_records_predicted,
     called,
     cpu,
     every,
     plant,
-    real_step,
     rows_of,
-    slow_unless,
     small_config,
     two_workers,
 )
 
 from mpipar.comm.grid import Grid
-from mpipar.data.routing import ROUTINGS, shares
 from mpipar.layers.param import Param
 from mpipar.ops.numpy_ops import NumpyOps
 from mpipar.partition import experts_all_to_all, experts_gather
@@ -68,7 +64,7 @@ STAGES = [one for one in HERE if one[0][1] > 1]
 GATED = {"arch": "llama", "activation": "swiglu", "norm": "rms", "bias": "none"}
 BLOCK, PIECES = (
     {"recompute": "block"},
-    {"zero": 3, "zero_grads": "sharded", "zero_keep": "stage", "router_balance": "bias"},
+    {"zero": 3, "reshard_after_forward": "no", "router_balance": "bias"},
 )
 CASES = [
     *some(
@@ -101,7 +97,6 @@ CASES = [
         1,
         lambda one: one["schedule"] in ("dualpipe", "zb-v"),
         layers=4,
-        sync_sends=True,
         order=[
             # A bidirectional one holds every expert twice.
             {"schedule": "dualpipe", "num_microbatches": 4, "router_balance": "bias"},
@@ -122,7 +117,7 @@ CASES = [
             {"zero": 3},
             PIECES | BLOCK,
             BLOCK,
-            {"recompute": "attention", "recompute_layers": 1},
+            {"recompute": "attention"},
         ],
     ),
 ]
@@ -282,53 +277,3 @@ def test_ranks_that_exchange_rows_are_measured_at_the_same_time(layout, monkeypa
     assert sorted(groups) == sorted([*range(num_groups)] * cores_each)
     for name in ("expert", "tp", "cp"):
         assert {groups[rank] for rank in grid.group(name)} == {group}, name
-
-
-# --- --routing: every layout chooses the same experts, and shapes foresee balanced choices
-
-ROUTED = {2: HERE[1::-1], 4: HERE[:3]}.get(WORLD.size, [])
-
-
-@pytest.mark.parametrize(
-    "values",
-    some(ROUTED, 1, lambda one: one["routing"] == "zipf", routing=["zipf", "one-hot", "uniform"]),
-)
-def test_forced_experts_equal_one_rank(values):
-    assert_equals_one_rank(expert_config(**values))
-
-
-@pytest.mark.parametrize(
-    ("layout", "dispatch"),
-    slow_unless(
-        lambda layout, dispatch: layout == ROUTED[-1] and dispatch == "all-to-all",
-        [(layout, name) for layout in ROUTED for name in ("all-to-all", "all-gather")],
-    ),
-    ids=str,
-)
-def test_records_of_a_balanced_routing_are_those_of_shapes(layout, dispatch):
-    assert_records_predicted(expert_config(layout, routing="uniform", expert_dispatch=dispatch))
-
-
-@pytest.mark.parametrize(
-    ("layout", "routing"),
-    slow_unless(
-        lambda layout, routing: layout == ROUTED[1] and routing == "adversarial",
-        [(layout, name) for layout in ROUTED for name in ROUTINGS if name != "uniform"],
-    ),
-    ids=str,
-)
-def test_bytes_of_a_skewed_routing_are_its_shares(layout, routing):
-    """What a rank sends is what its tokens send to experts of others, up to a token of a row."""
-    config = expert_config(layout, routing=routing)
-    worker, recorder = real_step(config)
-    expert = worker.comms["expert"]
-    each = EXPERTS.experts // expert.size
-    own = shares(routing, EXPERTS.experts, EXPERTS.experts_per_token, expert.index, expert.size)
-    elsewhere = own.sum() - own[expert.index * each :][:each].sum()
-    exchange = next(one for one in recorder.records if one.name.endswith("moe.dispatch"))
-    rows = config.train.batch_size // (config.grid.dp * config.grid.num_microbatches)
-    tokens = rows * EXPERTS.seq_len // config.grid.cp
-    sent = exchange.payload_bytes / (EXPERTS.d_model * 8)
-    assert sent == pytest.approx(elsewhere * tokens, abs=rows)
-    if routing == "adversarial" and each == EXPERTS.experts_per_token:
-        assert sent == EXPERTS.experts_per_token * tokens

@@ -85,7 +85,7 @@ def test_texts_are_those_of_one_rank_without_a_cache(layout, family, monkeypatch
     ),
 )
 def test_every_kind_of_schedule_has_a_forward_part(schedule, groups, monkeypatch):
-    worker, alone = workers(config_of((1, 2, 1), groups=groups, schedule=schedule, sync_sends=True))
+    worker, alone = workers(config_of((1, 2, 1), groups=groups, schedule=schedule))
     assert_as_one_rank(worker, alone, monkeypatch)
     worker.close()
 

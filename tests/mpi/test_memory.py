@@ -43,30 +43,28 @@ HELD = replace(MODEL, sequence_parallel=True)
 ODD_HELD = replace(ODD, sequence_parallel=True, seq_len=8)
 RING = replace(ODD_HELD, tp_matmul="ring")
 ONE, THREE = {"zero": 1}, {"zero": 3}
-PIECES, KEPT = THREE | {"zero_grads": "sharded"}, THREE | {"zero_keep": "stage"}
+KEPT = THREE | {"reshard_after_forward": "no"}
 BLOCK, SCORES = {"recompute": "block"}, {"recompute": "attention"}
-SOME = BLOCK | {"recompute_layers": 1}
 # Ranks: [((dp, pp, tp), cp, schedule, model, memory)]
 AGAIN = {
     1: [
         ((1, 1, 1), 1, "1f1b", ODD, BLOCK),
         ((1, 1, 1), 1, "1f1b", ODD, SCORES),
-        ((1, 1, 1), 1, "1f1b", ODD, SCORES | {"recompute_layers": 2}),
     ],
     2: [
         ((1, 2, 1), 1, "zb-h1", ODD, BLOCK),
-        ((1, 2, 1), 1, "dualpipe", ODD, SOME),
+        ((1, 2, 1), 1, "dualpipe", ODD, BLOCK),
         ((1, 1, 2), 1, "gpipe", RING, BLOCK),
         ((1, 1, 1), 2, "1f1b", ODD_HELD, BLOCK),
     ],
-    4: [((1, 2, 2), 1, "zb-v", ODD_HELD, BLOCK), ((1, 2, 1), 2, "interleaved", ODD_HELD, SOME)],
+    4: [((1, 2, 2), 1, "zb-v", ODD_HELD, BLOCK), ((1, 2, 1), 2, "interleaved", ODD_HELD, BLOCK)],
 }.get(WORLD.size, [])
 ZERO = {
     2: [
         ((2, 1, 1), 1, "1f1b", MODEL, ONE),
         ((1, 1, 1), 2, "1f1b", MODEL, ONE),
         ((2, 1, 1), 1, "1f1b", MODEL, THREE),
-        ((2, 1, 1), 1, "gpipe", MODEL, PIECES),
+        ((2, 1, 1), 1, "gpipe", MODEL, THREE),
         ((1, 1, 1), 2, "1f1b", MODEL, KEPT),
     ],
     4: [
@@ -76,9 +74,9 @@ ZERO = {
         ((2, 2, 1), 1, "dualpipe", MODEL, ONE),
         ((2, 2, 1), 1, "zb-h1", MODEL, ONE | BLOCK),
         ((2, 2, 1), 1, "zb-v", MODEL, ONE),
-        ((2, 2, 1), 1, "zb-v", MODEL, PIECES),
-        ((2, 2, 1), 1, "dualpipe", MODEL, KEPT | PIECES),
-        ((2, 1, 2), 1, "1f1b", HELD, PIECES | BLOCK),
+        ((2, 2, 1), 1, "zb-v", MODEL, THREE),
+        ((2, 2, 1), 1, "dualpipe", MODEL, KEPT),
+        ((2, 1, 2), 1, "1f1b", HELD, THREE | BLOCK),
         ((1, 2, 1), 2, "interleaved", MODEL, KEPT),
         ((2, 2, 1), 1, "zb-h1", MODEL, THREE),
     ],
@@ -95,7 +93,7 @@ EVERY = [
     for number, schedule in enumerate(SCHEDULES)
     for memory, cp in (
         ((ONE, THREE)[number % 2] | BLOCK, 1 + number % 2),
-        (PIECES, 2 - number % 2),
+        (THREE, 2 - number % 2),
         (KEPT, 1 + number % 2),
     )
 ]
@@ -121,7 +119,7 @@ def config_for(case, num_microbatches=4, **more):
 
 @cases([*AGAIN, *ZERO])
 def test_layout_equals_one_rank(case):
-    assert_equals_known(config_for(case, sync_sends=True))
+    assert_equals_known(config_for(case))
 
 
 @cases([*AGAIN, *ZERO, *(EVERY if WORLD.size == 4 else ())])
@@ -162,7 +160,7 @@ def test_what_is_shared_out_saves_what_is_predicted():
         peaks(
             small_config((2, 1, 1), 2, model, 1, optimizer="adamw", bucket_bytes=1 << 20, **memory)
         )
-        for memory in ({}, ONE, THREE, PIECES)
+        for memory in ({}, ONE, THREE, THREE)
     ]
     predicted = [one for _, one in (whole, *found)]
     assert predicted == sorted(predicted, reverse=True)
@@ -173,7 +171,7 @@ def test_what_is_shared_out_saves_what_is_predicted():
 @pytest.mark.ranks(2)
 def test_weights_gradients_and_state_follow_the_closed_forms():
     """N parameters in segments that two ranks share, u of the largest units; moments count two."""
-    for memory in (ONE, THREE, PIECES):
+    for memory in (ONE, THREE, THREE):
         config = config_for(((2, 1, 1), 1, "1f1b", MODEL, memory), optimizer="adamw")
         found = predict(config, WORLD.rank)
         total = 8 * sum(length for _, length in found.segments)
@@ -181,7 +179,7 @@ def test_weights_gradients_and_state_follow_the_closed_forms():
         two, one = max(units[::2]) + max(units[1::2]), max(units)
         assert found.peak_bytes["optimizer"] == 2 * total // 2
         assert found.peak_bytes["weights"] == (total if memory is ONE else total // 2 + two)
-        assert found.peak_bytes["gradients"] == (total // 2 + one if memory is PIECES else total)
+        assert found.peak_bytes["gradients"] == (total // 2 + one if memory is THREE else total)
 
 
 # --- planted bugs: each is a function of what it replaces, and of its arguments
@@ -266,14 +264,14 @@ DP, PP = ((2, 1, 1), 1, "1f1b", MODEL), ((1, 2, 1), 1)
 TWINS = {
     2: [  # by ranks: (what is replaced, by what, where it must show)
         (Sharding, "own", piece_of_the_next_rank, (*DP, ONE)),
-        (Sharding, "own", piece_of_the_next_rank, (*DP, PIECES)),
+        (Sharding, "own", piece_of_the_next_rank, (*DP, THREE)),
         (Sgd, "step", weights_gathered_before_the_update, (*DP, ONE)),
         (ScatterSync, "counts", norm_of_the_first_rank_s_pieces, (*DP, ONE)),
         (GatheredUnits, "make_room", two_units_in_one_buffer, (*DP, THREE)),
         (GatheredUnits, "post", no_gather_before_the_input_gradient, (*DP, THREE)),
         (ScatterSync, "finish", means_in_place_of_sums, (*DP, ONE)),
-        (PieceSync, "finish", means_in_place_of_sums, (*DP, PIECES)),
-        (PieceSync, "begin_unit", gradients_of_another_unit_in_the_scratch_buffer, (*DP, PIECES)),
+        (PieceSync, "finish", means_in_place_of_sums, (*DP, THREE)),
+        (PieceSync, "begin_unit", gradients_of_another_unit_in_the_scratch_buffer, (*DP, THREE)),
         (Recomputed, "backward_input", stash_of_another_microbatch, (*PP, "zb-h1", MODEL, BLOCK)),
         (Engine, "_take", input_in_a_receive_buffer, (*PP, "gpipe", ODD, BLOCK)),
     ],

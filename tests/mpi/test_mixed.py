@@ -227,10 +227,10 @@ def skip_together(layout, zero=0):
             dtype="float16",
             optimizer="adamw",
             loss_scale=1024.0,
-            loss_scale_interval=2,
             zero=zero,
         )
     )
+    worker.loss_scale.interval = 2
     problem, skipped, scales = "", [], []
     for number in range(1, 8):
         before = [flat.master.copy() for flat in worker.flats]

@@ -76,7 +76,7 @@ def same(expected, found):
 
 
 RING = {"model": cut_model("ring")}
-SHARED = {"zero": 3, "zero_grads": "sharded"}
+SHARED = {"zero": 3}
 CP_RING, CP_ULYSSES = ({"model": EVEN, "cp": 2, "cp_attention": one} for one in ("ring", "ulysses"))
 CASES = {  # {name: arguments of small_config}
     "dp": (DP, {}),

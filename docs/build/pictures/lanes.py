@@ -54,7 +54,7 @@ def timeline(words: list[str], root: Path) -> Picture:
     """
     args = cli.context_of(None, "schedule", words).args
     found = simulate(
-        make_schedule(args.name, args.pp, args.num_microbatches, args.chunks, args.group_size),
+        make_schedule(args.name, args.pp, args.num_microbatches, args.chunks),
         costs_of(args),
     )
     shares = [100 * share for share in found.busy_share]

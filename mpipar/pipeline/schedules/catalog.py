@@ -28,14 +28,13 @@ def make_schedule(
     pp_size: int,
     num_microbatches: int,
     chunks: int | None = None,
-    group_size: int | None = None,
 ) -> Schedule:
     """Return the schedule of that name; UsageError names all problems of these counts at once."""
-    found = schedule_problems(name, pp_size, num_microbatches, chunks, group_size)
+    found = schedule_problems(name, pp_size, num_microbatches, chunks)
     if found:
         raise UsageError(found)
     family = FAMILIES[name]
-    looped = (chunks or family.stages_per_rank, group_size) if family.looped else ()
+    looped = (chunks or family.stages_per_rank,) if family.looped else ()
     programs = tuple(
         with_reduce_grad(family.order(pp_size, pp_rank, num_microbatches, *looped))
         for pp_rank in range(pp_size)
@@ -68,7 +67,6 @@ def schedule_problems(
     pp_size: int,
     num_microbatches: int,
     chunks: int | None = None,
-    group_size: int | None = None,
 ) -> list[str]:
     """Return everything wrong with these counts for this schedule: rules and next valid values."""
     given = {
@@ -76,7 +74,6 @@ def schedule_problems(
         "pp": pp_size,
         "num_microbatches": num_microbatches,
         "chunks": chunks,
-        "group_size": group_size,
     }
     values = SimpleNamespace(**given, ranks=None, csv=None, schedule_csv=None)
     fields = GridConfig.__dataclass_fields__
@@ -91,7 +88,7 @@ def schedule_problems(
 
 
 def closed_form(schedule: Schedule, costs: Costs) -> ClosedForm | None:
-    """Return the formulas of a schedule without a group size; None for unequal stages.
+    """Return the formulas of a schedule; None for unequal stages.
 
     schedule: made by `make_schedule`.
     """
