@@ -70,8 +70,9 @@ def problems(folder):
 
 @pytest.mark.parametrize("most", [1 << 30, 1000])
 @pytest.mark.parametrize("family", FAMILIES)
-def test_a_tensor_that_is_not_read_is_named(family, most, saved):
-    folder = saved(family, tied=False, max_shard_size=most)
+def test_a_tensor_that_is_not_read_is_named(family, most, saved, monkeypatch):
+    monkeypatch.setattr(checkpoint, "MOST_BYTES", most)
+    folder = saved(family, tied=False)
     assert checkpoint.unread_notes(loaded(folder).config) == []
     file = max(folder.glob("*.safetensors"))
     prefix = "transformer.h.0.attn" if family == "gpt2" else "model.layers.0.self_attn"
