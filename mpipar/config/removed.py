@@ -56,7 +56,7 @@ CONSTANT: dict[str, object] = {  # a saved key -> its value today; any other val
     "recompute_layers": None,
 }
 # Saved keys that are skipped whatever their value: none of them changes what is trained.
-SKIPPED = frozenset({"blas_arch", "run_name", "progress", "trace_ops", "zero_grads"})
+SKIPPED = ("blas_arch", "run_name", "progress", "trace_ops", "zero_grads")
 # For one release: former name -> (name, former value -> value).
 RENAMED: dict[str, tuple[str, dict[str, str]]] = {
     "zero_keep": ("reshard_after_forward", {"none": "yes", "stage": "no"})

@@ -25,7 +25,7 @@ class CupyOps(ArrayOps):
     """The array functions of `ArrayOps` on a CUDA device, which becomes the current one.
 
     gemm: products with weights by "blas" (cuBLAS) or "tile" (the kernels of ops/cuda, not for
-    float64). tf32: cuBLAS may round float32 operands of products to 10 bits of mantissa.
+    float64).
     host_rank: this process's place on its host, which selects its GPU. If there are fewer GPUs than
     ranks, the count wraps around to 0.
 
