@@ -165,7 +165,7 @@ def test_a_row_with_a_setting_that_could_not_be_read_is_not_judged():
 # Functions whose refusals name two settings of `train`, and why no row of the table does it.
 BESIDE = {
     "commands.resume.unchangeable": "compares with a checkpoint",
-    "commands.explain.configured": "arguments of explain",
+    "commands.auto.best_of": "what the machine can hold",
     "commands.generation.layout_problems": "what generate can't do",
     "commands.plan_question.fixed_problems": "arguments of plan",
     "commands.plan_question.question_of": "arguments of plan, and a model",
