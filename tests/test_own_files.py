@@ -285,33 +285,35 @@ def test_checkpoints_behind_a_planted_link_are_not_deleted(victim):
     }
 
 
-def test_only_folders_of_checkpoints_are_deleted(victim):
+def test_only_files_of_checkpoints_are_deleted(victim):
     run, _, folder = victim
     inside = run / "checkpoints"
     (saver,) = savers_of(workers_of(config_for(), 1), inside, keep=1)
     saver.save(1)
-    (inside / "step-00000001" / "notes.txt").write_text(CONTENT)
-    for name in ("step-00000009.partial-1", ".trash-1"):
-        (inside / name).mkdir()
+    for name in ("step-00000001", "step-00000009.partial-1", ".trash-1", "my.partial-1"):
+        (inside / name).mkdir(exist_ok=True)
         (inside / name / "notes.txt").write_text(CONTENT)
     (inside / ".trash-2").symlink_to(folder)
     (inside / "step-00000008.partial-2").symlink_to(folder)
     (inside / "step-00000007.partial-3").mkdir()
-    saver.save(2)
-    saver.save(3)
-    saver.finish()
-    assert {path.name for path in inside.iterdir()} == {
-        "step-00000001",
-        "step-00000009.partial-1",
-        ".trash-1",
-        ".trash-2",
-        "step-00000008.partial-2",
-        "step-00000003",
-    }
     (inside / "step-00000004").symlink_to(folder)
-    saver.save(4)
-    assert (inside / "step-00000004").is_dir()
-    assert not (inside / "step-00000004").is_symlink()
+    before = [*folder.iterdir()]
+    saver.save(2)
+    (inside / "step-00000004").unlink()
+    for step in (3, 4):
+        saver.save(step)
+    saver.finish()
+    assert [*folder.iterdir()] == before
+    assert committed_steps(inside) == [(4, inside / "step-00000004")]
+    notes = [
+        path.parent.name for path in inside.glob("*/notes.txt") if not path.parent.is_symlink()
+    ]
+    assert sorted(name.rpartition("-")[0] for name in notes) == [
+        ".trash",
+        ".trash-step-00000001",
+        ".trash-step-00000009.partial-1",
+        "my.partial",
+    ]
 
 
 def test_what_a_run_lacks_at_its_end_is_not_claimed(tmp_path):

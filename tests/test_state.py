@@ -212,7 +212,7 @@ def test_a_folder_that_cannot_be_made(tmp_path):
 def test_a_rank_whose_file_is_elsewhere(tmp_path, monkeypatch):
     """A folder that not all hosts share: rank 1 has written, but rank 0 cannot see it."""
     savers = savers_of(workers_of(config_for(dp=2), 2), tmp_path)
-    savers[1].file = "pieces-elsewhere.safetensors"
+    savers[1].file = "pieces-00009.safetensors"
 
     def fails(saver):
         with pytest.raises(OutputError, match=r"pieces-00001\.safetensors: No such file"):

@@ -15,8 +15,6 @@ import numpy as np
 from mpipar.comm.grid import chunk_slice
 from mpipar.layers.param import Box
 
-MOST_CELLS = 1000  # per box of a tiling; what mpipar writes has about as many cells as boxes
-
 
 def whole_box(shape) -> Box:
     """Return the box that covers a whole tensor."""
@@ -120,8 +118,6 @@ def tiling_problem(shape, boxes) -> str:
         for axis, length in enumerate(shape)
     ]
     lengths = [len(found) - 1 for found in edges]
-    if math.prod(lengths) > MOST_CELLS * max(MOST_CELLS, len(boxes)):
-        return f"{len(boxes)} boxes cut it into {math.prod(lengths)} cells"
     places = [{edge: place for place, edge in enumerate(found)} for found in edges]
     counts = np.zeros(lengths, np.int32)
     for box in boxes:

@@ -11,7 +11,6 @@ from pathlib import Path
 import numpy as np
 
 from mpipar.files import no_links
-from mpipar.files.bounded import open_regular
 
 BLOCK_BYTES = 16 * 2**20  # a block of rows: the most that one message or one write carries
 # safetensors' names of the types that are written
@@ -74,9 +73,3 @@ def sync_folder(folder: Path) -> None:
     """Sync the names in a folder to disk; its files have their own fsync."""
     with no_links.folder(folder) as descriptor:
         os.fsync(descriptor)
-
-
-def digest_of(path: Path) -> str:
-    """Return the SHA-256 of a file that is not a link, read block by block. Raises OSError."""
-    with open_regular(path.name, path.parent) as file:
-        return hashlib.file_digest(file, "sha256").hexdigest()

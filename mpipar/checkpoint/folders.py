@@ -1,21 +1,22 @@
 """Checkpoint folders of a run: how one is created, committed and deleted; on rank 0 only.
 
-They are accessed without following links, see `mpipar.files.no_links`. Only folders that contain
-nothing but checkpoint files are ever deleted.
+They are accessed without following links, see `mpipar.files.no_links`, and nothing but the files of
+checkpoints is ever deleted in them.
 """
 
 from __future__ import annotations
 
 import contextlib
 import os
+import re
 import secrets
-import stat
 from pathlib import Path
 
 from mpipar.checkpoint.disk import sync_folder
 from mpipar.checkpoint.manifest import (
     NAME,
     PIECES_FILE,
+    STEP_FOLDER,
     committed_steps,
     read_manifest,
     step_folder_name,
@@ -23,7 +24,8 @@ from mpipar.checkpoint.manifest import (
 from mpipar.errors import DataError
 from mpipar.files import no_links
 
-PARTIAL, TRASH, ASIDE = ".partial-", ".trash-", ".aside-"
+PARTIAL = re.compile(rf"{STEP_FOLDER.pattern}\.partial-[0-9a-f]+")
+TRASH = ".trash-"
 
 
 def make_partial(folder: Path, step: int) -> Path:
@@ -31,7 +33,7 @@ def make_partial(folder: Path, step: int) -> Path:
 
     Raises OSError.
     """
-    partial = f"{step_folder_name(step)}{PARTIAL}{secrets.token_hex(4)}"
+    partial = f"{step_folder_name(step)}.partial-{secrets.token_hex(4)}"
     no_links.make_root(folder.parent)
     with no_links.folder(folder.parent, folder.name, make=True) as inside:
         sync_folder(folder.parent)
@@ -45,7 +47,7 @@ def put_in_place(partial: Path, step: int) -> None:
 
     The step may already exist: damaged, or from a run that has resumed from an earlier step again.
     There is always another checkpoint then, the one that this run started from. If it is this very
-    state, nothing needs to change. Anything that is not a checkpoint is kept under another name.
+    state, nothing needs to change.
     """
     folder, name = partial.parent, step_folder_name(step)
     with no_links.folder(folder.parent, folder.name) as inside:
@@ -54,12 +56,12 @@ def put_in_place(partial: Path, step: int) -> None:
                 if read_manifest(folder / name) == read_manifest(partial):
                     delete([partial])
                     return
-            _rename_away(inside, name, "" if _is_checkpoint(inside, name) else ASIDE)
+            _rename_away(inside, name)
         os.rename(partial.name, name, src_dir_fd=inside, dst_dir_fd=inside)
         os.fsync(inside)
 
 
-def set_aside(folder: Path, step: int, keep: int) -> list[Path]:
+def rename_outdated(folder: Path, step: int, keep: int) -> list[Path]:
     """Rename what is not needed after the commit of `step`; return the new paths, for `delete`.
 
     Of the checkpoints before it, the newest keep - 1 stay (keep 0: all). Those of later steps go,
@@ -73,48 +75,31 @@ def set_aside(folder: Path, step: int, keep: int) -> list[Path]:
         committed = committed_steps(folder)
         earlier = [path.name for number, path in committed if number < step]
         later = [path.name for number, path in committed if number > step]
-        left = [
-            name for name in os.listdir(inside) if PARTIAL in name and not name.startswith(TRASH)
-        ]
+        left = [name for name in os.listdir(inside) if PARTIAL.fullmatch(name)]
         for name in left + later + (earlier[: max(0, len(earlier) - keep + 1)] if keep else []):
-            if _is_checkpoint(inside, name):
-                _rename_away(inside, name)
-        return [
-            folder / name
-            for name in os.listdir(inside)
-            if name.startswith(TRASH) and _is_checkpoint(inside, name)
-        ]
+            _rename_away(inside, name)
+        return [folder / name for name in os.listdir(inside) if name.startswith(TRASH)]
     return []
 
 
 def delete(paths: list[Path]) -> None:
-    """Delete folders that were set aside. This takes long, so it runs in a thread."""
-    for path in paths:
-        with contextlib.suppress(OSError):
-            no_links.remove_tree(path.parents[1], f"{path.parent.name}/{path.name}")
+    """Delete checkpoints that were renamed. This takes long, so it runs in a thread.
 
-
-def _is_checkpoint(inside: int, name: str) -> bool:
-    """Return whether this is a real folder that contains only what a save writes."""
-    try:
-        descriptor = os.open(name, no_links.FOLDER | os.O_NOFOLLOW, dir_fd=inside)
-    except OSError:
-        return False
-    try:
-        return all(
-            (one == NAME or PIECES_FILE.fullmatch(one))
-            and stat.S_ISREG(os.lstat(one, dir_fd=descriptor).st_mode)
-            for one in os.listdir(descriptor)
-        )
-    finally:
-        os.close(descriptor)
-
-
-def _rename_away(inside: int, name: str, ending: str = "") -> None:
-    """Rename a folder before it is deleted, so that half of it never has a checkpoint's name.
-
-    ending: of the new name of a folder that is kept.
+    A folder stays while something else is in it.
     """
-    token = secrets.token_hex(4)
-    other = f"{name}{ending}{token}" if ending else f"{TRASH}{name}-{token}"
+    for path in paths:
+        with (
+            contextlib.suppress(OSError),
+            no_links.folder(path.parents[1], path.parent.name) as parent,
+            no_links.folder(path.parents[1], f"{path.parent.name}/{path.name}") as inside,
+        ):
+            for name in os.listdir(inside):
+                if name == NAME or PIECES_FILE.fullmatch(name):
+                    os.unlink(name, dir_fd=inside)
+            os.rmdir(path.name, dir_fd=parent)
+
+
+def _rename_away(inside: int, name: str) -> None:
+    """Rename a folder before it is deleted, so that half of it never has a checkpoint's name."""
+    other = f"{TRASH}{name}-{secrets.token_hex(4)}"
     os.rename(name, other, src_dir_fd=inside, dst_dir_fd=inside)

@@ -9,8 +9,8 @@ from pathlib import Path
 import numpy as np
 
 from mpipar.checkpoint import boxes
-from mpipar.checkpoint.disk import BLOCK_BYTES
-from mpipar.checkpoint.manifest import Manifest, Tensor, digest_problem, tensor_problems
+from mpipar.checkpoint.disk import BLOCK_BYTES, DTYPES
+from mpipar.checkpoint.manifest import Manifest, Tensor, digest_problem
 from mpipar.checkpoint.tensor_file import TensorFile
 from mpipar.errors import DataError
 from mpipar.files.bounded import problems_as
@@ -27,10 +27,9 @@ class Pieces:
 
     def __init__(self, step_folder: Path, manifest: Manifest):
         self.folder, self.manifest, self.files = Path(step_folder), manifest, {}
-        self.stack, self.by_tensor, self.by_file = ExitStack(), {}, {}
+        self.stack, self.by_tensor = ExitStack(), {}
         for piece in manifest.pieces:
             self.by_tensor.setdefault((piece.tensor, piece.kind), []).append(piece)
-            self.by_file.setdefault(piece.file, []).append(piece)
 
     def __enter__(self):
         return self
@@ -46,6 +45,9 @@ class Pieces:
             if shared is None:
                 continue
             file = self._open(piece)
+            stated = DTYPES[dtype.name], boxes.shape_of(piece.box)
+            if file.tensors.get(piece.key, ())[:2] != stated:
+                raise DataError(f"{self.folder / piece.file}: lacks the piece {piece.key} {stated}")
             for block in boxes.row_blocks(shared, dtype.itemsize, BLOCK_BYTES):
                 rows, *others = boxes.within(block, piece.box)
                 with problems_as(DataError, f"{self.folder / piece.file}: tensor {tensor}"):
@@ -58,9 +60,6 @@ class Pieces:
             problem = digest_problem(path, self.manifest.files[piece.file].sha256)
             if problem:
                 raise DataError(f"{problem}; tensor {piece.tensor} ({piece.kind}) is in it")
-            wrong = tensor_problems(path, self.by_file[piece.file], self.manifest.tensors)
-            if wrong:
-                raise DataError(wrong)
             with problems_as(DataError, str(path)):
                 self.files[piece.file] = self.stack.enter_context(TensorFile(path))
         return self.files[piece.file]

@@ -25,7 +25,7 @@ from typing import NamedTuple
 
 from mpipar.checkpoint import boxes
 from mpipar.checkpoint.disk import BLOCK_BYTES, safetensors_head, sync_folder, write_new
-from mpipar.checkpoint.folders import delete, make_partial, put_in_place, set_aside
+from mpipar.checkpoint.folders import delete, make_partial, put_in_place, rename_outdated
 from mpipar.checkpoint.manifest import (
     NAME,
     File,
@@ -33,7 +33,7 @@ from mpipar.checkpoint.manifest import (
     Piece,
     Tensor,
     file_problems,
-    piece_problems,
+    piece_problem,
     pieces_file,
     step_folder_name,
 )
@@ -68,7 +68,7 @@ def own_pieces(worker) -> list[Own]:
     The rows of a box are distributed over its copies, so all ranks write, and no row is written
     twice.
     """
-    file, found = pieces_file(worker.grid.world_rank), {}
+    file, found = pieces_file(worker.grid.world_rank), []
     for flat in worker.flats:
         for kind in flat.state:
             for param, first, values in flat.held(kind):
@@ -76,17 +76,10 @@ def own_pieces(worker) -> list[Own]:
                 for held, x in boxes.boxes_of_part(param, first, values):
                     box = boxes.share_of_rows(held, *place)
                     if boxes.volume(box):
-                        key = unused_key(f"{param.name}/{kind}", found)
-                        found[key] = Own(
-                            Piece(file, key, param.name, kind, box), x[boxes.within(box, held)]
-                        )
-    return [found[key] for key in sorted(found)]
-
-
-def unused_key(key: str, used) -> str:
-    """Return the key, with a number appended if a rank has several boxes of a tensor."""
-    numbered = (f"{key}/{number}" if number else key for number in itertools.count())
-    return next(one for one in numbered if one not in used)
+                        key = f"{param.name}/{kind}/{len(found)}"  # a tensor may have several
+                        piece = Piece(file, key, param.name, kind, box)
+                        found.append(Own(piece, x[boxes.within(box, held)]))
+    return found
 
 
 def row_blocks(own: Own, ops):
@@ -97,12 +90,7 @@ def row_blocks(own: Own, ops):
         yield place, ops.to_host(own.x[place])
 
 
-def unwatched(blocks: Iterable, total: int) -> Iterable:
-    """Return the blocks."""
-    return blocks
-
-
-def write_pieces(path: Path, own: list[Own], ops, watch=unwatched) -> dict:
+def write_pieces(path: Path, own: list[Own], ops, watch=lambda blocks, total: blocks) -> dict:
     """Write one rank's file; return {bytes, sha256, seconds}, or the error of a disk.
 
     watch(blocks, their bytes): yields the blocks, and may show how far they are.
@@ -171,7 +159,7 @@ class Saver:
         background: bool,
         facts: dict,
         ready: Callable[[], None] = lambda: None,
-        watch: Callable[[Iterable, int], Iterable] = unwatched,
+        watch: Callable[[Iterable, int], Iterable] = lambda blocks, total: blocks,
     ):
         self.worker, self.folder, self.keep, self.facts = worker, Path(folder), keep, facts
         self.ready, self.watch = ready, watch
@@ -189,8 +177,8 @@ class Saver:
             for _, param in worker.all_params
         }
         if gathered:  # a piece written by two ranks, or none, is a defect: it must not reach a disk
-            problems = piece_problems(self.tensors, {one.file for one in self.pieces}, self.pieces)
-            assert not problems, problems
+            problem = piece_problem(self.tensors, {one.file for one in self.pieces}, self.pieces)
+            assert not problem, problem
         # Deletes old files, which takes a tenth of a save; in background mode it also writes.
         self.thread, self.deletion = ThreadPoolExecutor(1, "checkpoint"), None
         self.copy = None
@@ -326,8 +314,8 @@ class Saver:
         if failed:
             delete([partial])
             return self._failure(flight.step, "; ".join(failed))
-        aside = set_aside(self.folder, flight.step, self.keep)
-        self.deletion = self.thread.submit(delete, aside)
+        outdated = rename_outdated(self.folder, flight.step, self.keep)
+        self.deletion = self.thread.submit(delete, outdated)
         return ""
 
     def _manifest(self, flight: Flight, files: dict[str, File]) -> Manifest:
