@@ -37,9 +37,7 @@ def as_measured(memory):
     `step_estimate` adds the cost of ZeRO, and of activation recomputation.
     """
     again = "none" if memory.recompute == "block" else memory.recompute
-    return replace(
-        memory, recompute=again, recompute_layers=None, zero=0, zero_grads="full", zero_keep="none"
-    )
+    return replace(memory, recompute=again, zero=0, reshard_after_forward="yes")
 
 
 def measure_units(config, ops, mpi_world, rounds: int = 1, repeats: int = REPEATS) -> Units | None:
