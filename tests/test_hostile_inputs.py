@@ -33,7 +33,7 @@ SIZES = {
     "--num-microbatches 2147483647": "must be at most 65,536",
     "--num-microbatches 65536": "use a smaller --num-microbatches",
     "--schedule interleaved --chunks 2147483647": "must be at most 1,024",
-    "--schedule interleaved --chunks 1024 --num-microbatches 512": "use a smaller --num-microbatches",
+    "--schedule interleaved --chunks 1024 --num-microbatches 512": "use a smaller --num-",
     f"--layout dp={NINES}": "is not understood",
     "--layout dp=999999999,pp=4096,tp=65536": "at most 131,072 can be explained",
     f"--memory-limit {NINES}": "must be bytes",
