@@ -33,42 +33,52 @@ def where(request):
     return request.param
 
 
-@pytest.fixture(params=EVERY)
-def case(where, request, rng):
-    return Case(where, request.param, rng)
+# On the CPU one order of threads for each type: a test below compares the bits of both.
+@pytest.fixture(
+    params=[
+        *(
+            pytest.param((order, dtype), marks=pytest.mark.shim)
+            for order, dtype in zip(2 * ["forwards", "backwards"], EVERY, strict=True)
+        ),
+        *(pytest.param(("gpu", dtype), marks=pytest.mark.gpu) for dtype in EVERY),
+    ],
+    ids=str,
+)
+def case(request, rng):
+    return Case(*request.param, rng)
 
 
-@pytest.mark.parametrize(("shape", "width"), [((1, 1), 1), ((2, 37), 33), ((3, 300), 5)])
-def test_a_shard_of_a_table(case, shape, width):
+def test_a_shard_of_a_table(case):
     """Ids of other shards lie on both sides, and most ids occur several times."""
-    start, rows = 7, 11
-    ids = case.rng.integers(0, 30, shape)
-    table, table64 = case.array(rows, width)
-    got = case.kernels.forward(case.to_device(ids), table, start)
-    expected = case.ops.embedding_forward(ids, table64, start)
-    assert np.array_equal(case.to_host(got).astype(np.float64), expected)
-    (dy, dy64), (dtable, dtable64) = (
-        case.array(*shape, width),
-        case.array(rows, width, dtype=case.sums),
-    )
-    case.kernels.backward_weight(case.to_device(ids), dy, dtable, start)
-    case.ops.embedding_backward_weight(ids, dy64, dtable64, start)
-    assert relative(case.to_host(dtable), dtable64) <= case.sums_tol
-
-
-@pytest.mark.parametrize("by_row", [False, True], ids=["positions alike", "positions by row"])
-def test_positions(case, by_row):
-    batch, tokens, width = 3, 20, 40
-    places = case.rng.integers(0, 9, (batch, tokens) if by_row else tokens)
-    (x, x64), (table, table64) = case.array(batch, tokens, width), case.array(9, width)
-    got = case.kernels.position_forward(x, case.to_device(places), table)
-    assert got.dtype == case.dtype
-    assert relative(case.to_host(got), x64 + table64[places]) <= TOL[np.dtype(case.dtype).name]
-    if not by_row:
-        dtable, dtable64 = case.array(9, width, dtype=case.sums)
-        case.kernels.backward_weight(case.to_device(places), x, dtable, 0)
-        case.ops.position_backward_weight(places, x64, dtable64)
+    for shape, width in (((1, 1), 1), ((2, 37), 33), ((3, 300), 5)):
+        start, rows = 7, 11
+        ids = case.rng.integers(0, 30, shape)
+        table, table64 = case.array(rows, width)
+        got = case.kernels.forward(case.to_device(ids), table, start)
+        expected = case.ops.embedding_forward(ids, table64, start)
+        assert np.array_equal(case.to_host(got).astype(np.float64), expected)
+        (dy, dy64), (dtable, dtable64) = (
+            case.array(*shape, width),
+            case.array(rows, width, dtype=case.sums),
+        )
+        case.kernels.backward_weight(case.to_device(ids), dy, dtable, start)
+        case.ops.embedding_backward_weight(ids, dy64, dtable64, start)
         assert relative(case.to_host(dtable), dtable64) <= case.sums_tol
+
+
+def test_positions(case):
+    for by_row in (False, True):
+        batch, tokens, width = 3, 20, 40
+        places = case.rng.integers(0, 9, (batch, tokens) if by_row else tokens)
+        (x, x64), (table, table64) = case.array(batch, tokens, width), case.array(9, width)
+        got = case.kernels.position_forward(x, case.to_device(places), table)
+        assert got.dtype == case.dtype
+        assert relative(case.to_host(got), x64 + table64[places]) <= TOL[np.dtype(case.dtype).name]
+        if not by_row:
+            dtable, dtable64 = case.array(9, width, dtype=case.sums)
+            case.kernels.backward_weight(case.to_device(places), x, dtable, 0)
+            case.ops.position_backward_weight(places, x64, dtable64)
+            assert relative(case.to_host(dtable), dtable64) <= case.sums_tol
 
 
 def test_nothing_is_read_where_there_is_nothing(where, rng):
@@ -145,12 +155,9 @@ def test_a_broken_kernel_is_seen(rng, edit):
     failures = 0
     for order in (1, -1):
         case = Case("forwards", "float32", rng, HostLoader(order, edited="embedding.cu", edit=edit))
-        for test, arguments in (
-            (test_a_shard_of_a_table, ((3, 300), 5)),
-            (test_positions, (False,)),
-        ):
+        for test in (test_a_shard_of_a_table, test_positions):
             try:
-                test(case, *arguments)
+                test(case)
             except AssertionError:
                 failures += 1
     assert failures
