@@ -59,9 +59,8 @@ def curve(tmp_path_factory):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
-def test_loss_curve_is_float32_s_within_the_band(curve, dtype):
-    losses, reference = curve(dtype)[0], curve("float32")[0]
+def test_loss_curve_is_float32_s_within_the_band(curve):
+    losses, reference = curve("bfloat16")[0], curve("float32")[0]
     apart = np.abs(losses - reference)
     assert reference[0] - reference[-1] > 2.5
     assert apart.mean() <= MEAN_BAND
@@ -70,7 +69,7 @@ def test_loss_curve_is_float32_s_within_the_band(curve, dtype):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("dtype", ["float32", "bfloat16", "float16"])
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 def test_barrier_table_names_the_type_that_travels(curve, dtype):
     rows = [cells(line) for line in section(curve(dtype)[1], "barriers of a step")]
     types = {(row[0], row[1]): row[4] for row in rows[1:]}

@@ -21,9 +21,8 @@ def losses(folder):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("name", [pytest.param("1f1b", marks=pytest.mark.slow), "zb-v"])
-def test_a_schedule_from_a_csv_file_trains_like_the_one_by_name(tmp_path, name):
-    path = tmp_path / "order.csv"
+def test_a_schedule_from_a_csv_file_trains_like_the_one_by_name(tmp_path):
+    path, name = tmp_path / "order.csv", "zb-v"
     printed("schedule", name, "--pp", 2, "--num-microbatches", 4, "--csv", path)
     runs = {"name": ["--schedule", name], "csv": ["--schedule-csv", path]}
     for out, flags in runs.items():
