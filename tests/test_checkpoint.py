@@ -124,11 +124,11 @@ def edit_config(folder, **values):
     ({"layer_norm_epsilon": "1e-6"}, "layer_norm_epsilon is '1e-6'"),
     ({"layer_norm_epsilon": 2}, "norm-eps 2.0: must be less than 1"),
     ({"scale_attn_by_inverse_layer_idx": True}, "scale_attn_by_inverse_layer_idx"),
-    ({"n_layer": "2"}, "layers is '2'"),
-    ({"n_head": 0}, "heads is 0"),
-    ({"n_embd": 12.0}, "d_model is 12.0"),
+    ({"n_layer": "2"}, "n_layer is '2'"),
+    ({"n_head": 0}, "n_head is 0"),
+    ({"n_embd": 12.0}, "n_embd is 12.0"),
     ({"vocab_size": None}, "vocab_size is None"),
-    ({"tie_word_embeddings": 1}, "tied is 1"),
+    ({"tie_word_embeddings": 1}, "tie_word_embeddings is 1"),
 ])  # fmt: skip
 def test_configuration_of_another_model_is_refused(values, part, model):
     folder, _ = model()

@@ -10,9 +10,10 @@ import pytest
 from helpers import assert_all_close, assert_close
 from one_rank import loaded, logits
 
-from mpipar.checkpoint import hf_llama, hf_mixtral
+from mpipar.checkpoint import hf_mixtral
 from mpipar.checkpoint import weights as checkpoint
 from mpipar.checkpoint.formats import apart, format_of
+from mpipar.checkpoint.hf_llama import LLAMA
 from mpipar.checkpoint.weight_files import WeightFiles
 from mpipar.data.rows import Batch
 from mpipar.inference.generate import STOP, Text, generate
@@ -206,8 +207,9 @@ SWAPS = {
 @pytest.mark.parametrize("swap", SWAPS)
 def test_names_that_are_swapped_would_be_seen(swap, rng, tmp_path, monkeypatch):
     one, other = SWAPS[swap]
-    names = {one: hf_llama.LAYER[other], other: hf_llama.LAYER[one]}
-    monkeypatch.setattr(hf_llama, "LAYER", hf_llama.LAYER | names)
+    names = LLAMA.names.copy()
+    monkeypatch.setitem(LLAMA.names, one, names[other])
+    monkeypatch.setitem(LLAMA.names, other, names[one])
     with pytest.raises(AssertionError, match="logits: difference"):
         test_logits("llama", rng, tmp_path)
 

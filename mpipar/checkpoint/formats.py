@@ -19,7 +19,8 @@ from pathlib import Path
 
 import numpy as np
 
-from mpipar.checkpoint import hf_gpt2, native_format
+from mpipar.checkpoint import native_format
+from mpipar.checkpoint.hf_form import GPT2
 from mpipar.checkpoint.hf_llama import LLAMA, MISTRAL, QWEN2
 from mpipar.checkpoint.hf_mixtral import MIXTRAL
 from mpipar.checkpoint.manifest import NAME, STEP_FOLDER, read_manifest
@@ -31,13 +32,7 @@ from mpipar.errors import DataError
 from mpipar.files.bounded import read_json
 from mpipar.files.text import brief, shown
 
-FORMS = {
-    "gpt2": hf_gpt2,
-    "llama": LLAMA,
-    "mistral": MISTRAL,
-    "qwen2": QWEN2,
-    "mixtral": MIXTRAL,
-}  # by model_type
+FORMS = {form.kind: form for form in (GPT2, LLAMA, MISTRAL, QWEN2, MIXTRAL)}  # by model_type
 # Fields about how a model is stored, made or run elsewhere, but not about what it computes.
 OUTSIDE = {
     "model_type",

@@ -7,31 +7,18 @@ separately, as version 4 does.
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
-from typing import ClassVar
+from dataclasses import dataclass
 
-from mpipar.checkpoint.hf_llama import COMPUTED, NUMBERS, LlamaForm, number
+from mpipar.checkpoint.hf_form import number
+from mpipar.checkpoint.hf_llama import MISTRAL, RopeForm
 
 EXPERT = {"moe.up.w": ("w1", "w3"), "moe.down.w": ("w2",)}  # in the order of the parameter
 COEF = "router_aux_loss_coef"
-MISSING = {"rope_theta": 1e6, "rms_norm_eps": 1e-5, COEF: 0.001}  # values of missing fields
 
 
 @dataclass(frozen=True)
-class MixtralForm(LlamaForm):
+class MixtralForm(RopeForm):
     """See `mpipar.checkpoint.formats` for what a format is."""
-
-    NUMBERS = NUMBERS | {
-        "expert_ffn": "intermediate_size",
-        "experts": "num_local_experts",
-        "experts_per_token": "num_experts_per_tok",
-    }
-    COMPUTED = COMPUTED | {"router_jitter_noise": (0.0, None)}
-    ALIASES: ClassVar[dict[str, str]] = {"num_experts": "num_local_experts"}
-
-    @property
-    def READ(self) -> set[str]:
-        return super().READ | {COEF}
 
     def tensors(self, param) -> dict[str, tuple[int, ...]]:
         """Return those of all experts, one after another, and otherwise as in Mistral's files."""
@@ -48,10 +35,8 @@ class MixtralForm(LlamaForm):
     def describes(self, model) -> bool:
         """Return whether config.json can say what a ModelConfig computes."""
         return (
-            super().describes(replace(model, experts=None))
+            super().describes(model)
             and model.experts is not None
-            and model.expert_interval == 1
-            and model.shared_expert_ffn is None
             and model.router_balance != "bias"
         )
 
@@ -61,21 +46,34 @@ class MixtralForm(LlamaForm):
         return super().to_json(model, dtype) | {COEF: coef}
 
     def settings(self, found: dict) -> dict:
-        """Return the ModelConfig fields that a config.json fixes; raise KeyError or TypeError."""
-        found = MISSING | found
-        coef = number(COEF, found[COEF])
-        balance = (
-            {"router_balance": "loss", "router_loss_coef": coef}
-            if coef
-            else {"router_balance": "none"}
-        )
-        return super().settings(found) | {"expert_interval": 1, "shared_expert_ffn": None} | balance
+        """Return the ModelConfig fields that a config.json fixes; raise TypeError."""
+        coef = number(COEF, (self.missing | found)[COEF])
+        balance = {"router_balance": "loss", "router_loss_coef": coef}
+        return super().settings(found) | (balance if coef else {"router_balance": "none"})
 
 
 MIXTRAL = MixtralForm(
-    "mixtral",
-    "Mixtral",
-    {"none": {}},
-    window=lambda found: found.get("sliding_window"),
-    window_fields=("sliding_window",),
+    **vars(MISTRAL)
+    | {
+        "kind": "mixtral",
+        "architecture": "MixtralForCausalLM",
+        "names": MISTRAL.names | {"moe.router": "block_sparse_moe.gate"},
+        "numbers": MISTRAL.numbers
+        | {
+            "expert_ffn": "intermediate_size",
+            "experts": "num_local_experts",
+            "experts_per_token": "num_experts_per_tok",
+        },
+        "always": {
+            "norm": "rms",
+            "activation": "swiglu",
+            "positions": "rope",
+            "expert_interval": 1,
+            "shared_expert_ffn": None,
+        },
+        "missing": MISTRAL.missing | {"rope_theta": 1e6, "rms_norm_eps": 1e-5, COEF: 0.001},
+        "COMPUTED": MISTRAL.COMPUTED | {"router_jitter_noise": (0.0, None)},
+        "ALIASES": {"num_experts": "num_local_experts"},
+        "window": lambda found: found.get("sliding_window"),
+    }
 )
