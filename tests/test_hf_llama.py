@@ -249,8 +249,6 @@ def test_what_does_not_fit_is_told_as_flags_are(tmp_path):
         resolve(reading_of("--init-from", folder, "--router-balance", "bias"), 1)
     with pytest.raises(UsageError, match=r"--rope-theta 5.0: contradicts .* it is 1000000.0"):
         resolve(reading_of("--init-from", folder, "--rope-theta", "5"), 1)
-    with pytest.raises(UsageError, match=r"belongs to --router-balance bias, but .* is loss"):
-        resolve(reading_of("--init-from", folder, "--router-bias-rate", "0.1"), 1)
     folder = written(tmp_path, MIXTRAL_01, num_experts_per_tok=9)
     with pytest.raises(UsageError, match="--experts-per-token 9 with --experts 8"):
         resolve(reading_of("--init-from", folder), 1)
