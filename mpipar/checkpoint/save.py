@@ -145,8 +145,7 @@ class Saver:
     this rank's own writing is, see `write_pieces`; not in background.
 
     saved: the step of the last commit, or None. blocked_seconds: how long the last `save` blocked
-    training. write_seconds: how long this rank wrote for the last commit. waits: how often a save
-    had to wait for the previous one.
+    training. write_seconds: how long this rank wrote for the last commit.
     Comm: one gather over the world.
     """
 
@@ -189,7 +188,6 @@ class Saver:
         self.partial: Path | None = None  # where all ranks are writing now
         self.saved: int | None = None
         self.blocked_seconds = self.write_seconds = 0.0
-        self.waits = 0
 
     def save(self, step: int) -> None:
         """Save the state after `step`; in background mode only the copy is made here.
@@ -199,9 +197,7 @@ class Saver:
         Comm: that of `commit`, and a barrier and a broadcast over the world.
         """
         start = perf_counter_ns()
-        if self.flight is not None:
-            self.waits += 1
-            self.commit()
+        self.commit()
         if self.saved != step:
             self.partial = self._begin(step)
             path, own = self.partial / self.file, self.own

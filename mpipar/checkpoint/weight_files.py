@@ -31,6 +31,7 @@ from mpipar.files.typed import built
 WEIGHTS = "model.safetensors"
 INDEX = f"{WEIGHTS}.index.json"
 SHARD = re.compile(r"model-\d{5,}-of-\d{5,}\.safetensors")  # as they are written
+BESIDE = re.compile(r"[^./\\\0][^/\\\0]*\.safetensors")  # a name in the same folder
 MOST_INDEX = 16 << 20  # bytes; a tensor takes about 120
 MOST_TOLD = 10  # problems reported for one index
 DIGESTS = "digests.json"  # SHA-256 of each file of weights, as it was written
@@ -118,20 +119,11 @@ def index_of(folder: Path, where: str) -> dict[str, str]:
     wrong = [
         f"{where}: {shown(name)} does not name a file in this folder ending in .safetensors"
         for name in dict.fromkeys(map(str, found.values()))
-        if not _is_plain(name)
+        if not BESIDE.fullmatch(name)
     ]
     if wrong:
         raise DataError(wrong[:MOST_TOLD])
     return found
-
-
-def _is_plain(name: str) -> bool:
-    """Return whether a name is that of a file beside the index, not of one elsewhere."""
-    return (
-        name.endswith(".safetensors")
-        and not name.startswith(".")
-        and not set(name) & {"/", "\\", "\0"}
-    )
 
 
 def weight_paths(folder: Path, where: str) -> list[Path]:

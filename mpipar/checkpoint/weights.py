@@ -133,11 +133,6 @@ def write(folder: Path, config, dtype, blocks, most_bytes: int | None = None) ->
         raise OutputError(f"{folder}: the weights could not be written: {error.strerror}") from None
 
 
-def names_in_file(model) -> list[str]:
-    """Return the names of all parameters of a ModelConfig, in the order of writing."""
-    return [param.name for _, param in all_params(model, (model.layers,))]
-
-
 def weight_problems(config) -> list[str]:
     """Return what is wrong with the initial weights' tensors, reading only names and shapes.
 

@@ -176,7 +176,7 @@ def export(folder: Path, steps, args) -> int:
         raise DataError(wrong)
     manifest = read_manifest(path)
     config = config_of(path, manifest)
-    names = weights.names_in_file(config.model)
+    names = sorted(manifest.tensors)  # the order of `all_params`
     dtype = DTYPES.get(args.dtype, np.dtype(manifest.tensors[names[0]].dtype))
     found = tokenizer_files.read_tokenizer_files(folder / WEIGHTS)
     with said(out, "can't be written"):
