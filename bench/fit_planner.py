@@ -3,7 +3,7 @@
     python -m bench.fit_planner
 
 prints the constants as they are written in mpipar/plan/machines/*.toml and in STACKS of
-mpipar/plan/cluster.py. Those of products come from a device's own table only; those of stacks from
+mpipar/plan/job.py. Those of products come from a device's own table only; those of stacks from
 steps. Then the stacks are fitted again without each source in turn, and the errors printed are
 those of the steps that were left out. No constant belongs to a source, a model or a row. SciPy is
 needed.
@@ -16,9 +16,9 @@ from collections import defaultdict
 from collections.abc import Iterable
 from dataclasses import replace
 
-from mpipar.plan.cluster import Constants
-from mpipar.plan.published import Run, published_runs, read_rows, read_runs, stack_name
-from mpipar.plan.step_time import step_time
+from bench.runs import Run, published_runs, read_rows, read_runs, stack_name
+from mpipar.plan.job import Constants
+from mpipar.plan.model import step_time
 
 PRODUCTS = {"a100-80": "A100-80-SXM", "h100": "H100-SXM", "b200": "B200-SXM"}
 FIRST = {"products": 0.9, "elementwise": 1.0, "attention": 1.0, "starts_us": 300.0}
@@ -101,13 +101,13 @@ Known = dict[tuple[str, str], dict[str, float]]  # {(stack, generation of machin
 
 def kind_of(run: Run) -> tuple[str, str]:
     """Return the stack of a run, and the generation of its machine, which have constants."""
-    return stack_name(run.row), run.cluster.efficiency
+    return stack_name(run.row), run.machine.efficiency
 
 
 def with_constants(run: Run, constants: dict[str, float]) -> float:
     """Return the step of a run with other constants of its stack."""
-    stack = replace(run.stack, sets=((run.cluster.efficiency, Constants(**constants)),))
-    return step_time(run.shape, run.layout, run.cluster, stack).total
+    stack = replace(run.stack, sets=((run.machine.efficiency, Constants(**constants)),))
+    return step_time(run.shape, run.layout, run.machine, stack).total
 
 
 def fit_stack(runs: list[tuple[Run, float]]) -> dict[str, float]:

@@ -3,10 +3,10 @@
     python -m bench.published [--worst N] [--out FOLDER]
 
 For each source it prints the errors of step time, by the constants of the package and by constants
-fitted without this source, compared with one constant utilization (MFU) for the source, and with a
-closed form of forty lines. It also shows how good the choice among measured layouts is, whether
-runs that took place are predicted to fit, whether reported utilization follows from its stated
-rule, and which ranks publishers' layouts have in plans. The default folder is bench/results.
+fitted without this source, compared with one constant utilization (MFU) for the source. It also
+shows how good the choice among measured layouts is, whether runs that took place are predicted to
+fit, whether reported utilization follows from its stated rule, and which ranks publishers' layouts
+have in plans. The default folder is bench/results.
 """
 
 from __future__ import annotations
@@ -19,21 +19,13 @@ from pathlib import Path
 from statistics import fmean, median
 
 from bench import results
-from bench.closed_form import closed_form
 from bench.fit_planner import left_out
+from bench.runs import RECOMPUTE, Run, published_runs, read_rows, read_runs, shape_of
 from mpipar.config.layout import sizes_text
-from mpipar.plan.footprint import footprint
-from mpipar.plan.published import (
-    RECOMPUTE,
-    Run,
-    published_runs,
-    read_rows,
-    read_runs,
-    shape_of,
-)
+from mpipar.plan.job import utilization
+from mpipar.plan.memory import GIB, fullest
 from mpipar.plan.report import why_not
-from mpipar.plan.search import Kind, Question, search
-from mpipar.plan.shape import utilization
+from mpipar.plan.search import Question, search
 
 OUT = Path(__file__).parent / "results"
 COUNTED = (  # a part of the column `source`, how it counts FLOPs; all others: "model"
@@ -106,7 +98,6 @@ def accuracy(runs) -> dict:
         "worst row": worst.row["id"],
         "bias %": 100 * fmean(errors),
         "one MFU for the source, mean %": constant_utilization(runs),
-        "40 lines, mean %": mean_error(closed_form(run) / run.seconds - 1 for run in runs),
     }
 
 
@@ -154,8 +145,7 @@ def choice(runs, least: int) -> dict:
 def does_fit(run: Run, rows: int | None = None) -> bool:
     """Return whether a run is predicted to fit, with a microbatch of other rows if given."""
     layout = run.layout if rows is None else run.layout._replace(rows=rows)
-    gib = footprint(run.shape, layout, run.stack).total / (1 << 30)
-    return gib <= run.cluster.memory_gib
+    return fullest(run.shape, layout, run.stack).total <= run.machine.memory_gib * GIB
 
 
 def memory(runs) -> dict:
@@ -283,14 +273,23 @@ def publishers(runs) -> list[dict]:
         cut = "405b" in run.row["model"] and run.shape.layers < 126
         if not any(part in run.source for part in CHOSEN) or run.layout.zero > 1 or cut:
             continue
-        kind = Kind(run.cluster, run.layout.ranks, run.cluster.memory_gib)
-        question = Question(run.shape, (kind,), run.stack, int(run.row["gbs"]), {})
+        question = Question(
+            run.shape,
+            run.machine,
+            run.layout.ranks,
+            run.machine.memory_gib,
+            run.stack,
+            int(run.row["gbs"]),
+            {},
+        )
         best = search(question, PRINTED).best
         chosen = dict(zip(("dp", "pp", "cp", "tp", "ep"), run.layout.grid, strict=True))
         own = [one for one in best if one.layout.grid == run.layout.grid]
         place = best.index(own[0]) + 1 if own else "-"
         own = own or search(question._replace(fixed=chosen), 1).best
-        reason = "" if place != "-" else why_not(best[0], own[0]) if own else "does not fit"
+        reason = (
+            "" if place != "-" else why_not(question, best[0], own[0]) if own else "does not fit"
+        )
         rows.append(
             {
                 "row": run.row["id"],

@@ -1,6 +1,6 @@
 """Prints tables of a benchmark's rows, with the columns and conventions of nccl-tests.
 
-    python -m bench.table FILE.jsonl [--format text|csv|markdown|osu] [--machine machine.json]
+    python -m bench.table FILE.jsonl [--format text|csv|markdown|osu]
 
 algbw is size over median time; busbw is the part of it that the busiest link carries. Both are in
 GB/s = 1e9 B/s. For one launch, "low" and "high" are the 95 % confidence interval of its median, and
@@ -12,8 +12,8 @@ more about the start than about the operation. n iterations count; "late" ones, 
 began after the agreed moment, do not. bound_percent is busbw in percent of the bound in the title,
 which is the rate that --bound-GBps states or, inside a host and for orientation, that of a memory
 copy; bidirectional has twice the bound. overlap_percent is the share of alone_us that is hidden by
-computing_us; time_us then covers both. With --machine, rows that its cost model covers have two
-more columns. p5 to max are percentiles of the iterations. skew_us is how far apart the ranks began.
+computing_us; time_us then covers both. p5 to max are percentiles of the iterations. skew_us is how
+far apart the ranks began.
 "slowest" is the rank that was most often the last to leave, and how often. "#wrong" is 0 if the
 payload was right. messages_per_s counts all pairs. least_to_peer_bytes and most_ are the shortest
 and the longest part of all-to-allv that a rank sends to another. fast_us and slow_us are medians of
@@ -34,10 +34,8 @@ from bench import results
 from bench.interconnect import records
 from bench.interconnect.between import combined
 from bench.interconnect.statistics import MODES, times_us
-from bench.machine.predicted import beside
 from bench.program import Program
 from mpipar.errors import EXIT_OK
-from mpipar.plan import machine_file
 
 SKEW_SHARE = 0.1
 TAILS = (50, 90, 99)  # percentiles
@@ -244,15 +242,11 @@ def add_flags(parser) -> None:
     """Add the flags for the files, and the output format."""
     parser.add_argument("files", nargs="+", metavar="FILE", help="of bench.interconnect --json")
     parser.add_argument("--format", choices=tuple(FORMATS), default="text")
-    parser.add_argument("--machine", metavar="MACHINE", help="cost model of bench.calibrate")
 
 
 def show(args, session) -> int:
     """Print a file's rows; a file can be printed again at any time."""
     rows = records.rows_of(args.files, tell=True)
-    if args.machine:
-        machine = machine_file.load(args.machine)
-        rows = [row | beside(machine, row) for row in rows]
     if not rows:
         print("no rows", file=sys.stderr)
         return EXIT_OK

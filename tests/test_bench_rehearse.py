@@ -3,11 +3,11 @@
 import pytest
 
 from bench.rehearse import __main__ as rehearse
-from bench.rehearse.pace import Pace, spread
+from bench.rehearse.pace import at_rate, spread
 from bench.rehearse.player import lay_out, room_needed
 from bench.rehearse.script import CALL, WAIT, script_of
 from bench.training import config_of
-from mpipar.errors import DataError, OutputError, UsageError
+from mpipar.errors import OutputError, UsageError
 from mpipar.plan.predict import predict
 
 SMALL = "--layers 2 --num-microbatches 2 --batch-size 24"
@@ -62,8 +62,7 @@ def test_first_ranks_are_fewer_than_all(layout, ranks):
     [
         (["--first-ranks", "--trace", "t"], "leave one of them out"),
         (["--first-ranks", "--beside", "tiny --layout dp=2"], "leave one of them out"),
-        (["--compute", "1"], "give one of --gflops"),
-        (["--compute", "1", "--gflops", "1", "--machine", "m.json"], "give one of"),
+        (["--compute", "1"], "add --gflops"),
         (["--gflops", "1"], "add --compute 1"),
         (["--compute", "some", "--gflops", "1"], "--compute"),
         (["--compute", "1", "--gflops", "-1"], "--gflops"),
@@ -75,13 +74,10 @@ def test_flags_that_do_not_fit_together_are_refused(words, text):
         parsed("tiny", "--layout", "dp=2", *words)
 
 
-def test_a_folder_with_a_trace_and_a_missing_machine_are_refused(tmp_path):
+def test_a_folder_with_a_trace_is_refused(tmp_path):
     (tmp_path / "trace").mkdir()
     with pytest.raises(OutputError, match="has a trace"):
         rehearse.make_folder(str(tmp_path))
-    args = parsed("tiny", "--layout", "dp=2", "--compute", "1", "--machine", "/nowhere.json")
-    with pytest.raises(DataError, match="nowhere"):
-        Pace.of(args, config_of(["--layout", "dp=2"]))
 
 
 def test_payloads_that_find_no_room_are_refused(monkeypatch):
@@ -112,12 +108,11 @@ def test_arrays_are_shared_by_calls_that_are_not_under_way_together():
 def test_computing_lies_where_its_flops_are():
     config = config_of(["--layout", "pp=2"])
     script = script_of(config, 0)
-    args = parsed("tiny", "--layout", "pp=2", "--compute", "2", "--gflops", "3")
-    found = Pace.of(args, config).seconds(script)
+    found = at_rate(script, 2.0, 3.0)
     assert sum(found) == pytest.approx(
         2 * sum(event.flops for event in script.events) / 3e9, rel=1e-12
     )
-    assert Pace.of(parsed("tiny", "--layout", "pp=2"), config).seconds(script) is None
+    assert at_rate(script, 0.0, None) is None
     seconds = {("F", 0): 0.5, ("B", 0): 1.5, ("opt", -1): 0.25}
     assert sum(spread(script, seconds)) == pytest.approx(4 * 0.5 + 4 * 1.5 + 0.25, rel=1e-12)
 

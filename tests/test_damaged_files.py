@@ -13,7 +13,6 @@ import numpy as np
 import pytest
 from damage import damaged
 from in_process import StandIn, at_once
-from machine_models import machine
 from one_rank import fresh, loaded
 from state_cases import config_for, saved
 from state_cases import loaded as state
@@ -27,7 +26,6 @@ from mpipar.checkpoint.tokenizer_files import config_texts, read_tokenizer_files
 from mpipar.data.source import load_source
 from mpipar.errors import DataError, UsageError
 from mpipar.files.bounded import read_json
-from mpipar.plan import machine_file
 
 FEW, MANY = range(12), range(12, 212)
 
@@ -59,15 +57,6 @@ def of_trace(name):
         ]
 
     return make
-
-
-def of_machine(folder):
-    path = folder / "machine.json"
-    machine_file.save(machine(), str(path))
-    return path, [
-        ("explain", "--machine", path),
-        ("explain", "--machine", path, "--layout", "pp=2"),
-    ]
 
 
 def of_toml(folder):
@@ -166,7 +155,6 @@ KINDS = {
     "meta.json": of_trace("trace/meta.json"),
     "rank": of_trace("trace/rank-00001.jsonl"),
     "metrics.jsonl": of_trace("metrics.jsonl"),
-    "machine.json": of_machine,
     "TOML": of_toml,
     "CSV": of_csv,
     "config.json": of_weights("config.json"),

@@ -21,8 +21,7 @@ from mpipar.config.run import RunConfig
 from mpipar.config.sections import Config
 from mpipar.config.train import TrainConfig
 from mpipar.plan import formulas, memory_formulas
-from mpipar.plan.measure import unit_memory
-from mpipar.plan.predict import predict
+from mpipar.plan.predict import predict, unit_memory
 from mpipar.train.build import configured_schedule
 
 CASES = [
@@ -512,7 +511,7 @@ def test_every_barrier_is_listed_in_order_with_bytes_group_and_source():
     (["--layout", "tp=2", "--rank", "2"], "--rank 2: the layout has ranks 0 to 1"),
     (["--all-ranks", "--rank", "0"], "--all-ranks and --rank 0: give one of them"),
     (["--all-ranks", "--layout", "dp=257", "--batch-size", "1028"], "at most 256 are listed"),
-    (["--layout", "pp=2", "--schedule", "auto"], "--schedule auto: there are naive, gpipe,"),
+    (["--layout", "pp=2", "--schedule", "auto"], "must be one of naive, gpipe,"),
     (["--layout", "tp=3"], "--heads 4"), (["--dp", "0"], "--dp 0: must be at least 1"),
 ])  # fmt: skip
 def test_mistakes_are_said(flags, message):

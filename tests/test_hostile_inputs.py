@@ -9,7 +9,6 @@ import stat
 
 import pytest
 from in_process import StandIn, assert_refused, at_once
-from machine_models import machine
 from one_rank import fresh
 
 from mpipar import cli
@@ -18,7 +17,6 @@ from mpipar.console import output
 from mpipar.errors import DataError, OutputError, UsageError
 from mpipar.pipeline.csv_format import write_csv
 from mpipar.pipeline.schedules.catalog import make_schedule
-from mpipar.plan import machine_file
 from mpipar.trace import trace_file
 
 NINES = "9" * 5000
@@ -99,14 +97,15 @@ def test_csv_files_are_bounded(text, part, tmp_path):
 
 
 @pytest.mark.parametrize("words", [
-    "train --config PIPE", "explain --machine PIPE", "train --data PIPE",
+    "train --config PIPE", "explain --machine PIPE.toml", "train --data PIPE",
     "schedule --from-csv PIPE", "train --val-data PIPE",
 ])  # fmt: skip
 def test_a_pipe_is_no_file(words, tmp_path):
     os.mkfifo(tmp_path / "PIPE")
+    os.mkfifo(tmp_path / "PIPE.toml")
     code = 2 if "--config" in words or "csv" in words else 65
     with at_once():
-        assert_refused(code, ["PIPE: is a named pipe"], *words.split(), folder=tmp_path)
+        assert_refused(code, ["PIPE", ": is a named pipe"], *words.split(), folder=tmp_path)
 
 
 @pytest.mark.parametrize("words", [
@@ -125,13 +124,12 @@ def test_files_follow_the_umask(tmp_path):
     before = os.umask(0o027)
     try:
         output.write_text(tmp_path / "page.html", "")
-        machine_file.save(machine(), str(tmp_path / "machine.json"))
         checkpoint.save(fresh(), tmp_path / "weights")
         write_csv(make_schedule("1f1b", 2, 2), tmp_path / "a.csv")
         trace_file.write_meta(tmp_path, {})
     finally:
         os.umask(before)
     modes = {path.name: stat.filemode(path.stat().st_mode) for path in tmp_path.rglob("*")}
-    assert len(modes) == 10
+    assert len(modes) == 9
     for name, mode in modes.items():
         assert mode == ("drwxr-x---" if name in ("weights", "trace") else "-rw-r-----"), name

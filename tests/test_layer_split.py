@@ -6,7 +6,6 @@ from dataclasses import replace
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from machine_models import config_of, machine
 from schedule_cases import LOOPED, counts
 
 from mpipar import models
@@ -17,7 +16,6 @@ from mpipar.models import split as splits
 from mpipar.models.split import UnitFlops, balanced_layers, stage_flops
 from mpipar.models.stage import stage_parts
 from mpipar.pipeline.schedules.catalog import FAMILIES, make_schedule
-from mpipar.plan.step import costs_of
 
 PLACEMENTS = {"linear": "1f1b", "looped": "interleaved", "v": "zb-v", "mirror": "dualpipe"}
 assert PLACEMENTS.keys() == {family.placement for family in FAMILIES.values()}
@@ -211,16 +209,3 @@ def test_every_block_is_in_exactly_one_stage():
         (False, False),
         (False, True),
     ]
-
-
-def test_blocks_cost_in_proportion_to_their_flops(monkeypatch):
-    """The machine's file has the mean of all blocks."""
-    usual = costs_of(machine(), config_of(), 0)
-    flops = models.unit_flops(config_of().model)
-    monkeypatch.setattr(models, "unit_flops", lambda config: flops._replace(blocks=(1, 3, 1, 3)))
-    found = costs_of(machine(), config_of(), 0)
-    for kind in "fiw":
-        first, *blocks, last = getattr(found, kind)
-        mean = getattr(usual, kind)[1]
-        assert blocks == pytest.approx([mean / 2, mean * 1.5] * 2)
-        assert (first, last) == (getattr(usual, kind)[0], getattr(usual, kind)[-1])

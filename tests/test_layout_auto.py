@@ -4,15 +4,16 @@ from dataclasses import replace
 
 import pytest
 from in_process import assert_refused, printed, refusal
-from machine_models import config_of
 
 from mpipar.commands.auto import best_of, legal_layouts
 from mpipar.commands.resume import resumed
 from mpipar.config.reading import ParsedConfig, over
+from mpipar.config.resolve import resolve
 from mpipar.config.sections import Config, build
 from mpipar.errors import UsageError
-from mpipar.plan.data_sheet import machine_of
-from mpipar.plan.step import step_estimate
+from mpipar.plan.machine import load_machine
+from mpipar.plan.of_config import step_of
+from mpipar.plan.predict import fullest
 
 LAYOUTS = [{"dp": 4}, {"pp": 4}, {"dp": 2, "pp": 2}, {"dp": 2, "tp": 2}, {"tp": 4}]
 
@@ -25,17 +26,16 @@ def configs(limit=None, num_microbatches=4):
     """The same 16 rows on four ranks, in several layouts."""
     found = []
     for axes in LAYOUTS:
-        rows = 16 // num_microbatches // axes.get("dp", 1)
-        one = config_of(num_microbatches=num_microbatches, rows=rows, **axes)
-        found.append(replace(one, run=replace(one.run, memory_limit=limit)))
+        sizes = {"dp": 1, "pp": 1, "tp": 1} | axes
+        values = sizes | {"batch_size": 16, "num_microbatches": num_microbatches}
+        found.append(resolve(build(values | {"memory_limit": limit}), 4)[0])
     return found
 
 
 @pytest.mark.parametrize("dtype", ["float32", "float64", "bfloat16"])
 def test_the_choice_has_the_shortest_step_of_its_data_sheet(dtype):
     every = [replace(one, run=replace(one.run, dtype=dtype)) for one in configs()]
-    machine = machine_of("cpu", every)
-    steps = [step_estimate(machine, one).total for one in every]
+    steps = [step_of(one, load_machine("cpu")).total for one in every]
     place, note = best_of(every, None)
     assert steps[place] == min(steps)
     assert note.startswith("--layout auto: predicted steps by the data sheet cpu: dp ")
@@ -49,8 +49,7 @@ def test_another_machine_may_choose_another_layout():
 
 
 def test_what_does_not_fit_a_limit_is_not_chosen():
-    machine = machine_of("cpu", configs())
-    peaks = [step_estimate(machine, one).peak_bytes for one in configs()]
+    peaks = [fullest(one).peak_total for one in configs()]
     place, note = best_of(configs(min(peaks)), None)
     assert peaks[place] == min(peaks)
     assert note.count(" ms") == peaks.count(min(peaks))
@@ -113,10 +112,4 @@ def test_a_cost_model_without_a_choice_is_refused():
         "--machine",
         "machine.json",
         ranks=2,
-    )
-
-
-def test_a_cost_model_is_read_even_where_one_layout_is_left(tmp_path):
-    assert_refused(
-        65, ["none.json"], "train", "--layout", "auto", "--machine", "none.json", folder=tmp_path
     )

@@ -15,8 +15,8 @@ from mpipar import ops as ops_module
 from mpipar.comm.record import Recorder
 from mpipar.ops.functions import MEMORY, Ops
 from mpipar.ops.signature import Function
-from mpipar.plan.cluster import load_cluster
-from mpipar.plan.shape import utilization
+from mpipar.plan.job import utilization
+from mpipar.plan.machine import load_machine
 
 ONLY_WRITTEN = {("fill", "x"), ("copy", "dst"), ("adamw_runs", "copy")}  # arrays that are not read
 
@@ -80,8 +80,8 @@ def counted(words: list[str]) -> tuple[Any, dict[str, dict[str, int]]]:
 
 def floors(machine: str, words: list[str]) -> str:
     """Return the table of a step on a machine of `mpipar plan`, and the resulting MFU."""
-    cluster, (config, found) = load_cluster(machine), counted(words)
-    peak, memory = cluster.peak_tflops[config.run.dtype] * 1e12, cluster.hbm_gbytes_s * 1e9
+    sheet, (config, found) = load_machine(machine), counted(words)
+    peak, memory = sheet.peak_tflops[config.run.dtype] * 1e12, sheet.hbm_gbytes_s * 1e9
     rows, likely = [], 0.0
     for name, one in found.items():
         moving, computing = one["bytes"] / memory, one["flops"] / peak
@@ -96,7 +96,7 @@ def floors(machine: str, words: list[str]) -> str:
                 "bound_by": "memory" if moving > computing else "products",
             }
         )
-        rate = cluster.attention_tflops if "attention" in name else cluster.product_tflops
+        rate = sheet.attention_tflops if "attention" in name else sheet.product_tflops
         likely += max(moving, one["flops"] / (rate * 1e12))
     rows.sort(key=lambda row: -row["floor_us"])
     floor = sum(row["floor_us"] for row in rows) * 1e-6
@@ -110,6 +110,6 @@ def floors(machine: str, words: list[str]) -> str:
         f" memory {of_memory * 1e-3:.1f} ms. The MFU of this step of {flops * 1e-12:.1f} TFLOP"
         f" is therefore at most {most:.0f} %.\n**An estimate, not measured:**"
         f" {likely * 1e3:.0f} ms and {share:.0f} % with memory at its full rate, products at"
-        f" {cluster.product_tflops:.0f} and attention at {cluster.attention_tflops:.0f}"
+        f" {sheet.product_tflops:.0f} and attention at {sheet.attention_tflops:.0f}"
         " TFLOP/s."
     )

@@ -7,14 +7,14 @@ Each rank runs the real step on shapes, and notes what it sends and waits for, a
 It then replays that repeatedly on a real network, in the groups, phases and places of training.
 There are no weights. In the first step, which is not timed, every payload is checked on every rank.
 
-Computing takes no time. With --compute X it takes X times the modelled time: that of --machine FILE
-(see bench.calibrate), or FLOPs of products over --gflops. Meanwhile a rank keeps its core busy, or
-yields it with --sleep. Neither takes bandwidth from memory, as computing does.
+Computing takes no time. With --compute X it takes X times the FLOPs of matmuls over --gflops.
+Meanwhile a rank keeps its core busy, or yields it with --sleep. Neither takes bandwidth from
+memory, as computing does.
 
 Columns: calls and bytes of a step, summed over ranks. waited_ms: how long a rank was blocked, mean
 over ranks and steps; most_ms: of the rank with the most. flight_ms: from posting to the end.
 bound_ms: the bytes that a rank sends over --bound-GBps, or over the rate of a memory copy inside
-one host. predicted_ms: what --machine predicts for the calls.
+one host.
 
 --beside 'PRESET --layout ...' rehearses another job on every second rank: each alone, then both.
 
@@ -25,7 +25,6 @@ what they send in it; see first_ranks.py for who stands in for their absent peer
 from __future__ import annotations
 
 import argparse
-import math
 import re
 import shlex
 import statistics
@@ -39,7 +38,7 @@ from typing import Any, NamedTuple
 from bench.interconnect.session import copy_rate
 from bench.program import Outcome, Program
 from bench.rehearse.first_ranks import FirstRanks, described, with_stand_ins
-from bench.rehearse.pace import Pace
+from bench.rehearse.pace import at_rate
 from bench.rehearse.player import Player, Steps, room_needed
 from bench.rehearse.script import Script, script_of
 from bench.training import config_of
@@ -55,7 +54,7 @@ from mpipar.files.text import counted, shown
 from mpipar.trace.tracer import Tracer
 
 WARM_UP, TRACED = 2, 3  # steps
-SUMS = ("calls", "payload", "sent", "waited_ns", "flight_ns", "predicted")
+SUMS = ("calls", "payload", "sent", "waited_ns", "flight_ns")
 
 
 class Job(NamedTuple):
@@ -82,7 +81,6 @@ def add_flags(parser) -> None:
         type=positive,
         help="the model of computing: this rate of a rank's products",
     )
-    parser.add_argument("--machine", metavar="FILE", help="the model of computing and of messages")
     parser.add_argument("--sleep", action="store_true", help="sleep instead of keeping a core busy")
     parser.add_argument(
         "--bound-GBps", metavar="N", type=positive, help="rate of a rank's link, one way"
@@ -117,11 +115,8 @@ def scale(text: str) -> float:
 
 def check(args, parser) -> None:
     """Check that the flags fit together. Raises UsageError."""
-    if args.compute and (args.gflops is None) == (args.machine is None):
-        raise UsageError(
-            "--compute X: needs the time of computing to scale; give one of --gflops N"
-            " and --machine FILE"
-        )
+    if args.compute and args.gflops is None:
+        raise UsageError("--compute X: needs the time of computing to scale; add --gflops N")
     if args.gflops is not None and not args.compute:
         raise UsageError(
             "--gflops N: is the rate of what --compute X lets a rank compute; add --compute 1"
@@ -231,7 +226,7 @@ def check_room(script: Script, on_host: int) -> None:
         )
 
 
-def player_of(job: Job, pace: Pace, args, session) -> Player:
+def player_of(job: Job, args, session) -> Player:
     """Return this rank's part of its job.
 
     Comm: a split of the world, agreements, that of `Player` and, with first ranks, a gather of
@@ -244,7 +239,7 @@ def player_of(job: Job, pace: Pace, args, session) -> Player:
         script, grid = with_stand_ins(script, mine), FirstRanks.here(job.config, mine)
     session.agree(lambda: check_room(script, len(session.host_ranks)))
     player = Player(job.config, mine, ops, script, grid)
-    player.seconds, player.sleeps = session.agree(lambda: pace.seconds(script)), args.sleep
+    player.seconds, player.sleeps = at_rate(script, args.compute, args.gflops), args.sleep
     return player
 
 
@@ -254,9 +249,7 @@ def measure(args, session) -> Outcome | int:
     jobs = session.agree(lambda: jobs_of(args, world.size))
     session.agree(lambda: make_folder(args.trace if world.rank == 0 else None))
     number = next(at for at, job in enumerate(jobs) if world.rank in job.ranks)
-    pace = session.agree(lambda: Pace.of(args, jobs[number].config))
-    predicted = None if args.first_ranks else session.agree(pace.step_seconds)
-    player = player_of(jobs[number], pace, args, session)
+    player = player_of(jobs[number], args, session)
     wrong = [
         f"rank {rank}: {text}"
         for rank, text in enumerate(gather_facts(world, player.check()) or ())
@@ -277,9 +270,7 @@ def measure(args, session) -> Outcome | int:
     if together.seconds:
         both = slowest(player.world, together.seconds)
         slowdown = statistics.median(both) / statistics.median(steps)
-    facts = gather_facts(
-        world, Share(number, steps, predicted, slowdown, sums_of(player, pace, alone))
-    )
+    facts = gather_facts(world, Share(number, steps, slowdown, sums_of(player, alone)))
     player.close()
     if facts is None:
         return EXIT_OK
@@ -296,13 +287,11 @@ def measure(args, session) -> Outcome | int:
 class Share(NamedTuple):
     """What a rank reports. job: its number. steps: the seconds of its job's steps.
 
-    predicted: seconds of a step, or None. slowdown: how much longer these take beside another job.
-    sums: those of `sums_of`.
+    slowdown: how much longer these take beside another job. sums: those of `sums_of`.
     """
 
     job: int
     steps: list[float]
-    predicted: float | None
     slowdown: float | None
     sums: list
 
@@ -323,14 +312,12 @@ def slowest(world, seconds: list[float]) -> list[float]:
     return [max(times) for times in zip(*all_gather_facts(world, seconds), strict=True)]
 
 
-def sums_of(player: Player, pace: Pace, steps: Steps) -> list:
+def sums_of(player: Player, steps: Steps) -> list:
     """Return [[barrier, sums of a step], ...] of this rank. A barrier: axis, name, operation,
     phase.
     """
     sums: dict = defaultdict(lambda: [0.0] * len(SUMS))
     for record in (record for records in steps.records for record in records):
-        ranks = len(player.comms.groups[record.axis].ranks)
-        predicted = pace.call_seconds(record, record.posted_ns < record.waited_ns, ranks)
         key = record.axis, family(record.name), record.operation, record.phase
         values = (
             1,
@@ -338,7 +325,6 @@ def sums_of(player: Player, pace: Pace, steps: Steps) -> list:
             record.wire_bytes,
             record.done_ns - record.waited_ns,
             record.done_ns - record.posted_ns,
-            math.nan if predicted is None else predicted,
         )
         sums[key] = [one + more for one, more in zip(sums[key], values, strict=True)]
     return [[key, [value / len(steps.seconds) for value in found]] for key, found in sums.items()]
@@ -384,13 +370,12 @@ def headline(job: Job, share: Share, args) -> str:
     grid, times = job.config.grid, sorted(1e3 * seconds for seconds in share.steps)
     order = f"{grid.schedule_csv or grid.schedule}, {counted(grid.num_microbatches, 'microbatch')}"
     computing = f"{args.compute:g} times its modelled time" if args.compute else "no time"
-    said = "" if share.predicted is None else f"; predicted {share.predicted * 1e3:.2f} ms"
     slower = "" if share.slowdown is None else f"; {share.slowdown:.2f} times as long beside"
     return (
         f"{' '.join(job.words)}: {counted(len(job.ranks), 'rank')}, {order};"
         " every payload as it should be\n"
         f"a step takes {statistics.median(times):.2f} ms ({times[0]:.2f} to {times[-1]:.2f},"
-        f" {counted(len(times), 'step')}), computing {computing}{said}{slower}"
+        f" {counted(len(times), 'step')}), computing {computing}{slower}"
     )
 
 
@@ -412,11 +397,8 @@ def barrier_rows(by_rank: list[list], rate: float | None) -> list[dict]:
             "flight_ms": mean["flight_ns"] * 1e-6,
         }
         row |= {} if rate is None else {"bound_ms": mean["sent"] / rate * 1e-6}
-        row |= {"predicted_ms": mean["predicted"] * 1e3}
         rows.append(row)
-    if all(math.isnan(row["predicted_ms"]) for row in rows):
-        return [{name: row[name] for name in row if name != "predicted_ms"} for row in rows]
-    return [row | {"predicted_ms": ""} if math.isnan(row["predicted_ms"]) else row for row in rows]
+    return rows
 
 
 main = Program(

@@ -13,8 +13,9 @@ from mpipar.config.reading import ParsedConfig
 from mpipar.config.sections import Config
 from mpipar.console.tables import nbytes
 from mpipar.errors import UsageError, UserError
-from mpipar.plan.data_sheet import machine_of
-from mpipar.plan.step import step_estimate
+from mpipar.plan.machine import load_machine
+from mpipar.plan.of_config import step_of
+from mpipar.plan.predict import fullest
 
 SHEETS = {"cpu": "cpu", "cuda": "h100"}  # device -> data sheet, without --machine
 
@@ -55,19 +56,15 @@ def best_of(configs: list[Config], machine_name: str | None) -> tuple[int, str]:
     """
     run = configs[0].run
     name = machine_name or SHEETS[run.device]
-    machine, steps, wrong = machine_of(name, configs), {}, []
+    machine, steps, wrong = load_machine(name), {}, []
     for place, config in enumerate(configs):
         layout = sizes_text(vars(config.grid))
-        try:
-            step = step_estimate(machine, config)
-        except UsageError as error:  # a model of measured passes lacks those of this layout
-            wrong.append(f"--layout auto: {layout}: {error.problems[0]}")
-            continue
-        if run.memory_limit is None or step.peak_bytes <= run.memory_limit:
-            steps[place] = step.total, layout
+        peak = fullest(config).peak_total if run.memory_limit is not None else 0
+        if run.memory_limit is None or peak <= run.memory_limit:
+            steps[place] = step_of(config, machine).total, layout
         else:
             wrong.append(
-                f"--layout auto: {layout}: its fullest rank needs {nbytes(step.peak_bytes)}, and"
+                f"--layout auto: {layout}: its fullest rank needs {nbytes(peak)}, and"
                 f" --memory-limit is {nbytes(run.memory_limit)}"
             )
     if not steps:

@@ -28,10 +28,11 @@ from mpipar.files.text import counted
 from mpipar.models.decoder import ENTRY
 from mpipar.ops.shape_array import labels_of
 from mpipar.plan import formulas, memory_formulas
-from mpipar.plan.data_sheet import machine_of
-from mpipar.plan.measure import unit_memory
-from mpipar.plan.predict import predict
-from mpipar.plan.step import step_estimate
+from mpipar.plan.machine import load_machine
+from mpipar.plan.model import Step
+from mpipar.plan.of_config import step_of
+from mpipar.plan.predict import predict, unit_memory
+from mpipar.plan.report import PARTS
 from mpipar.train.build import configured_schedule
 
 MOST_RANKS = 1 << 17  # of a layout: beyond it the arithmetic of groups takes minutes
@@ -51,8 +52,8 @@ class Arguments:
     )
     machine: str | None = setting(
         None,
-        "cost model of bench.calibrate, or a machine of mpipar plan: predict the time of a step",
-        metavar="FILE|NAME",
+        "predict the time of a step on a machine of mpipar plan, or on one of this form in a file",
+        metavar="NAME|FILE",
     )
 
 
@@ -61,13 +62,12 @@ def run(context: Context) -> int:
     args, parsed = context.args, context.parsed
     config, machine = configured(parsed, args)
     schedule = configured_schedule(config.grid)
-    estimate = step_estimate(machine, config) if machine else None
     if args.all_ranks:
         print_all_ranks(config, schedule, args.summary)
     else:
         print_rank(config, schedule, predict(config, args.rank or 0), args.summary)
-    if estimate:
-        print(step_time(estimate))
+    if machine:
+        print(step_words_on(machine.name, step_of(config, machine)))
     return EXIT_OK
 
 
@@ -103,7 +103,7 @@ def configured(parsed, args):
         )
     if problems:
         raise UsageError(problems)
-    machine = machine_of(args.machine, [config]) if args.machine is not None else None
+    machine = load_machine(args.machine) if args.machine is not None else None
     if notes:
         print("\n".join([*notes, ""]))
     return config, machine
@@ -194,19 +194,14 @@ def print_experts(prediction, config) -> None:
     print(formulas.expert_rows(config))
 
 
-def step_time(estimate) -> str:
-    """Return the predicted time of a step, its parts, and caveats."""
-    parts = {
-        "pipeline": estimate.pipeline,
-        "sums and norm": estimate.barriers,
-        "update": estimate.update,
-    }
-    text = f"predicted step: {estimate.total * 1e3:.2f} ms = " + " + ".join(
-        f"{seconds * 1e3:.2f} {name}" for name, seconds in parts.items()
-    )
-    if estimate.extrapolated:
-        text += f"\nextrapolated, not measured: {'; '.join(estimate.extrapolated)}"
-    return f"{text}\n{estimate.sharing}" if estimate.sharing else text
+def step_words_on(machine: str, step: Step) -> str:
+    """Return the predicted time of a step, and its parts."""
+    parts = [
+        f"{seconds * 1e3:.2f} {PARTS[name]}"
+        for name, seconds in step._asdict().items()
+        if seconds > 0
+    ]
+    return f"predicted step on {machine}: {step.total * 1e3:.2f} ms = {' + '.join(parts)}"
 
 
 def in_order(prediction, config) -> str:

@@ -1,123 +1,203 @@
 """`mpipar plan MODEL --machine NAME --ranks N`: which layout, why, and how certain; no MPI."""
 
-from __future__ import annotations
-
-import csv
 import json
-import sys
+import os
+import shlex
+from dataclasses import MISSING, dataclass, replace
 
+from mpipar.checkpoint.formats import model_settings
+from mpipar.comm.grid import AXES, LAYOUT
 from mpipar.commands.command import Command, Context
-from mpipar.commands.plan_question import (
-    Arguments,
-    batch_range,
-    job_of,
-    problems,
-    question_of,
-    sites_of,
-)
-from mpipar.commands.resolve import resolve
-from mpipar.config.reading import ParsedConfig
-from mpipar.console.progress import progress
-from mpipar.errors import EXIT_CHECK_FAILED, EXIT_OK, UserError
-from mpipar.plan import report as plan_report
-from mpipar.plan.confirm import Job, confirm, train_config
-from mpipar.plan.formats import search_formats
-from mpipar.plan.search import Candidate, Plan, Question, search
+from mpipar.config.layout import divisors
+from mpipar.config.presets import PRESETS
+from mpipar.config.reading import expand_layout, read
+from mpipar.config.resolve import config_problems
+from mpipar.config.sections import FIELDS, build
+from mpipar.config.setting import positional, setting, switch
+from mpipar.errors import EXIT_CHECK_FAILED, EXIT_OK, DataError, UsageError, UserError, suggestion
+from mpipar.files.text import brief
+from mpipar.plan.job import STACKS, Shape
+from mpipar.plan.machine import load_machine, machine_names
+from mpipar.plan.memory import GIB
+from mpipar.plan.report import Job, as_dict, report
+from mpipar.plan.search import SCHEDULES, Question, search
 
-SAVE_SECONDS = 30.0
+FORMATS = ("bfloat16", "float16", "float32")
+FREE = 5  # percent of a device's memory that is left free
+MOST_RANKS, MOST_ROWS = 1 << 17, 1 << 24
+
+
+@dataclass(frozen=True)
+class Arguments:
+    """The model, the machine, fixed parts of the layout, and what is printed."""
+
+    model: str = positional(
+        "MODEL", "a preset, a TOML file of mpipar train, or a folder with a config.json"
+    )
+    machine: str = setting(
+        MISSING,
+        f"{', '.join(machine_names())}, or a TOML file of the same form, as bench.calibrate writes",
+        metavar="NAME|FILE",
+    )
+    ranks: int = setting(MISSING, "devices of the job", low=1, high=MOST_RANKS)
+    batch_size: int | None = setting(
+        None, "sequences per step (default: the preset's)", low=1, high=MOST_ROWS, metavar="ROWS"
+    )
+    seq_len: int | None = setting(
+        None, "tokens per sequence (default: the model's)", low=1, high=1 << 24, metavar="T"
+    )
+    dtype: str | None = setting(
+        None, "number format (default: the machine's 16-bit format)", choices=FORMATS
+    )
+    stack: str = setting("mpipar", "software whose efficiency is assumed", choices=tuple(STACKS))
+    memory_limit: int | None = setting(
+        None,
+        "memory of a device, as 40G (default: the machine's); 5 % of it stays free",
+        in_bytes=True,
+        low=1,
+        below=2**63,
+        metavar="BYTES",
+    )
+    layout: str | None = setting(None, "fix these axes", metavar="dp=8,tp=8")
+    schedule: str | None = setting(None, "fix the schedule", choices=tuple(SCHEDULES))
+    recompute: str | None = setting(
+        None, "fix activation recomputation", choices=FIELDS["recompute"].metadata["choices"]
+    )
+    zero: int | None = setting(
+        None, "fix the ZeRO stage", choices=FIELDS["zero"].metadata["choices"]
+    )
+    top: int = setting(5, "number of layouts to print", low=1, high=100, metavar="K")
+    json: bool = switch("print everything as JSON and nothing else")
 
 
 def run(context: Context) -> int:
-    """Print the plan; return 0 if a layout fits, also according to --confirm, else 1.
+    """Print the plan; return 0 if a layout fits, else 1.
 
     Raises UsageError for what is wrong for this model, DataError for files that cannot be read.
     """
     args = context.args
     job = job_of(args.model)
     question = question_of(args, job)
-    with progress("plan", None, "", bar_format="{desc} [{elapsed}]") as line:
-
-        def tell(text: str) -> None:
-            line.set_description_str(text, refresh=False)
-            line.update()
-
-        question, plan, batches = chosen_batch(args, question, tell)
-    own = None
-    if args.confirm and plan.best:
-        own = confirm(question, job.config, plan.best[0])
-    if args.json:
-        found = plan_report.as_dict(question, plan, job)
-        if batches:
-            found["batches"] = {
-                rows: one.best[0].step.total if one.best else None for rows, one in batches.items()
-            }
-        print(json.dumps(found, indent=1))
-    elif args.csv:
-        csv.writer(sys.stdout, lineterminator="\n").writerows(plan_report.csv_rows(question, plan))
-    else:
-        print(answer(args, question, plan, batches, job, own))
-    good = plan.best and (own is None or plan_report.confirmed(own[0]))
-    return EXIT_OK if good else EXIT_CHECK_FAILED
+    plan = search(question, args.top)
+    print(
+        json.dumps(as_dict(question, plan, job), indent=1)
+        if args.json
+        else report(question, plan, job)
+    )
+    return EXIT_OK if plan.best else EXIT_CHECK_FAILED
 
 
-def answer(args, question: Question, plan: Plan, batches: dict[int, Plan], job: Job, own) -> str:
-    """Return the report, and what further flags ask for. own: the result of `confirm`, or None."""
-    parts = [plan_report.report(question, plan, job)]
-    if plan.best:
-        best = plan.best[0]
-        parts.append(refusal(question, job, best))
-        if args.grad_dtype not in (None, "float32"):
-            parts.append("mpipar train keeps gradients in float32, whatever --grad-dtype says")
-        if own is not None:
-            parts.append(plan_report.own_table(*own))
-        if args.failure_hours:
-            parts.append(
-                plan_report.saving(
-                    question, best.step.total, args.save_seconds or SAVE_SECONDS, args.failure_hours
-                )
-            )
-        if args.sites:
-            parts.append(plan_report.sites_table(question, plan, sites_of(args.sites)))
-    if len(batches) > 1:
-        parts.append(plan_report.batch_table(batches))
-    return "\n\n".join(filter(None, parts))
-
-
-def refusal(question: Question, job: Job, one: Candidate) -> str:
-    """Return why `mpipar train` would refuse the printed command, or ""."""
+def problems(args: Arguments) -> list[UserError]:
+    """Return what is wrong between the arguments, or with the model and machine they name."""
+    found, errors = [], []
     try:
-        resolve(ParsedConfig(train_config(question, job.config, one)), one.layout.ranks)
+        question_of(args, job_of(args.model))
     except UserError as error:
-        return "mpipar train refuses this command:\n" + "\n".join(
-            f"  {problem}" for problem in error.problems
+        errors.append(error)
+    fixed = fixed_parts(args, found)
+    found += fixed_problems(args, fixed)
+    return [UsageError(found), *errors] if found else errors
+
+
+def fixed_parts(args: Arguments, found: list[str]) -> dict[str, object]:
+    """Return the fixed parts of the layout; problems of --layout are added to `found`."""
+    names = ("layout", "schedule", "recompute", "zero")
+    given = {name: getattr(args, name) for name in names if getattr(args, name) is not None}
+    return expand_layout(given, found, LAYOUT)
+
+
+def fixed_problems(args: Arguments, fixed: dict) -> list[str]:
+    """Return what is wrong with the fixed parts of a layout."""
+    found, product = [], 1
+    for name in LAYOUT:
+        if fixed.get(name, 1) < 1:
+            found.append(f"--layout {name}={fixed[name]}: must be at least 1")
+        elif name in AXES:
+            product *= fixed.get(name, 1)
+    if fixed.get("pp") == 1 and "schedule" in fixed:
+        found.append(
+            f"--schedule {fixed['schedule']}: orders the passes of several stages, but pp is 1;"
+            " give one of them"
         )
-    return ""
+    if not found and args.ranks % product:
+        found.append(
+            f"--ranks {args.ranks}: is not a multiple of {product}, the ranks of the given"
+            f" axes; use {-(-args.ranks // product) * product}, or leave an axis out"
+        )
+    return found
 
 
-def chosen_batch(args, question: Question, tell):
-    """Return (question, plan, {rows per step: plan}) for the best rows of --batch-range.
+def question_of(args: Arguments, job: Job) -> Question:
+    """Return what the flags ask about a model. Raises UsageError and DataError."""
+    model = job.config.model
+    if args.seq_len is not None:
+        longest = model.completed().longest_row
+        if job.flags.startswith("--init-from") and args.seq_len > longest:
+            raise UsageError(
+                f"--seq-len {args.seq_len}: the weights are made for sequences of at most"
+                f" {longest} tokens; use that, or leave it out"
+            )
+        model = replace(model, seq_len=args.seq_len)
+    machine = load_machine(args.machine)
+    dtype = args.dtype or machine.dtype_16
+    if dtype not in machine.peak_tflops:
+        known = ", ".join(one for one in FORMATS if one in machine.peak_tflops)
+        raise UsageError(f"--dtype {dtype}: {machine.name} has no rate for it; use one of {known}")
+    preset = PRESETS[job.config.run.preset]["batch_size"]
+    batch = args.batch_size or job.config.train.batch_size or preset
+    fixed = fixed_parts(args, [])
+    dp, ep = (fixed.get(name, 1) for name in ("dp", "ep"))
+    if ep > 1 and not model.experts:
+        raise UsageError(
+            f"--layout ep={ep}: MODEL {brief(args.model)} has no experts; leave ep out"
+        )
+    if ep > 1 and model.experts % ep:
+        choices = ", ".join(map(str, divisors(model.experts)))
+        raise UsageError(
+            f"--layout ep={ep}: does not divide the {model.experts} experts; use one of {choices}"
+        )
+    if dp > 0 and batch % dp:
+        near = [one for one in (batch // dp * dp, -(-batch // dp) * dp) if one]
+        raise UsageError(
+            f"--batch-size {batch}: is not a multiple of dp={dp}; use {' or '.join(map(str, near))}"
+        )
+    gib = args.memory_limit / GIB if args.memory_limit else machine.memory_gib
+    return Question(
+        Shape.of(model.completed()),
+        machine.with_dtype(dtype),
+        args.ranks,
+        gib * (1 - FREE / 100),
+        STACKS[args.stack].with_dtype(dtype),
+        batch,
+        fixed,
+        dtype=dtype,
+    )
 
-    Without --dtype the number format is chosen too, and set in the question.
-    """
 
-    def found(rows: int) -> tuple[Question, Plan]:
-        asked = question._replace(batch_size=rows)
-        if args.dtype is None:
-            return search_formats(asked, args.top, tell)
-        return asked, search(asked, args.top, tell)
-
-    if args.batch_range is None:
-        return *found(question.batch_size), {}
-    first, last = batch_range(args.batch_range)
-    answers, rows = {}, first
-    while rows <= last:
-        answers[rows] = found(rows)
-        rows *= 2
-    plans = {rows: plan for rows, (_, plan) in answers.items()}
-    rates = {rows: rows / plan.best[0].step.total for rows, plan in plans.items() if plan.best}
-    most = max(rates.values(), default=0.0)
-    best = min((rows for rows, rate in rates.items() if rate >= 0.99 * most), default=first)
-    return *answers[best], plans
+def job_of(text: str) -> Job:
+    """Return the Job of a preset, a TOML file or a folder. Raises UserError."""
+    quoted = shlex.quote(text)
+    if text in PRESETS:
+        return Job(build({"preset": text}), f"--preset {quoted}")
+    if text.endswith(".toml"):
+        parsed = read({"config": text})
+        if parsed.problems:
+            raise UsageError([*parsed.problems, *config_problems(parsed.config)])
+        config, flags = parsed.config, f"--config {quoted}"
+    elif os.path.isdir(text) or os.path.basename(text) == "config.json":
+        folder = text if os.path.isdir(text) else os.path.dirname(text) or "."
+        config = build(model_settings(folder, where=f"MODEL {brief(text)}"))
+        flags = f"--init-from {shlex.quote(folder)}"
+    else:
+        close = suggestion(text, list(PRESETS))
+        raise UsageError(
+            f"MODEL {brief(text)}: is not a preset{close}; use one of"
+            f" {', '.join(PRESETS)}, a file that ends in .toml, or a folder with"
+            " config.json"
+        )
+    if wrong := config_problems(config):
+        raise DataError([f"MODEL {brief(text)}: {one}" for one in wrong])
+    return Job(config, flags)
 
 
 COMMAND = Command(run, "MODEL --machine NAME --ranks N [flags]", Arguments, problems=problems)

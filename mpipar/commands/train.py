@@ -14,9 +14,9 @@ class Arguments:
 
     machine: str | None = setting(
         None,
-        "--layout auto chooses by this machine: a name that plan knows, a data sheet, or a cost"
-        " model of bench.calibrate (default: cpu, and h100 with --device cuda)",
-        metavar="NAME",
+        "--layout auto chooses by this machine: a name that plan knows, or a file of this form"
+        " (default: cpu, and h100 with --device cuda)",
+        metavar="NAME|FILE",
         rare=True,
     )
 

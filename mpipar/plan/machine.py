@@ -1,298 +1,271 @@
-"""The cost model of a machine: the time of a message, a collective, a product or a block.
+"""A machine as a data sheet: one kind of device, and its links level by level.
 
-bench.calibrate fits it to measurements, and machine_file.py keeps it as JSON. An operation on n
-bytes takes latency + n * time per byte, with separate parameters for each operation, kind of link,
-number of ranks and range of sizes, because a library changes protocol and algorithm with all of
-these. A time outside the measured range is refused, or marked in `Estimate.extrapolated`.
+Each file of mpipar/plan/machines/ is one; `python -m bench calibrate` writes one of the machine at
+hand. A level of links joins so many devices: a node, an island, a site. docs/planning.md explains
+how the figures were found.
 """
 
 from __future__ import annotations
 
 import math
-from dataclasses import asdict, dataclass
-from itertools import pairwise, product
-from statistics import median
-from typing import NamedTuple
+import os
+from collections.abc import Iterator
+from dataclasses import asdict, dataclass, replace
+from itertools import pairwise
+from pathlib import Path
 
-from mpipar.errors import UsageError
+from mpipar.errors import DataError, UsageError, suggestion
+from mpipar.files.bounded import problems_as, read_toml
+from mpipar.files.text import brief
+from mpipar.files.typed import built
 
-HOP = "latency"  # the name of one message between two ranks
-STREAM = "bandwidth"  # the name of one of many messages back to back
-SENDING = "sending"  # the name of a message's time on its sender's core
-
-
-def settings_of(model) -> dict:
-    """Return the settings of a ModelConfig on which its passes depend, as a file keeps them."""
-    return {
-        name: list(value) if isinstance(value, tuple) else value
-        for name, value in asdict(model).items()
-        if name != "layers"
-    }
-
-
-class Estimate(NamedTuple):
-    """A predicted time, and whether it is outside the measured range."""
-
-    seconds: float
-    extrapolated: bool
+SHEETS = Path(__file__).parent / "machines"
+GENERATIONS = ("a100", "h100")  # whose constants of a software stack apply
+LARGEST = 1e12  # of any figure
+OLD_START = 3.5  # of collectives before 2023: two tables of A100, for different versions of NCCL
+SHORT, LATE = 0.66, 3.5  # of a node's links: rate of the low-latency way, latency of the other
+STEP_US = (3.4, 14.0)  # of a ring, in a node and to the next one: NCCL's own table (tuning.cc)
+NETWORK = 0.9  # share of an adapter's rate that collectives reach
 
 
 @dataclass(frozen=True)
-class Piece:
-    """A range of sizes; *_low and *_high are the ends of a parameter's 95 % confidence interval."""
+class Link:
+    """A level of links. joins: devices that it joins; 0 for any number, in the last level.
 
-    from_bytes: float
-    to_bytes: float
+    gbytes_s: what a ring of devices moves through each device in one direction. A group across the
+    level's units adds up the rates of its members in a unit. latency_us: of a collective.
+    """
+
+    joins: int
+    gbytes_s: float
     latency_us: float
-    latency_low_us: float
-    latency_high_us: float
-    us_per_byte: float
-    us_per_byte_low: float
-    us_per_byte_high: float
-
-    def microseconds(self, nbytes: float) -> float:
-        """Return latency + size * time per byte."""
-        return self.latency_us + nbytes * self.us_per_byte
-
-
-@dataclass(frozen=True)
-class Curve:
-    """Time of one operation by size.
-
-    The pieces ascend and are contiguous. fitted_bytes: the measured sizes. held_out_*: relative
-    errors on sizes that a second fit left out; None when there were too few.
-    """
-
-    operation: str
-    link: str
-    ranks: int
-    fitted_bytes: tuple[int, ...]
-    pieces: tuple[Piece, ...]
-    samples: int
-    held_out_median: float | None = None
-    held_out_max: float | None = None
-
-    @classmethod
-    def through(cls, operation: str, link: str, ranks: int, seconds: dict, samples: int) -> Curve:
-        """Return straight lines between the times {size: seconds} of two sizes or more.
-
-        Each ends in the time of its larger size, unless the smaller one took longer. No line has a
-        latency below 0.
-        """
-        pieces = []
-        for (small, first), (large, second) in pairwise(sorted(seconds.items())):
-            slope = max(0.0, second - first) / (large - small) * 1e6
-            slope = min(slope, second * 1e6 / large)
-            start = max(0.0, max(first, second) * 1e6 - slope * large)
-            pieces.append(Piece(small, large, start, start, start, slope, slope, slope))
-        return cls(operation, link, ranks, tuple(sorted(seconds)), tuple(pieces), samples)
-
-    def piece(self, nbytes: float) -> Piece:
-        """Return the piece of a size; the last one continues beyond its end."""
-        return next((piece for piece in self.pieces if nbytes <= piece.to_bytes), self.pieces[-1])
-
-    def estimate(self, nbytes: float) -> Estimate:
-        """Return the time for a size; the last piece's line continues beyond it."""
-        piece = self.piece(nbytes)
-        outside = not self.fitted_bytes[0] <= nbytes <= self.fitted_bytes[-1]
-        return Estimate(piece.microseconds(nbytes) * 1e-6, outside)
-
-
-@dataclass(frozen=True)
-class Product:
-    """One matrix product (M, K) x (K, N), on as many ranks at once as there are cores."""
-
-    m: int
-    k: int
-    n: int
-    seconds: float
-
-
-@dataclass(frozen=True)
-class Passes:
-    """Seconds of forward, input gradient and weight gradient of one microbatch."""
-
-    f: float
-    i: float
-    w: float
-
-    def scaled(self, factor: float) -> Passes:
-        return Passes(self.f * factor, self.i * factor, self.w * factor)
-
-
-@dataclass(frozen=True)
-class Units:
-    """Passes of the parts of a model, measured with microbatches of `rows` rows.
-
-    model: the ModelConfig's fields except the number of layers, since every block costs the same.
-    tp, ep: ranks that share a block, and its experts; the times include their barriers.
-    update_seconds_per_parameter: everything that a step does once per parameter, from clearing
-    gradients to the optimizer. sharing: factor by which passes take more core time while ranks
-    share a core; 1 where every rank has a core, or if it was not measured.
-    """
-
-    model: dict
-    dtype: str
-    optimizer: str
-    tp: int
-    rows: int
-    embedding: Passes
-    block: Passes
-    head: Passes
-    update_seconds_per_parameter: float
-    sharing: float = 1.0
-    ep: int = 1
-
-
-@dataclass(frozen=True)
-class Contention:
-    """How much longer groups on an axis take when all run at once, by operation and size."""
-
-    operation: str
-    axis: str
-    size_bytes: int
-    factor: float
-
-
-@dataclass(frozen=True)
-class Duplex:
-    """Bandwidth both ways over twice that of one way: 1 is full duplex, 0.5 a shared medium."""
-
-    link: str
-    factor: float
-
-
-@dataclass(frozen=True)
-class Eager:
-    """The largest message that a link carries while its sender computes; None: any measured one."""
-
-    link: str
-    size_bytes: int | None
 
 
 @dataclass(frozen=True)
 class Machine:
-    """The fitted model. call_overhead_us: time that mpipar.comm adds to a bare MPI call.
+    """One kind of device, and the links between its copies, the fastest level first.
 
-    ranks, cores: of the calibration, on all its hosts. Collectives were measured with `ranks` ranks
-    at work; passes with as many ranks at once as have a core each.
+    peak_tflops: by number format. product_*: a matmul of 16-bit numbers takes product_us + FLOPs /
+    product_tflops + bytes / product_gbytes_s. attention_tflops: fused attention forward.
+    ceiling_tflops: the fastest matmul that was measured, or 0.9 of the peak. best_mfu: percent of
+    the peak that the best published training step reaches, by the rule `model`; 0 where none is
+    known. efficiency: the generation whose constants of a stack apply. fused_attention: whether
+    software that does not state it avoids storing scores. basis: where the figures come from.
     """
 
-    curves: tuple[Curve, ...]
-    duplex: tuple[Duplex, ...]
-    eager: tuple[Eager, ...]
-    contention: tuple[Contention, ...]
-    call_overhead_us: float | None
-    products: tuple[Product, ...]
-    units: tuple[Units, ...]
-    ranks: int
-    cores: int
-    provenance: dict
+    name: str
+    basis: str
+    memory_gib: float
+    hbm_gbytes_s: float
+    peak_tflops: dict[str, float]
+    product_us: float
+    product_tflops: float
+    product_gbytes_s: float
+    attention_tflops: float
+    ceiling_tflops: float
+    efficiency: str
+    fused_attention: bool
+    links: tuple[Link, ...]
+    best_mfu: float = 0.0
 
-    def curve(self, operation: str, ranks: int = 2, link: str | None = None) -> Curve:
-        """Return the curve of an operation.
+    @property
+    def per_node(self) -> int:
+        """How many devices the fastest links join."""
+        return self.links[0].joins
 
-        link: None selects the slowest kind measured with that many ranks, at the largest size that
-        all of them have. Raises UsageError, which lists the calibrated curves.
+    @property
+    def dtype_16(self) -> str:
+        """The 16-bit number format used for training: the one with the wider range."""
+        return "bfloat16" if "bfloat16" in self.peak_tflops else "float16"
+
+    def with_dtype(self, dtype: str) -> Machine:
+        """Return the machine with matmuls of another format, in proportion to its peak."""
+        share = self.peak_tflops[dtype] / self.peak_tflops[self.dtype_16]
+        return replace(
+            self,
+            product_tflops=self.product_tflops * share,
+            attention_tflops=self.attention_tflops * share,
+            ceiling_tflops=self.ceiling_tflops * share,
+        )
+
+    def with_links(self, inner: float = 1.0, outer: float = 1.0, latency: float = 1.0) -> Machine:
+        """Return the machine with links that many times as fast, inside nodes and between them."""
+        return replace(
+            self,
+            links=tuple(
+                Link(
+                    one.joins,
+                    one.gbytes_s * (outer if number else inner),
+                    one.latency_us * latency,
+                )
+                for number, one in enumerate(self.links)
+            ),
+        )
+
+    def with_network(self, gbits_per_device: float) -> Machine:
+        """Return the machine with a network of another rate."""
+        inner, *_, outer = self.links
+        return replace(self, links=(inner, replace(outer, gbytes_s=gbits_per_device / 8)))
+
+    # --- collectives: latency, and bytes over a rate. Volumes of rings: Patarasuk and Yuan 2009.
+
+    def collective(self, nbytes: float, ranks: int, stride: int = 1, ring: bool = False) -> float:
+        """Return the seconds in which each rank sends (ranks - 1) / ranks of `nbytes`.
+
+        stride: how many ranks apart neighbours of the group are. ring: whether pieces take a step
+        for every rank, as those of gathers do; libraries sum across nodes along trees.
         """
-        same = [
-            curve
-            for curve in self.curves
-            if curve.operation == operation and curve.ranks == ranks and link in (None, curve.link)
-        ]
-        if same:
-            shared = min(curve.fitted_bytes[-1] for curve in same)
-            return max(same, key=lambda curve: curve.estimate(shared).seconds)
-        known = sorted(
-            {
-                f"{curve.ranks} ranks ({curve.link})"
-                for curve in self.curves
-                if curve.operation == operation
-            }
-        )
-        raise UsageError(
-            f"no {operation} of {ranks} ranks{f' ({link})' if link else ''} in this cost model: "
-            f"{'measured with ' + ', '.join(known) if known else 'not measured at all'}; run "
-            f"python -m bench.calibrate with {ranks} ranks"
-        )
-
-    def estimate(
-        self, operation: str, nbytes: float, ranks: int = 2, link: str | None = None
-    ) -> Estimate:
-        """Return the seconds of an operation, 0 for a group of one. UsageError: see `curve`."""
         if ranks == 1:
-            return Estimate(0.0, False)
-        return self.curve(operation, ranks, link).estimate(nbytes)
+            return 0.0
+        moved, members, start_us, seconds = (ranks - 1) / ranks * nbytes, 1, 0.0, 0.0
+        for number, link in enumerate(self.links):
+            inside = members  # of a unit that the level below joins
+            last = number == len(self.links) - 1
+            members = ranks if last else fewest_members(ranks, stride, link.joins)
+            if members == inside:
+                continue
+            if number == 0:
+                seconds = in_a_node(link, moved)
+                start_us = link.latency_us
+            else:
+                units = members / inside
+                start_us += link.latency_us
+                if ring:
+                    steps_us = (members - units) * STEP_US[0] + units * STEP_US[1]
+                else:
+                    steps_us = link.latency_us * (math.log2(max(2.0, units)) - 1)
+                across = moved / (inside * link.gbytes_s * NETWORK * 1e9)
+                seconds = max(seconds, (start_us + steps_us) * 1e-6 + across)
+            if members == ranks:
+                break
+        return seconds
 
-    def eager_bytes(self, link: str) -> int | None:
-        """Return the largest message that this kind of link carries while its sender computes, or
-        None.
+    def all_reduce(self, nbytes: float, ranks: int, stride: int = 1) -> float:
+        """Return the seconds of a sum of `nbytes` on each of `ranks` ranks."""
+        return self.collective(2 * nbytes, ranks, stride)
+
+    def all_gather(self, nbytes: float, ranks: int, stride: int = 1) -> float:
+        """Return the seconds of an all-gather or a reduce-scatter of `nbytes` in all."""
+        return self.collective(nbytes, ranks, stride, ring=True)
+
+    def all_to_all(self, nbytes: float, ranks: int, stride: int = 1) -> float:
+        """Return the seconds in which each rank sends a part of its `nbytes` to each other rank.
+
+        What goes to other units leaves through a rank's own adapter.
         """
-        return next((one.size_bytes for one in self.eager if one.link == link), None)
+        seconds, members = 0.0, 1
+        for number, link in enumerate(self.links):
+            inside, last = members, number == len(self.links) - 1
+            members = ranks if last else fewest_members(ranks, stride, link.joins)
+            share = (members - inside) / ranks * nbytes
+            if share and number == 0:
+                seconds = in_a_node(link, share)
+            elif share:
+                rate = link.gbytes_s * NETWORK * 1e9
+                seconds = max(seconds, link.latency_us * 1e-6 + share / rate)
+        return seconds
 
-    def contention_factor(self, operation: str) -> float:
-        """Return the median of an operation's measured contention factors; 1 without any."""
-        found = [one.factor for one in self.contention if one.operation == operation]
-        return median(found) if found else 1.0
+    def message(self, nbytes: float, stride: int) -> float:
+        """Return the seconds of a message to the rank that is `stride` ranks further."""
+        level = next((one for one in self.links if stride < one.joins), self.links[-1])
+        share = 1.0 if level is self.links[0] else NETWORK
+        return level.latency_us * 1e-6 / 2 + nbytes / (level.gbytes_s * 1e9 * share)
 
-    def product_seconds(self, m: int, k: int, n: int) -> Estimate:
-        """Return the seconds of a product (M, K) x (K, N), log-interpolated between measured
-        shapes.
 
-        Outside of them the nearest measured shape's rate is used. Raises UsageError without
-        products.
-        """
-        if not self.products:
-            raise UsageError(
-                "this cost model has no products: run bench.calibrate without --no-compute"
-            )
-        known = {(one.m, one.k, one.n): one.seconds for one in self.products}
-        axes = [sorted({shape[axis] for shape in known}) for axis in range(3)]
-        inside = [
-            min(max(size, ticks[0]), ticks[-1]) for size, ticks in zip((m, k, n), axes, strict=True)
-        ]
-        ends = [_between(size, ticks) for size, ticks in zip(inside, axes, strict=True)]
-        total = sum(
-            wm * wk * wn * math.log(known[am, ak, an])
-            for (am, wm), (ak, wk), (an, wn) in product(*ends)
-        )
-        scale = m * k * n / math.prod(inside)
-        return Estimate(math.exp(total) * scale, inside != [m, k, n])
+def fewest_members(ranks: int, stride: int, unit: int) -> int:
+    """Return a group's fewest members in a unit of so many devices that it touches.
 
-    def units_of(self, model, dtype: str, tp: int, rows: int, ep: int = 1) -> Units:
-        """Return the measured passes of a model (a ModelConfig), of the nearest number of rows.
+    Groups are contiguous, so that those of 6 ranks on nodes of 8 are 6, 2 + 4, 4 + 2, 6.
+    """
+    span = ranks * stride
+    if unit % span == 0:
+        return ranks
+    if stride % unit == 0:
+        return 1
+    if unit % stride == 0 and span % unit == 0:
+        return unit // stride
+    fewest = ranks
+    for group in range(unit // math.gcd(span, unit)):
+        for first in range(group * span % unit, group * span % unit + stride):
+            last = first + (ranks - 1) * stride
+            if first // unit != last // unit:
+                begins = math.ceil((unit - first % unit) / stride)
+                fewest = min(fewest, begins, last % unit // stride + 1, max(1, unit // stride))
+    return fewest
 
-        Raises UsageError, which lists the available ones.
-        """
-        wanted = settings_of(model) | {"dtype": dtype, "tp": tp, "ep": ep}
-        others = [
-            units.model | {"dtype": units.dtype, "tp": units.tp, "ep": units.ep}
-            for units in self.units
-        ]
-        same = [units for units, have in zip(self.units, others, strict=True) if have == wanted]
-        if same:
-            return min(same, key=lambda units: abs(math.log(units.rows / rows)))
-        found = dict.fromkeys(f"; measured: {_differences(have, wanted)}" for have in others)
+
+def in_a_node(link: Link, moved: float) -> float:
+    """Return the seconds of a collective over a node's links: the faster of a library's two ways.
+
+    One has a low latency, and reaches a share of the rate. The other reaches all of it, but starts
+    later.
+    """
+    rate, start = link.gbytes_s * 1e9, link.latency_us * 1e-6
+    return min(start + moved / (SHORT * rate), LATE * start + moved / rate)
+
+
+def machine_names() -> list[str]:
+    """Return the machines that the package knows."""
+    return sorted(path.stem for path in SHEETS.glob("*.toml"))
+
+
+def load_machine(name: str) -> Machine:
+    """Return the Machine of a name, or of a TOML file's path.
+
+    Raises UsageError for an unknown name, DataError for a file that is no data sheet.
+    """
+    names = machine_names()
+    if name in names:
+        path = SHEETS / f"{name}.toml"
+    elif name.endswith(".toml"):
+        path = Path(name)
+    else:
+        wrong = "does not end in .toml" if os.path.exists(name) else "does not exist"
+        like = [one for one in names if one.startswith(name.lower())] or names
         raise UsageError(
-            "this cost model has no passes of this model; measure them with python -m "
-            f"bench.calibrate --config FILE.toml --tp N{''.join(found)}"
+            f"--machine {brief(name)} {wrong}{suggestion(name.lower(), like)}; use one of"
+            f" {', '.join(names)}, or a file that ends in .toml"
         )
+    values = read_toml(path, DataError)
+    with problems_as(DataError, str(path)):
+        machine = built(Machine, {"name": path.stem} | values, "the file")
+    if wrong := list(sheet_problems(machine)):
+        raise DataError([f"{path}: {one}" for one in wrong])
+    return machine
 
 
-def _differences(have: dict, wanted: dict) -> str:
-    """Return how the model of measured passes differs from the wanted one."""
-    return ", ".join(
-        f"{name} {have.get(name)} (not {wanted.get(name)})"
-        for name in {**have, **wanted}
-        if have.get(name) != wanted.get(name)
-    )
+def sheet_problems(machine: Machine) -> Iterator[str]:
+    """Yield what no machine has, and what plans would misread."""
+    for place, value in figures(asdict(machine)):
+        zero = place.endswith(("_us", "joins", "best_mfu"))
+        if not 0 <= value <= LARGEST or (value == 0 and not zero):
+            yield f"{place} is {value:g}, which cannot be"
+    if not machine.links:
+        yield "links must name at least one level"
+        return
+    joins = [link.joins for link in machine.links]
+    if joins[-1] != 0:
+        yield f"the last of links joins {joins[-1]} devices; add one with joins = 0 for the rest"
+    if 0 in joins[:-1] or any(two % one for one, two in pairwise(joins[:-1])):
+        yield f"links join {', '.join(map(str, joins))} devices; each must divide the next one"
+    if machine.ceiling_tflops > max(machine.peak_tflops.values(), default=0.0):
+        yield f"ceiling_tflops is {machine.ceiling_tflops:g}, above the peak"
+    if machine.efficiency not in GENERATIONS:
+        yield (
+            f"efficiency {brief(machine.efficiency)}: no software is measured on it; use"
+            f" {' or '.join(GENERATIONS)}, whichever is more similar"
+        )
+    if not machine.peak_tflops.keys() & {"bfloat16", "float16"}:
+        yield "peak_tflops names neither bfloat16 nor float16"
 
 
-def _between(size: float, ticks) -> list[tuple[int, float]]:
-    """Return (tick, weight) of a size's neighbours, linear in its logarithm; no zero weights."""
-    high = next(tick for tick in ticks if tick >= size)
-    if high == size:
-        return [(high, 1.0)]
-    low = ticks[ticks.index(high) - 1]
-    share = math.log(size / low) / math.log(high / low)
-    return [(low, 1 - share), (high, share)]
+def figures(values: object, place: str = "") -> Iterator[tuple[str, float]]:
+    """Yield (place, number) of every number in nested values."""
+    if isinstance(values, dict):
+        for key, value in values.items():
+            yield from figures(value, f"{place}.{key}" if place else key)
+    elif isinstance(values, list | tuple):
+        for number, value in enumerate(values):
+            yield from figures(value, f"{place}[{number}]")
+    elif isinstance(values, int | float) and not isinstance(values, bool):
+        yield place, float(values)

@@ -7,14 +7,21 @@ determine.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Callable
+from dataclasses import dataclass, replace
 
 from mpipar import ops as ops_module
 from mpipar.checkpoint.save import num_elements, own_pieces
 from mpipar.comm.grid import Grid
+from mpipar.comm.groups import Comms
 from mpipar.comm.record import Recorder
+from mpipar.config.memory import MemoryConfig
 from mpipar.data import rows
+from mpipar.layers.context import Context, recompute_options
+from mpipar.layers.stash import Stash
 from mpipar.layers.units import unit_segments
+from mpipar.models.decoder import Stage
+from mpipar.train.optim import OPTIMIZERS
 from mpipar.train.worker import Worker
 
 
@@ -106,3 +113,68 @@ def predict_stages(config) -> list[Prediction]:
 def fullest(config) -> Prediction:
     """Return the prediction for the rank that needs most memory."""
     return max(predict_stages(config), key=lambda one: one.peak_total)
+
+
+class Watch:
+    """Replaces the engine that a stage's passes report to, and records what each unit keeps.
+
+    look: returns the bytes that are alive. taken: {(kind of pass, unit of the stage): by how much
+    they rose between entering and leaving the unit}.
+    """
+
+    def __init__(self, look: Callable[[], int]):
+        self.look, self.kind, self.before = look, "f", 0
+        self.taken: dict[tuple[str, int], int] = {}
+
+    def enter(self, unit: int) -> None:
+        self.before = self.look()
+
+    def leave(self, unit: int) -> None:
+        self.taken[self.kind, unit] = self.look() - self.before
+
+
+def unit_memory(config) -> dict:
+    """Return {field of Costs: bytes by unit}: a microbatch's stash, weights, gradients and moments.
+
+    They come from the real layers on shapes, for one rank of the tp group. A recomputed unit
+    temporarily holds what it would otherwise keep.
+    """
+    memory = plain = _unit_memory(config)
+    if config.memory.recompute == "block":
+        plain = _unit_memory(replace(config, memory=MemoryConfig()))
+    more = zip(plain["stash_bytes"], memory["stash_bytes"], strict=True)
+    return memory | {"transient_bytes": tuple(full - kept for full, kept in more)}
+
+
+def _unit_memory(config) -> dict:
+    """Return `unit_memory` without transient_bytes."""
+    recorder = Recorder()
+    ops = ops_module.shapes_for(config.run, recorder)
+    comms = Comms.solo(ops, Grid.of(config.grid, 0), recorder)
+    context = Context(ops, comms, **recompute_options(config))
+    stage = Stage(context, config.model, 0, (config.model.layers,), {})
+    num_units = config.model.layers + 2
+
+    def held():
+        """Return the bytes alive, without the scratch that the first unit leaves to all others."""
+        return sum(size for label, size in ops.live.items() if label != "scratch")
+
+    batch = rows.blank_batch(ops, config)
+    watch, stash = Watch(held), Stash(batch)
+    stage.forward(None, stash, watch)
+    watch.kind = "i"
+    stage.backward_input(None, stash, watch)
+    watch.kind = "w"
+    stage.backward_weight(stash, watch)
+    kept = watch.taken
+    moments = len(OPTIMIZERS[config.train.optimizer].kinds)
+    copies = 1 + moments + (ops.dtype != ops.statistics)
+    each = ops.dtype.itemsize + copies * ops.statistics.itemsize
+    weights = [
+        each * sum(p.size for layer in layers for p in layer.params) for layers in stage.units
+    ]
+    return {
+        "stash_bytes": tuple(kept["f", unit] for unit in range(num_units)),
+        "kept_bytes": tuple(-kept["w", unit] for unit in range(num_units)),
+        "weight_bytes": tuple(weights),
+    }

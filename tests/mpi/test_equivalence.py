@@ -3,29 +3,23 @@
 Loss, norm, every gradient and every weight are compared.
 """
 
-from dataclasses import replace
-
 import pytest
 from small_model import (
     EMPTY_STAGES,
     LAYOUTS,
-    MODEL,
     WORLD,
     assert_caught,
     assert_equals_known,
     called,
-    cpu,
     cut_model,
     every,
     plant,
     small_config,
 )
 
-from mpipar.comm.grid import Grid
 from mpipar.comm.group import Comm
 from mpipar.ops.numpy_ops import NumpyOps
 from mpipar.partition.tokens import CutTokens
-from mpipar.plan.measure import measure_costs
 
 HERE = LAYOUTS[WORLD.size]
 CUT = [layout for layout in HERE if layout[2] > 1]
@@ -138,23 +132,3 @@ def padding_that_is_not_zero(plain, self, shape, dtype=None, label="stash"):
 def test_a_planted_bug_is_seen(monkeypatch, owner, name, twin, options):
     plant(monkeypatch, owner, name, twin)
     assert_caught(small_config(CUT[0], model=cut_model(**options)))
-
-
-# --- the other commands
-
-
-@pytest.mark.ranks(4)
-@pytest.mark.parametrize("tp_matmul", MATMULS)
-def test_costs_are_measured_on_what_a_rank_holds(tp_matmul):
-    """--schedule auto needs them: every unit has its times, and keeps less than with all tokens."""
-    costs = []
-    for model in (MODEL, cut_model(tp_matmul)):
-        config = small_config((1, 2, 2), model=replace(model, d_model=24, seq_len=31))
-        grid = Grid.of(config.grid, WORLD.rank)
-        costs.append(measure_costs(config, grid, cpu(), WORLD))
-    if WORLD.rank == 0:
-        whole, cut = costs
-        assert len(cut.f) == len(cut.i) == len(cut.w) == MODEL.layers + 2
-        assert min(cut.f + cut.i + cut.w) > 0
-        for block in range(1, MODEL.layers + 1):
-            assert cut.stash_bytes[block] < whole.stash_bytes[block]

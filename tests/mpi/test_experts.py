@@ -9,7 +9,6 @@ from small_model import (
     assert_equals_known,
     assert_equals_one_rank,
     called,
-    cpu,
     every,
     plant,
     rows_of,
@@ -21,7 +20,6 @@ from mpipar.comm.grid import Grid
 from mpipar.layers.param import Param
 from mpipar.ops.numpy_ops import NumpyOps
 from mpipar.partition import experts_all_to_all, experts_gather
-from mpipar.plan import measure
 from mpipar.train.verify import differences, full_tensors
 
 LAYOUTS = {  # number of ranks: ((dp, pp, tp), cp, ep)
@@ -252,28 +250,3 @@ def test_ties_are_broken_alike_on_all_ranks(monkeypatch):
     assert_equals_one_rank(config)
     plant(monkeypatch, NumpyOps, "choice_forward", highest_first)
     assert_caught(config)
-
-
-@pytest.mark.ranks(4)
-@pytest.mark.parametrize(
-    "layout", [((2, 2, 1), 1, 2), ((1, 1, 2), 2, 2), ((2, 1, 1), 2, 2)], ids=str
-)
-def test_ranks_that_exchange_rows_are_measured_at_the_same_time(layout, monkeypatch):
-    """Costs are measured in turns; a rank must not wait for one whose turn comes later."""
-    turns = []
-
-    def in_turns(mpi_world, group, num_groups, cores_each, run):
-        turns.append((group, num_groups, cores_each))
-        return {kind: dict.fromkeys(range(EXPERTS.layers + 2), (1.0, 1.0)) for kind in "fiw"}
-
-    monkeypatch.setattr(measure, "in_turns", in_turns)
-    config = expert_config(layout)
-    grid = Grid.of(config.grid, WORLD.rank)
-    costs = measure.measure_costs(config, grid, cpu(), WORLD, repeats=0)
-    assert (costs is None) == (WORLD.rank > 0)
-    ((group, num_groups, cores_each),) = turns
-    assert num_groups * cores_each == WORLD.size
-    groups = WORLD.allgather(group)
-    assert sorted(groups) == sorted([*range(num_groups)] * cores_each)
-    for name in ("expert", "tp", "cp"):
-        assert {groups[rank] for rank in grid.group(name)} == {group}, name

@@ -19,7 +19,6 @@ KINDS = {
     "tradeoff": plots.tradeoff,
     "barrier": lanes.barrier,
     "roofline": plots.roofline,
-    "utilization": plots.utilization,
     "predicted": lanes.predicted,
     "chain": boxes.chain,
     "buckets": lanes.buckets,

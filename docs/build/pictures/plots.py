@@ -18,7 +18,6 @@ from mpipar.console.tables import nbytes
 from mpipar.ops.shape_array import labels_of
 from mpipar.pipeline.schedules.catalog import SCHEDULES, make_schedule, schedule_problems
 from mpipar.pipeline.simulate import simulate
-from mpipar.plan.cluster import STACKS
 
 ROW = 15  # between two names
 PURPOSES = {"weights": "r0", "gradients": "r1", "optimizer": "r2", "stash": "r3", "buffers": "r4"}
@@ -228,62 +227,4 @@ def memory(words: list[str], root: Path) -> tuple[str, str]:
             "Memory of a rank as stacked areas over the passes of one step. At most:"
             f" {', '.join(alt)}; together {nbytes(most)}"
         ),
-    )
-
-
-def utilization(words: list[str], root: Path) -> tuple[str, str]:
-    """`utilization FILE`: what plans promise, a panel for each device and a bar for each stack.
-
-    A line marks the best published utilization of the device.
-    """
-    found, _ = load(root, words, "bench.planned")
-    rows = found["rows"]
-    machines, presets = (
-        list(dict.fromkeys(row[name] for row in rows)) for name in ("machine", "preset")
-    )
-    stacks = list(STACKS)
-    canvas = Drawing(
-        "Utilization that plans promise, % of the peak",
-        [
-            *((f"r{place}", stack) for place, stack in enumerate(stacks)),
-            ("wait", "best published for the device"),
-        ],
-    )
-    bar, columns, names, wide = 5, 2, 100, 200
-    high = 34 + len(presets) * (bar * len(stacks) + 5)
-    alt = []
-    for place, machine in enumerate(machines):
-        left = place % columns * (names + wide + 50)
-        top = 66 + place // columns * high
-        canvas.text(left, top, machine, "bold")
-        own = [row for row in rows if row["machine"] == machine]
-        for number, preset in enumerate(presets):
-            y = top + 10 + number * (bar * len(stacks) + 5)
-            canvas.note(left + names - 8, y + 11, preset, "end")
-            row = next(one for one in own if one["preset"] == preset)
-            for which, stack in enumerate(stacks):
-                if (percent := row[f"{stack} %"]) != "-":
-                    canvas.rect(
-                        left + names,
-                        y + bar * which,
-                        wide * percent / 100,
-                        bar,
-                        f"r{which}",
-                        tip=f"{preset}, {machine}, {stack}: {percent:.1f} %",
-                    )
-        most = own[0]["published %"]
-        if most != "-":
-            x = left + names + wide * most / 100
-            canvas.line((x, top + 6), (x, top + high - 28), "wait", width=2)
-        highest, preset = max(
-            (row[f"{stack} %"], row["preset"])
-            for row in own
-            for stack in stacks
-            if row[f"{stack} %"] != "-"
-        )
-        published = "nothing" if most == "-" else f"{most:.1f} %"
-        alt.append(f"{machine} at most {highest:.1f} % ({preset}), published {published}")
-    return canvas.svg(
-        "Utilization that plans promise",
-        (f"Utilization that plans promise, by device: {'; '.join(alt)}"),
     )

@@ -1,23 +1,22 @@
-"""Published measurements of training steps, and the closed forms' predictions of the same runs.
+"""Published measurements of training steps, as the planner's model sees them.
 
-The rows are in mpipar/plan/data, where SOURCES.md names source and licence of each. A row has a
-model, a layout, a machine and a measured step.
+The rows are in bench/data, where SOURCES.md names source and licence of each. A row has a model, a
+layout, a machine and a measured step.
 """
 
 from __future__ import annotations
 
 import csv
-import math
 from dataclasses import replace
+from pathlib import Path
 from typing import NamedTuple
 
-from mpipar.plan.cluster import MACHINES, STACKS, Cluster, Stack, load_cluster
-from mpipar.plan.footprint import footprint
-from mpipar.plan.layout import BY_NAME, Layout
-from mpipar.plan.shape import Shape, utilization
-from mpipar.plan.step_time import StepTime, step_time
+from mpipar.plan.job import BY_NAME, STACKS, Layout, Shape, Stack, utilization
+from mpipar.plan.machine import OLD_START, Machine, load_machine
+from mpipar.plan.memory import GIB, fullest
+from mpipar.plan.model import Step, step_time
 
-DATA = MACHINES.parent / "data"
+DATA = Path(__file__).parent / "data"
 MACHINE_OF = {
     "A100-80-SXM": "a100-80",
     "A100-40-SXM": "a100-40",
@@ -27,8 +26,6 @@ MACHINE_OF = {
 SIXTEEN_BITS = ("bf16", "fp16", "amp_bf16", "bf16 PURE")
 ACTIVATION = {"gpt": "gelu", "llama": "swiglu", "sqrelu": "relu2"}
 RECOMPUTE = {"full": "block", "selective": "attention", "selective?": "attention", "none": "none"}
-
-
 FUSED_NORMS = ("Megatron", "MegaScale", "Meta", "FSDP", "torchtitan")  # parts of `system`
 
 
@@ -38,7 +35,7 @@ class Run(NamedTuple):
     row: dict[str, str]
     shape: Shape
     layout: Layout
-    cluster: Cluster
+    machine: Machine
     stack: Stack
     seconds: float
 
@@ -47,9 +44,9 @@ class Run(NamedTuple):
         return self.row["source"]
 
     @property
-    def step(self) -> StepTime:
+    def step(self) -> Step:
         """The step in closed form."""
-        return step_time(self.shape, self.layout, self.cluster, self.stack)
+        return step_time(self.shape, self.layout, self.machine, self.stack)
 
     @property
     def predicted(self) -> float:
@@ -74,7 +71,7 @@ class Run(NamedTuple):
     @property
     def gib(self) -> float:
         """Predicted memory of the fullest rank."""
-        return footprint(self.shape, self.layout, self.stack).total / (1 << 30)
+        return fullest(self.shape, self.layout, self.stack).total / GIB
 
 
 def stack_name(row: dict[str, str]) -> str:
@@ -82,7 +79,7 @@ def stack_name(row: dict[str, str]) -> str:
     return "fsdp" if any(part in row["system"] for part in ("FSDP", "torchtitan")) else "megatron"
 
 
-def stack_for(row: dict[str, str], cluster: Cluster) -> Stack:
+def stack_for(row: dict[str, str], machine: Machine) -> Stack:
     """Return the Stack of a row, adjusted by its columns `system`, `attn` and `precision`.
 
     Without a word on attention, software has the usual kind of its device. DeepSpeed and software
@@ -91,15 +88,15 @@ def stack_for(row: dict[str, str], cluster: Cluster) -> Stack:
     are all in 16 bits where a row says so. A row's vocabulary is the one that was computed with.
     """
     stack, attention = replace(STACKS[stack_name(row)], pads=False), row["attn"]
-    if not (attention != "unfused" if attention else cluster.fused_attention):
+    if not (attention != "unfused" if attention else machine.fused_attention):
         stack = stack.unfused()
     if "DeepSpeed" in row["system"]:
-        stack = replace(stack, gradient_bytes=2, unit=0.25, arrays=0 if stack.fused else 12)
+        stack = replace(stack, gradient_bytes=2, unit=0.25)
     elif not any(part in row["system"] for part in FUSED_NORMS):
         own = "rms" in attention.lower() or "norm" in attention.lower()
         stack = replace(stack, gradient_bytes=2, norm_bytes=0 if own else 4)
     if row["precision"].endswith("PURE"):
-        return stack.with_states(2, 2, 4)
+        return replace(stack, weight_bytes=2, gradient_bytes=2, optimizer_bytes=4)
     return stack
 
 
@@ -152,36 +149,36 @@ def shape_of(row: dict[str, str]) -> Shape | None:
     )
 
 
-def run_of(row: dict[str, str], clusters: dict[str, Cluster]) -> Run | None:
+def run_of(row: dict[str, str], machines: dict[str, Machine]) -> Run | None:
     """Return the Run of a row; None if it lacks what a prediction needs, or is of another kind.
 
-    clusters: by the name of the device.
+    machines: by the name of the device.
     """
     shape = shape_of(row)
     if (
         shape is None
-        or row["device"] not in clusters
+        or row["device"] not in machines
         or row["precision"] not in SIXTEEN_BITS
         or not all(row[name] for name in ("mbs", "step_s", "dp"))
     ):
         return None
-    cluster = clusters[row["device"]]
+    machine = machines[row["device"]]
     if row["net_per_gpu_gbps"]:
-        cluster = cluster.with_network(float(row["net_per_gpu_gbps"]))
-    stack = stack_for(row, cluster)
-    cluster = cluster if stack.fused else cluster.with_old_collectives()
-    return Run(row, shape, layout_of(row), cluster, stack, float(row["step_s"]))
+        machine = machine.with_network(float(row["net_per_gpu_gbps"]))
+    stack = stack_for(row, machine)
+    machine = machine if stack.fused else machine.with_links(latency=OLD_START)
+    return Run(row, shape, layout_of(row), machine, stack, float(row["step_s"]))
 
 
 def read_runs(name: str) -> list[Run]:
-    """Return the runs of a file of mpipar/plan/data that can be predicted."""
-    clusters = {device: load_cluster(machine) for device, machine in MACHINE_OF.items()}
-    found = (run_of(row, clusters) for row in read_rows(name) if row["status"] == "ok")
+    """Return the runs of a file of bench/data that can be predicted."""
+    machines = {device: load_machine(machine) for device, machine in MACHINE_OF.items()}
+    found = (run_of(row, machines) for row in read_rows(name) if row["status"] == "ok")
     return [run for run in found if run]
 
 
 def read_rows(name: str) -> list[dict[str, str]]:
-    """Return the rows of a file of mpipar/plan/data."""
+    """Return the rows of a file of bench/data."""
     with (DATA / name).open(encoding="utf-8", newline="") as file:
         return list(csv.DictReader(file))
 
@@ -189,29 +186,3 @@ def read_rows(name: str) -> list[dict[str, str]]:
 def published_runs() -> tuple[Run, ...]:
     """Return the published runs of dense models in 16 bits, on machines that the package knows."""
     return tuple(read_runs("published.csv"))
-
-
-def nearest_runs(
-    shape: Shape, layout: Layout, cluster: Cluster, stack: Stack, count: int = 3
-) -> list[Run]:
-    """Return the published runs of a stack that are most similar to a layout.
-
-    Device, size, ranks and parallelism are compared. A stack's constants say whose runs they come
-    from.
-    """
-
-    def distance(run: Run) -> float:
-        other = run.layout
-        pairs = (
-            (shape.parameters, run.shape.parameters),
-            (layout.ranks, other.ranks),
-            (layout.tp, other.tp),
-            (layout.pp, other.pp),
-            (shape.tokens, run.shape.tokens),
-        )
-        apart = sum(abs(math.log2(one / two)) for one, two in pairs)
-        apart += 4 * (run.cluster.name != cluster.name)
-        return apart + 2 * ((layout.zero > 1) != (other.zero > 1))
-
-    same = [run for run in published_runs() if run.stack.sets == stack.sets]
-    return sorted(same, key=distance)[:count]

@@ -1,1 +1,0 @@
-"""The cost model of a machine: what bench.calibrate fits and bench.verify compares."""

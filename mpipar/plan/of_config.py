@@ -1,0 +1,58 @@
+"""The step of a run's own configuration on a machine: for `explain` and `--layout auto`."""
+
+from __future__ import annotations
+
+from mpipar import models
+from mpipar.config.sections import Config
+from mpipar.data.rows import rows_per_microbatch
+from mpipar.errors import UsageError
+from mpipar.pipeline.costs import Costs
+from mpipar.pipeline.simulate import simulate
+from mpipar.plan.job import BY_NAME, STACKS, Layout, Shape
+from mpipar.plan.machine import Machine
+from mpipar.plan.model import Step, block_of, step_time
+from mpipar.train.build import configured_schedule
+
+
+def step_of(config: Config, machine: Machine) -> Step:
+    """Return the step of a resolved config, in the order of its own schedule.
+
+    Raises UsageError for a number format that the machine has no rate for.
+    """
+    dtype, grid, memory = config.run.dtype, config.grid, config.memory
+    if dtype not in machine.peak_tflops:
+        raise UsageError(
+            f"--dtype {dtype}: {machine.name} has no rate for it; use one of"
+            f" {', '.join(machine.peak_tflops)}"
+        )
+    machine, stack = machine.with_dtype(dtype), STACKS["mpipar"].with_dtype(dtype)
+    schedule, shape = configured_schedule(grid), Shape.of(config.model.completed())
+    layout = Layout(
+        grid.dp,
+        grid.pp,
+        grid.cp,
+        grid.tp,
+        rows_per_microbatch(config),
+        grid.num_microbatches,
+        schedule.name if schedule.name in BY_NAME else "1f1b",
+        schedule.num_stages // grid.pp,
+        config.model.sequence_parallel,
+        memory.recompute,
+        memory.zero,
+        grid.rank_order.partition(",")[0],
+        grid.ep,
+    )
+    block = block_of(shape, layout, machine, stack)
+    head, counts = block.head.total / 3, models.layer_split(config, schedule)
+    passes = (block.f.total, block.i.total + block.again.total, block.w.total)
+    costs = Costs(
+        *(
+            tuple(
+                count * one + head * (stage == len(counts) - 1)
+                for stage, count in enumerate(counts)
+            )
+            for one in passes
+        )
+    )
+    seconds = float(simulate(schedule, costs).makespan)
+    return step_time(shape, layout, machine, stack, block, seconds)
