@@ -115,7 +115,7 @@ def alone(*words, cwd="."):
         except UserError as error:
             code = error.exit_code
             failure.show(failure.error_report(error, ""))
-            session.ending.close()
+            session.unlock()
             session.watch.end()
     return Finished(words, code, out.getvalue(), err.getvalue(), time.monotonic() - start)
 

@@ -5,14 +5,12 @@ Refusals are in test_refusals.py, interrupted runs in test_ctrl_c.py.
 
 import errno
 import json
+import multiprocessing
 import os
 import re
 import shlex
 import subprocess
 import sys
-import threading
-from concurrent.futures import ThreadPoolExecutor
-from itertools import pairwise
 
 import pytest
 from fault_table import fault
@@ -214,26 +212,24 @@ def test_a_file_that_did_not_fit_is_not_left_as_a_part(tmp_path):
     assert [path.name for path in tmp_path.rglob("*")] == ["errors"]
 
 
-def test_the_first_rank_to_fail_ends_the_job_and_later_ones_take_over_its_code():
-    words = memoryview(bytearray(24)).cast("q")
-    assert failure.is_first(words, 2, 74) == (True, 74)
-    assert failure.is_first(words, 0, 70) == (False, 74)
-    assert failure.is_first(words, 2, 70) == (True, 74), "its second thread"
+def test_of_ranks_that_fail_at_the_same_moment_one_is_first():
+    """Processes stand for ranks; each keeps its claim until it ends."""
+    context, token = multiprocessing.get_context("fork"), os.urandom(8).hex()
+    gate, said = context.Barrier(4), context.Queue()
 
+    def fail():
+        gate.wait()
+        said.put(failure.is_first(token))
+        gate.wait()
 
-def test_ranks_that_fail_at_the_same_moment_agree_who_was_first():
-    """Each has seen no failure before its own. Threads stand for ranks."""
-    for _ in range(20):
-        words, gate = memoryview(bytearray(32)).cast("q"), threading.Barrier(4)
-
-        def fail(rank, words=words, gate=gate):
-            gate.wait()
-            return failure.is_first(words, rank, 70 + rank)
-
-        with ThreadPoolExecutor(4) as ranks:
-            found = list(ranks.map(fail, range(4)))
-        [first] = [rank for rank, (speaks, _) in enumerate(found) if speaks]
-        assert {code for _, code in found} == {70 + first}
+    ranks = [context.Process(target=fail) for _ in range(4)]
+    for rank in ranks:
+        rank.start()
+    assert sorted(said.get(timeout=LIMIT) for _ in ranks) == [False, False, False, True]
+    for rank in ranks:
+        rank.join(LIMIT)
+    assert failure.is_first(token), "its owner has ended"
+    assert not failure.is_first(token), "a rank fails once"
 
 
 def test_a_record_is_not_written_through_a_link(tmp_path):
@@ -315,13 +311,3 @@ def test_non_finite_loss_ends_all_ranks(text_folder):
     assert steps == list(range(1, len(steps) + 1))
     failed = int(re.search(r"step (\d+): loss", block)[1])
     assert failed == len(steps) + 1, "the steps before the failure are in the file"
-
-
-def test_six_ranks_that_fail_before_mpi_have_turns_of_their_own(monkeypatch):
-    """As docs/failures.md says; an abort ends the others before their turn comes."""
-    waits = []
-    monkeypatch.setattr(failure.time, "sleep", waits.append)
-    for number in range(8):
-        failure.wait_for_turn(number)
-    assert len({*waits}) == 6
-    assert min(later - sooner for sooner, later in pairwise(waits[:6])) > 1

@@ -131,13 +131,7 @@ def check_environment(world, facts: Mapping[str, str]) -> None:
         text = bytearray(length[0])
         world.Recv(text, rank)
         everybody.append(json.loads(text))
-    if any(one != facts for one in everybody):
-        raise EnvironmentProblem(
-            [
-                "the environment of the ranks differs where it must not:",
-                *consistency.differences(everybody),
-            ]
-        )
+    consistency.check(everybody, "the environments of the ranks differ")
 
 
 def library_name(world) -> str:
@@ -176,27 +170,19 @@ def finalize(world) -> None:
 
 
 def host_ranks(communicator):
-    """Return the world ranks of this host, the host's number, and words that its ranks share.
+    """Return the world ranks of this host, and its number: hosts are numbered by lowest ranks.
 
-    The words are 64-bit integers in an MPI window, one per rank and initially zero; the window is
-    the fourth value. Hosts are numbered by their lowest ranks. A OneRank shares no words.
-    Comm: a split, two gathers of facts, a barrier.
+    Comm: a split, two gathers of facts.
     """
     if isinstance(communicator, OneRank):
-        return (0,), 0, None, communicator
+        return (0,), 0
     from mpi4py import MPI
 
     host = communicator.Split_type(MPI.COMM_TYPE_SHARED)
     ranks = all_gather_facts(host, communicator.Get_rank())
     firsts = all_gather_facts(communicator, min(ranks))
-    own_bytes = 0 if host.Get_rank() else 8 * len(ranks)
-    window = MPI.Win.Allocate_shared(own_bytes, 8, comm=host)
-    words = memoryview(window.Shared_query(0)[0]).cast("B").cast("q")
-    if own_bytes:
-        words[:] = array.array("q", [0] * len(ranks))
-    host.Barrier()
     host.Free()
-    return tuple(ranks), sorted({*firsts}).index(min(ranks)), words, window
+    return tuple(ranks), sorted({*firsts}).index(min(ranks))
 
 
 def forget_shared_memory() -> None:

@@ -26,7 +26,7 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 
 from mpipar import errors
-from mpipar.comm.facts import gather_facts
+from mpipar.comm.facts import all_gather_facts
 from mpipar.comm.launcher import MPICH, Launcher, Mismatch, read_launcher
 from mpipar.comm.one_rank import OneRank
 from mpipar.comm.self_test import check_reductions
@@ -61,7 +61,7 @@ class Session(Interruptible):
     watch: the watchdog, which notices a lack of progress, from start() to the end of finish().
     where: called when an error is reported; returns what the rank is doing, such as "step 17".
     notes: lines for the log about earlier jobs in the run folder.
-    ending: what finish() closes on this rank.
+    locked: the run folder, from the moment that world rank 0 has locked it.
     presets: environment variables that guard() has set because the user had not.
     unfinished: a folder to be removed if the process ends at once, or None.
     saved: the folder of the final weights once they are written; stopping then loses nothing.
@@ -79,12 +79,11 @@ class Session(Interruptible):
         self.saved = ""
         self.notes, self.presets = [], {}
         self.held: lock.RunLock | None = None  # of the run folder, on world rank 0
-        self.ending = contextlib.ExitStack()
+        self.locked: Path | None = None
         self._private = None
-        self._token, self._host = "", 0
-        self._words = self._window = None  # see failure.is_first
+        self._token, self._host = "", 0  # of the job, and this host's number, once MPI has started
         self._failing = threading.Lock()
-        self.watch = Watchdog(self.doing, self.fail)
+        self.watch = Watchdog(lambda: self.where(), self.fail)  # noqa: PLW0108 - it changes
 
     def start(self):
         """Start MPI, compare the facts of all ranks, and return `world`; later calls only return.
@@ -104,7 +103,7 @@ class Session(Interruptible):
         token = bytearray(os.urandom(8))
         self._private.Bcast(token, root=0)
         self._token = token.hex()
-        self.host_ranks, self._host, self._words, self._window = mpi.host_ranks(self._private)
+        self.host_ranks, self._host = mpi.host_ranks(self._private)
         self.host_rank = self.host_ranks.index(self.world.Get_rank())
         if self.host_rank == 0:
             mpi.forget_shared_memory()
@@ -113,10 +112,6 @@ class Session(Interruptible):
         self.agree(lambda: check_reductions(self._private, mpi.library_name(self.world)))
         return self.world
 
-    def doing(self) -> str:
-        """Return what this rank is doing according to the command, such as "step 17"."""
-        return self.where()
-
     def use_folder(self, folder: Path) -> None:
         """Let ranks write states and errors into the locked run folder from now on.
 
@@ -124,43 +119,18 @@ class Session(Interruptible):
         Comm: one all-gather of a byte per rank.
         """
         self.agree(lambda: lock.check_seen(folder, self._token))
-        self.run_folder = folder
+        self.run_folder = self.locked = folder
         self.watch.ranks, self.watch.folder = range(self.world.Get_size()), folder
 
     def compare(self, facts: Mapping[str, str]) -> None:
         """Return if all ranks have the same facts; else show the differences and leave together.
 
-        World rank 0 prints the table.
-        Comm: one small all-gather, and a gather of all facts if they differ.
+        Comm: one small all-gather, and one of all facts if they differ; an agreement.
         """
-        digest = hashlib.sha256(json.dumps(facts).encode()).digest()
-        digests = bytearray(len(digest) * self._private.Get_size())
-        self._private.Allgather(digest, digests)
-        if digests == digest * self._private.Get_size():
-            return
-        everybody = gather_facts(self._private, facts)
-        if everybody is not None:
-            problem = EnvironmentProblem(
-                [
-                    "the ranks of this job differ where they must not:",
-                    *consistency.differences(everybody),
-                ]
-            )
-            failure.show(failure.error_report(problem, ""))
-        raise AgreedError(errors.EXIT_ENVIRONMENT)
-
-    def refuse(self, error: UsageError):
-        """End all ranks because this rank rejected its flags before it started MPI.
-
-        If other ranks accepted theirs, the table of differences says so.
-        Comm: that of start(), and one all-gather.
-        """
-        self.facts |= {consistency.REFUSED: "; ".join(error.problems)}
-        try:
-            self.start()
-        except EnvironmentProblem:
-            raise error from None
-        self.agree(lambda: raised(error))
+        digest = hashlib.sha256(json.dumps(facts).encode()).hexdigest()
+        if len({*all_gather_facts(self._private, digest)}) > 1:
+            everybody = all_gather_facts(self._private, facts)
+            self.agree(lambda: consistency.check(everybody, "the ranks of this job differ"))
 
     def agree(self, function: Callable):
         """Run function() on every rank and return its result, or leave together if it fails.
@@ -193,24 +163,25 @@ class Session(Interruptible):
 
         Raises UsageError if another job holds the lock, and OSError if it cannot be written.
         """
-        held = self.held = lock.acquire(folder, self._token)
-        self.notes += filter(None, [held.note])
-        self.ending.callback(lock.release, folder, self._token)
+        self.held, self.locked = lock.acquire(folder, self._token), folder
+        self.notes += filter(None, [self.held.note])
+
+    def unlock(self) -> None:
+        """Remove this job's lock, if it has one; any rank may do so when the job ends."""
+        if self.locked is not None:
+            lock.release(self.locked, self._token)
 
     def leave_mpi(self, exit_code: int) -> int:
         """Leave MPI together with all ranks; return the highest of their exit codes.
 
         A rank may then work on alone for as long as it likes, because no other rank waits for it.
-        Comm: one all-gather of a byte per rank, the end of a window, then MPI_Finalize.
+        Comm: one all-gather of a byte per rank, then MPI_Finalize.
         """
         with self._failing:  # a failing thread never releases it, and ends this process
             pass
         if self.world is None:
             return exit_code
         exit_code = max(self._gather_code(exit_code))
-        with self._failing:  # a thread that fails reads them
-            self._words = None
-        self._window.Free()
         self._private.Free()
         world, self.world = self.world, None  # from here on, a Ctrl-C must not call MPI
         mpi.finalize(world)
@@ -220,7 +191,7 @@ class Session(Interruptible):
     def finish(self, exit_code: int) -> int:
         """End regularly; return the exit code of the job. Comm: that of leave_mpi()."""
         exit_code = self.leave_mpi(exit_code)
-        self.ending.close()
+        self.unlock()
         return exit_code
 
     def _place(self) -> str:
@@ -230,7 +201,7 @@ class Session(Interruptible):
             rank, size = self.world.Get_rank(), self.world.Get_size()
         here = f"host {os.uname().nodename} (pid {os.getpid()})"
         here = f"rank {rank} of {size} on {here}" if size > 1 else here
-        return ", ".join(filter(None, (here, self.doing())))
+        return ", ".join(filter(None, (here, self.where())))
 
     def fail(self, error: BaseException, thread: str = ""):
         """End the whole job because of `error`: one block on the console, one exit code.
@@ -250,28 +221,25 @@ class Session(Interruptible):
 
     def _tell(self, error: BaseException, thread: str) -> int:
         """Let one rank print the block of this failure; return the job's exit code."""
-        starting = self.world is None
-        # before MPI, a flag is wrong on every rank
-        place = "" if starting and isinstance(error, UsageError) else self._place()
+        rank = self.launcher.rank if self.world is None else self.world.Get_rank()
+        everywhere = self.world is None and isinstance(error, UsageError)  # a wrong flag
+        place = "" if everywhere else self._place()
         place += f", thread {thread}" if thread else ""
         found = failure.error_report(error, place, self.saved)
-        code, speaks, number = found.exit_code, True, self.launcher.rank
-        rank = number if starting else self.world.Get_rank()
-        if isinstance(error, Mismatch):
-            speaks, number = self.launcher.local_rank == 0, 0
-        elif starting and isinstance(error, UsageError):
-            speaks = number == 0
-        elif self._words is not None:
-            speaks, code = failure.is_first(self._words, self.host_rank, code)
-            number = self._host
+        if everywhere or isinstance(error, Mismatch):  # the others say it, or need not
+            speaks, turn = not (rank if everywhere else self.launcher.local_rank), 0
+        elif self._token:
+            speaks, turn = failure.is_first(self._token), self._host
+        else:
+            speaks, turn = True, rank
         if speaks:
-            failure.wait_for_turn(number)
+            time.sleep(failure.TURN_SECONDS * min(turn, failure.MOST_TURNS))
             # a blocked console must not keep the job alive
-            later(ABORT_SECONDS, self._abort, code)
+            later(ABORT_SECONDS, self._abort, found.exit_code)
             failure.show(found, failure.write_record(self.run_folder, rank, found))
         else:  # the reporting rank's abort also ends this process; if not, it ends itself
             time.sleep(ABORT_SECONDS + failure.TURN_SECONDS * failure.MOST_TURNS)
-        return code
+        return found.exit_code
 
     def _others_may_wait_in_init(self, error: BaseException) -> bool:
         """Return whether a defect before MPI on one rank leaves the others waiting in MPI_Init.
@@ -289,15 +257,13 @@ class Session(Interruptible):
 
     def _abort(self, code: int):
         """Kill every rank or, if MPI cannot, at least this process."""
-        with contextlib.suppress(OSError):
-            self.ending.close()
         failure.leave_code(os.environ, code)
         later(ABORT_SECONDS, os._exit, code)
         time.sleep(failure.FORWARD_SECONDS)
         if self.run_folder is not None:
             with contextlib.suppress(OSError):  # the block has reported its content
                 no_links.remove_tree(self.run_folder, HANG)
-            lock.release(self.run_folder, self._token)
+        self.unlock()
         if self.unfinished is not None:
             shutil.rmtree(self.unfinished, ignore_errors=True)
         if self.world is None:
@@ -324,18 +290,22 @@ def tell_of_exit(tell: Callable[[], None]) -> None:
     atexit.register(disarm)
 
 
-def raised(error: BaseException):
-    """Raise an error where only an expression is allowed."""
-    raise error
-
-
 def _main(main: Callable, argv: list[str], session: Session) -> int:
+    """Run the command; ranks of which not all have rejected their flags leave with a table."""
     try:
         return main(argv, session)
-    except UsageError as error:
+    except UsageError as refused:
         if session.world is not None or session.launcher.size == 1 or not session.facts:
             raise
-        return session.refuse(error)
+
+        def refuse(refused=refused):
+            raise refused
+
+        session.facts |= {consistency.REFUSED: "; ".join(refused.problems)}
+        with contextlib.suppress(EnvironmentProblem):  # then the flags are the first problem
+            session.start()
+            session.agree(refuse)
+        raise
 
 
 def _run(main: Callable, argv: list[str], session: Session) -> int:
