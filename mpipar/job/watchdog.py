@@ -16,7 +16,6 @@ import contextlib
 import json
 import sys
 import threading
-import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from itertools import islice
 from pathlib import Path
@@ -27,7 +26,7 @@ from types import FrameType
 from mpipar.comm.record import POINT_TO_POINT, place
 from mpipar.errors import HangError
 from mpipar.files import no_links
-from mpipar.files.bounded import parse_json, read_text
+from mpipar.files.bounded import read_text
 from mpipar.files.replace import replace_file
 from mpipar.job.streams import note
 
@@ -105,15 +104,14 @@ class Watchdog:
     def _watch(self) -> None:
         """Check the progress again and again.
 
-        A pause counts no longer than it should have taken: a job that was suspended (Ctrl-Z, SLURM)
+        Each pause counts as long as it was meant to be: a job that was suspended (Ctrl-Z, SLURM)
         was not stuck meanwhile.
         """
         last, stuck, warned = None, 0.0, False
         while True:
             warn, stop = self.limits()
-            first = min((limit for limit in (warn, stop) if limit), default=0.0)
-            pause = min(LONGEST_PAUSE, first / 5) if first else LONGEST_PAUSE
-            before = time.monotonic()
+            first = min(filter(None, (warn, stop)), default=0.0)
+            pause = min(LONGEST_PAUSE, first / 5 or LONGEST_PAUSE)
             if self._ended.wait(pause):
                 break
             now = self._progress()
@@ -121,15 +119,15 @@ class Watchdog:
                 last, stuck, warned = now, 0.0, False
                 self._withdraw()
                 continue
-            stuck += min(time.monotonic() - before, 2 * pause)
-            if stuck < first:
-                continue
-            self._write(stuck)
+            stuck += pause
+            if stuck >= first:
+                self._write(stuck)
             if warn and not warned and stuck > warn + SETTLE:
                 warned = True
-                self._report(warn, lambda lines: note("\n".join(lines)), everywhere=False)
-            if stop and stuck > stop + SETTLE:
-                self._report(stop, lambda lines: self._fail(HangError(lines)), everywhere=True)
+                if lines := self._report(warn, everywhere=False):
+                    note("\n".join(lines))
+            if stop and stuck > stop + SETTLE and (lines := self._report(stop, everywhere=True)):
+                self._fail(HangError(lines))
         self._withdraw()
 
     def _withdraw(self) -> None:
@@ -145,31 +143,28 @@ class Watchdog:
 
     def _write(self, stuck: float) -> None:
         """Write this rank's state; a reader sees either all of it or the previous one."""
-        if self.folder is None:
-            return
-        state = {**self._describe(), "stuck_seconds": round(stuck, 1)}
-        with contextlib.suppress(OSError):  # a full disk must not hide the hang itself
-            text = json.dumps(state).encode()
-            replace_file(self._name(), [text], sync=False, root=self.folder)
-            self._written = self.folder
+        if self.folder is not None:
+            text = json.dumps({**self._describe(), "stuck_seconds": round(stuck, 1)})
+            with contextlib.suppress(OSError):  # a full disk must not hide the hang itself
+                replace_file(self._name(), [text.encode()], sync=False, root=self.folder)
+                self._written = self.folder
 
-    def _report(self, limit: float, tell: Callable, everywhere: bool) -> None:
-        """Report what all ranks' states mean, on the lowest rank that has written one.
+    def _report(self, limit: float, everywhere: bool) -> list[str]:
+        """Return what all ranks' states mean, on the lowest rank that has written one; else [].
 
         everywhere: report also on a rank that knows no state but its own, whichever it is.
         """
-        states = {}
+        states, lines = {}, []
         for path in sorted(self.folder.glob(f"{HANG}/rank-*.json")) if self.folder else ():
             with contextlib.suppress(OSError, ValueError):
-                states[int(path.stem.split("-")[1])] = parse_json(
-                    read_text(f"{HANG}/{path.name}", root=self.folder)
-                )
+                text = read_text(f"{HANG}/{path.name}", root=self.folder)
+                states[int(path.stem.split("-")[1])] = json.loads(text)
         if states and self.world_rank == min(states):
-            tell([f"no progress for {limit:g} s", *explain(states, self.ranks)])
+            lines = explain(states, self.ranks)
         elif not states and (everywhere or self.world_rank == 0):
             state = self._describe()
             lines = [f"rank {self.world_rank} {doing(state)}", *map("  {}".format, state["stack"])]
-            tell([f"no progress for {limit:g} s", *lines])
+        return lines and [f"no progress for {limit:g} s", *lines]
 
 
 def marker(recorder):
@@ -195,10 +190,8 @@ def main_stack() -> Iterator[tuple[FrameType, int]]:
 
 def waiting_record(recorder):
     """Return the record of the operation that this rank waits in, or None while it computes."""
-    for record in reversed(recorder.records):
-        if not record.done_ns and record.waited_ns:
-            return record
-    return None
+    waiting = (one for one in reversed(recorder.records) if one.waited_ns and not one.done_ns)
+    return next(waiting, None)
 
 
 def state_of(recorder=None, comms=None, where: str = "") -> dict:
@@ -244,39 +237,33 @@ def doing(state: dict | None) -> str:
             return f"is in no communication ({at}); its main thread is at {here}"
         caller = next((frame for frame in stack if not frame.startswith(INSIDE)), here)
         return f"is at {here}" + (f", called from {caller}" if caller != here else "") + f" ({at})"
-    target = (
-        f" {'to' if inside['operation'] == 'send' else 'from'} rank {inside['peer']}"
-        if inside["peer"] is not None
-        else ""
-    )
+    to = "to" if inside["operation"] == "send" else "from"
+    target = "" if inside["peer"] is None else f" {to} rank {inside['peer']}"
     return (
         f"waits in {inside['operation']} {inside['name']}{target} ({inside['axis']}, {at})"
         f" for {inside['seconds']} s at {inside['source']}"
     )
 
 
+def barrier_of(state: dict | None) -> tuple | None:
+    """Return what the ranks in one barrier have in common; None outside of communication."""
+    if state is None or state["inside"] is None:
+        return None
+    axis, ranks, *rest = map(state["inside"].get, ("axis", "ranks", "seq", "operation", "name"))
+    return axis, tuple(ranks), *rest
+
+
 def awaited(rank: int, states: dict[int, dict]) -> list[int]:
     """Return the ranks that a rank waits for: its peer, or those that have not come to its barrier.
 
-    Nobody if it is in no communication, or has written no state.
+    Nobody if it is in no communication.
     """
-    own = barrier_of(states.get(rank))
+    own, inside = barrier_of(states[rank]), states[rank]["inside"]
     if own is None:
         return []
-    inside = states[rank]["inside"]
     if inside["operation"] in POINT_TO_POINT:
         return [inside["peer"]]
     return [other for other in inside["ranks"] if barrier_of(states.get(other)) != own]
-
-
-def barrier_of(state: dict | None) -> tuple | None:
-    """Return what the ranks in one barrier have in common; None outside of communication."""
-    inside = state and state["inside"]
-    return (
-        (inside["axis"], tuple(inside["ranks"]), inside["seq"], inside["operation"], inside["name"])
-        if inside
-        else None
-    )
 
 
 def explain(states: dict[int, dict], ranks: Iterable[int]) -> list[str]:
@@ -286,6 +273,7 @@ def explain(states: dict[int, dict], ranks: Iterable[int]) -> list[str]:
     written a state.
     """
     waits_for = {rank: awaited(rank, states) for rank in sorted(states)}
+    missing = sorted({other for others in waits_for.values() for other in others})
     lines, barriers = [], {}
     for rank in waits_for:
         barrier = barrier_of(states[rank])
@@ -298,17 +286,12 @@ def explain(states: dict[int, dict], ranks: Iterable[int]) -> list[str]:
             f"barrier {name} ({operation} {seq} of the {axis} group {list(members)}) is incomplete:"
             f" {names(arrived)} arrived, {names(waits_for[arrived[0]])} missing"
         )
-    missing_ranks = {other for others in waits_for.values() for other in others}
-    lines += [
-        f"late: rank {rank} {doing(states.get(rank))}"
-        for rank in sorted(missing_ranks)
-        if barrier_of(states.get(rank)) is None
-    ]
-    circle = find_circle(waits_for)
-    if circle:
+    late = [rank for rank in missing if barrier_of(states.get(rank)) is None]
+    lines += [f"late: rank {rank} {doing(states.get(rank))}" for rank in late]
+    if circle := find_circle(waits_for):
         lines.append("a cycle of ranks waiting for each other: " + " -> ".join(map(str, circle)))
-    for rank in sorted(missing_ranks & set(states)):
-        lines += [f"  rank {rank}: {frame}" for frame in states[rank]["stack"][:6]]
+    stacks = {rank: states[rank]["stack"][:6] for rank in missing if rank in states}
+    lines += [f"  rank {rank}: {frame}" for rank, stack in stacks.items() for frame in stack]
     return lines or [f"rank {rank} {doing(states.get(rank))}" for rank in sorted({*ranks, *states})]
 
 
@@ -324,8 +307,8 @@ def find_circle(waits_for: dict[int, list[int]]) -> list[int]:
     """
     for start in waits_for:
         path = [start]
-        while others := waits_for.get(path[-1]):
-            if others[0] in path:
-                return [*path[path.index(others[0]) :], others[0]]
+        while (others := waits_for.get(path[-1])) and others[0] not in path:
             path.append(others[0])
+        if others:
+            return [*path[path.index(others[0]) :], others[0]]
     return []
