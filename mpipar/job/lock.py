@@ -14,25 +14,26 @@ import re
 import shlex
 import time
 from collections.abc import Mapping
+from dataclasses import dataclass
 from pathlib import Path
 
 from mpipar.errors import OutputError, UsageError
 from mpipar.files import no_links
-from mpipar.files.bounded import parse_json, read_text
-from mpipar.files.text import harmless
+from mpipar.files.bounded import read_text
 from mpipar.job.environment import host_name, started
 
 NAME = "lock"
 NAMES = re.compile(r"lock(\.next)*")  # every file that this module creates
-WRITE_SECONDS = 1.0  # an owner creates its lock, then writes to it
 SHARED_SECONDS = 5.0  # how long a new file may take to become visible on another host
 
 
+@dataclass(frozen=True)
 class RunLock:
     """A lock that this process holds. `note`, for the log, names the owner it was taken from."""
 
-    def __init__(self, folder: Path, text: str, note: str = ""):
-        self.folder, self.text, self.note = folder, text, note
+    folder: Path
+    text: str
+    note: str
 
     def keep(self) -> None:
         """Lock the folder again if the lock is gone, as after the folder was moved and recreated.
@@ -42,24 +43,10 @@ class RunLock:
         if not _create(self.folder, NAME, self.text):
             found = _text_of(self.folder, NAME)
             if found != self.text:
+                who, _ = _judged(found, os.environ)
                 raise OutputError(
-                    f"{self.folder}: {_judged(found, os.environ)[0]} has the folder"
-                    " now, so this job stops writing to it"
+                    f"{self.folder}: {who} has the folder now, so this job stops writing to it"
                 )
-
-
-def release(folder: Path, token: str) -> None:
-    """Remove the lock of the job with this token; another job may have the folder by now."""
-    with contextlib.suppress(OSError):
-        if _is_of(folder, token):
-            no_links.remove(folder, NAME)
-
-
-def _is_of(folder: Path, token: str) -> bool:
-    try:
-        return parse_json(read_text(NAME, root=folder))["token"] == token
-    except (ValueError, LookupError, TypeError):
-        return False
 
 
 def acquire(folder: Path, token: str, environ: Mapping[str, str] = os.environ) -> RunLock:
@@ -71,6 +58,13 @@ def acquire(folder: Path, token: str, environ: Mapping[str, str] = os.environ) -
     return RunLock(folder, text, _take(folder, NAME, text, environ))
 
 
+def release(folder: Path, token: str) -> None:
+    """Remove the lock of the job with this token; another job may have the folder by now."""
+    with contextlib.suppress(OSError):
+        if _facts(_text_of(folder, NAME)).get("token") == token:
+            no_links.remove(folder, NAME)
+
+
 def _take(folder: Path, name: str, text: str, environ: Mapping[str, str]) -> str:
     """Create a lock, or take it over; return a note about the owner it was taken from.
 
@@ -79,10 +73,10 @@ def _take(folder: Path, name: str, text: str, environ: Mapping[str, str]) -> str
     """
     while not _create(folder, name, text):
         found = _text_of(folder, name)
-        if not found:  # it was just released
-            continue
         who, reason = _judged(found, environ)
         if not reason:
+            if not os.path.lexists(folder / name):  # it was just released
+                continue
             raise UsageError(
                 f"{folder}: {who} is writing to it, and only one job may: wait until it ends,"
                 " choose another folder or, if you know that it is gone, type"
@@ -101,7 +95,7 @@ def check_seen(folder: Path, token: str) -> None:
     limit = time.monotonic() + SHARED_SECONDS
     while True:
         with contextlib.suppress(OSError):
-            if _is_of(folder, token):
+            if _facts(_text_of(folder, NAME)).get("token") == token:
                 return
         if time.monotonic() > limit:
             raise OutputError(
@@ -143,44 +137,37 @@ def _machine() -> list[str]:
 
 def _judged(text: str, environ: Mapping[str, str]) -> tuple[str, str]:
     """Return (who wrote this lock, how it is known that this owner is gone, or "")."""
-    reason = ""
-    try:
-        lock = parse_json(text)
-        job, cluster = lock["slurm_job"], lock["slurm_cluster"]
-        who = f"the job of process {lock['pid']} on {lock['host']}, started {lock['time']}" + (
-            f", SLURM job {job}" if job else ""
-        )
-        here = (environ.get("SLURM_JOB_ID"), environ.get("SLURM_CLUSTER_NAME", ""))
-        restarts = _restarts(environ)
-        if lock["machine"] and lock["machine"] == _machine():
-            reason = "" if started(lock["pid"]) == lock["started"] else "its process is gone"
-        elif job and (job, cluster) == here and restarts > lock["slurm_restarts"]:
-            reason = "SLURM has requeued this job"
-    except (ValueError, LookupError, TypeError):
+    lock, here, reason = _facts(text), owner("", environ), ""
+    if lock.keys() != here.keys():
         return "an unknown job", ""
-    return harmless(who), reason
+    job = lock["slurm_job"]
+    if here["machine"] and lock["machine"] == here["machine"]:
+        reason = "" if started(lock["pid"]) == lock["started"] else "its process is gone"
+    elif job and all(lock[name] == here[name] for name in ("slurm_job", "slurm_cluster")):
+        requeued = here["slurm_restarts"] > lock["slurm_restarts"]
+        reason = "SLURM has requeued this job" if requeued else ""
+    who = f"the job of process {lock['pid']} on {lock['host']}, started {lock['time']}"
+    return who + (f", SLURM job {job}" if job else ""), reason
+
+
+def _facts(text: str) -> dict:
+    """Return what a lock says of its owner; {} if it was written half, or by something else."""
+    with contextlib.suppress(ValueError):
+        facts = json.loads(text)
+        return facts if isinstance(facts, dict) else {}
+    return {}
 
 
 def _create(folder: Path, name: str, text: str) -> bool:
     """Create the file with this text; return False if it exists."""
-    try:
-        with no_links.create(folder, name) as file:
-            file.write(text.encode())
-    except FileExistsError:
-        return False
-    return True
+    with contextlib.suppress(FileExistsError), no_links.create(folder, name) as file:
+        file.write(text.encode())
+        return True
+    return False
 
 
 def _text_of(folder: Path, name: str) -> str:
     """Return a lock's text; "" if it was just released. Raises OSError if it is no regular file."""
-    limit = time.monotonic() + WRITE_SECONDS
-    while True:
-        try:
-            text = read_text(name, root=folder)
-        except FileNotFoundError:
-            return ""
-        except ValueError:
-            return "?"
-        if text or time.monotonic() > limit:
-            return text or "?"
-        time.sleep(0.02)
+    with contextlib.suppress(FileNotFoundError, ValueError):
+        return read_text(name, root=folder)
+    return ""
