@@ -16,26 +16,13 @@ from mpipar.trace import trace_file
 NOBODY = 65534
 
 
-def plant(kind, path, outside):
-    """Put something into the place of a file."""
-    if kind == "a link":
-        path.symlink_to(outside)
-    elif kind == "a dangling link":
-        path.symlink_to(path.parent.parent / "nowhere")
-    elif kind == "a loop":
-        path.symlink_to(path.name)
-    elif kind == "a hard link":
-        os.link(outside, path)
-    elif kind == "a pipe":
-        os.mkfifo(path)
-    elif kind == "a folder":
-        path.mkdir()
-    else:
-        assert kind == "a device"
-        path.symlink_to("/dev/zero")
-
-
-KINDS = ["a link", "a dangling link", "a loop", "a hard link", "a pipe", "a folder", "a device"]
+KINDS = {  # what stands in the place of a file: plant it at a path
+    "a link": lambda path, outside: path.symlink_to(outside),
+    "a dangling link": lambda path, outside: path.symlink_to(path.parent.parent / "nowhere"),
+    "a hard link": lambda path, outside: os.link(outside, path),
+    "a pipe": lambda path, outside: os.mkfifo(path),
+    "a folder": lambda path, outside: path.mkdir(),
+}
 
 WRITERS = {
     "trace": lambda run: trace_file.write_meta(run, {}),

@@ -1,4 +1,4 @@
-"""Hostile inputs of a user: each ends with exit code 2 or 65 and one sentence, immediately.
+"""Inputs without bounds: each ends with exit code 2 or 65 and one sentence, immediately.
 
 `test_files.py` tests the reader of JSON and TOML alone. Here the commands read.
 """
@@ -83,9 +83,8 @@ def test_counts_of_a_schedule_are_bounded(words):
 
 
 @pytest.mark.parametrize(("text", "part"), [
-    (f"{NINES}F0,0B0\n", "column 0: '99999"), ("0F999999,0B999999\n", "but only 2 passes"),
     ("0F9999999\n", "is not an instruction"), (f'"{"x" * 200_000}"\n', "larger than field limit"),
-    ("0F0,1F0," * 300_000, "more than 524,288 instructions"), ("\0" * 9, "is not an instruction"),
+    ("0F0,1F0," * 300_000, "more than 524,288 instructions"),
     ("0F0\n" * (3 << 20), "the limit is 8,388,608"),
 ], ids=lambda value: value[:20])  # fmt: skip
 def test_csv_files_are_bounded(text, part, tmp_path):
@@ -109,15 +108,13 @@ def test_a_pipe_is_no_file(words, tmp_path):
 
 
 @pytest.mark.parametrize("words", [
-    "generate RUN", "trace RUN", "compare RUN RUN", "ckpt ls RUN", "train --data RUN",
-    "train --config RUN", "train --init-from RUN", "train --resume RUN", "train --out RUN",
-    "train --schedule-csv RUN", "explain --machine RUN",
-    "schedule --from-csv RUN",
+    "generate RUN", "trace RUN", "ckpt ls RUN", "train --data RUN", "train --config RUN",
+    "train --init-from RUN", "train --resume RUN", "train --out RUN", "schedule --from-csv RUN",
 ])  # fmt: skip
-@pytest.mark.parametrize("name", ["x" * 5000, "/dev/null/x"], ids=["long", "odd"])
-def test_names_that_no_file_has(words, name, tmp_path):
-    with at_once(), pytest.raises((UsageError, DataError, OutputError)):
-        cli.main(words.replace("RUN", name).split(" "), StandIn())
+def test_names_that_no_file_has(words):
+    for name in ("x" * 5000, "/dev/null/x"):
+        with at_once(), pytest.raises((UsageError, DataError, OutputError)):
+            cli.main(words.replace("RUN", name).split(" "), StandIn())
 
 
 def test_files_follow_the_umask(tmp_path):

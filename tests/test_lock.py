@@ -68,10 +68,13 @@ ELSEWHERE = {"host": "n9", "machine": ["n9", "another boot", "pid:[1]"]}
 REQUEUED = {"SLURM_JOB_ID": "7", "SLURM_RESTART_COUNT": "1"}
 
 
-@pytest.mark.parametrize("held", ["no", "by a process that is gone"])
-def test_one_of_many_that_start_at_once_gets_the_lock(held, tmp_path):
+@pytest.mark.parametrize("held", ["no", "by a process that is gone", "and its successor, too"])
+def test_one_of_many_that_start_at_once_gets_the_lock(held, tmp_path, monkeypatch):
     if held != "no":
         left_by(tmp_path, started=1)
+    if held == "and its successor, too":
+        with killed_starts(monkeypatch, started=1) as raised, raised:
+            lock.acquire(tmp_path, "killed")
     first = winners(tmp_path)
     assert json.loads((tmp_path / lock.NAME).read_text())["pid"] == first
     assert [path.name for path in tmp_path.iterdir()] == [lock.NAME]
@@ -100,6 +103,7 @@ def test_a_lock_ends_with_its_job_and_says_who_has_it(tmp_path):
         (ELSEWHERE | {"machine": []}, {}, None),
         (ELSEWHERE | {"slurm_job": "7"}, {}, None),
         (ELSEWHERE | {"slurm_job": "7"}, REQUEUED, "SLURM has requeued this job"),
+        (ELSEWHERE | {"slurm_job": "7"}, REQUEUED | {"SLURM_RESTART_COUNT": "no number"}, None),
         (ELSEWHERE | {"slurm_job": "8"}, REQUEUED, None),
         (ELSEWHERE | {"slurm_job": "7", "slurm_restarts": 1}, REQUEUED, None),
         (ELSEWHERE | {"slurm_job": "7", "slurm_cluster": "other"}, REQUEUED, None),
@@ -117,25 +121,11 @@ def test_whether_the_owner_is_gone(facts, environ, why, tmp_path):
     assert lock.acquire(tmp_path, "new", environ).note == ""
 
 
-def same_machine(**facts):
-    """A lock of this machine with hostile facts."""
-    return json.dumps(lock.owner("other", {}) | facts)
-
-
-@pytest.mark.parametrize(
-    "text",
-    ["", "{", "[]", '{"pid": 1}', "\xff", "1" * 5000]
-    + [same_machine(pid=pid) for pid in ([], "self/..", "x" * 5000, None, 10**18)],
-)
-def test_a_lock_that_cannot_be_read_is_refused_or_of_a_process_that_is_gone(
-    text, tmp_path, monkeypatch
-):
-    monkeypatch.setattr(lock, "WRITE_SECONDS", 0.1)
+@pytest.mark.parametrize("text", ["", "{", "[]", '{"pid": 1}', "\xff"])
+def test_a_lock_that_cannot_be_read_is_refused(text, tmp_path):
+    """As a start that was killed while it wrote, or a damaged disk, may leave it."""
     (tmp_path / lock.NAME).write_text(text, "latin-1")
-    if "machine" in text:
-        assert "its process is gone" in lock.acquire(tmp_path, "new").note
-        return
-    with pytest.raises(UsageError, match=f"type rm {tmp_path / lock.NAME}"):
+    with pytest.raises(UsageError, match=f"an unknown job .*type rm {tmp_path / lock.NAME}"):
         lock.acquire(tmp_path, "new")
 
 
@@ -167,14 +157,6 @@ def test_a_start_that_was_killed_while_it_took_over_is_passed_by(kills, tmp_path
     assert "its process is gone" in held.note
     assert (tmp_path / lock.NAME).read_text() == held.text
     assert [path.name for path in tmp_path.iterdir()] == [lock.NAME]
-
-
-def test_one_of_many_passes_a_killed_start_by(tmp_path, monkeypatch):
-    left_by(tmp_path, started=1)
-    with killed_starts(monkeypatch, started=1) as raised, raised:
-        lock.acquire(tmp_path, "killed")
-    first = winners(tmp_path)
-    assert json.loads((tmp_path / lock.NAME).read_text())["pid"] == first
 
 
 def test_a_start_that_is_taking_over_keeps_others_away(tmp_path, monkeypatch):
@@ -242,7 +224,7 @@ def test_a_run_folder_that_a_rank_does_not_see_is_74(text_folder):
 def test_two_starts_with_one_folder_at_once(text_folder):
     """Both have looked at the folder before either has made it."""
     words = (
-        "train --data text.txt --out run --schedule auto --layers 2 --d-model 8 --heads 2"
+        "train --data text.txt --out run --layers 2 --d-model 8 --heads 2"
         " --seq-len 5 --batch-size 4 --num-microbatches 2 --sample-tokens 4 --steps 60"
     )
     env = {**os.environ, **environment()}
@@ -259,10 +241,3 @@ def test_a_failed_run_releases_its_lock(tmp_path):
     words = "train --out run --lr 1e30 --clip 0 --optimizer sgd --steps 9".split()
     block_of(mpipar(*words, cwd=tmp_path), 79)
     assert not (tmp_path / "run" / lock.NAME).exists()
-
-
-def test_a_count_of_restarts_that_is_none_is_zero():
-    """As another scheduler's imitation of SLURM's variables may have it."""
-    assert lock._restarts({"SLURM_RESTART_COUNT": "2"}) == 2
-    for text in ("abc", "", "-1"):
-        assert lock._restarts({"SLURM_RESTART_COUNT": text}) == 0

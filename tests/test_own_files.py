@@ -1,7 +1,5 @@
-"""A run folder of another user: nothing outside it is written, and none of its files is obeyed."""
+"""A run folder of another user: nothing outside it is written; where nothing can be, it is said."""
 
-import errno
-import fcntl
 import json
 import os
 import shutil
@@ -11,21 +9,20 @@ import sys
 import pytest
 from fault_table import fault
 from helpers import run_command
-from hostile_folder import KINDS, WRITERS, plant
+from hostile_folder import KINDS, NOBODY, WRITERS, as_nobody
 from in_process import alone, at_once
 from one_rank import fresh
 from program import LIMIT, block_of, environment, metrics, mpipar, one_block
 from simulated_ranks import workers_of
 from state_cases import config_for, saved, savers_of
 
-from mpipar import cli
 from mpipar.checkpoint import weights as checkpoint
 from mpipar.checkpoint.manifest import committed_steps
 from mpipar.checkpoint.tokenizer_files import write_tokenizer_files
 from mpipar.commands import run_folder
 from mpipar.commands.source import find_source
 from mpipar.console.output import GrowingFile, Log
-from mpipar.errors import DataError, OutputError, UsageError
+from mpipar.errors import DataError, OutputError
 from mpipar.files import bounded, replace
 from mpipar.job import lock
 
@@ -55,7 +52,7 @@ def victim(tmp_path):
 @pytest.mark.parametrize("name", run_folder.GROWING)
 def test_a_growing_file_is_a_regular_file_of_the_run(kind, name, victim):
     run, outside, _ = victim
-    plant(kind, run / name, outside)
+    KINDS[kind](run / name, outside)
     with at_once(), pytest.raises(OutputError, match=f"{name}: can't be written: {name} (is|has)"):
         GrowingFile(run, name)
     with at_once(), pytest.raises(OutputError, match=f"{name} (is a|has 2 names)"):
@@ -71,7 +68,7 @@ def test_a_file_that_is_replaced_ends_no_link(kind, victim):
         if kind == "a folder":
             (run / name).symlink_to(folder)
         else:
-            plant(kind, run / name, outside)
+            KINDS[kind](run / name, outside)
     with at_once():
         replace.replace_file("report.html", [b"new"], root=run)
     assert (run / "report.html").read_bytes() == b"new"
@@ -131,15 +128,7 @@ def test_a_run_does_not_go_on_in_a_folder_with_planted_links(name, tmp_path, tex
     assert (tmp_path / "keys").read_text() == CONTENT
 
 
-def test_no_foreign_text_is_a_line_of_the_log(tmp_path, capsys):
-    """Names and texts with ends of lines, as in notes and in what `ckpt ls` finds."""
-    from mpipar.commands import ckpt
-
-    saved(config_for(), 1, tmp_path / "checkpoints")
-    (tmp_path / "checkpoints" / "a\nthe run ended with step 9").mkdir()
-    assert ckpt.run(cli.context_of(None, "ckpt", ["ls", str(tmp_path)])) == 0
-    lines = capsys.readouterr().out.splitlines()
-    assert not [line for line in lines if line.startswith("the run ended")]
+def test_no_foreign_text_is_a_line_of_the_log(tmp_path):
     file = GrowingFile(tmp_path, "log.txt")
     Log(0, file)("a\rb\u2028c\x85d")
     assert (tmp_path / "log.txt").read_text() == "a\\rb\\u2028c\\x85d\n"
@@ -152,26 +141,23 @@ def lines_of(steps):
     return [json.dumps({"step": step, "loss": step / 3}).encode() + b"\n" for step in steps]
 
 
-DAMAGE = {  # in place of the second line
-    "a flipped bit": b'{"stgp": 2, "loss": 0.5}', "no UTF-8": b'{"step": 2, "loss": \xff}',
-    "a deep list": b"[" * 200_000, "no number": b'{"step": 2, "loss": 1.0, "lr": "=x()"}',
-    "5,000 digits": b'{"step": 2, "loss": ' + b"9" * 5000 + b"}", "a list": b"[2]",
-    "no finite number": b'{"step": 2, "loss": NaN}',
-}  # fmt: skip
+DAMAGED = (b'{"stgp": 2, "loss": 0.5}', b'{"step": 2, "loss": \xff}', b"[" * 200_000, b"[2]")
 
 
 @fault(53, "damaged lines of metrics.jsonl are set aside, and the run continues", 0)
-@pytest.mark.parametrize("damage", DAMAGE)
-@pytest.mark.parametrize("name", [run_folder.METRICS, run_folder.EVALUATIONS])
-def test_damaged_lines_are_set_aside_and_the_checkpoint_decides(damage, name, tmp_path):
+@pytest.mark.parametrize("damaged", DAMAGED, ids=lambda damaged: repr(damaged[:20]))
+def test_damaged_lines_are_set_aside_and_the_checkpoint_decides(damaged, tmp_path):
+    """In place of the second line."""
     lines = lines_of(range(1, 6))
-    content = b"".join([lines[0], DAMAGE[damage] + b"\n", *lines[2:]])
-    (tmp_path / name).write_bytes(content)
+    content = b"".join([lines[0], damaged + b"\n", *lines[2:]])
+    for name in (run_folder.METRICS, run_folder.EVALUATIONS):
+        (tmp_path / name).write_bytes(content)
     with at_once():
-        (note,) = run_folder.truncate_after(tmp_path, 4)
-    assert "1 line damaged, the first is line 2" in note
-    assert (tmp_path / name).read_bytes() == b"".join([lines[0], *lines[2:4]])
-    assert (tmp_path / f"{name}.aside-1").read_bytes() == content
+        notes = run_folder.truncate_after(tmp_path, 4)
+    assert ["1 line damaged, the first is line 2" in note for note in notes] == [True, True]
+    for name in (run_folder.METRICS, run_folder.EVALUATIONS):
+        assert (tmp_path / name).read_bytes() == b"".join([lines[0], *lines[2:4]])
+        assert (tmp_path / f"{name}.aside-1").read_bytes() == content
 
 
 def test_a_file_without_ends_of_lines_is_not_read_to_its_end(tmp_path):
@@ -331,30 +317,11 @@ def test_what_a_run_lacks_at_its_end_is_not_claimed(tmp_path):
 @pytest.mark.parametrize("kind", [kind for kind in KINDS if kind != "a hard link"])
 def test_a_lock_that_is_no_file_is_refused(kind, victim):
     run, outside, _ = victim
-    plant(kind, run / lock.NAME, outside)
+    KINDS[kind](run / lock.NAME, outside)
     with at_once(), pytest.raises(OSError, match="lock is a") as refused:
         lock.acquire(run, "token")
     with pytest.raises(OutputError), run_folder.said(run, "no"):
         raise refused.value
-
-
-def test_no_lock_of_the_kernel_is_needed(tmp_path, monkeypatch):
-    """A disk without them answers each with an error."""
-    for name in ("flock", "lockf", "fcntl"):
-
-        def refuse(*_, code=errno.ENOLCK):
-            raise OSError(code, os.strerror(code))
-
-        monkeypatch.setattr(fcntl, name, refuse)
-    held = lock.acquire(tmp_path, "one")
-    with pytest.raises(UsageError):
-        lock.acquire(tmp_path, "two")
-    assert (tmp_path / lock.NAME).read_text() == held.text
-    (saver,) = savers_of(workers_of(config_for(), 1), tmp_path / "checkpoints")
-    saver.save(1)
-    checkpoint.save(fresh(), tmp_path / "weights")
-    lock.release(tmp_path, "one")
-    assert not (tmp_path / lock.NAME).exists()
 
 
 # --- outputs
@@ -366,3 +333,70 @@ def test_an_answer_file_in_a_missing_folder_cannot_be_written(tmp_path):
 
     with pytest.raises(OutputError, match="No such file or directory"):
         open_answers(str(tmp_path / "none" / "answers.jsonl"))
+
+
+# --- another user
+
+
+@pytest.fixture
+def theirs(tmp_path):
+    """A run folder of an unprivileged user, to which that user can come."""
+    for folder in (tmp_path, *list(tmp_path.parents)[:-1]):
+        os.chmod(folder, folder.stat().st_mode | stat.S_IXOTH)
+    run = tmp_path / "run"
+    run.mkdir()
+    os.chown(run, NOBODY, NOBODY)
+    return run
+
+
+@fault(58, "a file of the run that belongs to another user", 74)
+@pytest.mark.parametrize("name", ["log.txt", "checkpoints"])
+def test_what_belongs_to_another_user_is_not_written(name, theirs):
+    path = theirs / name
+    path.write_text("") if name == "log.txt" else path.mkdir()
+    path.chmod(0o777)
+    said = as_nobody(run_folder.check_own, theirs)
+    assert said.startswith("OutputError")
+    assert f"{name} belongs to another user (id 0, yours is {NOBODY})" in said
+    run_folder.check_own(theirs)  # root may
+    theirs.chmod(0o777)
+    os.chown(theirs, 0, 0)  # as where a disk shows all files as one user's
+    assert as_nobody(run_folder.check_own, theirs) == "None"
+    assert [one.name for one in theirs.iterdir()] == [name]
+
+
+def everything(run):
+    """All that a run writes, as the commands would report it."""
+    found = {}
+    for name, write in {
+        "log": lambda run: GrowingFile(run, "log.txt"),
+        "result": lambda run: run_folder.write_result(run, {}),
+        "lock": lambda run: lock.acquire(run, "token"),
+        **WRITERS,
+    }.items():
+        try:
+            write(run)
+        except (OutputError, PermissionError) as error:
+            found[name] = "Permission denied" in str(error)
+    return found
+
+
+@fault(59, "a run folder that this user may not write", 74)
+@pytest.mark.parametrize("mode", [0o000, 0o500], ids=["none", "read only"])
+def test_a_folder_without_permission_is_said(mode, theirs):
+    """In mid-run, too: each writer says it, and none fails with anything else."""
+    theirs.chmod(mode)
+    said = as_nobody(everything, theirs)
+    assert said == repr(dict.fromkeys(["log", "result", "lock", *WRITERS], True))
+
+
+def test_what_belongs_to_others_can_be_read(theirs):
+    checkpoint.save(fresh(), theirs / "weights")
+    step = saved(config_for(), 1, theirs / "checkpoints")
+    for path in theirs.rglob("*"):
+        path.chmod(0o755 if path.is_dir() else 0o644)
+    assert as_nobody(find_source, str(theirs), "RUN") == repr(str(theirs / "weights"))
+    assert as_nobody(lambda: committed_steps(theirs / "checkpoints")[0][1] == step) == "True"
+    (theirs / "weights").chmod(0o700)
+    said = as_nobody(find_source, str(theirs), "RUN")
+    assert said == f"DataError: {theirs / 'weights'}: Permission denied"

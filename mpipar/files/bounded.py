@@ -1,7 +1,7 @@
 """Reads user-supplied files: regular files only, and values within bounds.
 
-A hostile or broken file must cost no more than one sentence, so anything too large, too deep or too
-long is refused before it is processed. Each function raises the error class that the caller names:
+A broken file must cost no more than one sentence, so anything too large or too deep is refused
+before it is processed. Each function raises the error class that the caller names:
 DataError for data, UsageError for a configuration.
 """
 
@@ -28,13 +28,8 @@ from mpipar.files.text import brief, shown
 MOST_BYTES = 1 << 20  # of a file whose reader sets no other limit
 MOST_DEPTH = 32  # nested lists and objects
 TOO_DEEP = f"has lists or objects nested more than {MOST_DEPTH} deep"
-MOST_NAME = 500  # characters of a key
-MOST_PARTS = 32  # of a dotted key in TOML: tomllib needs quadratic time and memory for them
-# In TOML, what may stand between the dots of a dotted name, and more: strings, names, white space.
-# Each pattern passes over a line once, whatever it contains.
-BETWEEN_DOTS = re.compile(
-    r"""  "(?:\\.?|[^"\\])*(?:"|$)  |  '[^']*(?:'|$)  |  [\w\s-]+  """, re.VERBOSE
-)
+MOST_DOTS = 1000  # in a line of TOML: tomllib takes the square of a dotted name's parts
+ODD = re.compile("[\0\ud800-\udfff]")  # no file's name has a zero, no UTF-8 half a character
 
 
 def open_regular(path: str | os.PathLike, root: str | os.PathLike | None = None) -> BinaryIO:
@@ -125,93 +120,64 @@ def read_toml(path, error: type[UserError], *, where: str = "") -> dict:
 def parse_json(text: str, *, huge: bool = False):
     """Return the value of a JSON text; ValueError says what is wrong and where.
 
-    Besides invalid JSON, it refuses what `_check_values` lists, and duplicate keys in an object.
+    Besides invalid JSON, it refuses what `_check` lists, and duplicate keys in an object.
     huge: allow integers of more than 64 bits, as in transformers' tokenizer_config.json.
     """
-    value = _decoded(DECODER.decode, text)
-    _check_values(value, huge=huge)
+    value = _decoded("JSON", DECODER.decode, text)
+    _check(value, huge=huge)
     return value
 
 
-def _decoded(decode: Callable[[str], Any], text: str):
+def parse_toml(text: str) -> dict:
+    """Return the table of a TOML text; ValueError says what is wrong and where.
+
+    Besides invalid TOML, it refuses what `_check` lists, except numbers that are not finite.
+    """
+    if max((line.count(".") for line in text.splitlines()), default=0) > MOST_DOTS:
+        raise ValueError(f"has a line with more than {MOST_DOTS:,} dots")
+    value = _decoded("TOML", tomllib.loads, text)
+    _check(value, finite=False)
+    return value
+
+
+def _decoded(kind: str, decode: Callable[[str], Any], text: str):
     """Return decode(text); if it fails, ValueError says why in one line."""
     try:
         return decode(text)
     except RecursionError:
         raise ValueError(TOO_DEEP) from None
-    except json.JSONDecodeError as error:
-        raise ValueError(
-            f"is not JSON: line {error.lineno}, column {error.colno}: {error.msg}"
-        ) from None
-    except tomllib.TOMLDecodeError as error:
-        raise ValueError(f"is not TOML: {brief(str(error), 200)}") from None
-    except TwiceError:
-        raise
-    except ValueError:  # Python reads integers of up to about 4,300 digits
-        raise ValueError("has an integer with too many digits") from None
-
-
-class TwiceError(ValueError):
-    """A key occurs more than once in an object, so it is unclear which value is meant."""
+    except ValueError as error:
+        raise ValueError(f"is not {kind}: {brief(str(error), 200)}") from None
 
 
 def _object(pairs: list[tuple]) -> dict:
     found = dict(pairs)
     if len(found) < len(pairs):
         twice, times = Counter(name for name, _ in pairs).most_common(1)[0]
-        raise TwiceError(f"has the key {shown(twice)} {times} times in one object")
+        raise ValueError(f"an object has the key {shown(twice)} {times} times")
     return found
 
 
 DECODER = json.JSONDecoder(object_pairs_hook=_object)  # shared: a trace has many short lines
 
 
-def parse_toml(text: str) -> dict:
-    """Return the table of a TOML text; ValueError says what is wrong and where.
+def _check(value, key: str = "", depth: int = 0, *, finite: bool = True, huge: bool = False):
+    """Raise ValueError for depth, a huge number, NaN, and text that no file or terminal takes.
 
-    Besides invalid TOML, it refuses what `_check_values` lists, except numbers that are not finite.
+    key: what the value belongs to.
     """
-    if any("." * MOST_PARTS in BETWEEN_DOTS.sub("", line) for line in text.splitlines()):
-        raise ValueError(f"has a dotted name of more than {MOST_PARTS} parts")
-    value = _decoded(tomllib.loads, text)
-    _check_values(value, finite=False)
-    return value
-
-
-def _check_values(value, finite: bool = True, huge: bool = False) -> None:
-    """Raise ValueError for depth, a long name, a huge number, NaN, zero byte, half a character."""
-    level = [("", value)]  # each with the key that it belongs to
-    for _ in range(MOST_DEPTH + 1):
-        below = []
-        for key, one in level:
-            if isinstance(one, dict):
-                for name in one:
-                    if len(name) > MOST_NAME:
-                        raise ValueError(
-                            f"has a name of {len(name):,} characters; the limit is {MOST_NAME}"
-                        )
-                    _check_text(name, name)
-                below.extend(one.items())
-            elif isinstance(one, list):
-                below.extend([(key, item) for item in one])
-            elif isinstance(one, str):
-                _check_text(one, key)
-            elif isinstance(one, int) and not huge and not -(2**63) <= one < 2**64:
-                raise ValueError(f"has an integer that 64 bits cannot hold{_at(key)}")
-            elif finite and isinstance(one, float) and not math.isfinite(one):
-                raise ValueError(f"has {one}, which is not a finite number{_at(key)}")
-        if not below:
-            return
-        level = below
-    raise ValueError(TOO_DEEP)
-
-
-def _check_text(text: str, key: str) -> None:
-    if "\0" in text:
-        raise ValueError(f"has a zero byte in a text{_at(key)}")
-    if not text.isascii() and any(0xD800 <= ord(letter) < 0xE000 for letter in text):
-        raise ValueError(f"has half a character (a lone surrogate) in a text{_at(key)}")
-
-
-def _at(key: str) -> str:
-    return f", at {shown(key)}" if key else ""
+    at = f", at {shown(key)}" if key else ""
+    if depth > MOST_DEPTH:
+        raise ValueError(TOO_DEEP)
+    if isinstance(value, dict | list):
+        pairs = value.items() if isinstance(value, dict) else ((key, one) for one in value)
+        for name, one in pairs:
+            _check(one, name, depth + 1, finite=finite, huge=huge)
+        if isinstance(value, dict):
+            _check("".join(value), "a name")
+    elif isinstance(value, str) and ODD.search(value):
+        raise ValueError(f"has a zero byte or half a character in a text{at}")
+    elif isinstance(value, int) and not huge and not -(2**63) <= value < 2**64:
+        raise ValueError(f"has an integer that 64 bits cannot hold{at}")
+    elif finite and isinstance(value, float) and not math.isfinite(value):
+        raise ValueError(f"has {value}, which is not a finite number{at}")

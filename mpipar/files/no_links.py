@@ -16,7 +16,7 @@ import os
 import shutil
 import stat
 from collections.abc import Iterator
-from contextlib import contextmanager, suppress
+from contextlib import ExitStack, contextmanager, suppress
 from pathlib import Path
 from typing import BinaryIO
 
@@ -32,9 +32,6 @@ KINDS = {
     stat.S_IFBLK: "a device",
     stat.S_IFSOCK: "a socket",
 }
-
-
-NOT_ALLOWED = "is {}, which is not allowed in a run; move it away"
 
 
 def kind_of(mode: int) -> str:
@@ -55,21 +52,17 @@ def folder(root, inside: str | os.PathLike = "", *, make: bool = False) -> Itera
 
     make: create what is missing below the root, and refuse folders of other users.
     """
-    descriptor = os.open(root, FOLDER)
-    owner = os.fstat(descriptor).st_uid
-    try:
+    with ExitStack() as stack:
+        descriptor = os.open(root, FOLDER)
+        stack.callback(os.close, descriptor)
+        owner = os.fstat(descriptor).st_uid
         for name in Path(inside).parts:
             with suppress(FileExistsError):
                 if make:
                     os.mkdir(name, dir_fd=descriptor)
-            deeper = _open(name, FOLDER | os.O_NOFOLLOW, descriptor)
-            os.close(descriptor)
-            descriptor = deeper
-            if make:
-                _check_owner(name, os.fstat(descriptor).st_uid, owner)
+            descriptor = _open(name, FOLDER | os.O_NOFOLLOW, descriptor, owner if make else None)
+            stack.callback(os.close, descriptor)
         yield descriptor
-    finally:
-        os.close(descriptor)
 
 
 def opened(root, name: str, flags: int, *, make: bool = False) -> int:
@@ -79,23 +72,9 @@ def opened(root, name: str, flags: int, *, make: bool = False) -> int:
     """
     inside, _, last = name.rpartition("/")
     with folder(root, inside, make=make) as parent:
-        descriptor = _open(last, flags | SAFELY, parent)
-        try:
-            found = os.fstat(descriptor)
-            if kind := kind_of(found.st_mode):
-                raise _refusal(last, NOT_ALLOWED.format(kind))
-            if flags & (os.O_WRONLY | os.O_RDWR) and not flags & os.O_EXCL:
-                _check_owner(last, found.st_uid, os.stat(root).st_uid)
-                if found.st_nlink > 1:
-                    raise _refusal(
-                        last,
-                        f"has {found.st_nlink} names (hard links), so others would change with it;"
-                        " put a copy in its place",
-                    )
-        except BaseException:
-            os.close(descriptor)
-            raise
-    return descriptor
+        changes = flags & (os.O_WRONLY | os.O_RDWR) and not flags & os.O_EXCL
+        owner = os.stat(root).st_uid if changes else None
+        return _open(last, flags | SAFELY, parent, owner)
 
 
 def create(root, name: str) -> BinaryIO:
@@ -117,38 +96,42 @@ def remove(root, name: str) -> None:
 
 def remove_tree(root, name: str) -> None:
     """Remove a folder and all its contents, if it exists; refuse a link."""
-    with suppress(FileNotFoundError), folder(root, name):
-        pass
     inside, _, last = name.rpartition("/")
     with suppress(FileNotFoundError), folder(root, inside) as parent:
         shutil.rmtree(last, dir_fd=parent)
 
 
-def _open(name: str, flags: int, parent: int) -> int:
-    """Open a file or folder; the error says what is there instead."""
-    try:
-        return os.open(name, flags, 0o666, dir_fd=parent)
-    except OSError as error:
-        kind = ""
-        with suppress(OSError):
-            kind = kind_of(os.lstat(name, dir_fd=parent).st_mode)
-        if kind == KINDS[stat.S_IFLNK] or (kind and error.errno in (errno.ENXIO, errno.EISDIR)):
-            raise _refusal(name, NOT_ALLOWED.format(kind)) from None
-        raise type(error)(error.errno, f"{name}: {error.strerror}") from None
+def _open(name: str, flags: int, parent: int, root_owner: int | None) -> int:
+    """Open a file or folder; the error says what is there instead.
 
-
-def _check_owner(name: str, owner: int, root_owner: int) -> None:
-    """Refuse what another user owns. Root may write anywhere.
-
-    Some file systems show all files as one user's, who then owns the root, too.
+    root_owner: for what will be written to, which others must not own. Root may write anywhere, and
+    some file systems show all files as one user's, who then owns the root, too.
     """
-    user = os.geteuid()
-    if user and owner not in (user, root_owner):
-        raise _refusal(
-            name,
-            f"belongs to another user (id {owner}, yours is {user}); work on a copy of the folder",
-        )
+    try:
+        descriptor = os.open(name, flags, 0o666, dir_fd=parent)
+    except OSError as error:
+        with suppress(FileNotFoundError):
+            _check_kind(name, os.lstat(name, dir_fd=parent).st_mode, flags)
+        raise type(error)(error.errno, f"{name}: {error.strerror}") from None
+    try:
+        found = os.fstat(descriptor)
+        _check_kind(name, found.st_mode, flags)
+        user, owner = os.geteuid(), found.st_uid
+        if root_owner is not None and user and owner not in (user, root_owner):
+            why = f"belongs to another user (id {owner}, yours is {user})"
+            raise PermissionError(errno.EPERM, f"{name} {why}; work on a copy of the folder")
+        if root_owner is not None and stat.S_ISREG(found.st_mode) and found.st_nlink > 1:
+            why = f"has {found.st_nlink} names (hard links), so others would change with it"
+            raise PermissionError(errno.EPERM, f"{name} {why}; put a copy in its place")
+    except OSError:
+        os.close(descriptor)
+        raise
+    return descriptor
 
 
-def _refusal(name: str, why: str) -> PermissionError:
-    return PermissionError(errno.EPERM, f"{name} {why}")
+def _check_kind(name: str, mode: int, flags: int) -> None:
+    """Refuse what is not of the kind that is opened: a folder, or a regular file."""
+    kind = kind_of(mode)
+    if kind and not (flags & os.O_DIRECTORY and stat.S_ISDIR(mode)):
+        why = f"is {kind}, which is not allowed in a run; move it away"
+        raise PermissionError(errno.EPERM, f"{name} {why}")

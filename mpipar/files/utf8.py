@@ -6,6 +6,7 @@ A zero byte is valid UTF-8, but no text contains one, and nearly every file of n
 from __future__ import annotations
 
 import codecs
+import itertools
 from collections.abc import Callable, Iterable, Iterator
 
 BLOCK = 1 << 20  # bytes read at a time
@@ -17,25 +18,17 @@ def text_pieces(blocks: Iterable[bytes]) -> Iterator[str]:
     ValueError names the first byte that is not text.
     """
     decoder, begin = codecs.getincrementaldecoder("utf-8")(), 0
-    for block in blocks:
-        zero = block.find(b"\0")
-        text = _decoded(decoder, block if zero < 0 else block[:zero], begin)
+    for block in itertools.chain(blocks, [b""]):
+        zero, kept = block.find(b"\0"), len(decoder.getstate()[0])  # bytes of a split character
+        try:
+            text = decoder.decode(block if zero < 0 else block[:zero], final=not block)
+        except UnicodeDecodeError as error:
+            place = begin - kept + error.start
+            raise ValueError(f"is not UTF-8 text: byte {place:,} cannot be decoded") from None
         yield text if begin else text.removeprefix("\ufeff")
         if zero >= 0:
             raise ValueError(f"is not text: byte {begin + zero:,} is zero")
         begin += len(block)
-    yield _decoded(decoder, b"", begin, final=True)
-
-
-def _decoded(decoder, block: bytes, begin: int, final: bool = False) -> str:
-    """Return the text that this block completes. begin: its place in the file."""
-    begin -= len(decoder.getstate()[0])  # bytes of a character that began in the last block
-    try:
-        return decoder.decode(block, final)
-    except UnicodeDecodeError as error:
-        raise ValueError(
-            f"is not UTF-8 text: byte {begin + error.start:,} cannot be decoded"
-        ) from None
 
 
 def blocks_of(file, progress: Callable[[int], object]) -> Iterator[bytes]:
