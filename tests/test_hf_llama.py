@@ -348,6 +348,22 @@ def test_what_is_written_is_read_as_the_same_model(arch, values, tmp_path):
     assert form is native_format if (arch, values) in MIXED else form.kind == arch
 
 
+@pytest.mark.parametrize(
+    ("key", "today", "other"),
+    [("routing", "learned", "zipf"), ("router_bias_rate", 0.001, 0.01)],
+)
+def test_what_an_earlier_version_could_state_is_refused(tmp_path, key, today, other):
+    """Its config.json may hold today's value; with another one the model is not mpipar's."""
+    checkpoint.save(fresh(**SMALL, arch="llama", experts=3, bias="qkv"), tmp_path)
+    path = tmp_path / "config.json"
+    words = json.loads(path.read_text())
+    path.write_text(json.dumps(words | {key: today}))
+    assert model_settings(str(tmp_path))["experts"] == 3
+    path.write_text(json.dumps(words | {key: other}))
+    with pytest.raises(DataError, match=f"config.json: {key} is .*; mpipar computes"):
+        model_settings(str(tmp_path))
+
+
 def test_all_that_is_wrong_with_experts_at_once(tmp_path):
     """Those that are missing or of another size, and another number of them than the file's."""
     checkpoint.save(

@@ -6,6 +6,7 @@ Runs that are killed and resumed are in test_resume_runs.py, files of a checkpoi
 import json
 import re
 import shutil
+from dataclasses import replace
 
 import pytest
 from config_helpers import reading_of
@@ -13,6 +14,7 @@ from damage import flip
 from in_process import alone, assert_refused, printed
 from program import LETTERS, metrics
 
+from mpipar.checkpoint.manifest import read_manifest
 from mpipar.commands.resolve import resolve
 from mpipar.commands.resume import resumed
 from mpipar.commands.run_folder import finished_step, set_aside, truncate_after
@@ -199,6 +201,62 @@ def test_print_config_shows_the_settings_of_the_run(here):
     assert "layers = 2\n" in text
     assert 'dtype = "float64"\n' in text
     assert "log-interval = 3\n" in text
+
+
+# What a run saved before some settings became constants: every one with the value of its default.
+EARLIER = """model = "decoder"
+blas-arch = "SkylakeX"
+max-shard-size = 5368709120
+sync-sends = false
+trace-ops = false
+memory = false
+prompt = "The "
+sample-interval = 0
+temperature = 0.8
+top-k = 50
+top-p = 1.0
+stop-token = []
+zero-grads = "full"
+decay-ratio = 0.2
+routing = "learned"
+router-bias-rate = 0.001
+"""
+
+
+def as_earlier(run, text):
+    """Add these lines to the configuration of a run and of its checkpoints."""
+    with (run / "config.toml").open("a") as file:
+        file.write(text)
+    for step in (run / "checkpoints").iterdir():
+        found = read_manifest(step)
+        found = replace(found, config=found.config + text)
+        (step / "manifest.json").write_text(found.text())
+
+
+def test_a_run_with_settings_that_are_gone_resumes(here):
+    as_earlier(here / "run", EARLIER)
+    text = alone("train", "--resume", "run", "--steps", "8", cwd=here).ended().stdout
+    for line in EARLIER.splitlines():
+        note = f"{line.split()[0]} is no longer a setting, and left out"
+        assert text.count(f"the run's config.toml: {note}\n") == 1
+    assert "resumed after step 6" in text
+    assert "stop-token" not in (here / "run" / "config.toml").read_text()
+
+
+@pytest.mark.parametrize(
+    ("line", "instead"),
+    [
+        ("decay-ratio = 0.5", "wsd decays in the last fifth"),
+        ("routing = 'zipf'", "the router decides"),
+        ("group-size = 2", "as many microbatches as there are pipeline ranks"),
+        ("temperature = 1.5", "mpipar generate takes it"),
+        ("model = 'convnet'", "every model is a decoder"),
+    ],
+)
+def test_a_run_whose_settings_are_no_longer_possible_is_refused(here, line, instead):
+    as_earlier(here / "run", line + "\n")
+    parts = [f"{line} is no longer possible", instead, "--init-from"]
+    assert_refused(65, parts, "train", "--resume", "run", "--steps", "8", folder=here)
 
 
 # --- the run folder

@@ -9,18 +9,21 @@ import math
 from dataclasses import fields
 
 from mpipar.config.model import CUTS, ModelConfig
+from mpipar.config.removed import CONSTANT
 from mpipar.config.sections import not_taken
 from mpipar.config.setting import kind
 from mpipar.files.text import shown
 
 PREFIX = ""  # of the names
 KIND = "mpipar-decoder"  # the model_type
-COMPUTED: dict[str, tuple] = {}  # mpipar computes everything that this format can state
+COMPUTED: dict[str, tuple] = {  # what earlier versions could state besides, and its one value
+    name: (CONSTANT[name],) for name in ("routing", "router_bias_rate")
+}
 ALIASES: dict[str, str] = {}
 
 
 OF_WEIGHTS = [one for one in fields(ModelConfig) if one.name not in CUTS]  # they fix these fields
-READ = {one.name for one in OF_WEIGHTS}
+READ = {one.name for one in OF_WEIGHTS} | COMPUTED.keys()
 
 
 def tensors(param) -> dict[str, tuple[int, ...]]:
