@@ -167,8 +167,6 @@ BESIDE = {
     "commands.resume.unchangeable": "compares with a checkpoint",
     "commands.auto.best_of": "what the machine can hold",
     "commands.generation.layout_problems": "what generate can't do",
-    "commands.plan.fixed_problems": "arguments of plan",
-    "commands.plan.question_of": "arguments of plan, and a model",
     "commands.resolve.with_weights_shape": "compares with weights",
     "commands.resume.check_begin": "compares with what the run began with",
     "commands.schedule.problems": "arguments of schedule",
