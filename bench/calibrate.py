@@ -134,15 +134,23 @@ def sheet(args, figures: dict[str, float], links: list, here: int) -> str:
         + ", ".join(f"{name} = {peak:.4g}" for name in ("bfloat16", "float16", "float32"))
         + f", float64 = {peak / 2:.4g}}}",
     ]
-    levels = links or [(0, 1.0, 10.0)]
-    if levels[-1][0]:  # what joins more than was measured is the network, not measured here
-        levels = [*levels, (0, levels[-1][1] / 4, 4 * levels[-1][2])]
-    if levels[0][0] == 0:
-        levels = [(here, *levels[0][1:]), (0, levels[0][1] / 4, 4 * levels[0][2])]
-    for joins, rate, latency in levels:
-        lines += ["", "[[links]]", f"joins = {joins}", f"gbytes_s = {rate:.4g}"]
-        lines.append(f"latency_us = {latency:.4g}")
+    last = links[-1] if links else (0, 1.0, 10.0)
+    measured = [(joins or here, rate, latency) for joins, rate, latency in links or [last]]
+    for joins, rate, latency in measured:
+        lines += level(joins, rate, latency)
+    lines += ["", "# beyond what was measured: a guess", *level(0, last[1] / 4, 4 * last[2])[1:]]
     return "\n".join(lines) + "\n"
+
+
+def level(joins: int, rate: float, latency: float) -> list[str]:
+    """Return the lines of a level of links."""
+    return [
+        "",
+        "[[links]]",
+        f"joins = {joins}",
+        f"gbytes_s = {rate:.4g}",
+        f"latency_us = {latency:.4g}",
+    ]
 
 
 main = Program("calibrate", __doc__, measure, together=True, add=add_flags).started(__name__)
