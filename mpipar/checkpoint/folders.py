@@ -18,7 +18,6 @@ from mpipar.checkpoint.manifest import (
     PIECES_FILE,
     STEP_FOLDER,
     committed_steps,
-    read_manifest,
     step_folder_name,
 )
 from mpipar.errors import DataError
@@ -46,16 +45,11 @@ def put_in_place(partial: Path, step: int) -> None:
     """Give a complete partial folder its final name, which is the commit. Raises OSError.
 
     The step may already exist: damaged, or from a run that has resumed from an earlier step again.
-    There is always another checkpoint then, the one that this run started from. If it is this very
-    state, nothing needs to change.
+    There is always another checkpoint then, the one that this run started from.
     """
     folder, name = partial.parent, step_folder_name(step)
     with no_links.folder(folder.parent, folder.name) as inside:
         if os.path.lexists(folder / name):
-            with contextlib.suppress(DataError):
-                if read_manifest(folder / name) == read_manifest(partial):
-                    delete([partial])
-                    return
             _rename_away(inside, name)
         os.rename(partial.name, name, src_dir_fd=inside, dst_dir_fd=inside)
         os.fsync(inside)

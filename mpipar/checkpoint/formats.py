@@ -27,7 +27,7 @@ from mpipar.checkpoint.manifest import NAME, STEP_FOLDER, read_manifest
 from mpipar.config.model import CUTS
 from mpipar.config.reading import values_of
 from mpipar.config.sections import FIELDS, build
-from mpipar.config.setting import value_problem
+from mpipar.config.setting import field_problem
 from mpipar.errors import DataError
 from mpipar.files.bounded import read_json
 from mpipar.files.text import brief, shown
@@ -201,13 +201,8 @@ def _other_values(form, found: dict) -> list[str]:
 
 
 def _out_of_bounds(settings: dict) -> list[str]:
-    """Return which sizes are too large, before anything is built from them."""
-    found = [
-        value_problem(name, FIELDS[name].metadata, one)
-        for name, value in settings.items()
-        for one in (value if isinstance(value, tuple) else (value,))
-        if type(one) in (int, float)
-    ]
+    """Return which values are out of bounds, before anything is built from them."""
+    found = (field_problem(FIELDS[name], value) for name, value in settings.items())
     return [text.removeprefix("--") for text in found if text]
 
 
