@@ -12,6 +12,7 @@ import hashlib
 import json
 import os
 import time
+from pathlib import Path
 from typing import BinaryIO
 
 from mpipar.errors import DataError
@@ -25,11 +26,11 @@ SETTLED = 2_000_000_000  # ns: no file system's clock is coarser
 
 
 def state_of(file: BinaryIO) -> str:
-    """Return text that identifies a file and its state among all files of this host."""
+    """Return text that identifies a file and its state."""
     found = os.fstat(file.fileno())
-    return " ".join(
-        map(str, (found.st_dev, found.st_ino, found.st_size, found.st_mtime_ns, found.st_ctime_ns))
-    )
+    times = found.st_mtime_ns, found.st_ctime_ns
+    facts = os.uname().nodename, found.st_dev, found.st_ino, found.st_size, *times
+    return " ".join(map(str, facts))
 
 
 def digest_of(file: BinaryIO, where: str) -> str:
@@ -52,18 +53,11 @@ def digest_of(file: BinaryIO, where: str) -> str:
 
 def kept(file: BinaryIO) -> dict:
     """Return what `keep` has stored about the file in its present state, or {}."""
-    path = _path(file)
-    if path is None or not path.exists():
-        return {}
+    path, found = _path(file), None
     with contextlib.suppress(DataError):
-        found = read_json(path)
-        if (
-            isinstance(found, dict)
-            and found.get("file") == _name(state_of(file))
-            and len(str(found.get("sha256"))) == 64
-        ):
-            return found
-    return {}
+        found = path and read_json(path)
+    is_same = isinstance(found, dict) and found.get("file") == state_of(file)
+    return found if is_same and len(str(found.get("sha256"))) == 64 else {}
 
 
 def keep(file: BinaryIO, state: str, found: dict) -> None:
@@ -73,14 +67,10 @@ def keep(file: BinaryIO, state: str, found: dict) -> None:
     if path is None or age < SETTLED or state_of(file) != state:
         return
     with contextlib.suppress(OSError):  # another process may be writing the same
-        replace_file(path, [json.dumps({"file": _name(state)} | found).encode()], sync=False)
+        replace_file(path, [json.dumps({"file": state} | found).encode()], sync=False)
 
 
-def _path(file: BinaryIO):
+def _path(file: BinaryIO) -> Path | None:
     """Return where facts about a file are stored, or None."""
     folder, status = cache_folder(FOLDER), os.fstat(file.fileno())
     return folder and folder / f"{status.st_dev}-{status.st_ino}.json"
-
-
-def _name(state: str) -> str:
-    return f"{os.uname().nodename} {state}"
