@@ -104,29 +104,29 @@ def save(worker, folder: Path) -> None:
     """Write a worker's weights into a folder, as `write` does. Comm: see `stream`."""
     blocks = stream(worker, "master")
     if worker.grid.world_rank == 0:
-        write(folder, worker.config, worker.ops.statistics, blocks)
+        write(folder, worker.config.model, worker.ops.statistics, blocks)
     else:
         for _ in blocks:
             pass
 
 
-def write(folder: Path, config, dtype, blocks, most_bytes: int | None = None) -> None:
+def write(folder: Path, model, dtype, blocks, most_bytes: int | None = None) -> None:
     """Write the files of weights and config.json; a crash leaves the old files unchanged.
 
-    config: resolved. dtype: of the numbers in the files, to which they are rounded. blocks: (name
-    of a parameter, first row, array of whole rows) of all parameters, in order. most_bytes: of
-    numbers per file, MOST_BYTES by default.
-    Raises OutputError if they cannot be written.
+    model: a completed ModelConfig. dtype: of the numbers in the files, to which they are rounded.
+    blocks: (name of a parameter, first row, array of whole rows) of all parameters, in order.
+    most_bytes: of numbers per file (default: MOST_BYTES). Raises OutputError if they cannot be
+    written.
     """
-    form = formats.format_of(config.model)
+    form = formats.format_of(model)
     made = [
         (name, dtype, shape)
-        for _, param in all_params(config.model, (config.model.layers,))
+        for _, param in all_params(model, (model.layers,))
         for name, shape in form.tensors(param).items()
     ]
     try:
         folder.parent.mkdir(parents=True, exist_ok=True)
-        texts = tokenizer_files.config_texts(folder, form.to_json(config.model, dtype.name))
+        texts = tokenizer_files.config_texts(folder, form.to_json(model, dtype.name))
         rounded = (np.ascontiguousarray(block, dtype) for _, _, block in blocks)
         write_weights(folder, texts, made, most_bytes or MOST_BYTES, rounded)
     except OSError as error:

@@ -7,11 +7,10 @@ from pathlib import Path
 import ml_dtypes
 import numpy as np
 
-from mpipar.checkpoint import tokenizer_files, weights
+from mpipar.checkpoint import formats, tokenizer_files, weights
 from mpipar.checkpoint.load import blocks
 from mpipar.checkpoint.manifest import (
     NAME,
-    Manifest,
     committed_steps,
     damage,
     digest_problem,
@@ -23,13 +22,10 @@ from mpipar.commands.command import Command, Context
 from mpipar.commands.resume import layout_words
 from mpipar.commands.run_folder import CHECKPOINTS, WEIGHTS, finished_step, is_run, said
 from mpipar.commands.source import own_weights
-from mpipar.config.reading import values_of
-from mpipar.config.resolve import config_problems
-from mpipar.config.sections import Config, build
+from mpipar.config.model import model_config
 from mpipar.config.setting import positional, setting
 from mpipar.console.tables import nbytes, table
 from mpipar.errors import EXIT_DATA, EXIT_OK, DataError, UsageError
-from mpipar.files.bounded import problems_as
 from mpipar.files.text import one_line, printable
 
 OF_EXPORT = ("action", "export")
@@ -175,32 +171,18 @@ def export(folder: Path, steps, args) -> int:
     if wrong:
         raise DataError(wrong)
     manifest = read_manifest(path)
-    config = config_of(path, manifest)
+    model = model_config(formats.model_settings(str(path), where=str(path)))
+    shapes = {param.name: param.shape for _, param in all_params(model, (model.layers,))}
+    if shapes != {name: tensor.shape for name, tensor in manifest.tensors.items()}:
+        raise DataError(f"{path / NAME}: config: describes another model than the tensors")
     names = sorted(manifest.tensors)  # the order of `all_params`
     dtype = DTYPES.get(args.dtype, np.dtype(manifest.tensors[names[0]].dtype))
     found = tokenizer_files.read_tokenizer_files(folder / WEIGHTS)
     with said(out, "can't be written"):
         tokenizer_files.write_tokenizer_files(found, out)
-    weights.write(out, config, dtype, blocks(path, manifest, names), args.max_shard_size)
+    weights.write(out, model, dtype, blocks(path, manifest, names), args.max_shard_size)
     say(f"the weights after step {manifest.step} are in {out}")
     return EXIT_OK
-
-
-def config_of(path: Path, manifest: Manifest) -> Config:
-    """Return a checkpoint's Config; DataError if it is invalid or does not match the tensors."""
-    where = f"{path / NAME}: config"
-    with problems_as(DataError, where):
-        config = build(values_of(manifest.config))
-    wrong = [f"{where}: {text}" for text in config_problems(config)]
-    if wrong:
-        raise DataError(wrong)
-    shapes = {
-        param.name: tuple(param.shape)
-        for _, param in all_params(config.model, (config.model.layers,))
-    }
-    if shapes != {name: tensor.shape for name, tensor in manifest.tensors.items()}:
-        raise DataError(f"{where}: describes another model than the tensors")
-    return config
 
 
 ACTIONS = {"ls": list_steps, "verify": verify, "export": export}
