@@ -15,6 +15,7 @@ import time
 from pathlib import Path
 
 from mpipar.errors import DataError, OutputError, UsageError
+from mpipar.job import mpi
 from mpipar.job.environment import started
 from mpipar.job.session import guard
 
@@ -136,6 +137,8 @@ def main(argv, session):
         from mpi4py import MPI
 
         MPI.Init_thread(MPI.THREAD_SINGLE)
+    if how == "leave-in-start" and session.launcher.rank == 0:
+        mpi.initialize = lambda _: (announce(), ctypes.CDLL(None).exit(0))
     world = session.start()
     rank = world.Get_rank()
     if how == "alone":  # rank 0 works on when the other ranks have ended

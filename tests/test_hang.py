@@ -97,6 +97,7 @@ def test_before_there_is_a_run_folder_a_rank_says_where_it_waits(place, tmp_path
     """`start` is MPI_Init."""
     result = faulty(f"stopped-{place}", *SHORT, "--layout", "tp=2", tmp_path=tmp_path).ended(76)
     assert re.search(r"rank 0 is at .*\.py:\d+ in \w+", result.stderr), result.tail()
+    assert ("OMPI_MCA_* the same on all ranks? here:" in result.stderr) == (place == "start")
     assert result.stderr.count("mpipar: stopped") == 1
 
 

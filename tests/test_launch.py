@@ -139,6 +139,12 @@ def test_a_library_that_calls_exit_is_reported(ranks):
     block_of(launch(ranks, "leave"), 70, "a library called exit()")
 
 
+def test_a_library_that_exits_while_it_starts_is_reported_with_what_may_differ():
+    block = block_of(launch(2, "leave-in-start"), 69, "a library called exit()", "MPI is starting")
+    assert "the same on all ranks? here: " in block
+    assert "MPIR_CVAR_POLLS_BEFORE_YIELD=1" in block, "as the tests set it"
+
+
 def test_installed_console_script_is_guarded(tmp_path):
     """A defect is put into one rank from outside the package."""
     script = Path(sys.executable).with_name("mpipar")

@@ -291,9 +291,14 @@ def test_console_of_another_encoding(encoding, text_folder):
     result = mpipar("generate", "run", "--prompt", "a", "--seed", "2", cwd=text_folder, env=locale)
     assert result.returncode == 0, result.tail()
     assert "?" in result.stdout, "this seed makes a byte that is no text"
+    words = ("generate", "run", "--prompt", "caf\u00e9 \u20ac", "--sample-tokens", "1")
+    result = mpipar(*words, cwd=text_folder, env=locale).ended()
+    assert "caf" in result.stdout
     code, block = one_block(train(text_folder, *SHORT, "--rank-order", "\u20ac", env=locale))
     assert code == 2, "Python could not read the flag"
     assert "not valid UTF-8" in block
+    unread = mpipar("generate", "run", "--prompt", "\udcfc", cwd=text_folder, env=locale)
+    assert "not valid UTF-8" in block_of(unread, 2)
 
 
 # --- a loss that is not finite

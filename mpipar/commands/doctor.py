@@ -26,7 +26,9 @@ from mpipar.job.consistency import ranges
 class DoctorArguments:
     """What doctor is asked for."""
 
-    deep: bool = switch("also send messages of more than 2^31 bytes, which takes 4 GiB of memory")
+    deep: bool = switch(
+        f"also send messages of more than 2^31 bytes, with {self_test.ENOUGH >> 30} GiB of memory"
+    )
 
 
 def run(context: Context) -> int:

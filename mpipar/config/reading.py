@@ -226,6 +226,8 @@ def expand_layout(source: dict, problems: list[str], names: Collection[str] = AX
 def _value(field: dataclasses.Field, raw, is_text: bool):
     """Return a field's value from a flag's text or a TOML value; ValueError says what is wrong."""
     base, is_tuple = kind(field)
+    if is_text and field.name == "prompt":  # Python may have read it as ASCII with escaped bytes
+        raw = str(raw).encode("utf-8", "surrogateescape").decode("utf-8", "surrogateescape")
     if field.metadata["in_bytes"] and isinstance(raw, str):
         return read_bytes(raw)
     if not is_tuple:

@@ -32,8 +32,9 @@ from mpipar.comm.one_rank import OneRank
 from mpipar.comm.self_test import check_reductions
 from mpipar.errors import EnvironmentProblem, UsageError, UserError
 from mpipar.files import no_links
+from mpipar.files.text import cut
 from mpipar.job import consistency, failure, limits, lock, mpi
-from mpipar.job.environment import chosen_by_user, presets
+from mpipar.job.environment import COMPARED, chosen_by_user, presets
 from mpipar.job.malloc import keep_heap
 from mpipar.job.signals import Interruptible, later, listen
 from mpipar.job.streams import open_closed, warn
@@ -64,6 +65,7 @@ class Session(Interruptible):
     locked: the run folder, from the moment that world rank 0 has locked it.
     presets: environment variables that guard() has set because the user had not.
     unfinished: a folder to be removed if the process ends at once, or None.
+    starting: whether MPI is starting.
     saved: the folder of the final weights once they are written; stopping then loses nothing.
     """
 
@@ -83,7 +85,8 @@ class Session(Interruptible):
         self._private = None
         self._token, self._host = "", 0  # of the job, and this host's number, once MPI has started
         self._failing = threading.Lock()
-        self.watch = Watchdog(lambda: self.where(), self.fail)  # noqa: PLW0108 - it changes
+        self.starting = False
+        self.watch = Watchdog(lambda: self._why_not_started() or self.where(), self.fail)
 
     def start(self):
         """Start MPI, compare the facts of all ranks, and return `world`; later calls only return.
@@ -94,7 +97,9 @@ class Session(Interruptible):
         if self.world is not None:
             return self.world
         self.watch.start(self.launcher.rank)
+        self.starting = True
         self.world = mpi.start(self.launcher)
+        self.starting = False
         mpi.check_environment(self.world, chosen_by_user(os.environ, self.presets))
         if isinstance(self.world, OneRank):
             warn(f"{self.world.why}; continuing as rank 0 of 1")
@@ -111,6 +116,22 @@ class Session(Interruptible):
             self.compare(self.facts)
         self.agree(lambda: check_reductions(self._private, mpi.library_name(self.world)))
         return self.world
+
+    def _why_not_started(self) -> str:
+        """Return what to compare while MPI is starting, or ""."""
+        chosen = chosen_by_user(os.environ, self.presets).items()
+        own = [f"{name}={cut(value, 60)}" for name, value in chosen if name not in COMPARED]
+        return self.starting * (
+            "MPI is starting; are MPIR_CVAR_* and OMPI_MCA_* the same on all ranks? here:"
+            f" {' '.join(own) or 'none'}"
+        )
+
+    def exited(self) -> None:
+        """End the job because a library has called exit(), as MPICH does if it cannot start."""
+        words = "a library called exit() in this process"
+        if hint := self._why_not_started():
+            self.fail(EnvironmentProblem([f"{words}: see its message", hint]))
+        self.fail(RuntimeError(words))
 
     def use_folder(self, folder: Path) -> None:
         """Let ranks write states and errors into the locked run folder from now on.
@@ -344,7 +365,7 @@ def guard(main: Callable, argv: list[str] | None = None):
     try:
         if problems := limits.problems(session.launcher):
             raise EnvironmentProblem(problems)
-        tell_of_exit(lambda: session.fail(RuntimeError("a library called exit() in this process")))
+        tell_of_exit(session.exited)
         name = session.launcher.name
         gone = EnvironmentProblem(f"{name} ended before its ranks (killed?), so they end too")
         listen(session.interrupt, (lambda: session.fail(gone)) if name else None)

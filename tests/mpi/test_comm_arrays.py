@@ -1,6 +1,7 @@
 """What a Comm refuses before anything is sent, and the self-test of the MPI library."""
 
 import inspect
+import os
 
 import numpy as np
 import pytest
@@ -130,6 +131,12 @@ class Wrong:
         return call
 
 
+@pytest.fixture
+def crowded(monkeypatch):
+    """Let both ranks have one core, so that no reduction blocks."""
+    monkeypatch.setattr(os, "sched_getaffinity", lambda _: {0})
+
+
 def test_this_library_is_right():
     assert [words for words in self_test.wrong_reductions(WORLD) if words != self_test.UNUSED] == []
     self_test.check_reductions(WORLD, "this library")
@@ -149,6 +156,18 @@ def test_a_wrong_reduction_is_named_with_its_library(method, dtype, words):
         lambda: self_test.check_reductions(Wrong(method, dtype), "Some MPI 1.2"),
     )
     assert text.startswith(f"the MPI library (Some MPI 1.2) computes wrong results: {words}; use")
+
+
+@pytest.mark.usefixtures("crowded")
+def test_ranks_that_share_a_core_test_the_same_without_blocking():
+    class Calls(Wrong):
+        def __getattr__(self, name):
+            assert name in ("rank", "size") or name.startswith("I")
+            return super().__getattr__(name)
+
+    assert set(self_test.wrong_reductions(Calls("", ""))) <= {self_test.UNUSED}
+    found = self_test.wrong_reductions(Calls("Iallreduce", "l"))
+    assert found[:3] == ["MPI_SUM of int64", "MPI_MAX of int64", "MPI_MIN of int64"]
 
 
 def test_unsigned_maxima_are_tested_but_not_needed():
