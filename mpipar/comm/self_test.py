@@ -43,7 +43,7 @@ def wrong_reductions(mpi_comm: MPI.Intracomm) -> list[str]:
     places = [place % TOP + 1 for place in range(size)]
     crowded = array("l", [shares_cores()])
     wait(mpi_comm.Iallreduce(MPI.IN_PLACE, crowded, MPI.MAX))
-    under_way: list[tuple[MPI.Request | None, tuple]] = []
+    under_way: list[tuple[MPI.Request | None, Any]] = []
     results: list[tuple[str, array[Any], array[Any]]] = []
 
     def numbers(
