@@ -79,7 +79,7 @@ def check_library(launcher: Launcher, library: str) -> None:
     if launcher.name == OPEN_MPI and launcher.size > 1 and library.startswith("MPICH"):
         raise Mismatch(
             f"{launcher.name} started these {launcher.size} ranks, but the MPI library is "
-            f"{_short(library)}: start them with the mpiexec of MPICH "
+            f"{short_name(library)}: start them with the mpiexec of MPICH "
             f"({Path(sys.executable).parent / 'mpiexec'}), or install mpi4py for Open MPI"
         )
 
@@ -96,7 +96,7 @@ def check_alone(launcher: Launcher, world_size: int, library: str) -> None:
     )
     raise Mismatch(
         f"this process is alone (rank 0 of 1), but {launcher.name} started {launcher.size}: the "
-        f"MPI library ({_short(library)}) does not understand this launcher; {cure}"
+        f"MPI library ({short_name(library)}) does not understand this launcher; {cure}"
     )
 
 
@@ -108,6 +108,6 @@ def check_world(mpi_world: Any, environ: Mapping[str, str]) -> None:
         check_alone(read_launcher(environ), MPI.COMM_WORLD.Get_size(), MPI.Get_library_version())
 
 
-def _short(library: str) -> str:
-    """Return the library's name and version: the start of its first line."""
-    return " ".join(re.split("[\n,]", library, maxsplit=1)[0].split())
+def short_name(library: str) -> str:
+    """Return an MPI library's name and version: the start of its first line."""
+    return " ".join(re.split("[\n,]", library, maxsplit=1)[0].strip("\0 ").split())

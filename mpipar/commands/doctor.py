@@ -9,9 +9,6 @@ import platform
 from dataclasses import dataclass
 from importlib import import_module
 
-import mpi4py
-
-from mpipar import __version__
 from mpipar.comm import self_test
 from mpipar.comm.facts import gather_facts
 from mpipar.comm.one_rank import OneRank
@@ -118,14 +115,9 @@ def own_device(host_rank: int) -> dict:
 def job_lines(session, facts: list[dict]) -> list[str]:
     """Return the lines about the whole job."""
     hosts = {fact["host"] for fact in facts}
-    versions = {
-        "mpipar": __version__,
-        "Python": platform.python_version(),
-        "NumPy": consistency.numpy_version(),
-        "mpi4py": mpi4py.__version__,
-    }
+    versions = ", ".join(f"{name} {session.facts[name]}" for name in consistency.PROGRAMS)
     rows = [
-        ("versions", ", ".join(f"{name} {version}" for name, version in versions.items())),
+        ("versions", versions),
         ("MPI library", mpi.library_name(session.world)),
         ("launcher", session.launcher.name or "none (one process)"),
         ("ranks", f"{len(facts)} on {len(hosts)} host(s)"),

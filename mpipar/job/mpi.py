@@ -17,7 +17,7 @@ from collections.abc import Collection, Mapping, MutableMapping
 from pathlib import Path
 
 from mpipar.comm.facts import all_gather_facts
-from mpipar.comm.launcher import MPICH, OPEN_MPI, Launcher, check_alone, check_library
+from mpipar.comm.launcher import MPICH, OPEN_MPI, Launcher, check_alone, check_library, short_name
 from mpipar.comm.one_rank import OneRank
 from mpipar.errors import EnvironmentProblem
 from mpipar.files.cache import cache_folder
@@ -140,7 +140,7 @@ def library_name(world) -> str:
         return "none"
     from mpi4py import MPI
 
-    return " ".join(MPI.Get_library_version().split("\n", maxsplit=1)[0].strip("\0 ").split())
+    return short_name(MPI.Get_library_version())
 
 
 def initialize(MPI) -> None:
