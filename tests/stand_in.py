@@ -1,4 +1,4 @@
-"""CuPy as a fixture for the whole session: the stand-in on the CPU, and the real one on a GPU."""
+"""CuPy for tests: the real one as a fixture, and the stand-in below NCCL and between ranks."""
 
 import importlib
 import sys
@@ -27,10 +27,7 @@ def put_in_nccl(monkeypatch, pci_bus_id=None):
     monkeypatch.setattr(fake_cupy.cuda, "Device", lambda number=0: device)
 
 
-@pytest.fixture(name="cupy", params=["cpu", pytest.param("gpu", marks=pytest.mark.gpu)])
-def cupy_or_stand_in(request, monkeypatch):
-    """The module cupy, real or stand-in; kernels on the CPU need the mark shim."""
-    if request.param == "gpu":
-        return importlib.import_module("cupy")
-    put_in(monkeypatch)
-    return fake_cupy
+@pytest.fixture(name="cupy", params=[pytest.param("gpu", marks=pytest.mark.gpu)])
+def real_cupy():
+    """The module cupy, on a GPU or on the CUDA machine of tests/cuda_machine."""
+    return importlib.import_module("cupy")

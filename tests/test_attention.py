@@ -242,7 +242,6 @@ def test_parts_of_16_bits_are_rounded_once(rng, dtype):
 
 
 @pytest.mark.slow
-@pytest.mark.shim
 @pytest.mark.parametrize("dtype", HALF_UNIT)
 def test_parts_of_16_bits_on_the_gpu(cupy, rng, dtype):
     """There probabilities and dscores are operands of products, so they are rounded too."""
@@ -281,7 +280,6 @@ def check_parts_of_16_bits(ops, rng, exact):
 
 
 @pytest.mark.slow
-@pytest.mark.shim
 @pytest.mark.parametrize("width", [attention.MOST_WIDTH, attention.MOST_WIDTH + 8])
 def test_the_table_says_what_runs_where(cupy, monkeypatch, rng, width):
     """Shapes that no kernel takes go to the plain formula, with the same results."""

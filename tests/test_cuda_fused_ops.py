@@ -1,13 +1,10 @@
 """Training steps with the fused kernels between the products: `--kernels fused`.
 
-Each test runs on the CPU and, if there is one, on a GPU. On the CPU tests/fake_cupy.py stands in
-for CuPy, and the kernels are those that a GPU gets.
+Tests marked gpu run on a GPU, and in CI on the CUDA machine: the real CuPy on a CPU.
 """
 
-import sys
 from dataclasses import replace
 
-import fake_cupy
 import numpy as np
 import pytest
 from config_helpers import changed, check_refused, reading_of
@@ -21,6 +18,8 @@ from mpipar.config.model import ARCHS
 from mpipar.config.resolve import resolve
 from mpipar.console.tables import headline
 from mpipar.ops import make, shapes_for
+from mpipar.ops.cuda.epilogues import Epilogues
+from mpipar.ops.cuda.kernels import Loader
 from mpipar.ops.cupy_fused import FusedOps
 from mpipar.ops.mixed_ops import MixedOps
 from mpipar.plan.predict import predict
@@ -42,17 +41,21 @@ LLAMA = ARCHS["llama"] | SHAPE | {"arch": "llama", "heads": 4, "kv_heads": 2, "h
 
 
 @pytest.fixture
-def traced(monkeypatch):
-    """(names of the kernels that are started, arrays of 16 bits that are widened), on the CPU."""
-    monkeypatch.setitem(sys.modules, "cupy", fake_cupy)
+def traced(monkeypatch, cupy):
+    """(names of the kernels that are started, arrays of 16 bits that are widened).
+
+    Without cuBLASLt, which does some of the kernels' work: see test_cuda_machine_epilogues.py.
+    """
+    monkeypatch.setattr(Epilogues, "__call__", lambda self, *arguments, **named: False)
+    monkeypatch.setattr(Epilogues, "with_sums", lambda self, *arguments: False)
     started, widened = [], []
-    call, wide = fake_cupy.RawKernel.__call__, MixedOps._wide
+    launch, wide = Loader.launch, MixedOps._wide
     monkeypatch.setattr(
-        fake_cupy.RawKernel,
-        "__call__",
-        lambda self, *rest, **named: (
-            started.append(self.name.split("<")[0]),
-            call(self, *rest, **named),
+        Loader,
+        "launch",
+        lambda self, file, name, *rest, **named: (
+            started.append(name.split("<")[0]),
+            launch(self, file, name, *rest, **named),
         ),
     )
     monkeypatch.setattr(
@@ -74,7 +77,6 @@ def attention(request, monkeypatch):
     return request.param
 
 
-@pytest.mark.shim
 @pytest.mark.parametrize(
     ("sizes", "kind"),
     [
@@ -112,18 +114,15 @@ def check_step(found, expected, tol):
         assert_all_close(got, wanted, tol[1])
 
 
-@pytest.mark.shim
 @pytest.mark.parametrize("optimizer", ["sgd", "adamw"])
 def test_a_float32_step_is_that_of_float64(cupy, attention, exact, optimizer):
     check_step(step(device="cuda", optimizer=optimizer), exact[optimizer], (1e-6, 1e-4))
 
 
-@pytest.mark.shim
 def test_a_float32_step_with_rmsnorm_is_that_of_float64(cupy, exact):
     check_step(step(device="cuda", optimizer="sgd", norm="rms"), exact["rms"], (1e-6, 1e-4))
 
 
-@pytest.mark.shim
 @pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
 def test_a_16_bit_step_is_that_of_numpy(cupy, attention, dtype):
     """Both round between two functions; a GPU's attention also rounds operands of its products.
@@ -136,7 +135,6 @@ def test_a_16_bit_step_is_that_of_numpy(cupy, attention, dtype):
 
 
 @pytest.mark.slow
-@pytest.mark.shim
 @pytest.mark.parametrize(
     "change",
     [
@@ -155,7 +153,6 @@ def test_a_kernel_that_is_left_out_is_seen(monkeypatch, cupy, exact, change):
         check_step(step(device="cuda", optimizer="sgd", norm=norm), exact[wanted], (1e-6, 1e-4))
 
 
-@pytest.mark.shim
 @pytest.mark.parametrize(
     ("dtype", "norm"), [*((dtype, "layer") for dtype in DTYPES), ("bfloat16", "rms")]
 )
@@ -191,7 +188,6 @@ def test_nothing_between_products_is_plain_or_widened(traced, attention, dtype, 
     assert widened == []
 
 
-@pytest.mark.shim
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.slow
 def test_a_step_of_llama_runs_in_kernels_and_is_that_of_numpy(traced, dtype):
@@ -216,7 +212,6 @@ def test_a_step_of_llama_runs_in_kernels_and_is_that_of_numpy(traced, dtype):
     )
 
 
-@pytest.mark.shim
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("shards", [1, 3])
 def test_cross_entropy_over_a_cut_vocabulary(rng, cupy, dtype, shards):
@@ -248,7 +243,6 @@ def test_cross_entropy_over_a_cut_vocabulary(rng, cupy, dtype, shards):
         )
 
 
-@pytest.mark.shim
 @pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
 def test_the_update_writes_the_rounded_weights(rng, cupy, dtype):
     ops = make("cuda", dtype)
@@ -258,7 +252,6 @@ def test_the_update_writes_the_rounded_weights(rng, cupy, dtype):
     assert (ops.to_host(rounded) == ops.to_host(master).astype(DTYPES[dtype])).all()
 
 
-@pytest.mark.shim
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_shapes_are_those_of_the_fused_kernels(cupy, attention, dtype):
     config = changed(dtype=dtype, device="cuda")

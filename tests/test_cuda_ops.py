@@ -1,7 +1,6 @@
 """Products of the GPU path: cuBLAS's calling rules, and the hand-written kernels.
 
-Each test runs on the CPU and, if there is one, on a GPU. On the CPU tests/fake_cupy.py stands in
-for CuPy, and the kernels are those that a GPU gets.
+Tests marked gpu run on a GPU, and in CI on the CUDA machine: the real CuPy on a CPU.
 """
 
 from functools import partial
@@ -26,7 +25,7 @@ from mpipar.train.verify import step_tensors
 
 BOUNDS = {"float32": 2e-6, "bfloat16": 2.0**-8, "float16": 2.0**-11}
 DTYPES = {"float32": np.float32, "bfloat16": ml_dtypes.bfloat16, "float16": np.float16}
-WAYS = ["blas", pytest.param("tile", marks=pytest.mark.shim)]
+WAYS = ["blas", "tile"]
 
 
 @pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
@@ -133,7 +132,6 @@ def relative(on_host, expected):
     return np.linalg.norm(on_host.astype(np.float64) - expected) / np.linalg.norm(expected)
 
 
-@pytest.mark.shim
 def test_a_step_with_hand_written_products(cupy):
     """Loss and gradients of a whole model, against the plain functions in float64."""
     shape = {
@@ -217,7 +215,6 @@ def test_a_message_goes_to_the_host_and_back_while_products_run(rng, cupy):
     assert np.all(ops.to_host(product) == 64)
 
 
-@pytest.mark.shim
 def test_instants_of_a_device_are_times_of_the_host(cupy):
     ops = make("cuda", "float32")
     x, before = ops.zeros((64, 64)), perf_counter_ns()

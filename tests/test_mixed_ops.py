@@ -51,7 +51,6 @@ def test_every_function_rounds_once_and_adds_up_in_float32(dtype, sizes):
 
 
 @pytest.mark.slow
-@pytest.mark.shim
 def test_every_function_rounds_once_on_the_gpu(cupy, dtype):
     """Attention's probabilities and their gradients are operands of products: rounded too."""
     check_every_function(make("cuda", dtype), dtype, LARGE, OPERANDS)
@@ -187,7 +186,6 @@ def test_the_update_rounds_as_a_resumed_run(dtype, kernels, rng):
     assert_update_rounds_as_publish(make("cpu", dtype, kernels=kernels), rng)
 
 
-@pytest.mark.shim
 @pytest.mark.parametrize("kernels", ["fused", "plain"])
 def test_the_update_rounds_as_a_resumed_run_on_the_gpu(cupy, dtype, kernels, rng):
     ops = make("cuda", dtype, kernels=kernels)

@@ -1,6 +1,6 @@
 """Vocabulary tables on a device with tensor cores: rows of zeros fill up every shard.
 
-Tests that compute run on the CPU, where tests/fake_cupy.py stands in for CuPy, or on a GPU.
+Tests marked gpu run on a GPU, and in CI on the CUDA machine: the real CuPy on a CPU.
 """
 
 from types import SimpleNamespace
@@ -108,7 +108,6 @@ def test_forms_have_the_rows_of_a_device_and_flops_those_of_the_model():
     )
 
 
-@pytest.mark.shim
 @pytest.mark.parametrize("optimizer", ["adamw", "sgd"])
 @pytest.mark.parametrize(
     ("dtype", "kernels"), [("float64", "plain"), ("bfloat16", "plain"), ("bfloat16", "fused")]
