@@ -313,7 +313,7 @@ def test_prediction_has_no_widened_copies_on_a_gpu():
     [
         ("--kernels fused", ["--kernels fused with --device cpu"]),
         ("--kernels plain", ["--kernels plain with --device cpu"]),
-        ("--kernels numpy --device cuda", ["use --kernels fused or plain"]),
+        ("--kernels numpy --device cuda", ["fused or plain on --device cuda"]),
         ("--kernels fused --device cuda --dtype float64", ["--dtype float64"]),
     ],
 )
