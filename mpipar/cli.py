@@ -158,9 +158,9 @@ def facts_of(context: Context) -> dict[str, str]:
 def _print_config(context: Context) -> int:
     """Print the complete configuration for the ranks the launcher started; MPI is not loaded."""
     session, parsed = context.session, context.parsed
-    resolve = importlib.import_module("mpipar.commands.resolve").resolve
+    resolve = importlib.import_module("mpipar.run.resolve").resolve
     if parsed.config.run.resume != RunConfig.resume:
-        resume = importlib.import_module("mpipar.commands.resume")
+        resume = importlib.import_module("mpipar.run.resume")
         start = resume.find_start(parsed.config.run)
         parsed = resume.with_saved_settings(parsed, start, session.launcher.size)
     config, notes = resolve(parsed, session.launcher.size)

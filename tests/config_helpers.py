@@ -4,11 +4,11 @@ import dataclasses
 
 import pytest
 
-from mpipar.commands.resolve import resolve
 from mpipar.config import flags
 from mpipar.config.reading import read
 from mpipar.config.sections import Config
 from mpipar.errors import UsageError
+from mpipar.run.resolve import resolve
 
 
 def changed(config=None, **values):

@@ -24,12 +24,12 @@ from mpipar import cli, data
 from mpipar.checkpoint import save, weights
 from mpipar.comm.group import Comm
 from mpipar.comm.transport import HostTransport
-from mpipar.commands import inputs, report, resume, training
 from mpipar.data.rows import Rows
 from mpipar.job import mpi, watchdog
 from mpipar.job.session import Session, guard
 from mpipar.layers.norm import LayerNorm
 from mpipar.pipeline.engine import Engine
+from mpipar.run import inputs, report, resume, training
 from mpipar.train.gradsync import GradSync
 from mpipar.train.optim import OPTIMIZERS, AdamW
 from mpipar.train.worker import Worker

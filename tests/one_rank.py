@@ -6,11 +6,11 @@ from config_helpers import changed, reading_of
 from mpipar.checkpoint import weights as checkpoint
 from mpipar.comm.grid import Grid
 from mpipar.comm.record import Recorder
-from mpipar.commands.resolve import resolve
 from mpipar.config.resolve import resolve as resolve_alone
 from mpipar.config.sections import Config
 from mpipar.data.rows import Batch
 from mpipar.ops import make
+from mpipar.run.resolve import resolve
 from mpipar.train.worker import Worker
 
 

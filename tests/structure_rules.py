@@ -9,6 +9,7 @@ from graphlib import CycleError, TopologicalSorter
 from helpers import REPOSITORY
 
 from docs.build.tables import FLOORS
+from mpipar.cli import COMMANDS
 
 PACKAGE = REPOSITORY / "mpipar"
 WIRE = {
@@ -294,8 +295,32 @@ def stash_problems(module, source):
     ]
 
 
+FRAME = {"commands", "commands.command"}
+
+
+def command_problems(module, source):
+    """Each command is one module: it knows the frame, and no other command."""
+    if folder(module) != "commands":
+        return []
+    return [
+        f"{module}:{line}: a command imports {name}"
+        for line, name, _ in imports(module, source)
+        if folder(target(name)) == "commands" and target(name) not in FRAME
+    ]
+
+
+def one_command_problems(module, source):
+    """Every module of commands/ but the frame is a command that the command line offers."""
+    known = FRAME | {f"commands.{name}" for name in COMMANDS}
+    if folder(module) != "commands" or module in known:
+        return []
+    return [f"{module}: no command of mpipar; move it to a folder below"]
+
+
 RULES = [
     floor_problems,
+    command_problems,
+    one_command_problems,
     outside_problems,
     mpi_problems,
     array_math_problems,

@@ -19,9 +19,9 @@ from safetensors.numpy import load_file, save_file
 
 from mpipar.checkpoint import weights as checkpoint
 from mpipar.checkpoint.formats import model_settings
-from mpipar.commands.resolve import resolve
 from mpipar.data.rows import Batch
 from mpipar.errors import DataError, OutputError, UsageError
+from mpipar.run.resolve import resolve
 
 SHAPE = {"layers": 2, "D": 12, "F": 20, "T": 6, "V": 17}
 HEADS = 3

@@ -16,12 +16,12 @@ from in_process import printed, refusal
 from mpipar import __version__, cli, errors
 from mpipar.checkpoint.params import all_params
 from mpipar.commands.command import Command
-from mpipar.commands.resolve import resolve
 from mpipar.config import flags
 from mpipar.config.sections import FIELDS, FLAGS
 from mpipar.config.setting import flag
 from mpipar.errors import DataError, UsageError
 from mpipar.job import failure
+from mpipar.run.resolve import resolve
 
 LIMIT = 60.0
 MPIPAR = [sys.executable, "-m", "mpipar"]

@@ -12,7 +12,6 @@ from hypothesis import strategies as st
 from in_process import refusal
 from structure_rules import SOURCES
 
-from mpipar.commands.resolve import schedule_of_file
 from mpipar.config import flags
 from mpipar.config.reading import read
 from mpipar.config.resolve import broken_rules, resolve
@@ -22,6 +21,7 @@ from mpipar.errors import EXIT_USAGE, UsageError
 from mpipar.pipeline.combinations import RULES
 from mpipar.pipeline.csv_format import write_csv
 from mpipar.pipeline.schedules.catalog import make_schedule
+from mpipar.run.resolve import schedule_of_file
 
 BY_NAME = {rule.name: rule for rule in RULES}
 OF_FILE = "--schedule-csv 1f1b.csv --pp 2 --num-microbatches 4"
@@ -164,11 +164,11 @@ def test_a_row_with_a_setting_that_could_not_be_read_is_not_judged():
 
 # Functions whose refusals name two settings of `train`, and why no row of the table does it.
 BESIDE = {
-    "commands.resume.unchangeable": "compares with a checkpoint",
-    "commands.auto.best_of": "what the machine can hold",
-    "commands.generation.layout_problems": "what generate can't do",
-    "commands.resolve.with_weights_shape": "compares with weights",
-    "commands.resume.check_begin": "compares with what the run began with",
+    "run.resume.unchangeable": "compares with a checkpoint",
+    "run.auto.best_of": "what the machine can hold",
+    "run.generation.layout_problems": "what generate can't do",
+    "run.resolve.with_weights_shape": "compares with weights",
+    "run.resume.check_begin": "compares with what the run began with",
     "commands.schedule.problems": "arguments of schedule",
     "config.reading.choice_problems": "the settings of a choice: see `only` of a setting",
     "config.reading.expand_layout": "one setting in two spellings",

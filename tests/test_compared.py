@@ -20,13 +20,13 @@ from tokenizers_made import save_tokenizer
 
 from mpipar import cli
 from mpipar.checkpoint import weights as checkpoint
-from mpipar.commands.resume import Start, check_begin
 from mpipar.data.fingerprint import EDGE, fingerprint, of_ends
 from mpipar.data.source import load_source
 from mpipar.data.token_file import TokenFiles, pieces_of
 from mpipar.errors import DataError
 from mpipar.files import digests
 from mpipar.job import consistency
+from mpipar.run.resume import Start, check_begin
 
 SMALL = """--layers 1 --d-model 8 --heads 2 --ffn 8 --seq-len 8 --batch-size 4 --steps 2
     --num-microbatches 1""".split()

@@ -13,7 +13,6 @@ from helpers import assert_all_close, assert_close
 from ops_cases import ADAMW, LARGE, SMALL, call_every_op, plain, runs_of
 
 from mpipar.comm.grid import Grid
-from mpipar.commands.resolve import resolve as resolve_typed
 from mpipar.config.model import ARCHS
 from mpipar.config.resolve import resolve
 from mpipar.console.tables import headline
@@ -23,6 +22,7 @@ from mpipar.ops.cuda.kernels import Loader
 from mpipar.ops.cupy_fused import FusedOps
 from mpipar.ops.mixed_ops import MixedOps
 from mpipar.plan.predict import predict
+from mpipar.run.resolve import resolve as resolve_typed
 from mpipar.train.verify import step_tensors
 
 SHAPE = {

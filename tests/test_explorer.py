@@ -9,7 +9,7 @@ import pytest
 from in_process import assert_refused, printed
 from trace_cases import pipeline_trace
 
-from mpipar.commands import explore
+from mpipar.commands import schedule as command
 from mpipar.console import explorer
 from mpipar.errors import UsageError
 from mpipar.pipeline.costs import Costs
@@ -151,5 +151,5 @@ def test_a_file_with_messages_is_refused(tmp_path):
 
 def test_costs_of_a_worker_are_means_over_the_workers():
     schedule = make_schedule("interleaved", 2, 4)
-    found = explore.costs_of_a_worker(Costs((1, 2, 3, 4), (2, 2, 2, 2), 5), schedule)
+    found = command.costs_of_a_worker(Costs((1, 2, 3, 4), (2, 2, 2, 2), 5), schedule)
     assert (found.f, found.i, found.w) == (5, 4, 5)

@@ -8,7 +8,7 @@ from types import SimpleNamespace
 import pytest
 from trace_cases import pipeline_trace
 
-from mpipar.commands import explore
+from mpipar.commands import schedule as command
 from mpipar.console import explorer
 from mpipar.pipeline.check import check
 from mpipar.pipeline.costs import Costs
@@ -317,7 +317,7 @@ def test_a_run_is_drawn_as_measured_and_as_predicted(window, tmp_path, monkeypat
     monkeypatch.setattr(explorer, "known_orders", dict)
     monkeypatch.setattr(trace_file, "read", lambda folder: pipeline_trace("zb-h1", 4, 8))
     path = tmp_path / "page.html"
-    explore.write_page(SimpleNamespace(from_run="runs/7", html=str(path)), Costs())
+    command.write_explorer(SimpleNamespace(from_run="runs/7", html=str(path)), Costs())
     page = load(window, path)
     assert told(page, "h2") == "zb-h1: 4 workers, 4 stages, 8 microbatches"
     assert told(page, "h2", "second").startswith("7, measured: ")

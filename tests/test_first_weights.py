@@ -14,12 +14,12 @@ from test_resume_runs import TINY, assert_same_run, ended, prepare, train
 
 from mpipar.checkpoint import weights as checkpoint
 from mpipar.checkpoint.manifest import committed_steps
-from mpipar.commands.compared import digest_of_weights
-from mpipar.commands.resolve import resolve
-from mpipar.commands.resume import check_begin, find_start
-from mpipar.commands.run_folder import SOURCES, Sources, folder_problems, read_sources
 from mpipar.config.reading import to_toml
 from mpipar.errors import DataError
+from mpipar.run.compared import digest_of_weights
+from mpipar.run.folder import SOURCES, Sources, folder_problems, read_sources
+from mpipar.run.resolve import resolve
+from mpipar.run.resume import check_begin, find_start
 
 SHAPE = {
     "layers": 2,

@@ -21,8 +21,7 @@ from safetensors.numpy import load_file, save_file
 from tokenizers_made import save_like_llama, save_tokenizer
 
 from mpipar.checkpoint import weights as checkpoint
-from mpipar.commands import generate, inputs
-from mpipar.commands import generation as generate_command
+from mpipar.commands import generate
 from mpipar.data.tokenizer import default_tokenizer, load_tokenizer, tokenizer_of
 from mpipar.errors import DataError, UsageError
 from mpipar.files.text import harmless
@@ -30,6 +29,8 @@ from mpipar.inference.generate import Text
 from mpipar.inference.prompts import Prompt, answer, read_prompts, show
 from mpipar.inference.sampling import Sampling, draw
 from mpipar.ops.mixed_ops import DTYPES
+from mpipar.run import generation as generate_command
+from mpipar.run import inputs
 
 SHAPE = {"layers": 4, "D": 18, "F": 31, "T": 7, "tied": True}
 HEADS = 6

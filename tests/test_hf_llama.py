@@ -18,10 +18,10 @@ from mpipar.checkpoint import weights as checkpoint
 from mpipar.checkpoint.formats import format_of, model_settings, start_notes
 from mpipar.checkpoint.params import all_params
 from mpipar.checkpoint.tokenizer_files import read_tokenizer_files
-from mpipar.commands.inputs import tokenizer_notes
-from mpipar.commands.resolve import resolve
 from mpipar.data.tokenizer import byte_tokenizer
 from mpipar.errors import DataError, UsageError
+from mpipar.run.inputs import tokenizer_notes
+from mpipar.run.resolve import resolve
 
 # As transformers 4 wrote them.
 LLAMA_32 = {

@@ -5,8 +5,6 @@ from dataclasses import replace
 import pytest
 from in_process import assert_refused, printed, refusal
 
-from mpipar.commands.auto import best_of, legal_layouts
-from mpipar.commands.resume import resumed
 from mpipar.config.reading import ParsedConfig, over
 from mpipar.config.resolve import resolve
 from mpipar.config.sections import Config, build
@@ -14,6 +12,8 @@ from mpipar.errors import UsageError
 from mpipar.plan.machine import load_machine
 from mpipar.plan.of_config import step_of
 from mpipar.plan.predict import fullest
+from mpipar.run.auto import best_of, legal_layouts
+from mpipar.run.resume import resumed
 
 LAYOUTS = [{"dp": 4}, {"pp": 4}, {"dp": 2, "pp": 2}, {"dp": 2, "tp": 2}, {"tp": 4}]
 

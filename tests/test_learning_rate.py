@@ -8,9 +8,9 @@ from config_helpers import changed, reading_of
 from hypothesis import given
 from hypothesis import strategies as st
 
-from mpipar.commands.resume import resumed
 from mpipar.config.reading import to_toml, values_of
 from mpipar.config.train import TrainConfig
+from mpipar.run.resume import resumed
 from mpipar.train.optim import (
     DECAY_RATIO,
     fall_start,

@@ -13,10 +13,10 @@ from threadpoolctl import threadpool_info, threadpool_limits
 
 from mpipar import ops as ops_module
 from mpipar.comm.record import Recorder
-from mpipar.commands.memory_limit import MemoryLimit, data_bytes
 from mpipar.config.resolve import resolve
 from mpipar.config.sections import Config
 from mpipar.errors import OutOfMemory
+from mpipar.run.memory_limit import MemoryLimit, data_bytes
 
 # One layer of 17 million parameters: 68 MB each for weights, gradients and two moments.
 WIDE = """--layers 1 --d-model 256 --heads 8 --ffn 32768 --seq-len 16 --batch-size 4

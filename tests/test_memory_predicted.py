@@ -7,13 +7,13 @@ import pytest
 from mpipar import ops as ops_module
 from mpipar.comm.grid import Grid
 from mpipar.comm.record import Recorder
-from mpipar.commands.resolve import memory_notes
 from mpipar.config.resolve import resolve
 from mpipar.config.sections import build
 from mpipar.console.memory import PeakMemory
 from mpipar.data import rows
 from mpipar.ops.shape_array import Ledger
 from mpipar.plan.predict import predict
+from mpipar.run.resolve import memory_notes
 from mpipar.train.worker import Worker
 
 SHARE, LEAST_BYTES = 0.05, 1 << 20  # the larger of the two is how far a prediction may be off

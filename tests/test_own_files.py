@@ -19,12 +19,12 @@ from state_cases import config_for, saved, savers_of
 from mpipar.checkpoint import weights as checkpoint
 from mpipar.checkpoint.manifest import committed_steps
 from mpipar.checkpoint.tokenizer_files import write_tokenizer_files
-from mpipar.commands import run_folder
-from mpipar.commands.source import find_source
 from mpipar.console.output import GrowingFile, Log
 from mpipar.errors import DataError, OutputError
 from mpipar.files import bounded, replace
 from mpipar.job import lock
+from mpipar.run import folder as run_folder
+from mpipar.run.source import find_source
 
 CONTENT = "a file of the user\n"
 TINY = """train --data text.txt --layers 2 --d-model 8 --heads 2 --seq-len 5 --batch-size 4
@@ -329,7 +329,7 @@ def test_a_lock_that_is_no_file_is_refused(kind, victim):
 
 @fault(60, "an output in a folder that is missing", 74)
 def test_an_answer_file_in_a_missing_folder_cannot_be_written(tmp_path):
-    from mpipar.commands.generation import open_answers
+    from mpipar.run.generation import open_answers
 
     with pytest.raises(OutputError, match="No such file or directory"):
         open_answers(str(tmp_path / "none" / "answers.jsonl"))

@@ -18,7 +18,7 @@ from test_explorer_page import write_explorer
 from trace_cases import pipeline_trace, with_operations
 from trace_page import PLACE
 
-from mpipar.commands import report
+from mpipar.run import report
 from mpipar.trace import html
 from mpipar.trace.analysis import analyse
 

@@ -15,11 +15,11 @@ from in_process import alone, assert_refused, printed
 from program import LETTERS, metrics
 
 from mpipar.checkpoint.manifest import read_manifest
-from mpipar.commands.resolve import resolve
-from mpipar.commands.resume import resumed
-from mpipar.commands.run_folder import finished_step, set_aside, truncate_after
 from mpipar.config.reading import to_toml, values_of
 from mpipar.errors import UsageError
+from mpipar.run.folder import finished_step, set_aside, truncate_after
+from mpipar.run.resolve import resolve
+from mpipar.run.resume import resumed
 
 TINY = """--data text.txt --layers 2 --d-model 8 --heads 2 --ffn 12 --seq-len 5 --batch-size 4
     --num-microbatches 2 --sample-tokens 0 --steps 6 --save-interval 2 --keep-checkpoints 0

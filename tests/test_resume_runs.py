@@ -14,7 +14,7 @@ from in_process import alone
 from program import FAULTY, LETTERS, LIMIT, block_of, environment, killed_by, metrics, mpipar
 
 from mpipar.checkpoint.manifest import committed_steps, read_manifest
-from mpipar.commands.run_folder import newest_step
+from mpipar.run.folder import newest_step
 
 TINY = """--data text.txt --layers 2 --d-model 8 --heads 2 --ffn 12 --seq-len 5 --batch-size 4
     --num-microbatches 2 --sample-tokens 4 --steps 10 --warmup-steps 2 --log-interval 4""".split()

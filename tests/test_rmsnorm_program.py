@@ -13,8 +13,8 @@ from safetensors.numpy import load_file
 
 from mpipar.checkpoint import weights as checkpoint
 from mpipar.checkpoint.formats import model_settings
-from mpipar.commands.resolve import resolve
 from mpipar.errors import DataError, UsageError
+from mpipar.run.resolve import resolve
 
 SMALL = (
     "--layers",

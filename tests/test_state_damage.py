@@ -15,8 +15,8 @@ from state_cases import assert_filled, config_for, loaded, saved
 
 from mpipar.checkpoint.formats import model_settings
 from mpipar.checkpoint.manifest import NAME, committed_steps, damage, read_manifest
-from mpipar.commands.compared import digest_of_weights
 from mpipar.errors import DataError
+from mpipar.run.compared import digest_of_weights
 
 PIECES = "pieces-00001.safetensors"
 SMALL = {"layers": 1, "d_model": 4, "heads": 2, "ffn": 3, "seq_len": 2, "vocab_size": 5}

@@ -17,12 +17,14 @@ from structure_rules import (
     SOURCES,
     array_math_problems,
     circle,
+    command_problems,
     floor_problems,
     folder,
     import_graph,
     module_name,
     mpi_problems,
     name_problems,
+    one_command_problems,
     outside_problems,
     stash_problems,
     state_problems,
@@ -159,6 +161,12 @@ BROKEN = {
         floor_problems, "layers.made_up", "from mpipar.train.worker import Worker\n", "above"),
     "and late": (
         floor_problems, "comm.x", "def f():\n    import mpipar.ops, mpipar.cli\n", "cli"),
+    "a command imports another one": (
+        command_problems, "commands.x", "from mpipar.commands import train\n", "train"),
+    "and late, from its module": (
+        command_problems, "commands.x", "def f():\n    from mpipar.commands.train import run\n",
+        "a command imports"),
+    "a helper among the commands": (one_command_problems, "commands.helper", "", "no command"),
     "a module on no floor": (floor_problems, "surprise", "", "no floor"),
     "an optional package at the top": (outside_problems, "ops.x", "import cupy\n", "optional"),
     "an extra's module at the top": (

@@ -17,8 +17,8 @@ from trace_cases import trace as made
 from trace_cases import waits_and_segments as analyse
 from traced_runs import PASSES, SMALL
 
-from mpipar.commands.report import trace_data
 from mpipar.errors import DataError
+from mpipar.run.report import trace_data
 from mpipar.trace import pop, trace_file, waits
 from mpipar.trace.causes import Causes
 from mpipar.trace.timeline import timeline

@@ -14,9 +14,9 @@ from safetensors.numpy import load_file, save_file
 from mpipar.checkpoint import weights as checkpoint
 from mpipar.checkpoint.manifest import committed_steps
 from mpipar.checkpoint.weight_files import DIGESTS, INDEX, WEIGHTS, WeightFiles, split
-from mpipar.commands.compared import digest_of_weights
-from mpipar.commands.source import find_source
 from mpipar.errors import DataError
+from mpipar.run.compared import digest_of_weights
+from mpipar.run.source import find_source
 
 F32 = np.dtype(np.float32)
 

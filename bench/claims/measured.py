@@ -22,10 +22,10 @@ from bench.training import Trained
 from mpipar import ops as ops_module
 from mpipar.comm.facts import broadcast_text, gather_facts
 from mpipar.comm.record import COMPUTE, Recorder
-from mpipar.commands.memory_limit import MemoryLimit
 from mpipar.errors import OutOfMemory
 from mpipar.partition.experts import DISPATCHES
 from mpipar.plan.predict import fullest, predict
+from mpipar.run.memory_limit import MemoryLimit
 from mpipar.trace import segments, trace_file
 from mpipar.trace.analysis import analyse
 from mpipar.trace.tracer import Tracer

@@ -9,11 +9,11 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping
 
-from mpipar.commands.resolve import resolve
 from mpipar.config.reading import ParsedConfig, over
 from mpipar.config.run import SUMS
 from mpipar.errors import UserError
 from mpipar.pipeline.schedules.catalog import SCHEDULES
+from mpipar.run.resolve import resolve
 
 MOST_RANKS = 4
 AXES = ("dp", "pp", "cp", "tp")

@@ -42,8 +42,6 @@ from bench.combinations.truth import (
 from mpipar import cli
 from mpipar.comm.hosts import quiet_barrier
 from mpipar.comm.launcher import Launcher
-from mpipar.commands.resolve import resolve
-from mpipar.commands.resume import FIXED, resumed
 from mpipar.config.reading import ParsedConfig, over, to_toml, values_of
 from mpipar.config.run import PROMPT
 from mpipar.errors import UserError
@@ -51,6 +49,8 @@ from mpipar.files.text import printable
 from mpipar.inference import generate
 from mpipar.inference.sampling import Sampling
 from mpipar.job.session import AgreedError, Session
+from mpipar.run.resolve import resolve
+from mpipar.run.resume import FIXED, resumed
 from mpipar.train.worker import Worker
 
 # What a resumed run may choose differently.

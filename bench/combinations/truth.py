@@ -18,13 +18,13 @@ from mpipar.checkpoint import weights as checkpoint
 from mpipar.checkpoint.params import all_params
 from mpipar.comm.grid import Grid
 from mpipar.comm.record import Recorder
-from mpipar.commands.inputs import prepare
 from mpipar.config.reading import ParsedConfig, over
 from mpipar.config.run import TEMPERATURE
 from mpipar.data import rows
 from mpipar.data.rows import Batch
 from mpipar.files.text import quoted
 from mpipar.inference.sampling import Sampling, best, draw
+from mpipar.run.inputs import prepare
 from mpipar.train.verify import full_tensors, serial_config
 from mpipar.train.worker import Worker
 

@@ -290,7 +290,7 @@ def batch_of(tokens, number, grid):  # mpipar/data/rows.py
     return rows.reshape(MICROBATCHES, grid.dp.size, -1, T + 1)[:, grid.d]
 
 
-def train(layout, steps, path=None):  # mpipar/commands/training.py
+def train(layout, steps, path=None):  # mpipar/run/training.py
     """Train on Python's own documentation; return the loss of each step."""
     from pydoc_data.topics import topics
 

@@ -19,14 +19,14 @@ from mpipar.checkpoint.manifest import (
 from mpipar.checkpoint.params import all_params
 from mpipar.checkpoint.weight_files import DIGESTS, written_digests
 from mpipar.commands.command import Command, Context
-from mpipar.commands.resume import layout_words
-from mpipar.commands.run_folder import CHECKPOINTS, WEIGHTS, finished_step, is_run, said
-from mpipar.commands.source import own_weights
 from mpipar.config.model import model_config
 from mpipar.config.setting import positional, setting
 from mpipar.console.tables import nbytes, table
 from mpipar.errors import EXIT_DATA, EXIT_OK, DataError, UsageError
 from mpipar.files.text import one_line, printable
+from mpipar.run.folder import CHECKPOINTS, WEIGHTS, finished_step, is_run, said
+from mpipar.run.resume import layout_words
+from mpipar.run.source import own_weights
 
 OF_EXPORT = ("action", "export")
 NO_CHECKPOINT = "{}: has no checkpoint; a run writes one every --save-interval steps and at its end"

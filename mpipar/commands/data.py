@@ -7,7 +7,6 @@ from functools import partial
 from pathlib import Path
 
 from mpipar.commands.command import Command, Context
-from mpipar.commands.run_folder import said
 from mpipar.config.setting import positional, setting
 from mpipar.console.progress import progress
 from mpipar.console.tables import table
@@ -18,6 +17,7 @@ from mpipar.data.tokenizer import library_of
 from mpipar.errors import EXIT_OK, DataError, UsageError, UserError
 from mpipar.files.replace import new_folder
 from mpipar.files.text import brief, printable, shown
+from mpipar.run.folder import said
 
 
 @dataclass(frozen=True)

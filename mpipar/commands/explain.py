@@ -11,7 +11,6 @@ from mpipar import models
 from mpipar.comm.grid import AXES, Grid
 from mpipar.comm.record import turns
 from mpipar.commands.command import OF_A_STEP, Command, Context
-from mpipar.commands.resolve import resolve
 from mpipar.config.setting import setting, switch
 from mpipar.console.tables import (
     barriers,
@@ -33,6 +32,7 @@ from mpipar.plan.model import Step
 from mpipar.plan.of_config import step_of
 from mpipar.plan.predict import predict, unit_memory
 from mpipar.plan.report import PARTS
+from mpipar.run.resolve import resolve
 from mpipar.train.build import configured_schedule
 
 MOST_RANKS = 1 << 17  # of a layout: beyond it the arithmetic of groups takes minutes

@@ -45,7 +45,8 @@ class Arguments:
 
 def run(context: Context) -> int:
     """Continue texts. Comm: that of `generation.run`."""
-    return import_module("mpipar.commands.generation").run(context)
+    generation = import_module("mpipar.run.generation")  # late: it loads NumPy
+    return generation.run(context.session, context.parsed, context.args)
 
 
 COMMAND = Command(

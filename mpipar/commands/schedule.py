@@ -1,20 +1,20 @@
-"""`mpipar schedule`: makes, proves, times and draws a pipeline schedule; no MPI, one process."""
+"""`mpipar schedule`: makes, proves, times, draws and explores pipeline schedules; no MPI."""
 
 import json
 import re
 import sys
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from fractions import Fraction
 from numbers import Real
 from pathlib import Path
 
-from mpipar.commands import explore
 from mpipar.commands.command import Command, Context
 from mpipar.config.setting import positional, setting, switch
-from mpipar.console import output
+from mpipar.console import explorer, output
+from mpipar.console.bubble import measured_costs
 from mpipar.console.tables import table
 from mpipar.errors import EXIT_OK, UsageError, UserError
-from mpipar.files.text import brief, counted, shown
+from mpipar.files.text import brief, counted, harmless, shown
 from mpipar.pipeline import csv_format, draw
 from mpipar.pipeline.costs import Costs
 from mpipar.pipeline.draw import svg
@@ -28,11 +28,14 @@ from mpipar.pipeline.schedules.catalog import (
     schedule_problems,
 )
 from mpipar.pipeline.simulate import Timeline, simulate
+from mpipar.trace import pop, trace_file
 
 # What a number in --costs may look like; a larger exponent would make it endlessly long.
 COST = re.compile(r"[+-]?(\d{1,9}/\d{1,9}|(\d{1,9}\.?\d{0,9}|\.\d{1,9})([eE][+-]?\d)?)", re.ASCII)
 MOST_COMPARED = 1 << 13  # microbatches times workers: each schedule is made and simulated
 VIEWS = ("--symbols", "--book", "--svg", "--animate", "--json", "--csv")  # of one schedule
+FIRST, SECOND = "1f1b", "zb-h1"  # what the explorer shows if no schedule is named
+MOST_DRAWN = 1 << 12  # forward passes of a schedule: a browser draws three boxes for each
 STDOUT = "-"  # a file of this name is standard output
 EXAMPLES = """\
 In the grid a row is a worker and F3 is the forward of microbatch 3 (2F3: of stage 2). B is a whole
@@ -147,9 +150,7 @@ def problems(args: Arguments) -> list[UsageError]:
             " or --compare"
         )
     else:
-        found += schedule_problems(
-            args.name or explore.FIRST, args.pp, args.num_microbatches, args.chunks
-        )
+        found += schedule_problems(args.name or FIRST, args.pp, args.num_microbatches, args.chunks)
     if args.animate and not (args.svg or args.compare or args.html):
         found.append("--animate: animates a picture; add --svg FILE")
     if args.book and args.symbols:
@@ -164,7 +165,7 @@ def run(context: Context) -> int:
     args = context.args
     costs = costs_of(args)
     if args.html is not None:
-        explore.write_page(args, costs)
+        write_explorer(args, costs)
         return EXIT_OK
     if args.compare:
         print(compare_schedules(args.pp, args.num_microbatches, args.chunks, costs))
@@ -389,6 +390,152 @@ def as_dict(timeline: Timeline, form: ClosedForm | None) -> dict:
             [[str(span.instr), span.start, span.end] for span in spans] for spans in timeline.spans
         ],
     }
+
+
+def write_explorer(args: Arguments, costs: Costs) -> None:
+    """Write the explorer with given costs or those of a run, and print where it is.
+
+    It holds the orders of every schedule for small counts; one with other counts, from a file or
+    from a run is added to them.
+
+    Raises UsageError, DataError if a run has no trace, OutputError.
+    """
+    title, unit, measured = "Pipeline schedules", "", None
+    if args.from_run is not None:
+        schedule, costs, measured = of_run(args.from_run)
+        own = {"title": f"{schedule.name} of {run_name(args.from_run)}"}
+        title, unit = f"{title}: {run_name(args.from_run)}", " ms"
+    elif args.from_csv is not None:
+        schedule = csv_format.read_csv(Path(args.from_csv))
+        own = {"title": harmless(schedule.name)}
+        if schedule.wired:
+            raise UsageError(
+                f"{args.from_csv} has sends and receives, but the page shows passes:"
+                " write the file with --csv-format compute_only"
+            )
+    else:
+        schedule = make_schedule(args.name or FIRST, args.pp, args.num_microbatches, args.chunks)
+        own = (
+            None
+            if is_known(schedule)
+            else {"title": f"{schedule.name}, {schedule.pp_size} workers"}
+        )
+    check_size(schedule)
+    chunks = schedule.num_stages // schedule.pp_size
+    worker = costs_of_a_worker(costs, schedule)
+    second = SECOND if schedule.name != SECOND else FIRST
+    if schedule.pp_size not in explorer.RANKS or (
+        schedule.num_microbatches not in explorer.MICROBATCHES
+    ):
+        second = ""  # the page has none with these counts
+    start = {
+        "first": "own" if own else schedule.name,
+        "second": "measured" if measured else second,
+        "p": schedule.pp_size,
+        "m": schedule.num_microbatches,
+        "chunks": chunks,
+        "share": "worker",
+        "overlap": float(costs.overlap),
+        "hop": rounded(costs.latency),
+        **{name: rounded(getattr(worker, name)) for name in "fiw"},
+    }
+    data = {
+        "title": title,
+        "unit": unit,
+        "start": start,
+        "measured": measured,
+        "own": own and own | {"schedule": explorer.schedule_facts(schedule)},
+    }
+    drawing = svg(simulate(schedule, worker.divided(chunks)), f"{schedule.name}, one step")
+    page = explorer.build(data, explorer.known_orders(), drawing)
+    output.write_text(Path(args.html), page)
+    print(f"{harmless(args.html)}: open it in a browser")
+
+
+def is_known(schedule: Schedule) -> bool:
+    """Return whether the page contains this order anyway."""
+    chunks = schedule.num_stages // schedule.pp_size
+    return (
+        schedule.pp_size in explorer.RANKS
+        and schedule.num_microbatches in explorer.MICROBATCHES
+        and chunks in explorer.chunk_counts(schedule.name)
+    )
+
+
+def check_size(schedule: Schedule) -> None:
+    """Raise UsageError if a browser would be slow to draw the schedule."""
+    count = schedule.num_stages * schedule.num_microbatches
+    if count > MOST_DRAWN:
+        raise UsageError(
+            f"--html draws at most {MOST_DRAWN:,} forward passes, and this schedule"
+            f" has {count:,}: use fewer workers, chunks or microbatches"
+        )
+
+
+def costs_of_a_worker(costs: Costs, schedule: Schedule) -> Costs:
+    """Return the costs with single values of f, i and w: those given, or the mean over workers."""
+    sums = {name: getattr(costs, name) for name in "fiw"}
+    return replace(
+        costs,
+        **{
+            name: sum(value) / schedule.pp_size
+            for name, value in sums.items()
+            if isinstance(value, tuple)
+        },
+    )
+
+
+def rounded(value) -> float:
+    """Return a number for a field of the page."""
+    return float(f"{float(value):.4g}")
+
+
+def run_name(folder: str) -> str:
+    """Return the name of a run folder."""
+    return harmless(Path(folder).resolve().name)
+
+
+def of_run(folder: str) -> tuple[Schedule, Costs, dict]:
+    """Return a traced run's schedule, its costs in milliseconds, and its passes for the page."""
+    trace = trace_file.read(folder)
+    if trace.meta["layout"]["pp"] == 1:
+        raise UsageError(
+            f"--from-run {harmless(folder)}: the run has one pipeline rank, and so no"
+            " schedule to show; train with --layout pp=2 or more"
+        )
+    with trace_file.contradictions_are_data_errors(folder):
+        schedule = trace.schedule()
+        seconds = measured_costs(pop.pass_facts(trace), schedule.num_stages)
+        by_stage = {name: tuple(1e3 * value for value in getattr(seconds, name)) for name in "fiw"}
+        step, passes = pop.median_passes(trace)
+        start = min(span.start_ns for own in passes for span in own)
+        rows = [
+            [
+                [
+                    (span.start_ns - start) * 1e-6,
+                    (span.end_ns - start) * 1e-6,
+                    f"{span.stage}{span.kind}{span.mb}",
+                ]
+                for span in own
+            ]
+            for own in passes
+        ]
+        costs = Costs(**by_stage, latency=pop.hop_ns(trace) * 1e-6)
+    name = run_name(folder)
+    words = (
+        f"measured in step {step} of {name}; who waited for a message is in its trace:"
+        f" mpipar trace {harmless(folder)}"
+    )
+    return (
+        schedule,
+        costs,
+        {
+            "title": f"{name}, measured",
+            "costs": by_stage,
+            "passes": rows,
+            "words": "\n".join([words, *trace.remarks()]),
+        },
+    )
 
 
 COMMAND = Command(

@@ -23,7 +23,7 @@ class Arguments:
 
 def run(context: Context) -> int:
     """Start the job, and train. Comm: that of `training.run`."""
-    training = import_module("mpipar.commands.training")  # late: it loads NumPy
+    training = import_module("mpipar.run.training")  # late: it loads NumPy
     return training.run(context.session, context.parsed, context.args.machine)
 
 

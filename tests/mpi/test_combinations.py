@@ -11,10 +11,10 @@ from small_model import WORLD, called, plant
 from bench.combinations import kept
 from bench.combinations.life import live_all
 from mpipar.comm.hosts import quiet_barrier
-from mpipar.commands import training
 from mpipar.data import rows
 from mpipar.layers.recompute import Recomputed
 from mpipar.layers.stash import Stash
+from mpipar.run import training
 from mpipar.train import worker
 
 EACH = 3  # every third case of all pairs lives here; python -m bench.combinations runs them all

@@ -5,7 +5,7 @@ import hashlib
 import pytest
 from small_model import WORLD
 
-from mpipar.commands import compared
+from mpipar.run import compared
 
 
 class Host:

@@ -21,21 +21,6 @@ from mpipar.checkpoint.manifest import NAME, committed_steps, read_manifest
 from mpipar.checkpoint.tokenizer_files import read_tokenizer_files
 from mpipar.comm.facts import broadcast_text, gather_facts
 from mpipar.comm.grid import AXES, LAYOUT
-from mpipar.commands.auto import layouts
-from mpipar.commands.compared import compare_inputs, digest_of_weights
-from mpipar.commands.resolve import resolve
-from mpipar.commands.run_folder import (
-    CHECKPOINTS,
-    CONFIG,
-    Sources,
-    finished_step,
-    is_run,
-    make_run_folder,
-    newest_step,
-    read_sources,
-    resume_in,
-)
-from mpipar.commands.source import find_source, tokenizer_folder
 from mpipar.config.layout import divisors, sizes_text
 from mpipar.config.layout import typed as typed_layout
 from mpipar.config.model import CUTS, ModelConfig
@@ -48,6 +33,21 @@ from mpipar.data.fingerprint import of_ends
 from mpipar.errors import DataError, UsageError, UserError
 from mpipar.files.bounded import problems_as, read_text
 from mpipar.files.text import brief, counted
+from mpipar.run.auto import layouts
+from mpipar.run.compared import compare_inputs, digest_of_weights
+from mpipar.run.folder import (
+    CHECKPOINTS,
+    CONFIG,
+    Sources,
+    finished_step,
+    is_run,
+    make_run_folder,
+    newest_step,
+    read_sources,
+    resume_in,
+)
+from mpipar.run.resolve import resolve
+from mpipar.run.source import find_source, tokenizer_folder
 from mpipar.train.optim import of_new_length
 
 # What determines the numbers of a run: with another value it would be another run.

@@ -17,7 +17,6 @@ from typing import BinaryIO
 from mpipar.checkpoint.manifest import GONE, NAME
 from mpipar.checkpoint.weight_files import check_digests
 from mpipar.comm.facts import all_gather_facts
-from mpipar.commands.source import source_files
 from mpipar.config.sections import Config, in_force
 from mpipar.config.setting import flag
 from mpipar.data.fingerprint import fingerprint
@@ -25,6 +24,7 @@ from mpipar.data.token_file import pieces_of
 from mpipar.errors import DataError
 from mpipar.files.bounded import open_regular, problems_as
 from mpipar.files.digests import digest_of, state_of
+from mpipar.run.source import source_files
 
 
 def compare_inputs(session, inputs) -> tuple[dict, str]:

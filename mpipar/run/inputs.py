@@ -9,8 +9,6 @@ import numpy as np
 
 from mpipar import ops as ops_module
 from mpipar.checkpoint import weights as checkpoint
-from mpipar.commands.resolve import resolve
-from mpipar.commands.source import tokenizer_folder
 from mpipar.config.run import PROMPT
 from mpipar.config.sections import Config
 from mpipar.data import rows
@@ -26,6 +24,8 @@ from mpipar.data.tokenizer import (
 )
 from mpipar.errors import DataError, EnvironmentProblem, UsageError
 from mpipar.inference.prompts import encode_prompts
+from mpipar.run.resolve import resolve
+from mpipar.run.source import tokenizer_folder
 
 
 @dataclass(frozen=True)

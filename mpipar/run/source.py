@@ -8,10 +8,10 @@ from pathlib import Path
 from mpipar.checkpoint.formats import is_step
 from mpipar.checkpoint.manifest import NAME, committed_steps
 from mpipar.checkpoint.weight_files import instead_of_weights, weight_paths
-from mpipar.commands.run_folder import CHECKPOINTS, WEIGHTS
 from mpipar.errors import DataError
 from mpipar.files.bounded import problems_as
 from mpipar.files.recognize import recognize
+from mpipar.run.folder import CHECKPOINTS, WEIGHTS
 
 
 def find_source(path: str, where: str) -> str:

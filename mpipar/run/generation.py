@@ -14,10 +14,7 @@ from mpipar.checkpoint import weights as checkpoint
 from mpipar.checkpoint.tokenizer_files import GENERATION, token_ids
 from mpipar.comm.grid import Grid
 from mpipar.comm.record import Recorder
-from mpipar.commands.command import Context
-from mpipar.commands.compared import config_facts, digest_of_value
-from mpipar.commands.resolve import resolve
-from mpipar.commands.source import find_source, tokenizer_folder
+from mpipar.config.reading import ParsedConfig
 from mpipar.config.run import PROMPT
 from mpipar.config.sections import Config
 from mpipar.data.tokenizer import Tokenizer, tokenizer_of
@@ -28,6 +25,10 @@ from mpipar.inference import prompts as prompts_module
 from mpipar.inference.generate import FULL, STOP, Text, generate
 from mpipar.inference.prompts import Prompt
 from mpipar.inference.sampling import Sampling
+from mpipar.job.session import Session
+from mpipar.run.compared import config_facts, digest_of_value
+from mpipar.run.resolve import resolve
+from mpipar.run.source import find_source, tokenizer_folder
 from mpipar.train.worker import Worker
 
 FIRST = Prompt("0", [0])  # an id that every model has
@@ -50,12 +51,12 @@ class Request:
     notes: list[str]
 
 
-def run(context: Context) -> int:
+def run(session: Session, parsed: ParsedConfig, args) -> int:
     """Print a text piece by piece, or write a line of JSON for each prompt in a file.
 
+    args: `commands.generate.Arguments`.
     Comm: that of `config_facts`; see `mpipar.inference.generate.generate`.
     """
-    session, parsed, args = context.session, context.parsed, context.args
     world = session.start()
     request = session.agree(lambda: prepare(parsed, args, world.size, session.host_rank))
     config = request.config

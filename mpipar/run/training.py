@@ -13,24 +13,6 @@ from mpipar.checkpoint.save import Saver
 from mpipar.comm.facts import gather_facts
 from mpipar.comm.grid import Grid
 from mpipar.comm.record import Recorder
-from mpipar.commands import finish, report, resume
-from mpipar.commands.auto import legal_layouts, with_choice
-from mpipar.commands.inputs import prepare
-from mpipar.commands.memory_limit import MemoryLimit
-from mpipar.commands.run_folder import (
-    CHECKPOINTS,
-    EVALUATIONS,
-    LOG,
-    METRICS,
-    WEIGHTS,
-    folder_problems,
-    full_disk_is_an_output_error,
-    keep,
-    truncate_after,
-    whereabouts,
-    write_result,
-)
-from mpipar.commands.saving import Saving
 from mpipar.config.reading import to_toml
 from mpipar.console import tables as console
 from mpipar.console.memory import PeakMemory
@@ -55,6 +37,24 @@ from mpipar.pipeline.check import check
 from mpipar.pipeline.costs import Costs
 from mpipar.pipeline.simulate import simulate
 from mpipar.plan.predict import predict
+from mpipar.run import finish, report, resume
+from mpipar.run.auto import legal_layouts, with_choice
+from mpipar.run.folder import (
+    CHECKPOINTS,
+    EVALUATIONS,
+    LOG,
+    METRICS,
+    WEIGHTS,
+    folder_problems,
+    full_disk_is_an_output_error,
+    keep,
+    truncate_after,
+    whereabouts,
+    write_result,
+)
+from mpipar.run.inputs import prepare
+from mpipar.run.memory_limit import MemoryLimit
+from mpipar.run.saving import Saving
 from mpipar.trace.tracer import Tracer
 from mpipar.train.build import configured_schedule
 from mpipar.train.optim import warm_up_notes

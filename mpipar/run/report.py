@@ -14,7 +14,6 @@ from collections.abc import Callable
 from pathlib import Path
 from statistics import median
 
-from mpipar.commands.run_folder import CSV, EVALUATIONS, LOG, METRICS, REPORT
 from mpipar.config.sections import Config, settings
 from mpipar.config.setting import flag
 from mpipar.console import series, tables
@@ -24,6 +23,7 @@ from mpipar.files.replace import replace_file
 from mpipar.files.text import counted
 from mpipar.job import blas, consistency, mpi
 from mpipar.models.decoder import describe_model
+from mpipar.run.folder import CSV, EVALUATIONS, LOG, METRICS, REPORT
 from mpipar.trace import html, trace_file
 from mpipar.trace.analysis import analyse
 

@@ -6,7 +6,6 @@ from dataclasses import replace
 from pathlib import Path
 
 from mpipar.checkpoint import formats
-from mpipar.commands.source import find_source
 from mpipar.config import resolve as config_resolve
 from mpipar.config.reading import ParsedConfig, choice_problems
 from mpipar.config.sections import Config, build, in_force, named
@@ -17,6 +16,7 @@ from mpipar.partition.context import keeps_scores
 from mpipar.pipeline.combinations import RULES
 from mpipar.pipeline.csv_format import read_csv
 from mpipar.pipeline.instructions import Schedule
+from mpipar.run.source import find_source
 
 # How routers are trained, which weights do not fix; but a bias per expert is one of the weights.
 ROUTING = ("router_balance", "router_loss_coef")

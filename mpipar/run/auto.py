@@ -7,7 +7,6 @@ from dataclasses import replace
 
 from mpipar.comm.facts import broadcast_text
 from mpipar.comm.hosts import quiet_barrier
-from mpipar.commands.resolve import resolve
 from mpipar.config.layout import matching, sizes_text
 from mpipar.config.reading import ParsedConfig
 from mpipar.config.sections import Config
@@ -16,6 +15,7 @@ from mpipar.errors import UsageError, UserError
 from mpipar.plan.machine import load_machine
 from mpipar.plan.of_config import step_of
 from mpipar.plan.predict import fullest
+from mpipar.run.resolve import resolve
 
 SHEETS = {"cpu": "cpu", "cuda": "h100"}  # device -> data sheet, without --machine
 

@@ -1,0 +1,1 @@
+"""A run: what it starts from, its folder, its loop and its report."""
