@@ -1,8 +1,7 @@
 """A job for test_launch.py: `launch_job.py HOW [FOLDER]`; each HOW is a way to end or to go wrong.
 
 If a rank is at fault, it is rank 1. FOLDER is the run folder, and receives a file for each rank
-that is up. Before a rank goes wrong it prints the time, because a start under load can take
-seconds.
+that is up.
 """
 
 import ctypes
@@ -18,10 +17,6 @@ from mpipar.errors import DataError, OutputError, UsageError
 from mpipar.job import mpi
 from mpipar.job.environment import started
 from mpipar.job.session import guard
-
-
-def announce():
-    print(f"wrong at {time.time()}", flush=True)
 
 
 def fail_with(error):
@@ -78,7 +73,6 @@ def fail_under_a_slow_launcher(session):
 def end_unheard(how, world):
     """End rank 1, or the only one, by a signal or by a library's exit()."""
     if world.Get_rank() == world.Get_size() // 2:
-        announce()
         if how == "leave":
             ctypes.CDLL(None).exit(0)
         os.kill(os.getpid(), int(how.removeprefix("kill-")))
@@ -106,7 +100,6 @@ def go_wrong(how, session, world):
             os.dup2(os.open("/dev/full", os.O_WRONLY), stream)
         raise ValueError("a defect")
     elif rank == 1:
-        announce()
         if how in ("exception", "reporting-fails"):
             raise ValueError("a defect")
         if how == "user-error":
@@ -126,7 +119,6 @@ def main(argv, session):
     session.launcher_pid = LAUNCHER
     how, folder = argv[0], argv[1] if len(argv) > 1 else None
     if how == "early-exception" and session.launcher.rank == 1:
-        announce()
         raise ValueError("a defect")
     if how == "early-usage":
         raise UsageError(["--x: unknown flag", "--y: wrong"])

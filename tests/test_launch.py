@@ -17,7 +17,6 @@ from program import BLOCK, PROGRAM, block_of, killed_by, mpipar, one_block, pair
 
 JOB = [sys.executable, str(Path(__file__).parent / "launch_job.py")]
 LIMIT = 60.0  # for the whole command, start under load included
-QUICK = 20.0  # from the failure to the end of the last process: a second, and much for the load
 
 
 @pytest.fixture(autouse=True)
@@ -32,12 +31,8 @@ def clean_environment(no_launcher, monkeypatch, tmp_path):
 
 
 def launch(num_ranks, *argv):
-    """Run the job under mpiexec; asserts that it ended soon after it went wrong."""
-    result = run_ranks(num_ranks, [*JOB, *argv], LIMIT)
-    ended = time.time()
-    for at in re.findall(r"wrong at ([\d.]+)", result.stdout):
-        assert ended - float(at) < QUICK, result.tail()
-    return result
+    """Run the job under mpiexec; one that does not end fails the test."""
+    return run_ranks(num_ranks, [*JOB, *argv], LIMIT)
 
 
 @pytest.mark.parametrize(
@@ -194,7 +189,7 @@ def test_a_signal_before_any_step_ends_the_job(target, sign, tmp_path):
     """It also holds while a rank waits in MPI."""
     with up(3, "busy", tmp_path) as (job, ranks):
         os.kill(job.process.pid if target == "launcher" else ranks[1], sign)
-        code, text = job.end(QUICK), job.output()
+        code, text = job.end(), job.output()
     if target == "rank" or is_hydra():
         assert code == 130, text
         assert text.count(BLOCK) == 1, text
@@ -218,7 +213,7 @@ def test_a_signal_before_any_step_ends_the_job(target, sign, tmp_path):
 def test_a_signal_in_a_loop_stops_all_ranks_at_the_same_step(target, sign, tmp_path):
     with up(3, "stop", tmp_path) as (job, ranks):
         os.kill(job.process.pid if target == "launcher" else ranks[1], sign)
-        code, text = job.end(QUICK), job.output()
+        code, text = job.end(), job.output()
     assert code == 75, text
     steps = re.findall(r"left at step (\d+)", text)
     assert len(steps) == 3
@@ -238,7 +233,7 @@ def test_only_a_second_ctrl_c_does_not_wait(tmp_path):
         time.sleep(0.3)
         assert job.process.poll() is None, job.output()
         os.kill(ranks[1], signal.SIGINT)
-        assert job.end(QUICK) == 130
+        assert job.end() == 130
         (line,) = [line for line in job.output().splitlines() if BLOCK in line]
     assert "interrupted twice (SIGINT), rank 1 of 2" in line
 
@@ -261,7 +256,7 @@ def test_ranks_whose_launcher_was_killed_end(how, tmp_path):
     with up(2, how, tmp_path) as (job, ranks):
         for pid in {job.process.pid, *map(parent_of, ranks)}:
             os.kill(pid, signal.SIGKILL)
-        job.end(QUICK)
+        job.end()
 
 
 def is_pending(pid, sign):

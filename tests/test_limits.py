@@ -33,14 +33,11 @@ def test_each_small_limit_is_named_with_a_cure(monkeypatch, tmp_path):
     assert files == "the limit of open files is 12, but 56 are needed: ulimit -n 1024"
     assert "has 0.0625 MiB left, but the ranks of this host need 4 MiB: mount" in shared
     assert "size=64m" in shared
-    limited(monkeypatch, -1, 0, tmp_path / "absent")
-    assert "can't be written to" in limits.problems(TWO)[0]
-    assert limits.problems(Launcher()) == []
-
-
-def test_a_host_without_shared_memory_has_none_free(monkeypatch, tmp_path):
+    monkeypatch.undo()
     monkeypatch.setattr(limits, "SHARED", tmp_path / "absent")
     assert limits.shared_free() == 0
+    assert "can't be written to" in limits.problems(TWO)[0]
+    assert limits.problems(Launcher()) == []
 
 
 def test_a_start_with_few_open_files_says_so():

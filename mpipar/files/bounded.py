@@ -166,7 +166,6 @@ def _check(value, key: str = "", depth: int = 0, *, finite: bool = True, huge: b
 
     key: what the value belongs to.
     """
-    at = f", at {shown(key)}" if key else ""
     if depth > MOST_DEPTH:
         raise ValueError(TOO_DEEP)
     if isinstance(value, dict | list):
@@ -176,8 +175,12 @@ def _check(value, key: str = "", depth: int = 0, *, finite: bool = True, huge: b
         if isinstance(value, dict):
             _check("".join(value), "a name")
     elif isinstance(value, str) and ODD.search(value):
-        raise ValueError(f"has a zero byte or half a character in a text{at}")
+        raise ValueError(f"has a zero byte or half a character in a text{_at(key)}")
     elif isinstance(value, int) and not huge and not -(2**63) <= value < 2**64:
-        raise ValueError(f"has an integer that 64 bits cannot hold{at}")
+        raise ValueError(f"has an integer that 64 bits cannot hold{_at(key)}")
     elif finite and isinstance(value, float) and not math.isfinite(value):
-        raise ValueError(f"has {value}, which is not a finite number{at}")
+        raise ValueError(f"has {value}, which is not a finite number{_at(key)}")
+
+
+def _at(key: str) -> str:
+    return f", at {shown(key)}" if key else ""
