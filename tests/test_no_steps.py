@@ -52,7 +52,7 @@ def test_initial_weights_and_a_run_that_goes_on(trained):
 def test_a_run_is_not_resumed_for_no_steps(trained):
     words = ["--resume", "first", "--steps", "0"]
     block = alone("train", *SMALL, *words, cwd=trained).ended(2).stderr
-    assert "step 2; use 2 or more, or evaluate it as a new run's initial weights" in block
+    assert "step 2; use 2 or more, or evaluate its weights with --steps 0 --init-from" in block
 
 
 @pytest.mark.parametrize("layout", ["tp=2,pp=2", "dp=2,cp=2"])

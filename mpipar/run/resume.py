@@ -322,12 +322,12 @@ def start_problems(start: Start):
     """Return the check that the run has steps left after its checkpoint."""
 
     def problems(config) -> list[str]:
-        if config.train.steps >= start.step:
+        if max(config.train.steps, 0) >= start.step:  # a negative number is refused elsewhere
             return []
         return [
             (
                 f"--steps {config.train.steps}: the checkpoint is already of step {start.step};"
-                f" use {start.step} or more, or evaluate it as a new run's initial weights"
+                f" use {start.step} or more, or evaluate its weights with --steps 0 --init-from"
             )
         ]
 
