@@ -224,7 +224,7 @@ def test_words_about_experts_are_as_counted_by_hand():
 
 
 def test_explain_prints_the_worst_case_of_experts():
-    text = printed("explain", "--preset", "moe-tiny", "--layout", "dp=2,ep=2", "--summary")
+    text = printed("explain", "--preset", "moe-tiny", "--layout", "dp=2,ep=2")
     together = [float(one) for one in re.findall(r"together ([\d.]+) MiB", text)]
     assert len(together) == 2
     assert together[0] < together[1]
@@ -481,29 +481,32 @@ def test_every_barrier_is_listed_in_order_with_bytes_group_and_source():
         2,
         "--rank",
         5,
+        "--all",
     )
     lines = text.splitlines()
     assert lines[0].startswith("rank 5 of 8: pp1 dp0 tp1; stages 1: block 1, head, loss")
     listed = [line.split() for line in lines[3 : lines.index("by name, per step:") - 1]]
-    moved = [[*row[:6], *row[7 if row[6] == "moved" else 9 :]] for row in listed[1:]]
-    names = [(row[4], row[5], row[6]) for row in moved]
+    moved = [[*row[:5], *row[6 if row[5] == "moved" else 8 :]] for row in listed[1:]]
+    names = [(row[3], row[4], row[5]) for row in moved]
     assert names[:3] == [
         ("pp", "recv", "activations"),
         ("tp", "all_reduce", "block1.attn.proj"),
         ("tp", "all_reduce", "block1.ffn.down"),
     ]
     assert names[-1] == ("world", "all_reduce", "step.norm")
-    assert listed[1][6] == "moved"
-    assert listed[2][6:9] == ["partial", "->", "whole"]
+    assert listed[1][5] == "moved"
+    assert listed[2][5:8] == ["partial", "->", "whole"]
+    assert {one[-1] for one in listed[1:]} == {"x1"}
     row = moved[1]
     # B 1 row, T 64 tokens, D 128, 4 bytes; the tp group of rank 5 is ranks 4 and 5.
-    assert row[7:13] == ["4,5", "float32", "32.0", "KiB", "B*T*D*e", "32.0"]
+    assert row[6:12] == ["4,5", "float32", "32.0", "KiB", "B*T*D*e", "32.0"]
     for other, layer in ((listed[2], "attention"), (listed[3], "ffn")):
-        assert other[-2].startswith(f"mpipar/layers/{layer}.py:")
-        assert other[-1].startswith("mpipar/partition/row.py:")
+        assert other[-3].startswith(f"layers/{layer}.py:")
+        assert other[-2].startswith("partition/row.py:")
     assert "m * (4L + 2)" in text
-    (block,) = [line.split() for line in lines if line.startswith("tp, one block ")]
-    assert block[3:] == ["4", "4", "128.0", "KiB", "128.0", "KiB", "8(q-1)/q", "*", "B*T*D*e"]
+    calls, sent = [line.split()[3:] for line in lines if line.startswith("tp, one block ")]
+    assert calls == ["calls", "4", "4"]
+    assert sent == ["sent", "128.0", "KiB", "128.0", "KiB", "8(q-1)/q", "*", "B*T*D*e"]
     assert "FLOPs of products: F " in text
 
 
@@ -559,17 +562,24 @@ def totals(text):
     return {tuple(line.split()[:5]): int(line.split()[5]) for line in lines}
 
 
-def test_a_summary_has_totals_by_barrier_and_no_row_for_each_call():
+def test_a_summary_has_totals_by_barrier_and_all_a_row_for_each_call():
     small = ["--layout", "dp=2,pp=2", "--layers", 2, "--d-model", 16, "--heads", 2]
-    alone = [printed("explain", *small, "--rank", rank) for rank in range(4)]
-    short = printed("explain", *small, "--rank", 3, "--summary")
+    alone = [printed("explain", *small, "--rank", rank, "--all") for rank in range(4)]
+    short = printed("explain", *small, "--rank", 3)
     assert "site" in alone[3]
     assert "site" not in short
     assert totals(short) == totals(alone[3])
     assert totals(short)["pp", "activations", "recv", "F", "float32"] == 4
-    together = totals(printed("explain", *small, "--all-ranks", "--summary"))
+    (folded,) = (line for line in alone[3].splitlines() if " recv " in line and " x" in line)
+    assert folded.endswith("x4")
+    together = totals(printed("explain", *small, "--all-ranks", "--all"))
     assert together == sum((Counter(totals(text)) for text in alone), Counter())
-    assert "a single rank waits for no other" in printed("explain", "--all-ranks", "--summary")
+    assert "a single rank waits for no other" in printed("explain", "--all-ranks", "--all")
+
+
+def test_the_summary_is_at_most_100_columns_wide():
+    text = printed("explain", "--layout", "dp=2,pp=2,tp=2")
+    assert max(map(len, text.splitlines())) <= 100
 
 
 def test_a_rank_whose_stage_has_no_weights_is_explained_too():
@@ -607,5 +617,5 @@ def test_the_copy_for_saving_in_the_background_is_predicted():
     assert re.search(
         r"memory at the peak: .*buffers [^,]+, scratch [^,]+, snapshot [\d.]+ KiB; "
         "together",
-        copied,
+        copied.replace("\n  ", " "),
     )

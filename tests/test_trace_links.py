@@ -133,10 +133,10 @@ def test_noise_is_no_slow_link(layout, schedule):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("schedule", ["1f1b", "gpipe", "zb-h1"])
-@pytest.mark.parametrize("layout", [DP, PP, DP + PP, PP + TP, PP4], ids=str)
+@pytest.mark.parametrize("schedule", ["1f1b", "zb-h1"])
+@pytest.mark.parametrize("layout", [DP, DP + PP, PP4], ids=str)
 def test_much_noise_is_no_slow_link(layout, schedule):
-    check_silence(layout, schedule, range(2, 100))
+    check_silence(layout, schedule, range(2, 30))
 
 
 def by_hand(arrivals, waits_from=0):

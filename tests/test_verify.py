@@ -38,7 +38,16 @@ launch.guard(cli.main, sys.argv[1:])
 def test_says_yes(layout, tmp_path):
     """In float64 and by plain SGD, whatever the flags say; and no file stays."""
     dp, pp, tp = layout
-    words = ["verify", *SMALL, *layout_flags(layout), "--dtype", "float32", "--optimizer", "adamw"]
+    words = [
+        "verify",
+        "--all",
+        *SMALL,
+        *layout_flags(layout),
+        "--dtype",
+        "float32",
+        "--optimizer",
+        "adamw",
+    ]
     ranks = dp * pp * tp
     start = functools.partial(mpipar, ranks=ranks) if ranks > 1 else alone
     result = start(*words, cwd=tmp_path).ended()
@@ -63,7 +72,7 @@ def test_rows_shorter_than_a_table_of_positions_on_every_layout(words, tmp_path)
     shape = {"layers": 2, "D": 12, "F": 20, "T": 6, "V": 256, "tied": True}
     tensors = gpt2.random_weights(np.random.default_rng(1), **shape)
     gpt2.write_model(tmp_path / "gpt2", tensors, gpt2.configuration(heads=2, **shape))
-    words = ["--init-from", tmp_path / "gpt2", "--seq-len", "4", *words.split()]
+    words = ["--all", "--init-from", tmp_path / "gpt2", "--seq-len", "4", *words.split()]
     result = mpipar("verify", *words, ranks=4).ended()
     assert re.search(r"^(\d+) of \1 agree to 1e-12", result.stdout, re.MULTILINE)
     assert "embedding.positions" in result.stdout

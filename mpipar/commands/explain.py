@@ -1,10 +1,12 @@
-"""`mpipar explain`: every barrier of one rank's training step, in order; no MPI.
+"""`mpipar explain`: the barriers of one rank's training step; no MPI.
 
-It runs the real step on shapes and prints what the code would do, beside the closed forms. With
-`--all-ranks` it does so for every rank, and prints what each holds.
+It runs the real step on shapes and prints what the code would do, beside the closed forms: the
+barriers by name, with `--all` every call in its order. With `--all-ranks` it does so for every
+rank, and prints what each holds.
 """
 
-from collections import defaultdict
+import textwrap
+from collections import Counter, defaultdict
 from dataclasses import dataclass, replace
 
 from mpipar import models
@@ -35,6 +37,7 @@ from mpipar.plan.report import PARTS
 from mpipar.run.resolve import resolve
 from mpipar.train.build import configured_schedule
 
+WIDTH = 100  # characters per line of text
 MOST_RANKS = 1 << 17  # of a layout: beyond it the arithmetic of groups takes minutes
 MOST_LISTED = 256  # with --all-ranks: the step of each rank takes up to a second
 
@@ -47,8 +50,9 @@ class Arguments:
     all_ranks: bool = switch(
         "a row for each rank: which layers, shard, parameters and memory it holds"
     )
-    summary: bool = switch(
-        "totals by barrier instead of a row per call; with --all-ranks over all ranks"
+    all: bool = switch(
+        "also every call in its order, those of the microbatches in one row; with --all-ranks"
+        " the barriers of all ranks together"
     )
     machine: str | None = setting(
         None,
@@ -63,9 +67,9 @@ def run(context: Context) -> int:
     config, machine = configured(parsed, args)
     schedule = configured_schedule(config.grid)
     if args.all_ranks:
-        print_all_ranks(config, schedule, args.summary)
+        print_all_ranks(config, schedule, args.all)
     else:
-        print_rank(config, schedule, predict(config, args.rank or 0), args.summary)
+        print_rank(config, schedule, predict(config, args.rank or 0), args.all)
     if machine:
         print(step_words_on(machine.name, step_of(config, machine)))
     return EXIT_OK
@@ -109,8 +113,8 @@ def configured(parsed, args):
     return config, machine
 
 
-def print_all_ranks(config, schedule, summary: bool) -> None:
-    """Print what each rank holds, and with `summary` the barriers of all ranks together."""
+def print_all_ranks(config, schedule, barriers_too: bool) -> None:
+    """Print what each rank holds, and with `barriers_too` the barriers of all ranks together."""
     world_size = Grid.of(config.grid, 0).world_size
     facts, counters = [], []
     for world_rank in range(world_size):
@@ -119,7 +123,7 @@ def print_all_ranks(config, schedule, summary: bool) -> None:
         counters.append([[*key, *counter] for key, counter in prediction.recorder.counters.items()])
     print(f"{counted(world_size, 'rank')}; {step_words(config, schedule)}\n")
     print(holdings(facts))
-    if summary:
+    if barriers_too:
         print("\nbarriers by name, per step, summed over ranks:")
         print(without_times(barriers(counters, 1, world_size)))
 
@@ -133,8 +137,8 @@ def step_words(config, schedule) -> str:
     )
 
 
-def print_rank(config, schedule, prediction, summary: bool) -> None:
-    """Print one rank's barriers, FLOPs and memory; with `summary` only totals of the barriers."""
+def print_rank(config, schedule, prediction, every_call: bool) -> None:
+    """Print one rank's barriers, FLOPs and memory; with `every_call` all calls in their order."""
     grid = Grid.of(config.grid, prediction.world_rank)
     split = models.layer_split(config, schedule)
     print(
@@ -145,7 +149,7 @@ def print_rank(config, schedule, prediction, summary: bool) -> None:
     )
     print(f"{step_words(config, schedule)}\n")
     if prediction.recorder.records:
-        if not summary:
+        if every_call:
             print(f"{in_order(prediction, config)}\n")
         print("by name, per step:")
         counters = [[*key, *counter] for key, counter in prediction.recorder.counters.items()]
@@ -170,14 +174,12 @@ def print_rank(config, schedule, prediction, summary: bool) -> None:
             or "none"
         )
     )
-    print(
-        "memory at the peak: "
-        + ", ".join(
-            f"{label} {nbytes(prediction.peak_bytes.get(label, 0))}"
-            for label in labels_of([prediction.peak_bytes])
-        )
-        + f"; together {nbytes(prediction.peak_total)}"
+    parts = ", ".join(
+        f"{label} {nbytes(prediction.peak_bytes.get(label, 0))}"
+        for label in labels_of([prediction.peak_bytes])
     )
+    text = f"memory at the peak: {parts}; together {nbytes(prediction.peak_total)}"
+    print(textwrap.fill(text, WIDTH, subsequent_indent="  "))
     if len(prediction.groups.get("expert", ())) > 1:
         print_experts(prediction, config)
     if (limit := config.run.memory_limit) is not None and prediction.peak_total > limit:
@@ -205,31 +207,19 @@ def step_words_on(machine: str, step: Step) -> str:
 
 
 def in_order(prediction, config) -> str:
-    """Return one row per barrier or message, in the rank's order; see record.py for the columns."""
-    rows = [
-        (
-            "",
-            "phase",
-            "stage",
-            "mb",
-            "axis",
-            "operation",
-            "turns",
-            "name",
-            "ranks",
-            "dtype",
-            "payload",
-            "formula",
-            "sent",
-            "factor",
-            "site",
-            "cut",
-        )
-    ]
+    """Return one row per call, in the rank's order; see record.py for the columns.
+
+    Calls that differ only in their microbatch are one row, where the first of them is made.
+    """
+    names = "phase stage axis operation turns name ranks dtype payload formula sent factor site cut"
+    rows = [("", *names.split(), "calls")]
     costs = formulas.units_of(config)
-    for i, record in enumerate(prediction.recorder.records, 1):
+    calls = Counter(
+        record._replace(mb=-1, seq=0, tag=-1, posted_ns=0, waited_ns=0, done_ns=0, step=0)
+        for record in prediction.recorder.records
+    )
+    for i, (record, count) in enumerate(calls.items(), 1):
         ranks = prediction.groups[record.axis]
-        dtype = record.dtype
         formula = formulas.payload(record, costs, len(ranks))
         if record.peer >= 0:
             arrow = "to" if record.operation == "send" else "from"
@@ -241,22 +231,22 @@ def in_order(prediction, config) -> str:
                 i,
                 record.phase,
                 record.stage,
-                record.mb,
                 record.axis,
                 record.operation,
                 turns(record.operation),
                 record.name,
                 shown,
-                dtype,
+                record.dtype,
                 nbytes(record.payload_bytes),
                 formula[0] if formula else "",
                 nbytes(record.wire_bytes),
                 formulas.sent(record),
-                record.site,
-                record.cut,
+                record.site.removeprefix("mpipar/"),
+                record.cut.removeprefix("mpipar/"),
+                f"x{count}",
             )
         )
-    return table(rows, left=10)
+    return table(rows, left=9)
 
 
 def without_times(text: str) -> str:
@@ -276,21 +266,13 @@ def closed_forms(prediction, config, schedule, split, grid) -> str:
         groups["tp, one block"] = block
         index = int(block[0].name.split(".")[0].removeprefix("block"))
         expected["tp, one block"] = formulas.layer(config, grid.size("tp"), index)
-    rows = [("axis", "calls", "closed form", "", "sent", "closed form", "")]
+    rows = [("axis", "of a step", "counted", "closed form", "")]
     for axis, own in groups.items():
         formula, count, text, size = expected.get(axis, formulas.Expected())
-        rows.append(
-            (
-                axis,
-                len(own),
-                "" if count is None else count,
-                formula,
-                nbytes(sum(one.wire_bytes for one in own)),
-                "" if size is None else nbytes(size),
-                text,
-            )
-        )
-    return table(rows)
+        sent = sum(one.wire_bytes for one in own)
+        rows.append((axis, "calls", len(own), "" if count is None else count, formula))
+        rows.append((axis, "sent", nbytes(sent), "" if size is None else nbytes(size), text))
+    return table(rows, left=2)
 
 
 def memory_forms(prediction, config) -> str:

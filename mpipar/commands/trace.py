@@ -4,19 +4,18 @@ import textwrap
 from dataclasses import dataclass
 from pathlib import Path
 
-from mpipar.comm.record import family
 from mpipar.commands.command import Command, Context
 from mpipar.config.setting import positional, setting
 from mpipar.console.bubble import bubble_table
 from mpipar.console.tables import nbytes, table
 from mpipar.errors import EXIT_OK, UsageError
 from mpipar.files.text import counted, harmless
-from mpipar.trace import html, perfetto, pop, trace_file, waits
-from mpipar.trace.analysis import CATEGORIES, Analysis, analyse, cause_rows, rank_rows
+from mpipar.trace import html, perfetto, pop, trace_file
+from mpipar.trace.analysis import CATEGORIES, Analysis, analyse, barrier_rows, cause_rows, rank_rows
 from mpipar.trace.timeline import median_step, timeline
 
 WIDTH = 100  # characters per line of text
-MOST = 12  # rows of a table of causes, barriers or call sites
+MOST = 12  # causes of waiting
 
 
 @dataclass(frozen=True)
@@ -114,23 +113,12 @@ def print_findings(analysis: Analysis) -> None:
 
 
 def print_waits(analysis: Analysis) -> None:
-    """Print causes of waiting, and totals by axis, barrier, source line and rank."""
-    steps = analysis.trace.num_steps
+    """Print causes of waiting, and one row per barrier with its source; what took no time is not.
+
+    Times are per step and summed over ranks.
+    """
     print("\nwhat others waited for, ms per step (waiting summed over ranks):")
-    print(cause_table(analysis))
-    for title, key in (
-        ("axis", lambda call: call.record.axis),
-        ("barrier", lambda call: f"{call.record.axis} {family(call.record.name)}"),
-        ("source", lambda call: call.record.source),
-        ("rank", lambda call: f"rank {call.rank}"),
-    ):
-        print(f"\nby {title}, per step:")
-        print(wait_table(title, waits.totals(analysis.waits, key), steps))
-
-
-def cause_table(analysis: Analysis) -> str:
-    """Return a table of what ranks did while others waited for them, the longest wait first."""
-    rows = [("cause", "ms", "share", "mostly waiting", "at")]
+    rows = [("cause", "ms", "share", "waiting", "at")]
     rows += [
         (
             one["text"],
@@ -140,27 +128,25 @@ def cause_table(analysis: Analysis) -> str:
             one["barrier"],
         )
         for one in cause_rows(analysis, MOST)
+        if one["share"] >= 0.005
     ]
-    return table(rows) if analysis.costs else "no rank waited"
-
-
-def wait_table(title: str, sums: dict, steps: int) -> str:
-    """Return a table of calls, bytes, waiting and transfer, and which rank was last how often."""
-    rows = [(title, "calls", "payload", "wait ms", "transfer ms", "longest wait ms", "last")]
-    for key, entry in list(sums.items())[:MOST]:
-        late = ", ".join(f"rank {late} {count}x" for late, count in entry.last.most_common(2))
-        rows.append(
-            (
-                key,
-                f"{entry.calls / steps:.4g}",
-                nbytes(entry.payload / steps),
-                f"{entry.wait_ns * 1e-6 / steps:.2f}",
-                f"{entry.transfer_ns * 1e-6 / steps:.2f}",
-                f"{entry.longest_wait_ns * 1e-6:.2f}",
-                late,
-            )
+    print(table(rows) if analysis.costs else "no rank waited")
+    print("\nby barrier, ms per step (summed over ranks), and how often a rank was last:")
+    rows = [("barrier", "calls", "payload", "wait", "transfer", "last", "source")]
+    rows += [
+        (
+            f"{one['axis']} {one['name']}",
+            f"{one['calls']:.4g}",
+            nbytes(one["bytes"]),
+            f"{one['wait_ms']:.2f}",
+            f"{one['transfer_ms']:.2f}",
+            f"rank {one['last']} {one['times']}x" if one["times"] else "",
+            one["site"],
         )
-    return table(rows)
+        for one in barrier_rows(analysis)
+        if one["wait_ms"] + one["transfer_ms"] >= 0.005
+    ]
+    print(table(rows))
 
 
 COMMAND = Command(run, "RUN [--perfetto FILE] [--html FILE]", Arguments, problems=problems)

@@ -1,16 +1,24 @@
 """`mpipar verify`: proves a layout on this machine by comparing a float64 step with one rank's."""
 
-from __future__ import annotations
-
-from dataclasses import replace
+from dataclasses import dataclass, replace
 
 from mpipar.commands.command import OF_A_STEP, Command, Context
+from mpipar.config.setting import switch
 from mpipar.errors import EXIT_CHECK_FAILED, EXIT_OK
 from mpipar.files.text import counted
 
+WORST = 5  # tensors that are shown without --all
+
+
+@dataclass(frozen=True)
+class Arguments:
+    """How much is shown."""
+
+    all: bool = switch("show the largest difference of every tensor, not of the worst five")
+
 
 def run(context: Context) -> int:
-    """Print the largest difference of every tensor; return 0 if all are small, else 1.
+    """Print whether all tensors agree, and the worst of them; return 0 if they do, else 1.
 
     dtype and optimizer are float64 and plain SGD, whatever the flags say: float32 would hide a
     small error in its rounding, and Adam would hide a wrong scale.
@@ -44,15 +52,19 @@ def run(context: Context) -> int:
             f" {counted(grid.num_microbatches, 'microbatch')},"
             " against one rank and one microbatch; float64\n"
         )
+        print(
+            f"{len(found) - len(bad)} of {len(found)} agree to {verify.TOLERANCE:g} of their"
+            f" largest entry{'' if not bad else '; ' + str(len(bad)) + ' DIFFER'}\n"
+        )
+        worst = sorted(found, key=lambda d: (d.ok, -d.error))
+        shown = found if context.args.all else worst[:WORST]
         rows = [("tensor", "of the step", "largest difference", "at", "")]
         rows += [
-            (d.name, d.kind, f"{d.error:.1e}", d.where, "ok" if d.ok else "DIFFERS") for d in found
+            (d.name, d.kind, f"{d.error:.1e}", d.where, "ok" if d.ok else "DIFFERS") for d in shown
         ]
         print(table(rows, left=2))
-        print(
-            f"\n{len(found) - len(bad)} of {len(found)} agree to {verify.TOLERANCE:g} of their"
-            f" largest entry{'' if not bad else '; ' + str(len(bad)) + ' DIFFER'}"
-        )
+        if len(shown) < len(found):
+            print(f"the worst {len(shown)} of {len(found)}; --all shows all")
     # Only world rank 0 knows the result; the highest exit code becomes that of all ranks.
     return EXIT_CHECK_FAILED if bad else EXIT_OK
 
@@ -73,4 +85,6 @@ def exact(parsed):
     return replace(parsed, config=config)
 
 
-COMMAND = Command(run, fields=OF_A_STEP - {"clip", "memory_limit"}, needs_mpi=True)
+COMMAND = Command(
+    run, arguments=Arguments, fields=OF_A_STEP - {"clip", "memory_limit"}, needs_mpi=True
+)

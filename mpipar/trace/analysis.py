@@ -53,7 +53,7 @@ def analyse(trace: Trace) -> Analysis:
         pop.efficiency(trace, found, pieces),
         causes,
         costs,
-        findings.find(trace, found, pieces, causes, costs),
+        findings.find(trace, found, pieces, costs),
     )
 
 
@@ -114,13 +114,14 @@ def barrier_rows(analysis: Analysis) -> list[dict]:
         record = call.record
         return record.axis, family(record.name), record.operation
 
-    sources: dict = {}
+    places: dict = {}
     for own in analysis.waits.calls:
         for call in own:
-            sources.setdefault(key(call), Counter())[call.record.source] += 1
+            places.setdefault(key(call), Counter())[call.record.site, call.record.source] += 1
     steps, rows = analysis.trace.num_steps, []
     for (axis, name, operation), entry in waits.totals(analysis.waits, key).items():
         last, times = entry.last.most_common(1)[0] if entry.last else (-1, 0)
+        site, source = places[axis, name, operation].most_common(1)[0][0]
         rows.append(
             {
                 "axis": axis,
@@ -135,9 +136,8 @@ def barrier_rows(analysis: Analysis) -> list[dict]:
                 "last": last,
                 "times": times,
                 "events": sum(entry.last.values()),
-                "source": sources[axis, name, operation]
-                .most_common(1)[0][0]
-                .replace("mpipar/", ""),
+                "site": site.replace("mpipar/", ""),
+                "source": source.replace("mpipar/", ""),
             }
         )
     return rows

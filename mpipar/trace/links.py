@@ -17,7 +17,6 @@ SLOW_LINK = 2.0  # times as long per byte as the axis's other links
 LARGE_SHARE = 0.05  # of the traced time, for a link to matter
 CABLE_NS_PER_BYTE = 10  # a gigabit cable, with what a protocol costs
 CABLE_NS = 0.5e6  # a message's own delay on a bad network
-CROWDED = 30  # factor on the limits where a rank may lack a core when data arrives
 AFTER_NS = 1e6  # a transfer that starts when its sender is free again ends within this time
 
 
@@ -75,7 +74,7 @@ class Link:
 def slow_links(trace: Trace, waits: Waits, segments: list[list[Segment]]) -> list[tuple]:
     """Return [(text, nanoseconds lost)] of the links whose transfers take too long."""
     links = [link for link in measured(waits, segments) if len(link.lengths) >= LEAST_LENGTHS]
-    least, found = CABLE_NS * (CROWDED if trace.crowded() else 1), []
+    found = []
     for link in links:
         others = [
             one.length / one.size
@@ -84,10 +83,10 @@ def slow_links(trace: Trace, waits: Waits, segments: list[list[Segment]]) -> lis
         ]
         usual = median(others) * link.size if others else 0.0
         cable = CABLE_NS_PER_BYTE * link.size
-        if others and link.quick > max(SLOW_LINK * usual, least):
+        if others and link.quick > max(SLOW_LINK * usual, CABLE_NS):
             times = link.length / max(usual, 1)
             reason = f"{times:.1f}x as long per byte as the axis's others"
-        elif link.quick > least + cable:
+        elif link.quick > CABLE_NS + cable:
             usual, reason = cable, "longer than over a gigabit cable"
         else:
             continue

@@ -61,9 +61,9 @@ class Efficiency:
         return [
             ("parallel efficiency", self.parallel, "share of all ranks' time that is not blocked"),
             ("load balance", self.load_balance, "mean work / most work of a rank"),
-            ("communication", self.communication, "most work of a rank / time"),
-            ("serialization", self.serialization, "would be left with an ideal network"),
-            ("transfer", self.transfer, "time with an ideal network / time"),
+            ("communication efficiency", self.communication, "most work of a rank / time"),
+            ("serialization efficiency", self.serialization, "would be left with an ideal network"),
+            ("transfer efficiency", self.transfer, "time with an ideal network / time"),
         ]
 
 

@@ -103,22 +103,23 @@ class Trace:
         return " ".join(f"{axis}{rank.place[axis]}" for axis in axes) or "one rank"
 
     def crowded(self) -> list[str]:
-        """Return remarks on cores that ranks share, with each other or with other processes.
-
-        There is at most one remark.
-        """
+        """Return the hosts with more ranks than cores, in words."""
         found = []
         for host in sorted({rank.host for rank in self.ranks}):
             here = [rank for rank in self.ranks if rank.host == host]
             cores = set().union(*(rank.cores for rank in here))
             if cores and len(here) > len(cores):
                 found.append(f"{host}: {len(here)} ranks share {len(cores)} core(s)")
-        if found:
+        return found
+
+    def shared_cores(self) -> list[str]:
+        """Return at most one remark on cores that ranks share, with each other or with others."""
+        if crowded := self.crowded():
             why = (
                 "so ranks also wait for each other's core: the times show the order of the work,"
                 " not the speed of a machine with a core for each rank"
             )
-            return [f"{', '.join(found)}, {why}"]
+            return [f"{', '.join(crowded)}, {why}"]
         waited = max(rank.core_wait_ns / max(rank.end - rank.start, 1) for rank in self.ranks)
         remark = (
             f"ranks shared cores with other processes and waited up to {min(waited, 1):.0%}"
@@ -131,7 +132,7 @@ class Trace:
         failed = not all(rank.complete for rank in self.ranks)
         alone = self.num_steps == 1 < len(self.ranks)
         return [
-            *self.crowded(),
+            *self.shared_cores(),
             *["the run failed in the last step that is shown"] * failed,
             *["one step is traced: what is slow in every step shows only with several"] * alone,
         ]
