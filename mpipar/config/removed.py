@@ -20,7 +20,7 @@ REMOVED: dict[str, str] = {  # flag -> what to do instead
     "--progress": "leave it out: a terminal gets a status line; for plain lines, pipe through cat",
     "--memory": "use mpipar explain, which shows the predicted bytes by purpose",
     "--trace-ops": "leave it out: --trace times operations too",
-    "--summary": "leave it out: explain prints it; --all lists every call",
+    "--summary": "leave it out: mpipar explain prints the summary",
     "--sample-interval": "use --save-interval, and mpipar generate on each checkpoint",
     "--prompt": _GENERATE,
     "--temperature": _GENERATE,
