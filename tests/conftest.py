@@ -249,11 +249,11 @@ def window():
 def opened(window, tmp_path):
     """Open the page of a trace; afterwards the console must be empty."""
     from mpipar.trace import html
-    from mpipar.trace.analysis import analyse
+    from mpipar.trace.analysis import Analysis
 
     def load(case, **options):
         path = tmp_path / "page.html"
-        html.write(analyse(case), path, **options)
+        html.write(Analysis(case), path, **options)
         window.open(path)
         return window
 

@@ -12,7 +12,7 @@ from mpipar.commands import compare
 from mpipar.errors import EXIT_CHECK_FAILED
 from mpipar.pipeline.schedules.catalog import make_schedule
 from mpipar.trace import comparison
-from mpipar.trace.analysis import analyse
+from mpipar.trace.analysis import Analysis
 from mpipar.trace.trace_file import schedule_json
 
 STEPS = 7
@@ -78,7 +78,7 @@ def run(seed, num_steps=STEPS, **longer):
         {"step": step, "loss": 1.0, "step_seconds": (end - start) * 1e-9}
         for step, start, end in steps
     )
-    return analyse(made)
+    return Analysis(made)
 
 
 # The part that takes longer, the causes that must come first, and their share of the planted time.
@@ -195,7 +195,7 @@ def test_what_to_know_before_believing_is_said_of_both(capsys):
 def test_items_of_a_step_make_up_the_step():
     """Also where time between spans begins in one step and ends in the next."""
     run = trace([[]], [[span("F", 0, 40), span("F", 60, 100, step=2)]], steps=2)
-    items = comparison.by_item(analyse(run), True)
+    items = comparison.by_item(Analysis(run), True)
     assert [sum(each) for each in zip(*items.values(), strict=True)] == pytest.approx([50, 50])
 
 

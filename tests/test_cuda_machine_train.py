@@ -15,7 +15,7 @@ from test_cuda_machine import pytestmark  # noqa: F401  (gpu, and the machine al
 
 from mpipar.comm.record import PASSES
 from mpipar.trace import trace_file
-from mpipar.trace.analysis import analyse
+from mpipar.trace.analysis import Analysis
 
 MODEL = (
     "--d-model",
@@ -127,7 +127,7 @@ def test_passes_end_on_the_device_within_their_traced_step(tmp_path):
     done = mpipar(*words(tmp_path, "cuda", *FLOAT64, "--layout", "pp=2", "--trace", "2:3"), ranks=2)
     assert done.returncode == 0, done.tail()
     trace = trace_file.read(tmp_path / "cuda")
-    assert analyse(trace)
+    assert Analysis(trace)
     for rank in trace.ranks:
         for step, start, end in rank.steps:
             spans = sorted(

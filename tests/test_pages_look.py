@@ -20,7 +20,7 @@ from trace_page import PLACE
 
 from mpipar.run import report
 from mpipar.trace import html
-from mpipar.trace.analysis import analyse
+from mpipar.trace.analysis import Analysis
 
 pytestmark = pytest.mark.browser
 HOSTILE = "</script><img src=x onerror=window.hacked=1>"
@@ -30,7 +30,7 @@ FRAME = "return new Promise(done => requestAnimationFrame(() => setTimeout(done,
 
 def of_trace(folder, case=None):
     """The page of a trace with operations of layers and a pipeline, or of another one."""
-    html.write(analyse(case or with_operations(pipeline_trace())), folder / "trace.html")
+    html.write(Analysis(case or with_operations(pipeline_trace())), folder / "trace.html")
     return folder / "trace.html"
 
 
@@ -153,33 +153,6 @@ def test_the_picture_of_the_readme(window, tmp_path, pictures):
     assert 20_000 < (pictures / "report.png").stat().st_size <= 200 * 1024
 
 
-def test_the_pipeline_is_drawn_as_measured_and_as_simulated(shown):
-    """The trace is made by the simulator: both drawings and their figures must be the same."""
-    page = shown(of_trace, case=pipeline_trace("zb-h1", ranks=4, microbatches=8))
-    drawn = page.run("""
-        const texts = [...document.querySelectorAll("#pipeline text")].map(one => one.textContent);
-        const boxes = [...document.querySelectorAll("#pipeline rect")].filter(one =>
-          one.firstElementChild).map(one => [one.firstElementChild.textContent,
-            ["x", "width"].map(name => Math.round(one.getAttribute(name))).join()]);
-        return [texts, boxes];
-    """)
-    texts, boxes = drawn
-    half = len(boxes) // 2
-    assert half == 4 * 8 * 3
-    assert boxes[:half] == boxes[half:]
-    assert boxes[0][0] == "stage 0 F, microbatch 0: 10.00 ms"
-    figures = [text for text in texts if text.startswith("busy")]
-    assert figures[:4] == figures[4:]
-    assert figures[0] == "busy 89 %, bubble 30.0 ms"  # of 8 * 30 + (4 - 1) * 10 ms
-    assert page.run("return document.querySelector('#curves .first p').textContent") == (
-        "training 0.26316 at step 19"
-    )
-    assert page.run("return document.getElementById('curves').textContent").endswith(
-        "the bands mark the traced steps"
-    )
-    assert page.run("return document.querySelectorAll('#map .rank').length") == 4
-
-
 def test_paper_is_light_and_shows_the_whole_timeline(shown, tmp_path):
     page = shown(of_trace)
     page.prefer("dark")
@@ -201,13 +174,8 @@ def test_paper_is_light_and_shows_the_whole_timeline(shown, tmp_path):
 
 
 def test_a_narrow_window_scrolls_inside_its_cards(shown):
-    page = shown(of_trace)
+    page = shown(of_run)
     page.resize(480, 900)
-    assert (
-        page.run("return document.querySelector('#pipeline svg').getBoundingClientRect().width")
-        >= 560
-        > page.run("return innerWidth")
-    )
     tables = page.run("""
         return [...document.querySelectorAll("table")].filter(one => one.offsetParent).map(one => [
           one.scrollWidth, one.parentElement.clientWidth,

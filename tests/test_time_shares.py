@@ -8,7 +8,7 @@ from trace_cases import pipeline_trace, with_operations
 from bench.claims.measured import time_shares
 from mpipar.comm.record import Record, Span
 from mpipar.console.time_shares import crowded, share_facts, share_table
-from mpipar.trace.analysis import analyse
+from mpipar.trace.analysis import Analysis
 
 
 class Past:
@@ -85,7 +85,7 @@ def test_hosts_with_more_ranks_than_cores_are_named():
 
 
 def test_shares_of_a_trace_add_to_one():
-    analysis = analyse(with_operations(pipeline_trace("1f1b", ranks=2, microbatches=2)))
+    analysis = Analysis(with_operations(pipeline_trace("1f1b", ranks=2, microbatches=2)))
     shares = time_shares(analysis)
     assert sum(shares.values()) == pytest.approx(1)
     assert shares["useful"] > 0.3

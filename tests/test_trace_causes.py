@@ -8,7 +8,7 @@ from planted_delays import Run, Simulator
 from trace_cases import blocking, span, trace
 
 from mpipar.trace import causes
-from mpipar.trace.analysis import analyse
+from mpipar.trace.analysis import Analysis
 
 DP, PP, TP, PP4 = (("dp", 2),), (("pp", 2),), (("tp", 2),), (("pp", 4),)
 LAYOUTS = (DP, PP, TP, DP + PP, PP + TP)
@@ -28,7 +28,7 @@ FAULTS = {
 @cache
 def analysed(run):
     simulator = Simulator(run)
-    return simulator, analyse(simulator.trace)
+    return simulator, Analysis(simulator.trace)
 
 
 def waited_by_rank(analysis):
@@ -98,7 +98,7 @@ def test_what_both_ranks_did_is_no_excess(monkeypatch):
 
 def test_more_work_in_passes_that_are_each_shorter_is_charged_to_all_of_them():
     """Rank 1 computes 12 and 8 ms, rank 0 one pass of 14 ms."""
-    late = analyse(
+    late = Analysis(
         trace(
             [[blocking("all_reduce", "a", "world", start, 21)] for start in (14, 20)],
             [[span("F", 0, 14)], [span("F", 0, 12, stage=1), span("F", 12, 20, stage=3)]],

@@ -7,7 +7,7 @@ from program import TEXT
 from trace_cases import span, trace
 from traced_runs import traced
 
-from mpipar.trace.analysis import analyse
+from mpipar.trace.analysis import Analysis
 
 # Large enough that products, not Python, take a stage's time.
 SIZE = [
@@ -18,7 +18,7 @@ SIZE = [
 
 
 def found_in(run):
-    return {finding.kind: finding for finding in analyse(run).findings}
+    return {finding.kind: finding for finding in Analysis(run).findings}
 
 
 @pytest.mark.slow

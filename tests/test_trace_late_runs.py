@@ -5,7 +5,7 @@ import pytest
 from test_trace_causes import FAULTS
 from traced_runs import traced
 
-from mpipar.trace.analysis import analyse
+from mpipar.trace.analysis import Analysis
 
 pytestmark = pytest.mark.slow
 
@@ -22,7 +22,7 @@ def analysed(folder, fault, layout):
     flags += ["--layers", "4"] * (layout in FOUR)
     tokens = folder.with_name("tokens.bin")
     (np.arange(2_000, dtype=np.uint16) % 256).tofile(tokens)  # little to evaluate
-    return analyse(
+    return Analysis(
         traced(
             folder,
             *SIZE,

@@ -8,7 +8,7 @@ from test_trace_causes import DP, POINTS, PP, PP4, TP, analysed
 from trace_cases import record, span, trace
 
 from mpipar.trace import links, pop, segments, waits
-from mpipar.trace.analysis import analyse
+from mpipar.trace.analysis import Analysis
 
 GROUPS = [(DP, ("dp", (0, 1))), (TP, ("tp", (0, 1))), (DP + PP, ("dp", (2, 3)))]
 MESSAGES = [
@@ -29,7 +29,7 @@ def check(layout, link, schedule, steps_late):
     base, _ = analysed(plain)
     run = replace(plain, fault="link", link=link, delay=steps_late * base.step_ms)
     late = Simulator(run)
-    (finding,) = analyse(late.trace).findings
+    (finding,) = Analysis(late.trace).findings
     axis, ranks = link
     name = " -> ".join(map(str, ranks)) if axis == "pp" else ", ".join(map(str, ranks))
     assert finding.kind == "slow link"
@@ -96,7 +96,7 @@ def test_small_transfers_that_nobody_waited_for_do_not_make_a_link_slow():
     found = links.measured(waits.find(run), [[]] * 4)
     assert [len(link.lengths) for link in found] == [6, 6]
     assert [link.size for link in found] == [4 << 20] * 2
-    assert "slow link" not in [one.kind for one in analyse(run).findings]
+    assert "slow link" not in [one.kind for one in Analysis(run).findings]
 
 
 @pytest.mark.parametrize("layout", [DP + PP, PP + TP, PP4], ids=str)
@@ -122,7 +122,7 @@ class Noisy(Simulator):
 
 def check_silence(layout, schedule, seeds):
     for seed in seeds:
-        found = analyse(Noisy(Run(layout, schedule=schedule, seed=seed)).trace)
+        found = Analysis(Noisy(Run(layout, schedule=schedule, seed=seed)).trace)
         assert [one.text for one in found.findings if one.kind == "slow link"] == []
 
 

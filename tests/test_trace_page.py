@@ -1,4 +1,4 @@
-"""The timeline and the tables of a trace's page in a real browser: what a hover shows, how fast."""
+"""The timeline of a trace's page in a real browser: what a hover shows, how fast."""
 
 import re
 import statistics
@@ -6,8 +6,6 @@ import statistics
 import pytest
 from trace_cases import blocking, busy_trace, pipeline_trace, span, trace, with_operations
 from trace_page import COUNT, HOOK, PLACE, example, tooltip
-
-from mpipar.trace.analysis import analyse, barrier_rows
 
 pytestmark = pytest.mark.browser
 
@@ -113,40 +111,7 @@ def test_axes_can_be_filtered_out(opened):
     assert tooltip(page)[0] == "block3.ffn.down"
 
 
-def column(page, key):
-    return page.run(
-        "return [...document.querySelectorAll('#barriers tbody tr')]"
-        ".map(line => line.row[arguments[0]]);",
-        key,
-    )
-
-
-def test_the_barrier_table_sorts_and_a_row_singles_out_its_barrier(opened):
-    case = busy_trace(ranks=3, barriers=40)
-    page = opened(case)
-    rows = barrier_rows(analyse(case))
-    assert column(page, "name") == [row["name"] for row in rows]
-    for key, place in (("wait_ms", 7), ("calls", 4), ("longest_ms", 9)):
-        for descending in (True, False):
-            page.click(f"#barriers th:nth-child({place})")
-            values = [row[key] for row in rows]
-            assert column(page, key) == sorted(values, reverse=descending)
-    page.click("#barriers th:nth-child(1)")
-    assert column(page, "axis") == sorted(row["axis"] for row in rows)
-    page.click("#barriers tbody tr")
-    assert page.run("return timeline.focus.axis") == "tp"
-    assert page.run("return document.getElementById('focus').textContent") == (
-        "only tp block*.ffn.down \u00d7"
-    )
-    hidden = page.run(
-        "return timeline.data.ranks[0].calls.filter(call => timeline.shown(call)).length"
-    )
-    assert hidden == 20  # every second of 40 is on tp
-    page.click("#focus")
-    assert page.run("return timeline.focus") is None
-
-
-def test_every_table_sorts_numbers_with_units(opened):
+def test_tables_sort_numbers_with_units(opened):
     page = opened(busy_trace(ranks=3, barriers=40))
     texts = ["9", "1.5 MiB", "900 B", "1,024", "-", "2.5k", "0.5 %"]
     found = page.run("return arguments[0].sort(compare)", texts)
@@ -158,13 +123,6 @@ def test_every_table_sorts_numbers_with_units(opened):
         "2.5k",
         "1.5 MiB",
     ]
-    page.click("#causes th:nth-child(2)")
-    page.click("#causes th:nth-child(2)")
-    values = page.run(
-        "return [...document.querySelectorAll('#causes tbody tr')].map(line => line.row.ms)"
-    )
-    assert len(values) > 1
-    assert values == sorted(values)
 
 
 def test_the_wheel_zooms_around_the_pointer_and_a_double_click_shows_all(opened):
@@ -189,7 +147,7 @@ def test_the_wheel_zooms_around_the_pointer_and_a_double_click_shows_all(opened)
     assert page.run("return timeline.view") == whole
 
 
-def test_the_keyboard_moves_the_timeline_and_singles_out_a_barrier(opened):
+def test_the_keyboard_moves_the_timeline(opened):
     page = opened(example())
     low, high = page.run("timeline.base.focus(); return timeline.view")
     length = high - low
@@ -200,11 +158,6 @@ def test_the_keyboard_moves_the_timeline_and_singles_out_a_barrier(opened):
     ):
         page.press(key)
         assert page.run("return timeline.view") == pytest.approx(view)
-    page.run("document.querySelector('#barriers tbody tr').focus()")
-    page.press("\ue007")  # Enter
-    assert page.run("return timeline.focus.name") == column(page, "name")[0]
-    page.press("\ue007")
-    assert page.run("return timeline.focus") is None
 
 
 def test_a_step_can_be_chosen(opened):
@@ -268,4 +221,4 @@ def test_names_cannot_break_out_of_the_page(opened):
                   [blocking("all_reduce", "</script><b id=x>", "tp", 40, 41)]])  # fmt: skip
     page = opened(case)
     assert page.run("return document.getElementById('x')") is None
-    assert column(page, "name") == ["</script><b id=x>"]
+    assert page.run("return timeline.data.names") == ["</script><b id=x>"]

@@ -27,7 +27,7 @@ from mpipar.partition.experts import DISPATCHES
 from mpipar.plan.predict import fullest, predict
 from mpipar.run.memory_limit import MemoryLimit
 from mpipar.trace import segments, trace_file
-from mpipar.trace.analysis import analyse
+from mpipar.trace.analysis import Analysis
 from mpipar.trace.tracer import Tracer
 
 STEPS = 6  # of each run; the first is not counted
@@ -69,7 +69,7 @@ def from_steps(
                 # After it every rank has written its file.
                 seconds = gather_facts(world, median_step(config, world, folder))
                 if seconds and traced:
-                    found = analyse(trace_file.read(folder))
+                    found = Analysis(trace_file.read(folder))
             if seconds:
                 rows.append(row(config, case, max(seconds), found))
         return rows if world.rank == 0 else None

@@ -9,7 +9,7 @@ from mpipar.console.tables import table
 from mpipar.errors import EXIT_CHECK_FAILED, EXIT_OK
 from mpipar.files.text import brief, counted, harmless
 from mpipar.trace import comparison, trace_file
-from mpipar.trace.analysis import Analysis, analyse
+from mpipar.trace.analysis import Analysis
 
 MOST = 12  # rows per table
 WIDTH = 100  # characters per line of text
@@ -32,7 +32,7 @@ def run(context: Context) -> int:
     folders = context.args.run_a, context.args.run_b
     traces = [trace_file.read(folder) for folder in folders]
     with trace_file.contradictions_are_data_errors(*folders):
-        before, after = map(analyse, traces)
+        before, after = map(Analysis, traces)
         print_runs(before, after)
         slower = print_step(before, after) == "slower"
         print("\nby cause, ms per step and rank, most lost first:")

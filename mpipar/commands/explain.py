@@ -266,13 +266,23 @@ def closed_forms(prediction, config, schedule, split, grid) -> str:
         groups["tp, one block"] = block
         index = int(block[0].name.split(".")[0].removeprefix("block"))
         expected["tp, one block"] = formulas.layer(config, grid.size("tp"), index)
-    rows = [("axis", "of a step", "counted", "closed form", "")]
+    rows, words = [("axis", "of a step", "counted", "closed form")], [""]
     for axis, own in groups.items():
         formula, count, text, size = expected.get(axis, formulas.Expected())
         sent = sum(one.wire_bytes for one in own)
-        rows.append((axis, "calls", len(own), "" if count is None else count, formula))
-        rows.append((axis, "sent", nbytes(sent), "" if size is None else nbytes(size), text))
-    return table(rows, left=2)
+        rows.append((axis, "calls", len(own), "" if count is None else count))
+        rows.append((axis, "sent", nbytes(sent), "" if size is None else nbytes(size)))
+        words += [formula, text]
+    return beside(table(rows, left=2), words)
+
+
+def beside(text: str, words: list[str]) -> str:
+    """Return the lines of a table with words beside each; below it, if that would be too wide."""
+    lines = []
+    for line, own in zip(text.splitlines(), words, strict=True):
+        one_line = f"{line}  {own}".rstrip()
+        lines += [one_line] if len(one_line) <= WIDTH else [line, f"    {own}"]
+    return "\n".join(lines)
 
 
 def memory_forms(prediction, config) -> str:
@@ -282,12 +292,11 @@ def memory_forms(prediction, config) -> str:
     one = unit_memory(replace(config, model=replace(config.model, layers=1)))
     kept = (one[field][1] for field in ("stash_bytes", "kept_bytes"))
     forms, found = forms | parts, found | dict(zip(parts, kept, strict=True))
-    rows = [("", "bytes", "closed form", "")]
+    rows, words = [("", "bytes", "closed form")], [""]
     for label, (text, size) in forms.items():
-        rows.append(
-            (label, nbytes(found.get(label, 0)), "" if size is None else nbytes(size), text)
-        )
-    return table(rows)
+        rows.append((label, nbytes(found.get(label, 0)), "" if size is None else nbytes(size)))
+        words.append(text)
+    return beside(table(rows), words)
 
 
 COMMAND = Command(

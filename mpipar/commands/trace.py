@@ -11,7 +11,7 @@ from mpipar.console.tables import nbytes, table
 from mpipar.errors import EXIT_OK, UsageError
 from mpipar.files.text import counted, harmless
 from mpipar.trace import html, perfetto, pop, trace_file
-from mpipar.trace.analysis import CATEGORIES, Analysis, analyse, barrier_rows, cause_rows, rank_rows
+from mpipar.trace.analysis import CATEGORIES, Analysis, barrier_rows, cause_rows, rank_rows
 from mpipar.trace.timeline import median_step, timeline
 
 WIDTH = 100  # characters per line of text
@@ -49,7 +49,7 @@ def run(context: Context) -> int:
     args = context.args
     trace = trace_file.read(args.run_folder)
     with trace_file.contradictions_are_data_errors(args.run_folder):
-        analysis = analyse(trace)
+        analysis = Analysis(trace)
         if args.html is not None or args.perfetto is not None:
             write_files(args, analysis)
         else:

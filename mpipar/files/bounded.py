@@ -123,9 +123,14 @@ def parse_json(text: str, *, huge: bool = False):
     Besides invalid JSON, it refuses what `_check` lists, and duplicate keys in an object.
     huge: allow integers of more than 64 bits, as in transformers' tokenizer_config.json.
     """
-    value = _decoded("JSON", DECODER.decode, text)
+    value = decode_json(text)
     _check(value, huge=huge)
     return value
+
+
+def decode_json(text: str):
+    """Return the value of a JSON text whose values the caller checks; raises ValueError."""
+    return _decoded("JSON", DECODER.decode, text)
 
 
 def parse_toml(text: str) -> dict:

@@ -25,7 +25,7 @@ from mpipar.job import blas, consistency, mpi
 from mpipar.models.decoder import describe_model
 from mpipar.run.folder import CSV, EVALUATIONS, LOG, METRICS, REPORT
 from mpipar.trace import html, trace_file
-from mpipar.trace.analysis import analyse
+from mpipar.trace.analysis import Analysis
 
 MOST_LOG = 200_000  # bytes of log.txt on the page
 MOST_RANKS = 256  # rows of the table of ranks
@@ -78,7 +78,7 @@ def trace_data(folder: Path, log) -> tuple[dict, str]:
     try:
         trace = trace_file.read(folder)
         with trace_file.contradictions_are_data_errors(folder):
-            data = html.page_data(analyse(trace))
+            data = html.page_data(Analysis(trace))
     except UserError as error:  # as when hosts share no file system; the run itself is fine
         log(f"{REPORT} is without the trace: {error}")
         return {}, ""

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections import Counter
 from dataclasses import dataclass
+from functools import cached_property
 
 from mpipar.comm.record import family
 from mpipar.trace import findings, pop, segments, waits
@@ -29,32 +30,33 @@ CATEGORY_OF = {
 
 @dataclass(frozen=True)
 class Analysis:
-    """A trace with its wait states, segments, causes, efficiencies and findings."""
+    """A trace, and its conclusions, each computed when it is first asked for."""
 
     trace: Trace
-    waits: waits.Waits
-    segments: list[list[segments.Segment]]
-    efficiency: pop.Efficiency
-    causes: Causes
-    costs: dict[Cause, Cost]
-    findings: list[findings.Finding]
 
+    @cached_property
+    def waits(self) -> waits.Waits:
+        return waits.find(self.trace)
 
-def analyse(trace: Trace) -> Analysis:
-    """Compute all conclusions from a trace."""
-    found = waits.find(trace)
-    pieces = segments.of_trace(trace, found)
-    causes = Causes(trace, found, pieces)
-    costs = causes.costs()
-    return Analysis(
-        trace,
-        found,
-        pieces,
-        pop.efficiency(trace, found, pieces),
-        causes,
-        costs,
-        findings.find(trace, found, pieces, costs),
-    )
+    @cached_property
+    def segments(self) -> list[list[segments.Segment]]:
+        return segments.of_trace(self.trace, self.waits)
+
+    @cached_property
+    def efficiency(self) -> pop.Efficiency:
+        return pop.efficiency(self.trace, self.waits, self.segments)
+
+    @cached_property
+    def causes(self) -> Causes:
+        return Causes(self.trace, self.waits, self.segments)
+
+    @cached_property
+    def costs(self) -> dict[Cause, Cost]:
+        return self.causes.costs()
+
+    @cached_property
+    def findings(self) -> list[findings.Finding]:
+        return findings.find(self.trace, self.waits, self.segments, self.costs)
 
 
 def category(segment: segments.Segment) -> str:

@@ -1,4 +1,6 @@
-"""A trace as one self-contained HTML page, which needs no network and no other files.
+"""A trace as one self-contained HTML page: a timeline that can be zoomed, and the findings.
+
+The tables are in the text of `mpipar trace`. The page needs no network and no other files.
 
 The page's parts are in the folder page/, and those that all pages share in console/page/. `build`
 combines them with the trace's numbers. timeline.js draws the trace, page.js everything else.
@@ -14,11 +16,9 @@ from mpipar.config.model import model_config
 from mpipar.console import html, output, series
 from mpipar.files.text import counted
 from mpipar.models.decoder import describe_model
-from mpipar.trace import pop
-from mpipar.trace.analysis import CATEGORIES, Analysis, barrier_rows, cause_rows, rank_rows
+from mpipar.trace.analysis import Analysis
 
 MOST_SLICES = 60_000  # more make the page slow to load; a step of 8 ranks has a few thousand
-MOST_CAUSES = 10
 LONGEST_CHAIN = 6  # steps of a chain of waits that a tooltip shows
 SCRIPTS = ("timeline.js", "pointer.js", "page.js", "figures.js")
 
@@ -55,15 +55,9 @@ def page_data(analysis: Analysis, most_slices: int = MOST_SLICES) -> dict:
             {"kind": one.kind, "lost_ms": one.lost_ms, "text": one.text}
             for one in analysis.findings
         ],
-        "causes": cause_rows(analysis, MOST_CAUSES),
-        "barriers": barrier_rows(analysis),
-        "categories": CATEGORIES,
-        "ranks": rank_rows(analysis),
+        "ranks": [trace.place(rank) for rank in trace.ranks],
         "timeline": slices,
-        "order": meta["rank_order"],
-        "sizes": meta["layout"],
         "curves": series.curves(trace.metrics, []),
-        "pipeline": pipeline_data(analysis),
     }
 
 
@@ -201,47 +195,6 @@ def thin(analysis: Analysis, most: int) -> tuple[set[int], int, str | None]:
     if shortest:
         text += f", slices from {shortest * 1e-3:.1f} us on"
     return kept, shortest, text
-
-
-def pipeline_data(analysis: Analysis) -> dict | None:
-    """Return a pipeline's passes in its median step, measured and simulated; None without any."""
-    trace = analysis.trace
-    if trace.meta["layout"]["pp"] < 2 or not pop.whole_steps(trace):
-        return None
-    chosen, passes = pop.median_passes(trace)
-    start = min(one.start_ns for own in passes for one in own)
-    measured = [
-        [
-            [_us(one.start_ns - start), _us(one.end_ns - start), one.kind, one.stage, one.mb]
-            for one in own
-        ]
-        for own in passes
-    ]
-    timeline = pop.simulated(trace)
-    simulated = [
-        [
-            [
-                float(one.start) * 1e6,
-                float(one.end) * 1e6,
-                one.instr.kind,
-                one.instr.stage,
-                one.instr.mb,
-            ]
-            for one in own
-            if one.end > one.start
-        ]
-        for own in timeline.spans
-    ]
-    rows = [
-        {
-            "busy": busy,
-            "bubble_ms": bubble * 1e3,
-            "busy_simulated": busy_sim,
-            "bubble_simulated_ms": bubble_sim * 1e3,
-        }
-        for _, busy, bubble, busy_sim, bubble_sim in pop.pipeline_bubble(trace)
-    ]
-    return {"step": chosen, "measured": measured, "simulated": simulated, "rows": rows}
 
 
 def _us(nanoseconds: int) -> float:

@@ -14,10 +14,8 @@ import json
 import math
 import os
 import traceback
-from collections.abc import Callable
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
-from functools import partial
 from pathlib import Path
 
 from mpipar.comm.clock import CommonClock
@@ -27,7 +25,7 @@ from mpipar.console.series import lines_of
 from mpipar.console.tables import describe_stage
 from mpipar.errors import DataError, UsageError
 from mpipar.files import no_links
-from mpipar.files.bounded import open_regular, parse_json, problems_as, read_json
+from mpipar.files.bounded import decode_json, open_regular, parse_json, problems_as, read_json
 from mpipar.files.replace import replace_file
 from mpipar.files.text import brief, shown
 from mpipar.pipeline.csv_format import parse_instruction
@@ -249,7 +247,7 @@ def read(folder: str | Path) -> Trace:
             f"{folder / 'trace'}: {', '.join(missing[:MOST_NAMED])}{more} missing of"
             f" {len(paths)} ranks; {_why_missing(folder)}"
         )
-    ranks = [_read_rank(folder, clock, grid, len(meta["stages"])) for grid in grids]
+    ranks = [_read_rank(folder, grid, len(meta["stages"])) for grid in grids]
     others = [
         path.name
         for path, rank in zip(paths, ranks, strict=True)
@@ -264,7 +262,8 @@ def read(folder: str | Path) -> Trace:
     for path, rank in zip(paths, ranks, strict=True):
         if [step for step, *_ in rank.steps] != [step for step, *_ in ranks[0].steps]:
             raise DataError(f"{path}: its steps differ from those of {paths[0].name}: {MIXED}")
-    return Trace(folder, meta, _from_zero(ranks), clock, _read_metrics(folder))
+    to_common_clock(ranks, clock)
+    return Trace(folder, meta, ranks, clock, _read_metrics(folder))
 
 
 def _why_missing(folder: Path) -> str:
@@ -305,8 +304,8 @@ def _checked(path: Path, head) -> dict:
     return head
 
 
-def _read_rank(folder: Path, clock: CommonClock, grid: Grid, num_stages: int) -> RankTrace:
-    """Return one rank's file, with times translated to the common clock."""
+def _read_rank(folder: Path, grid: Grid, num_stages: int) -> RankTrace:
+    """Return one rank's file, with the times of its own clock."""
     name, number = rank_name(grid.world_rank), 0
     path = folder / name
     try:
@@ -314,15 +313,13 @@ def _read_rank(folder: Path, clock: CommonClock, grid: Grid, num_stages: int) ->
             lines = _lines(file)
             trace = check_head(_checked(path, next(lines, None)), num_stages, grid.world_size)
             number, check, found = 1, LineCheck(trace, num_stages), trace.by_letter()
-            common = partial(clock.common_ns, grid.world_rank)
             end = trace.end if trace.steps else 0
             for letter, *values in lines:
                 entry = check(letter, values)
                 if letter == "r" and not entry.done_ns:  # the rank failed in it, or before its wait
                     entry = entry._replace(waited_ns=entry.waited_ns or end, done_ns=end)
-                found[letter].append(_moved(entry, common))
+                found[letter].append(entry)
                 number += 1
-            trace.steps = _moved_steps(trace.steps, common)
     except (OSError, ValueError, TypeError) as error:
         raise DataError(
             f"{path}, line {number + 1}: not a trace: {brief(str(error), 300)}"
@@ -342,23 +339,19 @@ def _read_rank(folder: Path, clock: CommonClock, grid: Grid, num_stages: int) ->
     return trace
 
 
-def _moved(entry, move: Callable[[int], int]):
-    """Return a record, span, operation or load with each of its times moved."""
-    return entry._replace(**{name: move(getattr(entry, name)) for name in TIMES[type(entry)]})
-
-
-def _moved_steps(steps, move: Callable[[int], int]) -> tuple[tuple[int, int, int], ...]:
-    return tuple((step, move(start), move(end)) for step, start, end in steps)
-
-
-def _from_zero(ranks: list[RankTrace]) -> list[RankTrace]:
-    """Return the ranks with the first start at zero."""
-    move = (-min(rank.start for rank in ranks)).__add__
+def to_common_clock(ranks: list[RankTrace], clock: CommonClock) -> None:
+    """Translate the times of all ranks to the common clock, with the first start at zero."""
+    first = min(clock.common_ns(rank.world_rank, rank.start) for rank in ranks)
     for rank in ranks:
-        rank.steps = _moved_steps(rank.steps, move)
+
+        def move(time: int, world_rank: int = rank.world_rank) -> int:
+            return clock.common_ns(world_rank, time) - first
+
+        rank.steps = tuple((step, move(start), move(end)) for step, start, end in rank.steps)
         for entries in rank.by_letter().values():
-            entries[:] = [_moved(entry, move) for entry in entries]
-    return ranks
+            for place, entry in enumerate(entries):
+                moved = {name: move(getattr(entry, name)) for name in TIMES[type(entry)]}
+                entries[place] = entry._replace(**moved)
 
 
 @contextmanager
@@ -388,11 +381,16 @@ def contradictions_are_data_errors(*folders: str | Path):
 
 
 def _lines(file):
-    """Yield the values of the lines of an open file; a ValueError says what is wrong with one."""
+    """Yield the values of the lines of an open file; a ValueError says what is wrong with one.
+
+    The head is checked as any JSON; of the many lines after it `LineCheck` checks every value.
+    """
+    parse = parse_json
     while line := file.readline(MOST_LINE):
         if len(line) == MOST_LINE:
             raise ValueError(f"is longer than {MOST_LINE:,} bytes")
-        yield parse_json(line.decode())
+        yield parse(line.decode())
+        parse = decode_json
 
 
 def _read_metrics(folder: Path) -> list[dict]:

@@ -59,8 +59,8 @@ function compare(one, other) {
 }
 
 /** Fill a table that can be sorted by clicking a column's name. columns: [name, value of a row,
-    content of its cell: text or an element]. press(row, line): the action of clicking a row. */
-function fillTable(table, columns, rows, press) {
+    content of its cell: text or an element]. */
+function fillTable(table, columns, rows) {
   const head = element("tr"), lines = rows.map(row => Object.assign(element("tr"), { row }));
   for (const [name, value, show = value] of columns) {
     const isText = rows.some(row => typeof value(row) === "string");
@@ -80,7 +80,6 @@ function fillTable(table, columns, rows, press) {
       line.append(cell);
     }
   }
-  if (press) for (const line of lines) onPress(line, () => press(line.row, line));
   table.replaceChildren(element("thead"), element("tbody"));
   table.tHead.append(head);
   table.tBodies[0].append(...lines);

@@ -1,5 +1,4 @@
-// Loss curve, pipeline and layout, as SVG and boxes; colours come from the style sheet.
-const SIDE = 48;
+// Curves of the run as SVG, and the start of the page; colours come from the style sheet.
 const MARGIN = { left: 56, right: 14, top: 12, bottom: 26 };
 
 /** A card with values by step; it shows the values of the step nearest to the pointer. */
@@ -91,86 +90,6 @@ function curves() {
     find("curves").append(element("p", "the bands mark the traced steps", { class: "soft first" }));
 }
 
-/** Passes of every pipeline rank, one block of rows measured and one simulated, to one scale. */
-function pipeline() {
-  const section = find("pipeline"), data = page.pipeline;
-  section.hidden = !data;  // one pipeline rank has no bubble
-  if (!data) return;
-  const width = 760, count = data.measured.length;
-  const row = Math.max(18, Math.min(40, Math.floor(150 / count)));
-  const end = Math.max(...[...data.measured, ...data.simulated].flat().map(span => span[1]));
-  const scale = (width - SIDE - 170) / end;
-  const svg = drawing("svg", { viewBox: `0 0 ${width} ${2 * count * row + 70}`, role: "img",
-                               "aria-label": "passes measured and simulated" });
-  [["measured", `measured, step ${data.step}`, "busy", "bubble_ms"],
-   ["simulated", `simulated from these passes, instant messages`, "busy_simulated",
-    "bubble_simulated_ms"]].forEach(([key, title, busy, bubble], part) => {
-    const above = 18 + part * (count * row + 32);
-    svg.append(drawing("text", { x: 0, y: above - 5, "font-weight": 600 }, title));
-    data[key].forEach((spans, rank) => {
-      const top = above + rank * row + 3;
-      const middle = top + (row - 4) / 2 + 4;
-      svg.append(drawing("text", { x: 0, y: middle }, `pp${rank}`),
-        drawing("rect", { x: SIDE, y: top, width: end * scale, height: row - 4,
-                          fill: "var(--row)" }),
-        drawing("text", { x: SIDE + end * scale + 8, y: middle },
-          `busy ${percent(data.rows[rank][busy])}, bubble ${short(data.rows[rank][bubble])} ms`));
-      for (const [start, stop, kind, stage, mb] of spans) {
-        const box = drawing("rect", { x: SIDE + start * scale, y: top, rx: 2, height: row - 4,
-          width: Math.max((stop - start) * scale - 0.6, 0.5),
-          fill: `var(--${kind.length > 1 ? "B" : kind})` });
-        box.append(drawing("title", {}, `stage ${stage} ${kind}, microbatch ${mb}: `
-          + milliseconds(stop - start)));
-        svg.append(box);
-        if (row > 21 && (stop - start) * scale > 22) {
-          const pass = kind.length > 1 ? "FB" : kind;
-          const label = drawing("text", { x: SIDE + (start + stop) / 2 * scale, y: middle,
-            "text-anchor": "middle", "pointer-events": "none" }, pass + mb);
-          label.style.fill = "var(--on-bar)";
-          svg.append(label);
-        }
-      }
-    });
-  });
-  const note = `0 to ${milliseconds(end)}; all blocked time inside a pass is part of the pass`;
-  section.append(svg, element("p", note, { class: "soft" }));
-}
-
-/** A box per rank: columns are pipeline ranks, rows everything else. */
-function layout() {
-  const map = find("map"), columns = page.sizes.pp;
-  for (const name of page.categories) {
-    const item = element("span", name);
-    item.prepend(swatch(CATEGORY_COLOURS[name]));
-    find("categories").append(item);
-  }
-  map.style.gridTemplateColumns = `repeat(${columns}, minmax(170px, 1fr))`;
-  for (let pp = 0; pp < columns; pp++)
-    map.append(element("div", `pipeline rank ${pp}`, { class: "maphead" }));
-  const key = rank => page.order.filter(axis => axis !== "pp").map(axis => rank.coordinates[axis]);
-  const ordered = [...page.ranks].sort((a, b) => {
-    const [left, right] = [key(a), key(b)];
-    const differs = left.findIndex((value, i) => value !== right[i]);
-    return differs < 0 ? a.coordinates.pp - b.coordinates.pp : left[differs] - right[differs];
-  });
-  for (const rank of ordered) {
-    const box = element("div", "", { class: "rank" }), stack = element("div", "",
-      { class: "stack" });
-    const total = rank.ms.reduce((a, b) => a + b, 0), told = [];
-    rank.ms.forEach((ms, i) => {
-      const name = page.categories[i];
-      if (ms / total < 0.002) return;
-      told.push(`${name} ${short(ms)} ms`);
-      stack.append(element("i", "", { title: `${name}: ${short(ms)} ms, ${percent(ms / total)}`,
-        style: `width:${100 * ms / total}%;background:var(--${CATEGORY_COLOURS[name]})` }));
-    });
-    box.append(element("b", `rank ${rank.rank} `), element("span", `${rank.place} on ${rank.host}`,
-      { class: "soft" }), element("div", `stage ${rank.stages.join("; ")}`), stack,
-      element("div", told.join(" \u00b7 "), { class: "soft told" }));
-    map.append(box);
-  }
-}
-
 head();
 cards("summary", page.summary ?? []);
 curves();
@@ -180,15 +99,9 @@ if (!page.state) find("traced").after(find("run"));  // a page of only a trace b
 if (page.timeline) {
   cards("cards", [["step", `${short(page.step_ms)} ms`, "mean of the traced steps"],
     ...page.efficiency.map(([name, value, words]) => [name, percent(value), words, value])]);
-  for (const section of document.querySelectorAll(".calls"))
-    section.hidden = !page.barriers.length;  // one rank alone
   findings();
-  timeline = new Timeline(page.timeline, page.ranks.map(rank => rank.place));
+  timeline = new Timeline(page.timeline, page.ranks);
   toolbar(timeline);
-  causes();
-  barriers(timeline);
-  pipeline();
-  layout();
 }
 theme(() => timeline?.recolour());
 tables();

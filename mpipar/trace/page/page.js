@@ -1,11 +1,8 @@
-// Everything around the timeline: figures, tables, loss curve, pipeline, layout.
+// Everything around the timeline: figures, findings, tables of words, the toolbar.
 const WORDS = { F: "forward", B: "backward", I: "input gradient", W: "weight gradient",
                 sync: "gradient sums and norm", opt: "optimizer", data: "data loading",
                 eval: "evaluation", save: "checkpoint save", gc: "garbage collection",
                 wait: "waits for a late rank", transfer: "transfer" };
-const CATEGORY_COLOURS = { forward: "F", backward: "B", optimizer: "opt", data: "data",
-                           bubble: "bubble", waiting: "wait", transfer: "transfer",
-                           other: "other" };
 
 function head() {
   document.title = page.title;
@@ -90,45 +87,4 @@ function toolbar(timeline) {
     item.prepend(swatch(kind));
     find("legend").append(item);
   }
-  find("focus").onclick = () => focus(timeline, null);
-}
-
-/** Show only one barrier in the timeline, or all of them again. */
-function focus(timeline, row) {
-  timeline.focus = row && { axis: row.axis, name: row.name, operation: row.operation };
-  find("focus").hidden = !row;
-  find("focus").textContent = row ? `only ${row.axis} ${row.name} \u00d7` : "";
-  for (const line of document.querySelectorAll("#barriers tbody tr"))
-    line.classList.toggle("chosen", line.row === row);
-  timeline.draw();
-}
-
-function causes() {
-  const widest = Math.max(...page.causes.map(row => row.ms), 1e-9);
-  const bar = ms => element("i", "", { class: "bar", style: `width:${120 * ms / widest}px` });
-  fillTable(find("causes"), [
-    ["cause", row => row.text], ["ms", row => row.ms, row => [bar(row.ms), short(row.ms)]],
-    ["share", row => row.share, row => percent(row.share)],
-    ["mostly waiting", row => row.rank, row => `rank ${row.rank}`], ["at", row => row.barrier],
-  ], page.causes);
-  if (!page.causes.length) find("causes").replaceChildren(element("caption", "no rank waited"));
-}
-
-const BARRIER = [
-  ["axis", row => row.axis, row => [swatch(`axis-${row.axis}`), ` ${row.axis}`]],
-  ["barrier", row => row.name], ["operation", row => row.operation],
-  ["calls", row => row.calls, row => `${+row.calls.toFixed(2)}`],
-  ["bytes", row => row.bytes, row => bytes(row.bytes)],
-  ["sent", row => row.sent, row => bytes(row.sent)],
-  ["wait ms", row => row.wait_ms, row => row.wait_ms.toFixed(2)],
-  ["transfer ms", row => row.transfer_ms, row => row.transfer_ms.toFixed(2)],
-  ["longest wait ms", row => row.longest_ms, row => row.longest_ms.toFixed(2)],
-  ["mostly last", row => row.last, row => row.last < 0 ? "" : `rank ${row.last} (${row.times} of `
-    + `${row.events})`],
-  ["source", row => row.source, row => element("code", row.source)],
-];
-
-function barriers(timeline) {
-  fillTable(find("barriers"), BARRIER, page.barriers, (row, line) =>
-    focus(timeline, line.classList.contains("chosen") ? null : row));
 }

@@ -54,7 +54,6 @@ class Timeline {
     this.over = document.getElementById("over");
     this.tip = document.getElementById("tip");
     this.hidden = new Set();          // axes that are filtered out
-    this.focus = null;                // {axis, family, operation} of the barrier that is looked at
     this.hit = null;
     const steps = data.steps;
     this.limits = [steps[0][1], steps[steps.length - 1][2]];
@@ -128,11 +127,7 @@ class Timeline {
   }
 
   shown(call) {
-    if (this.hidden.has(this.data.axes[call[CALL.axis]])) return false;
-    if (!this.focus) return true;
-    return this.data.axes[call[CALL.axis]] === this.focus.axis
-      && this.data.collectives[call[CALL.collective]] === this.focus.operation
-      && this.data.names[call[CALL.name]].replace(/\d+/g, "*") === this.focus.name;
+    return !this.hidden.has(this.data.axes[call[CALL.axis]]);
   }
 
   draw() {
@@ -206,7 +201,6 @@ class Timeline {
     const [top, height] = this.lane(rank, lane), rows = this.data.ranks[rank][lane];
     const [first, last] = this.between(rank, lane, ...this.view);
     c.font = `${lane === "spans" ? 600 : 400} 11px system-ui, sans-serif`;
-    c.globalAlpha = this.focus ? 0.35 : 1;
     let drawn = -1, kindDrawn = "";
     for (let i = first; i < last; i++) {
       const row = rows[i], x = this.x(row[0]), width = this.x(row[0] + row[1]) - x;
