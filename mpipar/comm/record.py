@@ -17,7 +17,6 @@ import re
 from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass
-from functools import cache
 from pathlib import Path
 from time import perf_counter_ns
 from types import CodeType, FrameType
@@ -232,7 +231,6 @@ def turns(operation: str) -> str:
     return " -> ".join(TURNS.get(operation, ("moved",)))
 
 
-@cache
 def family(name: str) -> str:
     """Return a barrier's name without its numbers: block3.ffn.down -> block*.ffn.down."""
     return re.sub(r"\d+", "*", name)
