@@ -1,22 +1,16 @@
-"""The table of illegal combinations of settings: its rows, what they say, nothing besides."""
+"""The table of illegal combinations of settings: its rows, and what they say."""
 
-import ast
 import contextlib
-import itertools
 import re
 
 import pytest
-from config_helpers import reading_of
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from in_process import refusal
-from structure_rules import SOURCES
 
 from mpipar.config import flags
 from mpipar.config.reading import read
-from mpipar.config.resolve import broken_rules, resolve
-from mpipar.config.sections import FIELDS
-from mpipar.config.setting import flag
+from mpipar.config.resolve import broken_rules
 from mpipar.errors import EXIT_USAGE, UsageError
 from mpipar.pipeline.combinations import RULES
 from mpipar.pipeline.csv_format import write_csv
@@ -153,94 +147,3 @@ def test_rows_meet(names):
     for text in broken(words, max(EXAMPLES[name][1] for name in names))[1].values():
         assert re.match(r".+: .+; ", text)
         assert "{" not in text
-
-
-def test_a_row_with_a_setting_that_could_not_be_read_is_not_judged():
-    reading = reading_of("--heads", "x", "--d-model", "33")
-    resolve(reading.config, 1, bad=reading.bad, rules=RULES)
-
-
-# --- nothing is beside the table
-
-# Functions whose refusals name two settings of `train`, and why no row of the table does it.
-BESIDE = {
-    "run.resume.unchangeable": "compares with a checkpoint",
-    "run.auto.best_of": "what the machine can hold",
-    "run.generation.layout_problems": "what generate can't do",
-    "run.resolve.with_weights_shape": "compares with weights",
-    "run.resume.check_begin": "compares with what the run began with",
-    "commands.schedule.problems": "arguments of schedule",
-    "config.reading.choice_problems": "the settings of a choice: see `only` of a setting",
-    "config.reading.expand_layout": "one setting in two spellings",
-    "data.rows.load": "compares with data",
-    "data.source._not_bytes": "compares with data",
-    "data.tokenizer.tokenizer_of": "compares with files",
-}
-# Checks of a command that end with exit code 2, beside the table.
-CHECKS = {
-    "folder_problems": "the disk",
-    "problems": "the step of a checkpoint",
-    "read_text": "the prompt and a tokenizer",
-    "read_texts": "the same, of generate",
-    "layout_problems": "what generate can't do",
-}
-FLAGS = {"--layout", "--machine", *map(flag, FIELDS)}
-A_FLAG = "--some-flag"  # in place of a name that is put together
-
-
-def literal(node):
-    """The text of a string, with A_FLAG for each call of `flag` in it; "" for anything else."""
-    if isinstance(node, ast.Constant):
-        return node.value if isinstance(node.value, str) else ""
-    if not isinstance(node, ast.JoinedStr):
-        return ""
-    return "".join(
-        literal(part)
-        if isinstance(part, ast.Constant)
-        else A_FLAG
-        if ast.unparse(part.value).startswith(("flag(", "named("))
-        else "?"
-        for part in node.values
-    )
-
-
-def refusals_of_two(module, source):
-    """Functions with a text that begins with a flag, as refusals do, and names another one."""
-    found = set()
-    for function in ast.walk(ast.parse(source)):
-        if isinstance(function, ast.FunctionDef):
-            texts = map(literal, itertools.chain(*map(ast.walk, function.body)))
-            for text in texts:
-                words = re.findall("--[a-z][a-z0-9-]*", text)
-                if text.startswith("--") and len({*words} & FLAGS) + words.count(A_FLAG) > 1:
-                    found.add(f"{module}.{function.name}")
-    return found
-
-
-def test_no_refusal_of_two_settings_is_beside_the_table():
-    found = set().union(
-        *(
-            refusals_of_two(module, source)
-            for module, source in SOURCES.items()
-            if not module.endswith("combinations")
-        )
-    )
-    assert found == set(BESIDE)
-
-
-def test_no_check_of_a_command_is_beside_the_table():
-    pair = r"(?<!isinstance)\((\w+), UsageError\)|return (\w+), UsageError"
-    pairs = set().union(*(re.findall(pair, source) for source in SOURCES.values()))
-    assert {name for pair in pairs for name in pair if name} == set(CHECKS)
-
-
-def test_a_refusal_beside_the_table_is_found():
-    source = """
-def some_problems(run):
-    return [f"--trace {run.trace}: not with --gemm" if run.gemm else "--trace: too late"]
-def of_a_name(name):
-    raise UsageError(f"{flag(name)}: not with --seed")
-def clean():
-    return "see --trace and --seed", "--seed: one only"
-"""
-    assert refusals_of_two("x", source) == {"x.some_problems", "x.of_a_name"}

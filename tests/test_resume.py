@@ -206,6 +206,8 @@ def test_print_config_shows_the_settings_of_the_run(here):
 # What a run saved before some settings became constants: every one with the value of its default.
 EARLIER = """model = "decoder"
 blas-arch = "SkylakeX"
+run-name = "mine"
+progress = "plain"
 max-shard-size = 5368709120
 sync-sends = false
 trace-ops = false

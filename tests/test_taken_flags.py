@@ -1,12 +1,10 @@
-"""Flags that users may have in scripts: none disappears, and a renamed one says so."""
+"""Flags that users may have in scripts: a change of any command's is a change of the list."""
 
-import pytest
 from helpers import REPOSITORY
 
 from mpipar import cli
 
 LIST = REPOSITORY / "tests" / "taken_flags.txt"
-RENAMED = {}  # (command, flag of the list) -> what to type today
 
 
 def taken(command):
@@ -28,34 +26,5 @@ def listed():
     return found
 
 
-def test_the_list_has_every_command():
-    assert listed().keys() == set(cli.COMMANDS)
-
-
-@pytest.mark.parametrize("command", listed())
-def test_every_flag_of_the_list_is_still_taken(command):
-    here = taken(command)
-    gone = [
-        argument
-        for argument in sorted(listed()[command] - here)
-        if RENAMED.get((command, argument)) not in here
-    ]
-    assert not gone, f"mpipar {command} no longer takes {', '.join(gone)}"
-
-
-@pytest.mark.parametrize("command", listed())
-def test_a_new_flag_joins_the_list(command):
-    new = taken(command) - listed()[command] - set(RENAMED.values())
-    assert not new, f"write them into {LIST.name}: {', '.join(sorted(new))}"
-
-
-@pytest.mark.parametrize(
-    ("argument", "new"), [("--steps VALUE", "--num-steps VALUE"), ("--tied", "--tied VALUE")]
-)
-def test_a_flag_that_is_gone_is_found(monkeypatch, argument, new):
-    names = taken("train") - {argument} | {new}
-    monkeypatch.setitem(globals(), "taken", lambda command: names)
-    with pytest.raises(AssertionError, match=f"no longer takes {argument}"):
-        test_every_flag_of_the_list_is_still_taken("train")
-    monkeypatch.setitem(RENAMED, ("train", argument), new)
-    test_every_flag_of_the_list_is_still_taken("train")
+def test_the_list_has_the_flags_of_all_commands():
+    assert listed() == {command: taken(command) for command in cli.COMMANDS}
