@@ -12,8 +12,6 @@ from bench.interconnect.buffers import Arena
 from bench.interconnect.cases import COMM, Setup
 from bench.interconnect.sampling import Progress
 from mpipar import ops
-from mpipar.config import model
-from mpipar.data import routing
 from mpipar.errors import UsageError
 
 
@@ -113,10 +111,6 @@ PARTS = {
     "zipf": [[3, 2, 1, 1]] * 4,  # 3/1, 3/2, 3/3, 3/4
     "adversarial": [[0, 12, 0, 0], [0, 0, 12, 0], [0, 0, 0, 12], [12, 0, 0, 0]],
 }
-
-
-def test_the_setting_has_each_routing():
-    assert (*routing.ROUTINGS,) == model.ROUTINGS[1:]
 
 
 def test_parts_of_each_routing_are_as_counted_by_hand():

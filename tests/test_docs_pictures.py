@@ -78,8 +78,8 @@ def files(tmp_path):
         ("tokens --cp 4 --seq-len 4096", "524,800 to 3,670,528 pairs"),
         (
             "rows --ep 4 --experts 8 --tokens 64",
-            "zipf: 48 to 284 rows",
-        ),  # 64 (.736 + .368), 4 times
+            "zipf: 52 to 284 rows",
+        ),  # 64 (.736 + .368), rounded, 4 times
         ("range", "float16: 2^-24 to 6.55e+04"),
         ("roofline ladder.json", "BLAS 99 GFLOP/s"),
         ("barrier trace.json", "all_reduce x"),

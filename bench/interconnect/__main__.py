@@ -35,6 +35,7 @@ from bench.interconnect.buffers import POLICIES
 from bench.interconnect.groups import WIRES
 from bench.interconnect.launches import START
 from bench.interconnect.records import COMPLETE, INTERRUPTED, Writer
+from bench.interconnect.routing import ROUTINGS
 from bench.interconnect.sampling import STARTS, Plan
 from bench.interconnect.session import Bench, Bounds
 from mpipar.comm.connect import cuda_aware
@@ -42,7 +43,6 @@ from mpipar.comm.facts import broadcast_text
 from mpipar.config import flags
 from mpipar.config.sizes import read_bytes
 from mpipar.console.progress import progress
-from mpipar.data.routing import ROUTINGS
 from mpipar.errors import (
     EXIT_CHECK_FAILED,
     EXIT_INTERRUPTED,

@@ -23,11 +23,11 @@ from ml_dtypes import finfo
 
 from bench.interconnect import compiled
 from bench.interconnect.buffers import Arena, Slots
+from bench.interconnect.routing import shares
 from mpipar.comm.grid import consecutive_slices
 from mpipar.comm.group import Comm
 from mpipar.comm.record import wire_bytes
 from mpipar.config.run import SUMS
-from mpipar.data.routing import shares
 
 COMM, BARE, BARE_UNEVEN = "mpipar.comm", "mpi4py", "mpi4py Reduce_scatter"
 BARE_PARTS = "mpi4py messages"

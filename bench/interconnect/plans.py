@@ -29,10 +29,10 @@ from bench.interconnect.paired import (
     MultiBandwidth,
     MultiLatency,
 )
+from bench.interconnect.routing import ROUTINGS
 from mpipar.comm.grid import AXES, Grid
 from mpipar.config.reading import expand_layout
 from mpipar.config.sizes import read_bytes
-from mpipar.data.routing import ROUTINGS
 from mpipar.errors import UsageError, suggestion
 from mpipar.files.text import counted
 from mpipar.ops.mixed_ops import DTYPES as MIXED

@@ -27,11 +27,11 @@ from bench.interconnect.cases import (
 )
 from bench.interconnect.groups import comms_by, make_group
 from bench.interconnect.plans import Job
+from bench.interconnect.routing import ROUTINGS
 from bench.interconnect.sampling import Plan, Progress, measure_cases
 from mpipar import ops as ops_module
 from mpipar.comm.algorithms.doubling import Doubling
 from mpipar.comm.record import Recorder
-from mpipar.data.routing import ROUTINGS
 from mpipar.errors import EnvironmentProblem
 
 WORLD = MPI.COMM_WORLD

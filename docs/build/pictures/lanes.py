@@ -9,6 +9,7 @@ from pathlib import Path
 import ml_dtypes
 import numpy as np
 
+from bench.interconnect.routing import shares
 from bench.training import config_of
 from docs.build.pictures.plots import PURPOSES, purposes_of
 from docs.build.pictures.shapes import arguments, layout_words, load_trace, watch
@@ -18,7 +19,6 @@ from mpipar.comm.grid import token_pieces
 from mpipar.commands.schedule import costs_of, title
 from mpipar.config.flags import Parser
 from mpipar.console.tables import nbytes
-from mpipar.data.routing import scores
 from mpipar.errors import DataError, UsageError
 from mpipar.pipeline.draw import svg
 from mpipar.pipeline.schedules.catalog import make_schedule
@@ -338,17 +338,18 @@ def rows(words: list[str], root: Path) -> Picture:
     for routing in ("uniform", "zipf", "adversarial"):
         canvas.text(0, y + 12, routing)
         parts = [
-            scores(routing, args.tokens, args.experts, per_token, rank, args.ep)
-            .sum(axis=0)
-            .reshape(args.ep, -1)
-            .sum(axis=1)
-            / 2
+            np.rint(
+                args.tokens
+                * shares(routing, args.experts, per_token, rank, args.ep)
+                .reshape(args.ep, -1)
+                .sum(axis=1)
+            )
             for rank in ranks
         ]
         for receiver in ranks:
             start = 0
             for rank in ranks:
-                count = round(parts[rank][receiver])
+                count = int(parts[rank][receiver])
                 if count:
                     lanes.box(y, start, start + count, f"r{rank}", tip=f"{count} rows")
                 start += count
