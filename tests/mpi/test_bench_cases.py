@@ -36,7 +36,9 @@ from mpipar.errors import EnvironmentProblem
 
 WORLD = MPI.COMM_WORLD
 pytestmark = pytest.mark.ranks(2, 4)
-SESSION = types.SimpleNamespace(world=WORLD, agree=lambda function: function(), host_rank=0)
+SESSION = types.SimpleNamespace(
+    world=WORLD, agree=lambda function: function(), host_rank=0, host_ranks=range(WORLD.size)
+)
 PLAN = Plan(warm_up=0, exactly=1)
 USUAL = (COMM, BARE, PERSISTENT, ALGORITHMS)
 
