@@ -141,9 +141,7 @@ class Player:
         self.stage_layers = models.layer_split(config, self.schedule)
         self.stages = self.schedule.stages_of(self.grid.place("pp"))
         self.recorder = Placed()
-        self.comms = build.groups_of(
-            config, self.grid, self.schedule, ops, self.recorder, world, {}
-        )
+        self.comms = build.groups_of(config, self.grid, self.schedule, ops, self.recorder, world)
         if isinstance(self.grid, FirstRanks):
             self.comms.groups[ABSENT] = group_of(self.comms, world)
         self.seconds: Sequence[float] | None = None
