@@ -119,7 +119,7 @@ TWINS = [  # what is replaced, by what, the values of the case that must find it
         Recomputed,
         "forward",
         without_cache,
-        {"recompute": "block", "model": None, "sample_tokens": lambda n: n != 0},
+        {"recompute": "block", "sample_tokens": lambda n: n != 0},
         "the logits of token",
     ),
     (rows, "evaluated", whole_part, {"eval_tokens": 50}, "held_out_loss of step 3"),
@@ -130,7 +130,7 @@ TWINS = [  # what is replaced, by what, the values of the case that must find it
         {"resume": "auto"},
         "evaluations.jsonl: has steps",
     ),
-    (worker, "learning_rate", larger_steps, {"model": None}, "of its movement"),
+    (worker, "learning_rate", larger_steps, {}, "of its movement"),
 ]
 
 
@@ -149,7 +149,7 @@ def test_the_fixed_part_finds(owner, name, twin, values, message, folder, monkey
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16", "float16"])
 def test_a_narrow_type_is_close_enough_to_find_a_wrong_step(dtype, folder, monkeypatch):
     planted = planting(monkeypatch, worker, "learning_rate", larger_steps)
-    cases = [{**case, "dtype": dtype} for case in first(model=None)]
+    cases = [{**case, "dtype": dtype} for case in first()]
     assert lives(folder / "right", cases) == []
     found = lives(folder / "wrong", cases, planted=planted)
     assert any("of its movement" in text for text in found), found
