@@ -111,15 +111,6 @@ def test_measured_memory_stands_beside_the_predicted(layout, run_of):
     assert [row[1] for row in rows[1:]] == predicted
 
 
-def test_memory_flag_shows_what_for(run_of):
-    _, text = run_of((2, 2, 2))
-    rows = [cells(line) for line in section(text, "rank weights")]
-    assert len(rows) == 8
-    assert "gradients  optimizer" not in run_of((1, 1, 1))[1]
-    for row in rows:
-        assert row[3] == "0 B", "plain SGD has no state"
-
-
 def test_memory_is_shown_before_it_is_taken(tmp_path):
     """A model does not fit: its bytes are on the console before the allocation fails."""
     huge = "--layers 2 --d-model 65536 --heads 2 --seq-len 8 --batch-size 2 --num-microbatches 1"
@@ -127,8 +118,8 @@ def test_memory_is_shown_before_it_is_taken(tmp_path):
     limited = ["bash", "-c", 'ulimit -v 16777216; exec "$@"', "limited", *command]
     result = run_command(limited, LIMIT, environment()).ended(69)
     assert re.search(r"out of memory: weights .* of block\d+\..* wants [\d.]+ GiB", result.stderr)
-    row = cells(section(result.stdout, "rank weights")[0])
-    assert float(row[1].removesuffix(" GiB")) == pytest.approx(24 * 4 * 65536**2 / 2**30, rel=0.01)
+    peak = re.search(r"([\d.]+) TiB$", section(result.stdout, "rank host place")[0])
+    assert float(peak[1]) > 4 * 24 * 4 * 65536**2 / 2**40  # weights, gradients and two moments
 
 
 @pytest.mark.parametrize("layout", CASES, ids=str)
@@ -163,7 +154,7 @@ def test_speed_of_a_line_is_that_of_its_milliseconds():
         "comm_share_mean": 0.0,
         "comm_share_max": 0.0,
     }
-    assert "| 250 ms | 4.00k tok/s |" in step_line(9, line, 0.25, "tok")
+    assert "| 250 ms | 4.00k tok/s |" in step_line(9, line, 0.25)
 
 
 def test_log_file_is_the_console(run_of):

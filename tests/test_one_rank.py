@@ -1,6 +1,7 @@
 """One process works where no MPI library can be loaded; several ranks are refused with a cure."""
 
 import json
+import re
 
 import numpy as np
 import pytest
@@ -80,7 +81,8 @@ def test_verify_compares_and_doctor_says_that_there_is_no_library(tmp_path):
 
 def test_a_library_that_is_not_installed_is_one_that_cannot_be_loaded(tmp_path, nothing_installed):
     result = alone(*TRAIN, env=nothing_installed, cwd=tmp_path)
-    assert "install one with pip install '.[mpich]'" in result.stderr
+    # the second cure is that of a system with Debian's MPICH
+    assert re.search(r"install one with pip install '.\[mpich\]'|its mpiexec", result.stderr)
     assert "held-out loss" in result.stdout
 
 
