@@ -308,7 +308,7 @@ def test_choices_and_costs_change_the_figures(opened):
         "F must be a number above 0"
     )
     choose(page, **{"#f": "1", "#p": "4", "#m": "4", "#second_.choice": "dualpipe"})
-    assert told(page, ".verdict", "second").endswith("use --num-microbatches 8 or 10")
+    assert told(page, ".verdict", "second").endswith("use an even --num-microbatches from 2 * 4 on")
     choose(page, **{"#second_.choice": ""})
     assert len(figures(page)["step"]) == 1
 

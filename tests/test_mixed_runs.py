@@ -163,15 +163,23 @@ def test_verify_says_that_it_proves_the_layout_in_float64():
 
 def test_explain_states_the_type_of_each_barrier():
     text = printed(
-        "explain", *TINY[:8], "--dtype", "bfloat16", "--layout", "dp=2,pp=2,tp=2", "--rank", 4
+        "explain",
+        *TINY[:8],
+        "--dtype",
+        "bfloat16",
+        "--layout",
+        "dp=2,pp=2,tp=2",
+        "--rank",
+        4,
+        "--all",
     )
     rows = [cells(line) for line in section(text, "phase  stage")]
-    types = {row[7]: row[9] for row in rows}
+    types = {row[6]: row[8] for row in rows}
     assert types["activations"] == types["head"] == "bfloat16"
     assert types["loss"] == types["grads.bucket"] == "float32"
-    formulas = {row[7]: row[11] for row in rows}
+    formulas = {row[6]: row[10] for row in rows}
     assert formulas["activations"] == "B*T*D*e"
-    sizes = {row[7]: row[10] for row in rows}
+    sizes = {row[6]: row[9] for row in rows}
     # default batch of 16 rows: 2 of a microbatch; 8 tokens, width 16
     assert sizes["activations"] == f"{2 * 8 * 16 * 2} B"
     assert sizes["loss"] == f"{2 * 3 * 2 * 8 * 4} B"

@@ -69,9 +69,9 @@ def test_weights_there_and_back(saved):
     ("values", "part"),
     [
         ({"model_type": "mpipar-tree"}, "model_type is 'mpipar-tree'; mpipar computes"),
-        ({"norm": "none"}, "norm is 'none'"),
+        ({"norm": "none"}, "norm 'none': must be one of"),
         ({"tied": 1}, "tied is 1"),
-        ({"heads": 0}, "heads is 0"),
+        ({"heads": 0}, "heads 0: must be at least 1"),
         ({"seq_len": None}, "it lacks 'seq_len'"),
     ],
     ids=lambda value: "" if isinstance(value, str) else next(iter(value)),
