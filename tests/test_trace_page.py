@@ -127,7 +127,7 @@ def test_tables_sort_numbers_with_units(opened):
 
 def test_the_wheel_zooms_around_the_pointer_and_a_double_click_shows_all(opened):
     page = opened(example())
-    page.resize(1200, 400)  # so low that the page scrolls
+    page.run("document.body.style.minHeight = '3000px'")  # so that the page scrolls
     whole = page.run("return timeline.view")
     x, y = page.run(PLACE, 0, 0)
     under = page.run(f"return timeline.time(arguments[0] - {HOOK}.x)", x)
