@@ -299,7 +299,7 @@ def test_launches_are_fresh_jobs_in_one_file(tmp_path):
     assert done.stderr.count("huge pages: ") == 1  # the head of the first launch alone
 
 
-@pytest.mark.parametrize("name", ["interconnect", "calibrate", "verify", "matmul", "step"])
+@pytest.mark.parametrize("name", ["interconnect", "calibrate", "matmul", "step"])
 def test_help_under_a_launcher_is_printed_once(name):
     done = bench(2, "--help", program=[sys.executable, "-m", f"bench.{name}"])
     assert (done.returncode, done.stderr) == (0, ""), done.tail()

@@ -235,7 +235,7 @@ def test_the_command_names_the_slow_rank_and_its_pass(late_runs):
     assert first == {"compute: forward of stage 0", "waiting for rank 1"}
     assert lines[start + 1].endswith("slower")
     start = next(i for i, line in enumerate(lines) if line.startswith("cause of waiting"))
-    assert lines[start + 1].startswith("rank 1: forward of stage 0 ")
+    assert lines[start + 1].startswith("rank 1: forward of stage 0")
     printed("compare", late_runs["none"], late_runs["delay"], "--check", code=EXIT_CHECK_FAILED)
     printed("compare", late_runs["delay"], late_runs["none"], "--check")
 

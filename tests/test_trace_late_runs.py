@@ -75,7 +75,6 @@ def test_the_late_rank_is_named(tmp_path, layout, fault):
         ("dp=2", "dp group 0, 1"),
         ("pp=2", "pp link 0 -> 1"),
         ("tp=2", "tp group 0, 1"),
-        ("pp=4", "pp link 0 -> 1"),
     ],
 )
 def test_a_slow_link_is_named(tmp_path, layout, link):

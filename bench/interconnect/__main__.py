@@ -435,7 +435,7 @@ def sweep(bench, turns, writer, bounds: Bounds | None) -> list[dict]:
             if new and not section.title.startswith("pairs"):
                 with above(sys.stdout):
                     print(f"\n{table.as_text(new)}", flush=True)
-            line.update(len(sizes))
+            line.update(len({row["size_bytes"] for row in new}))
             if bench.stopped:
                 break
     return rows

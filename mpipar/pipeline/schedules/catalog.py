@@ -81,6 +81,7 @@ def schedule_problems(
         one: value_problem(one, fields[one].metadata, value)
         for one, value in given.items()
         if value is not None
+        and value not in FAMILIES  # may be a reader's own, not among the choices
     }
     bad = {one: text for one, text in wrong.items() if text}
     rules = broken_of(OF_SCHEDULES, values, bad)
