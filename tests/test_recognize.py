@@ -44,7 +44,7 @@ POINTER = b"version https://git-lfs.github.com/spec/v1\noid sha256:00\nsize 12\n
         (zipped("a.txt"), "zip"),
         (pickle.dumps({"a": 1}), "pickle"),
         (b"GGUF\x03\0\0\0", "GGUF"),
-        (gzip.compress(b"once upon a time"), "gzip"),
+        (gzip.compress(b"once upon a time", mtime=0), "gzip"),
         (b"\x28\xb5\x2f\xfd rest", "zstd"),
         (tarred(), "tar"),
         (b"PAR1" + bytes(20), "Parquet"),

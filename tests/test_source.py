@@ -225,7 +225,7 @@ def test_the_type_of_a_large_file_is_that_of_its_parts(tmp_path, monkeypatch):
 @pytest.mark.parametrize(("content", "part"), [
     (b"once upon a time, there was a text\n" * 9, "is text, not a file of ids"),
     (b"version https://git-lfs.github.com/spec/v1\noid sha256:0\n", "Git LFS"),
-    (gzip.compress(bytes(range(256)) * 9), "gzip"), (pickle.dumps([1.5] * 99), "pickle"),
+    (gzip.compress(bytes(range(256)) * 9, mtime=0), "gzip"), (pickle.dumps([1.5] * 99), "pickle"),
     (b"PAR1" + b"\1\2\3\4" * 99, "Parquet"), (b"\x93NUMPY" + b"\1\0" * 99, "NumPy array"),
     (b"<!DOCTYPE html>" * 9, "a web page"), (np.array([5, -1] * 9, "<i4").tobytes(), "outside"),
 ])  # fmt: skip
