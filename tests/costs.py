@@ -4,8 +4,8 @@
     .venv/bin/python tests/costs.py /tmp/costs
 
 Each process of pytest, ranks of the MPI sessions included, appends to a file of its own in that
-folder. The second command adds up the cases of each test and writes bench/results/test_costs.json,
-of which docs/testing.md shows the slowest. Seconds of a clock would depend on what else runs.
+folder. The second command adds up the cases of each test and prints the slowest. Seconds of a clock
+would depend on what else runs.
 """
 
 import ast
@@ -85,9 +85,5 @@ def slowest(folder: Path) -> list[dict]:
 
 
 if __name__ == "__main__":
-    sys.path.insert(0, str(ROOT))
-    from bench import results
-
-    results.write(
-        str(ROOT / "bench/results/test_costs.json"), "tests/costs.py", slowest(Path(sys.argv[1]))
-    )
+    for row in slowest(Path(sys.argv[1])):
+        print(*row.values(), sep="  ")

@@ -1,12 +1,10 @@
 """Tables of the pages: results of benchmarks, and what the program knows about itself.
 
-One table lists illegal combinations of settings. Listings of sources select functions, methods,
-classes and constants by name.
+Listings of sources select functions, methods, classes and constants by name.
 """
 
 from __future__ import annotations
 
-import argparse
 import ast
 import json
 import re
@@ -17,10 +15,7 @@ from pathlib import Path
 from bench import results
 from bench.kernels.floors import floors
 from docs.build.blocks import Block
-from mpipar import cli, errors
-from mpipar.config.sections import CHOICES, FIELDS, named
-from mpipar.config.setting import flag
-from mpipar.pipeline.combinations import RULES
+from mpipar import errors
 
 # From the ground up: a folder imports only from itself and from the folders named before it.
 FLOORS = """errors files ops comm data partition job config layers models pipeline checkpoint
@@ -86,36 +81,6 @@ def cell(value) -> str:
     """Return text that stays inside its cell."""
     text = " ".join(str(value).split()).replace("|", "\\|")
     return re.sub(r"(?<![`\w])<([^>]*)>", r"`<\1>`", text)
-
-
-# --- the flags of commands
-
-
-def flags_of(command: str) -> str:
-    """Return the arguments and flags of a command, a table for each group of its help."""
-    parser, parts = cli.command_parser(command, every=True), [f"## mpipar {command}"]
-    for group in parser._action_groups:
-        rows = [
-            (f"`{flag_of(action)}`", (action.help or "") % {"prog": parser.prog, **vars(action)})
-            for action in group._group_actions
-            if action.help != argparse.SUPPRESS and "--help" not in action.option_strings
-        ]
-        title = {"positional arguments": "arguments", "options": "flags"}.get(
-            group.title, group.title
-        )
-        if rows:
-            parts.append(f"### {command}: {title}\n\n{rows_of('flag, meaning', rows)}")
-    return "\n\n".join(parts)
-
-
-def flag_of(action: argparse.Action) -> str:
-    """Return a flag as it is typed, with the form of its value."""
-    names = ", ".join(action.option_strings) or action.metavar or action.dest
-    takes = action.nargs != 0 and not isinstance(action, argparse.BooleanOptionalAction)
-    if not takes or not action.option_strings:
-        return names
-    choices = "{" + ",".join(map(str, action.choices)) + "}" if action.choices else ""
-    return f"{names} {action.metavar or choices or action.dest.upper()}"
 
 
 # --- the map of the sources; bench.reading_path counts the lines that a default training step runs
@@ -203,39 +168,11 @@ TABLES = {
     "folders": lambda words, root: folder_table(root),
     "files": lambda words, root: file_tables(root),
     "exit codes": lambda words, root: rows_of("exit code, meaning", errors.EXIT_CODES.items()),
-    "commands": lambda words, root: rows_of(
-        "command, what it does", ((f"`mpipar {one}`", text) for one, text in cli.COMMANDS.items())
-    ),
-    "flags": lambda words, root: "\n\n".join(map(flags_of, cli.COMMANDS)),
-    "combinations": lambda words, root: rows_of("settings, why, instead", illegal_rows()),
-    "choices": lambda words, root: rows_of("only with, flags", choices()),
     "tour": lambda words, root: chapters(root),
     "path": lambda words, root: path_of_a_step(root),
     "lead": lambda words, root: lead(json.loads((root / words[0]).read_text())["rows"]),
     "floors": lambda words, root: floors(words[0], words[1:]),
 }
-
-
-def illegal_rows() -> list[tuple[str, str, str]]:
-    """Return (settings, why they are illegal together, what to type instead) of each row."""
-    found = []
-    for rule in RULES:
-        why, _, instead = re.sub(r"\{(?:csv\.)?(\w+)[^}]*\}", r"*\1*", rule.sentence).rpartition(
-            "; "
-        )
-        found.append(
-            (", ".join(f"`{named(name)}`" for name in rule.fields if name in FIELDS), why, instead)
-        )
-    return found
-
-
-def choices() -> list[tuple[str, str]]:
-    """Return (a choice of a flag, the flags that apply only with it)."""
-    found: dict[str, list[str]] = {}
-    for name, (choice, *values) in CHOICES.items():
-        only = " or ".join(f"`{flag(choice)} {value}`" for value in values or ["N"])
-        found.setdefault(only, []).append(f"`{named(name)}`")
-    return [(only, ", ".join(names)) for only, names in found.items()]
 
 
 LANGUAGES = {
