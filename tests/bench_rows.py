@@ -6,7 +6,7 @@ import types
 import numpy as np
 
 from bench.interconnect import records, statistics
-from mpipar.comm.one_rank import OneRank
+from mpipar.job.one_rank import OneRank
 
 COMM, BARE = "mpipar.comm", "mpi4py"
 ONE = OneRank("none is needed")

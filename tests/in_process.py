@@ -17,10 +17,10 @@ from helpers import Finished
 
 from mpipar import cli
 from mpipar.comm.launcher import Launcher
-from mpipar.comm.one_rank import OneRank
 from mpipar.errors import UserError
 from mpipar.job import failure, mpi
 from mpipar.job import session as job_session
+from mpipar.job.one_rank import OneRank
 from mpipar.job.session import Session
 
 

@@ -12,7 +12,6 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from random import Random
 
-from mpipar.comm.clock import CommonClock
 from mpipar.comm.grid import AXES, Grid
 from mpipar.comm.record import LayerOperation, Record, Span
 from mpipar.config.model import model_config
@@ -20,6 +19,7 @@ from mpipar.models import unit_flops
 from mpipar.models.stage import stage_parts
 from mpipar.pipeline.instructions import lower, neighbours
 from mpipar.pipeline.schedules.catalog import make_schedule
+from mpipar.trace.clock import CommonClock
 from mpipar.trace.trace_file import RankTrace, Trace, common_facts
 
 LAYERS = ("norm1", "attn.qkv", "attn.proj", "norm2", "ffn.up", "ffn.down")

@@ -29,7 +29,7 @@ WIRE = {
     "comm.algorithms.window",
 }
 # What these send stays out of the records.
-REPORTS = {"comm.facts", "comm.clock", "comm.hosts", "comm.self_test"}
+REPORTS = {"comm.facts", "trace.clock", "comm.hosts", "job.self_test"}
 IMPORT_MPI = WIRE | REPORTS | {"job.mpi", "comm.launcher", "commands.doctor"}
 CALL_MPI = WIRE | REPORTS | {"job.session", "job.mpi"}
 MPI_CALLS = set(
@@ -213,7 +213,7 @@ def name_problems(module, source):
     Only grid.py, launchers and views of a run have bare names: the last two know one kind of rank.
     So has a command's flag --rank.
     """
-    if module in ("comm.grid", "comm.facts", "comm.clock", "comm.launcher") or folder(module) in (
+    if module in ("comm.grid", "comm.facts", "trace.clock", "comm.launcher") or folder(module) in (
         "console",
         "job",
         "plan",

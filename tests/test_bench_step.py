@@ -14,8 +14,8 @@ from bench.step import __main__ as step
 from bench.step import against, blas
 from bench.step.sides import flops, losses, measure_steps, products_of, torch_side
 from docs.build import tables
-from mpipar.comm.one_rank import OneRank
 from mpipar.errors import UsageError
+from mpipar.job.one_rank import OneRank
 from mpipar.ops.numpy_ops import NumpyOps
 
 SIZES = """--layers 2 --d-model 24 --heads 4 --seq-len 20 --batch-size 2 --vocab-size 31 --repeats 2

@@ -10,8 +10,8 @@ from helpers import REPOSITORY, find_launcher, run_command
 from hypothesis import strategies as st
 from program import LIMIT, TEXT, environment
 
-from mpipar.comm.clock import CommonClock, Sample, best_sample, clock_identity
 from mpipar.trace import trace_file, waits
+from mpipar.trace.clock import CommonClock, Sample, best_sample, clock_identity
 
 SECOND = 10**9
 
@@ -101,7 +101,7 @@ needs_namespaces = pytest.mark.skipif(
 
 @needs_namespaces
 def test_a_time_namespace_is_another_clock():
-    program = "from mpipar.comm.clock import clock_identity; print(clock_identity())"
+    program = "from mpipar.trace.clock import clock_identity; print(clock_identity())"
     command = ["unshare", "-r", "--time", "--monotonic", "1000", sys.executable, "-c", program]
     result = run_command(command, 30, environment())
     assert result.returncode == 0, result.tail()

@@ -6,12 +6,12 @@ from random import Random
 
 from planted_delays import MS, record
 
-from mpipar.comm.clock import CommonClock
 from mpipar.comm.record import LayerOperation, Load, Span
 from mpipar.pipeline.costs import Costs
 from mpipar.pipeline.schedules.catalog import make_schedule
 from mpipar.pipeline.simulate import simulate
 from mpipar.trace import segments, trace_file, waits
+from mpipar.trace.clock import CommonClock
 from mpipar.trace.trace_file import RankTrace as Rank
 from mpipar.trace.trace_file import Trace, common_facts, schedule_json
 

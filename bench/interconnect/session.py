@@ -45,11 +45,11 @@ from bench.interconnect.statistics import (
 )
 from bench.timing import seconds_of
 from mpipar import ops as ops_module
-from mpipar.comm.clock import CommonClock, clock_identity, measure_clocks, shared_clocks
 from mpipar.comm.facts import broadcast_text, gather_facts
 from mpipar.comm.record import Recorder
 from mpipar.errors import EnvironmentProblem
 from mpipar.job import watchdog
+from mpipar.trace.clock import CommonClock, clock_identity, measure_clocks, shared_clocks
 
 COPY_BYTES = 64 << 20
 PEERS = ("least_to_peer_bytes", "most_to_peer_bytes")  # of an exchange of unequal parts

@@ -23,7 +23,6 @@ from bench.step.torch_decoder import TorchDecoder
 from bench.training import worker_of
 from mpipar.comm.grid import Grid
 from mpipar.comm.hosts import quiet_barrier
-from mpipar.comm.one_rank import OneRank
 from mpipar.comm.record import Recorder
 from mpipar.config import flags
 from mpipar.config.grid import GridConfig
@@ -34,6 +33,7 @@ from mpipar.config.sections import Config
 from mpipar.config.train import TrainConfig
 from mpipar.data.rows import Batch, Rows
 from mpipar.data.source import load_source
+from mpipar.job.one_rank import OneRank
 from mpipar.ops import make, numpy_ops
 from mpipar.plan.predict import predict
 from mpipar.train.optim import learning_rate

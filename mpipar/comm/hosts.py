@@ -1,12 +1,11 @@
-"""The cores that the ranks of a host share, and how ranks take turns on them."""
+"""The cores that the ranks of a host share, and how ranks wait on them."""
 
 from __future__ import annotations
 
 import contextlib
 import os
 import time
-from collections.abc import Callable
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
 import numpy as np
 
@@ -66,31 +65,3 @@ def quiet_barrier(mpi_world: MPI.Intracomm) -> None:
     while not request.Test():
         time.sleep(NAP_SECONDS)
     mpi_world.Barrier()
-
-
-def in_turns(
-    mpi_world: MPI.Intracomm | None,
-    group: int,
-    num_groups: int,
-    cores_each: int,
-    run: Callable[[], Any],
-) -> Any:
-    """Return what run() returns, called by as many groups of ranks at once as the cores allow.
-
-    group: number of this rank's group. Each rank gets a core; ranks that wait for their turn sleep.
-    Comm: that of `run` inside the group, and quiet barriers over the world if there are several
-    turns.
-    """
-    if mpi_world is None:
-        return run()
-    at_once = max(1, cores_of(mpi_world).cores // cores_each)
-    turns = -(-num_groups // at_once)
-    result = None
-    for turn in range(turns):
-        if turns > 1:
-            quiet_barrier(mpi_world)
-        if turn == group % turns:  # neighbours, which share a host, are in different turns
-            result = run()
-    if turns > 1:
-        quiet_barrier(mpi_world)
-    return result

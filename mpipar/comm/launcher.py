@@ -9,7 +9,6 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from mpipar.comm.one_rank import OneRank
 from mpipar.errors import EnvironmentProblem
 
 OPEN_MPI, MPICH = "Open MPI's mpirun", "MPICH's mpiexec"
@@ -102,7 +101,7 @@ def check_alone(launcher: Launcher, world_size: int, library: str) -> None:
 
 def check_world(mpi_world: Any, environ: Mapping[str, str]) -> None:
     """Apply `check_alone` to a world that a program has made without `mpipar.cli`."""
-    if mpi_world.size == 1 < read_launcher(environ).size and not isinstance(mpi_world, OneRank):
+    if mpi_world.size == 1 < read_launcher(environ).size:
         from mpi4py import MPI
 
         check_alone(read_launcher(environ), MPI.COMM_WORLD.Get_size(), MPI.Get_library_version())

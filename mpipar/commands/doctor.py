@@ -9,14 +9,13 @@ import platform
 from dataclasses import dataclass
 from importlib import import_module
 
-from mpipar.comm import self_test
 from mpipar.comm.facts import gather_facts
-from mpipar.comm.one_rank import OneRank
 from mpipar.commands.command import Command, Context
 from mpipar.config.setting import switch
 from mpipar.errors import EXIT_OK
-from mpipar.job import blas, consistency, gpus, limits, mpi
+from mpipar.job import blas, consistency, gpus, limits, mpi, self_test
 from mpipar.job.consistency import ranges
+from mpipar.job.one_rank import OneRank
 
 
 @dataclass(frozen=True)

@@ -18,10 +18,10 @@ from pathlib import Path
 
 from mpipar.comm.facts import all_gather_facts
 from mpipar.comm.launcher import MPICH, OPEN_MPI, Launcher, check_alone, check_library, short_name
-from mpipar.comm.one_rank import OneRank
 from mpipar.errors import EnvironmentProblem
 from mpipar.files.cache import cache_folder
 from mpipar.job import consistency
+from mpipar.job.one_rank import OneRank
 
 MAPS = Path("/proc/self/maps")
 LIBRARY = "MPI4PY_LIBMPI"  # if set, mpi4py loads exactly this library

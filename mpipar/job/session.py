@@ -28,14 +28,14 @@ from pathlib import Path
 from mpipar import errors
 from mpipar.comm.facts import all_gather_facts
 from mpipar.comm.launcher import MPICH, Launcher, Mismatch, read_launcher
-from mpipar.comm.one_rank import OneRank
-from mpipar.comm.self_test import check_reductions
 from mpipar.errors import EnvironmentProblem, UsageError, UserError
 from mpipar.files import no_links
 from mpipar.files.text import cut
 from mpipar.job import consistency, failure, limits, lock, mpi
 from mpipar.job.environment import COMPARED, chosen_by_user, presets
 from mpipar.job.malloc import keep_heap
+from mpipar.job.one_rank import OneRank
+from mpipar.job.self_test import check_reductions
 from mpipar.job.signals import Interruptible, later, listen
 from mpipar.job.streams import open_closed, warn
 from mpipar.job.watchdog import HANG, Watchdog

@@ -8,7 +8,6 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass, field
 
-from mpipar.comm.clock import Sample
 from mpipar.comm.grid import AXES
 from mpipar.comm.record import LayerOperation, Load, Record, Span
 from mpipar.config.model import ModelConfig
@@ -22,6 +21,7 @@ from mpipar.pipeline.combinations import MOST_PASSES
 from mpipar.pipeline.csv_format import parse_instruction
 from mpipar.pipeline.instructions import Schedule
 from mpipar.pipeline.placements import PLACEMENTS
+from mpipar.trace.clock import Sample
 
 MOST_RANKS = 1 << 17
 LATEST = 1 << 62  # ns; differences of times still fit into 64 bits

@@ -18,7 +18,6 @@ from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 
-from mpipar.comm.clock import CommonClock
 from mpipar.comm.grid import AXES, Grid
 from mpipar.comm.record import LayerOperation, Load, Record, Span
 from mpipar.console.series import lines_of
@@ -38,6 +37,7 @@ from mpipar.trace.checks import (
     check_head,
     check_meta,
 )
+from mpipar.trace.clock import CommonClock
 
 SCHEMA = 4
 METRICS = "metrics.jsonl"  # of a run folder

@@ -10,13 +10,13 @@ from dataclasses import asdict
 from pathlib import Path
 from time import perf_counter_ns
 
-from mpipar.comm.clock import CommonClock, clock_identity, measure_clocks, shared_clocks
 from mpipar.comm.facts import broadcast_text, gather_facts
 from mpipar.comm.grid import AXES
 from mpipar.config.run import trace_steps
 from mpipar.job.streams import warn
 from mpipar.models.decoder import ENTRY
 from mpipar.trace import trace_file
+from mpipar.trace.clock import CommonClock, clock_identity, measure_clocks, shared_clocks
 
 SCHEDSTAT = Path("/proc/thread-self/schedstat")  # ns on a core, ns waiting for one, time slices
 SHORTEST_GC_NS = 100_000  # shorter collections are frequent and delay no rank

@@ -16,7 +16,7 @@ from small_model import (
 from stand_in import put_in, put_in_nccl
 
 from mpipar import ops as ops_module
-from mpipar.comm import connect, self_test
+from mpipar.comm import connect
 from mpipar.comm.device import DeviceTransport, StagedTransport
 from mpipar.comm.grid import Grid
 from mpipar.comm.group import Comm
@@ -24,6 +24,7 @@ from mpipar.comm.groups import Comms
 from mpipar.comm.nccl import NcclTransport
 from mpipar.comm.record import Recorder
 from mpipar.errors import EnvironmentProblem
+from mpipar.job import self_test
 from mpipar.job.environment import chosen_by_user
 from mpipar.job.mpi import check_environment
 from mpipar.train.replicas import Replicas
