@@ -7,7 +7,7 @@ import pytest
 from bench import results
 from bench.claims import computed as claims
 from bench.claims import measured
-from mpipar.plan.predict import predict
+from mpipar.study.explain.predict import predict
 
 pytestmark = pytest.mark.slow
 M, L = 8, claims.MODEL["layers"]

@@ -8,7 +8,7 @@ from bench.rehearse.player import lay_out, room_needed
 from bench.rehearse.script import CALL, WAIT, script_of
 from bench.training import config_of
 from mpipar.errors import OutputError, UsageError
-from mpipar.plan.predict import predict
+from mpipar.study.explain.predict import predict
 
 SMALL = "--layers 2 --num-microbatches 2 --batch-size 24"
 LAYOUTS = {

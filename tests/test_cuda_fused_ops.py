@@ -21,8 +21,8 @@ from mpipar.ops.cuda.epilogues import Epilogues
 from mpipar.ops.cuda.kernels import Loader
 from mpipar.ops.cupy_fused import FusedOps
 from mpipar.ops.mixed_ops import MixedOps
-from mpipar.plan.predict import predict
 from mpipar.run.resolve import resolve as resolve_typed
+from mpipar.study.explain.predict import predict
 from mpipar.train.verify import step_tensors
 
 SHAPE = {

@@ -14,7 +14,7 @@ from docs.build import __main__ as program
 from docs.build import commands, measured, pages, pictures, tables
 from docs.build.blocks import PageError, blocks_of, update
 from mpipar.errors import DataError
-from mpipar.plan.predict import predict
+from mpipar.study.explain.predict import predict
 
 PAGES = {str(path): pages.read_page(path) for path in pages.pages()}
 PAGE = Path("docs/page.md")

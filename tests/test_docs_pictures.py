@@ -13,7 +13,7 @@ from docs.build import measured, pictures
 from docs.build.blocks import Block, PageError
 from docs.build.pictures.boxes import hops
 from docs.build.pictures.shapes import watch
-from mpipar.plan.predict import predict
+from mpipar.study.explain.predict import predict
 
 LADDER = [
     {"product": name, "flop_per_byte": intensity, "gflops": speed, "percent_of_blas": speed}

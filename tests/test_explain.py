@@ -20,8 +20,8 @@ from mpipar.config.resolve import resolve
 from mpipar.config.run import RunConfig
 from mpipar.config.sections import Config
 from mpipar.config.train import TrainConfig
-from mpipar.plan import formulas, memory_formulas
-from mpipar.plan.predict import predict, unit_memory
+from mpipar.study.explain import formulas, memory_formulas
+from mpipar.study.explain.predict import predict, unit_memory
 from mpipar.train.build import configured_schedule
 
 CASES = [

@@ -11,7 +11,7 @@ from mpipar.comm.record import family
 from mpipar.config.memory import MemoryConfig
 from mpipar.layers.costs import KINDS, value
 from mpipar.plan import formulas
-from mpipar.plan.predict import predict, unit_memory
+from mpipar.study.explain.predict import predict, unit_memory
 
 EVERY_LAYER = [
     ((1, 1, 1), 1, {}, "none"),

@@ -11,9 +11,9 @@ from mpipar.config.sections import Config, build
 from mpipar.errors import UsageError
 from mpipar.plan.machine import load_machine
 from mpipar.plan.of_config import step_of
-from mpipar.plan.predict import fullest
 from mpipar.run.auto import best_of, legal_layouts
 from mpipar.run.resume import resumed
+from mpipar.study.explain.predict import fullest
 
 LAYOUTS = [{"dp": 4}, {"pp": 4}, {"dp": 2, "pp": 2}, {"dp": 2, "tp": 2}, {"tp": 4}]
 

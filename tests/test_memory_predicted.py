@@ -12,8 +12,8 @@ from mpipar.config.sections import build
 from mpipar.console.memory import PeakMemory
 from mpipar.data import rows
 from mpipar.ops.shape_array import Ledger
-from mpipar.plan.predict import predict
 from mpipar.run.resolve import memory_notes
+from mpipar.study.explain.predict import predict
 from mpipar.train.worker import Worker
 
 SHARE, LEAST_BYTES = 0.05, 1 << 20  # the larger of the two is how far a prediction may be off

@@ -9,7 +9,7 @@ from in_process import alone, printed
 from program import TEXT, cells, metrics, mpipar, section, weights
 
 from mpipar.config.resolve import resolve
-from mpipar.plan.predict import predict, unit_memory
+from mpipar.study.explain.predict import predict, unit_memory
 
 SMALL = """--layers 2 --d-model 64 --seq-len 32 --log-interval 10 --sample-tokens 0
     --eval-tokens 1024""".split()

@@ -16,7 +16,7 @@ from mpipar.comm.record import Recorder, Span
 from mpipar.config.resolve import resolve
 from mpipar.ops import make
 from mpipar.partition import CUTS, Here, Sizes
-from mpipar.plan.predict import predict
+from mpipar.study.explain.predict import predict
 
 LAYERS = {
     "attn.qkv": "self.qkv.",

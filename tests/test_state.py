@@ -26,7 +26,7 @@ from state_cases import (
 from mpipar.checkpoint import load
 from mpipar.checkpoint.manifest import committed_steps, damage, read_manifest
 from mpipar.errors import DataError, OutputError
-from mpipar.plan.predict import predict
+from mpipar.study.explain.predict import predict
 
 LAYOUTS = [
     {},

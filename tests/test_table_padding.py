@@ -15,8 +15,8 @@ from mpipar.comm.record import Recorder
 from mpipar.config.resolve import resolve
 from mpipar.data.rows import Batch
 from mpipar.ops import make, make_for, shapes_for
-from mpipar.plan.formulas import units_of
-from mpipar.plan.predict import predict
+from mpipar.study.explain.formulas import units_of
+from mpipar.study.explain.predict import predict
 from mpipar.train.optim import learning_rate
 from mpipar.train.worker import Worker
 

@@ -16,7 +16,7 @@ from mpipar.config.memory import MemoryConfig
 from mpipar.partition import CUTS
 from mpipar.partition.context_gather import barriers as gathered
 from mpipar.partition.context_ulysses import Ulysses
-from mpipar.plan.predict import predict
+from mpipar.study.explain.predict import predict
 
 GRADIENT = {"cut": "cut", "partial": "whole", "whole": "partial"}
 

@@ -14,8 +14,8 @@ from mpipar.config.resolve import resolve
 from mpipar.config.sections import build
 from mpipar.layers.costs import value
 from mpipar.ops.shape_array import MEMORY_LABELS
-from mpipar.plan.formulas import units_of
-from mpipar.plan.predict import fullest, predict
+from mpipar.study.explain.formulas import units_of
+from mpipar.study.explain.predict import fullest, predict
 
 LAYOUTS = [
     {"tp": 1},

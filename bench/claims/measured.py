@@ -24,8 +24,8 @@ from mpipar.comm.facts import broadcast_text, gather_facts
 from mpipar.comm.record import COMPUTE, Recorder
 from mpipar.errors import OutOfMemory
 from mpipar.partition.experts import DISPATCHES
-from mpipar.plan.predict import fullest, predict
 from mpipar.run.memory_limit import MemoryLimit
+from mpipar.study.explain.predict import fullest, predict
 from mpipar.trace import segments, trace_file
 from mpipar.trace.analysis import Analysis
 from mpipar.trace.tracer import Tracer

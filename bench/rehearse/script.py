@@ -15,7 +15,7 @@ from mpipar.comm.request import Array, Request
 from mpipar.comm.transport import Counts, Exchanged, NoTransport
 from mpipar.config.sections import Config
 from mpipar.data import rows
-from mpipar.plan.predict import worker_on_shapes
+from mpipar.study.explain.predict import worker_on_shapes
 
 CALL, WAIT, LOOK, SPAN = "call", "wait", "look", "span"
 

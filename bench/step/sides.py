@@ -35,7 +35,7 @@ from mpipar.data.rows import Batch, Rows
 from mpipar.data.source import load_source
 from mpipar.job.one_rank import OneRank
 from mpipar.ops import make, numpy_ops
-from mpipar.plan.predict import predict
+from mpipar.study.explain.predict import predict
 from mpipar.train.optim import learning_rate
 
 PARTS = ("forward_backward", "update")

@@ -19,7 +19,7 @@ from mpipar import errors
 
 # From the ground up: a folder imports only from itself and from the folders named before it.
 FLOORS = """errors files ops comm data partition job config layers models pipeline checkpoint
-    console trace train plan inference run learn commands cli __main__""".split()
+    console trace train study plan inference run learn commands cli __main__""".split()
 SOURCES = (".py", ".cu", ".cuh", ".js", ".css", ".html")
 COMMENT = re.compile(r"^((?://.*\n)+)|^/\*(.*?)\*/|<!--(.*?)-->", re.MULTILINE | re.DOTALL)
 

@@ -28,13 +28,13 @@ from mpipar.errors import EXIT_OK, UsageError
 from mpipar.files.text import counted
 from mpipar.models.decoder import ENTRY
 from mpipar.ops.shape_array import labels_of
-from mpipar.plan import formulas, memory_formulas
 from mpipar.plan.machine import load_machine
 from mpipar.plan.model import Step
 from mpipar.plan.of_config import step_of
-from mpipar.plan.predict import predict, unit_memory
 from mpipar.plan.report import PARTS
 from mpipar.run.resolve import resolve
+from mpipar.study.explain import formulas, memory_formulas
+from mpipar.study.explain.predict import predict, unit_memory
 from mpipar.train.build import configured_schedule
 
 WIDTH = 100  # characters per line of text

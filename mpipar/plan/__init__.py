@@ -1,1 +1,1 @@
-"""Costs of layouts and the choice among them: cost models, predictions and a search."""
+"""The choice of a layout: a model of a step's time and memory on a machine, and a search."""

@@ -19,8 +19,8 @@ from mpipar.files.text import counted
 from mpipar.plan.job import Layout, utilization
 from mpipar.plan.memory import GIB, RESERVE
 from mpipar.plan.model import Step, step_time
-from mpipar.plan.predict import predict
 from mpipar.plan.search import Candidate, Plan, Question, nodes_of_data, search
+from mpipar.study.explain.predict import predict
 
 PARTS = {
     "products": "matmuls",

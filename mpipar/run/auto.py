@@ -14,8 +14,8 @@ from mpipar.console.tables import nbytes
 from mpipar.errors import UsageError, UserError
 from mpipar.plan.machine import load_machine
 from mpipar.plan.of_config import step_of
-from mpipar.plan.predict import fullest
 from mpipar.run.resolve import resolve
+from mpipar.study.explain.predict import fullest
 
 SHEETS = {"cpu": "cpu", "cuda": "h100"}  # device -> data sheet, without --machine
 

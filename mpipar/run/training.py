@@ -37,7 +37,6 @@ from mpipar.pipeline import draw
 from mpipar.pipeline.check import check
 from mpipar.pipeline.costs import Costs
 from mpipar.pipeline.simulate import simulate
-from mpipar.plan.predict import predict
 from mpipar.run import finish, report, resume
 from mpipar.run.auto import legal_layouts, with_choice
 from mpipar.run.folder import (
@@ -55,6 +54,7 @@ from mpipar.run.folder import (
 )
 from mpipar.run.inputs import prepare
 from mpipar.run.memory_limit import MemoryLimit
+from mpipar.study.explain.predict import predict
 from mpipar.trace.tracer import Tracer
 from mpipar.train.build import configured_schedule
 from mpipar.train.optim import warm_up_notes

@@ -33,7 +33,7 @@ from mpipar.ops.numpy_ops import NumpyOps
 from mpipar.partition import context_gather, context_ring, context_whole
 from mpipar.partition.context_ulysses import Ulysses
 from mpipar.partition.contracts import Attending
-from mpipar.plan.predict import predict
+from mpipar.study.explain.predict import predict
 
 pytestmark = [pytest.mark.ranks(2, 4, 8), pytest.mark.usefixtures("poisoned_memory")]
 # 8 heads of width 3; 16 tokens are 2 pieces for each of up to 8 ranks.

@@ -20,7 +20,7 @@ from small_model import (
 from mpipar.comm.grid import chunk_size
 from mpipar.layers.norm import Residual
 from mpipar.pipeline.schedules.catalog import SCHEDULES, schedule_problems
-from mpipar.plan.predict import predict
+from mpipar.study.explain.predict import predict
 from mpipar.train.build import holders
 
 LAYOUTS = {1: [(1, 1, 1)], 2: [(1, 2, 1)], 4: [(1, 4, 1), (1, 2, 2), (2, 2, 1)], 8: [(2, 2, 2)]}

@@ -32,7 +32,7 @@ from mpipar.layers.recompute import Recomputed
 from mpipar.layers.units import GatheredUnits, largest
 from mpipar.pipeline.engine import Engine
 from mpipar.pipeline.schedules.catalog import SCHEDULES
-from mpipar.plan.predict import predict
+from mpipar.study.explain.predict import predict
 from mpipar.train.gradsync import GradSync, PieceSync, ScatterSync
 from mpipar.train.optim import Sgd
 

@@ -36,7 +36,7 @@ from test_device_transports import cuda_aware  # noqa: F401 (a fixture)
 from mpipar.comm.group import Comm
 from mpipar.comm.half_precision import HalfPrecisionTransport
 from mpipar.errors import NonFiniteError
-from mpipar.plan.predict import predict
+from mpipar.study.explain.predict import predict
 from mpipar.train import gradsync
 from mpipar.train import worker as train
 from mpipar.train.gradsync import GradSync

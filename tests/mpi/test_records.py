@@ -23,7 +23,7 @@ from small_model import (
 from mpipar.comm.grid import chunk_size
 from mpipar.comm.record import Sums
 from mpipar.layers.norm import Residual
-from mpipar.plan.predict import predict
+from mpipar.study.explain.predict import predict
 
 HERE = LAYOUTS[WORLD.size]
 # Calls of a block forward and backward: all-reduces (one of them is attention's), all-gathers. Of

@@ -12,7 +12,7 @@ from docs.build.pictures.svg import Drawing
 from mpipar.comm.grid import AXES, Grid, chunk_slice
 from mpipar.console.tables import nbytes
 from mpipar.errors import UsageError
-from mpipar.plan.predict import predict
+from mpipar.study.explain.predict import predict
 
 Picture = tuple[str, str]  # SVG and alt text
 PRODUCTS = {"up": ("x", "w up", "h"), "down": ("h", "w down", "y")}

@@ -23,7 +23,7 @@ from mpipar.errors import DataError, UsageError
 from mpipar.pipeline.draw import svg
 from mpipar.pipeline.schedules.catalog import make_schedule
 from mpipar.pipeline.simulate import simulate
-from mpipar.plan.predict import fullest
+from mpipar.study.explain.predict import fullest
 
 Picture = tuple[str, str]  # SVG and alt text
 

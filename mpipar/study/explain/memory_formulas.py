@@ -11,7 +11,7 @@ import numpy as np
 
 from mpipar.layers.costs import value
 from mpipar.layers.recompute import Recomputed
-from mpipar.plan.formulas import bytes_of_numbers, text, units_of
+from mpipar.study.explain.formulas import bytes_of_numbers, text, units_of
 from mpipar.train.optim import OPTIMIZERS
 
 
